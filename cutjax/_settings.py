@@ -1,0 +1,72 @@
+"""The environment variables of cutjax, read once and only here."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the environment says.
+
+    Attributes:
+      cache_dir: folder of the kernel cache (``CUTJAX_CACHE_DIR``); None is the user's cache folder.
+      cache_bytes: bound on the kernel cache (``CUTJAX_CACHE_SIZE``, e.g. "512M"); 0 turns it off.
+      dump_dir: where source, cubin and resource report of every kernel go (``CUTJAX_DUMP_DIR``); None is nowhere.
+      target_arch: architecture when a program is lowered for CUDA without a device (``CUTJAX_TARGET_ARCH``).
+    """
+
+    cache_dir: pathlib.Path | None = None
+    cache_bytes: int = 2**30
+    dump_dir: pathlib.Path | None = None
+    target_arch: str = "sm_90a"
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Settings:
+        """The settings of an environment; an empty variable counts as unset."""
+        fields: dict[str, Any] = {}
+        if value := environ.get("CUTJAX_CACHE_DIR"):
+            fields["cache_dir"] = pathlib.Path(value).expanduser().absolute()
+        if value := environ.get("CUTJAX_CACHE_SIZE"):
+            match = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
+            if match is None:
+                raise ValueError(f"CUTJAX_CACHE_SIZE: expected bytes as in 1073741824, 512M or 1GiB, got {value!r}")
+            fields["cache_bytes"] = int(match[1]) * _UNITS[match[2].upper()]
+        if value := environ.get("CUTJAX_DUMP_DIR"):
+            fields["dump_dir"] = pathlib.Path(value).expanduser().absolute()
+        if value := environ.get("CUTJAX_TARGET_ARCH"):
+            if re.fullmatch(r"sm_\d+[af]?", value) is None:
+                raise ValueError(f"CUTJAX_TARGET_ARCH: expected an architecture such as sm_90a, got {value!r}")
+            fields["target_arch"] = value
+        return cls(**fields)
+
+
+_current: Settings | None = None
+
+
+def settings() -> Settings:
+    """The settings of this process: the environment as it was at the first call."""
+    global _current
+    if _current is None:
+        _current = Settings.of(os.environ)
+    return _current
+
+
+@contextlib.contextmanager
+def override(**fields: Any) -> Iterator[Settings]:
+    """Replaces fields of the settings in all threads for the length of a ``with`` block (for tests and tools)."""
+    global _current
+    saved = settings()
+    _current = dataclasses.replace(saved, **fields)
+    try:
+        yield _current
+    finally:
+        _current = saved
