@@ -1,7 +1,7 @@
 """The kernel cache on disk: private to its user, verified on every read, bounded in size, safe with many processes.
 
-An entry is one file: magic, sha256 of the rest, then key, metadata (JSON) and payload. Every operation opens the folder,
-checks what it opened and works relative to that descriptor, so a folder swapped in between is never used unchecked.
+An entry is one file: magic, sha256 of the rest, then key, metadata (JSON) and payload. Every operation opens the
+folder, checks what it opened and works relative to that descriptor: a folder swapped in between is never used.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def _is_private(status: os.stat_result) -> bool:
 class DiskCache:
     """Maps a sha256 in hex to metadata (a JSON object) and a payload.
 
-    No method raises because of the disk: a folder that cannot or must not be used is told once as a warning, and the cache
-    then holds nothing.
+    No method raises because of the disk: a folder that cannot or must not be used is told once as a warning, and the
+    cache then holds nothing.
     """
 
     def __init__(self, folder: pathlib.Path, limit_bytes: int):
         self._folder = folder
         self._limit_bytes = limit_bytes
-        # A scan costs about 1 us an entry, so not every write makes one: the first does, then one per 1/16 of the bound.
+        # A scan costs some 2 us an entry, so not every write makes one: the first does, then one per 1/16 of the bound.
         self._unscanned_bytes = limit_bytes
         self._lock = threading.Lock()
 
@@ -122,16 +122,14 @@ class DiskCache:
         if status.st_uid != os.geteuid():
             raise _Refused(f"it belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}")
         mode = stat.S_IMODE(status.st_mode)
-        raise _Refused(
-            f"others can write to it (mode {mode:04o}); run `chmod go-w '{folder}'` if you trust what is in it"
-        )
+        raise _Refused(f"others can write to it (mode {mode:04o}); `chmod go-w '{folder}'` if you trust what is in it")
 
     def _warn(self, error: OSError) -> None:
         verb = "is refused" if isinstance(error, _Refused) else "cannot be used"
         warn_once(
             self._folder,
-            f"cutjax: the kernel cache folder {self._folder} {verb}: {error}. Kernels are compiled anew in every process; "
-            "CUTJAX_CACHE_DIR names another folder, CUTJAX_CACHE_SIZE=0 turns the cache off.",
+            f"cutjax: the kernel cache folder {self._folder} {verb}: {error}. Every process compiles "
+            "its kernels anew; CUTJAX_CACHE_DIR names another folder, CUTJAX_CACHE_SIZE=0 turns the cache off.",
         )
 
     def _read_file(self, folder: int, name: str) -> bytes | None:

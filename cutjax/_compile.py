@@ -152,7 +152,7 @@ def compiler_missing() -> str | None:
 
 
 def clear_memory() -> None:
-    """Forgets the kernels held in memory and whether NVRTC is installed; what is on disk stays (for tests and tools)."""
+    """Forgets the kernels in memory and whether NVRTC is installed; what is on disk stays (for tests and tools)."""
     with _lock:
         _memory.clear()
     _compiler.cache_clear()
@@ -160,7 +160,10 @@ def clear_memory() -> None:
 
 @functools.cache
 def _compiler() -> _Compiler | str:
-    """NVRTC, or why there is none. cuda.bindings and not cuda.core: 20 ms to import, not 260, and one API since 12.6."""
+    """NVRTC, or why there is none.
+
+    Through cuda.bindings, not cuda.core: it imports in 20 ms instead of 260 and has had one API since 12.6.
+    """
     try:
         pathfinder = importlib.import_module("cuda.pathfinder")
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
@@ -225,30 +228,52 @@ def _disk_at(folder: pathlib.Path | None, limit_bytes: int) -> _cache.DiskCache:
     return _cache.DiskCache(folder, limit_bytes)
 
 
-def _run_nvrtc(nvrtc: Any, source: str, name: str, arch: str) -> Cubin:
-    def call(function, *arguments):
+def _run_nvrtc(nvrtc: Any, source: str, name: str, arch: str, *, extra: tuple[str, ...] = ()) -> Cubin:
+    def call(function: Any, *arguments: Any) -> Any:
         status, *values = function(*arguments)
         if int(status) != 0:
             text = nvrtc.nvrtcGetErrorString(status)[1].decode()
             raise CompileError(f"{name}: {function.__name__} failed: {text}", log="", source=source)
         return values[0] if values else None
 
+    def read(get_size: Any, get: Any) -> bytes:
+        data = bytearray(call(get_size, program))
+        call(get, program, data)
+        return bytes(data)
+
     start = time.perf_counter()
     program = call(nvrtc.nvrtcCreateProgram, source.encode(), f"{name}.cu".encode(), 0, [], [])
     try:
-        options = [f"--gpu-architecture={arch}".encode(), *(option.encode() for option in _OPTIONS)]
+        options = [option.encode() for option in (f"--gpu-architecture={arch}", *_OPTIONS, *extra)]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        text = bytearray(call(nvrtc.nvrtcGetProgramLogSize, program))
-        call(nvrtc.nvrtcGetProgramLog, program, text)
-        log = text.rstrip(b"\0").decode(errors="replace").strip()
+        log = read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).decode(errors="replace").rstrip("\0 \n")
         if int(status) != 0:
+            if "ptx input, line" in log:  # an error in inline PTX: only line information leads back to the source
+                if not extra:
+                    return _run_nvrtc(nvrtc, source, name, arch, extra=("--generate-line-info",))
+                log = _with_places(log, read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX).decode(errors="replace"))
             text = nvrtc.nvrtcGetErrorString(status)[1].decode()
             raise CompileError(f"{name}: NVRTC cannot compile it for {arch}: {text}", log=log, source=source)
-        image = bytearray(call(nvrtc.nvrtcGetCUBINSize, program))
-        call(nvrtc.nvrtcGetCUBIN, program, image)
+        image = read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return Cubin(bytes(image), Resources.parse(log), log, time.perf_counter() - start, cached=False)
+    return Cubin(image, Resources.parse(log), log, time.perf_counter() - start, cached=False)
+
+
+def _with_places(log: str, ptx: str) -> str:
+    """Adds to each of the log's lines about PTX the instruction it means and its place in the source."""
+    lines = ptx.splitlines()
+    files = dict(re.findall(r'^\s*\.file\s+(\d+) "(?:.*/)?([^"]*)"', ptx, re.MULTILINE))
+
+    def place(match: re.Match[str]) -> str:
+        above = lines[: int(match[1])]
+        locations = re.findall(r"^\s*\.loc\s+(\d+) (\d+)", "\n".join(above), re.MULTILINE)
+        if not locations:
+            return match[0]
+        file, line = locations[-1]
+        return f"{files.get(file, '?')}({line}): `{above[-1].strip()}`: {match[0]}"
+
+    return re.sub(r"^ptxas .*ptx input, line (\d+);.*$", place, log, flags=re.MULTILINE)
 
 
 def _dump(name: str, files: dict[str, bytes]) -> None:
