@@ -1,0 +1,77 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Each makes its own virtual environment first.
+#
+#   make demo     train a small language model on whatever device is there
+#   make test     the CPU tests and, on a machine with an NVIDIA GPU, the GPU tests
+#   make lint     ruff, pyright, clang-format        make format   let ruff and clang-format rewrite
+#   make docs     the documentation, into build/site
+#   make bench    a short benchmark (needs a GPU)
+#   make clean    remove the virtual environment and everything built
+#
+# Variables: PYTHON=python3.13 (3.11 or newer), VENV=folder, JAX="jax==0.10.0" (what pip is asked for), JOBS=2 (pytest
+# workers), PYTEST_ARGS="-k name", DEMO_ARGS="--steps 50", BENCH_ARGS, SITE.
+
+PYTHON ?= python3
+VENV ?= .venv
+JAX ?= jax
+JOBS ?= 2
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+SITE ?= build/site
+BENCH_ARGS ?= --op gemm --tag short
+
+BIN := $(VENV)/bin
+NATIVE := CMakeLists.txt $(wildcard ffi/*.cc ffi/*.h)
+FORMATTED := $(wildcard ffi/*.cc ffi/*.h ffi/kernels/*.cuh)
+COMMA := ,
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
+CUDA := $(if $(GPU),$(COMMA)cuda13)
+
+.PHONY: demo test test-cpu test-gpu lint format docs bench clean
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/python examples/char_lm.py $(DEMO_ARGS)
+
+test: test-cpu $(if $(GPU),test-gpu)
+
+test-cpu: $(VENV)/.installed-test
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(JOBS) -m "not gpu" $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(FORMATTED)
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m mkdocs build --strict --site-dir $(abspath $(SITE))
+
+bench: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) build
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "cutjax needs Python 3.11 or newer; try: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+# The installation is editable: a change in Python or device text takes effect at once, one in the C++ or in pyproject.toml
+# installs again. One stamp per set of extras makes a second run start at once.
+$(VENV)/.installed-%: $(BIN)/python pyproject.toml $(NATIVE)
+	$(BIN)/python -m pip install --quiet "$(JAX)" --editable ".[$(EXTRAS_$*)$(CUDA)]"
+	@touch $@
+
+EXTRAS_demo := demo
+EXTRAS_test := test
+EXTRAS_docs := docs
+EXTRAS_dev := dev,test,demo
