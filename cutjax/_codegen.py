@@ -1,0 +1,55 @@
+"""The device text of a kernel: its constants, the one generated atom, and the family's files, concatenated.
+
+NVRTC sees no include: a kernel is one self-contained string, so its hash identifies it. ``#line`` keeps the place of every
+line, so a compiler message names the file a person would open.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Mapping, Sequence
+
+KERNELS = pathlib.Path(__file__).parent / "kernels"
+
+
+@functools.cache
+def _file(name: str) -> str:
+    path = KERNELS / name
+    if not path.exists():  # a source checkout that was not installed
+        path = KERNELS.parent.parent / "ffi" / "kernels" / name
+    return f'#line 1 "{name}"\n{path.read_text()}'
+
+
+def wgmma(n: int, dtype: str, a_k_major: bool, b_k_major: bool) -> str:
+    """``wgmma.mma_async`` of 64 x n x 16 with both operands in shared memory, accumulating in f32."""
+    count = n // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return f"""#line 1 "wgmma (generated)"
+DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
+  asm volatile(
+      "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
+      "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype} "
+      "{{{registers}}}, %{count}, %{count + 1}, p, 1, 1, {int(not a_k_major)}, {int(not b_k_major)};\\n}}"
+      : {outputs}
+      : "l"(a), "l"(b), "r"(accumulate));
+}}
+"""
+
+
+def constant(name: str, value: int | bool | str) -> str:
+    """One C++ constant; a string is an enumerator of ``Dtype``."""
+    if isinstance(value, str):
+        return f"constexpr Dtype {name} = Dtype::{value};\n"
+    if isinstance(value, bool):
+        return f"constexpr bool {name} = {str(value).lower()};\n"
+    return f"constexpr int {name} = {value};\n"
+
+
+def source(kernel: str, constants: Mapping[str, int | bool | str], atoms: str, files: Sequence[str]) -> str:
+    """The text of one kernel: constants first, then atoms.cuh, the generated atoms and the family's files in order."""
+    head = f'#line 1 "constants of {kernel} (generated)"\n#define KERNEL {kernel}\nenum class Dtype {{ bf16, f16, f32 }};\n'
+    return "".join(
+        [head, *(constant(*item) for item in constants.items()), _file("atoms.cuh"), atoms, *(_file(f) for f in files)]
+    )

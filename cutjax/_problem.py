@@ -1,0 +1,110 @@
+"""What is asked: the frozen description of one GEMM, from which everything about its kernel follows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+LAYOUTS = ("nn", "nt", "tn", "tt")
+
+_SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "s8", "int32": "s32"}
+
+
+def short_dtype(dtype: np.dtype) -> str:
+    """The field's short name of a dtype: ``bf16`` for bfloat16."""
+    return _SHORT.get(dtype.name, dtype.name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One GEMM: ``d[..., m, n] = a @ b`` with batch axes that broadcast.
+
+    Operands are row-major. ``layout[0]`` says whether the last two axes of ``a`` are ``[m, k]`` ("n") or ``[k, m]`` ("t"),
+    ``layout[1]`` whether those of ``b`` are ``[k, n]`` ("n") or ``[n, k]`` ("t").
+
+    Attributes:
+      m, n, k: sizes of the product.
+      layout: one of "nn", "nt", "tn", "tt".
+      a_dtype, b_dtype, out_dtype: numpy dtypes (``ml_dtypes`` for bfloat16).
+      batch: batch shape of the result.
+      a_batch, b_batch: batch shapes of the operands, of the same rank, each axis either the result's or 1.
+      arch: the architecture the kernel is compiled for, e.g. "sm_90a".
+    """
+
+    m: int
+    n: int
+    k: int
+    layout: str = "nn"
+    a_dtype: np.dtype = np.dtype(jnp.bfloat16)
+    b_dtype: np.dtype = np.dtype(jnp.bfloat16)
+    out_dtype: np.dtype = np.dtype(jnp.bfloat16)
+    batch: tuple[int, ...] = ()
+    a_batch: tuple[int, ...] = ()
+    b_batch: tuple[int, ...] = ()
+    arch: str = "sm_90a"
+
+    def __post_init__(self):
+        for field in ("a_dtype", "b_dtype", "out_dtype"):
+            object.__setattr__(self, field, np.dtype(getattr(self, field)))
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"Problem: unknown layout {self.layout!r}, expected one of {LAYOUTS}")
+        if min(self.m, self.n, self.k) < 0:
+            raise ValueError(f"Problem: negative size in m={self.m}, n={self.n}, k={self.k}")
+        if not len(self.batch) == len(self.a_batch) == len(self.b_batch):
+            raise ValueError(f"Problem: batch ranks differ: {self.batch}, {self.a_batch}, {self.b_batch}")
+        for full, a, b in zip(self.batch, self.a_batch, self.b_batch, strict=True):
+            if a not in (1, full) or b not in (1, full):
+                raise ValueError(f"Problem: {self.a_batch} and {self.b_batch} do not broadcast to {self.batch}")
+
+    @classmethod
+    def of(cls, a, b, *, layout: str, out_dtype, arch: str = "sm_90a") -> Problem:
+        """The problem of two arrays or avals of equal rank whose batch axes are equal or 1."""
+        m, k = a.shape[-2:] if layout[0] == "n" else a.shape[:-3:-1]
+        n = b.shape[-1] if layout[1] == "n" else b.shape[-2]
+        a_batch, b_batch = tuple(a.shape[:-2]), tuple(b.shape[:-2])
+        batch = tuple(np.broadcast_shapes(a_batch, b_batch))
+        return cls(m, n, k, layout, a.dtype, b.dtype, out_dtype, batch, a_batch, b_batch, arch)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of matrices in the result."""
+        return math.prod(self.batch)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations: 2 m n k for each matrix of the result."""
+        return 2 * self.m * self.n * self.k * self.batch_size
+
+    @property
+    def bytes(self) -> int:
+        """The fewest bytes device memory must move: each operand read once, the result written once."""
+        a = self.m * self.k * math.prod(self.a_batch) * self.a_dtype.itemsize
+        b = self.k * self.n * math.prod(self.b_batch) * self.b_dtype.itemsize
+        return a + b + self.m * self.n * self.batch_size * self.out_dtype.itemsize
+
+    @functools.cached_property
+    def batch_groups(self) -> tuple[tuple[int, bool, bool], ...]:
+        """The batch axes, outermost first, as the fewest ``(size, a moves, b moves)``.
+
+        Axes of size 1 are dropped and neighbours that move the same operands are merged, so a kernel sees one group for a
+        plain batch and an empty tuple for none.
+        """
+        groups: list[tuple[int, bool, bool]] = []
+        for size, a, b in zip(self.batch, self.a_batch, self.b_batch, strict=True):
+            if size == 1:
+                continue
+            moves = (a != 1, b != 1)
+            if groups and groups[-1][1:] == moves:
+                groups[-1] = (groups[-1][0] * size, *moves)
+            else:
+                groups.append((size, *moves))
+        return tuple(groups)
+
+    def __str__(self) -> str:
+        dtypes = f"{short_dtype(self.a_dtype)} x {short_dtype(self.b_dtype)} -> {short_dtype(self.out_dtype)}"
+        batch = f" batch {'x'.join(map(str, self.batch))}" if self.batch else ""
+        return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}"

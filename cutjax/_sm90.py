@@ -1,0 +1,175 @@
+"""Host side of ffi/kernels/sm90_gemm.cuh: which problems and configs it serves, its source, and the plan of a launch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cutjax import _codegen
+from cutjax._compile import Cubin, compile_kernel
+from cutjax._config import Config
+from cutjax._launch import Int32, Launch, TensorMap
+from cutjax._problem import Problem, short_dtype
+
+SHARED_BYTES = 232448  # what one block may opt in to: 227 KiB
+SHARED_BYTES_PER_SM = 233472  # of which each resident block reserves 1 KiB
+INPUT_DTYPES = ("bf16", "f16")
+OUTPUT_DTYPES = ("bf16", "f16", "f32")
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # 40 + 2 * 232 fit 3 warpgroups of 168; at 24 the producer spills
+
+
+def problem_reasons(problem: Problem) -> list[str]:
+    """Why no kernel of this family can serve the problem; empty when one can."""
+    a, b, d = (short_dtype(dtype) for dtype in (problem.a_dtype, problem.b_dtype, problem.out_dtype))
+    reasons = []
+    if problem.arch != "sm_90a":
+        reasons.append(f"architecture {problem.arch}: the kernels are for sm_90a")
+    if a != b or a not in INPUT_DTYPES:
+        reasons.append(f"{a} x {b}: both operands are bf16, or both f16")
+    if d not in OUTPUT_DTYPES:
+        reasons.append(f"result {d}: one of {', '.join(OUTPUT_DTYPES)}")
+    if 0 in (problem.m, problem.n, problem.k, problem.batch_size):
+        reasons.append("a size is 0: nothing to launch")
+    if len(problem.batch_groups) > 3:
+        reasons.append(f"batch {problem.batch}: operands alternate in more than 3 groups of batch axes")
+    if max(problem.m, problem.n, problem.k) >= 2**31:
+        reasons.append("a size is 2^31 or more: TMA coordinates have 32 bits")
+    contiguous = {
+        "a": ("K", problem.k) if problem.layout[0] == "n" else ("M", problem.m),
+        "b": ("N", problem.n) if problem.layout[1] == "n" else ("K", problem.k),
+        "result": ("N", problem.n),
+    }
+    for operand, dtype in (("a", problem.a_dtype), ("b", problem.b_dtype), ("result", problem.out_dtype)):
+        axis, size = contiguous[operand]
+        if size * dtype.itemsize % 16:
+            reasons.append(
+                f"{axis}={size} {short_dtype(dtype)} ({operand}) is not a multiple of {16 // dtype.itemsize}: "
+                "rows must be 16-byte aligned"
+            )
+    return reasons
+
+
+def config_reasons(config: Config, problem: Problem) -> list[str]:
+    """Why this config cannot serve a problem that the family serves."""
+    reasons = []
+    if _shared_bytes(config, problem, 1) > SHARED_BYTES:
+        need = _shared_bytes(config, problem, 1)
+        reasons.append(f"{config.stages} stages of {config.stage_bytes} bytes: {need} bytes of shared memory, at most {SHARED_BYTES}")
+    tiles = -(-problem.m // (config.bm * config.cluster_m)) * -(-problem.n // (config.bn * config.cluster_n))
+    if tiles * problem.batch_size >= 2**31:
+        reasons.append("2^31 tiles or more: the scheduler counts with 32 bits")
+    return reasons
+
+
+def _out_span(config: Config, problem: Problem) -> int:
+    """Bytes of a row of a staging tile: the widest swizzle span that divides the tile's rows."""
+    row_bytes = config.bn * problem.out_dtype.itemsize
+    return next(span for span in (128, 64, 32) if row_bytes % span == 0)
+
+
+def _shared_bytes(config: Config, problem: Problem, store_buffers: int) -> int:
+    staging = config.consumers * store_buffers * 64 * _out_span(config, problem)
+    return config.stages * (config.stage_bytes + 16) + staging
+
+
+def _store_buffers(config: Config, problem: Problem) -> int:
+    """Two staging tiles a warpgroup, one where the pipeline leaves no room."""
+    return 2 if _shared_bytes(config, problem, 2) <= SHARED_BYTES else 1
+
+
+def _blocks_per_sm(config: Config, problem: Problem) -> int:
+    """Two small CTAs share an SM when their registers (128 a thread) and shared memory allow it."""
+    shared = _shared_bytes(config, problem, _store_buffers(config, problem))
+    fits = config.consumers == 1 and config.accumulator_registers <= 64 and 2 * (shared + 1024) <= SHARED_BYTES_PER_SM
+    return 2 if fits else 1
+
+
+def max_stages(config_without_stages: Config, problem: Problem) -> int:
+    """The deepest pipeline that fits beside two staging tiles a warpgroup."""
+    staging = _shared_bytes(config_without_stages, problem, 2) - config_without_stages.stages * (
+        config_without_stages.stage_bytes + 16
+    )
+    return (SHARED_BYTES - staging) // (config_without_stages.stage_bytes + 16)
+
+
+def source(problem: Problem, config: Config) -> str:
+    """The device text of the kernel; sizes are arguments of the kernel, so one text serves every shape."""
+    dtype = short_dtype(problem.a_dtype)
+    a_k_major, b_k_major = problem.layout[0] == "n", problem.layout[1] == "t"
+    constants = {
+        "BM": config.bm,
+        "BN": config.bn,
+        "BK": config.bk,
+        "STAGES": config.stages,
+        "CLUSTER_M": config.cluster_m,
+        "CLUSTER_N": config.cluster_n,
+        "CONSUMERS": config.consumers,
+        "M_BLOCKS": config.m_blocks,
+        "PING_PONG": config.schedule == "pingpong",
+        "STORE_BUFFERS": _store_buffers(config, problem),
+        "BLOCKS_PER_SM": _blocks_per_sm(config, problem),
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        "CONSUMER_REGISTERS": CONSUMER_REGISTERS,
+        "A_K_MAJOR": a_k_major,
+        "B_K_MAJOR": b_k_major,
+        "OUT": short_dtype(problem.out_dtype),
+    }
+    files = ["scheduler.cuh", "mainloop.cuh", "epilogue.cuh", "sm90_gemm.cuh"]
+    return _codegen.source(config.name(problem), constants, _codegen.wgmma(config.bn, dtype, a_k_major, b_k_major), files)
+
+
+def compile_config(problem: Problem, config: Config) -> Cubin:
+    """Compiles the kernel of a config, or takes it from the cache."""
+    return compile_kernel(source(problem, config), name=config.name(problem), arch=problem.arch)
+
+
+def _operand_map(buffer: int, dtype: np.dtype, rows: int, k: int, batch: int, k_major: bool, tile: int, bk: int, share: int):
+    """The tensor map of an operand whose m or n axis is `rows` long, as Operand in mainloop.cuh loads it."""
+    if k_major:
+        dims, box, span = (k, rows, batch), (64, tile // share, 1), 128
+    else:
+        chunk = next(c for c in (64, 32, 16) if tile % c == 0)
+        dims, box, span = (rows, k, batch), (chunk, bk // share, 1), chunk * 2
+    return _matrix_map(buffer, dtype, dims, box, span)
+
+
+def _matrix_map(buffer: int, dtype: np.dtype, dims: tuple[int, int, int], box: tuple[int, int, int], span: int) -> TensorMap:
+    row = dims[0] * dtype.itemsize
+    return TensorMap(buffer=buffer, dtype=dtype, dims=dims, strides=(row, row * dims[1]), box=box, swizzle=span)
+
+
+def _steps(moves: list[bool], sizes: list[int]) -> list[int]:
+    """How far an operand's batch index moves for each of the result's three batch indices."""
+    steps, stride = [], 1
+    for move, size in zip(reversed(moves), reversed(sizes), strict=True):
+        steps.append(stride if move else 0)
+        stride *= size if move else 1
+    return steps[::-1]
+
+
+def launch(problem: Problem, config: Config) -> Launch:
+    """The plan of one launch: buffers are a, b and the result, in this order."""
+    p, c = problem, config
+    groups = [(1, False, False)] * (3 - len(p.batch_groups)) + list(p.batch_groups)
+    sizes = [size for size, _, _ in groups]
+    a_steps, b_steps = _steps([a for _, a, _ in groups], sizes), _steps([b for _, _, b in groups], sizes)
+    a_batch, b_batch = int(np.prod(p.a_batch, dtype=np.int64)), int(np.prod(p.b_batch, dtype=np.int64))
+    span = _out_span(c, p)
+    chunk = span // p.out_dtype.itemsize
+    blocks_per_sm = _blocks_per_sm(c, p)
+    tiles = -(-p.m // (c.bm * c.cluster_m)) * -(-p.n // (c.bn * c.cluster_n)) * p.batch_size
+    scalars = [p.m, p.n, p.k, c.raster, p.batch_size, *sizes[1:], *a_steps, *b_steps]
+    return Launch(
+        kernel=c.name(p),
+        cubin=compile_config(p, c).image,
+        grid=(tiles * c.cluster, 1, 1),
+        block=(128 * (1 + c.consumers), 1, 1),
+        cluster=(c.cluster, 1, 1),
+        shared_bytes=_shared_bytes(c, p, _store_buffers(c, p)),
+        blocks_per_sm=blocks_per_sm,
+        params=(
+            _operand_map(0, p.a_dtype, p.m, p.k, a_batch, p.layout[0] == "n", c.bm, c.bk, c.cluster_n),
+            _operand_map(1, p.b_dtype, p.n, p.k, b_batch, p.layout[1] == "t", c.bn, c.bk, c.cluster_m),
+            _matrix_map(2, p.out_dtype, (p.n, p.m, p.batch_size), (chunk, 64, 1), span),
+            *(Int32(value) for value in scalars),
+        ),
+    )

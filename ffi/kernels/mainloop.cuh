@@ -1,0 +1,127 @@
+// Fill and drain the pipeline of STAGES tiles of A and B in shared memory: one thread fills it by TMA, warpgroups drain it
+// by wgmma. Each stage has a full barrier (TMA's bytes have landed) and an empty one (its readers are done).
+//
+// Operand tiles in shared memory, 16-bit elements, ROWS = BM or BN:
+//   K-major:  [BK/64][ROWS][64]            128-byte swizzle; one TMA box holds 64 of k
+//   MN-major: [ROWS/CHUNK][BK][CHUNK]      swizzle span of 2*CHUNK bytes; one TMA box holds CHUNK rows or columns
+
+struct Pipeline {
+  u32 full, empty;  // addresses of the first barriers
+  int stage;
+  u32 phase;
+
+  DEVICE u32 full_barrier() const { return full + stage * 8; }
+  DEVICE u32 empty_barrier() const { return empty + stage * 8; }
+
+  DEVICE void advance() {
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+
+  DEVICE void advance(int k_blocks) {
+    int position = stage + k_blocks;
+    phase ^= (position / STAGES) & 1;
+    stage = position % STAGES;
+  }
+};
+
+// One operand: ROWS of its m or n axis per tile, shared by SHARE CTAs of the cluster, each of which loads 1/SHARE of it.
+template <int ROWS, bool K_MAJOR, int SHARE>
+struct Operand {
+  static constexpr int BYTES = ROWS * BK * 2;
+  static constexpr int CHUNK = K_MAJOR ? 64 : ROWS % 64 == 0 ? 64 : ROWS % 32 == 0 ? 32 : 16;
+  static constexpr int SPAN = CHUNK * 2;
+  static constexpr u16 MASK = (1 << SHARE) - 1;
+
+  DEVICE static void load(u32 tile, const TensorMap* map, u32 barrier, int row, int k, int batch, u32 share) {
+    if constexpr (K_MAJOR) {
+      constexpr int PART = ROWS / SHARE;
+      for (int panel = 0; panel < BK / 64; ++panel)
+        box(tile + (panel * ROWS + share * PART) * SPAN, map, barrier, k + panel * 64, row + share * PART, batch);
+    } else {
+      constexpr int PART = BK / SHARE;
+      for (int chunk = 0; chunk < ROWS / CHUNK; ++chunk)
+        box(tile + (chunk * BK + share * PART) * SPAN, map, barrier, row + chunk * CHUNK, k + share * PART, batch);
+    }
+  }
+
+  // Rows from `row` on (a multiple of 64, or 0), the 16 of k from 16 * slice on.
+  DEVICE static u64 descriptor(u32 tile, int row, int slice) {
+    if constexpr (K_MAJOR) {
+      return wgmma_descriptor<SPAN>(tile + (slice / 4 * ROWS + row) * SPAN + slice % 4 * 32, 16, 8 * SPAN);
+    } else {
+      return wgmma_descriptor<SPAN>(tile + (row / CHUNK * BK + slice * 16) * SPAN, BK * SPAN, 8 * SPAN);
+    }
+  }
+
+ private:
+  DEVICE static void box(u32 destination, const TensorMap* map, u32 barrier, int x, int y, int z) {
+    if constexpr (SHARE > 1) {
+      tma_load_multicast(destination, map, barrier, x, y, z, MASK);
+    } else {
+      tma_load(destination, map, barrier, x, y, z);
+    }
+  }
+};
+
+using OperandA = Operand<BM, A_K_MAJOR, CLUSTER_N>;
+using OperandB = Operand<BN, B_K_MAJOR, CLUSTER_M>;
+
+constexpr int STAGE_BYTES = OperandA::BYTES + OperandB::BYTES;
+
+struct SharedTiles {
+  u32 base;  // [STAGES] of A, then [STAGES] of B
+  DEVICE u32 a(int stage) const { return base + stage * OperandA::BYTES; }
+  DEVICE u32 b(int stage) const { return base + STAGES * OperandA::BYTES + stage * OperandB::BYTES; }
+};
+
+// One thread: loads all k blocks of a tile whose first row and column are (m, n).
+DEVICE void fill(Pipeline& pipe, SharedTiles shared, const TensorMap* map_a, const TensorMap* map_b, int m, int n, int batch_a,
+                 int batch_b, int k_blocks, u32 rank_m, u32 rank_n) {
+#pragma unroll 1  // unrolled, it needs more registers than a producer has
+  for (int k = 0; k < k_blocks; ++k) {
+    mbarrier_wait(pipe.empty_barrier(), pipe.phase ^ 1);
+    mbarrier_arrive_expect_tx(pipe.full_barrier(), STAGE_BYTES);
+    OperandA::load(shared.a(pipe.stage), map_a, pipe.full_barrier(), m, k * BK, batch_a, rank_n);
+    OperandB::load(shared.b(pipe.stage), map_b, pipe.full_barrier(), n, k * BK, batch_b, rank_m);
+    pipe.advance();
+  }
+}
+
+// One warpgroup tells every CTA that writes this stage that it has read it.
+DEVICE void release(u32 empty_barrier, int thread) {
+  if (thread < CLUSTER_M * CLUSTER_N) mbarrier_arrive_cluster(empty_barrier, thread);
+}
+
+// One warpgroup: accumulators [M_BLOCKS][64 x BN] of the tile's rows from `row` on, over all k blocks.
+DEVICE void drain(float (&accumulators)[M_BLOCKS][BN / 2], Pipeline& pipe, SharedTiles shared, int row, int k_blocks,
+                  int thread) {
+  u32 previous = 0;
+  for (int k = 0; k < k_blocks; ++k) {
+    mbarrier_wait(pipe.full_barrier(), pipe.phase);
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < BK / 16; ++slice) {
+      u64 b = OperandB::descriptor(shared.b(pipe.stage), 0, slice);
+#pragma unroll
+      for (int block = 0; block < M_BLOCKS; ++block) {
+        u64 a = OperandA::descriptor(shared.a(pipe.stage), row + block * 64, slice);
+        wgmma(accumulators[block], a, b, (k | slice) != 0);
+      }
+    }
+    wgmma_commit_group();
+    if (k > 0) {  // the group before this one is done, so its stage is free
+      wgmma_wait_group<1>();
+      release(previous, thread);
+    }
+    previous = pipe.empty_barrier();
+    pipe.advance();
+  }
+}
+
+DEVICE void drain_last(const Pipeline& pipe, int thread) {
+  wgmma_wait_group<0>();
+  release(pipe.empty + (pipe.stage == 0 ? STAGES - 1 : pipe.stage - 1) * 8, thread);
+}

@@ -1,0 +1,88 @@
+// The dense and batched GEMM of sm_90a: d[z] = a[z] @ b[z], f32 accumulation, persistent, warp-specialised.
+//
+// One producer warpgroup (one thread of it issues TMA) and CONSUMERS warpgroups that multiply.
+//   cooperative: all consumers share each tile, BM / CONSUMERS rows each.
+//   ping-pong:   two consumers take whole tiles in turn, so that one's epilogue runs beside the other's mainloop.
+// A cluster of CLUSTER_M x CLUSTER_N CTAs computes neighbouring tiles and multicasts the operand tile they share.
+//
+// Preconditions (checked in cutjax/_sm90.py): k >= 1; rows of a, b, d start 16-byte aligned; grid.x a multiple of the cluster.
+
+constexpr int ROWS_PER_CONSUMER = M_BLOCKS * 64;
+constexpr int CONSUMERS_PER_TILE = BM / ROWS_PER_CONSUMER;
+constexpr int THREADS = 128 * (1 + CONSUMERS);
+constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
+
+// Named barriers: 0 is __syncthreads, then one for each consumer's epilogue, then whose turn the mainloop is (ping-pong).
+constexpr int EPILOGUE_BARRIER = 1;
+constexpr int TURN_BARRIER = 1 + CONSUMERS;
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    KERNEL(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+           const __grid_constant__ TensorMap map_d, int m, int n, int k, int raster, int batch, int batch1, int batch2,
+           int a_step0, int a_step1, int a_step2, int b_step0, int b_step1, int b_step2) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  SharedTiles shared{shared_address(shared_memory)};
+  u32 staging = shared.base + STAGES * STAGE_BYTES;
+  u32 barriers = staging + CONSUMERS * STORE_BUFFERS * D_BUFFER_BYTES;
+  Pipeline pipe{barriers, barriers + STAGES * 8, 0, 0};
+
+  int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
+  u32 rank = CLUSTER > 1 ? cluster_ctarank() : 0;
+  u32 rank_m = CLUSTER_M > 1 ? rank : 0, rank_n = CLUSTER_N > 1 ? rank : 0;
+  if (threadIdx.x == 0) {
+    prefetch_tensormap(&map_a);
+    prefetch_tensormap(&map_b);
+    prefetch_tensormap(&map_d);
+    for (int stage = 0; stage < STAGES; ++stage) {
+      mbarrier_init(pipe.full + stage * 8, 1);
+      mbarrier_init(pipe.empty + stage * 8, CONSUMERS_PER_TILE * CLUSTER);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  if constexpr (CLUSTER > 1) barrier_cluster();
+
+  TileScheduler scheduler(m, n, batch, raster);
+  int first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
+  int k_blocks = (k + BK - 1) / BK;
+
+  if (warpgroup == 0) {
+    if constexpr (CONSUMERS == 2) setmaxnreg_dec<PRODUCER_REGISTERS>();
+    if (thread == 0) {
+      BatchSteps a_steps{a_step0, a_step1, a_step2}, b_steps{b_step0, b_step1, b_step2};
+      for (int index = first; index < scheduler.total; index += step) {
+        Tile tile = scheduler.at(index);
+        fill(pipe, shared, &map_a, &map_b, (tile.m * CLUSTER_M + rank_m) * BM, (tile.n * CLUSTER_N + rank_n) * BN,
+             a_steps(tile.batch, batch1, batch2), b_steps(tile.batch, batch1, batch2), k_blocks, rank_m, rank_n);
+      }
+    }
+  } else {
+    if constexpr (CONSUMERS == 2) setmaxnreg_inc<CONSUMER_REGISTERS>();
+    int consumer = warpgroup - 1;
+    Epilogue epilogue{staging + consumer * STORE_BUFFERS * D_BUFFER_BYTES, EPILOGUE_BARRIER + consumer, thread};
+    float accumulators[M_BLOCKS][BN / 2];
+    if constexpr (PING_PONG) {
+      // A parity wait cannot tell a stage two wraps away from now, so the mainloops take turns explicitly.
+      if (consumer == 1) {
+        bar_arrive(TURN_BARRIER, 256);
+        pipe.advance(k_blocks);
+      }
+      first += consumer * step;
+      step *= 2;
+    }
+    int row = PING_PONG ? 0 : consumer * ROWS_PER_CONSUMER;
+    for (int index = first; index < scheduler.total; index += step) {
+      Tile tile = scheduler.at(index);
+      if constexpr (PING_PONG) bar_sync(TURN_BARRIER + consumer, 256);
+      drain(accumulators, pipe, shared, row, k_blocks, thread);
+      if constexpr (PING_PONG) bar_arrive(TURN_BARRIER + (consumer ^ 1), 256);
+      drain_last(pipe, thread);
+      if constexpr (PING_PONG) pipe.advance(k_blocks);
+      epilogue.store(accumulators, &map_d, (tile.m * CLUSTER_M + rank_m) * BM + row, (tile.n * CLUSTER_N + rank_n) * BN,
+                     tile.batch);
+    }
+    epilogue.finish();
+  }
+  // No CTA may leave while a peer still multicasts into it or signals it.
+  if constexpr (CLUSTER > 1) barrier_cluster();
+}
