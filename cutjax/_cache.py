@@ -143,17 +143,19 @@ class DiskCache:
             if error.errno == errno.ELOOP:
                 _unlink(folder, name)
             return None
-        with open(descriptor, "rb") as file:
+        try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or not _is_private(status):
                 _unlink(folder, name)
                 return None
-            try:
+            with open(descriptor, "rb", closefd=False) as file:
                 data = file.read()
-                os.utime(descriptor)  # most recently used
-            except OSError:
-                return None
+            os.utime(descriptor)  # most recently used
             return data
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
 
     def _evict(self, folder: int) -> None:
         entries: list[tuple[float, int, str]] = []

@@ -1,0 +1,68 @@
+"""Environment variables: parsed in one place, read once, replaceable for tests."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from cutjax import _settings
+from cutjax._settings import Settings
+
+
+def test_defaults():
+    assert Settings.of({}) == Settings(None, 2**30, None, "sm_90a")
+
+
+def test_empty_counts_as_unset():
+    names = ("CUTJAX_CACHE_DIR", "CUTJAX_CACHE_SIZE", "CUTJAX_DUMP_DIR", "CUTJAX_TARGET_ARCH")
+    assert Settings.of(dict.fromkeys(names, "")) == Settings()
+
+
+def test_folders_become_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/someone")
+    settings = Settings.of({"CUTJAX_CACHE_DIR": "here", "CUTJAX_DUMP_DIR": "~/dump"})
+    assert settings.cache_dir == tmp_path / "here"
+    assert settings.dump_dir == pathlib.Path("/home/someone/dump")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0", 0), ("123", 123), ("4k", 4096), ("512M", 2**29), ("1GiB", 2**30), ("2 GB", 2**31), ("1T", 2**40)],
+)
+def test_cache_size(text, expected):
+    assert Settings.of({"CUTJAX_CACHE_SIZE": text}).cache_bytes == expected
+
+
+@pytest.mark.parametrize("text", ["-1", "1.5G", "lots", "1X", "G"])
+def test_bad_cache_size(text):
+    with pytest.raises(ValueError, match="CUTJAX_CACHE_SIZE: expected bytes"):
+        Settings.of({"CUTJAX_CACHE_SIZE": text})
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80", "sm_100f", "sm_120a"])
+def test_target_arch(arch):
+    assert Settings.of({"CUTJAX_TARGET_ARCH": arch}).target_arch == arch
+
+
+@pytest.mark.parametrize("arch", ["90a", "compute_90", "sm_90a -v", "hopper"])
+def test_bad_target_arch(arch):
+    with pytest.raises(ValueError, match="CUTJAX_TARGET_ARCH: expected an architecture"):
+        Settings.of({"CUTJAX_TARGET_ARCH": arch})
+
+
+def test_read_once(monkeypatch):
+    monkeypatch.setattr(_settings, "_current", None)
+    monkeypatch.setenv("CUTJAX_TARGET_ARCH", "sm_100a")
+    assert _settings.settings().target_arch == "sm_100a"
+    monkeypatch.setenv("CUTJAX_TARGET_ARCH", "sm_120a")
+    assert _settings.settings().target_arch == "sm_100a"
+
+
+def test_override_restores():
+    before = _settings.settings()
+    with _settings.override(target_arch="sm_103a") as inside:
+        assert _settings.settings() is inside
+        assert inside.target_arch == "sm_103a"
+    assert _settings.settings() is before
