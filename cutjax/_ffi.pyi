@@ -1,0 +1,36 @@
+"""The native launcher; see ffi/."""
+
+from types import CapsuleType
+from typing import TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+class _StateType(TypedDict):
+    type_id: CapsuleType
+    type_info: CapsuleType
+
+def handlers() -> dict[str, CapsuleType]:
+    """The stages of the custom call ``cutjax_launch``, for ``jax.ffi.register_ffi_target``."""
+
+def rehearsal_handlers() -> dict[str, CapsuleType]:
+    """The same for platform "cpu", on the null stream: lets tests launch into a stand-in libcuda."""
+
+def state_type() -> _StateType:
+    """The type of the state the handlers share, for ``jax.ffi.register_ffi_type``."""
+
+def check_plan(
+    *,
+    kernel: str,
+    cubin: bytes,
+    grid: NDArray[np.int64],
+    block: NDArray[np.int64],
+    cluster: NDArray[np.int64],
+    shared_bytes: int,
+    blocks_per_sm: int,
+    params: NDArray[np.int64],
+) -> str:
+    """Decodes a launch's attributes as the custom call does and describes them; ValueError if they are malformed."""
+
+def load_driver(path: str) -> None:
+    """Opens ``path`` in place of libcuda.so.1 at first need; ValueError if a driver is open already. For tests."""

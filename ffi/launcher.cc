@@ -1,0 +1,354 @@
+// Instantiate owns the cubin and the plan, Initialize prepares a device, Execute patches addresses and launches.
+//
+// One executable may run on several devices and threads at once: Execute writes only to its own stack and reads what was
+// published once for each device.
+#include "launcher.h"
+
+#include <cuda.h>
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "driver.h"
+#include "error.h"
+#include "plan.h"
+
+namespace cutjax {
+namespace {
+
+constexpr size_t kMaxDevices = 64;
+
+template <typename... Parts>
+ffi::Error Failed(const Plan& plan, const Parts&... parts) {
+  std::string message = "cutjax_launch: kernel " + plan.kernel + ": ";
+  ((message += parts), ...);
+  return ffi::Error::InvalidArgument(std::move(message));
+}
+
+// ---- Instantiate: the cubin -------------------------------------------------------------------------------------------
+
+// A loaded cubin, shared by every custom call that carries the same bytes.
+struct Library {
+  Library(const Driver& driver, CUlibrary handle) : driver(driver), handle(handle) {}
+  Library(const Library&) = delete;
+  // At process exit the driver may be gone before us; then there is nothing left to unload.
+  ~Library() { driver.cuLibraryUnload(handle); }
+
+  const Driver& driver;
+  CUlibrary handle;
+};
+
+ffi::ErrorOr<std::shared_ptr<Library>> LoadLibrary(const Driver& driver, std::string_view cubin,
+                                                   const std::string& kernel) {
+  // Never destroyed: executables may outlive static objects.
+  static auto& mutex = *new std::mutex;
+  static auto& libraries = *new std::unordered_map<std::string, std::weak_ptr<Library>>;
+
+  std::lock_guard lock(mutex);
+  std::erase_if(libraries, [](const auto& entry) { return entry.second.expired(); });
+  std::weak_ptr<Library>& entry = libraries[std::string(cubin)];
+  if (std::shared_ptr<Library> library = entry.lock()) return library;
+
+  CUlibrary handle;
+  CUTJAX_CUDA(driver, kernel, cuLibraryLoadData(&handle, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0));
+  auto library = std::make_shared<Library>(driver, handle);
+  entry = library;
+  return library;
+}
+
+// What one device needs, written once, then only read.
+struct DeviceState {
+  CUcontext context;
+  unsigned grid_x;
+  std::vector<CUtensorMap> maps;  // with the addresses of the call that prepared the device
+};
+
+struct State {
+  static ffi::TypeId id;
+  static ffi::TypeInfo info;
+
+  State(const Driver& driver, Plan plan, std::shared_ptr<Library> library, CUkernel kernel)
+      : driver(driver), plan(std::move(plan)), library(std::move(library)), kernel(kernel) {}
+  State(const State&) = delete;
+  ~State() {
+    for (auto& device : devices) delete device.load(std::memory_order_acquire);
+  }
+
+  const Driver& driver;
+  const Plan plan;
+  const std::shared_ptr<Library> library;
+  const CUkernel kernel;
+  std::mutex prepare_mutex;
+  std::array<std::atomic<const DeviceState*>, kMaxDevices> devices{};  // by device ordinal
+};
+
+ffi::TypeId State::id = {};
+ffi::TypeInfo State::info = ffi::MakeTypeInfo<State>();
+
+ffi::ErrorOr<std::unique_ptr<State>> Instantiate(ffi::Dictionary attributes) {
+  auto kernel = attributes.get<std::string_view>("kernel");
+  auto cubin = attributes.get<std::string_view>("cubin");
+  auto grid = attributes.get<ffi::Span<const int64_t>>("grid");
+  auto block = attributes.get<ffi::Span<const int64_t>>("block");
+  auto cluster = attributes.get<ffi::Span<const int64_t>>("cluster");
+  auto params = attributes.get<ffi::Span<const int64_t>>("params");
+  auto shared_bytes = attributes.get<int64_t>("shared_bytes");
+  auto blocks_per_sm = attributes.get<int64_t>("blocks_per_sm");
+  if (!kernel) return AsError(kernel.error());
+  if (!cubin) return AsError(cubin.error());
+  if (!grid) return AsError(grid.error());
+  if (!block) return AsError(block.error());
+  if (!cluster) return AsError(cluster.error());
+  if (!params) return AsError(params.error());
+  if (!shared_bytes) return AsError(shared_bytes.error());
+  if (!blocks_per_sm) return AsError(blocks_per_sm.error());
+
+  auto plan = DecodePlan({*kernel, *cubin, *grid, *block, *cluster, *params, *shared_bytes, *blocks_per_sm});
+  if (!plan) return AsError(plan.error());
+  auto driver = GetDriver();
+  if (!driver) return AsError(driver.error());
+  auto library = LoadLibrary(**driver, *cubin, plan->kernel);
+  if (!library) return AsError(library.error());
+  CUkernel handle;
+  CUTJAX_CUDA(**driver, plan->kernel, cuLibraryGetKernel(&handle, (*library)->handle, plan->kernel.c_str()));
+  return std::make_unique<State>(**driver, *std::move(plan), *std::move(library), handle);
+}
+
+// ---- Initialize: the device -------------------------------------------------------------------------------------------
+
+// Makes a context current for a scope; free of cost when it is already.
+class ScopedContext {
+ public:
+  explicit ScopedContext(const Driver& driver) : driver_(driver) {}
+  ScopedContext(const ScopedContext&) = delete;
+  ~ScopedContext() {
+    CUcontext popped;
+    if (pushed_) driver_.cuCtxPopCurrent(&popped);
+  }
+
+  ffi::Error Enter(CUcontext context, const std::string& kernel) {
+    CUcontext current;
+    CUTJAX_CUDA(driver_, kernel, cuCtxGetCurrent(&current));
+    if (current == context) return ffi::Error::Success();
+    CUTJAX_CUDA(driver_, kernel, cuCtxPushCurrent(context));
+    pushed_ = true;
+    return ffi::Error::Success();
+  }
+
+ private:
+  const Driver& driver_;
+  bool pushed_ = false;
+};
+
+struct Buffer {
+  std::byte* data;
+  uint64_t size_bytes;
+};
+
+// The call's buffer of this index: arguments first, then results. The plan's indices were checked against the count.
+Buffer GetBuffer(size_t index, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  const ffi::AnyBuffer buffer =
+      index < args.size() ? *args.get<ffi::AnyBuffer>(index) : **rets.get<ffi::AnyBuffer>(index - args.size());
+  return {static_cast<std::byte*>(buffer.untyped_data()), buffer.size_bytes()};
+}
+
+ffi::Error CheckBufferCount(const Plan& plan, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  if (static_cast<size_t>(plan.num_buffers) <= args.size() + rets.size()) return ffi::Error::Success();
+  return Failed(plan, "the plan uses ", std::to_string(plan.num_buffers), " buffers, the call has ",
+                std::to_string(args.size()), " arguments and ", std::to_string(rets.size()), " results");
+}
+
+// Checks the plan against the kernel's own signature: the driver reads as many parameters as the kernel has.
+ffi::Error CheckSignature(const State& state) {
+  if (state.driver.cuKernelGetParamInfo == nullptr) return ffi::Error::Success();
+  const std::vector<Param>& params = state.plan.params;
+  size_t offset, size, count = 0;
+  for (; state.driver.cuKernelGetParamInfo(state.kernel, count, &offset, &size) == CUDA_SUCCESS; ++count) {
+    if (count >= params.size()) continue;
+    const Param::Kind kind = params[count].kind;
+    const size_t expected = kind == Param::Kind::kTensorMap ? sizeof(CUtensorMap) : kind == Param::Kind::kInt32 ? 4 : 8;
+    if (size != expected) {
+      return Failed(state.plan, "parameter ", std::to_string(count), " has ", std::to_string(size),
+                    " bytes, the plan passes ", std::to_string(expected));
+    }
+  }
+  if (count == params.size()) return ffi::Error::Success();
+  return Failed(state.plan, "it takes ", std::to_string(count), " parameters, the plan passes ",
+                std::to_string(params.size()));
+}
+
+ffi::Error EncodeMaps(const State& state, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                      std::vector<CUtensorMap>& maps) {
+  constexpr cuuint32_t kUnitStrides[kMaxRank] = {1, 1, 1, 1, 1};
+  for (const Param& param : state.plan.params) {
+    if (param.kind == Param::Kind::kInt32 || param.kind == Param::Kind::kInt64) continue;
+    const Buffer buffer = GetBuffer(param.buffer, args, rets);
+    const bool is_map = param.kind == Param::Kind::kTensorMap;
+    const uint64_t extent_bytes = is_map ? state.plan.maps[param.map].extent_bytes : 0;
+    if (param.byte_offset > buffer.size_bytes || extent_bytes > buffer.size_bytes - param.byte_offset) {
+      return Failed(state.plan, is_map ? "a tensor map" : "a pointer", " reaches ", std::to_string(extent_bytes),
+                    " bytes from offset ", std::to_string(param.byte_offset), " into buffer ",
+                    std::to_string(param.buffer), " of ", std::to_string(buffer.size_bytes), " bytes");
+    }
+    if (!is_map) continue;
+
+    // Every launch replaces the address, so any aligned one would do; this call's own is the one surely accepted.
+    const TensorMap& map = state.plan.maps[param.map];
+    CUTJAX_CUDA(state.driver, state.plan.kernel,
+                cuTensorMapEncodeTiled(&maps[param.map], map.dtype, map.rank, buffer.data + param.byte_offset, map.dims,
+                                       map.strides, map.box, kUnitStrides, CU_TENSOR_MAP_INTERLEAVE_NONE, map.swizzle,
+                                       map.l2_promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error Prepare(State& state, int32_t ordinal, CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  const Driver& driver = state.driver;
+  const Plan& plan = state.plan;
+  if (ordinal < 0 || static_cast<size_t>(ordinal) >= kMaxDevices) {
+    return Failed(plan, "device ordinal ", std::to_string(ordinal), " is not below ", std::to_string(kMaxDevices));
+  }
+  std::lock_guard lock(state.prepare_mutex);
+  if (state.devices[ordinal].load(std::memory_order_relaxed) != nullptr) return ffi::Error::Success();
+  CUTJAX_RETURN_IF_ERROR(CheckBufferCount(plan, args, rets));
+
+  auto device = std::make_unique<DeviceState>();
+  CUTJAX_CUDA(driver, plan.kernel, cuStreamGetCtx(stream, &device->context));
+  ScopedContext context(driver);
+  CUTJAX_RETURN_IF_ERROR(context.Enter(device->context, plan.kernel));
+  CUdevice cuda_device;
+  int sm_count;
+  CUTJAX_CUDA(driver, plan.kernel, cuCtxGetDevice(&cuda_device));
+  CUTJAX_CUDA(driver, plan.kernel,
+              cuDeviceGetAttribute(&sm_count, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, cuda_device));
+  device->grid_x = plan.GridX(static_cast<unsigned>(sm_count));
+
+  // Loading is lazy by default: asking for the function loads the code now, not inside a graph capture.
+  CUfunction function;
+  CUTJAX_CUDA(driver, plan.kernel, cuKernelGetFunction(&function, state.kernel));
+  CUTJAX_CUDA(driver, plan.kernel, cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                                        static_cast<int>(plan.shared_bytes), state.kernel, cuda_device));
+  CUTJAX_RETURN_IF_ERROR(CheckSignature(state));
+  device->maps.resize(plan.maps.size());
+  CUTJAX_RETURN_IF_ERROR(EncodeMaps(state, args, rets, device->maps));
+  state.devices[ordinal].store(device.release(), std::memory_order_release);
+  return ffi::Error::Success();
+}
+
+ffi::Error Initialize(State* state, CUstream stream, int32_t ordinal, ffi::RemainingArgs args,
+                      ffi::RemainingRets rets) {
+  return Prepare(*state, ordinal, stream, args, rets);
+}
+
+// ---- Execute: the launch ----------------------------------------------------------------------------------------------
+
+ffi::Error Launch(State& state, const DeviceState& device, CUstream stream, ffi::RemainingArgs args,
+                  ffi::RemainingRets rets) {
+  const Driver& driver = state.driver;
+  const Plan& plan = state.plan;
+
+  // The plan is bounded, so the kernel's parameters fit here.
+  alignas(64) CUtensorMap maps[kMaxParams];
+  std::byte* pointers[kMaxParams];
+  void* values[kMaxParams];
+  for (size_t i = 0; i < plan.params.size(); ++i) {
+    const Param& param = plan.params[i];
+    switch (param.kind) {
+      case Param::Kind::kTensorMap: {
+        std::byte* address = GetBuffer(param.buffer, args, rets).data + param.byte_offset;
+        if (reinterpret_cast<uintptr_t>(address) % 16 != 0) {
+          return Failed(plan, "buffer ", std::to_string(param.buffer), " is not 16-byte aligned, as TMA needs");
+        }
+        maps[param.map] = device.maps[param.map];
+        CUTJAX_CUDA(driver, plan.kernel, cuTensorMapReplaceAddress(&maps[param.map], address));
+        values[i] = &maps[param.map];
+        break;
+      }
+      case Param::Kind::kPointer:
+        pointers[i] = GetBuffer(param.buffer, args, rets).data + param.byte_offset;
+        values[i] = &pointers[i];
+        break;
+      case Param::Kind::kInt32:  // the low half of the value: every host of CUDA is little-endian
+      case Param::Kind::kInt64:
+        values[i] = const_cast<uint64_t*>(&param.value);
+        break;
+    }
+  }
+
+  CUlaunchAttribute attribute{};
+  attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+  attribute.value.clusterDim = {plan.cluster[0], plan.cluster[1], plan.cluster[2]};
+  CUlaunchConfig config{};
+  config.gridDimX = device.grid_x;
+  config.gridDimY = plan.grid[1];
+  config.gridDimZ = plan.grid[2];
+  config.blockDimX = plan.block[0];
+  config.blockDimY = plan.block[1];
+  config.blockDimZ = plan.block[2];
+  config.sharedMemBytes = plan.shared_bytes;
+  config.hStream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = plan.clustered() ? 1 : 0;
+
+  ScopedContext context(driver);
+  CUTJAX_RETURN_IF_ERROR(context.Enter(device.context, plan.kernel));
+  CUTJAX_CUDA(driver, plan.kernel,
+              cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(state.kernel), values, nullptr));
+  return ffi::Error::Success();
+}
+
+ffi::Error Execute(State* state, CUstream stream, int32_t ordinal, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  const DeviceState* device = nullptr;
+  if (ordinal >= 0 && static_cast<size_t>(ordinal) < kMaxDevices) {
+    device = state->devices[ordinal].load(std::memory_order_acquire);
+  }
+  if (device == nullptr) {
+    CUTJAX_RETURN_IF_ERROR(Prepare(*state, ordinal, stream, args, rets));
+    device = state->devices[ordinal].load(std::memory_order_acquire);
+  }
+  CUTJAX_RETURN_IF_ERROR(CheckBufferCount(state->plan, args, rets));
+  return Launch(*state, *device, stream, args, rets);
+}
+
+ffi::Error Rehearse(State* state, int32_t ordinal, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  return Execute(state, nullptr, ordinal, args, rets);
+}
+
+}  // namespace
+
+ffi::TypeId* StateTypeId() { return &State::id; }
+ffi::TypeInfo* StateTypeInfo() { return &State::info; }
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CutjaxInstantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CutjaxInitialize, Initialize,
+                              ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
+                                  .Ctx<ffi::State<State>>()
+                                  .Ctx<ffi::PlatformStream<CUstream>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CutjaxExecute, Execute,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::State<State>>()
+                                  .Ctx<ffi::PlatformStream<CUstream>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CutjaxRehearse, Rehearse,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::State<State>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets());
+
+}  // namespace cutjax
