@@ -1,0 +1,137 @@
+"""The problems that benchmarks, GPU tests and the tuner share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+import numpy as np
+
+if TYPE_CHECKING:
+    import cutjax
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One GEMM with both operands batched alike.
+
+    Attributes:
+      m, n, k, layout, batch, dtype: the problem; the result has the dtype of the inputs.
+      tags: the sets this case belongs to.
+      target: the least ratio to XLA we ask for (above 1 is faster than XLA), or None where we only report.
+    """
+
+    m: int
+    n: int
+    k: int
+    layout: str = "nn"
+    batch: tuple[int, ...] = ()
+    dtype: str = "bfloat16"
+    tags: tuple[str, ...] = ()
+    target: float | None = None
+
+    @property
+    def name(self) -> str:
+        """A short unique name, e.g. ``64x2048x2048x64 nt``: batch sizes first."""
+        sizes = "x".join(map(str, (*self.batch, self.m, self.n, self.k)))
+        return f"{sizes} {self.layout}" + ("" if self.dtype == "bfloat16" else f" {self.dtype}")
+
+    @property
+    def a_shape(self) -> tuple[int, ...]:
+        """``[..., m, k]``, or ``[..., k, m]`` when the layout begins with "t"."""
+        return (*self.batch, *((self.m, self.k) if self.layout[0] == "n" else (self.k, self.m)))
+
+    @property
+    def b_shape(self) -> tuple[int, ...]:
+        """``[..., k, n]``, or ``[..., n, k]`` when the layout ends with "t"."""
+        return (*self.batch, *((self.k, self.n) if self.layout[1] == "n" else (self.n, self.k)))
+
+    @property
+    def problem(self) -> cutjax.Problem:
+        """The same as a ``cutjax.Problem``."""
+        import cutjax
+
+        dtype = np.dtype(jnp.dtype(self.dtype))
+        return cutjax.Problem(
+            self.m, self.n, self.k, self.layout, dtype, dtype, dtype, self.batch, self.batch, self.batch
+        )
+
+
+# (m, n, k, target): the products of language models, from one full wave to many, and the shapes where waves run out.
+_DENSE = (
+    (8192, 8192, 8192, 0.97),
+    (4096, 4096, 4096, 0.97),
+    (2048, 2048, 2048, 0.97),
+    (1024, 1024, 1024, 0.90),
+    (8192, 14336, 4096, 0.97),
+    (8192, 4096, 14336, 0.97),
+    (16384, 16384, 4096, 0.97),
+    (4096, 28672, 8192, 0.97),
+    (512, 4096, 14336, 0.90),
+    (128, 28672, 4096, 0.90),
+    (16384, 1024, 1024, 0.97),
+)
+
+# Bound by reading b, or by too few tiles: split-K and skinny kernels are still to come, so no target.
+_SKINNY = ((1, 14336, 4096), (16, 14336, 4096), (256, 256, 65536))
+
+_LAYOUTS = ((8192, 8192, 8192), (8192, 14336, 4096), (2048, 2048, 2048))
+
+# Attention's first product, q @ k^T: heads times sequences in the batch, a short contraction.
+_BATCHED = (
+    (1024, 128, 128, 64),
+    (1024, 256, 256, 64),
+    (512, 512, 512, 64),
+    (512, 512, 512, 128),
+    (256, 1024, 1024, 64),
+    (256, 1024, 1024, 128),
+    (64, 2048, 2048, 64),
+    (64, 2048, 2048, 128),
+    (128, 2048, 2048, 128),
+)
+
+# Attention's second product, p @ v: reported, no target.
+_PV = ((256, 1024, 64, 1024), (256, 1024, 128, 1024), (64, 2048, 128, 2048))
+
+
+def _all() -> tuple[Case, ...]:
+    cases = []
+    for m, n, k, target in _DENSE:
+        tags = ("suite", "layouts") if (m, n, k) in _LAYOUTS else ("suite",)
+        cases.append(Case(m, n, k, tags=tags, target=target))
+    cases += [Case(m, n, k, tags=("suite", "skinny")) for m, n, k in _SKINNY]
+    for m, n, k in _LAYOUTS:
+        cases += [Case(m, n, k, layout, tags=("layouts",), target=0.97) for layout in ("nt", "tn", "tt")]
+    for batch, m, n, k in _BATCHED:
+        cases += [Case(m, n, k, layout, (batch,), tags=("batched",), target=0.95) for layout in ("nn", "nt")]
+    cases += [Case(m, n, k, batch=(batch,), tags=("pv",)) for batch, m, n, k in _PV]
+    return tuple(cases)
+
+
+CASES = _all()
+TAGS = ("suite", "skinny", "layouts", "batched", "pv")
+
+
+def select(tags: str) -> tuple[Case, ...]:
+    """The cases of one tag or of several joined by commas; "all" is every case.
+
+    Raises:
+      ValueError: an unknown tag.
+    """
+    wanted = set(tags.split(","))
+    if unknown := wanted - {*TAGS, "all"}:
+        raise ValueError(f"unknown tag {sorted(unknown)}, expected some of {(*TAGS, 'all')}")
+    return tuple(case for case in CASES if "all" in wanted or wanted & set(case.tags))
+
+
+def find(name: str) -> Case:
+    """The case of that name.
+
+    Raises:
+      ValueError: there is none.
+    """
+    for case in CASES:
+        if case.name == name:
+            return case
+    raise ValueError(f"no case named {name!r}")

@@ -1,0 +1,200 @@
+"""Times cutjax beside XLA: ``python -m benchmarks.run --op gemm --tag suite``."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+from benchmarks import cases, compile_cost, launch, report
+
+TIMED_US = 300e3  # per case, both sides together
+LEAST_REPS, MOST_REPS = 12, 200
+
+
+def inputs(case: cases.Case, seed: int):
+    """Random normal operands (zeros run up to 13% faster and prove nothing)."""
+    return _normal(case.a_shape, case.b_shape, case.dtype)(seed)
+
+
+@functools.cache
+def _normal(a_shape, b_shape, dtype):
+    import jax
+
+    @jax.jit
+    def make(seed):
+        a_key, b_key = jax.random.split(jax.random.key(seed, impl="rbg"))  # threefry takes longer than the products
+        return jax.random.normal(a_key, a_shape, dtype), jax.random.normal(b_key, b_shape, dtype)
+
+    return make
+
+
+def check(case: cases.Case, function: Callable, args: tuple):
+    """The error of ``function`` against the f32 reference on the same device."""
+    import jax
+    import jax.numpy as jnp
+
+    from benchmarks import oracle
+
+    # Without autotuning: it would take longer than the product.
+    options = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else {}
+
+    @functools.partial(jax.jit, compiler_options=options)
+    def reference(a, b):
+        return oracle.reference(a.astype(jnp.float32), b.astype(jnp.float32), case.layout)
+
+    return oracle.compare(function(*args), reference(*args), case.k)
+
+
+def measure_roofline(method: str) -> report.Roofline:
+    """A 2 GiB copy and the best 8192 x 8192 x 8192 bf16 product, XLA's or ours."""
+    import jax
+    import jax.numpy as jnp
+
+    import cutjax
+    from benchmarks import oracle, timing
+
+    # A kernel that reads and writes each word once; a plain copy would run on the copy engines.
+    size = 1 << 29
+    words = jax.random.bits(jax.random.key(0, impl="rbg"), (size,), jnp.uint32)
+    copy = timing.measure({"copy": jax.jit(lambda x: x ^ 1)}, [(words,)], 12, method)["copy"]
+    del words
+    case = cases.find("8192x8192x8192 nn")
+    functions = {
+        "xla": jax.jit(oracle.xla(case.layout, case.dtype)),
+        "cutjax": jax.jit(lambda a, b: cutjax.gemm(a, b)),
+    }
+    times = timing.measure(functions, timing.input_sets(lambda seed: inputs(case, seed)), 12, method)
+    best = min(time.us for time in times.values())
+    return report.Roofline(case.problem.flops / best / 1e6, 2 * 4 * size / copy.us / 1e3)
+
+
+def measure_case(
+    case: cases.Case, configs: Sequence[dict | None], roofline: report.Roofline, method: str
+) -> list[report.Row]:
+    """Checks, then times, the cost model's choice (None) and pinned configs against XLA.
+
+    Returns:
+      One row for each of ``configs``; a wrong or impossible one has ``failure`` set and no time.
+    """
+    import jax
+
+    import cutjax
+    from benchmarks import oracle, timing
+
+    sets = timing.input_sets(lambda seed: inputs(case, seed))
+    functions: dict[str, Callable] = {"xla": jax.jit(oracle.xla(case.layout, case.dtype))}
+    errors, failures, labels = {}, {}, []
+    for config in configs:
+        label = "auto" if config is None else json.dumps(config)
+        labels.append(label)
+        try:
+            pinned = None if config is None else cutjax.Config(**config)
+            function = jax.jit(
+                lambda a, b, pinned=pinned: cutjax.gemm(a, b, layout=case.layout, backend="cuda", config=pinned)
+            )
+            errors[label] = check(case, function, sets[-1])
+            if errors[label].ok:
+                functions[label] = function
+            else:
+                failures[label] = f"wrong: {errors[label]}"
+        except (NotImplementedError, ValueError) as error:
+            failures[label] = f"no kernel: {error}"
+    times = {}
+    if len(functions) > 1:
+        rough = timing.measure(functions, sets, 3, method)
+        reps = int(TIMED_US / sum(time.us for time in rough.values()))
+        times = timing.measure(functions, sets, max(LEAST_REPS, min(MOST_REPS, reps)), method)
+    rows = []
+    for label in labels:
+        if label not in times:
+            rows.append(report.Row(case.name, label, target=case.target, failure=failures[label]))
+            continue
+        ours, xla = times[label], times["xla"]
+        rows.append(
+            report.Row(
+                case=case.name,
+                choice=label,
+                kernel=" + ".join(ours.kernels) or label,
+                us=ours.us,
+                iqr_us=ours.iqr_us,
+                xla_kernel=" + ".join(xla.kernels),
+                xla_us=xla.us,
+                xla_iqr_us=xla.iqr_us,
+                tflops=case.problem.flops / ours.us / 1e6,
+                roofline=roofline.us(case.problem.flops, case.problem.bytes) / ours.us,
+                ratio=xla.us / ours.us,
+                target=case.target if label == "auto" else None,
+                error=errors[label].relative,
+            )
+        )
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns 1 when a result was wrong or a case had no kernel."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
+    parser.add_argument("--op", choices=["gemm"], default="gemm")
+    parser.add_argument(
+        "--tag", default="suite", help=f"some of {', '.join(cases.TAGS)}, launch, compile, joined by commas; or all"
+    )
+    parser.add_argument("--out", type=pathlib.Path, help="JSON to write (default: benchmarks/results/<op>-<tag>.json)")
+    parser.add_argument("--plot", action="store_true", help="also draw PNGs beside the JSON")
+    parser.add_argument(
+        "--configs", type=pathlib.Path, help="JSON list of configs to time beside the cost model's choice"
+    )
+    parser.add_argument("--method", choices=["cupti", "host"], help="default: kernel times where they can be read")
+    parser.add_argument("--commit", help="commit measured, where git cannot tell")
+    args = parser.parse_args(argv)
+    tags = set(args.tag.split(","))
+    everything = "all" in tags
+    chosen = cases.select(",".join(tags - {"launch", "compile"})) if tags - {"launch", "compile"} else ()
+
+    # In processes of their own, and before this one takes the device's memory.
+    launch_cost = launch.in_processes() if everything or "launch" in tags else None
+    compile_times = compile_cost.in_processes() if everything or "compile" in tags else None
+
+    import jax
+
+    from benchmarks import timing
+
+    method = args.method or ("cupti" if timing.cupti_works() else "host")
+    configs: list[dict | None] = [None]
+    if args.configs:
+        configs += json.loads(args.configs.read_text())
+    environment = report.environment(args.commit)
+    print(f"{environment['device']}, driver {environment['driver']}, {environment['versions']}, times by {method}")
+    out = args.out or report.RESULTS / f"{args.op}-{args.tag.replace(',', '-')}.json"
+    rows: list[report.Row] = []
+    roofline = measure_roofline(method) if chosen else None
+    for case in chosen:
+        assert roofline is not None
+        rows += measure_case(case, configs, roofline, method)
+        print(f"{rows[-1].case}: {rows[-1].failure or f'{rows[-1].us:.1f} us, ratio {rows[-1].ratio:.3f}'}", flush=True)
+        report.write(out, report.document(environment, method, roofline, rows, launch_cost, compile_times))
+        jax.clear_caches()
+    report.write(out, report.document(environment, method, roofline, rows, launch_cost, compile_times))
+    if roofline:
+        print(f"measured roofline: {roofline.tflops:.0f} TFLOP/s bf16, {roofline.gb_per_s:.0f} GB/s")
+    for tag in cases.TAGS:
+        tagged = {case.name for case in chosen if tag in case.tags}
+        if part := [row for row in rows if row.case in tagged]:
+            report.print_rows(part, f"{args.op} {tag}")
+    if launch_cost:
+        launch.show(launch_cost)
+    if compile_times:
+        compile_cost.show(compile_times)
+    print(f"wrote {out}")
+    if args.plot and rows:
+        from benchmarks import plot
+
+        for path in plot.draw(out):
+            print(f"wrote {path}")
+    return int(any(row.failure for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
