@@ -1,0 +1,168 @@
+"""Binds every rule of a primitive in one call: the only file that touches jax.interpreters."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from cutjax._compile import CompilerMissing
+from cutjax._launch import TARGET, Launch
+from cutjax._settings import settings
+
+if TYPE_CHECKING:
+    from cutjax._select import Choice
+
+PARTITIONED = "the program is divided over devices and XLA cannot divide a kernel: call it inside jax.shard_map"
+
+# What would run on CUDA, for each primitive: (*avals, arch, **params) -> Choice. cutjax.explain asks here.
+choosers: dict[core.Primitive, Callable[..., Choice]] = {}
+
+
+def define(
+    name: str,
+    *,
+    abstract: Callable[..., Any],
+    reference: Callable[..., Any],
+    choose: Callable[..., Choice],
+    launch: Callable[..., Launch],
+    batch: Callable[..., Any],
+    bilinear: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+    jvp: Callable[..., Any] | None = None,
+    multiple_results: bool = False,
+) -> core.Primitive:
+    """Makes a primitive. Its parameters are hashable and include ``backend`` and ``config``.
+
+    Args:
+      name: the primitive's name, "cutjax_" and the operation.
+      abstract: ``(*avals, **params) -> aval(s)``.
+      reference: ``(*arrays, on_cuda, **params) -> array(s)``, the operation in plain JAX; runs wherever no kernel does.
+      choose: ``(*avals, arch, **params) -> Choice``, the kernel for CUDA, or why there is none.
+      launch: ``(problem, config) -> Launch``, the compiled kernel and the plan of its launch.
+      batch: ``(args, dims, **params) -> (result(s), dim(s))``.
+      bilinear: the transposes ``(cotangent, a, b, **params) -> cotangent`` of a bilinear operation in its two operands.
+      jvp: ``(primals, tangents, **params) -> (result(s), tangent(s))`` of any other operation.
+      multiple_results: whether the results are a sequence.
+    """
+    primitive = core.Primitive(name)
+    primitive.multiple_results = multiple_results
+    primitive.def_abstract_eval(abstract)
+
+    @functools.cache
+    def compiled(names: tuple[str, ...]) -> Callable[..., Any]:
+        return jax.jit(primitive.bind, static_argnames=names)
+
+    @primitive.def_impl
+    def _(*args: Any, **params: Any) -> Any:
+        with jax.disable_jit(False):  # or the jit below would bind, hence come back here, without end
+            return compiled(tuple(params))(*args, **params)
+
+    batching.primitive_batchers[primitive] = batch
+    if bilinear is not None:
+        ad.defbilinear(primitive, *bilinear)
+    if jvp is not None:
+        ad.primitive_jvps[primitive] = jvp
+
+    on_cuda = mlir.lower_fun(functools.partial(reference, on_cuda=True), multiple_results=multiple_results)
+    elsewhere = mlir.lower_fun(functools.partial(reference, on_cuda=False), multiple_results=multiple_results)
+
+    def lower_elsewhere(ctx: mlir.LoweringRuleContext, *args: Any, backend: str, **params: Any) -> Any:
+        if backend == "cuda":
+            platforms = ", ".join(ctx.platforms or ctx.module_context.platforms)
+            raise NotImplementedError(
+                f"{name}: backend 'cuda' needs an NVIDIA GPU, but the program is compiled for {platforms}; 'auto' and "
+                "'xla' run on any platform"
+            )
+        return elsewhere(ctx, *args, backend=backend, **params)
+
+    def lower_cuda(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+        plan = _plan(ctx, choose, launch, name, **params)
+        if plan is None:
+            return on_cuda(ctx, *args, **params)
+        return jax.ffi.ffi_lowering(TARGET)(ctx, *args, **plan.attributes())
+
+    mlir.register_lowering(primitive, lower_elsewhere)
+    mlir.register_lowering(primitive, lower_cuda, platform="cuda")
+    choosers[primitive] = choose
+    return primitive
+
+
+def _plan(
+    ctx: Any, choose: Callable[..., Choice], launch: Callable[..., Launch], name: str, **params: Any
+) -> Launch | None:
+    """The launch of the kernel that runs here, None where XLA does; an error where only a kernel would do."""
+    if params["backend"] == "xla":
+        return None
+    strict = params["backend"] == "cuda" or params["config"] is not None  # who pins a kernel wants that one
+    if not strict and _partitioned(ctx.module_context.axis_context):
+        return None
+    choice = choose(*ctx.avals_in, arch=target_arch(), **params)
+    if choice.problem.flops == 0:
+        return None  # an empty result, or zeros: nothing to launch, so XLA serves it even under "cuda"
+    if choice.config is None:
+        if strict:
+            pinned = "" if params["config"] is None else f" with {params['config']}"
+            raise NotImplementedError(f"{name}: no kernel for {choice.problem}{pinned}: " + "; ".join(choice.reasons))
+        return None
+    try:
+        return launch(choice.problem, choice.config)
+    except CompilerMissing as missing:
+        if strict:
+            raise NotImplementedError(f"{name}: cannot compile a kernel: {missing}") from missing
+        _warn_once(f"{name}: XLA runs, not a kernel: {missing}")
+        return None
+
+
+def _partitioned(context: Any) -> bool:
+    """Whether XLA's partitioner divides the program at this place over several devices.
+
+    To the partitioner a custom call is a box it can only replicate: right, but every device would do all the work.
+    """
+    if isinstance(context, mlir.SPMDAxisContext):  # inside shard_map: its manual axes are divided already
+        return any(size > 1 for axis, size in context.mesh.shape.items() if axis not in context.manual_axes)
+    return getattr(context, "num_devices", 1) > 1
+
+
+@functools.lru_cache(maxsize=1)
+def _device_arch() -> str | None:
+    """The architecture of this process's CUDA device, None where there is none."""
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return None
+    capability = str(device.compute_capability)
+    major, minor = capability.split(".")
+    return f"sm_{major}{minor}" + ("a" if int(major) >= 9 else "")  # "a": with the features of that chip alone
+
+
+def on_cuda() -> bool:
+    """Whether this process computes on a CUDA device by default."""
+    return jax.default_backend() == "gpu" and _device_arch() is not None
+
+
+def target_arch() -> str:
+    """The architecture to compile for: the device's, or what the settings say when lowering without one."""
+    return _device_arch() or settings().target_arch
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """Warns of one thing once in a process, whatever the warning filters say."""
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def varying_axes(aval: Any) -> frozenset[Any]:
+    """The mesh axes of an enclosing shard_map over which a value varies."""
+    return aval.mat.varying
+
+
+def match_varying(*args: jax.Array) -> list[jax.Array]:
+    """The arrays, each varying over the mesh axes any of them varies over: what shard_map(check_vma=True) asks for."""
+    varying = [varying_axes(jax.typeof(x)) for x in args]
+    missing = [tuple(frozenset().union(*varying) - axes) for axes in varying]
+    return [jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(args, missing, strict=True)]

@@ -1,0 +1,167 @@
+"""cutjax.explain: what runs for every product in a function, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from cutjax import _primitive
+from cutjax._select import Choice
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One product of a function.
+
+    Attributes:
+      runs: what runs on the platform asked for: a kernel's name, "XLA", or "error" where ``backend="cuda"`` finds none.
+      why: the reasons.
+      kernel: what runs on CUDA; the same where that is the platform.
+      choice: the problem, the config, and the predicted time and share of the roofline of one launch.
+      count: how often it runs in one call.
+      exact: False inside a while_loop or a cond, where ``count`` is of one iteration or of every branch.
+      backend: what the caller asked for.
+    """
+
+    runs: str
+    why: str
+    kernel: str
+    choice: Choice
+    count: int
+    exact: bool
+    backend: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What runs for each product of a function; prints as a table.
+
+    Attributes:
+      rows: one for each distinct product, in the order of the program.
+      platform: what it was explained for, e.g. "cuda" or "cpu".
+      arch: the CUDA architecture the kernels are for.
+    """
+
+    rows: tuple[Row, ...]
+    platform: str
+    arch: str
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return f"platform {self.platform}: no cutjax operation"
+        elsewhere = self.platform != "cuda"
+        head = ["count", "problem", "runs", *(["on cuda"] if elsewhere else []), "us", "roofline", "why"]
+        lines = [head]
+        for row in self.rows:
+            time_us, share = row.choice.time_us, row.choice.roofline
+            served = row.kernel not in ("XLA", "error")
+            lines.append(
+                [
+                    f"{row.count}{'' if row.exact else '*'}",
+                    str(row.choice.problem),
+                    row.runs,
+                    *([row.kernel] if elsewhere else []),
+                    f"{time_us:.1f}" if served and time_us is not None else "-",
+                    f"{share:.0%}" if served and share is not None else "-",
+                    row.why,
+                ]
+            )
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = [
+            "  ".join(
+                cell.rjust(w) if head[i] in ("count", "us", "roofline") else cell.ljust(w)
+                for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        text.insert(1, "  ".join("-" * w for w in widths))
+        notes = [f"platform {self.platform}; us and roofline are predicted for one launch on cuda, {self.arch}"]
+        if not all(row.exact for row in self.rows):
+            notes.append("* of one iteration, or of every branch: the number is known only at run time")
+        return "\n".join(text + notes)
+
+
+def explain(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..., Explanation]:
+    """Says for every product in a function what runs, why, and how fast it should be.
+
+    The function is traced, not run. To see the products of a backward pass, explain the gradient.
+
+    Args:
+      fn: any traceable function, jitted or not.
+      platform: "cuda", "cpu", ...; by default the one this process computes on.
+
+    Returns:
+      A function of ``fn``'s arguments (arrays, or ``jax.ShapeDtypeStruct``) that returns an ``Explanation``: ``.rows``
+      holds the facts, and printing it gives a table.
+
+    Example:
+      >>> import cutjax, jax, jax.numpy as jnp
+      >>> x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+      >>> len(cutjax.explain(cutjax.gemm)(x, x).rows)
+      1
+    """
+
+    def explained(*args: Any, **kwargs: Any) -> Explanation:
+        where = platform or ("cuda" if _primitive.on_cuda() else jax.default_backend())
+        arch = _primitive.target_arch()
+        shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]
+        divided = any(s is not None and s.num_devices > 1 for s in shardings)
+        jaxpr = jax.make_jaxpr(fn)(*args, **kwargs).jaxpr
+        counts: dict[Row, int] = {}
+        for eqn, count, exact, parted in _products(jaxpr, 1, True, divided):
+            row = _row(eqn, where, arch, exact, parted)
+            counts[row] = counts.get(row, 0) + count
+        rows = tuple(dataclasses.replace(row, count=count) for row, count in counts.items())
+        return Explanation(rows, where, arch)
+
+    return explained
+
+
+def _products(
+    jaxpr: core.Jaxpr, count: int, exact: bool, divided: bool, used: list[bool] | None = None
+) -> Iterator[tuple[Any, int, bool, bool]]:
+    """Every equation of a cutjax primitive, with how often it runs, and whether XLA divides it over devices.
+
+    ``used`` says which results are needed; what nothing needs is compiled away, and left out here.
+    """
+    wanted = {id(x) for i, x in enumerate(jaxpr.outvars) if used is None or used[i]}
+    live = []
+    for eqn in reversed(jaxpr.eqns):
+        results = [id(x) in wanted for x in eqn.outvars]
+        if any(results) or eqn.effects:
+            wanted.update(map(id, eqn.invars))
+            live.append((eqn, results))
+    for eqn, results in reversed(live):
+        name, params = eqn.primitive.name, eqn.params
+        if eqn.primitive in _primitive.choosers:
+            yield eqn, count, exact, divided
+            continue
+        inner = divided
+        if name == "shard_map":
+            inner = any(size > 1 and axis not in params["manual_axes"] for axis, size in params["mesh"].shape.items())
+        for sub in core.jaxprs_in_params(params):
+            times = params["length"] if name == "scan" else 1
+            needed = results if name in ("jit", "pjit") else None
+            yield from _products(sub, count * times, exact and name not in ("while", "cond"), inner, needed)
+
+
+def _row(eqn: Any, platform: str, arch: str, exact: bool, divided: bool) -> Row:
+    avals = [x.aval for x in eqn.invars]
+    backend, pinned = eqn.params["backend"], eqn.params["config"] is not None
+    choice = _primitive.choosers[eqn.primitive](*avals, arch=arch, **eqn.params)
+    kernel, why = choice.kernel, "; ".join(choice.reasons)
+    if backend == "xla":
+        kernel, why = "XLA", "backend 'xla'"
+    elif divided and not (backend == "cuda" or pinned):
+        kernel, why = "XLA", _primitive.PARTITIONED
+    elif choice.config is None and (backend == "cuda" or pinned) and choice.problem.flops:
+        kernel = "error"
+    runs = kernel
+    if platform != "cuda":
+        runs = "error" if backend == "cuda" else "XLA"
+        why = f"platform {platform}; on cuda: {why}"
+    return Row(runs, why, kernel, choice, 0, exact, backend)
