@@ -115,9 +115,7 @@ def compile_kernel(source: str, *, name: str, arch: str) -> Cubin:
       CompilerMissing: when there is no NVRTC.
       CompileError: when NVRTC rejects the text; carries its log.
     """
-    compiler = _compiler()
-    if isinstance(compiler, str):
-        raise CompilerMissing(compiler)
+    compiler = _require_compiler()
     key = _key(compiler.version, arch, name, source)
     with _lock:
         if cubin := _memory.get(key):
@@ -143,6 +141,11 @@ def compile_kernel(source: str, *, name: str, arch: str) -> Cubin:
         del _pending[key]
     future.set_result(cubin)
     return cubin
+
+
+def compile_source(source: str, *, name: str, arch: str) -> Cubin:
+    """Runs NVRTC whatever the caches hold, and keeps nothing; else as `compile_kernel` (for tests and benchmarks)."""
+    return _run_nvrtc(_require_compiler().nvrtc, source, name, arch)
 
 
 def compiler_missing() -> str | None:
@@ -180,6 +183,13 @@ def _compiler() -> _Compiler | str:
     # nvrtcVersion does not know the update (13.0.48 or 13.0.88), and two of them may generate different code.
     size = os.path.getsize(library.abs_path) if library.abs_path else 0
     return _Compiler(nvrtc, f"{major}.{minor}-{size}")
+
+
+def _require_compiler() -> _Compiler:
+    compiler = _compiler()
+    if isinstance(compiler, str):
+        raise CompilerMissing(compiler)
+    return compiler
 
 
 def _key(*parts: str) -> str:

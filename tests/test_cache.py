@@ -146,11 +146,15 @@ def test_entry_others_can_write_to_is_removed(cache, folder):
     assert entries(folder) == []
 
 
+def use(cache):
+    assert cache.read(KEY) is None
+    cache.write(KEY, META, b"cubin")
+    assert cache.read(KEY) is None
+
+
 def expect_one_warning(cache, match):
     with pytest.warns(RuntimeWarning, match=match) as record:
-        assert cache.read(KEY) is None
-        cache.write(KEY, META, b"cubin")
-        assert cache.read(KEY) is None
+        use(cache)
     assert len(record) == 1
     assert "CUTJAX_CACHE_DIR" in str(record[0].message)
 

@@ -55,6 +55,11 @@ def build(source=SOURCE, name="kernel_a", arch="sm_90a"):
     return compile_kernel(source, name=name, arch=arch)
 
 
+def build_two():
+    assert not build().cached
+    assert not build(name="kernel_b").cached
+
+
 def test_compiles():
     cubin = build()
     assert cubin.image.startswith(b"\x7fELF")
@@ -77,6 +82,15 @@ def test_memory_then_disk(runs, folder):
     assert build() == second  # log, resources and all
     assert runs == ["kernel_a"]
     assert len(list(folder.iterdir())) == 1
+
+
+def test_compile_source_uses_no_cache(runs, folder):
+    first = _compile.compile_source(SOURCE, name="kernel_a", arch="sm_90a")
+    second = _compile.compile_source(SOURCE, name="kernel_a", arch="sm_90a")
+    assert first.image == second.image
+    assert not second.cached
+    assert runs == ["kernel_a"] * 2
+    assert not folder.exists()
 
 
 def test_warm_disk_takes_less_than_5_ms(folder):
@@ -139,8 +153,7 @@ def test_unwritable_cache_compiles_with_one_warning(tmp_path):
     (tmp_path / "file").write_text("")
     with _settings.override(cache_dir=tmp_path / "file" / "cache"):
         with pytest.warns(RuntimeWarning, match="cannot be used") as record:
-            assert not build().cached
-            assert not build(name="kernel_b").cached
+            build_two()
         assert len(record) == 1
 
 
@@ -148,8 +161,7 @@ def test_world_writable_cache_is_refused_with_one_warning(folder):
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.warns(RuntimeWarning, match="is refused: others can write to it") as record:
-        build()
-        build(name="kernel_b")
+        build_two()
     assert len(record) == 1
     assert list(folder.iterdir()) == []
 
@@ -346,8 +358,7 @@ def test_unwritable_dump_folder_warns_once(tmp_path):
     (tmp_path / "file").write_text("")
     with _settings.override(dump_dir=tmp_path / "file"):
         with pytest.warns(RuntimeWarning, match="CUTJAX_DUMP_DIR=.* cannot be written") as record:
-            build()
-            build(name="kernel_b")
+            build_two()
         assert len(record) == 1
 
 
@@ -362,6 +373,8 @@ def test_missing_python_package(monkeypatch, module):
     assert reason is not None
     assert 'pip install "cutjax[cuda13]"' in reason
     assert module in reason
+    with pytest.raises(CompilerMissing):
+        _compile.compile_source(SOURCE, name="kernel_a", arch="sm_90a")
     with pytest.raises(ImportError) as caught:
         build()
     assert isinstance(caught.value, CompilerMissing)
