@@ -17,7 +17,7 @@ JOBS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 SITE ?= build/site
-BENCH_ARGS ?= --op gemm --tag short
+BENCH_ARGS ?= --op gemm --tag layouts --plot --out build/bench.json
 
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard ffi/*.cc ffi/*.h)
@@ -53,7 +53,7 @@ format: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-docs
 	$(BIN)/python -m mkdocs build --strict --site-dir $(abspath $(SITE))
 
-bench: $(VENV)/.installed-test
+bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
 
 clean:
@@ -73,5 +73,6 @@ $(VENV)/.installed-%: $(BIN)/python pyproject.toml $(NATIVE)
 
 EXTRAS_demo := demo
 EXTRAS_test := test
+EXTRAS_bench := test,demo
 EXTRAS_docs := docs
 EXTRAS_dev := dev,test,demo
