@@ -206,7 +206,7 @@ class Launch:
 
 def register() -> None:
     """Makes the custom call known to JAX's CUDA platform; JAX keeps it until that platform is loaded, if ever."""
-    # The type before the target: registering the target asks for the id of its state.
+    # The type before the target: XLA refuses a target whose state it does not know.
     jax.ffi.register_ffi_type(f"{TARGET}_state", _ffi.state_type(), platform="CUDA")
     jax.ffi.register_ffi_target(TARGET, _ffi.handlers(), platform="CUDA", api_version=1)
 

@@ -23,14 +23,14 @@ ffi::ErrorOr<const Driver*> Open(const std::string& path) {
   }
 
   static Driver driver;
-#define CUTJAX_LOAD(name) \
-  driver.name = reinterpret_cast<decltype(driver.name)>(dlsym(library, CUTJAX_STRING(name)));
-#define CUTJAX_LOAD_REQUIRED(name)                                                                          \
-  CUTJAX_LOAD(name)                                                                                         \
-  if (driver.name == nullptr) {                                                                             \
-    return AsError(ffi::Error(ffi::ErrorCode::kFailedPrecondition, "cutjax: the NVIDIA driver " + path +    \
-                                                                       " has no " CUTJAX_STRING(name) "; " \
-                                                                       "CUDA 12.0 (R525) or newer is needed")); \
+#define CUTJAX_LOAD(name) driver.name = reinterpret_cast<decltype(driver.name)>(dlsym(library, CUTJAX_STRING(name)));
+#define CUTJAX_LOAD_REQUIRED(name)                                                                        \
+  CUTJAX_LOAD(name)                                                                                       \
+  if (driver.name == nullptr) {                                                                           \
+    return AsError(ffi::Error(ffi::ErrorCode::kFailedPrecondition,                                        \
+                              "cutjax: the NVIDIA driver " + path +                                       \
+                                  " has no " CUTJAX_STRING(name) "; "                                     \
+                                                                 "CUDA 12.0 (R525) or newer is needed")); \
   }
   CUTJAX_DRIVER_FUNCTIONS(CUTJAX_LOAD_REQUIRED)
   CUTJAX_LOAD(cuKernelGetParamInfo)

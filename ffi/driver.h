@@ -11,8 +11,8 @@
 
 namespace cutjax {
 
-// cuda.h renames some functions to a version of theirs (cuCtxPushCurrent is cuCtxPushCurrent_v2). Both the members and the
-// symbols looked up go through the same renaming, so a type always belongs to its symbol.
+// cuda.h renames some functions to a version of theirs (cuCtxPushCurrent is cuCtxPushCurrent_v2). Both the members and
+// the symbols looked up go through the same renaming, so a type always belongs to its symbol.
 #define CUTJAX_DRIVER_FUNCTIONS(F) \
   F(cuInit)                        \
   F(cuDriverGetVersion)            \
@@ -50,8 +50,8 @@ ffi::ErrorOr<const Driver*> GetDriver();
 bool SetDriverPath(std::string path);
 
 // Calls a driver function and returns its failure from the enclosing function.
-#define CUTJAX_CUDA(driver, kernel, call)                                                     \
-  if (CUresult cutjax_status = (driver).call; cutjax_status != CUDA_SUCCESS) {                \
+#define CUTJAX_CUDA(driver, kernel, call)                                                       \
+  if (CUresult cutjax_status = (driver).call; cutjax_status != CUDA_SUCCESS) {                  \
     return ::cutjax::AsError((driver).Error(cutjax_status, __FILE__, __LINE__, #call, kernel)); \
   }
 

@@ -1,7 +1,7 @@
 // Instantiate owns the cubin and the plan, Initialize prepares a device, Execute patches addresses and launches.
 //
-// One executable may run on several devices and threads at once: Execute writes only to its own stack and reads what was
-// published once for each device.
+// One executable may run on several devices and threads at once: Execute writes only to its own stack and reads what
+// was published once for each device.
 #include "launcher.h"
 
 #include <cuda.h>
@@ -31,7 +31,8 @@ ffi::Error Failed(const Plan& plan, const Parts&... parts) {
   return ffi::Error::InvalidArgument(std::move(message));
 }
 
-// ---- Instantiate: the cubin -------------------------------------------------------------------------------------------
+// ---- Instantiate: the cubin
+// -------------------------------------------------------------------------------------------
 
 // A loaded cubin, shared by every custom call that carries the same bytes.
 struct Library {
@@ -120,7 +121,8 @@ ffi::ErrorOr<std::unique_ptr<State>> Instantiate(ffi::Dictionary attributes) {
   return std::make_unique<State>(**driver, *std::move(plan), *std::move(library), handle);
 }
 
-// ---- Initialize: the device -------------------------------------------------------------------------------------------
+// ---- Initialize: the device
+// -------------------------------------------------------------------------------------------
 
 // Makes a context current for a scope; free of cost when it is already.
 class ScopedContext {
@@ -232,8 +234,9 @@ ffi::Error Prepare(State& state, int32_t ordinal, CUstream stream, ffi::Remainin
   // Loading is lazy by default: asking for the function loads the code now, not inside a graph capture.
   CUfunction function;
   CUTJAX_CUDA(driver, plan.kernel, cuKernelGetFunction(&function, state.kernel));
-  CUTJAX_CUDA(driver, plan.kernel, cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                                                        static_cast<int>(plan.shared_bytes), state.kernel, cuda_device));
+  CUTJAX_CUDA(driver, plan.kernel,
+              cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, static_cast<int>(plan.shared_bytes),
+                                   state.kernel, cuda_device));
   CUTJAX_RETURN_IF_ERROR(CheckSignature(state));
   device->maps.resize(plan.maps.size());
   CUTJAX_RETURN_IF_ERROR(EncodeMaps(state, args, rets, device->maps));
@@ -246,7 +249,8 @@ ffi::Error Initialize(State* state, CUstream stream, int32_t ordinal, ffi::Remai
   return Prepare(*state, ordinal, stream, args, rets);
 }
 
-// ---- Execute: the launch ----------------------------------------------------------------------------------------------
+// ---- Execute: the launch
+// ----------------------------------------------------------------------------------------------
 
 ffi::Error Launch(State& state, const DeviceState& device, CUstream stream, ffi::RemainingArgs args,
                   ffi::RemainingRets rets) {
@@ -344,11 +348,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CutjaxExecute, Execute,
                                   .RemainingRets(),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CutjaxRehearse, Rehearse,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::State<State>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .RemainingArgs()
-                                  .RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    CutjaxRehearse, Rehearse,
+    ffi::Ffi::Bind().Ctx<ffi::State<State>>().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets());
 
 }  // namespace cutjax

@@ -42,8 +42,14 @@ nb::dict StateType() {
 
 std::string CheckPlan(const std::string& kernel, nb::bytes cubin, Words grid, Words block, Words cluster,
                       int64_t shared_bytes, int64_t blocks_per_sm, Words params) {
-  auto plan = DecodePlan({kernel, {static_cast<const char*>(cubin.data()), cubin.size()}, AsSpan(grid), AsSpan(block),
-                          AsSpan(cluster), AsSpan(params), shared_bytes, blocks_per_sm});
+  auto plan = DecodePlan({kernel,
+                          {static_cast<const char*>(cubin.data()), cubin.size()},
+                          AsSpan(grid),
+                          AsSpan(block),
+                          AsSpan(cluster),
+                          AsSpan(params),
+                          shared_bytes,
+                          blocks_per_sm});
   if (!plan) throw nb::value_error(plan.error().message().c_str());
   return Describe(*plan);
 }
@@ -56,8 +62,8 @@ NB_MODULE(_ffi, m) {
   m.def("handlers", &Handlers);
   m.def("rehearsal_handlers", &RehearsalHandlers);
   m.def("state_type", &StateType);
-  m.def("check_plan", &CheckPlan, nb::kw_only(), nb::arg("kernel"), nb::arg("cubin"), nb::arg("grid"),
-        nb::arg("block"), nb::arg("cluster"), nb::arg("shared_bytes"), nb::arg("blocks_per_sm"), nb::arg("params"));
+  m.def("check_plan", &CheckPlan, nb::kw_only(), nb::arg("kernel"), nb::arg("cubin"), nb::arg("grid"), nb::arg("block"),
+        nb::arg("cluster"), nb::arg("shared_bytes"), nb::arg("blocks_per_sm"), nb::arg("params"));
   m.def("load_driver", &LoadDriver, nb::arg("path"));
 }
 

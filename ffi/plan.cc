@@ -9,8 +9,8 @@ namespace cutjax {
 namespace {
 
 constexpr int64_t kElementBytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};  // by CUtensorMapDataType
-constexpr int64_t kSwizzleBytes[] = {0, 32, 64, 128};                          // by CUtensorMapSwizzle
-constexpr int64_t kL2PromotionBytes[] = {0, 64, 128, 256};                     // by CUtensorMapL2promotion
+constexpr int64_t kSwizzleBytes[] = {0, 32, 64, 128};                         // by CUtensorMapSwizzle
+constexpr int64_t kL2PromotionBytes[] = {0, 64, 128, 256};                    // by CUtensorMapL2promotion
 
 template <typename... Parts>
 ffi::Error Invalid(const Parts&... parts) {
@@ -59,8 +59,7 @@ ffi::Error DecodeTensorMap(Reader& reader, Param& param, Plan& plan) {
   CUTJAX_RETURN_IF_ERROR(reader.Read("tensor map dtype", 0, std::size(kElementBytes) - 1, dtype));
   CUTJAX_RETURN_IF_ERROR(reader.Read("tensor map rank", 1, kMaxRank, rank));
   CUTJAX_RETURN_IF_ERROR(reader.Read("tensor map swizzle", 0, std::size(kSwizzleBytes) - 1, swizzle));
-  CUTJAX_RETURN_IF_ERROR(
-      reader.Read("tensor map L2 promotion", 0, std::size(kL2PromotionBytes) - 1, l2_promotion));
+  CUTJAX_RETURN_IF_ERROR(reader.Read("tensor map L2 promotion", 0, std::size(kL2PromotionBytes) - 1, l2_promotion));
 
   TensorMap map;
   map.dtype = static_cast<CUtensorMapDataType>(dtype);

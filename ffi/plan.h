@@ -23,10 +23,10 @@ inline constexpr int64_t kMaxRank = 5;
 struct Param {
   enum class Kind : int64_t { kTensorMap = 0, kPointer = 1, kInt32 = 2, kInt64 = 3 };
   Kind kind;
-  size_t map = 0;           // kTensorMap: index into Plan::maps
-  int64_t buffer = 0;       // kTensorMap, kPointer: arguments first, then results
+  size_t map = 0;            // kTensorMap: index into Plan::maps
+  int64_t buffer = 0;        // kTensorMap, kPointer: arguments first, then results
   uint64_t byte_offset = 0;  // kTensorMap, kPointer
-  uint64_t value = 0;       // kInt32, kInt64
+  uint64_t value = 0;        // kInt32, kInt64
 };
 
 // What cuTensorMapEncodeTiled is given, besides the address.
@@ -35,10 +35,10 @@ struct TensorMap {
   CUtensorMapSwizzle swizzle;
   CUtensorMapL2promotion l2_promotion;
   uint32_t rank;
-  uint64_t dims[kMaxRank];         // inner first
+  uint64_t dims[kMaxRank];          // inner first
   uint64_t strides[kMaxRank] = {};  // in bytes, of dims[1] and up
   uint32_t box[kMaxRank];
-  uint64_t extent_bytes;           // from the first byte of the tensor to the last it can reach
+  uint64_t extent_bytes;  // from the first byte of the tensor to the last it can reach
 };
 
 struct Plan {

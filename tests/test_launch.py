@@ -1,0 +1,228 @@
+"""The launch plan: validation, encoding, and what the native decoder makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cutjax import _ffi
+from cutjax._launch import TARGET, Int32, Int64, Launch, Pointer, TensorMap
+
+MAP = TensorMap(0, jnp.dtype(jnp.bfloat16), (4096, 512, 3), (8192, 4194304), (64, 128, 1))
+EVERY_BYTE = bytes(range(256))
+
+
+def make_launch(**changes) -> Launch:
+    fields = {"kernel": "k", "cubin": EVERY_BYTE, "grid": (4, 2, 1), "block": (384, 1, 1), "cluster": (2, 1, 1)}
+    params = (MAP, Pointer(1, 24), Int32(-5), Int64(2**40))
+    return Launch(**({**fields, "shared_bytes": 200_000, "blocks_per_sm": 1, "params": params} | changes))
+
+
+def test_native_decoder_reads_what_python_wrote():
+    assert _ffi.check_plan(**make_launch().attributes()) == (
+        "k grid=4x2x1 block=384x1x1 cluster=2x1x1 shared_bytes=200000 blocks_per_sm=1\n"
+        "tensor_map buffer=0 byte_offset=0 dtype=9 swizzle=128 l2_bytes=128 dims=4096,512,3 strides=8192,4194304 "
+        "box=64,128,1 extent_bytes=12582912\n"
+        "pointer buffer=1 byte_offset=24\n"
+        "int32 -5\n"
+        "int64 1099511627776"
+    )
+
+
+@st.composite
+def tensor_maps(draw) -> TensorMap:
+    rank = draw(st.integers(1, 5))
+    dtype = np.dtype(draw(st.sampled_from(["int8", "float16", "float32", "float64"])))
+    swizzle = draw(st.sampled_from([0, 32, 64, 128]))
+    row = draw(st.integers(1, (swizzle or 256) // 16)) * 16 // dtype.itemsize
+    return TensorMap(
+        buffer=draw(st.integers(0, 15)),
+        dtype=dtype,
+        dims=tuple(draw(st.integers(1, 2**32)) for _ in range(rank)),
+        strides=tuple(draw(st.integers(0, 2**36 - 1)) * 16 for _ in range(rank - 1)),
+        box=(row, *(draw(st.integers(1, 256)) for _ in range(rank - 1))),
+        swizzle=swizzle,
+        byte_offset=draw(st.integers(0, 2**40)) * 16,
+        l2_bytes=draw(st.sampled_from([0, 64, 128, 256])),
+    )
+
+
+@given(tensor_maps())
+def test_every_valid_tensor_map_round_trips(tensor_map):
+    extent = tensor_map.dims[0] * tensor_map.dtype.itemsize
+    extent += sum((d - 1) * s for d, s in zip(tensor_map.dims[1:], tensor_map.strides, strict=True))
+    attributes = make_launch(params=(tensor_map,)).attributes()
+    if extent >= 2**64:
+        with pytest.raises(ValueError, match="more than 2\\^64 bytes"):
+            _ffi.check_plan(**attributes)
+        return
+    line = _ffi.check_plan(**attributes).splitlines()[1]
+    fields = dict(field.split("=") for field in line.split()[1:])
+    assert fields == {
+        "buffer": str(tensor_map.buffer),
+        "byte_offset": str(tensor_map.byte_offset),
+        "dtype": str(tensor_map.tma_dtype),
+        "swizzle": str(tensor_map.swizzle),
+        "l2_bytes": str(tensor_map.l2_bytes),
+        "dims": ",".join(map(str, tensor_map.dims)),
+        "strides": ",".join(map(str, tensor_map.strides)),
+        "box": ",".join(map(str, tensor_map.box)),
+        "extent_bytes": str(extent),
+    }
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 5), max_size=40))
+def test_any_words_decode_or_are_refused(words):
+    attributes = make_launch().attributes() | {"params": np.array(words, np.int64)}
+    try:
+        _ffi.check_plan(**attributes)
+    except ValueError as error:
+        assert str(error).startswith("cutjax_launch: ")
+
+
+@pytest.mark.parametrize("length", range(1, 22))
+def test_a_plan_cut_short_is_refused(length):
+    attributes = make_launch().attributes()
+    whole_records = {0, 15, 18, 20, 22}
+    assert len(attributes["params"]) == 22
+    attributes["params"] = attributes["params"][:length]
+    if length in whole_records:
+        _ffi.check_plan(**attributes)
+    else:
+        with pytest.raises(ValueError, match="params end where"):
+            _ffi.check_plan(**attributes)
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "message"),
+    [
+        (0, 4, "parameter kind is 4, expected 0 to 3"),
+        (0, -1, "parameter kind is -1"),
+        (1, 16, "buffer index is 16, expected 0 to 15"),
+        (1, -1, "buffer index is -1"),
+        (2, -16, "byte offset is -16"),
+        (2, 8, "offset 8 is not 16-byte aligned"),
+        (3, 13, "tensor map dtype is 13"),
+        (4, 0, "tensor map rank is 0, expected 1 to 5"),
+        (4, 6, "tensor map rank is 6"),
+        (5, 4, "tensor map swizzle is 4"),
+        (6, 4, "tensor map L2 promotion is 4"),
+        (7, 0, "tensor map dimension is 0"),
+        (7, 2**32 + 1, "tensor map dimension is 4294967297"),
+        (10, 2**40, "tensor map stride is 1099511627776"),
+        (10, 8, "stride 8 is not a multiple of 16 bytes"),
+        (12, 257, "tensor map box is 257"),
+        (12, 3, "box row of 6 bytes is not a multiple of 16"),
+        (12, 128, "box row of 256 bytes exceeds its swizzle of 128"),
+        (19, 2**32, "32-bit scalar is 4294967296"),
+    ],
+)
+def test_a_malformed_record_is_refused(word, value, message):
+    attributes = make_launch().attributes()
+    attributes["params"][word] = value
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _ffi.check_plan(**attributes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kernel": ""}, "kernel has no name"),
+        ({"cubin": b""}, "cubin is empty"),
+        ({"grid": [4, 2]}, "grid has 2 entries, expected 3"),
+        ({"grid": [0, 1, 1]}, "grid[0] is 0, expected 1 to 2147483647"),
+        ({"grid": [3, 1, 1]}, "grid[0] = 3 is not a multiple of cluster[0] = 2"),
+        ({"block": [1024, 2, 1]}, "block has more than 1024 threads"),
+        ({"cluster": [2, 8, 1]}, "cluster has more than 8 blocks"),
+        ({"shared_bytes": -1}, "shared_bytes is -1"),
+        ({"blocks_per_sm": 65}, "blocks_per_sm is 65"),
+        ({"params": [3, 0] * 17}, "more than 16 kernel parameters"),
+    ],
+)
+def test_a_malformed_attribute_is_refused(change, message):
+    change = {k: np.array(v, np.int64) if isinstance(v, list) else v for k, v in change.items()}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _ffi.check_plan(**(make_launch().attributes() | change))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"buffer": 16}, "buffer 16 is not in 0..15"),
+        ({"dtype": np.dtype("complex64")}, "TMA has no type for complex64"),
+        ({"dims": (1,) * 6}, "rank 1 to 5, not 6"),
+        ({"strides": (16,)}, "rank 3 needs 2 strides"),
+        ({"box": (64,)}, "rank 3 needs 3 box sizes"),
+        ({"dims": (0, 1, 1)}, "not all in 1..2^32"),
+        ({"strides": (8, 16)}, "not all multiples of 16 bytes below 2^40"),
+        ({"strides": (16, 2**40)}, "not all multiples of 16 bytes below 2^40"),
+        ({"box": (64, 257, 1)}, "not all in 1..256"),
+        ({"box": (4, 1, 1)}, "a box row of 8 bytes is not a multiple of 16"),
+        ({"box": (128, 1, 1)}, "a box row of 256 bytes exceeds swizzle 128"),
+        ({"swizzle": 16}, "swizzle 16 is none of"),
+        ({"l2_bytes": 32}, "l2_bytes 32 is none of"),
+        ({"byte_offset": 8}, "byte_offset 8 is not a multiple of 16"),
+    ],
+)
+def test_tensor_map_validation(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dataclasses.replace(MAP, **changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Pointer(-1), "buffer -1"),
+        (lambda: Pointer(0, -1), "byte_offset -1 is negative"),
+        (lambda: Int32(2**32), "does not fit 32 bits"),
+        (lambda: Int64(2**63), "does not fit 64 bits"),
+        (lambda: make_launch(kernel=""), "no name"),
+        (lambda: make_launch(cubin=b""), "cubin is empty"),
+        (lambda: make_launch(grid=(4, 1)), "grid (4, 1)"),
+        (lambda: make_launch(grid=(3, 1, 1)), "not a multiple of cluster"),
+        (lambda: make_launch(block=(1024, 2, 1)), "more than 1024 threads"),
+        (lambda: make_launch(cluster=(4, 4, 1), grid=(4, 4, 1)), "more than 8 blocks"),
+        (lambda: make_launch(shared_bytes=-1), "shared_bytes -1"),
+        (lambda: make_launch(blocks_per_sm=65), "blocks_per_sm 65"),
+        (lambda: make_launch(params=(Int32(0),) * 17), "17 parameters are more than 16"),
+    ],
+)
+def test_launch_validation(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+def call_for_cuda(x):
+    return jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype))(x, **make_launch().attributes())
+
+
+def mlir_bytes(text: str, name: str) -> bytes:
+    """A string attribute out of MLIR text, which escapes a byte as a backslash and two hex digits or itself."""
+    escaped = re.search(rf'{name} = "((?:[^"\\]|\\.)*)"', text)
+    assert escaped
+    pieces = re.findall(r"\\([0-9A-Fa-f]{2}|.)|([^\\])", escaped[1])
+    return b"".join((bytes.fromhex(e) if len(e) == 2 else e.encode()) if e else c.encode() for e, c in pieces)
+
+
+def test_attributes_survive_lowering_for_cuda_without_one():
+    lowered = jax.jit(call_for_cuda).trace(jnp.zeros(8)).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert f"@{TARGET}" in text
+    assert mlir_bytes(text, "cubin") == EVERY_BYTE
+
+
+def test_attributes_survive_export():
+    exported = jax.export.export(
+        jax.jit(call_for_cuda),
+        platforms=["cuda"],
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(TARGET)],
+    )(jax.ShapeDtypeStruct((8,), jnp.float32))
+    again = jax.export.deserialize(exported.serialize())
+    assert mlir_bytes(again.mlir_module(), "cubin") == EVERY_BYTE
