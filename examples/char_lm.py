@@ -1,12 +1,12 @@
-"""Train a small character-level transformer whose every matrix product is `cutjax.gemm`, and check it against `jnp.matmul`.
+"""Train a small character-level transformer on `cutjax.gemm`, and check it against the same model on `jnp.matmul`.
 
     python examples/char_lm.py [--steps N] [--backend auto|cuda|xla] [--out loss.png]
 
-The same model is trained twice, from the same weights on the same batches: once with `cutjax.gemm`, once with `jnp.matmul`. The
-program prints what runs each product, draws both loss curves, writes a few lines of its own, and fails if the curves part.
-On a GPU the model is larger, computes in bfloat16, and is timed against XLA.
+The model is trained twice, from the same weights on the same batches: once with every matrix product a `cutjax.gemm`,
+once with `jnp.matmul`. The program prints what runs each product, draws both loss curves, writes a few lines of its
+own, and fails if the curves part. On a GPU the model is larger, computes in bfloat16, and is timed against XLA.
 
-The text, romeo_and_juliet.txt, is Shakespeare's play in the plain form of the "tiny Shakespeare" collection (public domain).
+The text, romeo_and_juliet.txt, is Shakespeare's play (public domain) as the "tiny Shakespeare" collection has it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import cutjax
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 TEXT = (pathlib.Path(__file__).parent / "romeo_and_juliet.txt").read_text()
 CHARACTERS = sorted(set(TEXT))
-VOCABULARY = 64  # the 61 characters, rounded up: a row of the [width, vocabulary] weight must be a multiple of 16 bytes for TMA
+VOCABULARY = 64  # the 61 characters, rounded up: rows of the [width, vocabulary] weight must be 16-byte aligned for TMA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,9 @@ class Setup:
     end_tolerance: float  # of the mean loss of the last quarter
 
 
-# Calibrated with products that differ in rounding only (k summed in two halves): the first 10 losses then move by at most 5e-7
-# in f32 and 6e-4 in bf16, later ones by 8e-6 and 1e-3. A gradient with 16 columns missing moves the first 10 by 3e-2.
+# Calibrated with products that differ in rounding only (k summed in two halves): the first 10 losses then move by at
+# most 5e-7 in f32 and 6e-4 in bf16, later ones by 8e-6 and 1e-3. A gradient that lacks 16 columns moves the first 10
+# by 3e-2.
 CPU = Setup(128, 4, 3, 64, 16, 240, 3e-3, jnp.float32, start_tolerance=1e-5, end_tolerance=1e-3)
 GPU = Setup(1024, 16, 6, 256, 64, 300, 5e-4, jnp.bfloat16, start_tolerance=0.005, end_tolerance=0.02)
 
@@ -80,9 +81,7 @@ def init(key: jax.Array, setup: Setup) -> dict:
     }
     leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
     keys = jax.random.split(key, len(leaves))
-    return tree.unflatten(
-        [jax.random.normal(k, s) * s[-2] ** -0.5 for k, s in zip(keys, leaves, strict=True)]
-    )
+    return tree.unflatten([jax.random.normal(k, s) * s[-2] ** -0.5 for k, s in zip(keys, leaves, strict=True)])
 
 
 def normalize(x):
@@ -220,11 +219,11 @@ def main() -> None:
 
     size = sum(w.size for w in jax.tree.leaves(fresh_state()[0]))
     print(f"{size / 1e6:.1f} M weights, {np.dtype(setup.dtype).name}, on {device_name()}; jax {jax.__version__}\n")
-    plain = {name: make_step(f, setup, optimizer) for name, f in (("cutjax.gemm", cutjax.gemm), ("jnp.matmul", jnp_matmul))}
-    steps = {name: jax.jit(step, donate_argnums=0) for name, step in plain.items()}
+    products = {"cutjax.gemm": cutjax.gemm, "jnp.matmul": jnp_matmul}
+    steps = {name: jax.jit(make_step(f, setup, optimizer), donate_argnums=0) for name, f in products.items()}
 
     with cutjax.use_backend(args.backend):
-        print(cutjax.explain(plain["cutjax.gemm"])(fresh_state(), 0), "\n")
+        print(cutjax.explain(steps["cutjax.gemm"])(fresh_state(), 0), "\n")
         states, losses = {}, {}
         columns = (TextColumn("{task.description:>11}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}")) as progress:
@@ -235,7 +234,7 @@ def main() -> None:
         print(f"loss curves: {args.out}")
         if on_gpu:
             ours, theirs = time_steps(steps, states).values()
-            print(f"a training step: {ours:.2f} ms with cutjax.gemm, {theirs:.2f} ms with jnp.matmul, ratio {theirs / ours:.3f}")
+            print(f"a training step: cutjax.gemm {ours:.2f} ms, jnp.matmul {theirs:.2f} ms, ratio {theirs / ours:.3f}")
         check(losses, setup)
 
 
