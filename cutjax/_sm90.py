@@ -72,8 +72,10 @@ def _shared_bytes(config: Config, problem: Problem, store_buffers: int) -> int:
 
 
 def _store_buffers(config: Config, problem: Problem) -> int:
-    """Two staging tiles a warpgroup, one where the pipeline leaves no room."""
-    return 2 if _shared_bytes(config, problem, 2) <= SHARED_BYTES else 1
+    """Staging tiles a warpgroup: as many as the pipeline leaves room for, up to the whole of its accumulators."""
+    chunks = config.m_blocks * config.bn * problem.out_dtype.itemsize // _out_span(config, problem)
+    fitting = [n for n in range(1, max(chunks, 2) + 1) if _shared_bytes(config, problem, n) <= SHARED_BYTES]
+    return fitting[-1] if fitting else 1
 
 
 def _blocks_per_sm(config: Config, problem: Problem) -> int:
@@ -128,13 +130,14 @@ def _operand_map(buffer: int, dtype: np.dtype, rows: int, k: int, batch: int, k_
         dims, box, span = (k, rows, batch), (64, tile // share, 1), 128
     else:
         chunk = next(c for c in (64, 32, 16) if tile % c == 0)
-        dims, box, span = (rows, k, batch), (chunk, bk // share, 1), chunk * 2
+        depth = bk if tile // chunk % share == 0 else bk // share
+        dims, box, span = (rows, k, batch), (chunk, depth, 1), chunk * 2
     return _matrix_map(buffer, dtype, dims, box, span)
 
 
 def _matrix_map(buffer: int, dtype: np.dtype, dims: tuple[int, int, int], box: tuple[int, int, int], span: int) -> TensorMap:
     row = dims[0] * dtype.itemsize
-    return TensorMap(buffer=buffer, dtype=dtype, dims=dims, strides=(row, row * dims[1]), box=box, swizzle=span)
+    return TensorMap(buffer=buffer, dtype=dtype, dims=dims, strides=(row, row * dims[1]), box=box, swizzle=span, l2_bytes=256)
 
 
 def _steps(moves: list[bool], sizes: list[int]) -> list[int]:

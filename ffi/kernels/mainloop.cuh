@@ -41,9 +41,12 @@ struct Operand {
       for (int panel = 0; panel < BK / 64; ++panel)
         box(tile + (panel * ROWS + share * PART) * SPAN, map, barrier, k + panel * 64, row + share * PART, batch);
     } else {
-      constexpr int PART = BK / SHARE;
-      for (int chunk = 0; chunk < ROWS / CHUNK; ++chunk)
-        box(tile + (chunk * BK + share * PART) * SPAN, map, barrier, row + chunk * CHUNK, k + share * PART, batch);
+      // Whole chunks are divided among the CTAs where their number allows it, else the k rows of each chunk.
+      constexpr bool BY_CHUNK = ROWS / CHUNK % SHARE == 0;
+      constexpr int CHUNKS = ROWS / CHUNK / (BY_CHUNK ? SHARE : 1), DEPTH = BK / (BY_CHUNK ? 1 : SHARE);
+      int first = BY_CHUNK ? share * CHUNKS : 0, depth = BY_CHUNK ? 0 : share * DEPTH;
+      for (int chunk = first; chunk < first + CHUNKS; ++chunk)
+        box(tile + (chunk * BK + depth) * SPAN, map, barrier, row + chunk * CHUNK, k + depth, batch);
     }
   }
 
