@@ -1,0 +1,201 @@
+"""Problem, Config, candidates, supports and the cost model: arithmetic, no GPU."""
+
+import dataclasses
+
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import cutjax
+from cutjax import _select, _sm90
+from cutjax._launch import Int32, TensorMap
+
+BF16, F16, F32 = (np.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
+
+
+def test_problem_counts():
+    p = cutjax.Problem(128, 256, 64, batch=(4, 3), a_batch=(4, 3), b_batch=(1, 1))
+    assert p.flops == 2 * 128 * 256 * 64 * 12
+    assert p.bytes == 2 * (128 * 64 * 12 + 64 * 256 + 128 * 256 * 12)
+    assert "128x256x64 nn bf16 x bf16 -> bf16 batch 4x3" == str(p)
+    assert hash(p) == hash(dataclasses.replace(p))
+
+
+@pytest.mark.parametrize(
+    ("batch", "a", "b", "groups"),
+    [
+        ((), (), (), ()),
+        ((5,), (5,), (5,), ((5, True, True),)),
+        ((2, 3), (2, 3), (2, 3), ((6, True, True),)),
+        ((2, 3), (2, 3), (1, 1), ((6, True, False),)),
+        ((2, 1, 3), (2, 1, 3), (2, 1, 1), ((2, True, True), (3, True, False))),
+        ((2, 3, 4), (2, 1, 4), (1, 3, 4), ((2, True, False), (3, False, True), (4, True, True))),
+    ],
+)
+def test_batch_groups(batch, a, b, groups):
+    assert cutjax.Problem(8, 8, 8, batch=batch, a_batch=a, b_batch=b).batch_groups == groups
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans()).filter(lambda g: g[1] or g[2]), max_size=3),
+)
+@settings(deadline=None)
+def test_batch_steps_reach_the_matrices_broadcasting_would(axes):
+    """The scheduler's arithmetic (scheduler.cuh, BatchSteps) against numpy's broadcasting."""
+    batch = tuple(n for n, _, _ in axes)
+    shapes = [tuple(n if move[i] else 1 for n, *move in axes) for i in range(2)]
+    p = cutjax.Problem(8, 8, 8, batch=batch, a_batch=shapes[0], b_batch=shapes[1])
+    groups = [(1, False, False)] * (3 - len(p.batch_groups)) + list(p.batch_groups)
+    sizes = [size for size, _, _ in groups]
+    for operand, shape in enumerate(shapes):
+        steps = _sm90._steps([moves[operand] for _, *moves in groups], sizes)
+        expected = np.broadcast_to(np.arange(int(np.prod(shape))).reshape(shape), batch).ravel()
+        for z, want in enumerate(expected):
+            i0, i1, i2 = np.unravel_index(z, sizes)
+            assert int(i0) * steps[0] + int(i1) * steps[1] + int(i2) * steps[2] == want
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"layout": "xy"}, "unknown layout 'xy'"),
+        ({"m": -1}, "negative size"),
+        ({"batch": (2,), "a_batch": (3,), "b_batch": (2,)}, "do not broadcast"),
+        ({"batch": (2,)}, "batch ranks differ"),
+    ],
+)
+def test_bad_problem(fields, match):
+    with pytest.raises(ValueError, match=match):
+        cutjax.Problem(**{"m": 8, "n": 8, "k": 8, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"bm": 96}, "bm is 64, 128 or 256"),
+        ({"bn": 24}, "multiples of 16 columns"),
+        ({"bn": 272}, "at most 256"),
+        ({"bk": 32}, "bk is 64 or 128"),
+        ({"stages": 1}, "stages=1"),
+        ({"cluster_m": 2, "cluster_n": 2}, "cluster 2x2"),
+        ({"schedule": "stream"}, "schedule='stream'"),
+        ({"bm": 256, "bn": 128, "schedule": "pingpong"}, "bm is 64 or 128"),
+        ({"bm": 256, "bn": 256}, "256 accumulator registers"),
+        ({"raster": 0}, "raster=0"),
+        ({"bm": 128.0}, "expected an int"),
+        ({"bm": 96, "bk": 32}, "bm=96.*bk=32"),  # all reasons, not the first
+    ],
+)
+def test_bad_config(fields, match):
+    with pytest.raises(ValueError, match=match):
+        cutjax.Config(**fields)
+
+
+def test_unknown_config_field():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tile'"):
+        cutjax.Config(tile=128)  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"k": 100}, "K=100 bf16 (a) is not a multiple of 8: rows must be 16-byte aligned"),
+        ({"n": 100}, "N=100 bf16 (b) is not a multiple of 8"),
+        ({"n": 100, "layout": "nt"}, "N=100 bf16 (result) is not a multiple of 8"),
+        ({"m": 100, "layout": "tn"}, "M=100 bf16 (a) is not a multiple of 8"),
+        ({"a_dtype": F32, "b_dtype": F32}, "f32 x f32: both operands are bf16, or both f16"),
+        ({"a_dtype": BF16, "b_dtype": F16}, "bf16 x f16"),
+        ({"out_dtype": np.dtype("float64")}, "result f64: one of bf16, f16, f32"),
+        ({"arch": "sm_80"}, "architecture sm_80"),
+        ({"k": 0}, "a size is 0"),
+        ({"batch": (2, 2, 2, 2), "a_batch": (2, 1, 2, 1), "b_batch": (1, 2, 1, 2)}, "more than 3 groups"),
+    ],
+)
+def test_problems_no_kernel_serves(fields, match):
+    p = cutjax.Problem(**{"m": 256, "n": 256, "k": 256, **fields})
+    reason = cutjax.supports(cutjax.Config(), p)
+    assert reason is not None and match in reason
+    assert cutjax.candidates(p) == ()
+    choice = _select.choose(p)
+    assert choice.config is None and choice.kernel == "XLA" and any(match in r for r in choice.reasons)
+
+
+def test_all_reasons_reach_the_user():
+    reason = cutjax.supports(cutjax.Config(stages=9), cutjax.Problem(8, 100, 100, out_dtype=np.dtype("int32")))
+    assert reason is not None
+    for part in ("K=100", "N=100 bf16 (b)", "result s32", "9 stages of 49152 bytes: 458896 bytes of shared memory"):
+        assert part in reason
+
+
+@pytest.mark.parametrize("out", [BF16, F32])
+@pytest.mark.parametrize("layout", cutjax._problem.LAYOUTS)
+def test_candidates_are_distinct_valid_and_sorted(layout, out):
+    p = cutjax.Problem(2048, 1536, 4096, layout, out_dtype=out)
+    configs = cutjax.candidates(p)
+    assert len(set(configs)) == len(configs) > 50
+    assert all(cutjax.supports(c, p) is None for c in configs)
+    times = [_select.predict(c, p) for c in configs]
+    assert times == sorted(times)
+    assert {c.cluster for c in configs} == {1, 2}
+    assert {c.bm for c in configs} == {64, 128, 256}
+
+
+def test_pinned_config_and_its_refusal():
+    p = cutjax.Problem(512, 512, 512)
+    pinned = cutjax.Config(bm=64, bn=64, stages=4)
+    assert _select.choose(p, pinned).config == pinned
+    refused = _select.choose(p, cutjax.Config(stages=12))
+    assert refused.config is None and "shared memory" in refused.reasons[0]
+
+
+def test_choose_off_cuda():
+    assert _select.choose(cutjax.Problem(512, 512, 512), platform="cpu").kernel == "XLA"
+
+
+@given(st.integers(1, 5000), st.integers(1, 600), st.integers(1, 600), st.sampled_from(cutjax._problem.LAYOUTS))
+@settings(deadline=None, max_examples=50)
+def test_prediction_is_a_time(m, n, k, layout):
+    p = cutjax.Problem(8 * m if layout[0] == "t" else m, 8 * n, 8 * k, layout)
+    choice = _select.choose(p)
+    assert choice.config is not None and choice.time_us is not None and choice.roofline is not None
+    assert choice.time_us > 0
+    assert 0 < choice.roofline <= 1
+
+
+def test_prediction_grows_with_work():
+    config = cutjax.Config()
+    times = [_select.predict(config, cutjax.Problem(s, s, s)) for s in (1024, 2048, 4096, 8192)]
+    assert times == sorted(times) and times[-1] > 6 * times[-2]
+
+
+def _plan(p, config, monkeypatch):
+    cubin = type("Cubin", (), {"image": b"\x7fELF"})()
+    monkeypatch.setattr(_sm90, "compile_config", lambda *_: cubin)
+    return _sm90.launch(p, config)
+
+
+def test_launch_plan(monkeypatch):
+    p = cutjax.Problem(300, 520, 200, "nn", batch=(2, 3), a_batch=(2, 3), b_batch=(2, 1))
+    plan = _plan(p, cutjax.Config(cluster_m=2, stages=3), monkeypatch)
+    a, b, d, *scalars = plan.params
+    assert plan.kernel == "sm90_bf16_nn_128x256x64_s3_c2x1_coop"
+    assert (a.dims, a.strides, a.box, a.swizzle) == ((200, 300, 6), (400, 120000), (64, 128, 1), 128)
+    assert (b.dims, b.strides, b.box, b.swizzle) == ((520, 200, 2), (1040, 208000), (64, 64, 1), 128)
+    assert (d.dims, d.strides, d.box, d.swizzle) == ((520, 300, 6), (1040, 312000), (64, 64, 1), 128)
+    assert all(isinstance(x, TensorMap) for x in (a, b, d)) and all(isinstance(x, Int32) for x in scalars)
+    # m, n, k, raster, batch, its two inner sizes, steps of a, steps of b
+    assert [s.value for s in scalars][:3] == [300, 520, 200]
+    assert [s.value for s in scalars][4:] == [6, 2, 3, 0, 3, 1, 0, 1, 0]
+    assert plan.grid == (2 * 3 * 6 * 2, 1, 1) and plan.cluster == (2, 1, 1) and plan.block == (384, 1, 1)
+
+
+def test_launch_plan_of_transposed_and_narrow(monkeypatch):
+    p = cutjax.Problem(64, 48, 128, "tt", out_dtype=F32)
+    plan = _plan(p, cutjax.Config(bm=64, bn=48, stages=4), monkeypatch)
+    a, b, d = plan.params[:3]
+    assert (a.dims, a.box, a.swizzle) == ((64, 128, 1), (64, 64, 1), 128)
+    assert (b.dims, b.box, b.swizzle) == ((128, 48, 1), (64, 48, 1), 128)
+    assert (d.box, d.swizzle) == ((16, 64, 1), 64)
+    assert plan.blocks_per_sm == 2  # one consumer warpgroup, 24 accumulators, under half the shared memory
