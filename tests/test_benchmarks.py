@@ -1,0 +1,188 @@
+"""The parts of benchmarks/ that need no GPU: cases, tolerances, results on disk, plots, the sweep's watchdog."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cutjax
+from benchmarks import cases, oracle, report, run, sweep, timing
+
+ENVIRONMENT = {
+    "device": "made up",
+    "driver": "1",
+    "versions": {"jax": "0", "jaxlib": "0", "plugin": "0", "cutjax": "0", "nvrtc": "0", "cublas": "0"},
+    "commit": "0123456789",
+    "date": "2000-01-01T00:00:00+00:00",
+}
+SMALL = cases.Case(64, 48, 32, "tn", (2,), tags=("suite",), target=0.9)
+
+
+def row(**fields) -> report.Row:
+    times = {"us": 10.0, "iqr_us": 0.1, "xla_us": 9.0, "xla_iqr_us": 0.2, "tflops": 100.0}
+    shares = {"roofline": 0.5, "ratio": 0.9, "target": 0.97, "error": 1e-3}
+    return report.Row(**{"case": "a", "kernel": "k", **times, **shares, **fields})
+
+
+def test_cases_have_unique_names_known_tags_and_a_kernel():
+    assert len({case.name for case in cases.CASES}) == len(cases.CASES)
+    assert {tag for case in cases.CASES for tag in case.tags} == set(cases.TAGS)
+    for case in cases.CASES:
+        assert case.problem.flops == 2 * case.m * case.n * case.k * math.prod(case.batch)
+        assert cutjax.candidates(case.problem), case.name
+        assert cases.find(case.name) is case
+
+
+def test_select():
+    assert len(cases.select("suite")) == 14
+    assert {case.layout for case in cases.select("layouts")} == {"nn", "nt", "tn", "tt"}
+    assert len(cases.select("layouts")) == 12
+    assert all(64 <= case.batch[0] <= 1024 for case in cases.select("batched"))
+    assert cases.select("all") == cases.CASES
+    with pytest.raises(ValueError, match="unknown tag"):
+        cases.select("suit")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_oracle_passes_rounding_and_nothing_more(dtype):
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((128, 256)), rng.standard_normal((256, 128))
+    ref = a @ b
+    right = ref.astype(np.float32).astype(jnp.dtype(dtype))
+    assert oracle.compare(right, ref, 256).ok
+    assert not oracle.compare((1.004 * ref).astype(np.float32).astype(jnp.dtype(dtype)), ref, 256).ok
+    one_wrong = right.copy()
+    one_wrong[3, 5] += jnp.dtype(dtype).type(0.5)
+    assert not oracle.compare(one_wrong, ref, 256).ok
+    one_wrong[3, 5] = jnp.nan
+    assert not oracle.compare(one_wrong, ref, 256).ok
+
+
+def test_truncation_to_bf16_is_wrong():
+    ref = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
+    truncated = (ref.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).astype(jnp.bfloat16)
+    assert not oracle.compare(truncated, ref.astype(np.float64), 1).ok
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+def test_oracle_reference(layout):
+    case = cases.Case(5, 3, 4, layout, (2,))
+    a, b = np.random.default_rng(0).standard_normal((2, 60), np.float32)
+    a, b = (x[: math.prod(shape)].reshape(shape) for x, shape in ((a, case.a_shape), (b, case.b_shape)))
+    expected = np.matmul(a if layout[0] == "n" else a.mT, b if layout[1] == "n" else b.mT)
+    np.testing.assert_allclose(oracle.reference(jnp.asarray(a), jnp.asarray(b), layout), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_input_sets_pass_the_l2():
+    sets = timing.input_sets(lambda seed: (np.zeros(1 << 20, np.float32), np.full(1 << 20, seed, np.float32)))
+    assert len(sets) * 8 * (1 << 20) > 2 * timing.L2_BYTES
+    assert len(timing.input_sets(lambda seed: (np.zeros(1, np.float32),))) == 64
+
+
+def test_a_small_case_on_the_cpu(monkeypatch):
+    gemm = cutjax.gemm
+    monkeypatch.setattr(cutjax, "gemm", lambda *args, **kwargs: gemm(*args, **{**kwargs, "backend": "xla"}))
+    monkeypatch.setattr(timing, "input_sets", lambda make: [make(0), make(1)])
+    monkeypatch.setattr(run, "TIMED_US", 1.0)
+    (measured,) = run.measure_case(SMALL, [None], report.Roofline(800, 4000), "host")
+    assert measured.failure == ""
+    assert measured.us > 0
+    assert measured.ratio == measured.xla_us / measured.us
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch):
+    gemm = cutjax.gemm
+    monkeypatch.setattr(cutjax, "gemm", lambda *args, **kwargs: 1.02 * gemm(*args, **{**kwargs, "backend": "xla"}))
+    monkeypatch.setattr(timing, "input_sets", lambda make: [make(0)])
+    (measured,) = run.measure_case(SMALL, [None], report.Roofline(800, 4000), "host")
+    assert measured.failure.startswith("wrong: relative error")
+    assert math.isnan(measured.us)
+
+
+def test_results_survive_a_round_trip(tmp_path):
+    rows = [row(), row(case="b", us=math.nan, ratio=math.nan, target=None, failure="no kernel")]
+    path = tmp_path / "results" / "run.json"
+    report.write(path, report.document(ENVIRONMENT, "cupti", report.Roofline(800, 4300), rows))
+    content, back = report.read(path)
+    assert json.loads(path.read_text(), parse_constant=pytest.fail)["roofline"] == {"tflops": 800, "gb_per_s": 4300}
+    assert content["commit"] == ENVIRONMENT["commit"]
+    assert back[0] == rows[0]
+    assert math.isnan(back[1].ratio)
+    assert back[1].target is None
+    path.write_text('{"schema": 0}')
+    with pytest.raises(ValueError, match="schema"):
+        report.read(path)
+
+
+def test_table(capsys):
+    report.print_rows([row(), row(ratio=1.0, case="b")], "made up")
+    printed = capsys.readouterr().out
+    assert "0.900" in printed
+    assert "geometric mean" in printed
+    assert "0.949" in printed
+
+
+def test_roofline_is_the_longer_of_two_times():
+    roofline = report.Roofline(tflops=800, gb_per_s=4000)
+    assert roofline.us(flops=800_000_000, moved_bytes=1) == pytest.approx(1)
+    assert roofline.us(flops=1, moved_bytes=4_000_000) == pytest.approx(1)
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmarks import plot
+
+    path = tmp_path / "run.json"
+    rows = [row(), row(case="b", target=None, ratio=1.1), row(case="c", failure="wrong")]
+    report.write(path, report.document(ENVIRONMENT, "cupti", None, rows))
+    written = plot.draw(path, (".png", ".svg"))
+    assert [file.suffix for file in written] == [".png", ".svg"]
+    assert all(file.stat().st_size > 1000 for file in written)
+    report.write(path, report.document(ENVIRONMENT, "cupti", None, rows[2:]))
+    with pytest.raises(ValueError, match="no timed rows"):
+        plot.draw(path)
+
+
+WORKER = """
+import json, os, sys, time
+todo, path = sys.argv[1:]
+with open(path, "a") as file:
+    for item in json.load(open(todo)):
+        key = json.dumps([item["case"], item["config"]], sort_keys=True)
+        print(json.dumps({"begin": [key]}), file=file, flush=True)
+        if item["config"]["bm"] == 1:
+            time.sleep(60)
+        if item["config"]["bm"] == 2:
+            os._exit(3)
+        print(json.dumps({**item, "us": 1.0, "ratio": 1.0}), file=file, flush=True)
+"""
+
+
+def test_sweep_survives_a_hang_and_a_crash(tmp_path, capsys):
+    items = [sweep.Item("case", {"bm": bm}) for bm in range(4)]
+    path = tmp_path / "sweep.jsonl"
+    sweep.watch(items, path, [sys.executable, "-c", WORKER], compile_s=5, step_s=0.3)
+    rows = {line["config"]["bm"]: line for line in sweep.lines(path) if "case" in line}
+    assert rows[0]["us"] == rows[3]["us"] == 1.0
+    assert "hang" in rows[1]["failure"]
+    assert "status 3" in rows[2]["failure"]
+    sweep.show(path)
+    assert "2 timed, 2 failed" in capsys.readouterr().out
+
+
+def test_sweep_gives_up_when_workers_cannot_start(tmp_path):
+    with pytest.raises(RuntimeError, match="measured nothing"):
+        sweep.watch([sweep.Item("case", {})], tmp_path / "sweep.jsonl", [sys.executable, "-c", "raise SystemExit(1)"])
+
+
+def test_sweep_plan_takes_only_configs_that_serve():
+    case = cases.find("1024x1024x1024 nn")
+    assert len(sweep.plan([case], None, 5)) == 5
+    given = [dataclasses.asdict(cutjax.Config()), dataclasses.asdict(cutjax.Config(stages=16))]
+    assert [item.config for item in sweep.plan([case], given, 5)] == given[:1]
