@@ -1,14 +1,14 @@
 """The native launcher; see ffi/."""
 
 from types import CapsuleType
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 class _StateType(TypedDict):
     type_id: CapsuleType
-    type_info: CapsuleType
+    type_info: NotRequired[CapsuleType]
 
 def handlers() -> dict[str, CapsuleType]:
     """The stages of the custom call ``cutjax_launch``, for ``jax.ffi.register_ffi_target``."""

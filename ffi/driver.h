@@ -13,24 +13,25 @@ namespace cutjax {
 
 // cuda.h renames some functions to a version of theirs (cuCtxPushCurrent is cuCtxPushCurrent_v2). Both the members and
 // the symbols looked up go through the same renaming, so a type always belongs to its symbol.
-#define CUTJAX_DRIVER_FUNCTIONS(F) \
-  F(cuInit)                        \
-  F(cuDriverGetVersion)            \
-  F(cuGetErrorName)                \
-  F(cuGetErrorString)              \
-  F(cuCtxGetCurrent)               \
-  F(cuCtxPushCurrent)              \
-  F(cuCtxPopCurrent)               \
-  F(cuCtxGetDevice)                \
-  F(cuDeviceGetAttribute)          \
-  F(cuStreamGetCtx)                \
-  F(cuLibraryLoadData)             \
-  F(cuLibraryUnload)               \
-  F(cuLibraryGetKernel)            \
-  F(cuKernelGetFunction)           \
-  F(cuKernelSetAttribute)          \
-  F(cuTensorMapEncodeTiled)        \
-  F(cuTensorMapReplaceAddress)     \
+#define CUTJAX_DRIVER_FUNCTIONS(F)     \
+  F(cuInit)                            \
+  F(cuDriverGetVersion)                \
+  F(cuGetErrorName)                    \
+  F(cuGetErrorString)                  \
+  F(cuCtxGetCurrent)                   \
+  F(cuCtxPushCurrent)                  \
+  F(cuCtxPopCurrent)                   \
+  F(cuCtxGetDevice)                    \
+  F(cuDeviceGetAttribute)              \
+  F(cuStreamGetCtx)                    \
+  F(cuThreadExchangeStreamCaptureMode) \
+  F(cuLibraryLoadData)                 \
+  F(cuLibraryUnload)                   \
+  F(cuLibraryGetKernel)                \
+  F(cuKernelGetFunction)               \
+  F(cuKernelSetAttribute)              \
+  F(cuTensorMapEncodeTiled)            \
+  F(cuTensorMapReplaceAddress)         \
   F(cuLaunchKernelEx)
 
 struct Driver {

@@ -148,6 +148,20 @@ class ScopedContext {
   bool pushed_ = false;
 };
 
+// Lets this thread load code while a stream of its captures a graph, should Initialize not have come first.
+class ScopedRelaxedCapture {
+ public:
+  explicit ScopedRelaxedCapture(const Driver& driver) : driver_(driver) {
+    driver_.cuThreadExchangeStreamCaptureMode(&mode_);
+  }
+  ScopedRelaxedCapture(const ScopedRelaxedCapture&) = delete;
+  ~ScopedRelaxedCapture() { driver_.cuThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  const Driver& driver_;
+  CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+};
+
 struct Buffer {
   std::byte* data;
   uint64_t size_bytes;
@@ -224,6 +238,7 @@ ffi::Error Prepare(State& state, int32_t ordinal, CUstream stream, ffi::Remainin
   CUTJAX_CUDA(driver, plan.kernel, cuStreamGetCtx(stream, &device->context));
   ScopedContext context(driver);
   CUTJAX_RETURN_IF_ERROR(context.Enter(device->context, plan.kernel));
+  ScopedRelaxedCapture relaxed(driver);
   CUdevice cuda_device;
   int sm_count;
   CUTJAX_CUDA(driver, plan.kernel, cuCtxGetDevice(&cuda_device));

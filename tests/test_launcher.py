@@ -1,4 +1,4 @@
-"""The native launcher, run for real by XLA on the CPU against a libcuda that only records (tests/native/fake_cuda.cc)."""
+"""The native launcher, run by XLA on the CPU against a libcuda that only records (tests/native/fake_cuda.cc)."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ def test_a_launch_passes_every_parameter(fake):
         ],
     }
     assert fake.calls("cuKernelSetAttribute") == [{"call": "cuKernelSetAttribute", "value": 1000}]
-    assert len(fake.calls("push")) == len(fake.calls("pop"))
+    assert len(fake.calls("push")) == len(fake.calls("pop")) > 0
+    assert len(fake.calls("relax")) == len(fake.calls("restore")) == 1
 
 
 def test_the_cubin_arrives_whole(fake):
@@ -218,19 +219,16 @@ def expect_error(launch: Launch, *parts: str, x=X) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "file"),
-    [
-        ("cuLibraryLoadData", "ffi/launcher.cc:"),
-        ("cuLibraryGetKernel", "ffi/launcher.cc:"),
-        ("cuKernelSetAttribute", "ffi/launcher.cc:"),
-        ("cuTensorMapEncodeTiled", "ffi/launcher.cc:"),
-        ("cuLaunchKernelEx", "ffi/launcher.cc:"),
-    ],
+    "call",
+    ["cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelSetAttribute", "cuTensorMapEncodeTiled", "cuLaunchKernelEx"],
 )
-def test_a_driver_failure_is_an_error_that_says_where(fake, call, file):
+def test_a_driver_failure_is_an_error_that_says_where(fake, call):
     fake.fail(call, 719)
-    expect_error(make_launch(), file, f"{call}(", "CUDA_ERROR_FAKE (the test asked for it)", "kernel kernel_mpil")
+    expect_error(
+        make_launch(), "ffi/launcher.cc:", f"{call}(", "CUDA_ERROR_FAKE (the test asked for it)", "kernel kernel_mpil"
+    )
     assert len(fake.calls("push")) == len(fake.calls("pop"))
+    assert len(fake.calls("relax")) == len(fake.calls("restore"))
 
 
 def test_a_failed_preparation_is_tried_again(fake):

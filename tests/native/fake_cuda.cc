@@ -11,6 +11,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <utility>
 
 namespace {
 
@@ -83,6 +84,11 @@ CUresult cuCtxGetDevice(CUdevice* device) {
   return current == the_context ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
 }
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) { return *value = 132, CUDA_SUCCESS; }
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
+  thread_local CUstreamCaptureMode thread_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+  std::swap(*mode, thread_mode);
+  return Record(thread_mode == CU_STREAM_CAPTURE_MODE_RELAXED ? "relax" : "restore");
+}
 CUresult cuStreamGetCtx(CUstream, CUcontext* context) { return *context = the_context, CUDA_SUCCESS; }
 
 CUresult cuLibraryLoadData(CUlibrary* library, const void* code, CUjit_option*, void**, unsigned, CUlibraryOption*,
