@@ -23,6 +23,10 @@ namespace cutjax {
 namespace {
 
 constexpr size_t kMaxDevices = 64;
+constexpr uintptr_t kPlaceholderAddress = uintptr_t{1} << 20;
+
+// As TMA wants the first byte of a tensor.
+bool IsAligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
 
 template <typename... Parts>
 ffi::Error Failed(const Plan& plan, const Parts&... parts) {
@@ -214,12 +218,15 @@ ffi::Error EncodeMaps(const State& state, ffi::RemainingArgs args, ffi::Remainin
     }
     if (!is_map) continue;
 
-    // Every launch replaces the address, so any aligned one would do; this call's own is the one surely accepted.
+    // Every launch replaces the address, so any that TMA accepts will do: this call's own, unless Initialize ran before
+    // the buffer had its place, or it is misaligned, which the launch reports.
+    std::byte* address = buffer.data + param.byte_offset;
+    if (buffer.data == nullptr || !IsAligned(address)) address = reinterpret_cast<std::byte*>(kPlaceholderAddress);
     const TensorMap& map = state.plan.maps[param.map];
     CUTJAX_CUDA(state.driver, state.plan.kernel,
-                cuTensorMapEncodeTiled(&maps[param.map], map.dtype, map.rank, buffer.data + param.byte_offset, map.dims,
-                                       map.strides, map.box, kUnitStrides, CU_TENSOR_MAP_INTERLEAVE_NONE, map.swizzle,
-                                       map.l2_promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
+                cuTensorMapEncodeTiled(&maps[param.map], map.dtype, map.rank, address, map.dims, map.strides, map.box,
+                                       kUnitStrides, CU_TENSOR_MAP_INTERLEAVE_NONE, map.swizzle, map.l2_promotion,
+                                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
   }
   return ffi::Error::Success();
 }
@@ -281,7 +288,7 @@ ffi::Error Launch(State& state, const DeviceState& device, CUstream stream, ffi:
     switch (param.kind) {
       case Param::Kind::kTensorMap: {
         std::byte* address = GetBuffer(param.buffer, args, rets).data + param.byte_offset;
-        if (reinterpret_cast<uintptr_t>(address) % 16 != 0) {
+        if (!IsAligned(address)) {
           return Failed(plan, "buffer ", std::to_string(param.buffer), " is not 16-byte aligned, as TMA needs");
         }
         maps[param.map] = device.maps[param.map];

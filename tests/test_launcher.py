@@ -269,6 +269,15 @@ def test_a_malformed_plan_is_an_error_of_the_call(fake):
         call(X).block_until_ready()
 
 
+def test_the_cuda_handlers_register_and_say_that_a_cpu_has_no_stream(fake):
+    jax.ffi.register_ffi_target("cutjax_launch_on_cpu", _ffi.handlers(), platform="cpu")
+    attributes = make_launch().attributes()
+    result = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    call = jax.jit(lambda x: jax.ffi.ffi_call("cutjax_launch_on_cpu", result)(x, **attributes))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="stream"):
+        call(X).block_until_ready()
+
+
 def test_no_driver_is_an_error_of_the_call():
     program = f"""
 import jax, sys
