@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.sharding import AxisType
 
 from cutjax import _primitive
 from cutjax._select import Choice
@@ -142,11 +143,19 @@ def _products(
             continue
         inner = divided
         if name == "shard_map":
-            inner = any(size > 1 and axis not in params["manual_axes"] for axis, size in params["mesh"].shape.items())
+            inner = _divided_inside(params)
         for sub in core.jaxprs_in_params(params):
             times = params["length"] if name == "scan" else 1
             needed = results if name in ("jit", "pjit") else None
             yield from _products(sub, count * times, exact and name not in ("while", "cond"), inner, needed)
+
+
+def _divided_inside(shard_map: dict[str, Any]) -> bool:
+    """Whether a shard_map leaves mesh axes to XLA."""
+    mesh = shard_map["mesh"]
+    manual = shard_map.get("newly_manual_axes", shard_map.get("manual_axes"))  # renamed after jax 0.10
+    left = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual]
+    return any(mesh.shape[axis] > 1 and axis not in manual for axis in left)
 
 
 def _row(eqn: Any, platform: str, arch: str, exact: bool, divided: bool) -> Row:

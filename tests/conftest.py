@@ -1,0 +1,25 @@
+"""Tests run on 8 virtual CPU devices unless ``-m gpu`` asks for the real one; promotion is strict."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import tempfile
+
+FLAG = "--xla_force_host_platform_device_count=8"
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}".strip()
+
+# One for all workers and runs of this user: a kernel is compiled once, and never into the user's own cache.
+_cache = pathlib.Path(tempfile.gettempdir()) / f"cutjax-tests-{os.getuid()}"
+os.environ.setdefault("CUTJAX_CACHE_DIR", str(_cache))
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "not gpu" in (config.getoption("markexpr") or "not gpu"):
+        jax.config.update("jax_platforms", "cpu")

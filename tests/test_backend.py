@@ -1,0 +1,177 @@
+"""The choice of backend: its scope, its place in jit's cache key, and what "cuda" means without a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import cutjax
+from cutjax import _primitive, _sm90
+from cutjax._compile import CompilerMissing
+
+X = jnp.ones((16, 16), jnp.bfloat16)
+LAUNCH = "stablehlo.custom_call @cutjax_launch"
+
+
+def lowered(fn, *args) -> str:
+    """The program for CUDA, lowered without a GPU."""
+    return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def square(x, **options):
+    return cutjax.gemm(x, x, **options)
+
+
+@pytest.fixture
+def no_nvrtc(monkeypatch):
+    def launch(problem, config):
+        raise CompilerMissing('NVRTC is not installed: pip install "cutjax[cuda13]"')
+
+    monkeypatch.setattr(_sm90, "compile_kernel", lambda *args, **kwargs: launch(None, None))
+    _primitive._warn_once.cache_clear()
+
+
+def test_auto_and_cuda_launch_a_kernel_and_xla_does_not():
+    assert LAUNCH in lowered(square, X)
+    assert LAUNCH in lowered(lambda x: square(x, backend="cuda"), X)
+    assert LAUNCH not in lowered(lambda x: square(x, backend="xla"), X)
+
+
+def test_scope_nests_and_the_argument_wins():
+    with cutjax.use_backend("xla"):
+        assert LAUNCH not in lowered(lambda x: square(x), X)
+        assert LAUNCH in lowered(lambda x: square(x, backend="auto"), X)
+        with cutjax.use_backend("cuda"):
+            assert LAUNCH in lowered(lambda x: square(x), X)
+        assert LAUNCH not in lowered(lambda x: square(x), X)
+    assert LAUNCH in lowered(lambda x: square(x), X)
+
+
+def test_scope_is_part_of_the_jit_cache_key():
+    traced = []
+
+    @jax.jit
+    def f(x):
+        traced.append(cutjax.explain(square)(x).rows[0].backend)
+        return square(x)
+
+    f(X)
+    with cutjax.use_backend("xla"):
+        f(X)
+        f(X)
+    f(X)
+    assert traced == ["auto", "xla"]
+    with cutjax.use_backend("cuda"), pytest.raises(NotImplementedError):
+        f(X)
+
+
+def test_scope_ends_with_an_error():
+    with pytest.raises(RuntimeError, match="inside"), cutjax.use_backend("xla"):
+        raise RuntimeError("inside")
+    assert LAUNCH in lowered(lambda x: square(x), X)
+
+
+def test_scope_is_thread_local():
+    seen = {}
+    inside, done = threading.Event(), threading.Event()
+
+    def other():
+        inside.wait()
+        seen["other"] = LAUNCH in lowered(lambda x: square(x), X)
+        with cutjax.use_backend("cuda"):
+            done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with cutjax.use_backend("xla"):
+        inside.set()
+        done.wait()
+        seen["this"] = LAUNCH in lowered(lambda x: square(x), X)
+    thread.join()
+    assert seen == {"other": True, "this": False}
+
+
+def test_unknown_name():
+    with pytest.raises(
+        ValueError, match=r"use_backend: unknown backend 'gpu', expected one of \('auto', 'cuda', 'xla'\)"
+    ):
+        cutjax.use_backend("gpu")
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.grad], ids=["eager", "jit", "grad"])
+def test_cuda_without_a_gpu(wrap):
+    with pytest.raises(
+        NotImplementedError, match="backend 'cuda' needs an NVIDIA GPU, but the program is compiled for cpu"
+    ):
+        wrap(lambda x: square(x, backend="cuda").sum().astype(jnp.float32))(X)
+
+
+def test_cuda_lists_every_reason():
+    a, b = jnp.ones((4, 100)), jnp.ones((100, 3))
+    assert "dot_general" in lowered(cutjax.gemm, a, b)
+    with pytest.raises(NotImplementedError) as error:
+        lowered(lambda a, b: cutjax.gemm(a, b, backend="cuda"), a, b)
+    text = str(error.value)
+    assert "no kernel for 4x3x100 nn f32 x f32 -> f32" in text
+    assert "f32 x f32: both operands are bf16" in text
+    assert "N=3 f32 (b) is not a multiple of 4: rows must be 16-byte aligned" in text
+
+
+def test_a_pinned_config_that_cannot_serve():
+    """Whoever pins a kernel gets it or every reason, under "auto" too."""
+    config = cutjax.Config(bm=128, bn=256, bk=128, stages=8)
+    with pytest.raises(NotImplementedError, match=r"with Config.*bytes of shared memory"):
+        lowered(lambda x: square(x, config=config), X)
+    odd = jnp.ones((16, 7), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"K=7.*bytes of shared memory"):
+        lowered(lambda x: cutjax.gemm(x, x, layout="nt", config=config), odd)
+
+
+def test_a_pinned_config_runs_and_its_gradient_chooses():
+    config = cutjax.Config(bm=64, bn=32, stages=3)
+    text = lowered(jax.value_and_grad(lambda x: square(x, config=config).astype(jnp.float32).sum()), X)
+    assert text.count('kernel = "sm90_bf16_nn_64x32x64_s3_c1x1_coop"') == 1
+    assert text.count(LAUNCH) == 3
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 8), (8, 0, 8), (8, 8, 0)], ids=str)
+def test_cuda_serves_zero_sizes_by_xla(sizes):
+    m, n, k = sizes
+    a, b = jnp.ones((m, k), jnp.bfloat16), jnp.ones((k, n), jnp.bfloat16)
+    assert LAUNCH not in lowered(jax.grad(lambda a, b: cutjax.gemm(a, b, backend="cuda").sum(), (0, 1)), a, b)
+
+
+def test_missing_compiler_under_auto_warns_once(no_nvrtc):
+    with pytest.warns(RuntimeWarning, match=r'XLA runs, not a kernel: .*pip install "cutjax\[cuda13\]"'):
+        assert LAUNCH not in lowered(lambda x: square(x), X)
+    assert LAUNCH not in lowered(lambda x: square(x) + square(x[:8, :8]).sum(), X)  # a second warning were an error
+
+
+def test_missing_compiler_under_cuda(no_nvrtc):
+    with pytest.raises(NotImplementedError, match=r'cannot compile a kernel: .*pip install "cutjax\[cuda13\]"'):
+        lowered(lambda x: square(x, backend="cuda"), X)
+
+
+def test_import_is_light():
+    """Nothing that costs time and only some calls need is imported with the package."""
+    code = "import jax, sys; before = set(sys.modules); import cutjax; print(*set(sys.modules) - before)"
+    loaded = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    heavy = (
+        "cuda",
+        "rich",
+        "platformdirs",
+        "matplotlib",
+        "optax",
+        "jax.experimental.pallas",
+        "multiprocessing",
+        "asyncio",
+    )
+    assert [name for name in loaded if name.startswith(heavy)] == []
+    assert "cutjax.gemm" in loaded
