@@ -26,6 +26,7 @@ COMMA := ,
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 CUDA := $(if $(GPU),$(COMMA)cuda13)
 
+.DELETE_ON_ERROR:
 .PHONY: demo test test-cpu test-gpu lint format docs bench clean
 
 demo: $(VENV)/.installed-demo
@@ -75,4 +76,4 @@ EXTRAS_demo := demo
 EXTRAS_test := test
 EXTRAS_bench := test,demo
 EXTRAS_docs := docs
-EXTRAS_dev := dev,test,demo
+EXTRAS_dev := dev,test,demo,docs
