@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -94,6 +95,10 @@ def _matrix(x: Any, name: str) -> jax.Array:
         raise ValueError(f"gemm: {name} must have rank 2 or more, got shape {x.shape}; add an axis to a vector")
     if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool):
         raise TypeError(f"gemm: {name} must be an array of numbers, got dtype {x.dtype}")
+    if any(jax.export.is_symbolic_dim(size) for size in x.shape):
+        raise NotImplementedError(
+            f"gemm: {name} has a symbolic shape {x.shape}, but kernels are compiled for known sizes"
+        )
     return jnp.asarray(x)
 
 

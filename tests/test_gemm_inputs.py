@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import doctest
+
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -137,6 +140,26 @@ def test_refused(error, match, a, b, options):
     a = a() if callable(a) else a
     with pytest.raises(error, match=match):
         cutjax.gemm(a, b, **options)
+
+
+def test_symbolic_shapes_are_refused():
+    b, k = jax.export.symbolic_shape("b, k")
+    with pytest.raises(NotImplementedError, match="a has a symbolic shape"):
+        jax.export.export(jax.jit(cutjax.gemm))(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((b, k), (k, b))))
+
+
+@pytest.mark.parametrize("function", [cutjax.gemm, cutjax.explain, cutjax.use_backend])
+def test_docstring_examples(function):
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    (example,) = finder.find(function, function.__name__)
+    assert runner.run(example).failed == 0
+    assert runner.tries
+
+
+def test_weak_types_differentiate():
+    w = jnp.broadcast_to(jax.jit(lambda x: x)(2.0), (2, 2))
+    expected, got = (jax.value_and_grad(lambda w: f(f(w, w), w).sum())(w) for f in (jnp.matmul, cutjax.gemm))  # noqa: B023
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 def test_unknown_config_field():
