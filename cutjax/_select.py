@@ -72,6 +72,8 @@ def _candidates(problem: Problem) -> Iterator[Config]:
             for cluster_m, cluster_n in CLUSTERS:
                 config = Config(bm, bn, 64, 2, cluster_m, cluster_n, schedule, 1)
                 stages = min(_sm90.max_stages(config, problem), 8)
+                if problem.k <= config.bk:
+                    stages = min(stages, 3)  # one k block a tile: shared memory serves the result better than the loads
                 raster = _raster(config, problem)
                 yield dataclasses.replace(config, stages=stages, raster=raster)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from cutjax import _codegen
@@ -51,9 +53,12 @@ def problem_reasons(problem: Problem) -> list[str]:
 def config_reasons(config: Config, problem: Problem) -> list[str]:
     """Why this config cannot serve a problem that the family serves."""
     reasons = []
-    if _shared_bytes(config, problem, 1) > SHARED_BYTES:
-        need = _shared_bytes(config, problem, 1)
-        reasons.append(f"{config.stages} stages of {config.stage_bytes} bytes: {need} bytes of shared memory, at most {SHARED_BYTES}")
+    need = _shared_bytes(config, problem, 2)
+    if need > SHARED_BYTES:
+        reasons.append(
+            f"{config.stages} stages of {config.stage_bytes} bytes and two staging tiles a warpgroup: "
+            f"{need} bytes of shared memory, at most {SHARED_BYTES}"
+        )
     tiles = -(-problem.m // (config.bm * config.cluster_m)) * -(-problem.n // (config.bn * config.cluster_n))
     if tiles * problem.batch_size >= 2**31:
         reasons.append("2^31 tiles or more: the scheduler counts with 32 bits")
@@ -74,23 +79,30 @@ def _shared_bytes(config: Config, problem: Problem, store_buffers: int) -> int:
 def _store_buffers(config: Config, problem: Problem) -> int:
     """Staging tiles a warpgroup: as many as the pipeline leaves room for, up to the whole of its accumulators."""
     chunks = config.m_blocks * config.bn * problem.out_dtype.itemsize // _out_span(config, problem)
-    fitting = [n for n in range(1, max(chunks, 2) + 1) if _shared_bytes(config, problem, n) <= SHARED_BYTES]
-    return fitting[-1] if fitting else 1
+    limit = _shared_limit(config, problem)
+    return max(n for n in range(2, max(chunks, 2) + 1) if n == 2 or _shared_bytes(config, problem, n) <= limit)
 
 
-def _blocks_per_sm(config: Config, problem: Problem) -> int:
-    """Two small CTAs share an SM when their registers (128 a thread) and shared memory allow it."""
-    shared = _shared_bytes(config, problem, _store_buffers(config, problem))
-    fits = config.consumers == 1 and config.accumulator_registers <= 64 and 2 * (shared + 1024) <= SHARED_BYTES_PER_SM
-    return 2 if fits else 1
+def _shared_limit(config: Config, problem: Problem) -> int:
+    """Shared memory one block may take: half an SM's where two blocks fit beside each other, else all of it.
+
+    Two fit when registers do (256 threads of 128, half of them accumulators) and each keeps two staging tiles.
+    """
+    half = SHARED_BYTES_PER_SM // 2 - 1024
+    narrow = config.consumers == 1 and config.accumulator_registers <= 64
+    return half if narrow and _shared_bytes(config, problem, 2) <= half else SHARED_BYTES
 
 
-def max_stages(config_without_stages: Config, problem: Problem) -> int:
-    """The deepest pipeline that fits beside two staging tiles a warpgroup."""
-    staging = _shared_bytes(config_without_stages, problem, 2) - config_without_stages.stages * (
-        config_without_stages.stage_bytes + 16
-    )
-    return (SHARED_BYTES - staging) // (config_without_stages.stage_bytes + 16)
+def blocks_per_sm(config: Config, problem: Problem) -> int:
+    """Thread blocks that share an SM."""
+    return 1 if _shared_limit(config, problem) == SHARED_BYTES else 2
+
+
+def max_stages(config: Config, problem: Problem) -> int:
+    """The deepest pipeline that fits beside two staging tiles a warpgroup, whatever the stages of ``config``."""
+    smallest = dataclasses.replace(config, stages=2)
+    stage = config.stage_bytes + 16
+    return 2 + (_shared_limit(smallest, problem) - _shared_bytes(smallest, problem, 2)) // stage
 
 
 def source(problem: Problem, config: Config) -> str:
@@ -108,7 +120,7 @@ def source(problem: Problem, config: Config) -> str:
         "M_BLOCKS": config.m_blocks,
         "PING_PONG": config.schedule == "pingpong",
         "STORE_BUFFERS": _store_buffers(config, problem),
-        "BLOCKS_PER_SM": _blocks_per_sm(config, problem),
+        "BLOCKS_PER_SM": blocks_per_sm(config, problem),
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "CONSUMER_REGISTERS": CONSUMER_REGISTERS,
         "A_K_MAJOR": a_k_major,
@@ -158,7 +170,6 @@ def launch(problem: Problem, config: Config) -> Launch:
     a_batch, b_batch = int(np.prod(p.a_batch, dtype=np.int64)), int(np.prod(p.b_batch, dtype=np.int64))
     span = _out_span(c, p)
     chunk = span // p.out_dtype.itemsize
-    blocks_per_sm = _blocks_per_sm(c, p)
     tiles = -(-p.m // (c.bm * c.cluster_m)) * -(-p.n // (c.bn * c.cluster_n)) * p.batch_size
     scalars = [p.m, p.n, p.k, c.raster, p.batch_size, *sizes[1:], *a_steps, *b_steps]
     return Launch(
@@ -168,7 +179,7 @@ def launch(problem: Problem, config: Config) -> Launch:
         block=(128 * (1 + c.consumers), 1, 1),
         cluster=(c.cluster, 1, 1),
         shared_bytes=_shared_bytes(c, p, _store_buffers(c, p)),
-        blocks_per_sm=blocks_per_sm,
+        blocks_per_sm=blocks_per_sm(c, p),
         params=(
             _operand_map(0, p.a_dtype, p.m, p.k, a_batch, p.layout[0] == "n", c.bm, c.bk, c.cluster_n),
             _operand_map(1, p.b_dtype, p.n, p.k, b_batch, p.layout[1] == "t", c.bn, c.bk, c.cluster_m),

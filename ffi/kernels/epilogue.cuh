@@ -1,10 +1,12 @@
 // Accumulator to memory: converted, staged in shared memory in the layout TMA wants, stored by TMA, which clips the tile to
-// the matrix. A warpgroup owns STORE_BUFFERS staging tiles [64][D_CHUNK] and overlaps filling one with storing the other.
+// the matrix. A warpgroup owns STORE_BUFFERS staging tiles [64][D_CHUNK] and overlaps filling one with storing the others.
 
 constexpr int D_BYTES = OUT == Dtype::f32 ? 4 : 2;
 constexpr int D_SPAN = BN * D_BYTES % 128 == 0 ? 128 : BN * D_BYTES % 64 == 0 ? 64 : 32;  // bytes of a staging row
 constexpr int D_CHUNK = D_SPAN / D_BYTES;
 constexpr int D_BUFFER_BYTES = 64 * D_SPAN;
+
+constexpr bool ONE_BARRIER = PING_PONG || STORE_BUFFERS > 2;
 
 DEVICE u32 pack(float low, float high) { return OUT == Dtype::bf16 ? cvt_bf16x2(low, high) : cvt_f16x2(low, high); }
 
@@ -38,6 +40,8 @@ struct Epilogue {
     }
   }
 
+  // A barrier says that a chunk is staged. It also says that the next buffer may be written again where waiting for that
+  // costs nothing: with buffers to spare, or with another warpgroup's mainloop to hide it. Else a barrier of its own does.
   DEVICE void store(const float (&accumulators)[M_BLOCKS][BN / 2], const TensorMap* map_d, int m, int n, int batch) {
 #pragma unroll
     for (int block = 0; block < M_BLOCKS; ++block) {
@@ -45,10 +49,13 @@ struct Epilogue {
       for (int chunk = 0; chunk < BN / D_CHUNK; ++chunk) {
         u32 buffer = staging + next * D_BUFFER_BYTES;
         next = next + 1 == STORE_BUFFERS ? 0 : next + 1;
-        if (thread == 0) cp_async_bulk_wait_group_read<STORE_BUFFERS - 1>();
-        bar_sync(barrier, 128);
+        if constexpr (!ONE_BARRIER) {
+          if (thread == 0) cp_async_bulk_wait_group_read<STORE_BUFFERS - 1>();
+          bar_sync(barrier, 128);
+        }
         stage(accumulators[block], chunk, buffer);
         fence_proxy_async();
+        if (ONE_BARRIER && thread == 0) cp_async_bulk_wait_group_read<STORE_BUFFERS - 2>();
         bar_sync(barrier, 128);
         if (thread == 0) {
           tma_store(map_d, buffer, n + chunk * D_CHUNK, m + block * 64, batch);

@@ -17,7 +17,7 @@ struct TileScheduler {
   }
 
   DEVICE Tile at(int index) const {
-    int batch = index / tiles;
+    int batch = index < tiles ? 0 : index / tiles;  // a division costs as much as a dozen instructions
     int i = index - batch * tiles;
     bool by_rows = raster > 0;
     int across = by_rows ? tiles_m : tiles_n, along = by_rows ? tiles_n : tiles_m, width = by_rows ? raster : -raster;
@@ -31,13 +31,18 @@ struct TileScheduler {
   }
 };
 
-// The result's batch index is (i0, i1, i2) with sizes (., size1, size2); an operand's is their sum weighted by its steps.
-struct BatchSteps {
-  int step0, step1, step2;
+// The result's batch index has three parts; an operand's is their sum weighted by its steps, 0 where it does not move.
+struct BatchIndex {
+  int i0, i1, i2;
 
-  DEVICE int operator()(int batch, int size1, int size2) const {
-    int outer = batch / size2, i2 = batch - outer * size2;
-    int i0 = outer / size1, i1 = outer - i0 * size1;
-    return i0 * step0 + i1 * step1 + i2 * step2;
+  DEVICE BatchIndex(int batch, int size1, int size2) : i0(0), i1(0), i2(batch) {
+    if (batch < size2) return;
+    i1 = batch / size2;
+    i2 = batch - i1 * size2;
+    if (i1 < size1) return;
+    i0 = i1 / size1;
+    i1 -= i0 * size1;
   }
+
+  DEVICE int operator()(int step0, int step1, int step2) const { return i0 * step0 + i1 * step1 + i2 * step2; }
 };

@@ -49,11 +49,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   if (warpgroup == 0) {
     if constexpr (CONSUMERS == 2) setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (thread == 0) {
-      BatchSteps a_steps{a_step0, a_step1, a_step2}, b_steps{b_step0, b_step1, b_step2};
       for (int index = first; index < scheduler.total; index += step) {
         Tile tile = scheduler.at(index);
+        BatchIndex i(tile.batch, batch1, batch2);
         fill(pipe, shared, &map_a, &map_b, (tile.m * CLUSTER_M + rank_m) * BM, (tile.n * CLUSTER_N + rank_n) * BN,
-             a_steps(tile.batch, batch1, batch2), b_steps(tile.batch, batch1, batch2), k_blocks, rank_m, rank_n);
+             i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2), k_blocks, rank_m, rank_n);
       }
     }
   } else {
