@@ -105,6 +105,7 @@ LAYOUTS_OF_DATA = {
     "tensor parallel": (P(None, None, None), P(None, "i")),
     "contraction": (P(None, None, "i"), P("i", None)),
     "two axes": (P("i", None, None), P(None, "j")),
+    "batch and rows": (P("i", "j", None), P(None, None)),
 }
 
 
@@ -125,7 +126,7 @@ def test_jit_over_several_devices(specs, kind):
         if kind == EXPLICIT:
             assert [g.sharding.spec for g in got[1]] == [v.sharding.spec for v in (x, w)]
             d = jax.jit(cutjax.gemm)(x, w)
-            assert d.sharding.spec == P(specs[0][0], None, specs[1][1])
+            assert d.sharding.spec == P(*specs[0][:2], specs[1][1])
     same(got, expected)
 
 

@@ -171,6 +171,14 @@ def test_vmap_never_copies(axes):
             assert eqn.invars[0].aval.size == eqn.outvars[0].aval.size
 
 
+def test_vmap_adds_its_axis_where_an_operand_has_it():
+    a, b = operands("tn", (3, 2), (3, 2))
+    for axes in ((1, 1), (1, None), (None, 1)):
+        f = jax.vmap(functools.partial(cutjax.gemm, layout="tn"), axes, 1)
+        x, y = (v if axis is not None else v[:, 0] for v, axis in zip((a, b), axes, strict=True))
+        assert "transpose" not in {eqn.primitive.name for eqn in jax.make_jaxpr(f)(x, y).eqns}
+
+
 @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable], ids=["nothing", "dots"])
 def test_checkpoint(policy):
     x, w = operands("nn", n=K)
