@@ -76,11 +76,16 @@ def _shared_bytes(config: Config, problem: Problem, store_buffers: int) -> int:
     return config.stages * (config.stage_bytes + 16) + staging
 
 
+def _chunks(config: Config, problem: Problem) -> int:
+    """Staging tiles that hold all of a warpgroup's accumulators."""
+    return config.m_blocks * config.bn * problem.out_dtype.itemsize // _out_span(config, problem)
+
+
 def _store_buffers(config: Config, problem: Problem) -> int:
     """Staging tiles a warpgroup: as many as the pipeline leaves room for, up to the whole of its accumulators."""
-    chunks = config.m_blocks * config.bn * problem.out_dtype.itemsize // _out_span(config, problem)
     limit = _shared_limit(config, problem)
-    return max(n for n in range(2, max(chunks, 2) + 1) if n == 2 or _shared_bytes(config, problem, n) <= limit)
+    fitting = (n for n in range(3, _chunks(config, problem) + 1) if _shared_bytes(config, problem, n) <= limit)
+    return max(fitting, default=2)
 
 
 def _shared_limit(config: Config, problem: Problem) -> int:
@@ -98,11 +103,12 @@ def blocks_per_sm(config: Config, problem: Problem) -> int:
     return 1 if _shared_limit(config, problem) == SHARED_BYTES else 2
 
 
-def max_stages(config: Config, problem: Problem) -> int:
-    """The deepest pipeline that fits beside two staging tiles a warpgroup, whatever the stages of ``config``."""
+def max_stages(config: Config, problem: Problem, *, whole_result: bool = False) -> int:
+    """The deepest pipeline, whatever the stages of ``config``: beside two staging tiles a warpgroup, or the whole result's."""
     smallest = dataclasses.replace(config, stages=2)
-    stage = config.stage_bytes + 16
-    return 2 + (_shared_limit(smallest, problem) - _shared_bytes(smallest, problem, 2)) // stage
+    buffers = max(2, _chunks(config, problem)) if whole_result else 2
+    spare = _shared_limit(smallest, problem) - _shared_bytes(smallest, problem, buffers)
+    return 2 + spare // (config.stage_bytes + 16)
 
 
 def source(problem: Problem, config: Config) -> str:

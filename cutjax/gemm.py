@@ -168,9 +168,9 @@ def _out_spec(a: Any, b: Any, layout: str) -> list[Any]:
 
 def _accumulator(dtype: np.dtype, out_dtype: np.dtype, on_cuda: bool) -> np.dtype | None:
     if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
-        # On CUDA, XLA's GEMMs accumulate 16-bit floats in f32 anyway, and a conversion would make another fusion.
-        narrow = on_cuda and jnp.issubdtype(out_dtype, jnp.floating) and dtype.itemsize <= out_dtype.itemsize <= 4
-        return out_dtype if narrow else np.dtype(np.float32)
+        # On CUDA, XLA's GEMMs accumulate 16-bit floats in f32 anyway, and a conversion would make another fusion. They have
+        # no kernel for a result in the other 16-bit dtype.
+        return out_dtype if on_cuda and out_dtype in (dtype, np.dtype(np.float32)) else np.dtype(np.float32)
     if jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4:
         return np.dtype(np.int32 if jnp.issubdtype(dtype, jnp.signedinteger) else np.uint32)
     return None

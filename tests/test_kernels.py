@@ -10,7 +10,7 @@ import cutjax
 from cutjax import _codegen, _compile, _config, _select, _sm90
 from cutjax._problem import LAYOUTS
 
-pytest.importorskip("cuda.core", reason="NVRTC's bindings are not installed")
+pytestmark = pytest.mark.skipif(_compile.compiler_missing() is not None, reason=str(_compile.compiler_missing()))
 
 # (input, result): with one layout, and with all of them, since a layout changes the mainloop and a result the epilogue.
 DTYPES = [("bfloat16", "bfloat16", LAYOUTS), ("bfloat16", "float32", ("nn",)), ("float16", "float16", ("nt",))]
@@ -26,7 +26,8 @@ def problem(layout="nn", a="bfloat16", out="bfloat16"):
 def test_every_config_compiles_lean(a, out, layout):
     asked = problem(layout, a, out)
     configs = cutjax.candidates(asked)
-    assert len(configs) == len(_select.CLUSTERS) * sum(map(len, _select.TILES.values()))
+    space = len(_select.CLUSTERS) * sum(map(len, _select.TILES.values())) + sum(map(len, _select.DEEP_TILES.values()))
+    assert len(configs) == space
 
     def compile_one(config):
         start = time.thread_time()
@@ -65,5 +66,14 @@ def test_source_keeps_the_place_of_every_file():
 def test_wgmma_atom_names_its_shape(n):
     text = _codegen.wgmma(n, "f16", a_k_major=False, b_k_major=True)
     assert f"m64n{n}k16.f32.f16.f16" in text
-    assert f"p, 1, 1, 1, 0;" in text
+    assert "p, 1, 1, 1, 0;" in text
     assert text.count("+f") == n // 2
+
+
+def test_the_plan_passes_what_the_kernel_takes(monkeypatch):
+    text = _sm90.source(problem(), cutjax.Config())
+    signature = text[text.index("KERNEL(") :].split(")")[0].split("(")[1]
+    monkeypatch.setattr(_sm90, "compile_config", lambda *_: type("Cubin", (), {"image": b"cubin"})())
+    plan = _sm90.launch(problem(), cutjax.Config())
+    kinds = ["TensorMap" if "TensorMap" in parameter else "Int32" for parameter in signature.split(",")]
+    assert [type(parameter).__name__ for parameter in plan.params] == kinds

@@ -258,7 +258,6 @@ def test_a_plan_beyond_the_buffers_is_refused(fake):
 
 def test_a_plan_unlike_the_kernels_signature_is_refused(fake):
     expect_error(make_launch(kernel="kernel_mpi"), "it takes 3 parameters, the plan passes 4")
-    expect_error(make_launch(kernel="kernel_mpill"), "it takes 5 parameters, the plan passes 4")
     expect_error(make_launch(kernel="kernel_mpll"), "parameter 2 has 8 bytes, the plan passes 4")
 
 
