@@ -1,0 +1,346 @@
+"""A fused epilogue as data: a small frozen expression of accumulators and operands, and what it means in JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """One value; its index in ``Epilogue.nodes`` names it.
+
+    Attributes:
+      op: "acc", "operand", "const", "iota", "custom_jvp", or the name of an elementwise lax primitive.
+      args: indices of earlier nodes.
+      dtype: the result's.
+      params: by op:
+        acc, operand: ``(index,)``.
+        const: ``(value,)``: a bool, an int or a float; -0.0, inf and nan as the strings that ``float`` reads, so that
+        equal means the same bits.
+        iota: ``("row",)``, ``("col",)`` or ``("batch", i)``, the position in the result, batch axes counted from the
+        rows outwards.
+        custom_jvp: ``(k,)``. The value is the first argument's, and nothing is computed; of the other 2k arguments, k
+        inputs and k coefficients, the derivative is made: d value = sum of coefficient * d input. (k = 0 stops it.)
+        integer_pow: ``(y,)``. round: ``(lax.RoundingMethod as int,)``. reduce_precision: ``(exponent, mantissa)`` bits.
+    """
+
+    op: str
+    args: tuple[int, ...] = ()
+    dtype: str = "float32"
+    params: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class OperandSpec:
+    """How an array operand is read: which of the result's axes it varies along."""
+
+    dtype: str
+    row: bool
+    col: bool
+    batch: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One result: ``[..., m, n]``, or that reduced along "row" (over m), "col" (over n) or both.
+
+    Attributes:
+      node: the value, or what is reduced.
+      dtype: the result's.
+      reduce: None, "sum", "max" or "min".
+      axes: the axes reduced away; they are absent from the result's shape.
+    """
+
+    node: int
+    dtype: str
+    reduce: str | None = None
+    axes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """A function of ``products`` accumulators, ``[..., m, n]`` in f32, and of operands that broadcast against them.
+
+    It depends on no size, unless the traced function did. Equal functions give equal epilogues.
+    """
+
+    products: int
+    operands: tuple[OperandSpec, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Output, ...]
+
+    def apply(self, accs: Sequence[jax.Array], operands: Sequence[jax.Array] = ()) -> tuple[jax.Array, ...]:
+        """Evaluates in JAX: the reference, and what differentiation differentiates."""
+        shape = np.broadcast_shapes(*(np.shape(x) for x in accs))
+        rank = len(shape)
+        # Values keep only the axes they vary along; the others have size 1.
+        values: list[jax.Array] = []
+        for node in self.nodes:
+            if node.op == "acc":
+                value = accs[node.params[0]].astype(node.dtype)
+            elif node.op == "operand":
+                value = jnp.asarray(operands[node.params[0]])
+                value = lax.expand_dims(value, range(rank - value.ndim))
+            elif node.op == "const":
+                value = jnp.full((1,) * rank, scalar(node), node.dtype)
+            elif node.op == "iota":
+                at = {"row": rank - 2, "col": rank - 1}.get(node.params[0], rank - 3 - node.params[-1])
+                value = lax.broadcasted_iota(node.dtype, [n if i == at else 1 for i, n in enumerate(shape)], at)
+            else:
+                args = [values[i] for i in node.args]
+                full = np.broadcast_shapes(*(x.shape for x in args))
+                value = _evaluate(node, [jnp.broadcast_to(x, full) for x in args])
+            values.append(value)
+        results = []
+        for out in self.outputs:
+            value = jnp.broadcast_to(values[out.node], shape)
+            if out.reduce:
+                value = REDUCTIONS[out.reduce](value, [{"row": rank - 2, "col": rank - 1}[axis] for axis in out.axes])
+            results.append(value.astype(out.dtype))
+        return tuple(results)
+
+    @functools.cached_property
+    def uses_acc(self) -> bool:
+        """Whether any result depends on an accumulator."""
+        return any(node.op == "acc" for node in self.primal.nodes)
+
+    @functools.cached_property
+    def positions(self) -> frozenset[str]:
+        """The axes whose index the function uses: "row", "col", "batch". Such axes cannot be merged or reordered."""
+        return frozenset(node.params[0] for node in self.nodes if node.op == "iota")
+
+    @functools.cached_property
+    def varies(self) -> tuple[tuple[bool, bool], ...]:
+        """For each node, whether it varies along rows and along columns."""
+        found: list[tuple[bool, bool]] = []
+        for node in self.nodes:
+            if node.op == "acc":
+                found.append((True, True))
+            elif node.op == "operand":
+                spec = self.operands[node.params[0]]
+                found.append((spec.row, spec.col))
+            elif node.op == "iota":
+                found.append((node.params[0] == "row", node.params[0] == "col"))
+            else:
+                args = node.args[:1] if node.op == "custom_jvp" else node.args
+                found.append((any(found[i][0] for i in args), any(found[i][1] for i in args)))
+        return tuple(found)
+
+    @functools.cached_property
+    def linear(self) -> bool:
+        """Whether the derivative in the accumulators needs none of their values: nothing to save for the backward."""
+        depends: list[bool] = []  # on the accumulators' values
+        affine: list[bool] = []
+        for node in self.nodes:
+            dep = [depends[i] for i in node.args]
+            aff = [affine[i] for i in node.args]
+            depends.append(node.op == "acc" or any(dep))
+            if not depends[-1] or node.op in ("acc", "add", "sub", "neg", "convert_element_type", "reduce_precision"):
+                affine.append(all(aff))
+            elif node.op == "mul":
+                affine.append(all(aff) and not all(dep))
+            elif node.op == "div":
+                affine.append(all(aff) and not dep[1])
+            elif node.op == "select_n":
+                affine.append(all(aff) and not dep[0])
+            elif node.op == "custom_jvp":
+                k = node.params[0]
+                affine.append(all(aff[1 : k + 1]) and not any(dep[k + 1 :]))
+            else:
+                affine.append(False)
+        return all(affine[x.node] and (x.reduce in (None, "sum") or not depends[x.node]) for x in self.outputs)
+
+    @functools.cached_property
+    def primal(self) -> Epilogue:
+        """The same values without what only their derivatives need: no node "custom_jvp". What a kernel computes.
+
+        The operands stay as they are, used or not.
+        """
+        same = {i: node.args[0] for i, node in enumerate(self.nodes) if node.op == "custom_jvp"}
+        for i in same:  # in order: what it points to is resolved already
+            same[i] = same.get(same[i], same[i])
+        nodes = [dataclasses.replace(node, args=tuple(same.get(i, i) for i in node.args)) for node in self.nodes]
+        outputs = [dataclasses.replace(out, node=same.get(out.node, out.node)) for out in self.outputs]
+        return normal(self.products, self.operands, nodes, outputs)
+
+    def __str__(self) -> str:
+        return _show(self.primal)
+
+
+def normal(
+    products: int, operands: Sequence[OperandSpec], nodes: Sequence[Node], outputs: Sequence[Output]
+) -> Epilogue:
+    """An epilogue of nodes of which some may be equal or dead."""
+    live = {out.node for out in outputs}
+    for i in reversed(range(len(nodes))):
+        if i in live:
+            live.update(nodes[i].args)
+    index: dict[Node, int] = {}
+    renamed: dict[int, int] = {}
+    for i in sorted(live):
+        node = dataclasses.replace(nodes[i], args=tuple(renamed[j] for j in nodes[i].args))
+        renamed[i] = index.setdefault(node, len(index))
+    outs = tuple(dataclasses.replace(out, node=renamed[out.node]) for out in outputs)
+    return Epilogue(products, tuple(operands), tuple(index), outs)
+
+
+def const(value: Any, dtype: Any) -> Node:
+    """The node of a constant."""
+    dtype = np.dtype(dtype)
+    if dtype == bool:
+        return Node("const", dtype="bool", params=(bool(value),))
+    if jnp.issubdtype(dtype, jnp.integer):
+        return Node("const", dtype=dtype.name, params=(int(value),))
+    value = float(np.asarray(value).astype(dtype))
+    plain = np.isfinite(value) and (value != 0 or not np.signbit(value))
+    return Node("const", dtype=dtype.name, params=(value if plain else repr(abs(value) if value != value else value),))
+
+
+def scalar(node: Node) -> bool | int | float:
+    """The value of a constant."""
+    value = node.params[0]
+    return float(value) if isinstance(value, str) else value
+
+
+REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
+    "sum": lambda x, axes: jnp.sum(x, axes, dtype=x.dtype),
+    "max": jnp.max,
+    "min": jnp.min,
+}
+
+# Elementwise primitives of lax by name, as functions of their arguments. Those of another shape are in _evaluate.
+_NAMED = """abs acos acosh add asin asinh atan atan2 atanh cbrt ceil clamp clz cos cosh div eq erf erf_inv erfc exp exp2 expm1
+floor ge gt is_finite le log log1p logistic lt max min mul ne neg nextafter population_count pow rem rsqrt
+shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh""".split()
+FUNCTIONS: dict[str, Callable[..., jax.Array]] = {name: getattr(lax, name) for name in _NAMED} | {
+    "and": lax.bitwise_and,
+    "not": lax.bitwise_not,
+    "or": lax.bitwise_or,
+    "select_n": lax.select_n,
+    "xor": lax.bitwise_xor,
+}
+OPS = frozenset(FUNCTIONS) | {
+    "bitcast_convert_type",
+    "convert_element_type",
+    "integer_pow",
+    "reduce_precision",
+    "round",
+}
+
+
+def _evaluate(node: Node, args: list[jax.Array]) -> jax.Array:
+    match node.op:
+        case "bitcast_convert_type":
+            return lax.bitcast_convert_type(args[0], np.dtype(node.dtype))
+        case "convert_element_type":
+            return lax.convert_element_type(args[0], np.dtype(node.dtype))
+        case "custom_jvp":
+            k = node.params[0]
+            return _with_derivative(args[0], args[1 : k + 1], args[k + 1 :])
+        case "integer_pow":
+            return lax.integer_pow(args[0], node.params[0])
+        case "reduce_precision":
+            return lax.reduce_precision(args[0], *node.params)
+        case "round":
+            return lax.round(args[0], lax.RoundingMethod(node.params[0]))
+        case op:
+            return FUNCTIONS[op](*args)
+
+
+@jax.custom_jvp
+def _with_derivative(value: jax.Array, inputs: list[jax.Array], coefficients: list[jax.Array]) -> jax.Array:
+    return value
+
+
+@_with_derivative.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    value, _, coefficients = primals
+    terms = [(c * t.astype(c.dtype)).astype(value.dtype) for c, t in zip(coefficients, tangents[1], strict=True)]
+    return _with_derivative(*primals), functools.reduce(lax.add, terms, jnp.zeros_like(value))
+
+
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "rem": "%", "pow": "**", "and": "&", "or": "|", "xor": "^"} | {
+    "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "shift_left": "<<",
+    "shift_right_logical": ">>>", "shift_right_arithmetic": ">>",
+}  # fmt: skip
+_LEAVES = ("acc", "operand", "const", "iota")
+
+
+def _show(epilogue: Epilogue) -> str:
+    """Infix; a value used twice gets a name, t0, t1, ..."""
+    nodes = epilogue.nodes
+    uses = [0] * len(nodes)
+    for i in itertools.chain(*(node.args for node in nodes), (out.node for out in epilogue.outputs)):
+        uses[i] += 1
+    texts: list[str] = []
+    lines: list[str] = []
+    for node, count in zip(nodes, uses, strict=True):
+        text = _text(node, texts, epilogue.products)
+        if count > 1 and node.op not in _LEAVES:
+            lines.append(f"t{len(lines)} = {_bare(text)}")
+            text = f"t{len(lines) - 1}"
+        texts.append(text)
+    if len(lines) > 24:
+        lines = [*lines[:8], f"... {len(lines) - 16} more ...", *lines[-8:]]
+    results = []
+    for out in epilogue.outputs:
+        text = _bare(texts[out.node])
+        if out.reduce:
+            text = f"{out.reduce}({text}, {'+'.join(out.axes)})"
+        dtype = nodes[out.node].dtype
+        results.append(text if dtype == out.dtype else f"{_short(out.dtype)}({text})")
+    return "; ".join([*lines, ", ".join(results)])
+
+
+def _text(node: Node, texts: list[str], products: int) -> str:
+    args = [texts[i] for i in node.args]
+    match node.op:
+        case "acc":
+            return "acc" if products == 1 else f"acc{node.params[0]}"
+        case "operand":
+            return f"x{node.params[0]}"
+        case "iota":
+            return "".join(map(str, node.params))
+        case "const":
+            value = node.params[0]
+            return f"{value:.6g}" if isinstance(value, float) else str(value)
+        case "neg" | "not":
+            return f"({'-' if node.op == 'neg' else '~'}{args[0]})"
+        case "integer_pow" | "square":
+            return f"({args[0]} ** {2 if node.op == 'square' else node.params[0]})"
+        case "convert_element_type":
+            return f"{_short(node.dtype)}({_bare(args[0])})"
+        case "bitcast_convert_type":
+            return f"bits_{_short(node.dtype)}({_bare(args[0])})"
+        case "select_n" if len(args) == 3:
+            return f"where({', '.join(map(_bare, (args[0], args[2], args[1])))})"
+        case op if op in _INFIX:
+            return f"({args[0]} {_INFIX[op]} {args[1]})"
+        case op:
+            return f"{op}({', '.join(map(_bare, args))})"
+
+
+def _bare(text: str) -> str:
+    """The text without parentheses around all of it."""
+    depth = 0
+    for i, c in enumerate(text):
+        depth += (c == "(") - (c == ")")
+        if depth == 0:
+            return text[1:-1] if c == ")" and i == len(text) - 1 and text[0] == "(" else text
+    return text
+
+
+def _short(dtype: str) -> str:
+    for long, short in (("bfloat", "bf"), ("float8_", "f8_"), ("float", "f"), ("uint", "u"), ("int", "s")):
+        if dtype.startswith(long):
+            return short + dtype[len(long) :]
+    return dtype
