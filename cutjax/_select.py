@@ -146,7 +146,8 @@ def predict(config: Config, problem: Problem) -> float:
     compute = (waves - 1) * wave + mainloop + epilogue + 4.0 * (c.cluster > 1)
 
     result_bytes = p.m * p.n * p.batch_size * p.out_dtype.itemsize
-    memory = (p.bytes - result_bytes) / 5.0e6 + result_bytes / 3.8e6  # us: reads at 5.0 TB/s (partly from L2), writes at 3.8
+    ragged = 1.1 if c.bn * p.out_dtype.itemsize % 128 else 1.0  # stores of less than a cache line
+    memory = (p.bytes - result_bytes) / 5.0e6 + ragged * result_bytes / 3.8e6  # us: reads at 5.0 TB/s (partly L2), writes at 3.8
     memory *= 1 + 0.11 * c.bm * c.bn / 32768 - 0.04 * (resident == 2 and p.k <= 64)
     return math.hypot(compute**3, memory**3) ** (1 / 3) + 1.2  # a smooth maximum, and the launch
 

@@ -26,7 +26,6 @@ namespace cutjax {
   F(cuStreamGetCtx)                    \
   F(cuThreadExchangeStreamCaptureMode) \
   F(cuLibraryLoadData)                 \
-  F(cuLibraryUnload)                   \
   F(cuLibraryGetKernel)                \
   F(cuKernelGetFunction)               \
   F(cuKernelSetAttribute)              \

@@ -38,32 +38,19 @@ ffi::Error Failed(const Plan& plan, const Parts&... parts) {
 // ---- Instantiate: the cubin
 // -------------------------------------------------------------------------------------------
 
-// A loaded cubin, shared by every custom call that carries the same bytes.
-struct Library {
-  Library(const Driver& driver, CUlibrary handle) : driver(driver), handle(handle) {}
-  Library(const Library&) = delete;
-  // At process exit the driver may be gone before us; then there is nothing left to unload.
-  ~Library() { driver.cuLibraryUnload(handle); }
-
-  const Driver& driver;
-  CUlibrary handle;
-};
-
-ffi::ErrorOr<std::shared_ptr<Library>> LoadLibrary(const Driver& driver, std::string_view cubin,
-                                                   const std::string& kernel) {
-  // Never destroyed: executables may outlive static objects.
+// Loads a cubin once for all custom calls that carry the same bytes, and keeps it for the life of the process: cubins are
+// small, loading one again would cost the next executable milliseconds, and profilers that know kernels by their address
+// would show a later kernel under the name of one that was unloaded.
+ffi::ErrorOr<CUlibrary> LoadLibrary(const Driver& driver, std::string_view cubin, const std::string& kernel) {
   static auto& mutex = *new std::mutex;
-  static auto& libraries = *new std::unordered_map<std::string, std::weak_ptr<Library>>;
+  static auto& libraries = *new std::unordered_map<std::string, CUlibrary>;
 
   std::lock_guard lock(mutex);
-  std::erase_if(libraries, [](const auto& entry) { return entry.second.expired(); });
-  std::weak_ptr<Library>& entry = libraries[std::string(cubin)];
-  if (std::shared_ptr<Library> library = entry.lock()) return library;
-
-  CUlibrary handle;
-  CUTJAX_CUDA(driver, kernel, cuLibraryLoadData(&handle, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0));
-  auto library = std::make_shared<Library>(driver, handle);
-  entry = library;
+  std::string code(cubin);
+  if (auto found = libraries.find(code); found != libraries.end()) return found->second;
+  CUlibrary library;
+  CUTJAX_CUDA(driver, kernel, cuLibraryLoadData(&library, code.data(), nullptr, nullptr, 0, nullptr, nullptr, 0));
+  libraries.emplace(std::move(code), library);
   return library;
 }
 
@@ -78,8 +65,7 @@ struct State {
   static ffi::TypeId id;
   static ffi::TypeInfo info;
 
-  State(const Driver& driver, Plan plan, std::shared_ptr<Library> library, CUkernel kernel)
-      : driver(driver), plan(std::move(plan)), library(std::move(library)), kernel(kernel) {}
+  State(const Driver& driver, Plan plan, CUkernel kernel) : driver(driver), plan(std::move(plan)), kernel(kernel) {}
   State(const State&) = delete;
   ~State() {
     for (auto& device : devices) delete device.load(std::memory_order_acquire);
@@ -87,7 +73,6 @@ struct State {
 
   const Driver& driver;
   const Plan plan;
-  const std::shared_ptr<Library> library;
   const CUkernel kernel;
   std::mutex prepare_mutex;
   std::array<std::atomic<const DeviceState*>, kMaxDevices> devices{};  // by device ordinal
@@ -121,8 +106,8 @@ ffi::ErrorOr<std::unique_ptr<State>> Instantiate(ffi::Dictionary attributes) {
   auto library = LoadLibrary(**driver, *cubin, plan->kernel);
   if (!library) return AsError(library.error());
   CUkernel handle;
-  CUTJAX_CUDA(**driver, plan->kernel, cuLibraryGetKernel(&handle, (*library)->handle, plan->kernel.c_str()));
-  return std::make_unique<State>(**driver, *std::move(plan), *std::move(library), handle);
+  CUTJAX_CUDA(**driver, plan->kernel, cuLibraryGetKernel(&handle, *library, plan->kernel.c_str()));
+  return std::make_unique<State>(**driver, *std::move(plan), handle);
 }
 
 // ---- Initialize: the device

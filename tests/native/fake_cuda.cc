@@ -101,11 +101,6 @@ CUresult cuLibraryLoadData(CUlibrary* library, const void* code, CUjit_option*, 
   *library = reinterpret_cast<CUlibrary>(new int);
   return Record("cuLibraryLoadData", "\"cubin\": \"" + hex + "\"");
 }
-CUresult cuLibraryUnload(CUlibrary library) {
-  delete reinterpret_cast<int*>(library);
-  return Record("cuLibraryUnload");
-}
-// A kernel's handle is its name, which lives for the process.
 CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary, const char* name) {
   static std::set<std::string>& names = *new std::set<std::string>;
   std::lock_guard lock(mutex);
