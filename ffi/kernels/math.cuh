@@ -1,0 +1,306 @@
+// What a generated epilogue calls: every function with XLA's semantics, each accuracy it is wanted in
+// (docs/accuracy.md). Carriers hold the values: float any float of up to 32 bits (exactly), int and u32 any integer of
+// up to 32.
+
+using i64 = long long;
+
+#ifndef HOST_EMULATION  // tests/native/device_shim.h has these for the host: one instruction each
+
+#define MATH_UNARY(name, instruction)               \
+  DEVICE float name(float x) {                      \
+    float y;                                        \
+    asm(instruction " %0, %1;" : "=f"(y) : "f"(x)); \
+    return y;                                       \
+  }
+#define MATH_BINARY(name, instruction)                          \
+  DEVICE float name(float a, float b) {                         \
+    float y;                                                    \
+    asm(instruction " %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); \
+    return y;                                                   \
+  }
+
+MATH_UNARY(ex2_approx, "ex2.approx.ftz.f32")
+MATH_UNARY(rcp_approx, "rcp.approx.ftz.f32")
+MATH_UNARY(tanh_approx, "tanh.approx.f32")
+MATH_UNARY(sqrt_approx, "sqrt.approx.f32")
+MATH_BINARY(div_full, "div.full.f32")
+MATH_BINARY(max_nan, "max.NaN.f32")
+MATH_BINARY(min_nan, "min.NaN.f32")
+
+#undef MATH_UNARY
+#undef MATH_BINARY
+
+// The nearest bf16, as a float: the high half of a pair, in one instruction.
+DEVICE float round_bf16(float x) { return __uint_as_float(cvt_bf16x2(0.0f, x)); }
+
+DEVICE float f16_to_f32(u32 bits) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(static_cast<u16>(bits)));
+  return y;
+}
+
+// Two e4m3 or e5m2 from two floats and back; too large is the largest finite.
+DEVICE u16 cvt_satfinite_e4m3x2(float low, float high) {
+  u16 packed;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+DEVICE u16 cvt_satfinite_e5m2x2(float low, float high) {
+  u16 packed;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+DEVICE u32 cvt_f16x2_e4m3x2(u16 packed) {
+  u32 halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(packed));
+  return halves;
+}
+
+#endif
+
+constexpr float LOG2_E = 1.4426950408889634f;
+
+DEVICE float round_f16(float x) { return f16_to_f32(cvt_f16x2(x, 0.0f)); }
+
+// ---- float8 as XLA converts to it: beyond the largest finite value e4m3 is NaN, e5m2 infinite ----
+
+DEVICE float overflow_e4m3(float x) {
+  return fabsf(x) > 464.0f ? __uint_as_float(0x7fffffff) : x;
+}  // 464 rounds to 448
+
+DEVICE u16 pack_e4m3x2(float low, float high) { return cvt_satfinite_e4m3x2(overflow_e4m3(low), overflow_e4m3(high)); }
+
+DEVICE u16 pack_e5m2x2(float low, float high) {
+  u32 packed = cvt_satfinite_e5m2x2(low, high);  // 61440, halfway to infinity, rounds to it
+  if (fabsf(low) >= 61440.0f) packed = (packed & 0xff80) | 0x7c;
+  if (fabsf(high) >= 61440.0f) packed = (packed & 0x80ff) | 0x7c00;
+  return static_cast<u16>(packed);
+}
+
+DEVICE float round_e4m3(float x) { return f16_to_f32(cvt_f16x2_e4m3x2(pack_e4m3x2(x, 0.0f)) & 0xffff); }
+
+DEVICE float round_e5m2(float x) { return f16_to_f32(pack_e5m2x2(x, 0.0f) << 8 & 0xff00); }  // the high byte of an f16
+
+// ---- accurate: for results that a float32 may show ----
+
+DEVICE float accurate_logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
+DEVICE float accurate_sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x; }
+DEVICE float clamp_nan(float low, float x, float high) { return min_nan(max_nan(low, x), high); }
+DEVICE bool is_finite(float x) { return fabsf(x) < __uint_as_float(0x7f800000); }
+
+// Repeated multiplication in f32, as XLA does it.
+template <int POWER>
+DEVICE float integer_pow(float x) {
+  if constexpr (POWER == 0) {
+    return 1.0f;
+  } else if constexpr (POWER < 0) {
+    return 1.0f / integer_pow<-POWER>(x);
+  } else if constexpr (POWER == 1) {
+    return x;
+  } else if constexpr (POWER % 2) {
+    return integer_pow<POWER - 1>(x) * x;
+  } else {
+    float half = integer_pow<POWER / 2>(x);
+    return half * half;
+  }
+}
+
+// ---- fine: relative error about 2^-21, for results that are rounded to 16 bits or fewer; subnormal results may be 0
+// ----
+
+// Each takes `scale` as well, f(scale * x): scale * LOG2_E is one constant.
+DEVICE float fine_exp(float x, float scale) { return ex2_approx(x * (scale * LOG2_E)); }
+DEVICE float fine_exp2(float x) { return ex2_approx(x); }
+DEVICE float fine_logistic(float x, float scale) { return rcp_approx(1.0f + ex2_approx(x * (scale * -LOG2_E))); }
+
+// ---- coarse: relative error below 2^-11, a quarter of what rounding to bf16 makes, or 2^-14 for f16 ----
+
+// e = exp(-|x|) and 1 / (1 + e) as a polynomial: one multifunction instruction, not two (16 of them a clock and SM).
+DEVICE float coarse_logistic(float x, float scale) {
+  float t = x * (scale * LOG2_E), e = ex2_approx(-fabsf(t));
+  float p = fmaf(e, 0.1604398167f, -0.5514758409f);
+  p = fmaf(e, p, 0.8800166079f);
+  p = fmaf(e, p, -0.9888032468f);
+  p = fmaf(e, p, 1.0f);
+  return p * (t < 0.0f ? e : 1.0f);
+}
+
+// log1p(x) / x as a polynomial: for 0 <= x <= 1.
+DEVICE float coarse_log1p(float x) {
+  float p = fmaf(x, 0.04310618283f, -0.1613628755f);
+  p = fmaf(x, p, 0.3092246395f);
+  p = fmaf(x, p, -0.4977744712f);
+  p = fmaf(x, p, 1.0f);
+  return p * x;
+}
+
+// log2(erfc(|x|)) as a polynomial without constant term; where it is clamped the result is below 2^-126.
+DEVICE float coarse_erfc_bf16(float x) {
+  float z = min_nan(fabsf(x), 10.0f);
+  float p = fmaf(z, 4.538438068e-07f, -2.031554908e-05f);
+  p = fmaf(z, p, 3.917404705e-04f);
+  p = fmaf(z, p, -4.299263747e-03f);
+  p = fmaf(z, p, 3.010277144e-02f);
+  p = fmaf(z, p, -1.448290241e-01f);
+  p = fmaf(z, p, -9.239560226e-01f);
+  p = fmaf(z, p, -1.625999997e+00f);
+  float e = ex2_approx(p * z);
+  return x < 0.0f ? 2.0f - e : e;
+}
+
+DEVICE float coarse_erfc_f16(float x) {
+  float z = min_nan(fabsf(x), 10.0f);
+  float p = fmaf(z, -4.435994876e-08f, 2.280444466e-06f);
+  p = fmaf(z, p, -5.156088956e-05f);
+  p = fmaf(z, p, 6.787913351e-04f);
+  p = fmaf(z, p, -5.827269213e-03f);
+  p = fmaf(z, p, 3.483744011e-02f);
+  p = fmaf(z, p, -1.529389837e-01f);
+  p = fmaf(z, p, -9.172364723e-01f);
+  p = fmaf(z, p, -1.627908975e+00f);
+  float e = ex2_approx(p * z);
+  return x < 0.0f ? 2.0f - e : e;
+}
+
+// ---- integers: T is the type, whose values travel in its carrier; arithmetic wraps ----
+
+template <class T>
+struct Integer {
+  using Carrier = int;
+  using Unsigned = u32;
+};
+template <>
+struct Integer<unsigned char> {
+  using Carrier = u32;
+  using Unsigned = u32;
+};
+template <>
+struct Integer<u16> : Integer<unsigned char> {};
+template <>
+struct Integer<u32> : Integer<unsigned char> {};
+template <>
+struct Integer<i64> {
+  using Carrier = i64;
+  using Unsigned = u64;
+};
+template <>
+struct Integer<u64> {
+  using Carrier = u64;
+  using Unsigned = u64;
+};
+
+template <class T>
+using Carrier = typename Integer<T>::Carrier;
+template <class T>
+using Unsigned = typename Integer<T>::Unsigned;
+template <class T>
+constexpr int BITS = sizeof(T) * 8;
+template <class T>
+constexpr bool SIGNED = static_cast<T>(-1) < static_cast<T>(0);
+template <class T>
+constexpr Unsigned<T> MASK = static_cast<Unsigned<T>>(~0ull >> (64 - BITS<T>));
+template <class T>  // of a signed type
+constexpr i64 LARGEST = static_cast<i64>(~0ull >> (65 - BITS<T>));
+
+template <class T, class V>
+DEVICE Carrier<T> wrap(V x) {
+  return static_cast<Carrier<T>>(static_cast<T>(x));
+}
+
+template <class T>
+DEVICE Carrier<T> integer_add(Carrier<T> a, Carrier<T> b) {
+  return wrap<T>(static_cast<Unsigned<T>>(a) + static_cast<Unsigned<T>>(b));
+}
+
+template <class T>
+DEVICE Carrier<T> integer_sub(Carrier<T> a, Carrier<T> b) {
+  return wrap<T>(static_cast<Unsigned<T>>(a) - static_cast<Unsigned<T>>(b));
+}
+
+template <class T>
+DEVICE Carrier<T> integer_mul(Carrier<T> a, Carrier<T> b) {
+  return wrap<T>(static_cast<Unsigned<T>>(a) * static_cast<Unsigned<T>>(b));
+}
+
+template <class T>
+DEVICE Carrier<T> integer_div(Carrier<T> a, Carrier<T> b) {  // by 0: -1
+  if (b == 0) return wrap<T>(-1);
+  if (SIGNED<T> && b == static_cast<Carrier<T>>(-1)) return integer_sub<T>(0, a);
+  return wrap<T>(a / b);
+}
+
+template <class T>
+DEVICE Carrier<T> integer_rem(Carrier<T> a, Carrier<T> b) {  // by 0: a
+  if (b == 0) return a;
+  if (SIGNED<T> && b == static_cast<Carrier<T>>(-1)) return 0;
+  return a % b;
+}
+
+template <class T>
+DEVICE Carrier<T> integer_abs(Carrier<T> x) {
+  return SIGNED<T> && x < static_cast<Carrier<T>>(0) ? integer_sub<T>(0, x) : x;
+}
+
+template <class T>
+DEVICE Carrier<T> integer_sign(Carrier<T> x) {
+  return x == 0 ? Carrier<T>{0} : SIGNED<T> && x < static_cast<Carrier<T>>(0) ? wrap<T>(-1) : Carrier<T>{1};
+}
+
+template <class T>
+DEVICE Carrier<T> integer_power(Carrier<T> x, int power) {
+  Carrier<T> y = 1;
+  for (; power; power /= 2, x = integer_mul<T>(x, x)) {
+    if (power % 2) y = integer_mul<T>(y, x);
+  }
+  return y;
+}
+
+// An amount outside [0, BITS) shifts every bit out.
+template <class T>
+DEVICE bool shifts_out(Carrier<T> amount) {
+  return static_cast<Unsigned<T>>(amount) >= static_cast<Unsigned<T>>(BITS<T>);
+}
+
+template <class T>
+DEVICE Carrier<T> shift_left(Carrier<T> x, Carrier<T> amount) {
+  return shifts_out<T>(amount) ? 0 : wrap<T>(static_cast<Unsigned<T>>(x) << amount);
+}
+
+template <class T>
+DEVICE Carrier<T> shift_right_logical(Carrier<T> x, Carrier<T> amount) {
+  return shifts_out<T>(amount) ? 0 : wrap<T>((static_cast<Unsigned<T>>(x) & MASK<T>) >> amount);
+}
+
+template <class T>
+DEVICE Carrier<T> shift_right_arithmetic(Carrier<T> x, Carrier<T> amount) {
+  i64 wide = static_cast<i64>(static_cast<u64>(x) << (64 - BITS<T>)) >> (64 - BITS<T>);
+  return wrap<T>(wide >> (shifts_out<T>(amount) ? BITS<T> - 1 : static_cast<int>(amount)));
+}
+
+template <class T>
+DEVICE Carrier<T> population_count(Carrier<T> x) {
+  return __popcll(static_cast<u64>(static_cast<Unsigned<T>>(x) & MASK<T>));
+}
+
+template <class T>
+DEVICE Carrier<T> clz(Carrier<T> x) {
+  return __clzll(static_cast<i64>(static_cast<u64>(static_cast<Unsigned<T>>(x) & MASK<T>))) - (64 - BITS<T>);
+}
+
+// Truncates and saturates; NaN is 0.
+template <class T>
+DEVICE Carrier<T> from_float(float x) {
+  if (!(x == x)) return 0;
+  if constexpr (SIGNED<T>) {
+    constexpr float LIMIT = static_cast<float>(1ull << (BITS<T> - 1));
+    if (x >= LIMIT) return static_cast<Carrier<T>>(LARGEST<T>);
+    if (x < -LIMIT) return static_cast<Carrier<T>>(-LARGEST<T> - 1);
+  } else {
+    constexpr float LIMIT = 2.0f * static_cast<float>(1ull << (BITS<T> - 1));
+    if (x >= LIMIT) return static_cast<Carrier<T>>(MASK<T>);
+    if (x <= 0.0f) return 0;
+  }
+  return static_cast<Carrier<T>>(x);
+}
