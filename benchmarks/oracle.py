@@ -14,8 +14,8 @@ import numpy as np
 # kernel that rounds twice (through f16, or by truncation) is outside. f32 results carry accumulation error alone, where
 # the matrix unit truncates: about 3e-6 at k = 5000, growing with k.
 RELATIVE = {"bfloat16": 1.8e-3, "float16": 2.4e-4, "float32": 1e-5}
-# The same for one element: half a unit in the last place, plus accumulation of k products of unit variance. Sums grow as
-# sqrt(k); past k = 16384 the matrix unit's truncation, always toward zero, adds up too (0.028 seen at k = 65536).
+# The same for one element: half a unit in the last place, plus accumulation of k products of unit variance. Sums grow
+# as sqrt(k); past k = 16384 the matrix unit's truncation, always toward zero, adds up too (0.028 seen at k = 65536).
 _HALF_ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 0.0}
 _ACCUMULATION = 1e-4
 # With fewer elements than this the norm is too noisy to bound as above; the elementwise bound holds for any number.
@@ -65,7 +65,8 @@ def compare(out, ref, k: int) -> Error:
     if out.size == 0:
         return Error(0.0, 0.0, math.inf)
     difference = xp.abs(out.astype(ref.dtype) - ref)
-    allowed = _HALF_ULP[np.dtype(out.dtype).name] * xp.abs(ref) + _ACCUMULATION * math.sqrt(max(k, 1)) * max(1.0, k / 16384)
+    accumulation = _ACCUMULATION * math.sqrt(max(k, 1)) * max(1.0, k / 16384)
+    allowed = _HALF_ULP[np.dtype(out.dtype).name] * xp.abs(ref) + accumulation
     norm = max(float(xp.sqrt(xp.sum(ref * ref))), 1e-30)
     relative = float(xp.sqrt(xp.sum(difference * difference))) / norm
     return Error(relative, float(xp.max(difference / allowed)), tolerance(out.dtype, k, out.size))

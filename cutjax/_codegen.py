@@ -1,7 +1,7 @@
 """The device text of a kernel: its constants, the one generated atom, and the family's files, concatenated.
 
-NVRTC sees no include: a kernel is one self-contained string, so its hash identifies it. ``#line`` keeps the place of every
-line, so a compiler message names the file a person would open.
+NVRTC sees no include: a kernel is one self-contained string, so its hash identifies it. ``#line`` keeps the place of
+every line, so a compiler message names the file a person would open.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ def constant(name: str, value: int | bool | str) -> str:
 
 def source(kernel: str, constants: Mapping[str, int | bool | str], atoms: str, files: Sequence[str]) -> str:
     """The text of one kernel: constants first, then atoms.cuh, the generated atoms and the family's files in order."""
-    head = f'#line 1 "constants of {kernel} (generated)"\n#define KERNEL {kernel}\nenum class Dtype {{ bf16, f16, f32 }};\n'
-    return "".join(
-        [head, *(constant(*item) for item in constants.items()), _file("atoms.cuh"), atoms, *(_file(f) for f in files)]
-    )
+    head = f'#line 1 "constants of {kernel} (generated)"\n#define KERNEL {kernel}\n'
+    values = ["enum class Dtype { bf16, f16, f32 };\n", *(constant(*item) for item in constants.items())]
+    return "".join([head, *values, _file("atoms.cuh"), atoms, *(_file(file) for file in files)])

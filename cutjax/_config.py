@@ -14,14 +14,14 @@ class Config:
     """One kernel of the sm_90a GEMM family.
 
     Attributes:
-      bm, bn, bk: tile of the result, and depth of one pipeline stage, in elements. bm is 64, 128 or 256; bn a multiple of
+      bm, bn, bk: tile of the result, and depth of one stage, in elements. bm is 64, 128 or 256; bn a multiple of
         16 up to 256; bk 64 or 128.
       stages: tiles of a and b kept in flight in shared memory.
       cluster_m, cluster_n: CTAs of a cluster along m and n, which multicast what they share; their product is 1 or 2.
-      schedule: "coop" (two warpgroups split each tile; one when bm is 64) or "pingpong" (two warpgroups take whole tiles in
-        turn, so that one's epilogue runs beside the other's mainloop).
-      raster: tile order. Positive: bands of that many rows of tiles, walked column by column. Negative: bands of columns,
-        walked row by row.
+      schedule: "coop" (two warpgroups split each tile; one when bm is 64) or "pingpong" (two warpgroups take
+        whole tiles in turn, so that one's epilogue runs beside the other's mainloop).
+      raster: tile order. Positive: bands of that many rows of tiles, walked column by column. Negative: bands of
+        columns, walked row by row.
 
     Raises:
       ValueError: a field is outside its range, or the accumulators do not fit the registers; lists every reason.
@@ -61,8 +61,8 @@ class Config:
             reasons.append("raster=0: a band has at least one row (positive) or column (negative) of tiles")
         if not reasons and self.accumulator_registers > MAX_ACCUMULATORS:
             reasons.append(
-                f"{self.bm}x{self.bn} {self.schedule} needs {self.accumulator_registers} accumulator registers a thread, "
-                f"at most {MAX_ACCUMULATORS}"
+                f"{self.bm}x{self.bn} {self.schedule} needs {self.accumulator_registers} accumulator registers, "
+                f"at most {MAX_ACCUMULATORS} a thread"
             )
         if reasons:
             raise ValueError("Config: " + "; ".join(reasons))
@@ -101,6 +101,6 @@ class Config:
         return f"sm90_{dtypes}_{problem.layout}_{tile}"
 
 
-# 232 registers a consumer thread; what the mainloop and epilogue need beside the accumulators was read off the compiler's
-# report: every config up to here compiles without a spill (tests/test_kernels.py compiles them all).
+# 232 registers a consumer thread; what the mainloop and epilogue need beside the accumulators was read off the
+# compiler's report: every config up to here compiles without a spill (tests/test_kernels.py compiles them all).
 MAX_ACCUMULATORS = 192

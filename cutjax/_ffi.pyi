@@ -1,10 +1,10 @@
 """The native launcher; see ffi/."""
 
-from types import CapsuleType
 from typing import NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import CapsuleType
 
 class _StateType(TypedDict):
     type_id: CapsuleType

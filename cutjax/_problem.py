@@ -9,6 +9,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+BF16 = np.dtype(jnp.bfloat16)
 LAYOUTS = ("nn", "nt", "tn", "tt")
 
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "s8", "int32": "s32"}
@@ -23,8 +24,8 @@ def short_dtype(dtype: np.dtype) -> str:
 class Problem:
     """One GEMM: ``d[..., m, n] = a @ b`` with batch axes that broadcast.
 
-    Operands are row-major. ``layout[0]`` says whether the last two axes of ``a`` are ``[m, k]`` ("n") or ``[k, m]`` ("t"),
-    ``layout[1]`` whether those of ``b`` are ``[k, n]`` ("n") or ``[n, k]`` ("t").
+    Operands are row-major. ``layout[0]`` says whether the last two axes of ``a`` are ``[m, k]`` ("n") or ``[k, m]``
+    ("t"), ``layout[1]`` whether those of ``b`` are ``[k, n]`` ("n") or ``[n, k]`` ("t").
 
     Attributes:
       m, n, k: sizes of the product.
@@ -39,9 +40,9 @@ class Problem:
     n: int
     k: int
     layout: str = "nn"
-    a_dtype: np.dtype = np.dtype(jnp.bfloat16)
-    b_dtype: np.dtype = np.dtype(jnp.bfloat16)
-    out_dtype: np.dtype = np.dtype(jnp.bfloat16)
+    a_dtype: np.dtype = BF16
+    b_dtype: np.dtype = BF16
+    out_dtype: np.dtype = BF16
     batch: tuple[int, ...] = ()
     a_batch: tuple[int, ...] = ()
     b_batch: tuple[int, ...] = ()
@@ -90,8 +91,8 @@ class Problem:
     def batch_groups(self) -> tuple[tuple[int, bool, bool], ...]:
         """The batch axes, outermost first, as the fewest ``(size, a moves, b moves)``.
 
-        Axes of size 1 are dropped and neighbours that move the same operands are merged, so a kernel sees one group for a
-        plain batch and an empty tuple for none.
+        Axes of size 1 are dropped and neighbours that move the same operands are merged, so a kernel sees one group for
+        a plain batch and an empty tuple for none.
         """
         groups: list[tuple[int, bool, bool]] = []
         for size, a, b in zip(self.batch, self.a_batch, self.b_batch, strict=True):

@@ -80,7 +80,7 @@ def _candidates(problem: Problem) -> Iterator[Config]:
 
 
 def _stages(config: Config, problem: Problem) -> int:
-    """As deep a pipeline as fits, up to 8; shallower where k is so short that the result wants the shared memory more."""
+    """As deep a pipeline as fits, up to 8; shallower where k is so short that the result wants the memory more."""
     deepest = min(_sm90.max_stages(config, problem), 8)
     if problem.k <= config.bk:
         two_blocks = _sm90.blocks_per_sm(dataclasses.replace(config, stages=2), problem) == 2
@@ -114,10 +114,10 @@ def _raster(config: Config, problem: Problem) -> int:
 def predict(config: Config, problem: Problem) -> float:
     """Predicted time in microseconds of one launch on an H200.
 
-    The SMs walk the tiles in waves; a wave costs its mainloop and what of its epilogue is not hidden behind another. Beside
-    that runs the memory, and the slower of the two decides. The constants were fitted to a sweep of the shipped configs over
-    sixty problems (benchmarks/results/sweeps/gemm-h200.json, see docs/kernel-selection.md), so they mean what is written here
-    only roughly: what they are good for is ranking, and tests/test_select.py holds them to that.
+    The SMs walk the tiles in waves; a wave costs its mainloop and what of its epilogue is not hidden behind another.
+    Beside that runs the memory, and the slower of the two decides. The constants were fitted to a sweep of the shipped
+    configs over sixty problems (benchmarks/results/sweeps/gemm-h200.json, see docs/kernel-selection.md), so they mean
+    what is written here only roughly: what they are good for is ranking, and tests/test_select.py holds them to that.
     """
     c, p = config, problem
     resident = _sm90.blocks_per_sm(c, p)
@@ -135,7 +135,8 @@ def predict(config: Config, problem: Problem) -> float:
     cycles_share += 0.032 * (p.layout[1] == "n" and c.bn % 64 != 0)  # narrower swizzle, so more bank conflicts
     multiply = cycles_share * 2 * c.bm * c.bn * c.bk / (PEAK_FLOPS / SMS) * 1e6
     load = tile_bytes / 96e3  # us at 96 bytes a nanosecond into one SM
-    mainloop = k_blocks * max(sharing * multiply, sharing * load, 1.4 / c.stages)  # 1.4 us: latency of a load under load
+    latency = 1.4 / c.stages  # of a load under load
+    mainloop = k_blocks * max(sharing * multiply, sharing * load, latency)
 
     epilogue = sharing * (0.22 + 2.0 * c.bm * c.bn / 32768)
     hidden = 0.83 * epilogue
@@ -147,13 +148,13 @@ def predict(config: Config, problem: Problem) -> float:
 
     result_bytes = p.m * p.n * p.batch_size * p.out_dtype.itemsize
     ragged = 1.1 if c.bn * p.out_dtype.itemsize % 128 else 1.0  # stores of less than a cache line
-    memory = (p.bytes - result_bytes) / 5.0e6 + ragged * result_bytes / 3.8e6  # us: reads at 5.0 TB/s (partly L2), writes at 3.8
-    memory *= 1 + 0.11 * c.bm * c.bn / 32768 - 0.04 * (resident == 2 and p.k <= 64)
+    reads, writes = (p.bytes - result_bytes) / 5.0e6, ragged * result_bytes / 3.8e6  # at 5.0 (partly L2), 3.8 TB/s
+    memory = (reads + writes) * (1 + 0.11 * c.bm * c.bn / 32768 - 0.04 * (resident == 2 and p.k <= 64))
     return math.hypot(compute**3, memory**3) ** (1 / 3) + 1.2  # a smooth maximum, and the launch
 
 
 def choose(problem: Problem, config: Config | None = None, platform: str = "cuda") -> Choice:
-    """Picks what runs for a problem: a pinned config if it serves, else the cost model's first, else XLA with reasons."""
+    """Picks what runs: a pinned config if it serves, else the cost model's first, else XLA with the reasons."""
     if platform != "cuda":
         return Choice(problem, None, (f"platform {platform}: the kernels are for cuda",))
     return _choose(problem, config)

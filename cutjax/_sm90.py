@@ -1,4 +1,4 @@
-"""Host side of ffi/kernels/sm90_gemm.cuh: which problems and configs it serves, its source, and the plan of a launch."""
+"""Host side of ffi/kernels/sm90_gemm.cuh: what it serves and why not, its source, and the plan of a launch."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def blocks_per_sm(config: Config, problem: Problem) -> int:
 
 
 def max_stages(config: Config, problem: Problem, *, whole_result: bool = False) -> int:
-    """The deepest pipeline, whatever the stages of ``config``: beside two staging tiles a warpgroup, or the whole result's."""
+    """The deepest pipeline beside two staging tiles a warpgroup, or the whole result's; ignores ``config.stages``."""
     smallest = dataclasses.replace(config, stages=2)
     buffers = max(2, _chunks(config, problem)) if whole_result else 2
     spare = _shared_limit(smallest, problem) - _shared_bytes(smallest, problem, buffers)
@@ -134,7 +134,9 @@ def source(problem: Problem, config: Config) -> str:
         "OUT": short_dtype(problem.out_dtype),
     }
     files = ["scheduler.cuh", "mainloop.cuh", "epilogue.cuh", "sm90_gemm.cuh"]
-    return _codegen.source(config.name(problem), constants, _codegen.wgmma(config.bn, dtype, a_k_major, b_k_major), files)
+    return _codegen.source(
+        config.name(problem), constants, _codegen.wgmma(config.bn, dtype, a_k_major, b_k_major), files
+    )
 
 
 def compile_config(problem: Problem, config: Config) -> Cubin:
@@ -142,7 +144,9 @@ def compile_config(problem: Problem, config: Config) -> Cubin:
     return compile_kernel(source(problem, config), name=config.name(problem), arch=problem.arch)
 
 
-def _operand_map(buffer: int, dtype: np.dtype, rows: int, k: int, batch: int, k_major: bool, tile: int, bk: int, share: int):
+def _operand_map(
+    buffer: int, dtype: np.dtype, rows: int, k: int, batch: int, k_major: bool, tile: int, bk: int, share: int
+):
     """The tensor map of an operand whose m or n axis is `rows` long, as Operand in mainloop.cuh loads it."""
     if k_major:
         dims, box, span = (k, rows, batch), (64, tile // share, 1), 128
@@ -153,9 +157,13 @@ def _operand_map(buffer: int, dtype: np.dtype, rows: int, k: int, batch: int, k_
     return _matrix_map(buffer, dtype, dims, box, span)
 
 
-def _matrix_map(buffer: int, dtype: np.dtype, dims: tuple[int, int, int], box: tuple[int, int, int], span: int) -> TensorMap:
+def _matrix_map(
+    buffer: int, dtype: np.dtype, dims: tuple[int, int, int], box: tuple[int, int, int], span: int
+) -> TensorMap:
     row = dims[0] * dtype.itemsize
-    return TensorMap(buffer=buffer, dtype=dtype, dims=dims, strides=(row, row * dims[1]), box=box, swizzle=span, l2_bytes=256)
+    return TensorMap(
+        buffer=buffer, dtype=dtype, dims=dims, strides=(row, row * dims[1]), box=box, swizzle=span, l2_bytes=256
+    )
 
 
 def _steps(moves: list[bool], sizes: list[int]) -> list[int]:

@@ -38,9 +38,9 @@ ffi::Error Failed(const Plan& plan, const Parts&... parts) {
 // ---- Instantiate: the cubin
 // -------------------------------------------------------------------------------------------
 
-// Loads a cubin once for all custom calls that carry the same bytes, and keeps it for the life of the process: cubins are
-// small, loading one again would cost the next executable milliseconds, and profilers that know kernels by their address
-// would show a later kernel under the name of one that was unloaded.
+// Loads a cubin once for all custom calls that carry the same bytes, and keeps it for the life of the process: cubins
+// are small, loading one again would cost the next executable milliseconds, and profilers that know kernels by their
+// address would show a later kernel under the name of one that was unloaded.
 ffi::ErrorOr<CUlibrary> LoadLibrary(const Driver& driver, std::string_view cubin, const std::string& kernel) {
   static auto& mutex = *new std::mutex;
   static auto& libraries = *new std::unordered_map<std::string, CUlibrary>;
@@ -169,8 +169,8 @@ ffi::Error CheckBufferCount(const Plan& plan, ffi::RemainingArgs args, ffi::Rema
                 std::to_string(args.size()), " arguments and ", std::to_string(rets.size()), " results");
 }
 
-// Checks the plan's parameters against the kernel's own. Asking for one past the kernel's last would be an API error, which
-// memory checkers report, so a kernel that takes more than the plan passes is for the tests to find.
+// Checks the plan's parameters against the kernel's own. Asking for one past the kernel's last would be an API error,
+// which memory checkers report, so a kernel that takes more than the plan passes is for the tests to find.
 ffi::Error CheckSignature(const State& state) {
   if (state.driver.cuKernelGetParamInfo == nullptr) return ffi::Error::Success();
   const std::vector<Param>& params = state.plan.params;
@@ -183,8 +183,8 @@ ffi::Error CheckSignature(const State& state) {
     const Param::Kind kind = params[i].kind;
     const size_t expected = kind == Param::Kind::kTensorMap ? sizeof(CUtensorMap) : kind == Param::Kind::kInt32 ? 4 : 8;
     if (size != expected) {
-      return Failed(state.plan, "parameter ", std::to_string(i), " has ", std::to_string(size), " bytes, the plan passes ",
-                    std::to_string(expected));
+      return Failed(state.plan, "parameter ", std::to_string(i), " has ", std::to_string(size),
+                    " bytes, the plan passes ", std::to_string(expected));
     }
   }
   return ffi::Error::Success();

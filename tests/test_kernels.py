@@ -20,9 +20,7 @@ def problem(layout="nn", a="bfloat16", out="bfloat16"):
     return cutjax.Problem(4096, 4096, 4096, layout, jnp.dtype(a), jnp.dtype(a), jnp.dtype(out))
 
 
-@pytest.mark.parametrize(
-    ("a", "out", "layout"), [(a, out, layout) for a, out, layouts in DTYPES for layout in layouts]
-)
+@pytest.mark.parametrize(("a", "out", "layout"), [(a, out, layout) for a, out, layouts in DTYPES for layout in layouts])
 def test_every_config_compiles_lean(a, out, layout):
     asked = problem(layout, a, out)
     configs = cutjax.candidates(asked)

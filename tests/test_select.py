@@ -21,7 +21,7 @@ def test_problem_counts():
     p = cutjax.Problem(128, 256, 64, batch=(4, 3), a_batch=(4, 3), b_batch=(1, 1))
     assert p.flops == 2 * 128 * 256 * 64 * 12
     assert p.bytes == 2 * (128 * 64 * 12 + 64 * 256 + 128 * 256 * 12)
-    assert "128x256x64 nn bf16 x bf16 -> bf16 batch 4x3" == str(p)
+    assert str(p) == "128x256x64 nn bf16 x bf16 -> bf16 batch 4x3"
     assert hash(p) == hash(dataclasses.replace(p))
 
 
@@ -118,10 +118,13 @@ def test_unknown_config_field():
 def test_problems_no_kernel_serves(fields, match):
     p = cutjax.Problem(**{"m": 256, "n": 256, "k": 256, **fields})
     reason = cutjax.supports(cutjax.Config(), p)
-    assert reason is not None and match in reason
+    assert reason is not None
+    assert match in reason
     assert cutjax.candidates(p) == ()
     choice = _select.choose(p)
-    assert choice.config is None and choice.kernel == "XLA" and any(match in r for r in choice.reasons)
+    assert choice.config is None
+    assert choice.kernel == "XLA"
+    assert any(match in r for r in choice.reasons)
 
 
 def test_all_reasons_reach_the_user():
@@ -149,7 +152,8 @@ def test_pinned_config_and_its_refusal():
     pinned = cutjax.Config(bm=64, bn=64, stages=4)
     assert _select.choose(p, pinned).config == pinned
     refused = _select.choose(p, cutjax.Config(stages=12))
-    assert refused.config is None and "shared memory" in refused.reasons[0]
+    assert refused.config is None
+    assert "shared memory" in refused.reasons[0]
 
 
 def test_choose_off_cuda():
@@ -161,7 +165,9 @@ def test_choose_off_cuda():
 def test_prediction_is_a_time(m, n, k, layout):
     p = cutjax.Problem(8 * m if layout[0] == "t" else m, 8 * n, 8 * k, layout)
     choice = _select.choose(p)
-    assert choice.config is not None and choice.time_us is not None and choice.roofline is not None
+    assert choice.config is not None
+    assert choice.time_us is not None
+    assert choice.roofline is not None
     assert choice.time_us > 0
     assert 0 < choice.roofline <= 1
 
@@ -169,7 +175,8 @@ def test_prediction_is_a_time(m, n, k, layout):
 def test_prediction_grows_with_work():
     config = cutjax.Config()
     times = [_select.predict(config, cutjax.Problem(s, s, s)) for s in (1024, 2048, 4096, 8192)]
-    assert times == sorted(times) and times[-1] > 6 * times[-2]
+    assert times == sorted(times)
+    assert times[-1] > 6 * times[-2]
 
 
 def _plan(p, config, monkeypatch):
@@ -186,11 +193,14 @@ def test_launch_plan(monkeypatch):
     assert (a.dims, a.strides, a.box, a.swizzle) == ((200, 300, 6), (400, 120000), (64, 128, 1), 128)
     assert (b.dims, b.strides, b.box, b.swizzle) == ((520, 200, 2), (1040, 208000), (64, 64, 1), 128)
     assert (d.dims, d.strides, d.box, d.swizzle) == ((520, 300, 6), (1040, 312000), (64, 64, 1), 128)
-    assert all(isinstance(x, TensorMap) for x in (a, b, d)) and all(isinstance(x, Int32) for x in scalars)
+    assert all(isinstance(x, TensorMap) for x in (a, b, d))
+    assert all(isinstance(x, Int32) for x in scalars)
     # m, n, k, raster, batch, its two inner sizes, steps of a, steps of b
     assert [s.value for s in scalars][:3] == [300, 520, 200]
     assert [s.value for s in scalars][4:] == [6, 2, 3, 0, 3, 1, 0, 1, 0]
-    assert plan.grid == (2 * 3 * 6 * 2, 1, 1) and plan.cluster == (2, 1, 1) and plan.block == (384, 1, 1)
+    assert plan.grid == (2 * 3 * 6 * 2, 1, 1)
+    assert plan.cluster == (2, 1, 1)
+    assert plan.block == (384, 1, 1)
 
 
 def test_launch_plan_of_transposed_and_narrow(monkeypatch):
@@ -234,7 +244,8 @@ def test_the_model_picks_well_among_recorded_times():
 
 
 def test_the_models_pick_was_measured():
-    """The pick among all shipped configs is one the sweep has seen, give or take the tile order: no blind extrapolation."""
+    """The pick among all shipped configs is one the sweep has seen, give or take the tile order: no blind
+    extrapolation."""
     recorded = recorded_problems()
     picks = {p: dataclasses.replace(_select.candidates(p)[0], raster=1) for p in recorded}
     seen = [picks[p] in {dataclasses.replace(c, raster=1) for c in times} for p, times in recorded.items()]

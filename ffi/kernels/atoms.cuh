@@ -68,8 +68,8 @@ DEVICE void mbarrier_arrive_cluster(u32 barrier, u32 rank) {
 
 DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
   asm volatile(
-      "{\n.reg .pred done;\nretry:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra retry;\n}" ::"r"(
-          barrier),
+      "{\n.reg .pred done;\nretry:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra retry;\n}" ::
+          "r"(barrier),
       "r"(parity)
       : "memory");
 }
@@ -82,8 +82,8 @@ DEVICE void prefetch_tensormap(const TensorMap* map) {
 
 DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, int x, int y, int z) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
-          destination),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+          "r"(destination),
       "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
@@ -144,8 +144,8 @@ DEVICE u32 swizzle(u32 offset) {
 }
 
 DEVICE void stmatrix_x4(u32 address, u32 r0, u32 r1, u32 r2, u32 r3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2),
-               "r"(r3)
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
+               "r"(r2), "r"(r3)
                : "memory");
 }
 

@@ -1,5 +1,6 @@
-// Accumulator to memory: converted, staged in shared memory in the layout TMA wants, stored by TMA, which clips the tile to
-// the matrix. A warpgroup owns STORE_BUFFERS staging tiles [64][D_CHUNK] and overlaps filling one with storing the others.
+// Accumulator to memory: converted, staged in shared memory in the layout TMA wants, stored by TMA, which clips the
+// tile to the matrix. A warpgroup owns STORE_BUFFERS staging tiles [64][D_CHUNK] and overlaps filling one with storing
+// the others.
 
 constexpr int D_BYTES = OUT == Dtype::f32 ? 4 : 2;
 constexpr int D_SPAN = BN * D_BYTES % 128 == 0 ? 128 : BN * D_BYTES % 64 == 0 ? 64 : 32;  // bytes of a staging row
@@ -30,7 +31,8 @@ struct Epilogue {
         st_shared_v2(buffer + swizzle<D_SPAN>(offset + 8 * D_SPAN), e[2], e[3]);
       }
     } else {
-      u32 offset = (warp * 16 + lane % 16) * D_SPAN + lane / 16 * 16;  // stmatrix: lane l addresses row l % 16, half l / 16
+      u32 offset =
+          (warp * 16 + lane % 16) * D_SPAN + lane / 16 * 16;  // stmatrix: lane l addresses row l % 16, half l / 16
 #pragma unroll
       for (int j = 0; j < D_CHUNK / 16; ++j) {
         const float* e = accumulator + (chunk * D_CHUNK / 8 + j * 2) * 4;
@@ -40,8 +42,9 @@ struct Epilogue {
     }
   }
 
-  // A barrier says that a chunk is staged. It also says that the next buffer may be written again where waiting for that
-  // costs nothing: with buffers to spare, or with another warpgroup's mainloop to hide it. Else a barrier of its own does.
+  // A barrier says that a chunk is staged. It also says that the next buffer may be written again where waiting for
+  // that costs nothing: with buffers to spare, or with another warpgroup's mainloop to hide it. Else a barrier of its
+  // own does.
   DEVICE void store(const float (&accumulators)[M_BLOCKS][BN / 2], const TensorMap* map_d, int m, int n, int batch) {
 #pragma unroll
     for (int block = 0; block < M_BLOCKS; ++block) {

@@ -1,5 +1,5 @@
-// Fill and drain the pipeline of STAGES tiles of A and B in shared memory: one thread fills it by TMA, warpgroups drain it
-// by wgmma. Each stage has a full barrier (TMA's bytes have landed) and an empty one (its readers are done).
+// Fill and drain the pipeline of STAGES tiles of A and B in shared memory: one thread fills it by TMA, warpgroups drain
+// it by wgmma. Each stage has a full barrier (TMA's bytes have landed) and an empty one (its readers are done).
 //
 // Operand tiles in shared memory, 16-bit elements, ROWS = BM or BN:
 //   K-major:  [BK/64][ROWS][64]            128-byte swizzle; one TMA box holds 64 of k
@@ -27,7 +27,8 @@ struct Pipeline {
   }
 };
 
-// One operand: ROWS of its m or n axis per tile, shared by SHARE CTAs of the cluster, each of which loads 1/SHARE of it.
+// One operand: ROWS of its m or n axis per tile, shared by SHARE CTAs of the cluster, each of which loads 1/SHARE of
+// it.
 template <int ROWS, bool K_MAJOR, int SHARE>
 struct Operand {
   static constexpr int BYTES = ROWS * BK * 2;
@@ -81,8 +82,8 @@ struct SharedTiles {
 };
 
 // One thread: loads all k blocks of a tile whose first row and column are (m, n).
-DEVICE void fill(Pipeline& pipe, SharedTiles shared, const TensorMap* map_a, const TensorMap* map_b, int m, int n, int batch_a,
-                 int batch_b, int k_blocks, u32 rank_m, u32 rank_n) {
+DEVICE void fill(Pipeline& pipe, SharedTiles shared, const TensorMap* map_a, const TensorMap* map_b, int m, int n,
+                 int batch_a, int batch_b, int k_blocks, u32 rank_m, u32 rank_n) {
 #pragma unroll 1  // unrolled, it needs more registers than a producer has
   for (int k = 0; k < k_blocks; ++k) {
     mbarrier_wait(pipe.empty_barrier(), pipe.phase ^ 1);

@@ -5,14 +5,16 @@
 //   ping-pong:   two consumers take whole tiles in turn, so that one's epilogue runs beside the other's mainloop.
 // A cluster of CLUSTER_M x CLUSTER_N CTAs computes neighbouring tiles and multicasts the operand tile they share.
 //
-// Preconditions (checked in cutjax/_sm90.py): k >= 1; rows of a, b, d start 16-byte aligned; grid.x a multiple of the cluster.
+// Preconditions (checked in cutjax/_sm90.py): k >= 1; rows of a, b, d start 16-byte aligned; grid.x a multiple of the
+// cluster.
 
 constexpr int ROWS_PER_CONSUMER = M_BLOCKS * 64;
 constexpr int CONSUMERS_PER_TILE = BM / ROWS_PER_CONSUMER;
 constexpr int THREADS = 128 * (1 + CONSUMERS);
 constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
 
-// Named barriers: 0 is __syncthreads, then one for each consumer's epilogue, then whose turn the mainloop is (ping-pong).
+// Named barriers: 0 is __syncthreads, then one for each consumer's epilogue, then whose turn the mainloop is
+// (ping-pong).
 constexpr int EPILOGUE_BARRIER = 1;
 constexpr int TURN_BARRIER = 1 + CONSUMERS;
 
