@@ -93,7 +93,8 @@ class Epilogue:
             elif node.op == "const":
                 value = jnp.full((1,) * rank, scalar(node), node.dtype)
             elif node.op == "iota":
-                at = {"row": rank - 2, "col": rank - 1}.get(node.params[0], rank - 3 - node.params[-1])
+                axis = node.params[0]
+                at = rank - 3 - node.params[1] if axis == "batch" else rank - 2 + (axis == "col")
                 value = lax.broadcasted_iota(node.dtype, [n if i == at else 1 for i, n in enumerate(shape)], at)
             else:
                 args = [values[i] for i in node.args]
@@ -196,7 +197,7 @@ def normal(
 def const(value: Any, dtype: Any) -> Node:
     """The node of a constant."""
     dtype = np.dtype(dtype)
-    if dtype == bool:
+    if dtype.kind == "b":
         return Node("const", dtype="bool", params=(bool(value),))
     if jnp.issubdtype(dtype, jnp.integer):
         return Node("const", dtype=dtype.name, params=(int(value),))
@@ -218,10 +219,12 @@ REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
 }
 
 # Elementwise primitives of lax by name, as functions of their arguments. Those of another shape are in _evaluate.
-_NAMED = """abs acos acosh add asin asinh atan atan2 atanh cbrt ceil clamp clz cos cosh div eq erf erf_inv erfc exp exp2 expm1
-floor ge gt is_finite le log log1p logistic lt max min mul ne neg nextafter population_count pow rem rsqrt
-shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh""".split()
-FUNCTIONS: dict[str, Callable[..., jax.Array]] = {name: getattr(lax, name) for name in _NAMED} | {
+_NAMED = (
+    "abs acos acosh add asin asinh atan atan2 atanh cbrt ceil clamp clz cos cosh div eq erf erf_inv erfc exp exp2 "
+    "expm1 floor ge gt is_finite le log log1p logistic lt max min mul ne neg nextafter population_count pow rem rsqrt "
+    "shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh"
+)
+FUNCTIONS: dict[str, Callable[..., jax.Array]] = {name: getattr(lax, name) for name in _NAMED.split()} | {
     "and": lax.bitwise_and,
     "not": lax.bitwise_not,
     "or": lax.bitwise_or,
@@ -245,7 +248,7 @@ def _evaluate(node: Node, args: list[jax.Array]) -> jax.Array:
             return lax.convert_element_type(args[0], np.dtype(node.dtype))
         case "custom_jvp":
             k = node.params[0]
-            return _with_derivative(args[0], args[1 : k + 1], args[k + 1 :])
+            return with_derivative(args[0], args[1 : k + 1], args[k + 1 :])
         case "integer_pow":
             return lax.integer_pow(args[0], node.params[0])
         case "reduce_precision":
@@ -257,21 +260,21 @@ def _evaluate(node: Node, args: list[jax.Array]) -> jax.Array:
 
 
 @jax.custom_jvp
-def _with_derivative(value: jax.Array, inputs: list[jax.Array], coefficients: list[jax.Array]) -> jax.Array:
+def with_derivative(value: jax.Array, inputs: list[jax.Array], coefficients: list[jax.Array]) -> jax.Array:
     return value
 
 
-@_with_derivative.defjvp
+@with_derivative.defjvp
 def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     value, _, coefficients = primals
     terms = [(c * t.astype(c.dtype)).astype(value.dtype) for c, t in zip(coefficients, tangents[1], strict=True)]
-    return _with_derivative(*primals), functools.reduce(lax.add, terms, jnp.zeros_like(value))
+    return with_derivative(*primals), functools.reduce(lax.add, terms, jnp.zeros_like(value))
 
 
-_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "rem": "%", "pow": "**", "and": "&", "or": "|", "xor": "^"} | {
-    "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "shift_left": "<<",
-    "shift_right_logical": ">>>", "shift_right_arithmetic": ">>",
-}  # fmt: skip
+_INFIX = dict(
+    add="+", sub="-", mul="*", div="/", rem="%", pow="**", eq="==", ne="!=", lt="<", le="<=", gt=">", ge=">=", xor="^",
+    shift_left="<<", shift_right_logical=">>>", shift_right_arithmetic=">>", **{"and": "&", "or": "|"},
+)  # fmt: skip
 _LEAVES = ("acc", "operand", "const", "iota")
 
 
