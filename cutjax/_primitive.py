@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 from cutjax._compile import CompilerMissing
 from cutjax._launch import TARGET, Launch
@@ -34,6 +34,7 @@ def define(
     batch: Callable[..., Any],
     bilinear: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
     jvp: Callable[..., Any] | None = None,
+    drop: Callable[..., Any] | None = None,
     multiple_results: bool = False,
 ) -> core.Primitive:
     """Makes a primitive. Its parameters are hashable and include ``backend`` and ``config``.
@@ -47,6 +48,8 @@ def define(
       batch: ``(args, dims, **params) -> (result(s), dim(s))``.
       bilinear: the transposes ``(cotangent, a, b, **params) -> cotangent`` of a bilinear operation in its two operands.
       jvp: ``(primals, tangents, **params) -> (result(s), tangent(s))`` of any other operation.
+      drop: ``(used, **params) -> (primitive, operands, params)``, what computes the results in use alone, and of which
+        operands (a bool for each): jit calls it where nothing uses the others.
       multiple_results: whether the results are a sequence.
     """
     primitive = core.Primitive(name)
@@ -72,6 +75,8 @@ def define(
         ad.defbilinear(primitive, *bilinear)
     if jvp is not None:
         ad.primitive_jvps[primitive] = jvp
+    if drop is not None:
+        partial_eval.dce_rules[primitive] = functools.partial(_drop, drop)
 
     on_cuda = mlir.lower_fun(functools.partial(reference, on_cuda=True), multiple_results=multiple_results)
     elsewhere = mlir.lower_fun(functools.partial(reference, on_cuda=False), multiple_results=multiple_results)
@@ -153,6 +158,35 @@ def on_cuda() -> bool:
 def target_arch() -> str:
     """The architecture to compile for: the device's, or what the settings say when lowering without one."""
     return _device_arch() or settings().target_arch
+
+
+def _drop(drop: Callable[..., Any], used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """The rule for an equation some of whose results nothing uses: the operands it reads, and what remains of it."""
+    eqn = rest[-1]  # after jax 0.10 an argument about references came before it
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    if all(used):
+        return [True] * len(eqn.invars), eqn
+    primitive, reading, params = drop(used, **eqn.params)
+    outvars = [x for x, use in zip(eqn.outvars, used, strict=True) if use]
+    invars = [x for x, read in zip(eqn.invars, reading, strict=True) if read]
+    return reading, eqn.replace(primitive=primitive, invars=invars, outvars=outvars, params=params)
+
+
+def reads(fn: Callable[..., Any], *args: Any) -> list[bool]:
+    """Which leaves of the arguments the results of a function depend on."""
+    jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+    return list(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
+
+
+def is_zero(tangent: Any) -> bool:
+    """Whether a tangent is zero, known as such while tracing."""
+    return isinstance(tangent, ad.Zero)
+
+
+def zero_tangent(primal: Any) -> Any:
+    """The tangent that is zero, of a primal of any dtype."""
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cutjax
-from cutjax.gemm import _reference
+from cutjax._product import reference
 
 F = jnp.ones
 STANDARD = jax.numpy_dtype_promotion("standard")
@@ -26,7 +26,7 @@ def test_every_dtype_as_matmul(dtype, on_cuda):
     a, b = (jnp.asarray(rng.integers(0, 3, shape)).astype(dtype) for shape in ((2, 4, 8), (8, 6)))
     got = cutjax.gemm(a, b)
     if on_cuda:
-        got = _reference(a[:, None], b[None, None], layout="nn", out_dtype=a.dtype, on_cuda=True)[:, 0]
+        got = reference(a[:, None], b[None, None], layout="nn", out_dtype=a.dtype, on_cuda=True)[:, 0]
     expected = jnp.matmul(a, b)
     assert got.dtype == expected.dtype
     np.testing.assert_array_equal(got, expected)

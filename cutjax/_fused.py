@@ -1,0 +1,342 @@
+"""A product whose epilogue runs on the accumulators: the primitive gemm_fused_p and its derivative.
+
+    outputs = epilogue(a @ b0, a @ b1, ..., operands)
+
+a and the bs have equal rank, batch axes equal or 1; the operands have the result's rank, each axis equal or 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from cutjax import _product, _sm90
+from cutjax._config import Config
+from cutjax._expression import Epilogue, Node, OperandSpec, Output, normal
+from cutjax._primitive import define, is_zero, match_varying, reads, varying_axes, zero_tangent
+from cutjax._problem import Problem
+from cutjax._product import gemm_p, sharded
+from cutjax._select import Choice, choose
+from cutjax._trace import trace
+
+ACC = np.dtype(np.float32)
+SAVE = ("default", "recompute")
+PREACTIVATION = "cutjax_preactivation"  # the name jax.checkpoint policies see
+
+
+def call(
+    fn: Callable[..., Any],
+    a: jax.Array,
+    bs: Sequence[jax.Array],
+    operands: Sequence[Any],
+    *,
+    layout: str,
+    out_dtype: Any,
+    **params: Any,
+) -> Any:
+    """Traces a function and binds the primitive; what the function returns."""
+    if not jnp.issubdtype(a.dtype, jnp.floating) or a.dtype.itemsize > 4:
+        raise TypeError(f"gemm: an epilogue computes on float32 accumulators, but the operands are {a.dtype}")
+    arrays = [x for x in jax.tree.leaves(operands) if isinstance(x, jax.Array)]
+    a, *bs = match_varying(a, *bs, *arrays)[: 1 + len(bs)]
+    tile = _tile(jax.typeof(a), [jax.typeof(b) for b in bs], layout)
+    acc = jax.ShapeDtypeStruct(tile.shape, ACC, sharding=tile.sharding, manual_axis_type=tile.mat)
+    traced = trace(_casting(fn, out_dtype) if isinstance(out_dtype, tuple) else fn, [acc] * len(bs), operands)
+    epilogue = traced.epilogue
+    if not isinstance(out_dtype, tuple):
+        outputs = [
+            dataclasses.replace(out, dtype=out_dtype.name) if out.reduce is None and out.dtype == ACC.name else out
+            for out in epilogue.outputs
+        ]
+        epilogue = dataclasses.replace(epilogue, outputs=tuple(outputs))
+    return traced.finish(bind(epilogue, a, bs, traced.operands, layout=layout, **params))
+
+
+def _casting(fn: Callable[..., Any], dtypes: tuple[Any, ...]) -> Callable[..., Any]:
+    """The function with each of its results in the dtype asked for."""
+
+    @functools.wraps(fn)
+    def casting(*args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(fn(*args))
+        if len(leaves) != len(dtypes):
+            raise ValueError(f"gemm: out_dtype has {len(dtypes)} entries, but the epilogue returns {len(leaves)} arrays")
+        return tree.unflatten(x if t is None else x.astype(t) for x, t in zip(leaves, dtypes, strict=True))
+
+    return casting
+
+
+def bind(
+    epilogue: Epilogue, a: jax.Array, bs: Sequence[jax.Array], operands: Sequence[jax.Array], **params: Any
+) -> list[jax.Array]:
+    """Binds the primitive; one matrix b for all of a makes the batch axes more rows."""
+    a, *rest = match_varying(a, *bs, *operands)
+    bs, operands = rest[: len(bs)], rest[len(bs) :]
+    batch = np.broadcast_shapes(a.shape[:-2], *(b.shape[:-2] for b in bs))
+    if params["layout"][0] == "n" and batch and math.prod(bs[0].shape[:-2]) == 1:
+        folded = _fold(epilogue, a, operands)
+        if folded is not None:
+            rows, *operands = folded
+            outs = _bind(epilogue, rows, [lax.reshape(b, b.shape[-2:]) for b in bs], operands, **params)
+            return [_unfold(out, x, a.shape[:-1]) for out, x in zip(epilogue.outputs, outs, strict=True)]
+    return _bind(epilogue, a, bs, operands, **params)
+
+
+def _bind(epilogue: Epilogue, a: Any, bs: Sequence[Any], operands: Sequence[Any], **params: Any) -> list[jax.Array]:
+    specs = [
+        OperandSpec(x.dtype.name, x.shape[-2] != 1, x.shape[-1] != 1, tuple(size != 1 for size in x.shape[:-2]))
+        for x in operands
+    ]
+    epilogue = dataclasses.replace(epilogue, operands=tuple(specs))
+    return gemm_fused_p.bind(a, *bs, *operands, epilogue=epilogue, **params)
+
+
+def _fold(epilogue: Epilogue, a: jax.Array, operands: Sequence[jax.Array]) -> list[jax.Array] | None:
+    """a and the operands with the batch axes merged into the rows; None where that would change the result or move data."""
+    rows = a.shape[:-1]
+    mixed = any("row" in out.axes for out in epilogue.outputs) or epilogue.positions & {"row", "batch"}
+    if mixed or any(x.shape[:-1] not in (rows, (1,) * len(rows)) for x in operands):
+        return None
+    if sharded(a) or any(sharded(x) for x in operands):
+        return None
+    return [lax.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1])) for x in (a, *operands)]
+
+
+def _unfold(out: Output, x: jax.Array, rows: tuple[int, ...]) -> jax.Array:
+    return lax.reshape(x, (*rows, *x.shape[1:]))
+
+
+# The primitive.
+
+
+def _split(args: Sequence[Any], epilogue: Epilogue) -> tuple[Any, list[Any], list[Any]]:
+    """a, the bs and the operands."""
+    return args[0], list(args[1 : 1 + epilogue.products]), list(args[1 + epilogue.products :])
+
+
+def _tile(a: Any, bs: Sequence[Any], layout: str) -> Any:
+    """The aval of ``[..., m, n]``, in a's dtype, from avals."""
+    m, n = a.shape[-2 if layout[0] == "n" else -1], bs[0].shape[-1 if layout[1] == "n" else -2]
+    batch = np.broadcast_shapes(a.shape[:-2], *(b.shape[:-2] for b in bs))
+    specs = [_product.out_spec(a, b, layout) for b in bs]
+    spec = [next((axis for axis in axes if axis is not None), None) for axes in zip(*specs, strict=True)]
+    return a.update(shape=(*batch, m, n), weak_type=False, sharding=_product.on_mesh(a, *bs).update(spec=jax.P(*spec)))
+
+
+def _abstract(*avals: Any, layout: str, epilogue: Epilogue, **_: Any) -> list[Any]:
+    a, bs, _ = _split(avals, epilogue)
+    if any(varying_axes(x) != varying_axes(a) for x in avals):
+        raise ValueError(f"gemm: operands vary over different mesh axes: {', '.join(x.str_short() for x in avals)}")
+    tile = _tile(a, bs, layout)
+    results = []
+    for out in epilogue.outputs:
+        gone = [{"row": -2, "col": -1}[axis] + tile.ndim for axis in out.axes]
+        shape, spec = ([x for i, x in enumerate(y) if i not in gone] for y in (tile.shape, tile.sharding.spec))
+        sharding = tile.sharding.update(spec=jax.P(*spec))
+        results.append(tile.update(shape=tuple(shape), dtype=np.dtype(out.dtype), sharding=sharding))
+    return results
+
+
+def _reference(*args: jax.Array, layout: str, epilogue: Epilogue, on_cuda: bool, **_: Any) -> tuple[jax.Array, ...]:
+    a, bs, operands = _split(args, epilogue)
+    accs = [_product.reference(a, b, layout=layout, out_dtype=ACC, on_cuda=on_cuda) for b in bs]
+    return epilogue.primal.apply(accs, operands)
+
+
+def _choose(*avals: Any, layout: str, epilogue: Epilogue, config: Config | None, arch: str, **_: Any) -> Choice:
+    a, bs, _ = _split(avals, epilogue)
+    out_dtype = next((out.dtype for out in epilogue.outputs if out.reduce is None), a.dtype)
+    problem = Problem.of(a, bs[0], layout=layout, out_dtype=out_dtype, arch=arch)
+    if len({b.shape for b in bs}) > 1:
+        return Choice(problem, None, ("the matrices that share a differ in their batch axes",))
+    if not hasattr(problem, "epilogue"):
+        return Choice(problem, None, ("no kernel has an epilogue yet",))
+    return choose(dataclasses.replace(problem, epilogue=epilogue.primal), config)  # pyright: ignore[reportCallIssue]
+
+
+def _batch(args: Any, dims: Any, *, epilogue: Epilogue, layout: str, **params: Any) -> tuple[list[jax.Array], list[int]]:
+    a, bs, operands = _split(args, epilogue)
+    a_dim, b_dims, _ = _split(dims, epilogue)
+    if a_dim is not None and all(dim is None for dim in b_dims) and a.ndim == 3 and layout[0] == "n" and a_dim < 2:
+        # One matrix b for all of a: the batch is more rows, wherever among the rows it lies.
+        operands = [
+            lax.expand_dims(x, [a_dim]) if dim is None else jnp.moveaxis(x, dim, a_dim)
+            for x, dim in zip(operands, dims[1 + epilogue.products :], strict=True)
+        ]
+        folded = _fold(epilogue, a, operands)
+        if folded is not None:
+            rows, *operands = folded
+            outs = _bind(epilogue, rows, bs, operands, layout=layout, **params)
+            outs = [_unfold(out, x, a.shape[:-1]) for out, x in zip(epilogue.outputs, outs, strict=True)]
+            return outs, [a_dim] * len(outs)
+        operands = list(args[1 + epilogue.products :])
+    # A batch axis where one has it already, so that only an axis among the matrices' own must move. But batch positions are
+    # counted from the rows outwards, so an epilogue that uses them wants a new axis outermost.
+    places = (dim for dim in dims if dim is not None and dim < a.ndim - (a_dim is not None) - 1)
+    at = 0 if "batch" in epilogue.positions else next(places, 0)
+    args = [
+        lax.expand_dims(x, [at]) if dim is None else jnp.moveaxis(x, dim, at) for x, dim in zip(args, dims, strict=True)
+    ]
+    a, bs, operands = _split(args, epilogue)
+    if any(dim is not None for dim in dims[: 1 + epilogue.products]):
+        outs = _bind(epilogue, a, bs, operands, layout=layout, **params)
+    else:  # only operands differ: one product serves them all
+        accs = [_multiply(a, b, ACC, layout=layout, **params) for b in bs]
+        size = max(x.shape[at] for x in operands)
+        accs = [jnp.broadcast_to(x, (*x.shape[:at], size, *x.shape[at + 1 :])) for x in accs]
+        outs = list(epilogue.apply(accs, operands))
+    return outs, [at] * len(outs)
+
+
+def _multiply(a: Any, b: Any, dtype: np.dtype, *, layout: str, backend: str, **_: Any) -> jax.Array:
+    return gemm_p.bind(a, b, layout=layout, out_dtype=dtype, backend=backend, config=None)
+
+
+def saved_dtype(epilogue: Epilogue, dtype: np.dtype) -> np.dtype:
+    """The dtype in which accumulators of products of ``dtype`` are kept for the derivative."""
+    return ACC if any(out.reduce is None and out.dtype == ACC.name for out in epilogue.outputs) else dtype
+
+
+def _jvp(primals: Any, tangents: Any, *, epilogue: Epilogue, layout: str, save: str, **params: Any) -> Any:
+    """The tangents are those of the epilogue, in plain JAX, at the products of tangents.
+
+    The accumulators that takes are further outputs of the same kernel. Reverse mode follows by transposition: two products
+    for each b, and one elementwise pass, whose derivative is computed there and not before (hence jax.checkpoint).
+    """
+    a, bs, operands = _split(primals, epilogue)
+    a_dot, b_dots, operand_dots = _split(tangents, epilogue)
+    moving_accs = tuple(not (is_zero(a_dot) and is_zero(b_dot)) for b_dot in b_dots)
+    moving_operands = tuple(not is_zero(x) for x in operand_dots)
+    needed = accumulators_needed(epilogue, moving_accs, moving_operands)
+    dtype = saved_dtype(epilogue, a.dtype)
+
+    acc_dots = []
+    for b, b_dot in zip(bs, b_dots, strict=True):
+        terms = [] if is_zero(a_dot) else [_multiply(a_dot, b, dtype, layout=layout, **params)]
+        terms += [] if is_zero(b_dot) else [_multiply(a, b_dot, dtype, layout=layout, **params)]
+        acc_dots.append(functools.reduce(lax.add, terms) if terms else None)
+    operand_dots = [x if moves else None for x, moves in zip(operand_dots, moving_operands, strict=True)]
+
+    if save == "recompute":
+        outs = gemm_fused_p.bind(*primals, epilogue=epilogue, layout=layout, save=save, **params)
+
+        def accs_of(kept: Any) -> list[Any]:
+            a, bs = kept
+            return [_multiply(a, b, dtype, layout=layout, **params) if need else None for b, need in zip(bs, needed)]
+
+        kept = (a, bs)
+    else:
+        extended, places = with_accumulators(epilogue, needed, dtype)
+        results = gemm_fused_p.bind(*primals, epilogue=extended, layout=layout, save=save, **params)
+        outs = results[: len(epilogue.outputs)]
+        kept = [None if i is None else checkpoint_name(results[i], PREACTIVATION) for i in places]
+
+        def accs_of(kept: Any) -> list[Any]:
+            return kept
+
+    shape = _tile(jax.typeof(a), [jax.typeof(b) for b in bs], layout).shape
+
+    def pushed(kept: Any, operands: Any, acc_dots: Any, operand_dots: Any) -> Any:
+        return push(epilogue, shape, accs_of(kept), operands, acc_dots, operand_dots)
+
+    if any(needed):
+        pushed = jax.checkpoint(pushed, prevent_cse=save == "recompute")
+    dots = pushed(kept, operands, acc_dots, operand_dots)
+    return outs, [zero_tangent(out) if dot is None else dot for out, dot in zip(outs, dots, strict=True)]
+
+
+def push(epilogue: Epilogue, shape: tuple[int, ...], accs: Any, operands: Any, acc_dots: Any, operand_dots: Any) -> Any:
+    """Tangents of the epilogue's outputs, None for those of integers.
+
+    A tangent of None is zero; an accumulator of None is not needed, and zeros take its place.
+    """
+    dots = (*acc_dots, *operand_dots)
+    accs = [
+        (jnp.zeros(shape, ACC) if dot is None else jnp.zeros_like(dot)) if x is None else x
+        for x, dot in zip(accs, acc_dots, strict=True)
+    ]
+    args = (*accs, *operands)
+    moving = [i for i, dot in enumerate(dots) if dot is not None]
+
+    def along(*values: jax.Array) -> list[jax.Array]:
+        new = dict(zip(moving, values, strict=True))
+        full = [new.get(i, x) for i, x in enumerate(args)]
+        return list(epilogue.apply(full[: epilogue.products], full[epilogue.products :]))
+
+    out_dots = jax.jvp(along, tuple(args[i] for i in moving), tuple(dots[i] for i in moving))[1]
+    return [None if dot.dtype == jax.dtypes.float0 else dot for dot in out_dots]
+
+
+@functools.lru_cache(maxsize=4096)
+def accumulators_needed(
+    epilogue: Epilogue, moving_accs: tuple[bool, ...], moving_operands: tuple[bool, ...]
+) -> tuple[bool, ...]:
+    """Which accumulators' values the derivative reads, given what has a tangent."""
+    ranks = [len(spec.batch) for spec in epilogue.operands]
+    ranks += [1 + node.params[1] for node in epilogue.nodes if node.op == "iota" and node.params[0] == "batch"]
+    shape = (2,) * (2 + max(ranks, default=0))
+    accs = [jax.ShapeDtypeStruct(shape, ACC)] * epilogue.products
+    operands = [
+        jax.ShapeDtypeStruct([1 + v for v in (*spec.batch, spec.row, spec.col)], spec.dtype) for spec in epilogue.operands
+    ]
+    dots = [x if moves else None for x, moves in zip(accs, moving_accs, strict=True)]
+    operand_dots = [x if moves else None for x, moves in zip(operands, moving_operands, strict=True)]
+    if not any(moving_accs + moving_operands):
+        return (False,) * epilogue.products
+    return tuple(reads(functools.partial(push, epilogue, shape), accs, operands, dots, operand_dots)[: epilogue.products])
+
+
+def with_accumulators(epilogue: Epilogue, needed: Sequence[bool], dtype: np.dtype) -> tuple[Epilogue, list[int | None]]:
+    """The epilogue with accumulators among its outputs, and where each is; None where it is not needed."""
+    outputs, places = list(epilogue.outputs), []
+    for i, need in enumerate(needed):
+        if not need:
+            places.append(None)
+            continue
+        node = next(j for j, node in enumerate(epilogue.nodes) if node.op == "acc" and node.params == (i,))
+        out = Output(node, dtype.name)
+        if out not in outputs:
+            outputs.append(out)
+        places.append(outputs.index(out))
+    return dataclasses.replace(epilogue, outputs=tuple(outputs)), places
+
+
+def _drop(used: Sequence[bool], *, epilogue: Epilogue, **params: Any) -> tuple[Any, list[bool], dict[str, Any]]:
+    """Without the results that nothing uses: a kernel would write them all the same."""
+    outputs = [out for out, use in zip(epilogue.outputs, used, strict=True) if use]
+    epilogue = normal(epilogue.products, epilogue.operands, epilogue.nodes, outputs)
+    if epilogue.nodes == (Node("acc", params=(0,)),) and epilogue.products == len(outputs) == 1 and not outputs[0].reduce:
+        # What a derivative that recomputes, or does without the values, wants of the forward pass: a plain product.
+        plain = {name: params[name] for name in ("layout", "backend", "config")}
+        dtype = np.dtype(epilogue.outputs[0].dtype)
+        return gemm_p, [True, True, *(False for _ in epilogue.operands)], {**plain, "out_dtype": dtype}
+    kept = [Node("operand", (), spec.dtype, (i,)) in epilogue.nodes for i, spec in enumerate(epilogue.operands)]
+    place = dict(zip((i for i, keep in enumerate(kept) if keep), range(len(kept))))
+    nodes = [
+        dataclasses.replace(node, params=(place[node.params[0]],)) if node.op == "operand" else node
+        for node in epilogue.nodes
+    ]
+    specs = [spec for spec, keep in zip(epilogue.operands, kept, strict=True) if keep]
+    epilogue = normal(epilogue.products, specs, nodes, epilogue.outputs)
+    return gemm_fused_p, [True] * (1 + epilogue.products) + kept, {"epilogue": epilogue, **params}
+
+
+gemm_fused_p = define(
+    "cutjax_gemm_fused",
+    abstract=_abstract,
+    reference=_reference,
+    choose=_choose,
+    launch=_sm90.launch,
+    batch=_batch,
+    jvp=_jvp,
+    drop=_drop,
+    multiple_results=True,
+)

@@ -1,0 +1,165 @@
+"""The product of two matrices as a primitive, gemm_p: what the public operations are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cutjax import _sm90
+from cutjax._config import Config
+from cutjax._primitive import define, varying_axes
+from cutjax._problem import Problem
+from cutjax._select import Choice, choose
+
+_FLIP = {"n": "t", "t": "n"}
+
+# a and b have equal rank, batch axes equal or 1. Everything below works on that form.
+
+
+def sharded(x: jax.Array) -> bool:
+    """Whether a batch axis or the rows lie on a mesh axis, under explicit sharding: merging them would move data."""
+    return any(axes is not None for axes in jax.typeof(x).sharding.spec[:-1])
+
+
+def _abstract(a: Any, b: Any, *, layout: str, out_dtype: np.dtype, backend: str, config: Config | None) -> Any:
+    if varying_axes(a) != varying_axes(b):
+        raise ValueError(f"gemm: operands vary over different mesh axes: {a.str_short()}, {b.str_short()}")
+    problem = Problem.of(a, b, layout=layout, out_dtype=out_dtype)
+    # From an operand's aval, not a new one: it carries the mesh axes it varies over inside shard_map.
+    return a.update(
+        shape=(*problem.batch, problem.m, problem.n),
+        dtype=out_dtype,
+        weak_type=a.weak_type and b.weak_type,
+        sharding=on_mesh(a, b).update(spec=jax.P(*out_spec(a, b, layout))),
+    )
+
+
+def on_mesh(*avals: Any) -> Any:
+    """A sharding on the mesh that any of the operands lies on."""
+    return next((x.sharding for x in avals if not x.sharding.mesh.empty), avals[0].sharding)
+
+
+def out_spec(a: Any, b: Any, layout: str) -> list[Any]:
+    """Explicit sharding of the result: each axis as in the operand it comes from, and a sharded sum is reduced."""
+    (*a_batch, m, k), (*b_batch, k_of_b, n) = a.sharding.spec, b.sharding.spec
+    if layout[0] == "t":
+        m, k = k, m
+    if layout[1] == "t":
+        k_of_b, n = n, k_of_b
+    if k != k_of_b:
+        raise ValueError(
+            f"gemm: the contracted axes are sharded differently: a is {a.str_short()}, b is {b.str_short()}, "
+            f"layout {layout!r}; jax.reshard one of them"
+        )
+    return [*(q if p is None else p for p, q in zip(a_batch, b_batch, strict=True)), m, n]
+
+
+def accumulator(dtype: np.dtype) -> np.dtype:
+    """The dtype in which products of a dtype are added up."""
+    if dtype.itemsize < 4:
+        if jnp.issubdtype(dtype, jnp.floating):
+            return np.dtype(np.float32)
+        if jnp.issubdtype(dtype, jnp.integer):
+            return np.dtype(np.int32 if jnp.issubdtype(dtype, jnp.signedinteger) else np.uint32)
+    return dtype
+
+
+def _preferred(dtype: np.dtype, out_dtype: np.dtype, on_cuda: bool) -> np.dtype:
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    if on_cuda and narrow and out_dtype in (dtype, np.dtype(np.float32)):
+        # On CUDA, XLA's GEMMs accumulate 16-bit floats in f32 anyway, and a conversion would make another fusion. They have
+        # no kernel for a result in the other 16-bit dtype.
+        return out_dtype
+    return accumulator(dtype)
+
+
+def reference(a: jax.Array, b: jax.Array, *, layout: str, out_dtype: np.dtype, on_cuda: bool, **_: Any) -> jax.Array:
+    """One dot_general. An axis of size 1 that broadcasts is dropped from its operand, so nothing is copied."""
+    axes = range(a.ndim - 2)
+    a_only = [i for i in axes if b.shape[i] == 1 != a.shape[i]]
+    b_only = [i for i in axes if a.shape[i] == 1 != b.shape[i]]
+    both = [i for i in axes if a.shape[i] == b.shape[i]]
+    a_axes = [*(i for i in axes if i not in b_only), *("mk" if layout[0] == "n" else "km")]
+    b_axes = [*(i for i in axes if i not in a_only), *("kn" if layout[1] == "n" else "nk")]
+    d_axes = [
+        *both,
+        *(i for i in a_axes if i not in both and i != "k"),
+        *(i for i in b_axes if i not in both and i != "k"),
+    ]
+    order = [d_axes.index(i) for i in (*axes, "m", "n")]
+    sharding = None
+    aval = jax.typeof(a)
+    if aval.sharding.spec[-1 if layout[0] == "n" else -2] is not None:  # dot_general adds over devices only when told
+        spec = out_spec(aval, jax.typeof(b), layout)
+        sharding = aval.sharding.update(spec=jax.P(*(spec[order.index(i)] for i in range(len(order)))))
+    d = lax.dot_general(
+        lax.squeeze(a, b_only),
+        lax.squeeze(b, a_only),
+        (
+            ([a_axes.index("k")], [b_axes.index("k")]),
+            ([a_axes.index(i) for i in both], [b_axes.index(i) for i in both]),
+        ),
+        preferred_element_type=_preferred(a.dtype, out_dtype, on_cuda),
+        out_sharding=sharding,
+    )
+    return lax.transpose(d, order).astype(out_dtype)
+
+
+def _choose(a: Any, b: Any, *, layout: str, out_dtype: np.dtype, config: Config | None, arch: str, **_: Any) -> Choice:
+    return choose(Problem.of(a, b, layout=layout, out_dtype=out_dtype, arch=arch), config)
+
+
+def _batch(args: Any, dims: Any, *, layout: str, **params: Any) -> tuple[jax.Array, int]:
+    a, b = args
+    i, j = dims
+    if j is None and a.ndim == 3 and layout[0] == "n" and i < 2 and not sharded(a):
+        # One matrix b for all of a: the batch is more rows, wherever among the rows it lies.
+        d = gemm_p.bind(lax.reshape(a, (a.shape[0] * a.shape[1], a.shape[2])), b, layout=layout, **params)
+        return lax.reshape(d, (*a.shape[:2], d.shape[-1])), i
+    # A batch axis where one operand has it already, so that only an axis among the matrix's own must move.
+    at = next((dim for dim, x in ((i, a), (j, b)) if dim is not None and dim < x.ndim - 2), 0)
+    a, b = (lax.expand_dims(x, [at]) if dim is None else jnp.moveaxis(x, dim, at) for x, dim in ((a, i), (b, j)))
+    return gemm_p.bind(a, b, layout=layout, **params), at
+
+
+def _cotangent(g: jax.Array, x: jax.Array, to: Any, swap: bool, *, layout: str, backend: str) -> jax.Array:
+    """The cotangent of the operand with aval ``to`` from that of the result and the other operand ``x``."""
+    axes = [i for i in range(g.ndim - 2) if to.shape[i] == 1 != g.shape[i]]
+    # Partial sums of a 16-bit gradient are added in f32, and rounded once.
+    wide = bool(axes) and jnp.issubdtype(to.dtype, jnp.floating) and to.dtype.itemsize < 4
+    g = g.astype(x.dtype)
+    d = gemm_p.bind(
+        *((x, g) if swap else (g, x)),
+        layout=layout,
+        out_dtype=np.dtype(np.float32) if wide else to.dtype,
+        backend=backend,
+        config=None,  # a pinned kernel is for the product it was pinned to
+    )
+    return d.sum(axes, keepdims=True).astype(to.dtype) if axes else d
+
+
+def _transpose_a(g: jax.Array, a: Any, b: jax.Array, *, layout: str, backend: str, **_: Any) -> jax.Array:
+    if layout[0] == "n":  # [m, k] = g [m, n] @ b [n, k]
+        return _cotangent(g, b, a.aval, False, layout="n" + _FLIP[layout[1]], backend=backend)
+    return _cotangent(g, b, a.aval, True, layout=layout[1] + "t", backend=backend)  # [k, m] = b [k, n] @ g [n, m]
+
+
+def _transpose_b(g: jax.Array, a: jax.Array, b: Any, *, layout: str, backend: str, **_: Any) -> jax.Array:
+    if layout[1] == "n":  # [k, n] = a [k, m] @ g [m, n]
+        return _cotangent(g, a, b.aval, True, layout=_FLIP[layout[0]] + "n", backend=backend)
+    return _cotangent(g, a, b.aval, False, layout="t" + layout[0], backend=backend)  # [n, k] = g [n, m] @ a [m, k]
+
+
+gemm_p = define(
+    "cutjax_gemm",
+    abstract=_abstract,
+    reference=reference,
+    choose=_choose,
+    launch=_sm90.launch,
+    batch=_batch,
+    bilinear=(_transpose_a, _transpose_b),
+)
