@@ -107,7 +107,7 @@ _INTEGER = {
     "clz": "clz<{T}>({})",
     "max": "({0} < {1} ? {1} : {0})",
     "min": "({1} < {0} ? {1} : {0})",
-    "clamp": "({1} < {0} ? {0} : {2} < {1} ? {2} : {1})",
+    "clamp": "({2} < {1} || {2} < {0} ? {2} : {1} < {0} ? {0} : {1})",
 }
 _BOOL = {"not": "!{}", "max": "{} | {}", "min": "{} & {}", "mul": "{} & {}", "add": "{} | {}"}
 
@@ -137,9 +137,9 @@ def emit(epilogue: Epilogue) -> str:
                                      <Carrier>& y0, ...)
 
     with one ``x`` for each operand, one ``y`` for each output, ``row`` and ``col`` the element's place in its matrix.
-    A carrier (`CARRIERS`) holds a value exactly: float every float dtype, int and u32 integers of up to 32 bits, i64 and
-    u64 those of 64, bool. One exception: an output that is not reduced and of a float dtype shorter than f32 is not yet
-    rounded to that dtype, since a store rounds two values in one instruction: ``cvt_bf16x2``, ``cvt_f16x2``,
+    A carrier (`CARRIERS`) holds a value exactly: float every float dtype, int and u32 integers of up to 32 bits, i64
+    and u64 those of 64, bool. One exception: an output that is not reduced and of a float dtype shorter than f32 is not
+    yet rounded to that dtype, since a store rounds two values in one instruction: ``cvt_bf16x2``, ``cvt_f16x2``,
     ``pack_e4m3x2`` or ``pack_e5m2x2``. Rounding again what is rounded changes nothing, so the store always does.
 
     Raises:
@@ -270,28 +270,29 @@ def _converted(text: str, source: str, target: str) -> str:
     return f"wrap<{_INTEGERS[target]}>({text})"
 
 
+# The bits of a float as an integer, and back.
+_TO_BITS = {
+    "float32": "__float_as_uint({})",
+    "bfloat16": "(__float_as_uint({}) >> 16)",
+    "float16": "(cvt_f16x2({}, 0.0f) & 0xffff)",
+    "float8_e4m3fn": "(pack_e4m3x2({}, 0.0f) & 0xff)",
+    "float8_e5m2": "(pack_e5m2x2({}, 0.0f) & 0xff)",
+}
+_FROM_BITS = {
+    "float32": "__uint_as_float(static_cast<u32>({}))",
+    "bfloat16": "__uint_as_float(static_cast<u32>({}) << 16)",
+    "float16": "f16_to_f32(static_cast<u32>({}) & 0xffff)",
+    "float8_e4m3fn": "f16_to_f32(cvt_f16x2_e4m3x2(static_cast<u16>({})) & 0xffff)",
+    "float8_e5m2": "f16_to_f32(static_cast<u32>({}) << 8 & 0xff00)",
+}
+
+
 def _bitcast(text: str, source: str, target: str) -> str:
-    if source == target:
-        return text
-    if source in _INTEGERS and target in _INTEGERS:
-        return f"wrap<{_INTEGERS[target]}>({text})"
-    if source in _ROUND:
-        bits = {
-            "float32": "__float_as_uint({})",
-            "bfloat16": "__float_as_uint({}) >> 16",
-            "float16": "(cvt_f16x2({}, 0.0f) & 0xffff)",
-        }.get(source)
-        if bits and target in _INTEGERS:
-            return f"wrap<{_INTEGERS[target]}>({bits.format(text)})"
-    if target in _ROUND and source in _INTEGERS:
-        value = {
-            "float32": "__uint_as_float(static_cast<u32>({}))",
-            "bfloat16": "__uint_as_float(static_cast<u32>({}) << 16)",
-            "float16": "f16_to_f32(static_cast<u32>({}) & 0xffff)",
-        }.get(target)
-        if value:
-            return value.format(text)
-    raise NotImplementedError(f"kernels do not bitcast {source} to {target}")
+    """``bitcast_convert_type`` between dtypes of one size."""
+    if "bool" in (source, target):
+        raise NotImplementedError(f"kernels do not bitcast {source} to {target}")
+    bits = _TO_BITS[source].format(text) if source in _ROUND else text
+    return _FROM_BITS[target].format(bits) if target in _ROUND else f"wrap<{_INTEGERS[target]}>({bits})"
 
 
 def _expression(nodes: Sequence[Node], i: int, node: Node, level: Level, names: Sequence[str]) -> str:

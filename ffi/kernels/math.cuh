@@ -85,7 +85,10 @@ DEVICE float round_e5m2(float x) { return f16_to_f32(pack_e5m2x2(x, 0.0f) << 8 &
 
 // ---- accurate: for results that a float32 may show ----
 
-DEVICE float accurate_logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
+DEVICE float accurate_logistic(float x) {  // exp(-|x|) cannot overflow: subnormal results stay
+  float e = expf(-fabsf(x));
+  return (x < 0.0f ? e : 1.0f) / (1.0f + e);
+}
 DEVICE float accurate_sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x; }
 DEVICE float clamp_nan(float low, float x, float high) { return min_nan(max_nan(low, x), high); }
 DEVICE bool is_finite(float x) { return fabsf(x) < __uint_as_float(0x7f800000); }
