@@ -28,8 +28,9 @@ class Node:
         equal means the same bits.
         iota: ``("row",)``, ``("col",)`` or ``("batch", i)``, the position in the result, batch axes counted from the
         rows outwards.
-        custom_jvp: ``(k,)``. The value is the first argument's, and nothing is computed; of the other 2k arguments, k
-        inputs and k coefficients, the derivative is made: d value = sum of coefficient * d input. (k = 0 stops it.)
+        custom_jvp: ``(k, again)``. The value is the first argument's, and nothing is computed. The derivative is made
+        of the last 2k arguments, k inputs and k coefficients: d value = sum of coefficient * d input (k = 0 stops it).
+        Second derivatives see the same again, or, where ``again`` is 1 and not 0, the second argument.
         integer_pow: ``(y,)``. round: ``(lax.RoundingMethod as int,)``. reduce_precision: ``(exponent, mantissa)`` bits.
     """
 
@@ -154,8 +155,7 @@ class Epilogue:
             elif node.op == "select_n":
                 affine.append(all(aff) and not dep[0])
             elif node.op == "custom_jvp":
-                k = node.params[0]
-                affine.append(all(aff[1 : k + 1]) and not any(dep[k + 1 :]))
+                affine.append(all(split_rule(node, aff)[2]) and not any(split_rule(node, dep)[3]))
             else:
                 affine.append(False)
         return all(affine[x.node] and (x.reduce in (None, "sum") or not depends[x.node]) for x in self.outputs)
@@ -247,8 +247,7 @@ def _evaluate(node: Node, args: list[jax.Array]) -> jax.Array:
         case "convert_element_type":
             return lax.convert_element_type(args[0], np.dtype(node.dtype))
         case "custom_jvp":
-            k = node.params[0]
-            return with_derivative(args[0], args[1 : k + 1], args[k + 1 :])
+            return with_derivative(*split_rule(node, args))
         case "integer_pow":
             return lax.integer_pow(args[0], node.params[0])
         case "reduce_precision":
@@ -260,15 +259,26 @@ def _evaluate(node: Node, args: list[jax.Array]) -> jax.Array:
 
 
 @jax.custom_jvp
-def with_derivative(value: jax.Array, inputs: list[jax.Array], coefficients: list[jax.Array]) -> jax.Array:
+def with_derivative(
+    value: jax.Array, again: jax.Array | None, inputs: Sequence[jax.Array], coefficients: Sequence[jax.Array]
+) -> jax.Array:
+    """The value, with the derivative that Node says of custom_jvp."""
     return value
 
 
 @with_derivative.defjvp
 def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    value, _, coefficients = primals
-    terms = [(c * t.astype(c.dtype)).astype(value.dtype) for c, t in zip(coefficients, tangents[1], strict=True)]
-    return with_derivative(*primals), functools.reduce(lax.add, terms, jnp.zeros_like(value))
+    value, again, _, coefficients = primals
+    terms = [(c * t.astype(c.dtype)).astype(value.dtype) for c, t in zip(coefficients, tangents[2], strict=True)]
+    out = with_derivative(*primals) if again is None else again
+    return out, functools.reduce(lax.add, terms) if terms else jnp.zeros_like(value)
+
+
+def split_rule(node: Node, args: Sequence[Any]) -> tuple[Any, Any, list[Any], list[Any]]:
+    """What a node "custom_jvp" has as its value, that for second derivatives or None, inputs and coefficients."""
+    k, again = node.params
+    at = 1 + again
+    return args[0], args[1] if again else None, [*args[at : at + k]], [*args[at + k :]]
 
 
 _INFIX = dict(

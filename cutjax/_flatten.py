@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core, source_info_util
 
-from cutjax._expression import OPS, with_derivative
+from cutjax._expression import OPS, Node, split_rule, with_derivative
 
 TILE, OUTSIDE, POST = "tile", "outside", "post"
 
@@ -40,14 +40,14 @@ class Step:
     ins: list[int]
     outs: list[int]
     eqn: Any
+    site: Any  # the equation of the outermost call: those inside may have been traced, and cached, for another line
     kind: str
     params: dict[str, Any]
 
     def run(self, args: list[Any]) -> list[Any]:
         """What the step computes, as JAX computes it."""
         if self.name == "custom_jvp":
-            k = self.params["inputs"]
-            return [with_derivative(args[0], args[1 : k + 1], args[k + 1 :])]
+            return [with_derivative(*split_rule(Node("", params=self.params["rule"]), args))]
         return _bind(self.eqn, args)
 
 
@@ -112,14 +112,15 @@ def _elementwise(jaxpr: Any) -> bool:
     return True
 
 
-def refuse_effects(jaxpr: Any) -> None:
+def refuse_effects(jaxpr: Any, site: Any = None) -> None:
+    """Raises if anything in a jaxpr, needed or not, has a side effect."""
     for eqn in jaxpr.eqns:
         inner = list(core.jaxprs_in_params(eqn.params))
         for sub in inner:
-            refuse_effects(sub)
+            refuse_effects(sub, site or eqn)
         if not inner and any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects):
             raise NotImplementedError(
-                f"epilogue: {eqn.primitive.name} at {where(eqn)} has a side effect, and a kernel has none; "
+                f"epilogue: {eqn.primitive.name} at {where(site or eqn)} has a side effect, and a kernel has none; "
                 "apply it to the result of the product instead"
             )
 
@@ -134,6 +135,7 @@ class Flat:
         self.kinds: list[str] = []
         self.steps: list[Step] = []
         self.known: dict[int, Any] = {}  # arrays and tracers
+        self.calls: set[tuple[int, tuple[int, ...]]] = set()  # results of custom rules' functions, and of what
         self.literals: dict[int, Any] = {}  # numbers; of any shape, the same everywhere
 
     def value(self, shape: Sequence[int], dtype: Any, kind: str) -> int:
@@ -142,14 +144,17 @@ class Flat:
         self.kinds.append(kind)
         return len(self.shapes) - 1
 
-    def outside(self, x: Any, aval: Any) -> int:
+    def outside(self, x: Any, aval: Any, bake: bool = True) -> int:
+        """A value from outside; a number, if ``bake``, becomes part of the expression."""
         i = self.value(aval.shape, aval.dtype, OUTSIDE)
         self.known[i] = x
-        if not aval.shape and isinstance(x, np.ndarray | np.generic | bool | int | float):
+        if bake and not aval.shape and isinstance(x, np.ndarray | np.generic | bool | int | float):
             self.literals[i] = np.asarray(x, aval.dtype)
         return i
 
-    def inline(self, jaxpr: Any, consts: Sequence[int], inputs: Sequence[int], depth: int) -> list[int]:
+    def inline(
+        self, jaxpr: Any, consts: Sequence[int], inputs: Sequence[int], depth: int = 0, site: Any = None
+    ) -> list[int]:
         """Appends a jaxpr's steps; the values of its results."""
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
 
@@ -163,16 +168,16 @@ class Flat:
 
         for eqn in _live(jaxpr):
             ins = [read(x) for x in eqn.invars]
-            env.update(zip(eqn.outvars, self._equation(eqn, ins, depth), strict=True))
+            env.update(zip(eqn.outvars, self._equation(eqn, ins, depth, site or eqn), strict=True))
         return [read(x) for x in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, ins: list[int], depth: int) -> list[int]:
+    def _equation(self, eqn: Any, ins: list[int], depth: int, site: Any) -> list[int]:
         name = eqn.primitive.name
         kinds = {self.kinds[i] for i in ins}
         if name in _CALLS and (TILE in kinds or (POST not in kinds and _elementwise(_callee(eqn)[0]))):
             jaxpr, consts = _callee(eqn)
-            outs = self.inline(jaxpr, [self.outside(c, aval_of(c)) for c in consts], ins, depth)
-            return self._rule(eqn, ins, outs, depth) if name.startswith("custom_") and depth < _RULE_DEPTH else outs
+            outs = self.inline(jaxpr, [self.outside(c, aval_of(c)) for c in consts], ins, depth, site)
+            return self._rule(eqn, ins, outs, depth, site) if name.startswith("custom_") else outs
         if name in _IDENTITIES and POST not in kinds and len(ins) == len(eqn.outvars):
             return ins
         literal = self._fold(eqn, ins)
@@ -180,7 +185,7 @@ class Flat:
             return [literal]
         if POST in kinds and TILE in kinds:
             raise NotImplementedError(
-                f"epilogue: {name} at {where(eqn)} combines a reduction with an accumulator, but a reduction is known "
+                f"epilogue: {name} at {where(site)} combines a reduction with an accumulator, but a reduction is known "
                 "only when every tile is done; return it, and combine outside"
             )
         kind = POST if POST in kinds else TILE if TILE in kinds else OUTSIDE
@@ -190,9 +195,11 @@ class Flat:
             else:
                 kind = POST
         elif kind == TILE and (name not in INLINABLE or eqn.params.get("out_dtype") is not None):
-            raise NotImplementedError(f"epilogue: {name} at {where(eqn)} is not elementwise; {_advice(name)}")
+            raise NotImplementedError(
+                f"epilogue: {name} at {where(site)} is no elementwise operation of a kernel; {_advice(name)}"
+            )
         outs = [self.value(x.aval.shape, x.aval.dtype, kind) for x in eqn.outvars]
-        self.steps.append(Step(name, ins, outs, eqn, kind, eqn.params))
+        self.steps.append(Step(name, ins, outs, eqn, site, kind, eqn.params))
         return outs
 
     def _fold(self, eqn: Any, ins: list[int]) -> int | None:
@@ -204,9 +211,8 @@ class Flat:
                 if number is None or self.shapes[x] != out.shape or x in self.literals:
                     continue
                 # x + 0.0 is not x where that is -0.0, but x - 0.0 is
-                zero = (
-                    number == 0 and not np.signbit(number) and (name == "sub" or jnp.issubdtype(out.dtype, jnp.integer))
-                )
+                exact = name == "sub" or jnp.issubdtype(out.dtype, jnp.integer)
+                zero = number == 0 and not np.signbit(number) and exact
                 if number == 1 if name == "mul" else zero:
                     return x
         if not ins or any(i not in self.literals for i in ins):
@@ -224,39 +230,48 @@ class Flat:
         self.literals[i] = value
         return i
 
-    def _rule(self, eqn: Any, ins: list[int], outs: list[int], depth: int) -> list[int]:
+    def _rule(self, eqn: Any, ins: list[int], outs: list[int], depth: int, site: Any) -> list[int]:
         """The results of a function with a derivative of its own, each with that derivative.
 
         An elementwise function's derivative in an input is a factor, the rule's answer to a tangent of ones.
         """
         if any(self.kinds[i] == POST for i in outs):
             raise NotImplementedError(
-                f"epilogue: {where(eqn)} reduces inside a function with a derivative of its own; "
+                f"epilogue: {eqn.primitive.name} at {where(site)} reduces in a function with a derivative of its own; "
                 "return the reduction, and go on outside"
             )
         real = [k for k, i in enumerate(ins) if i not in self.literals and jnp.issubdtype(self.dtypes[i], jnp.floating)]
 
-        def factors(*args: Any) -> list[Any]:
-            found = []
+        key = tuple(ins[k] for k in real)
+        if not real or depth == _RULE_DEPTH:
+            self.calls.update({(i, key) for i in outs})
+            return outs
+
+        def rule(*args: Any) -> list[Any]:
+            """The results as the rule has them, for second derivatives, and for each result its factors."""
             if eqn.primitive.name == "custom_jvp_call":
+                found: list[list[Any]] = []
                 for k in real:
                     fn = lambda x, k=k: _bind(eqn, [*args[:k], x, *args[k + 1 :]])  # noqa: E731
-                    found.append(jax.jvp(fn, (args[k],), (jnp.ones_like(args[k]),))[1])
-                return [by_input[o] for o in range(len(outs)) for by_input in found]
+                    values, factors = jax.jvp(fn, (args[k],), (jnp.ones_like(args[k]),))
+                    found.append(factors)
+                return [*values, *(factors[o] for o in range(len(outs)) for factors in found)]
             values, pull = jax.vjp(lambda *xs: _bind(eqn, _filled(args, real, xs)), *(args[k] for k in real))
-            for o in range(len(outs)):
-                found += pull([jnp.full_like(x, float(o == i)) for i, x in enumerate(values)])
-            return found
+            ones = ([jnp.full_like(x, float(o == i)) for i, x in enumerate(values)] for o in range(len(outs)))
+            return [*values, *(factor for cotangents in ones for factor in pull(cotangents))]
 
-        closed = jax.make_jaxpr(factors)(*(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars))
+        closed = jax.make_jaxpr(rule)(*(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars))
         consts = [self.outside(c, aval_of(c)) for c in closed.consts]
-        found = self.inline(closed.jaxpr, consts, ins, depth + 1)
+        found = self.inline(closed.jaxpr, consts, ins, depth + 1, site)
         results = []
         for o, value in enumerate(outs):
             kind, n = self.kinds[value], len(real)
-            args = [value, *(ins[k] for k in real), *found[o * n : (o + 1) * n]]
+            at = len(outs) + o * n
+            again = (found[o], key) not in self.calls  # else the rule gives its own function's value, as most do
+            args = [value, *found[o : o + again], *key, *found[at : at + n]]
             result = self.value(self.shapes[value], self.dtypes[value], kind)
-            self.steps.append(Step("custom_jvp", args, [result], eqn, kind, {"inputs": n}))
+            self.steps.append(Step("custom_jvp", args, [result], eqn, site, kind, {"rule": (n, int(again))}))
+            self.calls.add((result, key))
             results.append(result)
         return results
 

@@ -90,8 +90,8 @@ def trace(fn: Callable[..., Any], accs: Sequence[Any], operands: Sequence[Any] =
     flat = Flat(tuple(accs[0].shape))
     leaves = jax.tree.leaves(tuple(operands))
     inputs = [flat.value(x.shape, x.dtype, TILE) for x in accs]
-    inputs += [flat.outside(x, aval_of(x)) for x in leaves]
-    outs = flat.inline(closed.jaxpr, [*(flat.outside(c, aval_of(c)) for c in closed.consts)], inputs, 0)
+    inputs += [flat.outside(x, aval_of(x), bake=False) for x in leaves]
+    outs = flat.inline(closed.jaxpr, [*(flat.outside(c, aval_of(c)) for c in closed.consts)], inputs)
     return _Builder(flat, len(accs), outs, jax.tree.structure(shapes), _name(fn)).traced()
 
 
@@ -180,7 +180,7 @@ class _Builder:
     def _demand(self, i: int, labels: Labels) -> None:
         flat = self.flat
         if i < self.products and labels != self.standard:
-            moved = [where(step.eqn) for step in flat.steps if step.name == "transpose" and step.kind == TILE]
+            moved = [where(step.site) for step in flat.steps if step.name == "transpose" and step.kind == TILE]
             raise NotImplementedError(
                 f"epilogue: an accumulator is used with its axes exchanged{', see ' + moved[0] if moved else ''}; "
                 "transpose the result, or swap the operands of the product"
@@ -204,7 +204,7 @@ class _Builder:
         axes = tuple(name for name, at in (("row", self.rank - 2), ("col", self.rank - 1)) if at in reduced)
         if not axes or len(axes) != len(reduced):
             raise NotImplementedError(
-                f"epilogue: {step.name} at {where(step.eqn)} reduces {shape} over axes "
+                f"epilogue: {step.name} at {where(step.site)} reduces {shape} over axes "
                 f"{tuple(step.params['axes'])}, of which one is a batch axis; reduce over rows and columns only"
             )
         self._demand(source, labels)
@@ -225,7 +225,7 @@ class _Builder:
                     self._add_leaf(i, labels)
                 else:
                     raise NotImplementedError(
-                        f"epilogue: {step.name} at {where(step.eqn)} turns {self.flat.shapes[step.ins[0]]} into "
+                        f"epilogue: {step.name} at {where(step.site)} turns {self.flat.shapes[step.ins[0]]} into "
                         f"{self.flat.shapes[i]}, but an accumulator may only gain and lose axes of size 1"
                     )
 
@@ -286,7 +286,7 @@ class _Builder:
         dtype = flat.dtypes[step.outs[0]].name
         if dtype not in DTYPES:
             raise TypeError(
-                f"epilogue: {step.name} at {where(step.eqn)} computes in {dtype}, which no kernel does: accumulators "
+                f"epilogue: {step.name} at {where(step.site)} computes in {dtype}, which no kernel does: accumulators "
                 "are float32; cast operands and constants"
             )
         if step.name == "iota":
@@ -302,10 +302,9 @@ class _Builder:
             case "reduce_max" | "reduce_min":
                 return args[0]
             case "stop_gradient":
-                return self._node("custom_jvp", args[0], dtype=dtype, params=(0,))
+                return self._node("custom_jvp", *args, dtype=dtype, params=(0, 0))
             case "custom_jvp":
-                k = params["inputs"]
-                return self._node("custom_jvp", *args, dtype=dtype, params=(k,))
+                return self._node("custom_jvp", *args, dtype=dtype, params=params["rule"])
             case "convert_element_type" if self.nodes[args[0]].dtype == dtype:
                 return args[0]
             case "add_any":
