@@ -63,11 +63,9 @@ _SAME = "copy copy_p device_put name optimization_barrier pbroadcast pcast pvary
 _IDENTITIES = frozenset(_SAME.split())
 UNIT_MOVES = ("reshape", "squeeze", "expand_dims")
 REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
-INLINABLE = (
-    OPS
-    | _IDENTITIES
-    | {*UNIT_MOVES, "add_any", "broadcast_in_dim", "iota", "random_bits", "stop_gradient", "transpose"}
-)
+# These become several nodes; the last three are newer than jax 0.10.
+_EXPANDED = frozenset(["add_any", "random_bits", "stop_gradient", "log2", "one_minus_square", "polynomial"])
+INLINABLE = OPS | _IDENTITIES | _EXPANDED | {*UNIT_MOVES, "broadcast_in_dim", "iota", "tie", "transpose"}
 _CALLS = {
     "pjit": "jaxpr",
     "jit": "jaxpr",
@@ -180,6 +178,8 @@ class Flat:
             return self._rule(eqn, ins, outs, depth, site) if name.startswith("custom_") else outs
         if name in _IDENTITIES and POST not in kinds and len(ins) == len(eqn.outvars):
             return ins
+        if name == "tie":
+            return ins[1:]
         literal = self._fold(eqn, ins)
         if literal is not None:
             return [literal]

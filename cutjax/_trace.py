@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import source_info_util
 
 from cutjax import _expression
 from cutjax._expression import Epilogue, Node, OperandSpec, Output
@@ -32,6 +33,7 @@ from cutjax._flatten import (
     where,
 )
 
+source_info_util.register_exclusion(__file__)  # a line that calls the user's function is not the user's
 DTYPES = frozenset(
     ["bool", "bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2"]
     + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -144,7 +146,7 @@ class _Builder:
             self.index[k, self.standard] = self._node("acc", dtype="float32", params=(k,))
         for i, value in flat.literals.items():
             for labels in self.demands.get(i, ()):
-                self.index[i, labels] = self._push(_expression.const(value, flat.dtypes[i]))
+                self.index[i, labels] = self._number(value, flat.dtypes[i])
         for step in flat.steps:
             for i in step.outs:
                 for labels in sorted(self.demands.get(i, ()), key=repr):
@@ -264,6 +266,9 @@ class _Builder:
         self.nodes.append(node)
         return len(self.nodes) - 1
 
+    def _number(self, value: Any, dtype: Any) -> int:
+        return self._push(_expression.const(value, dtype))
+
     def _node(self, op: str, *args: int, dtype: str, params: tuple[Any, ...] = ()) -> int:
         return self._push(Node(op, args, dtype, params))
 
@@ -309,6 +314,19 @@ class _Builder:
                 return args[0]
             case "add_any":
                 return self._node("add", *args, dtype=dtype)
+            case "log2":
+                log = self._node("log", *args, dtype=dtype)
+                return self._node("div", log, self._number(math.log(2), dtype), dtype=dtype)
+            case "one_minus_square":
+                one = self._number(1, dtype)
+                factors = [self._node(op, one, *args, dtype=dtype) for op in ("add", "sub")]
+                return self._node("mul", *factors, dtype=dtype)
+            case "polynomial":
+                x, *coefficients = args
+                value = coefficients.pop()
+                for c in reversed(coefficients):
+                    value = self._node("add", self._node("mul", value, x, dtype=dtype), c, dtype=dtype)
+                return value
             case "integer_pow":
                 return self._node("integer_pow", *args, dtype=dtype, params=(params["y"],))
             case "round":
@@ -321,7 +339,7 @@ class _Builder:
 
     def _iota(self, axis: int | None, dtype: str) -> int:
         if axis is None:
-            return self._push(_expression.const(0, dtype))
+            return self._number(0, dtype)
         row = self.rank - 2
         at = ("row",) if axis == row else ("col",) if axis > row else ("batch", row - 1 - axis)
         node = self._node("iota", dtype="int32", params=at)
@@ -334,7 +352,7 @@ class _Builder:
             return self._node(name, *args, dtype="uint32")
 
         def word(x: int) -> int:
-            return self._push(_expression.const(x & 0xFFFFFFFF, "uint32"))
+            return self._number(x & 0xFFFFFFFF, "uint32")
 
         index, stride = word(0), 1
         shape = step.params["shape"]
