@@ -406,5 +406,6 @@ _FAST: dict[str, Callable[[Node, Level, list[str], list[Node]], str | None]] = {
     "exp2": lambda _, level, args, __: f"fine_exp2({args[0]})" if level >= Level.FINE else None,
     "sqrt": lambda _, level, args, __: f"sqrt_approx({args[0]})" if level >= Level.FINE else None,
     "tanh": lambda _, level, args, __: f"tanh_approx({args[0]})" if level == Level.COARSE_BF16 else None,
+    "expm1": lambda _, level, args, __: f"coarse_expm1({args[0]})" if level == Level.COARSE_BF16 else None,
     "log1p_unit": lambda _, level, args, __: f"coarse_log1p({args[0]})",
 }
