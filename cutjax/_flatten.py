@@ -260,7 +260,7 @@ class Flat:
             ones = ([jnp.full_like(x, float(o == i)) for i, x in enumerate(values)] for o in range(len(outs)))
             return [*values, *(factor for cotangents in ones for factor in pull(cotangents))]
 
-        closed = jax.make_jaxpr(rule)(*(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars))
+        closed = jax.make_jaxpr(rule)(*(x.aval for x in eqn.invars))
         consts = [self.outside(c, aval_of(c)) for c in closed.consts]
         found = self.inline(closed.jaxpr, consts, ins, depth + 1, site)
         results = []

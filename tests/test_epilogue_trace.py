@@ -464,6 +464,33 @@ def test_apply_under_transformations():
     )
 
 
+def test_inside_shard_map():
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    c = jnp.arange(16.0)
+
+    def fn(acc, b):  # custom rules of both kinds, and a captured value that varies over no mesh axis
+        return jax.nn.relu(acc + b) * clipped(acc, jnp.float32(-1.0)) + jax.nn.softplus(acc * c)
+
+    def fused(acc, b):
+        t = trace(fn, [jax.typeof(acc)], (b,))
+        return t.finish(t.epilogue.apply([acc], t.operands))
+
+    def over_devices(f):
+        specs = (jax.P("i"), jax.P())
+        return jax.jit(
+            jax.grad(lambda *args: jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=jax.P("i"))(*args).sum())
+        )
+
+    args = (accumulators()[0], c)
+    np.testing.assert_allclose(over_devices(fused)(*args), over_devices(fn)(*args), rtol=1e-5)
+
+
+def test_numbers_as_operands_are_not_part_of_the_expression():
+    epilogue = check(lambda acc, s: acc * s, 0.5)
+    assert epilogue == traced(lambda acc, s: acc * s, np.float32(3)).epilogue
+    assert len(epilogue.operands) == 1
+
+
 @settings(max_examples=60, deadline=None)
 @given(epilogues(kinds=["scalar", "col", "row", "full", "batch", "batch_col", "all"]))
 def test_random_functions(case: Case):
