@@ -347,6 +347,8 @@ def _float(node: Node, level: Level, args: list[str], sources: list[Node]) -> st
         if text:
             return text
     match node.op:
+        case "affine":  # of _precision.rewrite
+            return f"{args[0]} * {_float_literal(node.params[0])} + {_float_literal(node.params[1])}"
         case "integer_pow":
             return f"integer_pow<{node.params[0]}>({args[0]})"
         case "round":

@@ -190,6 +190,7 @@ def _improve(nodes: list[Node], i: int, uses: Sequence[int]) -> None:
             _set(nodes, i, "exp", node.args[0], 1.0)
         case "logistic" | "erfc":
             _set(nodes, i, node.op, node.args[0], *(node.params or (1.0, 1.0)))
+            _factor_cubic(nodes, i, uses)
         case "add" | "sub":
             for one, other in (node.args, node.args[::-1])[: 2 if node.op == "add" else 1]:
                 function = nodes[other]
@@ -198,7 +199,8 @@ def _improve(nodes: list[Node], i: int, uses: Sequence[int]) -> None:
                 if not _is_const(nodes[one], 1.0) or function.dtype != "float32":
                     continue
                 if function.op == "tanh":
-                    return _set(nodes, i, "logistic", function.args[0], 2.0 * sign, 2.0)
+                    _set(nodes, i, "logistic", function.args[0], 2.0 * sign, 2.0)
+                    return _factor_cubic(nodes, i, uses)
                 if function.op == "erf":
                     return _set(nodes, i, "erfc", function.args[0], -sign)
                 if function.op == "logistic" and node.op == "sub" and factor == 1:
@@ -228,6 +230,28 @@ def _improve(nodes: list[Node], i: int, uses: Sequence[int]) -> None:
                         _set(nodes, bottom, "logistic", function.args[0], -scale)
                         nodes[i] = dataclasses.replace(node, op="mul", args=(top, bottom))
                         return
+
+
+def _factor_cubic(nodes: list[Node], i: int, uses: Sequence[int]) -> None:
+    """Turns s (x + c x^3), of GELU's logistic, into ln 2 * x (k0 + k1 x^2): the function divides by ln 2 for nothing."""
+    scale, factor = nodes[i].params
+    total = nodes[i].args[0]
+    if nodes[i].op != "logistic" or nodes[total].op != "add" or uses[total] != 1:
+        return
+    for x, term in (nodes[total].args, nodes[total].args[::-1]):
+        for c, cube in (nodes[term].args, nodes[term].args[::-1]) if nodes[term].op == "mul" else ():
+            power = nodes[cube]
+            if nodes[c].op != "const" or power.op != "integer_pow" or power.params != (3,) or power.args != (x,):
+                continue
+            if uses[term] != 1 or uses[cube] != 1 or {nodes[j].dtype for j in (total, term, cube)} != {"float32"}:
+                continue
+            k = scale / math.log(2)
+            nodes[cube] = dataclasses.replace(power, op="square", params=())
+            affine = (k * float(nodes[c].params[0]), k)
+            nodes[term] = dataclasses.replace(nodes[term], op="affine", args=(cube,), params=affine)
+            nodes[total] = dataclasses.replace(nodes[total], op="mul", args=(x, term))
+            nodes[i] = dataclasses.replace(nodes[i], params=(math.log(2), factor))
+            return
 
 
 def _is_const(node: Node, value: float) -> bool:
