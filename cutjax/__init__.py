@@ -8,6 +8,7 @@ from cutjax._problem import Problem
 from cutjax._select import candidates, supports
 from cutjax.explain import explain
 from cutjax.gemm import gemm
+from cutjax.mlp import mlp
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Problem", "candidates", "explain", "gemm", "supports", "use_backend"]
+__all__ = ["Config", "Problem", "candidates", "explain", "gemm", "mlp", "supports", "use_backend"]

@@ -44,12 +44,9 @@ def call(
     **params: Any,
 ) -> Any:
     """Traces a function and binds the primitive; what the function returns."""
-    if not jnp.issubdtype(a.dtype, jnp.floating) or a.dtype.itemsize > 4:
-        raise TypeError(f"gemm: an epilogue computes on float32 accumulators, but the operands are {a.dtype}")
     arrays = [x for x in jax.tree.leaves(operands) if isinstance(x, jax.Array)]
     a, *bs = match_varying(a, *bs, *arrays)[: 1 + len(bs)]
-    tile = _tile(jax.typeof(a), [jax.typeof(b) for b in bs], layout)
-    acc = jax.ShapeDtypeStruct(tile.shape, ACC, sharding=tile.sharding, manual_axis_type=tile.mat)
+    acc = accumulator(a, bs, layout)
     traced = trace(_casting(fn, out_dtype) if isinstance(out_dtype, tuple) else fn, [acc] * len(bs), operands)
     epilogue = traced.epilogue
     if not isinstance(out_dtype, tuple):
@@ -61,6 +58,14 @@ def call(
     return traced.finish(bind(epilogue, a, bs, traced.operands, layout=layout, **params))
 
 
+def accumulator(a: jax.Array, bs: Sequence[jax.Array], layout: str) -> jax.ShapeDtypeStruct:
+    """What an epilogue is traced with."""
+    if not jnp.issubdtype(a.dtype, jnp.floating) or a.dtype.itemsize > 4:
+        raise TypeError(f"epilogue: accumulators are float32, but the operands of the product are {a.dtype}")
+    tile = _tile(jax.typeof(a), [jax.typeof(b) for b in bs], layout)
+    return jax.ShapeDtypeStruct(tile.shape, ACC, sharding=tile.sharding, manual_axis_type=tile.mat)
+
+
 def _casting(fn: Callable[..., Any], dtypes: tuple[Any, ...]) -> Callable[..., Any]:
     """The function with each of its results in the dtype asked for."""
 
@@ -68,7 +73,7 @@ def _casting(fn: Callable[..., Any], dtypes: tuple[Any, ...]) -> Callable[..., A
     def casting(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(fn(*args))
         if len(leaves) != len(dtypes):
-            raise ValueError(f"gemm: out_dtype has {len(dtypes)} entries, but the epilogue returns {len(leaves)} arrays")
+            raise ValueError(f"gemm: out_dtype has {len(dtypes)} entries, the epilogue returns {len(leaves)} arrays")
         return tree.unflatten(x if t is None else x.astype(t) for x, t in zip(leaves, dtypes, strict=True))
 
     return casting
@@ -82,11 +87,11 @@ def bind(
     bs, operands = rest[: len(bs)], rest[len(bs) :]
     batch = np.broadcast_shapes(a.shape[:-2], *(b.shape[:-2] for b in bs))
     if params["layout"][0] == "n" and batch and math.prod(bs[0].shape[:-2]) == 1:
-        folded = _fold(epilogue, a, operands)
+        folded = fold(epilogue, a, operands)
         if folded is not None:
             rows, *operands = folded
             outs = _bind(epilogue, rows, [lax.reshape(b, b.shape[-2:]) for b in bs], operands, **params)
-            return [_unfold(out, x, a.shape[:-1]) for out, x in zip(epilogue.outputs, outs, strict=True)]
+            return [unfold(x, a.shape[:-1]) for x in outs]
     return _bind(epilogue, a, bs, operands, **params)
 
 
@@ -99,8 +104,8 @@ def _bind(epilogue: Epilogue, a: Any, bs: Sequence[Any], operands: Sequence[Any]
     return gemm_fused_p.bind(a, *bs, *operands, epilogue=epilogue, **params)
 
 
-def _fold(epilogue: Epilogue, a: jax.Array, operands: Sequence[jax.Array]) -> list[jax.Array] | None:
-    """a and the operands with the batch axes merged into the rows; None where that would change the result or move data."""
+def fold(epilogue: Epilogue, a: jax.Array, operands: Sequence[jax.Array]) -> list[jax.Array] | None:
+    """a and the operands with the batch axes merged into the rows; None where that changes the result or moves data."""
     rows = a.shape[:-1]
     mixed = any("row" in out.axes for out in epilogue.outputs) or epilogue.positions & {"row", "batch"}
     if mixed or any(x.shape[:-1] not in (rows, (1,) * len(rows)) for x in operands):
@@ -110,7 +115,7 @@ def _fold(epilogue: Epilogue, a: jax.Array, operands: Sequence[jax.Array]) -> li
     return [lax.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1])) for x in (a, *operands)]
 
 
-def _unfold(out: Output, x: jax.Array, rows: tuple[int, ...]) -> jax.Array:
+def unfold(x: jax.Array, rows: tuple[int, ...]) -> jax.Array:
     return lax.reshape(x, (*rows, *x.shape[1:]))
 
 
@@ -132,7 +137,7 @@ def _tile(a: Any, bs: Sequence[Any], layout: str) -> Any:
 
 
 def _abstract(*avals: Any, layout: str, epilogue: Epilogue, **_: Any) -> list[Any]:
-    a, bs, _ = _split(avals, epilogue)
+    a, bs = _split(avals, epilogue)[:2]
     if any(varying_axes(x) != varying_axes(a) for x in avals):
         raise ValueError(f"gemm: operands vary over different mesh axes: {', '.join(x.str_short() for x in avals)}")
     tile = _tile(a, bs, layout)
@@ -152,7 +157,7 @@ def _reference(*args: jax.Array, layout: str, epilogue: Epilogue, on_cuda: bool,
 
 
 def _choose(*avals: Any, layout: str, epilogue: Epilogue, config: Config | None, arch: str, **_: Any) -> Choice:
-    a, bs, _ = _split(avals, epilogue)
+    a, bs = _split(avals, epilogue)[:2]
     out_dtype = next((out.dtype for out in epilogue.outputs if out.reduce is None), a.dtype)
     problem = Problem.of(a, bs[0], layout=layout, out_dtype=out_dtype, arch=arch)
     if len({b.shape for b in bs}) > 1:
@@ -162,7 +167,7 @@ def _choose(*avals: Any, layout: str, epilogue: Epilogue, config: Config | None,
     return choose(dataclasses.replace(problem, epilogue=epilogue.primal), config)  # pyright: ignore[reportCallIssue]
 
 
-def _batch(args: Any, dims: Any, *, epilogue: Epilogue, layout: str, **params: Any) -> tuple[list[jax.Array], list[int]]:
+def _batch(args: Any, dims: Any, *, epilogue: Epilogue, layout: str, **params: Any) -> tuple[Any, list[int]]:
     a, bs, operands = _split(args, epilogue)
     a_dim, b_dims, _ = _split(dims, epilogue)
     if a_dim is not None and all(dim is None for dim in b_dims) and a.ndim == 3 and layout[0] == "n" and a_dim < 2:
@@ -171,15 +176,15 @@ def _batch(args: Any, dims: Any, *, epilogue: Epilogue, layout: str, **params: A
             lax.expand_dims(x, [a_dim]) if dim is None else jnp.moveaxis(x, dim, a_dim)
             for x, dim in zip(operands, dims[1 + epilogue.products :], strict=True)
         ]
-        folded = _fold(epilogue, a, operands)
+        folded = fold(epilogue, a, operands)
         if folded is not None:
             rows, *operands = folded
             outs = _bind(epilogue, rows, bs, operands, layout=layout, **params)
-            outs = [_unfold(out, x, a.shape[:-1]) for out, x in zip(epilogue.outputs, outs, strict=True)]
+            outs = [unfold(x, a.shape[:-1]) for x in outs]
             return outs, [a_dim] * len(outs)
         operands = list(args[1 + epilogue.products :])
-    # A batch axis where one has it already, so that only an axis among the matrices' own must move. But batch positions are
-    # counted from the rows outwards, so an epilogue that uses them wants a new axis outermost.
+    # A batch axis where one has it already, so that only an axis among the matrices' own must move. But batch positions
+    # are counted from the rows outwards, so an epilogue that uses them wants a new axis outermost.
     places = (dim for dim in dims if dim is not None and dim < a.ndim - (a_dim is not None) - 1)
     at = 0 if "batch" in epilogue.positions else next(places, 0)
     args = [
@@ -205,47 +210,52 @@ def saved_dtype(epilogue: Epilogue, dtype: np.dtype) -> np.dtype:
     return ACC if any(out.reduce is None and out.dtype == ACC.name for out in epilogue.outputs) else dtype
 
 
-def _jvp(primals: Any, tangents: Any, *, epilogue: Epilogue, layout: str, save: str, **params: Any) -> Any:
+def product_dots(
+    a: Any, bs: Sequence[Any], a_dot: Any, b_dots: Sequence[Any], dtype: np.dtype, **params: Any
+) -> list[jax.Array | None]:
+    """Tangents of the products; None is zero, here as among the arguments."""
+    dots = []
+    for b, b_dot in zip(bs, b_dots, strict=True):
+        terms = [] if a_dot is None else [_multiply(a_dot, b, dtype, **params)]
+        terms += [] if b_dot is None else [_multiply(a, b_dot, dtype, **params)]
+        dots.append(functools.reduce(lax.add, terms) if terms else None)
+    return dots
+
+
+def _jvp(primals: Any, tangents: Any, *, epilogue: Epilogue, save: str, **params: Any) -> Any:
     """The tangents are those of the epilogue, in plain JAX, at the products of tangents.
 
-    The accumulators that takes are further outputs of the same kernel. Reverse mode follows by transposition: two products
-    for each b, and one elementwise pass, whose derivative is computed there and not before (hence jax.checkpoint).
+    The accumulators that takes are further outputs of the same kernel. Reverse mode follows by transposition: two
+    products for each b, and one elementwise pass, whose derivative is computed there and not before (hence
+    jax.checkpoint).
     """
     a, bs, operands = _split(primals, epilogue)
-    a_dot, b_dots, operand_dots = _split(tangents, epilogue)
-    moving_accs = tuple(not (is_zero(a_dot) and is_zero(b_dot)) for b_dot in b_dots)
-    moving_operands = tuple(not is_zero(x) for x in operand_dots)
-    needed = accumulators_needed(epilogue, moving_accs, moving_operands)
+    a_dot, b_dots, operand_dots = _split([None if is_zero(x) else x for x in tangents], epilogue)
     dtype = saved_dtype(epilogue, a.dtype)
-
-    acc_dots = []
-    for b, b_dot in zip(bs, b_dots, strict=True):
-        terms = [] if is_zero(a_dot) else [_multiply(a_dot, b, dtype, layout=layout, **params)]
-        terms += [] if is_zero(b_dot) else [_multiply(a, b_dot, dtype, layout=layout, **params)]
-        acc_dots.append(functools.reduce(lax.add, terms) if terms else None)
-    operand_dots = [x if moves else None for x, moves in zip(operand_dots, moving_operands, strict=True)]
+    acc_dots = product_dots(a, bs, a_dot, b_dots, dtype, **params)
+    needed = accumulators_needed(epilogue, moving(acc_dots), moving(operand_dots))
 
     if save == "recompute":
-        outs = gemm_fused_p.bind(*primals, epilogue=epilogue, layout=layout, save=save, **params)
-
-        def accs_of(kept: Any) -> list[Any]:
-            a, bs = kept
-            return [_multiply(a, b, dtype, layout=layout, **params) if need else None for b, need in zip(bs, needed)]
-
+        outs = gemm_fused_p.bind(*primals, epilogue=epilogue, save=save, **params)
         kept = (a, bs)
+
+        def accumulators(kept: Any) -> list[Any]:
+            a, bs = kept
+            return [_multiply(a, b, dtype, **params) if need else None for b, need in zip(bs, needed, strict=True)]
+
     else:
         extended, places = with_accumulators(epilogue, needed, dtype)
-        results = gemm_fused_p.bind(*primals, epilogue=extended, layout=layout, save=save, **params)
+        results = gemm_fused_p.bind(*primals, epilogue=extended, save=save, **params)
         outs = results[: len(epilogue.outputs)]
         kept = [None if i is None else checkpoint_name(results[i], PREACTIVATION) for i in places]
 
-        def accs_of(kept: Any) -> list[Any]:
+        def accumulators(kept: Any) -> list[Any]:
             return kept
 
-    shape = _tile(jax.typeof(a), [jax.typeof(b) for b in bs], layout).shape
+    shape = _tile(jax.typeof(a), [jax.typeof(b) for b in bs], params["layout"]).shape
 
-    def pushed(kept: Any, operands: Any, acc_dots: Any, operand_dots: Any) -> Any:
-        return push(epilogue, shape, accs_of(kept), operands, acc_dots, operand_dots)
+    def pushed(kept: Any, *rest: Any) -> Any:
+        return push(epilogue, shape, accumulators(kept), *rest)
 
     if any(needed):
         pushed = jax.checkpoint(pushed, prevent_cse=save == "recompute")
@@ -253,26 +263,39 @@ def _jvp(primals: Any, tangents: Any, *, epilogue: Epilogue, layout: str, save: 
     return outs, [zero_tangent(out) if dot is None else dot for out, dot in zip(outs, dots, strict=True)]
 
 
+def moving(dots: Sequence[Any]) -> tuple[bool, ...]:
+    """Which tangents are not zero."""
+    return tuple(dot is not None for dot in dots)
+
+
 def push(epilogue: Epilogue, shape: tuple[int, ...], accs: Any, operands: Any, acc_dots: Any, operand_dots: Any) -> Any:
     """Tangents of the epilogue's outputs, None for those of integers.
 
     A tangent of None is zero; an accumulator of None is not needed, and zeros take its place.
     """
-    dots = (*acc_dots, *operand_dots)
+    dots = [dot for dot in (*acc_dots, *operand_dots) if dot is not None]
+    along, at = restrict(epilogue, shape, accs, operands, acc_dots, operand_dots)
+    out_dots = jax.jvp(along, at, tuple(dots))[1]
+    return [None if dot.dtype == jax.dtypes.float0 else dot for dot in out_dots]
+
+
+def restrict(
+    epilogue: Epilogue, shape: tuple[int, ...], accs: Any, operands: Any, acc_dots: Any, operand_dots: Any
+) -> tuple[Callable[..., list[jax.Array]], tuple[jax.Array, ...]]:
+    """The epilogue as a function of those arguments that have a tangent, and their values."""
     accs = [
         (jnp.zeros(shape, ACC) if dot is None else jnp.zeros_like(dot)) if x is None else x
         for x, dot in zip(accs, acc_dots, strict=True)
     ]
     args = (*accs, *operands)
-    moving = [i for i, dot in enumerate(dots) if dot is not None]
+    places = [i for i, dot in enumerate((*acc_dots, *operand_dots)) if dot is not None]
 
     def along(*values: jax.Array) -> list[jax.Array]:
-        new = dict(zip(moving, values, strict=True))
-        full = [new.get(i, x) for i, x in enumerate(args)]
+        new = dict(zip(places, values, strict=True))
+        full: list[Any] = [new.get(i, x) for i, x in enumerate(args)]
         return list(epilogue.apply(full[: epilogue.products], full[epilogue.products :]))
 
-    out_dots = jax.jvp(along, tuple(args[i] for i in moving), tuple(dots[i] for i in moving))[1]
-    return [None if dot.dtype == jax.dtypes.float0 else dot for dot in out_dots]
+    return along, tuple(args[i] for i in places)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -285,13 +308,15 @@ def accumulators_needed(
     shape = (2,) * (2 + max(ranks, default=0))
     accs = [jax.ShapeDtypeStruct(shape, ACC)] * epilogue.products
     operands = [
-        jax.ShapeDtypeStruct([1 + v for v in (*spec.batch, spec.row, spec.col)], spec.dtype) for spec in epilogue.operands
+        jax.ShapeDtypeStruct([1 + v for v in (*spec.batch, spec.row, spec.col)], spec.dtype)
+        for spec in epilogue.operands
     ]
     dots = [x if moves else None for x, moves in zip(accs, moving_accs, strict=True)]
     operand_dots = [x if moves else None for x, moves in zip(operands, moving_operands, strict=True)]
     if not any(moving_accs + moving_operands):
         return (False,) * epilogue.products
-    return tuple(reads(functools.partial(push, epilogue, shape), accs, operands, dots, operand_dots)[: epilogue.products])
+    found = reads(functools.partial(push, epilogue, shape), accs, operands, dots, operand_dots)
+    return tuple(found[: epilogue.products])
 
 
 def with_accumulators(epilogue: Epilogue, needed: Sequence[bool], dtype: np.dtype) -> tuple[Epilogue, list[int | None]]:
@@ -313,15 +338,15 @@ def _drop(used: Sequence[bool], *, epilogue: Epilogue, **params: Any) -> tuple[A
     """Without the results that nothing uses: a kernel would write them all the same."""
     outputs = [out for out, use in zip(epilogue.outputs, used, strict=True) if use]
     epilogue = normal(epilogue.products, epilogue.operands, epilogue.nodes, outputs)
-    if epilogue.nodes == (Node("acc", params=(0,)),) and epilogue.products == len(outputs) == 1 and not outputs[0].reduce:
+    single = epilogue.products == len(outputs) == 1 and outputs[0].reduce is None
+    if single and epilogue.nodes == (Node("acc", params=(0,)),):
         # What a derivative that recomputes, or does without the values, wants of the forward pass: a plain product.
         plain = {name: params[name] for name in ("layout", "backend", "config")}
         dtype = np.dtype(epilogue.outputs[0].dtype)
         return gemm_p, [True, True, *(False for _ in epilogue.operands)], {**plain, "out_dtype": dtype}
     kept = [Node("operand", (), spec.dtype, (i,)) in epilogue.nodes for i, spec in enumerate(epilogue.operands)]
-    place = dict(zip((i for i, keep in enumerate(kept) if keep), range(len(kept))))
     nodes = [
-        dataclasses.replace(node, params=(place[node.params[0]],)) if node.op == "operand" else node
+        dataclasses.replace(node, params=(sum(kept[: node.params[0]]),)) if node.op == "operand" else node
         for node in epilogue.nodes
     ]
     specs = [spec for spec, keep in zip(epilogue.operands, kept, strict=True) if keep]

@@ -22,6 +22,8 @@ PARTITIONED = "the program is divided over devices and XLA cannot divide a kerne
 
 # What would run on CUDA, for each primitive: (*avals, arch, **params) -> Choice. cutjax.explain asks here.
 choosers: dict[core.Primitive, Callable[..., Choice]] = {}
+# The primitives that are others in disguise: (*arrays, **params) -> result(s).
+compositions: dict[core.Primitive, Callable[..., Any]] = {}
 
 
 def define(
@@ -29,11 +31,12 @@ def define(
     *,
     abstract: Callable[..., Any],
     reference: Callable[..., Any],
-    choose: Callable[..., Choice],
-    launch: Callable[..., Launch],
     batch: Callable[..., Any],
+    choose: Callable[..., Choice] | None = None,
+    launch: Callable[..., Launch] | None = None,
     bilinear: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
     jvp: Callable[..., Any] | None = None,
+    transpose: Callable[..., Any] | None = None,
     drop: Callable[..., Any] | None = None,
     multiple_results: bool = False,
 ) -> core.Primitive:
@@ -43,11 +46,14 @@ def define(
       name: the primitive's name, "cutjax_" and the operation.
       abstract: ``(*avals, **params) -> aval(s)``.
       reference: ``(*arrays, on_cuda, **params) -> array(s)``, the operation in plain JAX; runs wherever no kernel does.
-      choose: ``(*avals, arch, **params) -> Choice``, the kernel for CUDA, or why there is none.
-      launch: ``(problem, config) -> Launch``, the compiled kernel and the plan of its launch.
       batch: ``(args, dims, **params) -> (result(s), dim(s))``.
+      choose: ``(*avals, arch, **params) -> Choice``, the kernel for CUDA, or why there is none. An
+        operation without is its reference on every platform: a composition of others.
+      launch: ``(problem, config) -> Launch``, the compiled kernel and the plan of its launch.
       bilinear: the transposes ``(cotangent, a, b, **params) -> cotangent`` of a bilinear operation in its two operands.
       jvp: ``(primals, tangents, **params) -> (result(s), tangent(s))`` of any other operation.
+      transpose: ``(cotangent(s), *args, **params) -> cotangents`` of an operation that is linear in some operands:
+        those of which only the aval is known.
       drop: ``(used, **params) -> (primitive, operands, params)``, what computes the results in use alone, and of which
         operands (a bool for each): jit calls it where nothing uses the others.
       multiple_results: whether the results are a sequence.
@@ -75,8 +81,15 @@ def define(
         ad.defbilinear(primitive, *bilinear)
     if jvp is not None:
         ad.primitive_jvps[primitive] = jvp
+    if transpose is not None:
+        ad.primitive_transposes[primitive] = transpose
     if drop is not None:
         partial_eval.dce_rules[primitive] = functools.partial(_drop, drop)
+
+    if choose is None or launch is None:
+        mlir.register_lowering(primitive, mlir.lower_fun(reference, multiple_results=multiple_results))
+        compositions[primitive] = reference
+        return primitive
 
     on_cuda = mlir.lower_fun(functools.partial(reference, on_cuda=True), multiple_results=multiple_results)
     elsewhere = mlir.lower_fun(functools.partial(reference, on_cuda=False), multiple_results=multiple_results)
@@ -182,6 +195,11 @@ def reads(fn: Callable[..., Any], *args: Any) -> list[bool]:
 def is_zero(tangent: Any) -> bool:
     """Whether a tangent is zero, known as such while tracing."""
     return isinstance(tangent, ad.Zero)
+
+
+def is_linear(operand: Any) -> bool:
+    """Whether an operand, in a transpose, is one of which a cotangent is wanted."""
+    return ad.is_undefined_primal(operand)
 
 
 def zero_tangent(primal: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -11,13 +12,30 @@ from jax import lax
 
 from cutjax import _sm90
 from cutjax._config import Config
-from cutjax._primitive import define, varying_axes
+from cutjax._primitive import define, match_varying, varying_axes
 from cutjax._problem import Problem
 from cutjax._select import Choice, choose
 
-_FLIP = {"n": "t", "t": "n"}
+FLIP = {"n": "t", "t": "n"}
 
 # a and b have equal rank, batch axes equal or 1. Everything below works on that form.
+
+
+def multiply(a: jax.Array, b: jax.Array, **params: Any) -> jax.Array:
+    """Binds gemm_p for operands whose batch axes broadcast."""
+    a, b = match_varying(a, b)
+    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    if params["layout"][0] == "n" and batch and math.prod(b.shape[:-2]) == 1 and not sharded(a):
+        # One matrix b for all of a: the batch axes are more rows, and so every gradient is a plain GEMM too.
+        rows = lax.reshape(a, (math.prod(a.shape[:-1]), a.shape[-1]))
+        d = gemm_p.bind(rows, lax.reshape(b, b.shape[-2:]), **params)
+        return lax.reshape(d, (*batch, a.shape[-2], d.shape[-1]))
+    return gemm_p.bind(with_rank(a, len(batch) + 2), with_rank(b, len(batch) + 2), **params)
+
+
+def with_rank(x: jax.Array, rank: int) -> jax.Array:
+    """The array with axes of size 1 in front, up to a rank."""
+    return x if x.ndim == rank else lax.expand_dims(x, range(rank - x.ndim))
 
 
 def sharded(x: jax.Array) -> bool:
@@ -25,7 +43,7 @@ def sharded(x: jax.Array) -> bool:
     return any(axes is not None for axes in jax.typeof(x).sharding.spec[:-1])
 
 
-def _abstract(a: Any, b: Any, *, layout: str, out_dtype: np.dtype, backend: str, config: Config | None) -> Any:
+def abstract(a: Any, b: Any, *, layout: str, out_dtype: np.dtype, backend: str, config: Config | None) -> Any:
     if varying_axes(a) != varying_axes(b):
         raise ValueError(f"gemm: operands vary over different mesh axes: {a.str_short()}, {b.str_short()}")
     problem = Problem.of(a, b, layout=layout, out_dtype=out_dtype)
@@ -71,8 +89,8 @@ def accumulator(dtype: np.dtype) -> np.dtype:
 def _preferred(dtype: np.dtype, out_dtype: np.dtype, on_cuda: bool) -> np.dtype:
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     if on_cuda and narrow and out_dtype in (dtype, np.dtype(np.float32)):
-        # On CUDA, XLA's GEMMs accumulate 16-bit floats in f32 anyway, and a conversion would make another fusion. They have
-        # no kernel for a result in the other 16-bit dtype.
+        # On CUDA, XLA's GEMMs accumulate 16-bit floats in f32 anyway, and a conversion would make another fusion. They
+        # have no kernel for a result in the other 16-bit dtype.
         return out_dtype
     return accumulator(dtype)
 
@@ -144,19 +162,19 @@ def _cotangent(g: jax.Array, x: jax.Array, to: Any, swap: bool, *, layout: str, 
 
 def _transpose_a(g: jax.Array, a: Any, b: jax.Array, *, layout: str, backend: str, **_: Any) -> jax.Array:
     if layout[0] == "n":  # [m, k] = g [m, n] @ b [n, k]
-        return _cotangent(g, b, a.aval, False, layout="n" + _FLIP[layout[1]], backend=backend)
+        return _cotangent(g, b, a.aval, False, layout="n" + FLIP[layout[1]], backend=backend)
     return _cotangent(g, b, a.aval, True, layout=layout[1] + "t", backend=backend)  # [k, m] = b [k, n] @ g [n, m]
 
 
 def _transpose_b(g: jax.Array, a: jax.Array, b: Any, *, layout: str, backend: str, **_: Any) -> jax.Array:
     if layout[1] == "n":  # [k, n] = a [k, m] @ g [m, n]
-        return _cotangent(g, a, b.aval, True, layout=_FLIP[layout[0]] + "n", backend=backend)
+        return _cotangent(g, a, b.aval, True, layout=FLIP[layout[0]] + "n", backend=backend)
     return _cotangent(g, a, b.aval, False, layout="t" + layout[0], backend=backend)  # [n, k] = g [n, m] @ a [m, k]
 
 
 gemm_p = define(
     "cutjax_gemm",
-    abstract=_abstract,
+    abstract=abstract,
     reference=reference,
     choose=_choose,
     launch=_sm90.launch,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import AxisType
 
-from cutjax import _primitive
+from cutjax import _fused, _primitive
+from cutjax._expression import Epilogue
+from cutjax._problem import short_dtype
 from cutjax._select import Choice
 
 
@@ -26,6 +30,10 @@ class Row:
       count: how often it runs in one call.
       exact: False inside a while_loop or a cond, where ``count`` is of one iteration or of every branch.
       backend: what the caller asked for.
+      epilogue: what runs on the accumulators; None for a plain product.
+      operands: dtypes and shapes of its operands, x0, x1, ...
+      outputs: dtypes and shapes of its results.
+      saves: the accumulators that its derivative needs and how it comes by them, were it asked for.
     """
 
     runs: str
@@ -35,6 +43,10 @@ class Row:
     count: int
     exact: bool
     backend: str
+    epilogue: Epilogue | None = None
+    operands: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    saves: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +91,25 @@ class Explanation:
             ).rstrip()
             for line in lines
         ]
+        for i, row in reversed(list(enumerate(self.rows))):
+            text[i + 2 : i + 2] = [" " * (widths[0] + 2) + line for line in _fused_lines(row)]
         text.insert(1, "  ".join("-" * w for w in widths))
         notes = [f"platform {self.platform}; us and roofline are predicted for one launch on cuda, {self.arch}"]
         if not all(row.exact for row in self.rows):
             notes.append("* of one iteration, or of every branch: the number is known only at run time")
         return "\n".join(text + notes)
+
+
+def _fused_lines(row: Row) -> list[str]:
+    if row.epilogue is None:
+        return []
+    operands = ", ".join(f"x{i} {x}" for i, x in enumerate(row.operands))
+    return [
+        f"epilogue    {row.epilogue}",
+        *([f"operands    {operands}"] if operands else []),
+        f"outputs     {', '.join(row.outputs)}",
+        f"derivative  {row.saves}",
+    ]
 
 
 def explain(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..., Explanation]:
@@ -141,6 +167,12 @@ def _products(
         if eqn.primitive in _primitive.choosers:
             yield eqn, count, exact, divided
             continue
+        if eqn.primitive in _primitive.compositions:
+            inside = functools.partial(_primitive.compositions[eqn.primitive], **params)
+            avals = (x.aval for x in eqn.invars)
+            composed = jax.make_jaxpr(inside)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)).jaxpr
+            yield from _products(composed, count, exact, divided)
+            continue
         inner = divided
         if name == "shard_map":
             inner = _divided_inside(params)
@@ -173,4 +205,30 @@ def _row(eqn: Any, platform: str, arch: str, exact: bool, divided: bool) -> Row:
     if platform != "cuda":
         runs = "error" if backend == "cuda" else "XLA"
         why = f"platform {platform}; on cuda: {why}"
-    return Row(runs, why, kernel, choice, 0, exact, backend)
+    row = Row(runs, why, kernel, choice, 0, exact, backend)
+    if eqn.primitive is not _fused.gemm_fused_p:
+        return row
+    epilogue = eqn.params["epilogue"]
+    return dataclasses.replace(
+        row,
+        epilogue=epilogue,
+        operands=tuple(_array(x) for x in avals[1 + epilogue.products :]),
+        outputs=tuple(_array(x.aval) for x in eqn.outvars),
+        saves=_saves(epilogue, avals[0].dtype, eqn.params["save"]),
+    )
+
+
+def _array(aval: Any) -> str:
+    return f"{short_dtype(aval.dtype)}[{','.join(map(str, aval.shape))}]"
+
+
+def _saves(epilogue: Epilogue, dtype: Any, save: str) -> str:
+    """What the derivative in everything that has one takes."""
+    differentiable = tuple(jnp.issubdtype(spec.dtype, jnp.inexact) for spec in epilogue.operands)
+    needed = _fused.accumulators_needed(epilogue, (True,) * epilogue.products, differentiable)
+    names = [f"acc{i if epilogue.products > 1 else ''}" for i, need in enumerate(needed) if need]
+    if not names:
+        return "needs no accumulator"
+    if save == "recompute":
+        return f"multiplies {', '.join(names)} again"
+    return f"saves {', '.join(names)} as {short_dtype(_fused.saved_dtype(epilogue, dtype))}"

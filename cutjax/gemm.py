@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +14,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import _backend, _fused
 from cutjax._config import Config
-from cutjax._primitive import match_varying
 from cutjax._problem import LAYOUTS
-from cutjax._product import gemm_p, sharded
+from cutjax._product import multiply, with_rank
 
 
 def gemm(
@@ -38,26 +36,27 @@ def gemm(
     neither; there the cotangent is first rounded to the operands' dtype, so that the same kernels serve it. (float64
     accumulates in float64, integers in at least int32.)
 
-    With an epilogue the result is that of ``epilogue(acc, *operands)``, computed on the accumulators before they leave the
-    kernel. It is written in JAX: elementwise functions of the accumulator ``acc[..., m, n]``, of operands that broadcast
-    against it and of arrays it captures; and as further results sums, maxima and minima over rows, columns or both.
+    With an epilogue the result is that of ``epilogue(acc, *operands)``, computed on the accumulators before they leave
+    the kernel. It is written in JAX: elementwise functions of the accumulator ``acc[..., m, n]``, float32, of operands
+    that broadcast against it and of arrays it captures; and as further results sums, maxima and minima over rows,
+    columns or both.
 
     Args:
       a: ``[..., m, k]``, or ``[..., k, m]`` where ``layout[0]`` is "t".
       b: ``[..., k, n]``, or ``[..., n, k]`` where ``layout[1]`` is "t". Batch axes broadcast and dtypes promote as in
-        ``jnp.matmul``, but bfloat16 with float16 is refused. With an epilogue also a tuple of two or three of equal shape
-        and dtype; the epilogue then takes as many accumulators.
+        ``jnp.matmul``, but bfloat16 with float16 is refused. With an epilogue also a tuple of two or three of equal
+        shape and dtype; the epilogue then takes as many accumulators.
       epilogue: a function ``(acc, *operands)`` that returns an array or a pytree of them.
       operands: its further arguments: scalars, ``[n]``, ``[m, 1]``, ``[m, n]``, batched or not.
       layout: "nn", "nt", "tn" or "tt".
-      out_dtype: dtype of the result; the operands' by default. With an epilogue it is the dtype of every ``[..., m, n]``
-        result that the function left in the accumulator's dtype, float32: another dtype it cast to stays, and so do
-        reductions. A tuple says it for each result; None there keeps the function's.
+      out_dtype: dtype of the result; the dtype of a and b by default. With an epilogue: that of every ``[..., m, n]``
+        result which the function returns in float32, the accumulator's dtype. Results in another dtype keep it, and so
+        do reductions. A tuple says it for each result, None there keeps the function's.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
       config: pins the kernel of this product. Its gradients choose their own.
-      save: what the derivative of an epilogue keeps of the accumulators it needs. "default": their values, in the operands'
-        dtype (float32 if a result is), written by the same kernel and named "cutjax_preactivation" for ``jax.checkpoint``
-        policies. "recompute": nothing, they are multiplied again. A linear epilogue needs none.
+      save: what the derivative of an epilogue keeps of the accumulators it needs. "default": their values, in the dtype
+        of a and b (float32 if a result is), written by the same kernel and named "cutjax_preactivation" for
+        ``jax.checkpoint`` policies. "recompute": nothing, they are multiplied again. A linear epilogue needs none.
 
     Returns:
       The product, ``[..., m, n]``, or what the epilogue returns.
@@ -65,8 +64,8 @@ def gemm(
     Raises:
       TypeError: if an operand is no array, or the dtypes have no product.
       ValueError: if shapes do not fit, or the layout or the backend is unknown.
-      NotImplementedError: if the epilogue is no elementwise function; and when compiled, if backend is "cuda" and no kernel
-        serves the problem; lists every reason.
+      NotImplementedError: if the epilogue is no elementwise function; and when compiled, if backend is "cuda" and no
+        kernel serves the problem; lists every reason.
 
     Example:
       >>> import cutjax, jax, jax.numpy as jnp
@@ -83,32 +82,24 @@ def gemm(
         raise TypeError(f"gemm: config must be a cutjax.Config, got {type(config).__name__}")
     backend = _backend.resolve(backend, "gemm")
     _check_epilogue(b, epilogue, operands, out_dtype, save)
-    x, ys = _matrix(a, "a"), _weights(b)
+    x, ys = matrix(a, "a"), _weights(b)
     several = isinstance(out_dtype, tuple)
-    x, *ys, dtype = _promote(x, ys, None if several else out_dtype)
+    x, *ys, dtype = promote(x, ys, None if several else out_dtype)
     y = ys[0]
-    if _contracted(x, layout[0] == "n") != _contracted(y, layout[1] == "t"):
+    if contracted(x, layout[0] == "n") != contracted(y, layout[1] == "t"):
         raise ValueError(f"gemm: contracting dimensions differ: a is {x.shape}, b is {y.shape}, layout {layout!r}")
     try:
         batch = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     except ValueError:
         raise ValueError(f"gemm: batch axes do not broadcast: a is {x.shape}, b is {y.shape}") from None
 
-    rank = len(batch) + 2
     if epilogue is not None:
-        x, *ys = (_rank(v, rank) for v in (x, *ys))
+        x, *ys = (with_rank(v, len(batch) + 2) for v in (x, *ys))
         out = out_dtype if several else dtype
         return _fused.call(
             epilogue, x, ys, operands, layout=layout, out_dtype=out, backend=backend, config=config, save=save
         )
-    x, y = match_varying(x, y)
-    params = {"layout": layout, "out_dtype": dtype, "backend": backend, "config": config}
-    if layout[0] == "n" and batch and math.prod(y.shape[:-2]) == 1 and not sharded(x):
-        # One matrix b for all of a: the batch axes are more rows, and so every gradient is a plain GEMM too.
-        rows = lax.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
-        d = gemm_p.bind(rows, lax.reshape(y, y.shape[-2:]), **params)
-        return lax.reshape(d, (*batch, x.shape[-2], d.shape[-1]))
-    return gemm_p.bind(_rank(x, rank), _rank(y, rank), **params)
+    return multiply(x, y, layout=layout, out_dtype=dtype, backend=backend, config=config)
 
 
 def _check_epilogue(b: Any, epilogue: Any, operands: Any, out_dtype: Any, save: str) -> None:
@@ -131,10 +122,10 @@ def _check_epilogue(b: Any, epilogue: Any, operands: Any, out_dtype: Any, save: 
 def _weights(b: Any) -> list[jax.Array]:
     """The matrices that multiply a: one, or those of a tuple."""
     if not isinstance(b, tuple):
-        return [_matrix(b, "b")]
+        return [matrix(b, "b")]
     if len(b) not in (2, 3):
         raise ValueError(f"gemm: b is a tuple of {len(b)}: two or three matrices share a kernel")
-    ys = [_matrix(y, f"b[{i}]") for i, y in enumerate(b)]
+    ys = [matrix(y, f"b[{i}]") for i, y in enumerate(b)]
     for i, y in enumerate(ys):
         if (y.shape, y.dtype) != (ys[0].shape, ys[0].dtype):
             raise ValueError(
@@ -144,30 +135,30 @@ def _weights(b: Any) -> list[jax.Array]:
     return ys
 
 
-def _matrix(x: Any, name: str) -> jax.Array:
+def matrix(x: Any, name: str, where: str = "gemm") -> jax.Array:
     """The operand as a JAX array of rank 2 or more, or an error that says what came."""
     if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):
         x = x.__jax_array__()
     if isinstance(x, bool | int | float | complex | np.generic):
-        raise ValueError(f"gemm: {name} must have rank 2 or more, got the scalar {x!r}")
+        raise ValueError(f"{where}: {name} must have rank 2 or more, got the scalar {x!r}")
     if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(f"gemm: {name} must be an array, got {type(x).__name__}")
+        raise TypeError(f"{where}: {name} must be an array, got {type(x).__name__}")
     if x.ndim < 2:
-        raise ValueError(f"gemm: {name} must have rank 2 or more, got shape {x.shape}; add an axis to a vector")
+        raise ValueError(f"{where}: {name} must have rank 2 or more, got shape {x.shape}; add an axis to a vector")
     if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool):
-        raise TypeError(f"gemm: {name} must be an array of numbers, got dtype {x.dtype}")
+        raise TypeError(f"{where}: {name} must be an array of numbers, got dtype {x.dtype}")
     if any(jax.export.is_symbolic_dim(size) for size in x.shape):
         raise NotImplementedError(
-            f"gemm: {name} has a symbolic shape {x.shape}, but kernels are compiled for known sizes"
+            f"{where}: {name} has a symbolic shape {x.shape}, but kernels are compiled for known sizes"
         )
     return jnp.asarray(x)
 
 
-def _promote(a: jax.Array, bs: Sequence[jax.Array], out_dtype: DTypeLike | None) -> tuple[Any, ...]:
+def promote(a: jax.Array, bs: Sequence[jax.Array], out_dtype: DTypeLike | None, where: str = "gemm") -> tuple[Any, ...]:
     """The operands in the dtype ``jnp.matmul`` would promote them to, and the result's dtype."""
     b = bs[0]
     if {a.dtype, b.dtype} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
-        raise TypeError(f"gemm: a is {a.dtype}, b is {b.dtype}: no 16-bit dtype holds both, cast one of them")
+        raise TypeError(f"{where}: a is {a.dtype}, b is {b.dtype}: no 16-bit dtype holds both, cast one of them")
     operand = jnp.result_type(a, b)
     if out_dtype is None:
         if a.dtype == b.dtype:
@@ -183,10 +174,5 @@ def _promote(a: jax.Array, bs: Sequence[jax.Array], out_dtype: DTypeLike | None)
     return *(lax.convert_element_type(x, operand) for x in (a, *bs)), out
 
 
-def _contracted(x: Any, last: bool) -> int:
+def contracted(x: Any, last: bool) -> int:
     return x.shape[-1 if last else -2]
-
-
-def _rank(x: jax.Array, rank: int) -> jax.Array:
-    """The array with axes of size 1 in front, up to a rank."""
-    return x if x.ndim == rank else lax.expand_dims(x, range(rank - x.ndim))
