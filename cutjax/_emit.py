@@ -115,14 +115,15 @@ _BOOL = {"not": "!{}", "max": "{} | {}", "min": "{} & {}", "mul": "{} & {}", "ad
 def reasons(epilogue: Epilogue) -> tuple[str, ...]:
     """Why no device text can be made of an epilogue; empty where it can."""
     found = []
+    epilogue = epilogue.primal
     dtypes = [spec.dtype for spec in epilogue.operands] + [out.dtype for out in epilogue.outputs]
     for dtype in sorted({*dtypes, *(node.dtype for node in epilogue.nodes)} - CARRIERS.keys()):
         found.append(f"kernels do not compute in {dtype}")
     if found:
         return tuple(found)
-    for i, node in enumerate(epilogue.primal.nodes):
+    for i, node in enumerate(epilogue.nodes):
         try:
-            _expression(epilogue.primal.nodes, i, node, Level.ACCURATE, ["0"] * len(epilogue.primal.nodes))
+            _expression(epilogue.nodes, i, node, Level.ACCURATE, ["0"] * len(epilogue.nodes))
         except NotImplementedError as error:
             found.append(str(error))
     return tuple(dict.fromkeys(found))

@@ -233,7 +233,7 @@ def _improve(nodes: list[Node], i: int, uses: Sequence[int]) -> None:
 
 
 def _factor_cubic(nodes: list[Node], i: int, uses: Sequence[int]) -> None:
-    """Turns s (x + c x^3), of GELU's logistic, into ln 2 * x (k0 + k1 x^2): the function divides by ln 2 for nothing."""
+    """Turns s (x + c x^3), of GELU's logistic, into ln 2 * x (k0 + k1 x^2): the function divides by ln 2."""
     scale, factor = nodes[i].params
     total = nodes[i].args[0]
     if nodes[i].op != "logistic" or nodes[total].op != "add" or uses[total] != 1:
