@@ -257,8 +257,7 @@ def _jvp(primals: Any, tangents: Any, *, epilogue: Epilogue, save: str, **params
     def pushed(kept: Any, *rest: Any) -> Any:
         return push(epilogue, shape, accumulators(kept), *rest)
 
-    if any(needed):
-        pushed = jax.checkpoint(pushed, prevent_cse=save == "recompute")
+    pushed = jax.checkpoint(pushed, prevent_cse=save == "recompute")
     dots = pushed(kept, operands, acc_dots, operand_dots)
     return outs, [zero_tangent(out) if dot is None else dot for out, dot in zip(outs, dots, strict=True)]
 
@@ -273,6 +272,11 @@ def push(epilogue: Epilogue, shape: tuple[int, ...], accs: Any, operands: Any, a
 
     A tangent of None is zero; an accumulator of None is not needed, and zeros take its place.
     """
+    # One of several products may have fewer batch axes than what it is combined with, which is what was saved.
+    acc_dots = [
+        dot if x is None or dot is None else jnp.broadcast_to(dot, x.shape)
+        for x, dot in zip(accs, acc_dots, strict=True)
+    ]
     dots = [dot for dot in (*acc_dots, *operand_dots) if dot is not None]
     along, at = restrict(epilogue, shape, accs, operands, acc_dots, operand_dots)
     out_dots = jax.jvp(along, at, tuple(dots))[1]

@@ -1,0 +1,425 @@
+"""gemm with an epilogue under every transformation, against plain JAX; what is kept, and how many products run."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import print_saved_residuals
+from jax.test_util import check_grads
+
+import cutjax
+
+M, N, K = 4, 6, 8
+H = jnp.bfloat16
+POLICIES = jax.checkpoint_policies
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+X, W, V, B, R = normal(0, (M, K)), normal(1, (K, N)), normal(2, (K, N)), normal(3, (N,)), normal(4, (M, N))
+
+
+def close(got, expected, tolerance=1e-5):
+    def check(x, y):
+        assert x.dtype == y.dtype
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * max(1, np.abs(y).max(initial=0)))
+
+    jax.tree.map(check, got, expected)
+
+
+def bias_gelu(acc, b):
+    return jax.nn.gelu(acc + b)
+
+
+def many(acc, b, r):
+    t = acc * b
+    return jnp.tanh(t) + r, t.sum(0), jnp.max(acc * r), acc > 0
+
+
+# (epilogue, weights, operands)
+CASES = {
+    "gelu": (bias_gelu, (W,), (B,)),
+    "erf": (lambda acc, b: jax.nn.gelu(acc + b, approximate=False), (W,), (B,)),
+    "relu": (lambda acc, r: jax.nn.relu(acc) * r, (W,), (R,)),
+    "linear": (lambda acc, b, r: (acc + b) * 0.5 + r, (W,), (B, R)),
+    "scaled": (lambda acc, s, t: acc * s * t, (W,), (jnp.float32(0.3), normal(5, (M, 1)))),
+    "gated": (lambda g, u, b: jax.nn.silu(g) * (u + b), (W, V), (B,)),
+    "three": (lambda p, q, r: jnp.sin(p) * q + r, (W, V, W - V), ()),
+    "many": (many, (W,), (B, R)),
+    "row max": (lambda acc: (acc.max(1), acc.sum(), jnp.exp(-acc)), (W,), ()),
+}
+
+
+def flat(fn):
+    """A function's float results."""
+
+    def flattened(*args):
+        return [y for y in jax.tree.leaves(fn(*args)) if jnp.issubdtype(y.dtype, jnp.inexact)]
+
+    return flattened
+
+
+def pair(name, **options):
+    """The function of x, the weights and the operands, and its form in plain JAX."""
+    fn, ws, _ = CASES[name]
+    n = len(ws)
+
+    def got(x, *args):
+        return cutjax.gemm(x, args[:n] if n > 1 else args[0], epilogue=fn, operands=args[n:], **options)
+
+    def expected(x, *args):
+        return fn(*(jnp.matmul(x, w) for w in args[:n]), *args[n:])
+
+    return flat(got), flat(expected), (X, *ws, *CASES[name][2])
+
+
+def cotangents(fn, args):
+    return [normal(10 + i, y.shape, y.dtype) for i, y in enumerate(jax.eval_shape(fn, *args))]
+
+
+@pytest.mark.parametrize("save", ["default", "recompute"])
+@pytest.mark.parametrize("name", CASES)
+def test_derivatives(name, save):
+    got, expected, args = pair(name, save=save)
+    g = cotangents(expected, args)
+    dots = tuple(normal(20 + i, x.shape) for i, x in enumerate(args))
+
+    def forward(f):
+        return jax.jvp(f, args, dots)
+
+    def reverse(f):
+        y, pull = jax.vjp(f, *args)
+        return y, pull(g)
+
+    def twice(f, first, second):
+        def gradient(*args):
+            return jax.vjp(f, *args)[1](g)
+
+        if second == "forward":
+            return jax.jvp(gradient, args, dots)
+        return jax.vjp(gradient, *args)[1](dots)
+
+    close(forward(got), forward(expected))
+    close(reverse(got), reverse(expected))
+    close(jax.jit(lambda: reverse(got))(), reverse(expected))
+    for second in ("forward", "reverse"):
+        close(twice(got, "reverse", second), twice(expected, "reverse", second), 1e-4)
+
+
+def test_numerical_derivatives():
+    for name in ("gelu", "gated"):
+        got, _, args = pair(name)
+        check_grads(got, args, order=1, modes=["fwd", "rev"], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("batch", [(), (3,)], ids=str)
+def test_gradients_in_every_layout(layout, batch):
+    x, w, r = normal(0, (*batch, M, K)), normal(1, (K, N)), normal(4, (*batch, M, N))
+
+    def loss(product, x, w, b, r):
+        return (product(x, w, b, r) ** 2).sum()
+
+    def plain(x, w, b, r):
+        return bias_gelu(x @ w, b) * r
+
+    def fused(x, w, b, r):
+        x, w = x if layout[0] == "n" else x.mT, w if layout[1] == "n" else w.mT
+        return cutjax.gemm(x, w, layout=layout, epilogue=lambda acc, b, r: bias_gelu(acc, b) * r, operands=(b, r))
+
+    grads = [jax.grad(functools.partial(loss, f), (0, 1, 2, 3))(x, w, B, r) for f in (fused, plain)]
+    close(*grads)
+
+
+AXES = [
+    axes for axes in itertools.product((None, 0, 1, 2), (None, 0, 2), (None, 0, 1)) if any(a is not None for a in axes)
+]
+
+
+@pytest.mark.parametrize("name", ["gelu", "many", "gated"])
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_vmap(name, axes):
+    got, expected, args = pair(name)
+    n = len(CASES[name][1])
+    dims = [axes[0], *(axes[1] if i == 0 else None for i in range(n)), *(axes[2] for _ in args[1 + n :])]
+    args = [x if dim is None else jnp.stack([x, x + 1, -x], dim) for x, dim in zip(args, dims, strict=True)]
+    mapped = [jax.vmap(f, dims) for f in (got, expected)]
+    close(jax.jit(mapped[0])(*args), mapped[1](*args))
+
+    def gradient(f):
+        return jax.grad(lambda *args: sum((y**2).sum() for y in f(*args)), tuple(range(len(args))))(*args)
+
+    close(gradient(mapped[0]), gradient(mapped[1]), 1e-4)
+
+
+@pytest.mark.parametrize("inner", [(0, None, None), (None, 1, None), (2, 0, 1), (None, None, 0)], ids=str)
+@pytest.mark.parametrize("outer", [(0, None, 0), (None, 3, None), (1, 1, 1), (3, 0, None), (None, None, 0)], ids=str)
+def test_vmap_nested(inner, outer):
+    got, expected, args = pair("gelu")
+    for axes, size in ((inner, 2), (outer, 3)):
+        args = [
+            x if dim is None else jnp.stack([x + i for i in range(size)], min(dim, x.ndim))
+            for x, dim in zip(args, axes, strict=True)
+        ]
+    outer = [dim if dim is None else min(dim, x.ndim - 1) for dim, x in zip(outer, args, strict=True)]
+    inner = [
+        dim if dim is None else min(dim, x.ndim - 1 - (o is not None))
+        for dim, x, o in zip(inner, args, outer, strict=True)
+    ]
+    f, g = (jax.vmap(jax.vmap(f, inner), outer) for f in (got, expected))
+    close(f(*args), g(*args))
+
+
+def test_vmap_of_what_depends_on_its_position():
+    def fn(acc):
+        i, j = jnp.arange(M)[:, None], jnp.arange(N)
+        return jnp.where(i >= j, acc, 0), acc.sum(0)
+
+    x = normal(0, (3, M, K))
+    for dim in (0, 1, 2):
+        moved = jnp.moveaxis(x, 0, dim)
+        got = jax.vmap(lambda x: cutjax.gemm(x, W, epilogue=fn), dim)(moved)
+        close(got, jax.vmap(lambda x: fn(x @ W), dim)(moved))
+
+
+def test_vmap_of_operands_alone_makes_one_product():
+    b = normal(3, (5, N))
+    f = jax.vmap(lambda b: cutjax.gemm(X, W, epilogue=bias_gelu, operands=(b,)))
+    close(f(b), jax.vmap(lambda b: bias_gelu(X @ W, b))(b))
+    (row,) = cutjax.explain(f)(b).rows
+    assert (row.choice.problem.batch, row.count) == ((1,), 1)
+
+
+def test_captured_values_are_operands():
+    def both(product):
+        def loss(x, w, scale, b):
+            return jax.vmap(lambda b: product(x, w, lambda acc: jnp.tanh(acc * scale + b)).sum())(b).sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2, 3))(X, W, jnp.float32(0.3), normal(3, (3, N)))
+
+    def fused(x, w, fn):
+        return cutjax.gemm(x, w, epilogue=fn)
+
+    close(both(fused), both(lambda x, w, fn: fn(x @ w)))
+    close(jax.jit(lambda: both(fused))(), both(lambda x, w, fn: fn(x @ w)))
+
+
+def test_inside_scan_and_cond():
+    def step(product, h, w):
+        return jax.lax.cond(h.sum() > 0, lambda: product(h, w), lambda: -product(h, w)), h
+
+    def loss(product, h, ws):
+        h, hs = jax.lax.scan(functools.partial(step, product), h, ws)
+        return (h * hs[-1]).sum()
+
+    def fused(h, w):
+        return cutjax.gemm(h, w, epilogue=jnp.tanh)
+
+    ws = normal(1, (3, K, K))
+    grads = [
+        jax.jit(jax.value_and_grad(functools.partial(loss, f), (0, 1)))(X, ws)
+        for f in (fused, lambda h, w: jnp.tanh(h @ w))
+    ]
+    close(*grads)
+
+
+def test_random_bits():
+    def dropout(acc, key):
+        return jnp.where(jax.random.bernoulli(key, 0.5, acc.shape), acc * 2, 0)
+
+    key = jax.random.key(7)
+    got = jax.value_and_grad(lambda x: cutjax.gemm(x, W, epilogue=dropout, operands=(key,)).sum())(X)
+    close(got, jax.value_and_grad(lambda x: dropout(x @ W, key).sum())(X))
+
+
+def test_integer_operands_have_no_gradient():
+    mask = jnp.asarray(np.arange(M * N).reshape(M, N) % 2)
+
+    def loss(product, w, mask):
+        return (product(w, mask) ** 2).sum()
+
+    def fused(w, mask):
+        return cutjax.gemm(X, w, epilogue=lambda acc, m: jnp.where(m == 1, jnp.exp(acc), acc), operands=(mask,))
+
+    def plain(w, mask):
+        return jnp.where(mask == 1, jnp.exp(X @ w), X @ w)
+
+    close(jax.grad(functools.partial(loss, fused))(W, mask), jax.grad(functools.partial(loss, plain))(W, mask), 1e-4)
+    got = jax.grad(functools.partial(loss, fused), 1, allow_int=True)(W, mask)
+    assert got.dtype == jax.dtypes.float0
+
+
+# What runs, and what is kept.
+
+
+def products(fn, *args) -> int:
+    """Products in the program for CUDA, kernels or XLA's."""
+    text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return len(re.findall(r"@cutjax_launch|stablehlo\.dot_general", text))
+
+
+def saved(capsys, fn, *args) -> list[str]:
+    """Types of the residuals that are no arguments."""
+    print_saved_residuals(fn, *args)
+    lines = capsys.readouterr().out.splitlines()
+    return sorted(line.split()[0] for line in lines if "from the argument" not in line and "reshape" not in line)
+
+
+HX, HW, HV, HB = (
+    x.astype(H) for x in (normal(0, (64, 128)), normal(1, (128, 32)), normal(2, (128, 32)), normal(3, (32,)))
+)
+
+
+def layer(x, w, b, *, fn=None, **options):
+    fn = fn or (lambda acc, b: jax.nn.gelu(acc + b.astype(acc.dtype)))
+    return cutjax.gemm(x, w, epilogue=fn, operands=(b,), **options)
+
+
+def gated(x, w, v, **options):
+    return cutjax.gemm(x, (w, v), epilogue=lambda g, u: jax.nn.silu(g) * u, **options)
+
+
+def loss(fn):
+    return lambda *args: (fn(*args).astype(jnp.float32) ** 2).sum()
+
+
+def test_forward_is_one_kernel_and_the_gradient_of_each_argument_one_product():
+    args = HX, HW, HB
+    assert [len(row.outputs) for row in cutjax.explain(layer)(*args).rows] == [1]
+    for argnums, count in (((), 0), ((0,), 1), ((1,), 1), ((2,), 0), ((0, 1), 2), ((0, 1, 2), 2)):
+        if argnums:
+            rows = cutjax.explain(jax.value_and_grad(loss(layer), argnums))(*args).rows
+            assert sum(row.count for row in rows) == 1 + count
+            assert [row.outputs for row in rows if row.epilogue] == [("bf16[64,32]",) * 2]
+    assert (
+        cutjax.explain(jax.jit(jax.value_and_grad(loss(gated), (0, 1, 2))))(HX, HW, HV).rows[0].outputs
+        == ("bf16[64,32]",) * 3
+    )
+    rows = cutjax.explain(jax.value_and_grad(loss(gated), (0, 1, 2)))(HX, HW, HV).rows
+    assert sum(row.count for row in rows) == 1 + 4
+
+
+def test_lowered_program_has_as_many_products():
+    args = HX, HW, HB
+    assert products(layer, *args) == 1
+    assert products(jax.value_and_grad(loss(layer), (0, 1, 2)), *args) == 3
+    assert products(jax.value_and_grad(loss(functools.partial(layer, save="recompute")), (0, 1, 2)), *args) == 4
+
+
+def test_the_backward_pass_is_elementwise():
+    """Nothing of the layer is computed twice outside the kernel, and the forward pass computes no derivative."""
+    jaxpr = jax.make_jaxpr(lambda *args: jax.vjp(layer, *args))(HX, HW, HB)
+    names = {eqn.primitive.name for eqn in jaxpr.eqns}
+    assert names <= {"cutjax_gemm_fused", "name", "reshape", "broadcast_in_dim", "convert_element_type"}
+
+
+LINEAR = {
+    "bias": lambda acc, b: acc + b.astype(acc.dtype),
+    "scale": lambda acc, b: acc * 0.5 - b.astype(acc.dtype) / 3,
+    "cast": lambda acc, b: acc.astype(jnp.bfloat16) + b,
+}
+
+
+@pytest.mark.parametrize("fn", LINEAR)
+def test_linear_epilogues_save_nothing(capsys, fn):
+    assert saved(capsys, functools.partial(layer, fn=LINEAR[fn]), HX, HW, HB) == []
+    rows = cutjax.explain(jax.value_and_grad(loss(functools.partial(layer, fn=LINEAR[fn])), (0, 1, 2)))(HX, HW, HB).rows
+    assert [row.outputs for row in rows if row.epilogue] == [("bf16[64,32]",)]
+
+
+def test_what_is_saved(capsys):
+    args = HX, HW, HB
+    assert saved(capsys, layer, *args) == ["bf16[64,32]"]
+    assert saved(capsys, functools.partial(layer, out_dtype=jnp.float32), *args) == ["f32[64,32]"]
+    assert saved(capsys, functools.partial(layer, save="recompute"), *args) == []
+    assert saved(capsys, gated, HX, HW, HV) == ["bf16[64,32]"] * 2
+    # A scale wants the accumulator for its own gradient alone.
+    scaled = functools.partial(layer, fn=lambda acc, s: acc * s.astype(acc.dtype))
+    assert saved(capsys, scaled, *args) == ["bf16[64,32]"]
+    assert saved(capsys, lambda x, w: scaled(x, w, HB), HX, HW) == []
+    # What the function returns is not written twice.
+    rows = cutjax.explain(jax.grad(loss(lambda *args: sum(layer(*args, fn=lambda acc, b: (jnp.tanh(acc), acc)))), 1))(
+        *args
+    ).rows
+    assert [row.outputs for row in rows if row.epilogue] == [("bf16[64,32]",) * 2]
+
+
+def test_checkpoint_policies(capsys):
+    def saves(policy, fn=layer):
+        return saved(capsys, jax.checkpoint(fn, policy=policy), HX, HW, HB)
+
+    assert saves(None) == saves(POLICIES.nothing_saveable) == []
+    assert saves(POLICIES.save_only_these_names("cutjax_preactivation")) == ["bf16[64,32]"]
+    assert saves(POLICIES.save_only_these_names("other")) == []
+    kept = jax.checkpoint(layer, policy=POLICIES.save_only_these_names("cutjax_preactivation"))
+    assert products(jax.grad(loss(kept), (0, 1, 2)), HX, HW, HB) == 3
+    for policy in (None, POLICIES.save_only_these_names("cutjax_preactivation"), POLICIES.everything_saveable):
+        f = jax.checkpoint(layer, policy=policy)
+        close(jax.grad(loss(f), (0, 1, 2))(HX, HW, HB), jax.grad(loss(layer), (0, 1, 2))(HX, HW, HB))
+
+
+def test_results_that_nothing_uses_are_not_written():
+    @jax.jit
+    def only_first(x, w, b):
+        return cutjax.gemm(x, w, epilogue=lambda acc, b: (acc.astype(H), acc + b.astype(acc.dtype)), operands=(b,))[0]
+
+    text = only_first.trace(HX, HW, HB).lower(lowering_platforms=("cuda",)).as_text()
+    assert "cutjax_launch" in text  # the plain product
+    assert "add" not in text
+    # The loss itself is not asked for, so the gradient of a sum needs the accumulator and no activation.
+    text = jax.jit(jax.grad(lambda x: layer(x, HW, HB).astype(jnp.float32).sum())).trace(HX)
+    assert text.lower(lowering_platforms=("cuda",)).as_text().count("cutjax_launch") == 2
+
+
+def test_gradients_in_bfloat16_are_those_of_plain_jax():
+    def plain(x, w, b):
+        acc = jnp.matmul(x, w, preferred_element_type=jnp.float32)
+        return jax.nn.gelu(acc + b.astype(acc.dtype)).astype(x.dtype)
+
+    got, expected = (jax.grad(loss(f), (0, 1, 2))(HX, HW, HB) for f in (layer, plain))
+    close(got, expected, 0.02)
+
+
+def test_shard_map():
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    p, q = jax.P("i"), jax.P()
+    inside = jax.shard_map(layer, mesh=mesh, in_specs=(p, q, q), out_specs=p)
+    args = HX, HW, HB
+    close(jax.jit(jax.grad(loss(inside), (0, 1, 2)))(*args), jax.grad(loss(layer), (0, 1, 2))(*args), 1e-2)
+    grads = jax.shard_map(jax.grad(loss(layer), (0, 1, 2)), mesh=mesh, in_specs=(p, q, q), out_specs=(p, q, q))
+    close(grads(*args), jax.grad(loss(layer), (0, 1, 2))(*args), 1e-2)
+    captured = jax.shard_map(
+        lambda x, w, r: cutjax.gemm(w, w, layout="tn", epilogue=lambda acc: acc + r[:1].astype(acc.dtype)).sum(),
+        mesh=mesh, in_specs=(p, q, p), out_specs=q, check_vma=False,
+    )  # fmt: skip
+    assert captured(HX, HW, normal(4, (64, 32), H)).shape == ()
+
+
+def test_explicit_sharding():
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x, w, b = (jax.device_put(v, s) for v, s in ((HX, jax.P("i")), (HW, jax.P()), (HB, jax.P())))
+        assert jax.typeof(layer(x, w, b)).sharding.spec == jax.P("i", None)
+        close(jax.grad(loss(layer), (0, 1, 2))(x, w, b), jax.grad(loss(layer), (0, 1, 2))(HX, HW, HB), 1e-2)
+        w, b = jax.device_put(HW, jax.P(None, "i")), jax.device_put(HB, jax.P("i"))
+        assert jax.typeof(layer(HX, w, b)).sharding.spec == jax.P(None, "i")
+
+
+def test_explain():
+    text = str(cutjax.explain(layer)(HX, HW, HB))
+    assert re.search(r"epilogue +.*acc.*tanh", text)
+    assert re.search(r"operands +x0 bf16\[1,32\]", text)
+    assert re.search(r"outputs +bf16\[64,32\]\n", text)
+    assert re.search(r"derivative +saves acc as bf16\n", text)
+    assert "multiplies acc0, acc1 again" in str(cutjax.explain(functools.partial(gated, save="recompute"))(HX, HW, HV))
+    assert "needs no accumulator" in str(cutjax.explain(functools.partial(layer, fn=LINEAR["bias"]))(HX, HW, HB))
+    assert "epilogue" not in str(cutjax.explain(cutjax.gemm)(HX, HW))
