@@ -100,15 +100,20 @@ def mlp(
     def hidden(*args: jax.Array) -> jax.Array:
         *accs, bias = args if b1 is not None else (*args, None)
         z = accs[-1] if bias is None else accs[-1] + bias.astype(accs[-1].dtype)
-        return activation(z) if gate is None else activation(accs[0]) * z
+        h = activation(z if gate is None else accs[0])
+        if not isinstance(h, jax.Array) or h.shape != z.shape:
+            raise ValueError("mlp: the activation must return one array of its argument's shape")
+        return h if gate is None else h * z
 
-    biases = [jnp.asarray(b) for b in (b1, b2) if b is not None]
+    rows = (*batch, a.shape[-2])
+    columns = contracted(v, layout[1] == "t"), contracted(v, layout[1] == "n")
+    biases = [
+        _bias(b, name, (*rows, n)) for b, name, n in zip((b1, b2), ("b1", "b2"), columns, strict=True) if b is not None
+    ]
     a, v, *rest = match_varying(*(_product.with_rank(y, len(batch) + 2) for y in (a, v, *ws)), *biases)
     ws, biases = rest[: len(ws)], rest[len(ws) :]
     traced = trace(hidden, [_fused.accumulator(a, ws, layout)] * len(ws), () if b1 is None else biases[:1])
-    (out, *more) = traced.epilogue.outputs
-    if more or out.reduce is not None:
-        raise ValueError("mlp: the activation must return one array of its argument's shape")
+    (out,) = traced.epilogue.outputs
     epilogue = dataclasses.replace(traced.epilogue, outputs=(dataclasses.replace(out, dtype=dtype.name),))
     out_dtype = dtype if out_dtype is None else jax.dtypes.canonicalize_dtype(out_dtype)
     how = _How(epilogue, layout, np.dtype(out_dtype), backend, save)
@@ -122,6 +127,13 @@ def mlp(
             y = _block(how, folded[0], ws, v, *_parted(folded[1:], len(last)))
             return _fused.unfold(y, a.shape[:-1])
     return _block(how, a, ws, v, *_parted(operands, len(last)))
+
+
+def _bias(b: Any, name: str, shape: tuple[int, ...]) -> jax.Array:
+    b = jnp.asarray(b)
+    if b.ndim > len(shape) or any(n not in (1, size) for n, size in zip(b.shape[::-1], shape[::-1], strict=False)):
+        raise ValueError(f"mlp: {name} is {b.shape}, which does not broadcast against {shape}")
+    return b
 
 
 def _parted(operands: Sequence[jax.Array], last: int) -> tuple[list[jax.Array], list[jax.Array]]:

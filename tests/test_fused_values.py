@@ -111,6 +111,19 @@ def test_dtypes_of_results():
     assert cutjax.gemm(x, w, epilogue=lambda acc: acc, out_dtype=(jnp.float8_e4m3fn,)).dtype == jnp.float8_e4m3fn
 
 
+def test_what_operands_may_be():
+    def fn(acc, tree, number, array):
+        return tree["scale"] * acc + tree["bias"] * number + array
+
+    tree = {"scale": np.float32(2), "bias": integers(3, (N,))}
+    expected = fn(X @ W, tree, 2, np.ones((M, 1), np.float32))
+    for wrap in (lambda f: f, jax.jit, jax.checkpoint):
+        got = cutjax.gemm(X, W, epilogue=wrap(fn), operands=(tree, 2, np.ones((M, 1), np.float32)))
+        np.testing.assert_array_equal(got, expected)
+    b = np.asarray(tree["bias"])
+    np.testing.assert_array_equal(cutjax.gemm(X, W, epilogue=lambda acc: acc + b), X @ W + b)
+
+
 def test_scaled_float8_with_its_largest_value():
     x, w, s = X.astype(H), W.astype(H), jnp.float32(0.5)
 

@@ -1,0 +1,348 @@
+"""mlp against its form in plain JAX under every transformation, and what its backward pass runs."""
+
+from __future__ import annotations
+
+import doctest
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import print_saved_residuals
+from jax.extend.core import Literal
+
+import cutjax
+
+M, K, F, N = 4, 8, 16, 6
+H = jnp.bfloat16
+POLICIES = jax.checkpoint_policies
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
+    return (jax.random.normal(jax.random.key(seed), shape) / shape[0] ** 0.5).astype(dtype)
+
+
+def close(got, expected, tolerance=1e-5):
+    def check(x, y):
+        assert x.dtype == y.dtype
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * max(1, np.abs(y).max(initial=0)))
+
+    jax.tree.map(check, got, expected)
+
+
+X, W1, W2, GATE = normal(0, (M, K)), normal(1, (K, F)), normal(2, (F, N)), normal(3, (K, F))
+B1, B2 = normal(4, (F,)), normal(5, (N,))
+ARGS = {
+    "plain": {"x": X, "w1": W1, "w2": W2},
+    "biases": {"x": X, "w1": W1, "w2": W2, "b1": B1, "b2": B2},
+    "gated": {"x": X, "w1": W1, "w2": W2, "gate": GATE},
+    "gated, biases": {"x": X, "w1": W1, "w2": W2, "gate": GATE, "b1": B1, "b2": B2},
+}
+
+
+def plain(x, w1, w2, b1=None, b2=None, gate=None, activation=jax.nn.gelu):
+    z = jnp.matmul(x, w1) + (0 if b1 is None else b1)
+    h = activation(z) if gate is None else activation(jnp.matmul(x, gate)) * z
+    return jnp.matmul(h, w2) + (0 if b2 is None else b2)
+
+
+def by_name(fn, args, **options):
+    """The function of the arguments' values alone."""
+    return lambda *values: fn(**dict(zip(args, values, strict=True)), **options)
+
+
+def pair(name, **options):
+    args = ARGS[name]
+    return by_name(cutjax.mlp, args, **options), by_name(plain, args), tuple(args.values())
+
+
+@pytest.mark.parametrize("save", ["default", "recompute"])
+@pytest.mark.parametrize("name", ARGS)
+def test_derivatives(name, save):
+    got, expected, args = pair(name, save=save)
+    g = normal(6, (M, N))
+    dots = tuple(normal(20 + i, x.shape) for i, x in enumerate(args))
+
+    def gradient(f):
+        return lambda *args: jax.vjp(f, *args)[1](g)
+
+    close(got(*args), expected(*args))
+    close(jax.jvp(got, args, dots), jax.jvp(expected, args, dots))
+    close(gradient(got)(*args), gradient(expected)(*args))
+    close(jax.jit(gradient(got))(*args), gradient(expected)(*args))
+    close(jax.jvp(gradient(got), args, dots), jax.jvp(gradient(expected), args, dots), 1e-4)
+    close(*(jax.vjp(gradient(f), *args)[1](dots) for f in (got, expected)), 1e-4)
+    close(jax.jacfwd(got, 0)(*args), jax.jacfwd(expected, 0)(*args))
+    close(jax.jacrev(got, 1)(*args), jax.jacrev(expected, 1)(*args))
+
+
+@pytest.mark.parametrize("name", ["biases", "gated"])
+def test_gradient_of_each_argument_alone(name):
+    got, expected, args = pair(name)
+    for i in range(len(args)):
+        close(*(jax.grad(lambda *args, f=f: (f(*args) ** 2).sum(), i)(*args) for f in (got, expected)))
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt"])
+@pytest.mark.parametrize(
+    "batches", [((3,), (), ()), ((2, 3), (), ()), ((3,), (3,), (3,)), ((), (3,), (3,)), ((3,), (), (3,))], ids=str
+)
+def test_batches_and_layouts(layout, batches):
+    x, w1, w2, gate = (
+        normal(i, (*batch, *v.shape))
+        for i, (batch, v) in enumerate(zip((*batches, batches[1]), (X, W1, W2, GATE), strict=True))
+    )
+
+    def fused(x, w1, w2, b1, b2, gate):
+        if layout == "nt":
+            w1, w2, gate = w1.mT, w2.mT, gate.mT
+        return cutjax.mlp(x, w1, w2, b1=b1, b2=b2, gate=gate, layout=layout)
+
+    grads = [
+        jax.value_and_grad(lambda *args, f=f: (f(*args) ** 2).sum(), tuple(range(6)))(x, w1, w2, B1, B2, gate)
+        for f in (fused, plain)
+    ]
+    close(*grads, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["biases", "gated"])
+@pytest.mark.parametrize("mapped", ["x", "w1", "w2", "b1", "x w1", "x w2", "x w1 w2 b1 b2 gate"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_vmap(name, mapped, dim):
+    got, expected, args = pair(name)
+    dims = tuple(
+        dim if key in mapped.split() and x.ndim >= dim else None for key, x in zip(ARGS[name], args, strict=True)
+    )
+    if all(d is None for d in dims):
+        pytest.skip("nothing to map")
+    args = tuple(x if d is None else jnp.stack([x, x + 1, -x], d) for x, d in zip(args, dims, strict=True))
+
+    def gradient(f):
+        return jax.grad(lambda *args: (f(*args) ** 2).sum(), tuple(range(len(args))))
+
+    def tangent(f):
+        return lambda *args: jax.jvp(f, args, args)[1]
+
+    maps = [jax.vmap(f, dims) for f in (got, expected)]
+    close(*(f(*args) for f in maps))
+    close(*(gradient(f)(*args) for f in maps), 1e-4)
+    close(*(jax.vmap(gradient(f), dims)(*args) for f in (got, expected)), 1e-4)
+    close(*(jax.vmap(tangent(f), dims)(*args) for f in (got, expected)), 1e-4)
+    close(*(tangent(f)(*args) for f in maps), 1e-4)
+
+
+def test_activation_that_captures_what_is_differentiated():
+    def loss(layer, slope, x):
+        def leaky(z):
+            return jnp.where(z > 0, z, slope * z)
+
+        return (layer(x, W1, W2, activation=leaky, b1=B1) ** 2).sum()
+
+    for wrap in (lambda f: f, jax.jit):
+        grads = [wrap(jax.grad(functools.partial(loss, f), (0, 1)))(jnp.float32(0.1), X) for f in (cutjax.mlp, plain)]
+        close(*grads)
+
+
+def test_full_size_and_column_biases():
+    for b1 in (normal(7, (M, F)), normal(7, (M, 1)), jnp.float32(0.5)):
+        grads = [
+            jax.grad(lambda x, b1, f=f: (f(x, W1, W2, b1=b1) ** 2).sum(), (0, 1))(X, b1) for f in (cutjax.mlp, plain)
+        ]
+        close(*grads)
+
+
+def test_scan_over_layers():
+    def loss(layer, x, w1, w2):
+        return (jax.lax.scan(lambda h, ws: (h + layer(h, *ws), None), x, (w1, w2))[0] ** 2).sum()
+
+    args = X, normal(1, (3, K, F)), normal(2, (3, F, K))
+    close(*(jax.jit(jax.grad(functools.partial(loss, f), (0, 1, 2)))(*args) for f in (cutjax.mlp, plain)), 1e-4)
+    remat = jax.checkpoint(cutjax.mlp)
+    close(*(jax.jit(jax.grad(functools.partial(loss, f), (0, 1, 2)))(*args) for f in (remat, plain)), 1e-4)
+
+
+def test_shard_map():
+    mesh = jax.make_mesh((4, 2), ("i", "j"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    p = jax.P
+
+    def split(x, w1, w2, gate, b1):  # rows over i, what lies between the products over j
+        return jax.lax.psum(cutjax.mlp(x, w1, w2, gate=gate, b1=b1), "j")
+
+    inside = jax.shard_map(
+        split, mesh=mesh, in_specs=(p("i"), p(None, "j"), p("j"), p(None, "j"), p("j")), out_specs=p("i")
+    )
+    args = X, W1, W2, GATE, B1
+
+    def loss(f):
+        return jax.value_and_grad(lambda *args: (f(*args) ** 2).sum(), tuple(range(5)))
+
+    whole = loss(lambda x, w1, w2, gate, b1: plain(x, w1, w2, gate=gate, b1=b1))
+    close(jax.jit(loss(inside))(*args), whole(*args))
+
+
+# What runs, and what is kept.
+
+HX, HW1, HW2, HGATE = (normal(i, s, H) for i, s in enumerate(((64, 128), (128, 256), (256, 32), (128, 256))))
+HB1, HB2 = normal(4, (256,), H), normal(5, (32,), H)
+
+
+def gradient(**options):
+    def loss(x, w1, w2, *rest):
+        named = dict(zip(options.get("names", ()), rest, strict=True))
+        fn = functools.partial(cutjax.mlp, **{k: v for k, v in options.items() if k != "names"})
+        return (fn(x, w1, w2, **named).astype(jnp.float32) ** 2).sum()
+
+    return jax.value_and_grad(loss, tuple(range(3 + len(options.get("names", ())))))
+
+
+def problems(fn, *args):
+    """The products of a function, fused ones with their results."""
+    found = []
+    for row in cutjax.explain(fn)(*args).rows:
+        p = row.choice.problem
+        found += [(p.m, p.n, p.k, p.layout, row.outputs)] * row.count
+    return sorted(found)
+
+
+def test_backward_runs_the_derivative_of_the_activation_in_a_kernel():
+    fn = gradient(names=("b1", "b2"))
+    assert problems(fn, HX, HW1, HW2, HB1, HB2) == sorted(
+        [
+            (64, 256, 128, "nn", ("bf16[64,256]",) * 2),  # h and the preactivation
+            (64, 32, 256, "nn", ("bf16[64,32]",)),
+            (256, 32, 64, "tn", ()),  # of w2
+            (64, 256, 32, "nt", ("bf16[64,256]", "f32[256]")),  # of the preactivation, and of b1
+            (128, 256, 64, "tn", ()),  # of w1
+            (64, 128, 256, "nt", ()),  # of x
+        ]
+    )
+    fn = gradient(names=("gate",), activation=jax.nn.silu)
+    assert problems(fn, HX, HW1, HW2, HGATE) == sorted(
+        [
+            (64, 256, 128, "nn", ("bf16[64,256]",) * 3),  # h and both preactivations
+            (64, 32, 256, "nn", ()),
+            (256, 32, 64, "tn", ()),
+            (64, 256, 32, "nt", ("bf16[64,256]",) * 2),  # of both preactivations
+            *[(128, 256, 64, "tn", ())] * 2,
+            *[(64, 128, 256, "nt", ())] * 2,
+        ]
+    )
+
+
+def test_nothing_elementwise_is_left_between_the_products():
+    """Under grad no array of h's size is read or written but by products."""
+    fn = gradient(names=("b1",))
+    jaxpr = jax.jit(fn).trace(HX, HW1, HW2, HB1).jaxpr
+    touched = {
+        eqn.primitive.name
+        for eqn in jaxpr.eqns
+        for x in (*eqn.invars, *eqn.outvars)
+        if x.aval.shape == (64, 256) and not all(isinstance(y, Literal) for y in eqn.invars)
+    }
+    assert touched <= {"cutjax_gemm", "cutjax_gemm_fused", "name"}
+
+
+def test_lowered_program():
+    text = jax.jit(gradient()).trace(HX, HW1, HW2).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"@cutjax_launch|stablehlo\.dot_general", text)) == 6
+    assert "stablehlo.transpose" not in text
+
+
+def test_forward_writes_only_the_result():
+    assert problems(cutjax.mlp, HX, HW1, HW2) == [(64, 32, 256, "nn", ()), (64, 256, 128, "nn", ("bf16[64,256]",))]
+
+
+def test_batch_of_shared_weights_is_rows():
+    fn = gradient(names=("b1",))
+    x = jnp.stack([HX, HX])
+    rows = [p[0] for p in problems(fn, x, HW1, HW2, HB1) if p[3] in ("nn", "nt")]
+    assert rows == [128] * len(rows)
+
+    def mapped(x, w1, w2, b1):
+        f = jax.vmap(lambda x: cutjax.mlp(x, w1, w2, b1=b1))
+        return jax.grad(lambda *args: f(*args).astype(jnp.float32).sum())(x)
+
+    assert (128, 256, 32, "nt", ("bf16[128,256]",)) in problems(mapped, x, HW1, HW2, HB1)
+    per_example = jax.vmap(fn, (0, None, None, None))  # a gradient of w1 for each
+    assert (64, 256, 32, "nt", ("bf16[2,64,256]", "f32[2,256]")) in problems(per_example, x, HW1, HW2, HB1)
+
+
+def saved(capsys, fn, *args) -> list[str]:
+    print_saved_residuals(fn, *args)
+    return sorted(x.split()[0] for x in capsys.readouterr().out.splitlines() if "from the argument" not in x)
+
+
+def test_what_is_saved(capsys):
+    args = HX, HW1, HW2
+    both = ["bf16[64,256]"] * 2
+    assert saved(capsys, cutjax.mlp, *args) == both
+    assert saved(capsys, functools.partial(cutjax.mlp, save="recompute"), *args) == []
+    for names, expected in (
+        ((), []),
+        (("cutjax_preactivation",), both[:1]),
+        (("cutjax_preactivation", "cutjax_hidden"), both),
+    ):
+        f = jax.checkpoint(cutjax.mlp, policy=POLICIES.save_only_these_names(*names))
+        assert saved(capsys, f, *args) == expected
+
+
+def test_gradients_in_bfloat16_are_those_of_plain_jax():
+    def reference(x, w1, w2, gate, b1):
+        x, w1, w2, gate, b1 = (v.astype(jnp.float32) for v in (x, w1, w2, gate, b1))
+        return plain(x, w1, w2, gate=gate, b1=b1).astype(H)
+
+    args = HX, HW1, HW2, HGATE, HB1
+
+    def grads(f):
+        return jax.grad(lambda *args: (f(*args).astype(jnp.float32) ** 2).sum(), tuple(range(5)))(*args)
+
+    close(grads(lambda x, w1, w2, gate, b1: cutjax.mlp(x, w1, w2, gate=gate, b1=b1)), grads(reference), 0.03)
+
+
+def test_dtypes():
+    assert cutjax.mlp(HX, HW1, HW2).dtype == H
+    assert cutjax.mlp(HX, HW1, HW2, b2=HB2, out_dtype=jnp.float32).dtype == jnp.float32
+    close(
+        cutjax.mlp(HX, HW1, HW2, b2=HB2, out_dtype=jnp.float32, backend="xla").astype(H),
+        cutjax.mlp(HX, HW1, HW2, b2=HB2),
+    )
+
+
+REFUSED = [
+    (ValueError, "mlp: unknown layout 'tn'", {"layout": "tn"}),
+    (ValueError, "mlp: unknown save 'all'", {"save": "all"}),
+    (ValueError, "mlp: unknown backend 'gpu'", {"backend": "gpu"}),
+    (ValueError, r"mlp: x is \(4, 8\), w1 is \(16, 8\), layout 'nn': k differs", {"w1": W1.T}),
+    (ValueError, r"mlp: w1 is \(8, 16\), w2 is \(6, 16\), layout 'nn': h differs", {"w2": W2.T}),
+    (ValueError, r"mlp: gate is float32\[8,15\], but w1 is float32\[8,16\]", {"gate": GATE[:, :-1]}),
+    (ValueError, "mlp: batch axes do not broadcast", {"x": normal(0, (2, M, K)), "w1": normal(0, (3, K, F))}),
+    (ValueError, r"mlp: x must have rank 2 or more", {"x": X[0]}),
+    (TypeError, "mlp: w2 is bfloat16, but the product of x and w1 is float32", {"w2": W2.astype(H)}),
+    (TypeError, "mlp: x is bfloat16|mlp: a is float16", {"x": X.astype(jnp.float16), "w1": W1.astype(H)}),
+    (TypeError, "accumulators are float32", {"x": X.astype(int), "w1": W1.astype(int), "w2": W2.astype(int)}),
+    (ValueError, "the activation must return one array", {"activation": lambda z: (z, z)}),
+    (
+        NotImplementedError,
+        "combines a reduction with an accumulator",
+        {"activation": lambda z: z / z.sum(1, keepdims=True)},
+    ),
+    (ValueError, r"mlp: b1 is \(6,\), which does not broadcast against \(4, 16\)", {"b1": B2}),
+    (ValueError, r"mlp: b2 is \(16,\), which does not broadcast against \(4, 6\)", {"b2": B1}),
+    (ValueError, r"mlp: b2 is \(1, 1, 6\), which does not", {"b2": B2[None, None]}),
+]
+
+
+@pytest.mark.parametrize(("error", "match", "options"), REFUSED, ids=[case[1][:40] for case in REFUSED])
+def test_refused(error, match, options):
+    with pytest.raises(error, match=match):
+        cutjax.mlp(**({"x": X, "w1": W1, "w2": W2} | options))
+
+
+def test_docstring_example():
+    (example,) = doctest.DocTestFinder().find(cutjax.mlp, "mlp")
+    runner = doctest.DocTestRunner()
+    assert runner.run(example).failed == 0
+    assert runner.tries
