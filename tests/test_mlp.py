@@ -255,6 +255,12 @@ def test_forward_writes_only_the_result():
     assert problems(cutjax.mlp, HX, HW1, HW2) == [(64, 32, 256, "nn", ()), (64, 256, 128, "nn", ("bf16[64,256]",))]
 
 
+def test_forward_mode_is_plain_products():
+    args = HX, HW1, HW2
+    found = problems(lambda *args: jax.jvp(cutjax.mlp, args, args), *args)
+    assert [p[-1] for p in found] == [()] * 3 + [()] * 2 + [("bf16[64,256]",) * 2]  # y' h' w2', x' w1', h
+
+
 def test_batch_of_shared_weights_is_rows():
     fn = gradient(names=("b1",))
     x = jnp.stack([HX, HX])
