@@ -48,14 +48,22 @@ def call(
     a, *bs = match_varying(a, *bs, *arrays)[: 1 + len(bs)]
     acc = accumulator(a, bs, layout)
     traced = trace(_casting(fn, out_dtype) if isinstance(out_dtype, tuple) else fn, [acc] * len(bs), operands)
-    epilogue = traced.epilogue
-    if not isinstance(out_dtype, tuple):
-        outputs = [
-            dataclasses.replace(out, dtype=out_dtype.name) if out.reduce is None and out.dtype == ACC.name else out
-            for out in epilogue.outputs
-        ]
-        epilogue = dataclasses.replace(epilogue, outputs=tuple(outputs))
+    epilogue = _with_dtype(traced.epilogue, None if isinstance(out_dtype, tuple) else out_dtype)
     return traced.finish(bind(epilogue, a, bs, traced.operands, layout=layout, **params))
+
+
+def _with_dtype(epilogue: Epilogue, dtype: np.dtype | None) -> Epilogue:
+    """The epilogue with full-size float32 results in a dtype; a last cast is the result's dtype, whoever wrote it."""
+    outputs = []
+    for out in epilogue.outputs:
+        node = epilogue.nodes[out.node]
+        if out.reduce is None and node.op == "convert_element_type" and node.dtype in ("bfloat16", "float16"):
+            if epilogue.nodes[node.args[0]].dtype == ACC.name:
+                out = dataclasses.replace(out, node=node.args[0])
+        elif out.reduce is None and out.dtype == ACC.name and dtype is not None:
+            out = dataclasses.replace(out, dtype=dtype.name)
+        outputs.append(out)
+    return normal(epilogue.products, epilogue.operands, epilogue.nodes, outputs)
 
 
 def accumulator(a: jax.Array, bs: Sequence[jax.Array], layout: str) -> jax.ShapeDtypeStruct:

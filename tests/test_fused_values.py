@@ -124,6 +124,14 @@ def test_what_operands_may_be():
     np.testing.assert_array_equal(cutjax.gemm(X, W, epilogue=lambda acc: acc + b), X @ W + b)
 
 
+def test_a_last_cast_is_the_dtype_of_the_result():
+    def epilogue(fn, **options):
+        jaxpr = jax.make_jaxpr(lambda x, w: cutjax.gemm(x, w, epilogue=fn, **options))(X, W)
+        return jaxpr.eqns[0].params["epilogue"]
+
+    assert epilogue(lambda acc: jnp.tanh(acc).astype(H)) == epilogue(jnp.tanh, out_dtype=H)
+
+
 def test_scaled_float8_with_its_largest_value():
     x, w, s = X.astype(H), W.astype(H), jnp.float32(0.5)
 
