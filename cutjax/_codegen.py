@@ -38,17 +38,15 @@ DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
 """
 
 
-def constant(name: str, value: int | bool | str) -> str:
-    """One C++ constant; a string is an enumerator of ``Dtype``."""
-    if isinstance(value, str):
-        return f"constexpr Dtype {name} = Dtype::{value};\n"
+def constant(name: str, value: int | bool) -> str:
+    """One C++ constant."""
     if isinstance(value, bool):
         return f"constexpr bool {name} = {str(value).lower()};\n"
     return f"constexpr int {name} = {value};\n"
 
 
-def source(kernel: str, constants: Mapping[str, int | bool | str], atoms: str, files: Sequence[str]) -> str:
-    """The text of one kernel: constants first, then atoms.cuh, the generated atoms and the family's files in order."""
+def source(kernel: str, constants: Mapping[str, int | bool], parts: Sequence[str]) -> str:
+    """The text of one kernel: its constants, then its parts in order, each a file's name or generated text."""
     head = f'#line 1 "constants of {kernel} (generated)"\n#define KERNEL {kernel}\n'
-    values = ["enum class Dtype { bf16, f16, f32 };\n", *(constant(*item) for item in constants.items())]
-    return "".join([head, *values, _file("atoms.cuh"), atoms, *(_file(file) for file in files)])
+    values = [constant(*item) for item in constants.items()]
+    return "".join([head, *values, *(_file(part) if part.endswith(".cuh") else part for part in parts)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 
 from cutjax._problem import Problem, short_dtype
 
@@ -79,13 +80,8 @@ class Config:
 
     @property
     def accumulator_registers(self) -> int:
-        """f32 accumulators a thread holds."""
+        """f32 accumulators of one product that a thread holds."""
         return self.m_blocks * self.bn // 2
-
-    @property
-    def stage_bytes(self) -> int:
-        """Shared memory of one stage: a bm x bk and a bk x bn tile of 16-bit elements."""
-        return (self.bm + self.bn) * self.bk * 2
 
     @property
     def cluster(self) -> int:
@@ -95,10 +91,13 @@ class Config:
     def name(self, problem: Problem) -> str:
         """The kernel's name wherever it is seen: HLO, profiler, explain, benchmark rows."""
         dtypes = short_dtype(problem.a_dtype)
-        if problem.out_dtype != problem.a_dtype:
+        if problem.epilogue is None and problem.out_dtype != problem.a_dtype:
             dtypes += short_dtype(problem.out_dtype)
         tile = f"{self.bm}x{self.bn}x{self.bk}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}_{self.schedule}"
-        return f"sm90_{dtypes}_{problem.layout}_{tile}"
+        name = f"sm90_{dtypes}_{problem.layout}_{tile}"
+        if problem.epilogue is not None:
+            name += f"_e{hashlib.sha256(repr(problem.epilogue).encode()).hexdigest()[:8]}"
+        return name
 
 
 # 232 registers a consumer thread; what the mainloop and epilogue need beside the accumulators was read off the

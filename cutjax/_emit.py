@@ -383,8 +383,9 @@ def _fast_logistic(node: Node, level: Level, args: list[str], sources: list[Node
     if level < Level.FINE:
         return None
     scale, factor = node.params or (1.0, 1.0)
-    accuracy = "coarse" if level == Level.COARSE_BF16 else "fine"
-    text = f"{accuracy}_logistic({args[0]}, {_float_literal(scale)})"
+    # A coarse form with one multifunction instruction instead of two, and more of the others, was slower: what an
+    # epilogue costs beside another tile's mainloop is its number of instructions (docs/fused-epilogues.md).
+    text = f"fine_logistic({args[0]}, {_float_literal(scale)})"
     return text if factor == 1 else f"{_float_literal(factor)} * {text}"
 
 

@@ -170,9 +170,7 @@ def _choose(*avals: Any, layout: str, epilogue: Epilogue, config: Config | None,
     problem = Problem.of(a, bs[0], layout=layout, out_dtype=out_dtype, arch=arch)
     if len({b.shape for b in bs}) > 1:
         return Choice(problem, None, ("the matrices that share a differ in their batch axes",))
-    if not hasattr(problem, "epilogue"):
-        return Choice(problem, None, ("no kernel has an epilogue yet",))
-    return choose(dataclasses.replace(problem, epilogue=epilogue.primal), config)  # pyright: ignore[reportCallIssue]
+    return choose(dataclasses.replace(problem, epilogue=epilogue.primal), config)
 
 
 def _batch(args: Any, dims: Any, *, epilogue: Epilogue, layout: str, **params: Any) -> tuple[Any, list[int]]:

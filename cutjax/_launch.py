@@ -21,8 +21,8 @@ except ImportError as error:
 TARGET = "cutjax_launch"
 
 # The same bounds as ffi/plan.h.
-MAX_PARAMS = 16
-MAX_BUFFERS = 16
+MAX_PARAMS = 48
+MAX_BUFFERS = 32
 MAX_RANK = 5
 
 # CUtensorMapDataType; types TMA does not know travel as unsigned integers of their size.

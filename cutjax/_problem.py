@@ -9,6 +9,8 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from cutjax._expression import Epilogue
+
 BF16 = np.dtype(jnp.bfloat16)
 LAYOUTS = ("nn", "nt", "tn", "tt")
 
@@ -34,6 +36,8 @@ class Problem:
       batch: batch shape of the result.
       a_batch, b_batch: batch shapes of the operands, of the same rank, each axis either the result's or 1.
       arch: the architecture the kernel is compiled for, e.g. "sm_90a".
+      epilogue: what is made of the products before they are stored; None stores the product. Its own outputs then say
+        the results' dtypes.
     """
 
     m: int
@@ -47,6 +51,7 @@ class Problem:
     a_batch: tuple[int, ...] = ()
     b_batch: tuple[int, ...] = ()
     arch: str = "sm_90a"
+    epilogue: Epilogue | None = None
 
     def __post_init__(self):
         for field in ("a_dtype", "b_dtype", "out_dtype"):
@@ -76,36 +81,66 @@ class Problem:
         return math.prod(self.batch)
 
     @property
+    def products(self) -> int:
+        """How many matrices b share a, each multiplied by it."""
+        return self.epilogue.products if self.epilogue else 1
+
+    @property
     def flops(self) -> int:
-        """Floating-point operations: 2 m n k for each matrix of the result."""
-        return 2 * self.m * self.n * self.k * self.batch_size
+        """Floating-point operations of the products: 2 m n k for each matrix of the result."""
+        return 2 * self.m * self.n * self.k * self.batch_size * self.products
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of all results."""
+        if self.epilogue is None:
+            return self.m * self.n * self.batch_size * self.out_dtype.itemsize
+        axes = {"row": self.m, "col": self.n}
+        full = self.m * self.n * self.batch_size
+        return sum(
+            full // math.prod(axes[x] for x in out.axes) * np.dtype(out.dtype).itemsize for out in self.epilogue.outputs
+        )
 
     @property
     def bytes(self) -> int:
-        """The fewest bytes device memory must move: each operand read once, the result written once."""
+        """The fewest bytes device memory must move: each operand read once, each result written once."""
         a = self.m * self.k * math.prod(self.a_batch) * self.a_dtype.itemsize
-        b = self.k * self.n * math.prod(self.b_batch) * self.b_dtype.itemsize
-        return a + b + self.m * self.n * self.batch_size * self.out_dtype.itemsize
+        b = self.k * self.n * math.prod(self.b_batch) * self.b_dtype.itemsize * self.products
+        operands = 0
+        for spec in self.epilogue.operands if self.epilogue else ():
+            batch = math.prod(
+                size
+                for size, moves in zip(self.batch[len(self.batch) - len(spec.batch) :], spec.batch, strict=True)
+                if moves
+            )
+            operands += (
+                batch * (self.m if spec.row else 1) * (self.n if spec.col else 1) * np.dtype(spec.dtype).itemsize
+            )
+        return a + b + operands + self.result_bytes
 
     @functools.cached_property
-    def batch_groups(self) -> tuple[tuple[int, bool, bool], ...]:
-        """The batch axes, outermost first, as the fewest ``(size, a moves, b moves)``.
+    def batch_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The batch axes, outermost first, as the fewest ``(size, a moves, b moves, operand 0 moves, ...)``.
 
-        Axes of size 1 are dropped and neighbours that move the same operands are merged, so a kernel sees one group for
-        a plain batch and an empty tuple for none.
+        Axes of size 1 are dropped and neighbours that move the same arrays are merged, so a kernel sees one group for a
+        plain batch and an empty tuple for none.
         """
-        groups: list[tuple[int, bool, bool]] = []
-        for size, a, b in zip(self.batch, self.a_batch, self.b_batch, strict=True):
+        flags = [tuple(size != 1 for size in batch) for batch in (self.a_batch, self.b_batch)]
+        for spec in self.epilogue.operands if self.epilogue else ():
+            flags.append((False,) * (len(self.batch) - len(spec.batch)) + spec.batch)
+        groups: list[tuple[int, ...]] = []
+        for size, *moves in zip(self.batch, *flags, strict=True):
             if size == 1:
                 continue
-            moves = (a != 1, b != 1)
-            if groups and groups[-1][1:] == moves:
+            if groups and groups[-1][1:] == tuple(moves):
                 groups[-1] = (groups[-1][0] * size, *moves)
             else:
                 groups.append((size, *moves))
         return tuple(groups)
 
     def __str__(self) -> str:
-        dtypes = f"{short_dtype(self.a_dtype)} x {short_dtype(self.b_dtype)} -> {short_dtype(self.out_dtype)}"
+        results = [np.dtype(out.dtype) for out in self.epilogue.outputs] if self.epilogue else [self.out_dtype]
+        operands = f"{short_dtype(self.a_dtype)} x {short_dtype(self.b_dtype)}"
+        dtypes = f"{operands} -> {', '.join(map(short_dtype, results))}"
         batch = f" batch {'x'.join(map(str, self.batch))}" if self.batch else ""
         return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}"

@@ -65,7 +65,8 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
     """All shipped configs that serve ``problem``, the predicted fastest first; empty when no kernel does."""
     if _sm90.problem_reasons(problem):
         return ()
-    return tuple(sorted(_candidates(problem), key=lambda config: predict(config, problem)))
+    serving = [config for config in _candidates(problem) if not _sm90.config_reasons(config, problem)]
+    return tuple(sorted(serving, key=lambda config: predict(config, problem)))
 
 
 def _candidates(problem: Problem) -> Iterator[Config]:
@@ -81,7 +82,7 @@ def _candidates(problem: Problem) -> Iterator[Config]:
 
 def _stages(config: Config, problem: Problem) -> int:
     """As deep a pipeline as fits, up to 8; shallower where k is so short that the result wants the memory more."""
-    deepest = min(_sm90.max_stages(config, problem), 8)
+    deepest = max(2, min(_sm90.max_stages(config, problem), 8))  # where 2 do not fit, config_reasons says so
     if problem.k <= config.bk:
         two_blocks = _sm90.blocks_per_sm(dataclasses.replace(config, stages=2), problem) == 2
         return min(deepest, 2 if two_blocks else 3)
@@ -121,20 +122,22 @@ def predict(config: Config, problem: Problem) -> float:
     """
     c, p = config, problem
     resident = _sm90.blocks_per_sm(c, p)
-    rows, columns = _grid(c, p)
-    items = rows * columns * p.batch_size
+    rows, tiles = _grid(c, p)
+    items = rows * tiles * p.batch_size
     waves = -(-items // (SMS * resident // c.cluster))
     sharing = min(resident, -(-items * c.cluster // SMS))  # blocks that really share an SM
 
     k_blocks = -(-p.k // c.bk)
-    tile_bytes = c.stage_bytes
-    read_bytes = tile_bytes + (c.bm // 64 - 1) * c.bn * c.bk * 2  # wgmma reads b once for each 64 rows of a
-    cycles_share = 0.97 + 0.2 * 16 * (tile_bytes + read_bytes) / (c.bm * c.bn * c.bk)
+    tile_bytes = _sm90.stage_bytes(c, p)
+    columns = c.bn * p.products
+    # wgmma reads a once for each product, and b once for each 64 rows of a.
+    read_bytes = (c.bm * p.products + c.bm // 64 * columns) * c.bk * 2
+    cycles_share = 0.97 + 0.2 * 16 * (tile_bytes + read_bytes) / (c.bm * columns * c.bk)
     cycles_share += 0.053 * (c.schedule == "coop")
     cycles_share += 0.04 * (c.bk == 128)
     cycles_share += 0.032 * (p.layout[1] == "n" and c.bn % 64 != 0)  # narrower swizzle, so more bank conflicts
-    multiply = cycles_share * 2 * c.bm * c.bn * c.bk / (PEAK_FLOPS / SMS) * 1e6
-    load = tile_bytes / 96e3  # us at 96 bytes a nanosecond into one SM
+    multiply = cycles_share * 2 * c.bm * columns * c.bk / (PEAK_FLOPS / SMS) * 1e6
+    load = tile_bytes / 85e3  # us at 85 bytes a nanosecond into one SM
     latency = 1.4 / c.stages  # of a load under load
     mainloop = k_blocks * max(sharing * multiply, sharing * load, latency)
 
@@ -146,9 +149,8 @@ def predict(config: Config, problem: Problem) -> float:
         wave = mainloop + epilogue - (hidden if resident == 2 else 0)
     compute = (waves - 1) * wave + mainloop + epilogue + 4.0 * (c.cluster > 1)
 
-    result_bytes = p.m * p.n * p.batch_size * p.out_dtype.itemsize
     ragged = 1.1 if c.bn * p.out_dtype.itemsize % 128 else 1.0  # stores of less than a cache line
-    reads, writes = (p.bytes - result_bytes) / 5.0e6, ragged * result_bytes / 3.8e6  # at 5.0 (partly L2), 3.8 TB/s
+    reads, writes = (p.bytes - p.result_bytes) / 5.0e6, ragged * p.result_bytes / 3.8e6  # at 5.0 (partly L2), 3.8 TB/s
     memory = (reads + writes) * (1 + 0.11 * c.bm * c.bn / 32768 - 0.04 * (resident == 2 and p.k <= 64))
     return math.hypot(compute**3, memory**3) ** (1 / 3) + 1.2  # a smooth maximum, and the launch
 

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from cutjax import _codegen
+from cutjax import _codegen, _fusion
 from cutjax._compile import Cubin, compile_kernel
-from cutjax._config import Config
-from cutjax._launch import Int32, Launch, TensorMap
+from cutjax._config import MAX_ACCUMULATORS, Config
+from cutjax._launch import Int32, Launch, Pointer, TensorMap
 from cutjax._problem import Problem, short_dtype
 
 SHARED_BYTES = 232448  # what one block may opt in to: 227 KiB
 SHARED_BYTES_PER_SM = 233472  # of which each resident block reserves 1 KiB
 INPUT_DTYPES = ("bf16", "f16")
-OUTPUT_DTYPES = ("bf16", "f16", "f32")
+OUTPUT_DTYPES = ("bf16", "f16", "f32")  # of a plain product; an epilogue's are _fusion.DTYPES
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # 40 + 2 * 232 fit 3 warpgroups of 168; at 24 the producer spills
 
 
 def problem_reasons(problem: Problem) -> list[str]:
     """Why no kernel of this family can serve the problem; empty when one can."""
     a, b, d = (short_dtype(dtype) for dtype in (problem.a_dtype, problem.b_dtype, problem.out_dtype))
-    reasons = []
+    reasons = _fusion.reasons(problem) if problem.epilogue else []
     if problem.arch != "sm_90a":
         reasons.append(f"architecture {problem.arch}: the kernels are for sm_90a")
     if a != b or a not in INPUT_DTYPES:
         reasons.append(f"{a} x {b}: both operands are bf16, or both f16")
-    if d not in OUTPUT_DTYPES:
+    if problem.epilogue is None and d not in OUTPUT_DTYPES:
         reasons.append(f"result {d}: one of {', '.join(OUTPUT_DTYPES)}")
     if 0 in (problem.m, problem.n, problem.k, problem.batch_size):
         reasons.append("a size is 0: nothing to launch")
@@ -38,10 +41,10 @@ def problem_reasons(problem: Problem) -> list[str]:
     contiguous = {
         "a": ("K", problem.k) if problem.layout[0] == "n" else ("M", problem.m),
         "b": ("N", problem.n) if problem.layout[1] == "n" else ("K", problem.k),
-        "result": ("N", problem.n),
     }
-    for operand, dtype in (("a", problem.a_dtype), ("b", problem.b_dtype), ("result", problem.out_dtype)):
-        axis, size = contiguous[operand]
+    results = [("result", dtype) for dtype in dict.fromkeys(_fusion.result_dtypes(problem))]
+    for operand, dtype in (("a", problem.a_dtype), ("b", problem.b_dtype), *results):
+        axis, size = contiguous.get(operand, ("N", problem.n))
         if size * dtype.itemsize % 16:
             reasons.append(
                 f"{axis}={size} {short_dtype(dtype)} ({operand}) is not a multiple of {16 // dtype.itemsize}: "
@@ -56,29 +59,49 @@ def config_reasons(config: Config, problem: Problem) -> list[str]:
     need = _shared_bytes(config, problem, 2)
     if need > SHARED_BYTES:
         reasons.append(
-            f"{config.stages} stages of {config.stage_bytes} bytes and two staging tiles a warpgroup: "
+            f"{config.stages} stages of {stage_bytes(config, problem)} bytes and two staging buffers a warpgroup: "
             f"{need} bytes of shared memory, at most {SHARED_BYTES}"
         )
+    registers = problem.products * config.accumulator_registers
+    if registers > _max_accumulators(problem):
+        reasons.append(
+            f"{problem.products} products of {config.bm}x{config.bn} with this epilogue: {registers} accumulator "
+            f"registers a thread, at most {_max_accumulators(problem)}"
+        )
+    if narrow := [d for d in _fusion.result_dtypes(problem) if _fusion.span(config.bn, problem, d) < 32]:
+        reasons.append(f"bn={config.bn} makes staging rows of less than 32 bytes in {short_dtype(narrow[0])}")
     tiles = -(-problem.m // (config.bm * config.cluster_m)) * -(-problem.n // (config.bn * config.cluster_n))
     if tiles * problem.batch_size >= 2**31:
         reasons.append("2^31 tiles or more: the scheduler counts with 32 bits")
     return reasons
 
 
-def _out_span(config: Config, problem: Problem) -> int:
-    """Bytes of a row of a staging tile: the widest swizzle span that divides the tile's rows."""
-    row_bytes = config.bn * problem.out_dtype.itemsize
-    return next(span for span in (128, 64, 32) if row_bytes % span == 0)
+def _max_accumulators(problem: Problem) -> int:
+    """Accumulator registers a thread may have, all products together, beside what its epilogue keeps in registers.
+
+    A chunk of an operand that varies along rows and columns is held in registers; so are 8 values of every result.
+    Calibrated on the compiler's report (tests/test_fusion.py): no spill below these.
+    """
+    epilogue = problem.epilogue
+    if epilogue is None:
+        return MAX_ACCUMULATORS
+    varying = any(spec.row or spec.col for spec in epilogue.operands)
+    return 128 if varying or len(epilogue.outputs) > 1 else MAX_ACCUMULATORS
+
+
+def stage_bytes(config: Config, problem: Problem) -> int:
+    """Shared memory of one stage: a bm x bk tile of a and a bk x bn tile of each b, in 16-bit elements."""
+    return (config.bm + config.bn * problem.products) * config.bk * 2
 
 
 def _shared_bytes(config: Config, problem: Problem, store_buffers: int) -> int:
-    staging = config.consumers * store_buffers * 64 * _out_span(config, problem)
-    return config.stages * (config.stage_bytes + 16) + staging
+    staging = config.consumers * store_buffers * _fusion.buffer_bytes(config.bn, problem)
+    return config.stages * (stage_bytes(config, problem) + 16) + staging
 
 
 def _chunks(config: Config, problem: Problem) -> int:
-    """Staging tiles that hold all of a warpgroup's accumulators."""
-    return config.m_blocks * config.bn * problem.out_dtype.itemsize // _out_span(config, problem)
+    """Staging buffers that hold all that a warpgroup stores of a tile."""
+    return config.m_blocks * config.bn // _fusion.chunk(config.bn, problem)
 
 
 def _store_buffers(config: Config, problem: Problem) -> int:
@@ -94,7 +117,8 @@ def _shared_limit(config: Config, problem: Problem) -> int:
     Two fit when registers do (256 threads of 128, half of them accumulators) and each keeps two staging tiles.
     """
     half = SHARED_BYTES_PER_SM // 2 - 1024
-    narrow = config.consumers == 1 and config.accumulator_registers <= 64
+    full = problem.epilogue and any(spec.row and spec.col for spec in problem.epilogue.operands)
+    narrow = config.consumers == 1 and config.accumulator_registers * problem.products <= 64 and not full
     return half if narrow and _shared_bytes(config, problem, 2) <= half else SHARED_BYTES
 
 
@@ -108,7 +132,7 @@ def max_stages(config: Config, problem: Problem, *, whole_result: bool = False) 
     smallest = dataclasses.replace(config, stages=2)
     buffers = max(2, _chunks(config, problem)) if whole_result else 2
     spare = _shared_limit(smallest, problem) - _shared_bytes(smallest, problem, buffers)
-    return 2 + spare // (config.stage_bytes + 16)
+    return 2 + spare // (stage_bytes(config, problem) + 16)
 
 
 def source(problem: Problem, config: Config) -> str:
@@ -131,11 +155,25 @@ def source(problem: Problem, config: Config) -> str:
         "CONSUMER_REGISTERS": CONSUMER_REGISTERS,
         "A_K_MAJOR": a_k_major,
         "B_K_MAJOR": b_k_major,
-        "OUT": short_dtype(problem.out_dtype),
+        "PRODUCTS": problem.products,
+        "OUTPUTS": len(_fusion.of(problem).outputs),
+        "D_CHUNK": _fusion.chunk(config.bn, problem),
+        "D_BUFFER_BYTES": _fusion.buffer_bytes(config.bn, problem),
     }
-    files = ["scheduler.cuh", "mainloop.cuh", "epilogue.cuh", "sm90_gemm.cuh"]
     return _codegen.source(
-        config.name(problem), constants, _codegen.wgmma(config.bn, dtype, a_k_major, b_k_major), files
+        config.name(problem),
+        constants,
+        [
+            "atoms.cuh",
+            "math.cuh",
+            "staging.cuh",
+            "scheduler.cuh",
+            _codegen.wgmma(config.bn, dtype, a_k_major, b_k_major),
+            "mainloop.cuh",
+            _fusion.text(problem),
+            "epilogue.cuh",
+            "sm90_gemm.cuh",
+        ],
     )
 
 
@@ -166,8 +204,8 @@ def _matrix_map(
     )
 
 
-def _steps(moves: list[bool], sizes: list[int]) -> list[int]:
-    """How far an operand's batch index moves for each of the result's three batch indices."""
+def _steps(moves: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """How far an array's batch index moves for each of the result's three batch indices."""
     steps, stride = [], 1
     for move, size in zip(reversed(moves), reversed(sizes), strict=True):
         steps.append(stride if move else 0)
@@ -176,16 +214,24 @@ def _steps(moves: list[bool], sizes: list[int]) -> list[int]:
 
 
 def launch(problem: Problem, config: Config) -> Launch:
-    """The plan of one launch: buffers are a, b and the result, in this order."""
-    p, c = problem, config
-    groups = [(1, False, False)] * (3 - len(p.batch_groups)) + list(p.batch_groups)
-    sizes = [size for size, _, _ in groups]
-    a_steps, b_steps = _steps([a for _, a, _ in groups], sizes), _steps([b for _, _, b in groups], sizes)
-    a_batch, b_batch = int(np.prod(p.a_batch, dtype=np.int64)), int(np.prod(p.b_batch, dtype=np.int64))
-    span = _out_span(c, p)
-    chunk = span // p.out_dtype.itemsize
+    """The plan of one launch: buffers are a, the bs, the epilogue's operands and the results, in this order."""
+    p, c, epilogue = problem, config, _fusion.of(problem)
+    still = (1, *(False,) * (2 + len(epilogue.operands)))
+    sizes, *moves = zip(*[still] * (3 - len(p.batch_groups)), *p.batch_groups, strict=True)
+    a_steps, b_steps, *operand_steps = ([Int32(step) for step in _steps(move, sizes)] for move in moves)
+    a_batch, b_batch = math.prod(p.a_batch), math.prod(p.b_batch)
+    b_map = functools.partial(
+        _operand_map, dtype=p.b_dtype, rows=p.n, k=p.k, batch=b_batch, k_major=p.layout[1] == "t", tile=c.bn, bk=c.bk
+    )
+    maps = [_operand_map(0, p.a_dtype, p.m, p.k, a_batch, p.layout[0] == "n", c.bm, c.bk, c.cluster_n)]
+    maps += [b_map(1 + i, share=c.cluster_m) for i in range(p.products)]
+    first_operand = 1 + p.products
+    for i, dtype in enumerate(_fusion.result_dtypes(p), first_operand + len(epilogue.operands)):
+        span = _fusion.span(c.bn, p, dtype)
+        maps.append(_matrix_map(i, dtype, (p.n, p.m, p.batch_size), (span // dtype.itemsize, 64, 1), span))
+    operands = [x for i, steps in enumerate(operand_steps, first_operand) for x in (Pointer(i), *steps)]
+    scalars = [Int32(value) for value in (p.m, p.n, p.k, c.raster, p.batch_size, *sizes[1:])]
     tiles = -(-p.m // (c.bm * c.cluster_m)) * -(-p.n // (c.bn * c.cluster_n)) * p.batch_size
-    scalars = [p.m, p.n, p.k, c.raster, p.batch_size, *sizes[1:], *a_steps, *b_steps]
     return Launch(
         kernel=c.name(p),
         cubin=compile_config(p, c).image,
@@ -194,10 +240,5 @@ def launch(problem: Problem, config: Config) -> Launch:
         cluster=(c.cluster, 1, 1),
         shared_bytes=_shared_bytes(c, p, _store_buffers(c, p)),
         blocks_per_sm=blocks_per_sm(c, p),
-        params=(
-            _operand_map(0, p.a_dtype, p.m, p.k, a_batch, p.layout[0] == "n", c.bm, c.bk, c.cluster_n),
-            _operand_map(1, p.b_dtype, p.n, p.k, b_batch, p.layout[1] == "t", c.bn, c.bk, c.cluster_m),
-            _matrix_map(2, p.out_dtype, (p.n, p.m, p.batch_size), (chunk, 64, 1), span),
-            *(Int32(value) for value in scalars),
-        ),
+        params=(*maps, *scalars, *a_steps, *b_steps, *operands),
     )

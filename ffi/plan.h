@@ -14,9 +14,9 @@
 
 namespace cutjax {
 
-// Bounds that let a launch live on the stack. 16 tensor maps are 2 KiB, half of what a kernel may take as parameters.
-inline constexpr size_t kMaxParams = 16;
-inline constexpr int64_t kMaxBuffers = 16;
+// Bounds that let a launch live on the stack. A kernel takes at most 4 KiB of parameters, which is 31 tensor maps.
+inline constexpr size_t kMaxParams = 48;
+inline constexpr int64_t kMaxBuffers = 32;
 inline constexpr int64_t kMaxRank = 5;
 
 // One kernel parameter.

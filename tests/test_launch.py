@@ -106,7 +106,7 @@ def test_a_plan_cut_short_is_refused(length):
     [
         (0, 4, "parameter kind is 4, expected 0 to 3"),
         (0, -1, "parameter kind is -1"),
-        (1, 16, "buffer index is 16, expected 0 to 15"),
+        (1, 32, "buffer index is 32, expected 0 to 31"),
         (1, -1, "buffer index is -1"),
         (2, -16, "byte offset is -16"),
         (2, 8, "offset 8 is not 16-byte aligned"),
@@ -144,7 +144,7 @@ def test_a_malformed_record_is_refused(word, value, message):
         ({"cluster": [2, 8, 1]}, "cluster has more than 8 blocks"),
         ({"shared_bytes": -1}, "shared_bytes is -1"),
         ({"blocks_per_sm": 65}, "blocks_per_sm is 65"),
-        ({"params": [3, 0] * 17}, "more than 16 kernel parameters"),
+        ({"params": [3, 0] * 49}, "more than 48 kernel parameters"),
     ],
 )
 def test_a_malformed_attribute_is_refused(change, message):
@@ -156,7 +156,7 @@ def test_a_malformed_attribute_is_refused(change, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"buffer": 16}, "buffer 16 is not in 0..15"),
+        ({"buffer": 32}, "buffer 32 is not in 0..31"),
         ({"dtype": np.dtype("complex64")}, "TMA has no type for complex64"),
         ({"dims": (1,) * 6}, "rank 1 to 5, not 6"),
         ({"strides": (16,)}, "rank 3 needs 2 strides"),
@@ -192,7 +192,7 @@ def test_tensor_map_validation(changes, message):
         (lambda: make_launch(cluster=(4, 4, 1), grid=(4, 4, 1)), "more than 8 blocks"),
         (lambda: make_launch(shared_bytes=-1), "shared_bytes -1"),
         (lambda: make_launch(blocks_per_sm=65), "blocks_per_sm 65"),
-        (lambda: make_launch(params=(Int32(0),) * 17), "17 parameters are more than 16"),
+        (lambda: make_launch(params=(Int32(0),) * 49), "49 parameters are more than 48"),
     ],
 )
 def test_launch_validation(make, message):

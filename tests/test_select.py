@@ -130,7 +130,7 @@ def test_problems_no_kernel_serves(fields, match):
 def test_all_reasons_reach_the_user():
     reason = cutjax.supports(cutjax.Config(stages=9), cutjax.Problem(8, 100, 100, out_dtype=np.dtype("int32")))
     assert reason is not None
-    for part in ("K=100", "N=100 bf16 (b)", "result s32", "9 stages of 49152 bytes and two staging tiles"):
+    for part in ("K=100", "N=100 bf16 (b)", "result s32", "9 stages of 49152 bytes and two staging buffers"):
         assert part in reason
 
 

@@ -73,23 +73,27 @@ struct Operand {
 using OperandA = Operand<BM, A_K_MAJOR, CLUSTER_N>;
 using OperandB = Operand<BN, B_K_MAJOR, CLUSTER_M>;
 
-constexpr int STAGE_BYTES = OperandA::BYTES + OperandB::BYTES;
+constexpr int STAGE_BYTES = OperandA::BYTES + PRODUCTS * OperandB::BYTES;
 
 struct SharedTiles {
-  u32 base;  // [STAGES] of A, then [STAGES] of B
+  u32 base;  // [STAGES] of A, then [STAGES][PRODUCTS] of B
   DEVICE u32 a(int stage) const { return base + stage * OperandA::BYTES; }
-  DEVICE u32 b(int stage) const { return base + STAGES * OperandA::BYTES + stage * OperandB::BYTES; }
+  DEVICE u32 b(int stage, int product) const {
+    return base + STAGES * OperandA::BYTES + (stage * PRODUCTS + product) * OperandB::BYTES;
+  }
 };
 
 // One thread: loads all k blocks of a tile whose first row and column are (m, n).
-DEVICE void fill(Pipeline& pipe, SharedTiles shared, const TensorMap* map_a, const TensorMap* map_b, int m, int n,
-                 int batch_a, int batch_b, int k_blocks, u32 rank_m, u32 rank_n) {
+DEVICE void fill(Pipeline& pipe, SharedTiles shared, const TensorMap* map_a, const TensorMap* const (&map_b)[PRODUCTS],
+                 int m, int n, int batch_a, int batch_b, int k_blocks, u32 rank_m, u32 rank_n) {
 #pragma unroll 1  // unrolled, it needs more registers than a producer has
   for (int k = 0; k < k_blocks; ++k) {
     mbarrier_wait(pipe.empty_barrier(), pipe.phase ^ 1);
     mbarrier_arrive_expect_tx(pipe.full_barrier(), STAGE_BYTES);
     OperandA::load(shared.a(pipe.stage), map_a, pipe.full_barrier(), m, k * BK, batch_a, rank_n);
-    OperandB::load(shared.b(pipe.stage), map_b, pipe.full_barrier(), n, k * BK, batch_b, rank_m);
+#pragma unroll
+    for (int p = 0; p < PRODUCTS; ++p)
+      OperandB::load(shared.b(pipe.stage, p), map_b[p], pipe.full_barrier(), n, k * BK, batch_b, rank_m);
     pipe.advance();
   }
 }
@@ -99,20 +103,23 @@ DEVICE void release(u32 empty_barrier, int thread) {
   if (thread < CLUSTER_M * CLUSTER_N) mbarrier_arrive_cluster(empty_barrier, thread);
 }
 
-// One warpgroup: accumulators [M_BLOCKS][64 x BN] of the tile's rows from `row` on, over all k blocks.
-DEVICE void drain(float (&accumulators)[M_BLOCKS][BN / 2], Pipeline& pipe, SharedTiles shared, int row, int k_blocks,
-                  int thread) {
+// One warpgroup: accumulators [PRODUCTS][M_BLOCKS][64 x BN] of the tile's rows from `row` on, over all k blocks.
+DEVICE void drain(float (&accumulators)[PRODUCTS][M_BLOCKS][BN / 2], Pipeline& pipe, SharedTiles shared, int row,
+                  int k_blocks, int thread) {
   u32 previous = 0;
   for (int k = 0; k < k_blocks; ++k) {
     mbarrier_wait(pipe.full_barrier(), pipe.phase);
     wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < BK / 16; ++slice) {
-      u64 b = OperandB::descriptor(shared.b(pipe.stage), 0, slice);
 #pragma unroll
-      for (int block = 0; block < M_BLOCKS; ++block) {
-        u64 a = OperandA::descriptor(shared.a(pipe.stage), row + block * 64, slice);
-        wgmma(accumulators[block], a, b, (k | slice) != 0);
+      for (int p = 0; p < PRODUCTS; ++p) {
+        u64 b = OperandB::descriptor(shared.b(pipe.stage, p), 0, slice);
+#pragma unroll
+        for (int block = 0; block < M_BLOCKS; ++block) {
+          u64 a = OperandA::descriptor(shared.a(pipe.stage), row + block * 64, slice);
+          wgmma(accumulators[p][block], a, b, (k | slice) != 0);
+        }
       }
     }
     wgmma_commit_group();

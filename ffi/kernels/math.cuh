@@ -114,8 +114,7 @@ DEVICE float integer_pow(float x) {
   }
 }
 
-// ---- fine: relative error about 2^-21, for results that are rounded to 16 bits or fewer; subnormal results may be 0
-// ----
+// ---- fine: relative error about 2^-21, for results rounded to 16 bits or fewer; subnormal results may be 0 ----
 
 // Each takes `scale` as well, f(scale * x): scale * LOG2_E is one constant.
 DEVICE float fine_exp(float x, float scale) { return ex2_approx(x * (scale * LOG2_E)); }
@@ -123,16 +122,6 @@ DEVICE float fine_exp2(float x) { return ex2_approx(x); }
 DEVICE float fine_logistic(float x, float scale) { return rcp_approx(1.0f + ex2_approx(x * (scale * -LOG2_E))); }
 
 // ---- coarse: relative error below 2^-11, a quarter of what rounding to bf16 makes, or 2^-14 for f16 ----
-
-// e = exp(-|x|) and 1 / (1 + e) as a polynomial: one multifunction instruction, not two (16 of them a clock and SM).
-DEVICE float coarse_logistic(float x, float scale) {
-  float t = x * (scale * LOG2_E), e = ex2_approx(-fabsf(t));
-  float p = fmaf(e, 0.1604398167f, -0.5514758409f);
-  p = fmaf(e, p, 0.8800166079f);
-  p = fmaf(e, p, -0.9888032468f);
-  p = fmaf(e, p, 1.0f);
-  return p * (t < 0.0f ? e : 1.0f);
-}
 
 // Without cancellation: tanh(x / 2) = (exp(x) - 1) / (exp(x) + 1).
 DEVICE float coarse_expm1(float x) { return tanh_approx(0.5f * x) * (1.0f + ex2_approx(x * LOG2_E)); }

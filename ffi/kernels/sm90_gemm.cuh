@@ -1,4 +1,5 @@
-// The dense and batched GEMM of sm_90a: d[z] = a[z] @ b[z], f32 accumulation, persistent, warp-specialised.
+// The dense and batched GEMM of sm_90a: d0[z], d1[z], ... = epilogue(a[z] @ b0[z], a[z] @ b1[z], ...; operands), f32
+// accumulation, persistent, warp-specialised. Plain products are the case of one b, one d, and the identity.
 //
 // One producer warpgroup (one thread of it issues TMA) and CONSUMERS warpgroups that multiply.
 //   cooperative: all consumers share each tile, BM / CONSUMERS rows each.
@@ -19,9 +20,10 @@ constexpr int EPILOGUE_BARRIER = 1;
 constexpr int TURN_BARRIER = 1 + CONSUMERS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    KERNEL(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
-           const __grid_constant__ TensorMap map_d, int m, int n, int k, int raster, int batch, int batch1, int batch2,
-           int a_step0, int a_step1, int a_step2, int b_step0, int b_step1, int b_step2) {
+    KERNEL(MAP_PARAMETERS, int m, int n, int k, int raster, int batch, int batch1, int batch2, int a_step0, int a_step1,
+           int a_step2, int b_step0, int b_step1, int b_step2 OPERAND_PARAMETERS) {
+  const TensorMap* const map_b[PRODUCTS] = MAPS_B;
+  const TensorMap* const map_d[OUTPUTS] = MAPS_D;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   SharedTiles shared{shared_address(shared_memory)};
   u32 staging = shared.base + STAGES * STAGE_BYTES;
@@ -33,8 +35,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   u32 rank_m = CLUSTER_M > 1 ? rank : 0, rank_n = CLUSTER_N > 1 ? rank : 0;
   if (threadIdx.x == 0) {
     prefetch_tensormap(&map_a);
-    prefetch_tensormap(&map_b);
-    prefetch_tensormap(&map_d);
+    for (const TensorMap* map : map_b) prefetch_tensormap(map);
+    for (const TensorMap* map : map_d) prefetch_tensormap(map);
     for (int stage = 0; stage < STAGES; ++stage) {
       mbarrier_init(pipe.full + stage * 8, 1);
       mbarrier_init(pipe.empty + stage * 8, CONSUMERS_PER_TILE * CLUSTER);
@@ -54,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
       for (int index = first; index < scheduler.total; index += step) {
         Tile tile = scheduler.at(index);
         BatchIndex i(tile.batch, batch1, batch2);
-        fill(pipe, shared, &map_a, &map_b, (tile.m * CLUSTER_M + rank_m) * BM, (tile.n * CLUSTER_N + rank_n) * BN,
+        fill(pipe, shared, &map_a, map_b, (tile.m * CLUSTER_M + rank_m) * BM, (tile.n * CLUSTER_N + rank_n) * BN,
              i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2), k_blocks, rank_m, rank_n);
       }
     }
@@ -62,7 +64,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if constexpr (CONSUMERS == 2) setmaxnreg_inc<CONSUMER_REGISTERS>();
     int consumer = warpgroup - 1;
     Epilogue epilogue{staging + consumer * STORE_BUFFERS * D_BUFFER_BYTES, EPILOGUE_BARRIER + consumer, thread};
-    float accumulators[M_BLOCKS][BN / 2];
+    Operands operands(m, n OPERAND_ARGUMENTS);
+    float accumulators[PRODUCTS][M_BLOCKS][BN / 2];
     if constexpr (PING_PONG) {
       // A parity wait cannot tell a stage two wraps away from now, so the mainloops take turns explicitly.
       if (consumer == 1) {
@@ -80,8 +83,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
       if constexpr (PING_PONG) bar_arrive(TURN_BARRIER + (consumer ^ 1), 256);
       drain_last(pipe, thread);
       if constexpr (PING_PONG) pipe.advance(k_blocks);
-      epilogue.store(accumulators, &map_d, (tile.m * CLUSTER_M + rank_m) * BM + row, (tile.n * CLUSTER_N + rank_n) * BN,
-                     tile.batch);
+      operands.begin_tile(BatchIndex(tile.batch, batch1, batch2));
+      epilogue.store(accumulators, operands, map_d, (tile.m * CLUSTER_M + rank_m) * BM + row,
+                     (tile.n * CLUSTER_N + rank_n) * BN, tile.batch);
     }
     epilogue.finish();
   }

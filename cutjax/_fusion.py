@@ -1,0 +1,194 @@
+"""What of a kernel is its epilogue's: in the device text, in shared memory, and in the plan of a launch.
+
+A plain product is a product with the identity for an epilogue, so every kernel is made here in the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from cutjax import _emit
+from cutjax._expression import Epilogue, Node, Output
+from cutjax._problem import Problem
+
+# Dtypes of operands and results in memory, as enumerators of Dtype (staging.cuh).
+DTYPES = {
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float32": "f32",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+    "int8": "s8",
+    "uint8": "u8",
+    "int16": "s16",
+    "uint16": "u16",
+    "int32": "s32",
+    "uint32": "u32",
+    "bool": "boolean",
+}
+
+
+@functools.lru_cache(maxsize=64)
+def _identity(dtype: str) -> Epilogue:
+    return Epilogue(1, (), (Node("acc", params=(0,)),), (Output(0, dtype),))
+
+
+def of(problem: Problem) -> Epilogue:
+    """The problem's epilogue; the identity where it has none."""
+    return problem.epilogue or _identity(problem.out_dtype.name)
+
+
+def result_dtypes(problem: Problem) -> list[np.dtype]:
+    """The dtype of each result."""
+    return [np.dtype(out.dtype) for out in of(problem).outputs]
+
+
+def reasons(problem: Problem) -> list[str]:
+    """Why no kernel can have this epilogue; empty where one can."""
+    epilogue = of(problem)
+    found = list(_emit.reasons(epilogue))
+    if any(out.reduce for out in epilogue.outputs):
+        found.append("reductions in an epilogue have no kernel yet")
+    for what, entries in (("operand", epilogue.operands), ("result", epilogue.outputs)):
+        names = sorted({entry.dtype for entry in entries} - DTYPES.keys())
+        found += [f"{what} {name}: one of {', '.join(DTYPES)}" for name in names]
+    return found
+
+
+def chunk(bn: int, problem: Problem) -> int:
+    """Columns staged at a time: as many as make a row of the narrowest result at most 128 bytes."""
+    narrowest = min(dtype.itemsize for dtype in result_dtypes(problem))
+    return next(c for c in (128, 64, 32, 16) if bn % c == 0 and c * narrowest <= 128)
+
+
+def buffer_bytes(bn: int, problem: Problem) -> int:
+    """Shared memory of one staging buffer: 64 rows of a chunk of every result."""
+    return 64 * chunk(bn, problem) * sum(dtype.itemsize for dtype in result_dtypes(problem))
+
+
+def span(bn: int, problem: Problem, dtype: np.dtype) -> int:
+    """Bytes of a row of a result's staging tile, which is its swizzle span too."""
+    return min(128, chunk(bn, problem) * dtype.itemsize)
+
+
+def text(problem: Problem) -> str:
+    """The generated part of the device text: ``epilogue_element`` and how the kernel feeds it (see epilogue.cuh)."""
+    epilogue = of(problem)
+    return _emit.emit(epilogue) + _parameters(epilogue) + _operands(epilogue) + _piece(epilogue) + _store(epilogue)
+
+
+def _parameters(epilogue: Epilogue) -> str:
+    bs = [f"map_b{i}" for i in range(epilogue.products)]
+    ds = [f"map_d{i}" for i in range(len(epilogue.outputs))]
+    maps = ", ".join(f"const __grid_constant__ TensorMap {name}" for name in ["map_a", *bs, *ds])
+    names = [f"base{i}, step{i}_0, step{i}_1, step{i}_2" for i in range(len(epilogue.operands))]
+    typed = [f"const char* base{i}, int step{i}_0, int step{i}_1, int step{i}_2" for i in range(len(epilogue.operands))]
+    return f"""#define MAP_PARAMETERS {maps}
+#define MAPS_B {{{", ".join("&" + name for name in bs)}}}
+#define MAPS_D {{{", ".join("&" + name for name in ds)}}}
+#define OPERAND_PARAMETERS {"".join(", " + x for x in typed)}
+#define OPERAND_ARGUMENTS {"".join(", " + x for x in names)}
+"""
+
+
+def _operands(epilogue: Epilogue) -> str:
+    fields, initial, tile, rows, chunks, pieces = [], [], [], [], [], []
+    for i, spec in enumerate(epilogue.operands):
+        pair = f"Pair<Dtype::{DTYPES[spec.dtype]}>"
+        size = np.dtype(spec.dtype).itemsize
+        elements = {(0, 0): "1", (1, 0): "m", (0, 1): "n", (1, 1): "static_cast<i64>(m) * n"}[spec.row, spec.col]
+        shape = {(0, 0): "", (1, 0): "[2]", (0, 1): "[2]", (1, 1): "[D_CHUNK / 8][2]"}[spec.row, spec.col]
+        fields.append(
+            f"const char *base{i}, *matrix{i};\n  int step{i}_0, step{i}_1, step{i}_2;\n  {pair} x{i}{shape};"
+        )
+        initial.append(f"base{i}(base{i}), step{i}_0(step{i}_0), step{i}_1(step{i}_1), step{i}_2(step{i}_2)")
+        tile.append(
+            f"matrix{i} = base{i} + static_cast<i64>(i(step{i}_0, step{i}_1, step{i}_2)) * ({elements}) * {size};"
+        )
+        if not spec.row and not spec.col:
+            tile.append(f"x{i}.load_one(matrix{i});")
+        elif not spec.col:
+            rows.append(f"x{i}[h].load_one(matrix{i} + min(row + 8 * h, m - 1) * {size}ll);")
+        elif not spec.row:
+            pieces.append(f"x{i}[j].load(matrix{i} + c * {size}ll);")
+        else:
+            at = f"matrix{i} + (min(row + 8 * h, m - 1) * static_cast<i64>(n) + c) * {size}"
+            chunks.append(f"for (int h = 0; h < 2; ++h) x{i}[j][h].load({at});")
+
+    def lines(statements: list[str], indent: int) -> str:
+        return "".join("\n" + " " * indent + statement for statement in statements)
+
+    def loop(variable: str, end: str, body: list[str], before: str = "") -> str:
+        if not body:
+            return ""
+        head = f"\n#pragma unroll\n    for (int {variable} = 0; {variable} < {end}; ++{variable}) {{{before}"
+        return f"{head}{lines(body, 6)}\n    }}"
+
+    parameters = "".join(
+        f", const char* base{i}, int step{i}_0, int step{i}_1, int step{i}_2" for i in range(len(epilogue.operands))
+    )
+    # Past the matrix, where the result is clipped, the last row or columns are read again.
+    clip = "\n      int c = min(column + 8 * j, n - 2);"
+    return f"""#line 1 "operands (generated)"
+struct Operands {{
+  int m, n;{lines(fields, 2)}
+
+  DEVICE Operands(int m, int n{parameters}) : m(m), n(n){"".join(", " + x for x in initial)} {{}}
+  DEVICE void begin_tile(const BatchIndex& i) {{{lines(tile, 4)}
+  }}
+  DEVICE void begin_rows(int row) {{{loop("h", "2", rows)}
+  }}
+  DEVICE void begin_chunk(int row, int column) {{{loop("j", "D_CHUNK / 8", chunks, clip)}
+  }}
+  DEVICE void begin_piece(int column) {{{loop("j", "2", pieces, clip)}
+  }}
+}};
+"""
+
+
+def _piece(epilogue: Epilogue) -> str:
+    accs = ", ".join(f"acc[{p}][i]" for p in range(epilogue.products))
+    values = []
+    for i, spec in enumerate(epilogue.operands):
+        at = {(0, 0): "", (1, 0): "[h]", (0, 1): "[j]", (1, 1): "[piece * 2 + j][h]"}[spec.row, spec.col]
+        values.append(f"operands.x{i}{at}[{'e' if spec.col else '0'}]")
+    results = [f"y{i}[i]" for i in range(len(epilogue.outputs))]
+    arguments = ", ".join(["value", *values, "row + h * 8", "column + j * 8 + e", *results])
+    carriers = [_emit.CARRIERS[out.dtype] for out in epilogue.outputs]
+    declared = "\n  ".join(f"{carrier} y{i}[8];" for i, carrier in enumerate(carriers))
+    staged = "\n  ".join(
+        f"Staging<Dtype::{DTYPES[out.dtype]}>::stage(buffer + {_offset(epilogue, i)}, thread, piece, y{i});"
+        for i, out in enumerate(epilogue.outputs)
+    )
+    return f"""#line 1 "piece (generated)"
+DEVICE void epilogue_piece(Operands& operands, const float (&acc)[PRODUCTS][8], int piece, int row, int column,
+                           u32 buffer, int thread) {{
+  {declared}
+  operands.begin_piece(column);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {{
+    const int j = i / 4, h = i / 2 % 2, e = i % 2;
+    const float value[PRODUCTS] = {{{accs}}};
+    epilogue_element({arguments});
+  }}
+  {staged}
+}}
+"""
+
+
+def _store(epilogue: Epilogue) -> str:
+    stores = "\n  ".join(
+        f"Staging<Dtype::{DTYPES[out.dtype]}>::store(map_d[{i}], buffer + {_offset(epilogue, i)}, x, y, z);"
+        for i, out in enumerate(epilogue.outputs)
+    )
+    return f"""DEVICE void epilogue_store(const TensorMap* const (&map_d)[OUTPUTS], u32 buffer, int x, int y, int z) {{
+  {stores}
+}}
+"""
+
+
+def _offset(epilogue: Epilogue, output: int) -> str:
+    """Where a result's tile lies in a staging buffer."""
+    return f"64 * D_CHUNK * {sum(np.dtype(out.dtype).itemsize for out in epilogue.outputs[:output])}"

@@ -1,0 +1,122 @@
+"""Kernels with an epilogue: every shipped tile compiles without a spill, and refusals say why."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import cutjax
+from cutjax import _compile, _fusion, _sm90
+from cutjax._trace import trace
+
+needs_nvrtc = pytest.mark.skipif(_compile.compiler_missing() is not None, reason=str(_compile.compiler_missing()))
+
+M, N = 256, 384
+BF16 = jnp.bfloat16
+
+
+def problem(fn, products=1, operands=(), layout="nn", sizes=(4096, 4096, 4096)):
+    accs = [jax.ShapeDtypeStruct((M, N), jnp.float32)] * products
+    epilogue = trace(fn, accs, [jnp.zeros(shape, dtype) for shape, dtype in operands]).epilogue.primal
+    return cutjax.Problem(*sizes, layout, epilogue=epilogue)
+
+
+def dgelu(acc, z):
+    return (acc * jax.grad(lambda t: jax.nn.gelu(t).sum())(z.astype(jnp.float32))).astype(BF16)
+
+
+ROW, COLUMN, FULL = ((M, 1), jnp.float32), ((N,), BF16), ((M, N), BF16)
+F32 = jnp.float32
+CASES = {
+    "gelu": (lambda acc, b: jax.nn.gelu(acc + b.astype(F32)).astype(BF16), 1, (COLUMN,)),
+    "gelu and its argument": (
+        lambda acc, b: (jax.nn.gelu(acc + b.astype(F32)).astype(BF16), acc.astype(BF16)),
+        1,
+        (COLUMN,),
+    ),
+    "residual": (
+        lambda acc, s, b, r: (acc * s + b.astype(F32) + r.astype(F32)).astype(BF16),
+        1,
+        (((), jnp.float32), COLUMN, FULL),
+    ),
+    "derivative": (dgelu, 1, (FULL,)),
+    "row and column": (lambda acc, r, c: jnp.where(acc * r > c.astype(F32), acc, 0).astype(BF16), 1, (ROW, COLUMN)),
+    "gated": (lambda g, u: (jax.nn.silu(g) * u).astype(BF16), 2, ()),
+    "gated, saved": (lambda g, u: ((jax.nn.silu(g) * u).astype(BF16), g.astype(BF16), u.astype(BF16)), 2, ()),
+    "float8": (lambda acc, s: (acc * s).astype(jnp.float8_e4m3fn), 1, (((), jnp.float32),)),
+    "three products": (lambda a, b, c: (a * b + c).astype(BF16), 3, ()),
+}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", CASES)
+def test_every_tile_compiles_lean(name):
+    asked = problem(*CASES[name])
+    # The cluster changes the producer alone, which test_kernels.py compiles in all of them.
+    configs = [config for config in cutjax.candidates(asked) if config.cluster == 1]
+    assert len(configs) > 10
+
+    def compile_one(config):
+        start = time.thread_time()
+        cubin = _compile.compile_source(_sm90.source(asked, config), name=config.name(asked), arch=asked.arch)
+        return config.name(asked), cubin, time.thread_time() - start
+
+    with ThreadPoolExecutor(2) as pool:
+        for kernel, cubin, seconds in pool.map(compile_one, configs):
+            assert "warning" not in cubin.log, f"{kernel}: {cubin.log}"
+            resources = cubin.resources
+            assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0), f"{kernel}: {resources}"
+            assert seconds < 2, f"{kernel}: {seconds:.2f} s"  # 1.0 at most when nothing else runs
+
+
+def test_the_plan_passes_what_the_kernel_takes(monkeypatch):
+    monkeypatch.setattr(_sm90, "compile_config", lambda *_: type("Cubin", (), {"image": b"cubin"})())
+    asked = problem(*CASES["gated, saved"][:2], ())
+    plan = _sm90.launch(asked, cutjax.candidates(asked)[0])
+    maps = [p for p in plan.params if type(p).__name__ == "TensorMap"]
+    assert [m.buffer for m in maps] == [0, 1, 2, 3, 4, 5]
+    asked = problem(*CASES["residual"])
+    plan = _sm90.launch(asked, cutjax.candidates(asked)[0])
+    pointers = [p for p in plan.params if type(p).__name__ == "Pointer"]
+    assert [p.buffer for p in pointers] == [2, 3, 4]
+    assert [type(p).__name__ for p in plan.params[-4:]] == ["Pointer", "Int32", "Int32", "Int32"]
+
+
+def test_staging_of_several_results():
+    asked = problem(lambda acc: (acc.astype(jnp.int8), acc), 1)
+    assert _fusion.chunk(128, asked) == 128
+    assert _fusion.buffer_bytes(128, asked) == 64 * 128 * 5
+    assert [_fusion.span(128, asked, dtype) for dtype in _fusion.result_dtypes(asked)] == [128, 128]
+
+
+def test_an_epilogue_is_in_the_kernels_name():
+    config = cutjax.Config()
+    gelu, relu = problem(*CASES["gelu"]), problem(lambda acc: jax.nn.relu(acc).astype(BF16))
+    names = {config.name(p) for p in (gelu, relu, cutjax.Problem(4096, 4096, 4096))}
+    assert len(names) == 3
+    assert all(name.startswith("sm90_bf16_nn_128x256x64_s4_c1x1_coop") for name in names)
+    assert config.name(gelu) == config.name(problem(*CASES["gelu"]))
+
+
+@pytest.mark.parametrize(
+    ("fn", "operands", "sizes", "match"),
+    [
+        (lambda acc: acc.sum(0), (), (512, 512, 512), "reductions in an epilogue have no kernel yet"),
+        (lambda acc: acc.astype(jnp.int8), (), (512, 520, 512), "N=520 s8 (result) is not a multiple of 16"),
+    ],
+)
+def test_what_no_kernel_does(fn, operands, sizes, match):
+    asked = problem(fn, 1, operands, sizes=sizes)
+    reason = cutjax.supports(cutjax.Config(), asked)
+    assert reason is not None
+    assert match in reason
+    assert cutjax.candidates(asked) == ()
+
+
+def test_too_many_accumulators():
+    asked = problem(*CASES["three products"])
+    reason = cutjax.supports(cutjax.Config(bm=128, bn=256, stages=2), asked)
+    assert reason is not None
+    assert "3 products of 128x256 with this epilogue: 384 accumulator registers" in reason
