@@ -135,3 +135,58 @@ def find(name: str) -> Case:
         if case.name == name:
             return case
     raise ValueError(f"no case named {name!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """Products with more around them, on the same inputs; bf16 throughout.
+
+    Attributes:
+      kind: "epilogue" (several of one product), "gated" (two products), "layer" or "mlp" (forward and backward).
+      sizes: m, n, k; of an mlp tokens, hidden, model.
+      target: the least ratio to XLA we ask for, or None where we only report.
+      plain_target: the most time we allow over that of the plain product, or None.
+    """
+
+    kind: str
+    sizes: tuple[int, int, int]
+    target: float | None = None
+    plain_target: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The sizes, as in ``Case``."""
+        return "x".join(map(str, self.sizes))
+
+
+FUSED = (
+    *(
+        Fused("epilogue", sizes, target, plain_target=1.03)
+        for sizes, target in (
+            ((8192, 14336, 4096), 1.10),
+            ((8192, 8192, 8192), 1.05),
+            ((2048, 2048, 2048), 1.20),
+            ((4096, 4096, 4096), None),
+            ((16384, 1024, 1024), None),
+        )
+    ),
+    *(Fused("gated", sizes, 1.10) for sizes in ((8192, 14336, 4096), (8192, 8192, 8192), (2048, 2048, 2048))),
+    Fused("layer", (8192, 14336, 4096), 1.10),
+    Fused("layer", (16384, 16384, 4096), 1.20),
+    Fused("layer", (2048, 8192, 2048), 1.20),
+    Fused("mlp", (16384, 16384, 4096), 1.08),
+    Fused("mlp", (2048, 8192, 2048), 1.08),
+)
+FUSED_TAGS = tuple(dict.fromkeys(case.kind for case in FUSED))
+
+
+def select_fused(tags: str) -> tuple[Fused, ...]:
+    """The fused cases of some kinds joined by commas; "suite" and "all" are every case.
+
+    Raises:
+      ValueError: an unknown kind.
+    """
+    wanted = set(tags.split(","))
+    if unknown := wanted - {*FUSED_TAGS, "suite", "all"}:
+        raise ValueError(f"unknown tag {sorted(unknown)}, expected some of {(*FUSED_TAGS, 'all')}")
+    return tuple(case for case in FUSED if wanted & {case.kind, "suite", "all"})

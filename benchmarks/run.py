@@ -134,12 +134,46 @@ def measure_case(
     return rows
 
 
+def _fused(args: argparse.Namespace) -> int:
+    """The run of ``--op fused``."""
+    import jax
+
+    from benchmarks import fused, timing
+
+    chosen = cases.select_fused(args.tag)
+    method = args.method or ("cupti" if timing.cupti_works() else "host")
+    environment = report.environment(args.commit)
+    print(f"{environment['device']}, driver {environment['driver']}, {environment['versions']}, times by {method}")
+    out = args.out or report.RESULTS / f"fused-{args.tag.replace(',', '-')}.json"
+    fused.compile_ours(chosen)
+    roofline = measure_roofline(method)
+    rows: list[report.Row] = []
+    for case in chosen:
+        new = fused.measure_case(case, roofline, method)
+        rows += new
+        for row in new:
+            print(f"{row.case}: {row.failure or f'{row.us:.1f} us, ratio {row.ratio:.3f}'}", flush=True)
+        report.write(out, report.document(environment, method, roofline, rows))
+        jax.clear_caches()
+    fused.print_rows(rows, f"fused {args.tag}, bf16")
+    print(f"wrote {out}")
+    if args.plot:
+        from benchmarks import plot
+
+        for path in plot.draw(out):
+            print(f"wrote {path}")
+    return int(any(row.failure for row in rows))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns 1 when a result was wrong or a case had no kernel."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
-    parser.add_argument("--op", choices=["gemm"], default="gemm")
+    parser.add_argument("--op", choices=["gemm", "fused"], default="gemm")
     parser.add_argument(
-        "--tag", default="suite", help=f"some of {', '.join(cases.TAGS)}, launch, compile, joined by commas; or all"
+        "--tag",
+        default="suite",
+        help=f"some of {', '.join(cases.TAGS)}, launch, compile, joined by commas; or all. "
+        f"Of --op fused: {', '.join(cases.FUSED_TAGS)}",
     )
     parser.add_argument("--out", type=pathlib.Path, help="JSON to write (default: benchmarks/results/<op>-<tag>.json)")
     parser.add_argument("--plot", action="store_true", help="also draw PNGs beside the JSON")
@@ -149,6 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--method", choices=["cupti", "host"], help="default: kernel times where they can be read")
     parser.add_argument("--commit", help="commit measured, where git cannot tell")
     args = parser.parse_args(argv)
+    if args.op == "fused":
+        return _fused(args)
     tags = set(args.tag.split(","))
     everything = "all" in tags
     chosen = cases.select(",".join(tags - {"launch", "compile"})) if tags - {"launch", "compile"} else ()
