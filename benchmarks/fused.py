@@ -259,7 +259,7 @@ def measure_case(case: cases.Fused, roofline: report.Roofline, method: str) -> l
     for pair in found:
         try:
             ours = add(pair.name, pair.ours)
-            xla = add(f"xla {pair.name}", functools.partial(pair.xla, precision=None))
+            xla = add(f"xla {pair.name}", lambda x, pair=pair: pair.xla(x, None))
             errors[pair.name], failures[pair.name] = check(case, pair, ours, xla, sets[-1])
         except NotImplementedError as error:
             failures[pair.name] = f"no kernel: {error}"
