@@ -1,0 +1,99 @@
+"""What fused products lower to for CUDA, without a GPU: one kernel, which keeps all it needs in registers."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import strategies
+from hypothesis import HealthCheck, Phase, given, settings
+
+import cutjax
+from benchmarks import cases, fused
+from cutjax import _sm90
+
+H = jnp.bfloat16
+RANDOM = 30
+
+
+def lowered(fn, *args) -> str:
+    return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels(text: str) -> list[str]:
+    return re.findall(r'@cutjax_launch.*kernel = "(\w+)"', text)
+
+
+def spills(choice) -> int:
+    found = _sm90.compile_config(choice.problem, choice.config).resources
+    return (found.spill_store_bytes or 0) + (found.spill_load_bytes or 0)
+
+
+@functools.cache
+def random_cases() -> list[strategies.Case]:
+    found: dict[strategies.Case, None] = {}
+
+    @settings(
+        max_examples=2 * RANDOM,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=tuple(HealthCheck),  # pyright: ignore[reportArgumentType]
+    )
+    @given(strategies.epilogues(kinds=sorted(strategies.KINDS)))
+    def collect(case):
+        found.setdefault(case)
+
+    collect()
+    return list(found)[-RANDOM:]  # the first are the simplest
+
+
+@pytest.mark.parametrize("index", range(RANDOM))
+def test_random_epilogues_are_one_kernel(index):
+    case = random_cases()[index]
+    batch = ((), (3,))[index % 2]
+    x, w = jax.ShapeDtypeStruct((*batch, 136, 72), H), jax.ShapeDtypeStruct((*batch, 72, 264), H)
+    arrays = case.arrays((*batch, 136, 264))
+    operands = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in arrays)
+
+    def fn(x, ws, operands):
+        dtypes = (None,) * len(case.trees)
+        return cutjax.gemm(
+            x, ws if len(ws) > 1 else ws[0], epilogue=case, operands=operands, out_dtype=dtypes, backend="cuda"
+        )
+
+    text = lowered(fn, x, (w,) * case.products, operands)
+    assert len(kernels(text)) == 1
+    assert "dot_general" not in text
+    (row,) = cutjax.explain(fn, platform="cuda")(x, (w,) * case.products, operands).rows
+    assert spills(row.choice) == 0
+
+
+BENCHMARKS = [(case, i) for case in cases.FUSED for i in range(len(fused.pairs(case)))]
+
+
+@pytest.mark.parametrize(
+    ("case", "i"), BENCHMARKS, ids=[f"{case.name} {fused.pairs(case)[i].name}" for case, i in BENCHMARKS]
+)
+def test_benchmarks_run_kernels_that_do_not_spill(case, i):
+    pair = fused.pairs(case)[i]
+    args = {name: jax.ShapeDtypeStruct(shape, H) for name, shape in fused.shapes(case).items()}
+    rows = cutjax.explain(pair.ours, platform="cuda")(args).rows
+    for row in rows:
+        assert row.choice.config is not None, row.choice.reasons
+        assert spills(row.choice) == 0, row.choice.kernel
+    if pair.plain:
+        assert len(rows) == len(kernels(lowered(pair.ours, args))) == 1
+
+
+def test_inputs_of_benchmarks_have_unit_variance():
+    case = cases.Fused("mlp", (64, 128, 32))
+    (arrays,) = fused.inputs(case, 0)
+    assert set(arrays) == set(fused.shapes(case))
+    z = np.asarray(arrays["x"] @ arrays["w"], np.float32)
+    assert 0.7 < z.std() < 1.3
