@@ -1,5 +1,6 @@
 """Kernels with an epilogue: every shipped tile compiles without a spill, and refusals say why."""
 
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -46,6 +47,12 @@ CASES = {
     "gated": (lambda g, u: (jax.nn.silu(g) * u).astype(BF16), 2, ()),
     "gated, saved": (lambda g, u: ((jax.nn.silu(g) * u).astype(BF16), g.astype(BF16), u.astype(BF16)), 2, ()),
     "float8": (lambda acc, s: (acc * s).astype(jnp.float8_e4m3fn), 1, (((), jnp.float32),)),
+    "sum of columns": (lambda acc, z: ((t := dgelu(acc, z)), t.astype(F32).sum(0)), 1, (FULL,)),
+    "all reductions": (
+        lambda acc: (acc.astype(BF16), acc.sum(0), acc.max(1), jnp.abs(acc).max(), acc.min(0)),
+        1,
+        (),
+    ),
     "three products": (lambda a, b, c: (a * b + c).astype(BF16), 3, ()),
 }
 
@@ -71,17 +78,26 @@ def test_every_tile_compiles_lean(name):
             assert seconds < 2, f"{kernel}: {seconds:.2f} s"  # 1.0 at most when nothing else runs
 
 
-def test_the_plan_passes_what_the_kernel_takes(monkeypatch):
+def parameters(text):
+    """The kinds of a kernel's parameters, read off its text."""
+    for name, value in re.findall(r"#define (\w+_PARAMETERS) (.*)", text):
+        text = re.sub(rf"\b{name}\b(?! const| ,|$)", value, text)
+    signature = text[text.rindex("    KERNEL(") :].split("(")[1].split(")")[0]
+    kinds = {"TensorMap": "TensorMap", "char": "Pointer", "float": "Pointer", "int": "Int32"}
+    return [next(kind for word, kind in kinds.items() if re.search(rf"\b{word}\b", x)) for x in signature.split(",")]
+
+
+@pytest.mark.parametrize("name", ["plain", *CASES])
+def test_the_plan_passes_what_the_kernel_takes(name, monkeypatch):
     monkeypatch.setattr(_sm90, "compile_config", lambda *_: type("Cubin", (), {"image": b"cubin"})())
-    asked = problem(*CASES["gated, saved"][:2], ())
-    plan = _sm90.launch(asked, cutjax.candidates(asked)[0])
-    maps = [p for p in plan.params if type(p).__name__ == "TensorMap"]
-    assert [m.buffer for m in maps] == [0, 1, 2, 3, 4, 5]
-    asked = problem(*CASES["residual"])
-    plan = _sm90.launch(asked, cutjax.candidates(asked)[0])
-    pointers = [p for p in plan.params if type(p).__name__ == "Pointer"]
-    assert [p.buffer for p in pointers] == [2, 3, 4]
-    assert [type(p).__name__ for p in plan.params[-4:]] == ["Pointer", "Int32", "Int32", "Int32"]
+    asked = cutjax.Problem(4096, 4096, 4096) if name == "plain" else problem(*CASES[name])
+    config = cutjax.candidates(asked)[0]
+    plan = _sm90.launch(asked, config)
+    assert [type(x).__name__ for x in plan.params] == parameters(_sm90.source(asked, config))
+    buffers = [x.buffer for x in plan.params if hasattr(x, "buffer")]
+    outputs = len(asked.epilogue.outputs) if asked.epilogue else 1
+    operands = len(asked.epilogue.operands) if asked.epilogue else 0
+    assert sorted(buffers) == list(range(1 + asked.products + operands + outputs))
 
 
 def test_staging_of_several_results():
@@ -103,7 +119,8 @@ def test_an_epilogue_is_in_the_kernels_name():
 @pytest.mark.parametrize(
     ("fn", "operands", "sizes", "match"),
     [
-        (lambda acc: acc.sum(0), (), (512, 512, 512), "reductions in an epilogue have no kernel yet"),
+        (lambda acc: acc.sum(0), (), (512, 512, 512), "every result is a reduction"),
+        (lambda acc: (acc, (acc > 0).astype(jnp.int32).max(0)), (), (512, 512, 512), "a reduction in int32"),
         (lambda acc: acc.astype(jnp.int8), (), (512, 520, 512), "N=520 s8 (result) is not a multiple of 16"),
     ],
 )
@@ -120,3 +137,17 @@ def test_too_many_accumulators():
     reason = cutjax.supports(cutjax.Config(bm=128, bn=256, stages=2), asked)
     assert reason is not None
     assert "3 products of 128x256 with this epilogue: 384 accumulator registers" in reason
+
+
+def test_partial_results_of_reductions(monkeypatch):
+    monkeypatch.setattr(_sm90, "compile_config", lambda *_: type("Cubin", (), {"image": b"cubin"})())
+    asked = problem(*CASES["all reductions"], sizes=(1000, 1160, 256))
+    plan = _sm90.launch(asked, cutjax.Config(bm=128, bn=128, stages=2))
+    shapes = [x.shape for x in plan.results]
+    assert shapes == [(1000, 1160), (63, 1160), (1000, 10), (63, 10), (63, 1160)]
+    assert plan.finish is not None
+    outs = jax.eval_shape(plan.finish, plan.results)
+    assert [x.shape for x in outs] == [(1000, 1160), (1160,), (1000,), (), (1160,)]
+    plain = _sm90.launch(problem(*CASES["gated"]), cutjax.Config(bm=128, bn=64, stages=2))
+    assert plain.results == ()
+    assert plain.finish is None

@@ -66,12 +66,3 @@ def test_wgmma_atom_names_its_shape(n):
     assert f"m64n{n}k16.f32.f16.f16" in text
     assert "p, 1, 1, 1, 0;" in text
     assert text.count("+f") == n // 2
-
-
-def test_the_plan_passes_what_the_kernel_takes(monkeypatch):
-    text = _sm90.source(problem(), cutjax.Config())
-    signature = text[text.index("KERNEL(") :].split(")")[0].split("(")[1]
-    monkeypatch.setattr(_sm90, "compile_config", lambda *_: type("Cubin", (), {"image": b"cubin"})())
-    plan = _sm90.launch(problem(), cutjax.Config())
-    kinds = ["TensorMap" if "TensorMap" in parameter else "Int32" for parameter in signature.split(",")]
-    assert [type(parameter).__name__ for parameter in plan.params] == kinds

@@ -36,6 +36,7 @@ FAST = {"bfloat16": 2.0**-10, "float16": 2.0**-13}
 CANCELLING = ("gelu", "gelu_tanh", "silu")
 EXACT = ("abs", "neg", "relu", "max", "min", "where", *strategies.STEPS)
 SHAKES = 8
+TIGHT: list[float] = []  # of each random result, the share of elements that are compared to a few units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,23 +202,20 @@ def test_random(index, prefetch):
         finite = np.isfinite(ref) & np.isfinite(allowed)
         share = np.where(finite, np.abs(out - ref) / allowed, out != ref)
         share[np.isnan(out) & np.isnan(ref)] = 0
+        TIGHT.append(float(np.mean(allowed <= 2.0**-6 * np.maximum(np.abs(ref), 2.0**-3))))
         worst = tuple(int(i) for i in np.unravel_index(np.argmax(np.nan_to_num(share, nan=np.inf)), share.shape))
-        problems.note_worst(f"random epilogue, {item.case.dtypes[0]}", float(share[worst]))
+        problems.note_worst(f"random epilogue, {item.case.dtypes[0]}", float(share[worst].item()))
         assert np.all(share <= 1), (
             f"{np.sum(~(share <= 1))} of {share.size} wrong, worst at {worst}: {out[worst]} for {ref[worst]}, "
             f"allowed {allowed[worst]}; {item.problem}, {item.config}, {item.case}"
         )
 
 
-def test_the_tolerance_is_tight_for_nearly_all_elements(gpus):
+def test_the_tolerance_is_tight_for_nearly_all_elements():
     """Errors that an epilogue magnifies, or that pick another step, are rare: the comparison means something."""
-    shares = []
-    for item in items(COUNT, False)[:40]:
-        _, xla = _prepare(item)
-        for ref, allowed in zip(*xla(*jax.device_put(item.arrays)), strict=True):
-            ref, allowed = np.asarray(ref, np.float64), np.asarray(allowed, np.float64)
-            shares.append(np.mean(allowed <= 2.0**-6 * np.maximum(np.abs(ref), 2.0**-3)))
-    assert np.mean(shares) > 0.9
+    if len(TIGHT) < 50:
+        pytest.skip("few random epilogues ran")
+    assert np.mean(TIGHT) > 0.9
 
 
 def _gradients(item: Item, backend: str):
