@@ -2,7 +2,8 @@
 // by TMA, which clips the tile to the matrix. The epilogue itself is generated for each kernel (cutjax/_fusion.py):
 //   Operands         what it reads beside the accumulators: loaded once a tile, a row, a chunk (what varies along rows
 //                    and columns, early, since it comes from memory) or a piece (what varies along columns, from L1)
-//   Partials         where results that are reductions go: one value for each 16 rows, each tile's columns, or both, which
+//   Partials         where results that are reductions go: one value for each 16 rows, each tile's columns, or both,
+//   which
 //                    XLA reduces further, in a fixed order
 //   epilogue_piece   computes and stages 16 columns of every result
 //   epilogue_store   stores the staged chunk of every result
@@ -21,8 +22,8 @@ struct Epilogue {
 
   // In 64 rows of accumulators, lane l of warp w holds, for each 8 columns j, rows 16 w + l / 4 (+ 8) and columns
   // 8 j + 2 (l % 4) (+ 1): values 4 j + {0, 1} and, 8 rows down, {2, 3}.
-  DEVICE void store(const float (&accumulators)[PRODUCTS][M_BLOCKS][BN / 2], Operands& operands,
-                    Partials& partials, const TensorMap* const (&map_d)[OUTPUTS], int m, int n, int batch) {
+  DEVICE void store(const float (&accumulators)[PRODUCTS][M_BLOCKS][BN / 2], Operands& operands, Partials& partials,
+                    const TensorMap* const (&map_d)[OUTPUTS], int m, int n, int batch) {
     int lane_row = thread / 32 * 16 + thread % 32 / 4, lane_column = thread % 4 * 2;
 #pragma unroll
     for (int block = 0; block < M_BLOCKS; ++block) {

@@ -138,6 +138,8 @@ def shaken(tree: Any, args: tuple[Any, ...], rng: np.random.Generator) -> Any:
         return (x * (1 + FAST[tree[1]] * e)).astype(tree[1]).astype(jnp.float32)
     name, *below = tree
     values = [shaken(t, args, rng) for t in below]
+    if name == "atan2":  # either zero: they are pi or 2 pi apart
+        values[0] = values[0] + 1e-30 * e
     y = (strategies.UNARY | strategies.STEPS | strategies.BINARY)[name](*values)
     if name in EXACT:
         return y
@@ -204,7 +206,7 @@ def test_random(index, prefetch):
         share[np.isnan(out) & np.isnan(ref)] = 0
         TIGHT.append(float(np.mean(allowed <= 2.0**-6 * np.maximum(np.abs(ref), 2.0**-3))))
         worst = tuple(int(i) for i in np.unravel_index(np.argmax(np.nan_to_num(share, nan=np.inf)), share.shape))
-        problems.note_worst(f"random epilogue, {item.case.dtypes[0]}", float(share[worst].item()))
+        problems.note_worst(f"random epilogue, {item.case.dtypes[0]}", float(share[worst]))  # pyright: ignore[reportArgumentType]
         assert np.all(share <= 1), (
             f"{np.sum(~(share <= 1))} of {share.size} wrong, worst at {worst}: {out[worst]} for {ref[worst]}, "
             f"allowed {allowed[worst]}; {item.problem}, {item.config}, {item.case}"
