@@ -206,7 +206,7 @@ def test_random(index, prefetch):
         share[np.isnan(out) & np.isnan(ref)] = 0
         TIGHT.append(float(np.mean(allowed <= 2.0**-6 * np.maximum(np.abs(ref), 2.0**-3))))
         worst = tuple(int(i) for i in np.unravel_index(np.argmax(np.nan_to_num(share, nan=np.inf)), share.shape))
-        problems.note_worst(f"random epilogue, {item.case.dtypes[0]}", float(share[worst]))  # pyright: ignore[reportArgumentType]
+        problems.note_worst(f"random epilogue, {item.case.dtypes[0]}", share[worst].item())
         assert np.all(share <= 1), (
             f"{np.sum(~(share <= 1))} of {share.size} wrong, worst at {worst}: {out[worst]} for {ref[worst]}, "
             f"allowed {allowed[worst]}; {item.problem}, {item.config}, {item.case}"
@@ -250,7 +250,7 @@ def test_random_gradients(index, prefetch_gradients):
         assert out.dtype == ref.dtype
         out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
         error = np.linalg.norm(out - ref) / max(np.linalg.norm(ref), 1e-3)
-        problems.note_worst("random gradient", error / 2**-8)
+        problems.note_worst("random gradient", float(error) / 2**-8)
         assert error <= 2**-8, f"relative error {error}; {item.problem}, {item.case}"
         assert np.max(np.abs(out - ref)) <= 2**-6 * np.abs(ref).max() + 1e-6
 
