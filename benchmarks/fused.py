@@ -290,7 +290,7 @@ def _row(
     if failure:
         return report.Row(name, target=pair.target, plain_target=plain_target, failure=failure)
     ours, xla = times[pair.name], times[f"xla {pair.name}"]
-    plain_us = times[PLAIN].us if pair.plain else math.nan
+    plain_us = times[PLAIN].us if pair.plain else None
     return report.Row(
         case=name,
         kernel=" + ".join(ours.kernels),
@@ -305,7 +305,7 @@ def _row(
         target=pair.target,
         error=errors[pair.name],
         plain_us=plain_us,
-        plain_ratio=ours.us / plain_us,
+        plain_ratio=None if plain_us is None else ours.us / plain_us,
         plain_target=plain_target,
         peak_mib=peaks[pair.name] / 2**20,
         xla_peak_mib=peaks[f"xla {pair.name}"] / 2**20,
@@ -328,7 +328,7 @@ def print_rows(rows: Sequence[report.Row], title: str) -> None:
 
     for row in rows:
         missed = row.target is not None and not row.ratio >= row.target
-        missed |= row.plain_target is not None and not row.plain_ratio <= row.plain_target
+        missed |= row.plain_target is not None and not (row.plain_ratio or math.inf) <= row.plain_target
         cells = [(row.us, 1), (row.plain_ratio, 3), (row.plain_target, 2), (row.xla_us, 1), (row.ratio, 3)]
         cells += [(row.target, 2), (row.peak_mib, 0), (row.xla_peak_mib, 0)]
         style = "red" if missed or row.failure else None

@@ -49,8 +49,8 @@ class Row:
       target: the ratio asked for, or None.
       error: relative error against the f32 reference.
       failure: why there is no time, else "".
-      plain_us, plain_ratio, plain_target: our plain product's time, ours over it, and the most that may be.
-      peak_mib, xla_peak_mib: memory of the executables, temporaries and results.
+      plain_us, plain_ratio, plain_target: our plain product's time, ours over it, and the most that may be; or None.
+      peak_mib, xla_peak_mib: memory of the executables, temporaries and results; or None.
     """
 
     case: str
@@ -67,11 +67,11 @@ class Row:
     target: float | None = None
     error: float = math.nan
     failure: str = ""
-    plain_us: float = math.nan
-    plain_ratio: float = math.nan
+    plain_us: float | None = None
+    plain_ratio: float | None = None
     plain_target: float | None = None
-    peak_mib: float = math.nan
-    xla_peak_mib: float = math.nan
+    peak_mib: float | None = None
+    xla_peak_mib: float | None = None
 
 
 def geometric_mean(ratios: Iterable[float]) -> float:
