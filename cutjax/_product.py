@@ -114,6 +114,10 @@ def reference(a: jax.Array, b: jax.Array, *, layout: str, out_dtype: np.dtype, o
     if aval.sharding.spec[-1 if layout[0] == "n" else -2] is not None:  # dot_general adds over devices only when told
         spec = out_spec(aval, jax.typeof(b), layout)
         sharding = aval.sharding.update(spec=jax.P(*(spec[order.index(i)] for i in range(len(order)))))
+    preferred = _preferred(a.dtype, out_dtype, on_cuda)
+    if not on_cuda and jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize < 4:
+        # XLA's CPU backend lacks some products of 16-bit floats with a wider result, depending on layout and batch.
+        a, b = a.astype(preferred), b.astype(preferred)
     d = lax.dot_general(
         lax.squeeze(a, b_only),
         lax.squeeze(b, a_only),
@@ -121,7 +125,7 @@ def reference(a: jax.Array, b: jax.Array, *, layout: str, out_dtype: np.dtype, o
             ([a_axes.index("k")], [b_axes.index("k")]),
             ([a_axes.index(i) for i in both], [b_axes.index(i) for i in both]),
         ),
-        preferred_element_type=_preferred(a.dtype, out_dtype, on_cuda),
+        preferred_element_type=preferred,
         out_sharding=sharding,
     )
     return lax.transpose(d, order).astype(out_dtype)

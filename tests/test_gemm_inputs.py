@@ -170,3 +170,10 @@ def test_unknown_config_field():
 def test_strict_promotion_is_respected():
     with pytest.raises(Exception, match=r"[Pp]romotion"):
         cutjax.gemm(F((2, 2), jnp.bfloat16), F((2, 2)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_batched_16_bit_products_run_on_a_cpu(dtype):
+    """XLA's CPU backend in jax 0.12 has no kernel for this one with a wider result."""
+    a, b = jnp.ones((1, 3200, 8), dtype), jnp.ones((5, 72, 3200), dtype)
+    np.testing.assert_array_equal(np.asarray(cutjax.gemm(a, b, layout="tt"), np.float32), np.full((5, 8, 72), 3200.0))
