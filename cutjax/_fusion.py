@@ -84,13 +84,18 @@ def _parameters(epilogue: Epilogue) -> str:
     ds = [f"map_d{i}" for i in range(len(epilogue.outputs))]
     maps = ", ".join(f"const __grid_constant__ TensorMap {name}" for name in ["map_a", *bs, *ds])
     names = [f"base{i}, step{i}_0, step{i}_1, step{i}_2" for i in range(len(epilogue.operands))]
-    typed = [f"const char* base{i}, int step{i}_0, int step{i}_1, int step{i}_2" for i in range(len(epilogue.operands))]
     return f"""#define MAP_PARAMETERS {maps}
 #define MAPS_B {{{", ".join("&" + name for name in bs)}}}
 #define MAPS_D {{{", ".join("&" + name for name in ds)}}}
-#define OPERAND_PARAMETERS {"".join(", " + x for x in typed)}
+#define OPERAND_PARAMETERS {_operand_parameters(epilogue)}
 #define OPERAND_ARGUMENTS {"".join(", " + x for x in names)}
 """
+
+
+def _operand_parameters(epilogue: Epilogue) -> str:
+    """The kernel's parameters for operands, each behind a comma: where one lies, and its steps over the batch."""
+    each = "const char* base{0}, int step{0}_0, int step{0}_1, int step{0}_2"
+    return "".join(", " + each.format(i) for i in range(len(epilogue.operands)))
 
 
 def _operands(epilogue: Epilogue) -> str:
@@ -126,16 +131,13 @@ def _operands(epilogue: Epilogue) -> str:
         head = f"\n#pragma unroll\n    for (int {variable} = 0; {variable} < {end}; ++{variable}) {{{before}"
         return f"{head}{lines(body, 6)}\n    }}"
 
-    parameters = "".join(
-        f", const char* base{i}, int step{i}_0, int step{i}_1, int step{i}_2" for i in range(len(epilogue.operands))
-    )
     # Past the matrix, where the result is clipped, the last row or columns are read again.
     clip = "\n      int c = min(column + 8 * j, n - 2);"
     return f"""#line 1 "operands (generated)"
 struct Operands {{
   int m, n;{lines(fields, 2)}
 
-  DEVICE Operands(int m, int n{parameters}) : m(m), n(n){"".join(", " + x for x in initial)} {{}}
+  DEVICE Operands(int m, int n{_operand_parameters(epilogue)}) : m(m), n(n){"".join(", " + x for x in initial)} {{}}
   DEVICE void begin_tile(const BatchIndex& i) {{{lines(tile, 4)}
   }}
   DEVICE void begin_rows(int row) {{{loop("h", "2", rows)}
