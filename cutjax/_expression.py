@@ -42,12 +42,20 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class OperandSpec:
-    """How an array operand is read: which of the result's axes it varies along."""
+    """How an array operand is read: which of the result's axes it varies along.
+
+    Attributes:
+      dtype: its elements'.
+      row, col: whether it varies along rows, along columns.
+      batch: whether it varies along each of the last batch axes.
+      group: whether each group of a grouped GEMM has its own, ``[..., groups, 1, n or 1]``; then ``row`` is False.
+    """
 
     dtype: str
     row: bool
     col: bool
     batch: tuple[bool, ...]
+    group: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +137,7 @@ class Epilogue:
                 found.append((True, True))
             elif node.op == "operand":
                 spec = self.operands[node.params[0]]
-                found.append((spec.row, spec.col))
+                found.append((spec.row or spec.group, spec.col))
             elif node.op == "iota":
                 found.append((node.params[0] == "row", node.params[0] == "col"))
             else:

@@ -26,6 +26,8 @@ def problem_reasons(problem: Problem) -> list[str]:
     """Why no kernel of this family can serve the problem; empty when one can."""
     a, b, d = (short_dtype(dtype) for dtype in (problem.a_dtype, problem.b_dtype, problem.out_dtype))
     reasons = _fusion.reasons(problem) if problem.epilogue else []
+    if problem.groups:
+        reasons.append("grouped GEMMs have no kernel yet")
     if problem.arch != "sm_90a":
         reasons.append(f"architecture {problem.arch}: the kernels are for sm_90a")
     if a != b or a not in INPUT_DTYPES:
