@@ -1,0 +1,156 @@
+"""The operations grouped_gemm and grouped_outer: what they accept, and which primitives they become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from cutjax import _backend, _grouped
+from cutjax._config import Config
+from cutjax.gemm import contracted, matrix, promote
+
+LAYOUTS = ("nn", "nt")
+
+
+def grouped_gemm(
+    x: ArrayLike,
+    w: ArrayLike,
+    group_sizes: ArrayLike,
+    *,
+    layout: str = "nn",
+    out_dtype: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    backend: str | None = None,
+    config: Config | None = None,
+) -> jax.Array:
+    """Multiplies each group of rows by its own matrix: ``d[rows of group i] = x[rows of group i] @ w[i]``.
+
+    The rows are sorted by group: the first ``group_sizes[0]`` are those of group 0, and so on. Rows of no group give
+    zeros. Sizes are data, any sizes are served, and nothing is padded or read by the host.
+
+    Args:
+      x: ``[..., m, k]``.
+      w: ``[..., g, k, n]``, or ``[..., g, n, k]`` where layout is "nt".
+      group_sizes: integers ``[..., g]``.
+      layout: "nn" or "nt".
+      out_dtype: dtype of the result; the dtype of x and w by default.
+      group_offset: a scalar or ``[1]``: the group that ``w[0]`` is of, where ``group_sizes`` has all groups and w some.
+      backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
+      config: pins the kernel of this product.
+
+    Returns:
+      ``[..., m, n]``.
+
+    Example:
+      >>> import cutjax, jax.numpy as jnp
+      >>> x, w = jnp.ones((6, 8)), jnp.ones((3, 8, 4))
+      >>> cutjax.grouped_gemm(x, w, jnp.array([2, 0, 3])).shape
+      (6, 4)
+    """
+    where = "grouped_gemm"
+    if layout not in LAYOUTS:
+        raise ValueError(f"{where}: unknown layout {layout!r}, expected one of {LAYOUTS}")
+    backend = _resolve(backend, config, where)
+    x, w, dtype = promote(matrix(x, "x", where), [matrix(w, "w", where)], out_dtype, where)
+    if w.ndim < 3:
+        raise ValueError(f"{where}: w must have rank 3 or more, [..., g, k, n], got shape {w.shape}")
+    if x.shape[-1] != contracted(w, layout[1] == "t"):
+        raise ValueError(f"{where}: contracting dimensions differ: x is {x.shape}, w is {w.shape}, layout {layout!r}")
+    sizes = _sizes(group_sizes, where)
+    if group_offset is None and sizes.shape[-1] != w.shape[-3]:
+        raise ValueError(f"{where}: group_sizes is {sizes.shape}, but w has {w.shape[-3]} groups")
+    try:
+        np.broadcast_shapes(x.shape[:-2], w.shape[:-3], sizes.shape[:-1])
+    except ValueError:
+        raise ValueError(
+            f"{where}: batch axes do not broadcast: x is {x.shape}, w is {w.shape}, group_sizes is {sizes.shape}"
+        ) from None
+    sizes, leading = _local(sizes, group_offset, w.shape[-3], x.shape[-2], where)
+    return _grouped.multiply(
+        x, w, sizes, layout=layout, out_dtype=dtype, leading=leading, backend=backend, config=config
+    )
+
+
+def grouped_outer(
+    x: ArrayLike,
+    dy: ArrayLike,
+    group_sizes: ArrayLike,
+    *,
+    out_dtype: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    groups: int | None = None,
+    backend: str | None = None,
+    config: Config | None = None,
+) -> jax.Array:
+    """Multiplies, for each group, its rows of x transposed by its rows of dy: the gradient of ``grouped_gemm``'s w.
+
+    Args:
+      x: ``[..., m, k]``, rows sorted by group.
+      dy: ``[..., m, n]``.
+      group_sizes: integers ``[..., g]``.
+      out_dtype: dtype of the result; the dtype of x and dy by default.
+      group_offset: a scalar or ``[1]``: the group that the first matrix of the result is of.
+      groups: how many matrices the result has; as many as ``group_sizes`` by default.
+      backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
+      config: pins the kernel of this product.
+
+    Returns:
+      ``[..., groups, k, n]``; zeros where a group has no row.
+
+    Example:
+      >>> import cutjax, jax.numpy as jnp
+      >>> x, dy = jnp.ones((6, 8)), jnp.ones((6, 4))
+      >>> cutjax.grouped_outer(x, dy, jnp.array([2, 0, 3]))[:, 0, 0]
+      Array([2., 0., 3.], dtype=float32)
+    """
+    where = "grouped_outer"
+    backend = _resolve(backend, config, where)
+    x, dy, dtype = promote(matrix(x, "x", where), [matrix(dy, "dy", where)], out_dtype, where)
+    if x.shape[-2] != dy.shape[-2]:
+        raise ValueError(f"{where}: x has {x.shape[-2]} rows, dy has {dy.shape[-2]}: x is {x.shape}, dy is {dy.shape}")
+    sizes = _sizes(group_sizes, where)
+    groups = sizes.shape[-1] if groups is None else groups
+    sizes, leading = _local(sizes, group_offset, groups, x.shape[-2], where)
+    return _grouped.outer(x, dy, sizes, out_dtype=dtype, leading=leading, backend=backend, config=config)
+
+
+def _resolve(backend: str | None, config: Any, where: str) -> str:
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"{where}: config must be a cutjax.Config, got {type(config).__name__}")
+    return _backend.resolve(backend, where)
+
+
+def _sizes(sizes: Any, where: str) -> jax.Array:
+    """The group sizes as int32, those that int32 does not hold as its largest or smallest."""
+    if not isinstance(sizes, jax.Array | np.ndarray):
+        raise TypeError(f"{where}: group_sizes must be an array of integers, got {type(sizes).__name__}")
+    if not jnp.issubdtype(sizes.dtype, jnp.integer) or sizes.ndim < 1:
+        raise TypeError(f"{where}: group_sizes must be integers [..., g], got {sizes.dtype}{list(sizes.shape)}")
+    return to_int32(jnp.asarray(sizes))
+
+
+def to_int32(x: jax.Array) -> jax.Array:
+    """Integers of any dtype as int32, saturating."""
+    held, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+    return jnp.clip(x, max(held.min, wanted.min), min(held.max, wanted.max)).astype(jnp.int32)
+
+
+def _local(sizes: jax.Array, offset: ArrayLike | None, groups: int, m: int, where: str) -> tuple[jax.Array, bool]:
+    """The sizes of ``groups`` groups from ``offset`` on, after the number of rows before them; whether it is there."""
+    if offset is None:
+        return sizes, False
+    start = jnp.asarray(offset)
+    if not jnp.issubdtype(start.dtype, jnp.integer) or start.shape not in ((), (1,)):
+        raise TypeError(f"{where}: group_offset must be one integer, got {start.dtype}{list(start.shape)}")
+    count = sizes.shape[-1]
+    first = jnp.clip(to_int32(start.reshape(())), -groups, count)
+    index = first + jnp.arange(groups, dtype=jnp.int32)
+    ends = _grouped.rows_of_groups(sizes, m, False)[1]
+    before = jnp.where(first > 0, jnp.take(ends, jnp.clip(first - 1, 0, max(count - 1, 0)), -1), 0)
+    mine = jnp.take(sizes, jnp.clip(index, 0, max(count - 1, 0)), -1)
+    mine = jnp.where((index >= 0) & (index < count), mine, 0)
+    return jnp.concatenate([before[..., None], mine], -1), True
