@@ -149,16 +149,16 @@ def emit(epilogue: Epilogue) -> str:
     if why := reasons(epilogue):
         raise NotImplementedError("; ".join(why))
     epilogue = epilogue.primal
-    nodes, levels = _precision.rewrite(epilogue.nodes, epilogue.outputs)
-    early = [_late_rounded(nodes, out.node, out.dtype) if not out.reduce else None for out in epilogue.outputs]
-    live = _live(nodes, [e if e is not None else out.node for e, out in zip(early, epilogue.outputs, strict=True)])
+    nodes, outputs, levels = _precision.rewrite(epilogue.nodes, epilogue.outputs)
+    early = [_late_rounded(nodes, out.node, out.dtype) if not out.reduce else None for out in outputs]
+    live = _live(nodes, [e if e is not None else out.node for e, out in zip(early, outputs, strict=True)])
 
     lines: list[str] = []
     names: list[str] = []
     unrounded: dict[int, str] = {}
     wanted = {e for e in early if e is not None}
     used = {arg for i in live for arg in nodes[i].args}
-    used |= {out.node for out, e in zip(epilogue.outputs, early, strict=True) if e is None}
+    used |= {out.node for out, e in zip(outputs, early, strict=True) if e is None}
     for i, node in enumerate(nodes):
         name = f"v{i}"
         if i not in live:
@@ -178,7 +178,7 @@ def emit(epilogue: Epilogue) -> str:
                 lines.append(f"const {CARRIERS[node.dtype]} {name} = {_rounded(node, text)};")
         names.append(name)
 
-    for number, (out, e) in enumerate(zip(epilogue.outputs, early, strict=True)):
+    for number, (out, e) in enumerate(zip(outputs, early, strict=True)):
         if e is not None:
             value = unrounded.get(e, names[e])
         else:

@@ -156,7 +156,7 @@ def _interval(node: Node, args: list[Interval]) -> Interval:
             return everything
 
 
-def rewrite(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[list[Node], list[Level]]:
+def rewrite(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[list[Node], list[Output], list[Level]]:
     """The nodes in forms that neither cancel nor cost, where the outputs cannot show the difference, and their levels.
 
     1 + tanh(x) and 1 + erf(x), which cancel, become logistic and erfc, and a / (1 + exp(x)) becomes a * logistic(-x).
@@ -170,9 +170,10 @@ def rewrite(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[list[Node
     for out in outputs:
         uses[out.node] += 1
     found = levels(nodes, outputs)
-    for i, node in enumerate(nodes):
-        if node.dtype == "float32" and found[i] >= Level.FINE:
+    for i in range(len(found)):
+        if nodes[i].dtype == "float32" and found[i] >= Level.FINE:
             _improve(nodes, i, uses)
+    nodes, outputs = _sorted(nodes, outputs)
     found = levels(nodes, outputs)
     bounds = intervals(nodes)
     for i, node in enumerate(nodes):
@@ -180,27 +181,54 @@ def rewrite(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[list[Node
             low, high = bounds[node.args[0]]
             if low >= 0 and high <= 1:
                 nodes[i] = dataclasses.replace(node, op="log1p_unit")
-    return nodes, found
+    return nodes, outputs, found
+
+
+def _sorted(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[list[Node], list[Output]]:
+    """The nodes that the outputs need, each after its arguments, equal ones once."""
+    index: dict[Node, int] = {}
+    places: dict[int, int] = {}
+    stack = [out.node for out in reversed(outputs)]
+    while stack:
+        i = stack[-1]
+        waiting = [j for j in nodes[i].args if j not in places]
+        if waiting:
+            stack += reversed(waiting)
+            continue
+        stack.pop()
+        if i not in places:
+            node = dataclasses.replace(nodes[i], args=tuple(places[j] for j in nodes[i].args))
+            places[i] = index.setdefault(node, len(index))
+    return list(index), [dataclasses.replace(out, node=places[out.node]) for out in outputs]
 
 
 def _improve(nodes: list[Node], i: int, uses: Sequence[int]) -> None:
+    """Improves one node. What others may use stays as it is: new nodes go to the end of the list."""
     node = nodes[i]
     match node.op:
         case "exp":
             _set(nodes, i, "exp", node.args[0], 1.0)
         case "logistic" | "erfc":
             _set(nodes, i, node.op, node.args[0], *(node.params or (1.0, 1.0)))
-            _factor_cubic(nodes, i, uses)
+            _factor_cubic(nodes, i)
         case "add" | "sub":
             for one, other in (node.args, node.args[::-1])[: 2 if node.op == "add" else 1]:
                 function = nodes[other]
                 sign = 1.0 if node.op == "add" else -1.0
                 scale, factor = function.params if function.op == "logistic" and function.params else (1.0, 1.0)
+                if function.op == "mul" and one in function.args:  # a + a tanh(x), of tanh's derivative
+                    tanh = function.args[function.args[0] == one]
+                    if nodes[tanh].op == "tanh" and nodes[tanh].dtype == "float32":
+                        logistic = _append(nodes, nodes[tanh])
+                        _set(nodes, logistic, "logistic", nodes[tanh].args[0], 2.0 * sign, 2.0)
+                        _factor_cubic(nodes, logistic)
+                        nodes[i] = dataclasses.replace(node, op="mul", args=(one, logistic))
+                        return
                 if not _is_const(nodes[one], 1.0) or function.dtype != "float32":
                     continue
                 if function.op == "tanh":
                     _set(nodes, i, "logistic", function.args[0], 2.0 * sign, 2.0)
-                    return _factor_cubic(nodes, i, uses)
+                    return _factor_cubic(nodes, i)
                 if function.op == "erf":
                     return _set(nodes, i, "erfc", function.args[0], -sign)
                 if function.op == "logistic" and node.op == "sub" and factor == 1:
@@ -232,26 +260,34 @@ def _improve(nodes: list[Node], i: int, uses: Sequence[int]) -> None:
                         return
 
 
-def _factor_cubic(nodes: list[Node], i: int, uses: Sequence[int]) -> None:
+def _factor_cubic(nodes: list[Node], i: int) -> None:
     """Turns s (x + c x^3), of GELU's logistic, into ln 2 * x (k0 + k1 x^2): the function divides by ln 2."""
     scale, factor = nodes[i].params
-    total = nodes[i].args[0]
-    if nodes[i].op != "logistic" or nodes[total].op != "add" or uses[total] != 1:
+    total = nodes[nodes[i].args[0]]
+    if nodes[i].op != "logistic" or total.op != "add":
         return
-    for x, term in (nodes[total].args, nodes[total].args[::-1]):
-        for c, cube in (nodes[term].args, nodes[term].args[::-1]) if nodes[term].op == "mul" else ():
+    for x, other in (total.args, total.args[::-1]):
+        term = nodes[other]
+        for c, cube in (term.args, term.args[::-1]) if term.op == "mul" else ():
             power = nodes[cube]
             if nodes[c].op != "const" or power.op != "integer_pow" or power.params != (3,) or power.args != (x,):
                 continue
-            if uses[term] != 1 or uses[cube] != 1 or {nodes[j].dtype for j in (total, term, cube)} != {"float32"}:
+            if {total.dtype, term.dtype, power.dtype} != {"float32"}:
                 continue
-            k = scale / math.log(2)
-            nodes[cube] = dataclasses.replace(power, op="square", params=())
+            k = abs(scale) / math.log(2)
+            square = _append(nodes, dataclasses.replace(power, op="square", params=()))
             affine = (k * float(nodes[c].params[0]), k)
-            nodes[term] = dataclasses.replace(nodes[term], op="affine", args=(cube,), params=affine)
-            nodes[total] = dataclasses.replace(nodes[total], op="mul", args=(x, term))
-            nodes[i] = dataclasses.replace(nodes[i], params=(math.log(2), factor))
+            sum_ = _append(nodes, dataclasses.replace(term, op="affine", args=(square,), params=affine))
+            product = _append(nodes, dataclasses.replace(total, op="mul", args=(x, sum_)))
+            nodes[i] = dataclasses.replace(
+                nodes[i], args=(product,), params=(math.copysign(math.log(2), scale), factor)
+            )
             return
+
+
+def _append(nodes: list[Node], node: Node) -> int:
+    nodes.append(node)
+    return len(nodes) - 1
 
 
 def _is_const(node: Node, value: float) -> bool:

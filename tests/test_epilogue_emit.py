@@ -94,6 +94,28 @@ def test_the_fast_form_hides_in_the_rounding(name, fast):
     print(f"{name}: {share:.3f} of half a unit in the last place")  # pytest -rP
 
 
+def derivative(function):
+    return lambda acc, z: jax.vjp(function, z.astype(jnp.float32))[1](acc)[0]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_derivatives_of_activations(dtype, tmp_path):
+    """They use a tanh or an exponential several times, so no form may be changed under another that reads it."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    epilogues = [traced(cast(derivative(fn), dtype), dtype) for fn, _ in ACTIVATIONS.values()]
+    library = host.Host(tmp_path, epilogues)
+    rng = np.random.default_rng(3)
+    g = rng.standard_normal(20000).astype(np.float32)
+    z = (3 * rng.standard_normal(g.size)).astype(dtype)
+    for i, name in enumerate(ACTIVATIONS):
+        (got,) = library(i, z, accs=[g], raw=True)
+        wanted = np.asarray(derivative(ACTIVATIONS[name][0])(jnp.asarray(g), jnp.asarray(z)))
+        # The reference rounds 1 + tanh(x) and erf(x) to f32, and a sum of two terms may cancel: 2^-22 of either.
+        unit = np.abs(wanted) * 2.0 ** -(jnp.finfo(dtype).nmant + 1) + 1e-5 * np.abs(g)
+        assert np.max(np.abs(got - wanted) / unit) < 0.6, name
+
+
 # ---- which form is chosen ----
 
 
