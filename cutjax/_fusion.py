@@ -6,11 +6,13 @@ A plain product is a product with the identity for an epilogue, so every kernel 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from cutjax import _emit
-from cutjax._expression import Epilogue, Node, Output
+from cutjax._expression import REDUCTIONS, Epilogue, Node, Output
 from cutjax._problem import Problem
 
 # Dtypes of operands and results in memory, as enumerators of Dtype (staging.cuh).
@@ -40,17 +42,30 @@ def of(problem: Problem) -> Epilogue:
     return problem.epilogue or _identity(problem.out_dtype.name)
 
 
+def tiles(epilogue: Epilogue) -> list[tuple[int, Output]]:
+    """The results of full size, with their places among all."""
+    return [(i, out) for i, out in enumerate(epilogue.outputs) if not out.reduce]
+
+
+def reductions(epilogue: Epilogue) -> list[tuple[int, Output]]:
+    """The results that are reductions, with their places among all."""
+    return [(i, out) for i, out in enumerate(epilogue.outputs) if out.reduce]
+
+
 def result_dtypes(problem: Problem) -> list[np.dtype]:
-    """The dtype of each result."""
-    return [np.dtype(out.dtype) for out in of(problem).outputs]
+    """The dtype of each result of full size."""
+    return [np.dtype(out.dtype) for _, out in tiles(of(problem))]
 
 
 def reasons(problem: Problem) -> list[str]:
     """Why no kernel can have this epilogue; empty where one can."""
     epilogue = of(problem)
     found = list(_emit.reasons(epilogue))
-    if any(out.reduce for out in epilogue.outputs):
-        found.append("reductions in an epilogue have no kernel yet")
+    if not tiles(epilogue):
+        found.append("every result is a reduction: kernels store at least one of full size")
+    for _, out in reductions(epilogue):
+        if out.dtype != "float32":
+            found.append(f"a reduction in {out.dtype}: kernels reduce in float32")
     for what, entries in (("operand", epilogue.operands), ("result", epilogue.outputs)):
         names = sorted({entry.dtype for entry in entries} - DTYPES.keys())
         found += [f"{what} {name}: one of {', '.join(DTYPES)}" for name in names]
@@ -59,7 +74,7 @@ def reasons(problem: Problem) -> list[str]:
 
 def chunk(bn: int, problem: Problem) -> int:
     """Columns staged at a time: as many as make a row of the narrowest result at most 128 bytes."""
-    narrowest = min(dtype.itemsize for dtype in result_dtypes(problem))
+    narrowest = min((dtype.itemsize for dtype in result_dtypes(problem)), default=4)
     return next(c for c in (128, 64, 32, 16) if bn % c == 0 and c * narrowest <= 128)
 
 
@@ -76,12 +91,30 @@ def span(bn: int, problem: Problem, dtype: np.dtype) -> int:
 def text(problem: Problem) -> str:
     """The generated part of the device text: ``epilogue_element`` and how the kernel feeds it (see epilogue.cuh)."""
     epilogue = of(problem)
-    return _emit.emit(epilogue) + _parameters(epilogue) + _operands(epilogue) + _piece(epilogue) + _store(epilogue)
+    parts = (_emit.emit, _parameters, _operands, _partials, _piece, _store)
+    return "".join(part(epilogue) for part in parts)
+
+
+def partial_shape(out: Output, problem: Problem, bn: int) -> tuple[int, ...]:
+    """What a kernel makes of a reduction: one value for each 16 rows, for each tile's columns, or both."""
+    rows = -(-problem.m // 16) if "row" in out.axes else problem.m
+    columns = -(-problem.n // bn) if "col" in out.axes else problem.n
+    return (*problem.batch, rows, columns)
+
+
+def finish(problem: Problem, results: Sequence[jax.Array]) -> list[jax.Array]:
+    """The results, of what the kernel makes: reductions are reduced further."""
+    outs = []
+    for out, x in zip(of(problem).outputs, results, strict=True):
+        axes = [{"row": -2, "col": -1}[axis] for axis in out.axes]
+        outs.append(REDUCTIONS[out.reduce](x, axes) if out.reduce else x)
+    return outs
 
 
 def _parameters(epilogue: Epilogue) -> str:
     bs = [f"map_b{i}" for i in range(epilogue.products)]
-    ds = [f"map_d{i}" for i in range(len(epilogue.outputs))]
+    ds = [f"map_d{i}" for i in range(len(tiles(epilogue)))]
+    partials = [f"partial{i}" for i, _ in reductions(epilogue)]
     maps = ", ".join(f"const __grid_constant__ TensorMap {name}" for name in ["map_a", *bs, *ds])
     names = [f"base{i}, step{i}_0, step{i}_1, step{i}_2" for i in range(len(epilogue.operands))]
     return f"""#define MAP_PARAMETERS {maps}
@@ -89,6 +122,8 @@ def _parameters(epilogue: Epilogue) -> str:
 #define MAPS_D {{{", ".join("&" + name for name in ds)}}}
 #define OPERAND_PARAMETERS {_operand_parameters(epilogue)}
 #define OPERAND_ARGUMENTS {"".join(", " + x for x in names)}
+#define PARTIAL_PARAMETERS {"".join(", float* " + x for x in partials)}
+#define PARTIAL_ARGUMENTS {"".join(", " + x for x in partials)}
 """
 
 
@@ -150,6 +185,87 @@ struct Operands {{
 """
 
 
+# (identity, combination) of each reduction.
+_REDUCE = {
+    "sum": ("0.0f", "{0} + {1}"),
+    "max": ("-__uint_as_float(0x7f800000)", "max_nan({0}, {1})"),
+    "min": ("__uint_as_float(0x7f800000)", "min_nan({0}, {1})"),
+}
+
+
+def _combine(out: Output, into: str, value: str) -> str:
+    return f"{into} = {_REDUCE[out.reduce or ''][1].format(into, value)};"
+
+
+def _shuffles(out: Output, value: str, lanes: Sequence[int]) -> list[str]:
+    return [_combine(out, value, f"__shfl_xor_sync(~0u, {value}, {lane})") for lane in lanes]
+
+
+def _partials(epilogue: Epilogue) -> str:
+    """The struct that holds what a block of 64 rows adds to each reduction, and knows where it goes."""
+    fields, initial, tile, begin, end = [], [], [], [], []
+    for i, out in reductions(epilogue):
+        rows = "(m + 15) / 16" if "row" in out.axes else "m"
+        columns = "(n + BN - 1) / BN" if "col" in out.axes else "n"
+        fields.append(f"float *partial{i}, *matrix{i};\n  float r{i}[2];")
+        initial.append(f", partial{i}(partial{i})")
+        tile.append(f"matrix{i} = partial{i} + static_cast<i64>(batch) * ({rows}) * ({columns});")
+        if out.axes == ("row",):
+            continue  # stored by each piece
+        begin.append(f"r{i}[0] = r{i}[1] = {_REDUCE[out.reduce or ''][0]};")
+        at = f"matrix{i}[static_cast<i64>({{}}) * ({columns}) + column / BN]"
+        if out.axes == ("col",):
+            end += [*_shuffles(out, f"r{i}[0]", (1, 2)), *_shuffles(out, f"r{i}[1]", (1, 2))]
+            for h in range(2):
+                end.append(
+                    f"if (lane % 4 == 0 && row + {8 * h} < m && column < n) {at.format(f'row + {8 * h}')} = r{i}[{h}];"
+                )
+        else:
+            end += [_combine(out, f"r{i}[0]", f"r{i}[1]"), *_shuffles(out, f"r{i}[0]", (1, 2, 4, 8, 16))]
+            end.append(f"if (lane == 0 && row < m && column < n) {at.format('row / 16')} = r{i}[0];")
+
+    def lines(statements: list[str], indent: int = 4) -> str:
+        return "".join("\n" + " " * indent + statement for statement in statements)
+
+    parameters = "".join(f", float* partial{i}" for i, _ in reductions(epilogue))
+    return f"""#line 1 "partials (generated)"
+struct Partials {{
+  int m, n;{lines(fields, 2)}
+
+  DEVICE Partials(int m, int n{parameters}) : m(m), n(n){"".join(initial)} {{}}
+  DEVICE void begin_tile(int batch) {{{lines(tile)}
+  }}
+  DEVICE void begin_block() {{{lines(begin)}
+  }}
+  // `row` is this lane's first, `column` the tile's.
+  DEVICE void end_block(int row, int column, int lane) {{{lines(end)}
+  }}
+}};
+"""
+
+
+def _reduce_piece(i: int, out: Output) -> str:
+    """What a piece adds to a reduction; values past the matrix are replaced by the identity."""
+    identity = _REDUCE[out.reduce or ""][0]
+    text = f"""#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (row + i / 2 % 2 * 8 >= m || column + i / 4 * 8 + i % 2 >= n) y{i}[i] = {identity};
+""".replace("m ||", "partials.m ||").replace(">= n)", ">= partials.n)")
+    if out.axes != ("row",):
+        return text + "".join(f"  {_combine(out, f'partials.r{i}[{e // 2 % 2}]', f'y{i}[{e}]')}\n" for e in range(8))
+    lines = []
+    for j in range(2):
+        for e in range(2):
+            value = f"y{i}[{4 * j + e}]"
+            lines += [_combine(out, value, f"y{i}[{4 * j + 2 + e}]"), *_shuffles(out, value, (4, 8, 16))]
+        lines.append(
+            f"if (thread % 32 < 4 && row < partials.m && column + {8 * j} < partials.n) "
+            f"st_global_v2(partials.matrix{i} + static_cast<i64>(row / 16) * partials.n + column + {8 * j}, "
+            f"y{i}[{4 * j}], y{i}[{4 * j + 1}]);"
+        )
+    return text + "".join(f"  {line}\n" for line in lines)
+
+
 def _piece(epilogue: Epilogue) -> str:
     accs = ", ".join(f"acc[{p}][i]" for p in range(epilogue.products))
     values = []
@@ -161,12 +277,13 @@ def _piece(epilogue: Epilogue) -> str:
     carriers = [_emit.CARRIERS[out.dtype] for out in epilogue.outputs]
     declared = "\n  ".join(f"{carrier} y{i}[8];" for i, carrier in enumerate(carriers))
     staged = "\n  ".join(
-        f"Staging<Dtype::{DTYPES[out.dtype]}>::stage(buffer + {_offset(epilogue, i)}, thread, piece, y{i});"
-        for i, out in enumerate(epilogue.outputs)
+        f"Staging<Dtype::{DTYPES[out.dtype]}>::stage(buffer + {_offset(epilogue, place)}, thread, piece, y{i});"
+        for place, (i, out) in enumerate(tiles(epilogue))
     )
+    reduced = "".join(_reduce_piece(i, out) for i, out in reductions(epilogue))
     return f"""#line 1 "piece (generated)"
-DEVICE void epilogue_piece(Operands& operands, const float (&acc)[PRODUCTS][8], int piece, int row, int column,
-                           u32 buffer, int thread) {{
+DEVICE void epilogue_piece(Operands& operands, Partials& partials, const float (&acc)[PRODUCTS][8], int piece, int row,
+                           int column, u32 buffer, int thread) {{
   {declared}
   operands.begin_piece(column);
 #pragma unroll
@@ -176,14 +293,14 @@ DEVICE void epilogue_piece(Operands& operands, const float (&acc)[PRODUCTS][8], 
     epilogue_element({arguments});
   }}
   {staged}
-}}
+{reduced}}}
 """
 
 
 def _store(epilogue: Epilogue) -> str:
     stores = "\n  ".join(
-        f"Staging<Dtype::{DTYPES[out.dtype]}>::store(map_d[{i}], buffer + {_offset(epilogue, i)}, x, y, z);"
-        for i, out in enumerate(epilogue.outputs)
+        f"Staging<Dtype::{DTYPES[out.dtype]}>::store(map_d[{place}], buffer + {_offset(epilogue, place)}, x, y, z);"
+        for place, (_, out) in enumerate(tiles(epilogue))
     )
     return f"""DEVICE void epilogue_store(const TensorMap* const (&map_d)[OUTPUTS], u32 buffer, int x, int y, int z) {{
   {stores}
@@ -191,6 +308,6 @@ def _store(epilogue: Epilogue) -> str:
 """
 
 
-def _offset(epilogue: Epilogue, output: int) -> str:
+def _offset(epilogue: Epilogue, place: int) -> str:
     """Where a result's tile lies in a staging buffer."""
-    return f"64 * D_CHUNK * {sum(np.dtype(out.dtype).itemsize for out in epilogue.outputs[:output])}"
+    return f"64 * D_CHUNK * {sum(np.dtype(out.dtype).itemsize for _, out in tiles(epilogue)[:place])}"

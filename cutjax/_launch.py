@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 
+import jax
 import jax.ffi
 import numpy as np
 
@@ -160,6 +162,8 @@ class Launch:
       blocks_per_sm: 0 launches ``grid`` as it is; more makes the kernel persistent: ``grid[0]`` is clipped to that many
         blocks for each SM of the device it runs on, in whole clusters.
       params: the kernel's parameters in order.
+      results: what the kernel writes, where that is not yet the operation's results.
+      finish: then makes those of it, in JAX.
     """
 
     kernel: str
@@ -170,6 +174,8 @@ class Launch:
     shared_bytes: int = 0
     blocks_per_sm: int = 0
     params: tuple[Param, ...] = ()
+    results: tuple[jax.ShapeDtypeStruct, ...] = ()
+    finish: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None
 
     def __post_init__(self):
         _require(bool(self.kernel), "the kernel has no name")

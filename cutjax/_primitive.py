@@ -107,7 +107,10 @@ def define(
         plan = _plan(ctx, choose, launch, name, **params)
         if plan is None:
             return on_cuda(ctx, *args, **params)
-        return jax.ffi.ffi_lowering(TARGET)(ctx, *args, **plan.attributes())
+        if plan.finish is None:
+            return jax.ffi.ffi_lowering(TARGET)(ctx, *args, **plan.attributes())
+        finish, call = plan.finish, jax.ffi.ffi_call(TARGET, plan.results)
+        return mlir.lower_fun(lambda *xs: finish(call(*xs, **plan.attributes())), multiple_results=True)(ctx, *args)
 
     mlir.register_lowering(primitive, lower_elsewhere)
     mlir.register_lowering(primitive, lower_cuda, platform="cuda")

@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from cutjax import _codegen, _fusion
@@ -87,6 +88,8 @@ def _max_accumulators(problem: Problem) -> int:
     epilogue = problem.epilogue
     if epilogue is None:
         return MAX_ACCUMULATORS
+    if _fusion.reductions(epilogue):
+        return 96
     varying = any(spec.row or spec.col for spec in epilogue.operands)
     return 128 if varying or len(epilogue.outputs) > 1 else MAX_ACCUMULATORS
 
@@ -119,8 +122,9 @@ def _shared_limit(config: Config, problem: Problem) -> int:
     Two fit when registers do (256 threads of 128, half of them accumulators) and each keeps two staging tiles.
     """
     half = SHARED_BYTES_PER_SM // 2 - 1024
-    full = problem.epilogue and any(spec.row and spec.col for spec in problem.epilogue.operands)
-    narrow = config.consumers == 1 and config.accumulator_registers * problem.products <= 64 and not full
+    epilogue = _fusion.of(problem)
+    heavy = _fusion.reductions(epilogue) or any(spec.row and spec.col for spec in epilogue.operands)
+    narrow = config.consumers == 1 and config.accumulator_registers * problem.products <= 64 and not heavy
     return half if narrow and _shared_bytes(config, problem, 2) <= half else SHARED_BYTES
 
 
@@ -158,7 +162,7 @@ def source(problem: Problem, config: Config) -> str:
         "A_K_MAJOR": a_k_major,
         "B_K_MAJOR": b_k_major,
         "PRODUCTS": problem.products,
-        "OUTPUTS": len(_fusion.of(problem).outputs),
+        "OUTPUTS": len(_fusion.tiles(_fusion.of(problem))),
         "D_CHUNK": _fusion.chunk(config.bn, problem),
         "D_BUFFER_BYTES": _fusion.buffer_bytes(config.bn, problem),
     }
@@ -228,10 +232,23 @@ def launch(problem: Problem, config: Config) -> Launch:
     maps = [_operand_map(0, p.a_dtype, p.m, p.k, a_batch, p.layout[0] == "n", c.bm, c.bk, c.cluster_n)]
     maps += [b_map(1 + i, share=c.cluster_m) for i in range(p.products)]
     first_operand = 1 + p.products
-    for i, dtype in enumerate(_fusion.result_dtypes(p), first_operand + len(epilogue.operands)):
+    first_result = first_operand + len(epilogue.operands)
+    for i, out in _fusion.tiles(epilogue):
+        dtype = np.dtype(out.dtype)
         span = _fusion.span(c.bn, p, dtype)
-        maps.append(_matrix_map(i, dtype, (p.n, p.m, p.batch_size), (span // dtype.itemsize, 64, 1), span))
+        box = (span // dtype.itemsize, 64, 1)
+        maps.append(_matrix_map(first_result + i, dtype, (p.n, p.m, p.batch_size), box, span))
     operands = [x for i, steps in enumerate(operand_steps, first_operand) for x in (Pointer(i), *steps)]
+    partials = [Pointer(first_result + i) for i, _ in _fusion.reductions(epilogue)]
+    results = ()
+    if partials:  # then what the kernel writes is not yet what was asked
+        shapes = [
+            _fusion.partial_shape(out, p, c.bn) if out.reduce else (*p.batch, p.m, p.n) for out in epilogue.outputs
+        ]
+        results = tuple(
+            jax.ShapeDtypeStruct(shape, np.dtype(out.dtype))
+            for shape, out in zip(shapes, epilogue.outputs, strict=True)
+        )
     scalars = [Int32(value) for value in (p.m, p.n, p.k, c.raster, p.batch_size, *sizes[1:])]
     tiles = -(-p.m // (c.bm * c.cluster_m)) * -(-p.n // (c.bn * c.cluster_n)) * p.batch_size
     return Launch(
@@ -242,5 +259,7 @@ def launch(problem: Problem, config: Config) -> Launch:
         cluster=(c.cluster, 1, 1),
         shared_bytes=_shared_bytes(c, p, _store_buffers(c, p)),
         blocks_per_sm=blocks_per_sm(c, p),
-        params=(*maps, *scalars, *a_steps, *b_steps, *operands),
+        params=(*maps, *scalars, *a_steps, *b_steps, *operands, *partials),
+        results=results,
+        finish=functools.partial(_fusion.finish, p) if results else None,
     )

@@ -47,6 +47,12 @@ CASES = {
     "gated": (lambda g, u: (jax.nn.silu(g) * u).astype(BF16), 2, ()),
     "gated, saved": (lambda g, u: ((jax.nn.silu(g) * u).astype(BF16), g.astype(BF16), u.astype(BF16)), 2, ()),
     "float8": (lambda acc, s: (acc * s).astype(jnp.float8_e4m3fn), 1, (((), jnp.float32),)),
+    "sum of columns": (lambda acc, z: ((t := dgelu(acc, z)), t.astype(F32).sum(0)), 1, (FULL,)),
+    "all reductions": (
+        lambda acc: (acc.astype(BF16), acc.sum(0), acc.max(1), jnp.abs(acc).max(), acc.min(0)),
+        1,
+        (),
+    ),
     "three products": (lambda a, b, c: (a * b + c).astype(BF16), 3, ()),
 }
 
@@ -113,7 +119,8 @@ def test_an_epilogue_is_in_the_kernels_name():
 @pytest.mark.parametrize(
     ("fn", "operands", "sizes", "match"),
     [
-        (lambda acc: (acc, acc.sum(0)), (), (512, 512, 512), "reductions in an epilogue have no kernel yet"),
+        (lambda acc: acc.sum(0), (), (512, 512, 512), "every result is a reduction"),
+        (lambda acc: (acc, (acc > 0).astype(jnp.int32).max(0)), (), (512, 512, 512), "a reduction in int32"),
         (lambda acc: acc.astype(jnp.int8), (), (512, 520, 512), "N=520 s8 (result) is not a multiple of 16"),
     ],
 )
@@ -130,3 +137,17 @@ def test_too_many_accumulators():
     reason = cutjax.supports(cutjax.Config(bm=128, bn=256, stages=2), asked)
     assert reason is not None
     assert "3 products of 128x256 with this epilogue: 384 accumulator registers" in reason
+
+
+def test_partial_results_of_reductions(monkeypatch):
+    monkeypatch.setattr(_sm90, "compile_config", lambda *_: type("Cubin", (), {"image": b"cubin"})())
+    asked = problem(*CASES["all reductions"], sizes=(1000, 1160, 256))
+    plan = _sm90.launch(asked, cutjax.Config(bm=128, bn=128, stages=2))
+    shapes = [x.shape for x in plan.results]
+    assert shapes == [(1000, 1160), (63, 1160), (1000, 10), (63, 10), (63, 1160)]
+    assert plan.finish is not None
+    outs = jax.eval_shape(plan.finish, plan.results)
+    assert [x.shape for x in outs] == [(1000, 1160), (1160,), (1000,), (), (1160,)]
+    plain = _sm90.launch(problem(*CASES["gated"]), cutjax.Config(bm=128, bn=64, stages=2))
+    assert plain.results == ()
+    assert plain.finish is None

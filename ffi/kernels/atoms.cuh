@@ -161,6 +161,10 @@ DEVICE void st_shared_u16(u32 address, u16 x) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(x) : "memory");
 }
 
+DEVICE void st_global_v2(float* p, float x, float y) {
+  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x), "f"(y) : "memory");
+}
+
 DEVICE u32 cvt_bf16x2(float low, float high) {
   u32 packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));

@@ -2,6 +2,9 @@
 // by TMA, which clips the tile to the matrix. The epilogue itself is generated for each kernel (cutjax/_fusion.py):
 //   Operands         what it reads beside the accumulators: loaded once a tile, a row, a chunk (what varies along rows
 //                    and columns, early, since it comes from memory) or a piece (what varies along columns, from L1)
+//   Partials         where results that are reductions go: one value for each 16 rows, each tile's columns, or both,
+//   which
+//                    XLA reduces further, in a fixed order
 //   epilogue_piece   computes and stages 16 columns of every result
 //   epilogue_store   stores the staged chunk of every result
 // A warpgroup owns STORE_BUFFERS staging buffers of D_CHUNK columns and overlaps filling one with storing the others.
@@ -19,13 +22,14 @@ struct Epilogue {
 
   // In 64 rows of accumulators, lane l of warp w holds, for each 8 columns j, rows 16 w + l / 4 (+ 8) and columns
   // 8 j + 2 (l % 4) (+ 1): values 4 j + {0, 1} and, 8 rows down, {2, 3}.
-  DEVICE void store(const float (&accumulators)[PRODUCTS][M_BLOCKS][BN / 2], Operands& operands,
+  DEVICE void store(const float (&accumulators)[PRODUCTS][M_BLOCKS][BN / 2], Operands& operands, Partials& partials,
                     const TensorMap* const (&map_d)[OUTPUTS], int m, int n, int batch) {
     int lane_row = thread / 32 * 16 + thread % 32 / 4, lane_column = thread % 4 * 2;
 #pragma unroll
     for (int block = 0; block < M_BLOCKS; ++block) {
       int row = m + block * 64 + lane_row;
       operands.begin_rows(row);
+      partials.begin_block();
 #pragma unroll
       for (int chunk = 0; chunk < BN / D_CHUNK; ++chunk) {
         u32 buffer = staging + next * D_BUFFER_BYTES;
@@ -42,7 +46,7 @@ struct Epilogue {
 #pragma unroll
           for (int i = 0; i < PRODUCTS * 8; ++i)
             values[i / 8][i % 8] = accumulators[i / 8][block][(chunk * D_CHUNK / 8 + piece * 2) * 4 + i % 8];
-          epilogue_piece(operands, values, piece, row, column + piece * 16, buffer, thread);
+          epilogue_piece(operands, partials, values, piece, row, column + piece * 16, buffer, thread);
         }
         fence_proxy_async();
         if (ONE_BARRIER && thread == 0) cp_async_bulk_wait_group_read<STORE_BUFFERS - 2>();
@@ -52,6 +56,7 @@ struct Epilogue {
           cp_async_bulk_commit_group();
         }
       }
+      partials.end_block(row, n, thread % 32);
     }
   }
 

@@ -21,7 +21,7 @@ constexpr int TURN_BARRIER = 1 + CONSUMERS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     KERNEL(MAP_PARAMETERS, int m, int n, int k, int raster, int batch, int batch1, int batch2, int a_step0, int a_step1,
-           int a_step2, int b_step0, int b_step1, int b_step2 OPERAND_PARAMETERS) {
+           int a_step2, int b_step0, int b_step1, int b_step2 OPERAND_PARAMETERS PARTIAL_PARAMETERS) {
   const TensorMap* const map_b[PRODUCTS] = MAPS_B;
   const TensorMap* const map_d[OUTPUTS] = MAPS_D;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -65,6 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     int consumer = warpgroup - 1;
     Epilogue epilogue{staging + consumer * STORE_BUFFERS * D_BUFFER_BYTES, EPILOGUE_BARRIER + consumer, thread};
     Operands operands(m, n OPERAND_ARGUMENTS);
+    Partials partials(m, n PARTIAL_ARGUMENTS);
     float accumulators[PRODUCTS][M_BLOCKS][BN / 2];
     if constexpr (PING_PONG) {
       // A parity wait cannot tell a stage two wraps away from now, so the mainloops take turns explicitly.
@@ -84,7 +85,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
       drain_last(pipe, thread);
       if constexpr (PING_PONG) pipe.advance(k_blocks);
       operands.begin_tile(BatchIndex(tile.batch, batch1, batch2));
-      epilogue.store(accumulators, operands, map_d, (tile.m * CLUSTER_M + rank_m) * BM + row,
+      partials.begin_tile(tile.batch);
+      epilogue.store(accumulators, operands, partials, map_d, (tile.m * CLUSTER_M + rank_m) * BM + row,
                      (tile.n * CLUSTER_N + rank_n) * BN, tile.batch);
     }
     epilogue.finish();

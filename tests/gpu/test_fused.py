@@ -444,8 +444,8 @@ def test_the_same_bits_every_time():
 
 
 REFUSED = {
-    "reduction": (lambda acc: (acc, acc.sum(-2)), "reductions"),
-    "maximum": (lambda acc: acc.max((-2, -1)), "reductions"),
+    "nothing but reductions": (lambda acc: acc.max((-2, -1)), "every result is a reduction"),
+    "reduction of integers": (lambda acc: (acc, (acc > 0).astype(jnp.int32).sum(-2)), "a reduction in int32"),
     "position in the batch": (
         lambda acc: acc + jax.lax.broadcasted_iota(jnp.float32, acc.shape, 0),
         "batch",
@@ -461,4 +461,26 @@ def test_refused_with_the_reason(name):
         cutjax.gemm(x, w, epilogue=epilogue, backend="cuda")
     outs, refs = (jax.tree.leaves(cutjax.gemm(x, w, epilogue=epilogue, backend=how)) for how in ("auto", "xla"))
     for out, ref in zip(outs, refs, strict=True):
+        np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(ref, np.float32))
+
+
+REDUCED = {
+    "sums": lambda acc: (acc, acc.sum(-2), acc.sum(-1), acc.sum((-2, -1))),
+    "largest": lambda acc: (acc.astype(jnp.float8_e4m3fn), jnp.abs(acc).max((-2, -1)), acc.max(-2)),
+    "least": lambda acc: (acc, acc.min(-1), acc.min(-2)),
+}
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (264, 400), (1000, 1168)])
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize("name", REDUCED)
+def test_reductions(name, batch, shape):
+    """The accumulators are small integers, so sums are exact in any order."""
+    m, n = shape
+    x, w = ints(1, *batch, m, 64), ints(2, *batch, 64, n)
+    ours, theirs = (
+        jax.tree.leaves(jax.jit(functools.partial(cutjax.gemm, epilogue=REDUCED[name], backend=how))(x, w))
+        for how in ("cuda", "xla")
+    )
+    for out, ref in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(ref, np.float32))
