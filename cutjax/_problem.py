@@ -39,9 +39,9 @@ class Problem:
       epilogue: what is made of the products before they are stored; None stores the product. Its own outputs then say
         the results' dtypes.
       groups: number of groups of a grouped GEMM, whose sizes are data; 0 for any other.
-      ragged: the axis the groups divide. "m": the rows of a, each group with its own matrix b, ``b[..., groups, k, n]``;
-        rows of no group are zero in the result. "k": the contraction, in the layout "tn", each group with its own
-        result, ``d[..., groups, m, n]``. "" where there are no groups.
+      ragged: the axis the groups divide. "m": the rows of a, each group with its own matrix in
+        ``b[..., groups, k, n]``; rows of no group are zero in the result. "k": the contraction, in the layout "tn",
+        each group with its own result in ``d[..., groups, m, n]``. "" where there are no groups.
       leading: whether the sizes start with that of the rows before the first group: ``int32[..., leading + groups]``.
       sizes_batch: batch shape of the sizes.
     """
