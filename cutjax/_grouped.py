@@ -74,7 +74,7 @@ def group_of_row(sizes: jax.Array, m: int, leading: bool) -> tuple[jax.Array, ja
 
 # The references: a loop over blocks of rows of one group, so that only as much is multiplied as there are rows.
 
-BLOCK = 64  # rows
+BLOCK = 128  # rows, at most
 
 
 class _Visits:
@@ -84,7 +84,7 @@ class _Visits:
         starts, ends = rows_of_groups(sizes, m, leading)
         self.groups = starts.shape[-1]
         starts, ends = (jnp.broadcast_to(x, (*batch, self.groups)).reshape(-1) for x in (starts, ends))
-        self.m, self.block = m, min(BLOCK, m)
+        self.m, self.block = m, min(m, BLOCK, max(8, 1 << (m // max(self.groups, 1)).bit_length()))
         counts = (ends - starts + (self.block - 1)) // self.block
         lasts = jnp.cumsum(counts, dtype=jnp.int32)
         self.count = lasts[-1]

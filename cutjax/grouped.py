@@ -55,24 +55,24 @@ def grouped_gemm(
     if layout not in LAYOUTS:
         raise ValueError(f"{where}: unknown layout {layout!r}, expected one of {LAYOUTS}")
     backend = _resolve(backend, config, where)
-    x, w, dtype = promote(matrix(x, "x", where), [matrix(w, "w", where)], out_dtype, where)
-    if w.ndim < 3:
-        raise ValueError(f"{where}: w must have rank 3 or more, [..., g, k, n], got shape {w.shape}")
-    if x.shape[-1] != contracted(w, layout[1] == "t"):
-        raise ValueError(f"{where}: contracting dimensions differ: x is {x.shape}, w is {w.shape}, layout {layout!r}")
-    sizes = _sizes(group_sizes, where)
-    if group_offset is None and sizes.shape[-1] != w.shape[-3]:
-        raise ValueError(f"{where}: group_sizes is {sizes.shape}, but w has {w.shape[-3]} groups")
-    try:
-        np.broadcast_shapes(x.shape[:-2], w.shape[:-3], sizes.shape[:-1])
-    except ValueError:
+    rows, weights, dtype = promote(matrix(x, "x", where), [matrix(w, "w", where)], out_dtype, where)
+    if weights.ndim < 3:
+        raise ValueError(f"{where}: w must have rank 3 or more, got shape {weights.shape}; [..., g, k, n] is expected")
+    shapes = f"x is {rows.shape}, w is {weights.shape}"
+    if rows.shape[-1] != contracted(weights, layout[1] == "t"):
+        raise ValueError(f"{where}: contracting dimensions differ: {shapes}, layout {layout!r}")
+    sizes, groups = _sizes(group_sizes, where), weights.shape[-3]
+    if group_offset is None and sizes.shape[-1] != groups:
         raise ValueError(
-            f"{where}: batch axes do not broadcast: x is {x.shape}, w is {w.shape}, group_sizes is {sizes.shape}"
-        ) from None
-    sizes, leading = _local(sizes, group_offset, w.shape[-3], x.shape[-2], where)
-    return _grouped.multiply(
-        x, w, sizes, layout=layout, out_dtype=dtype, leading=leading, backend=backend, config=config
+            f"{where}: the numbers of groups differ: group_sizes is {sizes.shape}, w is {weights.shape}; "
+            "group_offset= says which of them w has"
+        )
+    _check_batch(
+        where, f"{shapes}, group_sizes is {sizes.shape}", rows.shape[:-2], weights.shape[:-3], sizes.shape[:-1]
     )
+    sizes, leading = _local(sizes, group_offset, groups, rows.shape[-2], where)
+    how: dict[str, Any] = {"leading": leading, "backend": backend, "config": config}
+    return _grouped.multiply(rows, weights, sizes, layout=layout, out_dtype=dtype, **how)
 
 
 def grouped_outer(
@@ -109,13 +109,18 @@ def grouped_outer(
     """
     where = "grouped_outer"
     backend = _resolve(backend, config, where)
-    x, dy, dtype = promote(matrix(x, "x", where), [matrix(dy, "dy", where)], out_dtype, where)
-    if x.shape[-2] != dy.shape[-2]:
-        raise ValueError(f"{where}: x has {x.shape[-2]} rows, dy has {dy.shape[-2]}: x is {x.shape}, dy is {dy.shape}")
+    a, b, dtype = promote(matrix(x, "x", where), [matrix(dy, "dy", where)], out_dtype, where)
+    shapes = f"x is {a.shape}, dy is {b.shape}"
+    if a.shape[-2] != b.shape[-2]:
+        raise ValueError(f"{where}: the numbers of rows differ: {shapes}")
     sizes = _sizes(group_sizes, where)
-    groups = sizes.shape[-1] if groups is None else groups
-    sizes, leading = _local(sizes, group_offset, groups, x.shape[-2], where)
-    return _grouped.outer(x, dy, sizes, out_dtype=dtype, leading=leading, backend=backend, config=config)
+    if groups is None:
+        groups = sizes.shape[-1]
+    elif group_offset is None:
+        raise ValueError(f"{where}: groups={groups} without group_offset, which says of which group the first is")
+    _check_batch(where, f"{shapes}, group_sizes is {sizes.shape}", a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
+    sizes, leading = _local(sizes, group_offset, groups, a.shape[-2], where)
+    return _grouped.outer(a, b, sizes, out_dtype=dtype, leading=leading, backend=backend, config=config)
 
 
 def _resolve(backend: str | None, config: Any, where: str) -> str:
@@ -124,17 +129,24 @@ def _resolve(backend: str | None, config: Any, where: str) -> str:
     return _backend.resolve(backend, where)
 
 
+def _check_batch(where: str, shapes: str, *batches: tuple[int, ...]) -> None:
+    try:
+        np.broadcast_shapes(*batches)
+    except ValueError:
+        raise ValueError(f"{where}: batch axes do not broadcast: {shapes}") from None
+
+
 def _sizes(sizes: Any, where: str) -> jax.Array:
-    """The group sizes as int32, those that int32 does not hold as its largest or smallest."""
+    """The group sizes as int32."""
     if not isinstance(sizes, jax.Array | np.ndarray):
         raise TypeError(f"{where}: group_sizes must be an array of integers, got {type(sizes).__name__}")
     if not jnp.issubdtype(sizes.dtype, jnp.integer) or sizes.ndim < 1:
         raise TypeError(f"{where}: group_sizes must be integers [..., g], got {sizes.dtype}{list(sizes.shape)}")
-    return to_int32(jnp.asarray(sizes))
+    return _to_int32(jnp.asarray(sizes))
 
 
-def to_int32(x: jax.Array) -> jax.Array:
-    """Integers of any dtype as int32, saturating."""
+def _to_int32(x: jax.Array) -> jax.Array:
+    """Integers of any dtype as int32; one that it does not hold as its largest or smallest."""
     held, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
     return jnp.clip(x, max(held.min, wanted.min), min(held.max, wanted.max)).astype(jnp.int32)
 
@@ -147,7 +159,7 @@ def _local(sizes: jax.Array, offset: ArrayLike | None, groups: int, m: int, wher
     if not jnp.issubdtype(start.dtype, jnp.integer) or start.shape not in ((), (1,)):
         raise TypeError(f"{where}: group_offset must be one integer, got {start.dtype}{list(start.shape)}")
     count = sizes.shape[-1]
-    first = jnp.clip(to_int32(start.reshape(())), -groups, count)
+    first = jnp.clip(_to_int32(start.reshape(())), -groups, count)
     index = first + jnp.arange(groups, dtype=jnp.int32)
     ends = _grouped.rows_of_groups(sizes, m, False)[1]
     before = jnp.where(first > 0, jnp.take(ends, jnp.clip(first - 1, 0, max(count - 1, 0)), -1), 0)
