@@ -9,6 +9,20 @@ from cutjax._select import candidates, supports
 from cutjax.explain import explain
 from cutjax.gemm import gemm
 from cutjax.mlp import mlp
+from cutjax.routing import Routing, load_balance_loss, route, router_z_loss
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Problem", "candidates", "explain", "gemm", "mlp", "supports", "use_backend"]
+__all__ = [
+    "Config",
+    "Problem",
+    "Routing",
+    "candidates",
+    "explain",
+    "gemm",
+    "load_balance_loss",
+    "mlp",
+    "route",
+    "router_z_loss",
+    "supports",
+    "use_backend",
+]

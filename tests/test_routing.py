@@ -1,0 +1,278 @@
+"""Routing against its definition, the rows' gather and sum under every transformation, and the router's losses."""
+
+from __future__ import annotations
+
+import doctest
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cutjax
+from cutjax import routing
+
+T, E, D = 12, 6, 5
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+LOGITS = normal(0, T, E)
+
+
+def close(got, expected, tolerance=1e-6):
+    def check(x, y):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+
+    jax.tree.map(check, got, expected)
+
+
+def weights_of(logits, k, scoring, renormalize, bias):
+    """The definition: scores of all experts, the k best by score and bias, divided by their sum."""
+    scores = jax.nn.softmax(logits) if scoring == "softmax" else jax.nn.sigmoid(logits)
+    best = jnp.argsort(-(scores + (0 if bias is None else bias)), stable=True)[..., :k]
+    weights = jnp.take_along_axis(scores, best, -1)
+    return best, weights / weights.sum(-1, keepdims=True) if renormalize else weights
+
+
+@pytest.mark.parametrize("k", [1, 2, E])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("bias", [None, (E,), (T, E), (T, 1)], ids=str)
+def test_experts_and_weights(k, scoring, renormalize, bias):
+    bias = None if bias is None else normal(1, *bias)
+    how = {"scoring": scoring, "renormalize": renormalize}
+    got = cutjax.route(LOGITS, k, selection_bias=bias, **how)
+    best, weights = weights_of(LOGITS, k, bias=bias, **how)
+    assert got.indices.dtype == got.permutation.dtype == got.inverse.dtype == got.group_sizes.dtype == jnp.int32
+    np.testing.assert_array_equal(got.indices, best)
+    close(got.weights, weights)
+
+    def loss(weights_of, logits):
+        return (weights_of(logits) * normal(2, T, k)).sum()
+
+    ours = functools.partial(loss, lambda x: cutjax.route(x, k, selection_bias=bias, **how).weights)
+    theirs = functools.partial(loss, lambda x: weights_of(x, k, bias=bias, **how)[1])
+    close(jax.grad(ours)(LOGITS), jax.grad(theirs)(LOGITS))
+    close(jax.hessian(ours)(LOGITS), jax.hessian(theirs)(LOGITS))
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)], ids=str)
+def test_rows_are_sorted_by_expert(batch):
+    k = 3
+    logits = normal(0, *batch, T, E)
+    got = cutjax.route(logits, k)
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(batch) :]), got)
+    for indices, _, permutation, inverse, sizes in zip(*flat, strict=True):
+        np.testing.assert_array_equal(permutation, np.argsort(indices.ravel(), kind="stable"))
+        np.testing.assert_array_equal(inverse.ravel()[permutation], np.arange(T * k))
+        np.testing.assert_array_equal(sizes, np.bincount(indices.ravel(), minlength=E))
+    mapped = cutjax.route
+    for _ in batch:
+        mapped = jax.vmap(mapped, (0, None))
+    close(mapped(logits, k), got)
+
+
+def test_of_equal_scores_the_first_expert_wins():
+    assert cutjax.route(jnp.zeros((T, E)), 2).indices.tolist() == [[0, 1]] * T
+
+
+def test_excluded_experts_and_nan():
+    logits = LOGITS.at[0].set(jnp.array([-jnp.inf, 1, -jnp.inf, 2, -jnp.inf, 3])).at[1, 4].set(jnp.nan)
+    for scoring in routing.SCORING:
+        got = cutjax.route(logits, 3, scoring=scoring)
+        assert got.indices[0].tolist() == [5, 3, 1]
+        assert got.indices[1, 0] == 4
+        np.testing.assert_array_equal(jnp.isnan(got.weights).any(-1), jnp.arange(T) == 1)
+        gradient = jax.grad(lambda x, s=scoring: cutjax.route(x, 3, scoring=s).weights[:, 0].sum())(logits)
+        np.testing.assert_array_equal(jnp.isnan(gradient).any(-1), jnp.arange(T) == 1)
+    groups = jnp.array([0, 0, 0, -jnp.inf, -jnp.inf, -jnp.inf])  # the last three experts are out of reach
+    got = cutjax.route(LOGITS, 3, scoring="sigmoid", selection_bias=groups)
+    assert int(got.indices.max()) == 2
+
+
+def test_sigmoids_that_underflow_have_weights():
+    got = cutjax.route(jnp.full((1, 2), -200.0), 2, scoring="sigmoid")
+    assert got.weights.tolist() == [[0.5, 0.5]]
+
+
+def test_weights_are_float32():
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+        assert cutjax.route(LOGITS.astype(dtype)).weights.dtype == jnp.float32
+    close(cutjax.route(LOGITS.astype(jnp.bfloat16)), cutjax.route(LOGITS.astype(jnp.bfloat16).astype(jnp.float32)))
+
+
+def test_no_token():
+    got = cutjax.route(jnp.zeros((0, E)))
+    assert got.group_sizes.tolist() == [0] * E
+    assert got.dispatch(jnp.zeros((0, D))).shape == got.combine(jnp.zeros((0, D))).shape == (0, D)
+
+
+# Dispatch and combine.
+
+ROUTING = cutjax.route(LOGITS, 3)
+X, ROWS = normal(1, T, D), normal(2, 3 * T, D)
+
+
+def dispatched(x, r):
+    return x[..., r.permutation // r.inverse.shape[-1], :]
+
+
+def combined(rows, r):
+    return rows[..., r.inverse, :].sum(-2)
+
+
+PAIRS = {
+    "dispatch": (lambda x, r=ROUTING: r.dispatch(x), lambda x, r=ROUTING: dispatched(x, r), X),
+    "combine": (lambda x, r=ROUTING: r.combine(x), lambda x, r=ROUTING: combined(x, r), ROWS),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_gather_and_sum(name):
+    got, expected, x = PAIRS[name]
+    y, pull = jax.vjp(expected, x)
+    close(got(x), y)
+    close(jax.jit(got)(x), y)
+    close(jax.jvp(got, (x,), (x**2,)), jax.jvp(expected, (x,), (x**2,)))
+    close(jax.vjp(got, x)[1](y**2), pull(y**2))
+    close(jax.linear_transpose(got, x)(y), jax.linear_transpose(expected, x)(y))
+    close(*(jax.hessian(lambda x, f=f: (f(x) ** 3).sum())(x) for f in (got, expected)), 1e-5)
+    close(jax.jacfwd(got)(x), jax.jacfwd(expected)(x))
+    close(jax.jacrev(got)(x), jax.jacrev(expected)(x))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("mapped", [(0, None), (1, None), (2, None), (None, 0), (0, 0), (2, 0)], ids=str)
+def test_vmap(name, mapped):
+    x = PAIRS[name][2]
+    r = ROUTING if mapped[1] is None else cutjax.route(normal(3, 4, T, E), 3)
+    x = x if mapped[0] is None else jnp.stack([x, -x, x + 1, 2 * x], mapped[0])
+
+    def gradient(f):
+        return jax.grad(lambda x, r: (f(x, r) ** 3).sum())
+
+    fs = [PAIRS[name][i] for i in (0, 1)]
+    close(*(jax.vmap(f, mapped)(x, r) for f in fs))
+    close(*(jax.vmap(gradient(f), mapped)(x, r) for f in fs), 1e-5)
+    close(*(gradient(jax.vmap(f, mapped))(x, r) for f in fs), 1e-5)
+    close(*(jax.jvp(lambda x, f=f: jax.vmap(f, mapped)(x, r), (x,), (x,)) for f in fs))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32])
+def test_sum_is_rounded_once(dtype):
+    rows = (100 * ROWS).astype(dtype)
+    expected = rows[ROUTING.inverse].astype(jnp.float32).sum(-2).astype(dtype)
+    np.testing.assert_array_equal(ROUTING.combine(rows), expected)
+    assert ROUTING.dispatch(X.astype(dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_nothing_is_scattered(name):
+    got, _, x = PAIRS[name]
+    text = str(jax.make_jaxpr(jax.grad(lambda x: jax.vmap(got)(x).sum()))(jnp.stack([x, x])))
+    assert "cutjax_dispatch" in text
+    assert "cutjax_combine" in text
+    assert "scatter" not in text
+    lowered = jax.jit(jax.grad(lambda x: got(x).sum())).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "scatter" not in lowered
+
+
+def test_shard_map():
+    """Tokens over one mesh axis, each device its own routing; features over the other."""
+    mesh = jax.make_mesh((4, 2), ("i", "j"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    p = jax.P
+
+    def layer(x, logits):
+        r = cutjax.route(logits, 3)
+        return r.combine(r.row_weights() * r.dispatch(x) ** 2)
+
+    x = normal(1, T, 2 * D)
+    inside = jax.shard_map(layer, mesh=mesh, in_specs=(p("i", "j"), p("i")), out_specs=p("i", "j"))
+    close(jax.jit(inside)(x, LOGITS), layer(x, LOGITS))
+    close(
+        *(jax.jit(jax.grad(lambda *args, f=f: (f(*args) ** 2).sum(), (0, 1)))(x, LOGITS) for f in (inside, layer)), 1e-5
+    )
+
+
+# The losses.
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("k", [1, 2])
+def test_load_balance_loss(k, scoring):
+    def expected(logits):
+        indices = weights_of(logits, k, scoring, False, None)[0]
+        share = jax.nn.one_hot(indices, E).sum(1).mean(0) / k
+        scores = jax.nn.softmax(logits) if scoring == "softmax" else jax.nn.sigmoid(logits)
+        return E * (share * (scores / scores.sum(-1, keepdims=True)).mean(0)).sum()
+
+    got = functools.partial(cutjax.load_balance_loss, k=k, scoring=scoring)
+    close(jax.value_and_grad(got)(LOGITS), jax.value_and_grad(expected)(LOGITS))
+    close(jax.hessian(got)(LOGITS), jax.hessian(expected)(LOGITS))
+    close(got(LOGITS.reshape(3, -1, E)), got(LOGITS))
+    assert got(LOGITS.astype(jnp.bfloat16)).dtype == jnp.float32
+
+
+def test_load_balance_loss_at_its_ends():
+    assert cutjax.load_balance_loss(100 * jnp.tile(jnp.eye(E), (2, 1)), k=1) == 1  # even
+    assert cutjax.load_balance_loss(100 * jnp.eye(E)[jnp.zeros(T, int)], k=1) == E  # all tokens to one expert
+    away = jnp.array([-2.0] + [0.0] * (E - 1))  # what counts is what was chosen: here never the expert of high score
+    assert cutjax.load_balance_loss(100 * jnp.eye(E)[jnp.zeros(T, int)], k=1, selection_bias=away) < 1e-6
+
+
+def test_router_z_loss():
+    def expected(logits):
+        return (jnp.log(jnp.exp(logits).sum(-1)) ** 2).mean()
+
+    close(jax.value_and_grad(cutjax.router_z_loss)(LOGITS), jax.value_and_grad(expected)(LOGITS))
+    assert cutjax.router_z_loss(LOGITS.astype(jnp.bfloat16)).dtype == jnp.float32
+    assert jnp.isfinite(cutjax.router_z_loss(1000 * LOGITS))
+
+
+REFUSED = [
+    (TypeError, "route: router_logits must be an array, got list", lambda: cutjax.route([[1.0]])),
+    (
+        TypeError,
+        "route: router_logits must be floating-point numbers, got int32",
+        lambda: cutjax.route(jnp.ones((2, 3), int)),
+    ),
+    (ValueError, "route: router_logits must have rank 2 or more", lambda: cutjax.route(LOGITS[0])),
+    (TypeError, "route: k must be an int, got float", lambda: cutjax.route(LOGITS, 2.0)),
+    (ValueError, r"route: k is 7, but router_logits \(12, 6\) are for 6 experts", lambda: cutjax.route(LOGITS, 7)),
+    (ValueError, "route: k is 0", lambda: cutjax.route(LOGITS, 0)),
+    (ValueError, "route: unknown scoring 'tanh'", lambda: cutjax.route(LOGITS, scoring="tanh")),
+    (
+        ValueError,
+        r"route: selection_bias is \(5,\), which does not broadcast against \(12, 6\)",
+        lambda: cutjax.route(LOGITS, selection_bias=jnp.ones(5)),
+    ),
+    (
+        ValueError,
+        r"route: selection_bias is \(1, 12, 6\), which does not broadcast",
+        lambda: cutjax.route(LOGITS, selection_bias=LOGITS[None]),
+    ),
+    (ValueError, r"dispatch: the routing is for rows \[12, d\], got \(36, 5\)", lambda: ROUTING.dispatch(ROWS)),
+    (ValueError, r"combine: the routing is for rows \[36, d\], got \(12, 5\)", lambda: ROUTING.combine(X)),
+    (TypeError, "load_balance_loss: router_logits", lambda: cutjax.load_balance_loss(jnp.ones((2, 3), int))),
+    (ValueError, "load_balance_loss: k is 7", lambda: cutjax.load_balance_loss(LOGITS, 7)),
+    (TypeError, "router_z_loss: router_logits", lambda: cutjax.router_z_loss(None)),
+]
+
+
+@pytest.mark.parametrize(("error", "match", "call"), REFUSED, ids=[case[1][:40] for case in REFUSED])
+def test_refused(error, match, call):
+    with pytest.raises(error, match=match):
+        call()
+
+
+@pytest.mark.parametrize("name", ["Routing", "route", "load_balance_loss", "router_z_loss"])
+def test_docstring_examples(name):
+    (example,) = doctest.DocTestFinder(recurse=False).find(getattr(cutjax, name), name)
+    runner = doctest.DocTestRunner()
+    assert runner.run(example).failed == 0
+    assert runner.tries
