@@ -1,14 +1,16 @@
-"""Products of rows in groups as two primitives, grouped_gemm_p and grouped_outer_p: each other's transposes.
+"""Products of rows in groups as primitives: grouped_gemm_p and grouped_outer_p, which are each other's transposes.
 
     multiply:  d[rows of group i] = x[rows of group i] @ w[i]      x [*B, m, k], w [*B, g, k, n] -> d [*B, m, n]
     outer:     d[i] = a[rows of group i]^T @ b[rows of group i]    a [*B, m, k], b [*B, m, n] -> d [*B, g, k, n]
 
 The sizes are data, int32 [*B, leading + g]: with ``leading``, the first is the number of rows before the first group.
-All operands have the same number of batch axes B, each axis equal or 1.
+All operands have the same number of batch axes B, each axis equal or 1. ``precision`` is that of lax.dot_general, where
+XLA multiplies.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ from jax import lax
 
 from cutjax import _product, _sm90
 from cutjax._config import Config
+from cutjax._expression import Node, OperandSpec, Output, normal
 from cutjax._primitive import define, is_linear, is_zero, match_varying, varying_axes, zero_tangent
 from cutjax._problem import Problem
 from cutjax._product import FLIP, with_rank
@@ -41,6 +44,14 @@ def outer(a: jax.Array, b: jax.Array, sizes: jax.Array, **params: Any) -> jax.Ar
     rank = max(a.ndim - 2, b.ndim - 2, sizes.ndim - 1)
     args = with_rank(a, rank + 2), with_rank(b, rank + 2), with_rank(sizes, rank + 1)
     return grouped_outer_p.bind(*args, **params)
+
+
+def outer_add(a: jax.Array, b: jax.Array, sizes: jax.Array, to: jax.Array, **params: Any) -> jax.Array:
+    """Binds grouped_outer_add_p for operands whose batch axes broadcast to those of ``to``."""
+    a, b, sizes, to = match_varying(a, b, sizes, to)
+    rank = to.ndim - 3
+    args = with_rank(a, rank + 2), with_rank(b, rank + 2), with_rank(sizes, rank + 1), to
+    return grouped_outer_add_p.bind(*args, **params)
 
 
 # Which rows a group has.
@@ -126,6 +137,7 @@ def reference_gemm(
     out_dtype: np.dtype,
     leading: bool,
     on_cuda: bool = False,
+    precision: lax.PrecisionLike = None,
     **_: Any,
 ) -> jax.Array:
     """grouped_gemm_p in plain JAX."""
@@ -138,12 +150,13 @@ def reference_gemm(
     x_index, w_index = _flat_index(x.shape[:-2], batch), _flat_index(w.shape[:-3], batch)
     x, w = x.reshape(-1, *x.shape[-2:]), w.reshape(-1, *w.shape[-2:])
     visits = _Visits(sizes, m, leading, batch)
+    dot = functools.partial(_product.reference, on_cuda=on_cuda, precision=precision)
 
     def visit(i: jax.Array, d: jax.Array) -> jax.Array:
         b, group, start, mine = visits[i]
         rows = _block(x, x_index[b], start, visits.block)
         weights = lax.dynamic_index_in_dim(w, w_index[b] * visits.groups + group, keepdims=False)
-        product = _product.reference(rows, weights, layout=layout, out_dtype=out_dtype, on_cuda=on_cuda)
+        product = dot(rows, weights, layout=layout, out_dtype=out_dtype)
         product = jnp.where(mine, product, _block(d, b, start, visits.block))
         return lax.dynamic_update_slice(d, product[None], (b, start, jnp.zeros_like(start)))
 
@@ -158,6 +171,7 @@ def reference_outer(
     out_dtype: np.dtype,
     leading: bool,
     on_cuda: bool = False,
+    precision: lax.PrecisionLike = None,
     **_: Any,
 ) -> jax.Array:
     """grouped_outer_p in plain JAX."""
@@ -171,13 +185,14 @@ def reference_outer(
     a_index, b_index = _flat_index(a.shape[:-2], batch), _flat_index(b.shape[:-2], batch)
     a, b = a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
     visits = _Visits(sizes, m, leading, batch)
+    dot = functools.partial(_product.reference, on_cuda=on_cuda, precision=precision)
 
     def visit(i: jax.Array, d: jax.Array) -> jax.Array:
         at, group, start, mine = visits[i]
         # Rows of other groups may hold NaN, which no multiplication by zero would take out.
         rows_a = jnp.where(mine, _block(a, a_index[at], start, visits.block), jnp.zeros((), a.dtype))
         rows_b = jnp.where(mine, _block(b, b_index[at], start, visits.block), jnp.zeros((), b.dtype))
-        product = _product.reference(rows_a, rows_b, layout="tn", out_dtype=acc, on_cuda=on_cuda)
+        product = dot(rows_a, rows_b, layout="tn", out_dtype=acc)
         at = at * visits.groups + group
         product = product + lax.dynamic_index_in_dim(d, at, keepdims=False)
         return lax.dynamic_update_index_in_dim(d, product, at, 0)
@@ -191,6 +206,11 @@ def reference_outer(
 def _check(where: str, *avals: Any) -> None:
     if any(varying_axes(x) != varying_axes(avals[0]) for x in avals):
         raise ValueError(f"{where}: operands vary over different mesh axes: {', '.join(x.str_short() for x in avals)}")
+    if any(axes is not None for x in avals for axes in x.sharding.spec):
+        raise NotImplementedError(
+            f"{where}: operands are divided over explicit mesh axes: {', '.join(x.str_short() for x in avals)}; "
+            "call it inside jax.shard_map, or jax.reshard them"
+        )
 
 
 def _result(shape: Sequence[int], out_dtype: np.dtype, *avals: Any) -> Any:
@@ -228,7 +248,13 @@ def _dtype_of_terms(to: Any, *batches: Sequence[int]) -> np.dtype:
     return _product.accumulator(to.dtype)
 
 
-def _bilinear_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, Any]:
+def _batch(primitive: Any, args: Any, dims: Any, **params: Any) -> tuple[jax.Array, int]:
+    rank = args[2].ndim - (dims[2] is not None) - 1
+    moved, at = batch_axis(args, dims, rank)
+    return primitive.bind(*moved, **params), at
+
+
+def _jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, Any]:
     x, y, sizes = primals
     x_dot, y_dot, _ = tangents
     out = primitive.bind(*primals, **params)
@@ -285,19 +311,12 @@ def _gemm_choose(
     return choose(problem, config)
 
 
-def _gemm_batch(args: Any, dims: Any, **params: Any) -> tuple[jax.Array, int]:
-    rank = args[2].ndim - (dims[2] is not None) - 1
-    moved, at = batch_axis(args, dims, rank)
-    return grouped_gemm_p.bind(*moved, **params), at
-
-
 def _gemm_transpose(
-    g: Any, x: Any, w: Any, sizes: jax.Array, *, layout: str, leading: bool, backend: str, **_: Any
+    g: Any, x: Any, w: Any, sizes: jax.Array, *, layout: str, out_dtype: np.dtype, **params: Any
 ) -> tuple[Any, Any, None]:
     if is_zero(g):
         return None, None, None
-    # A pinned kernel is for the product it was pinned to.
-    params = {"leading": leading, "backend": backend, "config": None}
+    params["config"] = None  # a pinned kernel is for the product it was pinned to
     batches = g.shape[:-2], sizes.shape[:-1]
     if is_linear(x):
         dtype = _dtype_of_terms(x.aval, *batches, w.shape[:-3])
@@ -316,8 +335,8 @@ grouped_gemm_p = define(
     reference=reference_gemm,
     choose=_gemm_choose,
     launch=_sm90.launch,
-    batch=_gemm_batch,
-    jvp=lambda *args, **params: _bilinear_jvp(grouped_gemm_p, *args, **params),
+    batch=lambda *args, **params: _batch(grouped_gemm_p, *args, **params),
+    jvp=lambda *args, **params: _jvp(grouped_gemm_p, *args, **params),
     transpose=_gemm_transpose,
 )
 
@@ -359,30 +378,17 @@ def _outer_choose(
     return choose(outer_problem(a, b, sizes, out_dtype=out_dtype, leading=leading, arch=arch), config)
 
 
-def _outer_batch(args: Any, dims: Any, **params: Any) -> tuple[jax.Array, int]:
-    rank = args[2].ndim - (dims[2] is not None) - 1
-    moved, at = batch_axis(args, dims, rank)
-    return grouped_outer_p.bind(*moved, **params), at
-
-
 def _outer_transpose(
-    g: Any, a: Any, b: Any, sizes: jax.Array, *, leading: bool, backend: str, **_: Any
+    g: Any, a: Any, b: Any, sizes: jax.Array, *, out_dtype: np.dtype, **params: Any
 ) -> tuple[Any, Any, None]:
     if is_zero(g):
         return None, None, None
+    params["config"] = None
     first = is_linear(a)
     to, other = (a.aval, b) if first else (b.aval, a)
     dtype = _dtype_of_terms(to, g.shape[:-3], sizes.shape[:-1], other.shape[:-2])
-    d = grouped_gemm_p.bind(
-        other,
-        g.astype(other.dtype),
-        sizes,
-        layout="nt" if first else "nn",
-        out_dtype=dtype,
-        leading=leading,
-        backend=backend,
-        config=None,
-    )
+    layout = "nt" if first else "nn"
+    d = grouped_gemm_p.bind(other, g.astype(other.dtype), sizes, layout=layout, out_dtype=dtype, **params)
     d = sum_to(d, to)
     return (d, None, None) if first else (None, d, None)
 
@@ -393,7 +399,59 @@ grouped_outer_p = define(
     reference=reference_outer,
     choose=_outer_choose,
     launch=_sm90.launch,
-    batch=_outer_batch,
-    jvp=lambda *args, **params: _bilinear_jvp(grouped_outer_p, *args, **params),
+    batch=lambda *args, **params: _batch(grouped_outer_p, *args, **params),
+    jvp=lambda *args, **params: _jvp(grouped_outer_p, *args, **params),
     transpose=_outer_transpose,
+)
+
+
+# a, b, to [*B, g, k, n] -> to + outer(a, b), in the dtype of ``to``
+
+
+def _add_abstract(a: Any, b: Any, sizes: Any, to: Any, *, leading: bool, **_: Any) -> Any:
+    _check("grouped_outer", a, b, sizes, to)
+    outer = _outer_abstract(a, b, sizes, out_dtype=to.dtype, leading=leading)
+    return _result(np.broadcast_shapes(outer.shape, to.shape), to.dtype, to, outer)
+
+
+def _add_reference(a: jax.Array, b: jax.Array, sizes: jax.Array, to: jax.Array, **params: Any) -> jax.Array:
+    acc = max(_product.accumulator(a.dtype), _product.accumulator(to.dtype), key=lambda dtype: dtype.itemsize)
+    return (to.astype(acc) + reference_outer(a, b, sizes, out_dtype=acc, **params)).astype(to.dtype)
+
+
+def _add_choose(
+    a: Any, b: Any, sizes: Any, to: Any, *, leading: bool, config: Config | None, arch: str, **_: Any
+) -> Choice:
+    problem = outer_problem(a, b, sizes, out_dtype=to.dtype, leading=leading, arch=arch)
+    *batch, _, m, n = to.shape
+    nodes = [Node("acc", params=(0,)), Node("operand", dtype=to.dtype.name, params=(0,))]
+    if to.dtype != np.float32:
+        nodes.append(Node("convert_element_type", (1,)))
+    nodes.append(Node("add", (0, len(nodes) - 1)))
+    spec = OperandSpec(to.dtype.name, m != 1, n != 1, tuple(size != 1 for size in batch))
+    epilogue = normal(1, [spec], nodes, [Output(len(nodes) - 1, to.dtype.name)])
+    batch = np.broadcast_shapes(problem.batch, batch)
+    return choose(dataclasses.replace(problem, batch=tuple(batch), epilogue=epilogue), config)
+
+
+def _add_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, Any]:
+    a, b, sizes, to = primals
+    a_dot, b_dot, _, to_dot = tangents
+    out = grouped_outer_add_p.bind(*primals, **params)
+    params |= {"out_dtype": to.dtype, "config": None}
+    terms = [] if is_zero(a_dot) else [grouped_outer_p.bind(a_dot, b, sizes, **params)]
+    terms += [] if is_zero(b_dot) else [grouped_outer_p.bind(a, b_dot, sizes, **params)]
+    terms += [] if is_zero(to_dot) else [to_dot]
+    dot = functools.reduce(lax.add, (jnp.broadcast_to(term, out.shape) for term in terms)) if terms else None
+    return out, zero_tangent(out) if dot is None else dot
+
+
+grouped_outer_add_p = define(
+    "cutjax_grouped_outer_add",
+    abstract=_add_abstract,
+    reference=_add_reference,
+    choose=_add_choose,
+    launch=_sm90.launch,
+    batch=lambda *args, **params: _batch(grouped_outer_add_p, *args, **params),
+    jvp=_add_jvp,
 )

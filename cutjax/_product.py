@@ -95,7 +95,16 @@ def _preferred(dtype: np.dtype, out_dtype: np.dtype, on_cuda: bool) -> np.dtype:
     return accumulator(dtype)
 
 
-def reference(a: jax.Array, b: jax.Array, *, layout: str, out_dtype: np.dtype, on_cuda: bool, **_: Any) -> jax.Array:
+def reference(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    layout: str,
+    out_dtype: np.dtype,
+    on_cuda: bool,
+    precision: lax.PrecisionLike = None,
+    **_: Any,
+) -> jax.Array:
     """One dot_general. An axis of size 1 that broadcasts is dropped from its operand, so nothing is copied."""
     axes = range(a.ndim - 2)
     a_only = [i for i in axes if b.shape[i] == 1 != a.shape[i]]
@@ -125,6 +134,7 @@ def reference(a: jax.Array, b: jax.Array, *, layout: str, out_dtype: np.dtype, o
             ([a_axes.index("k")], [b_axes.index("k")]),
             ([a_axes.index(i) for i in both], [b_axes.index(i) for i in both]),
         ),
+        precision=precision,
         preferred_element_type=preferred,
         out_sharding=sharding,
     )

@@ -81,6 +81,7 @@ def grouped_outer(
     group_sizes: ArrayLike,
     *,
     out_dtype: DTypeLike | None = None,
+    accumulate: ArrayLike | None = None,
     group_offset: ArrayLike | None = None,
     groups: int | None = None,
     backend: str | None = None,
@@ -93,6 +94,8 @@ def grouped_outer(
       dy: ``[..., m, n]``.
       group_sizes: integers ``[..., g]``.
       out_dtype: dtype of the result; the dtype of x and dy by default.
+      accumulate: an array of the result's shape, often float32, to which the products are added; the result is the sum,
+        in its dtype, rounded once.
       group_offset: a scalar or ``[1]``: the group that the first matrix of the result is of.
       groups: how many matrices the result has; as many as ``group_sizes`` by default.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
@@ -109,6 +112,10 @@ def grouped_outer(
     """
     where = "grouped_outer"
     backend = _resolve(backend, config, where)
+    to = None if accumulate is None else matrix(accumulate, "accumulate", where)
+    if to is not None and out_dtype is not None:
+        raise ValueError(f"{where}: out_dtype and accumulate, whose dtype is the result's: leave out_dtype")
+    out_dtype = out_dtype if to is None else to.dtype
     a, b, dtype = promote(matrix(x, "x", where), [matrix(dy, "dy", where)], out_dtype, where)
     shapes = f"x is {a.shape}, dy is {b.shape}"
     if a.shape[-2] != b.shape[-2]:
@@ -118,9 +125,16 @@ def grouped_outer(
         groups = sizes.shape[-1]
     elif group_offset is None:
         raise ValueError(f"{where}: groups={groups} without group_offset, which says of which group the first is")
-    _check_batch(where, f"{shapes}, group_sizes is {sizes.shape}", a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
+    shapes = f"{shapes}, group_sizes is {sizes.shape}"
+    batch = _check_batch(where, shapes, a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
     sizes, leading = _local(sizes, group_offset, groups, a.shape[-2], where)
-    return _grouped.outer(a, b, sizes, out_dtype=dtype, leading=leading, backend=backend, config=config)
+    how: dict[str, Any] = {"leading": leading, "backend": backend, "config": config}
+    if to is None:
+        return _grouped.outer(a, b, sizes, out_dtype=dtype, **how)
+    expected = (*batch, groups, a.shape[-1], b.shape[-1])
+    if to.shape != expected:
+        raise ValueError(f"{where}: accumulate must be {expected}, like the result, got {to.shape}: {shapes}")
+    return _grouped.outer_add(a, b, sizes, to, **how)
 
 
 def _resolve(backend: str | None, config: Any, where: str) -> str:
@@ -129,9 +143,9 @@ def _resolve(backend: str | None, config: Any, where: str) -> str:
     return _backend.resolve(backend, where)
 
 
-def _check_batch(where: str, shapes: str, *batches: tuple[int, ...]) -> None:
+def _check_batch(where: str, shapes: str, *batches: tuple[int, ...]) -> tuple[int, ...]:
     try:
-        np.broadcast_shapes(*batches)
+        return np.broadcast_shapes(*batches)
     except ValueError:
         raise ValueError(f"{where}: batch axes do not broadcast: {shapes}") from None
 
