@@ -261,12 +261,15 @@ def measure_case(case: cases.Fused, roofline: report.Roofline, method: str) -> l
             ours = add(pair.name, pair.ours)
             xla = add(f"xla {pair.name}", lambda x, pair=pair: pair.xla(x, None))
             errors[pair.name], failures[pair.name] = check(case, pair, ours, xla, sets[-1])
-        except NotImplementedError as error:
-            failures[pair.name] = f"no kernel: {error}"
+        except RuntimeError as error:  # no kernel, or XLA's: out of memory
+            failures[pair.name] = f"{type(error).__name__}: {error}"
         if failures[pair.name]:
             functions.pop(pair.name, None)
             functions.pop(f"xla {pair.name}", None)
-    times = _times(functions, sets, method) if set(functions) - {PLAIN} else {}
+    try:
+        times = _times(functions, sets, method) if set(functions) - {PLAIN} else {}
+    except RuntimeError as error:  # of the profiler
+        times, failures = {}, {name: why or f"not timed: {error}" for name, why in failures.items()}
     return [_row(case, pair, failures[pair.name], errors, times, peaks, roofline) for pair in found]
 
 
