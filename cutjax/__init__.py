@@ -8,7 +8,9 @@ from cutjax._problem import Problem
 from cutjax._select import candidates, supports
 from cutjax.explain import explain
 from cutjax.gemm import gemm
+from cutjax.grouped import grouped_gemm, grouped_outer
 from cutjax.mlp import mlp
+from cutjax.ragged_dot import ragged_dot, ragged_dot_general
 from cutjax.routing import Routing, load_balance_loss, route, router_z_loss
 
 __version__ = "0.1.0"
@@ -19,8 +21,12 @@ __all__ = [
     "candidates",
     "explain",
     "gemm",
+    "grouped_gemm",
+    "grouped_outer",
     "load_balance_loss",
     "mlp",
+    "ragged_dot",
+    "ragged_dot_general",
     "route",
     "router_z_loss",
     "supports",

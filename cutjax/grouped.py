@@ -61,7 +61,7 @@ def grouped_gemm(
     shapes = f"x is {rows.shape}, w is {weights.shape}"
     if rows.shape[-1] != contracted(weights, layout[1] == "t"):
         raise ValueError(f"{where}: contracting dimensions differ: {shapes}, layout {layout!r}")
-    sizes, groups = _sizes(group_sizes, where), weights.shape[-3]
+    sizes, groups = group_sizes_of(group_sizes, where), weights.shape[-3]
     if group_offset is None and sizes.shape[-1] != groups:
         raise ValueError(
             f"{where}: the numbers of groups differ: group_sizes is {sizes.shape}, w is {weights.shape}; "
@@ -70,7 +70,7 @@ def grouped_gemm(
     _check_batch(
         where, f"{shapes}, group_sizes is {sizes.shape}", rows.shape[:-2], weights.shape[:-3], sizes.shape[:-1]
     )
-    sizes, leading = _local(sizes, group_offset, groups, rows.shape[-2], where)
+    sizes, leading = local_sizes(sizes, group_offset, groups, rows.shape[-2], where)
     how: dict[str, Any] = {"leading": leading, "backend": backend, "config": config}
     return _grouped.multiply(rows, weights, sizes, layout=layout, out_dtype=dtype, **how)
 
@@ -120,14 +120,14 @@ def grouped_outer(
     shapes = f"x is {a.shape}, dy is {b.shape}"
     if a.shape[-2] != b.shape[-2]:
         raise ValueError(f"{where}: the numbers of rows differ: {shapes}")
-    sizes = _sizes(group_sizes, where)
+    sizes = group_sizes_of(group_sizes, where)
     if groups is None:
         groups = sizes.shape[-1]
     elif group_offset is None:
         raise ValueError(f"{where}: groups={groups} without group_offset, which says of which group the first is")
     shapes = f"{shapes}, group_sizes is {sizes.shape}"
     batch = _check_batch(where, shapes, a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
-    sizes, leading = _local(sizes, group_offset, groups, a.shape[-2], where)
+    sizes, leading = local_sizes(sizes, group_offset, groups, a.shape[-2], where)
     how: dict[str, Any] = {"leading": leading, "backend": backend, "config": config}
     if to is None:
         return _grouped.outer(a, b, sizes, out_dtype=dtype, **how)
@@ -150,7 +150,7 @@ def _check_batch(where: str, shapes: str, *batches: tuple[int, ...]) -> tuple[in
         raise ValueError(f"{where}: batch axes do not broadcast: {shapes}") from None
 
 
-def _sizes(sizes: Any, where: str) -> jax.Array:
+def group_sizes_of(sizes: Any, where: str) -> jax.Array:
     """The group sizes as int32."""
     if not isinstance(sizes, jax.Array | np.ndarray):
         raise TypeError(f"{where}: group_sizes must be an array of integers, got {type(sizes).__name__}")
@@ -165,7 +165,7 @@ def _to_int32(x: jax.Array) -> jax.Array:
     return jnp.clip(x, max(held.min, wanted.min), min(held.max, wanted.max)).astype(jnp.int32)
 
 
-def _local(sizes: jax.Array, offset: ArrayLike | None, groups: int, m: int, where: str) -> tuple[jax.Array, bool]:
+def local_sizes(sizes: jax.Array, offset: ArrayLike | None, groups: int, m: int, where: str) -> tuple[jax.Array, bool]:
     """The sizes of ``groups`` groups from ``offset`` on, after the number of rows before them; whether it is there."""
     if offset is None:
         return sizes, False
