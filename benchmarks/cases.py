@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -190,3 +191,120 @@ def select_fused(tags: str) -> tuple[Fused, ...]:
     if unknown := wanted - {*FUSED_TAGS, "suite", "all"}:
         raise ValueError(f"unknown tag {sorted(unknown)}, expected some of {(*FUSED_TAGS, 'all')}")
     return tuple(case for case in FUSED if wanted & {case.kind, "suite", "all"})
+
+
+PRODUCTS = ("forward", "dx", "dw")
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """Rows sorted by group, each group with its own weights: x [m, k], w [groups, k, n]; bf16 throughout.
+
+    Attributes:
+      groups, m, n, k: the problem.
+      tokens: how many tokens a model routes to these rows, or 0 where the case is of no model.
+      nonempty: how many groups have rows, 0 for all.
+      tags: the sets this case belongs to.
+    """
+
+    groups: int
+    m: int
+    n: int
+    k: int
+    tags: tuple[str, ...] = ()
+    tokens: int = 0
+    nonempty: int = 0
+
+    @property
+    def name(self) -> str:
+        """A short unique name, e.g. ``8g 16384x14336x4096``."""
+        groups = f"{self.groups}g" if not self.nonempty else f"{self.nonempty} of {self.groups}g"
+        return f"{groups} {self.m}x{self.n}x{self.k}"
+
+    @functools.cached_property
+    def sizes(self) -> np.ndarray:
+        """Uneven sizes that add up to m, the same every time: shares drawn from a Dirichlet distribution of 2."""
+        rng = np.random.default_rng([self.groups, self.m, self.n, self.k])
+        count = self.nonempty or self.groups
+        sizes = np.zeros(self.groups, np.int32)
+        sizes[rng.permutation(self.groups)[:count]] = rng.multinomial(self.m, rng.dirichlet(np.full(count, 2.0)))
+        return sizes
+
+    @property
+    def flops(self) -> int:
+        """Of each of the three products."""
+        return 2 * self.m * self.n * self.k
+
+    def bytes(self, product: str) -> int:
+        """The least that device memory moves: rows, and the weights that are read, or all that are written."""
+        groups = self.groups if product == "dw" else int(np.count_nonzero(self.sizes))
+        return 2 * (self.m * (self.k + self.n) + groups * self.k * self.n)
+
+    def problem(self, product: str) -> cutjax.Problem:
+        """``y = x w``, ``dx = dy w^T`` or ``dw = x^T dy`` as a ``cutjax.Problem``."""
+        import cutjax
+
+        sizes = {"forward": (self.m, self.n, self.k), "dx": (self.m, self.k, self.n), "dw": (self.k, self.n, self.m)}
+        layout = {"forward": "nn", "dx": "nt", "dw": "tn"}[product]
+        return cutjax.Problem(*sizes[product], layout, groups=self.groups, ragged="k" if product == "dw" else "m")
+
+    def targets(self, product: str) -> dict[str, float]:
+        """The least ratios we ask for, by what our time is compared with.
+
+        "dense": a dense product of the same FLOP, where groups have 1024 rows on average, for dw the empty ones, whose
+        zeros are written, among them; "peers": the fastest of them; "torch": it alone; "copy": the measured copy
+        bandwidth, where a model decodes.
+        """
+        targets = {"peers": 1.0}
+        if product == "dw":
+            targets["torch"] = 1.25
+        if self.m >= 1024 * (self.nonempty if self.nonempty and product != "dw" else self.groups):
+            targets["dense"] = 0.85 if product == "dw" else 0.90
+        if "decode" in self.tags and product != "dw":
+            targets["copy"] = 0.88
+        return targets
+
+
+def _grouped() -> tuple[Grouped, ...]:
+    anchors = ((8, 16384, 14336, 4096), (64, 16384, 1408, 2048), (16, 16384, 16384, 2048), (128, 8192, 1536, 4096))
+    cases = [Grouped(*sizes, tags=("anchors",)) for sizes in anchors]
+    cases.append(Grouped(8, 128, 14336, 4096, ("anchors", "decode")))
+    # Experts, their width and that of the model, experts per token.
+    models = {"mixtral": (8, 14336, 4096, 2), "deepseek": (256, 2048, 7168, 8), "qwen": (128, 768, 2048, 8)}
+    for model, (groups, n, k, each) in models.items():
+        for tokens in (16384, 4096, 128):
+            tags = ("models", model, *(["decode"] if tokens == 128 else []))
+            cases.append(Grouped(groups, tokens * each, n, k, tags, tokens))
+    cases.append(Grouped(128, 4096 * 8, 768, 2048, ("models", "sparse"), 4096, nonempty=8))
+    return tuple(cases)
+
+
+GROUPED = _grouped()
+GROUPED_TAGS = tuple(dict.fromkeys(tag for case in GROUPED for tag in case.tags))
+
+
+def select_grouped(tags: str) -> tuple[tuple[Grouped, ...], tuple[str, ...]]:
+    """The cases and the products of some tags joined by commas: "decode,dw" is the weight gradients of decoding.
+
+    Raises:
+      ValueError: an unknown tag.
+    """
+    wanted = set(tags.split(",")) - {"suite", "all"}
+    if unknown := wanted - {*GROUPED_TAGS, *PRODUCTS}:
+        raise ValueError(f"unknown tag {sorted(unknown)}, expected some of {(*GROUPED_TAGS, *PRODUCTS, 'all')}")
+    products = tuple(product for product in PRODUCTS if product in wanted) or PRODUCTS
+    wanted -= set(PRODUCTS)
+    return tuple(case for case in GROUPED if not wanted or wanted & set(case.tags)), products
+
+
+def find_grouped(name: str) -> tuple[Grouped, str]:
+    """The case and the product of a name such as ``8g 16384x14336x4096 dx``.
+
+    Raises:
+      ValueError: there is none.
+    """
+    of_case, _, product = name.rpartition(" ")
+    for case in GROUPED:
+        if case.name == of_case and product in PRODUCTS:
+            return case, product
+    raise ValueError(f"no grouped product named {name!r}")

@@ -125,7 +125,7 @@ def document(
     environment: dict[str, Any],
     method: str,
     roofline: Roofline | None,
-    rows: Iterable[Row],
+    rows: Iterable[Any],
     launch: Any = None,
     compile: Any = None,
 ) -> dict[str, Any]:

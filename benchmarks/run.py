@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -165,15 +166,54 @@ def _fused(args: argparse.Namespace) -> int:
     return int(any(row.failure for row in rows))
 
 
+def _grouped(args: argparse.Namespace) -> int:
+    """The run of ``--op grouped``."""
+    chosen, products = cases.select_grouped(args.tag)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory too
+
+    import jax
+
+    from benchmarks import grouped, timing
+
+    method = args.method or ("cupti" if timing.cupti_works() else "host")
+    environment = report.environment(args.commit)
+    print(f"{environment['device']}, driver {environment['driver']}, {environment['versions']}, times by {method}")
+    out = args.out or report.RESULTS / f"grouped-{args.tag.replace(',', '-')}.json"
+    wanted = [peer for peer in grouped.PEERS if peer in args.peers.split(",")]
+    grouped.compile_ours(chosen, products)
+    roofline = measure_roofline(method)
+    rows: list[grouped.Row] = []
+    for case in chosen:
+        try:
+            new = grouped.measure_case(case, products, roofline, method, wanted)
+        except Exception as error:  # the cases after it are measured all the same
+            new = [grouped.Row(case.name, product, failure=f"{type(error).__name__}: {error}") for product in products]
+        rows += new
+        for row in new:
+            print(f"{row.name}: {row.failure or row.summary}", flush=True)
+        report.write(out, grouped.document(environment, method, roofline, rows))
+        jax.clear_caches()
+    grouped.print_rows(rows, f"grouped {args.tag}, bf16")
+    print(f"measured roofline: {roofline.tflops:.0f} TFLOP/s bf16, {roofline.gb_per_s:.0f} GB/s")
+    print(f"wrote {out}")
+    if args.plot:
+        from benchmarks import plot
+
+        for path in plot.draw(out):
+            print(f"wrote {path}")
+    return int(any(row.failure for row in rows))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns 1 when a result was wrong or a case had no kernel."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
-    parser.add_argument("--op", choices=["gemm", "fused"], default="gemm")
+    parser.add_argument("--op", choices=["gemm", "fused", "grouped"], default="gemm")
     parser.add_argument(
         "--tag",
         default="suite",
         help=f"some of {', '.join(cases.TAGS)}, launch, compile, joined by commas; or all. "
-        f"Of --op fused: {', '.join(cases.FUSED_TAGS)}",
+        f"Of --op fused: {', '.join(cases.FUSED_TAGS)}. "
+        f"Of --op grouped: {', '.join((*cases.GROUPED_TAGS, *cases.PRODUCTS))}",
     )
     parser.add_argument("--out", type=pathlib.Path, help="JSON to write (default: benchmarks/results/<op>-<tag>.json)")
     parser.add_argument("--plot", action="store_true", help="also draw PNGs beside the JSON")
@@ -181,10 +221,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--configs", type=pathlib.Path, help="JSON list of configs to time beside the cost model's choice"
     )
     parser.add_argument("--method", choices=["cupti", "host"], help="default: kernel times where they can be read")
+    parser.add_argument("--peers", default="xla,pallas,torch", help='of --op grouped; none: ""')
     parser.add_argument("--commit", help="commit measured, where git cannot tell")
     args = parser.parse_args(argv)
     if args.op == "fused":
         return _fused(args)
+    if args.op == "grouped":
+        return _grouped(args)
     tags = set(args.tag.split(","))
     everything = "all" in tags
     chosen = cases.select(",".join(tags - {"launch", "compile"})) if tags - {"launch", "compile"} else ()

@@ -6,13 +6,15 @@ import dataclasses
 import json
 import math
 import sys
+import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import cutjax
-from benchmarks import cases, oracle, report, run, sweep, timing
+from benchmarks import cases, grouped, oracle, peers, report, run, sweep, timing
 
 ENVIRONMENT = {
     "device": "made up",
@@ -186,3 +188,206 @@ def test_sweep_plan_takes_only_configs_that_serve():
     assert len(sweep.plan([case], None, 5)) == 5
     given = [dataclasses.asdict(cutjax.Config()), dataclasses.asdict(cutjax.Config(stages=16))]
     assert [item.config for item in sweep.plan([case], given, 5)] == given[:1]
+
+
+GROUPED = cases.Grouped(4, 96, 64, 128, tags=("anchors",))
+ROOFLINE = report.Roofline(800, 4000)
+
+
+def test_grouped_cases():
+    assert len({case.name for case in cases.GROUPED}) == len(cases.GROUPED)
+    for case in cases.GROUPED:
+        assert case.sizes.sum() == case.m
+        assert case.sizes.min() >= 0
+        assert np.count_nonzero(case.sizes) <= (case.nonempty or case.groups)
+        for product in cases.PRODUCTS:
+            assert cases.find_grouped(f"{case.name} {product}") == (case, product)
+            problem = case.problem(product)
+            assert problem.flops == case.flops
+            assert problem.groups == case.groups
+            assert case.bytes(product) >= 2 * case.m * (case.n + case.k)
+            assert case.targets(product)["peers"] == 1.0
+    with pytest.raises(ValueError, match="no grouped product"):
+        cases.find_grouped("8g 1x1x1 dx")
+
+
+def test_select_grouped():
+    assert cases.select_grouped("all") == (cases.GROUPED, cases.PRODUCTS)
+    anchors, products = cases.select_grouped("anchors,dw")
+    assert (len(anchors), products) == (5, ("dw",))
+    decoding, products = cases.select_grouped("decode,forward,dx")
+    assert (len(decoding), products) == (4, ("forward", "dx"))
+    assert {case.tokens for case in decoding} == {0, 128}
+    assert [case.tokens for case in cases.select_grouped("deepseek")[0]] == [16384, 4096, 128]
+    assert len(cases.select_grouped("dx")[0]) == len(cases.GROUPED)
+    with pytest.raises(ValueError, match="unknown tag"):
+        cases.select_grouped("anchor")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Two sets of inputs; every function runs once and takes as long as its name."""
+
+    def measure(functions, sets, reps, method):
+        for function in functions.values():
+            jax.block_until_ready(function(*sets[0]))
+        return {name: timing.Timing((float(len(name)),) * reps, (name,), method) for name in functions}
+
+    monkeypatch.setattr(timing, "input_sets", lambda make: [make(0), make(1)])
+    monkeypatch.setattr(timing, "measure", measure)
+
+
+@pytest.fixture
+def on_xla(quick, monkeypatch):
+    ours = grouped.ours
+    monkeypatch.setattr(grouped, "ours", lambda product, *_: ours(product, None, "xla"))
+
+
+def test_a_grouped_case_on_the_cpu(on_xla):
+    rows = grouped.measure_case(GROUPED, cases.PRODUCTS, ROOFLINE, "host")
+    assert [row.product for row in rows] == list(cases.PRODUCTS)
+    for row in rows:
+        assert row.failure == ""
+        assert row.us == len(f"ours {row.product}")
+        assert row.error < 1.8e-3
+        assert row.ratios["copy"] == pytest.approx(row.gb_per_s / ROOFLINE.gb_per_s)
+        assert row.ratios["peers"] == row.peers["xla"].us / row.us
+        assert row.ratios["dense"] > 0
+        assert set(row.peers) == {"xla", "pallas", "torch"}
+        assert row.fastest == "xla"
+        assert row.peers["pallas"].failure
+        assert "torch" in row.peers["torch"].failure
+
+
+def test_a_peer_that_would_take_too_long_is_not_run(on_xla, monkeypatch):
+    (row,) = grouped.measure_case(GROUPED, ("dw",), report.Roofline(1e-9, 4000), "host", ("xla",))
+    assert row.peers["xla"].failure.startswith("not run: 4 times the product")
+    assert row.fastest == ""
+    assert row.missed == ()
+    assert "peers" not in row.ratios
+    monkeypatch.setattr(grouped, "XLA_MOST_BYTES", 1)
+    (row,) = grouped.measure_case(GROUPED, ("dw",), ROOFLINE, "host", ("xla",))
+    assert "masked for every group" in row.peers["xla"].failure
+
+
+@pytest.mark.parametrize("product", cases.PRODUCTS)
+def test_a_wrong_grouped_result_is_seen(product):
+    case = cases.Grouped(20, 600, 96, 128)
+    (i,) = grouped.inputs(case, 0)
+    function, look = jax.jit(grouped.ours(product, None, "xla")), jax.jit(grouped.looks(case, product))
+    right = np.asarray(function(i))
+
+    def wrong(out):
+        return grouped.judge(case, product, *look(i, jnp.asarray(out)))[1]
+
+    assert wrong(right) == ""
+    assert "relative error" in wrong(right * right.dtype.type(1.01))
+    row = (7, 11) if product == "dw" else 345
+    one = right.copy()
+    one[row] = -one[row]
+    assert "off by" in wrong(one)
+    one[row][5] = np.nan
+    assert wrong(one)
+    sizes = i["sizes"].at[10].add(-1).at[11].add(1)  # one row by its neighbours' weights
+    assert wrong(function({**i, "sizes": sizes}))
+
+
+def test_a_failing_grouped_kernel_is_reported(quick):
+    rows = grouped.measure_case(GROUPED, ("forward", "dw"), ROOFLINE, "host", ("xla",))
+    for row in rows:
+        assert row.failure.startswith("NotImplementedError")
+        assert math.isnan(row.us)
+        assert row.peers["xla"].us > 0
+        assert row.missed == ()
+
+
+class FakeTorch:
+    """What benchmarks.peers asks of torch, by jax."""
+
+    int32 = np.int32
+
+    class Event:
+        def __init__(self, **_):
+            pass
+
+        def record(self):
+            pass
+
+        def elapsed_time(self, _):
+            return 0.02
+
+    def __init__(self):
+        self.cuda = types.SimpleNamespace(synchronize=lambda: None, _sleep=lambda _: None, Event=self.Event)
+        self.cuda.empty_cache = lambda: None
+        self.nn = types.SimpleNamespace(functional=types.SimpleNamespace())
+
+    def tensor(self, values, **_):
+        return np.asarray(values, np.int32)
+
+    def from_dlpack(self, x):
+        return np.asarray(x)
+
+    def _grouped_mm(self, a, b, offs):
+        sizes = jnp.asarray(np.diff(offs, prepend=0))
+        assert offs.dtype == np.int32
+        if b.ndim == 3:
+            out = cutjax.grouped_gemm(jnp.asarray(a), jnp.asarray(b), sizes, backend="xla")
+        else:
+            out = cutjax.grouped_outer(jnp.asarray(a.T), jnp.asarray(b), sizes, backend="xla")
+        return types.SimpleNamespace(contiguous=lambda: out)
+
+
+def test_torch_as_a_peer(on_xla, monkeypatch):
+    monkeypatch.setattr(peers, "torch_module", FakeTorch)
+    for row in grouped.measure_case(GROUPED, cases.PRODUCTS, ROOFLINE, "host", ("torch",)):
+        assert row.peers["torch"].us == pytest.approx(20)
+        assert row.fastest == "torch"
+        assert row.ratios["torch"] == row.ratios["peers"] == row.peers["torch"].us / row.us
+
+
+def test_pallas_configs_divide_every_case():
+    for case in cases.GROUPED:
+        for product in cases.PRODUCTS:
+            configs = peers.pallas_configs(case, product)
+            assert 1 <= len(configs) <= 6
+            rows, columns = {"forward": (1, case.n), "dx": (1, case.k), "dw": (case.k, case.n)}[product]
+            for config in configs:
+                assert columns % (config["block_n"] * config["grid_block_n"]) == 0
+                assert product != "dw" or rows % config["block_m"] == 0
+
+
+def test_grouped_results_survive_a_round_trip(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    from benchmarks import plot
+
+    seen = {"xla": grouped.Peer(failure="not run"), "torch": grouped.Peer(12.0, 0.1, "k")}
+    ratios = {"dense": 0.95, "peers": 1.2, "copy": 0.3, "torch": 1.2}
+    targets = {"peers": 1.0, "torch": 1.25}
+    good = grouped.Row("8g 1x2x3", "dw", "kernel", 10.0, 0.1, 700.0, 900.0, 1e-3, ratios, targets, seen)
+    bad = grouped.Row("8g 1x2x3", "dx", targets=targets, failure="no kernel")
+    path = tmp_path / "grouped.json"
+    report.write(path, grouped.document(ENVIRONMENT, "cupti", ROOFLINE, [good, bad]))
+    content, back = grouped.read(path)
+    assert content["op"] == "grouped"
+    assert back[0].missed == ("torch",)
+    assert math.isnan(back[0].peers["xla"].us)
+    assert dataclasses.replace(back[0], peers={}) == dataclasses.replace(good, peers={})
+    assert back[1].failure == "no kernel"
+    assert all(file.stat().st_size > 1000 for file in plot.draw(path, (".png", ".svg")))
+    grouped.print_rows(back, "made up")
+    printed = capsys.readouterr().out
+    assert "torch 1.25" in printed
+    assert "dw to torch: geometric mean 1.200" in printed
+    report.write(path, report.document(ENVIRONMENT, "cupti", None, []))
+    with pytest.raises(ValueError, match="op grouped"):
+        grouped.read(path)
+
+
+def test_the_grouped_command(on_xla, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(cases, "GROUPED", (GROUPED,))
+    monkeypatch.setattr(run, "measure_roofline", lambda method: ROOFLINE)
+    path = tmp_path / "out.json"
+    arguments = ["--op", "grouped", "--tag", "anchors,dx", "--out", str(path), "--commit", "c", "--peers", "xla"]
+    assert run.main(arguments) == 0
+    assert [row.name for row in grouped.read(path)[1]] == [f"{GROUPED.name} dx"]
+    assert "dx to peers" in capsys.readouterr().out.replace("forward and dx", "dx")

@@ -440,17 +440,21 @@ def test_group_offset():
     check(np.asarray(dw), backward(x, dy)[2:4].astype(H))
 
 
-def test_ragged_dot_is_lax_ragged_dot():
-    x, w, dy = ints(1, M, K), weights(2, "nn"), ints(3, M, N)
-    for dtype in (None, np.float32):
-        call = {"preferred_element_type": dtype}
-        ours = jax.jit(lambda *xs, call=call: jax.vjp(lambda x, w: cutjax.ragged_dot(x, w, xs[2], **call), *xs[:2]))
-        theirs = jax.jit(lambda *xs, call=call: jax.vjp(lambda x, w: jax.lax.ragged_dot(x, w, xs[2], **call), *xs[:2]))
-        (out, pull), (ref, pull_ref) = ours(x, w, SIZES), theirs(x, w, SIZES)
-        check(np.asarray(out), np.asarray(ref))
-        cotangent = dy.astype(out.dtype)
-        for got, wanted in zip(pull(cotangent), pull_ref(cotangent), strict=True):
-            check(np.asarray(got), np.asarray(wanted))
+@pytest.mark.parametrize("dtype", [None, np.float32], ids=["bfloat16", "float32"])
+def test_ragged_dot_is_lax_ragged_dot(dtype):
+    x, w = ints(1, M, K), weights(2, "nn")
+    dy = ints(3, M, N, dtype=dtype or H)
+
+    def results(ragged_dot):
+        @jax.jit
+        def fn(x, w, sizes, dy):
+            out, pull = jax.vjp(lambda x, w: ragged_dot(x, w, sizes, preferred_element_type=dtype), x, w)
+            return out, *pull(dy)
+
+        return fn(x, w, SIZES, dy)
+
+    for got, wanted in zip(results(cutjax.ragged_dot), results(jax.lax.ragged_dot), strict=True):
+        check(np.asarray(got), np.asarray(wanted))
 
 
 @pytest.mark.parametrize("options", [{}, {"xla_gpu_graph_min_graph_size": 1}], ids=["default", "graph"])
