@@ -1,9 +1,9 @@
 """Times many configs on many cases, to fit the cost model: ``python -m benchmarks.sweep --tag suite --most 40``.
 
 A worker process compiles every config of a case in threads, checks each for equality on small integers, times the right
-ones interleaved with XLA, and appends JSON lines as it goes. The process that started it only watches: when the worker
-says nothing for too long (a kernel that never ends) or dies (an illegal address), the config it had begun is written
-down as failed, and a new worker goes on with the rest.
+ones interleaved with XLA, or of ``--op grouped`` with a dense product, and appends JSON lines as it goes. The process
+that started it only watches: when the worker says nothing for too long (a kernel that never ends) or dies (an illegal
+address), the config it had begun is written down as failed, and a new worker goes on with the rest.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import cutjax
 from benchmarks import cases, report
 
 COMPILE_S = 150  # silence allowed while a case compiles; the first also starts CUDA
@@ -120,22 +121,92 @@ def _append(path: pathlib.Path, line: dict[str, Any]) -> None:
         file.flush()
 
 
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What a sweep needs to know of a case.
+
+    Attributes:
+      problem: as ``cutjax.candidates`` takes it.
+      avals: of the arguments.
+      build: the function of a config, or of None.
+      whole: arguments of small integers.
+      expected: of them, the right result.
+      sets: arguments to time with.
+      baseline: what all configs are timed beside.
+    """
+
+    problem: cutjax.Problem
+    avals: tuple[Any, ...]
+    build: Callable[[cutjax.Config | None], Callable[..., Any]]
+    whole: Callable[[], tuple[Any, ...]]
+    expected: Callable[..., Any]
+    sets: Callable[[], list[tuple[Any, ...]]]
+    baseline: Callable[..., Any]
+
+
+def subject(name: str) -> Subject:
+    """A dense case by its name, or a grouped one and its product, as in ``8g 16384x14336x4096 dx``."""
+    import jax
+
+    backend = "cuda" if jax.default_backend() == "gpu" else "auto"
+    return _dense(name, backend) if name in {case.name for case in cases.CASES} else _grouped(name, backend)
+
+
+def _dense(name: str, backend: str) -> Subject:
+    import jax
+    import jax.numpy as jnp
+
+    from benchmarks import oracle, timing
+    from benchmarks.run import inputs
+
+    case = cases.find(name)
+    avals = tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(case.dtype)) for shape in (case.a_shape, case.b_shape))
+
+    def whole():
+        return tuple(
+            jax.random.randint(jax.random.key(i), s.shape, -2, 3, jnp.int8).astype(s.dtype) for i, s in enumerate(avals)
+        )
+
+    return Subject(
+        case.problem,
+        avals,
+        lambda config: lambda a, b: cutjax.gemm(a, b, layout=case.layout, backend=backend, config=config),
+        whole,
+        lambda a, b: oracle.reference(a, b, case.layout, precision=None).astype(case.dtype),
+        lambda: timing.input_sets(lambda seed: inputs(case, seed)),
+        oracle.xla(case.layout, case.dtype),
+    )
+
+
+def _grouped(name: str, backend: str) -> Subject:
+    from benchmarks import grouped
+
+    case, product = cases.find_grouped(name)
+    return Subject(
+        case.problem(product),
+        grouped.avals(case),
+        lambda config: grouped.ours(product, config, backend),
+        lambda: grouped.inputs(case, 0, whole=True),
+        grouped.ours(product, None, "xla"),
+        lambda: grouped.input_sets(case),
+        grouped.dense,
+    )
+
+
 def work(items: Sequence[Item], path: pathlib.Path) -> None:
     """Measures items in this process, case by case."""
     from benchmarks import timing
 
     method = "cupti" if timing.cupti_works() else "host"
     for name, group in itertools.groupby(items, key=lambda item: item.case):
-        _work_case(cases.find(name), list(group), path, method)
+        _work_case(subject(name), list(group), path, method)
 
 
-def _work_case(case: cases.Case, items: list[Item], path: pathlib.Path, method: str) -> None:
+def _work_case(case: Subject, items: list[Item], path: pathlib.Path, method: str) -> None:
     import jax
     import jax.numpy as jnp
 
-    import cutjax
-    from benchmarks import oracle, timing
-    from benchmarks.run import inputs
+    from benchmarks import timing
 
     def begin(begun: Sequence[Item]):
         _append(path, {"begin": [item.key for item in begun]})
@@ -143,28 +214,21 @@ def _work_case(case: cases.Case, items: list[Item], path: pathlib.Path, method: 
     def failed(item: Item, why: str):
         _append(path, {**dataclasses.asdict(item), "failure": why})
 
-    a = jax.ShapeDtypeStruct(case.a_shape, case.dtype)
-    b = jax.ShapeDtypeStruct(case.b_shape, case.dtype)
-    backend = "cuda" if jax.default_backend() == "gpu" else "auto"
-
     def build(item: Item):
-        config = cutjax.Config(**item.config)
-        return jax.jit(lambda a, b: cutjax.gemm(a, b, layout=case.layout, backend=backend, config=config))
+        return jax.jit(case.build(cutjax.Config(**item.config)))
 
     def compile(item: Item):
         try:
-            return build(item).lower(a, b).compile()
+            return build(item).lower(*case.avals).compile()
         except Exception as error:  # whatever is wrong with this config, the others go on
             return f"{type(error).__name__}: {error}"
 
     begin([])
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         compiled = list(pool.map(compile, items))
-    whole = [
-        jax.random.randint(jax.random.key(i), s.shape, -2, 3, jnp.int8).astype(s.dtype) for i, s in enumerate((a, b))
-    ]
+    whole = case.whole()
     # Sums of small integers are exact in f32 in any order, so right results are equal, bit for bit.
-    expected = jax.jit(lambda a, b: oracle.reference(a, b, case.layout, precision=None).astype(case.dtype))(*whole)
+    expected = jax.jit(case.expected)(*whole)
     equal = jax.jit(lambda x, y: jnp.all(x == y)).lower(expected, expected).compile()
     right = []
     for item, function in zip(items, compiled, strict=True):
@@ -178,36 +242,43 @@ def _work_case(case: cases.Case, items: list[Item], path: pathlib.Path, method: 
             failed(item, "wrong: differs from the reference on small integers")
     begin([])
     del whole, expected
-    sets = timing.input_sets(lambda seed: inputs(case, seed))
-    xla = jax.jit(oracle.xla(case.layout, case.dtype))
-    jax.block_until_ready(xla(*sets[0]))
+    sets = case.sets()
+    baseline = jax.jit(case.baseline)
+    jax.block_until_ready(baseline(*sets[0]))
     for start in range(0, len(right), GROUP):
         group = right[start : start + GROUP]
         begin([item for item, _ in group])
         # The host's clock needs functions it can trace.
         functions = {item.key: function if method == "cupti" else build(item) for item, function in group}
-        times = timing.measure({"xla": xla, **functions}, sets, REPS, method)
+        times = timing.measure({"baseline": baseline, **functions}, sets, REPS, method)
+        base_us = times["baseline"].us
         for item, _ in group:
             ours = times[item.key]
-            row = {"us": ours.us, "iqr_us": ours.iqr_us, "xla_us": times["xla"].us, "ratio": times["xla"].us / ours.us}
+            row = {"us": ours.us, "iqr_us": ours.iqr_us, "xla_us": base_us, "ratio": base_us / ours.us}
             _append(path, {**dataclasses.asdict(item), "kernel": " + ".join(ours.kernels), **row})
     begin([])
 
 
-def plan(chosen: Sequence[cases.Case], configs: list[dict[str, Any]] | None, most: int) -> list[Item]:
-    """The items of a sweep: given configs that serve the case, else the predicted fastest ``most`` candidates."""
-    import cutjax
-
+def plan(named: Mapping[str, cutjax.Problem], configs: list[dict[str, Any]] | None, most: int) -> list[Item]:
+    """The items of a sweep: given configs that serve a problem, else the predicted fastest ``most`` candidates."""
     items = []
-    for case in chosen:
+    for name, problem in named.items():
         if configs is None:
-            served = cutjax.candidates(case.problem)[:most]
+            served = cutjax.candidates(problem)[:most]
         else:
-            served = [
-                c for c in (cutjax.Config(**fields) for fields in configs) if not cutjax.supports(c, case.problem)
-            ]
-        items += [Item(case.name, dataclasses.asdict(config)) for config in served]
+            served = [c for c in (cutjax.Config(**fields) for fields in configs) if not cutjax.supports(c, problem)]
+        items += [Item(name, dataclasses.asdict(config)) for config in served]
     return items
+
+
+def problems(tag: str, names: Sequence[str], op: str) -> dict[str, cutjax.Problem]:
+    """What to sweep, by name: the cases named, or those of some tags."""
+    if op == "grouped":
+        chosen, products = cases.select_grouped(tag)
+        found = [cases.find_grouped(name) for name in names] or [(case, p) for case in chosen for p in products]
+        return {f"{case.name} {product}": case.problem(product) for case, product in found}
+    found = [cases.find(name) for name in names] or cases.select(tag)
+    return {case.name: case.problem for case in found}
 
 
 def show(path: pathlib.Path, best: int = 3) -> None:
@@ -227,7 +298,13 @@ def show(path: pathlib.Path, best: int = 3) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep", description="Times many configs on many cases.")
-    parser.add_argument("--tag", default="suite", help=f"some of {', '.join(cases.TAGS)}, joined by commas; or all")
+    parser.add_argument("--op", choices=["gemm", "grouped"], default="gemm")
+    parser.add_argument(
+        "--tag",
+        default="suite",
+        help=f"some of {', '.join(cases.TAGS)}, joined by commas; or all. Of --op grouped: "
+        f"{', '.join((*cases.GROUPED_TAGS, *cases.PRODUCTS))}",
+    )
     parser.add_argument("--case", action="append", help="only this case, by name; may be given again")
     parser.add_argument("--configs", type=pathlib.Path, help="JSON list of configs (default: candidates of each case)")
     parser.add_argument("--most", type=int, default=40, help="candidates of each case, the predicted fastest first")
@@ -238,9 +315,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         todo, path = args.worker
         work([Item(**item) for item in json.loads(todo.read_text())], path)
         return 0
-    chosen = [cases.find(name) for name in args.case] if args.case else cases.select(args.tag)
     configs = json.loads(args.configs.read_text()) if args.configs else None
-    watch(plan(chosen, configs, args.most), args.out, [sys.executable, "-m", "benchmarks.sweep", "--worker"])
+    items = plan(problems(args.tag, args.case or (), args.op), configs, args.most)
+    watch(items, args.out, [sys.executable, "-m", "benchmarks.sweep", "--worker"])
     show(args.out)
     return 0
 

@@ -185,9 +185,19 @@ def test_sweep_gives_up_when_workers_cannot_start(tmp_path):
 
 def test_sweep_plan_takes_only_configs_that_serve():
     case = cases.find("1024x1024x1024 nn")
-    assert len(sweep.plan([case], None, 5)) == 5
+    named = {case.name: case.problem}
+    assert len(sweep.plan(named, None, 5)) == 5
     given = [dataclasses.asdict(cutjax.Config()), dataclasses.asdict(cutjax.Config(stages=16))]
-    assert [item.config for item in sweep.plan([case], given, 5)] == given[:1]
+    assert [item.config for item in sweep.plan(named, given, 5)] == given[:1]
+
+
+def test_sweep_problems():
+    assert sweep.problems("skinny", (), "gemm") == {case.name: case.problem for case in cases.select("skinny")}
+    assert list(sweep.problems("all", ["1024x1024x1024 nn"], "gemm")) == ["1024x1024x1024 nn"]
+    found = sweep.problems("qwen,dx", (), "grouped")
+    assert [problem.layout for problem in found.values()] == ["nt"] * 3
+    (name,) = sweep.problems("all", [f"{cases.GROUPED[0].name} dw"], "grouped")
+    assert name == f"{cases.GROUPED[0].name} dw"
 
 
 GROUPED = cases.Grouped(4, 96, 64, 128, tags=("anchors",))
@@ -391,3 +401,25 @@ def test_the_grouped_command(on_xla, monkeypatch, tmp_path, capsys):
     assert run.main(arguments) == 0
     assert [row.name for row in grouped.read(path)[1]] == [f"{GROUPED.name} dx"]
     assert "dx to peers" in capsys.readouterr().out.replace("forward and dx", "dx")
+
+
+@pytest.mark.parametrize("product", cases.PRODUCTS)
+def test_sweep_of_a_grouped_product(product, quick, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(cases, "GROUPED", (GROUPED,))
+    items = [sweep.Item(f"{GROUPED.name} {product}", dataclasses.asdict(cutjax.Config(bn=bn))) for bn in (128, 256)]
+    items.append(sweep.Item(f"{GROUPED.name} {product}", {"bm": 1}))
+    path = tmp_path / "sweep.jsonl"
+    sweep.work(items, path)
+    rows = [line for line in sweep.lines(path) if "case" in line]
+    assert [row.get("us", 0) > 0 for row in rows] == [False, True, True]
+    assert "bm=1" in rows[0]["failure"]
+    sweep.show(path)
+    assert "2 timed, 1 failed" in capsys.readouterr().out
+
+
+def test_sweep_of_a_dense_product(quick, monkeypatch, tmp_path):
+    monkeypatch.setattr(cases, "CASES", (SMALL,))
+    path = tmp_path / "sweep.jsonl"
+    sweep.work([sweep.Item(SMALL.name, dataclasses.asdict(cutjax.Config()))], path)
+    (row,) = [line for line in sweep.lines(path) if "case" in line]
+    assert row["ratio"] == pytest.approx(row["xla_us"] / row["us"])
