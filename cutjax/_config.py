@@ -94,7 +94,8 @@ class Config:
         if problem.epilogue is None and problem.out_dtype != problem.a_dtype:
             dtypes += short_dtype(problem.out_dtype)
         tile = f"{self.bm}x{self.bn}x{self.bk}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}_{self.schedule}"
-        name = f"sm90_{dtypes}_{problem.layout}_{tile}"
+        ragged = f"_groups_{problem.ragged}" if problem.ragged else ""
+        name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}"
         if problem.epilogue is not None:
             name += f"_e{hashlib.sha256(repr(problem.epilogue).encode()).hexdigest()[:8]}"
         return name

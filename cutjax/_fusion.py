@@ -92,7 +92,7 @@ def text(problem: Problem) -> str:
     """The generated part of the device text: ``epilogue_element`` and how the kernel feeds it (see epilogue.cuh)."""
     epilogue = of(problem)
     parts = (_emit.emit, _parameters, _operands, _partials, _piece, _store)
-    return "".join(part(epilogue) for part in parts)
+    return "".join(part(epilogue) for part in parts) + _groups(epilogue, problem.ragged)
 
 
 def partial_shape(out: Output, problem: Problem, bn: int) -> tuple[int, ...]:
@@ -305,6 +305,43 @@ def _store(epilogue: Epilogue) -> str:
     return f"""DEVICE void epilogue_store(const TensorMap* const (&map_d)[OUTPUTS], u32 buffer, int x, int y, int z) {{
   {stores}
 }}
+"""
+
+
+def _groups(epilogue: Epilogue, ragged: str) -> str:
+    """What the kernel of a grouped GEMM takes more; and ``Rows``, which stores without TMA where rows have groups."""
+    results = [
+        (place, DTYPES[out.dtype], np.dtype(out.dtype).itemsize) for place, (_, out) in enumerate(tiles(epilogue))
+    ]
+    if ragged != "m":
+        results = []
+    maps = ["const __grid_constant__ TensorMap map_a_box"] if ragged == "m" else []
+    group = ["const int* sizes", "int leading", "int sizes_step0", "int sizes_step1"] if ragged else []
+    pointers = [f"char* d{place}" for place, _, _ in results]
+
+    def lines(call: str) -> str:
+        at = "d{0} + static_cast<i64>(batch) * m * n * {2}"
+        return "".join("\n    " + call.format(at.format(*x), *x) for x in results)
+
+    store = lines("Staging<Dtype::{2}>::store_rows({0}, n, buffer + D_OFFSETS[{1}], x, y, rows, thread);")
+    clear = lines("Staging<Dtype::{2}>::clear_rows({0}, n, x, y, rows, thread);")
+    offsets = ", ".join(_offset(epilogue, place) for place in range(len(tiles(epilogue))))
+    return f"""#line 1 "groups (generated)"
+#define GROUP_PARAMETERS {"".join(", " + x for x in (*maps, *group, *pointers))}
+#define GROUP_ARGUMENTS {", sizes, leading, sizes_step0, sizes_step1" if ragged else ""}
+#define ROWS_ARGUMENTS {"".join(f", d{place}" for place, _, _ in results)}
+#define MAP_A_BOX {"&map_a_box" if maps else "&map_a"}
+constexpr int D_OFFSETS[] = {{{offsets}}};
+struct Rows {{
+  int m, n;{"".join(f"{chr(10)}  {x};" for x in pointers)}
+
+  // Rows of a staged chunk, to row y and column x on of a matrix of each result.
+  DEVICE void store(u32 buffer, int x, int y, int batch, int rows, int thread) const {{{store}
+  }}
+  // Zeroes rows of the tile's columns.
+  DEVICE void clear(int x, int y, int batch, int rows, int thread) const {{{clear}
+  }}
+}};
 """
 
 

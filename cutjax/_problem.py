@@ -75,6 +75,12 @@ class Problem:
         for full, a, b in zip(self.batch, self.a_batch, self.b_batch, strict=True):
             if a not in (1, full) or b not in (1, full):
                 raise ValueError(f"Problem: {self.a_batch} and {self.b_batch} do not broadcast to {self.batch}")
+        if self.ragged not in ("", "m", "k") or bool(self.ragged) != bool(self.groups):
+            raise ValueError(
+                f"Problem: {self.groups} groups with ragged={self.ragged!r}, expected 'm' or 'k' with groups"
+            )
+        if self.groups and len(self.sizes_batch) != len(self.batch):
+            raise ValueError(f"Problem: batch ranks differ: {self.batch}, {self.sizes_batch} of the sizes")
 
     @classmethod
     def of(cls, a, b, *, layout: str, out_dtype, arch: str = "sm_90a") -> Problem:
@@ -103,10 +109,10 @@ class Problem:
     @property
     def result_bytes(self) -> int:
         """Bytes of all results."""
+        full = self.m * self.n * self.batch_size * (self.groups if self.ragged == "k" else 1)
         if self.epilogue is None:
-            return self.m * self.n * self.batch_size * self.out_dtype.itemsize
+            return full * self.out_dtype.itemsize
         axes = {"row": self.m, "col": self.n}
-        full = self.m * self.n * self.batch_size
         return sum(
             full // math.prod(axes[x] for x in out.axes) * np.dtype(out.dtype).itemsize for out in self.epilogue.outputs
         )
@@ -116,15 +122,12 @@ class Problem:
         """The fewest bytes device memory must move: each operand read once, each result written once."""
         a = self.m * self.k * math.prod(self.a_batch) * self.a_dtype.itemsize
         b = self.k * self.n * math.prod(self.b_batch) * self.b_dtype.itemsize * self.products
+        b *= self.groups if self.ragged == "m" else 1
         operands = 0
-        for spec in self.epilogue.operands if self.epilogue else ():
-            batch = math.prod(
-                size
-                for size, moves in zip(self.batch[len(self.batch) - len(spec.batch) :], spec.batch, strict=True)
-                if moves
-            )
+        for i, spec in enumerate(self.epilogue.operands if self.epilogue else ()):
+            matrices = math.prod(size for size, *moves in self.batch_groups if moves[2 + i])
             operands += (
-                batch * (self.m if spec.row else 1) * (self.n if spec.col else 1) * np.dtype(spec.dtype).itemsize
+                matrices * (self.m if spec.row else 1) * (self.n if spec.col else 1) * np.dtype(spec.dtype).itemsize
             )
         return a + b + operands + self.result_bytes
 
@@ -133,11 +136,14 @@ class Problem:
         """The batch axes, outermost first, as the fewest ``(size, a moves, b moves, operand 0 moves, ...)``.
 
         Axes of size 1 are dropped and neighbours that move the same arrays are merged, so a kernel sees one group for a
-        plain batch and an empty tuple for none.
+        plain batch and an empty tuple for none. Where there are groups (of rows, of the contraction), the sizes are one
+        more array at the end, which moves too, and the groups are one more axis at the end, merged with no other.
         """
-        flags = [tuple(size != 1 for size in batch) for batch in (self.a_batch, self.b_batch)]
-        for spec in self.epilogue.operands if self.epilogue else ():
-            flags.append((False,) * (len(self.batch) - len(spec.batch)) + spec.batch)
+        batches = (self.a_batch, self.b_batch, *((self.sizes_batch,) if self.groups else ()))
+        flags = [tuple(size != 1 for size in batch) for batch in batches]
+        for i, spec in enumerate(self.epilogue.operands if self.epilogue else ()):
+            batch = spec.batch[:-1] if self.ragged == "k" else spec.batch
+            flags.insert(2 + i, (False,) * (len(self.batch) - len(batch)) + batch)
         groups: list[tuple[int, ...]] = []
         for size, *moves in zip(self.batch, *flags, strict=True):
             if size == 1:
@@ -146,6 +152,10 @@ class Problem:
                 groups[-1] = (groups[-1][0] * size, *moves)
             else:
                 groups.append((size, *moves))
+        if self.groups:
+            specs = self.epilogue.operands if self.epilogue else ()
+            of_group = [spec.batch[-1:] == (True,) if self.ragged == "k" else spec.group for spec in specs]
+            groups.append((self.groups, False, self.ragged == "m", *of_group, False))
         return tuple(groups)
 
     def __str__(self) -> str:
@@ -153,4 +163,5 @@ class Problem:
         operands = f"{short_dtype(self.a_dtype)} x {short_dtype(self.b_dtype)}"
         dtypes = f"{operands} -> {', '.join(map(short_dtype, results))}"
         batch = f" batch {'x'.join(map(str, self.batch))}" if self.batch else ""
-        return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}"
+        groups = f" in {self.groups} groups of {'rows' if self.ragged == 'm' else 'k'}" if self.groups else ""
+        return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}{groups}"

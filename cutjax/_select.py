@@ -92,11 +92,9 @@ def _stages(config: Config, problem: Problem) -> int:
 
 
 def _grid(config: Config, problem: Problem) -> tuple[int, int]:
-    """Work items along m and n: cluster tiles."""
-    return (
-        -(-problem.m // (config.bm * config.cluster_m)),
-        -(-problem.n // (config.bn * config.cluster_n)),
-    )
+    """Work items along m and n: cluster tiles. Where rows have groups, those along m of a group of average size."""
+    m = -(-problem.m // problem.groups) if problem.ragged == "m" else problem.m
+    return -(-m // (config.bm * config.cluster_m)), -(-problem.n // (config.bn * config.cluster_n))
 
 
 def _raster(config: Config, problem: Problem) -> int:
@@ -123,11 +121,18 @@ def predict(config: Config, problem: Problem) -> float:
     c, p = config, problem
     resident = _sm90.blocks_per_sm(c, p)
     rows, tiles = _grid(c, p)
-    items = rows * tiles * p.batch_size
+    items, k, filled = rows * tiles * p.batch_size, p.k, 1.0
+    if p.ragged == "m":  # a group's last tile is half full; of it, blocks of 64 rows without any are skipped
+        average = p.m / p.groups
+        rows = p.groups * max(1.0, average / c.bm + 0.5)
+        filled = p.groups * max(1.0, average / 64 + 0.5) * 64 / (rows * c.bm)
+        items = round(rows * tiles * p.batch_size)
+    elif p.ragged == "k":
+        items, k = items * p.groups, p.k / p.groups + c.bk / 2
     waves = -(-items // (SMS * resident // c.cluster))
     sharing = min(resident, -(-items * c.cluster // SMS))  # blocks that really share an SM
 
-    k_blocks = -(-p.k // c.bk)
+    k_blocks = -(-k // c.bk)
     tile_bytes = _sm90.stage_bytes(c, p)
     columns = c.bn * p.products
     # wgmma reads a once for each product, and b once for each 64 rows of a.
@@ -136,7 +141,7 @@ def predict(config: Config, problem: Problem) -> float:
     cycles_share += 0.053 * (c.schedule == "coop")
     cycles_share += 0.04 * (c.bk == 128)
     cycles_share += 0.032 * (p.layout[1] == "n" and c.bn % 64 != 0)  # narrower swizzle, so more bank conflicts
-    multiply = cycles_share * 2 * c.bm * columns * c.bk / (PEAK_FLOPS / SMS) * 1e6
+    multiply = cycles_share * 2 * c.bm * columns * c.bk / (PEAK_FLOPS / SMS) * 1e6 * filled
     load = tile_bytes / 85e3  # us at 85 bytes a nanosecond into one SM
     latency = 1.4 / c.stages  # of a load under load
     mainloop = k_blocks * max(sharing * multiply, sharing * load, latency)

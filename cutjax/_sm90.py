@@ -13,22 +13,27 @@ import numpy as np
 from cutjax import _codegen, _fusion
 from cutjax._compile import Cubin, compile_kernel
 from cutjax._config import MAX_ACCUMULATORS, Config
-from cutjax._launch import Int32, Launch, Pointer, TensorMap
+from cutjax._launch import Int32, Launch, Param, Pointer, TensorMap
 from cutjax._problem import Problem, short_dtype
 
 SHARED_BYTES = 232448  # what one block may opt in to: 227 KiB
 SHARED_BYTES_PER_SM = 233472  # of which each resident block reserves 1 KiB
 INPUT_DTYPES = ("bf16", "f16")
 OUTPUT_DTYPES = ("bf16", "f16", "f32")  # of a plain product; an epilogue's are _fusion.DTYPES
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # 40 + 2 * 232 fit 3 warpgroups of 168; at 24 the producer spills
+A_BOX = 16  # rows of a that are loaded together where a tile is not full
+# Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168. A producer that walks groups of k
+# spills in 40.
+REGISTERS = {"": (40, 232), "m": (40, 232), "k": (56, 224)}
 
 
 def problem_reasons(problem: Problem) -> list[str]:
     """Why no kernel of this family can serve the problem; empty when one can."""
     a, b, d = (short_dtype(dtype) for dtype in (problem.a_dtype, problem.b_dtype, problem.out_dtype))
     reasons = _fusion.reasons(problem) if problem.epilogue else []
-    if problem.groups:
-        reasons.append("grouped GEMMs have no kernel yet")
+    if problem.groups and problem.layout[0] != ("n" if problem.ragged == "m" else "t"):
+        reasons.append(f"layout {problem.layout} with groups of {problem.ragged}: kernels divide an outer axis of a")
+    if problem.groups and _fusion.reductions(_fusion.of(problem)):
+        reasons.append("a reduction over rows that have groups")
     if problem.arch != "sm_90a":
         reasons.append(f"architecture {problem.arch}: the kernels are for sm_90a")
     if a != b or a not in INPUT_DTYPES:
@@ -66,20 +71,30 @@ def config_reasons(config: Config, problem: Problem) -> list[str]:
             f"{need} bytes of shared memory, at most {SHARED_BYTES}"
         )
     registers = problem.products * config.accumulator_registers
-    if registers > _max_accumulators(problem):
+    if registers > _max_accumulators(config, problem):
         reasons.append(
             f"{problem.products} products of {config.bm}x{config.bn} with this epilogue: {registers} accumulator "
-            f"registers a thread, at most {_max_accumulators(problem)}"
+            f"registers a thread, at most {_max_accumulators(config, problem)}"
         )
     if narrow := [d for d in _fusion.result_dtypes(problem) if _fusion.span(config.bn, problem, d) < 32]:
         reasons.append(f"bn={config.bn} makes staging rows of less than 32 bytes in {short_dtype(narrow[0])}")
-    tiles = -(-problem.m // (config.bm * config.cluster_m)) * -(-problem.n // (config.bn * config.cluster_n))
-    if tiles * problem.batch_size >= 2**31:
+    if problem.ragged == "m" and config.cluster_m > 1:
+        reasons.append(f"cluster {config.cluster_m}x1: neighbouring tiles of rows may be of different groups")
+    if _most_tiles(config, problem) >= 2**31:
         reasons.append("2^31 tiles or more: the scheduler counts with 32 bits")
     return reasons
 
 
-def _max_accumulators(problem: Problem) -> int:
+def _most_tiles(config: Config, problem: Problem) -> int:
+    """The number of cluster tiles; where there are groups, the most there may be."""
+    tiles_m = -(-problem.m // (config.bm * config.cluster_m))
+    tiles_n = -(-problem.n // (config.bn * config.cluster_n))
+    if problem.ragged == "m":  # every group, and what is of none before and after them, may end in a tile of its own
+        tiles_m = min(tiles_m + problem.groups + 1, problem.m)
+    return tiles_m * tiles_n * problem.batch_size * (problem.groups if problem.ragged == "k" else 1)
+
+
+def _max_accumulators(config: Config, problem: Problem) -> int:
     """Accumulator registers a thread may have, all products together, beside what its epilogue keeps in registers.
 
     A chunk of an operand that varies along rows and columns is held in registers; so are 8 values of every result.
@@ -87,11 +102,14 @@ def _max_accumulators(problem: Problem) -> int:
     """
     epilogue = problem.epilogue
     if epilogue is None:
-        return MAX_ACCUMULATORS
+        return 160 if problem.ragged == "m" else MAX_ACCUMULATORS
     if _fusion.reductions(epilogue):
         return 96
+    full = any(spec.row and spec.col for spec in epilogue.operands)
+    if full and (problem.groups or (config.schedule == "pingpong" and config.cluster_n > 1)):
+        return 112
     varying = any(spec.row or spec.col for spec in epilogue.operands)
-    return 128 if varying or len(epilogue.outputs) > 1 else MAX_ACCUMULATORS
+    return 128 if varying or len(epilogue.outputs) > 1 or problem.groups else MAX_ACCUMULATORS
 
 
 def stage_bytes(config: Config, problem: Problem) -> int:
@@ -124,6 +142,7 @@ def _shared_limit(config: Config, problem: Problem) -> int:
     half = SHARED_BYTES_PER_SM // 2 - 1024
     epilogue = _fusion.of(problem)
     heavy = _fusion.reductions(epilogue) or any(spec.row and spec.col for spec in epilogue.operands)
+    heavy = heavy or (problem.groups and epilogue.operands)
     narrow = config.consumers == 1 and config.accumulator_registers * problem.products <= 64 and not heavy
     return half if narrow and _shared_bytes(config, problem, 2) <= half else SHARED_BYTES
 
@@ -145,6 +164,7 @@ def source(problem: Problem, config: Config) -> str:
     """The device text of the kernel; sizes are arguments of the kernel, so one text serves every shape."""
     dtype = short_dtype(problem.a_dtype)
     a_k_major, b_k_major = problem.layout[0] == "n", problem.layout[1] == "t"
+    producer, consumer = REGISTERS[problem.ragged]
     constants = {
         "BM": config.bm,
         "BN": config.bn,
@@ -157,10 +177,14 @@ def source(problem: Problem, config: Config) -> str:
         "PING_PONG": config.schedule == "pingpong",
         "STORE_BUFFERS": _store_buffers(config, problem),
         "BLOCKS_PER_SM": blocks_per_sm(config, problem),
-        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
-        "CONSUMER_REGISTERS": CONSUMER_REGISTERS,
+        "PRODUCER_REGISTERS": producer,
+        "CONSUMER_REGISTERS": consumer,
         "A_K_MAJOR": a_k_major,
         "B_K_MAJOR": b_k_major,
+        "GROUPED": bool(problem.groups),
+        "RAGGED_M": problem.ragged == "m",
+        "RAGGED_K": problem.ragged == "k",
+        "A_BOX": A_BOX,
         "PRODUCTS": problem.products,
         "OUTPUTS": len(_fusion.tiles(_fusion.of(problem))),
         "D_CHUNK": _fusion.chunk(config.bn, problem),
@@ -174,6 +198,7 @@ def source(problem: Problem, config: Config) -> str:
             "math.cuh",
             "staging.cuh",
             "scheduler.cuh",
+            "group_scheduler.cuh" if problem.groups else "dense_scheduler.cuh",
             _codegen.wgmma(config.bn, dtype, a_k_major, b_k_major),
             "mainloop.cuh",
             _fusion.text(problem),
@@ -220,46 +245,60 @@ def _steps(moves: Sequence[int], sizes: Sequence[int]) -> list[int]:
 
 
 def launch(problem: Problem, config: Config) -> Launch:
-    """The plan of one launch: buffers are a, the bs, the epilogue's operands and the results, in this order."""
+    """The plan of one launch: buffers are a, the bs, sizes of groups, the epilogue's operands and results, in order."""
     p, c, epilogue = problem, config, _fusion.of(problem)
-    still = (1, *(False,) * (2 + len(epilogue.operands)))
+    still = (1, *(False,) * (2 + len(epilogue.operands) + bool(p.groups)))
     sizes, *moves = zip(*[still] * (3 - len(p.batch_groups)), *p.batch_groups, strict=True)
-    a_steps, b_steps, *operand_steps = ([Int32(step) for step in _steps(move, sizes)] for move in moves)
-    a_batch, b_batch = math.prod(p.a_batch), math.prod(p.b_batch)
-    b_map = functools.partial(
-        _operand_map, dtype=p.b_dtype, rows=p.n, k=p.k, batch=b_batch, k_major=p.layout[1] == "t", tile=c.bn, bk=c.bk
+    a_steps, b_steps, *other_steps = ([Int32(step) for step in _steps(move, sizes)] for move in moves)
+    b_matrices = math.prod(p.b_batch) * (p.groups if p.ragged == "m" else 1)
+    a_map = functools.partial(
+        _operand_map, 0, p.a_dtype, p.m, p.k, math.prod(p.a_batch), p.layout[0] == "n", bk=c.bk, share=c.cluster_n
     )
-    maps = [_operand_map(0, p.a_dtype, p.m, p.k, a_batch, p.layout[0] == "n", c.bm, c.bk, c.cluster_n)]
-    maps += [b_map(1 + i, share=c.cluster_m) for i in range(p.products)]
-    first_operand = 1 + p.products
+    b_map = functools.partial(
+        _operand_map, dtype=p.b_dtype, rows=p.n, k=p.k, batch=b_matrices, k_major=p.layout[1] == "t", tile=c.bn, bk=c.bk
+    )
+    maps = [a_map(tile=c.bm), *(b_map(1 + i, share=c.cluster_m) for i in range(p.products))]
+    first_operand = 1 + p.products + bool(p.groups)
     first_result = first_operand + len(epilogue.operands)
-    for i, out in _fusion.tiles(epilogue):
-        dtype = np.dtype(out.dtype)
+    results = p.batch_size * (p.groups if p.ragged == "k" else 1)
+    full = [(first_result + i, np.dtype(out.dtype)) for i, out in _fusion.tiles(epilogue)]
+    for i, dtype in full:
         span = _fusion.span(c.bn, p, dtype)
-        box = (span // dtype.itemsize, 64, 1)
-        maps.append(_matrix_map(first_result + i, dtype, (p.n, p.m, p.batch_size), box, span))
-    operands = [x for i, steps in enumerate(operand_steps, first_operand) for x in (Pointer(i), *steps)]
+        maps.append(_matrix_map(i, dtype, (p.n, p.m, results), (span // dtype.itemsize, 64, 1), span))
+    operands = [
+        x
+        for i, steps in zip(range(first_operand, first_result), other_steps, strict=False)
+        for x in (Pointer(i), *steps)
+    ]
     partials = [Pointer(first_result + i) for i, _ in _fusion.reductions(epilogue)]
-    results = ()
-    if partials:  # then what the kernel writes is not yet what was asked
-        shapes = [
-            _fusion.partial_shape(out, p, c.bn) if out.reduce else (*p.batch, p.m, p.n) for out in epilogue.outputs
-        ]
-        results = tuple(
-            jax.ShapeDtypeStruct(shape, np.dtype(out.dtype))
-            for shape, out in zip(shapes, epilogue.outputs, strict=True)
-        )
     scalars = [Int32(value) for value in (p.m, p.n, p.k, c.raster, p.batch_size, *sizes[1:])]
-    tiles = -(-p.m // (c.bm * c.cluster_m)) * -(-p.n // (c.bn * c.cluster_n)) * p.batch_size
+    groups: list[Param] = []
+    if p.groups:
+        if p.ragged == "m":
+            groups.append(a_map(tile=A_BOX, share=1))
+        groups += [Pointer(1 + p.products), Int32(p.leading), *other_steps[-1][:2]]
+        if p.ragged == "m":
+            groups += [Pointer(i) for i, _ in full]
     return Launch(
         kernel=c.name(p),
         cubin=compile_config(p, c).image,
-        grid=(tiles * c.cluster, 1, 1),
+        grid=(_most_tiles(c, p) * c.cluster, 1, 1),
         block=(128 * (1 + c.consumers), 1, 1),
         cluster=(c.cluster, 1, 1),
         shared_bytes=_shared_bytes(c, p, _store_buffers(c, p)),
         blocks_per_sm=blocks_per_sm(c, p),
-        params=(*maps, *scalars, *a_steps, *b_steps, *operands, *partials),
-        results=results,
-        finish=functools.partial(_fusion.finish, p) if results else None,
+        params=(*maps, *scalars, *a_steps, *b_steps, *operands, *partials, *groups),
+        results=_written(p, c) if partials else (),
+        finish=functools.partial(_fusion.finish, p) if partials else None,
+    )
+
+
+def _written(problem: Problem, config: Config) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What the kernel writes, where reductions are not yet what was asked."""
+    p = problem
+    return tuple(
+        jax.ShapeDtypeStruct(
+            _fusion.partial_shape(out, p, config.bn) if out.reduce else (*p.batch, p.m, p.n), np.dtype(out.dtype)
+        )
+        for out in _fusion.of(p).outputs
     )

@@ -2,11 +2,12 @@
 // by TMA, which clips the tile to the matrix. The epilogue itself is generated for each kernel (cutjax/_fusion.py):
 //   Operands         what it reads beside the accumulators: loaded once a tile, a row, a chunk (what varies along rows
 //                    and columns, early, since it comes from memory) or a piece (what varies along columns, from L1)
-//   Partials         where results that are reductions go: one value for each 16 rows, each tile's columns, or both,
-//   which
-//                    XLA reduces further, in a fixed order
+//   Partials         where results that are reductions go: one value for each 16 rows, for each tile's columns, or
+//   both;
+//                    XLA reduces them further, in a fixed order
 //   epilogue_piece   computes and stages 16 columns of every result
-//   epilogue_store   stores the staged chunk of every result
+//   epilogue_store   stores the staged chunk of every result, by TMA
+//   Rows             stores its first rows alone, where those below belong to another group: TMA clips at the matrix
 // A warpgroup owns STORE_BUFFERS staging buffers of D_CHUNK columns and overlaps filling one with storing the others.
 
 // A barrier says that a chunk is staged. It also says that the next buffer may be written again where waiting for that
@@ -23,10 +24,11 @@ struct Epilogue {
   // In 64 rows of accumulators, lane l of warp w holds, for each 8 columns j, rows 16 w + l / 4 (+ 8) and columns
   // 8 j + 2 (l % 4) (+ 1): values 4 j + {0, 1} and, 8 rows down, {2, 3}.
   DEVICE void store(const float (&accumulators)[PRODUCTS][M_BLOCKS][BN / 2], Operands& operands, Partials& partials,
-                    const TensorMap* const (&map_d)[OUTPUTS], int m, int n, int batch) {
+                    const TensorMap* const (&map_d)[OUTPUTS], const Rows& rows_d, int m, int n, int rows, int batch) {
     int lane_row = thread / 32 * 16 + thread % 32 / 4, lane_column = thread % 4 * 2;
 #pragma unroll
     for (int block = 0; block < M_BLOCKS; ++block) {
+      if (RAGGED_M && rows <= block * 64) return;
       int row = m + block * 64 + lane_row;
       operands.begin_rows(row);
       partials.begin_block();
@@ -51,9 +53,11 @@ struct Epilogue {
         fence_proxy_async();
         if (ONE_BARRIER && thread == 0) cp_async_bulk_wait_group_read<STORE_BUFFERS - 2>();
         bar_sync(barrier, 128);
+        bool whole = !RAGGED_M || rows >= block * 64 + 64;
+        if (!whole) rows_d.store(buffer, n + chunk * D_CHUNK, m + block * 64, batch, rows - block * 64, thread);
         if (thread == 0) {
-          epilogue_store(map_d, buffer, n + chunk * D_CHUNK, m + block * 64, batch);
-          cp_async_bulk_commit_group();
+          if (whole) epilogue_store(map_d, buffer, n + chunk * D_CHUNK, m + block * 64, batch);
+          cp_async_bulk_commit_group();  // of nothing, where rows are stored: groups are counted as buffers are
         }
       }
       partials.end_block(row, n, thread % 32);

@@ -60,6 +60,15 @@ struct Operand {
     }
   }
 
+  // Zeroes what an MN-major tile holds of `rows` rows or columns from `row` on, in k from `depth` on.
+  DEVICE static void clear(u32 tile, int row, int rows, int depth, int thread) {
+    static_assert(!K_MAJOR || !RAGGED_K);
+    int span = (BK - depth) * SPAN;
+    for (int chunk = row / CHUNK; chunk < (row + rows) / CHUNK; ++chunk)
+      for (int i = thread * 16; i < span; i += 128 * 16)
+        st_shared_v4(tile + (chunk * BK + depth) * SPAN + i, 0, 0, 0, 0);
+  }
+
  private:
   DEVICE static void box(u32 destination, const TensorMap* map, u32 barrier, int x, int y, int z) {
     if constexpr (SHARE > 1) {
@@ -83,17 +92,31 @@ struct SharedTiles {
   }
 };
 
-// One thread: loads all k blocks of a tile whose first row and column are (m, n).
-DEVICE void fill(Pipeline& pipe, SharedTiles shared, const TensorMap* map_a, const TensorMap* const (&map_b)[PRODUCTS],
-                 int m, int n, int batch_a, int batch_b, int k_blocks, u32 rank_m, u32 rank_n) {
+// One thread: loads all k blocks of a tile. Where rows have groups, a tile that is not full takes of A only the boxes
+// of A_BOX rows that it needs, by a map of their own; what else lies in shared memory ends in rows that are not stored.
+DEVICE void fill(Pipeline& pipe, SharedTiles shared, const TensorMap* map_a, const TensorMap* map_a_box,
+                 const TensorMap* const (&map_b)[PRODUCTS], const Work& work, int batch_a, int batch_b, u32 rank_m,
+                 u32 rank_n) {
+  constexpr bool BOXES = RAGGED_M && CLUSTER_N == 1;
+  int boxes = BOXES && work.rows < BM ? (work.rows + A_BOX - 1) / A_BOX : BM / A_BOX;
+  int bytes = PRODUCTS * OperandB::BYTES + boxes * A_BOX * BK * 2;
 #pragma unroll 1  // unrolled, it needs more registers than a producer has
-  for (int k = 0; k < k_blocks; ++k) {
+  for (int i = 0; i < work.k_blocks; ++i) {
+    int k = work.k + i * BK;
     mbarrier_wait(pipe.empty_barrier(), pipe.phase ^ 1);
-    mbarrier_arrive_expect_tx(pipe.full_barrier(), STAGE_BYTES);
-    OperandA::load(shared.a(pipe.stage), map_a, pipe.full_barrier(), m, k * BK, batch_a, rank_n);
+    mbarrier_arrive_expect_tx(pipe.full_barrier(), bytes);
+    if (BOXES && boxes < BM / A_BOX) {
+#pragma unroll 1
+      for (int box = 0; box < boxes; ++box)
+        for (int panel = 0; panel < BK / 64; ++panel)
+          tma_load(shared.a(pipe.stage) + (panel * BM + box * A_BOX) * 128, map_a_box, pipe.full_barrier(),
+                   k + panel * 64, work.m + box * A_BOX, batch_a);
+    } else {
+      OperandA::load(shared.a(pipe.stage), map_a, pipe.full_barrier(), work.m, k, batch_a, rank_n);
+    }
 #pragma unroll
     for (int p = 0; p < PRODUCTS; ++p)
-      OperandB::load(shared.b(pipe.stage, p), map_b[p], pipe.full_barrier(), n, k * BK, batch_b, rank_m);
+      OperandB::load(shared.b(pipe.stage, p), map_b[p], pipe.full_barrier(), work.n, k, batch_b, rank_m);
     pipe.advance();
   }
 }
@@ -103,12 +126,27 @@ DEVICE void release(u32 empty_barrier, int thread) {
   if (thread < CLUSTER_M * CLUSTER_N) mbarrier_arrive_cluster(empty_barrier, thread);
 }
 
-// One warpgroup: accumulators [PRODUCTS][M_BLOCKS][64 x BN] of the tile's rows from `row` on, over all k blocks.
+// One warpgroup: zeroes what of a stage lies past the contraction's end, where another group's begins: 0 * NaN is NaN.
+// Another warpgroup may read the same of B at the same time, having written the same zeros itself.
+DEVICE void clear(SharedTiles shared, int stage, int row, int depth, int thread, int barrier) {
+  OperandA::clear(shared.a(stage), row, M_BLOCKS * 64, depth, thread);
+  for (int p = 0; p < PRODUCTS; ++p) OperandB::clear(shared.b(stage, p), 0, BN, depth, thread);
+  fence_proxy_async();
+  bar_sync(barrier, 128);
+}
+
+// One warpgroup: accumulators [PRODUCTS][M_BLOCKS][64 x BN] of the tile's rows from `row` on, over all k blocks; only
+// the first BLOCKS of them.
+template <int BLOCKS>
 DEVICE void drain(float (&accumulators)[PRODUCTS][M_BLOCKS][BN / 2], Pipeline& pipe, SharedTiles shared, int row,
-                  int k_blocks, int thread) {
+                  const Work& work, int thread, int barrier) {
   u32 previous = 0;
-  for (int k = 0; k < k_blocks; ++k) {
+  for (int k = 0; k < work.k_blocks; ++k) {
     mbarrier_wait(pipe.full_barrier(), pipe.phase);
+    if constexpr (RAGGED_K) {
+      int depth = work.k_end - work.k - k * BK;
+      if (depth < BK) clear(shared, pipe.stage, row, depth, thread, barrier);
+    }
     wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < BK / 16; ++slice) {
@@ -116,9 +154,9 @@ DEVICE void drain(float (&accumulators)[PRODUCTS][M_BLOCKS][BN / 2], Pipeline& p
       for (int p = 0; p < PRODUCTS; ++p) {
         u64 b = OperandB::descriptor(shared.b(pipe.stage, p), 0, slice);
 #pragma unroll
-        for (int block = 0; block < M_BLOCKS; ++block) {
+        for (int block = 0; block < BLOCKS; ++block) {
           u64 a = OperandA::descriptor(shared.a(pipe.stage), row + block * 64, slice);
-          wgmma(accumulators[p][block], a, b, (k | slice) != 0);
+          wgmma(accumulators[p][block], a, b, RAGGED_K || (k | slice) != 0);
         }
       }
     }
@@ -128,6 +166,21 @@ DEVICE void drain(float (&accumulators)[PRODUCTS][M_BLOCKS][BN / 2], Pipeline& p
       release(previous, thread);
     }
     previous = pipe.empty_barrier();
+    pipe.advance();
+  }
+}
+
+DEVICE void clear(float (&accumulators)[PRODUCTS][M_BLOCKS][BN / 2]) {
+#pragma unroll
+  for (int i = 0; i < PRODUCTS * M_BLOCKS * BN / 2; ++i)
+    accumulators[i / (M_BLOCKS * BN / 2)][i / (BN / 2) % M_BLOCKS][i % (BN / 2)] = 0;
+}
+
+// One warpgroup none of whose rows belong to the tile.
+DEVICE void skip(Pipeline& pipe, const Work& work, int thread) {
+  for (int k = 0; k < work.k_blocks; ++k) {
+    mbarrier_wait(pipe.full_barrier(), pipe.phase);
+    release(pipe.empty_barrier(), thread);
     pipe.advance();
   }
 }

@@ -1,13 +1,15 @@
-// The dense and batched GEMM of sm_90a: d0[z], d1[z], ... = epilogue(a[z] @ b0[z], a[z] @ b1[z], ...; operands), f32
-// accumulation, persistent, warp-specialised. Plain products are the case of one b, one d, and the identity.
+// The GEMM of sm_90a, dense, batched and grouped: d0[z], d1[z], ... = epilogue(a[z] @ b0[z], a[z] @ b1[z], ...;
+// operands), f32 accumulation, persistent, warp-specialised. Plain products are the case of one b, one d, and the
+// identity.
 //
 // One producer warpgroup (one thread of it issues TMA) and CONSUMERS warpgroups that multiply.
 //   cooperative: all consumers share each tile, BM / CONSUMERS rows each.
 //   ping-pong:   two consumers take whole tiles in turn, so that one's epilogue runs beside the other's mainloop.
 // A cluster of CLUSTER_M x CLUSTER_N CTAs computes neighbouring tiles and multicasts the operand tile they share.
+// RAGGED_M, RAGGED_K: the rows, or the contraction, are divided in groups (group_scheduler.cuh).
 //
 // Preconditions (checked in cutjax/_sm90.py): k >= 1; rows of a, b, d start 16-byte aligned; grid.x a multiple of the
-// cluster.
+// cluster; CLUSTER_M is 1 where rows are divided; a and b are MN-major where the contraction is.
 
 constexpr int ROWS_PER_CONSUMER = M_BLOCKS * 64;
 constexpr int CONSUMERS_PER_TILE = BM / ROWS_PER_CONSUMER;
@@ -21,7 +23,7 @@ constexpr int TURN_BARRIER = 1 + CONSUMERS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     KERNEL(MAP_PARAMETERS, int m, int n, int k, int raster, int batch, int batch1, int batch2, int a_step0, int a_step1,
-           int a_step2, int b_step0, int b_step1, int b_step2 OPERAND_PARAMETERS PARTIAL_PARAMETERS) {
+           int a_step2, int b_step0, int b_step1, int b_step2 OPERAND_PARAMETERS PARTIAL_PARAMETERS GROUP_PARAMETERS) {
   const TensorMap* const map_b[PRODUCTS] = MAPS_B;
   const TensorMap* const map_d[OUTPUTS] = MAPS_D;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -46,18 +48,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   __syncthreads();
   if constexpr (CLUSTER > 1) barrier_cluster();
 
-  TileScheduler scheduler(m, n, batch, raster);
-  int first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
-  int k_blocks = (k + BK - 1) / BK;
+  Scheduler scheduler(m, n, k, raster, batch, batch1, batch2 GROUP_ARGUMENTS);
+  int step = gridDim.x / CLUSTER, k_blocks = (k + BK - 1) / BK;
 
   if (warpgroup == 0) {
     if constexpr (CONSUMERS == 2) setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (thread == 0) {
-      for (int index = first; index < scheduler.total; index += step) {
-        Tile tile = scheduler.at(index);
-        BatchIndex i(tile.batch, batch1, batch2);
-        fill(pipe, shared, &map_a, map_b, (tile.m * CLUSTER_M + rank_m) * BM, (tile.n * CLUSTER_N + rank_n) * BN,
-             i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2), k_blocks, rank_m, rank_n);
+    if (thread < (GROUPED ? 32 : 1)) {  // where there are groups, the scheduler needs a whole warp
+      for (int index = blockIdx.x / CLUSTER; scheduler.has(index); index += step) {
+        Work work = scheduler.work(index, rank_m, rank_n);
+        BatchIndex i(work.batch, batch1, batch2);
+        if (thread == 0)
+          fill(pipe, shared, &map_a, MAP_A_BOX, map_b, work, i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2),
+               rank_m, rank_n);
+        if constexpr (GROUPED) __syncwarp();
       }
     }
   } else {
@@ -66,28 +69,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     Epilogue epilogue{staging + consumer * STORE_BUFFERS * D_BUFFER_BYTES, EPILOGUE_BARRIER + consumer, thread};
     Operands operands(m, n OPERAND_ARGUMENTS);
     Partials partials(m, n PARTIAL_ARGUMENTS);
+    Rows rows_d{m, n ROWS_ARGUMENTS};
     float accumulators[PRODUCTS][M_BLOCKS][BN / 2];
+    int first_row = PING_PONG ? 0 : consumer * ROWS_PER_CONSUMER;
+    int index = blockIdx.x / CLUSTER, turn = 0;
     if constexpr (PING_PONG) {
       // A parity wait cannot tell a stage two wraps away from now, so the mainloops take turns explicitly.
-      if (consumer == 1) {
-        bar_arrive(TURN_BARRIER, 256);
-        pipe.advance(k_blocks);
+      if (consumer == 1) bar_arrive(TURN_BARRIER, 256);
+      if constexpr (!GROUPED) {  // the other's tiles are as deep as ours: no need to look at them
+        if (consumer == 1) pipe.advance(k_blocks);
+        index += consumer * step;
+        step *= 2;
       }
-      first += consumer * step;
-      step *= 2;
     }
-    int row = PING_PONG ? 0 : consumer * ROWS_PER_CONSUMER;
-    for (int index = first; index < scheduler.total; index += step) {
-      Tile tile = scheduler.at(index);
+    for (; scheduler.has(index); index += step) {
+      Work work = scheduler.work(index, rank_m, rank_n);
+      if constexpr (PING_PONG && GROUPED) {
+        turn ^= 1;
+        if (turn == consumer) {
+          pipe.advance(work.k_blocks);
+          continue;
+        }
+      }
+      if constexpr (RAGGED_K) clear(accumulators);  // an empty group's product
       if constexpr (PING_PONG) bar_sync(TURN_BARRIER + consumer, 256);
-      drain(accumulators, pipe, shared, row, k_blocks, thread);
+      int rows = work.rows - first_row;  // this warpgroup's, which may be none
+      if (RAGGED_M && rows <= 0) {
+        skip(pipe, work, thread);
+      } else if (RAGGED_M && M_BLOCKS > 1 && rows <= 64) {
+        drain<1>(accumulators, pipe, shared, first_row, work, thread, epilogue.barrier);
+      } else {
+        drain<M_BLOCKS>(accumulators, pipe, shared, first_row, work, thread, epilogue.barrier);
+      }
       if constexpr (PING_PONG) bar_arrive(TURN_BARRIER + (consumer ^ 1), 256);
-      drain_last(pipe, thread);
-      if constexpr (PING_PONG) pipe.advance(k_blocks);
-      operands.begin_tile(BatchIndex(tile.batch, batch1, batch2));
-      partials.begin_tile(tile.batch);
-      epilogue.store(accumulators, operands, partials, map_d, (tile.m * CLUSTER_M + rank_m) * BM + row,
-                     (tile.n * CLUSTER_N + rank_n) * BN, tile.batch);
+      if (RAGGED_M && rows <= 0) continue;
+      if (!GROUPED || work.k_blocks > 0) drain_last(pipe, thread);
+      if constexpr (PING_PONG && !GROUPED) pipe.advance(k_blocks);
+      if (work.outside) {
+        rows_d.clear(work.n, work.m + first_row, work.result, min(rows, ROWS_PER_CONSUMER), thread);
+        continue;
+      }
+      operands.begin_tile(BatchIndex(work.batch, batch1, batch2));
+      partials.begin_tile(work.result);
+      epilogue.store(accumulators, operands, partials, map_d, rows_d, work.m + first_row, work.n, rows, work.result);
     }
     epilogue.finish();
   }

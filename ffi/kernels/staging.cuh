@@ -127,4 +127,24 @@ struct Staging {
 #pragma unroll
     for (int i = 0; i < ROW / SPAN; ++i) tma_store(map, tile + i * 64 * SPAN, x + i * COLUMNS, y, z);
   }
+
+  // The first rows alone, to row y and column x of a matrix of n columns, which are whole units of 16 bytes.
+  static DEVICE void store_rows(char* matrix, int n, u32 tile, int x, int y, int rows, int thread) {
+    constexpr int UNIT = 16 / SIZE<D>, UNITS = D_CHUNK / UNIT;
+    for (int i = thread; i < rows * UNITS; i += 128) {
+      int row = i / UNITS, column = i % UNITS * UNIT, byte = column * SIZE<D>;
+      if (x + column < n)
+        st_global_v4(matrix + ((y + row) * static_cast<i64>(n) + x + column) * SIZE<D>,
+                     ld_shared_v4(tile + byte / SPAN * (64 * SPAN) + swizzle<SPAN>(row * SPAN + byte % SPAN)));
+    }
+  }
+
+  // Zeroes rows of BN columns.
+  static DEVICE void clear_rows(char* matrix, int n, int x, int y, int rows, int thread) {
+    constexpr int UNIT = 16 / SIZE<D>, UNITS = BN / UNIT;
+    for (int i = thread; i < rows * UNITS; i += 128) {
+      int row = i / UNITS, column = i % UNITS * UNIT;
+      if (x + column < n) st_global_v4(matrix + ((y + row) * static_cast<i64>(n) + x + column) * SIZE<D>, Bytes16{});
+    }
+  }
 };

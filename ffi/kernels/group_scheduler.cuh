@@ -1,0 +1,93 @@
+// Tiles of groups whose sizes lie in device memory, and are whatever they are: negative ones count as 0, and together
+// they hold no more than there is.
+//   RAGGED_M: the rows of A and D are divided. What is left of them belongs to no group, and is one more at the end.
+//   RAGGED_K: the contraction is divided; every group has a matrix of D.
+// Each warp walks the groups by itself, 32 at a time, one a lane: all of its lanes must call.
+
+struct Scheduler {
+  int extent;  // of what is divided
+  int k_all, raster, batch, batch1, groups, leading, step0, step1;
+  int tiles_m, tiles_n;
+  const int* sizes;  // [.., leading + groups]
+  // The window of 32 sizes: which matrix of the batch, its first entry, and where it ends.
+  int z = 0, first = -32, row_end = 0, tile_end = 0;
+  int row, rows, tile;  // this lane's entry: its first row, how many, its first tile
+
+  DEVICE Scheduler(int m, int n, int k, int raster, int batch, int batch1, int groups, const int* sizes, int leading,
+                   int step0, int step1)
+      : extent(RAGGED_M ? m : k),
+        k_all(k),
+        raster(raster),
+        batch(batch),
+        batch1(batch1),
+        groups(groups),
+        leading(leading),
+        step0(step0),
+        step1(step1),
+        sizes(sizes) {
+    tiles_m = (m + BM * CLUSTER_M - 1) / (BM * CLUSTER_M);
+    tiles_n = (n + BN * CLUSTER_N - 1) / (BN * CLUSTER_N);
+  }
+
+  // Moves to the window that has this item; items must be asked for in order.
+  DEVICE bool has(int index) {
+    while (index >= tile_end) {
+      first += 32;
+      if (first >= leading + groups + RAGGED_M) {
+        first = row_end = 0;
+        if (++z >= batch) return false;
+      }
+      load();
+    }
+    return true;
+  }
+
+  DEVICE Work work(int index, int rank_m, int rank_n) const {
+    int lane = 31 - __clz(__ballot_sync(~0u, tile <= index));  // entries without tiles begin where the next one does
+    int start = __shfl_sync(~0u, row, lane), count = __shfl_sync(~0u, rows, lane);
+    index -= __shfl_sync(~0u, tile, lane);
+    int group = first + lane - leading;
+    bool outside = RAGGED_M && (group < 0 || group >= groups);
+    Place at = place(index, RAGGED_M ? (count + BM - 1) / BM : tiles_m, tiles_n, raster);
+    int m = (at.m * CLUSTER_M + rank_m) * BM, n = (at.n * CLUSTER_N + rank_n) * BN;
+    if constexpr (RAGGED_M) {
+      int k_blocks = outside ? 0 : (k_all + BK - 1) / BK;
+      return {start + m, n, count - m, 0, k_all, k_blocks, outside, z, z * groups + group};
+    } else {
+      return {m, n, BM, start, start + count, (count + BK - 1) / BK, false, z * groups + group, z * groups + group};
+    }
+  }
+
+ private:
+  DEVICE void load() {
+    int lane = threadIdx.x % 32, entry = first + lane, entries = leading + groups;
+    int size = 0;
+    if (entry < entries) {
+      size = ld_global(sizes + static_cast<i64>(BatchIndex(z * groups, batch1, groups)(step0, step1, 0)) * entries +
+                       entry);
+    } else if (RAGGED_M && entry == entries) {
+      size = extent;
+    }
+    u32 all = extent, end = min(max(size, 0), extent);
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      u32 before = __shfl_up_sync(~0u, end, d);
+      if (lane >= d) end = min(end + before, all);
+    }
+    end = min(end + row_end, all);
+    row = __shfl_up_sync(~0u, end, 1);
+    if (lane == 0) row = row_end;
+    row_end = __shfl_sync(~0u, end, 31);
+    rows = end - row;
+
+    bool group = entry >= leading && entry < entries;
+    int tiles = RAGGED_M ? (rows + BM - 1) / BM * tiles_n : group ? tiles_m * tiles_n : 0, sum = tiles;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      int before = __shfl_up_sync(~0u, sum, d);
+      if (lane >= d) sum += before;
+    }
+    tile = tile_end + sum - tiles;
+    tile_end += __shfl_sync(~0u, sum, 31);
+  }
+};
