@@ -164,6 +164,8 @@ class Launch:
       params: the kernel's parameters in order.
       results: what the kernel writes, where that is not yet the operation's results.
       finish: then makes those of it, in JAX.
+      aliases: which arguments of the custom call share memory with which results; XLA copies such an argument where it
+        is needed later.
     """
 
     kernel: str
@@ -176,6 +178,7 @@ class Launch:
     params: tuple[Param, ...] = ()
     results: tuple[jax.ShapeDtypeStruct, ...] = ()
     finish: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None
+    aliases: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self):
         _require(bool(self.kernel), "the kernel has no name")

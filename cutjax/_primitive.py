@@ -108,7 +108,8 @@ def define(
         if plan is None:
             return on_cuda(ctx, *args, **params)
         if plan.finish is None:
-            return jax.ffi.ffi_lowering(TARGET)(ctx, *args, **plan.attributes())
+            call = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=dict(plan.aliases))
+            return call(ctx, *args, **plan.attributes())
         finish, call = plan.finish, jax.ffi.ffi_call(TARGET, plan.results)
         return mlir.lower_fun(lambda *xs: finish(call(*xs, **plan.attributes())), multiple_results=True)(ctx, *args)
 

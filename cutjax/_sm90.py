@@ -290,6 +290,8 @@ def launch(problem: Problem, config: Config) -> Launch:
         params=(*maps, *scalars, *a_steps, *b_steps, *operands, *partials, *groups),
         results=_written(p, c) if partials else (),
         finish=functools.partial(_fusion.finish, p) if partials else None,
+        # The one operand of a weight gradient is what it is added to: each tile is read just before it is written.
+        aliases=((first_operand, 0),) if p.ragged == "k" and epilogue.operands else (),
     )
 
 
