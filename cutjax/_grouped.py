@@ -73,13 +73,10 @@ def rows_of_groups(sizes: jax.Array, m: int, leading: bool) -> tuple[jax.Array, 
 
 def group_of_row(sizes: jax.Array, m: int, leading: bool) -> tuple[jax.Array, jax.Array]:
     """For each row its group, int32 [*B, m], and whether it has one, bool [*B, m]; a row without counts as group 0."""
-    starts, ends = rows_of_groups(sizes, m, leading)
-    rows = lax.broadcasted_iota(jnp.int32, (*sizes.shape[:-1], m), sizes.ndim - 1)
-    if not ends.shape[-1]:
-        return jnp.zeros_like(rows), jnp.zeros_like(rows, bool)
-    search = functools.partial(jnp.searchsorted, side="right", method="scan_unrolled")
-    group = jnp.vectorize(search, signature="(g),(m)->(m)")(ends, rows).astype(jnp.int32)
-    has = (rows >= starts[..., :1]) & (rows < ends[..., -1:])
+    ends = rows_of_groups(sizes, m, False)[1]
+    before = ends[..., None, :] <= jnp.arange(m, dtype=jnp.int32)[:, None]
+    group = jnp.sum(before, -1, dtype=jnp.int32) - int(leading)
+    has = (group >= 0) & (group < sizes.shape[-1] - leading)
     return jnp.where(has, group, 0), has
 
 
@@ -95,14 +92,13 @@ class _Visits:
         starts, ends = rows_of_groups(sizes, m, leading)
         self.groups = starts.shape[-1]
         starts, ends = (jnp.broadcast_to(x, (*batch, self.groups)).reshape(-1) for x in (starts, ends))
-        self.m, self.block = m, min(m, BLOCK, max(8, 1 << (m // max(self.groups, 1)).bit_length()))
+        self.m, self.block = m, min(m, BLOCK, max(8, 1 << (m // self.groups).bit_length()))
         counts = (ends - starts + (self.block - 1)) // self.block
         lasts = jnp.cumsum(counts, dtype=jnp.int32)
-        self.count = lasts[-1]
-        self.bound = math.prod(batch) * (m // self.block + self.groups)
-        self.starts, self.ends, self.firsts = starts, ends, lasts - counts
-        index = jnp.arange(starts.size, dtype=jnp.int32)
-        self.index = jnp.repeat(index, counts, total_repeat_length=self.bound)
+        self.count, self.bound = lasts[-1], math.prod(batch) * (m // self.block + self.groups)
+        # All groups in a row, one of no rows at the end; and whose visit each is: the group's before which as many end.
+        self.starts, self.ends, self.firsts = (jnp.pad(x, (0, 1)) for x in (starts, ends, lasts - counts))
+        self.index = jnp.cumsum(jnp.zeros(self.bound, jnp.int32).at[lasts].add(1, mode="drop"))
 
     def __getitem__(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Visit i: the batch index, the group, the first row of the block, and which of its rows are the group's."""

@@ -124,8 +124,8 @@ def reference(
         spec = out_spec(aval, jax.typeof(b), layout)
         sharding = aval.sharding.update(spec=jax.P(*(spec[order.index(i)] for i in range(len(order)))))
     preferred = _preferred(a.dtype, out_dtype, on_cuda)
-    if not on_cuda and jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize < 4:
-        # XLA's CPU backend lacks some products of 16-bit floats with a wider result, depending on layout and batch.
+    if not on_cuda:
+        # XLA's CPU backend lacks some products of narrow operands with a wider result, depending on layout and batch.
         a, b = a.astype(preferred), b.astype(preferred)
     d = lax.dot_general(
         lax.squeeze(a, b_only),

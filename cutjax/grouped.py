@@ -156,27 +156,26 @@ def group_sizes_of(sizes: Any, where: str) -> jax.Array:
         raise TypeError(f"{where}: group_sizes must be an array of integers, got {type(sizes).__name__}")
     if not jnp.issubdtype(sizes.dtype, jnp.integer) or sizes.ndim < 1:
         raise TypeError(f"{where}: group_sizes must be integers [..., g], got {sizes.dtype}{list(sizes.shape)}")
-    return _to_int32(jnp.asarray(sizes))
+    return _to_int32(sizes)
 
 
-def _to_int32(x: jax.Array) -> jax.Array:
+def _to_int32(x: jax.Array | np.ndarray) -> jax.Array:
     """Integers of any dtype as int32; one that it does not hold as its largest or smallest."""
     held, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
-    return jnp.clip(x, max(held.min, wanted.min), min(held.max, wanted.max)).astype(jnp.int32)
+    return jnp.asarray(x.clip(max(held.min, wanted.min), min(held.max, wanted.max)).astype(jnp.int32))
 
 
 def local_sizes(sizes: jax.Array, offset: ArrayLike | None, groups: int, m: int, where: str) -> tuple[jax.Array, bool]:
     """The sizes of ``groups`` groups from ``offset`` on, after the number of rows before them; whether it is there."""
     if offset is None:
         return sizes, False
-    start = jnp.asarray(offset)
+    start = offset if isinstance(offset, jax.Array) else np.asarray(offset)
     if not jnp.issubdtype(start.dtype, jnp.integer) or start.shape not in ((), (1,)):
         raise TypeError(f"{where}: group_offset must be one integer, got {start.dtype}{list(start.shape)}")
     count = sizes.shape[-1]
     first = jnp.clip(_to_int32(start.reshape(())), -groups, count)
-    index = first + jnp.arange(groups, dtype=jnp.int32)
-    ends = _grouped.rows_of_groups(sizes, m, False)[1]
-    before = jnp.where(first > 0, jnp.take(ends, jnp.clip(first - 1, 0, max(count - 1, 0)), -1), 0)
-    mine = jnp.take(sizes, jnp.clip(index, 0, max(count - 1, 0)), -1)
-    mine = jnp.where((index >= 0) & (index < count), mine, 0)
+    padded = jnp.pad(sizes, [(0, 0)] * (sizes.ndim - 1) + [(1, 1)])  # a group that is not there has no row
+    mine = jnp.take(padded, jnp.clip(first + jnp.arange(1, groups + 1), 0, count + 1), -1, mode="clip")
+    ends = _grouped.rows_of_groups(padded, m, False)[1]
+    before = jnp.take(ends, jnp.maximum(first, 0), -1, mode="clip")
     return jnp.concatenate([before[..., None], mine], -1), True
