@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.typing import ArrayLike
 
@@ -18,6 +19,7 @@ from cutjax._primitive import define, is_zero, match_varying, zero_tangent
 from cutjax.gemm import matrix
 
 SCORING = ("softmax", "sigmoid")
+ROUTING = "cutjax_routing"  # the name jax.checkpoint policies see
 
 
 class Routing(NamedTuple):
@@ -101,7 +103,7 @@ def route(
         gradient.
 
     Returns:
-      A ``Routing``.
+      A ``Routing``. Its arrays are named "cutjax_routing" for ``jax.checkpoint`` policies.
 
     Raises:
       TypeError: if the logits are no floating-point array, or k is no integer.
@@ -119,10 +121,8 @@ def route(
 def routed(logits: Any, k: Any, scoring: str, renormalize: bool, bias: Any, where: str) -> Routing:
     """``route``, for the operation that an error is to name."""
     logits, indices = _chosen(logits, k, scoring, bias, where)
-    chosen = indices[..., None] == jnp.arange(logits.shape[-1], dtype=jnp.int32)
     logs = logits if scoring == "softmax" else jax.nn.log_sigmoid(logits)
-    # A masked sum and not a gather, whose transpose would be a scatter-add.
-    picked = jnp.where(chosen, logs[..., None, :], 0).sum(-1)
+    picked = jax.checkpoint(_picked, prevent_cse=False)(logs, indices)  # or the mask [tokens, k, experts] would be kept
     if renormalize:
         weights = jax.nn.softmax(picked)  # of logarithms: no sum to divide by that may be zero
     elif scoring == "softmax":
@@ -132,7 +132,8 @@ def routed(logits: Any, k: Any, scoring: str, renormalize: bool, bias: Any, wher
     pairs = indices.reshape(*indices.shape[:-2], -1)
     permutation = jnp.argsort(pairs, stable=True).astype(jnp.int32)
     inverse = jnp.vectorize(_inverse, signature="(r)->(r)")(permutation).reshape(indices.shape)
-    return Routing(indices, weights, permutation, inverse, _histogram(pairs, logits.shape[-1]))
+    sizes = _histogram(pairs, logits.shape[-1])
+    return Routing(indices, *(checkpoint_name(x, ROUTING) for x in (weights, permutation, inverse, sizes)))
 
 
 def _chosen(logits: Any, k: Any, scoring: str, bias: Any, where: str) -> tuple[jax.Array, jax.Array]:
@@ -150,7 +151,7 @@ def _chosen(logits: Any, k: Any, scoring: str, bias: Any, where: str) -> tuple[j
         scores += lax.stop_gradient(broadcastable(bias, logits.shape, where)).astype(scores.dtype)
     # A NaN is chosen first, on every platform, and so shows in the token's result.
     scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
-    return logits, lax.top_k(scores, int(k))[1]
+    return logits, checkpoint_name(lax.top_k(scores, int(k))[1], ROUTING)
 
 
 def _logits(x: Any, where: str) -> jax.Array:
@@ -169,6 +170,12 @@ def broadcastable(bias: Any, shape: tuple[int, ...], where: str) -> jax.Array:
     ):
         raise ValueError(f"{where}: selection_bias is {bias.shape}, which does not broadcast against {shape}")
     return bias
+
+
+def _picked(scores: jax.Array, indices: jax.Array) -> jax.Array:
+    """The scores of the chosen: a masked sum and not a gather, whose transpose would be a scatter-add."""
+    chosen = indices[..., None] == jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    return jnp.where(chosen, scores[..., None, :], 0).sum(-1)
 
 
 def _inverse(permutation: jax.Array) -> jax.Array:
