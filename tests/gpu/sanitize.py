@@ -20,6 +20,8 @@ from typing import Any
 # Each array in an allocation of its own: in one large pool, memcheck would not see an access past the end of an array.
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 
+import grouped_epilogues
+import grouped_problems
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,6 +107,58 @@ def fused(name: str, schedule: str, cluster: tuple[int, int]) -> tuple[str, str 
     return f"{config.name(row.choice.problem)}  {name}", wrong([np.asarray(x) for x in got], expected)
 
 
+def grouped_problem(ragged: str, number: int, config: cutjax.Config | None = None) -> cutjax.Problem:
+    """Groups for more tiles than SMs, of fewer rows than a tile has and of a few more."""
+    layout = "tn" if ragged == "k" else ("nn", "nt")[number % 2]
+    dtype = problems._INPUTS[number // 2 % 2]
+    out = (dtype, np.dtype(np.float32))[number % 3 == 2]
+    m, n = (4096, 4096) if config is None else sizes(config)
+    kind: dict[str, Any] = {
+        "groups": TILES // (4 if ragged == "k" else 2),
+        "ragged": ragged,
+        "leading": number % 2 == 0,
+    }
+    if ragged == "k":
+        return cutjax.Problem(m, n, kind["groups"] * 40, layout, dtype, dtype, out, **kind)
+    return cutjax.Problem(kind["groups"] * (m // 2), n, K, layout, dtype, dtype, out, **kind)
+
+
+def grouped_sizes(problem: cutjax.Problem, hostile: bool) -> np.ndarray:
+    """Some empty, a few rows of none at the end; or a negative one, and a sum that passes the rows and 32 bits."""
+    rng = np.random.default_rng(problem.groups)
+    rows = grouped_problems.rows(problem) - 5
+    drawn = rng.multinomial(rows, rng.dirichlet(np.full(problem.groups + problem.leading, 1.0)))
+    if hostile:
+        drawn[3], drawn[40:44], drawn[50] = -7, np.iinfo(np.int32).max, rows
+    return drawn.astype(np.int32)
+
+
+def grouped(ragged: str, turn: int, schedule: str, cluster: tuple[int, int]) -> tuple[str, str | None]:
+    """A product of rows in groups, forward ("m") or of the weights' gradient ("k"), with ragged tails."""
+    number = turn + SCHEDULES.index(schedule) + 2 * CLUSTERS.index(cluster)
+    config = pick(grouped_problem(ragged, number), schedule, cluster, number)
+    problem = grouped_problem(ragged, number, config)
+    of_groups = grouped_sizes(problem, hostile=turn > 0)
+    a, b = grouped_problems.integers(problem, number)
+    executable = grouped_problems.compiled(problem, config, "cuda")
+    args = (*grouped_problems.with_nan(problem, a, b, of_groups), of_groups, grouped_problems.poison(problem))
+    got = np.asarray(executable(*jax.device_put(args)))
+    expected = grouped_problems.reference(problem, a, b, of_groups, np.float32)
+    return f"{config.name(problem)}  {problem}", wrong([got], [expected])
+
+
+def grouped_fused(name: str, schedule: str, cluster: tuple[int, int]) -> tuple[str, str | None]:
+    """The same with an epilogue."""
+    number = list(grouped_epilogues.EPILOGUES).index(name) + SCHEDULES.index(schedule) + 2 * CLUSTERS.index(cluster)
+    layout = ("nn", "nt")[number % 2]
+    config = pick(grouped_epilogues.Fused(name, layout).problem, schedule, cluster, number)
+    m, n = sizes(config)
+    groups = TILES // 2
+    item = grouped_epilogues.Fused(name, layout, m=groups * (m // 2), n=n, k=K, groups=groups)
+    got = item.run(item.compiled(config))
+    return f"{config.name(item.problem)}  {name}", wrong(got, item.expected)
+
+
 def wrong(got: list[np.ndarray], expected: Any) -> str | None:
     """How results differ from what they are to be after rounding, or None."""
     for i, (out, ref) in enumerate(zip(got, expected, strict=True)):
@@ -118,9 +172,16 @@ def cases() -> Iterator[Callable[[], tuple[str, str | None]]]:
     shapes = [(schedule, cluster) for schedule in SCHEDULES for cluster in CLUSTERS]
     for turn in range(4):
         yield from (functools.partial(plain, turn, *shape) for shape in shapes)
+        for ragged in "mk":
+            probe = cutjax.candidates(grouped_problem(ragged, turn))
+            served = {(config.schedule, (config.cluster_m, config.cluster_n)) for config in probe}
+            yield from (functools.partial(grouped, ragged, turn, *shape) for shape in shapes if shape in served)
         if turn == 0:
             for i, name in enumerate(EPILOGUES):
                 yield from (functools.partial(fused, name, *shape) for shape in (shapes[i], shapes[3 + (i + 1) % 3]))
+            for i, name in enumerate(("every operand", "gated with biases", "two results")):
+                for schedule in SCHEDULES:
+                    yield functools.partial(grouped_fused, name, schedule, CLUSTERS[2 * (i % 2)])
 
 
 def main() -> int:

@@ -17,7 +17,6 @@ import pytest
 
 import cutjax
 from benchmarks import oracle
-from cutjax.grouped import grouped_gemm, grouped_outer
 
 pytestmark = pytest.mark.gpu
 
@@ -294,8 +293,8 @@ def test_the_same_bits_every_time(gpus):
 
 M, N, K, G = 300, 136, 72, 6
 SIZES = np.array([40, 0, 130, 1, 64, 50], np.int32)  # 15 rows of no group
-gemm = functools.partial(grouped_gemm, backend=BACKEND)
-outer = functools.partial(grouped_outer, backend=BACKEND)
+gemm = functools.partial(cutjax.grouped_gemm, backend=BACKEND)
+outer = functools.partial(cutjax.grouped_outer, backend=BACKEND)
 
 
 def ints(seed: int, *shape: int, dtype=H) -> jax.Array:
@@ -498,6 +497,6 @@ def test_zero_sizes(shape):
 def test_no_kernel():
     x, w = ints(1, 64, 100), ints(2, 3, 100, 64)  # rows of 200 bytes
     sizes = np.array([10, 20, 30], np.int32)
-    check(np.asarray(grouped_gemm(x, w, sizes)), forward(x, w, sizes).astype(H))
+    check(np.asarray(cutjax.grouped_gemm(x, w, sizes)), forward(x, w, sizes).astype(H))
     with pytest.raises(NotImplementedError, match="16"):
         gemm(x, w, sizes)
