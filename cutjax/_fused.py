@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from cutjax._primitive import define, is_zero, match_varying, reads, varying_axe
 from cutjax._problem import Problem
 from cutjax._product import gemm_p, sharded
 from cutjax._select import Choice, choose
-from cutjax._trace import trace
+from cutjax._trace import Traced, trace
 
 ACC = np.dtype(np.float32)
 SAVE = ("default", "recompute")
@@ -46,10 +46,19 @@ def call(
     """Traces a function and binds the primitive; what the function returns."""
     arrays = [x for x in jax.tree.leaves(operands) if isinstance(x, jax.Array)]
     a, *bs = match_varying(a, *bs, *arrays)[: 1 + len(bs)]
-    acc = accumulator(a, bs, layout)
-    traced = trace(_casting(fn, out_dtype) if isinstance(out_dtype, tuple) else fn, [acc] * len(bs), operands)
-    epilogue = _with_dtype(traced.epilogue, None if isinstance(out_dtype, tuple) else out_dtype)
-    return traced.finish(bind(epilogue, a, bs, traced.operands, layout=layout, **params))
+    acc = accumulator(a.dtype, tile(*map(jax.typeof, (a, *bs)), layout=layout))
+    traced = trace_with_dtype(fn, [acc] * len(bs), operands, out_dtype)
+    return traced.finish(bind(traced.epilogue, a, bs, traced.operands, layout=layout, **params))
+
+
+def trace_with_dtype(
+    fn: Callable[..., Any], accs: Sequence[Any], operands: Sequence[Any], out_dtype: Any, groups: int | None = None
+) -> Traced:
+    """Traces a function; its float32 results are in ``out_dtype``, or each in that of a tuple."""
+    if isinstance(out_dtype, tuple):
+        fn, out_dtype = _casting(fn, out_dtype), None
+    traced = trace(fn, accs, operands, groups)
+    return traced._replace(epilogue=_with_dtype(traced.epilogue, out_dtype))
 
 
 def _with_dtype(epilogue: Epilogue, dtype: np.dtype | None) -> Epilogue:
@@ -66,12 +75,11 @@ def _with_dtype(epilogue: Epilogue, dtype: np.dtype | None) -> Epilogue:
     return normal(epilogue.products, epilogue.operands, epilogue.nodes, outputs)
 
 
-def accumulator(a: jax.Array, bs: Sequence[jax.Array], layout: str) -> jax.ShapeDtypeStruct:
-    """What an epilogue is traced with."""
-    if not jnp.issubdtype(a.dtype, jnp.floating) or a.dtype.itemsize > 4:
-        raise TypeError(f"epilogue: accumulators are float32, but the operands of the product are {a.dtype}")
-    tile = _tile(jax.typeof(a), [jax.typeof(b) for b in bs], layout)
-    return jax.ShapeDtypeStruct(tile.shape, ACC, sharding=tile.sharding, manual_axis_type=tile.mat)
+def accumulator(dtype: np.dtype, full: Any) -> jax.ShapeDtypeStruct:
+    """What an epilogue is traced with, of a product of ``dtype`` with the shape of an aval."""
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 4:
+        raise TypeError(f"epilogue: accumulators are float32, but the operands of the product are {dtype}")
+    return jax.ShapeDtypeStruct(full.shape, ACC, sharding=full.sharding, manual_axis_type=full.mat)
 
 
 def _casting(fn: Callable[..., Any], dtypes: tuple[Any, ...]) -> Callable[..., Any]:
@@ -135,7 +143,7 @@ def _split(args: Sequence[Any], epilogue: Epilogue) -> tuple[Any, list[Any], lis
     return args[0], list(args[1 : 1 + epilogue.products]), list(args[1 + epilogue.products :])
 
 
-def _tile(a: Any, bs: Sequence[Any], layout: str) -> Any:
+def tile(a: Any, *bs: Any, layout: str) -> Any:
     """The aval of ``[..., m, n]``, in a's dtype, from avals."""
     m, n = a.shape[-2 if layout[0] == "n" else -1], bs[0].shape[-1 if layout[1] == "n" else -2]
     batch = np.broadcast_shapes(a.shape[:-2], *(b.shape[:-2] for b in bs))
@@ -148,13 +156,17 @@ def _abstract(*avals: Any, layout: str, epilogue: Epilogue, **_: Any) -> list[An
     a, bs = _split(avals, epilogue)[:2]
     if any(varying_axes(x) != varying_axes(a) for x in avals):
         raise ValueError(f"gemm: operands vary over different mesh axes: {', '.join(x.str_short() for x in avals)}")
-    tile = _tile(a, bs, layout)
+    return result_avals(tile(a, *bs, layout=layout), epilogue)
+
+
+def result_avals(full: Any, epilogue: Epilogue) -> list[Any]:
+    """The results' avals from that of ``[..., m, n]``."""
     results = []
     for out in epilogue.outputs:
-        gone = [{"row": -2, "col": -1}[axis] + tile.ndim for axis in out.axes]
-        shape, spec = ([x for i, x in enumerate(y) if i not in gone] for y in (tile.shape, tile.sharding.spec))
-        sharding = tile.sharding.update(spec=jax.P(*spec))
-        results.append(tile.update(shape=tuple(shape), dtype=np.dtype(out.dtype), sharding=sharding))
+        gone = [{"row": -2, "col": -1}[axis] + full.ndim for axis in out.axes]
+        shape, spec = ([x for i, x in enumerate(y) if i not in gone] for y in (full.shape, full.sharding.spec))
+        sharding = full.sharding.update(spec=jax.P(*spec))
+        results.append(full.update(shape=tuple(shape), dtype=np.dtype(out.dtype), sharding=sharding))
     return results
 
 
@@ -200,14 +212,15 @@ def _batch(args: Any, dims: Any, *, epilogue: Epilogue, layout: str, **params: A
     if any(dim is not None for dim in dims[: 1 + epilogue.products]):
         outs = _bind(epilogue, a, bs, operands, layout=layout, **params)
     else:  # only operands differ: one product serves them all
-        accs = [_multiply(a, b, ACC, layout=layout, **params) for b in bs]
+        accs = [multiply(a, b, ACC, layout=layout, **params) for b in bs]
         size = max(x.shape[at] for x in operands)
         accs = [jnp.broadcast_to(x, (*x.shape[:at], size, *x.shape[at + 1 :])) for x in accs]
         outs = list(epilogue.apply(accs, operands))
     return outs, [at] * len(outs)
 
 
-def _multiply(a: Any, b: Any, dtype: np.dtype, *, layout: str, backend: str, **_: Any) -> jax.Array:
+def multiply(a: Any, b: Any, dtype: np.dtype, *, layout: str, backend: str, **_: Any) -> jax.Array:
+    """The plain product, of what the primitive takes."""
     return gemm_p.bind(a, b, layout=layout, out_dtype=dtype, backend=backend, config=None)
 
 
@@ -217,54 +230,86 @@ def saved_dtype(epilogue: Epilogue, dtype: np.dtype) -> np.dtype:
 
 
 def product_dots(
-    a: Any, bs: Sequence[Any], a_dot: Any, b_dots: Sequence[Any], dtype: np.dtype, **params: Any
+    multiply: Callable[..., jax.Array], a: Any, bs: Sequence[Any], a_dot: Any, b_dots: Sequence[Any], dtype: np.dtype
 ) -> list[jax.Array | None]:
     """Tangents of the products; None is zero, here as among the arguments."""
     dots = []
     for b, b_dot in zip(bs, b_dots, strict=True):
-        terms = [] if a_dot is None else [_multiply(a_dot, b, dtype, **params)]
-        terms += [] if b_dot is None else [_multiply(a, b_dot, dtype, **params)]
+        terms = [] if a_dot is None else [multiply(a_dot, b, dtype)]
+        terms += [] if b_dot is None else [multiply(a, b_dot, dtype)]
         dots.append(functools.reduce(lax.add, terms) if terms else None)
     return dots
 
 
 def _jvp(primals: Any, tangents: Any, *, epilogue: Epilogue, save: str, **params: Any) -> Any:
-    """The tangents are those of the epilogue, in plain JAX, at the products of tangents.
-
-    The accumulators that takes are further outputs of the same kernel. Reverse mode follows by transposition: two
-    products for each b, and one elementwise pass, whose derivative is computed there and not before (hence
-    jax.checkpoint).
-    """
     a, bs, operands = _split(primals, epilogue)
-    a_dot, b_dots, operand_dots = _split([None if is_zero(x) else x for x in tangents], epilogue)
+    shape = tile(*map(jax.typeof, (a, *bs)), layout=params["layout"]).shape
+
+    def bind(epilogue: Epilogue) -> list[jax.Array]:
+        return gemm_fused_p.bind(*primals, epilogue=epilogue, save=save, **params)
+
+    return derivative(
+        epilogue,
+        (a, bs, operands),
+        _split([None if is_zero(x) else x for x in tangents], epilogue),
+        bind=bind,
+        multiply=functools.partial(multiply, **params),
+        pushed=functools.partial(push, epilogue, shape),
+        save=save,
+    )
+
+
+def derivative(
+    epilogue: Epilogue,
+    primals: tuple[Any, Sequence[Any], Sequence[Any]],
+    tangents: tuple[Any, Sequence[Any], Sequence[Any]],
+    *,
+    bind: Callable[[Epilogue], list[jax.Array]],
+    multiply: Callable[[Any, Any, np.dtype], jax.Array],
+    pushed: Callable[..., Any],
+    save: str,
+) -> tuple[list[jax.Array], list[Any]]:
+    """Results and tangents of a fused product, dense or grouped.
+
+    The tangents are those of the epilogue, in plain JAX, at the products of tangents. The accumulators that takes are
+    further outputs of the same kernel. Reverse mode follows by transposition: two products for each b, and one
+    elementwise pass, whose derivative is computed there and not before (hence jax.checkpoint).
+
+    Args:
+      epilogue: what runs on the accumulators.
+      primals, tangents: a, the bs and the operands; a tangent of None is zero.
+      bind: the fused product of the primals with another epilogue.
+      multiply: a plain product, ``(a, b, dtype)``.
+      pushed: ``push`` without its first two arguments.
+      save: as gemm's.
+    """
+    (a, bs, operands), (a_dot, b_dots, operand_dots) = primals, tangents
     dtype = saved_dtype(epilogue, a.dtype)
-    acc_dots = product_dots(a, bs, a_dot, b_dots, dtype, **params)
+    acc_dots = product_dots(multiply, a, bs, a_dot, b_dots, dtype)
     needed = accumulators_needed(epilogue, moving(acc_dots), moving(operand_dots))
 
     if save == "recompute":
-        outs = gemm_fused_p.bind(*primals, epilogue=epilogue, save=save, **params)
+        outs = bind(epilogue)
         kept = (a, bs)
 
         def accumulators(kept: Any) -> list[Any]:
             a, bs = kept
-            return [_multiply(a, b, dtype, **params) if need else None for b, need in zip(bs, needed, strict=True)]
+            return [multiply(a, b, dtype) if need else None for b, need in zip(bs, needed, strict=True)]
 
     else:
         extended, places = with_accumulators(epilogue, needed, dtype)
-        results = gemm_fused_p.bind(*primals, epilogue=extended, save=save, **params)
+        results = bind(extended)
         outs = results[: len(epilogue.outputs)]
         kept = [None if i is None else checkpoint_name(results[i], PREACTIVATION) for i in places]
 
         def accumulators(kept: Any) -> list[Any]:
             return kept
 
-    shape = _tile(jax.typeof(a), [jax.typeof(b) for b in bs], params["layout"]).shape
+    def along(kept: Any, *rest: Any) -> Any:
+        return pushed(accumulators(kept), *rest)
 
-    def pushed(kept: Any, *rest: Any) -> Any:
-        return push(epilogue, shape, accumulators(kept), *rest)
-
-    pushed = jax.checkpoint(pushed, prevent_cse=save == "recompute")
-    dots = pushed(kept, operands, acc_dots, operand_dots)
+    along = jax.checkpoint(along, prevent_cse=save == "recompute")
+    dots = along(kept, operands, acc_dots, operand_dots)
     return outs, [zero_tangent(out) if dot is None else dot for out, dot in zip(outs, dots, strict=True)]
 
 
@@ -273,7 +318,16 @@ def moving(dots: Sequence[Any]) -> tuple[bool, ...]:
     return tuple(dot is not None for dot in dots)
 
 
-def push(epilogue: Epilogue, shape: tuple[int, ...], accs: Any, operands: Any, acc_dots: Any, operand_dots: Any) -> Any:
+class Applied(Protocol):
+    """What is differentiated: an Epilogue, or one of rows in groups."""
+
+    @property
+    def products(self) -> int: ...
+
+    def apply(self, accs: Sequence[jax.Array], operands: Sequence[jax.Array] = ()) -> Sequence[jax.Array]: ...
+
+
+def push(epilogue: Applied, shape: tuple[int, ...], accs: Any, operands: Any, acc_dots: Any, operand_dots: Any) -> Any:
     """Tangents of the epilogue's outputs, None for those of integers.
 
     A tangent of None is zero; an accumulator of None is not needed, and zeros take its place.
@@ -290,7 +344,7 @@ def push(epilogue: Epilogue, shape: tuple[int, ...], accs: Any, operands: Any, a
 
 
 def restrict(
-    epilogue: Epilogue, shape: tuple[int, ...], accs: Any, operands: Any, acc_dots: Any, operand_dots: Any
+    epilogue: Applied, shape: tuple[int, ...], accs: Any, operands: Any, acc_dots: Any, operand_dots: Any
 ) -> tuple[Callable[..., list[jax.Array]], tuple[jax.Array, ...]]:
     """The epilogue as a function of those arguments that have a tangent, and their values."""
     accs = [
@@ -344,24 +398,39 @@ def with_accumulators(epilogue: Epilogue, needed: Sequence[bool], dtype: np.dtyp
     return dataclasses.replace(epilogue, outputs=tuple(outputs)), places
 
 
-def _drop(used: Sequence[bool], *, epilogue: Epilogue, **params: Any) -> tuple[Any, list[bool], dict[str, Any]]:
-    """Without the results that nothing uses: a kernel would write them all the same."""
+def without(used: Sequence[bool], epilogue: Epilogue) -> tuple[Epilogue, list[bool]]:
+    """The epilogue without the results that nothing uses, which a kernel would write all the same; the operands left.
+
+    Also without their operands.
+    """
     outputs = [out for out, use in zip(epilogue.outputs, used, strict=True) if use]
     epilogue = normal(epilogue.products, epilogue.operands, epilogue.nodes, outputs)
-    single = epilogue.products == len(outputs) == 1 and outputs[0].reduce is None
-    if single and epilogue.nodes == (Node("acc", params=(0,)),):
-        # What a derivative that recomputes, or does without the values, wants of the forward pass: a plain product.
-        plain = {name: params[name] for name in ("layout", "backend", "config")}
-        dtype = np.dtype(epilogue.outputs[0].dtype)
-        return gemm_p, [True, True, *(False for _ in epilogue.operands)], {**plain, "out_dtype": dtype}
     kept = [Node("operand", (), spec.dtype, (i,)) in epilogue.nodes for i, spec in enumerate(epilogue.operands)]
     nodes = [
         dataclasses.replace(node, params=(sum(kept[: node.params[0]]),)) if node.op == "operand" else node
         for node in epilogue.nodes
     ]
     specs = [spec for spec, keep in zip(epilogue.operands, kept, strict=True) if keep]
-    epilogue = normal(epilogue.products, specs, nodes, epilogue.outputs)
-    return gemm_fused_p, [True] * (1 + epilogue.products) + kept, {"epilogue": epilogue, **params}
+    return normal(epilogue.products, specs, nodes, epilogue.outputs), kept
+
+
+def plain_dtype(epilogue: Epilogue) -> np.dtype | None:
+    """The dtype of the plain product that the epilogue leaves as it is; None where it does more.
+
+    What a derivative that recomputes, or does without the values, wants of the forward pass is a plain product.
+    """
+    outs = list(epilogue.outputs)
+    if epilogue.nodes != (Node("acc", params=(0,)),) or epilogue.products > 1 or len(outs) > 1 or outs[0].reduce:
+        return None
+    return np.dtype(outs[0].dtype)
+
+
+def _drop(used: Sequence[bool], *, epilogue: Epilogue, save: str, **params: Any) -> tuple[Any, list[bool], Any]:
+    epilogue, kept = without(used, epilogue)
+    dtype = plain_dtype(epilogue)
+    if dtype is not None:
+        return gemm_p, [True, True, *kept], {"out_dtype": dtype, **params}
+    return gemm_fused_p, [True] * (1 + epilogue.products) + kept, {"epilogue": epilogue, "save": save, **params}
 
 
 gemm_fused_p = define(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
@@ -48,8 +49,9 @@ class Traced(NamedTuple):
     Attributes:
       epilogue: the expression.
       operands: its operands, one array for each ``epilogue.operands``, of the result's rank, each axis of full size
-        where its spec varies and 1 elsewhere. The caller's, and what the function captured or computed of these alone,
-        ready to be differentiated. What the function does not use is not among them.
+        where its spec varies and 1 elsewhere; one of groups is ``[..., groups, 1, n or 1]``. The caller's, and what the
+        function captured or computed of these alone, ready to be differentiated. What the function does not use is not
+        among them.
       finish: from what ``epilogue.apply`` (or a kernel) returns to what the function returns.
     """
 
@@ -58,13 +60,17 @@ class Traced(NamedTuple):
     finish: Callable[[Sequence[jax.Array]], Any]
 
 
-def trace(fn: Callable[..., Any], accs: Sequence[Any], operands: Sequence[Any] = ()) -> Traced:
+def trace(
+    fn: Callable[..., Any], accs: Sequence[Any], operands: Sequence[Any] = (), groups: int | None = None
+) -> Traced:
     """Traces ``fn(*accs, *operands)`` once.
 
     Args:
       fn: the function.
       accs: abstract accumulators (``jax.ShapeDtypeStruct`` or arrays), float32 ``[..., m, n]``, all of one shape.
       operands: arrays, or pytrees of them.
+      groups: of a grouped GEMM, the number of groups. An operand with one axis more than the result is then one of
+        groups, ``[..., groups, 1, n or 1]``, and the function sees what each row has of it: ``[..., m, n or 1]``.
 
     Raises:
       TypeError: if the function takes another number of arguments, or computes in a dtype that no kernel has.
@@ -79,6 +85,11 @@ def trace(fn: Callable[..., Any], accs: Sequence[Any], operands: Sequence[Any] =
         ) from None
     except ValueError:  # a builtin without a signature
         pass
+    shape = tuple(accs[0].shape)
+    leaves, structure = jax.tree.flatten(tuple(operands))
+    grouped = [groups is not None and np.ndim(x) == len(shape) + 1 for x in leaves]
+    seen = [_rows(x, shape, groups) if each else x for x, each in zip(leaves, grouped, strict=True)]
+    operands = jax.tree.unflatten(structure, seen)
     try:
         # A new function each time: jax caches traces by function, but what a function captures may change.
         closed, shapes = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*accs, *operands)
@@ -89,12 +100,28 @@ def trace(fn: Callable[..., Any], accs: Sequence[Any], operands: Sequence[Any] =
         )
         raise
     refuse_effects(closed.jaxpr)
-    flat = Flat(tuple(accs[0].shape))
-    leaves = jax.tree.leaves(tuple(operands))
-    inputs = [flat.value(x.shape, x.dtype, TILE) for x in accs]
-    inputs += [flat.outside(x, aval_of(x), bake=False) for x in leaves]
-    outs = flat.inline(closed.jaxpr, [*(flat.outside(c, aval_of(c)) for c in closed.consts)], inputs)
-    return _Builder(flat, len(accs), outs, jax.tree.structure(shapes), _name(fn)).traced()
+    flat = Flat(shape)
+    accumulators = [flat.value(x.shape, x.dtype, TILE) for x in accs]
+    inputs = [flat.outside(x, aval_of(y), bake=False) for x, y in zip(leaves, seen, strict=True)]
+    consts = [flat.outside(c, aval_of(c)) for c in closed.consts]
+    outs = flat.inline(closed.jaxpr, consts, [*accumulators, *inputs])
+    of_groups = frozenset(i for i, each in zip(inputs, grouped, strict=True) if each)
+    return _Builder(flat, len(accs), outs, jax.tree.structure(shapes), _name(fn), of_groups).traced()
+
+
+def _rows(x: Any, shape: tuple[int, ...], groups: int | None) -> jax.ShapeDtypeStruct:
+    """What the rows of the result have of an operand of groups."""
+    aval = jax.typeof(jnp.asarray(x))
+    *batch, g, one, n = aval.shape
+    fits = all(size in (1, full) for size, full in zip((*batch, n), (*shape[:-2], shape[-1]), strict=True))
+    if (g, one) != (groups, 1) or not fits:
+        raise ValueError(
+            f"epilogue: an operand is {aval.str_short()}, one axis more than the product {shape}, so it is one of "
+            f"groups: expected {(*shape[:-2], groups, 1, shape[-1])}, where all but the {groups} groups may be 1"
+        )
+    spec = [*aval.sharding.spec[:-3], None, aval.sharding.spec[-1]]
+    aval = aval.update(shape=(*batch, shape[-2], n), sharding=aval.sharding.update(spec=jax.P(*spec)))
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding, manual_axis_type=aval.mat)
 
 
 def _name(fn: Callable[..., Any]) -> str:
@@ -104,8 +131,9 @@ def _name(fn: Callable[..., Any]) -> str:
 class _Builder:
     """Finds what the results need, from the last step to the first, and builds nodes from the first to the last."""
 
-    def __init__(self, flat: Flat, products: int, outs: list[int], tree: Any, name: str):
+    def __init__(self, flat: Flat, products: int, outs: list[int], tree: Any, name: str, grouped: frozenset[int]):
         self.flat, self.products, self.outs, self.tree = flat, products, outs, tree
+        self.grouped = grouped  # operands of groups
         self.rank = len(flat.shape)
         self.standard: Labels = tuple(i if size != 1 else None for i, size in enumerate(flat.shape))
         self.demands: dict[int, set[Labels]] = {}
@@ -135,6 +163,7 @@ class _Builder:
                 if flat.kinds[step.ins[0]] == TILE:
                     reductions[step.outs[0]] = self._reduction(step)
                 else:
+                    self._refuse_groups(step)
                     post_steps.append(step)
                     self.post.update(step.ins)
             elif step.kind != POST:
@@ -167,7 +196,7 @@ class _Builder:
 
         needed = {order[k][0] for k in used} | {i for i in self.post if flat.kinds[i] == OUTSIDE}
         values = self._outside(needed)
-        arrays = tuple(self._arranged(values[order[k][0]], *order[k][1:]) for k in used)
+        arrays = tuple(self._arranged(values[order[k][0]], *order[k]) for k in used)
 
         def finish(results: Sequence[jax.Array]) -> Any:
             env = dict(values)
@@ -187,9 +216,18 @@ class _Builder:
                 f"epilogue: an accumulator is used with its axes exchanged{', see ' + moved[0] if moved else ''}; "
                 "transpose the result, or swap the operands of the product"
             )
+        if i in self.grouped and labels != tuple(k if size != 1 else None for k, size in enumerate(flat.shapes[i])):
+            raise NotImplementedError("epilogue: an operand of groups is used with its axes exchanged")
         if i in flat.known and i not in flat.literals:
             self._add_leaf(i, labels)
         self.demands.setdefault(i, set()).add(labels)
+
+    def _refuse_groups(self, step: Step) -> None:
+        if self.grouped.intersection(step.ins):
+            raise NotImplementedError(
+                f"epilogue: {step.name} at {where(step.site)} needs an operand of groups outside of the kernel; apply "
+                "it to the operand before the product, or to the result after it"
+            )
 
     def _add_leaf(self, i: int, labels: Labels, word: int = -1) -> None:
         self.leaves.add((i, labels, word))
@@ -381,7 +419,8 @@ class _Builder:
         for i, labels, word in order:
             dtype = "uint32" if word >= 0 else self.flat.dtypes[i].name
             *batch, row, col = (axis in labels for axis in range(self.rank))
-            specs.append(OperandSpec(dtype, row, col, tuple(batch)))
+            group = i in self.grouped
+            specs.append(OperandSpec(dtype, row and not group, col, tuple(batch), group))
         epilogue = _expression.normal(self.products, specs, self.nodes, outputs)
         used = sorted(node.params[0] for node in epilogue.nodes if node.op == "operand")
         nodes = [
@@ -397,16 +436,19 @@ class _Builder:
             if step.kind == OUTSIDE and needed.intersection(step.outs):
                 needed = needed.union(step.ins)
                 run.append(step)
+                self._refuse_groups(step)
         values = {i: flat.known[i] for i in needed if i in flat.known}
         for step in reversed(run):
             values.update(zip(step.outs, step.run([values[i] for i in step.ins]), strict=True))
         return values
 
-    def _arranged(self, x: Any, labels: Labels, word: int) -> jax.Array:
-        """An operand with the result's axes."""
+    def _arranged(self, x: Any, i: int, labels: Labels, word: int) -> jax.Array:
+        """An operand with the result's axes; one of groups has them, and its own."""
         if word >= 0:
             x = jax.random.key_data(x)[..., word]
         x = jnp.asarray(x)
+        if i in self.grouped:
+            return x
         axes = sorted((axis, d) for d, axis in enumerate(labels) if axis is not None)
         x = lax.transpose(x, [*(d for d, axis in enumerate(labels) if axis is None), *(d for _, d in axes)])
         return lax.reshape(x, [n if i in labels else 1 for i, n in enumerate(self.flat.shape)])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import AxisType
 
-from cutjax import _fused, _primitive
+from cutjax import _fused, _grouped_fused, _primitive
 from cutjax._expression import Epilogue
 from cutjax._problem import short_dtype
 from cutjax._select import Choice
@@ -206,13 +206,14 @@ def _row(eqn: Any, platform: str, arch: str, exact: bool, divided: bool) -> Row:
         runs = "error" if backend == "cuda" else "XLA"
         why = f"platform {platform}; on cuda: {why}"
     row = Row(runs, why, kernel, choice, 0, exact, backend)
-    if eqn.primitive is not _fused.gemm_fused_p:
+    if eqn.primitive not in (_fused.gemm_fused_p, _grouped_fused.grouped_gemm_fused_p):
         return row
     epilogue = eqn.params["epilogue"]
+    first = len(avals) - len(epilogue.operands)
     return dataclasses.replace(
         row,
         epilogue=epilogue,
-        operands=tuple(_array(x) for x in avals[1 + epilogue.products :]),
+        operands=tuple(_array(x) for x in avals[first:]),
         outputs=tuple(_array(x.aval) for x in eqn.outvars),
         saves=_saves(epilogue, avals[0].dtype, eqn.params["save"]),
     )

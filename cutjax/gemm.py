@@ -81,8 +81,8 @@ def gemm(
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"gemm: config must be a cutjax.Config, got {type(config).__name__}")
     backend = _backend.resolve(backend, "gemm")
-    _check_epilogue(b, epilogue, operands, out_dtype, save)
-    x, ys = matrix(a, "a"), _weights(b)
+    check_epilogue(b, epilogue, operands, out_dtype, save)
+    x, ys = matrix(a, "a"), weights(b, "b")
     several = isinstance(out_dtype, tuple)
     x, *ys, dtype = promote(x, ys, None if several else out_dtype)
     y = ys[0]
@@ -102,35 +102,39 @@ def gemm(
     return multiply(x, y, layout=layout, out_dtype=dtype, backend=backend, config=config)
 
 
-def _check_epilogue(b: Any, epilogue: Any, operands: Any, out_dtype: Any, save: str) -> None:
+def check_epilogue(
+    b: Any, epilogue: Any, operands: Any, out_dtype: Any, save: str, where: str = "gemm", name: str = "b"
+) -> None:
+    """Raises where an epilogue and what belongs to it do not fit; ``name`` is that of the argument b."""
     if save not in _fused.SAVE:
-        raise ValueError(f"gemm: unknown save {save!r}, expected one of {_fused.SAVE}")
+        raise ValueError(f"{where}: unknown save {save!r}, expected one of {_fused.SAVE}")
     if not isinstance(operands, tuple | list):
-        raise TypeError(f"gemm: operands must be a tuple, got {type(operands).__name__}; write operands=(x,) for one")
+        got = type(operands).__name__
+        raise TypeError(f"{where}: operands must be a tuple, got {got}; write operands=(x,) for one")
     if epilogue is not None:
         if not callable(epilogue):
-            raise TypeError(f"gemm: epilogue must be a function, got {type(epilogue).__name__}")
+            raise TypeError(f"{where}: epilogue must be a function, got {type(epilogue).__name__}")
         return
     if len(operands):
-        raise ValueError(f"gemm: {len(operands)} operands, but no epilogue that would take them")
+        raise ValueError(f"{where}: {len(operands)} operands, but no epilogue that would take them")
     if isinstance(b, tuple):
-        raise TypeError("gemm: b is a tuple, so the product needs an epilogue that takes as many accumulators")
+        raise TypeError(f"{where}: {name} is a tuple, so the product needs an epilogue that takes as many accumulators")
     if isinstance(out_dtype, tuple):
-        raise TypeError("gemm: out_dtype is a tuple, but without an epilogue there is one result")
+        raise TypeError(f"{where}: out_dtype is a tuple, but without an epilogue there is one result")
 
 
-def _weights(b: Any) -> list[jax.Array]:
-    """The matrices that multiply a: one, or those of a tuple."""
+def weights(b: Any, name: str, where: str = "gemm") -> list[jax.Array]:
+    """The matrices that multiply the first operand: one, or those of a tuple."""
     if not isinstance(b, tuple):
-        return [matrix(b, "b")]
+        return [matrix(b, name, where)]
     if len(b) not in (2, 3):
-        raise ValueError(f"gemm: b is a tuple of {len(b)}: two or three matrices share a kernel")
-    ys = [matrix(y, f"b[{i}]") for i, y in enumerate(b)]
+        raise ValueError(f"{where}: {name} is a tuple of {len(b)}: two or three matrices share a kernel")
+    ys = [matrix(y, f"{name}[{i}]", where) for i, y in enumerate(b)]
     for i, y in enumerate(ys):
         if (y.shape, y.dtype) != (ys[0].shape, ys[0].dtype):
             raise ValueError(
-                f"gemm: the matrices of a tuple have one shape and dtype: b[0] is {ys[0].dtype}{list(ys[0].shape)}, "
-                f"b[{i}] is {y.dtype}{list(y.shape)}"
+                f"{where}: the matrices of a tuple have one shape and dtype: {name}[0] is "
+                f"{ys[0].dtype}{list(ys[0].shape)}, {name}[{i}] is {y.dtype}{list(y.shape)}"
             )
     return ys
 

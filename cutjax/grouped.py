@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,70 +10,88 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from cutjax import _backend, _grouped
+from cutjax import _backend, _grouped, _grouped_fused
 from cutjax._config import Config
-from cutjax.gemm import contracted, matrix, promote
+from cutjax.gemm import check_epilogue, contracted, matrix, promote, weights
 
 LAYOUTS = ("nn", "nt")
 
 
 def grouped_gemm(
     x: ArrayLike,
-    w: ArrayLike,
+    w: ArrayLike | tuple[ArrayLike, ...],
     group_sizes: ArrayLike,
     *,
     layout: str = "nn",
-    out_dtype: DTypeLike | None = None,
+    epilogue: Callable[..., Any] | None = None,
+    operands: Sequence[Any] = (),
+    out_dtype: DTypeLike | tuple[DTypeLike | None, ...] | None = None,
     group_offset: ArrayLike | None = None,
     backend: str | None = None,
     config: Config | None = None,
-) -> jax.Array:
+    save: str = "default",
+) -> Any:
     """Multiplies each group of rows by its own matrix: ``d[rows of group i] = x[rows of group i] @ w[i]``.
 
     The rows are sorted by group: the first ``group_sizes[0]`` are those of group 0, and so on. Rows of no group give
     zeros. Sizes are data, any sizes are served, and nothing is padded or read by the host.
 
+    With an epilogue the result is that of ``epilogue(acc, *operands)``, as in ``cutjax.gemm``; rows of no group are zero
+    all the same, and are left out of its reductions.
+
     Args:
       x: ``[..., m, k]``.
-      w: ``[..., g, k, n]``, or ``[..., g, n, k]`` where layout is "nt".
+      w: ``[..., g, k, n]``, or ``[..., g, n, k]`` where layout is "nt". With an epilogue also a tuple of two or three.
       group_sizes: integers ``[..., g]``.
       layout: "nn" or "nt".
-      out_dtype: dtype of the result; the dtype of x and w by default.
+      epilogue: a function ``(acc, *operands)``, as in ``cutjax.gemm``.
+      operands: its further arguments: those of ``cutjax.gemm``, and with one axis more than the result those of which
+        each group has its own, ``[..., g, 1, n]`` or ``[..., g, 1, 1]``. The function sees what the rows have of such a
+        one: ``[..., m, n]`` or ``[..., m, 1]``.
+      out_dtype: dtype of the result; the dtype of x and w by default. With an epilogue as in ``cutjax.gemm``.
       group_offset: a scalar or ``[1]``: the group that ``w[0]`` is of, where ``group_sizes`` has all groups and w some.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
       config: pins the kernel of this product.
+      save: what the derivative of an epilogue keeps, "default" or "recompute", see ``cutjax.gemm``.
 
     Returns:
-      ``[..., m, n]``.
+      ``[..., m, n]``, or what the epilogue returns.
 
     Example:
       >>> import cutjax, jax.numpy as jnp
       >>> x, w = jnp.ones((6, 8)), jnp.ones((3, 8, 4))
-      >>> cutjax.grouped_gemm(x, w, jnp.array([2, 0, 3])).shape
+      >>> sizes, bias = jnp.array([2, 0, 3]), jnp.ones((3, 1, 4))
+      >>> cutjax.grouped_gemm(x, w, sizes).shape
       (6, 4)
+      >>> cutjax.grouped_gemm(x, w, sizes, epilogue=jnp.add, operands=(bias,))[:, 0]
+      Array([9., 9., 9., 9., 9., 0.], dtype=float32)
     """
     where = "grouped_gemm"
     if layout not in LAYOUTS:
         raise ValueError(f"{where}: unknown layout {layout!r}, expected one of {LAYOUTS}")
     backend = _resolve(backend, config, where)
-    rows, weights, dtype = promote(matrix(x, "x", where), [matrix(w, "w", where)], out_dtype, where)
-    if weights.ndim < 3:
-        raise ValueError(f"{where}: w must have rank 3 or more, got shape {weights.shape}; [..., g, k, n] is expected")
-    shapes = f"x is {rows.shape}, w is {weights.shape}"
-    if rows.shape[-1] != contracted(weights, layout[1] == "t"):
+    check_epilogue(w, epilogue, operands, out_dtype, save, where, "w")
+    several = isinstance(out_dtype, tuple)
+    rows, *ws, dtype = promote(matrix(x, "x", where), weights(w, "w", where), None if several else out_dtype, where)
+    shape = ws[0].shape
+    if len(shape) < 3:
+        raise ValueError(f"{where}: w must have rank 3 or more, got shape {shape}; [..., g, k, n] is expected")
+    shapes = f"x is {rows.shape}, w is {shape}"
+    if rows.shape[-1] != contracted(ws[0], layout[1] == "t"):
         raise ValueError(f"{where}: contracting dimensions differ: {shapes}, layout {layout!r}")
-    sizes, groups = group_sizes_of(group_sizes, where), weights.shape[-3]
+    sizes, groups = group_sizes_of(group_sizes, where), shape[-3]
     if group_offset is None and sizes.shape[-1] != groups:
         raise ValueError(
-            f"{where}: the numbers of groups differ: group_sizes is {sizes.shape}, w is {weights.shape}; "
+            f"{where}: the numbers of groups differ: group_sizes is {sizes.shape}, w is {shape}; "
             "group_offset= says which of them w has"
         )
-    _check_batch(
-        where, f"{shapes}, group_sizes is {sizes.shape}", rows.shape[:-2], weights.shape[:-3], sizes.shape[:-1]
-    )
+    check_batch(where, f"{shapes}, group_sizes is {sizes.shape}", rows.shape[:-2], shape[:-3], sizes.shape[:-1])
     sizes, leading = local_sizes(sizes, group_offset, groups, rows.shape[-2], where)
-    how: dict[str, Any] = {"leading": leading, "backend": backend, "config": config}
-    return _grouped.multiply(rows, weights, sizes, layout=layout, out_dtype=dtype, **how)
+    how: dict[str, Any] = {"layout": layout, "leading": leading, "backend": backend, "config": config}
+    if epilogue is None:
+        return _grouped.multiply(rows, ws[0], sizes, out_dtype=dtype, **how)
+    out = out_dtype if several else dtype
+    return _grouped_fused.call(epilogue, rows, ws, sizes, operands, out_dtype=out, save=save, **how)
 
 
 def grouped_outer(
@@ -126,7 +145,7 @@ def grouped_outer(
     elif group_offset is None:
         raise ValueError(f"{where}: groups={groups} without group_offset, which says of which group the first is")
     shapes = f"{shapes}, group_sizes is {sizes.shape}"
-    batch = _check_batch(where, shapes, a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
+    batch = check_batch(where, shapes, a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
     sizes, leading = local_sizes(sizes, group_offset, groups, a.shape[-2], where)
     how: dict[str, Any] = {"leading": leading, "backend": backend, "config": config}
     if to is None:
@@ -143,7 +162,7 @@ def _resolve(backend: str | None, config: Any, where: str) -> str:
     return _backend.resolve(backend, where)
 
 
-def _check_batch(where: str, shapes: str, *batches: tuple[int, ...]) -> tuple[int, ...]:
+def check_batch(where: str, shapes: str, *batches: tuple[int, ...]) -> tuple[int, ...]:
     try:
         return np.broadcast_shapes(*batches)
     except ValueError:

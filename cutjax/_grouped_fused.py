@@ -1,0 +1,335 @@
+"""A product of rows in groups whose epilogue runs on the accumulators: the primitive grouped_gemm_fused_p.
+
+    outputs = epilogue(rows_i @ w0[i], rows_i @ w1[i], ..., operands)      rows_i: those of x that are group i's
+
+Operands are those of gemm_fused_p, or of groups: ``[*B, g, 1, n or 1]``, of which each row reads its group's. Rows of
+no group are zero in every result, and nothing there, NaN neither, reaches another row's results or any derivative.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cutjax import _fused, _grouped, _product, _sm90
+from cutjax._config import Config
+from cutjax._expression import REDUCTIONS, Epilogue, OperandSpec
+from cutjax._fused import ACC
+from cutjax._grouped import grouped_gemm_p
+from cutjax._primitive import define, is_zero, match_varying, varying_axes, zero_tangent
+from cutjax._select import Choice, choose
+
+
+def call(
+    fn: Callable[..., Any],
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    sizes: jax.Array,
+    operands: Sequence[Any],
+    *,
+    layout: str,
+    out_dtype: Any,
+    **params: Any,
+) -> Any:
+    """Traces a function and binds the primitive; what the function returns."""
+    arrays = [v for v in jax.tree.leaves(operands) if isinstance(v, jax.Array)]
+    x, sizes, *ws = match_varying(x, sizes, *ws, *arrays)[: 2 + len(ws)]
+    x, sizes, *ws = with_ranks(x, sizes, ws)
+    acc = _fused.accumulator(x.dtype, tile(*map(jax.typeof, (x, sizes, *ws)), layout=layout))
+    traced = _fused.trace_with_dtype(fn, [acc] * len(ws), operands, out_dtype, ws[0].shape[-3])
+    return traced.finish(bind(traced.epilogue, x, ws, sizes, traced.operands, layout=layout, **params))
+
+
+def with_ranks(x: jax.Array, sizes: jax.Array, ws: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays with as many batch axes each."""
+    rank = max(x.ndim - 2, sizes.ndim - 1, *(w.ndim - 3 for w in ws))
+    with_rank = _product.with_rank
+    return [with_rank(x, rank + 2), with_rank(sizes, rank + 1), *(with_rank(w, rank + 3) for w in ws)]
+
+
+def bind(
+    epilogue: Epilogue,
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    sizes: jax.Array,
+    operands: Sequence[jax.Array],
+    **params: Any,
+) -> list[jax.Array]:
+    """Binds the primitive."""
+    args = match_varying(x, *ws, sizes, *operands)
+    specs = []
+    for v in args[2 + len(ws) :]:
+        group = v.ndim > x.ndim
+        batch = tuple(size != 1 for size in v.shape[: x.ndim - 2])
+        specs.append(OperandSpec(v.dtype.name, not group and v.shape[-2] != 1, v.shape[-1] != 1, batch, group))
+    epilogue = dataclasses.replace(epilogue, operands=tuple(specs))
+    return grouped_gemm_fused_p.bind(*args, epilogue=epilogue, **params)
+
+
+# What of groups the rows of x have.
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """The groups of the rows of x: what their operands and products are.
+
+    Attributes:
+      sizes: int32 ``[*B, leading + g]``.
+      leading: whether the first is the number of rows before the first group.
+      dtype: in which cotangents of operands of groups are added up: that of x, accumulating in float32.
+      backend: of that product.
+    """
+
+    sizes: jax.Array
+    leading: bool
+    dtype: np.dtype
+    backend: str
+
+    def rows(self, x: jax.Array, m: int) -> jax.Array:
+        """What the rows have of an operand, ``[*B, m, n or 1]``; those of no group have zeros."""
+        if x.ndim > self.sizes.ndim + 1:
+            return spread_p.bind(x, self.sizes, m=m, leading=self.leading, dtype=self.dtype, backend=self.backend)
+        return self.select(x, m)
+
+    def select(self, x: jax.Array, m: int, other: Any = 0) -> jax.Array:
+        """What broadcasts against ``[*B, m, n]``, with another value in rows of no group."""
+        has = _grouped.group_of_row(self.sizes, m, self.leading)[1][..., None]
+        return jnp.where(has, x, jnp.asarray(other, x.dtype))
+
+    def whole(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """An operand as one of full size, in the dtype of the product. Its transpose adds up in float32."""
+        return jnp.broadcast_to(self.rows(x, shape[-2]).astype(ACC), shape).astype(self.dtype)
+
+    def applied(self, epilogue: Epilogue) -> OfGroups:
+        return OfGroups(epilogue, self)
+
+    def tile(self, x: Any, *ws: Any, layout: str) -> Any:
+        return tile(x, self.sizes, *ws, layout=layout)
+
+    def multiply(self, x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
+        return _grouped.multiply(x, w, self.sizes, leading=self.leading, **params)
+
+    def bind(self, epilogue: Epilogue, x: Any, ws: Any, operands: Any, **params: Any) -> list[jax.Array]:
+        return bind(epilogue, x, ws, self.sizes, operands, leading=self.leading, **params)
+
+    def call(self, fn: Callable[..., Any], x: Any, ws: Any, operands: Any, **params: Any) -> Any:
+        return call(fn, x, ws, self.sizes, operands, leading=self.leading, **params)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfGroups:
+    """An epilogue as a function of accumulators and operands of rows in groups: ``Epilogue.apply``, and the zeros."""
+
+    epilogue: Epilogue
+    groups: Groups
+
+    @property
+    def products(self) -> int:
+        return self.epilogue.products
+
+    def apply(self, accs: Sequence[jax.Array], operands: Sequence[jax.Array] = ()) -> list[jax.Array]:
+        m = accs[0].shape[-2]
+        # Operands before the function too: at rows of no group it may have no finite derivative. The accumulators' own
+        # derivatives are products, which leave those rows out.
+        operands = [self.groups.rows(x, m) for x in operands]
+        whole = [dataclasses.replace(out, reduce=None, axes=()) for out in self.epilogue.outputs]
+        values = dataclasses.replace(self.epilogue, outputs=tuple(whole)).apply(accs, operands)
+        results = []
+        for value, out in zip(values, self.epilogue.outputs, strict=True):
+            if out.reduce:
+                value = self.groups.select(value, m, _neutral(out.reduce, value.dtype))
+                axes = [{"row": value.ndim - 2, "col": value.ndim - 1}[axis] for axis in out.axes]
+                value = REDUCTIONS[out.reduce](value, axes)
+                if "row" not in out.axes:
+                    value = self.groups.select(value[..., None], m)[..., 0]
+            else:
+                value = self.groups.select(value, m)
+            results.append(value)
+        return results
+
+
+def _neutral(reduce: str, dtype: np.dtype) -> Any:
+    """What leaves a sum, a maximum or a minimum as it is."""
+    if reduce == "sum":
+        return 0
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -np.inf if reduce == "max" else np.inf
+    return jnp.iinfo(dtype).min if reduce == "max" else jnp.iinfo(dtype).max
+
+
+# From what each group has to what its rows have: linear, and its transpose is a product.
+
+
+def _spread_abstract(x: Any, sizes: Any, *, m: int, **_: Any) -> Any:
+    if varying_axes(x) != varying_axes(sizes):
+        raise ValueError(f"grouped_gemm: operands vary over different mesh axes: {x.str_short()}, {sizes.str_short()}")
+    batch = np.broadcast_shapes(x.shape[:-3], sizes.shape[:-1])
+    return x.update(shape=(*batch, m, x.shape[-1]), sharding=x.sharding.update(spec=jax.P(*(None,) * (x.ndim - 1))))
+
+
+def _spread(x: jax.Array, sizes: jax.Array, *, m: int, leading: bool, **_: Any) -> jax.Array:
+    group, has = _grouped.group_of_row(sizes, m, leading)
+    if not x.shape[-3]:
+        return jnp.broadcast_to(jnp.zeros((), x.dtype), (*group.shape, x.shape[-1]))
+    rows = jnp.take_along_axis(lax.squeeze(x, [x.ndim - 2]), group[..., None], group.ndim - 1, mode="clip")
+    return jnp.where(has[..., None], rows, jnp.zeros((), x.dtype))
+
+
+def _spread_batch(args: Any, dims: Any, **params: Any) -> tuple[jax.Array, int]:
+    moved, at = _grouped.batch_axis(args, dims, args[1].ndim - (dims[1] is not None) - 1)
+    return spread_p.bind(*moved, **params), at
+
+
+def _spread_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, Any]:
+    x, sizes = primals
+    out = spread_p.bind(x, sizes, **params)
+    return out, zero_tangent(out) if is_zero(tangents[0]) else spread_p.bind(tangents[0], sizes, **params)
+
+
+def _spread_transpose(
+    g: Any, x: Any, sizes: jax.Array, *, m: int, leading: bool, dtype: np.dtype, backend: str
+) -> tuple[Any, None]:
+    """The sum over each group's rows: a product with a column of ones, so neither atomics nor a scatter."""
+    if is_zero(g):
+        return None, None
+    n = g.shape[-1]
+    g = lax.pad(g.astype(dtype), jnp.zeros((), dtype), [*((0, 0, 0) for _ in g.shape[1:]), (0, -n % 8, 0)])
+    # Eight columns and a multiple of that, so that rows are aligned as kernels want them.
+    ones = lax.broadcasted_iota(np.int32, (*(1 for _ in g.shape[:-2]), m, 8), g.ndim - 1) == 0
+    d = _grouped.outer(
+        ones.astype(dtype), g, sizes, out_dtype=ACC, leading=leading, backend=backend, config=None
+    )  # [*B, g, 8, n]
+    return _grouped.sum_to(d[..., :1, :n], x.aval), None
+
+
+spread_p = define(
+    "cutjax_spread",
+    abstract=_spread_abstract,
+    reference=_spread,
+    batch=_spread_batch,
+    jvp=_spread_jvp,
+    transpose=_spread_transpose,
+)
+
+
+# The primitive.
+
+
+def _split(args: Sequence[Any], epilogue: Epilogue) -> tuple[Any, list[Any], Any, list[Any]]:
+    """x, the ws, the sizes and the operands."""
+    n = 1 + epilogue.products
+    return args[0], list(args[1:n]), args[n], list(args[n + 1 :])
+
+
+def tile(x: Any, sizes: Any, *ws: Any, layout: str) -> Any:
+    """The aval of ``[*B, m, n]``, in x's dtype, from avals."""
+    batch = np.broadcast_shapes(x.shape[:-2], sizes.shape[:-1], *(w.shape[:-3] for w in ws))
+    shape = (*batch, x.shape[-2], ws[0].shape[-1 if layout[1] == "n" else -2])
+    spec = jax.P(*(None,) * len(shape))
+    return x.update(shape=shape, weak_type=False, sharding=_product.on_mesh(x, *ws).update(spec=spec))
+
+
+def _abstract(*avals: Any, layout: str, epilogue: Epilogue, **_: Any) -> list[Any]:
+    x, ws, sizes, _operands = _split(avals, epilogue)
+    if any(varying_axes(v) != varying_axes(x) for v in avals):
+        shown = ", ".join(v.str_short() for v in avals)
+        raise ValueError(f"grouped_gemm: operands vary over different mesh axes: {shown}")
+    return _fused.result_avals(tile(x, sizes, *ws, layout=layout), epilogue)
+
+
+def _reference(
+    *args: jax.Array, layout: str, epilogue: Epilogue, leading: bool, backend: str, on_cuda: bool, **_: Any
+) -> list[jax.Array]:
+    x, ws, sizes, operands = _split(args, epilogue)
+    accs = [
+        _grouped.reference_gemm(x, w, sizes, layout=layout, out_dtype=ACC, leading=leading, on_cuda=on_cuda) for w in ws
+    ]
+    return Groups(sizes, leading, x.dtype, backend).applied(epilogue.primal).apply(accs, operands)
+
+
+def _choose(
+    *avals: Any, layout: str, epilogue: Epilogue, leading: bool, config: Config | None, arch: str, **_: Any
+) -> Choice:
+    x, ws, sizes, _operands = _split(avals, epilogue)
+    out_dtype = next((out.dtype for out in epilogue.outputs if out.reduce is None), x.dtype)
+    problem = _grouped.gemm_problem(x, ws[0], sizes, layout=layout, out_dtype=out_dtype, leading=leading, arch=arch)
+    if len({w.shape for w in ws}) > 1:
+        return Choice(problem, None, ("the matrices that share x differ in their batch axes",))
+    return choose(dataclasses.replace(problem, epilogue=epilogue.primal), config)
+
+
+def _multiply(
+    x: jax.Array, w: jax.Array, dtype: np.dtype, *, sizes: jax.Array, layout: str, leading: bool, backend: str, **_: Any
+) -> jax.Array:
+    return grouped_gemm_p.bind(
+        x, w, sizes, layout=layout, out_dtype=dtype, leading=leading, backend=backend, config=None
+    )
+
+
+def _batch(args: Any, dims: Any, *, epilogue: Epilogue, **params: Any) -> tuple[Any, list[int]]:
+    x, _, sizes, _ = _split(args, epilogue)
+    if "batch" in epilogue.positions:  # counted from the rows outwards, so a new axis is the outermost
+        args = [v if dim is None else jnp.moveaxis(v, dim, 0) for v, dim in zip(args, dims, strict=True)]
+        dims = [None if dim is None else 0 for dim in dims]
+    mapped = _split([dim is not None for dim in dims], epilogue)
+    moved, at = _grouped.batch_axis(args, dims, sizes.ndim - mapped[2] - 1)
+    if mapped[0] or any(mapped[1]) or mapped[2]:
+        x, ws, sizes, operands = _split(moved, epilogue)
+        outs = bind(epilogue, x, ws, sizes, operands, **params)
+    else:  # only operands differ: one product serves them all
+        x, ws, sizes, operands = _split(moved, epilogue)
+        accs = [_multiply(x, w, ACC, sizes=sizes, **params) for w in ws]
+        size = max(v.shape[at] for v in operands)
+        accs = [jnp.broadcast_to(v, (*v.shape[:at], size, *v.shape[at + 1 :])) for v in accs]
+        groups = Groups(sizes, params["leading"], x.dtype, params["backend"])
+        outs = groups.applied(epilogue).apply(accs, operands)
+    return outs, [at] * len(outs)
+
+
+def _jvp(primals: Any, tangents: Any, *, epilogue: Epilogue, save: str, **params: Any) -> Any:
+    x, ws, sizes, operands = _split(primals, epilogue)
+    x_dot, w_dots, _, operand_dots = _split([None if is_zero(v) else v for v in tangents], epilogue)
+    shape = tile(*map(jax.typeof, (x, sizes, *ws)), layout=params["layout"]).shape
+    applied = Groups(sizes, params["leading"], x.dtype, params["backend"]).applied(epilogue)
+
+    def rebind(epilogue: Epilogue) -> list[jax.Array]:
+        return grouped_gemm_fused_p.bind(*primals, epilogue=epilogue, save=save, **params)
+
+    return _fused.derivative(
+        epilogue,
+        (x, ws, operands),
+        (x_dot, w_dots, operand_dots),
+        bind=rebind,
+        multiply=functools.partial(_multiply, sizes=sizes, **params),
+        pushed=functools.partial(_fused.push, applied, shape),
+        save=save,
+    )
+
+
+def _drop(used: Sequence[bool], *, epilogue: Epilogue, save: str, **params: Any) -> tuple[Any, list[bool], Any]:
+    epilogue, kept = _fused.without(used, epilogue)
+    dtype = _fused.plain_dtype(epilogue)
+    if dtype is not None:
+        return grouped_gemm_p, [True, True, True, *kept], {"out_dtype": dtype, **params}
+    reading = [True] * (2 + epilogue.products) + kept
+    return grouped_gemm_fused_p, reading, {"epilogue": epilogue, "save": save, **params}
+
+
+grouped_gemm_fused_p = define(
+    "cutjax_grouped_gemm_fused",
+    abstract=_abstract,
+    reference=_reference,
+    choose=_choose,
+    launch=_sm90.launch,
+    batch=_batch,
+    jvp=_jvp,
+    drop=_drop,
+    multiple_results=True,
+)

@@ -1,0 +1,443 @@
+"""grouped_gemm with an epilogue under every transformation, against plain JAX; what is kept, and what runs."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import print_saved_residuals
+
+import cutjax
+from cutjax.grouped import grouped_gemm
+
+M, N, K, G = 9, 6, 8, 4
+H = jnp.bfloat16
+SIZES = jnp.array([3, 0, 4, 1])  # the last row is of no group
+POLICIES = jax.checkpoint_policies
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+X, W, V = normal(0, (M, K)), normal(1, (G, K, N)), normal(2, (G, K, N))
+B, S, R = normal(3, (G, 1, N)), normal(4, (G, 1, 1)), normal(5, (M, N))  # of groups, and of rows
+C, D = normal(6, (N,)), normal(7, (M, 1))
+
+
+def close(got, expected, tolerance=1e-5):
+    def check(x, y):
+        assert x.dtype == y.dtype
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * max(1, np.abs(y).max(initial=0)))
+
+    jax.tree.map(check, got, expected)
+
+
+def many(acc, b, r):
+    t = acc * b
+    return jnp.tanh(t) + r, acc > 0, t.sum(0), jnp.max(acc * r), (t * t).sum(1)
+
+
+# (epilogue, weights, operands)
+CASES = {
+    "bias": (lambda acc, b: jax.nn.gelu(acc + b), (W,), (B,)),
+    "linear": (lambda acc, b, s, d: (acc + b) * 0.5 * s + d, (W,), (B, S, D)),
+    "scales": (lambda acc, s, b: jnp.tanh(acc * s * b), (W,), (S, B)),
+    "ungrouped": (lambda acc, c, d, r: jnp.sin(acc + c) * d * r, (W,), (C, D, R)),
+    "gated": (lambda g, u, b, c: jax.nn.silu(g + b) * (u + c), (W, V), (B, C)),
+    "three": (lambda p, q, r, s: jnp.sin(p) * q + r * s, (W, V, W - V), (S,)),
+    "many": (many, (W,), (B, R)),
+    "pole at zero": (lambda acc, b, c: jnp.sqrt(jnp.abs(acc)) * jnp.log(jnp.abs(b)) / c, (W,), (B, C)),
+}
+
+
+def plain(fn, x, ws, operands, sizes=SIZES):
+    """In plain JAX: rows gather what is their group's, and only those that have one count."""
+    ends = jnp.cumsum(sizes)
+    has = (jnp.arange(x.shape[0]) < ends[-1])[:, None]
+    group = jnp.minimum(jnp.searchsorted(ends, jnp.arange(x.shape[0]), side="right"), sizes.shape[0] - 1)
+    x = jnp.where(has, x, 1)
+    operands = [jnp.where(has, v[group, 0] if v.ndim == 3 else v, 1) for v in operands]
+    accs = [jnp.where(has, jnp.einsum("mk,mkn->mn", x, w[group]), 1) for w in ws]
+    if fn is many:
+        y, positive, *_ = fn(*accs, *operands)
+        t, r = accs[0] * operands[0], accs[0] * operands[1]
+        zero = functools.partial(jnp.where, has)
+        sums = zero(t, 0).sum(0), zero(r, -jnp.inf).max(), zero(t * t, 0).sum(1)
+        return zero(y, 0), has & positive, *sums
+    return jax.tree.map(lambda y: jnp.where(has, y, 0), fn(*accs, *operands))
+
+
+def flat(fn):
+    """A function's float results."""
+
+    def flattened(*args):
+        return [y for y in jax.tree.leaves(fn(*args)) if jnp.issubdtype(y.dtype, jnp.inexact)]
+
+    return flattened
+
+
+def pair(name, **options):
+    """The function of x, the sizes, the weights and the operands, and its form in plain JAX."""
+    fn, ws, operands = CASES[name]
+    n = len(ws)
+
+    def got(x, sizes, *args):
+        w = args[:n] if n > 1 else args[0]
+        return grouped_gemm(x, w, sizes, epilogue=fn, operands=args[n:], **options)
+
+    def expected(x, sizes, *args):
+        return plain(fn, x, args[:n], args[n:], sizes)
+
+    return flat(got), flat(expected), (X, *ws, *operands)
+
+
+def of_sizes(f, sizes=SIZES):
+    return lambda x, *args: f(x, sizes, *args)
+
+
+def cotangents(fn, args):
+    return [normal(10 + i, y.shape, y.dtype) for i, y in enumerate(jax.eval_shape(fn, *args))]
+
+
+@pytest.mark.parametrize(
+    ("name", "save"), [*((name, "default") for name in CASES), *((name, "recompute") for name in ("bias", "gated"))]
+)
+def test_derivatives(name, save):
+    got, expected, args = pair(name, save=save)
+    got, expected = of_sizes(got), of_sizes(expected)
+    g = cotangents(expected, args)
+    dots = tuple(normal(20 + i, x.shape) for i, x in enumerate(args))
+
+    def gradient(f):
+        return lambda *args: jax.vjp(f, *args)[1](g)
+
+    close(got(*args), expected(*args))
+    close(jax.jit(functools.partial(jax.jvp, got))(args, dots), jax.jvp(expected, args, dots))
+    close(jax.jit(gradient(got))(*args), gradient(expected)(*args))
+    if save == "default":  # how the accumulators are had makes no difference to what is differentiated twice
+        twice = [jax.jit(functools.partial(jax.jvp, gradient(f)))(args, dots) for f in (got, expected)]
+        close(*twice, 1e-4)
+        twice = [jax.jit(lambda args, dots, f=f: jax.vjp(gradient(f), *args)[1](dots)) for f in (got, expected)]
+        close(*(f(args, dots) for f in twice), 1e-4)
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt"])
+def test_gradients_in_every_layout(layout):
+    def loss(product):
+        return jax.jit(jax.grad(lambda x, w, b: (product(x, w, b) ** 2).sum(), (0, 1, 2)))
+
+    fn = CASES["bias"][0]
+
+    def fused(x, w, b):
+        w = w if layout == "nn" else w.mT
+        return grouped_gemm(x, w, SIZES, layout=layout, epilogue=fn, operands=(b,))
+
+    close(loss(fused)(X, W, B), loss(lambda x, w, b: plain(fn, x, [w], [b]))(X, W, B))
+
+
+@pytest.mark.parametrize("name", ["bias", "ungrouped", "gated", "pole at zero"])
+def test_nothing_of_rows_of_no_group_reaches_a_gradient(name):
+    got, _, args = pair(name)
+    got = of_sizes(got)
+
+    def gradients(args):
+        first = jax.jit(lambda *args: jax.vjp(got, *args)[1](cotangents(got, args)))
+        second = jax.jit(jax.grad(lambda *args: sum(jnp.nansum(x**2) for x in first(*args)), tuple(range(len(args)))))
+        return first(*args), second(*args)
+
+    poisoned = tuple(x.at[-1].set(jnp.nan) if x.shape[0] == M else x for x in args)
+    found = gradients(poisoned)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
+    close(found, gradients(args))
+
+
+AXES = [
+    (0, None, None, None),
+    (None, 0, None, None),
+    (None, None, 1, None),
+    (None, None, None, 0),
+    (1, 0, 0, None),
+    (None, 1, None, 2),
+    (2, None, 3, 1),
+    (0, 0, 0, 0),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [*(("bias", axes) for axes in AXES), ("many", AXES[3]), ("many", AXES[6]), ("gated", AXES[6])],
+    ids=str,
+)
+def test_vmap(name, axes):
+    """Over x, the sizes, the weights and the operands, alone and together."""
+    got, expected, args = pair(name)
+    n = len(CASES[name][1])
+    args = [args[0], SIZES, *args[1:]]
+    dims = [axes[0], axes[1], *(axes[2] for _ in range(n)), *(axes[3] for _ in args[2 + n :])]
+    dims = [dim if dim is None else min(dim, x.ndim) for dim, x in zip(dims, args, strict=True)]
+    args = [x if dim is None else jnp.stack([x, x[::-1]], dim) for x, dim in zip(args, dims, strict=True)]
+    real = tuple(i for i in range(len(args)) if i != 1)
+
+    def gradient(f):
+        return jax.grad(lambda *args: sum((y**2).sum() for y in f(*args)), real)
+
+    for wrap in (jax.vmap, lambda f, dims: gradient(jax.vmap(f, dims))):
+        close(jax.jit(wrap(got, dims))(*args), jax.jit(wrap(expected, dims))(*args), 1e-4)
+    close(*(jax.jit(jax.vmap(gradient(f), dims))(*args) for f in (got, expected)), 1e-4)
+
+
+def test_vmap_nested():
+    got, expected, args = pair("bias")
+    x, w, b = args
+    x = jnp.stack([x, x + 1])
+    sizes = jnp.stack([SIZES, SIZES[::-1], jnp.zeros_like(SIZES)], 1)
+    b = jnp.stack([b, b + 1, -b])
+    nested = [jax.vmap(jax.vmap(f, (None, 1, None, 0)), (0, None, None, None)) for f in (got, expected)]
+    close(*(jax.jit(f)(x, sizes, w, b) for f in nested))
+
+
+def test_vmap_of_what_depends_on_its_position():
+    def fn(acc):
+        i, j = jnp.arange(M)[:, None], jnp.arange(N)
+        return jnp.where(i >= j, acc, 0)
+
+    x = normal(0, (3, M, K))
+    for dim in (0, 1, 2):
+        moved = jnp.moveaxis(x, 0, dim)
+        got = jax.vmap(lambda x: grouped_gemm(x, W, SIZES, epilogue=fn), dim)(moved)
+        close(got, jax.vmap(lambda x: plain(fn, x, [W], []), dim)(moved))
+
+
+def rows_of(fn, *args, **options):
+    return cutjax.explain(fn, **options)(*args).rows
+
+
+def test_vmap_of_operands_alone_makes_one_product():
+    b = normal(3, (5, G, 1, N))
+    f = jax.vmap(lambda b: grouped_gemm(X, W, SIZES, epilogue=CASES["bias"][0], operands=(b,)))
+    close(f(b), jax.vmap(lambda b: plain(CASES["bias"][0], X, [W], [b]))(b))
+    (row,) = rows_of(f, b)
+    assert (row.choice.problem.batch, row.count) == ((1,), 1)
+
+
+def test_inside_scan_and_cond():
+    w, b = normal(1, (3, G, K, K)), normal(3, (3, G, 1, K))
+
+    def step(product, h, layer):
+        return jax.lax.cond(h.sum() > 0, lambda: product(h, *layer), lambda: -product(h, *layer)), h
+
+    def loss(product, h, layers):
+        h, hs = jax.lax.scan(functools.partial(step, product), h, layers)
+        return (h * hs[-1]).sum()
+
+    def fused(h, w, b):
+        return grouped_gemm(h, w, SIZES, epilogue=lambda acc, b: jnp.tanh(acc + b), operands=(b,))
+
+    def reference(h, w, b):
+        return plain(lambda acc, b: jnp.tanh(acc + b), h, [w], [b])
+
+    def grads(f):
+        return jax.jit(jax.value_and_grad(functools.partial(loss, f), (0, 1)))(X, (w, b))
+
+    close(grads(fused), grads(reference))
+    close(grads(jax.checkpoint(fused)), grads(reference))
+
+
+def test_captured_values_are_operands():
+    def both(product):
+        def loss(x, w, scale, c):
+            return product(x, w, lambda acc: jnp.tanh(acc * scale + c)).sum()
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(X, W, jnp.float32(0.3), C)
+
+    close(both(lambda x, w, fn: grouped_gemm(x, w, SIZES, epilogue=fn)), both(lambda x, w, fn: plain(fn, x, [w], [])))
+
+
+def test_integer_operands_have_no_gradient():
+    mask = jnp.arange(G)[:, None, None] % 2
+
+    def fn(acc, mask):
+        return jnp.where(mask == 1, jnp.exp(acc), acc)
+
+    def loss(product):
+        return jax.grad(lambda w, mask: (product(w, mask) ** 2).sum())(W, mask)
+
+    close(
+        loss(lambda w, mask: grouped_gemm(X, w, SIZES, epilogue=fn, operands=(mask,))),
+        loss(lambda w, mask: plain(fn, X, [w], [mask])),
+        1e-4,
+    )
+
+
+# Over devices.
+
+
+def test_shard_map_over_rows_and_columns():
+    """Each device has groups of its own rows, and some columns of each weight and of each group's operand."""
+    mesh = jax.make_mesh((2, 4), ("i", "j"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    p = jax.P
+    x, sizes = jnp.concatenate([X, X + 1]), jnp.concatenate([SIZES, SIZES[::-1]])
+    w, b = normal(1, (G, K, 8)), normal(3, (G, 1, 8))
+    specs = (p("i"), p("i"), p(None, None, "j"), p(None, None, "j"))
+
+    def fused(x, sizes, w, b):
+        return grouped_gemm(x, w, sizes, epilogue=CASES["bias"][0], operands=(b,))
+
+    def reference(x, sizes, w, b):
+        halves = zip(jnp.split(x, 2), jnp.split(sizes, 2), strict=True)
+        return jnp.concatenate([plain(CASES["bias"][0], x, [w], [b], sizes) for x, sizes in halves])
+
+    def loss(f):
+        return jax.jit(jax.value_and_grad(lambda *args: (f(*args) ** 2).sum(), (0, 2, 3)))
+
+    inside = jax.shard_map(fused, mesh=mesh, in_specs=specs, out_specs=p("i", "j"))
+    close(loss(inside)(x, sizes, w, b), loss(reference)(x, sizes, w, b))
+
+
+def test_shard_map_over_groups():
+    """Each device has some groups, their weights and operands, and takes the rows of those by an offset."""
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    p, g = jax.P, 16
+    sizes = jnp.array([0, 1] * 8)
+    w, b = normal(1, (g, K, N)), normal(3, (g, 1, N))
+
+    def local(x, w, b, d):
+        offset = jax.lax.axis_index("i") * (g // 8)
+        y = grouped_gemm(
+            x, w, sizes, epilogue=lambda acc, b, d: jnp.tanh(acc + b) * d, operands=(b, d), group_offset=offset
+        )
+        return jax.lax.psum(y, "i")
+
+    def reference(x, w, b, d):
+        return plain(lambda acc, b, d: jnp.tanh(acc + b) * d, x, [w], [b, d], sizes)
+
+    def loss(f):
+        return jax.jit(jax.value_and_grad(lambda *args: (f(*args) ** 2).sum(), (0, 1, 2, 3)))
+
+    inside = jax.shard_map(local, mesh=mesh, in_specs=(p(), p("i"), p("i"), p()), out_specs=p())
+    close(loss(inside)(X, w, b, D), loss(reference)(X, w, b, D))
+
+
+# What runs, and what is kept.
+
+HX, HW, HV = normal(0, (64, 128), H), normal(1, (G, 128, 32), H), normal(2, (G, 128, 32), H)
+HB, HSIZES = normal(3, (G, 1, 32), H), jnp.array([20, 0, 31, 7])
+SAVED = "bf16[64,32]"
+
+
+def layer(x, w, b, *, fn=None, **options):
+    fn = fn or (lambda acc, b: jax.nn.gelu(acc + b.astype(acc.dtype)))
+    return grouped_gemm(x, w, HSIZES, epilogue=fn, operands=(b,), **options)
+
+
+def gated(x, w, v, **options):
+    return grouped_gemm(x, (w, v), HSIZES, epilogue=lambda g, u: jax.nn.silu(g) * u, **options)
+
+
+def loss(fn):
+    return lambda *args: (fn(*args).astype(jnp.float32) ** 2).sum()
+
+
+def problems(fn, *args):
+    """The products of a function: sizes, the axis of the groups, and fused ones' results."""
+    found = []
+    for row in rows_of(fn, *args):
+        p = row.choice.problem
+        found += [(p.m, p.n, p.k, p.ragged, p.groups, row.outputs)] * row.count
+    return sorted(found)
+
+
+FORWARD, BIAS = (64, 32, 128, "m", G, (SAVED,) * 2), (8, 32, 64, "k", G, ())
+OF_X, OF_W = (64, 128, 32, "m", G, ()), (128, 32, 64, "k", G, ())
+
+
+def test_forward_is_one_kernel_and_the_gradient_of_each_argument_one_product():
+    assert problems(layer, HX, HW, HB) == [(64, 32, 128, "m", G, (SAVED,))]
+    for argnums, more in (((0,), [OF_X]), ((1,), [OF_W]), ((2,), [BIAS]), ((0, 1, 2), [OF_X, OF_W, BIAS])):
+        assert problems(jax.value_and_grad(loss(layer), argnums), HX, HW, HB) == sorted([FORWARD, *more])
+    fn = jax.jit(jax.value_and_grad(loss(gated), (0, 1, 2)))
+    assert problems(fn, HX, HW, HV) == sorted([(64, 32, 128, "m", G, (SAVED,) * 3), *[OF_X, OF_W] * 2])
+    again = jax.value_and_grad(loss(functools.partial(layer, save="recompute")), (0, 1, 2))
+    products = [(64, 32, 128, "m", G, (SAVED,)), (64, 32, 128, "m", G, ()), OF_X, OF_W, BIAS]
+    assert problems(again, HX, HW, HB) == sorted(products)
+
+
+def primitives(jaxpr) -> set[str]:
+    inner = [sub for eqn in jaxpr.eqns for sub in jax.extend.core.jaxprs_in_params(eqn.params)]
+    return {eqn.primitive.name for eqn in jaxpr.eqns}.union(*map(primitives, inner))
+
+
+def gradient_of_squares(f, n: int):
+    return jax.grad(lambda *args: sum((y**2).sum() for y in f(*args)), tuple(range(n)))
+
+
+def test_no_derivative_scatters():
+    """A sum over a group's rows by atomics would differ from run to run."""
+    for name in ("bias", "linear", "gated", "ungrouped"):
+        got, _, args = pair(name)
+        first = gradient_of_squares(of_sizes(got), len(args))
+        second = gradient_of_squares(first, len(args))
+        found = primitives(jax.make_jaxpr(first)(*args).jaxpr) | primitives(jax.make_jaxpr(second)(*args).jaxpr)
+        assert "cutjax_grouped_outer" in found
+        assert not [x for x in found if "scatter" in x]
+
+
+def saved(capsys, fn, *args) -> list[str]:
+    """Types of the residuals that are no arguments and no sizes."""
+    print_saved_residuals(fn, *args)
+    lines = capsys.readouterr().out.splitlines()
+    return sorted(line.split()[0] for line in lines if "from the argument" not in line and "i32[" not in line)
+
+
+def test_what_is_saved(capsys):
+    args = HX, HW, HB
+    assert saved(capsys, layer, *args) == [SAVED]
+    assert saved(capsys, functools.partial(layer, out_dtype=jnp.float32), *args) == ["f32[64,32]"]
+    assert saved(capsys, functools.partial(layer, save="recompute"), *args) == []
+    assert saved(capsys, functools.partial(layer, fn=lambda acc, b: acc * 0.5 + b.astype(acc.dtype)), *args) == []
+    assert saved(capsys, gated, HX, HW, HV) == [SAVED] * 2
+    for names, expected in ((("cutjax_preactivation",), [SAVED]), (("other",), [])):
+        f = jax.checkpoint(layer, policy=POLICIES.save_only_these_names(*names))
+        assert saved(capsys, f, *args) == expected
+        close(jax.grad(loss(f), (0, 1, 2))(*args), jax.grad(loss(layer), (0, 1, 2))(*args))
+
+
+def test_results_that_nothing_uses_are_not_written():
+    def lowered(fn):
+        return jax.jit(fn).lower(HX, HW, HB).as_text(debug_info=True)
+
+    def two(x, w, b):
+        return layer(x, w, b, fn=lambda acc, b: (acc.astype(H), acc + b.astype(acc.dtype)))
+
+    assert "cutjax_grouped_gemm_fused" in lowered(two)
+    # The loss itself is not asked for, so the gradient of a sum needs the accumulator and no activation.
+    for fn in (lambda *args: two(*args)[0], jax.grad(lambda *args: layer(*args).astype(jnp.float32).sum())):
+        text = lowered(fn)
+        assert "cutjax_grouped_gemm" in text
+        assert "cutjax_grouped_gemm_fused" not in text
+
+
+def test_gradients_in_bfloat16_are_those_of_plain_jax():
+    fn = lambda acc, b: jax.nn.gelu(acc + b.astype(acc.dtype))  # noqa: E731
+
+    def reference(x, w, b):
+        x, w, b = (v.astype(jnp.float32) for v in (x, w, b))
+        return plain(fn, x, [w], [b], HSIZES).astype(H)
+
+    grads = [jax.jit(jax.grad(loss(f), (0, 1, 2)))(HX, HW, HB) for f in (layer, reference)]
+    close(*grads, 0.02)  # one rounding to bfloat16 of the accumulator, one of its gradient: 2^-8 each of the largest
+
+
+def test_explain():
+    text = str(cutjax.explain(layer)(HX, HW, HB))
+    assert re.search(r"epilogue +.*acc.*tanh", text)
+    assert re.search(r"operands +x0 bf16\[4,1,32\]", text)
+    assert re.search(r"outputs +bf16\[64,32\]\n", text)
+    assert re.search(r"derivative +saves acc as bf16\n", text)
+    assert "multiplies acc0, acc1 again" in str(cutjax.explain(functools.partial(gated, save="recompute"))(HX, HW, HV))
