@@ -9,7 +9,7 @@ from cutjax._select import candidates, supports
 from cutjax.explain import explain
 from cutjax.gemm import gemm
 from cutjax.grouped import grouped_gemm, grouped_outer
-from cutjax.mlp import mlp
+from cutjax.mlp import grouped_mlp, mlp
 from cutjax.ragged_dot import ragged_dot, ragged_dot_general
 from cutjax.routing import Routing, load_balance_loss, route, router_z_loss
 
@@ -22,6 +22,7 @@ __all__ = [
     "explain",
     "gemm",
     "grouped_gemm",
+    "grouped_mlp",
     "grouped_outer",
     "load_balance_loss",
     "mlp",
