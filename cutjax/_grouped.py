@@ -401,13 +401,12 @@ grouped_outer_p = define(
 )
 
 
-# a, b, to [*B, g, k, n] -> to + outer(a, b), in the dtype of ``to``
+# a, b, to -> to + outer(a, b), [*B, g, k, n] in the dtype of ``to``, whose memory the result may take.
 
 
-def _add_abstract(a: Any, b: Any, sizes: Any, to: Any, *, leading: bool, **_: Any) -> Any:
+def _add_abstract(a: Any, b: Any, sizes: Any, to: Any, **_: Any) -> Any:
     _check("grouped_outer", a, b, sizes, to)
-    outer = _outer_abstract(a, b, sizes, out_dtype=to.dtype, leading=leading)
-    return _result(np.broadcast_shapes(outer.shape, to.shape), to.dtype, to, outer)
+    return _result(to.shape, to.dtype, to, a)
 
 
 def _add_reference(a: jax.Array, b: jax.Array, sizes: jax.Array, to: jax.Array, **params: Any) -> jax.Array:
@@ -426,8 +425,14 @@ def _add_choose(
     nodes.append(Node("add", (0, len(nodes) - 1)))
     spec = OperandSpec(to.dtype.name, m != 1, n != 1, tuple(size != 1 for size in batch))
     epilogue = normal(1, [spec], nodes, [Output(len(nodes) - 1, to.dtype.name)])
-    batch = np.broadcast_shapes(problem.batch, batch)
     return choose(dataclasses.replace(problem, batch=tuple(batch), epilogue=epilogue), config)
+
+
+def _add_batch(args: Any, dims: Any, **params: Any) -> tuple[jax.Array, int]:
+    (a, b, sizes, to), at = batch_axis(args, dims, args[2].ndim - (dims[2] is not None) - 1)
+    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
+    to = jnp.broadcast_to(to, (*to.shape[:at], size, *to.shape[at + 1 :]))
+    return grouped_outer_add_p.bind(a, b, sizes, to, **params), at
 
 
 def _add_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, Any]:
@@ -435,9 +440,9 @@ def _add_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, Any
     a_dot, b_dot, _, to_dot = tangents
     out = grouped_outer_add_p.bind(*primals, **params)
     params |= {"out_dtype": to.dtype, "config": None}
-    terms = [] if is_zero(a_dot) else [grouped_outer_p.bind(a_dot, b, sizes, **params)]
+    terms = [] if is_zero(to_dot) else [to_dot]
+    terms += [] if is_zero(a_dot) else [grouped_outer_p.bind(a_dot, b, sizes, **params)]
     terms += [] if is_zero(b_dot) else [grouped_outer_p.bind(a, b_dot, sizes, **params)]
-    terms += [] if is_zero(to_dot) else [to_dot]
     dot = functools.reduce(lax.add, (jnp.broadcast_to(term, out.shape) for term in terms)) if terms else None
     return out, zero_tangent(out) if dot is None else dot
 
@@ -448,6 +453,6 @@ grouped_outer_add_p = define(
     reference=_add_reference,
     choose=_add_choose,
     launch=_sm90.launch,
-    batch=lambda *args, **params: _batch(grouped_outer_add_p, *args, **params),
+    batch=_add_batch,
     jvp=_add_jvp,
 )

@@ -181,7 +181,8 @@ def group_sizes_of(sizes: Any, where: str) -> jax.Array:
 def _to_int32(x: jax.Array | np.ndarray) -> jax.Array:
     """Integers of any dtype as int32; one that it does not hold as its largest or smallest."""
     held, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
-    return jnp.asarray(x.clip(max(held.min, wanted.min), min(held.max, wanted.max)).astype(jnp.int32))
+    x = x.clip(max(held.min, wanted.min), wanted.max) if held.max > wanted.max else x
+    return jnp.asarray(x.astype(jnp.int32))
 
 
 def local_sizes(sizes: jax.Array, offset: ArrayLike | None, groups: int, m: int, where: str) -> tuple[jax.Array, bool]:

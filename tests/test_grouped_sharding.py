@@ -1,0 +1,153 @@
+"""Grouped products on several devices: shard_map with check_vma=True, and XLA's partitioner; 8 virtual CPU devices."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grouped_oracle import integers, masked_multiply, masked_outer
+from jax import lax
+
+import cutjax
+
+P = jax.P
+M, K, N, G = 32, 8, 16, 8
+SIZES = jnp.array([5, 0, 10, 1, 3, 0, 0, 9], jnp.int32)  # four rows have no group
+X, W, DY = integers(0, (M, K)), integers(1, (G, K, N)), integers(2, (M, N))
+same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+
+
+def mesh_of(shape, names, kind=jax.sharding.AxisType.Auto):
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+
+
+MESH = mesh_of((8,), ("i",))
+
+
+def loss(f, x, w):
+    return (f(x, w) ** 2).sum()
+
+
+EXPECTED = jax.value_and_grad(functools.partial(loss, lambda x, w: masked_multiply(x, w, SIZES)), (0, 1))(X, W)
+
+
+def expert_parallel(x, w):
+    """Each device has the weights of some experts and adds what they make of all rows."""
+    local = cutjax.grouped_gemm(x, w, SIZES, group_offset=lax.axis_index("i") * w.shape[0])
+    return lax.psum(local, "i")
+
+
+def tensor_parallel(x, w):
+    """Each device has some columns of every expert."""
+    return cutjax.grouped_gemm(x, w, SIZES)
+
+
+def contraction_parallel(x, w):
+    return lax.psum(cutjax.grouped_gemm(x, w, SIZES), "i")
+
+
+PATTERNS = {
+    "expert": (expert_parallel, P(), P("i"), P()),
+    "tensor": (tensor_parallel, P(), P(None, None, "i"), P(None, "i")),
+    "contraction": (contraction_parallel, P(None, "i"), P(None, "i"), P()),
+}
+patterns = pytest.mark.parametrize(("fn", "x_spec", "w_spec", "y_spec"), PATTERNS.values(), ids=PATTERNS.keys())
+
+
+@patterns
+@pytest.mark.parametrize("eager", [False, True])
+def test_gradient_of_shard_map(fn, x_spec, w_spec, y_spec, eager):
+    sharded = jax.shard_map(fn, mesh=MESH, in_specs=(x_spec, w_spec), out_specs=y_spec)
+    gradient = jax.value_and_grad(functools.partial(loss, sharded), (0, 1))
+    same((gradient if eager else jax.jit(gradient))(X, W), EXPECTED)
+
+
+@patterns
+def test_gradient_inside_shard_map(fn, x_spec, w_spec, y_spec):
+    def inside(x, w):
+        value, grads = jax.value_and_grad(functools.partial(loss, fn), (0, 1))(x, w)
+        return (lax.psum(value, "i") if y_spec == P(None, "i") else value), grads
+
+    sharded = jax.shard_map(inside, mesh=MESH, in_specs=(x_spec, w_spec), out_specs=(P(), (x_spec, w_spec)))
+    same(jax.jit(sharded)(X, W), EXPECTED)
+
+
+def test_rows_divided():
+    """Each device has rows and sizes of its own; the weights are replicated, so their gradient is a sum."""
+    sizes = jnp.array(np.random.default_rng(0).integers(-1, 3, (8, G)), jnp.int32)
+
+    def local(x, w, sizes):
+        return cutjax.grouped_gemm(x, w, sizes[0])
+
+    def divided(f, x, w):
+        return jax.shard_map(f, mesh=MESH, in_specs=(P("i"), P(), P("i")), out_specs=P("i"))(x, w, sizes)
+
+    def whole(x, w):
+        clipped = jnp.maximum(sizes, 0)
+        return jax.vmap(masked_multiply, (0, None, 0))(x.reshape(8, -1, K), w, clipped).reshape(M, N)
+
+    got = jax.jit(jax.value_and_grad(functools.partial(loss, functools.partial(divided, local)), (0, 1)))(X, W)
+    same(got, jax.value_and_grad(functools.partial(loss, whole), (0, 1))(X, W))
+
+
+def test_outer_and_accumulate():
+    def local(x, dy, to):
+        offset = lax.axis_index("i") * to.shape[0]
+        plain = cutjax.grouped_outer(x, dy, SIZES, group_offset=offset, groups=to.shape[0])
+        return plain, cutjax.grouped_outer(x, dy, SIZES, accumulate=to, group_offset=offset, groups=to.shape[0])
+
+    to = integers(3, W.shape)
+    sharded = jax.shard_map(local, mesh=MESH, in_specs=(P(), P(), P("i")), out_specs=P("i"))
+    expected = masked_outer(X, DY, SIZES)
+    same(jax.jit(sharded)(X, DY, to), (expected, expected + to))
+    gradient = jax.grad(lambda x, dy, to: sum((v**2).sum() for v in sharded(x, dy, to)), (0, 1, 2))
+    plain = jax.grad(lambda x, dy, to: sum((masked_outer(x, dy, SIZES) + t) ** 2 for t in (0, to)).sum(), (0, 1, 2))
+    same(jax.jit(gradient)(X, DY, to), plain(X, DY, to))
+
+
+def test_scan_and_vmap_inside_shard_map():
+    w = integers(1, (3, G, K, K)) % 2
+
+    def layers(multiply, x, w):
+        return lax.scan(lambda h, w: (multiply(h, w), None), x, w)[0]
+
+    def mapped(x, w):
+        return jax.vmap(functools.partial(layers, expert_parallel), (0, None))(x, w)
+
+    xs = jnp.stack([X, -X])
+    sharded = jax.shard_map(mapped, mesh=MESH, in_specs=(P(), P(None, "i")), out_specs=P())
+    plain = jax.vmap(functools.partial(layers, lambda x, w: masked_multiply(x, w, SIZES)), (0, None))
+    got, expected = (jax.jit(jax.value_and_grad(functools.partial(loss, f), (0, 1)))(xs, w) for f in (sharded, plain))
+    same(got, expected)
+
+
+def test_vmap_of_shard_map():
+    sharded = jax.shard_map(expert_parallel, mesh=MESH, in_specs=(P(), P("i")), out_specs=P())
+    got = jax.jit(jax.vmap(sharded, (0, None)))(jnp.stack([X, X + 1]), W)
+    same(got, jax.vmap(lambda x: masked_multiply(x, W, SIZES))(jnp.stack([X, X + 1])))
+
+
+SPECS = {"rows": (P("i"), P()), "groups": (P(), P("i")), "columns": (P(), P(None, None, "i")), "k": (P(None, "i"), P())}
+
+
+@pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS.keys())
+def test_jit_over_several_devices(specs):
+    """No shard_map: arrays that live on several devices, divided by XLA."""
+    x, w = (jax.device_put(v, jax.NamedSharding(MESH, spec)) for v, spec in zip((X, W), specs, strict=True))
+    f = functools.partial(loss, lambda x, w: cutjax.grouped_gemm(x, w, SIZES))
+    same(jax.jit(jax.value_and_grad(f, (0, 1)))(x, w), EXPECTED)
+
+
+def test_explicit_sharding_is_refused():
+    mesh = mesh_of((8,), ("i",), jax.sharding.AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x, w = (jax.device_put(v, jax.NamedSharding(mesh, P())) for v in (X, W))
+        same(cutjax.grouped_gemm(x, w, SIZES), masked_multiply(X, W, SIZES))
+        x = jax.reshard(x, P("i"))
+        with pytest.raises(NotImplementedError, match=r"grouped_gemm: operands are divided over explicit mesh axes"):
+            cutjax.grouped_gemm(x, w, SIZES)
+        with pytest.raises(NotImplementedError, match=r"grouped_outer: .*call it inside jax.shard_map, or jax.reshard"):
+            cutjax.grouped_outer(x, jax.reshard(DY, P()), SIZES)

@@ -1,0 +1,270 @@
+"""grouped_gemm and grouped_outer under every transformation, against one masked product in plain JAX."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grouped_oracle import integers, masked_multiply, masked_outer
+from jax.test_util import check_grads
+
+import cutjax
+
+M, K, N, G = 24, 8, 6, 4
+SIZES = jnp.array([5, 0, 10, 6], jnp.int32)  # three rows have no group
+same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+
+
+def operands(layout: str, dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
+    return integers(0, (M, K), dtype), integers(1, (G, *((K, N) if layout == "nn" else (N, K))), dtype)
+
+
+def pair(layout: str):
+    """The operation and its oracle."""
+    return tuple(functools.partial(f, layout=layout) for f in (cutjax.grouped_gemm, masked_multiply))
+
+
+OUTER = (cutjax.grouped_outer, masked_outer)
+# (operation and oracle, operands)
+CASES = {
+    "nn": (pair("nn"), operands("nn")),
+    "nt": (pair("nt"), operands("nt")),
+    "outer": (OUTER, (integers(0, (M, K)), integers(2, (M, N)))),
+}
+cases = pytest.mark.parametrize(("functions", "args"), CASES.values(), ids=CASES.keys())
+
+
+@cases
+def test_gradients(functions, args):
+    def both(f):
+        value, vjp = jax.vjp(lambda x, y: f(x, y, SIZES), *args)
+        return value, vjp(integers(3, value.shape))
+
+    same(*(both(jax.jit(f)) for f in functions))
+
+
+@cases
+def test_jvp(functions, args):
+    dots = tuple(integers(3 + i, x.shape) for i, x in enumerate(args))
+    same(*(jax.jvp(lambda x, y, f=f: f(x, y, SIZES), args, dots) for f in functions))
+
+
+@cases
+def test_second_order(functions, args):
+    with jax.enable_x64(True):
+        args = tuple(x[..., :2].astype(np.float64) / 4 for x in (args if functions is OUTER else (args[0], args[1].mT)))
+        if functions is not OUTER:
+            args = args[0], args[1].mT if functions[0].keywords["layout"] == "nn" else args[1]
+        check_grads(lambda x, y: jnp.tanh(functions[0](x, y, SIZES)), args, order=2, modes=["fwd", "rev"])
+
+
+@cases
+def test_hessian_vector_product(functions, args):
+    dots = tuple(integers(3 + i, x.shape) for i, x in enumerate(args))
+
+    def products(f):
+        grad = jax.grad(lambda x, y: (f(x, y, SIZES) ** 2).sum(), (0, 1))
+        return jax.jvp(grad, args, dots), jax.vjp(grad, *args)[1](dots)
+
+    same(*(products(f) for f in functions))
+
+
+def stacked(x: jax.Array, axis: int | None) -> jax.Array:
+    """Three of an operand, different."""
+    others = (jnp.roll(x, 1), x[::-1]) if x.dtype == jnp.int32 else (x + 1, -x)
+    return x if axis is None else jnp.stack([x, *others], axis)
+
+
+AXES = [axes for axes in itertools.product((None, 0, 2), (None, 0, 1, 3), (None, 0, 1)) if axes != (None,) * 3]
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_vmap(axes):
+    """Over any subset of x, w and the sizes, and any axis."""
+    args = [stacked(x, axis) for x, axis in zip((*operands("nt"), SIZES), axes, strict=True)]
+    got, expected = (jax.jit(jax.vmap(f, axes, 1))(*args) for f in pair("nt"))
+    same(got, expected)
+
+
+SOME_AXES = [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, None), (1, None, 1), (None, 2, 0), (0, 1, 0)]
+
+
+@cases
+@pytest.mark.parametrize("axes", SOME_AXES, ids=str)
+def test_vmap_of_grad_and_grad_of_vmap(functions, args, axes):
+    args = [stacked(x, axis) for x, axis in zip((*args, SIZES), axes, strict=True)]
+
+    def both(f):
+        def loss(x, y, sizes):
+            return (f(x, y, sizes) ** 2).sum()
+
+        mapped = jax.vmap(jax.value_and_grad(loss, (0, 1)), axes)(*args)
+        summed = jax.grad(lambda x, y: jax.vmap(loss, axes)(x, y, args[2]).sum(), (0, 1))(*args[:2])
+        return mapped, summed
+
+    same(*(jax.jit(functools.partial(both, f))() for f in functions))
+
+
+@pytest.mark.parametrize("inner", [(0, None, None), (None, None, 0), (None, 1, 0)], ids=str)
+@pytest.mark.parametrize("outer", [(None, 0, None), (1, None, None), (0, 0, 1)], ids=str)
+def test_vmap_nested(inner, outer):
+    args = (*operands("nn"), SIZES)
+    for axes in (inner, outer):
+        args = tuple(stacked(x, axis) for x, axis in zip(args, axes, strict=True))
+    got, expected = (jax.jit(jax.vmap(jax.vmap(f, inner), outer))(*args) for f in pair("nn"))
+    same(got, expected)
+
+
+def test_vmap_of_group_offset():
+    x, w = operands("nn")
+    got = jax.vmap(lambda w, i: cutjax.grouped_gemm(x, w[None], SIZES, group_offset=i))(w, jnp.arange(G))
+    same(got.sum(0), masked_multiply(x, w, SIZES))
+
+
+def primitives(fn, *args) -> list[str]:
+    jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+    return sorted(eqn.primitive.name for eqn in jaxpr.eqns)
+
+
+@pytest.mark.parametrize("axes", SOME_AXES, ids=str)
+def test_vmap_never_copies_the_weights(axes):
+    """A batch axis of the operation, of size 1 where an operand is shared; in the backward pass, too."""
+    x, w = (jnp.stack([v] * 3) if axis is not None else v for v, axis in zip(operands("nn"), axes, strict=False))
+    sizes = SIZES if axes[2] is None else jnp.stack([SIZES] * 3)
+    axes = tuple(axis if axis is None else 0 for axis in axes)
+    mapped = jax.vmap(cutjax.grouped_gemm, axes)
+    for fn in (mapped, lambda x, w, sizes: jax.vjp(lambda x, w: mapped(x, w, sizes), x, w)[1](jnp.ones((3, M, N)))):
+        jaxpr = jax.make_jaxpr(fn)(x, w, sizes).jaxpr
+        for eqn in jaxpr.eqns:
+            assert eqn.primitive.name not in ("transpose", "concatenate", "gather")
+            if eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.shape:
+                assert eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt"])
+def test_backward_is_two_products_and_no_transpose(layout):
+    x, w = operands(layout)
+    dy = integers(3, (M, N))
+
+    def backward(x, w, dy):
+        return jax.vjp(lambda x, w: cutjax.grouped_gemm(x, w, SIZES, layout=layout), x, w)[1](dy)
+
+    products = [name for name in primitives(backward, x, w, dy) if name.startswith("cutjax")]
+    assert products == ["cutjax_grouped_gemm", "cutjax_grouped_gemm", "cutjax_grouped_outer"]
+    assert "transpose" not in primitives(backward, x, w, dy)
+    problems = [row.choice.problem for row in cutjax.explain(jax.jit(backward))(x, w, dy).rows]
+    assert sorted(p.layout for p in problems) == sorted(["nt" if layout == "nn" else "nn", "tn"])  # and no forward
+
+
+def test_gradient_of_shared_weights_is_rounded_once():
+    """The terms of a batch sum stay in float32: 257 is none of bfloat16's numbers, yet 257 - 256 is 1."""
+    x = jnp.array([[[256], [1]], [[-256], [0]]], jnp.bfloat16)
+    w = jnp.ones((1, 1, 1), jnp.bfloat16)
+
+    def total(w, x):
+        return cutjax.grouped_gemm(x, w, jnp.array([2]), out_dtype=jnp.float32).sum()
+
+    dw = jax.grad(lambda w: jax.vmap(total, (None, 0))(w, x).sum())(w)
+    assert (dw.dtype, dw[0, 0, 0]) == (jnp.bfloat16, 1)
+    dx = jax.grad(
+        lambda x: jax.vmap(total, (0, None))(jnp.array([256, 1, -256], x.dtype)[:, None, None, None], x).sum()
+    )
+    assert dx(jnp.ones((2, 1), jnp.bfloat16))[0, 0] == 1
+
+
+def test_gradients_have_the_operands_dtype():
+    x, w = operands("nn", jnp.bfloat16)
+    grad = jax.grad(lambda x, w: cutjax.grouped_gemm(x, w, SIZES, out_dtype=jnp.float32).sum(), (0, 1))
+    assert [g.dtype for g in grad(x, w)] == [jnp.bfloat16] * 2
+    rows = cutjax.explain(grad)(x, w).rows
+    assert {row.choice.problem.a_dtype.name for row in rows} == {"bfloat16"}  # a kernel can serve it
+
+
+def test_gradient_of_accumulate():
+    x, dy, to = integers(0, (M, K)), integers(1, (M, N)), integers(2, (G, K, N))
+
+    def plain(x, dy, to):
+        return to + masked_outer(x, dy, SIZES)
+
+    def add(x, dy, to):
+        return cutjax.grouped_outer(x, dy, SIZES, accumulate=to)
+
+    def all_of(f):
+        def loss(*args):
+            return (f(*args) ** 2).sum()
+
+        hessian = jax.jvp(jax.grad(loss, (0, 1, 2)), (x, dy, to), (dy @ dy.T @ x, dy, to))
+        mapped = [
+            jax.vmap(jax.value_and_grad(loss, (0, 1, 2)), axes)(
+                *(stacked(v, axis) for v, axis in zip((x, dy, to), axes, strict=True))
+            )
+            for axes in ((0, None, None), (None, None, 2), (1, 0, 0))
+        ]
+        return hessian, mapped
+
+    same(all_of(add), all_of(plain))
+
+
+def test_scan_over_layers():
+    """x through three layers of experts, each with its own weights and sizes."""
+    x, w = integers(0, (M, K)), integers(1, (3, G, K, K)) % 2
+    sizes = jnp.array([[5, 0, 10, 6], [24, 0, 0, 0], [1, 2, 3, 4]], jnp.int32)
+
+    def loss(f, x, w):
+        def layer(h, of_layer):
+            h = f(h, *of_layer)
+            return h, h.sum()
+
+        h, sums = jax.lax.scan(layer, x, (w, sizes))
+        return (h * sums[0]).sum()
+
+    same(*(jax.jit(jax.value_and_grad(functools.partial(loss, f), (0, 1)))(x, w) for f in pair("nn")))
+
+
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable], ids=["nothing", "dots"])
+def test_checkpoint(policy):
+    x, w = integers(0, (M, K)), integers(1, (G, K, K))
+
+    def loss(f, x, w):
+        layer = jax.checkpoint(lambda x: jnp.maximum(f(x, w, SIZES), 0), policy=policy)
+        return layer(layer(x)).sum()
+
+    same(*(jax.jit(jax.grad(functools.partial(loss, f), (0, 1)))(x, w) for f in pair("nn")))
+
+
+def test_sizes_are_data(caplog):
+    """No size is read by the host: one program serves all of them, and they may come from the device."""
+    x, w = operands("nn")
+    routed = jax.jit(lambda x, w, e: cutjax.grouped_gemm(x, w, jnp.bincount(e, length=G)))
+    routed(x, w, jnp.zeros(M, jnp.int32))
+    experts = jnp.arange(M, dtype=jnp.int32) % G
+    with jax.log_compiles(), jax.transfer_guard_device_to_host("disallow"):
+        caplog.clear()
+        y = routed(x, w, experts)
+        assert not [record for record in caplog.records if "ompil" in record.getMessage()]
+    same(y, masked_multiply(x, w, jnp.full(G, M // G)))
+
+
+def test_disable_jit_and_donation():
+    x, w = operands("nn")
+    expected = masked_multiply(x, w, SIZES)
+    with jax.disable_jit():
+        same(cutjax.grouped_gemm(x, w, SIZES), expected)
+    to = integers(2, (G, K, N))
+    expected = to + masked_outer(x, x[:, :N], SIZES)
+    add = jax.jit(lambda x, dy, to: cutjax.grouped_outer(x, dy, SIZES, accumulate=to), donate_argnums=2)
+    same(add(x, x[:, :N], to), expected)
+    assert to.is_deleted()
+
+
+def test_sizes_have_no_tangent():
+    x, w = operands("nn")
+    _, vjp = jax.vjp(cutjax.grouped_gemm, x, w, SIZES)
+    assert vjp(jnp.ones((M, N)))[2].dtype == jax.dtypes.float0
+    with jax.numpy_dtype_promotion("standard"):
+        dw = jax.grad(lambda w: cutjax.grouped_gemm(x.astype(jnp.int8), w, SIZES).sum())(w)  # integers have none either
+    assert dw.shape == w.shape
