@@ -75,7 +75,7 @@ class Problem:
         for full, a, b in zip(self.batch, self.a_batch, self.b_batch, strict=True):
             if a not in (1, full) or b not in (1, full):
                 raise ValueError(f"Problem: {self.a_batch} and {self.b_batch} do not broadcast to {self.batch}")
-        if self.ragged not in ("", "m", "k") or bool(self.ragged) != bool(self.groups):
+        if self.ragged not in ("", "m", "k") or (self.groups and not self.ragged) or self.groups < 0:
             raise ValueError(
                 f"Problem: {self.groups} groups with ragged={self.ragged!r}, expected 'm' or 'k' with groups"
             )
@@ -104,7 +104,8 @@ class Problem:
     @property
     def flops(self) -> int:
         """Floating-point operations of the products: 2 m n k for each matrix of the result."""
-        return 2 * self.m * self.n * self.k * self.batch_size * self.products
+        grouped = 0 if self.ragged and not self.groups else 1
+        return 2 * self.m * self.n * self.k * self.batch_size * self.products * grouped
 
     @property
     def result_bytes(self) -> int:
@@ -142,8 +143,7 @@ class Problem:
         batches = (self.a_batch, self.b_batch, *((self.sizes_batch,) if self.groups else ()))
         flags = [tuple(size != 1 for size in batch) for batch in batches]
         for i, spec in enumerate(self.epilogue.operands if self.epilogue else ()):
-            batch = spec.batch[:-1] if self.ragged == "k" else spec.batch
-            flags.insert(2 + i, (False,) * (len(self.batch) - len(batch)) + batch)
+            flags.insert(2 + i, (False,) * (len(self.batch) - len(spec.batch)) + spec.batch)
         groups: list[tuple[int, ...]] = []
         for size, *moves in zip(self.batch, *flags, strict=True):
             if size == 1:
@@ -154,7 +154,7 @@ class Problem:
                 groups.append((size, *moves))
         if self.groups:
             specs = self.epilogue.operands if self.epilogue else ()
-            of_group = [spec.batch[-1:] == (True,) if self.ragged == "k" else spec.group for spec in specs]
+            of_group = [self.ragged == "k" or spec.group for spec in specs]
             groups.append((self.groups, False, self.ragged == "m", *of_group, False))
         return tuple(groups)
 

@@ -23,7 +23,7 @@ OUTPUT_DTYPES = ("bf16", "f16", "f32")  # of a plain product; an epilogue's are 
 A_BOX = 16  # rows of a that are loaded together where a tile is not full
 # Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168. A producer that walks groups of k
 # spills in 40.
-REGISTERS = {"": (40, 232), "m": (40, 232), "k": (56, 224)}
+REGISTERS = {"": (40, 232), "m": (40, 232), "k": (40, 232)}
 
 
 def problem_reasons(problem: Problem) -> list[str]:
@@ -102,7 +102,7 @@ def _max_accumulators(config: Config, problem: Problem) -> int:
     """
     epilogue = problem.epilogue
     if epilogue is None:
-        return 160 if problem.ragged == "m" else MAX_ACCUMULATORS
+        return 160 if problem.ragged == "m" or (problem.ragged and config.schedule == "coop") else MAX_ACCUMULATORS
     if _fusion.reductions(epilogue):
         return 96
     full = any(spec.row and spec.col for spec in epilogue.operands)

@@ -13,6 +13,10 @@ struct __align__(64) TensorMap {
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
+// Tells the compiler that a value is the same in all lanes of the warp, all of which call. Where it does not know that
+// of what a loop with wgmma depends on, it waits for each wgmma.
+DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
 // ---- clusters and registers ----
 
 DEVICE u32 cluster_ctarank() {

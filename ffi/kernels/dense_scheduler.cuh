@@ -17,6 +17,6 @@ struct Scheduler {
     int batch = index < tiles ? 0 : index / tiles;
     Place at = place(index - batch * tiles, tiles_m, tiles_n, raster);
     int m = (at.m * CLUSTER_M + rank_m) * BM, n = (at.n * CLUSTER_N + rank_n) * BN;
-    return {m, n, BM, 0, k_end, (k_end + BK - 1) / BK, false, batch, batch};
+    return {m, n, BM, 0, k_end, (k_end + BK - 1) / BK, batch, batch};
   }
 };

@@ -9,9 +9,9 @@ struct Scheduler {
   int k_all, raster, batch, batch1, groups, leading, step0, step1;
   int tiles_m, tiles_n;
   const int* sizes;  // [.., leading + groups]
-  // The window of 32 sizes: which matrix of the batch, its first entry, and where it ends.
-  int z = 0, first = -32, row_end = 0, tile_end = 0;
-  int row, rows, tile;  // this lane's entry: its first row, how many, its first tile
+  // The window of 32 sizes: which matrix of the batch, its first entry, and the first tile after it.
+  int z = 0, first = -32, tile_end = 0;
+  int row = 0, rows = 0, tile;  // this lane's entry: its first row, how many, its first tile
 
   DEVICE Scheduler(int m, int n, int k, int raster, int batch, int batch1, int groups, const int* sizes, int leading,
                    int step0, int step1)
@@ -34,7 +34,7 @@ struct Scheduler {
     while (index >= tile_end) {
       first += 32;
       if (first >= leading + groups + RAGGED_M) {
-        first = row_end = 0;
+        first = row = rows = 0;
         if (++z >= batch) return false;
       }
       load();
@@ -49,12 +49,12 @@ struct Scheduler {
     int group = first + lane - leading;
     bool outside = RAGGED_M && (group < 0 || group >= groups);
     Place at = place(index, RAGGED_M ? (count + BM - 1) / BM : tiles_m, tiles_n, raster);
-    int m = (at.m * CLUSTER_M + rank_m) * BM, n = (at.n * CLUSTER_N + rank_n) * BN;
+    int m = (at.m * CLUSTER_M + rank_m) * BM, n = (at.n * CLUSTER_N + rank_n) * BN, matrix = z * groups + group;
     if constexpr (RAGGED_M) {
       int k_blocks = outside ? 0 : (k_all + BK - 1) / BK;
-      return {start + m, n, count - m, 0, k_all, k_blocks, outside, z, z * groups + group};
+      return {uniform(start + m), uniform(n), uniform(count - m), 0, k_all, uniform(k_blocks), z, matrix};
     } else {
-      return {m, n, BM, start, start + count, (count + BK - 1) / BK, false, z * groups + group, z * groups + group};
+      return {m, n, BM, start, start + count, uniform(max(1, (count + BK - 1) / BK)), matrix, matrix};
     }
   }
 
@@ -74,10 +74,10 @@ struct Scheduler {
       u32 before = __shfl_up_sync(~0u, end, d);
       if (lane >= d) end = min(end + before, all);
     }
-    end = min(end + row_end, all);
+    int before = __shfl_sync(~0u, row + rows, 31);  // where the window before this one ended
+    end = min(end + before, all);
     row = __shfl_up_sync(~0u, end, 1);
-    if (lane == 0) row = row_end;
-    row_end = __shfl_sync(~0u, end, 31);
+    if (lane == 0) row = before;
     rows = end - row;
 
     bool group = entry >= leading && entry < entries;

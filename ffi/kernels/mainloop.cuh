@@ -135,11 +135,11 @@ DEVICE void clear(SharedTiles shared, int stage, int row, int depth, int thread,
   bar_sync(barrier, 128);
 }
 
-// One warpgroup: accumulators [PRODUCTS][M_BLOCKS][64 x BN] of the tile's rows from `row` on, over all k blocks; only
-// the first BLOCKS of them.
-template <int BLOCKS>
+// One warpgroup: accumulators [PRODUCTS][M_BLOCKS][64 x BN] of the tile's rows from `row` on, or of the first BLOCKS of
+// them, over all k blocks, of which there is at least one. `issued` is called when all of them are multiplying.
+template <int BLOCKS, typename Issued>
 DEVICE void drain(float (&accumulators)[PRODUCTS][M_BLOCKS][BN / 2], Pipeline& pipe, SharedTiles shared, int row,
-                  const Work& work, int thread, int barrier) {
+                  const Work& work, int thread, int barrier, Issued issued) {
   u32 previous = 0;
   for (int k = 0; k < work.k_blocks; ++k) {
     mbarrier_wait(pipe.full_barrier(), pipe.phase);
@@ -156,7 +156,7 @@ DEVICE void drain(float (&accumulators)[PRODUCTS][M_BLOCKS][BN / 2], Pipeline& p
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) {
           u64 a = OperandA::descriptor(shared.a(pipe.stage), row + block * 64, slice);
-          wgmma(accumulators[p][block], a, b, RAGGED_K || (k | slice) != 0);
+          wgmma(accumulators[p][block], a, b, (k | slice) != 0);
         }
       }
     }
@@ -168,12 +168,9 @@ DEVICE void drain(float (&accumulators)[PRODUCTS][M_BLOCKS][BN / 2], Pipeline& p
     previous = pipe.empty_barrier();
     pipe.advance();
   }
-}
-
-DEVICE void clear(float (&accumulators)[PRODUCTS][M_BLOCKS][BN / 2]) {
-#pragma unroll
-  for (int i = 0; i < PRODUCTS * M_BLOCKS * BN / 2; ++i)
-    accumulators[i / (M_BLOCKS * BN / 2)][i / (BN / 2) % M_BLOCKS][i % (BN / 2)] = 0;
+  issued();
+  wgmma_wait_group<0>();
+  release(previous, thread);
 }
 
 // One warpgroup none of whose rows belong to the tile.
@@ -183,9 +180,4 @@ DEVICE void skip(Pipeline& pipe, const Work& work, int thread) {
     release(pipe.empty_barrier(), thread);
     pipe.advance();
   }
-}
-
-DEVICE void drain_last(const Pipeline& pipe, int thread) {
-  wgmma_wait_group<0>();
-  release(pipe.empty + (pipe.stage == 0 ? STAGES - 1 : pipe.stage - 1) * 8, thread);
 }

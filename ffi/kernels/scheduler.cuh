@@ -23,8 +23,7 @@ struct Work {
   int m, n;      // its first row and column in the result
   int rows;      // how many rows from there on belong to its group; fewer than BM only where rows have groups
   int k, k_end;  // the part of the contraction that is its group's
-  int k_blocks;  // blocks of BK that this takes; 0: the product is zero
-  bool outside;  // rows of no group: zero, whatever the epilogue
+  int k_blocks;  // blocks of BK that this takes, where what is past k_end counts as zero; 0 for rows of no group
   int result;    // which matrix of the results
   int batch;     // which of the batch, groups being its last axis: a BatchIndex of it says which matrix of an array
 };

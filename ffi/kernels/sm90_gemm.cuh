@@ -91,24 +91,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
           continue;
         }
       }
-      if constexpr (RAGGED_K) clear(accumulators);  // an empty group's product
       if constexpr (PING_PONG) bar_sync(TURN_BARRIER + consumer, 256);
+      auto issued = [&] {
+        if constexpr (PING_PONG) bar_arrive(TURN_BARRIER + (consumer ^ 1), 256);
+      };
       int rows = work.rows - first_row;  // this warpgroup's, which may be none
-      if (RAGGED_M && rows <= 0) {
+      if (RAGGED_M && (work.k_blocks == 0 || rows <= 0)) {
         skip(pipe, work, thread);
-      } else if (RAGGED_M && M_BLOCKS > 1 && rows <= 64) {
-        drain<1>(accumulators, pipe, shared, first_row, work, thread, epilogue.barrier);
-      } else {
-        drain<M_BLOCKS>(accumulators, pipe, shared, first_row, work, thread, epilogue.barrier);
-      }
-      if constexpr (PING_PONG) bar_arrive(TURN_BARRIER + (consumer ^ 1), 256);
-      if (RAGGED_M && rows <= 0) continue;
-      if (!GROUPED || work.k_blocks > 0) drain_last(pipe, thread);
-      if constexpr (PING_PONG && !GROUPED) pipe.advance(k_blocks);
-      if (work.outside) {
-        rows_d.clear(work.n, work.m + first_row, work.result, min(rows, ROWS_PER_CONSUMER), thread);
+        issued();
+        if (work.k_blocks == 0 && rows > 0)  // of no group: zero, whatever the epilogue
+          rows_d.clear(work.n, work.m + first_row, work.result, min(rows, ROWS_PER_CONSUMER), thread);
         continue;
       }
+      if (RAGGED_M && M_BLOCKS > 1 && rows <= 64) {
+        drain<1>(accumulators, pipe, shared, first_row, work, thread, epilogue.barrier, issued);
+      } else {
+        drain<M_BLOCKS>(accumulators, pipe, shared, first_row, work, thread, epilogue.barrier, issued);
+      }
+      if constexpr (PING_PONG && !GROUPED) pipe.advance(k_blocks);
       operands.begin_tile(BatchIndex(work.batch, batch1, batch2));
       partials.begin_tile(work.result);
       epilogue.store(accumulators, operands, partials, map_d, rows_d, work.m + first_row, work.n, rows, work.result);
