@@ -99,8 +99,9 @@ class Fused:
         def draw(shape, dtype=H):
             return rng.integers(-2, 3, shape).astype(np.float32).astype(dtype)
 
-        shapes = {"gn": (g, 1, n), "g1": (g, 1, 1), "m1": (*self.batch, m, 1), "mn": (*self.batch, m, n)}
-        shapes |= {"n": (n,), "": ()}
+        shared = (1,) * len(self.batch)
+        shapes = {"gn": (*shared, g, 1, n), "g1": (*shared, g, 1, 1), "n": (n,), "": ()}
+        shapes |= {"m1": (*self.batch, m, 1), "mn": (*self.batch, m, n)}
         ws = tuple(draw((g, k, n) if self.layout == "nn" else (g, n, k)) for _ in range(self.epilogue.products))
         operands = tuple(draw(shapes[axes], (H, F32)[i % 2]) for i, axes in enumerate(self.epilogue.operands))
         return draw((*self.batch, m, k)), ws, self.sizes, operands
@@ -116,8 +117,11 @@ class Fused:
                 accs = [rows @ (w[group] if self.layout == "nn" else w[group].T).astype(F32) for w in ws]
                 seen = []
                 for axes, value in zip(self.epilogue.operands, operands, strict=True):
-                    part = value[group] if "g" in axes else value[index][start:end] if "m" in axes else value
-                    seen.append(part.astype(F32))
+                    if "g" in axes:
+                        value = value.reshape(value.shape[-3:])[group]
+                    elif "m" in axes:
+                        value = value[index][start:end]
+                    seen.append(value.astype(F32))
                 values = self.epilogue.fn(*accs, *seen)
                 for out, value in zip(outs, values if isinstance(values, tuple) else (values,), strict=True):
                     out[index][start:end] = value.astype(out.dtype)
@@ -130,7 +134,7 @@ class Fused:
         empty = (sizes.reshape(-1, self.groups) == 0).all(0)
         of_axes = list(zip(self.epilogue.operands, operands, strict=True))
         for value in (*ws, *(value for axes, value in of_axes if "g" in axes)):
-            value[empty] = np.nan
+            value[..., empty, :, :] = np.nan
         for value in (x, *(value for axes, value in of_axes if "m" in axes)):
             value[..., -NONE:, :] = np.nan
         return x, ws, sizes, operands

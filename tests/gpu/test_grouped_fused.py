@@ -176,7 +176,7 @@ def test_vmap_of_a_fused_product():
     item = Fused("gated with biases", "nn", (2,), m=1250)
     x, ws, sizes, (a, b, s) = item.arrays
     one = Fused("gated with biases").gemm(backend=BACKEND)
-    function = jax.jit(jax.vmap(lambda x, sizes, s: one(x, ws, sizes, (a, b, s))))
+    function = jax.jit(jax.vmap(lambda x, sizes, s: one(x, ws, sizes, (a[0], b[0], s))))
     assert function.lower(x, sizes, s).as_text().count(CALL) == 1
     check(item, [np.asarray(function(x, sizes, s))])
 
