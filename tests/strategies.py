@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from jax import lax
 
@@ -143,3 +145,24 @@ def epilogues(
     found[0] = ("add", ("arg", 0), found[0])
     out = st.sampled_from(["float32"] if smooth else ["float32", "bfloat16", "float16"])
     return Case(n, operands, tuple(found), tuple(draw(out) for _ in found))
+
+
+@functools.cache
+def examples(count: int, kinds: Sequence[str]) -> list[Case]:
+    """As many random epilogues with operands of these kinds, the same each time."""
+    found: dict[Case, None] = {}
+
+    @settings(
+        max_examples=2 * count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=tuple(HealthCheck),  # pyright: ignore[reportArgumentType]
+    )
+    @given(epilogues(kinds=kinds))
+    def collect(case):
+        found.setdefault(case)
+
+    collect()
+    return list(found)[-count:]  # the first are the simplest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 
 import jax
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import strategies
-from hypothesis import HealthCheck, Phase, given, settings
 
 import cutjax
 from benchmarks import cases, fused
@@ -33,29 +31,9 @@ def spills(choice) -> int:
     return (found.spill_store_bytes or 0) + (found.spill_load_bytes or 0)
 
 
-@functools.cache
-def random_cases() -> list[strategies.Case]:
-    found: dict[strategies.Case, None] = {}
-
-    @settings(
-        max_examples=2 * RANDOM,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=tuple(HealthCheck),  # pyright: ignore[reportArgumentType]
-    )
-    @given(strategies.epilogues(kinds=sorted(strategies.KINDS)))
-    def collect(case):
-        found.setdefault(case)
-
-    collect()
-    return list(found)[-RANDOM:]  # the first are the simplest
-
-
 @pytest.mark.parametrize("index", range(RANDOM))
 def test_random_epilogues_are_one_kernel(index):
-    case = random_cases()[index]
+    case = strategies.examples(RANDOM, tuple(sorted(strategies.KINDS)))[index]
     batch = ((), (3,))[index % 2]
     x, w = jax.ShapeDtypeStruct((*batch, 136, 72), H), jax.ShapeDtypeStruct((*batch, 72, 264), H)
     arrays = case.arrays((*batch, 136, 264))

@@ -12,7 +12,7 @@ import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
 import cutjax
-from cutjax.grouped import grouped_gemm
+from cutjax import grouped_gemm
 
 M, N, K, G = 9, 6, 8, 4
 H = jnp.bfloat16

@@ -9,7 +9,7 @@ import pytest
 
 from cutjax._expression import OperandSpec
 from cutjax._fused import SAVE
-from cutjax.grouped import grouped_gemm
+from cutjax import grouped_gemm
 
 M, N, K, G = 9, 6, 8, 4
 H = jnp.bfloat16
