@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cutjax import grouped_gemm
 from cutjax._expression import OperandSpec
 from cutjax._fused import SAVE
-from cutjax import grouped_gemm
 
 M, N, K, G = 9, 6, 8, 4
 H = jnp.bfloat16
