@@ -139,7 +139,8 @@ def _block_jvp(how: How, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Ar
         h, kept = forward(x, ws, operands)
         y = _second(how, product, h, w2, b2)
         terms = tangent(h, kept, w2, operands, acc_dots, operand_dots, w2_dot)
-    terms += [jnp.broadcast_to(dot.astype(y.dtype), y.shape) for dot in b2_dot if dot is not None]
+    wide = max(_fused.ACC, y.dtype, key=lambda dtype: dtype.itemsize)  # the transpose sums over rows in it
+    terms += [jnp.broadcast_to(dot.astype(wide), y.shape).astype(y.dtype) for dot in b2_dot if dot is not None]
     return y, functools.reduce(lax.add, terms) if terms else jnp.zeros_like(y)
 
 

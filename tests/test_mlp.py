@@ -308,6 +308,13 @@ def test_gradients_in_bfloat16_are_those_of_plain_jax():
     close(grads(lambda x, w1, w2, gate, b1: cutjax.mlp(x, w1, w2, gate=gate, b1=b1)), grads(reference), 0.03)
 
 
+def test_bias_gradients_are_summed_in_float32():
+    x, w1, w2 = (normal(i, shape, H) for i, shape in enumerate([(4096, K), (K, F), (F, N)]))
+    g = jax.random.normal(jax.random.key(7), (4096, N), H)
+    _, pull = jax.vjp(lambda b2: cutjax.mlp(x, w1, w2, b2=b2, activation=jax.nn.gelu), B2.astype(H))
+    np.testing.assert_allclose(pull(g)[0].astype(np.float32), np.asarray(g, np.float64).sum(0), rtol=2**-8)
+
+
 def test_dtypes():
     assert cutjax.mlp(HX, HW1, HW2).dtype == H
     assert cutjax.mlp(HX, HW1, HW2, b2=HB2, out_dtype=jnp.float32).dtype == jnp.float32
