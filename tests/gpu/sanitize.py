@@ -2,14 +2,15 @@
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
 
-and the same with racecheck, synccheck and initcheck. It launches our kernels, and beside them only XLA's that finish
-reductions, so every finding is ours. Prints "ok" and how many kernels ran, or what was wrong. ``--seconds`` ends it
-early; the most different kernels come first.
+and the same with racecheck, synccheck and initcheck. It launches our kernels alone, so every finding is ours, and into
+memory full of NaN, since initcheck does not see what TMA writes. Prints "ok" and how many kernels ran, or what was
+wrong. ``--seconds`` ends it early; the most different kernels come first.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 import sys
@@ -28,6 +29,8 @@ import numpy as np
 import problems
 
 import cutjax
+from cutjax import _fusion, _sm90
+from cutjax._launch import TARGET, Launch
 
 K = 136  # two whole k blocks and a tail
 TILES = 280  # twice the SMs and more: every CTA walks several tiles
@@ -90,21 +93,35 @@ def fused(name: str, schedule: str, cluster: tuple[int, int]) -> tuple[str, str 
         full = [tuple({"1": 1, "m": m, "n": n}[axis] for axis in shape) for shape in operands]
         return [(*BATCH, *shape) for shape in (a, *[b] * products, *full)]
 
-    def gemm(config, a, *rest):
+    def gemm(a, *rest):
         bs = rest[0] if products == 1 else rest[:products]
-        more = {"layout": layout, "out_dtype": np.float32, "config": config}
-        return cutjax.gemm(a, bs, epilogue=epilogue, operands=rest[products:], backend="cuda", **more)
+        return cutjax.gemm(a, bs, epilogue=epilogue, operands=rest[products:], layout=layout, out_dtype=np.float32)
 
     avals = [jax.ShapeDtypeStruct(shape, problems._INPUTS[0]) for shape in shapes(4096, 4096)]
-    (row,) = cutjax.explain(functools.partial(gemm, None), platform="cuda")(*avals).rows
+    (row,) = cutjax.explain(gemm, platform="cuda")(*avals).rows
     config = pick(row.choice.problem, schedule, cluster, number)
+    m, n = sizes(config)
+    problem = dataclasses.replace(row.choice.problem, m=m, n=n)
     draw = np.random.default_rng(number).integers
-    arrays = [draw(-2, 3, shape).astype(problems._INPUTS[0]) for shape in shapes(*sizes(config))]
-    a, bs, rest = arrays[0], arrays[1 : 1 + products], arrays[1 + products :]
-    accs = [problems.reference(a, b, layout, np.float32) for b in bs]
-    got = jax.jit(functools.partial(gemm, config))(*jax.device_put(arrays))
-    expected = epilogue(*accs, *(x.astype(np.float32) for x in rest))
-    return f"{config.name(row.choice.problem)}  {name}", wrong([np.asarray(x) for x in got], expected)
+    arrays = [draw(-2, 3, shape).astype(problems._INPUTS[0]) for shape in shapes(m, n)]
+    got = run(_sm90.launch(problem, config), arrays, _fusion.of(problem).outputs, (*BATCH, m, n))
+    accs = [problems.reference(arrays[0], b, layout, np.float32) for b in arrays[1 : 1 + products]]
+    expected = epilogue(*accs, *(x.astype(np.float32) for x in arrays[1 + products :]))
+    return f"{config.name(problem)}  {name}", wrong(got, expected)
+
+
+def run(launch: Launch, arrays: list[np.ndarray], outputs: Any, shape: tuple[int, ...]) -> list[np.ndarray]:
+    """The kernel alone, on NaN for results; what it leaves to XLA is done on the CPU."""
+    results = launch.results or [jax.ShapeDtypeStruct(shape, np.dtype(out.dtype)) for out in outputs]
+
+    @functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
+    def call(arrays, poison):
+        return jax.ffi.ffi_call(TARGET, results)(*arrays, **launch.attributes())
+
+    poison = [np.full(x.shape, np.nan, x.dtype) for x in results]
+    got = [np.asarray(x) for x in call(*jax.device_put((arrays, poison)))]
+    with jax.default_device(jax.devices("cpu")[0]):
+        return [np.asarray(x) for x in launch.finish(list(map(jnp.asarray, got)))] if launch.finish else got
 
 
 def grouped_problem(ragged: str, number: int, config: cutjax.Config | None = None) -> cutjax.Problem:
