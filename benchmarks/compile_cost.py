@@ -1,9 +1,9 @@
 """What a new GEMM adds to the first call of a jitted function: ``python -m benchmarks.run --tag compile``.
 
 Each measured function holds one product with a kernel of its own (pinned configs), so nothing is found in memory.
-Cold: an empty disk cache. Warm: a new process over the cache that the first one filled. XLA: the same function with
-backend="xla", autotuning included. Lowering is where cutjax compiles; the first call is lowering, XLA's compilation
-and one run.
+Cold: empty disk caches, ours and CUDA's own. Warm: a new process over those that the first one filled. XLA: the same
+function with backend="xla", autotuning included. Lowering is where cutjax compiles; the first call is lowering, XLA's
+compilation and one run.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ def measure(count: int = COUNT) -> dict[str, dict[str, float]]:
 
 
 def in_processes() -> dict[str, Any]:
-    """Cold, then warm over the same disk cache."""
+    """Cold, then warm over the same disk caches."""
     with tempfile.TemporaryDirectory() as cache:
         env = {"CUTJAX_CACHE_DIR": f"{cache}/kernels", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+        env["CUDA_CACHE_PATH"] = f"{cache}/cuda"  # beside a driver NVRTC keeps what it compiles there
         return {name: children.child("benchmarks.compile_cost", env=env) for name in ("cold", "warm")}
 
 
