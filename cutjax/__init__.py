@@ -10,6 +10,7 @@ from cutjax.explain import explain
 from cutjax.gemm import gemm
 from cutjax.grouped import grouped_gemm, grouped_outer
 from cutjax.mlp import grouped_mlp, mlp
+from cutjax.moe import moe
 from cutjax.ragged_dot import ragged_dot, ragged_dot_general
 from cutjax.routing import Routing, load_balance_loss, route, router_z_loss
 
@@ -26,6 +27,7 @@ __all__ = [
     "grouped_outer",
     "load_balance_loss",
     "mlp",
+    "moe",
     "ragged_dot",
     "ragged_dot_general",
     "route",

@@ -1,0 +1,359 @@
+"""moe against every expert computed for every token, under every transformation; 8 virtual CPU devices."""
+
+from __future__ import annotations
+
+import doctest
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import print_saved_residuals
+
+import cutjax
+
+T, D, H, N, E = 10, 8, 12, 6, 4
+P = jax.P
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape) / shape[-1] ** 0.5
+
+
+def close(got, expected, tolerance=1e-5):
+    def check(x, y):
+        assert x.dtype == y.dtype
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * max(1, np.abs(y).max(initial=0)))
+
+    jax.tree.map(check, got, expected)
+
+
+X, LOGITS = normal(0, T, D), 3 * normal(1, T, E)
+GATE, UP, DOWN = normal(2, E, D, H), normal(3, E, D, H), normal(4, E, H, N)
+ARGS = X, LOGITS, GATE, UP, DOWN
+
+
+def dense(
+    x, logits, gate, up, down, k=2, *, activation=jax.nn.silu, scoring="softmax", renormalize=True, selection_bias=None
+):
+    """The definition: all experts for all tokens, and a sum with weights of which all but k are zero."""
+    scores = jax.nn.softmax(logits) if scoring == "softmax" else jax.nn.sigmoid(logits)
+    best = lax.stop_gradient(scores if selection_bias is None else scores + selection_bias)
+    chosen = (best[..., None, :] > best[..., None]).sum(-1) < k  # fewer than k are better
+    weights = jnp.where(chosen, scores, 0)
+    if renormalize:
+        weights /= weights.sum(-1, keepdims=True)
+    h = activation(jnp.einsum("...td,edh->...teh", x, gate)) * jnp.einsum("...td,edh->...teh", x, up)
+    return jnp.einsum("...te,...teh,ehn->...tn", weights, h, down)
+
+
+def loss(f):
+    """A scalar of all arguments with second derivatives in each."""
+    return lambda *args: (f(*args) ** 2).sum()
+
+
+def gradient(f):
+    return jax.grad(loss(f), tuple(range(5)))
+
+
+OPTIONS = {
+    "the default": {},
+    "k=1": {"k": 1},
+    "all experts": {"k": E},
+    "not renormalized": {"renormalize": False},
+    "sigmoid with a bias": {"scoring": "sigmoid", "selection_bias": normal(5, E)},
+    "sigmoid, not renormalized": {"scoring": "sigmoid", "renormalize": False},
+    "gelu": {"activation": jax.nn.gelu},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_values_and_gradients(name):
+    got, expected = (functools.partial(f, **OPTIONS[name]) for f in (cutjax.moe, dense))
+    close(got(*ARGS), expected(*ARGS))
+    close(gradient(got)(*ARGS), gradient(expected)(*ARGS))
+
+
+@pytest.mark.parametrize("save", ["default", "recompute"])
+def test_derivatives(save):
+    got, expected = functools.partial(cutjax.moe, save=save), dense
+    dots = tuple(normal(20 + i, *x.shape) for i, x in enumerate(ARGS))
+    close(jax.jit(jax.value_and_grad(loss(got)))(*ARGS), jax.value_and_grad(loss(expected))(*ARGS))
+    close(jax.jvp(got, ARGS, dots), jax.jvp(expected, ARGS, dots))
+    close(jax.jvp(gradient(got), ARGS, dots), jax.jvp(gradient(expected), ARGS, dots), 1e-4)
+    close(*(jax.vjp(gradient(f), *ARGS)[1](dots) for f in (got, expected)), 1e-4)
+    close(jax.jacfwd(got)(*ARGS), jax.jacfwd(expected)(*ARGS))
+    close(jax.jacrev(got, 1)(*ARGS), jax.jacrev(expected, 1)(*ARGS))
+
+
+@pytest.mark.parametrize("i", range(5))
+def test_gradient_of_each_argument_alone(i):
+    close(*(jax.grad(loss(f), i)(*ARGS) for f in (cutjax.moe, dense)))
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt"])
+@pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
+def test_batches_and_layouts(batch, layout):
+    x, logits = normal(0, *batch, T, D), 3 * normal(1, *batch, T, E)
+    bias = normal(5, *batch, T, E)  # one for each token, batched
+
+    def fused(x, logits, *ws):
+        ws = [w.mT for w in ws] if layout == "nt" else ws
+        return cutjax.moe(x, logits, *ws, layout=layout, selection_bias=bias)
+
+    args = x, logits, GATE, UP, DOWN
+    expected = functools.partial(dense, selection_bias=bias)
+    close(fused(*args), expected(*args))
+    close(gradient(fused)(*args), gradient(expected)(*args))
+
+
+@pytest.mark.parametrize(
+    ("mapped", "dim"),
+    [({0}, 0), ({0}, -1), ({1}, 0), ({2}, 0), ({4}, -1), ({0, 1}, 1), ({2, 3, 4}, 0), ({0, 1, 2, 3, 4}, 0)],
+    ids=str,
+)
+def test_vmap(mapped, dim):
+    dims = tuple(dim if i in mapped else None for i in range(5))
+    args = tuple(x if d is None else jnp.stack([x, 0.5 - x, x[::-1]], d) for x, d in zip(ARGS, dims, strict=True))
+
+    def tangent(f):
+        return lambda *args: jax.jvp(f, args, args)[1]
+
+    maps = [jax.vmap(f, dims) for f in (cutjax.moe, dense)]
+    close(*(f(*args) for f in maps))
+    close(*(gradient(f)(*args) for f in maps), 1e-4)
+    close(*(tangent(f)(*args) for f in maps), 1e-4)
+    close(*(jax.vmap(gradient(f), dims)(*args) for f in (cutjax.moe, dense)), 1e-4)
+
+
+def test_scan_over_layers_and_checkpoint():
+    down = normal(4, E, H, D)
+
+    def model(layer, router, *ws):
+        def step(x, ws):
+            return x + layer(x, x @ router, *ws), None
+
+        return lax.scan(step, X, ws)[0]
+
+    router = 3 * normal(7, D, E)
+    args = router, *(jnp.stack([w, w[::-1]]) for w in (GATE, UP, down))
+    fs = [functools.partial(model, layer) for layer in (cutjax.moe, jax.checkpoint(cutjax.moe), dense)]
+    grads = [jax.jit(jax.grad(loss(f), tuple(range(4))))(*args) for f in fs]
+    close(grads[0], grads[2], 1e-4)
+    close(grads[1], grads[2], 1e-4)
+
+
+# Routing that is not even.
+
+
+def test_ties_and_experts_without_a_token():
+    logits = jnp.zeros((T, E))  # all to the first two experts
+    got = cutjax.moe(X, logits, GATE, UP, DOWN)
+    h = jax.nn.silu(jnp.einsum("td,edh->teh", X, GATE[:2])) * jnp.einsum("td,edh->teh", X, UP[:2])
+    close(got, jnp.einsum("teh,ehn->tn", h, DOWN[:2]) / 2)
+    grads = jax.grad(lambda *ws: loss(cutjax.moe)(X, logits, *ws), (0, 1, 2))(GATE, UP, DOWN)
+    for g in grads:
+        assert np.asarray(g[:2]).all()
+        assert not np.asarray(g[2:]).any()
+
+
+def test_a_token_is_never_dropped():
+    """All tokens on one expert, and a second that gets what is left."""
+    logits = jnp.tile(jnp.array([9.0, 0, 0, 0]), (T, 1)).at[-1].set(jnp.array([0, 9.0, 0, 0]))
+    args = X, logits, GATE, UP, DOWN
+    close(cutjax.moe(*args, k=1), dense(*args, k=1))
+
+
+def test_no_token():
+    got = functools.partial(cutjax.moe, X[:0], LOGITS[:0])
+    assert got(GATE, UP, DOWN).shape == (0, N)
+    grads = jax.grad(lambda *ws: got(*ws).sum(), (0, 1, 2))(GATE, UP, DOWN)
+    close(grads, jax.tree.map(jnp.zeros_like, (GATE, UP, DOWN)))
+
+
+@pytest.mark.parametrize("where", ["x", "logits", "weights"])
+def test_nan_stays_where_it_is(where):
+    args = list(ARGS)
+    if where == "weights":  # of one expert: the tokens that chose it
+        for i in (2, 3, 4):
+            args[i] = args[i].at[1].set(jnp.nan)
+        bad = (cutjax.route(LOGITS).indices == 1).any(-1)
+    else:  # of one token
+        args[where == "logits"] = args[where == "logits"].at[3].set(jnp.nan)
+        bad = jnp.arange(T) == 3
+    assert 0 < bad.sum() < T
+    np.testing.assert_array_equal(jnp.isnan(cutjax.moe(*args)), jnp.broadcast_to(bad[:, None], (T, N)))
+    dx, dlogits, *dws = gradient(lambda *args: cutjax.moe(*args))(*args)
+    np.testing.assert_array_equal(jnp.isnan(dx).any(-1), bad)
+    np.testing.assert_array_equal(jnp.isnan(dlogits).any(-1), bad)
+    touched = cutjax.route(args[1]).indices[bad]  # the experts of the tokens concerned, and no others
+    for dw in dws:
+        found = set(np.flatnonzero(jnp.isnan(dw).any((1, 2))).tolist())
+        assert found <= set(touched.ravel().tolist())
+        assert found
+
+
+# What runs.
+
+
+def test_deterministic():
+    f = jax.jit(gradient(cutjax.moe))
+    for first, second in zip(f(*ARGS), f(*ARGS), strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_no_floats_are_scattered_or_sorted():
+    """The only scatter is that of the integers which invert the permutation, and only integers are sorted."""
+    jaxpr = str(jax.make_jaxpr(gradient(cutjax.moe))(*ARGS))
+    assert "scatter-add" not in jaxpr
+    assert "scatter_add" not in jaxpr
+    text = jax.jit(gradient(cutjax.moe)).lower(*ARGS).as_text()
+    for name in ("scatter", "sort"):
+        for types in re.findall(rf'"stablehlo\.{name}"[^\n]*(?:\n(?!\s*}}\)).*)*\n\s*}}\) : (.*)', text):
+            assert "xf" not in types
+
+
+def saved(capsys, fn, *args) -> list[str]:
+    print_saved_residuals(fn, *args)
+    lines = [x.split()[0] for x in capsys.readouterr().out.splitlines() if "from the argument" not in x]
+    return sorted(x for x in lines if x.startswith("bf16") and "," in x)
+
+
+def test_what_is_saved(capsys):
+    args = tuple(x.astype(jnp.bfloat16) for x in ARGS)
+    rows, hidden = f"bf16[{2 * T},{D}]", f"bf16[{2 * T},{H}]"  # the rows; both accumulators, and the last one's operand
+    assert saved(capsys, cutjax.moe, *args) == sorted([rows, *[hidden] * 3])
+    assert saved(capsys, functools.partial(cutjax.moe, save="recompute"), *args) == [rows]
+    assert saved(capsys, jax.checkpoint(cutjax.moe), *args) == []
+    names = "cutjax_routing", "cutjax_preactivation", "cutjax_hidden"
+    without_rows = jax.checkpoint(cutjax.moe, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    assert saved(capsys, without_rows, *args) == [hidden] * 3
+    text = str(jax.make_jaxpr(gradient(without_rows))(*ARGS))
+    counts = {"top_k": 1, "sort": 1, "cutjax_grouped_gemm_fused": 2, "cutjax_dispatch": 3 + 2}
+    assert {name: len(re.findall(rf"\b{name}\b", text)) for name in counts} == counts
+    close(gradient(without_rows)(*ARGS), gradient(dense)(*ARGS))
+
+
+def test_bfloat16():
+    """To two roundings of a bf16 value at each of the three products; 2^-8 each, and a sum over k."""
+    args = tuple(x.astype(jnp.bfloat16) for x in ARGS)
+    got = cutjax.moe(*args)
+    assert got.dtype == jnp.bfloat16
+    wide = [x.astype(jnp.float32) for x in args]
+    close(got.astype(jnp.float32), dense(*wide), 0.02)
+    grads = gradient(lambda *args: cutjax.moe(*args).astype(jnp.float32))(*args)
+    assert {g.dtype for g in grads} == {jnp.dtype(jnp.bfloat16)}
+    close([g.astype(jnp.float32) for g in grads], list(gradient(dense)(*wide)), 0.03)
+
+
+# Expert parallelism.
+
+
+def mesh_of(shape, names):
+    return jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
+
+
+def divided(x, logits, gate, up, down, **options):
+    """This device's experts, for all tokens of its shard; the sum over the devices."""
+    offset = lax.axis_index("experts") * gate.shape[0]
+    return lax.psum(cutjax.moe(x, logits, gate, up, down, group_offset=offset, **options), "experts")
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (2, 4)], ids=str)
+@pytest.mark.parametrize("order", ["grad outside", "grad inside"])
+def test_expert_parallelism(shape, order):
+    x, logits = normal(0, 16, D), 3 * normal(1, 16, 8)
+    args = x, logits, normal(2, 8, D, H), normal(3, 8, D, H), normal(4, 8, H, N)
+    mesh = mesh_of(shape, ("tokens", "experts"))
+    specs = P("tokens"), P("tokens"), P("experts"), P("experts"), P("experts")
+    expected = dense(*args), gradient(dense)(*args)
+    if order == "grad outside":
+        f = jax.shard_map(divided, mesh=mesh, in_specs=specs, out_specs=P("tokens"))
+        got = jax.jit(f)(*args), jax.jit(gradient(f))(*args)
+    else:
+        inside = jax.shard_map(
+            lambda *args: (divided(*args), gradient(divided)(*args)),
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=(P("tokens"), specs),
+        )
+        got = jax.jit(inside)(*args)
+    close(got, expected)
+
+
+def test_expert_and_tensor_parallelism():
+    """Each device has half of the experts, and of each a quarter of the hidden layer."""
+    mesh = mesh_of((2, 4), ("experts", "hidden"))
+
+    def layer(*args):
+        return lax.psum(divided(*args), "hidden")
+
+    specs = P(), P(), P("experts", None, "hidden"), P("experts", None, "hidden"), P("experts", "hidden")
+    f = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P())
+    close(jax.jit(f)(*ARGS), dense(*ARGS))
+    close(jax.jit(gradient(f))(*ARGS), gradient(dense)(*ARGS))
+
+
+def test_what_is_summed_over_devices_has_the_size_of_x():
+    """The gradient is added over the devices for each token, not for each of its k rows."""
+    mesh = mesh_of((4,), ("experts",))
+    f = jax.shard_map(divided, mesh=mesh, in_specs=(P(), P(), P("experts"), P("experts"), P("experts")), out_specs=P())
+    text = str(jax.make_jaxpr(jax.grad(loss(f), (0, 1)))(*ARGS))
+    shapes = re.findall(r":\w+\[([\d,]*)\](?:\{[^}]*\})? = psum", text)
+    assert sorted(shapes) == sorted([f"{T},{N}", f"{T},{D}", f"{T},2"])
+
+
+def test_experts_of_no_device():
+    """Parts that do not cover all experts give those tokens' part only, whatever the offset."""
+    parts = [cutjax.moe(X, LOGITS, GATE[i:j], UP[i:j], DOWN[i:j], group_offset=i) for i, j in ((0, 1), (1, 3), (3, 4))]
+    close(sum(parts[1:], parts[0]), dense(*ARGS))
+
+
+# Errors.
+
+REFUSED = [
+    (ValueError, "moe: unknown layout 'tn'", {"layout": "tn"}),
+    (ValueError, "moe: unknown save 'all'", {"save": "all"}),
+    (ValueError, "moe: unknown backend 'gpu'", {"backend": "gpu"}),
+    (ValueError, "moe: unknown scoring 'tanh'", {"scoring": "tanh"}),
+    (ValueError, r"moe: k is 5, but router_logits \(10, 4\) are for 4 experts", {"k": 5}),
+    (TypeError, "moe: k must be an int, got float", {"k": 1.0}),
+    (ValueError, r"moe: x is \(9, 8\), router_logits is \(10, 4\): all axes but the last", {"x": X[1:]}),
+    (TypeError, "moe: router_logits must be floating-point numbers, got int32", {"router_logits": LOGITS.astype(int)}),
+    (ValueError, r"moe: selection_bias is \(3,\), which does not", {"selection_bias": jnp.ones(3)}),
+    (ValueError, r"moe: w_gate must have rank 3, a matrix for each expert, got shape \(8, 12\)", {"w_gate": GATE[0]}),
+    (ValueError, r"moe: w_gate is float32\[4,8,11\], but w_up is float32\[4,8,12\]", {"w_gate": GATE[..., 1:]}),
+    (ValueError, r"moe: x is \(10, 7\), w_gate is \(4, 8, 12\), layout 'nn': d differs", {"x": X[:, 1:]}),
+    (
+        ValueError,
+        r"moe: w_gate is \(4, 8, 12\), w_down is \(4, 11, 6\), layout 'nn': h differs",
+        {"w_down": DOWN[:, 1:]},
+    ),
+    (ValueError, "moe: w_gate has 4 experts, w_down has 3", {"w_down": DOWN[1:]}),
+    (
+        ValueError,
+        "moe: router_logits are for 4 experts, but the weights are those of 3; .* group_offset says which",
+        {"w_gate": GATE[1:], "w_up": UP[1:], "w_down": DOWN[1:]},
+    ),
+    (TypeError, "moe: w_gate is float32, but w_down is bfloat16", {"w_down": DOWN.astype(jnp.bfloat16)}),
+    (TypeError, "group_offset must be one integer", {"group_offset": 1.5}),
+    (ValueError, "the activation must return one array", {"activation": lambda z: (z, z)}),
+]
+
+
+@pytest.mark.parametrize(("error", "match", "options"), REFUSED, ids=[case[1][:40] for case in REFUSED])
+def test_refused(error, match, options):
+    names = ("x", "router_logits", "w_gate", "w_up", "w_down")
+    with pytest.raises(error, match=match):
+        cutjax.moe(**(dict(zip(names, ARGS, strict=True)) | options))
+
+
+def test_docstring_example():
+    (example,) = doctest.DocTestFinder().find(cutjax.moe, "moe")
+    runner = doctest.DocTestRunner()
+    assert runner.run(example).failed == 0
+    assert runner.tries
