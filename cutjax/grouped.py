@@ -33,29 +33,40 @@ def grouped_gemm(
 ) -> Any:
     """Multiplies each group of rows by its own matrix: ``d[rows of group i] = x[rows of group i] @ w[i]``.
 
-    The rows are sorted by group: the first ``group_sizes[0]`` are those of group 0, and so on. Rows of no group give
-    zeros. Sizes are data, any sizes are served, and nothing is padded or read by the host.
+    The rows are sorted by group: the first ``group_sizes[0]`` are those of group 0, and so on. Rows past the sum are of
+    no group, and zero in the result. Sizes are data that the host never reads, and need no alignment. Any are served: a
+    negative one counts as 0, and their sum stops at m.
 
-    With an epilogue the result is that of ``epilogue(acc, *operands)``, as in ``cutjax.gemm``; rows of no group are zero
-    all the same, and are left out of its reductions.
+    Differentiable to any order in x and w, and batchable over any axes of any argument. No weight is copied or
+    transposed in memory, in the backward pass neither. Sums are accumulated as in ``cutjax.gemm``.
+
+    With an epilogue the result is that of ``epilogue(acc, *operands)``, as in ``cutjax.gemm``; rows of no group are
+    zero all the same, and are left out of its reductions.
 
     Args:
-      x: ``[..., m, k]``.
+      x: ``[..., m, k]``. Batch axes broadcast and dtypes promote as in ``cutjax.gemm``.
       w: ``[..., g, k, n]``, or ``[..., g, n, k]`` where layout is "nt". With an epilogue also a tuple of two or three.
-      group_sizes: integers ``[..., g]``.
+      group_sizes: ``[..., g]``, of any integer dtype.
       layout: "nn" or "nt".
       epilogue: a function ``(acc, *operands)``, as in ``cutjax.gemm``.
       operands: its further arguments: those of ``cutjax.gemm``, and with one axis more than the result those of which
         each group has its own, ``[..., g, 1, n]`` or ``[..., g, 1, 1]``. The function sees what the rows have of such a
         one: ``[..., m, n]`` or ``[..., m, 1]``.
       out_dtype: dtype of the result; the dtype of x and w by default. With an epilogue as in ``cutjax.gemm``.
-      group_offset: a scalar or ``[1]``: the group that ``w[0]`` is of, where ``group_sizes`` has all groups and w some.
+      group_offset: a scalar or ``[1]``, data too: the group that ``w[0]`` is of, where ``group_sizes`` has all groups
+        and w some, as under expert parallelism. Rows of the other groups are zero.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
-      config: pins the kernel of this product.
+      config: pins the kernel of this product. Its gradients choose their own.
       save: what the derivative of an epilogue keeps, "default" or "recompute", see ``cutjax.gemm``.
 
     Returns:
       ``[..., m, n]``, or what the epilogue returns.
+
+    Raises:
+      TypeError: if an operand is no array, the sizes are no integers, or the dtypes have no product.
+      ValueError: if shapes do not fit, or the layout or the backend is unknown.
+      NotImplementedError: if the epilogue is no elementwise function, or operands are sharded over explicit mesh axes;
+        and when compiled, if backend is "cuda" and no kernel serves the problem; lists every reason.
 
     Example:
       >>> import cutjax, jax.numpy as jnp
@@ -106,22 +117,28 @@ def grouped_outer(
     backend: str | None = None,
     config: Config | None = None,
 ) -> jax.Array:
-    """Multiplies, for each group, its rows of x transposed by its rows of dy: the gradient of ``grouped_gemm``'s w.
+    """Multiplies each group's rows of x by those of dy: ``d[i] = x[rows of group i].T @ dy[rows of group i]``.
+
+    The gradient of ``grouped_gemm`` in w, and like it in all that is said of sizes, derivatives and batch axes there.
 
     Args:
       x: ``[..., m, k]``, rows sorted by group.
-      dy: ``[..., m, n]``.
-      group_sizes: integers ``[..., g]``.
+      dy: ``[..., m, n]``. Batch axes broadcast and dtypes promote as in ``cutjax.gemm``.
+      group_sizes: ``[..., g]``, of any integer dtype.
       out_dtype: dtype of the result; the dtype of x and dy by default.
-      accumulate: an array of the result's shape, often float32, to which the products are added; the result is the sum,
-        in its dtype, rounded once.
-      group_offset: a scalar or ``[1]``: the group that the first matrix of the result is of.
-      groups: how many matrices the result has; as many as ``group_sizes`` by default.
+      accumulate: an array of the result's shape, often float32, to which the products are added. The result is the sum,
+        rounded once to its dtype, and is written to its memory where that is not needed any more (a donated argument,
+        the carry of a loop).
+      group_offset: a scalar or ``[1]``, data too: the group that the first matrix of the result is of.
+      groups: with ``group_offset``, how many matrices the result has; as many as ``group_sizes`` by default.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
       config: pins the kernel of this product.
 
     Returns:
       ``[..., groups, k, n]``; zeros where a group has no row.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as ``grouped_gemm``.
 
     Example:
       >>> import cutjax, jax.numpy as jnp
@@ -144,6 +161,8 @@ def grouped_outer(
         groups = sizes.shape[-1]
     elif group_offset is None:
         raise ValueError(f"{where}: groups={groups} without group_offset, which says of which group the first is")
+    elif not isinstance(groups, int) or groups < 0:
+        raise ValueError(f"{where}: groups must be an int of at least 0, got {groups!r}")
     shapes = f"{shapes}, group_sizes is {sizes.shape}"
     batch = check_batch(where, shapes, a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
     sizes, leading = local_sizes(sizes, group_offset, groups, a.shape[-2], where)

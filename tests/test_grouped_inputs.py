@@ -63,6 +63,7 @@ BAD_OUTER = [
         {},
     ),
     (ValueError, r"groups=2 without group_offset", X, DY, S, {"groups": 2}),
+    (ValueError, r"groups must be an int of at least 0, got -1", X, DY, S, {"groups": -1, "group_offset": 0}),
     (ValueError, LIKE.format("3, 4, 16"), X, DY, S, {"accumulate": F((3, 4, 16))}),
     (ValueError, LIKE.format("1, 16, 4"), X, DY, S, {"accumulate": F((1, 16, 4))}),
     (ValueError, r"out_dtype and accumulate, whose dtype is the result's", X, DY, S, {"accumulate": W, "out_dtype": H}),
