@@ -315,7 +315,6 @@ def _groups(epilogue: Epilogue, ragged: str) -> str:
     ]
     if ragged != "m":
         results = []
-    maps = ["const __grid_constant__ TensorMap map_a_box"] if ragged == "m" else []
     group = ["const int* sizes", "int leading", "int sizes_step0", "int sizes_step1"] if ragged else []
     pointers = [f"char* d{place}" for place, _, _ in results]
 
@@ -327,10 +326,9 @@ def _groups(epilogue: Epilogue, ragged: str) -> str:
     clear = lines("Staging<Dtype::{2}>::clear_rows({0}, n, x, y, rows, thread);")
     offsets = ", ".join(_offset(epilogue, place) for place in range(len(tiles(epilogue))))
     return f"""#line 1 "groups (generated)"
-#define GROUP_PARAMETERS {"".join(", " + x for x in (*maps, *group, *pointers))}
+#define GROUP_PARAMETERS {"".join(", " + x for x in (*group, *pointers))}
 #define GROUP_ARGUMENTS {", sizes, leading, sizes_step0, sizes_step1" if ragged else ""}
 #define ROWS_ARGUMENTS {"".join(f", d{place}" for place, _, _ in results)}
-#define MAP_A_BOX {"&map_a_box" if maps else "&map_a"}
 constexpr int D_OFFSETS[] = {{{offsets}}};
 struct Rows {{
   int m, n;{"".join(f"{chr(10)}  {x};" for x in pointers)}

@@ -20,7 +20,6 @@ SHARED_BYTES = 232448  # what one block may opt in to: 227 KiB
 SHARED_BYTES_PER_SM = 233472  # of which each resident block reserves 1 KiB
 INPUT_DTYPES = ("bf16", "f16")
 OUTPUT_DTYPES = ("bf16", "f16", "f32")  # of a plain product; an epilogue's are _fusion.DTYPES
-A_BOX = 16  # rows of a that are loaded together where a tile is not full
 # Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168. A producer that walks groups of k
 # spills in 40.
 REGISTERS = {"": (40, 232), "m": (40, 232), "k": (40, 232)}
@@ -40,7 +39,7 @@ def problem_reasons(problem: Problem) -> list[str]:
         reasons.append(f"{a} x {b}: both operands are bf16, or both f16")
     if problem.epilogue is None and d not in OUTPUT_DTYPES:
         reasons.append(f"result {d}: one of {', '.join(OUTPUT_DTYPES)}")
-    if 0 in (problem.m, problem.n, problem.k, problem.batch_size):
+    if 0 in (problem.m, problem.n, problem.k, problem.batch_size) or (problem.ragged and not problem.groups):
         reasons.append("a size is 0: nothing to launch")
     if len(problem.batch_groups) > 3:
         reasons.append(f"batch {problem.batch}: operands alternate in more than 3 groups of batch axes")
@@ -184,7 +183,6 @@ def source(problem: Problem, config: Config) -> str:
         "GROUPED": bool(problem.groups),
         "RAGGED_M": problem.ragged == "m",
         "RAGGED_K": problem.ragged == "k",
-        "A_BOX": A_BOX,
         "PRODUCTS": problem.products,
         "OUTPUTS": len(_fusion.tiles(_fusion.of(problem))),
         "D_CHUNK": _fusion.chunk(config.bn, problem),
@@ -251,13 +249,11 @@ def launch(problem: Problem, config: Config) -> Launch:
     sizes, *moves = zip(*[still] * (3 - len(p.batch_groups)), *p.batch_groups, strict=True)
     a_steps, b_steps, *other_steps = ([Int32(step) for step in _steps(move, sizes)] for move in moves)
     b_matrices = math.prod(p.b_batch) * (p.groups if p.ragged == "m" else 1)
-    a_map = functools.partial(
-        _operand_map, 0, p.a_dtype, p.m, p.k, math.prod(p.a_batch), p.layout[0] == "n", bk=c.bk, share=c.cluster_n
-    )
     b_map = functools.partial(
         _operand_map, dtype=p.b_dtype, rows=p.n, k=p.k, batch=b_matrices, k_major=p.layout[1] == "t", tile=c.bn, bk=c.bk
     )
-    maps = [a_map(tile=c.bm), *(b_map(1 + i, share=c.cluster_m) for i in range(p.products))]
+    maps = [_operand_map(0, p.a_dtype, p.m, p.k, math.prod(p.a_batch), p.layout[0] == "n", c.bm, c.bk, c.cluster_n)]
+    maps += [*(b_map(1 + i, share=c.cluster_m) for i in range(p.products))]
     first_operand = 1 + p.products + bool(p.groups)
     first_result = first_operand + len(epilogue.operands)
     results = p.batch_size * (p.groups if p.ragged == "k" else 1)
@@ -274,8 +270,6 @@ def launch(problem: Problem, config: Config) -> Launch:
     scalars = [Int32(value) for value in (p.m, p.n, p.k, c.raster, p.batch_size, *sizes[1:])]
     groups: list[Param] = []
     if p.groups:
-        if p.ragged == "m":
-            groups.append(a_map(tile=A_BOX, share=1))
         groups += [Pointer(1 + p.products), Int32(p.leading), *other_steps[-1][:2]]
         if p.ragged == "m":
             groups += [Pointer(i) for i, _ in full]

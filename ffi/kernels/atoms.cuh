@@ -17,6 +17,14 @@ DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generi
 // of what a loop with wgmma depends on, it waits for each wgmma.
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
+// True in one lane of a whole warp. The compiler knows that it is one, which saves the loop around each TMA that would
+// serve lanes with operands of their own.
+DEVICE bool elect() {
+  u32 elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+  return elected;
+}
+
 // ---- clusters and registers ----
 
 DEVICE u32 cluster_ctarank() {

@@ -92,31 +92,21 @@ struct SharedTiles {
   }
 };
 
-// One thread: loads all k blocks of a tile. Where rows have groups, a tile that is not full takes of A only the boxes
-// of A_BOX rows that it needs, by a map of their own; what else lies in shared memory ends in rows that are not stored.
-DEVICE void fill(Pipeline& pipe, SharedTiles shared, const TensorMap* map_a, const TensorMap* map_a_box,
-                 const TensorMap* const (&map_b)[PRODUCTS], const Work& work, int batch_a, int batch_b, u32 rank_m,
-                 u32 rank_n) {
-  constexpr bool BOXES = RAGGED_M && CLUSTER_N == 1;
-  int boxes = BOXES && work.rows < BM ? (work.rows + A_BOX - 1) / A_BOX : BM / A_BOX;
-  int bytes = PRODUCTS * OperandB::BYTES + boxes * A_BOX * BK * 2;
+// One warp: loads all k blocks of a tile. What else of a tile than its group's rows is loaded ends in rows not stored.
+DEVICE void fill(Pipeline& pipe, SharedTiles shared, const TensorMap* map_a, const TensorMap* const (&map_b)[PRODUCTS],
+                 const Work& work, int batch_a, int batch_b, u32 rank_m, u32 rank_n) {
 #pragma unroll 1  // unrolled, it needs more registers than a producer has
   for (int i = 0; i < work.k_blocks; ++i) {
     int k = work.k + i * BK;
     mbarrier_wait(pipe.empty_barrier(), pipe.phase ^ 1);
-    mbarrier_arrive_expect_tx(pipe.full_barrier(), bytes);
-    if (BOXES && boxes < BM / A_BOX) {
-#pragma unroll 1
-      for (int box = 0; box < boxes; ++box)
-        for (int panel = 0; panel < BK / 64; ++panel)
-          tma_load(shared.a(pipe.stage) + (panel * BM + box * A_BOX) * 128, map_a_box, pipe.full_barrier(),
-                   k + panel * 64, work.m + box * A_BOX, batch_a);
-    } else {
+    if (elect()) {
+      mbarrier_arrive_expect_tx(pipe.full_barrier(), STAGE_BYTES);
       OperandA::load(shared.a(pipe.stage), map_a, pipe.full_barrier(), work.m, k, batch_a, rank_n);
-    }
 #pragma unroll
-    for (int p = 0; p < PRODUCTS; ++p)
-      OperandB::load(shared.b(pipe.stage, p), map_b[p], pipe.full_barrier(), work.n, k, batch_b, rank_m);
+      for (int p = 0; p < PRODUCTS; ++p)
+        OperandB::load(shared.b(pipe.stage, p), map_b[p], pipe.full_barrier(), work.n, k, batch_b, rank_m);
+    }
+    __syncwarp();
     pipe.advance();
   }
 }

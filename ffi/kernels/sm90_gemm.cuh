@@ -53,14 +53,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
   if (warpgroup == 0) {
     if constexpr (CONSUMERS == 2) setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (thread < (GROUPED ? 32 : 1)) {  // where there are groups, the scheduler needs a whole warp
+    if (thread < 32) {
       for (int index = blockIdx.x / CLUSTER; scheduler.has(index); index += step) {
         Work work = scheduler.work(index, rank_m, rank_n);
         BatchIndex i(work.batch, batch1, batch2);
-        if (thread == 0)
-          fill(pipe, shared, &map_a, MAP_A_BOX, map_b, work, i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2),
-               rank_m, rank_n);
-        if constexpr (GROUPED) __syncwarp();
+        fill(pipe, shared, &map_a, map_b, work, i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2), rank_m,
+             rank_n);
       }
     }
   } else {
