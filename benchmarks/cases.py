@@ -308,3 +308,44 @@ def find_grouped(name: str) -> tuple[Grouped, str]:
         if case.name == of_case and product in PRODUCTS:
             return case, product
     raise ValueError(f"no grouped product named {name!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Moe:
+    """A layer of gated experts: x [tokens, d], each token to k experts, whose hidden axis has h; bf16.
+
+    Attributes:
+      name: a short unique name.
+      target: the least ratio to XLA asked for of the forward and backward pass, or None.
+    """
+
+    name: str
+    experts: int
+    tokens: int
+    d: int
+    h: int
+    k: int
+    target: float | None = None
+
+    @property
+    def flops(self) -> int:
+        """Of the three products of the forward pass; with the backward pass three times that."""
+        return 3 * 2 * self.tokens * self.k * self.d * self.h
+
+
+MOE = (
+    Moe("deepseek", 256, 16384, 7168, 2048, 8, target=3.0),
+    Moe("mixtral", 8, 4096, 4096, 14336, 2, target=3.0),
+)
+
+
+def select_moe(tags: str) -> tuple[Moe, ...]:
+    """The layers of those names, joined by commas; "suite" and "all" are every one.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    wanted = set(tags.split(","))
+    if unknown := wanted - {*(case.name for case in MOE), "suite", "all"}:
+        raise ValueError(f"unknown tag {sorted(unknown)}, expected some of {(*(case.name for case in MOE), 'all')}")
+    return tuple(case for case in MOE if wanted & {case.name, "suite", "all"})

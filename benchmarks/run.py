@@ -204,16 +204,40 @@ def _grouped(args: argparse.Namespace) -> int:
     return int(any(row.failure for row in rows))
 
 
+def _moe(args: argparse.Namespace) -> int:
+    """The run of ``--op moe``."""
+    chosen = cases.select_moe(args.tag)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # weights and gradients of a layer are 48 GB
+
+    import jax
+
+    from benchmarks import moe, timing
+
+    method = args.method or ("cupti" if timing.cupti_works() else "host")
+    environment = report.environment(args.commit)
+    print(f"{environment['device']}, driver {environment['driver']}, {environment['versions']}, times by {method}")
+    out = args.out or report.RESULTS / f"moe-{args.tag.replace(',', '-')}.json"
+    rows: list[moe.Row] = []
+    for case in sorted(chosen, key=lambda case: case.experts * case.d * case.h):  # as the device's peak only rises
+        rows += moe.measure_case(case, method)
+        report.write(out, moe.document(environment, method, rows))
+        jax.clear_caches()
+    moe.print_rows(rows)
+    print(f"wrote {out}")
+    return int(any(row.failure for row in rows))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns 1 when a result was wrong or a case had no kernel."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
-    parser.add_argument("--op", choices=["gemm", "fused", "grouped"], default="gemm")
+    parser.add_argument("--op", choices=["gemm", "fused", "grouped", "moe"], default="gemm")
     parser.add_argument(
         "--tag",
         default="suite",
         help=f"some of {', '.join(cases.TAGS)}, launch, compile, joined by commas; or all. "
         f"Of --op fused: {', '.join(cases.FUSED_TAGS)}. "
-        f"Of --op grouped: {', '.join((*cases.GROUPED_TAGS, *cases.PRODUCTS))}",
+        f"Of --op grouped: {', '.join((*cases.GROUPED_TAGS, *cases.PRODUCTS))}. "
+        f"Of --op moe: {', '.join(case.name for case in cases.MOE)}",
     )
     parser.add_argument("--out", type=pathlib.Path, help="JSON to write (default: benchmarks/results/<op>-<tag>.json)")
     parser.add_argument("--plot", action="store_true", help="also draw PNGs beside the JSON")
@@ -228,6 +252,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fused(args)
     if args.op == "grouped":
         return _grouped(args)
+    if args.op == "moe":
+        return _moe(args)
     tags = set(args.tag.split(","))
     everything = "all" in tags
     chosen = cases.select(",".join(tags - {"launch", "compile"})) if tags - {"launch", "compile"} else ()

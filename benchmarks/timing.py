@@ -25,11 +25,13 @@ class Timing:
       samples_us: time of each call.
       kernels: names of the kernels one call runs; empty when timed by the host's clock.
       method: "cupti" (kernel time) or "host" (host clock over many calls in one executable, launch gaps included).
+      kernel_us: the median of each of the kernels; empty when timed by the host's clock.
     """
 
     samples_us: tuple[float, ...]
     kernels: tuple[str, ...]
     method: str
+    kernel_us: tuple[float, ...] = ()
 
     @property
     def us(self) -> float:
@@ -90,17 +92,22 @@ def _measure_cupti(functions: dict[str, Callable], sets: Sequence[tuple], reps: 
     rotation = itertools.cycle(sets)
     calls = [(name, (function, next(rotation))) for _ in range(reps) for name, function in functions.items()]
     records = _records([call for _, call in calls])
-    samples: dict[str, list[float]] = {name: [] for name in functions}
+    samples: dict[str, list[list[float]]] = {name: [] for name in functions}  # of each call, each kernel's
     at = 0
     for name, _ in calls:
         part = records[at : at + len(kernels[name])]
         at += len(part)
         if [kernel for kernel, _ in part] != kernels[name]:
             raise RuntimeError(f"{name}: expected the kernels {kernels[name]}, the profiler saw {part}")
-        samples[name].append(sum(us for _, us in part))
+        samples[name].append([us for _, us in part])
     if at != len(records):
         raise RuntimeError(f"the profiler saw {len(records)} kernels, expected {at}")
-    return {name: Timing(tuple(samples[name]), tuple(kernels[name]), "cupti") for name in functions}
+    return {
+        name: Timing(
+            tuple(map(sum, calls)), tuple(kernels[name]), "cupti", tuple(float(x) for x in np.median(calls, axis=0))
+        )
+        for name, calls in samples.items()
+    }
 
 
 def _measure_host(functions: dict[str, Callable], sets: Sequence[tuple], reps: int) -> dict[str, Timing]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cutjax
-from benchmarks import cases, grouped, oracle, peers, report, run, sweep, timing
+from benchmarks import cases, grouped, moe, oracle, peers, report, run, sweep, timing
 
 ENVIRONMENT = {
     "device": "made up",
@@ -423,3 +423,52 @@ def test_sweep_of_a_dense_product(quick, monkeypatch, tmp_path):
     sweep.work([sweep.Item(SMALL.name, dataclasses.asdict(cutjax.Config()))], path)
     (row,) = [line for line in sweep.lines(path) if "case" in line]
     assert row["ratio"] == pytest.approx(row["xla_us"] / row["us"])
+
+
+LAYER = cases.Moe("small", 4, 64, 32, 48, 2, target=3.0)
+
+
+def test_select_moe():
+    assert cases.select_moe("all") == cases.MOE
+    assert [case.name for case in cases.select_moe("deepseek")] == ["deepseek"]
+    with pytest.raises(ValueError, match="unknown tag"):
+        cases.select_moe("deep")
+
+
+def test_xla_gets_as_many_tokens_as_fit():
+    mixtral, deepseek = cases.select_moe("mixtral")[0], cases.select_moe("deepseek")[0]
+    assert moe.xla_tokens(mixtral) == mixtral.tokens
+    few = moe.xla_tokens(deepseek)
+    assert 2 * 256 * 8 * few * 7168 <= moe.XLA_MOST_BYTES < 2 * 2 * 256 * 8 * few * 7168
+
+
+def test_a_layer_of_experts_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(moe, "REPS", 1)
+    monkeypatch.setattr(moe, "XLA_MOST_BYTES", 2 * 4 * 16 * 2 * 48)
+    for row in moe.measure_case(LAYER, "host", backend="xla"):
+        assert row.failure == ""
+        assert row.xla_tokens == 16
+        assert row.error < moe.RELATIVE
+        assert row.ratio == pytest.approx(row.xla_us * 64 / 16 / row.us)
+        assert row.peak_mib > 0
+        assert row.same_us != row.us
+
+
+def test_a_wrong_layer_is_seen(monkeypatch):
+    monkeypatch.setattr(moe, "REPS", 1)
+    monkeypatch.setattr(moe, "ours", lambda case, _: lambda *args: 1.1 * cutjax.moe(*args, k=2, backend="xla"))
+    (row,) = moe.measure_case(LAYER, "host", ("forward",))
+    assert "wrong: relative error 0.1" in row.failure
+
+
+def test_the_moe_command(monkeypatch, tmp_path, capsys):
+    ours = moe.ours
+    monkeypatch.setattr(moe, "REPS", 1)
+    monkeypatch.setattr(moe, "ours", lambda case, _: ours(case, "xla"))
+    monkeypatch.setattr(cases, "MOE", (LAYER,))
+    path = tmp_path / "moe.json"
+    assert run.main(["--op", "moe", "--tag", "small", "--out", str(path), "--commit", "c"]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["case"] for row in rows] == ["small forward", "small fwd+bwd"]
+    assert all(row["same_us"] == row["us"] and row["xla_tokens"] == 64 for row in rows)
+    assert "small fwd+bwd" in capsys.readouterr().out
