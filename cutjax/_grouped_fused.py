@@ -23,7 +23,7 @@ from cutjax._config import Config
 from cutjax._expression import REDUCTIONS, Epilogue, OperandSpec
 from cutjax._fused import ACC
 from cutjax._grouped import grouped_gemm_p
-from cutjax._primitive import define, is_zero, match_varying, varying_axes, zero_tangent
+from cutjax._primitive import define, is_zero, match_varying, zero_tangent
 from cutjax._select import Choice, choose
 
 
@@ -100,8 +100,11 @@ class Groups:
 
     def select(self, x: jax.Array, m: int, other: Any = 0) -> jax.Array:
         """What broadcasts against ``[*B, m, n]``, with another value in rows of no group."""
-        has = _grouped.group_of_row(self.sizes, m, self.leading)[1][..., None]
-        return jnp.where(has, x, jnp.asarray(other, x.dtype))
+        starts, ends = _grouped.rows_of_groups(self.sizes, m, self.leading)
+        first, end = jnp.min(starts, -1, keepdims=True, initial=m), jnp.max(ends, -1, keepdims=True, initial=0)
+        row = jnp.arange(m, dtype=jnp.int32)
+        has = (first <= row) & (row < end)
+        return jnp.where(has[..., None], x, jnp.asarray(other, x.dtype))
 
     def whole(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """An operand as one of full size, in the dtype of the product. Its transpose adds up in float32."""
@@ -161,6 +164,8 @@ def _neutral(reduce: str, dtype: np.dtype) -> Any:
         return 0
     if jnp.issubdtype(dtype, jnp.floating):
         return -np.inf if reduce == "max" else np.inf
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return reduce == "min"
     return jnp.iinfo(dtype).min if reduce == "max" else jnp.iinfo(dtype).max
 
 
@@ -168,8 +173,7 @@ def _neutral(reduce: str, dtype: np.dtype) -> Any:
 
 
 def _spread_abstract(x: Any, sizes: Any, *, m: int, **_: Any) -> Any:
-    if varying_axes(x) != varying_axes(sizes):
-        raise ValueError(f"grouped_gemm: operands vary over different mesh axes: {x.str_short()}, {sizes.str_short()}")
+    _grouped._check("grouped_gemm", x, sizes)
     batch = np.broadcast_shapes(x.shape[:-3], sizes.shape[:-1])
     return x.update(shape=(*batch, m, x.shape[-1]), sharding=x.sharding.update(spec=jax.P(*(None,) * (x.ndim - 1))))
 
@@ -230,6 +234,7 @@ def _split(args: Sequence[Any], epilogue: Epilogue) -> tuple[Any, list[Any], Any
 
 def tile(x: Any, sizes: Any, *ws: Any, layout: str) -> Any:
     """The aval of ``[*B, m, n]``, in x's dtype, from avals."""
+    _grouped._check("grouped_gemm", x, sizes, *ws)
     batch = np.broadcast_shapes(x.shape[:-2], sizes.shape[:-1], *(w.shape[:-3] for w in ws))
     shape = (*batch, x.shape[-2], ws[0].shape[-1 if layout[1] == "n" else -2])
     spec = jax.P(*(None,) * len(shape))
@@ -238,9 +243,7 @@ def tile(x: Any, sizes: Any, *ws: Any, layout: str) -> Any:
 
 def _abstract(*avals: Any, layout: str, epilogue: Epilogue, **_: Any) -> list[Any]:
     x, ws, sizes, _operands = _split(avals, epilogue)
-    if any(varying_axes(v) != varying_axes(x) for v in avals):
-        shown = ", ".join(v.str_short() for v in avals)
-        raise ValueError(f"grouped_gemm: operands vary over different mesh axes: {shown}")
+    _grouped._check("grouped_gemm", *avals)
     return _fused.result_avals(tile(x, sizes, *ws, layout=layout), epilogue)
 
 

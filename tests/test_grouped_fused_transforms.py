@@ -324,6 +324,16 @@ def test_shard_map_over_groups():
     close(loss(inside)(X, w, b, D), loss(reference)(X, w, b, D))
 
 
+def test_explicit_sharding_is_refused():
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(normal(0, (8, K)), jax.P("i"))
+        with pytest.raises(NotImplementedError, match="grouped_gemm: operands are divided over explicit mesh axes"):
+            grouped_gemm(x, W, SIZES, epilogue=jnp.tanh)
+        with pytest.raises(NotImplementedError, match="grouped_gemm: operands are divided over explicit mesh axes"):
+            grouped_gemm(jnp.ones((8, K)), W, SIZES, epilogue=jnp.multiply, operands=(x[:, :1],))
+
+
 # What runs, and what is kept.
 
 HX, HW, HV = normal(0, (64, 128), H), normal(1, (G, 128, 32), H), normal(2, (G, 128, 32), H)
