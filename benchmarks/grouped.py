@@ -290,7 +290,7 @@ def compile_ours(chosen: Sequence[cases.Grouped], products: Sequence[str]) -> No
     """Compiles our kernels on every core, into the cache."""
 
     def lower(case, fn):
-        with contextlib.suppress(NotImplementedError):  # the measurement reports it
+        with contextlib.suppress(Exception):  # the measurement reports it
             jax.jit(fn).lower(*avals(case))
 
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
@@ -347,9 +347,17 @@ class _Case:
             self.functions.pop(name, None)
 
     def measure(self, names: Sequence[str], reps: int) -> dict[str, timing.Timing]:
-        """Times some functions interleaved."""
-        functions = {name: self.functions[name] for name in names}
-        return timing.measure(functions, self.sets, reps, self.method) if functions else {}
+        """Times some functions interleaved; one by one where that fails, and those that fail alone are given up."""
+        functions = {name: self.functions[name] for name in names if name in self.functions}
+        try:
+            return timing.measure(functions, self.sets, reps, self.method) if functions else {}
+        except Exception as error:  # of one of them, or of the profiler
+            if len(functions) > 1:
+                return {key: time for name in functions for key, time in self.measure([name], reps).items()}
+            (name,) = functions
+            self.failures[name] = f"not timed: {_reason(error)}"
+            del self.functions[name]
+            return {}
 
 
 def measure_case(
@@ -398,7 +406,7 @@ def _fastest(found: _Case, names: Sequence[str]) -> dict[str, str]:
     """For each product the name of the fastest of Pallas's configs."""
     rough = found.measure(names, 2)
     best: dict[str, str] = {}
-    for name in sorted(names, key=lambda name: rough[name].us, reverse=True):
+    for name in sorted(rough, key=lambda name: rough[name].us, reverse=True):
         best[name.split()[1]] = name
     return best
 
@@ -408,14 +416,17 @@ def _measure(
 ) -> dict[str, timing.Timing]:
     """All of them in turns: ours and those that JAX runs interleaved, torch's between two halves of that."""
     rough = found.measure(names, 2)
-    total = sum(time.us for time in rough.values()) * (1 + len(of_torch) / max(len(names), 1))
-    reps = min(max(int(TIMED_US / total), REPS[0]), REPS[1])
+    total = sum(time.us for time in rough.values()) * (1 + len(of_torch) / max(len(rough), 1))
+    reps = min(max(int(TIMED_US / max(total, 1.0)), REPS[0]), REPS[1])
     merged: dict[str, timing.Timing] = {}
     for _ in range(2):
         part = found.measure(names, -(-reps // 2))
         for product in of_torch:
             assert torch is not None
-            part[f"torch {product}"] = torch.measure(product, -(-reps // 2))
+            try:
+                part[f"torch {product}"] = torch.measure(product, -(-reps // 2))
+            except Exception as error:
+                found.failures[f"torch {product}"] = f"not timed: {_reason(error)}"
         for name, time in part.items():
             before = merged[name].samples_us if name in merged else ()
             merged[name] = dataclasses.replace(time, samples_us=before + time.samples_us)

@@ -311,6 +311,21 @@ def test_a_failing_grouped_kernel_is_reported(quick):
         assert row.missed == ()
 
 
+def test_a_function_that_cannot_be_timed_does_not_end_the_others(on_xla, monkeypatch):
+    measure = timing.measure
+
+    def failing(functions, *args):
+        if "xla dx" in functions or grouped.DENSE in functions:
+            raise RuntimeError("the profiler saw something else")
+        return measure(functions, *args)
+
+    monkeypatch.setattr(timing, "measure", failing)
+    (row,) = grouped.measure_case(GROUPED, ("dx",), ROOFLINE, "host", ("xla",))
+    assert row.us == len("ours dx")
+    assert row.peers["xla"].failure.startswith("not timed: RuntimeError: the profiler saw")
+    assert "dense" not in row.ratios
+
+
 class FakeTorch:
     """What benchmarks.peers asks of torch, by jax."""
 
