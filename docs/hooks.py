@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Iterable
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 MARK = "<!-- results -->"
+# Columns of runs that have them: heading and format.
+MORE = {
+    "plain_ratio": ("of plain", ".3f"),
+    "plain_target": ("at most", ".2f"),
+    "peak_mib": ("peak MiB", ".0f"),
+    "xla_peak_mib": ("XLA's MiB", ".0f"),
+}
 
 
 def on_files(files, config):
@@ -42,10 +50,12 @@ def _section(path: pathlib.Path) -> str:
             "",
         ]
     if run["rows"]:
+        more = [name for name in MORE if any(row.get(name) is not None for row in run["rows"])]
+        names = _cells(MORE[name][0] for name in more)
         lines += [
-            "| case | cutjax us | TFLOP/s | of the roofline | XLA us | ratio | target | kernel |",
-            "|---|--:|--:|--:|--:|--:|--:|---|",
-            *map(_row, run["rows"]),
+            f"| case | cutjax us | TFLOP/s | of the roofline | XLA us | ratio | target |{names} kernel |",
+            f"|---|--:|--:|--:|--:|--:|--:|{'--:|' * len(more)}---|",
+            *(_row(row, more) for row in run["rows"]),
             "",
         ]
     lines += [f"![{plot.stem}](plots/{plot.name})\n" for plot in sorted(RESULTS.glob(f"{path.stem}*.png"))]
@@ -55,12 +65,17 @@ def _section(path: pathlib.Path) -> str:
     return "\n".join(lines)
 
 
-def _row(row: dict) -> str:
+def _cells(values: Iterable[str]) -> str:
+    return "".join(f" {value} |" for value in values)
+
+
+def _row(row: dict, more: list[str]) -> str:
     if row["failure"]:
-        return f"| {row['case']} | - | - | - | - | - | - | {row['failure']} |"
+        return f"| {row['case']} | - | - | - | - | - | - |{_cells('-' for _ in more)} {row['failure']} |"
     target = "" if row["target"] is None else f"{row['target']:.2f}"
     kernel = row["kernel"] if row["choice"] == "auto" else f"{row['kernel']} (pinned)"
     return (
         f"| {row['case']} | {row['us']:.1f} ± {row['iqr_us']:.1f} | {row['tflops']:.0f} | {row['roofline']:.2f} "
-        f"| {row['xla_us']:.1f} ± {row['xla_iqr_us']:.1f} | {row['ratio']:.3f} | {target} | `{kernel}` |"
+        f"| {row['xla_us']:.1f} ± {row['xla_iqr_us']:.1f} | {row['ratio']:.3f} | {target} |"
+        f"{_cells('' if row[name] is None else format(row[name], MORE[name][1]) for name in more)} `{kernel}` |"
     )
