@@ -108,6 +108,7 @@ def route(
     Raises:
       TypeError: if the logits are no floating-point array, or k is no integer.
       ValueError: if k is not in 1 to the number of experts, the scoring is unknown, or the bias does not broadcast.
+      NotImplementedError: if the logits are divided over explicit mesh axes.
 
     Example:
       >>> import cutjax, jax.numpy as jnp
@@ -139,6 +140,7 @@ def routed(logits: Any, k: Any, scoring: str, renormalize: bool, bias: Any, wher
 def _chosen(logits: Any, k: Any, scoring: str, bias: Any, where: str) -> tuple[jax.Array, jax.Array]:
     """The logits in float32, and each token's experts."""
     logits = _logits(logits, where)
+    _check_sharding(where, jax.typeof(logits))
     if not isinstance(k, int | np.integer) or isinstance(k, bool):
         raise TypeError(f"{where}: k must be an int, got {type(k).__name__}")
     if not 1 <= k <= logits.shape[-1]:
@@ -160,6 +162,14 @@ def _logits(x: Any, where: str) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{where}: router_logits must be floating-point numbers, got {x.dtype}")
     return x.astype(jnp.float32)
+
+
+def _check_sharding(where: str, *avals: Any) -> None:
+    if any(axes is not None for x in avals for axes in x.sharding.spec):
+        raise NotImplementedError(
+            f"{where}: operands are divided over explicit mesh axes: {', '.join(x.str_short() for x in avals)}; "
+            "call it inside jax.shard_map, or jax.reshard them"
+        )
 
 
 def broadcastable(bias: Any, shape: tuple[int, ...], where: str) -> jax.Array:
@@ -217,7 +227,7 @@ def load_balance_loss(
       A float32 scalar, to be multiplied by a coefficient such as 0.01 and added to the loss.
 
     Raises:
-      TypeError, ValueError: as ``cutjax.route`` does.
+      TypeError, ValueError, NotImplementedError: as ``cutjax.route`` does.
 
     Example:
       >>> import cutjax, jax.numpy as jnp
@@ -278,17 +288,17 @@ def _dispatch(x: jax.Array, permutation: jax.Array, inverse: jax.Array) -> jax.A
 
 def _combine(rows: jax.Array, permutation: jax.Array, inverse: jax.Array) -> jax.Array:
     wide = _product.accumulator(rows.dtype)
-    # One term for each choice and not a reduction, so that XLA makes it one pass that reads each row once.
+    # A term for each choice and not a reduction: elementwise, so that XLA fuses the gathers and the sum into one loop.
     terms = [_gather(rows, inverse[..., i]).astype(wide) for i in range(inverse.shape[-1])]
     return functools.reduce(lax.add, terms).astype(rows.dtype)
 
 
 def _define(name: str, apply: Callable[..., jax.Array], transposed: Callable[[], Primitive]) -> Primitive:
     def abstract(x: Any, permutation: Any, inverse: Any) -> Any:
+        _check_sharding(name.removeprefix("cutjax_"), x, permutation, inverse)
         batch = np.broadcast_shapes(x.shape[:-2], permutation.shape[:-1])
         rows = (permutation.shape if apply is _dispatch else inverse.shape[:-1])[-1]
-        sharding = x.sharding.update(spec=jax.P(*x.sharding.spec[:-2], None, x.sharding.spec[-1]))
-        return x.update(shape=(*batch, rows, x.shape[-1]), weak_type=False, sharding=sharding)
+        return x.update(shape=(*batch, rows, x.shape[-1]), weak_type=False)
 
     def batch(args: Any, dims: Any) -> tuple[jax.Array, int]:
         moved = [

@@ -147,8 +147,8 @@ def main() -> None:
         return params, optimizer.init(params)
 
     size = sum(w.size for w in jax.tree.leaves(fresh_state()[0]))
-    print(f"{size / 1e6:.1f} M weights, {setup.k} of {setup.experts} experts, {np.dtype(setup.dtype).name}, on")
-    print(f"{device_name()}; jax {jax.__version__}\n")
+    print(f"{size / 1e6:.1f} M weights, {setup.k} of {setup.experts} experts, {np.dtype(setup.dtype).name}")
+    print(f"{device_name()}, jax {jax.__version__}\n")
     layers = {"cutjax.moe": cutjax.moe, "every expert": every_expert}
     steps = {name: jax.jit(make_step(f, setup, optimizer), donate_argnums=0) for name, f in layers.items()}
 

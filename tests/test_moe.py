@@ -217,6 +217,28 @@ def test_no_floats_are_scattered_or_sorted():
             assert "xf" not in types
 
 
+def test_every_product_has_a_kernel():
+    tokens, d, h, experts = 64, 128, 256, 8
+    rows, shapes = 2 * tokens, ((tokens, d), (tokens, experts), *[(experts, d, h)] * 2, (experts, h, d))
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    fn = gradient(lambda *args: cutjax.moe(*args).astype(jnp.float32))
+    found = []
+    for row in cutjax.explain(fn)(*args).rows:
+        p = row.choice.problem
+        assert row.choice.config is not None, row.choice.reasons
+        found += [(p.ragged, p.m, p.n, p.k, p.layout, len(row.outputs))] * row.count
+    assert sorted(found) == sorted(
+        [
+            ("m", rows, h, d, "nn", 3),  # what the last product reads, and both accumulators
+            ("m", rows, d, h, "nn", 0),
+            ("m", rows, h, d, "nt", 3),  # the gradients of both accumulators, and of the rows' weights
+            *[("m", rows, d, h, "nt", 0)] * 2,
+            ("k", h, d, rows, "tn", 0),
+            *[("k", d, h, rows, "tn", 0)] * 2,
+        ]
+    )
+
+
 def saved(capsys, fn, *args) -> list[str]:
     print_saved_residuals(fn, *args)
     lines = [x.split()[0] for x in capsys.readouterr().out.splitlines() if "from the argument" not in x]

@@ -199,6 +199,19 @@ def test_shard_map():
     )
 
 
+def test_explicit_sharding_is_refused():
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+    match = "operands are divided over explicit mesh axes"
+    with jax.set_mesh(mesh):
+        logits, x = (jax.device_put(v, jax.NamedSharding(mesh, jax.P("i"))) for v in (LOGITS, X))
+        with pytest.raises(NotImplementedError, match=f"route: {match}"):
+            cutjax.route(logits)
+        with pytest.raises(NotImplementedError, match=f"dispatch: {match}"):
+            cutjax.route(LOGITS, 3).dispatch(x)
+        replicated = jax.reshard(x, jax.P())
+        close(cutjax.route(LOGITS, 3).dispatch(replicated), ROUTING.dispatch(X))
+
+
 # The losses.
 
 
