@@ -110,41 +110,79 @@ def _raster(config: Config, problem: Problem) -> int:
     return min(near, key=lambda width: (-(-rows // width) * width - rows, abs(width - best)))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Fit:
+    """What of the cost model was fitted, for each way in which a problem is divided in groups.
+
+    Attributes:
+      load: bytes a nanosecond that enter one SM.
+      shared: how much of what a cluster multicasts is saved.
+      blend: the exponent with which loading and multiplying add up: infinite where the slower hides the other.
+      coop, narrow: what a cooperative schedule, and column chunks narrower than a swizzle, add to the cycles of wgmma.
+      twins, short: what two blocks on an SM, and tiles of 64 rows, add to the time of memory.
+      whole_waves: whether the last wave takes as long as any other, where the number of tiles is known.
+      scale: of the whole.
+    """
+
+    load: float
+    shared: float
+    blend: float
+    coop: float
+    narrow: float
+    twins: float
+    short: float
+    whole_waves: bool
+    scale: float = 1.0
+
+
+_FITS = {
+    "": _Fit(85, 0, math.inf, 0.053, 0.032, 0, 0, True),
+    "m": _Fit(102, 0, 8, 0.012, 0.138, 0.31, -0.094, False),
+    "k": _Fit(71, 0.5, 2, 0.055, 0.179, 0.153, -0.003, True, 0.8),
+}
+
+
 def predict(config: Config, problem: Problem) -> float:
-    """Predicted time in microseconds of one launch on an H200.
+    """Predicted time in microseconds of one launch on an H200, for groups of uneven sizes where there are groups.
 
     The SMs walk the tiles in waves; a wave costs its mainloop and what of its epilogue is not hidden behind another.
-    Beside that runs the memory, and the slower of the two decides. The constants were fitted to a sweep of the shipped
-    configs over sixty problems (benchmarks/results/sweeps/gemm-h200.json, see docs/kernel-selection.md), so they mean
-    what is written here only roughly: what they are good for is ranking, and tests/test_select.py holds them to that.
+    Beside that runs the memory, and the slower of the two decides. The constants were fitted to sweeps of the shipped
+    configs (benchmarks/results/sweeps, see docs/kernel-selection.md), so they mean what is written here only roughly:
+    what they are good for is ranking, and tests/test_select.py holds them to that.
     """
     c, p = config, problem
+    fit = _FITS[p.ragged]
     resident = _sm90.blocks_per_sm(c, p)
     rows, tiles = _grid(c, p)
-    items, k, filled = rows * tiles * p.batch_size, p.k, 1.0
+    items, k, filled = float(rows * tiles * p.batch_size), float(p.k), 1.0
     if p.ragged == "m":  # a group's last tile is half full; of it, blocks of 64 rows without any are skipped
         average = p.m / p.groups
         rows = p.groups * max(1.0, average / c.bm + 0.5)
         filled = p.groups * max(1.0, average / 64 + 0.5) * 64 / (rows * c.bm)
-        items = round(rows * tiles * p.batch_size)
+        items = rows * tiles * p.batch_size
     elif p.ragged == "k":
         items, k = items * p.groups, p.k / p.groups + c.bk / 2
-    waves = -(-items // (SMS * resident // c.cluster))
-    sharing = min(resident, -(-items * c.cluster // SMS))  # blocks that really share an SM
+    in_flight = SMS * resident // c.cluster
+    waves = math.ceil(items / in_flight) if fit.whole_waves else max(1.0, items / in_flight + 0.5)
+    sharing = min(resident, math.ceil(items * c.cluster / SMS))  # blocks that really share an SM
 
-    k_blocks = -(-k // c.bk)
+    k_blocks = math.ceil(k / c.bk)
     tile_bytes = _sm90.stage_bytes(c, p)
     columns = c.bn * p.products
     # wgmma reads a once for each product, and b once for each 64 rows of a.
     read_bytes = (c.bm * p.products + c.bm // 64 * columns) * c.bk * 2
     cycles_share = 0.97 + 0.2 * 16 * (tile_bytes + read_bytes) / (c.bm * columns * c.bk)
-    cycles_share += 0.053 * (c.schedule == "coop")
+    cycles_share += fit.coop * (c.schedule == "coop")
     cycles_share += 0.04 * (c.bk == 128)
-    cycles_share += 0.032 * (p.layout[1] == "n" and c.bn % 64 != 0)  # narrower swizzle, so more bank conflicts
-    multiply = cycles_share * 2 * c.bm * columns * c.bk / (PEAK_FLOPS / SMS) * 1e6 * filled
-    load = tile_bytes / 85e3  # us at 85 bytes a nanosecond into one SM
+    cycles_share += fit.narrow * (p.layout[1] == "n" and c.bn % 64 != 0)  # narrower swizzle, so more bank conflicts
+    multiply = sharing * cycles_share * 2 * c.bm * columns * c.bk / (PEAK_FLOPS / SMS) * 1e6 * filled
+    saved = c.bm * (c.cluster_n - 1) / c.cluster_n + columns * (c.cluster_m - 1) / c.cluster_m
+    load = sharing * (tile_bytes - fit.shared * saved * c.bk * 2) / (fit.load * 1e3)
+    both = max(multiply, load)
+    if fit.blend != math.inf:
+        both = (multiply**fit.blend + load**fit.blend) ** (1 / fit.blend)
     latency = 1.4 / c.stages  # of a load under load
-    mainloop = k_blocks * max(sharing * multiply, sharing * load, latency)
+    mainloop = k_blocks * max(both, latency)
 
     epilogue = sharing * (0.22 + 2.0 * c.bm * c.bn / 32768)
     hidden = 0.83 * epilogue
@@ -156,8 +194,9 @@ def predict(config: Config, problem: Problem) -> float:
 
     ragged = 1.1 if c.bn * p.out_dtype.itemsize % 128 else 1.0  # stores of less than a cache line
     reads, writes = (p.bytes - p.result_bytes) / 5.0e6, ragged * p.result_bytes / 3.8e6  # at 5.0 (partly L2), 3.8 TB/s
-    memory = (reads + writes) * (1 + 0.11 * c.bm * c.bn / 32768 - 0.04 * (resident == 2 and p.k <= 64))
-    return math.hypot(compute**3, memory**3) ** (1 / 3) + 1.2  # a smooth maximum, and the launch
+    twins = fit.twins if p.ragged else -0.04 * (p.k <= 64)
+    memory = (reads + writes) * (1 + 0.11 * c.bm * c.bn / 32768 + twins * (resident == 2) + fit.short * (c.bm == 64))
+    return fit.scale * math.hypot(compute**3, memory**3) ** (1 / 3) + 1.2  # a smooth maximum, and the launch
 
 
 def choose(problem: Problem, config: Config | None = None, platform: str = "cuda") -> Choice:
