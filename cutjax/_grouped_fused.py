@@ -42,7 +42,9 @@ def call(
     arrays = [v for v in jax.tree.leaves(operands) if isinstance(v, jax.Array)]
     x, sizes, *ws = match_varying(x, sizes, *ws, *arrays)[: 2 + len(ws)]
     x, sizes, *ws = with_ranks(x, sizes, ws)
-    acc = _fused.accumulator(x.dtype, tile(*map(jax.typeof, (x, sizes, *ws)), layout=layout))
+    avals = [jax.typeof(v) for v in (x, sizes, *ws)]
+    _grouped._check("grouped_gemm", *avals)
+    acc = _fused.accumulator(x.dtype, tile(*avals, layout=layout))
     traced = _fused.trace_with_dtype(fn, [acc] * len(ws), operands, out_dtype, ws[0].shape[-3])
     return traced.finish(bind(traced.epilogue, x, ws, sizes, traced.operands, layout=layout, **params))
 
@@ -234,7 +236,6 @@ def _split(args: Sequence[Any], epilogue: Epilogue) -> tuple[Any, list[Any], Any
 
 def tile(x: Any, sizes: Any, *ws: Any, layout: str) -> Any:
     """The aval of ``[*B, m, n]``, in x's dtype, from avals."""
-    _grouped._check("grouped_gemm", x, sizes, *ws)
     batch = np.broadcast_shapes(x.shape[:-2], sizes.shape[:-1], *(w.shape[:-3] for w in ws))
     shape = (*batch, x.shape[-2], ws[0].shape[-1 if layout[1] == "n" else -2])
     spec = jax.P(*(None,) * len(shape))
