@@ -156,9 +156,9 @@ def predict(config: Config, problem: Problem) -> float:
     rows, tiles = _grid(c, p)
     items, k, filled = float(rows * tiles * p.batch_size), float(p.k), 1.0
     if p.ragged == "m":  # a group's last tile is half full; of it, blocks of 64 rows without any are skipped
-        average = p.m / p.groups
-        rows = p.groups * max(1.0, average / c.bm + 0.5)
-        filled = p.groups * max(1.0, average / 64 + 0.5) * 64 / (rows * c.bm)
+        average, height = p.m / p.groups, c.bm * c.cluster_m
+        rows = p.groups * max(1.0, average / height + 0.5)
+        filled = p.groups * max(1.0, average / 64 + 0.5) * 64 / (rows * height)
         items = rows * tiles * p.batch_size
     elif p.ragged == "k":
         items, k = items * p.groups, p.k / p.groups + c.bk / 2

@@ -77,8 +77,6 @@ def config_reasons(config: Config, problem: Problem) -> list[str]:
         )
     if narrow := [d for d in _fusion.result_dtypes(problem) if _fusion.span(config.bn, problem, d) < 32]:
         reasons.append(f"bn={config.bn} makes staging rows of less than 32 bytes in {short_dtype(narrow[0])}")
-    if problem.ragged == "m" and config.cluster_m > 1:
-        reasons.append(f"cluster {config.cluster_m}x1: neighbouring tiles of rows may be of different groups")
     if _most_tiles(config, problem) >= 2**31:
         reasons.append("2^31 tiles or more: the scheduler counts with 32 bits")
     return reasons

@@ -25,7 +25,7 @@ struct Scheduler {
         step0(step0),
         step1(step1),
         sizes(sizes) {
-    tiles_m = (m + BM * CLUSTER_M - 1) / (BM * CLUSTER_M);
+    tiles_m = tiles(m);
     tiles_n = (n + BN * CLUSTER_N - 1) / (BN * CLUSTER_N);
   }
 
@@ -48,7 +48,7 @@ struct Scheduler {
     index -= __shfl_sync(~0u, tile, lane);
     int group = first + lane - leading;
     bool outside = RAGGED_M && (group < 0 || group >= groups);
-    Place at = place(index, RAGGED_M ? (count + BM - 1) / BM : tiles_m, tiles_n, raster);
+    Place at = place(index, RAGGED_M ? tiles(count) : tiles_m, tiles_n, raster);
     int m = (at.m * CLUSTER_M + rank_m) * BM, n = (at.n * CLUSTER_N + rank_n) * BN, matrix = z * groups + group;
     if constexpr (RAGGED_M) {
       int k_blocks = outside ? 0 : (k_all + BK - 1) / BK;
@@ -59,6 +59,8 @@ struct Scheduler {
   }
 
  private:
+  DEVICE static int tiles(int rows) { return (rows + BM * CLUSTER_M - 1) / (BM * CLUSTER_M); }
+
   DEVICE void load() {
     int lane = threadIdx.x % 32, entry = first + lane, entries = leading + groups;
     int size = 0;
@@ -81,13 +83,13 @@ struct Scheduler {
     rows = end - row;
 
     bool group = entry >= leading && entry < entries;
-    int tiles = RAGGED_M ? (rows + BM - 1) / BM * tiles_n : group ? tiles_m * tiles_n : 0, sum = tiles;
+    int count = RAGGED_M ? tiles(rows) * tiles_n : group ? tiles_m * tiles_n : 0, sum = count;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       int before = __shfl_up_sync(~0u, sum, d);
       if (lane >= d) sum += before;
     }
-    tile = tile_end + sum - tiles;
+    tile = tile_end + sum - count;
     tile_end += __shfl_sync(~0u, sum, 31);
   }
 };

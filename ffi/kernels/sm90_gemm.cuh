@@ -9,7 +9,7 @@
 // RAGGED_M, RAGGED_K: the rows, or the contraction, are divided in groups (group_scheduler.cuh).
 //
 // Preconditions (checked in cutjax/_sm90.py): k >= 1; rows of a, b, d start 16-byte aligned; grid.x a multiple of the
-// cluster; CLUSTER_M is 1 where rows are divided; a and b are MN-major where the contraction is.
+// cluster; a is K-major where rows are divided, a and b are MN-major where the contraction is.
 
 constexpr int ROWS_PER_CONSUMER = M_BLOCKS * 64;
 constexpr int CONSUMERS_PER_TILE = BM / ROWS_PER_CONSUMER;
