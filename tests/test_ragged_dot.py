@@ -181,6 +181,22 @@ def test_vmap():
     )
 
 
+def test_inside_shard_map():
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = jax.P(None, "i"), jax.P(None, "i")
+
+    def loss(f, x, w):
+        return (f(x, w) ** 2).sum()
+
+    def local(x, w):
+        return lax.psum(cutjax.ragged_dot(x, w, S), "i")
+
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P())
+    expected = jax.grad(functools.partial(loss, lambda x, w: lax.ragged_dot(x, w, S)), (0, 1))(X, W)
+    got = jax.jit(jax.grad(functools.partial(loss, sharded), (0, 1)))(X, W)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
 def test_second_mode_has_gradients():
     """jax's has none."""
     dims = Dims((([1, 0], [1, 0]), ([], [])), [0], [])
