@@ -174,7 +174,7 @@ def promote(a: jax.Array, bs: Sequence[jax.Array], out_dtype: DTypeLike | None, 
         next((i for i, kind in enumerate(kinds) if jnp.issubdtype(t, kind)), 3) for t in (out, operand)
     )
     if rank_out > rank_in:
-        raise TypeError(f"gemm: a product of {operand} has no meaning as out_dtype {out}")
+        raise TypeError(f"{where}: a product of {operand} has no meaning as out_dtype {out}")
     return *(lax.convert_element_type(x, operand) for x in (a, *bs)), out
 
 

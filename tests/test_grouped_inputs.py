@@ -40,7 +40,14 @@ BAD_GEMM = [
     (ValueError, r"grouped_gemm: unknown backend 'gpu'", X, W, S, {"backend": "gpu"}),
     (TypeError, r"grouped_gemm: config must be a cutjax.Config, got dict", X, W, S, {"config": {"bm": 128}}),
     (TypeError, r"grouped_gemm: .*: no 16-bit dtype holds both", X.astype(H), W.astype(jnp.float16), S, {}),
-    (TypeError, r"product of float32 has no meaning as out_dtype int32", X, W, S, {"out_dtype": jnp.int32}),
+    (
+        TypeError,
+        r"grouped_gemm: a product of float32 has no meaning as out_dtype int32",
+        X,
+        W,
+        S,
+        {"out_dtype": jnp.int32},
+    ),
 ]
 
 
