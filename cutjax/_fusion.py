@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from cutjax import _emit
-from cutjax._expression import REDUCTIONS, Epilogue, Node, Output
+from cutjax._expression import REDUCTIONS, Epilogue, Node, OperandSpec, Output
 from cutjax._problem import Problem
 
 # Dtypes of operands and results in memory, as enumerators of Dtype (staging.cuh).
@@ -133,8 +133,18 @@ def _operand_parameters(epilogue: Epilogue) -> str:
     return "".join(", " + each.format(i) for i in range(len(epilogue.operands)))
 
 
+def _through_shared(epilogue: Epilogue, spec: OperandSpec) -> bool:
+    """Whether an operand that varies along rows and columns is read 16 bytes at a time and handed out by ldmatrix.
+
+    That takes elements of 16 bits, rows of whole units of 16 bytes (which a result of at most 16 bits has, too), and
+    room in the first result's staging tile.
+    """
+    sizes = [np.dtype(out.dtype).itemsize for _, out in tiles(epilogue)]
+    return np.dtype(spec.dtype).itemsize == 2 and sizes[0] >= 2 and min(sizes) == 2
+
+
 def _operands(epilogue: Epilogue) -> str:
-    fields, initial, tile, rows, chunks, pieces = [], [], [], [], [], []
+    fields, initial, tile, rows, chunks, staged, pieces = [], [], [], [], [], [], []
     for i, spec in enumerate(epilogue.operands):
         pair = f"Pair<Dtype::{DTYPES[spec.dtype]}>"
         size = np.dtype(spec.dtype).itemsize
@@ -153,8 +163,10 @@ def _operands(epilogue: Epilogue) -> str:
             rows.append(f"x{i}[h].load_one(matrix{i} + min(row + 8 * h, m - 1) * {size}ll);")
         elif not spec.row:
             pieces.append(f"x{i}[j].load(matrix{i} + c * {size}ll);")
+        elif _through_shared(epilogue, spec):
+            staged.append(f"Fragment::load(x{i}, matrix{i}, m, n, row, column, thread);")
         else:
-            at = f"matrix{i} + (min(row + 8 * h, m - 1) * static_cast<i64>(n) + c) * {size}"
+            at = f"matrix{i} + (min(row + lane_row + 8 * h, m - 1) * static_cast<i64>(n) + c) * {size}"
             chunks.append(f"for (int h = 0; h < 2; ++h) x{i}[j][h].load({at});")
 
     def lines(statements: list[str], indent: int) -> str:
@@ -168,6 +180,8 @@ def _operands(epilogue: Epilogue) -> str:
 
     # Past the matrix, where the result is clipped, the last row or columns are read again.
     clip = "\n      int c = min(column + 8 * j, n - 2);"
+    lane = "\n      int c = min(column + thread % 4 * 2 + 8 * j, n - 2), lane_row = thread / 32 * 16 + thread % 32 / 4;"
+    exchanges = [x.replace("::load(", "::exchange(").split(", matrix")[0] + ", buffer, thread);" for x in staged]
     return f"""#line 1 "operands (generated)"
 struct Operands {{
   int m, n;{lines(fields, 2)}
@@ -177,7 +191,9 @@ struct Operands {{
   }}
   DEVICE void begin_rows(int row) {{{loop("h", "2", rows)}
   }}
-  DEVICE void begin_chunk(int row, int column) {{{loop("j", "D_CHUNK / 8", chunks, clip)}
+  DEVICE void begin_chunk(int row, int column, int thread) {{{lines(staged, 4)}{loop("j", "D_CHUNK / 8", chunks, lane)}
+  }}
+  DEVICE void exchange_chunk(u32 buffer, int thread) {{{lines(exchanges, 4)}
   }}
   DEVICE void begin_piece(int column) {{{loop("j", "2", pieces, clip)}
   }}

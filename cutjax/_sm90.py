@@ -103,7 +103,7 @@ def _max_accumulators(config: Config, problem: Problem) -> int:
     if _fusion.reductions(epilogue):
         return 96
     full = any(spec.row and spec.col for spec in epilogue.operands)
-    if full and (problem.groups or (config.schedule == "pingpong" and config.cluster_n > 1)):
+    if full and (problem.groups or config.schedule == "pingpong"):
         return 112
     varying = any(spec.row or spec.col for spec in epilogue.operands)
     return 128 if varying or len(epilogue.outputs) > 1 or problem.groups else MAX_ACCUMULATORS
@@ -185,6 +185,7 @@ def source(problem: Problem, config: Config) -> str:
         "OUTPUTS": len(_fusion.tiles(_fusion.of(problem))),
         "D_CHUNK": _fusion.chunk(config.bn, problem),
         "D_BUFFER_BYTES": _fusion.buffer_bytes(config.bn, problem),
+        "D_SPAN": _fusion.span(config.bn, problem, _fusion.result_dtypes(problem)[0]),
     }
     return _codegen.source(
         config.name(problem),

@@ -1,7 +1,8 @@
 // Accumulators to memory: what the epilogue makes of them is staged in shared memory in the layout TMA wants and stored
 // by TMA, which clips the tile to the matrix. The epilogue itself is generated for each kernel (cutjax/_fusion.py):
 //   Operands         what it reads beside the accumulators: loaded once a tile, a row, a chunk (what varies along rows
-//                    and columns, early, since it comes from memory) or a piece (what varies along columns, from L1)
+//                    and columns: early, since it comes from memory, and in whole lines, exchanged through the chunk's
+//                    staging buffer while that is free) or a piece (what varies along columns, from L1)
 //   Partials         where results that are reductions go: one value for each 16 rows, for each tile's columns, or
 //   both;
 //                    XLA reduces them further, in a fixed order
@@ -37,11 +38,12 @@ struct Epilogue {
         u32 buffer = staging + next * D_BUFFER_BYTES;
         next = next + 1 == STORE_BUFFERS ? 0 : next + 1;
         int column = n + chunk * D_CHUNK + lane_column;
-        operands.begin_chunk(row, column);
+        operands.begin_chunk(m + block * 64, n + chunk * D_CHUNK, thread);
         if constexpr (!ONE_BARRIER) {
           if (thread == 0) cp_async_bulk_wait_group_read<STORE_BUFFERS - 1>();
           bar_sync(barrier, 128);
         }
+        operands.exchange_chunk(buffer, thread);
 #pragma unroll
         for (int piece = 0; piece < D_CHUNK / 16; ++piece) {
           float values[PRODUCTS][8];

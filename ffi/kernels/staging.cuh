@@ -148,3 +148,43 @@ struct Staging {
     }
   }
 };
+
+// 64 rows x D_CHUNK columns of 16-bit elements of a matrix in global memory, to where the accumulators of the same rows
+// and columns are. Lanes read 16 bytes each, so that a warp reads whole lines; then they exchange them in shared
+// memory, where each warp has 16 rows.
+struct Fragment {
+  static constexpr int ROW = D_CHUNK * 2, LANES = ROW / 16;  // that read a row
+
+  template <Dtype D>
+  static DEVICE void load(Pair<D> (&x)[D_CHUNK / 8][2], const char* matrix, int m, int n, int row, int column,
+                          int thread) {
+    int lane = thread % 32, c = min(column + lane % LANES * 8, n - 8);  // past the matrix, the last are read again
+#pragma unroll
+    for (int i = 0; i < LANES / 2; ++i) {
+      int r = min(row + thread / 32 * 16 + i * (32 / LANES) + lane / LANES, m - 1);
+      Bytes16 v = ld_global_v4(matrix + (r * static_cast<i64>(n) + c) * 2);
+      x[2 * i][0].bits[0] = v.x;
+      x[2 * i][1].bits[0] = v.y;
+      x[2 * i + 1][0].bits[0] = v.z;
+      x[2 * i + 1][1].bits[0] = v.w;
+    }
+  }
+
+  // `buffer` is a staging buffer in which each warp's part of the first result holds its 16 rows.
+  template <Dtype D>
+  static DEVICE void exchange(Pair<D> (&x)[D_CHUNK / 8][2], u32 buffer, int thread) {
+    int lane = thread % 32;
+    u32 tile = buffer + thread / 32 * (16 * D_SPAN);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < LANES / 2; ++i)
+      st_shared_v4(tile + swizzle<ROW>((i * (32 / LANES) + lane / LANES) * ROW + lane % LANES * 16),
+                   x[2 * i][0].bits[0], x[2 * i][1].bits[0], x[2 * i + 1][0].bits[0], x[2 * i + 1][1].bits[0]);
+    __syncwarp();
+#pragma unroll
+    for (int piece = 0; piece < D_CHUNK / 16; ++piece)
+      ldmatrix_x4(tile + swizzle<ROW>(lane % 16 * ROW + piece * 32 + lane / 16 * 16), x[2 * piece][0].bits[0],
+                  x[2 * piece][1].bits[0], x[2 * piece + 1][0].bits[0], x[2 * piece + 1][1].bits[0]);
+    __syncwarp();
+  }
+};
