@@ -487,7 +487,7 @@ def document(environment: dict[str, Any], method: str, roofline: report.Roofline
 def read(path: pathlib.Path) -> tuple[dict[str, Any], list[Row]]:
     """A run's JSON and its rows."""
 
-    def nan(value):
+    def nan(value: Any) -> Any:
         return math.nan if value is None else value
 
     content = json.loads(path.read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ def _band(blocks: int) -> int:
     return next(width for width in (8, 4, 2, 1) if blocks % width == 0)
 
 
-def pallas(product: str, config: Mapping[str, int]) -> Callable[[Mapping[str, jax.Array]], jax.Array]:
+def pallas(product: str, config: Mapping[str, Any]) -> Callable[[Mapping[str, jax.Array]], jax.Array]:
     """Pallas's example kernel with one config."""
 
     def fn(i):
@@ -56,7 +57,7 @@ def pallas(product: str, config: Mapping[str, int]) -> Callable[[Mapping[str, ja
 def torch_module() -> Any:
     """torch where it is installed and sees a GPU, else why not."""
     try:
-        import torch
+        torch = importlib.import_module("torch")
     except Exception as error:  # a torch of other CUDA libraries fails in many ways
         return f"no torch: {type(error).__name__}: {error}"
     return torch if torch.cuda.is_available() else "torch sees no GPU"
@@ -66,14 +67,16 @@ class Torch:
     """torch's grouped_mm of one case, on the memory of the same inputs; timed by events."""
 
     def __init__(self, case: cases.Grouped, sets: Sequence[tuple[Mapping[str, jax.Array]]]):
-        self.torch = torch_module()
-        self._failure = self.torch if isinstance(self.torch, str) else ""
+        found: Any = torch_module()
+        self._failure = found if isinstance(found, str) else ""
+        self.torch: Any = found
         self._calls: dict[str, list[Callable[[], Any]]] = {}
         if not self._failure:
             try:
-                offsets = self.torch.tensor(np.cumsum(case.sizes), dtype=self.torch.int32, device="cuda")
+                torch = self.torch
+                offsets = torch.tensor(np.cumsum(case.sizes), dtype=torch.int32, device="cuda")
                 for (i,) in sets:
-                    x, w, dy = (self.torch.from_dlpack(i[name]) for name in ("x", "w", "dy"))
+                    x, w, dy = (torch.from_dlpack(i[name]) for name in ("x", "w", "dy"))
                     for product, pair in {"forward": (x, w), "dx": (dy, w.mT), "dw": (x.mT, dy)}.items():
                         call = functools.partial(self._grouped_mm(), *pair, offs=offsets)
                         self._calls.setdefault(product, []).append(call)
