@@ -119,8 +119,11 @@ class _Fit:
       shared: how much of what a cluster multicasts is saved.
       blend: the exponent with which loading and multiplying add up: infinite where the slower hides the other.
       coop, narrow: what a cooperative schedule, and column chunks narrower than a swizzle, add to the cycles of wgmma.
+      cluster: microseconds that a cluster costs.
       twins, short: what two blocks on an SM, and tiles of 64 rows, add to the time of memory.
-      whole_waves: whether the last wave takes as long as any other, where the number of tiles is known.
+      last: how much of a tile the last one of a group takes more than its share, where rows have groups.
+      idle: how much of the time that skipped blocks of 64 rows would take is lost all the same.
+      tall: what each doubling of a tile's rows adds, where groups have few: fewer tiles then read the same weights.
       scale: of the whole.
     """
 
@@ -129,16 +132,19 @@ class _Fit:
     blend: float
     coop: float
     narrow: float
-    twins: float
-    short: float
-    whole_waves: bool
-    scale: float = 1.0
+    cluster: float
+    twins: float = 0
+    short: float = 0
+    last: float = 0.5
+    idle: float = 0
+    tall: float = 0
+    scale: float = 1
 
 
 _FITS = {
-    "": _Fit(85, 0, math.inf, 0.053, 0.032, 0, 0, True),
-    "m": _Fit(102, 0, 8, 0.012, 0.138, 0.31, -0.094, False),
-    "k": _Fit(71, 0.5, 2, 0.055, 0.179, 0.153, -0.003, True, 0.8),
+    "": _Fit(85, 0, math.inf, 0.053, 0.032, 4),
+    "m": _Fit(110, 0, 2, 0.039, 0.243, 1.9, 0.12, 0.02, last=0.45, idle=0.34, tall=0.275, scale=0.86),
+    "k": _Fit(50, 1, 2, -0.036, 0.243, 1.9, 0.12, -0.092, scale=0.82),
 }
 
 
@@ -157,13 +163,14 @@ def predict(config: Config, problem: Problem) -> float:
     items, k, filled = float(rows * tiles * p.batch_size), float(p.k), 1.0
     if p.ragged == "m":  # a group's last tile is half full; of it, blocks of 64 rows without any are skipped
         average, height = p.m / p.groups, c.bm * c.cluster_m
-        rows = p.groups * max(1.0, average / height + 0.5)
+        rows = p.groups * max(1.0, average / height + fit.last)
         filled = p.groups * max(1.0, average / 64 + 0.5) * 64 / (rows * height)
+        filled += (1 - filled) * fit.idle
         items = rows * tiles * p.batch_size
     elif p.ragged == "k":
         items, k = items * p.groups, p.k / p.groups + c.bk / 2
     in_flight = SMS * resident // c.cluster
-    waves = math.ceil(items / in_flight) if fit.whole_waves else max(1.0, items / in_flight + 0.5)
+    waves = math.ceil(items / in_flight)
     sharing = min(resident, math.ceil(items * c.cluster / SMS))  # blocks that really share an SM
 
     k_blocks = math.ceil(k / c.bk)
@@ -190,7 +197,9 @@ def predict(config: Config, problem: Problem) -> float:
         wave = max(mainloop + epilogue - hidden, (mainloop + epilogue) / 2)
     else:
         wave = mainloop + epilogue - (hidden if resident == 2 else 0)
-    compute = (waves - 1) * wave + mainloop + epilogue + 4.0 * (c.cluster > 1)
+    compute = (waves - 1) * wave + mainloop + epilogue + fit.cluster * (c.cluster > 1)
+    if p.ragged == "m":
+        compute *= 1 + fit.tall * math.log2(c.bm * c.cluster_m / 64) / (1 + p.m / p.groups / 512)
 
     ragged = 1.1 if c.bn * p.out_dtype.itemsize % 128 else 1.0  # stores of less than a cache line
     reads, writes = (p.bytes - p.result_bytes) / 5.0e6, ragged * p.result_bytes / 3.8e6  # at 5.0 (partly L2), 3.8 TB/s
