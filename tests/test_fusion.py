@@ -72,7 +72,7 @@ def test_every_tile_compiles_lean(name):
 
     with ThreadPoolExecutor(2) as pool:
         for kernel, cubin, seconds in pool.map(compile_one, configs):
-            assert "warning" not in cubin.log, f"{kernel}: {cubin.log}"
+            assert not re.search("warning|Performance Loss|injected", cubin.log), f"{kernel}: {cubin.log}"
             resources = cubin.resources
             assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0), f"{kernel}: {resources}"
             assert seconds < 2, f"{kernel}: {seconds:.2f} s"  # 1.0 at most when nothing else runs

@@ -131,6 +131,7 @@ struct Staging {
   // The first rows alone, to row y and column x of a matrix of n columns, which are whole units of 16 bytes.
   static DEVICE void store_rows(char* matrix, int n, u32 tile, int x, int y, int rows, int thread) {
     constexpr int UNIT = 16 / SIZE<D>, UNITS = D_CHUNK / UNIT;
+#pragma unroll 1
     for (int i = thread; i < rows * UNITS; i += 128) {
       int row = i / UNITS, column = i % UNITS * UNIT, byte = column * SIZE<D>;
       if (x + column < n)
@@ -142,6 +143,7 @@ struct Staging {
   // Zeroes rows of BN columns.
   static DEVICE void clear_rows(char* matrix, int n, int x, int y, int rows, int thread) {
     constexpr int UNIT = 16 / SIZE<D>, UNITS = BN / UNIT;
+#pragma unroll 1
     for (int i = thread; i < rows * UNITS; i += 128) {
       int row = i / UNITS, column = i % UNITS * UNIT;
       if (x + column < n) st_global_v4(matrix + ((y + row) * static_cast<i64>(n) + x + column) * SIZE<D>, Bytes16{});
