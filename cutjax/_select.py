@@ -120,7 +120,7 @@ class _Fit:
       blend: the exponent with which loading and multiplying add up: infinite where the slower hides the other.
       coop, narrow: what a cooperative schedule, and column chunks narrower than a swizzle, add to the cycles of wgmma.
       cluster: microseconds that a cluster costs.
-      latency, turn: of a load under load, in microseconds, and how much of a stage's use adds to it.
+      latency: of a load under load, in microseconds.
       twins, short: what two blocks on an SM, and tiles of 64 rows, add to the time of memory.
       last: how much of a tile the last one of a group takes more than its share, where rows have groups.
       idle: how much of the time that skipped blocks of 64 rows would take is lost all the same.
@@ -134,8 +134,7 @@ class _Fit:
     coop: float
     narrow: float
     cluster: float
-    latency: float = 1.4
-    turn: float = 0
+    latency: float
     twins: float = 0
     short: float = 0
     last: float = 0.5
@@ -145,9 +144,9 @@ class _Fit:
 
 
 _FITS = {
-    "": _Fit(85, 0, math.inf, 0.053, 0.032, 4),
-    "m": _Fit(110, 0, 2, 0.039, 0.243, 1.9, 1.8, 1, 0.12, 0.02, last=0.45, idle=0.34, tall=0.275, scale=0.86),
-    "k": _Fit(50, 1, 2, -0.036, 0.243, 1.9, 1.8, 1, 0.12, -0.092, scale=0.82),
+    "": _Fit(85, 0, math.inf, 0.053, 0.032, 4, 1.2),
+    "m": _Fit(110, 0, 2, 0.039, 0.243, 1.9, 1.8, 0.12, 0.02, last=0.45, idle=0.34, tall=0.275, scale=0.86),
+    "k": _Fit(50, 1, 2, -0.036, 0.243, 1.9, 1.8, 0.12, -0.092, scale=0.82),
 }
 
 
@@ -191,7 +190,7 @@ def predict(config: Config, problem: Problem) -> float:
     both = max(multiply, load)
     if fit.blend != math.inf:
         both = (multiply**fit.blend + load**fit.blend) ** (1 / fit.blend)
-    refill = (fit.latency + fit.turn * multiply) / c.stages  # a stage's load, and its turn to be read
+    refill = (fit.latency + multiply) / c.stages  # a stage's load, and its turn to be read
     mainloop = k_blocks * max(both, refill)
 
     epilogue = sharing * (0.22 + 2.0 * c.bm * c.bn / 32768)

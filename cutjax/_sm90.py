@@ -106,7 +106,8 @@ def _max_accumulators(config: Config, problem: Problem) -> int:
     if full and (problem.groups or config.schedule == "pingpong"):
         return 112
     varying = any(spec.row or spec.col for spec in epilogue.operands)
-    return 128 if varying or len(epilogue.outputs) > 1 or problem.groups else MAX_ACCUMULATORS
+    several = len(epilogue.outputs) > 1 and bool(epilogue.operands)
+    return 128 if varying or several or problem.groups else MAX_ACCUMULATORS
 
 
 def stage_bytes(config: Config, problem: Problem) -> int:

@@ -83,7 +83,8 @@ def ragged_dot_general(
     memory if the order is one that ``cutjax.grouped_gemm`` and ``cutjax.grouped_outer`` take.
 
     Args:
-      lhs, rhs: arrays.
+      lhs: an array.
+      rhs: an array.
       group_sizes: integers, as above or ``[g]``; any, see ``cutjax.grouped_gemm``.
       ragged_dot_dimension_numbers: a ``jax.lax.RaggedDotDimensionNumbers``.
       precision: as in ``jax.lax.dot``, where XLA multiplies. The kernels accumulate 16-bit operands in float32.
