@@ -103,7 +103,7 @@ def _max_accumulators(config: Config, problem: Problem) -> int:
     if _fusion.reductions(epilogue):
         return 96
     full = any(spec.row and spec.col for spec in epilogue.operands)
-    if full and (problem.groups or config.schedule == "pingpong"):
+    if full and (problem.groups or (config.schedule == "pingpong" and config.cluster_m == 1)):
         return 112
     varying = any(spec.row or spec.col for spec in epilogue.operands)
     several = len(epilogue.outputs) > 1 and bool(epilogue.operands)
