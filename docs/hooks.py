@@ -49,7 +49,9 @@ def _section(path: pathlib.Path) -> str:
             f"Measured roofline: {roofline['tflops']:.0f} TFLOP/s in bf16, {roofline['gb_per_s']:.0f} GB/s copied.",
             "",
         ]
-    if run["rows"]:
+    if run["rows"] and run.get("op") in TABLES:
+        lines += [*TABLES[run["op"]](run["rows"]), ""]
+    elif run["rows"]:
         more = [name for name in MORE if any(row.get(name) is not None for row in run["rows"])]
         names = _cells(MORE[name][0] for name in more)
         lines += [
@@ -63,6 +65,32 @@ def _section(path: pathlib.Path) -> str:
         if run.get(name):
             lines += [f"{name.capitalize()} cost:", "", "```json", json.dumps(run[name], indent=2), "```", ""]
     return "\n".join(lines)
+
+
+def _grouped(rows: list[dict]) -> Iterable[str]:
+    yield "| case | product | cutjax us | TFLOP/s | dense us / ours | of the copy rate | XLA us | Pallas us | kernel |"
+    yield "|---|---|--:|--:|--:|--:|--:|--:|---|"
+    for row in rows:
+        peers = _cells(_number(row["peers"].get(name, {}).get("us"), ".0f") for name in ("xla", "pallas"))
+        ratios = _cells(_number(row["ratios"].get(name), ".3f") for name in ("dense", "copy"))
+        ours = _cells(_number(row[name], form) for name, form in (("us", ".1f"), ("tflops", ".0f")))
+        yield f"| {row['case']} | {row['product']} |{ours}{ratios}{peers} `{row['kernel']}` |"
+
+
+def _moe(rows: list[dict]) -> Iterable[str]:
+    yield "| layer | tokens | cutjax us | all but products | peak MiB | XLA's tokens | XLA us | XLA's MiB | ratio |"
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
+    for row in rows:
+        ours = _cells(_number(row[name], ".0f") for name in ("tokens", "us", "rest_us", "peak_mib"))
+        xla = _cells(_number(row[name], ".0f") for name in ("xla_tokens", "xla_us", "xla_peak_mib"))
+        yield f"| {row['case']} |{ours}{xla} {_number(row['ratio'], '.2f')} |"
+
+
+TABLES = {"grouped": _grouped, "moe": _moe}
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _cells(values: Iterable[str]) -> str:
