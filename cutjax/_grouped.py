@@ -199,7 +199,7 @@ def reference_outer(
 # The rules both primitives share.
 
 
-def _check(where: str, *avals: Any) -> None:
+def check(where: str, *avals: Any) -> None:
     if any(varying_axes(x) != varying_axes(avals[0]) for x in avals):
         raise ValueError(f"{where}: operands vary over different mesh axes: {', '.join(x.str_short() for x in avals)}")
     if any(axes is not None for x in avals for axes in x.sharding.spec):
@@ -263,7 +263,7 @@ def _jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> tuple[ja
 
 
 def _gemm_abstract(x: Any, w: Any, sizes: Any, *, layout: str, out_dtype: np.dtype, **_: Any) -> Any:
-    _check("grouped_gemm", x, w, sizes)
+    check("grouped_gemm", x, w, sizes)
     batch = np.broadcast_shapes(x.shape[:-2], w.shape[:-3], sizes.shape[:-1])
     n = w.shape[-1 if layout[1] == "n" else -2]
     return _result((*batch, x.shape[-2], n), out_dtype, x, w, sizes)
@@ -341,7 +341,7 @@ grouped_gemm_p = define(
 
 
 def _outer_abstract(a: Any, b: Any, sizes: Any, *, out_dtype: np.dtype, leading: bool, **_: Any) -> Any:
-    _check("grouped_outer", a, b, sizes)
+    check("grouped_outer", a, b, sizes)
     batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
     return _result((*batch, sizes.shape[-1] - leading, a.shape[-1], b.shape[-1]), out_dtype, a, b, sizes)
 
@@ -405,7 +405,7 @@ grouped_outer_p = define(
 
 
 def _add_abstract(a: Any, b: Any, sizes: Any, to: Any, **_: Any) -> Any:
-    _check("grouped_outer", a, b, sizes, to)
+    check("grouped_outer", a, b, sizes, to)
     return _result(to.shape, to.dtype, to, a)
 
 

@@ -43,7 +43,7 @@ def call(
     x, sizes, *ws = match_varying(x, sizes, *ws, *arrays)[: 2 + len(ws)]
     x, sizes, *ws = with_ranks(x, sizes, ws)
     avals = [jax.typeof(v) for v in (x, sizes, *ws)]
-    _grouped._check("grouped_gemm", *avals)
+    _grouped.check("grouped_gemm", *avals)
     acc = _fused.accumulator(x.dtype, tile(*avals, layout=layout))
     traced = _fused.trace_with_dtype(fn, [acc] * len(ws), operands, out_dtype, ws[0].shape[-3])
     return traced.finish(bind(traced.epilogue, x, ws, sizes, traced.operands, layout=layout, **params))
@@ -175,7 +175,7 @@ def _neutral(reduce: str, dtype: np.dtype) -> Any:
 
 
 def _spread_abstract(x: Any, sizes: Any, *, m: int, **_: Any) -> Any:
-    _grouped._check("grouped_gemm", x, sizes)
+    _grouped.check("grouped_gemm", x, sizes)
     batch = np.broadcast_shapes(x.shape[:-3], sizes.shape[:-1])
     return x.update(shape=(*batch, m, x.shape[-1]), sharding=x.sharding.update(spec=jax.P(*(None,) * (x.ndim - 1))))
 
@@ -244,7 +244,7 @@ def tile(x: Any, sizes: Any, *ws: Any, layout: str) -> Any:
 
 def _abstract(*avals: Any, layout: str, epilogue: Epilogue, **_: Any) -> list[Any]:
     x, ws, sizes, _operands = _split(avals, epilogue)
-    _grouped._check("grouped_gemm", *avals)
+    _grouped.check("grouped_gemm", *avals)
     return _fused.result_avals(tile(x, sizes, *ws, layout=layout), epilogue)
 
 

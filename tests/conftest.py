@@ -23,3 +23,5 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 def pytest_configure(config: pytest.Config) -> None:
     if "not gpu" in (config.getoption("markexpr") or "not gpu"):
         jax.config.update("jax_platforms", "cpu")
+        # A thousand small programs, each run once: compiling them is what takes the time. Read when the backend starts.
+        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
