@@ -144,7 +144,7 @@ def _through_shared(epilogue: Epilogue, spec: OperandSpec) -> bool:
 
 
 def _operands(epilogue: Epilogue) -> str:
-    fields, initial, tile, rows, chunks, staged, pieces = [], [], [], [], [], [], []
+    fields, initial, tile, rows, chunks, staged, exchanges, pieces = [], [], [], [], [], [], [], []
     for i, spec in enumerate(epilogue.operands):
         pair = f"Pair<Dtype::{DTYPES[spec.dtype]}>"
         size = np.dtype(spec.dtype).itemsize
@@ -165,6 +165,7 @@ def _operands(epilogue: Epilogue) -> str:
             pieces.append(f"x{i}[j].load(matrix{i} + c * {size}ll);")
         elif _through_shared(epilogue, spec):
             staged.append(f"Fragment::load(x{i}, matrix{i}, m, n, row, column, thread);")
+            exchanges.append(f"Fragment::exchange(x{i}, buffer, thread);")
         else:
             at = f"matrix{i} + (min(row + lane_row + 8 * h, m - 1) * static_cast<i64>(n) + c) * {size}"
             chunks.append(f"for (int h = 0; h < 2; ++h) x{i}[j][h].load({at});")
@@ -181,7 +182,6 @@ def _operands(epilogue: Epilogue) -> str:
     # Past the matrix, where the result is clipped, the last row or columns are read again.
     clip = "\n      int c = min(column + 8 * j, n - 2);"
     lane = "\n      int c = min(column + thread % 4 * 2 + 8 * j, n - 2), lane_row = thread / 32 * 16 + thread % 32 / 4;"
-    exchanges = [x.replace("::load(", "::exchange(").split(", matrix")[0] + ", buffer, thread);" for x in staged]
     return f"""#line 1 "operands (generated)"
 struct Operands {{
   int m, n;{lines(fields, 2)}
@@ -263,10 +263,8 @@ struct Partials {{
 def _reduce_piece(i: int, out: Output) -> str:
     """What a piece adds to a reduction; values past the matrix are replaced by the identity."""
     identity = _REDUCE[out.reduce or ""][0]
-    text = f"""#pragma unroll
-  for (int i = 0; i < 8; ++i)
-    if (row + i / 2 % 2 * 8 >= m || column + i / 4 * 8 + i % 2 >= n) y{i}[i] = {identity};
-""".replace("m ||", "partials.m ||").replace(">= n)", ">= partials.n)")
+    past = "row + i / 2 % 2 * 8 >= partials.m || column + i / 4 * 8 + i % 2 >= partials.n"
+    text = f"#pragma unroll\n  for (int i = 0; i < 8; ++i)\n    if ({past}) y{i}[i] = {identity};\n"
     if out.axes != ("row",):
         return text + "".join(f"  {_combine(out, f'partials.r{i}[{e // 2 % 2}]', f'y{i}[{e}]')}\n" for e in range(8))
     lines = []
