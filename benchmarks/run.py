@@ -9,6 +9,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from benchmarks import cases, compile_cost, launch, report
 
@@ -135,17 +136,35 @@ def measure_case(
     return rows
 
 
+def _begin(args: argparse.Namespace) -> tuple[str, dict[str, Any], pathlib.Path]:
+    """How a run is timed, on what (which it prints), and where it is written."""
+    from benchmarks import timing
+
+    method = args.method or ("cupti" if timing.cupti_works() else "host")
+    environment = report.environment(args.commit)
+    print(f"{environment['device']}, driver {environment['driver']}, {environment['versions']}, times by {method}")
+    return method, environment, args.out or report.RESULTS / f"{args.op}-{args.tag.replace(',', '-')}.json"
+
+
+def _end(args: argparse.Namespace, out: pathlib.Path, rows: Sequence[Any]) -> int:
+    """Says what was written, draws it if asked, and whether anything failed."""
+    print(f"wrote {out}")
+    if args.plot and rows:
+        from benchmarks import plot
+
+        for path in plot.draw(out):
+            print(f"wrote {path}")
+    return int(any(row.failure for row in rows))
+
+
 def _fused(args: argparse.Namespace) -> int:
     """The run of ``--op fused``."""
     import jax
 
-    from benchmarks import fused, timing
+    from benchmarks import fused
 
     chosen = cases.select_fused(args.tag)
-    method = args.method or ("cupti" if timing.cupti_works() else "host")
-    environment = report.environment(args.commit)
-    print(f"{environment['device']}, driver {environment['driver']}, {environment['versions']}, times by {method}")
-    out = args.out or report.RESULTS / f"fused-{args.tag.replace(',', '-')}.json"
+    method, environment, out = _begin(args)
     fused.compile_ours(chosen)
     roofline = measure_roofline(method)
     rows: list[report.Row] = []
@@ -157,13 +176,7 @@ def _fused(args: argparse.Namespace) -> int:
         report.write(out, report.document(environment, method, roofline, rows))
         jax.clear_caches()
     fused.print_rows(rows, f"fused {args.tag}, bf16")
-    print(f"wrote {out}")
-    if args.plot:
-        from benchmarks import plot
-
-        for path in plot.draw(out):
-            print(f"wrote {path}")
-    return int(any(row.failure for row in rows))
+    return _end(args, out, rows)
 
 
 def _grouped(args: argparse.Namespace) -> int:
@@ -173,12 +186,9 @@ def _grouped(args: argparse.Namespace) -> int:
 
     import jax
 
-    from benchmarks import grouped, timing
+    from benchmarks import grouped
 
-    method = args.method or ("cupti" if timing.cupti_works() else "host")
-    environment = report.environment(args.commit)
-    print(f"{environment['device']}, driver {environment['driver']}, {environment['versions']}, times by {method}")
-    out = args.out or report.RESULTS / f"grouped-{args.tag.replace(',', '-')}.json"
+    method, environment, out = _begin(args)
     wanted = [peer for peer in grouped.PEERS if peer in args.peers.split(",")]
     grouped.compile_ours(chosen, products)
     roofline = measure_roofline(method)
@@ -195,13 +205,7 @@ def _grouped(args: argparse.Namespace) -> int:
         jax.clear_caches()
     grouped.print_rows(rows, f"grouped {args.tag}, bf16")
     print(f"measured roofline: {roofline.tflops:.0f} TFLOP/s bf16, {roofline.gb_per_s:.0f} GB/s")
-    print(f"wrote {out}")
-    if args.plot:
-        from benchmarks import plot
-
-        for path in plot.draw(out):
-            print(f"wrote {path}")
-    return int(any(row.failure for row in rows))
+    return _end(args, out, rows)
 
 
 def _moe(args: argparse.Namespace) -> int:
@@ -211,12 +215,9 @@ def _moe(args: argparse.Namespace) -> int:
 
     import jax
 
-    from benchmarks import moe, timing
+    from benchmarks import moe
 
-    method = args.method or ("cupti" if timing.cupti_works() else "host")
-    environment = report.environment(args.commit)
-    print(f"{environment['device']}, driver {environment['driver']}, {environment['versions']}, times by {method}")
-    out = args.out or report.RESULTS / f"moe-{args.tag.replace(',', '-')}.json"
+    method, environment, out = _begin(args)
     rows: list[moe.Row] = []
     for case in sorted(chosen, key=lambda case: case.experts * case.d * case.h):  # as the device's peak only rises
         rows += moe.measure_case(case, method)
@@ -264,15 +265,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import jax
 
-    from benchmarks import timing
-
-    method = args.method or ("cupti" if timing.cupti_works() else "host")
     configs: list[dict | None] = [None]
     if args.configs:
         configs += json.loads(args.configs.read_text())
-    environment = report.environment(args.commit)
-    print(f"{environment['device']}, driver {environment['driver']}, {environment['versions']}, times by {method}")
-    out = args.out or report.RESULTS / f"{args.op}-{args.tag.replace(',', '-')}.json"
+    method, environment, out = _begin(args)
     rows: list[report.Row] = []
     roofline = measure_roofline(method) if chosen else None
     for case in chosen:
@@ -292,13 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         launch.show(launch_cost)
     if compile_times:
         compile_cost.show(compile_times)
-    print(f"wrote {out}")
-    if args.plot and rows:
-        from benchmarks import plot
-
-        for path in plot.draw(out):
-            print(f"wrote {path}")
-    return int(any(row.failure for row in rows))
+    return _end(args, out, rows)
 
 
 if __name__ == "__main__":
