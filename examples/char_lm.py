@@ -173,6 +173,16 @@ def time_steps(steps: dict, states: dict, repeats: int = 20, length: int = 5) ->
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def train_each(steps: dict, fresh_state, count: int) -> tuple[dict, dict]:
+    """What training with each step function ends with, and its losses."""
+    states, losses = {}, {}
+    columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}")) as progress:
+        for name, step in steps.items():
+            states[name], losses[name] = train(name, step, fresh_state(), count, progress)
+    return states, losses
+
+
 def check(losses: dict[str, np.ndarray], setup: Setup) -> None:
     """Ends the program with an error if the two loss curves differ by more than rounding explains."""
     ours, theirs = losses.values()
@@ -182,7 +192,8 @@ def check(losses: dict[str, np.ndarray], setup: Setup) -> None:
     print(f"largest difference of the loss in the first 10 steps: {start:.2g} (tolerance {setup.start_tolerance:g})")
     print(f"difference of the mean loss over the last {quarter} steps: {end:.2g} (tolerance {setup.end_tolerance:g})")
     if not (start <= setup.start_tolerance and end <= setup.end_tolerance):  # a NaN fails too
-        sys.exit("FAILED: the loss with cutjax.gemm is not the loss with jnp.matmul; please report the lines above")
+        one, other = losses
+        sys.exit(f"FAILED: the loss with {one} is not the loss with {other}; please report the lines above")
 
 
 def plot(losses: dict[str, np.ndarray], setup: Setup, out: pathlib.Path) -> None:
@@ -224,11 +235,7 @@ def main() -> None:
 
     with cutjax.use_backend(args.backend):
         print(cutjax.explain(steps["cutjax.gemm"])(fresh_state(), 0), "\n")
-        states, losses = {}, {}
-        columns = (TextColumn("{task.description:>11}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}")) as progress:
-            for name, step in steps.items():
-                states[name], losses[name] = train(name, step, fresh_state(), setup.steps, progress)
+        states, losses = train_each(steps, fresh_state, setup.steps)
         print(f"\n{write(setup, states['cutjax.gemm'][0], 'JULIET:' + chr(10))}\n")
         plot(losses, setup, args.out)
         print(f"loss curves: {args.out}")

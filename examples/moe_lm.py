@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
-import sys
 
 import char_lm
 import jax
@@ -21,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from char_lm import CHARACTERS, TEXT, VOCABULARY, device_name, normalize
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import cutjax
 
@@ -154,11 +152,7 @@ def main() -> None:
 
     with cutjax.use_backend(args.backend):
         print(cutjax.explain(steps["cutjax.moe"])(fresh_state(), 0), "\n")
-        states, losses = {}, {}
-        columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}")) as progress:
-            for name, step in steps.items():
-                states[name], losses[name] = char_lm.train(name, step, fresh_state(), setup.steps, progress)
+        states, losses = char_lm.train_each(steps, fresh_state, setup.steps)
         for i, share in enumerate(shares(setup, states["cutjax.moe"][0])):
             print(f"layer {i}: the experts' shares are {share.min():.1%} to {share.max():.1%}")
         char_lm.plot(losses, setup, args.out)
@@ -166,19 +160,7 @@ def main() -> None:
         if on_gpu:
             ours, theirs = char_lm.time_steps(steps, states).values()
             print(f"a training step: cutjax.moe {ours:.2f} ms, every expert {theirs:.2f} ms, ratio {theirs / ours:.3f}")
-        check(losses, setup)
-
-
-def check(losses: dict[str, np.ndarray], setup: Setup) -> None:
-    """Ends the program with an error if the two loss curves differ by more than rounding explains."""
-    ours, theirs = losses.values()
-    quarter = max(1, len(ours) // 4)
-    start = np.max(np.abs(ours[:10] - theirs[:10]))
-    end = abs(np.mean(ours[-quarter:]) - np.mean(theirs[-quarter:]))
-    print(f"largest difference of the loss in the first 10 steps: {start:.2g} (tolerance {setup.start_tolerance:g})")
-    print(f"difference of the mean loss over the last {quarter} steps: {end:.2g} (tolerance {setup.end_tolerance:g})")
-    if not (start <= setup.start_tolerance and end <= setup.end_tolerance):  # a NaN fails too
-        sys.exit("FAILED: the loss with cutjax.moe is not that with every expert; please report the lines above")
+        char_lm.check(losses, setup)
 
 
 if __name__ == "__main__":
