@@ -3,8 +3,9 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
 
 and the same with racecheck, synccheck and initcheck. It launches our kernels alone, so every finding is ours, and into
-memory full of NaN, since initcheck does not see what TMA writes. Prints "ok" and how many kernels ran, or what was
-wrong. ``--seconds`` ends it early; the most different kernels come first.
+memory full of NaN, since initcheck does not see what TMA writes. Names each kernel before it runs, then says what is
+wrong with its result; the last line says "ok" or "FAILED" and how many ran. The most different kernels come first, and
+``--seconds`` starts no further one after so long. ``--only REGEX`` runs some: ``--only c1x1_`` those without clusters.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import argparse
 import dataclasses
 import functools
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 # Each array in an allocation of its own: in one large pool, memcheck would not see an access past the end of an array.
@@ -69,21 +71,46 @@ def sizes(config: cutjax.Config) -> tuple[int, int]:
     return config.bm * config.cluster_m + 8, config.bn * config.cluster_n + 8
 
 
-def plain(turn: int, schedule: str, cluster: tuple[int, int]) -> tuple[str, str | None]:
-    """A plain product: its kernel, and what is wrong with its result or None."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """One kernel on one problem.
+
+    Attributes:
+      problem, config: which.
+      data: makes what the kernel reads, in the order of its plan, and the results it is to have.
+      label: what is special about it.
+    """
+
+    problem: cutjax.Problem
+    config: cutjax.Config
+    data: Callable[[], tuple[Sequence[np.ndarray], Sequence[np.ndarray]]]
+    label: str
+
+    def __str__(self) -> str:
+        return f"{self.config.name(self.problem)}  {self.label}"
+
+    def prepare(self) -> tuple[Launch, Sequence[np.ndarray], Sequence[np.ndarray]]:
+        """What takes the time of a CPU core alone: the compiled kernel, and the data."""
+        return _sm90.launch(self.problem, self.config), *self.data()
+
+
+def plain(turn: int, schedule: str, cluster: tuple[int, int]) -> Case:
+    """A plain product."""
     number = turn + SCHEDULES.index(schedule) + CLUSTERS.index(cluster)
     layout, dtype = LAYOUTS[number % 4], problems._INPUTS[number % 2]
     out = (dtype, np.dtype(np.float32))[number % 3 == 2]
     config = pick(cutjax.Problem(4096, 4096, K, layout, dtype, dtype, out), schedule, cluster, number)
     problem = cutjax.Problem(*sizes(config), K, layout, dtype, dtype, out, BATCH, BATCH, (1,))
-    a, b = problems.integers(problems.Random(0, problem, True, None))
-    executable = problems.compiled(problem, config, "cuda")
-    got = np.asarray(executable(*jax.device_put((a, b, problems.poison(problem)))))
-    return f"{config.name(problem)}  {problem}", wrong([got], [problems.reference(a, b, layout, np.float32)])
+
+    def data():
+        a, b = problems.integers(problems.Random(0, problem, True, None))
+        return (a, b), [problems.reference(a, b, layout, np.float32)]
+
+    return Case(problem, config, data, str(problem))
 
 
-def fused(name: str, schedule: str, cluster: tuple[int, int]) -> tuple[str, str | None]:
-    """The same of a product with an epilogue."""
+def fused(name: str, schedule: str, cluster: tuple[int, int]) -> Case:
+    """A product with an epilogue."""
     epilogue, products, operands = EPILOGUES[name]
     number = list(EPILOGUES).index(name) + 2 * SCHEDULES.index(schedule) + CLUSTERS.index(cluster)
     layout = LAYOUTS[number % 4]
@@ -101,27 +128,14 @@ def fused(name: str, schedule: str, cluster: tuple[int, int]) -> tuple[str, str 
     (row,) = cutjax.explain(gemm, platform="cuda")(*avals).rows
     config = pick(row.choice.problem, schedule, cluster, number)
     m, n = sizes(config)
-    problem = dataclasses.replace(row.choice.problem, m=m, n=n)
-    draw = np.random.default_rng(number).integers
-    arrays = [draw(-2, 3, shape).astype(problems._INPUTS[0]) for shape in shapes(m, n)]
-    got = run(_sm90.launch(problem, config), arrays, _fusion.of(problem).outputs, (*BATCH, m, n))
-    accs = [problems.reference(arrays[0], b, layout, np.float32) for b in arrays[1 : 1 + products]]
-    expected = epilogue(*accs, *(x.astype(np.float32) for x in arrays[1 + products :]))
-    return f"{config.name(problem)}  {name}", wrong(got, expected)
 
+    def data():
+        draw = np.random.default_rng(number).integers
+        arrays = [draw(-2, 3, shape).astype(problems._INPUTS[0]) for shape in shapes(m, n)]
+        accs = [problems.reference(arrays[0], b, layout, np.float32) for b in arrays[1 : 1 + products]]
+        return arrays, epilogue(*accs, *(x.astype(np.float32) for x in arrays[1 + products :]))
 
-def run(launch: Launch, arrays: list[np.ndarray], outputs: Any, shape: tuple[int, ...]) -> list[np.ndarray]:
-    """The kernel alone, on NaN for results; what it leaves to XLA is done on the CPU."""
-    results = launch.results or [jax.ShapeDtypeStruct(shape, np.dtype(out.dtype)) for out in outputs]
-
-    @functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
-    def call(arrays, poison):
-        return jax.ffi.ffi_call(TARGET, results)(*arrays, **launch.attributes())
-
-    poison = [np.full(x.shape, np.nan, x.dtype) for x in results]
-    got = [np.asarray(x) for x in call(*jax.device_put((arrays, poison)))]
-    with jax.default_device(jax.devices("cpu")[0]):
-        return [np.asarray(x) for x in launch.finish(list(map(jnp.asarray, got)))] if launch.finish else got
+    return Case(dataclasses.replace(row.choice.problem, m=m, n=n), config, data, name)
 
 
 def grouped_problem(ragged: str, number: int, config: cutjax.Config | None = None) -> cutjax.Problem:
@@ -150,33 +164,99 @@ def grouped_sizes(problem: cutjax.Problem, hostile: bool) -> np.ndarray:
     return drawn.astype(np.int32)
 
 
-def grouped(ragged: str, turn: int, schedule: str, cluster: tuple[int, int]) -> tuple[str, str | None]:
+def grouped(ragged: str, turn: int, schedule: str, cluster: tuple[int, int]) -> Case:
     """A product of rows in groups, forward ("m") or of the weights' gradient ("k"), with ragged tails."""
     number = turn + SCHEDULES.index(schedule) + 2 * CLUSTERS.index(cluster)
     config = pick(grouped_problem(ragged, number), schedule, cluster, number)
     problem = grouped_problem(ragged, number, config)
-    of_groups = grouped_sizes(problem, hostile=turn > 0)
-    a, b = grouped_problems.integers(problem, number)
-    executable = grouped_problems.compiled(problem, config, "cuda")
-    args = (*grouped_problems.with_nan(problem, a, b, of_groups), of_groups, grouped_problems.poison(problem))
-    got = np.asarray(executable(*jax.device_put(args)))
-    expected = grouped_problems.reference(problem, a, b, of_groups, np.float32)
-    return f"{config.name(problem)}  {problem}", wrong([got], [expected])
+
+    def data():
+        of_groups = grouped_sizes(problem, hostile=turn > 0)
+        a, b = grouped_problems.integers(problem, number)
+        expected = grouped_problems.reference(problem, a, b, of_groups, np.float32)
+        return (*grouped_problems.with_nan(problem, a, b, of_groups), of_groups), [expected]
+
+    return Case(problem, config, data, str(problem))
 
 
-def grouped_fused(name: str, schedule: str, cluster: tuple[int, int]) -> tuple[str, str | None]:
-    """The same with an epilogue."""
+def accumulated(schedule: str, cluster: tuple[int, int]) -> Case:
+    """A weights' gradient that is added to what its memory holds."""
+    plain = dataclasses.replace(grouped("k", 0, schedule, cluster).problem, leading=False)
+    dtypes = (plain.a_dtype, plain.b_dtype, np.int32, np.dtype(np.float32))
+    shapes = grouped_problems.shapes(plain)
+    avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+    def outer(a, b, of_groups, to):
+        return cutjax.grouped_outer(a, b, of_groups, accumulate=to)
+
+    (row,) = cutjax.explain(outer, platform="cuda")(*avals).rows
+    problem = row.choice.problem
+    config = pick(problem, schedule, cluster, 0)
+
+    def data():
+        of_groups = grouped_sizes(problem, hostile=False)
+        a, b = grouped_problems.integers(problem, 0)
+        to = np.random.default_rng(0).integers(-2, 3, shapes[3]).astype(np.float32)
+        expected = to + grouped_problems.reference(problem, a, b, of_groups, np.float32)
+        return (*grouped_problems.with_nan(problem, a, b, of_groups), of_groups, to), [expected]
+
+    return Case(problem, config, data, f"{problem}, added")
+
+
+def grouped_fused(name: str, schedule: str, cluster: tuple[int, int]) -> Case:
+    """A product of rows in groups with an epilogue."""
     number = list(grouped_epilogues.EPILOGUES).index(name) + SCHEDULES.index(schedule) + 2 * CLUSTERS.index(cluster)
     layout = ("nn", "nt")[number % 2]
     config = pick(grouped_epilogues.Fused(name, layout).problem, schedule, cluster, number)
     m, n = sizes(config)
     groups = TILES // 2
     item = grouped_epilogues.Fused(name, layout, m=groups * (m // 2), n=n, k=K, groups=groups)
-    got = item.run(item.compiled(config))
-    return f"{config.name(item.problem)}  {name}", wrong(got, item.expected)
+
+    def data():
+        x, ws, of_groups, operands = item.with_nan()
+        return (x, *ws, of_groups, *operands), item.expected
+
+    return Case(item.problem, config, data, name)
 
 
-def wrong(got: list[np.ndarray], expected: Any) -> str | None:
+def cases() -> Iterator[Case]:
+    """Each schedule and cluster shape first, then each epilogue, then other layouts; tile shapes vary along the way."""
+    shapes = [(schedule, cluster) for schedule in SCHEDULES for cluster in CLUSTERS]
+    for turn in range(4):
+        yield from (plain(turn, *shape) for shape in shapes)
+        for ragged in "mk":
+            probe = cutjax.candidates(grouped_problem(ragged, turn))
+            served = {(config.schedule, (config.cluster_m, config.cluster_n)) for config in probe}
+            yield from (grouped(ragged, turn, *shape) for shape in shapes if shape in served)
+        if turn == 0:
+            for i, name in enumerate(EPILOGUES):
+                yield from (fused(name, *shape) for shape in (shapes[i], shapes[3 + (i + 1) % 3]))
+            for i, name in enumerate(("every operand", "gated with biases", "two results")):
+                yield from (grouped_fused(name, schedule, CLUSTERS[2 * (i % 2)]) for schedule in SCHEDULES)
+            yield from (accumulated(schedule, CLUSTERS[i]) for i, schedule in enumerate(SCHEDULES))
+
+
+def run(problem: cutjax.Problem, launch: Launch, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The kernel alone, on NaN for results; what it leaves to XLA is done on the CPU."""
+    shape = (*problem.batch, *[problem.groups] * (problem.ragged == "k"), problem.m, problem.n)
+    outputs = _fusion.of(problem).outputs
+    results = launch.results or [jax.ShapeDtypeStruct(shape, np.dtype(out.dtype)) for out in outputs]
+    shared = {result: argument for argument, result in launch.aliases}
+    memory = [arrays[shared[i]] if i in shared else np.full(x.shape, np.nan, x.dtype) for i, x in enumerate(results)]
+
+    @functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
+    def call(arrays, memory):
+        for argument, result in launch.aliases:
+            arrays[argument] = memory[result]
+        call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=dict(launch.aliases))
+        return call(*arrays, **launch.attributes())
+
+    got = [np.asarray(x) for x in call(*jax.device_put((list(arrays), memory)))]
+    with jax.default_device(jax.devices("cpu")[0]):
+        return [np.asarray(x) for x in launch.finish(list(map(jnp.asarray, got)))] if launch.finish else got
+
+
+def wrong(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> str | None:
     """How results differ from what they are to be after rounding, or None."""
     for i, (out, ref) in enumerate(zip(got, expected, strict=True)):
         if not np.array_equal(out, ref := ref.astype(out.dtype)):
@@ -184,37 +264,25 @@ def wrong(got: list[np.ndarray], expected: Any) -> str | None:
     return None
 
 
-def cases() -> Iterator[Callable[[], tuple[str, str | None]]]:
-    """Each schedule and cluster shape first, then each epilogue, then other layouts; tile shapes vary along the way."""
-    shapes = [(schedule, cluster) for schedule in SCHEDULES for cluster in CLUSTERS]
-    for turn in range(4):
-        yield from (functools.partial(plain, turn, *shape) for shape in shapes)
-        for ragged in "mk":
-            probe = cutjax.candidates(grouped_problem(ragged, turn))
-            served = {(config.schedule, (config.cluster_m, config.cluster_n)) for config in probe}
-            yield from (functools.partial(grouped, ragged, turn, *shape) for shape in shapes if shape in served)
-        if turn == 0:
-            for i, name in enumerate(EPILOGUES):
-                yield from (functools.partial(fused, name, *shape) for shape in (shapes[i], shapes[3 + (i + 1) % 3]))
-            for i, name in enumerate(("every operand", "gated with biases", "two results")):
-                for schedule in SCHEDULES:
-                    yield functools.partial(grouped_fused, name, schedule, CLUSTERS[2 * (i % 2)])
-
-
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further kernel after this long")
+    parser.add_argument("--only", type=re.compile, default="", help="a regular expression: which kernels")
     args = parser.parse_args()
     start, failures, done = time.monotonic(), 0, 0
-    listed = list(cases())
+    listed = [case for case in cases() if args.only.search(str(case))]
+    prefetch = problems.Prefetch(listed, Case.prepare, ahead=16)
     for case in listed:
         if time.monotonic() - start > args.seconds:
             break
-        name, found = case()
+        launch, arrays, expected = prefetch.get(case)
+        print(f"{time.monotonic() - start:5.1f} s  {case}: ", end="", flush=True)
+        found = wrong(run(case.problem, launch, arrays), expected)
         failures += found is not None
         done += 1
-        print(f"{time.monotonic() - start:5.1f} s  {name}: {found or 'equal'}", flush=True)
+        print(found or "equal", flush=True)
+    prefetch.close()
     print(f"{'FAILED' if failures else 'ok'}: {done} of {len(listed)} kernels ran, {failures} wrong", flush=True)
     return int(failures > 0)
 
