@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -30,6 +31,9 @@ DTYPES = {
     "uint32": "u32",
     "bool": "boolean",
 }
+
+
+BUFFER_BYTES = 16384  # of a staging buffer, at most where narrower chunks can make it so
 
 
 @functools.lru_cache(maxsize=64)
@@ -73,14 +77,59 @@ def reasons(problem: Problem) -> list[str]:
 
 
 def chunk(bn: int, problem: Problem) -> int:
-    """Columns staged at a time: as many as make a row of the narrowest result at most 128 bytes."""
+    """Columns staged at a time: as many as make a row of the narrowest result at most 128 bytes.
+
+    Fewer where results and operands are many or wide, since they take room from the pipeline, but no row becomes
+    shorter than 32 bytes, which is the least that TMA swizzles.
+    """
     narrowest = min((dtype.itemsize for dtype in result_dtypes(problem)), default=4)
-    return next(c for c in (128, 64, 32, 16) if bn % c == 0 and c * narrowest <= 128)
+    total = _slots(of(problem)).total
+    fitting = [c for c in (128, 64, 32, 16) if bn % c == 0 and c * narrowest <= 128]
+    return next((c for c in fitting if 64 * c * total <= BUFFER_BYTES or c * narrowest <= 32), fitting[-1])
 
 
 def buffer_bytes(bn: int, problem: Problem) -> int:
-    """Shared memory of one staging buffer: 64 rows of a chunk of every result."""
-    return 64 * chunk(bn, problem) * sum(dtype.itemsize for dtype in result_dtypes(problem))
+    """Shared memory of one staging buffer: 64 rows of a chunk of every result, and of operands beside them."""
+    return 64 * chunk(bn, problem) * _slots(of(problem)).total
+
+
+def tile_operands(epilogue: Epilogue) -> list[tuple[int, OperandSpec]]:
+    """The operands that TMA loads into the staging buffers, with their places among all.
+
+    They vary along rows and columns, and are no narrower than some result: so their rows are of whole units of 16
+    bytes, as that result's are.
+    """
+    least = min((np.dtype(out.dtype).itemsize for _, out in tiles(epilogue)), default=4)
+    specs = enumerate(epilogue.operands)
+    return [(i, spec) for i, spec in specs if spec.row and spec.col and np.dtype(spec.dtype).itemsize >= least]
+
+
+class _Slots(NamedTuple):
+    """Where tiles lie in a staging buffer, in bytes for each of its columns of one row; and all together."""
+
+    results: list[int]
+    operands: list[int]
+    total: int
+
+
+def _slots(epilogue: Epilogue) -> _Slots:
+    """Results lie one after the other; an operand lies where a result of its size will be, which replaces it."""
+    results, operands, total, free = [], [], 0, []
+    for _, out in tiles(epilogue):
+        size = np.dtype(out.dtype).itemsize
+        results.append(total)
+        free.append((size, total))
+        total += size
+    for _, spec in tile_operands(epilogue):
+        size = np.dtype(spec.dtype).itemsize
+        slot = next((slot for slot in free if slot[0] == size), None)
+        if slot is None:
+            slot = size, total
+            total += size
+        else:
+            free.remove(slot)
+        operands.append(slot[1])
+    return _Slots(results, operands, total)
 
 
 def span(bn: int, problem: Problem, dtype: np.dtype) -> int:
@@ -114,60 +163,63 @@ def finish(problem: Problem, results: Sequence[jax.Array]) -> list[jax.Array]:
 def _parameters(epilogue: Epilogue) -> str:
     bs = [f"map_b{i}" for i in range(epilogue.products)]
     ds = [f"map_d{i}" for i in range(len(tiles(epilogue)))]
+    loaded = [f"map_x{i}" for i, _ in tile_operands(epilogue)]
     partials = [f"partial{i}" for i, _ in reductions(epilogue)]
-    maps = ", ".join(f"const __grid_constant__ TensorMap {name}" for name in ["map_a", *bs, *ds])
-    names = [f"base{i}, step{i}_0, step{i}_1, step{i}_2" for i in range(len(epilogue.operands))]
+    maps = ", ".join(f"const __grid_constant__ TensorMap {name}" for name in ["map_a", *bs, *ds, *loaded])
+    by_tma = {i for i, _ in tile_operands(epilogue)}
+    steps = [f"step{i}_0, step{i}_1, step{i}_2" for i in range(len(epilogue.operands))]
+    names = [f"{'&map_x' if i in by_tma else 'base'}{i}, {step}" for i, step in enumerate(steps)]
     return f"""#define MAP_PARAMETERS {maps}
 #define MAPS_B {{{", ".join("&" + name for name in bs)}}}
 #define MAPS_D {{{", ".join("&" + name for name in ds)}}}
-#define OPERAND_PARAMETERS {_operand_parameters(epilogue)}
+#define OPERAND_PARAMETERS {_operand_parameters(epilogue, "")}
 #define OPERAND_ARGUMENTS {"".join(", " + x for x in names)}
 #define PARTIAL_PARAMETERS {"".join(", float* " + x for x in partials)}
 #define PARTIAL_ARGUMENTS {"".join(", " + x for x in partials)}
 """
 
 
-def _operand_parameters(epilogue: Epilogue) -> str:
-    """The kernel's parameters for operands, each behind a comma: where one lies, and its steps over the batch."""
-    each = "const char* base{0}, int step{0}_0, int step{0}_1, int step{0}_2"
-    return "".join(", " + each.format(i) for i in range(len(epilogue.operands)))
+def _operand_parameters(epilogue: Epilogue, loaded: str = "") -> str:
+    """Parameters for operands, each behind a comma: where one lies, and its steps over the batch.
 
-
-def _through_shared(epilogue: Epilogue, spec: OperandSpec) -> bool:
-    """Whether an operand that varies along rows and columns is read 16 bytes at a time and handed out by ldmatrix.
-
-    That takes elements of 16 bits, rows of whole units of 16 bytes (which a result of at most 16 bits has, too), and
-    room in the first result's staging tile.
+    ``loaded`` is the type of what says so of those that TMA loads; the kernel has tensor maps for that.
     """
-    sizes = [np.dtype(out.dtype).itemsize for _, out in tiles(epilogue)]
-    return np.dtype(spec.dtype).itemsize == 2 and sizes[0] >= 2 and min(sizes) == 2
+    by_tma = {i for i, _ in tile_operands(epilogue)}
+    found = []
+    for i in range(len(epilogue.operands)):
+        base = f"{loaded} map{i}, " if loaded else ""
+        base = base if i in by_tma else f"const char* base{i}, "
+        found.append(f", {base}int step{i}_0, int step{i}_1, int step{i}_2")
+    return "".join(found)
 
 
 def _operands(epilogue: Epilogue) -> str:
-    fields, initial, tile, rows, chunks, staged, exchanges, pieces = [], [], [], [], [], [], [], []
+    fields, initial, tile, rows, chunks, pieces, fetched, staged = [], [], [], [], [], [], [], []
+    slots = {i: slot for (i, _), slot in zip(tile_operands(epilogue), _slots(epilogue).operands, strict=True)}
     for i, spec in enumerate(epilogue.operands):
-        pair = f"Pair<Dtype::{DTYPES[spec.dtype]}>"
+        dtype = f"Dtype::{DTYPES[spec.dtype]}"
+        steps = f"step{i}_0, step{i}_1, step{i}_2"
+        copied = "".join(f", {step}({step})" for step in steps.split(", "))
+        if i in slots:
+            fields.append(f"const TensorMap* map{i};\n  int {steps};\n  Pair<{dtype}> x{i}[2][2];")
+            initial.append(f"map{i}(map{i}){copied}")
+            fetched.append(f"Staging<{dtype}>::load(map{i}, buffer + {_at(slots[i])}, barrier, x, y, i({steps}));")
+            staged.append(f"Staging<{dtype}>::read(buffer + {_at(slots[i])}, thread, piece, x{i});")
+            continue
         size = np.dtype(spec.dtype).itemsize
         elements = {(0, 0): "1", (1, 0): "m", (0, 1): "n", (1, 1): "static_cast<i64>(m) * n"}[spec.row, spec.col]
         shape = {(0, 0): "", (1, 0): "[2]", (0, 1): "[2]", (1, 1): "[D_CHUNK / 8][2]"}[spec.row, spec.col]
-        fields.append(
-            f"const char *base{i}, *matrix{i};\n  int step{i}_0, step{i}_1, step{i}_2;\n  {pair} x{i}{shape};"
-        )
-        initial.append(f"base{i}(base{i}), step{i}_0(step{i}_0), step{i}_1(step{i}_1), step{i}_2(step{i}_2)")
-        tile.append(
-            f"matrix{i} = base{i} + static_cast<i64>(i(step{i}_0, step{i}_1, step{i}_2)) * ({elements}) * {size};"
-        )
+        fields.append(f"const char *base{i}, *matrix{i};\n  int {steps};\n  Pair<{dtype}> x{i}{shape};")
+        initial.append(f"base{i}(base{i}){copied}")
+        tile.append(f"matrix{i} = base{i} + static_cast<i64>(i({steps})) * ({elements}) * {size};")
         if not spec.row and not spec.col:
             tile.append(f"x{i}.load_one(matrix{i});")
         elif not spec.col:
             rows.append(f"x{i}[h].load_one(matrix{i} + min(row + 8 * h, m - 1) * {size}ll);")
         elif not spec.row:
             pieces.append(f"x{i}[j].load(matrix{i} + c * {size}ll);")
-        elif _through_shared(epilogue, spec):
-            staged.append(f"Fragment::load(x{i}, matrix{i}, m, n, row, column, thread);")
-            exchanges.append(f"Fragment::exchange(x{i}, buffer, thread);")
         else:
-            at = f"matrix{i} + (min(row + lane_row + 8 * h, m - 1) * static_cast<i64>(n) + c) * {size}"
+            at = f"matrix{i} + (min(row + 8 * h, m - 1) * static_cast<i64>(n) + c) * {size}"
             chunks.append(f"for (int h = 0; h < 2; ++h) x{i}[j][h].load({at});")
 
     def lines(statements: list[str], indent: int) -> str:
@@ -181,21 +233,24 @@ def _operands(epilogue: Epilogue) -> str:
 
     # Past the matrix, where the result is clipped, the last row or columns are read again.
     clip = "\n      int c = min(column + 8 * j, n - 2);"
-    lane = "\n      int c = min(column + thread % 4 * 2 + 8 * j, n - 2), lane_row = thread / 32 * 16 + thread % 32 / 4;"
+    by_piece = lines(staged, 4) + loop("j", "2", pieces, clip)
+    loaded = sum(np.dtype(epilogue.operands[i].dtype).itemsize for i in slots)
     return f"""#line 1 "operands (generated)"
+constexpr int OPERAND_BYTES = 64 * D_CHUNK * {loaded};  // that TMA loads for a chunk
 struct Operands {{
   int m, n;{lines(fields, 2)}
 
-  DEVICE Operands(int m, int n{_operand_parameters(epilogue)}) : m(m), n(n){"".join(", " + x for x in initial)} {{}}
+  DEVICE Operands(int m, int n{_operand_parameters(epilogue, "const TensorMap*")})
+      : m(m), n(n){"".join(", " + x for x in initial)} {{}}
+  DEVICE void fetch(u32 buffer, u32 barrier, int x, int y, const BatchIndex& i) const {{{lines(fetched, 4)}
+  }}
   DEVICE void begin_tile(const BatchIndex& i) {{{lines(tile, 4)}
   }}
   DEVICE void begin_rows(int row) {{{loop("h", "2", rows)}
   }}
-  DEVICE void begin_chunk(int row, int column, int thread) {{{lines(staged, 4)}{loop("j", "D_CHUNK / 8", chunks, lane)}
+  DEVICE void begin_chunk(int row, int column) {{{loop("j", "D_CHUNK / 8", chunks, clip)}
   }}
-  DEVICE void exchange_chunk(u32 buffer, int thread) {{{lines(exchanges, 4)}
-  }}
-  DEVICE void begin_piece(int column) {{{loop("j", "2", pieces, clip)}
+  DEVICE void begin_piece(int column, int piece, u32 buffer, int thread) {{{by_piece}
   }}
 }};
 """
@@ -283,23 +338,25 @@ def _reduce_piece(i: int, out: Output) -> str:
 def _piece(epilogue: Epilogue) -> str:
     accs = ", ".join(f"acc[{p}][i]" for p in range(epilogue.products))
     values = []
+    by_tma = {i for i, _ in tile_operands(epilogue)}
     for i, spec in enumerate(epilogue.operands):
-        at = {(0, 0): "", (1, 0): "[h]", (0, 1): "[j]", (1, 1): "[piece * 2 + j][h]"}[spec.row, spec.col]
+        full = "[j][h]" if i in by_tma else "[piece * 2 + j][h]"
+        at = {(0, 0): "", (1, 0): "[h]", (0, 1): "[j]", (1, 1): full}[spec.row, spec.col]
         values.append(f"operands.x{i}{at}[{'e' if spec.col else '0'}]")
     results = [f"y{i}[i]" for i in range(len(epilogue.outputs))]
     arguments = ", ".join(["value", *values, "row + h * 8", "column + j * 8 + e", *results])
     carriers = [_emit.CARRIERS[out.dtype] for out in epilogue.outputs]
     declared = "\n  ".join(f"{carrier} y{i}[8];" for i, carrier in enumerate(carriers))
     staged = "\n  ".join(
-        f"Staging<Dtype::{DTYPES[out.dtype]}>::stage(buffer + {_offset(epilogue, place)}, thread, piece, y{i});"
-        for place, (i, out) in enumerate(tiles(epilogue))
+        f"Staging<Dtype::{DTYPES[out.dtype]}>::stage(buffer + {_at(slot)}, thread, piece, y{i});"
+        for slot, (i, out) in zip(_slots(epilogue).results, tiles(epilogue), strict=True)
     )
     reduced = "".join(_reduce_piece(i, out) for i, out in reductions(epilogue))
     return f"""#line 1 "piece (generated)"
 DEVICE void epilogue_piece(Operands& operands, Partials& partials, const float (&acc)[PRODUCTS][8], int piece, int row,
                            int column, u32 buffer, int thread) {{
   {declared}
-  operands.begin_piece(column);
+  operands.begin_piece(column, piece, buffer, thread);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {{
     const int j = i / 4, h = i / 2 % 2, e = i % 2;
@@ -313,8 +370,8 @@ DEVICE void epilogue_piece(Operands& operands, Partials& partials, const float (
 
 def _store(epilogue: Epilogue) -> str:
     stores = "\n  ".join(
-        f"Staging<Dtype::{DTYPES[out.dtype]}>::store(map_d[{place}], buffer + {_offset(epilogue, place)}, x, y, z);"
-        for place, (_, out) in enumerate(tiles(epilogue))
+        f"Staging<Dtype::{DTYPES[out.dtype]}>::store(map_d[{place}], buffer + {_at(slot)}, x, y, z);"
+        for place, (slot, (_, out)) in enumerate(zip(_slots(epilogue).results, tiles(epilogue), strict=True))
     )
     return f"""DEVICE void epilogue_store(const TensorMap* const (&map_d)[OUTPUTS], u32 buffer, int x, int y, int z) {{
   {stores}
@@ -338,7 +395,7 @@ def _groups(epilogue: Epilogue, ragged: str) -> str:
 
     store = lines("Staging<Dtype::{2}>::store_rows({0}, n, buffer + D_OFFSETS[{1}], x, y, rows, thread);")
     clear = lines("Staging<Dtype::{2}>::clear_rows({0}, n, x, y, rows, thread);")
-    offsets = ", ".join(_offset(epilogue, place) for place in range(len(tiles(epilogue))))
+    offsets = ", ".join(map(_at, _slots(epilogue).results))
     return f"""#line 1 "groups (generated)"
 #define GROUP_PARAMETERS {"".join(", " + x for x in (*group, *pointers))}
 #define GROUP_ARGUMENTS {", sizes, leading, sizes_step0, sizes_step1" if ragged else ""}
@@ -357,6 +414,6 @@ struct Rows {{
 """
 
 
-def _offset(epilogue: Epilogue, place: int) -> str:
-    """Where a result's tile lies in a staging buffer."""
-    return f"64 * D_CHUNK * {sum(np.dtype(out.dtype).itemsize for _, out in tiles(epilogue)[:place])}"
+def _at(slot: int) -> str:
+    """Where a tile lies in a staging buffer."""
+    return f"64 * D_CHUNK * {slot}"

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Iterator
 
-from cutjax import _sm90
+from cutjax import _fusion, _sm90
 from cutjax._config import Config
 from cutjax._problem import Problem
 
@@ -86,7 +86,8 @@ def _stages(config: Config, problem: Problem) -> int:
     if problem.k <= config.bk:
         two_blocks = _sm90.blocks_per_sm(dataclasses.replace(config, stages=2), problem) == 2
         return min(deepest, 2 if two_blocks else 3)
-    if problem.k <= 2 * config.bk:
+    # Operands that TMA loads can all be on their way before the epilogue begins.
+    if problem.k <= (32 if _fusion.tile_operands(_fusion.of(problem)) else 2) * config.bk:
         return min(deepest, max(4, _sm90.max_stages(config, problem, whole_result=True)))
     return deepest
 

@@ -94,17 +94,14 @@ def _most_tiles(config: Config, problem: Problem) -> int:
 def _max_accumulators(config: Config, problem: Problem) -> int:
     """Accumulator registers a thread may have, all products together, beside what its epilogue keeps in registers.
 
-    A chunk of an operand that varies along rows and columns is held in registers; so are 8 values of every result.
-    Calibrated on the compiler's report (tests/test_fusion.py): no spill below these.
+    Of every operand and every result, 8 values are held in registers; of an operand that varies along rows and columns,
+    in elements too short for TMA, a chunk. Calibrated on the compiler's report (tests/test_fusion.py): no spill below.
     """
     epilogue = problem.epilogue
     if epilogue is None:
         return 160 if problem.ragged == "m" or (problem.ragged and config.schedule == "coop") else MAX_ACCUMULATORS
     if _fusion.reductions(epilogue):
         return 96
-    full = any(spec.row and spec.col for spec in epilogue.operands)
-    if full and (problem.groups or (config.schedule == "pingpong" and config.cluster_m == 1)):
-        return 112
     varying = any(spec.row or spec.col for spec in epilogue.operands)
     several = len(epilogue.outputs) > 1 and bool(epilogue.operands)
     return 128 if varying or several or problem.groups else MAX_ACCUMULATORS
@@ -116,7 +113,8 @@ def stage_bytes(config: Config, problem: Problem) -> int:
 
 
 def _shared_bytes(config: Config, problem: Problem, store_buffers: int) -> int:
-    staging = config.consumers * store_buffers * _fusion.buffer_bytes(config.bn, problem)
+    barrier = 8 if _fusion.tile_operands(_fusion.of(problem)) else 0
+    staging = config.consumers * store_buffers * (_fusion.buffer_bytes(config.bn, problem) + barrier)
     return config.stages * (stage_bytes(config, problem) + 16) + staging
 
 
@@ -186,7 +184,6 @@ def source(problem: Problem, config: Config) -> str:
         "OUTPUTS": len(_fusion.tiles(_fusion.of(problem))),
         "D_CHUNK": _fusion.chunk(config.bn, problem),
         "D_BUFFER_BYTES": _fusion.buffer_bytes(config.bn, problem),
-        "D_SPAN": _fusion.span(config.bn, problem, _fusion.result_dtypes(problem)[0]),
     }
     return _codegen.source(
         config.name(problem),
@@ -233,6 +230,12 @@ def _matrix_map(
     )
 
 
+def _tile_map(buffer: int, dtype: np.dtype, problem: Problem, config: Config, matrices: int) -> TensorMap:
+    """The tensor map of a result, or an operand of its shape, as Staging in staging.cuh stores and loads it."""
+    span = _fusion.span(config.bn, problem, dtype)
+    return _matrix_map(buffer, dtype, (problem.n, problem.m, matrices), (span // dtype.itemsize, 64, 1), span)
+
+
 def _steps(moves: Sequence[int], sizes: Sequence[int]) -> list[int]:
     """How far an array's batch index moves for each of the result's three batch indices."""
     steps, stride = [], 1
@@ -258,14 +261,16 @@ def launch(problem: Problem, config: Config) -> Launch:
     first_result = first_operand + len(epilogue.operands)
     results = p.batch_size * (p.groups if p.ragged == "k" else 1)
     full = [(first_result + i, np.dtype(out.dtype)) for i, out in _fusion.tiles(epilogue)]
-    for i, dtype in full:
-        span = _fusion.span(c.bn, p, dtype)
-        maps.append(_matrix_map(i, dtype, (p.n, p.m, results), (span // dtype.itemsize, 64, 1), span))
-    operands = [
-        x
-        for i, steps in zip(range(first_operand, first_result), other_steps, strict=False)
-        for x in (Pointer(i), *steps)
-    ]
+    maps += [_tile_map(i, dtype, p, c, results) for i, dtype in full]
+    loaded = dict(_fusion.tile_operands(epilogue))
+    operands: list[Param] = []
+    for i, (spec, steps) in enumerate(zip(epilogue.operands, other_steps, strict=False)):
+        if i in loaded:
+            matrices = math.prod(size for size, move in zip(sizes, moves[2 + i], strict=True) if move)
+            maps.append(_tile_map(first_operand + i, np.dtype(spec.dtype), p, c, matrices))
+        else:
+            operands.append(Pointer(first_operand + i))
+        operands += steps
     partials = [Pointer(first_result + i) for i, _ in _fusion.reductions(epilogue)]
     scalars = [Int32(value) for value in (p.m, p.n, p.k, c.raster, p.batch_size, *sizes[1:])]
     groups: list[Param] = []

@@ -102,9 +102,32 @@ def test_the_plan_passes_what_the_kernel_takes(name, monkeypatch):
 
 def test_staging_of_several_results():
     asked = problem(lambda acc: (acc.astype(jnp.int8), acc), 1)
-    assert _fusion.chunk(128, asked) == 128
-    assert _fusion.buffer_bytes(128, asked) == 64 * 128 * 5
-    assert [_fusion.span(128, asked, dtype) for dtype in _fusion.result_dtypes(asked)] == [128, 128]
+    assert _fusion.chunk(128, asked) == 32  # rows of 32 bytes, the least; 64 columns would make buffers of 20 KiB
+    assert _fusion.buffer_bytes(128, asked) == 64 * 32 * 5
+    assert [_fusion.span(128, asked, dtype) for dtype in _fusion.result_dtypes(asked)] == [32, 128]
+
+
+@pytest.mark.parametrize(
+    ("results", "operands", "columns", "bytes_of_a_column", "by_tma"),
+    [
+        ([BF16], [BF16], 64, 2, [0]),  # where the result will be
+        ([BF16], [BF16, BF16], 64, 4, [0, 1]),
+        ([BF16, BF16], [BF16, BF16], 64, 4, [0, 1]),
+        ([BF16], [F32], 32, 6, [0]),
+        ([F32, BF16], [F32, jnp.int8, BF16], 32, 6, [0, 2]),  # rows of int8 may not be of whole units of 16 bytes
+        ([BF16], [bool], 64, 2, []),
+        ([BF16, jnp.float8_e4m3fn], [bool], 64, 3, [0]),
+    ],
+)
+def test_operands_share_the_staging_of_results(results, operands, columns, bytes_of_a_column, by_tma):
+    def fn(acc, *xs):
+        total = acc + sum(x.astype(F32) for x in xs)
+        return tuple(total.astype(dtype) for dtype in results)
+
+    asked = problem(fn, operands=[((M, N), dtype) for dtype in operands])
+    assert [i for i, _ in _fusion.tile_operands(_fusion.of(asked))] == by_tma
+    assert _fusion.chunk(256, asked) == columns
+    assert _fusion.buffer_bytes(256, asked) == 64 * columns * bytes_of_a_column
 
 
 def test_an_epilogue_is_in_the_kernels_name():

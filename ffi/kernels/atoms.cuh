@@ -196,10 +196,14 @@ DEVICE Bytes16 ld_shared_v4(u32 address) {
   return v;
 }
 
-DEVICE Bytes16 ld_global_v4(const void* p) {
-  Bytes16 v;
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
+DEVICE void ld_shared_v2(u32 address, u32& x, u32& y) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(address) : "memory");
+}
+
+DEVICE u16 ld_shared_u16(u32 address) {
+  u16 x;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+  return x;
 }
 
 DEVICE void ldmatrix_x4(u32 address, u32& r0, u32& r1, u32& r2, u32& r3) {

@@ -126,10 +126,11 @@ DEVICE void clear(SharedTiles shared, int stage, int row, int depth, int thread,
 }
 
 // One warpgroup: accumulators [PRODUCTS][M_BLOCKS][64 x BN] of the tile's rows from `row` on, or of the first BLOCKS of
-// them, over all k blocks, of which there is at least one. `issued` is called when all of them are multiplying.
-template <int BLOCKS, typename Issued>
+// them, over all k blocks, of which there is at least one. `begun` is called early, beside the first of them, `issued`
+// when all of them are multiplying.
+template <int BLOCKS, typename Begun, typename Issued>
 DEVICE void drain(float (&accumulators)[PRODUCTS][M_BLOCKS][BN / 2], Pipeline& pipe, SharedTiles shared, int row,
-                  const Work& work, int thread, int barrier, Issued issued) {
+                  const Work& work, int thread, int barrier, Begun begun, Issued issued) {
   u32 previous = 0;
   for (int k = 0; k < work.k_blocks; ++k) {
     mbarrier_wait(pipe.full_barrier(), pipe.phase);
@@ -157,6 +158,7 @@ DEVICE void drain(float (&accumulators)[PRODUCTS][M_BLOCKS][BN / 2], Pipeline& p
     }
     previous = pipe.empty_barrier();
     pipe.advance();
+    if (k == min(2, work.k_blocks - 1)) begun();
   }
   issued();
   wgmma_wait_group<0>();

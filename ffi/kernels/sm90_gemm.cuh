@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   SharedTiles shared{shared_address(shared_memory)};
   u32 staging = shared.base + STAGES * STAGE_BYTES;
-  u32 barriers = staging + CONSUMERS * STORE_BUFFERS * D_BUFFER_BYTES;
+  u32 barriers = staging + CONSUMERS * STORE_BUFFERS * D_BUFFER_BYTES, operand_barriers = barriers + STAGES * 16;
   Pipeline pipe{barriers, barriers + STAGES * 8, 0, 0};
 
   int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
@@ -43,6 +43,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
       mbarrier_init(pipe.full + stage * 8, 1);
       mbarrier_init(pipe.empty + stage * 8, CONSUMERS_PER_TILE * CLUSTER);
     }
+    if constexpr (OPERAND_BYTES > 0)
+      for (int buffer = 0; buffer < CONSUMERS * STORE_BUFFERS; ++buffer)
+        mbarrier_init(operand_barriers + buffer * 8, 1);
     fence_mbarrier_init();
   }
   __syncthreads();
@@ -64,7 +67,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   } else {
     if constexpr (CONSUMERS == 2) setmaxnreg_inc<CONSUMER_REGISTERS>();
     int consumer = warpgroup - 1;
-    Epilogue epilogue{staging + consumer * STORE_BUFFERS * D_BUFFER_BYTES, EPILOGUE_BARRIER + consumer, thread};
+    Epilogue epilogue{staging + consumer * STORE_BUFFERS * D_BUFFER_BYTES,
+                      operand_barriers + consumer * STORE_BUFFERS * 8, EPILOGUE_BARRIER + consumer, thread};
     Operands operands(m, n OPERAND_ARGUMENTS);
     Partials partials(m, n PARTIAL_ARGUMENTS);
     Rows rows_d{m, n ROWS_ARGUMENTS};
@@ -90,6 +94,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         }
       }
       if constexpr (PING_PONG) bar_sync(TURN_BARRIER + consumer, 256);
+      BatchIndex i(work.batch, batch1, batch2);
+      auto begun = [&] { epilogue.begin(operands, work.m + first_row, work.n, work.rows - first_row, i); };
       auto issued = [&] {
         if constexpr (PING_PONG) bar_arrive(TURN_BARRIER + (consumer ^ 1), 256);
       };
@@ -102,14 +108,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         continue;
       }
       if (RAGGED_M && M_BLOCKS > 1 && rows <= 64) {
-        drain<1>(accumulators, pipe, shared, first_row, work, thread, epilogue.barrier, issued);
+        drain<1>(accumulators, pipe, shared, first_row, work, thread, epilogue.barrier, begun, issued);
       } else {
-        drain<M_BLOCKS>(accumulators, pipe, shared, first_row, work, thread, epilogue.barrier, issued);
+        drain<M_BLOCKS>(accumulators, pipe, shared, first_row, work, thread, epilogue.barrier, begun, issued);
       }
       if constexpr (PING_PONG && !GROUPED) pipe.advance(k_blocks);
-      operands.begin_tile(BatchIndex(work.batch, batch1, batch2));
+      operands.begin_tile(i);
       partials.begin_tile(work.result);
-      epilogue.store(accumulators, operands, partials, map_d, rows_d, work.m + first_row, work.n, rows, work.result);
+      epilogue.store(accumulators, operands, partials, map_d, rows_d, work.m + first_row, work.n, rows, work.result, i);
     }
     epilogue.finish();
   }

@@ -84,7 +84,7 @@ struct Pair {
   }
 };
 
-// A staging tile of one result: [SUBTILES][64][COLUMNS], rows of SPAN bytes, swizzled as TMA reads it.
+// A staging tile of one result or operand: [SUBTILES][64][COLUMNS], rows of SPAN bytes, swizzled as TMA does it.
 template <Dtype D>
 struct Staging {
   static constexpr int ROW = D_CHUNK * SIZE<D>;
@@ -123,9 +123,34 @@ struct Staging {
     }
   }
 
+  // The same of an operand, to x[j][h], e being a part of the pair.
+  static DEVICE void read(u32 tile, int thread, int piece, Pair<D> (&x)[2][2]) {
+    int warp = thread / 32, lane = thread % 32;
+    if constexpr (SIZE<D> == 2) {
+      u32 address = at(tile, warp * 16 + lane % 16, piece * 32, lane / 16 * 16);
+      ldmatrix_x4(address, x[0][0].bits[0], x[0][1].bits[0], x[1][0].bits[0], x[1][1].bits[0]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int row = warp * 16 + lane / 4 + i % 2 * 8;
+        u32 address = at(tile, row, (piece * 16 + i / 2 * 8) * SIZE<D>, lane % 4 * 2 * SIZE<D>);
+        if constexpr (SIZE<D> == 4) {
+          ld_shared_v2(address, x[i / 2][i % 2].bits[0], x[i / 2][i % 2].bits[1]);
+        } else {
+          x[i / 2][i % 2].bits[0] = ld_shared_u16(address);
+        }
+      }
+    }
+  }
+
   static DEVICE void store(const TensorMap* map, u32 tile, int x, int y, int z) {
 #pragma unroll
     for (int i = 0; i < ROW / SPAN; ++i) tma_store(map, tile + i * 64 * SPAN, x + i * COLUMNS, y, z);
+  }
+
+  static DEVICE void load(const TensorMap* map, u32 tile, u32 barrier, int x, int y, int z) {
+#pragma unroll
+    for (int i = 0; i < ROW / SPAN; ++i) tma_load(tile + i * 64 * SPAN, map, barrier, x + i * COLUMNS, y, z);
   }
 
   // The first rows alone, to row y and column x of a matrix of n columns, which are whole units of 16 bytes.
@@ -148,45 +173,5 @@ struct Staging {
       int row = i / UNITS, column = i % UNITS * UNIT;
       if (x + column < n) st_global_v4(matrix + ((y + row) * static_cast<i64>(n) + x + column) * SIZE<D>, Bytes16{});
     }
-  }
-};
-
-// 64 rows x D_CHUNK columns of 16-bit elements of a matrix in global memory, to where the accumulators of the same rows
-// and columns are. Lanes read 16 bytes each, so that a warp reads whole lines; then they exchange them in shared
-// memory, where each warp has 16 rows.
-struct Fragment {
-  static constexpr int ROW = D_CHUNK * 2, LANES = ROW / 16;  // that read a row
-
-  template <Dtype D>
-  static DEVICE void load(Pair<D> (&x)[D_CHUNK / 8][2], const char* matrix, int m, int n, int row, int column,
-                          int thread) {
-    int lane = thread % 32, c = min(column + lane % LANES * 8, n - 8);  // past the matrix, the last are read again
-#pragma unroll
-    for (int i = 0; i < LANES / 2; ++i) {
-      int r = min(row + thread / 32 * 16 + i * (32 / LANES) + lane / LANES, m - 1);
-      Bytes16 v = ld_global_v4(matrix + (r * static_cast<i64>(n) + c) * 2);
-      x[2 * i][0].bits[0] = v.x;
-      x[2 * i][1].bits[0] = v.y;
-      x[2 * i + 1][0].bits[0] = v.z;
-      x[2 * i + 1][1].bits[0] = v.w;
-    }
-  }
-
-  // `buffer` is a staging buffer in which each warp's part of the first result holds its 16 rows.
-  template <Dtype D>
-  static DEVICE void exchange(Pair<D> (&x)[D_CHUNK / 8][2], u32 buffer, int thread) {
-    int lane = thread % 32;
-    u32 tile = buffer + thread / 32 * (16 * D_SPAN);
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < LANES / 2; ++i)
-      st_shared_v4(tile + swizzle<ROW>((i * (32 / LANES) + lane / LANES) * ROW + lane % LANES * 16),
-                   x[2 * i][0].bits[0], x[2 * i][1].bits[0], x[2 * i + 1][0].bits[0], x[2 * i + 1][1].bits[0]);
-    __syncwarp();
-#pragma unroll
-    for (int piece = 0; piece < D_CHUNK / 16; ++piece)
-      ldmatrix_x4(tile + swizzle<ROW>(lane % 16 * ROW + piece * 32 + lane / 16 * 16), x[2 * piece][0].bits[0],
-                  x[2 * piece][1].bits[0], x[2 * piece + 1][0].bits[0], x[2 * piece + 1][1].bits[0]);
-    __syncwarp();
   }
 };
