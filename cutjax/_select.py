@@ -86,9 +86,12 @@ def _stages(config: Config, problem: Problem) -> int:
     if problem.k <= config.bk:
         two_blocks = _sm90.blocks_per_sm(dataclasses.replace(config, stages=2), problem) == 2
         return min(deepest, 2 if two_blocks else 3)
-    # Operands that TMA loads can all be on their way before the epilogue begins.
-    if problem.k <= (32 if _fusion.tile_operands(_fusion.of(problem)) else 2) * config.bk:
-        return min(deepest, max(4, _sm90.max_stages(config, problem, whole_result=True)))
+    whole = _sm90.max_stages(config, problem, whole_result=True)
+    if problem.k <= 2 * config.bk:
+        return min(deepest, max(4, whole))
+    # Operands that TMA loads can all be on their way before the epilogue begins: worth a stage where k is short.
+    if problem.k <= 32 * config.bk and whole == deepest - 1 and _fusion.tile_operands(_fusion.of(problem)):
+        return whole
     return deepest
 
 
@@ -179,8 +182,7 @@ def predict(config: Config, problem: Problem) -> float:
     k_blocks = math.ceil(k / c.bk)
     tile_bytes = _sm90.stage_bytes(c, p)
     columns = c.bn * p.products
-    # wgmma reads a once for each product, and b once for each 64 rows of a.
-    read_bytes = (c.bm * p.products + c.bm // 64 * columns) * c.bk * 2
+    read_bytes = (c.bm + c.bm // 64 * columns) * c.bk * 2  # wgmma reads b once for each 64 rows of a
     cycles_share = 0.97 + 0.2 * 16 * (tile_bytes + read_bytes) / (c.bm * columns * c.bk)
     cycles_share += fit.coop * (c.schedule == "coop")
     cycles_share += 0.04 * (c.bk == 128)

@@ -75,6 +75,8 @@ def config_reasons(config: Config, problem: Problem) -> list[str]:
             f"{problem.products} products of {config.bm}x{config.bn} with this epilogue: {registers} accumulator "
             f"registers a thread, at most {_max_accumulators(config, problem)}"
         )
+    if problem.products * config.bn > 256:
+        reasons.append(f"{problem.products} products of {config.bn} columns: wgmma multiplies at most 256 at once")
     if narrow := [d for d in _fusion.result_dtypes(problem) if _fusion.span(config.bn, problem, d) < 32]:
         reasons.append(f"bn={config.bn} makes staging rows of less than 32 bytes in {short_dtype(narrow[0])}")
     if _most_tiles(config, problem) >= 2**31:
@@ -194,7 +196,7 @@ def source(problem: Problem, config: Config) -> str:
             "staging.cuh",
             "scheduler.cuh",
             "group_scheduler.cuh" if problem.groups else "dense_scheduler.cuh",
-            _codegen.wgmma(config.bn, dtype, a_k_major, b_k_major),
+            _codegen.wgmma(config.bn * problem.products, dtype, a_k_major, b_k_major),
             "mainloop.cuh",
             _fusion.text(problem),
             "epilogue.cuh",

@@ -63,7 +63,7 @@ def test_every_tile_compiles_lean(name):
     asked = problem(*CASES[name])
     # The cluster changes the producer alone, which test_kernels.py compiles in all of them.
     configs = [config for config in cutjax.candidates(asked) if config.cluster == 1]
-    assert len(configs) > 10
+    assert len(configs) > 8
 
     def compile_one(config):
         start = time.thread_time()
@@ -160,6 +160,7 @@ def test_too_many_accumulators():
     reason = cutjax.supports(cutjax.Config(bm=128, bn=256, stages=2), asked)
     assert reason is not None
     assert "3 products of 128x256 with this epilogue: 384 accumulator registers" in reason
+    assert "3 products of 256 columns: wgmma multiplies at most 256 at once" in reason
 
 
 def test_partial_results_of_reductions(monkeypatch):

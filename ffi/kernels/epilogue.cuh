@@ -48,7 +48,7 @@ struct Epilogue {
 
   // In 64 rows of accumulators, lane l of warp w holds, for each 8 columns j, rows 16 w + l / 4 (+ 8) and columns
   // 8 j + 2 (l % 4) (+ 1): values 4 j + {0, 1} and, 8 rows down, {2, 3}.
-  DEVICE void store(const float (&accumulators)[PRODUCTS][M_BLOCKS][BN / 2], Operands& operands, Partials& partials,
+  DEVICE void store(const float (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2], Operands& operands, Partials& partials,
                     const TensorMap* const (&map_d)[OUTPUTS], const Rows& rows_d, int m, int n, int rows, int batch,
                     const BatchIndex& i) {
     int lane_row = thread / 32 * 16 + thread % 32 / 4, lane_column = thread % 4 * 2;
@@ -78,7 +78,7 @@ struct Epilogue {
           float values[PRODUCTS][8];
 #pragma unroll
           for (int v = 0; v < PRODUCTS * 8; ++v)
-            values[v / 8][v % 8] = accumulators[v / 8][block][(chunk * D_CHUNK / 8 + piece * 2) * 4 + v % 8];
+            values[v / 8][v % 8] = accumulators[block][(v / 8 * BN + chunk * D_CHUNK + piece * 16) / 2 + v % 8];
           epilogue_piece(operands, partials, values, piece, row, column + piece * 16, buffer, thread);
         }
         fence_proxy_async();

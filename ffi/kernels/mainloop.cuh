@@ -1,9 +1,10 @@
 // Fill and drain the pipeline of STAGES tiles of A and B in shared memory: one thread fills it by TMA, warpgroups drain
 // it by wgmma. Each stage has a full barrier (TMA's bytes have landed) and an empty one (its readers are done).
 //
-// Operand tiles in shared memory, 16-bit elements, ROWS = BM or BN:
+// Operand tiles in shared memory, 16-bit elements, ROWS = BM or PRODUCTS * BN:
 //   K-major:  [BK/64][ROWS][64]            128-byte swizzle; one TMA box holds 64 of k
 //   MN-major: [ROWS/CHUNK][BK][CHUNK]      swizzle span of 2*CHUNK bytes; one TMA box holds CHUNK rows or columns
+// Several b beside each other in one tile are multiplied as if they were one matrix, so a is read once.
 
 struct Pipeline {
   u32 full, empty;  // addresses of the first barriers
@@ -27,27 +28,29 @@ struct Pipeline {
   }
 };
 
-// One operand: ROWS of its m or n axis per tile, shared by SHARE CTAs of the cluster, each of which loads 1/SHARE of
-// it.
-template <int ROWS, bool K_MAJOR, int SHARE>
+// One operand: ROWS of its m or n axis per tile, of which each of PARTS matrices has an equal part, shared by SHARE
+// CTAs of the cluster, each of which loads 1/SHARE of every part.
+template <int ROWS, int PARTS, bool K_MAJOR, int SHARE>
 struct Operand {
   static constexpr int BYTES = ROWS * BK * 2;
-  static constexpr int CHUNK = K_MAJOR ? 64 : ROWS % 64 == 0 ? 64 : ROWS % 32 == 0 ? 32 : 16;
+  static constexpr int PART = ROWS / PARTS;
+  static constexpr int CHUNK = K_MAJOR ? 64 : PART % 64 == 0 ? 64 : PART % 32 == 0 ? 32 : 16;
   static constexpr int SPAN = CHUNK * 2;
   static constexpr u16 MASK = (1 << SHARE) - 1;
 
-  DEVICE static void load(u32 tile, const TensorMap* map, u32 barrier, int row, int k, int batch, u32 share) {
+  DEVICE static void load(u32 tile, const TensorMap* map, u32 barrier, int part, int row, int k, int batch, u32 share) {
     if constexpr (K_MAJOR) {
-      constexpr int PART = ROWS / SHARE;
+      int first = share * (PART / SHARE);
       for (int panel = 0; panel < BK / 64; ++panel)
-        box(tile + (panel * ROWS + share * PART) * SPAN, map, barrier, k + panel * 64, row + share * PART, batch);
+        box(tile + (panel * ROWS + part * PART + first) * SPAN, map, barrier, k + panel * 64, row + first, batch);
     } else {
       // Whole chunks are divided among the CTAs where their number allows it, else the k rows of each chunk.
-      constexpr bool BY_CHUNK = ROWS / CHUNK % SHARE == 0;
-      constexpr int CHUNKS = ROWS / CHUNK / (BY_CHUNK ? SHARE : 1), DEPTH = BK / (BY_CHUNK ? 1 : SHARE);
+      constexpr bool BY_CHUNK = PART / CHUNK % SHARE == 0;
+      constexpr int CHUNKS = PART / CHUNK / (BY_CHUNK ? SHARE : 1), DEPTH = BK / (BY_CHUNK ? 1 : SHARE);
       int first = BY_CHUNK ? share * CHUNKS : 0, depth = BY_CHUNK ? 0 : share * DEPTH;
       for (int chunk = first; chunk < first + CHUNKS; ++chunk)
-        box(tile + (chunk * BK + depth) * SPAN, map, barrier, row + chunk * CHUNK, k + depth, batch);
+        box(tile + ((part * (PART / CHUNK) + chunk) * BK + depth) * SPAN, map, barrier, row + chunk * CHUNK, k + depth,
+            batch);
     }
   }
 
@@ -79,17 +82,15 @@ struct Operand {
   }
 };
 
-using OperandA = Operand<BM, A_K_MAJOR, CLUSTER_N>;
-using OperandB = Operand<BN, B_K_MAJOR, CLUSTER_M>;
+using OperandA = Operand<BM, 1, A_K_MAJOR, CLUSTER_N>;
+using OperandB = Operand<PRODUCTS * BN, PRODUCTS, B_K_MAJOR, CLUSTER_M>;
 
-constexpr int STAGE_BYTES = OperandA::BYTES + PRODUCTS * OperandB::BYTES;
+constexpr int STAGE_BYTES = OperandA::BYTES + OperandB::BYTES;
 
 struct SharedTiles {
-  u32 base;  // [STAGES] of A, then [STAGES][PRODUCTS] of B
+  u32 base;  // [STAGES] of A, then [STAGES] of B
   DEVICE u32 a(int stage) const { return base + stage * OperandA::BYTES; }
-  DEVICE u32 b(int stage, int product) const {
-    return base + STAGES * OperandA::BYTES + (stage * PRODUCTS + product) * OperandB::BYTES;
-  }
+  DEVICE u32 b(int stage) const { return base + STAGES * OperandA::BYTES + stage * OperandB::BYTES; }
 };
 
 // One warp: loads all k blocks of a tile. What else of a tile than its group's rows is loaded ends in rows not stored.
@@ -101,10 +102,10 @@ DEVICE void fill(Pipeline& pipe, SharedTiles shared, const TensorMap* map_a, con
     mbarrier_wait(pipe.empty_barrier(), pipe.phase ^ 1);
     if (elect()) {
       mbarrier_arrive_expect_tx(pipe.full_barrier(), STAGE_BYTES);
-      OperandA::load(shared.a(pipe.stage), map_a, pipe.full_barrier(), work.m, k, batch_a, rank_n);
+      OperandA::load(shared.a(pipe.stage), map_a, pipe.full_barrier(), 0, work.m, k, batch_a, rank_n);
 #pragma unroll
       for (int p = 0; p < PRODUCTS; ++p)
-        OperandB::load(shared.b(pipe.stage, p), map_b[p], pipe.full_barrier(), work.n, k, batch_b, rank_m);
+        OperandB::load(shared.b(pipe.stage), map_b[p], pipe.full_barrier(), p, work.n, k, batch_b, rank_m);
     }
     __syncwarp();
     pipe.advance();
@@ -120,16 +121,16 @@ DEVICE void release(u32 empty_barrier, int thread) {
 // Another warpgroup may read the same of B at the same time, having written the same zeros itself.
 DEVICE void clear(SharedTiles shared, int stage, int row, int depth, int thread, int barrier) {
   OperandA::clear(shared.a(stage), row, M_BLOCKS * 64, depth, thread);
-  for (int p = 0; p < PRODUCTS; ++p) OperandB::clear(shared.b(stage, p), 0, BN, depth, thread);
+  OperandB::clear(shared.b(stage), 0, PRODUCTS * BN, depth, thread);
   fence_proxy_async();
   bar_sync(barrier, 128);
 }
 
-// One warpgroup: accumulators [PRODUCTS][M_BLOCKS][64 x BN] of the tile's rows from `row` on, or of the first BLOCKS of
-// them, over all k blocks, of which there is at least one. `begun` is called early, beside the first of them, `issued`
-// when all of them are multiplying.
+// One warpgroup: accumulators [M_BLOCKS][64 x PRODUCTS * BN] of the tile's rows from `row` on, or of the first BLOCKS
+// of them, over all k blocks, of which there is at least one. `begun` is called early, beside the first of them,
+// `issued` when all of them are multiplying.
 template <int BLOCKS, typename Begun, typename Issued>
-DEVICE void drain(float (&accumulators)[PRODUCTS][M_BLOCKS][BN / 2], Pipeline& pipe, SharedTiles shared, int row,
+DEVICE void drain(float (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2], Pipeline& pipe, SharedTiles shared, int row,
                   const Work& work, int thread, int barrier, Begun begun, Issued issued) {
   u32 previous = 0;
   for (int k = 0; k < work.k_blocks; ++k) {
@@ -141,14 +142,11 @@ DEVICE void drain(float (&accumulators)[PRODUCTS][M_BLOCKS][BN / 2], Pipeline& p
     wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < BK / 16; ++slice) {
+      u64 b = OperandB::descriptor(shared.b(pipe.stage), 0, slice);
 #pragma unroll
-      for (int p = 0; p < PRODUCTS; ++p) {
-        u64 b = OperandB::descriptor(shared.b(pipe.stage, p), 0, slice);
-#pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) {
-          u64 a = OperandA::descriptor(shared.a(pipe.stage), row + block * 64, slice);
-          wgmma(accumulators[p][block], a, b, (k | slice) != 0);
-        }
+      for (int block = 0; block < BLOCKS; ++block) {
+        u64 a = OperandA::descriptor(shared.a(pipe.stage), row + block * 64, slice);
+        wgmma(accumulators[block], a, b, (k | slice) != 0);
       }
     }
     wgmma_commit_group();

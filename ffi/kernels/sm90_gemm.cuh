@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     Operands operands(m, n OPERAND_ARGUMENTS);
     Partials partials(m, n PARTIAL_ARGUMENTS);
     Rows rows_d{m, n ROWS_ARGUMENTS};
-    float accumulators[PRODUCTS][M_BLOCKS][BN / 2];
+    float accumulators[M_BLOCKS][PRODUCTS * BN / 2];
     int first_row = PING_PONG ? 0 : consumer * ROWS_PER_CONSUMER;
     int index = blockIdx.x / CLUSTER, turn = 0;
     if constexpr (PING_PONG) {
