@@ -99,7 +99,7 @@ class Row:
 
 # The products.
 
-Inputs = Mapping[str, jax.Array]
+Inputs = peers.Inputs
 Product = Callable[[Inputs], jax.Array]
 
 
@@ -286,6 +286,10 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
+def _wait(function: Product, i: Inputs) -> jax.Array:
+    return jax.block_until_ready(function(i))
+
+
 def compile_ours(chosen: Sequence[cases.Grouped], products: Sequence[str]) -> None:
     """Compiles our kernels on every core, into the cache."""
 
@@ -349,6 +353,8 @@ class _Case:
     def measure(self, names: Sequence[str], reps: int) -> dict[str, timing.Timing]:
         """Times some functions interleaved; one by one where that fails, and those that fail alone are given up."""
         functions = {name: self.functions[name] for name in names if name in self.functions}
+        if any(name.startswith("torch") for name in functions):  # it has a stream of its own: no kernels may overlap
+            functions = {name: functools.partial(_wait, function) for name, function in functions.items()}
         try:
             return timing.measure(functions, self.sets, reps, self.method) if functions else {}
         except Exception as error:  # of one of them, or of the profiler
@@ -379,12 +385,11 @@ def measure_case(
                 functions[f"pallas {product} {i}"] = peers.pallas(product, config)
     found.compile(functions)
     swept = _fastest(found, [name for name in configs if name in found.functions])
-    torch = peers.Torch(case, found.sets) if "torch" in wanted else None
-    for product in products if torch else ():
-        found.check(f"torch {product}", functools.partial(torch.result, product))
-    of_torch = [p for p in products if torch and f"torch {p}" not in found.failures]
-    jaxs = [name for name in found.functions if name not in configs]
-    found.times |= _measure(found, [*jaxs, *swept.values()], torch, of_torch)
+    if "torch" in wanted:
+        _add_torch(found)
+    found.times |= _measure(found, [*(name for name in found.functions if name not in configs), *swept.values()])
+    if "torch" in wanted:
+        peers.release()
     if "xla" in wanted:
         _measure_xla(found, roofline)
     rows = []
@@ -402,6 +407,20 @@ def measure_case(
     return rows
 
 
+def _add_torch(found: _Case) -> None:
+    """torch's products, where kernels are timed: they cannot be a part of what the host's clock times."""
+    try:
+        if found.method != "cupti":
+            raise RuntimeError("torch is timed by its kernels only, and their times cannot be read here")
+        functions = peers.torch(found.case, found.sets)
+    except Exception as error:
+        found.failures |= {f"torch {product}": _reason(error) for product in found.products}
+        return
+    for product in found.products:
+        call = found.functions[f"torch {product}"] = functions[product]
+        found.check(f"torch {product}", lambda call=call: jnp.from_dlpack(call(*found.sets[-1]).contiguous()))
+
+
 def _fastest(found: _Case, names: Sequence[str]) -> dict[str, str]:
     """For each product the name of the fastest of Pallas's configs."""
     rough = found.measure(names, 2)
@@ -411,26 +430,11 @@ def _fastest(found: _Case, names: Sequence[str]) -> dict[str, str]:
     return best
 
 
-def _measure(
-    found: _Case, names: Sequence[str], torch: peers.Torch | None, of_torch: Sequence[str]
-) -> dict[str, timing.Timing]:
-    """All of them in turns: ours and those that JAX runs interleaved, torch's between two halves of that."""
+def _measure(found: _Case, names: Sequence[str]) -> dict[str, timing.Timing]:
+    """All of them in turns, as often as they take bearable time."""
     rough = found.measure(names, 2)
-    total = sum(time.us for time in rough.values()) * (1 + len(of_torch) / max(len(rough), 1))
-    reps = min(max(int(TIMED_US / max(total, 1.0)), REPS[0]), REPS[1])
-    merged: dict[str, timing.Timing] = {}
-    for _ in range(2):
-        part = found.measure(names, -(-reps // 2))
-        for product in of_torch:
-            assert torch is not None
-            try:
-                part[f"torch {product}"] = torch.measure(product, -(-reps // 2))
-            except Exception as error:
-                found.failures[f"torch {product}"] = f"not timed: {_reason(error)}"
-        for name, time in part.items():
-            before = merged[name].samples_us if name in merged else ()
-            merged[name] = dataclasses.replace(time, samples_us=before + time.samples_us)
-    return merged
+    total = sum(time.us for time in rough.values())
+    return found.measure(names, min(max(int(TIMED_US / max(total, 1.0)), REPS[0]), REPS[1]))
 
 
 def _measure_xla(found: _Case, roofline: report.Roofline) -> None:

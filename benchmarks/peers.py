@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import cases, timing
+from benchmarks import cases
+
+Inputs = Mapping[str, jax.Array]
 
 # Of the configs their own sweeps go through, those that were fastest somewhere (block_m, block_n, steps).
 _FORWARD = ((128, 128, 4), (128, 128, 6), (128, 192, 4), (192, 128, 4), (64, 128, 6), (64, 192, 5))
@@ -36,7 +37,7 @@ def _band(blocks: int) -> int:
     return next(width for width in (8, 4, 2, 1) if blocks % width == 0)
 
 
-def pallas(product: str, config: Mapping[str, Any]) -> Callable[[Mapping[str, jax.Array]], jax.Array]:
+def pallas(product: str, config: Mapping[str, Any]) -> Callable[[Inputs], jax.Array]:
     """Pallas's example kernel with one config."""
 
     def fn(i):
@@ -63,55 +64,31 @@ def torch_module() -> Any:
     return torch if torch.cuda.is_available() else "torch sees no GPU"
 
 
-class Torch:
-    """torch's grouped_mm of one case, on the memory of the same inputs; timed by events."""
+def torch(case: cases.Grouped, sets: Sequence[tuple[Inputs]]) -> dict[str, Callable[[Inputs], Any]]:
+    """torch's grouped_mm by product, for those sets only, on their memory; a call returns when its kernels have run.
 
-    def __init__(self, case: cases.Grouped, sets: Sequence[tuple[Mapping[str, jax.Array]]]):
-        found: Any = torch_module()
-        self._failure = found if isinstance(found, str) else ""
-        self.torch: Any = found
-        self._calls: dict[str, list[Callable[[], Any]]] = {}
-        if not self._failure:
-            try:
-                torch = self.torch
-                offsets = torch.tensor(np.cumsum(case.sizes), dtype=torch.int32, device="cuda")
-                for (i,) in sets:
-                    x, w, dy = (torch.from_dlpack(i[name]) for name in ("x", "w", "dy"))
-                    for product, pair in {"forward": (x, w), "dx": (dy, w.mT), "dw": (x.mT, dy)}.items():
-                        call = functools.partial(self._grouped_mm(), *pair, offs=offsets)
-                        self._calls.setdefault(product, []).append(call)
-            except Exception as error:
-                self._failure = f"{type(error).__name__}: {error}"[:300]
+    Raises:
+      RuntimeError: there is no torch here.
+    """
+    found: Any = torch_module()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    grouped_mm = getattr(found.nn.functional, "grouped_mm", None) or found._grouped_mm
+    offsets = found.tensor(np.cumsum(case.sizes), dtype=found.int32, device="cuda")
+    operands = {}
+    for (i,) in sets:
+        x, w, dy = (found.from_dlpack(i[name]) for name in ("x", "w", "dy"))
+        operands[id(i)] = {"forward": (x, w), "dx": (dy, w.mT), "dw": (x.mT, dy)}
 
-    def _grouped_mm(self) -> Callable[..., Any]:
-        return getattr(self.torch.nn.functional, "grouped_mm", None) or self.torch._grouped_mm
+    def call(product: str, i: Inputs) -> Any:
+        out = grouped_mm(*operands[id(i)][product], offs=offsets)
+        found.cuda.synchronize()
+        return out
 
-    def result(self, product: str) -> jax.Array:
-        """The product of the last set.
+    return {product: functools.partial(call, product) for product in cases.PRODUCTS}
 
-        Raises:
-          RuntimeError: there is no torch here, or it does not take these arrays.
-        """
-        if self._failure:
-            raise RuntimeError(self._failure)
-        out = self._calls[product][-1]().contiguous()
-        self.torch.cuda.synchronize()
-        return jnp.from_dlpack(out)
 
-    def measure(self, product: str, reps: int) -> timing.Timing:
-        """Times of ``reps`` calls, each on the next set."""
-        calls = self._calls[product]
-        calls[0]()
-        self.torch.cuda.synchronize()
-        for rep in range(2 * reps):  # a card that rested runs at a higher clock than those have that are timed in turns
-            calls[rep % len(calls)]()
-        pairs = []
-        for rep in range(reps):
-            begin, end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            calls[rep % len(calls)]()
-            end.record()
-            pairs.append((begin, end))
-        self.torch.cuda.synchronize()
-        self.torch.cuda.empty_cache()
-        return timing.Timing(tuple(1e3 * begin.elapsed_time(end) for begin, end in pairs), (), "events")
+def release() -> None:
+    """Gives the memory back that torch keeps."""
+    if not isinstance(found := torch_module(), str):
+        found.cuda.empty_cache()

@@ -134,7 +134,7 @@ def measure(functions: dict[str, Callable], sets: Sequence[tuple], reps: int, me
     """Times functions interleaved (A B A B ...), each call on the next set of inputs.
 
     Args:
-      functions: name to jitted function; compiled functions do for "cupti".
+      functions: name to jitted function; for "cupti" also compiled ones, or ones that wait for kernels of any stream.
       sets: input sets, in all at least twice the L2 (see `input_sets`).
       reps: samples of each function.
       method: "cupti" or "host".

@@ -331,19 +331,8 @@ class FakeTorch:
 
     int32 = np.int32
 
-    class Event:
-        def __init__(self, **_):
-            pass
-
-        def record(self):
-            pass
-
-        def elapsed_time(self, _):
-            return 0.02
-
     def __init__(self):
-        self.cuda = types.SimpleNamespace(synchronize=lambda: None, _sleep=lambda _: None, Event=self.Event)
-        self.cuda.empty_cache = lambda: None
+        self.cuda = types.SimpleNamespace(synchronize=lambda: None, empty_cache=lambda: None)
         self.nn = types.SimpleNamespace(functional=types.SimpleNamespace())
 
     def tensor(self, values, **_):
@@ -363,11 +352,50 @@ class FakeTorch:
 
 
 def test_torch_as_a_peer(on_xla, monkeypatch):
+    together = []
+    measure = timing.measure
+
+    def noting(functions, *args):
+        together.append(set(functions))
+        return measure(functions, *args)
+
+    monkeypatch.setattr(timing, "measure", noting)
     monkeypatch.setattr(peers, "torch_module", FakeTorch)
-    for row in grouped.measure_case(GROUPED, cases.PRODUCTS, ROOFLINE, "host", ("torch",)):
-        assert row.peers["torch"].us == pytest.approx(20)
+    for row in grouped.measure_case(GROUPED, cases.PRODUCTS, ROOFLINE, "cupti", ("torch",)):
+        assert row.peers["torch"].us == len(f"torch {row.product}")
+        assert row.peers["torch"].kernel == f"torch {row.product}"
         assert row.fastest == "torch"
         assert row.ratios["torch"] == row.ratios["peers"] == row.peers["torch"].us / row.us
+    everything = {"dense", *(f"{whose} {product}" for whose in ("ours", "torch") for product in cases.PRODUCTS)}
+    assert together == [everything, everything]  # called in turns: at one clock
+    monkeypatch.setattr(FakeTorch, "_grouped_mm", lambda self, a, b, offs: 1 / 0)
+    for row in grouped.measure_case(GROUPED, ("dx",), ROOFLINE, "cupti", ("torch",)):
+        assert row.peers["torch"].failure == "ZeroDivisionError: division by zero"
+        assert row.us == len("ours dx")
+
+
+def test_torch_runs_beside_functions_that_wait(monkeypatch):
+    """Each call of one measurement ends before the next begins, whosever stream it is on."""
+    ended = []
+
+    def records(calls):
+        found = []
+        for function, args in calls:
+            out = function(*args)
+            ended.append(not isinstance(out, jax.Array) or out.is_ready())  # pyright: ignore
+            found.append(("kernel", 1.0))
+        return found
+
+    monkeypatch.setattr(timing, "_records", records)
+    monkeypatch.setattr(peers, "torch_module", FakeTorch)
+    ours = grouped.ours
+    monkeypatch.setattr(grouped, "ours", lambda product, *_: ours(product, None, "xla"))
+    monkeypatch.setattr(grouped, "dense", lambda i: i["x"] @ i["v"])
+    (row,) = grouped.measure_case(GROUPED, ("forward",), ROOFLINE, "cupti", ("torch",))
+    assert row.peers["torch"].us == row.us == 1.0
+    assert row.ratios["dense"] == 1.0
+    assert len(ended) > 20
+    assert all(ended)
 
 
 def test_pallas_configs_divide_every_case():
