@@ -1,4 +1,4 @@
-"""Grouped products beside XLA's, Pallas's and torch's, and beside a dense one: ``benchmarks.run --op grouped``."""
+"""Grouped products beside those of benchmarks.peers, and beside a dense one: ``benchmarks.run --op grouped``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REPS, TIMED_US = (6, 40), 200e3  # of one case, all functions together
 # A graph may run its nodes in any order, and kernels are told apart by their order. Kernel times are the same.
 OPTIONS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1 << 20}
 DENSE = "dense"
-PEERS = ("xla", "pallas", "torch")
+PEERS = ("xla", "pallas", "tokamax", "torch")
 TWO_SETS_BYTES = 8 << 30  # of inputs larger than this there is one set: a single run of them leaves nothing in L2
 # XLA multiplies all rows by the weights of every group. Where that takes longer or more memory, it is not run.
 XLA_MOST_US, XLA_MOST_BYTES, XLA_REPS = 30e3, 16 << 30, 2
@@ -377,12 +377,12 @@ def measure_case(
     """Checks, then times in one run: our products, the dense one and the peers; a row for each product."""
     found = _Case(case, products, method)
     functions: dict[str, Product] = {DENSE: dense, **{f"ours {p}": ours(p, None, backend) for p in products}}
-    configs: dict[str, dict[str, int]] = {}
-    if "pallas" in wanted:
-        for product in products:
-            for i, config in enumerate(peers.pallas_configs(case, product)):
-                configs[f"pallas {product} {i}"] = config
-                functions[f"pallas {product} {i}"] = peers.pallas(product, config)
+    configs: dict[str, dict[str, Any]] = {}
+    for peer, (of_case, make) in peers.SWEPT.items():
+        for product in products if peer in wanted else ():
+            for i, config in enumerate(of_case(case, product)):
+                configs[f"{peer} {product} {i}"] = config
+                functions[f"{peer} {product} {i}"] = make(product, config)
     found.compile(functions)
     swept = _fastest(found, [name for name in configs if name in found.functions])
     if "torch" in wanted:
@@ -396,13 +396,15 @@ def measure_case(
     for product in products:
         seen: dict[str, Peer] = {}
         for name in (name for name in PEERS if name in wanted):
-            key = swept.get(product, f"pallas {product} 0") if name == "pallas" else f"{name} {product}"
+            key = f"{name} {product}"
+            if name in peers.SWEPT:
+                key = swept.get(key, f"{key} 0")
             if key in found.times:
                 time = found.times[key]
                 kernel = json.dumps(configs[key]) if key in configs else " + ".join(time.kernels)
                 seen[name] = Peer(time.us, time.iqr_us, kernel)
             else:
-                seen[name] = Peer(failure=found.failures.get(key, "no config of Pallas's divides this problem"))
+                seen[name] = Peer(failure=found.failures.get(key, f"no config of {name} divides this problem"))
         rows.append(_row(found, product, seen, roofline))
     return rows
 
@@ -422,11 +424,11 @@ def _add_torch(found: _Case) -> None:
 
 
 def _fastest(found: _Case, names: Sequence[str]) -> dict[str, str]:
-    """For each product the name of the fastest of Pallas's configs."""
+    """For each product of a peer that is swept, e.g. "pallas dx", the name of its fastest config."""
     rough = found.measure(names, 2)
     best: dict[str, str] = {}
     for name in sorted(rough, key=lambda name: rough[name].us, reverse=True):
-        best[name.split()[1]] = name
+        best[name.rpartition(" ")[0]] = name
     return best
 
 

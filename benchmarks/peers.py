@@ -1,4 +1,4 @@
-"""Grouped products of other libraries, for the same inputs: Pallas's kernels and torch's."""
+"""Grouped products of other libraries, for the same inputs: Pallas's kernels, tokamax's and torch's."""
 
 from __future__ import annotations
 
@@ -52,6 +52,56 @@ def pallas(product: str, config: Mapping[str, Any]) -> Callable[[Inputs], jax.Ar
         return ragged_dot_mgpu.ragged_dot(a, i["w"], group_sizes=i["sizes"], transpose_rhs=product == "dx", **config)
 
     return fn
+
+
+# Those that tokamax's own tuning on an H100 found fastest most often. Of dw, Mosaic's kernel is 3 times slower there.
+_TRITON = ((128, 128, 32, 4, 4), (128, 256, 32, 8, 5), (64, 128, 32, 4, 3))  # block_m, block_n, block_k, warps, stages
+_TRITON_DW = ((128, 256, 32, 8, 5), (128, 128, 32, 4, 4), (256, 128, 32, 8, 6))
+_MOSAIC = ((128, 64, 128, 4, 4), (128, 64, 128, 4, 8), (64, 64, 128, 4, 8))  # block_m, block_n, block_k, stages, width
+
+
+def tokamax_configs(case: cases.Grouped, product: str) -> list[dict[str, Any]]:
+    """Configs of tokamax's implementations; of products of rows, tiles of 64 where groups are small, 128 elsewhere."""
+
+    def named(implementation, last, configs):
+        names = ("block_m", "block_n", "block_k", *last, "implementation", "split_k")
+        return [dict(zip(names, (*config, implementation, 1), strict=True)) for config in configs]
+
+    warps, width = ("num_warps", "num_stages"), ("num_stages", "grid_tile_width")
+    if product == "dw":
+        return named("triton", warps, _TRITON_DW)
+    small = case.m < 64 * case.groups
+    found = named("triton", warps, _TRITON) + named("mosaic_gpu", width, _MOSAIC)
+    return [config for config in found if (config["block_m"] == 64) == small]
+
+
+# Which axes are contracted, and which are the groups': of x and w, dy and w, x and dy.
+_DIMENSIONS = {"forward": (([1], [1]), [0]), "dx": (([1], [2]), [0]), "dw": (([0], [0]), [])}
+
+
+def tokamax(product: str, config: Mapping[str, Any]) -> Callable[[Inputs], jax.Array]:
+    """tokamax's ragged dot with one config, as version 0.0.17 has it."""
+    contracted, groups = _DIMENSIONS[product]
+    dimensions = jax.lax.RaggedDotDimensionNumbers((contracted, ([], [])), [0], groups)
+    names = {"forward": ("x", "w"), "dx": ("dy", "w"), "dw": ("x", "dy")}[product]
+
+    def fn(i):
+        # Its public functions take no config.
+        implementations = importlib.import_module("tokamax._src.ops.ragged_dot.api").IMPLEMENTATIONS
+        # It reads its options from the command line, and ours is not for it.
+        importlib.import_module("absl.flags").FLAGS.mark_as_parsed()
+        fields = dict(config)
+        op = implementations[fields.pop("implementation")]
+        op = op.replace(config=op.config_cls(**fields))
+        a, b = (i[name] for name in names)
+        return op(a, b, group_sizes=i["sizes"], ragged_dot_dimension_numbers=dimensions)
+
+    return fn
+
+
+# What is swept over configs: the configs of a product of a case, and the product with one of them.
+SWEPT: dict[str, tuple[Callable[..., list[dict[str, Any]]], Callable[..., Callable[[Inputs], jax.Array]]]]
+SWEPT = {"pallas": (pallas_configs, pallas), "tokamax": (tokamax_configs, tokamax)}
 
 
 @functools.cache

@@ -80,7 +80,8 @@ def geometric_mean(ratios: Iterable[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
-def _version(*names: str) -> str:
+def version(*names: str) -> str:
+    """The version of the first of these packages that is installed."""
     for name in names:
         try:
             return importlib.metadata.version(name)
@@ -109,12 +110,12 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "versions": {
-            "jax": _version("jax"),
-            "jaxlib": _version("jaxlib"),
-            "plugin": _version("jax-cuda13-plugin", "jax-cuda12-plugin"),
-            "cutjax": _version("cutjax"),
-            "nvrtc": _version("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
-            "cublas": _version("nvidia-cublas", "nvidia-cublas-cu12"),
+            "jax": version("jax"),
+            "jaxlib": version("jaxlib"),
+            "plugin": version("jax-cuda13-plugin", "jax-cuda12-plugin"),
+            "cutjax": version("cutjax"),
+            "nvrtc": version("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
+            "cublas": version("nvidia-cublas", "nvidia-cublas-cu12"),
         },
         "commit": commit or os.environ.get("CUTJAX_COMMIT") or _output("git", "rev-parse", "HEAD"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

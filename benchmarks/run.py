@@ -190,6 +190,7 @@ def _grouped(args: argparse.Namespace) -> int:
 
     method, environment, out = _begin(args)
     wanted = [peer for peer in grouped.PEERS if peer in args.peers.split(",")]
+    environment["versions"] |= {name: report.version(name) for name in ("tokamax", "torch") if name in wanted}
     grouped.compile_ours(chosen, products)
     roofline = measure_roofline(method)
     rows: list[grouped.Row] = []
@@ -246,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--configs", type=pathlib.Path, help="JSON list of configs to time beside the cost model's choice"
     )
     parser.add_argument("--method", choices=["cupti", "host"], help="default: kernel times where they can be read")
-    parser.add_argument("--peers", default="xla,pallas,torch", help='of --op grouped; none: ""')
+    parser.add_argument("--peers", default="xla,pallas,tokamax,torch", help='of --op grouped; none: ""')
     parser.add_argument("--commit", help="commit measured, where git cannot tell")
     args = parser.parse_args(argv)
     if args.op == "fused":

@@ -7,6 +7,8 @@ import json
 import math
 import sys
 import types
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -263,9 +265,10 @@ def test_a_grouped_case_on_the_cpu(on_xla):
         assert row.ratios["copy"] == pytest.approx(row.gb_per_s / ROOFLINE.gb_per_s)
         assert row.ratios["peers"] == row.peers["xla"].us / row.us
         assert row.ratios["dense"] > 0
-        assert set(row.peers) == {"xla", "pallas", "torch"}
+        assert set(row.peers) == {"xla", "pallas", "tokamax", "torch"}
         assert row.fastest == "xla"
         assert row.peers["pallas"].failure
+        assert "tokamax" in row.peers["tokamax"].failure
         assert "torch" in row.peers["torch"].failure
 
 
@@ -396,6 +399,54 @@ def test_torch_runs_beside_functions_that_wait(monkeypatch):
     assert row.ratios["dense"] == 1.0
     assert len(ended) > 20
     assert all(ended)
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeRaggedDot:
+    """What benchmarks.peers asks of tokamax's implementations, by XLA; "mosaic_gpu" refuses."""
+
+    name: str
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    config_cls = dict
+
+    def replace(self, config):
+        assert all(isinstance(size, int) for size in config.values())
+        return FakeRaggedDot(self.name, config)
+
+    def __call__(self, a, b, *, group_sizes, ragged_dot_dimension_numbers):
+        if self.name == "mosaic_gpu":
+            raise NotImplementedError("Not supported on cpu.")
+        assert self.config["block_m"] in (64, 128, 256)
+        return jax.lax.ragged_dot_general(a, b, group_sizes, ragged_dot_dimension_numbers)
+
+
+def test_tokamax_as_a_peer(on_xla, monkeypatch):
+    parsed = []
+    flags = types.SimpleNamespace(FLAGS=types.SimpleNamespace(mark_as_parsed=lambda: parsed.append(True)))
+    implementations = {name: FakeRaggedDot(name) for name in ("triton", "mosaic_gpu")}
+    monkeypatch.setitem(sys.modules, "absl.flags", flags)
+    api = types.SimpleNamespace(IMPLEMENTATIONS=implementations)
+    monkeypatch.setitem(sys.modules, "tokamax._src.ops.ragged_dot.api", api)
+    for row in grouped.measure_case(GROUPED, cases.PRODUCTS, ROOFLINE, "host", ("tokamax",)):
+        peer = row.peers["tokamax"]
+        assert peer.failure == ""
+        assert peer.us == len(f"tokamax {row.product} 0")
+        assert json.loads(peer.kernel)["implementation"] == "triton"
+        assert row.fastest == "tokamax"
+    assert parsed
+    monkeypatch.setitem(implementations, "triton", FakeRaggedDot("mosaic_gpu"))
+    (row,) = grouped.measure_case(GROUPED, ("dw",), ROOFLINE, "host", ("tokamax",))
+    assert row.peers["tokamax"].failure == "NotImplementedError: Not supported on cpu."
+
+
+def test_tokamax_tiles_follow_the_size_of_groups():
+    for case in cases.GROUPED:
+        for product in cases.PRODUCTS:
+            configs = peers.tokamax_configs(case, product)
+            assert 2 <= len(configs) <= 4
+            tiles = {config["block_m"] for config in configs}
+            assert product == "dw" or tiles == {64 if case.m < 64 * case.groups else 128}
+            assert len({config["implementation"] for config in configs}) == 1 + (product != "dw")
 
 
 def test_pallas_configs_divide_every_case():
