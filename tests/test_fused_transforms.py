@@ -389,6 +389,74 @@ def test_gradients_in_bfloat16_are_those_of_plain_jax():
     close(got, expected, 0.02)
 
 
+BIASES = {
+    "acc + b": lambda acc, b, r: jax.nn.gelu(acc + b),
+    "b + acc": lambda acc, b, r: jax.nn.gelu(b + acc),
+    "between terms": lambda acc, b, r: jax.nn.gelu(acc * 1 + r + b) * 2,
+    "scaled": lambda acc, b, r: jnp.tanh((acc + b) * 0.5) + r,
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "save"),
+    [((16,), H, "default"), ((64, 1), jnp.float16, "default"), ((), H, "recompute")],
+    ids=["columns", "rows of f16", "one, recomputed"],
+)
+@pytest.mark.parametrize("form", BIASES)
+def test_a_bias_gradient_sums_what_is_rounded_for_the_products(form, shape, dtype, save):
+    """XLA would write the gradient in float32 too, for the sum to read. w is the identity, so x's gradient is it."""
+    x, w, r, g = normal(0, (64, 16), dtype), jnp.eye(16, dtype=dtype), normal(2, (64, 16)), normal(3, (64, 16), dtype)
+
+    @jax.jit
+    def gradient(x, b):
+        def layer(x, b):
+            return cutjax.gemm(x, w, epilogue=BIASES[form], operands=(b, r), save=save)
+
+        return jax.vjp(layer, x, b)[1](g)
+
+    dx, db = gradient(x, normal(1, shape))
+    sums = dx.astype(jnp.float32).sum([i for i in range(2) if i - 2 + len(shape) < 0 or shape[i - 2] == 1])
+    np.testing.assert_allclose(db, sums.reshape(shape), rtol=1e-5, atol=1e-5)
+
+
+def test_other_gradients_are_not_rounded():
+    """What is no bias alone keeps its own sum: of a scaled accumulator, of a b or an accumulator with another use."""
+    x, w, b, g = normal(0, (64, 16), H), jnp.eye(16, dtype=H), normal(1, (16,)), normal(3, (64, 16), H)
+    for fn in (
+        lambda acc, b: jnp.tanh(acc * 0.3 + b),
+        lambda acc, b: jnp.tanh(acc + b) * b,
+        lambda acc, b: jnp.tanh(acc + b) * acc,
+    ):
+
+        def plain(x, b, fn=fn):
+            return fn(x.astype(jnp.float32), b).astype(H)
+
+        def fused(x, b, fn=fn):
+            return cutjax.gemm(x, w, epilogue=fn, operands=(b,))
+
+        got, expected = (jax.jit(lambda x, b, f=f: jax.vjp(f, x, b)[1](g)[1])(x, b) for f in (fused, plain))
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_transformations_of_a_layer_in_bfloat16():
+    def plain(x, w, b):
+        acc = jnp.matmul(x, w, preferred_element_type=jnp.float32)
+        return jax.nn.gelu(acc + b.astype(acc.dtype)).astype(x.dtype)
+
+    args, dots = (HX, HW, HB), tuple(normal(20 + i, v.shape, H) for i, v in enumerate((HX, HW, HB)))
+    x, b = jnp.stack([HX, HX + 1, -HX]), jnp.stack([HB, -HB, HB * 2])
+
+    def both(run):
+        close(*(jax.tree.map(lambda v: v.astype(jnp.float32), run(f)) for f in (layer, plain)), 0.03)
+
+    both(lambda f: jax.jvp(f, args, dots))
+    both(lambda f: jax.jvp(jax.grad(loss(f), (0, 1, 2)), args, dots))
+    both(lambda f: jax.vjp(jax.grad(loss(f), (0, 1, 2)), *args)[1](dots))
+    for axes, xs in (((0, None, 0), (x, HW, b)), ((0, None, None), (x, HW, HB)), ((None, None, 0), (HX, HW, b))):
+        both(lambda f, axes=axes, xs=xs: jax.vmap(jax.grad(loss(f), (0, 1, 2)), axes)(*xs))
+        both(lambda f, axes=axes, xs=xs: jax.grad(loss(jax.vmap(f, axes)), (0, 1, 2))(*xs))
+
+
 def test_shard_map():
     mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     p, q = jax.P("i"), jax.P()
