@@ -129,15 +129,21 @@ def reasons(epilogue: Epilogue) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def places(epilogue: Epilogue) -> list[tuple[str, int]]:
+    """Positions beside the row and the column in the matrix, as `Node` has them: ("batch", i) or ("row", i)."""
+    return sorted({node.params for node in epilogue.primal.nodes if node.op == "iota" and len(node.params) > 1})
+
+
 def emit(epilogue: Epilogue) -> str:
     """The function ``epilogue_element``, which computes every output of one element.
 
     ::
 
         DEVICE void epilogue_element(const float (&acc)[PRODUCTS], <Carrier> x0, ..., int row, int col,
-                                     <Carrier>& y0, ...)
+                                     int batch0, ..., <Carrier>& y0, ...)
 
-    with one ``x`` for each operand, one ``y`` for each output, ``row`` and ``col`` the element's place in its matrix.
+    with one ``x`` for each operand, one ``y`` for each output, ``row`` and ``col`` the element's place in its matrix,
+    then each of `places`.
     A carrier (`CARRIERS`) holds a value exactly: float every float dtype, int and u32 integers of up to 32 bits, i64
     and u64 those of 64, bool. One exception: an output that is not reduced and of a float dtype shorter than f32 is not
     yet rounded to that dtype, since a store rounds two values in one instruction: ``cvt_bf16x2``, ``cvt_f16x2``,
@@ -186,7 +192,7 @@ def emit(epilogue: Epilogue) -> str:
         lines.append(f"y{number} = {value};")
     parameters = [f"const float (&acc)[{epilogue.products}]"]
     parameters += [f"{CARRIERS[spec.dtype]} x{i}" for i, spec in enumerate(epilogue.operands)]
-    parameters += ["int row", "int col"]
+    parameters += ["int row", "int col", *(f"int {axis}{i}" for axis, i in places(epilogue))]
     parameters += [f"{CARRIERS[out.dtype]}& y{i}" for i, out in enumerate(epilogue.outputs)]
     body = "".join(f"  {line}\n" for line in lines)
     return f'#line 1 "epilogue (generated)"\nDEVICE void epilogue_element({", ".join(parameters)}) {{\n{body}}}\n'
@@ -304,8 +310,8 @@ def _expression(nodes: Sequence[Node], i: int, node: Node, level: Level, names: 
     match node.op:
         case "acc" | "operand" | "const":
             return names[i]
-        case "iota" if node.params[0] in ("row", "col"):
-            return _converted(node.params[0], "int32", dtype)
+        case "iota":
+            return _converted("".join(map(str, node.params)), "int32", dtype)
         case "convert_element_type":
             return _converted(args[0], source, dtype)
         case "bitcast_convert_type":
@@ -328,8 +334,7 @@ def _expression(nodes: Sequence[Node], i: int, node: Node, level: Level, names: 
         return f"integer_power<{_INTEGERS[dtype]}>({args[0]}, {node.params[0]})"
     if dtype in _INTEGERS and node.op in _INTEGER:
         return _INTEGER[node.op].format(*args, T=_INTEGERS[dtype])
-    where = f" over {node.params[0]}es" if node.op == "iota" else ""
-    raise NotImplementedError(f"kernels have no {node.op}{where} in {dtype}")
+    raise NotImplementedError(f"kernels have no {node.op} in {dtype}")
 
 
 def _select(dtype: str, args: list[str]) -> str:

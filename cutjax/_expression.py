@@ -27,7 +27,7 @@ class Node:
         const: ``(value,)``: a bool, an int or a float; -0.0, inf and nan as the strings that ``float`` reads, so that
         equal means the same bits.
         iota: ``("row",)``, ``("col",)`` or ``("batch", i)``, the position in the result, batch axes counted from the
-        rows outwards.
+        rows outwards; ``("row", i)`` counts the rows of all matrices along the last i batch axes.
         custom_jvp: ``(k, again)``. The value is the first argument's, and nothing is computed. The derivative is made
         of the last 2k arguments, k inputs and k coefficients: d value = sum of coefficient * d input (k = 0 stops it).
         Second derivatives see the same again, or, where ``again`` is 1 and not 0, the second argument.
@@ -102,9 +102,7 @@ class Epilogue:
             elif node.op == "const":
                 value = jnp.full((1,) * rank, scalar(node), node.dtype)
             elif node.op == "iota":
-                axis = node.params[0]
-                at = rank - 3 - node.params[1] if axis == "batch" else rank - 2 + (axis == "col")
-                value = lax.broadcasted_iota(node.dtype, [n if i == at else 1 for i, n in enumerate(shape)], at)
+                value = _position(node, shape)
             else:
                 args = [values[i] for i in node.args]
                 full = np.broadcast_shapes(*(x.shape for x in args))
@@ -126,7 +124,7 @@ class Epilogue:
     @functools.cached_property
     def positions(self) -> frozenset[str]:
         """The axes whose index the function uses: "row", "col", "batch". Such axes cannot be merged or reordered."""
-        return frozenset(node.params[0] for node in self.nodes if node.op == "iota")
+        return frozenset("batch" if node.params[1:] else node.params[0] for node in self.nodes if node.op == "iota")
 
     @functools.cached_property
     def varies(self) -> tuple[tuple[bool, bool], ...]:
@@ -246,6 +244,19 @@ OPS = frozenset(FUNCTIONS) | {
     "reduce_precision",
     "round",
 }
+
+
+def _position(node: Node, shape: tuple[int, ...]) -> jax.Array:
+    """The value of an iota, for a result of that shape."""
+    axis, *i = node.params
+    first = {"batch": -3, "row": -2, "col": -1}[axis] - sum(i)
+    terms, stride = [], 1
+    for at in range(-2 if axis == "row" else first, first - 1, -1):
+        sizes = [n if j - len(shape) == at else 1 for j, n in enumerate(shape)]
+        index = lax.broadcasted_iota(node.dtype, sizes, at + len(shape))
+        terms.append(index if stride == 1 else index * stride)
+        stride *= shape[at]
+    return functools.reduce(jnp.add, terms)
 
 
 def _evaluate(node: Node, args: list[jax.Array]) -> jax.Array:

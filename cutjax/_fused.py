@@ -106,7 +106,7 @@ def bind(
     if params["layout"][0] == "n" and batch and math.prod(bs[0].shape[:-2]) == 1:
         folded = fold(epilogue, a, operands)
         if folded is not None:
-            rows, *operands = folded
+            epilogue, (rows, *operands) = folded
             outs = _bind(epilogue, rows, [lax.reshape(b, b.shape[-2:]) for b in bs], operands, **params)
             return [unfold(x, a.shape[:-1]) for x in outs]
     return _bind(epilogue, a, bs, operands, **params)
@@ -121,15 +121,23 @@ def _bind(epilogue: Epilogue, a: Any, bs: Sequence[Any], operands: Sequence[Any]
     return gemm_fused_p.bind(a, *bs, *operands, epilogue=epilogue, **params)
 
 
-def fold(epilogue: Epilogue, a: jax.Array, operands: Sequence[jax.Array]) -> list[jax.Array] | None:
-    """a and the operands with the batch axes merged into the rows; None where that changes the result or moves data."""
-    rows = a.shape[:-1]
-    mixed = any("row" in out.axes for out in epilogue.outputs) or epilogue.positions & {"row", "batch"}
+def fold(epilogue: Epilogue, a: jax.Array, operands: Sequence[jax.Array]) -> tuple[Epilogue, list[jax.Array]] | None:
+    """The epilogue, and a and the operands, with the batch axes merged into the rows.
+
+    None where that changes the result or moves data.
+    """
+    rows, all_rows = a.shape[:-1], ("row", a.ndim - 2)
+    places = {node.params for node in epilogue.nodes if node.op == "iota"}
+    mixed = any("row" in out.axes for out in epilogue.outputs) or places - {("col",), all_rows}
     if mixed or any(x.shape[:-1] not in (rows, (1,) * len(rows)) for x in operands):
         return None
     if sharded(a) or any(sharded(x) for x in operands):
         return None
-    return [lax.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1])) for x in (a, *operands)]
+    if places:
+        row = Node("iota", (), "int32", ("row",))
+        nodes = tuple(row if node.params == all_rows else node for node in epilogue.nodes)
+        epilogue = dataclasses.replace(epilogue, nodes=nodes)
+    return epilogue, [lax.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1])) for x in (a, *operands)]
 
 
 def unfold(x: jax.Array, rows: tuple[int, ...]) -> jax.Array:
@@ -197,7 +205,7 @@ def _batch(args: Any, dims: Any, *, epilogue: Epilogue, layout: str, **params: A
         ]
         folded = fold(epilogue, a, operands)
         if folded is not None:
-            rows, *operands = folded
+            epilogue, (rows, *operands) = folded
             outs = _bind(epilogue, rows, bs, operands, layout=layout, **params)
             outs = [unfold(x, a.shape[:-1]) for x in outs]
             return outs, [a_dim] * len(outs)
@@ -408,7 +416,7 @@ def accumulators_needed(
 ) -> tuple[bool, ...]:
     """Which accumulators' values the derivative reads, given what has a tangent."""
     ranks = [len(spec.batch) for spec in epilogue.operands]
-    ranks += [1 + node.params[1] for node in epilogue.nodes if node.op == "iota" and node.params[0] == "batch"]
+    ranks += [1 + node.params[1] for node in epilogue.nodes if node.op == "iota" and len(node.params) > 1]
     shape = (2,) * (2 + max(ranks, default=0))
     accs = [jax.ShapeDtypeStruct(shape, ACC)] * epilogue.products
     operands = [

@@ -6,6 +6,7 @@ A plain product is a product with the identity for an epilogue, so every kernel 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -169,6 +170,7 @@ def _parameters(epilogue: Epilogue) -> str:
     by_tma = {i for i, _ in tile_operands(epilogue)}
     steps = [f"step{i}_0, step{i}_1, step{i}_2" for i in range(len(epilogue.operands))]
     names = [f"{'&map_x' if i in by_tma else 'base'}{i}, {step}" for i, step in enumerate(steps)]
+    names += [f"{axis}{i}_stride, {axis}{i}_size" for axis, i in _emit.places(epilogue)]
     return f"""#define MAP_PARAMETERS {maps}
 #define MAPS_B {{{", ".join("&" + name for name in bs)}}}
 #define MAPS_D {{{", ".join("&" + name for name in ds)}}}
@@ -179,8 +181,17 @@ def _parameters(epilogue: Epilogue) -> str:
 """
 
 
+def place_steps(problem: Problem) -> list[int]:
+    """For each place in the batch that the epilogue uses, how many results lie between two, and how many there are."""
+    found = []
+    for axis, i in _emit.places(of(problem)):
+        inner = math.prod(problem.batch[len(problem.batch) - i :])
+        found += [inner, problem.batch[-1 - i]] if axis == "batch" else [1, inner]
+    return found
+
+
 def _operand_parameters(epilogue: Epilogue, loaded: str = "") -> str:
-    """Parameters for operands, each behind a comma: where one lies, and its steps over the batch.
+    """Parameters for operands, each behind a comma: where one lies, and its steps over the batch; then places in it.
 
     ``loaded`` is the type of what says so of those that TMA loads; the kernel has tensor maps for that.
     """
@@ -190,6 +201,7 @@ def _operand_parameters(epilogue: Epilogue, loaded: str = "") -> str:
         base = f"{loaded} map{i}, " if loaded else ""
         base = base if i in by_tma else f"const char* base{i}, "
         found.append(f", {base}int step{i}_0, int step{i}_1, int step{i}_2")
+    found += [f", int {axis}{i}_stride, int {axis}{i}_size" for axis, i in _emit.places(epilogue)]
     return "".join(found)
 
 
@@ -222,6 +234,12 @@ def _operands(epilogue: Epilogue) -> str:
             at = f"matrix{i} + (min(row + 8 * h, m - 1) * static_cast<i64>(n) + c) * {size}"
             chunks.append(f"for (int h = 0; h < 2; ++h) x{i}[j][h].load({at});")
 
+    for axis, i in _emit.places(epilogue):
+        name = f"{axis}{i}"
+        fields.append(f"int {name}_stride, {name}_size, {name};")
+        initial.append(f"{name}_stride({name}_stride), {name}_size({name}_size)")
+        tile.append(f"{name} = result / {name}_stride % {name}_size{' * m' if axis == 'row' else ''};")
+
     def lines(statements: list[str], indent: int) -> str:
         return "".join("\n" + " " * indent + statement for statement in statements)
 
@@ -244,7 +262,8 @@ struct Operands {{
       : m(m), n(n){"".join(", " + x for x in initial)} {{}}
   DEVICE void fetch(u32 buffer, u32 barrier, int x, int y, const BatchIndex& i) const {{{lines(fetched, 4)}
   }}
-  DEVICE void begin_tile(const BatchIndex& i) {{{lines(tile, 4)}
+  // `result` is which matrix of the results.
+  DEVICE void begin_tile(const BatchIndex& i, int result) {{{lines(tile, 4)}
   }}
   DEVICE void begin_rows(int row) {{{loop("h", "2", rows)}
   }}
@@ -344,7 +363,9 @@ def _piece(epilogue: Epilogue) -> str:
         at = {(0, 0): "", (1, 0): "[h]", (0, 1): "[j]", (1, 1): full}[spec.row, spec.col]
         values.append(f"operands.x{i}{at}[{'e' if spec.col else '0'}]")
     results = [f"y{i}[i]" for i in range(len(epilogue.outputs))]
-    arguments = ", ".join(["value", *values, "row + h * 8", "column + j * 8 + e", *results])
+    places = ["row + h * 8", "column + j * 8 + e"]
+    places += [f"operands.{axis}{i}{' + row + h * 8' if axis == 'row' else ''}" for axis, i in _emit.places(epilogue)]
+    arguments = ", ".join(["value", *values, *places, *results])
     carriers = [_emit.CARRIERS[out.dtype] for out in epilogue.outputs]
     declared = "\n  ".join(f"{carrier} y{i}[8];" for i, carrier in enumerate(carriers))
     staged = "\n  ".join(

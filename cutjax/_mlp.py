@@ -259,7 +259,7 @@ def _batch(args: Any, dims: Any, *, how: How, there: tuple[bool, ...]) -> tuple[
         tile = next(dot for dot in _parts(moved, how, there)[4] if dot is not None)
         folded = _fused.fold(how.hidden, tile, moved[1:])
         if folded is not None:
-            return _fused.unfold(chain_p.bind(args[0], *folded[1:], how=how, there=there), tile.shape[:-1]), 0
+            return _fused.unfold(chain_p.bind(args[0], *folded[1][1:], how=how, there=there), tile.shape[:-1]), 0
     return jax.vmap(functools.partial(_composed, how=how, there=there), dims)(*args), 0
 
 

@@ -273,6 +273,7 @@ def launch(problem: Problem, config: Config) -> Launch:
         else:
             operands.append(Pointer(first_operand + i))
         operands += steps
+    operands += map(Int32, _fusion.place_steps(p))
     partials = [Pointer(first_result + i) for i, _ in _fusion.reductions(epilogue)]
     scalars = [Int32(value) for value in (p.m, p.n, p.k, c.raster, p.batch_size, *sizes[1:])]
     groups: list[Param] = []

@@ -379,7 +379,9 @@ class _Builder:
         if axis is None:
             return self._number(0, dtype)
         row = self.rank - 2
-        at = ("row",) if axis == row else ("col",) if axis > row else ("batch", row - 1 - axis)
+        return self._place(("row",) if axis == row else ("col",) if axis > row else ("batch", row - 1 - axis), dtype)
+
+    def _place(self, at: tuple[Any, ...], dtype: str) -> int:
         node = self._node("iota", dtype="int32", params=at)
         return node if dtype == "int32" else self._node("convert_element_type", node, dtype=dtype)
 
@@ -392,12 +394,16 @@ class _Builder:
         def word(x: int) -> int:
             return self._number(x & 0xFFFFFFFF, "uint32")
 
-        index, stride = word(0), 1
         shape = step.params["shape"]
-        for size, axis in zip(shape[::-1], labels[::-1], strict=False):  # the key's own axes come first
-            if axis is not None:
-                term = self._iota(axis, "uint32")
-                term = term if stride == 1 else op("mul", term, word(stride))
+        places = [self._iota(axis, "uint32") for axis in labels[len(key) :]]
+        if labels[len(key) :] == self.standard and self.rank > 2:
+            # Rows of all matrices are counted as one, so that batch axes may become rows (_fused.fold).
+            places = [self._place(("row", self.rank - 2), "uint32"), places[-1]]
+            shape = (math.prod(shape[:-1]), shape[-1])
+        index, stride = word(0), 1
+        for size, place in zip(shape[::-1], places[::-1], strict=True):
+            if size != 1:
+                term = place if stride == 1 else op("mul", place, word(stride))
                 index = term if stride == 1 else op("add", index, term)
             stride *= size
         k0, k1 = (self.index[~step.ins[0], (*key, j)] for j in (0, 1))

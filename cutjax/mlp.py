@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -98,7 +99,8 @@ def mlp(
         folded = _fused.fold(how.hidden, a, [*last, *operands])
         if folded is not None:  # the weights are shared: the batch axes are more rows
             ws, v = [lax.reshape(w, w.shape[-2:]) for w in ws], lax.reshape(v, v.shape[-2:])
-            rows, last, operands = folded[0], folded[1 : 1 + len(last)], folded[1 + len(last) :]
+            how, (rows, *rest) = dataclasses.replace(how, hidden=folded[0]), folded[1]
+            last, operands = rest[: len(last)], rest[len(last) :]
             return _fused.unfold(block(how, None, rows, ws, v, operands, last), a.shape[:-1])
     return block(how, None, a, ws, v, operands, last)
 

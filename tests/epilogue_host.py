@@ -55,7 +55,7 @@ def _function(epilogue: Epilogue, number: int) -> str:
     calls = [f"static_cast<const {_emit.CARRIERS[s.dtype]}*>(p[{products + i}])[t]" for i, s in enumerate(operands)]
     accs = ", ".join(f"static_cast<const float*>(p[{i}])[t]" for i in range(products))
     at = products + len(operands)
-    calls += ["int(t / 1024)", "int(t % 1024)"]
+    calls += ["int(t / 1024)", "int(t % 1024)", *(f"int(t % {3 + i})" for _, i in _emit.places(epilogue))]
     calls += [f"static_cast<{_emit.CARRIERS[o.dtype]}*>(p[{at + i}])[t]" for i, o in enumerate(outs)]
     return (
         f"namespace e{number} {{\n{text}}}\n"

@@ -52,6 +52,28 @@ def test_random_epilogues_are_one_kernel(index):
     assert spills(row.choice) == 0
 
 
+@pytest.mark.parametrize("weights", [(), (2, 3), (2, 1)], ids=str)
+@pytest.mark.parametrize("name", ["dropout", "places", "rows"])
+def test_places_in_the_batch_are_one_kernel(name, weights):
+    def epilogue(acc, key):
+        if name == "dropout":
+            return jnp.where(jax.random.bernoulli(key, 0.5, acc.shape), acc * 2, 0)
+        if name == "rows":
+            return jnp.where(jax.random.bernoulli(key, 0.5, acc.shape[1:]), acc * 2, 0)
+        return sum((jax.lax.broadcasted_iota(jnp.float32, acc.shape, axis) for axis in range(acc.ndim)), acc)
+
+    def fn(x, w, key):
+        return cutjax.gemm(x, w, epilogue=epilogue, operands=(key,), backend="cuda")
+
+    args = jax.ShapeDtypeStruct((2, 3, 136, 72), H), jax.ShapeDtypeStruct((*weights, 72, 264), H), jax.random.key(0)
+    for f in (fn, jax.vmap(fn, (0, None, None)) if not weights else fn):
+        text = lowered(f, *args)
+        assert len(kernels(text)) == 1
+        assert "dot_general" not in text
+    (row,) = cutjax.explain(fn, platform="cuda")(*args).rows
+    assert spills(row.choice) == 0
+
+
 BENCHMARKS = [(case, i) for case in cases.FUSED for i in range(len(fused.pairs(case)))]
 
 

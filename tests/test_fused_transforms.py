@@ -241,6 +241,35 @@ def test_random_bits():
     close(got, jax.value_and_grad(lambda x: dropout(x @ W, key).sum())(X))
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_random_bits_over_a_batch(shared):
+    def dropout(acc, key):
+        return jnp.where(jax.random.bernoulli(key, 0.5, acc.shape), jnp.tanh(acc) * 2, 0)
+
+    def fused(x, w, key):
+        return cutjax.gemm(x, w, epilogue=dropout, operands=(key,))
+
+    def plain(x, w, key):
+        return dropout(x @ w, key)
+
+    x, w, key = normal(0, (2, 3, M, K)), normal(1, (K, N) if shared else (2, 3, K, N)), jax.random.key(7)
+
+    def gradient(f):
+        return jax.jit(jax.value_and_grad(lambda x, w, key: f(x, w, key).sum(), (0, 1)))
+
+    close(gradient(fused)(x, w, key), gradient(plain)(x, w, key))
+    if shared:
+        rows = cutjax.explain(gradient(fused))(x, w, key).rows
+        assert {row.choice.problem.batch for row in rows} == {()}  # also of the gradient of w: nothing to add up
+    for axes in ((0, None, None), (2, None, None), (1, None, 0), (None, None, 0), (0, 0, None)):
+        if shared and axes[1] == 0:
+            continue
+        keys = key if axes[2] is None else jax.random.split(key, 3 if axes[0] == 1 else 2)
+        ws = w if shared or axes[1] == 0 else w[0, 0]
+        close(*(jax.vmap(f, axes)(x, ws, keys) for f in (fused, plain)))
+        close(*(gradient(jax.vmap(f, axes))(x, ws, keys) for f in (fused, plain)))
+
+
 def test_integer_operands_have_no_gradient():
     mask = jnp.asarray(np.arange(M * N).reshape(M, N) % 2)
 

@@ -69,6 +69,16 @@ def test_shared_weights_make_one_plain_problem():
 
     np.testing.assert_array_equal(cutjax.gemm(x, W, epilogue=triangle), triangle(x @ W))
 
+    def dropout(acc):  # of each element of the result a bit, so that no row means anything
+        return jnp.where(jax.random.bernoulli(jax.random.key(7), 0.5, acc.shape), acc, 0)
+
+    def rows_alike(acc):
+        return jnp.where(jax.random.bernoulli(jax.random.key(7), 0.5, acc.shape[1:]), acc, 0)
+
+    for fn, expected in ((dropout, (3 * M, ())), (rows_alike, (M, (3,)))):
+        assert sizes(lambda x, w, r, fn=fn: cutjax.gemm(x, w, epilogue=fn)) == expected
+        np.testing.assert_array_equal(cutjax.gemm(x, W, epilogue=fn), fn(x @ W))
+
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_several_products(count):

@@ -1,15 +1,18 @@
 """Kernels with an epilogue: every shipped tile compiles without a spill, and refusals say why."""
 
+import dataclasses
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import cutjax
-from cutjax import _compile, _fusion, _sm90
+from cutjax import _compile, _emit, _fusion, _sm90
+from cutjax._expression import Node, Output, normal
 from cutjax._trace import trace
 
 needs_nvrtc = pytest.mark.skipif(_compile.compiler_missing() is not None, reason=str(_compile.compiler_missing()))
@@ -153,6 +156,35 @@ def test_what_no_kernel_does(fn, operands, sizes, match):
     assert reason is not None
     assert match in reason
     assert cutjax.candidates(asked) == ()
+
+
+@pytest.mark.parametrize("batch", [(5,), (3, 5), (4, 1, 6)], ids=str)
+def test_places_in_the_batch(batch, monkeypatch):
+    """What the kernel makes of a result's number is its place, and the sizes are no part of the text."""
+    monkeypatch.setattr(_sm90, "compile_config", lambda *_: type("Cubin", (), {"image": b"cubin"})())
+    places = [(axis, i + (axis == "row")) for axis in ("batch", "row") for i in range(len(batch))]
+    nodes, last = [Node("acc", params=(0,))], 0
+    for place in places:
+        at = len(nodes)
+        nodes += [Node("iota", (), "int32", place), Node("convert_element_type", (at,)), Node("add", (last, at + 1))]
+        last = at + 2
+    epilogue = normal(1, (), nodes, [Output(last, "bfloat16")])
+    assert _emit.places(epilogue) == places
+    asked = cutjax.Problem(136, 264, 72, batch=batch, a_batch=batch, b_batch=batch, epilogue=epilogue)
+    config = cutjax.candidates(asked)[0]
+    source = _sm90.source(asked, config)
+    more = dataclasses.replace(asked, m=256, **dict.fromkeys(("batch", "a_batch", "b_batch"), (7, *batch[1:])))
+    assert source == _sm90.source(more, config)
+
+    plan = _sm90.launch(asked, config)
+    assert [type(x).__name__ for x in plan.params] == parameters(source)
+    assert "batch0 = result / batch0_stride % batch0_size;" in source
+    assert "row1 = result / row1_stride % row1_size * m;" in source
+    steps = _fusion.place_steps(asked)
+    for result, index in enumerate(np.ndindex(*batch)):
+        for (axis, i), stride, size in zip(places, steps[::2], steps[1::2], strict=True):
+            place = index[-1 - i] if axis == "batch" else np.ravel_multi_index(index[-i:], batch[-i:])
+            assert result // stride % size == place
 
 
 def test_too_many_accumulators():

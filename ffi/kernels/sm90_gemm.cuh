@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         drain<M_BLOCKS>(accumulators, pipe, shared, first_row, work, thread, epilogue.barrier, begun, issued);
       }
       if constexpr (PING_PONG && !GROUPED) pipe.advance(k_blocks);
-      operands.begin_tile(i);
+      operands.begin_tile(i, work.result);
       partials.begin_tile(work.result);
       epilogue.store(accumulators, operands, partials, map_d, rows_d, work.m + first_row, work.n, rows, work.result, i);
     }

@@ -372,6 +372,77 @@ def test_positions():
     np.testing.assert_array_equal(got, causal(product(x, w)))
 
 
+@pytest.mark.parametrize("batch", [(3,), (2, 3, 2)], ids=str)
+@pytest.mark.parametrize("weights", ["shared", "one each", "inner", "outer"])
+def test_dropout_over_a_batch(weights, batch):
+    """With one key: as rows where the weights are shared, else by the matrix's number."""
+    shapes = {"shared": (), "one each": batch, "inner": batch[-1:], "outer": (batch[0], *(1 for _ in batch[1:]))}
+    shape = shapes[weights]
+    x, w, r = ints(1, *batch, 136, 72), ints(2, *shape, 72, 200), ints(3, *batch, 1, 200)
+    key, keys = jax.random.key(7), jax.random.split(jax.random.key(8), batch[0])
+
+    def dropout(acc, key, r):
+        return jnp.where(jax.random.bernoulli(key, 0.5, acc.shape), acc * 2, 0) + r.astype(acc.dtype)
+
+    def fused(x, w, key, r):
+        return cutjax.gemm(x, w, epilogue=dropout, operands=(key, r), out_dtype="float32", backend="cuda")
+
+    def plain(x, w, key, r):
+        return dropout(jnp.matmul(x, w, preferred_element_type=jnp.float32), key, r)
+
+    outer = 0 if weights in ("one each", "outer") or shape == batch else None
+    for f, k, b in (
+        (lambda f: f, key, r),
+        (lambda f: f, key, r[(0,) * len(batch)]),
+        (lambda f: jax.vmap(f, (0, outer, None, 0)), key, r),
+        (lambda f: jax.vmap(f, (0, outer, 0, None)), keys, r[0]),
+    ):
+        got, expected = (jax.jit(f(g))(x, w, k, b) for g in (fused, plain))
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("batch", [(3,), (3, 2), (2, 3, 2), (2, 1, 3)], ids=str)
+def test_positions_in_the_batch(batch, shared):
+    x, w = ints(1, *batch, 136, 72), ints(2, *(() if shared else batch), 72, 136)
+
+    def epilogue(acc):
+        for axis in range(acc.ndim):
+            acc = acc + (axis + 1) * jax.lax.broadcasted_iota(jnp.float32, acc.shape, axis)
+        return acc
+
+    def fused(x, w):
+        return cutjax.gemm(x, w, epilogue=epilogue, out_dtype="float32", backend="cuda")
+
+    def plain(x, w):
+        return epilogue(jnp.matmul(x, w, preferred_element_type=jnp.float32))
+
+    dim = None if shared else 0
+    for f in (lambda f: f, lambda f: jax.vmap(f, (0, dim)), lambda f: jax.vmap(f, (0, dim), 1)):
+        got, expected = (jax.jit(f(g))(x, w) for g in (fused, plain))
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_gradient_of_dropout_over_a_batch():
+    x, w, key = ints(1, 3, 136, 72), ints(2, 72, 200), jax.random.key(7)
+
+    def dropout(acc, key):
+        return jnp.where(jax.random.bernoulli(key, 0.5, acc.shape), acc * 2, 0)
+
+    def fused(x, w):
+        return cutjax.gemm(x, w, epilogue=dropout, operands=(key,), backend="cuda")
+
+    def plain(x, w):
+        return dropout(jnp.matmul(x, w, precision="highest"), key)
+
+    g = ints(3, 3, 136, 200)
+    got = jax.jit(lambda x, w: jax.vjp(fused, x, w)[1](g))(x, w)
+    wide = [v.astype(jnp.float32) for v in (x, w)]
+    expected = jax.jit(lambda x, w: jax.vjp(plain, x, w)[1](g.astype(jnp.float32)))(*wide)
+    for out, ref in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(out, ref.astype(H))
+
+
 SPECIAL = {
     "bias": lambda acc, b: acc + b,
     "gelu": lambda acc, b: jax.nn.gelu(acc + b),
@@ -446,10 +517,6 @@ def test_the_same_bits_every_time():
 REFUSED = {
     "nothing but reductions": (lambda acc: acc.max((-2, -1)), "every result is a reduction"),
     "reduction of integers": (lambda acc: (acc, (acc > 0).astype(jnp.int32).sum(-2)), "a reduction in int32"),
-    "position in the batch": (
-        lambda acc: acc + jax.lax.broadcasted_iota(jnp.float32, acc.shape, 0),
-        "batch",
-    ),
 }
 
 
