@@ -90,7 +90,7 @@ def _stages(config: Config, problem: Problem) -> int:
     if problem.k <= 2 * config.bk:
         return min(deepest, max(4, whole))
     # Operands that TMA loads can all be on their way before the epilogue begins: worth a stage where k is short.
-    if problem.k <= 32 * config.bk and whole == deepest - 1 and _fusion.tile_operands(_fusion.of(problem)):
+    if problem.k <= 32 * config.bk and 2 <= whole == deepest - 1 and _fusion.tile_operands(_fusion.of(problem)):
         return whole
     return deepest
 
