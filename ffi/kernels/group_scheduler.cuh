@@ -3,6 +3,9 @@
 //   RAGGED_M: the rows of A and D are divided. What is left of them belongs to no group, and is one more at the end.
 //   RAGGED_K: the contraction is divided; every group has a matrix of D.
 // Each warp walks the groups by itself, 32 at a time, one a lane: all of its lanes must call.
+//
+// Blocks take every step-th tile, so where tiles differ in depth, some blocks would get more to do than others. Of 32
+// groups of k the deepest come first, and every other time the least deep, so that the last 32 end with those.
 
 struct Scheduler {
   int extent;  // of what is divided
@@ -43,7 +46,7 @@ struct Scheduler {
   }
 
   DEVICE Work work(int index, int rank_m, int rank_n) const {
-    int lane = 31 - __clz(__ballot_sync(~0u, tile <= index));  // entries without tiles begin where the next one does
+    int lane = __ffs(__ballot_sync(~0u, static_cast<u32>(index - tile) < own_tiles())) - 1;
     int start = __shfl_sync(~0u, row, lane), count = __shfl_sync(~0u, rows, lane);
     index -= __shfl_sync(~0u, tile, lane);
     int group = first + lane - leading;
@@ -60,6 +63,9 @@ struct Scheduler {
 
  private:
   DEVICE static int tiles(int rows) { return (rows + BM * CLUSTER_M - 1) / (BM * CLUSTER_M); }
+
+  // Of this lane's entry, if it has any.
+  DEVICE int own_tiles() const { return (RAGGED_M ? tiles(rows) : tiles_m) * tiles_n; }
 
   DEVICE void load() {
     int lane = threadIdx.x % 32, entry = first + lane, entries = leading + groups;
@@ -82,14 +88,27 @@ struct Scheduler {
     if (lane == 0) row = before;
     rows = end - row;
 
-    bool group = entry >= leading && entry < entries;
-    int count = RAGGED_M ? tiles(rows) * tiles_n : group ? tiles_m * tiles_n : 0, sum = count;
+    int count = own_tiles();
+    if constexpr (RAGGED_M) {
+      int sum = count;
 #pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      int before = __shfl_up_sync(~0u, sum, d);
-      if (lane >= d) sum += before;
+      for (int d = 1; d < 32; d *= 2) {
+        int before = __shfl_up_sync(~0u, sum, d);
+        if (lane >= d) sum += before;
+      }
+      tile = tile_end + sum - count;
+      tile_end += __shfl_sync(~0u, sum, 31);
+    } else {
+      constexpr int LAST = 0x7fffffff;
+      bool group = entry >= leading && entry < entries, least_first = (entries - 1 - first) / 32 & 1;
+      int key = !group ? -LAST - 1 : least_first ? -rows : rows, rank = 0;
+#pragma unroll 1
+      for (int other = 0; other < 32; ++other) {
+        int its = __shfl_sync(~0u, key, other);
+        rank += its > key || (its == key && other < lane);
+      }
+      tile = group ? tile_end + rank * count : LAST;
+      tile_end += __popc(__ballot_sync(~0u, group)) * count;
     }
-    tile = tile_end + sum - count;
-    tile_end += __shfl_sync(~0u, sum, 31);
   }
 };
