@@ -129,7 +129,6 @@ class _Fit:
       last: how much of a tile the last one of a group takes more than its share, where rows have groups.
       idle: how much of the time that skipped blocks of 64 rows would take is lost all the same.
       tall: what each doubling of a tile's rows adds, where groups have few: fewer tiles then read the same weights.
-      uneven: what it costs that blocks get tiles of groups of different depth, where the contraction has groups.
       scale: of the whole.
     """
 
@@ -145,14 +144,13 @@ class _Fit:
     last: float = 0.5
     idle: float = 0
     tall: float = 0
-    uneven: float = 0
     scale: float = 1
 
 
 _FITS = {
     "": _Fit(85, 0, math.inf, 0.053, 0.032, 4, 1.2),
     "m": _Fit(110, 0, 2, 0.039, 0.243, 1.9, 1.8, 0.12, 0.02, last=0.45, idle=0.34, tall=0.275, scale=0.86),
-    "k": _Fit(124, 0.18, 1.33, 0.122, 0.225, 4, 2.0, 0.09, 0.2, uneven=2.5, scale=0.81),
+    "k": _Fit(74, 0, 1.33, 0.2, 0.223, 1.6, 2, 0.04, -0.02, scale=0.67),
 }
 
 
@@ -207,8 +205,6 @@ def predict(config: Config, problem: Problem) -> float:
     compute = (waves - 1) * wave + mainloop + epilogue + fit.cluster * (c.cluster > 1)
     if p.ragged == "m":
         compute *= 1 + fit.tall * math.log2(c.bm * c.cluster_m / 64) / (1 + p.m / p.groups / 512)
-    elif p.ragged == "k":  # a block with fewer tiles than there are groups may get the deep ones
-        compute *= 1 + fit.uneven * max(0, 1 - waves / p.groups) / math.sqrt(waves)
 
     ragged = 1.1 if c.bn * p.out_dtype.itemsize % 128 else 1.0  # stores of less than a cache line
     reads, writes = (p.bytes - p.result_bytes) / 5.0e6, ragged * p.result_bytes / 3.8e6  # at 5.0 (partly L2), 3.8 TB/s

@@ -233,12 +233,13 @@ def recorded_problems():
 
 
 def recorded_groups(ragged):
-    """The same of grouped products, of two records; rasters are 1."""
+    """The same of grouped products, of three records; rasters are 1."""
     problems = {}
-    for row in json.loads((RESULTS / "experiments" / "grouped-h200.json").read_text())["rows"]:
-        if "product" in row:
+    experiments = (RESULTS / "experiments" / f"{name}-h200.json" for name in ("grouped", "grouped-order"))
+    for row in (row for path in experiments for row in json.loads(path.read_text())["rows"]):
+        if "product" in row and row.get("order") != "as given":
             case, product = cases.find_grouped(f"{row['case']} {row['product']}")
-            found = problems.setdefault(("in turn", case.problem(product)), {})
+            found = problems.setdefault((row.get("order", "in turn"), case.problem(product)), {})
             for name, us in row["us"].items():
                 if config := CONFIG.fullmatch(name):
                     bm, bn, cluster_m, cluster_n, schedule, stages = config.groups()
@@ -252,7 +253,10 @@ def recorded_groups(ragged):
             # Some configs of a case ran at another clock; where the dense product is short it does not show that.
             found = problems.setdefault(("sweep", case.problem(product)), {})
             found[cutjax.Config(*fields, 1)] = us / dense_us if dense_us > 100 else us
-    return {key: times for key, times in problems.items() if key[1].ragged == ragged}
+    # Depths decide where groups are of the contraction: what was timed in another order is superseded.
+    again = {problem for order, problem in problems if order == "deepest first"}
+    found = {key: times for key, times in problems.items() if key[0] == "deepest first" or key[1] not in again}
+    return {key: times for key, times in found.items() if key[1].ragged == ragged}
 
 
 def regret(problem, times):
@@ -265,8 +269,8 @@ def regret(problem, times):
 
 @pytest.mark.parametrize(
     ("ragged", "least", "mean", "most"),
-    # As shipped 1.020 and 1.08 of products of rows, 1.007 and 1.04 of weight gradients.
-    [("m", 40, 1.025, 1.09), ("k", 17, 1.01, 1.04)],
+    # As shipped 1.021 and 1.08 of products of rows, 1.008 and 1.04 of weight gradients.
+    [("m", 40, 1.025, 1.09), ("k", 14, 1.01, 1.045)],
 )
 def test_the_model_picks_well_among_recorded_groups(ragged, least, mean, most):
     regrets = {key: regret(key[1], times) for key, times in recorded_groups(ragged).items()}

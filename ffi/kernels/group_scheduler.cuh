@@ -5,7 +5,8 @@
 // Each warp walks the groups by itself, 32 at a time, one a lane: all of its lanes must call.
 //
 // Blocks take every step-th tile, so where tiles differ in depth, some blocks would get more to do than others. Of 32
-// groups of k the deepest come first, and every other time the least deep, so that the last 32 end with those.
+// groups of k the deepest come first, and every other time the least deep, so that the last 32 end with those. Groups of
+// about the same depth stay in order: where all are shallow, it is the loads that want to be spread.
 
 struct Scheduler {
   int extent;  // of what is divided
@@ -101,7 +102,7 @@ struct Scheduler {
     } else {
       constexpr int LAST = 0x7fffffff;
       bool group = entry >= leading && entry < entries, least_first = (entries - 1 - first) / 32 & 1;
-      int key = !group ? -LAST - 1 : least_first ? -rows : rows, rank = 0;
+      int depth = rows / 128, key = !group ? -LAST - 1 : least_first ? -depth : depth, rank = 0;
 #pragma unroll 1
       for (int other = 0; other < 32; ++other) {
         int its = __shfl_sync(~0u, key, other);
