@@ -106,7 +106,8 @@ def _max_accumulators(config: Config, problem: Problem) -> int:
         return 96
     varying = any(spec.row or spec.col for spec in epilogue.operands)
     several = len(epilogue.outputs) > 1 and bool(epilogue.operands)
-    return 128 if varying or several or problem.groups else MAX_ACCUMULATORS
+    long = len(epilogue.nodes) > 64  # random bits are 150
+    return 128 if varying or several or long or problem.groups else MAX_ACCUMULATORS
 
 
 def stage_bytes(config: Config, problem: Problem) -> int:

@@ -195,6 +195,18 @@ def test_too_many_accumulators():
     assert "3 products of 256 columns: wgmma multiplies at most 256 at once" in reason
 
 
+def test_a_long_epilogue_gets_small_tiles():
+    def dropout(acc, key):
+        return jnp.where(jax.random.bernoulli(key, 0.9, acc.shape), acc, 0).astype(BF16)
+
+    accs = [jax.ShapeDtypeStruct((M, N), jnp.float32)]
+    epilogue = trace(dropout, accs, [jax.random.key(0)]).epilogue.primal
+    asked = cutjax.Problem(4096, 4096, 4096, epilogue=epilogue)
+    reason = cutjax.supports(cutjax.Config(bm=128, bn=192, schedule="pingpong"), asked)
+    assert reason is not None  # it would spill
+    assert "192 accumulator registers a thread, at most 128" in reason
+
+
 def test_partial_results_of_reductions(monkeypatch):
     monkeypatch.setattr(_sm90, "compile_config", lambda *_: type("Cubin", (), {"image": b"cubin"})())
     asked = problem(*CASES["all reductions"], sizes=(1000, 1160, 256))
