@@ -149,7 +149,7 @@ class _Fit:
 
 _FITS = {
     "": _Fit(85, 0, math.inf, 0.053, 0.032, 4, 1.2),
-    "m": _Fit(110, 0, 2, 0.039, 0.243, 1.9, 1.8, 0.12, 0.02, last=0.45, idle=0.34, tall=0.275, scale=0.86),
+    "m": _Fit(110, 0, 2, 0.039, 0.243, 1.9, 1.8, 0.12, 0.02, last=0.45, idle=0.34, tall=0.29, scale=0.86),
     "k": _Fit(74, 0, 1.33, 0.2, 0.223, 1.6, 2, 0.04, -0.02, scale=0.67),
 }
 
@@ -196,7 +196,7 @@ def predict(config: Config, problem: Problem) -> float:
     refill = (fit.latency + multiply) / c.stages  # a stage's load, and its turn to be read
     mainloop = k_blocks * max(both, refill)
 
-    epilogue = sharing * (0.22 + 2.0 * c.bm * c.bn / 32768)
+    epilogue = sharing * (0.22 + 2.0 * c.bm * columns / 32768)
     hidden = 0.83 * epilogue
     if c.schedule == "pingpong":
         wave = max(mainloop + epilogue - hidden, (mainloop + epilogue) / 2)
