@@ -196,7 +196,8 @@ def predict(config: Config, problem: Problem) -> float:
     refill = (fit.latency + multiply) / c.stages  # a stage's load, and its turn to be read
     mainloop = k_blocks * max(both, refill)
 
-    epilogue = sharing * (0.22 + 2.0 * c.bm * columns / 32768)
+    tile_us = 6.0 if p.epilogue else 2.0  # of 128 x 256 accumulators, stored as they are or not
+    epilogue = sharing * (0.22 + tile_us * c.bm * columns / 32768)
     hidden = 0.83 * epilogue
     if c.schedule == "pingpong":
         wave = max(mainloop + epilogue - hidden, (mainloop + epilogue) / 2)

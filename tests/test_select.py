@@ -6,6 +6,7 @@ import pathlib
 import re
 
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import cutjax
 from benchmarks import cases
 from cutjax import _select, _sm90
 from cutjax._launch import Int32, TensorMap
+from cutjax._trace import trace
 
 BF16, F16, F32 = (np.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
 
@@ -232,6 +234,17 @@ def recorded_problems():
     return problems
 
 
+def recorded_configs(times):
+    """{config: us} of {name: us}; rasters are 1."""
+    found = {}
+    for name, us in times.items():
+        if config := CONFIG.fullmatch(name):
+            bm, bn, cluster_m, cluster_n, schedule, stages = config.groups()
+            sizes = (int(bm), int(bn), 64, int(stages), int(cluster_m), int(cluster_n))
+            found[cutjax.Config(*sizes, schedule, 1)] = us
+    return found
+
+
 def recorded_groups(ragged):
     """The same of grouped products, of three records; rasters are 1."""
     problems = {}
@@ -240,11 +253,7 @@ def recorded_groups(ragged):
         if "product" in row and row.get("order") != "as given":
             case, product = cases.find_grouped(f"{row['case']} {row['product']}")
             found = problems.setdefault((row.get("order", "in turn"), case.problem(product)), {})
-            for name, us in row["us"].items():
-                if config := CONFIG.fullmatch(name):
-                    bm, bn, cluster_m, cluster_n, schedule, stages = config.groups()
-                    sizes = (int(bm), int(bn), 64, int(stages), int(cluster_m), int(cluster_n))
-                    found[cutjax.Config(*sizes, schedule, 1)] = us
+            found |= recorded_configs(row["us"])
     recorded = json.loads((RESULTS / "sweeps" / "grouped-h200.json").read_text())
     for row in recorded["rows"]:
         commit, name, *fields, _, us, dense_us = row
@@ -277,6 +286,22 @@ def test_the_model_picks_well_among_recorded_groups(ragged, least, mean, most):
     assert len(regrets) >= least
     assert np.exp(np.mean(np.log(list(regrets.values())))) < mean
     assert max(regrets.values()) < most, max(regrets, key=lambda key: regrets[key])
+
+
+def test_the_model_picks_well_for_gated_groups():
+    accs = [jax.ShapeDtypeStruct((8, 8), F32)] * 2
+    scale = jnp.zeros((8, 1), F32)
+
+    def saved(g, u, s):
+        return tuple(x.astype(jnp.bfloat16) for x in (jax.nn.silu(g) * u * s, g, u))
+
+    functions = {"gated": lambda g, u, s: saved(g, u, s)[0], "saved": saved}
+    recorded = json.loads((RESULTS / "experiments" / "grouped-gated-h200.json").read_text())
+    for row in recorded["rows"]:
+        case, product = cases.find_grouped(f"{row['case']} forward")
+        epilogue = trace(functions[row["kind"]], accs, [scale]).epilogue.primal
+        problem = dataclasses.replace(case.problem(product), epilogue=epilogue)
+        assert regret(problem, recorded_configs(row["us"])) < 1.08, row["case"]
 
 
 def test_the_model_picks_well_among_recorded_times():
