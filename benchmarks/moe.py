@@ -41,7 +41,7 @@ class Row:
       xla_tokens: the tokens XLA's layer got.
       xla_us, xla_peak_mib: its time and memory for them.
       same_us: ours for as many tokens.
-      ratio: XLA's time for all tokens, in proportion to what it took for its own, over ours.
+      ratio: XLA's time over ours for as many tokens.
       target: the least ratio asked for, or None.
       error: of our results for XLA's tokens, relative to XLA's.
       failure: why there is no time, else "".
@@ -237,7 +237,7 @@ def _beside(case: cases.Moe, row: Row, fn: Callable, xla: Callable, i: Inputs, j
         xla_us=xla_us,
         xla_peak_mib=peak_bytes(theirs) / 2**20,
         same_us=same_us,
-        ratio=xla_us * case.tokens / few / row.us,
+        ratio=xla_us / same_us,
         error=found,
     )
 

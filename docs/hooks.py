@@ -68,11 +68,14 @@ def _section(path: pathlib.Path) -> str:
 
 
 def _grouped(rows: list[dict]) -> Iterable[str]:
-    yield "| case | product | cutjax us | TFLOP/s | dense us / ours | of the copy rate | XLA us | Pallas us | kernel |"
-    yield "|---|---|--:|--:|--:|--:|--:|--:|---|"
+    yield (
+        "| case | product | cutjax us | TFLOP/s | dense us / ours | torch us / ours | of the copy rate "
+        "| XLA us | Pallas us | torch us | kernel |"
+    )
+    yield f"|---|---|{'--:|' * 8}---|"
     for row in rows:
-        peers = _cells(_number(row["peers"].get(name, {}).get("us"), ".0f") for name in ("xla", "pallas"))
-        ratios = _cells(_number(row["ratios"].get(name), ".3f") for name in ("dense", "copy"))
+        peers = _cells(_number(row["peers"].get(name, {}).get("us"), ".0f") for name in ("xla", "pallas", "torch"))
+        ratios = _cells(_number(row["ratios"].get(name), ".3f") for name in ("dense", "torch", "copy"))
         ours = _cells(_number(row[name], form) for name, form in (("us", ".1f"), ("tflops", ".0f")))
         yield f"| {row['case']} | {row['product']} |{ours}{ratios}{peers} `{row['kernel']}` |"
 
