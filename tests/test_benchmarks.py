@@ -543,7 +543,7 @@ def test_a_layer_of_experts_on_the_cpu(monkeypatch):
         assert row.failure == ""
         assert row.xla_tokens == 16
         assert row.error < moe.RELATIVE
-        assert row.ratio == pytest.approx(row.xla_us * 64 / 16 / row.us)
+        assert row.ratio == pytest.approx(row.xla_us / row.same_us)
         assert row.peak_mib > 0
         assert row.same_us != row.us
 
