@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+ACC = np.dtype(np.float32)  # of accumulators
+
 
 @dataclasses.dataclass(frozen=True)
 class Node:

@@ -18,10 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cutjax import _fused, _grouped, _product, _sm90
+from cutjax import _derivative, _fused, _grouped, _product, _sm90
 from cutjax._config import Config
-from cutjax._expression import REDUCTIONS, Epilogue, OperandSpec
-from cutjax._fused import ACC
+from cutjax._expression import ACC, REDUCTIONS, Epilogue, OperandSpec
 from cutjax._grouped import grouped_gemm_p
 from cutjax._primitive import define, is_zero, match_varying, zero_tangent
 from cutjax._select import Choice, choose
@@ -306,13 +305,13 @@ def _jvp(primals: Any, tangents: Any, *, epilogue: Epilogue, save: str, **params
     def rebind(epilogue: Epilogue) -> list[jax.Array]:
         return grouped_gemm_fused_p.bind(*primals, epilogue=epilogue, save=save, **params)
 
-    return _fused.derivative(
+    return _derivative.derivative(
         epilogue,
         (x, ws, operands),
         (x_dot, w_dots, operand_dots),
         bind=rebind,
         multiply=functools.partial(_multiply, sizes=sizes, **params),
-        pushed=functools.partial(_fused.push, applied, shape),
+        pushed=functools.partial(_derivative.push, applied, shape),
         save=save,
     )
 

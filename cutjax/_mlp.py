@@ -18,8 +18,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from cutjax import _fused, _product
-from cutjax._expression import Epilogue
+from cutjax import _derivative, _fused, _product
+from cutjax._expression import ACC, Epilogue
 from cutjax._grouped_fused import Groups
 from cutjax._primitive import define, is_linear, is_zero, match_varying
 from cutjax._product import FLIP
@@ -101,28 +101,28 @@ def _block_jvp(how: How, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Ar
         _none_if_zero, tangents, is_leaf=lambda t: isinstance(t, SymbolicZero)
     )
     product = how.product(sizes, x.dtype)
-    dtype = _fused.saved_dtype(how.hidden, x.dtype)
+    dtype = _derivative.saved_dtype(how.hidden, x.dtype)
 
     def multiply(a: jax.Array, b: jax.Array, dtype: np.dtype) -> jax.Array:
         return product.multiply(a, b, out_dtype=dtype, **how.first)
 
-    acc_dots = _fused.product_dots(multiply, x, ws, x_dot, w_dots, dtype)
-    needed = _fused.accumulators_needed(how.hidden, _fused.moving(acc_dots), _fused.moving(operand_dots))
-    extended, places = _fused.with_accumulators(how.hidden, needed, dtype)
+    acc_dots = _derivative.product_dots(multiply, x, ws, x_dot, w_dots, dtype)
+    needed = _derivative.accumulators_needed(how.hidden, _derivative.moving(acc_dots), _derivative.moving(operand_dots))
+    extended, places = _derivative.with_accumulators(how.hidden, needed, dtype)
 
     def forward(x: Any, ws: Any, operands: Any) -> tuple[jax.Array, list[Any]]:
         outs = product.bind(extended, x, ws, operands, save=how.save, **how.first)
-        kept = [None if i is None else checkpoint_name(outs[i], _fused.PREACTIVATION) for i in places]
+        kept = [None if i is None else checkpoint_name(outs[i], _derivative.PREACTIVATION) for i in places]
         return checkpoint_name(outs[0], HIDDEN), kept
 
     def tangent(h: Any, kept: Any, w2: Any, operands: Any, acc_dots: Any, operand_dots: Any, w2_dot: Any) -> list[Any]:
         terms = []
-        if any(_fused.moving(acc_dots)):
+        if any(_derivative.moving(acc_dots)):
             dots = [dot if dot is None else product.whole(dot, h.shape) for dot in operand_dots]
             terms.append(_chain(how, sizes, kept, operands, w2, acc_dots, dots))
-        elif any(_fused.moving(operand_dots)):
+        elif any(_derivative.moving(operand_dots)):
             applied = product.applied(how.hidden)
-            (dot,) = _fused.push(applied, h.shape, kept, operands, acc_dots, operand_dots)
+            (dot,) = _derivative.push(applied, h.shape, kept, operands, acc_dots, operand_dots)
             terms.append(product.multiply(dot, w2, **how.second))
         if w2_dot is not None:
             terms.append(product.multiply(h, w2_dot, **how.second))
@@ -139,7 +139,7 @@ def _block_jvp(how: How, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Ar
         h, kept = forward(x, ws, operands)
         y = _second(how, product, h, w2, b2)
         terms = tangent(h, kept, w2, operands, acc_dots, operand_dots, w2_dot)
-    wide = max(_fused.ACC, y.dtype, key=lambda dtype: dtype.itemsize)  # the transpose sums over rows in it
+    wide = max(ACC, y.dtype, key=lambda dtype: dtype.itemsize)  # the transpose sums over rows in it
     terms += [jnp.broadcast_to(dot.astype(wide), y.shape).astype(y.dtype) for dot in b2_dot if dot is not None]
     return y, functools.reduce(lax.add, terms) if terms else jnp.zeros_like(y)
 
@@ -189,7 +189,7 @@ def _composed(*values: Any, how: How, there: tuple[bool, ...]) -> jax.Array:
     product = how.product(sizes, w2.dtype)
     operands = _as([product.rows(x, shape[-2]) for x in operands], dots[n:])
     operand_dots = [dot if dot is None else dot.astype(x.dtype) for x, dot in zip(operands, dots[n:], strict=True)]
-    (h_dot,) = _fused.push(how.hidden, shape, accs, operands, dots[:n], operand_dots)
+    (h_dot,) = _derivative.push(how.hidden, shape, accs, operands, dots[:n], operand_dots)
     return product.multiply(h_dot, w2, **how.second)
 
 
@@ -220,12 +220,12 @@ def _transpose(g: Any, *values: Any, how: How, there: tuple[bool, ...]) -> list[
     def pulled(acc: jax.Array, accs: Any, operands: Any) -> list[jax.Array]:
         """The cotangents of what has a tangent, from that of h, before it was rounded."""
         acc_dots = [None if dot is None else jnp.zeros(acc.shape, dot.dtype) for dot in like[:n]]
-        along, at = _fused.restrict(wide, acc.shape, accs, _as(operands, like[n:]), acc_dots, like[n:])
+        along, at = _derivative.restrict(wide, acc.shape, accs, _as(operands, like[n:]), acc_dots, like[n:])
         found = jax.vjp(lambda *args: along(*args)[0], *at)[1](acc)
         return [x.astype(dot.dtype) for x, dot in zip(found, (d for d in like if d is not None), strict=True)]
 
     product = how.product(sizes, w2.dtype)
-    how_back = how.first | {"layout": "n" + FLIP[how.layout[1]], "out_dtype": _fused.ACC}
+    how_back = how.first | {"layout": "n" + FLIP[how.layout[1]], "out_dtype": ACC}
     g = g.astype(w2.dtype)
     shape = next(dot.shape for dot in like if dot is not None)
     full = product.tile(*map(jax.typeof, (g, w2)), layout=how_back["layout"]).shape

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from cutjax import _codegen, _fusion
+from cutjax import _codegen, _fusion, _fusion_text
 from cutjax._compile import Cubin, compile_kernel
 from cutjax._config import MAX_ACCUMULATORS, Config
 from cutjax._launch import Int32, Launch, Param, Pointer, TensorMap
@@ -199,7 +199,7 @@ def source(problem: Problem, config: Config) -> str:
             "group_scheduler.cuh" if problem.groups else "dense_scheduler.cuh",
             _codegen.wgmma(config.bn * problem.products, dtype, a_k_major, b_k_major),
             "mainloop.cuh",
-            _fusion.text(problem),
+            _fusion_text.text(problem),
             "epilogue.cuh",
             "sm90_gemm.cuh",
         ],

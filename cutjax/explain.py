@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import AxisType
 
-from cutjax import _fused, _grouped_fused, _primitive
+from cutjax import _derivative, _fused, _grouped_fused, _primitive
 from cutjax._expression import Epilogue
 from cutjax._problem import short_dtype
 from cutjax._select import Choice
@@ -226,10 +226,10 @@ def _array(aval: Any) -> str:
 def _saves(epilogue: Epilogue, dtype: Any, save: str) -> str:
     """What the derivative in everything that has one takes."""
     differentiable = tuple(jnp.issubdtype(spec.dtype, jnp.inexact) for spec in epilogue.operands)
-    needed = _fused.accumulators_needed(epilogue, (True,) * epilogue.products, differentiable)
+    needed = _derivative.accumulators_needed(epilogue, (True,) * epilogue.products, differentiable)
     names = [f"acc{i if epilogue.products > 1 else ''}" for i, need in enumerate(needed) if need]
     if not names:
         return "needs no accumulator"
     if save == "recompute":
         return f"multiplies {', '.join(names)} again"
-    return f"saves {', '.join(names)} as {short_dtype(_fused.saved_dtype(epilogue, dtype))}"
+    return f"saves {', '.join(names)} as {short_dtype(_derivative.saved_dtype(epilogue, dtype))}"

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from cutjax import _backend, _fused
+from cutjax import _backend, _derivative, _fused
 from cutjax._config import Config
 from cutjax._problem import LAYOUTS
 from cutjax._product import multiply, with_rank
@@ -106,8 +106,8 @@ def check_epilogue(
     b: Any, epilogue: Any, operands: Any, out_dtype: Any, save: str, where: str = "gemm", name: str = "b"
 ) -> None:
     """Raises where an epilogue and what belongs to it do not fit; ``name`` is that of the argument b."""
-    if save not in _fused.SAVE:
-        raise ValueError(f"{where}: unknown save {save!r}, expected one of {_fused.SAVE}")
+    if save not in _derivative.SAVE:
+        raise ValueError(f"{where}: unknown save {save!r}, expected one of {_derivative.SAVE}")
     if not isinstance(operands, tuple | list):
         got = type(operands).__name__
         raise TypeError(f"{where}: operands must be a tuple, got {got}; write operands=(x,) for one")

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from cutjax import _backend, _fused, _grouped_fused, _product
+from cutjax import _backend, _derivative, _fused, _grouped_fused, _product
 from cutjax._mlp import How, block
 from cutjax._primitive import match_varying
 from cutjax.gemm import contracted, matrix, promote
@@ -192,8 +192,8 @@ def _arrays(
     """x, the weights of the first product, the gate's first, those of the second, and their dtype."""
     if layout not in ("nn", "nt"):
         raise ValueError(f"{where}: unknown layout {layout!r}, expected 'nn' or 'nt'")
-    if save not in _fused.SAVE:
-        raise ValueError(f"{where}: unknown save {save!r}, expected one of {_fused.SAVE}")
+    if save not in _derivative.SAVE:
+        raise ValueError(f"{where}: unknown save {save!r}, expected one of {_derivative.SAVE}")
     a, v = matrix(x, "x", where), matrix(w2, "w2", where)
     ws = [matrix(w, name, where) for w, name in ((gate, "gate"), (w1, "w1")) if w is not None]
     if ws[0].shape != ws[-1].shape or ws[0].dtype != ws[-1].dtype:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from cutjax import _backend, _fused
+from cutjax import _backend, _derivative
 from cutjax._primitive import match_varying
 from cutjax.gemm import contracted, matrix
 from cutjax.mlp import grouped_mlp
@@ -79,8 +79,8 @@ def moe(
     """
     if layout not in ("nn", "nt"):
         raise ValueError(f"moe: unknown layout {layout!r}, expected 'nn' or 'nt'")
-    if save not in _fused.SAVE:
-        raise ValueError(f"moe: unknown save {save!r}, expected one of {_fused.SAVE}")
+    if save not in _derivative.SAVE:
+        raise ValueError(f"moe: unknown save {save!r}, expected one of {_derivative.SAVE}")
     backend = _backend.resolve(backend, "moe")
     x, logits = matrix(x, "x", "moe"), matrix(router_logits, "router_logits", "moe")
     if x.shape[:-1] != logits.shape[:-1]:

@@ -1,5 +1,5 @@
 // Accumulators to memory: what the epilogue makes of them is staged in shared memory in the layout TMA wants and stored
-// by TMA, which clips the tile to the matrix. The epilogue itself is generated for each kernel (cutjax/_fusion.py):
+// by TMA, which clips the tile to the matrix. Generated for each kernel, by cutjax/_fusion_text.py, are:
 //   Operands         what it reads beside the accumulators: loaded once a tile, a row, a chunk (by TMA, of what varies
 //                    along rows and columns, into the buffer where the chunk's results will be staged) or a piece
 //                    (what varies along columns, from L1)

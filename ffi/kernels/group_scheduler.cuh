@@ -5,8 +5,8 @@
 // Each warp walks the groups by itself, 32 at a time, one a lane: all of its lanes must call.
 //
 // Blocks take every step-th tile, so where tiles differ in depth, some blocks would get more to do than others. Of 32
-// groups of k the deepest come first, and every other time the least deep, so that the last 32 end with those. Groups of
-// about the same depth stay in order: where all are shallow, it is the loads that want to be spread.
+// groups of k the deepest come first, and every other time the least deep, so that the last 32 end with those. Groups
+// of about the same depth stay in order: where all are shallow, it is the loads that want to be spread.
 
 struct Scheduler {
   int extent;  // of what is divided
