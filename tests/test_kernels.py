@@ -30,7 +30,7 @@ def test_every_config_compiles_lean(a, out, layout):
     space = len(_select.CLUSTERS) * sum(map(len, _select.TILES.values())) + sum(map(len, _select.DEEP_TILES.values()))
     assert len(configs) == space
 
-    check_lean(asked, configs)
+    check_lean(asked, configs[::4] if a == "float16" else configs)  # which differs in one instruction's name
 
 
 def check_lean(asked, configs, most_seconds=1.0):
@@ -57,16 +57,18 @@ def grouped(ragged, layout, out="bfloat16"):
 
 
 @pytest.mark.parametrize(
-    ("ragged", "layout", "out"), [("m", "nn", "bfloat16"), ("m", "nt", "bfloat16"), ("k", "tn", "float32")]
+    ("ragged", "layout", "out"),
+    [("m", "nn", "bfloat16"), ("m", "nt", "bfloat16"), ("k", "tn", "float32"), ("k", "tn", "bfloat16")],
 )
 def test_configs_of_groups_compile_lean(ragged, layout, out):
-    """Every tile alone, and the predicted fastest in clusters."""
+    """Every tile alone, and in clusters the predicted fastest and those with the most accumulators."""
     asked = grouped(ragged, layout, out)
     configs = cutjax.candidates(asked)
     assert {config.cluster for config in configs} == {1, 2}
     clusters = [config for config in configs if config.cluster > 1]
+    clusters = clusters[:6] + [config for config in clusters[6:] if config.accumulator_registers > 128]
     # Rows that have groups have a second mainloop, for tiles that are half empty.
-    check_lean(asked, [config for config in configs if config.cluster == 1] + clusters[:6], 1.5)
+    check_lean(asked, [config for config in configs if config.cluster == 1] + clusters, 1.5)
 
 
 def test_what_kernels_of_groups_refuse():
