@@ -101,7 +101,8 @@ def _max_accumulators(config: Config, problem: Problem) -> int:
     """
     epilogue = problem.epilogue
     if epilogue is None:
-        return 160 if problem.ragged == "m" or (problem.ragged and config.schedule == "coop") else MAX_ACCUMULATORS
+        alone = config.schedule == "pingpong" and config.cluster == 1
+        return 160 if problem.ragged == "m" or (problem.ragged and not alone) else MAX_ACCUMULATORS
     if _fusion.reductions(epilogue):
         return 96
     varying = any(spec.row or spec.col for spec in epilogue.operands)
