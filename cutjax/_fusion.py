@@ -38,13 +38,13 @@ BUFFER_BYTES = 16384  # of a staging buffer, at most where narrower chunks can m
 
 
 @functools.lru_cache(maxsize=64)
-def _identity(dtype: str) -> Epilogue:
-    return Epilogue(1, (), (Node("acc", params=(0,)),), (Output(0, dtype),))
+def _identity(dtype: np.dtype) -> Epilogue:
+    return Epilogue(1, (), (Node("acc", params=(0,)),), (Output(0, dtype.name),))
 
 
 def of(problem: Problem) -> Epilogue:
     """The problem's epilogue; the identity where it has none."""
-    return problem.epilogue or _identity(problem.out_dtype.name)
+    return problem.epilogue or _identity(problem.out_dtype)
 
 
 def tiles(epilogue: Epilogue) -> list[tuple[int, Output]]:
@@ -100,9 +100,11 @@ def tile_operands(epilogue: Epilogue) -> list[tuple[int, OperandSpec]]:
     They vary along rows and columns, and are no narrower than some result: so their rows are of whole units of 16
     bytes, as that result's are.
     """
+    full = [(i, spec) for i, spec in enumerate(epilogue.operands) if spec.row and spec.col]
+    if not full:
+        return []
     least = min((np.dtype(out.dtype).itemsize for _, out in tiles(epilogue)), default=4)
-    specs = enumerate(epilogue.operands)
-    return [(i, spec) for i, spec in specs if spec.row and spec.col and np.dtype(spec.dtype).itemsize >= least]
+    return [(i, spec) for i, spec in full if np.dtype(spec.dtype).itemsize >= least]
 
 
 class Slots(NamedTuple):

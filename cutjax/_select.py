@@ -86,12 +86,12 @@ def _stages(config: Config, problem: Problem) -> int:
     if problem.k <= config.bk:
         two_blocks = _sm90.blocks_per_sm(dataclasses.replace(config, stages=2), problem) == 2
         return min(deepest, 2 if two_blocks else 3)
-    whole = _sm90.max_stages(config, problem, whole_result=True)
     if problem.k <= 2 * config.bk:
-        return min(deepest, max(4, whole))
-    # Operands that TMA loads can all be on their way before the epilogue begins: worth a stage where k is short.
-    if problem.k <= 32 * config.bk and 2 <= whole == deepest - 1 and _fusion.tile_operands(_fusion.of(problem)):
-        return whole
+        return min(deepest, max(4, _sm90.max_stages(config, problem, whole_result=True)))
+    if problem.k <= 32 * config.bk and _fusion.tile_operands(_fusion.of(problem)):
+        # They can all be on their way before the epilogue begins: worth a stage where k is short.
+        whole = _sm90.max_stages(config, problem, whole_result=True)
+        return whole if 2 <= whole == deepest - 1 else deepest
     return deepest
 
 
