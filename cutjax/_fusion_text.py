@@ -22,17 +22,17 @@ def text(problem: Problem) -> str:
 def _parameters(epilogue: Epilogue) -> str:
     bs = [f"map_b{i}" for i in range(epilogue.products)]
     ds = [f"map_d{i}" for i in range(len(tiles(epilogue)))]
-    loaded = [f"map_x{i}" for i, _ in tile_operands(epilogue)]
+    by_tma = [i for i, _ in tile_operands(epilogue)]
+    loaded = [f"map_x{i}" for i in by_tma]
     partials = [f"partial{i}" for i, _ in reductions(epilogue)]
     maps = ", ".join(f"const __grid_constant__ TensorMap {name}" for name in ["map_a", *bs, *ds, *loaded])
-    by_tma = {i for i, _ in tile_operands(epilogue)}
     steps = [f"step{i}_0, step{i}_1, step{i}_2" for i in range(len(epilogue.operands))]
     names = [f"{'&map_x' if i in by_tma else 'base'}{i}, {step}" for i, step in enumerate(steps)]
     names += [f"{axis}{i}_stride, {axis}{i}_size" for axis, i in _emit.places(epilogue)]
     return f"""#define MAP_PARAMETERS {maps}
 #define MAPS_B {{{", ".join("&" + name for name in bs)}}}
 #define MAPS_D {{{", ".join("&" + name for name in ds)}}}
-#define OPERAND_PARAMETERS {_operand_parameters(epilogue, "")}
+#define OPERAND_PARAMETERS {_operand_parameters(epilogue)}
 #define OPERAND_ARGUMENTS {"".join(", " + x for x in names)}
 #define PARTIAL_PARAMETERS {"".join(", float* " + x for x in partials)}
 #define PARTIAL_ARGUMENTS {"".join(", " + x for x in partials)}
