@@ -14,16 +14,18 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from cutjax._expression import ACC, Epilogue, Node, Output
+from cutjax._expression import ACC, Epilogue, Node, Output, normal
 from cutjax._primitive import reads, zero_tangent
+from cutjax._trace import Outside, Traced, trace
 
 SAVE = ("default", "recompute")
 PREACTIVATION = "cutjax_preactivation"  # the name jax.checkpoint policies see
 
 
 def saved_dtype(epilogue: Epilogue, dtype: np.dtype) -> np.dtype:
-    """The dtype in which accumulators of products of ``dtype`` are kept for the derivative."""
-    return ACC if any(out.reduce is None and out.dtype == ACC.name for out in epilogue.outputs) else dtype
+    """Returns the dtype in which accumulators of products of ``dtype`` are kept for the derivative."""
+    acc = epilogue.accumulator
+    return acc if any(out.reduce is None and out.dtype == acc.name for out in epilogue.outputs) else dtype
 
 
 def product_dots(
@@ -42,11 +44,13 @@ def derivative(
     epilogue: Epilogue,
     primals: tuple[Any, Sequence[Any], Sequence[Any]],
     tangents: tuple[Any, Sequence[Any], Sequence[Any]],
+    acc: jax.ShapeDtypeStruct,
     *,
-    bind: Callable[[Epilogue], list[jax.Array]],
+    bind: Callable[[Epilogue, Sequence[jax.Array]], list[jax.Array]],
     multiply: Callable[[Any, Any, np.dtype], jax.Array],
     pushed: Callable[..., Any],
     save: str,
+    groups: int | None = None,
 ) -> tuple[list[jax.Array], list[Any]]:
     """Results and tangents of a fused product, dense or grouped.
 
@@ -57,18 +61,22 @@ def derivative(
     Args:
       epilogue: what runs on the accumulators.
       primals, tangents: a, the bs and the operands; a tangent of None is zero.
-      bind: the fused product of the primals with another epilogue.
+      acc: an accumulator, abstract.
+      bind: the fused product of a and the bs with another epilogue and its operands.
       multiply: a plain product, ``(a, b, dtype)``.
       pushed: ``push`` without its first two arguments.
       save: as gemm's.
+      groups: the number of groups of rows, None where there are none.
     """
     (a, bs, operands), (a_dot, b_dots, operand_dots) = primals, tangents
     dtype = saved_dtype(epilogue, a.dtype)
     acc_dots = product_dots(multiply, a, bs, a_dot, b_dots, dtype)
-    needed = accumulators_needed(epilogue, moving(acc_dots), moving(operand_dots))
+    moves = moving(acc_dots), moving(operand_dots)
+    needed = accumulators_needed(epilogue, *moves)
+    values = differentiated(epilogue, acc, operands, *moves, groups)
 
     if save == "recompute":
-        outs = bind(epilogue)
+        outs = values.finish(bind(values.epilogue, values.operands))
         kept = (a, bs)
 
         def accumulators(kept: Any) -> list[Any]:
@@ -76,9 +84,9 @@ def derivative(
             return [multiply(a, b, dtype) if need else None for b, need in zip(bs, needed, strict=True)]
 
     else:
-        extended, places = with_accumulators(epilogue, needed, dtype)
-        results = bind(extended)
-        outs = results[: len(epilogue.outputs)]
+        extended, places = with_accumulators(values.epilogue, needed, dtype)
+        results = bind(extended, values.operands)
+        outs = values.finish(results[: len(values.epilogue.outputs)])
         kept = [None if i is None else checkpoint_name(results[i], PREACTIVATION) for i in places]
 
         def accumulators(kept: Any) -> list[Any]:
@@ -95,6 +103,63 @@ def derivative(
 def moving(dots: Sequence[Any]) -> tuple[bool, ...]:
     """Which tangents are not zero."""
     return tuple(dot is not None for dot in dots)
+
+
+def differentiated(
+    epilogue: Epilogue,
+    acc: jax.ShapeDtypeStruct,
+    operands: Sequence[Any],
+    moving_accs: tuple[bool, ...],
+    moving_operands: tuple[bool, ...],
+    groups: int | None = None,
+) -> Traced:
+    """Returns the epilogue whose values are those that JAX has beside a derivative in what moves.
+
+    The values are the same. But a rule says them anew, and what it says is what a second derivative is taken of.
+    """
+    moves = moving_accs + moving_operands
+    if not epilogue.rules or not any(moves):
+        return Traced(epilogue, tuple(operands), list)
+
+    def values(*args: jax.Array) -> list[jax.Array]:
+        def along(*moved: jax.Array) -> list[jax.Array]:
+            new = iter(moved)
+            full = [next(new) if moves else x for x, moves in zip(args, moves, strict=True)]
+            return list(epilogue.apply(full[: epilogue.products], full[epilogue.products :]))
+
+        return jax.vjp(along, *(x for x, moves in zip(args, moves, strict=True) if moves))[0]
+
+    traced = trace(values, [acc] * epilogue.products, operands, groups, refusing=True)
+    return traced._replace(epilogue=rounded_once(traced.epilogue))
+
+
+def rounded_once(epilogue: Epilogue, dtype: np.dtype | None = None) -> Epilogue:
+    """Returns the epilogue with its full-size results rounded once, from the accumulators' dtype.
+
+    To the dtype that a last cast in the function names, else to ``dtype``.
+    """
+    outputs, acc = [], epilogue.accumulator.name
+    for out in epilogue.outputs:
+        node = epilogue.nodes[out.node]
+        if out.reduce is None and node.op == "convert_element_type" and node.dtype in ("bfloat16", "float16"):
+            if epilogue.nodes[node.args[0]].dtype == acc:
+                out = dataclasses.replace(out, node=node.args[0])
+        elif out.reduce is None and out.dtype == acc and dtype is not None:
+            out = dataclasses.replace(out, dtype=dtype.name)
+        outputs.append(out)
+    return normal(epilogue.products, epilogue.operands, epilogue.nodes, outputs)
+
+
+def outside(how: Outside, fused: Callable[..., Any], plain: Callable[..., Any], a: Any, bs: Sequence[Any]) -> Any:
+    """Returns ``fused(a, bs, leaves)``, with the derivative of ``plain(a, bs, leaves)``, where JAX runs rules."""
+    args = a, tuple(bs), how.leaves
+    if how.reverse_only:
+        run = jax.custom_vjp(fused)
+        run.defvjp(lambda *args: jax.vjp(plain, *args), lambda pull, g: pull(g))
+    else:
+        run = jax.custom_jvp(fused)
+        run.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    return run(*args)
 
 
 class Applied(Protocol):
@@ -119,7 +184,13 @@ def push(epilogue: Applied, shape: tuple[int, ...], accs: Any, operands: Any, ac
     operand_dots = list(operand_dots)
     for i, j in biases(epilogue) if isinstance(epilogue, Epilogue) else ():
         dot, bias = acc_dots[i], operand_dots[j]
-        if accs[i] is not None and dot is not None and bias is not None and dot.dtype != ACC and bias.size < dot.size:
+        if (
+            accs[i] is not None
+            and dot is not None
+            and bias is not None
+            and dot.dtype.itemsize < 4
+            and bias.size < dot.size
+        ):
             acc_dots[i], operand_dots[j] = _rounded(dot.astype(ACC) + bias.astype(ACC), dot.dtype), None
     dots = [dot for dot in (*acc_dots, *operand_dots) if dot is not None]
     along, at = restrict(epilogue, shape, accs, operands, acc_dots, operand_dots)
@@ -127,7 +198,7 @@ def push(epilogue: Applied, shape: tuple[int, ...], accs: Any, operands: Any, ac
     return [None if dot.dtype == jax.dtypes.float0 else dot for dot in out_dots]
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def biases(epilogue: Epilogue) -> tuple[tuple[int, int], ...]:
     """(product, operand) for each operand that is added to an accumulator, where neither is read elsewhere.
 
@@ -180,15 +251,23 @@ def restrict(
     return along, tuple(args[i] for i in places)
 
 
-@functools.lru_cache(maxsize=4096)
 def accumulators_needed(
     epilogue: Epilogue, moving_accs: tuple[bool, ...], moving_operands: tuple[bool, ...]
 ) -> tuple[bool, ...]:
-    """Which accumulators' values the derivative reads, given what has a tangent."""
+    """Returns which accumulators' values the derivative reads, given what has a tangent."""
+    # No other epilogue is equal to one with a rule, so none is kept.
+    found = _accumulators_needed.__wrapped__ if epilogue.rules else _accumulators_needed
+    return found(epilogue, moving_accs, moving_operands)
+
+
+@functools.lru_cache(maxsize=4096)
+def _accumulators_needed(
+    epilogue: Epilogue, moving_accs: tuple[bool, ...], moving_operands: tuple[bool, ...]
+) -> tuple[bool, ...]:
     ranks = [len(spec.batch) for spec in epilogue.operands]
     ranks += [1 + node.params[1] for node in epilogue.nodes if node.op == "iota" and len(node.params) > 1]
     shape = (2,) * (2 + max(ranks, default=0))
-    accs = [jax.ShapeDtypeStruct(shape, ACC)] * epilogue.products
+    accs = [jax.ShapeDtypeStruct(shape, epilogue.accumulator)] * epilogue.products
     operands = [
         jax.ShapeDtypeStruct([1 + v for v in (*spec.batch, spec.row, spec.col)], spec.dtype)
         for spec in epilogue.operands

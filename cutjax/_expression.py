@@ -21,18 +21,17 @@ class Node:
     """One value; its index in ``Epilogue.nodes`` names it.
 
     Attributes:
-      op: "acc", "operand", "const", "iota", "custom_jvp", or the name of an elementwise lax primitive.
+      op: "acc", "operand", "const", "iota", "rule", or the name of an elementwise lax primitive.
       args: indices of earlier nodes.
       dtype: the result's.
       params: by op:
         acc, operand: ``(index,)``.
-        const: ``(value,)``: a bool, an int or a float; -0.0, inf and nan as the strings that ``float`` reads, so that
-        equal means the same bits.
+        const: ``(value,)``: a bool, an int or a float; -0.0, inf and nan as the strings that ``float`` reads, and
+        complex numbers as those that ``complex`` reads, so that equal means the same bits.
         iota: ``("row",)``, ``("col",)`` or ``("batch", i)``, the position in the result, batch axes counted from the
         rows outwards; ``("row", i)`` counts the rows of all matrices along the last i batch axes.
-        custom_jvp: ``(k, again)``. The value is the first argument's, and nothing is computed. The derivative is made
-        of the last 2k arguments, k inputs and k coefficients: d value = sum of coefficient * d input (k = 0 stops it).
-        Second derivatives see the same again, or, where ``again`` is 1 and not 0, the second argument.
+        rule: ``(rule, i)``. The value is the first argument's, and nothing is computed. The derivative is that of
+        result i of the function ``rule`` (`_rules.Rule`) of the other arguments.
         integer_pow: ``(y,)``. round: ``(lax.RoundingMethod as int,)``. reduce_precision: ``(exponent, mantissa)`` bits.
     """
 
@@ -91,10 +90,11 @@ class Epilogue:
 
     def apply(self, accs: Sequence[jax.Array], operands: Sequence[jax.Array] = ()) -> tuple[jax.Array, ...]:
         """Evaluates in JAX: the reference, and what differentiation differentiates."""
-        shape = np.broadcast_shapes(*(np.shape(x) for x in accs))
-        rank = len(shape)
+        rank = np.ndim(accs[0])
+        shape = np.broadcast_shapes(*(np.shape(x) for x in accs), *(np.shape(x) for x in operands))
         # Values keep only the axes they vary along; the others have size 1.
         values: list[jax.Array] = []
+        ruled: dict[tuple[Any, ...], list[jax.Array]] = {}
         for node in self.nodes:
             if node.op == "acc":
                 value = accs[node.params[0]].astype(node.dtype)
@@ -105,6 +105,12 @@ class Epilogue:
                 value = jnp.full((1,) * rank, scalar(node), node.dtype)
             elif node.op == "iota":
                 value = _position(node, shape)
+            elif node.op == "rule":
+                rule, i = node.params
+                key = rule, *node.args[1:]
+                if key not in ruled:  # one call for all results: the rule wants all their cotangents
+                    ruled[key] = rule(*(values[j] for j in node.args[1:]))
+                value = ruled[key][i]
             else:
                 args = [values[i] for i in node.args]
                 full = np.broadcast_shapes(*(x.shape for x in args))
@@ -141,40 +147,27 @@ class Epilogue:
             elif node.op == "iota":
                 found.append((node.params[0] == "row", node.params[0] == "col"))
             else:
-                args = node.args[:1] if node.op == "custom_jvp" else node.args
+                args = node.args[:1] if node.op == "rule" else node.args
                 found.append((any(found[i][0] for i in args), any(found[i][1] for i in args)))
         return tuple(found)
 
     @functools.cached_property
-    def linear(self) -> bool:
-        """Whether the derivative in the accumulators needs none of their values: nothing to save for the backward."""
-        depends: list[bool] = []  # on the accumulators' values
-        affine: list[bool] = []
-        for node in self.nodes:
-            dep = [depends[i] for i in node.args]
-            aff = [affine[i] for i in node.args]
-            depends.append(node.op == "acc" or any(dep))
-            if not depends[-1] or node.op in ("acc", "add", "sub", "neg", "convert_element_type", "reduce_precision"):
-                affine.append(all(aff))
-            elif node.op == "mul":
-                affine.append(all(aff) and not all(dep))
-            elif node.op == "div":
-                affine.append(all(aff) and not dep[1])
-            elif node.op == "select_n":
-                affine.append(all(aff) and not dep[0])
-            elif node.op == "custom_jvp":
-                affine.append(all(split_rule(node, aff)[2]) and not any(split_rule(node, dep)[3]))
-            else:
-                affine.append(False)
-        return all(affine[x.node] and (x.reduce in (None, "sum") or not depends[x.node]) for x in self.outputs)
+    def rules(self) -> bool:
+        """Whether any function in it has a derivative of its own."""
+        return any(node.op == "rule" for node in self.nodes)
+
+    @functools.cached_property
+    def accumulator(self) -> np.dtype:
+        """The dtype of the accumulators."""
+        return np.dtype(next((node.dtype for node in self.nodes if node.op == "acc"), ACC))
 
     @functools.cached_property
     def primal(self) -> Epilogue:
-        """The same values without what only their derivatives need: no node "custom_jvp". What a kernel computes.
+        """The same values without what only their derivatives need: no node "rule". What a kernel computes.
 
         The operands stay as they are, used or not.
         """
-        same = {i: node.args[0] for i, node in enumerate(self.nodes) if node.op == "custom_jvp"}
+        same = {i: node.args[0] for i, node in enumerate(self.nodes) if node.op in ("rule", "stop_gradient")}
         for i in same:  # in order: what it points to is resolved already
             same[i] = same.get(same[i], same[i])
         nodes = [dataclasses.replace(node, args=tuple(same.get(i, i) for i in node.args)) for node in self.nodes]
@@ -209,15 +202,19 @@ def const(value: Any, dtype: Any) -> Node:
         return Node("const", dtype="bool", params=(bool(value),))
     if jnp.issubdtype(dtype, jnp.integer):
         return Node("const", dtype=dtype.name, params=(int(value),))
+    if dtype.kind == "c":
+        return Node("const", dtype=dtype.name, params=(repr(complex(value)),))
     value = float(np.asarray(value).astype(dtype))
     plain = np.isfinite(value) and (value != 0 or not np.signbit(value))
     return Node("const", dtype=dtype.name, params=(value if plain else repr(abs(value) if value != value else value),))
 
 
-def scalar(node: Node) -> bool | int | float:
-    """The value of a constant."""
+def scalar(node: Node) -> bool | int | float | complex:
+    """Returns the value of a constant."""
     value = node.params[0]
-    return float(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return complex(value) if node.dtype.startswith("complex") else float(value)
+    return value
 
 
 REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
@@ -228,15 +225,17 @@ REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
 
 # Elementwise primitives of lax by name, as functions of their arguments. Those of another shape are in _evaluate.
 _NAMED = (
-    "abs acos acosh add asin asinh atan atan2 atanh cbrt ceil clamp clz cos cosh div eq erf erf_inv erfc exp exp2 "
-    "expm1 floor ge gt is_finite le log log1p logistic lt max min mul ne neg nextafter population_count pow rem rsqrt "
-    "shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh"
+    "abs acos acosh add asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj cos cosh div eq erf erf_inv erfc "
+    "exp exp2 expm1 floor ge gt imag is_finite le log log1p logistic lt max min mul ne neg nextafter "
+    "population_count pow real rem rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt "
+    "square sub tan tanh"
 )
 FUNCTIONS: dict[str, Callable[..., jax.Array]] = {name: getattr(lax, name) for name in _NAMED.split()} | {
     "and": lax.bitwise_and,
     "not": lax.bitwise_not,
     "or": lax.bitwise_or,
     "select_n": lax.select_n,
+    "stop_gradient": lax.stop_gradient,
     "xor": lax.bitwise_xor,
 }
 OPS = frozenset(FUNCTIONS) | {
@@ -267,8 +266,6 @@ def _evaluate(node: Node, args: list[jax.Array]) -> jax.Array:
             return lax.bitcast_convert_type(args[0], np.dtype(node.dtype))
         case "convert_element_type":
             return lax.convert_element_type(args[0], np.dtype(node.dtype))
-        case "custom_jvp":
-            return with_derivative(*split_rule(node, args))
         case "integer_pow":
             return lax.integer_pow(args[0], node.params[0])
         case "reduce_precision":
@@ -277,29 +274,6 @@ def _evaluate(node: Node, args: list[jax.Array]) -> jax.Array:
             return lax.round(args[0], lax.RoundingMethod(node.params[0]))
         case op:
             return FUNCTIONS[op](*args)
-
-
-@jax.custom_jvp
-def with_derivative(
-    value: jax.Array, again: jax.Array | None, inputs: Sequence[jax.Array], coefficients: Sequence[jax.Array]
-) -> jax.Array:
-    """The value, with the derivative that Node says of custom_jvp."""
-    return value
-
-
-@with_derivative.defjvp
-def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    value, again, _, coefficients = primals
-    terms = [(c * t.astype(c.dtype)).astype(value.dtype) for c, t in zip(coefficients, tangents[2], strict=True)]
-    out = with_derivative(*primals) if again is None else again
-    return out, functools.reduce(lax.add, terms) if terms else jnp.zeros_like(value)
-
-
-def split_rule(node: Node, args: Sequence[Any]) -> tuple[Any, Any, list[Any], list[Any]]:
-    """What a node "custom_jvp" has as its value, that for second derivatives or None, inputs and coefficients."""
-    k, again = node.params
-    at = 1 + again
-    return args[0], args[1] if again else None, [*args[at : at + k]], [*args[at + k :]]
 
 
 _INFIX = dict(

@@ -19,7 +19,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core, source_info_util
 
-from cutjax._expression import OPS, Node, split_rule, with_derivative
+from cutjax._expression import OPS
+from cutjax._rules import (
+    CALLS,
+    IDENTITIES,
+    UNIT_MOVES,
+    Irregular,
+    Refusal,
+    Rule,
+    bind,
+    callee,
+    has_rule,
+    live,
+    nested,
+    reverse_only,
+)
 
 TILE, OUTSIDE, POST = "tile", "outside", "post"
 
@@ -46,64 +60,22 @@ class Step:
 
     def run(self, args: list[Any]) -> list[Any]:
         """What the step computes, as JAX computes it."""
-        if self.name == "custom_jvp":
-            return [with_derivative(*split_rule(Node("", params=self.params["rule"]), args))]
-        return _bind(self.eqn, args)
+        if self.name == "rule":
+            rule, i = self.params["rule"]
+            return [rule(*args[1:])[i]]
+        return bind(self.eqn, args)
 
 
-def _bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    params = eqn.primitive.get_bind_params(eqn.params)
-    functions, params = params if isinstance(params, tuple) else ((), params)
-    out = eqn.primitive.bind(*functions, *args, **params)
-    return list(out) if eqn.primitive.multiple_results else [out]
-
-
-# Several of these only ever see one value; a barrier and device_put see any number.
-_SAME = "copy copy_p device_put name optimization_barrier pbroadcast pcast pvary reshard sharding_constraint"
-_IDENTITIES = frozenset(_SAME.split())
-UNIT_MOVES = ("reshape", "squeeze", "expand_dims")
 REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
 # These become several nodes; the last three are newer than jax 0.10.
-_EXPANDED = frozenset(["add_any", "random_bits", "stop_gradient", "log2", "one_minus_square", "polynomial"])
-INLINABLE = OPS | _IDENTITIES | _EXPANDED | {*UNIT_MOVES, "broadcast_in_dim", "iota", "tie", "transpose"}
-_CALLS = {
-    "pjit": "jaxpr",
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "composite": "jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-}
-# A custom rule may use its own function (logaddexp's does), and derivatives of that its rule again. Two levels serve
-# first and second derivatives; in the third, the function's own expression is differentiated.
-_RULE_DEPTH = 2
-
-
-def _callee(eqn: Any) -> tuple[Any, Sequence[Any]]:
-    """The jaxpr of a call and its constants; they are one object or two, as jax has it."""
-    jaxpr = eqn.params[_CALLS[eqn.primitive.name]]
-    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
-
-
-def _live(jaxpr: Any) -> list[Any]:
-    """The equations that the results need, in order."""
-    wanted = {id(x) for x in jaxpr.outvars}
-    live = []
-    for eqn in reversed(jaxpr.eqns):
-        if any(id(x) in wanted for x in eqn.outvars):
-            wanted.update(map(id, eqn.invars))
-            live.append(eqn)
-    return live[::-1]
+_EXPANDED = frozenset(["add_any", "random_bits", "log2", "one_minus_square", "polynomial"])
+INLINABLE = OPS | IDENTITIES | _EXPANDED | {*UNIT_MOVES, "broadcast_in_dim", "iota", "tie", "transpose"}
 
 
 def _elementwise(jaxpr: Any) -> bool:
-    for eqn in _live(jaxpr):
-        if eqn.primitive.name in _CALLS:
-            if not _elementwise(_callee(eqn)[0]):
+    for eqn in live(jaxpr):
+        if eqn.primitive.name in CALLS:
+            if not _elementwise(callee(eqn)[0]):
                 return False
         elif eqn.primitive.name not in INLINABLE:
             return False
@@ -126,14 +98,17 @@ def refuse_effects(jaxpr: Any, site: Any = None) -> None:
 class Flat:
     """A function as one list of steps over numbered values."""
 
-    def __init__(self, shape: tuple[int, ...]):
+    def __init__(self, shape: tuple[int, ...], refusing: bool = False):
         self.shape = shape
         self.shapes: list[tuple[int, ...]] = []
         self.dtypes: list[Any] = []
         self.kinds: list[str] = []
         self.steps: list[Step] = []
         self.known: dict[int, Any] = {}  # arrays and tracers
-        self.calls: set[tuple[int, tuple[int, ...]]] = set()  # results of custom rules' functions, and of what
+        self.of_groups: set[int] = set()  # what rows have of operands of groups, and what is made of it alone
+        self.irregular: list[str] = []  # rules of derivatives that are no elementwise functions
+        self.refusing = refusing
+        self.reverse_only = False  # whether one of them is a custom_vjp
         self.literals: dict[int, Any] = {}  # numbers; of any shape, the same everywhere
 
     def value(self, shape: Sequence[int], dtype: Any, kind: str) -> int:
@@ -150,9 +125,7 @@ class Flat:
             self.literals[i] = np.asarray(x, aval.dtype)
         return i
 
-    def inline(
-        self, jaxpr: Any, consts: Sequence[int], inputs: Sequence[int], depth: int = 0, site: Any = None
-    ) -> list[int]:
+    def inline(self, jaxpr: Any, consts: Sequence[int], inputs: Sequence[int], site: Any = None) -> list[int]:
         """Appends a jaxpr's steps; the values of its results."""
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
 
@@ -164,19 +137,22 @@ class Flat:
                 return i
             return env[x]
 
-        for eqn in _live(jaxpr):
+        for eqn in live(jaxpr):
             ins = [read(x) for x in eqn.invars]
-            env.update(zip(eqn.outvars, self._equation(eqn, ins, depth, site or eqn), strict=True))
+            env.update(zip(eqn.outvars, self._equation(eqn, ins, site or eqn), strict=True))
         return [read(x) for x in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, ins: list[int], depth: int, site: Any) -> list[int]:
+    def _equation(self, eqn: Any, ins: list[int], site: Any) -> list[int]:
         name = eqn.primitive.name
         kinds = {self.kinds[i] for i in ins}
-        if name in _CALLS and (TILE in kinds or (POST not in kinds and _elementwise(_callee(eqn)[0]))):
-            jaxpr, consts = _callee(eqn)
-            outs = self.inline(jaxpr, [self.outside(c, aval_of(c)) for c in consts], ins, depth, site)
-            return self._rule(eqn, ins, outs, depth, site) if name.startswith("custom_") else outs
-        if name in _IDENTITIES and POST not in kinds and len(ins) == len(eqn.outvars):
+        custom = has_rule(eqn)
+        # What has a rule and depends on operands alone is computed outside, as JAX does, unless each row has its own.
+        inside = not custom or self.of_groups.intersection(ins)
+        if name in CALLS and (TILE in kinds or (POST not in kinds and inside and _elementwise(callee(eqn)[0]))):
+            jaxpr, consts = callee(eqn)
+            outs = self.inline(jaxpr, [self.outside(c, aval_of(c)) for c in consts], ins, site)
+            return self._rule(eqn, ins, outs, site) if custom else outs
+        if name in IDENTITIES and POST not in kinds and len(ins) == len(eqn.outvars):
             return ins
         if name == "tie":
             return ins[1:]
@@ -199,6 +175,8 @@ class Flat:
                 f"epilogue: {name} at {where(site)} is no elementwise operation of a kernel; {_advice(name)}"
             )
         outs = [self.value(x.aval.shape, x.aval.dtype, kind) for x in eqn.outvars]
+        if kind == OUTSIDE and self.of_groups.intersection(ins):
+            self.of_groups.update(outs)
         self.steps.append(Step(name, ins, outs, eqn, site, kind, eqn.params))
         return outs
 
@@ -211,8 +189,8 @@ class Flat:
                 if number is None or self.shapes[x] != out.shape or x in self.literals:
                     continue
                 # x + 0.0 is not x where that is -0.0, but x - 0.0 is
-                exact = name == "sub" or jnp.issubdtype(out.dtype, jnp.integer)
-                zero = number == 0 and not np.signbit(number) and exact
+                exact = jnp.issubdtype(out.dtype, jnp.integer) or (name == "sub" and not np.iscomplexobj(number))
+                zero = exact and number == 0 and not np.signbit(number)
                 if number == 1 if name == "mul" else zero:
                     return x
         if not ins or any(i not in self.literals for i in ins):
@@ -230,57 +208,26 @@ class Flat:
         self.literals[i] = value
         return i
 
-    def _rule(self, eqn: Any, ins: list[int], outs: list[int], depth: int, site: Any) -> list[int]:
-        """The results of a function with a derivative of its own, each with that derivative.
-
-        An elementwise function's derivative in an input is a factor, the rule's answer to a tangent of ones.
-        """
-        if any(self.kinds[i] == POST for i in outs):
-            raise NotImplementedError(
-                f"epilogue: {eqn.primitive.name} at {where(site)} reduces in a function with a derivative of its own; "
-                "return the reduction, and go on outside"
-            )
-        real = [k for k, i in enumerate(ins) if i not in self.literals and jnp.issubdtype(self.dtypes[i], jnp.floating)]
-
-        key = tuple(ins[k] for k in real)
-        if not real or depth == _RULE_DEPTH:
-            self.calls.update({(i, key) for i in outs})
+    def _rule(self, eqn: Any, ins: list[int], outs: list[int], site: Any) -> list[int]:
+        """The results of a function with a derivative of its own, each with that derivative."""
+        if not any(jnp.issubdtype(self.dtypes[i], jnp.inexact) for i in ins if i not in self.literals):
             return outs
+        try:
+            if any(self.kinds[i] == POST for i in outs):
+                raise Irregular(f"{eqn.primitive.name} reduces")
+            rule = nested(eqn) if self.refusing else Rule(eqn)
+        except Irregular as why:
+            if self.refusing:
+                return [self._ruled(Refusal(str(why)), 0, x, [x, *ins], eqn, site) for x in outs]
+            self.irregular.append(f"{why}, at {where(site)}")
+            self.reverse_only |= reverse_only(eqn)
+            return outs
+        return [self._ruled(rule, o, x, ins, eqn, site) for o, x in enumerate(outs)]
 
-        def rule(*args: Any) -> list[Any]:
-            """The results as the rule has them, for second derivatives, and for each result its factors."""
-            if eqn.primitive.name == "custom_jvp_call":
-                found: list[list[Any]] = []
-                for k in real:
-                    fn = lambda x, k=k: _bind(eqn, [*args[:k], x, *args[k + 1 :]])  # noqa: E731
-                    values, factors = jax.jvp(fn, (args[k],), (jnp.ones_like(args[k]),))
-                    found.append(factors)
-                return [*values, *(factors[o] for o in range(len(outs)) for factors in found)]
-            values, pull = jax.vjp(lambda *xs: _bind(eqn, _filled(args, real, xs)), *(args[k] for k in real))
-            ones = ([jnp.full_like(x, float(o == i)) for i, x in enumerate(values)] for o in range(len(outs)))
-            return [*values, *(factor for cotangents in ones for factor in pull(cotangents))]
-
-        closed = jax.make_jaxpr(rule)(*(x.aval for x in eqn.invars))
-        consts = [self.outside(c, aval_of(c)) for c in closed.consts]
-        found = self.inline(closed.jaxpr, consts, ins, depth + 1, site)
-        results = []
-        for o, value in enumerate(outs):
-            kind, n = self.kinds[value], len(real)
-            at = len(outs) + o * n
-            again = (found[o], key) not in self.calls  # else the rule gives its own function's value, as most do
-            args = [value, *found[o : o + again], *key, *found[at : at + n]]
-            result = self.value(self.shapes[value], self.dtypes[value], kind)
-            self.steps.append(Step("custom_jvp", args, [result], eqn, site, kind, {"rule": (n, int(again))}))
-            self.calls.add((result, key))
-            results.append(result)
-        return results
-
-
-def _filled(args: Sequence[Any], at: Sequence[int], xs: Sequence[Any]) -> list[Any]:
-    filled = list(args)
-    for k, x in zip(at, xs, strict=True):
-        filled[k] = x
-    return filled
+    def _ruled(self, rule: Rule | Refusal, o: int, value: int, ins: list[int], eqn: Any, site: Any) -> int:
+        result = self.value(self.shapes[value], self.dtypes[value], self.kinds[value])
+        self.steps.append(Step("rule", [value, *ins], [result], eqn, site, self.kinds[value], {"rule": (rule, o)}))
+        return result
 
 
 def _advice(name: str) -> str:

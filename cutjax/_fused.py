@@ -20,7 +20,7 @@ from jax import lax
 
 from cutjax import _derivative, _product, _sm90
 from cutjax._config import Config
-from cutjax._expression import ACC, Epilogue, Node, OperandSpec, normal
+from cutjax._expression import Epilogue, Node, OperandSpec, normal
 from cutjax._primitive import define, is_zero, match_varying, varying_axes
 from cutjax._problem import Problem
 from cutjax._product import gemm_p, sharded
@@ -43,7 +43,20 @@ def call(
     a, *bs = match_varying(a, *bs, *arrays)[: 1 + len(bs)]
     acc = accumulator(a.dtype, tile(*map(jax.typeof, (a, *bs)), layout=layout))
     traced = trace_with_dtype(fn, [acc] * len(bs), operands, out_dtype)
-    return traced.finish(bind(traced.epilogue, a, bs, traced.operands, layout=layout, **params))
+    how = {"layout": layout, **params}
+    if traced.outside is None:
+        return traced.finish(bind(traced.epilogue, a, bs, traced.operands, **how))
+    function = traced.outside.function
+
+    def fused(a: jax.Array, bs: Sequence[jax.Array], leaves: Sequence[Any]) -> Any:
+        again = trace_with_dtype(lambda *xs: function(xs[:-1], xs[-1]), [acc] * len(bs), (tuple(leaves),), out_dtype)
+        return again.finish(bind(again.epilogue.primal, a, bs, again.operands, **how))
+
+    def plain(a: jax.Array, bs: Sequence[jax.Array], leaves: Sequence[Any]) -> Any:
+        accs = [_product.multiply(a, b, out_dtype=acc.dtype, **_plain(how)) for b in bs]
+        return with_result_dtype(function(accs, leaves), acc, out_dtype)
+
+    return _derivative.outside(traced.outside, fused, plain, a, bs)
 
 
 def trace_with_dtype(
@@ -53,28 +66,25 @@ def trace_with_dtype(
     if isinstance(out_dtype, tuple):
         fn, out_dtype = _casting(fn, out_dtype), None
     traced = trace(fn, accs, operands, groups)
-    return traced._replace(epilogue=_with_dtype(traced.epilogue, out_dtype))
+    return traced._replace(epilogue=_derivative.rounded_once(traced.epilogue, out_dtype))
 
 
-def _with_dtype(epilogue: Epilogue, dtype: np.dtype | None) -> Epilogue:
-    """The epilogue with full-size float32 results in a dtype; a last cast is the result's dtype, whoever wrote it."""
-    outputs = []
-    for out in epilogue.outputs:
-        node = epilogue.nodes[out.node]
-        if out.reduce is None and node.op == "convert_element_type" and node.dtype in ("bfloat16", "float16"):
-            if epilogue.nodes[node.args[0]].dtype == ACC.name:
-                out = dataclasses.replace(out, node=node.args[0])
-        elif out.reduce is None and out.dtype == ACC.name and dtype is not None:
-            out = dataclasses.replace(out, dtype=dtype.name)
-        outputs.append(out)
-    return normal(epilogue.products, epilogue.operands, epilogue.nodes, outputs)
+def with_result_dtype(results: Any, acc: Any, out_dtype: Any) -> Any:
+    """Returns results with those of full size and the accumulators' dtype in ``out_dtype``, as a kernel has them."""
+    if out_dtype is None or isinstance(out_dtype, tuple):
+        return results
+    return jax.tree.map(lambda x: x.astype(out_dtype) if (x.shape, x.dtype) == (acc.shape, acc.dtype) else x, results)
+
+
+def _plain(how: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of the plain product beside one with an epilogue."""
+    return {name: value for name, value in how.items() if name != "save"} | {"config": None}
 
 
 def accumulator(dtype: np.dtype, full: Any) -> jax.ShapeDtypeStruct:
-    """What an epilogue is traced with, of a product of ``dtype`` with the shape of an aval."""
-    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 4:
-        raise TypeError(f"epilogue: accumulators are float32, but the operands of the product are {dtype}")
-    return jax.ShapeDtypeStruct(full.shape, ACC, sharding=full.sharding, manual_axis_type=full.mat)
+    """Returns what an epilogue is traced with, of a product of ``dtype`` with the shape of an aval."""
+    acc = _product.accumulator(dtype)
+    return jax.ShapeDtypeStruct(full.shape, acc, sharding=full.sharding, manual_axis_type=full.mat)
 
 
 def _casting(fn: Callable[..., Any], dtypes: tuple[Any, ...]) -> Callable[..., Any]:
@@ -175,7 +185,7 @@ def result_avals(full: Any, epilogue: Epilogue) -> list[Any]:
 
 def _reference(*args: jax.Array, layout: str, epilogue: Epilogue, on_cuda: bool, **_: Any) -> tuple[jax.Array, ...]:
     a, bs, operands = _split(args, epilogue)
-    accs = [_product.reference(a, b, layout=layout, out_dtype=ACC, on_cuda=on_cuda) for b in bs]
+    accs = [_product.reference(a, b, layout=layout, out_dtype=epilogue.accumulator, on_cuda=on_cuda) for b in bs]
     return epilogue.primal.apply(accs, operands)
 
 
@@ -215,9 +225,7 @@ def _batch(args: Any, dims: Any, *, epilogue: Epilogue, layout: str, **params: A
     if any(dim is not None for dim in dims[: 1 + epilogue.products]):
         outs = _bind(epilogue, a, bs, operands, layout=layout, **params)
     else:  # only operands differ: one product serves them all
-        accs = [multiply(a, b, ACC, layout=layout, **params) for b in bs]
-        size = max(x.shape[at] for x in operands)
-        accs = [jnp.broadcast_to(x, (*x.shape[:at], size, *x.shape[at + 1 :])) for x in accs]
+        accs = [multiply(a, b, epilogue.accumulator, layout=layout, **params) for b in bs]
         outs = list(epilogue.apply(accs, operands))
     return outs, [at] * len(outs)
 
@@ -229,18 +237,19 @@ def multiply(a: Any, b: Any, dtype: np.dtype, *, layout: str, backend: str, **_:
 
 def _jvp(primals: Any, tangents: Any, *, epilogue: Epilogue, save: str, **params: Any) -> Any:
     a, bs, operands = _split(primals, epilogue)
-    shape = tile(*map(jax.typeof, (a, *bs)), layout=params["layout"]).shape
+    acc = accumulator(a.dtype, tile(*map(jax.typeof, (a, *bs)), layout=params["layout"]))
 
-    def bind(epilogue: Epilogue) -> list[jax.Array]:
-        return gemm_fused_p.bind(*primals, epilogue=epilogue, save=save, **params)
+    def rebind(epilogue: Epilogue, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        return _bind(epilogue, a, bs, operands, save=save, **params)
 
     return _derivative.derivative(
         epilogue,
         (a, bs, operands),
         _split([None if is_zero(x) else x for x in tangents], epilogue),
-        bind=bind,
+        acc,
+        bind=rebind,
         multiply=functools.partial(multiply, **params),
-        pushed=functools.partial(_derivative.push, epilogue, shape),
+        pushed=functools.partial(_derivative.push, epilogue, acc.shape),
         save=save,
     )
 

@@ -44,8 +44,35 @@ def call(
     avals = [jax.typeof(v) for v in (x, sizes, *ws)]
     _grouped.check("grouped_gemm", *avals)
     acc = _fused.accumulator(x.dtype, tile(*avals, layout=layout))
-    traced = _fused.trace_with_dtype(fn, [acc] * len(ws), operands, out_dtype, ws[0].shape[-3])
-    return traced.finish(bind(traced.epilogue, x, ws, sizes, traced.operands, layout=layout, **params))
+    count = ws[0].shape[-3]
+    traced = _fused.trace_with_dtype(fn, [acc] * len(ws), operands, out_dtype, count)
+    how = {"layout": layout, **params}
+    if traced.outside is None:
+        return traced.finish(bind(traced.epilogue, x, ws, sizes, traced.operands, **how))
+    function, of_groups, why = traced.outside.function, traced.outside.groups, traced.outside.why
+
+    def fused(x: jax.Array, ws: Sequence[jax.Array], leaves: Sequence[Any]) -> Any:
+        operands = (tuple(leaves),)
+        again = _fused.trace_with_dtype(
+            lambda *xs: function(xs[:-1], xs[-1]), [acc] * len(ws), operands, out_dtype, count
+        )
+        return again.finish(bind(again.epilogue.primal, x, ws, sizes, again.operands, **how))
+
+    def plain(x: jax.Array, ws: Sequence[jax.Array], leaves: Sequence[Any]) -> Any:
+        groups = Groups(sizes, params["leading"], x.dtype, params["backend"])
+        accs = [_multiply(x, w, acc.dtype, sizes=sizes, **how) for w in ws]
+        seen = [
+            groups.rows(leaf, acc.shape[-2]) if each else leaf for leaf, each in zip(leaves, of_groups, strict=True)
+        ]
+        results = _fused.with_result_dtype(function(accs, seen), acc, out_dtype)
+        if any(v.shape != acc.shape for v in jax.tree.leaves(results)):
+            raise NotImplementedError(
+                f"epilogue: the derivative of a reduction over rows in groups, where {why}; "
+                "reduce outside of the epilogue"
+            )
+        return jax.tree.map(lambda v: groups.select(v, acc.shape[-2]), results)
+
+    return _derivative.outside(traced.outside, fused, plain, x, ws)
 
 
 def with_ranks(x: jax.Array, sizes: jax.Array, ws: Sequence[jax.Array]) -> list[jax.Array]:
@@ -252,7 +279,10 @@ def _reference(
 ) -> list[jax.Array]:
     x, ws, sizes, operands = _split(args, epilogue)
     accs = [
-        _grouped.reference_gemm(x, w, sizes, layout=layout, out_dtype=ACC, leading=leading, on_cuda=on_cuda) for w in ws
+        _grouped.reference_gemm(
+            x, w, sizes, layout=layout, out_dtype=epilogue.accumulator, leading=leading, on_cuda=on_cuda
+        )
+        for w in ws
     ]
     return Groups(sizes, leading, x.dtype, backend).applied(epilogue.primal).apply(accs, operands)
 
@@ -288,9 +318,7 @@ def _batch(args: Any, dims: Any, *, epilogue: Epilogue, **params: Any) -> tuple[
         outs = bind(epilogue, x, ws, sizes, operands, **params)
     else:  # only operands differ: one product serves them all
         x, ws, sizes, operands = _split(moved, epilogue)
-        accs = [_multiply(x, w, ACC, sizes=sizes, **params) for w in ws]
-        size = max(v.shape[at] for v in operands)
-        accs = [jnp.broadcast_to(v, (*v.shape[:at], size, *v.shape[at + 1 :])) for v in accs]
+        accs = [_multiply(x, w, epilogue.accumulator, sizes=sizes, **params) for w in ws]
         groups = Groups(sizes, params["leading"], x.dtype, params["backend"])
         outs = groups.applied(epilogue).apply(accs, operands)
     return outs, [at] * len(outs)
@@ -299,19 +327,21 @@ def _batch(args: Any, dims: Any, *, epilogue: Epilogue, **params: Any) -> tuple[
 def _jvp(primals: Any, tangents: Any, *, epilogue: Epilogue, save: str, **params: Any) -> Any:
     x, ws, sizes, operands = _split(primals, epilogue)
     x_dot, w_dots, _, operand_dots = _split([None if is_zero(v) else v for v in tangents], epilogue)
-    shape = tile(*map(jax.typeof, (x, sizes, *ws)), layout=params["layout"]).shape
+    acc = _fused.accumulator(x.dtype, tile(*map(jax.typeof, (x, sizes, *ws)), layout=params["layout"]))
     applied = Groups(sizes, params["leading"], x.dtype, params["backend"]).applied(epilogue)
 
-    def rebind(epilogue: Epilogue) -> list[jax.Array]:
-        return grouped_gemm_fused_p.bind(*primals, epilogue=epilogue, save=save, **params)
+    def rebind(epilogue: Epilogue, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        return bind(epilogue, x, ws, sizes, operands, save=save, **params)
 
     return _derivative.derivative(
         epilogue,
         (x, ws, operands),
         (x_dot, w_dots, operand_dots),
+        acc,
         bind=rebind,
         multiply=functools.partial(_multiply, sizes=sizes, **params),
-        pushed=functools.partial(_derivative.push, applied, shape),
+        pushed=functools.partial(_derivative.push, applied, acc.shape),
+        groups=ws[0].shape[-3],
         save=save,
     )
 

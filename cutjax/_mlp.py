@@ -88,6 +88,14 @@ def block(how: How, sizes: Any, x: Any, ws: Any, w2: Any, operands: Any, b2: Any
     return _second(how, product, h, w2, b2)
 
 
+def apart(how: How, sizes: Any, hidden: Any, x: Any, ws: Any, w2: Any, given: Any, b2: Any) -> jax.Array:
+    """Returns the result of two operations, each with its own derivative: of what no kernel can differentiate."""
+    product = how.product(sizes, x.dtype)
+    (out,) = how.hidden.outputs
+    h = product.call(hidden, x, ws, (given,), out_dtype=(out.dtype,), save=how.save, **how.first)
+    return _second(how, product, h, w2, b2)
+
+
 def _second(how: How, product: Any, h: jax.Array, w2: jax.Array, b2: Sequence[jax.Array]) -> jax.Array:
     if not b2:
         return product.multiply(h, w2, **how.second)
@@ -107,11 +115,18 @@ def _block_jvp(how: How, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Ar
         return product.multiply(a, b, out_dtype=dtype, **how.first)
 
     acc_dots = _derivative.product_dots(multiply, x, ws, x_dot, w_dots, dtype)
-    needed = _derivative.accumulators_needed(how.hidden, _derivative.moving(acc_dots), _derivative.moving(operand_dots))
-    extended, places = _derivative.with_accumulators(how.hidden, needed, dtype)
+    moves = _derivative.moving(acc_dots), _derivative.moving(operand_dots)
+    needed = _derivative.accumulators_needed(how.hidden, *moves)
+    acc = _fused.accumulator(x.dtype, product.tile(*map(jax.typeof, (x, *ws)), layout=how.layout))
+    groups = None if sizes is None else ws[0].shape[-3]
+
+    def values(operands: Any) -> _derivative.Traced:
+        return _derivative.differentiated(how.hidden, acc, operands, *moves, groups)
 
     def forward(x: Any, ws: Any, operands: Any) -> tuple[jax.Array, list[Any]]:
-        outs = product.bind(extended, x, ws, operands, save=how.save, **how.first)
+        traced = values(operands)
+        extended, places = _derivative.with_accumulators(traced.epilogue, needed, dtype)
+        outs = product.bind(extended, x, ws, traced.operands, save=how.save, **how.first)
         kept = [None if i is None else checkpoint_name(outs[i], _derivative.PREACTIVATION) for i in places]
         return checkpoint_name(outs[0], HIDDEN), kept
 
@@ -129,7 +144,8 @@ def _block_jvp(how: How, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Ar
         return terms
 
     if how.save == "recompute":
-        y = block(how, sizes, x, ws, w2, operands, b2)
+        traced = values(operands)
+        y = block(dataclasses.replace(how, hidden=traced.epilogue), sizes, x, ws, w2, list(traced.operands), b2)
 
         def again(x: Any, ws: Any, w2: Any, operands: Any, *dots: Any) -> list[Any]:
             return tangent(*forward(x, ws, operands), w2, operands, *dots)

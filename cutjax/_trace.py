@@ -26,17 +26,17 @@ from cutjax._flatten import (
     POST,
     REDUCTIONS,
     TILE,
-    UNIT_MOVES,
     Flat,
     Step,
     aval_of,
     refuse_effects,
     where,
 )
+from cutjax._rules import UNIT_MOVES, bind, evaluate
 
 source_info_util.register_exclusion(__file__)  # a line that calls the user's function is not the user's
 DTYPES = frozenset(
-    ["bool", "bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2"]
+    ["bool", "bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"]
     + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 )
 
@@ -53,24 +53,50 @@ class Traced(NamedTuple):
         function captured or computed of these alone, ready to be differentiated. What the function does not use is not
         among them.
       finish: from what ``epilogue.apply`` (or a kernel) returns to what the function returns.
+      outside: the function as JAX has it, where its derivative cannot be the epilogue's; else None.
     """
 
     epilogue: Epilogue
     operands: tuple[jax.Array, ...]
     finish: Callable[[Sequence[jax.Array]], Any]
+    outside: Outside | None = None
+
+
+class Outside(NamedTuple):
+    """A function some of whose parts have derivatives of their own that are no elementwise functions.
+
+    Attributes:
+      function: ``(accs, leaves)``, what the traced function returns; the leaves are ``leaves``, or what replaces them.
+      leaves: the leaves of its operands, and what it captured.
+      groups: of each leaf, whether it is an operand of groups, of which ``function`` takes what the rows have.
+      reverse_only: whether the derivative exists in reverse mode alone, as with custom_vjp.
+      why: what is not elementwise, and where.
+    """
+
+    function: Callable[[Sequence[Any], Sequence[Any]], Any]
+    leaves: tuple[Any, ...]
+    groups: tuple[bool, ...]
+    reverse_only: bool
+    why: str
 
 
 def trace(
-    fn: Callable[..., Any], accs: Sequence[Any], operands: Sequence[Any] = (), groups: int | None = None
+    fn: Callable[..., Any],
+    accs: Sequence[Any],
+    operands: Sequence[Any] = (),
+    groups: int | None = None,
+    refusing: bool = False,
 ) -> Traced:
     """Traces ``fn(*accs, *operands)`` once.
 
     Args:
       fn: the function.
-      accs: abstract accumulators (``jax.ShapeDtypeStruct`` or arrays), float32 ``[..., m, n]``, all of one shape.
+      accs: abstract accumulators (``jax.ShapeDtypeStruct`` or arrays), ``[..., m, n]``, all of one shape and dtype.
       operands: arrays, or pytrees of them.
       groups: of a grouped GEMM, the number of groups. An operand with one axis more than the result is then one of
         groups, ``[..., groups, 1, n or 1]``, and the function sees what each row has of it: ``[..., m, n or 1]``.
+
+      refusing: whether a derivative that is no elementwise function is refused when it is taken, not taken outside.
 
     Raises:
       TypeError: if the function takes another number of arguments, or computes in a dtype that no kernel has.
@@ -100,13 +126,26 @@ def trace(
         )
         raise
     refuse_effects(closed.jaxpr)
-    flat = Flat(shape)
+    flat = Flat(shape, refusing)
     accumulators = [flat.value(x.shape, x.dtype, TILE) for x in accs]
     inputs = [flat.outside(x, aval_of(y), bake=False) for x, y in zip(leaves, seen, strict=True)]
     consts = [flat.outside(c, aval_of(c)) for c in closed.consts]
-    outs = flat.inline(closed.jaxpr, consts, [*accumulators, *inputs])
     of_groups = frozenset(i for i, each in zip(inputs, grouped, strict=True) if each)
-    return _Builder(flat, len(accs), outs, jax.tree.structure(shapes), _name(fn), of_groups).traced()
+    flat.of_groups.update(of_groups)
+    outs = flat.inline(closed.jaxpr, consts, [*accumulators, *inputs])
+    tree = jax.tree.structure(shapes)
+    traced = _Builder(flat, len(accs), outs, tree, _name(fn), of_groups).traced()
+    if not flat.irregular:
+        return traced
+
+    def function(accs: Sequence[Any], leaves: Sequence[Any]) -> Any:
+        given, captured = leaves[: len(seen)], leaves[len(seen) :]
+        return tree.unflatten(evaluate(closed.jaxpr, captured, (*accs, *given), bind))
+
+    captured = tuple(closed.consts)
+    by_group = (*grouped, *(False for _ in captured))
+    why = "; ".join(dict.fromkeys(flat.irregular))
+    return traced._replace(outside=Outside(function, (*leaves, *captured), by_group, flat.reverse_only, why))
 
 
 def _rows(x: Any, shape: tuple[int, ...], groups: int | None) -> jax.ShapeDtypeStruct:
@@ -172,7 +211,7 @@ class _Builder:
         for leaf in order:
             self._leaf(leaf, order.index(leaf))
         for k in range(self.products):
-            self.index[k, self.standard] = self._node("acc", dtype="float32", params=(k,))
+            self.index[k, self.standard] = self._node("acc", dtype=self.flat.dtypes[k].name, params=(k,))
         for i, value in flat.literals.items():
             for labels in self.demands.get(i, ()):
                 self.index[i, labels] = self._number(value, flat.dtypes[i])
@@ -279,7 +318,7 @@ class _Builder:
             threefry = flat.dtypes[step.ins[0]].name == "key<fry>"
             small = math.prod(params["shape"]) <= 2**32 and params["bit_width"] <= 32
             return [labels[: len(shapes[0])]] if threefry and small and _partitionable(step.eqn) else None
-        if step.kind == OUTSIDE and (name not in INLINABLE | {"custom_jvp"} or not DTYPES.issuperset(dtypes)):
+        if step.kind == OUTSIDE and (name not in INLINABLE | {"rule"} or not DTYPES.issuperset(dtypes)):
             return None
         if name == "broadcast_in_dim":
             at = params["broadcast_dimensions"]
@@ -318,7 +357,7 @@ class _Builder:
         dtype = "uint32" if word >= 0 else self.flat.dtypes[i].name
         if dtype not in DTYPES:
             raise TypeError(
-                f"epilogue: an operand or captured value is {dtype}, which no kernel computes with; cast it"
+                f"epilogue: an operand or captured value is {dtype}, which no epilogue computes with; cast it"
             )
         self.index[(i, labels) if word < 0 else (~i, (*labels, word))] = self._node(
             "operand", dtype=dtype, params=(place,)
@@ -329,8 +368,7 @@ class _Builder:
         dtype = flat.dtypes[step.outs[0]].name
         if dtype not in DTYPES:
             raise TypeError(
-                f"epilogue: {step.name} at {where(step.site)} computes in {dtype}, which no kernel does: accumulators "
-                "are float32; cast operands and constants"
+                f"epilogue: {step.name} at {where(step.site)} computes in {dtype}, which no epilogue does; cast it"
             )
         if step.name == "iota":
             return self._iota(labels[params["dimension"]], dtype)
@@ -344,10 +382,8 @@ class _Builder:
                 return args[0]
             case "reduce_max" | "reduce_min":
                 return args[0]
-            case "stop_gradient":
-                return self._node("custom_jvp", *args, dtype=dtype, params=(0, 0))
-            case "custom_jvp":
-                return self._node("custom_jvp", *args, dtype=dtype, params=params["rule"])
+            case "rule":
+                return self._node("rule", *args, dtype=dtype, params=params["rule"])
             case "convert_element_type" if self.nodes[args[0]].dtype == dtype:
                 return args[0]
             case "add_any":

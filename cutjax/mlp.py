@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import _backend, _derivative, _fused, _grouped_fused, _product
-from cutjax._mlp import How, block
+from cutjax._mlp import How, apart, block
 from cutjax._primitive import match_varying
 from cutjax.gemm import contracted, matrix, promote
 from cutjax.grouped import check_batch, group_sizes_of, local_sizes
@@ -92,6 +92,8 @@ def mlp(
     hidden = _hidden("mlp", activation, gate is not None)
     traced = _fused.trace_with_dtype(hidden, [acc] * len(ws), (biases,), (dtype,))
     how = How(traced.epilogue, layout, _result_dtype(out_dtype, dtype), backend, save)
+    if traced.outside is not None:
+        return apart(how, None, hidden, a, ws, v, biases, last)
     a, v, *rest = match_varying(a, v, *ws, *last, *traced.operands)
     ws, rest = rest[: len(ws)], rest[len(ws) :]
     last, operands = rest[: len(last)], rest[len(last) :]
@@ -182,6 +184,8 @@ def grouped_mlp(
     hidden = _hidden(where, activation, gate is not None)
     traced = _fused.trace_with_dtype(hidden, [acc] * len(ws), (scale,), (dtype,))
     how = How(traced.epilogue, layout, _result_dtype(out_dtype, dtype), backend, save, leading)
+    if traced.outside is not None:
+        return apart(how, sizes, hidden, a, ws, v, scale, [])
     a, sizes, v, *rest = match_varying(a, sizes, v, *ws, *traced.operands)
     return block(how, sizes, a, rest[: len(ws)], v, rest[len(ws) :], [])
 
@@ -201,6 +205,8 @@ def _arrays(
     a, *ws, dtype = promote(a, ws, None, where)
     if v.dtype != dtype:
         raise TypeError(f"{where}: w2 is {v.dtype}, but the product of x and w1 is {dtype}: cast one of them")
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(f"{where}: x and the weights must be floating-point numbers, got {dtype}")
     if contracted(a, True) != contracted(ws[0], layout[1] == "t"):
         raise ValueError(f"{where}: x is {a.shape}, w1 is {ws[0].shape}, layout {layout!r}: k differs")
     if contracted(ws[0], layout[1] == "n") != contracted(v, layout[1] == "t"):

@@ -335,7 +335,11 @@ REFUSED = [
     (ValueError, r"mlp: x must have rank 2 or more", {"x": X[0]}),
     (TypeError, "mlp: w2 is bfloat16, but the product of x and w1 is float32", {"w2": W2.astype(H)}),
     (TypeError, "mlp: x is bfloat16|mlp: a is float16", {"x": X.astype(jnp.float16), "w1": W1.astype(H)}),
-    (TypeError, "accumulators are float32", {"x": X.astype(int), "w1": W1.astype(int), "w2": W2.astype(int)}),
+    (
+        TypeError,
+        "must be floating-point numbers, got int32",
+        {"x": X.astype(int), "w1": W1.astype(int), "w2": W2.astype(int)},
+    ),
     (ValueError, "the activation must return one array", {"activation": lambda z: (z, z)}),
     (
         NotImplementedError,

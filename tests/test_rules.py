@@ -1,0 +1,435 @@
+"""Functions with derivatives of their own in epilogues: each derivative is that of f(a @ b) in plain JAX."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cutjax
+
+X, W, B = (
+    jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate(((3, 5, 6), (6, 4), (4,)), start=3)
+)
+W2, SIZES = jnp.swapaxes(jnp.stack([W, 0.5 * W]), 0, 0), jnp.array([2, 2])
+
+
+def vjp_rule(forward, backward):
+    """A custom_vjp of one argument whose backward rule is ``backward(x, g)``."""
+    fn = jax.custom_vjp(forward)
+    fn.defvjp(lambda x: (forward(x), x), lambda x, g: (backward(x, g),))
+    return fn
+
+
+clip = vjp_rule(lambda x: x, lambda _, g: jnp.clip(g, -1.0, 1.0))
+quantized = vjp_rule(lambda x: x * 2, lambda _, g: jnp.round(8 * g) / 8)
+guarded = vjp_rule(jnp.log, lambda x, g: jnp.where(jnp.isfinite(g / x), g / x, 0.0))
+straight = vjp_rule(lambda x: jnp.round(x), lambda _, g: g)
+
+
+@jax.custom_jvp
+def straight_jvp(x):
+    return jnp.round(x)
+
+
+straight_jvp.defjvps(lambda t, out, x: t)
+
+
+@jax.custom_jvp
+def straight_anew(x):
+    return jnp.round(x)
+
+
+straight_anew.defjvp(lambda primals, tangents: (jnp.round(*primals), *tangents))
+
+
+@jax.custom_vjp
+def lsq(x, s):
+    """Learned step size (Esser et al., 2020): the cotangent of the step is a sum over all of x."""
+    return jnp.round(x / s) * s
+
+
+lsq.defvjp(
+    lambda x, s: (jnp.round(x / s) * s, (x, s)),
+    lambda kept, g: (g, jnp.sum(g * (jnp.round(kept[0] / kept[1]) - kept[0] / kept[1]))),
+)
+
+
+@jax.custom_vjp
+def delayed(x, scale, history):
+    """Scaled by what was, as fp8 layers are: the cotangents of scale and history are their next values."""
+    return jnp.clip(x / scale, -2.0, 2.0) * scale
+
+
+def _delayed_forward(x, scale, history):
+    largest = jnp.max(jnp.abs(x))
+    return delayed(x, scale, history), (largest, scale, jnp.roll(history, 1).at[0].set(largest))
+
+
+delayed.defvjp(_delayed_forward, lambda kept, g: (g, kept[0] / 2.0, kept[2]))
+
+
+@jax.custom_jvp
+def normed(x):
+    return x * 2
+
+
+@normed.defjvp
+def _(primals, tangents):
+    (x,), (t,) = primals, tangents
+    return x * 2, t - jnp.mean(t, -1, keepdims=True)
+
+
+@jax.custom_jvp
+def two_results(x):
+    return x + 1, x * x
+
+
+@two_results.defjvp
+def _(primals, tangents):
+    (x,), (t,) = primals, tangents
+    return two_results(x), (2 * t, t * x)
+
+
+class Refused:
+    """A derivative that is refused, and the error."""
+
+    def __init__(self, error):
+        self.error = error
+
+
+def derivative(take, fn, *args):
+    try:
+        return take(fn)(*args)
+    except (TypeError, NotImplementedError) as error:  # TypeError: what JAX says to the forward mode of a custom_vjp
+        return Refused(error)
+
+
+def agree(got, wanted, what=""):
+    if isinstance(wanted, Refused):
+        assert isinstance(got, Refused), f"{what}: {got}"
+        return
+    if isinstance(got, Refused):
+        raise got.error
+    jax.tree.map(lambda x, y: _close(np.asarray(x), np.asarray(y), what), got, wanted)
+
+
+def _close(got, wanted, what):
+    # sin(3 y) of results up to 100, and its second derivative, magnify f32's rounding by up to a thousand; a rule that
+    # is left out, or taken twice, is off by the size of the whole.
+    assert got.dtype == wanted.dtype
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted), err_msg=what)
+    got, wanted = np.nan_to_num(got), np.nan_to_num(wanted)
+    error, size = np.abs(got - wanted).max(initial=0), np.abs(wanted).max(initial=0)
+    assert error <= 2e-4 * size + 1e-5, f"{what}: off by {error} of {size}"
+
+
+def tangent(args):
+    return jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), args)
+
+
+DERIVATIVES = {
+    "grad": lambda f: lambda *args: jax.grad(f, range(len(args)))(*args),
+    "jvp": lambda f: lambda *args: jax.jvp(f, args, tangent(args))[1],
+    "forward over reverse": lambda f: lambda *args: jax.jvp(jax.grad(f, range(len(args))), args, tangent(args))[1],
+    "reverse over reverse": lambda f: jax.grad(lambda *args: sum(jnp.vdot(*p) for p in _pairs(jax.grad(f), args))),
+    "jit of checkpoint": lambda f: jax.jit(jax.grad(jax.checkpoint(f))),
+}
+
+
+def _pairs(grad, args):
+    found = grad(*args)
+    return [(found, tangent(found))]
+
+
+def check(fn, *operands, x=X[0], w=W, takes=DERIVATIVES, forward=True):
+    """Compares fn(x @ w, *operands) in an epilogue with plain JAX: its values and its derivatives in everything."""
+
+    def fused(x, w, *operands):
+        return cutjax.gemm(x, w, epilogue=fn, operands=operands)
+
+    def plain(x, w, *operands):
+        return fn(x @ w, *operands)
+
+    def loss(product):
+        return lambda *args: sum(jnp.sum(jnp.sin(3 * y)) for y in jax.tree.leaves(product(*args)))
+
+    args = (x, w, *operands)
+    if forward:
+        agree(fused(*args), plain(*args))
+    for name, take in takes.items():
+        agree(derivative(take, loss(fused), *args), derivative(take, loss(plain), *args), name)
+
+
+ELEMENTWISE = {
+    "clip": clip,
+    "quantized": quantized,
+    "guarded": lambda v: guarded(jnp.maximum(v, 0.0)),
+    "straight": straight,
+    "straight_jvp": straight_jvp,
+    "straight_anew": straight_anew,
+    "relu": jax.nn.relu,
+    "softplus": jax.nn.softplus,
+    "two results": lambda v: (lambda y: y[0] * jnp.sin(y[1]))(two_results(v)),
+    "one of another": lambda v: clip(straight_jvp(quantized(v))),
+}
+OTHERS = {
+    "forward rule with a mean": (normed, ()),
+    "a step size": (lsq, (jnp.float32(0.3),)),
+    "a step size that was captured": (lambda v, s: lsq(v, 2 * s) + lsq(v, s), (jnp.float32(0.3),)),
+    "scales of fp8": (delayed, (jnp.float32(0.5), jnp.arange(5.0))),
+    "an operand alone": (lambda v, b: v * clip(b), (B,)),
+    "a bias": (lambda v, b: clip(v + b) + straight(b), (B,)),
+    "an operand of full size": (lambda v, r: v + clip(r), (jnp.outer(jnp.arange(5.0), B),)),
+    "of both": (lambda v, b: jnp.logaddexp(v, b), (B,)),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_rules(name):
+    check(ELEMENTWISE[name])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_rules(name):
+    fn, operands = OTHERS[name]
+    check(fn, *operands)
+
+
+def test_the_derivative_of_captured_arrays():
+    def loss(product):
+        return lambda x, b: jnp.sum(jnp.sin(product(x, lambda v: lsq(v, b[0]) + clip(b))))
+
+    fused = loss(lambda x, fn: cutjax.gemm(x, W, epilogue=fn))
+    plain = loss(lambda x, fn: fn(x @ W))
+    agree(jax.grad(fused, (0, 1))(X[0], B), jax.grad(plain, (0, 1))(X[0], B))
+
+
+@pytest.mark.parametrize("name", [*ELEMENTWISE, *OTHERS])
+def test_vmap_and_batch_axes(name):
+    fn, operands = OTHERS.get(name) or (ELEMENTWISE[name], ())
+
+    def loss(product, *args):
+        return jnp.sum(jnp.sin(3 * product(*args)))
+
+    def fused(x, *operands):
+        return cutjax.gemm(x, W, epilogue=fn, operands=operands)
+
+    def plain(x, *operands):
+        return fn(x @ W, *operands)
+
+    for in_axes in [(0, *(None for _ in operands)), *([(None, *(0 for _ in operands))] if operands else [])]:
+        args = [jnp.stack([y, 2 * y]) if axis == 0 else y for y, axis in zip((X[0], *operands), in_axes, strict=True)]
+        numbers = range(len(args))
+        for take in (
+            lambda f: jax.grad(lambda *a, f=f: loss(jax.vmap(f, in_axes), *a), numbers),  # noqa: B023
+            lambda f: jax.vmap(jax.grad(functools.partial(loss, f), numbers), in_axes),  # noqa: B023
+        ):
+            agree(take(fused)(*args), take(plain)(*args), f"{name} {in_axes}")
+    if name != "scales of fp8":  # whose maximum is over the batch here
+        axes = [jnp.broadcast_to(y, X.shape[:1] + y.shape) if y.ndim > 1 else y for y in operands]
+        agree(*(jax.grad(functools.partial(loss, f), range(1 + len(axes)))(X, *axes) for f in (fused, plain)))
+
+
+@pytest.mark.parametrize("name", [*ELEMENTWISE, "forward rule with a mean"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_layers_of_two_products(name, gated):
+    fn = ELEMENTWISE.get(name) or normed
+    v = W.T
+
+    def loss(layer):
+        return lambda x, w, v: jnp.sum(jnp.sin(3 * layer(x, w, v)))
+
+    fused = loss(lambda x, w, v: cutjax.mlp(x, w, v, activation=fn, gate=0.5 * w if gated else None))
+    plain = loss(lambda x, w, v: (fn(x @ (0.5 * w)) * (x @ w) if gated else fn(x @ w)) @ v)
+    for take in ("grad", "forward over reverse"):
+        for x in (X[0], X):
+            wanted = derivative(DERIVATIVES[take], plain, x, W, v)
+            agree(derivative(DERIVATIVES[take], fused, x, W, v), wanted, take)
+            recomputed = loss(
+                lambda x, w, v: cutjax.mlp(x, w, v, activation=fn, gate=0.5 * w if gated else None, save="recompute")
+            )
+            agree(derivative(DERIVATIVES[take], recomputed, x, W, v), wanted, take)
+
+
+@pytest.mark.parametrize("name", [*ELEMENTWISE, *OTHERS])
+def test_groups(name):
+    fn, operands = OTHERS.get(name) or (ELEMENTWISE[name], ())
+    inside = jnp.arange(5)[:, None] < 4  # the last row is of no group
+
+    def plain(x, w, *operands):
+        acc = jnp.concatenate([x[:2] @ w[0], x[2:4] @ w[1], jnp.zeros((1, 4))])
+        return jnp.where(inside, fn(acc, *operands), 0.0)
+
+    def fused(x, w, *operands):
+        return cutjax.grouped_gemm(x, w, SIZES, epilogue=fn, operands=operands)
+
+    def loss(product):
+        return lambda *args: jnp.sum(jnp.sin(3 * product(*args)))
+
+    args = (X[0], W2, *operands)
+    for take in ("grad", "forward over reverse"):
+        wanted = derivative(DERIVATIVES[take], loss(plain), *args)
+        agree(derivative(DERIVATIVES[take], loss(fused), *args), wanted, take)
+
+
+def test_operands_of_groups():
+    bias = jnp.stack([B, -B])[:, None]
+
+    def fused(x, bias):
+        return jnp.sum(cutjax.grouped_gemm(x, W2, SIZES, epilogue=lambda v, b: 3 * (v + clip(b)), operands=(bias,)))
+
+    rows = (jax.grad(fused, 1)(X[0], bias)).ravel()
+    np.testing.assert_allclose(rows, 2.0)  # two rows in a group, each cotangent of 3 clipped to 1
+
+
+def test_grouped_layers():
+    def loss(layer):
+        return lambda x, w: jnp.sum(3 * layer(x, w))
+
+    fused = loss(lambda x, w: cutjax.grouped_mlp(x, w, jnp.swapaxes(w, 1, 2), SIZES, activation=clip))
+    plain = loss(lambda x, w: jnp.concatenate([clip(x[2 * i : 2 * i + 2] @ w[i]) @ w[i].T for i in (0, 1)]))
+    agree(*(jax.grad(f, (0, 1))(X[0], W2) for f in (fused, plain)))
+
+
+def test_a_rule_that_raises_runs_forward():
+    def backward(_, g):
+        raise RuntimeError("no derivative")
+
+    forward = jax.custom_vjp(lambda x: 2 * x)
+    forward.defvjp(lambda x: (2 * x, None), backward)
+    np.testing.assert_allclose(cutjax.gemm(X[0], W, epilogue=forward), 2 * (X[0] @ W), rtol=1e-5)
+    with pytest.raises(RuntimeError, match="no derivative"):
+        jax.grad(lambda x: cutjax.gemm(x, W, epilogue=forward).sum())(X[0])
+
+
+def test_a_reduction_over_groups_is_refused_by_name():
+    def fn(v, s):
+        y = lsq(v, s)
+        return y, y.sum(0)
+
+    args = X[0], W2, SIZES
+    cutjax.grouped_gemm(*args, epilogue=fn, operands=(jnp.float32(0.3),))
+    with pytest.raises(NotImplementedError, match=r"reduction over rows in groups.*custom_vjp lsq"):
+        jax.grad(lambda x: cutjax.grouped_gemm(x, W2, SIZES, epilogue=fn, operands=(jnp.float32(0.3),))[0].sum())(X[0])
+
+
+def test_forward_mode_of_a_custom_vjp_is_refused_as_jax_refuses_it():
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: cutjax.gemm(x, W, epilogue=clip), (X[0],), (X[0],))
+
+
+def test_eager_calls_of_functions_with_rules_compile_once():
+    key = jax.monitoring
+    seen = []
+    key.register_event_duration_secs_listener(lambda name, *_, **__: seen.append(name))
+    cutjax.gemm(X[0], W, epilogue=jax.nn.relu).block_until_ready()
+    before = seen.count("/jax/core/compile/backend_compile_duration")
+    cutjax.gemm(X[0], W, epilogue=jax.nn.relu).block_until_ready()
+    assert seen.count("/jax/core/compile/backend_compile_duration") == before
+
+
+def test_fp8_layers_of_flax():
+    fp8_ops = pytest.importorskip("flax.linen.fp8_ops")
+    scale, history = jnp.float32(0.5), jnp.zeros(8)
+
+    def loss(product):
+        def run(x, scale, history):
+            def epilogue(v, scale, history):
+                v = fp8_ops.in_qdq(jnp.float32, jnp.float8_e4m3fn, v, scale, history)
+                return fp8_ops.out_qdq(jnp.float32, jnp.float8_e5m2, v, scale, history)
+
+            return jnp.sum(jnp.sin(product(x, epilogue, scale, history)))
+
+        return jax.grad(run, (0, 1, 2))
+
+    fused = loss(lambda x, fn, *operands: cutjax.gemm(x, W, epilogue=fn, operands=operands))
+    plain = loss(lambda x, fn, *operands: fn(x @ W, *operands))
+    agree(fused(X[0], scale, history), plain(X[0], scale, history))
+
+
+FORWARDS = [
+    jnp.sin,
+    jnp.tanh,
+    lambda x: jnp.round(x),
+    lambda x: x * x,
+    lambda x: jnp.maximum(x, 0.1),
+    lambda x: 0.7 * x,
+]
+BACKWARDS = [
+    lambda x, g: g,
+    lambda x, g: g * jnp.cos(x),
+    lambda x, g: jnp.clip(g, -0.5, 0.5),
+    lambda x, g: jnp.where(x > 0, 2 * g, 0.0),
+    lambda x, g: g * g,
+    lambda x, g: jnp.sign(g) * jnp.abs(x),
+    lambda x, g: g - jnp.mean(g),
+]
+PUSHES = [
+    lambda x, t: t,
+    lambda x, t: t * jnp.cos(x),
+    lambda x, t: jnp.where(x > 0, 2 * t, 0.5 * t),
+    lambda x, t: t + jnp.mean(t) * x,
+]
+
+
+def random_function(choose):
+    """A random function with a rule; the rule may call the function itself, another one, or neither."""
+    forward, other = choose.choice(FORWARDS), choose.choice(FORWARDS)
+    again = choose.choice(["itself", "plain", "other"])
+    if choose.random() < 0.5:
+        fn = jax.custom_jvp(lambda x: forward(x))
+        push = choose.choice(PUSHES)
+        value = {"itself": fn, "plain": forward, "other": lambda x: forward(x) + other(x) - other(x)}[again]
+        fn.defjvp(lambda primals, tangents: (value(*primals), push(*primals, *tangents)))
+        return fn
+    fn = jax.custom_vjp(lambda x: forward(x))
+    backward = choose.choice(BACKWARDS)
+    value = {"itself": fn, "plain": forward, "other": lambda x: forward(x) + other(x) - other(x)}[again]
+    fn.defvjp(lambda x: (value(x), x), lambda x, g: (backward(x, g),))
+    return fn
+
+
+def random_epilogue(choose):
+    functions = [random_function(choose) for _ in range(choose.randint(1, 3))]
+    ways = [choose.randint(0, 3) for _ in functions]
+    on_bias = choose.random() < 0.3
+
+    def epilogue(v, b):
+        y = v + (functions[0](b) if on_bias else b)
+        for fn, way in zip(functions, ways, strict=True):
+            y = [fn(y), y * fn(0.5 * y), fn(y) + jnp.sin(v), fn(fn(y))][way]
+        return y
+
+    return epilogue
+
+
+@pytest.mark.parametrize("seed", range(48))
+def test_random_rules(seed):
+    fn = random_epilogue(random.Random(seed))
+    try:
+        check(fn, B)
+    except NotImplementedError as error:
+        assert "no second derivative, since custom_vjp" in str(error)  # noqa: PT017
+        check(fn, B, takes={"grad": DERIVATIVES["grad"]})
+
+
+def test_second_derivatives_that_are_refused_by_name():
+    """JAX adds up all cotangents of a value before a backward rule sees them; where that matters there is no number."""
+
+    @jax.custom_vjp
+    def limited(x):
+        return jnp.tanh(x)
+
+    limited.defvjp(lambda x: (limited(x), None), lambda _, g: (jnp.clip(g, -0.5, 0.5),))
+
+    def loss(x):
+        return jnp.sum(cutjax.gemm(x, W, epilogue=lambda v: v * limited(v)))
+
+    assert jnp.isfinite(jax.grad(loss)(X[0])).all()
+    with pytest.raises(NotImplementedError, match="no second derivative, since custom_vjp limited has a backward rule"):
+        jax.grad(lambda x: jax.grad(loss)(x).sum())(X[0])
