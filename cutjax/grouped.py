@@ -214,7 +214,7 @@ def local_sizes(sizes: jax.Array, offset: ArrayLike | None, groups: int, m: int,
     count = sizes.shape[-1]
     first = jnp.clip(_to_int32(start.reshape(())), -groups, count)
     padded = jnp.pad(sizes, [(0, 0)] * (sizes.ndim - 1) + [(1, 1)])  # a group that is not there has no row
-    mine = jnp.take(padded, jnp.clip(first + jnp.arange(1, groups + 1), 0, count + 1), -1, mode="clip")
+    mine = jnp.take(padded, jnp.clip(first + jnp.arange(1, groups + 1, dtype=jnp.int32), 0, count + 1), -1, mode="clip")
     ends = _grouped.rows_of_groups(padded, m, False)[1]
     before = jnp.take(ends, jnp.maximum(first, 0), -1, mode="clip")
     return jnp.concatenate([before[..., None], mine], -1), True

@@ -213,6 +213,7 @@ def _hidden(where: str, activation: Callable[[jax.Array], jax.Array], gated: boo
 
     def hidden(*args: Any) -> jax.Array:
         *accs, given = args
+        given = {name: _product.with_rank(x, accs[0].ndim) for name, x in given.items()}
         z = accs[-1] + given["b1"].astype(accs[-1].dtype) if "b1" in given else accs[-1]
         h = activation(accs[0] if gated else z)
         if not isinstance(h, jax.Array) or h.shape != z.shape:

@@ -18,6 +18,7 @@ from cutjax.grouped import group_sizes_of, local_sizes
 _MATRICES = lax.RaggedDotDimensionNumbers(  # of ragged_dot
     dot_dimension_numbers=(([1], [1]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 def ragged_dot(
@@ -169,7 +170,8 @@ def _check(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, dims: Any, precisio
         groups = sizes.shape[-1]
     shapes = lhs.shape, rhs.shape, (*sizes.shape[:-1], groups)
     avals = map(jax.ShapeDtypeStruct, shapes, (lhs.dtype, rhs.dtype, sizes.dtype))
-    return jax.eval_shape(lambda x, y, sizes: lax.ragged_dot_general(x, y, sizes, dims, precision, dtype), *avals)
+    with jax.sharding.use_abstract_mesh(_NO_MESH):  # on an explicit one jax has no rule for it
+        return jax.eval_shape(lambda x, y, sizes: lax.ragged_dot_general(x, y, sizes, dims, precision, dtype), *avals)
 
 
 def _alike(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -173,19 +173,25 @@ def _check_sharding(where: str, *avals: Any) -> None:
 
 
 def broadcastable(bias: Any, shape: tuple[int, ...], where: str) -> jax.Array:
-    """The selection bias, or an error if it does not broadcast."""
+    """The selection bias in the logits' rank, or an error if it does not broadcast."""
     bias = jnp.asarray(bias)
     if bias.ndim > len(shape) or any(
         n not in (1, size) for n, size in zip(bias.shape[::-1], shape[::-1], strict=False)
     ):
         raise ValueError(f"{where}: selection_bias is {bias.shape}, which does not broadcast against {shape}")
-    return bias
+    return _product.with_rank(bias, len(shape))
 
 
 def _picked(scores: jax.Array, indices: jax.Array) -> jax.Array:
     """The scores of the chosen: a masked sum and not a gather, whose transpose would be a scatter-add."""
-    chosen = indices[..., None] == jnp.arange(scores.shape[-1], dtype=jnp.int32)
-    return jnp.where(chosen, scores[..., None, :], 0).sum(-1)
+    return jnp.where(_is_expert(indices, scores.shape[-1]), scores[..., None, :], 0).sum(-1)
+
+
+def _is_expert(indices: jax.Array, experts: int) -> jax.Array:
+    """Whether each index is that of each expert, ``[..., experts]``."""
+    return indices[..., None] == lax.broadcasted_iota(
+        indices.dtype, (*(1 for _ in indices.shape), experts), indices.ndim
+    )
 
 
 def _inverse(permutation: jax.Array) -> jax.Array:
@@ -196,7 +202,7 @@ def _inverse(permutation: jax.Array) -> jax.Array:
 
 def _histogram(pairs: jax.Array, experts: int) -> jax.Array:
     """How many pairs each expert has: comparisons and a sum, in one kernel and with no scatter."""
-    return (pairs[..., None] == jnp.arange(experts, dtype=pairs.dtype)).sum(-2, dtype=jnp.int32)
+    return _is_expert(pairs, experts).sum(-2, dtype=jnp.int32)
 
 
 # The losses.

@@ -40,9 +40,7 @@ def _biased(acc, b):
 
 
 def _ragged_contracted(x, dy, sizes):
-    return cutjax.ragged_dot_general(
-        x, dy, sizes, jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-    )
+    return cutjax.ragged_dot_general(x, dy, sizes, jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], []))
 
 
 # Name -> (function, the names of its operands). Of integers and routing alone nothing is differentiated.
@@ -90,12 +88,15 @@ OPERATIONS = {
     "ragged_dot_general": (_ragged_contracted, "x dy sizes"),
     "route": (lambda logits: cutjax.route(logits).weights, "logits"),
     "route, all": (
-        lambda logits, bias: cutjax.route(
-            logits, k=3, scoring="sigmoid", renormalize=False, selection_bias=bias
-        ).weights,
+        lambda logits, bias: (
+            cutjax.route(logits, k=3, scoring="sigmoid", renormalize=False, selection_bias=bias).weights
+        ),
         "logits bias",
     ),
-    "dispatch and combine": (lambda x, logits: cutjax.route(logits).combine(cutjax.route(logits).dispatch(x)), "x logits"),
+    "dispatch and combine": (
+        lambda x, logits: cutjax.route(logits).combine(cutjax.route(logits).dispatch(x)),
+        "x logits",
+    ),
     "moe": (cutjax.moe, "x logits g u d"),
     "moe, all": (
         lambda x, logits, g, u, d, bias: cutjax.moe(
