@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import _backend, _grouped
 from cutjax._product import accumulator
+from cutjax.gemm import result_dtype, unwrapped
 from cutjax.grouped import group_sizes_of, local_sizes
 
 _MATRICES = lax.RaggedDotDimensionNumbers(  # of ragged_dot
@@ -110,8 +111,10 @@ def ragged_dot_general(
     where = "ragged_dot_general"
     if out_sharding is not None:
         raise NotImplementedError(f"{where}: out_sharding must be None, got {out_sharding}; use jax.shard_map")
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    lhs, rhs = jnp.asarray(unwrapped(lhs)), jnp.asarray(unwrapped(rhs))
     sizes, dims = group_sizes_of(group_sizes, where), ragged_dot_dimension_numbers
+    if preferred_element_type is not None:
+        preferred_element_type = result_dtype(preferred_element_type, where, "preferred_element_type")
     out = _check(lhs, rhs, sizes, dims, precision, preferred_element_type, group_offset)
     (l_contract, r_contract), (l_batch, r_batch) = dims.dot_dimension_numbers
     (ragged,) = dims.lhs_ragged_dimensions

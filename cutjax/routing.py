@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from cutjax import _product
 from cutjax._primitive import define, is_zero, match_varying, zero_tangent
-from cutjax.gemm import matrix
+from cutjax.gemm import integer, matrix, unwrapped
 
 SCORING = ("softmax", "sigmoid")
 ROUTING = "cutjax_routing"  # the name jax.checkpoint policies see
@@ -141,8 +141,7 @@ def _chosen(logits: Any, k: Any, scoring: str, bias: Any, where: str) -> tuple[j
     """The logits in float32, and each token's experts."""
     logits = _logits(logits, where)
     _check_sharding(where, jax.typeof(logits))
-    if not isinstance(k, int | np.integer) or isinstance(k, bool):
-        raise TypeError(f"{where}: k must be an int, got {type(k).__name__}")
+    k = integer(k, "k", where)
     if not 1 <= k <= logits.shape[-1]:
         raise ValueError(f"{where}: k is {k}, but router_logits {logits.shape} are for {logits.shape[-1]} experts")
     if scoring not in SCORING:
@@ -153,7 +152,7 @@ def _chosen(logits: Any, k: Any, scoring: str, bias: Any, where: str) -> tuple[j
         scores += lax.stop_gradient(broadcastable(bias, logits.shape, where)).astype(scores.dtype)
     # A NaN is chosen first, on every platform, and so shows in the token's result.
     scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
-    return logits, checkpoint_name(lax.top_k(scores, int(k))[1], ROUTING)
+    return logits, checkpoint_name(lax.top_k(scores, k)[1], ROUTING)
 
 
 def _logits(x: Any, where: str) -> jax.Array:
@@ -174,7 +173,7 @@ def _check_sharding(where: str, *avals: Any) -> None:
 
 def broadcastable(bias: Any, shape: tuple[int, ...], where: str) -> jax.Array:
     """The selection bias in the logits' rank, or an error if it does not broadcast."""
-    bias = jnp.asarray(bias)
+    bias = jnp.asarray(unwrapped(bias))
     if bias.ndim > len(shape) or any(
         n not in (1, size) for n, size in zip(bias.shape[::-1], shape[::-1], strict=False)
     ):
