@@ -173,7 +173,7 @@ def result_dtype(dtype: Any, where: str, name: str = "out_dtype") -> np.dtype:
         frame, level = sys._getframe(), 1
         while frame.f_back and os.path.dirname(frame.f_code.co_filename) == os.path.dirname(__file__):
             frame, level = frame.f_back, level + 1
-        message += "To enable more dtypes, set the jax_enable_x64 configuration option."
+        message += " To enable more dtypes, set the jax_enable_x64 configuration option."
         warnings.warn(message, stacklevel=level)
     return found
 

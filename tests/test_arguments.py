@@ -206,11 +206,10 @@ def test_the_place_in_a_message_is_the_users(kind, grouped):
     for warm in (False, True):  # jax caches traces, which have the place of their first use
         if warm and kind not in ("side effect", "side effect, jitted", "reduction in a rule"):
             jax.eval_shape(MESSAGES[kind], jnp.ones((4, 4)))
+        product = functools.partial(cutjax.grouped_gemm, X, W[None], SIZES[:1])
+        product = product if grouped else functools.partial(cutjax.gemm, jnp.ones((4, 3)), W)
         with pytest.raises((NotImplementedError, TypeError)) as error:
-            if grouped:
-                cutjax.grouped_gemm(X, W[None], SIZES[:1], epilogue=MESSAGES[kind])
-            else:
-                cutjax.gemm(jnp.ones((4, 3)), W, epilogue=MESSAGES[kind])
+            product(epilogue=MESSAGES[kind])
         place = re.search(r"(?: at |, see )(\S*?):(\d+)", str(error.value))
         assert place, str(error.value)
         assert place[1] == __file__
