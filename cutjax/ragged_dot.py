@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
@@ -33,7 +34,8 @@ def ragged_dot(
 ) -> jax.Array:
     """``jax.lax.ragged_dot``, to which it is equal to rounding: ``grouped_gemm`` in that function's signature.
 
-    Differentiable to any order and batchable over any axes of any arguments.
+    Differentiable to any order and batchable over any axes of any arguments. Symbolic sizes (``jax.export``), for which
+    no kernel can be compiled, are left to ``jax.lax.ragged_dot``.
 
     Args:
       lhs: ``[m, k]``, rows sorted by group.
@@ -49,7 +51,8 @@ def ragged_dot(
 
     Raises:
       TypeError, ValueError: as ``jax.lax.ragged_dot``.
-      NotImplementedError: with ``out_sharding``; and when compiled, as ``cutjax.grouped_gemm``.
+      NotImplementedError: with ``out_sharding``; with symbolic sizes where the backend is "cuda" or there is a
+        ``group_offset``; and when compiled, as ``cutjax.grouped_gemm``.
 
     Example:
       >>> import cutjax, jax.numpy as jnp
@@ -99,7 +102,8 @@ def ragged_dot_general(
 
     Raises:
       TypeError, ValueError: as ``jax.lax.ragged_dot_general``.
-      NotImplementedError: with ``out_sharding``; and when compiled, as ``cutjax.grouped_gemm``.
+      NotImplementedError: with ``out_sharding``; with symbolic sizes where the backend is "cuda" or there is a
+        ``group_offset``; and when compiled, as ``cutjax.grouped_gemm``.
 
     Example:
       >>> import cutjax, jax, jax.numpy as jnp
@@ -116,12 +120,18 @@ def ragged_dot_general(
     if preferred_element_type is not None:
         preferred_element_type = result_dtype(preferred_element_type, where, "preferred_element_type")
     out = _check(lhs, rhs, sizes, dims, precision, preferred_element_type, group_offset)
+    backend = _backend.resolve(None, where)
+    if any(jax.export.is_symbolic_dim(size) for x in (lhs, rhs, sizes) for size in x.shape):
+        if backend == "cuda" or group_offset is not None:
+            what = "group_offset" if group_offset is not None else "backend 'cuda'"
+            raise NotImplementedError(f"{where}: {what} needs known sizes, got {lhs.shape}, {rhs.shape}, {sizes.shape}")
+        return lax.ragged_dot_general(lhs, rhs, sizes, dims, precision, preferred_element_type)
     (l_contract, r_contract), (l_batch, r_batch) = dims.dot_dimension_numbers
     (ragged,) = dims.lhs_ragged_dimensions
     if ragged in l_batch:
         return lax.dot_general(lhs, rhs, dims.dot_dimension_numbers, precision, preferred_element_type)
 
-    how: dict[str, Any] = {"backend": _backend.resolve(None, where), "config": None}
+    how: dict[str, Any] = {"backend": backend, "config": None}
     how["precision"] = tuple(precision) if isinstance(precision, list) else precision  # hashable
     lhs, rhs = _alike(lhs, rhs)
     l_free = _others(lhs.ndim, l_contract, l_batch)
