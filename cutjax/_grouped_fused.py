@@ -38,8 +38,7 @@ def call(
     **params: Any,
 ) -> Any:
     """Traces a function and binds the primitive; what the function returns."""
-    arrays = [v for v in jax.tree.leaves(operands) if isinstance(v, jax.Array)]
-    x, sizes, *ws = match_varying(x, sizes, *ws, *arrays)[: 2 + len(ws)]
+    x, sizes, *ws = match_varying(x, sizes, *ws)
     x, sizes, *ws = with_ranks(x, sizes, ws)
     avals = [jax.typeof(v) for v in (x, sizes, *ws)]
     _grouped.check("grouped_gemm", *avals)

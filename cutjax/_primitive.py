@@ -124,6 +124,8 @@ def define(
         return primitive.bind(*args, **params)
 
     bind.__name__ = name  # what the profiler shows of an eager call
+    # By this jax knows that there is nothing smaller to run one by one, in search of a NaN (jax_debug_nans).
+    bind._apply_primitive = True  # pyright: ignore[reportFunctionMemberAccess]
 
     @functools.cache
     def compiled(names: tuple[str, ...]) -> Callable[..., Any]:

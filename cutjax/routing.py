@@ -131,7 +131,8 @@ def routed(logits: Any, k: Any, scoring: str, renormalize: bool, bias: Any, wher
     else:
         weights = jnp.exp(picked)
     pairs = indices.reshape(*indices.shape[:-2], -1)
-    permutation = jnp.argsort(pairs, stable=True).astype(jnp.int32)
+    # To shard_map an argsort does not vary over the mesh axes its argument varies over, which it does.
+    permutation = match_varying(jnp.argsort(pairs, stable=True).astype(jnp.int32), pairs)[0]
     inverse = jnp.vectorize(_inverse, signature="(r)->(r)")(permutation).reshape(indices.shape)
     sizes = _histogram(pairs, logits.shape[-1])
     return Routing(indices, *(checkpoint_name(x, ROUTING) for x in (weights, permutation, inverse, sizes)))
@@ -220,7 +221,8 @@ def load_balance_loss(
     scores of a token divided by their sum. It is 1 where all experts get the same, and at most the number of experts.
     For k=1 it is equation 4 of Switch Transformer (Fedus et al., 2021, arXiv:2101.03961) without its factor alpha,
     after the auxiliary loss of GShard (Lepikhin et al., 2020, arXiv:2006.16668). For larger k all choices count alike,
-    and f_e still sums to 1. The gradient is that of p_e: f_e is a count.
+    and f_e still sums to 1; Hugging Face's loss of Mixtral, where it sums to k, is k times this one. The gradient is
+    that of p_e: f_e is a count.
 
     Args:
       router_logits: ``[..., tokens, experts]``. The means are over all tokens; ``jax.vmap`` makes a loss per sequence.

@@ -283,7 +283,7 @@ def test_symbolic_sizes(kind, backend):
 def test_symbolic_sizes_have_no_kernel():
     (m,) = jax.export.symbolic_shape("m")
     args = jax.ShapeDtypeStruct((m, 4), jnp.float32), jnp.ones((3, 4, 5)), jnp.array([2, 0, 3], jnp.int32)
-    with cutjax.use_backend("cuda"), pytest.raises(NotImplementedError, match="ragged_dot.*'cuda' needs known sizes"):
+    with cutjax.use_backend("cuda"), pytest.raises(NotImplementedError, match=r"ragged_dot.*'cuda' needs known sizes"):
         jax.export.export(jax.jit(lambda *args: cutjax.ragged_dot(*args)), platforms=["cuda"])(*args)
-    with pytest.raises(NotImplementedError, match="ragged_dot.*group_offset needs known sizes"):
+    with pytest.raises(NotImplementedError, match=r"ragged_dot.*group_offset needs known sizes"):
         jax.export.export(jax.jit(lambda *args: cutjax.ragged_dot(*args, group_offset=0)))(*args)
