@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cutjax import checkpoint_policies
 from cutjax._backend import use_backend
 from cutjax._config import Config
 from cutjax._problem import Problem
@@ -20,6 +21,7 @@ __all__ = [
     "Problem",
     "Routing",
     "candidates",
+    "checkpoint_policies",
     "explain",
     "gemm",
     "grouped_gemm",

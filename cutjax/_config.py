@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import operator
 
 from cutjax._problem import Problem, short_dtype
 
@@ -43,8 +44,10 @@ class Config:
             if field.name == "schedule":
                 if value not in SCHEDULES:
                     raise ValueError(f"Config: schedule={value!r}, expected one of {SCHEDULES}")
-            elif not isinstance(value, int) or isinstance(value, bool):
+            elif isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise ValueError(f"Config: {field.name}={value!r}, expected an int")
+            else:
+                object.__setattr__(self, field.name, operator.index(value))  # as numpy has it too
         reasons = []
         if self.bm not in (64, 128, 256):
             reasons.append(f"bm={self.bm}: a warpgroup's wgmma has 64 rows, so bm is 64, 128 or 256")

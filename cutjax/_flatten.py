@@ -44,8 +44,8 @@ def aval_of(x: Any) -> Any:
 
 
 def where(eqn: Any) -> str:
-    """The user's line."""
-    return source_info_util.summarize(eqn.source_info)
+    """The user's line; that of the product where the epilogue itself is a function of a library."""
+    return source_info_util.summarize(eqn.source_info) or source_info_util.summarize(source_info_util.current())
 
 
 @dataclasses.dataclass

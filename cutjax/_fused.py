@@ -39,8 +39,7 @@ def call(
     **params: Any,
 ) -> Any:
     """Traces a function and binds the primitive; what the function returns."""
-    arrays = [x for x in jax.tree.leaves(operands) if isinstance(x, jax.Array)]
-    a, *bs = match_varying(a, *bs, *arrays)[: 1 + len(bs)]
+    a, *bs = match_varying(a, *bs)
     acc = accumulator(a.dtype, tile(*map(jax.typeof, (a, *bs)), layout=layout))
     traced = trace_with_dtype(fn, [acc] * len(bs), operands, out_dtype)
     how = {"layout": layout, **params}

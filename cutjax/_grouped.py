@@ -74,7 +74,8 @@ def rows_of_groups(sizes: jax.Array, m: int, leading: bool) -> tuple[jax.Array, 
 def group_of_row(sizes: jax.Array, m: int, leading: bool) -> tuple[jax.Array, jax.Array]:
     """For each row its group, int32 [*B, m], and whether it has one, bool [*B, m]; a row without counts as group 0."""
     ends = rows_of_groups(sizes, m, False)[1]
-    before = ends[..., None, :] <= jnp.arange(m, dtype=jnp.int32)[:, None]
+    row = lax.broadcasted_iota(np.int32, (*(1 for _ in ends.shape[:-1]), m, 1), ends.ndim - 1)
+    before = ends[..., None, :] <= row
     group = jnp.sum(before, -1, dtype=jnp.int32) - int(leading)
     has = (group >= 0) & (group < sizes.shape[-1] - leading)
     return jnp.where(has, group, 0), has

@@ -38,8 +38,7 @@ def call(
     **params: Any,
 ) -> Any:
     """Traces a function and binds the primitive; what the function returns."""
-    arrays = [v for v in jax.tree.leaves(operands) if isinstance(v, jax.Array)]
-    x, sizes, *ws = match_varying(x, sizes, *ws, *arrays)[: 2 + len(ws)]
+    x, sizes, *ws = match_varying(x, sizes, *ws)
     x, sizes, *ws = with_ranks(x, sizes, ws)
     avals = [jax.typeof(v) for v in (x, sizes, *ws)]
     _grouped.check("grouped_gemm", *avals)
@@ -130,7 +129,7 @@ class Groups:
         """What broadcasts against ``[*B, m, n]``, with another value in rows of no group."""
         starts, ends = _grouped.rows_of_groups(self.sizes, m, self.leading)
         first, end = jnp.min(starts, -1, keepdims=True, initial=m), jnp.max(ends, -1, keepdims=True, initial=0)
-        row = jnp.arange(m, dtype=jnp.int32)
+        row = lax.broadcasted_iota(np.int32, (*(1 for _ in first.shape[:-1]), m), first.ndim - 1)
         has = (first <= row) & (row < end)
         return jnp.where(has[..., None], x, jnp.asarray(other, x.dtype))
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.sharding import AxisType
 
-from cutjax._compile import CompilerMissing
+from cutjax import _compile
 from cutjax._launch import TARGET, Launch
 from cutjax._settings import settings
 
@@ -20,10 +23,65 @@ if TYPE_CHECKING:
 
 PARTITIONED = "the program is divided over devices and XLA cannot divide a kernel: call it inside jax.shard_map"
 
-# What would run on CUDA, for each primitive: (*avals, arch, **params) -> Choice. cutjax.explain asks here.
+# The kernel CUDA has, or why none, for each primitive: (*avals, arch, **params) -> Choice.
 choosers: dict[core.Primitive, Callable[..., Choice]] = {}
 # The primitives that are others in disguise: (*arrays, **params) -> result(s).
 compositions: dict[core.Primitive, Callable[..., Any]] = {}
+# Whether lowering is only to say for how many devices it is. A user context, so that jit keeps no such program.
+_counting_devices = jax.make_user_context(False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What a product is lowered to.
+
+    Attributes:
+      runs: a kernel's name, "XLA", or "error".
+      why: the reasons.
+      choice: the kernel that CUDA has for the problem, or why it has none; None where nobody asked.
+      warns: whether the reason is one to warn of.
+    """
+
+    runs: str
+    why: str
+    choice: Choice | None = None
+    warns: bool = False
+
+
+def decide(
+    primitive: core.Primitive, avals: Sequence[Any], params: dict[str, Any], *, platform: str, divided: bool
+) -> Decision:
+    """What runs for a product: the lowering rules do what it says, and ``cutjax.explain`` shows it.
+
+    Args:
+      primitive: one of ``choosers``.
+      avals: of its operands.
+      params: its parameters.
+      platform: what the program is lowered for, "cuda", "cpu", or several in one string.
+      divided: whether XLA's partitioner divides the program at this place over several devices.
+    """
+    backend, config = params["backend"], params["config"]
+    if platform != "cuda":
+        if backend != "cuda":
+            return Decision("XLA", f"platform {platform}")
+        why = f"backend 'cuda' needs an NVIDIA GPU, but the program is compiled for {platform}"
+        return Decision("error", f"{why}; 'auto' and 'xla' run on any platform")
+    if backend == "xla":
+        return Decision("XLA", "backend 'xla'")
+    strict = backend == "cuda" or config is not None  # who pins a kernel wants that one
+    if divided and not strict:
+        return Decision("XLA", PARTITIONED)
+    choice = choosers[primitive](*avals, arch=target_arch(), **params)
+    why = "; ".join(choice.reasons)
+    if choice.problem.flops == 0:
+        return Decision("XLA", why, choice)  # an empty result, or zeros: nothing to launch, under "cuda" neither
+    if choice.config is None:
+        pinned = "" if config is None else f" with {config}"
+        error = Decision("error", f"no kernel for {choice.problem}{pinned}: {why}", choice)
+        return error if strict else Decision("XLA", why, choice)
+    if missing := _compile.compiler_missing():
+        return Decision("error" if strict else "XLA", f"cannot compile a kernel: {missing}", choice, warns=not strict)
+    return Decision(choice.kernel, why, choice)
 
 
 def define(
@@ -66,6 +124,8 @@ def define(
         return primitive.bind(*args, **params)
 
     bind.__name__ = name  # what the profiler shows of an eager call
+    # By this jax knows that there is nothing smaller to run one by one, in search of a NaN (jax_debug_nans).
+    bind._apply_primitive = True  # pyright: ignore[reportFunctionMemberAccess]
 
     @functools.cache
     def compiled(names: tuple[str, ...]) -> Callable[..., Any]:
@@ -96,55 +156,31 @@ def define(
     on_cuda = mlir.lower_fun(functools.partial(reference, on_cuda=True), multiple_results=multiple_results)
     elsewhere = mlir.lower_fun(functools.partial(reference, on_cuda=False), multiple_results=multiple_results)
 
-    def lower_elsewhere(ctx: mlir.LoweringRuleContext, *args: Any, backend: str, **params: Any) -> Any:
-        if backend == "cuda":
-            platforms = ", ".join(ctx.platforms or ctx.module_context.platforms)
-            raise NotImplementedError(
-                f"{name}: backend 'cuda' needs an NVIDIA GPU, but the program is compiled for {platforms}; 'auto' and "
-                "'xla' run on any platform"
-            )
-        return elsewhere(ctx, *args, backend=backend, **params)
-
-    def lower_cuda(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
-        plan = _plan(ctx, choose, launch, name, **params)
-        if plan is None:
-            return on_cuda(ctx, *args, **params)
+    def lower(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+        if _counting_devices.value:
+            zeros = [functools.partial(jnp.zeros, x.shape, x.dtype) for x in ctx.avals_out]
+            return mlir.lower_fun(lambda *_: [zero() for zero in zeros])(ctx, *args)
+        platform = ", ".join(ctx.platforms or ctx.module_context.platforms)
+        divided = _partitioned(ctx.module_context.axis_context)
+        decision = decide(primitive, ctx.avals_in, params, platform=platform, divided=divided)
+        if decision.runs == "error":
+            raise NotImplementedError(f"{name}: {decision.why}")
+        if decision.runs == "XLA":
+            if decision.warns:
+                _warn_once(f"{name}: XLA runs, not a kernel: {decision.why}")
+            return (on_cuda if platform == "cuda" else elsewhere)(ctx, *args, **params)
+        assert decision.choice is not None
+        plan = launch(decision.choice.problem, decision.choice.config)
         if plan.finish is None:
             call = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=dict(plan.aliases))
             return call(ctx, *args, **plan.attributes())
         finish, call = plan.finish, jax.ffi.ffi_call(TARGET, plan.results)
-        return mlir.lower_fun(lambda *xs: finish(call(*xs, **plan.attributes())), multiple_results=True)(ctx, *args)
+        return mlir.lower_fun(lambda *xs: finish(call(*xs, **plan.attributes())))(ctx, *args)
 
-    mlir.register_lowering(primitive, lower_elsewhere)
-    mlir.register_lowering(primitive, lower_cuda, platform="cuda")
+    mlir.register_lowering(primitive, lower)
+    mlir.register_lowering(primitive, lower, platform="cuda")
     choosers[primitive] = choose
     return primitive
-
-
-def _plan(
-    ctx: Any, choose: Callable[..., Choice], launch: Callable[..., Launch], name: str, **params: Any
-) -> Launch | None:
-    """The launch of the kernel that runs here, None where XLA does; an error where only a kernel would do."""
-    if params["backend"] == "xla":
-        return None
-    strict = params["backend"] == "cuda" or params["config"] is not None  # who pins a kernel wants that one
-    if not strict and _partitioned(ctx.module_context.axis_context):
-        return None
-    choice = choose(*ctx.avals_in, arch=target_arch(), **params)
-    if choice.problem.flops == 0:
-        return None  # an empty result, or zeros: nothing to launch, so XLA serves it even under "cuda"
-    if choice.config is None:
-        if strict:
-            pinned = "" if params["config"] is None else f" with {params['config']}"
-            raise NotImplementedError(f"{name}: no kernel for {choice.problem}{pinned}: " + "; ".join(choice.reasons))
-        return None
-    try:
-        return launch(choice.problem, choice.config)
-    except CompilerMissing as missing:
-        if strict:
-            raise NotImplementedError(f"{name}: cannot compile a kernel: {missing}") from missing
-        _warn_once(f"{name}: XLA runs, not a kernel: {missing}")
-        return None
 
 
 def _partitioned(context: Any) -> bool:
@@ -153,8 +189,38 @@ def _partitioned(context: Any) -> bool:
     To the partitioner a custom call is a box it can only replicate: right, but every device would do all the work.
     """
     if isinstance(context, mlir.SPMDAxisContext):  # inside shard_map: its manual axes are divided already
-        return any(size > 1 for axis, size in context.mesh.shape.items() if axis not in context.manual_axes)
+        return leaves_axes(context.mesh, context.manual_axes)
     return getattr(context, "num_devices", 1) > 1
+
+
+def leaves_axes(mesh: Any, manual: Any) -> bool:
+    """Whether a shard_map over axes of a mesh leaves some to XLA; those of one around it are the mesh's manual ones."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return any(mesh.shape[x] > 1 and x not in manual for x, kind in kinds if kind != AxisType.Manual)
+
+
+def live(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The equations that jit lowers: those whose results something uses."""
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+def device_count(traced: Any, platforms: Sequence[str]) -> int:
+    """For how many devices jax lowers what ``jax.jit(f).trace(...)`` returned.
+
+    Where the program is sharded is written in its arguments, in jit's shardings, in meshes and constraints anywhere in
+    it, and in the scope. Jax adds that up when it lowers, so it does that here, with zeros for the products. Some
+    programs can be lowered on some platforms alone, so several are tried; the number is the same on each.
+    """
+    errors = []
+    for platform in dict.fromkeys(platforms):
+        try:
+            with _counting_devices(True):
+                module = traced.lower(lowering_platforms=(platform,)).compiler_ir()
+        except Exception as error:
+            errors.append(error)
+        else:
+            return module.operation.attributes["mhlo.num_partitions"].value
+    raise errors[0]
 
 
 @functools.lru_cache(maxsize=1)

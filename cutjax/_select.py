@@ -58,7 +58,13 @@ class Choice:
 
 def supports(config: Config, problem: Problem) -> str | None:
     """Says why ``config`` cannot serve ``problem``: every reason in one string, or None when it can."""
-    return "; ".join(_sm90.problem_reasons(problem) + _sm90.config_reasons(config, problem)) or None
+    return "; ".join(_reasons(problem, config)) or None
+
+
+def _reasons(problem: Problem, config: Config) -> list[str]:
+    """Every reason why a config cannot serve a problem."""
+    found = _sm90.problem_reasons(problem) + _sm90.config_reasons(config, problem)
+    return found or _sm90.launch_reasons(problem, config)
 
 
 def candidates(problem: Problem) -> tuple[Config, ...]:
@@ -66,6 +72,8 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
     if _sm90.problem_reasons(problem):
         return ()
     serving = [config for config in _candidates(problem) if not _sm90.config_reasons(config, problem)]
+    if serving and _sm90.launch_reasons(problem, serving[0]):  # what one launch is told is as much for every config
+        return ()
     return tuple(sorted(serving, key=lambda config: predict(config, problem)))
 
 
@@ -223,16 +231,15 @@ def choose(problem: Problem, config: Config | None = None, platform: str = "cuda
 
 @functools.lru_cache(maxsize=4096)
 def _choose(problem: Problem, config: Config | None) -> Choice:
-    reasons = tuple(_sm90.problem_reasons(problem))
-    if config is not None:
-        reasons += tuple(_sm90.config_reasons(config, problem))
-    if reasons:
-        return Choice(problem, None, reasons)
-    why = "pinned by config="
-    if config is None:
+    reasons, why = [], "pinned by config="
+    if config is None and not (reasons := _sm90.problem_reasons(problem)):
         served = candidates(problem)
-        config = served[0]
         why = f"predicted fastest of {len(served)} configs"
+        config = served[0] if served else next(_candidates(problem))  # where none serves, the smallest says why
+    if config is not None:
+        reasons = _reasons(problem, config)
+    if config is None or reasons:
+        return Choice(problem, None, tuple(reasons))
     time_us = predict(config, problem)
     floor_us = 1e6 * max(problem.flops / PEAK_FLOPS, problem.bytes / COPY_BYTES_PER_SECOND)
     return Choice(problem, config, (why,), time_us, min(1.0, floor_us / time_us))

@@ -249,7 +249,21 @@ def _steps(moves: Sequence[int], sizes: Sequence[int]) -> list[int]:
     return steps[::-1]
 
 
+def launch_reasons(problem: Problem, config: Config) -> list[str]:
+    """Why what both serve cannot be launched: there is a limit to what one launch is told."""
+    try:
+        _planned(problem, config, b"-")
+    except ValueError as error:
+        return [f"operands and results are too many or too large for one launch ({error})"]
+    return []
+
+
 def launch(problem: Problem, config: Config) -> Launch:
+    """The compiled kernel and the plan of its launch."""
+    return _planned(problem, config, compile_config(problem, config).image)
+
+
+def _planned(problem: Problem, config: Config, cubin: bytes) -> Launch:
     """The plan of one launch: buffers are a, the bs, sizes of groups, the epilogue's operands and results, in order."""
     p, c, epilogue = problem, config, _fusion.of(problem)
     still = (1, *(False,) * (2 + len(epilogue.operands) + bool(p.groups)))
@@ -285,7 +299,7 @@ def launch(problem: Problem, config: Config) -> Launch:
             groups += [Pointer(i) for i, _ in full]
     return Launch(
         kernel=c.name(p),
-        cubin=compile_config(p, c).image,
+        cubin=cubin,
         grid=(_most_tiles(c, p) * c.cluster, 1, 1),
         block=(128 * (1 + c.consumers), 1, 1),
         cluster=(c.cluster, 1, 1),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from cutjax._flatten import (
 )
 from cutjax._rules import UNIT_MOVES, bind, evaluate
 
-source_info_util.register_exclusion(__file__)  # a line that calls the user's function is not the user's
+source_info_util.register_exclusion(os.path.dirname(__file__) + os.sep)  # no line of this package is the user's
 DTYPES = frozenset(
     ["bool", "bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"]
     + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.sharding import AxisType
 
 from cutjax import _derivative, _fused, _grouped_fused, _primitive
 from cutjax._expression import Epilogue
@@ -115,10 +114,12 @@ def _fused_lines(row: Row) -> list[str]:
 def explain(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..., Explanation]:
     """Says for every product in a function what runs, why, and how fast it should be.
 
-    The function is traced, not run. To see the products of a backward pass, explain the gradient.
+    It is what ``jax.jit`` would lower: the same function decides, what nothing uses is left out, and the program is for
+    as many devices. The function is neither compiled nor run. To see the products of a backward pass, explain the
+    gradient.
 
     Args:
-      fn: any traceable function, jitted or not.
+      fn: any function that ``jax.jit`` takes, jitted or not.
       platform: "cuda", "cpu", ...; by default the one this process computes on.
 
     Returns:
@@ -133,79 +134,62 @@ def explain(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[
     """
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        where = platform or ("cuda" if _primitive.on_cuda() else jax.default_backend())
-        arch = _primitive.target_arch()
-        shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]
-        divided = any(s is not None and s.num_devices > 1 for s in shardings)
-        jaxpr = jax.make_jaxpr(fn)(*args, **kwargs).jaxpr
+        here = "cuda" if _primitive.on_cuda() else jax.default_backend()
+        where = "cuda" if platform == "gpu" else platform or here
+        jitted: Any = fn if hasattr(fn, "trace") else jax.jit(lambda *args, **kwargs: fn(*args, **kwargs))
+        traced = jitted.trace(*args, **kwargs)
+        divided = _primitive.device_count(traced, (where, here)) > 1
         counts: dict[Row, int] = {}
-        for eqn, count, exact, parted in _products(jaxpr, 1, True, divided):
-            row = _row(eqn, where, arch, exact, parted)
+        for eqn, count, exact, parted in _products(_primitive.live(_open(traced.jaxpr)), where, 1, True, divided):
+            row = _row(eqn, where, exact, parted)
             counts[row] = counts.get(row, 0) + count
         rows = tuple(dataclasses.replace(row, count=count) for row, count in counts.items())
-        return Explanation(rows, where, arch)
+        return Explanation(rows, where, _primitive.target_arch())
 
     return explained
 
 
 def _products(
-    jaxpr: core.Jaxpr, count: int, exact: bool, divided: bool, used: list[bool] | None = None
+    jaxpr: core.Jaxpr, platform: str, count: int, exact: bool, divided: bool
 ) -> Iterator[tuple[Any, int, bool, bool]]:
-    """Every equation of a cutjax primitive, with how often it runs, and whether XLA divides it over devices.
-
-    ``used`` says which results are needed; what nothing needs is compiled away, and left out here.
-    """
-    wanted = {id(x) for i, x in enumerate(jaxpr.outvars) if used is None or used[i]}
-    live = []
-    for eqn in reversed(jaxpr.eqns):
-        results = [id(x) in wanted for x in eqn.outvars]
-        if any(results) or eqn.effects:
-            wanted.update(map(id, eqn.invars))
-            live.append((eqn, results))
-    for eqn, results in reversed(live):
+    """Every equation of a cutjax primitive, with how often it runs, and whether XLA divides it over devices."""
+    for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
+        inner = divided
         if eqn.primitive in _primitive.choosers:
             yield eqn, count, exact, divided
             continue
         if eqn.primitive in _primitive.compositions:
             inside = functools.partial(_primitive.compositions[eqn.primitive], **params)
-            avals = (x.aval for x in eqn.invars)
-            composed = jax.make_jaxpr(inside)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)).jaxpr
-            yield from _products(composed, count, exact, divided)
+            avals: list[Any] = [x.aval for x in eqn.invars]
+            subs = [jax.make_jaxpr(inside)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)).jaxpr]
+        elif name == "cond" and params.get("branches_platforms"):  # lax.platform_dependent: one branch is lowered
+            places = params["branches_platforms"]
+            taken = next(i for i, names in enumerate(places) if names is None or platform in names)
+            yield from _products(_open(params["branches"][taken]), platform, count, exact, divided)
             continue
-        inner = divided
+        else:
+            subs = core.jaxprs_in_params(params)
         if name == "shard_map":
-            inner = _divided_inside(params)
-        for sub in core.jaxprs_in_params(params):
+            manual = params.get("newly_manual_axes", params.get("manual_axes"))  # renamed after jax 0.10
+            inner = _primitive.leaves_axes(params["mesh"], manual)
+        for sub in subs:
             times = params["length"] if name == "scan" else 1
-            needed = results if name in ("jit", "pjit") else None
-            yield from _products(sub, count * times, exact and name not in ("while", "cond"), inner, needed)
+            yield from _products(sub, platform, count * times, exact and name not in ("while", "cond"), inner)
 
 
-def _divided_inside(shard_map: dict[str, Any]) -> bool:
-    """Whether a shard_map leaves mesh axes to XLA."""
-    mesh = shard_map["mesh"]
-    manual = shard_map.get("newly_manual_axes", shard_map.get("manual_axes"))  # renamed after jax 0.10
-    left = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual]
-    return any(mesh.shape[axis] > 1 and axis not in manual for axis in left)
+def _open(jaxpr: Any) -> core.Jaxpr:
+    """The jaxpr of a closed one, which after jax 0.10 is the same."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def _row(eqn: Any, platform: str, arch: str, exact: bool, divided: bool) -> Row:
-    avals = [x.aval for x in eqn.invars]
-    backend, pinned = eqn.params["backend"], eqn.params["config"] is not None
-    choice = _primitive.choosers[eqn.primitive](*avals, arch=arch, **eqn.params)
-    kernel, why = choice.kernel, "; ".join(choice.reasons)
-    if backend == "xla":
-        kernel, why = "XLA", "backend 'xla'"
-    elif divided and not (backend == "cuda" or pinned):
-        kernel, why = "XLA", _primitive.PARTITIONED
-    elif choice.config is None and (backend == "cuda" or pinned) and choice.problem.flops:
-        kernel = "error"
-    runs = kernel
-    if platform != "cuda":
-        runs = "error" if backend == "cuda" else "XLA"
-        why = f"platform {platform}; on cuda: {why}"
-    row = Row(runs, why, kernel, choice, 0, exact, backend)
+def _row(eqn: Any, platform: str, exact: bool, divided: bool) -> Row:
+    avals, params = [x.aval for x in eqn.invars], eqn.params
+    decide = functools.partial(_primitive.decide, eqn.primitive, avals, params, divided=divided)
+    cuda, here = decide(platform="cuda"), decide(platform=platform)
+    choice = cuda.choice or _primitive.choosers[eqn.primitive](*avals, arch=_primitive.target_arch(), **params)
+    why = here.why if platform == "cuda" else f"{here.why}; on cuda: {cuda.why}"
+    row = Row(here.runs, why, cuda.runs, choice, 0, exact, params["backend"])
     if eqn.primitive not in (_fused.gemm_fused_p, _grouped_fused.grouped_gemm_fused_p):
         return row
     epilogue = eqn.params["epilogue"]
@@ -226,7 +210,10 @@ def _array(aval: Any) -> str:
 def _saves(epilogue: Epilogue, dtype: Any, save: str) -> str:
     """What the derivative in everything that has one takes."""
     differentiable = tuple(jnp.issubdtype(spec.dtype, jnp.inexact) for spec in epilogue.operands)
-    needed = _derivative.accumulators_needed(epilogue, (True,) * epilogue.products, differentiable)
+    try:
+        needed = _derivative.accumulators_needed(epilogue, (True,) * epilogue.products, differentiable)
+    except NotImplementedError as error:  # as jax raises of nextafter, where a derivative is asked for
+        return f"has no derivative: {error}"
     names = [f"acc{i if epilogue.products > 1 else ''}" for i, need in enumerate(needed) if need]
     if not names:
         return "needs no accumulator"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+import os
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,6 +85,7 @@ def gemm(
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"gemm: config must be a cutjax.Config, got {type(config).__name__}")
     backend = _backend.resolve(backend, "gemm")
+    out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
     check_epilogue(b, epilogue, operands, out_dtype, save)
     x, ys = matrix(a, "a"), weights(b, "b")
     several = isinstance(out_dtype, tuple)
@@ -95,7 +100,7 @@ def gemm(
 
     if epilogue is not None:
         x, *ys = (with_rank(v, len(batch) + 2) for v in (x, *ys))
-        out = out_dtype if several else dtype
+        out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, tuple(operands))
         return _fused.call(
             epilogue, x, ys, operands, layout=layout, out_dtype=out, backend=backend, config=config, save=save
         )
@@ -139,10 +144,43 @@ def weights(b: Any, name: str, where: str = "gemm") -> list[jax.Array]:
     return ys
 
 
+def unwrapped(x: Any) -> Any:
+    """The array of an object that stands for one, such as a parameter of a library; all else as it is."""
+    return x.__jax_array__() if hasattr(x, "__jax_array__") and not isinstance(x, jax.Array) else x
+
+
+def integer(x: Any, name: str, where: str) -> int:
+    """The integer, of any type but bool, or an error that says what came."""
+    try:
+        if not isinstance(x, bool):
+            return operator.index(x)
+    except TypeError:
+        pass
+    raise TypeError(f"{where}: {name} must be an int, got {type(x).__name__}")
+
+
+def result_dtype(dtype: Any, where: str, name: str = "out_dtype") -> np.dtype:
+    """The dtype asked for; where jax_enable_x64 is off that of 32 bits, with the warning that jnp gives."""
+    try:
+        asked = np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"{where}: {name} must be a dtype, got {dtype!r}") from None
+    found = np.dtype(jax.dtypes.canonicalize_dtype(asked))
+    if asked != found and dtype not in (int, float, complex):  # Python's types stand for either size
+        message = (
+            f"{where}: Explicitly requested dtype {asked} is not available, and will be truncated to dtype {found}. "
+        )
+        frame, level = sys._getframe(), 1
+        while frame.f_back and os.path.dirname(frame.f_code.co_filename) == os.path.dirname(__file__):
+            frame, level = frame.f_back, level + 1
+        message += " To enable more dtypes, set the jax_enable_x64 configuration option."
+        warnings.warn(message, stacklevel=level)
+    return found
+
+
 def matrix(x: Any, name: str, where: str = "gemm") -> jax.Array:
     """The operand as a JAX array of rank 2 or more, or an error that says what came."""
-    if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):
-        x = x.__jax_array__()
+    x = unwrapped(x)
     if isinstance(x, bool | int | float | complex | np.generic):
         raise ValueError(f"{where}: {name} must have rank 2 or more, got the scalar {x!r}")
     if not isinstance(x, jax.Array | np.ndarray):
@@ -168,7 +206,7 @@ def promote(a: jax.Array, bs: Sequence[jax.Array], out_dtype: DTypeLike | None, 
         if a.dtype == b.dtype:
             return a, *bs, operand  # as they are: weak types stay weak
         return *(x.astype(operand) for x in (a, *bs)), operand
-    out = jax.dtypes.canonicalize_dtype(out_dtype)
+    out = result_dtype(out_dtype, where)
     kinds = (jnp.complexfloating, jnp.floating, jnp.integer)
     rank_out, rank_in = (
         next((i for i, kind in enumerate(kinds) if jnp.issubdtype(t, kind)), 3) for t in (out, operand)

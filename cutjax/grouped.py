@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import _backend, _grouped, _grouped_fused
 from cutjax._config import Config
-from cutjax.gemm import check_epilogue, contracted, matrix, promote, weights
+from cutjax.gemm import check_epilogue, contracted, integer, matrix, promote, unwrapped, weights
 
 LAYOUTS = ("nn", "nt")
 
@@ -81,6 +81,7 @@ def grouped_gemm(
     if layout not in LAYOUTS:
         raise ValueError(f"{where}: unknown layout {layout!r}, expected one of {LAYOUTS}")
     backend = _resolve(backend, config, where)
+    out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
     check_epilogue(w, epilogue, operands, out_dtype, save, where, "w")
     several = isinstance(out_dtype, tuple)
     rows, *ws, dtype = promote(matrix(x, "x", where), weights(w, "w", where), None if several else out_dtype, where)
@@ -101,7 +102,7 @@ def grouped_gemm(
     how: dict[str, Any] = {"layout": layout, "leading": leading, "backend": backend, "config": config}
     if epilogue is None:
         return _grouped.multiply(rows, ws[0], sizes, out_dtype=dtype, **how)
-    out = out_dtype if several else dtype
+    out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, tuple(operands))
     return _grouped_fused.call(epilogue, rows, ws, sizes, operands, out_dtype=out, save=save, **how)
 
 
@@ -161,8 +162,8 @@ def grouped_outer(
         groups = sizes.shape[-1]
     elif group_offset is None:
         raise ValueError(f"{where}: groups={groups} without group_offset, which says of which group the first is")
-    elif not isinstance(groups, int) or groups < 0:
-        raise ValueError(f"{where}: groups must be an int of at least 0, got {groups!r}")
+    elif (groups := integer(groups, "groups", where)) < 0:
+        raise ValueError(f"{where}: groups must be an int of at least 0, got {groups}")
     shapes = f"{shapes}, group_sizes is {sizes.shape}"
     batch = check_batch(where, shapes, a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
     sizes, leading = local_sizes(sizes, group_offset, groups, a.shape[-2], where)
@@ -190,6 +191,7 @@ def check_batch(where: str, shapes: str, *batches: tuple[int, ...]) -> tuple[int
 
 def group_sizes_of(sizes: Any, where: str) -> jax.Array:
     """The group sizes as int32."""
+    sizes = unwrapped(sizes)
     if not isinstance(sizes, jax.Array | np.ndarray):
         raise TypeError(f"{where}: group_sizes must be an array of integers, got {type(sizes).__name__}")
     if not jnp.issubdtype(sizes.dtype, jnp.integer) or sizes.ndim < 1:
@@ -208,13 +210,14 @@ def local_sizes(sizes: jax.Array, offset: ArrayLike | None, groups: int, m: int,
     """The sizes of ``groups`` groups from ``offset`` on, after the number of rows before them; whether it is there."""
     if offset is None:
         return sizes, False
+    offset = unwrapped(offset)
     start = offset if isinstance(offset, jax.Array) else np.asarray(offset)
     if not jnp.issubdtype(start.dtype, jnp.integer) or start.shape not in ((), (1,)):
         raise TypeError(f"{where}: group_offset must be one integer, got {start.dtype}{list(start.shape)}")
     count = sizes.shape[-1]
     first = jnp.clip(_to_int32(start.reshape(())), -groups, count)
     padded = jnp.pad(sizes, [(0, 0)] * (sizes.ndim - 1) + [(1, 1)])  # a group that is not there has no row
-    mine = jnp.take(padded, jnp.clip(first + jnp.arange(1, groups + 1), 0, count + 1), -1, mode="clip")
+    mine = jnp.take(padded, jnp.clip(first + jnp.arange(1, groups + 1, dtype=jnp.int32), 0, count + 1), -1, mode="clip")
     ends = _grouped.rows_of_groups(padded, m, False)[1]
     before = jnp.take(ends, jnp.maximum(first, 0), -1, mode="clip")
     return jnp.concatenate([before[..., None], mine], -1), True

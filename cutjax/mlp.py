@@ -16,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from cutjax import _backend, _derivative, _fused, _grouped_fused, _product
 from cutjax._mlp import How, apart, block
 from cutjax._primitive import match_varying
-from cutjax.gemm import contracted, matrix, promote
+from cutjax.gemm import contracted, matrix, promote, result_dtype, unwrapped
 from cutjax.grouped import check_batch, group_sizes_of, local_sizes
 
 
@@ -91,7 +91,7 @@ def mlp(
     acc = _fused.accumulator(a.dtype, _fused.tile(*map(jax.typeof, (a, *ws)), layout=layout))
     hidden = _hidden("mlp", activation, gate is not None)
     traced = _fused.trace_with_dtype(hidden, [acc] * len(ws), (biases,), (dtype,))
-    how = How(traced.epilogue, layout, _result_dtype(out_dtype, dtype), backend, save)
+    how = How(traced.epilogue, layout, _result_dtype(out_dtype, dtype, "mlp"), backend, save)
     if traced.outside is not None:
         return apart(how, None, hidden, a, ws, v, biases, last)
     a, v, *rest = match_varying(a, v, *ws, *last, *traced.operands)
@@ -183,7 +183,7 @@ def grouped_mlp(
     acc = _fused.accumulator(a.dtype, full)
     hidden = _hidden(where, activation, gate is not None)
     traced = _fused.trace_with_dtype(hidden, [acc] * len(ws), (scale,), (dtype,))
-    how = How(traced.epilogue, layout, _result_dtype(out_dtype, dtype), backend, save, leading)
+    how = How(traced.epilogue, layout, _result_dtype(out_dtype, dtype, where), backend, save, leading)
     if traced.outside is not None:
         return apart(how, sizes, hidden, a, ws, v, scale, [])
     a, sizes, v, *rest = match_varying(a, sizes, v, *ws, *traced.operands)
@@ -216,9 +216,11 @@ def _arrays(
 
 def _hidden(where: str, activation: Callable[[jax.Array], jax.Array], gated: bool) -> Callable[..., jax.Array]:
     """What lies between the products, of the first one's accumulators, the gate's first, and operands by name."""
+    check_activation(where, activation)
 
     def hidden(*args: Any) -> jax.Array:
         *accs, given = args
+        given = {name: _product.with_rank(x, accs[0].ndim) for name, x in given.items()}
         z = accs[-1] + given["b1"].astype(accs[-1].dtype) if "b1" in given else accs[-1]
         h = activation(accs[0] if gated else z)
         if not isinstance(h, jax.Array) or h.shape != z.shape:
@@ -229,12 +231,18 @@ def _hidden(where: str, activation: Callable[[jax.Array], jax.Array], gated: boo
     return hidden
 
 
+def check_activation(where: str, activation: Any) -> None:
+    """Raises if it is none."""
+    if not callable(activation):
+        raise TypeError(f"{where}: activation must be a function, such as jax.nn.silu, got {activation!r}")
+
+
 def _broadcasting(where: str, x: Any, name: str, shape: tuple[int, ...]) -> jax.Array:
-    x = jnp.asarray(x)
+    x = jnp.asarray(unwrapped(x))
     if x.ndim > len(shape) or any(n not in (1, size) for n, size in zip(x.shape[::-1], shape[::-1], strict=False)):
         raise ValueError(f"{where}: {name} is {x.shape}, which does not broadcast against {shape}")
     return x
 
 
-def _result_dtype(out_dtype: DTypeLike | None, dtype: np.dtype) -> np.dtype:
-    return dtype if out_dtype is None else np.dtype(jax.dtypes.canonicalize_dtype(out_dtype))
+def _result_dtype(out_dtype: DTypeLike | None, dtype: np.dtype, where: str) -> np.dtype:
+    return dtype if out_dtype is None else result_dtype(out_dtype, where)

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from cutjax import _backend, _derivative
 from cutjax._primitive import match_varying
 from cutjax.gemm import contracted, matrix
-from cutjax.mlp import grouped_mlp
+from cutjax.mlp import check_activation, grouped_mlp
 from cutjax.routing import broadcastable, routed
 
 ROWS = "cutjax_rows"  # the name jax.checkpoint policies see, of the gathered rows
@@ -81,6 +81,7 @@ def moe(
         raise ValueError(f"moe: unknown layout {layout!r}, expected 'nn' or 'nt'")
     if save not in _derivative.SAVE:
         raise ValueError(f"moe: unknown save {save!r}, expected one of {_derivative.SAVE}")
+    check_activation("moe", activation)
     backend = _backend.resolve(backend, "moe")
     x, logits = matrix(x, "x", "moe"), matrix(router_logits, "router_logits", "moe")
     if x.shape[:-1] != logits.shape[:-1]:

@@ -7,17 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import _backend, _grouped
 from cutjax._product import accumulator
+from cutjax.gemm import result_dtype, unwrapped
 from cutjax.grouped import group_sizes_of, local_sizes
 
 _MATRICES = lax.RaggedDotDimensionNumbers(  # of ragged_dot
     dot_dimension_numbers=(([1], [1]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 def ragged_dot(
@@ -31,7 +34,8 @@ def ragged_dot(
 ) -> jax.Array:
     """``jax.lax.ragged_dot``, to which it is equal to rounding: ``grouped_gemm`` in that function's signature.
 
-    Differentiable to any order and batchable over any axes of any arguments.
+    Differentiable to any order and batchable over any axes of any arguments. Symbolic sizes (``jax.export``), for which
+    no kernel can be compiled, are left to ``jax.lax.ragged_dot``.
 
     Args:
       lhs: ``[m, k]``, rows sorted by group.
@@ -47,7 +51,8 @@ def ragged_dot(
 
     Raises:
       TypeError, ValueError: as ``jax.lax.ragged_dot``.
-      NotImplementedError: with ``out_sharding``; and when compiled, as ``cutjax.grouped_gemm``.
+      NotImplementedError: with ``out_sharding``; with symbolic sizes where the backend is "cuda" or there is a
+        ``group_offset``; and when compiled, as ``cutjax.grouped_gemm``.
 
     Example:
       >>> import cutjax, jax.numpy as jnp
@@ -97,7 +102,8 @@ def ragged_dot_general(
 
     Raises:
       TypeError, ValueError: as ``jax.lax.ragged_dot_general``.
-      NotImplementedError: with ``out_sharding``; and when compiled, as ``cutjax.grouped_gemm``.
+      NotImplementedError: with ``out_sharding``; with symbolic sizes where the backend is "cuda" or there is a
+        ``group_offset``; and when compiled, as ``cutjax.grouped_gemm``.
 
     Example:
       >>> import cutjax, jax, jax.numpy as jnp
@@ -109,15 +115,23 @@ def ragged_dot_general(
     where = "ragged_dot_general"
     if out_sharding is not None:
         raise NotImplementedError(f"{where}: out_sharding must be None, got {out_sharding}; use jax.shard_map")
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    lhs, rhs = jnp.asarray(unwrapped(lhs)), jnp.asarray(unwrapped(rhs))
     sizes, dims = group_sizes_of(group_sizes, where), ragged_dot_dimension_numbers
+    if preferred_element_type is not None:
+        preferred_element_type = result_dtype(preferred_element_type, where, "preferred_element_type")
     out = _check(lhs, rhs, sizes, dims, precision, preferred_element_type, group_offset)
+    backend = _backend.resolve(None, where)
+    if any(jax.export.is_symbolic_dim(size) for x in (lhs, rhs, sizes) for size in x.shape):
+        if backend == "cuda" or group_offset is not None:
+            what = "group_offset" if group_offset is not None else "backend 'cuda'"
+            raise NotImplementedError(f"{where}: {what} needs known sizes, got {lhs.shape}, {rhs.shape}, {sizes.shape}")
+        return lax.ragged_dot_general(lhs, rhs, sizes, dims, precision, preferred_element_type)
     (l_contract, r_contract), (l_batch, r_batch) = dims.dot_dimension_numbers
     (ragged,) = dims.lhs_ragged_dimensions
     if ragged in l_batch:
         return lax.dot_general(lhs, rhs, dims.dot_dimension_numbers, precision, preferred_element_type)
 
-    how: dict[str, Any] = {"backend": _backend.resolve(None, where), "config": None}
+    how: dict[str, Any] = {"backend": backend, "config": None}
     how["precision"] = tuple(precision) if isinstance(precision, list) else precision  # hashable
     lhs, rhs = _alike(lhs, rhs)
     l_free = _others(lhs.ndim, l_contract, l_batch)
@@ -169,7 +183,8 @@ def _check(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, dims: Any, precisio
         groups = sizes.shape[-1]
     shapes = lhs.shape, rhs.shape, (*sizes.shape[:-1], groups)
     avals = map(jax.ShapeDtypeStruct, shapes, (lhs.dtype, rhs.dtype, sizes.dtype))
-    return jax.eval_shape(lambda x, y, sizes: lax.ragged_dot_general(x, y, sizes, dims, precision, dtype), *avals)
+    with jax.sharding.use_abstract_mesh(_NO_MESH):  # on an explicit one jax has no rule for it
+        return jax.eval_shape(lambda x, y, sizes: lax.ragged_dot_general(x, y, sizes, dims, precision, dtype), *avals)
 
 
 def _alike(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from cutjax import _product
 from cutjax._primitive import define, is_zero, match_varying, zero_tangent
-from cutjax.gemm import matrix
+from cutjax.gemm import integer, matrix, unwrapped
 
 SCORING = ("softmax", "sigmoid")
 ROUTING = "cutjax_routing"  # the name jax.checkpoint policies see
@@ -131,7 +131,8 @@ def routed(logits: Any, k: Any, scoring: str, renormalize: bool, bias: Any, wher
     else:
         weights = jnp.exp(picked)
     pairs = indices.reshape(*indices.shape[:-2], -1)
-    permutation = jnp.argsort(pairs, stable=True).astype(jnp.int32)
+    # To shard_map an argsort does not vary over the mesh axes its argument varies over, which it does.
+    permutation = match_varying(jnp.argsort(pairs, stable=True).astype(jnp.int32), pairs)[0]
     inverse = jnp.vectorize(_inverse, signature="(r)->(r)")(permutation).reshape(indices.shape)
     sizes = _histogram(pairs, logits.shape[-1])
     return Routing(indices, *(checkpoint_name(x, ROUTING) for x in (weights, permutation, inverse, sizes)))
@@ -141,8 +142,7 @@ def _chosen(logits: Any, k: Any, scoring: str, bias: Any, where: str) -> tuple[j
     """The logits in float32, and each token's experts."""
     logits = _logits(logits, where)
     _check_sharding(where, jax.typeof(logits))
-    if not isinstance(k, int | np.integer) or isinstance(k, bool):
-        raise TypeError(f"{where}: k must be an int, got {type(k).__name__}")
+    k = integer(k, "k", where)
     if not 1 <= k <= logits.shape[-1]:
         raise ValueError(f"{where}: k is {k}, but router_logits {logits.shape} are for {logits.shape[-1]} experts")
     if scoring not in SCORING:
@@ -153,7 +153,7 @@ def _chosen(logits: Any, k: Any, scoring: str, bias: Any, where: str) -> tuple[j
         scores += lax.stop_gradient(broadcastable(bias, logits.shape, where)).astype(scores.dtype)
     # A NaN is chosen first, on every platform, and so shows in the token's result.
     scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
-    return logits, checkpoint_name(lax.top_k(scores, int(k))[1], ROUTING)
+    return logits, checkpoint_name(lax.top_k(scores, k)[1], ROUTING)
 
 
 def _logits(x: Any, where: str) -> jax.Array:
@@ -173,19 +173,25 @@ def _check_sharding(where: str, *avals: Any) -> None:
 
 
 def broadcastable(bias: Any, shape: tuple[int, ...], where: str) -> jax.Array:
-    """The selection bias, or an error if it does not broadcast."""
-    bias = jnp.asarray(bias)
+    """The selection bias in the logits' rank, or an error if it does not broadcast."""
+    bias = jnp.asarray(unwrapped(bias))
     if bias.ndim > len(shape) or any(
         n not in (1, size) for n, size in zip(bias.shape[::-1], shape[::-1], strict=False)
     ):
         raise ValueError(f"{where}: selection_bias is {bias.shape}, which does not broadcast against {shape}")
-    return bias
+    return _product.with_rank(bias, len(shape))
 
 
 def _picked(scores: jax.Array, indices: jax.Array) -> jax.Array:
     """The scores of the chosen: a masked sum and not a gather, whose transpose would be a scatter-add."""
-    chosen = indices[..., None] == jnp.arange(scores.shape[-1], dtype=jnp.int32)
-    return jnp.where(chosen, scores[..., None, :], 0).sum(-1)
+    return jnp.where(_is_expert(indices, scores.shape[-1]), scores[..., None, :], 0).sum(-1)
+
+
+def _is_expert(indices: jax.Array, experts: int) -> jax.Array:
+    """Whether each index is that of each expert, ``[..., experts]``."""
+    return indices[..., None] == lax.broadcasted_iota(
+        indices.dtype, (*(1 for _ in indices.shape), experts), indices.ndim
+    )
 
 
 def _inverse(permutation: jax.Array) -> jax.Array:
@@ -196,7 +202,7 @@ def _inverse(permutation: jax.Array) -> jax.Array:
 
 def _histogram(pairs: jax.Array, experts: int) -> jax.Array:
     """How many pairs each expert has: comparisons and a sum, in one kernel and with no scatter."""
-    return (pairs[..., None] == jnp.arange(experts, dtype=pairs.dtype)).sum(-2, dtype=jnp.int32)
+    return _is_expert(pairs, experts).sum(-2, dtype=jnp.int32)
 
 
 # The losses.
@@ -215,7 +221,8 @@ def load_balance_loss(
     scores of a token divided by their sum. It is 1 where all experts get the same, and at most the number of experts.
     For k=1 it is equation 4 of Switch Transformer (Fedus et al., 2021, arXiv:2101.03961) without its factor alpha,
     after the auxiliary loss of GShard (Lepikhin et al., 2020, arXiv:2006.16668). For larger k all choices count alike,
-    and f_e still sums to 1. The gradient is that of p_e: f_e is a count.
+    and f_e still sums to 1; Hugging Face's loss of Mixtral, where it sums to k, is k times this one. The gradient is
+    that of p_e: f_e is a count.
 
     Args:
       router_logits: ``[..., tokens, experts]``. The means are over all tokens; ``jax.vmap`` makes a loss per sequence.

@@ -7,6 +7,7 @@ import inspect
 import itertools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -254,3 +255,35 @@ def test_out_sharding_is_refused():
         cutjax.ragged_dot(X, W, S, out_sharding=jax.P(None, None))
     with pytest.raises(ValueError, match="Precision argument must be one of"):
         cutjax.ragged_dot(X, W, S, "fast")
+
+
+CONTRACTED = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+
+
+@pytest.mark.parametrize("backend", ["auto", "xla"])
+@pytest.mark.parametrize("kind", ["ragged_dot", "contracted", "gradient"])
+def test_symbolic_sizes(kind, backend):
+    """A program exported for any number of rows."""
+    functions = {
+        "ragged_dot": lambda x, w, sizes: cutjax.ragged_dot(x, w, sizes),
+        "contracted": lambda x, w, sizes: cutjax.ragged_dot_general(x, x, sizes, CONTRACTED),
+        "gradient": jax.grad(lambda x, w, sizes: (cutjax.ragged_dot(x, w, sizes) ** 2).sum(), (0, 1)),
+    }
+    (m,) = jax.export.symbolic_shape("m")
+    w, sizes = jnp.arange(3 * 4 * 5, dtype=jnp.float32).reshape(3, 4, 5), jnp.array([2, 0, 3], jnp.int32)
+    with cutjax.use_backend(backend):
+        exported = jax.export.export(jax.jit(functions[kind]), platforms=["cpu"])(
+            jax.ShapeDtypeStruct((m, 4), jnp.float32), w, sizes
+        )
+    for rows in (5, 9):
+        x = jnp.arange(rows * 4, dtype=jnp.float32).reshape(rows, 4)
+        jax.tree.map(np.testing.assert_array_equal, exported.call(x, w, sizes), functions[kind](x, w, sizes))
+
+
+def test_symbolic_sizes_have_no_kernel():
+    (m,) = jax.export.symbolic_shape("m")
+    args = jax.ShapeDtypeStruct((m, 4), jnp.float32), jnp.ones((3, 4, 5)), jnp.array([2, 0, 3], jnp.int32)
+    with cutjax.use_backend("cuda"), pytest.raises(NotImplementedError, match=r"ragged_dot.*'cuda' needs known sizes"):
+        jax.export.export(jax.jit(lambda *args: cutjax.ragged_dot(*args)), platforms=["cuda"])(*args)
+    with pytest.raises(NotImplementedError, match=r"ragged_dot.*group_offset needs known sizes"):
+        jax.export.export(jax.jit(lambda *args: cutjax.ragged_dot(*args, group_offset=0)))(*args)

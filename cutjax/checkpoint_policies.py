@@ -1,0 +1,32 @@
+"""Policies for jax.checkpoint that save products, ours among them: those of jax know ``lax.dot_general`` alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from cutjax import _primitive
+
+
+def dots_saveable(prim: Any, *avals: Any, **params: Any) -> bool:
+    """True if the equation is a product: ``jax.checkpoint_policies.dots_saveable``, which does not know ours, and ours.
+
+    Example:
+      >>> import cutjax, jax, jax.numpy as jnp
+      >>> layer = jax.checkpoint(cutjax.gemm, policy=cutjax.checkpoint_policies.dots_saveable)
+      >>> jax.grad(lambda x: layer(x, x).sum())(jnp.ones((2, 2))).shape
+      (2, 2)
+    """
+    return prim in _primitive.choosers or jax.checkpoint_policies.dots_saveable(prim, *avals, **params)
+
+
+def dots_with_no_batch_dims_saveable(prim: Any, *avals: Any, **params: Any) -> bool:
+    """True if it is a product of which no batch axis is both operands': jax's policy of that name, and ours.
+
+    The groups of a grouped product are no batch axis, and neither is one along which a weight is shared.
+    """
+    if prim not in _primitive.choosers:
+        return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *avals, **params)
+    a, b = (x.shape[: avals[0].ndim - 2] for x in avals[:2])
+    return not any(p != 1 != q for p, q in zip(a, b, strict=True))

@@ -1,0 +1,62 @@
+"""Every operation under jax's own settings: strict promotion of ranks and dtypes, leak checks, 64 bits, NaN checks."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from operations import OPERATIONS, operands, uses
+
+USES = tuple(uses("gemm"))
+
+
+@contextlib.contextmanager
+def strict():
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_promotes_nothing_by_itself(name, use):
+    """Traced, and lowered, which traces the references."""
+    with strict():
+        jax.jit(uses(name)[use]).lower(*operands(name))
+
+
+@pytest.mark.parametrize("use", ["value", "gradient"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_64_bits_change_nothing(name, use):
+    args, fn = operands(name), uses(name)[use]
+    expected = jax.eval_shape(fn, *args)
+    with jax.enable_x64(True):
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), jax.eval_shape(fn, *args)) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), expected
+        )
+        jax.jit(fn).lower(*args)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_values_in_64_bits(name):
+    args, fn = operands(name), uses(name)["value"]
+    expected = fn(*args)
+    with jax.enable_x64(True):
+        got = fn(*args)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3), got, expected)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_leaks_no_tracer(name):
+    with jax.checking_leaks():
+        jax.jit(uses(name)["gradient"]).lower(*operands(name))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_makes_no_nan(name):
+    """What a kernel or a reference does not need, such as rows of no group, must not be NaN on the way either."""
+    with jax.debug_nans(True):
+        value = uses(name)["value"](*operands(name))
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(value))
