@@ -290,7 +290,7 @@ def test_many_processes(folder):
         subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    outputs = [process.communicate(timeout=120) for process in processes]
+    outputs = [process.communicate(timeout=1800) for process in processes]
     assert [process.returncode for process in processes] == [0] * 3, outputs
     assert len({out for out, _ in outputs}) == 1
     assert len(list(folder.iterdir())) == 3
