@@ -1,4 +1,4 @@
-"""Tests run on 8 virtual CPU devices unless ``-m gpu`` asks for the real one; promotion is strict; no time is too long."""
+"""Tests run on 8 virtual CPU devices unless ``-m gpu`` asks for the real one; promotion is strict; no deadlines."""
 
 from __future__ import annotations
 
