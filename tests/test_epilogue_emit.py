@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
 import shutil
+import subprocess
+import sys
 
 import epilogue_cases as cases
 import epilogue_host as host
@@ -305,3 +309,31 @@ def test_integer_pow(power, tmp_path):
     close = cases.subnormal(x.astype(np.float64) ** abs(power))  # which XLA flushes
     close |= np.isclose(got, wanted, rtol=1e-6, atol=1e-37) | cases.same(got, wanted)
     assert close.all(), (x[~close][:5], got[~close][:5], wanted[~close][:5])
+
+
+# ---- the compiler's stack ----
+
+SMALL_STACK = """
+import threading
+import epilogue_host as host
+from cutjax import _codegen, _compile, _emit
+
+select = host.expression(lambda node, i, *x: node("select_n", i, *x * 250), ["int32", "float32", "float32"], "float32")
+call = "float acc[1] = {0}, y; epilogue_element(acc, i, p[0], p[1], 0, 0, y); *p = y;"
+text = _codegen.source("kernel", {"PRODUCTS": 1}, ["atoms.cuh", "math.cuh", _emit.emit(select)])
+text += f'extern "C" __global__ void kernel(float* p, int i) {{ {call} }}'
+_compile._require_compiler()
+threading.stack_size(256 << 10)
+thread = threading.Thread(target=_compile.compile_source, args=(text,), kwargs={"name": "kernel", "arch": "sm_90a"})
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(_compile.compiler_missing() is not None, reason=str(_compile.compiler_missing()))
+def test_no_text_nests_deep():
+    """One of 500 cases, compiled in a thread with a small stack: nested, its ternaries ended the process."""
+    tests = pathlib.Path(__file__).parent
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
+    ended = subprocess.run([sys.executable, "-c", SMALL_STACK], env=environ, capture_output=True, text=True)
+    assert ended.returncode == 0, (ended.returncode, ended.stderr[-2000:])

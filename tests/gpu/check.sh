@@ -4,8 +4,9 @@
 #
 #   tests/gpu/check.sh OUT [pytest arguments]
 #   SITE=/tmp/site       where to install; used as it is if a package is there already
-#   STEPS="tests memcheck racecheck synccheck initcheck"
+#   STEPS="tests memcheck racecheck synccheck initcheck"; "stress" is one more (tests/gpu/stress.py)
 #   PASS_SECONDS=60      after which a sanitizer pass starts no further kernel
+#   STRESS_SECONDS=240   of repetitions, beside a minute or two of compilation
 set -uo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
@@ -25,13 +26,15 @@ for step in $steps; do
   if [ "$step" = tests ]; then
     # Warnings are errors in the CPU tests; here other people's packages and plugins are of any version.
     python3 -m pytest -m gpu tests/gpu -q -W default -p no:cacheprovider --tb=short --maxfail=20 --durations=8 "$@" 2>&1 | tee "$out/tests.log" | tail -n 60
+  elif [ "$step" = stress ]; then
+    python3 -m tests.gpu.stress --seconds "${STRESS_SECONDS:-240}" --out "$out/stress.json" 2>&1 | tee "$out/stress.log" | tail -n 40
   else
     PYTHONPATH=$site timeout $((2 * seconds + 60)) compute-sanitizer --tool "$step" --error-exitcode 1 \
       python3 tests/gpu/sanitize.py --seconds "$seconds" >"$out/$step.log" 2>&1
   fi
   status=$?
   [ $status = 0 ] || failed=1
-  last=$(grep -E "^(ok|FAILED): |ERROR SUMMARY|RACECHECK SUMMARY| (passed|failed)" "$out/$step.log" | tail -n 2 | tr '\n' ' ')
+  last=$(grep -E "^(ok|FAILED)(: |$)|^all: |ERROR SUMMARY|RACECHECK SUMMARY| (passed|failed)" "$out/$step.log" | tail -n 2 | tr '\n' ' ')
   summary+="$step: exit status $status after $((SECONDS - start)) s  $last"$'\n'
 done
 printf '%s' "$summary" | tee "$out/summary.txt"
