@@ -70,7 +70,7 @@ def test_compiles():
     assert cubin.resources == Resources(registers, 0, 0, 0, 128)
     assert "sm_90a" in cubin.log
     assert "\0" not in cubin.log
-    assert 0 < cubin.seconds < 10
+    assert cubin.seconds > 0
     assert not cubin.cached
 
 
