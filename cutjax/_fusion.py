@@ -39,11 +39,11 @@ DTYPES = {
 # (slow paths of rare arguments not counted) are each reason enough for a call.
 _MOST_INLINED = 40
 _LONG = (
-    "acosf acoshf asinf asinhf atan2f atanhf cosf erfcf erff erfinvf expm1f fmodf integer_div integer_rem log1pf logf "
-    "nextafterf powf sinf sinhf tanf threefry2x32"
+    "acosf acoshf asinf asinhf atan2f atanf atanhf cbrtf cosf coshf erfcf erff erfinvf expm1f fmodf integer_div "
+    "integer_rem log1pf logf nextafterf powf sinf sinhf tanf threefry2x32"
 )
 _INSTRUCTIONS = dict.fromkeys(_LONG.split(), 50) | {"exp2f": 5, "expf": 8, "rsqrtf": 5}
-_INSTRUCTIONS |= {"/": 15, "accurate_logistic": 14, "atanf": 18, "cbrtf": 16, "coshf": 15, "sqrtf": 15, "tanhf": 15}
+_INSTRUCTIONS |= {"/": 15, "accurate_logistic": 14, "sqrtf": 15, "tanhf": 15}
 _INSTRUCTIONS |= {"coarse_erfc_bf16": 12, "coarse_erfc_f16": 13}
 
 BUFFER_BYTES = 16384  # of a staging buffer, at most where narrower chunks can make it so
