@@ -107,9 +107,8 @@ def _max_accumulators(config: Config, problem: Problem) -> int:
         return 96
     varying = any(spec.row or spec.col for spec in epilogue.operands)
     several = len(epilogue.outputs) > 1 and bool(epilogue.operands)
-    wide = config.accumulator_registers * problem.products > 128
-    # A function that is called needs up to 50 registers beside the accumulators.
-    called = wide and _fusion.called(epilogue)
+    # Beside 192 accumulators, random bits and others that are called spill. Where there are fewer, nobody need look.
+    called = config.accumulator_registers * problem.products > 128 and _fusion.called(epilogue)
     return 128 if varying or several or called or problem.groups else MAX_ACCUMULATORS
 
 
