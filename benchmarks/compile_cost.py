@@ -1,20 +1,30 @@
-"""What a new GEMM adds to the first call of a jitted function: ``python -m benchmarks.run --tag compile``.
+"""What compiling costs: a first call, ``python -m benchmarks.run --tag compile``, and each function of an epilogue.
 
 Each measured function holds one product with a kernel of its own (pinned configs), so nothing is found in memory.
 Cold: empty disk caches, ours and CUDA's own. Warm: a new process over those that the first one filled. XLA: the same
 function with backend="xla", autotuning included. Lowering is where cutjax compiles; the first call is lowering, XLA's
 compilation and one run.
+
+``python -m benchmarks.compile_cost`` measures what NVRTC takes for kernels with each function that epilogues have, with
+dropout, with normal noise and with chains of six functions. It needs no GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
+import math
+import pathlib
+import platform
+import re
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import children
+from benchmarks import children, report
 
 COUNT = 6
 COLD_S, WARM_S = 0.5, 0.02
@@ -60,7 +70,7 @@ def in_processes() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
         env = {"CUTJAX_CACHE_DIR": f"{cache}/kernels", "JAX_ENABLE_COMPILATION_CACHE": "false"}
         env["CUDA_CACHE_PATH"] = f"{cache}/cuda"  # beside a driver NVRTC keeps what it compiles there
-        return {name: children.child("benchmarks.compile_cost", env=env) for name in ("cold", "warm")}
+        return {name: children.child("benchmarks.compile_cost", "child", env=env) for name in ("cold", "warm")}
 
 
 def show(results: dict[str, Any]) -> None:
@@ -80,6 +90,131 @@ def show(results: dict[str, Any]) -> None:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The kernel of one epilogue: 4096 x 4096 x 4096 in bf16.
+
+    Attributes:
+      case: the function and the dtype of the result.
+      tile: the config that is chosen, or the one with the most accumulators.
+      cpu_s: what NVRTC takes of one core, the least of `TIMES`.
+      target: the most that it may be.
+      cubin_bytes: the kernel's.
+      registers, spill_bytes, stack_bytes: a thread's.
+      failure: why there is no kernel, else "".
+    """
+
+    case: str
+    tile: str = ""
+    cpu_s: float = math.nan
+    target: float = math.nan
+    cubin_bytes: int = 0
+    registers: int = 0
+    spill_bytes: int = 0
+    stack_bytes: int = 0
+    failure: str = ""
+
+
+TIMES = 2
+FUNCTION_S, DROPOUT_S, CHAIN_S = 1.0, 0.8, 2.0
+
+
+def epilogues() -> dict[str, tuple[float, Callable[..., Any], bool]]:
+    """By name: how long it may take, the function, and whether it takes a key beside the accumulators."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+    from jax.scipy.special import log_ndtr
+
+    def dropout(x, key):
+        return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0)
+
+    unary = "acos acosh asin asinh atan atanh cbrt cos cosh erf erf_inv erfc exp exp2 expm1 log log1p logistic rsqrt "
+    unary += "sin sinh sqrt tan tanh"
+    functions: dict[str, Callable[..., Any]] = {name: getattr(lax, name) for name in unary.split()}
+    functions |= {"log_ndtr": log_ndtr, "sinc": jnp.sinc, "x // 0.7": lambda x: x // 0.7, "abs(x) ** 1.5": _power}
+    functions |= {"x / (x + 1)": lambda x: x / (x + 1), "arctan2": lambda x: jnp.arctan2(x, x + 1)}
+    functions |= {"rem": lambda x: lax.rem(x, x + 1), "nextafter": lambda x: jnp.nextafter(x, x + 1)}
+    functions |= {name: getattr(jax.nn, name) for name in ("gelu", "silu", "relu", "softplus", "mish", "elu")}
+    chains = {
+        "sin cos tan asin acos atan": (lax.sin, lax.cos, lax.tan, lax.asin, lax.acos, lax.atan),
+        "erf_inv tanh log1p expm1 cbrt exp": (lax.erf_inv, lax.tanh, lax.log1p, lax.expm1, lax.cbrt, lax.exp),
+        "asinh acosh atanh sinh cosh erfc": (lax.asinh, lax.acosh, lax.atanh, lax.sinh, lax.cosh, lax.erfc),
+        "pow log_ndtr sinc pow sin log": (_power, log_ndtr, jnp.sinc, _power, lax.sin, lax.log),
+    }
+    found = {name: (FUNCTION_S, fn, False) for name, fn in functions.items()}
+    found |= {name: (CHAIN_S, functools.partial(_chain, fns), False) for name, fns in chains.items()}
+    found["dropout"] = DROPOUT_S, dropout, True
+    found["gelu, dropout"] = DROPOUT_S, lambda x, key: dropout(jax.nn.gelu(x), key), True
+    found["normal noise"] = DROPOUT_S, lambda x, key: x + jax.random.normal(key, x.shape), True
+    return found
+
+
+def _power(x: Any) -> Any:
+    return abs(x) ** 1.5
+
+
+def _chain(functions: Sequence[Callable[..., Any]], x: Any) -> Any:
+    return functools.reduce(lambda value, fn: fn(value), reversed(functions), x)
+
+
+def measure_epilogue(name: str, dtype: str) -> list[Row]:
+    """Compiles the kernel of an epilogue in the chosen tile and in the one with the most accumulators."""
+    import jax
+    import jax.numpy as jnp
+
+    import cutjax
+    from cutjax import _compile, _sm90, _trace
+
+    target, fn, takes_key = epilogues()[name]
+    key = [jax.random.key(0)] if takes_key else []
+    acc = jax.ShapeDtypeStruct((256, 384), jnp.float32)
+    epilogue = _trace.trace(lambda *args: fn(*args).astype(dtype), [acc], key).epilogue.primal
+    problem = cutjax.Problem(4096, 4096, 4096, epilogue=epilogue)
+    served = cutjax.candidates(problem)
+    if not served:
+        return [Row(f"{name} {dtype}", failure=cutjax.supports(cutjax.Config(), problem) or "")]
+    rows = []
+    for config in dict.fromkeys((served[0], max(served, key=lambda config: (config.accumulator_registers, config.bm)))):
+        seconds = []
+        for _ in range(TIMES):
+            start = time.thread_time()
+            cubin = _compile.compile_source(_sm90.source(problem, config), name="kernel", arch=problem.arch)
+            seconds.append(time.thread_time() - start)
+        found = cubin.resources
+        used = [x or 0 for x in (found.registers, found.spill_store_bytes, found.stack_bytes)]
+        tile = f"{config.bm}x{config.bn} {config.schedule}"
+        rows.append(Row(f"{name} {dtype}", tile, min(seconds), target, len(cubin.image), *used))
+    return rows
+
+
+def processor() -> str:
+    """The model of the CPU."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text()):
+            return found[1]
+    return platform.processor() or "unknown"
+
+
+def document(environment: dict[str, Any], method: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """The JSON of one run."""
+    return {"op": "compile", **report.document(environment, method, None, rows)}
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """The table a person reads."""
+    for row in rows:
+        print(
+            row.failure
+            or f"{row.case:42} {row.tile:16} {row.cpu_s:5.2f} s (at most {row.target}) {row.cubin_bytes:7} bytes, "
+            f"{row.registers} registers, {row.spill_bytes} bytes spilled, {row.stack_bytes} of stack"
+        )
+
+
 if __name__ == "__main__":
-    children.answer(measure())
-    sys.exit(0)
+    if sys.argv[1:] == ["child"]:
+        children.answer(measure())
+        sys.exit(0)
+    from benchmarks import run
+
+    sys.exit(run.main(["--op", "compile", *sys.argv[1:]]))

@@ -229,10 +229,49 @@ def _moe(args: argparse.Namespace) -> int:
     return int(any(row.failure for row in rows))
 
 
+def _compile(args: argparse.Namespace) -> int:
+    """The run of ``--op compile``."""
+    import jax
+
+    args.tag, args.method = jax.default_backend(), "CPU clock"
+    method, environment, out = _begin(args)
+    environment["device"] = compile_cost.processor()
+    rows: list[compile_cost.Row] = []
+    for name in compile_cost.epilogues():
+        for dtype in ("float32", "bfloat16"):
+            new = compile_cost.measure_epilogue(name, dtype)
+            rows += new
+            compile_cost.print_rows(new)
+    report.write(out, compile_cost.document(environment, method, rows))
+    late = [row.case for row in rows if not row.cpu_s <= row.target]
+    print(f"over their target: {', '.join(late) or 'none'}")
+    return _end(args, out, rows)
+
+
+def _calls(args: argparse.Namespace) -> int:
+    """The run of ``--op calls``."""
+    import jax
+
+    from benchmarks import calls
+
+    method, environment, out = _begin(args)
+    if method != "cupti":
+        print("the two forms differ by less than the host's clock can tell")
+        return 1
+    rows: list[calls.Row] = []
+    for sizes in calls.SIZES:
+        new = calls.measure(sizes, method)
+        rows += new
+        calls.print_rows(new)
+        report.write(out, calls.document(environment, method, rows))
+        jax.clear_caches()
+    return _end(args, out, rows)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns 1 when a result was wrong or a case had no kernel."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
-    parser.add_argument("--op", choices=["gemm", "fused", "grouped", "moe"], default="gemm")
+    parser.add_argument("--op", choices=["gemm", "fused", "grouped", "moe", "compile", "calls"], default="gemm")
     parser.add_argument(
         "--tag",
         default="suite",
@@ -256,6 +295,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _grouped(args)
     if args.op == "moe":
         return _moe(args)
+    if args.op == "compile":
+        return _compile(args)
+    if args.op == "calls":
+        return _calls(args)
     tags = set(args.tag.split(","))
     everything = "all" in tags
     chosen = cases.select(",".join(tags - {"launch", "compile"})) if tags - {"launch", "compile"} else ()

@@ -105,6 +105,7 @@ _INTEGER = {
     "shift_right_arithmetic": "shift_right_arithmetic<{T}>({}, {})",
     "population_count": "population_count<{T}>({})",
     "clz": "clz<{T}>({})",
+    "random_bits": "threefry2x32({}, {}, {})",
     "max": "({0} < {1} ? {1} : {0})",
     "min": "({1} < {0} ? {1} : {0})",
     "clamp": "({2} < {1} || {2} < {0} ? {2} : {1} < {0} ? {0} : {1})",

@@ -21,7 +21,8 @@ class Node:
     """One value; its index in ``Epilogue.nodes`` names it.
 
     Attributes:
-      op: "acc", "operand", "const", "iota", "rule", or the name of an elementwise lax primitive.
+      op: "acc", "operand", "const", "iota", "rule", "random_bits" (threefry's, of the words of a key and of an index),
+        or the name of an elementwise lax primitive.
       args: indices of earlier nodes.
       dtype: the result's.
       params: by op:
@@ -268,12 +269,28 @@ def _evaluate(node: Node, args: list[jax.Array]) -> jax.Array:
             return lax.convert_element_type(args[0], np.dtype(node.dtype))
         case "integer_pow":
             return lax.integer_pow(args[0], node.params[0])
+        case "random_bits":
+            return cutjax_random_bits(*args)
         case "reduce_precision":
             return lax.reduce_precision(args[0], *node.params)
         case "round":
             return lax.round(args[0], lax.RoundingMethod(node.params[0]))
         case op:
             return FUNCTIONS[op](*args)
+
+
+@jax.jit
+def cutjax_random_bits(k0: jax.Array, k1: jax.Array, index: jax.Array) -> jax.Array:
+    """The bits jax.random gives an element: both words of threefry of (0, index), one xor the other."""
+    keys = (k0, k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA))
+    x, y = k0, index + k1
+    for group in range(5):
+        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            x += y
+            y = x ^ (y << np.uint32(rotation) | y >> np.uint32(32 - rotation))
+        x += keys[(group + 1) % 3]
+        y += keys[(group + 2) % 3] + np.uint32(group + 1)
+    return x ^ y
 
 
 _INFIX = dict(

@@ -67,8 +67,9 @@ class Step:
 
 
 REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
+BITS = "cutjax_random_bits"  # the function of _expression.py
 # These become several nodes; the last three are newer than jax 0.10.
-_EXPANDED = frozenset(["add_any", "random_bits", "log2", "one_minus_square", "polynomial"])
+_EXPANDED = frozenset(["add_any", "random_bits", "log2", "one_minus_square", "polynomial", BITS])
 INLINABLE = OPS | IDENTITIES | _EXPANDED | {*UNIT_MOVES, "broadcast_in_dim", "iota", "tie", "transpose"}
 
 
@@ -145,6 +146,8 @@ class Flat:
     def _equation(self, eqn: Any, ins: list[int], site: Any) -> list[int]:
         name = eqn.primitive.name
         kinds = {self.kinds[i] for i in ins}
+        if name in ("jit", "pjit") and eqn.params["name"] == BITS:
+            name = BITS  # of an expression that is traced again: one step, as it was
         custom = has_rule(eqn)
         # What has a rule and depends on operands alone is computed outside, as JAX does, unless each row has its own.
         inside = not custom or self.of_groups.intersection(ins)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,6 +34,18 @@ DTYPES = {
     "bool": "boolean",
 }
 
+
+# About how many instructions of sm_90 code compute a device function or an operator; others are one. The long ones, of
+# 15 to 90 without the slow paths of rare arguments, are each reason enough for a call. No common activation in 16 bits
+# has one.
+_MOST_INLINED = 40
+_LONG = (
+    "acosf acoshf asinf asinhf atan2f atanf atanhf cbrtf cosf coshf erfcf erff erfinvf expm1f fmodf integer_div "
+    "integer_rem log1pf logf nextafterf powf sinf sinhf tanf threefry2x32"
+)
+_INSTRUCTIONS = dict.fromkeys(_LONG.split(), 50) | {"exp2f": 5, "expf": 8, "rsqrtf": 5}
+_INSTRUCTIONS |= {"/": 15, "accurate_logistic": 14, "sqrtf": 15, "tanhf": 15}
+_INSTRUCTIONS |= {"coarse_erfc_bf16": 12, "coarse_erfc_f16": 13}
 
 BUFFER_BYTES = 16384  # of a staging buffer, at most where narrower chunks can make it so
 
@@ -75,6 +88,19 @@ def reasons(problem: Problem) -> list[str]:
         names = sorted({entry.dtype for entry in entries} - DTYPES.keys())
         found += [f"{what} {name}: one of {', '.join(DTYPES)}" for name in names]
     return found
+
+
+@functools.lru_cache(maxsize=256)
+def called(epilogue: Epilogue) -> bool:
+    """Whether the kernel calls a function for four elements at a time, instead of 64 to 192 copies of what it computes.
+
+    A call costs 3 instructions an element (docs/fused-epilogues.md).
+    """
+    if _emit.reasons(epilogue):
+        return False
+    body = _emit.emit(epilogue).split("{", 1)[1]
+    words = re.findall(r"\w+(?=[<(])|/", body)
+    return body.count(";") + sum(_INSTRUCTIONS.get(word, 1) - 1 for word in words) > _MOST_INLINED
 
 
 def chunk(bn: int, problem: Problem) -> int:

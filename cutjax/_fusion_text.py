@@ -8,7 +8,7 @@ import numpy as np
 
 from cutjax import _emit
 from cutjax._expression import Epilogue, Output
-from cutjax._fusion import DTYPES, of, reductions, slots, tile_operands, tiles
+from cutjax._fusion import DTYPES, called, of, reductions, slots, tile_operands, tiles
 from cutjax._problem import Problem
 
 
@@ -204,17 +204,6 @@ def _reduce_piece(i: int, out: Output) -> str:
 
 
 def _piece(epilogue: Epilogue) -> str:
-    accs = ", ".join(f"acc[{p}][i]" for p in range(epilogue.products))
-    values = []
-    by_tma = {i for i, _ in tile_operands(epilogue)}
-    for i, spec in enumerate(epilogue.operands):
-        full = "[j][h]" if i in by_tma else "[piece * 2 + j][h]"
-        at = {(0, 0): "", (1, 0): "[h]", (0, 1): "[j]", (1, 1): full}[spec.row, spec.col]
-        values.append(f"operands.x{i}{at}[{'e' if spec.col else '0'}]")
-    results = [f"y{i}[i]" for i in range(len(epilogue.outputs))]
-    places = ["row + h * 8", "column + j * 8 + e"]
-    places += [f"operands.{axis}{i}{' + row + h * 8' if axis == 'row' else ''}" for axis, i in _emit.places(epilogue)]
-    arguments = ", ".join(["value", *values, *places, *results])
     carriers = [_emit.CARRIERS[out.dtype] for out in epilogue.outputs]
     declared = "\n  ".join(f"{carrier} y{i}[8];" for i, carrier in enumerate(carriers))
     staged = "\n  ".join(
@@ -222,20 +211,84 @@ def _piece(epilogue: Epilogue) -> str:
         for slot, (i, out) in zip(slots(epilogue).results, tiles(epilogue), strict=True)
     )
     reduced = "".join(_reduce_piece(i, out) for i, out in reductions(epilogue))
+    by_tma = [i for i, _ in tile_operands(epilogue)]
+    full = ["j" if i in by_tma else "piece * 2 + j" for i in range(len(epilogue.operands))]
+    if function := _four(epilogue) if called(epilogue) else "":
+        loop = f"for (int j = 0; j < 2; ++j) {{{_call_four(epilogue, full)}"
+    else:
+        loop = "for (int i = 0; i < 8; ++i) {\n    const int j = i / 4, h = i / 2 % 2, e = i % 2;"
+        loop += _element(epilogue, full)
     return f"""#line 1 "piece (generated)"
+{function}\
 DEVICE void epilogue_piece(Operands& operands, Partials& partials, const float (&acc)[PRODUCTS][8], int piece, int row,
                            int column, u32 buffer, int thread) {{
   {declared}
   operands.begin_piece(column, piece, buffer, thread);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {{
-    const int j = i / 4, h = i / 2 % 2, e = i % 2;
-    const float value[PRODUCTS] = {{{accs}}};
-    epilogue_element({arguments});
+  {loop}
   }}
   {staged}
 {reduced}}}
 """
+
+
+def _element(epilogue: Epilogue, full: Sequence[str], own: str = "", out: str = "") -> str:
+    """Computes element i: of columns j, row h and column e of them. ``full`` is where an operand has columns j."""
+    accs = ", ".join(f"{own}acc[{p}][i]" for p in range(epilogue.products))
+    values = []
+    for i, spec in enumerate(epilogue.operands):
+        at = {(0, 0): "", (1, 0): "[h]", (0, 1): "[j]", (1, 1): f"[{full[i]}][h]"}[spec.row, spec.col]
+        values.append(f"operands.x{i}{at}[{'e' if spec.col else '0'}]")
+    results = [f"{out}y{i}[i]" for i in range(len(epilogue.outputs))]
+    places = ["row + h * 8", "column + j * 8 + e"]
+    places += [f"operands.{axis}{i}{' + row + h * 8' if axis == 'row' else ''}" for axis, i in _emit.places(epilogue)]
+    arguments = ", ".join(["value", *values, *places, *results])
+    return f"\n    const float value[PRODUCTS] = {{{accs}}};\n    epilogue_element({arguments});"
+
+
+def _four(epilogue: Epilogue) -> str:
+    """The function that is called for four elements: they hide each other's latency, and take few registers.
+
+    What it takes, it takes in registers: operands as they were loaded, each once.
+    """
+    fields = [
+        f"Pair<Dtype::{DTYPES[spec.dtype]}> x{i}{'[1]' * spec.col}{'[2]' * spec.row};"
+        for i, spec in enumerate(epilogue.operands)
+    ]
+    fields = ["float acc[PRODUCTS][4];", *fields, *(f"int {axis}{i};" for axis, i in _emit.places(epilogue))]
+    results = [f"{_emit.CARRIERS[out.dtype]} y{i}[4];" for i, out in enumerate(epilogue.outputs)]
+    return f"""struct Four {{
+  {" ".join(fields)}
+}};
+struct FourResults {{
+  {" ".join(results)}
+}};
+__device__ __noinline__ FourResults epilogue_four(Four operands, int row, int column) {{
+  FourResults results;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {{
+    const int j = 0, h = i / 2, e = i % 2;{_element(epilogue, "j" * len(epilogue.operands), "operands.", "results.")}
+  }}
+  return results;
+}}
+"""
+
+
+def _call_four(epilogue: Epilogue, full: Sequence[str]) -> str:
+    accs = [", ".join(f"acc[{p}][4 * j + {i}]" for i in range(4)) for p in range(epilogue.products)]
+    values = [f"{{{', '.join(f'{{{acc}}}' for acc in accs)}}}"]
+    for i, spec in enumerate(epilogue.operands):
+        columns = f"operands.x{i}" + (f"[{full[i] if spec.row else 'j'}]" if spec.col else "")
+        value = f"{{{columns}[0], {columns}[1]}}" if spec.row else columns
+        values.append(f"{{{value}}}" if spec.col else value)
+    values += [f"operands.{axis}{i}" for axis, i in _emit.places(epilogue)]
+    copies = " ".join(f"y{i}[4 * j + i] = four.y{i}[i];" for i in range(len(epilogue.outputs)))
+    return f"""
+    const FourResults four = epilogue_four({{{", ".join(values)}}}, row, column + j * 8);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {{
+      {copies}
+    }}"""
 
 
 def _store(epilogue: Epilogue) -> str:

@@ -107,8 +107,9 @@ def _max_accumulators(config: Config, problem: Problem) -> int:
         return 96
     varying = any(spec.row or spec.col for spec in epilogue.operands)
     several = len(epilogue.outputs) > 1 and bool(epilogue.operands)
-    long = len(epilogue.nodes) > 64  # random bits are 150
-    return 128 if varying or several or long or problem.groups else MAX_ACCUMULATORS
+    # Beside 192 accumulators, random bits and others that are called spill. Where there are fewer, nobody need look.
+    called = config.accumulator_registers * problem.products > 128 and _fusion.called(epilogue)
+    return 128 if varying or several or called or problem.groups else MAX_ACCUMULATORS
 
 
 def stage_bytes(config: Config, problem: Problem) -> int:
@@ -142,7 +143,7 @@ def _shared_limit(config: Config, problem: Problem) -> int:
     half = SHARED_BYTES_PER_SM // 2 - 1024
     epilogue = _fusion.of(problem)
     heavy = _fusion.reductions(epilogue) or any(spec.row and spec.col for spec in epilogue.operands)
-    heavy = heavy or (problem.groups and epilogue.operands)
+    heavy = heavy or (problem.groups and epilogue.operands) or (len(epilogue.outputs) > 1 and _fusion.called(epilogue))
     narrow = config.consumers == 1 and config.accumulator_registers * problem.products <= 64 and not heavy
     return half if narrow and _shared_bytes(config, problem, 2) <= half else SHARED_BYTES
 

@@ -387,6 +387,8 @@ class _Builder:
                 return self._node("rule", *args, dtype=dtype, params=params["rule"])
             case "convert_element_type" if self.nodes[args[0]].dtype == dtype:
                 return args[0]
+            case "cutjax_random_bits":
+                return self._node("random_bits", *args, dtype=dtype)
             case "add_any":
                 return self._node("add", *args, dtype=dtype)
             case "log2":
@@ -425,35 +427,21 @@ class _Builder:
     def _random_bits(self, step: Step, labels: Labels, key: Labels, dtype: str) -> int:
         """The bits jax.random gives: threefry2x32 of each element's index in the array, whose high word is 0 here."""
 
-        def op(name: str, *args: int) -> int:
-            return self._node(name, *args, dtype="uint32")
-
-        def word(x: int) -> int:
-            return self._number(x & 0xFFFFFFFF, "uint32")
-
         shape = step.params["shape"]
         places = [self._iota(axis, "uint32") for axis in labels[len(key) :]]
         if labels[len(key) :] == self.standard and self.rank > 2:
             # Rows of all matrices are counted as one, so that batch axes may become rows (_fused.fold).
             places = [self._place(("row", self.rank - 2), "uint32"), places[-1]]
             shape = (math.prod(shape[:-1]), shape[-1])
-        index, stride = word(0), 1
+        index, stride = self._number(0, "uint32"), 1
         for size, place in zip(shape[::-1], places[::-1], strict=True):
             if size != 1:
-                term = place if stride == 1 else op("mul", place, word(stride))
-                index = term if stride == 1 else op("add", index, term)
+                by = self._number(stride & 0xFFFFFFFF, "uint32")
+                term = place if stride == 1 else self._node("mul", place, by, dtype="uint32")
+                index = term if stride == 1 else self._node("add", index, term, dtype="uint32")
             stride *= size
         k0, k1 = (self.index[~step.ins[0], (*key, j)] for j in (0, 1))
-        keys = [k0, k1, op("xor", op("xor", k0, k1), word(0x1BD11BDA))]
-        x, y = k0, op("add", index, k1)
-        for group in range(5):
-            for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
-                x = op("add", x, y)
-                left = op("shift_left", y, word(rotation))
-                y = op("xor", x, op("or", left, op("shift_right_logical", y, word(32 - rotation))))
-            x = op("add", x, keys[(group + 1) % 3])
-            y = op("add", op("add", y, keys[(group + 2) % 3]), word(group + 1))
-        bits = op("xor", x, y)
+        bits = self._node("random_bits", k0, k1, index, dtype="uint32")
         return bits if dtype == "uint32" else self._node("convert_element_type", bits, dtype=dtype)
 
     def _epilogue(self, outputs: list[Output], order: list[tuple[int, Labels, int]]) -> tuple[Epilogue, list[int]]:

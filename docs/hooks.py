@@ -89,7 +89,25 @@ def _moe(rows: list[dict]) -> Iterable[str]:
         yield f"| {row['case']} |{ours}{xla} {_number(row['ratio'], '.2f')} |"
 
 
-TABLES = {"grouped": _grouped, "moe": _moe}
+def _compile(rows: list[dict]) -> Iterable[str]:
+    yield "| epilogue, result | tile | CPU seconds | at most | cubin bytes | registers | bytes spilled |"
+    yield f"|---|---|{'--:|' * 5}"
+    for row in rows:
+        found = _cells(_number(row[name], form) for name, form in (("cpu_s", ".2f"), ("target", ".1f")))
+        found += _cells(str(row[name]) for name in ("cubin_bytes", "registers", "spill_bytes"))
+        yield f"| {row['case']} | {row['tile']} |{found}"
+
+
+def _calls(rows: list[dict]) -> Iterable[str]:
+    yield "| product, epilogue | inlined us | called us | plain us | ships | of the other | at most |"
+    yield "|---|--:|--:|--:|---|--:|--:|"
+    for row in rows:
+        us = _cells(_number(row[name], ".1f") for name in ("inlined_us", "called_us", "plain_us"))
+        ratios = _cells(_number(row[name], ".3f") for name in ("ratio", "most_ratio"))
+        yield f"| {row['case']} |{us} {row['ships']} |{ratios}"
+
+
+TABLES = {"calls": _calls, "compile": _compile, "grouped": _grouped, "moe": _moe}
 
 
 def _number(value: float | None, form: str) -> str:

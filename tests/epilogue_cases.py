@@ -183,6 +183,9 @@ def _cases():
         size = 64
         index = (np.arange(size) % count).astype(which)
         cases[f"select-{which}"] = epilogue, (index, *np.arange(count * size, dtype=np.float32).reshape(count, size))
+    words = ["uint32"] * 3
+    bits = host.expression(lambda node, *x: node("random_bits", *x, dtype="uint32"), words, "uint32")
+    cases["random_bits"] = bits, tuple(np.random.default_rng(5).integers(0, 2**32, (3, 1000), np.uint32))
     return cases
 
 

@@ -66,6 +66,25 @@ def _function(epilogue: Epilogue, number: int) -> str:
     )
 
 
+def build(folder: pathlib.Path, text: str) -> ctypes.CDLL:
+    """A library of C++ text."""
+    source, library = folder / "epilogues.cc", folder / "epilogues.so"
+    source.write_text(text)
+    # nvcc may fuse a multiplication and an addition; here nothing may, so that bits can be compared.
+    flags = [
+        "-std=c++20",
+        "-O1",
+        "-ffp-contract=off",
+        "-shared",
+        "-fPIC",
+        "-Wall",
+        "-Wno-unused",
+        "-Wno-unknown-pragmas",
+    ]
+    subprocess.run(["g++", *flags, source, "-o", library], check=True)
+    return ctypes.CDLL(str(library))
+
+
 class Host:
     """Epilogues compiled into one library; ``host(i, arrays)`` runs the i-th; ``raw``: outputs not yet rounded."""
 
@@ -73,12 +92,7 @@ class Host:
         self._epilogues = list(epilogues)
         text = f'#include "{SHIM}"\n{_codegen._file("math.cuh")}#define EXPORT extern "C"\n'
         text += "".join(_function(epilogue, i) for i, epilogue in enumerate(epilogues))
-        source, library = folder / "epilogues.cc", folder / "epilogues.so"
-        source.write_text(text)
-        # nvcc may fuse a multiplication and an addition; here nothing may, so that bits can be compared.
-        flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Wno-unused"]
-        subprocess.run(["g++", *flags, source, "-o", library], check=True)
-        self._library = ctypes.CDLL(str(library))
+        self._library = build(folder, text)
 
     def __call__(
         self, i: int, *operands: np.ndarray, accs: Sequence[np.ndarray] = (), raw: bool = False

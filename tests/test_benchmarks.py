@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import cutjax
-from benchmarks import cases, grouped, moe, oracle, peers, report, run, sweep, timing
+from benchmarks import calls, cases, compile_cost, grouped, moe, oracle, peers, report, run, sweep, timing
+from cutjax import _compile
 
 ENVIRONMENT = {
     "device": "made up",
@@ -580,3 +581,25 @@ def test_the_moe_command(monkeypatch, tmp_path, capsys):
     assert [row["case"] for row in rows] == ["small forward", "small fwd+bwd"]
     assert all(row["same_us"] == row["us"] and row["xla_tokens"] == 64 for row in rows)
     assert "small fwd+bwd" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(_compile.compiler_missing() is not None, reason=str(_compile.compiler_missing()))
+def test_the_compile_command(monkeypatch, tmp_path, capsys):
+    functions = {name: compile_cost.epilogues()[name] for name in ("relu", "dropout")}
+    monkeypatch.setattr(compile_cost, "epilogues", lambda: functions)
+    path = tmp_path / "out.json"
+    assert run.main(["--op", "compile", "--out", str(path), "--commit", "c"]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["case"] for row in rows[::2]] == [f"{name} {d}" for name in functions for d in ("float32", "bfloat16")]
+    assert all(row["cubin_bytes"] > 10_000 and row["spill_bytes"] == 0 < row["cpu_s"] for row in rows)
+    assert "dropout bfloat16" in capsys.readouterr().out
+
+
+def test_forms_of_epilogues(capsys):
+    own = {name: calls.ships(name) for name in calls.EPILOGUES}
+    assert own["gelu"] == own["silu"] == "inlined"
+    assert own["dropout"] == own["sin"] == "called"
+    row = calls.Row("1x2x3 gelu", "inlined", 10.0, 0.1, 11.0, 0.1, 9.5, 10 / 11)
+    assert calls.document(ENVIRONMENT, "cupti", [row])["op"] == "calls"
+    calls.print_rows([row])
+    assert "inlined ships: 0.909 of the other" in capsys.readouterr().out

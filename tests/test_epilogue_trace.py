@@ -341,6 +341,8 @@ def test_dropout_has_the_bits_of_jax_random(key, shape):
 
     epilogue = check(fn, key, shape=shape, exact=True)
     assert [x.dtype for x in epilogue.operands] == ["uint32", "uint32"]  # the key: no mask is written
+    assert [node.op for node in epilogue.nodes].count("random_bits") == 1
+    assert len(epilogue.nodes) < 40
     check(lambda acc, key: acc + jax.random.uniform(jax.random.fold_in(key, 3), acc.shape), key, exact=True)
     check(lambda acc, key: acc + jax.random.normal(jax.random.split(key)[1], acc.shape[-1:]), key, exact=True)
     check(lambda acc, key: jax.random.bits(key, acc.shape, "uint8"), key, exact=True)

@@ -2,16 +2,19 @@
 
 import dataclasses
 import re
-import time
-from concurrent.futures import ThreadPoolExecutor
+import shutil
 
+import epilogue_cases as cases
+import epilogue_host as host
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cubin import check_lean
+from epilogue_cases import ACTIVATIONS
 
 import cutjax
-from cutjax import _compile, _emit, _fusion, _sm90
+from cutjax import _codegen, _compile, _emit, _fusion, _fusion_text, _select, _sm90
 from cutjax._expression import Node, Output, normal
 from cutjax._trace import trace
 
@@ -23,7 +26,8 @@ BF16 = jnp.bfloat16
 
 def problem(fn, products=1, operands=(), layout="nn", sizes=(4096, 4096, 4096)):
     accs = [jax.ShapeDtypeStruct((M, N), jnp.float32)] * products
-    epilogue = trace(fn, accs, [jnp.zeros(shape, dtype) for shape, dtype in operands]).epilogue.primal
+    arrays = [x if isinstance(x, jax.Array) else jnp.zeros(*x) for x in operands]
+    epilogue = trace(fn, accs, arrays).epilogue.primal
     return cutjax.Problem(*sizes, layout, epilogue=epilogue)
 
 
@@ -31,6 +35,11 @@ def dgelu(acc, z):
     return (acc * jax.grad(lambda t: jax.nn.gelu(t).sum())(z.astype(jnp.float32))).astype(BF16)
 
 
+def dropout(x, key):
+    return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0).astype(BF16)
+
+
+KEY = jax.random.key(0)
 ROW, COLUMN, FULL = ((M, 1), jnp.float32), ((N,), BF16), ((M, N), BF16)
 F32 = jnp.float32
 CASES = {
@@ -67,18 +76,149 @@ def test_every_tile_compiles_lean(name):
     # The cluster changes the producer alone, which test_kernels.py compiles in all of them.
     configs = [config for config in cutjax.candidates(asked) if config.cluster == 1]
     assert len(configs) > 8
+    check_lean(asked, configs, 96 << 10)  # 83 KB at most: the derivative, inlined 96 times, and its sum
 
-    def compile_one(config):
-        start = time.thread_time()
-        cubin = _compile.compile_source(_sm90.source(asked, config), name=config.name(asked), arch=asked.arch)
-        return config.name(asked), cubin, time.thread_time() - start
 
-    with ThreadPoolExecutor(2) as pool:
-        for kernel, cubin, seconds in pool.map(compile_one, configs):
-            assert not re.search("warning|Performance Loss|injected", cubin.log), f"{kernel}: {cubin.log}"
-            resources = cubin.resources
-            assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0), f"{kernel}: {resources}"
-            assert seconds < 2, f"{kernel}: {seconds:.2f} s"  # 1.0 at most when nothing else runs
+# What is called for, not inlined: four copies in place of 128.
+LONG = {
+    "dropout": (dropout, 1, (KEY,)),
+    "dropout, saved": (
+        lambda acc, key, b: (dropout(jax.nn.gelu(acc + b.astype(F32)), key), acc.astype(BF16)),
+        1,
+        (KEY, COLUMN),
+    ),
+    "dropout, residual": (
+        lambda acc, key, s, b, r: (dropout(acc * s + b.astype(F32), key) + r).astype(BF16),
+        1,
+        (KEY, ((M, 1), F32), COLUMN, FULL),
+    ),
+    "gated dropout": (
+        lambda g, u, key: (dropout(jax.nn.silu(g) * u, key), g.astype(BF16), u.astype(BF16)),
+        2,
+        (KEY,),
+    ),
+    "normal noise": (lambda acc, key: acc + jax.random.normal(key, acc.shape), 1, (KEY,)),
+    "log_ndtr": (lambda acc, r: jax.scipy.special.log_ndtr(acc + r), 1, (((M, N), F32),)),
+    "six": (
+        lambda acc: jnp.sin(jnp.cos(jnp.tan(jnp.arcsin(jnp.arccos(jnp.arctan(acc)))))).astype(BF16),
+        1,
+        (),
+    ),
+    "gelu (erf form)'s derivative": (
+        lambda acc, z: jax.vjp(lambda t: jax.nn.gelu(t, approximate=False), z.astype(F32))[1](acc)[0].astype(BF16),
+        1,
+        (FULL,),
+    ),
+}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", LONG)
+def test_long_epilogues_compile_lean(name):
+    asked = problem(*LONG[name])
+    assert _fusion.called(asked.epilogue)
+    configs = [config for config in cutjax.candidates(asked) if config.cluster == 1]
+    check_lean(asked, configs[::2], 56 << 10)  # 43 KB at most
+
+
+FUNCTIONS = {name: getattr(jax.lax, name) for name in cases.SMOOTH} | {
+    "pow": lambda x: abs(x) ** 1.5,
+    "arctan2": lambda x: jnp.arctan2(x, x + 1),
+    "nextafter": lambda x: jnp.nextafter(x, x + 1),
+    "rem": lambda x: jax.lax.rem(x, x + 1),
+    "floor_divide": lambda x: x // 0.7,
+    "sinc": jnp.sinc,
+    "integer div": lambda x: (x.astype(jnp.int32) // 7).astype(F32),
+}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_compile_lean(name):
+    """13 KB of kernel, and 20 instructions of 16 bytes for each of 128 elements; sin inlined would make 187 KB."""
+    asked = problem(FUNCTIONS[name])
+    config = _select.choose(asked).config
+    assert config is not None
+    assert config.accumulator_registers == 128
+    check_lean(asked, [config], 54 << 10)
+
+
+# What surrounds a piece, for the host: operands hold numbers from 1 to 2, and results are kept instead of staged.
+HOST = """
+#define __device__
+#define __noinline__ __attribute__((noinline))
+constexpr int PRODUCTS = 2, D_CHUNK = 32;
+struct Partials {};
+double* kept;
+template <Dtype D>
+struct Staging {
+  template <class Carrier>
+  static void stage(u32, int, int, const Carrier (&v)[8]) {
+    for (Carrier x : v) *kept++ = x;
+  }
+};
+struct Operands {
+  Pair<Dtype::f32> x0, x1[2];
+  Pair<Dtype::bf16> x2[2], x3[2][2];
+  Pair<Dtype::boolean> x4[D_CHUNK / 8][2];
+  Pair<Dtype::u32> x5, x6;
+  int batch0, row1;
+  void begin_piece(int, int, u32, int) {}
+};
+"""
+RUN = """
+extern "C" void run(double* inlined, double* called) {
+  Operands operands;
+  u32 state = 1, *words = reinterpret_cast<u32*>(&operands);
+  auto random = [&] { return (state = state * 1664525 + 1013904223) >> 9; };
+  for (u32 i = 0; i < sizeof(operands) / 4; ++i) words[i] = 0x3f803f80 | (random() & 0x7f007f);
+  for (auto& pair : operands.x4)
+    for (auto& x : pair) x.bits[0] = random() & 0x0101;
+  operands.batch0 = 3, operands.row1 = 500;
+  float acc[PRODUCTS][8];
+  for (int i = 0; i < 16; ++i) acc[i / 8][i % 8] = 0.1f * i;
+  Partials partials;
+  for (int piece = 0; piece < 2; ++piece) {
+    kept = inlined + 16 * piece;
+    one::epilogue_piece(operands, partials, acc, piece, 40, 64 + 16 * piece, 0, 0);
+    kept = called + 16 * piece;
+    two::epilogue_piece(operands, partials, acc, piece, 40, 64 + 16 * piece, 0, 0);
+  }
+}
+"""
+
+
+def test_a_call_computes_what_inlining_does(tmp_path, monkeypatch):
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+
+    def fn(g, u, s, r, c, x, mask, key):
+        batch, row, col = (jax.lax.broadcasted_iota(jnp.int32, g.shape, axis).astype(F32) for axis in range(3))
+        y = jnp.where(mask, jnp.sin(g * s + c.astype(F32)), u * r + x.astype(F32))
+        return (y + 0.25 * batch + 2 * row - 3 * col).astype(BF16), jax.random.bits(key, g.shape)
+
+    shapes = [((), F32), ((M, 1), F32), ((N,), BF16), ((4, M, N), BF16), ((4, M, N), bool)]
+    accs = [jax.ShapeDtypeStruct((4, M, N), F32)] * 2
+    epilogue = trace(fn, accs, [*(jnp.zeros(*x) for x in shapes), KEY]).epilogue.primal
+    assert _emit.places(epilogue) == [("batch", 0), ("row", 1)]
+    staging = _codegen._file("staging.cuh").split("// A staging tile", 1)[0]
+    text = f'#include "{host.SHIM}"\n{_codegen._file("math.cuh")}{staging}{HOST}'
+    for name, called in (("one", False), ("two", True)):
+        monkeypatch.setattr(_fusion_text, "called", lambda _, called=called: called)
+        piece = _fusion_text._piece(epilogue)
+        assert ("epilogue_four" in piece) == called
+        text += f"namespace {name} {{\n{_emit.emit(epilogue)}{piece}}}\n"
+    library = host.build(tmp_path, text + RUN)
+    inlined, found = np.zeros((2, 32))
+    library.run(inlined.ctypes, found.ctypes)
+    np.testing.assert_array_equal(inlined, found)
+    assert len(np.unique(inlined)) == 32  # so that none could stand for another
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_inlined(name):
+    fn = ACTIVATIONS[name][0]
+    assert not _fusion.called(problem(lambda acc: fn(acc).astype(BF16)).epilogue)
 
 
 def parameters(text):
@@ -196,12 +336,7 @@ def test_too_many_accumulators():
 
 
 def test_a_long_epilogue_gets_small_tiles():
-    def dropout(acc, key):
-        return jnp.where(jax.random.bernoulli(key, 0.9, acc.shape), acc, 0).astype(BF16)
-
-    accs = [jax.ShapeDtypeStruct((M, N), jnp.float32)]
-    epilogue = trace(dropout, accs, [jax.random.key(0)]).epilogue.primal
-    asked = cutjax.Problem(4096, 4096, 4096, epilogue=epilogue)
+    asked = problem(dropout, 1, (KEY,))
     reason = cutjax.supports(cutjax.Config(bm=128, bn=192, schedule="pingpong"), asked)
     assert reason is not None  # it would spill
     assert "192 accumulator registers a thread, at most 128" in reason

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import cutjax
+from cutjax._derivative import differentiated
+from cutjax._trace import trace
 
 X, W, B = (
     jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate(((3, 5, 6), (6, 4), (4,)), start=3)
@@ -321,6 +323,19 @@ def test_a_reduction_over_groups_is_refused_by_name():
 def test_forward_mode_of_a_custom_vjp_is_refused_as_jax_refuses_it():
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda x: cutjax.gemm(x, W, epilogue=clip), (X[0],), (X[0],))
+
+
+def test_dropout_beside_a_rule_keeps_its_bits():
+    """The values beside a derivative are traced from the expression: its random bits stay one node."""
+
+    def fn(v, key):
+        return jnp.where(jax.random.bernoulli(key, 0.5, v.shape), jax.nn.relu(v), 0.0)
+
+    acc = jax.ShapeDtypeStruct((5, 4), jnp.float32)
+    traced = trace(fn, [acc], (jax.random.key(0),))
+    again = differentiated(traced.epilogue, acc, traced.operands, (True,), (False, False))
+    assert sorted(x.op for x in again.epilogue.primal.nodes) == sorted(x.op for x in traced.epilogue.primal.nodes)
+    check(fn, jax.random.key(0), takes={"grad": lambda f: jax.grad(f, (0, 1))})
 
 
 def test_eager_calls_of_functions_with_rules_compile_once():

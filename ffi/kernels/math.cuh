@@ -288,6 +288,24 @@ DEVICE Carrier<T> clz(Carrier<T> x) {
   return __clzll(static_cast<i64>(static_cast<u64>(static_cast<Unsigned<T>>(x) & MASK<T>))) - (64 - BITS<T>);
 }
 
+// What jax.random makes of a key and an element's index: threefry of (0, index), one word xor the other.
+DEVICE u32 threefry2x32(u32 k0, u32 k1, u32 index) {
+  constexpr int ROTATIONS[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
+  u32 keys[3] = {k0, k1, k0 ^ k1 ^ 0x1bd11bda}, x = k0, y = index + k1;
+#pragma unroll
+  for (int group = 0; group < 5; ++group) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      int rotation = ROTATIONS[group % 2][i];
+      x += y;
+      y = x ^ (y << rotation | y >> (32 - rotation));
+    }
+    x += keys[(group + 1) % 3];
+    y += keys[(group + 2) % 3] + group + 1;
+  }
+  return x ^ y;
+}
+
 // Truncates and saturates; NaN is 0.
 template <class T>
 DEVICE Carrier<T> from_float(float x) {

@@ -1,0 +1,42 @@
+"""What tests ask of compiled kernels."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import cutjax
+from cutjax import _compile, _sm90
+
+
+def code_bytes(image: bytes) -> int:
+    """Bytes of instructions, 16 each: the sections .text* of an ELF file of 64 bits."""
+    (table,) = struct.unpack_from("<Q", image, 0x28)
+    size, count, names = struct.unpack_from("<HHH", image, 0x3A)
+    # Of each section: where its name is, ..., where it lies, how long it is.
+    sections = [struct.unpack_from("<I20xQQ", image, table + i * size) for i in range(count)]
+    at = sections[names][1]
+    return sum(length for name, _, length in sections if image[at + name :].startswith(b".text"))
+
+
+def check_lean(asked: cutjax.Problem, configs: Sequence[cutjax.Config], most_bytes: int) -> None:
+    """That kernels compile without a warning or a spill, to no more code than that.
+
+    Code is what compiling takes time for, 0.1 s for 20 KB and more for very long functions, and it is the same on every
+    machine; benchmarks/compile_cost.py measures the seconds.
+    """
+
+    def compile_one(config: cutjax.Config) -> tuple[str, _compile.Cubin]:
+        name = config.name(asked)
+        return name, _compile.compile_source(_sm90.source(asked, config), name=name, arch=asked.arch)
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(compile_one, configs))
+    for name, cubin in results:
+        # ptxas says so where a wgmma must wait for the one before: half the speed.
+        assert not re.search("warning|Performance Loss|injected", cubin.log), f"{name}: {cubin.log}"
+        resources = cubin.resources
+        assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0), f"{name}: {resources}"
+        assert code_bytes(cubin.image) <= most_bytes, f"{name}: {code_bytes(cubin.image)} bytes of code"
