@@ -22,8 +22,10 @@ PREACTIVATION = "cutjax_preactivation"  # the name jax.checkpoint policies see
 
 
 def saved_dtype(epilogue: Epilogue, dtype: np.dtype) -> np.dtype:
-    """The dtype in which accumulators of products of ``dtype`` are kept for the derivative."""
-    return ACC if any(out.reduce is None and out.dtype == ACC.name for out in epilogue.outputs) else dtype
+    """The dtype in which accumulators of products of ``dtype`` are kept for the derivative: at least 16 bits."""
+    if any(out.reduce is None and out.dtype == ACC.name for out in epilogue.outputs):
+        return ACC
+    return dtype if dtype.itemsize > 1 else np.dtype(jnp.bfloat16)
 
 
 def product_dots(

@@ -18,7 +18,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from cutjax import _derivative, _fused, _product
+from cutjax import _derivative, _dot_precision, _fused, _product
+from cutjax._dot_precision import Canonical
 from cutjax._expression import ACC, Epilogue
 from cutjax._grouped_fused import Groups
 from cutjax._primitive import define, is_linear, is_zero, match_varying
@@ -35,20 +36,21 @@ class How:
       hidden: the epilogue of the first.
       layout: of both.
       out_dtype: of the result.
-      backend, save: as gemm's.
+      precision, backend, save: as gemm's.
       leading: whether the sizes of groups, where there are some, begin with the rows before the first group.
     """
 
     hidden: Epilogue
     layout: str
     out_dtype: np.dtype
+    precision: Canonical
     backend: str
     save: str
     leading: bool = False
 
     @property
     def first(self) -> dict[str, Any]:
-        return {"layout": self.layout, "backend": self.backend, "config": None}
+        return {"layout": self.layout, "precision": self.precision, "backend": self.backend, "config": None}
 
     @property
     def second(self) -> dict[str, Any]:
@@ -56,7 +58,7 @@ class How:
 
     def product(self, sizes: Any, dtype: np.dtype) -> Groups | type[_Dense]:
         """The product of operands of a dtype: that of rows in groups, or the dense one where the sizes are None."""
-        return _Dense if sizes is None else Groups(sizes, self.leading, dtype, self.backend)
+        return _Dense if sizes is None else Groups(sizes, self.leading, dtype, self.backend, self.precision)
 
 
 class _Dense:
@@ -225,8 +227,9 @@ def _transpose(g: Any, *values: Any, how: How, there: tuple[bool, ...]) -> list[
         return [x.astype(dot.dtype) for x, dot in zip(found, (d for d in like if d is not None), strict=True)]
 
     product = how.product(sizes, w2.dtype)
-    how_back = how.first | {"layout": "n" + FLIP[how.layout[1]], "out_dtype": ACC}
-    g = g.astype(w2.dtype)
+    g, w2 = _product.with_cotangent(g, w2)
+    precision = _dot_precision.of_cotangents(how.precision, g.dtype, "mlp")
+    how_back = how.first | {"layout": "n" + FLIP[how.layout[1]], "out_dtype": ACC, "precision": precision}
     shape = next(dot.shape for dot in like if dot is not None)
     full = product.tile(*map(jax.typeof, (g, w2)), layout=how_back["layout"]).shape
     axes = [i for i in range(g.ndim - 2) if shape[i] == 1 != full[i]]
