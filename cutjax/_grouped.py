@@ -424,7 +424,9 @@ def _add_abstract(a: Any, b: Any, sizes: Any, to: Any, **_: Any) -> Any:
 
 def _add_reference(a: jax.Array, b: jax.Array, sizes: jax.Array, to: jax.Array, **params: Any) -> jax.Array:
     acc = _product.accumulator(a.dtype, to.dtype)
-    return (to.astype(acc) + reference_outer(a, b, sizes, out_dtype=acc, **params)).astype(to.dtype)
+    wide = _product.accumulator(to.dtype, acc)
+    d = reference_outer(a, b, sizes, out_dtype=acc, **params)
+    return (to.astype(wide) + d.astype(wide)).astype(to.dtype)
 
 
 def _add_choose(

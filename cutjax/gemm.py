@@ -182,9 +182,9 @@ def promote(a: jax.Array, bs: Sequence[jax.Array], out_dtype: DTypeLike | None, 
 
 def _weak(a: jax.Array, b: jax.Array) -> bool:
     """True if ``jax.numpy`` promotes two arrays to a weak type: each that is strong is of a kind below the other's."""
-    kinds = (jnp.complexfloating, jnp.floating, jnp.integer, jnp.bool_)
+    kinds = (jnp.bool_, jnp.integer, jnp.inexact)
     a_kind, b_kind = (next(i for i, kind in enumerate(kinds) if jnp.issubdtype(x.dtype, kind)) for x in (a, b))
-    return (a.weak_type or b_kind < a_kind) and (b.weak_type or a_kind < b_kind)
+    return (a.weak_type or a_kind < b_kind) and (b.weak_type or b_kind < a_kind)
 
 
 def contracted(x: Any, last: bool) -> int:
