@@ -39,9 +39,11 @@ def with_rank(x: jax.Array, rank: int) -> jax.Array:
     return x if x.ndim == rank else lax.expand_dims(x, range(rank - x.ndim))
 
 
-def converted(x: jax.Array, dtype: np.dtype, weak_type: bool = False) -> jax.Array:
-    """The array in a dtype, weak or not."""
-    if x.dtype == dtype and x.weak_type == weak_type:
+def converted(x: jax.Array, dtype: np.dtype, weak_type: bool | None = None) -> jax.Array:
+    """The array in a dtype, weak or not: as it is by default."""
+    given = jax.typeof(x)  # not x's own: a cotangent may be numpy's
+    weak_type = given.weak_type if weak_type is None else weak_type
+    if (given.dtype, given.weak_type) == (dtype, weak_type):
         return x
     return lax.convert_element_type_p.bind(x, new_dtype=dtype, weak_type=weak_type, sharding=None)
 
@@ -200,7 +202,7 @@ def with_cotangent(g: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     dtype = cotangent_dtype(x.dtype, g.dtype)
     if jnp.issubdtype(g.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
         g = lax.real(g)  # of a real product made complex
-    return converted(g, dtype, g.weak_type), converted(x, dtype, x.weak_type)
+    return converted(g, dtype), converted(x, dtype)
 
 
 def _cotangent(g: jax.Array, x: jax.Array, to: Any, swap: bool, **params: Any) -> jax.Array:

@@ -167,7 +167,7 @@ def promote(a: jax.Array, bs: Sequence[jax.Array], out_dtype: DTypeLike | None, 
     if {a.dtype, b.dtype} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
         raise TypeError(f"{where}: a is {a.dtype}, b is {b.dtype}: no 16-bit dtype holds both, cast one of them")
     operand = jnp.result_type(a, b)
-    xs = [converted(x, operand, x.weak_type) for x in (a, *bs)]
+    xs = [converted(x, operand) for x in (a, *bs)]
     if out_dtype is None:
         return *xs, operand, _weak(a, b)
     out = jax.dtypes.canonicalize_dtype(out_dtype)

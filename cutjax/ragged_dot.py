@@ -180,7 +180,7 @@ def _alike(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
         return lhs, rhs
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
-    return converted(lhs, dtype, lhs.weak_type), converted(rhs, dtype, rhs.weak_type)
+    return converted(lhs, dtype), converted(rhs, dtype)
 
 
 def _others(rank: int, *parts: Sequence[int]) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -84,6 +85,15 @@ def test_groups_as_ragged_dot(x64, out):
                 assert not got[0][1], case
             compared += 1
     assert compared > 60
+
+
+def test_cotangents_of_numpy():
+    x, w, sizes = jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.array([2])
+    ones = np.ones((2, 4), np.float32)
+    for product in (cutjax.gemm, lambda x, w: cutjax.grouped_gemm(x, w[None], sizes)):
+        jax.tree.map(
+            np.testing.assert_array_equal, jax.vjp(product, x, w)[1](ones), (np.full((2, 3), 4), np.full((3, 4), 2))
+        )
 
 
 def test_a_following_product_promotes_as_after_matmul():
