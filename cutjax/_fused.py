@@ -20,6 +20,7 @@ from jax import lax
 
 from cutjax import _derivative, _product, _sm90
 from cutjax._config import Config
+from cutjax._dot_precision import Canonical
 from cutjax._expression import Epilogue, Node, OperandSpec, normal
 from cutjax._primitive import define, is_zero, match_varying, varying_axes
 from cutjax._problem import Problem
@@ -40,7 +41,7 @@ def call(
 ) -> Any:
     """Traces a function and binds the primitive; what the function returns."""
     a, *bs = match_varying(a, *bs)
-    acc = accumulator(a.dtype, tile(*map(jax.typeof, (a, *bs)), layout=layout))
+    acc = accumulator(a.dtype, tile(*map(jax.typeof, (a, *bs)), layout=layout), out_dtype)
     traced = trace_with_dtype(fn, [acc] * len(bs), operands, out_dtype)
     how = {"layout": layout, **params}
     if traced.outside is None:
@@ -80,9 +81,9 @@ def _plain(how: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in how.items() if name != "save"} | {"config": None}
 
 
-def accumulator(dtype: np.dtype, full: Any) -> jax.ShapeDtypeStruct:
+def accumulator(dtype: np.dtype, full: Any, out_dtype: Any = None) -> jax.ShapeDtypeStruct:
     """Returns what an epilogue is traced with, of a product of ``dtype`` with the shape of an aval."""
-    acc = _product.accumulator(dtype)
+    acc = _product.accumulator(dtype, None if isinstance(out_dtype, tuple) else out_dtype)
     return jax.ShapeDtypeStruct(full.shape, acc, sharding=full.sharding, manual_axis_type=full.mat)
 
 
@@ -182,19 +183,24 @@ def result_avals(full: Any, epilogue: Epilogue) -> list[Any]:
     return results
 
 
-def _reference(*args: jax.Array, layout: str, epilogue: Epilogue, on_cuda: bool, **_: Any) -> tuple[jax.Array, ...]:
+def _reference(
+    *args: jax.Array, layout: str, epilogue: Epilogue, precision: Canonical, on_cuda: bool, **_: Any
+) -> tuple[jax.Array, ...]:
     a, bs, operands = _split(args, epilogue)
-    accs = [_product.reference(a, b, layout=layout, out_dtype=epilogue.accumulator, on_cuda=on_cuda) for b in bs]
+    how: dict[str, Any] = {"layout": layout, "precision": precision, "on_cuda": on_cuda}
+    accs = [_product.reference(a, b, out_dtype=epilogue.accumulator, **how) for b in bs]
     return epilogue.primal.apply(accs, operands)
 
 
-def _choose(*avals: Any, layout: str, epilogue: Epilogue, config: Config | None, arch: str, **_: Any) -> Choice:
+def _choose(
+    *avals: Any, layout: str, epilogue: Epilogue, precision: Canonical, config: Config | None, arch: str, **_: Any
+) -> Choice:
     a, bs = _split(avals, epilogue)[:2]
     out_dtype = next((out.dtype for out in epilogue.outputs if out.reduce is None), a.dtype)
     problem = Problem.of(a, bs[0], layout=layout, out_dtype=out_dtype, arch=arch)
     if len({b.shape for b in bs}) > 1:
         return Choice(problem, None, ("the matrices that share a differ in their batch axes",))
-    return choose(dataclasses.replace(problem, epilogue=epilogue.primal), config)
+    return choose(dataclasses.replace(problem, epilogue=epilogue.primal), config, precision=precision)
 
 
 def _batch(args: Any, dims: Any, *, epilogue: Epilogue, layout: str, **params: Any) -> tuple[Any, list[int]]:
@@ -229,14 +235,16 @@ def _batch(args: Any, dims: Any, *, epilogue: Epilogue, layout: str, **params: A
     return outs, [at] * len(outs)
 
 
-def multiply(a: Any, b: Any, dtype: np.dtype, *, layout: str, backend: str, **_: Any) -> jax.Array:
+def multiply(
+    a: Any, b: Any, dtype: np.dtype, *, layout: str, precision: Canonical, backend: str, **_: Any
+) -> jax.Array:
     """The plain product, of what the primitive takes."""
-    return gemm_p.bind(a, b, layout=layout, out_dtype=dtype, backend=backend, config=None)
+    return gemm_p.bind(a, b, layout=layout, out_dtype=dtype, precision=precision, backend=backend, config=None)
 
 
 def _jvp(primals: Any, tangents: Any, *, epilogue: Epilogue, save: str, **params: Any) -> Any:
     a, bs, operands = _split(primals, epilogue)
-    acc = accumulator(a.dtype, tile(*map(jax.typeof, (a, *bs)), layout=params["layout"]))
+    acc = accumulator(epilogue.accumulator, tile(*map(jax.typeof, (a, *bs)), layout=params["layout"]))
 
     def rebind(epilogue: Epilogue, operands: Sequence[jax.Array]) -> list[jax.Array]:
         return _bind(epilogue, a, bs, operands, save=save, **params)

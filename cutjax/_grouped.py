@@ -4,8 +4,7 @@
     outer:     d[i] = a[rows of group i]^T @ b[rows of group i]    a [*B, m, k], b [*B, m, n] -> d [*B, g, k, n]
 
 The sizes are data, int32 [*B, leading + g]: with ``leading``, the first is the number of rows before the first group.
-All operands have the same number of batch axes B, each axis equal or 1. ``precision`` is that of lax.dot_general, where
-XLA multiplies.
+All operands have the same number of batch axes B, each axis equal or 1.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cutjax import _product, _sm90
+from cutjax import _dot_precision, _product, _sm90
 from cutjax._config import Config
+from cutjax._dot_precision import Canonical
 from cutjax._expression import Node, OperandSpec, Output, normal
 from cutjax._primitive import define, is_linear, is_zero, match_varying, varying_axes, zero_tangent
 from cutjax._problem import Problem
@@ -134,7 +134,7 @@ def reference_gemm(
     out_dtype: np.dtype,
     leading: bool,
     on_cuda: bool = False,
-    precision: lax.PrecisionLike = None,
+    precision: Canonical = None,
     **_: Any,
 ) -> jax.Array:
     """grouped_gemm_p in plain JAX."""
@@ -168,13 +168,13 @@ def reference_outer(
     out_dtype: np.dtype,
     leading: bool,
     on_cuda: bool = False,
-    precision: lax.PrecisionLike = None,
+    precision: Canonical = None,
     **_: Any,
 ) -> jax.Array:
     """grouped_outer_p in plain JAX."""
     batch, m = np.broadcast_shapes(a.shape[:-2], b.shape[:-2], sizes.shape[:-1]), a.shape[-2]
     shape = (*batch, sizes.shape[-1] - leading, a.shape[-1], b.shape[-1])
-    acc = _product.accumulator(a.dtype)
+    acc = _product.accumulator(a.dtype, out_dtype)
     d = jnp.zeros((math.prod(shape[:-2]), *shape[-2:]), acc)
     d, a, b, sizes = match_varying(d, a, b, sizes)
     if 0 in (m, *shape):
@@ -214,7 +214,7 @@ def _result(shape: Sequence[int], out_dtype: np.dtype, *avals: Any) -> Any:
     return avals[0].update(
         shape=tuple(shape),
         dtype=out_dtype,
-        weak_type=avals[0].weak_type and avals[1].weak_type,
+        weak_type=False,  # as that of lax.ragged_dot, whose sizes are strong
         sharding=_product.on_mesh(*avals).update(spec=jax.P(*(None,) * len(shape))),
     )
 
@@ -234,14 +234,15 @@ def batch_axis(args: Sequence[jax.Array], dims: Sequence[int | None], rank: int)
 def sum_to(d: jax.Array, to: Any) -> jax.Array:
     """A cotangent added up over the batch axes that its operand broadcast over, in the operand's dtype."""
     axes = [i for i, (size, full) in enumerate(zip(to.shape, d.shape, strict=True)) if size == 1 != full]
-    return (d.sum(axes, keepdims=True) if axes else d).astype(to.dtype)
+    d = d.sum(axes, keepdims=True) if axes else d
+    return d if d.dtype == to.dtype else _product.converted(d, to.dtype, to.weak_type)
 
 
 def _dtype_of_terms(to: Any, *batches: Sequence[int]) -> np.dtype:
     """The dtype of a cotangent before sum_to: 16-bit terms are added in f32, and rounded once."""
     rank = len(batches[0])
-    if tuple(to.shape[:rank]) == np.broadcast_shapes(*batches):
-        return to.dtype
+    if tuple(to.shape[:rank]) == np.broadcast_shapes(*batches) and to.dtype.itemsize > 1:
+        return to.dtype  # narrower, it is made of what a kernel writes
     return _product.accumulator(to.dtype)
 
 
@@ -300,12 +301,13 @@ def _gemm_choose(
     layout: str,
     out_dtype: np.dtype,
     leading: bool,
+    precision: Canonical,
     config: Config | None,
     arch: str,
     **_: Any,
 ) -> Choice:
     problem = gemm_problem(x, w, sizes, layout=layout, out_dtype=out_dtype, leading=leading, arch=arch)
-    return choose(problem, config)
+    return choose(problem, config, precision=precision)
 
 
 def _gemm_transpose(
@@ -315,15 +317,15 @@ def _gemm_transpose(
         return None, None, None
     params["config"] = None  # a pinned kernel is for the product it was pinned to
     batches = g.shape[:-2], sizes.shape[:-1]
+    g, other = _product.with_cotangent(g, w if is_linear(x) else x)
+    params["precision"] = _dot_precision.of_cotangents(params["precision"], g.dtype, "grouped_gemm")
     if is_linear(x):
-        dtype = _dtype_of_terms(x.aval, *batches, w.shape[:-3])
-        back = "n" + FLIP[layout[1]]
-        d = grouped_gemm_p.bind(g.astype(w.dtype), w, sizes, layout=back, out_dtype=dtype, **params)
-        return sum_to(d, x.aval), None, None
-    g = g.astype(x.dtype)
-    dtype = _dtype_of_terms(w.aval, *batches, x.shape[:-2])
-    d = grouped_outer_p.bind(*((x, g) if layout[1] == "n" else (g, x)), sizes, out_dtype=dtype, **params)
-    return None, sum_to(d, w.aval), None
+        params |= {"layout": "n" + FLIP[layout[1]], "out_dtype": _dtype_of_terms(x.aval, *batches, w.shape[:-3])}
+        return sum_to(grouped_gemm_p.bind(g, other, sizes, **params), x.aval), None, None
+    params["out_dtype"] = _dtype_of_terms(w.aval, *batches, x.shape[:-2])
+    if layout[1] == "t":  # in lax the cotangent is the second operand here
+        g, other, params["precision"] = other, g, _dot_precision.swapped(params["precision"])
+    return None, sum_to(grouped_outer_p.bind(other, g, sizes, **params), w.aval), None
 
 
 grouped_gemm_p = define(
@@ -370,9 +372,19 @@ def outer_problem(a: Any, b: Any, sizes: Any, *, out_dtype: Any, leading: bool, 
 
 
 def _outer_choose(
-    a: Any, b: Any, sizes: Any, *, out_dtype: np.dtype, leading: bool, config: Config | None, arch: str, **_: Any
+    a: Any,
+    b: Any,
+    sizes: Any,
+    *,
+    out_dtype: np.dtype,
+    leading: bool,
+    precision: Canonical,
+    config: Config | None,
+    arch: str,
+    **_: Any,
 ) -> Choice:
-    return choose(outer_problem(a, b, sizes, out_dtype=out_dtype, leading=leading, arch=arch), config)
+    problem = outer_problem(a, b, sizes, out_dtype=out_dtype, leading=leading, arch=arch)
+    return choose(problem, config, precision=precision)
 
 
 def _outer_transpose(
@@ -384,9 +396,10 @@ def _outer_transpose(
     first = is_linear(a)
     to, other = (a.aval, b) if first else (b.aval, a)
     dtype = _dtype_of_terms(to, g.shape[:-3], sizes.shape[:-1], other.shape[:-2])
-    layout = "nt" if first else "nn"
-    d = grouped_gemm_p.bind(other, g.astype(other.dtype), sizes, layout=layout, out_dtype=dtype, **params)
-    d = sum_to(d, to)
+    g, other = _product.with_cotangent(g, other)
+    precision = _dot_precision.of_cotangents(params["precision"], g.dtype, "grouped_outer")
+    params |= {"layout": "nt" if first else "nn", "precision": _dot_precision.swapped(precision)}
+    d = sum_to(grouped_gemm_p.bind(other, g, sizes, out_dtype=dtype, **params), to)
     return (d, None, None) if first else (None, d, None)
 
 
@@ -411,12 +424,23 @@ def _add_abstract(a: Any, b: Any, sizes: Any, to: Any, **_: Any) -> Any:
 
 
 def _add_reference(a: jax.Array, b: jax.Array, sizes: jax.Array, to: jax.Array, **params: Any) -> jax.Array:
-    acc = max(_product.accumulator(a.dtype), _product.accumulator(to.dtype), key=lambda dtype: dtype.itemsize)
-    return (to.astype(acc) + reference_outer(a, b, sizes, out_dtype=acc, **params)).astype(to.dtype)
+    acc = _product.accumulator(a.dtype, to.dtype)
+    wide = _product.accumulator(to.dtype, acc)
+    d = reference_outer(a, b, sizes, out_dtype=acc, **params)
+    return (to.astype(wide) + d.astype(wide)).astype(to.dtype)
 
 
 def _add_choose(
-    a: Any, b: Any, sizes: Any, to: Any, *, leading: bool, config: Config | None, arch: str, **_: Any
+    a: Any,
+    b: Any,
+    sizes: Any,
+    to: Any,
+    *,
+    leading: bool,
+    precision: Canonical,
+    config: Config | None,
+    arch: str,
+    **_: Any,
 ) -> Choice:
     problem = outer_problem(a, b, sizes, out_dtype=to.dtype, leading=leading, arch=arch)
     *batch, _, m, n = to.shape
@@ -426,7 +450,8 @@ def _add_choose(
     nodes.append(Node("add", (0, len(nodes) - 1)))
     spec = OperandSpec(to.dtype.name, m != 1, n != 1, tuple(size != 1 for size in batch))
     epilogue = normal(1, [spec], nodes, [Output(len(nodes) - 1, to.dtype.name)])
-    return choose(dataclasses.replace(problem, batch=tuple(batch), epilogue=epilogue), config)
+    problem = dataclasses.replace(problem, batch=tuple(batch), epilogue=epilogue)
+    return choose(problem, config, precision=precision)
 
 
 def _add_batch(args: Any, dims: Any, **params: Any) -> tuple[jax.Array, int]:

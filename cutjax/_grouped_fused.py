@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cutjax import _derivative, _fused, _grouped, _product, _sm90
+from cutjax import _derivative, _dot_precision, _fused, _grouped, _product, _sm90
 from cutjax._config import Config
-from cutjax._expression import ACC, REDUCTIONS, Epilogue, OperandSpec
+from cutjax._dot_precision import Canonical
+from cutjax._expression import REDUCTIONS, Epilogue, OperandSpec
 from cutjax._grouped import grouped_gemm_p
 from cutjax._primitive import define, is_zero, match_varying, zero_tangent
 from cutjax._select import Choice, choose
@@ -42,7 +43,7 @@ def call(
     x, sizes, *ws = with_ranks(x, sizes, ws)
     avals = [jax.typeof(v) for v in (x, sizes, *ws)]
     _grouped.check("grouped_gemm", *avals)
-    acc = _fused.accumulator(x.dtype, tile(*avals, layout=layout))
+    acc = _fused.accumulator(x.dtype, tile(*avals, layout=layout), out_dtype)
     count = ws[0].shape[-3]
     traced = _fused.trace_with_dtype(fn, [acc] * len(ws), operands, out_dtype, count)
     how = {"layout": layout, **params}
@@ -58,7 +59,7 @@ def call(
         return again.finish(bind(again.epilogue.primal, x, ws, sizes, again.operands, **how))
 
     def plain(x: jax.Array, ws: Sequence[jax.Array], leaves: Sequence[Any]) -> Any:
-        groups = Groups(sizes, params["leading"], x.dtype, params["backend"])
+        groups = Groups(sizes, params["leading"], x.dtype, params["backend"], params["precision"])
         accs = [_multiply(x, w, acc.dtype, sizes=sizes, **how) for w in ws]
         seen = [
             groups.rows(leaf, acc.shape[-2]) if each else leaf for leaf, each in zip(leaves, of_groups, strict=True)
@@ -111,18 +112,20 @@ class Groups:
       sizes: int32 ``[*B, leading + g]``.
       leading: whether the first is the number of rows before the first group.
       dtype: in which cotangents of operands of groups are added up: that of x, accumulating in float32.
-      backend: of that product.
+      backend, precision: of that product.
     """
 
     sizes: jax.Array
     leading: bool
     dtype: np.dtype
     backend: str
+    precision: Canonical
 
     def rows(self, x: jax.Array, m: int) -> jax.Array:
         """What the rows have of an operand, ``[*B, m, n or 1]``; those of no group have zeros."""
         if x.ndim > self.sizes.ndim + 1:
-            return spread_p.bind(x, self.sizes, m=m, leading=self.leading, dtype=self.dtype, backend=self.backend)
+            how: dict[str, Any] = {"dtype": self.dtype, "backend": self.backend, "precision": self.precision}
+            return spread_p.bind(x, self.sizes, m=m, leading=self.leading, **how)
         return self.select(x, m)
 
     def select(self, x: jax.Array, m: int, other: Any = 0) -> jax.Array:
@@ -134,8 +137,9 @@ class Groups:
         return jnp.where(has[..., None], x, jnp.asarray(other, x.dtype))
 
     def whole(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """An operand as one of full size, in the dtype of the product. Its transpose adds up in float32."""
-        return jnp.broadcast_to(self.rows(x, shape[-2]).astype(ACC), shape).astype(self.dtype)
+        """An operand as one of full size, in the dtype of the product. Its transpose adds up as products do."""
+        dtype = _product.cotangent_dtype(self.dtype, x.dtype)
+        return jnp.broadcast_to(self.rows(x, shape[-2]).astype(_product.accumulator(x.dtype)), shape).astype(dtype)
 
     def applied(self, epilogue: Epilogue) -> OfGroups:
         return OfGroups(epilogue, self)
@@ -225,18 +229,17 @@ def _spread_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, 
 
 
 def _spread_transpose(
-    g: Any, x: Any, sizes: jax.Array, *, m: int, leading: bool, dtype: np.dtype, backend: str
+    g: Any, x: Any, sizes: jax.Array, *, m: int, dtype: np.dtype, precision: Canonical, **params: Any
 ) -> tuple[Any, None]:
     """The sum over each group's rows: a product with a column of ones, so neither atomics nor a scatter."""
     if is_zero(g):
         return None, None
-    n = g.shape[-1]
+    n, dtype = g.shape[-1], _product.cotangent_dtype(dtype, g.dtype)
     g = lax.pad(g.astype(dtype), jnp.zeros((), dtype), [*((0, 0, 0) for _ in g.shape[1:]), (0, -n % 8, 0)])
     # Eight columns and a multiple of that, so that rows are aligned as kernels want them.
     ones = lax.broadcasted_iota(np.int32, (*(1 for _ in g.shape[:-2]), m, 8), g.ndim - 1) == 0
-    d = _grouped.outer(
-        ones.astype(dtype), g, sizes, out_dtype=ACC, leading=leading, backend=backend, config=None
-    )  # [*B, g, 8, n]
+    params |= {"precision": _dot_precision.of_cotangents(precision, dtype, "grouped_gemm"), "config": None}
+    d = _grouped.outer(ones.astype(dtype), g, sizes, out_dtype=_product.accumulator(dtype), **params)  # [*B, g, 8, n]
     return _grouped.sum_to(d[..., :1, :n], x.aval), None
 
 
@@ -274,35 +277,42 @@ def _abstract(*avals: Any, layout: str, epilogue: Epilogue, **_: Any) -> list[An
 
 
 def _reference(
-    *args: jax.Array, layout: str, epilogue: Epilogue, leading: bool, backend: str, on_cuda: bool, **_: Any
+    *args: jax.Array,
+    layout: str,
+    epilogue: Epilogue,
+    leading: bool,
+    precision: Canonical,
+    backend: str,
+    on_cuda: bool,
+    **_: Any,
 ) -> list[jax.Array]:
     x, ws, sizes, operands = _split(args, epilogue)
-    accs = [
-        _grouped.reference_gemm(
-            x, w, sizes, layout=layout, out_dtype=epilogue.accumulator, leading=leading, on_cuda=on_cuda
-        )
-        for w in ws
-    ]
-    return Groups(sizes, leading, x.dtype, backend).applied(epilogue.primal).apply(accs, operands)
+    how: dict[str, Any] = {"layout": layout, "leading": leading, "precision": precision, "on_cuda": on_cuda}
+    accs = [_grouped.reference_gemm(x, w, sizes, out_dtype=epilogue.accumulator, **how) for w in ws]
+    return Groups(sizes, leading, x.dtype, backend, precision).applied(epilogue.primal).apply(accs, operands)
 
 
 def _choose(
-    *avals: Any, layout: str, epilogue: Epilogue, leading: bool, config: Config | None, arch: str, **_: Any
+    *avals: Any,
+    layout: str,
+    epilogue: Epilogue,
+    leading: bool,
+    precision: Canonical,
+    config: Config | None,
+    arch: str,
+    **_: Any,
 ) -> Choice:
     x, ws, sizes, _operands = _split(avals, epilogue)
     out_dtype = next((out.dtype for out in epilogue.outputs if out.reduce is None), x.dtype)
     problem = _grouped.gemm_problem(x, ws[0], sizes, layout=layout, out_dtype=out_dtype, leading=leading, arch=arch)
     if len({w.shape for w in ws}) > 1:
         return Choice(problem, None, ("the matrices that share x differ in their batch axes",))
-    return choose(dataclasses.replace(problem, epilogue=epilogue.primal), config)
+    return choose(dataclasses.replace(problem, epilogue=epilogue.primal), config, precision=precision)
 
 
-def _multiply(
-    x: jax.Array, w: jax.Array, dtype: np.dtype, *, sizes: jax.Array, layout: str, leading: bool, backend: str, **_: Any
-) -> jax.Array:
-    return grouped_gemm_p.bind(
-        x, w, sizes, layout=layout, out_dtype=dtype, leading=leading, backend=backend, config=None
-    )
+def _multiply(x: jax.Array, w: jax.Array, dtype: np.dtype, *, sizes: jax.Array, **params: Any) -> jax.Array:
+    how = {name: params[name] for name in ("layout", "leading", "precision", "backend")}
+    return grouped_gemm_p.bind(x, w, sizes, out_dtype=dtype, config=None, **how)
 
 
 def _batch(args: Any, dims: Any, *, epilogue: Epilogue, **params: Any) -> tuple[Any, list[int]]:
@@ -318,7 +328,7 @@ def _batch(args: Any, dims: Any, *, epilogue: Epilogue, **params: Any) -> tuple[
     else:  # only operands differ: one product serves them all
         x, ws, sizes, operands = _split(moved, epilogue)
         accs = [_multiply(x, w, epilogue.accumulator, sizes=sizes, **params) for w in ws]
-        groups = Groups(sizes, params["leading"], x.dtype, params["backend"])
+        groups = Groups(sizes, params["leading"], x.dtype, params["backend"], params["precision"])
         outs = groups.applied(epilogue).apply(accs, operands)
     return outs, [at] * len(outs)
 
@@ -326,8 +336,10 @@ def _batch(args: Any, dims: Any, *, epilogue: Epilogue, **params: Any) -> tuple[
 def _jvp(primals: Any, tangents: Any, *, epilogue: Epilogue, save: str, **params: Any) -> Any:
     x, ws, sizes, operands = _split(primals, epilogue)
     x_dot, w_dots, _, operand_dots = _split([None if is_zero(v) else v for v in tangents], epilogue)
-    acc = _fused.accumulator(x.dtype, tile(*map(jax.typeof, (x, sizes, *ws)), layout=params["layout"]))
-    applied = Groups(sizes, params["leading"], x.dtype, params["backend"]).applied(epilogue)
+    full = tile(*map(jax.typeof, (x, sizes, *ws)), layout=params["layout"])
+    acc = _fused.accumulator(epilogue.accumulator, full)
+    groups = Groups(sizes, params["leading"], x.dtype, params["backend"], params["precision"])
+    applied = groups.applied(epilogue)
 
     def rebind(epilogue: Epilogue, operands: Sequence[jax.Array]) -> list[jax.Array]:
         return bind(epilogue, x, ws, sizes, operands, save=save, **params)

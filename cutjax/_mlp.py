@@ -18,8 +18,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from cutjax import _derivative, _fused, _product
-from cutjax._expression import ACC, Epilogue
+from cutjax import _derivative, _dot_precision, _fused, _product
+from cutjax._dot_precision import Canonical
+from cutjax._expression import Epilogue
 from cutjax._grouped_fused import Groups
 from cutjax._primitive import define, is_linear, is_zero, match_varying
 from cutjax._product import FLIP
@@ -35,20 +36,21 @@ class How:
       hidden: the epilogue of the first.
       layout: of both.
       out_dtype: of the result.
-      backend, save: as gemm's.
+      precision, backend, save: as gemm's.
       leading: whether the sizes of groups, where there are some, begin with the rows before the first group.
     """
 
     hidden: Epilogue
     layout: str
     out_dtype: np.dtype
+    precision: Canonical
     backend: str
     save: str
     leading: bool = False
 
     @property
     def first(self) -> dict[str, Any]:
-        return {"layout": self.layout, "backend": self.backend, "config": None}
+        return {"layout": self.layout, "precision": self.precision, "backend": self.backend, "config": None}
 
     @property
     def second(self) -> dict[str, Any]:
@@ -56,7 +58,7 @@ class How:
 
     def product(self, sizes: Any, dtype: np.dtype) -> Groups | type[_Dense]:
         """The product of operands of a dtype: that of rows in groups, or the dense one where the sizes are None."""
-        return _Dense if sizes is None else Groups(sizes, self.leading, dtype, self.backend)
+        return _Dense if sizes is None else Groups(sizes, self.leading, dtype, self.backend, self.precision)
 
 
 class _Dense:
@@ -155,7 +157,7 @@ def _block_jvp(how: How, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Ar
         h, kept = forward(x, ws, operands)
         y = _second(how, product, h, w2, b2)
         terms = tangent(h, kept, w2, operands, acc_dots, operand_dots, w2_dot)
-    wide = max(ACC, y.dtype, key=lambda dtype: dtype.itemsize)  # the transpose sums over rows in it
+    wide = _product.accumulator(y.dtype)  # the transpose sums over rows in it
     terms += [jnp.broadcast_to(dot.astype(wide), y.shape).astype(y.dtype) for dot in b2_dot if dot is not None]
     return y, functools.reduce(lax.add, terms) if terms else jnp.zeros_like(y)
 
@@ -230,7 +232,9 @@ def _transpose(g: Any, *values: Any, how: How, there: tuple[bool, ...]) -> list[
         return [None] * len(values)
     sizes, w2, accs, operands, dots = _parts(values, how, there)
     n = how.hidden.products
-    wide = dataclasses.replace(how.hidden, outputs=(dataclasses.replace(how.hidden.outputs[0], dtype="float32"),))
+    wide = dataclasses.replace(
+        how.hidden, outputs=(dataclasses.replace(how.hidden.outputs[0], dtype=how.hidden.accumulator.name),)
+    )
     like = [None if dot is None else dot.aval for dot in dots]
 
     def pulled(acc: jax.Array, accs: Any, operands: Any) -> list[jax.Array]:
@@ -241,8 +245,10 @@ def _transpose(g: Any, *values: Any, how: How, there: tuple[bool, ...]) -> list[
         return [x.astype(dot.dtype) for x, dot in zip(found, (d for d in like if d is not None), strict=True)]
 
     product = how.product(sizes, w2.dtype)
-    how_back = how.first | {"layout": "n" + FLIP[how.layout[1]], "out_dtype": ACC}
-    g = g.astype(w2.dtype)
+    g, w2 = _product.with_cotangent(g, w2)
+    precision = _dot_precision.of_cotangents(how.precision, g.dtype, "mlp")
+    how_back = how.first | {"layout": "n" + FLIP[how.layout[1]], "precision": precision}
+    how_back["out_dtype"] = _product.accumulator(w2.dtype)
     shape = next(dot.shape for dot in like if dot is not None)
     full = product.tile(*map(jax.typeof, (g, w2)), layout=how_back["layout"]).shape
     axes = [i for i in range(g.ndim - 2) if shape[i] == 1 != full[i]]

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cutjax import _sm90
+from cutjax import _dot_precision, _sm90
 from cutjax._config import Config
+from cutjax._dot_precision import Canonical
 from cutjax._primitive import define, match_varying, varying_axes
 from cutjax._problem import Problem
 from cutjax._select import Choice, choose
@@ -38,12 +39,21 @@ def with_rank(x: jax.Array, rank: int) -> jax.Array:
     return x if x.ndim == rank else lax.expand_dims(x, range(rank - x.ndim))
 
 
+def converted(x: jax.Array, dtype: np.dtype, weak_type: bool | None = None) -> jax.Array:
+    """The array in a dtype, weak or not: as it is by default."""
+    given = jax.typeof(x)  # not x's own: a cotangent may be numpy's
+    weak_type = given.weak_type if weak_type is None else weak_type
+    if (given.dtype, given.weak_type) == (dtype, weak_type):
+        return x
+    return lax.convert_element_type_p.bind(x, new_dtype=dtype, weak_type=weak_type, sharding=None)
+
+
 def sharded(x: jax.Array) -> bool:
     """Whether a batch axis or the rows lie on a mesh axis, under explicit sharding: merging them would move data."""
     return any(axes is not None for axes in jax.typeof(x).sharding.spec[:-1])
 
 
-def abstract(a: Any, b: Any, *, layout: str, out_dtype: np.dtype, backend: str, config: Config | None) -> Any:
+def abstract(a: Any, b: Any, *, layout: str, out_dtype: np.dtype, **_: Any) -> Any:
     if varying_axes(a) != varying_axes(b):
         raise ValueError(f"gemm: operands vary over different mesh axes: {a.str_short()}, {b.str_short()}")
     problem = Problem.of(a, b, layout=layout, out_dtype=out_dtype)
@@ -76,23 +86,22 @@ def out_spec(a: Any, b: Any, layout: str) -> list[Any]:
     return [*(q if p is None else p for p, q in zip(a_batch, b_batch, strict=True)), m, n]
 
 
-def accumulator(dtype: np.dtype) -> np.dtype:
-    """The dtype in which products of a dtype are added up."""
+def accumulator(dtype: np.dtype, out_dtype: np.dtype | None = None) -> np.dtype:
+    """The dtype in which products of a dtype are added up: at least 32 bits, and as wide as the result."""
+    if out_dtype is not None:
+        if jnp.issubdtype(out_dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+            out_dtype = np.dtype(jnp.finfo(out_dtype).dtype)
+        own, out = accumulator(dtype), accumulator(out_dtype)
+        if jnp.issubdtype(own, jnp.integer) and jnp.issubdtype(out, jnp.integer):
+            return max(out, own, key=lambda dtype: dtype.itemsize)  # of whatever sign: sums are exact, modulo 2^bits
+        with jax.numpy_dtype_promotion("standard"):
+            return jnp.promote_types(own, out)
     if dtype.itemsize < 4:
         if jnp.issubdtype(dtype, jnp.floating):
             return np.dtype(np.float32)
         if jnp.issubdtype(dtype, jnp.integer):
             return np.dtype(np.int32 if jnp.issubdtype(dtype, jnp.signedinteger) else np.uint32)
     return dtype
-
-
-def _preferred(dtype: np.dtype, out_dtype: np.dtype, on_cuda: bool) -> np.dtype:
-    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    if on_cuda and narrow and out_dtype in (dtype, np.dtype(np.float32)):
-        # On CUDA, XLA's GEMMs accumulate 16-bit floats in f32 anyway, and a conversion would make another fusion. They
-        # have no kernel for a result in the other 16-bit dtype.
-        return out_dtype
-    return accumulator(dtype)
 
 
 def reference(
@@ -102,7 +111,7 @@ def reference(
     layout: str,
     out_dtype: np.dtype,
     on_cuda: bool,
-    precision: lax.PrecisionLike = None,
+    precision: Canonical = None,
     **_: Any,
 ) -> jax.Array:
     """One dot_general. An axis of size 1 that broadcasts is dropped from its operand, so nothing is copied."""
@@ -123,9 +132,14 @@ def reference(
     if aval.sharding.spec[-1 if layout[0] == "n" else -2] is not None:  # dot_general adds over devices only when told
         spec = out_spec(aval, jax.typeof(b), layout)
         sharding = aval.sharding.update(spec=jax.P(*(spec[order.index(i)] for i in range(len(order)))))
-    preferred = _preferred(a.dtype, out_dtype, on_cuda)
-    if not on_cuda:
-        # XLA's CPU backend lacks some products of narrow operands with a wider result, depending on layout and batch.
+    preferred = accumulator(a.dtype, out_dtype)
+    if on_cuda and is_half(a.dtype) and out_dtype in (a.dtype, np.dtype(np.float32)):
+        # On CUDA, XLA's GEMMs accumulate 16-bit floats in f32 anyway, and a conversion would make another fusion. They
+        # have no kernel for a result in the other 16-bit dtype.
+        preferred = out_dtype
+    elif not on_cuda or preferred != accumulator(a.dtype):
+        # XLA's CPU backend lacks some products of narrow operands with a wider result, depending on layout and batch;
+        # on CUDA too those are added up in the result's dtype only where the operands have it.
         a, b = a.astype(preferred), b.astype(preferred)
     d = lax.dot_general(
         lax.squeeze(a, b_only),
@@ -134,15 +148,25 @@ def reference(
             ([a_axes.index("k")], [b_axes.index("k")]),
             ([a_axes.index(i) for i in both], [b_axes.index(i) for i in both]),
         ),
-        precision=precision,
+        precision=precision or _dot_precision.DEFAULT,  # of None lax would make what the scope says now
         preferred_element_type=preferred,
         out_sharding=sharding,
     )
     return lax.transpose(d, order).astype(out_dtype)
 
 
-def _choose(a: Any, b: Any, *, layout: str, out_dtype: np.dtype, config: Config | None, arch: str, **_: Any) -> Choice:
-    return choose(Problem.of(a, b, layout=layout, out_dtype=out_dtype, arch=arch), config)
+def _choose(
+    a: Any,
+    b: Any,
+    *,
+    layout: str,
+    out_dtype: np.dtype,
+    precision: Canonical,
+    config: Config | None,
+    arch: str,
+    **_: Any,
+) -> Choice:
+    return choose(Problem.of(a, b, layout=layout, out_dtype=out_dtype, arch=arch), config, precision=precision)
 
 
 def _batch(args: Any, dims: Any, *, layout: str, **params: Any) -> tuple[jax.Array, int]:
@@ -158,32 +182,53 @@ def _batch(args: Any, dims: Any, *, layout: str, **params: Any) -> tuple[jax.Arr
     return gemm_p.bind(a, b, layout=layout, **params), at
 
 
-def _cotangent(g: jax.Array, x: jax.Array, to: Any, swap: bool, *, layout: str, backend: str) -> jax.Array:
+def is_half(dtype: np.dtype) -> bool:
+    """True if a dtype is a float of 16 bits."""
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 2
+
+
+def cotangent_dtype(dtype: np.dtype, g: np.dtype) -> np.dtype:
+    """The dtype in which a cotangent in the dtype ``g`` is multiplied by an operand in ``dtype``: the operand's.
+
+    Where that has fewer than 16 bits, too few to hold a cotangent, one that holds the values of both.
+    """
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 1:
+        return dtype
+    return np.dtype(jnp.bfloat16 if g.itemsize == 1 or g == jnp.bfloat16 else np.float32)
+
+
+def with_cotangent(g: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A cotangent and the operand it is multiplied by, in one dtype."""
+    dtype = cotangent_dtype(x.dtype, g.dtype)
+    if jnp.issubdtype(g.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        g = lax.real(g)  # of a real product made complex
+    return converted(g, dtype), converted(x, dtype)
+
+
+def _cotangent(g: jax.Array, x: jax.Array, to: Any, swap: bool, **params: Any) -> jax.Array:
     """The cotangent of the operand with aval ``to`` from that of the result and the other operand ``x``."""
     axes = [i for i in range(g.ndim - 2) if to.shape[i] == 1 != g.shape[i]]
-    # Partial sums of a 16-bit gradient are added in f32, and rounded once.
-    wide = bool(axes) and jnp.issubdtype(to.dtype, jnp.floating) and to.dtype.itemsize < 4
-    g = g.astype(x.dtype)
-    d = gemm_p.bind(
-        *((x, g) if swap else (g, x)),
-        layout=layout,
-        out_dtype=np.dtype(np.float32) if wide else to.dtype,
-        backend=backend,
-        config=None,  # a pinned kernel is for the product it was pinned to
-    )
-    return d.sum(axes, keepdims=True).astype(to.dtype) if axes else d
+    # Partial sums of a 16-bit gradient are added in f32, and rounded once. One narrower is of f32 that a kernel writes.
+    wide = accumulator(to.dtype) if axes or to.dtype.itemsize == 1 else to.dtype
+    g, x = with_cotangent(g, x)
+    precision = _dot_precision.of_cotangents(params["precision"], g.dtype, "gemm")
+    params |= {"precision": _dot_precision.swapped(precision) if swap else precision}
+    params |= {"out_dtype": wide, "config": None}  # a pinned kernel is for the product it was pinned to
+    d = gemm_p.bind(*((x, g) if swap else (g, x)), **params)
+    d = d.sum(axes, keepdims=True) if axes else d
+    return d if d.dtype == to.dtype else converted(d, to.dtype, to.weak_type)
 
 
-def _transpose_a(g: jax.Array, a: Any, b: jax.Array, *, layout: str, backend: str, **_: Any) -> jax.Array:
+def _transpose_a(g: jax.Array, a: Any, b: jax.Array, *, layout: str, **params: Any) -> jax.Array:
     if layout[0] == "n":  # [m, k] = g [m, n] @ b [n, k]
-        return _cotangent(g, b, a.aval, False, layout="n" + FLIP[layout[1]], backend=backend)
-    return _cotangent(g, b, a.aval, True, layout=layout[1] + "t", backend=backend)  # [k, m] = b [k, n] @ g [n, m]
+        return _cotangent(g, b, a.aval, False, layout="n" + FLIP[layout[1]], **params)
+    return _cotangent(g, b, a.aval, True, layout=layout[1] + "t", **params)  # [k, m] = b [k, n] @ g [n, m]
 
 
-def _transpose_b(g: jax.Array, a: jax.Array, b: Any, *, layout: str, backend: str, **_: Any) -> jax.Array:
+def _transpose_b(g: jax.Array, a: jax.Array, b: Any, *, layout: str, **params: Any) -> jax.Array:
     if layout[1] == "n":  # [k, n] = a [k, m] @ g [m, n]
-        return _cotangent(g, a, b.aval, True, layout=FLIP[layout[0]] + "n", backend=backend)
-    return _cotangent(g, a, b.aval, False, layout="t" + layout[0], backend=backend)  # [n, k] = g [n, m] @ a [m, k]
+        return _cotangent(g, a, b.aval, True, layout=FLIP[layout[0]] + "n", **params)
+    return _cotangent(g, a, b.aval, False, layout="t" + layout[0], **params)  # [n, k] = g [n, m] @ a [m, k]
 
 
 gemm_p = define(

@@ -10,8 +10,9 @@ import functools
 import math
 from collections.abc import Iterator
 
-from cutjax import _fusion, _sm90
+from cutjax import _dot_precision, _fusion, _sm90
 from cutjax._config import Config
+from cutjax._dot_precision import Canonical
 from cutjax._problem import Problem
 
 # One H200, measured (docs/results.md): what the model's times and the roofline are relative to.
@@ -222,15 +223,19 @@ def predict(config: Config, problem: Problem) -> float:
     return fit.scale * math.hypot(compute**3, memory**3) ** (1 / 3) + 1.2  # a smooth maximum, and the launch
 
 
-def choose(problem: Problem, config: Config | None = None, platform: str = "cuda") -> Choice:
+def choose(
+    problem: Problem, config: Config | None = None, platform: str = "cuda", precision: Canonical = None
+) -> Choice:
     """Picks what runs: a pinned config if it serves, else the cost model's first, else XLA with the reasons."""
     if platform != "cuda":
         return Choice(problem, None, (f"platform {platform}: the kernels are for cuda",))
-    return _choose(problem, config)
+    return _choose(problem, config, precision)
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose(problem: Problem, config: Config | None) -> Choice:
+def _choose(problem: Problem, config: Config | None, precision: Canonical) -> Choice:
+    if refused := _dot_precision.reasons(precision, problem.a_dtype):
+        return Choice(problem, None, (*_sm90.problem_reasons(problem), *refused))
     reasons, why = [], "pinned by config="
     if config is None and not (reasons := _sm90.problem_reasons(problem)):
         served = candidates(problem)

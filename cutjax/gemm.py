@@ -16,10 +16,10 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from cutjax import _backend, _derivative, _fused
+from cutjax import _backend, _derivative, _dot_precision, _fused
 from cutjax._config import Config
 from cutjax._problem import LAYOUTS
-from cutjax._product import multiply, with_rank
+from cutjax._product import converted, multiply, with_rank
 
 
 def gemm(
@@ -30,6 +30,7 @@ def gemm(
     operands: Sequence[Any] = (),
     layout: str = "nn",
     out_dtype: DTypeLike | tuple[DTypeLike | None, ...] | None = None,
+    precision: lax.PrecisionLike = None,
     backend: str | None = None,
     config: Config | None = None,
     save: str = "default",
@@ -56,6 +57,8 @@ def gemm(
       out_dtype: dtype of the result; the dtype of a and b by default. With an epilogue: that of every ``[..., m, n]``
         result which the function returns in float32, the accumulator's dtype. Results in another dtype keep it, and so
         do reductions. A tuple says it for each result, None there keeps the function's.
+      precision: as in ``jax.lax.dot``; None is what ``jax.default_matmul_precision`` says. The kernels accumulate
+        16-bit operands in float32; XLA runs any other algorithm.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
       config: pins the kernel of this product. Its gradients choose their own.
       save: what the derivative of an epilogue keeps of the accumulators it needs. "default": their values, in the dtype
@@ -67,7 +70,7 @@ def gemm(
 
     Raises:
       TypeError: if an operand is no array, or the dtypes have no product.
-      ValueError: if shapes do not fit, or the layout or the backend is unknown.
+      ValueError: if shapes do not fit, or the layout, the precision or the backend is unknown.
       NotImplementedError: if the epilogue is no elementwise function; and when compiled, if backend is "cuda" and no
         kernel serves the problem; lists every reason.
 
@@ -86,10 +89,12 @@ def gemm(
         raise TypeError(f"gemm: config must be a cutjax.Config, got {type(config).__name__}")
     backend = _backend.resolve(backend, "gemm")
     out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
+    how: dict[str, Any] = {"layout": layout, "backend": backend, "config": config}
+    how["precision"] = _dot_precision.canonical(precision, "gemm")
     check_epilogue(b, epilogue, operands, out_dtype, save)
     x, ys = matrix(a, "a"), weights(b, "b")
     several = isinstance(out_dtype, tuple)
-    x, *ys, dtype = promote(x, ys, None if several else out_dtype)
+    x, *ys, dtype, weak = promote(x, ys, None if several else out_dtype)
     y = ys[0]
     if contracted(x, layout[0] == "n") != contracted(y, layout[1] == "t"):
         raise ValueError(f"gemm: contracting dimensions differ: a is {x.shape}, b is {y.shape}, layout {layout!r}")
@@ -101,10 +106,8 @@ def gemm(
     if epilogue is not None:
         x, *ys = (with_rank(v, len(batch) + 2) for v in (x, *ys))
         out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, tuple(operands))
-        return _fused.call(
-            epilogue, x, ys, operands, layout=layout, out_dtype=out, backend=backend, config=config, save=save
-        )
-    return multiply(x, y, layout=layout, out_dtype=dtype, backend=backend, config=config)
+        return _fused.call(epilogue, x, ys, operands, out_dtype=out, save=save, **how)
+    return converted(multiply(x, y, out_dtype=dtype, **how), dtype, weak)
 
 
 def check_epilogue(
@@ -197,15 +200,14 @@ def matrix(x: Any, name: str, where: str = "gemm") -> jax.Array:
 
 
 def promote(a: jax.Array, bs: Sequence[jax.Array], out_dtype: DTypeLike | None, where: str = "gemm") -> tuple[Any, ...]:
-    """The operands in the dtype ``jnp.matmul`` would promote them to, and the result's dtype."""
+    """The operands in the dtype ``jnp.matmul`` would promote them to; the result's dtype, and whether that is weak."""
     b = bs[0]
     if {a.dtype, b.dtype} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
         raise TypeError(f"{where}: a is {a.dtype}, b is {b.dtype}: no 16-bit dtype holds both, cast one of them")
     operand = jnp.result_type(a, b)
+    xs = [converted(x, operand) for x in (a, *bs)]
     if out_dtype is None:
-        if a.dtype == b.dtype:
-            return a, *bs, operand  # as they are: weak types stay weak
-        return *(x.astype(operand) for x in (a, *bs)), operand
+        return *xs, operand, _weak(a, b)
     out = result_dtype(out_dtype, where)
     kinds = (jnp.complexfloating, jnp.floating, jnp.integer)
     rank_out, rank_in = (
@@ -213,7 +215,14 @@ def promote(a: jax.Array, bs: Sequence[jax.Array], out_dtype: DTypeLike | None, 
     )
     if rank_out > rank_in:
         raise TypeError(f"{where}: a product of {operand} has no meaning as out_dtype {out}")
-    return *(lax.convert_element_type(x, operand) for x in (a, *bs)), out
+    return *xs, out, False
+
+
+def _weak(a: jax.Array, b: jax.Array) -> bool:
+    """True if ``jax.numpy`` promotes two arrays to a weak type: each that is strong is of a kind below the other's."""
+    kinds = (jnp.bool_, jnp.integer, jnp.inexact)
+    a_kind, b_kind = (next(i for i, kind in enumerate(kinds) if jnp.issubdtype(x.dtype, kind)) for x in (a, b))
+    return (a.weak_type or a_kind < b_kind) and (b.weak_type or b_kind < a_kind)
 
 
 def contracted(x: Any, last: bool) -> int:

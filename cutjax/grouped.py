@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from cutjax import _backend, _grouped, _grouped_fused
+from cutjax import _backend, _dot_precision, _grouped, _grouped_fused
 from cutjax._config import Config
 from cutjax.gemm import check_epilogue, contracted, integer, matrix, promote, unwrapped, weights
 
@@ -26,6 +27,7 @@ def grouped_gemm(
     epilogue: Callable[..., Any] | None = None,
     operands: Sequence[Any] = (),
     out_dtype: DTypeLike | tuple[DTypeLike | None, ...] | None = None,
+    precision: lax.PrecisionLike = None,
     group_offset: ArrayLike | None = None,
     backend: str | None = None,
     config: Config | None = None,
@@ -53,6 +55,7 @@ def grouped_gemm(
         each group has its own, ``[..., g, 1, n]`` or ``[..., g, 1, 1]``. The function sees what the rows have of such a
         one: ``[..., m, n]`` or ``[..., m, 1]``.
       out_dtype: dtype of the result; the dtype of x and w by default. With an epilogue as in ``cutjax.gemm``.
+      precision: as in ``cutjax.gemm``.
       group_offset: a scalar or ``[1]``, data too: the group that ``w[0]`` is of, where ``group_sizes`` has all groups
         and w some, as under expert parallelism. Rows of the other groups are zero.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
@@ -64,7 +67,7 @@ def grouped_gemm(
 
     Raises:
       TypeError: if an operand is no array, the sizes are no integers, or the dtypes have no product.
-      ValueError: if shapes do not fit, or the layout or the backend is unknown.
+      ValueError: if shapes do not fit, or the layout, the precision or the backend is unknown.
       NotImplementedError: if the epilogue is no elementwise function, or operands are sharded over explicit mesh axes;
         and when compiled, if backend is "cuda" and no kernel serves the problem; lists every reason.
 
@@ -84,7 +87,8 @@ def grouped_gemm(
     out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
     check_epilogue(w, epilogue, operands, out_dtype, save, where, "w")
     several = isinstance(out_dtype, tuple)
-    rows, *ws, dtype = promote(matrix(x, "x", where), weights(w, "w", where), None if several else out_dtype, where)
+    arrays = matrix(x, "x", where), weights(w, "w", where)
+    rows, *ws, dtype, _ = promote(*arrays, None if several else out_dtype, where)
     shape = ws[0].shape
     if len(shape) < 3:
         raise ValueError(f"{where}: w must have rank 3 or more, got shape {shape}; [..., g, k, n] is expected")
@@ -100,6 +104,7 @@ def grouped_gemm(
     check_batch(where, f"{shapes}, group_sizes is {sizes.shape}", rows.shape[:-2], shape[:-3], sizes.shape[:-1])
     sizes, leading = local_sizes(sizes, group_offset, groups, rows.shape[-2], where)
     how: dict[str, Any] = {"layout": layout, "leading": leading, "backend": backend, "config": config}
+    how["precision"] = _dot_precision.canonical(precision, where)
     if epilogue is None:
         return _grouped.multiply(rows, ws[0], sizes, out_dtype=dtype, **how)
     out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, tuple(operands))
@@ -112,6 +117,7 @@ def grouped_outer(
     group_sizes: ArrayLike,
     *,
     out_dtype: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
     accumulate: ArrayLike | None = None,
     group_offset: ArrayLike | None = None,
     groups: int | None = None,
@@ -127,6 +133,7 @@ def grouped_outer(
       dy: ``[..., m, n]``. Batch axes broadcast and dtypes promote as in ``cutjax.gemm``.
       group_sizes: ``[..., g]``, of any integer dtype.
       out_dtype: dtype of the result; the dtype of x and dy by default.
+      precision: as in ``cutjax.gemm``.
       accumulate: an array of the result's shape, often float32, to which the products are added. The result is the sum,
         rounded once to its dtype, and is written to its memory where that is not needed any more (a donated argument,
         the carry of a loop).
@@ -153,7 +160,7 @@ def grouped_outer(
     if to is not None and out_dtype is not None:
         raise ValueError(f"{where}: out_dtype and accumulate, whose dtype is the result's: leave out_dtype")
     out_dtype = out_dtype if to is None else to.dtype
-    a, b, dtype = promote(matrix(x, "x", where), [matrix(dy, "dy", where)], out_dtype, where)
+    a, b, dtype, _ = promote(matrix(x, "x", where), [matrix(dy, "dy", where)], out_dtype, where)
     shapes = f"x is {a.shape}, dy is {b.shape}"
     if a.shape[-2] != b.shape[-2]:
         raise ValueError(f"{where}: the numbers of rows differ: {shapes}")
@@ -168,6 +175,7 @@ def grouped_outer(
     batch = check_batch(where, shapes, a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
     sizes, leading = local_sizes(sizes, group_offset, groups, a.shape[-2], where)
     how: dict[str, Any] = {"leading": leading, "backend": backend, "config": config}
+    how["precision"] = _dot_precision.canonical(precision, where)
     if to is None:
         return _grouped.outer(a, b, sizes, out_dtype=dtype, **how)
     expected = (*batch, groups, a.shape[-1], b.shape[-1])

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from cutjax import _backend, _derivative, _fused, _grouped_fused, _product
+from cutjax import _backend, _derivative, _dot_precision, _fused, _grouped_fused, _product
 from cutjax._mlp import How, apart, block
 from cutjax._primitive import match_varying
 from cutjax.gemm import contracted, matrix, promote, result_dtype, unwrapped
@@ -31,6 +31,7 @@ def mlp(
     gate: ArrayLike | None = None,
     layout: str = "nn",
     out_dtype: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
     backend: str | None = None,
     save: str = "default",
 ) -> jax.Array:
@@ -52,6 +53,7 @@ def mlp(
       gate: like w1.
       layout: "nn" or "nt", of the weights; see ``cutjax.gemm``.
       out_dtype: dtype of the result; that of x and the weights by default.
+      precision: of both products, as in ``cutjax.gemm``.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
       save: what is kept for the backward pass. "default": the accumulators which the activation's derivative needs,
         named "cutjax_preactivation" for ``jax.checkpoint`` policies, and the operand of the second product,
@@ -70,6 +72,7 @@ def mlp(
       (2, 8, 16)
     """
     backend = _backend.resolve(backend, "mlp")
+    precision = _dot_precision.canonical(precision, "mlp")
     a, ws, v, dtype = _arrays("mlp", x, w1, w2, gate, layout, save)
     try:
         batch = np.broadcast_shapes(a.shape[:-2], ws[0].shape[:-2], v.shape[:-2])
@@ -91,7 +94,7 @@ def mlp(
     acc = _fused.accumulator(a.dtype, _fused.tile(*map(jax.typeof, (a, *ws)), layout=layout))
     hidden = _hidden("mlp", activation, gate is not None)
     traced = _fused.trace_with_dtype(hidden, [acc] * len(ws), (biases,), (dtype,))
-    how = How(traced.epilogue, layout, _result_dtype(out_dtype, dtype, "mlp"), backend, save)
+    how = How(traced.epilogue, layout, _result_dtype(out_dtype, dtype, "mlp"), precision, backend, save)
     if traced.outside is not None:
         return apart(how, None, hidden, a, ws, v, biases, last)
     a, v, *rest = match_varying(a, v, *ws, *last, *traced.operands)
@@ -118,6 +121,7 @@ def grouped_mlp(
     row_scale: ArrayLike | None = None,
     layout: str = "nn",
     out_dtype: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
     group_offset: ArrayLike | None = None,
     backend: str | None = None,
     save: str = "default",
@@ -141,6 +145,7 @@ def grouped_mlp(
       row_scale: ``[..., m, 1]``, such as a router's weights.
       layout: "nn" or "nt", of the weights.
       out_dtype: dtype of the result; that of x and the weights by default.
+      precision: of both products, as in ``cutjax.gemm``.
       group_offset: the group that ``w1[0]`` and ``w2[0]`` are of, as in ``cutjax.grouped_gemm``.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
       save: what is kept for the backward pass, as in ``cutjax.mlp``.
@@ -159,6 +164,7 @@ def grouped_mlp(
     """
     where = "grouped_mlp"
     backend = _backend.resolve(backend, where)
+    precision = _dot_precision.canonical(precision, where)
     a, ws, v, dtype = _arrays(where, x, w1, w2, gate, layout, save)
     shapes = f"x is {a.shape}, w1 is {ws[-1].shape}, w2 is {v.shape}"
     if min(v.ndim, ws[0].ndim) < 3 or v.shape[-3] != ws[0].shape[-3]:
@@ -183,7 +189,7 @@ def grouped_mlp(
     acc = _fused.accumulator(a.dtype, full)
     hidden = _hidden(where, activation, gate is not None)
     traced = _fused.trace_with_dtype(hidden, [acc] * len(ws), (scale,), (dtype,))
-    how = How(traced.epilogue, layout, _result_dtype(out_dtype, dtype, where), backend, save, leading)
+    how = How(traced.epilogue, layout, _result_dtype(out_dtype, dtype, where), precision, backend, save, leading)
     if traced.outside is not None:
         return apart(how, sizes, hidden, a, ws, v, scale, [])
     a, sizes, v, *rest = match_varying(a, sizes, v, *ws, *traced.operands)
@@ -202,7 +208,7 @@ def _arrays(
     ws = [matrix(w, name, where) for w, name in ((gate, "gate"), (w1, "w1")) if w is not None]
     if ws[0].shape != ws[-1].shape or ws[0].dtype != ws[-1].dtype:
         raise ValueError(f"{where}: gate is {jax.typeof(ws[0]).str_short()}, but w1 is {jax.typeof(ws[1]).str_short()}")
-    a, *ws, dtype = promote(a, ws, None, where)
+    a, *ws, dtype, _ = promote(a, ws, None, where)
     if v.dtype != dtype:
         raise TypeError(f"{where}: w2 is {v.dtype}, but the product of x and w1 is {dtype}: cast one of them")
     if not jnp.issubdtype(dtype, jnp.inexact):

@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from cutjax import _backend, _derivative
+from cutjax import _backend, _derivative, _dot_precision
 from cutjax._primitive import match_varying
 from cutjax.gemm import contracted, matrix
 from cutjax.mlp import check_activation, grouped_mlp
@@ -33,6 +34,7 @@ def moe(
     renormalize: bool = True,
     selection_bias: ArrayLike | None = None,
     layout: str = "nn",
+    precision: lax.PrecisionLike = None,
     group_offset: ArrayLike | None = None,
     backend: str | None = None,
     save: str = "default",
@@ -56,6 +58,7 @@ def moe(
       renormalize: whether a token's weights are divided by their sum, see ``cutjax.route``.
       selection_bias: what is added to the scores to choose the experts, see ``cutjax.route``.
       layout: "nn" or "nt", of the weights; see ``cutjax.gemm``.
+      precision: of the products with the weights, as in ``cutjax.gemm``.
       group_offset: an integer, for expert parallelism: the weights are those of the experts from this one on, and the
         result is their part of the sum, zero for a token that chose none of them. In ``jax.shard_map``, with the
         experts divided over a mesh axis: ``jax.lax.axis_index(axis) * w_gate.shape[0]``, and then a
@@ -83,6 +86,7 @@ def moe(
         raise ValueError(f"moe: unknown save {save!r}, expected one of {_derivative.SAVE}")
     check_activation("moe", activation)
     backend = _backend.resolve(backend, "moe")
+    precision = _dot_precision.canonical(precision, "moe")
     x, logits = matrix(x, "x", "moe"), matrix(router_logits, "router_logits", "moe")
     if x.shape[:-1] != logits.shape[:-1]:
         raise ValueError(f"moe: x is {x.shape}, router_logits is {logits.shape}: all axes but the last must be equal")
@@ -107,6 +111,7 @@ def moe(
         activation=activation,
         row_scale=routing.row_weights(),
         layout=layout,
+        precision=precision,
         group_offset=group_offset,
         backend=backend,
         save=save,

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from cutjax import _backend, _grouped
-from cutjax._product import accumulator
+from cutjax import _backend, _dot_precision, _grouped
+from cutjax._product import accumulator, converted
 from cutjax.gemm import result_dtype, unwrapped
 from cutjax.grouped import group_sizes_of, local_sizes
 
@@ -41,7 +41,8 @@ def ragged_dot(
       lhs: ``[m, k]``, rows sorted by group.
       rhs: ``[g, k, n]``.
       group_sizes: integers ``[g]``, any: see ``cutjax.grouped_gemm``. With ``group_offset`` possibly more than g.
-      precision: as in ``jax.lax.dot``, where XLA multiplies. The kernels accumulate 16-bit operands in float32.
+      precision: as in ``jax.lax.dot``; None is what ``jax.default_matmul_precision`` says. The kernels accumulate
+        16-bit operands in float32; XLA runs any other algorithm.
       preferred_element_type: the result's dtype; that of lhs and rhs by default.
       group_offset: a scalar or ``[1]``: the group in ``group_sizes`` that ``rhs[0]`` is of.
       out_sharding: must be None; divide the product inside ``jax.shard_map``.
@@ -92,7 +93,8 @@ def ragged_dot_general(
       rhs: an array.
       group_sizes: integers, as above or ``[g]``; any, see ``cutjax.grouped_gemm``.
       ragged_dot_dimension_numbers: a ``jax.lax.RaggedDotDimensionNumbers``.
-      precision: as in ``jax.lax.dot``, where XLA multiplies. The kernels accumulate 16-bit operands in float32.
+      precision: as in ``jax.lax.dot``; None is what ``jax.default_matmul_precision`` says. The kernels accumulate
+        16-bit operands in float32; XLA runs any other algorithm.
       preferred_element_type: the result's dtype; that of lhs and rhs by default.
       group_offset: a scalar or ``[1]``: the group in ``group_sizes`` that the first of rhs, or of the result, is of.
       out_sharding: must be None; divide the product inside ``jax.shard_map``.
@@ -117,6 +119,7 @@ def ragged_dot_general(
         raise NotImplementedError(f"{where}: out_sharding must be None, got {out_sharding}; use jax.shard_map")
     lhs, rhs = jnp.asarray(unwrapped(lhs)), jnp.asarray(unwrapped(rhs))
     sizes, dims = group_sizes_of(group_sizes, where), ragged_dot_dimension_numbers
+    precision = _dot_precision.canonical(precision, where)
     if preferred_element_type is not None:
         preferred_element_type = result_dtype(preferred_element_type, where, "preferred_element_type")
     out = _check(lhs, rhs, sizes, dims, precision, preferred_element_type, group_offset)
@@ -131,8 +134,7 @@ def ragged_dot_general(
     if ragged in l_batch:
         return lax.dot_general(lhs, rhs, dims.dot_dimension_numbers, precision, preferred_element_type)
 
-    how: dict[str, Any] = {"backend": backend, "config": None}
-    how["precision"] = tuple(precision) if isinstance(precision, list) else precision  # hashable
+    how: dict[str, Any] = {"backend": backend, "precision": precision, "config": None}
     lhs, rhs = _alike(lhs, rhs)
     l_free = _others(lhs.ndim, l_contract, l_batch)
     r_free = _others(rhs.ndim, r_contract, r_batch, dims.rhs_group_dimensions)
@@ -168,7 +170,7 @@ def ragged_dot_general(
     others = [r_contract[l_contract.index(i)] for i in divided]
     a = merged(lhs, l_batch, before, [ragged, *after], l_free, keep=2)
     b = merged(rhs, r_batch, others[:at], others[at:], r_free, keep=2)
-    wide = accumulator(lhs.dtype) if before else out.dtype
+    wide = accumulator(lhs.dtype, out.dtype) if before else out.dtype
     d = _grouped.outer(a, b, sizes, out_dtype=wide, **how)
     d = d.sum(range(len(batch), len(batch) + len(before)), dtype=wide) if before else d
     return jnp.moveaxis(d, len(batch), 0).reshape(out.shape).astype(out.dtype)
@@ -193,7 +195,7 @@ def _alike(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
         return lhs, rhs
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
-    return lhs.astype(dtype), rhs.astype(dtype)
+    return converted(lhs, dtype), converted(rhs, dtype)
 
 
 def _others(rank: int, *parts: Sequence[int]) -> list[int]:

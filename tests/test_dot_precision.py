@@ -1,0 +1,331 @@
+"""``precision=`` and ``jax.default_matmul_precision``: what reaches the products of the references, and the kernels."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import cutjax
+from cutjax import _dot_precision
+
+X, W, B = jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.ones(4)
+V, WS, VS, S = jnp.ones((4, 3)), jnp.ones((1, 3, 4)), jnp.ones((1, 4, 3)), jnp.array([2])
+# What each operation computes, in plain JAX, of one x and one w.
+PLAIN: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "gemm": (cutjax.gemm, jnp.matmul),
+    "fused": (
+        lambda x, w, **p: cutjax.gemm(x, w, epilogue=lambda acc, b: jnp.tanh(acc + b), operands=(B,), **p),
+        lambda x, w, **p: jnp.tanh(jnp.matmul(x, w, **p) + B),
+    ),
+    "recompute": (
+        lambda x, w, **p: cutjax.gemm(x, w, epilogue=jnp.tanh, save="recompute", **p),
+        lambda x, w, **p: jnp.tanh(jnp.matmul(x, w, **p)),
+    ),
+    "mlp": (
+        lambda x, w, **p: cutjax.mlp(x, w, V, b1=B, **p),
+        lambda x, w, **p: jnp.matmul(jax.nn.gelu(jnp.matmul(x, w, **p) + B), V, **p),
+    ),
+    "grouped_gemm": (
+        lambda x, w, **p: cutjax.grouped_gemm(x, w[None], S, **p),
+        lambda x, w, **p: lax.ragged_dot(x, w[None], S, **p),
+    ),
+    "grouped_fused": (
+        lambda x, w, **p: cutjax.grouped_gemm(x, w[None], S, epilogue=jnp.add, operands=(B[None, None],), **p),
+        lambda x, w, **p: lax.ragged_dot(x, w[None], S, **p) + B,
+    ),
+    "grouped_outer": (
+        lambda x, w, **p: cutjax.grouped_outer(w, w, jnp.array([3]), **p)[0] * x.sum(),
+        lambda x, w, **p: jnp.matmul(w.T, w, **p) * x.sum(),
+    ),
+    "accumulate": (
+        lambda x, w, **p: cutjax.grouped_outer(w, w, jnp.array([3]), accumulate=jnp.ones((1, 4, 4)), **p)[0] * x.sum(),
+        lambda x, w, **p: jnp.matmul(w.T, w, **p) * x.sum(),
+    ),
+    "grouped_mlp": (
+        lambda x, w, **p: cutjax.grouped_mlp(x, w[None], VS, S, **p),
+        lambda x, w, **p: jnp.matmul(jax.nn.gelu(jnp.matmul(x, w, **p)), V, **p),
+    ),
+    "moe": (
+        lambda x, w, **p: cutjax.moe(x, jnp.ones((2, 1)), w[None], w[None], VS, 1, **p),
+        lambda x, w, **p: jnp.matmul(jax.nn.silu(jnp.matmul(x, w, **p)) * jnp.matmul(x, w, **p), V, **p),
+    ),
+    "ragged_dot": (
+        lambda x, w, **p: cutjax.ragged_dot(x, w[None], S, **p),
+        lambda x, w, **p: lax.ragged_dot(x, w[None], S, **p),
+    ),
+}
+OPERATIONS = list(PLAIN)
+
+
+def precisions(fn: Callable[..., Any], *args: Any) -> set[str]:
+    """The precision of every product of a function, as it is lowered."""
+    text = jax.jit(fn).lower(*args).as_text()
+    dots = [line for line in text.splitlines() if "dot_general" in line]
+    assert dots
+    config = re.compile(r"precision(?:_config)? = \[(\w+), (\w+)\]")
+    algorithm = re.compile(r"num_primitive_operations = (\d)")
+    found = set()
+    for line in dots:
+        pair, many = config.search(line), algorithm.search(line)
+        found.add(f"{' '.join(pair.groups()) if pair else 'DEFAULT DEFAULT'}{' x' + many[1] if many else ''}")
+    return found
+
+
+SCOPE = jax.default_matmul_precision
+
+
+def inside(f, x, w):
+    with SCOPE("float32"):
+        return f(x, w)
+
+
+def under_vjp(f, x, w):
+    with SCOPE("float32"):
+        y, vjp = jax.vjp(f, x, w)
+    return vjp(y)
+
+
+def only_backward(f, x, w):
+    y, vjp = jax.vjp(f, x, w)
+    with SCOPE("float32"):
+        return y, vjp(y)
+
+
+def only_forward_product(f, x, w):
+    """The gradient of a function with the scope in it."""
+    return jax.grad(lambda x, w: inside(f, x, w).sum(), (0, 1))(x, w)
+
+
+def jitted_inside(f, x, w):
+    with SCOPE("float32"):
+        return jax.jit(f)(x, w)
+
+
+def tangents(f, x, w):
+    with SCOPE("tensorfloat32"):
+        return jax.jvp(f, (x, w), (x, w))
+
+
+def scanned(f, x, w):
+    with SCOPE("high"):
+        return lax.scan(lambda total, _: (total + f(x, w).sum(), None), 0.0, None, length=2)[0]
+
+
+def mapped(f, x, w):
+    with SCOPE("highest"):
+        return jax.vmap(f, (0, None))(jnp.stack([x, x]), w)
+
+
+def mapped_gradient(f, x, w):
+    return jax.vmap(functools.partial(only_forward_product, f), (None, 0))(x, jnp.stack([w, w]))
+
+
+def checkpointed(f, x, w):
+    with SCOPE("float32"):
+        return jax.grad(lambda x: jax.checkpoint(f)(x, w).sum())(x)
+
+
+def second(f, x, w):
+    with SCOPE("float32"):
+        return jax.jvp(jax.grad(lambda x: (f(x, w) ** 2).sum()), (x,), (x,))
+
+
+def algorithm(f, x, w):
+    with SCOPE("BF16_BF16_F32_X3"):
+        return jax.value_and_grad(lambda x, w: f(x, w).sum(), (0, 1))(x, w)
+
+
+SCOPES = [
+    inside,
+    under_vjp,
+    only_backward,
+    only_forward_product,
+    jitted_inside,
+    tangents,
+    scanned,
+    mapped,
+    mapped_gradient,
+    checkpointed,
+    second,
+    algorithm,
+]
+
+
+@pytest.mark.parametrize("scope", SCOPES, ids=lambda scope: scope.__name__)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_scopes(name, scope):
+    """The sets of precisions of all products; lax.ragged_dot has none of its own on a CPU under vmap and jvp of it."""
+    ours, plain = PLAIN[name]
+    if name in ("grouped_gemm", "grouped_fused", "ragged_dot"):
+        plain = {"grouped_fused": lambda x, w: jnp.matmul(x, w) + B}.get(name, jnp.matmul)
+    got = precisions(functools.partial(scope, ours), X, W)
+    expected = precisions(functools.partial(scope, plain), X, W)
+    assert got == expected
+    if scope is not only_backward:
+        assert "DEFAULT DEFAULT" not in got
+
+
+ARGUMENTS = [
+    None,
+    "default",
+    "bfloat16",
+    "high",
+    "tensorfloat32",
+    "highest",
+    "float32",
+    lax.Precision.HIGHEST,
+    ("high", "highest"),
+    ["high", "highest"],
+    (lax.Precision.DEFAULT, lax.Precision.HIGH),
+    "BF16_BF16_F32",
+    lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
+]
+
+
+@pytest.mark.parametrize("precision", ARGUMENTS, ids=str)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_argument(name, precision):
+    """That of the call is that of its gradients."""
+    ours, plain = PLAIN[name]
+    ours = functools.partial(ours, precision=precision)
+    plain = functools.partial(plain, precision=tuple(precision) if isinstance(precision, list) else precision)
+    if precision in (("high", "highest"), ["high", "highest"], (lax.Precision.DEFAULT, lax.Precision.HIGH)):
+        got, expected = precisions(ours, X, W), precisions(plain, X, W)
+    else:
+        got, expected = (
+            precisions(jax.value_and_grad(lambda x, w, f=f: f(x, w).sum(), (0, 1)), X, W) for f in (ours, plain)
+        )
+    assert got == expected
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("wrt", [0, 1])
+def test_a_pair_in_gradients(layout, wrt):
+    """In lax the cotangent has the first operand's; whichever operand it is here, so it is of the shape it has."""
+
+    def found(product):
+        text = jax.jit(jax.grad(lambda *args: product(*args).sum(), wrt)).lower(*operands).as_text()
+        (line,) = (line for line in text.splitlines() if "dot_general" in line)
+        pair = re.search(r"precision = \[(\w+), (\w+)\]", line)
+        shapes = re.search(r": \(tensor<(\w+)>, tensor<(\w+)>\)", line)
+        return sorted(zip(shapes.groups(), pair.groups(), strict=True))
+
+    a, b = jnp.ones((2, 3)), jnp.ones((3, 4))
+    operands = (a if layout[0] == "n" else a.T), (b if layout[1] == "n" else b.T)
+    pair = ("high", "highest")
+
+    def plain(a, b):
+        contract = ([1 if layout[0] == "n" else 0], [0 if layout[1] == "n" else 1])
+        return lax.dot_general(a, b, (contract, ([], [])), precision=pair)
+
+    assert found(functools.partial(cutjax.gemm, layout=layout, precision=pair)) == found(plain)
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt"])
+def test_a_pair_in_gradients_of_groups(layout):
+    w = WS if layout == "nn" else WS.mT
+
+    def precision_of(fn, primitive):
+        jaxprs = [jax.make_jaxpr(fn)(X, w).jaxpr]
+        return [eqn.params["precision"] for jaxpr in jaxprs for eqn in jaxpr.eqns if eqn.primitive.name == primitive]
+
+    def product(x, w):
+        return cutjax.grouped_gemm(x, w, S, layout=layout, precision=("high", "highest")).sum()
+
+    high, highest = lax.Precision.HIGH, lax.Precision.HIGHEST
+    assert precision_of(jax.grad(product), "cutjax_grouped_gemm")[-1] == (high, highest)  # of g and w
+    expected = (high, highest) if layout == "nn" else (highest, high)  # of x and g
+    assert precision_of(jax.grad(product, 1), "cutjax_grouped_outer") == [expected]
+
+
+def test_the_scope_where_it_is_bound_not_where_it_is_lowered():
+    traced = jax.jit(cutjax.gemm).trace(X, W)
+    with SCOPE("float32"):
+        assert "HIGHEST" not in traced.lower().as_text()
+        traced = jax.jit(cutjax.gemm).trace(X, W)
+    assert "HIGHEST" in traced.lower().as_text()
+
+
+@pytest.mark.parametrize(
+    "precision", ["bogus", 3, {}, ("highest",), ("highest", "bogus"), ("high", "F32_F32_F32")], ids=str
+)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_refused(name, precision):
+    where = {"fused": "gemm", "recompute": "gemm", "grouped_fused": "grouped_gemm", "accumulate": "grouped_outer"}
+    where |= {"ragged_dot": "ragged_dot_general"}
+    got = "bogus" if "bogus" in str(precision) else str(precision)
+    with pytest.raises(ValueError, match=rf"^{where.get(name, name)}: .*(?i:precision)[\s\S]*{re.escape(got)}"):
+        PLAIN[name][0](X, W, precision=precision)
+
+
+H = jnp.ones((64, 64), jnp.bfloat16)
+SERVED = [None, "default", "high", "highest", ("high", "default"), "BF16_BF16_F32", "DEFAULT"]
+SERVED += [lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, jnp.float32)]
+OTHERS = ["BF16_BF16_BF16", "F16_F16_F32", "BF16_BF16_F32_X3", "TF32_TF32_F32", "F32_F32_F32"]
+OTHERS += [lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, jnp.bfloat16)]
+OTHERS += [lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, jnp.float32, 1, 1, 3)]
+SIZES = jnp.array([64])
+KERNELS: dict[str, Callable[..., Any]] = {
+    "gemm": lambda **p: cutjax.gemm(H, H, **p),
+    "fused": lambda **p: cutjax.gemm(H, H, epilogue=jnp.tanh, **p),
+    "mlp": lambda **p: cutjax.mlp(H, H, H, **p),
+    "grouped_gemm": lambda **p: cutjax.grouped_gemm(H, H[None], SIZES, **p),
+    "grouped_fused": lambda **p: cutjax.grouped_gemm(H, H[None], SIZES, epilogue=jnp.tanh, **p),
+    "grouped_outer": lambda **p: cutjax.grouped_outer(H, H, SIZES, **p),
+    "accumulate": lambda **p: cutjax.grouped_outer(H, H, SIZES, accumulate=jnp.ones((1, 64, 64)), **p),
+    "grouped_mlp": lambda **p: cutjax.grouped_mlp(H, H[None], H[None], SIZES, **p),
+    "moe": lambda **p: cutjax.moe(H, jnp.ones((64, 1)), H[None], H[None], H[None], 1, **p),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_kernels_serve(name):
+    explain = functools.partial(cutjax.explain, platform="cuda")
+    for precision in SERVED:
+        assert all("sm90" in row.runs for row in explain(lambda p=precision: KERNELS[name](precision=p))().rows)
+    for precision in OTHERS:
+        reason = f"precision {_dot_precision.canonical(precision, '')}: kernels accumulate 16-bit operands in float32"
+        for backend, runs in (("auto", "XLA"), ("cuda", "error")):
+            rows = explain(lambda p=precision, b=backend: KERNELS[name](precision=p, backend=b))().rows
+            assert [(row.runs, row.why) for row in rows] == [(runs, reason)] * len(rows)
+            assert rows
+
+
+def test_strict_raises_with_the_reason():
+    traced = jax.jit(functools.partial(cutjax.gemm, precision="F16_F16_F16", backend="cuda")).trace(H, H)
+    with pytest.raises(
+        NotImplementedError, match="precision F16_F16_F16: kernels accumulate 16-bit operands in float32"
+    ):
+        traced.lower(lowering_platforms=("cuda",))
+    text = jax.jit(functools.partial(cutjax.gemm, precision="BF16_BF16_F32_X3")).trace(H, H)
+    text = text.lower(lowering_platforms=("cuda",)).as_text()
+    assert "num_primitive_operations = 3" in text
+    assert "cutjax_launch" not in text
+
+
+def test_float8_algorithm_has_a_gradient():
+    """Its cotangents are wider than float8, which the algorithm does not take."""
+    x, w = (jnp.ones(shape, jnp.float8_e4m3fn) for shape in ((2, 3), (3, 4)))
+
+    def loss(x, w):
+        return cutjax.gemm(x, w, out_dtype=jnp.float32, precision="ANY_F8_ANY_F8_F32").sum()
+
+    text = jax.jit(jax.grad(loss, (0, 1))).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    assert "dot_general" in text
+
+
+def test_canonical_is_idempotent():
+    for precision in ARGUMENTS:
+        once = _dot_precision.canonical(precision, "")
+        assert _dot_precision.canonical(once, "") == once
+        assert _dot_precision.swapped(_dot_precision.swapped(once)) == once
+    uneven = lax.DotAlgorithm(np.float16, np.float32, np.float32, 1, 2)
+    assert _dot_precision.swapped(uneven) == lax.DotAlgorithm(np.float32, np.float16, np.float32, 2, 1)
