@@ -214,7 +214,7 @@ def compiled(problem: cutjax.Problem, config: cutjax.Config | None, backend: str
     Filled with NaN, that array shows any element the kernel does not write.
     """
     params: dict[str, Any] = {"out_dtype": problem.out_dtype, "leading": problem.leading}
-    params |= {"backend": backend, "config": config}
+    params |= {"precision": None, "backend": backend, "config": config}
 
     @functools.partial(jax.jit, donate_argnums=3, keep_unused=True)
     def grouped(a, b, sizes, poison):

@@ -147,7 +147,7 @@ def grouped(tiny: bool) -> Iterator[Program]:
                 lambda a, b, s, to, **kw: cutjax.grouped_outer(a, b, s, accumulate=to, **kw), **params
             )
         else:
-            params |= {"out_dtype": out, "leading": layout == "tn"}
+            params |= {"out_dtype": out, "leading": layout == "tn", "precision": None}
             fn = functools.partial(_grouped.outer, **params)
             if ragged == "m":
                 fn = functools.partial(_grouped.multiply, layout=layout, **params)
