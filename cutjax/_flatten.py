@@ -148,13 +148,10 @@ class Flat:
         kinds = {self.kinds[i] for i in ins}
         if name in ("jit", "pjit") and eqn.params["name"] == BITS:
             name = BITS  # of an expression that is traced again: one step, as it was
-        custom = has_rule(eqn)
-        # What has a rule and depends on operands alone is computed outside, as JAX does, unless each row has its own.
-        inside = not custom or self.of_groups.intersection(ins)
-        if name in CALLS and (TILE in kinds or (POST not in kinds and inside and _elementwise(callee(eqn)[0]))):
+        if name in CALLS and (TILE in kinds or (POST not in kinds and self._inside(eqn, ins))):
             jaxpr, consts = callee(eqn)
             outs = self.inline(jaxpr, [self.outside(c, aval_of(c)) for c in consts], ins, site)
-            return self._rule(eqn, ins, outs, site) if custom else outs
+            return self._rule(eqn, ins, outs, site) if has_rule(eqn) else outs
         if name in IDENTITIES and POST not in kinds and len(ins) == len(eqn.outvars):
             return ins
         if name == "tie":
@@ -210,6 +207,20 @@ class Flat:
         self.known[i] = jnp.broadcast_to(value, out.shape)
         self.literals[i] = value
         return i
+
+    def _inside(self, eqn: Any, ins: list[int]) -> bool:
+        """True if a call of operands alone is computed in the kernel, not before it."""
+        if not _elementwise(callee(eqn)[0]):
+            return False
+        if not has_rule(eqn):
+            return True
+        # The cotangents of what is smaller than the result are added up before a rule sees them.
+        if not self.of_groups.intersection(ins) and all(self.shapes[i] != self.shape for i in ins):
+            return False
+        try:
+            return bool(nested(eqn) if self.refusing else Rule(eqn))
+        except Irregular:
+            return False
 
     def _rule(self, eqn: Any, ins: list[int], outs: list[int], site: Any) -> list[int]:
         """The results of a function with a derivative of its own, each with that derivative."""

@@ -164,13 +164,6 @@ def ruled_back(acc):
 ruled_back.defvjp(lambda x: (ruled_back(x), x), lambda x, g: (g * x,))
 
 
-@jax.custom_jvp
-def bad_rule(acc):
-    return jnp.sin(acc)
-
-
-bad_rule.defjvp(lambda p, t: (bad_rule(*p), t[0] * jnp.cumsum(p[0], 0)))
-
 MESSAGES = {
     "a library's function": jnp.sort,
     "a jitted one": jax.jit(sorts),
@@ -187,24 +180,20 @@ MESSAGES = {
     "custom_jvp inside": lambda acc: ruled(acc),
     "custom_vjp": ruled_back,
     "custom_vjp inside": lambda acc: ruled_back(acc),
-    "rule": bad_rule,
-    "rule inside": lambda acc: bad_rule(acc),
-    "reduction in a rule": jax.custom_jvp(lambda acc: acc.sum(0)),
     "axes": lambda acc: acc + acc[:, :1],
-    "dtype": lambda acc: acc.astype(jnp.float16).astype(jnp.complex64).real,
+    "dtype": lambda acc: acc.astype(jnp.float16).astype(jnp.float8_e4m3b11fnuz),
     "checkpoint": jax.checkpoint(sorts),
     "vmap": jax.vmap(sorts),
     "exchanged axes": lambda acc: acc.T @ acc,
     "exchanged": lambda acc: acc + acc[:3, :3].T.sum(),
 }
-MESSAGES["reduction in a rule"].defjvp(lambda p, t: (p[0].sum(0), t[0].sum(0)))
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
 @pytest.mark.parametrize("grouped", [False, True], ids=["dense", "grouped"])
 def test_the_place_in_a_message_is_the_users(kind, grouped):
     for warm in (False, True):  # jax caches traces, which have the place of their first use
-        if warm and kind not in ("side effect", "side effect, jitted", "reduction in a rule"):
+        if warm and kind not in ("side effect", "side effect, jitted"):
             jax.eval_shape(MESSAGES[kind], jnp.ones((4, 4)))
         product = functools.partial(cutjax.grouped_gemm, X, W[None], SIZES[:1])
         product = product if grouped else functools.partial(cutjax.gemm, jnp.ones((4, 3)), W)

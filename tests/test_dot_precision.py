@@ -295,8 +295,8 @@ def test_what_kernels_serve(name):
         reason = f"precision {_dot_precision.canonical(precision, '')}: kernels accumulate 16-bit operands in float32"
         for backend, runs in (("auto", "XLA"), ("cuda", "error")):
             rows = explain(lambda p=precision, b=backend: KERNELS[name](precision=p, backend=b))().rows
-            assert [(row.runs, row.why) for row in rows] == [(runs, reason)] * len(rows)
             assert rows
+            assert all(row.runs == runs and row.why.endswith(reason) for row in rows)
 
 
 def test_strict_raises_with_the_reason():

@@ -235,11 +235,6 @@ REFUSED = [
     ),
     (TypeError, "out_dtype is a tuple", {"epilogue": None, "operands": (), "out_dtype": (None,)}),
     (NotImplementedError, "slice", {"epilogue": lambda acc, b: acc[0]}),
-    (
-        TypeError,
-        "accumulators are float32, but the operands of the product are int8",
-        {"x": X.astype(jnp.int8), "w": W.astype(jnp.int8)},
-    ),
 ]
 
 

@@ -325,6 +325,16 @@ def test_forward_mode_of_a_custom_vjp_is_refused_as_jax_refuses_it():
         jax.jvp(lambda x: cutjax.gemm(x, W, epilogue=clip), (X[0],), (X[0],))
 
 
+def test_what_each_element_has_stays_in_the_kernel():
+    """Such as what the backward pass of a layer makes of its accumulators: softplus's rule calls softplus."""
+    acc = jax.ShapeDtypeStruct((5, 4), jnp.float32)
+    for fn in (lambda v, z: v * jax.nn.softplus(z), lambda v, z: jax.vjp(jax.nn.softplus, z)[1](v)[0]):
+        assert len(trace(fn, [acc], (jnp.ones((5, 4)),)).operands) == 1
+    assert (
+        len(trace(lambda v, b: v * clip(b) * b, [acc], (B,)).operands) == 2
+    )  # its cotangents are added up before clip
+
+
 def test_dropout_beside_a_rule_keeps_its_bits():
     """The values beside a derivative are traced from the expression: its random bits stay one node."""
 
