@@ -39,8 +39,8 @@ CALLS = {
 _SAME = "copy copy_p device_put name optimization_barrier pbroadcast pcast pvary reshard sharding_constraint"
 IDENTITIES = frozenset(_SAME.split())
 UNIT_MOVES = ("reshape", "squeeze", "expand_dims")
-# The last two are newer than jax 0.10.
-_POINTWISE = OPS | IDENTITIES | {"add_any", "stop_gradient", "log2", "one_minus_square"}
+# The last three are newer than jax 0.10.
+_POINTWISE = OPS | IDENTITIES | {"add_any", "log2", "one_minus_square", "polynomial"}
 
 
 class Irregular(Exception):
@@ -115,6 +115,8 @@ def _elementwise(eqn: Any, args: list[Any]) -> list[Any]:
         return evaluate(*callee(eqn), args, _elementwise)
     if name in ("broadcast_in_dim", *UNIT_MOVES):
         return args[:1]  # broadcasts where it is used
+    if name == "polynomial":  # whose coefficients must stay numbers
+        return bind(eqn, [args[0], *(jnp.reshape(x, ()) for x in args[1:])])
     return args if name in IDENTITIES else bind(eqn, _together(args))
 
 
