@@ -142,6 +142,11 @@ def _check(jaxpr: Any, consts: Sequence[Any], full: tuple[int, ...]) -> None:
                 raise Irregular(f"has a value of shape {tuple(x.aval.shape)} beside {full}")
 
 
+def _is_zero(x: Any) -> bool:
+    """True if a value of a jaxpr is written as 0."""
+    return hasattr(x, "val") and bool(np.all(np.asarray(x.val) == 0))
+
+
 def _is_linear(jaxpr: Any, moving: Sequence[bool]) -> bool:
     """True if a jaxpr's results are, by its operations, linear in those of its inputs that move."""
     moves = {x for x, each in zip(jaxpr.invars, moving, strict=True) if each}
@@ -159,7 +164,7 @@ def _is_linear(jaxpr: Any, moving: Sequence[bool]) -> bool:
             case "add" | "sub" | "add_any":
                 linear = all(args)
             case "select_n":
-                linear = not args[0] and all(hasattr(x, "val") and x.val == 0 for x in still[1:])
+                linear = not args[0] and all(map(_is_zero, still[1:]))
             case "neg" | "convert_element_type" | "broadcast_in_dim" | "real" | "imag":
                 linear = True
             case _ if name in CALLS and not has_rule(eqn):
@@ -204,6 +209,7 @@ class Rule:
             self._trace(eqn)
             for jaxpr, consts in filter(None, (self._body, self._forward, self._backward)):
                 _check(jaxpr, consts, full)
+            self._check_numbers()
         except Irregular as why:
             raise Irregular(f"{self.name} {why}") from None
         except Refused as error:
@@ -266,6 +272,25 @@ class Rule:
 
         closed = jax.make_jaxpr(pulled)(kept[len(values) :], moving(kept[: len(values)]))
         self._backward = closed.jaxpr, closed.consts
+
+    def _check_numbers(self) -> None:
+        """Raises Irregular if the backward rule of a custom_vjp has a cotangent for an input that is one number.
+
+        Where the function is batched there is one for each index, and JAX adds them up.
+        """
+        if self._backward is None:
+            return
+        jaxpr = self._backward[0]
+        zeros = {
+            x
+            for eqn in live(jaxpr)
+            if eqn.primitive.name == "broadcast_in_dim"
+            for x in eqn.outvars
+            if _is_zero(eqn.invars[0])
+        }
+        for k, x in zip(self._real, jaxpr.outvars, strict=True):
+            if not self._full[k] and not _is_zero(x) and (hasattr(x, "val") or x not in zeros):
+                raise Irregular("has a cotangent for an argument that is one number")
 
     def _shaped(self, outs: Sequence[Any], xs: Sequence[Any]) -> list[jax.Array]:
         """Returns the results in the shape that all inputs make."""
@@ -396,10 +421,9 @@ def _pull_batch(args: Any, dims: Any, **params: Any) -> tuple[list[Any], list[in
     moved = [
         lax.expand_dims(x, [0]) if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(args, dims, strict=True)
     ]
-    size = max(x.shape[0] for x in moved)
-    n = sum(params["rule"]._moves)
-    moved[:n] = [jnp.broadcast_to(x, (size, *x.shape[1:])) for x in moved[:n]]
-    return pull_p.bind(*moved, **params), [0] * n
+    size = max(x.shape[0] for x in moved)  # for all: each index of the batch has cotangents of its own
+    moved = [jnp.broadcast_to(x, (size, *x.shape[1:])) for x in moved]
+    return pull_p.bind(*moved, **params), [0] * sum(params["rule"]._moves)
 
 
 def _pull_transpose(cotangents: Any, *args: Any, rule: Rule, dots: int) -> list[Any]:

@@ -118,6 +118,13 @@ def test_inside_every_transformation():
     assert row.choice.problem.m == 32
 
 
+def test_equal_epilogues_are_one_row():
+    def two(x, w):
+        return [cutjax.gemm(x, w, epilogue=lambda acc: jax.nn.relu(acc)) for _ in range(2)]
+
+    assert counts(two, X, W) == [(2, True)]
+
+
 def test_dead_products_are_left_out():
     def loss(x, w):
         return cutjax.gemm(x, w).astype(jnp.float32).sum()

@@ -179,7 +179,10 @@ ELEMENTWISE = {
     "two results": lambda v: (lambda y: y[0] * jnp.sin(y[1]))(two_results(v)),
     "one of another": lambda v: clip(straight_jvp(quantized(v))),
 }
+counted = jax.custom_vjp(lambda v, s: v * s)
+counted.defvjp(lambda v, s: (v * s, s), lambda s, g: (g * s, s + 1))  # what it says of s is no sum over v
 OTHERS = {
+    "a number that counts": (counted, (jnp.float32(0.5),)),
     "forward rule with a mean": (normed, ()),
     "a step size": (lsq, (jnp.float32(0.3),)),
     "a step size that was captured": (lambda v, s: lsq(v, 2 * s) + lsq(v, s), (jnp.float32(0.3),)),
@@ -200,6 +203,19 @@ def test_elementwise_rules(name):
 def test_other_rules(name):
     fn, operands = OTHERS[name]
     check(fn, *operands)
+
+
+def test_a_key_beside_a_rule():
+    key = jax.random.key(2)
+
+    def loss(product):
+        return jax.grad(lambda x, s, k: jnp.sum(jnp.sin(product(x, s, k))), (0, 1))(X[0], jnp.float32(0.3), key)
+
+    def fn(v, s, k):
+        return lsq(v, s) * jax.random.uniform(k, v.shape)
+
+    fused = loss(lambda x, s, k: cutjax.gemm(x, W, epilogue=fn, operands=(s, k)))
+    agree(fused, loss(lambda x, s, k: fn(x @ W, s, k)))
 
 
 def test_the_derivative_of_captured_arrays():
