@@ -32,7 +32,6 @@ from cutjax._rules import (
     has_rule,
     live,
     nested,
-    reverse_only,
 )
 
 TILE, OUTSIDE, POST = "tile", "outside", "post"
@@ -109,7 +108,6 @@ class Flat:
         self.of_groups: set[int] = set()  # what rows have of operands of groups, and what is made of it alone
         self.irregular: list[str] = []  # rules of derivatives that are no elementwise functions
         self.refusing = refusing
-        self.reverse_only = False  # whether one of them is a custom_vjp
         self.literals: dict[int, Any] = {}  # numbers; of any shape, the same everywhere
 
     def value(self, shape: Sequence[int], dtype: Any, kind: str) -> int:
@@ -234,7 +232,6 @@ class Flat:
             if self.refusing:
                 return [self._ruled(Refusal(str(why)), 0, x, [x, *ins], eqn, site) for x in outs]
             self.irregular.append(f"{why}, at {where(site)}")
-            self.reverse_only |= reverse_only(eqn)
             return outs
         return [self._ruled(rule, o, x, ins, eqn, site) for o, x in enumerate(outs)]
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend import source_info_util
+from jax.extend.core import jaxprs_in_params
 
 from cutjax._expression import OPS
 from cutjax._primitive import define, is_linear, is_zero, match_varying
@@ -389,6 +390,11 @@ def nested(eqn: Any) -> Rule:
 def reverse_only(eqn: Any) -> bool:
     """True if a derivative is known in reverse mode alone."""
     return eqn.primitive.name.startswith("custom_vjp")
+
+
+def any_reverse_only(jaxpr: Any) -> bool:
+    """True if one of the equations of a jaxpr, or of what they call, has a derivative in reverse mode alone."""
+    return any(reverse_only(eqn) or any(map(any_reverse_only, jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
 
 
 def _name(eqn: Any) -> str:

@@ -33,7 +33,7 @@ from cutjax._flatten import (
     refuse_effects,
     where,
 )
-from cutjax._rules import UNIT_MOVES, bind, evaluate
+from cutjax._rules import UNIT_MOVES, any_reverse_only, bind, evaluate
 
 source_info_util.register_exclusion(os.path.dirname(__file__) + os.sep)  # no line of this package is the user's
 DTYPES = frozenset(
@@ -146,7 +146,9 @@ def trace(
     captured = tuple(closed.consts)
     by_group = (*grouped, *(False for _ in captured))
     why = "; ".join(dict.fromkeys(flat.irregular))
-    return traced._replace(outside=Outside(function, (*leaves, *captured), by_group, flat.reverse_only, why))
+    return traced._replace(
+        outside=Outside(function, (*leaves, *captured), by_group, any_reverse_only(closed.jaxpr), why)
+    )
 
 
 def _rows(x: Any, shape: tuple[int, ...], groups: int | None) -> jax.ShapeDtypeStruct:

@@ -205,6 +205,19 @@ def test_other_rules(name):
     check(fn, *operands)
 
 
+@pytest.mark.parametrize("fn", [lambda v: clip(3 * normed(v)), lambda v: normed(clip(3 * v))])
+def test_rules_of_both_kinds_beside_each_other(fn):
+    """A custom_jvp that is taken outside beside a custom_vjp that need not be: reverse mode is all that there is."""
+
+    def gradient(layer):
+        return jax.grad(lambda x: jnp.sum(jnp.sin(jax.vmap(layer)(x))))(X)
+
+    agree(
+        gradient(lambda x: cutjax.mlp(x, W, W.T, activation=fn)),
+        gradient(lambda x: fn(x @ W) @ W.T),
+    )
+
+
 def test_a_key_beside_a_rule():
     key = jax.random.key(2)
 
