@@ -154,7 +154,7 @@ class Epilogue:
 
     @functools.cached_property
     def rules(self) -> bool:
-        """Whether any function in it has a derivative of its own."""
+        """True if any function in it has a derivative of its own."""
         return any(node.op == "rule" for node in self.nodes)
 
     @functools.cached_property

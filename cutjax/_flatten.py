@@ -215,25 +215,27 @@ class Flat:
         # The cotangents of what is smaller than the result are added up before a rule sees them.
         if not self.of_groups.intersection(ins) and all(self.shapes[i] != self.shape for i in ins):
             return False
+        return isinstance(self._rule_of(eqn), Rule)
+
+    def _rule_of(self, eqn: Any) -> Rule | Irregular:
+        """Returns a rule for this one call, or why there is none: two calls of a value have two cotangents."""
         try:
-            return bool(nested(eqn) if self.refusing else Rule(eqn))
-        except Irregular:
-            return False
+            return nested(eqn) if self.refusing else Rule(eqn)
+        except Irregular as why:
+            return why
 
     def _rule(self, eqn: Any, ins: list[int], outs: list[int], site: Any) -> list[int]:
         """The results of a function with a derivative of its own, each with that derivative."""
         if not any(jnp.issubdtype(self.dtypes[i], jnp.inexact) for i in ins if i not in self.literals):
             return outs
-        try:
-            if any(self.kinds[i] == POST for i in outs):
-                raise Irregular(f"{eqn.primitive.name} reduces")
-            rule = nested(eqn) if self.refusing else Rule(eqn)
-        except Irregular as why:
-            if self.refusing:
-                return [self._ruled(Refusal(str(why)), 0, x, [x, *ins], eqn, site) for x in outs]
-            self.irregular.append(f"{why}, at {where(site)}")
-            return outs
-        return [self._ruled(rule, o, x, ins, eqn, site) for o, x in enumerate(outs)]
+        reduces = any(self.kinds[i] == POST for i in outs)
+        rule = Irregular(f"{eqn.primitive.name} reduces") if reduces else self._rule_of(eqn)
+        if isinstance(rule, Rule):
+            return [self._ruled(rule, o, x, ins, eqn, site) for o, x in enumerate(outs)]
+        if self.refusing:
+            return [self._ruled(Refusal(str(rule)), 0, x, [x, *ins], eqn, site) for x in outs]
+        self.irregular.append(f"{rule}, at {where(site)}")
+        return outs
 
     def _ruled(self, rule: Rule | Refusal, o: int, value: int, ins: list[int], eqn: Any, site: Any) -> int:
         result = self.value(self.shapes[value], self.dtypes[value], self.kinds[value])

@@ -24,6 +24,7 @@ from cutjax._expression import Epilogue
 from cutjax._grouped_fused import Groups
 from cutjax._primitive import define, is_linear, is_zero, match_varying
 from cutjax._product import FLIP
+from cutjax._trace import Traced
 
 HIDDEN = "cutjax_hidden"  # the name jax.checkpoint policies see, of what the second product reads
 
@@ -122,7 +123,7 @@ def _block_jvp(how: How, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Ar
     acc = _fused.accumulator(x.dtype, product.tile(*map(jax.typeof, (x, *ws)), layout=how.layout))
     groups = None if sizes is None else ws[0].shape[-3]
 
-    def values(operands: Any) -> _derivative.Traced:
+    def values(operands: Any) -> Traced:
         return _derivative.differentiated(how.hidden, acc, operands, *moves, groups)
 
     def forward(x: Any, ws: Any, operands: Any) -> tuple[jax.Array, list[Any]]:

@@ -193,6 +193,8 @@ class Rule:
     def __init__(self, eqn: Any):
         self.reverse_only = reverse_only(eqn)
         self.name = _name(eqn)
+        if eqn.primitive.name == HIGHER:
+            raise Irregular(f"{self.name} has rules that are JAX's own")
         avals = [x.aval for x in (*eqn.invars, *eqn.outvars)]
         full = max((tuple(x.shape) for x in avals), key=lambda shape: (not _is_unit(shape), len(shape)))
         if bad := [x.shape for x in avals if tuple(x.shape) != full and not _is_unit(x.shape)]:
@@ -202,8 +204,6 @@ class Rule:
         self._moves = [jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in eqn.outvars]
         self._body = callee(eqn)
         self._backward: tuple[Any, Sequence[Any]] | None = None
-        if eqn.primitive.name == HIGHER:
-            raise Irregular(f"{self.name} has rules that are JAX's own")
         if eqn.params.get("symbolic_zeros") and self.reverse_only:
             raise Irregular(f"{self.name} asks for symbolic zeros")
         try:

@@ -96,7 +96,6 @@ def trace(
       operands: arrays, or pytrees of them.
       groups: of a grouped GEMM, the number of groups. An operand with one axis more than the result is then one of
         groups, ``[..., groups, 1, n or 1]``, and the function sees what each row has of it: ``[..., m, n or 1]``.
-
       refusing: whether a derivative that is no elementwise function is refused when it is taken, not taken outside.
 
     Raises:
