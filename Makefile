@@ -20,8 +20,8 @@ SITE ?= build/site
 BENCH_ARGS ?= --op gemm --tag layouts --plot --out build/bench.json
 
 BIN := $(VENV)/bin
-NATIVE := CMakeLists.txt $(wildcard ffi/*.cc ffi/*.h)
-FORMATTED := $(wildcard ffi/*.cc ffi/*.h ffi/kernels/*.cuh)
+NATIVE := CMakeLists.txt $(wildcard ffi/launcher/*.cc ffi/launcher/*.h)
+FORMATTED := $(wildcard ffi/launcher/*.cc ffi/launcher/*.h ffi/device/*/*.cuh)
 COMMA := ,
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 CUDA := $(if $(GPU),$(COMMA)cuda13)

@@ -1,6 +1,7 @@
 """Epilogues inlined, and called four elements at a time: ``python -m benchmarks.run --op calls``.
 
-Both forms of one kernel, in turns, on the same inputs; they must agree. Which form ships, `cutjax._fusion.called` says.
+Both forms of one kernel, in turns, on the same inputs; they must agree. Which form ships,
+`cutjax.kernels.sm90.memory.called` says.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import jax.numpy as jnp
 
 import cutjax
 from benchmarks import fused, report, timing
-from cutjax import _fusion, _fusion_text, _trace
+from cutjax.epilogue import trace
+from cutjax.kernels.sm90 import memory as sm90_memory
+from cutjax.kernels.sm90 import text as epilogue_text
 
 SIZES = ((8192, 14336, 4096), (2048, 2048, 2048))
 REPS = 40
@@ -92,8 +95,8 @@ def _ours(name: str, x: jax.Array, w: jax.Array, key: jax.Array, z: jax.Array) -
 def ships(name: str) -> str:
     """The form that cutjax has of an epilogue."""
     accs, arrays = [jax.ShapeDtypeStruct((256, 384), jnp.float32)], [jax.random.key(0), jnp.zeros((256, 384))]
-    epilogue = _trace.trace(lambda *args: EPILOGUES[name](*args).astype(jnp.bfloat16), accs, arrays).epilogue
-    return "called" if _fusion.called(epilogue.primal) else "inlined"
+    epilogue = trace.trace(lambda *args: EPILOGUES[name](*args).astype(jnp.bfloat16), accs, arrays).epilogue
+    return "called" if sm90_memory.called(epilogue.primal) else "inlined"
 
 
 def compile_forms(sizes: tuple[int, int, int]) -> dict[tuple[str, str], Callable[..., Any]]:
@@ -102,7 +105,7 @@ def compile_forms(sizes: tuple[int, int, int]) -> dict[tuple[str, str], Callable
     found = {}
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         for form, called in FORMS.items():
-            with mock.patch.object(_fusion_text, "called", lambda _, called=called: called):
+            with mock.patch.object(epilogue_text, "called", lambda _, called=called: called):
                 names = [fused.PLAIN, *EPILOGUES] if called else EPILOGUES
                 jitted = {
                     name: jax.jit(functools.partial(_ours, name), compiler_options=fused.OPTIONS) for name in names

@@ -164,12 +164,14 @@ def measure_epilogue(name: str, dtype: str) -> list[Row]:
     import jax.numpy as jnp
 
     import cutjax
-    from cutjax import _compile, _sm90, _trace
+    from cutjax.epilogue import trace
+    from cutjax.kernels.sm90 import kernel as sm90
+    from cutjax.runtime import compiler
 
     target, fn, takes_key = epilogues()[name]
     key = [jax.random.key(0)] if takes_key else []
     acc = jax.ShapeDtypeStruct((256, 384), jnp.float32)
-    epilogue = _trace.trace(lambda *args: fn(*args).astype(dtype), [acc], key).epilogue.primal
+    epilogue = trace.trace(lambda *args: fn(*args).astype(dtype), [acc], key).epilogue.primal
     problem = cutjax.Problem(4096, 4096, 4096, epilogue=epilogue)
     served = cutjax.candidates(problem)
     if not served:
@@ -179,7 +181,7 @@ def measure_epilogue(name: str, dtype: str) -> list[Row]:
         seconds = []
         for _ in range(TIMES):
             start = time.thread_time()
-            cubin = _compile.compile_source(_sm90.source(problem, config), name="kernel", arch=problem.arch)
+            cubin = compiler.compile_source(sm90.source(problem, config), name="kernel", arch=problem.arch)
             seconds.append(time.thread_time() - start)
         found = cubin.resources
         used = [x or 0 for x in (found.registers, found.spill_store_bytes, found.stack_bytes)]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from cutjax import checkpoint_policies
-from cutjax._backend import use_backend
-from cutjax._config import Config
-from cutjax._problem import Problem
-from cutjax._select import candidates, supports
-from cutjax.explain import explain
-from cutjax.gemm import gemm
-from cutjax.grouped import grouped_gemm, grouped_outer
-from cutjax.mlp import grouped_mlp, mlp
-from cutjax.moe import moe
-from cutjax.ragged_dot import ragged_dot, ragged_dot_general
-from cutjax.routing import Routing, load_balance_loss, route, router_z_loss
+from cutjax.explanation import explain
+from cutjax.kernels.choose import candidates, supports
+from cutjax.kernels.problem import Problem
+from cutjax.kernels.sm90.config import Config
+from cutjax.ops.gemm import gemm
+from cutjax.ops.grouped import grouped_gemm, grouped_outer
+from cutjax.ops.mlp import grouped_mlp, mlp
+from cutjax.ops.moe import moe
+from cutjax.ops.ragged_dot import ragged_dot, ragged_dot_general
+from cutjax.ops.routing import Routing, load_balance_loss, route, router_z_loss
+from cutjax.runtime.backends import use_backend
 
 __version__ = "0.1.0"
 __all__ = [

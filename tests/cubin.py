@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import cutjax
-from cutjax import _compile, _sm90
+from cutjax.kernels.sm90 import kernel as sm90
+from cutjax.runtime import compiler
 
 
 def code_bytes(image: bytes) -> int:
@@ -28,9 +29,9 @@ def check_lean(asked: cutjax.Problem, configs: Sequence[cutjax.Config], most_byt
     machine; benchmarks/compile_cost.py measures the seconds.
     """
 
-    def compile_one(config: cutjax.Config) -> tuple[str, _compile.Cubin]:
+    def compile_one(config: cutjax.Config) -> tuple[str, compiler.Cubin]:
         name = config.name(asked)
-        return name, _compile.compile_source(_sm90.source(asked, config), name=name, arch=asked.arch)
+        return name, compiler.compile_source(sm90.source(asked, config), name=name, arch=asked.arch)
 
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(compile_one, configs))

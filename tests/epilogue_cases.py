@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import special
 
-from cutjax._trace import trace
+from cutjax.epilogue.trace import trace
 
 HALVES = ("bfloat16", "float16")
 FLOATS = ("float32", *HALVES)

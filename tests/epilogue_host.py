@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from cutjax import _codegen, _emit
-from cutjax._expression import Epilogue, Node, OperandSpec, Output, normal
+from cutjax.epilogue import emit
+from cutjax.epilogue.expression import Epilogue, Node, OperandSpec, Output, normal
+from cutjax.runtime import sources
 
 SHIM = pathlib.Path(__file__).parent / "native" / "device_shim.h"
 # The numpy type of a carrier.
@@ -20,7 +21,7 @@ TYPES = {"float": np.float32, "int": np.int32, "u32": np.uint32, "i64": np.int64
 
 def carrier(dtype: str) -> Any:
     """The numpy type of the values of a dtype."""
-    return TYPES[_emit.CARRIERS[dtype]]
+    return TYPES[emit.CARRIERS[dtype]]
 
 
 def expression(build: Callable[..., Any], dtypes: Sequence[str], out: str | Sequence[str]) -> Epilogue:
@@ -50,13 +51,13 @@ def binary(op: str, dtype: str, out: str | None = None, shown: str = "") -> Epil
 
 def _function(epilogue: Epilogue, number: int) -> str:
     """The emitted function and a loop over arrays that calls it: accumulators, operands and outputs in one list."""
-    text = _emit.emit(epilogue)
+    text = emit.emit(epilogue)
     products, operands, outs = epilogue.products, epilogue.operands, epilogue.outputs
-    calls = [f"static_cast<const {_emit.CARRIERS[s.dtype]}*>(p[{products + i}])[t]" for i, s in enumerate(operands)]
+    calls = [f"static_cast<const {emit.CARRIERS[s.dtype]}*>(p[{products + i}])[t]" for i, s in enumerate(operands)]
     accs = ", ".join(f"static_cast<const float*>(p[{i}])[t]" for i in range(products))
     at = products + len(operands)
-    calls += ["int(t / 1024)", "int(t % 1024)", *(f"int(t % {3 + i})" for _, i in _emit.places(epilogue))]
-    calls += [f"static_cast<{_emit.CARRIERS[o.dtype]}*>(p[{at + i}])[t]" for i, o in enumerate(outs)]
+    calls += ["int(t / 1024)", "int(t % 1024)", *(f"int(t % {3 + i})" for _, i in emit.places(epilogue))]
+    calls += [f"static_cast<{emit.CARRIERS[o.dtype]}*>(p[{at + i}])[t]" for i, o in enumerate(outs)]
     return (
         f"namespace e{number} {{\n{text}}}\n"
         f"EXPORT void run{number}(long long n, void** p) {{\n  for (long long t = 0; t < n; ++t) {{\n"
@@ -90,7 +91,7 @@ class Host:
 
     def __init__(self, folder: pathlib.Path, epilogues: Sequence[Epilogue]):
         self._epilogues = list(epilogues)
-        text = f'#include "{SHIM}"\n{_codegen._file("math.cuh")}#define EXPORT extern "C"\n'
+        text = f'#include "{SHIM}"\n{sources._file("common/math.cuh")}#define EXPORT extern "C"\n'
         text += "".join(_function(epilogue, i) for i, epilogue in enumerate(epilogues))
         self._library = build(folder, text)
 

@@ -37,7 +37,8 @@ import jax.numpy as jnp  # noqa: E402
 import strategies  # noqa: E402
 
 import cutjax  # noqa: E402
-from cutjax import _cache, _compile, _settings, _sm90  # noqa: E402
+from cutjax.kernels.sm90 import kernel as sm90  # noqa: E402
+from cutjax.runtime import compiler, disk_cache, settings  # noqa: E402
 
 CACHE_BYTES = 4 << 20  # some 60 of the smaller kernels: entries come and go
 SALTS = 12  # texts of a kernel; more of them are fewer hits
@@ -75,7 +76,7 @@ def kernels(count: int) -> list[Kernel]:
         served = [c for c in cutjax.candidates(row.choice.problem) if c.accumulator_registers <= 64]  # soon compiled
         if served and len(found) < count:
             config = draw.choice(served)
-            found.append(Kernel(config.name(row.choice.problem), _sm90.source(row.choice.problem, config)))
+            found.append(Kernel(config.name(row.choice.problem), sm90.source(row.choice.problem, config)))
     return found
 
 
@@ -112,7 +113,7 @@ def damage(folder: pathlib.Path, draw: random.Random) -> None:
             path.write_bytes(data)
         elif kind == 3:
             metadata = draw.choice([{}, [], None, 1, {"resources": {}}, {"log": 1, "seconds": "x", "resources": None}])
-            path.write_bytes(_cache._encode(key, json.dumps(metadata).encode(), b"\x7fELF?"))
+            path.write_bytes(disk_cache._encode(key, json.dumps(metadata).encode(), b"\x7fELF?"))
         else:
             path.write_bytes(draw.choice(entries).read_bytes())
     except (OSError, ValueError, IndexError):  # evicted, or damaged, by another in between
@@ -126,7 +127,7 @@ def work(seed: int, until: float, folder: pathlib.Path, count: int) -> collectio
         number = draw.randrange(len(all_kernels))
         kernel = all_kernels[number]
         text = kernel.salted(draw.randrange(SALTS))
-        cubin = _compile.compile_kernel(text, name=kernel.name, arch="sm_90a")
+        cubin = compiler.compile_kernel(text, name=kernel.name, arch="sm_90a")
         done["cached" if cubin.cached else "compiled"] += 1
         digest = hashlib.sha256(cubin.image).hexdigest()
         expected = first_digest(folder / "digests", number, digest)
@@ -136,8 +137,8 @@ def work(seed: int, until: float, folder: pathlib.Path, count: int) -> collectio
             (folder / f"different-{number}.cu").write_text(text)
         if draw.random() < 0.02:
             try:
-                _compile.compile_kernel(f"{WRONG}// {seed} {sum(done.values())}", name="wrong", arch="sm_90a")
-            except _compile.CompileError:
+                compiler.compile_kernel(f"{WRONG}// {seed} {sum(done.values())}", name="wrong", arch="sm_90a")
+            except compiler.CompileError:
                 done["refused, as they should be"] += 1
             else:
                 done["compiled that is wrong"] += 1
@@ -151,12 +152,12 @@ def child(seed: int, seconds: float, threads: int, folder: pathlib.Path, count: 
     """One process: prints what its threads did, as JSON."""
     faulthandler.enable()
     warnings.simplefilter("error")  # as of a cache that cannot be used
-    _compile._MEMORY_ENTRIES = 8
+    compiler._MEMORY_ENTRIES = 8
     (folder / "digests").mkdir(exist_ok=True)
     kernels(count)
     until = time.monotonic() + seconds
     with (
-        _settings.override(cache_dir=folder / "cache", cache_bytes=CACHE_BYTES, dump_dir=None),
+        settings.override(cache_dir=folder / "cache", cache_bytes=CACHE_BYTES, dump_dir=None),
         concurrent.futures.ThreadPoolExecutor(threads) as pool,
     ):
         futures = [pool.submit(work, seed * threads + i, until, folder, count) for i in range(threads)]

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import cutjax
-from cutjax import _compile, _primitive
+from cutjax.primitives import define
+from cutjax.runtime import compiler
 
 X = jnp.ones((16, 16), jnp.bfloat16)
 LAUNCH = "stablehlo.custom_call @cutjax_launch"
@@ -28,8 +29,8 @@ def square(x, **options):
 
 @pytest.fixture
 def no_nvrtc(monkeypatch):
-    monkeypatch.setattr(_compile, "_compiler", lambda: 'NVRTC is not installed: pip install "cutjax[cuda13]"')
-    _primitive._warn_once.cache_clear()
+    monkeypatch.setattr(compiler, "_compiler", lambda: 'NVRTC is not installed: pip install "cutjax[cuda13]"')
+    define._warn_once.cache_clear()
 
 
 def test_auto_and_cuda_launch_a_kernel_and_xla_does_not():
@@ -170,4 +171,4 @@ def test_import_is_light():
         "asyncio",
     )
     assert [name for name in loaded if name.startswith(heavy)] == []
-    assert "cutjax.gemm" in loaded
+    assert "cutjax.ops.gemm" in loaded

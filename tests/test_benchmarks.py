@@ -18,7 +18,7 @@ import pytest
 
 import cutjax
 from benchmarks import calls, cases, compile_cost, grouped, moe, oracle, peers, report, run, sweep, timing
-from cutjax import _compile
+from cutjax.runtime import compiler
 
 ENVIRONMENT = {
     "device": "made up",
@@ -583,7 +583,7 @@ def test_the_moe_command(monkeypatch, tmp_path, capsys):
     assert "small fwd+bwd" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(_compile.compiler_missing() is not None, reason=str(_compile.compiler_missing()))
+@pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
 def test_the_compile_command(monkeypatch, tmp_path, capsys):
     functions = {name: compile_cost.epilogues()[name] for name in ("relu", "dropout")}
     monkeypatch.setattr(compile_cost, "epilogues", lambda: functions)

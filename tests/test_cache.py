@@ -16,8 +16,8 @@ import warnings
 
 import pytest
 
-from cutjax import _cache
-from cutjax._cache import DiskCache
+from cutjax.runtime import disk_cache
+from cutjax.runtime.disk_cache import DiskCache
 
 META = {"log": "ptxas info", "seconds": 0.25}
 
@@ -202,7 +202,7 @@ def test_file_in_the_folders_place(tmp_path, below):
 
 def test_relative_folder_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # platformdirs returns "~/.cache" where there is no home
-    monkeypatch.setattr(_cache, "_warned", set())
+    monkeypatch.setattr(disk_cache, "_warned", set())
     expect_one_warning(DiskCache(pathlib.Path("~/.cache/cutjax"), 2**20), "not an absolute path")
     assert entries(tmp_path) == []
 
@@ -281,7 +281,7 @@ def test_what_the_reader_does_not_know_is_removed(cache, folder):
 @pytest.mark.parametrize("text", [b"", b"{", b"{}{}", b"\xff", b"[" * 200_000, b"1" * 10_000])
 def test_metadata_that_cannot_be_read_is_damage(cache, folder, text):
     cache.write(KEY, META, b"cubin")
-    (folder / f"{KEY}.kernel").write_bytes(_cache._encode(KEY, text, b"cubin"))  # the digest is right
+    (folder / f"{KEY}.kernel").write_bytes(disk_cache._encode(KEY, text, b"cubin"))  # the digest is right
     assert cache.read(KEY) is None
     assert entries(folder) == []
 

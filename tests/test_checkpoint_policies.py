@@ -8,7 +8,7 @@ import pytest
 from jax.extend import core
 
 import cutjax
-from cutjax._primitive import live
+from cutjax.primitives.define import live
 
 OURS, JAXS = cutjax.checkpoint_policies, jax.checkpoint_policies
 NAMES = ("dots_saveable", "dots_with_no_batch_dims_saveable")

@@ -16,8 +16,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from cutjax import _cache, _compile, _settings
-from cutjax._compile import CompileError, CompilerMissing, Resources, compile_kernel, compiler_missing
+from cutjax.runtime import compiler, disk_cache, settings
+from cutjax.runtime.compiler import CompileError, CompilerMissing, Resources, compile_kernel, compiler_missing
 
 SOURCE = """#line 7 "family.cuh"
 extern "C" __global__ void kernel(float* out) {
@@ -32,23 +32,23 @@ extern "C" __global__ void kernel(float* out) {
 @pytest.fixture(autouse=True)
 def folder(tmp_path):
     """A cache of its own for every test, on disk and in memory."""
-    _compile.clear_memory()
-    with _settings.override(cache_dir=tmp_path / "cache", cache_bytes=2**30, dump_dir=None):
+    compiler.clear_memory()
+    with settings.override(cache_dir=tmp_path / "cache", cache_bytes=2**30, dump_dir=None):
         yield tmp_path / "cache"
-    _compile.clear_memory()
+    compiler.clear_memory()
 
 
 @pytest.fixture
 def runs(monkeypatch):
     """The names of the kernels that NVRTC compiled."""
     names = []
-    run = _compile._run_nvrtc
+    run = compiler._run_nvrtc
 
     def counting(nvrtc, source, name, arch, **kwargs):
         names.append(name)
         return run(nvrtc, source, name, arch, **kwargs)
 
-    monkeypatch.setattr(_compile, "_run_nvrtc", counting)
+    monkeypatch.setattr(compiler, "_run_nvrtc", counting)
     return names
 
 
@@ -79,15 +79,15 @@ def test_memory_then_disk(runs, folder):
     first = build()
     second = build()
     assert second == dataclasses.replace(first, cached=True)
-    _compile.clear_memory()
+    compiler.clear_memory()
     assert build() == second  # log, resources and all
     assert runs == ["kernel_a"]
     assert len(list(folder.iterdir())) == 1
 
 
 def test_compile_source_uses_no_cache(runs, folder):
-    first = _compile.compile_source(SOURCE, name="kernel_a", arch="sm_90a")
-    second = _compile.compile_source(SOURCE, name="kernel_a", arch="sm_90a")
+    first = compiler.compile_source(SOURCE, name="kernel_a", arch="sm_90a")
+    second = compiler.compile_source(SOURCE, name="kernel_a", arch="sm_90a")
     assert first.image == second.image
     assert not second.cached
     assert runs == ["kernel_a"] * 2
@@ -99,17 +99,17 @@ def test_whatever_changes_the_kernel_is_in_the_key(runs, monkeypatch):
     build(name="kernel_b")
     build(arch="sm_80")
     build(SOURCE + "\n")
-    monkeypatch.setattr(_compile, "_OPTIONS", (*_compile._OPTIONS, "--use_fast_math"))
+    monkeypatch.setattr(compiler, "_OPTIONS", (*compiler._OPTIONS, "--use_fast_math"))
     build()
-    compiler = _compile._compiler()
-    assert isinstance(compiler, _compile._Compiler)
-    monkeypatch.setattr(_compile, "_compiler", lambda: dataclasses.replace(compiler, version="99.1"))
+    nvrtc = compiler._compiler()
+    assert isinstance(nvrtc, compiler._Compiler)
+    monkeypatch.setattr(compiler, "_compiler", lambda: dataclasses.replace(nvrtc, version="99.1"))
     assert not build().cached
     assert len(runs) == 6
 
 
 def test_parts_of_the_key_do_not_run_together():
-    assert _compile._key("ab", "c") != _compile._key("a", "bc")
+    assert compiler._key("ab", "c") != compiler._key("a", "bc")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered", "empty", "swapped"])
@@ -129,11 +129,11 @@ def test_damaged_entry_is_rebuilt(runs, folder, damage):
         (other,) = set(folder.iterdir()) - {path}
         path.write_bytes(other.read_bytes())
     runs.clear()
-    with _compile._lock:
-        _compile._memory.clear()
+    with compiler._lock:
+        compiler._memory.clear()
     assert build().image == good.image
     assert runs == ["kernel_a"]
-    _compile.clear_memory()
+    compiler.clear_memory()
     assert build().cached  # the entry is whole again
     assert runs == ["kernel_a"]
 
@@ -170,20 +170,20 @@ def metadata(draw):
 def test_an_entry_of_any_json_is_a_kernel_or_damage(tmp_path_factory, found, image):
     """With a digest that is right: another version wrote it, or it is not ours at all."""
     folder = tmp_path_factory.mktemp("cache")
-    key = _compile._key("13.0", "sm_90a", "kernel_a", SOURCE)
-    folder.joinpath(f"{key}.kernel").write_bytes(_cache._encode(key, json.dumps(found).encode(), image))
-    compiled = _compile.Cubin(b"\x7fELF new", Resources(1, 0, 0, 0, 0), "log", 0.5, cached=False)
+    key = compiler._key("13.0", "sm_90a", "kernel_a", SOURCE)
+    folder.joinpath(f"{key}.kernel").write_bytes(disk_cache._encode(key, json.dumps(found).encode(), image))
+    compiled = compiler.Cubin(b"\x7fELF new", Resources(1, 0, 0, 0, 0), "log", 0.5, cached=False)
     with (
         pytest.MonkeyPatch.context() as patch,
-        _settings.override(cache_dir=folder, cache_bytes=2**30, dump_dir=folder / "dump"),
+        settings.override(cache_dir=folder, cache_bytes=2**30, dump_dir=folder / "dump"),
     ):
-        patch.setattr(_compile, "_compiler", lambda: _compile._Compiler(None, "13.0"))
-        patch.setattr(_compile, "_run_nvrtc", lambda *_: compiled)
-        with _compile._lock:
-            _compile._memory.clear()
+        patch.setattr(compiler, "_compiler", lambda: compiler._Compiler(None, "13.0"))
+        patch.setattr(compiler, "_run_nvrtc", lambda *_: compiled)
+        with compiler._lock:
+            compiler._memory.clear()
         cubin = build()
-        with _compile._lock:
-            _compile._memory.clear()
+        with compiler._lock:
+            compiler._memory.clear()
         again = build()  # the entry is whole
     assert again == dataclasses.replace(cubin, cached=True)
     if cubin.cached:
@@ -196,7 +196,7 @@ def test_an_entry_of_any_json_is_a_kernel_or_damage(tmp_path_factory, found, ima
 
 def test_unwritable_cache_compiles_with_one_warning(tmp_path):
     (tmp_path / "file").write_text("")
-    with _settings.override(cache_dir=tmp_path / "file" / "cache"):
+    with settings.override(cache_dir=tmp_path / "file" / "cache"):
         with pytest.warns(RuntimeWarning, match="cannot be used") as record:
             build_two()
         assert len(record) == 1
@@ -212,23 +212,23 @@ def test_world_writable_cache_is_refused_with_one_warning(folder):
 
 
 def test_size_zero_turns_the_disk_cache_off(folder):
-    with _settings.override(cache_bytes=0):
+    with settings.override(cache_bytes=0):
         build()
     assert not folder.exists()
 
 
 def test_default_folder_is_the_users(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    _compile._disk_at.cache_clear()
-    with _settings.override(cache_dir=None):
+    compiler._disk_at.cache_clear()
+    with settings.override(cache_dir=None):
         build()
     assert len(list((tmp_path / "xdg" / "cutjax").iterdir())) == 1
-    _compile._disk_at.cache_clear()
+    compiler._disk_at.cache_clear()
 
 
 def test_memory_is_bounded(runs, monkeypatch):
-    monkeypatch.setattr(_compile, "_MEMORY_ENTRIES", 2)
-    with _settings.override(cache_bytes=0):
+    monkeypatch.setattr(compiler, "_MEMORY_ENTRIES", 2)
+    with settings.override(cache_bytes=0):
         for name in ("a", "b", "a", "c", "a", "b"):
             build(name=name)
     assert runs == ["a", "b", "c", "b"]
@@ -254,7 +254,7 @@ def test_threads_that_want_one_kernel_compile_it_once(runs):
     assert len(images) == 12
     assert all(images[index] == images[index % 3] for index in images)
     assert len(set(images.values())) == 3
-    assert not _compile._pending
+    assert not compiler._pending
 
 
 def test_threads_share_one_failure(runs):
@@ -273,15 +273,15 @@ def test_threads_share_one_failure(runs):
     for thread in threads:
         thread.join()
     assert len(errors) == 4
-    assert not _compile._pending
+    assert not compiler._pending
     assert not build().cached  # a failure leaves nothing behind
 
 
 def test_many_processes(folder):
     program = (
         "import hashlib, sys, warnings; warnings.simplefilter('error')\n"
-        "from cutjax import _compile\n"
-        "cubins = [_compile.compile_kernel(sys.argv[1], name=f'k{i}', arch='sm_90a') for i in range(3)]\n"
+        "from cutjax import compiler\n"
+        "cubins = [compiler.compile_kernel(sys.argv[1], name=f'k{i}', arch='sm_90a') for i in range(3)]\n"
         "print([hashlib.sha256(cubin.image).hexdigest() for cubin in cubins])"
     )
     environ = {**os.environ, "CUTJAX_CACHE_DIR": str(folder)}
@@ -375,7 +375,7 @@ def test_resources_parse(log, expected):
 
 
 def test_dump(tmp_path):
-    with _settings.override(dump_dir=tmp_path / "dump" / "here"):
+    with settings.override(dump_dir=tmp_path / "dump" / "here"):
         cubin = build()
         with pytest.raises(CompileError):
             build("wrong", name="bad/../kernel")
@@ -393,15 +393,15 @@ def test_dump(tmp_path):
 
 def test_dump_from_a_warm_disk_cache(tmp_path):
     build()
-    _compile.clear_memory()
-    with _settings.override(dump_dir=tmp_path / "dump"):
+    compiler.clear_memory()
+    with settings.override(dump_dir=tmp_path / "dump"):
         assert build().cached
     assert len(os.listdir(tmp_path / "dump")) == 3
 
 
 def test_unwritable_dump_folder_warns_once(tmp_path):
     (tmp_path / "file").write_text("")
-    with _settings.override(dump_dir=tmp_path / "file"):
+    with settings.override(dump_dir=tmp_path / "file"):
         with pytest.warns(RuntimeWarning, match="CUTJAX_DUMP_DIR=.* cannot be written") as record:
             build_two()
         assert len(record) == 1
@@ -419,7 +419,7 @@ def test_missing_python_package(monkeypatch, module):
     assert 'pip install "cutjax[cuda13]"' in reason
     assert module in reason
     with pytest.raises(CompilerMissing):
-        _compile.compile_source(SOURCE, name="kernel_a", arch="sm_90a")
+        compiler.compile_source(SOURCE, name="kernel_a", arch="sm_90a")
     with pytest.raises(ImportError) as caught:
         build()
     assert isinstance(caught.value, CompilerMissing)
@@ -446,7 +446,7 @@ def test_library_too_old(monkeypatch):
 
 def test_import_loads_no_cuda_module():
     program = (
-        "import json, sys\nimport cutjax._compile\n"
+        "import json, sys\nimport cutjax.runtime.compiler\n"
         "print(json.dumps([name for name in sys.modules if name.startswith(('cuda.', 'platformdirs'))]))"
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout

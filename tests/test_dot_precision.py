@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 import cutjax
-from cutjax import _dot_precision
+from cutjax import dot_precision
 
 X, W, B = jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.ones(4)
 V, WS, VS, S = jnp.ones((4, 3)), jnp.ones((1, 3, 4)), jnp.ones((1, 4, 3)), jnp.array([2])
@@ -292,7 +292,7 @@ def test_what_kernels_serve(name):
     for precision in SERVED:
         assert all("sm90" in row.runs for row in explain(lambda p=precision: KERNELS[name](precision=p))().rows)
     for precision in OTHERS:
-        reason = f"precision {_dot_precision.canonical(precision, '')}: kernels accumulate 16-bit operands in float32"
+        reason = f"precision {dot_precision.canonical(precision, '')}: kernels accumulate 16-bit operands in float32"
         for backend, runs in (("auto", "XLA"), ("cuda", "error")):
             rows = explain(lambda p=precision, b=backend: KERNELS[name](precision=p, backend=b))().rows
             assert rows
@@ -324,8 +324,8 @@ def test_float8_algorithm_has_a_gradient():
 
 def test_canonical_is_idempotent():
     for precision in ARGUMENTS:
-        once = _dot_precision.canonical(precision, "")
-        assert _dot_precision.canonical(once, "") == once
-        assert _dot_precision.swapped(_dot_precision.swapped(once)) == once
+        once = dot_precision.canonical(precision, "")
+        assert dot_precision.canonical(once, "") == once
+        assert dot_precision.swapped(dot_precision.swapped(once)) == once
     uneven = lax.DotAlgorithm(np.float16, np.float32, np.float32, 1, 2)
-    assert _dot_precision.swapped(uneven) == lax.DotAlgorithm(np.float32, np.float16, np.float32, 2, 1)
+    assert dot_precision.swapped(uneven) == lax.DotAlgorithm(np.float32, np.float16, np.float32, 2, 1)

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from epilogue_cases import ACTIVATIONS, CASES, FAST, FLOAT8, FLOATS, HALVES, SMOOTH, SMOOTH_CASES, cast, check, traced
 
-from cutjax import _codegen, _compile, _emit
+from cutjax.epilogue import emit
+from cutjax.runtime import compiler, sources
 
 # What overflows or is NaN here does so on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero|underflow):RuntimeWarning")
@@ -150,18 +151,18 @@ def test_derivatives_of_activations(dtype, tmp_path):
     ],
 )
 def test_the_outputs_decide_the_form(fn, dtype, wanted, unwanted):
-    body = _emit.emit(traced(cast(fn, dtype))).split("{", 1)[1]
+    body = emit.emit(traced(cast(fn, dtype))).split("{", 1)[1]
     assert wanted in body
     assert unwanted not in body
 
 
 def test_the_strictest_output_decides():
-    both = _emit.emit(traced(lambda x: (jnp.tanh(x).astype(jnp.bfloat16), jnp.tanh(x))))
+    both = emit.emit(traced(lambda x: (jnp.tanh(x).astype(jnp.bfloat16), jnp.tanh(x))))
     assert "tanhf" in both
     assert "approx" not in both
-    total = _emit.emit(traced(lambda x: (jnp.tanh(x).astype(jnp.bfloat16), jnp.tanh(x).sum(0))))
+    total = emit.emit(traced(lambda x: (jnp.tanh(x).astype(jnp.bfloat16), jnp.tanh(x).sum(0))))
     assert "tanhf" in total
-    unused = _emit.emit(traced(lambda x: (jnp.tanh(x).astype(jnp.bfloat16), x > 0)))
+    unused = emit.emit(traced(lambda x: (jnp.tanh(x).astype(jnp.bfloat16), x > 0)))
     assert "tanh_approx" in unused
 
 
@@ -173,7 +174,7 @@ def test_the_signature():
         y = jnp.where(mask, acc * gate, row) + small.astype(jnp.float32)
         return y.astype(jnp.float16), acc > gate, acc.astype(jnp.uint8), y.max()
 
-    text = _emit.emit(traced(fn, "bool", "float32", "int8", accs=2))
+    text = emit.emit(traced(fn, "bool", "float32", "int8", accs=2))
     head = text.splitlines()[1]
     assert head == (
         "DEVICE void epilogue_element(const float (&acc)[2], bool x0, float x1, int x2, int row, int col, "
@@ -183,17 +184,17 @@ def test_the_signature():
 
 @pytest.mark.parametrize("dtype", [*HALVES, *FLOAT8])
 def test_a_short_output_is_not_yet_rounded(dtype):
-    text = _emit.emit(traced(cast(lambda x: x * 3, dtype)))
+    text = emit.emit(traced(cast(lambda x: x * 3, dtype)))
     assert "round_" not in text
-    again = _emit.emit(traced(lambda x: ((t := (x * 3).astype(dtype)), t.astype(jnp.float32) + x)))
+    again = emit.emit(traced(lambda x: ((t := (x * 3).astype(dtype)), t.astype(jnp.float32) + x)))
     assert again.count("round_") == 1  # for the sum, not for the first output
     assert "y0 = v2;" in again
-    largest = _emit.emit(traced(lambda x: (x * 3).astype(dtype).max()))
+    largest = emit.emit(traced(lambda x: (x * 3).astype(dtype).max()))
     assert largest.count("round_") == 1  # a reduced output is what it says
 
 
 def test_16_bit_arithmetic_rounds_each_time():
-    text = _emit.emit(traced(lambda x: (x.astype(jnp.bfloat16) * 3 + 1).astype(jnp.float32)))
+    text = emit.emit(traced(lambda x: (x.astype(jnp.bfloat16) * 3 + 1).astype(jnp.float32)))
     assert text.count("round_bf16") == 3
 
 
@@ -202,7 +203,7 @@ def test_iota_and_constants():
         row, col = (jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) for axis in (0, 1))
         return jnp.where(row >= col, x * np.float32(-0.0), -jnp.inf)
 
-    text = _emit.emit(traced(fn))
+    text = emit.emit(traced(fn))
     assert "= row;" in text
     assert "= col;" in text
     assert "(-0.0f)" in text
@@ -216,8 +217,8 @@ def test_places_in_the_batch(tmp_path):
         return node("add", node("mul", outer, x, dtype="int32"), node("add", row, inner, dtype="int32"), dtype="int32")
 
     epilogue = host.expression(fn, ["int32"], "int32")
-    assert _emit.places(epilogue) == [("batch", 0), ("batch", 2)]
-    assert "int row, int col, int batch0, int batch2, int& y0" in _emit.emit(epilogue)
+    assert emit.places(epilogue) == [("batch", 0), ("batch", 2)]
+    assert "int row, int col, int batch0, int batch2, int& y0" in emit.emit(epilogue)
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     t = np.arange(3000)
@@ -227,11 +228,11 @@ def test_places_in_the_batch(tmp_path):
 
 def test_what_cannot_be_emitted_is_said_at_once():
     epilogue = host.expression(lambda node, x: node("cumsum", node("digamma", x)), ["float32"], "float32")
-    assert _emit.reasons(epilogue) == ("kernels have no digamma in float32", "kernels have no cumsum in float32")
+    assert emit.reasons(epilogue) == ("kernels have no digamma in float32", "kernels have no cumsum in float32")
     with pytest.raises(NotImplementedError, match="digamma in float32; kernels have no cumsum"):
-        _emit.emit(epilogue)
+        emit.emit(epilogue)
     double = host.unary("neg", "float64")
-    assert _emit.reasons(double) == ("kernels do not compute in float64",)
+    assert emit.reasons(double) == ("kernels do not compute in float64",)
 
 
 # ---- the device compiler ----
@@ -239,18 +240,16 @@ def test_what_cannot_be_emitted_is_said_at_once():
 
 def device_source(epilogues):
     """A kernel that runs each on one element of every array."""
-    parts = [_codegen._file("atoms.cuh"), _codegen._file("math.cuh")]
+    parts = [sources._file("sm90/atoms.cuh"), sources._file("common/math.cuh")]
     body = []
     for i, epilogue in enumerate(epilogues):
-        parts.append(f"namespace e{i} {{\n{_emit.emit(epilogue)}}}\n")
+        parts.append(f"namespace e{i} {{\n{emit.emit(epilogue)}}}\n")
         arguments = [
-            f"static_cast<const {_emit.CARRIERS[s.dtype]}*>(p[{j + 1}])[t]" for j, s in enumerate(epilogue.operands)
+            f"static_cast<const {emit.CARRIERS[s.dtype]}*>(p[{j + 1}])[t]" for j, s in enumerate(epilogue.operands)
         ]
         arguments += ["t", "t"]
         at = 1 + len(epilogue.operands)
-        arguments += [
-            f"static_cast<{_emit.CARRIERS[o.dtype]}*>(p[{at + j}])[t]" for j, o in enumerate(epilogue.outputs)
-        ]
+        arguments += [f"static_cast<{emit.CARRIERS[o.dtype]}*>(p[{at + j}])[t]" for j, o in enumerate(epilogue.outputs)]
         body.append(f"  if (which == {i}) e{i}::epilogue_element({', '.join(['acc', *arguments])});\n")
     parts.append('extern "C" __global__ void elements(int which, void** p) {\n  int t = threadIdx.x;\n')
     parts.append("  const float acc[1] = {static_cast<const float*>(p[0])[t]};\n" + "".join(body) + "}\n")
@@ -259,7 +258,7 @@ def device_source(epilogues):
 
 def compiled(epilogues):
     pytest.importorskip("cuda.bindings", reason="NVRTC's bindings are not installed")
-    cubin = _compile.compile_source(device_source(epilogues), name="elements", arch="sm_90a")
+    cubin = compiler.compile_source(device_source(epilogues), name="elements", arch="sm_90a")
     assert "warning" not in cubin.log, cubin.log
     assert (cubin.resources.spill_store_bytes, cubin.resources.spill_load_bytes) == (0, 0)
     return cubin
@@ -316,21 +315,22 @@ def test_integer_pow(power, tmp_path):
 SMALL_STACK = """
 import threading
 import epilogue_host as host
-from cutjax import _codegen, _compile, _emit
+from cutjax.runtime import compiler, sources
+from cutjax.epilogue import emit
 
 select = host.expression(lambda node, i, *x: node("select_n", i, *x * 250), ["int32", "float32", "float32"], "float32")
 call = "float acc[1] = {0}, y; epilogue_element(acc, i, p[0], p[1], 0, 0, y); *p = y;"
-text = _codegen.source("kernel", {"PRODUCTS": 1}, ["atoms.cuh", "math.cuh", _emit.emit(select)])
+text = sources.source("kernel", {"PRODUCTS": 1}, ["sm90/atoms.cuh", "common/math.cuh", emit.emit(select)])
 text += f'extern "C" __global__ void kernel(float* p, int i) {{ {call} }}'
-_compile._require_compiler()
+compiler._require_compiler()
 threading.stack_size(256 << 10)
-thread = threading.Thread(target=_compile.compile_source, args=(text,), kwargs={"name": "kernel", "arch": "sm_90a"})
+thread = threading.Thread(target=compiler.compile_source, args=(text,), kwargs={"name": "kernel", "arch": "sm_90a"})
 thread.start()
 thread.join()
 """
 
 
-@pytest.mark.skipif(_compile.compiler_missing() is not None, reason=str(_compile.compiler_missing()))
+@pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
 def test_no_text_nests_deep():
     """One of 500 cases, compiled in a thread with a small stack: nested, its ternaries ended the process."""
     tests = pathlib.Path(__file__).parent

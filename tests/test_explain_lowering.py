@@ -11,7 +11,9 @@ import pytest
 from jax import lax
 
 import cutjax
-from cutjax import _compile, _primitive, _sm90
+from cutjax.kernels.sm90 import kernel as sm90
+from cutjax.primitives import define
+from cutjax.runtime import compiler
 
 H = jnp.bfloat16
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
@@ -22,9 +24,9 @@ SIZES = jnp.array([8, 0, 40, 16], jnp.int32)
 @pytest.fixture(autouse=True)
 def _compile_nothing(monkeypatch):
     """Names of kernels are all that is looked at."""
-    resources = _compile.Resources(None, None, None, None, None)
-    cubin = _compile.Cubin(b"cubin", resources, "", 0.0, False)
-    monkeypatch.setattr(_sm90, "compile_kernel", lambda *args, **kwargs: cubin)
+    resources = compiler.Resources(None, None, None, None, None)
+    cubin = compiler.Cubin(b"cubin", resources, "", 0.0, False)
+    monkeypatch.setattr(sm90, "compile_kernel", lambda *args, **kwargs: cubin)
 
 
 def mesh_of(kind=AUTO, **axes):
@@ -93,7 +95,7 @@ def xla_by_partition(fn, *args):
     kernels, rows = agree(fn, *args)
     assert rows
     assert not kernels
-    assert {row.why for row in rows} == {_primitive.PARTITIONED}
+    assert {row.why for row in rows} == {define.PARTITIONED}
 
 
 @pytest.mark.parametrize("backend", ["auto", "cuda", "xla"])
@@ -237,8 +239,8 @@ def test_unused_results(name):
 @pytest.mark.parametrize("backend", ["auto", "cuda", "xla"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_without_a_compiler(name, backend, monkeypatch):
-    monkeypatch.setattr(_compile, "_compiler", lambda: "NVRTC is not installed")
-    monkeypatch.setattr(_primitive, "_warn_once", lambda message: None)
+    monkeypatch.setattr(compiler, "_compiler", lambda: "NVRTC is not installed")
+    monkeypatch.setattr(define, "_warn_once", lambda message: None)
     kernels, rows = agree(functools.partial(OPERATIONS[name], backend=backend), X)
     assert not kernels
     if backend != "xla":

@@ -12,7 +12,7 @@ import strategies
 
 import cutjax
 from benchmarks import cases, fused
-from cutjax import _sm90
+from cutjax.kernels.sm90 import kernel as sm90
 
 H = jnp.bfloat16
 RANDOM = 30
@@ -27,7 +27,7 @@ def kernels(text: str) -> list[str]:
 
 
 def spills(choice) -> int:
-    found = _sm90.compile_config(choice.problem, choice.config).resources
+    found = sm90.compile_config(choice.problem, choice.config).resources
     return (found.spill_store_bytes or 0) + (found.spill_load_bytes or 0)
 
 

@@ -14,11 +14,16 @@ from cubin import check_lean
 from epilogue_cases import ACTIVATIONS
 
 import cutjax
-from cutjax import _codegen, _compile, _emit, _fusion, _fusion_text, _select, _sm90
-from cutjax._expression import Node, Output, normal
-from cutjax._trace import trace
+from cutjax.epilogue import emit
+from cutjax.epilogue.expression import Node, Output, normal
+from cutjax.epilogue.trace import trace
+from cutjax.kernels import choose
+from cutjax.kernels.sm90 import kernel as sm90
+from cutjax.kernels.sm90 import memory as sm90_memory
+from cutjax.kernels.sm90 import text as epilogue_text
+from cutjax.runtime import compiler, sources
 
-needs_nvrtc = pytest.mark.skipif(_compile.compiler_missing() is not None, reason=str(_compile.compiler_missing()))
+needs_nvrtc = pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
 
 M, N = 256, 384
 BF16 = jnp.bfloat16
@@ -116,7 +121,7 @@ LONG = {
 @pytest.mark.parametrize("name", LONG)
 def test_long_epilogues_compile_lean(name):
     asked = problem(*LONG[name])
-    assert _fusion.called(asked.epilogue)
+    assert sm90_memory.called(asked.epilogue)
     configs = [config for config in cutjax.candidates(asked) if config.cluster == 1]
     check_lean(asked, configs[::2], 56 << 10)  # 43 KB at most
 
@@ -137,7 +142,7 @@ FUNCTIONS = {name: getattr(jax.lax, name) for name in cases.SMOOTH} | {
 def test_functions_compile_lean(name):
     """13 KB of kernel, and 20 instructions of 16 bytes for each of 128 elements; sin inlined would make 187 KB."""
     asked = problem(FUNCTIONS[name])
-    config = _select.choose(asked).config
+    config = choose.choose(asked).config
     assert config is not None
     assert config.accumulator_registers == 128
     check_lean(asked, [config], 54 << 10)
@@ -200,14 +205,14 @@ def test_a_call_computes_what_inlining_does(tmp_path, monkeypatch):
     shapes = [((), F32), ((M, 1), F32), ((N,), BF16), ((4, M, N), BF16), ((4, M, N), bool)]
     accs = [jax.ShapeDtypeStruct((4, M, N), F32)] * 2
     epilogue = trace(fn, accs, [*(jnp.zeros(*x) for x in shapes), KEY]).epilogue.primal
-    assert _emit.places(epilogue) == [("batch", 0), ("row", 1)]
-    staging = _codegen._file("staging.cuh").split("// A staging tile", 1)[0]
-    text = f'#include "{host.SHIM}"\n{_codegen._file("math.cuh")}{staging}{HOST}'
+    assert emit.places(epilogue) == [("batch", 0), ("row", 1)]
+    staging = sources._file("sm90/staging.cuh").split("// A staging tile", 1)[0]
+    text = f'#include "{host.SHIM}"\n{sources._file("common/math.cuh")}{staging}{HOST}'
     for name, called in (("one", False), ("two", True)):
-        monkeypatch.setattr(_fusion_text, "called", lambda _, called=called: called)
-        piece = _fusion_text._piece(epilogue)
+        monkeypatch.setattr(epilogue_text, "called", lambda _, called=called: called)
+        piece = epilogue_text._piece(epilogue)
         assert ("epilogue_four" in piece) == called
-        text += f"namespace {name} {{\n{_emit.emit(epilogue)}{piece}}}\n"
+        text += f"namespace {name} {{\n{emit.emit(epilogue)}{piece}}}\n"
     library = host.build(tmp_path, text + RUN)
     inlined, found = np.zeros((2, 32))
     library.run(inlined.ctypes, found.ctypes)
@@ -218,7 +223,7 @@ def test_a_call_computes_what_inlining_does(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_are_inlined(name):
     fn = ACTIVATIONS[name][0]
-    assert not _fusion.called(problem(lambda acc: fn(acc).astype(BF16)).epilogue)
+    assert not sm90_memory.called(problem(lambda acc: fn(acc).astype(BF16)).epilogue)
 
 
 def parameters(text):
@@ -232,11 +237,11 @@ def parameters(text):
 
 @pytest.mark.parametrize("name", ["plain", *CASES])
 def test_the_plan_passes_what_the_kernel_takes(name, monkeypatch):
-    monkeypatch.setattr(_sm90, "compile_config", lambda *_: type("Cubin", (), {"image": b"cubin"})())
+    monkeypatch.setattr(sm90, "compile_config", lambda *_: type("Cubin", (), {"image": b"cubin"})())
     asked = cutjax.Problem(4096, 4096, 4096) if name == "plain" else problem(*CASES[name])
     config = cutjax.candidates(asked)[0]
-    plan = _sm90.launch(asked, config)
-    assert [type(x).__name__ for x in plan.params] == parameters(_sm90.source(asked, config))
+    plan = sm90.launch(asked, config).launches[0]
+    assert [type(x).__name__ for x in plan.params] == parameters(sm90.source(asked, config))
     buffers = [x.buffer for x in plan.params if hasattr(x, "buffer")]
     outputs = len(asked.epilogue.outputs) if asked.epilogue else 1
     operands = len(asked.epilogue.operands) if asked.epilogue else 0
@@ -245,9 +250,9 @@ def test_the_plan_passes_what_the_kernel_takes(name, monkeypatch):
 
 def test_staging_of_several_results():
     asked = problem(lambda acc: (acc.astype(jnp.int8), acc), 1)
-    assert _fusion.chunk(128, asked) == 32  # rows of 32 bytes, the least; 64 columns would make buffers of 20 KiB
-    assert _fusion.buffer_bytes(128, asked) == 64 * 32 * 5
-    assert [_fusion.span(128, asked, dtype) for dtype in _fusion.result_dtypes(asked)] == [32, 128]
+    assert sm90_memory.chunk(128, asked) == 32  # rows of 32 bytes, the least; 64 columns would make buffers of 20 KiB
+    assert sm90_memory.buffer_bytes(128, asked) == 64 * 32 * 5
+    assert [sm90_memory.span(128, asked, dtype) for dtype in sm90_memory.result_dtypes(asked)] == [32, 128]
 
 
 @pytest.mark.parametrize(
@@ -268,9 +273,9 @@ def test_operands_share_the_staging_of_results(results, operands, columns, bytes
         return tuple(total.astype(dtype) for dtype in results)
 
     asked = problem(fn, operands=[((M, N), dtype) for dtype in operands])
-    assert [i for i, _ in _fusion.tile_operands(_fusion.of(asked))] == by_tma
-    assert _fusion.chunk(256, asked) == columns
-    assert _fusion.buffer_bytes(256, asked) == 64 * columns * bytes_of_a_column
+    assert [i for i, _ in sm90_memory.tile_operands(sm90_memory.of(asked))] == by_tma
+    assert sm90_memory.chunk(256, asked) == columns
+    assert sm90_memory.buffer_bytes(256, asked) == 64 * columns * bytes_of_a_column
 
 
 def test_an_epilogue_is_in_the_kernels_name():
@@ -301,7 +306,7 @@ def test_what_no_kernel_does(fn, operands, sizes, match):
 @pytest.mark.parametrize("batch", [(5,), (3, 5), (4, 1, 6)], ids=str)
 def test_places_in_the_batch(batch, monkeypatch):
     """What the kernel makes of a result's number is its place, and the sizes are no part of the text."""
-    monkeypatch.setattr(_sm90, "compile_config", lambda *_: type("Cubin", (), {"image": b"cubin"})())
+    monkeypatch.setattr(sm90, "compile_config", lambda *_: type("Cubin", (), {"image": b"cubin"})())
     places = [(axis, i + (axis == "row")) for axis in ("batch", "row") for i in range(len(batch))]
     nodes, last = [Node("acc", params=(0,))], 0
     for place in places:
@@ -309,18 +314,18 @@ def test_places_in_the_batch(batch, monkeypatch):
         nodes += [Node("iota", (), "int32", place), Node("convert_element_type", (at,)), Node("add", (last, at + 1))]
         last = at + 2
     epilogue = normal(1, (), nodes, [Output(last, "bfloat16")])
-    assert _emit.places(epilogue) == places
+    assert emit.places(epilogue) == places
     asked = cutjax.Problem(136, 264, 72, batch=batch, a_batch=batch, b_batch=batch, epilogue=epilogue)
     config = cutjax.candidates(asked)[0]
-    source = _sm90.source(asked, config)
+    source = sm90.source(asked, config)
     more = dataclasses.replace(asked, m=256, **dict.fromkeys(("batch", "a_batch", "b_batch"), (7, *batch[1:])))
-    assert source == _sm90.source(more, config)
+    assert source == sm90.source(more, config)
 
-    plan = _sm90.launch(asked, config)
+    plan = sm90.launch(asked, config).launches[0]
     assert [type(x).__name__ for x in plan.params] == parameters(source)
     assert "batch0 = result / batch0_stride % batch0_size;" in source
     assert "row1 = result / row1_stride % row1_size * m;" in source
-    steps = _fusion.place_steps(asked)
+    steps = sm90_memory.place_steps(asked)
     for result, index in enumerate(np.ndindex(*batch)):
         for (axis, i), stride, size in zip(places, steps[::2], steps[1::2], strict=True):
             place = index[-1 - i] if axis == "batch" else np.ravel_multi_index(index[-i:], batch[-i:])
@@ -343,14 +348,14 @@ def test_a_long_epilogue_gets_small_tiles():
 
 
 def test_partial_results_of_reductions(monkeypatch):
-    monkeypatch.setattr(_sm90, "compile_config", lambda *_: type("Cubin", (), {"image": b"cubin"})())
+    monkeypatch.setattr(sm90, "compile_config", lambda *_: type("Cubin", (), {"image": b"cubin"})())
     asked = problem(*CASES["all reductions"], sizes=(1000, 1160, 256))
-    plan = _sm90.launch(asked, cutjax.Config(bm=128, bn=128, stages=2))
+    plan = sm90.launch(asked, cutjax.Config(bm=128, bn=128, stages=2))
     shapes = [x.shape for x in plan.results]
     assert shapes == [(1000, 1160), (63, 1160), (1000, 10), (63, 10), (63, 1160)]
     assert plan.finish is not None
     outs = jax.eval_shape(plan.finish, plan.results)
     assert [x.shape for x in outs] == [(1000, 1160), (1160,), (1000,), (), (1160,)]
-    plain = _sm90.launch(problem(*CASES["gated"]), cutjax.Config(bm=128, bn=64, stages=2))
+    plain = sm90.launch(problem(*CASES["gated"]), cutjax.Config(bm=128, bn=64, stages=2))
     assert plain.results == ()
     assert plain.finish is None

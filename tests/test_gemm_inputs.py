@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cutjax
-from cutjax._product import reference
+from cutjax.primitives.dense import reference
 
 F = jnp.ones
 STANDARD = jax.numpy_dtype_promotion("standard")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from cutjax import grouped_gemm
-from cutjax._derivative import SAVE
-from cutjax._expression import OperandSpec
+from cutjax.epilogue.expression import OperandSpec
+from cutjax.primitives.derivative import SAVE
 
 M, N, K, G = 9, 6, 8, 4
 H = jnp.bfloat16

@@ -7,11 +7,14 @@ import pytest
 from cubin import check_lean
 
 import cutjax
-from cutjax import _codegen, _compile, _config, _select, _sm90
-from cutjax._launch import Int32, Pointer
-from cutjax._problem import LAYOUTS
+from cutjax.kernels import choose
+from cutjax.kernels.problem import LAYOUTS
+from cutjax.kernels.sm90 import config as sm90_config
+from cutjax.kernels.sm90 import kernel as sm90
+from cutjax.runtime import compiler, sources
+from cutjax.runtime.launch import Int32, Pointer
 
-pytestmark = pytest.mark.skipif(_compile.compiler_missing() is not None, reason=str(_compile.compiler_missing()))
+pytestmark = pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
 
 # (input, result): with one layout, and with all of them, since a layout changes the mainloop and a result the epilogue.
 DTYPES = [("bfloat16", "bfloat16", LAYOUTS), ("bfloat16", "float32", ("nn",)), ("float16", "float16", ("nt",))]
@@ -25,7 +28,7 @@ def problem(layout="nn", a="bfloat16", out="bfloat16"):
 def test_every_config_compiles_lean(a, out, layout):
     asked = problem(layout, a, out)
     configs = cutjax.candidates(asked)
-    space = len(_select.CLUSTERS) * sum(map(len, _select.TILES.values())) + sum(map(len, _select.DEEP_TILES.values()))
+    space = len(choose.CLUSTERS) * sum(map(len, choose.TILES.values())) + sum(map(len, choose.DEEP_TILES.values()))
     assert len(configs) == space
 
     configs = configs[::4] if a == "float16" else configs  # which differs in one instruction's name
@@ -67,15 +70,15 @@ def test_what_kernels_of_groups_refuse():
 
 
 def test_the_plan_of_groups(monkeypatch):
-    monkeypatch.setattr(_sm90, "compile_config", lambda *_: type("Cubin", (), {"image": b"cubin"})())
+    monkeypatch.setattr(sm90, "compile_config", lambda *_: type("Cubin", (), {"image": b"cubin"})())
     config = cutjax.Config(128, 128, stages=4, cluster_n=2)
-    rows = _sm90.launch(grouped("m", "nn"), config)
+    rows = sm90.launch(grouped("m", "nn"), config).launches[0]
     a, b, d, *_ = rows.params
     assert (a.dims, b.dims, d.dims) == ((2048, 16384, 1), (1408, 2048, 64), (1408, 16384, 1))
     # The sizes, whether they start with rows of no group, their steps; and the result, for rows that TMA cannot clip.
     assert rows.params[-5:] == (Pointer(2), Int32(0), Int32(0), Int32(0), Pointer(3))
     assert rows.grid == ((128 + 64 + 1) * 6 * 2, 1, 1)
-    contraction = _sm90.launch(grouped("k", "tn"), config)
+    contraction = sm90.launch(grouped("k", "tn"), config).launches[0]
     a, b, d, *_ = contraction.params
     assert (a.dims, b.dims, d.dims) == ((2048, 16384, 1), (1408, 16384, 1), (1408, 2048, 64))
     assert contraction.params[-4:] == (Pointer(2), Int32(0), Int32(0), Int32(0))
@@ -84,25 +87,25 @@ def test_the_plan_of_groups(monkeypatch):
 
 def test_the_widest_accumulators_are_in_the_space():
     widest = max(c.accumulator_registers for c in cutjax.candidates(problem()))
-    assert widest == _config.MAX_ACCUMULATORS
+    assert widest == sm90_config.MAX_ACCUMULATORS
 
 
 def test_source_is_the_same_for_every_size():
     config = cutjax.Config()
     small = cutjax.Problem(128, 256, 64)
-    assert _sm90.source(small, config) == _sm90.source(problem(), config)
+    assert sm90.source(small, config) == sm90.source(problem(), config)
 
 
 def test_source_keeps_the_place_of_every_file():
-    text = _sm90.source(problem(), cutjax.Config())
-    for name in ("atoms.cuh", "scheduler.cuh", "mainloop.cuh", "epilogue.cuh", "sm90_gemm.cuh"):
+    text = sm90.source(problem(), cutjax.Config())
+    for name in ("sm90/atoms.cuh", "common/scheduler.cuh", "sm90/mainloop.cuh", "sm90/epilogue.cuh", "sm90/gemm.cuh"):
         assert f'#line 1 "{name}"' in text
     assert "#include" not in text
 
 
 @pytest.mark.parametrize("n", [16, 64, 256])
 def test_wgmma_atom_names_its_shape(n):
-    text = _codegen.wgmma(n, "f16", a_k_major=False, b_k_major=True)
+    text = sources.wgmma(n, "f16", a_k_major=False, b_k_major=True)
     assert f"m64n{n}k16.f32.f16.f16" in text
     assert "p, 1, 1, 1, 0;" in text
     assert text.count("+f") == n // 2

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cutjax import _ffi
-from cutjax._launch import TARGET, Int32, Int64, Launch, Pointer, TensorMap
+from cutjax.runtime.launch import TARGET, Int32, Int64, Launch, Pointer, TensorMap
 
 MAP = TensorMap(0, jnp.dtype(jnp.bfloat16), (4096, 512, 3), (8192, 4194304), (64, 128, 1))
 EVERY_BYTE = bytes(range(256))

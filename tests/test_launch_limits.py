@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import cutjax
-from cutjax import _compile, _sm90
+from cutjax.kernels.sm90 import kernel as sm90
+from cutjax.runtime import compiler
 
 H = jnp.bfloat16
 X, W = jnp.ones((64, 64), H), jnp.ones((4, 64, 64), H)
@@ -17,9 +18,9 @@ COUNTS = (1, 7, 8, 9, 10, 20, 30, 31, 40)
 
 @pytest.fixture(autouse=True)
 def _compile_nothing(monkeypatch):
-    resources = _compile.Resources(None, None, None, None, None)
-    cubin = _compile.Cubin(b"cubin", resources, "", 0.0, False)
-    monkeypatch.setattr(_sm90, "compile_kernel", lambda *args, **kwargs: cubin)
+    resources = compiler.Resources(None, None, None, None, None)
+    cubin = compiler.Cubin(b"cubin", resources, "", 0.0, False)
+    monkeypatch.setattr(sm90, "compile_kernel", lambda *args, **kwargs: cubin)
 
 
 def operands(shape, n):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from cutjax import _ffi
-from cutjax._launch import Int32, Int64, Launch, Pointer, TensorMap
+from cutjax.runtime.launch import Int32, Int64, Launch, Pointer, TensorMap
 
 ROOT = pathlib.Path(__file__).parent.parent
 TARGET = "cutjax_rehearsal"
@@ -63,7 +63,9 @@ def register_on_cpu() -> None:
 def fake_library(tmp_path_factory):
     if shutil.which("g++") is None:
         pytest.skip("needs g++ to build the stand-in libcuda")
-    found = subprocess.run([sys.executable, ROOT / "ffi/find_cuda_h.py"], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, ROOT / "ffi/launcher/find_cuda_h.py"], capture_output=True, text=True, check=True
+    )
     includes = [f"-I{folder}" for folder in found.stdout.strip().split(";") if folder]
     if not includes:
         pytest.skip("needs cuda.h: pip install nvidia-cuda-runtime")
@@ -227,7 +229,11 @@ def expect_error(launch: Launch, *parts: str, x=X) -> None:
 def test_a_driver_failure_is_an_error_that_says_where(fake, call):
     fake.fail(call, 719)
     expect_error(
-        make_launch(), "ffi/launcher.cc:", f"{call}(", "CUDA_ERROR_FAKE (the test asked for it)", "kernel kernel_mpil"
+        make_launch(),
+        "ffi/launcher/launcher.cc:",
+        f"{call}(",
+        "CUDA_ERROR_FAKE (the test asked for it)",
+        "kernel kernel_mpil",
     )
     assert len(fake.calls("push")) == len(fake.calls("pop"))
     assert len(fake.calls("relax")) == len(fake.calls("restore"))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cutjax
-from cutjax import routing
+from cutjax.ops import routing
 
 T, E, D = 12, 6, 5
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import cutjax
-from cutjax._derivative import differentiated
-from cutjax._trace import trace
+from cutjax.epilogue.trace import trace
+from cutjax.primitives.derivative import differentiated
 
 X, W, B = (
     jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate(((3, 5, 6), (6, 4), (4,)), start=3)

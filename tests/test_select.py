@@ -14,9 +14,10 @@ from hypothesis import given, settings
 
 import cutjax
 from benchmarks import cases
-from cutjax import _select, _sm90
-from cutjax._launch import Int32, TensorMap
-from cutjax._trace import trace
+from cutjax.epilogue.trace import trace
+from cutjax.kernels import choose
+from cutjax.kernels.sm90 import kernel as sm90
+from cutjax.runtime.launch import Int32, TensorMap
 
 BF16, F16, F32 = (np.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
 
@@ -56,7 +57,7 @@ def test_batch_steps_reach_the_matrices_broadcasting_would(axes):
     groups = [(1, False, False)] * (3 - len(p.batch_groups)) + list(p.batch_groups)
     sizes = [size for size, _, _ in groups]
     for operand, shape in enumerate(shapes):
-        steps = _sm90._steps([moves[operand] for _, *moves in groups], sizes)
+        steps = sm90._steps([moves[operand] for _, *moves in groups], sizes)
         expected = np.broadcast_to(np.arange(int(np.prod(shape))).reshape(shape), batch).ravel()
         for z, want in enumerate(expected):
             i0, i1, i2 = np.unravel_index(z, sizes)
@@ -125,7 +126,7 @@ def test_problems_no_kernel_serves(fields, match):
     assert reason is not None
     assert match in reason
     assert cutjax.candidates(p) == ()
-    choice = _select.choose(p)
+    choice = choose.choose(p)
     assert choice.config is None
     assert choice.kernel == "XLA"
     assert any(match in r for r in choice.reasons)
@@ -139,13 +140,13 @@ def test_all_reasons_reach_the_user():
 
 
 @pytest.mark.parametrize("out", [BF16, F32])
-@pytest.mark.parametrize("layout", cutjax._problem.LAYOUTS)
+@pytest.mark.parametrize("layout", cutjax.kernels.problem.LAYOUTS)
 def test_candidates_are_distinct_valid_and_sorted(layout, out):
     p = cutjax.Problem(2048, 1536, 4096, layout, out_dtype=out)
     configs = cutjax.candidates(p)
     assert len(set(configs)) == len(configs) > 50
     assert all(cutjax.supports(c, p) is None for c in configs)
-    times = [_select.predict(c, p) for c in configs]
+    times = [choose.predict(c, p) for c in configs]
     assert times == sorted(times)
     assert {c.cluster for c in configs} == {1, 2}
     assert {c.bm for c in configs} == {64, 128, 256}
@@ -154,21 +155,21 @@ def test_candidates_are_distinct_valid_and_sorted(layout, out):
 def test_pinned_config_and_its_refusal():
     p = cutjax.Problem(512, 512, 512)
     pinned = cutjax.Config(bm=64, bn=64, stages=4)
-    assert _select.choose(p, pinned).config == pinned
-    refused = _select.choose(p, cutjax.Config(stages=12))
+    assert choose.choose(p, pinned).config == pinned
+    refused = choose.choose(p, cutjax.Config(stages=12))
     assert refused.config is None
     assert "shared memory" in refused.reasons[0]
 
 
 def test_choose_off_cuda():
-    assert _select.choose(cutjax.Problem(512, 512, 512), platform="cpu").kernel == "XLA"
+    assert choose.choose(cutjax.Problem(512, 512, 512), platform="cpu").kernel == "XLA"
 
 
-@given(st.integers(1, 5000), st.integers(1, 600), st.integers(1, 600), st.sampled_from(cutjax._problem.LAYOUTS))
+@given(st.integers(1, 5000), st.integers(1, 600), st.integers(1, 600), st.sampled_from(cutjax.kernels.problem.LAYOUTS))
 @settings(deadline=None, max_examples=50)
 def test_prediction_is_a_time(m, n, k, layout):
     p = cutjax.Problem(8 * m if layout[0] == "t" else m, 8 * n, 8 * k, layout)
-    choice = _select.choose(p)
+    choice = choose.choose(p)
     assert choice.config is not None
     assert choice.time_us is not None
     assert choice.roofline is not None
@@ -178,15 +179,15 @@ def test_prediction_is_a_time(m, n, k, layout):
 
 def test_prediction_grows_with_work():
     config = cutjax.Config()
-    times = [_select.predict(config, cutjax.Problem(s, s, s)) for s in (1024, 2048, 4096, 8192)]
+    times = [choose.predict(config, cutjax.Problem(s, s, s)) for s in (1024, 2048, 4096, 8192)]
     assert times == sorted(times)
     assert times[-1] > 6 * times[-2]
 
 
 def _plan(p, config, monkeypatch):
     cubin = type("Cubin", (), {"image": b"\x7fELF"})()
-    monkeypatch.setattr(_sm90, "compile_config", lambda *_: cubin)
-    return _sm90.launch(p, config)
+    monkeypatch.setattr(sm90, "compile_config", lambda *_: cubin)
+    return sm90.launch(p, config).launches[0]
 
 
 def test_launch_plan(monkeypatch):
@@ -270,7 +271,7 @@ def recorded_groups(ragged):
 
 def regret(problem, times):
     """What the model's pick costs over the best, where both were measured."""
-    ranked = [dataclasses.replace(config, raster=1) for config in _select.candidates(problem)]
+    ranked = [dataclasses.replace(config, raster=1) for config in choose.candidates(problem)]
     known = [config for config in times if dataclasses.replace(config, raster=1) in ranked]
     picked = min(known, key=lambda config: ranked.index(dataclasses.replace(config, raster=1)))
     return times[picked] / min(times.values())
@@ -317,6 +318,6 @@ def test_the_models_pick_was_measured():
     """The pick among all shipped configs is one the sweep has seen, give or take the tile order: no blind
     extrapolation."""
     recorded = recorded_problems()
-    picks = {p: dataclasses.replace(_select.candidates(p)[0], raster=1) for p in recorded}
+    picks = {p: dataclasses.replace(choose.candidates(p)[0], raster=1) for p in recorded}
     seen = [picks[p] in {dataclasses.replace(c, raster=1) for c in times} for p, times in recorded.items()]
     assert sum(seen) >= 0.9 * len(seen)

@@ -6,8 +6,8 @@ import pathlib
 
 import pytest
 
-from cutjax import _settings
-from cutjax._settings import Settings
+from cutjax.runtime import settings
+from cutjax.runtime.settings import Settings
 
 
 def test_defaults():
@@ -53,16 +53,16 @@ def test_bad_target_arch(arch):
 
 
 def test_read_once(monkeypatch):
-    monkeypatch.setattr(_settings, "_current", None)
+    monkeypatch.setattr(settings, "_current", None)
     monkeypatch.setenv("CUTJAX_TARGET_ARCH", "sm_100a")
-    assert _settings.settings().target_arch == "sm_100a"
+    assert settings.settings().target_arch == "sm_100a"
     monkeypatch.setenv("CUTJAX_TARGET_ARCH", "sm_120a")
-    assert _settings.settings().target_arch == "sm_100a"
+    assert settings.settings().target_arch == "sm_100a"
 
 
 def test_override_restores():
-    before = _settings.settings()
-    with _settings.override(target_arch="sm_103a") as inside:
-        assert _settings.settings() is inside
+    before = settings.settings()
+    with settings.override(target_arch="sm_103a") as inside:
+        assert settings.settings() is inside
         assert inside.target_arch == "sm_103a"
-    assert _settings.settings() is before
+    assert settings.settings() is before

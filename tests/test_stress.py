@@ -16,9 +16,9 @@ import stress
 import stress_compile
 import stress_programs
 
-from cutjax import _compile
+from cutjax.runtime import compiler
 
-needs_nvrtc = pytest.mark.skipif(_compile.compiler_missing() is not None, reason=str(_compile.compiler_missing()))
+needs_nvrtc = pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
 
 
 def some(names, tiny):

@@ -14,7 +14,7 @@ import problems
 from problems import SEED
 
 import cutjax
-from cutjax import _grouped
+from cutjax.primitives import ragged as ragged_products
 
 _PRODUCTS = 1 << 31  # keeps a problem's reference on one CPU core near 0.1 s
 _ELEMENTS = 1 << 22  # of each array
@@ -219,8 +219,8 @@ def compiled(problem: cutjax.Problem, config: cutjax.Config | None, backend: str
     @functools.partial(jax.jit, donate_argnums=3, keep_unused=True)
     def grouped(a, b, sizes, poison):
         if problem.ragged == "k":
-            return _grouped.outer(a, b, sizes, **params)
-        return _grouped.multiply(a, b, sizes, layout=problem.layout, **params)
+            return ragged_products.outer(a, b, sizes, **params)
+        return ragged_products.multiply(a, b, sizes, layout=problem.layout, **params)
 
     dtypes = (problem.a_dtype, problem.b_dtype, np.int32, problem.out_dtype)
     avals = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes(problem), dtypes, strict=True))

@@ -31,8 +31,9 @@ import numpy as np
 import problems
 
 import cutjax
-from cutjax import _fusion, _sm90
-from cutjax._launch import TARGET, Launch
+from cutjax.kernels.sm90 import kernel as sm90
+from cutjax.kernels.sm90 import memory as sm90_memory
+from cutjax.runtime.launch import TARGET, Call
 
 K = 136  # two whole k blocks and a tail
 TILES = 280  # twice the SMs and more: every CTA walks several tiles
@@ -89,9 +90,9 @@ class Case:
     def __str__(self) -> str:
         return f"{self.config.name(self.problem)}  {self.label}"
 
-    def prepare(self) -> tuple[Launch, Sequence[np.ndarray], Sequence[np.ndarray]]:
+    def prepare(self) -> tuple[Call, Sequence[np.ndarray], Sequence[np.ndarray]]:
         """What takes the time of a CPU core alone: the compiled kernel, and the data."""
-        return _sm90.launch(self.problem, self.config), *self.data()
+        return sm90.launch(self.problem, self.config), *self.data()
 
 
 def plain(turn: int, schedule: str, cluster: tuple[int, int]) -> Case:
@@ -236,10 +237,10 @@ def cases() -> Iterator[Case]:
             yield from (accumulated(schedule, CLUSTERS[i]) for i, schedule in enumerate(SCHEDULES))
 
 
-def run(problem: cutjax.Problem, launch: Launch, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+def run(problem: cutjax.Problem, launch: Call, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The kernel alone, on NaN for results; what it leaves to XLA is done on the CPU."""
     shape = (*problem.batch, *[problem.groups] * (problem.ragged == "k"), problem.m, problem.n)
-    outputs = _fusion.of(problem).outputs
+    outputs = sm90_memory.of(problem).outputs
     results = launch.results or [jax.ShapeDtypeStruct(shape, np.dtype(out.dtype)) for out in outputs]
     shared = {result: argument for argument, result in launch.aliases}
     memory = [arrays[shared[i]] if i in shared else np.full(x.shape, np.nan, x.dtype) for i, x in enumerate(results)]

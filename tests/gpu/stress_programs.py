@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import cutjax
-from cutjax import _grouped
+from cutjax.primitives import ragged as ragged_products
 
 SCHEDULES, CLUSTERS, LAYOUTS = ("coop", "pingpong"), ((1, 1), (2, 1), (1, 2)), ("nn", "nt", "tn", "tt")
 SHAPES = [(schedule, cluster) for schedule in SCHEDULES for cluster in CLUSTERS]
@@ -148,9 +148,9 @@ def grouped(tiny: bool) -> Iterator[Program]:
             )
         else:
             params |= {"out_dtype": out, "leading": layout == "tn", "precision": None}
-            fn = functools.partial(_grouped.outer, **params)
+            fn = functools.partial(ragged_products.outer, **params)
             if ragged == "m":
-                fn = functools.partial(_grouped.multiply, layout=layout, **params)
+                fn = functools.partial(ragged_products.multiply, layout=layout, **params)
         yield Program(f"grouped {layout} {label}", fn, arrays)
     for number, name in enumerate(grouped_epilogues.EPILOGUES):
         size: dict[str, int] = {"m": 60, "n": 16, "k": 8, "groups": 5} if tiny else {}

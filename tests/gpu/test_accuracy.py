@@ -12,9 +12,10 @@ import numpy as np
 import problems
 import pytest
 
-from cutjax import _codegen, _compile, _emit
-from cutjax._launch import TARGET, Int32, Launch, Pointer
-from cutjax._primitive import target_arch
+from cutjax.epilogue import emit
+from cutjax.primitives.define import target_arch
+from cutjax.runtime import compiler, sources
+from cutjax.runtime.launch import TARGET, Int32, Launch, Pointer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,8 +54,8 @@ ULPS = {
 
 def source(epilogue):
     """A kernel of one thread an element: arrays of carriers in, arrays of carriers out."""
-    carriers = [_emit.CARRIERS[spec.dtype] for spec in epilogue.operands]
-    results = [_emit.CARRIERS[out.dtype] for out in epilogue.outputs]
+    carriers = [emit.CARRIERS[spec.dtype] for spec in epilogue.operands]
+    results = [emit.CARRIERS[out.dtype] for out in epilogue.outputs]
     parameters = [f"const float* a{i}" for i in range(epilogue.products)]
     parameters += [f"const {carrier}* p{i}" for i, carrier in enumerate(carriers)]
     parameters += [f"{carrier}* q{i}" for i, carrier in enumerate(results)]
@@ -62,7 +63,7 @@ def source(epilogue):
     arguments = ["acc", *(f"p{i}[t]" for i in range(len(carriers))), "t / 1024", "t % 1024"]
     arguments += [f"q{i}[t]" for i in range(len(results))]
     return (
-        f"{_codegen._file('atoms.cuh')}{_codegen._file('math.cuh')}{_emit.emit(epilogue)}"
+        f"{sources._file('atoms.cuh')}{sources._file('math.cuh')}{emit.emit(epilogue)}"
         f'extern "C" __global__ void elements({", ".join(parameters)}, int n) {{\n'
         f"  int t = blockIdx.x * {THREADS} + threadIdx.x;\n  if (t >= n) return;\n"
         f"  const float acc[{epilogue.products}] = {{{accs}}};\n"
@@ -79,7 +80,7 @@ def on_device(epilogue, *operands, accs=(), raw=False):
     buffers = range(len(arrays) + len(shapes))
     launch = Launch(
         kernel="elements",
-        cubin=_compile.compile_kernel(source(epilogue), name="elements", arch=target_arch()).image,
+        cubin=compiler.compile_kernel(source(epilogue), name="elements", arch=target_arch()).image,
         grid=(-(-size // THREADS), 1, 1),
         block=(THREADS, 1, 1),
         params=(*(Pointer(i) for i in buffers), Int32(size)),

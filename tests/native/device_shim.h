@@ -1,4 +1,4 @@
-// Host stand-ins for what ffi/kernels/math.cuh takes from atoms.cuh, from PTX and from CUDA, so that g++ compiles a
+// Host stand-ins for what ffi/device/common/math.cuh takes from atoms.cuh, from PTX and from CUDA, so that g++ compiles a
 // generated epilogue. An approximate instruction errs by all that PTX allows it.
 
 #include <bit>

@@ -1,0 +1,222 @@
+"""cutjax.explain: what runs for every product in a function, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from cutjax.epilogue.expression import Epilogue
+from cutjax.kernels.choose import Choice
+from cutjax.kernels.problem import short_dtype
+from cutjax.primitives import define, derivative, fused_dense, fused_ragged
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One product of a function.
+
+    Attributes:
+      runs: what runs on the platform asked for: a kernel's name, "XLA", or "error" where ``backend="cuda"`` finds none.
+      why: the reasons.
+      kernel: what runs on CUDA; the same where that is the platform.
+      choice: the problem, the config, and the predicted time and share of the roofline of one launch.
+      count: how often it runs in one call.
+      exact: False inside a while_loop or a cond, where ``count`` is of one iteration or of every branch.
+      backend: what the caller asked for.
+      epilogue: what runs on the accumulators; None for a plain product.
+      operands: dtypes and shapes of its operands, x0, x1, ...
+      outputs: dtypes and shapes of its results.
+      saves: the accumulators that its derivative needs and how it comes by them, were it asked for.
+    """
+
+    runs: str
+    why: str
+    kernel: str
+    choice: Choice
+    count: int
+    exact: bool
+    backend: str
+    epilogue: Epilogue | None = None
+    operands: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    saves: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What runs for each product of a function; prints as a table.
+
+    Attributes:
+      rows: one for each distinct product, in the order of the program.
+      platform: what it was explained for, e.g. "cuda" or "cpu".
+      arch: the CUDA architecture the kernels are for.
+    """
+
+    rows: tuple[Row, ...]
+    platform: str
+    arch: str
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return f"platform {self.platform}: no cutjax operation"
+        elsewhere = self.platform != "cuda"
+        head = ["count", "problem", "runs", *(["on cuda"] if elsewhere else []), "us", "roofline", "why"]
+        lines = [head]
+        for row in self.rows:
+            time_us, share = row.choice.time_us, row.choice.roofline
+            served = row.kernel not in ("XLA", "error")
+            lines.append(
+                [
+                    f"{row.count}{'' if row.exact else '*'}",
+                    str(row.choice.problem),
+                    row.runs,
+                    *([row.kernel] if elsewhere else []),
+                    f"{time_us:.1f}" if served and time_us is not None else "-",
+                    f"{share:.0%}" if served and share is not None else "-",
+                    row.why,
+                ]
+            )
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = [
+            "  ".join(
+                cell.rjust(w) if head[i] in ("count", "us", "roofline") else cell.ljust(w)
+                for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        for i, row in reversed(list(enumerate(self.rows))):
+            text[i + 2 : i + 2] = [" " * (widths[0] + 2) + line for line in _fused_lines(row)]
+        text.insert(1, "  ".join("-" * w for w in widths))
+        notes = [f"platform {self.platform}; us and roofline are predicted for one launch on cuda, {self.arch}"]
+        if not all(row.exact for row in self.rows):
+            notes.append("* of one iteration, or of every branch: the number is known only at run time")
+        return "\n".join(text + notes)
+
+
+def _fused_lines(row: Row) -> list[str]:
+    if row.epilogue is None:
+        return []
+    operands = ", ".join(f"x{i} {x}" for i, x in enumerate(row.operands))
+    return [
+        f"epilogue    {row.epilogue}",
+        *([f"operands    {operands}"] if operands else []),
+        f"outputs     {', '.join(row.outputs)}",
+        f"derivative  {row.saves}",
+    ]
+
+
+def explain(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..., Explanation]:
+    """Says for every product in a function what runs, why, and how fast it should be.
+
+    It is what ``jax.jit`` would lower: the same function decides, what nothing uses is left out, and the program is for
+    as many devices. The function is neither compiled nor run. To see the products of a backward pass, explain the
+    gradient.
+
+    Args:
+      fn: any function that ``jax.jit`` takes, jitted or not.
+      platform: "cuda", "cpu", ...; by default the one this process computes on.
+
+    Returns:
+      A function of ``fn``'s arguments (arrays, or ``jax.ShapeDtypeStruct``) that returns an ``Explanation``: ``.rows``
+      holds the facts, and printing it gives a table.
+
+    Example:
+      >>> import cutjax, jax, jax.numpy as jnp
+      >>> x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+      >>> len(cutjax.explain(cutjax.gemm)(x, x).rows)
+      1
+    """
+
+    def explained(*args: Any, **kwargs: Any) -> Explanation:
+        here = "cuda" if define.on_cuda() else jax.default_backend()
+        where = "cuda" if platform == "gpu" else platform or here
+        jitted: Any = fn if hasattr(fn, "trace") else jax.jit(lambda *args, **kwargs: fn(*args, **kwargs))
+        traced = jitted.trace(*args, **kwargs)
+        divided = define.device_count(traced, (where, here)) > 1
+        counts: dict[Row, int] = {}
+        for eqn, count, exact, parted in _products(define.live(_open(traced.jaxpr)), where, 1, True, divided):
+            row = _row(eqn, where, exact, parted)
+            counts[row] = counts.get(row, 0) + count
+        rows = tuple(dataclasses.replace(row, count=count) for row, count in counts.items())
+        return Explanation(rows, where, define.target_arch())
+
+    return explained
+
+
+def _products(
+    jaxpr: core.Jaxpr, platform: str, count: int, exact: bool, divided: bool
+) -> Iterator[tuple[Any, int, bool, bool]]:
+    """Every equation of a cutjax primitive, with how often it runs, and whether XLA divides it over devices."""
+    for eqn in jaxpr.eqns:
+        name, params = eqn.primitive.name, eqn.params
+        inner = divided
+        if eqn.primitive in define.choosers:
+            yield eqn, count, exact, divided
+            continue
+        if eqn.primitive in define.compositions:
+            inside = functools.partial(define.compositions[eqn.primitive], **params)
+            avals: list[Any] = [x.aval for x in eqn.invars]
+            subs = [jax.make_jaxpr(inside)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)).jaxpr]
+        elif name == "cond" and params.get("branches_platforms"):  # lax.platform_dependent: one branch is lowered
+            places = params["branches_platforms"]
+            taken = next(i for i, names in enumerate(places) if names is None or platform in names)
+            yield from _products(_open(params["branches"][taken]), platform, count, exact, divided)
+            continue
+        else:
+            subs = core.jaxprs_in_params(params)
+        if name == "shard_map":
+            manual = params.get("newly_manual_axes", params.get("manual_axes"))  # renamed after jax 0.10
+            inner = define.leaves_axes(params["mesh"], manual)
+        for sub in subs:
+            times = params["length"] if name == "scan" else 1
+            yield from _products(sub, platform, count * times, exact and name not in ("while", "cond"), inner)
+
+
+def _open(jaxpr: Any) -> core.Jaxpr:
+    """The jaxpr of a closed one, which after jax 0.10 is the same."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _row(eqn: Any, platform: str, exact: bool, divided: bool) -> Row:
+    avals, params = [x.aval for x in eqn.invars], eqn.params
+    decide = functools.partial(define.decide, eqn.primitive, avals, params, divided=divided)
+    cuda, here = decide(platform="cuda"), decide(platform=platform)
+    choice = cuda.choice or define.choosers[eqn.primitive](*avals, arch=define.target_arch(), **params)
+    why = here.why if platform == "cuda" else f"{here.why}; on cuda: {cuda.why}"
+    row = Row(here.runs, why, cuda.runs, choice, 0, exact, params["backend"])
+    if eqn.primitive not in (fused_dense.gemm_fused_p, fused_ragged.grouped_gemm_fused_p):
+        return row
+    epilogue = eqn.params["epilogue"]
+    first = len(avals) - len(epilogue.operands)
+    return dataclasses.replace(
+        row,
+        epilogue=epilogue.primal,  # without rules: equal functions are equal
+        operands=tuple(_array(x) for x in avals[first:]),
+        outputs=tuple(_array(x.aval) for x in eqn.outvars),
+        saves=_saves(epilogue, avals[0].dtype, eqn.params["save"]),
+    )
+
+
+def _array(aval: Any) -> str:
+    return f"{short_dtype(aval.dtype)}[{','.join(map(str, aval.shape))}]"
+
+
+def _saves(epilogue: Epilogue, dtype: Any, save: str) -> str:
+    """What the derivative in everything that has one takes."""
+    differentiable = tuple(jnp.issubdtype(spec.dtype, jnp.inexact) for spec in epilogue.operands)
+    try:
+        needed = derivative.accumulators_needed(epilogue, (True,) * epilogue.products, differentiable)
+    except NotImplementedError as error:  # as jax raises of nextafter, where a derivative is asked for
+        return f"has no derivative: {error}"
+    names = [f"acc{i if epilogue.products > 1 else ''}" for i, need in enumerate(needed) if need]
+    if not names:
+        return "needs no accumulator"
+    if save == "recompute":
+        return f"multiplies {', '.join(names)} again"
+    return f"saves {', '.join(names)} as {short_dtype(derivative.saved_dtype(epilogue, dtype))}"

@@ -1,0 +1,167 @@
+"""What is asked: the frozen description of one GEMM, from which everything about its kernel follows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+from cutjax.epilogue.expression import Epilogue
+
+BF16 = np.dtype(jnp.bfloat16)
+LAYOUTS = ("nn", "nt", "tn", "tt")
+
+_SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "s8", "int32": "s32"}
+
+
+def short_dtype(dtype: np.dtype) -> str:
+    """The field's short name of a dtype: ``bf16`` for bfloat16."""
+    return _SHORT.get(dtype.name, dtype.name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One GEMM: ``d[..., m, n] = a @ b`` with batch axes that broadcast.
+
+    Operands are row-major. ``layout[0]`` says whether the last two axes of ``a`` are ``[m, k]`` ("n") or ``[k, m]``
+    ("t"), ``layout[1]`` whether those of ``b`` are ``[k, n]`` ("n") or ``[n, k]`` ("t").
+
+    Attributes:
+      m, n, k: sizes of the product.
+      layout: one of "nn", "nt", "tn", "tt".
+      a_dtype, b_dtype, out_dtype: numpy dtypes (``ml_dtypes`` for bfloat16).
+      batch: batch shape of the result.
+      a_batch, b_batch: batch shapes of the operands, of the same rank, each axis either the result's or 1.
+      arch: the architecture the kernel is compiled for, e.g. "sm_90a".
+      epilogue: what is made of the products before they are stored; None stores the product. Its own outputs then say
+        the results' dtypes.
+      groups: number of groups of a grouped GEMM, whose sizes are data; 0 for any other.
+      ragged: the axis the groups divide. "m": the rows of a, each group with its own matrix in
+        ``b[..., groups, k, n]``; rows of no group are zero in the result. "k": the contraction, in the layout "tn",
+        each group with its own result in ``d[..., groups, m, n]``. "" where there are no groups.
+      leading: whether the sizes start with that of the rows before the first group: ``int32[..., leading + groups]``.
+      sizes_batch: batch shape of the sizes.
+    """
+
+    m: int
+    n: int
+    k: int
+    layout: str = "nn"
+    a_dtype: np.dtype = BF16
+    b_dtype: np.dtype = BF16
+    out_dtype: np.dtype = BF16
+    batch: tuple[int, ...] = ()
+    a_batch: tuple[int, ...] = ()
+    b_batch: tuple[int, ...] = ()
+    arch: str = "sm_90a"
+    epilogue: Epilogue | None = None
+    groups: int = 0
+    ragged: str = ""
+    leading: bool = False
+    sizes_batch: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        for field in ("a_dtype", "b_dtype", "out_dtype"):
+            object.__setattr__(self, field, np.dtype(getattr(self, field)))
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"Problem: unknown layout {self.layout!r}, expected one of {LAYOUTS}")
+        if min(self.m, self.n, self.k) < 0:
+            raise ValueError(f"Problem: negative size in m={self.m}, n={self.n}, k={self.k}")
+        if not len(self.batch) == len(self.a_batch) == len(self.b_batch):
+            raise ValueError(f"Problem: batch ranks differ: {self.batch}, {self.a_batch}, {self.b_batch}")
+        for full, a, b in zip(self.batch, self.a_batch, self.b_batch, strict=True):
+            if a not in (1, full) or b not in (1, full):
+                raise ValueError(f"Problem: {self.a_batch} and {self.b_batch} do not broadcast to {self.batch}")
+        if self.ragged not in ("", "m", "k") or (self.groups and not self.ragged) or self.groups < 0:
+            raise ValueError(
+                f"Problem: {self.groups} groups with ragged={self.ragged!r}, expected 'm' or 'k' with groups"
+            )
+        if self.groups and len(self.sizes_batch) != len(self.batch):
+            raise ValueError(f"Problem: batch ranks differ: {self.batch}, {self.sizes_batch} of the sizes")
+
+    @classmethod
+    def of(cls, a, b, *, layout: str, out_dtype, arch: str = "sm_90a") -> Problem:
+        """The problem of two arrays or avals of equal rank whose batch axes are equal or 1."""
+        m, k = a.shape[-2:] if layout[0] == "n" else a.shape[:-3:-1]
+        n = b.shape[-1] if layout[1] == "n" else b.shape[-2]
+        a_batch, b_batch = tuple(a.shape[:-2]), tuple(b.shape[:-2])
+        batch = tuple(np.broadcast_shapes(a_batch, b_batch))
+        return cls(m, n, k, layout, a.dtype, b.dtype, out_dtype, batch, a_batch, b_batch, arch)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of matrices in the result."""
+        return math.prod(self.batch)
+
+    @property
+    def products(self) -> int:
+        """How many matrices b share a, each multiplied by it."""
+        return self.epilogue.products if self.epilogue else 1
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the products: 2 m n k for each matrix of the result."""
+        grouped = 0 if self.ragged and not self.groups else 1
+        return 2 * self.m * self.n * self.k * self.batch_size * self.products * grouped
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of all results."""
+        full = self.m * self.n * self.batch_size * (self.groups if self.ragged == "k" else 1)
+        if self.epilogue is None:
+            return full * self.out_dtype.itemsize
+        axes = {"row": self.m, "col": self.n}
+        return sum(
+            full // math.prod(axes[x] for x in out.axes) * np.dtype(out.dtype).itemsize for out in self.epilogue.outputs
+        )
+
+    @property
+    def bytes(self) -> int:
+        """The fewest bytes device memory must move: each operand read once, each result written once."""
+        a = self.m * self.k * math.prod(self.a_batch) * self.a_dtype.itemsize
+        b = self.k * self.n * math.prod(self.b_batch) * self.b_dtype.itemsize * self.products
+        b *= self.groups if self.ragged == "m" else 1
+        operands = 0
+        for i, spec in enumerate(self.epilogue.operands if self.epilogue else ()):
+            matrices = math.prod(size for size, *moves in self.batch_groups if moves[2 + i])
+            operands += (
+                matrices * (self.m if spec.row else 1) * (self.n if spec.col else 1) * np.dtype(spec.dtype).itemsize
+            )
+        return a + b + operands + self.result_bytes
+
+    @functools.cached_property
+    def batch_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The batch axes, outermost first, as the fewest ``(size, a moves, b moves, operand 0 moves, ...)``.
+
+        Axes of size 1 are dropped and neighbours that move the same arrays are merged, so a kernel sees one group for a
+        plain batch and an empty tuple for none. Where there are groups (of rows, of the contraction), the sizes are one
+        more array at the end, which moves too, and the groups are one more axis at the end, merged with no other.
+        """
+        batches = (self.a_batch, self.b_batch, *((self.sizes_batch,) if self.groups else ()))
+        flags = [tuple(size != 1 for size in batch) for batch in batches]
+        for i, spec in enumerate(self.epilogue.operands if self.epilogue else ()):
+            flags.insert(2 + i, (False,) * (len(self.batch) - len(spec.batch)) + spec.batch)
+        groups: list[tuple[int, ...]] = []
+        for size, *moves in zip(self.batch, *flags, strict=True):
+            if size == 1:
+                continue
+            if groups and groups[-1][1:] == tuple(moves):
+                groups[-1] = (groups[-1][0] * size, *moves)
+            else:
+                groups.append((size, *moves))
+        if self.groups:
+            specs = self.epilogue.operands if self.epilogue else ()
+            of_group = [self.ragged == "k" or spec.group for spec in specs]
+            groups.append((self.groups, False, self.ragged == "m", *of_group, False))
+        return tuple(groups)
+
+    def __str__(self) -> str:
+        results = [np.dtype(out.dtype) for out in self.epilogue.outputs] if self.epilogue else [self.out_dtype]
+        operands = f"{short_dtype(self.a_dtype)} x {short_dtype(self.b_dtype)}"
+        dtypes = f"{operands} -> {', '.join(map(short_dtype, results))}"
+        batch = f" batch {'x'.join(map(str, self.batch))}" if self.batch else ""
+        groups = f" in {self.groups} groups of {'rows' if self.ragged == 'm' else 'k'}" if self.groups else ""
+        return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}{groups}"

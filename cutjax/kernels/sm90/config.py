@@ -1,0 +1,109 @@
+"""How a GEMM is done: the frozen, validated choice of tile, pipeline, cluster, schedule and tile order."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import operator
+
+from cutjax.kernels.problem import Problem, short_dtype
+
+SCHEDULES = ("coop", "pingpong")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One kernel of the sm_90a GEMM family.
+
+    Attributes:
+      bm, bn, bk: tile of the result, and depth of one stage, in elements. bm is 64, 128 or 256; bn a multiple of
+        16 up to 256; bk 64 or 128.
+      stages: tiles of a and b kept in flight in shared memory.
+      cluster_m, cluster_n: CTAs of a cluster along m and n, which multicast what they share; their product is 1 or 2.
+      schedule: "coop" (two warpgroups split each tile; one when bm is 64) or "pingpong" (two warpgroups take
+        whole tiles in turn, so that one's epilogue runs beside the other's mainloop).
+      raster: tile order. Positive: bands of that many rows of tiles, walked column by column. Negative: bands of
+        columns, walked row by row.
+
+    Raises:
+      ValueError: a field is outside its range, or the accumulators do not fit the registers; lists every reason.
+    """
+
+    bm: int = 128
+    bn: int = 256
+    bk: int = 64
+    stages: int = 4
+    cluster_m: int = 1
+    cluster_n: int = 1
+    schedule: str = "coop"
+    raster: int = 8
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "schedule":
+                if value not in SCHEDULES:
+                    raise ValueError(f"Config: schedule={value!r}, expected one of {SCHEDULES}")
+            elif isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise ValueError(f"Config: {field.name}={value!r}, expected an int")
+            else:
+                object.__setattr__(self, field.name, operator.index(value))  # as numpy has it too
+        reasons = []
+        if self.bm not in (64, 128, 256):
+            reasons.append(f"bm={self.bm}: a warpgroup's wgmma has 64 rows, so bm is 64, 128 or 256")
+        if self.bn not in range(16, 257, 16):
+            reasons.append(f"bn={self.bn}: wgmma and stmatrix take multiples of 16 columns, at most 256")
+        if self.bk not in (64, 128):
+            reasons.append(f"bk={self.bk}: a 128-byte swizzled row holds 64 elements, so bk is 64 or 128")
+        if not 2 <= self.stages <= 16:
+            reasons.append(f"stages={self.stages}: loading one stage while reading another takes 2, at most 16")
+        if (self.cluster_m, self.cluster_n) not in ((1, 1), (2, 1), (1, 2)):
+            reasons.append(f"cluster {self.cluster_m}x{self.cluster_n}: one of 1x1, 2x1, 1x2")
+        if self.schedule == "pingpong" and self.bm == 256:
+            reasons.append("bm=256 with pingpong: one warpgroup holds the whole tile, so bm is 64 or 128")
+        if self.raster == 0:
+            reasons.append("raster=0: a band has at least one row (positive) or column (negative) of tiles")
+        if not reasons and self.accumulator_registers > MAX_ACCUMULATORS:
+            reasons.append(
+                f"{self.bm}x{self.bn} {self.schedule} needs {self.accumulator_registers} accumulator registers, "
+                f"at most {MAX_ACCUMULATORS} a thread"
+            )
+        if reasons:
+            raise ValueError("Config: " + "; ".join(reasons))
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply."""
+        return 1 if self.schedule == "coop" and self.bm == 64 else 2
+
+    @property
+    def m_blocks(self) -> int:
+        """64-row blocks of the tile that one warpgroup holds."""
+        return self.bm // 64 // (self.consumers if self.schedule == "coop" else 1)
+
+    @property
+    def accumulator_registers(self) -> int:
+        """f32 accumulators of one product that a thread holds."""
+        return self.m_blocks * self.bn // 2
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster_m * self.cluster_n
+
+    def name(self, problem: Problem) -> str:
+        """The kernel's name wherever it is seen: HLO, profiler, explain, benchmark rows."""
+        dtypes = short_dtype(problem.a_dtype)
+        if problem.epilogue is None and problem.out_dtype != problem.a_dtype:
+            dtypes += short_dtype(problem.out_dtype)
+        tile = f"{self.bm}x{self.bn}x{self.bk}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}_{self.schedule}"
+        ragged = f"_groups_{problem.ragged}" if problem.ragged else ""
+        name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}"
+        if problem.epilogue is not None:
+            name += f"_e{hashlib.sha256(repr(problem.epilogue).encode()).hexdigest()[:8]}"
+        return name
+
+
+# 232 registers a consumer thread; what the mainloop and epilogue need beside the accumulators was read off the
+# compiler's report: every config up to here compiles without a spill (tests/test_kernels.py compiles them all).
+MAX_ACCUMULATORS = 192

@@ -1,0 +1,342 @@
+"""The generated part of a kernel: its epilogue, and how it is fed and what it makes is stored (see epilogue.cuh)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cutjax.epilogue import emit
+from cutjax.epilogue.expression import Epilogue, Output
+from cutjax.kernels.problem import Problem
+from cutjax.kernels.sm90.memory import DTYPES, called, of, reductions, slots, tile_operands, tiles
+
+
+def text(problem: Problem) -> str:
+    """All of it."""
+    epilogue = of(problem)
+    parts = (emit.emit, _parameters, _operands, _partials, _piece, _store)
+    return "".join(part(epilogue) for part in parts) + _groups(epilogue, problem.ragged)
+
+
+def _parameters(epilogue: Epilogue) -> str:
+    bs = [f"map_b{i}" for i in range(epilogue.products)]
+    ds = [f"map_d{i}" for i in range(len(tiles(epilogue)))]
+    by_tma = [i for i, _ in tile_operands(epilogue)]
+    loaded = [f"map_x{i}" for i in by_tma]
+    partials = [f"partial{i}" for i, _ in reductions(epilogue)]
+    maps = ", ".join(f"const __grid_constant__ TensorMap {name}" for name in ["map_a", *bs, *ds, *loaded])
+    steps = [f"step{i}_0, step{i}_1, step{i}_2" for i in range(len(epilogue.operands))]
+    names = [f"{'&map_x' if i in by_tma else 'base'}{i}, {step}" for i, step in enumerate(steps)]
+    names += [f"{axis}{i}_stride, {axis}{i}_size" for axis, i in emit.places(epilogue)]
+    return f"""#define MAP_PARAMETERS {maps}
+#define MAPS_B {{{", ".join("&" + name for name in bs)}}}
+#define MAPS_D {{{", ".join("&" + name for name in ds)}}}
+#define OPERAND_PARAMETERS {_operand_parameters(epilogue)}
+#define OPERAND_ARGUMENTS {"".join(", " + x for x in names)}
+#define PARTIAL_PARAMETERS {"".join(", float* " + x for x in partials)}
+#define PARTIAL_ARGUMENTS {"".join(", " + x for x in partials)}
+"""
+
+
+def _operand_parameters(epilogue: Epilogue, loaded: str = "") -> str:
+    """Parameters for operands, each behind a comma: where one lies, and its steps over the batch; then places in it.
+
+    ``loaded`` is the type of what says so of those that TMA loads; the kernel has tensor maps for that.
+    """
+    by_tma = {i for i, _ in tile_operands(epilogue)}
+    found = []
+    for i in range(len(epilogue.operands)):
+        base = f"{loaded} map{i}, " if loaded else ""
+        base = base if i in by_tma else f"const char* base{i}, "
+        found.append(f", {base}int step{i}_0, int step{i}_1, int step{i}_2")
+    found += [f", int {axis}{i}_stride, int {axis}{i}_size" for axis, i in emit.places(epilogue)]
+    return "".join(found)
+
+
+def _operands(epilogue: Epilogue) -> str:
+    fields, initial, tile, rows, chunks, pieces, fetched, staged = [], [], [], [], [], [], [], []
+    by_tma = {i: slot for (i, _), slot in zip(tile_operands(epilogue), slots(epilogue).operands, strict=True)}
+    for i, spec in enumerate(epilogue.operands):
+        dtype = f"Dtype::{DTYPES[spec.dtype]}"
+        steps = f"step{i}_0, step{i}_1, step{i}_2"
+        copied = "".join(f", {step}({step})" for step in steps.split(", "))
+        if i in by_tma:
+            fields.append(f"const TensorMap* map{i};\n  int {steps};\n  Pair<{dtype}> x{i}[2][2];")
+            initial.append(f"map{i}(map{i}){copied}")
+            fetched.append(f"Staging<{dtype}>::load(map{i}, buffer + {_at(by_tma[i])}, barrier, x, y, i({steps}));")
+            staged.append(f"Staging<{dtype}>::read(buffer + {_at(by_tma[i])}, thread, piece, x{i});")
+            continue
+        size = np.dtype(spec.dtype).itemsize
+        elements = {(0, 0): "1", (1, 0): "m", (0, 1): "n", (1, 1): "static_cast<i64>(m) * n"}[spec.row, spec.col]
+        shape = {(0, 0): "", (1, 0): "[2]", (0, 1): "[2]", (1, 1): "[D_CHUNK / 8][2]"}[spec.row, spec.col]
+        fields.append(f"const char *base{i}, *matrix{i};\n  int {steps};\n  Pair<{dtype}> x{i}{shape};")
+        initial.append(f"base{i}(base{i}){copied}")
+        tile.append(f"matrix{i} = base{i} + static_cast<i64>(i({steps})) * ({elements}) * {size};")
+        if not spec.row and not spec.col:
+            tile.append(f"x{i}.load_one(matrix{i});")
+        elif not spec.col:
+            rows.append(f"x{i}[h].load_one(matrix{i} + min(row + 8 * h, m - 1) * {size}ll);")
+        elif not spec.row:
+            pieces.append(f"x{i}[j].load(matrix{i} + c * {size}ll);")
+        else:
+            at = f"matrix{i} + (min(row + 8 * h, m - 1) * static_cast<i64>(n) + c) * {size}"
+            chunks.append(f"for (int h = 0; h < 2; ++h) x{i}[j][h].load({at});")
+
+    for axis, i in emit.places(epilogue):
+        name = f"{axis}{i}"
+        fields.append(f"int {name}_stride, {name}_size, {name};")
+        initial.append(f"{name}_stride({name}_stride), {name}_size({name}_size)")
+        tile.append(f"{name} = result / {name}_stride % {name}_size{' * m' if axis == 'row' else ''};")
+
+    def lines(statements: list[str], indent: int) -> str:
+        return "".join("\n" + " " * indent + statement for statement in statements)
+
+    def loop(variable: str, end: str, body: list[str], before: str = "") -> str:
+        if not body:
+            return ""
+        head = f"\n#pragma unroll\n    for (int {variable} = 0; {variable} < {end}; ++{variable}) {{{before}"
+        return f"{head}{lines(body, 6)}\n    }}"
+
+    # Past the matrix, where the result is clipped, the last row or columns are read again.
+    clip = "\n      int c = min(column + 8 * j, n - 2);"
+    by_piece = lines(staged, 4) + loop("j", "2", pieces, clip)
+    loaded = sum(np.dtype(epilogue.operands[i].dtype).itemsize for i in by_tma)
+    return f"""#line 1 "operands (generated)"
+constexpr int OPERAND_BYTES = 64 * D_CHUNK * {loaded};  // that TMA loads for a chunk
+struct Operands {{
+  int m, n;{lines(fields, 2)}
+
+  DEVICE Operands(int m, int n{_operand_parameters(epilogue, "const TensorMap*")})
+      : m(m), n(n){"".join(", " + x for x in initial)} {{}}
+  DEVICE void fetch(u32 buffer, u32 barrier, int x, int y, const BatchIndex& i) const {{{lines(fetched, 4)}
+  }}
+  // `result` is which matrix of the results.
+  DEVICE void begin_tile(const BatchIndex& i, int result) {{{lines(tile, 4)}
+  }}
+  DEVICE void begin_rows(int row) {{{loop("h", "2", rows)}
+  }}
+  DEVICE void begin_chunk(int row, int column) {{{loop("j", "D_CHUNK / 8", chunks, clip)}
+  }}
+  DEVICE void begin_piece(int column, int piece, u32 buffer, int thread) {{{by_piece}
+  }}
+}};
+"""
+
+
+# (identity, combination) of each reduction.
+_REDUCE = {
+    "sum": ("0.0f", "{0} + {1}"),
+    "max": ("-__uint_as_float(0x7f800000)", "max_nan({0}, {1})"),
+    "min": ("__uint_as_float(0x7f800000)", "min_nan({0}, {1})"),
+}
+
+
+def _combine(out: Output, into: str, value: str) -> str:
+    return f"{into} = {_REDUCE[out.reduce or ''][1].format(into, value)};"
+
+
+def _shuffles(out: Output, value: str, lanes: Sequence[int]) -> list[str]:
+    return [_combine(out, value, f"__shfl_xor_sync(~0u, {value}, {lane})") for lane in lanes]
+
+
+def _partials(epilogue: Epilogue) -> str:
+    """The struct that holds what a block of 64 rows adds to each reduction, and knows where it goes."""
+    fields, initial, tile, begin, end = [], [], [], [], []
+    for i, out in reductions(epilogue):
+        rows = "(m + 15) / 16" if "row" in out.axes else "m"
+        columns = "(n + BN - 1) / BN" if "col" in out.axes else "n"
+        fields.append(f"float *partial{i}, *matrix{i};\n  float r{i}[2];")
+        initial.append(f", partial{i}(partial{i})")
+        tile.append(f"matrix{i} = partial{i} + static_cast<i64>(batch) * ({rows}) * ({columns});")
+        if out.axes == ("row",):
+            continue  # stored by each piece
+        begin.append(f"r{i}[0] = r{i}[1] = {_REDUCE[out.reduce or ''][0]};")
+        at = f"matrix{i}[static_cast<i64>({{}}) * ({columns}) + column / BN]"
+        if out.axes == ("col",):
+            end += [*_shuffles(out, f"r{i}[0]", (1, 2)), *_shuffles(out, f"r{i}[1]", (1, 2))]
+            for h in range(2):
+                end.append(
+                    f"if (lane % 4 == 0 && row + {8 * h} < m && column < n) {at.format(f'row + {8 * h}')} = r{i}[{h}];"
+                )
+        else:
+            end += [_combine(out, f"r{i}[0]", f"r{i}[1]"), *_shuffles(out, f"r{i}[0]", (1, 2, 4, 8, 16))]
+            end.append(f"if (lane == 0 && row < m && column < n) {at.format('row / 16')} = r{i}[0];")
+
+    def lines(statements: list[str], indent: int = 4) -> str:
+        return "".join("\n" + " " * indent + statement for statement in statements)
+
+    parameters = "".join(f", float* partial{i}" for i, _ in reductions(epilogue))
+    return f"""#line 1 "partials (generated)"
+struct Partials {{
+  int m, n;{lines(fields, 2)}
+
+  DEVICE Partials(int m, int n{parameters}) : m(m), n(n){"".join(initial)} {{}}
+  DEVICE void begin_tile(int batch) {{{lines(tile)}
+  }}
+  DEVICE void begin_block() {{{lines(begin)}
+  }}
+  // `row` is this lane's first, `column` the tile's.
+  DEVICE void end_block(int row, int column, int lane) {{{lines(end)}
+  }}
+}};
+"""
+
+
+def _reduce_piece(i: int, out: Output) -> str:
+    """What a piece adds to a reduction; values past the matrix are replaced by the identity."""
+    identity = _REDUCE[out.reduce or ""][0]
+    past = "row + i / 2 % 2 * 8 >= partials.m || column + i / 4 * 8 + i % 2 >= partials.n"
+    text = f"#pragma unroll\n  for (int i = 0; i < 8; ++i)\n    if ({past}) y{i}[i] = {identity};\n"
+    if out.axes != ("row",):
+        return text + "".join(f"  {_combine(out, f'partials.r{i}[{e // 2 % 2}]', f'y{i}[{e}]')}\n" for e in range(8))
+    lines = []
+    for j in range(2):
+        for e in range(2):
+            value = f"y{i}[{4 * j + e}]"
+            lines += [_combine(out, value, f"y{i}[{4 * j + 2 + e}]"), *_shuffles(out, value, (4, 8, 16))]
+        lines.append(
+            f"if (thread % 32 < 4 && row < partials.m && column + {8 * j} < partials.n) "
+            f"st_global_v2(partials.matrix{i} + static_cast<i64>(row / 16) * partials.n + column + {8 * j}, "
+            f"y{i}[{4 * j}], y{i}[{4 * j + 1}]);"
+        )
+    return text + "".join(f"  {line}\n" for line in lines)
+
+
+def _piece(epilogue: Epilogue) -> str:
+    carriers = [emit.CARRIERS[out.dtype] for out in epilogue.outputs]
+    declared = "\n  ".join(f"{carrier} y{i}[8];" for i, carrier in enumerate(carriers))
+    staged = "\n  ".join(
+        f"Staging<Dtype::{DTYPES[out.dtype]}>::stage(buffer + {_at(slot)}, thread, piece, y{i});"
+        for slot, (i, out) in zip(slots(epilogue).results, tiles(epilogue), strict=True)
+    )
+    reduced = "".join(_reduce_piece(i, out) for i, out in reductions(epilogue))
+    by_tma = [i for i, _ in tile_operands(epilogue)]
+    full = ["j" if i in by_tma else "piece * 2 + j" for i in range(len(epilogue.operands))]
+    if function := _four(epilogue) if called(epilogue) else "":
+        loop = f"for (int j = 0; j < 2; ++j) {{{_call_four(epilogue, full)}"
+    else:
+        loop = "for (int i = 0; i < 8; ++i) {\n    const int j = i / 4, h = i / 2 % 2, e = i % 2;"
+        loop += _element(epilogue, full)
+    return f"""#line 1 "piece (generated)"
+{function}\
+DEVICE void epilogue_piece(Operands& operands, Partials& partials, const float (&acc)[PRODUCTS][8], int piece, int row,
+                           int column, u32 buffer, int thread) {{
+  {declared}
+  operands.begin_piece(column, piece, buffer, thread);
+#pragma unroll
+  {loop}
+  }}
+  {staged}
+{reduced}}}
+"""
+
+
+def _element(epilogue: Epilogue, full: Sequence[str], own: str = "", out: str = "") -> str:
+    """Computes element i: of columns j, row h and column e of them. ``full`` is where an operand has columns j."""
+    accs = ", ".join(f"{own}acc[{p}][i]" for p in range(epilogue.products))
+    values = []
+    for i, spec in enumerate(epilogue.operands):
+        at = {(0, 0): "", (1, 0): "[h]", (0, 1): "[j]", (1, 1): f"[{full[i]}][h]"}[spec.row, spec.col]
+        values.append(f"operands.x{i}{at}[{'e' if spec.col else '0'}]")
+    results = [f"{out}y{i}[i]" for i in range(len(epilogue.outputs))]
+    places = ["row + h * 8", "column + j * 8 + e"]
+    places += [f"operands.{axis}{i}{' + row + h * 8' if axis == 'row' else ''}" for axis, i in emit.places(epilogue)]
+    arguments = ", ".join(["value", *values, *places, *results])
+    return f"\n    const float value[PRODUCTS] = {{{accs}}};\n    epilogue_element({arguments});"
+
+
+def _four(epilogue: Epilogue) -> str:
+    """The function that is called for four elements: they hide each other's latency, and take few registers.
+
+    What it takes, it takes in registers: operands as they were loaded, each once.
+    """
+    fields = [
+        f"Pair<Dtype::{DTYPES[spec.dtype]}> x{i}{'[1]' * spec.col}{'[2]' * spec.row};"
+        for i, spec in enumerate(epilogue.operands)
+    ]
+    fields = ["float acc[PRODUCTS][4];", *fields, *(f"int {axis}{i};" for axis, i in emit.places(epilogue))]
+    results = [f"{emit.CARRIERS[out.dtype]} y{i}[4];" for i, out in enumerate(epilogue.outputs)]
+    return f"""struct Four {{
+  {" ".join(fields)}
+}};
+struct FourResults {{
+  {" ".join(results)}
+}};
+__device__ __noinline__ FourResults epilogue_four(Four operands, int row, int column) {{
+  FourResults results;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {{
+    const int j = 0, h = i / 2, e = i % 2;{_element(epilogue, "j" * len(epilogue.operands), "operands.", "results.")}
+  }}
+  return results;
+}}
+"""
+
+
+def _call_four(epilogue: Epilogue, full: Sequence[str]) -> str:
+    accs = [", ".join(f"acc[{p}][4 * j + {i}]" for i in range(4)) for p in range(epilogue.products)]
+    values = [f"{{{', '.join(f'{{{acc}}}' for acc in accs)}}}"]
+    for i, spec in enumerate(epilogue.operands):
+        columns = f"operands.x{i}" + (f"[{full[i] if spec.row else 'j'}]" if spec.col else "")
+        value = f"{{{columns}[0], {columns}[1]}}" if spec.row else columns
+        values.append(f"{{{value}}}" if spec.col else value)
+    values += [f"operands.{axis}{i}" for axis, i in emit.places(epilogue)]
+    copies = " ".join(f"y{i}[4 * j + i] = four.y{i}[i];" for i in range(len(epilogue.outputs)))
+    return f"""
+    const FourResults four = epilogue_four({{{", ".join(values)}}}, row, column + j * 8);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {{
+      {copies}
+    }}"""
+
+
+def _store(epilogue: Epilogue) -> str:
+    stores = "\n  ".join(
+        f"Staging<Dtype::{DTYPES[out.dtype]}>::store(map_d[{place}], buffer + {_at(slot)}, x, y, z);"
+        for place, (slot, (_, out)) in enumerate(zip(slots(epilogue).results, tiles(epilogue), strict=True))
+    )
+    return f"""DEVICE void epilogue_store(const TensorMap* const (&map_d)[OUTPUTS], u32 buffer, int x, int y, int z) {{
+  {stores}
+}}
+"""
+
+
+def _groups(epilogue: Epilogue, ragged: str) -> str:
+    """What the kernel of a grouped GEMM takes more; and ``Rows``, which stores without TMA where rows have groups."""
+    results = [
+        (place, DTYPES[out.dtype], np.dtype(out.dtype).itemsize) for place, (_, out) in enumerate(tiles(epilogue))
+    ]
+    if ragged != "m":
+        results = []
+    group = ["const int* sizes", "int leading", "int sizes_step0", "int sizes_step1"] if ragged else []
+    pointers = [f"char* d{place}" for place, _, _ in results]
+
+    def lines(call: str) -> str:
+        at = "d{0} + static_cast<i64>(batch) * m * n * {2}"
+        return "".join("\n    " + call.format(at.format(*x), *x) for x in results)
+
+    store = lines("Staging<Dtype::{2}>::store_rows({0}, n, buffer + D_OFFSETS[{1}], x, y, rows, thread);")
+    clear = lines("Staging<Dtype::{2}>::clear_rows({0}, n, x, y, rows, thread);")
+    offsets = ", ".join(map(_at, slots(epilogue).results))
+    return f"""#line 1 "groups (generated)"
+#define GROUP_PARAMETERS {"".join(", " + x for x in (*group, *pointers))}
+#define GROUP_ARGUMENTS {", sizes, leading, sizes_step0, sizes_step1" if ragged else ""}
+#define ROWS_ARGUMENTS {"".join(f", d{place}" for place, _, _ in results)}
+constexpr int D_OFFSETS[] = {{{offsets}}};
+struct Rows {{
+  int m, n;{"".join(f"{chr(10)}  {x};" for x in pointers)}
+
+  // Rows of a staged chunk, to row y and column x on of a matrix of each result.
+  DEVICE void store(u32 buffer, int x, int y, int batch, int rows, int thread) const {{{store}
+  }}
+  // Zeroes rows of the tile's columns.
+  DEVICE void clear(int x, int y, int batch, int rows, int thread) const {{{clear}
+  }}
+}};
+"""
+
+
+def _at(slot: int) -> str:
+    """Where a tile lies in a staging buffer."""
+    return f"64 * D_CHUNK * {slot}"

@@ -1,0 +1,182 @@
+"""What the arguments of every operation must be, and the errors that say so."""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from cutjax.primitives import derivative
+from cutjax.primitives import ragged as ragged_products
+from cutjax.primitives.dense import converted
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+def check_epilogue(
+    b: Any, epilogue: Any, operands: Any, out_dtype: Any, save: str, where: str = "gemm", name: str = "b"
+) -> None:
+    """Raises where an epilogue and what belongs to it do not fit; ``name`` is that of the argument b."""
+    if save not in derivative.SAVE:
+        raise ValueError(f"{where}: unknown save {save!r}, expected one of {derivative.SAVE}")
+    if not isinstance(operands, tuple | list):
+        got = type(operands).__name__
+        raise TypeError(f"{where}: operands must be a tuple, got {got}; write operands=(x,) for one")
+    if epilogue is not None:
+        if not callable(epilogue):
+            raise TypeError(f"{where}: epilogue must be a function, got {type(epilogue).__name__}")
+        return
+    if len(operands):
+        raise ValueError(f"{where}: {len(operands)} operands, but no epilogue that would take them")
+    if isinstance(b, tuple):
+        raise TypeError(f"{where}: {name} is a tuple, so the product needs an epilogue that takes as many accumulators")
+    if isinstance(out_dtype, tuple):
+        raise TypeError(f"{where}: out_dtype is a tuple, but without an epilogue there is one result")
+
+
+def weights(b: Any, name: str, where: str = "gemm") -> list[jax.Array]:
+    """The matrices that multiply the first operand: one, or those of a tuple."""
+    if not isinstance(b, tuple):
+        return [matrix(b, name, where)]
+    if len(b) not in (2, 3):
+        raise ValueError(f"{where}: {name} is a tuple of {len(b)}: two or three matrices share a kernel")
+    ys = [matrix(y, f"{name}[{i}]", where) for i, y in enumerate(b)]
+    for i, y in enumerate(ys):
+        if (y.shape, y.dtype) != (ys[0].shape, ys[0].dtype):
+            raise ValueError(
+                f"{where}: the matrices of a tuple have one shape and dtype: {name}[0] is "
+                f"{ys[0].dtype}{list(ys[0].shape)}, {name}[{i}] is {y.dtype}{list(y.shape)}"
+            )
+    return ys
+
+
+def unwrapped(x: Any) -> Any:
+    """The array of an object that stands for one, such as a parameter of a library; all else as it is."""
+    return x.__jax_array__() if hasattr(x, "__jax_array__") and not isinstance(x, jax.Array) else x
+
+
+def integer(x: Any, name: str, where: str) -> int:
+    """The integer, of any type but bool, or an error that says what came."""
+    try:
+        if not isinstance(x, bool):
+            return operator.index(x)
+    except TypeError:
+        pass
+    raise TypeError(f"{where}: {name} must be an int, got {type(x).__name__}")
+
+
+def result_dtype(dtype: Any, where: str, name: str = "out_dtype") -> np.dtype:
+    """The dtype asked for; where jax_enable_x64 is off that of 32 bits, with the warning that jnp gives."""
+    try:
+        asked = np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"{where}: {name} must be a dtype, got {dtype!r}") from None
+    found = np.dtype(jax.dtypes.canonicalize_dtype(asked))
+    if asked != found and dtype not in (int, float, complex):  # Python's types stand for either size
+        message = (
+            f"{where}: Explicitly requested dtype {asked} is not available, and will be truncated to dtype {found}. "
+        )
+        frame, level = sys._getframe(), 1
+        while frame.f_back and frame.f_code.co_filename.startswith(_PACKAGE):
+            frame, level = frame.f_back, level + 1
+        message += " To enable more dtypes, set the jax_enable_x64 configuration option."
+        warnings.warn(message, stacklevel=level)
+    return found
+
+
+def matrix(x: Any, name: str, where: str = "gemm") -> jax.Array:
+    """The operand as a JAX array of rank 2 or more, or an error that says what came."""
+    x = unwrapped(x)
+    if isinstance(x, bool | int | float | complex | np.generic):
+        raise ValueError(f"{where}: {name} must have rank 2 or more, got the scalar {x!r}")
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"{where}: {name} must be an array, got {type(x).__name__}")
+    if x.ndim < 2:
+        raise ValueError(f"{where}: {name} must have rank 2 or more, got shape {x.shape}; add an axis to a vector")
+    if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool):
+        raise TypeError(f"{where}: {name} must be an array of numbers, got dtype {x.dtype}")
+    if any(jax.export.is_symbolic_dim(size) for size in x.shape):
+        raise NotImplementedError(
+            f"{where}: {name} has a symbolic shape {x.shape}, but kernels are compiled for known sizes"
+        )
+    return jnp.asarray(x)
+
+
+def promote(a: jax.Array, bs: Sequence[jax.Array], out_dtype: DTypeLike | None, where: str = "gemm") -> tuple[Any, ...]:
+    """The operands in the dtype ``jnp.matmul`` would promote them to; the result's dtype, and whether that is weak."""
+    b = bs[0]
+    if {a.dtype, b.dtype} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
+        raise TypeError(f"{where}: a is {a.dtype}, b is {b.dtype}: no 16-bit dtype holds both, cast one of them")
+    operand = jnp.result_type(a, b)
+    xs = [converted(x, operand) for x in (a, *bs)]
+    if out_dtype is None:
+        return *xs, operand, _weak(a, b)
+    out = result_dtype(out_dtype, where)
+    kinds = (jnp.complexfloating, jnp.floating, jnp.integer)
+    rank_out, rank_in = (
+        next((i for i, kind in enumerate(kinds) if jnp.issubdtype(t, kind)), 3) for t in (out, operand)
+    )
+    if rank_out > rank_in:
+        raise TypeError(f"{where}: a product of {operand} has no meaning as out_dtype {out}")
+    return *xs, out, False
+
+
+def _weak(a: jax.Array, b: jax.Array) -> bool:
+    """True if ``jax.numpy`` promotes two arrays to a weak type: each that is strong is of a kind below the other's."""
+    kinds = (jnp.bool_, jnp.integer, jnp.inexact)
+    a_kind, b_kind = (next(i for i, kind in enumerate(kinds) if jnp.issubdtype(x.dtype, kind)) for x in (a, b))
+    return (a.weak_type or a_kind < b_kind) and (b.weak_type or b_kind < a_kind)
+
+
+def contracted(x: Any, last: bool) -> int:
+    return x.shape[-1 if last else -2]
+
+
+def group_sizes_of(sizes: Any, where: str) -> jax.Array:
+    """The group sizes as int32."""
+    sizes = unwrapped(sizes)
+    if not isinstance(sizes, jax.Array | np.ndarray):
+        raise TypeError(f"{where}: group_sizes must be an array of integers, got {type(sizes).__name__}")
+    if not jnp.issubdtype(sizes.dtype, jnp.integer) or sizes.ndim < 1:
+        raise TypeError(f"{where}: group_sizes must be integers [..., g], got {sizes.dtype}{list(sizes.shape)}")
+    return _to_int32(sizes)
+
+
+def local_sizes(sizes: jax.Array, offset: ArrayLike | None, groups: int, m: int, where: str) -> tuple[jax.Array, bool]:
+    """The sizes of ``groups`` groups from ``offset`` on, after the number of rows before them; whether it is there."""
+    if offset is None:
+        return sizes, False
+    offset = unwrapped(offset)
+    start = offset if isinstance(offset, jax.Array) else np.asarray(offset)
+    if not jnp.issubdtype(start.dtype, jnp.integer) or start.shape not in ((), (1,)):
+        raise TypeError(f"{where}: group_offset must be one integer, got {start.dtype}{list(start.shape)}")
+    count = sizes.shape[-1]
+    first = jnp.clip(_to_int32(start.reshape(())), -groups, count)
+    padded = jnp.pad(sizes, [(0, 0)] * (sizes.ndim - 1) + [(1, 1)])  # a group that is not there has no row
+    mine = jnp.take(padded, jnp.clip(first + jnp.arange(1, groups + 1, dtype=jnp.int32), 0, count + 1), -1, mode="clip")
+    ends = ragged_products.rows_of_groups(padded, m, False)[1]
+    before = jnp.take(ends, jnp.maximum(first, 0), -1, mode="clip")
+    return jnp.concatenate([before[..., None], mine], -1), True
+
+
+def check_batch(where: str, shapes: str, *batches: tuple[int, ...]) -> tuple[int, ...]:
+    try:
+        return np.broadcast_shapes(*batches)
+    except ValueError:
+        raise ValueError(f"{where}: batch axes do not broadcast: {shapes}") from None
+
+
+def _to_int32(x: jax.Array | np.ndarray) -> jax.Array:
+    """Integers of any dtype as int32; one that it does not hold as its largest or smallest."""
+    held, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+    x = x.clip(max(held.min, wanted.min), wanted.max) if held.max > wanted.max else x
+    return jnp.asarray(x.astype(jnp.int32))

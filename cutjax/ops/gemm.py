@@ -1,0 +1,108 @@
+"""The operation gemm: what it accepts, and which primitive it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from cutjax import dot_precision
+from cutjax.kernels.problem import LAYOUTS
+from cutjax.kernels.sm90.config import Config
+from cutjax.ops.arguments import check_epilogue, contracted, matrix, promote, unwrapped, weights
+from cutjax.primitives import fused_dense
+from cutjax.primitives.dense import converted, multiply, with_rank
+from cutjax.runtime import backends
+
+
+def gemm(
+    a: ArrayLike,
+    b: ArrayLike | tuple[ArrayLike, ...],
+    *,
+    epilogue: Callable[..., Any] | None = None,
+    operands: Sequence[Any] = (),
+    layout: str = "nn",
+    out_dtype: DTypeLike | tuple[DTypeLike | None, ...] | None = None,
+    precision: lax.PrecisionLike = None,
+    backend: str | None = None,
+    config: Config | None = None,
+    save: str = "default",
+) -> Any:
+    """Multiplies matrices: ``d[..., m, n] = sum_k a[..., m, k] * b[..., k, n]``, accumulated in float32.
+
+    Differentiable and batchable like any JAX function. No operand is ever transposed in memory, in the backward pass
+    neither; there the cotangent is first rounded to the operands' dtype, so that the same kernels serve it. (float64
+    accumulates in float64, integers in at least int32.)
+
+    With an epilogue the result is that of ``epilogue(acc, *operands)``, computed on the accumulators before they leave
+    the kernel. It is written in JAX: elementwise functions of the accumulator ``acc[..., m, n]``, float32, of operands
+    that broadcast against it and of arrays it captures; and as further results sums, maxima and minima over rows,
+    columns or both.
+
+    Args:
+      a: ``[..., m, k]``, or ``[..., k, m]`` where ``layout[0]`` is "t".
+      b: ``[..., k, n]``, or ``[..., n, k]`` where ``layout[1]`` is "t". Batch axes broadcast and dtypes promote as in
+        ``jnp.matmul``, but bfloat16 with float16 is refused. With an epilogue also a tuple of two or three of equal
+        shape and dtype; the epilogue then takes as many accumulators.
+      epilogue: a function ``(acc, *operands)`` that returns an array or a pytree of them.
+      operands: its further arguments: scalars, ``[n]``, ``[m, 1]``, ``[m, n]``, batched or not.
+      layout: "nn", "nt", "tn" or "tt".
+      out_dtype: dtype of the result; the dtype of a and b by default. With an epilogue: that of every ``[..., m, n]``
+        result which the function returns in float32, the accumulator's dtype. Results in another dtype keep it, and so
+        do reductions. A tuple says it for each result, None there keeps the function's.
+      precision: as in ``jax.lax.dot``; None is what ``jax.default_matmul_precision`` says. The kernels accumulate
+        16-bit operands in float32; XLA runs any other algorithm.
+      backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
+      config: pins the kernel of this product. Its gradients choose their own.
+      save: what the derivative of an epilogue keeps of the accumulators it needs. "default": their values, in the dtype
+        of a and b (float32 if a result is), written by the same kernel and named "cutjax_preactivation" for
+        ``jax.checkpoint`` policies. "recompute": nothing, they are multiplied again. A linear epilogue needs none.
+
+    Returns:
+      The product, ``[..., m, n]``, or what the epilogue returns.
+
+    Raises:
+      TypeError: if an operand is no array, or the dtypes have no product.
+      ValueError: if shapes do not fit, or the layout, the precision or the backend is unknown.
+      NotImplementedError: if the epilogue is no elementwise function; and when compiled, if backend is "cuda" and no
+        kernel serves the problem; lists every reason.
+
+    Example:
+      >>> import cutjax, jax, jax.numpy as jnp
+      >>> x, w = jnp.ones((2, 8, 16), jnp.bfloat16), jnp.ones((32, 16), jnp.bfloat16)
+      >>> cutjax.gemm(x, w, layout="nt").shape
+      (2, 8, 32)
+      >>> bias = jnp.ones(32)
+      >>> cutjax.gemm(x, w, layout="nt", epilogue=lambda acc, b: jax.nn.gelu(acc + b), operands=(bias,)).dtype
+      dtype(bfloat16)
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"gemm: unknown layout {layout!r}, expected one of {LAYOUTS}")
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"gemm: config must be a cutjax.Config, got {type(config).__name__}")
+    backend = backends.resolve(backend, "gemm")
+    out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
+    how: dict[str, Any] = {"layout": layout, "backend": backend, "config": config}
+    how["precision"] = dot_precision.canonical(precision, "gemm")
+    check_epilogue(b, epilogue, operands, out_dtype, save)
+    x, ys = matrix(a, "a"), weights(b, "b")
+    several = isinstance(out_dtype, tuple)
+    x, *ys, dtype, weak = promote(x, ys, None if several else out_dtype)
+    y = ys[0]
+    if contracted(x, layout[0] == "n") != contracted(y, layout[1] == "t"):
+        raise ValueError(f"gemm: contracting dimensions differ: a is {x.shape}, b is {y.shape}, layout {layout!r}")
+    try:
+        batch = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    except ValueError:
+        raise ValueError(f"gemm: batch axes do not broadcast: a is {x.shape}, b is {y.shape}") from None
+
+    if epilogue is not None:
+        x, *ys = (with_rank(v, len(batch) + 2) for v in (x, *ys))
+        out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, tuple(operands))
+        return fused_dense.call(epilogue, x, ys, operands, out_dtype=out, save=save, **how)
+    return converted(multiply(x, y, out_dtype=dtype, **how), dtype, weak)

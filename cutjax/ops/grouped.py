@@ -1,0 +1,202 @@
+"""The operations grouped_gemm and grouped_outer: what they accept, and which primitives they become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from cutjax import dot_precision
+from cutjax.kernels.sm90.config import Config
+from cutjax.ops.arguments import (
+    check_batch,
+    check_epilogue,
+    contracted,
+    group_sizes_of,
+    integer,
+    local_sizes,
+    matrix,
+    promote,
+    unwrapped,
+    weights,
+)
+from cutjax.primitives import fused_ragged
+from cutjax.primitives import ragged as ragged_products
+from cutjax.runtime import backends
+
+LAYOUTS = ("nn", "nt")
+
+
+def grouped_gemm(
+    x: ArrayLike,
+    w: ArrayLike | tuple[ArrayLike, ...],
+    group_sizes: ArrayLike,
+    *,
+    layout: str = "nn",
+    epilogue: Callable[..., Any] | None = None,
+    operands: Sequence[Any] = (),
+    out_dtype: DTypeLike | tuple[DTypeLike | None, ...] | None = None,
+    precision: lax.PrecisionLike = None,
+    group_offset: ArrayLike | None = None,
+    backend: str | None = None,
+    config: Config | None = None,
+    save: str = "default",
+) -> Any:
+    """Multiplies each group of rows by its own matrix: ``d[rows of group i] = x[rows of group i] @ w[i]``.
+
+    The rows are sorted by group: the first ``group_sizes[0]`` are those of group 0, and so on. Rows past the sum are of
+    no group, and zero in the result. Sizes are data that the host never reads, and need no alignment. Any are served: a
+    negative one counts as 0, and their sum stops at m.
+
+    Differentiable to any order in x and w, and batchable over any axes of any argument. No weight is copied or
+    transposed in memory, in the backward pass neither. Sums are accumulated as in ``cutjax.gemm``.
+
+    With an epilogue the result is that of ``epilogue(acc, *operands)``, as in ``cutjax.gemm``; rows of no group are
+    zero all the same, and are left out of its reductions.
+
+    Args:
+      x: ``[..., m, k]``. Batch axes broadcast and dtypes promote as in ``cutjax.gemm``.
+      w: ``[..., g, k, n]``, or ``[..., g, n, k]`` where layout is "nt". With an epilogue also a tuple of two or three.
+      group_sizes: ``[..., g]``, of any integer dtype.
+      layout: "nn" or "nt".
+      epilogue: a function ``(acc, *operands)``, as in ``cutjax.gemm``.
+      operands: its further arguments: those of ``cutjax.gemm``, and with one axis more than the result those of which
+        each group has its own, ``[..., g, 1, n]`` or ``[..., g, 1, 1]``. The function sees what the rows have of such a
+        one: ``[..., m, n]`` or ``[..., m, 1]``.
+      out_dtype: dtype of the result; the dtype of x and w by default. With an epilogue as in ``cutjax.gemm``.
+      precision: as in ``cutjax.gemm``.
+      group_offset: a scalar or ``[1]``, data too: the group that ``w[0]`` is of, where ``group_sizes`` has all groups
+        and w some, as under expert parallelism. Rows of the other groups are zero.
+      backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
+      config: pins the kernel of this product. Its gradients choose their own.
+      save: what the derivative of an epilogue keeps, "default" or "recompute", see ``cutjax.gemm``.
+
+    Returns:
+      ``[..., m, n]``, or what the epilogue returns.
+
+    Raises:
+      TypeError: if an operand is no array, the sizes are no integers, or the dtypes have no product.
+      ValueError: if shapes do not fit, or the layout, the precision or the backend is unknown.
+      NotImplementedError: if the epilogue is no elementwise function, or operands are sharded over explicit mesh axes;
+        and when compiled, if backend is "cuda" and no kernel serves the problem; lists every reason.
+
+    Example:
+      >>> import cutjax, jax.numpy as jnp
+      >>> x, w = jnp.ones((6, 8)), jnp.ones((3, 8, 4))
+      >>> sizes, bias = jnp.array([2, 0, 3]), jnp.ones((3, 1, 4))
+      >>> cutjax.grouped_gemm(x, w, sizes).shape
+      (6, 4)
+      >>> cutjax.grouped_gemm(x, w, sizes, epilogue=jnp.add, operands=(bias,))[:, 0]
+      Array([9., 9., 9., 9., 9., 0.], dtype=float32)
+    """
+    where = "grouped_gemm"
+    if layout not in LAYOUTS:
+        raise ValueError(f"{where}: unknown layout {layout!r}, expected one of {LAYOUTS}")
+    backend = _resolve(backend, config, where)
+    out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
+    check_epilogue(w, epilogue, operands, out_dtype, save, where, "w")
+    several = isinstance(out_dtype, tuple)
+    arrays = matrix(x, "x", where), weights(w, "w", where)
+    rows, *ws, dtype, _ = promote(*arrays, None if several else out_dtype, where)
+    shape = ws[0].shape
+    if len(shape) < 3:
+        raise ValueError(f"{where}: w must have rank 3 or more, got shape {shape}; [..., g, k, n] is expected")
+    shapes = f"x is {rows.shape}, w is {shape}"
+    if rows.shape[-1] != contracted(ws[0], layout[1] == "t"):
+        raise ValueError(f"{where}: contracting dimensions differ: {shapes}, layout {layout!r}")
+    sizes, groups = group_sizes_of(group_sizes, where), shape[-3]
+    if group_offset is None and sizes.shape[-1] != groups:
+        raise ValueError(
+            f"{where}: the numbers of groups differ: group_sizes is {sizes.shape}, w is {shape}; "
+            "group_offset= says which of them w has"
+        )
+    check_batch(where, f"{shapes}, group_sizes is {sizes.shape}", rows.shape[:-2], shape[:-3], sizes.shape[:-1])
+    sizes, leading = local_sizes(sizes, group_offset, groups, rows.shape[-2], where)
+    how: dict[str, Any] = {"layout": layout, "leading": leading, "backend": backend, "config": config}
+    how["precision"] = dot_precision.canonical(precision, where)
+    if epilogue is None:
+        return ragged_products.multiply(rows, ws[0], sizes, out_dtype=dtype, **how)
+    out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, tuple(operands))
+    return fused_ragged.call(epilogue, rows, ws, sizes, operands, out_dtype=out, save=save, **how)
+
+
+def grouped_outer(
+    x: ArrayLike,
+    dy: ArrayLike,
+    group_sizes: ArrayLike,
+    *,
+    out_dtype: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    accumulate: ArrayLike | None = None,
+    group_offset: ArrayLike | None = None,
+    groups: int | None = None,
+    backend: str | None = None,
+    config: Config | None = None,
+) -> jax.Array:
+    """Multiplies each group's rows of x by those of dy: ``d[i] = x[rows of group i].T @ dy[rows of group i]``.
+
+    The gradient of ``grouped_gemm`` in w, and like it in all that is said of sizes, derivatives and batch axes there.
+
+    Args:
+      x: ``[..., m, k]``, rows sorted by group.
+      dy: ``[..., m, n]``. Batch axes broadcast and dtypes promote as in ``cutjax.gemm``.
+      group_sizes: ``[..., g]``, of any integer dtype.
+      out_dtype: dtype of the result; the dtype of x and dy by default.
+      precision: as in ``cutjax.gemm``.
+      accumulate: an array of the result's shape, often float32, to which the products are added. The result is the sum,
+        rounded once to its dtype, and is written to its memory where that is not needed any more (a donated argument,
+        the carry of a loop).
+      group_offset: a scalar or ``[1]``, data too: the group that the first matrix of the result is of.
+      groups: with ``group_offset``, how many matrices the result has; as many as ``group_sizes`` by default.
+      backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
+      config: pins the kernel of this product.
+
+    Returns:
+      ``[..., groups, k, n]``; zeros where a group has no row.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as ``grouped_gemm``.
+
+    Example:
+      >>> import cutjax, jax.numpy as jnp
+      >>> x, dy = jnp.ones((6, 8)), jnp.ones((6, 4))
+      >>> cutjax.grouped_outer(x, dy, jnp.array([2, 0, 3]))[:, 0, 0]
+      Array([2., 0., 3.], dtype=float32)
+    """
+    where = "grouped_outer"
+    backend = _resolve(backend, config, where)
+    to = None if accumulate is None else matrix(accumulate, "accumulate", where)
+    if to is not None and out_dtype is not None:
+        raise ValueError(f"{where}: out_dtype and accumulate, whose dtype is the result's: leave out_dtype")
+    out_dtype = out_dtype if to is None else to.dtype
+    a, b, dtype, _ = promote(matrix(x, "x", where), [matrix(dy, "dy", where)], out_dtype, where)
+    shapes = f"x is {a.shape}, dy is {b.shape}"
+    if a.shape[-2] != b.shape[-2]:
+        raise ValueError(f"{where}: the numbers of rows differ: {shapes}")
+    sizes = group_sizes_of(group_sizes, where)
+    if groups is None:
+        groups = sizes.shape[-1]
+    elif group_offset is None:
+        raise ValueError(f"{where}: groups={groups} without group_offset, which says of which group the first is")
+    elif (groups := integer(groups, "groups", where)) < 0:
+        raise ValueError(f"{where}: groups must be an int of at least 0, got {groups}")
+    shapes = f"{shapes}, group_sizes is {sizes.shape}"
+    batch = check_batch(where, shapes, a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
+    sizes, leading = local_sizes(sizes, group_offset, groups, a.shape[-2], where)
+    how: dict[str, Any] = {"leading": leading, "backend": backend, "config": config}
+    how["precision"] = dot_precision.canonical(precision, where)
+    if to is None:
+        return ragged_products.outer(a, b, sizes, out_dtype=dtype, **how)
+    expected = (*batch, groups, a.shape[-1], b.shape[-1])
+    if to.shape != expected:
+        raise ValueError(f"{where}: accumulate must be {expected}, like the result, got {to.shape}: {shapes}")
+    return ragged_products.outer_add(a, b, sizes, to, **how)
+
+
+def _resolve(backend: str | None, config: Any, where: str) -> str:
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"{where}: config must be a cutjax.Config, got {type(config).__name__}")
+    return backends.resolve(backend, where)

@@ -1,0 +1,264 @@
+"""The layers of two products, mlp and grouped_mlp: the gradient of what lies between them is never written."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from cutjax import dot_precision
+from cutjax.ops.arguments import (
+    check_batch,
+    contracted,
+    group_sizes_of,
+    local_sizes,
+    matrix,
+    promote,
+    result_dtype,
+    unwrapped,
+)
+from cutjax.primitives import dense, derivative, fused_dense, fused_ragged
+from cutjax.primitives.chain import How, apart, block
+from cutjax.primitives.define import match_varying
+from cutjax.runtime import backends
+
+
+def mlp(
+    x: ArrayLike,
+    w1: ArrayLike,
+    w2: ArrayLike,
+    *,
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu,
+    b1: ArrayLike | None = None,
+    b2: ArrayLike | None = None,
+    gate: ArrayLike | None = None,
+    layout: str = "nn",
+    out_dtype: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    backend: str | None = None,
+    save: str = "default",
+) -> jax.Array:
+    """Two products with an activation between them: ``activation(x @ w1 + b1) @ w2 + b2``.
+
+    With a gate ``(activation(x @ gate) * (x @ w1 + b1)) @ w2 + b2``: SwiGLU, where the activation is ``jax.nn.silu``.
+
+    The activation runs in the first kernel's epilogue, in float32. In the backward pass its derivative, and the
+    gradient of b1, run in the epilogue of the product with w2 transposed, so the gradient of what lies between the
+    products is never written. Differentiable in both modes and any number of times, and batchable.
+
+    Args:
+      x: ``[..., m, k]``.
+      w1: ``[..., k, h]``, or ``[..., h, k]`` in the layout "nt".
+      w2: ``[..., h, n]``, or ``[..., n, h]`` in the layout "nt".
+      activation: any elementwise function written in JAX.
+      b1: what broadcasts against ``[..., m, h]``, such as ``[h]``.
+      b2: what broadcasts against ``[..., m, n]``.
+      gate: like w1.
+      layout: "nn" or "nt", of the weights; see ``cutjax.gemm``.
+      out_dtype: dtype of the result; that of x and the weights by default.
+      precision: of both products, as in ``cutjax.gemm``.
+      backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
+      save: what is kept for the backward pass. "default": the accumulators which the activation's derivative needs,
+        named "cutjax_preactivation" for ``jax.checkpoint`` policies, and the operand of the second product,
+        "cutjax_hidden". "recompute": neither, the first product is made again.
+
+    Returns:
+      ``[..., m, n]``.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as ``cutjax.gemm`` does.
+
+    Example:
+      >>> import cutjax, jax, jax.numpy as jnp
+      >>> x, w, v = jnp.ones((2, 8, 16)), jnp.ones((16, 64)), jnp.ones((64, 16))
+      >>> cutjax.mlp(x, w, v, gate=w, activation=jax.nn.silu).shape
+      (2, 8, 16)
+    """
+    backend = backends.resolve(backend, "mlp")
+    precision = dot_precision.canonical(precision, "mlp")
+    a, ws, v, dtype = _arrays("mlp", x, w1, w2, gate, layout, save)
+    try:
+        batch = np.broadcast_shapes(a.shape[:-2], ws[0].shape[:-2], v.shape[:-2])
+    except ValueError:
+        shapes = f"x is {a.shape}, w1 is {ws[0].shape}, w2 is {v.shape}"
+        raise ValueError(f"mlp: batch axes do not broadcast: {shapes}") from None
+
+    rows = (*batch, a.shape[-2])
+    columns = contracted(v, layout[1] == "t"), contracted(v, layout[1] == "n")
+    biases = {
+        name: _broadcasting("mlp", b, name, (*rows, n))
+        for b, name, n in zip((b1, b2), ("b1", "b2"), columns, strict=True)
+        if b is not None
+    }
+    names = list(biases)
+    a, v, *rest = match_varying(*(dense.with_rank(y, len(batch) + 2) for y in (a, v, *ws)), *biases.values())
+    ws, biases = rest[: len(ws)], dict(zip(names, rest[len(ws) :], strict=True))
+    last = [dense.with_rank(biases.pop("b2"), len(batch) + 2)] if b2 is not None else []
+    acc = fused_dense.accumulator(a.dtype, fused_dense.tile(*map(jax.typeof, (a, *ws)), layout=layout))
+    hidden = _hidden("mlp", activation, gate is not None)
+    traced = fused_dense.trace_with_dtype(hidden, [acc] * len(ws), (biases,), (dtype,))
+    how = How(traced.epilogue, layout, _result_dtype(out_dtype, dtype, "mlp"), precision, backend, save)
+    if traced.outside is not None:
+        return apart(how, None, hidden, a, ws, v, biases, last)
+    a, v, *rest = match_varying(a, v, *ws, *last, *traced.operands)
+    ws, rest = rest[: len(ws)], rest[len(ws) :]
+    last, operands = rest[: len(last)], rest[len(last) :]
+    if batch and max(math.prod(w.shape[:-2]) for w in (*ws, v)) == 1:
+        folded = fused_dense.fold(how.hidden, a, [*last, *operands])
+        if folded is not None:  # the weights are shared: the batch axes are more rows
+            ws, v = [lax.reshape(w, w.shape[-2:]) for w in ws], lax.reshape(v, v.shape[-2:])
+            how, (rows, *rest) = dataclasses.replace(how, hidden=folded[0]), folded[1]
+            last, operands = rest[: len(last)], rest[len(last) :]
+            return fused_dense.unfold(block(how, None, rows, ws, v, operands, last), a.shape[:-1])
+    return block(how, None, a, ws, v, operands, last)
+
+
+def grouped_mlp(
+    x: ArrayLike,
+    w1: ArrayLike,
+    w2: ArrayLike,
+    group_sizes: ArrayLike,
+    *,
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu,
+    gate: ArrayLike | None = None,
+    row_scale: ArrayLike | None = None,
+    layout: str = "nn",
+    out_dtype: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    group_offset: ArrayLike | None = None,
+    backend: str | None = None,
+    save: str = "default",
+) -> jax.Array:
+    """``cutjax.mlp`` with weights of its own for each group of rows: the experts of a mixture.
+
+    For the rows of group i: ``row_scale * (activation(x @ w1[i]) @ w2[i])``, and with a gate
+    ``row_scale * ((activation(x @ gate[i]) * (x @ w1[i])) @ w2[i])``. Rows of no group give zeros.
+
+    The backward pass is that of ``cutjax.mlp``: the derivative of the activation runs in the epilogue of the product
+    with w2 transposed, so the gradient of what lies between the products is never written. Rows are scaled between the
+    products, in the first one's epilogue: there the gradient of the scale takes nothing saved for it.
+
+    Args:
+      x: ``[..., m, k]``, rows sorted by group, as in ``cutjax.grouped_gemm``.
+      w1: ``[..., g, k, h]``, or ``[..., g, h, k]`` in the layout "nt".
+      w2: ``[..., g, h, n]``, or ``[..., g, n, h]`` in the layout "nt".
+      group_sizes: integers ``[..., g]``.
+      activation: any elementwise function written in JAX.
+      gate: like w1.
+      row_scale: ``[..., m, 1]``, such as a router's weights.
+      layout: "nn" or "nt", of the weights.
+      out_dtype: dtype of the result; that of x and the weights by default.
+      precision: of both products, as in ``cutjax.gemm``.
+      group_offset: the group that ``w1[0]`` and ``w2[0]`` are of, as in ``cutjax.grouped_gemm``.
+      backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
+      save: what is kept for the backward pass, as in ``cutjax.mlp``.
+
+    Returns:
+      ``[..., m, n]``.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as ``cutjax.grouped_gemm`` does.
+
+    Example:
+      >>> import cutjax, jax, jax.numpy as jnp
+      >>> x, w, v = jnp.ones((6, 16)), jnp.ones((3, 16, 64)), jnp.ones((3, 64, 16))
+      >>> cutjax.grouped_mlp(x, w, v, jnp.array([2, 0, 3]), gate=w, activation=jax.nn.silu).shape
+      (6, 16)
+    """
+    where = "grouped_mlp"
+    backend = backends.resolve(backend, where)
+    precision = dot_precision.canonical(precision, where)
+    a, ws, v, dtype = _arrays(where, x, w1, w2, gate, layout, save)
+    shapes = f"x is {a.shape}, w1 is {ws[-1].shape}, w2 is {v.shape}"
+    if min(v.ndim, ws[0].ndim) < 3 or v.shape[-3] != ws[0].shape[-3]:
+        raise ValueError(f"{where}: w1 and w2 must be of as many groups, [..., g, k, h] and [..., g, h, n]: {shapes}")
+    sizes, groups = group_sizes_of(group_sizes, where), v.shape[-3]
+    if group_offset is None and sizes.shape[-1] != groups:
+        raise ValueError(
+            f"{where}: the numbers of groups differ: group_sizes is {sizes.shape}, w1 is {ws[-1].shape}; group_offset= "
+            "says which of them the weights have"
+        )
+    batches = (a.shape[:-2], ws[0].shape[:-3], v.shape[:-3], sizes.shape[:-1])
+    check_batch(where, f"{shapes}, group_sizes is {sizes.shape}", *batches)
+    sizes, leading = local_sizes(sizes, group_offset, groups, a.shape[-2], where)
+    scale = {}
+    if row_scale is not None:
+        shape = (*np.broadcast_shapes(*batches), a.shape[-2], 1)
+        scale["row_scale"] = _broadcasting(where, row_scale, "row_scale", shape)
+    a, sizes, v, *rest = match_varying(a, sizes, v, *ws, *scale.values())
+    scale = dict(zip(scale, rest[len(ws) :], strict=True))
+    a, sizes, v, *ws = fused_ragged.with_ranks(a, sizes, [v, *rest[: len(ws)]])
+    full = fused_ragged.tile(*map(jax.typeof, (a, sizes, *ws)), layout=layout)
+    acc = fused_dense.accumulator(a.dtype, full)
+    hidden = _hidden(where, activation, gate is not None)
+    traced = fused_dense.trace_with_dtype(hidden, [acc] * len(ws), (scale,), (dtype,))
+    how = How(traced.epilogue, layout, _result_dtype(out_dtype, dtype, where), precision, backend, save, leading)
+    if traced.outside is not None:
+        return apart(how, sizes, hidden, a, ws, v, scale, [])
+    a, sizes, v, *rest = match_varying(a, sizes, v, *ws, *traced.operands)
+    return block(how, sizes, a, rest[: len(ws)], v, rest[len(ws) :], [])
+
+
+def _arrays(
+    where: str, x: Any, w1: Any, w2: Any, gate: Any, layout: str, save: str
+) -> tuple[jax.Array, list[jax.Array], jax.Array, np.dtype]:
+    """x, the weights of the first product, the gate's first, those of the second, and their dtype."""
+    if layout not in ("nn", "nt"):
+        raise ValueError(f"{where}: unknown layout {layout!r}, expected 'nn' or 'nt'")
+    if save not in derivative.SAVE:
+        raise ValueError(f"{where}: unknown save {save!r}, expected one of {derivative.SAVE}")
+    a, v = matrix(x, "x", where), matrix(w2, "w2", where)
+    ws = [matrix(w, name, where) for w, name in ((gate, "gate"), (w1, "w1")) if w is not None]
+    if ws[0].shape != ws[-1].shape or ws[0].dtype != ws[-1].dtype:
+        raise ValueError(f"{where}: gate is {jax.typeof(ws[0]).str_short()}, but w1 is {jax.typeof(ws[1]).str_short()}")
+    a, *ws, dtype, _ = promote(a, ws, None, where)
+    if v.dtype != dtype:
+        raise TypeError(f"{where}: w2 is {v.dtype}, but the product of x and w1 is {dtype}: cast one of them")
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(f"{where}: x and the weights must be floating-point numbers, got {dtype}")
+    if contracted(a, True) != contracted(ws[0], layout[1] == "t"):
+        raise ValueError(f"{where}: x is {a.shape}, w1 is {ws[0].shape}, layout {layout!r}: k differs")
+    if contracted(ws[0], layout[1] == "n") != contracted(v, layout[1] == "t"):
+        raise ValueError(f"{where}: w1 is {ws[0].shape}, w2 is {v.shape}, layout {layout!r}: h differs")
+    return a, ws, v, dtype
+
+
+def _hidden(where: str, activation: Callable[[jax.Array], jax.Array], gated: bool) -> Callable[..., jax.Array]:
+    """What lies between the products, of the first one's accumulators, the gate's first, and operands by name."""
+    check_activation(where, activation)
+
+    def hidden(*args: Any) -> jax.Array:
+        *accs, given = args
+        given = {name: dense.with_rank(x, accs[0].ndim) for name, x in given.items()}
+        z = accs[-1] + given["b1"].astype(accs[-1].dtype) if "b1" in given else accs[-1]
+        h = activation(accs[0] if gated else z)
+        if not isinstance(h, jax.Array) or h.shape != z.shape:
+            raise ValueError(f"{where}: the activation must return one array of its argument's shape")
+        h = h * z if gated else h
+        return h * given["row_scale"].astype(h.dtype) if "row_scale" in given else h
+
+    return hidden
+
+
+def check_activation(where: str, activation: Any) -> None:
+    """Raises if it is none."""
+    if not callable(activation):
+        raise TypeError(f"{where}: activation must be a function, such as jax.nn.silu, got {activation!r}")
+
+
+def _broadcasting(where: str, x: Any, name: str, shape: tuple[int, ...]) -> jax.Array:
+    x = jnp.asarray(unwrapped(x))
+    if x.ndim > len(shape) or any(n not in (1, size) for n, size in zip(x.shape[::-1], shape[::-1], strict=False)):
+        raise ValueError(f"{where}: {name} is {x.shape}, which does not broadcast against {shape}")
+    return x
+
+
+def _result_dtype(out_dtype: DTypeLike | None, dtype: np.dtype, where: str) -> np.dtype:
+    return dtype if out_dtype is None else result_dtype(out_dtype, where)

@@ -1,0 +1,146 @@
+"""The operation moe: a mixture-of-experts layer, from the router's logits to the sum over each token's experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
+
+from cutjax import dot_precision
+from cutjax.ops.arguments import contracted, matrix
+from cutjax.ops.mlp import check_activation, grouped_mlp
+from cutjax.ops.routing import broadcastable, routed
+from cutjax.primitives import derivative
+from cutjax.primitives.define import match_varying
+from cutjax.runtime import backends
+
+ROWS = "cutjax_rows"  # the name jax.checkpoint policies see, of the gathered rows
+
+
+def moe(
+    x: ArrayLike,
+    router_logits: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike,
+    w_down: ArrayLike,
+    k: int = 2,
+    *,
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    selection_bias: ArrayLike | None = None,
+    layout: str = "nn",
+    precision: lax.PrecisionLike = None,
+    group_offset: ArrayLike | None = None,
+    backend: str | None = None,
+    save: str = "default",
+) -> jax.Array:
+    """A layer of experts: for each token ``sum_j (s_j * activation(x @ w_gate[e_j]) * (x @ w_up[e_j])) @ w_down[e_j]``.
+
+    e_j are the k experts ``cutjax.route`` chooses for the token, and s_j their weights. No token is dropped, and there
+    is no capacity: every expert gets the tokens that chose it. Deterministic, the backward pass too: rows are
+    gathered and added in a fixed order, never scattered. Differentiable in both modes and any number of times, and
+    batchable.
+
+    Args:
+      x: ``[..., tokens, d]``.
+      router_logits: ``[..., tokens, experts]``, such as ``x @ w_router``.
+      w_gate: ``[experts, d, h]``, or ``[experts, h, d]`` in the layout "nt".
+      w_up: like w_gate.
+      w_down: ``[experts, h, n]``, or ``[experts, n, h]`` in the layout "nt".
+      k: how many experts a token is sent to.
+      activation: any elementwise function written in JAX.
+      scoring: what an expert's score is, "softmax" or "sigmoid", see ``cutjax.route``.
+      renormalize: whether a token's weights are divided by their sum, see ``cutjax.route``.
+      selection_bias: what is added to the scores to choose the experts, see ``cutjax.route``.
+      layout: "nn" or "nt", of the weights; see ``cutjax.gemm``.
+      precision: of the products with the weights, as in ``cutjax.gemm``.
+      group_offset: an integer, for expert parallelism: the weights are those of the experts from this one on, and the
+        result is their part of the sum, zero for a token that chose none of them. In ``jax.shard_map``, with the
+        experts divided over a mesh axis: ``jax.lax.axis_index(axis) * w_gate.shape[0]``, and then a
+        ``jax.lax.psum`` of the result over the axis.
+      backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
+      save: what is kept for the backward pass, besides the gathered rows, named "cutjax_rows" for ``jax.checkpoint``
+        policies: see ``cutjax.mlp``.
+
+    Returns:
+      ``[..., tokens, n]``, in the dtype of x and the weights.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as ``cutjax.route`` and ``cutjax.grouped_mlp`` do.
+
+    Example:
+      >>> import cutjax, jax, jax.numpy as jnp
+      >>> x, router = jax.random.normal(jax.random.key(0), (2, 5, 16)), jnp.eye(16, 4)
+      >>> w_in, w_out = jnp.ones((4, 16, 32)), jnp.ones((4, 32, 16))
+      >>> cutjax.moe(x, x @ router, w_in, w_in, w_out, k=2).shape
+      (2, 5, 16)
+    """
+    if layout not in ("nn", "nt"):
+        raise ValueError(f"moe: unknown layout {layout!r}, expected 'nn' or 'nt'")
+    if save not in derivative.SAVE:
+        raise ValueError(f"moe: unknown save {save!r}, expected one of {derivative.SAVE}")
+    check_activation("moe", activation)
+    backend = backends.resolve(backend, "moe")
+    precision = dot_precision.canonical(precision, "moe")
+    x, logits = matrix(x, "x", "moe"), matrix(router_logits, "router_logits", "moe")
+    if x.shape[:-1] != logits.shape[:-1]:
+        raise ValueError(f"moe: x is {x.shape}, router_logits is {logits.shape}: all axes but the last must be equal")
+    gate, up, down = (_weights(w, name) for w, name in ((w_gate, "w_gate"), (w_up, "w_up"), (w_down, "w_down")))
+    count, experts = math.prod(x.shape[:-1]), logits.shape[-1]
+    _check_shapes(x, experts, gate, up, down, layout, group_offset is None)
+    if selection_bias is not None:
+        bias = broadcastable(selection_bias, logits.shape, "moe")
+        selection_bias = jnp.broadcast_to(bias, logits.shape).reshape(count, experts)
+
+    # Each token is routed for itself, so the batch axes are more tokens.
+    routing = routed(logits.reshape(count, experts), k, scoring, renormalize, selection_bias, "moe")
+    # Before the rows are gathered: what shard_map adds up over devices is then the gradient of x, not that of each row.
+    tokens, weights, gate, up, down = match_varying(x.reshape(count, x.shape[-1]), routing.weights, gate, up, down)
+    routing = routing._replace(weights=weights)
+    out = grouped_mlp(
+        checkpoint_name(routing.dispatch(tokens), ROWS),
+        up,
+        down,
+        routing.group_sizes,
+        gate=gate,
+        activation=activation,
+        row_scale=routing.row_weights(),
+        layout=layout,
+        precision=precision,
+        group_offset=group_offset,
+        backend=backend,
+        save=save,
+    )
+    return routing.combine(out).reshape(*x.shape[:-1], out.shape[-1])
+
+
+def _weights(w: Any, name: str) -> jax.Array:
+    w = matrix(w, name, "moe")
+    if w.ndim != 3:
+        raise ValueError(f"moe: {name} must have rank 3, a matrix for each expert, got shape {w.shape}")
+    return w
+
+
+def _check_shapes(x: Any, experts: int, gate: Any, up: Any, down: Any, layout: str, whole: bool) -> None:
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(f"moe: w_gate is {jax.typeof(gate).str_short()}, but w_up is {jax.typeof(up).str_short()}")
+    if contracted(x, True) != contracted(gate, layout[1] == "t"):
+        raise ValueError(f"moe: x is {x.shape}, w_gate is {gate.shape}, layout {layout!r}: d differs")
+    if contracted(gate, layout[1] == "n") != contracted(down, layout[1] == "t"):
+        raise ValueError(f"moe: w_gate is {gate.shape}, w_down is {down.shape}, layout {layout!r}: h differs")
+    if gate.dtype != down.dtype:
+        raise TypeError(f"moe: w_gate is {gate.dtype}, but w_down is {down.dtype}: cast one of them")
+    if gate.shape[0] != down.shape[0]:
+        raise ValueError(f"moe: w_gate has {gate.shape[0]} experts, w_down has {down.shape[0]}")
+    if whole and gate.shape[0] != experts:
+        raise ValueError(
+            f"moe: router_logits are for {experts} experts, but the weights are those of {gate.shape[0]}; "
+            "where they are some of the experts, group_offset says which"
+        )

@@ -1,0 +1,297 @@
+"""The derivative of a product with an epilogue, dense or grouped: what the forward pass keeps, what XLA makes of it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from cutjax.epilogue.expression import ACC, Epilogue, Node, Output, normal
+from cutjax.epilogue.trace import Outside, Traced, trace
+from cutjax.primitives.define import reads, zero_tangent
+
+SAVE = ("default", "recompute")
+PREACTIVATION = "cutjax_preactivation"  # the name jax.checkpoint policies see
+
+
+def saved_dtype(epilogue: Epilogue, dtype: np.dtype) -> np.dtype:
+    """Returns the dtype, of at least 16 bits, in which a derivative keeps accumulators of products of ``dtype``."""
+    acc = epilogue.accumulator
+    if any(out.reduce is None and out.dtype == acc.name for out in epilogue.outputs):
+        return acc
+    return dtype if dtype.itemsize > 1 else np.dtype(jnp.bfloat16)
+
+
+def product_dots(
+    multiply: Callable[..., jax.Array], a: Any, bs: Sequence[Any], a_dot: Any, b_dots: Sequence[Any], dtype: np.dtype
+) -> list[jax.Array | None]:
+    """Tangents of the products; None is zero, here as among the arguments."""
+    dots = []
+    for b, b_dot in zip(bs, b_dots, strict=True):
+        terms = [] if a_dot is None else [multiply(a_dot, b, dtype)]
+        terms += [] if b_dot is None else [multiply(a, b_dot, dtype)]
+        dots.append(functools.reduce(lax.add, terms) if terms else None)
+    return dots
+
+
+def derivative(
+    epilogue: Epilogue,
+    primals: tuple[Any, Sequence[Any], Sequence[Any]],
+    tangents: tuple[Any, Sequence[Any], Sequence[Any]],
+    acc: jax.ShapeDtypeStruct,
+    *,
+    bind: Callable[[Epilogue, Sequence[jax.Array]], list[jax.Array]],
+    multiply: Callable[[Any, Any, np.dtype], jax.Array],
+    pushed: Callable[..., Any],
+    save: str,
+    groups: int | None = None,
+) -> tuple[list[jax.Array], list[Any]]:
+    """Results and tangents of a fused product, dense or grouped.
+
+    The tangents are those of the epilogue, in plain JAX, at the products of tangents. The accumulators that takes are
+    further outputs of the same kernel. Reverse mode follows by transposition: two products for each b, and one
+    elementwise pass, whose derivative is computed there and not before (hence jax.checkpoint).
+
+    Args:
+      epilogue: what runs on the accumulators.
+      primals, tangents: a, the bs and the operands; a tangent of None is zero.
+      acc: an accumulator, abstract.
+      bind: the fused product of a and the bs with another epilogue and its operands.
+      multiply: a plain product, ``(a, b, dtype)``.
+      pushed: ``push`` without its first two arguments.
+      save: as gemm's.
+      groups: the number of groups of rows, None where there are none.
+    """
+    (a, bs, operands), (a_dot, b_dots, operand_dots) = primals, tangents
+    dtype = saved_dtype(epilogue, a.dtype)
+    acc_dots = product_dots(multiply, a, bs, a_dot, b_dots, dtype)
+    moves = moving(acc_dots), moving(operand_dots)
+    needed = accumulators_needed(epilogue, *moves)
+    values = differentiated(epilogue, acc, operands, *moves, groups)
+
+    if save == "recompute":
+        outs = values.finish(bind(values.epilogue, values.operands))
+        kept = (a, bs)
+
+        def accumulators(kept: Any) -> list[Any]:
+            a, bs = kept
+            return [multiply(a, b, dtype) if need else None for b, need in zip(bs, needed, strict=True)]
+
+    else:
+        extended, places = with_accumulators(values.epilogue, needed, dtype)
+        results = bind(extended, values.operands)
+        outs = values.finish(results[: len(values.epilogue.outputs)])
+        kept = [None if i is None else checkpoint_name(results[i], PREACTIVATION) for i in places]
+
+        def accumulators(kept: Any) -> list[Any]:
+            return kept
+
+    def along(kept: Any, *rest: Any) -> Any:
+        return pushed(accumulators(kept), *rest)
+
+    along = jax.checkpoint(along, prevent_cse=save == "recompute")
+    dots = along(kept, operands, acc_dots, operand_dots)
+    return outs, [zero_tangent(out) if dot is None else dot for out, dot in zip(outs, dots, strict=True)]
+
+
+def moving(dots: Sequence[Any]) -> tuple[bool, ...]:
+    """Which tangents are not zero."""
+    return tuple(dot is not None for dot in dots)
+
+
+def differentiated(
+    epilogue: Epilogue,
+    acc: jax.ShapeDtypeStruct,
+    operands: Sequence[Any],
+    moving_accs: tuple[bool, ...],
+    moving_operands: tuple[bool, ...],
+    groups: int | None = None,
+) -> Traced:
+    """Returns the epilogue whose values are those that JAX has beside a derivative in what moves.
+
+    The values are the same. But a rule says them anew, and what it says is what a second derivative is taken of.
+    """
+    moves = moving_accs + moving_operands
+    if not epilogue.rules or not any(moves):
+        return Traced(epilogue, tuple(operands), list)
+
+    def values(*args: jax.Array) -> list[jax.Array]:
+        def along(*moved: jax.Array) -> list[jax.Array]:
+            new = iter(moved)
+            full = [next(new) if moves else x for x, moves in zip(args, moves, strict=True)]
+            return list(epilogue.apply(full[: epilogue.products], full[epilogue.products :]))
+
+        return jax.vjp(along, *(x for x, moves in zip(args, moves, strict=True) if moves))[0]
+
+    traced = trace(values, [acc] * epilogue.products, operands, groups, refusing=True)
+    return traced._replace(epilogue=rounded_once(traced.epilogue))
+
+
+def rounded_once(epilogue: Epilogue, dtype: np.dtype | None = None) -> Epilogue:
+    """Returns the epilogue with its full-size results rounded once, from the accumulators' dtype.
+
+    To the dtype that a last cast in the function names, else to ``dtype``.
+    """
+    outputs, acc = [], epilogue.accumulator.name
+    for out in epilogue.outputs:
+        node = epilogue.nodes[out.node]
+        if out.reduce is None and node.op == "convert_element_type" and node.dtype in ("bfloat16", "float16"):
+            if epilogue.nodes[node.args[0]].dtype == acc:
+                out = dataclasses.replace(out, node=node.args[0])
+        elif out.reduce is None and out.dtype == acc and dtype is not None:
+            out = dataclasses.replace(out, dtype=dtype.name)
+        outputs.append(out)
+    return normal(epilogue.products, epilogue.operands, epilogue.nodes, outputs)
+
+
+def outside(how: Outside, fused: Callable[..., Any], plain: Callable[..., Any], a: Any, bs: Sequence[Any]) -> Any:
+    """Returns ``fused(a, bs, leaves)``, with the derivative of ``plain(a, bs, leaves)``, where JAX runs rules."""
+    args = a, tuple(bs), how.leaves
+    if how.reverse_only:
+        run = jax.custom_vjp(fused)
+        run.defvjp(lambda *args: jax.vjp(plain, *args), lambda pull, g: pull(g))
+    else:
+        run = jax.custom_jvp(fused)
+        run.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    return run(*args)
+
+
+class Applied(Protocol):
+    """What is differentiated: an Epilogue, or one of rows in groups."""
+
+    @property
+    def products(self) -> int: ...
+
+    def apply(self, accs: Sequence[jax.Array], operands: Sequence[jax.Array] = ()) -> Sequence[jax.Array]: ...
+
+
+def push(epilogue: Applied, shape: tuple[int, ...], accs: Any, operands: Any, acc_dots: Any, operand_dots: Any) -> Any:
+    """Tangents of the epilogue's outputs, None for those of integers.
+
+    A tangent of None is zero; an accumulator of None is not needed, and zeros take its place.
+    """
+    # One of several products may have fewer batch axes than what it is combined with, which is what was saved.
+    acc_dots = [
+        dot if x is None or dot is None else jnp.broadcast_to(dot, x.shape)
+        for x, dot in zip(accs, acc_dots, strict=True)
+    ]
+    operand_dots = list(operand_dots)
+    for i, j in biases(epilogue) if isinstance(epilogue, Epilogue) else ():
+        dot, bias = acc_dots[i], operand_dots[j]
+        if (
+            accs[i] is not None
+            and dot is not None
+            and bias is not None
+            and dot.dtype.itemsize < 4
+            and bias.size < dot.size
+        ):
+            acc_dots[i], operand_dots[j] = _rounded(dot.astype(ACC) + bias.astype(ACC), dot.dtype), None
+    dots = [dot for dot in (*acc_dots, *operand_dots) if dot is not None]
+    along, at = restrict(epilogue, shape, accs, operands, acc_dots, operand_dots)
+    out_dots = jax.jvp(along, at, tuple(dots))[1]
+    return [None if dot.dtype == jax.dtypes.float0 else dot for dot in out_dots]
+
+
+@functools.lru_cache(maxsize=256)
+def biases(epilogue: Epilogue) -> tuple[tuple[int, int], ...]:
+    """(product, operand) for each operand that is added to an accumulator, where neither is read elsewhere.
+
+    Other terms may be added between: the derivatives in both are the same all along a chain of additions.
+    """
+    nodes = epilogue.nodes
+    readers = collections.defaultdict(list)
+    for node in (*nodes, *(Node("output", (out.node,)) for out in epilogue.outputs)):
+        for arg in node.args:
+            readers[arg].append(node)
+    found = []
+    for i, node in enumerate(nodes):
+        product = node.params[0] if node.op == "acc" else -1
+        while product >= 0 and len(readers[i]) == 1 and (node := readers[i][0]).op == "add":
+            for j in node.args:
+                j = nodes[j].args[0] if nodes[j].op == "convert_element_type" and len(readers[j]) == 1 else j
+                if nodes[j].op == "operand" and len(readers[j]) == 1:
+                    found.append((product, nodes[j].params[0]))
+            i = nodes.index(node)
+    return tuple(found)
+
+
+def _rounded(dot: jax.Array, dtype: np.dtype) -> jax.Array:
+    """A tangent in the dtype of products, and so its cotangent: also what sums that sums rounded values.
+
+    XLA drops a conversion to 16 bits and back, and would sum what is not rounded: it writes that to memory in float32,
+    for the sum and for the rounding to read (458 us, where one pass takes 239). To reduce the precision of 16 bits to
+    16 bits changes nothing, but stands between the conversions.
+    """
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(dot.astype(dtype), info.nexp, info.nmant)
+
+
+def restrict(
+    epilogue: Applied, shape: tuple[int, ...], accs: Any, operands: Any, acc_dots: Any, operand_dots: Any
+) -> tuple[Callable[..., list[jax.Array]], tuple[jax.Array, ...]]:
+    """The epilogue as a function of those arguments that have a tangent, and their values."""
+    accs = [
+        (jnp.zeros(shape, ACC) if dot is None else jnp.zeros_like(dot)) if x is None else x
+        for x, dot in zip(accs, acc_dots, strict=True)
+    ]
+    args = (*accs, *operands)
+    places = [i for i, dot in enumerate((*acc_dots, *operand_dots)) if dot is not None]
+
+    def along(*values: jax.Array) -> list[jax.Array]:
+        new = dict(zip(places, values, strict=True))
+        full: list[Any] = [new.get(i, x) for i, x in enumerate(args)]
+        return list(epilogue.apply(full[: epilogue.products], full[epilogue.products :]))
+
+    return along, tuple(args[i] for i in places)
+
+
+def accumulators_needed(
+    epilogue: Epilogue, moving_accs: tuple[bool, ...], moving_operands: tuple[bool, ...]
+) -> tuple[bool, ...]:
+    """Returns which accumulators' values the derivative reads, given what has a tangent."""
+    # No other epilogue is equal to one with a rule, so none is kept.
+    found = _accumulators_needed.__wrapped__ if epilogue.rules else _accumulators_needed
+    return found(epilogue, moving_accs, moving_operands)
+
+
+@functools.lru_cache(maxsize=4096)
+def _accumulators_needed(
+    epilogue: Epilogue, moving_accs: tuple[bool, ...], moving_operands: tuple[bool, ...]
+) -> tuple[bool, ...]:
+    ranks = [len(spec.batch) for spec in epilogue.operands]
+    ranks += [1 + node.params[1] for node in epilogue.nodes if node.op == "iota" and len(node.params) > 1]
+    shape = (2,) * (2 + max(ranks, default=0))
+    accs = [jax.ShapeDtypeStruct(shape, epilogue.accumulator)] * epilogue.products
+    operands = [
+        jax.ShapeDtypeStruct([1 + v for v in (*spec.batch, spec.row, spec.col)], spec.dtype)
+        for spec in epilogue.operands
+    ]
+    dots = [x if moves else None for x, moves in zip(accs, moving_accs, strict=True)]
+    operand_dots = [x if moves else None for x, moves in zip(operands, moving_operands, strict=True)]
+    if not any(moving_accs + moving_operands):
+        return (False,) * epilogue.products
+    found = reads(functools.partial(push, epilogue, shape), accs, operands, dots, operand_dots)
+    return tuple(found[: epilogue.products])
+
+
+def with_accumulators(epilogue: Epilogue, needed: Sequence[bool], dtype: np.dtype) -> tuple[Epilogue, list[int | None]]:
+    """The epilogue with accumulators among its outputs, and where each is; None where it is not needed."""
+    outputs, places = list(epilogue.outputs), []
+    for i, need in enumerate(needed):
+        if not need:
+            places.append(None)
+            continue
+        node = next(j for j, node in enumerate(epilogue.nodes) if node.op == "acc" and node.params == (i,))
+        out = Output(node, dtype.name)
+        if out not in outputs:
+            outputs.append(out)
+        places.append(outputs.index(out))
+    return dataclasses.replace(epilogue, outputs=tuple(outputs)), places

@@ -1,0 +1,239 @@
+"""The launch plan: what the native launcher is told, validated here and encoded as attributes of a custom call.
+
+This is the one module that loads the native extension.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.ffi
+import numpy as np
+
+try:
+    from cutjax import _ffi
+except ImportError as error:
+    raise ImportError(
+        f"cutjax: the native launcher cannot be loaded ({error}); build it with `pip install .` in the repository"
+    ) from error
+
+TARGET = "cutjax_launch"
+
+# The same bounds as ffi/launcher/plan.h.
+MAX_PARAMS = 48
+MAX_BUFFERS = 32
+MAX_RANK = 5
+
+# CUtensorMapDataType; types TMA does not know travel as unsigned integers of their size.
+_TMA_DTYPES = {"uint16": 1, "uint32": 2, "int32": 3, "uint64": 4, "int64": 5, "float16": 6, "float32": 7, "float64": 8}
+_TMA_DTYPES |= {"bfloat16": 9, "int16": 1}
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+_L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(f"launch: {message}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorMap:
+    """A tensor map passed by value: how TMA walks one buffer. Zeros fill what lies outside ``dims``.
+
+    Attributes:
+      buffer: index of the buffer; arguments of the custom call first, then results.
+      dtype: numpy dtype of the elements.
+      dims: sizes, innermost first, 1 to 5 of them.
+      strides: bytes between neighbours along ``dims[1:]``.
+      box: elements one copy moves along each dimension.
+      swizzle: 0, 32, 64 or 128 bytes.
+      byte_offset: where in the buffer the tensor starts.
+      l2_bytes: how much of a line L2 fetches: 0, 64, 128 or 256 bytes.
+    """
+
+    buffer: int
+    dtype: np.dtype
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int = 128
+    byte_offset: int = 0
+    l2_bytes: int = 128
+
+    def __post_init__(self):
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        rank = len(self.dims)
+        _require(0 <= self.buffer < MAX_BUFFERS, f"buffer {self.buffer} is not in 0..{MAX_BUFFERS - 1}")
+        _require(self.tma_dtype is not None, f"TMA has no type for {self.dtype}")
+        _require(1 <= rank <= MAX_RANK, f"a tensor map has rank 1 to {MAX_RANK}, not {rank}")
+        _require(len(self.strides) == rank - 1, f"rank {rank} needs {rank - 1} strides, got {self.strides}")
+        _require(len(self.box) == rank, f"rank {rank} needs {rank} box sizes, got {self.box}")
+        _require(all(1 <= d <= 2**32 for d in self.dims), f"dims {self.dims} are not all in 1..2^32")
+        _require(
+            all(0 <= s < 2**40 and s % 16 == 0 for s in self.strides),
+            f"strides {self.strides} are not all multiples of 16 bytes below 2^40",
+        )
+        _require(all(1 <= b <= 256 for b in self.box), f"box {self.box} is not all in 1..256")
+        _require(self.swizzle in _SWIZZLES, f"swizzle {self.swizzle} is none of {tuple(_SWIZZLES)}")
+        _require(self.l2_bytes in _L2_PROMOTIONS, f"l2_bytes {self.l2_bytes} is none of {tuple(_L2_PROMOTIONS)}")
+        row = self.box[0] * self.dtype.itemsize
+        _require(row % 16 == 0, f"a box row of {row} bytes is not a multiple of 16")
+        _require(not self.swizzle or row <= self.swizzle, f"a box row of {row} bytes exceeds swizzle {self.swizzle}")
+        _require(
+            self.byte_offset >= 0 and self.byte_offset % 16 == 0,
+            f"byte_offset {self.byte_offset} is not a multiple of 16",
+        )
+
+    @property
+    def tma_dtype(self) -> int | None:
+        """The element type as a ``CUtensorMapDataType``."""
+        return 0 if self.dtype.itemsize == 1 else _TMA_DTYPES.get(self.dtype.name)
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """The record in the attribute ``params``."""
+        swizzle, l2 = _SWIZZLES[self.swizzle], _L2_PROMOTIONS[self.l2_bytes]
+        head = (0, self.buffer, self.byte_offset, self.tma_dtype or 0, len(self.dims), swizzle, l2)
+        return (*head, *self.dims, *self.strides, *self.box)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pointer:
+    """A device pointer into a buffer."""
+
+    buffer: int
+    byte_offset: int = 0
+
+    def __post_init__(self):
+        _require(0 <= self.buffer < MAX_BUFFERS, f"buffer {self.buffer} is not in 0..{MAX_BUFFERS - 1}")
+        _require(self.byte_offset >= 0, f"byte_offset {self.byte_offset} is negative")
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """The record in the attribute ``params``."""
+        return (1, self.buffer, self.byte_offset)
+
+
+@dataclasses.dataclass(frozen=True)
+class Int32:
+    """A 32-bit scalar, signed or unsigned."""
+
+    value: int
+
+    def __post_init__(self):
+        _require(-(2**31) <= self.value < 2**32, f"{self.value} does not fit 32 bits")
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """The record in the attribute ``params``."""
+        return (2, self.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Int64:
+    """A signed 64-bit scalar."""
+
+    value: int
+
+    def __post_init__(self):
+        _require(-(2**63) <= self.value < 2**63, f"{self.value} does not fit 64 bits")
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """The record in the attribute ``params``."""
+        return (3, self.value)
+
+
+Param = TensorMap | Pointer | Int32 | Int64
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel launch, complete but for the addresses.
+
+    Attributes:
+      kernel: entry symbol in ``cubin``.
+      cubin: the compiled code.
+      grid, block, cluster: extents along x, y, z; the grid in blocks, whole clusters.
+      shared_bytes: dynamic shared memory of one block.
+      blocks_per_sm: 0 launches ``grid`` as it is; more makes the kernel persistent: ``grid[0]`` is clipped to that many
+        blocks for each SM of the device it runs on, in whole clusters.
+      params: the kernel's parameters in order.
+    """
+
+    kernel: str
+    cubin: bytes = dataclasses.field(repr=False)
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    shared_bytes: int = 0
+    blocks_per_sm: int = 0
+    params: tuple[Param, ...] = ()
+
+    def __post_init__(self):
+        _require(bool(self.kernel), "the kernel has no name")
+        _require(bool(self.cubin), "the cubin is empty")
+        for what, high in (("grid", (2**31 - 1, 65535, 65535)), ("block", (1024, 1024, 64)), ("cluster", (8, 8, 8))):
+            extents = getattr(self, what)
+            _require(
+                len(extents) == 3 and all(1 <= e <= h for e, h in zip(extents, high, strict=True)),
+                f"{what} {extents} is not within 1..{high}",
+            )
+        _require(math.prod(self.block) <= 1024, f"block {self.block} has more than 1024 threads")
+        _require(math.prod(self.cluster) <= 8, f"cluster {self.cluster} has more than 8 blocks")
+        _require(
+            all(g % c == 0 for g, c in zip(self.grid, self.cluster, strict=True)),
+            f"grid {self.grid} is not a multiple of cluster {self.cluster}",
+        )
+        _require(0 <= self.shared_bytes <= 2**20, f"shared_bytes {self.shared_bytes} is not in 0..2^20")
+        _require(0 <= self.blocks_per_sm <= 64, f"blocks_per_sm {self.blocks_per_sm} is not in 0..64")
+        _require(len(self.params) <= MAX_PARAMS, f"{len(self.params)} parameters are more than {MAX_PARAMS}")
+
+    def attributes(self) -> dict[str, str | bytes | np.ndarray | np.int64]:
+        """The attributes of the custom call ``cutjax_launch``, as ``jax.ffi.ffi_lowering`` takes them."""
+        return {
+            "kernel": self.kernel,
+            "cubin": self.cubin,
+            "grid": np.array(self.grid, np.int64),
+            "block": np.array(self.block, np.int64),
+            "cluster": np.array(self.cluster, np.int64),
+            "shared_bytes": np.int64(self.shared_bytes),
+            "blocks_per_sm": np.int64(self.blocks_per_sm),
+            "params": np.array([word for param in self.params for word in param.words], np.int64),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One custom call: the kernels it launches, one after the other on its stream, and what it writes.
+
+    Attributes:
+      launches: what is launched, in order.
+      results: what the kernels write, where that is not yet the operation's results.
+      finish: then makes those of it, in JAX.
+      aliases: which arguments of the custom call share memory with which results; XLA copies such an argument where it
+        is needed later.
+    """
+
+    launches: tuple[Launch, ...]
+    results: tuple[jax.ShapeDtypeStruct, ...] = ()
+    finish: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None
+    aliases: tuple[tuple[int, int], ...] = ()
+
+    def attributes(self) -> dict[str, str | bytes | np.ndarray | np.int64]:
+        """The attributes of the custom call ``cutjax_launch``, as ``jax.ffi.ffi_lowering`` takes them."""
+        (launch,) = self.launches
+        return launch.attributes()
+
+
+def register() -> None:
+    """Makes the custom call known to JAX's CUDA platform; JAX keeps it until that platform is loaded, if ever."""
+    # The type before the target: XLA refuses a target whose state it does not know.
+    jax.ffi.register_ffi_type(f"{TARGET}_state", _ffi.state_type(), platform="CUDA")
+    jax.ffi.register_ffi_target(TARGET, _ffi.handlers(), platform="CUDA", api_version=1)
+
+
+register()

@@ -1,0 +1,52 @@
+"""The device text of a kernel: its constants, the one generated atom, and the family's files, concatenated.
+
+NVRTC sees no include: a kernel is one self-contained string, so its hash identifies it. ``#line`` keeps the place of
+every line, so a compiler message names the file a person would open.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Mapping, Sequence
+
+DEVICE = pathlib.Path(__file__).parent.parent / "device"
+
+
+@functools.cache
+def _file(name: str) -> str:
+    path = DEVICE / name
+    if not path.exists():  # a source checkout that was not installed
+        path = DEVICE.parent.parent / "ffi" / "device" / name
+    return f'#line 1 "{name}"\n{path.read_text()}'
+
+
+def wgmma(n: int, dtype: str, a_k_major: bool, b_k_major: bool) -> str:
+    """``wgmma.mma_async`` of 64 x n x 16 with both operands in shared memory, accumulating in f32."""
+    count = n // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return f"""#line 1 "wgmma (generated)"
+DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
+  asm volatile(
+      "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
+      "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype} "
+      "{{{registers}}}, %{count}, %{count + 1}, p, 1, 1, {int(not a_k_major)}, {int(not b_k_major)};\\n}}"
+      : {outputs}
+      : "l"(a), "l"(b), "r"(accumulate));
+}}
+"""
+
+
+def constant(name: str, value: int | bool) -> str:
+    """One C++ constant."""
+    if isinstance(value, bool):
+        return f"constexpr bool {name} = {str(value).lower()};\n"
+    return f"constexpr int {name} = {value};\n"
+
+
+def source(kernel: str, constants: Mapping[str, int | bool], parts: Sequence[str]) -> str:
+    """The text of one kernel: its constants, then its parts in order, each a file's name or generated text."""
+    head = f'#line 1 "constants of {kernel} (generated)"\n#define KERNEL {kernel}\n'
+    values = [constant(*item) for item in constants.items()]
+    return "".join([head, *values, *(_file(part) if part.endswith(".cuh") else part for part in parts)])

@@ -1,0 +1,124 @@
+// The GEMM of sm_90a, dense, batched and grouped: d0[z], d1[z], ... = epilogue(a[z] @ b0[z], a[z] @ b1[z], ...;
+// operands), f32 accumulation, persistent, warp-specialised. Plain products are the case of one b, one d, and the
+// identity.
+//
+// One producer warpgroup (one thread of it issues TMA) and CONSUMERS warpgroups that multiply.
+//   cooperative: all consumers share each tile, BM / CONSUMERS rows each.
+//   ping-pong:   two consumers take whole tiles in turn, so that one's epilogue runs beside the other's mainloop.
+// A cluster of CLUSTER_M x CLUSTER_N CTAs computes neighbouring tiles and multicasts the operand tile they share.
+// RAGGED_M, RAGGED_K: the rows, or the contraction, are divided in groups (group_scheduler.cuh).
+//
+// Preconditions (checked in cutjax/kernels/sm90/kernel.py): k >= 1; rows of a, b, d start 16-byte aligned; grid.x a multiple of the
+// cluster; a is K-major where rows are divided, a and b are MN-major where the contraction is.
+
+constexpr int ROWS_PER_CONSUMER = M_BLOCKS * 64;
+constexpr int CONSUMERS_PER_TILE = BM / ROWS_PER_CONSUMER;
+constexpr int THREADS = 128 * (1 + CONSUMERS);
+constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
+
+// Named barriers: 0 is __syncthreads, then one for each consumer's epilogue, then whose turn the mainloop is
+// (ping-pong).
+constexpr int EPILOGUE_BARRIER = 1;
+constexpr int TURN_BARRIER = 1 + CONSUMERS;
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    KERNEL(MAP_PARAMETERS, int m, int n, int k, int raster, int batch, int batch1, int batch2, int a_step0, int a_step1,
+           int a_step2, int b_step0, int b_step1, int b_step2 OPERAND_PARAMETERS PARTIAL_PARAMETERS GROUP_PARAMETERS) {
+  const TensorMap* const map_b[PRODUCTS] = MAPS_B;
+  const TensorMap* const map_d[OUTPUTS] = MAPS_D;
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  SharedTiles shared{shared_address(shared_memory)};
+  u32 staging = shared.base + STAGES * STAGE_BYTES;
+  u32 barriers = staging + CONSUMERS * STORE_BUFFERS * D_BUFFER_BYTES, operand_barriers = barriers + STAGES * 16;
+  Pipeline pipe{barriers, barriers + STAGES * 8, 0, 0};
+
+  int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
+  u32 rank = CLUSTER > 1 ? cluster_ctarank() : 0;
+  u32 rank_m = CLUSTER_M > 1 ? rank : 0, rank_n = CLUSTER_N > 1 ? rank : 0;
+  if (threadIdx.x == 0) {
+    prefetch_tensormap(&map_a);
+    for (const TensorMap* map : map_b) prefetch_tensormap(map);
+    for (const TensorMap* map : map_d) prefetch_tensormap(map);
+    for (int stage = 0; stage < STAGES; ++stage) {
+      mbarrier_init(pipe.full + stage * 8, 1);
+      mbarrier_init(pipe.empty + stage * 8, CONSUMERS_PER_TILE * CLUSTER);
+    }
+    if constexpr (OPERAND_BYTES > 0)
+      for (int buffer = 0; buffer < CONSUMERS * STORE_BUFFERS; ++buffer)
+        mbarrier_init(operand_barriers + buffer * 8, 1);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  if constexpr (CLUSTER > 1) barrier_cluster();
+
+  Scheduler scheduler(m, n, k, raster, batch, batch1, batch2 GROUP_ARGUMENTS);
+  int step = gridDim.x / CLUSTER, k_blocks = (k + BK - 1) / BK;
+
+  if (warpgroup == 0) {
+    if constexpr (CONSUMERS == 2) setmaxnreg_dec<PRODUCER_REGISTERS>();
+    if (thread < 32) {
+      for (int index = blockIdx.x / CLUSTER; scheduler.has(index); index += step) {
+        Work work = scheduler.work(index, rank_m, rank_n);
+        BatchIndex i(work.batch, batch1, batch2);
+        fill(pipe, shared, &map_a, map_b, work, i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2), rank_m,
+             rank_n);
+      }
+    }
+  } else {
+    if constexpr (CONSUMERS == 2) setmaxnreg_inc<CONSUMER_REGISTERS>();
+    int consumer = warpgroup - 1;
+    Epilogue epilogue{staging + consumer * STORE_BUFFERS * D_BUFFER_BYTES,
+                      operand_barriers + consumer * STORE_BUFFERS * 8, EPILOGUE_BARRIER + consumer, thread};
+    Operands operands(m, n OPERAND_ARGUMENTS);
+    Partials partials(m, n PARTIAL_ARGUMENTS);
+    Rows rows_d{m, n ROWS_ARGUMENTS};
+    float accumulators[M_BLOCKS][PRODUCTS * BN / 2];
+    int first_row = PING_PONG ? 0 : consumer * ROWS_PER_CONSUMER;
+    int index = blockIdx.x / CLUSTER, turn = 0;
+    if constexpr (PING_PONG) {
+      // A parity wait cannot tell a stage two wraps away from now, so the mainloops take turns explicitly.
+      if (consumer == 1) bar_arrive(TURN_BARRIER, 256);
+      if constexpr (!GROUPED) {  // the other's tiles are as deep as ours: no need to look at them
+        if (consumer == 1) pipe.advance(k_blocks);
+        index += consumer * step;
+        step *= 2;
+      }
+    }
+    for (; scheduler.has(index); index += step) {
+      Work work = scheduler.work(index, rank_m, rank_n);
+      if constexpr (PING_PONG && GROUPED) {
+        turn ^= 1;
+        if (turn == consumer) {
+          pipe.advance(work.k_blocks);
+          continue;
+        }
+      }
+      if constexpr (PING_PONG) bar_sync(TURN_BARRIER + consumer, 256);
+      BatchIndex i(work.batch, batch1, batch2);
+      auto begun = [&] { epilogue.begin(operands, work.m + first_row, work.n, work.rows - first_row, i); };
+      auto issued = [&] {
+        if constexpr (PING_PONG) bar_arrive(TURN_BARRIER + (consumer ^ 1), 256);
+      };
+      int rows = work.rows - first_row;  // this warpgroup's, which may be none
+      if (RAGGED_M && (work.k_blocks == 0 || rows <= 0)) {
+        skip(pipe, work, thread);
+        issued();
+        if (work.k_blocks == 0 && rows > 0)  // of no group: zero, whatever the epilogue
+          rows_d.clear(work.n, work.m + first_row, work.result, min(rows, ROWS_PER_CONSUMER), thread);
+        continue;
+      }
+      if (RAGGED_M && M_BLOCKS > 1 && rows <= 64) {
+        drain<1>(accumulators, pipe, shared, first_row, work, thread, epilogue.barrier, begun, issued);
+      } else {
+        drain<M_BLOCKS>(accumulators, pipe, shared, first_row, work, thread, epilogue.barrier, begun, issued);
+      }
+      if constexpr (PING_PONG && !GROUPED) pipe.advance(k_blocks);
+      operands.begin_tile(i, work.result);
+      partials.begin_tile(work.result);
+      epilogue.store(accumulators, operands, partials, map_d, rows_d, work.m + first_row, work.n, rows, work.result, i);
+    }
+    epilogue.finish();
+  }
+  // No CTA may leave while a peer still multicasts into it or signals it.
+  if constexpr (CLUSTER > 1) barrier_cluster();
+}
