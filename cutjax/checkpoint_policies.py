@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from cutjax.primitives import define
+from cutjax.binding import lowering
 
 
 def dots_saveable(prim: Any, *avals: Any, **params: Any) -> bool:
@@ -18,7 +18,7 @@ def dots_saveable(prim: Any, *avals: Any, **params: Any) -> bool:
       >>> jax.grad(lambda x: layer(x, x).sum())(jnp.ones((2, 2))).shape
       (2, 2)
     """
-    return prim in define.choosers or jax.checkpoint_policies.dots_saveable(prim, *avals, **params)
+    return prim in lowering.choosers or jax.checkpoint_policies.dots_saveable(prim, *avals, **params)
 
 
 def dots_with_no_batch_dims_saveable(prim: Any, *avals: Any, **params: Any) -> bool:
@@ -26,7 +26,7 @@ def dots_with_no_batch_dims_saveable(prim: Any, *avals: Any, **params: Any) -> b
 
     The groups of a grouped product are no batch axis, and neither is one along which a weight is shared.
     """
-    if prim not in define.choosers:
+    if prim not in lowering.choosers:
         return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *avals, **params)
     a, b = (x.shape[: avals[0].ndim - 2] for x in avals[:2])
     return not any(p != 1 != q for p, q in zip(a, b, strict=True))

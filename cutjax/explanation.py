@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from cutjax.binding import lowering, rules
 from cutjax.epilogue.expression import Epilogue
-from cutjax.kernels.choose import Choice
 from cutjax.kernels.problem import short_dtype
-from cutjax.primitives import define, derivative, fused_dense, fused_ragged
+from cutjax.primitives import derivative
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Row:
     runs: str
     why: str
     kernel: str
-    choice: Choice
+    choice: lowering.Choice
     count: int
     exact: bool
     backend: str
@@ -134,17 +134,17 @@ def explain(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[
     """
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        here = "cuda" if define.on_cuda() else jax.default_backend()
+        here = "cuda" if lowering.on_cuda() else jax.default_backend()
         where = "cuda" if platform == "gpu" else platform or here
         jitted: Any = fn if hasattr(fn, "trace") else jax.jit(lambda *args, **kwargs: fn(*args, **kwargs))
         traced = jitted.trace(*args, **kwargs)
-        divided = define.device_count(traced, (where, here)) > 1
+        divided = lowering.device_count(traced, (where, here)) > 1
         counts: dict[Row, int] = {}
-        for eqn, count, exact, parted in _products(define.live(_open(traced.jaxpr)), where, 1, True, divided):
+        for eqn, count, exact, parted in _products(rules.live(_open(traced.jaxpr)), where, 1, True, divided):
             row = _row(eqn, where, exact, parted)
             counts[row] = counts.get(row, 0) + count
         rows = tuple(dataclasses.replace(row, count=count) for row, count in counts.items())
-        return Explanation(rows, where, define.target_arch())
+        return Explanation(rows, where, lowering.target().arch)
 
     return explained
 
@@ -156,11 +156,11 @@ def _products(
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
         inner = divided
-        if eqn.primitive in define.choosers:
+        if eqn.primitive in lowering.choosers:
             yield eqn, count, exact, divided
             continue
-        if eqn.primitive in define.compositions:
-            inside = functools.partial(define.compositions[eqn.primitive], **params)
+        if eqn.primitive in lowering.compositions:
+            inside = functools.partial(lowering.compositions[eqn.primitive], **params)
             avals: list[Any] = [x.aval for x in eqn.invars]
             subs = [jax.make_jaxpr(inside)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)).jaxpr]
         elif name == "cond" and params.get("branches_platforms"):  # lax.platform_dependent: one branch is lowered
@@ -172,7 +172,7 @@ def _products(
             subs = core.jaxprs_in_params(params)
         if name == "shard_map":
             manual = params.get("newly_manual_axes", params.get("manual_axes"))  # renamed after jax 0.10
-            inner = define.leaves_axes(params["mesh"], manual)
+            inner = lowering.leaves_axes(params["mesh"], manual)
         for sub in subs:
             times = params["length"] if name == "scan" else 1
             yield from _products(sub, platform, count * times, exact and name not in ("while", "cond"), inner)
@@ -185,14 +185,14 @@ def _open(jaxpr: Any) -> core.Jaxpr:
 
 def _row(eqn: Any, platform: str, exact: bool, divided: bool) -> Row:
     avals, params = [x.aval for x in eqn.invars], eqn.params
-    decide = functools.partial(define.decide, eqn.primitive, avals, params, divided=divided)
+    decide = functools.partial(lowering.decide, eqn.primitive, avals, params, divided=divided)
     cuda, here = decide(platform="cuda"), decide(platform=platform)
-    choice = cuda.choice or define.choosers[eqn.primitive](*avals, arch=define.target_arch(), **params)
+    choice = cuda.choice or lowering.choosers[eqn.primitive](*avals, target=lowering.target(), **params)
     why = here.why if platform == "cuda" else f"{here.why}; on cuda: {cuda.why}"
     row = Row(here.runs, why, cuda.runs, choice, 0, exact, params["backend"])
-    if eqn.primitive not in (fused_dense.gemm_fused_p, fused_ragged.grouped_gemm_fused_p):
+    epilogue = params.get("epilogue")
+    if epilogue is None or epilogue.plain:
         return row
-    epilogue = eqn.params["epilogue"]
     first = len(avals) - len(epilogue.operands)
     return dataclasses.replace(
         row,

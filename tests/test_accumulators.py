@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import cutjax
-from cutjax.primitives.dense import accumulator
+from cutjax.primitives.accumulators import accumulator
 
 # One number, and how many of it have a sum of squares that 32 bits do not hold (where so many are no burden).
 SUMS = {

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import cutjax
-from cutjax.primitives import define
+from cutjax.binding import lowering
 from cutjax.runtime import compiler
 
 X = jnp.ones((16, 16), jnp.bfloat16)
@@ -30,7 +30,7 @@ def square(x, **options):
 @pytest.fixture
 def no_nvrtc(monkeypatch):
     monkeypatch.setattr(compiler, "_compiler", lambda: 'NVRTC is not installed: pip install "cutjax[cuda13]"')
-    define._warn_once.cache_clear()
+    lowering._warn_once.cache_clear()
 
 
 def test_auto_and_cuda_launch_a_kernel_and_xla_does_not():

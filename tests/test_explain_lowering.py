@@ -11,8 +11,8 @@ import pytest
 from jax import lax
 
 import cutjax
+from cutjax.binding import lowering
 from cutjax.kernels.sm90 import kernel as sm90
-from cutjax.primitives import define
 from cutjax.runtime import compiler
 
 H = jnp.bfloat16
@@ -95,7 +95,7 @@ def xla_by_partition(fn, *args):
     kernels, rows = agree(fn, *args)
     assert rows
     assert not kernels
-    assert {row.why for row in rows} == {define.PARTITIONED}
+    assert {row.why for row in rows} == {lowering.PARTITIONED}
 
 
 @pytest.mark.parametrize("backend", ["auto", "cuda", "xla"])
@@ -240,7 +240,7 @@ def test_unused_results(name):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_without_a_compiler(name, backend, monkeypatch):
     monkeypatch.setattr(compiler, "_compiler", lambda: "NVRTC is not installed")
-    monkeypatch.setattr(define, "_warn_once", lambda message: None)
+    monkeypatch.setattr(lowering, "_warn_once", lambda message: None)
     kernels, rows = agree(functools.partial(OPERATIONS[name], backend=backend), X)
     assert not kernels
     if backend != "xla":

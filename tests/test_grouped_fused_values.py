@@ -192,8 +192,9 @@ def test_equal_functions_give_equal_programs_and_no_function_the_plain_product()
         assert len(found) == 1
         return found[0]
 
-    assert product(b).primitive.name == "cutjax_grouped_gemm_fused"
-    assert product(b, epilogue=None, operands=()).primitive.name == "cutjax_grouped_gemm"
+    assert not product(b).params["epilogue"].plain
+    assert product(b, epilogue=None, operands=()).params["epilogue"].plain
+    assert product(b, epilogue=lambda acc: acc, operands=()).params["epilogue"].plain
     epilogue = product(b).params["epilogue"]
     assert epilogue == product(b).params["epilogue"]
     assert str(epilogue) == "acc + x0"
@@ -248,5 +249,5 @@ def test_refused(error, match, options):
 def test_strict_backend_says_why():
     if "cuda" in {device.platform for device in jax.devices()}:
         pytest.skip("a kernel may serve it")
-    with pytest.raises(NotImplementedError, match="cutjax_grouped_gemm_fused: backend 'cuda' needs an NVIDIA GPU"):
+    with pytest.raises(NotImplementedError, match="cutjax_grouped_gemm: backend 'cuda' needs an NVIDIA GPU"):
         grouped_gemm(X, W, jnp.array(SIZES), epilogue=bias_relu, operands=(B,), backend="cuda")

@@ -14,7 +14,7 @@ from grouped_oracle import HOSTILE, MOST, integers
 from hypothesis import strategies as st
 
 import cutjax
-from cutjax.primitives import ragged as ragged_products
+from cutjax.primitives import groups, ragged_reference
 
 K, N = 5, 3
 GEMM = {layout: jax.jit(functools.partial(cutjax.grouped_gemm, layout=layout)) for layout in ("nn", "nt")}
@@ -49,13 +49,13 @@ def test_any_sizes(drawn, layout):
 def test_rows_of_groups(drawn):
     m, sizes = drawn
     for leading in (False, True):
-        starts, ends = ragged_products.rows_of_groups(jnp.array(sizes, jnp.int32), m, leading)
+        starts, ends = groups.rows_of_groups(jnp.array(sizes, jnp.int32), m, leading)
         spans = oracle.spans(sizes, m, leading)
         assert list(zip(starts.tolist(), ends.tolist(), strict=True)) == spans
         expected = np.full(m, -1)
         for i, (start, end) in enumerate(spans):
             expected[start:end] = i
-        group, has = ragged_products.group_of_row(jnp.array(sizes, jnp.int32), m, leading)
+        group, has = groups.group_of_row(jnp.array(sizes, jnp.int32), m, leading)
         np.testing.assert_array_equal(np.where(has, group, -1), expected)
         np.testing.assert_array_equal(np.where(has, 0, group), 0)
 
@@ -63,10 +63,10 @@ def test_rows_of_groups(drawn):
 def test_rows_of_groups_where_all_of_int32_are_rows():
     """The running sum saturates before it overflows, at any number of rows an array can have."""
     sizes = jnp.array([MOST, MOST, 5, -1, MOST], jnp.int32)
-    starts, ends = ragged_products.rows_of_groups(sizes, MOST, False)
+    starts, ends = groups.rows_of_groups(sizes, MOST, False)
     np.testing.assert_array_equal(starts, [0, MOST, MOST, MOST, MOST])
     np.testing.assert_array_equal(ends, [MOST] * 5)
-    _, ends = ragged_products.rows_of_groups(jnp.array([1 << 30, (1 << 30) - 2, 1, 1], jnp.int32), MOST, False)
+    _, ends = groups.rows_of_groups(jnp.array([1 << 30, (1 << 30) - 2, 1, 1], jnp.int32), MOST, False)
     np.testing.assert_array_equal(ends, [1 << 30, MOST - 1, MOST, MOST])
 
 
@@ -169,8 +169,8 @@ def test_every_dtype(dtype, on_cuda):
     if on_cuda and dtype in ("float8_e4m3fn", "int8"):
         pytest.skip("XLA's CPU backend has no such product, which the form for CUDA leaves to XLA")
     params = {"out_dtype": x.dtype, "leading": False, "on_cuda": on_cuda}
-    y = jax.jit(functools.partial(ragged_products.reference_gemm, layout="nn", **params))(x, w, sizes)
-    dw = jax.jit(functools.partial(ragged_products.reference_outer, **params))(x, dy, sizes)
+    y = jax.jit(functools.partial(ragged_reference.reference_gemm, layout="nn", **params))(x, w, sizes)
+    dw = jax.jit(functools.partial(ragged_reference.reference_outer, **params))(x, dy, sizes)
     for got, expected in ((y, oracle.multiply(x, w, sizes)), (dw, oracle.outer(x, dy, sizes))):
         assert got.dtype == dtype
         np.testing.assert_array_equal(got, expected.astype(dtype))

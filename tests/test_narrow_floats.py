@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cutjax
-from cutjax.primitives import dense, derivative
+from cutjax.primitives import accumulators, derivative
 
 NARROW = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e8m0fnu")
 CASES = [(dtype, out) for dtype in NARROW for out in ("float32", "bfloat16", "float16")]
@@ -154,8 +154,8 @@ def test_narrow_integers(dtype):
 def test_dtypes():
     bf16, f16, f32, f8 = (jnp.dtype(t) for t in ("bfloat16", "float16", "float32", "float8_e4m3fn"))
     for wide in (bf16, f16, f32, jnp.dtype("int8"), jnp.dtype("complex64")):
-        assert dense.cotangent_dtype(wide, f32) == wide
-    found: list[Any] = [dense.cotangent_dtype(f8, g) for g in (f8, bf16, f16, f32)]
+        assert accumulators.cotangent_dtype(wide, f32) == wide
+    found: list[Any] = [accumulators.cotangent_dtype(f8, g) for g in (f8, bf16, f16, f32)]
     assert found == [bf16, bf16, f32, f32]
     jaxpr = jax.make_jaxpr(lambda x: cutjax.gemm(x, x, epilogue=lambda acc: acc))(jnp.ones((2, 2), f8))
     (eqn,) = jaxpr.jaxpr.eqns

@@ -11,7 +11,7 @@ from jax.experimental import checkify
 from operations import OPERATIONS, operands
 
 import cutjax
-from cutjax.primitives.define import varying_axes
+from cutjax.binding.rules import varying_axes
 
 P = jax.P
 X, W, B = jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.ones(4)

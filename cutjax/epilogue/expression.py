@@ -158,6 +158,12 @@ class Epilogue:
         return any(node.op == "rule" for node in self.nodes)
 
     @functools.cached_property
+    def plain(self) -> bool:
+        """True if it is the identity of one product: linear, and all that a plain product has for an epilogue."""
+        alone = len(self.nodes) == len(self.outputs) == self.products == 1 and not self.operands
+        return alone and self.nodes[0].op == "acc" and not self.outputs[0].reduce
+
+    @functools.cached_property
     def accumulator(self) -> np.dtype:
         """The dtype of the accumulators."""
         return np.dtype(next((node.dtype for node in self.nodes if node.op == "acc"), ACC))
@@ -194,6 +200,12 @@ def normal(
         renamed[i] = index.setdefault(node, len(index))
     outs = tuple(dataclasses.replace(out, node=renamed[out.node]) for out in outputs)
     return Epilogue(products, tuple(operands), tuple(index), outs)
+
+
+@functools.cache
+def identity(dtype: np.dtype, accumulator: np.dtype = ACC) -> Epilogue:
+    """Returns the epilogue of a plain product: the accumulator, in a dtype."""
+    return Epilogue(1, (), (Node("acc", dtype=accumulator.name, params=(0,)),), (Output(0, dtype.name),))
 
 
 def const(value: Any, dtype: Any) -> Node:

@@ -18,8 +18,9 @@ from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import jaxprs_in_params
 
+from cutjax.binding.define import define
+from cutjax.binding.rules import is_linear, is_zero, match_varying
 from cutjax.epilogue.expression import OPS
-from cutjax.primitives.define import define, is_linear, is_zero, match_varying
 
 source_info_util.register_exclusion(__file__)
 HIGHER = "call_hi_primitive"  # of jax 0.12: an operation that is made of others, such as ldexp

@@ -16,6 +16,7 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import kernel as sm90
 from cutjax.kernels.sm90 import memory as sm90_memory
 from cutjax.kernels.sm90.config import Config
+from cutjax.runtime.launch import Call
 
 # One H200, measured (docs/results.md): what the model's times and the roofline are relative to.
 SMS = 132
@@ -52,6 +53,16 @@ class Choice:
     reasons: tuple[str, ...]
     time_us: float | None = None
     roofline: float | None = None
+
+    @property
+    def served(self) -> bool:
+        """True if a kernel runs."""
+        return self.config is not None
+
+    def call(self) -> Call:
+        """Compiles the kernel; returns what is launched."""
+        assert self.config is not None
+        return sm90.launch(self.problem, self.config)
 
     @property
     def kernel(self) -> str:

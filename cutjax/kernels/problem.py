@@ -62,6 +62,7 @@ class Problem:
     ragged: str = ""
     leading: bool = False
     sizes_batch: tuple[int, ...] = ()
+    in_place: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self):
         for field in ("a_dtype", "b_dtype", "out_dtype"):

@@ -16,8 +16,8 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax.primitives import derivative
-from cutjax.primitives import ragged as ragged_products
-from cutjax.primitives.dense import converted
+from cutjax.primitives.accumulators import converted
+from cutjax.primitives.groups import rows_of_groups
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -163,7 +163,7 @@ def local_sizes(sizes: jax.Array, offset: ArrayLike | None, groups: int, m: int,
     first = jnp.clip(_to_int32(start.reshape(())), -groups, count)
     padded = jnp.pad(sizes, [(0, 0)] * (sizes.ndim - 1) + [(1, 1)])  # a group that is not there has no row
     mine = jnp.take(padded, jnp.clip(first + jnp.arange(1, groups + 1, dtype=jnp.int32), 0, count + 1), -1, mode="clip")
-    ends = ragged_products.rows_of_groups(padded, m, False)[1]
+    ends = rows_of_groups(padded, m, False)[1]
     before = jnp.take(ends, jnp.maximum(first, 0), -1, mode="clip")
     return jnp.concatenate([before[..., None], mine], -1), True
 

@@ -15,8 +15,9 @@ from cutjax import dot_precision
 from cutjax.kernels.problem import LAYOUTS
 from cutjax.kernels.sm90.config import Config
 from cutjax.ops.arguments import check_epilogue, contracted, matrix, promote, unwrapped, weights
-from cutjax.primitives import fused_dense
-from cutjax.primitives.dense import converted, multiply, with_rank
+from cutjax.primitives import product as products
+from cutjax.primitives.accumulators import converted
+from cutjax.primitives.dense import Dense
 from cutjax.runtime import backends
 
 
@@ -87,7 +88,7 @@ def gemm(
         raise TypeError(f"gemm: config must be a cutjax.Config, got {type(config).__name__}")
     backend = backends.resolve(backend, "gemm")
     out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
-    how: dict[str, Any] = {"layout": layout, "backend": backend, "config": config}
+    product, how = Dense(layout), {"backend": backend, "config": config}
     how["precision"] = dot_precision.canonical(precision, "gemm")
     check_epilogue(b, epilogue, operands, out_dtype, save)
     x, ys = matrix(a, "a"), weights(b, "b")
@@ -97,12 +98,11 @@ def gemm(
     if contracted(x, layout[0] == "n") != contracted(y, layout[1] == "t"):
         raise ValueError(f"gemm: contracting dimensions differ: a is {x.shape}, b is {y.shape}, layout {layout!r}")
     try:
-        batch = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+        np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     except ValueError:
         raise ValueError(f"gemm: batch axes do not broadcast: a is {x.shape}, b is {y.shape}") from None
 
     if epilogue is not None:
-        x, *ys = (with_rank(v, len(batch) + 2) for v in (x, *ys))
         out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, tuple(operands))
-        return fused_dense.call(epilogue, x, ys, operands, out_dtype=out, save=save, **how)
-    return converted(multiply(x, y, out_dtype=dtype, **how), dtype, weak)
+        return products.call(product, epilogue, x, ys, (), operands, out_dtype=out, save=save, **how)
+    return converted(products.multiply(product, x, y, out_dtype=dtype, **how), dtype, weak)

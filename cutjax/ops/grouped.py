@@ -23,8 +23,9 @@ from cutjax.ops.arguments import (
     unwrapped,
     weights,
 )
-from cutjax.primitives import fused_ragged
-from cutjax.primitives import ragged as ragged_products
+from cutjax.primitives import product as products
+from cutjax.primitives.accumulators import accumulator
+from cutjax.primitives.ragged import Depth, Rows
 from cutjax.runtime import backends
 
 LAYOUTS = ("nn", "nt")
@@ -115,12 +116,12 @@ def grouped_gemm(
         )
     check_batch(where, f"{shapes}, group_sizes is {sizes.shape}", rows.shape[:-2], shape[:-3], sizes.shape[:-1])
     sizes, leading = local_sizes(sizes, group_offset, groups, rows.shape[-2], where)
-    how: dict[str, Any] = {"layout": layout, "leading": leading, "backend": backend, "config": config}
+    product, how = Rows(leading, layout), {"backend": backend, "config": config}
     how["precision"] = dot_precision.canonical(precision, where)
     if epilogue is None:
-        return ragged_products.multiply(rows, ws[0], sizes, out_dtype=dtype, **how)
+        return products.multiply(product, rows, ws[0], sizes, out_dtype=dtype, **how)
     out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, tuple(operands))
-    return fused_ragged.call(epilogue, rows, ws, sizes, operands, out_dtype=out, save=save, **how)
+    return products.call(product, epilogue, rows, ws, (sizes,), operands, out_dtype=out, save=save, **how)
 
 
 def grouped_outer(
@@ -186,14 +187,21 @@ def grouped_outer(
     shapes = f"{shapes}, group_sizes is {sizes.shape}"
     batch = check_batch(where, shapes, a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
     sizes, leading = local_sizes(sizes, group_offset, groups, a.shape[-2], where)
-    how: dict[str, Any] = {"leading": leading, "backend": backend, "config": config}
+    product, how = Depth(leading), {"backend": backend, "config": config}
     how["precision"] = dot_precision.canonical(precision, where)
     if to is None:
-        return ragged_products.outer(a, b, sizes, out_dtype=dtype, **how)
+        return products.multiply(product, a, b, sizes, out_dtype=dtype, **how)
     expected = (*batch, groups, a.shape[-1], b.shape[-1])
     if to.shape != expected:
         raise ValueError(f"{where}: accumulate must be {expected}, like the result, got {to.shape}: {shapes}")
-    return ragged_products.outer_add(a, b, sizes, to, **how)
+
+    def add(acc: jax.Array, to: jax.Array) -> jax.Array:
+        wide = accumulator(to.dtype, acc.dtype)
+        total = acc.astype(wide) + to.astype(wide)
+        return total if wide == acc.dtype else total.astype(to.dtype)  # one in acc's dtype is rounded by out_dtype
+
+    # Each tile of what is added to is read just before it is written.
+    return products.call(product, add, a, [b], (sizes,), (to,), out_dtype=to.dtype, in_place=((0, 0),), **how)
 
 
 def _resolve(backend: str | None, config: Any, where: str) -> str:

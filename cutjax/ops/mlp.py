@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
+from cutjax.binding.rules import match_varying, with_rank
 from cutjax.ops.arguments import (
     check_batch,
     contracted,
@@ -24,9 +24,11 @@ from cutjax.ops.arguments import (
     result_dtype,
     unwrapped,
 )
-from cutjax.primitives import dense, derivative, fused_dense, fused_ragged
-from cutjax.primitives.chain import How, apart, block
-from cutjax.primitives.define import match_varying
+from cutjax.primitives import derivative
+from cutjax.primitives.chain import Chain, apart, block
+from cutjax.primitives.dense import Dense
+from cutjax.primitives.product import Product, abstract_accumulator, aligned, trace_with_dtype
+from cutjax.primitives.ragged import Rows
 from cutjax.runtime import backends
 
 
@@ -97,27 +99,10 @@ def mlp(
         for b, name, n in zip((b1, b2), ("b1", "b2"), columns, strict=True)
         if b is not None
     }
-    names = list(biases)
-    a, v, *rest = match_varying(*(dense.with_rank(y, len(batch) + 2) for y in (a, v, *ws)), *biases.values())
-    ws, biases = rest[: len(ws)], dict(zip(names, rest[len(ws) :], strict=True))
-    last = [dense.with_rank(biases.pop("b2"), len(batch) + 2)] if b2 is not None else []
-    acc = fused_dense.accumulator(a.dtype, fused_dense.tile(*map(jax.typeof, (a, *ws)), layout=layout))
+    last = [with_rank(biases.pop("b2"), len(batch) + 2)] if b2 is not None else []
     hidden = _hidden("mlp", activation, gate is not None)
-    traced = fused_dense.trace_with_dtype(hidden, [acc] * len(ws), (biases,), (dtype,))
-    how = How(traced.epilogue, layout, _result_dtype(out_dtype, dtype, "mlp"), precision, backend, save)
-    if traced.outside is not None:
-        return apart(how, None, hidden, a, ws, v, biases, last)
-    a, v, *rest = match_varying(a, v, *ws, *last, *traced.operands)
-    ws, rest = rest[: len(ws)], rest[len(ws) :]
-    last, operands = rest[: len(last)], rest[len(last) :]
-    if batch and max(math.prod(w.shape[:-2]) for w in (*ws, v)) == 1:
-        folded = fused_dense.fold(how.hidden, a, [*last, *operands])
-        if folded is not None:  # the weights are shared: the batch axes are more rows
-            ws, v = [lax.reshape(w, w.shape[-2:]) for w in ws], lax.reshape(v, v.shape[-2:])
-            how, (rows, *rest) = dataclasses.replace(how, hidden=folded[0]), folded[1]
-            last, operands = rest[: len(last)], rest[len(last) :]
-            return fused_dense.unfold(block(how, None, rows, ws, v, operands, last), a.shape[:-1])
-    return block(how, None, a, ws, v, operands, last)
+    params = {"dtype": dtype, "out_dtype": out_dtype, "precision": precision, "backend": backend, "save": save}
+    return _chained("mlp", Dense(layout), hidden, a, ws, v, (), biases, last, **params)
 
 
 def grouped_mlp(
@@ -192,18 +177,50 @@ def grouped_mlp(
     if row_scale is not None:
         shape = (*np.broadcast_shapes(*batches), a.shape[-2], 1)
         scale["row_scale"] = _broadcasting(where, row_scale, "row_scale", shape)
-    a, sizes, v, *rest = match_varying(a, sizes, v, *ws, *scale.values())
-    scale = dict(zip(scale, rest[len(ws) :], strict=True))
-    a, sizes, v, *ws = fused_ragged.with_ranks(a, sizes, [v, *rest[: len(ws)]])
-    full = fused_ragged.tile(*map(jax.typeof, (a, sizes, *ws)), layout=layout)
-    acc = fused_dense.accumulator(a.dtype, full)
     hidden = _hidden(where, activation, gate is not None)
-    traced = fused_dense.trace_with_dtype(hidden, [acc] * len(ws), (scale,), (dtype,))
-    how = How(traced.epilogue, layout, _result_dtype(out_dtype, dtype, where), precision, backend, save, leading)
+    params = {"dtype": dtype, "out_dtype": out_dtype, "precision": precision, "backend": backend, "save": save}
+    return _chained(where, Rows(leading, layout), hidden, a, ws, v, (sizes,), scale, [], **params)
+
+
+def _chained(
+    where: str,
+    product: Product,
+    hidden: Callable[..., jax.Array],
+    a: jax.Array,
+    ws: Sequence[jax.Array],
+    v: jax.Array,
+    context: Sequence[jax.Array],
+    given: dict[str, jax.Array],
+    last: Sequence[jax.Array],
+    *,
+    dtype: np.dtype,
+    out_dtype: DTypeLike | None,
+    precision: Any,
+    backend: str,
+    save: str,
+) -> jax.Array:
+    """Returns ``hidden(x @ w, ..., given) @ v`` with ``last``, an array or none, added."""
+    a, *rest = match_varying(*aligned(product, a, [*ws, v], context), *given.values(), *last)
+    ws, v, rest = rest[: len(ws)], rest[len(ws)], rest[len(ws) + 1 :]
+    context, rest = rest[: len(context)], rest[len(context) :]
+    given, last = dict(zip(given, rest, strict=False)), rest[len(given) :]
+    acc = abstract_accumulator(a.dtype, product.tile(*map(jax.typeof, (a, *ws, *context))))
+    traced = trace_with_dtype(where, hidden, [acc] * len(ws), (given,), (dtype,))
+    out_dtype = dtype if out_dtype is None else result_dtype(out_dtype, where)
+    chain = Chain(product, traced.epilogue, out_dtype, precision, backend, save)
     if traced.outside is not None:
-        return apart(how, sizes, hidden, a, ws, v, scale, [])
-    a, sizes, v, *rest = match_varying(a, sizes, v, *ws, *traced.operands)
-    return block(how, sizes, a, rest[: len(ws)], v, rest[len(ws) :], [])
+        return apart(chain, context, hidden, a, ws, v, given, last)
+    a, v, *rest = match_varying(a, v, *ws, *context, *last, *traced.operands)
+    ws, rest = rest[: len(ws)], rest[len(ws) :]
+    context, rest = rest[: len(context)], rest[len(context) :]
+    last, operands = rest[: len(last)], rest[len(last) :]
+    folded = product.fold(chain.hidden, a, [*ws, v], [*last, *operands])
+    if folded is None:
+        return block(chain, context, a, ws, v, operands, last)
+    chain = dataclasses.replace(chain, hidden=folded.epilogue)
+    *ws, v = folded.bs
+    last, operands = folded.operands[: len(last)], folded.operands[len(last) :]
+    return folded.unfold(block(chain, context, folded.a, ws, v, operands, last))
 
 
 def _arrays(
@@ -236,7 +253,7 @@ def _hidden(where: str, activation: Callable[[jax.Array], jax.Array], gated: boo
 
     def hidden(*args: Any) -> jax.Array:
         *accs, given = args
-        given = {name: dense.with_rank(x, accs[0].ndim) for name, x in given.items()}
+        given = {name: with_rank(x, accs[0].ndim) for name, x in given.items()}
         z = accs[-1] + given["b1"].astype(accs[-1].dtype) if "b1" in given else accs[-1]
         h = activation(accs[0] if gated else z)
         if not isinstance(h, jax.Array) or h.shape != z.shape:
@@ -258,7 +275,3 @@ def _broadcasting(where: str, x: Any, name: str, shape: tuple[int, ...]) -> jax.
     if x.ndim > len(shape) or any(n not in (1, size) for n, size in zip(x.shape[::-1], shape[::-1], strict=False)):
         raise ValueError(f"{where}: {name} is {x.shape}, which does not broadcast against {shape}")
     return x
-
-
-def _result_dtype(out_dtype: DTypeLike | None, dtype: np.dtype, where: str) -> np.dtype:
-    return dtype if out_dtype is None else result_dtype(out_dtype, where)

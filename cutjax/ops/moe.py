@@ -13,11 +13,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from cutjax import dot_precision
+from cutjax.binding.rules import match_varying
 from cutjax.ops.arguments import contracted, matrix
 from cutjax.ops.mlp import check_activation, grouped_mlp
 from cutjax.ops.routing import broadcastable, routed
 from cutjax.primitives import derivative
-from cutjax.primitives.define import match_varying
 from cutjax.runtime import backends
 
 ROWS = "cutjax_rows"  # the name jax.checkpoint policies see, of the gathered rows

@@ -14,8 +14,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
 from cutjax.ops.arguments import group_sizes_of, local_sizes, result_dtype, unwrapped
-from cutjax.primitives import ragged as ragged_products
-from cutjax.primitives.dense import accumulator, converted
+from cutjax.primitives.accumulators import accumulator, converted
+from cutjax.primitives.groups import rows_of_groups
+from cutjax.primitives.product import multiply
+from cutjax.primitives.ragged import Depth, Rows
 from cutjax.runtime import backends
 
 _MATRICES = lax.RaggedDotDimensionNumbers(  # of ragged_dot
@@ -146,9 +148,9 @@ def ragged_dot_general(
     batch, outer = _shape(lhs, l_batch), _shape(lhs, before)
     sizes = sizes.reshape(*((1,) * (len(batch) + len(outer)) if sizes.ndim == 1 else sizes.shape[:-1]), -1)
     groups = rhs.shape[dims.rhs_group_dimensions[0]] if divided is l_free else sizes.shape[-1]
-    sizes, how["leading"] = local_sizes(sizes, group_offset, groups, lhs.shape[ragged], where)
+    sizes, leading = local_sizes(sizes, group_offset, groups, lhs.shape[ragged], where)
     if after:
-        starts, ends = ragged_products.rows_of_groups(sizes, lhs.shape[ragged], False)
+        starts, ends = rows_of_groups(sizes, lhs.shape[ragged], False)
         sizes = (ends - starts) * math.prod(_shape(lhs, after))
 
     def merged(x: jax.Array, *parts: Sequence[int], keep: int) -> jax.Array:
@@ -165,14 +167,14 @@ def ragged_dot_general(
         w = merged(rhs, r_batch, dims.rhs_group_dimensions, *matrix, keep=2)
         w = lax.expand_dims(w, range(len(batch), len(batch) + len(before)))
         layout = "nn" if matrix[0] is k_of_r else "nt"
-        d = ragged_products.multiply(x, w, sizes, layout=layout, out_dtype=out.dtype, **how)
+        d = multiply(Rows(leading, layout), x, w, sizes, out_dtype=out.dtype, **how)
         return d.reshape(out.shape)
 
     others = [r_contract[l_contract.index(i)] for i in divided]
     a = merged(lhs, l_batch, before, [ragged, *after], l_free, keep=2)
     b = merged(rhs, r_batch, others[:at], others[at:], r_free, keep=2)
     wide = accumulator(lhs.dtype, out.dtype) if before else out.dtype
-    d = ragged_products.outer(a, b, sizes, out_dtype=wide, **how)
+    d = multiply(Depth(leading), a, b, sizes, out_dtype=wide, **how)
     d = d.sum(range(len(batch), len(batch) + len(before)), dtype=wide) if before else d
     return jnp.moveaxis(d, len(batch), 0).reshape(out.shape).astype(out.dtype)
 

@@ -14,9 +14,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.typing import ArrayLike
 
+from cutjax.binding.define import define
+from cutjax.binding.rules import is_zero, match_varying, with_rank, zero_tangent
 from cutjax.ops.arguments import integer, matrix, unwrapped
-from cutjax.primitives import dense
-from cutjax.primitives.define import define, is_zero, match_varying, zero_tangent
+from cutjax.primitives.accumulators import accumulator
 
 SCORING = ("softmax", "sigmoid")
 ROUTING = "cutjax_routing"  # the name jax.checkpoint policies see
@@ -179,7 +180,7 @@ def broadcastable(bias: Any, shape: tuple[int, ...], where: str) -> jax.Array:
         n not in (1, size) for n, size in zip(bias.shape[::-1], shape[::-1], strict=False)
     ):
         raise ValueError(f"{where}: selection_bias is {bias.shape}, which does not broadcast against {shape}")
-    return dense.with_rank(bias, len(shape))
+    return with_rank(bias, len(shape))
 
 
 def _picked(scores: jax.Array, indices: jax.Array) -> jax.Array:
@@ -294,7 +295,7 @@ def _dispatch(x: jax.Array, permutation: jax.Array, inverse: jax.Array) -> jax.A
 
 
 def _combine(rows: jax.Array, permutation: jax.Array, inverse: jax.Array) -> jax.Array:
-    wide = dense.accumulator(rows.dtype)
+    wide = accumulator(rows.dtype)
     # A term for each choice and not a reduction: elementwise, so that XLA fuses the gathers and the sum into one loop.
     terms = [_gather(rows, inverse[..., i]).astype(wide) for i in range(inverse.shape[-1])]
     return functools.reduce(lax.add, terms).astype(rows.dtype)
@@ -324,7 +325,7 @@ def _define(name: str, apply: Callable[..., jax.Array], transposed: Callable[[],
         d = transposed().bind(g, permutation, inverse)
         axes = [i for i in range(d.ndim - 2) if x.aval.shape[i] == 1 != d.shape[i]]
         if axes:  # rows shared by several routings
-            d = d.astype(dense.accumulator(d.dtype)).sum(axes, keepdims=True).astype(d.dtype)
+            d = d.astype(accumulator(d.dtype)).sum(axes, keepdims=True).astype(d.dtype)
         return [d, None, None]
 
     primitive = define(name, abstract=abstract, reference=apply, batch=batch, jvp=jvp, transpose=transpose)

@@ -14,9 +14,9 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from cutjax.binding.rules import reads, zero_tangent
 from cutjax.epilogue.expression import ACC, Epilogue, Node, Output, normal
 from cutjax.epilogue.trace import Outside, Traced, trace
-from cutjax.primitives.define import reads, zero_tangent
 
 SAVE = ("default", "recompute")
 PREACTIVATION = "cutjax_preactivation"  # the name jax.checkpoint policies see

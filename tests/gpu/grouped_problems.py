@@ -14,7 +14,8 @@ import problems
 from problems import SEED
 
 import cutjax
-from cutjax.primitives import ragged as ragged_products
+from cutjax.primitives.product import multiply
+from cutjax.primitives.ragged import Depth, Rows
 
 _PRODUCTS = 1 << 31  # keeps a problem's reference on one CPU core near 0.1 s
 _ELEMENTS = 1 << 22  # of each array
@@ -213,14 +214,12 @@ def compiled(problem: cutjax.Problem, config: cutjax.Config | None, backend: str
 
     Filled with NaN, that array shows any element the kernel does not write.
     """
-    params: dict[str, Any] = {"out_dtype": problem.out_dtype, "leading": problem.leading}
-    params |= {"precision": None, "backend": backend, "config": config}
+    product = Depth(problem.leading) if problem.ragged == "k" else Rows(problem.leading, problem.layout)
+    params: dict[str, Any] = {"out_dtype": problem.out_dtype, "precision": None, "backend": backend, "config": config}
 
     @functools.partial(jax.jit, donate_argnums=3, keep_unused=True)
     def grouped(a, b, sizes, poison):
-        if problem.ragged == "k":
-            return ragged_products.outer(a, b, sizes, **params)
-        return ragged_products.multiply(a, b, sizes, layout=problem.layout, **params)
+        return multiply(product, a, b, sizes, **params)
 
     dtypes = (problem.a_dtype, problem.b_dtype, np.int32, problem.out_dtype)
     avals = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes(problem), dtypes, strict=True))

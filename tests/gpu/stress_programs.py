@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import cutjax
-from cutjax.primitives import ragged as ragged_products
+from cutjax.primitives.product import multiply
+from cutjax.primitives.ragged import Depth, Rows
 
 SCHEDULES, CLUSTERS, LAYOUTS = ("coop", "pingpong"), ((1, 1), (2, 1), (1, 2)), ("nn", "nt", "tn", "tt")
 SHAPES = [(schedule, cluster) for schedule in SCHEDULES for cluster in CLUSTERS]
@@ -147,10 +148,8 @@ def grouped(tiny: bool) -> Iterator[Program]:
                 lambda a, b, s, to, **kw: cutjax.grouped_outer(a, b, s, accumulate=to, **kw), **params
             )
         else:
-            params |= {"out_dtype": out, "leading": layout == "tn", "precision": None}
-            fn = functools.partial(ragged_products.outer, **params)
-            if ragged == "m":
-                fn = functools.partial(ragged_products.multiply, layout=layout, **params)
+            product = Rows(layout == "tn", layout) if ragged == "m" else Depth(layout == "tn")
+            fn = functools.partial(multiply, product, out_dtype=out, precision=None, **params)
         yield Program(f"grouped {layout} {label}", fn, arrays)
     for number, name in enumerate(grouped_epilogues.EPILOGUES):
         size: dict[str, int] = {"m": 60, "n": 16, "k": 8, "groups": 5} if tiny else {}

@@ -12,8 +12,8 @@ import numpy as np
 import problems
 import pytest
 
+from cutjax.binding.lowering import target
 from cutjax.epilogue import emit
-from cutjax.primitives.define import target_arch
 from cutjax.runtime import compiler, sources
 from cutjax.runtime.launch import TARGET, Int32, Launch, Pointer
 
@@ -80,7 +80,7 @@ def on_device(epilogue, *operands, accs=(), raw=False):
     buffers = range(len(arrays) + len(shapes))
     launch = Launch(
         kernel="elements",
-        cubin=compiler.compile_kernel(source(epilogue), name="elements", arch=target_arch()).image,
+        cubin=compiler.compile_kernel(source(epilogue), name="elements", arch=target().arch).image,
         grid=(-(-size // THREADS), 1, 1),
         block=(THREADS, 1, 1),
         params=(*(Pointer(i) for i in buffers), Int32(size)),

@@ -316,8 +316,7 @@ def _planned(problem: Problem, config: Config, cubin: bytes) -> Call:
         (launch,),
         results=_written(p, c) if partials else (),
         finish=functools.partial(sm90_memory.finish, p) if partials else None,
-        # The one operand of a weight gradient is what it is added to: each tile is read just before it is written.
-        aliases=((first_operand, 0),) if p.ragged == "k" and epilogue.operands else (),
+        aliases=tuple((first_operand + operand, result) for operand, result in p.in_place),
     )
 
 

@@ -1,0 +1,82 @@
+"""Binds every rule of a primitive in one call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+from cutjax.binding import lowering, rules
+
+
+def define(
+    name: str,
+    *,
+    abstract: Callable[..., Any],
+    reference: Callable[..., Any],
+    batch: Callable[..., Any],
+    choose: Callable[..., lowering.Choice] | None = None,
+    jvp: Callable[..., Any] | None = None,
+    transpose: Callable[..., Any] | None = None,
+    drop: Callable[..., Any] | None = None,
+    multiple_results: bool = False,
+) -> core.Primitive:
+    """Returns a new primitive. Its parameters are hashable and include ``backend``, where it has kernels.
+
+    Args:
+      name: the primitive's name, "cutjax_" and the operation.
+      abstract: ``(*avals, **params) -> aval(s)``.
+      reference: ``(*arrays, on_cuda, **params) -> array(s)``, the operation in plain JAX; runs wherever no kernel does.
+      batch: ``(args, dims, **params) -> (result(s), dim(s))``.
+      choose: ``(*avals, target, **params) -> lowering.Choice``, the kernel for CUDA, or why there is none. An operation
+        without is its reference on every platform: a composition of others.
+      jvp: ``(primals, tangents, **params) -> (result(s), tangent(s))``.
+      transpose: ``(cotangent(s), *args, **params) -> cotangents`` of an operation that is linear in some operands:
+        those of which only the aval is known.
+      drop: ``(used, **params) -> (operands, params)``, what computes the results in use alone: which operands it reads
+        (a bool for each), and its parameters. jit calls it where nothing uses the others.
+      multiple_results: whether the results are a sequence.
+    """
+    primitive = core.Primitive(name)
+    primitive.multiple_results = multiple_results
+    primitive.def_abstract_eval(abstract)
+
+    def bind(*args: Any, **params: Any) -> Any:
+        return primitive.bind(*args, **params)
+
+    bind.__name__ = name  # what the profiler shows of an eager call
+    # By this jax knows that there is nothing smaller to run one by one, in search of a NaN (jax_debug_nans).
+    bind._apply_primitive = True  # pyright: ignore[reportFunctionMemberAccess]
+
+    @functools.cache
+    def compiled(names: tuple[str, ...]) -> Callable[..., Any]:
+        return jax.jit(bind, static_argnames=names)
+
+    @primitive.def_impl
+    def _(*args: Any, **params: Any) -> Any:
+        if "epilogue" in params:  # nothing is differentiated any more, and without rules equal functions are equal
+            params["epilogue"] = params["epilogue"].primal
+        with jax.disable_jit(False):  # or the jit below would bind, hence come back here, without end
+            return compiled(tuple(params))(*args, **params)
+
+    batching.primitive_batchers[primitive] = batch
+    if jvp is not None:
+        ad.primitive_jvps[primitive] = jvp
+    if transpose is not None:
+        ad.primitive_transposes[primitive] = transpose
+    if drop is not None:
+        partial_eval.dce_rules[primitive] = functools.partial(rules.drop, drop)
+
+    if choose is None:
+        mlir.register_lowering(primitive, mlir.lower_fun(reference, multiple_results=multiple_results))
+        lowering.compositions[primitive] = reference
+        return primitive
+    lower = lowering.rule(primitive, reference)
+    mlir.register_lowering(primitive, lower)
+    mlir.register_lowering(primitive, lower, platform="cuda")
+    lowering.choosers[primitive] = choose
+    return primitive

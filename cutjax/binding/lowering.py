@@ -1,0 +1,221 @@
+"""What a product is lowered to: one decision, which the lowering rules carry out and ``cutjax.explain`` shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.ffi
+import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import mlir
+from jax.sharding import AxisType
+
+from cutjax.runtime import compiler
+from cutjax.runtime.launch import TARGET, Call
+from cutjax.runtime.settings import settings
+
+PARTITIONED = "the program is divided over devices and XLA cannot divide a kernel: call it inside jax.shard_map"
+
+
+class Choice(Protocol):
+    """The kernel that CUDA has for a problem, or why it has none.
+
+    Attributes:
+      problem: what was asked; printed in errors, and ``flops`` is 0 where there is nothing to compute.
+      reasons: why XLA runs, or how the kernel came to be.
+      served: whether there is a kernel.
+      kernel: its name.
+      time_us: its predicted time in microseconds, where known.
+      roofline: predicted share of the roofline, 0 to 1, where known.
+    """
+
+    @property
+    def problem(self) -> Any: ...
+    @property
+    def reasons(self) -> tuple[str, ...]: ...
+    @property
+    def served(self) -> bool: ...
+    @property
+    def kernel(self) -> str: ...
+    @property
+    def time_us(self) -> float | None: ...
+    @property
+    def roofline(self) -> float | None: ...
+
+    def call(self) -> Call:
+        """Compiles the kernel; returns what is launched."""
+        ...
+
+
+# The kernel CUDA has, or why none, for each primitive: (*avals, target, **params) -> Choice.
+choosers: dict[core.Primitive, Callable[..., Choice]] = {}
+# The primitives that are others in disguise: (*arrays, **params) -> result(s).
+compositions: dict[core.Primitive, Callable[..., Any]] = {}
+# Whether lowering is only to say for how many devices it is. A user context, so that jit keeps no such program.
+_counting_devices = jax.make_user_context(False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What a product is lowered to.
+
+    Attributes:
+      runs: a kernel's name, "XLA", or "error".
+      why: the reasons.
+      choice: the kernel that CUDA has for the problem, or why it has none; None where nobody asked.
+      warns: whether the reason is one to warn of.
+    """
+
+    runs: str
+    why: str
+    choice: Choice | None = None
+    warns: bool = False
+
+
+def decide(
+    primitive: core.Primitive, avals: Sequence[Any], params: dict[str, Any], *, platform: str, divided: bool
+) -> Decision:
+    """Returns what runs for a product.
+
+    Args:
+      primitive: one of ``choosers``.
+      avals: of its operands.
+      params: its parameters.
+      platform: what the program is lowered for, "cuda", "cpu", or several in one string.
+      divided: whether XLA's partitioner divides the program at this place over several devices.
+    """
+    backend, config = params["backend"], params.get("config")
+    if platform != "cuda":
+        if backend != "cuda":
+            return Decision("XLA", f"platform {platform}")
+        why = f"backend 'cuda' needs an NVIDIA GPU, but the program is compiled for {platform}"
+        return Decision("error", f"{why}; 'auto' and 'xla' run on any platform")
+    if backend == "xla":
+        return Decision("XLA", "backend 'xla'")
+    strict = backend == "cuda" or config is not None  # who pins a kernel wants that one
+    if divided and not strict:
+        return Decision("XLA", PARTITIONED)
+    choice = choosers[primitive](*avals, target=target(), **params)
+    why = "; ".join(choice.reasons)
+    if choice.problem.flops == 0:
+        return Decision("XLA", why, choice)  # an empty result, or zeros: nothing to launch, under "cuda" neither
+    if not choice.served:
+        pinned = "" if config is None else f" with {config}"
+        error = Decision("error", f"no kernel for {choice.problem}{pinned}: {why}", choice)
+        return error if strict else Decision("XLA", why, choice)
+    if missing := compiler.compiler_missing():
+        return Decision("error" if strict else "XLA", f"cannot compile a kernel: {missing}", choice, warns=not strict)
+    return Decision(choice.kernel, why, choice)
+
+
+def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the lowering rule of a primitive of ``choosers``; ``reference`` also takes ``on_cuda``."""
+    several = primitive.multiple_results
+    on_cuda = mlir.lower_fun(functools.partial(reference, on_cuda=True), multiple_results=several)
+    elsewhere = mlir.lower_fun(functools.partial(reference, on_cuda=False), multiple_results=several)
+
+    def lower(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+        if _counting_devices.value:
+            zeros = [functools.partial(jnp.zeros, x.shape, x.dtype) for x in ctx.avals_out]
+            return mlir.lower_fun(lambda *_: [zero() for zero in zeros])(ctx, *args)
+        platform = ", ".join(ctx.platforms or ctx.module_context.platforms)
+        divided = _partitioned(ctx.module_context.axis_context)
+        decision = decide(primitive, ctx.avals_in, params, platform=platform, divided=divided)
+        if decision.runs == "error":
+            raise NotImplementedError(f"{primitive.name}: {decision.why}")
+        if decision.runs == "XLA":
+            if decision.warns:
+                _warn_once(f"{primitive.name}: XLA runs, not a kernel: {decision.why}")
+            return (on_cuda if platform == "cuda" else elsewhere)(ctx, *args, **params)
+        assert decision.choice is not None
+        called = decision.choice.call()
+        if called.finish is None:
+            lowering = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=dict(called.aliases))
+            return lowering(ctx, *args, **called.attributes())
+        finish, call = called.finish, jax.ffi.ffi_call(TARGET, called.results)
+        return mlir.lower_fun(lambda *xs: finish(call(*xs, **called.attributes())))(ctx, *args)
+
+    return lower
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """Warns of one thing once in a process, whatever the warning filters say."""
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def _partitioned(context: Any) -> bool:
+    """True if XLA's partitioner divides the program at this place over several devices.
+
+    To the partitioner a custom call is a box it can only replicate: right, but every device would do all the work.
+    """
+    if isinstance(context, mlir.SPMDAxisContext):  # inside shard_map: its manual axes are divided already
+        return leaves_axes(context.mesh, context.manual_axes)
+    return getattr(context, "num_devices", 1) > 1
+
+
+def leaves_axes(mesh: Any, manual: Any) -> bool:
+    """True if a shard_map over axes of a mesh leaves some to XLA; those of one around it are the mesh's manual ones."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return any(mesh.shape[x] > 1 and x not in manual for x, kind in kinds if kind != AxisType.Manual)
+
+
+def device_count(traced: Any, platforms: Sequence[str]) -> int:
+    """Returns for how many devices jax lowers what ``jax.jit(f).trace(...)`` returned.
+
+    Where the program is sharded is written in its arguments, in jit's shardings, in meshes and constraints anywhere in
+    it, and in the scope. Jax adds that up when it lowers, so it does that here, with zeros for the products. Some
+    programs can be lowered on some platforms alone, so several are tried; the number is the same on each.
+    """
+    errors = []
+    for platform in dict.fromkeys(platforms):
+        try:
+            with _counting_devices(True):
+                module = traced.lower(lowering_platforms=(platform,)).compiler_ir()
+        except Exception as error:
+            errors.append(error)
+        else:
+            return module.operation.attributes["mhlo.num_partitions"].value
+    raise errors[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The CUDA device that programs are lowered for.
+
+    Attributes:
+      arch: the architecture to compile for, e.g. "sm_90a".
+      kind: JAX's ``device_kind``; "" when lowering without a device.
+      sms: streaming multiprocessors; None where nobody says.
+    """
+
+    arch: str
+    kind: str = ""
+    sms: int | None = None
+
+
+@functools.lru_cache(maxsize=1)
+def _device() -> Target | None:
+    """Returns this process's CUDA device, None where there is none."""
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return None
+    major, minor = str(device.compute_capability).split(".")
+    arch = f"sm_{major}{minor}" + ("a" if int(major) >= 9 else "")  # "a": with the features of that chip alone
+    return Target(arch, device.device_kind, getattr(device, "core_count", None))
+
+
+def on_cuda() -> bool:
+    """True if this process computes on a CUDA device by default."""
+    return jax.default_backend() == "gpu" and _device() is not None
+
+
+def target() -> Target:
+    """Returns the device to compile for: this process's, or what the settings say when lowering without one."""
+    return _device() or Target(settings().target_arch)

@@ -1,0 +1,95 @@
+"""What the rules of every primitive share: zero tangents, live equations, axes of a mesh, ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core
+from jax.interpreters import ad, partial_eval
+
+
+def is_zero(tangent: Any) -> bool:
+    """True if a tangent is zero, known as such while tracing."""
+    return isinstance(tangent, ad.Zero)
+
+
+def none_if_zero(tangents: Sequence[Any]) -> list[Any]:
+    """Returns the tangents, None in place of those that are zero."""
+    return [None if is_zero(x) else x for x in tangents]
+
+
+def is_linear(operand: Any) -> bool:
+    """True if an operand, in a transpose, is one of which a cotangent is wanted."""
+    return ad.is_undefined_primal(operand)
+
+
+def zero_tangent(primal: Any) -> Any:
+    """Returns the tangent that is zero, of a primal of any dtype."""
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
+def drop(rule: Callable[..., Any], used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """Returns, of an equation some of whose results nothing uses, the operands it reads, and what remains of it."""
+    eqn = rest[-1]  # after jax 0.10 an argument about references came before it
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    if all(used):
+        return [True] * len(eqn.invars), eqn
+    reading, params = rule(used, **eqn.params)
+    outvars = [x for x, use in zip(eqn.outvars, used, strict=True) if use]
+    invars = [x for x, read in zip(eqn.invars, reading, strict=True) if read]
+    return reading, eqn.replace(invars=invars, outvars=outvars, params=params)
+
+
+def reads(fn: Callable[..., Any], *args: Any) -> list[bool]:
+    """Returns which leaves of the arguments the results of a function depend on."""
+    jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+    return list(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
+
+
+def live(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """Returns the equations that jit lowers: those whose results something uses."""
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+def varying_axes(aval: Any) -> frozenset[Any]:
+    """Returns the mesh axes of an enclosing shard_map over which a value varies."""
+    return aval.mat.varying
+
+
+def match_varying(*args: jax.Array) -> list[jax.Array]:
+    """Returns the arrays, each varying over the axes any of them varies over, as shard_map(check_vma=True) asks."""
+    varying = [varying_axes(jax.typeof(x)) for x in args]
+    missing = [tuple(frozenset().union(*varying) - axes) for axes in varying]
+    return [lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(args, missing, strict=True)]
+
+
+def check_varying(where: str, avals: Sequence[Any]) -> None:
+    """Raises if operands vary over different mesh axes."""
+    if any(varying_axes(x) != varying_axes(avals[0]) for x in avals):
+        shown = ", ".join(x.str_short() for x in avals)
+        raise ValueError(f"{where}: operands vary over different mesh axes: {shown}")
+
+
+def on_mesh(*avals: Any) -> Any:
+    """Returns a sharding on the mesh that any of the operands lies on."""
+    return next((x.sharding for x in avals if not x.sharding.mesh.empty), avals[0].sharding)
+
+
+def sharded(x: jax.Array) -> bool:
+    """True if an axis but the last lies on a mesh axis, under explicit sharding: merging axes would move data."""
+    return any(axes is not None for axes in jax.typeof(x).sharding.spec[:-1])
+
+
+def with_rank(x: jax.Array, rank: int) -> jax.Array:
+    """Returns the array with axes of size 1 in front, up to a rank."""
+    return x if x.ndim == rank else lax.expand_dims(x, range(rank - x.ndim))
+
+
+def batch_axis(args: Sequence[jax.Array], dims: Sequence[int | None], at: int) -> list[jax.Array]:
+    """Returns the arrays with the axis that vmap maps at one place, of size 1 where one is not mapped."""
+    moved = zip(args, dims, strict=True)
+    return [lax.expand_dims(x, [at]) if dim is None else jax.numpy.moveaxis(x, dim, at) for x, dim in moved]

@@ -1,0 +1,122 @@
+"""Who may import whom: the folders are floors, and every import goes down or stays. Read from the syntax trees."""
+
+import ast
+import pathlib
+
+import pytest
+
+import cutjax
+
+ROOT = pathlib.Path(cutjax.__file__).parent
+# From the top to the ground. A module imports what is of its own folder, and of those named here.
+MAY_IMPORT = {
+    "": {
+        "ops",
+        "primitives",
+        "kernels",
+        "epilogue",
+        "binding",
+        "runtime",
+    },  # __init__, explanation, checkpoint_policies
+    "ops": {"primitives", "kernels", "epilogue", "binding", "runtime"},
+    "primitives": {"kernels", "epilogue", "binding", "runtime"},
+    "kernels": {"epilogue", "runtime"},
+    "epilogue": {"binding"},
+    "binding": {"runtime"},
+    "runtime": set(),
+}
+GROUND = {"dtypes", "dot_precision"}  # modules beside the folders that any of them may import, and that import none
+FAMILIES = {"sm90"}
+
+
+def modules():
+    for path in sorted(ROOT.rglob("*.py")):
+        yield ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"), path
+
+
+def imports(path, typing=False):
+    """The modules that a module imports, with those of a package that it names."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+NAMES = {name for name, _ in modules()}
+OURS = {name: {x for x in imports(path) if x in NAMES} - {name} for name, path in modules()}
+
+
+def folder(name):
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else ""
+
+
+def test_folders():
+    found = {path.name for path in ROOT.iterdir() if path.is_dir() and list(path.glob("*.py"))}
+    assert found == MAY_IMPORT.keys() - {""}
+
+
+@pytest.mark.parametrize("name", sorted(OURS))
+def test_imports_go_down(name):
+    own = folder(name)
+    for imported in OURS[name]:
+        ground = imported.split(".")[-1] in GROUND and imported.count(".") == 1
+        if imported == "cutjax" or ground:
+            continue
+        assert name.split(".")[-1] not in GROUND, f"{name} imports {imported}, and stands on the ground"
+        assert folder(imported) in {own, *MAY_IMPORT[own]}, f"{name} imports {imported}"
+
+
+def test_no_circle():
+    """No module imports itself by way of others; packages (__init__) with nothing in them aside."""
+    done, path = set(), []
+
+    def visit(name):
+        if name in done or name == "cutjax":
+            return
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        path.append(name)
+        for imported in sorted(OURS[name]):
+            if not name.startswith(imported + "."):
+                visit(imported)
+        path.pop()
+        done.add(name)
+
+    for name in OURS:
+        visit(name)
+
+
+@pytest.mark.parametrize(
+    ("module", "allowed"),
+    [
+        ("jax.interpreters", {"cutjax.binding.define", "cutjax.binding.rules", "cutjax.binding.lowering"}),
+        ("cutjax._ffi", {"cutjax.runtime.launch"}),
+        ("jax._src", set()),
+    ],
+)
+def test_who_imports_what_of_jax_and_the_extension(module, allowed):
+    found = {name for name, path in modules() for x in imports(path) if x == module or x.startswith(module + ".")}
+    assert found <= allowed
+
+
+def test_only_a_family_knows_a_tile():
+    """Nothing but the list of families and the public Config names a family's modules."""
+    named = {
+        name
+        for name, imported in OURS.items()
+        for x in imported
+        if any(x.startswith(f"cutjax.kernels.{family}") for family in FAMILIES)
+    }
+    inside = {name for name in named if any(name.startswith(f"cutjax.kernels.{family}") for family in FAMILIES)}
+    assert named - inside <= {"cutjax", "cutjax.kernels.choose"}
+
+
+def test_no_module_is_shadowed_by_a_public_name():
+    """``import cutjax.x`` is a module, whatever functions are public."""
+    files = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or path.is_dir()}
+    public = {name for name in cutjax.__all__ if callable(getattr(cutjax, name))}
+    assert not files & public
