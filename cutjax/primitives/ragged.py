@@ -452,7 +452,7 @@ def _add_choose(
     nodes.append(Node("add", (0, len(nodes) - 1)))
     spec = OperandSpec(to.dtype.name, m != 1, n != 1, tuple(size != 1 for size in batch))
     epilogue = normal(1, [spec], nodes, [Output(len(nodes) - 1, to.dtype.name)])
-    problem = dataclasses.replace(problem, batch=tuple(batch), epilogue=epilogue)
+    problem = dataclasses.replace(problem, batch=tuple(batch), epilogue=epilogue, in_place=((0, 0),))
     return choose(problem, config, precision=precision)
 
 
