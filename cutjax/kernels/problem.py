@@ -170,7 +170,7 @@ class Problem:
         """Number of matrices in the result."""
         return math.prod(self.batch)
 
-    @property
+    @functools.cached_property
     def products(self) -> int:
         """How many matrices b share a, each multiplied by it."""
         return self.epilogue.products

@@ -32,12 +32,14 @@ class Facts:
       staging: of its epilogue.
       heavy: whether the epilogue takes too many registers for two blocks beside each other.
       reasons: why no kernel can serve the problem; empty when one can.
+      footprints: of the tiles looked at so far.
     """
 
     problem: Problem
     staging: Staging
     heavy: bool
     reasons: tuple[str, ...]
+    footprints: dict[tuple[str, int, int, int], Footprint] = dataclasses.field(default_factory=dict, repr=False)
 
     def max_accumulators(self, config: Config) -> int:
         """Returns the accumulator registers a thread may have, all products together, beside what its epilogue keeps.
@@ -142,9 +144,15 @@ class Footprint:
         return 2 + (self.limit(2) - self.bytes(2, buffers)) // (self.stage_bytes + 16)
 
 
-@functools.lru_cache(maxsize=256)
 def footprint(facts: Facts, config: Config) -> Footprint:
     """Returns the shared memory that the tile of a config takes."""
+    tile = config.schedule, config.bm, config.bn, config.bk
+    if tile not in facts.footprints:
+        facts.footprints[tile] = _footprint(facts, config)
+    return facts.footprints[tile]
+
+
+def _footprint(facts: Facts, config: Config) -> Footprint:
     problem, staging = facts.problem, facts.staging
     chunk = staging.chunk(config.bn)
     a_row, b_row = config.bm * problem.a_dtype.itemsize, config.bn * problem.products * problem.b_dtype.itemsize
