@@ -12,18 +12,12 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
+from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue, Node, Output
 from cutjax.kernels.device import Device, reference
 
 BF16 = np.dtype(jnp.bfloat16)
 LAYOUTS = ("nn", "nt", "tn", "tt")
-
-_SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "s8", "int32": "s32"}
-
-
-def short_dtype(dtype: np.dtype) -> str:
-    """The field's short name of a dtype: ``bf16`` for bfloat16."""
-    return _SHORT.get(dtype.name, dtype.name)
 
 
 @functools.lru_cache(maxsize=64)
@@ -231,9 +225,8 @@ class Problem:
         return tuple(groups)
 
     def __str__(self) -> str:
-        results = [np.dtype(out.dtype) for out in self.epilogue.outputs]
-        operands = f"{short_dtype(self.a_dtype)} x {short_dtype(self.b_dtype)}"
-        dtypes = f"{operands} -> {', '.join(map(short_dtype, results))}"
+        operands = f"{short(self.a_dtype.name)} x {short(self.b_dtype.name)}"
+        dtypes = f"{operands} -> {', '.join(short(out.dtype) for out in self.epilogue.outputs)}"
         batch = f" batch {'x'.join(map(str, self.batch))}" if self.batch else ""
         groups = f" in {self.groups} groups of {'rows' if self.ragged == 'm' else 'k'}" if self.groups else ""
         return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}{groups}"

@@ -7,8 +7,9 @@ import functools
 import hashlib
 import operator
 
+from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue
-from cutjax.kernels.problem import Problem, short_dtype
+from cutjax.kernels.problem import Problem
 
 SCHEDULES = ("coop", "pingpong")
 
@@ -95,9 +96,9 @@ class Config:
 
     def name(self, problem: Problem) -> str:
         """The kernel's name wherever it is seen: HLO, profiler, explain, benchmark rows."""
-        dtypes = short_dtype(problem.a_dtype)
+        dtypes = short(problem.a_dtype.name)
         if problem.plain and problem.out_dtype != problem.a_dtype:
-            dtypes += short_dtype(problem.out_dtype)
+            dtypes += short(problem.out_dtype.name)
         tile = f"{self.bm}x{self.bn}x{self.bk}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}_{self.schedule}"
         ragged = f"_groups_{problem.ragged}" if problem.ragged else ""
         name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}"

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from cutjax.dtypes import short
 from cutjax.epilogue.expression import REDUCTIONS, Output
 from cutjax.kernels.device import Device
-from cutjax.kernels.problem import Problem, short_dtype
+from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import cost, text
 from cutjax.kernels.sm90.arguments import Argument, arguments
 from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Config
-from cutjax.kernels.sm90.staging import DTYPES, Staging, stage
+from cutjax.kernels.sm90.staging import STORED, Staging, stage
 from cutjax.runtime.compiler import Cubin, compile_kernel
 from cutjax.runtime.launch import Call, Launch
 
@@ -75,7 +76,7 @@ def facts_of(problem: Problem) -> Facts:
 
 
 def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
-    a, b = short_dtype(problem.a_dtype), short_dtype(problem.b_dtype)
+    a, b = short(problem.a_dtype.name), short(problem.b_dtype.name)
     reasons = [] if problem.plain else list(staging.reasons)
     if problem.groups and problem.a.contiguous != ("k" if problem.ragged == "m" else "mn"):
         reasons.append(f"layout {problem.layout} with groups of {problem.ragged}: kernels divide an outer axis of a")
@@ -86,8 +87,8 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
     if a != b or a not in INPUT_DTYPES:
         reasons.append(f"{a} x {b}: both operands are bf16, or both f16")
     if problem.plain and staging.reasons:
-        names = ", ".join(short_dtype(np.dtype(name)) for name in DTYPES)
-        reasons.append(f"result {short_dtype(problem.out_dtype)}: one of {names}")
+        names = ", ".join(map(short, STORED))
+        reasons.append(f"result {short(problem.out_dtype.name)}: one of {names}")
     if 0 in (problem.m, problem.n, problem.k, problem.batch_size) or (problem.ragged and not problem.groups):
         reasons.append("a size is 0: nothing to launch")
     if len(problem.batch_groups) > 3:
@@ -103,7 +104,7 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
     for array, (axis, size), dtype in rows:
         if size * dtype.itemsize % 16:
             reasons.append(
-                f"{axis}={size} {short_dtype(dtype)} ({array}) is not a multiple of {16 // dtype.itemsize}: "
+                f"{axis}={size} {short(dtype.name)} ({array}) is not a multiple of {16 // dtype.itemsize}: "
                 "rows must be 16-byte aligned"
             )
     return reasons
@@ -316,7 +317,7 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         reasons.append(f"{products} products of {config.bn} columns: wgmma multiplies at most 256 at once")
     if tile.chunk * facts.staging.narrowest < 32:
         narrow = next(d for d in facts.staging.result_dtypes if tile.chunk * d.itemsize < 32)
-        reasons.append(f"bn={config.bn} makes staging rows of less than 32 bytes in {short_dtype(narrow)}")
+        reasons.append(f"bn={config.bn} makes staging rows of less than 32 bytes in {short(narrow.name)}")
     if (tiles := _most_tiles(problem, config)) >= 2**31:
         reasons.append("2^31 tiles or more: the scheduler counts with 32 bits")
     if reasons:

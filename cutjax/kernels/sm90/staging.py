@@ -8,24 +8,11 @@ import re
 
 import numpy as np
 
+from cutjax.dtypes import DTYPES
 from cutjax.epilogue import emit
 from cutjax.epilogue.expression import Epilogue, OperandSpec, Output
 
-# Dtypes of operands and results in memory, as enumerators of Dtype (staging.cuh).
-DTYPES = {
-    "bfloat16": "bf16",
-    "float16": "f16",
-    "float32": "f32",
-    "float8_e4m3fn": "e4m3",
-    "float8_e5m2": "e5m2",
-    "int8": "s8",
-    "uint8": "u8",
-    "int16": "s16",
-    "uint16": "u16",
-    "int32": "s32",
-    "uint32": "u32",
-    "bool": "boolean",
-}
+STORED = tuple(dtype.name for dtype in DTYPES.values() if dtype.stored)  # dtypes of operands and results in memory
 
 # About how many instructions of sm_90 code compute a device function or an operator; others are one. The long ones, of
 # 15 to 90 without the slow paths of rare arguments, are each reason enough for a call. No common activation in 16 bits
@@ -96,8 +83,8 @@ class Staging:
             if out.dtype != "float32":
                 found.append(f"a reduction in {out.dtype}: kernels reduce in float32")
         for what, entries in (("operand", self.epilogue.operands), ("result", self.epilogue.outputs)):
-            names = sorted({entry.dtype for entry in entries} - DTYPES.keys())
-            found += [f"{what} {name}: one of {', '.join(DTYPES)}" for name in names]
+            names = sorted({entry.dtype for entry in entries} - {*STORED})
+            found += [f"{what} {name}: one of {', '.join(STORED)}" for name in names]
         return tuple(found)
 
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cutjax.dtypes import DTYPES, short
 from cutjax.epilogue import emit
 from cutjax.epilogue.expression import Epilogue, Output
-from cutjax.kernels.problem import short_dtype
 from cutjax.kernels.sm90.arguments import Argument
-from cutjax.kernels.sm90.staging import DTYPES, Staging
+from cutjax.kernels.sm90.staging import Staging
 from cutjax.runtime import sources
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def source(kernel: Kernel) -> str:
             "sm90/staging.cuh",
             "common/scheduler.cuh",
             "common/group_scheduler.cuh" if problem.groups else "common/dense_scheduler.cuh",
-            wgmma(config.bn * problem.products, short_dtype(problem.a_dtype), a_k_major, b_k_major),
+            wgmma(config.bn * problem.products, short(problem.a_dtype.name), a_k_major, b_k_major),
             "sm90/mainloop.cuh",
             _epilogue(kernel.staging, kernel.arguments, problem.ragged),
             "sm90/epilogue.cuh",
@@ -119,7 +119,7 @@ def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
     fields, initial, tile, rows, chunks, pieces, fetched, staged = [], [], [], [], [], [], [], []
     by_tma = {i: slot for (i, _), slot in zip(staging.operands, staging.operand_slots, strict=True)}
     for i, spec in enumerate(epilogue.operands):
-        dtype = f"Dtype::{DTYPES[spec.dtype]}"
+        dtype = f"Dtype::{DTYPES[spec.dtype].stored}"
         steps = f"step{i}_0, step{i}_1, step{i}_2"
         copied = "".join(f", {step}({step})" for step in steps.split(", "))
         if i in by_tma:
@@ -265,10 +265,10 @@ def _reduce_piece(i: int, out: Output) -> str:
 
 def _piece(staging: Staging) -> str:
     epilogue = staging.epilogue
-    carriers = [emit.CARRIERS[out.dtype] for out in epilogue.outputs]
+    carriers = [DTYPES[out.dtype].carrier for out in epilogue.outputs]
     declared = "\n  ".join(f"{carrier} y{i}[8];" for i, carrier in enumerate(carriers))
     staged = "\n  ".join(
-        f"Staging<Dtype::{DTYPES[out.dtype]}>::stage(buffer + {_at(slot)}, thread, piece, y{i});"
+        f"Staging<Dtype::{DTYPES[out.dtype].stored}>::stage(buffer + {_at(slot)}, thread, piece, y{i});"
         for slot, (i, out) in zip(staging.result_slots, staging.results, strict=True)
     )
     reduced = "".join(_reduce_piece(i, out) for i, out in staging.reductions)
@@ -313,11 +313,11 @@ def _four(epilogue: Epilogue) -> str:
     What it takes, it takes in registers: operands as they were loaded, each once.
     """
     fields = [
-        f"Pair<Dtype::{DTYPES[spec.dtype]}> x{i}{'[1]' * spec.col}{'[2]' * spec.row};"
+        f"Pair<Dtype::{DTYPES[spec.dtype].stored}> x{i}{'[1]' * spec.col}{'[2]' * spec.row};"
         for i, spec in enumerate(epilogue.operands)
     ]
     fields = ["float acc[PRODUCTS][4];", *fields, *(f"int {axis}{i};" for axis, i in emit.places(epilogue))]
-    results = [f"{emit.CARRIERS[out.dtype]} y{i}[4];" for i, out in enumerate(epilogue.outputs)]
+    results = [f"{DTYPES[out.dtype].carrier} y{i}[4];" for i, out in enumerate(epilogue.outputs)]
     return f"""struct Four {{
   {" ".join(fields)}
 }};
@@ -354,7 +354,7 @@ def _call_four(epilogue: Epilogue, full: Sequence[str]) -> str:
 
 def _store(staging: Staging) -> str:
     stores = "\n  ".join(
-        f"Staging<Dtype::{DTYPES[out.dtype]}>::store(map_d[{place}], buffer + {_at(slot)}, x, y, z);"
+        f"Staging<Dtype::{DTYPES[out.dtype].stored}>::store(map_d[{place}], buffer + {_at(slot)}, x, y, z);"
         for place, (slot, (_, out)) in enumerate(zip(staging.result_slots, staging.results, strict=True))
     )
     return f"""DEVICE void epilogue_store(const TensorMap* const (&map_d)[OUTPUTS], u32 buffer, int x, int y, int z) {{
@@ -366,7 +366,8 @@ def _store(staging: Staging) -> str:
 def _rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
     """The struct that stores without TMA, where rows have groups."""
     results = [
-        (place, DTYPES[out.dtype], np.dtype(out.dtype).itemsize) for place, (_, out) in enumerate(staging.results)
+        (place, DTYPES[out.dtype].stored, np.dtype(out.dtype).itemsize)
+        for place, (_, out) in enumerate(staging.results)
     ]
     if ragged != "m":
         results = []
