@@ -1,7 +1,7 @@
 """Epilogues inlined, and called four elements at a time: ``python -m benchmarks.run --op calls``.
 
 Both forms of one kernel, in turns, on the same inputs; they must agree. Which form ships,
-`cutjax.kernels.sm90.memory.called` says.
+`cutjax.kernels.sm90.staging` says.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import cutjax
 from benchmarks import fused, report, timing
 from cutjax.epilogue import trace
-from cutjax.kernels.sm90 import memory as sm90_memory
-from cutjax.kernels.sm90 import text as epilogue_text
+from cutjax.kernels.sm90 import text as sm90_text
+from cutjax.kernels.sm90.staging import Staging, stage
 
 SIZES = ((8192, 14336, 4096), (2048, 2048, 2048))
 REPS = 40
@@ -96,16 +96,20 @@ def ships(name: str) -> str:
     """The form that cutjax has of an epilogue."""
     accs, arrays = [jax.ShapeDtypeStruct((256, 384), jnp.float32)], [jax.random.key(0), jnp.zeros((256, 384))]
     epilogue = trace.trace(lambda *args: EPILOGUES[name](*args).astype(jnp.bfloat16), accs, arrays).epilogue
-    return "called" if sm90_memory.called(epilogue.primal) else "inlined"
+    return "called" if stage(epilogue.primal).called else "inlined"
 
 
 def compile_forms(sizes: tuple[int, int, int]) -> dict[tuple[str, str], Callable[..., Any]]:
     """Compiled functions by epilogue and form. Only the text differs: the configs are those that cutjax chooses."""
     args = jax.eval_shape(functools.partial(inputs, sizes), 0)
-    found = {}
+    found, piece = {}, sm90_text._piece
+
+    def forced(staging: Staging, called: bool) -> str:
+        return piece(dataclasses.replace(staging, called=called))
+
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         for form, called in FORMS.items():
-            with mock.patch.object(epilogue_text, "called", lambda _, called=called: called):
+            with mock.patch.object(sm90_text, "_piece", functools.partial(forced, called=called)):
                 names = [fused.PLAIN, *EPILOGUES] if called else EPILOGUES
                 jitted = {
                     name: jax.jit(functools.partial(_ours, name), compiler_options=fused.OPTIONS) for name in names

@@ -175,13 +175,13 @@ def measure_epilogue(name: str, dtype: str) -> list[Row]:
     problem = cutjax.Problem(4096, 4096, 4096, epilogue=epilogue)
     served = cutjax.candidates(problem)
     if not served:
-        return [Row(f"{name} {dtype}", failure=cutjax.supports(cutjax.Config(), problem) or "")]
+        return [Row(f"{name} {dtype}", failure="; ".join(cutjax.reasons(cutjax.Config(), problem)))]
     rows = []
     for config in dict.fromkeys((served[0], max(served, key=lambda config: (config.accumulator_registers, config.bm)))):
         seconds = []
         for _ in range(TIMES):
             start = time.thread_time()
-            cubin = compiler.compile_source(sm90.source(problem, config), name="kernel", arch=problem.arch)
+            cubin = compiler.compile_source(sm90.resolved(problem, config).source, name="kernel", arch=problem.arch)
             seconds.append(time.thread_time() - start)
         found = cubin.resources
         used = [x or 0 for x in (found.registers, found.spill_store_bytes, found.stack_bytes)]

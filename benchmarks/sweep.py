@@ -266,7 +266,7 @@ def plan(named: Mapping[str, cutjax.Problem], configs: list[dict[str, Any]] | No
         if configs is None:
             served = cutjax.candidates(problem)[:most]
         else:
-            served = [c for c in (cutjax.Config(**fields) for fields in configs) if not cutjax.supports(c, problem)]
+            served = [c for c in (cutjax.Config(**fields) for fields in configs) if not cutjax.reasons(c, problem)]
         items += [Item(name, dataclasses.asdict(config)) for config in served]
     return items
 

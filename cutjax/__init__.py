@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cutjax import checkpoint_policies
 from cutjax.explanation import explain
-from cutjax.kernels.choose import candidates, supports
+from cutjax.kernels.choose import candidates, reasons, supports
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Config
 from cutjax.ops.gemm import gemm
@@ -32,6 +32,7 @@ __all__ = [
     "moe",
     "ragged_dot",
     "ragged_dot_general",
+    "reasons",
     "route",
     "router_z_loss",
     "supports",

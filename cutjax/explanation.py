@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from cutjax.binding import lowering, rules
+from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue
-from cutjax.kernels.problem import short_dtype
 from cutjax.primitives import derivative
 
 
@@ -204,7 +204,7 @@ def _row(eqn: Any, platform: str, exact: bool, divided: bool) -> Row:
 
 
 def _array(aval: Any) -> str:
-    return f"{short_dtype(aval.dtype)}[{','.join(map(str, aval.shape))}]"
+    return f"{short(aval.dtype.name)}[{','.join(map(str, aval.shape))}]"
 
 
 def _saves(epilogue: Epilogue, dtype: Any, save: str) -> str:
@@ -219,4 +219,4 @@ def _saves(epilogue: Epilogue, dtype: Any, save: str) -> str:
         return "needs no accumulator"
     if save == "recompute":
         return f"multiplies {', '.join(names)} again"
-    return f"saves {', '.join(names)} as {short_dtype(derivative.saved_dtype(epilogue, dtype))}"
+    return f"saves {', '.join(names)} as {short(derivative.saved_dtype(epilogue, dtype).name)}"

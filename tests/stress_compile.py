@@ -76,7 +76,8 @@ def kernels(count: int) -> list[Kernel]:
         served = [c for c in cutjax.candidates(row.choice.problem) if c.accumulator_registers <= 64]  # soon compiled
         if served and len(found) < count:
             config = draw.choice(served)
-            found.append(Kernel(config.name(row.choice.problem), sm90.source(row.choice.problem, config)))
+            kernel = sm90.resolved(row.choice.problem, config)
+            found.append(Kernel(kernel.name, kernel.source))
     return found
 
 

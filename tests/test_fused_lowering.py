@@ -27,7 +27,7 @@ def kernels(text: str) -> list[str]:
 
 
 def spills(choice) -> int:
-    found = sm90.compile_config(choice.problem, choice.config).resources
+    found = sm90.resolved(choice.problem, choice.config).compile().resources
     return (found.spill_store_bytes or 0) + (found.spill_load_bytes or 0)
 
 

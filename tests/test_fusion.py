@@ -19,9 +19,11 @@ from cutjax.epilogue.expression import Node, Output, normal
 from cutjax.epilogue.trace import trace
 from cutjax.kernels import choose
 from cutjax.kernels.sm90 import kernel as sm90
-from cutjax.kernels.sm90 import memory as sm90_memory
-from cutjax.kernels.sm90 import text as epilogue_text
+from cutjax.kernels.sm90 import text as sm90_text
+from cutjax.kernels.sm90.arguments import place_steps
+from cutjax.kernels.sm90.staging import stage
 from cutjax.runtime import compiler, sources
+from cutjax.runtime.launch import TensorMap
 
 needs_nvrtc = pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
 
@@ -121,7 +123,7 @@ LONG = {
 @pytest.mark.parametrize("name", LONG)
 def test_long_epilogues_compile_lean(name):
     asked = problem(*LONG[name])
-    assert sm90_memory.called(asked.epilogue)
+    assert stage(asked.epilogue).called
     configs = [config for config in cutjax.candidates(asked) if config.cluster == 1]
     check_lean(asked, configs[::2], 56 << 10)  # 43 KB at most
 
@@ -162,7 +164,7 @@ struct Staging {
     for (Carrier x : v) *kept++ = x;
   }
 };
-struct Operands {
+struct Extras {
   Pair<Dtype::f32> x0, x1[2];
   Pair<Dtype::bf16> x2[2], x3[2][2];
   Pair<Dtype::boolean> x4[D_CHUNK / 8][2];
@@ -173,27 +175,27 @@ struct Operands {
 """
 RUN = """
 extern "C" void run(double* inlined, double* called) {
-  Operands operands;
-  u32 state = 1, *words = reinterpret_cast<u32*>(&operands);
+  Extras extras;
+  u32 state = 1, *words = reinterpret_cast<u32*>(&extras);
   auto random = [&] { return (state = state * 1664525 + 1013904223) >> 9; };
-  for (u32 i = 0; i < sizeof(operands) / 4; ++i) words[i] = 0x3f803f80 | (random() & 0x7f007f);
-  for (auto& pair : operands.x4)
+  for (u32 i = 0; i < sizeof(extras) / 4; ++i) words[i] = 0x3f803f80 | (random() & 0x7f007f);
+  for (auto& pair : extras.x4)
     for (auto& x : pair) x.bits[0] = random() & 0x0101;
-  operands.batch0 = 3, operands.row1 = 500;
+  extras.batch0 = 3, extras.row1 = 500;
   float acc[PRODUCTS][8];
   for (int i = 0; i < 16; ++i) acc[i / 8][i % 8] = 0.1f * i;
   Partials partials;
   for (int piece = 0; piece < 2; ++piece) {
     kept = inlined + 16 * piece;
-    one::epilogue_piece(operands, partials, acc, piece, 40, 64 + 16 * piece, 0, 0);
+    one::epilogue_piece(extras, partials, acc, piece, 40, 64 + 16 * piece, 0, 0);
     kept = called + 16 * piece;
-    two::epilogue_piece(operands, partials, acc, piece, 40, 64 + 16 * piece, 0, 0);
+    two::epilogue_piece(extras, partials, acc, piece, 40, 64 + 16 * piece, 0, 0);
   }
 }
 """
 
 
-def test_a_call_computes_what_inlining_does(tmp_path, monkeypatch):
+def test_a_call_computes_what_inlining_does(tmp_path):
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
 
@@ -209,8 +211,7 @@ def test_a_call_computes_what_inlining_does(tmp_path, monkeypatch):
     staging = sources._file("sm90/staging.cuh").split("// A staging tile", 1)[0]
     text = f'#include "{host.SHIM}"\n{sources._file("common/math.cuh")}{staging}{HOST}'
     for name, called in (("one", False), ("two", True)):
-        monkeypatch.setattr(epilogue_text, "called", lambda _, called=called: called)
-        piece = epilogue_text._piece(epilogue)
+        piece = sm90_text._piece(dataclasses.replace(stage(epilogue), called=called))
         assert ("epilogue_four" in piece) == called
         text += f"namespace {name} {{\n{emit.emit(epilogue)}{piece}}}\n"
     library = host.build(tmp_path, text + RUN)
@@ -223,36 +224,37 @@ def test_a_call_computes_what_inlining_does(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_are_inlined(name):
     fn = ACTIVATIONS[name][0]
-    assert not sm90_memory.called(problem(lambda acc: fn(acc).astype(BF16)).epilogue)
+    assert not stage(problem(lambda acc: fn(acc).astype(BF16)).epilogue).called
 
 
 def parameters(text):
     """The kinds of a kernel's parameters, read off its text."""
-    for name, value in re.findall(r"#define (\w+_PARAMETERS) (.*)", text):
-        text = re.sub(rf"\b{name}\b(?! const| ,|$)", value, text)
-    signature = text[text.rindex("    KERNEL(") :].split("(")[1].split(")")[0]
+    assert "    KERNEL(PARAMETERS) {" in text
+    (signature,) = re.findall(r"#define PARAMETERS (.*)", text)
     kinds = {"TensorMap": "TensorMap", "char": "Pointer", "float": "Pointer", "int": "Int32"}
     return [next(kind for word, kind in kinds.items() if re.search(rf"\b{word}\b", x)) for x in signature.split(",")]
 
 
 @pytest.mark.parametrize("name", ["plain", *CASES])
 def test_the_plan_passes_what_the_kernel_takes(name, monkeypatch):
-    monkeypatch.setattr(sm90, "compile_config", lambda *_: type("Cubin", (), {"image": b"cubin"})())
+    monkeypatch.setattr(sm90, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
     asked = cutjax.Problem(4096, 4096, 4096) if name == "plain" else problem(*CASES[name])
     config = cutjax.candidates(asked)[0]
-    plan = sm90.launch(asked, config).launches[0]
-    assert [type(x).__name__ for x in plan.params] == parameters(sm90.source(asked, config))
+    plan = sm90.resolved(asked, config).call().launches[0]
+    assert [type(x).__name__ for x in plan.params] == parameters(sm90.resolved(asked, config).source)
     buffers = [x.buffer for x in plan.params if hasattr(x, "buffer")]
-    outputs = len(asked.epilogue.outputs) if asked.epilogue else 1
-    operands = len(asked.epilogue.operands) if asked.epilogue else 0
-    assert sorted(buffers) == list(range(1 + asked.products + operands + outputs))
+    assert sorted(buffers) == list(
+        range(1 + asked.products + len(asked.epilogue.operands) + len(asked.epilogue.outputs))
+    )
 
 
 def test_staging_of_several_results():
     asked = problem(lambda acc: (acc.astype(jnp.int8), acc), 1)
-    assert sm90_memory.chunk(128, asked) == 32  # rows of 32 bytes, the least; 64 columns would make buffers of 20 KiB
-    assert sm90_memory.buffer_bytes(128, asked) == 64 * 32 * 5
-    assert [sm90_memory.span(128, asked, dtype) for dtype in sm90_memory.result_dtypes(asked)] == [32, 128]
+    kernel = sm90.resolved(asked, cutjax.Config(128, 128, stages=2))
+    assert kernel.chunk == 32  # rows of 32 bytes, the least; 64 columns would make buffers of 20 KiB
+    assert kernel.buffer_bytes == 64 * 32 * 5
+    results = [a.value for a in kernel.arguments if a.to == "d"]
+    assert [x.swizzle for x in results if isinstance(x, TensorMap)] == [32, 128]
 
 
 @pytest.mark.parametrize(
@@ -273,9 +275,9 @@ def test_operands_share_the_staging_of_results(results, operands, columns, bytes
         return tuple(total.astype(dtype) for dtype in results)
 
     asked = problem(fn, operands=[((M, N), dtype) for dtype in operands])
-    assert [i for i, _ in sm90_memory.tile_operands(sm90_memory.of(asked))] == by_tma
-    assert sm90_memory.chunk(256, asked) == columns
-    assert sm90_memory.buffer_bytes(256, asked) == 64 * columns * bytes_of_a_column
+    staging = stage(asked.epilogue)
+    assert [i for i, _ in staging.operands] == by_tma
+    assert (staging.chunk(256), staging.column_bytes) == (columns, bytes_of_a_column)
 
 
 def test_an_epilogue_is_in_the_kernels_name():
@@ -297,8 +299,7 @@ def test_an_epilogue_is_in_the_kernels_name():
 )
 def test_what_no_kernel_does(fn, operands, sizes, match):
     asked = problem(fn, 1, operands, sizes=sizes)
-    reason = cutjax.supports(cutjax.Config(), asked)
-    assert reason is not None
+    reason = "; ".join(cutjax.reasons(cutjax.Config(), asked))
     assert match in reason
     assert cutjax.candidates(asked) == ()
 
@@ -306,7 +307,7 @@ def test_what_no_kernel_does(fn, operands, sizes, match):
 @pytest.mark.parametrize("batch", [(5,), (3, 5), (4, 1, 6)], ids=str)
 def test_places_in_the_batch(batch, monkeypatch):
     """What the kernel makes of a result's number is its place, and the sizes are no part of the text."""
-    monkeypatch.setattr(sm90, "compile_config", lambda *_: type("Cubin", (), {"image": b"cubin"})())
+    monkeypatch.setattr(sm90, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
     places = [(axis, i + (axis == "row")) for axis in ("batch", "row") for i in range(len(batch))]
     nodes, last = [Node("acc", params=(0,))], 0
     for place in places:
@@ -317,45 +318,43 @@ def test_places_in_the_batch(batch, monkeypatch):
     assert emit.places(epilogue) == places
     asked = cutjax.Problem(136, 264, 72, batch=batch, a_batch=batch, b_batch=batch, epilogue=epilogue)
     config = cutjax.candidates(asked)[0]
-    source = sm90.source(asked, config)
+    source = sm90.resolved(asked, config).source
     more = dataclasses.replace(asked, m=256, **dict.fromkeys(("batch", "a_batch", "b_batch"), (7, *batch[1:])))
-    assert source == sm90.source(more, config)
+    assert source == sm90.resolved(more, config).source
 
-    plan = sm90.launch(asked, config).launches[0]
+    plan = sm90.resolved(asked, config).call().launches[0]
     assert [type(x).__name__ for x in plan.params] == parameters(source)
     assert "batch0 = result / batch0_stride % batch0_size;" in source
     assert "row1 = result / row1_stride % row1_size * m;" in source
-    steps = sm90_memory.place_steps(asked)
+    steps = place_steps(asked)
     for result, index in enumerate(np.ndindex(*batch)):
-        for (axis, i), stride, size in zip(places, steps[::2], steps[1::2], strict=True):
+        for (axis, i), (stride, size) in zip(places, steps, strict=True):
             place = index[-1 - i] if axis == "batch" else np.ravel_multi_index(index[-i:], batch[-i:])
             assert result // stride % size == place
 
 
 def test_too_many_accumulators():
     asked = problem(*CASES["three products"])
-    reason = cutjax.supports(cutjax.Config(bm=128, bn=256, stages=2), asked)
-    assert reason is not None
+    reason = "; ".join(cutjax.reasons(cutjax.Config(bm=128, bn=256, stages=2), asked))
     assert "3 products of 128x256 with this epilogue: 384 accumulator registers" in reason
     assert "3 products of 256 columns: wgmma multiplies at most 256 at once" in reason
 
 
 def test_a_long_epilogue_gets_small_tiles():
     asked = problem(dropout, 1, (KEY,))
-    reason = cutjax.supports(cutjax.Config(bm=128, bn=192, schedule="pingpong"), asked)
-    assert reason is not None  # it would spill
+    reason = "; ".join(cutjax.reasons(cutjax.Config(bm=128, bn=192, schedule="pingpong"), asked))  # it would spill
     assert "192 accumulator registers a thread, at most 128" in reason
 
 
 def test_partial_results_of_reductions(monkeypatch):
-    monkeypatch.setattr(sm90, "compile_config", lambda *_: type("Cubin", (), {"image": b"cubin"})())
+    monkeypatch.setattr(sm90, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
     asked = problem(*CASES["all reductions"], sizes=(1000, 1160, 256))
-    plan = sm90.launch(asked, cutjax.Config(bm=128, bn=128, stages=2))
+    plan = sm90.resolved(asked, cutjax.Config(bm=128, bn=128, stages=2)).call()
     shapes = [x.shape for x in plan.results]
     assert shapes == [(1000, 1160), (63, 1160), (1000, 10), (63, 10), (63, 1160)]
     assert plan.finish is not None
     outs = jax.eval_shape(plan.finish, plan.results)
     assert [x.shape for x in outs] == [(1000, 1160), (1160,), (1000,), (), (1160,)]
-    plain = sm90.launch(problem(*CASES["gated"]), cutjax.Config(bm=128, bn=64, stages=2))
+    plain = sm90.resolved(problem(*CASES["gated"]), cutjax.Config(bm=128, bn=64, stages=2)).call()
     assert plain.results == ()
     assert plain.finish is None

@@ -38,7 +38,7 @@ def check_kernels(fn, *args, count: int) -> None:
     assert not re.search("dot_general|stablehlo.while|scatter", text)
     rows = cutjax.explain(fn, platform="cuda")(*args).rows
     for row in rows:
-        found = sm90.compile_config(row.choice.problem, row.choice.config).resources
+        found = sm90.resolved(row.choice.problem, row.choice.config).compile().resources
         assert not (found.spill_store_bytes or 0) + (found.spill_load_bytes or 0)
     assert sum(row.count for row in rows) == count
 

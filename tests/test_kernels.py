@@ -7,11 +7,12 @@ import pytest
 from cubin import check_lean
 
 import cutjax
-from cutjax.kernels import choose
 from cutjax.kernels.problem import LAYOUTS
 from cutjax.kernels.sm90 import config as sm90_config
+from cutjax.kernels.sm90 import family
 from cutjax.kernels.sm90 import kernel as sm90
-from cutjax.runtime import compiler, sources
+from cutjax.kernels.sm90 import text as sm90_text
+from cutjax.runtime import compiler
 from cutjax.runtime.launch import Int32, Pointer
 
 pytestmark = pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
@@ -28,7 +29,7 @@ def problem(layout="nn", a="bfloat16", out="bfloat16"):
 def test_every_config_compiles_lean(a, out, layout):
     asked = problem(layout, a, out)
     configs = cutjax.candidates(asked)
-    space = len(choose.CLUSTERS) * sum(map(len, choose.TILES.values())) + sum(map(len, choose.DEEP_TILES.values()))
+    space = len(family.CLUSTERS) * sum(map(len, family.TILES.values())) + sum(map(len, family.DEEP_TILES.values()))
     assert len(configs) == space
 
     configs = configs[::4] if a == "float16" else configs  # which differs in one instruction's name
@@ -58,7 +59,7 @@ def test_configs_of_groups_compile_lean(ragged, layout, out):
 
 def test_what_kernels_of_groups_refuse():
     def reasons(problem, config=None):
-        return cutjax.supports(config or cutjax.Config(), problem) or ""
+        return "; ".join(cutjax.reasons(config or cutjax.Config(), problem))
 
     assert reasons(grouped("m", "nn")) == ""
     assert "layout tn with groups of m" in reasons(grouped("m", "tn"))
@@ -70,15 +71,15 @@ def test_what_kernels_of_groups_refuse():
 
 
 def test_the_plan_of_groups(monkeypatch):
-    monkeypatch.setattr(sm90, "compile_config", lambda *_: type("Cubin", (), {"image": b"cubin"})())
+    monkeypatch.setattr(sm90, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
     config = cutjax.Config(128, 128, stages=4, cluster_n=2)
-    rows = sm90.launch(grouped("m", "nn"), config).launches[0]
+    rows = sm90.resolved(grouped("m", "nn"), config).call().launches[0]
     a, b, d, *_ = rows.params
     assert (a.dims, b.dims, d.dims) == ((2048, 16384, 1), (1408, 2048, 64), (1408, 16384, 1))
     # The sizes, whether they start with rows of no group, their steps; and the result, for rows that TMA cannot clip.
     assert rows.params[-5:] == (Pointer(2), Int32(0), Int32(0), Int32(0), Pointer(3))
     assert rows.grid == ((128 + 64 + 1) * 6 * 2, 1, 1)
-    contraction = sm90.launch(grouped("k", "tn"), config).launches[0]
+    contraction = sm90.resolved(grouped("k", "tn"), config).call().launches[0]
     a, b, d, *_ = contraction.params
     assert (a.dims, b.dims, d.dims) == ((2048, 16384, 1), (1408, 16384, 1), (1408, 2048, 64))
     assert contraction.params[-4:] == (Pointer(2), Int32(0), Int32(0), Int32(0))
@@ -93,11 +94,11 @@ def test_the_widest_accumulators_are_in_the_space():
 def test_source_is_the_same_for_every_size():
     config = cutjax.Config()
     small = cutjax.Problem(128, 256, 64)
-    assert sm90.source(small, config) == sm90.source(problem(), config)
+    assert sm90.resolved(small, config).source == sm90.resolved(problem(), config).source
 
 
 def test_source_keeps_the_place_of_every_file():
-    text = sm90.source(problem(), cutjax.Config())
+    text = sm90.resolved(problem(), cutjax.Config()).source
     for name in ("sm90/atoms.cuh", "common/scheduler.cuh", "sm90/mainloop.cuh", "sm90/epilogue.cuh", "sm90/gemm.cuh"):
         assert f'#line 1 "{name}"' in text
     assert "#include" not in text
@@ -105,7 +106,7 @@ def test_source_keeps_the_place_of_every_file():
 
 @pytest.mark.parametrize("n", [16, 64, 256])
 def test_wgmma_atom_names_its_shape(n):
-    text = sources.wgmma(n, "f16", a_k_major=False, b_k_major=True)
+    text = sm90_text.wgmma(n, "f16", a_k_major=False, b_k_major=True)
     assert f"m64n{n}k16.f32.f16.f16" in text
     assert "p, 1, 1, 1, 0;" in text
     assert text.count("+f") == n // 2

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cutjax.dtypes import DTYPES
 from cutjax.epilogue import accuracy
 from cutjax.epilogue.accuracy import Level
 
@@ -25,21 +26,8 @@ _ROUND = {
     "float8_e4m3fn": "round_e4m3({})",
     "float8_e5m2": "round_e5m2({})",
 }
-_INTEGERS = {
-    "int8": "signed char",
-    "int16": "short",
-    "int32": "int",
-    "int64": "i64",
-    "uint8": "unsigned char",
-    "uint16": "u16",
-    "uint32": "u32",
-    "uint64": "u64",
-}
-CARRIERS = (
-    dict.fromkeys(_ROUND, "float")
-    | {name: {"int64": "i64", "uint64": "u64"}.get(name, "u32" if name[0] == "u" else "int") for name in _INTEGERS}
-    | {"bool": "bool"}
-)
+_INTEGERS = {name: dtype.integer for name, dtype in DTYPES.items() if dtype.integer}
+CARRIERS = {name: dtype.carrier for name, dtype in DTYPES.items() if dtype.carrier}
 
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _BITWISE = {"and": "&", "or": "|", "xor": "^"}

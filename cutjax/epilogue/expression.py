@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cutjax.dtypes import short
+
 ACC = np.dtype(np.float32)  # of accumulators
 
 
@@ -334,7 +336,7 @@ def _show(epilogue: Epilogue) -> str:
         if out.reduce:
             text = f"{out.reduce}({text}, {'+'.join(out.axes)})"
         dtype = nodes[out.node].dtype
-        results.append(text if dtype == out.dtype else f"{_short(out.dtype)}({text})")
+        results.append(text if dtype == out.dtype else f"{short(out.dtype)}({text})")
     return "; ".join([*lines, ", ".join(results)])
 
 
@@ -355,9 +357,9 @@ def _text(node: Node, texts: list[str], products: int) -> str:
         case "integer_pow" | "square":
             return f"({args[0]} ** {2 if node.op == 'square' else node.params[0]})"
         case "convert_element_type":
-            return f"{_short(node.dtype)}({_bare(args[0])})"
+            return f"{short(node.dtype)}({_bare(args[0])})"
         case "bitcast_convert_type":
-            return f"bits_{_short(node.dtype)}({_bare(args[0])})"
+            return f"bits_{short(node.dtype)}({_bare(args[0])})"
         case "select_n" if len(args) == 3:
             return f"where({', '.join(map(_bare, (args[0], args[2], args[1])))})"
         case op if op in _INFIX:
@@ -374,10 +376,3 @@ def _bare(text: str) -> str:
         if depth == 0:
             return text[1:-1] if c == ")" and i == len(text) - 1 and text[0] == "(" else text
     return text
-
-
-def _short(dtype: str) -> str:
-    for long, short in (("bfloat", "bf"), ("float8_", "f8_"), ("float", "f"), ("uint", "u"), ("int", "s")):
-        if dtype.startswith(long):
-            return short + dtype[len(long) :]
-    return dtype

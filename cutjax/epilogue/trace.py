@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
+from cutjax.dtypes import DTYPES
 from cutjax.epilogue import expression
 from cutjax.epilogue.expression import Epilogue, Node, OperandSpec, Output
 from cutjax.epilogue.flatten import (
@@ -38,10 +39,6 @@ from cutjax.epilogue.rules import UNIT_MOVES, any_reverse_only, bind, evaluate
 source_info_util.register_exclusion(
     os.path.dirname(os.path.dirname(__file__)) + os.sep
 )  # no line of this package is the user's
-DTYPES = frozenset(
-    ["bool", "bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"]
-    + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
-)
 
 Labels = tuple[int | None, ...]  # of each axis of a value: the result's axis it lies on, None where it has size 1
 
@@ -322,7 +319,7 @@ class _Builder:
             threefry = flat.dtypes[step.ins[0]].name == "key<fry>"
             small = math.prod(params["shape"]) <= 2**32 and params["bit_width"] <= 32
             return [labels[: len(shapes[0])]] if threefry and small and _partitionable(step.eqn) else None
-        if step.kind == OUTSIDE and (name not in INLINABLE | {"rule"} or not DTYPES.issuperset(dtypes)):
+        if step.kind == OUTSIDE and (name not in INLINABLE | {"rule"} or not DTYPES.keys() >= set(dtypes)):
             return None
         if name == "broadcast_in_dim":
             at = params["broadcast_dimensions"]

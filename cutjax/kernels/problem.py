@@ -1,25 +1,38 @@
-"""What is asked: the frozen description of one GEMM, from which everything about its kernel follows."""
+"""The problem: the frozen description of one GEMM, from which everything about its kernel follows."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import json
 import math
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
 
-from cutjax.epilogue.expression import Epilogue
+from cutjax.dtypes import short
+from cutjax.epilogue.expression import Epilogue, identity
+from cutjax.kernels.device import Device, reference
 
 BF16 = np.dtype(jnp.bfloat16)
 LAYOUTS = ("nn", "nt", "tn", "tt")
 
-_SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "s8", "int32": "s32"}
 
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """A matrix that is multiplied.
 
-def short_dtype(dtype: np.dtype) -> str:
-    """The field's short name of a dtype: ``bf16`` for bfloat16."""
-    return _SHORT.get(dtype.name, dtype.name)
+    Attributes:
+      dtype: its elements'.
+      contiguous: the axis whose neighbours are neighbours in memory: the contraction, or the other one.
+      batch: batch shape, each axis the result's or 1.
+    """
+
+    dtype: np.dtype
+    contiguous: Literal["k", "mn"]
+    batch: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +49,16 @@ class Problem:
       batch: batch shape of the result.
       a_batch, b_batch: batch shapes of the operands, of the same rank, each axis either the result's or 1.
       arch: the architecture the kernel is compiled for, e.g. "sm_90a".
-      epilogue: what is made of the products before they are stored; None stores the product. Its own outputs then say
-        the results' dtypes.
+      epilogue: what is made of the products before they are stored; without one, the identity in ``out_dtype``. Its
+        outputs say the results' dtypes.
       groups: number of groups of a grouped GEMM, whose sizes are data; 0 for any other.
       ragged: the axis the groups divide. "m": the rows of a, each group with its own matrix in
         ``b[..., groups, k, n]``; rows of no group are zero in the result. "k": the contraction, in the layout "tn",
         each group with its own result in ``d[..., groups, m, n]``. "" where there are no groups.
       leading: whether the sizes start with that of the rows before the first group: ``int32[..., leading + groups]``.
       sizes_batch: batch shape of the sizes.
+      device: what the kernel runs on, and whose architecture ``arch`` is; without one, the reference of ``arch``.
+      in_place: pairs of an operand of the epilogue and a result that may share memory.
     """
 
     m: int
@@ -57,11 +72,12 @@ class Problem:
     a_batch: tuple[int, ...] = ()
     b_batch: tuple[int, ...] = ()
     arch: str = "sm_90a"
-    epilogue: Epilogue | None = None
+    epilogue: Epilogue = None  # pyright: ignore[reportAssignmentType]  # made the identity below
     groups: int = 0
     ragged: str = ""
     leading: bool = False
     sizes_batch: tuple[int, ...] = ()
+    device: Device = None  # pyright: ignore[reportAssignmentType]  # made the architecture's reference below
     in_place: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self):
@@ -82,51 +98,96 @@ class Problem:
             )
         if self.groups and len(self.sizes_batch) != len(self.batch):
             raise ValueError(f"Problem: batch ranks differ: {self.batch}, {self.sizes_batch} of the sizes")
+        if self.device is not None and self.arch not in (self.device.arch, "sm_90a"):
+            raise ValueError(f"Problem: arch={self.arch!r}, but {self.device.name} is {self.device.arch}")
+        object.__setattr__(self, "device", self.device or reference(self.arch))
+        object.__setattr__(self, "arch", self.device.arch)
+        object.__setattr__(self, "epilogue", self.epilogue.primal if self.epilogue else identity(self.out_dtype))
+        if self.plain:
+            object.__setattr__(self, "out_dtype", np.dtype(self.epilogue.outputs[0].dtype))
+        for operand, result in self.in_place:
+            if operand >= len(self.epilogue.operands) or result >= len(self.epilogue.outputs):
+                raise ValueError(f"Problem: in_place={self.in_place} names an operand or a result that is not there")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:  # asked for with every config, and an epilogue may be long
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    def __getstate__(self) -> dict[str, object]:  # hashes differ from process to process
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @classmethod
-    def of(cls, a, b, *, layout: str, out_dtype, arch: str = "sm_90a") -> Problem:
+    def of(cls, a, b, *, layout: str, out_dtype, arch: str = "sm_90a", device: Device = None) -> Problem:  # pyright: ignore[reportArgumentType]
         """The problem of two arrays or avals of equal rank whose batch axes are equal or 1."""
         m, k = a.shape[-2:] if layout[0] == "n" else a.shape[:-3:-1]
         n = b.shape[-1] if layout[1] == "n" else b.shape[-2]
         a_batch, b_batch = tuple(a.shape[:-2]), tuple(b.shape[:-2])
         batch = tuple(np.broadcast_shapes(a_batch, b_batch))
-        return cls(m, n, k, layout, a.dtype, b.dtype, out_dtype, batch, a_batch, b_batch, arch)
+        return cls(m, n, k, layout, a.dtype, b.dtype, out_dtype, batch, a_batch, b_batch, arch, device=device)
 
-    @property
+    def key(self) -> str:
+        """Returns what names the problem on any device, the same in every process and version of Python."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name in ("arch", "device", "epilogue"):
+            del fields[name]
+        for name in ("a_dtype", "b_dtype", "out_dtype"):
+            fields[name] = fields[name].name
+        if not self.plain:
+            text = json.dumps(dataclasses.astuple(self.epilogue), separators=(",", ":"), default=np.generic.item)
+            fields["epilogue"] = hashlib.sha256(text.encode()).hexdigest()
+        return json.dumps(fields, separators=(",", ":"), default=int)
+
+    @functools.cached_property
+    def plain(self) -> bool:
+        """True if the epilogue is the identity."""
+        return self.epilogue.plain
+
+    @functools.cached_property
+    def a(self) -> Operand:
+        """The operand of the rows."""
+        return Operand(self.a_dtype, "k" if self.layout[0] == "n" else "mn", self.a_batch)
+
+    @functools.cached_property
+    def bs(self) -> tuple[Operand, ...]:
+        """The operands of the columns, one a product."""
+        return (Operand(self.b_dtype, "k" if self.layout[1] == "t" else "mn", self.b_batch),) * self.products
+
+    @functools.cached_property
     def batch_size(self) -> int:
         """Number of matrices in the result."""
         return math.prod(self.batch)
 
-    @property
+    @functools.cached_property
     def products(self) -> int:
         """How many matrices b share a, each multiplied by it."""
-        return self.epilogue.products if self.epilogue else 1
+        return self.epilogue.products
 
-    @property
+    @functools.cached_property
     def flops(self) -> int:
         """Floating-point operations of the products: 2 m n k for each matrix of the result."""
         grouped = 0 if self.ragged and not self.groups else 1
         return 2 * self.m * self.n * self.k * self.batch_size * self.products * grouped
 
-    @property
+    @functools.cached_property
     def result_bytes(self) -> int:
         """Bytes of all results."""
         full = self.m * self.n * self.batch_size * (self.groups if self.ragged == "k" else 1)
-        if self.epilogue is None:
-            return full * self.out_dtype.itemsize
         axes = {"row": self.m, "col": self.n}
         return sum(
             full // math.prod(axes[x] for x in out.axes) * np.dtype(out.dtype).itemsize for out in self.epilogue.outputs
         )
 
-    @property
+    @functools.cached_property
     def bytes(self) -> int:
         """The fewest bytes device memory must move: each operand read once, each result written once."""
         a = self.m * self.k * math.prod(self.a_batch) * self.a_dtype.itemsize
         b = self.k * self.n * math.prod(self.b_batch) * self.b_dtype.itemsize * self.products
         b *= self.groups if self.ragged == "m" else 1
         operands = 0
-        for i, spec in enumerate(self.epilogue.operands if self.epilogue else ()):
+        for i, spec in enumerate(self.epilogue.operands):
             matrices = math.prod(size for size, *moves in self.batch_groups if moves[2 + i])
             operands += (
                 matrices * (self.m if spec.row else 1) * (self.n if spec.col else 1) * np.dtype(spec.dtype).itemsize
@@ -143,7 +204,7 @@ class Problem:
         """
         batches = (self.a_batch, self.b_batch, *((self.sizes_batch,) if self.groups else ()))
         flags = [tuple(size != 1 for size in batch) for batch in batches]
-        for i, spec in enumerate(self.epilogue.operands if self.epilogue else ()):
+        for i, spec in enumerate(self.epilogue.operands):
             flags.insert(2 + i, (False,) * (len(self.batch) - len(spec.batch)) + spec.batch)
         groups: list[tuple[int, ...]] = []
         for size, *moves in zip(self.batch, *flags, strict=True):
@@ -154,15 +215,14 @@ class Problem:
             else:
                 groups.append((size, *moves))
         if self.groups:
-            specs = self.epilogue.operands if self.epilogue else ()
+            specs = self.epilogue.operands
             of_group = [self.ragged == "k" or spec.group for spec in specs]
             groups.append((self.groups, False, self.ragged == "m", *of_group, False))
         return tuple(groups)
 
     def __str__(self) -> str:
-        results = [np.dtype(out.dtype) for out in self.epilogue.outputs] if self.epilogue else [self.out_dtype]
-        operands = f"{short_dtype(self.a_dtype)} x {short_dtype(self.b_dtype)}"
-        dtypes = f"{operands} -> {', '.join(map(short_dtype, results))}"
+        operands = f"{short(self.a_dtype.name)} x {short(self.b_dtype.name)}"
+        dtypes = f"{operands} -> {', '.join(short(out.dtype) for out in self.epilogue.outputs)}"
         batch = f" batch {'x'.join(map(str, self.batch))}" if self.batch else ""
         groups = f" in {self.groups} groups of {'rows' if self.ragged == 'm' else 'k'}" if self.groups else ""
         return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}{groups}"

@@ -12,9 +12,9 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
+from cutjax.kernels.choose import Config
 from cutjax.kernels.problem import LAYOUTS
-from cutjax.kernels.sm90.config import Config
-from cutjax.ops.arguments import check_epilogue, contracted, matrix, promote, unwrapped, weights
+from cutjax.ops.arguments import check_config, check_epilogue, contracted, matrix, promote, unwrapped, weights
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.dense import Dense
@@ -84,8 +84,7 @@ def gemm(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"gemm: unknown layout {layout!r}, expected one of {LAYOUTS}")
-    if config is not None and not isinstance(config, Config):
-        raise TypeError(f"gemm: config must be a cutjax.Config, got {type(config).__name__}")
+    check_config(config, "gemm")
     backend = backends.resolve(backend, "gemm")
     out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
     product, how = Dense(layout), {"backend": backend, "config": config}

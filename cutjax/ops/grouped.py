@@ -10,9 +10,10 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
-from cutjax.kernels.sm90.config import Config
+from cutjax.kernels.choose import Config
 from cutjax.ops.arguments import (
     check_batch,
+    check_config,
     check_epilogue,
     contracted,
     group_sizes_of,
@@ -205,6 +206,5 @@ def grouped_outer(
 
 
 def _resolve(backend: str | None, config: Any, where: str) -> str:
-    if config is not None and not isinstance(config, Config):
-        raise TypeError(f"{where}: config must be a cutjax.Config, got {type(config).__name__}")
+    check_config(config, where)
     return backends.resolve(backend, where)

@@ -15,6 +15,7 @@ from cutjax import dot_precision
 from cutjax.binding.rules import on_mesh, sharded
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, Node
+from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem
 from cutjax.primitives.accumulators import accumulator, is_half
 from cutjax.primitives.product import Folded, Product, define_product
@@ -45,8 +46,8 @@ class Dense(Product):
     def reference(self, a: jax.Array, b: jax.Array, *context: jax.Array, **params: Any) -> jax.Array:
         return reference(a, b, layout=self.layout, **params)
 
-    def problem(self, a: Any, b: Any, *context: Any, out_dtype: Any, arch: str) -> Problem:
-        return Problem.of(a, b, layout=self.layout, out_dtype=out_dtype, arch=arch)
+    def problem(self, a: Any, b: Any, *context: Any, out_dtype: Any, device: Device) -> Problem:
+        return Problem.of(a, b, layout=self.layout, out_dtype=out_dtype, device=device)
 
     def cotangent(
         self, i: int, g: jax.Array, other: jax.Array, precision: Canonical

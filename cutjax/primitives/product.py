@@ -33,6 +33,8 @@ from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, Node, OperandSpec, identity, normal
 from cutjax.epilogue.trace import Traced, trace
 from cutjax.kernels.choose import Choice, choose
+from cutjax.kernels.device import Device
+from cutjax.kernels.device import of as of_kind
 from cutjax.kernels.problem import Problem
 from cutjax.primitives import derivative
 from cutjax.primitives.accumulators import accumulator, converted, with_cotangent
@@ -66,7 +68,7 @@ class Product:
         """Computes the product in plain JAX."""
         raise NotImplementedError
 
-    def problem(self, a: Any, b: Any, *context: Any, out_dtype: Any, arch: str) -> Problem:
+    def problem(self, a: Any, b: Any, *context: Any, out_dtype: Any, device: Device) -> Problem:
         """Returns the problem of a kernel, from avals."""
         raise NotImplementedError
 
@@ -361,7 +363,9 @@ def _choose(
     a, bs, context, operands = _split(avals, product, epilogue)
     epilogue = epilogue.primal
     out_dtype = next((out.dtype for out in epilogue.outputs if out.reduce is None), a.dtype)
-    problem = product.problem(a, bs[0], *context, out_dtype=out_dtype, arch=target.arch)
+    problem = product.problem(
+        a, bs[0], *context, out_dtype=out_dtype, device=of_kind(target.kind, target.arch, target.sms)
+    )
     if len({b.shape for b in bs}) > 1:
         return Choice(problem, None, ("the matrices that share one differ in their batch axes",))
     if not epilogue.plain:

@@ -24,6 +24,7 @@ from cutjax.binding.define import define
 from cutjax.binding.rules import batch_axis, check_varying, is_zero, on_mesh, zero_tangent
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import REDUCTIONS, Epilogue, OperandSpec
+from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem
 from cutjax.primitives import ragged_reference
 from cutjax.primitives.accumulators import accumulator, cotangent_dtype
@@ -80,7 +81,7 @@ class Rows(_InGroups):
         how = {"layout": self.layout, "leading": self.leading, **params}
         return ragged_reference.reference_gemm(a, b, *context, **how)
 
-    def problem(self, a: Any, b: Any, *context: Any, out_dtype: Any, arch: str) -> Problem:
+    def problem(self, a: Any, b: Any, *context: Any, out_dtype: Any, device: Device) -> Problem:
         (*x_batch, m, k), (*w_batch, groups, _, _), (*sizes_batch, _) = a.shape, b.shape, context[0].shape
         return Problem(
             m,
@@ -93,7 +94,7 @@ class Rows(_InGroups):
             tuple(np.broadcast_shapes(x_batch, w_batch, sizes_batch)),
             tuple(x_batch),
             tuple(w_batch),
-            arch,
+            device=device,
             groups=groups,
             ragged="m",
             leading=self.leading,
@@ -161,7 +162,7 @@ class Depth(_InGroups):
     def reference(self, a: jax.Array, b: jax.Array, *context: jax.Array, **params: Any) -> jax.Array:
         return ragged_reference.reference_outer(a, b, *context, leading=self.leading, **params)
 
-    def problem(self, a: Any, b: Any, *context: Any, out_dtype: Any, arch: str) -> Problem:
+    def problem(self, a: Any, b: Any, *context: Any, out_dtype: Any, device: Device) -> Problem:
         """The contraction is over the rows."""
         (*a_batch, rows, m), (*b_batch, _, n), (*sizes_batch, groups) = a.shape, b.shape, context[0].shape
         return Problem(
@@ -175,7 +176,7 @@ class Depth(_InGroups):
             tuple(np.broadcast_shapes(a_batch, b_batch, sizes_batch)),
             tuple(a_batch),
             tuple(b_batch),
-            arch,
+            device=device,
             groups=groups - self.leading,
             ragged="k",
             leading=self.leading,

@@ -13,6 +13,8 @@ import jax
 import jax.ffi
 import numpy as np
 
+from cutjax.dtypes import DTYPES
+
 try:
     from cutjax import _ffi
 except ImportError as error:
@@ -28,8 +30,7 @@ MAX_BUFFERS = 32
 MAX_RANK = 5
 
 # CUtensorMapDataType; types TMA does not know travel as unsigned integers of their size.
-_TMA_DTYPES = {"uint16": 1, "uint32": 2, "int32": 3, "uint64": 4, "int64": 5, "float16": 6, "float32": 7, "float64": 8}
-_TMA_DTYPES |= {"bfloat16": 9, "int16": 1}
+_TMA_DTYPES = {name: dtype.tma for name, dtype in DTYPES.items() if dtype.tma is not None}
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
 

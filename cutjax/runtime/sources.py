@@ -21,23 +21,6 @@ def _file(name: str) -> str:
     return f'#line 1 "{name}"\n{path.read_text()}'
 
 
-def wgmma(n: int, dtype: str, a_k_major: bool, b_k_major: bool) -> str:
-    """``wgmma.mma_async`` of 64 x n x 16 with both operands in shared memory, accumulating in f32."""
-    count = n // 2
-    registers = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    return f"""#line 1 "wgmma (generated)"
-DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
-  asm volatile(
-      "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
-      "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype} "
-      "{{{registers}}}, %{count}, %{count + 1}, p, 1, 1, {int(not a_k_major)}, {int(not b_k_major)};\\n}}"
-      : {outputs}
-      : "l"(a), "l"(b), "r"(accumulate));
-}}
-"""
-
-
 def constant(name: str, value: int | bool) -> str:
     """One C++ constant."""
     if isinstance(value, bool):

@@ -32,7 +32,6 @@ import problems
 
 import cutjax
 from cutjax.kernels.sm90 import kernel as sm90
-from cutjax.kernels.sm90 import memory as sm90_memory
 from cutjax.runtime.launch import TARGET, Call
 
 K = 136  # two whole k blocks and a tail
@@ -92,7 +91,7 @@ class Case:
 
     def prepare(self) -> tuple[Call, Sequence[np.ndarray], Sequence[np.ndarray]]:
         """What takes the time of a CPU core alone: the compiled kernel, and the data."""
-        return sm90.launch(self.problem, self.config), *self.data()
+        return sm90.resolved(self.problem, self.config).call(), *self.data()
 
 
 def plain(turn: int, schedule: str, cluster: tuple[int, int]) -> Case:
@@ -240,8 +239,7 @@ def cases() -> Iterator[Case]:
 def run(problem: cutjax.Problem, launch: Call, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The kernel alone, on NaN for results; what it leaves to XLA is done on the CPU."""
     shape = (*problem.batch, *[problem.groups] * (problem.ragged == "k"), problem.m, problem.n)
-    outputs = sm90_memory.of(problem).outputs
-    results = launch.results or [jax.ShapeDtypeStruct(shape, np.dtype(out.dtype)) for out in outputs]
+    results = launch.results or [jax.ShapeDtypeStruct(shape, np.dtype(out.dtype)) for out in problem.epilogue.outputs]
     shared = {result: argument for argument, result in launch.aliases}
     memory = [arrays[shared[i]] if i in shared else np.full(x.shape, np.nan, x.dtype) for i, x in enumerate(results)]
 

@@ -113,7 +113,7 @@ def every_config():
     found = []
     for several in (FORWARD, OUTER):
         for number, config in enumerate(problems._by_name(several[0])):
-            turn = [p for p in (*several[number % 2 :], *several[: number % 2]) if not cutjax.supports(config, p)]
+            turn = [p for p in (*several[number % 2 :], *several[: number % 2]) if not cutjax.reasons(config, p)]
             found.append((turn[0], config))
     return found
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import operator
 
-from cutjax.kernels.problem import Problem, short_dtype
+from cutjax.dtypes import short
+from cutjax.epilogue.expression import Epilogue
+from cutjax.kernels.problem import Problem
 
 SCHEDULES = ("coop", "pingpong")
 
@@ -93,15 +96,20 @@ class Config:
 
     def name(self, problem: Problem) -> str:
         """The kernel's name wherever it is seen: HLO, profiler, explain, benchmark rows."""
-        dtypes = short_dtype(problem.a_dtype)
-        if problem.epilogue is None and problem.out_dtype != problem.a_dtype:
-            dtypes += short_dtype(problem.out_dtype)
+        dtypes = short(problem.a_dtype.name)
+        if problem.plain and problem.out_dtype != problem.a_dtype:
+            dtypes += short(problem.out_dtype.name)
         tile = f"{self.bm}x{self.bn}x{self.bk}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}_{self.schedule}"
         ragged = f"_groups_{problem.ragged}" if problem.ragged else ""
         name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}"
-        if problem.epilogue is not None:
-            name += f"_e{hashlib.sha256(repr(problem.epilogue).encode()).hexdigest()[:8]}"
+        if not problem.plain:
+            name += f"_e{_digest(problem.epilogue)}"
         return name
+
+
+@functools.lru_cache(maxsize=1024)
+def _digest(epilogue: Epilogue) -> str:
+    return hashlib.sha256(repr(epilogue).encode()).hexdigest()[:8]
 
 
 # 232 registers a consumer thread; what the mainloop and epilogue need beside the accumulators was read off the

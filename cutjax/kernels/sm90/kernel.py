@@ -1,92 +1,183 @@
-"""Host side of ffi/device/sm90/gemm.cuh: what it serves and why not, its source, and the plan of a launch."""
+"""A kernel of ffi/device/sm90/gemm.cuh: one config resolved for one problem, or every reason why it cannot be."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 
-from cutjax.kernels.problem import Problem, short_dtype
-from cutjax.kernels.sm90 import memory as sm90_memory
-from cutjax.kernels.sm90 import text as epilogue_text
+from cutjax.dtypes import short
+from cutjax.epilogue.expression import REDUCTIONS, Output
+from cutjax.kernels.device import Device
+from cutjax.kernels.problem import Problem
+from cutjax.kernels.sm90 import cost, text
+from cutjax.kernels.sm90.arguments import Argument, arguments
 from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Config
-from cutjax.runtime import sources
+from cutjax.kernels.sm90.staging import STORED, Staging, stage
 from cutjax.runtime.compiler import Cubin, compile_kernel
-from cutjax.runtime.launch import Call, Int32, Launch, Param, Pointer, TensorMap
+from cutjax.runtime.launch import Call, Launch
 
-SHARED_BYTES = 232448  # what one block may opt in to: 227 KiB
-SHARED_BYTES_PER_SM = 233472  # of which each resident block reserves 1 KiB
+ARCH = "sm_90a"
 INPUT_DTYPES = ("bf16", "f16")
-OUTPUT_DTYPES = ("bf16", "f16", "f32")  # of a plain product; an epilogue's are sm90_memory.DTYPES
-# Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168. A producer that walks groups of k
-# spills in 40.
-REGISTERS = {"": (40, 232), "m": (40, 232), "k": (40, 232)}
 
 
-def problem_reasons(problem: Problem) -> list[str]:
-    """Why no kernel of this family can serve the problem; empty when one can."""
-    a, b, d = (short_dtype(dtype) for dtype in (problem.a_dtype, problem.b_dtype, problem.out_dtype))
-    reasons = sm90_memory.reasons(problem) if problem.epilogue else []
-    if problem.groups and problem.layout[0] != ("n" if problem.ragged == "m" else "t"):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Facts:
+    """What the kernels of a problem have in common, whatever their config.
+
+    Attributes:
+      problem: the problem.
+      staging: of its epilogue.
+      heavy: whether the epilogue takes too many registers for two blocks beside each other.
+      reasons: why no kernel can serve the problem; empty when one can.
+      footprints: of the tiles looked at so far.
+    """
+
+    problem: Problem
+    staging: Staging
+    heavy: bool
+    reasons: tuple[str, ...]
+    footprints: dict[tuple[str, int, int, int], Footprint] = dataclasses.field(default_factory=dict, repr=False)
+
+    def max_accumulators(self, config: Config) -> int:
+        """Returns the accumulator registers a thread may have, all products together, beside what its epilogue keeps.
+
+        Of every operand and every result, 8 values are held in registers; of an operand that varies along rows and
+        columns, in elements too short for TMA, a chunk. Calibrated on the compiler's report (tests/test_fusion.py): no
+        spill below.
+        """
+        problem, epilogue = self.problem, self.problem.epilogue
+        if problem.plain:
+            alone = config.schedule == "pingpong" and config.cluster == 1
+            return 160 if problem.ragged == "m" or (problem.ragged and not alone) else MAX_ACCUMULATORS
+        if self.staging.reductions:
+            return 96
+        varying = any(spec.row or spec.col for spec in epilogue.operands)
+        several = len(epilogue.outputs) > 1 and bool(epilogue.operands)
+        # Beside 192 accumulators, random bits and others that are called spill; beside 128 nothing does.
+        called = config.accumulator_registers * problem.products > 128 and self.staging.called
+        return 128 if varying or several or called or problem.groups else MAX_ACCUMULATORS
+
+
+@functools.lru_cache(maxsize=1024)
+def facts_of(problem: Problem) -> Facts:
+    """Returns what the kernels of a problem have in common."""
+    staging, epilogue = stage(problem.epilogue), problem.epilogue
+    heavy = (
+        bool(staging.reductions)
+        or any(spec.row and spec.col for spec in epilogue.operands)
+        or bool(problem.groups and epilogue.operands)
+        or (len(epilogue.outputs) > 1 and staging.called)
+    )
+    return Facts(problem, staging, heavy, tuple(_problem_reasons(problem, staging)))
+
+
+def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
+    a, b = short(problem.a_dtype.name), short(problem.b_dtype.name)
+    reasons = [] if problem.plain else list(staging.reasons)
+    if problem.groups and problem.a.contiguous != ("k" if problem.ragged == "m" else "mn"):
         reasons.append(f"layout {problem.layout} with groups of {problem.ragged}: kernels divide an outer axis of a")
-    if problem.groups and sm90_memory.reductions(sm90_memory.of(problem)):
+    if problem.groups and staging.reductions:
         reasons.append("a reduction over rows that have groups")
-    if problem.arch != "sm_90a":
-        reasons.append(f"architecture {problem.arch}: the kernels are for sm_90a")
+    if problem.arch != ARCH:
+        reasons.append(f"architecture {problem.arch}: the kernels are for {ARCH}")
     if a != b or a not in INPUT_DTYPES:
         reasons.append(f"{a} x {b}: both operands are bf16, or both f16")
-    if problem.epilogue is None and d not in OUTPUT_DTYPES:
-        reasons.append(f"result {d}: one of {', '.join(OUTPUT_DTYPES)}")
+    if problem.plain and staging.reasons:
+        names = ", ".join(map(short, STORED))
+        reasons.append(f"result {short(problem.out_dtype.name)}: one of {names}")
     if 0 in (problem.m, problem.n, problem.k, problem.batch_size) or (problem.ragged and not problem.groups):
         reasons.append("a size is 0: nothing to launch")
     if len(problem.batch_groups) > 3:
         reasons.append(f"batch {problem.batch}: operands alternate in more than 3 groups of batch axes")
     if max(problem.m, problem.n, problem.k) >= 2**31:
         reasons.append("a size is 2^31 or more: TMA coordinates have 32 bits")
-    contiguous = {
-        "a": ("K", problem.k) if problem.layout[0] == "n" else ("M", problem.m),
-        "b": ("N", problem.n) if problem.layout[1] == "n" else ("K", problem.k),
-    }
-    results = [("result", dtype) for dtype in dict.fromkeys(sm90_memory.result_dtypes(problem))]
-    for operand, dtype in (("a", problem.a_dtype), ("b", problem.b_dtype), *results):
-        axis, size = contiguous.get(operand, ("N", problem.n))
+    k, m, n = ("K", problem.k), ("M", problem.m), ("N", problem.n)
+    rows = [
+        ("a", k if problem.a.contiguous == "k" else m, problem.a_dtype),
+        ("b", k if problem.bs[0].contiguous == "k" else n, problem.b_dtype),
+        *(("result", n, dtype) for dtype in dict.fromkeys(staging.result_dtypes)),
+    ]
+    for array, (axis, size), dtype in rows:
         if size * dtype.itemsize % 16:
             reasons.append(
-                f"{axis}={size} {short_dtype(dtype)} ({operand}) is not a multiple of {16 // dtype.itemsize}: "
+                f"{axis}={size} {short(dtype.name)} ({array}) is not a multiple of {16 // dtype.itemsize}: "
                 "rows must be 16-byte aligned"
             )
     return reasons
 
 
-def config_reasons(config: Config, problem: Problem) -> list[str]:
-    """Why this config cannot serve a problem that the family serves."""
-    reasons = []
-    need = _shared_bytes(config, problem, 2)
-    if need > SHARED_BYTES:
-        reasons.append(
-            f"{config.stages} stages of {stage_bytes(config, problem)} bytes and two staging buffers a warpgroup: "
-            f"{need} bytes of shared memory, at most {SHARED_BYTES}"
-        )
-    registers = problem.products * config.accumulator_registers
-    if registers > _max_accumulators(config, problem):
-        reasons.append(
-            f"{problem.products} products of {config.bm}x{config.bn} with this epilogue: {registers} accumulator "
-            f"registers a thread, at most {_max_accumulators(config, problem)}"
-        )
-    if problem.products * config.bn > 256:
-        reasons.append(f"{problem.products} products of {config.bn} columns: wgmma multiplies at most 256 at once")
-    if narrow := [d for d in sm90_memory.result_dtypes(problem) if sm90_memory.span(config.bn, problem, d) < 32]:
-        reasons.append(f"bn={config.bn} makes staging rows of less than 32 bytes in {short_dtype(narrow[0])}")
-    if _most_tiles(config, problem) >= 2**31:
-        reasons.append("2^31 tiles or more: the scheduler counts with 32 bits")
-    return reasons
+@dataclasses.dataclass(frozen=True, eq=False)
+class Footprint:
+    """Shared memory that a tile takes, whatever the number of its stages.
+
+    Attributes:
+      chunk: columns of a staging buffer.
+      stage_bytes: a bm x bk tile of a and a bk x bn tile of each b.
+      buffer_bytes: one staging buffer: 64 rows of a chunk of every result, and of operands beside them.
+      staging_bytes: one staging buffer for each consumer, with its barrier.
+      whole_result: staging buffers that hold all that a warpgroup stores of a tile.
+      most: bytes that one block may take.
+      half: bytes that each of two blocks on an SM may take; 0 where registers do not fit two.
+    """
+
+    chunk: int
+    stage_bytes: int
+    buffer_bytes: int
+    staging_bytes: int
+    whole_result: int
+    most: int
+    half: int
+
+    def bytes(self, stages: int, buffers: int = 2) -> int:
+        """Returns the shared memory of so many stages and staging buffers a warpgroup."""
+        return stages * (self.stage_bytes + 16) + buffers * self.staging_bytes
+
+    def limit(self, stages: int) -> int:
+        """Returns what a block may take: half an SM's memory where two fit, each with two staging buffers."""
+        return self.half if self.bytes(stages) <= self.half else self.most
+
+    def deepest(self, buffers: int = 2) -> int:
+        """Returns the most stages beside so many staging buffers a warpgroup."""
+        return 2 + (self.limit(2) - self.bytes(2, buffers)) // (self.stage_bytes + 16)
 
 
-def _most_tiles(config: Config, problem: Problem) -> int:
+def footprint(facts: Facts, config: Config) -> Footprint:
+    """Returns the shared memory that the tile of a config takes."""
+    tile = config.schedule, config.bm, config.bn, config.bk
+    if tile not in facts.footprints:
+        facts.footprints[tile] = _footprint(facts, config)
+    return facts.footprints[tile]
+
+
+def _footprint(facts: Facts, config: Config) -> Footprint:
+    problem, staging = facts.problem, facts.staging
+    chunk = staging.chunk(config.bn)
+    a_row, b_row = config.bm * problem.a_dtype.itemsize, config.bn * problem.products * problem.b_dtype.itemsize
+    buffer_bytes = 64 * chunk * staging.column_bytes
+    # Registers fit two when each has 256 threads of 128, half of them accumulators.
+    two = config.consumers == 1 and config.accumulator_registers * problem.products <= 64 and not facts.heavy
+    return Footprint(
+        chunk=chunk,
+        stage_bytes=(a_row + b_row) * config.bk,
+        buffer_bytes=buffer_bytes,
+        staging_bytes=config.consumers * (buffer_bytes + (8 if staging.operands else 0)),
+        whole_result=config.m_blocks * config.bn // chunk,
+        most=problem.device.shared_bytes,
+        half=problem.device.shared_bytes_per_sm // 2 - 1024 if two else 0,
+    )
+
+
+def average_tiles(problem: Problem, config: Config) -> tuple[int, int]:
+    """Returns the cluster tiles along m and n; where rows have groups, those along m of a group of average size."""
+    m = -(-problem.m // problem.groups) if problem.ragged == "m" else problem.m
+    return -(-m // (config.bm * config.cluster_m)), -(-problem.n // (config.bn * config.cluster_n))
+
+
+def _most_tiles(problem: Problem, config: Config) -> int:
     """The number of cluster tiles; where there are groups, the most there may be."""
     tiles_m = -(-problem.m // (config.bm * config.cluster_m))
     tiles_n = -(-problem.n // (config.bn * config.cluster_n))
@@ -95,237 +186,173 @@ def _most_tiles(config: Config, problem: Problem) -> int:
     return tiles_m * tiles_n * problem.batch_size * (problem.groups if problem.ragged == "k" else 1)
 
 
-def _max_accumulators(config: Config, problem: Problem) -> int:
-    """Accumulator registers a thread may have, all products together, beside what its epilogue keeps in registers.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kernel:
+    """One config resolved for one problem.
 
-    Of every operand and every result, 8 values are held in registers; of an operand that varies along rows and columns,
-    in elements too short for TMA, a chunk. Calibrated on the compiler's report (tests/test_fusion.py): no spill below.
+    Attributes:
+      problem, config: which.
+      staging: of the epilogue.
+      chunk: columns of a staging buffer.
+      stage_bytes, buffer_bytes: shared memory of one stage, and of one staging buffer.
+      buffers: staging buffers a warpgroup: as many as there is room for, up to the whole of its accumulators.
+      shared_bytes: of one block, all together.
+      blocks_per_sm: thread blocks that share an SM.
+      tiles: the number of cluster tiles; where there are groups, the most there may be.
+      rows, columns: cluster tiles along m and n; where rows have groups, those along m of a group of average size.
     """
-    epilogue = problem.epilogue
-    if epilogue is None:
-        alone = config.schedule == "pingpong" and config.cluster == 1
-        return 160 if problem.ragged == "m" or (problem.ragged and not alone) else MAX_ACCUMULATORS
-    if sm90_memory.reductions(epilogue):
-        return 96
-    varying = any(spec.row or spec.col for spec in epilogue.operands)
-    several = len(epilogue.outputs) > 1 and bool(epilogue.operands)
-    # Beside 192 accumulators, random bits and others that are called spill. Where there are fewer, nobody need look.
-    called = config.accumulator_registers * problem.products > 128 and sm90_memory.called(epilogue)
-    return 128 if varying or several or called or problem.groups else MAX_ACCUMULATORS
+
+    problem: Problem
+    config: Config
+    staging: Staging
+    chunk: int
+    stage_bytes: int
+    buffer_bytes: int
+    buffers: int
+    shared_bytes: int
+    blocks_per_sm: int
+    tiles: int
+    rows: int
+    columns: int
+
+    @property
+    def name(self) -> str:
+        """The entry symbol, which is the same wherever the kernel is seen."""
+        return self.config.name(self.problem)
+
+    @functools.cached_property
+    def arguments(self) -> tuple[Argument, ...]:
+        """What the kernel takes."""
+        return arguments(self)
+
+    @property
+    def source(self) -> str:
+        """The device text; sizes are arguments of the kernel, so one text serves every shape."""
+        return text.source(self)
+
+    def time_us(self, device: Device) -> float:
+        """Returns the predicted time of one launch."""
+        return cost.predict(self, device)
+
+    def unlaunchable(self) -> tuple[str, ...]:
+        """Returns why it cannot be launched: there is a limit to what one launch is told."""
+        try:
+            self._launch(b"-")
+        except ValueError as error:
+            return (f"operands and results are too many or too large for one launch ({error})",)
+        return ()
+
+    def compile(self) -> Cubin:
+        """Compiles the kernel, or takes it from the cache."""
+        return compile_kernel(self.source, name=self.name, arch=self.problem.arch)
+
+    def call(self) -> Call:
+        """Returns the compiled kernel and the plan of its launch."""
+        problem, partial = self.problem, bool(self.staging.reductions)
+        first_operand = 1 + problem.products + bool(problem.groups)
+        return Call(
+            (self._launch(self.compile().image),),
+            results=self._written() if partial else (),
+            finish=functools.partial(_finish, problem.epilogue.outputs) if partial else None,
+            aliases=tuple((first_operand + operand, result) for operand, result in problem.in_place),
+        )
+
+    def _launch(self, cubin: bytes) -> Launch:
+        cluster = self.config.cluster
+        return Launch(
+            kernel=self.name,
+            cubin=cubin,
+            grid=(self.tiles * cluster, 1, 1),
+            block=(128 * (1 + self.config.consumers), 1, 1),
+            cluster=(cluster, 1, 1),
+            shared_bytes=self.shared_bytes,
+            blocks_per_sm=self.blocks_per_sm,
+            params=tuple(argument.value for argument in self.arguments),
+        )
+
+    def _written(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What the kernel writes, where reductions are not yet what was asked.
+
+        Of a reduction it is one value for each 16 rows, for each tile's columns, or both.
+        """
+        p = self.problem
+        found = []
+        for out in p.epilogue.outputs:
+            rows = -(-p.m // 16) if "row" in out.axes else p.m
+            columns = -(-p.n // self.config.bn) if "col" in out.axes else p.n
+            found.append(jax.ShapeDtypeStruct((*p.batch, rows, columns), np.dtype(out.dtype)))
+        return tuple(found)
 
 
-def stage_bytes(config: Config, problem: Problem) -> int:
-    """Shared memory of one stage: a bm x bk tile of a and a bk x bn tile of each b, in 16-bit elements."""
-    return (config.bm + config.bn * problem.products) * config.bk * 2
+def _finish(outputs: Sequence[Output], written: Sequence[jax.Array]) -> list[jax.Array]:
+    """The results, of what the kernel writes: reductions are reduced further."""
+    found = []
+    for out, x in zip(outputs, written, strict=True):
+        axes = [{"row": -2, "col": -1}[axis] for axis in out.axes]
+        found.append(REDUCTIONS[out.reduce](x, axes) if out.reduce else x)
+    return found
 
 
-def _shared_bytes(config: Config, problem: Problem, store_buffers: int) -> int:
-    barrier = 8 if sm90_memory.tile_operands(sm90_memory.of(problem)) else 0
-    staging = config.consumers * store_buffers * (sm90_memory.buffer_bytes(config.bn, problem) + barrier)
-    return config.stages * (stage_bytes(config, problem) + 16) + staging
+def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
+    """Returns the kernel, or every reason why the config cannot serve the problem."""
+    facts = facts_of(problem)
+    if problem.arch != ARCH:  # another device's memory says nothing of this family's tiles
+        return facts.reasons
+    tile = footprint(facts, config)
+    limit = tile.limit(config.stages)
+    reasons = list(facts.reasons)
+    if (need := tile.bytes(config.stages)) > tile.most:
+        reasons.append(
+            f"{config.stages} stages of {tile.stage_bytes} bytes and two staging buffers a warpgroup: "
+            f"{need} bytes of shared memory, at most {tile.most}"
+        )
+    products = problem.products
+    registers, most = products * config.accumulator_registers, facts.max_accumulators(config)
+    if registers > most:
+        reasons.append(
+            f"{products} products of {config.bm}x{config.bn} with this epilogue: {registers} accumulator "
+            f"registers a thread, at most {most}"
+        )
+    if products * config.bn > 256:
+        reasons.append(f"{products} products of {config.bn} columns: wgmma multiplies at most 256 at once")
+    if tile.chunk * facts.staging.narrowest < 32:
+        narrow = next(d for d in facts.staging.result_dtypes if tile.chunk * d.itemsize < 32)
+        reasons.append(f"bn={config.bn} makes staging rows of less than 32 bytes in {short(narrow.name)}")
+    if (tiles := _most_tiles(problem, config)) >= 2**31:
+        reasons.append("2^31 tiles or more: the scheduler counts with 32 bits")
+    if reasons:
+        return tuple(reasons)
+    spare = (limit - tile.bytes(config.stages, 0)) // tile.staging_bytes
+    buffers = max(2, min(spare, tile.whole_result))
+    rows, columns = average_tiles(problem, config)
+    return Kernel(
+        problem,
+        config,
+        facts.staging,
+        chunk=tile.chunk,
+        stage_bytes=tile.stage_bytes,
+        buffer_bytes=tile.buffer_bytes,
+        buffers=buffers,
+        shared_bytes=tile.bytes(config.stages, buffers),
+        blocks_per_sm=1 if limit == tile.most else 2,
+        tiles=tiles,
+        rows=rows,
+        columns=columns,
+    )
 
 
-def _chunks(config: Config, problem: Problem) -> int:
-    """Staging buffers that hold all that a warpgroup stores of a tile."""
-    return config.m_blocks * config.bn // sm90_memory.chunk(config.bn, problem)
+def resolved(problem: Problem, config: Config) -> Kernel:
+    """Returns the kernel of a config that serves a problem.
 
-
-def _store_buffers(config: Config, problem: Problem) -> int:
-    """Staging tiles a warpgroup: as many as the pipeline leaves room for, up to the whole of its accumulators."""
-    limit = _shared_limit(config, problem)
-    fitting = (n for n in range(3, _chunks(config, problem) + 1) if _shared_bytes(config, problem, n) <= limit)
-    return max(fitting, default=2)
-
-
-def _shared_limit(config: Config, problem: Problem) -> int:
-    """Shared memory one block may take: half an SM's where two blocks fit beside each other, else all of it.
-
-    Two fit when registers do (256 threads of 128, half of them accumulators) and each keeps two staging tiles.
+    Raises:
+      ValueError: it does not; lists every reason.
     """
-    half = SHARED_BYTES_PER_SM // 2 - 1024
-    epilogue = sm90_memory.of(problem)
-    heavy = sm90_memory.reductions(epilogue) or any(spec.row and spec.col for spec in epilogue.operands)
-    heavy = (
-        heavy or (problem.groups and epilogue.operands) or (len(epilogue.outputs) > 1 and sm90_memory.called(epilogue))
-    )
-    narrow = config.consumers == 1 and config.accumulator_registers * problem.products <= 64 and not heavy
-    return half if narrow and _shared_bytes(config, problem, 2) <= half else SHARED_BYTES
-
-
-def blocks_per_sm(config: Config, problem: Problem) -> int:
-    """Thread blocks that share an SM."""
-    return 1 if _shared_limit(config, problem) == SHARED_BYTES else 2
-
-
-def max_stages(config: Config, problem: Problem, *, whole_result: bool = False) -> int:
-    """The deepest pipeline beside two staging tiles a warpgroup, or the whole result's; ignores ``config.stages``."""
-    smallest = dataclasses.replace(config, stages=2)
-    buffers = max(2, _chunks(config, problem)) if whole_result else 2
-    spare = _shared_limit(smallest, problem) - _shared_bytes(smallest, problem, buffers)
-    return 2 + spare // (stage_bytes(config, problem) + 16)
-
-
-def source(problem: Problem, config: Config) -> str:
-    """The device text of the kernel; sizes are arguments of the kernel, so one text serves every shape."""
-    dtype = short_dtype(problem.a_dtype)
-    a_k_major, b_k_major = problem.layout[0] == "n", problem.layout[1] == "t"
-    producer, consumer = REGISTERS[problem.ragged]
-    constants = {
-        "BM": config.bm,
-        "BN": config.bn,
-        "BK": config.bk,
-        "STAGES": config.stages,
-        "CLUSTER_M": config.cluster_m,
-        "CLUSTER_N": config.cluster_n,
-        "CONSUMERS": config.consumers,
-        "M_BLOCKS": config.m_blocks,
-        "PING_PONG": config.schedule == "pingpong",
-        "STORE_BUFFERS": _store_buffers(config, problem),
-        "BLOCKS_PER_SM": blocks_per_sm(config, problem),
-        "PRODUCER_REGISTERS": producer,
-        "CONSUMER_REGISTERS": consumer,
-        "A_K_MAJOR": a_k_major,
-        "B_K_MAJOR": b_k_major,
-        "GROUPED": bool(problem.groups),
-        "RAGGED_M": problem.ragged == "m",
-        "RAGGED_K": problem.ragged == "k",
-        "PRODUCTS": problem.products,
-        "OUTPUTS": len(sm90_memory.tiles(sm90_memory.of(problem))),
-        "D_CHUNK": sm90_memory.chunk(config.bn, problem),
-        "D_BUFFER_BYTES": sm90_memory.buffer_bytes(config.bn, problem),
-    }
-    return sources.source(
-        config.name(problem),
-        constants,
-        [
-            "sm90/atoms.cuh",
-            "common/math.cuh",
-            "sm90/staging.cuh",
-            "common/scheduler.cuh",
-            "common/group_scheduler.cuh" if problem.groups else "common/dense_scheduler.cuh",
-            sources.wgmma(config.bn * problem.products, dtype, a_k_major, b_k_major),
-            "sm90/mainloop.cuh",
-            epilogue_text.text(problem),
-            "sm90/epilogue.cuh",
-            "sm90/gemm.cuh",
-        ],
-    )
-
-
-def compile_config(problem: Problem, config: Config) -> Cubin:
-    """Compiles the kernel of a config, or takes it from the cache."""
-    return compile_kernel(source(problem, config), name=config.name(problem), arch=problem.arch)
-
-
-def _operand_map(
-    buffer: int, dtype: np.dtype, rows: int, k: int, batch: int, k_major: bool, tile: int, bk: int, share: int
-):
-    """The tensor map of an operand whose m or n axis is `rows` long, as Operand in mainloop.cuh loads it."""
-    if k_major:
-        dims, box, span = (k, rows, batch), (64, tile // share, 1), 128
-    else:
-        chunk = next(c for c in (64, 32, 16) if tile % c == 0)
-        depth = bk if tile // chunk % share == 0 else bk // share
-        dims, box, span = (rows, k, batch), (chunk, depth, 1), chunk * 2
-    return _matrix_map(buffer, dtype, dims, box, span)
-
-
-def _matrix_map(
-    buffer: int, dtype: np.dtype, dims: tuple[int, int, int], box: tuple[int, int, int], span: int
-) -> TensorMap:
-    row = dims[0] * dtype.itemsize
-    return TensorMap(
-        buffer=buffer, dtype=dtype, dims=dims, strides=(row, row * dims[1]), box=box, swizzle=span, l2_bytes=256
-    )
-
-
-def _tile_map(buffer: int, dtype: np.dtype, problem: Problem, config: Config, matrices: int) -> TensorMap:
-    """The tensor map of a result, or an operand of its shape, as Staging in staging.cuh stores and loads it."""
-    span = sm90_memory.span(config.bn, problem, dtype)
-    return _matrix_map(buffer, dtype, (problem.n, problem.m, matrices), (span // dtype.itemsize, 64, 1), span)
-
-
-def _steps(moves: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """How far an array's batch index moves for each of the result's three batch indices."""
-    steps, stride = [], 1
-    for move, size in zip(reversed(moves), reversed(sizes), strict=True):
-        steps.append(stride if move else 0)
-        stride *= size if move else 1
-    return steps[::-1]
-
-
-def launch_reasons(problem: Problem, config: Config) -> list[str]:
-    """Why what both serve cannot be launched: there is a limit to what one launch is told."""
-    try:
-        _planned(problem, config, b"-")
-    except ValueError as error:
-        return [f"operands and results are too many or too large for one launch ({error})"]
-    return []
+    kernel = resolve(problem, config)
+    if isinstance(kernel, tuple):
+        raise ValueError(f"no kernel for {problem} with {config}: {'; '.join(kernel)}")
+    return kernel
 
 
 def launch(problem: Problem, config: Config) -> Call:
-    """The compiled kernel and the plan of its launch."""
-    return _planned(problem, config, compile_config(problem, config).image)
-
-
-def _planned(problem: Problem, config: Config, cubin: bytes) -> Call:
-    """The plan of one launch: buffers are a, the bs, sizes of groups, the epilogue's operands and results, in order."""
-    p, c, epilogue = problem, config, sm90_memory.of(problem)
-    still = (1, *(False,) * (2 + len(epilogue.operands) + bool(p.groups)))
-    sizes, *moves = zip(*[still] * (3 - len(p.batch_groups)), *p.batch_groups, strict=True)
-    a_steps, b_steps, *other_steps = ([Int32(step) for step in _steps(move, sizes)] for move in moves)
-    b_matrices = math.prod(p.b_batch) * (p.groups if p.ragged == "m" else 1)
-    b_map = functools.partial(
-        _operand_map, dtype=p.b_dtype, rows=p.n, k=p.k, batch=b_matrices, k_major=p.layout[1] == "t", tile=c.bn, bk=c.bk
-    )
-    maps = [_operand_map(0, p.a_dtype, p.m, p.k, math.prod(p.a_batch), p.layout[0] == "n", c.bm, c.bk, c.cluster_n)]
-    maps += [*(b_map(1 + i, share=c.cluster_m) for i in range(p.products))]
-    first_operand = 1 + p.products + bool(p.groups)
-    first_result = first_operand + len(epilogue.operands)
-    results = p.batch_size * (p.groups if p.ragged == "k" else 1)
-    full = [(first_result + i, np.dtype(out.dtype)) for i, out in sm90_memory.tiles(epilogue)]
-    maps += [_tile_map(i, dtype, p, c, results) for i, dtype in full]
-    loaded = dict(sm90_memory.tile_operands(epilogue))
-    operands: list[Param] = []
-    for i, (spec, steps) in enumerate(zip(epilogue.operands, other_steps, strict=False)):
-        if i in loaded:
-            matrices = math.prod(size for size, move in zip(sizes, moves[2 + i], strict=True) if move)
-            maps.append(_tile_map(first_operand + i, np.dtype(spec.dtype), p, c, matrices))
-        else:
-            operands.append(Pointer(first_operand + i))
-        operands += steps
-    operands += map(Int32, sm90_memory.place_steps(p))
-    partials = [Pointer(first_result + i) for i, _ in sm90_memory.reductions(epilogue)]
-    scalars = [Int32(value) for value in (p.m, p.n, p.k, c.raster, p.batch_size, *sizes[1:])]
-    groups: list[Param] = []
-    if p.groups:
-        groups += [Pointer(1 + p.products), Int32(p.leading), *other_steps[-1][:2]]
-        if p.ragged == "m":
-            groups += [Pointer(i) for i, _ in full]
-    launch = Launch(
-        kernel=c.name(p),
-        cubin=cubin,
-        grid=(_most_tiles(c, p) * c.cluster, 1, 1),
-        block=(128 * (1 + c.consumers), 1, 1),
-        cluster=(c.cluster, 1, 1),
-        shared_bytes=_shared_bytes(c, p, _store_buffers(c, p)),
-        blocks_per_sm=blocks_per_sm(c, p),
-        params=(*maps, *scalars, *a_steps, *b_steps, *operands, *partials, *groups),
-    )
-    return Call(
-        (launch,),
-        results=_written(p, c) if partials else (),
-        finish=functools.partial(sm90_memory.finish, p) if partials else None,
-        aliases=tuple((first_operand + operand, result) for operand, result in p.in_place),
-    )
-
-
-def _written(problem: Problem, config: Config) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What the kernel writes, where reductions are not yet what was asked."""
-    p = problem
-    return tuple(
-        jax.ShapeDtypeStruct(
-            sm90_memory.partial_shape(out, p, config.bn) if out.reduce else (*p.batch, p.m, p.n), np.dtype(out.dtype)
-        )
-        for out in sm90_memory.of(p).outputs
-    )
+    """Returns the compiled kernel of a config that serves, and the plan of its launch."""
+    return resolved(problem, config).call()

@@ -1,69 +1,130 @@
-"""The generated part of a kernel: its epilogue, and how it is fed and what it makes is stored (see epilogue.cuh)."""
+"""The device text of a kernel: constants, the generated wgmma, and the family's files around the generated epilogue."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cutjax.dtypes import DTYPES, short
 from cutjax.epilogue import emit
 from cutjax.epilogue.expression import Epilogue, Output
-from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90.memory import DTYPES, called, of, reductions, slots, tile_operands, tiles
+from cutjax.kernels.sm90.arguments import Argument
+from cutjax.kernels.sm90.staging import Staging
+from cutjax.runtime import sources
+
+if TYPE_CHECKING:
+    from cutjax.kernels.sm90.kernel import Kernel
+
+# Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168. A producer that walks groups of k
+# spills in 40.
+REGISTERS = {"": (40, 232), "m": (40, 232), "k": (40, 232)}
 
 
-def text(problem: Problem) -> str:
-    """All of it."""
-    epilogue = of(problem)
-    parts = (emit.emit, _parameters, _operands, _partials, _piece, _store)
-    return "".join(part(epilogue) for part in parts) + _groups(epilogue, problem.ragged)
+def source(kernel: Kernel) -> str:
+    """Returns all of it."""
+    problem, config = kernel.problem, kernel.config
+    a_k_major, b_k_major = problem.a.contiguous == "k", problem.bs[0].contiguous == "k"
+    producer, consumer = REGISTERS[problem.ragged]
+    constants = {
+        "BM": config.bm,
+        "BN": config.bn,
+        "BK": config.bk,
+        "STAGES": config.stages,
+        "CLUSTER_M": config.cluster_m,
+        "CLUSTER_N": config.cluster_n,
+        "CONSUMERS": config.consumers,
+        "M_BLOCKS": config.m_blocks,
+        "PING_PONG": config.schedule == "pingpong",
+        "STORE_BUFFERS": kernel.buffers,
+        "BLOCKS_PER_SM": kernel.blocks_per_sm,
+        "PRODUCER_REGISTERS": producer,
+        "CONSUMER_REGISTERS": consumer,
+        "A_K_MAJOR": a_k_major,
+        "B_K_MAJOR": b_k_major,
+        "GROUPED": bool(problem.groups),
+        "RAGGED_M": problem.ragged == "m",
+        "RAGGED_K": problem.ragged == "k",
+        "PRODUCTS": problem.products,
+        "OUTPUTS": len(kernel.staging.results),
+        "D_CHUNK": kernel.chunk,
+        "D_BUFFER_BYTES": kernel.buffer_bytes,
+    }
+    return sources.source(
+        kernel.name,
+        constants,
+        [
+            "sm90/atoms.cuh",
+            "common/math.cuh",
+            "sm90/staging.cuh",
+            "common/scheduler.cuh",
+            "common/group_scheduler.cuh" if problem.groups else "common/dense_scheduler.cuh",
+            wgmma(config.bn * problem.products, short(problem.a_dtype.name), a_k_major, b_k_major),
+            "sm90/mainloop.cuh",
+            _epilogue(kernel.staging, kernel.arguments, problem.ragged),
+            "sm90/epilogue.cuh",
+            "sm90/gemm.cuh",
+        ],
+    )
 
 
-def _parameters(epilogue: Epilogue) -> str:
-    bs = [f"map_b{i}" for i in range(epilogue.products)]
-    ds = [f"map_d{i}" for i in range(len(tiles(epilogue)))]
-    by_tma = [i for i, _ in tile_operands(epilogue)]
-    loaded = [f"map_x{i}" for i in by_tma]
-    partials = [f"partial{i}" for i, _ in reductions(epilogue)]
-    maps = ", ".join(f"const __grid_constant__ TensorMap {name}" for name in ["map_a", *bs, *ds, *loaded])
-    steps = [f"step{i}_0, step{i}_1, step{i}_2" for i in range(len(epilogue.operands))]
-    names = [f"{'&map_x' if i in by_tma else 'base'}{i}, {step}" for i, step in enumerate(steps)]
-    names += [f"{axis}{i}_stride, {axis}{i}_size" for axis, i in emit.places(epilogue)]
-    return f"""#define MAP_PARAMETERS {maps}
-#define MAPS_B {{{", ".join("&" + name for name in bs)}}}
-#define MAPS_D {{{", ".join("&" + name for name in ds)}}}
-#define OPERAND_PARAMETERS {_operand_parameters(epilogue)}
-#define OPERAND_ARGUMENTS {"".join(", " + x for x in names)}
-#define PARTIAL_PARAMETERS {"".join(", float* " + x for x in partials)}
-#define PARTIAL_ARGUMENTS {"".join(", " + x for x in partials)}
+def wgmma(n: int, dtype: str, a_k_major: bool, b_k_major: bool) -> str:
+    """Returns ``wgmma.mma_async`` of 64 x n x 16 with both operands in shared memory, accumulating in f32."""
+    count = n // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return f"""#line 1 "wgmma (generated)"
+DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
+  asm volatile(
+      "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
+      "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype} "
+      "{{{registers}}}, %{count}, %{count + 1}, p, 1, 1, {int(not a_k_major)}, {int(not b_k_major)};\\n}}"
+      : {outputs}
+      : "l"(a), "l"(b), "r"(accumulate));
+}}
 """
 
 
-def _operand_parameters(epilogue: Epilogue, loaded: str = "") -> str:
-    """Parameters for operands, each behind a comma: where one lies, and its steps over the batch; then places in it.
-
-    ``loaded`` is the type of what says so of those that TMA loads; the kernel has tensor maps for that.
-    """
-    by_tma = {i for i, _ in tile_operands(epilogue)}
-    found = []
-    for i in range(len(epilogue.operands)):
-        base = f"{loaded} map{i}, " if loaded else ""
-        base = base if i in by_tma else f"const char* base{i}, "
-        found.append(f", {base}int step{i}_0, int step{i}_1, int step{i}_2")
-    found += [f", int {axis}{i}_stride, int {axis}{i}_size" for axis, i in emit.places(epilogue)]
-    return "".join(found)
+def _epilogue(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
+    """The epilogue, how it is fed, and how what it makes is stored (see epilogue.cuh)."""
+    parts = (_extras(staging, arguments), _partials(staging, arguments), _piece(staging), _store(staging))
+    return emit.emit(staging.epilogue) + _signature(arguments) + "".join(parts) + _rows(staging, arguments, ragged)
 
 
-def _operands(epilogue: Epilogue) -> str:
+def _signature(arguments: Sequence[Argument]) -> str:
+    """The kernel's parameters, and what of them it passes on."""
+
+    def passed(to: str) -> str:
+        return "".join(f", {argument.passed}" for argument in arguments if argument.to == to)
+
+    return f"""#define PARAMETERS {", ".join(argument.declaration for argument in arguments)}
+#define MAPS_B {{{passed("b")[2:]}}}
+#define MAPS_D {{{passed("d")[2:]}}}
+#define EXTRAS_ARGUMENTS {passed("extras")}
+#define PARTIALS_ARGUMENTS {passed("partials")}
+#define SCHEDULER_ARGUMENTS {passed("scheduler")}
+#define ROWS_ARGUMENTS {passed("rows")}
+"""
+
+
+def _taken(arguments: Sequence[Argument], to: str) -> str:
+    """Parameters of a constructor, each behind a comma."""
+    return "".join(f", {argument.taken}" for argument in arguments if argument.to == to)
+
+
+def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
+    """The struct of what the epilogue reads beside the accumulators."""
+    epilogue = staging.epilogue
     fields, initial, tile, rows, chunks, pieces, fetched, staged = [], [], [], [], [], [], [], []
-    by_tma = {i: slot for (i, _), slot in zip(tile_operands(epilogue), slots(epilogue).operands, strict=True)}
+    by_tma = {i: slot for (i, _), slot in zip(staging.operands, staging.operand_slots, strict=True)}
     for i, spec in enumerate(epilogue.operands):
-        dtype = f"Dtype::{DTYPES[spec.dtype]}"
+        dtype = f"Dtype::{DTYPES[spec.dtype].stored}"
         steps = f"step{i}_0, step{i}_1, step{i}_2"
         copied = "".join(f", {step}({step})" for step in steps.split(", "))
         if i in by_tma:
             fields.append(f"const TensorMap* map{i};\n  int {steps};\n  Pair<{dtype}> x{i}[2][2];")
-            initial.append(f"map{i}(map{i}){copied}")
+            initial.append(f"map{i}(map_x{i}){copied}")
             fetched.append(f"Staging<{dtype}>::load(map{i}, buffer + {_at(by_tma[i])}, barrier, x, y, i({steps}));")
             staged.append(f"Staging<{dtype}>::read(buffer + {_at(by_tma[i])}, thread, piece, x{i});")
             continue
@@ -102,12 +163,12 @@ def _operands(epilogue: Epilogue) -> str:
     clip = "\n      int c = min(column + 8 * j, n - 2);"
     by_piece = lines(staged, 4) + loop("j", "2", pieces, clip)
     loaded = sum(np.dtype(epilogue.operands[i].dtype).itemsize for i in by_tma)
-    return f"""#line 1 "operands (generated)"
-constexpr int OPERAND_BYTES = 64 * D_CHUNK * {loaded};  // that TMA loads for a chunk
-struct Operands {{
+    return f"""#line 1 "extras (generated)"
+constexpr int EXTRAS_BYTES = 64 * D_CHUNK * {loaded};  // that TMA loads for a chunk
+struct Extras {{
   int m, n;{lines(fields, 2)}
 
-  DEVICE Operands(int m, int n{_operand_parameters(epilogue, "const TensorMap*")})
+  DEVICE Extras(int m, int n{_taken(arguments, "extras")})
       : m(m), n(n){"".join(", " + x for x in initial)} {{}}
   DEVICE void fetch(u32 buffer, u32 barrier, int x, int y, const BatchIndex& i) const {{{lines(fetched, 4)}
   }}
@@ -140,10 +201,10 @@ def _shuffles(out: Output, value: str, lanes: Sequence[int]) -> list[str]:
     return [_combine(out, value, f"__shfl_xor_sync(~0u, {value}, {lane})") for lane in lanes]
 
 
-def _partials(epilogue: Epilogue) -> str:
+def _partials(staging: Staging, arguments: Sequence[Argument]) -> str:
     """The struct that holds what a block of 64 rows adds to each reduction, and knows where it goes."""
     fields, initial, tile, begin, end = [], [], [], [], []
-    for i, out in reductions(epilogue):
+    for i, out in staging.reductions:
         rows = "(m + 15) / 16" if "row" in out.axes else "m"
         columns = "(n + BN - 1) / BN" if "col" in out.axes else "n"
         fields.append(f"float *partial{i}, *matrix{i};\n  float r{i}[2];")
@@ -166,12 +227,11 @@ def _partials(epilogue: Epilogue) -> str:
     def lines(statements: list[str], indent: int = 4) -> str:
         return "".join("\n" + " " * indent + statement for statement in statements)
 
-    parameters = "".join(f", float* partial{i}" for i, _ in reductions(epilogue))
     return f"""#line 1 "partials (generated)"
 struct Partials {{
   int m, n;{lines(fields, 2)}
 
-  DEVICE Partials(int m, int n{parameters}) : m(m), n(n){"".join(initial)} {{}}
+  DEVICE Partials(int m, int n{_taken(arguments, "partials")}) : m(m), n(n){"".join(initial)} {{}}
   DEVICE void begin_tile(int batch) {{{lines(tile)}
   }}
   DEVICE void begin_block() {{{lines(begin)}
@@ -203,27 +263,28 @@ def _reduce_piece(i: int, out: Output) -> str:
     return text + "".join(f"  {line}\n" for line in lines)
 
 
-def _piece(epilogue: Epilogue) -> str:
-    carriers = [emit.CARRIERS[out.dtype] for out in epilogue.outputs]
+def _piece(staging: Staging) -> str:
+    epilogue = staging.epilogue
+    carriers = [DTYPES[out.dtype].carrier for out in epilogue.outputs]
     declared = "\n  ".join(f"{carrier} y{i}[8];" for i, carrier in enumerate(carriers))
     staged = "\n  ".join(
-        f"Staging<Dtype::{DTYPES[out.dtype]}>::stage(buffer + {_at(slot)}, thread, piece, y{i});"
-        for slot, (i, out) in zip(slots(epilogue).results, tiles(epilogue), strict=True)
+        f"Staging<Dtype::{DTYPES[out.dtype].stored}>::stage(buffer + {_at(slot)}, thread, piece, y{i});"
+        for slot, (i, out) in zip(staging.result_slots, staging.results, strict=True)
     )
-    reduced = "".join(_reduce_piece(i, out) for i, out in reductions(epilogue))
-    by_tma = [i for i, _ in tile_operands(epilogue)]
+    reduced = "".join(_reduce_piece(i, out) for i, out in staging.reductions)
+    by_tma = [i for i, _ in staging.operands]
     full = ["j" if i in by_tma else "piece * 2 + j" for i in range(len(epilogue.operands))]
-    if function := _four(epilogue) if called(epilogue) else "":
+    if function := _four(epilogue) if staging.called else "":
         loop = f"for (int j = 0; j < 2; ++j) {{{_call_four(epilogue, full)}"
     else:
         loop = "for (int i = 0; i < 8; ++i) {\n    const int j = i / 4, h = i / 2 % 2, e = i % 2;"
         loop += _element(epilogue, full)
     return f"""#line 1 "piece (generated)"
 {function}\
-DEVICE void epilogue_piece(Operands& operands, Partials& partials, const float (&acc)[PRODUCTS][8], int piece, int row,
+DEVICE void epilogue_piece(Extras& extras, Partials& partials, const float (&acc)[PRODUCTS][8], int piece, int row,
                            int column, u32 buffer, int thread) {{
   {declared}
-  operands.begin_piece(column, piece, buffer, thread);
+  extras.begin_piece(column, piece, buffer, thread);
 #pragma unroll
   {loop}
   }}
@@ -238,10 +299,10 @@ def _element(epilogue: Epilogue, full: Sequence[str], own: str = "", out: str = 
     values = []
     for i, spec in enumerate(epilogue.operands):
         at = {(0, 0): "", (1, 0): "[h]", (0, 1): "[j]", (1, 1): f"[{full[i]}][h]"}[spec.row, spec.col]
-        values.append(f"operands.x{i}{at}[{'e' if spec.col else '0'}]")
+        values.append(f"extras.x{i}{at}[{'e' if spec.col else '0'}]")
     results = [f"{out}y{i}[i]" for i in range(len(epilogue.outputs))]
     places = ["row + h * 8", "column + j * 8 + e"]
-    places += [f"operands.{axis}{i}{' + row + h * 8' if axis == 'row' else ''}" for axis, i in emit.places(epilogue)]
+    places += [f"extras.{axis}{i}{' + row + h * 8' if axis == 'row' else ''}" for axis, i in emit.places(epilogue)]
     arguments = ", ".join(["value", *values, *places, *results])
     return f"\n    const float value[PRODUCTS] = {{{accs}}};\n    epilogue_element({arguments});"
 
@@ -252,22 +313,22 @@ def _four(epilogue: Epilogue) -> str:
     What it takes, it takes in registers: operands as they were loaded, each once.
     """
     fields = [
-        f"Pair<Dtype::{DTYPES[spec.dtype]}> x{i}{'[1]' * spec.col}{'[2]' * spec.row};"
+        f"Pair<Dtype::{DTYPES[spec.dtype].stored}> x{i}{'[1]' * spec.col}{'[2]' * spec.row};"
         for i, spec in enumerate(epilogue.operands)
     ]
     fields = ["float acc[PRODUCTS][4];", *fields, *(f"int {axis}{i};" for axis, i in emit.places(epilogue))]
-    results = [f"{emit.CARRIERS[out.dtype]} y{i}[4];" for i, out in enumerate(epilogue.outputs)]
+    results = [f"{DTYPES[out.dtype].carrier} y{i}[4];" for i, out in enumerate(epilogue.outputs)]
     return f"""struct Four {{
   {" ".join(fields)}
 }};
 struct FourResults {{
   {" ".join(results)}
 }};
-__device__ __noinline__ FourResults epilogue_four(Four operands, int row, int column) {{
+__device__ __noinline__ FourResults epilogue_four(Four extras, int row, int column) {{
   FourResults results;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {{
-    const int j = 0, h = i / 2, e = i % 2;{_element(epilogue, "j" * len(epilogue.operands), "operands.", "results.")}
+    const int j = 0, h = i / 2, e = i % 2;{_element(epilogue, "j" * len(epilogue.operands), "extras.", "results.")}
   }}
   return results;
 }}
@@ -278,10 +339,10 @@ def _call_four(epilogue: Epilogue, full: Sequence[str]) -> str:
     accs = [", ".join(f"acc[{p}][4 * j + {i}]" for i in range(4)) for p in range(epilogue.products)]
     values = [f"{{{', '.join(f'{{{acc}}}' for acc in accs)}}}"]
     for i, spec in enumerate(epilogue.operands):
-        columns = f"operands.x{i}" + (f"[{full[i] if spec.row else 'j'}]" if spec.col else "")
+        columns = f"extras.x{i}" + (f"[{full[i] if spec.row else 'j'}]" if spec.col else "")
         value = f"{{{columns}[0], {columns}[1]}}" if spec.row else columns
         values.append(f"{{{value}}}" if spec.col else value)
-    values += [f"operands.{axis}{i}" for axis, i in emit.places(epilogue)]
+    values += [f"extras.{axis}{i}" for axis, i in emit.places(epilogue)]
     copies = " ".join(f"y{i}[4 * j + i] = four.y{i}[i];" for i in range(len(epilogue.outputs)))
     return f"""
     const FourResults four = epilogue_four({{{", ".join(values)}}}, row, column + j * 8);
@@ -291,10 +352,10 @@ def _call_four(epilogue: Epilogue, full: Sequence[str]) -> str:
     }}"""
 
 
-def _store(epilogue: Epilogue) -> str:
+def _store(staging: Staging) -> str:
     stores = "\n  ".join(
-        f"Staging<Dtype::{DTYPES[out.dtype]}>::store(map_d[{place}], buffer + {_at(slot)}, x, y, z);"
-        for place, (slot, (_, out)) in enumerate(zip(slots(epilogue).results, tiles(epilogue), strict=True))
+        f"Staging<Dtype::{DTYPES[out.dtype].stored}>::store(map_d[{place}], buffer + {_at(slot)}, x, y, z);"
+        for place, (slot, (_, out)) in enumerate(zip(staging.result_slots, staging.results, strict=True))
     )
     return f"""DEVICE void epilogue_store(const TensorMap* const (&map_d)[OUTPUTS], u32 buffer, int x, int y, int z) {{
   {stores}
@@ -302,15 +363,15 @@ def _store(epilogue: Epilogue) -> str:
 """
 
 
-def _groups(epilogue: Epilogue, ragged: str) -> str:
-    """What the kernel of a grouped GEMM takes more; and ``Rows``, which stores without TMA where rows have groups."""
+def _rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
+    """The struct that stores without TMA, where rows have groups."""
     results = [
-        (place, DTYPES[out.dtype], np.dtype(out.dtype).itemsize) for place, (_, out) in enumerate(tiles(epilogue))
+        (place, DTYPES[out.dtype].stored, np.dtype(out.dtype).itemsize)
+        for place, (_, out) in enumerate(staging.results)
     ]
     if ragged != "m":
         results = []
-    group = ["const int* sizes", "int leading", "int sizes_step0", "int sizes_step1"] if ragged else []
-    pointers = [f"char* d{place}" for place, _, _ in results]
+    pointers = [argument.declaration for argument in arguments if argument.to == "rows"]
 
     def lines(call: str) -> str:
         at = "d{0} + static_cast<i64>(batch) * m * n * {2}"
@@ -318,11 +379,8 @@ def _groups(epilogue: Epilogue, ragged: str) -> str:
 
     store = lines("Staging<Dtype::{2}>::store_rows({0}, n, buffer + D_OFFSETS[{1}], x, y, rows, thread);")
     clear = lines("Staging<Dtype::{2}>::clear_rows({0}, n, x, y, rows, thread);")
-    offsets = ", ".join(map(_at, slots(epilogue).results))
-    return f"""#line 1 "groups (generated)"
-#define GROUP_PARAMETERS {"".join(", " + x for x in (*group, *pointers))}
-#define GROUP_ARGUMENTS {", sizes, leading, sizes_step0, sizes_step1" if ragged else ""}
-#define ROWS_ARGUMENTS {"".join(f", d{place}" for place, _, _ in results)}
+    offsets = ", ".join(map(_at, staging.result_slots))
+    return f"""#line 1 "rows (generated)"
 constexpr int D_OFFSETS[] = {{{offsets}}};
 struct Rows {{
   int m, n;{"".join(f"{chr(10)}  {x};" for x in pointers)}

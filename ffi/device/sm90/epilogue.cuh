@@ -1,11 +1,10 @@
 // Accumulators to memory: what the epilogue makes of them is staged in shared memory in the layout TMA wants and stored
 // by TMA, which clips the tile to the matrix. Generated for each kernel, by cutjax/kernels/sm90/text.py, are:
-//   Operands         what it reads beside the accumulators: loaded once a tile, a row, a chunk (by TMA, of what varies
+//   Extras           what it reads beside the accumulators: loaded once a tile, a row, a chunk (by TMA, of what varies
 //                    along rows and columns, into the buffer where the chunk's results will be staged) or a piece
 //                    (what varies along columns, from L1)
 //   Partials         where results that are reductions go: one value for each 16 rows, for each tile's columns, or
-//   both;
-//                    XLA reduces them further, in a fixed order
+//                    both; XLA reduces them further, in a fixed order
 //   epilogue_piece   computes and stages 16 columns of every result
 //   epilogue_store   stores the staged chunk of every result, by TMA
 //   Rows             stores its first rows alone, where those below belong to another group: TMA clips at the matrix
@@ -28,27 +27,27 @@ struct Epilogue {
   u32 phase = 0;
 
   // Beside the mainloop of the tile: loads operands of as many chunks as there are buffers.
-  DEVICE void begin(const Operands& operands, int m, int n, int rows, const BatchIndex& i) const {
-    if (OPERAND_BYTES == 0 || thread != 0) return;
+  DEVICE void begin(const Extras& extras, int m, int n, int rows, const BatchIndex& i) const {
+    if (EXTRAS_BYTES == 0 || thread != 0) return;
     cp_async_bulk_wait_group_read<0>();
     int blocks = RAGGED_M ? min(M_BLOCKS, (rows + 63) / 64) : M_BLOCKS;
 #pragma unroll 1
     for (int chunk = 0; chunk < min(STORE_BUFFERS, blocks * CHUNKS); ++chunk) {
       int buffer = next + chunk;
-      fetch(operands, chunk, buffer < STORE_BUFFERS ? buffer : buffer - STORE_BUFFERS, m, n, i);
+      fetch(extras, chunk, buffer < STORE_BUFFERS ? buffer : buffer - STORE_BUFFERS, m, n, i);
     }
   }
 
   // One thread.
-  DEVICE void fetch(const Operands& operands, int chunk, int buffer, int m, int n, const BatchIndex& i) const {
-    mbarrier_arrive_expect_tx(full + buffer * 8, OPERAND_BYTES);
-    operands.fetch(staging + buffer * D_BUFFER_BYTES, full + buffer * 8, n + chunk % CHUNKS * D_CHUNK,
-                   m + chunk / CHUNKS * 64, i);
+  DEVICE void fetch(const Extras& extras, int chunk, int buffer, int m, int n, const BatchIndex& i) const {
+    mbarrier_arrive_expect_tx(full + buffer * 8, EXTRAS_BYTES);
+    extras.fetch(staging + buffer * D_BUFFER_BYTES, full + buffer * 8, n + chunk % CHUNKS * D_CHUNK,
+                 m + chunk / CHUNKS * 64, i);
   }
 
   // In 64 rows of accumulators, lane l of warp w holds, for each 8 columns j, rows 16 w + l / 4 (+ 8) and columns
   // 8 j + 2 (l % 4) (+ 1): values 4 j + {0, 1} and, 8 rows down, {2, 3}.
-  DEVICE void store(const float (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2], Operands& operands, Partials& partials,
+  DEVICE void store(const float (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2], Extras& extras, Partials& partials,
                     const TensorMap* const (&map_d)[OUTPUTS], const Rows& rows_d, int m, int n, int rows, int batch,
                     const BatchIndex& i) {
     int lane_row = thread / 32 * 16 + thread % 32 / 4, lane_column = thread % 4 * 2;
@@ -56,20 +55,20 @@ struct Epilogue {
     for (int block = 0; block < M_BLOCKS; ++block) {
       if (RAGGED_M && rows <= block * 64) return;
       int row = m + block * 64 + lane_row;
-      operands.begin_rows(row);
+      extras.begin_rows(row);
       partials.begin_block();
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; ++chunk) {
         u32 buffer = staging + next * D_BUFFER_BYTES;
         int before = next == 0 ? STORE_BUFFERS - 1 : next - 1;
-        if constexpr (OPERAND_BYTES > 0) mbarrier_wait(full + next * 8, phase);
+        if constexpr (EXTRAS_BYTES > 0) mbarrier_wait(full + next * 8, phase);
         if (++next == STORE_BUFFERS) {
           next = 0;
           phase ^= 1;
         }
         int column = n + chunk * D_CHUNK + lane_column;
-        operands.begin_chunk(row, column);
-        if constexpr (!ONE_BARRIER && OPERAND_BYTES == 0) {
+        extras.begin_chunk(row, column);
+        if constexpr (!ONE_BARRIER && EXTRAS_BYTES == 0) {
           if (thread == 0) cp_async_bulk_wait_group_read<STORE_BUFFERS - 1>();
           bar_sync(barrier, 128);
         }
@@ -79,24 +78,24 @@ struct Epilogue {
 #pragma unroll
           for (int v = 0; v < PRODUCTS * 8; ++v)
             values[v / 8][v % 8] = accumulators[block][(v / 8 * BN + chunk * D_CHUNK + piece * 16) / 2 + v % 8];
-          epilogue_piece(operands, partials, values, piece, row, column + piece * 16, buffer, thread);
+          epilogue_piece(extras, partials, values, piece, row, column + piece * 16, buffer, thread);
         }
         fence_proxy_async();
-        if (ONE_BARRIER && OPERAND_BYTES == 0 && thread == 0) cp_async_bulk_wait_group_read<STORE_BUFFERS - 2>();
+        if (ONE_BARRIER && EXTRAS_BYTES == 0 && thread == 0) cp_async_bulk_wait_group_read<STORE_BUFFERS - 2>();
         bar_sync(barrier, 128);
         bool whole = !RAGGED_M || rows >= block * 64 + 64;
         if (!whole) {
           rows_d.store(buffer, n + chunk * D_CHUNK, m + block * 64, batch, rows - block * 64, thread);
-          if constexpr (OPERAND_BYTES > 0) bar_sync(barrier, 128);  // all have read the buffer that is loaded into next
+          if constexpr (EXTRAS_BYTES > 0) bar_sync(barrier, 128);  // all have read the buffer that is loaded into next
         }
         if (thread == 0) {
           if (whole) epilogue_store(map_d, buffer, n + chunk * D_CHUNK, m + block * 64, batch);
           cp_async_bulk_commit_group();  // of nothing, where rows are stored: groups are counted as buffers are
           // The chunk before this one has left its buffer, which takes the operands of another.
           int done = block * CHUNKS + chunk, later = done - 1 + STORE_BUFFERS;
-          if (OPERAND_BYTES > 0 && done > 0 && later < M_BLOCKS * CHUNKS && (!RAGGED_M || rows > later / CHUNKS * 64)) {
+          if (EXTRAS_BYTES > 0 && done > 0 && later < M_BLOCKS * CHUNKS && (!RAGGED_M || rows > later / CHUNKS * 64)) {
             cp_async_bulk_wait_group_read<1>();
-            fetch(operands, later, before, m, n, i);
+            fetch(extras, later, before, m, n, i);
           }
         }
       }

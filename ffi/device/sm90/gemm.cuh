@@ -8,8 +8,10 @@
 // A cluster of CLUSTER_M x CLUSTER_N CTAs computes neighbouring tiles and multicasts the operand tile they share.
 // RAGGED_M, RAGGED_K: the rows, or the contraction, are divided in groups (group_scheduler.cuh).
 //
-// Preconditions (checked in cutjax/kernels/sm90/kernel.py): k >= 1; rows of a, b, d start 16-byte aligned; grid.x a multiple of the
-// cluster; a is K-major where rows are divided, a and b are MN-major where the contraction is.
+// PARAMETERS and what is made of them: cutjax/kernels/sm90/arguments.py.
+//
+// Preconditions (checked in cutjax/kernels/sm90/kernel.py): k >= 1; rows of a, b, d start 16-byte aligned; grid.x a
+// multiple of the cluster; a is K-major where rows are divided, a and b are MN-major where the contraction is.
 
 constexpr int ROWS_PER_CONSUMER = M_BLOCKS * 64;
 constexpr int CONSUMERS_PER_TILE = BM / ROWS_PER_CONSUMER;
@@ -21,9 +23,7 @@ constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
 constexpr int EPILOGUE_BARRIER = 1;
 constexpr int TURN_BARRIER = 1 + CONSUMERS;
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    KERNEL(MAP_PARAMETERS, int m, int n, int k, int raster, int batch, int batch1, int batch2, int a_step0, int a_step1,
-           int a_step2, int b_step0, int b_step1, int b_step2 OPERAND_PARAMETERS PARTIAL_PARAMETERS GROUP_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARAMETERS) {
   const TensorMap* const map_b[PRODUCTS] = MAPS_B;
   const TensorMap* const map_d[OUTPUTS] = MAPS_D;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
       mbarrier_init(pipe.full + stage * 8, 1);
       mbarrier_init(pipe.empty + stage * 8, CONSUMERS_PER_TILE * CLUSTER);
     }
-    if constexpr (OPERAND_BYTES > 0)
+    if constexpr (EXTRAS_BYTES > 0)
       for (int buffer = 0; buffer < CONSUMERS * STORE_BUFFERS; ++buffer)
         mbarrier_init(operand_barriers + buffer * 8, 1);
     fence_mbarrier_init();
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   __syncthreads();
   if constexpr (CLUSTER > 1) barrier_cluster();
 
-  Scheduler scheduler(m, n, k, raster, batch, batch1, batch2 GROUP_ARGUMENTS);
+  Scheduler scheduler(m, n, k, raster, batch, batch1, batch2 SCHEDULER_ARGUMENTS);
   int step = gridDim.x / CLUSTER, k_blocks = (k + BK - 1) / BK;
 
   if (warpgroup == 0) {
@@ -69,8 +69,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     int consumer = warpgroup - 1;
     Epilogue epilogue{staging + consumer * STORE_BUFFERS * D_BUFFER_BYTES,
                       operand_barriers + consumer * STORE_BUFFERS * 8, EPILOGUE_BARRIER + consumer, thread};
-    Operands operands(m, n OPERAND_ARGUMENTS);
-    Partials partials(m, n PARTIAL_ARGUMENTS);
+    Extras extras(m, n EXTRAS_ARGUMENTS);
+    Partials partials(m, n PARTIALS_ARGUMENTS);
     Rows rows_d{m, n ROWS_ARGUMENTS};
     float accumulators[M_BLOCKS][PRODUCTS * BN / 2];
     int first_row = PING_PONG ? 0 : consumer * ROWS_PER_CONSUMER;
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
       }
       if constexpr (PING_PONG) bar_sync(TURN_BARRIER + consumer, 256);
       BatchIndex i(work.batch, batch1, batch2);
-      auto begun = [&] { epilogue.begin(operands, work.m + first_row, work.n, work.rows - first_row, i); };
+      auto begun = [&] { epilogue.begin(extras, work.m + first_row, work.n, work.rows - first_row, i); };
       auto issued = [&] {
         if constexpr (PING_PONG) bar_arrive(TURN_BARRIER + (consumer ^ 1), 256);
       };
@@ -113,9 +113,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         drain<M_BLOCKS>(accumulators, pipe, shared, first_row, work, thread, epilogue.barrier, begun, issued);
       }
       if constexpr (PING_PONG && !GROUPED) pipe.advance(k_blocks);
-      operands.begin_tile(i, work.result);
+      extras.begin_tile(i, work.result);
       partials.begin_tile(work.result);
-      epilogue.store(accumulators, operands, partials, map_d, rows_d, work.m + first_row, work.n, rows, work.result, i);
+      epilogue.store(accumulators, extras, partials, map_d, rows_d, work.m + first_row, work.n, rows, work.result, i);
     }
     epilogue.finish();
   }

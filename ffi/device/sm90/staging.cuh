@@ -6,7 +6,8 @@ template <Dtype D>
 constexpr int SIZE = D == Dtype::f32 || D == Dtype::s32 || D == Dtype::u32                       ? 4
                      : D == Dtype::bf16 || D == Dtype::f16 || D == Dtype::s16 || D == Dtype::u16 ? 2
                                                                                                  : 1;
-// Two elements of the dtype in the low bits, the first lowest, from the values that carry them (cutjax/epilogue/emit.py).
+// Two elements of the dtype in the low bits, the first lowest, from the values that carry them
+// (cutjax/epilogue/emit.py).
 template <Dtype D, typename Carrier>
 DEVICE u32 pack(Carrier low, Carrier high) {
   if constexpr (D == Dtype::bf16) {

@@ -1,0 +1,52 @@
+"""The dtypes, one row each: their names in text, in C++ and in tensor maps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Dtype(NamedTuple):
+    """What the parts of the library call a dtype; "" or None where they have no name for it.
+
+    Attributes:
+      name: numpy's.
+      short: the field's.
+      stored: the enumerator of Dtype (staging.cuh): kernels load and store it.
+      carrier: the C++ type in which an epilogue computes with a value, which holds it exactly.
+      integer: the C++ type of an integer of its width.
+      tma: CUtensorMapDataType.
+    """
+
+    name: str
+    short: str
+    stored: str = ""
+    carrier: str = ""
+    integer: str = ""
+    tma: int | None = None
+
+
+_ROWS = (
+    Dtype("bfloat16", "bf16", "bf16", "float", tma=9),
+    Dtype("float16", "f16", "f16", "float", tma=6),
+    Dtype("float32", "f32", "f32", "float", tma=7),
+    Dtype("float8_e4m3fn", "f8_e4m3fn", "e4m3", "float", tma=0),
+    Dtype("float8_e5m2", "f8_e5m2", "e5m2", "float", tma=0),
+    Dtype("int8", "s8", "s8", "int", "signed char", 0),
+    Dtype("uint8", "u8", "u8", "u32", "unsigned char", 0),
+    Dtype("int16", "s16", "s16", "int", "short", 1),
+    Dtype("uint16", "u16", "u16", "u32", "u16", 1),
+    Dtype("int32", "s32", "s32", "int", "int", 3),
+    Dtype("uint32", "u32", "u32", "u32", "u32", 2),
+    Dtype("bool", "bool", "boolean", "bool", tma=0),
+    Dtype("int64", "s64", "", "i64", "i64", 5),
+    Dtype("uint64", "u64", "", "u64", "u64", 4),
+    Dtype("float64", "f64", tma=8),
+    Dtype("complex64", "complex64"),
+    Dtype("complex128", "complex128"),
+)
+DTYPES = {row.name: row for row in _ROWS}
+
+
+def short(name: str) -> str:
+    """Returns the field's short name of a dtype: ``bf16`` for bfloat16."""
+    return DTYPES[name].short if name in DTYPES else name

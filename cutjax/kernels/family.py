@@ -1,0 +1,62 @@
+"""A family of kernels: the interface through which one is chosen. An implementation is a folder beside this file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from cutjax.kernels.device import Device
+from cutjax.kernels.problem import Problem
+from cutjax.runtime.launch import Call
+
+
+class Kernel(Protocol):
+    """One config of a family, resolved for one problem."""
+
+    @property
+    def config(self) -> Any:
+        """How it is done."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The kernel's name wherever it is seen: HLO, profiler, explain, benchmark rows."""
+        ...
+
+    def time_us(self, device: Device) -> float:
+        """Returns the predicted time of one launch."""
+        ...
+
+    def unlaunchable(self) -> tuple[str, ...]:
+        """Returns why what serves the problem cannot be launched; as much for every config of a problem."""
+        ...
+
+    def call(self) -> Call:
+        """Returns the compiled kernel and the plan of its launch."""
+        ...
+
+
+class Family(Protocol):
+    """Kernels that have a kind of config in common."""
+
+    @property
+    def name(self) -> str:
+        """The first part of its kernels' names."""
+        ...
+
+    @property
+    def Config(self) -> type[Any]:
+        """The frozen dataclass of its configs."""
+        ...
+
+    def reasons(self, problem: Problem) -> tuple[str, ...]:
+        """Returns why no kernel of the family can serve a problem; empty when one can."""
+        ...
+
+    def configs(self, problem: Problem) -> Iterable[Any]:
+        """Returns the shipped configs for a problem that the family serves, whether or not each of them can."""
+        ...
+
+    def resolve(self, problem: Problem, config: Any) -> Kernel | tuple[str, ...]:
+        """Returns the kernel of a config, or every reason why it cannot serve the problem."""
+        ...

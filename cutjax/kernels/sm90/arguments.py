@@ -1,0 +1,158 @@
+"""The arguments of a kernel, once: the signature in its text and the parameters of its launch are read off one list."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cutjax.epilogue import emit
+from cutjax.runtime.launch import Int32, Param, Pointer, TensorMap
+
+if TYPE_CHECKING:
+    from cutjax.kernels.problem import Operand, Problem
+    from cutjax.kernels.sm90.kernel import Kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """One argument of a kernel.
+
+    Attributes:
+      declaration: as the signature has it.
+      value: what a launch passes.
+      to: which part of the kernel takes it: "" the kernel itself, "b" and "d" its lists of tensor maps, or a
+        constructor's, "extras", "partials", "scheduler" or "rows".
+    """
+
+    declaration: str
+    value: Param
+    to: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its name in the kernel."""
+        return self.declaration.split()[-1]
+
+    @property
+    def passed(self) -> str:
+        """The expression by which a kernel passes it on."""
+        return f"&{self.name}" if isinstance(self.value, TensorMap) else self.name
+
+    @property
+    def taken(self) -> str:
+        """The parameter of who takes it."""
+        return f"const TensorMap* {self.name}" if isinstance(self.value, TensorMap) else self.declaration
+
+
+def arguments(kernel: Kernel) -> tuple[Argument, ...]:
+    """Returns the arguments of a kernel, in order.
+
+    Buffers are a, the bs, sizes of groups, the epilogue's operands and results, in order.
+    """
+    return tuple(_arguments(kernel))
+
+
+def _arguments(kernel: Kernel) -> Iterator[Argument]:
+    p, c, staging = kernel.problem, kernel.config, kernel.staging
+    epilogue = p.epilogue
+    still = (1, *(False,) * (2 + len(epilogue.operands) + bool(p.groups)))
+    sizes, *moves = zip(*[still] * (3 - len(p.batch_groups)), *p.batch_groups, strict=True)
+    steps = [batch_steps(move, sizes) for move in moves]
+    of_operands = steps[2 : 2 + len(epilogue.operands)]
+    first_operand = 1 + p.products + bool(p.groups)
+    first_result = first_operand + len(epilogue.operands)
+    loaded = dict(staging.operands)
+    results = [(first_result + i, np.dtype(out.dtype)) for i, out in staging.results]
+
+    yield _map("map_a", _operand_map(0, p.a, p.m, p.k, math.prod(p.a_batch), c.bm, c.bk, c.cluster_n))
+    b_matrices = math.prod(p.b_batch) * (p.groups if p.ragged == "m" else 1)
+    for i, b in enumerate(p.bs):
+        yield _map(f"map_b{i}", _operand_map(1 + i, b, p.n, p.k, b_matrices, c.bn, c.bk, c.cluster_m), "b")
+    d_matrices = p.batch_size * (p.groups if p.ragged == "k" else 1)
+    for place, (buffer, dtype) in enumerate(results):
+        yield _map(f"map_d{place}", _tile_map(buffer, dtype, kernel, d_matrices), "d")
+    for i, spec in staging.operands:
+        matrices = math.prod(size for size, move in zip(sizes, moves[2 + i], strict=True) if move)
+        yield _map(f"map_x{i}", _tile_map(first_operand + i, np.dtype(spec.dtype), kernel, matrices), "extras")
+
+    scalars = {"m": p.m, "n": p.n, "k": p.k, "raster": c.raster, "batch": p.batch_size}
+    scalars |= {"batch1": sizes[1], "batch2": sizes[2]}
+    for name, of in (("a", steps[0]), ("b", steps[1])):
+        scalars |= {f"{name}_step{j}": step for j, step in enumerate(of)}
+    for name, value in scalars.items():
+        yield _int(name, value)
+    for i, of in enumerate(of_operands):
+        if i not in loaded:
+            yield Argument(f"const char* base{i}", Pointer(first_operand + i), "extras")
+        for j, step in enumerate(of):
+            yield _int(f"step{i}_{j}", step, "extras")
+    for (axis, i), (stride, size) in zip(emit.places(epilogue), place_steps(p), strict=True):
+        yield _int(f"{axis}{i}_stride", stride, "extras")
+        yield _int(f"{axis}{i}_size", size, "extras")
+    for i, _ in staging.reductions:
+        yield Argument(f"float* partial{i}", Pointer(first_result + i), "partials")
+    if p.groups:
+        yield Argument("const int* sizes", Pointer(1 + p.products), "scheduler")
+        yield _int("leading", p.leading, "scheduler")
+        for j in range(2):
+            yield _int(f"sizes_step{j}", steps[-1][j], "scheduler")
+    if p.ragged == "m":  # TMA clips at the matrix, not at a group's last row
+        for place, (buffer, _) in enumerate(results):
+            yield Argument(f"char* d{place}", Pointer(buffer), "rows")
+
+
+def _map(name: str, value: TensorMap, to: str = "") -> Argument:
+    return Argument(f"const __grid_constant__ TensorMap {name}", value, to)
+
+
+def _int(name: str, value: int, to: str = "") -> Argument:
+    return Argument(f"int {name}", Int32(value), to)
+
+
+def _operand_map(
+    buffer: int, operand: Operand, rows: int, k: int, matrices: int, tile: int, bk: int, share: int
+) -> TensorMap:
+    """The tensor map of an operand whose m or n axis is `rows` long, as Operand in mainloop.cuh loads it."""
+    if operand.contiguous == "k":
+        return _matrix_map(buffer, operand.dtype, (k, rows, matrices), (64, tile // share, 1), 128)
+    chunk = next(c for c in (64, 32, 16) if tile % c == 0)
+    depth = bk if tile // chunk % share == 0 else bk // share
+    return _matrix_map(buffer, operand.dtype, (rows, k, matrices), (chunk, depth, 1), chunk * 2)
+
+
+def _tile_map(buffer: int, dtype: np.dtype, kernel: Kernel, matrices: int) -> TensorMap:
+    """The tensor map of a result, or an operand of its shape, as Staging in staging.cuh stores and loads it."""
+    span = min(128, kernel.chunk * dtype.itemsize)  # bytes of a row of the tile, which its swizzle spans too
+    p = kernel.problem
+    return _matrix_map(buffer, dtype, (p.n, p.m, matrices), (span // dtype.itemsize, 64, 1), span)
+
+
+def _matrix_map(
+    buffer: int, dtype: np.dtype, dims: tuple[int, int, int], box: tuple[int, int, int], span: int
+) -> TensorMap:
+    row = dims[0] * dtype.itemsize
+    return TensorMap(
+        buffer=buffer, dtype=dtype, dims=dims, strides=(row, row * dims[1]), box=box, swizzle=span, l2_bytes=256
+    )
+
+
+def batch_steps(moves: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Returns how far an array's batch index moves for each of the result's three batch indices."""
+    steps, stride = [], 1
+    for move, size in zip(reversed(moves), reversed(sizes), strict=True):
+        steps.append(stride if move else 0)
+        stride *= size if move else 1
+    return steps[::-1]
+
+
+def place_steps(problem: Problem) -> list[tuple[int, int]]:
+    """Returns how far apart in results two of each place in the batch are, and how many there are."""
+    found = []
+    for axis, i in emit.places(problem.epilogue):
+        inner = math.prod(problem.batch[len(problem.batch) - i :])
+        found.append((inner, problem.batch[-1 - i]) if axis == "batch" else (1, inner))
+    return found

@@ -1,0 +1,118 @@
+"""The cost model: the predicted time of a resolved kernel on a device. It reads fields, and computes no geometry."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from cutjax.kernels.device import Device, reference
+
+if TYPE_CHECKING:
+    from cutjax.kernels.sm90.kernel import Kernel
+
+FITTED_ON = reference("sm_90a")  # an H200: bandwidths of memory scale from there, those within an SM do not
+READ_BYTES_PER_US, WRITTEN_BYTES_PER_US = 5.0e6, 3.8e6  # reads partly of L2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fit:
+    """What of the cost model was fitted, for each way in which a problem is divided in groups.
+
+    Attributes:
+      load: bytes a nanosecond that enter one SM.
+      shared: how much of what a cluster multicasts is saved.
+      blend: the exponent with which loading and multiplying add up: infinite where the slower hides the other.
+      coop, narrow: what a cooperative schedule, and column chunks narrower than a swizzle, add to the cycles of wgmma.
+      cluster: microseconds that a cluster costs.
+      latency: of a load under load, in microseconds.
+      twins, short: what two blocks on an SM, and tiles of 64 rows, add to the time of memory.
+      last: how much of a tile the last one of a group takes more than its share, where rows have groups.
+      idle: how much of the time that skipped blocks of 64 rows would take is lost all the same.
+      tall: what each doubling of a tile's rows adds, where groups have few: fewer tiles then read the same weights.
+      scale: of the whole.
+    """
+
+    load: float
+    shared: float
+    blend: float
+    coop: float
+    narrow: float
+    cluster: float
+    latency: float
+    twins: float = 0
+    short: float = 0
+    last: float = 0.5
+    idle: float = 0
+    tall: float = 0
+    scale: float = 1
+
+
+_FITS = {
+    "": _Fit(85, 0, math.inf, 0.053, 0.032, 4, 1.2),
+    "m": _Fit(110, 0, 2, 0.039, 0.243, 1.9, 1.8, 0.12, 0.02, last=0.45, idle=0.34, tall=0.275, scale=0.86),
+    "k": _Fit(74, 0, 1.33, 0.2, 0.223, 1.6, 2, 0.04, -0.02, scale=0.67),
+}
+
+
+def predict(kernel: Kernel, device: Device) -> float:
+    """Returns the predicted microseconds of one launch, for groups of uneven sizes where there are groups.
+
+    The SMs walk the tiles in waves; a wave costs its mainloop and what of its epilogue is not hidden behind another.
+    Beside that runs the memory, and the slower of the two decides. The constants were fitted to sweeps of the shipped
+    configs (benchmarks/results/sweeps, see docs/kernel-selection.md), so they mean what is written here only roughly:
+    what they are good for is ranking, and tests/test_select.py holds them to that.
+    """
+    c, p = kernel.config, kernel.problem
+    fit, sms = _FITS[p.ragged], device.sms
+    resident, rows, tiles = kernel.blocks_per_sm, kernel.rows, kernel.columns
+    items, k, filled = float(rows * tiles * p.batch_size), float(p.k), 1.0
+    if p.ragged == "m":  # a group's last tile is half full; of it, blocks of 64 rows without any are skipped
+        average, height = p.m / p.groups, c.bm * c.cluster_m
+        rows = p.groups * max(1.0, average / height + fit.last)
+        filled = p.groups * max(1.0, average / 64 + 0.5) * 64 / (rows * height)
+        filled += (1 - filled) * fit.idle
+        items = rows * tiles * p.batch_size
+    elif p.ragged == "k":
+        items, k = items * p.groups, p.k / p.groups + c.bk / 2
+    in_flight = max(1, sms * resident // c.cluster)
+    waves = math.ceil(items / in_flight)
+    sharing = min(resident, math.ceil(items * c.cluster / sms))  # blocks that really share an SM
+
+    k_blocks = math.ceil(k / c.bk)
+    tile_bytes = kernel.stage_bytes
+    columns = c.bn * p.products
+    read_bytes = (c.bm + c.bm // 64 * columns) * c.bk * 2  # wgmma reads b once for each 64 rows of a
+    cycles_share = 0.97 + 0.2 * 16 * (tile_bytes + read_bytes) / (c.bm * columns * c.bk)
+    cycles_share += fit.coop * (c.schedule == "coop")
+    cycles_share += 0.04 * (c.bk == 128)
+    cycles_share += fit.narrow * (
+        p.bs[0].contiguous == "mn" and c.bn % 64 != 0
+    )  # narrower swizzle, so more bank conflicts
+    multiply = sharing * cycles_share * 2 * c.bm * columns * c.bk / (device.peak(p.a_dtype) / sms) * 1e6 * filled
+    saved = c.bm * (c.cluster_n - 1) / c.cluster_n + columns * (c.cluster_m - 1) / c.cluster_m
+    load = sharing * (tile_bytes - fit.shared * saved * c.bk * 2) / (fit.load * 1e3)
+    both = max(multiply, load)
+    if fit.blend != math.inf:
+        both = (multiply**fit.blend + load**fit.blend) ** (1 / fit.blend)
+    refill = (fit.latency + multiply) / c.stages  # a stage's load, and its turn to be read
+    mainloop = k_blocks * max(both, refill)
+
+    tile_us = 2.0 if p.plain else 6.0  # of 128 x 256 accumulators, stored as they are or not
+    epilogue = sharing * (0.22 + tile_us * c.bm * columns / 32768)
+    hidden = 0.83 * epilogue
+    if c.schedule == "pingpong":
+        wave = max(mainloop + epilogue - hidden, (mainloop + epilogue) / 2)
+    else:
+        wave = mainloop + epilogue - (hidden if resident == 2 else 0)
+    compute = (waves - 1) * wave + mainloop + epilogue + fit.cluster * (c.cluster > 1)
+    if p.ragged == "m":
+        compute *= 1 + fit.tall * math.log2(c.bm * c.cluster_m / 64) / (1 + p.m / p.groups / 512)
+
+    ragged = 1.1 if c.bn * p.out_dtype.itemsize % 128 else 1.0  # stores of less than a cache line
+    speed = device.bytes_per_second / FITTED_ON.bytes_per_second
+    reads = (p.bytes - p.result_bytes) / (READ_BYTES_PER_US * speed)
+    writes = ragged * p.result_bytes / (WRITTEN_BYTES_PER_US * speed)
+    twins = fit.twins if p.ragged else -0.04 * (p.k <= 64)
+    memory = (reads + writes) * (1 + 0.11 * c.bm * c.bn / 32768 + twins * (resident == 2) + fit.short * (c.bm == 64))
+    return fit.scale * math.hypot(compute**3, memory**3) ** (1 / 3) + 1.2  # a smooth maximum, and the launch

@@ -1,0 +1,75 @@
+"""The family of Hopper's GEMM kernels (wgmma, TMA): the configs shipped, and how deep and in which order they go."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+from cutjax.kernels.problem import Problem
+from cutjax.kernels.sm90.config import Config
+from cutjax.kernels.sm90.kernel import Facts, Footprint, average_tiles, facts_of, footprint, resolve
+
+__all__ = ["Config", "configs", "name", "reasons", "resolve"]
+
+name = "sm90"
+
+# (schedule, bm) -> the bn shipped. Steps of 32 fill waves; below 64 columns only small problems want a tile.
+TILES = {  # where two are predicted equal, the first is taken
+    ("pingpong", 64): (32, 64, 96, 128, 160, 192, 256),
+    ("pingpong", 128): (32, 64, 96, 128, 160, 192),
+    ("coop", 64): (16, 32, 64, 128, 256),
+    ("coop", 128): (64, 128, 160, 192, 224, 256),
+    ("coop", 256): (64, 96, 128, 160, 192),
+}
+CLUSTERS = ((1, 1), (2, 1), (1, 2))
+# The same with stages of 128: where k is 128, one stage is the whole contraction. Elsewhere 64 won by 2 to 10%.
+DEEP_TILES = {("pingpong", 64): (128, 256), ("coop", 128): (256,)}
+
+_config = functools.lru_cache(maxsize=None)(Config)
+
+
+def reasons(problem: Problem) -> tuple[str, ...]:
+    """Returns why no kernel of this family can serve the problem; empty when one can."""
+    return facts_of(problem).reasons
+
+
+def configs(problem: Problem) -> Iterator[Config]:
+    """Yields the shipped tiles, each as deep and in the order that suits the problem."""
+    facts = facts_of(problem)
+    for (schedule, bm), widths in TILES.items():
+        for bk, bns, clusters in ((64, widths, CLUSTERS), (128, DEEP_TILES.get((schedule, bm), ()), CLUSTERS[:1])):
+            for bn in bns:
+                stages = _stages(facts, footprint(facts, _config(bm, bn, bk, 2, 1, 1, schedule, 1)), bk)
+                for cluster in clusters:
+                    tile = _config(bm, bn, bk, 2, *cluster, schedule, 1)
+                    yield _config(bm, bn, bk, stages, *cluster, schedule, _raster(problem, tile))
+
+
+def _stages(facts: Facts, tile: Footprint, bk: int) -> int:
+    """As deep a pipeline as fits, up to 8; shallower where k is so short that the result wants the memory more."""
+    k, whole = facts.problem.k, max(2, tile.whole_result)
+    deepest = max(2, min(tile.deepest(), 8))  # where 2 do not fit, resolve says so
+    if k <= bk:
+        two_blocks = tile.limit(2) != tile.most
+        return min(deepest, 2 if two_blocks else 3)
+    if k <= 2 * bk:
+        return min(deepest, max(4, tile.deepest(whole)))
+    if k <= 32 * bk and facts.staging.operands:
+        # They can all be on their way before the epilogue begins: worth a stage where k is short.
+        fewer = tile.deepest(whole)
+        return fewer if 2 <= fewer == deepest - 1 else deepest
+    return deepest
+
+
+def _raster(problem: Problem, config: Config) -> int:
+    """The width of a band of tiles for which those in flight read the fewest bytes through L2.
+
+    With C clusters in flight, a band of w rows spans C / w columns and reads w * height + C / w * width: least at
+    w = sqrt(C * width / height). Near there, the width that leaves the least ragged last band is taken.
+    """
+    rows, _ = average_tiles(problem, config)
+    clusters = problem.device.sms / config.cluster
+    best = math.sqrt(clusters * (config.bn * config.cluster_n) / (config.bm * config.cluster_m))
+    near = range(max(1, round(best * 0.7)), max(1, round(best * 1.4)) + 1)
+    return min(near, key=lambda width: (-(-rows // width) * width - rows, abs(width - best)))

@@ -1,0 +1,125 @@
+"""Shared-memory staging of an epilogue's inputs and results: where tiles of them lie on their way to and from TMA."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import numpy as np
+
+from cutjax.dtypes import DTYPES
+from cutjax.epilogue import emit
+from cutjax.epilogue.expression import Epilogue, OperandSpec, Output
+
+STORED = tuple(dtype.name for dtype in DTYPES.values() if dtype.stored)  # dtypes of operands and results in memory
+
+# About how many instructions of sm_90 code compute a device function or an operator; others are one. The long ones, of
+# 15 to 90 without the slow paths of rare arguments, are each reason enough for a call. No common activation in 16 bits
+# has one.
+_MOST_INLINED = 40
+_LONG = (
+    "acosf acoshf asinf asinhf atan2f atanf atanhf cbrtf cosf coshf erfcf erff erfinvf expm1f fmodf integer_div "
+    "integer_rem log1pf logf nextafterf powf sinf sinhf tanf threefry2x32"
+)
+_INSTRUCTIONS = dict.fromkeys(_LONG.split(), 50) | {"exp2f": 5, "expf": 8, "rsqrtf": 5}
+_INSTRUCTIONS |= {"/": 15, "accurate_logistic": 14, "sqrtf": 15, "tanhf": 15}
+_INSTRUCTIONS |= {"coarse_erfc_bf16": 12, "coarse_erfc_f16": 13}
+
+BUFFER_BYTES = 16384  # of a staging buffer, at most where narrower chunks can make it so
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Staging:
+    """How an epilogue's inputs and results are staged, in chunks of so many columns of 64 rows.
+
+    Results lie one after the other; an operand lies where a result of its size will be, which replaces it.
+
+    Attributes:
+      epilogue: whose.
+      results: the results of full size, with their places among all.
+      reductions: the results that are reductions, with their places among all.
+      operands: the operands that TMA loads, with their places among all. They vary along rows and columns, and are no
+        narrower than some result: so their rows are of whole units of 16 bytes, as that result's are.
+      result_slots, operand_slots: where the tile of each begins, in bytes for each column of one row.
+      column_bytes: of one row, of all tiles together.
+      narrowest: bytes of an element of the narrowest result.
+      called: whether the kernel calls a function for four elements at a time, instead of 64 to 192 copies of what it
+        computes. A call costs 3 instructions an element (docs/fused-epilogues.md).
+    """
+
+    epilogue: Epilogue
+    results: tuple[tuple[int, Output], ...]
+    reductions: tuple[tuple[int, Output], ...]
+    operands: tuple[tuple[int, OperandSpec], ...]
+    result_slots: tuple[int, ...]
+    operand_slots: tuple[int, ...]
+    column_bytes: int
+    narrowest: int
+    called: bool
+
+    @functools.cached_property
+    def result_dtypes(self) -> tuple[np.dtype, ...]:
+        """The dtype of each result of full size."""
+        return tuple(np.dtype(out.dtype) for _, out in self.results)
+
+    def chunk(self, bn: int) -> int:
+        """Columns staged at a time: as many as make a row of the narrowest result at most 128 bytes.
+
+        Fewer where results and operands are many or wide, since they take room from the pipeline, but no row becomes
+        shorter than 32 bytes, which is the least that TMA swizzles.
+        """
+        fitting = [c for c in (128, 64, 32, 16) if bn % c == 0 and c * self.narrowest <= 128] or [16]
+        small = (c for c in fitting if 64 * c * self.column_bytes <= BUFFER_BYTES or c * self.narrowest <= 32)
+        return next(small, fitting[-1])
+
+    @functools.cached_property
+    def reasons(self) -> tuple[str, ...]:
+        """Why no kernel can have this epilogue; empty where one can."""
+        found = list(emit.reasons(self.epilogue))
+        if not self.results:
+            found.append("every result is a reduction: kernels store at least one of full size")
+        for _, out in self.reductions:
+            if out.dtype != "float32":
+                found.append(f"a reduction in {out.dtype}: kernels reduce in float32")
+        for what, entries in (("operand", self.epilogue.operands), ("result", self.epilogue.outputs)):
+            names = sorted({entry.dtype for entry in entries} - {*STORED})
+            found += [f"{what} {name}: one of {', '.join(STORED)}" for name in names]
+        return tuple(found)
+
+
+@functools.lru_cache(maxsize=256)
+def stage(epilogue: Epilogue) -> Staging:
+    """Returns how an epilogue's inputs and results are staged."""
+    results = tuple((i, out) for i, out in enumerate(epilogue.outputs) if not out.reduce)
+    reductions = tuple((i, out) for i, out in enumerate(epilogue.outputs) if out.reduce)
+    narrowest = min((_size(out) for _, out in results), default=4)
+    full = ((i, spec) for i, spec in enumerate(epilogue.operands) if spec.row and spec.col)
+    operands = tuple((i, spec) for i, spec in full if _size(spec) >= narrowest)
+    result_slots, operand_slots, total, free = [], [], 0, []
+    for _, out in results:
+        result_slots.append(total)
+        free.append((_size(out), total))
+        total += _size(out)
+    for _, spec in operands:
+        slot = next((slot for slot in free if slot[0] == _size(spec)), None)
+        if slot is None:
+            slot = _size(spec), total
+            total += _size(spec)
+        else:
+            free.remove(slot)
+        operand_slots.append(slot[1])
+    slots = tuple(result_slots), tuple(operand_slots)
+    return Staging(epilogue, results, reductions, operands, *slots, total, narrowest, _called(epilogue))
+
+
+def _size(array: Output | OperandSpec) -> int:
+    return np.dtype(array.dtype).itemsize
+
+
+def _called(epilogue: Epilogue) -> bool:
+    if emit.reasons(epilogue):
+        return False
+    body = emit.emit(epilogue).split("{", 1)[1]
+    words = re.findall(r"\w+(?=[<(])|/", body)
+    return body.count(";") + sum(_INSTRUCTIONS.get(word, 1) - 1 for word in words) > _MOST_INLINED
