@@ -5,8 +5,10 @@ from __future__ import annotations
 from cutjax import checkpoint_policies
 from cutjax.explanation import explain
 from cutjax.kernels.choose import candidates, reasons, supports
+from cutjax.kernels.custom import CudaLaunch
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Config
+from cutjax.ops.cuda_kernel import cuda_kernel
 from cutjax.ops.gemm import gemm
 from cutjax.ops.grouped import grouped_gemm, grouped_outer
 from cutjax.ops.mlp import grouped_mlp, mlp
@@ -18,10 +20,12 @@ from cutjax.runtime.backends import use_backend
 __version__ = "0.1.0"
 __all__ = [
     "Config",
+    "CudaLaunch",
     "Problem",
     "Routing",
     "candidates",
     "checkpoint_policies",
+    "cuda_kernel",
     "explain",
     "gemm",
     "grouped_gemm",

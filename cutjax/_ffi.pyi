@@ -19,17 +19,10 @@ def rehearsal_handlers() -> dict[str, CapsuleType]:
 def state_type() -> _StateType:
     """The type of the state the handlers share, for ``jax.ffi.register_ffi_type``."""
 
-def check_plan(
-    *,
-    kernel: str,
-    cubin: bytes,
-    grid: NDArray[np.int64],
-    block: NDArray[np.int64],
-    cluster: NDArray[np.int64],
-    shared_bytes: int,
-    blocks_per_sm: int,
-    params: NDArray[np.int64],
-) -> str:
+PLAN_FORMAT: int
+"""The format number of the launch plans that the custom call reads."""
+
+def check_plan(*, kernel: str, cubin: bytes, plan: NDArray[np.int64], format: int | None = None) -> str:
     """Decodes a launch's attributes as the custom call does and describes them; ValueError if they are malformed."""
 
 def load_driver(path: str) -> None:

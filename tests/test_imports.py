@@ -34,10 +34,17 @@ def modules():
         yield ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"), path
 
 
-def imports(path, typing=False):
+def walk(node, typing):
+    """The nodes of a syntax tree; without ``typing``, not those that only a type checker sees."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if typing or not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield from walk(child, typing)
+
+
+def imports(path, typing=True):
     """The modules that a module imports, with those of a package that it names."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
+    for node in walk(ast.parse(path.read_text()), typing):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -47,6 +54,7 @@ def imports(path, typing=False):
 
 
 NAMES = {name for name, _ in modules()}
+RUN = {name: {x for x in imports(path, typing=False) if x in NAMES} - {name} for name, path in modules()}
 OURS = {name: {x for x in imports(path) if x in NAMES} - {name} for name, path in modules()}
 
 
@@ -80,7 +88,7 @@ def test_no_circle():
             return
         assert name not in path, " -> ".join([*path[path.index(name) :], name])
         path.append(name)
-        for imported in sorted(OURS[name]):
+        for imported in sorted(RUN[name]):
             if not name.startswith(imported + "."):
                 visit(imported)
         path.pop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import ctypes
+import dataclasses
 import gc
 import json
 import pathlib
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 from cutjax import _ffi
-from cutjax.runtime.launch import Int32, Int64, Launch, Pointer, TensorMap
+from cutjax.runtime.launch import FORMAT, Call, Float32, Float64, Int32, Int64, Launch, Pointer, TensorMap
 
 ROOT = pathlib.Path(__file__).parent.parent
 TARGET = "cutjax_rehearsal"
@@ -87,9 +88,9 @@ def fake(fake_library, request):
     return Fake(fake_library)
 
 
-def caller(launch: Launch):
+def caller(*launches: Launch, **changes):
     """A jitted function of one f32[32, 64] that launches with its argument and one result as buffers."""
-    attributes = launch.attributes()
+    attributes = Call(launches).attributes() | changes
 
     @jax.jit
     def call(x):
@@ -270,15 +271,104 @@ def test_a_plan_unlike_the_kernels_signature_is_refused(fake):
 
 
 def test_a_malformed_plan_is_an_error_of_the_call(fake):
-    attributes = make_launch().attributes() | {"grid": np.array([0, 1, 1], np.int64)}
-    call = jax.jit(lambda x: jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype))(x, **attributes))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"grid\[0\] is 0"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="number of launches is 0"):
+        caller(make_launch(), plan=np.zeros(1, np.int64))(X).block_until_ready()
+
+
+def release_0_1(launch: Launch) -> dict:
+    """The attributes that cutjax gave the call before the plan had a format number."""
+    attributes = {name: np.array(getattr(launch, name), np.int64) for name in ("grid", "block", "cluster")}
+    attributes["params"] = np.array([word for param in launch.params for word in param.words], np.int64)
+    attributes |= {"shared_bytes": np.int64(launch.shared_bytes), "blocks_per_sm": np.int64(launch.blocks_per_sm)}
+    return attributes | {"kernel": launch.kernel, "cubin": launch.cubin}
+
+
+def exported(attributes: dict) -> bytearray:
+    """A serialized program of a call with these attributes, as another process would find it on disk."""
+    result = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    exempt = [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
+    call = jax.jit(lambda x: jax.ffi.ffi_call(TARGET, result, has_side_effect=True)(x, **attributes))
+    return jax.export.export(call, platforms=["cpu"], disabled_checks=exempt)(result).serialize()
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda now, old: now | {"format": np.int64(FORMAT + 1)}, f"the program's has format {FORMAT + 1}"),
+        (lambda now, old: {name: value for name, value in now.items() if name != "format"}, "has no format number"),
+        (lambda now, old: old, "has no format number"),
+        (lambda now, old: {"format": np.int64(FORMAT - 1)}, f"the program's has format {FORMAT - 1}"),
+    ],
+    ids=["later", "none", "release 0.1", "nothing else"],
+)
+def test_an_exported_program_of_another_format_is_refused(fake, change, found):
+    attributes = change(Call((make_launch(),)).attributes(), release_0_1(make_launch()))
+    program = jax.export.deserialize(exported(attributes))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"reads launch plans of format {FORMAT}.*{found}.*re-export"):
+        jax.block_until_ready(program.call(X))
+    assert fake.calls() == []  # no driver is asked for anything
+
+
+def test_an_exported_program_of_this_format_runs(fake):
+    program = jax.export.deserialize(exported(Call((make_launch(),)).attributes()))
+    jax.block_until_ready(program.call(X))
+    assert len(fake.calls("cuLaunchKernelEx")) == 1
+
+
+def test_several_launches_run_in_order_on_the_same_buffers(fake):
+    second = make_launch(kernel="second_pm", cubin=fake_cubin(b"second" + CUBIN), grid=(2, 1, 1), shared_bytes=7)
+    second = dataclasses.replace(second, params=(Pointer(0, 32), dataclasses.replace(MAP, buffer=1)))
+    third = make_launch(kernel="third_i", params=(Int32(3),), grid=(1000, 1, 1), blocks_per_sm=1)
+    call, x = caller(make_launch(), second, third), jnp.asarray(X)
+    for _ in range(2):
+        fake.library.fake_reset()
+        result = call(x).block_until_ready()
+        launched = fake.calls("cuLaunchKernelEx")
+        assert [c["kernel"] for c in launched] == ["kernel_mpil", "second_pm", "third_i"]
+        assert [c["grid"] for c in launched] == [[1000, 3, 2], [2, 1, 1], [132, 1, 1]]
+        assert [c["shared_bytes"] for c in launched] == [1000, 7, 1000]
+        assert launched[0]["params"][0]["address"] == x.unsafe_buffer_pointer()
+        assert launched[1]["params"][0] == x.unsafe_buffer_pointer() + 32
+        assert launched[1]["params"][1]["address"] == result.unsafe_buffer_pointer()
+        assert launched[2]["params"] == [3]
+        assert len(fake.calls("push")) == len(fake.calls("pop"))
+    assert not fake.calls("cuTensorMapEncodeTiled")  # prepared by the first call
+
+
+def test_launches_with_one_cubin_load_it_once(fake):
+    caller(make_launch(), make_launch(kernel="other_mpil"))(X).block_until_ready()
+    assert len(fake.calls("cuLibraryLoadData")) == 1
+    assert len(fake.calls("cuLibraryGetKernel")) == 2
+
+
+def test_an_error_names_the_launch_it_is_of(fake):
+    later = make_launch(kernel="later_mpi")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="kernel later_mpi: it takes 3 parameters, the plan passes 4"):
+        caller(make_launch(), later)(X).block_until_ready()
+    assert fake.calls("cuLaunchKernelEx") == []
+
+
+def test_a_kernel_keeps_the_shared_memory_of_its_largest_launch(fake):
+    sizes = (3000, 5000, 4000)
+    calls = [caller(make_launch(kernel="sized_mpil", shared_bytes=n)) for n in sizes[:2]]
+    calls.append(caller(*(make_launch(kernel="sized_mpil", shared_bytes=n) for n in sizes[1:])))
+    for call in calls:
         call(X).block_until_ready()
+    assert [c["value"] for c in fake.calls("cuKernelSetAttribute")] == [3000, 5000, 5000, 5000]
+
+
+def test_floats_are_passed_by_value(fake):
+    launch = make_launch(kernel="floats_fdff", params=(Float32(-0.1), Float64(0.1), Float32(1e40), Float32(-0.0)))
+    caller(launch)(X).block_until_ready()
+    (launched,) = fake.calls("cuLaunchKernelEx")
+    floats = [struct.unpack("<f", struct.pack("<I", bits))[0] for bits in launched["params"][:1]]
+    assert floats == [np.float32(-0.1)]
+    assert launched["params"][1:] == [struct.unpack("<q", struct.pack("<d", 0.1))[0], 0x7F800000, 0x80000000]
 
 
 def test_the_cuda_handlers_register_and_say_that_a_cpu_has_no_stream(fake):
     jax.ffi.register_ffi_target("cutjax_launch_on_cpu", _ffi.handlers(), platform="cpu")
-    attributes = make_launch().attributes()
+    attributes = Call((make_launch(),)).attributes()
     result = jax.ShapeDtypeStruct(X.shape, X.dtype)
     call = jax.jit(lambda x: jax.ffi.ffi_call("cutjax_launch_on_cpu", result)(x, **attributes))
     with pytest.raises(jax.errors.JaxRuntimeError, match="stream"):

@@ -64,8 +64,10 @@ def reference(arch: str) -> Device:
 def of(kind: str, arch: str, sms: int | None = None) -> Device:
     """Returns the device of JAX's ``device_kind``, with the SMs it really has.
 
-    A kind that is not listed is its architecture's reference, as fast for each SM.
+    A kind that is not listed is its architecture's reference, as fast for each SM; so is "", where there is no device.
     """
+    if not kind:
+        return reference(arch)
     words = set(kind.split())
     found = (device for key, device in _DEVICES.items() if device.arch == arch and words.issuperset(key))
     device = next(found, None) or dataclasses.replace(reference(arch), name=kind)

@@ -24,7 +24,9 @@ except ImportError as error:
 
 TARGET = "cutjax_launch"
 
-# The same bounds as ffi/launcher/plan.h.
+# The same format and bounds as ffi/launcher/plan.h.
+FORMAT = 1
+MAX_LAUNCHES = 16
 MAX_PARAMS = 48
 MAX_BUFFERS = 32
 MAX_RANK = 5
@@ -95,7 +97,7 @@ class TensorMap:
 
     @property
     def words(self) -> tuple[int, ...]:
-        """The record in the attribute ``params``."""
+        """The record in the attribute ``plan``."""
         swizzle, l2 = _SWIZZLES[self.swizzle], _L2_PROMOTIONS[self.l2_bytes]
         head = (0, self.buffer, self.byte_offset, self.tma_dtype or 0, len(self.dims), swizzle, l2)
         return (*head, *self.dims, *self.strides, *self.box)
@@ -114,7 +116,7 @@ class Pointer:
 
     @property
     def words(self) -> tuple[int, ...]:
-        """The record in the attribute ``params``."""
+        """The record in the attribute ``plan``."""
         return (1, self.buffer, self.byte_offset)
 
 
@@ -129,7 +131,7 @@ class Int32:
 
     @property
     def words(self) -> tuple[int, ...]:
-        """The record in the attribute ``params``."""
+        """The record in the attribute ``plan``."""
         return (2, self.value)
 
 
@@ -144,11 +146,36 @@ class Int64:
 
     @property
     def words(self) -> tuple[int, ...]:
-        """The record in the attribute ``params``."""
+        """The record in the attribute ``plan``."""
         return (3, self.value)
 
 
-Param = TensorMap | Pointer | Int32 | Int64
+@dataclasses.dataclass(frozen=True)
+class Float32:
+    """A 32-bit float, the nearest to ``value``."""
+
+    value: float
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """The record in the attribute ``plan``."""
+        with np.errstate(over="ignore"):
+            return (4, int(np.float32(self.value).view(np.int32)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Float64:
+    """A 64-bit float."""
+
+    value: float
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """The record in the attribute ``plan``."""
+        return (5, int(np.float64(self.value).view(np.int64)))
+
+
+Param = TensorMap | Pointer | Int32 | Int64 | Float32 | Float64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +203,7 @@ class Launch:
 
     def __post_init__(self):
         _require(bool(self.kernel), "the kernel has no name")
+        _require(not set(self.kernel) & set(" \t\n\0"), f"the kernel's name {self.kernel!r} has a space in it")
         _require(bool(self.cubin), "the cubin is empty")
         for what, high in (("grid", (2**31 - 1, 65535, 65535)), ("block", (1024, 1024, 64)), ("cluster", (8, 8, 8))):
             extents = getattr(self, what)
@@ -192,19 +220,6 @@ class Launch:
         _require(0 <= self.shared_bytes <= 2**20, f"shared_bytes {self.shared_bytes} is not in 0..2^20")
         _require(0 <= self.blocks_per_sm <= 64, f"blocks_per_sm {self.blocks_per_sm} is not in 0..64")
         _require(len(self.params) <= MAX_PARAMS, f"{len(self.params)} parameters are more than {MAX_PARAMS}")
-
-    def attributes(self) -> dict[str, str | bytes | np.ndarray | np.int64]:
-        """The attributes of the custom call ``cutjax_launch``, as ``jax.ffi.ffi_lowering`` takes them."""
-        return {
-            "kernel": self.kernel,
-            "cubin": self.cubin,
-            "grid": np.array(self.grid, np.int64),
-            "block": np.array(self.block, np.int64),
-            "cluster": np.array(self.cluster, np.int64),
-            "shared_bytes": np.int64(self.shared_bytes),
-            "blocks_per_sm": np.int64(self.blocks_per_sm),
-            "params": np.array([word for param in self.params for word in param.words], np.int64),
-        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,10 +239,33 @@ class Call:
     finish: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None
     aliases: tuple[tuple[int, int], ...] = ()
 
+    def __post_init__(self):
+        count = len(self.launches)
+        _require(1 <= count <= MAX_LAUNCHES, f"a call has 1 to {MAX_LAUNCHES} launches, not {count}")
+        for argument, result in self.aliases:
+            _require(
+                0 <= argument < MAX_BUFFERS and 0 <= result < (len(self.results) or MAX_BUFFERS),
+                f"no argument {argument} shares memory with a result {result}",
+            )
+        for of in (0, 1):
+            shared = [pair[of] for pair in self.aliases]
+            _require(len(set(shared)) == len(shared), f"a buffer is aliased twice: {self.aliases}")
+
     def attributes(self) -> dict[str, str | bytes | np.ndarray | np.int64]:
-        """The attributes of the custom call ``cutjax_launch``, as ``jax.ffi.ffi_lowering`` takes them."""
-        (launch,) = self.launches
-        return launch.attributes()
+        """The attributes of the custom call ``cutjax_launch``, as ``jax.ffi.ffi_lowering`` takes them.
+
+        ``plan`` is the number of launches and a record of each; launches with the same cubin share its bytes.
+        """
+        code, offsets, plan = b"", {}, [len(self.launches)]
+        for launch in self.launches:
+            if launch.cubin not in offsets:
+                offsets[launch.cubin] = len(code)
+                code += launch.cubin
+            plan += [offsets[launch.cubin], len(launch.cubin), *launch.grid, *launch.block, *launch.cluster]
+            plan += [launch.shared_bytes, launch.blocks_per_sm, len(launch.params)]
+            plan += [word for param in launch.params for word in param.words]
+        names = " ".join(launch.kernel for launch in self.launches)
+        return {"format": np.int64(FORMAT), "kernel": names, "cubin": code, "plan": np.array(plan, np.int64)}
 
 
 def register() -> None:

@@ -1,4 +1,4 @@
-// Instantiate owns the cubin and the plan, Initialize prepares a device, Execute patches addresses and launches.
+// Instantiate owns the cubins and the plan, Initialize prepares a device, Execute patches addresses and launches.
 //
 // One executable may run on several devices and threads at once: Execute writes only to its own stack and reads what
 // was published once for each device.
@@ -6,10 +6,13 @@
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -29,8 +32,8 @@ constexpr uintptr_t kPlaceholderAddress = uintptr_t{1} << 20;
 bool IsAligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
 
 template <typename... Parts>
-ffi::Error Failed(const Plan& plan, const Parts&... parts) {
-  std::string message = "cutjax_launch: kernel " + plan.kernel + ": ";
+ffi::Error Failed(const Launch& launch, const Parts&... parts) {
+  std::string message = "cutjax_launch: kernel " + launch.kernel + ": ";
   ((message += parts), ...);
   return ffi::Error::InvalidArgument(std::move(message));
 }
@@ -54,18 +57,24 @@ ffi::ErrorOr<CUlibrary> LoadLibrary(const Driver& driver, std::string_view cubin
   return library;
 }
 
+// A launch on one device.
+struct DeviceLaunch {
+  unsigned grid_x;
+  std::vector<CUtensorMap> maps;  // with the addresses of the call that prepared the device
+};
+
 // What one device needs, written once, then only read.
 struct DeviceState {
   CUcontext context;
-  unsigned grid_x;
-  std::vector<CUtensorMap> maps;  // with the addresses of the call that prepared the device
+  std::vector<DeviceLaunch> launches;
 };
 
 struct State {
   static ffi::TypeId id;
   static ffi::TypeInfo info;
 
-  State(const Driver& driver, Plan plan, CUkernel kernel) : driver(driver), plan(std::move(plan)), kernel(kernel) {}
+  State(const Driver& driver, Plan plan, std::vector<CUkernel> kernels)
+      : driver(driver), plan(std::move(plan)), kernels(std::move(kernels)) {}
   State(const State&) = delete;
   ~State() {
     for (auto& device : devices) delete device.load(std::memory_order_acquire);
@@ -73,7 +82,7 @@ struct State {
 
   const Driver& driver;
   const Plan plan;
-  const CUkernel kernel;
+  const std::vector<CUkernel> kernels;  // of plan.launches
   std::mutex prepare_mutex;
   std::array<std::atomic<const DeviceState*>, kMaxDevices> devices{};  // by device ordinal
 };
@@ -82,32 +91,31 @@ ffi::TypeId State::id = {};
 ffi::TypeInfo State::info = ffi::MakeTypeInfo<State>();
 
 ffi::ErrorOr<std::unique_ptr<State>> Instantiate(ffi::Dictionary attributes) {
+  std::optional<int64_t> format;
+  if (attributes.contains("format")) {
+    auto found = attributes.get<int64_t>("format");
+    if (!found) return AsError(found.error());
+    format = *found;
+  }
+  if (ffi::Error error = CheckFormat(format); error.failure()) return AsError(std::move(error));
   auto kernel = attributes.get<std::string_view>("kernel");
   auto cubin = attributes.get<std::string_view>("cubin");
-  auto grid = attributes.get<ffi::Span<const int64_t>>("grid");
-  auto block = attributes.get<ffi::Span<const int64_t>>("block");
-  auto cluster = attributes.get<ffi::Span<const int64_t>>("cluster");
-  auto params = attributes.get<ffi::Span<const int64_t>>("params");
-  auto shared_bytes = attributes.get<int64_t>("shared_bytes");
-  auto blocks_per_sm = attributes.get<int64_t>("blocks_per_sm");
+  auto records = attributes.get<ffi::Span<const int64_t>>("plan");
   if (!kernel) return AsError(kernel.error());
   if (!cubin) return AsError(cubin.error());
-  if (!grid) return AsError(grid.error());
-  if (!block) return AsError(block.error());
-  if (!cluster) return AsError(cluster.error());
-  if (!params) return AsError(params.error());
-  if (!shared_bytes) return AsError(shared_bytes.error());
-  if (!blocks_per_sm) return AsError(blocks_per_sm.error());
+  if (!records) return AsError(records.error());
 
-  auto plan = DecodePlan({*kernel, *cubin, *grid, *block, *cluster, *params, *shared_bytes, *blocks_per_sm});
+  auto plan = DecodePlan({*kernel, *cubin, *records});
   if (!plan) return AsError(plan.error());
   auto driver = GetDriver();
   if (!driver) return AsError(driver.error());
-  auto library = LoadLibrary(**driver, *cubin, plan->kernel);
-  if (!library) return AsError(library.error());
-  CUkernel handle;
-  CUTJAX_CUDA(**driver, plan->kernel, cuLibraryGetKernel(&handle, *library, plan->kernel.c_str()));
-  return std::make_unique<State>(**driver, *std::move(plan), handle);
+  std::vector<CUkernel> kernels;
+  for (const Launch& launch : plan->launches) {
+    auto library = LoadLibrary(**driver, cubin->substr(launch.cubin_offset, launch.cubin_bytes), launch.kernel);
+    if (!library) return AsError(library.error());
+    CUTJAX_CUDA(**driver, launch.kernel, cuLibraryGetKernel(&kernels.emplace_back(), *library, launch.kernel.c_str()));
+  }
+  return std::make_unique<State>(**driver, *std::move(plan), std::move(kernels));
 }
 
 // ---- Initialize: the device
@@ -165,41 +173,38 @@ Buffer GetBuffer(size_t index, ffi::RemainingArgs args, ffi::RemainingRets rets)
 
 ffi::Error CheckBufferCount(const Plan& plan, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   if (static_cast<size_t>(plan.num_buffers) <= args.size() + rets.size()) return ffi::Error::Success();
-  return Failed(plan, "the plan uses ", std::to_string(plan.num_buffers), " buffers, the call has ",
+  return Failed(plan.launches.front(), "the plan uses ", std::to_string(plan.num_buffers), " buffers, the call has ",
                 std::to_string(args.size()), " arguments and ", std::to_string(rets.size()), " results");
 }
 
 // Checks the plan's parameters against the kernel's own. Asking for one past the kernel's last would be an API error,
 // which memory checkers report, so a kernel that takes more than the plan passes is for the tests to find.
-ffi::Error CheckSignature(const State& state) {
-  if (state.driver.cuKernelGetParamInfo == nullptr) return ffi::Error::Success();
-  const std::vector<Param>& params = state.plan.params;
-  for (size_t i = 0; i < params.size(); ++i) {
+ffi::Error CheckSignature(const Driver& driver, const Launch& launch, CUkernel kernel) {
+  if (driver.cuKernelGetParamInfo == nullptr) return ffi::Error::Success();
+  for (size_t i = 0; i < launch.params.size(); ++i) {
     size_t offset, size;
-    if (state.driver.cuKernelGetParamInfo(state.kernel, i, &offset, &size) != CUDA_SUCCESS) {
-      return Failed(state.plan, "it takes ", std::to_string(i), " parameters, the plan passes ",
-                    std::to_string(params.size()));
+    if (driver.cuKernelGetParamInfo(kernel, i, &offset, &size) != CUDA_SUCCESS) {
+      return Failed(launch, "it takes ", std::to_string(i), " parameters, the plan passes ",
+                    std::to_string(launch.params.size()));
     }
-    const Param::Kind kind = params[i].kind;
-    const size_t expected = kind == Param::Kind::kTensorMap ? sizeof(CUtensorMap) : kind == Param::Kind::kInt32 ? 4 : 8;
-    if (size != expected) {
-      return Failed(state.plan, "parameter ", std::to_string(i), " has ", std::to_string(size),
-                    " bytes, the plan passes ", std::to_string(expected));
+    if (const size_t expected = launch.params[i].size_bytes(); size != expected) {
+      return Failed(launch, "parameter ", std::to_string(i), " has ", std::to_string(size), " bytes, the plan passes ",
+                    std::to_string(expected));
     }
   }
   return ffi::Error::Success();
 }
 
-ffi::Error EncodeMaps(const State& state, ffi::RemainingArgs args, ffi::RemainingRets rets,
+ffi::Error EncodeMaps(const Driver& driver, const Launch& launch, ffi::RemainingArgs args, ffi::RemainingRets rets,
                       std::vector<CUtensorMap>& maps) {
   constexpr cuuint32_t kUnitStrides[kMaxRank] = {1, 1, 1, 1, 1};
-  for (const Param& param : state.plan.params) {
-    if (param.kind == Param::Kind::kInt32 || param.kind == Param::Kind::kInt64) continue;
+  for (const Param& param : launch.params) {
+    if (!param.reads_buffer()) continue;
     const Buffer buffer = GetBuffer(param.buffer, args, rets);
     const bool is_map = param.kind == Param::Kind::kTensorMap;
-    const uint64_t extent_bytes = is_map ? state.plan.maps[param.map].extent_bytes : 0;
+    const uint64_t extent_bytes = is_map ? launch.maps[param.map].extent_bytes : 0;
     if (param.byte_offset > buffer.size_bytes || extent_bytes > buffer.size_bytes - param.byte_offset) {
-      return Failed(state.plan, is_map ? "a tensor map" : "a pointer", " reaches ", std::to_string(extent_bytes),
+      return Failed(launch, is_map ? "a tensor map" : "a pointer", " reaches ", std::to_string(extent_bytes),
                     " bytes from offset ", std::to_string(param.byte_offset), " into buffer ",
                     std::to_string(param.buffer), " of ", std::to_string(buffer.size_bytes), " bytes");
     }
@@ -209,8 +214,8 @@ ffi::Error EncodeMaps(const State& state, ffi::RemainingArgs args, ffi::Remainin
     // the buffer had its place, or it is misaligned, which the launch reports.
     std::byte* address = buffer.data + param.byte_offset;
     if (buffer.data == nullptr || !IsAligned(address)) address = reinterpret_cast<std::byte*>(kPlaceholderAddress);
-    const TensorMap& map = state.plan.maps[param.map];
-    CUTJAX_CUDA(state.driver, state.plan.kernel,
+    const TensorMap& map = launch.maps[param.map];
+    CUTJAX_CUDA(driver, launch.kernel,
                 cuTensorMapEncodeTiled(&maps[param.map], map.dtype, map.rank, address, map.dims, map.strides, map.box,
                                        kUnitStrides, CU_TENSOR_MAP_INTERLEAVE_NONE, map.swizzle, map.l2_promotion,
                                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
@@ -218,37 +223,61 @@ ffi::Error EncodeMaps(const State& state, ffi::RemainingArgs args, ffi::Remainin
   return ffi::Error::Success();
 }
 
-ffi::Error Prepare(State& state, int32_t ordinal, CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  const Driver& driver = state.driver;
-  const Plan& plan = state.plan;
-  if (ordinal < 0 || static_cast<size_t>(ordinal) >= kMaxDevices) {
-    return Failed(plan, "device ordinal ", std::to_string(ordinal), " is not below ", std::to_string(kMaxDevices));
-  }
-  std::lock_guard lock(state.prepare_mutex);
-  if (state.devices[ordinal].load(std::memory_order_relaxed) != nullptr) return ffi::Error::Success();
-  CUTJAX_RETURN_IF_ERROR(CheckBufferCount(plan, args, rets));
+// Lets a kernel have as much dynamic shared memory as any launch of it wants. A cubin is loaded once, so launches of
+// other sizes, of this program or another, may share the kernel, and a device has one limit for it.
+ffi::Error AllowSharedMemory(const Driver& driver, const Launch& launch, CUkernel kernel, CUdevice device) {
+  static auto& mutex = *new std::mutex;
+  static auto& limits = *new std::map<std::pair<CUkernel, CUdevice>, unsigned>;
 
-  auto device = std::make_unique<DeviceState>();
-  CUTJAX_CUDA(driver, plan.kernel, cuStreamGetCtx(stream, &device->context));
-  ScopedContext context(driver);
-  CUTJAX_RETURN_IF_ERROR(context.Enter(device->context, plan.kernel));
-  ScopedRelaxedCapture relaxed(driver);
-  CUdevice cuda_device;
-  int sm_count;
-  CUTJAX_CUDA(driver, plan.kernel, cuCtxGetDevice(&cuda_device));
-  CUTJAX_CUDA(driver, plan.kernel,
-              cuDeviceGetAttribute(&sm_count, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, cuda_device));
-  device->grid_x = plan.GridX(static_cast<unsigned>(sm_count));
+  std::lock_guard lock(mutex);
+  unsigned& limit = limits[{kernel, device}];
+  limit = std::max(limit, launch.shared_bytes);
+  CUTJAX_CUDA(
+      driver, launch.kernel,
+      cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, static_cast<int>(limit), kernel, device));
+  return ffi::Error::Success();
+}
+
+ffi::Error PrepareLaunch(const State& state, size_t index, CUdevice device, int sm_count, ffi::RemainingArgs args,
+                         ffi::RemainingRets rets, DeviceLaunch& prepared) {
+  const Driver& driver = state.driver;
+  const Launch& launch = state.plan.launches[index];
+  const CUkernel kernel = state.kernels[index];
+  prepared.grid_x = launch.GridX(static_cast<unsigned>(sm_count));
 
   // Loading is lazy by default: asking for the function loads the code now, not inside a graph capture.
   CUfunction function;
-  CUTJAX_CUDA(driver, plan.kernel, cuKernelGetFunction(&function, state.kernel));
-  CUTJAX_CUDA(driver, plan.kernel,
-              cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, static_cast<int>(plan.shared_bytes),
-                                   state.kernel, cuda_device));
-  CUTJAX_RETURN_IF_ERROR(CheckSignature(state));
-  device->maps.resize(plan.maps.size());
-  CUTJAX_RETURN_IF_ERROR(EncodeMaps(state, args, rets, device->maps));
+  CUTJAX_CUDA(driver, launch.kernel, cuKernelGetFunction(&function, kernel));
+  CUTJAX_RETURN_IF_ERROR(AllowSharedMemory(driver, launch, kernel, device));
+  CUTJAX_RETURN_IF_ERROR(CheckSignature(driver, launch, kernel));
+  prepared.maps.resize(launch.maps.size());
+  return EncodeMaps(driver, launch, args, rets, prepared.maps);
+}
+
+ffi::Error Prepare(State& state, int32_t ordinal, CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  const Driver& driver = state.driver;
+  const Launch& first = state.plan.launches.front();
+  if (ordinal < 0 || static_cast<size_t>(ordinal) >= kMaxDevices) {
+    return Failed(first, "device ordinal ", std::to_string(ordinal), " is not below ", std::to_string(kMaxDevices));
+  }
+  std::lock_guard lock(state.prepare_mutex);
+  if (state.devices[ordinal].load(std::memory_order_relaxed) != nullptr) return ffi::Error::Success();
+  CUTJAX_RETURN_IF_ERROR(CheckBufferCount(state.plan, args, rets));
+
+  auto device = std::make_unique<DeviceState>();
+  CUTJAX_CUDA(driver, first.kernel, cuStreamGetCtx(stream, &device->context));
+  ScopedContext context(driver);
+  CUTJAX_RETURN_IF_ERROR(context.Enter(device->context, first.kernel));
+  ScopedRelaxedCapture relaxed(driver);
+  CUdevice cuda_device;
+  int sm_count;
+  CUTJAX_CUDA(driver, first.kernel, cuCtxGetDevice(&cuda_device));
+  CUTJAX_CUDA(driver, first.kernel,
+              cuDeviceGetAttribute(&sm_count, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, cuda_device));
+  device->launches.resize(state.plan.launches.size());
+  for (size_t i = 0; i < device->launches.size(); ++i) {
+    CUTJAX_RETURN_IF_ERROR(PrepareLaunch(state, i, cuda_device, sm_count, args, rets, device->launches[i]));
+  }
   state.devices[ordinal].store(device.release(), std::memory_order_release);
   return ffi::Error::Success();
 }
@@ -258,28 +287,26 @@ ffi::Error Initialize(State* state, CUstream stream, int32_t ordinal, ffi::Remai
   return Prepare(*state, ordinal, stream, args, rets);
 }
 
-// ---- Execute: the launch
+// ---- Execute: the launches
 // ----------------------------------------------------------------------------------------------
 
-ffi::Error Launch(State& state, const DeviceState& device, CUstream stream, ffi::RemainingArgs args,
-                  ffi::RemainingRets rets) {
-  const Driver& driver = state.driver;
-  const Plan& plan = state.plan;
-
+// In the device's context. Allocates nothing.
+ffi::Error LaunchKernel(const Driver& driver, const Launch& launch, CUkernel kernel, const DeviceLaunch& prepared,
+                        CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   // The plan is bounded, so the kernel's parameters fit here.
   alignas(64) CUtensorMap maps[kMaxParams];
   std::byte* pointers[kMaxParams];
   void* values[kMaxParams];
-  for (size_t i = 0; i < plan.params.size(); ++i) {
-    const Param& param = plan.params[i];
+  for (size_t i = 0; i < launch.params.size(); ++i) {
+    const Param& param = launch.params[i];
     switch (param.kind) {
       case Param::Kind::kTensorMap: {
         std::byte* address = GetBuffer(param.buffer, args, rets).data + param.byte_offset;
         if (!IsAligned(address)) {
-          return Failed(plan, "buffer ", std::to_string(param.buffer), " is not 16-byte aligned, as TMA needs");
+          return Failed(launch, "buffer ", std::to_string(param.buffer), " is not 16-byte aligned, as TMA needs");
         }
-        maps[param.map] = device.maps[param.map];
-        CUTJAX_CUDA(driver, plan.kernel, cuTensorMapReplaceAddress(&maps[param.map], address));
+        maps[param.map] = prepared.maps[param.map];
+        CUTJAX_CUDA(driver, launch.kernel, cuTensorMapReplaceAddress(&maps[param.map], address));
         values[i] = &maps[param.map];
         break;
       }
@@ -287,8 +314,7 @@ ffi::Error Launch(State& state, const DeviceState& device, CUstream stream, ffi:
         pointers[i] = GetBuffer(param.buffer, args, rets).data + param.byte_offset;
         values[i] = &pointers[i];
         break;
-      case Param::Kind::kInt32:  // the low half of the value: every host of CUDA is little-endian
-      case Param::Kind::kInt64:
+      default:  // a scalar of 32 bits is the low half of the value: every host of CUDA is little-endian
         values[i] = const_cast<uint64_t*>(&param.value);
         break;
     }
@@ -296,23 +322,19 @@ ffi::Error Launch(State& state, const DeviceState& device, CUstream stream, ffi:
 
   CUlaunchAttribute attribute{};
   attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-  attribute.value.clusterDim = {plan.cluster[0], plan.cluster[1], plan.cluster[2]};
+  attribute.value.clusterDim = {launch.cluster[0], launch.cluster[1], launch.cluster[2]};
   CUlaunchConfig config{};
-  config.gridDimX = device.grid_x;
-  config.gridDimY = plan.grid[1];
-  config.gridDimZ = plan.grid[2];
-  config.blockDimX = plan.block[0];
-  config.blockDimY = plan.block[1];
-  config.blockDimZ = plan.block[2];
-  config.sharedMemBytes = plan.shared_bytes;
+  config.gridDimX = prepared.grid_x;
+  config.gridDimY = launch.grid[1];
+  config.gridDimZ = launch.grid[2];
+  config.blockDimX = launch.block[0];
+  config.blockDimY = launch.block[1];
+  config.blockDimZ = launch.block[2];
+  config.sharedMemBytes = launch.shared_bytes;
   config.hStream = stream;
   config.attrs = &attribute;
-  config.numAttrs = plan.clustered() ? 1 : 0;
-
-  ScopedContext context(driver);
-  CUTJAX_RETURN_IF_ERROR(context.Enter(device.context, plan.kernel));
-  CUTJAX_CUDA(driver, plan.kernel,
-              cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(state.kernel), values, nullptr));
+  config.numAttrs = launch.clustered() ? 1 : 0;
+  CUTJAX_CUDA(driver, launch.kernel, cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(kernel), values, nullptr));
   return ffi::Error::Success();
 }
 
@@ -325,8 +347,15 @@ ffi::Error Execute(State* state, CUstream stream, int32_t ordinal, ffi::Remainin
     CUTJAX_RETURN_IF_ERROR(Prepare(*state, ordinal, stream, args, rets));
     device = state->devices[ordinal].load(std::memory_order_acquire);
   }
+  const std::vector<Launch>& launches = state->plan.launches;
   CUTJAX_RETURN_IF_ERROR(CheckBufferCount(state->plan, args, rets));
-  return Launch(*state, *device, stream, args, rets);
+  ScopedContext context(state->driver);
+  CUTJAX_RETURN_IF_ERROR(context.Enter(device->context, launches.front().kernel));
+  for (size_t i = 0; i < launches.size(); ++i) {
+    CUTJAX_RETURN_IF_ERROR(
+        LaunchKernel(state->driver, launches[i], state->kernels[i], device->launches[i], stream, args, rets));
+  }
+  return ffi::Error::Success();
 }
 
 ffi::Error Rehearse(State* state, int32_t ordinal, ffi::RemainingArgs args, ffi::RemainingRets rets) {

@@ -1,7 +1,10 @@
 // The Python module cutjax._ffi: capsules for jax.ffi, and what tests need.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+
+#include <optional>
 
 #include "driver.h"
 #include "launcher.h"
@@ -40,18 +43,11 @@ nb::dict StateType() {
   return type;
 }
 
-std::string CheckPlan(const std::string& kernel, nb::bytes cubin, Words grid, Words block, Words cluster,
-                      int64_t shared_bytes, int64_t blocks_per_sm, Words params) {
-  auto plan = DecodePlan({kernel,
-                          {static_cast<const char*>(cubin.data()), cubin.size()},
-                          AsSpan(grid),
-                          AsSpan(block),
-                          AsSpan(cluster),
-                          AsSpan(params),
-                          shared_bytes,
-                          blocks_per_sm});
-  if (!plan) throw nb::value_error(plan.error().message().c_str());
-  return Describe(*plan);
+std::string CheckPlan(const std::string& kernel, nb::bytes cubin, Words plan, std::optional<int64_t> format) {
+  if (ffi::Error error = CheckFormat(format); error.failure()) throw nb::value_error(error.message().c_str());
+  auto decoded = DecodePlan({kernel, {static_cast<const char*>(cubin.data()), cubin.size()}, AsSpan(plan)});
+  if (!decoded) throw nb::value_error(decoded.error().message().c_str());
+  return Describe(*decoded);
 }
 
 void LoadDriver(const std::string& path) {
@@ -62,8 +58,9 @@ NB_MODULE(_ffi, m) {
   m.def("handlers", &Handlers);
   m.def("rehearsal_handlers", &RehearsalHandlers);
   m.def("state_type", &StateType);
-  m.def("check_plan", &CheckPlan, nb::kw_only(), nb::arg("kernel"), nb::arg("cubin"), nb::arg("grid"), nb::arg("block"),
-        nb::arg("cluster"), nb::arg("shared_bytes"), nb::arg("blocks_per_sm"), nb::arg("params"));
+  m.def("check_plan", &CheckPlan, nb::kw_only(), nb::arg("kernel"), nb::arg("cubin"), nb::arg("plan"),
+        nb::arg("format") = nb::none());
+  m.attr("PLAN_FORMAT") = kPlanFormat;
   m.def("load_driver", &LoadDriver, nb::arg("path"));
 }
 

@@ -1,6 +1,7 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <bit>
 #include <sstream>
 
 #include "error.h"
@@ -20,7 +21,7 @@ ffi::Error Invalid(const Parts&... parts) {
   return ffi::Error::InvalidArgument(message.str());
 }
 
-// Reads params[] record by record; every read is checked against the end.
+// Reads the attribute `plan` word by word; every read is checked against the end.
 class Reader {
  public:
   explicit Reader(ffi::Span<const int64_t> words) : words_(words) {}
@@ -29,10 +30,10 @@ class Reader {
 
   // The next word, or an error if there is none or it is outside [low, high].
   ffi::Error Read(const char* what, int64_t low, int64_t high, int64_t& value) {
-    if (done()) return Invalid("params end where ", what, " should be");
+    if (done()) return Invalid("the plan ends where ", what, " should be");
     value = words_[position_++];
     if (value < low || value > high) {
-      return Invalid(what, " is ", value, ", expected ", low, " to ", high, " (params word ", position_ - 1, ")");
+      return Invalid(what, " is ", value, ", expected ", low, " to ", high, " (word ", position_ - 1, " of the plan)");
     }
     return ffi::Error::Success();
   }
@@ -42,19 +43,19 @@ class Reader {
   size_t position_ = 0;
 };
 
-ffi::Error DecodeBuffer(Reader& reader, Param& param, Plan& plan) {
+ffi::Error DecodeBuffer(Reader& reader, Param& param, int64_t& num_buffers) {
   int64_t byte_offset;
   CUTJAX_RETURN_IF_ERROR(reader.Read("buffer index", 0, kMaxBuffers - 1, param.buffer));
   CUTJAX_RETURN_IF_ERROR(reader.Read("byte offset", 0, INT64_MAX, byte_offset));
   param.byte_offset = byte_offset;
-  plan.num_buffers = std::max(plan.num_buffers, param.buffer + 1);
+  num_buffers = std::max(num_buffers, param.buffer + 1);
   return ffi::Error::Success();
 }
 
 // The rules of cuTensorMapEncodeTiled for interleave none and unit element strides.
-ffi::Error DecodeTensorMap(Reader& reader, Param& param, Plan& plan) {
+ffi::Error DecodeTensorMap(Reader& reader, Param& param, Launch& launch, int64_t& num_buffers) {
   int64_t dtype, rank, swizzle, l2_promotion, word;
-  CUTJAX_RETURN_IF_ERROR(DecodeBuffer(reader, param, plan));
+  CUTJAX_RETURN_IF_ERROR(DecodeBuffer(reader, param, num_buffers));
   if (param.byte_offset % 16 != 0) return Invalid("tensor map offset ", param.byte_offset, " is not 16-byte aligned");
   CUTJAX_RETURN_IF_ERROR(reader.Read("tensor map dtype", 0, std::size(kElementBytes) - 1, dtype));
   CUTJAX_RETURN_IF_ERROR(reader.Read("tensor map rank", 1, kMaxRank, rank));
@@ -93,74 +94,94 @@ ffi::Error DecodeTensorMap(Reader& reader, Param& param, Plan& plan) {
       return Invalid("tensor map covers more than 2^64 bytes");
     }
   }
-  param.map = plan.maps.size();
-  plan.maps.push_back(map);
+  param.map = launch.maps.size();
+  launch.maps.push_back(map);
   return ffi::Error::Success();
 }
 
-ffi::Error DecodeParam(Reader& reader, Plan& plan) {
+ffi::Error DecodeParam(Reader& reader, Launch& launch, int64_t& num_buffers) {
   int64_t kind, value;
-  CUTJAX_RETURN_IF_ERROR(reader.Read("parameter kind", 0, 3, kind));
-  if (plan.params.size() == kMaxParams) return Invalid("more than ", kMaxParams, " kernel parameters");
+  CUTJAX_RETURN_IF_ERROR(reader.Read("parameter kind", 0, 5, kind));
   Param param{static_cast<Param::Kind>(kind)};
   switch (param.kind) {
     case Param::Kind::kTensorMap:
-      CUTJAX_RETURN_IF_ERROR(DecodeTensorMap(reader, param, plan));
+      CUTJAX_RETURN_IF_ERROR(DecodeTensorMap(reader, param, launch, num_buffers));
       break;
     case Param::Kind::kPointer:
-      CUTJAX_RETURN_IF_ERROR(DecodeBuffer(reader, param, plan));
+      CUTJAX_RETURN_IF_ERROR(DecodeBuffer(reader, param, num_buffers));
       break;
     case Param::Kind::kInt32:
+    case Param::Kind::kFloat32:
       CUTJAX_RETURN_IF_ERROR(reader.Read("32-bit scalar", INT32_MIN, UINT32_MAX, value));
       param.value = static_cast<uint64_t>(value);
       break;
     case Param::Kind::kInt64:
+    case Param::Kind::kFloat64:
       CUTJAX_RETURN_IF_ERROR(reader.Read("64-bit scalar", INT64_MIN, INT64_MAX, value));
       param.value = static_cast<uint64_t>(value);
       break;
   }
-  plan.params.push_back(param);
+  launch.params.push_back(param);
   return ffi::Error::Success();
 }
 
-ffi::Error DecodeShape(const char* what, ffi::Span<const int64_t> words, std::array<int64_t, 3> high,
-                       std::array<unsigned, 3>& shape) {
-  if (words.size() != 3) return Invalid(what, " has ", words.size(), " entries, expected 3");
+ffi::Error DecodeShape(Reader& reader, const char* what, std::array<int64_t, 3> high, std::array<unsigned, 3>& shape) {
   for (size_t i = 0; i < 3; ++i) {
-    if (words[i] < 1 || words[i] > high[i]) {
-      return Invalid(what, "[", i, "] is ", words[i], ", expected 1 to ", high[i]);
-    }
-    shape[i] = static_cast<unsigned>(words[i]);
+    int64_t word;
+    CUTJAX_RETURN_IF_ERROR(reader.Read(what, 1, high[i], word));
+    shape[i] = static_cast<unsigned>(word);
   }
   return ffi::Error::Success();
 }
 
+ffi::Error DecodeLaunch(Reader& reader, size_t cubin_bytes, Launch& launch, int64_t& num_buffers) {
+  const int64_t bytes = static_cast<int64_t>(cubin_bytes);
+  int64_t offset, size, shared_bytes, blocks_per_sm, params;
+  CUTJAX_RETURN_IF_ERROR(reader.Read("cubin offset", 0, bytes, offset));
+  CUTJAX_RETURN_IF_ERROR(reader.Read("cubin size", 1, bytes - offset, size));
+  launch.cubin_offset = static_cast<size_t>(offset);
+  launch.cubin_bytes = static_cast<size_t>(size);
+
+  CUTJAX_RETURN_IF_ERROR(DecodeShape(reader, "grid", {INT32_MAX, 65535, 65535}, launch.grid));
+  CUTJAX_RETURN_IF_ERROR(DecodeShape(reader, "block", {1024, 1024, 64}, launch.block));
+  CUTJAX_RETURN_IF_ERROR(DecodeShape(reader, "cluster", {8, 8, 8}, launch.cluster));
+  if (launch.block[0] * launch.block[1] * launch.block[2] > 1024) return Invalid("block has more than 1024 threads");
+  if (launch.cluster[0] * launch.cluster[1] * launch.cluster[2] > 8) return Invalid("cluster has more than 8 blocks");
+  for (size_t i = 0; i < 3; ++i) {
+    const unsigned grid = launch.grid[i], cluster = launch.cluster[i];
+    if (grid % cluster != 0) {
+      return Invalid("grid[", i, "] = ", grid, " is not a multiple of cluster[", i, "] = ", cluster);
+    }
+  }
+  CUTJAX_RETURN_IF_ERROR(reader.Read("shared_bytes", 0, 1 << 20, shared_bytes));
+  CUTJAX_RETURN_IF_ERROR(reader.Read("blocks_per_sm", 0, 64, blocks_per_sm));
+  launch.shared_bytes = static_cast<unsigned>(shared_bytes);
+  launch.blocks_per_sm = static_cast<unsigned>(blocks_per_sm);
+
+  CUTJAX_RETURN_IF_ERROR(reader.Read("number of parameters", 0, kMaxParams, params));
+  for (int64_t i = 0; i < params; ++i) CUTJAX_RETURN_IF_ERROR(DecodeParam(reader, launch, num_buffers));
+  return ffi::Error::Success();
+}
+
+// records: the number of launches, then of each: cubin offset and size, grid, block, cluster, shared_bytes,
+// blocks_per_sm, number of parameters, and a record of each of those.
 ffi::Error Decode(const PlanAttributes& attributes, Plan& plan) {
-  if (attributes.kernel.empty()) return Invalid("kernel has no name");
-  if (attributes.cubin.empty()) return Invalid("cubin is empty");
-  plan.kernel = attributes.kernel;
-
-  CUTJAX_RETURN_IF_ERROR(DecodeShape("grid", attributes.grid, {INT32_MAX, 65535, 65535}, plan.grid));
-  CUTJAX_RETURN_IF_ERROR(DecodeShape("block", attributes.block, {1024, 1024, 64}, plan.block));
-  CUTJAX_RETURN_IF_ERROR(DecodeShape("cluster", attributes.cluster, {8, 8, 8}, plan.cluster));
-  if (plan.block[0] * plan.block[1] * plan.block[2] > 1024) return Invalid("block has more than 1024 threads");
-  if (plan.cluster[0] * plan.cluster[1] * plan.cluster[2] > 8) return Invalid("cluster has more than 8 blocks");
-  for (size_t i = 0; i < 3; ++i) {
-    if (plan.grid[i] % plan.cluster[i] != 0) {
-      return Invalid("grid[", i, "] = ", plan.grid[i], " is not a multiple of cluster[", i, "] = ", plan.cluster[i]);
+  Reader reader(attributes.records);
+  int64_t launches;
+  CUTJAX_RETURN_IF_ERROR(reader.Read("number of launches", 1, kMaxLaunches, launches));
+  std::string_view names = attributes.kernel;
+  for (int64_t i = 0; i < launches; ++i) {
+    const size_t end = std::min(names.find(' '), names.size());
+    if (end == 0) return Invalid("kernel ", i, " of ", launches, " has no name");
+    Launch& launch = plan.launches.emplace_back();
+    launch.kernel = names.substr(0, end);
+    names.remove_prefix(std::min(end + 1, names.size()));
+    if (ffi::Error error = DecodeLaunch(reader, attributes.cubin.size(), launch, plan.num_buffers); error.failure()) {
+      return ffi::Error::InvalidArgument(error.message() + ", kernel " + launch.kernel);
     }
   }
-
-  if (attributes.shared_bytes < 0 || attributes.shared_bytes > (1 << 20)) {
-    return Invalid("shared_bytes is ", attributes.shared_bytes, ", expected 0 to ", 1 << 20);
-  }
-  if (attributes.blocks_per_sm < 0 || attributes.blocks_per_sm > 64) {
-    return Invalid("blocks_per_sm is ", attributes.blocks_per_sm, ", expected 0 to 64");
-  }
-  plan.shared_bytes = static_cast<unsigned>(attributes.shared_bytes);
-  plan.blocks_per_sm = static_cast<unsigned>(attributes.blocks_per_sm);
-
-  for (Reader reader(attributes.params); !reader.done();) CUTJAX_RETURN_IF_ERROR(DecodeParam(reader, plan));
+  if (!names.empty()) return Invalid("more kernels are named than the plan's ", launches, ": ", names);
+  if (!reader.done()) return Invalid("the plan goes on after its last launch");
   return ffi::Error::Success();
 }
 
@@ -174,12 +195,53 @@ void Join(std::ostream& out, const char* name, const T* values, size_t count) {
   for (size_t i = 0; i < count; ++i) out << (i ? "," : "") << values[i];
 }
 
+void Describe(std::ostream& out, const Launch& launch, const Param& param) {
+  switch (param.kind) {
+    case Param::Kind::kTensorMap: {
+      const TensorMap& map = launch.maps[param.map];
+      out << "tensor_map buffer=" << param.buffer << " byte_offset=" << param.byte_offset << " dtype=" << map.dtype
+          << " swizzle=" << kSwizzleBytes[map.swizzle] << " l2_bytes=" << kL2PromotionBytes[map.l2_promotion];
+      Join(out, "dims", map.dims, map.rank);
+      Join(out, "strides", map.strides, map.rank - 1);
+      Join(out, "box", map.box, map.rank);
+      out << " extent_bytes=" << map.extent_bytes;
+      break;
+    }
+    case Param::Kind::kPointer:
+      out << "pointer buffer=" << param.buffer << " byte_offset=" << param.byte_offset;
+      break;
+    case Param::Kind::kInt32:
+      out << "int32 " << static_cast<int32_t>(param.value);
+      break;
+    case Param::Kind::kInt64:
+      out << "int64 " << static_cast<int64_t>(param.value);
+      break;
+    case Param::Kind::kFloat32:
+      out << "float32 " << std::bit_cast<float>(static_cast<uint32_t>(param.value));
+      break;
+    case Param::Kind::kFloat64:
+      out << "float64 " << std::bit_cast<double>(param.value);
+      break;
+  }
+}
+
 }  // namespace
 
-unsigned Plan::GridX(unsigned sm_count) const {
+unsigned Launch::GridX(unsigned sm_count) const {
   if (blocks_per_sm == 0) return grid[0];
   const unsigned blocks = std::min(grid[0], blocks_per_sm * sm_count);
   return std::max(blocks - blocks % cluster[0], cluster[0]);
+}
+
+ffi::Error CheckFormat(std::optional<int64_t> format) {
+  if (format == kPlanFormat) return ffi::Error::Success();
+  const std::string found =
+      format ? "format " + std::to_string(*format) : "no format number (an older version wrote it)";
+  return ffi::Error(
+      ffi::ErrorCode::kFailedPrecondition,
+      "cutjax_launch: this version of cutjax reads launch plans of format " + std::to_string(kPlanFormat) +
+          ", the program's has " + found +
+          ": re-export the program with this version of cutjax, or run it with the version that wrote it");
 }
 
 ffi::ErrorOr<Plan> DecodePlan(const PlanAttributes& attributes) {
@@ -190,30 +252,11 @@ ffi::ErrorOr<Plan> DecodePlan(const PlanAttributes& attributes) {
 
 std::string Describe(const Plan& plan) {
   std::ostringstream out;
-  out << plan.kernel << " grid=" << plan.grid << " block=" << plan.block << " cluster=" << plan.cluster
-      << " shared_bytes=" << plan.shared_bytes << " blocks_per_sm=" << plan.blocks_per_sm;
-  for (const Param& param : plan.params) {
-    switch (param.kind) {
-      case Param::Kind::kTensorMap: {
-        const TensorMap& map = plan.maps[param.map];
-        out << "\ntensor_map buffer=" << param.buffer << " byte_offset=" << param.byte_offset << " dtype=" << map.dtype
-            << " swizzle=" << kSwizzleBytes[map.swizzle] << " l2_bytes=" << kL2PromotionBytes[map.l2_promotion];
-        Join(out, "dims", map.dims, map.rank);
-        Join(out, "strides", map.strides, map.rank - 1);
-        Join(out, "box", map.box, map.rank);
-        out << " extent_bytes=" << map.extent_bytes;
-        break;
-      }
-      case Param::Kind::kPointer:
-        out << "\npointer buffer=" << param.buffer << " byte_offset=" << param.byte_offset;
-        break;
-      case Param::Kind::kInt32:
-        out << "\nint32 " << static_cast<int32_t>(param.value);
-        break;
-      case Param::Kind::kInt64:
-        out << "\nint64 " << static_cast<int64_t>(param.value);
-        break;
-    }
+  for (const Launch& launch : plan.launches) {
+    out << (&launch == &plan.launches.front() ? "" : "\n") << launch.kernel << " cubin=" << launch.cubin_offset << "+"
+        << launch.cubin_bytes << " grid=" << launch.grid << " block=" << launch.block << " cluster=" << launch.cluster
+        << " shared_bytes=" << launch.shared_bytes << " blocks_per_sm=" << launch.blocks_per_sm;
+    for (const Param& param : launch.params) Describe(out << "\n", launch, param);
   }
   return out.str();
 }

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -14,19 +15,30 @@
 
 namespace cutjax {
 
+// What this build reads, as cutjax/runtime/launch.py writes it: raised whenever the attributes change their meaning.
+// Programs exported before there was a number have none.
+inline constexpr int64_t kPlanFormat = 1;
+
 // Bounds that let a launch live on the stack. A kernel takes at most 4 KiB of parameters, which is 31 tensor maps.
 inline constexpr size_t kMaxParams = 48;
+inline constexpr int64_t kMaxLaunches = 16;
 inline constexpr int64_t kMaxBuffers = 32;
 inline constexpr int64_t kMaxRank = 5;
 
 // One kernel parameter.
 struct Param {
-  enum class Kind : int64_t { kTensorMap = 0, kPointer = 1, kInt32 = 2, kInt64 = 3 };
+  enum class Kind : int64_t { kTensorMap = 0, kPointer = 1, kInt32 = 2, kInt64 = 3, kFloat32 = 4, kFloat64 = 5 };
   Kind kind;
-  size_t map = 0;            // kTensorMap: index into Plan::maps
+  size_t map = 0;            // kTensorMap: index into Launch::maps
   int64_t buffer = 0;        // kTensorMap, kPointer: arguments first, then results
   uint64_t byte_offset = 0;  // kTensorMap, kPointer
-  uint64_t value = 0;        // kInt32, kInt64
+  uint64_t value = 0;        // of a scalar: its bits, from the lowest up
+
+  bool reads_buffer() const { return kind == Kind::kTensorMap || kind == Kind::kPointer; }
+  size_t size_bytes() const {
+    if (kind == Kind::kTensorMap) return sizeof(CUtensorMap);
+    return kind == Kind::kInt32 || kind == Kind::kFloat32 ? 4 : 8;
+  }
 };
 
 // What cuTensorMapEncodeTiled is given, besides the address.
@@ -41,14 +53,15 @@ struct TensorMap {
   uint64_t extent_bytes;  // from the first byte of the tensor to the last it can reach
 };
 
-struct Plan {
+// One kernel, to be launched.
+struct Launch {
   std::string kernel;
+  size_t cubin_offset, cubin_bytes;  // where in the attribute `cubin` its code is
   std::array<unsigned, 3> grid, block, cluster;
   unsigned shared_bytes;
   unsigned blocks_per_sm;  // 0: launch `grid`; else no more than this many blocks for each SM
   std::vector<Param> params;
   std::vector<TensorMap> maps;
-  int64_t num_buffers = 0;  // one past the highest buffer index of any parameter
 
   bool clustered() const { return cluster[0] * cluster[1] * cluster[2] != 1; }
 
@@ -56,12 +69,20 @@ struct Plan {
   unsigned GridX(unsigned sm_count) const;
 };
 
-// The attributes as they arrive.
-struct PlanAttributes {
-  std::string_view kernel, cubin;
-  ffi::Span<const int64_t> grid, block, cluster, params;
-  int64_t shared_bytes, blocks_per_sm;
+struct Plan {
+  std::vector<Launch> launches;  // in order; at least one
+  int64_t num_buffers = 0;       // one past the highest buffer index of any parameter
 };
+
+// The attributes as they arrive, but for `format`.
+struct PlanAttributes {
+  std::string_view kernel;           // the launches' names, separated by spaces
+  std::string_view cubin;            // their cubins, one after the other
+  ffi::Span<const int64_t> records;  // the number of launches, then a record each; see Decode in plan.cc
+};
+
+// Success if the attribute `format`, if there is one, is the number this build reads. Comes before all decoding.
+ffi::Error CheckFormat(std::optional<int64_t> format);
 
 ffi::ErrorOr<Plan> DecodePlan(const PlanAttributes& attributes);
 

@@ -15,7 +15,7 @@ import pytest
 from cutjax.binding.lowering import target
 from cutjax.epilogue import emit
 from cutjax.runtime import compiler, sources
-from cutjax.runtime.launch import TARGET, Int32, Launch, Pointer
+from cutjax.runtime.launch import TARGET, Call, Int32, Launch, Pointer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,7 +85,7 @@ def on_device(epilogue, *operands, accs=(), raw=False):
         block=(THREADS, 1, 1),
         params=(*(Pointer(i) for i in buffers), Int32(size)),
     )
-    call = jax.jit(lambda *xs: jax.ffi.ffi_call(TARGET, shapes)(*xs, **launch.attributes()))
+    call = jax.jit(lambda *xs: jax.ffi.ffi_call(TARGET, shapes)(*xs, **Call((launch,)).attributes()))
     results = [np.asarray(x) for x in call(*arrays)]
     return [x if raw else x.astype(out.dtype) for x, out in zip(results, epilogue.outputs, strict=True)]
 

@@ -1,8 +1,8 @@
 // A stand-in for libcuda: implements what the launcher calls and records it as lines of JSON.
 //
 // A fake cubin is "FAKE", its length as u32, then anything. A kernel's name ends in its signature after the last
-// underscore, one letter for each parameter: m tensor map, p pointer, i 32-bit, l 64-bit. Any symbol but "missing"
-// exists.
+// underscore, one letter for each parameter: m tensor map, p pointer, i and l integers of 32 and 64 bits, f and d
+// floats, which are recorded as their bits. Any symbol but "missing" exists.
 #include <cuda.h>
 
 #include <cstdint>
@@ -116,7 +116,7 @@ CUresult cuKernelGetParamInfo(CUkernel kernel, size_t index, size_t* offset, siz
   const std::string signature = LastPart(reinterpret_cast<const char*>(kernel));
   if (index >= signature.size()) return CUDA_ERROR_INVALID_VALUE;
   *offset = 0;
-  *size = signature[index] == 'm' ? 128 : signature[index] == 'i' ? 4 : 8;
+  *size = signature[index] == 'm' ? 128 : signature[index] == 'i' || signature[index] == 'f' ? 4 : 8;
   return CUDA_SUCCESS;
 }
 CUresult cuKernelSetAttribute(CUfunction_attribute, int value, CUkernel, CUdevice) {
@@ -178,6 +178,9 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
       }
       case 'i':
         out << *static_cast<int32_t*>(values[i]);
+        break;
+      case 'f':
+        out << *static_cast<uint32_t*>(values[i]);
         break;
       default:
         out << *static_cast<int64_t*>(values[i]);
