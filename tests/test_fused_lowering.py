@@ -98,3 +98,15 @@ def test_inputs_of_benchmarks_have_unit_variance():
     assert set(arrays) == set(fused.shapes(case))
     z = np.asarray(arrays["x"] @ arrays["w"], np.float32)
     assert 0.7 < z.std() < 1.3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])
+def test_an_identity_is_the_plain_kernel(dtype):
+    x = jax.ShapeDtypeStruct((256, 256), H)
+    texts = [
+        lowered(lambda x, how=how: cutjax.gemm(x, x, out_dtype=dtype, **how), x)
+        for how in ({}, {"epilogue": lambda acc: acc})
+    ]
+    (plain,), (fused,) = map(kernels, texts)
+    assert plain == fused
+    assert not re.search(r"_e[0-9a-f]{8}$", plain)

@@ -229,7 +229,7 @@ def test_activations_are_inlined(name):
 
 def parameters(text):
     """The kinds of a kernel's parameters, read off its text."""
-    assert "    KERNEL(PARAMETERS) {" in text
+    assert "KERNEL(PARAMETERS) {" in text
     (signature,) = re.findall(r"#define PARAMETERS (.*)", text)
     kinds = {"TensorMap": "TensorMap", "char": "Pointer", "float": "Pointer", "int": "Int32"}
     return [next(kind for word, kind in kinds.items() if re.search(rf"\b{word}\b", x)) for x in signature.split(",")]

@@ -50,7 +50,7 @@ class Problem:
       a_batch, b_batch: batch shapes of the operands, of the same rank, each axis either the result's or 1.
       arch: the architecture the kernel is compiled for, e.g. "sm_90a".
       epilogue: what is made of the products before they are stored; without one, the identity in ``out_dtype``. Its
-        outputs say the results' dtypes.
+        outputs say the results' dtypes, and ``out_dtype`` is that of an identity.
       groups: number of groups of a grouped GEMM, whose sizes are data; 0 for any other.
       ragged: the axis the groups divide. "m": the rows of a, each group with its own matrix in
         ``b[..., groups, k, n]``; rows of no group are zero in the result. "k": the contraction, in the layout "tn",

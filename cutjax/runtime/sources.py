@@ -1,4 +1,4 @@
-"""The device text of a kernel: its constants, the one generated atom, and the family's files, concatenated.
+"""The device text of a kernel: its constants, then the files and the generated parts of its family, concatenated.
 
 NVRTC sees no include: a kernel is one self-contained string, so its hash identifies it. ``#line`` keeps the place of
 every line, so a compiler message names the file a person would open.

@@ -351,8 +351,3 @@ def resolved(problem: Problem, config: Config) -> Kernel:
     if isinstance(kernel, tuple):
         raise ValueError(f"no kernel for {problem} with {config}: {'; '.join(kernel)}")
     return kernel
-
-
-def launch(problem: Problem, config: Config) -> Call:
-    """Returns the compiled kernel of a config that serves, and the plan of its launch."""
-    return resolved(problem, config).call()
