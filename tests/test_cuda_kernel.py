@@ -91,6 +91,9 @@ def test_keywords_of_other_types_are_other_programs():
     )
     assert kernel(jnp.zeros(3), a=1)[0] == 0
     assert kernel(jnp.zeros(3), a=1.0)[0] == 1
+    scaled = make()
+    assert not jnp.signbit(scaled(jnp.ones(3), jnp.full(3, -0.0), a=0.0)).any()
+    assert jnp.signbit(scaled(jnp.ones(3), jnp.full(3, -0.0), a=-0.0)).all()
 
 
 def derivatives(fn, *args):
@@ -212,6 +215,12 @@ def test_scan_and_shard_map():
     f = jax.shard_map(axpy, mesh=mesh, in_specs=(jax.P("i"), jax.P()), out_specs=jax.P("i"))
     np.testing.assert_array_equal(jax.jit(f)(X, Y[:75]), axpy_reference(X, jnp.tile(Y[:75], 4), 2.0))
     assert "cutjax_launch" in lowered(f, X, Y[:75])
+    # The rule's cotangent of y is each device's; that of y itself, which they share, is the sum.
+    ruled = functools.partial(make(vjp=(lambda x, y, a: (axpy(x, y), x), lambda x, g, a: (a * g, g * x))), a=2.0)
+    inside = jax.shard_map(ruled, mesh=mesh, in_specs=(jax.P("i"), jax.P()), out_specs=jax.P("i"))
+    dx, dy = jax.jit(jax.grad(lambda x, y: inside(x, y).sum(), (0, 1)))(X, Y[:75])
+    np.testing.assert_array_equal(dx, np.full(300, 2.0))
+    np.testing.assert_array_equal(dy, X.reshape(4, 75).sum(0))
     divided = jax.device_put(X, jax.NamedSharding(mesh, jax.P("i")))
     assert "cutjax_launch" not in lowered(lambda x, y: axpy(x, y), divided, Y)  # XLA cannot divide a kernel
 

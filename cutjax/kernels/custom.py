@@ -214,7 +214,7 @@ class Choice:
 
     @property
     def served(self) -> bool:
-        """True if a kernel runs."""
+        """True if the kernel runs, not XLA."""
         return bool(self.launches)
 
     @property
@@ -229,7 +229,7 @@ class Choice:
     def _compiled(self, launch: Launch, constants: tuple[tuple[str, int], ...]) -> Launch:
         kernel = self.text
         headers = dict.fromkeys(part for name in kernel.headers for part in (*HEADERS[name], name))
-        parts = [*headers, f'#line 1 "{kernel.file}"\n{kernel.source}\n']
+        parts = [*headers, f'#undef KERNEL\n#line 1 "{kernel.file}"\n{kernel.source}\n']
         text = sources.source(kernel.name, dict(constants), parts)
         image = compiler.compile_kernel(text, name=kernel.name, arch=self.arch).image
         found = cubin.kernels(image)

@@ -17,7 +17,7 @@ from jax.core import ShapedArray
 
 from cutjax.binding.define import define
 from cutjax.binding.lowering import PARTITIONED, Target
-from cutjax.binding.rules import is_zero, match_varying, zero_tangent
+from cutjax.binding.rules import batch_axis, check_varying, is_zero, match_varying, zero_tangent
 from cutjax.kernels import custom
 from cutjax.ops.arguments import unwrapped
 from cutjax.runtime import backends, compiler
@@ -111,7 +111,7 @@ def cuda_kernel(
     @functools.cache
     def of(single: bool, backend: str, static: tuple[Any, ...]) -> Callable[..., Any]:
         def bound(*arrays: Any) -> Any:
-            outs = _bind(*match_varying(*arrays), kernel=kernel, static=static, batch=None, backend=backend)
+            outs = cuda_kernel_p.bind(*arrays, kernel=kernel, static=static, batch=None, backend=backend)
             return outs[0] if single else tuple(outs)
 
         bound.__name__ = kernel.name
@@ -130,7 +130,7 @@ def cuda_kernel(
     def function(*arrays: Any, backend: str | None = None, **static: Any) -> Any:
         where = kernel.name
         operands = [_array(x, i, where) for i, x in enumerate(arrays)]
-        values = tuple((key, value, type(value)) for key, value in sorted(static.items()))  # 1 and 1.0 are equal
+        values = tuple((key, value, repr(value)) for key, value in sorted(static.items()))  # 1 and 1.0 are equal
         try:
             hash(values)
         except TypeError:
@@ -138,7 +138,7 @@ def cuda_kernel(
                 f"{where}: keyword arguments are hashable constants, arrays go by position: {static}"
             ) from None
         _, single = kernel.outputs(operands, static)
-        return of(single, backends.resolve(backend, where), values)(*operands)
+        return of(single, backends.resolve(backend, where), values)(*match_varying(*operands))
 
     function.__name__ = function.__qualname__ = kernel.name
     function.__doc__ = getattr(reference, "__doc__", None)
@@ -159,15 +159,15 @@ def _array(x: Any, i: int, where: str) -> jax.Array:
     return x
 
 
-def _bind(*arrays: jax.Array, **params: Any) -> list[jax.Array]:
-    return cuda_kernel_p.bind(*arrays, **params)
-
-
 # A batch of n examples is an axis of size n before those of an example, on every result, and on every operand either
 # that or an axis of size 1: then all examples share it. Nested vmaps multiply n. Without vmap, n is None and no axis.
 
+NOWHERE = Target("")  # of a choice that is made only to see the results, or what is wrong with the launch
 
-def _choose(*avals: Any, target: Target, kernel: custom.Kernel, static: Any, batch: int | None, **_: Any) -> Any:
+
+def _choose(
+    *avals: Any, kernel: custom.Kernel, static: Any, batch: int | None, target: Target = NOWHERE, **_: Any
+) -> custom.Choice:
     shapes = [x.shape if batch is None else x.shape[1:] for x in avals]
     examples = tuple(jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, avals, strict=True))
     shared = tuple(batch is not None and x.shape[0] == 1 != batch for x in avals)
@@ -180,7 +180,8 @@ def _abstract(*avals: Any, kernel: custom.Kernel, **params: Any) -> list[Any]:
             f"{kernel.name}: operands are divided over explicit mesh axes: {', '.join(x.str_short() for x in avals)}; "
             "call it inside jax.shard_map, or jax.reshard them"
         )
-    results = _choose(*avals, kernel=kernel, target=Target(""), **params).problem.results
+    check_varying(kernel.name, avals)
+    results = _choose(*avals, kernel=kernel, **params).problem.results
     if not avals:
         return [ShapedArray(x.shape, x.dtype) for x in results]
     like = avals[0]  # it carries the mesh axes that the results vary over inside shard_map
@@ -198,9 +199,7 @@ def _abstract(*avals: Any, kernel: custom.Kernel, **params: Any) -> list[Any]:
 def _values(*arrays: jax.Array, kernel: custom.Kernel, static: Any, batch: int | None) -> list[jax.Array]:
     """The reference's results, checked against what ``out`` says."""
     assert kernel.reference is not None
-    wanted = _choose(
-        *map(jax.typeof, arrays), kernel=kernel, static=static, batch=batch, target=Target("")
-    ).problem.results
+    wanted = _choose(*map(jax.typeof, arrays), kernel=kernel, static=static, batch=batch).problem.results
     reference = functools.partial(kernel.reference, **custom.keywords(static))
     if batch is not None:
         axes = tuple(None if x.shape[0] == 1 != batch else 0 for x in arrays)
@@ -220,7 +219,7 @@ def _reference(
     params = {"kernel": kernel, "static": static, "batch": batch}
     if kernel.reference is not None:
         return _values(*arrays, **params)
-    choice = _choose(*map(jax.typeof, arrays), target=Target(""), **params)
+    choice = _choose(*map(jax.typeof, arrays), **params)
     if choice.problem.flops == 0:
         return [jnp.zeros(x.shape, x.dtype) for x in choice.problem.results]
     if not on_cuda:
@@ -238,8 +237,7 @@ def _batch(args: Any, dims: Any, *, batch: int | None, **params: Any) -> tuple[l
         raise NotImplementedError(f"{kernel.name}: jax.vmap needs reference= or vmap='grid'; jax.lax.map needs neither")
     size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
     merged = []
-    for x, dim in zip(args, dims, strict=True):
-        x = lax.expand_dims(x, [0]) if dim is None else jnp.moveaxis(x, dim, 0)
+    for x in batch_axis(args, dims, 0):
         if batch is not None:
             if x.shape[:2] != (1, 1):
                 x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
