@@ -1,4 +1,4 @@
-"""What a right result is: the reference in higher precision, and how far each dtype may be from it."""
+"""The reference in higher precision, and the distance from it that each dtype may have."""
 
 from __future__ import annotations
 
@@ -61,15 +61,20 @@ def compare(out, ref, k: int) -> Error:
       ref: the reference of the same shape, in f32 or f64.
       k: contraction length.
     """
-    xp = np if isinstance(out, np.ndarray) else jnp
     if out.size == 0:
         return Error(0.0, 0.0, math.inf)
+    relative, worst = distances(out, ref, k)
+    return Error(float(relative), float(worst), tolerance(out.dtype, k, out.size))
+
+
+def distances(out, ref, k: int):
+    """The fields ``relative`` and ``worst`` of ``compare``'s Error, as arrays."""
+    xp = np if isinstance(out, np.ndarray) else jnp
     difference = xp.abs(out.astype(ref.dtype) - ref)
     accumulation = _ACCUMULATION * math.sqrt(max(k, 1)) * max(1.0, k / 16384)
     allowed = _HALF_ULP[np.dtype(out.dtype).name] * xp.abs(ref) + accumulation
-    norm = max(float(xp.sqrt(xp.sum(ref * ref))), 1e-30)
-    relative = float(xp.sqrt(xp.sum(difference * difference))) / norm
-    return Error(relative, float(xp.max(difference / allowed)), tolerance(out.dtype, k, out.size))
+    norm = xp.maximum(xp.sqrt(xp.sum(ref * ref)), 1e-30)
+    return xp.sqrt(xp.sum(difference * difference)) / norm, xp.max(difference / allowed)
 
 
 def reference(a, b, layout: str, dtype=jnp.float32, precision: jax.lax.Precision | None = jax.lax.Precision.HIGHEST):

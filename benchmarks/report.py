@@ -1,4 +1,7 @@
-"""What a run writes down: rows, the machine and software they were measured on, the printed table."""
+"""What a run writes down: rows, and the machine and software they were measured on.
+
+``python -m benchmarks.report FILE...`` prints recorded runs as tables.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,13 @@ import math
 import os
 import pathlib
 import subprocess
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+SCHEMA = 2
+YARDSTICKS = ("dense", "plain")  # our own products, that a time is compared with: nobody's peers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,44 +40,76 @@ class Roofline:
 
 
 @dataclasses.dataclass(frozen=True)
+class Figures:
+    """The figures of a peer for the same product; a failure says why there is no time."""
+
+    us: float = math.nan
+    iqr_us: float = math.nan
+    kernel: str = ""
+    peak_mib: float = math.nan
+    failure: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Row:
-    """One case measured against XLA in the same run.
+    """One product of one case, beside its peers in the same run.
 
     Attributes:
-      case: the case's name.
-      choice: "auto" for the cost model's choice, else the pinned config as JSON.
+      case, product: which, e.g. ``8g 16384x14336x4096`` and "dx"; the product is "" where a case has one.
+      variant: "auto" for the cost model's choice, else the pinned config as JSON.
       kernel: kernels that ran for cutjax.
       us, iqr_us: median and spread.
-      xla_kernel, xla_us, xla_iqr_us: the same for XLA.
-      tflops: rate of cutjax.
+      tflops, gb_per_s: rates; the second of the bytes that must move.
       roofline: share of the measured roofline.
-      ratio: XLA's time over ours; above 1 is faster than XLA.
-      target: the ratio asked for, or None.
-      error: relative error against the f32 reference.
+      peak_mib: memory of the executable, temporaries and results.
+      error: relative error against the reference.
+      ratios: by peer, its time over ours (above 1 we are faster); "peers": of the fastest; "copy": the share of the
+        measured copy bandwidth.
+      targets: the least ratios asked for, of some of them.
+      peers: their own figures, by name.
+      figures: what a suite tells besides.
       failure: why there is no time, else "".
-      plain_us, plain_ratio, plain_target: our plain product's time, ours over it, and the most that may be; or None.
-      peak_mib, xla_peak_mib: memory of the executables, temporaries and results; or None.
     """
 
     case: str
-    choice: str = "auto"
+    product: str = ""
+    variant: str = "auto"
     kernel: str = ""
     us: float = math.nan
     iqr_us: float = math.nan
-    xla_kernel: str = ""
-    xla_us: float = math.nan
-    xla_iqr_us: float = math.nan
     tflops: float = math.nan
+    gb_per_s: float = math.nan
     roofline: float = math.nan
-    ratio: float = math.nan
-    target: float | None = None
+    peak_mib: float = math.nan
     error: float = math.nan
+    ratios: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    targets: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    peers: Mapping[str, Figures] = dataclasses.field(default_factory=dict)
+    figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     failure: str = ""
-    plain_us: float | None = None
-    plain_ratio: float | None = None
-    plain_target: float | None = None
-    peak_mib: float | None = None
-    xla_peak_mib: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Case and product."""
+        return f"{self.case} {self.product}".strip()
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """The targets that were measured and not reached."""
+        return tuple(key for key, target in self.targets.items() if self.ratios.get(key, math.nan) < target)
+
+    @property
+    def fastest(self) -> str:
+        """The name of the fastest peer, or ""."""
+        timed = {name: p.us for name, p in self.peers.items() if name not in YARDSTICKS and not math.isnan(p.us)}
+        return min(timed, key=timed.__getitem__) if timed else ""
+
+    @property
+    def summary(self) -> str:
+        """One line: the time and the ratios, or why there is none."""
+        ratios = "".join(f", {key} {ratio:.3f}" for key, ratio in self.ratios.items())
+        missed = f", MISSED {', '.join(self.missed)}" if self.missed else ""
+        return f"{self.name}: {self.failure or f'{self.us:.1f} us{ratios}{missed}'}"
 
 
 def geometric_mean(ratios: Iterable[float]) -> float:
@@ -123,22 +161,22 @@ def environment(commit: str | None = None) -> dict[str, Any]:
 
 
 def document(
-    environment: dict[str, Any],
+    op: str,
+    environment: Mapping[str, Any],
     method: str,
     roofline: Roofline | None,
-    rows: Iterable[Any],
-    launch: Any = None,
-    compile: Any = None,
+    rows: Iterable[Row],
+    more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The JSON of one run."""
+    """The JSON of one run; ``more`` is what is measured beside rows, by name."""
     return {
-        "schema": 1,
+        "schema": SCHEMA,
+        "op": op,
         **environment,
         "method": method,
         "roofline": None if roofline is None else dataclasses.asdict(roofline),
         "rows": [dataclasses.asdict(row) for row in rows],
-        "launch": launch,
-        "compile": compile,
+        **(more or {}),
     }
 
 
@@ -159,51 +197,39 @@ def write(path: pathlib.Path, content: dict[str, Any]) -> None:
     temporary.replace(path)
 
 
+def _numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    return math.nan if value is None else value
+
+
 def read(path: pathlib.Path) -> tuple[dict[str, Any], list[Row]]:
-    """A run's JSON and its rows."""
+    """A run's JSON with its operation, and its rows, whichever schema they were written in.
+
+    Raises:
+      ValueError: the schema is unknown.
+    """
+    from benchmarks import schemas
+
     content = json.loads(path.read_text())
-    if content.get("schema") != 1:
-        raise ValueError(f"{path}: expected schema 1, it has {content.get('schema')!r}")
-    nan = {field.name: math.nan for field in dataclasses.fields(Row) if field.type == "float"}
-    filled: list[dict[str, Any]] = [
-        {key: nan.get(key) if value is None else value for key, value in row.items()} for row in content["rows"]
-    ]
-    return content, [Row(**row) for row in filled]
+    if content.get("schema") == 1:
+        return {"op": "gemm", **content}, [schemas.row_1(content, _numbers(row)) for row in content["rows"]]
+    if content.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: expected schema 1 or {SCHEMA}, it has {content.get('schema')!r}")
+    rows = map(_numbers, content["rows"])
+    return content, [Row(**row | {"peers": {key: Figures(**p) for key, p in row["peers"].items()}}) for row in rows]
 
 
-def _number(value: float, digits: int) -> str:
-    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+def main() -> None:
+    """Prints the runs named on the command line."""
+    from benchmarks import tables
 
-
-def print_rows(rows: Iterable[Row], title: str) -> None:
-    """The table a person reads."""
-    import rich.console
-    import rich.table
-
-    rows = list(rows)
-    table = rich.table.Table(title=title, title_justify="left")
-    table.add_column("case", no_wrap=True)
-    table.add_column("kernel", overflow="fold")
-    for column in ("us", "spread", "TFLOP/s", "roofline", "XLA us", "ratio", "target"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        missed = row.target is not None and not row.ratio >= row.target
-        table.add_row(
-            row.case,
-            row.failure or row.kernel,
-            _number(row.us, 1),
-            _number(row.iqr_us, 1),
-            _number(row.tflops, 0),
-            _number(100 * row.roofline, 0) + ("" if math.isnan(row.roofline) else "%"),
-            _number(row.xla_us, 1),
-            _number(row.ratio, 3),
-            "-" if row.target is None else f"{row.target:.2f}",
-            style="red" if missed or row.failure else None,
+    for name in sys.argv[1:]:
+        content, rows = read(pathlib.Path(name))
+        tables.print_rows(
+            content["op"], rows, f"{pathlib.Path(name).stem}: {content['device']}, {content['date'][:10]}"
         )
-    console = rich.console.Console(width=None if os.isatty(1) else 160)
-    console.print(table)
-    wanted = [row.ratio for row in rows if row.target is not None]
-    if wanted:
-        console.print(
-            f"geometric mean of the ratio over the {len(wanted)} rows with a target: {geometric_mean(wanted):.3f}"
-        )
+
+
+if __name__ == "__main__":
+    main()

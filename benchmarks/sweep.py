@@ -21,8 +21,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 import cutjax
-from benchmarks import cases, report
+from benchmarks import oracle, report, timing
+from benchmarks.cases import find
+from benchmarks.ops import gemm, grouped
 
 COMPILE_S = 150  # silence allowed while a case compiles; the first also starts CUDA
 STEP_S = 25  # silence allowed for one check or one group of timings
@@ -123,7 +128,7 @@ def _append(path: pathlib.Path, line: dict[str, Any]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What a sweep needs to know of a case.
+    """A case as a sweep sees it.
 
     Attributes:
       problem: as ``cutjax.candidates`` takes it.
@@ -146,20 +151,12 @@ class Subject:
 
 def subject(name: str) -> Subject:
     """A dense case by its name, or a grouped one and its product, as in ``8g 16384x14336x4096 dx``."""
-    import jax
-
     backend = "cuda" if jax.default_backend() == "gpu" else "auto"
-    return _dense(name, backend) if name in {case.name for case in cases.CASES} else _grouped(name, backend)
+    return _dense(name, backend) if name in {case.name for case in gemm.CASES} else _grouped(name, backend)
 
 
 def _dense(name: str, backend: str) -> Subject:
-    import jax
-    import jax.numpy as jnp
-
-    from benchmarks import oracle, timing
-    from benchmarks.run import inputs
-
-    case = cases.find(name)
+    case = find(gemm.CASES, name)
     avals = tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(case.dtype)) for shape in (case.a_shape, case.b_shape))
 
     def whole():
@@ -173,41 +170,32 @@ def _dense(name: str, backend: str) -> Subject:
         lambda config: lambda a, b: cutjax.gemm(a, b, layout=case.layout, backend=backend, config=config),
         whole,
         lambda a, b: oracle.reference(a, b, case.layout, precision=None).astype(case.dtype),
-        lambda: timing.input_sets(lambda seed: inputs(case, seed)),
+        lambda: timing.input_sets(case.inputs),
         oracle.xla(case.layout, case.dtype),
     )
 
 
 def _grouped(name: str, backend: str) -> Subject:
-    from benchmarks import grouped
-
-    case, product = cases.find_grouped(name)
+    case, product = grouped.find_grouped(name)
     return Subject(
         case.problem(product),
         grouped.avals(case),
         lambda config: grouped.ours(product, config, backend),
         lambda: grouped.inputs(case, 0, whole=True),
         grouped.ours(product, None, "xla"),
-        lambda: grouped.input_sets(case),
+        lambda: timing.input_sets(lambda seed: grouped.inputs(case, seed)),
         grouped.dense,
     )
 
 
 def work(items: Sequence[Item], path: pathlib.Path) -> None:
     """Measures items in this process, case by case."""
-    from benchmarks import timing
-
     method = "cupti" if timing.cupti_works() else "host"
     for name, group in itertools.groupby(items, key=lambda item: item.case):
         _work_case(subject(name), list(group), path, method)
 
 
 def _work_case(case: Subject, items: list[Item], path: pathlib.Path, method: str) -> None:
-    import jax
-    import jax.numpy as jnp
-
-    from benchmarks import timing
-
     def begin(begun: Sequence[Item]):
         _append(path, {"begin": [item.key for item in begun]})
 
@@ -274,10 +262,11 @@ def plan(named: Mapping[str, cutjax.Problem], configs: list[dict[str, Any]] | No
 def problems(tag: str, names: Sequence[str], op: str) -> dict[str, cutjax.Problem]:
     """What to sweep, by name: the cases named, or those of some tags."""
     if op == "grouped":
-        chosen, products = cases.select_grouped(tag)
-        found = [cases.find_grouped(name) for name in names] or [(case, p) for case in chosen for p in products]
+        chosen, products = grouped.SUITE.select(tag)
+        every = [(case, product) for case in chosen for product in products or grouped.PRODUCTS]
+        found = [grouped.find_grouped(name) for name in names] or every
         return {f"{case.name} {product}": case.problem(product) for case, product in found}
-    found = [cases.find(name) for name in names] or cases.select(tag)
+    found = [find(gemm.CASES, name) for name in names] or gemm.SUITE.select(tag)[0]
     return {case.name: case.problem for case in found}
 
 
@@ -302,8 +291,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tag",
         default="suite",
-        help=f"some of {', '.join(cases.TAGS)}, joined by commas; or all. Of --op grouped: "
-        f"{', '.join((*cases.GROUPED_TAGS, *cases.PRODUCTS))}",
+        help=f"some of {', '.join(gemm.SUITE.tags)}, joined by commas; or all. "
+        f"Of --op grouped: {', '.join(grouped.SUITE.tags)}",
     )
     parser.add_argument("--case", action="append", help="only this case, by name; may be given again")
     parser.add_argument("--configs", type=pathlib.Path, help="JSON list of configs (default: candidates of each case)")

@@ -26,7 +26,7 @@ def check_lean(asked: cutjax.Problem, configs: Sequence[cutjax.Config], most_byt
     """That kernels compile without a warning or a spill, to no more code than that.
 
     Code is what compiling takes time for, 0.1 s for 20 KB and more for very long functions, and it is the same on every
-    machine; benchmarks/compile_cost.py measures the seconds.
+    machine; benchmarks/ops/compile_cost.py measures the seconds.
     """
 
     def compile_one(config: cutjax.Config) -> tuple[str, compiler.Cubin]:

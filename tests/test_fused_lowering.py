@@ -11,7 +11,8 @@ import pytest
 import strategies
 
 import cutjax
-from benchmarks import cases, fused
+from benchmarks.ops import fused
+from benchmarks.ops import fused as cases
 from cutjax.kernels.sm90 import kernel as sm90
 
 H = jnp.bfloat16

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 import cutjax
-from benchmarks import cases
+from benchmarks.ops import grouped as cases
 from cutjax.epilogue.trace import trace
 from cutjax.kernels import choose
 from cutjax.kernels.sm90 import kernel as sm90

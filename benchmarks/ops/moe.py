@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,8 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 import cutjax
-from benchmarks import cases, report, timing
-from benchmarks.fused import OPTIONS, peak_bytes
+from benchmarks import timing
+from benchmarks.measure import jit, peak_mib, reason
+from benchmarks.report import Figures, Row
+from benchmarks.suite import Run, Suite
 
 REPS = 7
 PASSES = ("forward", "fwd+bwd")
@@ -28,54 +29,50 @@ RELATIVE = 1.5e-2
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One pass of one layer.
+class Moe:
+    """A layer of gated experts: x [tokens, d], each token to k experts, whose hidden axis has h; bf16.
 
     Attributes:
-      case, tokens: which.
-      us, iqr_us, tflops: ours; the products' FLOP over the time of everything.
-      rest_us: of that, what are not our kernels: routing, gathers, sums; NaN where kernels are not told apart.
-      parts: time of each kernel, the longest first.
-      peak_mib: temporaries and results of the executable.
-      device_mib: the most the device had in use in this process so far, inputs included.
-      xla_tokens: the tokens XLA's layer got.
-      xla_us, xla_peak_mib: its time and memory for them.
-      same_us: ours for as many tokens.
-      ratio: XLA's time over ours for as many tokens.
-      target: the least ratio asked for, or None.
-      error: of our results for XLA's tokens, relative to XLA's.
-      failure: why there is no time, else "".
+      name: a short unique name.
+      target: the least ratio to XLA asked for of the forward and backward pass, or None.
     """
 
-    case: str
+    name: str
+    experts: int
     tokens: int
-    us: float = math.nan
-    iqr_us: float = math.nan
-    tflops: float = math.nan
-    rest_us: float = math.nan
-    parts: tuple[tuple[str, float], ...] = ()
-    peak_mib: float = math.nan
-    device_mib: float = math.nan
-    xla_tokens: int = 0
-    xla_us: float = math.nan
-    xla_peak_mib: float = math.nan
-    same_us: float = math.nan
-    ratio: float = math.nan
+    d: int
+    h: int
+    k: int
     target: float | None = None
-    error: float = math.nan
-    failure: str = ""
+
+    @property
+    def tags(self) -> tuple[str]:
+        """The name."""
+        return (self.name,)
+
+    @property
+    def flops(self) -> int:
+        """Of the three products of the forward pass; with the backward pass three times that."""
+        return 3 * 2 * self.tokens * self.k * self.d * self.h
+
+
+# The smaller first, as the device's peak only rises.
+MOE = (
+    Moe("mixtral", 8, 4096, 4096, 14336, 2, target=3.0),
+    Moe("deepseek", 256, 16384, 7168, 2048, 8, target=3.0),
+)
 
 
 Inputs = Mapping[str, jax.Array]
 Layer = Callable[..., jax.Array]
 
 
-def ours(case: cases.Moe, backend: str = "cuda") -> Layer:
+def ours(case: Moe) -> Layer:
     """Our layer."""
-    return functools.partial(cutjax.moe, k=case.k, backend=backend)
+    return functools.partial(cutjax.moe, k=case.k, backend="cuda")
 
 
-def plain(case: cases.Moe) -> Layer:
+def plain(case: Moe) -> Layer:
     """The same as a JAX user writes it."""
 
     def layer(x, logits, w_gate, w_up, w_down):
@@ -109,7 +106,7 @@ def passes(layer: Layer) -> dict[str, Callable[[Inputs], Any]]:
 
 
 @functools.cache
-def _maker(case: cases.Moe) -> Callable[[], dict[str, jax.Array]]:
+def _maker(case: Moe) -> Callable[[], dict[str, jax.Array]]:
     d, h, g = case.d, case.h, case.experts
 
     @jax.jit
@@ -138,7 +135,7 @@ def first_tokens(i: Inputs, tokens: int) -> dict[str, jax.Array]:
     return {name: value[:tokens] if name in ("x", "logits", "g") else value for name, value in i.items()}
 
 
-def xla_tokens(case: cases.Moe) -> int:
+def xla_tokens(case: Moe) -> int:
     """As many tokens, halved until XLA's masked rows take bearable memory."""
     tokens = case.tokens
     while 2 * case.experts * tokens * case.k * max(case.d, case.h) > XLA_MOST_BYTES and tokens > 1:
@@ -147,8 +144,7 @@ def xla_tokens(case: cases.Moe) -> int:
 
 
 def _compile(fn: Callable, i: Inputs) -> Any:
-    options = OPTIONS if jax.default_backend() == "gpu" else {}
-    return jax.jit(fn, compiler_options=options).lower(i).compile()
+    return jit(fn).lower(i).compile()
 
 
 def _device_mib() -> float:
@@ -186,93 +182,64 @@ def error(got: Any, expected: Any) -> float:
     return math.inf if any(map(math.isnan, found)) else max(found)
 
 
-def measure_case(case: cases.Moe, method: str, wanted: Sequence[str] = PASSES, backend: str = "cuda") -> list[Row]:
+def measure_case(case: Moe, run: Run) -> list[Row]:
     """Checks, then times, each pass: ours for all tokens, and both layers for as many as XLA's gets."""
     i = jax.block_until_ready(_maker(case)())
     few = xla_tokens(case)
     j = i if few == case.tokens else jax.block_until_ready(first_tokens(i, few))
     rows = []
-    for name in wanted:
-        row = Row(case.name + " " + name, case.tokens, xla_tokens=few)
-        row = dataclasses.replace(row, target=case.target if name == "fwd+bwd" else None)
+    for name in run.products or PASSES:
+        targets = {"xla": case.target} if case.target and name == "fwd+bwd" else {}
+        figures = {"tokens": case.tokens, "xla_tokens": few}
+        row = Row(case.name, name, targets=targets, figures=figures)
         try:
-            row = _ours(case, row, passes(ours(case, backend))[name], i, method)
-            row = _beside(case, row, passes(ours(case, backend))[name], passes(plain(case))[name], i, j, method)
-        except Exception as failure:  # the others are measured all the same
-            lines = str(failure).strip().splitlines()
-            row = dataclasses.replace(row, failure=f"{type(failure).__name__}: {lines[0] if lines else ''}"[:300])
+            mine, theirs = passes(ours(case))[name], passes(plain(case))[name]
+            compiled = _compile(mine, i)
+            row = _ours(case, row, compiled, i, run.method)
+            row = _beside(case, row, compiled if j is i else _compile(mine, j), theirs, j, run.method)
+        except Exception as error:  # the others are measured all the same
+            row = dataclasses.replace(row, failure=reason(error))
         rows.append(row)
     return rows
 
 
-def _ours(case: cases.Moe, row: Row, fn: Callable, i: Inputs, method: str) -> Row:
-    compiled = _compile(fn, i)
+def _ours(case: Moe, row: Row, compiled: Any, i: Inputs, method: str) -> Row:
     jax.block_until_ready(compiled(i))
     device_mib = _device_mib()
     took = _time(compiled, i, REPS, method)
     parts = sorted(zip(took.kernels, took.kernel_us, strict=False), key=lambda part: -part[1])
-    flops = case.flops * (3 if row.case.endswith("bwd") else 1)
+    # What are not our kernels: routing, gathers, sums.
+    rest_us = sum(us for kernel, us in parts if not kernel.startswith("sm90_")) if parts else math.nan
     return dataclasses.replace(
         row,
         us=took.us,
         iqr_us=took.iqr_us,
-        tflops=flops / took.us / 1e6,
-        rest_us=sum(us for kernel, us in parts if not kernel.startswith("sm90_")) if parts else math.nan,
-        parts=tuple(parts),
-        peak_mib=peak_bytes(compiled) / 2**20,
-        device_mib=device_mib,
+        tflops=case.flops * (3 if row.product == "fwd+bwd" else 1) / took.us / 1e6,
+        peak_mib=peak_mib(compiled),
+        figures={**row.figures, "rest_us": rest_us, "parts": parts, "device_mib": device_mib},
     )
 
 
-def _beside(case: cases.Moe, row: Row, fn: Callable, xla: Callable, i: Inputs, j: Inputs, method: str) -> Row:
-    few = j["x"].shape[0]
-    compiled, theirs = _compile(fn, j), _compile(xla, j)
+def _beside(case: Moe, row: Row, compiled: Any, xla: Callable, j: Inputs, method: str) -> Row:
+    theirs = _compile(xla, j)
     found = error(compiled(j), theirs(j))
     if not found <= RELATIVE:
         return dataclasses.replace(row, error=found, failure=f"wrong: relative error {found:.3g}, at most {RELATIVE}")
-    same_us = row.us if few == case.tokens else _time(compiled, j, REPS, method).us
-    xla_us = _time(theirs, j, 3, method).us
+    same_us = row.us if j["x"].shape[0] == case.tokens else _time(compiled, j, REPS, method).us
+    xla_time = _time(theirs, j, 3, method)
     return dataclasses.replace(
         row,
-        xla_us=xla_us,
-        xla_peak_mib=peak_bytes(theirs) / 2**20,
-        same_us=same_us,
-        ratio=xla_us / same_us,
+        peers={"xla": Figures(xla_time.us, xla_time.iqr_us, " + ".join(xla_time.kernels), peak_mib(theirs))},
+        ratios={"xla": xla_time.us / same_us},
         error=found,
+        figures={**row.figures, "same_us": same_us},
     )
 
 
-def document(environment: dict[str, Any], method: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """The JSON of one run."""
-    return {"op": "moe", **report.document(environment, method, None, rows)}
-
-
-def print_rows(rows: Sequence[Row]) -> None:
-    """The table a person reads."""
-    import rich.console
-    import rich.table
-
-    table = rich.table.Table(title="layers of experts, bf16", title_justify="left")
-    table.add_column("case", no_wrap=True)
-    for column in ("tokens", "us", "TFLOP/s", "not products", "peak MiB", "device MiB"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for column in ("XLA: tokens", "us", "MiB", "ours us", "ratio", "target"):
-        table.add_column(column, justify="right", no_wrap=True)
-
-    def number(value: float | None, digits: int) -> str:
-        return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
-
-    for row in rows:
-        cells = [(row.us, 0), (row.tflops, 0), (row.rest_us, 0), (row.peak_mib, 0), (row.device_mib, 0)]
-        beside = [(row.xla_us, 0), (row.xla_peak_mib, 0), (row.same_us, 0), (row.ratio, 2), (row.target, 1)]
-        style = "red" if row.failure or (row.target is not None and not row.ratio >= row.target) else None
-        first = [row.case, str(row.tokens), *(number(*cell) for cell in cells), str(row.xla_tokens)]
-        table.add_row(*first, *(number(*cell) for cell in beside), style=style)
-    console = rich.console.Console(width=None if os.isatty(1) else 190)
-    console.print(table)
-    for row in rows:
-        if row.failure:
-            console.print(f"{row.case}: {row.failure}", highlight=False, markup=False)
-        elif row.parts:
-            parts = ", ".join(f"{name[:60]} {us:.0f}" for name, us in row.parts[:12])
-            console.print(f"{row.case}: {parts}", highlight=False, markup=False)
+SUITE = Suite(
+    "moe",
+    MOE,
+    measure=measure_case,
+    product_names=PASSES,
+    environment={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"},  # weights and gradients of a layer are 48 GB
+)

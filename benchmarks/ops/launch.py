@@ -10,10 +10,14 @@ at their default, where a graph is launched instead.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import cutjax
 from benchmarks import children
 
 SIZE, SHORT, LONG = 256, 1, 101
@@ -23,9 +27,6 @@ _OFF = "--xla_gpu_enable_command_buffer="
 
 def _median_us(call, reps: int, busy=None) -> tuple[float, float]:
     """Medians of (time until the call returns, time until its result is ready)."""
-    import jax
-    import numpy as np
-
     returned, ready = [], []
     for _ in range(reps):
         if busy is not None:
@@ -40,11 +41,6 @@ def _median_us(call, reps: int, busy=None) -> tuple[float, float]:
 
 def measure(reps: int = 50, size: int = SIZE) -> dict[str, dict[str, float]]:
     """Microseconds per launch in this process, for cutjax and for XLA restricted to cuBLAS."""
-    import jax
-    import jax.numpy as jnp
-
-    import cutjax
-
     x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     w = jax.random.normal(jax.random.key(1), (size, size), jnp.bfloat16) / jnp.bfloat16(size**0.5)
     on_gpu = jax.default_backend() == "gpu"
@@ -81,8 +77,8 @@ def in_processes() -> dict[str, Any]:
     """Both settings of command buffers, each in a process of its own."""
     flags = os.environ.get("XLA_FLAGS", "")
     return {
-        "command_buffers_off": children.child("benchmarks.launch", env={"XLA_FLAGS": f"{flags} {_OFF}".strip()}),
-        "default": children.child("benchmarks.launch"),
+        "command_buffers_off": children.child("benchmarks.ops.launch", env={"XLA_FLAGS": f"{flags} {_OFF}".strip()}),
+        "default": children.child("benchmarks.ops.launch"),
     }
 
 
@@ -101,4 +97,3 @@ def show(results: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     children.answer(measure())
-    sys.exit(0)

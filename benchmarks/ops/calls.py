@@ -9,8 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -18,12 +17,15 @@ import jax
 import jax.numpy as jnp
 
 import cutjax
-from benchmarks import fused, report, timing
+from benchmarks import timing
+from benchmarks.measure import OPTIONS
+from benchmarks.ops import fused
+from benchmarks.report import Figures, Row
+from benchmarks.suite import Run, Suite
 from cutjax.epilogue import trace
 from cutjax.kernels.sm90 import text as sm90_text
 from cutjax.kernels.sm90.staging import Staging, stage
 
-SIZES = ((8192, 14336, 4096), (2048, 2048, 2048))
 REPS = 40
 FORMS = {"inlined": False, "called": True}
 MOST_RATIO = 1.01  # of the form that ships over the other
@@ -51,36 +53,23 @@ EPILOGUES: dict[str, Callable[..., jax.Array]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One epilogue of one product, bf16 in and out.
+class Sizes:
+    """The product that each epilogue follows."""
 
-    Attributes:
-      case: the sizes and the epilogue.
-      ships: the form that cutjax has.
-      inlined_us, inlined_iqr_us, called_us, called_iqr_us: of the whole kernel.
-      plain_us: our plain product in the same run.
-      ratio: the form that ships over the other.
-      most_ratio: the most that it may be.
-      different: elements that the two forms do not agree on.
-      failure: what is wrong, else "".
-    """
+    m: int
+    n: int
+    k: int
+    tags: tuple[str, ...] = ()
 
-    case: str
-    ships: str
-    inlined_us: float = math.nan
-    inlined_iqr_us: float = math.nan
-    called_us: float = math.nan
-    called_iqr_us: float = math.nan
-    plain_us: float = math.nan
-    ratio: float = math.nan
-    most_ratio: float = MOST_RATIO
-    different: int = 0
-    failure: str = ""
+    @property
+    def name(self) -> str:
+        """E.g. ``2048x2048x2048``."""
+        return f"{self.m}x{self.n}x{self.k}"
 
 
-def inputs(sizes: tuple[int, int, int], seed: int) -> tuple[jax.Array, ...]:
+def inputs(sizes: Sizes, seed: int) -> tuple[jax.Array, ...]:
     """Random normal x and z, weights that keep the product near unit variance, and a key."""
-    m, n, k = sizes
+    m, n, k = sizes.m, sizes.n, sizes.k
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), 3)
     x, w, z = (jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, ((m, k), (k, n), (m, n)), strict=True))
     return x, w * jnp.bfloat16(k**-0.5), jax.random.key(seed), z
@@ -99,7 +88,7 @@ def ships(name: str) -> str:
     return "called" if stage(epilogue.primal).called else "inlined"
 
 
-def compile_forms(sizes: tuple[int, int, int]) -> dict[tuple[str, str], Callable[..., Any]]:
+def compile_forms(sizes: Sizes) -> dict[tuple[str, str], Callable[..., Any]]:
     """Compiled functions by epilogue and form. Only the text differs: the configs are those that cutjax chooses."""
     args = jax.eval_shape(functools.partial(inputs, sizes), 0)
     found, piece = {}, sm90_text._piece
@@ -111,54 +100,42 @@ def compile_forms(sizes: tuple[int, int, int]) -> dict[tuple[str, str], Callable
         for form, called in FORMS.items():
             with mock.patch.object(sm90_text, "_piece", functools.partial(forced, called=called)):
                 names = [fused.PLAIN, *EPILOGUES] if called else EPILOGUES
-                jitted = {
-                    name: jax.jit(functools.partial(_ours, name), compiler_options=fused.OPTIONS) for name in names
-                }
+                jitted = {name: jax.jit(functools.partial(_ours, name), compiler_options=OPTIONS) for name in names}
                 lowered = {name: pool.submit(fn.lower, *args) for name, fn in jitted.items()}
                 found |= {(name, form): done.result().compile() for name, done in lowered.items()}
     return found
 
 
-def measure(sizes: tuple[int, int, int], method: str) -> list[Row]:
+def measure(sizes: Sizes, run: Run) -> list[Row]:
     """Compares the results of the two forms, then times all forms of all epilogues in turns."""
     functions = compile_forms(sizes)
     sets = timing.input_sets(functools.partial(inputs, sizes))
-    times = timing.measure({f"{name}, {form}": fn for (name, form), fn in functions.items()}, sets, REPS, method)
+    times = timing.measure({f"{name}, {form}": fn for (name, form), fn in functions.items()}, sets, REPS, run.method)
     rows = []
     for name in EPILOGUES:
-        inlined, called = (times[f"{name}, {form}"] for form in FORMS)
         results = [functions[name, form](*sets[0]).astype(jnp.float32) for form in FORMS]
-        different = int(jnp.sum(results[0] != results[1]))
         # The compiler may fuse another multiplication and addition in one of them: a unit in the last place of bf16.
         close = jnp.allclose(*results, rtol=2**-7, atol=1e-5)
         own = ships(name)
+        (other,) = FORMS.keys() - {own}
+        plain, mine, theirs = (
+            times[f"{n}, {form}"] for n, form in ((fused.PLAIN, "called"), (name, own), (name, other))
+        )
         rows.append(
             Row(
-                case=f"{'x'.join(map(str, sizes))} {name}",
-                ships=own,
-                inlined_us=inlined.us,
-                inlined_iqr_us=inlined.iqr_us,
-                called_us=called.us,
-                called_iqr_us=called.iqr_us,
-                plain_us=times[f"{fused.PLAIN}, called"].us,
-                ratio=called.us / inlined.us if own == "called" else inlined.us / called.us,
-                different=different,
+                f"{sizes.name} {name}",
+                kernel=" + ".join(mine.kernels),
+                us=mine.us,
+                iqr_us=mine.iqr_us,
+                ratios={"other": theirs.us / mine.us},
+                targets={"other": 1 / MOST_RATIO},
+                peers={"other": Figures(theirs.us, theirs.iqr_us), fused.PLAIN: Figures(plain.us, plain.iqr_us)},
+                figures={"ships": own, "different": int(jnp.sum(results[0] != results[1]))},
                 failure="" if close else "the two forms disagree",
             )
         )
     return rows
 
 
-def document(environment: dict[str, Any], method: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """The JSON of one run."""
-    return {"op": "calls", **report.document(environment, method, None, rows)}
-
-
-def print_rows(rows: Sequence[Row]) -> None:
-    """The table a person reads."""
-    for row in rows:
-        print(
-            f"{row.case:52} inlined {row.inlined_us:7.1f} us, called {row.called_us:7.1f}, plain {row.plain_us:7.1f}; "
-            f"{row.ships} ships: {row.ratio:.3f} of the other (at most {row.most_ratio}), "
-            f"{row.different} elements differ{row.failure and ': ' + row.failure}"
-        )
+# They differ by less than the host's clock can tell.
+SUITE = Suite("calls", (Sizes(8192, 14336, 4096), Sizes(2048, 2048, 2048)), measure=measure, clocks=("cupti",))

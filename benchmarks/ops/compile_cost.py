@@ -1,12 +1,12 @@
-"""What compiling costs: a first call, ``python -m benchmarks.run --tag compile``, and each function of an epilogue.
+"""The cost of compiling: a first call, ``python -m benchmarks.run --tag compile``, and each function of an epilogue.
 
 Each measured function holds one product with a kernel of its own (pinned configs), so nothing is found in memory.
 Cold: empty disk caches, ours and CUDA's own. Warm: a new process over those that the first one filled. XLA: the same
 function with backend="xla", autotuning included. Lowering is where cutjax compiles; the first call is lowering, XLA's
 compilation and one run.
 
-``python -m benchmarks.compile_cost`` measures what NVRTC takes for kernels with each function that epilogues have, with
-dropout, with normal noise and with chains of six functions. It needs no GPU.
+``python -m benchmarks.run --op compile`` measures what NVRTC takes of one core for the 4096 x 4096 x 4096 kernels with
+each function that epilogues have, with dropout, with normal noise and with chains of six functions. It needs no GPU.
 """
 
 from __future__ import annotations
@@ -14,17 +14,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import pathlib
 import platform
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import children, report
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.scipy.special import log_ndtr
+
+import cutjax
+from benchmarks import children
+from benchmarks.report import Row
+from benchmarks.suite import Run, Suite
+from cutjax.epilogue import trace
+from cutjax.kernels.sm90 import kernel as sm90
+from cutjax.runtime import compiler
 
 COUNT = 6
 COLD_S, WARM_S = 0.5, 0.02
@@ -32,12 +42,6 @@ COLD_S, WARM_S = 0.5, 0.02
 
 def measure(count: int = COUNT) -> dict[str, dict[str, float]]:
     """Medians in seconds of lowering, compiling and running ``count`` new functions in this process."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    import cutjax
-
     sizes = [(1024 + 128 * i, 2048, 1024) for i in range(count + 1)]
     on_gpu = jax.default_backend() == "gpu"
     results = {}
@@ -70,7 +74,7 @@ def in_processes() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
         env = {"CUTJAX_CACHE_DIR": f"{cache}/kernels", "JAX_ENABLE_COMPILATION_CACHE": "false"}
         env["CUDA_CACHE_PATH"] = f"{cache}/cuda"  # beside a driver NVRTC keeps what it compiles there
-        return {name: children.child("benchmarks.compile_cost", "child", env=env) for name in ("cold", "warm")}
+        return {name: children.child("benchmarks.ops.compile_cost", env=env) for name in ("cold", "warm")}
 
 
 def show(results: dict[str, Any]) -> None:
@@ -91,28 +95,17 @@ def show(results: dict[str, Any]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """The kernel of one epilogue: 4096 x 4096 x 4096 in bf16.
+class Epilogue:
+    """An epilogue by its name in `epilogues`, and the dtype of the result."""
 
-    Attributes:
-      case: the function and the dtype of the result.
-      tile: the config that is chosen, or the one with the most accumulators.
-      cpu_s: what NVRTC takes of one core, the least of `TIMES`.
-      target: the most that it may be.
-      cubin_bytes: the kernel's.
-      registers, spill_bytes, stack_bytes: a thread's.
-      failure: why there is no kernel, else "".
-    """
+    function: str
+    dtype: str
+    tags: tuple[str, ...] = ()
 
-    case: str
-    tile: str = ""
-    cpu_s: float = math.nan
-    target: float = math.nan
-    cubin_bytes: int = 0
-    registers: int = 0
-    spill_bytes: int = 0
-    stack_bytes: int = 0
-    failure: str = ""
+    @property
+    def name(self) -> str:
+        """Both."""
+        return f"{self.function} {self.dtype}"
 
 
 TIMES = 2
@@ -121,10 +114,6 @@ FUNCTION_S, DROPOUT_S, CHAIN_S = 1.0, 0.8, 2.0
 
 def epilogues() -> dict[str, tuple[float, Callable[..., Any], bool]]:
     """By name: how long it may take, the function, and whether it takes a key beside the accumulators."""
-    import jax
-    import jax.numpy as jnp
-    from jax import lax
-    from jax.scipy.special import log_ndtr
 
     def dropout(x, key):
         return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0)
@@ -158,24 +147,16 @@ def _chain(functions: Sequence[Callable[..., Any]], x: Any) -> Any:
     return functools.reduce(lambda value, fn: fn(value), reversed(functions), x)
 
 
-def measure_epilogue(name: str, dtype: str) -> list[Row]:
+def measure_epilogue(case: Epilogue, run: Run) -> list[Row]:
     """Compiles the kernel of an epilogue in the chosen tile and in the one with the most accumulators."""
-    import jax
-    import jax.numpy as jnp
-
-    import cutjax
-    from cutjax.epilogue import trace
-    from cutjax.kernels.sm90 import kernel as sm90
-    from cutjax.runtime import compiler
-
-    target, fn, takes_key = epilogues()[name]
+    target, fn, takes_key = epilogues()[case.function]
     key = [jax.random.key(0)] if takes_key else []
     acc = jax.ShapeDtypeStruct((256, 384), jnp.float32)
-    epilogue = trace.trace(lambda *args: fn(*args).astype(dtype), [acc], key).epilogue.primal
+    epilogue = trace.trace(lambda *args: fn(*args).astype(case.dtype), [acc], key).epilogue.primal
     problem = cutjax.Problem(4096, 4096, 4096, epilogue=epilogue)
     served = cutjax.candidates(problem)
     if not served:
-        return [Row(f"{name} {dtype}", failure="; ".join(cutjax.reasons(cutjax.Config(), problem)))]
+        return [Row(case.name, failure="; ".join(cutjax.reasons(cutjax.Config(), problem)) or "no kernel")]
     rows = []
     for config in dict.fromkeys((served[0], max(served, key=lambda config: (config.accumulator_registers, config.bm)))):
         seconds = []
@@ -184,9 +165,17 @@ def measure_epilogue(name: str, dtype: str) -> list[Row]:
             cubin = compiler.compile_source(sm90.resolved(problem, config).source, name="kernel", arch=problem.arch)
             seconds.append(time.thread_time() - start)
         found = cubin.resources
-        used = [x or 0 for x in (found.registers, found.spill_store_bytes, found.stack_bytes)]
-        tile = f"{config.bm}x{config.bn} {config.schedule}"
-        rows.append(Row(f"{name} {dtype}", tile, min(seconds), target, len(cubin.image), *used))
+        figures = {
+            "tile": f"{config.bm}x{config.bn} {config.schedule}",
+            "cpu_s": min(seconds),
+            "most_s": target,
+            "cubin_bytes": len(cubin.image),
+            "registers": found.registers or 0,
+            "spill_bytes": found.spill_store_bytes or 0,
+            "stack_bytes": found.stack_bytes or 0,
+        }
+        ratios = {"limit": target / figures["cpu_s"]}
+        rows.append(Row(case.name, ratios=ratios, targets={"limit": 1.0}, figures=figures))
     return rows
 
 
@@ -198,25 +187,14 @@ def processor() -> str:
     return platform.processor() or "unknown"
 
 
-def document(environment: dict[str, Any], method: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """The JSON of one run."""
-    return {"op": "compile", **report.document(environment, method, None, rows)}
-
-
-def print_rows(rows: Sequence[Row]) -> None:
-    """The table a person reads."""
-    for row in rows:
-        print(
-            row.failure
-            or f"{row.case:42} {row.tile:16} {row.cpu_s:5.2f} s (at most {row.target}) {row.cubin_bytes:7} bytes, "
-            f"{row.registers} registers, {row.spill_bytes} bytes spilled, {row.stack_bytes} of stack"
-        )
+SUITE = Suite(
+    "compile",
+    [Epilogue(name, dtype) for name in epilogues() for dtype in ("float32", "bfloat16")],
+    measure=measure_epilogue,
+    clocks=("CPU clock",),
+    device=processor,
+)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["child"]:
-        children.answer(measure())
-        sys.exit(0)
-    from benchmarks import run
-
-    sys.exit(run.main(["--op", "compile", *sys.argv[1:]]))
+    children.answer(measure())
