@@ -66,16 +66,16 @@ def compile_ours(suite: Suite, chosen: Sequence[Any], run: Run) -> None:
     make = suite.inputs
     assert make
 
-    def lower(case: Any, make_function: Callable[[], Function]) -> None:
+    def lower(case: Any, fn: Function) -> None:
         with contextlib.suppress(Exception):  # the measurement reports it
-            jax.jit(make_function()).lower(*jax.eval_shape(functools.partial(make, case), 0))
+            jax.jit(fn).lower(*jax.eval_shape(functools.partial(make, case), 0))
 
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         jobs = []
         for case in chosen:
-            ours = [functools.partial(product.ours, None) for product in _products(suite, case, run)]
-            ours += [lambda function=function: function for function in suite.yardsticks(case).values()]
-            jobs += [pool.submit(lower, case, function) for function in ours]
+            with contextlib.suppress(Exception):
+                ours = [product.ours(None) for product in _products(suite, case, run)]
+                jobs += [pool.submit(lower, case, fn) for fn in (*suite.yardsticks(case).values(), *ours)]
         for job in jobs:
             job.result()
 

@@ -319,11 +319,16 @@ def _configured(make: Callable[..., Function], product: str, **config: Any) -> F
     return make(product, config)
 
 
+def products(case: Grouped) -> list[Product]:
+    """The three products of a case."""
+    return [_product(case, product) for product in PRODUCTS]
+
+
 SUITE = Suite(
     "grouped",
     GROUPED,
     inputs,
-    lambda case: [_product(case, product) for product in PRODUCTS],
+    products,
     lambda case: {DENSE: dense},
     PRODUCTS,
     {"torch": peers.torch},
