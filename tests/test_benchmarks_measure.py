@@ -180,3 +180,11 @@ def test_a_case_that_fails_does_not_end_the_others(quick, monkeypatch, tmp_path,
     assert right.us > 0
     assert pinned.failure
     assert "p: ratio to xla: geometric mean" not in capsys.readouterr().out  # of one there is none
+
+
+def test_a_run_is_drawn(quick, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setitem(run.SUITES, "gemm", tiny())
+    assert run.main(["--out", str(tmp_path / "out.json"), "--method", "cupti", "--plot"]) == 0
+    assert f"wrote {tmp_path / 'out.png'}" in capsys.readouterr().out
+    assert (tmp_path / "out.png").stat().st_size > 1000
