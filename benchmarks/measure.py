@@ -86,7 +86,7 @@ def _products(suite: Suite, case: Any, run: Run) -> list[Product]:
 
 
 class _Found:
-    """What is found about one case, step by step; functions, times and failures by `key`."""
+    """Findings about one case, step by step; functions, times and failures by `key`."""
 
     def __init__(self, suite: Suite, case: Any, run: Run):
         make = suite.inputs

@@ -24,7 +24,7 @@ _NORM_ELEMENTS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Error:
-    """How far a result is from its reference.
+    """The distance of a result from its reference.
 
     Attributes:
       relative: ||out - ref|| / ||ref||.
@@ -98,5 +98,5 @@ def reference(a, b, layout: str, dtype=jnp.float32, precision: jax.lax.Precision
 
 
 def xla(layout: str, dtype):
-    """What XLA runs for the same product: the baseline of every benchmark."""
+    """XLA's program for the same product: the baseline of every benchmark."""
     return lambda a, b: reference(a, b, layout, dtype, precision=None)

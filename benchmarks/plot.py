@@ -42,7 +42,7 @@ def draw(path: pathlib.Path, suffixes: tuple[str, ...] = (".png",)) -> list[path
     figure = matplotlib.figure.Figure(figsize=(11, 1.6 + 0.32 * len(rows)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     y = range(len(rows))
-    ratios = [row.peers[row.fastest].us / row.us for row in rows]
+    ratios = [row.ratios.get("peers", row.ratios.get(row.fastest, math.nan)) for row in rows]
     targets = [row.targets.get("peers", row.targets.get(row.fastest, math.nan)) for row in rows]
     missed = [ratio < target for ratio, target in zip(ratios, targets, strict=True)]
     left.barh(y, ratios, color=[_MISSED if miss else _OURS for miss in missed])
@@ -52,7 +52,7 @@ def draw(path: pathlib.Path, suffixes: tuple[str, ...] = (".png",)) -> list[path
         left.plot([target] * 2, [i - 0.4, i + 0.4], color="black", linestyle=":")
     left.set_yticks(y, [row.name for row in rows], fontsize=8)
     left.set_xlabel("fastest peer's time / cutjax time (dotted: target, orange: missed)")
-    left.margins(x=0.2)
+    left.margins(x=0.2, y=0.01)
     ours = [100 * row.roofline for row in rows]
     theirs = [share / ratio for share, ratio in zip(ours, ratios, strict=True)]
     right.barh([i + 0.2 for i in y], ours, 0.4, color=_OURS, label="cutjax")

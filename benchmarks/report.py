@@ -1,4 +1,4 @@
-"""What a run writes down: rows, and the machine and software they were measured on.
+"""The record of a run: rows, and the machine and software they were measured on.
 
 ``python -m benchmarks.report FILE...`` prints recorded runs as tables.
 """
@@ -24,7 +24,7 @@ YARDSTICKS = ("dense", "plain")  # our own products, that a time is compared wit
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """What this device reached in this run.
+    """The rates that this device reached in this run.
 
     Attributes:
       tflops: the best bf16 product, 8192 x 8192 x 8192, of XLA's and ours.

@@ -260,7 +260,7 @@ def plan(named: Mapping[str, cutjax.Problem], configs: list[dict[str, Any]] | No
 
 
 def problems(tag: str, names: Sequence[str], op: str) -> dict[str, cutjax.Problem]:
-    """What to sweep, by name: the cases named, or those of some tags."""
+    """Problems to sweep, by name: of the cases named, or those of some tags."""
     if op == "grouped":
         chosen, products = grouped.SUITE.select(tag)
         every = [(case, product) for case in chosen for product in products or grouped.PRODUCTS]

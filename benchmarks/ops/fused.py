@@ -191,7 +191,7 @@ KINDS = {"epilogue": _forward, "gated": _gated, "layer": _layer, "mlp": _block}
 
 
 def pairs(case: Fused) -> list[Pair]:
-    """What is computed on the inputs of a case."""
+    """Everything computed on the inputs of a case."""
     return list(KINDS[case.kind](case))
 
 

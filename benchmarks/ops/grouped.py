@@ -144,7 +144,7 @@ def ours(product: str, config: cutjax.Config | None = None, backend: str = "cuda
 
 
 def xla(product: str) -> Function:
-    """What a JAX user has."""
+    """The function that a JAX user has."""
     if product == "forward":
         return lambda i: lax.ragged_dot(i["x"], i["w"], i["sizes"])
     if product == "dx":

@@ -92,7 +92,7 @@ NAMES = ("x", "logits", "gate", "up", "down")
 
 
 def passes(layer: Layer) -> dict[str, Callable[[Inputs], Any]]:
-    """What is timed: the layer, and the layer with the gradients of everything."""
+    """The functions that are timed: the layer, and the layer with the gradients of everything."""
 
     def forward(i):
         return layer(*(i[name] for name in NAMES))
