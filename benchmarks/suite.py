@@ -64,7 +64,7 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Settings of a run: the clock ("cupti" or "host"), the roofline, products and peers asked for, pinned configs."""
+    """The settings of a run: clock ("cupti" or "host"), roofline, products and peers asked for, pinned configs."""
 
     method: str
     roofline: report.Roofline

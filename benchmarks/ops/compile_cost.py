@@ -156,7 +156,7 @@ def measure_epilogue(case: Epilogue, run: Run) -> list[Row]:
     problem = cutjax.Problem(4096, 4096, 4096, epilogue=epilogue)
     served = cutjax.candidates(problem)
     if not served:
-        return [Row(case.name, failure="; ".join(cutjax.reasons(cutjax.Config(), problem)))]
+        return [Row(case.name, failure="; ".join(cutjax.reasons(cutjax.Config(), problem)) or "no kernel")]
     rows = []
     for config in dict.fromkeys((served[0], max(served, key=lambda config: (config.accumulator_registers, config.bm)))):
         seconds = []
