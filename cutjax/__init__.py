@@ -15,6 +15,7 @@ from cutjax.ops.mlp import grouped_mlp, mlp
 from cutjax.ops.moe import moe
 from cutjax.ops.ragged_dot import ragged_dot, ragged_dot_general
 from cutjax.ops.routing import Routing, load_balance_loss, route, router_z_loss
+from cutjax.ops.syrk import syrk
 from cutjax.runtime.backends import use_backend
 
 __version__ = "0.1.0"
@@ -40,5 +41,6 @@ __all__ = [
     "route",
     "router_z_loss",
     "supports",
+    "syrk",
     "use_backend",
 ]

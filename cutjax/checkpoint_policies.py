@@ -6,8 +6,6 @@ from typing import Any
 
 import jax
 
-from cutjax.binding import lowering
-
 
 def dots_saveable(prim: Any, *avals: Any, **params: Any) -> bool:
     """True if the equation is a product: ``jax.checkpoint_policies.dots_saveable``, which does not know ours, and ours.
@@ -18,7 +16,7 @@ def dots_saveable(prim: Any, *avals: Any, **params: Any) -> bool:
       >>> jax.grad(lambda x: layer(x, x).sum())(jnp.ones((2, 2))).shape
       (2, 2)
     """
-    return prim in lowering.choosers or jax.checkpoint_policies.dots_saveable(prim, *avals, **params)
+    return "product" in params or jax.checkpoint_policies.dots_saveable(prim, *avals, **params)
 
 
 def dots_with_no_batch_dims_saveable(prim: Any, *avals: Any, **params: Any) -> bool:
@@ -26,7 +24,8 @@ def dots_with_no_batch_dims_saveable(prim: Any, *avals: Any, **params: Any) -> b
 
     The groups of a grouped product are no batch axis, and neither is one along which a weight is shared.
     """
-    if prim not in lowering.choosers:
+    if "product" not in params:
         return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *avals, **params)
-    a, b = (x.shape[: avals[0].ndim - 2] for x in avals[:2])
+    factors = avals[:1] * 2 if params["product"].unary else avals[:2]
+    a, b = (x.shape[: avals[0].ndim - 2] for x in factors)
     return not any(p != 1 != q for p, q in zip(a, b, strict=True))

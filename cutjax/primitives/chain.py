@@ -94,10 +94,10 @@ def _block_jvp(chain: Chain, primals: Any, tangents: Any) -> tuple[jax.Array, ja
     product, hidden, how = chain.product, chain.hidden, chain.how(x.dtype)
     dtype = derivative.saved_dtype(hidden, x.dtype)
 
-    def multiply(a: jax.Array, b: jax.Array, dtype: np.dtype) -> jax.Array:
-        return products.multiply(product, a, b, *context, out_dtype=dtype, **chain.params)
+    def multiply(of: Product, *factors: jax.Array) -> jax.Array:
+        return products.multiply(of, *factors, *context, out_dtype=dtype, **chain.params)
 
-    acc_dots = derivative.product_dots(multiply, x, ws, x_dot, w_dots, dtype)
+    acc_dots = product.tangents(multiply, x, ws, x_dot, w_dots)
     moves = derivative.moving(acc_dots), derivative.moving(operand_dots)
     needed = derivative.accumulators_needed(hidden, *moves)
     acc = abstract_accumulator(x.dtype, product.tile(*map(jax.typeof, (x, *ws, *context))))

@@ -18,7 +18,8 @@ from cutjax.epilogue.expression import Epilogue, Node
 from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem
 from cutjax.primitives.accumulators import accumulator, is_half
-from cutjax.primitives.product import Folded, Product, define_product
+from cutjax.primitives.product import Folded, Product
+from cutjax.primitives.product_rules import define_product
 
 FLIP = {"n": "t", "t": "n"}
 
@@ -43,11 +44,11 @@ class Dense(Product):
         weak = all(x.weak_type for x in (a, *rest))
         return a.update(shape=(*batch, m, n), weak_type=weak, sharding=sharding)
 
-    def reference(self, a: jax.Array, b: jax.Array, *context: jax.Array, **params: Any) -> jax.Array:
-        return reference(a, b, layout=self.layout, **params)
+    def reference(self, *arrays: jax.Array, **params: Any) -> jax.Array:
+        return reference(*arrays, layout=self.layout, **params)
 
-    def problem(self, a: Any, b: Any, *context: Any, out_dtype: Any, device: Device) -> Problem:
-        return Problem.of(a, b, layout=self.layout, out_dtype=out_dtype, device=device)
+    def problem(self, *avals: Any, out_dtype: Any, device: Device) -> Problem:
+        return Problem.of(*avals, layout=self.layout, out_dtype=out_dtype, device=device)
 
     def cotangent(
         self, i: int, g: jax.Array, other: jax.Array, precision: Canonical

@@ -30,26 +30,15 @@ def saved_dtype(epilogue: Epilogue, dtype: np.dtype) -> np.dtype:
     return dtype if dtype.itemsize > 1 else np.dtype(jnp.bfloat16)
 
 
-def product_dots(
-    multiply: Callable[..., jax.Array], a: Any, bs: Sequence[Any], a_dot: Any, b_dots: Sequence[Any], dtype: np.dtype
-) -> list[jax.Array | None]:
-    """Tangents of the products; None is zero, here as among the arguments."""
-    dots = []
-    for b, b_dot in zip(bs, b_dots, strict=True):
-        terms = [] if a_dot is None else [multiply(a_dot, b, dtype)]
-        terms += [] if b_dot is None else [multiply(a, b_dot, dtype)]
-        dots.append(functools.reduce(lax.add, terms) if terms else None)
-    return dots
-
-
 def derivative(
     epilogue: Epilogue,
     primals: tuple[Any, Sequence[Any], Sequence[Any]],
-    tangents: tuple[Any, Sequence[Any], Sequence[Any]],
+    operand_dots: Sequence[Any],
     acc: jax.ShapeDtypeStruct,
     *,
     bind: Callable[[Epilogue, Sequence[jax.Array]], list[jax.Array]],
-    multiply: Callable[[Any, Any, np.dtype], jax.Array],
+    tangents: Callable[[np.dtype], list[jax.Array | None]],
+    multiply: Callable[[Any, Sequence[Any], np.dtype], list[jax.Array]],
     pushed: Callable[..., Any],
     save: str,
     groups: int | None = None,
@@ -62,17 +51,19 @@ def derivative(
 
     Args:
       epilogue: what runs on the accumulators.
-      primals, tangents: a, the bs and the operands; a tangent of None is zero.
+      primals: a, the bs and the operands.
+      operand_dots: tangents of the operands; None is zero.
       acc: an accumulator, abstract.
       bind: the fused product of a and the bs with another epilogue and its operands.
-      multiply: a plain product, ``(a, b, dtype)``.
+      tangents: the tangents of the products in a dtype; None is zero.
+      multiply: the plain products, ``(a, bs, dtype)``.
       pushed: ``push`` without its first two arguments.
       save: as gemm's.
       groups: the number of groups of rows, None where there are none.
     """
-    (a, bs, operands), (a_dot, b_dots, operand_dots) = primals, tangents
+    a, bs, operands = primals
     dtype = saved_dtype(epilogue, a.dtype)
-    acc_dots = product_dots(multiply, a, bs, a_dot, b_dots, dtype)
+    acc_dots = tangents(dtype)
     moves = moving(acc_dots), moving(operand_dots)
     needed = accumulators_needed(epilogue, *moves)
     values = differentiated(epilogue, acc, operands, *moves, groups)
@@ -83,7 +74,8 @@ def derivative(
 
         def accumulators(kept: Any) -> list[Any]:
             a, bs = kept
-            return [multiply(a, b, dtype) if need else None for b, need in zip(bs, needed, strict=True)]
+            accs = multiply(a, bs, dtype)  # what is not needed is not lowered
+            return [acc if need else None for acc, need in zip(accs, needed, strict=True)]
 
     else:
         extended, places = with_accumulators(values.epilogue, needed, dtype)

@@ -1,4 +1,4 @@
-"""Products as primitives. What one of them is, a ``Product`` says; every rule of its primitive is here, once for all.
+"""A product: what is multiplied, and how it is bound with an epilogue. The rules of its primitive: product_rules.py.
 
     outputs = epilogue(product(a, b0), product(a, b1), ..., operands)
 
@@ -10,34 +10,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend import core
 
-from cutjax import dot_precision
-from cutjax.binding.define import define
-from cutjax.binding.lowering import Target
 from cutjax.binding.rules import (
-    batch_axis,
     check_varying,
-    is_linear,
-    is_zero,
     match_varying,
-    none_if_zero,
     with_rank,
-    zero_tangent,
 )
 from cutjax.dot_precision import Canonical
-from cutjax.epilogue.expression import Epilogue, Node, OperandSpec, identity, normal
+from cutjax.epilogue.expression import Epilogue, OperandSpec, identity
 from cutjax.epilogue.trace import Traced, trace
-from cutjax.kernels.choose import Choice, choose
 from cutjax.kernels.device import Device
-from cutjax.kernels.device import of as of_kind
 from cutjax.kernels.problem import Problem
 from cutjax.primitives import derivative
-from cutjax.primitives.accumulators import accumulator, converted, with_cotangent
+from cutjax.primitives.accumulators import accumulator, converted
 
 
 class Product:
@@ -48,11 +39,13 @@ class Product:
 
     Attributes:
       where: the operation, as errors name it.
-      axes: how many axes of its own a has, b has, and each array of the context.
+      unary: whether the product is of a alone, and there is no b.
+      axes: how many axes of its own a has, b has unless the product is unary, and each array of the context.
       primitive: the primitive that ``define_product`` made.
     """
 
     where: ClassVar[str]
+    unary: ClassVar[bool] = False
     axes: ClassVar[tuple[int, ...]]
     primitive: ClassVar[core.Primitive]
 
@@ -62,14 +55,12 @@ class Product:
         """Returns the aval of the accumulators, in a's dtype, from those of a, the bs and the context."""
         raise NotImplementedError
 
-    def reference(
-        self, a: jax.Array, b: jax.Array, *context: jax.Array, out_dtype: np.dtype, precision: Canonical, on_cuda: bool
-    ) -> jax.Array:
-        """Computes the product in plain JAX."""
+    def reference(self, *arrays: jax.Array, out_dtype: np.dtype, precision: Canonical, on_cuda: bool) -> jax.Array:
+        """Computes the product of a, b and the context in plain JAX."""
         raise NotImplementedError
 
-    def problem(self, a: Any, b: Any, *context: Any, out_dtype: Any, device: Device) -> Problem:
-        """Returns the problem of a kernel, from avals."""
+    def problem(self, *avals: Any, out_dtype: Any, device: Device) -> Problem:
+        """Returns the problem of a kernel, from the avals of a, b and the context."""
         raise NotImplementedError
 
     def cotangent(
@@ -83,9 +74,28 @@ class Product:
 
     # What most products leave as it is.
 
+    def tangents(
+        self, multiply: Callable[..., jax.Array], a: Any, bs: Sequence[Any], a_dot: Any, b_dots: Sequence[Any]
+    ) -> list[jax.Array | None]:
+        """Returns tangents of the products; None is zero, here as among the arguments.
+
+        Args:
+          multiply: ``(product, a, b) -> d``, with the context of this one.
+          a, bs, a_dot, b_dots: the factors and their tangents.
+        """
+        dots = []
+        for b, b_dot in zip(bs, b_dots, strict=True):
+            terms = [] if a_dot is None else [multiply(self, a_dot, b)]
+            terms += [] if b_dot is None else [multiply(self, a, b_dot)]
+            dots.append(functools.reduce(lax.add, terms) if terms else None)
+        return dots
+
     def check(self, *avals: Any) -> None:
         """Raises if arrays are divided over meshes as the product cannot have them."""
         check_varying(self.where, avals)
+
+    def check_epilogue(self, epilogue: Epilogue) -> None:
+        """Raises if the product cannot have an epilogue, on any platform."""
 
     def specs(self, a: jax.Array, operands: Sequence[jax.Array]) -> tuple[OperandSpec, ...]:
         """Returns along which of the result's axes each operand varies."""
@@ -139,45 +149,23 @@ class How(NamedTuple):
     backend: str
 
 
-P = TypeVar("P", bound=type[Product])
-
-
-def define_product(name: str) -> Callable[[P], P]:
-    """Gives a class of products its primitive, with every rule."""
-
-    def decorated(product: P) -> P:
-        product.primitive = define(
-            name,
-            abstract=_abstract,
-            reference=_reference,
-            choose=_choose,
-            batch=_batch,
-            jvp=_jvp,
-            transpose=_transpose,
-            drop=_drop,
-            multiple_results=True,
-        )
-        return product
-
-    return decorated
-
-
 # Binding one.
 
 
 def aligned(product: Product, a: Any, bs: Sequence[Any], context: Sequence[Any]) -> list[jax.Array]:
     """Returns the arrays with as many batch axes each."""
-    own = _axes(product, len(bs))
+    own = own_axes(product, len(bs))
     args = (a, *bs, *context)
     rank = max(x.ndim - axes for x, axes in zip(args, own, strict=True))
     return [with_rank(x, rank + axes) for x, axes in zip(args, own, strict=True)]
 
 
-def multiply(product: Product, a: Any, b: Any, *context: Any, out_dtype: np.dtype, **params: Any) -> jax.Array:
-    """Binds the plain product, rounded to a dtype, of arrays whose batch axes broadcast."""
-    a, b, *sizes = aligned(product, a, [b], context)
-    epilogue = identity(out_dtype, accumulator(a.dtype, out_dtype))
-    return bind(product, epilogue, a, [b], sizes, (), **params)[0]
+def multiply(product: Product, *arrays: Any, out_dtype: np.dtype, **params: Any) -> jax.Array:
+    """Binds the plain product of a, b and the context, rounded to a dtype; batch axes broadcast."""
+    epilogue = identity(out_dtype, accumulator(arrays[0].dtype, out_dtype))
+    a, bs, context, _ = split(arrays, product, epilogue)
+    a, bs, context, _ = split(aligned(product, a, bs, context), product, epilogue)
+    return bind(product, epilogue, a, bs, context, (), **params)[0]
 
 
 def bind(
@@ -190,15 +178,15 @@ def bind(
     **params: Any,
 ) -> list[jax.Array]:
     """Binds a product with an epilogue; where the bs have no batch of their own, its batch axes become rows."""
-    a, bs, context, operands = _split(match_varying(a, *bs, *context, *operands), product, epilogue)
+    a, bs, context, operands = split(match_varying(a, *bs, *context, *operands), product, epilogue)
     folded = product.fold(epilogue, a, bs, operands)
     if folded is None:
-        return _bind(product, epilogue, a, bs, context, operands, **params)
-    outs = _bind(product, folded.epilogue, folded.a, folded.bs, context, folded.operands, **params)
+        return bind_as_is(product, epilogue, a, bs, context, operands, **params)
+    outs = bind_as_is(product, folded.epilogue, folded.a, folded.bs, context, folded.operands, **params)
     return [folded.unfold(x) for x in outs]
 
 
-def _bind(
+def bind_as_is(
     product: Product,
     epilogue: Epilogue,
     a: Any,
@@ -234,7 +222,7 @@ def call(
     bs, context = rest[: len(bs)], rest[len(bs) :]
     avals = [jax.typeof(x) for x in (a, *rest)]
     product.check(*avals)
-    accs = [abstract_accumulator(a.dtype, product.tile(*avals), out_dtype)] * len(bs)
+    accs = [abstract_accumulator(a.dtype, product.tile(*avals), out_dtype)] * len(factors_of(product, a, bs))
     traced = trace_with_dtype(product.where, fn, accs, operands, out_dtype, product.groups(bs))
     if traced.outside is None:
         return traced.finish(bind(product, traced.epilogue, a, bs, context, traced.operands, **params))
@@ -248,7 +236,7 @@ def call(
         return again.finish(bind(product, again.epilogue.primal, a, bs, context, again.operands, **params))
 
     def plain(a: jax.Array, bs: Sequence[jax.Array], leaves: Sequence[Any]) -> Any:
-        found = [plain_product(product, a, b, context, acc.dtype, **params) for b in bs]
+        found = plain_products(product, a, bs, context, acc.dtype, **params)
         seen = [
             product.seen(leaf, context, acc.shape[-2], how) if of_groups else leaf
             for leaf, of_groups in zip(leaves, outside.groups, strict=True)
@@ -259,11 +247,20 @@ def call(
     return derivative.outside(outside, fused, plain, a, bs)
 
 
-def plain_product(
-    product: Product, a: Any, b: Any, context: Sequence[Any], dtype: np.dtype, *, precision: Any, backend: str, **_: Any
-) -> jax.Array:
-    """Binds the plain product beside one with an epilogue, whose parameters are given."""
-    return multiply(product, a, b, *context, out_dtype=dtype, precision=precision, backend=backend)
+def plain_products(
+    product: Product,
+    a: Any,
+    bs: Sequence[Any],
+    context: Sequence[Any],
+    dtype: np.dtype,
+    *,
+    precision: Any,
+    backend: str,
+    **_: Any,
+) -> list[jax.Array]:
+    """Binds the plain products beside one with an epilogue, whose parameters are given."""
+    params: dict[str, Any] = {"out_dtype": dtype, "precision": precision, "backend": backend}
+    return [multiply(product, *factors, *context, **params) for factors in factors_of(product, a, bs)]
 
 
 def abstract_accumulator(dtype: np.dtype, full: Any, out_dtype: Any = None) -> jax.ShapeDtypeStruct:
@@ -307,160 +304,27 @@ def _casting(where: str, fn: Callable[..., Any], dtypes: tuple[Any, ...]) -> Cal
     return casting
 
 
-# The rules.
+# The arrays of a product.
 
 
-def _axes(product: Product, bs: int) -> list[int]:
+def own_axes(product: Product, bs: int) -> list[int]:
     """Returns how many axes of its own each of a, the bs and the context has."""
+    if product.unary:
+        return list(product.axes)
     of_a, of_b, *of_context = product.axes
     return [of_a, *([of_b] * bs), *of_context]
 
 
-def _split(args: Sequence[Any], product: Product, epilogue: Epilogue) -> tuple[Any, list[Any], list[Any], list[Any]]:
+def factors_of(product: Product, a: Any, bs: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Returns the factors of each of the products that an epilogue takes."""
+    return [(a,)] if product.unary else [(a, b) for b in bs]
+
+
+def split(args: Sequence[Any], product: Product, epilogue: Epilogue) -> tuple[Any, list[Any], list[Any], list[Any]]:
     """Returns a, the bs, the context and the operands."""
-    bs = 1 + epilogue.products
-    context = bs + len(product.axes) - 2
+    bs = 1 if product.unary else 1 + epilogue.products
+    context = bs + len(product.axes) - (1 if product.unary else 2)
     return args[0], list(args[1:bs]), list(args[bs:context]), list(args[context:])
-
-
-def _abstract(*avals: Any, product: Product, epilogue: Epilogue, **_: Any) -> list[Any]:
-    a, bs, context, _operands = _split(avals, product, epilogue)
-    product.check(*avals)
-    full = product.tile(a, *bs, *context)
-    results = []
-    for out in epilogue.outputs:
-        gone = [{"row": -2, "col": -1}[axis] + full.ndim for axis in out.axes]
-        shape, spec = ([x for i, x in enumerate(y) if i not in gone] for y in (full.shape, full.sharding.spec))
-        sharding = full.sharding.update(spec=jax.P(*spec))
-        weak = full.weak_type and epilogue.plain
-        aval = full.update(shape=tuple(shape), dtype=np.dtype(out.dtype), weak_type=weak, sharding=sharding)
-        results.append(aval)
-    return results
-
-
-def _reference(
-    *args: jax.Array, product: Product, epilogue: Epilogue, precision: Canonical, backend: str, on_cuda: bool, **_: Any
-) -> Sequence[jax.Array]:
-    a, bs, context, operands = _split(args, product, epilogue)
-    epilogue = epilogue.primal
-    dtype = np.dtype(epilogue.outputs[0].dtype) if epilogue.plain else epilogue.accumulator
-    accs = [product.reference(a, b, *context, out_dtype=dtype, precision=precision, on_cuda=on_cuda) for b in bs]
-    if epilogue.plain:
-        return accs
-    return product.applied(epilogue, context, How(a.dtype, precision, backend)).apply(accs, operands)
-
-
-def _choose(
-    *avals: Any,
-    product: Product,
-    epilogue: Epilogue,
-    precision: Canonical,
-    config: Any,
-    in_place: tuple[tuple[int, int], ...],
-    target: Target,
-    **_: Any,
-) -> Choice:
-    a, bs, context, operands = _split(avals, product, epilogue)
-    epilogue = epilogue.primal
-    out_dtype = next((out.dtype for out in epilogue.outputs if out.reduce is None), a.dtype)
-    problem = product.problem(
-        a, bs[0], *context, out_dtype=out_dtype, device=of_kind(target.kind, target.arch, target.sms)
-    )
-    if len({b.shape for b in bs}) > 1:
-        return Choice(problem, None, ("the matrices that share one differ in their batch axes",))
-    if not epilogue.plain:
-        full = product.tile(a, *bs, *context).shape  # one that is broadcast over the batch has other memory
-        in_place = tuple((i, j) for i, j in in_place if operands[i].shape == full)
-        problem = dataclasses.replace(problem, epilogue=epilogue, in_place=in_place)
-    return choose(problem, config, precision=precision)
-
-
-def _batch(
-    args: Any, dims: Any, *, product: Product, epilogue: Epilogue, **params: Any
-) -> tuple[list[jax.Array], list[int]]:
-    a, bs, context, operands = _split(args, product, epilogue)
-    a_dim, b_dims, context_dims, operand_dims = _split(dims, product, epilogue)
-    shared = all(dim is None for dim in (*b_dims, *context_dims))
-    if a_dim is not None and shared and a.ndim - product.axes[0] == 1 and a_dim < a.ndim - 1:
-        # One matrix b for all of a: the batch may be more rows, wherever among the rows it lies.
-        moved = [with_rank(b, b.ndim + 1) for b in bs], batch_axis(operands, operand_dims, a_dim)
-        folded = product.fold(epilogue, a, *moved)
-        if folded is not None:
-            outs = _bind(product, folded.epilogue, folded.a, folded.bs, context, folded.operands, **params)
-            return [folded.unfold(x) for x in outs], [a_dim] * len(outs)
-    # A batch axis where one has it already, so that only an axis among the arrays' own must move. But batch positions
-    # are counted from the rows outwards, so an epilogue that uses them wants a new axis outermost.
-    rank = a.ndim - (a_dim is not None) - product.axes[0]
-    places = (dim for dim in dims if dim is not None and dim <= rank)
-    at = 0 if "batch" in epilogue.positions else next(places, 0)
-    a, bs, context, operands = _split(batch_axis(args, dims, at), product, epilogue)
-    if a_dim is not None or not shared:
-        outs = _bind(product, epilogue, a, bs, context, operands, **params)
-    else:  # only operands differ: one product serves them all
-        accs = [plain_product(product, a, b, context, epilogue.accumulator, **params) for b in bs]
-        how = How(a.dtype, params["precision"], params["backend"])
-        outs = list(product.applied(epilogue, context, how).apply(accs, operands))
-    return outs, [at] * len(outs)
-
-
-def _jvp(primals: Any, tangents: Any, *, product: Product, epilogue: Epilogue, save: str, **params: Any) -> Any:
-    a, bs, context, operands = _split(primals, product, epilogue)
-    a_dot, b_dots, _, operand_dots = _split(none_if_zero(tangents), product, epilogue)
-    if epilogue.plain:
-        outs = _bind(product, epilogue, a, bs, context, operands, save=save, **params)
-
-        def linear(a: Any, b: Any, dtype: np.dtype) -> jax.Array:
-            return _bind(product, epilogue, a, [b], context, (), save=save, **params)[0]
-
-        dots = derivative.product_dots(linear, a, bs, a_dot, b_dots, outs[0].dtype)
-        return outs, [zero_tangent(out) if dot is None else dot for out, dot in zip(outs, dots, strict=True)]
-    full = product.tile(*map(jax.typeof, (a, *bs, *context)))
-    acc = abstract_accumulator(epilogue.accumulator, full)
-    applied = product.applied(epilogue, context, How(a.dtype, params["precision"], params["backend"]))
-
-    def rebind(epilogue: Epilogue, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        return _bind(product, epilogue, a, bs, context, operands, save=save, **params)
-
-    return derivative.derivative(
-        epilogue,
-        (a, bs, operands),
-        (a_dot, b_dots, operand_dots),
-        acc,
-        bind=rebind,
-        multiply=lambda a, b, dtype: plain_product(product, a, b, context, dtype, **params),
-        pushed=functools.partial(derivative.push, applied, acc.shape),
-        groups=product.groups(bs),
-        save=save,
-    )
-
-
-def _transpose(
-    cotangents: Any,
-    *args: Any,
-    product: Product,
-    epilogue: Epilogue,
-    precision: Canonical,
-    backend: str,
-    **_: Any,
-) -> list[Any]:
-    if not epilogue.plain:
-        raise NotImplementedError(f"{product.where}: the transpose of a product with an epilogue; use jax.vjp")
-    (g,) = cotangents
-    a, (b,), sizes, _operands = _split(args, product, epilogue)
-    found: list[Any] = [None] * len(args)
-    if is_zero(g):
-        return found
-    i, to, other = (0, a.aval, b) if is_linear(a) else (1, b.aval, a)
-    g, other = with_cotangent(g, other)
-    precision = dot_precision.of_cotangents(precision, g.dtype, product.where)
-    back, factors, precision = product.cotangent(i, g, other, precision)
-    # Terms narrower than 32 bits are added in f32, and rounded once. One of 8 bits is made of f32 that a kernel writes.
-    full = back.tile(*map(jax.typeof, (*factors, *sizes)))
-    dtype = to.dtype if full.shape == to.shape and to.dtype.itemsize > 1 else accumulator(to.dtype)
-    # No config: a pinned kernel is for the product it was pinned to.
-    d = multiply(back, *factors, *sizes, out_dtype=dtype, precision=precision, backend=backend)
-    found[i] = sum_to(d, to)
-    return found
 
 
 def sum_to(d: jax.Array, to: Any) -> jax.Array:
@@ -468,28 +332,3 @@ def sum_to(d: jax.Array, to: Any) -> jax.Array:
     axes = [i for i, (size, full) in enumerate(zip(to.shape, d.shape, strict=True)) if size == 1 != full]
     d = d.sum(axes, keepdims=True) if axes else d
     return d if d.dtype == to.dtype else converted(d, to.dtype, to.weak_type)
-
-
-def _drop(
-    used: Sequence[bool], *, product: Product, epilogue: Epilogue, in_place: tuple[tuple[int, int], ...], **params: Any
-) -> tuple[list[bool], dict[str, Any]]:
-    reading = [True] * (epilogue.products + len(product.axes) - 1)
-    epilogue, kept = without(used, epilogue)
-    in_place = tuple((sum(kept[:i]), sum(used[:j])) for i, j in in_place if kept[i] and used[j])
-    return reading + kept, {"product": product, "epilogue": epilogue, "in_place": in_place, **params}
-
-
-def without(used: Sequence[bool], epilogue: Epilogue) -> tuple[Epilogue, list[bool]]:
-    """Returns the epilogue without the results that nothing uses, and without their operands; which operands are left.
-
-    A kernel would write them all the same.
-    """
-    outputs = [out for out, use in zip(epilogue.outputs, used, strict=True) if use]
-    epilogue = normal(epilogue.products, epilogue.operands, epilogue.nodes, outputs)
-    kept = [Node("operand", (), spec.dtype, (i,)) in epilogue.nodes for i, spec in enumerate(epilogue.operands)]
-    nodes = [
-        dataclasses.replace(node, params=(sum(kept[: node.params[0]]),)) if node.op == "operand" else node
-        for node in epilogue.nodes
-    ]
-    specs = [spec for spec, keep in zip(epilogue.operands, kept, strict=True) if keep]
-    return normal(epilogue.products, specs, nodes, epilogue.outputs), kept

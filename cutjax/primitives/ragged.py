@@ -30,7 +30,8 @@ from cutjax.primitives import ragged_reference
 from cutjax.primitives.accumulators import accumulator, cotangent_dtype
 from cutjax.primitives.dense import FLIP
 from cutjax.primitives.groups import group_of_row, in_some_group
-from cutjax.primitives.product import How, Product, define_product, multiply, sum_to
+from cutjax.primitives.product import How, Product, multiply, sum_to
+from cutjax.primitives.product_rules import define_product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +78,13 @@ class Rows(_InGroups):
         batch = np.broadcast_shapes(a.shape[:-2], *(w.shape[:-3] for w in ws), sizes.shape[:-1])
         return _tile(a, (*batch, a.shape[-2], ws[0].shape[-1 if self.layout[1] == "n" else -2]), *ws)
 
-    def reference(self, a: jax.Array, b: jax.Array, *context: jax.Array, **params: Any) -> jax.Array:
+    def reference(self, *arrays: jax.Array, **params: Any) -> jax.Array:
         how = {"layout": self.layout, "leading": self.leading, **params}
-        return ragged_reference.reference_gemm(a, b, *context, **how)
+        return ragged_reference.reference_gemm(*arrays, **how)
 
-    def problem(self, a: Any, b: Any, *context: Any, out_dtype: Any, device: Device) -> Problem:
-        (*x_batch, m, k), (*w_batch, groups, _, _), (*sizes_batch, _) = a.shape, b.shape, context[0].shape
+    def problem(self, *avals: Any, out_dtype: Any, device: Device) -> Problem:
+        a, b, sizes = avals
+        (*x_batch, m, k), (*w_batch, groups, _, _), (*sizes_batch, _) = a.shape, b.shape, sizes.shape
         return Problem(
             m,
             b.shape[-1 if self.layout[1] == "n" else -2],
@@ -159,12 +161,13 @@ class Depth(_InGroups):
         batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
         return _tile(a, (*batch, sizes.shape[-1] - self.leading, a.shape[-1], b.shape[-1]), *rest)
 
-    def reference(self, a: jax.Array, b: jax.Array, *context: jax.Array, **params: Any) -> jax.Array:
-        return ragged_reference.reference_outer(a, b, *context, leading=self.leading, **params)
+    def reference(self, *arrays: jax.Array, **params: Any) -> jax.Array:
+        return ragged_reference.reference_outer(*arrays, leading=self.leading, **params)
 
-    def problem(self, a: Any, b: Any, *context: Any, out_dtype: Any, device: Device) -> Problem:
+    def problem(self, *avals: Any, out_dtype: Any, device: Device) -> Problem:
         """The contraction is over the rows."""
-        (*a_batch, rows, m), (*b_batch, _, n), (*sizes_batch, groups) = a.shape, b.shape, context[0].shape
+        a, b, sizes = avals
+        (*a_batch, rows, m), (*b_batch, _, n), (*sizes_batch, groups) = a.shape, b.shape, sizes.shape
         return Problem(
             m,
             n,

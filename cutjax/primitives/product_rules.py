@@ -1,0 +1,230 @@
+"""Every rule of a product's primitive, once for all products."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from cutjax import dot_precision
+from cutjax.binding.define import define
+from cutjax.binding.lowering import Target
+from cutjax.binding.rules import batch_axis, is_linear, is_zero, none_if_zero, with_rank, zero_tangent
+from cutjax.dot_precision import Canonical
+from cutjax.epilogue.expression import Epilogue, Node, normal
+from cutjax.kernels.choose import Choice, choose
+from cutjax.kernels.device import of as of_kind
+from cutjax.primitives import derivative
+from cutjax.primitives.accumulators import accumulator, with_cotangent
+from cutjax.primitives.product import (
+    How,
+    Product,
+    abstract_accumulator,
+    bind_as_is,
+    factors_of,
+    multiply,
+    own_axes,
+    plain_products,
+    split,
+    sum_to,
+)
+
+P = TypeVar("P", bound=type[Product])
+
+
+def define_product(name: str) -> Callable[[P], P]:
+    """Gives a class of products its primitive, with every rule."""
+
+    def decorated(product: P) -> P:
+        product.primitive = define(
+            name,
+            abstract=_abstract,
+            reference=_reference,
+            choose=_choose,
+            batch=_batch,
+            jvp=_jvp,
+            transpose=_transpose,
+            drop=_drop,
+            multiple_results=True,
+        )
+        return product
+
+    return decorated
+
+
+def _abstract(*avals: Any, product: Product, epilogue: Epilogue, **_: Any) -> list[Any]:
+    a, bs, context, _operands = split(avals, product, epilogue)
+    product.check(*avals)
+    product.check_epilogue(epilogue)
+    full = product.tile(a, *bs, *context)
+    results = []
+    for out in epilogue.outputs:
+        gone = [{"row": -2, "col": -1}[axis] + full.ndim for axis in out.axes]
+        shape, spec = ([x for i, x in enumerate(y) if i not in gone] for y in (full.shape, full.sharding.spec))
+        sharding = full.sharding.update(spec=jax.P(*spec))
+        weak = full.weak_type and epilogue.plain
+        aval = full.update(shape=tuple(shape), dtype=np.dtype(out.dtype), weak_type=weak, sharding=sharding)
+        results.append(aval)
+    return results
+
+
+def _reference(
+    *args: jax.Array, product: Product, epilogue: Epilogue, precision: Canonical, backend: str, on_cuda: bool, **_: Any
+) -> Sequence[jax.Array]:
+    a, bs, context, operands = split(args, product, epilogue)
+    epilogue = epilogue.primal
+    dtype = np.dtype(epilogue.outputs[0].dtype) if epilogue.plain else epilogue.accumulator
+    params: dict[str, Any] = {"out_dtype": dtype, "precision": precision, "on_cuda": on_cuda}
+    accs = [product.reference(*factors, *context, **params) for factors in factors_of(product, a, bs)]
+    if epilogue.plain:
+        return accs
+    return product.applied(epilogue, context, How(a.dtype, precision, backend)).apply(accs, operands)
+
+
+def _choose(
+    *avals: Any,
+    product: Product,
+    epilogue: Epilogue,
+    precision: Canonical,
+    config: Any,
+    in_place: tuple[tuple[int, int], ...],
+    target: Target,
+    **_: Any,
+) -> Choice:
+    a, bs, context, operands = split(avals, product, epilogue)
+    epilogue = epilogue.primal
+    out_dtype = next((out.dtype for out in epilogue.outputs if out.reduce is None), a.dtype)
+    device = of_kind(target.kind, target.arch, target.sms)
+    problem = product.problem(*factors_of(product, a, bs)[0], *context, out_dtype=out_dtype, device=device)
+    if len({b.shape for b in bs}) > 1:
+        return Choice(problem, None, ("the matrices that share one differ in their batch axes",))
+    if not epilogue.plain:
+        full = product.tile(a, *bs, *context).shape  # one that is broadcast over the batch has other memory
+        in_place = tuple((i, j) for i, j in in_place if operands[i].shape == full)
+        problem = dataclasses.replace(problem, epilogue=epilogue, in_place=in_place)
+    return choose(problem, config, precision=precision)
+
+
+def _batch(
+    args: Any, dims: Any, *, product: Product, epilogue: Epilogue, **params: Any
+) -> tuple[list[jax.Array], list[int]]:
+    a, bs, context, operands = split(args, product, epilogue)
+    a_dim, b_dims, context_dims, operand_dims = split(dims, product, epilogue)
+    shared = all(dim is None for dim in (*b_dims, *context_dims))
+    if a_dim is not None and shared and a.ndim - product.axes[0] == 1 and a_dim < a.ndim - 1:
+        # One matrix b for all of a: the batch may be more rows, wherever among the rows it lies.
+        moved = [with_rank(b, b.ndim + 1) for b in bs], batch_axis(operands, operand_dims, a_dim)
+        folded = product.fold(epilogue, a, *moved)
+        if folded is not None:
+            outs = bind_as_is(product, folded.epilogue, folded.a, folded.bs, context, folded.operands, **params)
+            return [folded.unfold(x) for x in outs], [a_dim] * len(outs)
+    # A batch axis where one has it already, so that only an axis among the arrays' own must move. But batch positions
+    # are counted from the rows outwards, so an epilogue that uses them wants a new axis outermost.
+    rank = a.ndim - (a_dim is not None) - product.axes[0]
+    places = (dim for dim in dims if dim is not None and dim <= rank)
+    at = 0 if "batch" in epilogue.positions else next(places, 0)
+    a, bs, context, operands = split(batch_axis(args, dims, at), product, epilogue)
+    if a_dim is not None or not shared:
+        outs = bind_as_is(product, epilogue, a, bs, context, operands, **params)
+    else:  # only operands differ: one product serves them all
+        accs = plain_products(product, a, bs, context, epilogue.accumulator, **params)
+        how = How(a.dtype, params["precision"], params["backend"])
+        outs = list(product.applied(epilogue, context, how).apply(accs, operands))
+    return outs, [at] * len(outs)
+
+
+def _jvp(primals: Any, tangents: Any, *, product: Product, epilogue: Epilogue, save: str, **params: Any) -> Any:
+    a, bs, context, operands = split(primals, product, epilogue)
+    a_dot, b_dots, _, operand_dots = split(none_if_zero(tangents), product, epilogue)
+    how = {name: params[name] for name in ("precision", "backend")}
+    if epilogue.plain:
+        outs = bind_as_is(product, epilogue, a, bs, context, operands, save=save, **params)
+
+        def alike(of: Product, *factors: Any) -> jax.Array:
+            config = params["config"] if of is product else None  # a pinned kernel is for the product it was pinned to
+            return multiply(of, *factors, *context, out_dtype=outs[0].dtype, config=config, **how)
+
+        dots = product.tangents(alike, a, bs, a_dot, b_dots)
+        return outs, [zero_tangent(out) if dot is None else dot for out, dot in zip(outs, dots, strict=True)]
+    acc = abstract_accumulator(epilogue.accumulator, product.tile(*map(jax.typeof, (a, *bs, *context))))
+    applied = product.applied(epilogue, context, How(a.dtype, **how))
+
+    def rebind(epilogue: Epilogue, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        return bind_as_is(product, epilogue, a, bs, context, operands, save=save, **params)
+
+    def dots_in(dtype: np.dtype) -> list[jax.Array | None]:
+        def plain(of: Product, *factors: Any) -> jax.Array:
+            return multiply(of, *factors, *context, out_dtype=dtype, **how)
+
+        return product.tangents(plain, a, bs, a_dot, b_dots)
+
+    return derivative.derivative(
+        epilogue,
+        (a, bs, operands),
+        operand_dots,
+        acc,
+        bind=rebind,
+        tangents=dots_in,
+        multiply=lambda a, bs, dtype: plain_products(product, a, bs, context, dtype, **how),
+        pushed=functools.partial(derivative.push, applied, acc.shape),
+        groups=product.groups(bs),
+        save=save,
+    )
+
+
+def _transpose(
+    cotangents: Any,
+    *args: Any,
+    product: Product,
+    epilogue: Epilogue,
+    precision: Canonical,
+    backend: str,
+    **_: Any,
+) -> list[Any]:
+    if product.unary or not epilogue.plain:
+        raise NotImplementedError(f"{product.where}: the transpose of what is not linear; use jax.vjp")
+    (g,) = cotangents
+    a, (b,), sizes, _operands = split(args, product, epilogue)
+    found: list[Any] = [None] * len(args)
+    if is_zero(g):
+        return found
+    i, to, other = (0, a.aval, b) if is_linear(a) else (1, b.aval, a)
+    g, other = with_cotangent(g, other)
+    precision = dot_precision.of_cotangents(precision, g.dtype, product.where)
+    back, factors, precision = product.cotangent(i, g, other, precision)
+    # Terms narrower than 32 bits are added in f32, and rounded once. One of 8 bits is made of f32 that a kernel writes.
+    full = back.tile(*map(jax.typeof, (*factors, *sizes)))
+    dtype = to.dtype if full.shape == to.shape and to.dtype.itemsize > 1 else accumulator(to.dtype)
+    # No config: a pinned kernel is for the product it was pinned to.
+    d = multiply(back, *factors, *sizes, out_dtype=dtype, precision=precision, backend=backend)
+    found[i] = sum_to(d, to)
+    return found
+
+
+def _drop(
+    used: Sequence[bool], *, product: Product, epilogue: Epilogue, in_place: tuple[tuple[int, int], ...], **params: Any
+) -> tuple[list[bool], dict[str, Any]]:
+    reading = [True] * len(own_axes(product, epilogue.products))
+    epilogue, kept = without(used, epilogue)
+    in_place = tuple((sum(kept[:i]), sum(used[:j])) for i, j in in_place if kept[i] and used[j])
+    return reading + kept, {"product": product, "epilogue": epilogue, "in_place": in_place, **params}
+
+
+def without(used: Sequence[bool], epilogue: Epilogue) -> tuple[Epilogue, list[bool]]:
+    """Returns the epilogue without the results that nothing uses, and without their operands; which operands are left.
+
+    A kernel would write them all the same.
+    """
+    outputs = [out for out, use in zip(epilogue.outputs, used, strict=True) if use]
+    epilogue = normal(epilogue.products, epilogue.operands, epilogue.nodes, outputs)
+    kept = [Node("operand", (), spec.dtype, (i,)) in epilogue.nodes for i, spec in enumerate(epilogue.operands)]
+    nodes = [
+        dataclasses.replace(node, params=(sum(kept[: node.params[0]]),)) if node.op == "operand" else node
+        for node in epilogue.nodes
+    ]
+    specs = [spec for spec, keep in zip(epilogue.operands, kept, strict=True) if keep]
+    return normal(epilogue.products, specs, nodes, epilogue.outputs), kept
