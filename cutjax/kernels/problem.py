@@ -59,6 +59,8 @@ class Problem:
       sizes_batch: batch shape of the sizes.
       device: what the kernel runs on, and whose architecture ``arch`` is; without one, the reference of ``arch``.
       in_place: pairs of an operand of the epilogue and a result that may share memory.
+      symmetric: whether b is a itself, so that the product is symmetric: a a^T in the layout "nt", a^T a in "tn". Only
+        what is on and below the diagonal is multiplied, so the epilogue must treat (i, j) and (j, i) alike.
     """
 
     m: int
@@ -79,6 +81,7 @@ class Problem:
     sizes_batch: tuple[int, ...] = ()
     device: Device = None  # pyright: ignore[reportAssignmentType]  # made the architecture's reference below
     in_place: tuple[tuple[int, int], ...] = ()
+    symmetric: bool = False
 
     def __post_init__(self):
         for field in ("a_dtype", "b_dtype", "out_dtype"):
@@ -105,6 +108,9 @@ class Problem:
         object.__setattr__(self, "epilogue", self.epilogue.primal if self.epilogue else identity(self.out_dtype))
         if self.plain:
             object.__setattr__(self, "out_dtype", np.dtype(self.epilogue.outputs[0].dtype))
+        same = (self.m, self.a_dtype, self.a_batch) == (self.n, self.b_dtype, self.b_batch)
+        if self.symmetric and not (same and self.layout in ("nt", "tn") and self.products == 1 and not self.ragged):
+            raise ValueError(f"Problem: {self} is no product of a matrix and its transpose")
         for operand, result in self.in_place:
             if operand >= len(self.epilogue.operands) or result >= len(self.epilogue.outputs):
                 raise ValueError(f"Problem: in_place={self.in_place} names an operand or a result that is not there")
@@ -133,6 +139,8 @@ class Problem:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("arch", "device", "epilogue"):
             del fields[name]
+        if not self.symmetric:  # keys made before there was such a thing are still found
+            del fields["symmetric"]
         for name in ("a_dtype", "b_dtype", "out_dtype"):
             fields[name] = fields[name].name
         if not self.plain:
@@ -166,8 +174,18 @@ class Problem:
         return self.epilogue.products
 
     @functools.cached_property
+    def arrays(self) -> int:
+        """How many arrays are multiplied, and the sizes of groups: the epilogue's operands come after them."""
+        return 1 + (0 if self.symmetric else self.products) + bool(self.groups)
+
+    @functools.cached_property
     def flops(self) -> int:
-        """Floating-point operations of the products: 2 m n k for each matrix of the result."""
+        """Floating-point operations of the products: 2 m n k for each matrix of the result.
+
+        Where that is symmetric, of what is on and below its diagonal.
+        """
+        if self.symmetric:
+            return self.m * (self.m + 1) * self.k * self.batch_size
         grouped = 0 if self.ragged and not self.groups else 1
         return 2 * self.m * self.n * self.k * self.batch_size * self.products * grouped
 
@@ -185,7 +203,7 @@ class Problem:
         """The fewest bytes device memory must move: each operand read once, each result written once."""
         a = self.m * self.k * math.prod(self.a_batch) * self.a_dtype.itemsize
         b = self.k * self.n * math.prod(self.b_batch) * self.b_dtype.itemsize * self.products
-        b *= self.groups if self.ragged == "m" else 1
+        b *= 0 if self.symmetric else self.groups if self.ragged == "m" else 1
         operands = 0
         for i, spec in enumerate(self.epilogue.operands):
             matrices = math.prod(size for size, *moves in self.batch_groups if moves[2 + i])
@@ -225,4 +243,5 @@ class Problem:
         dtypes = f"{operands} -> {', '.join(short(out.dtype) for out in self.epilogue.outputs)}"
         batch = f" batch {'x'.join(map(str, self.batch))}" if self.batch else ""
         groups = f" in {self.groups} groups of {'rows' if self.ragged == 'm' else 'k'}" if self.groups else ""
-        return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}{groups}"
+        symmetric = " symmetric" if self.symmetric else ""
+        return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}{groups}{symmetric}"

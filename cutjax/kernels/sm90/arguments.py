@@ -51,7 +51,7 @@ class Argument:
 def arguments(kernel: Kernel) -> tuple[Argument, ...]:
     """Returns the arguments of a kernel, in order.
 
-    Buffers are a, the bs, sizes of groups, the epilogue's operands and results, in order.
+    Buffers are a, the bs (none where b is a), sizes of groups, the epilogue's operands and results, in order.
     """
     return tuple(_arguments(kernel))
 
@@ -63,21 +63,23 @@ def _arguments(kernel: Kernel) -> Iterator[Argument]:
     sizes, *moves = zip(*[still] * (3 - len(p.batch_groups)), *p.batch_groups, strict=True)
     steps = [batch_steps(move, sizes) for move in moves]
     of_operands = steps[2 : 2 + len(epilogue.operands)]
-    first_operand = 1 + p.products + bool(p.groups)
-    first_result = first_operand + len(epilogue.operands)
+    first_result = p.arrays + len(epilogue.operands)
     loaded = dict(staging.operands)
     results = [(first_result + i, np.dtype(out.dtype)) for i, out in staging.results]
 
     yield _map("map_a", _operand_map(0, p.a, p.m, p.k, math.prod(p.a_batch), c.bm, c.bk, c.cluster_n))
     b_matrices = math.prod(p.b_batch) * (p.groups if p.ragged == "m" else 1)
     for i, b in enumerate(p.bs):
-        yield _map(f"map_b{i}", _operand_map(1 + i, b, p.n, p.k, b_matrices, c.bn, c.bk, c.cluster_m), "b")
+        buffer = 0 if p.symmetric else 1 + i
+        yield _map(f"map_b{i}", _operand_map(buffer, b, p.n, p.k, b_matrices, c.bn, c.bk, c.cluster_m), "b")
     d_matrices = p.batch_size * (p.groups if p.ragged == "k" else 1)
     for place, (buffer, dtype) in enumerate(results):
         yield _map(f"map_d{place}", _tile_map(buffer, dtype, kernel, d_matrices), "d")
+    for place, (buffer, dtype) in enumerate(results) if p.symmetric else ():
+        yield _map(f"map_t{place}", _mirror_map(buffer, dtype, kernel), "d")
     for i, spec in staging.operands:
         matrices = math.prod(size for size, move in zip(sizes, moves[2 + i], strict=True) if move)
-        yield _map(f"map_x{i}", _tile_map(first_operand + i, np.dtype(spec.dtype), kernel, matrices), "extras")
+        yield _map(f"map_x{i}", _tile_map(p.arrays + i, np.dtype(spec.dtype), kernel, matrices), "extras")
 
     scalars = {"m": p.m, "n": p.n, "k": p.k, "raster": c.raster, "batch": p.batch_size}
     scalars |= {"batch1": sizes[1], "batch2": sizes[2]}
@@ -87,7 +89,7 @@ def _arguments(kernel: Kernel) -> Iterator[Argument]:
         yield _int(name, value)
     for i, of in enumerate(of_operands):
         if i not in loaded:
-            yield Argument(f"const char* base{i}", Pointer(first_operand + i), "extras")
+            yield Argument(f"const char* base{i}", Pointer(p.arrays + i), "extras")
         for j, step in enumerate(of):
             yield _int(f"step{i}_{j}", step, "extras")
     for (axis, i), (stride, size) in zip(emit.places(epilogue), place_steps(p), strict=True):
@@ -129,6 +131,12 @@ def _tile_map(buffer: int, dtype: np.dtype, kernel: Kernel, matrices: int) -> Te
     span = min(128, kernel.chunk * dtype.itemsize)  # bytes of a row of the tile, which its swizzle spans too
     p = kernel.problem
     return _matrix_map(buffer, dtype, (p.n, p.m, matrices), (span // dtype.itemsize, 64, 1), span)
+
+
+def _mirror_map(buffer: int, dtype: np.dtype, kernel: Kernel) -> TensorMap:
+    """The tensor map of a symmetric result, as Mirror in mirror.cuh stores transposed chunks."""
+    p = kernel.problem
+    return _matrix_map(buffer, dtype, (p.n, p.m, p.batch_size), (128 // dtype.itemsize, kernel.chunk, 1), 128)
 
 
 def _matrix_map(

@@ -101,7 +101,8 @@ class Config:
             dtypes += short(problem.out_dtype.name)
         tile = f"{self.bm}x{self.bn}x{self.bk}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}_{self.schedule}"
         ragged = f"_groups_{problem.ragged}" if problem.ragged else ""
-        name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}"
+        symmetric = "_symmetric" if problem.symmetric else ""
+        name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}{symmetric}"
         if not problem.plain:
             name += f"_e{_digest(problem.epilogue)}"
         return name

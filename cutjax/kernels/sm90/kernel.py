@@ -50,22 +50,26 @@ class Facts:
         spill below.
         """
         problem, epilogue = self.problem, self.problem.epilogue
+        stored_bytes = sum(dtype.itemsize for dtype in self.staging.result_dtypes)
+        # The addresses of transposes take registers too.
+        beside = problem.symmetric and (config.schedule == "pingpong" or stored_bytes > 2)
+        widest = 160 if beside else MAX_ACCUMULATORS
         if problem.plain:
             alone = config.schedule == "pingpong" and config.cluster == 1
-            return 160 if problem.ragged == "m" or (problem.ragged and not alone) else MAX_ACCUMULATORS
+            return 160 if problem.ragged == "m" or (problem.ragged and not alone) else widest
         if self.staging.reductions:
             return 96
         varying = any(spec.row or spec.col for spec in epilogue.operands)
         several = len(epilogue.outputs) > 1 and bool(epilogue.operands)
         # Beside 192 accumulators, random bits and others that are called spill; beside 128 nothing does.
         called = config.accumulator_registers * problem.products > 128 and self.staging.called
-        return 128 if varying or several or called or problem.groups else MAX_ACCUMULATORS
+        return 128 if varying or several or called or problem.groups else widest
 
 
 @functools.lru_cache(maxsize=1024)
 def facts_of(problem: Problem) -> Facts:
     """Returns what the kernels of a problem have in common."""
-    staging, epilogue = stage(problem.epilogue), problem.epilogue
+    staging, epilogue = stage(problem.epilogue, problem.symmetric), problem.epilogue
     heavy = (
         bool(staging.reductions)
         or any(spec.row and spec.col for spec in epilogue.operands)
@@ -82,6 +86,8 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
         reasons.append(f"layout {problem.layout} with groups of {problem.ragged}: kernels divide an outer axis of a")
     if problem.groups and staging.reductions:
         reasons.append("a reduction over rows that have groups")
+    if problem.symmetric:
+        reasons += _symmetric_reasons(staging)
     if problem.arch != ARCH:
         reasons.append(f"architecture {problem.arch}: the kernels are for {ARCH}")
     if a != b or a not in INPUT_DTYPES:
@@ -107,6 +113,20 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
                 f"{axis}={size} {short(dtype.name)} ({array}) is not a multiple of {16 // dtype.itemsize}: "
                 "rows must be 16-byte aligned"
             )
+    return reasons
+
+
+def _symmetric_reasons(staging: Staging) -> list[str]:
+    """Why a symmetric result cannot be made of what is on and below its diagonal."""
+    reasons = []
+    if any(node.op == "iota" and node.params[0] != "batch" for node in staging.epilogue.nodes):
+        reasons.append("a symmetric result that depends on where its elements lie")
+    if any(spec.row != spec.col for spec in staging.epilogue.operands):
+        reasons.append("a symmetric result with an operand that varies along rows or columns alone")
+    if staging.reductions:
+        reasons.append("a reduction of a symmetric result")
+    if staging.narrowest < 2:
+        reasons.append("a symmetric result of 8 bits: kernels transpose elements of 16 or 32")
     return reasons
 
 
@@ -179,6 +199,9 @@ def average_tiles(problem: Problem, config: Config) -> tuple[int, int]:
 
 def _most_tiles(problem: Problem, config: Config) -> int:
     """The number of cluster tiles; where there are groups, the most there may be."""
+    if problem.symmetric:  # those with anything on or below the diagonal
+        m, height, width = problem.m, config.bm * config.cluster_m, config.bn * config.cluster_n
+        return problem.batch_size * sum(-(-min(m, row + height) // width) for row in range(0, m, height))
     tiles_m = -(-problem.m // (config.bm * config.cluster_m))
     tiles_n = -(-problem.n // (config.bn * config.cluster_n))
     if problem.ragged == "m":  # every group, and what is of none before and after them, may end in a tile of its own
@@ -249,12 +272,11 @@ class Kernel:
     def call(self) -> Call:
         """Returns the compiled kernel and the plan of its launch."""
         problem, partial = self.problem, bool(self.staging.reductions)
-        first_operand = 1 + problem.products + bool(problem.groups)
         return Call(
             (self._launch(self.compile().image),),
             results=self._written() if partial else (),
             finish=functools.partial(_finish, problem.epilogue.outputs) if partial else None,
-            aliases=tuple((first_operand + operand, result) for operand, result in problem.in_place),
+            aliases=tuple((problem.arrays + operand, result) for operand, result in problem.in_place),
         )
 
     def _launch(self, cubin: bytes) -> Launch:

@@ -33,7 +33,8 @@ BUFFER_BYTES = 16384  # of a staging buffer, at most where narrower chunks can m
 class Staging:
     """How an epilogue's inputs and results are staged, in chunks of so many columns of 64 rows.
 
-    Results lie one after the other; an operand lies where a result of its size will be, which replaces it.
+    Results lie one after the other; an operand lies where a result of its size will be, which replaces it. A symmetric
+    result's transpose lies where nothing else does: other threads write it than read the operand.
 
     Attributes:
       epilogue: whose.
@@ -42,6 +43,7 @@ class Staging:
       operands: the operands that TMA loads, with their places among all. They vary along rows and columns, and are no
         narrower than some result: so their rows are of whole units of 16 bytes, as that result's are.
       result_slots, operand_slots: where the tile of each begins, in bytes for each column of one row.
+      mirror_slots: where that of each result's transpose begins; none where results are not symmetric.
       column_bytes: of one row, of all tiles together.
       narrowest: bytes of an element of the narrowest result.
       called: whether the kernel calls a function for four elements at a time, instead of 64 to 192 copies of what it
@@ -54,6 +56,7 @@ class Staging:
     operands: tuple[tuple[int, OperandSpec], ...]
     result_slots: tuple[int, ...]
     operand_slots: tuple[int, ...]
+    mirror_slots: tuple[int, ...]
     column_bytes: int
     narrowest: int
     called: bool
@@ -70,7 +73,8 @@ class Staging:
         shorter than 32 bytes, which is the least that TMA swizzles.
         """
         fitting = [c for c in (128, 64, 32, 16) if bn % c == 0 and c * self.narrowest <= 128] or [16]
-        small = (c for c in fitting if 64 * c * self.column_bytes <= BUFFER_BYTES or c * self.narrowest <= 32)
+        most = BUFFER_BYTES // 2 if self.mirror_slots else BUFFER_BYTES  # of two tiles each: a stage more is worth 1%
+        small = (c for c in fitting if 64 * c * self.column_bytes <= most or c * self.narrowest <= 32)
         return next(small, fitting[-1])
 
     @functools.cached_property
@@ -89,7 +93,7 @@ class Staging:
 
 
 @functools.lru_cache(maxsize=256)
-def stage(epilogue: Epilogue) -> Staging:
+def stage(epilogue: Epilogue, symmetric: bool = False) -> Staging:
     """Returns how an epilogue's inputs and results are staged."""
     results = tuple((i, out) for i, out in enumerate(epilogue.outputs) if not out.reduce)
     reductions = tuple((i, out) for i, out in enumerate(epilogue.outputs) if out.reduce)
@@ -109,7 +113,11 @@ def stage(epilogue: Epilogue) -> Staging:
         else:
             free.remove(slot)
         operand_slots.append(slot[1])
-    slots = tuple(result_slots), tuple(operand_slots)
+    mirror_slots = []
+    for _, out in results if symmetric else ():
+        mirror_slots.append(total)
+        total += _size(out)
+    slots = tuple(result_slots), tuple(operand_slots), tuple(mirror_slots)
     return Staging(epilogue, results, reductions, operands, *slots, total, narrowest, _called(epilogue))
 
 

@@ -47,10 +47,11 @@ def source(kernel: Kernel) -> str:
         "RAGGED_M": problem.ragged == "m",
         "RAGGED_K": problem.ragged == "k",
         "PRODUCTS": problem.products,
-        "OUTPUTS": len(kernel.staging.results),
+        "OUTPUTS": len(kernel.staging.results) + len(kernel.staging.mirror_slots),
         "D_CHUNK": kernel.chunk,
         "D_BUFFER_BYTES": kernel.buffer_bytes,
     }
+    scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
     return sources.source(
         kernel.name,
         constants,
@@ -58,8 +59,9 @@ def source(kernel: Kernel) -> str:
             "sm90/atoms.cuh",
             "common/math.cuh",
             "sm90/staging.cuh",
+            *(["sm90/mirror.cuh"] if problem.symmetric else []),
             "common/scheduler.cuh",
-            "common/group_scheduler.cuh" if problem.groups else "common/dense_scheduler.cuh",
+            f"common/{scheduler}_scheduler.cuh",
             wgmma(config.bn * problem.products, short(problem.a_dtype.name), a_k_major, b_k_major),
             "sm90/mainloop.cuh",
             _epilogue(kernel.staging, kernel.arguments, problem.ragged),
@@ -271,6 +273,11 @@ def _piece(staging: Staging) -> str:
         f"Staging<Dtype::{DTYPES[out.dtype].stored}>::stage(buffer + {_at(slot)}, thread, piece, y{i});"
         for slot, (i, out) in zip(staging.result_slots, staging.results, strict=True)
     )
+    above = "\n  if (right_of_diagonal(row, column) > 0) return;" if staging.mirror_slots else ""
+    staged += "".join(
+        f"\n  Mirror<Dtype::{DTYPES[out.dtype].stored}>::stage(buffer + {_at(slot)}, thread, piece, y{i});"
+        for slot, (i, out) in zip(staging.mirror_slots, staging.results, strict=False)
+    )
     reduced = "".join(_reduce_piece(i, out) for i, out in staging.reductions)
     by_tma = [i for i, _ in staging.operands]
     full = ["j" if i in by_tma else "piece * 2 + j" for i in range(len(epilogue.operands))]
@@ -282,7 +289,7 @@ def _piece(staging: Staging) -> str:
     return f"""#line 1 "piece (generated)"
 {function}\
 DEVICE void epilogue_piece(Extras& extras, Partials& partials, const float (&acc)[PRODUCTS][8], int piece, int row,
-                           int column, u32 buffer, int thread) {{
+                           int column, u32 buffer, int thread) {{{above}
   {declared}
   extras.begin_piece(column, piece, buffer, thread);
 #pragma unroll
@@ -353,10 +360,19 @@ def _call_four(epilogue: Epilogue, full: Sequence[str]) -> str:
 
 
 def _store(staging: Staging) -> str:
-    stores = "\n  ".join(
-        f"Staging<Dtype::{DTYPES[out.dtype].stored}>::store(map_d[{place}], buffer + {_at(slot)}, x, y, z);"
-        for place, (slot, (_, out)) in enumerate(zip(staging.result_slots, staging.results, strict=True))
-    )
+    def calls(struct: str, slots: Sequence[int], first: int) -> str:
+        return "\n  ".join(
+            f"{struct}<Dtype::{DTYPES[out.dtype].stored}>::store(map_d[{place}], buffer + {_at(slot)}, x, y, z);"
+            for place, (slot, (_, out)) in enumerate(zip(slots, staging.results, strict=True), first)
+        )
+
+    stores = calls("Staging", staging.result_slots, 0)
+    if staging.mirror_slots:
+        stores = f"""int right = right_of_diagonal(y, x);
+  if (right > 0) return;
+  {stores}
+  if (right == 0) return;
+  {calls("Mirror", staging.mirror_slots, len(staging.results))}"""
     return f"""DEVICE void epilogue_store(const TensorMap* const (&map_d)[OUTPUTS], u32 buffer, int x, int y, int z) {{
   {stores}
 }}
