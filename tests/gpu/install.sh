@@ -9,4 +9,4 @@ site=$1
 cd "$(dirname "$0")/../.."
 mkdir -p "$site"
 python3 -m pip install -q --no-index --no-build-isolation --no-deps --upgrade --target "$site" .
-cp -r benchmarks tests pyproject.toml "$site"/
+cp -r benchmarks tests docs pyproject.toml "$site"/
