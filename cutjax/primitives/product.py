@@ -201,7 +201,9 @@ def bind_as_is(
     in_place: tuple[tuple[int, int], ...] = (),
 ) -> list[jax.Array]:
     """Binds the primitive. ``in_place`` says which operands may share their memory with which results."""
-    epilogue = dataclasses.replace(epilogue, operands=product.specs(a, operands))
+    specs = product.specs(a, operands)
+    if specs != epilogue.operands:  # the identity stays one object, whose hash is known
+        epilogue = dataclasses.replace(epilogue, operands=specs)
     params = {"precision": precision, "backend": backend, "config": config, "save": save, "in_place": in_place}
     return product.primitive.bind(*(a, *bs, *context, *operands), product=product, epilogue=epilogue, **params)
 
