@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import tempfile
@@ -28,5 +29,12 @@ hypothesis.settings.load_profile("cutjax")
 def pytest_configure(config: pytest.Config) -> None:
     if "not gpu" in (config.getoption("markexpr") or "not gpu"):
         jax.config.update("jax_platforms", "cpu")
-        # A thousand small programs, each run once: compiling them is what takes the time. Read when the backend starts.
-        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        # Thousands of small programs, each run once: compiling is what takes the time. Read when the backend starts.
+        os.environ["XLA_FLAGS"] += (
+            " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+            " --xla_cpu_parallel_codegen_split_count=1"
+        )
+        if jax.__version_info__ < (0, 11):  # later ones have no such flag; MLIR doubles the time of compiling a loop
+            os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+        # Traces are many small objects that stay: looking for cycles among them took a sixth of all time.
+        gc.set_threshold(100_000, 20, 50)
