@@ -1,21 +1,14 @@
-"""Products of rows in groups by numpy, in a loop over the groups, and as one masked product that jax differentiates."""
+"""Products of rows in groups by numpy, in a loop over the groups, for any sizes, hostile ones too."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 MOST = np.iinfo(np.int32).max
 HOSTILE = (-1, -MOST - 1, 1 << 30, MOST - 1, MOST)
-
-
-def integers(seed: int, shape: Sequence[int], dtype=jnp.float32) -> jax.Array:
-    """-2..2: every order of summation is exact, so results must be equal."""
-    return jnp.asarray(np.random.default_rng(seed).integers(-2, 3, shape).astype(dtype))
 
 
 def spans(sizes: Sequence[int], m: int, leading: bool = False) -> list[tuple[int, int]]:
@@ -59,20 +52,3 @@ def outer(a, b, sizes, leading=False) -> np.ndarray:
         return np.stack([a[start:end].T @ b[start:end] for start, end in spans(sizes, len(a), leading)])
 
     return over_batch(one, (2, 2, 1), wide(a), wide(b), sizes)
-
-
-def _mask(sizes: jax.Array, m: int) -> jax.Array:
-    ends = jnp.cumsum(sizes, -1)
-    rows = jnp.arange(m)[:, None]
-    return (rows >= (ends - sizes)[..., None, :]) & (rows < ends[..., None, :])  # [*B, m, g]
-
-
-def masked_multiply(x: jax.Array, w: jax.Array, sizes: jax.Array, layout: str = "nn") -> jax.Array:
-    """The same in jax, for sizes that are not hostile."""
-    mask = _mask(sizes, x.shape[-2]).astype(x.dtype)
-    return jnp.einsum("...mg,...mk,...gkn->...mn", mask, x, w if layout == "nn" else w.mT)
-
-
-def masked_outer(a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The same in jax, for sizes that are not hostile."""
-    return jnp.einsum("...mg,...mk,...mn->...gkn", _mask(sizes, a.shape[-2]).astype(a.dtype), a, b)

@@ -1,128 +1,232 @@
-"""Every public operation on small operands: what tests of all of them share."""
+"""The battery's entries: every public operation on small operands, and how each is written in plain JAX.
+
+To add an operation is to add one entry to OPERATIONS; test_battery_*.py then transform it in every way, and
+test_settings_of_jax, test_explicit_mesh, test_varying and test_arguments use it as well:
+  fn        of the operands by position; where there are ``layouts``, also of ``layout=``
+  operands  their names in arrays(), where a new operand gets its line
+  plain     the oracle: the same function of the same operands in jnp and lax alone
+  layouts   layout -> names of the operands that lie transposed in it; fn is called with those as x.mT
+  linear    operands in each of which the function is linear: jax.linear_transpose
+  dtypes    the floats other than float32 of which there may be operands; none where results do not depend on them
+  symbolic  True if programs are exported for any number of rows; otherwise they are refused, naming the function
+Refusals of bad arguments are entries of REFUSED in bad_inputs.py.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import oracles
+from checks import normal
+from jax import lax
 
 import cutjax
 
 M, K, N, EXPERTS = 12, 8, 16, 4
+NARROW = ("bfloat16", "float16")  # of wider operands the weights of routing stay float32
+FLOATS = (*NARROW, "float64")
 
 
-def _ints(seed, *shape, dtype=jnp.float32):
-    return jax.random.randint(jax.random.key(seed), shape, -2, 3).astype(dtype)
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    fn: Callable[..., Any]
+    operands: str
+    plain: Callable[..., Any]
+    layouts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    linear: str = ""
+    dtypes: tuple[str, ...] = FLOATS
+    symbolic: bool = False
+
+    def of_layout(self, layout: str) -> Callable[..., Any]:
+        """The function of operands as ``plain`` takes them."""
+        if not layout:
+            return self.fn
+        turned = [name in self.layouts[layout].split() for name in self.operands.split()]
+        return lambda *args: self.fn(*(x.mT if t else x for x, t in zip(args, turned, strict=True)), layout=layout)
 
 
 def arrays() -> dict[str, jax.Array]:
     """The operands by name; a function, because tests make them under other settings."""
     return {
-        "x": _ints(0, M, K),
-        "w": _ints(1, K, N),
-        "v": _ints(2, N, K),
-        "b": _ints(3, N),
-        "c": _ints(4, K),
-        "g": _ints(5, EXPERTS, K, N),
-        "u": _ints(6, EXPERTS, K, N),
-        "d": _ints(7, EXPERTS, N, K),
-        "s": _ints(8, M, 1),
-        "of_groups": _ints(9, EXPERTS, 1, N),
-        "dy": _ints(10, M, N),
-        "to": _ints(11, EXPERTS, K, N),
+        "x": normal(0, (M, K)) / 2,
+        "w": normal(1, (K, N)) / 2,
+        "v": normal(2, (N, K)) / 2,
+        "b": normal(3, (N,)),
+        "c": normal(4, (K,)),
+        "g": normal(5, (EXPERTS, K, N)) / 2,
+        "u": normal(6, (EXPERTS, K, N)) / 2,
+        "d": normal(7, (EXPERTS, N, K)) / 2,
+        "s": normal(8, (M, 1)),
+        "of_groups": normal(9, (EXPERTS, 1, N)),
+        "dy": normal(10, (M, N)),
+        "to": normal(11, (EXPERTS, K, N)),
         "sizes": jnp.array([5, 0, 4, 2], jnp.int32),
-        "logits": jax.random.normal(jax.random.key(12), (M, EXPERTS), jnp.float32),
-        "bias": jax.random.normal(jax.random.key(13), (EXPERTS,), jnp.float32),
+        "logits": normal(12, (M, EXPERTS)),
+        "bias": normal(13, (EXPERTS,)),
     }
 
 
 def _biased(acc, b):
-    return jax.nn.gelu(acc + b[None, :])
+    return jax.nn.gelu(acc + b[None, :].astype(acc.dtype))
 
 
-def _ragged_contracted(x, dy, sizes):
-    return cutjax.ragged_dot_general(x, dy, sizes, jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], []))
+def _scaled(acc, s, b):
+    return jnp.tanh(acc * s.astype(acc.dtype) + b.astype(acc.dtype))
 
 
-# Name -> (function, the names of its operands). Of integers and routing alone nothing is differentiated.
-OPERATIONS = {
-    "gemm": (cutjax.gemm, "x w"),
-    "gemm, layout": (lambda x, v: cutjax.gemm(x, v, layout="nt"), "x v"),
-    "gemm, epilogue": (lambda x, w, b: cutjax.gemm(x, w, epilogue=_biased, operands=(b,)), "x w b"),
-    "gemm, two products": (
+def _contracted(x, dy, sizes):
+    return cutjax.ragged_dot_general(x, dy, sizes, lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], []))
+
+
+def _grouped(epilogue):
+    """As an oracle: the epilogue of a masked product, with each row's value of an operand of groups."""
+
+    def plain(x, w, sizes, *operands):
+        at, has = oracles.rows(sizes, x.shape[0])
+        of_rows = [v[at, 0] if v.ndim == 3 else v for v in operands]
+        return epilogue(oracles.masked_multiply(x, w, sizes), has, *of_rows)
+
+    return plain
+
+
+LAYOUTS = {"nn": "", "nt": "w", "tn": "x", "tt": "x w"}
+OPERATIONS: dict[str, Operation] = {
+    "gemm": Operation(cutjax.gemm, "x w", jnp.matmul, LAYOUTS, linear="x w"),
+    "gemm, layout": Operation(lambda x, v: cutjax.gemm(x, v, layout="nt"), "x v", lambda x, v: x @ v.T, linear="x v"),
+    "gemm, epilogue": Operation(
+        lambda x, w, b, **how: cutjax.gemm(x, w, epilogue=_biased, operands=(b,), **how),
+        "x w b",
+        lambda x, w, b: _biased(x @ w, b),
+        LAYOUTS,
+    ),
+    "gemm, two products": Operation(
         lambda x, w, g: cutjax.gemm(x, (w, g[0]), epilogue=lambda p, q: jax.nn.silu(p) * q),
         "x w g",
+        lambda x, w, g: jax.nn.silu(x @ w) * (x @ g[0]),
     ),
-    "gemm, reductions": (
+    "gemm, reductions": Operation(
         lambda x, w, s: cutjax.gemm(x, w, epilogue=lambda a, s: (a * s, a.sum(0), a.max(1)), operands=(s,)),
         "x w s",
+        lambda x, w, s: (x @ w * s, (x @ w).sum(0), (x @ w).max(1)),
+        dtypes=("float64",),  # of narrower ones the sum and the maximum stay in float32
     ),
-    "gemm, recompute": (
+    "gemm, recompute": Operation(
         lambda x, w, b: cutjax.gemm(x, w, epilogue=_biased, operands=(b,), save="recompute"),
         "x w b",
+        lambda x, w, b: _biased(x @ w, b),
     ),
-    "mlp": (lambda x, w, v: cutjax.mlp(x, w, v), "x w v"),
-    "mlp, all": (lambda x, w, v, b, c: cutjax.mlp(x, w, v, gate=w, b1=b, b2=c, activation=jax.nn.silu), "x w v b c"),
-    "mlp, recompute": (lambda x, w, v, b, c: cutjax.mlp(x, w, v, b1=b, b2=c, save="recompute"), "x w v b c"),
-    "grouped_gemm": (cutjax.grouped_gemm, "x g sizes"),
-    "grouped_gemm, offset": (lambda x, g, sizes: cutjax.grouped_gemm(x, g[:2], sizes, group_offset=1), "x g sizes"),
-    "grouped_gemm, epilogue": (
-        lambda x, g, sizes, s, of_groups: cutjax.grouped_gemm(
-            x, g, sizes, epilogue=lambda a, s, b: (jax.nn.gelu(a + b) * s, a.sum(0)), operands=(s, of_groups)
+    "mlp": Operation(cutjax.mlp, "x w v", lambda x, w, v: jax.nn.gelu(x @ w) @ v, {"nn": "", "nt": "w v"}, linear="v"),
+    "mlp, all": Operation(
+        lambda x, w, v, b, c, **how: cutjax.mlp(x, w, v, gate=w, b1=b, b2=c, activation=jax.nn.silu, **how),
+        "x w v b c",
+        lambda x, w, v, b, c: (jax.nn.silu(x @ w) * (x @ w + b)) @ v + c,
+    ),
+    "mlp, recompute": Operation(
+        lambda x, w, v, b, c: cutjax.mlp(x, w, v, b1=b, b2=c, save="recompute"),
+        "x w v b c",
+        lambda x, w, v, b, c: jax.nn.gelu(x @ w + b) @ v + c,
+    ),
+    "grouped_gemm": Operation(
+        cutjax.grouped_gemm, "x g sizes", oracles.masked_multiply, {"nn": "", "nt": "g"}, linear="x g"
+    ),
+    "grouped_gemm, offset": Operation(
+        lambda x, g, sizes: cutjax.grouped_gemm(x, g[:2], sizes, group_offset=1),
+        "x g sizes",
+        lambda x, g, sizes: oracles.masked_multiply(x, jnp.pad(g[:2], ((1, 1), (0, 0), (0, 0))), sizes),
+        linear="x g",
+    ),
+    "grouped_gemm, epilogue": Operation(
+        lambda x, g, sizes, s, of_groups, **how: cutjax.grouped_gemm(
+            x, g, sizes, epilogue=lambda a, s, b: (jax.nn.gelu(a + b) * s, a.sum(0)), operands=(s, of_groups), **how
         ),
         "x g sizes s of_groups",
+        _grouped(lambda a, has, s, b: (jnp.where(has, jax.nn.gelu(a + b) * s, 0), a.sum(0))),
+        {"nn": "", "nt": "g"},
+        dtypes=("float64",),
     ),
-    "grouped_outer": (cutjax.grouped_outer, "x dy sizes"),
-    "grouped_outer, accumulate": (
+    "grouped_gemm, recompute": Operation(
+        lambda x, g, sizes, s, of_groups: cutjax.grouped_gemm(
+            x, g, sizes, epilogue=_scaled, operands=(s, of_groups), save="recompute"
+        ),
+        "x g sizes s of_groups",
+        _grouped(lambda a, has, s, b: jnp.where(has, _scaled(a, s, b), 0)),
+    ),
+    "grouped_outer": Operation(cutjax.grouped_outer, "x dy sizes", oracles.masked_outer, linear="x dy"),
+    "grouped_outer, accumulate": Operation(
         lambda x, dy, sizes, to: cutjax.grouped_outer(x, dy, sizes, accumulate=to),
         "x dy sizes to",
+        lambda x, dy, sizes, to: to + oracles.masked_outer(x, dy, sizes),
     ),
-    "grouped_mlp": (
-        lambda x, g, u, d, sizes, s: cutjax.grouped_mlp(x, g, d, sizes, gate=u, row_scale=s),
+    "grouped_mlp": Operation(
+        lambda x, g, u, d, sizes, s, **how: cutjax.grouped_mlp(x, g, d, sizes, gate=u, row_scale=s, **how),
         "x g u d sizes s",
+        lambda x, g, u, d, sizes, s: oracles.grouped_mlp(x, g, d, sizes, u, s),
+        {"nn": "", "nt": "g u d"},
     ),
-    "grouped_mlp, recompute": (
+    "grouped_mlp, recompute": Operation(
         lambda x, g, d, sizes: cutjax.grouped_mlp(x, g, d, sizes, save="recompute", group_offset=0),
         "x g d sizes",
+        oracles.grouped_mlp,
     ),
-    "ragged_dot": (cutjax.ragged_dot, "x g sizes"),
-    "ragged_dot_general": (_ragged_contracted, "x dy sizes"),
-    "route": (lambda logits: cutjax.route(logits).weights, "logits"),
-    "route, all": (
+    "ragged_dot": Operation(cutjax.ragged_dot, "x g sizes", oracles.masked_multiply, linear="x g", symbolic=True),
+    "ragged_dot_general": Operation(_contracted, "x dy sizes", oracles.masked_outer, linear="x dy", symbolic=True),
+    "route": Operation(lambda logits: cutjax.route(logits).weights, "logits", lambda x: oracles.route(x)[1], dtypes=()),
+    "route, all": Operation(
         lambda logits, bias: (
             cutjax.route(logits, k=3, scoring="sigmoid", renormalize=False, selection_bias=bias).weights
         ),
         "logits bias",
+        lambda logits, bias: oracles.route(logits, 3, "sigmoid", False, bias)[1],
+        dtypes=(),
     ),
-    "dispatch and combine": (
+    "dispatch and combine": Operation(
         lambda x, logits: cutjax.route(logits).combine(cutjax.route(logits).dispatch(x)),
         "x logits",
+        lambda x, logits: 2 * x + 0 * logits[:, :1].astype(x.dtype),
+        linear="x",
+        dtypes=NARROW,
     ),
-    "moe": (cutjax.moe, "x logits g u d"),
-    "moe, all": (
+    "moe": Operation(cutjax.moe, "x logits g u d", oracles.moe, {"nn": "", "nt": "g u d"}, linear="d", dtypes=NARROW),
+    "moe, all": Operation(
         lambda x, logits, g, u, d, bias: cutjax.moe(
             x, logits, g, u, d, 3, renormalize=False, selection_bias=bias, save="recompute", group_offset=0
         ),
         "x logits g u d bias",
+        lambda x, logits, g, u, d, bias: oracles.moe(x, logits, g, u, d, 3, renormalize=False, selection_bias=bias),
+        dtypes=NARROW,
     ),
-    "load_balance_loss": (cutjax.load_balance_loss, "logits"),
-    "load_balance_loss, all": (
+    "load_balance_loss": Operation(cutjax.load_balance_loss, "logits", oracles.load_balance_loss, dtypes=()),
+    "load_balance_loss, all": Operation(
         lambda logits, bias: cutjax.load_balance_loss(logits, 3, scoring="sigmoid", selection_bias=bias),
         "logits bias",
+        lambda logits, bias: oracles.load_balance_loss(logits, 3, "sigmoid", bias),
+        dtypes=(),
     ),
-    "router_z_loss": (cutjax.router_z_loss, "logits"),
+    "router_z_loss": Operation(
+        cutjax.router_z_loss,
+        "logits",
+        lambda logits: (jax.nn.logsumexp(logits, -1) ** 2).mean(),
+        dtypes=(),
+    ),
 }
+# (name, layout) of every operation, and of its other layouts.
+FORMS = [(name, layout) for name, op in OPERATIONS.items() for layout in op.layouts or ("",)]
 
 
 def operands(name: str) -> list[jax.Array]:
     found = arrays()
-    return [found[x] for x in OPERATIONS[name][1].split()]
+    return [found[x] for x in OPERATIONS[name].operands.split()]
 
 
 def loss(name: str):
     """A scalar of everything the operation returns."""
 
     def scalar(*args):
-        outs = jax.tree.leaves(OPERATIONS[name][0](*args))
+        outs = jax.tree.leaves(OPERATIONS[name].fn(*args))
         return sum(jnp.sin(x.astype(jnp.float32)).sum() for x in outs)
 
     return scalar
@@ -132,16 +236,25 @@ def differentiable(args) -> tuple[int, ...]:
     return tuple(i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating))
 
 
-def uses(name: str) -> dict[str, object]:
+def of_floats(fn: Callable[..., Any], args) -> tuple[Callable[..., Any], tuple[jax.Array, ...]]:
+    """The function of the operands that are differentiated alone, and those."""
+    wrt = differentiable(args)
+
+    def of(*xs):
+        found = dict(zip(wrt, xs, strict=True))
+        return fn(*(found.get(i, x) for i, x in enumerate(args)))
+
+    return of, tuple(args[i] for i in wrt)
+
+
+def uses(name: str) -> dict[str, Callable[..., Any]]:
     """What is done with an operation: its values, its gradients in both modes, and batches of them."""
-    fn, args = OPERATIONS[name][0], operands(name)
+    fn, args = OPERATIONS[name].fn, operands(name)
     wrt = differentiable(args)
 
     def forward(*args):
-        def of(*xs):
-            return fn(*[dict(zip(wrt, xs, strict=True)).get(i, x) for i, x in enumerate(args)])
-
-        return jax.jvp(of, [args[i] for i in wrt], [args[i] for i in wrt])[1]
+        of, floats = of_floats(fn, args)
+        return jax.jvp(of, floats, floats)[1]
 
     return {
         "value": fn,

@@ -43,7 +43,7 @@ def wrappers():
 @pytest.mark.parametrize("wrapper", wrappers())
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_objects_that_stand_for_arrays(name, wrapper):
-    args, fn = operands(name), OPERATIONS[name][0]
+    args, fn = operands(name), OPERATIONS[name].fn
     expected = jax.eval_shape(fn, *args)
 
     def wrapped(*args):

@@ -1,16 +1,16 @@
-"""gemm with an epilogue under every transformation, against plain JAX; what is kept, and how many products run."""
+"""gemm with an epilogue: derivatives of many, what is kept, and how many products run. Else: the battery."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.ad_checkpoint import print_saved_residuals
+from checks import close, compare, inexact, mesh_of, normal, squares, types
+from checks import saved as residuals
 from jax.test_util import check_grads
 
 import cutjax
@@ -20,20 +20,7 @@ H = jnp.bfloat16
 POLICIES = jax.checkpoint_policies
 
 
-def normal(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
-
-
 X, W, V, B, R = normal(0, (M, K)), normal(1, (K, N)), normal(2, (K, N)), normal(3, (N,)), normal(4, (M, N))
-
-
-def close(got, expected, tolerance=1e-5):
-    def check(x, y):
-        assert x.dtype == y.dtype
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * max(1, np.abs(y).max(initial=0)))
-
-    jax.tree.map(check, got, expected)
 
 
 def bias_gelu(acc, b):
@@ -59,17 +46,8 @@ CASES = {
 }
 
 
-def flat(fn):
-    """A function's float results."""
-
-    def flattened(*args):
-        return [y for y in jax.tree.leaves(fn(*args)) if jnp.issubdtype(y.dtype, jnp.inexact)]
-
-    return flattened
-
-
 def pair(name, **options):
-    """The function of x, the weights and the operands, and its form in plain JAX."""
+    """The float results of x, the weights and the operands, in an epilogue and in plain JAX; and those arguments."""
     fn, ws, _ = CASES[name]
     n = len(ws)
 
@@ -79,104 +57,53 @@ def pair(name, **options):
     def expected(x, *args):
         return fn(*(jnp.matmul(x, w) for w in args[:n]), *args[n:])
 
-    return flat(got), flat(expected), (X, *ws, *CASES[name][2])
-
-
-def cotangents(fn, args):
-    return [normal(10 + i, y.shape, y.dtype) for i, y in enumerate(jax.eval_shape(fn, *args))]
+    return (lambda *args: inexact(got(*args)), lambda *args: inexact(expected(*args))), (X, *ws, *CASES[name][2])
 
 
 @pytest.mark.parametrize("save", ["default", "recompute"])
 @pytest.mark.parametrize("name", CASES)
 def test_derivatives(name, save):
-    got, expected, args = pair(name, save=save)
-    g = cotangents(expected, args)
+    functions, args = pair(name, save=save)
+    g = [normal(10 + i, y.shape, y.dtype) for i, y in enumerate(jax.eval_shape(functions[1], *args))]
     dots = tuple(normal(20 + i, x.shape) for i, x in enumerate(args))
 
-    def forward(f):
-        return jax.jvp(f, args, dots)
-
-    def reverse(f):
-        y, pull = jax.vjp(f, *args)
-        return y, pull(g)
-
-    def twice(f, first, second):
+    def take(f):
         def gradient(*args):
             return jax.vjp(f, *args)[1](g)
 
-        if second == "forward":
-            return jax.jvp(gradient, args, dots)
-        return jax.vjp(gradient, *args)[1](dots)
+        return lambda *args: (
+            jax.jvp(f, args, dots),
+            gradient(*args),
+            jax.jvp(gradient, args, dots)[1],
+            jax.vjp(gradient, *args)[1](dots),
+        )
 
-    close(forward(got), forward(expected))
-    close(reverse(got), reverse(expected))
-    close(jax.jit(lambda: reverse(got))(), reverse(expected))
-    for second in ("forward", "reverse"):
-        close(twice(got, "reverse", second), twice(expected, "reverse", second), 1e-4)
+    compare(take, functions, args, 1e-4)
 
 
 def test_numerical_derivatives():
     for name in ("gelu", "gated"):
-        got, _, args = pair(name)
+        (got, _), args = pair(name)
         check_grads(got, args, order=1, modes=["fwd", "rev"], rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
-@pytest.mark.parametrize("batch", [(), (3,)], ids=str)
-def test_gradients_in_every_layout(layout, batch):
-    x, w, r = normal(0, (*batch, M, K)), normal(1, (K, N)), normal(4, (*batch, M, N))
-
-    def loss(product, x, w, b, r):
-        return (product(x, w, b, r) ** 2).sum()
-
-    def plain(x, w, b, r):
-        return bias_gelu(x @ w, b) * r
-
-    def fused(x, w, b, r):
-        x, w = x if layout[0] == "n" else x.mT, w if layout[1] == "n" else w.mT
-        return cutjax.gemm(x, w, layout=layout, epilogue=lambda acc, b, r: bias_gelu(acc, b) * r, operands=(b, r))
-
-    grads = [jax.grad(functools.partial(loss, f), (0, 1, 2, 3))(x, w, B, r) for f in (fused, plain)]
-    close(*grads)
+AXES = [(0, None, None), (None, 2, None), (None, None, 1), (2, 0, None), (1, None, 0), (None, 0, 1), (0, 2, 0)]
 
 
-AXES = [
-    axes for axes in itertools.product((None, 0, 1, 2), (None, 0, 2), (None, 0, 1)) if any(a is not None for a in axes)
-]
-
-
-@pytest.mark.parametrize("name", ["gelu", "many", "gated"])
+@pytest.mark.parametrize("name", ["many", "gated"])
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_vmap(name, axes):
-    got, expected, args = pair(name)
+    """Of x, the first of the weights, the operands: each alone and in pairs."""
+    functions, args = pair(name)
     n = len(CASES[name][1])
-    dims = [axes[0], *(axes[1] if i == 0 else None for i in range(n)), *(axes[2] for _ in args[1 + n :])]
+    dims = [axes[0], axes[1], *(None for _ in range(1, n)), *(axes[2] for _ in args[1 + n :])]
     args = [x if dim is None else jnp.stack([x, x + 1, -x], dim) for x, dim in zip(args, dims, strict=True)]
-    mapped = [jax.vmap(f, dims) for f in (got, expected)]
-    close(jax.jit(mapped[0])(*args), mapped[1](*args))
 
-    def gradient(f):
-        return jax.grad(lambda *args: sum((y**2).sum() for y in f(*args)), tuple(range(len(args))))(*args)
+    def take(f):
+        mapped = jax.vmap(f, dims)
+        return lambda *args: (mapped(*args), jax.grad(squares(mapped), range(len(args)))(*args))
 
-    close(gradient(mapped[0]), gradient(mapped[1]), 1e-4)
-
-
-@pytest.mark.parametrize("inner", [(0, None, None), (None, 1, None), (2, 0, 1), (None, None, 0)], ids=str)
-@pytest.mark.parametrize("outer", [(0, None, 0), (None, 3, None), (1, 1, 1), (3, 0, None), (None, None, 0)], ids=str)
-def test_vmap_nested(inner, outer):
-    got, expected, args = pair("gelu")
-    for axes, size in ((inner, 2), (outer, 3)):
-        args = [
-            x if dim is None else jnp.stack([x + i for i in range(size)], min(dim, x.ndim))
-            for x, dim in zip(args, axes, strict=True)
-        ]
-    outer = [dim if dim is None else min(dim, x.ndim - 1) for dim, x in zip(outer, args, strict=True)]
-    inner = [
-        dim if dim is None else min(dim, x.ndim - 1 - (o is not None))
-        for dim, x, o in zip(inner, args, outer, strict=True)
-    ]
-    f, g = (jax.vmap(jax.vmap(f, inner), outer) for f in (got, expected))
-    close(f(*args), g(*args))
+    compare(take, functions, args, 1e-4)
 
 
 def test_vmap_of_what_depends_on_its_position():
@@ -187,8 +114,8 @@ def test_vmap_of_what_depends_on_its_position():
     x = normal(0, (3, M, K))
     for dim in (0, 1, 2):
         moved = jnp.moveaxis(x, 0, dim)
-        got = jax.vmap(lambda x: cutjax.gemm(x, W, epilogue=fn), dim)(moved)
-        close(got, jax.vmap(lambda x: fn(x @ W), dim)(moved))
+        functions = lambda x: cutjax.gemm(x, W, epilogue=fn), lambda x: fn(x @ W)
+        compare(lambda f, dim=dim: jax.vmap(f, dim), functions, (moved,), 1e-5)
 
 
 def test_vmap_of_operands_alone_makes_one_product():
@@ -225,11 +152,11 @@ def test_inside_scan_and_cond():
         return cutjax.gemm(h, w, epilogue=jnp.tanh)
 
     ws = normal(1, (3, K, K))
-    grads = [
-        jax.jit(jax.value_and_grad(functools.partial(loss, f), (0, 1)))(X, ws)
-        for f in (fused, lambda h, w: jnp.tanh(h @ w))
-    ]
-    close(*grads)
+
+    def take(f):
+        return jax.value_and_grad(functools.partial(loss, f), (0, 1))
+
+    compare(take, (fused, lambda h, w: jnp.tanh(h @ w)), (X, ws), 1e-5)
 
 
 def test_random_bits():
@@ -255,9 +182,9 @@ def test_random_bits_over_a_batch(shared):
     x, w, key = normal(0, (2, 3, M, K)), normal(1, (K, N) if shared else (2, 3, K, N)), jax.random.key(7)
 
     def gradient(f):
-        return jax.jit(jax.value_and_grad(lambda x, w, key: f(x, w, key).sum(), (0, 1)))
+        return jax.value_and_grad(lambda x, w, key: f(x, w, key).sum(), (0, 1))
 
-    close(gradient(fused)(x, w, key), gradient(plain)(x, w, key))
+    compare(gradient, (fused, plain), (x, w, key), 1e-5)
     if shared:
         rows = cutjax.explain(gradient(fused))(x, w, key).rows
         assert {row.choice.problem.batch for row in rows} == {()}  # also of the gradient of w: nothing to add up
@@ -266,8 +193,7 @@ def test_random_bits_over_a_batch(shared):
             continue
         keys = key if axes[2] is None else jax.random.split(key, 3 if axes[0] == 1 else 2)
         ws = w if shared or axes[1] == 0 else w[0, 0]
-        close(*(jax.vmap(f, axes)(x, ws, keys) for f in (fused, plain)))
-        close(*(gradient(jax.vmap(f, axes))(x, ws, keys) for f in (fused, plain)))
+        compare(lambda f, axes=axes: gradient(jax.vmap(f, axes)), (fused, plain), (x, ws, keys), 1e-5)
 
 
 def test_integer_operands_have_no_gradient():
@@ -296,16 +222,13 @@ def products(fn, *args) -> int:
     return len(re.findall(r"@cutjax_launch|stablehlo\.dot_general", text))
 
 
-def saved(capsys, fn, *args) -> list[str]:
-    """Types of the residuals that are no arguments."""
-    print_saved_residuals(fn, *args)
-    lines = capsys.readouterr().out.splitlines()
-    return sorted(line.split()[0] for line in lines if "from the argument" not in line and "reshape" not in line)
-
-
 HX, HW, HV, HB = (
     x.astype(H) for x in (normal(0, (64, 128)), normal(1, (128, 32)), normal(2, (128, 32)), normal(3, (32,)))
 )
+
+
+def saved(capsys, fn, *args) -> list[str]:
+    return types(line for line in residuals(capsys, fn, *args) if "reshape" not in line)
 
 
 def layer(x, w, b, *, fn=None, **options):
@@ -317,31 +240,27 @@ def gated(x, w, v, **options):
     return cutjax.gemm(x, (w, v), epilogue=lambda g, u: jax.nn.silu(g) * u, **options)
 
 
-def loss(fn):
-    return lambda *args: (fn(*args).astype(jnp.float32) ** 2).sum()
-
-
 def test_forward_is_one_kernel_and_the_gradient_of_each_argument_one_product():
     args = HX, HW, HB
     assert [len(row.outputs) for row in cutjax.explain(layer)(*args).rows] == [1]
     for argnums, count in (((), 0), ((0,), 1), ((1,), 1), ((2,), 0), ((0, 1), 2), ((0, 1, 2), 2)):
         if argnums:
-            rows = cutjax.explain(jax.value_and_grad(loss(layer), argnums))(*args).rows
+            rows = cutjax.explain(jax.value_and_grad(squares(layer), argnums))(*args).rows
             assert sum(row.count for row in rows) == 1 + count
             assert [row.outputs for row in rows if row.epilogue] == [("bf16[64,32]",) * 2]
     assert (
-        cutjax.explain(jax.jit(jax.value_and_grad(loss(gated), (0, 1, 2))))(HX, HW, HV).rows[0].outputs
+        cutjax.explain(jax.jit(jax.value_and_grad(squares(gated), (0, 1, 2))))(HX, HW, HV).rows[0].outputs
         == ("bf16[64,32]",) * 3
     )
-    rows = cutjax.explain(jax.value_and_grad(loss(gated), (0, 1, 2)))(HX, HW, HV).rows
+    rows = cutjax.explain(jax.value_and_grad(squares(gated), (0, 1, 2)))(HX, HW, HV).rows
     assert sum(row.count for row in rows) == 1 + 4
 
 
 def test_lowered_program_has_as_many_products():
     args = HX, HW, HB
     assert products(layer, *args) == 1
-    assert products(jax.value_and_grad(loss(layer), (0, 1, 2)), *args) == 3
-    assert products(jax.value_and_grad(loss(functools.partial(layer, save="recompute")), (0, 1, 2)), *args) == 4
+    assert products(jax.value_and_grad(squares(layer), (0, 1, 2)), *args) == 3
+    assert products(jax.value_and_grad(squares(functools.partial(layer, save="recompute")), (0, 1, 2)), *args) == 4
 
 
 def test_the_backward_pass_is_elementwise():
@@ -361,7 +280,9 @@ LINEAR = {
 @pytest.mark.parametrize("fn", LINEAR)
 def test_linear_epilogues_save_nothing(capsys, fn):
     assert saved(capsys, functools.partial(layer, fn=LINEAR[fn]), HX, HW, HB) == []
-    rows = cutjax.explain(jax.value_and_grad(loss(functools.partial(layer, fn=LINEAR[fn])), (0, 1, 2)))(HX, HW, HB).rows
+    rows = cutjax.explain(jax.value_and_grad(squares(functools.partial(layer, fn=LINEAR[fn])), (0, 1, 2)))(
+        HX, HW, HB
+    ).rows
     assert [row.outputs for row in rows if row.epilogue] == [("bf16[64,32]",)]
 
 
@@ -376,9 +297,9 @@ def test_what_is_saved(capsys):
     assert saved(capsys, scaled, *args) == ["bf16[64,32]"]
     assert saved(capsys, lambda x, w: scaled(x, w, HB), HX, HW) == []
     # What the function returns is not written twice.
-    rows = cutjax.explain(jax.grad(loss(lambda *args: sum(layer(*args, fn=lambda acc, b: (jnp.tanh(acc), acc)))), 1))(
-        *args
-    ).rows
+    rows = cutjax.explain(
+        jax.grad(squares(lambda *args: sum(layer(*args, fn=lambda acc, b: (jnp.tanh(acc), acc)))), 1)
+    )(*args).rows
     assert [row.outputs for row in rows if row.epilogue] == [("bf16[64,32]",) * 2]
 
 
@@ -390,10 +311,10 @@ def test_checkpoint_policies(capsys):
     assert saves(POLICIES.save_only_these_names("cutjax_preactivation")) == ["bf16[64,32]"]
     assert saves(POLICIES.save_only_these_names("other")) == []
     kept = jax.checkpoint(layer, policy=POLICIES.save_only_these_names("cutjax_preactivation"))
-    assert products(jax.grad(loss(kept), (0, 1, 2)), HX, HW, HB) == 3
+    assert products(jax.grad(squares(kept), (0, 1, 2)), HX, HW, HB) == 3
     for policy in (None, POLICIES.save_only_these_names("cutjax_preactivation"), POLICIES.everything_saveable):
         f = jax.checkpoint(layer, policy=policy)
-        close(jax.grad(loss(f), (0, 1, 2))(HX, HW, HB), jax.grad(loss(layer), (0, 1, 2))(HX, HW, HB))
+        close(jax.grad(squares(f), (0, 1, 2))(HX, HW, HB), jax.grad(squares(layer), (0, 1, 2))(HX, HW, HB))
 
 
 def test_results_that_nothing_uses_are_not_written():
@@ -414,8 +335,7 @@ def test_gradients_in_bfloat16_are_those_of_plain_jax():
         acc = jnp.matmul(x, w, preferred_element_type=jnp.float32)
         return jax.nn.gelu(acc + b.astype(acc.dtype)).astype(x.dtype)
 
-    got, expected = (jax.grad(loss(f), (0, 1, 2))(HX, HW, HB) for f in (layer, plain))
-    close(got, expected, 0.02)
+    compare(lambda f: jax.grad(squares(f), (0, 1, 2)), (layer, plain), (HX, HW, HB), 0.02)
 
 
 BIASES = {
@@ -463,37 +383,43 @@ def test_other_gradients_are_not_rounded():
         def fused(x, b, fn=fn):
             return cutjax.gemm(x, w, epilogue=fn, operands=(b,))
 
-        got, expected = (jax.jit(lambda x, b, f=f: jax.vjp(f, x, b)[1](g)[1])(x, b) for f in (fused, plain))
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+        compare(lambda f: lambda x, b: jax.vjp(f, x, b)[1](g)[1], (fused, plain), (x, b), 1e-5)
 
 
-def test_transformations_of_a_layer_in_bfloat16():
+@pytest.mark.parametrize("axes", [None, (0, None, 0), (0, None, None), (None, None, 0)], ids=str)
+def test_transformations_of_a_layer_in_bfloat16(axes):
     def plain(x, w, b):
         acc = jnp.matmul(x, w, preferred_element_type=jnp.float32)
         return jax.nn.gelu(acc + b.astype(acc.dtype)).astype(x.dtype)
 
     args, dots = (HX, HW, HB), tuple(normal(20 + i, v.shape, H) for i, v in enumerate((HX, HW, HB)))
-    x, b = jnp.stack([HX, HX + 1, -HX]), jnp.stack([HB, -HB, HB * 2])
+    if axes:
+        args = tuple(v if a is None else jnp.stack([v, v + 1, -v]) for v, a in zip(args, axes, strict=True))
 
-    def both(run):
-        close(*(jax.tree.map(lambda v: v.astype(jnp.float32), run(f)) for f in (layer, plain)), 0.03)
+    def take(f):
+        gradient = jax.grad(squares(f), (0, 1, 2))
 
-    both(lambda f: jax.jvp(f, args, dots))
-    both(lambda f: jax.jvp(jax.grad(loss(f), (0, 1, 2)), args, dots))
-    both(lambda f: jax.vjp(jax.grad(loss(f), (0, 1, 2)), *args)[1](dots))
-    for axes, xs in (((0, None, 0), (x, HW, b)), ((0, None, None), (x, HW, HB)), ((None, None, 0), (HX, HW, b))):
-        both(lambda f, axes=axes, xs=xs: jax.vmap(jax.grad(loss(f), (0, 1, 2)), axes)(*xs))
-        both(lambda f, axes=axes, xs=xs: jax.grad(loss(jax.vmap(f, axes)), (0, 1, 2))(*xs))
+        def of(*args):
+            if axes:
+                mapped = jax.grad(squares(jax.vmap(f, axes)), (0, 1, 2))
+                found = jax.vmap(gradient, axes)(*args), mapped(*args)
+            else:
+                found = jax.jvp(f, args, dots), jax.jvp(gradient, args, dots), jax.vjp(gradient, *args)[1](dots)
+            return jax.tree.map(lambda v: v.astype(jnp.float32), found)
+
+        return of
+
+    compare(take, (layer, plain), args, 0.03)
 
 
 def test_shard_map():
-    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(i=8)
     p, q = jax.P("i"), jax.P()
     inside = jax.shard_map(layer, mesh=mesh, in_specs=(p, q, q), out_specs=p)
     args = HX, HW, HB
-    close(jax.jit(jax.grad(loss(inside), (0, 1, 2)))(*args), jax.grad(loss(layer), (0, 1, 2))(*args), 1e-2)
-    grads = jax.shard_map(jax.grad(loss(layer), (0, 1, 2)), mesh=mesh, in_specs=(p, q, q), out_specs=(p, q, q))
-    close(grads(*args), jax.grad(loss(layer), (0, 1, 2))(*args), 1e-2)
+    close(jax.jit(jax.grad(squares(inside), (0, 1, 2)))(*args), jax.grad(squares(layer), (0, 1, 2))(*args), 1e-2)
+    grads = jax.shard_map(jax.grad(squares(layer), (0, 1, 2)), mesh=mesh, in_specs=(p, q, q), out_specs=(p, q, q))
+    close(grads(*args), jax.grad(squares(layer), (0, 1, 2))(*args), 1e-2)
     captured = jax.shard_map(
         lambda x, w, r: cutjax.gemm(w, w, layout="tn", epilogue=lambda acc: acc + r[:1].astype(acc.dtype)).sum(),
         mesh=mesh, in_specs=(p, q, p), out_specs=q, check_vma=False,
@@ -502,11 +428,11 @@ def test_shard_map():
 
 
 def test_explicit_sharding():
-    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+    mesh = mesh_of(jax.sharding.AxisType.Explicit, i=8)
     with jax.set_mesh(mesh):
         x, w, b = (jax.device_put(v, s) for v, s in ((HX, jax.P("i")), (HW, jax.P()), (HB, jax.P())))
         assert jax.typeof(layer(x, w, b)).sharding.spec == jax.P("i", None)
-        close(jax.grad(loss(layer), (0, 1, 2))(x, w, b), jax.grad(loss(layer), (0, 1, 2))(HX, HW, HB), 1e-2)
+        close(jax.grad(squares(layer), (0, 1, 2))(x, w, b), jax.grad(squares(layer), (0, 1, 2))(HX, HW, HB), 1e-2)
         w, b = jax.device_put(HW, jax.P(None, "i")), jax.device_put(HB, jax.P("i"))
         assert jax.typeof(layer(HX, w, b)).sharding.spec == jax.P(None, "i")
 

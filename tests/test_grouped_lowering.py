@@ -10,7 +10,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grouped_oracle import integers
+from checks import integers
 
 import cutjax
 

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grouped_oracle import integers, masked_multiply, masked_outer
+from checks import integers
 from jax import lax
+from oracles import masked_multiply, masked_outer
 
 import cutjax
 

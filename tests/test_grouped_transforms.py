@@ -1,22 +1,21 @@
-"""grouped_gemm and grouped_outer under every transformation, against one masked product in plain JAX."""
+"""grouped_gemm and grouped_outer alone: vmap without copies, what runs backward, sizes as data. Else: the battery."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grouped_oracle import integers, masked_multiply, masked_outer
+from checks import compare, integers, same
 from jax.test_util import check_grads
+from oracles import masked_multiply, masked_outer
 
 import cutjax
 
 M, K, N, G = 24, 8, 6, 4
 SIZES = jnp.array([5, 0, 10, 6], jnp.int32)  # three rows have no group
-same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
 
 
 def operands(layout: str, dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
@@ -28,95 +27,16 @@ def pair(layout: str):
     return tuple(functools.partial(f, layout=layout) for f in (cutjax.grouped_gemm, masked_multiply))
 
 
-OUTER = (cutjax.grouped_outer, masked_outer)
-# (operation and oracle, operands)
-CASES = {
-    "nn": (pair("nn"), operands("nn")),
-    "nt": (pair("nt"), operands("nt")),
-    "outer": (OUTER, (integers(0, (M, K)), integers(2, (M, N)))),
-}
-cases = pytest.mark.parametrize(("functions", "args"), CASES.values(), ids=CASES.keys())
-
-
-@cases
-def test_gradients(functions, args):
-    def both(f):
-        value, vjp = jax.vjp(lambda x, y: f(x, y, SIZES), *args)
-        return value, vjp(integers(3, value.shape))
-
-    same(*(both(jax.jit(f)) for f in functions))
-
-
-@cases
-def test_jvp(functions, args):
-    dots = tuple(integers(3 + i, x.shape) for i, x in enumerate(args))
-    same(*(jax.jvp(lambda x, y, f=f: f(x, y, SIZES), args, dots) for f in functions))
-
-
-@cases
-def test_second_order(functions, args):
+@pytest.mark.parametrize("function", [cutjax.grouped_gemm, cutjax.grouped_outer])
+def test_numerical_derivatives(function):
+    """Against differences of values, where every other test has plain JAX's derivatives to compare with."""
     with jax.enable_x64(True):
-        args = tuple(x[..., :2].astype(np.float64) / 4 for x in (args if functions is OUTER else (args[0], args[1].mT)))
-        if functions is not OUTER:
-            args = args[0], args[1].mT if functions[0].keywords["layout"] == "nn" else args[1]
-        check_grads(lambda x, y: jnp.tanh(functions[0](x, y, SIZES)), args, order=2, modes=["fwd", "rev"])
-
-
-@cases
-def test_hessian_vector_product(functions, args):
-    dots = tuple(integers(3 + i, x.shape) for i, x in enumerate(args))
-
-    def products(f):
-        grad = jax.grad(lambda x, y: (f(x, y, SIZES) ** 2).sum(), (0, 1))
-        return jax.jvp(grad, args, dots), jax.vjp(grad, *args)[1](dots)
-
-    same(*(products(f) for f in functions))
-
-
-def stacked(x: jax.Array, axis: int | None) -> jax.Array:
-    """Three of an operand, different."""
-    others = (jnp.roll(x, 1), x[::-1]) if x.dtype == jnp.int32 else (x + 1, -x)
-    return x if axis is None else jnp.stack([x, *others], axis)
-
-
-AXES = [axes for axes in itertools.product((None, 0, 2), (None, 0, 1, 3), (None, 0, 1)) if axes != (None,) * 3]
-
-
-@pytest.mark.parametrize("axes", AXES, ids=str)
-def test_vmap(axes):
-    """Over any subset of x, w and the sizes, and any axis."""
-    args = [stacked(x, axis) for x, axis in zip((*operands("nt"), SIZES), axes, strict=True)]
-    got, expected = (jax.jit(jax.vmap(f, axes, 1))(*args) for f in pair("nt"))
-    same(got, expected)
+        x, w = (x[..., :2].astype(np.float64) / 4 for x in operands("nt"))
+        args = (x, w.mT) if function is cutjax.grouped_gemm else (x, integers(2, (M, 2), np.float64) / 4)
+        check_grads(lambda x, y: jnp.tanh(function(x, y, SIZES)), args, order=2, modes=["fwd", "rev"])
 
 
 SOME_AXES = [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, None), (1, None, 1), (None, 2, 0), (0, 1, 0)]
-
-
-@cases
-@pytest.mark.parametrize("axes", SOME_AXES, ids=str)
-def test_vmap_of_grad_and_grad_of_vmap(functions, args, axes):
-    args = [stacked(x, axis) for x, axis in zip((*args, SIZES), axes, strict=True)]
-
-    def both(f):
-        def loss(x, y, sizes):
-            return (f(x, y, sizes) ** 2).sum()
-
-        mapped = jax.vmap(jax.value_and_grad(loss, (0, 1)), axes)(*args)
-        summed = jax.grad(lambda x, y: jax.vmap(loss, axes)(x, y, args[2]).sum(), (0, 1))(*args[:2])
-        return mapped, summed
-
-    same(*(jax.jit(functools.partial(both, f))() for f in functions))
-
-
-@pytest.mark.parametrize("inner", [(0, None, None), (None, None, 0), (None, 1, 0)], ids=str)
-@pytest.mark.parametrize("outer", [(None, 0, None), (1, None, None), (0, 0, 1)], ids=str)
-def test_vmap_nested(inner, outer):
-    args = (*operands("nn"), SIZES)
-    for axes in (inner, outer):
-        args = tuple(stacked(x, axis) for x, axis in zip(args, axes, strict=True))
-    got, expected = (jax.jit(jax.vmap(jax.vmap(f, inner), outer))(*args) for f in pair("nn"))
-    same(got, expected)
 
 
 def test_vmap_of_group_offset():
@@ -184,56 +104,23 @@ def test_gradients_have_the_operands_dtype():
     assert {row.choice.problem.a_dtype.name for row in rows} == {"bfloat16"}  # a kernel can serve it
 
 
-def test_gradient_of_accumulate():
-    x, dy, to = integers(0, (M, K)), integers(1, (M, N)), integers(2, (G, K, N))
-
-    def plain(x, dy, to):
-        return to + masked_outer(x, dy, SIZES)
-
-    def add(x, dy, to):
-        return cutjax.grouped_outer(x, dy, SIZES, accumulate=to)
-
-    def all_of(f):
-        def loss(*args):
-            return (f(*args) ** 2).sum()
-
-        hessian = jax.jvp(jax.grad(loss, (0, 1, 2)), (x, dy, to), (dy @ dy.T @ x, dy, to))
-        mapped = [
-            jax.vmap(jax.value_and_grad(loss, (0, 1, 2)), axes)(
-                *(stacked(v, axis) for v, axis in zip((x, dy, to), axes, strict=True))
-            )
-            for axes in ((0, None, None), (None, None, 2), (1, 0, 0))
-        ]
-        return hessian, mapped
-
-    same(all_of(add), all_of(plain))
-
-
 def test_scan_over_layers():
     """x through three layers of experts, each with its own weights and sizes."""
     x, w = integers(0, (M, K)), integers(1, (3, G, K, K)) % 2
     sizes = jnp.array([[5, 0, 10, 6], [24, 0, 0, 0], [1, 2, 3, 4]], jnp.int32)
 
-    def loss(f, x, w):
-        def layer(h, of_layer):
-            h = f(h, *of_layer)
-            return h, h.sum()
+    def take(f):
+        def loss(x, w):
+            def layer(h, of_layer):
+                h = f(h, *of_layer)
+                return h, h.sum()
 
-        h, sums = jax.lax.scan(layer, x, (w, sizes))
-        return (h * sums[0]).sum()
+            h, sums = jax.lax.scan(layer, x, (w, sizes))
+            return (h * sums[0]).sum()
 
-    same(*(jax.jit(jax.value_and_grad(functools.partial(loss, f), (0, 1)))(x, w) for f in pair("nn")))
+        return jax.value_and_grad(loss, (0, 1))
 
-
-@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable], ids=["nothing", "dots"])
-def test_checkpoint(policy):
-    x, w = integers(0, (M, K)), integers(1, (G, K, K))
-
-    def loss(f, x, w):
-        layer = jax.checkpoint(lambda x: jnp.maximum(f(x, w, SIZES), 0), policy=policy)
-        return layer(layer(x)).sum()
-
-    same(*(jax.jit(jax.grad(functools.partial(loss, f), (0, 1)))(x, w) for f in pair("nn")))
+    compare(take, pair("nn"), (x, w))
 
 
 def test_sizes_are_data(caplog):

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grouped_oracle import HOSTILE, MOST, integers
+from checks import integers
+from grouped_oracle import HOSTILE, MOST
 from hypothesis import strategies as st
 
 import cutjax

@@ -1,8 +1,7 @@
-"""mlp against its form in plain JAX under every transformation, and what its backward pass runs."""
+"""mlp alone: batches that broadcast, biases of every shape, and what its backward pass runs. Else: the battery."""
 
 from __future__ import annotations
 
-import doctest
 import functools
 import re
 
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.ad_checkpoint import print_saved_residuals
+from checks import close, compare, mesh_of, normal, problems, run_docstring, saved, scaled, squares, types
 from jax.extend.core import Literal
 
 import cutjax
@@ -20,27 +19,8 @@ H = jnp.bfloat16
 POLICIES = jax.checkpoint_policies
 
 
-def normal(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
-    return (jax.random.normal(jax.random.key(seed), shape) / shape[0] ** 0.5).astype(dtype)
-
-
-def close(got, expected, tolerance=1e-5):
-    def check(x, y):
-        assert x.dtype == y.dtype
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * max(1, np.abs(y).max(initial=0)))
-
-    jax.tree.map(check, got, expected)
-
-
-X, W1, W2, GATE = normal(0, (M, K)), normal(1, (K, F)), normal(2, (F, N)), normal(3, (K, F))
+X, W1, W2, GATE = scaled(0, (M, K)), scaled(1, (K, F)), scaled(2, (F, N)), scaled(3, (K, F))
 B1, B2 = normal(4, (F,)), normal(5, (N,))
-ARGS = {
-    "plain": {"x": X, "w1": W1, "w2": W2},
-    "biases": {"x": X, "w1": W1, "w2": W2, "b1": B1, "b2": B2},
-    "gated": {"x": X, "w1": W1, "w2": W2, "gate": GATE},
-    "gated, biases": {"x": X, "w1": W1, "w2": W2, "gate": GATE, "b1": B1, "b2": B2},
-}
 
 
 def plain(x, w1, w2, b1=None, b2=None, gate=None, activation=jax.nn.gelu):
@@ -49,50 +29,13 @@ def plain(x, w1, w2, b1=None, b2=None, gate=None, activation=jax.nn.gelu):
     return jnp.matmul(h, w2) + (0 if b2 is None else b2)
 
 
-def by_name(fn, args, **options):
-    """The function of the arguments' values alone."""
-    return lambda *values: fn(**dict(zip(args, values, strict=True)), **options)
-
-
-def pair(name, **options):
-    args = ARGS[name]
-    return by_name(cutjax.mlp, args, **options), by_name(plain, args), tuple(args.values())
-
-
-@pytest.mark.parametrize("save", ["default", "recompute"])
-@pytest.mark.parametrize("name", ARGS)
-def test_derivatives(name, save):
-    got, expected, args = pair(name, save=save)
-    g = normal(6, (M, N))
-    dots = tuple(normal(20 + i, x.shape) for i, x in enumerate(args))
-
-    def gradient(f):
-        return lambda *args: jax.vjp(f, *args)[1](g)
-
-    close(got(*args), expected(*args))
-    close(jax.jvp(got, args, dots), jax.jvp(expected, args, dots))
-    close(gradient(got)(*args), gradient(expected)(*args))
-    close(jax.jit(gradient(got))(*args), gradient(expected)(*args))
-    close(jax.jvp(gradient(got), args, dots), jax.jvp(gradient(expected), args, dots), 1e-4)
-    close(*(jax.vjp(gradient(f), *args)[1](dots) for f in (got, expected)), 1e-4)
-    close(jax.jacfwd(got, 0)(*args), jax.jacfwd(expected, 0)(*args))
-    close(jax.jacrev(got, 1)(*args), jax.jacrev(expected, 1)(*args))
-
-
-@pytest.mark.parametrize("name", ["biases", "gated"])
-def test_gradient_of_each_argument_alone(name):
-    got, expected, args = pair(name)
-    for i in range(len(args)):
-        close(*(jax.grad(lambda *args, f=f: (f(*args) ** 2).sum(), i)(*args) for f in (got, expected)))
-
-
 @pytest.mark.parametrize("layout", ["nn", "nt"])
 @pytest.mark.parametrize(
     "batches", [((3,), (), ()), ((2, 3), (), ()), ((3,), (3,), (3,)), ((), (3,), (3,)), ((3,), (), (3,))], ids=str
 )
 def test_batches_and_layouts(layout, batches):
     x, w1, w2, gate = (
-        normal(i, (*batch, *v.shape))
+        scaled(i, (*batch, *v.shape))
         for i, (batch, v) in enumerate(zip((*batches, batches[1]), (X, W1, W2, GATE), strict=True))
     )
 
@@ -101,72 +44,46 @@ def test_batches_and_layouts(layout, batches):
             w1, w2, gate = w1.mT, w2.mT, gate.mT
         return cutjax.mlp(x, w1, w2, b1=b1, b2=b2, gate=gate, layout=layout)
 
-    grads = [
-        jax.value_and_grad(lambda *args, f=f: (f(*args) ** 2).sum(), tuple(range(6)))(x, w1, w2, B1, B2, gate)
-        for f in (fused, plain)
-    ]
-    close(*grads, 1e-4)
+    def take(f):
+        return jax.value_and_grad(lambda *args: (f(*args) ** 2).sum(), range(6))
 
-
-@pytest.mark.parametrize("name", ["biases", "gated"])
-@pytest.mark.parametrize("mapped", ["x", "w1", "w2", "b1", "x w1", "x w2", "x w1 w2 b1 b2 gate"])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_vmap(name, mapped, dim):
-    got, expected, args = pair(name)
-    dims = tuple(
-        dim if key in mapped.split() and x.ndim >= dim else None for key, x in zip(ARGS[name], args, strict=True)
-    )
-    if all(d is None for d in dims):
-        pytest.skip("nothing to map")
-    args = tuple(x if d is None else jnp.stack([x, x + 1, -x], d) for x, d in zip(args, dims, strict=True))
-
-    def gradient(f):
-        return jax.grad(lambda *args: (f(*args) ** 2).sum(), tuple(range(len(args))))
-
-    def tangent(f):
-        return lambda *args: jax.jvp(f, args, args)[1]
-
-    maps = [jax.vmap(f, dims) for f in (got, expected)]
-    close(*(f(*args) for f in maps))
-    close(*(gradient(f)(*args) for f in maps), 1e-4)
-    close(*(jax.vmap(gradient(f), dims)(*args) for f in (got, expected)), 1e-4)
-    close(*(jax.vmap(tangent(f), dims)(*args) for f in (got, expected)), 1e-4)
-    close(*(tangent(f)(*args) for f in maps), 1e-4)
+    compare(take, (fused, plain), (x, w1, w2, B1, B2, gate), 1e-4)
 
 
 def test_activation_that_captures_what_is_differentiated():
-    def loss(layer, slope, x):
-        def leaky(z):
-            return jnp.where(z > 0, z, slope * z)
+    def take(layer):
+        def loss(slope, x):
+            def leaky(z):
+                return jnp.where(z > 0, z, slope * z)
 
-        return (layer(x, W1, W2, activation=leaky, b1=B1) ** 2).sum()
+            return (layer(x, W1, W2, activation=leaky, b1=B1) ** 2).sum()
 
-    for wrap in (lambda f: f, jax.jit):
-        grads = [wrap(jax.grad(functools.partial(loss, f), (0, 1)))(jnp.float32(0.1), X) for f in (cutjax.mlp, plain)]
-        close(*grads)
+        return jax.grad(loss, (0, 1))
+
+    compare(take, (cutjax.mlp, plain), (jnp.float32(0.1), X), 1e-5)
+    close(take(cutjax.mlp)(jnp.float32(0.1), X), take(plain)(jnp.float32(0.1), X))  # also outside jit
 
 
 def test_full_size_and_column_biases():
     for b1 in (normal(7, (M, F)), normal(7, (M, 1)), jnp.float32(0.5)):
-        grads = [
-            jax.grad(lambda x, b1, f=f: (f(x, W1, W2, b1=b1) ** 2).sum(), (0, 1))(X, b1) for f in (cutjax.mlp, plain)
-        ]
-        close(*grads)
+        functions = [lambda x, b1, f=f: f(x, W1, W2, b1=b1) for f in (cutjax.mlp, plain)]
+        compare(lambda f: jax.grad(squares(f), (0, 1)), functions, (X, b1), 1e-5)
 
 
 def test_scan_over_layers():
-    def loss(layer, x, w1, w2):
-        return (jax.lax.scan(lambda h, ws: (h + layer(h, *ws), None), x, (w1, w2))[0] ** 2).sum()
+    def take(layer):
+        def loss(x, w1, w2):
+            return (jax.lax.scan(lambda h, ws: (h + layer(h, *ws), None), x, (w1, w2))[0] ** 2).sum()
 
-    args = X, normal(1, (3, K, F)), normal(2, (3, F, K))
-    close(*(jax.jit(jax.grad(functools.partial(loss, f), (0, 1, 2)))(*args) for f in (cutjax.mlp, plain)), 1e-4)
-    remat = jax.checkpoint(cutjax.mlp)
-    close(*(jax.jit(jax.grad(functools.partial(loss, f), (0, 1, 2)))(*args) for f in (remat, plain)), 1e-4)
+        return jax.grad(loss, (0, 1, 2))
+
+    args = X, scaled(1, (3, K, F)), scaled(2, (3, F, K))
+    for layer in (cutjax.mlp, jax.checkpoint(cutjax.mlp)):
+        compare(take, (layer, plain), args, 1e-4)
 
 
 def test_shard_map():
-    mesh = jax.make_mesh((4, 2), ("i", "j"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    p = jax.P
+    mesh, p = mesh_of(i=4, j=2), jax.P
 
     def split(x, w1, w2, gate, b1):  # rows over i, what lies between the products over j
         return jax.lax.psum(cutjax.mlp(x, w1, w2, gate=gate, b1=b1), "j")
@@ -179,13 +96,12 @@ def test_shard_map():
     def loss(f):
         return jax.value_and_grad(lambda *args: (f(*args) ** 2).sum(), tuple(range(5)))
 
-    whole = loss(lambda x, w1, w2, gate, b1: plain(x, w1, w2, gate=gate, b1=b1))
-    close(jax.jit(loss(inside))(*args), whole(*args))
+    compare(loss, (inside, lambda x, w1, w2, gate, b1: plain(x, w1, w2, gate=gate, b1=b1)), args, 1e-5)
 
 
 # What runs, and what is kept.
 
-HX, HW1, HW2, HGATE = (normal(i, s, H) for i, s in enumerate(((64, 128), (128, 256), (256, 32), (128, 256))))
+HX, HW1, HW2, HGATE = (scaled(i, s, H) for i, s in enumerate(((64, 128), (128, 256), (256, 32), (128, 256))))
 HB1, HB2 = normal(4, (256,), H), normal(5, (32,), H)
 
 
@@ -196,15 +112,6 @@ def gradient(**options):
         return (fn(x, w1, w2, **named).astype(jnp.float32) ** 2).sum()
 
     return jax.value_and_grad(loss, tuple(range(3 + len(options.get("names", ())))))
-
-
-def problems(fn, *args):
-    """The products of a function, fused ones with their results."""
-    found = []
-    for row in cutjax.explain(fn)(*args).rows:
-        p = row.choice.problem
-        found += [(p.m, p.n, p.k, p.layout, row.outputs)] * row.count
-    return sorted(found)
 
 
 def test_backward_runs_the_derivative_of_the_activation_in_a_kernel():
@@ -276,15 +183,10 @@ def test_batch_of_shared_weights_is_rows():
     assert (64, 256, 32, "nt", ("bf16[2,64,256]", "f32[2,256]")) in problems(per_example, x, HW1, HW2, HB1)
 
 
-def saved(capsys, fn, *args) -> list[str]:
-    print_saved_residuals(fn, *args)
-    return sorted(x.split()[0] for x in capsys.readouterr().out.splitlines() if "from the argument" not in x)
-
-
 def test_what_is_saved(capsys):
     args = HX, HW1, HW2
     both = ["bf16[64,256]"] * 2
-    assert saved(capsys, cutjax.mlp, *args) == both
+    assert types(saved(capsys, cutjax.mlp, *args)) == both
     assert saved(capsys, functools.partial(cutjax.mlp, save="recompute"), *args) == []
     for names, expected in (
         ((), []),
@@ -292,7 +194,7 @@ def test_what_is_saved(capsys):
         (("cutjax_preactivation", "cutjax_hidden"), both),
     ):
         f = jax.checkpoint(cutjax.mlp, policy=POLICIES.save_only_these_names(*names))
-        assert saved(capsys, f, *args) == expected
+        assert types(saved(capsys, f, *args)) == expected
 
 
 def test_gradients_in_bfloat16_are_those_of_plain_jax():
@@ -303,14 +205,14 @@ def test_gradients_in_bfloat16_are_those_of_plain_jax():
     args = HX, HW1, HW2, HGATE, HB1
 
     def grads(f):
-        return jax.grad(lambda *args: (f(*args).astype(jnp.float32) ** 2).sum(), tuple(range(5)))(*args)
+        return jax.grad(lambda *args: (f(*args).astype(jnp.float32) ** 2).sum(), range(5))
 
-    close(grads(lambda x, w1, w2, gate, b1: cutjax.mlp(x, w1, w2, gate=gate, b1=b1)), grads(reference), 0.03)
+    compare(grads, (lambda x, w1, w2, gate, b1: cutjax.mlp(x, w1, w2, gate=gate, b1=b1), reference), args, 0.03)
 
 
 def test_bias_gradients_are_summed_in_float32():
-    x, w1, w2 = (normal(i, shape, H) for i, shape in enumerate([(4096, K), (K, F), (F, N)]))
-    g = jax.random.normal(jax.random.key(7), (4096, N), H)
+    x, w1, w2 = (scaled(i, shape, H) for i, shape in enumerate([(4096, K), (K, F), (F, N)]))
+    g = normal(7, (4096, N), H)
     _, pull = jax.vjp(lambda b2: cutjax.mlp(x, w1, w2, b2=b2, activation=jax.nn.gelu), B2.astype(H))
     np.testing.assert_allclose(pull(g)[0].astype(np.float32), np.asarray(g, np.float64).sum(0), rtol=2**-8)
 
@@ -359,7 +261,4 @@ def test_refused(error, match, options):
 
 
 def test_docstring_example():
-    (example,) = doctest.DocTestFinder().find(cutjax.mlp, "mlp")
-    runner = doctest.DocTestRunner()
-    assert runner.run(example).failed == 0
-    assert runner.tries
+    run_docstring(cutjax.mlp, "mlp")

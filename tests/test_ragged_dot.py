@@ -11,7 +11,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grouped_oracle import integers
+from checks import integers
 from jax import lax
 
 import cutjax

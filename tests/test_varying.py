@@ -86,9 +86,9 @@ def test_debug_nans_sees_a_product():
 @pytest.mark.parametrize("name", ["gemm", "gemm, epilogue", "mlp", "grouped_gemm, epilogue", "ragged_dot"])
 def test_checkify_passes_through(name):
     """It has no rule for our products, nor a public way to add one: docs/troubleshooting.md says so."""
-    error, got = checkify.checkify(OPERATIONS[name][0], errors=checkify.all_checks)(*operands(name))
+    error, got = checkify.checkify(OPERATIONS[name].fn, errors=checkify.all_checks)(*operands(name))
     assert error.get() is None
-    jax.tree.map(np.testing.assert_array_equal, got, OPERATIONS[name][0](*operands(name)))
+    jax.tree.map(np.testing.assert_array_equal, got, OPERATIONS[name].fn(*operands(name)))
     error, _ = checkify.checkify(
         lambda: cutjax.gemm(jnp.full((2, 3), jnp.inf), jnp.zeros((3, 4))) + 1, errors=checkify.nan_checks
     )()
