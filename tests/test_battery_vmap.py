@@ -7,10 +7,12 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-from checks import compare, inexact, stacked
+from checks import compare, inexact, squares, stacked
 from operations import FORMS, OPERATIONS, differentiable, of_floats, operands
 
-forms = pytest.mark.parametrize(("name", "layout"), FORMS, ids=lambda x: x or "only")
+# Other layouts of what is linear in two operands: the rest makes its products of those.
+SOME = [form for form in FORMS if form[1] in ("", "nn") or " " in OPERATIONS[form[0]].linear]
+forms = pytest.mark.parametrize(("name", "layout"), SOME, ids=lambda x: x or "only")
 
 
 def floats(fn):
@@ -39,18 +41,20 @@ def pairs(args) -> list[tuple[int | None, ...]]:
     return [*found, (0,) * len(args), tuple(x.ndim for x in args)]
 
 
-def derivatives(fn, axes, args):
-    """Of the batch: the gradient of each member, that of the sum, the tangents of all."""
-
-    def total(f):
-        return lambda *xs: sum((y**2).sum() for y in f(*xs))
+def gradients(fn, axes, args):
+    """Of the batch: the gradient of each member, and that of the sum."""
 
     def gradient(*args):
         f, xs = of_floats(floats(fn), args)
-        return jax.grad(total(f), range(len(xs)))(*xs)
+        return jax.grad(squares(f), range(len(xs)))(*xs)
 
     summed, xs = of_floats(jax.vmap(floats(fn), axes), args)
-    return jax.vmap(gradient, axes)(*args), jax.grad(total(summed), range(len(xs)))(*xs), jax.jvp(summed, xs, xs)[1]
+    return jax.vmap(gradient, axes)(*args), jax.grad(squares(summed), range(len(xs)))(*xs)
+
+
+def tangents(fn, axes, args):
+    f, xs = of_floats(jax.vmap(floats(fn), axes), args)
+    return jax.jvp(f, xs, xs)[1]
 
 
 @forms
@@ -71,15 +75,16 @@ def test_values(name, layout):
 @pytest.mark.parametrize("which", ["each alone", "pairs and all"])
 def test_derivatives(name, layout, which):
     op, args = OPERATIONS[name], operands(name)
+    derivatives = [gradients] if which == "each alone" else [gradients, tangents]
     if which == "each alone":
         axes_of = [axes for axes in alone(args) if 0 in axes]
     elif len(args) > 1:
-        axes_of = pairs(args)[:: 1 if len(args) < 4 else 3]
+        axes_of = [*pairs(args)[:: 1 if len(args) < 4 else 5], (0,) * len(args)]
     else:
         axes_of = [(args[0].ndim,)]
 
     def take(fn):
-        return lambda *args: [derivatives(fn, axes, batched(args, axes)) for axes in axes_of]
+        return lambda *args: [of(fn, axes, batched(args, axes)) for axes in axes_of for of in derivatives]
 
     compare(take, (op.of_layout(layout), op.plain), args, 1e-4)
 

@@ -32,6 +32,8 @@ def test_every_config_compiles_lean(a, out, layout):
     space = len(family.CLUSTERS) * sum(map(len, family.TILES.values())) + sum(map(len, family.DEEP_TILES.values()))
     assert len(configs) == space
 
+    if (layout, out) != ("nn", "bfloat16"):  # a cluster changes the producer alone: elsewhere the fullest
+        configs = [config for config in configs if config.cluster == 1 or config.accumulator_registers > 128]
     configs = configs[::4] if a == "float16" else configs  # which differs in one instruction's name
     check_lean(asked, configs, 20 << 10)  # 15.4 KB at most
 

@@ -1,8 +1,7 @@
-"""moe against every expert computed for every token, under every transformation; 8 virtual CPU devices."""
+"""moe alone: its options, uneven routing, NaN, what runs, expert parallelism. Else: the battery."""
 
 from __future__ import annotations
 
-import doctest
 import functools
 import re
 
@@ -10,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import close, compare, mesh_of, run_docstring, scaled, squares, types
+from checks import saved as residuals
 from jax import lax
-from jax.ad_checkpoint import print_saved_residuals
+from oracles import moe as dense
 
 import cutjax
 
@@ -19,45 +20,54 @@ T, D, H, N, E = 10, 8, 12, 6, 4
 P = jax.P
 
 
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape) / shape[-1] ** 0.5
-
-
-def close(got, expected, tolerance=1e-5):
-    def check(x, y):
-        assert x.dtype == y.dtype
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * max(1, np.abs(y).max(initial=0)))
-
-    jax.tree.map(check, got, expected)
-
-
-X, LOGITS = normal(0, T, D), 3 * normal(1, T, E)
-GATE, UP, DOWN = normal(2, E, D, H), normal(3, E, D, H), normal(4, E, H, N)
+X, LOGITS = (
+    scaled(
+        0,
+        (
+            T,
+            D,
+        ),
+    ),
+    4
+    * scaled(
+        1,
+        (
+            T,
+            E,
+        ),
+    ),
+)
+GATE, UP, DOWN = (
+    scaled(
+        2,
+        (
+            E,
+            D,
+            H,
+        ),
+    ),
+    scaled(
+        3,
+        (
+            E,
+            D,
+            H,
+        ),
+    ),
+    scaled(
+        4,
+        (
+            E,
+            H,
+            N,
+        ),
+    ),
+)
 ARGS = X, LOGITS, GATE, UP, DOWN
 
 
-def dense(
-    x, logits, gate, up, down, k=2, *, activation=jax.nn.silu, scoring="softmax", renormalize=True, selection_bias=None
-):
-    """The definition: all experts for all tokens, and a sum with weights of which all but k are zero."""
-    scores = jax.nn.softmax(logits) if scoring == "softmax" else jax.nn.sigmoid(logits)
-    best = lax.stop_gradient(scores if selection_bias is None else scores + selection_bias)
-    chosen = (best[..., None, :] > best[..., None]).sum(-1) < k  # fewer than k are better
-    weights = jnp.where(chosen, scores, 0)
-    if renormalize:
-        weights /= weights.sum(-1, keepdims=True)
-    h = activation(jnp.einsum("...td,edh->...teh", x, gate)) * jnp.einsum("...td,edh->...teh", x, up)
-    return jnp.einsum("...te,...teh,ehn->...tn", weights, h, down)
-
-
-def loss(f):
-    """A scalar of all arguments with second derivatives in each."""
-    return lambda *args: (f(*args) ** 2).sum()
-
-
 def gradient(f):
-    return jax.grad(loss(f), tuple(range(5)))
+    return jax.grad(squares(f), range(5))
 
 
 OPTIONS = {
@@ -65,7 +75,7 @@ OPTIONS = {
     "k=1": {"k": 1},
     "all experts": {"k": E},
     "not renormalized": {"renormalize": False},
-    "sigmoid with a bias": {"scoring": "sigmoid", "selection_bias": normal(5, E)},
+    "sigmoid with a bias": {"scoring": "sigmoid", "selection_bias": scaled(5, (E,))},
     "sigmoid, not renormalized": {"scoring": "sigmoid", "renormalize": False},
     "gelu": {"activation": jax.nn.gelu},
 }
@@ -73,33 +83,15 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_values_and_gradients(name):
-    got, expected = (functools.partial(f, **OPTIONS[name]) for f in (cutjax.moe, dense))
-    close(got(*ARGS), expected(*ARGS))
-    close(gradient(got)(*ARGS), gradient(expected)(*ARGS))
-
-
-@pytest.mark.parametrize("save", ["default", "recompute"])
-def test_derivatives(save):
-    got, expected = functools.partial(cutjax.moe, save=save), dense
-    dots = tuple(normal(20 + i, *x.shape) for i, x in enumerate(ARGS))
-    close(jax.jit(jax.value_and_grad(loss(got)))(*ARGS), jax.value_and_grad(loss(expected))(*ARGS))
-    close(jax.jvp(got, ARGS, dots), jax.jvp(expected, ARGS, dots))
-    close(jax.jvp(gradient(got), ARGS, dots), jax.jvp(gradient(expected), ARGS, dots), 1e-4)
-    close(*(jax.vjp(gradient(f), *ARGS)[1](dots) for f in (got, expected)), 1e-4)
-    close(jax.jacfwd(got)(*ARGS), jax.jacfwd(expected)(*ARGS))
-    close(jax.jacrev(got, 1)(*ARGS), jax.jacrev(expected, 1)(*ARGS))
-
-
-@pytest.mark.parametrize("i", range(5))
-def test_gradient_of_each_argument_alone(i):
-    close(*(jax.grad(loss(f), i)(*ARGS) for f in (cutjax.moe, dense)))
+    functions = [functools.partial(f, **OPTIONS[name]) for f in (cutjax.moe, dense)]
+    compare(lambda f: lambda *args: (f(*args), gradient(f)(*args)), functions, ARGS, 1e-5)
 
 
 @pytest.mark.parametrize("layout", ["nn", "nt"])
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
 def test_batches_and_layouts(batch, layout):
-    x, logits = normal(0, *batch, T, D), 3 * normal(1, *batch, T, E)
-    bias = normal(5, *batch, T, E)  # one for each token, batched
+    x, logits = scaled(0, (*batch, T, D)), 4 * scaled(1, (*batch, T, E))
+    bias = scaled(5, (*batch, T, E))  # one for each token, batched
 
     def fused(x, logits, *ws):
         ws = [w.mT for w in ws] if layout == "nt" else ws
@@ -107,44 +99,38 @@ def test_batches_and_layouts(batch, layout):
 
     args = x, logits, GATE, UP, DOWN
     expected = functools.partial(dense, selection_bias=bias)
-    close(fused(*args), expected(*args))
-    close(gradient(fused)(*args), gradient(expected)(*args))
-
-
-@pytest.mark.parametrize(
-    ("mapped", "dim"),
-    [({0}, 0), ({0}, -1), ({1}, 0), ({2}, 0), ({4}, -1), ({0, 1}, 1), ({2, 3, 4}, 0), ({0, 1, 2, 3, 4}, 0)],
-    ids=str,
-)
-def test_vmap(mapped, dim):
-    dims = tuple(dim if i in mapped else None for i in range(5))
-    args = tuple(x if d is None else jnp.stack([x, 0.5 - x, x[::-1]], d) for x, d in zip(ARGS, dims, strict=True))
-
-    def tangent(f):
-        return lambda *args: jax.jvp(f, args, args)[1]
-
-    maps = [jax.vmap(f, dims) for f in (cutjax.moe, dense)]
-    close(*(f(*args) for f in maps))
-    close(*(gradient(f)(*args) for f in maps), 1e-4)
-    close(*(tangent(f)(*args) for f in maps), 1e-4)
-    close(*(jax.vmap(gradient(f), dims)(*args) for f in (cutjax.moe, dense)), 1e-4)
+    compare(lambda f: lambda *args: (f(*args), gradient(f)(*args)), (fused, expected), args, 1e-5)
 
 
 def test_scan_over_layers_and_checkpoint():
-    down = normal(4, E, H, D)
+    down = scaled(
+        4,
+        (
+            E,
+            H,
+            D,
+        ),
+    )
 
-    def model(layer, router, *ws):
-        def step(x, ws):
-            return x + layer(x, x @ router, *ws), None
+    def take(layer):
+        def model(router, *ws):
+            def step(x, ws):
+                return x + layer(x, x @ router, *ws), None
 
-        return lax.scan(step, X, ws)[0]
+            return lax.scan(step, X, ws)[0]
 
-    router = 3 * normal(7, D, E)
+        return jax.grad(squares(model), range(4))
+
+    router = 4 * scaled(
+        7,
+        (
+            D,
+            E,
+        ),
+    )
     args = router, *(jnp.stack([w, w[::-1]]) for w in (GATE, UP, down))
-    fs = [functools.partial(model, layer) for layer in (cutjax.moe, jax.checkpoint(cutjax.moe), dense)]
-    grads = [jax.jit(jax.grad(loss(f), tuple(range(4))))(*args) for f in fs]
-    close(grads[0], grads[2], 1e-4)
-    close(grads[1], grads[2], 1e-4)
+    for layer in (cutjax.moe, jax.checkpoint(cutjax.moe)):
+        compare(take, (layer, dense), args, 1e-4)
 
 
 # Routing that is not even.
@@ -155,7 +141,7 @@ def test_ties_and_experts_without_a_token():
     got = cutjax.moe(X, logits, GATE, UP, DOWN)
     h = jax.nn.silu(jnp.einsum("td,edh->teh", X, GATE[:2])) * jnp.einsum("td,edh->teh", X, UP[:2])
     close(got, jnp.einsum("teh,ehn->tn", h, DOWN[:2]) / 2)
-    grads = jax.grad(lambda *ws: loss(cutjax.moe)(X, logits, *ws), (0, 1, 2))(GATE, UP, DOWN)
+    grads = jax.jit(jax.grad(lambda *ws: squares(cutjax.moe)(X, logits, *ws), (0, 1, 2)))(GATE, UP, DOWN)
     for g in grads:
         assert np.asarray(g[:2]).all()
         assert not np.asarray(g[2:]).any()
@@ -187,7 +173,7 @@ def test_nan_stays_where_it_is(where):
         bad = jnp.arange(T) == 3
     assert 0 < bad.sum() < T
     np.testing.assert_array_equal(jnp.isnan(cutjax.moe(*args)), jnp.broadcast_to(bad[:, None], (T, N)))
-    dx, dlogits, *dws = gradient(lambda *args: cutjax.moe(*args))(*args)
+    dx, dlogits, *dws = jax.jit(gradient(cutjax.moe))(*args)
     np.testing.assert_array_equal(jnp.isnan(dx).any(-1), bad)
     np.testing.assert_array_equal(jnp.isnan(dlogits).any(-1), bad)
     touched = cutjax.route(args[1]).indices[bad]  # the experts of the tokens concerned, and no others
@@ -213,8 +199,8 @@ def test_no_floats_are_scattered_or_sorted():
     assert "scatter_add" not in jaxpr
     text = jax.jit(gradient(cutjax.moe)).lower(*ARGS).as_text()
     for name in ("scatter", "sort"):
-        for types in re.findall(rf'"stablehlo\.{name}"[^\n]*(?:\n(?!\s*}}\)).*)*\n\s*}}\) : (.*)', text):
-            assert "xf" not in types
+        for dtypes in re.findall(rf'"stablehlo\.{name}"[^\n]*(?:\n(?!\s*}}\)).*)*\n\s*}}\) : (.*)', text):
+            assert "xf" not in dtypes
 
 
 def test_every_product_has_a_kernel():
@@ -240,9 +226,8 @@ def test_every_product_has_a_kernel():
 
 
 def saved(capsys, fn, *args) -> list[str]:
-    print_saved_residuals(fn, *args)
-    lines = [x.split()[0] for x in capsys.readouterr().out.splitlines() if "from the argument" not in x]
-    return sorted(x for x in lines if x.startswith("bf16") and "," in x)
+    """Types of the residuals that are neither weights nor indices."""
+    return [x for x in types(residuals(capsys, fn, *args)) if x.startswith("bf16") and "," in x]
 
 
 def test_what_is_saved(capsys):
@@ -258,7 +243,7 @@ def test_what_is_saved(capsys):
     counts = {"top_k": 1, "sort": 1, "cutjax_dispatch": 3 + 2}
     assert {name: len(re.findall(rf"\b{name}\b", text)) for name in counts} == counts
     assert len(re.findall(r"cutjax_grouped_gemm\[\s+backend=auto\s+config=None\s+epilogue=(?!acc\n)", text)) == 2
-    close(gradient(without_rows)(*ARGS), gradient(dense)(*ARGS))
+    compare(gradient, (without_rows, dense), ARGS, 1e-5)
 
 
 def test_bfloat16():
@@ -268,16 +253,12 @@ def test_bfloat16():
     assert got.dtype == jnp.bfloat16
     wide = [x.astype(jnp.float32) for x in args]
     close(got.astype(jnp.float32), dense(*wide), 0.02)
-    grads = gradient(lambda *args: cutjax.moe(*args).astype(jnp.float32))(*args)
+    grads = jax.jit(gradient(cutjax.moe))(*args)
     assert {g.dtype for g in grads} == {jnp.dtype(jnp.bfloat16)}
-    close([g.astype(jnp.float32) for g in grads], list(gradient(dense)(*wide)), 0.03)
+    close([g.astype(jnp.float32) for g in grads], list(jax.jit(gradient(dense))(*wide)), 0.03)
 
 
 # Expert parallelism.
-
-
-def mesh_of(shape, names):
-    return jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
 
 
 def divided(x, logits, gate, up, down, **options):
@@ -289,14 +270,57 @@ def divided(x, logits, gate, up, down, **options):
 @pytest.mark.parametrize("shape", [(1, 8), (2, 4)], ids=str)
 @pytest.mark.parametrize("order", ["grad outside", "grad inside"])
 def test_expert_parallelism(shape, order):
-    x, logits = normal(0, 16, D), 3 * normal(1, 16, 8)
-    args = x, logits, normal(2, 8, D, H), normal(3, 8, D, H), normal(4, 8, H, N)
-    mesh = mesh_of(shape, ("tokens", "experts"))
+    x, logits = (
+        scaled(
+            0,
+            (
+                16,
+                D,
+            ),
+        ),
+        4
+        * scaled(
+            1,
+            (
+                16,
+                8,
+            ),
+        ),
+    )
+    args = (
+        x,
+        logits,
+        scaled(
+            2,
+            (
+                8,
+                D,
+                H,
+            ),
+        ),
+        scaled(
+            3,
+            (
+                8,
+                D,
+                H,
+            ),
+        ),
+        scaled(
+            4,
+            (
+                8,
+                H,
+                N,
+            ),
+        ),
+    )
+    mesh = mesh_of(tokens=shape[0], experts=shape[1])
     specs = P("tokens"), P("tokens"), P("experts"), P("experts"), P("experts")
-    expected = dense(*args), gradient(dense)(*args)
+    expected = jax.jit(lambda *args: (dense(*args), gradient(dense)(*args)))(*args)
     if order == "grad outside":
         f = jax.shard_map(divided, mesh=mesh, in_specs=specs, out_specs=P("tokens"))
-        got = jax.jit(f)(*args), jax.jit(gradient(f))(*args)
+        got = jax.jit(lambda *args: (f(*args), gradient(f)(*args)))(*args)
     else:
         inside = jax.shard_map(
             lambda *args: (divided(*args), gradient(divided)(*args)),
@@ -310,22 +334,21 @@ def test_expert_parallelism(shape, order):
 
 def test_expert_and_tensor_parallelism():
     """Each device has half of the experts, and of each a quarter of the hidden layer."""
-    mesh = mesh_of((2, 4), ("experts", "hidden"))
+    mesh = mesh_of(experts=2, hidden=4)
 
     def layer(*args):
         return lax.psum(divided(*args), "hidden")
 
     specs = P(), P(), P("experts", None, "hidden"), P("experts", None, "hidden"), P("experts", "hidden")
     f = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P())
-    close(jax.jit(f)(*ARGS), dense(*ARGS))
-    close(jax.jit(gradient(f))(*ARGS), gradient(dense)(*ARGS))
+    compare(lambda f: lambda *args: (f(*args), gradient(f)(*args)), (f, dense), ARGS, 1e-5)
 
 
 def test_what_is_summed_over_devices_has_the_size_of_x():
     """The gradient is added over the devices for each token, not for each of its k rows."""
-    mesh = mesh_of((4,), ("experts",))
+    mesh = mesh_of(experts=4)
     f = jax.shard_map(divided, mesh=mesh, in_specs=(P(), P(), P("experts"), P("experts"), P("experts")), out_specs=P())
-    text = str(jax.make_jaxpr(jax.grad(loss(f), (0, 1)))(*ARGS))
+    text = str(jax.make_jaxpr(jax.grad(squares(f), (0, 1)))(*ARGS))
     shapes = re.findall(r":\w+\[([\d,]*)\](?:\{[^}]*\})? = psum", text)
     assert sorted(shapes) == sorted([f"{T},{N}", f"{T},{D}", f"{T},2"])
 
@@ -376,7 +399,4 @@ def test_refused(error, match, options):
 
 
 def test_docstring_example():
-    (example,) = doctest.DocTestFinder().find(cutjax.moe, "moe")
-    runner = doctest.DocTestRunner()
-    assert runner.run(example).failed == 0
-    assert runner.tries
+    run_docstring(cutjax.moe, "moe")

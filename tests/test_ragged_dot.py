@@ -11,7 +11,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import integers
+from checks import compare, integers, mesh_of
 from jax import lax
 
 import cutjax
@@ -22,10 +22,10 @@ Dims = lax.RaggedDotDimensionNumbers
 
 
 def check(lhs, rhs, sizes, dims, **options):
-    expected = lax.ragged_dot_general(lhs, rhs, sizes, dims, **options)
-    got = cutjax.ragged_dot_general(lhs, rhs, sizes, dims, **options)
-    assert got.dtype == expected.dtype
-    np.testing.assert_array_equal(got, expected)
+    def take(f):
+        return lambda lhs, rhs, sizes: f(lhs, rhs, sizes, dims, **options)
+
+    compare(take, (cutjax.ragged_dot_general, lax.ragged_dot_general), (lhs, rhs, sizes))
 
 
 @pytest.mark.parametrize("name", ["ragged_dot", "ragged_dot_general"])
@@ -38,11 +38,14 @@ def test_signature(name):
 
 @pytest.mark.parametrize("sizes", [(5, 0, 7, 6), (20, 0, 0, 0), (0, 0, 0, 0), (1, 18, 0, 1)], ids=str)
 def test_values_and_gradients(sizes):
-    def both(f):
-        value, vjp = jax.vjp(lambda x, w: f(x, w, jnp.array(sizes)), X, W)
-        return value, vjp(integers(2, value.shape))
+    def take(f):
+        def both(x, w):
+            value, vjp = jax.vjp(lambda x, w: f(x, w, jnp.array(sizes)), x, w)
+            return value, vjp(integers(2, value.shape))
 
-    jax.tree.map(np.testing.assert_array_equal, *(both(jax.jit(f)) for f in (cutjax.ragged_dot, lax.ragged_dot)))
+        return both
+
+    compare(take, (cutjax.ragged_dot, lax.ragged_dot), (X, W))
 
 
 # A letter for each dimension: b batch, x before the ragged m, y after it, g groups, k, l, n, o contracted or not.
@@ -146,10 +149,10 @@ def test_precision(precision):
     def loss(f, x, w):
         return (f(x, w, S, precision) ** 2).sum()
 
-    got, expected = (
-        jax.value_and_grad(functools.partial(loss, f), (0, 1))(X, W) for f in (cutjax.ragged_dot, lax.ragged_dot)
-    )
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    def take(f):
+        return jax.value_and_grad(functools.partial(loss, f), (0, 1))
+
+    compare(take, (cutjax.ragged_dot, lax.ragged_dot), (X, W))
     if precision in ("highest", lax.Precision.HIGH):
         text = jax.jit(jax.grad(functools.partial(loss, cutjax.ragged_dot), (0, 1))).lower(X, W).as_text()
         products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
@@ -170,20 +173,8 @@ def test_group_offset():
     np.testing.assert_array_equal(shifted, jnp.concatenate([dw[1:], jnp.zeros_like(dw[:1])]))
 
 
-def test_vmap():
-    """Where jax's raises: one argument mapped, or an axis other than the first."""
-    sizes = jnp.stack([S, S[::-1]])
-    np.testing.assert_array_equal(
-        jax.vmap(cutjax.ragged_dot, (None, None, 0))(X, W, sizes), jnp.stack([lax.ragged_dot(X, W, s) for s in sizes])
-    )
-    xs = jnp.stack([X, -X], 2)
-    np.testing.assert_array_equal(
-        jax.vmap(cutjax.ragged_dot, (2, None, None))(xs, W, S), jnp.stack([lax.ragged_dot(x, W, S) for x in (X, -X)])
-    )
-
-
 def test_inside_shard_map():
-    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(i=8)
     specs = jax.P(None, "i"), jax.P(None, "i")
 
     def loss(f, x, w):
@@ -193,9 +184,8 @@ def test_inside_shard_map():
         return lax.psum(cutjax.ragged_dot(x, w, S), "i")
 
     sharded = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P())
-    expected = jax.grad(functools.partial(loss, lambda x, w: lax.ragged_dot(x, w, S)), (0, 1))(X, W)
-    got = jax.jit(jax.grad(functools.partial(loss, sharded), (0, 1)))(X, W)
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    functions = sharded, lambda x, w: lax.ragged_dot(x, w, S)
+    compare(lambda f: jax.grad(functools.partial(loss, f), (0, 1)), functions, (X, W))
 
 
 def test_second_mode_has_gradients():

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import doctest
 import functools
 
+import checks
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import compare, mesh_of, run_docstring
+from checks import normal as random
+from oracles import load_balance_loss as plain_loss
+from oracles import route as weights_of
 
 import cutjax
 from cutjax.ops import routing
@@ -16,27 +20,12 @@ from cutjax.ops import routing
 T, E, D = 12, 6, 5
 
 
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
+def normal(seed, *shape):
+    return random(seed, shape)
 
 
+close = functools.partial(checks.close, tolerance=1e-6)
 LOGITS = normal(0, T, E)
-
-
-def close(got, expected, tolerance=1e-6):
-    def check(x, y):
-        assert x.dtype == y.dtype
-        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
-
-    jax.tree.map(check, got, expected)
-
-
-def weights_of(logits, k, scoring, renormalize, bias):
-    """The definition: scores of all experts, the k best by score and bias, divided by their sum."""
-    scores = jax.nn.softmax(logits) if scoring == "softmax" else jax.nn.sigmoid(logits)
-    best = jnp.argsort(-(scores + (0 if bias is None else bias)), stable=True)[..., :k]
-    weights = jnp.take_along_axis(scores, best, -1)
-    return best, weights / weights.sum(-1, keepdims=True) if renormalize else weights
 
 
 @pytest.mark.parametrize("k", [1, 2, E])
@@ -47,18 +36,21 @@ def test_experts_and_weights(k, scoring, renormalize, bias):
     bias = None if bias is None else normal(1, *bias)
     how = {"scoring": scoring, "renormalize": renormalize}
     got = cutjax.route(LOGITS, k, selection_bias=bias, **how)
-    best, weights = weights_of(LOGITS, k, bias=bias, **how)
+    best = weights_of(LOGITS, k, bias=bias, **how)[0]
     assert got.indices.dtype == got.permutation.dtype == got.inverse.dtype == got.group_sizes.dtype == jnp.int32
     np.testing.assert_array_equal(got.indices, best)
-    close(got.weights, weights)
 
-    def loss(weights_of, logits):
-        return (weights_of(logits) * normal(2, T, k)).sum()
+    def take(weights):
+        def loss(x):
+            return (weights(x) * normal(2, T, k)).sum()
 
-    ours = functools.partial(loss, lambda x: cutjax.route(x, k, selection_bias=bias, **how).weights)
-    theirs = functools.partial(loss, lambda x: weights_of(x, k, bias=bias, **how)[1])
-    close(jax.grad(ours)(LOGITS), jax.grad(theirs)(LOGITS))
-    close(jax.hessian(ours)(LOGITS), jax.hessian(theirs)(LOGITS))
+        return lambda x: (weights(x), jax.grad(loss)(x), jax.hessian(loss)(x))
+
+    functions = (
+        lambda x: cutjax.route(x, k, selection_bias=bias, **how).weights,
+        lambda x: weights_of(x, k, bias=bias, **how)[1],
+    )
+    compare(take, functions, (LOGITS,), 1e-6)
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)], ids=str)
@@ -135,15 +127,17 @@ PAIRS = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_gather_and_sum(name):
     got, expected, x = PAIRS[name]
-    y, pull = jax.vjp(expected, x)
-    close(got(x), y)
-    close(jax.jit(got)(x), y)
-    close(jax.jvp(got, (x,), (x**2,)), jax.jvp(expected, (x,), (x**2,)))
-    close(jax.vjp(got, x)[1](y**2), pull(y**2))
-    close(jax.linear_transpose(got, x)(y), jax.linear_transpose(expected, x)(y))
-    close(*(jax.hessian(lambda x, f=f: (f(x) ** 3).sum())(x) for f in (got, expected)), 1e-5)
-    close(jax.jacfwd(got)(x), jax.jacfwd(expected)(x))
-    close(jax.jacrev(got)(x), jax.jacrev(expected)(x))
+
+    def take(f):
+        def of(x):
+            y, pull = jax.vjp(f, x)
+            first = jax.jvp(f, (x,), (x**2,)), pull(y**2), jax.linear_transpose(f, x)(y)
+            return *first, jax.hessian(lambda x: (f(x) ** 3).sum())(x), jax.jacfwd(f)(x), jax.jacrev(f)(x)
+
+        return of
+
+    close(got(x), expected(x))
+    compare(take, (got, expected), (x,), 1e-5)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -156,11 +150,15 @@ def test_vmap(name, mapped):
     def gradient(f):
         return jax.grad(lambda x, r: (f(x, r) ** 3).sum())
 
-    fs = [PAIRS[name][i] for i in (0, 1)]
-    close(*(jax.vmap(f, mapped)(x, r) for f in fs))
-    close(*(jax.vmap(gradient(f), mapped)(x, r) for f in fs), 1e-5)
-    close(*(gradient(jax.vmap(f, mapped))(x, r) for f in fs), 1e-5)
-    close(*(jax.jvp(lambda x, f=f: jax.vmap(f, mapped)(x, r), (x,), (x,)) for f in fs))
+    def take(f):
+        batch = jax.vmap(f, mapped)
+        return lambda x, r: (
+            jax.vmap(gradient(f), mapped)(x, r),
+            gradient(batch)(x, r),
+            jax.jvp(lambda x: batch(x, r), (x,), (x,)),
+        )
+
+    compare(take, PAIRS[name][:2], (x, r), 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32])
@@ -184,7 +182,7 @@ def test_nothing_is_scattered(name):
 
 def test_shard_map():
     """Tokens over one mesh axis, each device its own routing; features over the other."""
-    mesh = jax.make_mesh((4, 2), ("i", "j"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = mesh_of(i=4, j=2)
     p = jax.P
 
     def layer(x, logits):
@@ -193,14 +191,15 @@ def test_shard_map():
 
     x = normal(1, T, 2 * D)
     inside = jax.shard_map(layer, mesh=mesh, in_specs=(p("i", "j"), p("i")), out_specs=p("i", "j"))
-    close(jax.jit(inside)(x, LOGITS), layer(x, LOGITS))
-    close(
-        *(jax.jit(jax.grad(lambda *args, f=f: (f(*args) ** 2).sum(), (0, 1)))(x, LOGITS) for f in (inside, layer)), 1e-5
-    )
+
+    def take(f):
+        return lambda *args: (f(*args), jax.grad(lambda *args: (f(*args) ** 2).sum(), (0, 1))(*args))
+
+    compare(take, (inside, layer), (x, LOGITS), 1e-5)
 
 
 def test_explicit_sharding_is_refused():
-    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+    mesh = mesh_of(jax.sharding.AxisType.Explicit, i=4)
     match = "operands are divided over explicit mesh axes"
     with jax.set_mesh(mesh):
         logits, x = (jax.device_put(v, jax.NamedSharding(mesh, jax.P("i"))) for v in (LOGITS, X))
@@ -218,15 +217,8 @@ def test_explicit_sharding_is_refused():
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("k", [1, 2])
 def test_load_balance_loss(k, scoring):
-    def expected(logits):
-        indices = weights_of(logits, k, scoring, False, None)[0]
-        share = jax.nn.one_hot(indices, E).sum(1).mean(0) / k
-        scores = jax.nn.softmax(logits) if scoring == "softmax" else jax.nn.sigmoid(logits)
-        return E * (share * (scores / scores.sum(-1, keepdims=True)).mean(0)).sum()
-
-    got = functools.partial(cutjax.load_balance_loss, k=k, scoring=scoring)
-    close(jax.value_and_grad(got)(LOGITS), jax.value_and_grad(expected)(LOGITS))
-    close(jax.hessian(got)(LOGITS), jax.hessian(expected)(LOGITS))
+    got, expected = (functools.partial(f, k=k, scoring=scoring) for f in (cutjax.load_balance_loss, plain_loss))
+    compare(lambda f: lambda x: (jax.value_and_grad(f)(x), jax.hessian(f)(x)), (got, expected), (LOGITS,), 1e-6)
     close(got(LOGITS.reshape(3, -1, E)), got(LOGITS))
     assert got(LOGITS.astype(jnp.bfloat16)).dtype == jnp.float32
 
@@ -285,7 +277,4 @@ def test_refused(error, match, call):
 
 @pytest.mark.parametrize("name", ["Routing", "route", "load_balance_loss", "router_z_loss"])
 def test_docstring_examples(name):
-    (example,) = doctest.DocTestFinder(recurse=False).find(getattr(cutjax, name), name)
-    runner = doctest.DocTestRunner()
-    assert runner.run(example).failed == 0
-    assert runner.tries
+    run_docstring(getattr(cutjax, name), name)
