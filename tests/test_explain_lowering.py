@@ -8,11 +8,11 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from checks import mesh_of
 from jax import lax
 
 import cutjax
 from cutjax.binding import lowering
-from cutjax.kernels.sm90 import kernel as sm90
 from cutjax.runtime import compiler
 
 H = jnp.bfloat16
@@ -21,22 +21,11 @@ P = jax.P
 SIZES = jnp.array([8, 0, 40, 16], jnp.int32)
 
 
-@pytest.fixture(autouse=True)
-def _compile_nothing(monkeypatch):
-    """Names of kernels are all that is looked at."""
-    resources = compiler.Resources(None, None, None, None, None)
-    cubin = compiler.Cubin(b"cubin", resources, "", 0.0, False)
-    monkeypatch.setattr(sm90, "compile_kernel", lambda *args, **kwargs: cubin)
-
-
-def mesh_of(kind=AUTO, **axes):
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
-
-
 def ones(*shape, dtype=H):
     return jnp.ones(shape, dtype)
 
 
+pytestmark = pytest.mark.usefixtures("compile_nothing")  # names of kernels are all that is looked at
 X, W, V = ones(64, 64), ones(64, 128), ones(128, 64)
 G, U, D = ones(4, 64, 128), ones(4, 64, 128), ones(4, 128, 64)
 BIAS = jnp.ones(128)

@@ -8,16 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import integers
 
 import cutjax
 
 M, N, K = 4, 6, 8
 H = jnp.bfloat16
-
-
-def integers(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
-    """-2..2: every order of summation is exact, so results must be equal."""
-    return jax.random.randint(jax.random.key(seed), shape, -2, 3).astype(dtype)
 
 
 X, W, V = integers(0, (M, K)), integers(1, (K, N)), integers(2, (K, N))

@@ -6,8 +6,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from checks import integers, mesh_of, same
 from jax import lax
 
 import cutjax
@@ -17,28 +17,14 @@ K, N = 8, 16
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 
 
-def mesh_of(shape, names, kind=AUTO):
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
-
-
-def integers(seed, *shape):
-    return jax.random.randint(jax.random.key(seed), shape, -2, 3).astype(jnp.float32)
-
-
-def same(got, expected):
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
-
-
 def test_shard_map_value_and_grad():
     """Rows divided, weights replicated: their gradient is summed over the devices, as check_vma makes sure."""
-    x, w = integers(0, 16, K), integers(1, K, N)
+    x, w = integers(0, (16, K)), integers(1, (K, N))
 
     def f(product, x, w):
         return (product(x, w) ** 2).sum()
 
-    @functools.partial(
-        jax.shard_map, mesh=mesh_of((8,), ("i",)), in_specs=(P("i"), P()), out_specs=(P(), (P("i"), P()))
-    )
+    @functools.partial(jax.shard_map, mesh=mesh_of(i=8), in_specs=(P("i"), P()), out_specs=(P(), (P("i"), P())))
     def sharded(x, w):
         value, grads = jax.value_and_grad(functools.partial(f, cutjax.gemm), (0, 1))(x, w)
         return lax.psum(value, "i"), grads
@@ -49,13 +35,13 @@ def test_shard_map_value_and_grad():
 
 @pytest.mark.parametrize("order", ["grad outside", "grad inside"])
 def test_shard_map_scan(order):
-    x, w = integers(0, 16, K), integers(1, K, K)
+    x, w = integers(0, (16, K)), integers(1, (K, K))
 
     def loss(product, x, w):
         h, _ = lax.scan(lambda h, _: (product(h, w), None), x, None, length=3)
         return h.sum()
 
-    mesh = mesh_of((8,), ("i",))
+    mesh = mesh_of(i=8)
 
     def total(x, w):
         local = functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("i"), P()), out_specs=P())
@@ -72,14 +58,12 @@ def test_shard_map_scan(order):
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 def test_shard_map_two_axes(layout):
     """a varies over one mesh axis, b over the other; the contraction is divided as well and added by hand."""
-    a, b = integers(0, 4, 16, K), integers(1, K, N)
+    a, b = integers(0, (4, 16, K)), integers(1, (K, N))
     at, bt = (a if layout[0] == "n" else a.mT), (b if layout[1] == "n" else b.mT)
     a_spec = P(None, "i", "j") if layout[0] == "n" else P(None, "j", "i")
     b_spec = P("j", None) if layout[1] == "n" else P(None, "j")
 
-    @functools.partial(
-        jax.shard_map, mesh=mesh_of((2, 4), ("i", "j")), in_specs=(a_spec, b_spec), out_specs=P(None, "i")
-    )
+    @functools.partial(jax.shard_map, mesh=mesh_of(i=2, j=4), in_specs=(a_spec, b_spec), out_specs=P(None, "i"))
     def product(a, b):
         return lax.psum(cutjax.gemm(a, b, layout=layout), "j")
 
@@ -90,8 +74,8 @@ def test_shard_map_two_axes(layout):
 
 
 def test_shard_map_of_vmap_and_vmap_of_shard_map():
-    x, w = integers(0, 3, 16, K), integers(1, K, N)
-    mesh = mesh_of((8,), ("i",))
+    x, w = integers(0, (3, 16, K)), integers(1, (K, N))
+    mesh = mesh_of(i=8)
     outer = jax.shard_map(
         jax.vmap(cutjax.gemm, (0, None)), mesh=mesh, in_specs=(P(None, "i"), P()), out_specs=P(None, "i")
     )
@@ -113,8 +97,8 @@ LAYOUTS_OF_DATA = {
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 def test_jit_over_several_devices(specs, kind):
     """No pmap and no shard_map: arrays that live on several devices, divided by XLA or by explicit sharding."""
-    mesh = mesh_of((4, 2), ("i", "j"), kind)
-    x, w = integers(0, 8, 4, K), integers(1, K, N)
+    mesh = mesh_of(kind, i=4, j=2)
+    x, w = integers(0, (8, 4, K)), integers(1, (K, N))
 
     def loss(product, x, w):
         return (product(x, w) ** 2).sum()
@@ -131,9 +115,9 @@ def test_jit_over_several_devices(specs, kind):
 
 
 def test_contracted_axes_sharded_differently():
-    mesh = mesh_of((8,), ("i",), EXPLICIT)
+    mesh = mesh_of(EXPLICIT, i=8)
     with jax.set_mesh(mesh):
-        x = jax.device_put(integers(0, 16, K), jax.NamedSharding(mesh, P(None, "i")))
-        w = jax.device_put(integers(1, K, N), jax.NamedSharding(mesh, P(None, None)))
+        x = jax.device_put(integers(0, (16, K)), jax.NamedSharding(mesh, P(None, "i")))
+        w = jax.device_put(integers(1, (K, N)), jax.NamedSharding(mesh, P(None, None)))
         with pytest.raises(ValueError, match=r"contracted axes are sharded differently.*jax.reshard"):
             cutjax.gemm(x, w)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import integers
 
 from cutjax import grouped_gemm
 from cutjax.epilogue.expression import OperandSpec
@@ -14,11 +15,6 @@ from cutjax.primitives.derivative import SAVE
 M, N, K, G = 9, 6, 8, 4
 H = jnp.bfloat16
 SIZES = (3, 0, 4, 1)  # the last row is of no group
-
-
-def integers(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
-    """-2..2: every order of summation is exact, so results must be equal."""
-    return jax.random.randint(jax.random.key(seed), shape, -2, 3).astype(dtype)
 
 
 X, W, V = integers(0, (M, K)), integers(1, (G, K, N)), integers(2, (G, K, N))

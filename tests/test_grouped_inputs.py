@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
-
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import run_docstring
 
 import cutjax
 
@@ -140,7 +139,4 @@ FUNCTIONS = [cutjax.grouped_gemm, cutjax.grouped_outer, cutjax.ragged_dot, cutja
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_docstring_examples(function):
-    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
-    (example,) = finder.find(function, function.__name__)
-    assert runner.run(example).failed == 0
-    assert runner.tries
+    run_docstring(function, function.__name__)

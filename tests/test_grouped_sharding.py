@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import integers
+from checks import integers, mesh_of, same
 from jax import lax
 from oracles import masked_multiply, masked_outer
 
@@ -18,14 +18,9 @@ P = jax.P
 M, K, N, G = 32, 8, 16, 8
 SIZES = jnp.array([5, 0, 10, 1, 3, 0, 0, 9], jnp.int32)  # four rows have no group
 X, W, DY = integers(0, (M, K)), integers(1, (G, K, N)), integers(2, (M, N))
-same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
 
 
-def mesh_of(shape, names, kind=jax.sharding.AxisType.Auto):
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
-
-
-MESH = mesh_of((8,), ("i",))
+MESH = mesh_of(i=8)
 
 
 def loss(f, x, w):
@@ -143,7 +138,7 @@ def test_jit_over_several_devices(specs):
 
 
 def test_explicit_sharding_is_refused():
-    mesh = mesh_of((8,), ("i",), jax.sharding.AxisType.Explicit)
+    mesh = mesh_of(jax.sharding.AxisType.Explicit, i=8)
     with jax.set_mesh(mesh):
         x, w = (jax.device_put(v, jax.NamedSharding(mesh, P())) for v in (X, W))
         same(cutjax.grouped_gemm(x, w, SIZES), masked_multiply(X, W, SIZES))
