@@ -50,6 +50,15 @@ def close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
     jax.tree.map(check, got, expected)
 
 
+# conftest.py has fusions compiled without MLIR, by an emitter that rounds to float8 twice and has another tanh.
+_ROUNDING = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
+
+
+def rounding(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under jit, each of its values rounded to its dtype, once."""
+    return jax.jit(fn, compiler_options=_ROUNDING | {"xla_allow_excess_precision": False})
+
+
 def compare(
     take: Callable[[Callable[..., Any]], Callable[..., Any]],
     functions: Sequence[Callable[..., Any]],

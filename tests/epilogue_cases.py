@@ -6,6 +6,7 @@ import epilogue_host as host
 import jax
 import jax.numpy as jnp
 import numpy as np
+from checks import rounding
 from scipy import special
 
 from cutjax.epilogue.trace import trace
@@ -129,7 +130,8 @@ def reference(epilogue, *operands):
     shape = (1, operands[0].size)
     with jax.default_device(jax.devices("cpu")[0]):
         acc = jnp.zeros(shape)
-        results = epilogue.apply([acc] * epilogue.products, [x.reshape(shape) for x in operands])
+        apply = rounding(lambda acc, operands: epilogue.apply([acc] * epilogue.products, operands))
+        results = apply(acc, [x.reshape(shape) for x in operands])
     return [np.asarray(x)[0] for x in results]
 
 

@@ -280,7 +280,7 @@ def test_threads_share_one_failure(runs):
 def test_many_processes(folder):
     program = (
         "import hashlib, sys, warnings; warnings.simplefilter('error')\n"
-        "from cutjax import compiler\n"
+        "from cutjax.runtime import compiler\n"
         "cubins = [compiler.compile_kernel(sys.argv[1], name=f'k{i}', arch='sm_90a') for i in range(3)]\n"
         "print([hashlib.sha256(cubin.image).hexdigest() for cubin in cubins])"
     )

@@ -141,7 +141,7 @@ def test_layers(layer, dtype):
     for y, z in zip(got, expected, strict=True):
         assert np.isfinite(y.astype(jnp.float32)).all()
         # The cotangent of what lies between the products may be of the operands' dtype, as in plain JAX.
-        # float8_e5m2 rounds by 2^-3, and the terms of a sum cancel: 0.27 was seen.
+        # float8_e5m2 rounds by 2^-3, and the terms of a sum cancel: 0.27, or less where XLA leaves a rounding out.
         scale = float(jnp.abs(z).max())
         np.testing.assert_allclose(y.astype(jnp.float32), z, atol=scale * 0.35)
 

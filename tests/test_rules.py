@@ -292,9 +292,13 @@ def test_layers_of_two_products(name, gated):
         lambda x, w, v: cutjax.mlp(x, w, v, activation=fn, gate=0.5 * w if gated else None, save="recompute")
     )
     for take in ("grad", "forward over reverse"):
-        for x in (X[0], X):
-            for f in (fused, recomputed):
-                both(DERIVATIVES[take], f, plain, (x, W, v), take)
+
+        def twice(f, take=DERIVATIVES[take]):
+            """Of rows, and of a batch of them."""
+            return lambda x, w, v: (take(f)(x[0], w, v), take(f)(x, w, v))
+
+        both(twice, fused, plain, (X, W, v), take)
+        both(twice, recomputed, plain, (X, W, v), take)
 
 
 @pytest.mark.parametrize("name", [*ELEMENTWISE, *OTHERS])
