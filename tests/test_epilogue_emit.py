@@ -115,7 +115,7 @@ def test_derivatives_of_activations(dtype, tmp_path):
     z = (3 * rng.standard_normal(g.size)).astype(dtype)
     for i, name in enumerate(ACTIVATIONS):
         (got,) = library(i, z, accs=[g], raw=True)
-        with jax.enable_x64(True):
+        with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
             wanted = np.asarray(jax.vjp(ACTIVATIONS[name][0], jnp.asarray(z, np.float64))[1](g.astype(np.float64))[0])
         # 1 + tanh(x) and erf(x) are rounded to f32, and a sum of two terms may cancel: 2^-22 of either.
         unit = np.abs(wanted) * 2.0 ** -(jnp.finfo(dtype).nmant + 1) + 1e-5 * np.abs(g)
