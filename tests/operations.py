@@ -64,6 +64,7 @@ def arrays() -> dict[str, jax.Array]:
         "of_groups": normal(9, (EXPERTS, 1, N)),
         "dy": normal(10, (M, N)),
         "to": normal(11, (EXPERTS, K, N)),
+        "t": normal(14, (1, 1)),
         "sizes": jnp.array([5, 0, 4, 2], jnp.int32),
         "logits": normal(12, (M, EXPERTS)),
         "bias": normal(13, (EXPERTS,)),
@@ -72,6 +73,10 @@ def arrays() -> dict[str, jax.Array]:
 
 def _biased(acc, b):
     return jax.nn.gelu(acc + b[None, :].astype(acc.dtype))
+
+
+def _shrunk(acc, t):
+    return jnp.tanh(acc) * t.astype(acc.dtype)
 
 
 def _scaled(acc, s, b):
@@ -118,6 +123,12 @@ OPERATIONS: dict[str, Operation] = {
         lambda x, w, b: cutjax.gemm(x, w, epilogue=_biased, operands=(b,), save="recompute"),
         "x w b",
         lambda x, w, b: _biased(x @ w, b),
+    ),
+    "syrk": Operation(cutjax.syrk, "x", lambda x: x @ x.mT, {"n": "", "t": "x"}),
+    "syrk, epilogue": Operation(
+        lambda x, t, **how: cutjax.syrk(x, epilogue=_shrunk, operands=(t,), **how),
+        "x t",
+        lambda x, t: _shrunk(x @ x.mT, t),
     ),
     "mlp": Operation(cutjax.mlp, "x w v", lambda x, w, v: jax.nn.gelu(x @ w) @ v, {"nn": "", "nt": "w v"}, linear="v"),
     "mlp, all": Operation(

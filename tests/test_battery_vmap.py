@@ -10,8 +10,14 @@ import pytest
 from checks import compare, inexact, squares, stacked
 from operations import FORMS, OPERATIONS, differentiable, of_floats, operands
 
-# Other layouts of what is linear in two operands: the rest makes its products of those.
-SOME = [form for form in FORMS if form[1] in ("", "nn") or " " in OPERATIONS[form[0]].linear]
+
+def _mapped(name: str, layout: str) -> bool:
+    """True if the layout is the first, or that of a product: other layouts of layers are those of their products."""
+    op = OPERATIONS[name]
+    return layout == next(iter(op.layouts), "") or " " in op.linear or " " not in op.operands
+
+
+SOME = [form for form in FORMS if _mapped(*form)]
 forms = pytest.mark.parametrize(("name", "layout"), SOME, ids=lambda x: x or "only")
 
 
