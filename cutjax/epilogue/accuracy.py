@@ -1,4 +1,4 @@
-"""How accurate each value of an epilogue must be for its outputs not to show it, and rewrites that serve it.
+"""The accuracy each value of an epilogue must have for its outputs not to show it, and rewrites that serve it.
 
 A function feeding only outputs of 16 bits or fewer may use the hardware's approximations, as long as nothing between
 it and the output can magnify their error. docs/accuracy.md states the rules and the errors.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cutjax.epilogue.expression import Node, Output
 
-_INF = math.inf
+_INFINITY = math.inf
 Interval = tuple[float, float]
 
 
@@ -28,14 +28,14 @@ class Level(enum.IntEnum):
     COARSE_BF16 = 3  # 2^-11: a quarter of what rounding to bf16 makes
 
 
-_OUTPUT = {
+_OUTPUT_LEVELS = {
     "bfloat16": Level.COARSE_BF16,
     "float8_e4m3fn": Level.COARSE_BF16,
     "float8_e5m2": Level.COARSE_BF16,
     "float16": Level.COARSE_F16,
 }
 # A relative error of the argument grows by a small factor at most.
-_KEEPS = frozenset(
+_KEEPS_RELATIVE_ERROR = frozenset(
     [
         "mul",
         "div",
@@ -54,11 +54,11 @@ _KEEPS = frozenset(
         "log1p_unit",
     ]
 )
-_FLOATS = frozenset([*_OUTPUT, "float32"])
+_FLOATS = frozenset([*_OUTPUT_LEVELS, "float32"])
 
 
 def levels(nodes: Sequence[Node], outputs: Sequence[Output]) -> list[Level]:
-    """The level of each node: the strictest of what its uses ask."""
+    """Returns the level of each node: the strictest of what its uses ask."""
     bounds = intervals(nodes)
     found = [Level.COARSE_BF16] * len(nodes)
 
@@ -66,21 +66,21 @@ def levels(nodes: Sequence[Node], outputs: Sequence[Output]) -> list[Level]:
         found[i] = min(found[i], level)
 
     for out in outputs:
-        level = _OUTPUT.get(out.dtype, Level.ACCURATE)
+        level = _OUTPUT_LEVELS.get(out.dtype, Level.ACCURATE)
         ask(out.node, min(level, Level.FINE) if out.reduce == "sum" else level)
     for i in reversed(range(len(nodes))):
         for position, arg in enumerate(nodes[i].args):
-            ask(arg, _asked(nodes, i, position, found[i], bounds))
+            ask(arg, _level_asked(nodes, i, position, found[i], bounds))
     return found
 
 
-def _asked(nodes: Sequence[Node], i: int, position: int, level: Level, bounds: Sequence[Interval]) -> Level:
-    """What node i, of which ``level`` is asked, asks of one of its arguments."""
+def _level_asked(nodes: Sequence[Node], i: int, position: int, level: Level, bounds: Sequence[Interval]) -> Level:
+    """Returns the level that node i, of which ``level`` is asked, asks of one of its arguments."""
     node = nodes[i]
     if node.dtype not in _FLOATS:
         return Level.ACCURATE
     match node.op:
-        case op if op in _KEEPS:
+        case op if op in _KEEPS_RELATIVE_ERROR:
             return level
         case "convert_element_type" | "reduce_precision":
             return level
@@ -96,7 +96,7 @@ def _asked(nodes: Sequence[Node], i: int, position: int, level: Level, bounds: S
             if (a[0] >= 0 and b[0] >= 0) or (a[1] <= 0 and b[1] <= 0):
                 return level  # nothing cancels
             for one, other in ((a, b), (b, a)):  # exp(x) - 1: a constant that the other comes near, for many arguments
-                if one[0] == one[1] and other != (-_INF, _INF) and other[0] <= -one[0] <= other[1]:
+                if one[0] == one[1] and other != (-_INFINITY, _INFINITY) and other[0] <= -one[0] <= other[1]:
                     return Level.ACCURATE
             return min(level, Level.FINE)
         case _:
@@ -104,16 +104,16 @@ def _asked(nodes: Sequence[Node], i: int, position: int, level: Level, bounds: S
 
 
 def intervals(nodes: Sequence[Node]) -> list[Interval]:
-    """Bounds of each value, NaN aside."""
+    """Computes bounds of each value, NaN aside."""
     found: list[Interval] = []
     for node in nodes:
-        bounds = _interval(node, [found[i] for i in node.args]) if node.dtype in _FLOATS else (-_INF, _INF)
-        found.append((-_INF, _INF) if any(map(math.isnan, bounds)) else bounds)
+        bounds = _interval(node, [found[i] for i in node.args]) if node.dtype in _FLOATS else (-_INFINITY, _INFINITY)
+        found.append((-_INFINITY, _INFINITY) if any(map(math.isnan, bounds)) else bounds)
     return found
 
 
 def _interval(node: Node, args: list[Interval]) -> Interval:
-    everything = (-_INF, _INF)
+    everything = (-_INFINITY, _INFINITY)
     a = args[0] if args else everything
     b = args[1] if len(args) > 1 else everything
     match node.op:
@@ -122,10 +122,10 @@ def _interval(node: Node, args: list[Interval]) -> Interval:
         case "neg":
             return -a[1], -a[0]
         case "abs" | "square" | "integer_pow" if node.op != "integer_pow" or node.params[0] % 2 == 0:
-            return 0.0, max(abs(a[0]), abs(a[1])) if node.op == "abs" else _INF
+            return 0.0, max(abs(a[0]), abs(a[1])) if node.op == "abs" else _INFINITY
         case "exp" | "exp2":
             scale = node.params[0] if node.params else 1.0
-            return 0.0, 1.0 if scale * (a[1] if scale > 0 else a[0]) <= 0 else _INF
+            return 0.0, 1.0 if scale * (a[1] if scale > 0 else a[0]) <= 0 else _INFINITY
         case "logistic":
             factor = node.params[1] if node.params else 1.0
             return min(factor, 0.0), max(factor, 0.0)
@@ -135,9 +135,9 @@ def _interval(node: Node, args: list[Interval]) -> Interval:
             factor = 2.0 * (node.params[1] if node.params else 1.0)
             return min(factor, 0.0), max(factor, 0.0)
         case "sqrt" | "rsqrt":
-            return 0.0, _INF
+            return 0.0, _INFINITY
         case "log1p" | "log1p_unit" | "cbrt":
-            return 0.0 if a[0] >= 0 else -_INF, _INF
+            return 0.0 if a[0] >= 0 else -_INFINITY, _INFINITY
         case "convert_element_type" | "copy" | "reduce_precision":
             return a
         case "add":
@@ -151,13 +151,13 @@ def _interval(node: Node, args: list[Interval]) -> Interval:
         case "select_n":
             return min(x[0] for x in args[1:]), max(x[1] for x in args[1:])
         case "mul" | "div" if (a[0] >= 0 and b[0] >= 0) or (node.op == "mul" and node.args[0] == node.args[1]):
-            return 0.0, _INF
+            return 0.0, _INFINITY
         case _:
             return everything
 
 
 def rewrite(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[list[Node], list[Output], list[Level]]:
-    """The nodes in forms that neither cancel nor cost, where the outputs cannot show the difference, and their levels.
+    """Returns the nodes in forms that neither cancel nor cost, where no output shows the difference, and their levels.
 
     1 + tanh(x) and 1 + erf(x), which cancel, become logistic and erfc, and a / (1 + exp(x)) becomes a * logistic(-x).
     Constant factors go into exp, logistic and erfc, whose ``params`` are ``(scale, factor)``: factor * f(scale * x).
@@ -172,8 +172,8 @@ def rewrite(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[list[Node
     found = levels(nodes, outputs)
     for i in range(len(found)):
         if nodes[i].dtype == "float32" and found[i] >= Level.FINE:
-            _improve(nodes, i, uses)
-    nodes, outputs = _sorted(nodes, outputs)
+            _improve_node(nodes, i, uses)
+    nodes, outputs = _in_order(nodes, outputs)
     found = levels(nodes, outputs)
     bounds = intervals(nodes)
     for i, node in enumerate(nodes):
@@ -184,8 +184,8 @@ def rewrite(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[list[Node
     return nodes, outputs, found
 
 
-def _sorted(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[list[Node], list[Output]]:
-    """The nodes that the outputs need, each after its arguments, equal ones once."""
+def _in_order(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[list[Node], list[Output]]:
+    """Returns the nodes that the outputs need, each after its arguments, equal ones once."""
     index: dict[Node, int] = {}
     places: dict[int, int] = {}
     stack = [out.node for out in reversed(outputs)]
@@ -202,14 +202,14 @@ def _sorted(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[list[Node
     return list(index), [dataclasses.replace(out, node=places[out.node]) for out in outputs]
 
 
-def _improve(nodes: list[Node], i: int, uses: Sequence[int]) -> None:
+def _improve_node(nodes: list[Node], i: int, uses: Sequence[int]) -> None:
     """Improves one node. What others may use stays as it is: new nodes go to the end of the list."""
     node = nodes[i]
     match node.op:
         case "exp":
-            _set(nodes, i, "exp", node.args[0], 1.0)
+            _set_scaled(nodes, i, "exp", node.args[0], 1.0)
         case "logistic" | "erfc":
-            _set(nodes, i, node.op, node.args[0], *(node.params or (1.0, 1.0)))
+            _set_scaled(nodes, i, node.op, node.args[0], *(node.params or (1.0, 1.0)))
             _factor_cubic(nodes, i)
         case "add" | "sub":
             for one, other in (node.args, node.args[::-1])[: 2 if node.op == "add" else 1]:
@@ -220,19 +220,19 @@ def _improve(nodes: list[Node], i: int, uses: Sequence[int]) -> None:
                     tanh = function.args[function.args[0] == one]
                     if nodes[tanh].op == "tanh" and nodes[tanh].dtype == "float32":
                         logistic = _append(nodes, nodes[tanh])
-                        _set(nodes, logistic, "logistic", nodes[tanh].args[0], 2.0 * sign, 2.0)
+                        _set_scaled(nodes, logistic, "logistic", nodes[tanh].args[0], 2.0 * sign, 2.0)
                         _factor_cubic(nodes, logistic)
                         nodes[i] = dataclasses.replace(node, op="mul", args=(one, logistic))
                         return
                 if not _is_const(nodes[one], 1.0) or function.dtype != "float32":
                     continue
                 if function.op == "tanh":
-                    _set(nodes, i, "logistic", function.args[0], 2.0 * sign, 2.0)
+                    _set_scaled(nodes, i, "logistic", function.args[0], 2.0 * sign, 2.0)
                     return _factor_cubic(nodes, i)
                 if function.op == "erf":
-                    return _set(nodes, i, "erfc", function.args[0], -sign)
+                    return _set_scaled(nodes, i, "erfc", function.args[0], -sign)
                 if function.op == "logistic" and node.op == "sub" and factor == 1:
-                    return _set(nodes, i, "logistic", function.args[0], -scale)
+                    return _set_scaled(nodes, i, "logistic", function.args[0], -scale)
         case "mul":
             for one, other in (node.args, node.args[::-1]):
                 function = nodes[other]
@@ -255,7 +255,7 @@ def _improve(nodes: list[Node], i: int, uses: Sequence[int]) -> None:
                     function = nodes[other]
                     if _is_const(nodes[one], 1.0) and function.op == "exp" and function.dtype == "float32":
                         scale = function.params[0] if function.params else 1.0
-                        _set(nodes, bottom, "logistic", function.args[0], -scale)
+                        _set_scaled(nodes, bottom, "logistic", function.args[0], -scale)
                         nodes[i] = dataclasses.replace(node, op="mul", args=(top, bottom))
                         return
 
@@ -294,7 +294,7 @@ def _is_const(node: Node, value: float) -> bool:
     return node.op == "const" and node.params[0] == value
 
 
-def _set(nodes: list[Node], i: int, op: str, arg: int, scale: float, factor: float = 1.0) -> None:
+def _set_scaled(nodes: list[Node], i: int, op: str, arg: int, scale: float, factor: float = 1.0) -> None:
     """Makes node i factor * op(scale * arg), with constant factors of arg moved into the scale."""
     while nodes[arg].dtype == "float32":
         node = nodes[arg]

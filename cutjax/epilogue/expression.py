@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cutjax.dtypes import short
+from cutjax.epilogue.show import show
 
-ACC = np.dtype(np.float32)  # of accumulators
+ACC = np.dtype(np.float32)  # the dtype of accumulators, if no other is said
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Node:
         iota: ``("row",)``, ``("col",)`` or ``("batch", i)``, the position in the result, batch axes counted from the
         rows outwards; ``("row", i)`` counts the rows of all matrices along the last i batch axes.
         rule: ``(rule, i)``. The value is the first argument's, and nothing is computed. The derivative is that of
-        result i of the function ``rule`` (`_rules.Rule`) of the other arguments.
+        result i of the function ``rule`` (`rules.Rule`) of the other arguments.
         integer_pow: ``(y,)``. round: ``(lax.RoundingMethod as int,)``. reduce_precision: ``(exponent, mantissa)`` bits.
     """
 
@@ -46,7 +45,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class OperandSpec:
-    """How an array operand is read: which of the result's axes it varies along.
+    """An array operand by the axes of the result that it varies along.
 
     Attributes:
       dtype: its elements'.
@@ -92,7 +91,7 @@ class Epilogue:
     outputs: tuple[Output, ...]
 
     def apply(self, accs: Sequence[jax.Array], operands: Sequence[jax.Array] = ()) -> tuple[jax.Array, ...]:
-        """Evaluates in JAX: the reference, and what differentiation differentiates."""
+        """Computes the results in JAX: the reference, and what differentiation differentiates."""
         rank = np.ndim(accs[0])
         shape = np.broadcast_shapes(*(np.shape(x) for x in accs), *(np.shape(x) for x in operands))
         # Values keep only the axes they vary along; the others have size 1.
@@ -129,17 +128,17 @@ class Epilogue:
 
     @functools.cached_property
     def uses_acc(self) -> bool:
-        """Whether any result depends on an accumulator."""
+        """True if any result depends on an accumulator."""
         return any(node.op == "acc" for node in self.primal.nodes)
 
     @functools.cached_property
     def positions(self) -> frozenset[str]:
-        """The axes whose index the function uses: "row", "col", "batch". Such axes cannot be merged or reordered."""
+        """Returns the axes, of "row", "col" and "batch", whose index it uses: such cannot be merged or reordered."""
         return frozenset("batch" if node.params[1:] else node.params[0] for node in self.nodes if node.op == "iota")
 
     @functools.cached_property
     def varies(self) -> tuple[tuple[bool, bool], ...]:
-        """For each node, whether it varies along rows and along columns."""
+        """Returns, for each node, whether it varies along rows and along columns."""
         found: list[tuple[bool, bool]] = []
         for node in self.nodes:
             if node.op == "acc":
@@ -167,12 +166,12 @@ class Epilogue:
 
     @functools.cached_property
     def accumulator(self) -> np.dtype:
-        """The dtype of the accumulators."""
+        """Returns the dtype of the accumulators."""
         return np.dtype(next((node.dtype for node in self.nodes if node.op == "acc"), ACC))
 
     @functools.cached_property
     def primal(self) -> Epilogue:
-        """The same values without what only their derivatives need: no node "rule". What a kernel computes.
+        """Returns what a kernel computes: the same values without what only their derivatives need, no node "rule".
 
         The operands stay as they are, used or not.
         """
@@ -184,20 +183,25 @@ class Epilogue:
         return normal(self.products, self.operands, nodes, outputs)
 
     def __str__(self) -> str:
-        return _show(self.primal)
+        return show(self.primal)
+
+
+def needed_nodes(nodes: Sequence[Node], roots: Iterable[int]) -> set[int]:
+    """Returns the indices of some nodes and of all that they need."""
+    needed = set(roots)
+    for i in reversed(range(len(nodes))):
+        if i in needed:
+            needed.update(nodes[i].args)
+    return needed
 
 
 def normal(
     products: int, operands: Sequence[OperandSpec], nodes: Sequence[Node], outputs: Sequence[Output]
 ) -> Epilogue:
-    """An epilogue of nodes of which some may be equal or dead."""
-    live = {out.node for out in outputs}
-    for i in reversed(range(len(nodes))):
-        if i in live:
-            live.update(nodes[i].args)
+    """Returns the epilogue of nodes of which some may be equal or dead."""
     index: dict[Node, int] = {}
     renamed: dict[int, int] = {}
-    for i in sorted(live):
+    for i in sorted(needed_nodes(nodes, (out.node for out in outputs))):
         node = dataclasses.replace(nodes[i], args=tuple(renamed[j] for j in nodes[i].args))
         renamed[i] = index.setdefault(node, len(index))
     outs = tuple(dataclasses.replace(out, node=renamed[out.node]) for out in outputs)
@@ -211,7 +215,7 @@ def identity(dtype: np.dtype, accumulator: np.dtype = ACC) -> Epilogue:
 
 
 def const(value: Any, dtype: Any) -> Node:
-    """The node of a constant."""
+    """Returns the node of a constant."""
     dtype = np.dtype(dtype)
     if dtype.kind == "b":
         return Node("const", dtype="bool", params=(bool(value),))
@@ -263,7 +267,7 @@ OPS = frozenset(FUNCTIONS) | {
 
 
 def _position(node: Node, shape: tuple[int, ...]) -> jax.Array:
-    """The value of an iota, for a result of that shape."""
+    """Computes the value of an iota, for a result of that shape."""
     axis, *i = node.params
     first = {"batch": -3, "row": -2, "col": -1}[axis] - sum(i)
     terms, stride = [], 1
@@ -276,6 +280,7 @@ def _position(node: Node, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _evaluate(node: Node, args: list[jax.Array]) -> jax.Array:
+    """Computes an elementwise node of arguments of one shape."""
     match node.op:
         case "bitcast_convert_type":
             return lax.bitcast_convert_type(args[0], np.dtype(node.dtype))
@@ -295,7 +300,7 @@ def _evaluate(node: Node, args: list[jax.Array]) -> jax.Array:
 
 @jax.jit
 def cutjax_random_bits(k0: jax.Array, k1: jax.Array, index: jax.Array) -> jax.Array:
-    """The bits jax.random gives an element: both words of threefry of (0, index), one xor the other."""
+    """Computes the bits jax.random gives an element: both words of threefry of (0, index), one xor the other."""
     keys = (k0, k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA))
     x, y = k0, index + k1
     for group in range(5):
@@ -305,74 +310,3 @@ def cutjax_random_bits(k0: jax.Array, k1: jax.Array, index: jax.Array) -> jax.Ar
         x += keys[(group + 1) % 3]
         y += keys[(group + 2) % 3] + np.uint32(group + 1)
     return x ^ y
-
-
-_INFIX = dict(
-    add="+", sub="-", mul="*", div="/", rem="%", pow="**", eq="==", ne="!=", lt="<", le="<=", gt=">", ge=">=", xor="^",
-    shift_left="<<", shift_right_logical=">>>", shift_right_arithmetic=">>", **{"and": "&", "or": "|"},
-)  # fmt: skip
-_LEAVES = ("acc", "operand", "const", "iota")
-
-
-def _show(epilogue: Epilogue) -> str:
-    """Infix; a value used twice gets a name, t0, t1, ..."""
-    nodes = epilogue.nodes
-    uses = [0] * len(nodes)
-    for i in itertools.chain(*(node.args for node in nodes), (out.node for out in epilogue.outputs)):
-        uses[i] += 1
-    texts: list[str] = []
-    lines: list[str] = []
-    for node, count in zip(nodes, uses, strict=True):
-        text = _text(node, texts, epilogue.products)
-        if count > 1 and node.op not in _LEAVES:
-            lines.append(f"t{len(lines)} = {_bare(text)}")
-            text = f"t{len(lines) - 1}"
-        texts.append(text)
-    if len(lines) > 24:
-        lines = [*lines[:8], f"... {len(lines) - 16} more ...", *lines[-8:]]
-    results = []
-    for out in epilogue.outputs:
-        text = _bare(texts[out.node])
-        if out.reduce:
-            text = f"{out.reduce}({text}, {'+'.join(out.axes)})"
-        dtype = nodes[out.node].dtype
-        results.append(text if dtype == out.dtype else f"{short(out.dtype)}({text})")
-    return "; ".join([*lines, ", ".join(results)])
-
-
-def _text(node: Node, texts: list[str], products: int) -> str:
-    args = [texts[i] for i in node.args]
-    match node.op:
-        case "acc":
-            return "acc" if products == 1 else f"acc{node.params[0]}"
-        case "operand":
-            return f"x{node.params[0]}"
-        case "iota":
-            return "".join(map(str, node.params))
-        case "const":
-            value = node.params[0]
-            return f"{value:.6g}" if isinstance(value, float) else str(value)
-        case "neg" | "not":
-            return f"({'-' if node.op == 'neg' else '~'}{args[0]})"
-        case "integer_pow" | "square":
-            return f"({args[0]} ** {2 if node.op == 'square' else node.params[0]})"
-        case "convert_element_type":
-            return f"{short(node.dtype)}({_bare(args[0])})"
-        case "bitcast_convert_type":
-            return f"bits_{short(node.dtype)}({_bare(args[0])})"
-        case "select_n" if len(args) == 3:
-            return f"where({', '.join(map(_bare, (args[0], args[2], args[1])))})"
-        case op if op in _INFIX:
-            return f"({args[0]} {_INFIX[op]} {args[1]})"
-        case op:
-            return f"{op}({', '.join(map(_bare, args))})"
-
-
-def _bare(text: str) -> str:
-    """The text without parentheses around all of it."""
-    depth = 0
-    for i, c in enumerate(text):
-        depth += (c == "(") - (c == ")")
-        if depth == 0:
-            return text[1:-1] if c == ")" and i == len(text) - 1 and text[0] == "(" else text
-    return text

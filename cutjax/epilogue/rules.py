@@ -2,12 +2,12 @@
 
 JAX's own rule runs as JAX runs it: on the true tangents, on the true cotangents. A `Rule` runs it at any shape, since
 an epilogue's values gain batch axes and lose them, so the rule must work element by element. A function with another
-rule is differentiated outside of the kernel (`_derivative.outside`).
+rule is differentiated outside of the kernel (`primitives.derivative.outside`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,32 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.extend import source_info_util
-from jax.extend.core import jaxprs_in_params
 
 from cutjax.binding.define import define
 from cutjax.binding.rules import is_linear, is_zero, match_varying
 from cutjax.epilogue.expression import OPS
+from cutjax.epilogue.jaxpr import (
+    CALLS,
+    HIGHER_PRIMITIVE,
+    IDENTITIES,
+    UNIT_MOVES,
+    bind_equation,
+    callee,
+    evaluate,
+    has_rule,
+    needed_equations,
+    reverse_only,
+)
 
-source_info_util.register_exclusion(__file__)
-HIGHER = "call_hi_primitive"  # of jax 0.12: an operation that is made of others, such as ldexp
-CALLS = {
-    "pjit": "jaxpr",
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "composite": "jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    HIGHER: "_prim",
-}
-# Several of these only ever see one value; a barrier and device_put see any number.
-_SAME = "copy copy_p device_put name optimization_barrier pbroadcast pcast pvary reshard sharding_constraint"
-IDENTITIES = frozenset(_SAME.split())
-UNIT_MOVES = ("reshape", "squeeze", "expand_dims")
 # The last three are newer than jax 0.10.
 _POINTWISE = OPS | IDENTITIES | {"add_any", "log2", "one_minus_square", "polynomial"}
 
@@ -49,94 +40,47 @@ class Irregular(Exception):
     """A rule that is no elementwise function; the message says why."""
 
 
-def has_rule(eqn: Any) -> bool:
-    """True if an equation has a derivative of its own, not that of what it computes."""
-    return eqn.primitive.name.startswith("custom_") or eqn.primitive.name == HIGHER
-
-
-def callee(eqn: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns the jaxpr of a call and its constants; they are one object or two, as jax has it."""
-    jaxpr = eqn.params[CALLS[eqn.primitive.name]]
-    if eqn.primitive.name == HIGHER:
-        expand, tree = jaxpr.expand, jaxpr.in_tree
-        flat = jax.make_jaxpr(lambda *xs: jax.tree.leaves(expand(*jax.tree.unflatten(tree, xs))))
-        jaxpr = flat(*(x.aval for x in eqn.invars))
-    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
-
-
-def live(jaxpr: Any) -> list[Any]:
-    """Returns the equations that the results need, in order."""
-    wanted = {id(x) for x in jaxpr.outvars}
-    found = []
-    for eqn in reversed(jaxpr.eqns):
-        if any(id(x) in wanted for x in eqn.outvars):
-            wanted.update(map(id, eqn.invars))
-            found.append(eqn)
-    return found[::-1]
-
-
-def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    """Computes an equation as JAX does."""
-    params = eqn.primitive.get_bind_params(eqn.params)
-    functions, params = params if isinstance(params, tuple) else ((), params)
-    out = eqn.primitive.bind(*functions, *args, **params)
-    return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def evaluate(
-    jaxpr: Any, consts: Iterable[Any], args: Iterable[Any], step: Callable[..., list[Any]] = bind
-) -> list[Any]:
-    """Computes a jaxpr, each equation by ``step(eqn, args)``."""
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-
-    def read(x: Any) -> Any:
-        return np.asarray(x.val, x.aval.dtype) if hasattr(x, "val") else env[x]
-
-    for eqn in live(jaxpr):
-        env.update(zip(eqn.outvars, step(eqn, [read(x) for x in eqn.invars]), strict=True))
-    return [read(x) for x in jaxpr.outvars]
-
-
-def _together(args: Sequence[Any]) -> list[jax.Array]:
+def _broadcast_together(args: Sequence[Any]) -> list[jax.Array]:
+    """Returns arrays of one shape, and varying over the same axes of a mesh."""
     shape = np.broadcast_shapes(*(np.shape(x) for x in args))
     return match_varying(*(jnp.broadcast_to(x, shape) for x in args))
 
 
-def _elementwise(eqn: Any, args: list[Any]) -> list[Any]:
+def _bind_elementwise(eqn: Any, args: list[Any]) -> list[Any]:
     """Computes an equation of a pointwise jaxpr on arrays of any shapes that broadcast."""
     name = eqn.primitive.name
     if has_rule(eqn):  # of a rule: it matters to a further derivative
         try:
-            return nested(eqn)(*args)
+            return linear_rule(eqn)(*args)
         except Irregular as why:
             refusal = Refusal(str(why))
-            return [refusal(x, *args)[0] for x in evaluate(*callee(eqn), args, _elementwise)]
+            return [refusal(x, *args)[0] for x in evaluate(*callee(eqn), args, _bind_elementwise)]
     if eqn.primitive is pull_p:
-        return eqn.params["rule"].linear(*_split(args, **eqn.params))
+        return eqn.params["rule"].linear_tangents(*_split_operands(args, **eqn.params))
     if name in CALLS:
-        return evaluate(*callee(eqn), args, _elementwise)
+        return evaluate(*callee(eqn), args, _bind_elementwise)
     if name in ("broadcast_in_dim", *UNIT_MOVES):
         return args[:1]  # broadcasts where it is used
     if name == "polynomial":  # whose coefficients must stay numbers
-        return bind(eqn, [args[0], *(jnp.reshape(x, ()) for x in args[1:])])
-    return args if name in IDENTITIES else bind(eqn, _together(args))
+        return bind_equation(eqn, [args[0], *(jnp.reshape(x, ()) for x in args[1:])])
+    return args if name in IDENTITIES else bind_equation(eqn, _broadcast_together(args))
 
 
 def _is_unit(shape: Sequence[int]) -> bool:
     return all(n == 1 for n in shape)
 
 
-def _check(jaxpr: Any, consts: Sequence[Any], full: tuple[int, ...]) -> None:
+def _check_elementwise(jaxpr: Any, consts: Sequence[Any], full: tuple[int, ...]) -> None:
     """Raises Irregular unless each value is of the full shape or one number, made by elementwise operations."""
     for x in consts:
         if isinstance(x, Tracer) or not _is_unit(np.shape(x)):
             raise Irregular(f"captures an array of shape {np.shape(x)}")
-    for eqn in live(jaxpr):
+    for eqn in needed_equations(jaxpr):
         name = eqn.primitive.name
-        if name == HIGHER:
+        if name == HIGHER_PRIMITIVE:
             raise Irregular(f"has {type(eqn.params['_prim']).__name__}, whose rules are JAX's own")
         if name in CALLS:
-            _check(*callee(eqn), full)
+            _check_elementwise(*callee(eqn), full)
         elif name not in _POINTWISE and eqn.primitive is not pull_p and name not in ("broadcast_in_dim", *UNIT_MOVES):
             raise Irregular(f"has {name}, which is no elementwise operation")
         for x in (*eqn.invars, *eqn.outvars):
@@ -144,20 +88,20 @@ def _check(jaxpr: Any, consts: Sequence[Any], full: tuple[int, ...]) -> None:
                 raise Irregular(f"has a value of shape {tuple(x.aval.shape)} beside {full}")
 
 
-def _is_zero(x: Any) -> bool:
+def _is_literal_zero(x: Any) -> bool:
     """True if a value of a jaxpr is written as 0."""
     return hasattr(x, "val") and bool(np.all(np.asarray(x.val) == 0))
 
 
-def _is_linear(jaxpr: Any, moving: Sequence[bool]) -> bool:
+def _is_linear_jaxpr(jaxpr: Any, moving: Sequence[bool]) -> bool:
     """True if a jaxpr's results are, by its operations, linear in those of its inputs that move."""
     moves = {x for x, each in zip(jaxpr.invars, moving, strict=True) if each}
-    for eqn in live(jaxpr):
+    for eqn in needed_equations(jaxpr):
         args = [not hasattr(x, "val") and x in moves for x in eqn.invars]
         if not any(args):
             continue
         name = eqn.primitive.name
-        still = [x for x, each in zip(eqn.invars, args, strict=True) if not each]
+        fixed = [x for x, each in zip(eqn.invars, args, strict=True) if not each]
         match name:
             case "mul":
                 linear = not all(args)
@@ -166,11 +110,11 @@ def _is_linear(jaxpr: Any, moving: Sequence[bool]) -> bool:
             case "add" | "sub" | "add_any":
                 linear = all(args)
             case "select_n":
-                linear = not args[0] and all(map(_is_zero, still[1:]))
+                linear = not args[0] and all(map(_is_literal_zero, fixed[1:]))
             case "neg" | "convert_element_type" | "broadcast_in_dim" | "real" | "imag":
                 linear = True
             case _ if name in CALLS and not has_rule(eqn):
-                linear = _is_linear(callee(eqn)[0], args)
+                linear = _is_linear_jaxpr(callee(eqn)[0], args)
             case _:
                 linear = name in IDENTITIES or name in UNIT_MOVES
         if not linear:
@@ -193,8 +137,8 @@ class Rule:
 
     def __init__(self, eqn: Any):
         self.reverse_only = reverse_only(eqn)
-        self.name = _name(eqn)
-        if eqn.primitive.name == HIGHER:
+        self.name = _rule_name(eqn)
+        if eqn.primitive.name == HIGHER_PRIMITIVE:
             raise Irregular(f"{self.name} has rules that are JAX's own")
         avals = [x.aval for x in (*eqn.invars, *eqn.outvars)]
         full = max((tuple(x.shape) for x in avals), key=lambda shape: (not _is_unit(shape), len(shape)))
@@ -210,7 +154,7 @@ class Rule:
         try:
             self._trace(eqn)
             for jaxpr, consts in filter(None, (self._body, self._forward, self._backward)):
-                _check(jaxpr, consts, full)
+                _check_elementwise(jaxpr, consts, full)
             self._check_numbers()
         except Irregular as why:
             raise Irregular(f"{self.name} {why}") from None
@@ -221,14 +165,14 @@ class Rule:
 
         @jax.custom_jvp
         def function(*xs: jax.Array) -> list[Any]:
-            return self._shaped(evaluate(*self._body, xs, _elementwise), xs)
+            return self._shaped(evaluate(*self._body, xs, _bind_elementwise), xs)
 
         function.defjvp(self._jvp)
         self._function = function
 
     def __call__(self, *xs: Any) -> list[jax.Array]:
         """Computes the function, with its derivative. All inputs of full size are broadcast together."""
-        full = iter(_together([x for x, is_full in zip(xs, self._full, strict=True) if is_full]))
+        full = iter(_broadcast_together([x for x, is_full in zip(xs, self._full, strict=True) if is_full]))
         return self._function(*(next(full) if is_full else x for x, is_full in zip(xs, self._full, strict=True)))
 
     def _trace(self, eqn: Any) -> None:
@@ -241,7 +185,7 @@ class Rule:
                 filled = list(args)
                 for k, x in zip(self._real, reals, strict=True):
                     filled[k] = x
-                return bind(eqn, filled)
+                return bind_equation(eqn, filled)
 
             return function
 
@@ -285,13 +229,13 @@ class Rule:
         jaxpr = self._backward[0]
         zeros = {
             x
-            for eqn in live(jaxpr)
+            for eqn in needed_equations(jaxpr)
             if eqn.primitive.name == "broadcast_in_dim"
             for x in eqn.outvars
-            if _is_zero(eqn.invars[0])
+            if _is_literal_zero(eqn.invars[0])
         }
         for k, x in zip(self._real, jaxpr.outvars, strict=True):
-            if not self._full[k] and not _is_zero(x) and (hasattr(x, "val") or x not in zeros):
+            if not self._full[k] and not _is_literal_zero(x) and (hasattr(x, "val") or x not in zeros):
                 raise Irregular("has a cotangent for an argument that is one number")
 
     def _shaped(self, outs: Sequence[Any], xs: Sequence[Any]) -> list[jax.Array]:
@@ -302,10 +246,12 @@ class Rule:
     def _jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         dots = [tangents[k] for k in self._real]
         n = len(self._moves)
-        found = evaluate(*self._forward, (*primals, *([] if self.reverse_only else dots)), _elementwise)
+        found = evaluate(*self._forward, (*primals, *([] if self.reverse_only else dots)), _bind_elementwise)
         values = self._shaped(found[:n], primals)
         if self.reverse_only:
-            moved = self.linear([x for x, moves in zip(values, self._moves, strict=True) if moves], found[n:], dots)
+            moved = self.linear_tangents(
+                [x for x, moves in zip(values, self._moves, strict=True) if moves], found[n:], dots
+            )
         else:
             moved = self._shaped(found[n:], primals)
         given = iter(moved)
@@ -314,7 +260,7 @@ class Rule:
             for x, moves in zip(values, self._moves, strict=True)
         ]
 
-    def linear(self, like: Sequence[Any], residuals: Sequence[Any], dots: Sequence[Any]) -> list[Any]:
+    def linear_tangents(self, like: Sequence[Any], residuals: Sequence[Any], dots: Sequence[Any]) -> list[Any]:
         """Returns the tangents of the results of a custom_vjp, ``like`` the results; only their transpose is known."""
         shape = np.broadcast_shapes(*(np.shape(x) for x in (*like, *residuals, *dots)))
         like = [jnp.broadcast_to(x, shape) for x in like]
@@ -324,14 +270,14 @@ class Rule:
     def pull(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """Computes the cotangents of the real inputs by the backward rule of a custom_vjp."""
         assert self._backward is not None
-        return evaluate(*self._backward, (*residuals, *cotangents), _elementwise)
+        return evaluate(*self._backward, (*residuals, *cotangents), _bind_elementwise)
 
     def is_linear(self) -> bool:
         """True if the derivative is linear by its operations: then cotangents may be added up before it or after it."""
         if self._backward is None:
             return True
         inputs, n = len(self._backward[0].invars), sum(self._moves)
-        return _is_linear(self._backward[0], [k >= inputs - n for k in range(inputs)])
+        return _is_linear_jaxpr(self._backward[0], [k >= inputs - n for k in range(inputs)])
 
 
 class Refused(NotImplementedError):
@@ -373,7 +319,7 @@ class Refusal:
         raise Refused(self.why)
 
 
-def nested(eqn: Any) -> Rule:
+def linear_rule(eqn: Any) -> Rule:
     """Returns the rule of what a rule calls, or of the values beside a derivative.
 
     Those are computed anew where a further derivative is taken. So their cotangents are not added up before the rule,
@@ -388,19 +334,9 @@ def nested(eqn: Any) -> Rule:
     return rule
 
 
-def reverse_only(eqn: Any) -> bool:
-    """True if a derivative is known in reverse mode alone."""
-    return eqn.primitive.name.startswith("custom_vjp")
-
-
-def any_reverse_only(jaxpr: Any) -> bool:
-    """True if one of the equations of a jaxpr, or of what they call, has a derivative in reverse mode alone."""
-    return any(reverse_only(eqn) or any(map(any_reverse_only, jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
-
-
-def _name(eqn: Any) -> str:
+def _rule_name(eqn: Any) -> str:
     """Returns the kind and the name of a function with a rule."""
-    if eqn.primitive.name == HIGHER:
+    if eqn.primitive.name == HIGHER_PRIMITIVE:
         return type(eqn.params["_prim"]).__name__
     kind = eqn.primitive.name.removesuffix("_jaxpr").removesuffix("_call")
     info = getattr(callee(eqn)[0], "debug_info", None)
@@ -411,16 +347,16 @@ def _name(eqn: Any) -> str:
 # alone. Operands: the values of the results that have tangents, what the forward rule kept, the tangents.
 
 
-def _split(args: Sequence[Any], rule: Rule, dots: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+def _split_operands(args: Sequence[Any], rule: Rule, dots: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
     n = sum(rule._moves)
     return args[:n], args[n : len(args) - dots], args[len(args) - dots :]
 
 
 def _pull_abstract(*avals: Any, rule: Rule, dots: int) -> list[Any]:
-    return list(_split(avals, rule, dots)[0])
+    return list(_split_operands(avals, rule, dots)[0])
 
 
-def _refuse(*args: Any, rule: Rule, **_: Any) -> Any:
+def _refuse_forward_mode(*args: Any, rule: Rule, **_: Any) -> Any:
     raise TypeError(f"{rule.name}: can't apply forward-mode differentiation (jvp) to a custom_vjp function")
 
 
@@ -434,7 +370,7 @@ def _pull_batch(args: Any, dims: Any, **params: Any) -> tuple[list[Any], list[in
 
 
 def _pull_transpose(cotangents: Any, *args: Any, rule: Rule, dots: int) -> list[Any]:
-    like, residuals, tangents = _split(args, rule, dots)
+    like, residuals, tangents = _split_operands(args, rule, dots)
     whole = [jnp.zeros(x.shape, x.dtype) if is_zero(g) else g for g, x in zip(cotangents, like, strict=True)]
     found = rule.pull(residuals, whole)
     found = [
@@ -446,9 +382,9 @@ def _pull_transpose(cotangents: Any, *args: Any, rule: Rule, dots: int) -> list[
 pull_p = define(
     "cutjax_pull",
     abstract=_pull_abstract,
-    reference=_refuse,
+    reference=_refuse_forward_mode,
     batch=_pull_batch,
-    jvp=lambda primals, tangents, **params: _refuse(**params),
+    jvp=lambda primals, tangents, **params: _refuse_forward_mode(**params),
     transpose=_pull_transpose,
     multiple_results=True,
 )

@@ -1,0 +1,87 @@
+"""Jaxprs read: calls and what they call, the equations that results need, and how to compute them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+
+HIGHER_PRIMITIVE = "call_hi_primitive"  # of jax 0.12: an operation that is made of others, such as ldexp
+CALLS = {
+    "pjit": "jaxpr",
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "composite": "jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    HIGHER_PRIMITIVE: "_prim",
+}
+# Several of these only ever see one value; a barrier and device_put see any number.
+_PASS_VALUES_ON = "copy copy_p device_put name optimization_barrier pbroadcast pcast pvary reshard sharding_constraint"
+IDENTITIES = frozenset(_PASS_VALUES_ON.split())
+UNIT_MOVES = ("reshape", "squeeze", "expand_dims")
+
+
+def has_rule(eqn: Any) -> bool:
+    """True if an equation has a derivative of its own, not that of what it computes."""
+    return eqn.primitive.name.startswith("custom_") or eqn.primitive.name == HIGHER_PRIMITIVE
+
+
+def callee(eqn: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns the jaxpr of a call and its constants; they are one object or two, as jax has it."""
+    jaxpr = eqn.params[CALLS[eqn.primitive.name]]
+    if eqn.primitive.name == HIGHER_PRIMITIVE:
+        expand, tree = jaxpr.expand, jaxpr.in_tree
+        flat = jax.make_jaxpr(lambda *xs: jax.tree.leaves(expand(*jax.tree.unflatten(tree, xs))))
+        jaxpr = flat(*(x.aval for x in eqn.invars))
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def needed_equations(jaxpr: Any) -> list[Any]:
+    """Returns the equations that the results need, in order."""
+    wanted = {id(x) for x in jaxpr.outvars}
+    found = []
+    for eqn in reversed(jaxpr.eqns):
+        if any(id(x) in wanted for x in eqn.outvars):
+            wanted.update(map(id, eqn.invars))
+            found.append(eqn)
+    return found[::-1]
+
+
+def bind_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Computes an equation as JAX does."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    out = eqn.primitive.bind(*functions, *args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def evaluate(
+    jaxpr: Any, consts: Iterable[Any], args: Iterable[Any], step: Callable[..., list[Any]] = bind_equation
+) -> list[Any]:
+    """Computes a jaxpr, each equation by ``step(eqn, args)``."""
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(x: Any) -> Any:
+        return np.asarray(x.val, x.aval.dtype) if hasattr(x, "val") else env[x]
+
+    for eqn in needed_equations(jaxpr):
+        env.update(zip(eqn.outvars, step(eqn, [read(x) for x in eqn.invars]), strict=True))
+    return [read(x) for x in jaxpr.outvars]
+
+
+def reverse_only(eqn: Any) -> bool:
+    """True if a derivative is known in reverse mode alone."""
+    return eqn.primitive.name.startswith("custom_vjp")
+
+
+def any_reverse_only(jaxpr: Any) -> bool:
+    """True if one of the equations of a jaxpr, or of what they call, has a derivative in reverse mode alone."""
+    return any(reverse_only(eqn) or any(map(any_reverse_only, jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
