@@ -137,7 +137,7 @@ def ragged_dot_general(
     if ragged in l_batch:
         return lax.dot_general(lhs, rhs, dims.dot_dimension_numbers, precision, preferred_element_type)
 
-    how: dict[str, Any] = {"backend": backend, "precision": precision, "config": None}
+    params: dict[str, Any] = {"backend": backend, "precision": precision, "config": None}
     lhs, rhs = _alike(lhs, rhs)
     l_free = _others(lhs.ndim, l_contract, l_batch)
     r_free = _others(rhs.ndim, r_contract, r_batch, dims.rhs_group_dimensions)
@@ -167,14 +167,14 @@ def ragged_dot_general(
         w = merged(rhs, r_batch, dims.rhs_group_dimensions, *matrix, keep=2)
         w = lax.expand_dims(w, range(len(batch), len(batch) + len(before)))
         layout = "nn" if matrix[0] is k_of_r else "nt"
-        d = multiply(Rows(leading, layout), x, w, sizes, out_dtype=out.dtype, **how)
+        d = multiply(Rows(leading, layout), x, w, sizes, out_dtype=out.dtype, **params)
         return d.reshape(out.shape)
 
     others = [r_contract[l_contract.index(i)] for i in divided]
     a = merged(lhs, l_batch, before, [ragged, *after], l_free, keep=2)
     b = merged(rhs, r_batch, others[:at], others[at:], r_free, keep=2)
     wide = accumulator(lhs.dtype, out.dtype) if before else out.dtype
-    d = multiply(Depth(leading), a, b, sizes, out_dtype=wide, **how)
+    d = multiply(Depth(leading), a, b, sizes, out_dtype=wide, **params)
     d = d.sum(range(len(batch), len(batch) + len(before)), dtype=wide) if before else d
     return jnp.moveaxis(d, len(batch), 0).reshape(out.shape).astype(out.dtype)
 

@@ -144,10 +144,10 @@ def rounded_once(epilogue: Epilogue, dtype: np.dtype | None = None) -> Epilogue:
     return normal(epilogue.products, epilogue.operands, epilogue.nodes, outputs)
 
 
-def outside(how: Outside, fused: Callable[..., Any], plain: Callable[..., Any], a: Any, bs: Sequence[Any]) -> Any:
+def outside(found: Outside, fused: Callable[..., Any], plain: Callable[..., Any], a: Any, bs: Sequence[Any]) -> Any:
     """Returns ``fused(a, bs, leaves)``, with the derivative of ``plain(a, bs, leaves)``, where JAX runs rules."""
-    args = a, tuple(bs), how.leaves
-    if how.reverse_only:
+    args = a, tuple(bs), found.leaves
+    if found.reverse_only:
         run = jax.custom_vjp(fused)
         run.defvjp(lambda *args: jax.vjp(plain, *args), lambda pull, g: pull(g))
     else:

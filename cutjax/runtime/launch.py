@@ -247,8 +247,8 @@ class Call:
                 0 <= argument < MAX_BUFFERS and 0 <= result < (len(self.results) or MAX_BUFFERS),
                 f"no argument {argument} shares memory with a result {result}",
             )
-        for of in (0, 1):
-            shared = [pair[of] for pair in self.aliases]
+        for side in (0, 1):
+            shared = [pair[side] for pair in self.aliases]
             _require(len(set(shared)) == len(shared), f"a buffer is aliased twice: {self.aliases}")
 
     def attributes(self) -> dict[str, str | bytes | np.ndarray | np.int64]:
