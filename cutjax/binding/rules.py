@@ -1,4 +1,4 @@
-"""What the rules of every primitive share: zero tangents, live equations, axes of a mesh, ranks."""
+"""Functions that the rules of every primitive share: zero tangents, live equations, axes of a mesh, ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPUs: what a device gives a kernel, which the cost model, the tile order and the limits read."""
+"""The GPUs: the rates and sizes of each, which the cost model, the tile order and the limits read."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def _abstract(*avals: Any, kernel: custom.Kernel, **params: Any) -> list[Any]:
 
 
 def _values(*arrays: jax.Array, kernel: custom.Kernel, static: Any, batch: int | None) -> list[jax.Array]:
-    """The reference's results, checked against what ``out`` says."""
+    """Computes the results of the reference, checked against what ``out`` says."""
     assert kernel.reference is not None
     wanted = _choose(*map(jax.typeof, arrays), kernel=kernel, static=static, batch=batch).problem.results
     reference = functools.partial(kernel.reference, **custom.keywords(static))

@@ -1,4 +1,4 @@
-"""The operation gemm: what it accepts, and which primitive it becomes."""
+"""The operation gemm: its arguments, checked, and the product that they become."""
 
 from __future__ import annotations
 

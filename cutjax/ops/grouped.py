@@ -1,4 +1,4 @@
-"""The operations grouped_gemm and grouped_outer: what they accept, and which primitives they become."""
+"""The operations grouped_gemm and grouped_outer: their arguments, checked, and the products that they become."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def ragged_dot_general(
         sizes = (ends - starts) * math.prod(_shape(lhs, after))
 
     def merged(x: jax.Array, *parts: Sequence[int], keep: int) -> jax.Array:
-        """The array with its dimensions in the order of the parts, the parts from ``keep`` on merged into one each."""
+        """Returns the array with its dimensions in the order of the parts, those from ``keep`` on merged into one."""
         shapes = [_shape(x, part) for part in parts]
         x = lax.transpose(x, [i for part in parts for i in part])
         return x.reshape(*(i for shape in shapes[:keep] for i in shape), *(math.prod(shape) for shape in shapes[keep:]))
@@ -180,7 +180,7 @@ def ragged_dot_general(
 
 
 def _check(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, dims: Any, precision: Any, dtype: Any, offset: Any) -> Any:
-    """The result's shape and dtype; jax says what is wrong with the arguments."""
+    """Returns shape and dtype of the result; jax says what is wrong with the arguments."""
     if offset is not None and len(dims.rhs_group_dimensions) == 1:  # which says that rhs may have fewer groups
         group = dims.rhs_group_dimensions[0]
         groups = rhs.shape[group] if 0 <= group < rhs.ndim else sizes.shape[-1]
@@ -193,7 +193,7 @@ def _check(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, dims: Any, precisio
 
 
 def _alike(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Operands of one dtype, which holds both: jax multiplies mixed ones as they are."""
+    """Returns the operands in one dtype, which holds both: jax multiplies mixed ones as they are."""
     if lhs.dtype == rhs.dtype:
         return lhs, rhs
     with jax.numpy_dtype_promotion("standard"):

@@ -1,4 +1,4 @@
-"""Two products with an epilogue between them, dense or grouped: what mlp and grouped_mlp are made of, and chain_p.
+"""Two products with an epilogue between them, dense or grouped: mlp and grouped_mlp are made of them; and chain_p.
 
 h = epilogue(x @ w1, ..., operands)
 y = h @ w2 + b2
@@ -34,7 +34,7 @@ HIDDEN = "cutjax_hidden"  # the name jax.checkpoint policies see, of what the se
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """What is known of two products when they are traced.
+    """The parameters of two products: everything known of them when they are traced.
 
     Attributes:
       product: which two: dense, or of rows in groups.
@@ -229,7 +229,7 @@ def _transpose(g: Any, *values: Any, chain: Chain, present: tuple[bool, ...]) ->
     like = [None if dot is None else dot.aval for dot in dots]
 
     def pulled(acc: jax.Array, accs: Any, operands: Any) -> list[jax.Array]:
-        """The cotangents of what has a tangent, from that of h, before it was rounded."""
+        """Returns the cotangents of what has a tangent, from that of h, before it was rounded."""
         acc_dots = [None if dot is None else jnp.zeros(acc.shape, dot.dtype) for dot in like[:n]]
         along, at = derivative.restrict(wide, acc.shape, accs, _shaped(operands, like[n:]), acc_dots, like[n:])
         found = jax.vjp(lambda *args: along(*args)[0], *at)[1](acc)
@@ -257,7 +257,7 @@ def _transpose(g: Any, *values: Any, chain: Chain, present: tuple[bool, ...]) ->
 
 
 def _batch(args: Any, dims: Any, *, chain: Chain, present: tuple[bool, ...]) -> tuple[jax.Array, int]:
-    """As rows where w2 is shared, as an axis where all of h's shape has it; elsewhere the transpose is no kernel."""
+    """Batches as rows where w2 is shared, as an axis where all of h's shape has it; else the transpose is no kernel."""
     batched = [dim is not None for dim in dims]
     context, w2_batched, accs, operands, dots = _parts(batched, chain, present)
     grouped, n = bool(context), chain.hidden.products

@@ -1,4 +1,4 @@
-"""A product: what is multiplied, and how it is bound with an epilogue. The rules of its primitive: product_rules.py.
+"""A product and its binding with an epilogue. The rules of its primitive: product_rules.py.
 
     outputs = epilogue(product(a, b0), product(a, b1), ..., operands)
 
@@ -32,7 +32,7 @@ from cutjax.primitives.accumulators import accumulator, converted
 
 
 class Product:
-    """What is multiplied: a and b, and what the product is told beside them, its context (the sizes of groups).
+    """One shape of product: of a and b, and of what it is told beside them, its context (the sizes of groups).
 
     Frozen and hashable: a parameter of its primitive. All arrays have equally many batch axes, each equal or 1, before
     their own ``axes``.

@@ -36,7 +36,7 @@ from cutjax.primitives.product_rules import define_product
 
 @dataclasses.dataclass(frozen=True)
 class _InGroups(Product):
-    """What both have in common.
+    """The common part of both products.
 
     Attributes:
       leading: whether the sizes start with the number of rows before the first group.
@@ -62,7 +62,7 @@ def _tile(a: Any, shape: Sequence[int], *avals: Any) -> Any:
 @define_product("cutjax_grouped_gemm")
 @dataclasses.dataclass(frozen=True)
 class Rows(_InGroups):
-    """Each group's rows of x by its own matrix of w; the layout, "nn" or "nt", says how w lies.
+    """The rows of each group of x by its own matrix of w; the layout, "nn" or "nt", says how w lies.
 
     Operands of an epilogue are those of a dense product, or of groups, ``[*B, g, 1, n or 1]``: of such a one each row
     reads its group's.
@@ -123,7 +123,7 @@ class Rows(_InGroups):
         return bs[0].shape[-3]
 
     def seen(self, x: jax.Array, context: Sequence[jax.Array], m: int, arithmetic: Arithmetic) -> jax.Array:
-        """What the rows have of an operand, ``[*B, m, n or 1]``; those of no group have zeros."""
+        """Returns what the rows have of an operand, ``[*B, m, n or 1]``; those of no group have zeros."""
         (sizes,) = context
         if x.ndim > sizes.ndim + 1:
             return spread_p.bind(x, sizes, m=m, leading=self.leading, arithmetic=arithmetic)
@@ -132,7 +132,7 @@ class Rows(_InGroups):
     def whole(
         self, x: jax.Array, context: Sequence[jax.Array], shape: tuple[int, ...], arithmetic: Arithmetic
     ) -> jax.Array:
-        """An operand as one of full size, in the dtype of the product. Its transpose adds up as products do."""
+        """Returns an operand as one of full size, in the dtype of the product. Its transpose adds up as products do."""
         dtype = cotangent_dtype(arithmetic.dtype, x.dtype)
         rows = self.seen(x, context, shape[-2], arithmetic)
         return jnp.broadcast_to(rows.astype(accumulator(x.dtype)), shape).astype(dtype)
@@ -152,7 +152,7 @@ class Rows(_InGroups):
 @define_product("cutjax_grouped_outer")
 @dataclasses.dataclass(frozen=True)
 class Depth(_InGroups):
-    """Each group's rows of a, transposed, by those of b. Operands of an epilogue are of the result's groups too."""
+    """The rows of each group of a, transposed, by those of b. Operands of an epilogue are of the result's groups."""
 
     where = "grouped_outer"
     axes = (2, 2, 1)
@@ -166,7 +166,7 @@ class Depth(_InGroups):
         return ragged_reference.reference_outer(*arrays, leading=self.leading, **params)
 
     def problem(self, *avals: Any, out_dtype: Any, device: Device) -> Problem:
-        """The contraction is over the rows."""
+        """Returns the problem, whose contraction is over the rows."""
         a, b, sizes = avals
         (*a_batch, rows, m), (*b_batch, _, n), (*sizes_batch, groups) = a.shape, b.shape, sizes.shape
         return Problem(
@@ -277,7 +277,7 @@ def _spread_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, 
 def _spread_transpose(
     g: Any, x: Any, sizes: jax.Array, *, m: int, leading: bool, arithmetic: Arithmetic
 ) -> tuple[Any, None]:
-    """The sum over each group's rows: a product with a column of ones, so neither atomics nor a scatter."""
+    """Computes the sum over each group's rows: a product with a column of ones, so neither atomics nor a scatter."""
     if is_zero(g):
         return None, None
     n, dtype = g.shape[-1], cotangent_dtype(arithmetic.dtype, g.dtype)
