@@ -246,7 +246,7 @@ def _fastest(rough: Mapping[str, timing.Timing]) -> dict[str, str]:
 
 
 def _add_foreign(found: _Found, case: Any) -> None:
-    """Another library's products, where kernels are timed: they cannot be a part of what the host's clock times."""
+    """Adds products of another library, where kernels are timed: the clock of the host cannot tell them apart."""
     for whose, make in found.suite.foreign.items():
         products = [product for product in found.products if whose in _names(product, found.run)]
         try:

@@ -98,5 +98,5 @@ def reference(a, b, layout: str, dtype=jnp.float32, precision: jax.lax.Precision
 
 
 def xla(layout: str, dtype):
-    """XLA's program for the same product: the baseline of every benchmark."""
+    """The program of XLA for the same product: the baseline of every benchmark."""
     return lambda a, b: reference(a, b, layout, dtype, precision=None)

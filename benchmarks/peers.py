@@ -39,7 +39,7 @@ def _band(blocks: int) -> int:
 
 
 def pallas(product: str, config: Mapping[str, Any]) -> Callable[[Inputs], jax.Array]:
-    """Pallas's example kernel with one config."""
+    """The example kernel of Pallas with one config."""
 
     def fn(i):
         # Experimental modules, which import what an installation may lack.
@@ -81,7 +81,7 @@ _DIMENSIONS = {"forward": (([1], [1]), [0]), "dx": (([1], [2]), [0]), "dw": (([0
 
 
 def tokamax(product: str, config: Mapping[str, Any]) -> Callable[[Inputs], jax.Array]:
-    """tokamax's ragged dot with one config, as version 0.0.17 has it."""
+    """The ragged dot of tokamax with one config, as version 0.0.17 has it."""
     contracted, groups = _DIMENSIONS[product]
     dimensions = jax.lax.RaggedDotDimensionNumbers((contracted, ([], [])), [0], groups)
     names = {"forward": ("x", "w"), "dx": ("dy", "w"), "dw": ("x", "dy")}[product]
@@ -116,7 +116,7 @@ def torch_module() -> Any:
 
 
 def torch(case: Grouped, sets: Sequence[tuple[Inputs]]) -> dict[str, Callable[[Inputs], Any]]:
-    """torch's grouped_mm by product, for those sets only, on their memory; a call returns when its kernels have run.
+    """The grouped_mm of torch by product, for those sets only, on their memory; a call returns when its kernels ran.
 
     Raises:
       RuntimeError: there is no torch here.

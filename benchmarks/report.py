@@ -204,7 +204,7 @@ def _numbers(value: Any) -> Any:
 
 
 def read(path: pathlib.Path) -> tuple[dict[str, Any], list[Row]]:
-    """A run's JSON with its operation, and its rows, whichever schema they were written in.
+    """Returns the JSON of a run with its operation, and its rows, whichever schema they were written in.
 
     Raises:
       ValueError: the schema is unknown.

@@ -83,7 +83,7 @@ class Extra:
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """An operation's cases and how they are measured.
+    """The cases of an operation, and their measurement.
 
     Attributes:
       name: of ``--op``.

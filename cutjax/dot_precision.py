@@ -1,4 +1,4 @@
-"""The precision of a product: what ``precision=`` means, for the references and for the kernels."""
+"""The precision of a product: the meaning of ``precision=``, for the references and for the kernels."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _FLOAT8 = tuple(preset for preset in lax.DotAlgorithmPreset if preset.name.start
 
 
 def canonical(precision: Any, where: str) -> Canonical:
-    """What jax.lax makes of a precision at this place of the program; of None what ``default_matmul_precision`` says.
+    """Returns what jax.lax makes of a precision at this place of the program; None takes that of the scope.
 
-    Hashable; again canonical it is the same. An error says in which operation it was.
+    The scope's is ``jax.default_matmul_precision``. Hashable; again canonical it is the same. An error says in which
+    operation it was.
     """
     precision = tuple(precision) if type(precision) is list else precision
     try:
@@ -38,7 +39,7 @@ def canonical(precision: Any, where: str) -> Canonical:
 
 @functools.cache
 def _canonical(precision: Any, scope: str | None) -> Canonical:
-    """The parameter of the dot_general that jax.lax makes; it depends on the scope."""
+    """Returns the parameter of the dot_general that jax.lax makes; it depends on the scope."""
     x = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     dot = functools.partial(lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())), precision=precision)
     (eqn,) = jax.make_jaxpr(dot)(x, x).jaxpr.eqns
@@ -46,7 +47,7 @@ def _canonical(precision: Any, scope: str | None) -> Canonical:
 
 
 def swapped(precision: Canonical) -> Canonical:
-    """The precision of a product whose operands have changed places."""
+    """Returns the precision of a product whose operands have changed places."""
     if isinstance(precision, lax.DotAlgorithm):
         p = precision
         return p._replace(
@@ -59,7 +60,7 @@ def swapped(precision: Canonical) -> Canonical:
 
 
 def of_cotangents(precision: Canonical, dtype: np.dtype, where: str) -> Canonical:
-    """The precision of a product with a cotangent, in ``dtype``, of a product in that precision: the same, as in lax.
+    """Returns the precision of a product with a cotangent, in ``dtype``, of a product in that precision: the same.
 
     As in lax None is again what the scope says. A float8 algorithm takes no wider operands.
     """
@@ -67,7 +68,7 @@ def of_cotangents(precision: Canonical, dtype: np.dtype, where: str) -> Canonica
 
 
 def reasons(precision: Canonical, dtype: np.dtype) -> list[str]:
-    """Why no kernel multiplies operands of a dtype in this precision; empty when one does."""
+    """Returns why no kernel multiplies operands of a dtype in this precision; empty when one does."""
     algorithm = precision
     if isinstance(precision, lax.DotAlgorithm):
         left, right, acc = (np.dtype(x) for x in precision[:3])

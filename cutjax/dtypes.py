@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Dtype(NamedTuple):
-    """What the parts of the library call a dtype; "" or None where they have no name for it.
+    """The names of a dtype in the parts of the library; "" or None where one has no name for it.
 
     Attributes:
       name: numpy's.

@@ -50,7 +50,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What runs for each product of a function; prints as a table.
+    """The kernel, or XLA, for each product of a function; prints as a table.
 
     Attributes:
       rows: one for each distinct product, in the order of the program.
@@ -112,7 +112,7 @@ def _fused_lines(row: Row) -> list[str]:
 
 
 def explain(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..., Explanation]:
-    """Says for every product in a function what runs, why, and how fast it should be.
+    """Makes of a function one that says for every product in it what runs, why, and how fast it should be.
 
     It is what ``jax.jit`` would lower: the same function decides, what nothing uses is left out, and the program is for
     as many devices. The function is neither compiled nor run. To see the products of a backward pass, explain the
@@ -152,7 +152,7 @@ def explain(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[
 def _products(
     jaxpr: core.Jaxpr, platform: str, count: int, exact: bool, divided: bool
 ) -> Iterator[tuple[Any, int, bool, bool]]:
-    """Every equation of a cutjax primitive, with how often it runs, and whether XLA divides it over devices."""
+    """Yields every equation of a cutjax primitive, with how often it runs, and whether XLA divides it over devices."""
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
         inner = divided
@@ -179,7 +179,7 @@ def _products(
 
 
 def _open(jaxpr: Any) -> core.Jaxpr:
-    """The jaxpr of a closed one, which after jax 0.10 is the same."""
+    """Returns the jaxpr of a closed one, which after jax 0.10 is the same."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -208,7 +208,7 @@ def _array(aval: Any) -> str:
 
 
 def _saves(epilogue: Epilogue, dtype: Any, save: str) -> str:
-    """What the derivative in everything that has one takes."""
+    """Says which accumulators the derivative takes, in everything that has one, and how it comes by them."""
     differentiable = tuple(jnp.issubdtype(spec.dtype, jnp.inexact) for spec in epilogue.operands)
     try:
         needed = derivative.accumulators_needed(epilogue, (True,) * epilogue.products, differentiable)

@@ -20,22 +20,22 @@ H200 = device.reference("sm_90a")
     ],
 )
 def test_known_devices(kind, sms, bytes_per_second):
-    found = device.of(kind, "sm_90a", sms)
+    found = device.device_of_kind(kind, "sm_90a", sms)
     assert (found.name, found.arch, found.sms, found.bytes_per_second) == (kind, "sm_90a", sms, bytes_per_second)
-    assert found == device.of(kind, "sm_90a")
+    assert found == device.device_of_kind(kind, "sm_90a")
 
 
 def test_an_unknown_device_is_its_architectures_reference_with_its_own_sms():
-    found = device.of("NVIDIA H20", "sm_90a", 66)
+    found = device.device_of_kind("NVIDIA H20", "sm_90a", 66)
     expected = dataclasses.replace(H200, name="NVIDIA H20", sms=66, flops=found.flops)
     assert found == expected
     assert dict(found.flops) == {"bfloat16": 415e12, "float16": 415e12}
     # Part of one that is known.
-    assert device.of("NVIDIA H100 PCIe", "sm_90a", 57).bytes_per_second == 1.8e12
+    assert device.device_of_kind("NVIDIA H100 PCIe", "sm_90a", 57).bytes_per_second == 1.8e12
 
 
 def test_a_device_that_no_family_serves_says_why():
-    old = device.of("NVIDIA A100-SXM4-40GB", "sm_80", 108)
+    old = device.device_of_kind("NVIDIA A100-SXM4-40GB", "sm_80", 108)
     assert (old.name, old.arch, old.sms) == ("NVIDIA A100-SXM4-40GB", "sm_80", 108)
     problem = cutjax.Problem(512, 512, 512, device=old)
     choice = choose.choose(problem)
@@ -50,7 +50,7 @@ def test_choices_follow_the_device():
     def choice(found, *sizes):
         return choose.choose(cutjax.Problem(*sizes, device=found))
 
-    slow = device.of("NVIDIA H100 PCIe", "sm_90a", 114)
+    slow = device.device_of_kind("NVIDIA H100 PCIe", "sm_90a", 114)
     bound = 64, 14336, 4096  # by memory
     assert choice(slow, *bound).time_us > 1.5 * choice(H200, *bound).time_us
     # 132 SMs take 11 x 12 tiles of 128 x 256 in one wave, 114 in two.

@@ -60,7 +60,7 @@ def test_keys_are_as_different_as_problems():
 
 
 def test_a_key_is_of_no_device():
-    h100 = device.of("NVIDIA H100 PCIe", "sm_90a", 114)
+    h100 = device.device_of_kind("NVIDIA H100 PCIe", "sm_90a", 114)
     assert problem(device=h100) != problem()
     assert problem(device=h100).key() == problem().key() == problem(arch="sm_80").key()
 
@@ -115,6 +115,6 @@ def test_memory_shared_in_place():
 
 def test_a_device_says_the_architecture():
     assert problem().device == device.reference("sm_90a")
-    old = device.of("NVIDIA A100-SXM4-40GB", "sm_80", 108)
+    old = device.device_of_kind("NVIDIA A100-SXM4-40GB", "sm_80", 108)
     assert problem(device=old).arch == "sm_80"
     assert dataclasses.replace(problem(), device=old) == problem(device=old)

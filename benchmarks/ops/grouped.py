@@ -284,7 +284,7 @@ def judge(case: Grouped, product: str, got: Any, expected: Any, projection: Any)
 
 
 def _refused(case: Grouped, roofline: report.Roofline) -> str:
-    """Says why XLA's masked product of all rows by all groups' weights is not run: too long, or too much memory."""
+    """Returns why XLA's masked product of all rows by all groups' weights is not run: too long, or too much memory."""
     expected_us = case.groups * case.flops / roofline.tflops / 1e6
     masked = 2 * case.groups * case.m * max(case.n, case.k)
     if expected_us > XLA_MOST_US:

@@ -22,7 +22,7 @@ def define(
     choose: Callable[..., lowering.Choice] | None = None,
     jvp: Callable[..., Any] | None = None,
     transpose: Callable[..., Any] | None = None,
-    drop: Callable[..., Any] | None = None,
+    dce: Callable[..., Any] | None = None,
     multiple_results: bool = False,
 ) -> core.Primitive:
     """Returns a new primitive. Its parameters are hashable and include ``backend``, where it has kernels.
@@ -37,7 +37,7 @@ def define(
       jvp: ``(primals, tangents, **params) -> (result(s), tangent(s))``.
       transpose: ``(cotangent(s), *args, **params) -> cotangents`` of an operation that is linear in some operands:
         those of which only the aval is known.
-      drop: ``(used, **params) -> (operands, params)``, what computes the results in use alone: which operands it reads
+      dce: ``(used, **params) -> (operands, params)``, what computes the results in use alone: which operands it reads
         (a bool for each), and its parameters. jit calls it where nothing uses the others.
       multiple_results: whether the results are a sequence.
     """
@@ -68,8 +68,8 @@ def define(
         ad.primitive_jvps[primitive] = jvp
     if transpose is not None:
         ad.primitive_transposes[primitive] = transpose
-    if drop is not None:
-        partial_eval.dce_rules[primitive] = functools.partial(rules.drop, drop)
+    if dce is not None:
+        partial_eval.dce_rules[primitive] = functools.partial(rules.dce, dce)
 
     if choose is None:
         mlir.register_lowering(primitive, mlir.lower_fun(reference, multiple_results=multiple_results))

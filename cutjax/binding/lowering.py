@@ -1,4 +1,4 @@
-"""What a product is lowered to: one decision, which the lowering rules carry out and ``cutjax.explain`` shows."""
+"""The lowering of a product: one decision, which the lowering rules carry out and ``cutjax.explain`` shows."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ _counting_devices = jax.make_user_context(False)
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What a product is lowered to.
+    """The lowering of a product: a kernel, XLA, or an error.
 
     Attributes:
       runs: a kernel's name, "XLA", or "error".
       why: the reasons.
       choice: the kernel that CUDA has for the problem, or why it has none; None where nobody asked.
-      warns: whether the reason is one to warn of.
+      warns: True if the reason is one to warn of.
     """
 
     runs: str

@@ -1,4 +1,4 @@
-"""What the rules of every primitive share: zero tangents, live equations, axes of a mesh, ranks."""
+"""Functions that the rules of every primitive share: zero tangents, live equations, axes of a mesh, ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def zero_tangent(primal: Any) -> Any:
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
-def drop(rule: Callable[..., Any], used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
+def dce(rule: Callable[..., Any], used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
     """Returns, of an equation some of whose results nothing uses, the operands it reads, and what remains of it."""
     eqn = rest[-1]  # after jax 0.10 an argument about references came before it
     if not any(used):

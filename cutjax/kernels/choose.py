@@ -1,4 +1,4 @@
-"""Which kernel serves a problem: the families' configs, the reasons that rule one out, and the ranking of the rest.
+"""The choice of a kernel: the families' configs, the reasons that rule one out, and the ranking of the rest.
 
 Everything here is arithmetic on frozen dataclasses: no GPU, no compiler, no JAX tracing.
 """
@@ -23,7 +23,7 @@ Config = sm90.Config  # of any family
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What runs for a problem, and why.
+    """The kernel of a problem, or XLA, and why.
 
     Attributes:
       problem: what was asked.
@@ -69,7 +69,7 @@ def reasons(config: Any, problem: Problem) -> tuple[str, ...]:
 
 
 def supports(config: Any, problem: Problem) -> str | None:
-    """Returns the `reasons` in one string, or None. Deprecated: a string said no and None yes."""
+    """Returns the `reasons` of ``config`` and ``problem`` in one string, or None. Deprecated: None said yes."""
     warnings.warn("cutjax.supports is deprecated: cutjax.reasons returns a tuple", DeprecationWarning, stacklevel=2)
     return "; ".join(reasons(config, problem)) or None
 
@@ -89,7 +89,7 @@ def _resolve(problem: Problem, config: Any) -> Kernel | tuple[str, ...]:
 
 
 def _ranked(problem: Problem) -> list[tuple[Kernel, float]]:
-    """The kernels that serve a problem, with their predicted times, the fastest first."""
+    """Returns the kernels that serve a problem, with their predicted times, the fastest first."""
     serving = []
     for family in FAMILIES:
         if family.reasons(problem):
@@ -129,11 +129,11 @@ def _chosen(problem: Problem, kernel: Kernel, time_us: float, why: str) -> Choic
 
 
 def _problem_reasons(problem: Problem) -> tuple[str, ...]:
-    """Why no family serves a problem."""
+    """Returns why no family serves a problem."""
     return tuple(dict.fromkeys(reason for family in FAMILIES for reason in family.reasons(problem)))
 
 
 def _config_reasons(problem: Problem) -> tuple[str, ...]:
-    """Why no config serves a problem that families serve: each family's first, which is the smallest, says why."""
+    """Returns why no config serves a problem that families serve: the reasons of each family's first, the smallest."""
     found = (reasons(next(iter(family.configs(problem))), problem) for family in FAMILIES)
     return tuple(dict.fromkeys(reason for of_family in found for reason in of_family))

@@ -124,7 +124,7 @@ class CudaLaunch:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernel:
-    """What ``cutjax.cuda_kernel`` was given, of which two are equal where they are one object."""
+    """The arguments of ``cutjax.cuda_kernel``. Two are equal where they are one object."""
 
     name: str
     entry: str
@@ -193,7 +193,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice:
-    """What runs for a call of a user's kernel, and why.
+    """The launches of a call of a user's kernel, or the reasons why XLA runs.
 
     Attributes:
       problem: the arrays.
@@ -257,7 +257,7 @@ def choose(
     batch: int | None,
     arch: str,
 ) -> Choice:
-    """Says what CUDA runs for operands: the launches the user described, or why there is none.
+    """Returns what CUDA runs for operands: the launches the user described, or why there is none.
 
     Args:
       kernel: the user's.
@@ -303,7 +303,7 @@ def choose(
 
 
 def keywords(static: tuple[Any, ...]) -> dict[str, Any]:
-    """The keyword arguments of a call from what stands for them among a primitive's parameters."""
+    """Returns the keyword arguments of a call from what stands for them among a primitive's parameters."""
     return {name: value for name, value, _ in static}
 
 

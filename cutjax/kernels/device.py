@@ -1,4 +1,4 @@
-"""The GPUs: what a device gives a kernel, which the cost model, the tile order and the limits read."""
+"""The GPUs: the rates and sizes of each, which the cost model, the tile order and the limits read."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def reference(arch: str) -> Device:
 
 
 @functools.lru_cache(maxsize=64)
-def of(kind: str, arch: str, sms: int | None = None) -> Device:
+def device_of_kind(kind: str, arch: str, sms: int | None = None) -> Device:
     """Returns the device of JAX's ``device_kind``, with the SMs it really has.
 
     A kind that is not listed is its architecture's reference, as fast for each SM; so is "", where there is no device.

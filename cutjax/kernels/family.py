@@ -15,12 +15,12 @@ class Kernel(Protocol):
 
     @property
     def config(self) -> Any:
-        """How it is done."""
+        """The config: tile, pipeline, schedule, as the family has them."""
         ...
 
     @property
     def name(self) -> str:
-        """The kernel's name wherever it is seen: HLO, profiler, explain, benchmark rows."""
+        """Name of the kernel wherever it is seen: HLO, profiler, explain, benchmark rows."""
         ...
 
     def time_us(self, device: Device) -> float:

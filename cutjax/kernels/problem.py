@@ -127,7 +127,7 @@ class Problem:
 
     @classmethod
     def of(cls, a, b, *, layout: str, out_dtype, arch: str = "sm_90a", device: Device = None) -> Problem:  # pyright: ignore[reportArgumentType]
-        """The problem of two arrays or avals of equal rank whose batch axes are equal or 1."""
+        """Returns the problem of two arrays or avals of equal rank whose batch axes are equal or 1."""
         m, k = a.shape[-2:] if layout[0] == "n" else a.shape[:-3:-1]
         n = b.shape[-1] if layout[1] == "n" else b.shape[-2]
         a_batch, b_batch = tuple(a.shape[:-2]), tuple(b.shape[:-2])
@@ -170,12 +170,12 @@ class Problem:
 
     @functools.cached_property
     def products(self) -> int:
-        """How many matrices b share a, each multiplied by it."""
+        """Number of matrices b that share a, each multiplied by it."""
         return self.epilogue.products
 
     @functools.cached_property
     def arrays(self) -> int:
-        """How many arrays are multiplied, and the sizes of groups: the epilogue's operands come after them."""
+        """Number of arrays before the epilogue's operands: those that are multiplied, and the sizes of groups."""
         return 1 + (0 if self.symmetric else self.products) + bool(self.groups)
 
     @functools.cached_property

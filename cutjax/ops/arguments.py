@@ -1,4 +1,4 @@
-"""What the arguments of every operation must be, and the errors that say so."""
+"""Checks of the arguments that operations share, and the errors that say what is wrong with one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_epilogue(
 
 
 def weights(b: Any, name: str, where: str = "gemm") -> list[jax.Array]:
-    """The matrices that multiply the first operand: one, or those of a tuple."""
+    """Returns the matrices that multiply the first operand: one, or those of a tuple."""
     if not isinstance(b, tuple):
         return [matrix(b, name, where)]
     if len(b) not in (2, 3):
@@ -67,12 +67,12 @@ def weights(b: Any, name: str, where: str = "gemm") -> list[jax.Array]:
 
 
 def unwrapped(x: Any) -> Any:
-    """The array of an object that stands for one, such as a parameter of a library; all else as it is."""
+    """Returns the array of an object that stands for one, such as a parameter of a library; all else as it is."""
     return x.__jax_array__() if hasattr(x, "__jax_array__") and not isinstance(x, jax.Array) else x
 
 
 def integer(x: Any, name: str, where: str) -> int:
-    """The integer, of any type but bool, or an error that says what came."""
+    """Returns the integer, of any type but bool; raises an error that says what came."""
     try:
         if not isinstance(x, bool):
             return operator.index(x)
@@ -82,7 +82,7 @@ def integer(x: Any, name: str, where: str) -> int:
 
 
 def result_dtype(dtype: Any, where: str, name: str = "out_dtype") -> np.dtype:
-    """The dtype asked for; where jax_enable_x64 is off that of 32 bits, with the warning that jnp gives."""
+    """Returns the dtype asked for; where jax_enable_x64 is off that of 32 bits, with the warning that jnp gives."""
     try:
         asked = np.dtype(dtype)
     except TypeError:
@@ -101,7 +101,7 @@ def result_dtype(dtype: Any, where: str, name: str = "out_dtype") -> np.dtype:
 
 
 def matrix(x: Any, name: str, where: str = "gemm") -> jax.Array:
-    """The operand as a JAX array of rank 2 or more, or an error that says what came."""
+    """Returns the operand as a JAX array of rank 2 or more; raises an error that says what came."""
     x = unwrapped(x)
     if isinstance(x, bool | int | float | complex | np.generic):
         raise ValueError(f"{where}: {name} must have rank 2 or more, got the scalar {x!r}")
@@ -119,7 +119,7 @@ def matrix(x: Any, name: str, where: str = "gemm") -> jax.Array:
 
 
 def promote(a: jax.Array, bs: Sequence[jax.Array], out_dtype: DTypeLike | None, where: str = "gemm") -> tuple[Any, ...]:
-    """The operands in the dtype ``jnp.matmul`` would promote them to; the result's dtype, and whether that is weak."""
+    """Returns the operands in the dtype of ``jnp.matmul``, the dtype of the result, and True if that is weak."""
     b = bs[0]
     if {a.dtype, b.dtype} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
         raise TypeError(f"{where}: a is {a.dtype}, b is {b.dtype}: no 16-bit dtype holds both, cast one of them")
@@ -149,7 +149,7 @@ def contracted(x: Any, last: bool) -> int:
 
 
 def group_sizes_of(sizes: Any, where: str) -> jax.Array:
-    """The group sizes as int32."""
+    """Returns the group sizes as int32."""
     sizes = unwrapped(sizes)
     if not isinstance(sizes, jax.Array | np.ndarray):
         raise TypeError(f"{where}: group_sizes must be an array of integers, got {type(sizes).__name__}")
@@ -159,7 +159,7 @@ def group_sizes_of(sizes: Any, where: str) -> jax.Array:
 
 
 def local_sizes(sizes: jax.Array, offset: ArrayLike | None, groups: int, m: int, where: str) -> tuple[jax.Array, bool]:
-    """The sizes of ``groups`` groups from ``offset`` on, after the number of rows before them; whether it is there."""
+    """Returns the sizes of ``groups`` groups from ``offset`` on, and True if the rows before them come first."""
     if offset is None:
         return sizes, False
     offset = unwrapped(offset)
@@ -183,7 +183,7 @@ def check_batch(where: str, shapes: str, *batches: tuple[int, ...]) -> tuple[int
 
 
 def _to_int32(x: jax.Array | np.ndarray) -> jax.Array:
-    """Integers of any dtype as int32; one that it does not hold as its largest or smallest."""
+    """Returns integers of any dtype as int32; one that it does not hold as its largest or smallest."""
     held, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
     x = x.clip(max(held.min, wanted.min), wanted.max) if held.max > wanted.max else x
     return jnp.asarray(x.astype(jnp.int32))

@@ -109,7 +109,7 @@ def cuda_kernel(
     kernel = custom.Kernel(name or entry, entry, text, file, tuple(headers), out, launch, reference, vmap)
 
     @functools.cache
-    def of(single: bool, backend: str, static: tuple[Any, ...]) -> Callable[..., Any]:
+    def function_of(single: bool, backend: str, static: tuple[Any, ...]) -> Callable[..., Any]:
         def bound(*arrays: Any) -> Any:
             outs = cuda_kernel_p.bind(*arrays, kernel=kernel, static=static, batch=None, backend=backend)
             return outs[0] if single else tuple(outs)
@@ -138,7 +138,7 @@ def cuda_kernel(
                 f"{where}: keyword arguments are hashable constants, arrays go by position: {static}"
             ) from None
         _, single = kernel.outputs(operands, static)
-        return of(single, backends.resolve(backend, where), values)(*match_varying(*operands))
+        return function_of(single, backends.resolve(backend, where), values)(*match_varying(*operands))
 
     function.__name__ = function.__qualname__ = kernel.name
     function.__doc__ = getattr(reference, "__doc__", None)
@@ -197,7 +197,7 @@ def _abstract(*avals: Any, kernel: custom.Kernel, **params: Any) -> list[Any]:
 
 
 def _values(*arrays: jax.Array, kernel: custom.Kernel, static: Any, batch: int | None) -> list[jax.Array]:
-    """The reference's results, checked against what ``out`` says."""
+    """Computes the results of the reference, checked against what ``out`` says."""
     assert kernel.reference is not None
     wanted = _choose(*map(jax.typeof, arrays), kernel=kernel, static=static, batch=batch).problem.results
     reference = functools.partial(kernel.reference, **custom.keywords(static))

@@ -1,4 +1,4 @@
-"""The operation gemm: what it accepts, and which primitive it becomes."""
+"""The operation gemm: its arguments, checked, and the product that they become."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def gemm(
     check_config(config, "gemm")
     backend = backends.resolve(backend, "gemm")
     out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
-    product, how = Dense(layout), {"backend": backend, "config": config}
-    how["precision"] = dot_precision.canonical(precision, "gemm")
+    product, params = Dense(layout), {"backend": backend, "config": config}
+    params["precision"] = dot_precision.canonical(precision, "gemm")
     check_epilogue(b, epilogue, operands, out_dtype, save)
     x, ys = matrix(a, "a"), weights(b, "b")
     several = isinstance(out_dtype, tuple)
@@ -103,5 +103,5 @@ def gemm(
 
     if epilogue is not None:
         out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, tuple(operands))
-        return products.call(product, epilogue, x, ys, (), operands, out_dtype=out, save=save, **how)
-    return converted(products.multiply(product, x, y, out_dtype=dtype, **how), dtype, weak)
+        return products.call(product, epilogue, x, ys, (), operands, out_dtype=out, save=save, **params)
+    return converted(products.multiply(product, x, y, out_dtype=dtype, **params), dtype, weak)

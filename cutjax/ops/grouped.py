@@ -1,4 +1,4 @@
-"""The operations grouped_gemm and grouped_outer: what they accept, and which primitives they become."""
+"""The operations grouped_gemm and grouped_outer: their arguments, checked, and the products that they become."""
 
 from __future__ import annotations
 
@@ -117,12 +117,12 @@ def grouped_gemm(
         )
     check_batch(where, f"{shapes}, group_sizes is {sizes.shape}", rows.shape[:-2], shape[:-3], sizes.shape[:-1])
     sizes, leading = local_sizes(sizes, group_offset, groups, rows.shape[-2], where)
-    product, how = Rows(leading, layout), {"backend": backend, "config": config}
-    how["precision"] = dot_precision.canonical(precision, where)
+    product, params = Rows(leading, layout), {"backend": backend, "config": config}
+    params["precision"] = dot_precision.canonical(precision, where)
     if epilogue is None:
-        return products.multiply(product, rows, ws[0], sizes, out_dtype=dtype, **how)
+        return products.multiply(product, rows, ws[0], sizes, out_dtype=dtype, **params)
     out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, tuple(operands))
-    return products.call(product, epilogue, rows, ws, (sizes,), operands, out_dtype=out, save=save, **how)
+    return products.call(product, epilogue, rows, ws, (sizes,), operands, out_dtype=out, save=save, **params)
 
 
 def grouped_outer(
@@ -188,10 +188,10 @@ def grouped_outer(
     shapes = f"{shapes}, group_sizes is {sizes.shape}"
     batch = check_batch(where, shapes, a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
     sizes, leading = local_sizes(sizes, group_offset, groups, a.shape[-2], where)
-    product, how = Depth(leading), {"backend": backend, "config": config}
-    how["precision"] = dot_precision.canonical(precision, where)
+    product, params = Depth(leading), {"backend": backend, "config": config}
+    params["precision"] = dot_precision.canonical(precision, where)
     if to is None:
-        return products.multiply(product, a, b, sizes, out_dtype=dtype, **how)
+        return products.multiply(product, a, b, sizes, out_dtype=dtype, **params)
     expected = (*batch, groups, a.shape[-1], b.shape[-1])
     if to.shape != expected:
         raise ValueError(f"{where}: accumulate must be {expected}, like the result, got {to.shape}: {shapes}")
@@ -202,7 +202,7 @@ def grouped_outer(
         return total if wide == acc.dtype else total.astype(to.dtype)  # one in acc's dtype is rounded by out_dtype
 
     # Each tile of what is added to is read just before it is written.
-    return products.call(product, add, a, [b], (sizes,), (to,), out_dtype=to.dtype, in_place=((0, 0),), **how)
+    return products.call(product, add, a, [b], (sizes,), (to,), out_dtype=to.dtype, in_place=((0, 0),), **params)
 
 
 def _resolve(backend: str | None, config: Any, where: str) -> str:

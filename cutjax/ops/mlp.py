@@ -226,7 +226,7 @@ def _chained(
 def _arrays(
     where: str, x: Any, w1: Any, w2: Any, gate: Any, layout: str, save: str
 ) -> tuple[jax.Array, list[jax.Array], jax.Array, np.dtype]:
-    """x, the weights of the first product, the gate's first, those of the second, and their dtype."""
+    """Returns x, the weights of the first product, the gate's first, those of the second, and their dtype."""
     if layout not in ("nn", "nt"):
         raise ValueError(f"{where}: unknown layout {layout!r}, expected 'nn' or 'nt'")
     if save not in derivative.SAVE:
@@ -248,7 +248,7 @@ def _arrays(
 
 
 def _hidden(where: str, activation: Callable[[jax.Array], jax.Array], gated: bool) -> Callable[..., jax.Array]:
-    """What lies between the products, of the first one's accumulators, the gate's first, and operands by name."""
+    """Returns the function between the products: of the first one's accumulators, the gate's first, and of operands."""
     check_activation(where, activation)
 
     def hidden(*args: Any) -> jax.Array:

@@ -137,7 +137,7 @@ def ragged_dot_general(
     if ragged in l_batch:
         return lax.dot_general(lhs, rhs, dims.dot_dimension_numbers, precision, preferred_element_type)
 
-    how: dict[str, Any] = {"backend": backend, "precision": precision, "config": None}
+    params: dict[str, Any] = {"backend": backend, "precision": precision, "config": None}
     lhs, rhs = _alike(lhs, rhs)
     l_free = _others(lhs.ndim, l_contract, l_batch)
     r_free = _others(rhs.ndim, r_contract, r_batch, dims.rhs_group_dimensions)
@@ -154,7 +154,7 @@ def ragged_dot_general(
         sizes = (ends - starts) * math.prod(_shape(lhs, after))
 
     def merged(x: jax.Array, *parts: Sequence[int], keep: int) -> jax.Array:
-        """The array with its dimensions in the order of the parts, the parts from ``keep`` on merged into one each."""
+        """Returns the array with its dimensions in the order of the parts, those from ``keep`` on merged into one."""
         shapes = [_shape(x, part) for part in parts]
         x = lax.transpose(x, [i for part in parts for i in part])
         return x.reshape(*(i for shape in shapes[:keep] for i in shape), *(math.prod(shape) for shape in shapes[keep:]))
@@ -167,20 +167,20 @@ def ragged_dot_general(
         w = merged(rhs, r_batch, dims.rhs_group_dimensions, *matrix, keep=2)
         w = lax.expand_dims(w, range(len(batch), len(batch) + len(before)))
         layout = "nn" if matrix[0] is k_of_r else "nt"
-        d = multiply(Rows(leading, layout), x, w, sizes, out_dtype=out.dtype, **how)
+        d = multiply(Rows(leading, layout), x, w, sizes, out_dtype=out.dtype, **params)
         return d.reshape(out.shape)
 
     others = [r_contract[l_contract.index(i)] for i in divided]
     a = merged(lhs, l_batch, before, [ragged, *after], l_free, keep=2)
     b = merged(rhs, r_batch, others[:at], others[at:], r_free, keep=2)
     wide = accumulator(lhs.dtype, out.dtype) if before else out.dtype
-    d = multiply(Depth(leading), a, b, sizes, out_dtype=wide, **how)
+    d = multiply(Depth(leading), a, b, sizes, out_dtype=wide, **params)
     d = d.sum(range(len(batch), len(batch) + len(before)), dtype=wide) if before else d
     return jnp.moveaxis(d, len(batch), 0).reshape(out.shape).astype(out.dtype)
 
 
 def _check(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, dims: Any, precision: Any, dtype: Any, offset: Any) -> Any:
-    """The result's shape and dtype; jax says what is wrong with the arguments."""
+    """Returns shape and dtype of the result; jax says what is wrong with the arguments."""
     if offset is not None and len(dims.rhs_group_dimensions) == 1:  # which says that rhs may have fewer groups
         group = dims.rhs_group_dimensions[0]
         groups = rhs.shape[group] if 0 <= group < rhs.ndim else sizes.shape[-1]
@@ -193,7 +193,7 @@ def _check(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, dims: Any, precisio
 
 
 def _alike(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Operands of one dtype, which holds both: jax multiplies mixed ones as they are."""
+    """Returns the operands in one dtype, which holds both: jax multiplies mixed ones as they are."""
     if lhs.dtype == rhs.dtype:
         return lhs, rhs
     with jax.numpy_dtype_promotion("standard"):

@@ -1,4 +1,4 @@
-"""Where a mixture-of-experts layer sends its tokens: the choice of experts, and the tokens' rows sorted by them."""
+"""Routing of tokens to experts: the choice of experts, and the rows of the tokens sorted by them."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class Routing(NamedTuple):
     group_sizes: jax.Array
 
     def dispatch(self, x: ArrayLike) -> jax.Array:
-        """The token's row for each of its experts, sorted by expert: ``[..., tokens, d] -> [..., tokens * k, d]``.
+        """Returns each token's row for each of its experts, by expert: ``[..., tokens, d] -> [..., tokens * k, d]``.
 
         A gather, whose transpose is ``combine``.
         """
         return _bind(dispatch_p, matrix(x, "x", "dispatch"), self.permutation, self.inverse, self.inverse.shape[:-1])
 
     def combine(self, rows: ArrayLike) -> jax.Array:
-        """The sum of each token's rows: ``[..., tokens * k, d] -> [..., tokens, d]``.
+        """Computes the sum of the rows of each token: ``[..., tokens * k, d] -> [..., tokens, d]``.
 
         A gather and a sum in float32 in the order of the choices, rounded once: deterministic. Its transpose is
         ``dispatch``.
@@ -70,7 +70,7 @@ class Routing(NamedTuple):
         return _bind(combine_p, matrix(rows, "rows", "combine"), self.permutation, self.inverse, self.permutation.shape)
 
     def row_weights(self) -> jax.Array:
-        """The weight of each row, ``[..., tokens * k, 1]``."""
+        """Returns the weight of each row, ``[..., tokens * k, 1]``."""
         pairs = self.permutation.shape
         return _bind(
             dispatch_p, self.weights.reshape(*pairs, 1), self.permutation, self.inverse.reshape(*pairs, 1), pairs
@@ -121,7 +121,7 @@ def route(
 
 
 def routed(logits: Any, k: Any, scoring: str, renormalize: bool, bias: Any, where: str) -> Routing:
-    """``route``, for the operation that an error is to name."""
+    """Computes ``route``, for the operation that an error is to name."""
     logits, indices = _chosen(logits, k, scoring, bias, where)
     logs = logits if scoring == "softmax" else jax.nn.log_sigmoid(logits)
     picked = jax.checkpoint(_picked, prevent_cse=False)(logs, indices)  # or the mask [tokens, k, experts] would be kept
@@ -140,7 +140,7 @@ def routed(logits: Any, k: Any, scoring: str, renormalize: bool, bias: Any, wher
 
 
 def _chosen(logits: Any, k: Any, scoring: str, bias: Any, where: str) -> tuple[jax.Array, jax.Array]:
-    """The logits in float32, and each token's experts."""
+    """Returns the logits in float32, and each token's experts."""
     logits = _logits(logits, where)
     _check_sharding(where, jax.typeof(logits))
     k = integer(k, "k", where)
@@ -158,7 +158,7 @@ def _chosen(logits: Any, k: Any, scoring: str, bias: Any, where: str) -> tuple[j
 
 
 def _logits(x: Any, where: str) -> jax.Array:
-    """The logits in float32, or an error that says what came."""
+    """Returns the logits in float32; raises an error that says what came."""
     x = matrix(x, "router_logits", where)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{where}: router_logits must be floating-point numbers, got {x.dtype}")
@@ -174,7 +174,7 @@ def _check_sharding(where: str, *avals: Any) -> None:
 
 
 def broadcastable(bias: Any, shape: tuple[int, ...], where: str) -> jax.Array:
-    """The selection bias in the logits' rank, or an error if it does not broadcast."""
+    """Returns the selection bias in the rank of the logits; raises an error if it does not broadcast."""
     bias = jnp.asarray(unwrapped(bias))
     if bias.ndim > len(shape) or any(
         n not in (1, size) for n, size in zip(bias.shape[::-1], shape[::-1], strict=False)
@@ -184,25 +184,25 @@ def broadcastable(bias: Any, shape: tuple[int, ...], where: str) -> jax.Array:
 
 
 def _picked(scores: jax.Array, indices: jax.Array) -> jax.Array:
-    """The scores of the chosen: a masked sum and not a gather, whose transpose would be a scatter-add."""
+    """Computes the scores of the chosen: a masked sum and not a gather, whose transpose would be a scatter-add."""
     return jnp.where(_is_expert(indices, scores.shape[-1]), scores[..., None, :], 0).sum(-1)
 
 
 def _is_expert(indices: jax.Array, experts: int) -> jax.Array:
-    """Whether each index is that of each expert, ``[..., experts]``."""
+    """True if an index is that of an expert, for each and each, ``[..., experts]``."""
     return indices[..., None] == lax.broadcasted_iota(
         indices.dtype, (*(1 for _ in indices.shape), experts), indices.ndim
     )
 
 
 def _inverse(permutation: jax.Array) -> jax.Array:
-    """A scatter, but of integers, each to a place of its own."""
+    """Computes the inverse by a scatter, but of integers, each to a place of its own."""
     places = jnp.arange(permutation.size, dtype=permutation.dtype)
     return jnp.zeros_like(permutation).at[permutation].set(places, unique_indices=True, mode="promise_in_bounds")
 
 
 def _histogram(pairs: jax.Array, experts: int) -> jax.Array:
-    """How many pairs each expert has: comparisons and a sum, in one kernel and with no scatter."""
+    """Counts the pairs of each expert: comparisons and a sum, in one kernel and with no scatter."""
     return _is_expert(pairs, experts).sum(-2, dtype=jnp.int32)
 
 
@@ -216,7 +216,7 @@ def load_balance_loss(
     scoring: str = "softmax",
     selection_bias: ArrayLike | None = None,
 ) -> jax.Array:
-    """The auxiliary loss that evens out the load of the experts: ``experts * sum_e(f_e * p_e)``.
+    """Computes the auxiliary loss that evens out the load of the experts: ``experts * sum_e(f_e * p_e)``.
 
     f_e is the share of the (token, expert) pairs that expert e gets, and p_e the mean over the tokens of its score, the
     scores of a token divided by their sum. It is 1 where all experts get the same, and at most the number of experts.
@@ -251,7 +251,7 @@ def load_balance_loss(
 
 
 def router_z_loss(router_logits: ArrayLike) -> jax.Array:
-    """The auxiliary loss that keeps the router's logits small: the mean over the tokens of ``logsumexp(logits) ** 2``.
+    """Computes the auxiliary loss that keeps logits small: the mean over the tokens of ``logsumexp(logits) ** 2``.
 
     Equation 5 of ST-MoE (Zoph et al., 2022, arXiv:2202.08906), without its coefficient.
 

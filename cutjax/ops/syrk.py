@@ -81,9 +81,9 @@ def syrk(
     several = isinstance(out_dtype, tuple)
     x = matrix(a, "a", where)
     x, _, dtype, weak = promote(x, [x], None if several else out_dtype, where)
-    product, how = Symmetric(layout), {"backend": backend, "config": config}
-    how["precision"] = dot_precision.canonical(precision, where)
+    product, params = Symmetric(layout), {"backend": backend, "config": config}
+    params["precision"] = dot_precision.canonical(precision, where)
     if epilogue is None:
-        return converted(products.multiply(product, x, out_dtype=dtype, **how), dtype, weak)
+        return converted(products.multiply(product, x, out_dtype=dtype, **params), dtype, weak)
     out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, tuple(operands))
-    return products.call(product, epilogue, x, [], (), operands, out_dtype=out, save=save, **how)
+    return products.call(product, epilogue, x, [], (), operands, out_dtype=out, save=save, **params)

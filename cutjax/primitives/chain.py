@@ -1,4 +1,4 @@
-"""Two products with an epilogue between them, dense or grouped: what mlp and grouped_mlp are made of, and chain_p.
+"""Two products with an epilogue between them, dense or grouped: mlp and grouped_mlp are made of them; and chain_p.
 
 h = epilogue(x @ w1, ..., operands)
 y = h @ w2 + b2
@@ -27,14 +27,14 @@ from cutjax.epilogue.trace import Traced
 from cutjax.primitives import derivative
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator, with_cotangent
-from cutjax.primitives.product import How, Product, abstract_accumulator
+from cutjax.primitives.product import Arithmetic, Product, abstract_accumulator
 
 HIDDEN = "cutjax_hidden"  # the name jax.checkpoint policies see, of what the second product reads
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """What is known of two products when they are traced.
+    """The parameters of two products: everything known of them when they are traced.
 
     Attributes:
       product: which two: dense, or of rows in groups.
@@ -55,8 +55,8 @@ class Chain:
         """The parameters of both products."""
         return {"precision": self.precision, "backend": self.backend}
 
-    def how(self, dtype: np.dtype) -> How:
-        return How(dtype, self.precision, self.backend)
+    def arithmetic(self, dtype: np.dtype) -> Arithmetic:
+        return Arithmetic(dtype, self.precision, self.backend)
 
     def second(self, h: jax.Array, w2: jax.Array, context: Sequence[jax.Array]) -> jax.Array:
         """Returns the second product, or one like it."""
@@ -91,7 +91,7 @@ def _block_jvp(chain: Chain, primals: Any, tangents: Any) -> tuple[jax.Array, ja
     _, x_dot, w_dots, w2_dot, operand_dots, b2_dot = jax.tree.map(
         _none_if_zero, tangents, is_leaf=lambda t: isinstance(t, SymbolicZero)
     )
-    product, hidden, how = chain.product, chain.hidden, chain.how(x.dtype)
+    product, hidden, arithmetic = chain.product, chain.hidden, chain.arithmetic(x.dtype)
     dtype = derivative.saved_dtype(hidden, x.dtype)
 
     def multiply(of: Product, *factors: jax.Array) -> jax.Array:
@@ -115,10 +115,10 @@ def _block_jvp(chain: Chain, primals: Any, tangents: Any) -> tuple[jax.Array, ja
     def tangent(h: Any, kept: Any, w2: Any, operands: Any, acc_dots: Any, operand_dots: Any, w2_dot: Any) -> list[Any]:
         terms = []
         if any(derivative.moving(acc_dots)):
-            dots = [dot if dot is None else product.whole(dot, context, h.shape, how) for dot in operand_dots]
+            dots = [dot if dot is None else product.whole(dot, context, h.shape, arithmetic) for dot in operand_dots]
             terms.append(_chain(chain, context, kept, operands, w2, acc_dots, dots))
         elif any(derivative.moving(operand_dots)):
-            applied = product.applied(hidden, context, how)
+            applied = product.applied(hidden, context, arithmetic)
             (dot,) = derivative.push(applied, h.shape, kept, operands, acc_dots, operand_dots)
             terms.append(chain.second(dot, w2, context))
         if w2_dot is not None:
@@ -195,8 +195,8 @@ def _shaped(operands: Sequence[jax.Array], dots: Sequence[Any]) -> list[jax.Arra
 def _composed(*values: Any, chain: Chain, present: tuple[bool, ...]) -> jax.Array:
     context, w2, accs, operands, dots = _parts(values, chain, present)
     shape = next(dot.shape for dot in dots if dot is not None)
-    n, how = chain.hidden.products, chain.how(w2.dtype)
-    operands = _shaped([chain.product.seen(x, context, shape[-2], how) for x in operands], dots[n:])
+    n, arithmetic = chain.hidden.products, chain.arithmetic(w2.dtype)
+    operands = _shaped([chain.product.seen(x, context, shape[-2], arithmetic) for x in operands], dots[n:])
     operand_dots = [dot if dot is None else dot.astype(x.dtype) for x, dot in zip(operands, dots[n:], strict=True)]
     (h_dot,) = derivative.push(chain.hidden, shape, accs, operands, dots[:n], operand_dots)
     return chain.second(h_dot, w2, context)
@@ -229,13 +229,13 @@ def _transpose(g: Any, *values: Any, chain: Chain, present: tuple[bool, ...]) ->
     like = [None if dot is None else dot.aval for dot in dots]
 
     def pulled(acc: jax.Array, accs: Any, operands: Any) -> list[jax.Array]:
-        """The cotangents of what has a tangent, from that of h, before it was rounded."""
+        """Returns the cotangents of what has a tangent, from that of h, before it was rounded."""
         acc_dots = [None if dot is None else jnp.zeros(acc.shape, dot.dtype) for dot in like[:n]]
         along, at = derivative.restrict(wide, acc.shape, accs, _shaped(operands, like[n:]), acc_dots, like[n:])
         found = jax.vjp(lambda *args: along(*args)[0], *at)[1](acc)
         return [x.astype(dot.dtype) for x, dot in zip(found, (d for d in like if d is not None), strict=True)]
 
-    how = chain.how(w2.dtype)
+    arithmetic = chain.arithmetic(w2.dtype)
     g, w2 = with_cotangent(g, w2)
     back, factors, _ = chain.product.cotangent(0, g, w2, None)
     params: dict[str, Any] = {"backend": chain.backend, "out_dtype": accumulator(w2.dtype)}
@@ -249,7 +249,7 @@ def _transpose(g: Any, *values: Any, chain: Chain, present: tuple[bool, ...]) ->
         found = products.call(back, pulled, g, [w2], context, (accs, operands), **params)
     except NotImplementedError:  # a sum over batch axes: no kernel makes it
         acc = products.multiply(back, g, w2, *context, **params)
-        operands = [back.seen(x, context, acc.shape[-2], how) for x in operands]
+        operands = [back.seen(x, context, acc.shape[-2], arithmetic) for x in operands]
         found = pulled(acc.sum(axes, keepdims=True) if axes else acc, accs, operands)
     dots = values[len(values) - len(found) :]
     found = [x if is_linear(dot) else None for x, dot in zip(found, dots, strict=True)]
@@ -257,7 +257,7 @@ def _transpose(g: Any, *values: Any, chain: Chain, present: tuple[bool, ...]) ->
 
 
 def _batch(args: Any, dims: Any, *, chain: Chain, present: tuple[bool, ...]) -> tuple[jax.Array, int]:
-    """As rows where w2 is shared, as an axis where all of h's shape has it; elsewhere the transpose is no kernel."""
+    """Batches as rows where w2 is shared, as an axis where all of h's shape has it; else the transpose is no kernel."""
     batched = [dim is not None for dim in dims]
     context, w2_batched, accs, operands, dots = _parts(batched, chain, present)
     grouped, n = bool(context), chain.hidden.products

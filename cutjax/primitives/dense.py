@@ -65,7 +65,7 @@ class Dense(Product):
     def fold(
         self, epilogue: Epilogue, a: jax.Array, bs: Sequence[jax.Array], operands: Sequence[jax.Array]
     ) -> Folded | None:
-        """One matrix b for all of a: the batch axes are more rows, and so every gradient is a plain GEMM too."""
+        """Merges batch axes into rows where one matrix b is for all of a: every gradient is a plain GEMM too."""
         if self.layout[0] != "n" or a.ndim < 3 or any(math.prod(b.shape[:-2]) != 1 for b in bs):
             return None
         rows, all_rows = a.shape[:-1], ("row", a.ndim - 2)
@@ -86,7 +86,7 @@ class Dense(Product):
 
 
 def out_spec(a: Any, b: Any, layout: str) -> list[Any]:
-    """Explicit sharding of the result: each axis as in the operand it comes from, and a sharded sum is reduced."""
+    """Returns the sharding of the result: each axis as in the operand it comes from, and a sharded sum is reduced."""
     (*a_batch, m, k), (*b_batch, k_of_b, n) = a.sharding.spec, b.sharding.spec
     if layout[0] == "t":
         m, k = k, m

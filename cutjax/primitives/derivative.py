@@ -1,4 +1,4 @@
-"""The derivative of a product with an epilogue, dense or grouped: what the forward pass keeps, what XLA makes of it."""
+"""The derivative of a product with an epilogue, dense or grouped: kept by the forward pass, made of that by XLA."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def derivative(
     save: str,
     groups: int | None = None,
 ) -> tuple[list[jax.Array], list[Any]]:
-    """Results and tangents of a fused product, dense or grouped.
+    """Returns results and tangents of a fused product, dense or grouped.
 
     The tangents are those of the epilogue, in plain JAX, at the products of tangents. The accumulators that takes are
     further outputs of the same kernel. Reverse mode follows by transposition: two products for each b, and one
@@ -95,7 +95,7 @@ def derivative(
 
 
 def moving(dots: Sequence[Any]) -> tuple[bool, ...]:
-    """Which tangents are not zero."""
+    """Returns True for each tangent that is not zero."""
     return tuple(dot is not None for dot in dots)
 
 
@@ -144,10 +144,10 @@ def rounded_once(epilogue: Epilogue, dtype: np.dtype | None = None) -> Epilogue:
     return normal(epilogue.products, epilogue.operands, epilogue.nodes, outputs)
 
 
-def outside(how: Outside, fused: Callable[..., Any], plain: Callable[..., Any], a: Any, bs: Sequence[Any]) -> Any:
+def outside(found: Outside, fused: Callable[..., Any], plain: Callable[..., Any], a: Any, bs: Sequence[Any]) -> Any:
     """Returns ``fused(a, bs, leaves)``, with the derivative of ``plain(a, bs, leaves)``, where JAX runs rules."""
-    args = a, tuple(bs), how.leaves
-    if how.reverse_only:
+    args = a, tuple(bs), found.leaves
+    if found.reverse_only:
         run = jax.custom_vjp(fused)
         run.defvjp(lambda *args: jax.vjp(plain, *args), lambda pull, g: pull(g))
     else:
@@ -157,7 +157,7 @@ def outside(how: Outside, fused: Callable[..., Any], plain: Callable[..., Any], 
 
 
 class Applied(Protocol):
-    """What is differentiated: an Epilogue, or one of rows in groups."""
+    """An epilogue that is differentiated: an Epilogue, or one of rows in groups."""
 
     @property
     def products(self) -> int: ...
@@ -166,7 +166,7 @@ class Applied(Protocol):
 
 
 def push(epilogue: Applied, shape: tuple[int, ...], accs: Any, operands: Any, acc_dots: Any, operand_dots: Any) -> Any:
-    """Tangents of the epilogue's outputs, None for those of integers.
+    """Computes tangents of the epilogue's outputs, None for those of integers.
 
     A tangent of None is zero; an accumulator of None is not needed, and zeros take its place.
     """
@@ -194,7 +194,7 @@ def push(epilogue: Applied, shape: tuple[int, ...], accs: Any, operands: Any, ac
 
 @functools.lru_cache(maxsize=256)
 def biases(epilogue: Epilogue) -> tuple[tuple[int, int], ...]:
-    """(product, operand) for each operand that is added to an accumulator, where neither is read elsewhere.
+    """Returns (product, operand) for each operand that is added to an accumulator, where neither is read elsewhere.
 
     Other terms may be added between: the derivatives in both are the same all along a chain of additions.
     """
@@ -216,7 +216,7 @@ def biases(epilogue: Epilogue) -> tuple[tuple[int, int], ...]:
 
 
 def _rounded(dot: jax.Array, dtype: np.dtype) -> jax.Array:
-    """A tangent in the dtype of products, and so its cotangent: also what sums that sums rounded values.
+    """Returns a tangent in the dtype of products, and so its cotangent: also what sums that sums rounded values.
 
     XLA drops a conversion to 16 bits and back, and would sum what is not rounded: it writes that to memory in float32,
     for the sum and for the rounding to read (458 us, where one pass takes 239). To reduce the precision of 16 bits to
@@ -229,7 +229,7 @@ def _rounded(dot: jax.Array, dtype: np.dtype) -> jax.Array:
 def restrict(
     epilogue: Applied, shape: tuple[int, ...], accs: Any, operands: Any, acc_dots: Any, operand_dots: Any
 ) -> tuple[Callable[..., list[jax.Array]], tuple[jax.Array, ...]]:
-    """The epilogue as a function of those arguments that have a tangent, and their values."""
+    """Returns the epilogue as a function of those arguments that have a tangent, and their values."""
     accs = [
         (jnp.zeros(shape, ACC) if dot is None else jnp.zeros_like(dot)) if x is None else x
         for x, dot in zip(accs, acc_dots, strict=True)
@@ -275,7 +275,7 @@ def _accumulators_needed(
 
 
 def with_accumulators(epilogue: Epilogue, needed: Sequence[bool], dtype: np.dtype) -> tuple[Epilogue, list[int | None]]:
-    """The epilogue with accumulators among its outputs, and where each is; None where it is not needed."""
+    """Returns the epilogue with accumulators among its outputs, and where each is; None where it is not needed."""
     outputs, places = list(epilogue.outputs), []
     for i, need in enumerate(needed):
         if not need:

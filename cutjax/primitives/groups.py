@@ -1,4 +1,4 @@
-"""Which rows belong to which group. The sizes of groups are data, int32 ``[*B, leading + g]``."""
+"""The rows of each group, and the group of each row. The sizes of groups are data, int32 ``[*B, leading + g]``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax import lax
 
 
 def rows_of_groups(sizes: jax.Array, m: int, leading: bool) -> tuple[jax.Array, jax.Array]:
-    """First row, and the row after the last, of each group: int32 [*B, g] each, ascending, all in 0 to m.
+    """Returns the first row, and the row after the last, of each group: int32 [*B, g] each, ascending, all in 0 to m.
 
     Any sizes are served: a negative one counts as 0, and the sum stops at m.
     """
@@ -25,7 +25,7 @@ def rows_of_groups(sizes: jax.Array, m: int, leading: bool) -> tuple[jax.Array, 
 
 
 def group_of_row(sizes: jax.Array, m: int, leading: bool) -> tuple[jax.Array, jax.Array]:
-    """For each row its group, int32 [*B, m], and whether it has one, bool [*B, m]; a row without counts as group 0."""
+    """Returns the group of each row, int32 [*B, m], and True where it has one; a row without counts as group 0."""
     ends = rows_of_groups(sizes, m, False)[1]
     row = lax.broadcasted_iota(np.int32, (*(1 for _ in ends.shape[:-1]), m, 1), ends.ndim - 1)
     before = ends[..., None, :] <= row

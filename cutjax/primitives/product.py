@@ -1,4 +1,4 @@
-"""A product: what is multiplied, and how it is bound with an epilogue. The rules of its primitive: product_rules.py.
+"""A product and its binding with an epilogue. The rules of its primitive: product_rules.py.
 
     outputs = epilogue(product(a, b0), product(a, b1), ..., operands)
 
@@ -32,7 +32,7 @@ from cutjax.primitives.accumulators import accumulator, converted
 
 
 class Product:
-    """What is multiplied: a and b, and what the product is told beside them, its context (the sizes of groups).
+    """One shape of product: of a and b, and of what it is told beside them, its context (the sizes of groups).
 
     Frozen and hashable: a parameter of its primitive. All arrays have equally many batch axes, each equal or 1, before
     their own ``axes``.
@@ -114,15 +114,17 @@ class Product:
         """Returns how many groups the rows have, None where they have none."""
         return None
 
-    def seen(self, x: jax.Array, context: Sequence[jax.Array], m: int, how: How) -> jax.Array:
+    def seen(self, x: jax.Array, context: Sequence[jax.Array], m: int, arithmetic: Arithmetic) -> jax.Array:
         """Returns what the rows have of an operand."""
         return x
 
-    def whole(self, x: jax.Array, context: Sequence[jax.Array], shape: tuple[int, ...], how: How) -> jax.Array:
+    def whole(
+        self, x: jax.Array, context: Sequence[jax.Array], shape: tuple[int, ...], arithmetic: Arithmetic
+    ) -> jax.Array:
         """Returns an operand's tangent as one whose transpose a kernel can add up."""
         return x
 
-    def applied(self, epilogue: Epilogue, context: Sequence[jax.Array], how: How) -> derivative.Applied:
+    def applied(self, epilogue: Epilogue, context: Sequence[jax.Array], arithmetic: Arithmetic) -> derivative.Applied:
         """Returns the epilogue as a function of accumulators and operands."""
         return epilogue
 
@@ -141,8 +143,8 @@ class Folded(NamedTuple):
     unfold: Callable[[jax.Array], jax.Array]
 
 
-class How(NamedTuple):
-    """What the rest of a product's derivatives is told: the dtype of its operands, and how they are multiplied."""
+class Arithmetic(NamedTuple):
+    """The dtype of a product's operands, its precision and its backend, as the rest of its derivatives takes them."""
 
     dtype: np.dtype
     precision: Canonical
@@ -229,7 +231,7 @@ def call(
     if traced.outside is None:
         return traced.finish(bind(product, traced.epilogue, a, bs, context, traced.operands, **params))
     outside, acc = traced.outside, accs[0]
-    how = How(a.dtype, params["precision"], params["backend"])
+    arithmetic = Arithmetic(a.dtype, params["precision"], params["backend"])
 
     def fused(a: jax.Array, bs: Sequence[jax.Array], leaves: Sequence[Any]) -> Any:
         function = lambda *xs: outside.function(xs[:-1], xs[-1])  # noqa: E731
@@ -240,7 +242,7 @@ def call(
     def plain(a: jax.Array, bs: Sequence[jax.Array], leaves: Sequence[Any]) -> Any:
         found = plain_products(product, a, bs, context, acc.dtype, **params)
         seen = [
-            product.seen(leaf, context, acc.shape[-2], how) if of_groups else leaf
+            product.seen(leaf, context, acc.shape[-2], arithmetic) if of_groups else leaf
             for leaf, of_groups in zip(leaves, outside.groups, strict=True)
         ]
         results = _with_result_dtype(outside.function(found, seen), acc, out_dtype)

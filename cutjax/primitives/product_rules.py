@@ -17,11 +17,11 @@ from cutjax.binding.rules import batch_axis, is_linear, is_zero, none_if_zero, w
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, Node, normal
 from cutjax.kernels.choose import Choice, choose
-from cutjax.kernels.device import of as of_kind
+from cutjax.kernels.device import device_of_kind
 from cutjax.primitives import derivative
 from cutjax.primitives.accumulators import accumulator, with_cotangent
 from cutjax.primitives.product import (
-    How,
+    Arithmetic,
     Product,
     abstract_accumulator,
     bind_as_is,
@@ -48,7 +48,7 @@ def define_product(name: str) -> Callable[[P], P]:
             batch=_batch,
             jvp=_jvp,
             transpose=_transpose,
-            drop=_drop,
+            dce=_dce,
             multiple_results=True,
         )
         return product
@@ -82,7 +82,7 @@ def _reference(
     accs = [product.reference(*factors, *context, **params) for factors in factors_of(product, a, bs)]
     if epilogue.plain:
         return accs
-    return product.applied(epilogue, context, How(a.dtype, precision, backend)).apply(accs, operands)
+    return product.applied(epilogue, context, Arithmetic(a.dtype, precision, backend)).apply(accs, operands)
 
 
 def _choose(
@@ -98,7 +98,7 @@ def _choose(
     a, bs, context, operands = split(avals, product, epilogue)
     epilogue = epilogue.primal
     out_dtype = next((out.dtype for out in epilogue.outputs if out.reduce is None), a.dtype)
-    device = of_kind(target.kind, target.arch, target.sms)
+    device = device_of_kind(target.kind, target.arch, target.sms)
     problem = product.problem(*factors_of(product, a, bs)[0], *context, out_dtype=out_dtype, device=device)
     if len({b.shape for b in bs}) > 1:
         return Choice(problem, None, ("the matrices that share one differ in their batch axes",))
@@ -132,33 +132,33 @@ def _batch(
         outs = bind_as_is(product, epilogue, a, bs, context, operands, **params)
     else:  # only operands differ: one product serves them all
         accs = plain_products(product, a, bs, context, epilogue.accumulator, **params)
-        how = How(a.dtype, params["precision"], params["backend"])
-        outs = list(product.applied(epilogue, context, how).apply(accs, operands))
+        arithmetic = Arithmetic(a.dtype, params["precision"], params["backend"])
+        outs = list(product.applied(epilogue, context, arithmetic).apply(accs, operands))
     return outs, [at] * len(outs)
 
 
 def _jvp(primals: Any, tangents: Any, *, product: Product, epilogue: Epilogue, save: str, **params: Any) -> Any:
     a, bs, context, operands = split(primals, product, epilogue)
     a_dot, b_dots, _, operand_dots = split(none_if_zero(tangents), product, epilogue)
-    how = {name: params[name] for name in ("precision", "backend")}
+    shared = {name: params[name] for name in ("precision", "backend")}
     if epilogue.plain:
         outs = bind_as_is(product, epilogue, a, bs, context, operands, save=save, **params)
 
         def alike(of: Product, *factors: Any) -> jax.Array:
             config = params["config"] if of is product else None  # a pinned kernel is for the product it was pinned to
-            return multiply(of, *factors, *context, out_dtype=outs[0].dtype, config=config, **how)
+            return multiply(of, *factors, *context, out_dtype=outs[0].dtype, config=config, **shared)
 
         dots = product.tangents(alike, a, bs, a_dot, b_dots)
         return outs, [zero_tangent(out) if dot is None else dot for out, dot in zip(outs, dots, strict=True)]
     acc = abstract_accumulator(epilogue.accumulator, product.tile(*map(jax.typeof, (a, *bs, *context))))
-    applied = product.applied(epilogue, context, How(a.dtype, **how))
+    applied = product.applied(epilogue, context, Arithmetic(a.dtype, **shared))
 
     def rebind(epilogue: Epilogue, operands: Sequence[jax.Array]) -> list[jax.Array]:
         return bind_as_is(product, epilogue, a, bs, context, operands, save=save, **params)
 
     def dots_in(dtype: np.dtype) -> list[jax.Array | None]:
         def plain(of: Product, *factors: Any) -> jax.Array:
-            return multiply(of, *factors, *context, out_dtype=dtype, **how)
+            return multiply(of, *factors, *context, out_dtype=dtype, **shared)
 
         return product.tangents(plain, a, bs, a_dot, b_dots)
 
@@ -169,7 +169,7 @@ def _jvp(primals: Any, tangents: Any, *, product: Product, epilogue: Epilogue, s
         acc,
         bind=rebind,
         tangents=dots_in,
-        multiply=lambda a, bs, dtype: plain_products(product, a, bs, context, dtype, **how),
+        multiply=lambda a, bs, dtype: plain_products(product, a, bs, context, dtype, **shared),
         pushed=functools.partial(derivative.push, applied, acc.shape),
         groups=product.groups(bs),
         save=save,
@@ -205,7 +205,7 @@ def _transpose(
     return found
 
 
-def _drop(
+def _dce(
     used: Sequence[bool], *, product: Product, epilogue: Epilogue, in_place: tuple[tuple[int, int], ...], **params: Any
 ) -> tuple[list[bool], dict[str, Any]]:
     reading = [True] * len(own_axes(product, epilogue.products))

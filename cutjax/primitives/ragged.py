@@ -30,13 +30,13 @@ from cutjax.primitives import ragged_reference
 from cutjax.primitives.accumulators import accumulator, cotangent_dtype
 from cutjax.primitives.dense import FLIP
 from cutjax.primitives.groups import group_of_row, in_some_group
-from cutjax.primitives.product import How, Product, multiply, sum_to
+from cutjax.primitives.product import Arithmetic, Product, multiply, sum_to
 from cutjax.primitives.product_rules import define_product
 
 
 @dataclasses.dataclass(frozen=True)
 class _InGroups(Product):
-    """What both have in common.
+    """The common part of both products.
 
     Attributes:
       leading: whether the sizes start with the number of rows before the first group.
@@ -62,7 +62,7 @@ def _tile(a: Any, shape: Sequence[int], *avals: Any) -> Any:
 @define_product("cutjax_grouped_gemm")
 @dataclasses.dataclass(frozen=True)
 class Rows(_InGroups):
-    """Each group's rows of x by its own matrix of w; the layout, "nn" or "nt", says how w lies.
+    """The rows of each group of x by its own matrix of w; the layout, "nn" or "nt", says how w lies.
 
     Operands of an epilogue are those of a dense product, or of groups, ``[*B, g, 1, n or 1]``: of such a one each row
     reads its group's.
@@ -79,8 +79,7 @@ class Rows(_InGroups):
         return _tile(a, (*batch, a.shape[-2], ws[0].shape[-1 if self.layout[1] == "n" else -2]), *ws)
 
     def reference(self, *arrays: jax.Array, **params: Any) -> jax.Array:
-        how = {"layout": self.layout, "leading": self.leading, **params}
-        return ragged_reference.reference_gemm(*arrays, **how)
+        return ragged_reference.reference_gemm(*arrays, layout=self.layout, leading=self.leading, **params)
 
     def problem(self, *avals: Any, out_dtype: Any, device: Device) -> Problem:
         a, b, sizes = avals
@@ -123,21 +122,23 @@ class Rows(_InGroups):
     def groups(self, bs: Sequence[Any]) -> int | None:
         return bs[0].shape[-3]
 
-    def seen(self, x: jax.Array, context: Sequence[jax.Array], m: int, how: How) -> jax.Array:
-        """What the rows have of an operand, ``[*B, m, n or 1]``; those of no group have zeros."""
+    def seen(self, x: jax.Array, context: Sequence[jax.Array], m: int, arithmetic: Arithmetic) -> jax.Array:
+        """Returns what the rows have of an operand, ``[*B, m, n or 1]``; those of no group have zeros."""
         (sizes,) = context
         if x.ndim > sizes.ndim + 1:
-            return spread_p.bind(x, sizes, m=m, leading=self.leading, how=how)
+            return spread_p.bind(x, sizes, m=m, leading=self.leading, arithmetic=arithmetic)
         return in_some_group(x, sizes, m, self.leading)
 
-    def whole(self, x: jax.Array, context: Sequence[jax.Array], shape: tuple[int, ...], how: How) -> jax.Array:
-        """An operand as one of full size, in the dtype of the product. Its transpose adds up as products do."""
-        dtype = cotangent_dtype(how.dtype, x.dtype)
-        rows = self.seen(x, context, shape[-2], how)
+    def whole(
+        self, x: jax.Array, context: Sequence[jax.Array], shape: tuple[int, ...], arithmetic: Arithmetic
+    ) -> jax.Array:
+        """Returns an operand as one of full size, in the dtype of the product. Its transpose adds up as products do."""
+        dtype = cotangent_dtype(arithmetic.dtype, x.dtype)
+        rows = self.seen(x, context, shape[-2], arithmetic)
         return jnp.broadcast_to(rows.astype(accumulator(x.dtype)), shape).astype(dtype)
 
-    def applied(self, epilogue: Epilogue, context: Sequence[jax.Array], how: How) -> AppliedInGroups:
-        return AppliedInGroups(epilogue, self, context[0], how)
+    def applied(self, epilogue: Epilogue, context: Sequence[jax.Array], arithmetic: Arithmetic) -> AppliedInGroups:
+        return AppliedInGroups(epilogue, self, context[0], arithmetic)
 
     def finished(self, results: Any, acc: Any, context: Sequence[jax.Array], why: str) -> Any:
         if any(x.shape != acc.shape for x in jax.tree.leaves(results)):
@@ -151,7 +152,7 @@ class Rows(_InGroups):
 @define_product("cutjax_grouped_outer")
 @dataclasses.dataclass(frozen=True)
 class Depth(_InGroups):
-    """Each group's rows of a, transposed, by those of b. Operands of an epilogue are of the result's groups too."""
+    """The rows of each group of a, transposed, by those of b. Operands of an epilogue are of the result's groups."""
 
     where = "grouped_outer"
     axes = (2, 2, 1)
@@ -165,7 +166,7 @@ class Depth(_InGroups):
         return ragged_reference.reference_outer(*arrays, leading=self.leading, **params)
 
     def problem(self, *avals: Any, out_dtype: Any, device: Device) -> Problem:
-        """The contraction is over the rows."""
+        """Returns the problem, whose contraction is over the rows."""
         a, b, sizes = avals
         (*a_batch, rows, m), (*b_batch, _, n), (*sizes_batch, groups) = a.shape, b.shape, sizes.shape
         return Problem(
@@ -202,7 +203,7 @@ class AppliedInGroups:
     epilogue: Epilogue
     product: Rows
     sizes: jax.Array
-    how: How
+    arithmetic: Arithmetic
 
     @property
     def products(self) -> int:
@@ -216,7 +217,7 @@ class AppliedInGroups:
 
         # Operands before the function too: at rows of no group it may have no finite derivative. The accumulators' own
         # derivatives are products, which leave those rows out.
-        operands = [self.product.seen(x, (self.sizes,), m, self.how) for x in operands]
+        operands = [self.product.seen(x, (self.sizes,), m, self.arithmetic) for x in operands]
         whole = [dataclasses.replace(out, reduce=None, axes=()) for out in self.epilogue.outputs]
         values = dataclasses.replace(self.epilogue, outputs=tuple(whole)).apply(accs, operands)
         results = []
@@ -273,16 +274,18 @@ def _spread_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, 
     return out, zero_tangent(out) if is_zero(tangents[0]) else spread_p.bind(tangents[0], sizes, **params)
 
 
-def _spread_transpose(g: Any, x: Any, sizes: jax.Array, *, m: int, leading: bool, how: How) -> tuple[Any, None]:
-    """The sum over each group's rows: a product with a column of ones, so neither atomics nor a scatter."""
+def _spread_transpose(
+    g: Any, x: Any, sizes: jax.Array, *, m: int, leading: bool, arithmetic: Arithmetic
+) -> tuple[Any, None]:
+    """Computes the sum over each group's rows: a product with a column of ones, so neither atomics nor a scatter."""
     if is_zero(g):
         return None, None
-    n, dtype = g.shape[-1], cotangent_dtype(how.dtype, g.dtype)
+    n, dtype = g.shape[-1], cotangent_dtype(arithmetic.dtype, g.dtype)
     g = lax.pad(g.astype(dtype), jnp.zeros((), dtype), [*((0, 0, 0) for _ in g.shape[1:]), (0, -n % 8, 0)])
     # Eight columns and a multiple of that, so that rows are aligned as kernels want them.
     ones = lax.broadcasted_iota(np.int32, (*(1 for _ in g.shape[:-2]), m, 8), g.ndim - 1) == 0
-    precision = dot_precision.of_cotangents(how.precision, dtype, Rows.where)
-    params: dict[str, Any] = {"out_dtype": accumulator(dtype), "precision": precision, "backend": how.backend}
+    precision = dot_precision.of_cotangents(arithmetic.precision, dtype, Rows.where)
+    params: dict[str, Any] = {"out_dtype": accumulator(dtype), "precision": precision, "backend": arithmetic.backend}
     d = multiply(Depth(leading), ones.astype(dtype), g, sizes, **params)  # [*B, g, 8, n]
     return sum_to(d[..., :1, :n], x.aval), None
 

@@ -53,12 +53,12 @@ class _Blocks:
 
 
 def _flat_index(batch: Sequence[int], full: Sequence[int]) -> jax.Array:
-    """For each index into the flattened batch axes ``full`` that into an operand's, some of size 1."""
+    """Returns for each index into the flattened batch axes ``full`` that into an operand's, some of size 1."""
     return jnp.asarray(np.broadcast_to(np.arange(math.prod(batch), dtype=np.int32).reshape(batch), full).reshape(-1))
 
 
 def _block(x: jax.Array, batch: jax.Array, start: jax.Array, rows: int) -> jax.Array:
-    """x[batch, start : start + rows]."""
+    """Returns x[batch, start : start + rows]."""
     zero = jnp.zeros_like(start)
     return lax.dynamic_slice(x, (batch, start, zero), (1, rows, x.shape[-1]))[0]
 
@@ -75,7 +75,7 @@ def reference_gemm(
     precision: Canonical = None,
     **_: Any,
 ) -> jax.Array:
-    """grouped_gemm_p in plain JAX."""
+    """Computes ``Rows`` in plain JAX."""
     batch, m = np.broadcast_shapes(x.shape[:-2], w.shape[:-3], sizes.shape[:-1]), x.shape[-2]
     n = w.shape[-1 if layout[1] == "n" else -2]
     d = jnp.zeros((math.prod(batch), m, n), out_dtype)
@@ -109,7 +109,7 @@ def reference_outer(
     precision: Canonical = None,
     **_: Any,
 ) -> jax.Array:
-    """grouped_outer_p in plain JAX."""
+    """Computes ``Depth`` in plain JAX."""
     batch, m = np.broadcast_shapes(a.shape[:-2], b.shape[:-2], sizes.shape[:-1]), a.shape[-2]
     shape = (*batch, sizes.shape[-1] - leading, a.shape[-1], b.shape[-1])
     acc = accumulator(a.dtype, out_dtype)

@@ -68,7 +68,7 @@ class Symmetric(Product):
     def tangents(
         self, multiply: Callable[..., jax.Array], a: Any, bs: Sequence[Any], a_dot: Any, b_dots: Sequence[Any]
     ) -> list[jax.Array | None]:
-        """a' a^T and its transpose, so that the gradient is one product with g + g^T."""
+        """Returns a' a^T plus its transpose, so that the gradient is one product with g + g^T."""
         if a_dot is None:
             return [None]
         dot = multiply(self.full, a_dot, a)

@@ -1,4 +1,4 @@
-"""Who runs a GEMM: the scoped choice between cutjax's kernels and XLA."""
+"""The backend of an operation: the scoped choice between cutjax's kernels and XLA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _context = jax.make_user_context("auto")
 
 
 def check(name: object, where: str) -> str:
-    """The name of a backend, or a ValueError that lists the valid ones."""
+    """Returns the name of a backend; raises a ValueError that lists the valid ones."""
     if name not in BACKENDS:
         raise ValueError(f"{where}: unknown backend {name!r}, expected one of {BACKENDS}")
     return str(name)
@@ -45,5 +45,5 @@ def use_backend(name: str) -> contextlib.AbstractContextManager[None]:
 
 
 def resolve(backend: str | None, where: str) -> str:
-    """The backend of a call: its own argument, else the scope's."""
+    """Returns the backend of a call: its own argument, else the scope's."""
     return _context.value if backend is None else check(backend, where)

@@ -49,7 +49,7 @@ class CompileError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """What ptxas says a kernel takes of each thread or block; None where its report does not say."""
+    """The resources that ptxas says a kernel takes; None where its report does not say."""
 
     registers: int | None
     spill_store_bytes: int | None
@@ -150,7 +150,7 @@ def compile_source(source: str, *, name: str, arch: str) -> Cubin:
 
 
 def compiler_missing() -> str | None:
-    """Why kernels cannot be compiled here, with what to install, or None. Compiles nothing; looks once per process."""
+    """Returns why kernels cannot be compiled here, with what to install, or None. Looks once a process."""
     compiler = _compiler()
     return compiler if isinstance(compiler, str) else None
 
@@ -164,7 +164,7 @@ def clear_memory() -> None:
 
 @functools.cache
 def _compiler() -> _Compiler | str:
-    """NVRTC, or why there is none.
+    """Returns NVRTC, or why there is none.
 
     Through cuda.bindings, not cuda.core: it imports in 20 ms instead of 260 and has had one API since 12.6.
     """
@@ -225,7 +225,7 @@ def _metadata(cubin: Cubin) -> dict[str, Any]:
 
 
 def _of_entry(metadata: Any, image: bytes) -> Cubin | None:
-    """The cubin whose `_metadata` this is, or None: another version's fields or types count as damage."""
+    """Returns the cubin whose `_metadata` this is, or None: another version's fields or types count as damage."""
     match metadata:
         case {"resources": dict() as resources, "log": str() as log, "seconds": float() as seconds, **more} if not more:
             pass

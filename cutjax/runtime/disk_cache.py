@@ -35,7 +35,7 @@ class _Refused(OSError):
 
 
 def warn_once(folder: pathlib.Path, message: str) -> None:
-    """One warning per folder and process, whatever the warning filters say."""
+    """Warns once per folder and process, whatever the warning filters say."""
     with _warned_lock:
         if folder in _warned:
             return
@@ -62,7 +62,7 @@ class DiskCache:
         self._lock = threading.Lock()
 
     def read(self, key: str, parse: Callable[[Any, bytes], Any] = lambda *entry: entry) -> Any:
-        """What ``parse`` makes of an entry's metadata and payload (by default both), or None.
+        """Returns what ``parse`` makes of an entry's metadata and payload (by default both), or None.
 
         An entry that is damaged, altered or not ours is removed, and so is one that ``parse`` makes None of: its digest
         says that it is as it was written, not that who wrote it knew the same fields. The metadata is any JSON.
@@ -105,7 +105,7 @@ class DiskCache:
             self._warn(error)
 
     def _open(self) -> int:
-        """A descriptor of the folder, made if need be, after checking that it is ours alone."""
+        """Returns a descriptor of the folder, made if need be, after checking that it is ours alone."""
         folder = self._folder
         if not folder.is_absolute():  # platformdirs without a home folder
             raise _Refused("it is not an absolute path")
@@ -139,7 +139,7 @@ class DiskCache:
         )
 
     def _read_file(self, folder: int, name: str) -> bytes | None:
-        """The bytes of an entry; whatever stands in its place and is no private regular file is removed."""
+        """Returns the bytes of an entry; whatever stands in its place and is no private regular file is removed."""
         try:
             # Not blocking: a FIFO in the entry's place must not hang us.
             descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
@@ -204,7 +204,7 @@ def _decode(key: str, data: bytes) -> tuple[Any, bytes] | None:
 
 
 def _write_file(folder: int, name: str, data: bytes) -> None:
-    """Readers see the old file or the whole new one, never a part: a private temporary file takes its place."""
+    """Writes so that readers see the old file or the whole new one: a private temporary file takes its place."""
     temporary = f"{name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
     try:

@@ -1,4 +1,4 @@
-"""The launch plan: what the native launcher is told, validated here and encoded as attributes of a custom call.
+"""The launch plan: everything the native launcher is told, validated here and encoded as attributes of a custom call.
 
 This is the one module that loads the native extension.
 """
@@ -247,12 +247,12 @@ class Call:
                 0 <= argument < MAX_BUFFERS and 0 <= result < (len(self.results) or MAX_BUFFERS),
                 f"no argument {argument} shares memory with a result {result}",
             )
-        for of in (0, 1):
-            shared = [pair[of] for pair in self.aliases]
+        for side in (0, 1):
+            shared = [pair[side] for pair in self.aliases]
             _require(len(set(shared)) == len(shared), f"a buffer is aliased twice: {self.aliases}")
 
     def attributes(self) -> dict[str, str | bytes | np.ndarray | np.int64]:
-        """The attributes of the custom call ``cutjax_launch``, as ``jax.ffi.ffi_lowering`` takes them.
+        """Returns the attributes of the custom call ``cutjax_launch``, as ``jax.ffi.ffi_lowering`` takes them.
 
         ``plan`` is the number of launches and a record of each; launches with the same cubin share its bytes.
         """

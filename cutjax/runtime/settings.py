@@ -15,7 +15,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the environment says.
+    """The settings that the environment gives.
 
     Attributes:
       cache_dir: folder of the kernel cache (``CUTJAX_CACHE_DIR``); None is the user's cache folder.
@@ -31,7 +31,7 @@ class Settings:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Settings:
-        """The settings of an environment; an empty variable counts as unset."""
+        """Returns the settings of an environment; an empty variable counts as unset."""
         fields: dict[str, Any] = {}
         if value := environ.get("CUTJAX_CACHE_DIR"):
             fields["cache_dir"] = pathlib.Path(value).expanduser().absolute()
@@ -53,7 +53,7 @@ _current: Settings | None = None
 
 
 def settings() -> Settings:
-    """The settings of this process: the environment as it was at the first call."""
+    """Returns the settings of this process: the environment as it was at the first call."""
     global _current
     if _current is None:
         _current = Settings.of(os.environ)

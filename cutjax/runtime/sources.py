@@ -22,14 +22,14 @@ def _file(name: str) -> str:
 
 
 def constant(name: str, value: int | bool) -> str:
-    """One C++ constant."""
+    """Returns one C++ constant."""
     if isinstance(value, bool):
         return f"constexpr bool {name} = {str(value).lower()};\n"
     return f"constexpr int {name} = {value};\n"
 
 
 def source(kernel: str, constants: Mapping[str, int | bool], parts: Sequence[str]) -> str:
-    """The text of one kernel: its constants, then its parts in order, each a file's name or generated text."""
+    """Returns the text of one kernel: its constants, then its parts in order, each a file's name or generated text."""
     head = f'#line 1 "constants of {kernel} (generated)"\n#define KERNEL {kernel}\n'
     values = [constant(*item) for item in constants.items()]
     return "".join([head, *values, *(_file(part) if part.endswith(".cuh") else part for part in parts)])

@@ -59,8 +59,8 @@ def arguments(kernel: Kernel) -> tuple[Argument, ...]:
 def _arguments(kernel: Kernel) -> Iterator[Argument]:
     p, c, staging = kernel.problem, kernel.config, kernel.staging
     epilogue = p.epilogue
-    still = (1, *(False,) * (2 + len(epilogue.operands) + bool(p.groups)))
-    sizes, *moves = zip(*[still] * (3 - len(p.batch_groups)), *p.batch_groups, strict=True)
+    unmoved = (1, *(False,) * (2 + len(epilogue.operands) + bool(p.groups)))
+    sizes, *moves = zip(*[unmoved] * (3 - len(p.batch_groups)), *p.batch_groups, strict=True)
     steps = [batch_steps(move, sizes) for move in moves]
     of_operands = steps[2 : 2 + len(epilogue.operands)]
     first_result = p.arrays + len(epilogue.operands)

@@ -1,4 +1,4 @@
-"""How a GEMM is done: the frozen, validated choice of tile, pipeline, cluster, schedule and tile order."""
+"""The config of a kernel: the frozen, validated choice of tile, pipeline, cluster, schedule and tile order."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Config:
         return self.cluster_m * self.cluster_n
 
     def name(self, problem: Problem) -> str:
-        """The kernel's name wherever it is seen: HLO, profiler, explain, benchmark rows."""
+        """Returns the name of the kernel wherever it is seen: HLO, profiler, explain, benchmark rows."""
         dtypes = short(problem.a_dtype.name)
         if problem.plain and problem.out_dtype != problem.a_dtype:
             dtypes += short(problem.out_dtype.name)

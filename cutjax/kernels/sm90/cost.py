@@ -17,7 +17,7 @@ READ_BYTES_PER_US, WRITTEN_BYTES_PER_US = 5.0e6, 3.8e6  # reads partly of L2
 
 @dataclasses.dataclass(frozen=True)
 class _Fit:
-    """What of the cost model was fitted, for each way in which a problem is divided in groups, and for symmetric ones.
+    """The fitted numbers of the cost model: one set for each way to divide a problem in groups, and for symmetric ones.
 
     Attributes:
       load: bytes a nanosecond that enter one SM.
@@ -130,7 +130,7 @@ def predict(kernel: Kernel, device: Device) -> float:
 
 
 def _short_rows(kernel: Kernel) -> tuple[int, int]:
-    """How many rows of 128 bytes the loads of a and of b take for each that they bring."""
+    """Returns the rows of 128 bytes that the loads of a and of b take for each that they bring."""
     problem, bn = kernel.problem, kernel.config.bn
     pitch = problem.k if problem.a.contiguous == "k" else problem.m
     lines = 1 if pitch * problem.a_dtype.itemsize % 128 == 0 else 2

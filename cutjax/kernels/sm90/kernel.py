@@ -26,7 +26,7 @@ INPUT_DTYPES = ("bf16", "f16")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Facts:
-    """What the kernels of a problem have in common, whatever their config.
+    """Everything that the kernels of a problem have in common, whatever their config.
 
     Attributes:
       problem: the problem.
@@ -117,7 +117,7 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
 
 
 def _symmetric_reasons(staging: Staging) -> list[str]:
-    """Why a symmetric result cannot be made of what is on and below its diagonal."""
+    """Returns why a symmetric result cannot be made of what is on and below its diagonal."""
     reasons = []
     if any(node.op == "iota" and node.params[0] != "batch" for node in staging.epilogue.nodes):
         reasons.append("a symmetric result that depends on where its elements lie")
@@ -198,7 +198,7 @@ def average_tiles(problem: Problem, config: Config) -> tuple[int, int]:
 
 
 def _most_tiles(problem: Problem, config: Config) -> int:
-    """The number of cluster tiles; where there are groups, the most there may be."""
+    """Returns the number of cluster tiles; where there are groups, the most there may be."""
     if problem.symmetric:  # those with anything on or below the diagonal
         m, height, width = problem.m, config.bm * config.cluster_m, config.bn * config.cluster_n
         return problem.batch_size * sum(-(-min(m, row + height) // width) for row in range(0, m, height))
@@ -245,7 +245,7 @@ class Kernel:
 
     @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:
-        """What the kernel takes."""
+        """The arguments that the kernel takes, in order."""
         return arguments(self)
 
     @property
@@ -293,7 +293,7 @@ class Kernel:
         )
 
     def _written(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What the kernel writes, where reductions are not yet what was asked.
+        """Returns what the kernel writes, where reductions are not yet what was asked.
 
         Of a reduction it is one value for each 16 rows, for each tile's columns, or both.
         """
@@ -307,7 +307,7 @@ class Kernel:
 
 
 def _finish(outputs: Sequence[Output], written: Sequence[jax.Array]) -> list[jax.Array]:
-    """The results, of what the kernel writes: reductions are reduced further."""
+    """Returns the results, of what the kernel writes: reductions are reduced further."""
     found = []
     for out, x in zip(outputs, written, strict=True):
         axes = [{"row": -2, "col": -1}[axis] for axis in out.axes]

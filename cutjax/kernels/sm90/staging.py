@@ -31,7 +31,7 @@ BUFFER_BYTES = 16384  # of a staging buffer, at most where narrower chunks can m
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Staging:
-    """How an epilogue's inputs and results are staged, in chunks of so many columns of 64 rows.
+    """Shared-memory staging of an epilogue's inputs and results, in chunks of so many columns of 64 rows.
 
     Results lie one after the other; an operand lies where a result of its size will be, which replaces it. A symmetric
     result's transpose lies where nothing else does: other threads write it than read the operand.
@@ -79,7 +79,7 @@ class Staging:
 
     @functools.cached_property
     def reasons(self) -> tuple[str, ...]:
-        """Why no kernel can have this epilogue; empty where one can."""
+        """The reasons why no kernel can have this epilogue; empty where one can."""
         found = list(emit.reasons(self.epilogue))
         if not self.results:
             found.append("every result is a reduction: kernels store at least one of full size")

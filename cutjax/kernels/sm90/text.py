@@ -89,13 +89,13 @@ DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
 
 
 def _epilogue(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
-    """The epilogue, how it is fed, and how what it makes is stored (see epilogue.cuh)."""
+    """Returns the epilogue, with what feeds it and what stores its results (see epilogue.cuh)."""
     parts = (_extras(staging, arguments), _partials(staging, arguments), _piece(staging), _store(staging))
     return emit.emit(staging.epilogue) + _signature(arguments) + "".join(parts) + _rows(staging, arguments, ragged)
 
 
 def _signature(arguments: Sequence[Argument]) -> str:
-    """The kernel's parameters, and what of them it passes on."""
+    """Returns the parameters of the kernel, and what of them it passes on."""
 
     def passed(to: str) -> str:
         return "".join(f", {argument.passed}" for argument in arguments if argument.to == to)
@@ -246,7 +246,7 @@ struct Partials {{
 
 
 def _reduce_piece(i: int, out: Output) -> str:
-    """What a piece adds to a reduction; values past the matrix are replaced by the identity."""
+    """Returns what a piece adds to a reduction; values past the matrix are replaced by the identity."""
     identity = _REDUCE[out.reduce or ""][0]
     past = "row + i / 2 % 2 * 8 >= partials.m || column + i / 4 * 8 + i % 2 >= partials.n"
     text = f"#pragma unroll\n  for (int i = 0; i < 8; ++i)\n    if ({past}) y{i}[i] = {identity};\n"
@@ -412,5 +412,5 @@ struct Rows {{
 
 
 def _at(slot: int) -> str:
-    """Where a tile lies in a staging buffer."""
+    """Returns where a tile lies in a staging buffer."""
     return f"64 * D_CHUNK * {slot}"
