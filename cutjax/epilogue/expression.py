@@ -126,6 +126,16 @@ class Epilogue:
             results.append(value.astype(out.dtype))
         return tuple(results)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:  # asked for with every eager call and every config
+        return hash((self.products, self.operands, self.nodes, self.outputs))
+
+    def __getstate__(self) -> dict[str, Any]:  # hashes differ from process to process
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     @functools.cached_property
     def uses_acc(self) -> bool:
         """True if any result depends on an accumulator."""

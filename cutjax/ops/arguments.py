@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import sys
@@ -127,6 +128,11 @@ def promote(a: jax.Array, bs: Sequence[jax.Array], out_dtype: DTypeLike | None, 
     xs = [converted(x, operand) for x in (a, *bs)]
     if out_dtype is None:
         return *xs, operand, _weak(a, b)
+    return *xs, result_of(operand, out_dtype, where), False
+
+
+def result_of(operand: np.dtype, out_dtype: DTypeLike, where: str) -> np.dtype:
+    """Returns the dtype asked for of a product of a dtype, or raises where that has no meaning."""
     out = result_dtype(out_dtype, where)
     kinds = (jnp.complexfloating, jnp.floating, jnp.integer)
     rank_out, rank_in = (
@@ -134,14 +140,19 @@ def promote(a: jax.Array, bs: Sequence[jax.Array], out_dtype: DTypeLike | None, 
     )
     if rank_out > rank_in:
         raise TypeError(f"{where}: a product of {operand} has no meaning as out_dtype {out}")
-    return *xs, out, False
+    return out
 
 
 def _weak(a: jax.Array, b: jax.Array) -> bool:
     """True if ``jax.numpy`` promotes two arrays to a weak type: each that is strong is of a kind below the other's."""
-    kinds = (jnp.bool_, jnp.integer, jnp.inexact)
-    a_kind, b_kind = (next(i for i, kind in enumerate(kinds) if jnp.issubdtype(x.dtype, kind)) for x in (a, b))
+    a_kind, b_kind = _kind(a.dtype), _kind(b.dtype)
     return (a.weak_type or a_kind < b_kind) and (b.weak_type or b_kind < a_kind)
+
+
+@functools.cache
+def _kind(dtype: np.dtype) -> int:
+    """Returns the place of a dtype's kind among those that promotion orders."""
+    return next(i for i, kind in enumerate((jnp.bool_, jnp.integer, jnp.inexact)) if jnp.issubdtype(dtype, kind))
 
 
 def contracted(x: Any, last: bool) -> int:

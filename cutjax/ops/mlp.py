@@ -21,7 +21,7 @@ from cutjax.ops.arguments import (
     local_sizes,
     matrix,
     promote,
-    result_dtype,
+    result_of,
     unwrapped,
 )
 from cutjax.primitives import derivative
@@ -206,7 +206,7 @@ def _chained(
     given, last = dict(zip(given, rest, strict=False)), rest[len(given) :]
     acc = abstract_accumulator(a.dtype, product.tile(*map(jax.typeof, (a, *ws, *context))))
     traced = trace_with_dtype(where, hidden, [acc] * len(ws), (given,), (dtype,))
-    out_dtype = dtype if out_dtype is None else result_dtype(out_dtype, where)
+    out_dtype = dtype if out_dtype is None else result_of(dtype, out_dtype, where)
     chain = Chain(product, traced.epilogue, out_dtype, precision, backend, save)
     if traced.outside is not None:
         return apart(chain, context, hidden, a, ws, v, given, last)
@@ -232,7 +232,8 @@ def _arrays(
     if save not in derivative.SAVE:
         raise ValueError(f"{where}: unknown save {save!r}, expected one of {derivative.SAVE}")
     a, v = matrix(x, "x", where), matrix(w2, "w2", where)
-    ws = [matrix(w, name, where) for w, name in ((gate, "gate"), (w1, "w1")) if w is not None]
+    ws = [] if gate is None else [matrix(gate, "gate", where)]
+    ws.append(matrix(w1, "w1", where))
     if ws[0].shape != ws[-1].shape or ws[0].dtype != ws[-1].dtype:
         raise ValueError(f"{where}: gate is {jax.typeof(ws[0]).str_short()}, but w1 is {jax.typeof(ws[1]).str_short()}")
     a, *ws, dtype, _ = promote(a, ws, None, where)

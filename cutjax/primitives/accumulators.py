@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 
+@functools.cache
 def accumulator(dtype: np.dtype, out_dtype: np.dtype | None = None) -> np.dtype:
     """Returns the dtype in which products of a dtype are added up: at least 32 bits, and as wide as the result."""
     if out_dtype is not None:

@@ -158,7 +158,10 @@ def aligned(product: Product, a: Any, bs: Sequence[Any], context: Sequence[Any])
     """Returns the arrays with as many batch axes each."""
     own = own_axes(product, len(bs))
     args = (a, *bs, *context)
-    rank = max(x.ndim - axes for x, axes in zip(args, own, strict=True))
+    ranks = {x.ndim - axes for x, axes in zip(args, own, strict=True)}
+    if len(ranks) == 1:
+        return list(args)
+    rank = max(ranks)
     return [with_rank(x, rank + axes) for x, axes in zip(args, own, strict=True)]
 
 
