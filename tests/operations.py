@@ -98,6 +98,23 @@ def _grouped(epilogue):
     return plain
 
 
+def _launch(x, s, y):
+    if x.dtype != jnp.float32:
+        raise NotImplementedError(f"{x.dtype}: the kernel is for float32")
+    return cutjax.CudaLaunch(grid=x.shape[0], block=x.shape[1], arguments=(x, s, y))
+
+
+_own = cutjax.cuda_kernel(
+    """extern "C" __global__ void scaled(const float* x, const float* s, float* y) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  y[i] = tanhf(x[i]) * s[blockIdx.x];
+}""",
+    "scaled",
+    name="cuda_kernel",
+    out=lambda x, s: x,
+    launch=_launch,
+    reference=lambda x, s: jnp.tanh(x) * s,
+)
 LAYOUTS = {"nn": "", "nt": "w", "tn": "x", "tt": "x w"}
 OPERATIONS: dict[str, Operation] = {
     "gemm": Operation(cutjax.gemm, "x w", jnp.matmul, LAYOUTS, linear="x w"),
@@ -124,6 +141,7 @@ OPERATIONS: dict[str, Operation] = {
         "x w b",
         lambda x, w, b: _biased(x @ w, b),
     ),
+    "cuda_kernel": Operation(_own, "x s", lambda x, s: jnp.tanh(x) * s),
     "syrk": Operation(cutjax.syrk, "x", lambda x: x @ x.mT, {"n": "", "t": "x"}),
     "syrk, epilogue": Operation(
         lambda x, t, **how: cutjax.syrk(x, epilogue=_shrunk, operands=(t,), **how),
