@@ -1,4 +1,4 @@
-"""What tests share: operands from numpy, comparisons, two functions compared in one program, meshes, residuals."""
+"""Helpers of all tests: operands from numpy, comparisons, two functions compared in one program, meshes, residuals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests ask of compiled kernels."""
+"""Checks of compiled kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of generated epilogues, on the host (test_epilogue_emit.py) and on a device (gpu/test_accuracy.py)."""
+"""Cases for generated epilogues, on the host (test_epilogue_emit.py) and on a device (gpu/test_accuracy.py)."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def pairs(dtype):
 
 
 def subnormal(x):
-    """Where XLA on the CPU flushes: f32, and with it what is computed in f32."""
+    """True where XLA on the CPU flushes: f32, and with it what is computed in f32."""
     x = np.asarray(x)
     if x.dtype.kind in "iub":
         return np.zeros(x.shape, bool)
@@ -126,7 +126,7 @@ def check(got, wanted, inputs, where=True):
 
 
 def reference(epilogue, *operands):
-    """What JAX makes of it on the CPU."""
+    """Returns what JAX makes of it on the CPU."""
     shape = (1, operands[0].size)
     with jax.default_device(jax.devices("cpu")[0]):
         acc = jnp.zeros(shape)

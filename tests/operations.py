@@ -1,4 +1,4 @@
-"""The battery's entries: every public operation on small operands, and how each is written in plain JAX.
+"""Entries of the battery: every public operation on small operands, and how each is written in plain JAX.
 
 To add an operation is to add one entry to OPERATIONS; test_battery_*.py then transform it in every way, and
 test_settings_of_jax, test_explicit_mesh, test_varying and test_arguments use it as well:
@@ -277,7 +277,7 @@ def of_floats(fn: Callable[..., Any], args) -> tuple[Callable[..., Any], tuple[j
 
 
 def uses(name: str) -> dict[str, Callable[..., Any]]:
-    """What is done with an operation: its values, its gradients in both modes, and batches of them."""
+    """Everything done with an operation: its values, its gradients in both modes, and batches of them."""
     fn, args = OPERATIONS[name].fn, operands(name)
     wrt = differentiable(args)
 

@@ -90,7 +90,7 @@ KINDS: dict[str, Callable[..., tuple[int, ...]]] = {
 
 
 def evaluate(tree: Any, args: Sequence[jax.Array]) -> Any:
-    """A tree's value in f32, [..., m, n]: ("arg", i), ("const", x), ("cast", dtype, t), or a name and subtrees."""
+    """The value of a tree in f32, [..., m, n]: ("arg", i), ("const", x), ("cast", dtype, t), or a name and subtrees."""
     match tree:
         case ("arg", i):
             return jnp.broadcast_to(args[i].astype(jnp.float32), jnp.broadcast_shapes(args[i].shape, args[0].shape))

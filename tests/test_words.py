@@ -11,6 +11,7 @@ import benchmarks
 import cutjax
 
 PACKAGES = [pathlib.Path(package.__file__).parent for package in (cutjax, benchmarks)]
+TESTS = pathlib.Path(__file__).parent
 REPOSITORY = pathlib.Path(__file__).parent.parent
 DOCUMENTS = [*sorted((REPOSITORY / "docs").glob("*.md")), *sorted(REPOSITORY.glob("*.md"))]
 # Riddles: who reads must find out what is spoken of. Better: Returns, Computes, True if, an imperative, a noun phrase.
@@ -35,10 +36,12 @@ def docstrings(path):
 
 
 def test_docstrings_open_with_their_subject():
+    """Those of the packages, and of what tests share; a test's may say what holds."""
+    sources = [path for package in PACKAGES for path in sorted(package.rglob("*.py"))]
+    helpers = [path for path in sorted(TESTS.rglob("*.py")) if not path.stem.startswith("test_")]
     found = [
         f"{path}:{line} {name}: {text.splitlines()[0]}"
-        for package in PACKAGES
-        for path in sorted(package.rglob("*.py"))
+        for path in [*sources, *helpers]
         for name, line, text in docstrings(path)
         if RIDDLE.match(text)
     ]
@@ -54,7 +57,7 @@ def test_modules_say_what_they_own(package):
 
 @pytest.mark.parametrize("name", sorted(set(cutjax.__all__) - PLAIN))
 def test_public_names_are_documented(name):
-    """What is called has all of Args, Returns and Example; what holds fields has Attributes."""
+    """Functions have all of Args, Returns and Example; classes of fields have Attributes."""
     public = getattr(cutjax, name)
     text = inspect.getdoc(public)
     assert text

@@ -80,7 +80,7 @@ class Fused:
 
     @property
     def epilogue(self) -> Epilogue:
-        """What is made of the products."""
+        """The function of the products."""
         return EPILOGUES[self.name]
 
     @functools.cached_property
@@ -156,7 +156,7 @@ class Fused:
 
     @property
     def problem(self) -> cutjax.Problem:
-        """What is asked, with the epilogue as it is traced."""
+        """The problem, with the epilogue as it is traced."""
         (row,) = cutjax.explain(self.gemm(backend="auto"), platform="cuda")(*self.arrays).rows
         assert row.choice is not None
         return row.choice.problem

@@ -170,7 +170,7 @@ def note_worst(kind: str, share: float) -> None:
 
 
 def mismatch(out: np.ndarray, ref: np.ndarray) -> str:
-    """Where two unequal results differ: the box around the wrong elements tells which tile it was."""
+    """Says where two unequal results differ: the box around the wrong elements tells which tile it was."""
     wrong = np.argwhere(out != ref)
     first = tuple(int(i) for i in wrong[0])
     box = ", ".join(f"{low}..{high}" for low, high in zip(wrong.min(0), wrong.max(0), strict=True))
@@ -196,7 +196,7 @@ class Prefetch:
         self._futures: dict[int, concurrent.futures.Future] = {}
 
     def get(self, item: Any) -> Any:
-        """What ``prepare`` made of the item; raises what it raised."""
+        """Returns what ``prepare`` made of the item; raises what it raised."""
         at = self._items.index(item)
         for i in range(at, min(at + self._ahead, len(self._items))):
             if i not in self._futures:

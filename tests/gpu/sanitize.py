@@ -90,7 +90,7 @@ class Case:
         return f"{self.config.name(self.problem)}  {self.label}"
 
     def prepare(self) -> tuple[Call, Sequence[np.ndarray], Sequence[np.ndarray]]:
-        """What takes the time of a CPU core alone: the compiled kernel, and the data."""
+        """Makes what takes the time of a CPU core alone: the compiled kernel, and the data."""
         return sm90.resolved(self.problem, self.config).call(), *self.data()
 
 
@@ -256,7 +256,7 @@ def run(problem: cutjax.Problem, launch: Call, arrays: Sequence[np.ndarray]) -> 
 
 
 def wrong(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> str | None:
-    """How results differ from what they are to be after rounding, or None."""
+    """Says how results differ from what they are to be after rounding, or None."""
     for i, (out, ref) in enumerate(zip(got, expected, strict=True)):
         if not np.array_equal(out, ref := ref.astype(out.dtype)):
             return f"result {i}: {problems.mismatch(out, ref)}"

@@ -57,7 +57,7 @@ def _copy(tree: Any) -> Any:
 
 @jax.jit
 def _differing(got: Any, first: Any) -> jax.Array:
-    """How many elements differ in their bits."""
+    """Counts the elements that differ in their bits."""
 
     def bits(x: jax.Array) -> jax.Array:
         return x if x.dtype == bool else jax.lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
@@ -186,7 +186,7 @@ class Beside:
                 self._step()
 
     def set(self, busy: bool) -> None:
-        """Whether it works from now on."""
+        """Sets whether it works from now on."""
         (self._busy.set if busy else self._busy.clear)()
 
     def close(self) -> None:
@@ -232,7 +232,7 @@ def repeat(found: Sequence[Program], seconds: float, seed: int, rounds: int | No
 
 
 def table(records: dict[str, dict[str, Any]]) -> str:
-    """Each program's runs, mismatches and bound in every mode, and of all together."""
+    """The runs, mismatches and bound of each program in every mode, and of all together."""
     lines, total, bad = [], 0, 0
     for mode, record in records.items():
         lines.append(f"\n{mode}: {record['rounds']} rounds, beside {record['beside']}, seed {record['seed']}")

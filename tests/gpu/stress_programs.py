@@ -1,4 +1,4 @@
-"""What tests/gpu/stress.py repeats: programs of every family of kernels, each with several tiles for every block."""
+"""The programs that tests/gpu/stress.py repeats: of every family of kernels, several tiles for every block."""
 
 from __future__ import annotations
 
