@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import functools
 import re
 from collections.abc import Callable
@@ -23,8 +24,8 @@ LAYOUTS = ("n", "t")
 M, K = 6, 5
 H = jnp.bfloat16
 EXPLICIT = jax.sharding.AxisType.Explicit
-# The largest difference found of derivatives is 1.2e-6 of an array's largest value in f32, of second ones, and 2.7e-16 in
-# f64: other orders of adding. With 2 g for g + g^T it is 0.02 and more.
+# The largest difference found of derivatives is 1.2e-6 of an array's largest value in f32, of second ones, and 2.7e-16
+# in f64: other orders of adding. With 2 g for g + g^T it is 0.02 and more.
 NEAR = {"float32": 4e-6, "float64": 1e-15}
 
 
@@ -512,3 +513,10 @@ def test_symbolic_shapes_are_refused():
     (m,) = jax.export.symbolic_shape("m")
     with pytest.raises(NotImplementedError, match="syrk: a has a symbolic shape"):
         jax.export.export(jax.jit(cutjax.syrk))(jax.ShapeDtypeStruct((m, 8), jnp.float32))
+
+
+def test_docstring():
+    (example,) = doctest.DocTestFinder(recurse=False).find(cutjax.syrk, "syrk")
+    runner = doctest.DocTestRunner()
+    assert runner.run(example).failed == 0
+    assert runner.tries
