@@ -197,9 +197,9 @@ def check(losses: dict[str, np.ndarray], setup: Setup) -> None:
 
 
 def plot(losses: dict[str, np.ndarray], setup: Setup, out: pathlib.Path) -> None:
-    """Draws both loss curves."""
+    """Draws the loss curves, three at most."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for (name, values), style in zip(losses.items(), ("-", "--"), strict=True):
+    for (name, values), style in zip(losses.items(), ("-", "--", ":"), strict=False):
         axes.plot(np.arange(1, len(values) + 1), values, style, label=name)
     axes.set(xlabel="step", ylabel="cross-entropy per character (nats)")
     axes.set_title(f"width {setup.width}, {setup.layers} layers, {np.dtype(setup.dtype).name}, {device_name()}")

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import problems
+import syrk_problems
 
 import cutjax
 from cutjax.kernels.sm90 import kernel as sm90
@@ -219,6 +220,22 @@ def grouped_fused(name: str, schedule: str, cluster: tuple[int, int]) -> Case:
     return Case(item.problem, config, data, name)
 
 
+def symmetric(name: str, schedule: str, cluster: tuple[int, int]) -> Case:
+    """A product of matrices and their transposes, with an epilogue."""
+    number = SCHEDULES.index(schedule) + 2 * CLUSTERS.index(cluster)
+    out = np.dtype(np.float32) if name == "two results" else problems._INPUTS[0]  # mirrored in words of 32 bits, of 16
+    probe = syrk_problems.Random(name, 4096, K, "nt"[number % 2], out_dtype=out, batch=BATCH)
+    config = pick(probe.problem, schedule, cluster, number)
+    item = dataclasses.replace(probe, m=max(sizes(config)))
+
+    def data():
+        a, *operands = item.integers()
+        operands = [x.reshape((1,) * (a.ndim - x.ndim) + x.shape) for x in operands]
+        return (a, *operands), item.expected(a, *operands)
+
+    return Case(item.problem, config, data, f"symmetric, {name}")
+
+
 def cases() -> Iterator[Case]:
     """Each schedule and cluster shape first, then each epilogue, then other layouts; tile shapes vary along the way."""
     shapes = [(schedule, cluster) for schedule in SCHEDULES for cluster in CLUSTERS]
@@ -234,6 +251,8 @@ def cases() -> Iterator[Case]:
             for i, name in enumerate(("every operand", "gated with biases", "two results")):
                 yield from (grouped_fused(name, schedule, CLUSTERS[2 * (i % 2)]) for schedule in SCHEDULES)
             yield from (accumulated(schedule, CLUSTERS[i]) for i, schedule in enumerate(SCHEDULES))
+            for i, name in enumerate(("two results", "plain")):
+                yield from (symmetric(name, schedule, CLUSTERS[i]) for schedule in SCHEDULES)
 
 
 def run(problem: cutjax.Problem, launch: Call, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
