@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import pathlib
+import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,3 +39,15 @@ def test_orthogonalization(muon, step, shape):
         np.testing.assert_allclose(got, (u * s) @ v, rtol=0, atol=tolerance)
         values = np.linalg.svd(got, compute_uv=False)
         assert 0.6 < values.min() < values.max() < 1.3
+
+
+@pytest.mark.parametrize("shape", [(2, 64, 256), (2, 256, 64)], ids=str)
+def test_muon_runs_on_kernels_alone(muon, shape):
+    """Three for each of the five steps, and no matrix is transposed in memory."""
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    traced = jax.jit(lambda x: muon.orthogonalize(muon.cutjax_step, jnp.bfloat16, x)).trace(x)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    kernels = re.findall(r'@cutjax_launch.*?kernel = "(\w+)"', text)
+    assert ["_symmetric" in name for name in kernels] == [True, True, False] * 5
+    assert "dot_general" not in text
+    assert "stablehlo.transpose" not in text
