@@ -117,7 +117,7 @@ class Random:
 
     @functools.cached_property
     def problem(self) -> cutjax.Problem:
-        """What is asked, with the epilogue as it is traced."""
+        """The problem, with the epilogue as it is traced."""
         (row,) = cutjax.explain(self.syrk(backend="auto"), platform="cuda")(*self.avals()).rows
         assert row.choice is not None
         return row.choice.problem
