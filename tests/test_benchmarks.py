@@ -38,10 +38,8 @@ def on_xla(quick, monkeypatch):
     def through_xla(fn):
         return lambda *args, **kwargs: fn(*args, **{**kwargs, "backend": "xla"})
 
-    for name in ("gemm", "grouped_gemm", "grouped_outer", "moe"):
+    for name in ("gemm", "grouped_gemm", "grouped_outer", "moe", "syrk"):
         monkeypatch.setattr(cutjax, name, through_xla(getattr(cutjax, name)))
-    # It may not be there yet, and has its own tests.
-    monkeypatch.setattr(cutjax, "syrk", lambda a: oracle.xla("nt", a.dtype)(a, a), raising=False)
 
 
 # Cases.

@@ -45,8 +45,7 @@ def syrk(
       a: ``[..., m, k]``, or ``[..., k, m]`` in the layout "t".
       epilogue: a function ``(acc, *operands)`` as in ``cutjax.gemm``, that treats (i, j) and (j, i) alike: elementwise,
         of scalars, one a matrix (``[..., 1, 1]``), and symmetric matrices. Its results are symmetric.
-      operands: its further arguments. One of ``[..., m, m]`` must be symmetric: kernels read it on and below the
-        diagonal alone.
+      operands: its further arguments. One of ``[..., m, m]`` must be symmetric: kernels read one triangle of it.
       layout: "n" for ``a a^T``, "t" for ``a^T a``.
       out_dtype: dtype of the result, as in ``cutjax.gemm``.
       precision: as in ``cutjax.gemm``.

@@ -116,6 +116,22 @@ def _outer_added(a: Any, b: Any, sizes: Any, to: Any, **params: Any) -> jax.Arra
     return cutjax.grouped_outer(a, b, sizes, accumulate=to, **params)
 
 
+def symmetric(tiny: bool) -> Iterator[Program]:
+    """Symmetric products in both layouts and every schedule and cluster."""
+    k, batch = (8, 2) if tiny else (136, 70)
+    for number, (layout, shape) in enumerate((layout, shape) for layout in "nt" for shape in SHAPES):
+        full, config, m = "nt" if layout == "n" else "tn", None, 24
+        if not tiny:
+            problem = cutjax.Problem(4096, 4096, k, full, symmetric=True)
+            config = _pick(problem, *shape, number)
+            if config is None:
+                continue
+            m = config.bm * config.cluster_m + config.bn * config.cluster_n + 8
+        fn = functools.partial(cutjax.syrk, layout=layout, config=config, backend="xla" if tiny else "cuda")
+        shape_of_a = (batch, m, k) if layout == "n" else (batch, k, m)
+        yield Program(f"syrk {layout} {config}", fn, functools.partial(gaussian, number, shape_of_a))
+
+
 def grouped(tiny: bool) -> Iterator[Program]:
     """Rows in groups, their weights' gradient, alone and added to memory, and epilogues of groups."""
     backend = "xla" if tiny else "cuda"
@@ -202,4 +218,4 @@ def layers(tiny: bool) -> Iterator[Program]:
 
 def programs(only: Callable[[str], Any], tiny: bool = False) -> list[Program]:
     """Those whose name is asked for; ``tiny`` ones run on any platform, by XLA."""
-    return [p for family in (dense, grouped, layers) for p in family(tiny) if only(p.name)]
+    return [p for family in (dense, symmetric, grouped, layers) for p in family(tiny) if only(p.name)]
