@@ -43,7 +43,9 @@ DENSE_FORMS = {"case": "", "kernel": "", "tflops": ".0f", "roofline": ".2f", "ra
 DENSE_FORMS |= dict.fromkeys(("us", "iqr_us", "xla_us", "xla_iqr_us"), ".1f")
 DENSE_FORMS |= {"plain_ratio": ".3f", "plain_target": ".2f", "peak_mib": ".0f", "xla_peak_mib": ".0f"}
 MOE_NUMBERS = ("tokens", "us", "rest_us", "peak_mib", "xla_tokens", "xla_us", "xla_peak_mib")
-FORMS = {  # of the columns of each table, by the fields of rows in schema 1
+FORMS = {  # of the columns of each table, by the fields of rows as recorded: in schema 1, or in 2
+    "syrk": {"case": "", "kernel": "", "us": ".1f", "tflops": ".0f", "roofline": ".2f", "peak_mib": ".0f"}
+    | {"xla us": ".1f", "xla ratio": ".3f"},
     "gemm": DENSE_FORMS,
     "grouped": {"case": "", "product": "", "kernel": "", "us": ".1f", "tflops": ".0f"}
     | {"xla us": ".0f", "pallas us": ".0f", "torch us": ".0f"}
