@@ -17,6 +17,13 @@ DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generi
 // of what a loop with wgmma depends on, it waits for each wgmma.
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
+// The same, computed once: the compiler would rather compute an address again, in registers that are not uniform.
+DEVICE u32 pinned(u32 x) {
+  x = uniform(x);
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // True in one lane of a whole warp. The compiler knows that it is one, which saves the loop around each TMA that would
 // serve lanes with operands of their own.
 DEVICE bool elect() {
@@ -33,8 +40,10 @@ DEVICE u32 cluster_ctarank() {
   return rank;
 }
 
-DEVICE void barrier_cluster() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+// All threads of the cluster have come here. What they wrote before is ordered by a fence of its own: one that comes
+// with the barrier would wait for all that they have written to global memory.
+DEVICE void barrier_cluster_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
 template <int REGISTERS>
@@ -139,13 +148,24 @@ DEVICE void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Shared memory matrix descriptor (PTX ISA, "Matrix descriptor"): offsets in bytes; SPAN is the swizzle span in bytes.
-template <int SPAN>
-DEVICE u64 wgmma_descriptor(u32 address, u32 leading_bytes, u32 stride_bytes) {
-  constexpr u64 MODE = SPAN == 128 ? 1 : SPAN == 64 ? 2 : 3;
-  return static_cast<u64>((address & 0x3FFFF) >> 4) | static_cast<u64>(leading_bytes >> 4) << 16 |
-         static_cast<u64>(stride_bytes >> 4) << 32 | MODE << 62;
+// Accumulators may be read from here on: nothing else keeps the compiler from reading them before the wait for them.
+template <int COUNT>
+DEVICE void wgmma_done(float (&d)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+
+// Shared memory matrix descriptor (PTX ISA, "Matrix descriptor"): offsets in bytes; SPAN is the swizzle span in bytes.
+// Bytes further on in the same block's memory are 1/16 as many in the low half: nothing is carried out of it.
+template <int SPAN, u32 LEADING_BYTES, u32 STRIDE_BYTES>
+struct WgmmaDescriptor {
+  static constexpr u32 MODE = SPAN == 128 ? 1 : SPAN == 64 ? 2 : 3, HIGH = STRIDE_BYTES >> 4 | MODE << 30;
+  u32 low;
+
+  // In a cluster, the block's rank is above the bits of an address that a descriptor holds.
+  DEVICE explicit WgmmaDescriptor(u32 address) : low((address & 0x3FFFF) >> 4 | LEADING_BYTES >> 4 << 16) {}
+  DEVICE u64 at(u32 bytes) const { return static_cast<u64>(HIGH) << 32 | (low + (bytes >> 4)); }
+};
 
 // ---- registers to shared memory ----
 

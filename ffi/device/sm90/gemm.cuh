@@ -27,12 +27,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   const TensorMap* const map_b[PRODUCTS] = MAPS_B;
   const TensorMap* const map_d[OUTPUTS] = MAPS_D;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  SharedTiles shared{shared_address(shared_memory)};
+  SharedTiles shared{pinned(shared_address(shared_memory))};
   u32 staging = shared.base + STAGES * STAGE_BYTES;
   u32 barriers = staging + CONSUMERS * STORE_BUFFERS * D_BUFFER_BYTES, operand_barriers = barriers + STAGES * 16;
   Pipeline pipe{barriers, barriers + STAGES * 8, 0, 0};
 
-  int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
+  int warpgroup = uniform(threadIdx.x / 128), thread = threadIdx.x % 128;
   u32 rank = CLUSTER > 1 ? cluster_ctarank() : 0;
   u32 rank_m = CLUSTER_M > 1 ? rank : 0, rank_n = CLUSTER_N > 1 ? rank : 0;
   if (threadIdx.x == 0) {
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     fence_mbarrier_init();
   }
   __syncthreads();
-  if constexpr (CLUSTER > 1) barrier_cluster();
+  if constexpr (CLUSTER > 1) barrier_cluster_relaxed();  // the fence of the mbarriers' initial state is above
 
   Scheduler scheduler(m, n, k, raster, batch, batch1, batch2 SCHEDULER_ARGUMENTS);
   int step = gridDim.x / CLUSTER, k_blocks = (k + BK - 1) / BK;
@@ -63,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
         fill(pipe, shared, &map_a, map_b, work, i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2), rank_m,
              rank_n);
       }
+      if constexpr (CLUSTER > 1) finish(pipe);
     }
   } else {
     if constexpr (CONSUMERS == 2) setmaxnreg_inc<CONSUMER_REGISTERS>();
@@ -119,6 +120,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     }
     epilogue.finish();
   }
-  // No CTA may leave while a peer still multicasts into it or signals it.
-  if constexpr (CLUSTER > 1) barrier_cluster();
 }

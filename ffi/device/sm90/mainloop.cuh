@@ -54,13 +54,13 @@ struct Operand {
     }
   }
 
-  // Rows from `row` on (a multiple of 64, or 0), the 16 of k from 16 * slice on.
-  DEVICE static u64 descriptor(u32 tile, int row, int slice) {
-    if constexpr (K_MAJOR) {
-      return wgmma_descriptor<SPAN>(tile + (slice / 4 * ROWS + row) * SPAN + slice % 4 * 32, 16, 8 * SPAN);
-    } else {
-      return wgmma_descriptor<SPAN>(tile + (row / CHUNK * BK + slice * 16) * SPAN, BK * SPAN, 8 * SPAN);
-    }
+  // Of a tile's rows from a multiple of 64 on. K-major, both offsets are ignored but that of 8 rows.
+  using Descriptor = WgmmaDescriptor<SPAN, K_MAJOR ? 16 : BK * SPAN, 8 * SPAN>;
+
+  // Bytes from a tile's begin to its row `row` (a multiple of 64), and from there to k = 16 * slice.
+  DEVICE static u32 row_offset(int row) { return K_MAJOR ? row * SPAN : row / CHUNK * BK * SPAN; }
+  DEVICE static u32 slice_offset(int slice) {
+    return K_MAJOR ? slice / 4 * ROWS * SPAN + slice % 4 * 32 : slice * 16 * SPAN;
   }
 
   // Zeroes what an MN-major tile holds of `rows` rows or columns from `row` on, in k from `depth` on.
@@ -112,6 +112,15 @@ DEVICE void fill(Pipeline& pipe, SharedTiles shared, const TensorMap* map_a, con
   }
 }
 
+// The warp that fills: waits until no CTA of the cluster will signal a stage of this one any more, so that it may
+// leave. All that they load into it has landed by then, since they have read it.
+DEVICE void finish(Pipeline& pipe) {
+  for (int stage = 0; stage < STAGES; ++stage) {
+    mbarrier_wait(pipe.empty_barrier(), pipe.phase ^ 1);
+    pipe.advance();
+  }
+}
+
 // One warpgroup tells every CTA that writes this stage that it has read it.
 DEVICE void release(u32 empty_barrier, int thread) {
   if (thread < CLUSTER_M * CLUSTER_N) mbarrier_arrive_cluster(empty_barrier, thread);
@@ -132,22 +141,22 @@ DEVICE void clear(SharedTiles shared, int stage, int row, int depth, int thread,
 template <int BLOCKS, typename Begun, typename Issued>
 DEVICE void drain(float (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2], Pipeline& pipe, SharedTiles shared, int row,
                   const Work& work, int thread, int barrier, Begun begun, Issued issued) {
-  u32 previous = 0;
+  u32 previous = 0, first = OperandA::row_offset(row);
   for (int k = 0; k < work.k_blocks; ++k) {
     mbarrier_wait(pipe.full_barrier(), pipe.phase);
     if constexpr (RAGGED_K) {
       int depth = work.k_end - work.k - k * BK;
       if (depth < BK) clear(shared, pipe.stage, row, depth, thread, barrier);
     }
+    OperandA::Descriptor a(shared.a(pipe.stage) + first);
+    OperandB::Descriptor b(shared.b(pipe.stage));
     wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < BK / 16; ++slice) {
-      u64 b = OperandB::descriptor(shared.b(pipe.stage), 0, slice);
 #pragma unroll
-      for (int block = 0; block < BLOCKS; ++block) {
-        u64 a = OperandA::descriptor(shared.a(pipe.stage), row + block * 64, slice);
-        wgmma(accumulators[block], a, b, (k | slice) != 0);
-      }
+      for (int block = 0; block < BLOCKS; ++block)
+        wgmma(accumulators[block], a.at(OperandA::slice_offset(slice) + OperandA::row_offset(block * 64)),
+              b.at(OperandB::slice_offset(slice)), (k | slice) != 0);
     }
     wgmma_commit_group();
     if (k > 0) {  // the group before this one is done, so its stage is free
@@ -160,6 +169,8 @@ DEVICE void drain(float (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2], Pipeline& 
   }
   issued();
   wgmma_wait_group<0>();
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block) wgmma_done(accumulators[block]);
   release(previous, thread);
 }
 
