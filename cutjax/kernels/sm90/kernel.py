@@ -58,12 +58,14 @@ class Facts:
             alone = config.schedule == "pingpong" and config.cluster == 1
             return 160 if problem.ragged == "m" or (problem.ragged and not alone) else widest
         if self.staging.reductions:
-            return 96
+            return 64
         varying = any(spec.row or spec.col for spec in epilogue.operands)
         several = len(epilogue.outputs) > 1 and bool(epilogue.operands)
         # Beside 192 accumulators, random bits and others that are called spill; beside 128 nothing does.
         called = config.accumulator_registers * problem.products > 128 and self.staging.called
-        return 128 if varying or several or called or problem.groups else widest
+        if called or problem.groups:
+            return 128
+        return min(160, widest) if varying or several else widest
 
 
 @functools.lru_cache(maxsize=1024)
