@@ -97,6 +97,9 @@ def _arguments(kernel: Kernel) -> Iterator[Argument]:
         yield _int(f"{axis}{i}_size", size, "extras")
     for i, _ in staging.reductions:
         yield Argument(f"float* partial{i}", Pointer(first_result + i), "partials")
+    if c.stream_k:  # after the results
+        yield Argument("float* scratch", Pointer(first_result + len(epilogue.outputs)), "scheduler")
+        yield Argument("int* tickets", Pointer(first_result + len(epilogue.outputs) + 1), "scheduler")
     if p.groups:
         yield Argument("const int* sizes", Pointer(1 + p.products), "scheduler")
         yield _int("leading", p.leading, "scheduler")

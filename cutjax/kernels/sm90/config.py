@@ -27,6 +27,8 @@ class Config:
         whole tiles in turn, so that one's epilogue runs beside the other's mainloop).
       raster: tile order. Positive: bands of that many rows of tiles, walked column by column. Negative: bands of
         columns, walked row by row.
+      stream_k: whether tiles of what would be an unfilled last wave are computed in parts, so that all SMs multiply
+        equally long. Parts are added up through memory, in a fixed order.
 
     Raises:
       ValueError: a field is outside its range, or the accumulators do not fit the registers; lists every reason.
@@ -40,6 +42,7 @@ class Config:
     cluster_n: int = 1
     schedule: str = "coop"
     raster: int = 8
+    stream_k: bool = False
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -47,6 +50,9 @@ class Config:
             if field.name == "schedule":
                 if value not in SCHEDULES:
                     raise ValueError(f"Config: schedule={value!r}, expected one of {SCHEDULES}")
+            elif isinstance(field.default, bool):
+                if not isinstance(value, bool):
+                    raise ValueError(f"Config: {field.name}={value!r}, expected True or False")
             elif isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise ValueError(f"Config: {field.name}={value!r}, expected an int")
             else:
@@ -100,6 +106,7 @@ class Config:
         if problem.plain and problem.out_dtype != problem.a_dtype:
             dtypes += short(problem.out_dtype.name)
         tile = f"{self.bm}x{self.bn}x{self.bk}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}_{self.schedule}"
+        tile += "_stream" if self.stream_k else ""
         ragged = f"_groups_{problem.ragged}" if problem.ragged else ""
         symmetric = "_symmetric" if problem.symmetric else ""
         name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}{symmetric}"

@@ -43,6 +43,7 @@ def source(kernel: Kernel) -> str:
         "CONSUMER_REGISTERS": consumer,
         "A_K_MAJOR": a_k_major,
         "B_K_MAJOR": b_k_major,
+        "STREAM_K": config.stream_k,
         "GROUPED": bool(problem.groups),
         "RAGGED_M": problem.ragged == "m",
         "RAGGED_K": problem.ragged == "k",
@@ -52,6 +53,7 @@ def source(kernel: Kernel) -> str:
         "D_BUFFER_BYTES": kernel.buffer_bytes,
     }
     scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
+    scheduler = "stream" if config.stream_k else scheduler
     return sources.source(
         kernel.name,
         constants,
@@ -64,6 +66,7 @@ def source(kernel: Kernel) -> str:
             f"common/{scheduler}_scheduler.cuh",
             wgmma(config.bn * problem.products, short(problem.a_dtype.name), a_k_major, b_k_major),
             "sm90/mainloop.cuh",
+            "sm90/stream.cuh",
             _epilogue(kernel.staging, kernel.arguments, problem.ragged),
             "sm90/epilogue.cuh",
             "sm90/gemm.cuh",

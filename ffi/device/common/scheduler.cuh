@@ -26,6 +26,8 @@ struct Work {
   int k_blocks;  // blocks of BK that this takes, where what is past k_end counts as zero; 0 for rows of no group
   int result;    // which matrix of the results
   int batch;     // which of the batch, groups being its last axis: a BatchIndex of it says which matrix of an array
+  // Where tiles are computed in parts: which tile, in how many, and the cluster of the first.
+  int tile = 0, parts = 1, first = 0;
 };
 
 struct Place {

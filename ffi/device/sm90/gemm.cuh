@@ -6,6 +6,7 @@
 //   cooperative: all consumers share each tile, BM / CONSUMERS rows each.
 //   ping-pong:   two consumers take whole tiles in turn, so that one's epilogue runs beside the other's mainloop.
 // A cluster of CLUSTER_M x CLUSTER_N CTAs computes neighbouring tiles and multicasts the operand tile they share.
+// STREAM_K: tiles of what would be an unfilled last wave are computed in parts (stream_scheduler.cuh).
 // RAGGED_M, RAGGED_K: the rows, or the contraction, are divided in groups (group_scheduler.cuh).
 //
 // PARAMETERS and what is made of them: cutjax/kernels/sm90/arguments.py.
@@ -13,10 +14,8 @@
 // Preconditions (checked in cutjax/kernels/sm90/kernel.py): k >= 1; rows of a, b, d start 16-byte aligned; grid.x a
 // multiple of the cluster; a is K-major where rows are divided, a and b are MN-major where the contraction is.
 
-constexpr int ROWS_PER_CONSUMER = M_BLOCKS * 64;
-constexpr int CONSUMERS_PER_TILE = BM / ROWS_PER_CONSUMER;
 constexpr int THREADS = 128 * (1 + CONSUMERS);
-constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
+constexpr bool EVEN_DEPTH = !GROUPED && !STREAM_K;  // all work items have as many k blocks
 
 // Named barriers: 0 is __syncthreads, then one for each consumer's epilogue, then whose turn the mainloop is
 // (ping-pong).
@@ -79,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     if constexpr (PING_PONG) {
       // A parity wait cannot tell a stage two wraps away from now, so the mainloops take turns explicitly.
       if (consumer == 1) bar_arrive(TURN_BARRIER, 256);
-      if constexpr (!GROUPED) {  // the other's tiles are as deep as ours: no need to look at them
+      if constexpr (EVEN_DEPTH) {  // the other's tiles are as deep as ours: no need to look at them
         if (consumer == 1) pipe.advance(k_blocks);
         index += consumer * step;
         step *= 2;
@@ -87,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     }
     for (; scheduler.has(index); index += step) {
       Work work = scheduler.work(index, rank_m, rank_n);
-      if constexpr (PING_PONG && GROUPED) {
+      if constexpr (PING_PONG && !EVEN_DEPTH) {
         turn ^= 1;
         if (turn == consumer) {
           pipe.advance(work.k_blocks);
@@ -96,7 +95,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       }
       if constexpr (PING_PONG) bar_sync(TURN_BARRIER + consumer, 256);
       BatchIndex i(work.batch, batch1, batch2);
-      auto begun = [&] { epilogue.begin(extras, work.m + first_row, work.n, work.rows - first_row, i); };
+      auto begin = [&] { epilogue.begin(extras, work.m + first_row, work.n, work.rows - first_row, i); };
+      auto begun = [&] {
+        if (!STREAM_K || work.parts == 1) begin();
+      };
       auto issued = [&] {
         if constexpr (PING_PONG) bar_arrive(TURN_BARRIER + (consumer ^ 1), 256);
       };
@@ -113,7 +115,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       } else {
         drain<M_BLOCKS>(accumulators, pipe, shared, first_row, work, thread, epilogue.barrier, begun, issued);
       }
-      if constexpr (PING_PONG && !GROUPED) pipe.advance(k_blocks);
+      if constexpr (PING_PONG && EVEN_DEPTH) pipe.advance(k_blocks);
+      if (STREAM_K && work.parts > 1) {
+        if (!join(accumulators, scheduler, work, rank, first_row, thread, epilogue.barrier)) continue;
+        begin();
+      }
       extras.begin_tile(i, work.result);
       partials.begin_tile(work.result);
       epilogue.store(accumulators, extras, partials, map_d, rows_d, work.m + first_row, work.n, rows, work.result, i);

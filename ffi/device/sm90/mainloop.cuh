@@ -6,6 +6,10 @@
 //   MN-major: [ROWS/CHUNK][BK][CHUNK]      swizzle span of 2*CHUNK bytes; one TMA box holds CHUNK rows or columns
 // Several b beside each other in one tile are multiplied as if they were one matrix, so a is read once.
 
+constexpr int ROWS_PER_CONSUMER = M_BLOCKS * 64;
+constexpr int CONSUMERS_PER_TILE = BM / ROWS_PER_CONSUMER;
+constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
+
 struct Pipeline {
   u32 full, empty;  // addresses of the first barriers
   int stage;
