@@ -16,6 +16,7 @@ import numpy as np
 
 L2_BYTES = 60 << 20  # H200 and H100
 ONE_SET_BYTES = 8 << 30  # of inputs larger than this there is one set: a single run of them leaves nothing in L2
+Call = tuple[Callable[..., Any], tuple]  # a function and its arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +50,12 @@ class Timing:
 class _Schedule:
     """Calls that together look like a jitted function (``jax.stages.Wrapped``): the profiler runs them as they are."""
 
-    def __init__(self, calls: Sequence[tuple[Callable, tuple]]):
-        self._calls = calls
+    def __init__(self, calls: Sequence[Call], warm_up: Sequence[Call]):
+        self._runs = itertools.chain([warm_up], itertools.repeat(calls))  # the profiler's first run is not recorded
 
     def __call__(self):
         out = None
-        for function, args in self._calls:
+        for function, args in next(self._runs):
             out = function(*args)  # one stream: the last result is ready when all are
         return out
 
@@ -65,13 +66,14 @@ class _Schedule:
         raise NotImplementedError
 
 
-def _records(calls: Sequence[tuple[Callable, tuple]]) -> list[tuple[str, float]]:
-    """(kernel name, us) of every kernel the calls run, in order; the calls run once before as a warm-up."""
+def records(calls: Sequence[Call], warm_up: Sequence[Call] | None = None) -> list[tuple[str, float]]:
+    """(kernel name, us) of every kernel the calls run, in order; before that a warm-up runs, by default the same."""
     from jax.experimental.mosaic.gpu import profiler
 
     # finalize=False: detaching CUPTI after each measurement costs more than most measurements.
-    _, records = profiler.Cupti(finalize=False).measure(_Schedule(calls), aggregate=False)()  # pyright: ignore
-    return [(name, 1e3 * ms) for name, ms in records or ()]
+    schedule = _Schedule(calls, calls if warm_up is None else warm_up)
+    _, found = profiler.Cupti(finalize=False).measure(schedule, aggregate=False)()  # pyright: ignore
+    return [(name, 1e3 * ms) for name, ms in found or ()]
 
 
 def cupti_works() -> bool:
@@ -80,7 +82,7 @@ def cupti_works() -> bool:
         return False
     try:
         x = jnp.ones(8)
-        return bool(_records([(jax.jit(jnp.sin), (x,))]))
+        return bool(records([(jax.jit(jnp.sin), (x,))]))
     except (
         Exception
     ) as error:  # the profiler belongs to an experimental module, and CUPTI takes one subscriber at a time
@@ -89,20 +91,20 @@ def cupti_works() -> bool:
 
 
 def _measure_cupti(functions: dict[str, Callable], sets: Sequence[tuple], reps: int) -> dict[str, Timing]:
-    kernels = {name: [kernel for kernel, _ in _records([(f, sets[0])])] for name, f in functions.items()}
+    kernels = {name: [kernel for kernel, _ in records([(f, sets[0])])] for name, f in functions.items()}
     rotation = itertools.cycle(sets)
     calls = [(name, (function, next(rotation))) for _ in range(reps) for name, function in functions.items()]
-    records = _records([call for _, call in calls])
+    seen = records([call for _, call in calls])
     samples: dict[str, list[list[float]]] = {name: [] for name in functions}  # of each call, each kernel's
     at = 0
     for name, _ in calls:
-        part = records[at : at + len(kernels[name])]
+        part = seen[at : at + len(kernels[name])]
         at += len(part)
         if [kernel for kernel, _ in part] != kernels[name]:
             raise RuntimeError(f"{name}: expected the kernels {kernels[name]}, the profiler saw {part}")
         samples[name].append([us for _, us in part])
-    if at != len(records):
-        raise RuntimeError(f"the profiler saw {len(records)} kernels, expected {at}")
+    if at != len(seen):
+        raise RuntimeError(f"the profiler saw {len(seen)} kernels, expected {at}")
     return {
         name: Timing(
             tuple(map(sum, calls)), tuple(kernels[name]), "cupti", tuple(float(x) for x in np.median(calls, axis=0))

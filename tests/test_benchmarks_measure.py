@@ -152,7 +152,7 @@ def test_a_foreign_library(monkeypatch):
         return {"p": lambda x: types.SimpleNamespace(contiguous=lambda: 2 * x)}
 
     monkeypatch.setattr(timing, "input_sets", lambda make: [make(0), make(1)])
-    monkeypatch.setattr(timing, "_records", records)
+    monkeypatch.setattr(timing, "records", records)
     both = tiny({"torch": suite.Peer(None), "xla": suite.Peer(twice)})
     both = dataclasses.replace(both, foreign={"torch": library})
     (row,) = measured(both, Tiny())

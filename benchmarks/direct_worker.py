@@ -1,0 +1,448 @@
+"""The worker of benchmarks/direct.py: compiles XLA's programs in threads, checks each config, times all in turns."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import os
+import pathlib
+import random
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import cutjax
+from benchmarks import oracle, report, sweep, timing
+from benchmarks.cases import Dense
+from benchmarks.direct import CHECK, COMPILE, INPUTS, TIME, Board, Job, problem_of, say
+from benchmarks.driver import CudaError, Driver, Prepared
+from cutjax.kernels.device import Device, device_of_kind
+from cutjax.kernels.sm90.kernel import resolved
+from cutjax.runtime.compiler import compile_kernel
+from cutjax.runtime.launch import Call, Float32, Int32, Int64, Launch, Pointer
+
+SLOW_US = 1000.0  # products that cannot take less are timed fewer times
+SLOW_REPS = 3
+RING_BYTES = (
+    256 << 20
+)  # results rotate through so much memory at least, so that none is written where L2 holds the last
+
+# Two 16-bit results of the same product, each rounded once, are a unit in the last place apart (2^-7 of bf16, 2^-10 of
+# f16), and by what oracle.py allows for accumulation, here twice.
+_ULP = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
+
+_COMPARE = """
+typedef unsigned short u16;
+typedef unsigned long long u64;
+__device__ float widen(u16 x, int f16) {
+  if (!f16) return __uint_as_float(static_cast<unsigned>(x) << 16);
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
+// The largest distance of x from y over what is allowed. x is in 16 bits, or the sum of so many parts in f32.
+extern "C" __global__ void compare(const void* x, const u16* y, unsigned* worst, u64 count, int parts, int f16,
+                                   float relative, float absolute) {
+  float most = 0;
+  for (u64 i = blockIdx.x * static_cast<u64>(blockDim.x) + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {
+    float ours = 0;
+    if (parts == 0) ours = widen(static_cast<const u16*>(x)[i], f16);
+    for (int part = 0; part < parts; ++part) ours += static_cast<const float*>(x)[part * count + i];
+    const float expected = widen(y[i], f16);
+    float error = fabsf(ours - expected) / (absolute + relative * fabsf(expected));
+    if (!(error < 1e30f)) error = 1e30f;  // NaN
+    most = fmaxf(most, error);
+  }
+  atomicMax(worst, __float_as_uint(most));
+}
+"""
+
+
+@dataclasses.dataclass
+class Programs:
+    """Everything of a product that is compiled.
+
+    Attributes:
+      make: inputs of a seed.
+      xla: XLA's product.
+      seconds: that both took.
+      calls: of the job's configs by their place, or why there is none.
+      finishes: what JAX does after some of these calls, and what makes its arguments.
+    """
+
+    make: Callable[[Any], Any]
+    xla: Callable[..., jax.Array]
+    seconds: float
+    calls: dict[int, Call | str] = dataclasses.field(default_factory=dict)
+    finishes: dict[int, tuple[Callable[..., Any], Callable[[], Any]]] = dataclasses.field(default_factory=dict)
+
+
+def compile_programs(case: Dense) -> Programs:
+    """Compiles what XLA runs for a product; tunes it on the device."""
+    start = time.monotonic()
+    avals = [jax.ShapeDtypeStruct(shape, jnp.dtype(case.dtype)) for shape in (case.a_shape, case.b_shape)]
+
+    def make(seed):
+        keys = jax.random.split(jax.random.key(seed, impl="rbg"))
+        return tuple(jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, avals, strict=True))
+
+    made = jax.jit(make).lower(jax.ShapeDtypeStruct((), jnp.uint32)).compile()
+    xla = jax.jit(oracle.xla(case.layout, case.dtype)).lower(*avals).compile()
+    return Programs(made, xla, time.monotonic() - start)
+
+
+@dataclasses.dataclass
+class Entry:
+    """A config as it is timed.
+
+    Attributes:
+      place: in the job.
+      launches: of its call.
+      kernels: their names.
+      results: what they write.
+    """
+
+    place: int
+    launches: list[Prepared]
+    kernels: list[str]
+    results: list[jax.ShapeDtypeStruct]
+
+
+class Bench:
+    """The device: its driver, memory for results, and the comparison."""
+
+    def __init__(self, driver: Driver, device: Device, board: Board):
+        self.driver, self.device, self.board = driver, device, board
+        self._ring = self._ring_bytes = self._at = 0
+        self._worst = driver.allocate(256)
+        cubin = compile_kernel(_COMPARE, name="compare", arch=device.arch).image
+        self._compare = functools.partial(Launch, "compare", cubin, (8 * device.sms, 1, 1), (256, 1, 1))
+
+    def reserve(self, size: int) -> None:
+        """Makes room for results of so many bytes, and for more beside them."""
+        size = 2 * size if size < RING_BYTES else size
+        size = max(size, RING_BYTES)
+        if size > self._ring_bytes:
+            if self._ring:
+                self.driver.free(self._ring)
+            self._ring = self._ring_bytes = self._at = 0
+            self._ring = self.driver.allocate(size)
+            self._ring_bytes = size
+
+    def place(self, results: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
+        """Returns addresses for results: the next in the ring."""
+        sizes = [_padded(x) for x in results]
+        if self._at + sum(sizes) > self._ring_bytes:
+            self._at = 0
+        addresses = [self._ring + self._at + offset for offset in itertools.accumulate(sizes[:-1], initial=0)]
+        self._at += sum(sizes)
+        return addresses
+
+    def launch(self, entry: Entry, arrays: Sequence[jax.Array], results: Sequence[int]) -> None:
+        """Runs a call's kernels and waits for them."""
+        addresses = [x.unsafe_buffer_pointer() for x in arrays] + list(results)
+        for prepared in entry.launches:
+            prepared(addresses)
+        self.driver.synchronize()
+
+    def check(self, entry: Entry, case: Dense, arrays: Sequence[jax.Array], expected: jax.Array) -> str:
+        """Returns how a config's result is wrong, or ""."""
+        addresses = self.place(entry.results)
+        for address, result in zip(addresses, entry.results, strict=True):
+            self.driver.fill(address, 0xFFFFFFFF, _padded(result))  # NaN, which nothing may leave
+        self.launch(entry, arrays, addresses)
+        which = next(
+            (i for i, x in enumerate(entry.results) if (x.size, x.dtype) == (expected.size, expected.dtype)), -1
+        )
+        parts = 0
+        if which < 0:
+            which = next(i for i, x in enumerate(entry.results) if x.dtype == np.float32 and not x.size % expected.size)
+            parts = entry.results[which].size // expected.size
+        absolute = 2e-4 * math.sqrt(case.k) * max(1.0, case.k / 16384)
+        compare = self._compare(
+            params=(
+                *(Pointer(i) for i in range(3)),
+                *(Int64(expected.size), Int32(parts), Int32(int(case.dtype == "float16"))),
+                *(Float32(_ULP[case.dtype]), Float32(absolute)),
+            )
+        )
+        self.driver.fill(self._worst, 0, 4)
+        buffers = (addresses[which], expected.unsafe_buffer_pointer(), self._worst)
+        Prepared(self.driver, compare, self.device.sms)(buffers)
+        (worst,) = struct.unpack("<f", self.driver.read(self._worst, 4))
+        return "" if worst <= 1 else f"wrong: an element is {worst:.3g} times what is allowed from XLA's"
+
+
+def _padded(x: jax.ShapeDtypeStruct) -> int:
+    return -(-x.size * x.dtype.itemsize // 1024) * 1024
+
+
+def prepare(bench: Bench, case: Dense, place: int, call: Call) -> Entry:
+    """Loads a call's kernels and encodes its tensor maps."""
+    results = list(call.results) or [jax.ShapeDtypeStruct((*case.batch, case.m, case.n), jnp.dtype(case.dtype))]
+    launches = [Prepared(bench.driver, launch, bench.device.sms) for launch in call.launches]
+    return Entry(place, launches, [launch.kernel for launch in call.launches], results)
+
+
+def get_call(case: Dense, device: Device, fields: dict[str, Any]) -> Call | str:
+    """Returns the call of a config, its kernel compiled before, or why there is none."""
+    try:
+        return resolved(problem_of(case, device), cutjax.Config(**fields)).call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:300]
+
+
+def compile_finish(call: Call) -> tuple[Callable[..., Any], Callable[[], Any]]:
+    """Compiles what JAX makes of a call's results, and zeros in their place to time it with."""
+    finish, results = call.finish, call.results
+    assert finish is not None
+    zeros = jax.jit(lambda: tuple(jnp.zeros(x.shape, x.dtype) for x in results)).lower().compile()
+    return jax.jit(lambda *xs: finish(xs)).lower(*results).compile(), zeros
+
+
+def measure(bench: Bench, number: int, job: Job, programs: Programs, reps: int) -> dict[str, Any]:
+    """Returns the row of a product."""
+    case, board, device = job.case, bench.board, bench.device
+    problem = problem_of(case, device)
+    board.mark(number, -1, INPUTS)
+    sets = timing.input_sets(lambda seed: programs.make(jnp.uint32(seed)))
+    failed = [{"config": _brief(job.configs[i]), "why": why} for i, why in job.skip.items() if i >= 0]
+    board.mark(number, -1, CHECK)
+    expected = jax.block_until_ready(programs.xla(*sets[0]))
+    entries = []
+    for place, fields in enumerate(job.configs):
+        if place in job.skip:
+            continue
+        board.mark(number, place, CHECK)
+        call = programs.calls[place]
+        why = call if isinstance(call, str) else ""
+        try:
+            if not isinstance(call, str):
+                entry = prepare(bench, case, place, call)
+                bench.reserve(sum(map(_padded, entry.results)))
+                if not (why := bench.check(entry, case, sets[0], expected)):
+                    entries.append(entry)
+        except Exception as error:
+            traceback.print_exc()
+            bench.driver.synchronize()  # an error that the device does not get over is raised again
+            why = f"{type(error).__name__}: {error}"[:300]
+        if why:
+            failed.append({"config": _brief(fields), "why": why})
+    del expected
+    floor_us = 1e6 * max(problem.flops / device.peak(problem.a_dtype), problem.bytes / device.bytes_per_second)
+    times = _time(bench, number, entries, programs.xla, sets, SLOW_REPS if floor_us > SLOW_US else reps)
+    xla_us, xla_kernels = times.pop(-1)
+    board.mark(number, -1, INPUTS)
+    sums = {place: _finish_us(*programs.finishes[place]) for place in times if place in programs.finishes}
+    configs = []
+    for place, (us, _) in times.items():
+        row = {**_brief(job.configs[place]), "us": round(us + sums.get(place, 0), 3)}
+        if place in sums:
+            row["finish_us"] = round(sums[place], 3)
+        configs.append({**row, "predicted_us": round(job.predicted[place], 3)})
+    return {
+        "case": case.name,
+        **{field: getattr(case, field) for field in ("m", "n", "k", "layout", "batch", "dtype", "of")},
+        "device": device.name,
+        "sms": device.sms,
+        "xla_us": round(xla_us, 3),
+        "xla_kernels": xla_kernels,
+        "configs": sorted(configs, key=lambda row: row["us"]),
+        "failed": failed,
+        "compile_s": round(programs.seconds, 2),
+    }
+
+
+def _brief(fields: dict[str, Any]) -> dict[str, Any]:
+    defaults = dataclasses.asdict(cutjax.Config())
+    return {name: value for name, value in fields.items() if defaults[name] != value}
+
+
+def _time(
+    bench: Bench,
+    number: int,
+    entries: Sequence[Entry],
+    xla: Callable[..., jax.Array],
+    sets: Sequence[tuple],
+    reps: int,
+) -> dict[int, tuple[float, list[str]]]:
+    """Returns the median time and the kernels of each entry by its place, and of XLA as -1."""
+
+    def ours(entry: Entry) -> Callable[..., None]:
+        def run(*arrays: jax.Array) -> None:
+            bench.board.mark(number, entry.place, TIME)
+            bench.launch(entry, arrays, bench.place(entry.results))
+
+        return run
+
+    def theirs(*arrays: jax.Array) -> None:
+        bench.board.mark(number, -1, TIME)
+        jax.block_until_ready(xla(*arrays))
+
+    functions = {-1: theirs, **{entry.place: ours(entry) for entry in entries}}
+    chance, rotation = random.Random(number), itertools.cycle(sets)
+    order = [place for _ in range(reps) for place in chance.sample(list(functions), len(functions))]
+    calls = [(functions[place], next(rotation)) for place in order]
+    seen = timing.records(calls, calls[: len(functions)] if reps > SLOW_REPS else calls[:1])
+    # Each stream's kernels come in their order; ours run on another than XLA's.
+    by_place = {entry.place: entry for entry in entries}
+    names = {kernel for entry in entries for kernel in entry.kernels}
+    mine = iter([record for record in seen if record[0] in names])
+    others = [record for record in seen if record[0] not in names]
+    if not others or len(others) % reps:
+        raise RuntimeError(f"XLA ran {len(others)} kernels in {reps} calls: {others[:8]}")
+    each = len(others) // reps
+    samples: dict[int, list[float]] = {place: [] for place in functions}
+    samples[-1] = [sum(us for _, us in others[i : i + each]) for i in range(0, len(others), each)]
+    for place in order:
+        if place < 0:
+            continue
+        part = list(itertools.islice(mine, len(by_place[place].kernels)))
+        if [name for name, _ in part] != by_place[place].kernels:
+            raise RuntimeError(f"expected the kernels {by_place[place].kernels}, the profiler saw {part}")
+        samples[place].append(sum(us for _, us in part))
+    if left := list(mine):
+        raise RuntimeError(f"the profiler saw {len(left)} kernels too many: {left[:3]}")
+    kernels = {-1: [name for name, _ in others[:each]]} | {place: entry.kernels for place, entry in by_place.items()}
+    return {place: (float(np.median(times)), kernels[place]) for place, times in samples.items()}
+
+
+def _finish_us(function: Callable[..., Any], zeros: Callable[[], Any], reps: int = 5) -> float:
+    """Returns the time of what JAX does after a call's kernels, with arguments that were just read."""
+    seen = timing.records([(function, zeros())] * reps)
+    if len(seen) % reps:
+        raise RuntimeError(f"the end of a call ran {len(seen)} kernels in {reps} calls: {seen[:8]}")
+    each = len(seen) // reps
+    return float(np.median([sum(us for _, us in seen[i : i + each]) for i in range(0, reps * each, max(each, 1))]))
+
+
+def work(todo: pathlib.Path, board: Board, out: pathlib.Path) -> int:
+    """Measures the products that have no row yet; returns the exit status."""
+    plan = json.loads(todo.read_text())
+    jobs = list(enumerate(map(Job.from_json, plan["jobs"])))
+    device = device_of_kind(plan["device"], "sm_90a", plan["sms"])
+    environment = report.environment(plan["commit"])
+    done = {line["case"] for line in sweep.lines(out) if "case" in line}
+    append(out, {"head": {**environment, "sms": device.sms, "argv": plan["argv"]}})
+    if not timing.cupti_works():
+        return 4
+    driver = Driver()
+    driver.describe()
+    driver.enter()
+    bench = Bench(driver, device, board)
+    left = [(number, job) for number, job in jobs if job.case.name not in done and -1 not in job.skip]
+    say(f"worker started: {len(left)} of {len(jobs)} products to do")
+    for start in range(0, len(left), plan["chunk"]):
+        chunk = left[start : start + plan["chunk"]]
+        if time.time() > plan["deadline"]:
+            break
+        programs = _compile_chunk(chunk, bench, plan)
+        for number, job in chunk:
+            if time.time() > plan["deadline"]:
+                break
+            append(out, _row(bench, number, job, programs.pop(number), plan["reps"]))
+    say("worker done")
+    return 0
+
+
+def _compile_chunk(
+    chunk: Sequence[tuple[int, Job]], bench: Bench, plan: dict[str, Any]
+) -> dict[int, Programs | Exception]:
+    """Returns what is compiled for each product, or the error."""
+    begin = time.monotonic()
+
+    def guarded(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def run(x: Any) -> Any:
+            try:
+                return function(x)
+            except Exception as error:
+                traceback.print_exc()
+                return error
+            finally:
+                bench.board.mark(-1, -1, COMPILE)
+
+        return run
+
+    bench.board.mark(-1, -1, COMPILE)
+    with concurrent.futures.ThreadPoolExecutor(plan["threads"]) as pool:
+        found = list(pool.map(guarded(compile_programs), [job.case for _, job in chunk]))
+        each = [x.seconds for x in found if isinstance(x, Programs)]
+        took = f"{np.median(each):.1f} s each, at most {max(each):.1f} s" if each else "none"
+        say(f"XLA compiled {len(each)} of {len(chunk)} products in {time.monotonic() - begin:.1f} s ({took})")
+        while bench.board["ready"] <= chunk[-1][0] and time.time() < plan["deadline"]:
+            bench.board.mark(-1, -1, COMPILE)
+            time.sleep(0.05)
+        ends = []
+        for (_, job), programs in zip(chunk, found, strict=True):
+            if isinstance(programs, Programs) and time.time() < plan["deadline"]:
+                calls = {i: get_call(job.case, bench.device, config) for i, config in enumerate(job.configs)}
+                programs.calls = calls
+                ends += [(programs, i, call) for i, call in calls.items() if not isinstance(call, str) and call.finish]
+                bench.board.mark(-1, -1, COMPILE)
+        finishes = pool.map(guarded(compile_finish), [call for *_, call in ends])
+        for (programs, place, _), finish in zip(ends, finishes, strict=True):
+            if isinstance(finish, Exception):
+                programs.calls[place] = f"its end does not compile: {finish}"[:300]
+            else:
+                programs.finishes[place] = finish
+    say(f"{sum(len(x.calls) for x in found if isinstance(x, Programs))} calls, {len(ends)} with an end in JAX")
+    return {number: x for (number, _), x in zip(chunk, found, strict=True)}
+
+
+def _row(bench: Bench, number: int, job: Job, programs: Programs | Exception, reps: int) -> dict[str, Any]:
+    """Returns the row of a product, one with an error where there is one; errors of the device are raised."""
+    try:
+        if isinstance(programs, Exception):
+            raise programs
+        row = measure(bench, number, job, programs, reps)
+    except CudaError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        bench.driver.synchronize()
+        return {"case": job.case.name, "error": f"{type(error).__name__}: {error}"[:500]}
+    best = row["configs"][0]["us"] if row["configs"] else math.nan
+    say(
+        f"{number:4d} {row['case']:34s} XLA {row['xla_us']:9.1f} us, best of {len(row['configs']):3d} {best:9.1f} us, "
+        f"{row['xla_us'] / best:.3f}" + (f", {len(row['failed'])} failed" if row["failed"] else "")
+    )
+    return row
+
+
+def append(path: pathlib.Path, line: dict[str, Any]) -> None:
+    """Writes a line at once."""
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def main(todo: str, board: str, out: str) -> int:
+    """Works in this process; an error of the device ends it with a status that is not 0."""
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", f"{tempfile.gettempdir()}/cutjax-direct-xla")
+    jax.config.update("jax_compilation_cache_dir", cache)  # for the next worker
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    try:
+        return work(pathlib.Path(todo), Board(pathlib.Path(board)), pathlib.Path(out))
+    except BaseException:
+        traceback.print_exc()
+        return 3
+
+
+if __name__ == "__main__":
+    status = main(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # after an error of the device nothing can be torn down in order
