@@ -40,8 +40,8 @@ RING_BYTES = (
 )  # results rotate through so much memory at least, so that none is written where L2 holds the last
 
 # Two 16-bit results of the same product, each rounded once, are a unit in the last place apart (2^-7 of bf16, 2^-10 of
-# f16), and by what oracle.py allows for accumulation, here twice.
-_ULP = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
+# f16), and by what oracle.py allows for accumulation, here twice. One more unit in case XLA's is rounded twice.
+_RELATIVE = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
 
 _COMPARE = """
 typedef unsigned short u16;
@@ -175,7 +175,7 @@ class Bench:
             params=(
                 *(Pointer(i) for i in range(3)),
                 *(Int64(expected.size), Int32(parts), Int32(int(case.dtype == "float16"))),
-                *(Float32(_ULP[case.dtype]), Float32(absolute)),
+                *(Float32(_RELATIVE[case.dtype]), Float32(absolute)),
             )
         )
         self.driver.fill(self._worst, 0, 4)
@@ -434,6 +434,7 @@ def main(todo: str, board: str, out: str) -> int:
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", f"{tempfile.gettempdir()}/cutjax-direct-xla")
     jax.config.update("jax_compilation_cache_dir", cache)  # for the next worker
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # many threads would write one file
     try:
         return work(pathlib.Path(todo), Board(pathlib.Path(board)), pathlib.Path(out))
     except BaseException:

@@ -37,8 +37,8 @@ class _Config(ctypes.Structure):
 class Driver:
     """The first device, and its primary context, which JAX uses too. Everything runs on the legacy default stream."""
 
-    def __init__(self, path: str = PATH):
-        self._library = ctypes.CDLL(path)
+    def __init__(self, path: str | None = None):
+        self._library = ctypes.CDLL(path or PATH)
         self._kernels: dict[tuple[bytes, str], _void_p] = {}
         self._limits: dict[int, int] = {}
         self.device = ctypes.c_int(0)

@@ -6,9 +6,7 @@ import concurrent.futures
 import ctypes
 import dataclasses
 import gc
-import json
 import pathlib
-import shutil
 import struct
 import subprocess
 import sys
@@ -17,16 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_driver import Fake, build, fake_cubin
 
 from cutjax import _ffi
 from cutjax.runtime.launch import FORMAT, Call, Float32, Float64, Int32, Int64, Launch, Pointer, TensorMap
 
 ROOT = pathlib.Path(__file__).parent.parent
 TARGET = "cutjax_rehearsal"
-
-
-def fake_cubin(payload: bytes) -> bytes:
-    return b"FAKE" + struct.pack("<I", 8 + len(payload)) + payload
 
 
 CUBIN = fake_cubin(b"code")  # the fixture `fake` gives each test one of its own, since a process loads a cubin once
@@ -39,21 +34,6 @@ def make_launch(**changes) -> Launch:
     return Launch(**({**fields, "cluster": (1, 1, 1), "shared_bytes": 1000, "params": params} | changes))
 
 
-class Fake:
-    """The stand-in driver as a test sees it."""
-
-    def __init__(self, library: ctypes.CDLL):
-        self.library = library
-        library.fake_log.restype = ctypes.c_char_p
-
-    def calls(self, name: str | None = None) -> list[dict]:
-        lines = [json.loads(line) for line in self.library.fake_log().decode().splitlines()]
-        return [line for line in lines if name in (None, line["call"])]
-
-    def fail(self, call: str, status: int) -> None:
-        self.library.fake_fail(call.encode(), status)
-
-
 def register_on_cpu() -> None:
     jax.devices("cpu")  # what waits for the CPU is registered targets first, types second, and XLA refuses that order
     jax.ffi.register_ffi_type(f"{TARGET}_state", _ffi.state_type(), platform="cpu")
@@ -62,17 +42,7 @@ def register_on_cpu() -> None:
 
 @pytest.fixture(scope="session")
 def fake_library(tmp_path_factory):
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++ to build the stand-in libcuda")
-    found = subprocess.run(
-        [sys.executable, ROOT / "ffi/launcher/find_cuda_h.py"], capture_output=True, text=True, check=True
-    )
-    includes = [f"-I{folder}" for folder in found.stdout.strip().split(";") if folder]
-    if not includes:
-        pytest.skip("needs cuda.h: pip install nvidia-cuda-runtime")
-    path = tmp_path_factory.mktemp("native") / "libfakecuda.so"
-    source = ROOT / "tests/native/fake_cuda.cc"
-    subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", *includes, source, "-o", path], check=True)
+    path = build(tmp_path_factory.mktemp("native"))
     _ffi.load_driver(str(path))
     register_on_cpu()
     return ctypes.CDLL(str(path))

@@ -1,13 +1,16 @@
-// A stand-in for libcuda: implements what the launcher calls and records it as lines of JSON.
+// A stand-in for libcuda: implements what the launcher and benchmarks/driver.py call, in the memory of the host, and
+// records it as lines of JSON.
 //
 // A fake cubin is "FAKE", its length as u32, then anything. A kernel's name ends in its signature after the last
 // underscore, one letter for each parameter: m tensor map, p pointer, i and l integers of 32 and 64 bits, f and d
 // floats, which are recorded as their bits. Any symbol but "missing" exists.
 #include <cuda.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <mutex>
+#include <new>
 #include <set>
 #include <sstream>
 #include <string>
@@ -84,6 +87,28 @@ CUresult cuCtxGetDevice(CUdevice* device) {
   return current == the_context ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
 }
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) { return *value = 132, CUDA_SUCCESS; }
+CUresult cuDeviceGet(CUdevice* device, int) { return *device = 0, CUDA_SUCCESS; }
+CUresult cuDeviceGetName(char* name, int size, CUdevice) {
+  return std::strncpy(name, "NVIDIA H200", size), CUDA_SUCCESS;
+}
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) { return *context = the_context, CUDA_SUCCESS; }
+CUresult cuCtxSetCurrent(CUcontext context) { return current = context, CUDA_SUCCESS; }
+CUresult cuStreamSynchronize(CUstream) { return Record("cuStreamSynchronize"); }
+CUresult cuMemAlloc(CUdeviceptr* address, size_t size) {
+  *address = reinterpret_cast<CUdeviceptr>(::operator new(size, std::align_val_t(256)));
+  return CUDA_SUCCESS;
+}
+CUresult cuMemFree(CUdeviceptr address) {
+  ::operator delete(reinterpret_cast<void*>(address), std::align_val_t(256));
+  return CUDA_SUCCESS;
+}
+CUresult cuMemsetD32Async(CUdeviceptr address, unsigned word, size_t count, CUstream) {
+  std::fill_n(reinterpret_cast<unsigned*>(address), count, word);
+  return CUDA_SUCCESS;
+}
+CUresult cuMemcpyDtoH(void* to, CUdeviceptr from, size_t size) {
+  return std::memcpy(to, reinterpret_cast<const void*>(from), size), CUDA_SUCCESS;
+}
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
   thread_local CUstreamCaptureMode thread_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
   std::swap(*mode, thread_mode);

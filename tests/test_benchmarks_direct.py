@@ -1,0 +1,251 @@
+"""The fast sweep: its driver against a libcuda that only records, its worker from plan to rows, its watchdog."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from fake_driver import Fake, build, fake_cubin
+
+import cutjax
+from benchmarks import direct, direct_worker, driver, timing
+from benchmarks.cases import Dense
+from cutjax.kernels.device import device_of_kind
+from cutjax.kernels.sm90 import kernel as sm90_kernel
+from cutjax.runtime.compiler import Cubin, Resources, compile_source
+from cutjax.runtime.launch import Call, Float32, Float64, Int32, Int64, Launch, Pointer, TensorMap
+
+H200 = device_of_kind("NVIDIA H200", "sm_90a")
+
+
+@pytest.fixture(scope="session")
+def fake_path(tmp_path_factory):
+    return str(build(tmp_path_factory.mktemp("direct")))
+
+
+@pytest.fixture
+def fake(fake_path, monkeypatch):
+    monkeypatch.setattr(driver, "PATH", fake_path)
+    library = ctypes.CDLL(fake_path)
+    library.fake_reset()
+    return Fake(library)
+
+
+def entered() -> driver.Driver:
+    cuda = driver.Driver()
+    assert cuda.describe() == ("NVIDIA H200", 132)
+    cuda.enter()
+    return cuda
+
+
+MAPS = (
+    TensorMap(0, jnp.dtype(jnp.bfloat16), (2**32, 4096, 3), (2**33, 2**39), (64, 256, 1), 128, 32, 256),
+    TensorMap(1, jnp.dtype(jnp.float32), (64,), (), (16,), 64, 0, 0),
+)
+
+
+def test_a_launch_arrives_as_its_words_say(fake):
+    params = (*MAPS, Pointer(2, 48), Int32(-7), Int32(2**32 - 1), Int64(-(2**40)), Float32(-0.5), Float64(1e300))
+    launch = Launch("kernel_mmpiilfd", fake_cubin(b"words"), (1000, 3, 2), (384, 1, 1), (2, 1, 1), 200000, 2, params)
+    prepared = driver.Prepared(entered(), launch, 131)
+    for base in (1 << 20, 1 << 44):  # addresses are those of the launch, not of the first
+        fake.library.fake_reset()
+        prepared([base, base + 4096, base + 8192])
+        (launched,) = fake.calls("cuLaunchKernelEx")
+        found = []
+        for seen, param in zip(launched["params"], params, strict=True):
+            match param:
+                case TensorMap():
+                    address = seen["address"] - base - 4096 * param.buffer
+                    fields = (seen[x] for x in ("dtype", "swizzle", "l2", "dims", "strides", "box"))
+                    dtype, swizzle, l2, dims, strides, box = fields
+                    found.append((0, param.buffer, address, dtype, len(dims), swizzle, l2, *dims, *strides, *box))
+                case Pointer():
+                    found.append((1, param.buffer, seen - base - 4096 * param.buffer))
+                case _:
+                    found.append((param.words[0], seen))
+        unsigned = [(w[0], w[1] - 2**32) if w[0] == 2 and w[1] >= 2**31 else w for w in (p.words for p in params)]
+        assert found == [(w[0], w[1] % 2**32) if w[0] == 4 else w for w in unsigned]
+        assert launched["grid"] == [262, 3, 2]
+        assert (launched["block"], launched["cluster"]) == ([384, 1, 1], [2, 1, 1])
+        assert launched["shared_bytes"] == 200000
+
+
+def test_a_kernel_is_loaded_once_with_the_most_memory_asked_for(fake):
+    cuda = entered()
+    for shared_bytes in (1000, 3000, 2000):
+        launch = Launch(
+            "kernel_p", fake_cubin(b"once"), (7, 1, 1), (32, 1, 1), (1, 1, 1), shared_bytes, 0, (Pointer(0),)
+        )
+        driver.Prepared(cuda, launch, 132)([4096])
+    assert len(fake.calls("cuLibraryLoadData")) == 1
+    assert [line["value"] for line in fake.calls("cuKernelSetAttribute")] == [1000, 3000, 3000]
+    launched = fake.calls("cuLaunchKernelEx")
+    assert [(line["cluster"], line["shared_bytes"], line["grid"][0]) for line in launched] == [
+        ([0, 0, 0], 1000, 7),
+        ([0, 0, 0], 3000, 7),
+        ([0, 0, 0], 2000, 7),
+    ]
+    fake.fail("cuLaunchKernelEx", 719)
+    with pytest.raises(driver.CudaError, match=r"cuLaunchKernelEx: CUDA_ERROR_FAKE \(719\)"):
+        driver.Prepared(cuda, launch, 132)([4096])
+
+
+@pytest.mark.parametrize(
+    ("grid", "cluster", "blocks_per_sm", "sms", "expected"),
+    [(1000, 1, 1, 132, 132), (1000, 2, 1, 131, 130), (6, 2, 1, 132, 6), (1000, 8, 1, 4, 8), (1000, 8, 0, 132, 1000)],
+)
+def test_persistent_grids_are_whole_clusters(grid, cluster, blocks_per_sm, sms, expected):
+    launch = Launch("k", b"-", (grid, 1, 1), (32, 1, 1), (cluster, 1, 1), 0, blocks_per_sm)
+    assert driver.grid_x(launch, sms) == expected
+
+
+def test_plans_are_the_same_in_every_run_and_survive_json():
+    cases = direct.products(["x", "y"], 5, ["16,128,64,nt", "64,64,64,tn,2,3"], "float16")
+    assert len(cases) == 12
+    assert cases[1] == Dense(64, 64, 64, "tn", (2, 3), "float16")
+    job = direct.plan(cases[0], H200, 3, 2)
+    assert job == direct.plan(cases[0], H200, 3, 2)
+    assert len({json.dumps(config) for config in job.configs}) == len(job.predicted) == 5
+    assert job.predicted[:3] == sorted(job.predicted)[:3]
+    job.skip[-1] = "hang"
+    assert direct.Job.from_json(json.loads(json.dumps(job.to_json()))) == job
+
+
+def test_the_comparison_compiles():
+    assert compile_source(direct_worker._COMPARE, name="compare", arch="sm_90a").resources.spill_store_bytes == 0
+
+
+@pytest.fixture
+def worker(fake, monkeypatch, tmp_path):
+    """Runs a worker on CPU: kernels only recorded, each of them 5 us; XLA's product 7 us; what JAX adds 2 us."""
+
+    def compiled(source, *, name, arch):
+        return Cubin(fake_cubin(name.encode()), Resources(*[None] * 5), "", 0.0, False)
+
+    def records(calls, warm_up=None):
+        found = []
+        for function, args in (*(warm_up or ()), *calls):
+            fake.library.fake_reset()
+            out = function(*args)
+            ours = [(line["kernel"], 5.0) for line in fake.calls("cuLaunchKernelEx")]
+            found.append(ours or [("finish" if isinstance(out, jax.Array) else "xla", 2.0 if out is not None else 7.0)])
+        return [record for part in found[len(warm_up or ()) :] for record in part]
+
+    monkeypatch.setattr(sm90_kernel, "compile_kernel", compiled)
+    monkeypatch.setattr(direct_worker, "compile_kernel", compiled)
+    monkeypatch.setattr(timing, "records", records)
+    monkeypatch.setattr(timing, "cupti_works", lambda: True)
+    monkeypatch.setattr(timing, "L2_BYTES", 1 << 18)
+    monkeypatch.setattr(direct_worker, "RING_BYTES", 1 << 18)
+
+    def run(jobs):
+        board = direct.Board(tmp_path / "board")
+        board["ready"] = len(jobs)
+        more = {"device": "NVIDIA H200", "sms": 132, "deadline": time.time() + 600, "argv": [], "commit": "c"}
+        more |= {"reps": 4, "chunk": 2, "threads": 2, "jobs": [job.to_json() for job in jobs]}
+        (tmp_path / "todo").write_text(json.dumps(more))
+        assert direct_worker.work(tmp_path / "todo", board, tmp_path / "rows") == 0
+        lines = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+        assert lines[0]["head"]["commit"] == "c"
+        return {line["case"]: line for line in lines if "case" in line}
+
+    return run
+
+
+CASES = (Dense(128, 192, 64), Dense(64, 128, 256, "tn", (2,)), Dense(64, 100, 64))
+
+
+def test_a_worker_writes_a_row_a_product(worker):
+    jobs = [direct.plan(case, H200, 3, 1) for case in CASES]
+    jobs[1].skip[2] = "hang: nothing for 15 s"
+    rows = worker(jobs)
+    assert list(rows) == [case.name for case in CASES]
+    first, second, third = rows.values()
+    assert (first["xla_us"], first["xla_kernels"], len(first["configs"]), first["failed"]) == (7.0, ["xla"], 4, [])
+    assert {row["us"] for row in first["configs"]} == {5.0}
+    assert sorted(row["predicted_us"] for row in first["configs"]) == [round(x, 3) for x in sorted(jobs[0].predicted)]
+    for row, job in ((first, jobs[0]), (second, jobs[1])):
+        for config in row["configs"]:
+            fields = {name: value for name, value in config.items() if not name.endswith("us")}
+            assert dataclasses.asdict(cutjax.Config(**fields)) in job.configs
+    (failed,) = second["failed"]
+    assert failed["why"] == "hang: nothing for 15 s"
+    assert cutjax.Config(**failed["config"]) == cutjax.Config(**jobs[1].configs[2])
+    assert (len(second["configs"]), second["batch"]) == (3, [2])
+    assert third["configs"] == []  # rows of 200 bytes: XLA's time alone
+    assert rows == worker(jobs)  # nothing is measured twice
+
+
+def test_calls_of_several_kernels_with_an_end_in_jax(worker, monkeypatch):
+    case = CASES[0]
+    parts = jax.ShapeDtypeStruct((3, case.m, case.n), jnp.float32)
+
+    def split(self):
+        launch = self._launch(fake_cubin(b"split"))
+        return Call((launch, launch), (parts,), lambda xs: [xs[0].sum(0).astype(jnp.bfloat16)])
+
+    monkeypatch.setattr(sm90_kernel.Kernel, "call", split)
+    monkeypatch.setattr(timing, "input_sets", lambda make: [make(0)])
+    (row,) = worker([direct.plan(case, H200, 2, 0)]).values()
+    assert [(config["us"], config["finish_us"]) for config in row["configs"]] == [(12.0, 2.0)] * 2
+
+
+def test_a_failure_of_the_device_is_of_one_config(worker, fake, monkeypatch):
+    job = direct.plan(CASES[0], H200, 3, 0)
+    check = direct_worker.Bench.check
+    second = cutjax.Config(**job.configs[1])
+
+    def failing(self, entry, *args):
+        if entry.place == 1:
+            fake.fail("cuLaunchKernelEx", 1)
+        return "wrong: very" if entry.place == 2 else check(self, entry, *args)
+
+    monkeypatch.setattr(direct_worker.Bench, "check", failing)
+    (row,) = worker([job]).values()
+    assert len(row["configs"]) == 1
+    assert [failed["why"] for failed in row["failed"]] == [
+        "CudaError: cuLaunchKernelEx: CUDA_ERROR_FAKE (1)",
+        "wrong: very",
+    ]
+    assert cutjax.Config(**row["failed"][0]["config"]) == second
+
+
+WORKER = """
+import json, os, pathlib, sys, time
+sys.path.insert(0, "{root}")
+from benchmarks.direct import CHECK, TIME, Board
+todo, board = sys.argv[1:]
+board = Board(pathlib.Path(board))
+for i, skip in enumerate(json.loads(pathlib.Path(todo).read_text())):
+    for config in range(3):
+        if str(config) not in skip:
+            board.mark(i, config, CHECK)
+            if (i, config) == (0, 1):
+                time.sleep(3600)
+            if (i, config) == (1, 2):
+                os._exit(3)
+"""
+
+
+def test_the_watch_survives_a_hang_and_a_crash(tmp_path, monkeypatch):
+    jobs = [direct.Job(case, [{}] * 3, [1.0] * 3) for case in CASES]
+    board, todo = direct.Board(tmp_path / "board"), tmp_path / "todo"
+    monkeypatch.setitem(direct.SILENCE_S, direct.CHECK, 3)
+    script = WORKER.format(root=direct.pathlib.Path(direct.__file__).parent.parent)
+    direct.watch(
+        jobs,
+        board,
+        lambda: todo.write_text(json.dumps([job.skip for job in jobs])),
+        [sys.executable, "-c", script, str(todo), str(tmp_path / "board")],
+        time.time() + 600,
+    )
+    assert jobs[0].skip == {1: "hang: nothing for 3 s"}
+    assert jobs[1].skip == {2: "the process ended with status 3"}
+    assert jobs[2].skip == {}
