@@ -337,6 +337,7 @@ def work(todo: pathlib.Path, board: Board, out: pathlib.Path) -> int:
     done = {line["case"] for line in sweep.lines(out) if "case" in line}
     append(out, {"head": {**environment, "sms": device.sms, "argv": plan["argv"]}})
     if not timing.cupti_works():
+        say("no kernel times: CUPTI does not work here")
         return 4
     driver = Driver()
     driver.describe()
