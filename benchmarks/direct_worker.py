@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
 import itertools
 import json
 import math
 import os
 import pathlib
 import random
-import struct
 import sys
 import tempfile
 import time
@@ -27,47 +25,14 @@ import cutjax
 from benchmarks import oracle, report, sweep, timing
 from benchmarks.cases import Dense
 from benchmarks.direct import CHECK, COMPILE, INPUTS, TIME, Board, Job, problem_of, say
-from benchmarks.driver import CudaError, Driver, Prepared
+from benchmarks.direct_bench import Bench, Entry, padded
+from benchmarks.driver import CudaError, Driver
 from cutjax.kernels.device import Device, device_of_kind
 from cutjax.kernels.sm90.kernel import resolved
-from cutjax.runtime.compiler import compile_kernel
-from cutjax.runtime.launch import Call, Float32, Int32, Int64, Launch, Pointer
+from cutjax.runtime.launch import Call
 
 SLOW_US = 1000.0  # products that cannot take less are timed fewer times
 SLOW_REPS = 3
-RING_BYTES = (
-    256 << 20
-)  # results rotate through so much memory at least, so that none is written where L2 holds the last
-
-# Two 16-bit results of the same product, each rounded once, are a unit in the last place apart (2^-7 of bf16, 2^-10 of
-# f16), and by what oracle.py allows for accumulation, here twice. One more unit in case XLA's is rounded twice.
-_RELATIVE = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
-
-_COMPARE = """
-typedef unsigned short u16;
-typedef unsigned long long u64;
-__device__ float widen(u16 x, int f16) {
-  if (!f16) return __uint_as_float(static_cast<unsigned>(x) << 16);
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-  return y;
-}
-// The largest distance of x from y over what is allowed. x is in 16 bits, or the sum of so many parts in f32.
-extern "C" __global__ void compare(const void* x, const u16* y, unsigned* worst, u64 count, int parts, int f16,
-                                   float relative, float absolute) {
-  float most = 0;
-  for (u64 i = blockIdx.x * static_cast<u64>(blockDim.x) + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {
-    float ours = 0;
-    if (parts == 0) ours = widen(static_cast<const u16*>(x)[i], f16);
-    for (int part = 0; part < parts; ++part) ours += static_cast<const float*>(x)[part * count + i];
-    const float expected = widen(y[i], f16);
-    float error = fabsf(ours - expected) / (absolute + relative * fabsf(expected));
-    if (!(error < 1e30f)) error = 1e30f;  // NaN
-    most = fmaxf(most, error);
-  }
-  atomicMax(worst, __float_as_uint(most));
-}
-"""
 
 
 @dataclasses.dataclass
@@ -101,99 +66,6 @@ def compile_programs(case: Dense) -> Programs:
     made = jax.jit(make).lower(jax.ShapeDtypeStruct((), jnp.uint32)).compile()
     xla = jax.jit(oracle.xla(case.layout, case.dtype)).lower(*avals).compile()
     return Programs(made, xla, time.monotonic() - start)
-
-
-@dataclasses.dataclass
-class Entry:
-    """A config as it is timed.
-
-    Attributes:
-      place: in the job.
-      launches: of its call.
-      kernels: their names.
-      results: what they write.
-    """
-
-    place: int
-    launches: list[Prepared]
-    kernels: list[str]
-    results: list[jax.ShapeDtypeStruct]
-
-
-class Bench:
-    """The device: its driver, memory for results, and the comparison."""
-
-    def __init__(self, driver: Driver, device: Device, board: Board):
-        self.driver, self.device, self.board = driver, device, board
-        self._ring = self._ring_bytes = self._at = 0
-        self._worst = driver.allocate(256)
-        cubin = compile_kernel(_COMPARE, name="compare", arch=device.arch).image
-        self._compare = functools.partial(Launch, "compare", cubin, (8 * device.sms, 1, 1), (256, 1, 1))
-
-    def reserve(self, size: int) -> None:
-        """Makes room for results of so many bytes, and for more beside them."""
-        size = 2 * size if size < RING_BYTES else size
-        size = max(size, RING_BYTES)
-        if size > self._ring_bytes:
-            if self._ring:
-                self.driver.free(self._ring)
-            self._ring = self._ring_bytes = self._at = 0
-            self._ring = self.driver.allocate(size)
-            self._ring_bytes = size
-
-    def place(self, results: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
-        """Returns addresses for results: the next in the ring."""
-        sizes = [_padded(x) for x in results]
-        if self._at + sum(sizes) > self._ring_bytes:
-            self._at = 0
-        addresses = [self._ring + self._at + offset for offset in itertools.accumulate(sizes[:-1], initial=0)]
-        self._at += sum(sizes)
-        return addresses
-
-    def launch(self, entry: Entry, arrays: Sequence[jax.Array], results: Sequence[int]) -> None:
-        """Runs a call's kernels and waits for them."""
-        addresses = [x.unsafe_buffer_pointer() for x in arrays] + list(results)
-        for prepared in entry.launches:
-            prepared(addresses)
-        self.driver.synchronize()
-
-    def check(self, entry: Entry, case: Dense, arrays: Sequence[jax.Array], expected: jax.Array) -> str:
-        """Returns how a config's result is wrong, or ""."""
-        addresses = self.place(entry.results)
-        for address, result in zip(addresses, entry.results, strict=True):
-            self.driver.fill(address, 0xFFFFFFFF, _padded(result))  # NaN, which nothing may leave
-        self.launch(entry, arrays, addresses)
-        which = next(
-            (i for i, x in enumerate(entry.results) if (x.size, x.dtype) == (expected.size, expected.dtype)), -1
-        )
-        parts = 0
-        if which < 0:
-            which = next(i for i, x in enumerate(entry.results) if x.dtype == np.float32 and not x.size % expected.size)
-            parts = entry.results[which].size // expected.size
-        absolute = 2e-4 * math.sqrt(case.k) * max(1.0, case.k / 16384)
-        compare = self._compare(
-            params=(
-                *(Pointer(i) for i in range(3)),
-                *(Int64(expected.size), Int32(parts), Int32(int(case.dtype == "float16"))),
-                *(Float32(_RELATIVE[case.dtype]), Float32(absolute)),
-            )
-        )
-        self.driver.fill(self._worst, 0, 4)
-        buffers = (addresses[which], expected.unsafe_buffer_pointer(), self._worst)
-        Prepared(self.driver, compare, self.device.sms)(buffers)
-        (worst,) = struct.unpack("<f", self.driver.read(self._worst, 4))
-        return "" if worst <= 1 else f"wrong: an element is {worst:.3g} times what is allowed from XLA's"
-
-
-def _padded(x: jax.ShapeDtypeStruct) -> int:
-    return -(-x.size * x.dtype.itemsize // 1024) * 1024
-
-
-def prepare(bench: Bench, case: Dense, place: int, call: Call) -> Entry:
-    """Loads a call's kernels and encodes its tensor maps."""
-    results = list(call.results) or [jax.ShapeDtypeStruct((*case.batch, case.m, case.n), jnp.dtype(case.dtype))]
-    launches = [Prepared(bench.driver, launch, bench.device.sms) for launch in call.launches]
-    return Entry(place, launches, [launch.kernel for launch in call.launches], results)
 
 
 def get_call(case: Dense, device: Device, fields: dict[str, Any]) -> Call | str:
@@ -230,8 +102,8 @@ def measure(bench: Bench, number: int, job: Job, programs: Programs, reps: int) 
         why = call if isinstance(call, str) else ""
         try:
             if not isinstance(call, str):
-                entry = prepare(bench, case, place, call)
-                bench.reserve(sum(map(_padded, entry.results)))
+                entry = bench.prepare(case, place, call)
+                bench.reserve(sum(map(padded, entry.results)))
                 if not (why := bench.check(entry, case, sets[0], expected)):
                     entries.append(entry)
         except Exception as error:

@@ -14,7 +14,7 @@ import pytest
 from fake_driver import Fake, build, fake_cubin
 
 import cutjax
-from benchmarks import direct, direct_worker, driver, timing
+from benchmarks import direct, direct_bench, direct_worker, driver, timing
 from benchmarks.cases import Dense
 from cutjax.kernels.device import device_of_kind
 from cutjax.kernels.sm90 import kernel as sm90_kernel
@@ -119,7 +119,7 @@ def test_plans_are_the_same_in_every_run_and_survive_json():
 
 
 def test_the_comparison_compiles():
-    assert compile_source(direct_worker._COMPARE, name="compare", arch="sm_90a").resources.spill_store_bytes == 0
+    assert compile_source(direct_bench._COMPARE, name="compare", arch="sm_90a").resources.spill_store_bytes == 0
 
 
 @pytest.fixture
@@ -139,11 +139,11 @@ def worker(fake, monkeypatch, tmp_path):
         return [record for part in found[len(warm_up or ()) :] for record in part]
 
     monkeypatch.setattr(sm90_kernel, "compile_kernel", compiled)
-    monkeypatch.setattr(direct_worker, "compile_kernel", compiled)
+    monkeypatch.setattr(direct_bench, "compile_kernel", compiled)
     monkeypatch.setattr(timing, "records", records)
     monkeypatch.setattr(timing, "cupti_works", lambda: True)
     monkeypatch.setattr(timing, "L2_BYTES", 1 << 18)
-    monkeypatch.setattr(direct_worker, "RING_BYTES", 1 << 18)
+    monkeypatch.setattr(direct_bench, "RING_BYTES", 1 << 18)
 
     def run(jobs):
         board = direct.Board(tmp_path / "board")
@@ -199,7 +199,7 @@ def test_calls_of_several_kernels_with_an_end_in_jax(worker, monkeypatch):
 
 def test_a_failure_of_the_device_is_of_one_config(worker, fake, monkeypatch):
     job = direct.plan(CASES[0], H200, 3, 0)
-    check = direct_worker.Bench.check
+    check = direct_bench.Bench.check
     second = cutjax.Config(**job.configs[1])
 
     def failing(self, entry, *args):
@@ -207,7 +207,7 @@ def test_a_failure_of_the_device_is_of_one_config(worker, fake, monkeypatch):
             fake.fail("cuLaunchKernelEx", 1)
         return "wrong: very" if entry.place == 2 else check(self, entry, *args)
 
-    monkeypatch.setattr(direct_worker.Bench, "check", failing)
+    monkeypatch.setattr(direct_bench.Bench, "check", failing)
     (row,) = worker([job]).values()
     assert len(row["configs"]) == 1
     assert [failed["why"] for failed in row["failed"]] == [
