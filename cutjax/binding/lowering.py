@@ -134,11 +134,18 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
             return (on_cuda if platform == "cuda" else elsewhere)(ctx, *args, **params)
         assert decision.choice is not None
         called = decision.choice.call()
-        if called.finish is None:
+        prepare, finish = called.prepare, called.finish
+        if prepare is None and finish is None:
             lowering = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=dict(called.aliases))
             return lowering(ctx, *args, **called.attributes())
-        finish, call = called.finish, jax.ffi.ffi_call(TARGET, called.results)
-        return mlir.lower_fun(lambda *xs: finish(call(*xs, **called.attributes())))(ctx, *args)
+        results = called.results or [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ctx.avals_out]
+        call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=dict(called.aliases))
+
+        def run(*xs: jax.Array) -> Any:
+            written = call(*(prepare(xs) if prepare else xs), **called.attributes())
+            return finish(written) if finish else written
+
+        return mlir.lower_fun(run)(ctx, *args)
 
     return lower
 

@@ -125,7 +125,7 @@ def _choose(problem: Problem, config: Any, precision: Canonical) -> Choice:
 def _chosen(problem: Problem, kernel: Kernel, time_us: float, why: str) -> Choice:
     device = problem.device
     floor_us = 1e6 * max(problem.flops / device.peak(problem.a_dtype), problem.bytes / device.bytes_per_second)
-    return Choice(problem, kernel.config, (why,), time_us, min(1.0, floor_us / time_us), kernel)
+    return Choice(problem, kernel.config, (why, *kernel.notes), time_us, min(1.0, floor_us / time_us), kernel)
 
 
 def _problem_reasons(problem: Problem) -> tuple[str, ...]:

@@ -23,6 +23,11 @@ class Kernel(Protocol):
         """Name of the kernel wherever it is seen: HLO, profiler, explain, benchmark rows."""
         ...
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What else is to be said of it: a copy that it needs."""
+        ...
+
     def time_us(self, device: Device) -> float:
         """Returns the predicted time of one launch."""
         ...

@@ -232,12 +232,14 @@ class Call:
       finish: then makes those of it, in JAX.
       aliases: which arguments of the custom call share memory with which results; XLA copies such an argument where it
         is needed later.
+      prepare: makes the kernels' arguments of the operation's, in JAX, where they are not the same.
     """
 
     launches: tuple[Launch, ...]
     results: tuple[jax.ShapeDtypeStruct, ...] = ()
     finish: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None
     aliases: tuple[tuple[int, int], ...] = ()
+    prepare: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None
 
     def __post_init__(self):
         count = len(self.launches)

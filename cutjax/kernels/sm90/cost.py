@@ -7,8 +7,10 @@ import math
 from typing import TYPE_CHECKING
 
 from cutjax.kernels.device import Device, reference
+from cutjax.kernels.sm90.arguments import paddings, row_bytes
 
 if TYPE_CHECKING:
+    from cutjax.kernels.problem import Problem
     from cutjax.kernels.sm90.kernel import Kernel
 
 FITTED_ON = reference("sm_90a")  # an H200: bandwidths of memory scale from there, those within an SM do not
@@ -126,13 +128,19 @@ def predict(kernel: Kernel, device: Device) -> float:
     writes = ragged * p.result_bytes / (WRITTEN_BYTES_PER_US * speed)
     twins = fit.twins if p.ragged else -0.04 * (p.k <= 64)
     memory = (reads + writes) * (1 + 0.11 * c.bm * c.bn / 32768 + twins * (resident == 2) + fit.short * (c.bm == 64))
-    return fit.scale * math.hypot(compute**3, memory**3) ** (1 / 3) + 1.2  # a smooth maximum, and the launch
+    main = fit.scale * math.hypot(compute**3, memory**3) ** (1 / 3) + 1.2  # a smooth maximum, and the launch
+    return main + _padding_us(p, speed)
+
+
+def _padding_us(problem: Problem, speed: float) -> float:
+    """Returns what copying operands to padded rows takes: each is read and written, in a launch of its own."""
+    copied = sum(2 * pad.rows * pad.row_bytes for pad in paddings(problem))
+    return copied / (WRITTEN_BYTES_PER_US * speed) + 2 * len(paddings(problem))
 
 
 def _short_rows(kernel: Kernel) -> tuple[int, int]:
     """Returns the rows of 128 bytes that the loads of a and of b take for each that they bring."""
     problem, bn = kernel.problem, kernel.config.bn
-    pitch = problem.k if problem.a.contiguous == "k" else problem.m
-    lines = 1 if pitch * problem.a_dtype.itemsize % 128 == 0 else 2
+    lines = 1 if row_bytes(problem.a, problem.m, problem.k) % 128 == 0 else 2
     chunk = 64 if problem.bs[0].contiguous == "k" else next(c for c in (64, 32, 16) if bn % c == 0)
     return lines, lines * 64 // chunk

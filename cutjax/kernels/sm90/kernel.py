@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax import lax
 
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import REDUCTIONS, Output
 from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import cost, text
-from cutjax.kernels.sm90.arguments import Argument, arguments
+from cutjax.kernels.sm90.arguments import Argument, arguments, paddings
 from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Config
 from cutjax.kernels.sm90.staging import STORED, Staging, stage
 from cutjax.runtime.compiler import Cubin, compile_kernel
@@ -103,16 +104,10 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
         reasons.append(f"batch {problem.batch}: operands alternate in more than 3 groups of batch axes")
     if max(problem.m, problem.n, problem.k) >= 2**31:
         reasons.append("a size is 2^31 or more: TMA coordinates have 32 bits")
-    k, m, n = ("K", problem.k), ("M", problem.m), ("N", problem.n)
-    rows = [
-        ("a", k if problem.a.contiguous == "k" else m, problem.a_dtype),
-        ("b", k if problem.bs[0].contiguous == "k" else n, problem.b_dtype),
-        *(("result", n, dtype) for dtype in dict.fromkeys(staging.result_dtypes)),
-    ]
-    for array, (axis, size), dtype in rows:
-        if size * dtype.itemsize % 16:
+    for dtype in dict.fromkeys(staging.result_dtypes):
+        if problem.n * dtype.itemsize % 16:
             reasons.append(
-                f"{axis}={size} {short(dtype.name)} ({array}) is not a multiple of {16 // dtype.itemsize}: "
+                f"N={problem.n} {short(dtype.name)} (result) is not a multiple of {16 // dtype.itemsize}: "
                 "rows must be 16-byte aligned"
             )
     return reasons
@@ -251,6 +246,12 @@ class Kernel:
         return arguments(self)
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What else runs: copies of operands whose rows TMA cannot walk."""
+        padded = dict.fromkeys((pad.name, pad.row_bytes) for pad in paddings(self.problem))
+        return tuple(f"{name} padded to rows of {row_bytes} bytes" for name, row_bytes in padded)
+
+    @property
     def source(self) -> str:
         """The device text; sizes are arguments of the kernel, so one text serves every shape."""
         return text.source(self)
@@ -274,11 +275,13 @@ class Kernel:
     def call(self) -> Call:
         """Returns the compiled kernel and the plan of its launch."""
         problem, partial = self.problem, bool(self.staging.reductions)
+        pads = {pad.buffer: pad.columns for pad in paddings(problem)}
         return Call(
             (self._launch(self.compile().image),),
             results=self._written() if partial else (),
             finish=functools.partial(_finish, problem.epilogue.outputs) if partial else None,
             aliases=tuple((problem.arrays + operand, result) for operand, result in problem.in_place),
+            prepare=functools.partial(_pad, pads) if pads else None,
         )
 
     def _launch(self, cubin: bytes) -> Launch:
@@ -306,6 +309,15 @@ class Kernel:
             columns = -(-p.n // self.config.bn) if "col" in out.axes else p.n
             found.append(jax.ShapeDtypeStruct((*p.batch, rows, columns), np.dtype(out.dtype)))
         return tuple(found)
+
+
+def _pad(columns: dict[int, int], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the arguments, some with zeros at the end of each row."""
+    found = list(arrays)
+    for i, count in columns.items():
+        x = found[i]
+        found[i] = lax.pad(x, np.zeros((), x.dtype), [*((0, 0, 0) for _ in x.shape[1:]), (0, count, 0)])
+    return found
 
 
 def _finish(outputs: Sequence[Output], written: Sequence[jax.Array]) -> list[jax.Array]:
