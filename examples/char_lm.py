@@ -32,7 +32,7 @@ import matplotlib.pyplot as plt
 
 TEXT = (pathlib.Path(__file__).parent / "romeo_and_juliet.txt").read_text()
 CHARACTERS = sorted(set(TEXT))
-VOCABULARY = 64  # the 61 characters, rounded up: rows of the [width, vocabulary] weight must be 16-byte aligned for TMA
+VOCABULARY = 64  # the 61 characters, rounded up: TMA walks aligned rows of the [width, vocabulary] weight in place
 
 
 @dataclasses.dataclass(frozen=True)

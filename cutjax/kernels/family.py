@@ -25,7 +25,7 @@ class Kernel(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What else is to be said of it: a copy that it needs."""
+        """Reasons to add to those of a choice: copies of operands that the kernel needs."""
         ...
 
     def time_us(self, device: Device) -> float:

@@ -256,7 +256,10 @@ def cases() -> Iterator[Case]:
 
 
 def run(problem: cutjax.Problem, launch: Call, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The kernel alone, on NaN for results; what it leaves to XLA is done on the CPU."""
+    """The kernel alone, on NaN for results; what it leaves to XLA, before and after, is done on the CPU."""
+    if launch.prepare:
+        with jax.default_device(jax.devices("cpu")[0]):
+            arrays = [np.asarray(x) for x in launch.prepare(list(map(jnp.asarray, arrays)))]
     shape = (*problem.batch, *[problem.groups] * (problem.ragged == "k"), problem.m, problem.n)
     results = launch.results or [jax.ShapeDtypeStruct(shape, np.dtype(out.dtype)) for out in problem.epilogue.outputs]
     shared = {result: argument for argument, result in launch.aliases}

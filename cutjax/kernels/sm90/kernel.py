@@ -247,7 +247,7 @@ class Kernel:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What else runs: copies of operands whose rows TMA cannot walk."""
+        """Copies that run before it, of operands whose rows TMA cannot walk."""
         padded = dict.fromkeys((pad.name, pad.row_bytes) for pad in paddings(self.problem))
         return tuple(f"{name} padded to rows of {row_bytes} bytes" for name, row_bytes in padded)
 
