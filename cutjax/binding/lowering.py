@@ -138,7 +138,8 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
             lowering = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=dict(called.aliases))
             return lowering(ctx, *args, **called.attributes())
         finish, call = called.finish, jax.ffi.ffi_call(TARGET, called.results)
-        return mlir.lower_fun(lambda *xs: finish(call(*xs, **called.attributes())))(ctx, *args)
+        taken = called.arguments
+        return mlir.lower_fun(lambda *xs: finish(call(*xs[:taken], **called.attributes()), xs))(ctx, *args)
 
     return lower
 

@@ -229,14 +229,16 @@ class Call:
     Attributes:
       launches: what is launched, in order.
       results: what the kernels write, where that is not yet the operation's results.
-      finish: then makes those of it, in JAX.
+      finish: then makes those of it and of the operation's arguments, in JAX.
+      arguments: how many of the operation's arguments the kernels take; the others are for `finish`. None is all.
       aliases: which arguments of the custom call share memory with which results; XLA copies such an argument where it
         is needed later.
     """
 
     launches: tuple[Launch, ...]
     results: tuple[jax.ShapeDtypeStruct, ...] = ()
-    finish: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None
+    finish: Callable[[Sequence[jax.Array], Sequence[jax.Array]], Sequence[jax.Array]] | None = None
+    arguments: int | None = None
     aliases: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self):
