@@ -59,7 +59,7 @@ DEVICE const auto& share(const float (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2
     return accumulators;
   } else {
     constexpr int PITCH = CONSUMERS * 128 * 16, GROUPS = PRODUCTS * BN / 8, OWN = EPILOGUE_COLUMNS / 8;
-    static_assert(M_BLOCKS * GROUPS * PITCH <= STAGES * STAGE_BYTES, "accumulators take the place of the stages");
+    static_assert(CLUSTER_K == 1 || M_BLOCKS * GROUPS * PITCH <= STAGES * STAGE_BYTES, "they take their place");
     u32 own = stages + (threadIdx.x - 128) * 16;
     bar_sync(barrier, CONSUMERS * 128);  // others may still multiply what is there
 #pragma unroll
