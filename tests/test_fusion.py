@@ -353,7 +353,7 @@ def test_partial_results_of_reductions(monkeypatch):
     shapes = [x.shape for x in plan.results]
     assert shapes == [(1000, 1160), (63, 1160), (1000, 10), (63, 10), (63, 1160)]
     assert plan.finish is not None
-    outs = jax.eval_shape(plan.finish, plan.results)
+    outs = jax.eval_shape(plan.finish, plan.results, ())
     assert [x.shape for x in outs] == [(1000, 1160), (1160,), (1000,), (), (1160,)]
     plain = sm90.resolved(problem(*CASES["gated"]), cutjax.Config(bm=128, bn=64, stages=2)).call()
     assert plain.results == ()

@@ -41,7 +41,7 @@ def walks(tmp_path_factory):
         text += sources._file("common/scheduler.cuh") + sources._file("common/triangle_scheduler.cuh")
         text += f"""}}
 extern "C" int run{i}(int m, int raster, int batch, int first, int step, int* out) {{
-  c{i}::Scheduler scheduler(m, m, 8, raster, batch, 1, 1);
+  c{i}::Scheduler scheduler(m, m, 8, raster, batch, 1, 1, 1);
   int count = 0;
   for (int index = first; scheduler.has(index); index += step, ++count) {{
     c{i}::Work work = scheduler.work(index, 0, 0);

@@ -143,7 +143,7 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
 
         def run(*xs: jax.Array) -> Any:
             written = call(*(prepare(xs) if prepare else xs), **called.attributes())
-            return finish(written) if finish else written
+            return finish(written, xs) if finish else written
 
         return mlir.lower_fun(run)(ctx, *args)
 

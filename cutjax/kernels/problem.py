@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cutjax.dtypes import short
-from cutjax.epilogue.expression import Epilogue, identity
+from cutjax.epilogue.expression import Epilogue, Node, Output, identity
 from cutjax.kernels.device import Device, reference
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -152,6 +152,14 @@ class Problem:
     def plain(self) -> bool:
         """True if the epilogue is the identity."""
         return self.epilogue.plain
+
+    @functools.cached_property
+    def bare(self) -> Problem:
+        """The same products as they are: in float32, without an epilogue."""
+        nodes = tuple(Node("acc", (), "float32", (i,)) for i in range(self.products))
+        outputs = tuple(Output(i, "float32") for i in range(self.products))
+        epilogue = Epilogue(self.products, (), nodes, outputs)
+        return dataclasses.replace(self, epilogue=epilogue, out_dtype=np.dtype(np.float32), in_place=())
 
     @functools.cached_property
     def a(self) -> Operand:

@@ -229,7 +229,7 @@ class Call:
     Attributes:
       launches: what is launched, in order.
       results: what the kernels write, where that is not yet the operation's results.
-      finish: then makes those of it, in JAX.
+      finish: then makes those of it and of the operation's arguments, in JAX.
       aliases: which arguments of the custom call share memory with which results; XLA copies such an argument where it
         is needed later.
       prepare: makes the kernels' arguments of the operation's, in JAX, where they are not the same.
@@ -237,7 +237,7 @@ class Call:
 
     launches: tuple[Launch, ...]
     results: tuple[jax.ShapeDtypeStruct, ...] = ()
-    finish: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None
+    finish: Callable[[Sequence[jax.Array], Sequence[jax.Array]], Sequence[jax.Array]] | None = None
     aliases: tuple[tuple[int, int], ...] = ()
     prepare: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None
 

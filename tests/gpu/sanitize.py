@@ -270,11 +270,13 @@ def run(problem: cutjax.Problem, launch: Call, arrays: Sequence[np.ndarray]) -> 
         for argument, result in launch.aliases:
             arrays[argument] = memory[result]
         call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=dict(launch.aliases))
-        return call(*arrays, **launch.attributes())
+        return call(*arrays[: launch.arguments], **launch.attributes())
 
     got = [np.asarray(x) for x in call(*jax.device_put((list(arrays), memory)))]
     with jax.default_device(jax.devices("cpu")[0]):
-        return [np.asarray(x) for x in launch.finish(list(map(jnp.asarray, got)))] if launch.finish else got
+        if launch.finish:
+            got = launch.finish(list(map(jnp.asarray, got)), list(map(jnp.asarray, arrays)))
+        return [np.asarray(x) for x in got]
 
 
 def wrong(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> str | None:

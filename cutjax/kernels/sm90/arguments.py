@@ -25,8 +25,8 @@ class Argument:
     Attributes:
       declaration: as the signature has it.
       value: what a launch passes.
-      to: which part of the kernel takes it: "" the kernel itself, "b" and "d" its lists of tensor maps, or a
-        constructor's, "extras", "partials", "scheduler" or "rows".
+      to: which part of the kernel takes it: "" the kernel itself, "b" and "d" its lists of tensor maps, "splits" what
+        counts those, or a constructor's, "extras", "partials", "scheduler" or "rows".
     """
 
     declaration: str
@@ -109,7 +109,7 @@ def _arguments(kernel: Kernel) -> Iterator[Argument]:
     sizes, *moves = zip(*[unmoved] * (3 - len(p.batch_groups)), *p.batch_groups, strict=True)
     steps = [batch_steps(move, sizes) for move in moves]
     of_operands = steps[2 : 2 + len(epilogue.operands)]
-    first_result = p.arrays + len(epilogue.operands)
+    first_result = p.arrays + len(epilogue.operands) + c.stream_k  # tickets are an argument too
     loaded = dict(staging.operands)
     results = [(first_result + i, np.dtype(out.dtype)) for i, out in staging.results]
 
@@ -118,7 +118,7 @@ def _arguments(kernel: Kernel) -> Iterator[Argument]:
     for i, b in enumerate(p.bs):
         buffer = 0 if p.symmetric else 1 + i
         yield _map(f"map_b{i}", _operand_map(buffer, b, p.n, p.k, b_matrices, c.bn, c.bk, c.cluster_m), "b")
-    d_matrices = p.batch_size * (p.groups if p.ragged == "k" else 1)
+    d_matrices = c.splits * p.batch_size * (p.groups if p.ragged == "k" else 1)
     for place, (buffer, dtype) in enumerate(results):
         yield _map(f"map_d{place}", _tile_map(buffer, dtype, kernel, d_matrices), "d")
     for place, (buffer, dtype) in enumerate(results) if p.symmetric else ():
@@ -133,6 +133,8 @@ def _arguments(kernel: Kernel) -> Iterator[Argument]:
         scalars |= {f"{name}_step{j}": step for j, step in enumerate(of)}
     for name, value in scalars.items():
         yield _int(name, value)
+    if c.splits > 1:
+        yield _int("splits", c.splits, "splits")
     for i, of in enumerate(of_operands):
         if i not in loaded:
             yield Argument(f"const char* base{i}", Pointer(p.arrays + i), "extras")
@@ -185,8 +187,8 @@ def _tile_map(buffer: int, dtype: np.dtype, kernel: Kernel, matrices: int) -> Te
 
 def _mirror_map(buffer: int, dtype: np.dtype, kernel: Kernel) -> TensorMap:
     """The tensor map of a symmetric result, as Mirror in mirror.cuh stores transposed chunks."""
-    p = kernel.problem
-    return _matrix_map(buffer, dtype, (p.n, p.m, p.batch_size), (128 // dtype.itemsize, kernel.chunk, 1), 128)
+    p, matrices = kernel.problem, kernel.config.splits * kernel.problem.batch_size
+    return _matrix_map(buffer, dtype, (p.n, p.m, matrices), (128 // dtype.itemsize, kernel.chunk, 1), 128)
 
 
 def _matrix_map(

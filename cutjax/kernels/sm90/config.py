@@ -29,6 +29,11 @@ class Config:
         columns, walked row by row.
       stream_k: whether tiles of what would be an unfilled last wave are computed in parts, so that all SMs multiply
         equally long. Parts are added up through memory, in a fixed order.
+      cluster_k: CTAs of a cluster that share a tile, each multiplying an equal range of its k blocks. Their
+        accumulators are added up through distributed shared memory, in the order of the ranges. 1, 2, 4 or 8; more
+        than 1 with "coop" alone, and without another cluster.
+      splits: equal ranges of k blocks that are products of their own, in f32, as along a batch axis. XLA adds them up,
+        in order, and computes the epilogue. At most 128.
 
     Raises:
       ValueError: a field is outside its range, or the accumulators do not fit the registers; lists every reason.
@@ -43,6 +48,8 @@ class Config:
     schedule: str = "coop"
     raster: int = 8
     stream_k: bool = False
+    cluster_k: int = 1
+    splits: int = 1
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -72,6 +79,14 @@ class Config:
             reasons.append("bm=256 with pingpong: one warpgroup holds the whole tile, so bm is 64 or 128")
         if self.raster == 0:
             reasons.append("raster=0: a band has at least one row (positive) or column (negative) of tiles")
+        if self.cluster_k not in (1, 2, 4, 8):
+            reasons.append(f"cluster_k={self.cluster_k}: one of 1, 2, 4, 8")
+        if self.cluster_k != 1 and (self.schedule != "coop" or (self.cluster_m, self.cluster_n) != (1, 1)):
+            reasons.append(f"cluster_k={self.cluster_k}: CTAs share one tile, in a cluster 1x1 and the schedule coop")
+        if self.parts > 1 and self.stream_k:
+            reasons.append(f"stream_k with cluster_k={self.cluster_k}, splits={self.splits}: k is divided in one way")
+        if not 1 <= self.splits <= 128:
+            reasons.append(f"splits={self.splits}: XLA adds up 1 to 128 parts")
         if not reasons and self.accumulator_registers > MAX_ACCUMULATORS:
             reasons.append(
                 f"{self.bm}x{self.bn} {self.schedule} needs {self.accumulator_registers} accumulator registers, "
@@ -98,15 +113,29 @@ class Config:
     @property
     def cluster(self) -> int:
         """CTAs of a cluster."""
-        return self.cluster_m * self.cluster_n
+        return self.cluster_m * self.cluster_n * self.cluster_k
+
+    @property
+    def parts(self) -> int:
+        """Ranges that the contraction of a tile is cut into."""
+        return self.cluster_k * self.splits
+
+    @property
+    def epilogue_columns(self) -> int:
+        """Columns of a tile that one CTA stores: of those that share one each has as many, or none."""
+        owners = next(owners for owners in (8, 4, 2, 1) if owners <= self.cluster_k and self.bn % (16 * owners) == 0)
+        return self.bn // owners
 
     def name(self, problem: Problem) -> str:
         """Returns the name of the kernel wherever it is seen: HLO, profiler, explain, benchmark rows."""
+        if self.splits > 1:
+            problem = problem.bare
         dtypes = short(problem.a_dtype.name)
         if problem.plain and problem.out_dtype != problem.a_dtype:
             dtypes += short(problem.out_dtype.name)
         tile = f"{self.bm}x{self.bn}x{self.bk}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}_{self.schedule}"
         tile += "_stream" if self.stream_k else ""
+        tile += f"_k{self.cluster_k}" * (self.cluster_k > 1) + "_parts" * (self.splits > 1)
         ragged = f"_groups_{problem.ragged}" if problem.ragged else ""
         symmetric = "_symmetric" if problem.symmetric else ""
         name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}{symmetric}"

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 FITTED_ON = reference("sm_90a")  # an H200: bandwidths of memory scale from there, those within an SM do not
 READ_BYTES_PER_US, WRITTEN_BYTES_PER_US = 5.0e6, 3.8e6  # reads partly of L2
+# Not fitted yet: of an SM, through distributed shared memory; of XLA, which adds up what splits leave.
+SHARED_BYTES_PER_US, ADDED_BYTES_PER_US = 1e6, 3.5e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +87,12 @@ def predict(kernel: Kernel, device: Device) -> float:
         items = rows * tiles * p.batch_size
     elif p.ragged == "k":
         items, k = items * p.groups, p.k / p.groups + c.bk / 2
+    items *= c.splits
     in_flight = max(1, sms * resident // c.cluster)
     waves = math.ceil(items / in_flight)
     sharing = min(resident, math.ceil(items * c.cluster / sms))  # blocks that really share an SM
 
-    k_blocks = math.ceil(k / c.bk)
+    k_blocks = math.ceil(math.ceil(k / c.bk) / c.parts)
     tile_bytes = kernel.stage_bytes
     columns = c.bn * p.products
     read_bytes = (c.bm + c.bm // 64 * columns) * c.bk * 2  # wgmma reads b once for each 64 rows of a
@@ -111,25 +114,31 @@ def predict(kernel: Kernel, device: Device) -> float:
     mainloop = k_blocks * max(both, refill)
 
     tile_us = fit.tile + (0.0 if p.plain else 4.0)
-    epilogue = sharing * (0.22 + tile_us * c.bm * columns / 32768)
+    epilogue = sharing * (0.22 + tile_us * c.bm * columns * c.epilogue_columns / c.bn / 32768)
     hidden = 0.83 * epilogue
     if c.schedule == "pingpong":
         wave = max(mainloop + epilogue - hidden, (mainloop + epilogue) / 2)
     else:
         wave = mainloop + epilogue - (hidden if resident == 2 else 0)
     last = epilogue * (fit.halves if c.schedule == "coop" and c.consumers == 2 else 1)
-    compute = (waves - 1) * wave + mainloop + last + fit.cluster * (c.cluster > 1)
+    compute = (waves - 1) * wave + mainloop + last + fit.cluster * (c.cluster > c.cluster_k)
+    if c.cluster_k > 1:
+        compute += waves * (2 + (c.cluster_k - 1) / c.cluster_k * 4 * c.bm * columns / SHARED_BYTES_PER_US)
     if p.ragged == "m":
         compute *= 1 + fit.tall * math.log2(c.bm * c.cluster_m / 64) / (1 + p.m / p.groups / 512)
 
     ragged = 1.1 if c.bn * p.out_dtype.itemsize % 128 else 1.0  # stores of less than a cache line
     speed = device.bytes_per_second / FITTED_ON.bytes_per_second
     reads = (p.bytes - p.result_bytes) / (READ_BYTES_PER_US * speed)
-    writes = ragged * p.result_bytes / (WRITTEN_BYTES_PER_US * speed)
+    writes = ragged * c.splits * p.result_bytes / (WRITTEN_BYTES_PER_US * speed)
     twins = fit.twins if p.ragged else -0.04 * (p.k <= 64)
     memory = (reads + writes) * (1 + 0.11 * c.bm * c.bn / 32768 + twins * (resident == 2) + fit.short * (c.bm == 64))
-    main = fit.scale * math.hypot(compute**3, memory**3) ** (1 / 3) + 1.2  # a smooth maximum, and the launch
-    return main + _padding_us(p, speed)
+    time_us = fit.scale * math.hypot(compute**3, memory**3) ** (1 / 3) + 1.2  # a smooth maximum, and the launch
+    time_us += _padding_us(p, speed)
+    if c.splits == 1:
+        return time_us
+    outside = kernel.asked.bytes - p.bytes + p.result_bytes  # what XLA moves, beside the parts
+    return time_us + 3 + (c.splits * p.result_bytes + outside) / (ADDED_BYTES_PER_US * speed)
 
 
 def _padding_us(problem: Problem, speed: float) -> float:

@@ -41,7 +41,7 @@ class Facts:
     staging: Staging
     heavy: bool
     reasons: tuple[str, ...]
-    footprints: dict[tuple[str, int, int, int], Footprint] = dataclasses.field(default_factory=dict, repr=False)
+    footprints: dict[tuple[str, int, int, int, int], Footprint] = dataclasses.field(default_factory=dict, repr=False)
 
     def max_accumulators(self, config: Config) -> int:
         """Returns the accumulator registers a thread may have, all products together, beside what its epilogue keeps.
@@ -164,7 +164,7 @@ class Footprint:
 
 def footprint(facts: Facts, config: Config) -> Footprint:
     """Returns the shared memory that the tile of a config takes."""
-    tile = config.schedule, config.bm, config.bn, config.bk
+    tile = config.schedule, config.bm, config.bn, config.bk, config.epilogue_columns
     if tile not in facts.footprints:
         facts.footprints[tile] = _footprint(facts, config)
     return facts.footprints[tile]
@@ -172,7 +172,7 @@ def footprint(facts: Facts, config: Config) -> Footprint:
 
 def _footprint(facts: Facts, config: Config) -> Footprint:
     problem, staging = facts.problem, facts.staging
-    chunk = staging.chunk(config.bn)
+    chunk = staging.chunk(config.epilogue_columns)
     a_row, b_row = config.bm * problem.a_dtype.itemsize, config.bn * problem.products * problem.b_dtype.itemsize
     buffer_bytes = 64 * chunk * staging.column_bytes
     # Registers fit two when each has 256 threads of 128, half of them accumulators.
@@ -182,7 +182,7 @@ def _footprint(facts: Facts, config: Config) -> Footprint:
         stage_bytes=(a_row + b_row) * config.bk,
         buffer_bytes=buffer_bytes,
         staging_bytes=config.consumers * (buffer_bytes + (8 if staging.operands else 0)),
-        whole_result=config.m_blocks * config.bn // chunk,
+        whole_result=config.m_blocks * config.epilogue_columns // chunk,
         most=problem.device.shared_bytes,
         half=problem.device.shared_bytes_per_sm // 2 - 1024 if two else 0,
     )
@@ -212,6 +212,7 @@ class Kernel:
 
     Attributes:
       problem, config: which.
+      asked: the problem with its epilogue; where k has splits, `problem` is without.
       staging: of the epilogue.
       chunk: columns of a staging buffer.
       stage_bytes, buffer_bytes: shared memory of one stage, and of one staging buffer.
@@ -224,6 +225,7 @@ class Kernel:
 
     problem: Problem
     config: Config
+    asked: Problem
     staging: Staging
     chunk: int
     stage_bytes: int
@@ -274,75 +276,127 @@ class Kernel:
 
     def call(self) -> Call:
         """Returns the compiled kernel and the plan of its launch."""
-        problem, partial = self.problem, bool(self.staging.reductions)
+        problem, config, outputs = self.problem, self.config, self.problem.epilogue.outputs
+        aliases = tuple((problem.arrays + operand, result) for operand, result in problem.in_place)
+        taken, results, finish, tickets = problem.arrays + len(problem.epilogue.operands), (), None, 0
+        if config.splits > 1:
+            results, finish = self._parts(), functools.partial(_finish_parts, self.asked)
+        elif self.staging.reductions or config.stream_k:
+            results, finish = self._written(), functools.partial(_finish, outputs)
+        if config.stream_k:
+            scratch, state = self._stream()
+            results, tickets = (*results, scratch, state), state.size
+            aliases += ((taken, len(outputs) + 1),)
         pads = {pad.buffer: pad.columns for pad in paddings(problem)}
+        prepare = functools.partial(_prepare, taken, pads, tickets)
         return Call(
             (self._launch(self.compile().image),),
-            results=self._written() if partial else (),
-            finish=functools.partial(_finish, problem.epilogue.outputs) if partial else None,
-            aliases=tuple((problem.arrays + operand, result) for operand, result in problem.in_place),
-            prepare=functools.partial(_pad, pads) if pads else None,
+            results=results,
+            finish=finish,
+            prepare=prepare if config.splits > 1 or pads or tickets else None,
+            aliases=aliases,
         )
 
     def _launch(self, cubin: bytes) -> Launch:
-        cluster = self.config.cluster
+        config = self.config
         return Launch(
             kernel=self.name,
             cubin=cubin,
-            grid=(self.tiles * cluster, 1, 1),
-            block=(128 * (1 + self.config.consumers), 1, 1),
-            cluster=(cluster, 1, 1),
+            grid=(self._blocks if config.stream_k else self.tiles * config.splits * config.cluster, 1, 1),
+            block=(128 * (1 + config.consumers), 1, 1),
+            cluster=(config.cluster, 1, 1),
             shared_bytes=self.shared_bytes,
-            blocks_per_sm=self.blocks_per_sm,
+            blocks_per_sm=self.blocks_per_sm if config.cluster_k == 1 else 0,  # a cluster that shares a tile has one
             params=tuple(argument.value for argument in self.arguments),
         )
+
+    @property
+    def _blocks(self) -> int:
+        """Thread blocks in flight, in whole clusters."""
+        return self.problem.device.sms * self.blocks_per_sm // self.config.cluster * self.config.cluster
+
+    def _stream(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Returns what tiles in parts take: two of them for each block in flight, and a ticket for each warpgroup."""
+        p, c, blocks = self.problem, self.config, self._blocks
+        tickets = 2 * blocks * (c.bm // (64 * c.m_blocks))  # fewer than two waves of tiles are in parts
+        shape = (2 * blocks, p.products * c.bm * c.bn)
+        return jax.ShapeDtypeStruct(shape, np.dtype(np.float32)), jax.ShapeDtypeStruct((tickets,), np.dtype(np.int32))
+
+    def _parts(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns what the kernel writes where k has splits: of each product, the parts."""
+        p = self.problem
+        shape = (self.config.splits, *p.batch, *[p.groups] * (p.ragged == "k"), p.m, p.n)
+        return (jax.ShapeDtypeStruct(shape, np.dtype(np.float32)),) * p.products
 
     def _written(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns what the kernel writes, where reductions are not yet what was asked.
 
-        Of a reduction it is one value for each 16 rows, for each tile's columns, or both.
+        Of a reduction it is one value for each 16 rows, for each CTA's columns of a tile, or both.
         """
         p = self.problem
         found = []
         for out in p.epilogue.outputs:
             rows = -(-p.m // 16) if "row" in out.axes else p.m
-            columns = -(-p.n // self.config.bn) if "col" in out.axes else p.n
+            columns = -(-p.n // self.config.epilogue_columns) if "col" in out.axes else p.n
             found.append(jax.ShapeDtypeStruct((*p.batch, rows, columns), np.dtype(out.dtype)))
         return tuple(found)
 
 
-def _pad(columns: dict[int, int], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the arguments, some with zeros at the end of each row."""
-    found = list(arrays)
-    for i, count in columns.items():
+def _prepare(taken: int, pads: dict[int, int], tickets: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns what the kernel takes: the first arguments, some padded with zeros, and tickets where it has parts."""
+    found = list(arrays[:taken])
+    for i, count in pads.items():
         x = found[i]
         found[i] = lax.pad(x, np.zeros((), x.dtype), [*((0, 0, 0) for _ in x.shape[1:]), (0, count, 0)])
-    return found
+    return [*found, lax.full((tickets,), 0, np.int32)] if tickets else found
 
 
-def _finish(outputs: Sequence[Output], written: Sequence[jax.Array]) -> list[jax.Array]:
+def _finish(outputs: Sequence[Output], written: Sequence[jax.Array], _: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the results, of what the kernel writes: reductions are reduced further."""
     found = []
-    for out, x in zip(outputs, written, strict=True):
+    for out, x in zip(outputs, written, strict=False):  # there may be scratch after them
         axes = [{"row": -2, "col": -1}[axis] for axis in out.axes]
         found.append(REDUCTIONS[out.reduce](x, axes) if out.reduce else x)
     return found
 
 
+def _finish_parts(
+    problem: Problem, written: Sequence[jax.Array], arguments: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """Returns the results, of the parts of each product: they are added up in order."""
+    sums = [functools.reduce(jax.lax.add, [parts[i] for i in range(parts.shape[0])]) for parts in written]
+    return problem.epilogue.apply(sums, arguments[problem.arrays :])
+
+
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     """Returns the kernel, or every reason why the config cannot serve the problem."""
-    facts = facts_of(problem)
+    asked, facts = problem, facts_of(problem)
     if problem.arch != ARCH:  # another device's memory says nothing of this family's tiles
         return facts.reasons
+    reasons = list(facts.reasons)
+    if config.splits > 1:
+        problem = problem.bare
+        facts = facts_of(problem)
     tile = footprint(facts, config)
     limit = tile.limit(config.stages)
-    reasons = list(facts.reasons)
+    if config.parts > 1 and problem.ragged == "m":
+        reasons.append(
+            f"cluster_k={config.cluster_k}, splits={config.splits}: the contraction of groups of rows is whole"
+        )
+    if config.stream_k and (problem.ragged or problem.symmetric):
+        reasons.append("stream_k=True: only the tiles of a dense product are all as deep")
     if (need := tile.bytes(config.stages)) > tile.most:
         reasons.append(
             f"{config.stages} stages of {tile.stage_bytes} bytes and two staging buffers a warpgroup: "
             f"{need} bytes of shared memory, at most {tile.most}"
         )
     products = problem.products
+    accumulators = 4 * config.bm * config.bn * products
+    if config.cluster_k > 1 and accumulators > config.stages * tile.stage_bytes:
+        reasons.append(
+            f"cluster_k={config.cluster_k}: {accumulators} bytes of accumulators take the place of {config.stages} "
+            f"stages of {tile.stage_bytes}"
+        )
     registers, most = products * config.accumulator_registers, facts.max_accumulators(config)
     if registers > most:
         reasons.append(
@@ -353,7 +407,9 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         reasons.append(f"{products} products of {config.bn} columns: wgmma multiplies at most 256 at once")
     if tile.chunk * facts.staging.narrowest < 32:
         narrow = next(d for d in facts.staging.result_dtypes if tile.chunk * d.itemsize < 32)
-        reasons.append(f"bn={config.bn} makes staging rows of less than 32 bytes in {short(narrow.name)}")
+        reasons.append(
+            f"{config.epilogue_columns} columns make staging rows of less than 32 bytes in {short(narrow.name)}"
+        )
     if (tiles := _most_tiles(problem, config)) >= 2**31:
         reasons.append("2^31 tiles or more: the scheduler counts with 32 bits")
     if reasons:
@@ -364,6 +420,7 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     return Kernel(
         problem,
         config,
+        asked,
         facts.staging,
         chunk=tile.chunk,
         stage_bytes=tile.stage_bytes,

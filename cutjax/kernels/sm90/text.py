@@ -34,6 +34,8 @@ def source(kernel: Kernel) -> str:
         "STAGES": config.stages,
         "CLUSTER_M": config.cluster_m,
         "CLUSTER_N": config.cluster_n,
+        "CLUSTER_K": config.cluster_k,
+        "IN_PARTS": config.splits > 1,
         "CONSUMERS": config.consumers,
         "M_BLOCKS": config.m_blocks,
         "PING_PONG": config.schedule == "pingpong",
@@ -49,6 +51,7 @@ def source(kernel: Kernel) -> str:
         "RAGGED_K": problem.ragged == "k",
         "PRODUCTS": problem.products,
         "OUTPUTS": len(kernel.staging.results) + len(kernel.staging.mirror_slots),
+        "EPILOGUE_COLUMNS": config.epilogue_columns,
         "D_CHUNK": kernel.chunk,
         "D_BUFFER_BYTES": kernel.buffer_bytes,
     }
@@ -69,6 +72,7 @@ def source(kernel: Kernel) -> str:
             "sm90/stream.cuh",
             _epilogue(kernel.staging, kernel.arguments, problem.ragged),
             "sm90/epilogue.cuh",
+            "sm90/split.cuh",
             "sm90/gemm.cuh",
         ],
     )
@@ -108,6 +112,7 @@ def _signature(arguments: Sequence[Argument]) -> str:
 #define MAPS_D {{{passed("d")[2:]}}}
 #define EXTRAS_ARGUMENTS {passed("extras")}
 #define PARTIALS_ARGUMENTS {passed("partials")}
+#define SPLITS {passed("splits")[2:] or 1}
 #define SCHEDULER_ARGUMENTS {passed("scheduler")}
 #define ROWS_ARGUMENTS {passed("rows")}
 """
@@ -211,14 +216,14 @@ def _partials(staging: Staging, arguments: Sequence[Argument]) -> str:
     fields, initial, tile, begin, end = [], [], [], [], []
     for i, out in staging.reductions:
         rows = "(m + 15) / 16" if "row" in out.axes else "m"
-        columns = "(n + BN - 1) / BN" if "col" in out.axes else "n"
+        columns = "(n + EPILOGUE_COLUMNS - 1) / EPILOGUE_COLUMNS" if "col" in out.axes else "n"
         fields.append(f"float *partial{i}, *matrix{i};\n  float r{i}[2];")
         initial.append(f", partial{i}(partial{i})")
         tile.append(f"matrix{i} = partial{i} + static_cast<i64>(batch) * ({rows}) * ({columns});")
         if out.axes == ("row",):
             continue  # stored by each piece
         begin.append(f"r{i}[0] = r{i}[1] = {_REDUCE[out.reduce or ''][0]};")
-        at = f"matrix{i}[static_cast<i64>({{}}) * ({columns}) + column / BN]"
+        at = f"matrix{i}[static_cast<i64>({{}}) * ({columns}) + column / EPILOGUE_COLUMNS]"
         if out.axes == ("col",):
             end += [*_shuffles(out, f"r{i}[0]", (1, 2)), *_shuffles(out, f"r{i}[1]", (1, 2))]
             for h in range(2):
@@ -241,7 +246,7 @@ struct Partials {{
   }}
   DEVICE void begin_block() {{{lines(begin)}
   }}
-  // `row` is this lane's first, `column` the tile's.
+  // `row` is this lane's first, `column` that of the first of EPILOGUE_COLUMNS.
   DEVICE void end_block(int row, int column, int lane) {{{lines(end)}
   }}
 }};

@@ -10,19 +10,20 @@
 
 struct Scheduler {
   int extent;  // of what is divided
-  int k_all, raster, batch, batch1, groups, leading, step0, step1;
+  int k_all, raster, batch, splits, batch1, groups, leading, step0, step1;
   int tiles_m, tiles_n;
   const int* sizes;  // [.., leading + groups]
-  // The window of 32 sizes: which matrix of the batch, its first entry, and the first tile after it.
+  // The window of 32 sizes: which matrix of the batch (of every split), its first entry, and the first tile after it.
   int z = 0, first = -32, tile_end = 0;
   int row = 0, rows = 0, tile;  // this lane's entry: its first row, how many, its first tile
 
-  DEVICE Scheduler(int m, int n, int k, int raster, int batch, int batch1, int groups, const int* sizes, int leading,
-                   int step0, int step1)
+  DEVICE Scheduler(int m, int n, int k, int raster, int batch, int splits, int batch1, int groups, const int* sizes,
+                   int leading, int step0, int step1)
       : extent(RAGGED_M ? m : k),
         k_all(k),
         raster(raster),
         batch(batch),
+        splits(splits),
         batch1(batch1),
         groups(groups),
         leading(leading),
@@ -39,7 +40,7 @@ struct Scheduler {
       first += 32;
       if (first >= leading + groups + RAGGED_M) {
         first = row = rows = 0;
-        if (++z >= batch) return false;
+        if (++z >= batch * splits) return false;
       }
       load();
     }
@@ -72,8 +73,8 @@ struct Scheduler {
     int lane = threadIdx.x % 32, entry = first + lane, entries = leading + groups;
     int size = 0;
     if (entry < entries) {
-      size = ld_global(sizes + static_cast<i64>(BatchIndex(z * groups, batch1, groups)(step0, step1, 0)) * entries +
-                       entry);
+      size = ld_global(
+          sizes + static_cast<i64>(BatchIndex(z % batch * groups, batch1, groups)(step0, step1, 0)) * entries + entry);
     } else if (RAGGED_M && entry == entries) {
       size = extent;
     }

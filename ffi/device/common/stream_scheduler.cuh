@@ -12,7 +12,7 @@ struct Scheduler {
   int each, more;            // k blocks of a range; the first so many ranges have one more
   int first_tile, segments;  // of this cluster's range
 
-  DEVICE Scheduler(int m, int n, int k, int raster, int batch, int, int, float* scratch, int* tickets)
+  DEVICE Scheduler(int m, int n, int k, int raster, int batch, int, int, int, float* scratch, int* tickets)
       : k_end(k), raster(raster), scratch(scratch), tickets(tickets) {
     tiles_m = (m + BM * CLUSTER_M - 1) / (BM * CLUSTER_M);
     tiles_n = (n + BN * CLUSTER_N - 1) / (BN * CLUSTER_N);

@@ -10,10 +10,10 @@ struct Scheduler {
   // since finding a band costs a look at every row before it, and some tiles are short.
   int matrix = -1, top, begin, end;
 
-  DEVICE Scheduler(int m, int, int k, int raster, int batch, int, int)
+  DEVICE Scheduler(int m, int, int k, int raster, int batch, int splits, int, int)
       : m(m), k_end(k), raster(raster < 0 ? -raster : raster) {
     tiles = items(0, rows());
-    total = tiles * batch;
+    total = tiles * batch * splits;
   }
 
   DEVICE int rows() const { return (m + HEIGHT - 1) / HEIGHT; }

@@ -78,6 +78,10 @@ DEVICE void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+DEVICE void mbarrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // Arrives on the barrier at this address in CTA `rank` of the cluster.
 DEVICE void mbarrier_arrive_cluster(u32 barrier, u32 rank) {
   asm volatile(

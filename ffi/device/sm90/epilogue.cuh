@@ -3,7 +3,7 @@
 //   Extras           what it reads beside the accumulators: loaded once a tile, a row, a chunk (by TMA, of what varies
 //                    along rows and columns, into the buffer where the chunk's results will be staged) or a piece
 //                    (what varies along columns, from L1)
-//   Partials         where results that are reductions go: one value for each 16 rows, for each tile's columns, or
+//   Partials         where results that are reductions go: one value for each 16 rows, for EPILOGUE_COLUMNS columns, or
 //                    both; XLA reduces them further, in a fixed order
 //   epilogue_piece   computes and stages 16 columns of every result
 //   epilogue_store   stores the staged chunk of every result, by TMA
@@ -16,7 +16,7 @@
 // does.
 constexpr bool ONE_BARRIER = PING_PONG || STORE_BUFFERS > 2;
 
-constexpr int CHUNKS = BN / D_CHUNK;  // of a block of 64 rows
+constexpr int CHUNKS = EPILOGUE_COLUMNS / D_CHUNK;  // of a block of 64 rows
 
 struct Epilogue {
   u32 staging;  // this warpgroup's buffers
@@ -47,9 +47,9 @@ struct Epilogue {
 
   // In 64 rows of accumulators, lane l of warp w holds, for each 8 columns j, rows 16 w + l / 4 (+ 8) and columns
   // 8 j + 2 (l % 4) (+ 1): values 4 j + {0, 1} and, 8 rows down, {2, 3}.
-  DEVICE void store(const float (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2], Extras& extras, Partials& partials,
-                    const TensorMap* const (&map_d)[OUTPUTS], const Rows& rows_d, int m, int n, int rows, int batch,
-                    const BatchIndex& i) {
+  DEVICE void store(const float (&accumulators)[M_BLOCKS][PRODUCTS * EPILOGUE_COLUMNS / 2], Extras& extras,
+                    Partials& partials, const TensorMap* const (&map_d)[OUTPUTS], const Rows& rows_d, int m, int n,
+                    int rows, int batch, const BatchIndex& i) {
     int lane_row = thread / 32 * 16 + thread % 32 / 4, lane_column = thread % 4 * 2;
 #pragma unroll
     for (int block = 0; block < M_BLOCKS; ++block) {
@@ -77,7 +77,8 @@ struct Epilogue {
           float values[PRODUCTS][8];
 #pragma unroll
           for (int v = 0; v < PRODUCTS * 8; ++v)
-            values[v / 8][v % 8] = accumulators[block][(v / 8 * BN + chunk * D_CHUNK + piece * 16) / 2 + v % 8];
+            values[v / 8][v % 8] =
+                accumulators[block][(v / 8 * EPILOGUE_COLUMNS + chunk * D_CHUNK + piece * 16) / 2 + v % 8];
           epilogue_piece(extras, partials, values, piece, row, column + piece * 16, buffer, thread);
         }
         fence_proxy_async();

@@ -7,6 +7,7 @@
 //   ping-pong:   two consumers take whole tiles in turn, so that one's epilogue runs beside the other's mainloop.
 // A cluster of CLUSTER_M x CLUSTER_N CTAs computes neighbouring tiles and multicasts the operand tile they share.
 // STREAM_K: tiles of what would be an unfilled last wave are computed in parts (stream_scheduler.cuh).
+// CLUSTER_K CTAs that share a tile, and splits, divide the contraction (split.cuh): such a CTA has one tile.
 // RAGGED_M, RAGGED_K: the rows, or the contraction, are divided in groups (group_scheduler.cuh).
 //
 // PARAMETERS and what is made of them: cutjax/kernels/sm90/arguments.py.
@@ -15,10 +16,11 @@
 // multiple of the cluster; a is K-major where rows are divided, a and b are MN-major where the contraction is.
 
 constexpr int THREADS = 128 * (1 + CONSUMERS);
+constexpr int CTAS = CLUSTER * CLUSTER_K;           // of a cluster; CLUSTER is those that load for each other
 constexpr bool EVEN_DEPTH = !GROUPED && !STREAM_K;  // all work items have as many k blocks
 
 // Named barriers: 0 is __syncthreads, then one for each consumer's epilogue, then whose turn the mainloop is
-// (ping-pong).
+// (ping-pong), or that it is over (CLUSTER_K).
 constexpr int EPILOGUE_BARRIER = 1;
 constexpr int TURN_BARRIER = 1 + CONSUMERS;
 
@@ -32,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   Pipeline pipe{barriers, barriers + STAGES * 8, 0, 0};
 
   int warpgroup = uniform(threadIdx.x / 128), thread = threadIdx.x % 128;
-  u32 rank = CLUSTER > 1 ? cluster_ctarank() : 0;
+  u32 rank = CTAS > 1 ? cluster_ctarank() : 0;
   u32 rank_m = CLUSTER_M > 1 ? rank : 0, rank_n = CLUSTER_N > 1 ? rank : 0;
   if (threadIdx.x == 0) {
     prefetch_tensormap(&map_a);
@@ -50,20 +52,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   __syncthreads();
   if constexpr (CLUSTER > 1) barrier_cluster_relaxed();  // the fence of the mbarriers' initial state is above
 
-  Scheduler scheduler(m, n, k, raster, batch, batch1, batch2 SCHEDULER_ARGUMENTS);
-  int step = gridDim.x / CLUSTER, k_blocks = (k + BK - 1) / BK;
+  Scheduler scheduler(m, n, k, raster, batch, SPLITS, batch1, batch2 SCHEDULER_ARGUMENTS);
+  int step = gridDim.x / CTAS, k_blocks = part_blocks((k + BK - 1) / BK, SPLITS);
+  int matrices = batch * (RAGGED_K ? batch2 : 1);  // of a split's results
 
   if (warpgroup == 0) {
     if constexpr (CONSUMERS == 2) setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (thread < 32) {
-      for (int index = blockIdx.x / CLUSTER; scheduler.has(index); index += step) {
-        Work work = scheduler.work(index, rank_m, rank_n);
+      for (int index = blockIdx.x / CTAS; scheduler.has(index); index += step) {
+        Work work = part(scheduler.work(index, rank_m, rank_n), rank, SPLITS, matrices);
         BatchIndex i(work.batch, batch1, batch2);
         fill(pipe, shared, &map_a, map_b, work, i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2), rank_m,
              rank_n);
       }
       if constexpr (CLUSTER > 1) finish(pipe);
     }
+    if constexpr (CLUSTER_K > 1) share_nothing();
   } else {
     if constexpr (CONSUMERS == 2) setmaxnreg_inc<CONSUMER_REGISTERS>();
     int consumer = warpgroup - 1;
@@ -74,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     Rows rows_d{m, n ROWS_ARGUMENTS};
     float accumulators[M_BLOCKS][PRODUCTS * BN / 2];
     int first_row = PING_PONG ? 0 : consumer * ROWS_PER_CONSUMER;
-    int index = blockIdx.x / CLUSTER, turn = 0;
+    int index = blockIdx.x / CTAS, turn = 0;
     if constexpr (PING_PONG) {
       // A parity wait cannot tell a stage two wraps away from now, so the mainloops take turns explicitly.
       if (consumer == 1) bar_arrive(TURN_BARRIER, 256);
@@ -85,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       }
     }
     for (; scheduler.has(index); index += step) {
-      Work work = scheduler.work(index, rank_m, rank_n);
+      Work work = part(scheduler.work(index, rank_m, rank_n), rank, SPLITS, matrices);
       if constexpr (PING_PONG && !EVEN_DEPTH) {
         turn ^= 1;
         if (turn == consumer) {
@@ -95,9 +99,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       }
       if constexpr (PING_PONG) bar_sync(TURN_BARRIER + consumer, 256);
       BatchIndex i(work.batch, batch1, batch2);
-      auto begin = [&] { epilogue.begin(extras, work.m + first_row, work.n, work.rows - first_row, i); };
+      bool stores = CLUSTER_K == 1 || rank < OWNERS;
+      int column = work.n + (CLUSTER_K > 1 ? rank * EPILOGUE_COLUMNS : 0);
+      auto begin = [&] { epilogue.begin(extras, work.m + first_row, column, work.rows - first_row, i); };
       auto begun = [&] {
-        if (!STREAM_K || work.parts == 1) begin();
+        if (stores && (!STREAM_K || work.parts == 1)) begin();
       };
       auto issued = [&] {
         if constexpr (PING_PONG) bar_arrive(TURN_BARRIER + (consumer ^ 1), 256);
@@ -120,10 +126,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
         if (!join(accumulators, scheduler, work, rank, first_row, thread, epilogue.barrier)) continue;
         begin();
       }
+      float sums[M_BLOCKS][PRODUCTS * EPILOGUE_COLUMNS / 2];
+      const auto& values = share(accumulators, sums, shared.base, rank, TURN_BARRIER);
+      if (!stores) break;
       extras.begin_tile(i, work.result);
       partials.begin_tile(work.result);
-      epilogue.store(accumulators, extras, partials, map_d, rows_d, work.m + first_row, work.n, rows, work.result, i);
+      epilogue.store(values, extras, partials, map_d, rows_d, work.m + first_row, column, rows, work.result, i);
+      if constexpr (CLUSTER_K > 1) break;  // the only one
     }
     epilogue.finish();
   }
+  if constexpr (CLUSTER_K > 1) wait_cluster();
 }

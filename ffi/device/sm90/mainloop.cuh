@@ -127,7 +127,11 @@ DEVICE void finish(Pipeline& pipe) {
 
 // One warpgroup tells every CTA that writes this stage that it has read it.
 DEVICE void release(u32 empty_barrier, int thread) {
-  if (thread < CLUSTER_M * CLUSTER_N) mbarrier_arrive_cluster(empty_barrier, thread);
+  if constexpr (CLUSTER_M * CLUSTER_N == 1) {
+    if (thread == 0) mbarrier_arrive(empty_barrier);
+  } else {
+    if (thread < CLUSTER_M * CLUSTER_N) mbarrier_arrive_cluster(empty_barrier, thread);
+  }
 }
 
 // One warpgroup: zeroes what of a stage lies past the contraction's end, where another group's begins: 0 * NaN is NaN.
