@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -29,7 +30,7 @@ class Facts:
     """Everything that the kernels of a problem have in common, whatever their config.
 
     Attributes:
-      problem: the problem.
+      problem: the problem as it is multiplied: where the operands are swapped, that of the transposed result.
       staging: of its epilogue.
       heavy: whether the epilogue takes too many registers for two blocks beside each other.
       reasons: why no kernel can serve the problem; empty when one can.
@@ -52,7 +53,7 @@ class Facts:
         problem, epilogue = self.problem, self.problem.epilogue
         stored_bytes = sum(dtype.itemsize for dtype in self.staging.result_dtypes)
         # The addresses of transposes take registers too.
-        beside = problem.symmetric and (config.schedule == "pingpong" or stored_bytes > 2)
+        beside = (problem.symmetric or self.staging.swap) and (config.schedule == "pingpong" or stored_bytes > 2)
         widest = 160 if beside else MAX_ACCUMULATORS
         if problem.plain:
             alone = config.schedule == "pingpong" and config.cluster == 1
@@ -67,16 +68,19 @@ class Facts:
 
 
 @functools.lru_cache(maxsize=1024)
-def facts_of(problem: Problem) -> Facts:
-    """Returns what the kernels of a problem have in common."""
-    staging, epilogue = stage(problem.epilogue, problem.symmetric), problem.epilogue
+def facts_of(problem: Problem, swap: bool = False) -> Facts:
+    """Returns what the kernels of a problem have in common, with its operands as they are or swapped."""
+    unswappable = _swap_reasons(problem) if swap else []
+    multiplied = problem.transposed if swap and not unswappable else problem
+    layout = swap, math.gcd(problem.n, 16), multiplied.n % 2 == 0
+    staging, epilogue = stage(multiplied.epilogue, problem.symmetric, *layout), multiplied.epilogue
     heavy = (
         bool(staging.reductions)
         or any(spec.row and spec.col for spec in epilogue.operands)
         or bool(problem.groups and epilogue.operands)
         or (len(epilogue.outputs) > 1 and staging.called)
     )
-    return Facts(problem, staging, heavy, tuple(_problem_reasons(problem, staging)))
+    return Facts(multiplied, staging, heavy, (*_problem_reasons(problem, staging), *unswappable))
 
 
 def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
@@ -105,7 +109,6 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
     rows = [
         ("a", k if problem.a.contiguous == "k" else m, problem.a_dtype),
         ("b", k if problem.bs[0].contiguous == "k" else n, problem.b_dtype),
-        *(("result", n, dtype) for dtype in dict.fromkeys(staging.result_dtypes)),
     ]
     for array, (axis, size), dtype in rows:
         if size * dtype.itemsize % 16:
@@ -113,6 +116,18 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
                 f"{axis}={size} {short(dtype.name)} ({array}) is not a multiple of {16 // dtype.itemsize}: "
                 "rows must be 16-byte aligned"
             )
+    return reasons
+
+
+def _swap_reasons(problem: Problem) -> list[str]:
+    """Returns why the operands cannot be swapped."""
+    reasons = []
+    if problem.products > 1:
+        reasons.append(f"swap with {problem.products} products: of several b, none can be the one operand of the rows")
+    if problem.ragged:
+        reasons.append("swap with groups: kernels divide the rows, or the contraction, of operands as they are")
+    if problem.symmetric:
+        reasons.append("swap of a symmetric product, which is its own transpose")
     return reasons
 
 
@@ -215,7 +230,8 @@ class Kernel:
 
     Attributes:
       problem, config: which.
-      staging: of the epilogue.
+      multiplied: the problem as it is multiplied: where the operands are swapped, that of the transposed result.
+      staging: of its epilogue.
       chunk: columns of a staging buffer.
       stage_bytes, buffer_bytes: shared memory of one stage, and of one staging buffer.
       buffers: staging buffers a warpgroup: as many as there is room for, up to the whole of its accumulators.
@@ -227,6 +243,7 @@ class Kernel:
 
     problem: Problem
     config: Config
+    multiplied: Problem
     staging: Staging
     chunk: int
     stage_bytes: int
@@ -275,7 +292,7 @@ class Kernel:
         return Call(
             (self._launch(self.compile().image),),
             results=self._written() if partial else (),
-            finish=functools.partial(_finish, problem.epilogue.outputs) if partial else None,
+            finish=functools.partial(_finish, self.multiplied.epilogue.outputs) if partial else None,
             aliases=tuple((problem.arrays + operand, result) for operand, result in problem.in_place),
         )
 
@@ -295,14 +312,16 @@ class Kernel:
     def _written(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns what the kernel writes, where reductions are not yet what was asked.
 
-        Of a reduction it is one value for each 16 rows, for each tile's columns, or both.
+        Of a reduction it is one value for each 16 rows, for each tile's columns, or both: of the transposed result,
+        where the operands are swapped.
         """
-        p = self.problem
+        p = self.multiplied
         found = []
         for out in p.epilogue.outputs:
             rows = -(-p.m // 16) if "row" in out.axes else p.m
             columns = -(-p.n // self.config.bn) if "col" in out.axes else p.n
-            found.append(jax.ShapeDtypeStruct((*p.batch, rows, columns), np.dtype(out.dtype)))
+            shape = (rows, columns) if out.reduce else (self.problem.m, self.problem.n)
+            found.append(jax.ShapeDtypeStruct((*p.batch, *shape), np.dtype(out.dtype)))
         return tuple(found)
 
 
@@ -317,7 +336,7 @@ def _finish(outputs: Sequence[Output], written: Sequence[jax.Array]) -> list[jax
 
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     """Returns the kernel, or every reason why the config cannot serve the problem."""
-    facts = facts_of(problem)
+    facts = facts_of(problem, config.swap)
     if problem.arch != ARCH:  # another device's memory says nothing of this family's tiles
         return facts.reasons
     tile = footprint(facts, config)
@@ -337,19 +356,22 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         )
     if products * config.bn > 256:
         reasons.append(f"{products} products of {config.bn} columns: wgmma multiplies at most 256 at once")
-    if tile.chunk * facts.staging.narrowest < 32:
+    if config.bn % 16 and facts.problem.bs[0].contiguous == "mn":
+        reasons.append(f"bn={config.bn} where rows in memory lie along it: the narrowest swizzle spans 16 elements")
+    if not config.swap and tile.chunk * facts.staging.narrowest < 32:
         narrow = next(d for d in facts.staging.result_dtypes if tile.chunk * d.itemsize < 32)
         reasons.append(f"bn={config.bn} makes staging rows of less than 32 bytes in {short(narrow.name)}")
-    if (tiles := _most_tiles(problem, config)) >= 2**31:
+    if (tiles := _most_tiles(facts.problem, config)) >= 2**31:
         reasons.append("2^31 tiles or more: the scheduler counts with 32 bits")
     if reasons:
         return tuple(reasons)
     spare = (limit - tile.bytes(config.stages, 0)) // tile.staging_bytes
     buffers = max(2, min(spare, tile.whole_result))
-    rows, columns = average_tiles(problem, config)
+    rows, columns = average_tiles(facts.problem, config)
     return Kernel(
         problem,
         config,
+        facts.problem,
         facts.staging,
         chunk=tile.chunk,
         stage_bytes=tile.stage_bytes,
