@@ -53,7 +53,7 @@ class Facts:
         problem, epilogue = self.problem, self.problem.epilogue
         stored_bytes = sum(dtype.itemsize for dtype in self.staging.result_dtypes)
         # The addresses of transposes take registers too.
-        beside = (problem.symmetric or self.staging.swap) and (config.schedule == "pingpong" or stored_bytes > 2)
+        beside = problem.symmetric and (config.schedule == "pingpong" or stored_bytes > 2)
         widest = 160 if beside else MAX_ACCUMULATORS
         if problem.plain:
             alone = config.schedule == "pingpong" and config.cluster == 1

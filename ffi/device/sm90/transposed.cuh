@@ -45,19 +45,28 @@ struct Transposed {
     return tile + row / COLUMNS * SUBTILE_BYTES + swizzle<SPAN>(column * SPAN + row % COLUMNS * SIZE<D>);
   }
 
-  // Where this lane's matrix of stmatrix or ldmatrix has a row: the first has columns and rows from 0 on, the second
-  // rows from 8 on, the third columns from 8 on, the fourth both.
-  static DEVICE u32 matrix_at(u32 tile, int thread, int piece) {
-    int lane = thread % 32, column = PIECE == 16 ? lane / 16 * 8 : 0;
-    return at(tile, piece * PIECE + column + lane % 8, thread / 32 * 16 + lane / 8 % 2 * 8);
+  // Columns a multiple of 8 apart lie that many rows of the tile apart, swizzled alike. So all that a lane reads and
+  // writes is some constant away from, for elements of 16 bits, where its matrix of stmatrix or ldmatrix has a row: the
+  // first matrix has columns and rows from 0 on, the second rows from 8 on, the third columns from 8 on, the fourth
+  // both; and for others, from its first element: eight rows down and one column right are single bits of the swizzle.
+  static DEVICE u32 first(u32 tile, int thread) {
+    int warp = thread / 32, lane = thread % 32;
+    if constexpr (SIZE<D> == 2)
+      return at(tile, (PIECE == 16 ? lane / 16 * 8 : 0) + lane % 8, warp * 16 + lane / 8 % 2 * 8);
+    return at(tile, lane % 4 * 2, warp * 16 + lane / 4);
+  }
+
+  // Of 32 or 8 bits: h rows of 8 down and e columns right of what is first in the j-th 8 columns.
+  static DEVICE u32 next(u32 first, int j, int h, int e) {
+    return (first ^ (h * 8 * SIZE<D> + (SPAN == 128 ? e * 16 : 0))) + (j * 8 + e) * SPAN;
   }
 
   // What Staging::stage takes.
   template <typename Carrier>
   static DEVICE void stage(u32 tile, int thread, int piece, const Carrier (&v)[PIECE / 2]) {
-    int row = thread / 32 * 16 + thread % 32 / 4, column = piece * PIECE + thread % 4 * 2;
+    u32 address = first(tile, thread);
     if constexpr (SIZE<D> == 2) {
-      u32 address = matrix_at(tile, thread, piece);
+      address += piece * PIECE * SPAN;
       if constexpr (PIECE == 16) {
         stmatrix_x4_trans(address, pack<D>(v[0], v[1]), pack<D>(v[2], v[3]), pack<D>(v[4], v[5]), pack<D>(v[6], v[7]));
       } else {
@@ -66,18 +75,18 @@ struct Transposed {
     } else {
 #pragma unroll
       for (int i = 0; i < PIECE / 2; i += 2) {
-        u32 first = at(tile, column + i / 4 * 8, row + i / 2 % 2 * 8);
-        u32 second = at(tile, column + i / 4 * 8 + 1, row + i / 2 % 2 * 8);
+        u32 left = next(address, piece * (PIECE / 8) + i / 4, i / 2 % 2, 0);
+        u32 right = next(address, piece * (PIECE / 8) + i / 4, i / 2 % 2, 1);
         if constexpr (D == Dtype::f32) {
-          st_shared_u32(first, __float_as_uint(v[i]));
-          st_shared_u32(second, __float_as_uint(v[i + 1]));
+          st_shared_u32(left, __float_as_uint(v[i]));
+          st_shared_u32(right, __float_as_uint(v[i + 1]));
         } else if constexpr (SIZE<D> == 4) {
-          st_shared_u32(first, static_cast<u32>(v[i]));
-          st_shared_u32(second, static_cast<u32>(v[i + 1]));
+          st_shared_u32(left, static_cast<u32>(v[i]));
+          st_shared_u32(right, static_cast<u32>(v[i + 1]));
         } else {
           u32 both = pack<D>(v[i], v[i + 1]);
-          st_shared_u8(first, both);
-          st_shared_u8(second, both >> 8);
+          st_shared_u8(left, both);
+          st_shared_u8(right, both >> 8);
         }
       }
     }
@@ -85,9 +94,9 @@ struct Transposed {
 
   // What Staging::read gives.
   static DEVICE void read(u32 tile, int thread, int piece, Pair<D> (&x)[PIECE / 8][2]) {
-    int row = thread / 32 * 16 + thread % 32 / 4, column = piece * PIECE + thread % 4 * 2;
+    u32 address = first(tile, thread);
     if constexpr (SIZE<D> == 2) {
-      u32 address = matrix_at(tile, thread, piece);
+      address += piece * PIECE * SPAN;
       if constexpr (PIECE == 16) {
         ldmatrix_x4_trans(address, x[0][0].bits[0], x[0][1].bits[0], x[1][0].bits[0], x[1][1].bits[0]);
       } else {
@@ -96,14 +105,14 @@ struct Transposed {
     } else {
 #pragma unroll
       for (int i = 0; i < PIECE / 4; ++i) {
-        u32 first = at(tile, column + i / 2 * 8, row + i % 2 * 8);
-        u32 second = at(tile, column + i / 2 * 8 + 1, row + i % 2 * 8);
+        u32 left = next(address, piece * (PIECE / 8) + i / 2, i % 2, 0);
+        u32 right = next(address, piece * (PIECE / 8) + i / 2, i % 2, 1);
         Pair<D>& pair = x[i / 2][i % 2];
         if constexpr (SIZE<D> == 4) {
-          pair.bits[0] = ld_shared_u32(first);
-          pair.bits[1] = ld_shared_u32(second);
+          pair.bits[0] = ld_shared_u32(left);
+          pair.bits[1] = ld_shared_u32(right);
         } else {
-          pair.bits[0] = ld_shared_u8(first) | ld_shared_u8(second) << 8;
+          pair.bits[0] = ld_shared_u8(left) | ld_shared_u8(right) << 8;
         }
       }
     }
