@@ -47,18 +47,21 @@ class Facts:
         """Returns the accumulator registers a thread may have, all products together, beside what its epilogue keeps.
 
         Of every operand and every result, 8 values are held in registers; of an operand that varies along rows and
-        columns, in elements too short for TMA, a chunk. Calibrated on the compiler's report (tests/test_fusion.py): no
-        spill below.
+        columns, in elements too short for TMA, a chunk. Calibrated on the compiler's report (tests/test_fusion.py,
+        tests/test_swapped_kernels.py): no spill below.
         """
         problem, epilogue = self.problem, self.problem.epilogue
         stored_bytes = sum(dtype.itemsize for dtype in self.staging.result_dtypes)
         # The addresses of transposes take registers too.
         beside = problem.symmetric and (config.schedule == "pingpong" or stored_bytes > 2)
-        widest = 160 if beside else MAX_ACCUMULATORS
+        addressed = not all(self.staging.by_tma(out) for _, out in self.staging.results)
+        widest = 160 if beside or addressed else MAX_ACCUMULATORS
         if problem.plain:
             alone = config.schedule == "pingpong" and config.cluster == 1
             return 160 if problem.ragged == "m" or (problem.ragged and not alone) else widest
-        if self.staging.reductions:
+        # Where TMA cannot load an operand, its elements have addresses of their own.
+        apart = any(spec.row and spec.col and not self.staging.by_tma(spec) for spec in epilogue.operands)
+        if self.staging.reductions or apart or (self.staging.called and not self.staging.even):
             return 96
         varying = any(spec.row or spec.col for spec in epilogue.operands)
         several = len(epilogue.outputs) > 1 and bool(epilogue.operands)

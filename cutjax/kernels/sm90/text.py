@@ -181,9 +181,9 @@ def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
         return f"{head}{lines(body, 6)}\n    }}"
 
     # Past the matrix, where the result is clipped, the last row or columns are read again.
-    clip = "\n      int c = min(column + 8 * j, n - 2), c1 = c + 1;"
-    if not staging.even:
-        clip = "\n      int c = min(column + 8 * j, n - 1), c1 = min(column + 8 * j + 1, n - 1);"
+    clip = f"\n      int c = min(column + 8 * j, n - {2 if staging.even else 1});"
+    if any("c1" in piece for piece in pieces):
+        clip += f"\n      int c1 = {'c + 1' if staging.even else 'min(column + 8 * j + 1, n - 1)'};"
     by_piece = lines(staged, 4) + loop("j", "PIECE / 8", pieces, clip)
     loaded = sum(np.dtype(epilogue.operands[i].dtype).itemsize for i in by_tma)
     return f"""#line 1 "extras (generated)"
@@ -274,7 +274,7 @@ def _reduce_piece(i: int, out: Output, even: bool) -> str:
     text = f"{loop}\n    if ({past}) y{i}[i] = {identity};\n"
     if out.axes != ("row",):
         return f"{text}{loop} {_combine(out, f'partials.r{i}[i / 2 % 2]', f'y{i}[i]')}\n"
-    lines = ["float* at = partials.matrix{i} + static_cast<i64>(row / 16) * partials.n + column + 8 * j;"]
+    lines = [f"float* at = partials.matrix{i} + static_cast<i64>(row / 16) * partials.n + column + 8 * j;"]
     for e in range(2):
         value = f"y{i}[4 * j + {e}]"
         lines += [_combine(out, value, f"y{i}[4 * j + {2 + e}]"), *_shuffles(out, value, (4, 8, 16))]
