@@ -87,7 +87,7 @@ def test_bad_problem(fields, match):
     ("fields", "match"),
     [
         ({"bm": 96}, "bm is 64, 128 or 256"),
-        ({"bn": 24}, "multiples of 16 columns"),
+        ({"bn": 20}, "multiples of 8 columns"),
         ({"bn": 272}, "at most 256"),
         ({"bk": 32}, "bk is 64 or 128"),
         ({"stages": 1}, "stages=1"),

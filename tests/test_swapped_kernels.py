@@ -29,7 +29,7 @@ def reasons(problem, **fields):
 def places(x, shape):
     """What every kind of place gives, each its own digit, beside an operand of every kind."""
     index = [jax.lax.broadcasted_iota(jnp.int32, shape, axis).astype(F32) for axis in range(len(shape))]
-    return x + index[-2] + 100 * index[-1] + 1e4 * index[0] + 1e6 * (index[0] * shape[-2] + index[-2])
+    return x + index[-2] + 10 * index[-1] + 100 * index[0] + 1000 * (index[0] * shape[-2] + index[-2])  # sums are exact
 
 
 def traced(fn, shape, *operands):
@@ -133,9 +133,9 @@ def test_the_plan(monkeypatch):
 def test_what_is_written_of_reductions(monkeypatch):
     monkeypatch.setattr(sm90, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
     asked = fused(*CASES["all reductions"], sizes=(200, 408, 64))
-    call = sm90.resolved(asked, dataclasses.replace(SWAPPED, bn=96)).call()
+    call = sm90.resolved(asked, dataclasses.replace(SWAPPED, bn=64)).call()
     # acc, and of the transposed result: each row's sum, each column's maximum, one of all, each row's minimum.
-    assert [x.shape for x in call.results] == [(200, 408), (408, 3), (26, 200), (26, 3), (408, 3)]
+    assert [x.shape for x in call.results] == [(200, 408), (408, 4), (26, 200), (26, 4), (408, 4)]
     values = [jnp.ones(x.shape, x.dtype) for x in call.results]
     assert [x.shape for x in call.finish(values)] == [(200, 408), (408,), (200,), (), (408,)]
 
@@ -145,9 +145,12 @@ def test_a_program_with_swapped_operands_lowers():
         pytest.skip(str(compiler.compiler_missing()))
     config = cutjax.Config(64, 24, stages=4, schedule="pingpong", swap=True)
 
+    def fn_of(acc, c, r):
+        return acc + c.astype(F32) + r.astype(F32)
+
     def fn(a, b, bias, x):
         return cutjax.gemm(
-            a, b, layout="nt", epilogue=lambda acc, c, r: acc + c + r, operands=(bias, x), config=config, backend="cuda"
+            a, b, layout="nt", epilogue=fn_of, operands=(bias, x), config=config, backend="cuda"
         )
 
     avals = [jax.ShapeDtypeStruct(shape, BF16) for shape in ((21, 64), (136, 64), (136,), (21, 136))]
@@ -156,17 +159,17 @@ def test_a_program_with_swapped_operands_lowers():
 
 
 def test_nine_operands_of_columns_are_too_many_for_a_launch():
-    asked = fused(lambda acc, *xs: (acc + sum(xs)).astype(BF16), 1, [((384,), F32)] * 9)
+    asked = fused(lambda acc, *xs: (acc + sum(xs[1:], xs[0])).astype(BF16), 1, [((384,), F32)] * 9)
     assert cutjax.candidates(asked) == ()
     for swap in (False, True):
-        assert "too many or too large for one launch" in reasons(asked, swap=swap)
+        assert "too many or too large for one launch" in reasons(asked, bn=64, swap=swap)
 
 
 def test_maps_are_of_aligned_rows_alone():
     """Whatever an epilogue reads and writes: TMA has no map of rows that are not whole units of 16 bytes."""
     for (name, case), n, swap in itertools.product(CASES.items(), (4095, 4100, 4104), (False, True)):
         asked = fused(*case, "nt", (4095, n, 4096))
-        kernel = sm90.resolve(asked, dataclasses.replace(SWAPPED, bn=64, swap=swap))
+        kernel = sm90.resolve(asked, dataclasses.replace(SWAPPED, bn=32, swap=swap))
         if asked.products > 1 and swap:
             continue
         assert isinstance(kernel, sm90.Kernel), (name, kernel)
@@ -190,6 +193,7 @@ TILES = [
     ("coop", 64, 24, 4),
     ("coop", 128, 16, 4),
     ("pingpong", 128, 72, 3),
+    ("pingpong", 128, 64, 3),
     ("pingpong", 128, 96, 3),
     ("pingpong", 128, 128, 2),
     ("pingpong", 128, 160, 2),

@@ -62,7 +62,7 @@ class Facts:
         # Where TMA cannot load an operand, its elements have addresses of their own.
         apart = any(spec.row and spec.col and not self.staging.by_tma(spec) for spec in epilogue.operands)
         if self.staging.reductions or apart or (self.staging.called and not self.staging.even):
-            return 96
+            return 64 if self.staging.reductions and self.staging.swap else 96
         varying = any(spec.row or spec.col for spec in epilogue.operands)
         several = len(epilogue.outputs) > 1 and bool(epilogue.operands)
         # Beside 192 accumulators, random bits and others that are called spill; beside 128 nothing does.
