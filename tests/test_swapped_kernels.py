@@ -149,9 +149,7 @@ def test_a_program_with_swapped_operands_lowers():
         return acc + c.astype(F32) + r.astype(F32)
 
     def fn(a, b, bias, x):
-        return cutjax.gemm(
-            a, b, layout="nt", epilogue=fn_of, operands=(bias, x), config=config, backend="cuda"
-        )
+        return cutjax.gemm(a, b, layout="nt", epilogue=fn_of, operands=(bias, x), config=config, backend="cuda")
 
     avals = [jax.ShapeDtypeStruct(shape, BF16) for shape in ((21, 64), (136, 64), (136,), (21, 136))]
     text = jax.jit(fn).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
@@ -235,7 +233,9 @@ def test_layouts_and_clusters_compile_lean(layout):
 def test_rows_that_tma_cannot_store_compile_lean(name):
     for sizes in ((4096, 4095, 4096), (4096, 4100, 4096)):
         asked = fused(*EPILOGUES[name], "nt", sizes)
-        most = max(cutjax.candidates(asked), key=lambda config: (config.accumulator_registers, config.bm, config.stages))
+        most = max(
+            cutjax.candidates(asked), key=lambda config: (config.accumulator_registers, config.bm, config.stages)
+        )
         check_lean(asked, [most, cutjax.candidates(asked)[0]], 96 << 10)
     groups = dataclasses.replace(cutjax.Problem(4096, 4095, 4096, "nt"), groups=8, ragged="m")
     check_lean(groups, cutjax.candidates(groups)[:2], 48 << 10)

@@ -165,9 +165,12 @@ class Problem:
 
     @functools.cached_property
     def transposed(self) -> Problem:
-        """The problem of the transposed result, ``d^T = b^T a^T``, from the same arrays, for one product without groups.
+        """The problem of the transposed result, ``d^T = b^T a^T``, from the same arrays: of one product, without groups.
 
         Results, and operands of the epilogue that vary along rows and columns, lie in memory as they did.
+
+        Raises:
+          ValueError: there are several products or groups, or the result is its own transpose.
         """
         if self.products > 1 or self.ragged or self.symmetric:
             raise ValueError(f"Problem: {self} has no transpose: one b, no groups, not symmetric")

@@ -93,7 +93,12 @@ DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
 def _epilogue(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
     """Returns the epilogue, with what feeds it and what stores its results (see epilogue.cuh)."""
     parts = (_extras(staging, arguments), _partials(staging, arguments), _piece(staging), _store(staging))
-    return emit.emit(staging.epilogue) + _signature(staging, arguments) + "".join(parts) + _rows(staging, arguments, ragged)
+    return (
+        emit.emit(staging.epilogue)
+        + _signature(staging, arguments)
+        + "".join(parts)
+        + _rows(staging, arguments, ragged)
+    )
 
 
 def _signature(staging: Staging, arguments: Sequence[Argument]) -> str:
@@ -135,7 +140,9 @@ def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
         if i in by_tma:
             fields.append(f"const TensorMap* map{i};\n  int {steps};\n  Pair<{dtype}> x{i}[PIECE / 8][2];")
             initial.append(f"map{i}(map_x{i}){copied}")
-            fetched.append(f"{staging.tile}<{dtype}>::load(map{i}, buffer + {_at(by_tma[i])}, barrier, x, y, i({steps}));")
+            fetched.append(
+                f"{staging.tile}<{dtype}>::load(map{i}, buffer + {_at(by_tma[i])}, barrier, x, y, i({steps}));"
+            )
             staged.append(f"{staging.tile}<{dtype}>::read(buffer + {_at(by_tma[i])}, thread, piece, x{i});")
             continue
         size = np.dtype(spec.dtype).itemsize
@@ -332,8 +339,8 @@ def _element(epilogue: Epilogue, full: Sequence[str], own: str = "", out: str = 
         values.append(f"extras.x{i}{at}[{'e' if spec.col else '0'}]")
     results = [f"{out}y{i}[i]" for i in range(len(epilogue.outputs))]
     places = ["row + h * 8", "column + j * 8 + e"]
-    own = {"row": f" + {places[0]}", "col": f" + {places[1]}", "batch": ""}
-    places += [f"extras.{axis}{i}{own[axis]}" for axis, i in emit.places(epilogue)]
+    inside = {"row": f" + {places[0]}", "col": f" + {places[1]}", "batch": ""}
+    places += [f"extras.{axis}{i}{inside[axis]}" for axis, i in emit.places(epilogue)]
     arguments = ", ".join(["value", *values, *places, *results])
     return f"\n    const float value[PRODUCTS] = {{{accs}}};\n    epilogue_element({arguments});"
 
