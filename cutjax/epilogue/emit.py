@@ -34,7 +34,7 @@ def reasons(epilogue: Epilogue) -> tuple[str, ...]:
 
 
 def places(epilogue: Epilogue) -> list[tuple[str, int]]:
-    """Returns the positions used beside row and column, as `Node` has them: ("batch", i) or ("row", i)."""
+    """Returns the positions used beside row and column, as `Node` has them: ("batch", i), ("row", i) or ("col", i)."""
     return sorted({node.params for node in epilogue.primal.nodes if node.op == "iota" and len(node.params) > 1})
 
 

@@ -31,7 +31,7 @@ class Node:
         const: ``(value,)``: a bool, an int or a float; -0.0, inf and nan as the strings that ``float`` reads, and
         complex numbers as those that ``complex`` reads, so that equal means the same bits.
         iota: ``("row",)``, ``("col",)`` or ``("batch", i)``, the position in the result, batch axes counted from the
-        rows outwards; ``("row", i)`` counts the rows of all matrices along the last i batch axes.
+        rows outwards; ``("row", i)`` and ``("col", i)`` count those of all matrices along the last i batch axes.
         rule: ``(rule, i)``. The value is the first argument's, and nothing is computed. The derivative is that of
         result i of the function ``rule`` (`rules.Rule`) of the other arguments.
         integer_pow: ``(y,)``. round: ``(lax.RoundingMethod as int,)``. reduce_precision: ``(exponent, mantissa)`` bits.
@@ -180,6 +180,23 @@ class Epilogue:
         return np.dtype(next((node.dtype for node in self.nodes if node.op == "acc"), ACC))
 
     @functools.cached_property
+    def transposed(self) -> Epilogue:
+        """The same function of transposed accumulators and operands, which gives the results transposed."""
+        other = {"row": "col", "col": "row"}
+        operands = tuple(dataclasses.replace(spec, row=spec.col, col=spec.row) for spec in self.operands)
+        nodes = tuple(
+            dataclasses.replace(node, params=(other.get(node.params[0], node.params[0]), *node.params[1:]))
+            if node.op == "iota"
+            else node
+            for node in self.nodes
+        )
+        outputs = tuple(
+            dataclasses.replace(out, axes=tuple(axis for axis in ("row", "col") if other[axis] in out.axes))
+            for out in self.outputs
+        )
+        return Epilogue(self.products, operands, nodes, outputs)
+
+    @functools.cached_property
     def primal(self) -> Epilogue:
         """Returns what a kernel computes: the same values without what only their derivatives need, no node "rule".
 
@@ -279,9 +296,9 @@ OPS = frozenset(FUNCTIONS) | {
 def _position(node: Node, shape: tuple[int, ...]) -> jax.Array:
     """Computes the value of an iota, for a result of that shape."""
     axis, *i = node.params
-    first = {"batch": -3, "row": -2, "col": -1}[axis] - sum(i)
+    axes = [-3 - i[0]] if axis == "batch" else [{"row": -2, "col": -1}[axis], *range(-3, -3 - sum(i), -1)]
     terms, stride = [], 1
-    for at in range(-2 if axis == "row" else first, first - 1, -1):
+    for at in axes:
         sizes = [n if j - len(shape) == at else 1 for j, n in enumerate(shape)]
         index = lax.broadcasted_iota(node.dtype, sizes, at + len(shape))
         terms.append(index if stride == 1 else index * stride)

@@ -172,6 +172,30 @@ class Problem:
         return (Operand(self.b_dtype, "k" if self.layout[1] == "t" else "mn", self.b_batch),) * self.products
 
     @functools.cached_property
+    def transposed(self) -> Problem:
+        """The problem of the transposed result, ``d^T = b^T a^T``, of the same arrays; of one product, without groups.
+
+        Results, and operands of the epilogue that vary along rows and columns, lie in memory as they did.
+
+        Raises:
+          ValueError: there are several products or groups, or the result is its own transpose.
+        """
+        if self.products > 1 or self.ragged or self.symmetric:
+            raise ValueError(f"Problem: {self} has no transpose: one b, no groups, not symmetric")
+        other = {"n": "t", "t": "n"}
+        return dataclasses.replace(
+            self,
+            m=self.n,
+            n=self.m,
+            layout=other[self.layout[1]] + other[self.layout[0]],
+            a_dtype=self.b_dtype,
+            b_dtype=self.a_dtype,
+            a_batch=self.b_batch,
+            b_batch=self.a_batch,
+            epilogue=self.epilogue.transposed,
+        )
+
+    @functools.cached_property
     def batch_size(self) -> int:
         """Number of matrices in the result."""
         return math.prod(self.batch)

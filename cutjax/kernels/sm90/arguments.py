@@ -103,7 +103,7 @@ def arguments(kernel: Kernel) -> tuple[Argument, ...]:
 
 
 def _arguments(kernel: Kernel) -> Iterator[Argument]:
-    p, c, staging = kernel.problem, kernel.config, kernel.staging
+    p, c, staging = kernel.multiplied, kernel.config, kernel.staging
     epilogue = p.epilogue
     unmoved = (1, *(False,) * (2 + len(epilogue.operands) + bool(p.groups)))
     sizes, *moves = zip(*[unmoved] * (3 - len(p.batch_groups)), *p.batch_groups, strict=True)
@@ -111,21 +111,22 @@ def _arguments(kernel: Kernel) -> Iterator[Argument]:
     of_operands = steps[2 : 2 + len(epilogue.operands)]
     first_result = p.arrays + len(epilogue.operands) + c.stream_k  # tickets are an argument too
     loaded = dict(staging.operands)
-    results = [(first_result + i, np.dtype(out.dtype)) for i, out in staging.results]
+    results = [(first_result + i, out) for i, out in staging.results]
+    maps = [(place, buffer, np.dtype(out.dtype)) for place, (buffer, out) in enumerate(results) if staging.by_tma(out)]
 
-    yield _map("map_a", _operand_map(0, p.a, p.m, p.k, math.prod(p.a_batch), c.bm, c.bk, c.cluster_n))
+    yield _map("map_a", _operand_map(int(c.swap), p.a, p.m, p.k, math.prod(p.a_batch), c.bm, c.bk, c.cluster_n))
     b_matrices = math.prod(p.b_batch) * (p.groups if p.ragged == "m" else 1)
     for i, b in enumerate(p.bs):
-        buffer = 0 if p.symmetric else 1 + i
+        buffer = 0 if p.symmetric or c.swap else 1 + i
         yield _map(f"map_b{i}", _operand_map(buffer, b, p.n, p.k, b_matrices, c.bn, c.bk, c.cluster_m), "b")
     d_matrices = c.splits * p.batch_size * (p.groups if p.ragged == "k" else 1)
-    for place, (buffer, dtype) in enumerate(results):
-        yield _map(f"map_d{place}", _tile_map(buffer, dtype, kernel, d_matrices), "d")
-    for place, (buffer, dtype) in enumerate(results) if p.symmetric else ():
-        yield _map(f"map_t{place}", _mirror_map(buffer, dtype, kernel), "d")
+    for place, buffer, dtype in maps:
+        yield _map(f"map_d{place}", _tile_map(buffer, dtype, kernel, d_matrices, c.swap), "d")
+    for place, buffer, dtype in maps if p.symmetric else ():
+        yield _map(f"map_t{place}", _tile_map(buffer, dtype, kernel, d_matrices, transposed=True), "d")
     for i, spec in staging.operands:
         matrices = math.prod(size for size, move in zip(sizes, moves[2 + i], strict=True) if move)
-        yield _map(f"map_x{i}", _tile_map(p.arrays + i, np.dtype(spec.dtype), kernel, matrices), "extras")
+        yield _map(f"map_x{i}", _tile_map(p.arrays + i, np.dtype(spec.dtype), kernel, matrices, c.swap), "extras")
 
     scalars = {"m": p.m, "n": p.n, "k": p.k, "raster": c.raster, "batch": p.batch_size}
     scalars |= {"batch1": sizes[1], "batch2": sizes[2]}
@@ -153,8 +154,8 @@ def _arguments(kernel: Kernel) -> Iterator[Argument]:
         yield _int("leading", p.leading, "scheduler")
         for j in range(2):
             yield _int(f"sizes_step{j}", steps[-1][j], "scheduler")
-    if p.ragged == "m":  # TMA clips at the matrix, not at a group's last row
-        for place, (buffer, _) in enumerate(results):
+    for place, (buffer, out) in enumerate(results):
+        if p.ragged == "m" or not staging.by_tma(out):  # TMA clips at the matrix, not at a group's last row
             yield Argument(f"char* d{place}", Pointer(buffer), "rows")
 
 
@@ -178,17 +179,13 @@ def _operand_map(
     return _matrix_map(buffer, operand.dtype, (rows, k, matrices), (chunk, depth, 1), chunk * 2, pitch)
 
 
-def _tile_map(buffer: int, dtype: np.dtype, kernel: Kernel, matrices: int) -> TensorMap:
-    """The tensor map of a result, or an operand of its shape, as Staging in staging.cuh stores and loads it."""
-    span = min(128, kernel.chunk * dtype.itemsize)  # bytes of a row of the tile, which its swizzle spans too
-    p = kernel.problem
-    return _matrix_map(buffer, dtype, (p.n, p.m, matrices), (span // dtype.itemsize, 64, 1), span)
-
-
-def _mirror_map(buffer: int, dtype: np.dtype, kernel: Kernel) -> TensorMap:
-    """The tensor map of a symmetric result, as Mirror in mirror.cuh stores transposed chunks."""
-    p, matrices = kernel.problem, kernel.config.splits * kernel.problem.batch_size
-    return _matrix_map(buffer, dtype, (p.n, p.m, matrices), (128 // dtype.itemsize, kernel.chunk, 1), 128)
+def _tile_map(buffer: int, dtype: np.dtype, kernel: Kernel, matrices: int, transposed: bool) -> TensorMap:
+    """The tensor map of a result, or an operand of its shape, as staging.cuh or transposed.cuh stores and loads it."""
+    p, columns, rows = kernel.problem, kernel.chunk, 64
+    if transposed:
+        columns, rows = rows, columns
+    span = min(128, columns * dtype.itemsize)  # bytes of a row of the tile, which its swizzle spans too
+    return _matrix_map(buffer, dtype, (p.n, p.m, matrices), (span // dtype.itemsize, rows, 1), span)
 
 
 def _matrix_map(

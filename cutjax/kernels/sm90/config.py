@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 import operator
+
+import numpy as np
 
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue
@@ -20,13 +23,15 @@ class Config:
 
     Attributes:
       bm, bn, bk: tile of the result, and depth of one stage, in elements. bm is 64, 128 or 256; bn a multiple of
-        16 up to 256; bk 64 or 128.
+        8 up to 256, of 16 where b's rows are contiguous along it; bk 64 or 128.
       stages: tiles of a and b kept in flight in shared memory.
       cluster_m, cluster_n: CTAs of a cluster along m and n, which multicast what they share; their product is 1 or 2.
       schedule: "coop" (two warpgroups split each tile; one when bm is 64) or "pingpong" (two warpgroups take
         whole tiles in turn, so that one's epilogue runs beside the other's mainloop).
       raster: tile order. Positive: bands of that many rows of tiles, walked column by column. Negative: bands of
         columns, walked row by row.
+      swap: whether the operands are swapped: the kernel computes ``d^T = b^T a^T`` and stores it transposed. All of the
+        above is then of d^T: bm lies along n, and bn along m.
       stream_k: whether tiles of what would be an unfilled last wave are computed in parts, so that all SMs multiply
         equally long. Parts are added up through memory, in a fixed order.
       cluster_k: CTAs of a cluster that share a tile, each multiplying an equal range of its k blocks. Their
@@ -47,6 +52,7 @@ class Config:
     cluster_n: int = 1
     schedule: str = "coop"
     raster: int = 8
+    swap: bool = False
     stream_k: bool = False
     cluster_k: int = 1
     splits: int = 1
@@ -58,8 +64,9 @@ class Config:
                 if value not in SCHEDULES:
                     raise ValueError(f"Config: schedule={value!r}, expected one of {SCHEDULES}")
             elif isinstance(field.default, bool):
-                if not isinstance(value, bool):
-                    raise ValueError(f"Config: {field.name}={value!r}, expected True or False")
+                if not isinstance(value, (bool, np.bool_)):
+                    raise ValueError(f"Config: {field.name}={value!r}, expected a bool")
+                object.__setattr__(self, field.name, bool(value))
             elif isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise ValueError(f"Config: {field.name}={value!r}, expected an int")
             else:
@@ -67,14 +74,16 @@ class Config:
         reasons = []
         if self.bm not in (64, 128, 256):
             reasons.append(f"bm={self.bm}: a warpgroup's wgmma has 64 rows, so bm is 64, 128 or 256")
-        if self.bn not in range(16, 257, 16):
-            reasons.append(f"bn={self.bn}: wgmma and stmatrix take multiples of 16 columns, at most 256")
+        if self.bn not in range(8, 257, 8):
+            reasons.append(f"bn={self.bn}: wgmma takes multiples of 8 columns, at most 256")
         if self.bk not in (64, 128):
             reasons.append(f"bk={self.bk}: a 128-byte swizzled row holds 64 elements, so bk is 64 or 128")
         if not 2 <= self.stages <= 16:
             reasons.append(f"stages={self.stages}: loading one stage while reading another takes 2, at most 16")
         if (self.cluster_m, self.cluster_n) not in ((1, 1), (2, 1), (1, 2)):
             reasons.append(f"cluster {self.cluster_m}x{self.cluster_n}: one of 1x1, 2x1, 1x2")
+        if self.cluster_m == 2 and self.bn % 16:
+            reasons.append(f"bn={self.bn} with cluster_m=2: each of the cluster loads whole units of 8 columns")
         if self.schedule == "pingpong" and self.bm == 256:
             reasons.append("bm=256 with pingpong: one warpgroup holds the whole tile, so bm is 64 or 128")
         if self.raster == 0:
@@ -123,8 +132,9 @@ class Config:
     @property
     def epilogue_columns(self) -> int:
         """Columns of a tile that one CTA stores: of those that share one each has as many, or none."""
-        owners = next(owners for owners in (8, 4, 2, 1) if owners <= self.cluster_k and self.bn % (16 * owners) == 0)
-        return self.bn // owners
+        least = 8 if self.swap else 16
+        owners = (owners for owners in (8, 4, 2) if owners <= self.cluster_k and self.bn % (least * owners) == 0)
+        return self.bn // next(owners, 1)
 
     def name(self, problem: Problem) -> str:
         """Returns the name of the kernel wherever it is seen: HLO, profiler, explain, benchmark rows."""
@@ -134,6 +144,7 @@ class Config:
         if problem.plain and problem.out_dtype != problem.a_dtype:
             dtypes += short(problem.out_dtype.name)
         tile = f"{self.bm}x{self.bn}x{self.bk}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}_{self.schedule}"
+        tile += "_swap" if self.swap else ""
         tile += "_stream" if self.stream_k else ""
         tile += f"_k{self.cluster_k}" * (self.cluster_k > 1) + "_parts" * (self.splits > 1)
         ragged = f"_groups_{problem.ragged}" if problem.ragged else ""
@@ -141,6 +152,12 @@ class Config:
         name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}{symmetric}"
         if not problem.plain:
             name += f"_e{_digest(problem.epilogue)}"
+        pitch, full = math.gcd(problem.n, 16), [out for out in problem.epilogue.outputs if not out.reduce]
+        full += [spec for spec in problem.epilogue.operands if spec.row and spec.col]
+        if any(pitch * np.dtype(array.dtype).itemsize % 16 for array in full):  # other text
+            name += f"_pitch{pitch}"
+        if self.swap and problem.m % 2 and not problem.plain:
+            name += "_odd"
         return name
 
 

@@ -75,7 +75,7 @@ def predict(kernel: Kernel, device: Device) -> float:
     configs (benchmarks/results/sweeps, see docs/kernel-selection.md), so they mean what is written here only roughly:
     what they are good for is ranking, and tests/test_select.py holds them to that.
     """
-    c, p = kernel.config, kernel.problem
+    c, p = kernel.config, kernel.multiplied
     fit, sms = _FITS["symmetric" if p.symmetric else p.ragged], device.sms
     resident, rows, tiles = kernel.blocks_per_sm, kernel.rows, kernel.columns
     items, k, filled = float(kernel.tiles if p.symmetric else rows * tiles * p.batch_size), float(p.k), 1.0
@@ -127,7 +127,7 @@ def predict(kernel: Kernel, device: Device) -> float:
     if p.ragged == "m":
         compute *= 1 + fit.tall * math.log2(c.bm * c.cluster_m / 64) / (1 + p.m / p.groups / 512)
 
-    ragged = 1.1 if c.bn * p.out_dtype.itemsize % 128 else 1.0  # stores of less than a cache line
+    ragged = 1.1 if (c.bm if c.swap else c.bn) * p.out_dtype.itemsize % 128 else 1.0  # stores of less than a cache line
     speed = device.bytes_per_second / FITTED_ON.bytes_per_second
     reads = (p.bytes - p.result_bytes) / (READ_BYTES_PER_US * speed)
     writes = ragged * c.splits * p.result_bytes / (WRITTEN_BYTES_PER_US * speed)
@@ -149,7 +149,7 @@ def _padding_us(problem: Problem, speed: float) -> float:
 
 def _short_rows(kernel: Kernel) -> tuple[int, int]:
     """Returns the rows of 128 bytes that the loads of a and of b take for each that they bring."""
-    problem, bn = kernel.problem, kernel.config.bn
+    problem, bn = kernel.multiplied, kernel.config.bn
     lines = 1 if row_bytes(problem.a, problem.m, problem.k) % 128 == 0 else 2
     chunk = 64 if problem.bs[0].contiguous == "k" else next(c for c in (64, 32, 16) if bn % c == 0)
     return lines, lines * 64 // chunk

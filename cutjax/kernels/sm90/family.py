@@ -46,7 +46,7 @@ def configs(problem: Problem) -> Iterator[Config]:
                 stages = _stages(facts, footprint(facts, _config(bm, bn, bk, 2, 1, 1, schedule, 1)), bk)
                 for cluster in clusters:
                     tile = _config(bm, bn, bk, 2, *cluster, schedule, 1)
-                    yield _config(bm, bn, bk, stages, *cluster, schedule, _raster(problem, tile))
+                    yield _config(bm, bn, bk, stages, *cluster, schedule, _raster(facts.problem, tile))
 
 
 def _stages(facts: Facts, tile: Footprint, bk: int) -> int:

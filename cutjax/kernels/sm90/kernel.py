@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -30,7 +31,7 @@ class Facts:
     """Everything that the kernels of a problem have in common, whatever their config.
 
     Attributes:
-      problem: the problem.
+      problem: the problem as it is multiplied: where the operands are swapped, that of the transposed result.
       staging: of its epilogue.
       heavy: whether the epilogue takes too many registers for two blocks beside each other.
       reasons: why no kernel can serve the problem; empty when one can.
@@ -47,19 +48,22 @@ class Facts:
         """Returns the accumulator registers a thread may have, all products together, beside what its epilogue keeps.
 
         Of every operand and every result, 8 values are held in registers; of an operand that varies along rows and
-        columns, in elements too short for TMA, a chunk. Calibrated on the compiler's report (tests/test_fusion.py): no
-        spill below.
+        columns, in elements too short for TMA, a chunk. Calibrated on the compiler's report (tests/test_fusion.py,
+        tests/test_swapped_kernels.py): no spill below.
         """
         problem, epilogue = self.problem, self.problem.epilogue
         stored_bytes = sum(dtype.itemsize for dtype in self.staging.result_dtypes)
         # The addresses of transposes take registers too.
         beside = problem.symmetric and (config.schedule == "pingpong" or stored_bytes > 2)
-        widest = 160 if beside else MAX_ACCUMULATORS
+        addressed = not all(self.staging.by_tma(out) for _, out in self.staging.results)
+        widest = 160 if beside or addressed else MAX_ACCUMULATORS
         if problem.plain:
             alone = config.schedule == "pingpong" and config.cluster == 1
             return 160 if problem.ragged == "m" or (problem.ragged and not alone) else widest
-        if self.staging.reductions:
-            return 64
+        # Where TMA cannot load an operand, its elements have addresses of their own.
+        apart = any(spec.row and spec.col and not self.staging.by_tma(spec) for spec in epilogue.operands)
+        if self.staging.reductions or apart or (self.staging.called and not self.staging.even):
+            return 64 if self.staging.reductions else 96
         varying = any(spec.row or spec.col for spec in epilogue.operands)
         several = len(epilogue.outputs) > 1 and bool(epilogue.operands)
         # Beside 192 accumulators, random bits and others that are called spill; beside 128 nothing does.
@@ -70,16 +74,19 @@ class Facts:
 
 
 @functools.lru_cache(maxsize=1024)
-def facts_of(problem: Problem) -> Facts:
-    """Returns what the kernels of a problem have in common."""
-    staging, epilogue = stage(problem.epilogue, problem.symmetric), problem.epilogue
+def facts_of(problem: Problem, swap: bool = False) -> Facts:
+    """Returns what the kernels of a problem have in common, with its operands as they are or swapped."""
+    unswappable = _swap_reasons(problem) if swap else []
+    multiplied = problem.transposed if swap and not unswappable else problem
+    layout = swap, math.gcd(problem.n, 16), multiplied.n % 2 == 0
+    staging, epilogue = stage(multiplied.epilogue, problem.symmetric, *layout), multiplied.epilogue
     heavy = (
         bool(staging.reductions)
         or any(spec.row and spec.col for spec in epilogue.operands)
         or bool(problem.groups and epilogue.operands)
         or (len(epilogue.outputs) > 1 and staging.called)
     )
-    return Facts(problem, staging, heavy, tuple(_problem_reasons(problem, staging)))
+    return Facts(multiplied, staging, heavy, (*_problem_reasons(problem, staging), *unswappable))
 
 
 def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
@@ -104,12 +111,18 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
         reasons.append(f"batch {problem.batch}: operands alternate in more than 3 groups of batch axes")
     if max(problem.m, problem.n, problem.k) >= 2**31:
         reasons.append("a size is 2^31 or more: TMA coordinates have 32 bits")
-    for dtype in dict.fromkeys(staging.result_dtypes):
-        if problem.n * dtype.itemsize % 16:
-            reasons.append(
-                f"N={problem.n} {short(dtype.name)} (result) is not a multiple of {16 // dtype.itemsize}: "
-                "rows must be 16-byte aligned"
-            )
+    return reasons
+
+
+def _swap_reasons(problem: Problem) -> list[str]:
+    """Returns why the operands cannot be swapped."""
+    reasons = []
+    if problem.products > 1:
+        reasons.append(f"swap with {problem.products} products: of several b, none can be the one operand of the rows")
+    if problem.ragged:
+        reasons.append("swap with groups: kernels divide the rows, or the contraction, of operands as they are")
+    if problem.symmetric:
+        reasons.append("swap of a symmetric product, which is its own transpose")
     return reasons
 
 
@@ -213,7 +226,8 @@ class Kernel:
     Attributes:
       problem, config: which.
       asked: the problem with its epilogue; where k has splits, `problem` is without.
-      staging: of the epilogue.
+      multiplied: `problem` as it is multiplied: where the operands are swapped, that of the transposed result.
+      staging: of its epilogue.
       chunk: columns of a staging buffer.
       stage_bytes, buffer_bytes: shared memory of one stage, and of one staging buffer.
       buffers: staging buffers a warpgroup: as many as there is room for, up to the whole of its accumulators.
@@ -226,6 +240,7 @@ class Kernel:
     problem: Problem
     config: Config
     asked: Problem
+    multiplied: Problem
     staging: Staging
     chunk: int
     stage_bytes: int
@@ -276,7 +291,7 @@ class Kernel:
 
     def call(self) -> Call:
         """Returns the compiled kernel and the plan of its launch."""
-        problem, config, outputs = self.problem, self.config, self.problem.epilogue.outputs
+        problem, config, outputs = self.problem, self.config, self.self.multiplied.epilogue.outputs
         aliases = tuple((problem.arrays + operand, result) for operand, result in problem.in_place)
         taken, results, finish, tickets = problem.arrays + len(problem.epilogue.operands), (), None, 0
         if config.splits > 1:
@@ -331,14 +346,16 @@ class Kernel:
     def _written(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns what the kernel writes, where reductions are not yet what was asked.
 
-        Of a reduction it is one value for each 16 rows, for each CTA's columns of a tile, or both.
+        Of a reduction it is one value for each 16 rows, for each CTA's columns of a tile, or both: of the transposed
+        result, where the operands are swapped.
         """
-        p = self.problem
+        p = self.multiplied
         found = []
         for out in p.epilogue.outputs:
             rows = -(-p.m // 16) if "row" in out.axes else p.m
             columns = -(-p.n // self.config.epilogue_columns) if "col" in out.axes else p.n
-            found.append(jax.ShapeDtypeStruct((*p.batch, rows, columns), np.dtype(out.dtype)))
+            shape = (rows, columns) if out.reduce else (self.problem.m, self.problem.n)
+            found.append(jax.ShapeDtypeStruct((*p.batch, *shape), np.dtype(out.dtype)))
         return tuple(found)
 
 
@@ -370,13 +387,13 @@ def _finish_parts(
 
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     """Returns the kernel, or every reason why the config cannot serve the problem."""
-    asked, facts = problem, facts_of(problem)
+    asked, facts = problem, facts_of(problem, config.swap)
     if problem.arch != ARCH:  # another device's memory says nothing of this family's tiles
         return facts.reasons
     reasons = list(facts.reasons)
     if config.splits > 1:
         problem = problem.bare
-        facts = facts_of(problem)
+        facts = facts_of(problem, config.swap)
     tile = footprint(facts, config)
     limit = tile.limit(config.stages)
     if config.parts > 1 and problem.ragged == "m":
@@ -405,22 +422,25 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         )
     if products * config.bn > 256:
         reasons.append(f"{products} products of {config.bn} columns: wgmma multiplies at most 256 at once")
-    if tile.chunk * facts.staging.narrowest < 32:
+    if config.bn % 16 and facts.problem.bs[0].contiguous == "mn":
+        reasons.append(f"bn={config.bn} where rows in memory lie along it: the narrowest swizzle spans 16 elements")
+    if not config.swap and tile.chunk * facts.staging.narrowest < 32:
         narrow = next(d for d in facts.staging.result_dtypes if tile.chunk * d.itemsize < 32)
         reasons.append(
             f"{config.epilogue_columns} columns make staging rows of less than 32 bytes in {short(narrow.name)}"
         )
-    if (tiles := _most_tiles(problem, config)) >= 2**31:
+    if (tiles := _most_tiles(facts.problem, config)) >= 2**31:
         reasons.append("2^31 tiles or more: the scheduler counts with 32 bits")
     if reasons:
         return tuple(reasons)
     spare = (limit - tile.bytes(config.stages, 0)) // tile.staging_bytes
     buffers = max(2, min(spare, tile.whole_result))
-    rows, columns = average_tiles(problem, config)
+    rows, columns = average_tiles(facts.problem, config)
     return Kernel(
         problem,
         config,
         asked,
+        facts.problem,
         facts.staging,
         chunk=tile.chunk,
         stage_bytes=tile.stage_bytes,

@@ -27,6 +27,7 @@ _INSTRUCTIONS |= {"/": 15, "accurate_logistic": 14, "sqrtf": 15, "tanhf": 15}
 _INSTRUCTIONS |= {"coarse_erfc_bf16": 12, "coarse_erfc_f16": 13}
 
 BUFFER_BYTES = 16384  # of a staging buffer, at most where narrower chunks can make it so
+TRANSPOSED_BYTES = 14336  # where any divisor of a tile's width will do: 112 columns of 16 bits, 56 of 32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,12 +37,17 @@ class Staging:
     Results lie one after the other; an operand lies where a result of its size will be, which replaces it. A symmetric
     result's transpose lies where nothing else does: other threads write it than read the operand.
 
+    Where the operands are swapped, rows and columns are those of the transposed result, and tiles lie transposed.
+
     Attributes:
-      epilogue: whose.
+      epilogue: whose, as it is computed.
+      swap: whether that is of the transposed result.
+      pitch: of how many elements, up to 16, rows in memory are multiples.
+      even: whether the columns are even, so that two neighbours in memory are aligned.
       results: the results of full size, with their places among all.
       reductions: the results that are reductions, with their places among all.
-      operands: the operands that TMA loads, with their places among all. They vary along rows and columns, and are no
-        narrower than some result: so their rows are of whole units of 16 bytes, as that result's are.
+      operands: the operands that TMA loads, with their places among all. They vary along rows and columns, and their
+        rows are of whole units of 16 bytes in memory, of 32 in the tile.
       result_slots, operand_slots: where the tile of each begins, in bytes for each column of one row.
       mirror_slots: where that of each result's transpose begins; none where results are not symmetric.
       column_bytes: of one row, of all tiles together.
@@ -51,6 +57,9 @@ class Staging:
     """
 
     epilogue: Epilogue
+    swap: bool
+    pitch: int
+    even: bool
     results: tuple[tuple[int, Output], ...]
     reductions: tuple[tuple[int, Output], ...]
     operands: tuple[tuple[int, OperandSpec], ...]
@@ -66,13 +75,31 @@ class Staging:
         """The dtype of each result of full size."""
         return tuple(np.dtype(out.dtype) for _, out in self.results)
 
+    @property
+    def tile(self) -> str:
+        """The struct by which tiles are staged."""
+        return "Transposed" if self.swap else "Staging"
+
+    @property
+    def apart(self) -> bool:
+        """True if two neighbours of a row, in an array of full size, may not be loaded together."""
+        return self.swap or not self.even
+
+    def by_tma(self, array: Output | OperandSpec) -> bool:
+        """True if TMA can load or store an array of full size: its rows are of whole units of 16 bytes."""
+        return _by_tma(array, self.pitch)
+
     def chunk(self, bn: int) -> int:
         """Columns staged at a time: as many as make a row of the narrowest result at most 128 bytes.
 
         Fewer where results and operands are many or wide, since they take room from the pipeline, but no row becomes
-        shorter than 32 bytes, which is the least that TMA swizzles.
+        shorter than 32 bytes, which is the least that TMA swizzles. Where tiles lie transposed their rows are as long
+        whatever the chunk.
         """
-        fitting = [c for c in (128, 64, 32, 16) if bn % c == 0 and c * self.narrowest <= 128] or [16]
+        if self.swap:
+            fitting = [c for c in range(bn, 0, -8) if bn % c == 0]
+            return next((c for c in fitting if 64 * c * self.column_bytes <= TRANSPOSED_BYTES), 8)
+        fitting = [c for c in (128, 64, 32, 16) if bn % c == 0 and c * self.narrowest <= 128] or [8]
         most = BUFFER_BYTES // 2 if self.mirror_slots else BUFFER_BYTES  # of two tiles each: a stage more is worth 1%
         small = (c for c in fitting if 64 * c * self.column_bytes <= most or c * self.narrowest <= 32)
         return next(small, fitting[-1])
@@ -93,23 +120,28 @@ class Staging:
 
 
 @functools.lru_cache(maxsize=256)
-def stage(epilogue: Epilogue, symmetric: bool = False) -> Staging:
+def stage(
+    epilogue: Epilogue, symmetric: bool = False, swap: bool = False, pitch: int = 16, even: bool = True
+) -> Staging:
     """Returns how an epilogue's inputs and results are staged."""
+    # Transposed tiles of 8 columns begin at whole units of 1024 bytes only if elements take at least two each.
+    least = 2 if swap else 1
     results = tuple((i, out) for i, out in enumerate(epilogue.outputs) if not out.reduce)
     reductions = tuple((i, out) for i, out in enumerate(epilogue.outputs) if out.reduce)
     narrowest = min((_size(out) for _, out in results), default=4)
     full = ((i, spec) for i, spec in enumerate(epilogue.operands) if spec.row and spec.col)
-    operands = tuple((i, spec) for i, spec in full if _size(spec) >= narrowest)
+    aligned = ((i, spec) for i, spec in full if _by_tma(spec, pitch))
+    operands = tuple((i, spec) for i, spec in aligned if swap or _size(spec) >= narrowest)
     result_slots, operand_slots, total, free = [], [], 0, []
     for _, out in results:
         result_slots.append(total)
         free.append((_size(out), total))
-        total += _size(out)
+        total += max(least, _size(out))
     for _, spec in operands:
         slot = next((slot for slot in free if slot[0] == _size(spec)), None)
         if slot is None:
             slot = _size(spec), total
-            total += _size(spec)
+            total += max(least, _size(spec))
         else:
             free.remove(slot)
         operand_slots.append(slot[1])
@@ -118,11 +150,16 @@ def stage(epilogue: Epilogue, symmetric: bool = False) -> Staging:
         mirror_slots.append(total)
         total += _size(out)
     slots = tuple(result_slots), tuple(operand_slots), tuple(mirror_slots)
-    return Staging(epilogue, results, reductions, operands, *slots, total, narrowest, _called(epilogue))
+    layout = epilogue, swap, pitch, even, results, reductions, operands
+    return Staging(*layout, *slots, total, narrowest, _called(epilogue))
 
 
 def _size(array: Output | OperandSpec) -> int:
     return np.dtype(array.dtype).itemsize
+
+
+def _by_tma(array: Output | OperandSpec, pitch: int) -> bool:
+    return pitch * _size(array) % 16 == 0
 
 
 def _called(epilogue: Epilogue) -> bool:

@@ -24,7 +24,7 @@ REGISTERS = {"": (40, 232), "m": (40, 232), "k": (40, 232)}
 
 def source(kernel: Kernel) -> str:
     """Returns all of it."""
-    problem, config = kernel.problem, kernel.config
+    problem, config = kernel.multiplied, kernel.config
     a_k_major, b_k_major = problem.a.contiguous == "k", problem.bs[0].contiguous == "k"
     producer, consumer = REGISTERS[problem.ragged]
     constants = {
@@ -53,6 +53,7 @@ def source(kernel: Kernel) -> str:
         "OUTPUTS": len(kernel.staging.results) + len(kernel.staging.mirror_slots),
         "EPILOGUE_COLUMNS": config.epilogue_columns,
         "D_CHUNK": kernel.chunk,
+        "PIECE": 8 if kernel.chunk % 16 else 16,
         "D_BUFFER_BYTES": kernel.buffer_bytes,
     }
     scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
@@ -64,6 +65,7 @@ def source(kernel: Kernel) -> str:
             "sm90/atoms.cuh",
             "common/math.cuh",
             "sm90/staging.cuh",
+            *(["sm90/transposed.cuh"] if problem.symmetric or config.swap else []),
             *(["sm90/mirror.cuh"] if problem.symmetric else []),
             "common/scheduler.cuh",
             f"common/{scheduler}_scheduler.cuh",
@@ -98,18 +100,29 @@ DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
 def _epilogue(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
     """Returns the epilogue, with what feeds it and what stores its results (see epilogue.cuh)."""
     parts = (_extras(staging, arguments), _partials(staging, arguments), _piece(staging), _store(staging))
-    return emit.emit(staging.epilogue) + _signature(arguments) + "".join(parts) + _rows(staging, arguments, ragged)
+    return (
+        emit.emit(staging.epilogue)
+        + _signature(staging, arguments)
+        + "".join(parts)
+        + _rows(staging, arguments, ragged)
+    )
 
 
-def _signature(arguments: Sequence[Argument]) -> str:
+def _signature(staging: Staging, arguments: Sequence[Argument]) -> str:
     """Returns the parameters of the kernel, and what of them it passes on."""
+    tiles = ("d", staging.result_slots), ("t", staging.mirror_slots)
+    maps = [
+        f"&map_{name}{place}" if staging.by_tma(out) else "nullptr"
+        for name, slots in tiles
+        for place, (_, (_, out)) in enumerate(zip(slots, staging.results, strict=False))
+    ]
 
     def passed(to: str) -> str:
         return "".join(f", {argument.passed}" for argument in arguments if argument.to == to)
 
     return f"""#define PARAMETERS {", ".join(argument.declaration for argument in arguments)}
 #define MAPS_B {{{passed("b")[2:]}}}
-#define MAPS_D {{{passed("d")[2:]}}}
+#define MAPS_D {{{", ".join(maps)}}}
 #define EXTRAS_ARGUMENTS {passed("extras")}
 #define PARTIALS_ARGUMENTS {passed("partials")}
 #define SPLITS {passed("splits")[2:] or 1}
@@ -133,14 +146,17 @@ def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
         steps = f"step{i}_0, step{i}_1, step{i}_2"
         copied = "".join(f", {step}({step})" for step in steps.split(", "))
         if i in by_tma:
-            fields.append(f"const TensorMap* map{i};\n  int {steps};\n  Pair<{dtype}> x{i}[2][2];")
+            fields.append(f"const TensorMap* map{i};\n  int {steps};\n  Pair<{dtype}> x{i}[PIECE / 8][2];")
             initial.append(f"map{i}(map_x{i}){copied}")
-            fetched.append(f"Staging<{dtype}>::load(map{i}, buffer + {_at(by_tma[i])}, barrier, x, y, i({steps}));")
-            staged.append(f"Staging<{dtype}>::read(buffer + {_at(by_tma[i])}, thread, piece, x{i});")
+            fetched.append(
+                f"{staging.tile}<{dtype}>::load(map{i}, buffer + {_at(by_tma[i])}, barrier, x, y, i({steps}));"
+            )
+            staged.append(f"{staging.tile}<{dtype}>::read(buffer + {_at(by_tma[i])}, thread, piece, x{i});")
             continue
         size = np.dtype(spec.dtype).itemsize
         elements = {(0, 0): "1", (1, 0): "m", (0, 1): "n", (1, 1): "static_cast<i64>(m) * n"}[spec.row, spec.col]
-        shape = {(0, 0): "", (1, 0): "[2]", (0, 1): "[2]", (1, 1): "[D_CHUNK / 8][2]"}[spec.row, spec.col]
+        whole = f"[{'PIECE' if staging.apart else 'D_CHUNK'} / 8][2]"
+        shape = {(0, 0): "", (1, 0): "[2]", (0, 1): "[PIECE / 8]", (1, 1): whole}[spec.row, spec.col]
         fields.append(f"const char *base{i}, *matrix{i};\n  int {steps};\n  Pair<{dtype}> x{i}{shape};")
         initial.append(f"base{i}(base{i}){copied}")
         tile.append(f"matrix{i} = base{i} + static_cast<i64>(i({steps})) * ({elements}) * {size};")
@@ -148,17 +164,27 @@ def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
             tile.append(f"x{i}.load_one(matrix{i});")
         elif not spec.col:
             rows.append(f"x{i}[h].load_one(matrix{i} + min(row + 8 * h, m - 1) * {size}ll);")
-        elif not spec.row:
+        elif not spec.row and staging.even:
             pieces.append(f"x{i}[j].load(matrix{i} + c * {size}ll);")
-        else:
+        elif not spec.row:
+            pieces.append(f"x{i}[j].load_each(matrix{i} + c * {size}ll, matrix{i} + c1 * {size}ll);")
+        elif not staging.apart:
             at = f"matrix{i} + (min(row + 8 * h, m - 1) * static_cast<i64>(n) + c) * {size}"
             chunks.append(f"for (int h = 0; h < 2; ++h) x{i}[j][h].load({at});")
+        else:
+            place = "{} * static_cast<i64>(m) + r" if staging.swap else "r * static_cast<i64>(n) + {}"
+            both = ", ".join(f"matrix{i} + ({place.format(c)}) * {size}" for c in ("c", "c1"))
+            pieces.append("for (int h = 0; h < 2; ++h) {")
+            pieces.append("  int r = min(row + 8 * h, m - 1);")
+            pieces.append(f"  x{i}[j][h].load_each({both});")
+            pieces.append("}")
 
     for axis, i in emit.places(epilogue):
         name = f"{axis}{i}"
         fields.append(f"int {name}_stride, {name}_size, {name};")
         initial.append(f"{name}_stride({name}_stride), {name}_size({name}_size)")
-        tile.append(f"{name} = result / {name}_stride % {name}_size{' * m' if axis == 'row' else ''};")
+        times = {"row": " * m", "col": " * n", "batch": ""}[axis]
+        tile.append(f"{name} = result / {name}_stride % {name}_size{times};")
 
     def lines(statements: list[str], indent: int) -> str:
         return "".join("\n" + " " * indent + statement for statement in statements)
@@ -170,8 +196,10 @@ def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
         return f"{head}{lines(body, 6)}\n    }}"
 
     # Past the matrix, where the result is clipped, the last row or columns are read again.
-    clip = "\n      int c = min(column + 8 * j, n - 2);"
-    by_piece = lines(staged, 4) + loop("j", "2", pieces, clip)
+    clip = f"\n      int c = min(column + 8 * j, n - {2 if staging.even else 1});"
+    if any("c1" in piece for piece in pieces):
+        clip += f"\n      int c1 = {'c + 1' if staging.even else 'min(column + 8 * j + 1, n - 1)'};"
+    by_piece = lines(staged, 4) + loop("j", "PIECE / 8", pieces, clip)
     loaded = sum(np.dtype(epilogue.operands[i].dtype).itemsize for i in by_tma)
     return f"""#line 1 "extras (generated)"
 constexpr int EXTRAS_BYTES = 64 * D_CHUNK * {loaded};  // that TMA loads for a chunk
@@ -189,7 +217,7 @@ struct Extras {{
   }}
   DEVICE void begin_chunk(int row, int column) {{{loop("j", "D_CHUNK / 8", chunks, clip)}
   }}
-  DEVICE void begin_piece(int column, int piece, u32 buffer, int thread) {{{by_piece}
+  DEVICE void begin_piece(int row, int column, int piece, u32 buffer, int thread) {{{by_piece}
   }}
 }};
 """
@@ -253,53 +281,55 @@ struct Partials {{
 """
 
 
-def _reduce_piece(i: int, out: Output) -> str:
+def _reduce_piece(i: int, out: Output, even: bool) -> str:
     """Returns what a piece adds to a reduction; values past the matrix are replaced by the identity."""
     identity = _REDUCE[out.reduce or ""][0]
     past = "row + i / 2 % 2 * 8 >= partials.m || column + i / 4 * 8 + i % 2 >= partials.n"
-    text = f"#pragma unroll\n  for (int i = 0; i < 8; ++i)\n    if ({past}) y{i}[i] = {identity};\n"
+    loop = "#pragma unroll\n  for (int i = 0; i < PIECE / 2; ++i)"
+    text = f"{loop}\n    if ({past}) y{i}[i] = {identity};\n"
     if out.axes != ("row",):
-        return text + "".join(f"  {_combine(out, f'partials.r{i}[{e // 2 % 2}]', f'y{i}[{e}]')}\n" for e in range(8))
-    lines = []
-    for j in range(2):
-        for e in range(2):
-            value = f"y{i}[{4 * j + e}]"
-            lines += [_combine(out, value, f"y{i}[{4 * j + 2 + e}]"), *_shuffles(out, value, (4, 8, 16))]
-        lines.append(
-            f"if (thread % 32 < 4 && row < partials.m && column + {8 * j} < partials.n) "
-            f"st_global_v2(partials.matrix{i} + static_cast<i64>(row / 16) * partials.n + column + {8 * j}, "
-            f"y{i}[{4 * j}], y{i}[{4 * j + 1}]);"
-        )
-    return text + "".join(f"  {line}\n" for line in lines)
+        return f"{text}{loop} {_combine(out, f'partials.r{i}[i / 2 % 2]', f'y{i}[i]')}\n"
+    lines = [f"float* at = partials.matrix{i} + static_cast<i64>(row / 16) * partials.n + column + 8 * j;"]
+    for e in range(2):
+        value = f"y{i}[4 * j + {e}]"
+        lines += [_combine(out, value, f"y{i}[4 * j + {2 + e}]"), *_shuffles(out, value, (4, 8, 16))]
+    inside = "if (thread % 32 < 4 && row < partials.m && column + 8 * j"
+    if even:
+        lines.append(f"{inside} < partials.n) st_global_v2(at, y{i}[4 * j], y{i}[4 * j + 1]);")
+    else:
+        lines += [f"{inside} + {e} < partials.n) at[{e}] = y{i}[4 * j + {e}];" for e in range(2)]
+    body = "".join(f"\n    {line}" for line in lines)
+    return f"{text}#pragma unroll\n  for (int j = 0; j < PIECE / 8; ++j) {{{body}\n  }}\n"
 
 
 def _piece(staging: Staging) -> str:
     epilogue = staging.epilogue
     carriers = [DTYPES[out.dtype].carrier for out in epilogue.outputs]
-    declared = "\n  ".join(f"{carrier} y{i}[8];" for i, carrier in enumerate(carriers))
+    declared = "\n  ".join(f"{carrier} y{i}[PIECE / 2];" for i, carrier in enumerate(carriers))
     staged = "\n  ".join(
-        f"Staging<Dtype::{DTYPES[out.dtype].stored}>::stage(buffer + {_at(slot)}, thread, piece, y{i});"
+        f"{staging.tile}<Dtype::{DTYPES[out.dtype].stored}>::stage(buffer + {_at(slot)}, thread, piece, y{i});"
         for slot, (i, out) in zip(staging.result_slots, staging.results, strict=True)
     )
     above = "\n  if (right_of_diagonal(row, column) > 0) return;" if staging.mirror_slots else ""
     staged += "".join(
-        f"\n  Mirror<Dtype::{DTYPES[out.dtype].stored}>::stage(buffer + {_at(slot)}, thread, piece, y{i});"
+        f"\n  Transposed<Dtype::{DTYPES[out.dtype].stored}>::stage(buffer + {_at(slot)}, thread, piece, y{i});"
         for slot, (i, out) in zip(staging.mirror_slots, staging.results, strict=False)
     )
-    reduced = "".join(_reduce_piece(i, out) for i, out in staging.reductions)
+    reduced = "".join(_reduce_piece(i, out, staging.even) for i, out in staging.reductions)
     by_tma = [i for i, _ in staging.operands]
-    full = ["j" if i in by_tma else "piece * 2 + j" for i in range(len(epilogue.operands))]
+    by_chunk = "piece * (PIECE / 8) + j"
+    full = ["j" if i in by_tma or staging.apart else by_chunk for i in range(len(epilogue.operands))]
     if function := _four(epilogue) if staging.called else "":
-        loop = f"for (int j = 0; j < 2; ++j) {{{_call_four(epilogue, full)}"
+        loop = f"for (int j = 0; j < PIECE / 8; ++j) {{{_call_four(epilogue, full)}"
     else:
-        loop = "for (int i = 0; i < 8; ++i) {\n    const int j = i / 4, h = i / 2 % 2, e = i % 2;"
+        loop = "for (int i = 0; i < PIECE / 2; ++i) {\n    const int j = i / 4, h = i / 2 % 2, e = i % 2;"
         loop += _element(epilogue, full)
     return f"""#line 1 "piece (generated)"
 {function}\
-DEVICE void epilogue_piece(Extras& extras, Partials& partials, const float (&acc)[PRODUCTS][8], int piece, int row,
-                           int column, u32 buffer, int thread) {{{above}
+DEVICE void epilogue_piece(Extras& extras, Partials& partials, const float (&acc)[PRODUCTS][PIECE / 2], int piece,
+                           int row, int column, u32 buffer, int thread) {{{above}
   {declared}
-  extras.begin_piece(column, piece, buffer, thread);
+  extras.begin_piece(row, column, piece, buffer, thread);
 #pragma unroll
   {loop}
   }}
@@ -317,7 +347,8 @@ def _element(epilogue: Epilogue, full: Sequence[str], own: str = "", out: str = 
         values.append(f"extras.x{i}{at}[{'e' if spec.col else '0'}]")
     results = [f"{out}y{i}[i]" for i in range(len(epilogue.outputs))]
     places = ["row + h * 8", "column + j * 8 + e"]
-    places += [f"extras.{axis}{i}{' + row + h * 8' if axis == 'row' else ''}" for axis, i in emit.places(epilogue)]
+    inside = {"row": f" + {places[0]}", "col": f" + {places[1]}", "batch": ""}
+    places += [f"extras.{axis}{i}{inside[axis]}" for axis, i in emit.places(epilogue)]
     arguments = ", ".join(["value", *values, *places, *results])
     return f"\n    const float value[PRODUCTS] = {{{accs}}};\n    epilogue_element({arguments});"
 
@@ -372,15 +403,16 @@ def _store(staging: Staging) -> str:
         return "\n  ".join(
             f"{struct}<Dtype::{DTYPES[out.dtype].stored}>::store(map_d[{place}], buffer + {_at(slot)}, x, y, z);"
             for place, (slot, (_, out)) in enumerate(zip(slots, staging.results, strict=True), first)
+            if staging.by_tma(out)
         )
 
-    stores = calls("Staging", staging.result_slots, 0)
+    stores = calls(staging.tile, staging.result_slots, 0)
     if staging.mirror_slots:
         stores = f"""int right = right_of_diagonal(y, x);
   if (right > 0) return;
   {stores}
   if (right == 0) return;
-  {calls("Mirror", staging.mirror_slots, len(staging.results))}"""
+  {calls("Transposed", staging.mirror_slots, len(staging.results))}"""
     return f"""DEVICE void epilogue_store(const TensorMap* const (&map_d)[OUTPUTS], u32 buffer, int x, int y, int z) {{
   {stores}
 }}
@@ -388,32 +420,48 @@ def _store(staging: Staging) -> str:
 
 
 def _rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
-    """The struct that stores without TMA, where rows have groups."""
-    results = [
-        (place, DTYPES[out.dtype].stored, np.dtype(out.dtype).itemsize)
-        for place, (_, out) in enumerate(staging.results)
-    ]
-    if ragged != "m":
-        results = []
+    """The struct that stores without TMA: where rows have groups, or are of no whole units of 16 bytes."""
     pointers = [argument.declaration for argument in arguments if argument.to == "rows"]
+    stores, mirrored, clears = [], [], []
+    for place, (_, out) in enumerate(staging.results):
+        if ragged != "m" and staging.by_tma(out):
+            continue
+        size, dtype = np.dtype(out.dtype).itemsize, DTYPES[out.dtype].stored
+        unit = min(staging.pitch, 16 // size)
+        matrix = f"d{place} + static_cast<i64>(batch) * m * n * {size}"
 
-    def lines(call: str) -> str:
-        at = "d{0} + static_cast<i64>(batch) * m * n * {2}"
-        return "".join("\n    " + call.format(at.format(*x), *x) for x in results)
+        def call(struct: str, slot: int, rows: str = f"store_rows<{unit}>", dtype=dtype, matrix=matrix) -> str:
+            tile = f"buffer + {_at(slot)}"
+            return f"{struct}<Dtype::{dtype}>::{rows}({matrix}, m, n, {tile}, x, y, rows, thread);"
 
-    store = lines("Staging<Dtype::{2}>::store_rows({0}, n, buffer + D_OFFSETS[{1}], x, y, rows, thread);")
-    clear = lines("Staging<Dtype::{2}>::clear_rows({0}, n, x, y, rows, thread);")
-    offsets = ", ".join(map(_at, staging.result_slots))
+        partly = "if (!whole) " if staging.by_tma(out) else ""
+        stores.append(partly + call(staging.tile, staging.result_slots[place]))
+        mirrored += [call("Transposed", slot) for slot in staging.mirror_slots[place : place + 1]]
+        clears.append(f"Staging<Dtype::{dtype}>::clear_rows<{unit}>({matrix}, n, x, y, rows, thread);")
+    if mirrored:
+        stores = [
+            "int right = right_of_diagonal(y, x);",
+            "if (right > 0) return;",
+            *stores,
+            "if (right == 0) return;",
+            *mirrored,
+        ]
+
+    def lines(statements: list[str]) -> str:
+        return "".join("\n    " + statement for statement in statements)
+
+    by_threads = not all(staging.by_tma(out) for _, out in staging.results)
     return f"""#line 1 "rows (generated)"
-constexpr int D_OFFSETS[] = {{{offsets}}};
+constexpr bool BY_THREADS = {str(by_threads).lower()};
 struct Rows {{
   int m, n;{"".join(f"{chr(10)}  {x};" for x in pointers)}
 
-  // Rows of a staged chunk, to row y and column x on of a matrix of each result.
-  DEVICE void store(u32 buffer, int x, int y, int batch, int rows, int thread) const {{{store}
+  // So many rows, or as many as there are, of a staged chunk, to row y and column x on of a matrix of each result.
+  DEVICE void store(bool whole, u32 buffer, int x, int y, int batch, int rows, int thread) const {{
+    rows = min(min(rows, 64), m - y);{lines(stores)}
   }}
   // Zeroes rows of the tile's columns.
-  DEVICE void clear(int x, int y, int batch, int rows, int thread) const {{{clear}
+  DEVICE void clear(int x, int y, int batch, int rows, int thread) const {{{lines(clears if ragged == "m" else [])}
   }}
 }};
 """

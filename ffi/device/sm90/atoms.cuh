@@ -238,6 +238,18 @@ DEVICE void ld_shared_v2(u32 address, u32& x, u32& y) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(address) : "memory");
 }
 
+DEVICE u32 ld_shared_u32(u32 address) {
+  u32 x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
+DEVICE u32 ld_shared_u8(u32 address) {
+  u32 x;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
 DEVICE u16 ld_shared_u16(u32 address) {
   u16 x;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
@@ -253,6 +265,40 @@ DEVICE void ldmatrix_x4(u32 address, u32& r0, u32& r1, u32& r2, u32& r3) {
 
 DEVICE void st_global_v4(void* p, Bytes16 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// The first BYTES of v.
+template <int BYTES>
+DEVICE void st_global(void* p, Bytes16 v) {
+  if constexpr (BYTES == 16) {
+    st_global_v4(p, v);
+  } else if constexpr (BYTES == 8) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
+  } else if constexpr (BYTES == 4) {
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v.x) : "memory");
+  } else if constexpr (BYTES == 2) {
+    asm volatile("st.global.u16 [%0], %1;" ::"l"(p), "h"(static_cast<u16>(v.x)) : "memory");
+  } else {
+    asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "r"(v.x) : "memory");
+  }
+}
+
+// Copies BYTES, of which both addresses are multiples.
+template <int BYTES>
+DEVICE void copy_to_global(void* p, u32 address) {
+  Bytes16 v{};
+  if constexpr (BYTES == 16) {
+    v = ld_shared_v4(address);
+  } else if constexpr (BYTES == 8) {
+    ld_shared_v2(address, v.x, v.y);
+  } else if constexpr (BYTES == 4) {
+    v.x = ld_shared_u32(address);
+  } else if constexpr (BYTES == 2) {
+    v.x = ld_shared_u16(address);
+  } else {
+    v.x = ld_shared_u8(address);
+  }
+  st_global<BYTES>(p, v);
 }
 
 DEVICE int ld_global(const int* p) {

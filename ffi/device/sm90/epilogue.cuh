@@ -5,9 +5,10 @@
 //                    (what varies along columns, from L1)
 //   Partials         where results that are reductions go: one value for each 16 rows, for EPILOGUE_COLUMNS columns, or
 //                    both; XLA reduces them further, in a fixed order
-//   epilogue_piece   computes and stages 16 columns of every result
+//   epilogue_piece   computes and stages PIECE columns of every result
 //   epilogue_store   stores the staged chunk of every result, by TMA
-//   Rows             stores its first rows alone, where those below belong to another group: TMA clips at the matrix
+//   Rows             stores it without, where BY_THREADS: rows in memory are of no whole units of 16 bytes; and its
+//                    first rows alone, where those below belong to another group: TMA clips at the matrix
 // A warpgroup owns STORE_BUFFERS staging buffers of D_CHUNK columns and overlaps filling one with storing the others.
 
 // Where operands come by TMA, a buffer that has its chunk's operands may be written. Elsewhere:
@@ -73,20 +74,21 @@ struct Epilogue {
           bar_sync(barrier, 128);
         }
 #pragma unroll
-        for (int piece = 0; piece < D_CHUNK / 16; ++piece) {
-          float values[PRODUCTS][8];
+        for (int piece = 0; piece < D_CHUNK / PIECE; ++piece) {
+          constexpr int VALUES = PIECE / 2;
+          float values[PRODUCTS][VALUES];
 #pragma unroll
-          for (int v = 0; v < PRODUCTS * 8; ++v)
-            values[v / 8][v % 8] =
-                accumulators[block][(v / 8 * EPILOGUE_COLUMNS + chunk * D_CHUNK + piece * 16) / 2 + v % 8];
-          epilogue_piece(extras, partials, values, piece, row, column + piece * 16, buffer, thread);
+          for (int v = 0; v < PRODUCTS * VALUES; ++v)
+            values[v / VALUES][v % VALUES] =
+                accumulators[block][(v / VALUES * EPILOGUE_COLUMNS + chunk * D_CHUNK + piece * PIECE) / 2 + v % VALUES];
+          epilogue_piece(extras, partials, values, piece, row, column + piece * PIECE, buffer, thread);
         }
         fence_proxy_async();
         if (ONE_BARRIER && EXTRAS_BYTES == 0 && thread == 0) cp_async_bulk_wait_group_read<STORE_BUFFERS - 2>();
         bar_sync(barrier, 128);
         bool whole = !RAGGED_M || rows >= block * 64 + 64;
-        if (!whole) {
-          rows_d.store(buffer, n + chunk * D_CHUNK, m + block * 64, batch, rows - block * 64, thread);
+        if (BY_THREADS || !whole) {
+          rows_d.store(whole, buffer, n + chunk * D_CHUNK, m + block * 64, batch, rows - block * 64, thread);
           if constexpr (EXTRAS_BYTES > 0) bar_sync(barrier, 128);  // all have read the buffer that is loaded into next
         }
         if (thread == 0) {

@@ -39,7 +39,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   if (threadIdx.x == 0) {
     prefetch_tensormap(&map_a);
     for (const TensorMap* map : map_b) prefetch_tensormap(map);
-    for (const TensorMap* map : map_d) prefetch_tensormap(map);
+    for (const TensorMap* map : map_d)
+      if (map != nullptr) prefetch_tensormap(map);
     for (int stage = 0; stage < STAGES; ++stage) {
       mbarrier_init(pipe.full + stage * 8, 1);
       mbarrier_init(pipe.empty + stage * 8, CONSUMERS_PER_TILE * CLUSTER);

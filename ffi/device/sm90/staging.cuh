@@ -43,6 +43,18 @@ struct Pair {
     }
   }
 
+  // From two places.
+  DEVICE void load_each(const void* first, const void* second) {
+    Pair other;
+    load_one(first);
+    other.load_one(second);
+    if constexpr (SIZE<D> == 4) {
+      bits[1] = other.bits[0];
+    } else {
+      bits[0] |= other.bits[0] << SIZE<D> * 8;
+    }
+  }
+
   // One alone, as the first.
   DEVICE void load_one(const void* p) {
     if constexpr (SIZE<D> == 4) {
@@ -91,26 +103,25 @@ struct Staging {
   static constexpr int ROW = D_CHUNK * SIZE<D>;
   static constexpr int SPAN = ROW < 128 ? ROW : 128;
   static constexpr int COLUMNS = SPAN / SIZE<D>;
-  static constexpr int BYTES = 64 * ROW;
 
   // The address of a byte of a row, given as a part known to the compiler and a part within 32 bytes of it.
   static DEVICE u32 at(u32 tile, int row, int byte, int more) {
     return tile + byte / SPAN * (64 * SPAN) + swizzle<SPAN>(row * SPAN + byte % SPAN + more);
   }
 
-  // 16 columns from 16 * piece on: value 4 j + 2 h + e is of column 8 j + 2 (lane % 4) + e and of the warp's row
+  // PIECE columns from PIECE * piece on: value 4 j + 2 h + e is of column 8 j + 2 (lane % 4) + e and of the warp's row
   // lane / 4 + 8 h.
   template <typename Carrier>
-  static DEVICE void stage(u32 tile, int thread, int piece, const Carrier (&v)[8]) {
+  static DEVICE void stage(u32 tile, int thread, int piece, const Carrier (&v)[PIECE / 2]) {
     int warp = thread / 32, lane = thread % 32;
     if constexpr (SIZE<D> == 2) {  // stmatrix: lane l addresses row l % 16, columns 8 (l / 16) on
       u32 address = at(tile, warp * 16 + lane % 16, piece * 32, lane / 16 * 16);
       stmatrix_x4(address, pack<D>(v[0], v[1]), pack<D>(v[2], v[3]), pack<D>(v[4], v[5]), pack<D>(v[6], v[7]));
     } else {
 #pragma unroll
-      for (int i = 0; i < 8; i += 2) {
+      for (int i = 0; i < PIECE / 2; i += 2) {
         int row = warp * 16 + lane / 4 + i / 2 % 2 * 8;
-        u32 address = at(tile, row, (piece * 16 + i / 4 * 8) * SIZE<D>, lane % 4 * 2 * SIZE<D>);
+        u32 address = at(tile, row, (piece * PIECE + i / 4 * 8) * SIZE<D>, lane % 4 * 2 * SIZE<D>);
         if constexpr (SIZE<D> == 4) {
           if constexpr (D == Dtype::f32) {
             st_shared_v2(address, v[i], v[i + 1]);
@@ -125,16 +136,16 @@ struct Staging {
   }
 
   // The same of an operand, to x[j][h], e being a part of the pair.
-  static DEVICE void read(u32 tile, int thread, int piece, Pair<D> (&x)[2][2]) {
+  static DEVICE void read(u32 tile, int thread, int piece, Pair<D> (&x)[PIECE / 8][2]) {
     int warp = thread / 32, lane = thread % 32;
     if constexpr (SIZE<D> == 2) {
       u32 address = at(tile, warp * 16 + lane % 16, piece * 32, lane / 16 * 16);
       ldmatrix_x4(address, x[0][0].bits[0], x[0][1].bits[0], x[1][0].bits[0], x[1][1].bits[0]);
     } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < PIECE / 4; ++i) {
         int row = warp * 16 + lane / 4 + i % 2 * 8;
-        u32 address = at(tile, row, (piece * 16 + i / 2 * 8) * SIZE<D>, lane % 4 * 2 * SIZE<D>);
+        u32 address = at(tile, row, (piece * PIECE + i / 2 * 8) * SIZE<D>, lane % 4 * 2 * SIZE<D>);
         if constexpr (SIZE<D> == 4) {
           ld_shared_v2(address, x[i / 2][i % 2].bits[0], x[i / 2][i % 2].bits[1]);
         } else {
@@ -154,25 +165,28 @@ struct Staging {
     for (int i = 0; i < ROW / SPAN; ++i) tma_load(tile + i * 64 * SPAN, map, barrier, x + i * COLUMNS, y, z);
   }
 
-  // The first rows alone, to row y and column x of a matrix of n columns, which are whole units of 16 bytes.
-  static DEVICE void store_rows(char* matrix, int n, u32 tile, int x, int y, int rows, int thread) {
-    constexpr int UNIT = 16 / SIZE<D>, UNITS = D_CHUNK / UNIT;
+  // The first rows alone, to row y and column x of a matrix of n columns, which are whole units of UNIT elements.
+  template <int UNIT>
+  static DEVICE void store_rows(char* matrix, int, int n, u32 tile, int x, int y, int rows, int thread) {
+    constexpr int UNITS = D_CHUNK / UNIT;
 #pragma unroll 1
     for (int i = thread; i < rows * UNITS; i += 128) {
       int row = i / UNITS, column = i % UNITS * UNIT, byte = column * SIZE<D>;
       if (x + column < n)
-        st_global_v4(matrix + ((y + row) * static_cast<i64>(n) + x + column) * SIZE<D>,
-                     ld_shared_v4(tile + byte / SPAN * (64 * SPAN) + swizzle<SPAN>(row * SPAN + byte % SPAN)));
+        copy_to_global<UNIT * SIZE<D>>(matrix + ((y + row) * static_cast<i64>(n) + x + column) * SIZE<D>,
+                                       at(tile, row, byte, 0));
     }
   }
 
   // Zeroes rows of BN columns.
+  template <int UNIT>
   static DEVICE void clear_rows(char* matrix, int n, int x, int y, int rows, int thread) {
-    constexpr int UNIT = 16 / SIZE<D>, UNITS = BN / UNIT;
+    constexpr int UNITS = BN / UNIT;
 #pragma unroll 1
     for (int i = thread; i < rows * UNITS; i += 128) {
       int row = i / UNITS, column = i % UNITS * UNIT;
-      if (x + column < n) st_global_v4(matrix + ((y + row) * static_cast<i64>(n) + x + column) * SIZE<D>, Bytes16{});
+      if (x + column < n)
+        st_global<UNIT * SIZE<D>>(matrix + ((y + row) * static_cast<i64>(n) + x + column) * SIZE<D>, Bytes16{});
     }
   }
 };
