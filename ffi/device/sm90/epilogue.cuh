@@ -87,9 +87,10 @@ struct Epilogue {
         if (ONE_BARRIER && EXTRAS_BYTES == 0 && thread == 0) cp_async_bulk_wait_group_read<STORE_BUFFERS - 2>();
         bar_sync(barrier, 128);
         bool whole = !RAGGED_M || rows >= block * 64 + 64;
+        // A buffer read here is written again only after the next chunk's barrier, or by TMA, after the one below.
         if (BY_THREADS || !whole) {
           rows_d.store(whole, buffer, n + chunk * D_CHUNK, m + block * 64, batch, rows - block * 64, thread);
-          if constexpr (EXTRAS_BYTES > 0) bar_sync(barrier, 128);  // all have read the buffer that is loaded into next
+          if constexpr (EXTRAS_BYTES > 0) bar_sync(barrier, 128);
         }
         if (thread == 0) {
           if (whole) epilogue_store(map_d, buffer, n + chunk * D_CHUNK, m + block * 64, batch);

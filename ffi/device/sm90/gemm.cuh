@@ -12,7 +12,7 @@
 //
 // PARAMETERS and what is made of them: cutjax/kernels/sm90/arguments.py.
 //
-// Preconditions (checked in cutjax/kernels/sm90/kernel.py): k >= 1; rows of a, b, d start 16-byte aligned; grid.x a
+// Preconditions (checked in cutjax/kernels/sm90/kernel.py): k >= 1; rows of a and b start 16-byte aligned; grid.x a
 // multiple of the cluster; a is K-major where rows are divided, a and b are MN-major where the contraction is.
 
 constexpr int THREADS = 128 * (1 + CONSUMERS);
