@@ -137,7 +137,7 @@ def test_what_is_written_of_reductions(monkeypatch):
     # acc, and of the transposed result: each row's sum, each column's maximum, one of all, each row's minimum.
     assert [x.shape for x in call.results] == [(200, 408), (408, 4), (26, 200), (26, 4), (408, 4)]
     values = [jnp.ones(x.shape, x.dtype) for x in call.results]
-    assert [x.shape for x in call.finish(values)] == [(200, 408), (408,), (200,), (), (408,)]
+    assert [x.shape for x in call.finish(values, [])] == [(200, 408), (408,), (200,), (), (408,)]
 
 
 def test_a_program_with_swapped_operands_lowers():

@@ -291,7 +291,7 @@ class Kernel:
 
     def call(self) -> Call:
         """Returns the compiled kernel and the plan of its launch."""
-        problem, config, outputs = self.problem, self.config, self.self.multiplied.epilogue.outputs
+        problem, config, outputs = self.problem, self.config, self.multiplied.epilogue.outputs
         aliases = tuple((problem.arrays + operand, result) for operand, result in problem.in_place)
         taken, results, finish, tickets = problem.arrays + len(problem.epilogue.operands), (), None, 0
         if config.splits > 1:
