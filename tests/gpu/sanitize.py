@@ -257,6 +257,7 @@ def cases() -> Iterator[Case]:
 
 def run(problem: cutjax.Problem, launch: Call, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The kernel alone, on NaN for results; what it leaves to XLA, before and after, is done on the CPU."""
+    given = arrays
     if launch.prepare:
         with jax.default_device(jax.devices("cpu")[0]):
             arrays = [np.asarray(x) for x in launch.prepare(list(map(jnp.asarray, arrays)))]
@@ -270,12 +271,12 @@ def run(problem: cutjax.Problem, launch: Call, arrays: Sequence[np.ndarray]) -> 
         for argument, result in launch.aliases:
             arrays[argument] = memory[result]
         call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=dict(launch.aliases))
-        return call(*arrays[: launch.arguments], **launch.attributes())
+        return call(*arrays, **launch.attributes())
 
     got = [np.asarray(x) for x in call(*jax.device_put((list(arrays), memory)))]
     with jax.default_device(jax.devices("cpu")[0]):
         if launch.finish:
-            got = launch.finish(list(map(jnp.asarray, got)), list(map(jnp.asarray, arrays)))
+            got = launch.finish(list(map(jnp.asarray, got)), list(map(jnp.asarray, given)))
         return [np.asarray(x) for x in got]
 
 

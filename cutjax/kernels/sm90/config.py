@@ -35,8 +35,8 @@ class Config:
       stream_k: whether tiles of what would be an unfilled last wave are computed in parts, so that all SMs multiply
         equally long. Parts are added up through memory, in a fixed order.
       cluster_k: CTAs of a cluster that share a tile, each multiplying an equal range of its k blocks. Their
-        accumulators are added up through distributed shared memory, in the order of the ranges. 1, 2, 4 or 8; more
-        than 1 with "coop" alone, and without another cluster.
+        accumulators are added up through distributed shared memory, in the order of the ranges. At most 8; more than 1
+        with "coop" alone, and without another cluster.
       splits: equal ranges of k blocks that are products of their own, in f32, as along a batch axis. XLA adds them up,
         in order, and computes the epilogue. At most 128.
 
@@ -88,8 +88,8 @@ class Config:
             reasons.append("bm=256 with pingpong: one warpgroup holds the whole tile, so bm is 64 or 128")
         if self.raster == 0:
             reasons.append("raster=0: a band has at least one row (positive) or column (negative) of tiles")
-        if self.cluster_k not in (1, 2, 4, 8):
-            reasons.append(f"cluster_k={self.cluster_k}: one of 1, 2, 4, 8")
+        if not 1 <= self.cluster_k <= 8:
+            reasons.append(f"cluster_k={self.cluster_k}: a cluster has 1 to 8 CTAs")
         if self.cluster_k != 1 and (self.schedule != "coop" or (self.cluster_m, self.cluster_n) != (1, 1)):
             reasons.append(f"cluster_k={self.cluster_k}: CTAs share one tile, in a cluster 1x1 and the schedule coop")
         if self.parts > 1 and self.stream_k:

@@ -73,8 +73,8 @@ struct Scheduler {
     int lane = threadIdx.x % 32, entry = first + lane, entries = leading + groups;
     int size = 0;
     if (entry < entries) {
-      size = ld_global(
-          sizes + static_cast<i64>(BatchIndex(z % batch * groups, batch1, groups)(step0, step1, 0)) * entries + entry);
+      int own = (IN_PARTS ? z % batch : z) * groups;
+      size = ld_global(sizes + static_cast<i64>(BatchIndex(own, batch1, groups)(step0, step1, 0)) * entries + entry);
     } else if (RAGGED_M && entry == entries) {
       size = extent;
     }
