@@ -15,11 +15,13 @@ import numpy as np
 from cutjax.binding import lowering, walk
 from cutjax.dtypes import DTYPES
 from cutjax.kernels import tuned
+from cutjax.kernels.choose import floor_us
 from cutjax.kernels.device import device_of_kind
 from cutjax.kernels.problem import LAYOUTS
 from cutjax.ops.gemm import gemm
 from cutjax.runtime import compiler, tuning_file
 from cutjax.tuning import autotune
+from cutjax.tuning.report import Report, number, table
 
 PRODUCT = "[BATCHx]MxNxK[:LAYOUT[:DTYPE]]"
 _DTYPES = {row.short: row.name for row in DTYPES.values() if row.short in ("bf16", "f16")}
@@ -91,7 +93,19 @@ def _measured(given: argparse.Namespace) -> object:
         path = (given.path or tuning_file.user_path()).expanduser().absolute()
         tuning_file.check_writable(path)
     found = [found for each in given.products for found in each.found()]
-    return autotune.run(found, given.candidates if path else 0, path, not given.quiet)
+    report = autotune.run(found, given.candidates if path else 0, path, not given.quiet)
+    return report if path else _comparison(report)
+
+
+def _comparison(report: Report) -> str:
+    """Returns the times of what runs today and of XLA, as a table."""
+    lines = [["problem", "us", "XLA us", "XLA/ours", "roofline", "runs"]]
+    for row in report.rows:
+        us, xla_us = row.before_us, row.xla_us
+        ratio = f"{xla_us / us:.3f}" if us and xla_us else "-"
+        share = f"{floor_us(row.problem) / us:.0%}" if us else "-"
+        lines.append([str(row.problem), number(us), number(xla_us), ratio, share, row.before])
+    return "\n".join([*table(lines), *report.notes(), report.device or "no device"])
 
 
 def info() -> str:
@@ -103,7 +117,7 @@ def info() -> str:
     here = f"{device.name}, {device.arch}, {device.sms} SMs" if target.kind else f"none; compiling for {target.arch}"
     lines = [f"cutjax    {cutjax.__version__}", f"jax       {jax.__version__}", f"device    {here}"]
     lines.append(f"compiler  {compiler.description()}")
-    for table in tuned.tables():
-        of_device = len(table.entries.get(device.name, ()))
-        lines.append(f"tuned     {table.path}: {table.count} entries, {of_device} for {device.name}")
+    for file in tuned.tables():
+        of_device = len(file.entries.get(device.name, ()))
+        lines.append(f"tuned     {file.path}: {file.count} entries, {of_device} for {device.name}")
     return "\n".join(lines)

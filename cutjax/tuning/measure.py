@@ -213,7 +213,7 @@ def agree(results: Sequence[jax.Array], reference: Sequence[jax.Array], exact: b
             # Two units in the last place of 16 bits or fewer; a sum of f32 is held no tighter. What is missing a stage,
             # or a tile, is off by many times that.
             unit = max(2.0**-6, 2 * float(jnp.finfo(x.dtype).eps))
-            wide, ref = (y.astype(jnp.promote_types(y.dtype, np.float32)) for y in (x, ref))
+            wide, ref = (y.astype(np.float64 if y.dtype.itemsize > 4 else np.float32) for y in (x, ref))
             finite = jnp.isfinite(ref)
             scale = jnp.sqrt(jnp.mean(jnp.where(finite, ref, 0) ** 2))
             same |= finite & (jnp.abs(wide - ref) <= unit * (jnp.abs(ref) + scale))

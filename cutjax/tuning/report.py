@@ -93,12 +93,12 @@ class Report:
                 [
                     f"{row.count}{'' if row.exact else '*'}",
                     str(row.problem),
-                    *(_number(x) for x in (row.before_us, row.after_us, row.xla_us)),
+                    *(number(x) for x in (row.before_us, row.after_us, row.xla_us)),
                     "-" if row.roofline is None else f"{row.roofline:.0%}",
                     row.after if row.after == row.before else f"{row.after} (was {row.before})",
                 ]
             )
-        text = _table(lines, left=("problem", "runs")) if self.rows else ["nothing was measured"]
+        text = table(lines) if self.rows else ["nothing was measured"]
         if self._both:
             gain = self.before_us / self.after_us
             text.append(
@@ -106,11 +106,14 @@ class Report:
             )
         if not all(row.exact for row in self.rows):
             text.append("* of one iteration, or of every branch: the number is known only at run time")
-        for row in self.rows:
-            text += [f"dropped for {row.problem}: {name}: {why}" for name, why in row.dropped]
-        text += [f"not measured: {x.problem} ({x.count} in a call): {x.why}" for x in self.skipped]
+        text += self.notes()
         text.append(f"{self.device or 'no device'}" + (f"; choices are in {self.path}" if self.path else ""))
         return "\n".join(text)
+
+    def notes(self) -> list[str]:
+        """Returns a line for each candidate that was dropped, and for each product that was not measured."""
+        dropped = [f"dropped for {row.problem}: {name}: {why}" for row in self.rows for name, why in row.dropped]
+        return dropped + [f"not measured: {x.problem} ({x.count} in a call): {x.why}" for x in self.skipped]
 
     def plot(self) -> Any:
         """Draws the times before, after and of XLA as bars, on a logarithmic scale; returns matplotlib's figure.
@@ -141,11 +144,12 @@ class Report:
         return figure
 
 
-def _number(us: float | None) -> str:
+def number(us: float | None) -> str:
+    """Returns a time for a table."""
     return "-" if us is None else f"{us:.1f}"
 
 
-def _table(lines: Sequence[Sequence[str]], left: Sequence[str]) -> list[str]:
+def table(lines: Sequence[Sequence[str]], left: Sequence[str] = ("problem", "runs")) -> list[str]:
     """Returns the rows of a table, the first its head, columns aligned to the right but for those named."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     head = lines[0]
