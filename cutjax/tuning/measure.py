@@ -151,8 +151,8 @@ def _compiled(functions: Mapping[Hashable, Function], chosen: Sequence[Any]) -> 
 
     def compile_one(function: Function) -> Any:
         inner = jax.jit(lambda *args: function(*args))  # lowered once, however often it is called
-        # Calls on the same inputs would be merged: a barrier makes each its own.
-        program = jax.jit(lambda sets: [inner(*jax.lax.optimization_barrier(tuple(args))) for args in sets])
+        # Each input is a parameter of its own, the same array twice too: XLA can merge no two calls.
+        program = jax.jit(lambda sets: [inner(*args) for args in sets])
         try:
             return program.lower(chosen).compile()
         except Exception as error:
