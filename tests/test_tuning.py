@@ -330,6 +330,11 @@ def test_without_a_gpu():
         cutjax.autotune(cutjax.gemm)(X, W)
 
 
+def test_no_candidates():
+    with pytest.raises(ValueError, match="candidates must be 1 or more, got 0"):
+        cutjax.autotune(cutjax.gemm, candidates=0)
+
+
 def test_a_file_of_another_format_is_refused_first(monkeypatch):
     fake = Fake(monkeypatch)
     user_file().parent.mkdir()

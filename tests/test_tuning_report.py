@@ -147,6 +147,7 @@ def test_products(text, expected):
         (["bench", "64x128x256:xy"], "unknown layout 'xy'"),
         (["bench", "64x128x256:nn:f32"], "unknown dtype 'f32'"),
         (["bench", "64x0x256"], "a size is 0"),
+        (["tune", "64x64x256", "--candidates", "0"], "'0' is not 1 or more"),
         (["bench", "64x64x256", "--path", "x"], "unrecognized arguments"),
     ],
 )

@@ -51,8 +51,8 @@ class Entry:
     def encoded(self, **more: Any) -> dict[str, Any]:
         """Returns the entry as it stands in a file, with more that is there for people."""
         runs = "XLA" if self.xla_wins else "kernel"
-        config = dict(self.config) or None
-        return {"runs": runs, "config": config, "time_us": self.time_us, "xla_us": self.xla_us, **more}
+        time_us, xla_us = (us and round(us, 3) for us in (self.time_us, self.xla_us))
+        return {"runs": runs, "config": dict(self.config) or None, "time_us": time_us, "xla_us": xla_us, **more}
 
 
 def decode(stored: Mapping[str, Any]) -> Entry | None:

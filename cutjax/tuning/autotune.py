@@ -59,8 +59,8 @@ def autotune(
       problem's times, printing it gives a table, ``.plot()`` a picture.
 
     Raises:
+      ValueError: if ``candidates`` is less than 1; when called, if the file has another version's format.
       RuntimeError: when called, if there is no NVIDIA GPU or no compiler.
-      ValueError: when called, if the file has another version's format.
 
     Example:
       >>> import cutjax, jax
@@ -68,6 +68,9 @@ def autotune(
       >>> tune = cutjax.autotune(step, candidates=32)
       >>> # report = tune(w, x); print(report)
     """
+
+    if candidates < 1:
+        raise ValueError(f"autotune: candidates must be 1 or more, got {candidates}")
 
     def tuning(*args: Any, **kwargs: Any) -> Report:
         require_device()

@@ -65,6 +65,12 @@ def product(text: str) -> Product:
     return Product(batch, m, n, k, layout, np.dtype(_DTYPES[dtype]).name)
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1 or more")
+    return int(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns 0, or 1 where it cannot run here (argparse exits with 2 on what it cannot parse)."""
     parser = argparse.ArgumentParser(prog="python -m cutjax", description="GEMM kernels for JAX")
@@ -75,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (tune, bench):
         command.add_argument("products", nargs="+", type=product, metavar=PRODUCT)
         command.add_argument("--quiet", action="store_true", help="no progress on stderr")
-    tune.add_argument("--candidates", type=int, default=16, help="kernels measured for a product (16)")
+    tune.add_argument("--candidates", type=_positive, default=16, help="kernels measured for a product (16)")
     tune.add_argument("--path", type=pathlib.Path, help="file of tuned kernels (the user's)")
     given = parser.parse_args(arguments)
     try:
