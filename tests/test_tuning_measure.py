@@ -69,6 +69,13 @@ def test_times_and_reasons(monkeypatch):
     assert found.dropped == {"wrong": "ArithmeticError: its result is wrong", "none": "ValueError: no kernel"}
 
 
+def test_what_is_trusted_is_not_dropped(monkeypatch):
+    Clock(monkeypatch, {"right": 3.0, "trusted": 1.0})
+    functions = {"right": right, "trusted": wrong_in_one_element}
+    found = measure.times(functions, INPUTS, right, exact=True, trusted=("trusted",))
+    assert (set(found.us), found.dropped) == ({"right", "trusted"}, {})
+
+
 def test_last_rounds_are_of_the_fastest_and_of_those_kept(monkeypatch):
     names = {f"f{i}": 1.0 + i for i in range(8)}
     Clock(monkeypatch, names)
