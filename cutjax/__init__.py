@@ -8,6 +8,7 @@ from cutjax.kernels.choose import candidates, reasons, supports
 from cutjax.kernels.custom import CudaLaunch
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Config
+from cutjax.kernels.tuned import use_tuning
 from cutjax.ops.cuda_kernel import cuda_kernel
 from cutjax.ops.gemm import gemm
 from cutjax.ops.grouped import grouped_gemm, grouped_outer
@@ -17,6 +18,7 @@ from cutjax.ops.ragged_dot import ragged_dot, ragged_dot_general
 from cutjax.ops.routing import Routing, load_balance_loss, route, router_z_loss
 from cutjax.ops.syrk import syrk
 from cutjax.runtime.backends import use_backend
+from cutjax.tuning.autotune import autotune
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "CudaLaunch",
     "Problem",
     "Routing",
+    "autotune",
     "candidates",
     "checkpoint_policies",
     "cuda_kernel",
@@ -43,4 +46,5 @@ __all__ = [
     "supports",
     "syrk",
     "use_backend",
+    "use_tuning",
 ]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax.extend import core
 
-from cutjax.binding import lowering, rules
+from cutjax.binding import lowering, walk
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue
 from cutjax.primitives import derivative
@@ -134,62 +132,24 @@ def explain(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[
     """
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        here = "cuda" if lowering.on_cuda() else jax.default_backend()
-        where = "cuda" if platform == "gpu" else platform or here
-        jitted: Any = fn if hasattr(fn, "trace") else jax.jit(lambda *args, **kwargs: fn(*args, **kwargs))
-        traced = jitted.trace(*args, **kwargs)
-        divided = lowering.device_count(traced, (where, here)) > 1
+        found, where = walk.products(fn, args, kwargs, "cuda" if platform == "gpu" else platform or "")
         counts: dict[Row, int] = {}
-        for eqn, count, exact, parted in _products(rules.live(_open(traced.jaxpr)), where, 1, True, divided):
-            row = _row(eqn, where, exact, parted)
-            counts[row] = counts.get(row, 0) + count
+        for product in found:
+            row = _row(product, where)
+            counts[row] = counts.get(row, 0) + product.count
         rows = tuple(dataclasses.replace(row, count=count) for row, count in counts.items())
         return Explanation(rows, where, lowering.target().arch)
 
     return explained
 
 
-def _products(
-    jaxpr: core.Jaxpr, platform: str, count: int, exact: bool, divided: bool
-) -> Iterator[tuple[Any, int, bool, bool]]:
-    """Yields every equation of a cutjax primitive, with how often it runs, and whether XLA divides it over devices."""
-    for eqn in jaxpr.eqns:
-        name, params = eqn.primitive.name, eqn.params
-        inner = divided
-        if eqn.primitive in lowering.choosers:
-            yield eqn, count, exact, divided
-            continue
-        if eqn.primitive in lowering.compositions:
-            inside = functools.partial(lowering.compositions[eqn.primitive], **params)
-            avals: list[Any] = [x.aval for x in eqn.invars]
-            subs = [jax.make_jaxpr(inside)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)).jaxpr]
-        elif name == "cond" and params.get("branches_platforms"):  # lax.platform_dependent: one branch is lowered
-            places = params["branches_platforms"]
-            taken = next(i for i, names in enumerate(places) if names is None or platform in names)
-            yield from _products(_open(params["branches"][taken]), platform, count, exact, divided)
-            continue
-        else:
-            subs = core.jaxprs_in_params(params)
-        if name == "shard_map":
-            manual = params.get("newly_manual_axes", params.get("manual_axes"))  # renamed after jax 0.10
-            inner = lowering.leaves_axes(params["mesh"], manual)
-        for sub in subs:
-            times = params["length"] if name == "scan" else 1
-            yield from _products(sub, platform, count * times, exact and name not in ("while", "cond"), inner)
-
-
-def _open(jaxpr: Any) -> core.Jaxpr:
-    """Returns the jaxpr of a closed one, which after jax 0.10 is the same."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def _row(eqn: Any, platform: str, exact: bool, divided: bool) -> Row:
-    avals, params = [x.aval for x in eqn.invars], eqn.params
-    decide = functools.partial(lowering.decide, eqn.primitive, avals, params, divided=divided)
+def _row(product: walk.Found, platform: str) -> Row:
+    eqn, avals, params = product.eqn, product.avals, product.eqn.params
+    decide = functools.partial(lowering.decide, eqn.primitive, avals, params, divided=product.divided)
     cuda, here = decide(platform="cuda"), decide(platform=platform)
     choice = cuda.choice or lowering.choosers[eqn.primitive](*avals, target=lowering.target(), **params)
     why = here.why if platform == "cuda" else f"{here.why}; on cuda: {cuda.why}"
-    row = Row(here.runs, why, cuda.runs, choice, 0, exact, params["backend"])
+    row = Row(here.runs, why, cuda.runs, choice, 0, product.exact, params["backend"])
     epilogue = params.get("epilogue")
     if epilogue is None or epilogue.plain:
         return row

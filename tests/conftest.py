@@ -14,6 +14,8 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 # One for all workers and runs of this user: a kernel is compiled once, and never into the user's own cache.
 _cache = pathlib.Path(tempfile.gettempdir()) / f"cutjax-tests-{os.getuid()}"
 os.environ.setdefault("CUTJAX_CACHE_DIR", str(_cache))
+# Never what this user has tuned: tests that tune name a folder of their own.
+os.environ["CUTJAX_TUNING_DIR"] = str(_cache / "tuning")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

@@ -11,13 +11,15 @@ ROOT = pathlib.Path(cutjax.__file__).parent
 # From the top to the ground. A module imports what is of its own folder, and of those named here.
 MAY_IMPORT = {
     "": {
+        "tuning",
         "ops",
         "primitives",
         "kernels",
         "epilogue",
         "binding",
         "runtime",
-    },  # __init__, explanation, checkpoint_policies
+    },  # __init__, explanation, checkpoint_policies, __main__
+    "tuning": {"ops", "primitives", "kernels", "epilogue", "binding", "runtime"},
     "ops": {"primitives", "kernels", "epilogue", "binding", "runtime"},
     "primitives": {"kernels", "epilogue", "binding", "runtime"},
     "kernels": {"epilogue", "runtime"},

@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from cutjax import dot_precision
 from cutjax.dot_precision import Canonical
+from cutjax.kernels import tuned
 from cutjax.kernels.family import Family, Kernel
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import family as sm90
@@ -29,8 +31,8 @@ class Choice:
       problem: what was asked.
       config: the kernel's config; None when XLA runs.
       reasons: why XLA runs, or how the config came to be.
-      time_us: predicted time in microseconds; None when XLA runs.
-      roofline: predicted share of the roofline, 0 to 1; None when XLA runs.
+      time_us: predicted time in microseconds, the measured one where the config is tuned; None when XLA runs.
+      roofline: share of the roofline at that time, 0 to 1; None when XLA runs.
       resolved: the kernel; None when XLA runs.
     """
 
@@ -101,15 +103,23 @@ def _ranked(problem: Problem) -> list[tuple[Kernel, float]]:
     return sorted(serving, key=lambda entry: entry[1])
 
 
-def choose(problem: Problem, config: Any = None, platform: str = "cuda", precision: Canonical = None) -> Choice:
-    """Picks what runs: a pinned config if it serves, else the cost model's first, else XLA with the reasons."""
+def choose(
+    problem: Problem, config: Any = None, platform: str = "cuda", precision: Canonical = None, backend: str = "auto"
+) -> Choice:
+    """Picks what runs: a pinned config if it serves, else a tuned one, else the cost model's first, else XLA.
+
+    Where XLA was measured to be faster than every kernel, it runs, but for the backend "cuda".
+    """
     if platform != "cuda":
         return Choice(problem, None, (f"platform {platform}: the kernels are for cuda",))
-    return _choose(problem, config, precision)
+    entries = tuned.find(problem) if config is None else ()
+    return _choose(problem, config, precision, backend == "cuda", entries)
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose(problem: Problem, config: Any, precision: Canonical) -> Choice:
+def _choose(
+    problem: Problem, config: Any, precision: Canonical, strict: bool, entries: tuple[tuned.Entry, ...]
+) -> Choice:
     if refused := dot_precision.reasons(precision, problem.a_dtype):
         return Choice(problem, None, (*_problem_reasons(problem), *refused))
     if config is not None:
@@ -117,15 +127,55 @@ def _choose(problem: Problem, config: Any, precision: Canonical) -> Choice:
         if isinstance(kernel, tuple):
             return Choice(problem, None, kernel)
         return _chosen(problem, kernel, kernel.time_us(problem.device), "pinned by config=")
+    for entry in entries:
+        if choice := _tuned(problem, entry, strict):
+            return choice
     if ranked := _ranked(problem):
         return _chosen(problem, *ranked[0], f"predicted fastest of {len(ranked)} configs")
     return Choice(problem, None, _problem_reasons(problem) or _config_reasons(problem))
 
 
 def _chosen(problem: Problem, kernel: Kernel, time_us: float, why: str) -> Choice:
+    share = min(1.0, floor_us(problem) / time_us)
+    return Choice(problem, kernel.config, (why, *kernel.notes), time_us, share, kernel)
+
+
+def floor_us(problem: Problem) -> float:
+    """Returns the time at the device's roofline: of the multiplications, or of the bytes."""
     device = problem.device
-    floor_us = 1e6 * max(problem.flops / device.peak(problem.a_dtype), problem.bytes / device.bytes_per_second)
-    return Choice(problem, kernel.config, (why, *kernel.notes), time_us, min(1.0, floor_us / time_us), kernel)
+    return 1e6 * max(problem.flops / device.peak(problem.a_dtype), problem.bytes / device.bytes_per_second)
+
+
+def _tuned(problem: Problem, entry: tuned.Entry, strict: bool) -> Choice | None:
+    """Returns what was measured to be fastest; None where that kernel is no more, and where a kernel must run."""
+    kernel = None
+    if entry.config:
+        config = config_of(dict(entry.config))
+        kernel = None if config is None else _resolve(problem, config)
+        if kernel is None or isinstance(kernel, tuple):
+            return None
+    if entry.xla_wins and not strict:
+        return Choice(problem, None, (entry.why,))
+    return None if kernel is None or entry.time_us is None else _chosen(problem, kernel, entry.time_us, entry.why)
+
+
+def fields_of(config: Any) -> dict[str, Any]:
+    """Returns a config as a file has it: the name of its family, and the fields that are not their defaults."""
+    family = next(family for family in FAMILIES if isinstance(config, family.Config))
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    return {"family": family.name, **{name: value for name, value in fields.items() if value != defaults[name]}}
+
+
+def config_of(fields: Mapping[str, Any]) -> Any:
+    """Returns the config that ``fields_of`` described; None of one that no family has."""
+    fields = dict(fields)
+    name = fields.pop("family", None)
+    family = next((family for family in FAMILIES if family.name == name), None)
+    try:
+        return family and family.Config(**fields)
+    except (TypeError, ValueError):
+        return None
 
 
 def _problem_reasons(problem: Problem) -> tuple[str, ...]:

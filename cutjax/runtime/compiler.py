@@ -250,11 +250,22 @@ def _disk() -> disk_cache.DiskCache | None:
 
 @functools.lru_cache(maxsize=8)
 def _disk_at(folder: pathlib.Path | None, limit_bytes: int) -> disk_cache.DiskCache:
-    if folder is None:
-        import platformdirs  # only now: `import cutjax` must stay fast
+    return disk_cache.DiskCache(folder or _user_folder(), limit_bytes)
 
-        folder = pathlib.Path(platformdirs.user_cache_dir("cutjax", appauthor=False))
-    return disk_cache.DiskCache(folder, limit_bytes)
+
+def _user_folder() -> pathlib.Path:
+    import platformdirs  # only now: `import cutjax` must stay fast
+
+    return pathlib.Path(platformdirs.user_cache_dir("cutjax", appauthor=False))
+
+
+def description() -> str:
+    """Returns the compiler and its cache folder, or why there is no compiler, for a person to read."""
+    compiler = _compiler()
+    if isinstance(compiler, str):
+        return compiler
+    cache = settings().cache_dir or _user_folder() if settings().cache_bytes else "off"
+    return f"NVRTC {compiler.version.partition('-')[0]}, kernel cache {cache}"
 
 
 def _run_nvrtc(nvrtc: Any, source: str, name: str, arch: str, *, extra: tuple[str, ...] = ()) -> Cubin:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_FOLDERS = {"cache_dir": "CUTJAX_CACHE_DIR", "dump_dir": "CUTJAX_DUMP_DIR", "tuning_dir": "CUTJAX_TUNING_DIR"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,26 +23,27 @@ class Settings:
       cache_bytes: bound on the kernel cache (``CUTJAX_CACHE_SIZE``, e.g. "512M"); 0 turns it off.
       dump_dir: where source, cubin and resource report of every kernel go (``CUTJAX_DUMP_DIR``); None is nowhere.
       target_arch: architecture when a program is lowered for CUDA without a device (``CUTJAX_TARGET_ARCH``).
+      tuning_dir: folder of the tuned kernels (``CUTJAX_TUNING_DIR``); None is in the user's data folder.
     """
 
     cache_dir: pathlib.Path | None = None
     cache_bytes: int = 2**30
     dump_dir: pathlib.Path | None = None
     target_arch: str = "sm_90a"
+    tuning_dir: pathlib.Path | None = None
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Settings:
         """Returns the settings of an environment; an empty variable counts as unset."""
         fields: dict[str, Any] = {}
-        if value := environ.get("CUTJAX_CACHE_DIR"):
-            fields["cache_dir"] = pathlib.Path(value).expanduser().absolute()
+        for field, name in _FOLDERS.items():
+            if value := environ.get(name):
+                fields[field] = pathlib.Path(value).expanduser().absolute()
         if value := environ.get("CUTJAX_CACHE_SIZE"):
             match = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
             if match is None:
                 raise ValueError(f"CUTJAX_CACHE_SIZE: expected bytes as in 1073741824, 512M or 1GiB, got {value!r}")
             fields["cache_bytes"] = int(match[1]) * _UNITS[match[2].upper()]
-        if value := environ.get("CUTJAX_DUMP_DIR"):
-            fields["dump_dir"] = pathlib.Path(value).expanduser().absolute()
         if value := environ.get("CUTJAX_TARGET_ARCH"):
             if re.fullmatch(r"sm_\d+[af]?", value) is None:
                 raise ValueError(f"CUTJAX_TARGET_ARCH: expected an architecture such as sm_90a, got {value!r}")

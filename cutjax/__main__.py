@@ -1,0 +1,10 @@
+"""The command line: ``python -m cutjax info | tune | bench``."""
+
+from __future__ import annotations
+
+import sys
+
+from cutjax.tuning.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""The walk over a program: every product in it, however deep in jit, scan, cond, custom rules or shard_map."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from cutjax.binding import lowering, rules
+
+
+class Found(NamedTuple):
+    """One product of a program.
+
+    Attributes:
+      eqn: its equation.
+      count: how often it runs in one call.
+      exact: False inside a while_loop or a cond, where ``count`` is of one iteration or of every branch.
+      divided: whether XLA's partitioner divides the program there over several devices.
+    """
+
+    eqn: Any
+    count: int
+    exact: bool
+    divided: bool
+
+    @property
+    def avals(self) -> list[Any]:
+        """The avals of its operands."""
+        return [x.aval for x in self.eqn.invars]
+
+
+def products(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], platform: str
+) -> tuple[list[Found], str]:
+    """Returns the products that jit would lower for a platform, those that nothing uses left out, in their order.
+
+    And the platform that this process computes on.
+
+    Args:
+      fn: any function that ``jax.jit`` takes, jitted or not; it is traced, not run.
+      args, kwargs: arrays or ``jax.ShapeDtypeStruct``.
+      platform: "cuda", "cpu", ...; "" is this process's.
+    """
+    here = "cuda" if lowering.on_cuda() else jax.default_backend()
+    where = platform or here
+    jitted: Any = fn if hasattr(fn, "trace") else jax.jit(lambda *args, **kwargs: fn(*args, **kwargs))
+    traced = jitted.trace(*args, **kwargs)
+    divided = lowering.device_count(traced, (where, here)) > 1
+    return list(_walk(rules.live(_open(traced.jaxpr)), where, 1, True, divided)), where
+
+
+def _walk(jaxpr: core.Jaxpr, platform: str, count: int, exact: bool, divided: bool) -> Iterator[Found]:
+    for eqn in jaxpr.eqns:
+        name, params = eqn.primitive.name, eqn.params
+        inner = divided
+        if eqn.primitive in lowering.choosers:
+            yield Found(eqn, count, exact, divided)
+            continue
+        if eqn.primitive in lowering.compositions:
+            inside = functools.partial(lowering.compositions[eqn.primitive], **params)
+            avals: list[Any] = [x.aval for x in eqn.invars]
+            subs = [jax.make_jaxpr(inside)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)).jaxpr]
+        elif name == "cond" and params.get("branches_platforms"):  # lax.platform_dependent: one branch is lowered
+            places = params["branches_platforms"]
+            taken = next(i for i, names in enumerate(places) if names is None or platform in names)
+            yield from _walk(_open(params["branches"][taken]), platform, count, exact, divided)
+            continue
+        else:
+            subs = core.jaxprs_in_params(params)
+        if name == "shard_map":
+            manual = params.get("newly_manual_axes", params.get("manual_axes"))  # renamed after jax 0.10
+            inner = lowering.leaves_axes(params["mesh"], manual)
+        for sub in subs:
+            times = params["length"] if name == "scan" else 1
+            yield from _walk(sub, platform, count * times, exact and name not in ("while", "cond"), inner)
+
+
+def _open(jaxpr: Any) -> core.Jaxpr:
+    """Returns the jaxpr of a closed one, which after jax 0.10 is the same."""
+    return getattr(jaxpr, "jaxpr", jaxpr)

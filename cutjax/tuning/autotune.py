@@ -1,0 +1,283 @@
+"""cutjax.autotune: measures kernels for every product in a function, and keeps the fastest of each."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cutjax.binding import lowering, walk
+from cutjax.epilogue.expression import identity
+from cutjax.kernels import tuned
+from cutjax.kernels.choose import Choice, candidates, choose, fields_of, floor_us
+from cutjax.kernels.problem import Problem
+from cutjax.primitives.accumulators import accumulator
+from cutjax.primitives.product import split
+from cutjax.runtime import compiler, tuning_file
+from cutjax.tuning import measure
+from cutjax.tuning.progress import Progress
+from cutjax.tuning.report import Report, Row, Skipped
+
+XLA = "XLA"
+
+
+def autotune(
+    fn: Callable[..., Any],
+    *,
+    candidates: int = 16,
+    path: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> Callable[..., Report]:
+    """Makes of a function one that times kernels for every product in it on this GPU, and keeps the fastest of each.
+
+    Products are found wherever they are, as by ``cutjax.explain``; the function is neither compiled nor run. To tune a
+    backward pass, tune the gradient or the training step. Each distinct problem is measured once: the kernels that the
+    cost model expects to be fastest, the one that runs today and, without groups, XLA, on random data that is not in
+    L2, rows divided evenly over groups. A kernel whose result is wrong, or that fails, is left out.
+
+    The fastest of each goes to a file, and from then on before the cost model's choice, in this process and later
+    ones. Functions that were jitted before are compiled again when they are called (``jax.clear_caches()`` is called);
+    what ``jax.jit(f).lower(...).compile()`` returned stays as it is.
+
+    Args:
+      fn: any function that ``jax.jit`` takes, jitted or not.
+      candidates: how many kernels are measured for a problem, beside the one that runs today.
+      path: the file, which ``cutjax.use_tuning`` reads; by default the user's, which every process reads.
+      progress: whether to show progress on stderr, where that is a terminal.
+
+    Returns:
+      A function of ``fn``'s arguments (arrays, or ``jax.ShapeDtypeStruct``) that returns a report: ``.rows`` holds each
+      problem's times, printing it gives a table, ``.plot()`` a picture.
+
+    Raises:
+      ValueError: if ``candidates`` is less than 1; when called, if the file has another version's format.
+      RuntimeError: when called, if there is no NVIDIA GPU or no compiler.
+
+    Example:
+      >>> import cutjax, jax
+      >>> step = jax.jit(jax.grad(lambda w, x: cutjax.gemm(x, w).sum()))
+      >>> tune = cutjax.autotune(step, candidates=32)
+      >>> # report = tune(w, x); print(report)
+    """
+
+    if candidates < 1:
+        raise ValueError(f"autotune: candidates must be 1 or more, got {candidates}")
+
+    def tuning(*args: Any, **kwargs: Any) -> Report:
+        require_device()
+        target = tuning_file.user_path() if path is None else pathlib.Path(path).expanduser().absolute()
+        tuning_file.check_writable(target)
+        found, _ = walk.products(fn, args, kwargs, "cuda")
+        return run(found, candidates, target, progress)
+
+    return tuning
+
+
+def require_device() -> None:
+    """Raises a RuntimeError unless kernels can be compiled and timed here."""
+    if not lowering.on_cuda():
+        raise RuntimeError(
+            "autotune: kernels are timed on an NVIDIA GPU, and JAX computes on "
+            f"{jax.default_backend()!r} here; with a GPU, install jax[cuda13] or jax[cuda12]"
+        )
+    if missing := compiler.compiler_missing():
+        raise RuntimeError(f"autotune: {missing}")
+
+
+@dataclasses.dataclass
+class Task:
+    """One problem of a program, and a product that is one.
+
+    Attributes:
+      problem: what is measured.
+      product: the first product of the program that asks for it.
+      before: the choice as it stands.
+      configs: the kernels to measure.
+      count: how often it runs in one call of the program.
+      exact: whether that is known.
+    """
+
+    problem: Problem
+    product: walk.Found
+    before: Choice
+    configs: list[Any]
+    count: int
+    exact: bool
+
+    @functools.cached_property
+    def functions(self) -> dict[Any, measure.Function]:
+        """The candidates: by config, and XLA where its time counts."""
+        found: dict[Any, measure.Function] = {config: self._bound("cuda", config) for config in self.configs}
+        if not self.problem.groups:  # XLA has no product of rows in groups; cutjax's reference is a loop
+            found[XLA] = self._bound("xla", None)
+        return found
+
+    def _bound(self, backend: str, config: Any, **more: Any) -> measure.Function:
+        eqn = self.product.eqn
+        # In place, a kernel would write into inputs that the next call reads: XLA would copy them before.
+        params = {**eqn.params, "in_place": (), "backend": backend, "config": config, **more}
+        params["epilogue"] = params["epilogue"].primal
+        return lambda *arrays: eqn.primitive.bind(*arrays, **params)
+
+    @property
+    def reference(self) -> measure.Function:
+        """The product by XLA; a plain one in float32, where sums of small integers are exact in any order, rounded."""
+        if not self.problem.plain:
+            return self._bound("xla", None)
+        dtype, wide = self.problem.out_dtype, np.dtype(np.float32)
+        inner = self._bound("xla", None, epilogue=identity(wide, accumulator(self.problem.a_dtype, wide)))
+        return lambda *arrays: [x.astype(dtype) for x in inner(*arrays)]
+
+    def inputs(self, key: jax.Array, integers: bool) -> list[jax.Array]:
+        """Returns random arrays: normal numbers or -2 to 2, groups of even sizes."""
+        params, avals = self.product.eqn.params, self.product.avals
+        factors, bs, context, operands = split([*range(len(avals))], params["product"], params["epilogue"])
+        keys, arrays = jax.random.split(key, len(avals)), []
+        for i in (factors, *bs, *context, *operands):
+            aval = avals[i]
+            arrays.append(self._sizes(aval) if i in context else _random(keys[i], aval.shape, aval.dtype, integers))
+        return arrays
+
+    def _sizes(self, aval: Any) -> jax.Array:
+        problem = self.problem
+        rows, groups = problem.m if problem.ragged == "m" else problem.k, problem.groups
+        sizes = [0] * problem.leading + [rows // groups + (i < rows % groups) for i in range(groups)]
+        return jnp.broadcast_to(jnp.array(sizes, aval.dtype), aval.shape)
+
+
+def _random(key: jax.Array, shape: Sequence[int], dtype: Any, integers: bool) -> jax.Array:
+    if dtype == np.bool_:
+        return jax.random.bernoulli(key, shape=shape)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jax.random.randint(key, shape, 0, 4, np.uint8).astype(dtype)
+    if integers:
+        return jax.random.randint(key, shape, -2, 3, np.int8).astype(dtype)
+    return jax.random.normal(key, shape, jnp.bfloat16 if dtype.itemsize <= 2 else dtype).astype(dtype)
+
+
+def tasks(found: Iterable[walk.Found], most: int) -> tuple[list[Task], list[Skipped]]:
+    """Returns what there is to measure, and the products for which there is no choice, with the reasons."""
+    todo: dict[Problem, Task] = {}
+    skipped: dict[tuple[str, str], int] = {}
+    for product in found:
+        eqn, params = product.eqn, product.eqn.params
+        before = lowering.choosers[eqn.primitive](*product.avals, target=lowering.target(), **params)
+        if not isinstance(before, Choice):  # a kernel of the user's own
+            continue
+        problem = before.problem
+        if why := _why_not(product, problem):
+            skipped[str(problem), why] = skipped.get((str(problem), why), 0) + product.count
+        elif task := todo.get(problem):
+            task.count += product.count
+            task.exact &= product.exact
+        else:
+            configs = list(candidates(problem)[:most])
+            if before.config is not None and before.config not in configs:
+                configs.append(before.config)
+            todo[problem] = Task(problem, product, before, configs, product.count, product.exact)
+    return list(todo.values()), [Skipped(*what, count) for what, count in skipped.items()]
+
+
+def _why_not(product: walk.Found, problem: Problem) -> str:
+    """Returns why there is no choice for a product; "" where there is."""
+    params = product.eqn.params
+    if params["config"] is not None:
+        return "pinned by config="
+    if params["backend"] == "xla":
+        return "backend 'xla'"
+    if problem.flops == 0:
+        return "nothing to compute"
+    if product.divided and params["backend"] != "cuda":
+        return lowering.PARTITIONED
+    choice = choose(problem, precision=params["precision"], backend="cuda")
+    return "" if choice.served else "; ".join(choice.reasons)
+
+
+def run(found: Iterable[walk.Found], most: int, path: pathlib.Path | None, progress: bool) -> Report:
+    """Measures products; the fastest of each goes to a file, none where ``path`` is None."""
+    todo, skipped = tasks(found, most)
+    shown = Progress(sum(len(task.configs) for task in todo) + len(todo), progress)
+    with shown:
+        compile_all(todo, shown)
+        rows, changed = [], False
+        try:
+            for task in todo:
+                shown.step(f"timing {task.problem}")
+                try:
+                    times = timed(task)
+                except Exception as error:  # this problem's: out of memory, say
+                    skipped.append(Skipped(str(task.problem), measure.reason(error), task.count))
+                    continue
+                row, entry = _row(task, times)
+                rows.append(row)
+                if entry and path:
+                    stored = entry.encoded(**_provenance())
+                    tuning_file.merge(path, {task.problem.device.name: {task.problem.key(): stored}})
+                    changed = True
+        finally:  # what was measured before an interruption counts
+            if changed:
+                tuned.read_again()
+                jax.clear_caches()
+    return Report(tuple(rows), tuple(skipped), lowering.target().kind, path)
+
+
+def compile_all(todo: Sequence[Task], shown: Progress) -> None:
+    """Compiles the kernels of all tasks in parallel, into the caches; who asks for one again gets its error again."""
+
+    def compile_one(task: Task, config: Any) -> None:
+        with contextlib.suppress(Exception):
+            choose(task.problem, config).call()
+        shown.step("compiling")
+
+    measure.parallel(lambda pair: compile_one(*pair), [(task, config) for task in todo for config in task.configs])
+
+
+def timed(task: Task) -> measure.Times:
+    """Times the candidates of a task on this device."""
+    inputs = measure.Inputs(task.inputs, task.problem.device.l2_bytes)
+    keep = [XLA, *([] if task.before.config is None else [task.before.config])]
+    # XLA may add up parts in 16 bits: a product that users have anyway, and not exact.
+    return measure.times(task.functions, inputs, task.reference, task.problem.plain, keep, trusted=(XLA,))
+
+
+def _row(task: Task, times: measure.Times) -> tuple[Row, tuned.Entry | None]:
+    """Returns the report's row of a problem, and the entry of the file; None where nothing ran."""
+    problem, us = task.problem, times.us
+    names = {config: choose(problem, config).kernel for config in task.configs} | {XLA: XLA}
+    best = min((config for config in us if config != XLA), key=us.__getitem__, default=None)
+    fields = () if best is None else tuple(sorted(fields_of(best).items()))
+    entry = tuned.Entry(fields, None if best is None else us[best], us.get(XLA)) if us else None
+    strict = task.product.eqn.params["backend"] == "cuda"
+    after = XLA if entry and entry.xla_wins and not (strict and best) else best
+    before = XLA if task.before.config is None else task.before.config
+    after_us = us.get(after)
+    return Row(
+        problem=problem,
+        count=task.count,
+        exact=task.exact,
+        before=names[before],
+        before_us=us.get(before),
+        after=names.get(after, "nothing ran"),
+        after_us=after_us,
+        xla_us=us.get(XLA),
+        roofline=None if after_us is None else floor_us(problem) / after_us,
+        config=None if after == XLA else after,
+        tried=len(task.functions),
+        dropped=tuple((names[name], why) for name, why in times.dropped.items()),
+    ), entry
+
+
+def _provenance() -> dict[str, str]:
+    import cutjax
+
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    return {"cutjax": cutjax.__version__, "jax": jax.__version__, "date": date}

@@ -1,0 +1,129 @@
+"""The commands of ``python -m cutjax``: info, tune and bench."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import re
+import sys
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from cutjax.binding import lowering, walk
+from cutjax.dtypes import DTYPES
+from cutjax.kernels import tuned
+from cutjax.kernels.choose import floor_us
+from cutjax.kernels.device import device_of_kind
+from cutjax.kernels.problem import LAYOUTS
+from cutjax.ops.gemm import gemm
+from cutjax.runtime import compiler, tuning_file
+from cutjax.tuning import autotune
+from cutjax.tuning.report import Report, number, table
+
+PRODUCT = "[BATCHx]MxNxK[:LAYOUT[:DTYPE]]"
+_DTYPES = {row.short: row.name for row in DTYPES.values() if row.short in ("bf16", "f16")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One product of the command line: d[m, n] = a @ b, a batch of them where ``batch`` is not 0."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    layout: str
+    dtype: str
+
+    def found(self) -> list[walk.Found]:
+        """Returns the product as a program has it."""
+        a = (self.m, self.k) if self.layout[0] == "n" else (self.k, self.m)
+        b = (self.k, self.n) if self.layout[1] == "n" else (self.n, self.k)
+        batch = (self.batch,) if self.batch else ()
+        avals = [jax.ShapeDtypeStruct((*batch, *shape), np.dtype(self.dtype)) for shape in (a, b)]
+        found, _ = walk.products(lambda a, b: gemm(a, b, layout=self.layout), avals, {}, "cuda")
+        return found
+
+
+def product(text: str) -> Product:
+    """Parses a product such as ``4096x4096x4096:nt:f16``; layout nn and bf16 are the defaults."""
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(\d+)x(\d+)(?::(\w+))?(?::(\w+))?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no product; expected {PRODUCT}, e.g. 4096x14336x4096:nt:bf16")
+    *sizes, layout, dtype = match.groups()
+    layout, dtype = layout or "nn", dtype or "bf16"
+    if layout not in LAYOUTS:
+        raise argparse.ArgumentTypeError(f"{text!r}: unknown layout {layout!r}, expected one of {LAYOUTS}")
+    if dtype not in _DTYPES:
+        raise argparse.ArgumentTypeError(f"{text!r}: unknown dtype {dtype!r}, expected one of {tuple(_DTYPES)}")
+    if "0" in sizes[1:]:
+        raise argparse.ArgumentTypeError(f"{text!r}: a size is 0")
+    batch, m, n, k = (int(size or 0) for size in sizes)
+    return Product(batch, m, n, k, layout, np.dtype(_DTYPES[dtype]).name)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1 or more")
+    return int(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns 0, or 1 where it cannot run here (argparse exits with 2 on what it cannot parse)."""
+    parser = argparse.ArgumentParser(prog="python -m cutjax", description="GEMM kernels for JAX")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="versions, device, caches and files of tuned kernels")
+    tune = commands.add_parser("tune", help="measure kernels for products, and keep the fastest")
+    bench = commands.add_parser("bench", help="time what runs for products, and XLA; keeps nothing")
+    for command in (tune, bench):
+        command.add_argument("products", nargs="+", type=product, metavar=PRODUCT)
+        command.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    tune.add_argument("--candidates", type=_positive, default=16, help="kernels measured for a product (16)")
+    tune.add_argument("--path", type=pathlib.Path, help="file of tuned kernels (the user's)")
+    given = parser.parse_args(arguments)
+    try:
+        print(info() if given.command == "info" else _measured(given))
+    except (RuntimeError, ValueError, OSError) as error:
+        print(f"python -m cutjax {given.command}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _measured(given: argparse.Namespace) -> object:
+    autotune.require_device()
+    path = None
+    if given.command == "tune":
+        path = (given.path or tuning_file.user_path()).expanduser().absolute()
+        tuning_file.check_writable(path)
+    found = [found for each in given.products for found in each.found()]
+    report = autotune.run(found, given.candidates if path else 0, path, not given.quiet)
+    return report if path else _comparison(report)
+
+
+def _comparison(report: Report) -> str:
+    """Returns the times of what runs today and of XLA, as a table."""
+    lines = [["problem", "us", "XLA us", "XLA/ours", "roofline", "runs"]]
+    for row in report.rows:
+        us, xla_us = row.before_us, row.xla_us
+        ratio = f"{xla_us / us:.3f}" if us and xla_us else "-"
+        share = f"{floor_us(row.problem) / us:.0%}" if us else "-"
+        lines.append([str(row.problem), number(us), number(xla_us), ratio, share, row.before])
+    return "\n".join([*table(lines), *report.notes(), report.device or "no device"])
+
+
+def info() -> str:
+    """Returns versions, device, caches and files of tuned kernels."""
+    import cutjax
+
+    target = lowering.target()
+    device = device_of_kind(target.kind, target.arch, target.sms)
+    here = f"{device.name}, {device.arch}, {device.sms} SMs" if target.kind else f"none; compiling for {target.arch}"
+    lines = [f"cutjax    {cutjax.__version__}", f"jax       {jax.__version__}", f"device    {here}"]
+    lines.append(f"compiler  {compiler.description()}")
+    for file in tuned.tables():
+        of_device = len(file.entries.get(device.name, ()))
+        lines.append(f"tuned     {file.path}: {file.count} entries, {of_device} for {device.name}")
+    return "\n".join(lines)

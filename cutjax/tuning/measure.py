@@ -1,0 +1,223 @@
+"""Times of functions that compute the same, on the device: compiled in parallel, checked, timed in turns.
+
+The clock is the host's: one sample is many calls, in a program of several and that program several times, so that what
+it takes to launch them is hidden behind the device's work. Inputs are rotated, so that none is found in L2.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+SAMPLE_SECONDS = 2e-3  # of device time, at least: a host clock's jitter is some 10 us
+MOST_CALLS = 32  # in one program
+MOST_RUNS = 16  # of the program, in one sample
+MOST_SETS = 32
+FIRST_ROUNDS, LAST_ROUNDS, FINALISTS = 3, 9, 4
+_MEMORY_WITHOUT_STATISTICS = 8 << 30
+
+Function = Callable[..., Sequence[jax.Array]]
+
+
+@dataclasses.dataclass
+class Times:
+    """Times of functions.
+
+    Attributes:
+      us: the median time, in microseconds, of each that was in the last rounds.
+      dropped: why, of each that failed or was wrong.
+    """
+
+    us: dict[Any, float]
+    dropped: dict[Any, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The inputs of the functions.
+
+    Attributes:
+      make: ``(key, integers) -> arrays``, traceable: random numbers, or small integers of which every sum is exact.
+      l2_bytes: of the device's cache: all inputs together pass twice that, where memory lasts.
+    """
+
+    make: Callable[[jax.Array, bool], Sequence[jax.Array]]
+    l2_bytes: int
+
+
+def times(
+    functions: Mapping[Hashable, Function],
+    inputs: Inputs,
+    reference: Function,
+    exact: bool,
+    keep: Collection[Hashable] = (),
+    trusted: Collection[Hashable] = (),
+) -> Times:
+    """Times functions in turns; all in a few rounds, then the fastest in more.
+
+    Args:
+      functions: each takes the arrays of ``inputs``.
+      inputs: what they are called with.
+      reference: computes the same; the results of each for inputs of integers are held to it.
+      exact: whether they must be equal.
+      keep: functions that are in the last rounds however fast they are.
+      trusted: functions whose results are right whatever they are.
+    """
+    keys = iter(jax.random.split(jax.random.key(0), MOST_SETS + 1))
+    make = jax.jit(inputs.make, static_argnums=1)
+    avals = jax.eval_shape(lambda key: inputs.make(key, False), jax.random.key(0))
+    in_bytes = _bytes(avals)
+    out_bytes = max((size for f in functions.values() if (size := _result_bytes(f, avals))), default=0)
+    sets, calls = _counts(in_bytes, out_bytes, inputs.l2_bytes, _free_bytes())
+    chosen = [make(next(keys), False) for _ in range(sets)]
+    chosen = [chosen[i % sets] for i in range(calls)]
+    known = make(next(keys), True)
+    jax.block_until_ready((chosen, known))
+    found = Times({}, {})
+    programs: dict[Hashable, Any] = {}
+    expected, check = jax.jit(reference)(*known), jax.jit(functools.partial(agree, exact=exact))
+    for name, program in _compiled(functions, chosen).items():
+        try:
+            if isinstance(program, Exception):
+                raise program
+            first, *_ = program([known] * calls)
+            if name not in trusted and not check(first, expected):
+                raise ArithmeticError("its result is wrong")
+            del first
+            start = time.perf_counter()
+            jax.block_until_ready(program(chosen))
+            programs[name] = program, _runs(time.perf_counter() - start, calls * out_bytes)
+        except Exception as error:
+            found.dropped[name] = reason(error)
+    del expected
+    rounds = _Rounds(programs, chosen, calls, found)
+    rounds.play(list(programs), FIRST_ROUNDS)
+    last = {*sorted(rounds.samples, key=rounds.us)[:FINALISTS], *keep}
+    rounds.play([name for name in rounds.samples if name in last], LAST_ROUNDS)
+    found.us = {name: rounds.us(name) for name in rounds.samples if name in last}
+    return found
+
+
+def reason(error: BaseException) -> str:
+    """Returns an error as a reason, in a line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+class _Rounds:
+    """The samples of programs that run in turns; a program that fails is dropped."""
+
+    def __init__(self, programs: Mapping[Hashable, Any], chosen: Sequence[Any], calls: int, found: Times):
+        self._programs, self._chosen, self._calls, self._found = programs, chosen, calls, found
+        self.samples: dict[Any, list[float]] = {name: [] for name in programs}
+
+    def us(self, name: Hashable) -> float:
+        """Returns the median of a program's samples."""
+        return float(np.median(self.samples[name]))
+
+    def play(self, names: Sequence[Hashable], count: int) -> None:
+        """Takes samples of some programs; of each only those of the last call count, so that they compare."""
+        order = random.Random(0)  # a lazy neighbour leaves a cooler card: not always the same one
+        for name in names:
+            self.samples[name].clear()
+        for _ in range(count):
+            for name in order.sample(list(names), len(names)):
+                if name in self.samples:
+                    self._sample(name)
+
+    def _sample(self, name: Hashable) -> None:
+        program, runs = self._programs[name]
+        try:
+            out, start = None, time.perf_counter()
+            for _ in range(runs):
+                out = program(self._chosen)  # one stream: the last result is ready when all are
+            jax.block_until_ready(out)
+            self.samples[name].append(1e6 * (time.perf_counter() - start) / (runs * self._calls))
+        except Exception as error:
+            del self.samples[name]
+            self._found.dropped[name] = reason(error)
+
+
+def _compiled(functions: Mapping[Hashable, Function], chosen: Sequence[Any]) -> dict[Hashable, Any]:
+    """Returns for each function the program that calls it with each set of inputs, or the error in its place."""
+
+    def compile_one(function: Function) -> Any:
+        inner = jax.jit(lambda *args: function(*args))  # lowered once, however often it is called
+        # Each input is a parameter of its own, the same array twice too: XLA can merge no two calls.
+        program = jax.jit(lambda sets: [inner(*args) for args in sets])
+        try:
+            return program.lower(chosen).compile()
+        except Exception as error:
+            return error
+
+    return dict(zip(functions, parallel(compile_one, functions.values()), strict=True))
+
+
+def parallel(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    """Returns the function of each item, computed in as many threads as there are cores."""
+    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        return list(pool.map(function, items))
+
+
+def _counts(in_bytes: int, out_bytes: int, l2_bytes: int, free_bytes: int) -> tuple[int, int]:
+    """Returns how many sets of inputs there are, and how often the program calls the function with one.
+
+    They and the results take at most half of what memory is free.
+    """
+    wanted = min(MOST_SETS, 1 + math.ceil(2 * l2_bytes / max(in_bytes, 1)))
+    fit = max(1, min(MOST_CALLS, free_bytes // 4 // max(out_bytes, 1)))
+    sets = max(1, min(wanted, fit, free_bytes // 4 // max(in_bytes, 1)))
+    return sets, fit // sets * sets  # whole rotations: no set is warm because the last program ended with it
+
+
+def _runs(seconds: float, out_bytes: int) -> int:
+    """Returns how often a program runs in a sample; the results of all of them may live at once."""
+    fit = _free_bytes() // 2 // max(out_bytes, 1)
+    return max(1, min(MOST_RUNS, fit, math.ceil(SAMPLE_SECONDS / max(seconds, 1e-9))))
+
+
+def _free_bytes() -> int:
+    statistics = jax.devices()[0].memory_stats() or {}
+    limit = statistics.get("bytes_limit")
+    return _MEMORY_WITHOUT_STATISTICS if limit is None else max(0, limit - statistics.get("bytes_in_use", 0))
+
+
+def _result_bytes(function: Function, avals: Sequence[Any]) -> int | None:
+    try:
+        return _bytes(jax.eval_shape(function, *avals))
+    except Exception:  # it will fail again where the reason is kept
+        return None
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def agree(results: Sequence[jax.Array], reference: Sequence[jax.Array], exact: bool) -> jax.Array:
+    """Computes whether results are right: equal, or (where an epilogue rounds) near by each element's size.
+
+    NaN and infinities are to be where the reference has them.
+    """
+    verdict = jnp.array(True)
+    for x, ref in zip(results, reference, strict=True):
+        same = (x == ref) | ((x != x) & (ref != ref))
+        if not exact and jnp.issubdtype(x.dtype, jnp.floating):
+            # Two units in the last place of 16 bits or fewer; a sum of f32 is held no tighter. What is missing a stage,
+            # or a tile, is off by many times that.
+            unit = max(2.0**-6, 2 * float(jnp.finfo(x.dtype).eps))
+            wide, ref = (y.astype(np.float64 if y.dtype.itemsize > 4 else np.float32) for y in (x, ref))
+            finite = jnp.isfinite(ref)
+            scale = jnp.sqrt(jnp.mean(jnp.where(finite, ref, 0) ** 2))
+            same |= finite & (jnp.abs(wide - ref) <= unit * (jnp.abs(ref) + scale))
+        verdict &= jnp.all(same)
+    return verdict
