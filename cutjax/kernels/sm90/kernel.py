@@ -68,7 +68,7 @@ class Facts:
         several = len(epilogue.outputs) > 1 and bool(epilogue.operands)
         # Beside 192 accumulators, random bits and others that are called spill; beside 128 nothing does.
         called = config.accumulator_registers * problem.products > 128 and self.staging.called
-        if called or problem.groups:
+        if called or problem.groups or (varying and not self.staging.even):
             return 128
         return min(160, widest) if varying or several else widest
 
