@@ -99,12 +99,11 @@ class Item:
             m, n = (int(rng.integers(300, 1500)) for _ in range(2))
         else:
             m, n = (int(np.exp(rng.uniform(0, np.log(400))) + 0.5) for _ in range(2))
-        # A row of a or b is of whole units of 16 bytes; of the result it need not be.
-        m = 8 * -(-m // 8) if layout[0] == "t" else m
-        n = 8 * -(-n // 8) if layout[1] == "n" else n
-        if not self.swap:
-            n, layout = n | 1, layout[0] + "t"
-        k = 8 * int(rng.integers(1, 20 if self.index % 3 == 1 else 60))
+        if rng.random() < 0.5:  # else rows of b in "nn", and of the result, are of whole units of 16 bytes
+            n |= 1
+        elif self.swap:
+            n = 8 * -(-n // 8)
+        k = 8 * int(rng.integers(1, 20 if self.index % 3 == 1 else 60)) - int(rng.random() < 0.2)
         dtype = (np.dtype(H), np.dtype(np.float16))[rng.integers(2)]
         out_dtype = (dtype, dtype, np.dtype(np.float32))[rng.integers(3)]
         batch, a_batch, b_batch = problems._batches(rng) if self.index % 3 == 2 else ((), (), ())
@@ -139,19 +138,23 @@ class Item:
 
     @functools.cached_property
     def config(self) -> cutjax.Config:
-        """The first that serves, of the tiles from that of the item's number on."""
+        """The first that serves, of the tiles in random order; of one in four, with k divided in some way."""
         avals = [jax.ShapeDtypeStruct(shape, self.problem.a_dtype) for shape in problems.shapes(self.problem)[:2]]
         (row,) = cutjax.explain(self.gemm("auto"), platform="cuda")(*avals, *self.operands()).rows
         assert row.choice is not None
         rng = np.random.default_rng([problems.SEED, self.index, 73])
         more = {"stages": int(rng.integers(2, 5)), "raster": int(rng.choice([1, 3, 8, -4])), "swap": self.swap}
-        first = int(rng.integers(len(TILES)))
-        for at in range(len(TILES)):
-            for depth in dict.fromkeys((more["stages"], 2)):
-                config = cutjax.Config(**TILES[(first + at) % len(TILES)], **more | {"stages": depth})
-                if not cutjax.reasons(config, row.choice.problem):
-                    return config
-        raise AssertionError(cutjax.reasons(config, row.choice.problem))
+        ways = ({"cluster_k": 2}, {"cluster_k": 4}, {"splits": 3}, {"stream_k": True})
+        divided = ways[rng.integers(4)] if rng.random() < 0.25 else {}
+        for at, depth in itertools.product(rng.permutation(len(TILES)), dict.fromkeys((more["stages"], 2))):
+            fields = TILES[at] | more | {"stages": depth} | divided
+            try:
+                config = cutjax.Config(**fields)
+            except ValueError:  # only some tiles can be shared
+                continue
+            if not cutjax.reasons(config, row.choice.problem):
+                return config
+        raise AssertionError(f"no config with {more} and {divided} for {row.choice.problem}")
 
 
 def prepare(item: Item) -> tuple[Any, ...]:
