@@ -26,6 +26,7 @@ SYMMETRIC = cutjax.Problem(256, 256, 65536, "nt", symmetric=True)
 
 IN_CLUSTERS = [Config(bm, bn, 64, 4, cluster_k=k) for bm, bn in ((64, 64), (128, 128), (256, 96)) for k in (2, 4, 8)]
 IN_CLUSTERS += [Config(128, 256, 64, 4, cluster_k=k) for k in (2, 3, 8)]
+SWAPPED = [Config(64, 32, 64, 8, swap=True, cluster_k=4), Config(128, 64, 64, 5, swap=True, cluster_k=2, splits=3)]
 AS_BATCH = [Config(128, 128, 64, 4, splits=3), Config(128, 128, 64, 4, schedule="pingpong", splits=3)]
 AS_BATCH += [Config(128, 256, 64, 4, cluster_m=2, splits=3), Config(128, 192, 64, 4, cluster_k=4, splits=3)]
 
@@ -34,7 +35,9 @@ AS_BATCH += [Config(128, 256, 64, 4, cluster_m=2, splits=3), Config(128, 192, 64
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_plain_kernels_compile_lean(layout):
     asked = cutjax.Problem(256, 256, 65536, layout)
-    check_lean(asked, IN_CLUSTERS + AS_BATCH if layout == "nn" else IN_CLUSTERS[3:6] + AS_BATCH[:2], 24 << 10)
+    check_lean(
+        asked, SWAPPED + (IN_CLUSTERS + AS_BATCH if layout == "nn" else IN_CLUSTERS[3:6] + AS_BATCH[:2]), 24 << 10
+    )
 
 
 @needs_nvrtc
@@ -50,7 +53,7 @@ def test_kernels_of_groups_and_of_symmetric_results_compile_lean(asked):
 def test_fused_kernels_compile_lean(name):
     asked = problem(*CASES[name], sizes=(256, 256, 65536))
     narrow = [Config(128, 64, 64, 4, cluster_k=k, splits=3 - k) for k in (1, 2)]
-    configs = [config for config in (*IN_CLUSTERS, *AS_BATCH, *narrow) if not cutjax.reasons(config, asked)]
+    configs = [config for config in (*IN_CLUSTERS, *AS_BATCH, *SWAPPED, *narrow) if not cutjax.reasons(config, asked)]
     assert {config.cluster_k for config in configs} >= {1, 2}
     check_lean(asked, configs, 48 << 10)
 
@@ -112,6 +115,9 @@ def test_the_plan_of_a_cluster(compile_nothing):
     assert (d.dims, d.box, d.swizzle) == ((256, 256, 1), (16, 64, 1), 32)
     groups = sm90.resolved(GROUPS, Config(128, 128, 64, 4, cluster_k=2, splits=3)).call().launches[0]
     assert (groups.grid, groups.blocks_per_sm) == ((2 * 4 * 4 * 3 * 2, 1, 1), 0)
+    swapped = sm90.resolved(cutjax.Problem(16, 4096, 65536), SWAPPED[1]).call()
+    assert [x.shape for x in swapped.results] == [(3, 16, 4096)]
+    assert swapped.launches[0].grid == (32 * 3 * 2, 1, 1)
     (symmetric,) = sm90.resolved(SYMMETRIC, Config(128, 128, 64, 4, cluster_k=2)).call().launches
     assert symmetric.grid == (3 * 2, 1, 1)
 

@@ -45,7 +45,9 @@ SHARED = [dataclasses.replace(config, cluster_k=k) for k, configs in IN_CLUSTERS
 BATCHED = [dataclasses.replace(config, splits=splits) for config in AS_BATCH for splits in (2, 3, 16)]
 BOTH = [Config(128, 128, 64, 4, cluster_k=2, splits=3), Config(64, 64, 64, 4, cluster_k=8, splits=2)]
 BOTH += [Config(64, 32, 64, 8, cluster_k=4, splits=16)]
-CONFIGS = SHARED + BATCHED + BOTH
+SWAPPED = [Config(64, 32, 64, 8, swap=True, cluster_k=4), Config(128, 64, 64, 5, swap=True, cluster_k=2, splits=3)]
+SWAPPED += [Config(64, 48, 64, 6, swap=True, splits=3), Config(64, 16, 128, 6, swap=True, cluster_k=8)]
+CONFIGS = SHARED + BATCHED + BOTH + SWAPPED
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +60,7 @@ def limited():
 
 def name(config: cutjax.Config) -> str:
     tile = f"{config.bm}x{config.bn}x{config.bk}_{config.schedule}_c{config.cluster_m}{config.cluster_n}"
-    return f"{tile}_k{config.cluster_k}_s{config.splits}"
+    return f"{tile}_k{config.cluster_k}_s{config.splits}" + "_swap" * config.swap
 
 
 def integers(seed: int, *shapes: tuple[int, ...], dtype: np.dtype = H) -> list[np.ndarray]:
@@ -94,6 +96,12 @@ def test_every_config(config):
         check_exact(cutjax.Problem(m, n, k, LAYOUTS[i], out_dtype=out), config)
 
 
+@pytest.mark.parametrize("config", [SHARED[6], SHARED[-1], *BATCHED[:4:3], BOTH[0], *SWAPPED], ids=name)
+def test_rows_that_are_not_aligned(config):
+    for i, layout in enumerate(LAYOUTS):
+        check_exact(cutjax.Problem(137, 201 + i, 1999, layout, out_dtype=(H, F32)[i % 2]), config)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [H, np.dtype(np.float16)], ids=str)
 @pytest.mark.parametrize(
@@ -117,7 +125,7 @@ LONG = {
     (256, 256, 65536, "nn"): [Config(128, 128, 64, 6, cluster_k=8), Config(128, 128, 64, 6, cluster_k=8, splits=4)],
     (64, 64, 262144, "nt"): [Config(64, 64, 64, 8, cluster_k=8, splits=16), Config(64, 64, 64, 8, splits=128)],
     (768, 768, 50432, "tn"): [Config(128, 256, 64, 4, cluster_k=4), Config(128, 128, 64, 4, splits=3)],
-    (16, 4096, 14336, "nn"): [Config(64, 64, 64, 8, cluster_k=2), Config(64, 128, 64, 6, cluster_k=4)],
+    (16, 4096, 14336, "nn"): [Config(64, 16, 64, 12, swap=True, cluster_k=2), Config(64, 128, 64, 6, cluster_k=4)],
     (5120, 1280, 12608, "tn"): [Config(128, 256, 64, 4, cluster_k=2), Config(128, 256, 64, 4, cluster_m=2, splits=3)],
 }
 
@@ -190,6 +198,8 @@ FUSED_CONFIGS = [
     Config(128, 64, 64, 4, splits=3),
     Config(128, 64, 64, 4, splits=2, schedule="pingpong"),
     Config(128, 64, 64, 4, cluster_k=4, splits=2),
+    Config(128, 64, 64, 4, swap=True, cluster_k=4),
+    Config(64, 32, 64, 4, swap=True, cluster_k=2, splits=2),
 ]
 
 
@@ -200,6 +210,8 @@ def test_epilogues(config, case, batch):
     fn, products, shapes, tolerance = FUSED[case]
     if batch and case == "reductions":
         fn = jax.vmap(fn, (0, None))
+    if config.swap and products > 1:
+        pytest.skip("several products cannot be swapped")
     a, *bs = integers(5, (*batch, M, K), *[(*batch, K, N)] * products)
     operands = [x.astype(dtype) for x, (_, dtype) in zip(integers(6, *(s for s, _ in shapes)), shapes, strict=True)]
 
