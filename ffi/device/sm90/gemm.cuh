@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
 
   int warpgroup = uniform(threadIdx.x / 128), thread = threadIdx.x % 128;
   u32 rank = CTAS > 1 ? cluster_ctarank() : 0;
-  u32 rank_m = CLUSTER_M > 1 ? rank : 0, rank_n = CLUSTER_N > 1 ? rank : 0;
+  u32 rank_m = CLUSTER_M > 1 ? rank : 0, rank_n = CLUSTER_N > 1 ? rank : 0, rank_k = CLUSTER_K > 1 ? rank : 0;
   if (threadIdx.x == 0) {
     prefetch_tensormap(&map_a);
     for (const TensorMap* map : map_b) prefetch_tensormap(map);
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     if constexpr (CONSUMERS == 2) setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (thread < 32) {
       for (int index = blockIdx.x / CTAS; scheduler.has(index); index += step) {
-        Work work = part(scheduler.work(index, rank_m, rank_n), rank, SPLITS, matrices);
+        Work work = part(scheduler.work(index, rank_m, rank_n), rank_k, SPLITS, matrices);
         BatchIndex i(work.batch, batch1, batch2);
         fill(pipe, shared, &map_a, map_b, work, i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2), rank_m,
              rank_n);
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       }
     }
     for (; scheduler.has(index); index += step) {
-      Work work = part(scheduler.work(index, rank_m, rank_n), rank, SPLITS, matrices);
+      Work work = part(scheduler.work(index, rank_m, rank_n), rank_k, SPLITS, matrices);
       if constexpr (PING_PONG && !EVEN_DEPTH) {
         turn ^= 1;
         if (turn == consumer) {

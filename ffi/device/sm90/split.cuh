@@ -10,7 +10,7 @@ DEVICE int part_blocks(int blocks, int splits) {
   return (blocks + parts - 1) / parts;
 }
 
-// What of a work item is this CTA's; a split has `matrices` results.
+// What of a work item is this CTA's, whose rank along k is given; a split has `matrices` results.
 DEVICE Work part(Work work, u32 rank, int splits, int matrices) {
   if constexpr (CLUSTER_K == 1 && !IN_PARTS) return work;
   int split = work.result / matrices, before = part_blocks(work.k_blocks, splits);
