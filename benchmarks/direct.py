@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import cutjax
@@ -33,13 +33,13 @@ from benchmarks.driver import Driver
 from benchmarks.ops import models
 from cutjax.kernels.device import Device, device_of_kind
 from cutjax.kernels.problem import Problem
+from cutjax.kernels.sm90 import family
 from cutjax.kernels.sm90.kernel import Kernel, resolve, resolved
 from cutjax.runtime.compiler import compile_kernel
 
 START, COMPILE, INPUTS, CHECK, TIME = range(5)  # what a worker is at
 SILENCE_S = {START: 120, COMPILE: 180, INPUTS: 60, CHECK: 15, TIME: 15}
 GRACE_S = 25  # beyond --seconds, for the product under way
-AXES = {"swap": (False, True), "cluster_k": (1, 2, 4, 8), "splits": (1, 2, 4, 8)}  # fields that `variants` tries
 
 
 class Board:
@@ -102,29 +102,27 @@ def problem_of(case: Dense, device: Device) -> Problem:
     return dataclasses.replace(case.problem, device=device)
 
 
-def variants(problem: Problem) -> Iterator[cutjax.Config]:
-    """Yields configs beside those shipped: each of these with every value of the fields of ``AXES`` that there are."""
-    known = {field.name for field in dataclasses.fields(cutjax.Config)}
-    axes = {name: values for name, values in AXES.items() if name in known}
-    if not axes:
-        return
-    for config in cutjax.candidates(problem):
-        for values in itertools.product(*axes.values()):
-            try:
-                yield dataclasses.replace(config, **dict(zip(axes, values, strict=True)))
-            except ValueError:  # no such config
-                continue
+def kind(config: cutjax.Config) -> str:
+    """Returns the kind of a config: of each, some are timed."""
+    divided = "parts" if config.parts > 1 else "stream" if config.stream_k else "whole"
+    return f"swapped {divided}" if config.swap else divided
 
 
 def plan(case: Dense, device: Device, most: int, more: int) -> Job:
-    """Returns the ``most`` configs predicted fastest for a product, and ``more`` of the others by chance."""
+    """Returns the ``most`` configs predicted fastest for a product, and ``more`` of the others of each kind by chance.
+
+    Of each kind there are at least a fifth of the ``most``.
+    """
     problem = problem_of(case, device)
-    configs = dict.fromkeys((*cutjax.candidates(problem), *variants(problem)))
-    found = [kernel for kernel in (resolve(problem, config) for config in configs) if isinstance(kernel, Kernel)]
+    found = [kernel for x in family.configs(problem) if isinstance(kernel := resolve(problem, x), Kernel)]
     ranked = sorted(((kernel.time_us(device), i, kernel) for i, kernel in enumerate(found)), key=lambda x: x[:2])
-    rest = ranked[most:]
     chance = random.Random(hashlib.sha256(case.name.encode()).digest())  # the same products, the same configs
-    chosen = ranked[:most] + chance.sample(rest, min(more, len(rest)))
+    chosen = dict.fromkeys(ranked[:most])
+    for name in dict.fromkeys(kind(kernel.config) for _, _, kernel in ranked):
+        of_kind = [entry for entry in ranked if kind(entry[2].config) == name]
+        chosen |= dict.fromkeys(of_kind[: -(-most // 5)])
+        rest = [entry for entry in of_kind if entry not in chosen]
+        chosen |= dict.fromkeys(chance.sample(rest, min(more, len(rest))))
     return Job(case, [dataclasses.asdict(kernel.config) for _, _, kernel in chosen], [us for us, _, _ in chosen])
 
 

@@ -62,12 +62,14 @@ class Entry:
       launches: of its call.
       kernels: their names.
       results: what they write.
+      zeroed: which of them is zeros before, being an argument too; -1 is none.
     """
 
     place: int
     launches: list[Prepared]
     kernels: list[str]
     results: list[jax.ShapeDtypeStruct]
+    zeroed: int
 
 
 class Bench:
@@ -104,11 +106,16 @@ class Bench:
         """Loads a call's kernels and encodes its tensor maps."""
         results = list(call.results) or [jax.ShapeDtypeStruct((*case.batch, case.m, case.n), jnp.dtype(case.dtype))]
         launches = [Prepared(self.driver, launch, self.device.sms) for launch in call.launches]
-        return Entry(place, launches, [launch.kernel for launch in call.launches], results)
+        zeroed = next((result for argument, result in call.aliases if argument == 2), -1)
+        return Entry(place, launches, [launch.kernel for launch in call.launches], results, zeroed)
 
     def launch(self, entry: Entry, arrays: Sequence[jax.Array], results: Sequence[int]) -> None:
         """Runs a call's kernels and waits for them."""
-        addresses = [x.unsafe_buffer_pointer() for x in arrays] + list(results)
+        addresses = [x.unsafe_buffer_pointer() for x in arrays]
+        if entry.zeroed >= 0:
+            addresses.append(results[entry.zeroed])
+            self.driver.fill(results[entry.zeroed], 0, padded(entry.results[entry.zeroed]))
+        addresses += results
         for prepared in entry.launches:
             prepared(addresses)
         self.driver.synchronize()

@@ -28,11 +28,14 @@ from benchmarks.direct import CHECK, COMPILE, INPUTS, TIME, Board, Job, problem_
 from benchmarks.direct_bench import Bench, Entry, padded
 from benchmarks.driver import CudaError, Driver
 from cutjax.kernels.device import Device, device_of_kind
+from cutjax.kernels.problem import Problem
+from cutjax.kernels.sm90.arguments import paddings
 from cutjax.kernels.sm90.kernel import resolved
 from cutjax.runtime.launch import Call
 
 SLOW_US = 1000.0  # products that cannot take less are timed fewer times
 SLOW_REPS = 3
+ZEROS_US = 1.5  # of zeroing the tickets of tiles in parts, which is no kernel
 
 
 @dataclasses.dataclass
@@ -81,7 +84,7 @@ def compile_finish(call: Call) -> tuple[Callable[..., Any], Callable[[], Any]]:
     finish, results = call.finish, call.results
     assert finish is not None
     zeros = jax.jit(lambda: tuple(jnp.zeros(x.shape, x.dtype) for x in results)).lower().compile()
-    return jax.jit(lambda *xs: finish(xs)).lower(*results).compile(), zeros
+    return jax.jit(lambda *xs: finish(xs, ())).lower(*results).compile(), zeros
 
 
 def measure(bench: Bench, number: int, job: Job, programs: Programs, reps: int) -> dict[str, Any]:
@@ -93,6 +96,7 @@ def measure(bench: Bench, number: int, job: Job, programs: Programs, reps: int) 
     failed = [{"config": _brief(job.configs[i]), "why": why} for i, why in job.skip.items() if i >= 0]
     board.mark(number, -1, CHECK)
     expected = jax.block_until_ready(programs.xla(*sets[0]))
+    padded_sets, pad_us = _pad(problem, sets)
     entries = []
     for place, fields in enumerate(job.configs):
         if place in job.skip:
@@ -104,7 +108,7 @@ def measure(bench: Bench, number: int, job: Job, programs: Programs, reps: int) 
             if not isinstance(call, str):
                 entry = bench.prepare(case, place, call)
                 bench.reserve(sum(map(padded, entry.results)))
-                if not (why := bench.check(entry, case, sets[0], expected)):
+                if not (why := bench.check(entry, case, padded_sets[0], expected)):
                     entries.append(entry)
         except Exception as error:
             traceback.print_exc()
@@ -114,13 +118,15 @@ def measure(bench: Bench, number: int, job: Job, programs: Programs, reps: int) 
             failed.append({"config": _brief(fields), "why": why})
     del expected
     floor_us = 1e6 * max(problem.flops / device.peak(problem.a_dtype), problem.bytes / device.bytes_per_second)
-    times = _time(bench, number, entries, programs.xla, sets, SLOW_REPS if floor_us > SLOW_US else reps)
+    times = _time(bench, number, entries, programs.xla, sets, padded_sets, SLOW_REPS if floor_us > SLOW_US else reps)
     xla_us, xla_kernels = times.pop(-1)
     board.mark(number, -1, INPUTS)
     sums = {place: _finish_us(*programs.finishes[place]) for place in times if place in programs.finishes}
     configs = []
     for place, (us, _) in times.items():
-        row = {**_brief(job.configs[place]), "us": round(us + sums.get(place, 0), 3)}
+        row = {**_brief(job.configs[place]), "us": round(us + sums.get(place, 0) + pad_us, 3)}
+        if job.configs[place]["stream_k"]:
+            row["us"] = round(row["us"] + ZEROS_US, 3)
         if place in sums:
             row["finish_us"] = round(sums[place], 3)
         configs.append({**row, "predicted_us": round(job.predicted[place], 3)})
@@ -148,6 +154,7 @@ def _time(
     entries: Sequence[Entry],
     xla: Callable[..., jax.Array],
     sets: Sequence[tuple],
+    padded_sets: Sequence[tuple],
     reps: int,
 ) -> dict[int, tuple[float, list[str]]]:
     """Returns the median time and the kernels of each entry by its place, and of XLA as -1."""
@@ -164,9 +171,12 @@ def _time(
         jax.block_until_ready(xla(*arrays))
 
     functions = {-1: theirs, **{entry.place: ours(entry) for entry in entries}}
-    chance, rotation = random.Random(number), itertools.cycle(sets)
+    chance, rotation = random.Random(number), itertools.cycle(range(len(sets)))
     order = [place for _ in range(reps) for place in chance.sample(list(functions), len(functions))]
-    calls = [(functions[place], next(rotation)) for place in order]
+    calls = []
+    for place in order:
+        i = next(rotation)
+        calls.append((functions[place], sets[i] if place < 0 else padded_sets[i]))
     seen = timing.records(calls, calls[: len(functions)] if reps > SLOW_REPS else calls[:1])
     # Each stream's kernels come in their order; ours run on another than XLA's.
     by_place = {entry.place: entry for entry in entries}
@@ -189,6 +199,26 @@ def _time(
         raise RuntimeError(f"the profiler saw {len(left)} kernels too many: {left[:3]}")
     kernels = {-1: [name for name, _ in others[:each]]} | {place: entry.kernels for place, entry in by_place.items()}
     return {place: (float(np.median(times)), kernels[place]) for place, times in samples.items()}
+
+
+def _pad(problem: Problem, sets: Sequence[tuple]) -> tuple[Sequence[tuple], float]:
+    """Returns the sets with rows as kernels take them, and the time that copying one takes."""
+    columns = {padding.buffer: padding.columns for padding in paddings(problem)}
+    if not columns:
+        return sets, 0.0
+
+    def pad(*arrays: jax.Array) -> list[jax.Array]:
+        """Only what is padded: the rest would be copied."""
+        zeros = [(0, 0, 0)] * (arrays[0].ndim - 1)
+        return [jax.lax.pad(arrays[i], np.zeros((), arrays[i].dtype), [*zeros, (0, c, 0)]) for i, c in columns.items()]
+
+    function, padded_sets = jax.jit(pad), []
+    for arrays in sets:
+        copies = dict(zip(columns, function(*arrays), strict=True))
+        padded_sets.append(tuple(copies.get(i, x) for i, x in enumerate(arrays)))
+    jax.block_until_ready(padded_sets)
+    seen = timing.records([(function, arrays) for arrays in itertools.islice(itertools.cycle(sets), 5)])
+    return padded_sets, sum(us for _, us in seen) / 5
 
 
 def _finish_us(function: Callable[..., Any], zeros: Callable[[], Any], reps: int = 5) -> float:
@@ -262,7 +292,11 @@ def _compile_chunk(
             if isinstance(programs, Programs) and time.time() < plan["deadline"]:
                 calls = {i: get_call(job.case, bench.device, config) for i, config in enumerate(job.configs)}
                 programs.calls = calls
-                ends += [(programs, i, call) for i, call in calls.items() if not isinstance(call, str) and call.finish]
+                ends += [
+                    (programs, i, call)
+                    for i, call in calls.items()
+                    if not isinstance(call, str) and job.configs[i]["splits"] > 1
+                ]
                 bench.board.mark(-1, -1, COMPILE)
         finishes = pool.map(guarded(compile_finish), [call for *_, call in ends])
         for (programs, place, _), finish in zip(ends, finishes, strict=True):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cutjax.kernels.sm90.kernel import Kernel
 
 FITTED_ON = reference("sm_90a")  # an H200: bandwidths of memory scale from there, those within an SM do not
+JOINED_BYTES_PER_US = 30e3  # of one SM: parts of tiles, to L2 and back
 READ_BYTES_PER_US, WRITTEN_BYTES_PER_US = 5.0e6, 3.8e6  # reads partly of L2
 # Not fitted yet: of an SM, through distributed shared memory; of XLA, which adds up what splits leave.
 SHARED_BYTES_PER_US, ADDED_BYTES_PER_US = 1e6, 3.5e6
@@ -59,7 +60,7 @@ class _Fit:
 
 
 _FITS = {
-    "": _Fit(85, 0, math.inf, 0.053, 0.032, 4, 1.2),
+    "": _Fit(95, 0.7, math.inf, 0.02, 0, 1, 1.8, rows=True, tile=4.5, halves=0.7),
     "m": _Fit(110, 0, 2, 0.039, 0.243, 1.9, 1.8, 0.12, 0.02, last=0.45, idle=0.34, tall=0.275, scale=0.86),
     "k": _Fit(74, 0, 1.33, 0.2, 0.223, 1.6, 2, 0.04, -0.02, scale=0.67),
     # On an H200, 50 problems of 20 to 30 configs each: picks are 1% slower than the fastest, give or take the order.
@@ -122,6 +123,9 @@ def predict(kernel: Kernel, device: Device) -> float:
         wave = mainloop + epilogue - (hidden if resident == 2 else 0)
     last = epilogue * (fit.halves if c.schedule == "coop" and c.consumers == 2 else 1)
     compute = (waves - 1) * wave + mainloop + last + fit.cluster * (c.cluster > c.cluster_k)
+    if c.stream_k:  # all multiply equally long, and most write a part of a tile and read another
+        moved = 4 * c.bm * columns / JOINED_BYTES_PER_US
+        compute = items / in_flight * wave + last + 2 + 2 * moved + fit.cluster * (c.cluster > 1)
     if c.cluster_k > 1:
         compute += waves * (2 + (c.cluster_k - 1) / c.cluster_k * 4 * c.bm * columns / SHARED_BYTES_PER_US)
     if p.ragged == "m":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -24,9 +25,21 @@ TILES = {  # where two are predicted equal, the first is taken
 }
 # Symmetric products have half as many tiles: steps of 16 are worth 3.5% over 34 sizes, up to 22%, where b is K-major.
 SYMMETRIC_TILES = TILES | {("coop", 128): tuple(range(64, 257, 16))}
+# Of the transposed result: bn lies along m, which may be a few tokens, and any width is as good where a is K-major.
+SWAPPED_TILES = {
+    ("pingpong", 64): (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 208, 224, 256),
+    ("pingpong", 128): (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192),
+    ("coop", 64): (8, 16, 24, 32, 48, 64, 128),
+    ("coop", 128): (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256),
+    ("coop", 256): (64, 80, 96, 112, 128, 144, 160, 176, 192),
+}
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
 # The same with stages of 128: where k is 128, one stage is the whole contraction. Elsewhere 64 won by 2 to 10%.
 DEEP_TILES = {("pingpong", 64): (128, 256), ("coop", 128): (256,)}
+# Ways to divide k, tried where tiles are few.
+CLUSTERS_K = (2, 3, 4, 5, 6, 8)
+SPLITS = (2, 3, 4, 6, 8, 16, 32, 64)
+LEAST_K_BLOCKS = 4  # of a part
 
 _config = functools.lru_cache(maxsize=None)(Config)
 
@@ -37,22 +50,61 @@ def reasons(problem: Problem) -> tuple[str, ...]:
 
 
 def configs(problem: Problem) -> Iterator[Config]:
-    """Yields the shipped tiles, each as deep and in the order that suits the problem."""
-    facts = facts_of(problem)
-    tiles = SYMMETRIC_TILES if problem.symmetric and problem.layout == "nt" else TILES
+    """Yields the shipped tiles, each as deep and in the order that suits the problem, and ways to divide k."""
+    yield from _configs(facts_of(problem), swap=False)
+    if not (swapped := facts_of(problem, True)).reasons:
+        yield from _configs(swapped, swap=True)
+
+
+def _configs(facts: Facts, swap: bool) -> Iterator[Config]:
+    problem = facts.problem
+    tiles = SYMMETRIC_TILES if problem.symmetric and problem.layout == "nt" else SWAPPED_TILES if swap else TILES
+    any_width = problem.bs[0].contiguous == "k"
     for (schedule, bm), widths in tiles.items():
         for bk, bns, clusters in ((64, widths, CLUSTERS), (128, DEEP_TILES.get((schedule, bm), ()), CLUSTERS[:1])):
             for bn in bns:
-                stages = _stages(facts, footprint(facts, _config(bm, bn, bk, 2, 1, 1, schedule, 1)), bk)
+                if swap and not any_width and bn % 16:
+                    continue
+                stages = _stages(facts, footprint(facts, _config(bm, bn, bk, 2, 1, 1, schedule, 1, swap)), bk)
                 for cluster in clusters:
-                    tile = _config(bm, bn, bk, 2, *cluster, schedule, 1)
-                    yield _config(bm, bn, bk, stages, *cluster, schedule, _raster(facts.problem, tile))
+                    if swap and bn % 16 and cluster[0] > 1:
+                        continue
+                    tile = _config(bm, bn, bk, 2, *cluster, schedule, 1, swap)
+                    whole = _config(bm, bn, bk, stages, *cluster, schedule, _raster(problem, tile), swap)
+                    yield whole
+                    yield from _divided(problem, whole)
+
+
+def _divided(problem: Problem, config: Config) -> Iterator[Config]:
+    """Yields the ways to divide the contraction of a config's tiles among as many CTAs as there are SMs, about."""
+    k_blocks = -(-problem.k // config.bk)
+    if problem.ragged == "m" or k_blocks < 2 * LEAST_K_BLOCKS:
+        return
+    rows, columns = average_tiles(problem, config)
+    groups = problem.groups if problem.ragged == "k" else 1
+    tiles, sms = rows * columns * problem.batch_size * groups, problem.device.sms // config.cluster
+    k_blocks = -(-k_blocks // groups)
+    if not (problem.ragged or problem.symmetric) and tiles % sms and tiles > sms // 3 and k_blocks >= 16:
+        yield dataclasses.replace(config, stream_k=True)
+    most = min(sms * 17 // 16 // tiles if tiles <= sms // 2 else 1, k_blocks // LEAST_K_BLOCKS)
+    if config.schedule == "coop" and config.cluster == 1:
+        for size in CLUSTERS_K:
+            if size <= most:
+                yield dataclasses.replace(config, cluster_k=size)
+    if problem.symmetric:
+        return
+    for splits in SPLITS:
+        if most >= 8 and most // 2 < splits <= most and config.cluster == 1:
+            yield dataclasses.replace(config, splits=splits)
+        if config.schedule == "coop" and config.cluster == 1 and most // 16 < splits <= most // 8:
+            yield dataclasses.replace(config, cluster_k=8, splits=splits)
 
 
 def _stages(facts: Facts, tile: Footprint, bk: int) -> int:
-    """As deep a pipeline as fits, up to 8; shallower where k is so short that the result wants the memory more."""
+    """As deep a pipeline as fits; shallower where k is so short that the result wants the memory more."""
     k, whole = facts.problem.k, max(2, tile.whole_result)
-    deepest = max(2, min(tile.deepest(), 8))  # where 2 do not fit, resolve says so
+    most = 8 if facts.problem.groups or facts.problem.symmetric else 16  # those were measured with 8
+    deepest = max(2, min(tile.deepest(), most))  # where 2 do not fit, resolve says so
     if k <= bk:
         two_blocks = tile.limit(2) != tile.most
         return min(deepest, 2 if two_blocks else 3)
