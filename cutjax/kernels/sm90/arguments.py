@@ -114,11 +114,12 @@ def _arguments(kernel: Kernel) -> Iterator[Argument]:
     results = [(first_result + i, out) for i, out in staging.results]
     maps = [(place, buffer, np.dtype(out.dtype)) for place, (buffer, out) in enumerate(results) if staging.by_tma(out)]
 
-    yield _map("map_a", _operand_map(int(c.swap), p.a, p.m, p.k, math.prod(p.a_batch), c.bm, c.bk, c.cluster_n))
+    yield _map("map_a", _operand_map(int(c.swap), p.a, p.m, p.k, math.prod(p.a_batch), c.bm, 64, c.bk, c.cluster_n))
     b_matrices = math.prod(p.b_batch) * (p.groups if p.ragged == "m" else 1)
     for i, b in enumerate(p.bs):
         buffer = 0 if p.symmetric or c.swap else 1 + i
-        yield _map(f"map_b{i}", _operand_map(buffer, b, p.n, p.k, b_matrices, c.bn, c.bk, c.cluster_m), "b")
+        chunk = c.chunk(b, p.products)
+        yield _map(f"map_b{i}", _operand_map(buffer, b, p.n, p.k, b_matrices, c.bn, chunk, c.bk, c.cluster_m), "b")
     d_matrices = c.splits * p.batch_size * (p.groups if p.ragged == "k" else 1)
     for place, buffer, dtype in maps:
         yield _map(f"map_d{place}", _tile_map(buffer, dtype, kernel, d_matrices, c.swap), "d")
@@ -168,14 +169,13 @@ def _int(name: str, value: int, to: str = "") -> Argument:
 
 
 def _operand_map(
-    buffer: int, operand: Operand, rows: int, k: int, matrices: int, tile: int, bk: int, share: int
+    buffer: int, operand: Operand, rows: int, k: int, matrices: int, tile: int, chunk: int, bk: int, share: int
 ) -> TensorMap:
     """The tensor map of an operand whose m or n axis is `rows` long, as Operand in mainloop.cuh loads it."""
     pitch = row_bytes(operand, rows, k)
     if operand.contiguous == "k":
         return _matrix_map(buffer, operand.dtype, (k, rows, matrices), (64, tile // share, 1), 128, pitch)
-    chunk = next(c for c in (64, 32, 16) if tile % c == 0)
-    depth = bk if tile // chunk % share == 0 else bk // share
+    depth = bk if -(-tile // chunk) % share == 0 else bk // share
     return _matrix_map(buffer, operand.dtype, (rows, k, matrices), (chunk, depth, 1), chunk * 2, pitch)
 
 

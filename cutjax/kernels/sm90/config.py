@@ -12,7 +12,7 @@ import numpy as np
 
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue
-from cutjax.kernels.problem import Problem
+from cutjax.kernels.problem import Operand, Problem
 
 SCHEDULES = ("coop", "pingpong")
 
@@ -135,6 +135,20 @@ class Config:
         least = 8 if self.swap else 16
         owners = (owners for owners in (8, 4, 2) if owners <= self.cluster_k and self.bn % (least * owners) == 0)
         return self.bn // next(owners, 1)
+
+    def chunk(self, b: Operand, products: int = 1) -> int:
+        """Returns the elements of a row of b's tile in shared memory, which its swizzle spans.
+
+        Where b's rows in memory lie along bn, chunks narrower than 64 have bank conflicts, so that of one product the
+        last may be wider than the tile, where it loads a third more at most.
+        """
+        if b.contiguous == "k" or self.bn % 64 == 0 or (products == 1 and 3 * (-self.bn % 64) <= self.bn):
+            return 64
+        return 32 if self.bn % 32 == 0 else 16
+
+    def loaded(self, b: Operand, products: int = 1) -> int:
+        """Returns the columns that are loaded for the bn of a tile."""
+        return self.bn if b.contiguous == "k" else self.bn + -self.bn % self.chunk(b, products)
 
     def name(self, problem: Problem) -> str:
         """Returns the name of the kernel wherever it is seen: HLO, profiler, explain, benchmark rows."""

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from cutjax.kernels.device import Device, reference
+from cutjax.kernels.sm90 import dense_cost
 from cutjax.kernels.sm90.arguments import paddings, row_bytes
 
 if TYPE_CHECKING:
@@ -60,7 +61,6 @@ class _Fit:
 
 
 _FITS = {
-    "": _Fit(95, 0.7, math.inf, 0.02, 0, 1, 1.8, rows=True, tile=4.5, halves=0.7),
     "m": _Fit(110, 0, 2, 0.039, 0.243, 1.9, 1.8, 0.12, 0.02, last=0.45, idle=0.34, tall=0.275, scale=0.86),
     "k": _Fit(74, 0, 1.33, 0.2, 0.223, 1.6, 2, 0.04, -0.02, scale=0.67),
     # On an H200, 50 problems of 20 to 30 configs each: picks are 1% slower than the fastest, give or take the order.
@@ -77,6 +77,8 @@ def predict(kernel: Kernel, device: Device) -> float:
     what they are good for is ranking, and tests/test_select.py holds them to that.
     """
     c, p = kernel.config, kernel.multiplied
+    if not (p.ragged or p.symmetric):
+        return dense_cost.time_us(dense_cost.features(kernel, device), dense_cost.CONSTANTS)
     fit, sms = _FITS["symmetric" if p.symmetric else p.ragged], device.sms
     resident, rows, tiles = kernel.blocks_per_sm, kernel.rows, kernel.columns
     items, k, filled = float(kernel.tiles if p.symmetric else rows * tiles * p.batch_size), float(p.k), 1.0
@@ -153,7 +155,7 @@ def _padding_us(problem: Problem, speed: float) -> float:
 
 def _short_rows(kernel: Kernel) -> tuple[int, int]:
     """Returns the rows of 128 bytes that the loads of a and of b take for each that they bring."""
-    problem, bn = kernel.multiplied, kernel.config.bn
+    problem = kernel.multiplied
     lines = 1 if row_bytes(problem.a, problem.m, problem.k) % 128 == 0 else 2
-    chunk = 64 if problem.bs[0].contiguous == "k" else next(c for c in (64, 32, 16) if bn % c == 0)
+    chunk = kernel.config.chunk(problem.bs[0], problem.products)
     return lines, lines * 64 // chunk

@@ -146,7 +146,7 @@ class Footprint:
 
     Attributes:
       chunk: columns of a staging buffer.
-      stage_bytes: a bm x bk tile of a and a bk x bn tile of each b.
+      stage_bytes: a bm x bk tile of a, and a tile of each b as it is loaded.
       buffer_bytes: one staging buffer: 64 rows of a chunk of every result, and of operands beside them.
       staging_bytes: one staging buffer for each consumer, with its barrier.
       whole_result: staging buffers that hold all that a warpgroup stores of a tile.
@@ -186,7 +186,8 @@ def footprint(facts: Facts, config: Config) -> Footprint:
 def _footprint(facts: Facts, config: Config) -> Footprint:
     problem, staging = facts.problem, facts.staging
     chunk = staging.chunk(config.epilogue_columns)
-    a_row, b_row = config.bm * problem.a_dtype.itemsize, config.bn * problem.products * problem.b_dtype.itemsize
+    loaded = config.loaded(problem.bs[0], problem.products) * problem.products
+    a_row, b_row = config.bm * problem.a_dtype.itemsize, loaded * problem.b_dtype.itemsize
     buffer_bytes = 64 * chunk * staging.column_bytes
     # Registers fit two when each has 256 threads of 128, half of them accumulators.
     two = config.consumers == 1 and config.accumulator_registers * problem.products <= 64 and not facts.heavy

@@ -45,6 +45,7 @@ def source(kernel: Kernel) -> str:
         "CONSUMER_REGISTERS": consumer,
         "A_K_MAJOR": a_k_major,
         "B_K_MAJOR": b_k_major,
+        "B_CHUNK": config.chunk(problem.bs[0], problem.products),
         "STREAM_K": config.stream_k,
         "GROUPED": bool(problem.groups),
         "RAGGED_M": problem.ragged == "m",

@@ -3,7 +3,8 @@
 //
 // Operand tiles in shared memory, 16-bit elements, ROWS = BM or PRODUCTS * BN:
 //   K-major:  [BK/64][ROWS][64]            128-byte swizzle; one TMA box holds 64 of k
-//   MN-major: [ROWS/CHUNK][BK][CHUNK]      swizzle span of 2*CHUNK bytes; one TMA box holds CHUNK rows or columns
+//   MN-major: [ROWS/CHUNK][BK][CHUNK]      swizzle span of 2*CHUNK bytes; one TMA box holds CHUNK rows or columns.
+//             The last chunk may be wider than the tile: what is loaded too much costs less than a narrower swizzle.
 // Several b beside each other in one tile are multiplied as if they were one matrix, so a is read once.
 
 constexpr int ROWS_PER_CONSUMER = M_BLOCKS * 64;
@@ -34,11 +35,11 @@ struct Pipeline {
 
 // One operand: ROWS of its m or n axis per tile, of which each of PARTS matrices has an equal part, shared by SHARE
 // CTAs of the cluster, each of which loads 1/SHARE of every part.
-template <int ROWS, int PARTS, bool K_MAJOR, int SHARE>
+template <int ROWS, int PARTS, bool K_MAJOR, int CHUNK, int SHARE>
 struct Operand {
-  static constexpr int BYTES = ROWS * BK * 2;
   static constexpr int PART = ROWS / PARTS;
-  static constexpr int CHUNK = K_MAJOR ? 64 : PART % 64 == 0 ? 64 : PART % 32 == 0 ? 32 : 16;
+  static constexpr int PART_CHUNKS = (PART + CHUNK - 1) / CHUNK;
+  static constexpr int BYTES = (K_MAJOR ? ROWS : PARTS * PART_CHUNKS * CHUNK) * BK * 2;
   static constexpr int SPAN = CHUNK * 2;
   static constexpr u16 MASK = (1 << SHARE) - 1;
 
@@ -49,11 +50,11 @@ struct Operand {
         box(tile + (panel * ROWS + part * PART + first) * SPAN, map, barrier, k + panel * 64, row + first, batch);
     } else {
       // Whole chunks are divided among the CTAs where their number allows it, else the k rows of each chunk.
-      constexpr bool BY_CHUNK = PART / CHUNK % SHARE == 0;
-      constexpr int CHUNKS = PART / CHUNK / (BY_CHUNK ? SHARE : 1), DEPTH = BK / (BY_CHUNK ? 1 : SHARE);
+      constexpr bool BY_CHUNK = PART_CHUNKS % SHARE == 0;
+      constexpr int CHUNKS = PART_CHUNKS / (BY_CHUNK ? SHARE : 1), DEPTH = BK / (BY_CHUNK ? 1 : SHARE);
       int first = BY_CHUNK ? share * CHUNKS : 0, depth = BY_CHUNK ? 0 : share * DEPTH;
       for (int chunk = first; chunk < first + CHUNKS; ++chunk)
-        box(tile + ((part * (PART / CHUNK) + chunk) * BK + depth) * SPAN, map, barrier, row + chunk * CHUNK, k + depth,
+        box(tile + ((part * PART_CHUNKS + chunk) * BK + depth) * SPAN, map, barrier, row + chunk * CHUNK, k + depth,
             batch);
     }
   }
@@ -71,7 +72,7 @@ struct Operand {
   DEVICE static void clear(u32 tile, int row, int rows, int depth, int thread) {
     static_assert(!K_MAJOR || !RAGGED_K);
     int span = (BK - depth) * SPAN;
-    for (int chunk = row / CHUNK; chunk < (row + rows) / CHUNK; ++chunk)
+    for (int chunk = row / CHUNK; chunk < (row + rows + CHUNK - 1) / CHUNK; ++chunk)
       for (int i = thread * 16; i < span; i += 128 * 16)
         st_shared_v4(tile + (chunk * BK + depth) * SPAN + i, 0, 0, 0, 0);
   }
@@ -86,8 +87,8 @@ struct Operand {
   }
 };
 
-using OperandA = Operand<BM, 1, A_K_MAJOR, CLUSTER_N>;
-using OperandB = Operand<PRODUCTS * BN, PRODUCTS, B_K_MAJOR, CLUSTER_M>;
+using OperandA = Operand<BM, 1, A_K_MAJOR, 64, CLUSTER_N>;
+using OperandB = Operand<PRODUCTS * BN, PRODUCTS, B_K_MAJOR, B_CHUNK, CLUSTER_M>;
 
 constexpr int STAGE_BYTES = OperandA::BYTES + OperandB::BYTES;
 

@@ -1,0 +1,305 @@
+"""The predicted time of a dense product's kernel: what the model reads of it, and the time as a formula of that.
+
+The formula takes numbers or arrays of them, so the constants are fitted by the code that ships (benchmarks/fit.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from cutjax.kernels.device import Device, reference
+from cutjax.kernels.sm90.arguments import paddings, row_bytes
+
+if TYPE_CHECKING:
+    from cutjax.kernels.problem import Operand
+    from cutjax.kernels.sm90.kernel import Kernel
+
+FITTED_ON = reference("sm_90a")  # bandwidths of memory scale from there
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """The fitted constants. Each means what is written here only roughly: they are good for ranking.
+
+    Attributes:
+      multiply: the time of wgmma over what its flops take.
+      shared: over the time that its operands take through shared memory.
+      k_block: microseconds of each k block beside that.
+      coop, narrow, deep, multicast: what a cooperative schedule, chunks narrower than a swizzle, stages of 128 and a
+        cluster add to the time of wgmma.
+      alone: what ping-pong adds where each block has one tile, so that one warpgroup multiplies.
+      hot: what long products add, in which the card is limited by power.
+      load: bytes a nanosecond that enter one SM.
+      saved: how much of what a cluster multicasts is saved.
+      off, short: what rows off the lines of memory, and rows of less than a line, add to their bytes.
+      blend: the exponent with which loading and multiplying add up.
+      latency, turn: of a load in microseconds, and the part of a stage's multiplication until its memory is free.
+      start, element: microseconds of an epilogue, and of each 32768 accumulators.
+      fused: how many more times the latter where the epilogue is no identity.
+      exposed, twin, last: the parts of an epilogue that ping-pong, and two blocks on an SM, do not hide, and that the
+        last tile costs where two warpgroups share it.
+      threads, transposed: what stores without TMA, and transposed ones, add to it.
+      even: how much of what is left of a last wave costs its time.
+      cluster: microseconds that a cluster costs.
+      l2, read, write: bytes a nanosecond of L2, and in 1000 of memory.
+      ragged, pitch: what rows of a tile, and of the result, off the lines of memory add to the bytes written.
+      large: what large tiles add to the time of memory.
+      power: the exponent with which computing, L2 and memory add up.
+      launch: microseconds of a launch.
+      exchange, exchanged: microseconds, and bytes a nanosecond, of accumulators through distributed shared memory.
+      join, joined: the same of tiles in parts through memory.
+      apart: how much of what tiles in parts load comes from memory, as their neighbours are elsewhere in k.
+      sum, summed: microseconds, and bytes in 1000 a nanosecond, of adding up splits.
+    """
+
+    multiply: float
+    shared: float
+    k_block: float
+    coop: float
+    narrow: float
+    deep: float
+    multicast: float
+    alone: float
+    hot: float
+    load: float
+    saved: float
+    off: float
+    short: float
+    blend: float
+    latency: float
+    turn: float
+    start: float
+    element: float
+    exposed: float
+    twin: float
+    last: float
+    threads: float
+    transposed: float
+    even: float
+    cluster: float
+    l2: float
+    read: float
+    write: float
+    ragged: float
+    pitch: float
+    large: float
+    power: float
+    launch: float
+    exchange: float
+    exchanged: float
+    join: float
+    joined: float
+    apart: float
+    sum: float
+    summed: float
+    fused: float = 2.0
+
+
+# On an H200: benchmarks/results/sweeps/models-h200.json.
+CONSTANTS = Constants(
+    multiply=0.4496,
+    shared=0.0225,
+    k_block=0.05288,
+    coop=0.0664,
+    narrow=0.2391,
+    deep=0.07631,
+    multicast=0.1621,
+    alone=0.008869,
+    hot=0.9039,
+    load=181.8,
+    saved=1.271,
+    off=1.355,
+    short=0.5439,
+    blend=59.17,
+    latency=0.4255,
+    turn=2.655,
+    start=0.2528,
+    element=1.637,
+    exposed=0.2533,
+    twin=0.4486,
+    last=1.229,
+    threads=6.135,
+    transposed=0.0953,
+    even=1.0,
+    cluster=0.6147,
+    l2=47330.0,
+    read=8.024,
+    write=22.37,
+    ragged=0.1467,
+    pitch=0.1558,
+    large=0.01519,
+    power=1.029,
+    launch=2.214,
+    exchange=0.8398,
+    exchanged=13.13,
+    join=4.51,
+    joined=70.32,
+    apart=0.2206,
+    sum=0.7519,
+    summed=27.02,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Features:
+    """Everything that the model reads of a kernel, as numbers; truths are 0 or 1.
+
+    Attributes:
+      ideal: microseconds of the flops.
+      flop_us: flops a microsecond of one SM.
+      speed: bandwidth of memory, over that of the device fitted on.
+      sms: of the device.
+      items, in_flight: cluster tiles, and how many run at one time.
+      resident: blocks on an SM.
+      multicasts: the cluster is one that multicasts.
+      cluster, cluster_m, cluster_n, cluster_k, splits, stream: of the config.
+      bm, bn, bk, stages, pingpong, halves: of the config; bn of all products, `halves` where two warpgroups share one.
+      k_blocks: of a part.
+      stage_bytes: of one stage.
+      own: the part of a tile's columns that one CTA stores.
+      a_off, b_off: rows in memory are off its lines.
+      b_columns: loaded of b, of all products.
+      b_short: how many more times than 1 its rows in shared memory are shorter than 64 elements.
+      ragged, pitch, threads, swap, fused: of the result.
+      reads, result, asked: bytes of the operands, of the results the kernel writes, and of those asked.
+      copied, copies: bytes, and number, of operands copied to padded rows.
+    """
+
+    ideal: Any
+    flop_us: Any
+    speed: Any
+    sms: Any
+    items: Any
+    in_flight: Any
+    resident: Any
+    multicasts: Any
+    cluster: Any
+    cluster_m: Any
+    cluster_n: Any
+    cluster_k: Any
+    splits: Any
+    stream: Any
+    bm: Any
+    bn: Any
+    bk: Any
+    stages: Any
+    pingpong: Any
+    halves: Any
+    k_blocks: Any
+    stage_bytes: Any
+    own: Any
+    a_off: Any
+    b_off: Any
+    b_columns: Any
+    b_short: Any
+    ragged: Any
+    pitch: Any
+    threads: Any
+    swap: Any
+    fused: Any
+    reads: Any
+    result: Any
+    asked: Any
+    copied: Any
+    copies: Any
+
+
+def features(kernel: Kernel, device: Device) -> Features:
+    """Returns what the model reads of a kernel."""
+    p, c = kernel.multiplied, kernel.config
+
+    def off(operand: Operand, rows: int) -> int:
+        return row_bytes(operand, rows, p.k) % 128 != 0
+
+    itemsize = p.out_dtype.itemsize
+    result_row = kernel.problem.n * itemsize
+    pads = paddings(kernel.asked)
+    flops = device.peak(p.a_dtype)
+    return Features(
+        ideal=1e6 * p.flops / flops,
+        flop_us=flops / device.sms / 1e6,
+        speed=device.bytes_per_second / FITTED_ON.bytes_per_second,
+        sms=device.sms,
+        items=kernel.rows * kernel.columns * p.batch_size * c.splits,
+        in_flight=max(1, device.sms * kernel.blocks_per_sm // c.cluster),
+        resident=kernel.blocks_per_sm,
+        multicasts=c.cluster > c.cluster_k,
+        cluster=c.cluster,
+        cluster_m=c.cluster_m,
+        cluster_n=c.cluster_n,
+        cluster_k=c.cluster_k,
+        splits=c.splits,
+        stream=c.stream_k,
+        bm=c.bm,
+        bn=c.bn * p.products,
+        bk=c.bk,
+        stages=c.stages,
+        pingpong=c.schedule == "pingpong",
+        halves=c.schedule == "coop" and c.consumers == 2,
+        k_blocks=math.ceil(math.ceil(p.k / c.bk) / c.parts),
+        stage_bytes=kernel.stage_bytes,
+        own=c.epilogue_columns / c.bn,
+        a_off=off(p.a, p.m),
+        b_off=off(p.bs[0], p.n),
+        b_columns=c.loaded(p.bs[0], p.products) * p.products,
+        b_short=64 // c.chunk(p.bs[0], p.products) - 1,
+        ragged=(c.bm if c.swap else c.bn) * itemsize % 128 != 0,
+        pitch=result_row % 128 != 0,
+        threads=result_row % 16 != 0,
+        swap=c.swap,
+        fused=not p.plain,
+        reads=p.bytes - p.result_bytes,
+        result=p.result_bytes,
+        asked=kernel.asked.bytes - p.bytes + 2 * p.result_bytes,
+        copied=sum(2 * pad.rows * pad.row_bytes for pad in pads),
+        copies=len(pads),
+    )
+
+
+def time_us(
+    f: Features, c: Constants, maximum: Callable[[Any, Any], Any] = max, ceil: Callable[[Any], Any] = math.ceil
+) -> Any:
+    """Returns the predicted microseconds of one call; of arrays, with numpy's functions."""
+    # One k block of one tile: multiplying, loading, or waiting for a load.
+    sharing = maximum(1.0, f.resident * (f.items * f.cluster > f.sms))  # blocks that really share an SM
+    flops = 2 * f.bm * f.bn * f.bk / f.flop_us * (1 + c.hot * f.ideal / (f.ideal + 800))
+    slower = c.coop * (1 - f.pingpong) + c.alone * f.pingpong * (f.items <= f.in_flight)
+    slower = slower + c.deep * (f.bk == 128) + c.narrow * (f.b_short > 0) + c.multicast * f.multicasts
+    operands = f.stage_bytes + (f.bm + f.bm / 64 * f.bn) * f.bk * 2  # written, and read: b once for each 64 rows of a
+    multiply = sharing * (c.multiply * flops * (1 + slower) + c.shared * operands / 225e3 + c.k_block)
+    a_rows = f.bm * (1 + c.off * f.a_off) * (1 - c.saved * (f.cluster_n - 1) / f.cluster_n)
+    b_rows = f.b_columns * (1 + c.off * f.b_off) * (1 + c.short * f.b_short)
+    loaded = (a_rows + b_rows * (1 - c.saved * (f.cluster_m - 1) / f.cluster_m)) * f.bk * 2
+    load = sharing * loaded / (c.load * 1e3)
+    both = (multiply**c.blend + load**c.blend) ** (1 / c.blend)
+    mainloop = f.k_blocks * maximum(both, (c.latency + c.turn * multiply) / f.stages)
+
+    # A tile, a wave of them, all waves.
+    stored = f.bm * f.bn * f.own / 32768
+    epilogue = c.element * stored * (1 + c.fused * f.fused + c.threads * f.threads + c.transposed * f.swap)
+    epilogue = sharing * (c.start + epilogue)
+    hidden = maximum(mainloop + c.exposed * epilogue, (mainloop + epilogue) / 2)
+    waiting = mainloop + epilogue * (1 + (c.twin - 1) * (f.resident == 2))
+    wave = f.pingpong * hidden + (1 - f.pingpong) * waiting
+    last = epilogue * (1 + (c.last - 1) * f.halves)
+    waves = f.items / f.in_flight
+    all_waves = waves + (ceil(waves) - waves) * c.even
+    whole = maximum(all_waves - 1, 0.0) * wave + mainloop + last
+    in_parts = waves * wave + last + c.join + 8 * f.bm * f.bn / (c.joined * 1e3)
+    exchange = c.exchange + (f.cluster_k - 1) / f.cluster_k * 4 * f.bm * f.bn / (c.exchanged * 1e3)
+    compute = (1 - f.stream) * whole + f.stream * in_parts + c.cluster * f.multicasts
+    compute = compute + (f.cluster_k > 1) * ceil(waves) * exchange
+
+    # Beside that, L2 and memory.
+    all_loaded = f.items * f.cluster * f.k_blocks * loaded
+    reads, writes = f.reads / c.read, f.splits * f.result / c.write * (1 + c.ragged * f.ragged + c.pitch * f.pitch)
+    memory = (reads + writes) * (1 + c.large * f.bm * f.bn / 32768)
+    streamed = (waves - maximum(waves // 1 - 1, 0.0)) / waves  # the part of the tiles
+    memory = (memory + f.stream * c.apart * streamed * all_loaded / 4.3) / (1e6 * f.speed)
+    l2 = all_loaded / (c.l2 * 1e3)
+    us = (compute**c.power + memory**c.power + l2**c.power) ** (1 / c.power) + c.launch
+    us = us + (f.splits > 1) * (c.sum + (f.splits * f.result + f.asked) / (c.summed * 1e6 * f.speed))
+    return us + f.copied / (3e6 * f.speed) + f.copies
