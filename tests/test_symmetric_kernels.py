@@ -129,20 +129,20 @@ def test_configs_compile_lean(layout, out):
 
 
 @pytest.mark.parametrize(
-    ("function", "operands"),
+    ("function", "operands", "registers"),
     [
-        (lambda acc, s, x: (acc * s + x.astype(F32)).astype(BF16), [np.float32(2), np.ones((64, 64), BF16)]),
-        (lambda acc, x: acc + x, [np.ones((64, 64), np.float32)]),
-        (lambda acc, x: ((acc + x.astype(F32)).astype(BF16), acc), [np.ones((64, 64), BF16)]),
-        (lambda acc: jnp.sinh(jnp.arctan(acc)).astype(BF16), []),
+        (lambda acc, s, x: (acc * s + x.astype(F32)).astype(BF16), [np.float32(2), np.ones((64, 64), BF16)], 160),
+        (lambda acc, x: acc + x, [np.ones((64, 64), np.float32)], 160),
+        (lambda acc, x: ((acc + x.astype(F32)).astype(BF16), acc), [np.ones((64, 64), BF16)], 160),
+        (lambda acc: jnp.sinh(jnp.arctan(acc)).astype(BF16), [], 128),
     ],
     ids=["scaled sum", "f32", "two results", "called"],
 )
 @pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
-def test_epilogues_compile_lean(function, operands):
+def test_epilogues_compile_lean(function, operands, registers):
     asked = problem(epilogue=epilogue(function, *operands))
     configs = sorted(cutjax.candidates(asked), key=lambda config: -config.accumulator_registers)
-    assert configs[0].accumulator_registers == 128
+    assert configs[0].accumulator_registers == registers
     check_lean(asked, configs[:3] + configs[3::40], 64 << 10)  # 60 KB at most
 
 

@@ -200,7 +200,7 @@ def test_the_smallest_have_a_plan(n, layout):
 def test_not_a_number_stays_outside():
     """What is added is zero and lies outside the sizes of the map, for any operand."""
     kernel = sm90.resolved(cutjax.Problem(64, 64, 3, "nt"), cutjax.Config(bm=64, bn=64, stages=2))
-    call = functools.partial(sm90._pad, {x.buffer: x.columns for x in paddings(kernel.problem)})
+    call = functools.partial(sm90._prepare, 2, {x.buffer: x.columns for x in paddings(kernel.problem)}, 0)
     a = np.full((64, 3), np.nan, H)
     padded, same = call([jnp.asarray(a), jnp.asarray(a)])
     assert padded.shape == same.shape == (64, 8)

@@ -54,6 +54,7 @@ EPILOGUES: dict[str, tuple[Callable[..., Any], int, list[str]]] = {
         ["mn"],
     ),
     "products": (lambda x, y, c: (x * c + y, y), 2, ["1n"]),
+    "residual": (lambda acc, f: ((acc + f).astype(jnp.bfloat16),), 1, ["mn"]),
 }
 
 
@@ -69,7 +70,8 @@ def pick(probe: cutjax.Problem, schedule: str, cluster: tuple[int, int], number:
 
 def sizes(config: cutjax.Config) -> tuple[int, int]:
     """m and n: two tiles along each, the second nearly empty."""
-    return config.bm * config.cluster_m + 8, config.bn * config.cluster_n + 8
+    rows, columns = config.bm * config.cluster_m + 8, config.bn * config.cluster_n + 8
+    return (columns, rows) if config.swap else (rows, columns)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,7 +103,13 @@ def plain(turn: int, schedule: str, cluster: tuple[int, int]) -> Case:
     layout, dtype = LAYOUTS[number % 4], problems._INPUTS[number % 2]
     out = (dtype, np.dtype(np.float32))[number % 3 == 2]
     config = pick(cutjax.Problem(4096, 4096, K, layout, dtype, dtype, out), schedule, cluster, number)
-    problem = cutjax.Problem(*sizes(config), K, layout, dtype, dtype, out, BATCH, BATCH, (1,))
+    return product(config, layout, dtype, out)
+
+
+def product(config: cutjax.Config, layout: str, dtype: np.dtype, out: np.dtype, short: int = 0) -> Case:
+    """A plain product of sizes that are so much short of multiples of 8."""
+    m, n, k = (size - short for size in (*sizes(config), K))
+    problem = cutjax.Problem(m, n, k, layout, dtype, dtype, out, BATCH, BATCH, (1,))
 
     def data():
         a, b = problems.integers(problems.Random(0, problem, True, None))
@@ -112,12 +120,23 @@ def plain(turn: int, schedule: str, cluster: tuple[int, int]) -> Case:
 
 def fused(name: str, schedule: str, cluster: tuple[int, int]) -> Case:
     """A product with an epilogue."""
-    epilogue, products, operands = EPILOGUES[name]
     number = list(EPILOGUES).index(name) + 2 * SCHEDULES.index(schedule) + CLUSTERS.index(cluster)
-    layout = LAYOUTS[number % 4]
+    return with_epilogue(name, number, lambda probe: pick(probe, schedule, cluster, number))
+
+
+def with_epilogue(
+    name: str,
+    number: int,
+    choose: Callable[[cutjax.Problem], cutjax.Config],
+    dtype: np.dtype = problems._INPUTS[0],
+    short: int = 0,
+) -> Case:
+    """A product with an epilogue whose operands have a dtype, of sizes that are so much short of multiples of 8."""
+    epilogue, products, operands = EPILOGUES[name]
+    layout, k = LAYOUTS[number % 4], K - short
 
     def shapes(m: int, n: int) -> list[tuple[int, ...]]:
-        a, b = (m, K) if layout[0] == "n" else (K, m), (K, n) if layout[1] == "n" else (n, K)
+        a, b = (m, k) if layout[0] == "n" else (k, m), (k, n) if layout[1] == "n" else (n, k)
         full = [tuple({"1": 1, "m": m, "n": n}[axis] for axis in shape) for shape in operands]
         return [(*BATCH, *shape) for shape in (a, *[b] * products, *full)]
 
@@ -125,18 +144,49 @@ def fused(name: str, schedule: str, cluster: tuple[int, int]) -> Case:
         bs = rest[0] if products == 1 else rest[:products]
         return cutjax.gemm(a, bs, epilogue=epilogue, operands=rest[products:], layout=layout, out_dtype=np.float32)
 
-    avals = [jax.ShapeDtypeStruct(shape, problems._INPUTS[0]) for shape in shapes(4096, 4096)]
+    dtypes = [*[problems._INPUTS[0]] * (1 + products), *[dtype] * len(operands)]
+    avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes(4096, 4096), dtypes, strict=True)]
     (row,) = cutjax.explain(gemm, platform="cuda")(*avals).rows
-    config = pick(row.choice.problem, schedule, cluster, number)
-    m, n = sizes(config)
+    config = choose(row.choice.problem)
+    m, n = (size - short for size in sizes(config))
 
     def data():
         draw = np.random.default_rng(number).integers
-        arrays = [draw(-2, 3, shape).astype(problems._INPUTS[0]) for shape in shapes(m, n)]
+        arrays = [draw(-2, 3, shape).astype(dtype) for shape, dtype in zip(shapes(m, n), dtypes, strict=True)]
         accs = [problems.reference(arrays[0], b, layout, np.float32) for b in arrays[1 : 1 + products]]
         return arrays, epilogue(*accs, *(x.astype(np.float32) for x in arrays[1 + products :]))
 
-    return Case(dataclasses.replace(row.choice.problem, m=m, n=n), config, data, name)
+    return Case(dataclasses.replace(row.choice.problem, m=m, n=n), config, data, f"{name}, {m} x {n} x {k}")
+
+
+def pinned() -> Iterator[Case]:
+    """What the cost model may not choose: operands swapped, k divided in every way, rows that are not aligned."""
+    config, (bf16, f16), f32 = cutjax.Config, problems._INPUTS, np.dtype(np.float32)
+    swapped = config(64, 32, 64, 4, swap=True), config(128, 64, 64, 4, swap=True, schedule="pingpong", cluster_m=2)
+    divided = (
+        config(64, 64, 64, 4, cluster_k=2),
+        config(128, 96, 64, 4, cluster_k=3),
+        config(64, 32, 64, 4, swap=True, cluster_k=4),
+        config(128, 128, 64, 4, schedule="pingpong", splits=2),
+        config(64, 64, 64, 4, cluster_k=2, splits=2),
+        config(128, 64, 64, 4, stream_k=True),
+        config(64, 64, 64, 4, schedule="pingpong", stream_k=True),
+        config(128, 64, 64, 4, cluster_m=2, stream_k=True),
+        config(64, 64, 64, 4, schedule="pingpong", cluster_n=2, stream_k=True),
+        config(64, 32, 64, 4, swap=True, stream_k=True),
+    )
+    for i, each in enumerate((*swapped, *divided)):
+        yield product(each, LAYOUTS[i % 4], (bf16, f16)[i % 2], (bf16, f32)[i % 3 == 2])
+        yield product(each, LAYOUTS[(i + 1) % 4], bf16, (bf16, f32)[i % 2], short=3)  # padded; stored by threads
+    yield product(config(64, 24, 64, 4, swap=True), "nn", bf16, f32)
+    yield product(config(64, 24, 64, 4, swap=True), "nt", bf16, f32, short=1)
+    for i, each in enumerate((*swapped, divided[0], divided[2], *divided[5:8], divided[9])):
+        yield with_epilogue("residual", i, lambda _, each=each: each)
+        # Rows of float32 are of whole units of 16 bytes, so TMA loads the operand; those of the result are not.
+        yield with_epilogue("residual", i, lambda _, each=each: each, f32, short=4)
+        yield with_epilogue("residual", i + 1, lambda _, each=each: each, short=3)
+    for i, each in enumerate((config(64, 64, 64, 4, stream_k=True), config(64, 32, 64, 4, cluster_k=2), swapped[0])):
+        yield with_epilogue("reductions", i, lambda _, each=each: each)
 
 
 def grouped_problem(ragged: str, number: int, config: cutjax.Config | None = None) -> cutjax.Problem:
@@ -246,13 +296,14 @@ def cases() -> Iterator[Case]:
             served = {(config.schedule, (config.cluster_m, config.cluster_n)) for config in probe}
             yield from (grouped(ragged, turn, *shape) for shape in shapes if shape in served)
         if turn == 0:
-            for i, name in enumerate(EPILOGUES):
+            for i, name in enumerate(("operands", "reductions", "products")):
                 yield from (fused(name, *shape) for shape in (shapes[i], shapes[3 + (i + 1) % 3]))
             for i, name in enumerate(("every operand", "gated with biases", "two results")):
                 yield from (grouped_fused(name, schedule, CLUSTERS[2 * (i % 2)]) for schedule in SCHEDULES)
             yield from (accumulated(schedule, CLUSTERS[i]) for i, schedule in enumerate(SCHEDULES))
             for i, name in enumerate(("two results", "plain")):
                 yield from (symmetric(name, schedule, CLUSTERS[i]) for schedule in SCHEDULES)
+            yield from pinned()
 
 
 def run(problem: cutjax.Problem, launch: Call, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -203,15 +203,11 @@ FUSED_CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("batch", [(), (3,)], ids=str)
-@pytest.mark.parametrize("case", FUSED)
-@pytest.mark.parametrize("config", FUSED_CONFIGS, ids=name)
-def test_epilogues(config, case, batch):
+def check_epilogue(config: cutjax.Config, case: str, batch: tuple[int, ...]) -> None:
+    """Of one product or of a batch of them, which share the operands."""
     fn, products, shapes, tolerance = FUSED[case]
     if batch and case == "reductions":
         fn = jax.vmap(fn, (0, None))
-    if config.swap and products > 1:
-        pytest.skip("several products cannot be swapped")
     a, *bs = integers(5, (*batch, M, K), *[(*batch, K, N)] * products)
     operands = [x.astype(dtype) for x, (_, dtype) in zip(integers(6, *(s for s, _ in shapes)), shapes, strict=True)]
 
@@ -234,6 +230,15 @@ def test_epilogues(config, case, batch):
             np.testing.assert_allclose(np.asarray(out, np.float32), ref.astype(np.float32), tolerance, tolerance)
         else:
             check(out, ref, f"{config}, result {i}")
+
+
+@pytest.mark.parametrize("batch", [(), (3,)], ids=str)
+@pytest.mark.parametrize("case", FUSED)
+@pytest.mark.parametrize("config", FUSED_CONFIGS, ids=name)
+def test_epilogues(config, case, batch):
+    if config.swap and FUSED[case][1] > 1:
+        pytest.skip("several products cannot be swapped")
+    check_epilogue(config, case, batch)
 
 
 GROUPED_CONFIGS = [
