@@ -55,7 +55,7 @@ def row_of(line: Mapping[str, Any], sustained: Mapping[str, Any] | None, device:
     figures |= {"untuned": untuned, "tuned": final["tuned"], "kernel": final["kernel"], "sustained": {}}
     us = {"xla": xla["us"], "xla, tuned": xla["us"]}
     ours = {"xla": untuned["us"], "xla, tuned": final["tuned"]["us"]}
-    if sustained:
+    if sustained and "error" not in sustained:
         figures["sustained"] = {name: sustained.get(f"{name}_us") for name in ("xla", "untuned", "tuned")}
         for name, key in (("untuned", "sustained"), ("tuned", "sustained, tuned")):
             us[key], ours[key] = figures["sustained"]["xla"], figures["sustained"][name]
