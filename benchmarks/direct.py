@@ -3,6 +3,9 @@
 Kernels are launched through the driver, so nothing but XLA's own product is compiled by XLA. This process draws the
 products, compiles their kernels in processes of their own, and watches the worker that measures (direct_worker.py):
 when that hangs or dies, the config it was running is written down as failed and a new worker goes on with the rest.
+
+With ``--final RESULTS.json`` the configs are those that ``cutjax.autotune`` would time; the fastest of them, the cost
+model's choice and XLA are then timed once more in turns, some of them in long windows too, and results are written.
 """
 
 from __future__ import annotations
@@ -28,9 +31,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import cutjax
+from benchmarks import final
 from benchmarks.cases import Dense
 from benchmarks.driver import Driver
-from benchmarks.ops import models
+from benchmarks.ops import attention, models
+from cutjax.kernels import tuned
+from cutjax.kernels.choose import choose
 from cutjax.kernels.device import Device, device_of_kind
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import family
@@ -39,6 +45,7 @@ from cutjax.runtime.compiler import compile_kernel
 
 START, COMPILE, INPUTS, CHECK, TIME = range(5)  # what a worker is at
 SILENCE_S = {START: 120, COMPILE: 180, INPUTS: 60, CHECK: 15, TIME: 15}
+SAMPLES = {"models": models.sample, "attention": attention.sample}
 GRACE_S = 25  # beyond --seconds, for the product under way
 
 
@@ -78,12 +85,14 @@ class Job:
       configs: what to time on it: fields of ``cutjax.Config``.
       predicted: microseconds of each.
       skip: configs, by their place, that a worker did not survive, and how it ended; -1 is XLA.
+      untuned: of a final measurement, the cost model's choice: its place, -1 for XLA, and what is predicted of both.
     """
 
     case: Dense
     configs: list[dict[str, Any]]
     predicted: list[float]
     skip: dict[int, str] = dataclasses.field(default_factory=dict)
+    untuned: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns what `from_json` reads."""
@@ -94,7 +103,7 @@ class Job:
         """Reads what `to_json` returned."""
         case = {key: tuple(value) if isinstance(value, list) else value for key, value in data["case"].items()}
         skip = {int(place): why for place, why in data["skip"].items()}
-        return cls(Dense(**case), data["configs"], data["predicted"], skip)
+        return cls(Dense(**case), data["configs"], data["predicted"], skip, data["untuned"])
 
 
 def problem_of(case: Dense, device: Device) -> Problem:
@@ -126,14 +135,28 @@ def plan(case: Dense, device: Device, most: int, more: int) -> Job:
     return Job(case, [dataclasses.asdict(kernel.config) for _, _, kernel in chosen], [us for us, _, _ in chosen])
 
 
-def products(salts: Sequence[str], count: int, cases: Sequence[str], dtype: str) -> list[Dense]:
+def plan_final(case: Dense, device: Device, most: int) -> Job:
+    """Returns the configs that ``cutjax.autotune`` would time, and which of them runs without it."""
+    problem = problem_of(case, device)
+    with tuned.use_tuning(None):
+        choice = choose(problem)
+    configs = list(cutjax.candidates(problem)[:most])
+    if choice.config is not None and choice.config not in configs:
+        configs.append(choice.config)
+    place = -1 if choice.config is None else configs.index(choice.config)
+    untuned = {"place": place, "predicted_us": choice.time_us, "predicted_xla_us": getattr(choice, "xla_us", None)}
+    predicted = [resolved(problem, config).time_us(device) for config in configs]
+    return Job(case, [dataclasses.asdict(config) for config in configs], predicted, untuned=untuned)
+
+
+def products(salts: Sequence[str], count: int, cases: Sequence[str], dtype: str, suite: str = "models") -> list[Dense]:
     """Returns products given as ``m,n,k,layout[,batch...]``, then so many of each salt, in turns."""
     found: dict[str, Dense] = {}
     for text in cases:
         m, n, k, layout, *batch = text.split(",")
         case = Dense(int(m), int(n), int(k), layout, tuple(map(int, batch)), dtype)
         found.setdefault(case.name, case)
-    for drawn in itertools.zip_longest(*(models.sample(count, salt) for salt in salts)):
+    for drawn in itertools.zip_longest(*(SAMPLES[suite](count, salt) for salt in salts)):
         for case in filter(None, drawn):
             case = dataclasses.replace(case, dtype=dtype)
             found.setdefault(case.name, case)
@@ -231,6 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.direct", description=__doc__.splitlines()[0])
     parser.add_argument("--salts", default="", help="of the samples of products of models, joined by commas")
+    parser.add_argument("--suite", choices=list(SAMPLES), default="models", help="that the samples are of")
     parser.add_argument("--count", type=int, default=150, help="products of each salt")
     parser.add_argument("--cases", nargs="*", default=(), help="more products, first: m,n,k,layout[,batch...]")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
@@ -238,6 +262,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--random", type=int, default=4, help="of the others, by chance")
     parser.add_argument("--seconds", type=float, default=200, help="after which no other product is begun")
     parser.add_argument("--reps", type=int, default=6, help="timings of each config; 3 above a millisecond")
+    parser.add_argument("--final", type=pathlib.Path, metavar="RESULTS", help="JSON to write of what autotune gives")
+    parser.add_argument("--again", type=int, default=20, help="with --final: timings in turns of what is chosen")
+    parser.add_argument("--sustained", type=int, default=0, help="with --final: products in windows of half a second")
     parser.add_argument("--chunk", type=int, default=48, help="products that XLA compiles between timings")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="that compile XLA's products")
     parser.add_argument("--commit", help="the commit measured, where the tree is a copy without its history")
@@ -247,8 +274,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, sms = (args.compile_only, None) if args.compile_only else Driver().describe()
     device = device_of_kind(name, "sm_90a", sms)
     deadline = _START + args.seconds
-    cases = products([salt for salt in args.salts.split(",") if salt], args.count, args.cases, args.dtype)
-    jobs = [plan(case, device, args.most, args.random) for case in cases]
+    salts = [salt for salt in args.salts.split(",") if salt]
+    cases = products(salts, args.count, args.cases, args.dtype, args.suite)
+    if args.final:
+        jobs = [plan_final(case, device, args.most) for case in cases]
+    else:
+        jobs = [plan(case, device, args.most, args.random) for case in cases]
     say(f"{len(jobs)} products on {device.name} with {device.sms} SMs, {args.seconds:.0f} s")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -260,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with pool:
                 compile_all(jobs, device, board, pool)
             return 0
-        more = {field: getattr(args, field) for field in ("reps", "chunk", "threads", "commit")}
+        more = {field: getattr(args, field) for field in ("reps", "again", "sustained", "chunk", "threads", "commit")}
         more |= {"device": name, "sms": sms, "deadline": deadline, "argv": list(argv or sys.argv[1:])}
 
         def write_todo() -> None:
@@ -272,6 +303,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             watch(jobs, board, write_todo, command, deadline)
         finally:
             pool.shutdown(cancel_futures=True)
+            if args.final:
+                told = {"suite": args.suite, "salts": salts, "count": args.count, "most": args.most}
+                print("\n".join(final.summary(final.write(args.out, args.final, told))))
     return 0
 
 

@@ -7,12 +7,15 @@ import functools
 import itertools
 import math
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import oracle
 from benchmarks.cases import Dense
 from benchmarks.direct import Board
 from benchmarks.driver import Driver, Prepared
@@ -70,6 +73,39 @@ class Entry:
     kernels: list[str]
     results: list[jax.ShapeDtypeStruct]
     zeroed: int
+
+
+@dataclasses.dataclass
+class Programs:
+    """Everything of a product that is compiled.
+
+    Attributes:
+      make: inputs of a seed.
+      xla: XLA's product.
+      seconds: that both took.
+      calls: of the job's configs by their place, or why there is none.
+      finishes: what JAX does after some of these calls, and what makes its arguments.
+    """
+
+    make: Callable[[Any], Any]
+    xla: Callable[..., jax.Array]
+    seconds: float
+    calls: dict[int, Call | str] = dataclasses.field(default_factory=dict)
+    finishes: dict[int, tuple[Callable[..., Any], Callable[[], Any]]] = dataclasses.field(default_factory=dict)
+
+
+def compile_programs(case: Dense) -> Programs:
+    """Compiles what XLA runs for a product; tunes it on the device."""
+    start = time.monotonic()
+    avals = [jax.ShapeDtypeStruct(shape, jnp.dtype(case.dtype)) for shape in (case.a_shape, case.b_shape)]
+
+    def make(seed):
+        keys = jax.random.split(jax.random.key(seed, impl="rbg"))
+        return tuple(jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, avals, strict=True))
+
+    made = jax.jit(make).lower(jax.ShapeDtypeStruct((), jnp.uint32)).compile()
+    xla = jax.jit(oracle.xla(case.layout, case.dtype)).lower(*avals).compile()
+    return Programs(made, xla, time.monotonic() - start)
 
 
 class Bench:

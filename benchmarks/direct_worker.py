@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import cutjax
-from benchmarks import oracle, report, sweep, timing
+from benchmarks import final, report, sustained, sweep, timing
 from benchmarks.cases import Dense
 from benchmarks.direct import CHECK, COMPILE, INPUTS, TIME, Board, Job, problem_of, say
-from benchmarks.direct_bench import Bench, Entry, padded
+from benchmarks.direct_bench import Bench, Entry, Programs, compile_programs, padded
 from benchmarks.driver import CudaError, Driver
 from cutjax.kernels.device import Device, device_of_kind
 from cutjax.kernels.problem import Problem
@@ -36,39 +36,6 @@ from cutjax.runtime.launch import Call
 SLOW_US = 1000.0  # products that cannot take less are timed fewer times
 SLOW_REPS = 3
 ZEROS_US = 1.5  # of zeroing the tickets of tiles in parts, which is no kernel
-
-
-@dataclasses.dataclass
-class Programs:
-    """Everything of a product that is compiled.
-
-    Attributes:
-      make: inputs of a seed.
-      xla: XLA's product.
-      seconds: that both took.
-      calls: of the job's configs by their place, or why there is none.
-      finishes: what JAX does after some of these calls, and what makes its arguments.
-    """
-
-    make: Callable[[Any], Any]
-    xla: Callable[..., jax.Array]
-    seconds: float
-    calls: dict[int, Call | str] = dataclasses.field(default_factory=dict)
-    finishes: dict[int, tuple[Callable[..., Any], Callable[[], Any]]] = dataclasses.field(default_factory=dict)
-
-
-def compile_programs(case: Dense) -> Programs:
-    """Compiles what XLA runs for a product; tunes it on the device."""
-    start = time.monotonic()
-    avals = [jax.ShapeDtypeStruct(shape, jnp.dtype(case.dtype)) for shape in (case.a_shape, case.b_shape)]
-
-    def make(seed):
-        keys = jax.random.split(jax.random.key(seed, impl="rbg"))
-        return tuple(jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, avals, strict=True))
-
-    made = jax.jit(make).lower(jax.ShapeDtypeStruct((), jnp.uint32)).compile()
-    xla = jax.jit(oracle.xla(case.layout, case.dtype)).lower(*avals).compile()
-    return Programs(made, xla, time.monotonic() - start)
 
 
 def get_call(case: Dense, device: Device, fields: dict[str, Any]) -> Call | str:
@@ -87,8 +54,8 @@ def compile_finish(call: Call) -> tuple[Callable[..., Any], Callable[[], Any]]:
     return jax.jit(lambda *xs: finish(xs, ())).lower(*results).compile(), zeros
 
 
-def measure(bench: Bench, number: int, job: Job, programs: Programs, reps: int) -> dict[str, Any]:
-    """Returns the row of a product."""
+def measure(bench: Bench, number: int, job: Job, programs: Programs, reps: int, again: int) -> dict[str, Any]:
+    """Returns the row of a product; in a final measurement with what was timed ``again`` so many times."""
     case, board, device = job.case, bench.board, bench.device
     problem = problem_of(case, device)
     board.mark(number, -1, INPUTS)
@@ -118,29 +85,60 @@ def measure(bench: Bench, number: int, job: Job, programs: Programs, reps: int) 
             failed.append({"config": _brief(fields), "why": why})
     del expected
     floor_us = 1e6 * max(problem.flops / device.peak(problem.a_dtype), problem.bytes / device.bytes_per_second)
-    times = _time(bench, number, entries, programs.xla, sets, padded_sets, SLOW_REPS if floor_us > SLOW_US else reps)
-    xla_us, xla_kernels = times.pop(-1)
+    slow = floor_us > SLOW_US
+    times = _time(bench, number, entries, programs.xla, sets, padded_sets, SLOW_REPS if slow else reps)
+    xla = times.pop(-1)
     board.mark(number, -1, INPUTS)
     sums = {place: _finish_us(*programs.finishes[place]) for place in times if place in programs.finishes}
+    beside = {place: sums.get(place, 0) + pad_us + ZEROS_US * job.configs[place]["stream_k"] for place in times}
     configs = []
-    for place, (us, _) in times.items():
-        row = {**_brief(job.configs[place]), "us": round(us + sums.get(place, 0) + pad_us, 3)}
-        if job.configs[place]["stream_k"]:
-            row["us"] = round(row["us"] + ZEROS_US, 3)
+    for place, timed in times.items():
+        row = {**_brief(job.configs[place]), "us": round(timed.us + beside[place], 3)}
         if place in sums:
             row["finish_us"] = round(sums[place], 3)
         configs.append({**row, "predicted_us": round(job.predicted[place], 3)})
+    chosen = {}
+    if job.untuned is not None:
+        totals = {place: timed.us + beside[place] for place, timed in times.items()}
+        best = min(totals, key=totals.__getitem__, default=-1)
+        tuned = best if best >= 0 and totals[best] < xla.us else -1
+        picked = [entry for entry in entries if entry.place in (best, job.untuned["place"])]
+        reps = max(SLOW_REPS, again // 3) if slow else again
+        timed = _time(bench, number, picked, programs.xla, sets, padded_sets, reps)
+        chosen = {
+            "final": _final(job, timed, beside, {"untuned": job.untuned["place"], "tuned": tuned, "kernel": best})
+        }
     return {
         "case": case.name,
-        **{field: getattr(case, field) for field in ("m", "n", "k", "layout", "batch", "dtype", "of")},
+        **{field: getattr(case, field) for field in ("m", "n", "k", "layout", "batch", "dtype", "of", "tags")},
         "device": device.name,
         "sms": device.sms,
-        "xla_us": round(xla_us, 3),
-        "xla_kernels": xla_kernels,
+        "xla_us": round(xla.us, 3),
+        "xla_kernels": list(xla.kernels),
         "configs": sorted(configs, key=lambda row: row["us"]),
         "failed": failed,
+        **chosen,
         "compile_s": round(programs.seconds, 2),
     }
+
+
+def _final(
+    job: Job, times: dict[int, timing.Timing], beside: dict[int, float], places: dict[str, int]
+) -> dict[str, Any]:
+    """Returns times of what was chosen, by how it was; of the cost model's choice with what it had predicted."""
+
+    def told(place: int) -> dict[str, Any]:
+        config = "XLA" if place < 0 else _brief(job.configs[place])
+        if place not in times:
+            return {"config": config, "us": None}
+        timed = times[place]
+        us = round(timed.us + beside.get(place, 0), 3)
+        return {"config": config, "kernel": "+".join(timed.kernels), "us": us, "iqr_us": round(timed.iqr_us, 3)}
+
+    found = {name: told(place) for name, place in {"xla": -1, **places}.items()}
+    assert job.untuned is not None
+    found["untuned"] |= {name: job.untuned[name] for name in ("predicted_us", "predicted_xla_us")}
+    return found
 
 
 def _brief(fields: dict[str, Any]) -> dict[str, Any]:
@@ -156,8 +154,8 @@ def _time(
     sets: Sequence[tuple],
     padded_sets: Sequence[tuple],
     reps: int,
-) -> dict[int, tuple[float, list[str]]]:
-    """Returns the median time and the kernels of each entry by its place, and of XLA as -1."""
+) -> dict[int, timing.Timing]:
+    """Returns the times of each entry by its place, and of XLA as -1."""
 
     def ours(entry: Entry) -> Callable[..., None]:
         def run(*arrays: jax.Array) -> None:
@@ -198,7 +196,7 @@ def _time(
     if left := list(mine):
         raise RuntimeError(f"the profiler saw {len(left)} kernels too many: {left[:3]}")
     kernels = {-1: [name for name, _ in others[:each]]} | {place: entry.kernels for place, entry in by_place.items()}
-    return {place: (float(np.median(times)), kernels[place]) for place, times in samples.items()}
+    return {place: timing.Timing(tuple(us), tuple(kernels[place]), "cupti") for place, us in samples.items()}
 
 
 def _pad(problem: Problem, sets: Sequence[tuple]) -> tuple[Sequence[tuple], float]:
@@ -247,15 +245,19 @@ def work(todo: pathlib.Path, board: Board, out: pathlib.Path) -> int:
     bench = Bench(driver, device, board)
     left = [(number, job) for number, job in jobs if job.case.name not in done and -1 not in job.skip]
     say(f"worker started: {len(left)} of {len(jobs)} products to do")
+    end = plan["deadline"] - sustained.seconds(plan["sustained"])
     for start in range(0, len(left), plan["chunk"]):
         chunk = left[start : start + plan["chunk"]]
-        if time.time() > plan["deadline"]:
+        if time.time() > end:
             break
         programs = _compile_chunk(chunk, bench, plan)
         for number, job in chunk:
-            if time.time() > plan["deadline"]:
+            if time.time() > end:
                 break
-            append(out, _row(bench, number, job, programs.pop(number), plan["reps"]))
+            append(out, _row(bench, number, job, programs.pop(number), plan["reps"], plan["again"]))
+    if plan["sustained"]:
+        for line in sustained.measure(jobs, list(sweep.lines(out)), board, plan):
+            append(out, line)
     say("worker done")
     return 0
 
@@ -308,12 +310,12 @@ def _compile_chunk(
     return {number: x for (number, _), x in zip(chunk, found, strict=True)}
 
 
-def _row(bench: Bench, number: int, job: Job, programs: Programs | Exception, reps: int) -> dict[str, Any]:
+def _row(bench: Bench, number: int, job: Job, programs: Programs | Exception, reps: int, again: int) -> dict[str, Any]:
     """Returns the row of a product, one with an error where there is one; errors of the device are raised."""
     try:
         if isinstance(programs, Exception):
             raise programs
-        row = measure(bench, number, job, programs, reps)
+        row = measure(bench, number, job, programs, reps, again)
     except CudaError:
         raise
     except Exception as error:
@@ -323,7 +325,9 @@ def _row(bench: Bench, number: int, job: Job, programs: Programs | Exception, re
     best = row["configs"][0]["us"] if row["configs"] else math.nan
     say(
         f"{number:4d} {row['case']:34s} XLA {row['xla_us']:9.1f} us, best of {len(row['configs']):3d} {best:9.1f} us, "
-        f"{row['xla_us'] / best:.3f}" + (f", {len(row['failed'])} failed" if row["failed"] else "")
+        f"{row['xla_us'] / best:.3f}"
+        + (f", {final.line(row)}" if "final" in row else "")
+        + (f", {len(row['failed'])} failed" if row["failed"] else "")
     )
     return row
 

@@ -14,7 +14,7 @@ import pytest
 from fake_driver import Fake, build, fake_cubin
 
 import cutjax
-from benchmarks import direct, direct_bench, direct_worker, driver, timing
+from benchmarks import direct, direct_bench, direct_worker, driver, final, report, sustained, timing
 from benchmarks.cases import Dense
 from cutjax.kernels.device import device_of_kind
 from cutjax.kernels.sm90 import kernel as sm90_kernel
@@ -145,16 +145,17 @@ def worker(fake, monkeypatch, tmp_path):
     monkeypatch.setattr(timing, "L2_BYTES", 1 << 18)
     monkeypatch.setattr(direct_bench, "RING_BYTES", 1 << 18)
 
-    def run(jobs):
+    def run(jobs, windows=0):
         board = direct.Board(tmp_path / "board")
         board["ready"] = len(jobs)
         more = {"device": "NVIDIA H200", "sms": 132, "deadline": time.time() + 600, "argv": [], "commit": "c"}
-        more |= {"reps": 4, "chunk": 2, "threads": 2, "jobs": [job.to_json() for job in jobs]}
+        more |= {"reps": 4, "again": 6, "sustained": windows, "chunk": 2, "threads": 2}
+        more |= {"jobs": [job.to_json() for job in jobs]}
         (tmp_path / "todo").write_text(json.dumps(more))
         assert direct_worker.work(tmp_path / "todo", board, tmp_path / "rows") == 0
         lines = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
         assert lines[0]["head"]["commit"] == "c"
-        return {line["case"]: line for line in lines if "case" in line}
+        return {line.get("case", "sustained"): line for line in lines if {"case", "sustained"} & line.keys()}
 
     return run
 
@@ -181,6 +182,51 @@ def test_a_worker_writes_a_row_a_product(worker):
     assert (len(second["configs"]), second["batch"]) == (3, [2])
     assert third["configs"] == []  # rows of 200 bytes: XLA's time alone
     assert rows == worker(jobs)  # nothing is measured twice
+
+
+def test_final_measurements_time_what_was_chosen_again(worker, monkeypatch, tmp_path):
+    """Kernels take 5 us, XLA 7: the model's choice is a kernel, XLA, and one that is wrong."""
+    monkeypatch.setattr(sustained, "LEAST_US", 6.0)
+    monkeypatch.setattr(sustained, "WINDOW_S", 0.01)
+    monkeypatch.setattr(sustained, "HEAT_S", 0.01)
+    configs = []
+
+    def ours(layout, config):
+        configs.append(cutjax.Config(**config))
+        return lambda a, b: cutjax.gemm(a, b, layout=layout, backend="xla")
+
+    monkeypatch.setattr(sustained, "ours", ours)
+    jobs = [direct.plan_final(case, H200, 2) for case in (Dense(256, 192, 64), CASES[1], Dense(64, 128, 64))]
+    assert [len(job.configs) for job in jobs] == [2, 2, 2]
+    assert direct.Job.from_json(json.loads(json.dumps(jobs[0].to_json()))) == jobs[0]
+    jobs[1].untuned |= {"place": -1, "predicted_us": None, "predicted_xla_us": 4.0}
+    jobs[2].skip[jobs[2].untuned["place"]] = "hang: nothing for 15 s"
+    lines = worker(jobs, windows=1)
+    picked = [[lines[job.case.name]["final"][name]["us"] for name in ("xla", "untuned", "tuned")] for job in jobs]
+    assert picked == [[7.0, 5.0, 5.0], [7.0, 7.0, 5.0], [7.0, None, 5.0]]
+    assert lines["sustained"]["sustained"] == jobs[0].case.name
+    assert min(lines["sustained"][f"{name}_us"] for name in sustained.NAMES) > 0
+    assert configs[0] == cutjax.Config(**jobs[0].configs[0])
+    rows = final.write(tmp_path / "rows", tmp_path / "final.json", {"suite": "models", "salts": ["x"]})
+    assert [row.ratios["xla, tuned"] for row in rows] == [1.4] * 3
+    assert [row.ratios.get("xla") for row in rows] == [1.4, 1.0, None]
+    assert [row.failure for row in rows] == ["", "", "hang: nothing for 15 s"]
+    assert (rows[1].kernel, rows[1].figures["untuned"]["predicted_xla_us"]) == ("XLA", 4.0)
+    assert set(rows[0].figures["sustained"]) == {"xla", "untuned", "tuned"}
+    content, read = report.read(tmp_path / "final.json")
+    assert (content["op"], content["commit"], content["salts"], read[0].ratios) == (
+        "products",
+        "c",
+        ["x"],
+        rows[0].ratios,
+    )
+    worker(jobs, windows=1)
+    assert (tmp_path / "rows").read_text().count('"sustained"') == 1  # nothing is measured twice
+
+
+def test_sustained_products_are_spread_over_the_list():
+    assert sustained.spread(range(10), 3) == [0, 3, 6]
+    assert sustained.spread(range(2), 3) == [0, 1]
 
 
 def test_calls_of_several_kernels_with_an_end_in_jax(worker, monkeypatch):
