@@ -20,6 +20,7 @@ from cutjax.kernels.sm90 import family as sm90
 from cutjax.runtime.launch import Call
 
 FAMILIES: tuple[Family, ...] = (sm90,)
+SLOWER = 1.03  # than XLA: kernels predicted so much slower do not run under "auto"
 Config = sm90.Config  # of any family
 
 
@@ -34,6 +35,7 @@ class Choice:
       time_us: predicted time in microseconds, the measured one where the config is tuned; None when XLA runs.
       roofline: share of the roofline at that time, 0 to 1; None when XLA runs.
       resolved: the kernel; None when XLA runs.
+      xla_us: predicted time of XLA's own product in microseconds; None where nobody asked, or none is known.
     """
 
     problem: Problem
@@ -42,6 +44,7 @@ class Choice:
     time_us: float | None = None
     roofline: float | None = None
     resolved: Kernel | None = dataclasses.field(default=None, repr=False, compare=False)
+    xla_us: float | None = None
 
     @property
     def served(self) -> bool:
@@ -108,7 +111,8 @@ def choose(
 ) -> Choice:
     """Picks what runs: a pinned config if it serves, else a tuned one, else the cost model's first, else XLA.
 
-    Where XLA was measured to be faster than every kernel, it runs, but for the backend "cuda".
+    Where XLA was measured to be faster than every kernel, or is predicted to be by more than 3%, it runs, but for the
+    backend "cuda".
     """
     if platform != "cuda":
         return Choice(problem, None, (f"platform {platform}: the kernels are for cuda",))
@@ -131,13 +135,18 @@ def _choose(
         if choice := _tuned(problem, entry, strict):
             return choice
     if ranked := _ranked(problem):
-        return _chosen(problem, *ranked[0], f"predicted fastest of {len(ranked)} configs")
+        kernel, time_us = ranked[0]
+        xla_us = kernel.xla_us(problem.device)
+        if xla_us is not None and time_us > SLOWER * xla_us and not strict:
+            why = f"predicted: XLA {xla_us:.1f} us, the fastest of {len(ranked)} kernels {time_us:.1f} us"
+            return Choice(problem, None, (why,), xla_us=xla_us)
+        return _chosen(problem, kernel, time_us, f"predicted fastest of {len(ranked)} configs", xla_us)
     return Choice(problem, None, _problem_reasons(problem) or _config_reasons(problem))
 
 
-def _chosen(problem: Problem, kernel: Kernel, time_us: float, why: str) -> Choice:
+def _chosen(problem: Problem, kernel: Kernel, time_us: float, why: str, xla_us: float | None = None) -> Choice:
     share = min(1.0, floor_us(problem) / time_us)
-    return Choice(problem, kernel.config, (why, *kernel.notes), time_us, share, kernel)
+    return Choice(problem, kernel.config, (why, *kernel.notes), time_us, share, kernel, xla_us)
 
 
 def floor_us(problem: Problem) -> float:

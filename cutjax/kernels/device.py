@@ -21,6 +21,8 @@ class Device:
       shared_bytes: shared memory one block may opt in to.
       shared_bytes_per_sm: shared memory of an SM, of which each resident block reserves 1 KiB.
       l2_bytes: of the L2 cache.
+      clusters: how many clusters of 1, 2, .. 8 blocks run at one time where each block takes an SM. Fewer than the SMs
+        would give: a cluster lies within a part of the chip, and parts have 14 to 18 SMs. Empty where unknown.
     """
 
     name: str
@@ -31,15 +33,25 @@ class Device:
     shared_bytes: int
     shared_bytes_per_sm: int
     l2_bytes: int
+    clusters: tuple[int, ...] = ()
+
+    def clusters_at_once(self, size: int) -> int:
+        """Returns how many clusters of so many blocks run at one time where each block takes an SM."""
+        most = self.sms // size
+        return min(most, self.clusters[size - 1] * self.sms // self.clusters[0]) if self.clusters else most
 
     def peak(self, dtype: np.dtype) -> float:
         """Returns the floating-point operations a second for operands of a dtype."""
         return dict(self.flops)[dtype.name]
 
 
+# Measured on an H200 as the numbers of tiles from which a launch takes twice as long (docs/kernel-selection.md).
+_CLUSTERS = (132, 66, 39, 30, 22, 16, 14, 14)
+
+
 def _hopper(name: str, sms: int, flops: float, bytes_per_second: float, l2_bytes: int = 50 << 20) -> Device:
     by_dtype = (("bfloat16", flops), ("float16", flops))
-    return Device(name, "sm_90a", sms, by_dtype, bytes_per_second, 232448, 233472, l2_bytes)
+    return Device(name, "sm_90a", sms, by_dtype, bytes_per_second, 232448, 233472, l2_bytes, _CLUSTERS)
 
 
 # By words of JAX's device_kind. The H200's flops and bytes are measured (docs/results.md). Of the others nothing is:

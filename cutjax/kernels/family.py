@@ -32,6 +32,10 @@ class Kernel(Protocol):
         """Returns the predicted time of one launch."""
         ...
 
+    def xla_us(self, device: Device) -> float | None:
+        """Returns the time that XLA may take, if this is the kernel predicted fastest; None where unknown."""
+        ...
+
     def unlaunchable(self) -> tuple[str, ...]:
         """Returns why what serves the problem cannot be launched; as much for every config of a problem."""
         ...

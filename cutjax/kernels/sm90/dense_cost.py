@@ -28,8 +28,9 @@ class Constants:
       multiply: the time of wgmma over what its flops take.
       shared: over the time that its operands take through shared memory.
       k_block: microseconds of each k block beside that.
-      coop, narrow, deep, multicast: what a cooperative schedule, chunks narrower than a swizzle, stages of 128 and a
-        cluster add to the time of wgmma.
+      least: microseconds of a k block at least: its barriers and the latency of wgmma.
+      coop, narrow, uneven, deep, multicast: what a cooperative schedule, chunks narrower than a swizzle, widths that
+        are no multiple of 64, stages of 128 and a cluster add to the time of wgmma.
       alone: what ping-pong adds where each block has one tile, so that one warpgroup multiplies.
       hot: what long products add, in which the card is limited by power.
       load: bytes a nanosecond that enter one SM.
@@ -58,8 +59,10 @@ class Constants:
     multiply: float
     shared: float
     k_block: float
+    least: float
     coop: float
     narrow: float
+    uneven: float
     deep: float
     multicast: float
     alone: float
@@ -100,46 +103,48 @@ class Constants:
 
 # On an H200: benchmarks/results/sweeps/models-h200.json.
 CONSTANTS = Constants(
-    multiply=0.4496,
-    shared=0.0225,
-    k_block=0.05288,
-    coop=0.0664,
-    narrow=0.2391,
-    deep=0.07631,
-    multicast=0.1621,
-    alone=0.008869,
-    hot=0.9039,
-    load=181.8,
-    saved=1.271,
-    off=1.355,
-    short=0.5439,
-    blend=59.17,
-    latency=0.4255,
-    turn=2.655,
-    start=0.2528,
-    element=1.637,
-    exposed=0.2533,
-    twin=0.4486,
-    last=1.229,
-    threads=6.135,
-    transposed=0.0953,
-    even=1.0,
-    cluster=0.6147,
-    l2=47330.0,
-    read=8.024,
-    write=22.37,
-    ragged=0.1467,
-    pitch=0.1558,
-    large=0.01519,
-    power=1.029,
-    launch=2.214,
-    exchange=0.8398,
-    exchanged=13.13,
-    join=4.51,
-    joined=70.32,
-    apart=0.2206,
-    sum=0.7519,
-    summed=27.02,
+    multiply=0.4518,
+    shared=0.0549,
+    k_block=0.04462,
+    least=0.05994,
+    coop=0.09127,
+    narrow=0.4144,
+    uneven=0.01922,
+    deep=0.1613,
+    multicast=0.1604,
+    alone=0.001661,
+    hot=0.7694,
+    load=186.8,
+    saved=0.7638,
+    off=0.9489,
+    short=0.4366,
+    blend=272.1,
+    latency=0.01351,
+    turn=3.2,
+    start=0.02805,
+    element=1.222,
+    exposed=0.06634,
+    twin=0.4676,
+    last=1.201,
+    threads=9.225,
+    transposed=0.3883,
+    even=1.073,
+    cluster=0.7333,
+    l2=22290.0,
+    read=5.647,
+    write=6.191,
+    ragged=0.6106,
+    pitch=0.1106,
+    large=0.002155,
+    power=1.45,
+    launch=2.581,
+    exchange=1.056,
+    exchanged=12.75,
+    join=5.164,
+    joined=34.89,
+    apart=0.2786,
+    sum=1.682,
+    summed=10.46,
 )
 
 
@@ -224,7 +229,7 @@ def features(kernel: Kernel, device: Device) -> Features:
         speed=device.bytes_per_second / FITTED_ON.bytes_per_second,
         sms=device.sms,
         items=kernel.rows * kernel.columns * p.batch_size * c.splits,
-        in_flight=max(1, device.sms * kernel.blocks_per_sm // c.cluster),
+        in_flight=max(1, device.clusters_at_once(c.cluster) * kernel.blocks_per_sm),
         resident=kernel.blocks_per_sm,
         multicasts=c.cluster > c.cluster_k,
         cluster=c.cluster,
@@ -267,7 +272,13 @@ def time_us(
     sharing = maximum(1.0, f.resident * (f.items * f.cluster > f.sms))  # blocks that really share an SM
     flops = 2 * f.bm * f.bn * f.bk / f.flop_us * (1 + c.hot * f.ideal / (f.ideal + 800))
     slower = c.coop * (1 - f.pingpong) + c.alone * f.pingpong * (f.items <= f.in_flight)
-    slower = slower + c.deep * (f.bk == 128) + c.narrow * (f.b_short > 0) + c.multicast * f.multicasts
+    slower = (
+        slower
+        + c.deep * (f.bk == 128)
+        + c.narrow * (f.b_short > 0)
+        + c.uneven * (f.bn % 64 > 0)
+        + c.multicast * f.multicasts
+    )
     operands = f.stage_bytes + (f.bm + f.bm / 64 * f.bn) * f.bk * 2  # written, and read: b once for each 64 rows of a
     multiply = sharing * (c.multiply * flops * (1 + slower) + c.shared * operands / 225e3 + c.k_block)
     a_rows = f.bm * (1 + c.off * f.a_off) * (1 - c.saved * (f.cluster_n - 1) / f.cluster_n)
@@ -275,7 +286,8 @@ def time_us(
     loaded = (a_rows + b_rows * (1 - c.saved * (f.cluster_m - 1) / f.cluster_m)) * f.bk * 2
     load = sharing * loaded / (c.load * 1e3)
     both = (multiply**c.blend + load**c.blend) ** (1 / c.blend)
-    mainloop = f.k_blocks * maximum(both, (c.latency + c.turn * multiply) / f.stages)
+    refill = (c.latency + c.turn * multiply) / f.stages
+    mainloop = f.k_blocks * maximum(maximum(both, refill), c.least)
 
     # A tile, a wave of them, all waves.
     stored = f.bm * f.bn * f.own / 32768
@@ -302,4 +314,58 @@ def time_us(
     l2 = all_loaded / (c.l2 * 1e3)
     us = (compute**c.power + memory**c.power + l2**c.power) ** (1 / c.power) + c.launch
     us = us + (f.splits > 1) * (c.sum + (f.splits * f.result + f.asked) / (c.summed * 1e6 * f.speed))
-    return us + f.copied / (3e6 * f.speed) + f.copies
+    return us + _copies_us(f)
+
+
+# What XLA's products take over our fastest kernel's predicted time, as its logarithm: a sum over what is true of the
+# problem. Fitted to the same sweeps, at the fifth of them in which XLA is fastest: to run a kernel where XLA is faster
+# costs a user speed, to run XLA where a kernel is faster only does not bring any.
+XLA = {
+    "always": -0.0841,
+    "launch": 0.0356,
+    "unaligned": 0.115,
+    "busy": 0.068,
+    "tn": 0.0164,
+    "nt": 0.0169,
+    "few": 0.0443,
+    "few_deep": -0.00398,
+    "deep": -0.028,
+    "tokens": 0.0248,
+    "multiplies": 0.0904,
+    "pitch": 0.00908,
+}
+
+
+def xla_us(kernel: Kernel, device: Device) -> float | None:
+    """Returns the time that XLA's own product may take, told of the kernel predicted fastest; None where unknown."""
+    p = kernel.asked
+    if not p.plain or p.ragged or p.symmetric:
+        return None
+    f = features(kernel, device)
+    ours = time_us(f, CONSTANTS) - _copies_us(f)
+    rows = [p.k if p.a.contiguous == "k" else p.m, p.k if p.bs[0].contiguous == "k" else p.n]
+    unaligned = bool(f.copies or p.n * p.a_dtype.itemsize % 16)
+    flop_us, byte_us = 1e6 * p.flops / device.peak(p.a_dtype), 1e6 * p.bytes / device.bytes_per_second
+    multiplies = flop_us / (flop_us + byte_us)
+    tiles = math.ceil(p.m / 128) * math.ceil(p.n / 128) * p.batch_size
+    few, deep = max(0.0, math.log2(device.sms / tiles)), max(0.0, math.log2(p.k / 4096))
+    true = {
+        "always": 1,
+        "launch": 1 / ours,
+        "unaligned": unaligned,
+        "busy": unaligned * multiplies,
+        "tn": p.layout == "tn",
+        "nt": p.layout == "nt",
+        "few": few,
+        "few_deep": few * deep,
+        "deep": deep,
+        "tokens": max(0.0, math.log2(128 / min(p.m, p.n))),
+        "multiplies": multiplies,
+        "pitch": sum(row * p.a_dtype.itemsize % 128 != 0 for row in rows),
+    }
+    return ours * math.exp(sum(XLA[name] * value for name, value in true.items()))
+
+
+def _copies_us(f: Features) -> Any:
+    """Returns what copying operands to padded rows takes: each is read and written, in a launch of its own."""
+    return f.copied / (3e6 * f.speed) + f.copies

@@ -33,6 +33,7 @@ SWAPPED_TILES = {
     ("coop", 128): (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256),
     ("coop", 256): (64, 80, 96, 112, 128, 144, 160, 176, 192),
 }
+FEW_COLUMNS = 512  # of the transposed result: up to here, widths that divide them evenly take the place of those above
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
 # The same with stages of 128: where k is 128, one stage is the whole contraction. Elsewhere 64 won by 2 to 10%.
 DEEP_TILES = {("pingpong", 64): (128, 256), ("coop", 128): (256,)}
@@ -60,7 +61,9 @@ def _configs(facts: Facts, swap: bool) -> Iterator[Config]:
     problem = facts.problem
     tiles = SYMMETRIC_TILES if problem.symmetric and problem.layout == "nt" else SWAPPED_TILES if swap else TILES
     any_width = problem.bs[0].contiguous == "k"
+    few = _even_widths(problem.n) if swap and any_width and problem.n <= FEW_COLUMNS else ()
     for (schedule, bm), widths in tiles.items():
+        widths = [bn for bn in few if bn <= widths[-1]] if few else widths
         for bk, bns, clusters in ((64, widths, CLUSTERS), (128, DEEP_TILES.get((schedule, bm), ()), CLUSTERS[:1])):
             for bn in bns:
                 if swap and not any_width and bn % 16:
@@ -75,6 +78,14 @@ def _configs(facts: Facts, swap: bool) -> Iterator[Config]:
                     yield from _divided(problem, whole)
 
 
+@functools.lru_cache(maxsize=1024)
+def _even_widths(columns: int) -> tuple[int, ...]:
+    """Returns the widths of tiles that divide so many columns into 1, 2, .. tiles with little left over."""
+    even = {-(-columns // (8 * tiles)) * 8 for tiles in range(1, 9)} | ({16, 32} if columns <= 64 else set())
+    # A width of 8 times a large prime would be stored 8 columns at a time.
+    return tuple(sorted({bn + 8 if bn // 8 in (17, 19, 23, 29, 31) else bn for bn in even if 8 <= bn <= 256}))
+
+
 def _divided(problem: Problem, config: Config) -> Iterator[Config]:
     """Yields the ways to divide the contraction of a config's tiles among as many CTAs as there are SMs, about."""
     k_blocks = -(-problem.k // config.bk)
@@ -86,11 +97,12 @@ def _divided(problem: Problem, config: Config) -> Iterator[Config]:
     k_blocks = -(-k_blocks // groups)
     if not (problem.ragged or problem.symmetric) and tiles % sms and tiles > sms // 3 and k_blocks >= 16:
         yield dataclasses.replace(config, stream_k=True)
-    most = min(sms * 17 // 16 // tiles if tiles <= sms // 2 else 1, k_blocks // LEAST_K_BLOCKS)
+    most = k_blocks // LEAST_K_BLOCKS
     if config.schedule == "coop" and config.cluster == 1:
         for size in CLUSTERS_K:
-            if size <= most:
+            if size <= most and tiles <= problem.device.clusters_at_once(size):
                 yield dataclasses.replace(config, cluster_k=size)
+    most = min(most, sms * 17 // 16 // tiles)
     if problem.symmetric:
         return
     for splits in SPLITS:

@@ -15,7 +15,7 @@ from cutjax.dtypes import short
 from cutjax.epilogue.expression import REDUCTIONS, Output
 from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import cost, text
+from cutjax.kernels.sm90 import cost, dense_cost, text
 from cutjax.kernels.sm90.arguments import Argument, arguments, paddings
 from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Config
 from cutjax.kernels.sm90.staging import STORED, Staging, stage
@@ -277,6 +277,10 @@ class Kernel:
     def time_us(self, device: Device) -> float:
         """Returns the predicted time of one launch."""
         return cost.predict(self, device)
+
+    def xla_us(self, device: Device) -> float | None:
+        """Returns the time that XLA's own product may take, if this is the kernel predicted fastest."""
+        return dense_cost.xla_us(self, device)
 
     def unlaunchable(self) -> tuple[str, ...]:
         """Returns why it cannot be launched: there is a limit to what one launch is told."""
