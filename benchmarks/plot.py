@@ -12,7 +12,8 @@ from benchmarks import report
 _OURS, _MISSED, _PEER = "#76b900", "#d95f02", "#9e9e9e"
 
 
-def _subtitle(content: dict[str, Any]) -> str:
+def subtitle(content: dict[str, Any]) -> str:
+    """The machine, versions, commit and date of a run."""
     versions = content["versions"]
     return (
         f"{content['device']}, driver {content['driver']}, jax {versions['jax']}, cutjax {versions['cutjax']} "
@@ -59,7 +60,7 @@ def draw(path: pathlib.Path, suffixes: tuple[str, ...] = (".png",)) -> list[path
     right.barh([i - 0.2 for i in y], theirs, 0.4, color=_PEER, label="fastest peer")
     right.set_xlabel("% of the measured roofline")
     right.legend(fontsize=8)
-    figure.suptitle(_subtitle(content), fontsize=9)
+    figure.suptitle(subtitle(content), fontsize=9)
     written = [path.with_suffix(suffix) for suffix in suffixes]
     for target in written:
         figure.savefig(target, dpi=150)

@@ -130,6 +130,20 @@ COLUMNS = {
     ],
 }
 
+COLUMNS["products"] = [
+    _CASE,
+    Column("of", lambda row: row.figures.get("of", ""), text=True),
+    _peer("xla", "XLA us", ".1f"),
+    _own("us", "untuned us", ".1f"),
+    Column("tuned us", lambda row: _number(row.figures.get("tuned", {}).get("us") or math.nan, ".1f")),
+    _ratio("xla", "ratio untuned", ".3f"),
+    _ratio("xla, tuned", "ratio tuned", ".3f"),
+    _ratio("sustained", "sustained untuned", ".3f"),
+    _ratio("sustained, tuned", "sustained tuned", ".3f"),
+    _own("roofline", "of the roofline", ".2f"),
+    Column("kernel", _kernel, text=True),
+]
+
 
 def _columns(op: str, rows: Sequence[Row]) -> list[Column]:
     return COLUMNS.get(op) or _beside_xla(rows)

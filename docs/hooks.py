@@ -23,6 +23,8 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
+    # Pages that are read in the repository too show pictures from where they lie there.
+    markdown = markdown.replace("](../benchmarks/results/", "](plots/")
     return markdown.replace(MARK, results()) if page.file.src_uri == "results.md" else markdown
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 import cutjax
 from benchmarks import measure, report, suite, timing
+from benchmarks.ops import models
 from benchmarks.report import Row
 
 ENVIRONMENT = {
@@ -41,6 +42,32 @@ def fake_clock(monkeypatch):
 def measured(s: suite.Suite, case: Any, **fields: Any) -> list[Row]:
     """The rows of a case."""
     return measure.measure_case(s, case, suite.Run(**{"method": "cupti", "roofline": ROOFLINE, **fields}))
+
+
+def final_lines(count: int = 12) -> list[dict[str, Any]]:
+    """Lines of a final measurement of benchmarks/direct.py: products of models whose choices take turns to be the same.
+
+    XLA takes twice the roofline. The cost model's choices are a kernel at 1.25 of that, XLA, and a kernel at 0.8; the
+    tuned ones a kernel at 0.8 of it, XLA, and that kernel.
+    """
+    lines: list[dict[str, Any]] = [{"head": {**ENVIRONMENT, "device": "NVIDIA H200", "sms": 132, "argv": []}}]
+    for i, case in enumerate(models.sample(count, "made up")):
+        problem = case.problem
+        floor_us = 1e6 * max(
+            problem.flops / problem.device.peak(problem.a_dtype), problem.bytes / problem.device.bytes_per_second
+        )
+        xla = {"config": "XLA", "kernel": "nvjet", "us": 2 * floor_us, "iqr_us": 0.1}
+        slow = {"config": {}, "kernel": "slow", "us": 2.5 * floor_us, "iqr_us": 0.1}
+        fast = {"config": {"bn": 128}, "kernel": "fast", "us": 1.6 * floor_us, "iqr_us": 0.1}
+        untuned, tuned, kernel = ((slow, fast, fast), (xla, xla, slow), (fast, fast, fast))[i % 3]
+        untuned = {**untuned, "predicted_us": floor_us, "predicted_xla_us": floor_us}
+        fields = {field: getattr(case, field) for field in ("m", "n", "k", "layout", "dtype", "of")}
+        fields |= {"case": case.name, "batch": list(case.batch), "tags": list(case.tags), "failed": []}
+        lines.append({**fields, "final": {"xla": xla, "untuned": untuned, "tuned": tuned, "kernel": kernel}})
+        if xla["us"] > 100:
+            windows = {"xla_us": 2.2 * floor_us, "untuned_us": 2 * floor_us, "tuned_us": 2 * floor_us}
+            lines.append({"sustained": case.name, "window_s": 0.5, **windows})
+    return lines
 
 
 class FakeTorch:

@@ -50,6 +50,9 @@ FORMS = {  # of the columns of each table, by the fields of rows as recorded: in
     "grouped": {"case": "", "product": "", "kernel": "", "us": ".1f", "tflops": ".0f"}
     | {"xla us": ".0f", "pallas us": ".0f", "torch us": ".0f"}
     | {"dense ratio": ".3f", "torch ratio": ".3f", "copy ratio": ".3f"},
+    "products": {"case": "", "kernel": "", "roofline": ".2f"}
+    | dict.fromkeys(("us", "xla us"), ".1f")
+    | dict.fromkeys([f"{key} ratio" for key in ("xla", "xla, tuned", "sustained", "sustained, tuned")], ".3f"),
     "moe": {"case": "", "ratio": ".2f"} | dict.fromkeys(MOE_NUMBERS, ".0f"),
     "compile": {"case": "", "tile": "", "cpu_s": ".2f", "target": ".1f", "cubin_bytes": "", "registers": ""},
     "calls": {"case": "", "ships": "", "inlined_us": ".1f", "called_us": ".1f", "ratio": ".3f", "most_ratio": ".3f"},
