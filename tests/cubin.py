@@ -22,6 +22,18 @@ def code_bytes(image: bytes) -> int:
     return sum(length for name, _, length in sections if image[at + name :].startswith(b".text"))
 
 
+def telling(configs: Sequence[cutjax.Config], every: int) -> list[cutjax.Config]:
+    """All that are neither swapped nor divide k; of others, which are many, the widest of each kind and some more."""
+
+    def kind(config: cutjax.Config) -> tuple:
+        return config.schedule, config.bm, config.swap, config.stream_k, config.cluster_k, config.splits > 1
+
+    alone = [config for config in configs if not (config.swap or config.stream_k or config.parts > 1)]
+    others = [config for config in configs if config not in set(alone)]
+    widest = {kind(config): config for config in sorted(others, key=lambda config: config.bn)}
+    return list(dict.fromkeys([*alone, *widest.values(), *others[::every]]))
+
+
 def check_lean(asked: cutjax.Problem, configs: Sequence[cutjax.Config], most_bytes: int) -> None:
     """That kernels compile without a warning or a spill, to no more code than that.
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import pytest
-from cubin import check_lean
+from cubin import check_lean, telling
 
 import cutjax
 from cutjax.kernels.problem import LAYOUTS
@@ -30,10 +30,11 @@ def test_every_config_compiles_lean(a, out, layout):
     asked = problem(layout, a, out)
     configs = cutjax.candidates(asked)
     space = len(family.CLUSTERS) * sum(map(len, family.TILES.values())) + sum(map(len, family.DEEP_TILES.values()))
-    assert len(configs) == space
+    assert len([config for config in configs if not (config.swap or config.stream_k or config.parts > 1)]) == space
 
     if (layout, out) != ("nn", "bfloat16"):  # a cluster changes the producer alone: elsewhere the fullest
         configs = [config for config in configs if config.cluster == 1 or config.accumulator_registers > 128]
+    configs = telling(configs, 8 if (layout, out) == ("nn", "bfloat16") else 32)
     configs = configs[::4] if a == "float16" else configs  # which differs in one instruction's name
     check_lean(asked, configs, 20 << 10)  # 15.4 KB at most
 
@@ -56,7 +57,7 @@ def test_configs_of_groups_compile_lean(ragged, layout, out):
     clusters = [config for config in configs if config.cluster > 1]
     clusters = clusters[:6] + [config for config in clusters[6:] if config.accumulator_registers > 128]
     # Rows that have groups have a second mainloop, for tiles that are half empty: 39.8 KB at most.
-    check_lean(asked, [config for config in configs if config.cluster == 1] + clusters, 48 << 10)
+    check_lean(asked, telling([config for config in configs if config.cluster == 1] + clusters, 16), 48 << 10)
 
 
 def test_what_kernels_of_groups_refuse():

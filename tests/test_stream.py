@@ -52,6 +52,23 @@ def test_fused_kernels_compile_lean(name):
     check_lean(asked, configs, 52 << 10)
 
 
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("row and column", STREAM(256, 160, 64, 3, swap=True)),
+        ("three products", STREAM(128, 48, 64, 4, cluster_m=2, schedule="pingpong")),
+        ("gelu and its argument", STREAM(128, 64, 64, 4, cluster_m=2, swap=True)),
+        ("odd", STREAM(128, 112, 64, 4, cluster_m=2, swap=True, schedule="pingpong")),
+    ],
+    ids=str,
+)
+def test_the_producer_has_room(name, config):
+    """The scheduler is made where the roles have parted: before that, its fields must fit the producer's registers."""
+    odd = cutjax.Problem(4097, 4097, 4097, out_dtype=np.dtype(np.float32))
+    check_lean(odd if name == "odd" else problem(*CASES[name]), [config], 52 << 10)
+
+
 # What of the walk is recorded of each work item of each CTA.
 FIELDS = ("cluster", "rank", "m", "n", "k", "k_blocks", "batch", "tile", "parts", "first", "slot")
 BM, BN, BK = 64, 32, 64

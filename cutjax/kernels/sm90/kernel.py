@@ -70,6 +70,8 @@ class Facts:
         called = config.accumulator_registers * problem.products > 128 and self.staging.called
         if called or problem.groups or (varying and not self.staging.even):
             return 128
+        if several and config.swap and config.stream_k:  # of 128x96 and 64x256 some spill, though not of 128x160
+            return 64
         return min(160, widest) if varying or several else widest
 
 

@@ -53,13 +53,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   __syncthreads();
   if constexpr (CLUSTER > 1) barrier_cluster_relaxed();  // the fence of the mbarriers' initial state is above
 
-  Scheduler scheduler(m, n, k, raster, batch, SPLITS, batch1, batch2 SCHEDULER_ARGUMENTS);
   int step = gridDim.x / CTAS, k_blocks = part_blocks((k + BK - 1) / BK, SPLITS);
   int matrices = batch * (RAGGED_K ? batch2 : 1);  // of a split's results
 
   if (warpgroup == 0) {
     if constexpr (CONSUMERS == 2) setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (thread < 32) {
+      Scheduler scheduler(m, n, k, raster, batch, SPLITS, batch1, batch2 SCHEDULER_ARGUMENTS);
       for (int index = blockIdx.x / CTAS; scheduler.has(index); index += step) {
         Work work = part(scheduler.work(index, rank_m, rank_n), rank_k, SPLITS, matrices);
         BatchIndex i(work.batch, batch1, batch2);
@@ -72,6 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   } else {
     if constexpr (CONSUMERS == 2) setmaxnreg_inc<CONSUMER_REGISTERS>();
     int consumer = warpgroup - 1;
+    Scheduler scheduler(m, n, k, raster, batch, SPLITS, batch1, batch2 SCHEDULER_ARGUMENTS);
     Epilogue epilogue{staging + consumer * STORE_BUFFERS * D_BUFFER_BYTES,
                       operand_barriers + consumer * STORE_BUFFERS * 8, EPILOGUE_BARRIER + consumer, thread};
     Extras extras(m, n EXTRAS_ARGUMENTS);
