@@ -316,21 +316,21 @@ def time_us(
 
 
 # What XLA's products take over our fastest kernel's predicted time, as its logarithm: a sum over what is true of the
-# problem. Fitted to the same sweeps, at about the eighth of them in which XLA is fastest: to run a kernel where XLA is faster
-# costs a user speed, to run XLA where a kernel is faster only does not bring any.
+# problem. Fitted to the same sweeps, to the sixth of them in which XLA is fastest: running a kernel where XLA is faster
+# costs a user speed, running XLA where a kernel is faster only does not bring any.
 XLA = {
-    "always": -0.114,
-    "launch": 0.0501,
-    "unaligned": 0.0672,
-    "busy": 0.043,
-    "tn": 0.0178,
-    "nt": 0.00599,
-    "few": 0.0486,
-    "few_deep": -0.0123,
-    "deep": -0.0276,
-    "tokens": 0.0192,
-    "multiplies": 0.102,
-    "pitch": -0.0126,
+    "always": -0.102,
+    "launch": 0.0504,
+    "unaligned": 0.105,
+    "busy": 0.0612,
+    "tn": 0.0153,
+    "nt": 0.00376,
+    "few": 0.0539,
+    "few_deep": -0.0127,
+    "deep": -0.0278,
+    "tokens": 0.0173,
+    "multiplies": 0.0955,
+    "pitch": -0.00996,
 }
 
 
