@@ -282,9 +282,14 @@ def test_zero_sizes(shape):
     check(np.asarray(out), np.zeros((*shape[:-1], shape[-2]), H))
 
 
-def test_no_kernel():
+def test_rows_that_are_copied_to_padded_ones():
     a = ints(1, 64, 100)  # rows of 200 bytes
     x = np.asarray(a, np.float32)
-    check(np.asarray(cutjax.syrk(a)), (x @ x.T.copy()).astype(H))
-    with pytest.raises(NotImplementedError, match="16"):
+    check(np.asarray(cutjax.syrk(a, backend="cuda")), (x @ x.T.copy()).astype(H))
+
+
+def test_no_kernel():
+    a = ints(1, 64, 96).astype(np.float32)
+    check(np.asarray(cutjax.syrk(a)), np.asarray(a, np.float32) @ np.asarray(a, np.float32).T.copy())
+    with pytest.raises(NotImplementedError, match="f32 x f32"):
         cutjax.syrk(a, backend="cuda")

@@ -317,7 +317,8 @@ def time_us(
 
 # What XLA's products take over our fastest kernel's predicted time, as its logarithm: a sum over what is true of the
 # problem. Fitted to the same sweeps, to the sixth of them in which XLA is fastest: running a kernel where XLA is faster
-# costs a user speed, running XLA where a kernel is faster only does not bring any.
+# costs a user speed, running XLA where a kernel is faster only does not bring any. What is said of batched products was
+# read off 55 of attention.
 XLA = {
     "always": -0.102,
     "launch": 0.0504,
@@ -331,6 +332,8 @@ XLA = {
     "tokens": 0.0173,
     "multiplies": 0.0955,
     "pitch": -0.00996,
+    "batched_unaligned": -0.45,
+    "batched_tokens": -0.1,
 }
 
 
@@ -359,6 +362,8 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
         "deep": deep,
         "tokens": max(0.0, math.log2(128 / min(p.m, p.n))),
         "multiplies": multiplies,
+        "batched_unaligned": p.batch_size > 1 and unaligned,
+        "batched_tokens": p.batch_size > 1 and min(p.m, p.n) <= 16,
         "pitch": sum(row * p.a_dtype.itemsize % 128 != 0 for row in rows),
     }
     return ours * math.exp(sum(XLA[name] * value for name, value in true.items()))

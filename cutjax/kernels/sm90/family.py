@@ -41,8 +41,10 @@ DEEP_TILES = {("pingpong", 64): (128, 256), ("coop", 128): (256,)}
 CLUSTERS_K = (2, 3, 4, 5, 6, 8)
 SPLITS = (2, 3, 4, 6, 8, 16, 32, 64)
 LEAST_K_BLOCKS = 4  # of a part
+LEAST_IDLE = 0.06  # of the time of all SMs, where tiles in parts may pay
 
 _config = functools.lru_cache(maxsize=None)(Config)
+_divide = functools.lru_cache(maxsize=1 << 14)(dataclasses.replace)
 
 
 def reasons(problem: Problem) -> tuple[str, ...]:
@@ -95,21 +97,23 @@ def _divided(problem: Problem, config: Config) -> Iterator[Config]:
     groups = problem.groups if problem.ragged == "k" else 1
     tiles, sms = rows * columns * problem.batch_size * groups, problem.device.sms // config.cluster
     k_blocks = -(-k_blocks // groups)
-    if not (problem.ragged or problem.symmetric) and tiles % sms and tiles > sms // 3 and k_blocks >= 16:
-        yield dataclasses.replace(config, stream_k=True)
+    waves = tiles / sms
+    idle = 1 - waves / math.ceil(waves)  # of all SMs' time, in the last wave
+    if not (problem.ragged or problem.symmetric) and idle > LEAST_IDLE and waves > 0.3 and k_blocks >= 16:
+        yield _divide(config, stream_k=True)
     most = k_blocks // LEAST_K_BLOCKS
     if config.schedule == "coop" and config.cluster == 1:
         for size in CLUSTERS_K:
             if size <= most and tiles <= problem.device.clusters_at_once(size):
-                yield dataclasses.replace(config, cluster_k=size)
+                yield _divide(config, cluster_k=size)
     most = min(most, sms * 17 // 16 // tiles)
     if problem.symmetric:
         return
     for splits in SPLITS:
         if most >= 8 and most // 2 < splits <= most and config.cluster == 1:
-            yield dataclasses.replace(config, splits=splits)
+            yield _divide(config, splits=splits)
         if config.schedule == "coop" and config.cluster == 1 and most // 16 < splits <= most // 8:
-            yield dataclasses.replace(config, cluster_k=8, splits=splits)
+            yield _divide(config, cluster_k=8, splits=splits)
 
 
 def _stages(facts: Facts, tile: Footprint, bk: int) -> int:
