@@ -100,7 +100,7 @@ class Constants:
     apart: float
     sum: float
     summed: float
-    fused: float = 2.0
+    fused: float = 4.0
 
 
 # On an H200: benchmarks/results/sweeps/models-h200.json.
