@@ -34,8 +34,8 @@ def telling(configs: Sequence[cutjax.Config], every: int) -> list[cutjax.Config]
     return list(dict.fromkeys([*alone, *widest.values(), *others[::every]]))
 
 
-def check_lean(asked: cutjax.Problem, configs: Sequence[cutjax.Config], most_bytes: int) -> None:
-    """That kernels compile without a warning or a spill, to no more code than that.
+def check_lean(asked: cutjax.Problem, configs: Sequence[cutjax.Config], most_bytes: int, most_spilled: int = 0) -> None:
+    """That kernels compile without a warning, to no more code than that, and spill no more bytes in a thread.
 
     Code is what compiling takes time for, 0.1 s for 20 KB and more for very long functions, and it is the same on every
     machine; benchmarks/ops/compile_cost.py measures the seconds.
@@ -51,5 +51,7 @@ def check_lean(asked: cutjax.Problem, configs: Sequence[cutjax.Config], most_byt
         # ptxas says so where a wgmma must wait for the one before: half the speed.
         assert not re.search("warning|Performance Loss|injected", cubin.log), f"{name}: {cubin.log}"
         resources = cubin.resources
-        assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0), f"{name}: {resources}"
+        spilled = [resources.spill_store_bytes, resources.spill_load_bytes]
+        assert None not in spilled, cubin.log
+        assert max(spilled) <= most_spilled, f"{name}: {resources}"
         assert code_bytes(cubin.image) <= most_bytes, f"{name}: {code_bytes(cubin.image)} bytes of code"

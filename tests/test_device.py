@@ -48,7 +48,7 @@ def test_a_device_that_no_family_serves_says_why():
 
 def test_choices_follow_the_device():
     def choice(found, *sizes):
-        return choose.choose(cutjax.Problem(*sizes, device=found))
+        return choose.choose(cutjax.Problem(*sizes, device=found), backend="cuda")
 
     slow = device.device_of_kind("NVIDIA H100 PCIe", "sm_90a", 114)
     bound = 64, 14336, 4096  # by memory
@@ -102,6 +102,9 @@ class SimpleKernel:
 
     def time_us(self, device):
         return float(self.config.width)
+
+    def xla_us(self, device):
+        return None
 
     def unlaunchable(self):
         return ()

@@ -84,7 +84,9 @@ def test_every_tile_compiles_lean(name):
     configs = [config for config in cutjax.candidates(asked) if config.cluster == 1]
     configs = telling(configs, 32)
     assert len(configs) > 8
-    check_lean(asked, configs, 96 << 10)  # 83 KB at most: the derivative, inlined 96 times, and its sum
+    # 83 KB at most: the derivative, inlined 96 times, and its sum. Of "gelu" and "gelu and its argument" a few of the
+    # widest tiles keep one number of 4 bytes, or two, in memory: stored once a tile, never in the mainloop.
+    check_lean(asked, configs, 96 << 10, most_spilled=16 if name.startswith("gelu") else 0)
 
 
 # What is called for, not inlined: four copies in place of 128.
@@ -317,7 +319,7 @@ def test_places_in_the_batch(batch, monkeypatch):
     epilogue = normal(1, (), nodes, [Output(last, "bfloat16")])
     assert emit.places(epilogue) == places
     asked = cutjax.Problem(136, 264, 72, batch=batch, a_batch=batch, b_batch=batch, epilogue=epilogue)
-    config = cutjax.candidates(asked)[0]
+    config = next(config for config in cutjax.candidates(asked) if not config.swap)  # places are named as they lie
     source = sm90.resolved(asked, config).source
     more = dataclasses.replace(asked, m=256, **dict.fromkeys(("batch", "a_batch", "b_batch"), (7, *batch[1:])))
     assert source == sm90.resolved(more, config).source

@@ -1,4 +1,4 @@
-"""Every kernel of the shipped space compiles on a machine without a GPU: no warning, no spill, little code."""
+"""A telling part of the shipped kernels compiles on a machine without a GPU: no warning, no spill, little code."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ def test_every_config_compiles_lean(a, out, layout):
 
     if (layout, out) != ("nn", "bfloat16"):  # a cluster changes the producer alone: elsewhere the fullest
         configs = [config for config in configs if config.cluster == 1 or config.accumulator_registers > 128]
-    configs = telling(configs, 8 if (layout, out) == ("nn", "bfloat16") else 32)
+    configs = telling(configs, 16 if (layout, out) == ("nn", "bfloat16") else 48)
     configs = configs[::4] if a == "float16" else configs  # which differs in one instruction's name
     check_lean(asked, [config for config in configs if not config.stream_k], 20 << 10)  # 15.4 KB unswapped
     check_lean(asked, [config for config in configs if config.stream_k], 34 << 10)  # they add up parts
@@ -58,7 +58,7 @@ def test_configs_of_groups_compile_lean(ragged, layout, out):
     clusters = [config for config in configs if config.cluster > 1]
     clusters = clusters[:6] + [config for config in clusters[6:] if config.accumulator_registers > 128]
     # Rows that have groups have a second mainloop, for tiles that are half empty: 39.8 KB at most.
-    check_lean(asked, telling([config for config in configs if config.cluster == 1] + clusters, 16), 48 << 10)
+    check_lean(asked, telling([config for config in configs if config.cluster == 1] + clusters, 32), 48 << 10)
 
 
 def test_what_kernels_of_groups_refuse():

@@ -171,7 +171,7 @@ def test_choose_off_cuda():
 @settings(deadline=None, max_examples=50)
 def test_prediction_is_a_time(m, n, k, layout):
     p = cutjax.Problem(8 * m if layout[0] == "t" else m, 8 * n, 8 * k, layout)
-    choice = choose.choose(p)
+    choice = choose.choose(p, backend="cuda")
     assert choice.config is not None
     assert choice.time_us is not None
     assert choice.roofline is not None

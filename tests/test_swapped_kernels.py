@@ -180,6 +180,11 @@ def test_maps_are_of_aligned_rows_alone():
 PLAIN = {"plain": (lambda acc: acc.astype(BF16), 1, ()), "f32": (lambda acc: acc, 1, ())}
 F8 = jnp.float8_e4m3fn
 MIXED = {
+    "gelu (erf form)": (
+        lambda acc, c: jax.nn.gelu(acc + c.astype(F32), approximate=False).astype(BF16),
+        1,
+        (((384,), BF16),),
+    ),
     "f32 residual": (lambda acc, r: acc + r, 1, (((256, 384), F32),)),
     "f8 residual": (lambda acc, r: ((acc + r.astype(F32)).astype(F8), acc.astype(BF16)), 1, (((256, 384), F8),)),
     "three widths": (lambda acc: (acc.astype(jnp.int8), acc, acc.astype(BF16)), 1, ()),

@@ -160,7 +160,7 @@ def with_epilogue(
 
 
 def pinned() -> Iterator[Case]:
-    """What the cost model may not choose: operands swapped, k divided in every way, rows that are not aligned."""
+    """Configs that the model may not choose: operands swapped, k divided in every way, rows that are not aligned."""
     config, (bf16, f16), f32 = cutjax.Config, problems._INPUTS, np.dtype(np.float32)
     swapped = config(64, 32, 64, 4, swap=True), config(128, 64, 64, 4, swap=True, schedule="pingpong", cluster_m=2)
     divided = (

@@ -166,5 +166,7 @@ def _called(epilogue: Epilogue) -> bool:
     if emit.reasons(epilogue):
         return False
     body = emit.emit(epilogue).split("{", 1)[1]
+    if "coarse_erfc" in body and any(spec.row and not spec.col for spec in epilogue.operands):
+        return True  # inlined, it spills beside 96 accumulators
     words = re.findall(r"\w+(?=[<(])|/", body)
     return body.count(";") + sum(_INSTRUCTIONS.get(word, 1) - 1 for word in words) > _MOST_INLINED
