@@ -1,4 +1,7 @@
-"""The cost model: the predicted time of a resolved kernel on a device. It reads fields, and computes no geometry."""
+"""The cost model: the predicted time of a resolved kernel on a device. It reads fields, and computes no geometry.
+
+Dense products have a model of their own (dense_cost.py); here are those of groups, and symmetric ones.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ if TYPE_CHECKING:
     from cutjax.kernels.sm90.kernel import Kernel
 
 FITTED_ON = reference("sm_90a")  # an H200: bandwidths of memory scale from there, those within an SM do not
-JOINED_BYTES_PER_US = 30e3  # of one SM: parts of tiles, to L2 and back
 READ_BYTES_PER_US, WRITTEN_BYTES_PER_US = 5.0e6, 3.8e6  # reads partly of L2
 # Not fitted yet: of an SM, through distributed shared memory; of XLA, which adds up what splits leave.
 SHARED_BYTES_PER_US, ADDED_BYTES_PER_US = 1e6, 3.5e6
@@ -69,7 +71,7 @@ _FITS = {
 
 
 def predict(kernel: Kernel, device: Device) -> float:
-    """Returns the predicted microseconds of one launch, for groups of uneven sizes where there are groups.
+    """Returns the predicted microseconds of one call, for groups of uneven sizes where there are groups.
 
     The SMs walk the tiles in waves; a wave costs its mainloop and what of its epilogue is not hidden behind another.
     Beside that runs the memory, and the slower of the two decides. The constants were fitted to sweeps of the shipped
@@ -125,15 +127,12 @@ def predict(kernel: Kernel, device: Device) -> float:
         wave = mainloop + epilogue - (hidden if resident == 2 else 0)
     last = epilogue * (fit.halves if c.schedule == "coop" and c.consumers == 2 else 1)
     compute = (waves - 1) * wave + mainloop + last + fit.cluster * (c.cluster > c.cluster_k)
-    if c.stream_k:  # all multiply equally long, and most write a part of a tile and read another
-        moved = 4 * c.bm * columns / JOINED_BYTES_PER_US
-        compute = items / in_flight * wave + last + 2 + 2 * moved + fit.cluster * (c.cluster > 1)
     if c.cluster_k > 1:
         compute += waves * (2 + (c.cluster_k - 1) / c.cluster_k * 4 * c.bm * columns / SHARED_BYTES_PER_US)
     if p.ragged == "m":
         compute *= 1 + fit.tall * math.log2(c.bm * c.cluster_m / 64) / (1 + p.m / p.groups / 512)
 
-    ragged = 1.1 if (c.bm if c.swap else c.bn) * p.out_dtype.itemsize % 128 else 1.0  # stores of less than a cache line
+    ragged = 1.1 if c.bn * p.out_dtype.itemsize % 128 else 1.0  # stores of less than a cache line
     speed = device.bytes_per_second / FITTED_ON.bytes_per_second
     reads = (p.bytes - p.result_bytes) / (READ_BYTES_PER_US * speed)
     writes = ragged * c.splits * p.result_bytes / (WRITTEN_BYTES_PER_US * speed)

@@ -91,7 +91,7 @@ def _even_widths(columns: int) -> tuple[int, ...]:
 def _divided(problem: Problem, config: Config) -> Iterator[Config]:
     """Yields the ways to divide the contraction of a config's tiles among as many CTAs as there are SMs, about."""
     k_blocks = -(-problem.k // config.bk)
-    if problem.ragged == "m" or k_blocks < 2 * LEAST_K_BLOCKS:
+    if problem.ragged == "m" or problem.symmetric or k_blocks < 2 * LEAST_K_BLOCKS:
         return
     rows, columns = average_tiles(problem, config)
     groups = problem.groups if problem.ragged == "k" else 1
@@ -99,7 +99,7 @@ def _divided(problem: Problem, config: Config) -> Iterator[Config]:
     k_blocks = -(-k_blocks // groups)
     waves = tiles / sms
     idle = 1 - waves / math.ceil(waves)  # of all SMs' time, in the last wave
-    if not (problem.ragged or problem.symmetric) and idle > LEAST_IDLE and waves > 0.3 and k_blocks >= 16:
+    if not problem.ragged and idle > LEAST_IDLE and waves > 0.3 and k_blocks >= 16:
         yield _divide(config, stream_k=True)
     most = k_blocks // LEAST_K_BLOCKS
     if config.schedule == "coop" and config.cluster == 1:
@@ -107,8 +107,6 @@ def _divided(problem: Problem, config: Config) -> Iterator[Config]:
             if size <= most and tiles <= problem.device.clusters_at_once(size):
                 yield _divide(config, cluster_k=size)
     most = min(most, sms * 17 // 16 // tiles)
-    if problem.symmetric:
-        return
     for splits in SPLITS:
         if most >= 8 and most // 2 < splits <= most and config.cluster == 1:
             yield _divide(config, splits=splits)
