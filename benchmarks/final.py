@@ -98,7 +98,8 @@ def write(lines: pathlib.Path, out: pathlib.Path, told: Mapping[str, Any]) -> li
     rows = [row_of(line, windows.get(case), device) for case, line in last.items()]
     rates = {"tflops": max(rate for _, rate in device.flops) / 1e12, "gb_per_s": device.bytes_per_second / 1e9}
     environment = {key: value for key, value in head.items() if key not in ("sms", "argv")}
-    more = {**told, "sms": head["sms"], "device_rates": rates, "argv": head["argv"]}
+    argv = [pathlib.Path(x).name if x.startswith("/") else x for x in head["argv"]]  # no folder of one machine
+    more = {**told, "sms": head["sms"], "device_rates": rates, "argv": argv}
     report.write(out, report.document(OP, environment, "cupti", None, rows, more))
     return rows
 
