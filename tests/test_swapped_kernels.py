@@ -13,6 +13,7 @@ from test_fusion import problem as fused
 
 import cutjax
 from cutjax.epilogue.trace import trace
+from cutjax.kernels import choose
 from cutjax.kernels.sm90 import kernel as sm90
 from cutjax.runtime import compiler
 from cutjax.runtime.launch import TensorMap
@@ -161,6 +162,18 @@ def test_nine_operands_of_columns_are_too_many_for_a_launch():
     assert cutjax.candidates(asked) == ()
     for swap in (False, True):
         assert "too many or too large for one launch" in reasons(asked, bn=64, swap=swap)
+
+
+def test_a_kernel_that_one_launch_cannot_be_told_is_not_chosen(monkeypatch):
+    """Parts of tiles take two parameters more: with eight operands of columns, too many."""
+    columns, sizes = [((384,), F32)] * 8, (1600, 1600, 12608)
+    asked = fused(lambda acc, *xs: (acc + sum(xs[1:], xs[0])).astype(BF16), 1, columns, "nn", sizes)
+    stream = next(config for config in cutjax.candidates(asked) if config.stream_k)
+    assert any("more than 48" in reason for reason in cutjax.reasons(stream, asked))
+    monkeypatch.setattr(sm90.Kernel, "time_us", lambda self, device: 2.0 - self.config.stream_k)
+    choice = choose.choose(asked)
+    assert choice.served
+    assert not choice.config.stream_k
 
 
 def test_maps_are_of_aligned_rows_alone():

@@ -101,7 +101,7 @@ def _ranked(problem: Problem) -> list[tuple[Kernel, float]]:
             continue
         found = [family.resolve(problem, config) for config in family.configs(problem)]
         kernels = [kernel for kernel in found if not isinstance(kernel, tuple)]
-        if kernels and not kernels[0].unlaunchable():
+        if kernels and not kernels[0].unlaunchable():  # the first is told least: parts of tiles take more
             serving += [(kernel, kernel.time_us(problem.device)) for kernel in kernels]
     return sorted(serving, key=lambda entry: entry[1])
 
@@ -135,7 +135,7 @@ def _choose(
         if choice := _tuned(problem, entry, strict):
             return choice
     if ranked := _ranked(problem):
-        kernel, time_us = ranked[0]
+        kernel, time_us = next(entry for entry in ranked if not entry[0].unlaunchable())
         xla_us = kernel.xla_us(problem.device)
         if xla_us is not None and time_us > SLOWER * xla_us and not strict:
             why = f"predicted: XLA {xla_us:.1f} us, the fastest of {len(ranked)} kernels {time_us:.1f} us"

@@ -37,7 +37,7 @@ class Kernel(Protocol):
         ...
 
     def unlaunchable(self) -> tuple[str, ...]:
-        """Returns why what serves the problem cannot be launched; as much for every config of a problem."""
+        """Returns why what serves the problem cannot be launched; of a problem's configs, the first is told least."""
         ...
 
     def call(self) -> Call:
