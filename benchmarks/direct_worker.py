@@ -27,6 +27,7 @@ from benchmarks.cases import Dense
 from benchmarks.direct import CHECK, COMPILE, INPUTS, TIME, Board, Job, problem_of, say
 from benchmarks.direct_bench import Bench, Entry, Programs, compile_programs, padded
 from benchmarks.driver import CudaError, Driver
+from cutjax.kernels.choose import floor_us
 from cutjax.kernels.device import Device, device_of_kind
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.arguments import paddings
@@ -84,8 +85,7 @@ def measure(bench: Bench, number: int, job: Job, programs: Programs, reps: int, 
         if why:
             failed.append({"config": _brief(fields), "why": why})
     del expected
-    floor_us = 1e6 * max(problem.flops / device.peak(problem.a_dtype), problem.bytes / device.bytes_per_second)
-    slow = floor_us > SLOW_US
+    slow = floor_us(problem) > SLOW_US
     times = _time(bench, number, entries, programs.xla, sets, padded_sets, SLOW_REPS if slow else reps)
     xla = times.pop(-1)
     board.mark(number, -1, INPUTS)

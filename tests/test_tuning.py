@@ -176,8 +176,8 @@ def test_use_tuning_lowers_again(tmp_path):
         assert lowered(f, X, W) == [third.name(PROBLEM)]
 
 
-def test_calls_compile_again(tmp_path):
-    """The cache of calls too, not only that of lowering."""
+def counted():
+    """A jitted product, and a list that grows whenever it is traced."""
     traces = []
 
     @jax.jit
@@ -185,6 +185,12 @@ def test_calls_compile_again(tmp_path):
         traces.append(1)
         return cutjax.gemm(x, x)
 
+    return f, traces
+
+
+def test_calls_compile_again(tmp_path):
+    """The cache of calls too, not only that of lowering."""
+    f, traces = counted()
     x = jnp.ones((8, 8), H)
     f(x), f(x)
     assert len(traces) == 1
@@ -244,13 +250,7 @@ def test_autotune_keeps_the_fastest_and_jit_takes_it(monkeypatch):
 
 def test_autotune_calls_again_what_was_jitted(monkeypatch):
     Fake(monkeypatch)
-    traces = []
-
-    @jax.jit
-    def f(x):
-        traces.append(1)
-        return cutjax.gemm(x, x)
-
+    f, traces = counted()
     x = jnp.ones((64, 64), H)
     f(x), f(x)
     cutjax.autotune(f)(x)

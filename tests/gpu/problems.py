@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import cutjax
 
@@ -208,3 +209,15 @@ class Prefetch:
     def close(self) -> None:
         """Drops what nobody asked for."""
         self._pool.shutdown(cancel_futures=True)
+
+
+def prefetching(items: Sequence[Any], prepare: Callable[[Any], Any], ahead: int = 32) -> Any:
+    """Returns a fixture of a module: the items of its tests, prepared ahead."""
+
+    @pytest.fixture(scope="module")
+    def prefetch(gpus):
+        prefetch = Prefetch(items, prepare, ahead)
+        yield prefetch
+        prefetch.close()
+
+    return prefetch

@@ -28,16 +28,6 @@ GAUSSIAN = [grouped.generate(index) for index in range(10_000, 10_000 + 45)]
 H = np.dtype(jnp.bfloat16)
 
 
-def prefetching(items, prepare):
-    @pytest.fixture(scope="module")
-    def prefetch(gpus):
-        prefetch = problems.Prefetch(items, prepare, ahead=48)
-        yield prefetch
-        prefetch.close()
-
-    return prefetch
-
-
 def run(executable, problem, a, b, sizes) -> np.ndarray:
     return np.asarray(executable(*jax.device_put((a, b, sizes, grouped.poison(problem)))))
 
@@ -59,7 +49,7 @@ def _prepare(item):
     return executable, runs
 
 
-prefetch = prefetching(ITEMS, _prepare)
+prefetch = problems.prefetching(ITEMS, _prepare, ahead=48)
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=str)
@@ -84,7 +74,7 @@ def _prepare_gaussian(item):
     return executable, a, b, sizes, grouped.reference(item.problem, a, b, sizes, np.float64)
 
 
-prefetch_gaussian = prefetching(GAUSSIAN, _prepare_gaussian)
+prefetch_gaussian = problems.prefetching(GAUSSIAN, _prepare_gaussian, ahead=48)
 
 
 @pytest.mark.parametrize("item", GAUSSIAN, ids=str)
@@ -146,7 +136,7 @@ def _inputs(problem: cutjax.Problem):
 
 
 EVERY = every_config()
-prefetch_configs = prefetching(EVERY, _prepare_config)
+prefetch_configs = problems.prefetching(EVERY, _prepare_config, ahead=48)
 
 
 @pytest.mark.parametrize("value", EVERY, ids=_name)
@@ -170,7 +160,7 @@ def _spread(values, count):
 
 
 FEW = [v for several in (FORWARD, OUTER) for v in _spread([v for v in EVERY if v[0] in several], 9)]
-prefetch_few = prefetching(FEW, _prepare_config)
+prefetch_few = problems.prefetching(FEW, _prepare_config, ahead=48)
 
 
 def _rows_of(problem, sizes, parity):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-from test_split_gpu import FUSED, LAYOUTS, check, check_epilogue, check_exact, gaussian, integers
+from test_split_gpu import FUSED, LAYOUTS, check, check_epilogue, check_exact, check_long, gaussian, integers
 
 import cutjax
 from benchmarks import oracle
@@ -110,13 +110,7 @@ LONG = ((256, 256, 65536, "nn"), (64, 64, 262144, "nt"), (768, 768, 50432, "tn")
 @pytest.mark.parametrize("shape", LONG, ids=str)
 @pytest.mark.parametrize("config", FEW, ids=name)
 def test_long_and_thin(shape, config):
-    """Against XLA's product of the same integers, which is exact as well: numpy takes minutes."""
-    m, n, k, layout = shape
-    problem = cutjax.Problem(m, n, k, layout, out_dtype=F32)
-    a, b = jax.device_put(integers(k, *problems.shapes(problem)[:2]))
-    expected = jax.jit(lambda a, b: cutjax.gemm(a, b, layout=layout, out_dtype=F32, backend="xla"))(a, b)
-    out = problems.compiled(problem, config, "cuda")(a, b, jax.device_put(problems.poison(problem)))
-    check(out, np.asarray(expected), config)
+    check_long(shape, config)
 
 
 @pytest.mark.parametrize("out", [H, F32], ids=str)

@@ -29,16 +29,6 @@ ITEMS = [syrks.generate(index) for index in range(COUNT)]
 GAUSSIAN = [syrks.generate(index, name="plain") for index in range(10_000, 10_000 + 40)]
 
 
-def prefetching(items, prepare):
-    @pytest.fixture(scope="module")
-    def prefetch(gpus):
-        prefetch = problems.Prefetch(items, prepare)
-        yield prefetch
-        prefetch.close()
-
-    return prefetch
-
-
 def check(out: np.ndarray, expected: np.ndarray, what: object = "") -> None:
     assert out.dtype == expected.dtype
     assert np.array_equal(out, expected), f"{what}: {problems.mismatch(out, expected)}"
@@ -58,7 +48,7 @@ def _prepare(item):
     return item.compiled(item.config), args, rounded(item, *args)
 
 
-prefetch = prefetching(ITEMS, _prepare)
+prefetch = problems.prefetching(ITEMS, _prepare)
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=str)
@@ -83,7 +73,7 @@ def _prepare_gaussian(item):
     return item.compiled(item.config), a, item.expected(a, dtype=np.dtype(np.float64))[0]
 
 
-prefetch_gaussian = prefetching(GAUSSIAN, _prepare_gaussian)
+prefetch_gaussian = problems.prefetching(GAUSSIAN, _prepare_gaussian)
 
 
 @pytest.mark.parametrize("item", GAUSSIAN, ids=str)
@@ -125,7 +115,7 @@ def _inputs(item):
     return jax.device_put(args), rounded(item, *args)
 
 
-prefetch_configs = prefetching(EVERY, lambda value: value[0].compiled(value[1]))
+prefetch_configs = problems.prefetching(EVERY, lambda value: value[0].compiled(value[1]))
 
 
 @pytest.mark.parametrize("value", EVERY, ids=_config_name)

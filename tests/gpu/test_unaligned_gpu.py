@@ -52,16 +52,6 @@ ITEMS += [x for i, layout in enumerate(LAYOUTS) for x in _drawn(layout, True, 10
 GAUSSIAN = [x for i, layout in enumerate(LAYOUTS) for x in _drawn(layout, i == 0, 8, 22_000 + 100 * i)]
 
 
-def prefetching(items, prepare):
-    @pytest.fixture(scope="module")
-    def prefetch(gpus):
-        prefetch = problems.Prefetch(items, prepare)
-        yield prefetch
-        prefetch.close()
-
-    return prefetch
-
-
 def check(out: np.ndarray, expected: np.ndarray, what: object = "") -> None:
     assert out.dtype == expected.dtype
     assert np.array_equal(out, expected, equal_nan=True), f"{what}: {problems.mismatch(out, expected)}"
@@ -74,7 +64,7 @@ def _prepare(item):
     return problems.compiled(item.problem, item.config, "cuda"), a, b, expected
 
 
-prefetch = prefetching(ITEMS, _prepare)
+prefetch = problems.prefetching(ITEMS, _prepare)
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=str)
@@ -89,7 +79,7 @@ def _prepare_gaussian(item):
     return executable, a, b, problems.reference(a, b, item.problem.layout, np.float64)
 
 
-prefetch_gaussian = prefetching(GAUSSIAN, _prepare_gaussian)
+prefetch_gaussian = problems.prefetching(GAUSSIAN, _prepare_gaussian)
 
 
 @pytest.mark.parametrize("item", GAUSSIAN, ids=str)
@@ -196,7 +186,7 @@ def _prepare_grouped(item):
     return grouped.compiled(p, item.config, "cuda"), grouped.with_nan(p, a, b, sizes), sizes, expected
 
 
-prefetch_grouped = prefetching(GROUPED, _prepare_grouped)
+prefetch_grouped = problems.prefetching(GROUPED, _prepare_grouped)
 
 
 @pytest.mark.parametrize("item", GROUPED, ids=str)
@@ -217,7 +207,7 @@ def _prepare_symmetric(item):
     return item.compiled(item.config), args, expected
 
 
-prefetch_symmetric = prefetching(SYMMETRIC, _prepare_symmetric)
+prefetch_symmetric = problems.prefetching(SYMMETRIC, _prepare_symmetric)
 
 
 @pytest.mark.parametrize("item", SYMMETRIC, ids=str)

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from cutjax.kernels.device import Device, reference
+from cutjax.kernels.device import Device
 from cutjax.kernels.sm90 import dense_cost
 from cutjax.kernels.sm90.arguments import paddings, row_bytes
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from cutjax.kernels.problem import Problem
     from cutjax.kernels.sm90.kernel import Kernel
 
-FITTED_ON = reference("sm_90a")  # an H200: bandwidths of memory scale from there, those within an SM do not
 READ_BYTES_PER_US, WRITTEN_BYTES_PER_US = 5.0e6, 3.8e6  # reads partly of L2
 # Not fitted yet: of an SM, through distributed shared memory; of XLA, which adds up what splits leave.
 SHARED_BYTES_PER_US, ADDED_BYTES_PER_US = 1e6, 3.5e6
@@ -133,7 +132,7 @@ def predict(kernel: Kernel, device: Device) -> float:
         compute *= 1 + fit.tall * math.log2(c.bm * c.cluster_m / 64) / (1 + p.m / p.groups / 512)
 
     ragged = 1.1 if c.bn * p.out_dtype.itemsize % 128 else 1.0  # stores of less than a cache line
-    speed = device.bytes_per_second / FITTED_ON.bytes_per_second
+    speed = device.bytes_per_second / dense_cost.FITTED_ON.bytes_per_second
     reads = (p.bytes - p.result_bytes) / (READ_BYTES_PER_US * speed)
     writes = ragged * c.splits * p.result_bytes / (WRITTEN_BYTES_PER_US * speed)
     twins = fit.twins if p.ragged else -0.04 * (p.k <= 64)

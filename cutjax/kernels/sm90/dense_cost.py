@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cutjax.kernels.problem import Operand
     from cutjax.kernels.sm90.kernel import Kernel
 
-FITTED_ON = reference("sm_90a")  # bandwidths of memory scale from there
+FITTED_ON = reference("sm_90a")  # an H200: bandwidths of memory scale from there, those within an SM do not
 
 
 @dataclasses.dataclass(frozen=True)
