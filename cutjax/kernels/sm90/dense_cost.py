@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cutjax.kernels.device import Device, reference
+from cutjax.kernels.sm90 import staging
 from cutjax.kernels.sm90.arguments import paddings, row_bytes
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class Constants:
       blend: the exponent with which loading and multiplying add up.
       latency, turn: of a load in microseconds, and the part of a stage's multiplication until its memory is free.
       start, element: microseconds of an epilogue, and of each 32768 accumulators.
-      fused: how many more times the latter where the epilogue is no identity.
+      fused: what the latter takes more for each instruction of an epilogue.
+      turned: the part of that which a kernel of the transposed result does not take.
       exposed, twin, last: the parts of an epilogue that ping-pong, and two blocks on an SM, do not hide, and that the
         last tile costs where two warpgroups share it.
       threads, transposed: what stores without TMA, and transposed ones, add to it.
@@ -100,7 +102,8 @@ class Constants:
     apart: float
     sum: float
     summed: float
-    fused: float = 4.0
+    fused: float
+    turned: float
 
 
 # On an H200: benchmarks/results/sweeps/models-h200.json.
@@ -148,6 +151,8 @@ CONSTANTS = Constants(
     apart=0.285,
     sum=1.727,
     summed=11.61,
+    fused=0.311,  # this and the next: 143 fused products, benchmarks/results/experiments/fused-sweep-h200.json
+    turned=0.326,
 )
 
 
@@ -171,7 +176,8 @@ class Features:
       a_off, b_off: rows in memory are off its lines.
       b_columns: loaded of b, of all products.
       b_short: how many more times than 1 its rows in shared memory are shorter than 64 elements.
-      ragged, pitch, threads, swap, fused: of the result.
+      ragged, pitch, threads, swap: of the result.
+      fused: instructions of the epilogue, an accumulator; 0 of the identity.
       reads, result, asked: bytes of the operands, of the results the kernel writes, and of those asked.
       copied, copies: bytes, and number, of operands copied to padded rows.
     """
@@ -258,13 +264,25 @@ def features(kernel: Kernel, device: Device) -> Features:
         pitch=result_row % 128 != 0,
         threads=result_row % 16 != 0,
         swap=c.swap,
-        fused=not p.plain,
+        fused=_instructions(kernel),
         reads=p.bytes - p.result_bytes,
         result=p.result_bytes,
         asked=kernel.asked.bytes - p.bytes + 2 * p.result_bytes,
         copied=sum(2 * pad.rows * pad.row_bytes for pad in pads),
         copies=len(pads),
     )
+
+
+def _instructions(kernel: Kernel) -> float:
+    """Returns the instructions of a kernel's epilogue, an accumulator, with what loading operands and storing take."""
+    p = kernel.multiplied
+    if p.plain:
+        return 0
+    epilogue, most = p.epilogue, 60
+    computed = 9 if kernel.staging.called else min(staging.instructions(epilogue), most)
+    loaded = sum(spec.row and spec.col for spec in epilogue.operands)
+    stored = sum(not out.axes for out in epilogue.outputs)
+    return (1 + computed + 5 * loaded + 3 * (stored - 1)) / p.products
 
 
 def time_us(
@@ -289,7 +307,8 @@ def time_us(
 
     # A tile, a wave of them, all waves.
     stored = f.bm * f.bn * f.own / 32768
-    epilogue = c.element * stored * (1 + c.fused * f.fused + c.threads * f.threads + c.transposed * f.swap)
+    fused = c.fused * f.fused * (1 - c.turned * f.swap)
+    epilogue = c.element * stored * (1 + fused + c.threads * f.threads + c.transposed * f.swap)
     epilogue = sharing * (c.start + epilogue)
     hidden = maximum(mainloop + c.exposed * epilogue, (mainloop + epilogue) / 2)
     waiting = mainloop + epilogue * (1 + (c.twin - 1) * (f.resident == 2))

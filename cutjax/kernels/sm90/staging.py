@@ -165,8 +165,16 @@ def _by_tma(array: Output | OperandSpec, pitch: int) -> bool:
 def _called(epilogue: Epilogue) -> bool:
     if emit.reasons(epilogue):
         return False
-    body = emit.emit(epilogue).split("{", 1)[1]
-    if "coarse_erfc" in body and any(spec.row and not spec.col for spec in epilogue.operands):
+    if "coarse_erfc" in emit.emit(epilogue) and any(spec.row and not spec.col for spec in epilogue.operands):
         return True  # inlined, it spills beside 96 accumulators
+    return instructions(epilogue) > _MOST_INLINED
+
+
+@functools.lru_cache(maxsize=1024)
+def instructions(epilogue: Epilogue) -> int:
+    """Returns about how many instructions an element takes; 0 of what no kernel computes."""
+    if emit.reasons(epilogue):
+        return 0
+    body = emit.emit(epilogue).split("{", 1)[1]
     words = re.findall(r"\w+(?=[<(])|/", body)
-    return body.count(";") + sum(_INSTRUCTIONS.get(word, 1) - 1 for word in words) > _MOST_INLINED
+    return body.count(";") + sum(_INSTRUCTIONS.get(word, 1) - 1 for word in words)
