@@ -27,12 +27,32 @@ FLIP = {"n": "t", "t": "n"}
 @define_product("cutjax_gemm")
 @dataclasses.dataclass(frozen=True)
 class Dense(Product):
-    """``a [..., m, k] @ b [..., k, n]``; where a letter of the layout is "t", that operand's last axes are swapped."""
+    """``a [..., m, k] @ b [..., k, n]``; where a letter of the layout is "t", that operand's last axes are swapped.
+
+    Attributes:
+      layout: "nn", "nt", "tn" or "tt".
+      orders: hints, of a, b and the result: the order in which the array's axes lie in memory, the slowest first and the
+        last axis last; () is row-major. Axes in front of those named are slower. A kernel reads and writes arrays in
+        that order, so that transposes beside it that make it move no data. Values and shapes are the same whatever the
+        hints.
+    """
 
     layout: str
+    orders: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = ((), (), ())
 
     where = "gemm"
     axes = (2, 2)
+
+    def __post_init__(self):
+        if len(self.orders) != 3:
+            raise ValueError(f"gemm: orders={self.orders}, expected three: of a, b and the result")
+        of_a, of_b, of_result = map(_order, self.orders)
+        object.__setattr__(self, "orders", (of_a, of_b, of_result))
+
+    def check(self, *avals: Any) -> None:
+        super().check(*avals)
+        if max(map(len, self.orders)) > avals[0].ndim:
+            raise ValueError(f"gemm: orders={self.orders} of arrays of {avals[0].ndim} axes")
 
     def tile(self, a: Any, *rest: Any) -> Any:
         m, n = a.shape[-2 if self.layout[0] == "n" else -1], rest[0].shape[-1 if self.layout[1] == "n" else -2]
@@ -53,20 +73,28 @@ class Dense(Product):
     def cotangent(
         self, i: int, g: jax.Array, other: jax.Array, precision: Canonical
     ) -> tuple[Product, tuple[jax.Array, jax.Array], Canonical]:
-        of_a, of_b = self.layout
+        (of_a, of_b), (order_a, order_b, order_g) = self.layout, self.orders
         if i == 0:
+            g_first, g_last = (order_g, order_b, order_a), (order_b, order_g, order_a)
             if of_a == "n":  # [m, k] = g [m, n] @ b [n, k]
-                return Dense("n" + FLIP[of_b]), (g, other), precision
-            return Dense(of_b + "t"), (other, g), dot_precision.swapped(precision)  # [k, m] = b [k, n] @ g [n, m]
+                return Dense("n" + FLIP[of_b], g_first), (g, other), precision
+            # [k, m] = b [k, n] @ g [n, m]
+            return Dense(of_b + "t", g_last), (other, g), dot_precision.swapped(precision)
+        g_first, g_last = (order_g, order_a, order_b), (order_a, order_g, order_b)
         if of_b == "n":  # [k, n] = a [k, m] @ g [m, n]
-            return Dense(FLIP[of_a] + "n"), (other, g), dot_precision.swapped(precision)
-        return Dense("t" + of_a), (g, other), precision  # [n, k] = g [n, m] @ a [m, k]
+            return Dense(FLIP[of_a] + "n", g_last), (other, g), dot_precision.swapped(precision)
+        return Dense("t" + of_a, g_first), (g, other), precision  # [n, k] = g [n, m] @ a [m, k]
+
+    def batched(self, at: int, rank: int) -> Dense:
+        return dataclasses.replace(self, orders=tuple(_with_axis(order, at, rank + 2) for order in self.orders))
 
     def fold(
         self, epilogue: Epilogue, a: jax.Array, bs: Sequence[jax.Array], operands: Sequence[jax.Array]
     ) -> Folded | None:
         """Merges batch axes into rows where one matrix b is for all of a: every gradient is a plain GEMM too."""
         if self.layout[0] != "n" or a.ndim < 3 or any(math.prod(b.shape[:-2]) != 1 for b in bs):
+            return None
+        if any(self.orders):
             return None
         rows, all_rows = a.shape[:-1], ("row", a.ndim - 2)
         places = {node.params for node in epilogue.nodes if node.op == "iota"}
@@ -83,6 +111,23 @@ class Dense(Product):
         a, *operands = (lax.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1])) for x in (a, *operands))
         matrices = [lax.reshape(b, b.shape[-2:]) for b in bs]
         return Folded(epilogue, a, matrices, operands, lambda x: lax.reshape(x, (*rows, *x.shape[1:])))
+
+
+def _order(order: Sequence[int]) -> tuple[int, ...]:
+    """Returns an order of axes in memory, () of one that is row-major."""
+    axes, order = tuple(range(len(order))), tuple(order)
+    if tuple(sorted(order)) != axes or order[-1:] != axes[-1:]:
+        raise ValueError(f"gemm: {order} is no order of axes in memory: each of them once, and the last axis last")
+    return () if order == axes else order
+
+
+def _with_axis(order: tuple[int, ...], at: int, rank: int) -> tuple[int, ...]:
+    """Returns the order of an array of that rank once it has a new axis: the slowest, where the order says anything."""
+    if not order:
+        return ()
+    before = rank - len(order)
+    order = (*range(before), *(before + axis for axis in order))
+    return (at, *(axis + (axis >= at) for axis in order))
 
 
 def out_spec(a: Any, b: Any, layout: str) -> list[Any]:

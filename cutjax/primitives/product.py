@@ -110,6 +110,10 @@ class Product:
         """Returns the same product with batch axes merged into rows, None where there is none or that moves data."""
         return None
 
+    def batched(self, at: int, rank: int) -> Product:
+        """Returns the product of arrays with one more batch axis, at that place before or among so many."""
+        return self
+
     def groups(self, bs: Sequence[Any]) -> int | None:
         """Returns how many groups the rows have, None where they have none."""
         return None

@@ -129,6 +129,7 @@ def _batch(
     places = (dim for dim in dims if dim is not None and dim <= rank)
     at = 0 if "batch" in epilogue.positions else next(places, 0)
     a, bs, context, operands = split(batch_axis(args, dims, at), product, epilogue)
+    product = product.batched(at, rank)
     if a_dim is not None or not shared:
         outs = bind_as_is(product, epilogue, a, bs, context, operands, **params)
     else:  # only operands differ: one product serves them all
