@@ -135,19 +135,38 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
         assert decision.choice is not None
         called = decision.choice.call()
         prepare, finish = called.prepare, called.finish
-        if prepare is None and finish is None:
-            lowering = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=dict(called.aliases))
-            return lowering(ctx, *args, **called.attributes())
         results = called.results or [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ctx.avals_out]
-        call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=dict(called.aliases))
+        result_orders = _orders(called.result_orders, results)
+        if prepare is None and finish is None:
+            lowering = jax.ffi.ffi_lowering(
+                TARGET,
+                operand_layouts=[order[::-1] for order in _orders(called.operand_orders, ctx.avals_in)],
+                result_layouts=[order[::-1] for order in result_orders],
+                operand_output_aliases=dict(called.aliases),
+            )
+            return lowering(ctx, *args, **called.attributes())
 
         def run(*xs: jax.Array) -> Any:
-            written = call(*(prepare(xs) if prepare else xs), **called.attributes())
+            taken = prepare(xs) if prepare else xs
+            call = jax.ffi.ffi_call(
+                TARGET,
+                results,
+                input_layouts=_orders(called.operand_orders, taken),
+                output_layouts=result_orders,
+                input_output_aliases=dict(called.aliases),
+            )
+            written = call(*taken, **called.attributes())
             return finish(written, xs) if finish else written
 
         return mlir.lower_fun(run)(ctx, *args)
 
     return lower
+
+
+def _orders(orders: Sequence[tuple[int, ...]], arrays: Sequence[Any]) -> list[tuple[int, ...]]:
+    """Returns the axes of each array as they lie in memory, the slowest first."""
+    given = [*orders, *[()] * (len(arrays) - len(orders))]
+    return [order or tuple(range(len(x.shape))) for order, x in zip(given, arrays, strict=True)]
 
 
 @functools.cache

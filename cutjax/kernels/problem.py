@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from cutjax.kernels.device import Device, reference
 
 BF16 = np.dtype(jnp.bfloat16)
 LAYOUTS = ("nn", "nt", "tn", "tt")
+Order = tuple[int, ...]  # an array's axes as they lie in memory, the slowest first; () is row-major
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,18 +30,20 @@ class Operand:
       dtype: its elements'.
       contiguous: the axis whose neighbours are neighbours in memory: the contraction, or the other one.
       batch: batch shape, each axis the result's or 1.
+      order: of its axes in memory.
     """
 
     dtype: np.dtype
     contiguous: Literal["k", "mn"]
     batch: tuple[int, ...]
+    order: Order = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One GEMM: ``d[..., m, n] = a @ b`` with batch axes that broadcast.
 
-    Operands are row-major. ``layout[0]`` says whether the last two axes of ``a`` are ``[m, k]`` ("n") or ``[k, m]``
+    Operands are row-major, or as ``orders`` says. ``layout[0]`` says whether the last two axes of ``a`` are ``[m, k]`` ("n") or ``[k, m]``
     ("t"), ``layout[1]`` whether those of ``b`` are ``[k, n]`` ("n") or ``[n, k]`` ("t").
 
     Attributes:
@@ -61,6 +65,8 @@ class Problem:
       in_place: pairs of an operand of the epilogue and a result that may share memory.
       symmetric: whether b is a itself, so that the product is symmetric: a a^T in the layout "nt", a^T a in "tn". Only
         what is on and below the diagonal is multiplied, so the epilogue must treat (i, j) and (j, i) alike.
+      orders: how the axes of a, b and the results lie in memory, the slowest first; () is row-major. Rows of matrices
+        are contiguous in any order, and reductions are row-major.
     """
 
     m: int
@@ -82,6 +88,7 @@ class Problem:
     device: Device = None  # pyright: ignore[reportAssignmentType]  # made the architecture's reference below
     in_place: tuple[tuple[int, int], ...] = ()
     symmetric: bool = False
+    orders: tuple[Order, Order, Order] = ((), (), ())
 
     def __post_init__(self):
         for field in ("a_dtype", "b_dtype", "out_dtype"):
@@ -111,6 +118,12 @@ class Problem:
         same = (self.m, self.a_dtype, self.a_batch) == (self.n, self.b_dtype, self.b_batch)
         if self.symmetric and not (same and self.layout in ("nt", "tn") and self.products == 1 and not self.ragged):
             raise ValueError(f"Problem: {self} is no product of a matrix and its transpose")
+        axes = tuple(range(len(self.batch) + 2))
+        for order in self.orders:
+            if order and (tuple(sorted(order)) != axes or order == axes or order[-1] < axes[-2]):
+                raise ValueError(f"Problem: {order} is no order of axes in memory, other than row-major, of {self}")
+        if any(self.orders) and (self.ragged or self.symmetric):
+            raise ValueError(f"Problem: orders={self.orders} of a product with groups, or a symmetric one")
         for operand, result in self.in_place:
             if operand >= len(self.epilogue.operands) or result >= len(self.epilogue.outputs):
                 raise ValueError(f"Problem: in_place={self.in_place} names an operand or a result that is not there")
@@ -139,8 +152,9 @@ class Problem:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("arch", "device", "epilogue"):
             del fields[name]
-        if not self.symmetric:  # keys made before there was such a thing are still found
-            del fields["symmetric"]
+        for name, there in (("symmetric", self.symmetric), ("orders", any(self.orders))):
+            if not there:  # keys made before there was such a thing are still found
+                del fields[name]
         for name in ("a_dtype", "b_dtype", "out_dtype"):
             fields[name] = fields[name].name
         if not self.plain:
@@ -159,17 +173,43 @@ class Problem:
         nodes = tuple(Node("acc", (), "float32", (i,)) for i in range(self.products))
         outputs = tuple(Output(i, "float32") for i in range(self.products))
         epilogue = Epilogue(self.products, (), nodes, outputs)
-        return dataclasses.replace(self, epilogue=epilogue, out_dtype=np.dtype(np.float32), in_place=())
+        orders = (*self.orders[:2], ())
+        return dataclasses.replace(self, epilogue=epilogue, out_dtype=np.dtype(np.float32), in_place=(), orders=orders)
+
+    def in_order(self, orders: Sequence[Order]) -> Problem:
+        """Returns the problem of arrays in these orders of memory, as far as kernels read and write them so.
+
+        Axes of size 1 lie anywhere, and orders are of the last axes. Results stay row-major where an operand of their
+        size is, and where threads store them, one by one: where their rows are no whole units of 16 bytes.
+        """
+        rank = len(self.batch) + 2
+        whole = [self.n * np.dtype(out.dtype).itemsize % 16 == 0 for out in self.epilogue.outputs if not out.reduce]
+        beside = any(spec.row and spec.col for spec in self.epilogue.operands)
+        found = []
+        for order, shape in zip(orders, self.shapes, strict=True):
+            before = rank - len(order)
+            order = (*range(before), *(before + axis for axis in order))
+            moving = [axis for axis in order if shape[axis] != 1]
+            found.append(() if moving == sorted(moving) else order)
+        return dataclasses.replace(self, orders=(*found[:2], found[2] if all(whole) and not beside else ()))
+
+    @functools.cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of a, b and the result, without groups."""
+        a = (self.m, self.k) if self.layout[0] == "n" else (self.k, self.m)
+        b = (self.k, self.n) if self.layout[1] == "n" else (self.n, self.k)
+        return (*self.a_batch, *a), (*self.b_batch, *b), (*self.batch, self.m, self.n)
 
     @functools.cached_property
     def a(self) -> Operand:
         """The operand of the rows."""
-        return Operand(self.a_dtype, "k" if self.layout[0] == "n" else "mn", self.a_batch)
+        return Operand(self.a_dtype, "k" if self.layout[0] == "n" else "mn", self.a_batch, self.orders[0])
 
     @functools.cached_property
     def bs(self) -> tuple[Operand, ...]:
         """The operands of the columns, one a product."""
-        return (Operand(self.b_dtype, "k" if self.layout[1] == "t" else "mn", self.b_batch),) * self.products
+        contiguous = "k" if self.layout[1] == "t" else "mn"
+        return (Operand(self.b_dtype, contiguous, self.b_batch, self.orders[1]),) * self.products
 
     @functools.cached_property
     def transposed(self) -> Problem:
@@ -183,6 +223,9 @@ class Problem:
         if self.products > 1 or self.ragged or self.symmetric:
             raise ValueError(f"Problem: {self} has no transpose: one b, no groups, not symmetric")
         other = {"n": "t", "t": "n"}
+        of_a, of_b, of_result = self.orders
+        rank = len(self.batch)
+        turned = {rank: rank + 1, rank + 1: rank}
         return dataclasses.replace(
             self,
             m=self.n,
@@ -193,6 +236,7 @@ class Problem:
             a_batch=self.b_batch,
             b_batch=self.a_batch,
             epilogue=self.epilogue.transposed,
+            orders=(of_b, of_a, tuple(turned.get(axis, axis) for axis in of_result)),
         )
 
     @functools.cached_property
@@ -252,22 +296,36 @@ class Problem:
         plain batch and an empty tuple for none. Where there are groups (of rows, of the contraction), the sizes are one
         more array at the end, which moves too, and the groups are one more axis at the end, merged with no other.
         """
+        return tuple(group for _, group in self.batch_axes)
+
+    @functools.cached_property
+    def batch_axes(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The ``batch_groups``, each with the last of the axes that it is made of.
+
+        In orders of memory, neighbours are merged where a step along the outer one is as many along the inner one as
+        that is long, in each array that moves.
+        """
         batches = (self.a_batch, self.b_batch, *((self.sizes_batch,) if self.groups else ()))
         flags = [tuple(size != 1 for size in batch) for batch in batches]
         for i, spec in enumerate(self.epilogue.operands):
             flags.insert(2 + i, (False,) * (len(self.batch) - len(spec.batch)) + spec.batch)
-        groups: list[tuple[int, ...]] = []
-        for size, *moves in zip(self.batch, *flags, strict=True):
+        known = [strides(*x) for x in zip(self.shapes, self.orders, strict=True)] if any(self.orders) else []
+
+        def follow(outer: int, inner: int) -> bool:
+            return all(of[outer] == of[inner] * self.batch[inner] for of in known if of[inner] and of[outer])
+
+        groups: list[tuple[int, tuple[int, ...]]] = []
+        for axis, (size, *moves) in enumerate(zip(self.batch, *flags, strict=True)):
             if size == 1:
                 continue
-            if groups and groups[-1][1:] == tuple(moves):
-                groups[-1] = (groups[-1][0] * size, *moves)
+            if groups and groups[-1][1][1:] == tuple(moves) and follow(groups[-1][0], axis):
+                groups[-1] = (axis, (groups[-1][1][0] * size, *moves))
             else:
-                groups.append((size, *moves))
+                groups.append((axis, (size, *moves)))
         if self.groups:
             specs = self.epilogue.operands
             of_group = [self.ragged == "k" or spec.group for spec in specs]
-            groups.append((self.groups, False, self.ragged == "m", *of_group, False))
+            groups.append((len(self.batch), (self.groups, False, self.ragged == "m", *of_group, False)))
         return tuple(groups)
 
     def __str__(self) -> str:
@@ -276,4 +334,15 @@ class Problem:
         batch = f" batch {'x'.join(map(str, self.batch))}" if self.batch else ""
         groups = f" in {self.groups} groups of {'rows' if self.ragged == 'm' else 'k'}" if self.groups else ""
         symmetric = " symmetric" if self.symmetric else ""
-        return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}{groups}{symmetric}"
+        named = [name for name, order in zip("abd", self.orders, strict=True) if order]
+        strided = f", {' and '.join(named)} by strides" if named else ""
+        return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}{groups}{symmetric}{strided}"
+
+
+def strides(shape: Sequence[int], order: Order = ()) -> list[int]:
+    """Returns the elements between neighbours along each axis of an array; 0 where there is but one."""
+    found, step = [0] * len(shape), 1
+    for axis in reversed(order or range(len(shape))):
+        found[axis] = step if shape[axis] != 1 else 0
+        step *= shape[axis]
+    return found

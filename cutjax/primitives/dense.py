@@ -31,10 +31,9 @@ class Dense(Product):
 
     Attributes:
       layout: "nn", "nt", "tn" or "tt".
-      orders: hints, of a, b and the result: the order in which the array's axes lie in memory, the slowest first and the
-        last axis last; () is row-major. Axes in front of those named are slower. A kernel reads and writes arrays in
-        that order, so that transposes beside it that make it move no data. Values and shapes are the same whatever the
-        hints.
+      orders: hints, of a, b and the result: the order in which the array's axes lie in memory, the slowest first and
+        the last axis last; () is row-major. Axes in front of those named are slower. A kernel reads and writes arrays
+        in that order, so that transposes beside it move no data. Values and shapes are the same whatever the hints.
     """
 
     layout: str
@@ -84,6 +83,9 @@ class Dense(Product):
         if of_b == "n":  # [k, n] = a [k, m] @ g [m, n]
             return Dense(FLIP[of_a] + "n", g_last), (other, g), dot_precision.swapped(precision)
         return Dense("t" + of_a, g_first), (g, other), precision  # [n, k] = g [n, m] @ a [m, k]
+
+    def in_order(self, problem: Problem) -> Problem:
+        return problem.in_order(self.orders) if any(self.orders) else problem
 
     def batched(self, at: int, rank: int) -> Dense:
         return dataclasses.replace(self, orders=tuple(_with_axis(order, at, rank + 2) for order in self.orders))

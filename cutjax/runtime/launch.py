@@ -233,6 +233,9 @@ class Call:
       aliases: which arguments of the custom call share memory with which results; XLA copies such an argument where it
         is needed later.
       prepare: makes the kernels' arguments of the operation's, in JAX, where they are not the same.
+      operand_orders: how the axes of the first arguments of the custom call lie in memory, the slowest first; () is
+        row-major, as all others are. XLA copies what lies otherwise.
+      result_orders: those of the first results.
     """
 
     launches: tuple[Launch, ...]
@@ -240,6 +243,8 @@ class Call:
     finish: Callable[[Sequence[jax.Array], Sequence[jax.Array]], Sequence[jax.Array]] | None = None
     aliases: tuple[tuple[int, int], ...] = ()
     prepare: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None
+    operand_orders: tuple[tuple[int, ...], ...] = ()
+    result_orders: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self):
         count = len(self.launches)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cutjax.epilogue import emit
+from cutjax.kernels.problem import strides
 from cutjax.runtime.launch import Int32, Param, Pointer, TensorMap
 
 if TYPE_CHECKING:
-    from cutjax.kernels.problem import Operand, Problem
+    from cutjax.kernels.problem import Operand, Order, Problem
     from cutjax.kernels.sm90.kernel import Kernel
 
 
@@ -94,6 +95,65 @@ def row_bytes(operand: Operand, rows: int, k: int) -> int:
     return next(x for unit in (128, 64, 32, 16) if (x := -(-size // unit) * unit) <= 1.02 * size or unit == 16)
 
 
+@dataclasses.dataclass(frozen=True)
+class Matrices:
+    """The matrices of an array in memory, as the last two dimensions of a tensor map: rows, and matrices.
+
+    Where the array is in an order of its own, matrices are numbered by the greatest stride that all batch axes are
+    multiples of, so that most numbers are nobody's, and matrices lie in each other: in [batch, sequence, heads,
+    elements] a head is one number and a sequence as many as it has rows. TMA clips by rows and elements, which are a
+    matrix's own.
+
+    Attributes:
+      row_bytes, bytes: between neighbours along either dimension.
+      count: one more than the last matrix's number.
+      steps: how far the number moves for each of the result's three batch indices.
+    """
+
+    row_bytes: int
+    bytes: int
+    count: int
+    steps: tuple[int, ...]
+
+    @property
+    def on_lines(self) -> bool:
+        """True if all rows begin on lines of memory."""
+        return self.row_bytes % 128 == self.bytes % 128 == 0
+
+
+def matrices(problem: Problem, batch: tuple[int, ...], rows: int, row_bytes: int, order: Order) -> Matrices:
+    """Returns the matrices of an array of the problem.
+
+    Args:
+      problem: which.
+      batch: the array's batch shape.
+      rows: of a matrix.
+      row_bytes: what a row takes.
+      order: in memory, of axes whose last is a row's.
+    """
+    *of_batch, of_rows, _ = strides((*batch, rows, row_bytes), order)
+    moved = [(of_batch[axis], size) for axis, (size, *_) in problem.batch_axes]
+    moved = [(0, 1)] * (3 - len(moved)) + moved
+    step = math.gcd(*(stride for stride, _ in moved)) or rows * row_bytes
+    steps = [stride // step for stride, _ in moved]
+    count = 1 + sum(x * (size - 1) for x, (_, size) in zip(steps, moved, strict=True))
+    return Matrices(of_rows or row_bytes, step, count, tuple(steps))
+
+
+@functools.lru_cache(maxsize=1024)
+def matrices_of(p: Problem, operand: Operand, length: int, count: int = 1, steps: tuple[int, ...] = ()) -> Matrices:
+    """Returns the matrices of an operand whose m or n axis is so long; count and steps are those of dense ones."""
+    rows, pitch = length if operand.contiguous == "k" else p.k, row_bytes(operand, length, p.k)
+    if any(p.orders):
+        return matrices(p, operand.batch, rows, pitch, operand.order)
+    return Matrices(pitch, pitch * rows, count, steps)
+
+
+def result_matrices(p: Problem, dtype: np.dtype) -> Matrices:
+    """Returns the matrices of a result that has an order of its own."""
+    return matrices(p, p.batch, p.m, p.n * dtype.itemsize, p.orders[2])
+
+
 def arguments(kernel: Kernel) -> tuple[Argument, ...]:
     """Returns the arguments of a kernel, in order.
 
@@ -114,25 +174,29 @@ def _arguments(kernel: Kernel) -> Iterator[Argument]:
     results = [(first_result + i, out) for i, out in staging.results]
     maps = [(place, buffer, np.dtype(out.dtype)) for place, (buffer, out) in enumerate(results) if staging.by_tma(out)]
 
-    yield _map("map_a", _operand_map(int(c.swap), p.a, p.m, p.k, math.prod(p.a_batch), c.bm, 64, c.bk, c.cluster_n))
+    of_a = matrices_of(p, p.a, p.m, math.prod(p.a_batch), tuple(steps[0]))
+    yield _map("map_a", _operand_map(int(c.swap), p.a, p.m, p.k, of_a, c.bm, 64, c.bk, c.cluster_n))
     b_matrices = math.prod(p.b_batch) * (p.groups if p.ragged == "m" else 1)
+    of_b = matrices_of(p, p.bs[0], p.n, b_matrices, tuple(steps[1]))
     for i, b in enumerate(p.bs):
         buffer = 0 if p.symmetric or c.swap else 1 + i
         chunk = c.chunk(b, p.products)
-        yield _map(f"map_b{i}", _operand_map(buffer, b, p.n, p.k, b_matrices, c.bn, chunk, c.bk, c.cluster_m), "b")
+        yield _map(f"map_b{i}", _operand_map(buffer, b, p.n, p.k, of_b, c.bn, chunk, c.bk, c.cluster_m), "b")
     d_matrices = c.splits * p.batch_size * (p.groups if p.ragged == "k" else 1)
-    for place, buffer, dtype in maps:
-        yield _map(f"map_d{place}", _tile_map(buffer, dtype, kernel, d_matrices, c.swap), "d")
+    in_order = [result_matrices(kernel.problem, dtype) for _, _, dtype in maps if p.orders[2]]
+    for i, (place, buffer, dtype) in enumerate(maps):
+        of_d = in_order[i] if in_order else d_matrices
+        yield _map(f"map_d{place}", _tile_map(buffer, dtype, kernel, of_d, c.swap), "d")
     for place, buffer, dtype in maps if p.symmetric else ():
         yield _map(f"map_t{place}", _tile_map(buffer, dtype, kernel, d_matrices, transposed=True), "d")
     for i, spec in staging.operands:
-        matrices = math.prod(size for size, move in zip(sizes, moves[2 + i], strict=True) if move)
-        yield _map(f"map_x{i}", _tile_map(p.arrays + i, np.dtype(spec.dtype), kernel, matrices, c.swap), "extras")
+        count = math.prod(size for size, move in zip(sizes, moves[2 + i], strict=True) if move)
+        yield _map(f"map_x{i}", _tile_map(p.arrays + i, np.dtype(spec.dtype), kernel, count, c.swap), "extras")
 
     scalars = {"m": p.m, "n": p.n, "k": p.k, "raster": c.raster, "batch": p.batch_size}
     scalars |= {"batch1": sizes[1], "batch2": sizes[2]}
-    for name, of in (("a", steps[0]), ("b", steps[1])):
-        scalars |= {f"{name}_step{j}": step for j, step in enumerate(of)}
+    for name, of in (("a", of_a), ("b", of_b), *(("d", of) for of in in_order[:1])):
+        scalars |= {f"{name}_step{j}": step for j, step in enumerate(of.steps)}
     for name, value in scalars.items():
         yield _int(name, value)
     if c.splits > 1:
@@ -169,34 +233,43 @@ def _int(name: str, value: int, to: str = "") -> Argument:
 
 
 def _operand_map(
-    buffer: int, operand: Operand, rows: int, k: int, matrices: int, tile: int, chunk: int, bk: int, share: int
+    buffer: int, operand: Operand, rows: int, k: int, of: Matrices, tile: int, chunk: int, bk: int, share: int
 ) -> TensorMap:
     """The tensor map of an operand whose m or n axis is `rows` long, as Operand in mainloop.cuh loads it."""
-    pitch = row_bytes(operand, rows, k)
+    # Rows off the lines of memory: fetching 256 bytes at once costs 15% more than 128 there.
+    l2_bytes = 256 if of.on_lines else 128
     if operand.contiguous == "k":
-        return _matrix_map(buffer, operand.dtype, (k, rows, matrices), (64, tile // share, 1), 128, pitch)
+        return _matrix_map(buffer, operand.dtype, (k, rows), of, (64, tile // share), 128, l2_bytes)
     depth = bk if -(-tile // chunk) % share == 0 else bk // share
-    return _matrix_map(buffer, operand.dtype, (rows, k, matrices), (chunk, depth, 1), chunk * 2, pitch)
+    return _matrix_map(buffer, operand.dtype, (rows, k), of, (chunk, depth), chunk * 2, l2_bytes)
 
 
-def _tile_map(buffer: int, dtype: np.dtype, kernel: Kernel, matrices: int, transposed: bool) -> TensorMap:
-    """The tensor map of a result, or an operand of its shape, as staging.cuh or transposed.cuh stores and loads it."""
+def _tile_map(buffer: int, dtype: np.dtype, kernel: Kernel, of: Matrices | int, transposed: bool) -> TensorMap:
+    """The tensor map of a result, or an operand of its shape, as staging.cuh or transposed.cuh stores and loads it.
+
+    `of` is its matrices, or how many dense ones there are.
+    """
     p, columns, rows = kernel.problem, kernel.chunk, 64
     if transposed:
         columns, rows = rows, columns
+    if isinstance(of, int):
+        of = Matrices(p.n * dtype.itemsize, p.m * p.n * dtype.itemsize, of, ())
     span = min(128, columns * dtype.itemsize)  # bytes of a row of the tile, which its swizzle spans too
-    return _matrix_map(buffer, dtype, (p.n, p.m, matrices), (span // dtype.itemsize, rows, 1), span)
+    return _matrix_map(buffer, dtype, (p.n, p.m), of, (span // dtype.itemsize, rows), span, 256)
 
 
 def _matrix_map(
-    buffer: int, dtype: np.dtype, dims: tuple[int, int, int], box: tuple[int, int, int], span: int, pitch: int = 0
+    buffer: int, dtype: np.dtype, dims: tuple[int, int], of: Matrices, box: tuple[int, int], span: int, l2_bytes: int
 ) -> TensorMap:
-    """The tensor map of matrices; `pitch` is that of an operand's rows, where they may be padded."""
-    row = pitch or dims[0] * dtype.itemsize
-    # Rows off the lines of memory: fetching 256 bytes at once costs 15% more than 128 there.
-    l2_bytes = 128 if pitch % 128 else 256
-    strides = (row, row * dims[1])
-    return TensorMap(buffer=buffer, dtype=dtype, dims=dims, strides=strides, box=box, swizzle=span, l2_bytes=l2_bytes)
+    return TensorMap(
+        buffer=buffer,
+        dtype=dtype,
+        dims=(*dims, of.count),
+        strides=(of.row_bytes, of.bytes),
+        box=(*box, 1),
+        swizzle=span,
+        l2_bytes=l2_bytes,
+    )
 
 
 def batch_steps(moves: Sequence[int], sizes: Sequence[int]) -> list[int]:

@@ -163,7 +163,8 @@ class Config:
         tile += f"_k{self.cluster_k}" * (self.cluster_k > 1) + "_parts" * (self.splits > 1)
         ragged = f"_groups_{problem.ragged}" if problem.ragged else ""
         symmetric = "_symmetric" if problem.symmetric else ""
-        name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}{symmetric}"
+        strided = "_strided" if problem.orders[2] else ""  # other text
+        name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}{symmetric}{strided}"
         if not problem.plain:
             name += f"_e{_digest(problem.epilogue)}"
         pitch, full = math.gcd(problem.n, 16), [out for out in problem.epilogue.outputs if not out.reduce]

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.sm90 import staging
-from cutjax.kernels.sm90.arguments import paddings, row_bytes
+from cutjax.kernels.sm90.arguments import matrices_of, paddings
 
 if TYPE_CHECKING:
-    from cutjax.kernels.problem import Operand
+    from cutjax.kernels.problem import Operand, Problem
     from cutjax.kernels.sm90.kernel import Kernel
 
 FITTED_ON = reference("sm_90a")  # an H200: bandwidths of memory scale from there, those within an SM do not
@@ -226,7 +226,7 @@ def features(kernel: Kernel, device: Device) -> Features:
     p, c = kernel.multiplied, kernel.config
 
     def off(operand: Operand, rows: int) -> int:
-        return row_bytes(operand, rows, p.k) % 128 != 0
+        return not matrices_of(p, operand, rows).on_lines
 
     itemsize = p.out_dtype.itemsize
     result_row = kernel.problem.n * itemsize
@@ -385,7 +385,21 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
         "batched_tokens": p.batch_size > 1 and min(p.m, p.n) <= 16,
         "pitch": sum(row * p.a_dtype.itemsize % 128 != 0 for row in rows),
     }
-    return ours * math.exp(sum(XLA[name] * value for name, value in true.items()))
+    return ours * math.exp(sum(XLA[name] * value for name, value in true.items())) + _transposes_us(p, device)
+
+
+def _transposes_us(p: Problem, device: Device) -> float:
+    """Returns what XLA's copies of arrays take that are in an order of memory which its product cannot walk.
+
+    cuBLAS walks one batch axis, at any stride and with any pitch of rows: axes that are neighbours in memory are one.
+    """
+    time_us = 0.0
+    for order, shape, dtype in zip(p.orders, p.shapes, (p.a_dtype, p.b_dtype, p.out_dtype), strict=True):
+        moving = [axis for axis in order if shape[axis] != 1]
+        places = [moving.index(axis) for axis in range(len(p.batch)) if axis in moving]
+        if places != list(range(places[0], places[0] + len(places)) if places else []):
+            time_us += 2e6 * math.prod(shape) * dtype.itemsize / (0.7 * device.bytes_per_second) + 2
+    return time_us
 
 
 def _copies_us(f: Features) -> Any:

@@ -16,7 +16,7 @@ from cutjax.epilogue.expression import REDUCTIONS, Output
 from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import cost, dense_cost, text
-from cutjax.kernels.sm90.arguments import Argument, arguments, paddings
+from cutjax.kernels.sm90.arguments import Argument, arguments, matrices_of, paddings, result_matrices
 from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Config
 from cutjax.kernels.sm90.staging import STORED, Staging, stage
 from cutjax.runtime.compiler import Cubin, compile_kernel
@@ -113,6 +113,21 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
         reasons.append(f"batch {problem.batch}: operands alternate in more than 3 groups of batch axes")
     if max(problem.m, problem.n, problem.k) >= 2**31:
         reasons.append("a size is 2^31 or more: TMA coordinates have 32 bits")
+    if any(problem.orders):
+        reasons += _order_reasons(problem, staging)
+    return reasons
+
+
+def _order_reasons(problem: Problem, staging: Staging) -> list[str]:
+    """Returns why orders of memory cannot be walked."""
+    reasons = []
+    arrays = [matrices_of(problem, problem.a, problem.m), matrices_of(problem, problem.bs[0], problem.n)]
+    if problem.orders[2]:
+        arrays.append(result_matrices(problem, np.dtype(np.uint8)))
+        if not all(staging.by_tma(out) for _, out in staging.results):
+            reasons.append("results in an order of their own, whose rows are of no whole units of 16 bytes")
+    if len(problem.batch_groups) <= 3 and max(array.count for array in arrays) >= 2**31:
+        reasons.append("matrices begin at 2^31 places or more: TMA coordinates have 32 bits")
     return reasons
 
 
@@ -317,6 +332,8 @@ class Kernel:
             finish=finish,
             prepare=prepare if config.splits > 1 or pads or tickets else None,
             aliases=aliases,
+            operand_orders=(problem.orders[0], *(b.order for b in problem.bs)) if any(problem.orders) else (),
+            result_orders=tuple(() if out.reduce else problem.orders[2] for out in outputs),
         )
 
     def _launch(self, cubin: bytes) -> Launch:

@@ -121,6 +121,8 @@ def _signature(staging: Staging, arguments: Sequence[Argument]) -> str:
     def passed(to: str) -> str:
         return "".join(f", {argument.passed}" for argument in arguments if argument.to == to)
 
+    strided = any(argument.name == "d_step0" for argument in arguments)
+    result = "i(d_step0, d_step1, d_step2)" if strided else "work.result"
     return f"""#define PARAMETERS {", ".join(argument.declaration for argument in arguments)}
 #define MAPS_B {{{passed("b")[2:]}}}
 #define MAPS_D {{{", ".join(maps)}}}
@@ -129,6 +131,7 @@ def _signature(staging: Staging, arguments: Sequence[Argument]) -> str:
 #define SPLITS {passed("splits")[2:] or 1}
 #define SCHEDULER_ARGUMENTS {passed("scheduler")}
 #define ROWS_ARGUMENTS {passed("rows")}
+#define RESULT {result}
 """
 
 

@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       if (!stores) break;
       extras.begin_tile(i, work.result);
       partials.begin_tile(work.result);
-      epilogue.store(values, extras, partials, map_d, rows_d, work.m + first_row, column, rows, work.result, i);
+      epilogue.store(values, extras, partials, map_d, rows_d, work.m + first_row, column, rows, RESULT, i);
       if constexpr (CLUSTER_K > 1) break;  // the only one
     }
     epilogue.finish();
