@@ -43,8 +43,8 @@ class Operand:
 class Problem:
     """One GEMM: ``d[..., m, n] = a @ b`` with batch axes that broadcast.
 
-    Operands are row-major, or as ``orders`` says. ``layout[0]`` says whether the last two axes of ``a`` are ``[m, k]`` ("n") or ``[k, m]``
-    ("t"), ``layout[1]`` whether those of ``b`` are ``[k, n]`` ("n") or ``[n, k]`` ("t").
+    Operands are row-major, or as ``orders`` says. ``layout[0]`` says whether the last two axes of ``a`` are ``[m, k]``
+    ("n") or ``[k, m]`` ("t"), ``layout[1]`` whether those of ``b`` are ``[k, n]`` ("n") or ``[n, k]`` ("t").
 
     Attributes:
       m, n, k: sizes of the product.

@@ -126,7 +126,23 @@ class Task:
         # In place, a kernel would write into inputs that the next call reads: XLA would copy them before.
         params = {**eqn.params, "in_place": (), "backend": backend, "config": config, **more}
         params["epilogue"] = params["epilogue"].primal
-        return lambda *arrays: eqn.primitive.bind(*arrays, **params)
+        if not any(self.problem.orders):
+            return lambda *arrays: eqn.primitive.bind(*arrays, **params)
+        of_results = [() if out.reduce else self.problem.orders[2] for out in params["epilogue"].outputs]
+
+        def function(*arrays: jax.Array) -> list[jax.Array]:
+            """Takes and returns arrays whose axes are in the order in which they lie in memory, so that none moves."""
+            asked = [x.transpose(np.argsort(order)) for x, order in zip(arrays, self._orders(arrays), strict=True)]
+            results = eqn.primitive.bind(*asked, **params)
+            return [x.transpose(order) if order else x for x, order in zip(results, of_results, strict=True)]
+
+        return function
+
+    def _orders(self, arrays: Sequence[Any]) -> list[tuple[int, ...]]:
+        """Returns how the axes of the product's operands lie in memory."""
+        given = (self.problem.orders[0], *(b.order for b in self.problem.bs)) if any(self.problem.orders) else ()
+        given += ((),) * (len(arrays) - len(given))
+        return [order or tuple(range(x.ndim)) for order, x in zip(given, arrays, strict=True)]
 
     @property
     def reference(self) -> measure.Function:
@@ -142,9 +158,10 @@ class Task:
         params, avals = self.product.eqn.params, self.product.avals
         factors, bs, context, operands = split([*range(len(avals))], params["product"], params["epilogue"])
         keys, arrays = jax.random.split(key, len(avals)), []
+        orders = self._orders(avals)
         for i in (factors, *bs, *context, *operands):
-            aval = avals[i]
-            arrays.append(self._sizes(aval) if i in context else _random(keys[i], aval.shape, aval.dtype, integers))
+            aval, shape = avals[i], [avals[i].shape[axis] for axis in orders[i]]
+            arrays.append(self._sizes(aval) if i in context else _random(keys[i], shape, aval.dtype, integers))
         return arrays
 
     def _sizes(self, aval: Any) -> jax.Array:
