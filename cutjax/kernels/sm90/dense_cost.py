@@ -397,7 +397,7 @@ def _transposes_us(p: Problem, device: Device) -> float:
     for order, shape, dtype in zip(p.orders, p.shapes, (p.a_dtype, p.b_dtype, p.out_dtype), strict=True):
         moving = [axis for axis in order if shape[axis] != 1]
         places = [moving.index(axis) for axis in range(len(p.batch)) if axis in moving]
-        if places != list(range(places[0], places[0] + len(places)) if places else []):
+        if places and places != list(range(places[0], places[0] + len(places))):
             time_us += 2e6 * math.prod(shape) * dtype.itemsize / (0.7 * device.bytes_per_second) + 2
     return time_us
 
