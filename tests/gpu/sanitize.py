@@ -118,6 +118,23 @@ def product(config: cutjax.Config, layout: str, dtype: np.dtype, out: np.dtype, 
     return Case(problem, config, data, str(problem))
 
 
+def strided(turn: int, schedule: str, cluster: tuple[int, int]) -> Case:
+    """A plain product of arrays [batch, rows, heads, columns]; data are given, and compared, as they lie in memory."""
+    number = turn + SCHEDULES.index(schedule) + CLUSTERS.index(cluster)
+    layout, dtype, batch, order = LAYOUTS[number % 4], problems._INPUTS[0], (BATCH[0] // 10, 10), (0, 2, 1, 3)
+    config = pick(cutjax.Problem(4096, 4096, K, layout), schedule, cluster, number)
+    shape = cutjax.Problem(*sizes(config), K, layout, dtype, dtype, dtype, batch, batch, batch)
+    problem = shape.in_order((order,) * 3)
+
+    def data():
+        a, b = problems.integers(problems.Random(0, problem, True, None))
+        d = problems.reference(a, b, layout, np.float32)
+        a, b, lying = (np.ascontiguousarray(x.transpose(order)) for x in (a, b, d))
+        return (a, b), [lying.reshape(d.shape)]
+
+    return Case(problem, config, data, str(problem))
+
+
 def fused(name: str, schedule: str, cluster: tuple[int, int]) -> Case:
     """A product with an epilogue."""
     number = list(EPILOGUES).index(name) + 2 * SCHEDULES.index(schedule) + CLUSTERS.index(cluster)
@@ -295,6 +312,7 @@ def cases() -> Iterator[Case]:
             probe = cutjax.candidates(grouped_problem(ragged, turn))
             served = {(config.schedule, (config.cluster_m, config.cluster_n)) for config in probe}
             yield from (grouped(ragged, turn, *shape) for shape in shapes if shape in served)
+        yield from (strided(turn, *shape) for shape in shapes[turn % 2 :: 2])
         if turn == 0:
             for i, name in enumerate(("operands", "reductions", "products")):
                 yield from (fused(name, *shape) for shape in (shapes[i], shapes[3 + (i + 1) % 3]))
