@@ -232,7 +232,10 @@ def recorded_products(name):
     device = device_of_kind(recorded["device"], "sm_90a")
     found = []
     for row in recorded["products"]:
-        problem = cutjax.Problem(row["m"], row["n"], row["k"], row["layout"], device=device)
+        batch = tuple(row["batch"])
+        problem = cutjax.Problem(
+            row["m"], row["n"], row["k"], row["layout"], batch=batch, a_batch=batch, b_batch=batch, device=device
+        )
         found.append((problem, {configs[i]: us for i, us in row["times"]}, row["xla_us"]))
     return found
 
@@ -313,7 +316,7 @@ def test_the_model_picks_well_for_gated_groups():
     [
         ("products-h200", 600, 1.035, 1.13),
         ("products-h100", 110, 1.032, 1.11),
-        ("products-held-h200", 140, 1.042, 1.17),
+        ("products-held-h200", 360, 1.042, 1.17),
     ],
 )
 def test_the_model_picks_well_among_recorded_times(name, least, mean, worst_of_20):
@@ -327,19 +330,24 @@ def test_the_model_picks_well_among_recorded_times(name, least, mean, worst_of_2
     assert np.percentile(regrets, 95) < worst_of_20
 
 
-def test_auto_is_seldom_slower_than_xla():
-    """On products that nothing was fitted to, by the times recorded of the model's choices, or XLA where that runs."""
+@pytest.mark.parametrize(
+    ("name", "most_by_xla", "mean", "worst_of_20"),
+    # As shipped 1.060, 0.978 and 1.014, 0.953; XLA's are the fastest of two thirds of the products of attention.
+    [("products-held-h200", 0.78, 1.05, 0.96), ("attention-h200", 0.8, 1.005, 0.93)],
+)
+def test_auto_is_seldom_slower_than_xla(name, most_by_xla, mean, worst_of_20):
+    """By the times recorded of the model's choices, or XLA where that runs."""
     ratios, by_xla = [], 0
     with tuned.use_tuning(None):
-        for problem, times, xla_us in recorded_products("products-held-h200"):
+        for problem, times, xla_us in recorded_products(name):
             picked = choose.choose(problem)
             by_xla += picked.config is None
             ratios.append(1.0 if picked.config is None else xla_us / times.get(picked.config, np.nan))
     known = np.array(ratios)[~np.isnan(ratios)]
     assert len(known) > 0.9 * len(ratios)
-    assert by_xla < 0.5 * len(ratios)
-    assert np.exp(np.mean(np.log(known))) > 1.04  # 1.055 as shipped, and 0.94
-    assert np.percentile(known, 5) > 0.93
+    assert by_xla < most_by_xla * len(ratios)
+    assert np.exp(np.mean(np.log(known))) > mean
+    assert np.percentile(known, 5) > worst_of_20
 
 
 def test_xla_runs_where_it_is_predicted_faster():

@@ -336,10 +336,9 @@ def time_us(
 
 # What XLA's products take over our fastest kernel's predicted time, as its logarithm: a sum over what is true of the
 # problem. Fitted to the same sweeps, to the sixth of them in which XLA is fastest: running a kernel where XLA is faster
-# costs a user speed, running XLA where a kernel is faster only does not bring any. What is said of batched products was
-# read off 55 of attention.
+# costs a user speed, running XLA where a kernel is faster only does not bring any.
 XLA = {
-    "always": -0.102,
+    "always": -0.127,
     "launch": 0.0504,
     "unaligned": 0.105,
     "busy": 0.0612,
@@ -351,8 +350,17 @@ XLA = {
     "tokens": 0.0173,
     "multiplies": 0.0955,
     "pitch": -0.00996,
-    "batched_unaligned": -0.45,
-    "batched_tokens": -0.1,
+}
+# The same of batched products: 304 of attention (sweeps/attention-h200.json), to the fifth in which XLA is fastest.
+XLA_BATCHED = {
+    "always": 0.297,
+    "launch": -0.972,
+    "padded": 0.449,
+    "odd": -0.411,
+    "nt": 0.0178,
+    "multiplies": -0.29,
+    "rows": -0.0435,
+    "long": -0.0367,
 }
 
 
@@ -364,7 +372,8 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
     f = features(kernel, device)
     ours = time_us(f, CONSTANTS) - _copies_us(f)
     rows = [p.k if p.a.contiguous == "k" else p.m, p.k if p.bs[0].contiguous == "k" else p.n]
-    unaligned = bool(f.copies or p.n * p.a_dtype.itemsize % 16)
+    odd = p.n * p.a_dtype.itemsize % 16 != 0
+    unaligned = bool(f.copies or odd)
     flop_us, byte_us = 1e6 * p.flops / device.peak(p.a_dtype), 1e6 * p.bytes / device.bytes_per_second
     multiplies = flop_us / (flop_us + byte_us)
     tiles = math.ceil(p.m / 128) * math.ceil(p.n / 128) * p.batch_size
@@ -374,18 +383,21 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
         "launch": 1 / ours,
         "unaligned": unaligned,
         "busy": unaligned * multiplies,
+        "padded": f.copies > 0,
+        "odd": odd,
         "tn": p.layout == "tn",
         "nt": p.layout == "nt",
         "few": few,
         "few_deep": few * deep,
         "deep": deep,
         "tokens": max(0.0, math.log2(128 / min(p.m, p.n))),
+        "rows": max(0.0, math.log2(128 / p.m)),
         "multiplies": multiplies,
-        "batched_unaligned": p.batch_size > 1 and unaligned,
-        "batched_tokens": p.batch_size > 1 and min(p.m, p.n) <= 16,
         "pitch": sum(row * p.a_dtype.itemsize % 128 != 0 for row in rows),
+        "long": math.log2(ours),
     }
-    return ours * math.exp(sum(XLA[name] * value for name, value in true.items())) + _transposes_us(p, device)
+    weights = XLA if p.batch_size == 1 else XLA_BATCHED
+    return ours * math.exp(sum(weight * true[name] for name, weight in weights.items())) + _transposes_us(p, device)
 
 
 def _transposes_us(p: Problem, device: Device) -> float:
