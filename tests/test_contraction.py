@@ -38,8 +38,7 @@ def to_tuples(dims):
     return tuple(tuple(tuple(axes) for axes in pair) for pair in dims)
 
 
-@pytest.mark.parametrize("strided", [True, False])
-def test_every_plan_is_dot_general_permuted_and_moves_what_it_says(strided):
+def test_every_plan_is_dot_general_permuted_and_moves_what_it_says():
     rng, copies, orders = np.random.default_rng(0), 0, 0
     for i in range(1500):
         lhs, rhs, dims = random_contraction(rng, sizes=(1, 2, 3, 5))
@@ -47,7 +46,7 @@ def test_every_plan_is_dot_general_permuted_and_moves_what_it_says(strided):
         want = reference(x, y, dims)
         permutation = tuple(int(p) for p in rng.permutation(want.ndim)) if i % 2 else None
         want = want.transpose(permutation) if permutation else want
-        plan = contraction(lhs, rhs, to_tuples(dims), permutation, strided=strided)
+        plan = contraction(lhs, rhs, to_tuples(dims), permutation)
         got, d_shape = multiplied(plan, x, y)
         assert got.shape == want.shape, (lhs, rhs, dims, permutation)
         assert (got == want).all(), (lhs, rhs, dims, permutation)
@@ -60,12 +59,11 @@ def test_every_plan_is_dot_general_permuted_and_moves_what_it_says(strided):
         assert plan.d.copied or (moved(plan.d, d).ravel() == in_memory(d, plan.d.order)).all()
         assert len(plan.copies) == sum(bool(move.copied) for move in (plan.a, plan.b, plan.d))
         copies, orders = copies + bool(plan.copied), orders + any(plan.orders)
-        assert strided or not any(plan.orders)
         # Every axis of the product is the axes of the result that it is said to merge.
         full = want.shape if permutation is None else np.empty(want.shape).transpose(np.argsort(permutation)).shape
         assert d_shape == tuple(int(np.prod([full[j] for j in axes], initial=1)) for axes in plan.axes)
     assert 100 < copies < 1400, copies  # the generator makes both
-    assert bool(orders) == strided
+    assert 100 < orders < 1400, orders
 
 
 def reference(x, y, dims):
@@ -156,12 +154,6 @@ def test_the_smaller_operand_is_copied_and_the_reason_names_it():
     assert [text.split(":")[1] for text in plan.copies] == [" its contracted axes are not neighbours"]
     plan = of("seb,eb->sb", SIZES)
     assert any("its last axis is a batch axis" in text for text in plan.copies)
-
-
-def test_without_memory_orders_attention_copies():
-    plan = of("bqhd,bkhd->bhqk", SIZES, strided=False)
-    assert plan.copied == 2 * (4 * 96 * 8 * 64 + 4 * 80 * 8 * 64)
-    assert plan.orders == ((), (), ())
 
 
 def test_the_plan_on_jax_arrays_is_lax_dot_general():

@@ -102,7 +102,6 @@ def contraction(
     permutation: Axes | None = None,
     *,
     itemsizes: tuple[int, int, int] = (2, 2, 2),
-    strided: bool = True,
 ) -> Contraction:
     """Returns the plan of ``lax.transpose(lax.dot_general(lhs, rhs, dimension_numbers), permutation)``.
 
@@ -114,7 +113,6 @@ def contraction(
       dimension_numbers: as ``lax.dot_general`` takes them, valid and in nested tuples.
       permutation: of the result; None leaves it as it is.
       itemsizes: bytes of an element of lhs, rhs and the result.
-      strided: whether the product takes memory orders; otherwise what would need one is copied.
     """
     (l_contract, r_contract), (l_batch, r_batch) = dimension_numbers
     l_free = [i for i in range(len(lhs)) if i not in (*l_contract, *l_batch)]
@@ -137,7 +135,7 @@ def contraction(
     for copied in sorted(subsets, key=lambda c: sum(bytes_of[i] for i in c)):
         if best is not None and sum(bytes_of[i] for i in copied) > best[0][0]:
             break
-        search = _Search(seqs, sizes, copied, bytes_of, final, strided)
+        search = _Search(seqs, sizes, copied, bytes_of, final)
         for score, found in search.plans():
             if best is None or score < best[0]:
                 best = score, found
@@ -148,10 +146,8 @@ def contraction(
 class _Search:
     """The plans of a product in which some of the arrays (0 is lhs, 1 rhs, 2 the result) are copied."""
 
-    def __init__(
-        self, seqs: list[Axes], sizes: dict[int, int], copied: Axes, nbytes: list[int], final: Axes, strided: bool
-    ):
-        self.sizes, self.nbytes, self.final, self.strided = sizes, nbytes, final, strided
+    def __init__(self, seqs: list[Axes], sizes: dict[int, int], copied: Axes, nbytes: list[int], final: Axes):
+        self.sizes, self.nbytes, self.final = sizes, nbytes, final
         lhs, rhs, out = seqs
         # The result ends in an axis of the columns, so of which operand decides which is b.
         self.swapped = 2 not in copied and bool(out) and out[-1] in lhs and out[-1] not in rhs
@@ -195,10 +191,7 @@ class _Search:
             if letter is None:
                 return None
             matrix = (row, col) if letter == "n" else (col, row)
-            move = self._move(i, [*groups, *matrix])
-            if move.order and not self.strided:
-                return None
-            moves.append(move)
+            moves.append(self._move(i, [*groups, *matrix]))
             layout += letter
         a, b, d = moves
         plan = Contraction(layout[:2], self.swapped, a, b, d, (*batch, m, n), ())
