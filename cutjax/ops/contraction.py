@@ -200,16 +200,14 @@ class _Search:
         return score, plan
 
     def _letter(self, i: int, row: Axes, col: Axes, letters: str) -> str | None:
-        """Returns "n" if columns, "t" if rows lie last in memory; of a copy the first letter that can be."""
+        """Returns "n" if columns, "t" if rows lie last in memory; a copy may be either."""
         seq = self.seqs[i]
         groups = {"n": col, "t": row}
-        if i in self.copied:
-            return next((letter for letter in letters if groups[letter]), letters[0])
         for letter in letters:
             last = groups[letter][-1:]
             if last == seq[-1:] if last else not seq or seq[-1] not in (*row, *col):
                 return letter
-        return None
+        return next((x for x in letters if groups[x]), letters[0]) if i in self.copied else None
 
     def _batch(self, labels: Sequence[int]) -> tuple[Axes, ...]:
         """Returns batch axes, neighbours merged that are neighbours in every array which has them."""

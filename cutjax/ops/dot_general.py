@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
-from cutjax.ops.arguments import unwrapped
+from cutjax.ops.arguments import is_array_like, unwrapped
 from cutjax.ops.contraction import contraction
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.dense import Dense
@@ -77,7 +77,9 @@ def permuted(
         d = lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
         return d if permutation is None else lax.transpose(d, permutation)
 
-    out = jax.eval_shape(of_lax, lhs, rhs)  # says what is wrong with the arguments
+    if not (is_array_like(lhs) and is_array_like(rhs)):
+        return of_lax(lhs, rhs)  # says what is wrong
+    out = jax.eval_shape(of_lax, lhs, rhs)  # says what is wrong with the rest
     backend = backends.resolve(None, "dot_general")
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     if 0 in (*lhs.shape, *rhs.shape):  # zeros, or nothing at all

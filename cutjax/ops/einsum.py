@@ -8,12 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax.epilogue.jaxpr import bind_equation, evaluate
-from cutjax.ops.arguments import unwrapped
+from cutjax.ops.arguments import is_array_like, unwrapped
 from cutjax.ops.dot_general import permuted
 
 
@@ -157,8 +156,7 @@ def einsum(
 def _run(fn: Callable[..., jax.Array], *args: Any) -> jax.Array:
     """Computes a function of jax.numpy: what it is made of, with our product in place of each dot_general."""
     args = tuple(unwrapped(x) for x in args)
-    arrays = {i: x for i, x in enumerate(args) if isinstance(x, jax.Array | np.ndarray | np.generic | complex)}
-    arrays |= {i: x for i, x in enumerate(args) if isinstance(x, int | float)}
+    arrays = {i: x for i, x in enumerate(args) if is_array_like(x)}
 
     def of_arrays(*xs: Any) -> jax.Array:
         found = dict(zip(arrays, xs, strict=True))
