@@ -10,6 +10,8 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.tuned import use_tuning
 from cutjax.ops.cuda_kernel import cuda_kernel
+from cutjax.ops.dot_general import dot_general
+from cutjax.ops.einsum import dot, einsum, matmul, tensordot
 from cutjax.ops.gemm import gemm
 from cutjax.ops.grouped import grouped_gemm, grouped_outer
 from cutjax.ops.mlp import grouped_mlp, mlp
@@ -30,12 +32,16 @@ __all__ = [
     "candidates",
     "checkpoint_policies",
     "cuda_kernel",
+    "dot",
+    "dot_general",
+    "einsum",
     "explain",
     "gemm",
     "grouped_gemm",
     "grouped_mlp",
     "grouped_outer",
     "load_balance_loss",
+    "matmul",
     "mlp",
     "moe",
     "ragged_dot",
@@ -45,6 +51,7 @@ __all__ = [
     "router_z_loss",
     "supports",
     "syrk",
+    "tensordot",
     "use_backend",
     "use_tuning",
 ]

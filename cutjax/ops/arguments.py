@@ -72,6 +72,11 @@ def unwrapped(x: Any) -> Any:
     return x.__jax_array__() if hasattr(x, "__jax_array__") and not isinstance(x, jax.Array) else x
 
 
+def is_array_like(x: Any) -> bool:
+    """True if jax.lax takes an object for an array."""
+    return isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+
+
 def integer(x: Any, name: str, where: str) -> int:
     """Returns the integer, of any type but bool; raises an error that says what came."""
     try:

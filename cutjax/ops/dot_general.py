@@ -1,0 +1,114 @@
+"""dot_general: jax.lax's operation of this name on the dense product of this package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from cutjax import dot_precision
+from cutjax.ops.arguments import is_array_like, unwrapped
+from cutjax.ops.contraction import contraction
+from cutjax.primitives.accumulators import converted
+from cutjax.primitives.dense import Dense
+from cutjax.primitives.product import multiply
+from cutjax.runtime import backends
+
+
+def dot_general(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    dimension_numbers: lax.DotDimensionNumbers,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """``jax.lax.dot_general``, to which it is equal to rounding: ``gemm`` in that function's signature.
+
+    The operands become batches of matrices without copies where memory allows that, see ``docs/drop-ins.md``; what is
+    copied, ``explain`` says. Differentiable to any order and batchable over any axes. What no kernel could ever
+    multiply is left to ``jax.lax.dot_general``: symbolic sizes (``jax.export``), operands of two dtypes, results with
+    an ``out_sharding``, and operands sharded explicitly along axes that would have to be merged.
+
+    Args:
+      lhs: an array.
+      rhs: an array.
+      dimension_numbers: ``((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))``.
+      precision: as in ``jax.lax.dot_general``; None is what ``jax.default_matmul_precision`` says. The kernels
+        accumulate 16-bit operands in float32; XLA runs any other algorithm.
+      preferred_element_type: the result's dtype; that of lhs and rhs by default.
+      out_sharding: the result's sharding on an explicit mesh.
+
+    Returns:
+      The array that ``jax.lax.dot_general`` returns: batch axes, those of lhs, those of rhs.
+
+    Raises:
+      TypeError, ValueError: as ``jax.lax.dot_general``.
+      NotImplementedError: where the backend is "cuda" and ``jax.lax.dot_general`` would run; and when compiled, as
+        ``cutjax.gemm``.
+
+    Example:
+      >>> import cutjax, jax.numpy as jnp
+      >>> q, k = jnp.ones((2, 8, 4, 16)), jnp.ones((2, 6, 4, 16))  # [batch, position, head, channel]
+      >>> cutjax.dot_general(q, k, (((3,), (3,)), ((0, 2), (0, 2)))).shape
+      (2, 4, 8, 6)
+    """
+    return permuted(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding)
+
+
+def permuted(
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+    permutation: tuple[int, ...] | None = None,
+) -> jax.Array:
+    """Computes dot_general and a permutation of its result, which is planned with it: no second pass over memory."""
+    lhs, rhs = unwrapped(lhs), unwrapped(rhs)
+
+    def of_lax(lhs: Any, rhs: Any) -> jax.Array:
+        d = lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
+        return d if permutation is None else lax.transpose(d, permutation)
+
+    if not (is_array_like(lhs) and is_array_like(rhs)):
+        return of_lax(lhs, rhs)  # says what is wrong
+    out = jax.eval_shape(of_lax, lhs, rhs)  # says what is wrong with the rest
+    backend = backends.resolve(None, "dot_general")
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    if 0 in (*lhs.shape, *rhs.shape):  # zeros, or nothing at all
+        return of_lax(lhs, rhs)
+    reason = _left_to_lax(lhs, rhs, out_sharding)
+    if reason is None:
+        (contract, batch), itemsizes = dimension_numbers, tuple(x.dtype.itemsize for x in (lhs, rhs, out))
+        dims = tuple(map(tuple, contract)), tuple(map(tuple, batch))
+        plan = contraction(lhs.shape, rhs.shape, dims, permutation, itemsizes=itemsizes)
+        if plan.reshapes and any(axis is not None for x in (lhs, rhs) for axis in jax.typeof(x).sharding.spec):
+            reason = "explicitly sharded operands are neither merged nor transposed; use jax.shard_map"
+    if reason is not None:
+        if backend == "cuda":
+            raise NotImplementedError(f"dot_general: backend 'cuda' has no kernel: {reason}")
+        return of_lax(lhs, rhs)
+    precision = dot_precision.canonical(precision, "dot_general")
+    a, b = plan.operands(lhs, rhs)
+    product = Dense(plan.layout, plan.orders)
+    precision = dot_precision.swapped(precision) if plan.swapped else precision
+    d = multiply(product, a, b, out_dtype=out.dtype, precision=precision, backend=backend, config=None)
+    return converted(plan.result(d), out.dtype, out.weak_type)
+
+
+def _left_to_lax(lhs: jax.Array, rhs: jax.Array, out_sharding: Any) -> str | None:
+    """Returns why no kernel could multiply the operands, whatever the plan."""
+    if out_sharding is not None:
+        return f"out_sharding must be None, got {out_sharding}; use jax.shard_map"
+    if any(jax.export.is_symbolic_dim(size) for x in (lhs, rhs) for size in x.shape):
+        return f"it needs known sizes, got {lhs.shape}, {rhs.shape}"
+    if lhs.dtype != rhs.dtype:
+        return f"operands must have one dtype, got {lhs.dtype} and {rhs.dtype}"
+    return None

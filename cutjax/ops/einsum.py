@@ -1,0 +1,188 @@
+"""dot, matmul, tensordot and einsum: jax.numpy's functions of these names on the dense product of this package."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from cutjax.epilogue.jaxpr import bind_equation, evaluate
+from cutjax.ops.arguments import is_array_like, unwrapped
+from cutjax.ops.dot_general import permuted
+
+
+def dot(
+    a: ArrayLike,
+    b: ArrayLike,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """``jax.numpy.dot``, to which it is equal to rounding, on ``cutjax.dot_general``.
+
+    Args:
+      a, b: arrays or scalars, as ``jax.numpy.dot`` takes them.
+      precision, preferred_element_type, out_sharding: as in ``cutjax.dot_general``.
+
+    Returns:
+      The array that ``jax.numpy.dot`` returns.
+
+    Raises:
+      TypeError, ValueError: as ``jax.numpy.dot``.
+      NotImplementedError: as ``cutjax.dot_general``.
+
+    Example:
+      >>> import cutjax, jax.numpy as jnp
+      >>> cutjax.dot(jnp.arange(3.0), jnp.ones((3, 2)))
+      Array([3., 3.], dtype=float32)
+    """
+    how = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    return _run(functools.partial(jnp.dot, **how), a, b)
+
+
+def matmul(
+    a: ArrayLike,
+    b: ArrayLike,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """``jax.numpy.matmul``, to which it is equal to rounding, on ``cutjax.dot_general``.
+
+    Args:
+      a, b: arrays, as ``jax.numpy.matmul`` takes them; batch axes broadcast.
+      precision, preferred_element_type, out_sharding: as in ``cutjax.dot_general``.
+
+    Returns:
+      The array that ``jax.numpy.matmul`` returns.
+
+    Raises:
+      TypeError, ValueError: as ``jax.numpy.matmul``.
+      NotImplementedError: as ``cutjax.dot_general``.
+
+    Example:
+      >>> import cutjax, jax.numpy as jnp
+      >>> cutjax.matmul(jnp.ones((5, 1, 2, 3)), jnp.ones((4, 3, 2))).shape
+      (5, 4, 2, 2)
+    """
+    how = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    return _run(functools.partial(jnp.matmul, **how), a, b)
+
+
+def tensordot(
+    a: ArrayLike,
+    b: ArrayLike,
+    axes: int | Sequence[int] | Sequence[Sequence[int]] = 2,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """``jax.numpy.tensordot``, to which it is equal to rounding, on ``cutjax.dot_general``.
+
+    Args:
+      a, b: arrays.
+      axes: how many axes, or which, are contracted, as ``jax.numpy.tensordot`` takes it.
+      precision, preferred_element_type, out_sharding: as in ``cutjax.dot_general``.
+
+    Returns:
+      The array that ``jax.numpy.tensordot`` returns.
+
+    Raises:
+      TypeError, ValueError: as ``jax.numpy.tensordot``.
+      NotImplementedError: as ``cutjax.dot_general``.
+
+    Example:
+      >>> import cutjax, jax.numpy as jnp
+      >>> cutjax.tensordot(jnp.ones((2, 3, 4)), jnp.ones((3, 4, 5))).shape
+      (2, 5)
+    """
+    how = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    return _run(functools.partial(jnp.tensordot, axes=axes, **how), a, b)
+
+
+def einsum(
+    subscripts: Any,
+    /,
+    *operands: Any,
+    out: None = None,
+    optimize: str | bool | list[tuple[int, ...]] = "auto",
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    _dot_general: Callable[..., jax.Array] = lax.dot_general,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """``jax.numpy.einsum``, to which it is equal to rounding, on ``cutjax.dot_general``.
+
+    Each contraction of two operands is one product, and where einsum permutes its result the product writes it in that
+    order. The order of contractions is that of ``jax.numpy.einsum``, from opt_einsum.
+
+    Args:
+      subscripts, operands, optimize: as ``jax.numpy.einsum`` takes them; also operands and lists of axes in turn.
+      out: must be None.
+      precision, preferred_element_type, out_sharding: as in ``cutjax.dot_general``.
+
+    Returns:
+      The array that ``jax.numpy.einsum`` returns.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as ``jax.numpy.einsum``, and as ``cutjax.dot_general``.
+
+    Example:
+      >>> import cutjax, jax.numpy as jnp
+      >>> p, v = jnp.ones((2, 4, 8, 6)), jnp.ones((2, 6, 4, 16))  # of attention
+      >>> cutjax.einsum("bhqk,bkhd->bqhd", p, v).shape
+      (2, 8, 4, 16)
+    """
+    how = {
+        "out": out,
+        "optimize": optimize,
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+        "out_sharding": out_sharding,
+    }
+    if _dot_general is not lax.dot_general:
+        return jnp.einsum(subscripts, *operands, _dot_general=_dot_general, **how)
+    return _run(functools.partial(jnp.einsum, **how), subscripts, *operands)
+
+
+def _run(fn: Callable[..., jax.Array], *args: Any) -> jax.Array:
+    """Computes a function of jax.numpy: what it is made of, with our product in place of each dot_general."""
+    args = tuple(unwrapped(x) for x in args)
+    arrays = {i: x for i, x in enumerate(args) if is_array_like(x)}
+
+    def of_arrays(*xs: Any) -> jax.Array:
+        found = dict(zip(arrays, xs, strict=True))
+        return fn(*(found.get(i, x) for i, x in enumerate(args)))
+
+    traced = jax.make_jaxpr(of_arrays)(*arrays.values())
+    jaxpr = traced.jaxpr
+    permutations, done = _permutations(jaxpr)
+
+    def step(eqn: Any, xs: Sequence[Any]) -> list[Any]:
+        if eqn.primitive is lax.dot_general_p:
+            return [permuted(*xs, **eqn.params, permutation=permutations.get(id(eqn)))]
+        return list(xs) if id(eqn) in done else bind_equation(eqn, xs)
+
+    return evaluate(jaxpr, traced.consts, [jnp.asarray(x) for x in arrays.values()], step)[0]
+
+
+def _permutations(jaxpr: Any) -> tuple[dict[int, tuple[int, ...]], set[int]]:
+    """Returns how each product's result is permuted if nothing else is done with it, and the equations that do so."""
+    products = {id(eqn.outvars[0]): eqn for eqn in jaxpr.eqns if eqn.primitive is lax.dot_general_p}
+    uses = [id(x) for eqn in jaxpr.eqns for x in eqn.invars] + [id(x) for x in jaxpr.outvars]
+    found: dict[int, tuple[int, ...]] = {}
+    done: set[int] = set()
+    for eqn in jaxpr.eqns:
+        of = id(eqn.invars[0]) if eqn.invars else 0
+        if eqn.primitive is lax.transpose_p and of in products and uses.count(of) == 1:
+            found[id(products[of])] = tuple(eqn.params["permutation"])
+            done.add(id(eqn))
+    return found, done

@@ -1,0 +1,39 @@
+#!/bin/sh
+# Runs the tests of products in JAX and Flax, of the installed versions, with cutjax's drop-ins: see
+# docs/upstream-tests.md. Sources are cloned into a folder, or taken from it where they are there already.
+#
+#   tests/upstream/run.sh [folder]
+set -eu
+
+here=$(cd "$(dirname "$0")" && pwd)
+folder=${1:-$(mktemp -d)}
+python=${PYTHON:-python}
+mkdir -p "$folder"
+
+clone() { # name, repository, prefix of its tags
+    version=$("$python" -c "import $1; print('.'.join($1.__version__.split('.')[:3]))")
+    if [ ! -d "$folder/$1" ]; then
+        git -c advice.detachedHead=false clone --quiet --depth 1 --branch "$3$version" "$2" "$folder/$1"
+    fi
+    echo "$1 $version in $folder/$1"
+}
+
+run() { # folder, arguments of pytest
+    cd "$1"
+    shift
+    status=0
+    JAX_PLATFORMS=cpu PYTHONPATH="$here:$here/../..${PYTHONPATH:+:$PYTHONPATH}" \
+        "$python" -m pytest -q -p substitute -p no:cacheprovider "$@" || status=1
+    failed=$((failed + status))
+}
+
+failed=0
+clone jax https://github.com/jax-ml/jax jax-v
+clone flax https://github.com/google/flax v
+# Left out: tests that look for the equation dot_general in a jaxpr.
+run "$folder/jax" -W ignore tests/lax_test.py tests/lax_numpy_test.py tests/lax_numpy_einsum_test.py \
+    tests/lax_vmap_test.py tests/lax_autodiff_test.py \
+    -k "(einsum or dot or matmul) and not mixed_precision and not MixedPrecisionDot and not test_preferred_element_type"
+run "$folder/flax" tests/linen/linen_linear_test.py tests/linen/linen_attention_test.py \
+    tests/nnx/nn/linear_test.py tests/nnx/nn/attention_test.py
+exit "$failed"
