@@ -404,14 +404,18 @@ def _transposes_us(p: Problem, device: Device) -> float:
     """Returns what XLA's copies of arrays take that are in an order of memory which its product cannot walk.
 
     cuBLAS walks one batch axis, at any stride and with any pitch of rows: axes that are neighbours in memory are one.
+    Where each operand lacks an axis of the batch, XLA multiplies all rows by all columns and transposes the result.
     """
-    time_us = 0.0
-    for order, shape, dtype in zip(p.orders, p.shapes, (p.a_dtype, p.b_dtype, p.out_dtype), strict=True):
+    copied = 0.0
+    crossed = all(batch != p.batch for batch in (p.a_batch, p.b_batch))
+    dtypes = p.a_dtype, p.b_dtype, p.out_dtype
+    for order, shape, dtype, result in zip(p.orders, p.shapes, dtypes, (False, False, True), strict=True):
         moving = [axis for axis in order if shape[axis] != 1]
         places = [moving.index(axis) for axis in range(len(p.batch)) if axis in moving]
-        if places and places != list(range(places[0], places[0] + len(places))):
-            time_us += 2e6 * math.prod(shape) * dtype.itemsize / (0.7 * device.bytes_per_second) + 2
-    return time_us
+        if (crossed and result) or (places and places != list(range(places[0], places[0] + len(places)))):
+            # 3.2 to 3.8 bytes in 1000 a nanosecond on an H200: benchmarks/results/experiments/strided-h200.json
+            copied += 2e6 * math.prod(shape) * dtype.itemsize / (0.8 * device.bytes_per_second) + 1
+    return copied
 
 
 def _copies_us(f: Features) -> Any:
