@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from contractions import random_contraction
+from contractions import equation, random_contraction
 from jax import lax
 
 from cutjax.ops.contraction import contraction
@@ -68,22 +68,13 @@ def test_every_plan_is_dot_general_permuted_and_moves_what_it_says():
 
 def reference(x, y, dims):
     """dot_general of integers by numpy."""
-    (xc, yc), (xb, yb) = dims
-    letters = iter("abcdefghijklmnopqrstuvwxyz")
-    of_x, of_y = [""] * x.ndim, [""] * y.ndim
-    for i, j in (*zip(xc, yc, strict=True), *zip(xb, yb, strict=True)):
-        of_x[i] = of_y[j] = next(letters)
-    of_x, of_y = [s or next(letters) for s in of_x], [s or next(letters) for s in of_y]
-    batch = [of_x[i] for i in xb]
-    free = [s for i, s in enumerate(of_x) if i not in (*xc, *xb)] + [
-        s for i, s in enumerate(of_y) if i not in (*yc, *yb)
-    ]
-    return np.einsum(f"{''.join(of_x)},{''.join(of_y)}->{''.join(batch + free)}", x, y)
+    rank = x.ndim + y.ndim - 2 * len(dims[0][0]) - len(dims[1][0])
+    return np.einsum(equation(x.shape, y.shape, dims, range(rank)), x, y)
 
 
-def of(equation: str, sizes: dict[str, int], **kwargs):
+def of(spec: str, sizes: dict[str, int], **kwargs):
     """The plan of an einsum of two arrays."""
-    (x, y), out = (part := equation.split("->"))[0].split(","), part[1]
+    (x, y), out = (part := spec.split("->"))[0].split(","), part[1]
     both, shared = [c for c in x if c in y and c in out], [c for c in x if c in y and c not in out]
     dims = tuple(tuple(tuple(names.index(c) for c in axes) for names in (x, y)) for axes in (shared, both))
     natural = both + [c for c in x if c not in y] + [c for c in y if c not in x]
@@ -120,9 +111,9 @@ FREE = {  # no array is copied: layout, swapped, orders
 }
 
 
-@pytest.mark.parametrize("equation", FREE)
-def test_telling_contractions(equation):
-    plan, want = of(equation, SIZES), FREE[equation]
+@pytest.mark.parametrize("spec", FREE)
+def test_telling_contractions(spec):
+    plan, want = of(spec, SIZES), FREE[spec]
     if want is None:
         assert plan.copied > 0
     else:
