@@ -4,6 +4,7 @@
 #   make test     the CPU tests and, on a machine with an NVIDIA GPU, the GPU tests
 #   make lint     ruff, pyright, clang-format        make format   let ruff and clang-format rewrite
 #   make docs     the documentation, into build/site
+#   make upstream the tests of products in JAX and Flax with cutjax's drop-ins (clones both)
 #   make bench    a short benchmark (needs a GPU)
 #   make clean    remove the virtual environment and everything built
 #
@@ -27,7 +28,7 @@ GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 CUDA := $(if $(GPU),$(COMMA)cuda13)
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-cpu test-gpu lint format docs bench clean
+.PHONY: demo test test-cpu test-gpu upstream lint format docs bench clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/char_lm.py $(DEMO_ARGS)
@@ -39,6 +40,10 @@ test-cpu: $(VENV)/.installed-test
 
 test-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+upstream: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet flax absl-py
+	PYTHON=$(abspath $(BIN))/python tests/upstream/run.sh $(UPSTREAM)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

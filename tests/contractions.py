@@ -44,6 +44,19 @@ def random_contraction(
     return lhs, rhs, (places(shared_c), places(shared_b))
 
 
+def equation(lhs: tuple[int, ...], rhs: tuple[int, ...], dims: Dims, permutation: tuple[int, ...]) -> str:
+    """The einsum of a contraction, its result permuted."""
+    letters = iter("abcdefghijklmnopqrstuvwxyz")
+    names = [[""] * len(lhs), [""] * len(rhs)]
+    (l_contract, r_contract), (l_batch, r_batch) = dims
+    for i, j in (*zip(l_batch, r_batch, strict=True), *zip(l_contract, r_contract, strict=True)):
+        names[0][i] = names[1][j] = next(letters)
+    names = [[c or next(letters) for c in of] for of in names]
+    out = [names[0][i] for i in l_batch]
+    out += [c for of, other in (names, names[::-1]) for c in of if c not in other]
+    return f"{''.join(names[0])},{''.join(names[1])}->{''.join(out[i] for i in permutation)}"
+
+
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 NARROW = ("float8_e4m3fn", "float8_e5m2")
 INTEGERS = ("int8", "uint8", "int32", "int64", "bool")

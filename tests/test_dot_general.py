@@ -235,3 +235,16 @@ def test_kernels_and_copies(equation, compile_nothing):
             assert len(kernels) == products
             assert layout in kernels
             assert len(re.findall(r"stablehlo\.transpose", text)) == transpositions * (1 if products == 1 else 2)
+
+
+def test_explain_says_what_is_copied_forward_and_backward():
+    x, w = jax.ShapeDtypeStruct((4, 512, 64, 16), H), jax.ShapeDtypeStruct((16, 64, 1024), H)
+
+    def loss(x, w):
+        return (cutjax.einsum("bskh,hkn->bsn", x, w).astype(jnp.float32) ** 2).sum()
+
+    rows = cutjax.explain(jax.grad(loss, (0, 1)), platform="cuda")(x, w).rows
+    copy = "rhs is copied (2,097,152 bytes): its contracted axes do not lie as the other operand's"
+    assert [copy in row.why for row in rows].count(True) == 2
+    assert [f"the cotangent of {copy}" in row.why for row in rows].count(True) == 1
+    assert len(rows) == 3

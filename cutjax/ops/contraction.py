@@ -59,7 +59,7 @@ class Contraction:
       d: what makes the result, permuted as asked for, of ``[*batch, m, n]``.
       axes: for each axis of ``[*batch, m, n]`` the axes of dot_general's own result that it merges, in order. Axes of
         size 1 are in none.
-      copies: for each array that is copied, a sentence that says so, with its bytes and the reason.
+      copies: of a, b and the result: a sentence that says that it is copied, its bytes and why; "" where it is not.
     """
 
     layout: str
@@ -68,7 +68,7 @@ class Contraction:
     b: Move
     d: Move
     axes: tuple[Axes, ...]
-    copies: tuple[str, ...]
+    copies: tuple[str, str, str]
 
     @property
     def copied(self) -> int:
@@ -194,7 +194,7 @@ class _Search:
             moves.append(self._move(i, [*groups, *matrix]))
             layout += letter
         a, b, d = moves
-        plan = Contraction(layout[:2], self.swapped, a, b, d, (*batch, m, n), ())
+        plan = Contraction(layout[:2], self.swapped, a, b, d, (*batch, m, n), ("", "", ""))
         matrices = math.prod(sizes[x] for g in batch for x in g)
         score = plan.copied, matrices, sum(map(bool, plan.orders)), len(batch)
         return score, plan
@@ -245,12 +245,11 @@ class _Search:
         return Move(in_memory, back, shape, order, self.nbytes[i] if copied else 0)
 
 
-def _reasons(plan: Contraction, seqs: list[Axes]) -> tuple[str, ...]:
-    """Returns why arrays are copied."""
+def _reasons(plan: Contraction, seqs: list[Axes]) -> tuple[str, str, str]:
+    """Returns, of a, b and the result, that it is copied and why."""
     lhs, rhs, out = seqs
-    moves = ("lhs", plan.b if plan.swapped else plan.a), ("rhs", plan.a if plan.swapped else plan.b)
-    found = []
-    for (name, move), seq, other in zip(moves, (lhs, rhs), (rhs, lhs), strict=True):
+
+    def operand(name: str, move: Move, seq: Axes, other: Axes) -> str:
         contracted = tuple(x for x in seq if x not in out)
         if not _has(seq, contracted):
             why = "its contracted axes are not neighbours"
@@ -259,14 +258,15 @@ def _reasons(plan: Contraction, seqs: list[Axes]) -> tuple[str, ...]:
         elif seq and seq[-1] in other and seq[-1] in out:
             why = "its last axis is a batch axis"
         else:
-            why = "its axes are not in the result's order"
-        if move.copied:
-            found.append(f"{name} is copied ({move.copied:,} bytes): {why}")
-    if plan.d.copied:
-        last = bool(out) and out[-1] in lhs and out[-1] in rhs
-        why = "its last axis is a batch axis" if last else "its axes do not lie as the operands'"
-        found.append(f"the result is copied ({plan.d.copied:,} bytes): {why}")
-    return tuple(found)
+            why = "its axes do not lie as the result's"
+        return f"{name} is copied ({move.copied:,} bytes): {why}" if move.copied else ""
+
+    last = bool(out) and out[-1] in lhs and out[-1] in rhs
+    why = "its last axis is a batch axis" if last else "its axes do not lie as the operands'"
+    result = f"the result is copied ({plan.d.copied:,} bytes): {why}" if plan.d.copied else ""
+    if plan.swapped:
+        return operand("rhs", plan.a, rhs, lhs), operand("lhs", plan.b, lhs, rhs), result
+    return operand("lhs", plan.a, lhs, rhs), operand("rhs", plan.b, rhs, lhs), result
 
 
 def _has(seq: Axes, run: Sequence[Any]) -> bool:

@@ -97,7 +97,7 @@ def permuted(
         return of_lax(lhs, rhs)
     precision = dot_precision.canonical(precision, "dot_general")
     a, b = plan.operands(lhs, rhs)
-    product = Dense(plan.layout, plan.orders)
+    product = Dense(plan.layout, plan.orders, plan.copies)
     precision = dot_precision.swapped(precision) if plan.swapped else precision
     d = multiply(product, a, b, out_dtype=out.dtype, precision=precision, backend=backend, config=None)
     return converted(plan.result(d), out.dtype, out.weak_type)

@@ -27,8 +27,11 @@ def dot(
     """``jax.numpy.dot``, to which it is equal to rounding, on ``cutjax.dot_general``.
 
     Args:
-      a, b: arrays or scalars, as ``jax.numpy.dot`` takes them.
-      precision, preferred_element_type, out_sharding: as in ``cutjax.dot_general``.
+      a: an array or a scalar.
+      b: an array or a scalar; its axis before the last is contracted, or its only one.
+      precision: as in ``cutjax.dot_general``.
+      preferred_element_type: the result's dtype; that of the promoted operands by default.
+      out_sharding: the result's sharding on an explicit mesh.
 
     Returns:
       The array that ``jax.numpy.dot`` returns.
@@ -57,8 +60,11 @@ def matmul(
     """``jax.numpy.matmul``, to which it is equal to rounding, on ``cutjax.dot_general``.
 
     Args:
-      a, b: arrays, as ``jax.numpy.matmul`` takes them; batch axes broadcast.
-      precision, preferred_element_type, out_sharding: as in ``cutjax.dot_general``.
+      a: an array, ``[..., m, k]`` or ``[k]``.
+      b: an array, ``[..., k, n]`` or ``[k]``; batch axes broadcast.
+      precision: as in ``cutjax.dot_general``.
+      preferred_element_type: the result's dtype; that of the promoted operands by default.
+      out_sharding: the result's sharding on an explicit mesh.
 
     Returns:
       The array that ``jax.numpy.matmul`` returns.
@@ -88,9 +94,12 @@ def tensordot(
     """``jax.numpy.tensordot``, to which it is equal to rounding, on ``cutjax.dot_general``.
 
     Args:
-      a, b: arrays.
+      a: an array.
+      b: an array.
       axes: how many axes, or which, are contracted, as ``jax.numpy.tensordot`` takes it.
-      precision, preferred_element_type, out_sharding: as in ``cutjax.dot_general``.
+      precision: as in ``cutjax.dot_general``.
+      preferred_element_type: the result's dtype; that of the promoted operands by default.
+      out_sharding: the result's sharding on an explicit mesh.
 
     Returns:
       The array that ``jax.numpy.tensordot`` returns.
@@ -125,9 +134,13 @@ def einsum(
     order. The order of contractions is that of ``jax.numpy.einsum``, from opt_einsum.
 
     Args:
-      subscripts, operands, optimize: as ``jax.numpy.einsum`` takes them; also operands and lists of axes in turn.
+      subscripts: the equation; or the first operand, followed by the list of its axes, and so on.
+      *operands: arrays.
       out: must be None.
-      precision, preferred_element_type, out_sharding: as in ``cutjax.dot_general``.
+      optimize: how the order of contractions is found, or the order, as ``jax.numpy.einsum`` takes it.
+      precision: as in ``cutjax.dot_general``.
+      preferred_element_type: the result's dtype; that of the promoted operands by default.
+      out_sharding: the result's sharding on an explicit mesh.
 
     Returns:
       The array that ``jax.numpy.einsum`` returns.

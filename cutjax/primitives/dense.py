@@ -34,10 +34,12 @@ class Dense(Product):
       orders: hints, of a, b and the result: the order in which the array's axes lie in memory, the slowest first and
         the last axis last; () is row-major. Axes in front of those named are slower. A kernel reads and writes arrays
         in that order, so that transposes beside it move no data. Values and shapes are the same whatever the hints.
+      copies: sentences for explain, of a, b and the result: that a transpose beside the product copies it, "" if not.
     """
 
     layout: str
     orders: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = ((), (), ())
+    copies: tuple[str, str, str] = ("", "", "")
 
     where = "gemm"
     axes = (2, 2)
@@ -72,6 +74,14 @@ class Dense(Product):
     def cotangent(
         self, i: int, g: jax.Array, other: jax.Array, precision: Canonical
     ) -> tuple[Product, tuple[jax.Array, jax.Array], Canonical]:
+        product, factors, precision = self._cotangent(i, g, other, precision)
+        of_factor, of_d = (text and f"the cotangent of {text}" for text in (self.copies[i], self.copies[2]))
+        copies = (of_d, "", of_factor) if factors[0] is g else ("", of_d, of_factor)
+        return dataclasses.replace(product, copies=copies), factors, precision
+
+    def _cotangent(
+        self, i: int, g: jax.Array, other: jax.Array, precision: Canonical
+    ) -> tuple[Dense, tuple[jax.Array, jax.Array], Canonical]:
         (of_a, of_b), (order_a, order_b, order_g) = self.layout, self.orders
         if i == 0:
             g_first, g_last = (order_g, order_b, order_a), (order_b, order_g, order_a)
@@ -83,6 +93,9 @@ class Dense(Product):
         if of_b == "n":  # [k, n] = a [k, m] @ g [m, n]
             return Dense(FLIP[of_a] + "n", g_last), (other, g), dot_precision.swapped(precision)
         return Dense("t" + of_a, g_first), (g, other), precision  # [n, k] = g [n, m] @ a [m, k]
+
+    def notes(self) -> tuple[str, ...]:
+        return tuple(text for text in self.copies if text)
 
     def in_order(self, problem: Problem) -> Problem:
         return problem.in_order(self.orders) if any(self.orders) else problem

@@ -114,6 +114,10 @@ class Product:
         """Returns the product of arrays with one more batch axis, at that place before or among so many."""
         return self
 
+    def notes(self) -> tuple[str, ...]:
+        """Returns what explain says beside why a kernel runs, or XLA."""
+        return ()
+
     def in_order(self, problem: Problem) -> Problem:
         """Returns the problem, epilogue included, of arrays that lie in memory as the product says."""
         return problem
