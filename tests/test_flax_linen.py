@@ -167,7 +167,7 @@ class Step(nn.Module):
 
     @nn.compact
     def __call__(self, x, _):
-        return nn.remat(type(self.block))(**{**vars_of(self.block), "name": "block"})(x), None
+        return nn.remat(type(self.block))(**{**vars_of(self.block), "name": "layer"})(x), None
 
 
 def vars_of(layer):
@@ -184,9 +184,9 @@ def test_transformations(kind):
 
     @jax.jit
     def programs(x):
-        variables = chain.init(KEY, x, None)["params"]["block"]
-        y, losses = chain.apply({"params": {"block": variables}}, x, None, mutable=["losses"])
-        grads = jax.grad(lambda v: (chain.apply({"params": {"block": v}}, x, None)[0] ** 2).sum())(variables)
+        variables = chain.init(KEY, x, None)["params"]["layer"]
+        y, losses = chain.apply({"params": {"layer": variables}}, x, None, mutable=["losses"])
+        grads = jax.grad(lambda v: (chain.apply({"params": {"layer": v}}, x, None)[0] ** 2).sum())(variables)
         each = [jax.tree.map(lambda v, i=i: v[i], variables) for i in range(2)]
         apply = lambda v, x: layer.apply({"params": v}, x)  # noqa: E731
         expected = jax.grad(lambda each: (apply(each[1], apply(each[0], x)) ** 2).sum())(each)
@@ -216,7 +216,10 @@ H = jnp.bfloat16
 ONE = {
     "Dense": (ours.Dense(256, dtype=H, param_dtype=H, activation=jax.nn.gelu), (4, 64, 512)),
     "heads": (ours.DenseGeneral((4, 64), dtype=H, param_dtype=H, activation=jax.nn.gelu), (4, 64, 512)),
-    "Einsum": (ours.Einsum((512, 4, 64), "btd,dhk->bthk", dtype=H, param_dtype=H, activation=jax.nn.gelu), (4, 64, 512)),
+    "Einsum": (
+        ours.Einsum((512, 4, 64), "btd,dhk->bthk", dtype=H, param_dtype=H, activation=jax.nn.gelu),
+        (4, 64, 512),
+    ),
 }
 
 
@@ -246,7 +249,11 @@ def test_a_dot_general_of_the_user(kind):
 @pytest.mark.parametrize(
     ("error", "match", "call"),
     [
-        (TypeError, "Dense: no argument is called bias; there are features, .*activation", lambda: ours.Dense(5, bias=1)),
+        (
+            TypeError,
+            "Dense: no argument is called bias; there are features, .*activation",
+            lambda: ours.Dense(5, bias=1),
+        ),
         (TypeError, "GatedMLP: no argument is called hidden; there are hidden_f", lambda: ours.GatedMLP(5, hidden=3)),
         (TypeError, "MoE: no argument is called top_k; there are", lambda: moe(top_k=2)),
         (TypeError, "activation must be a function", lambda: ours.Dense(5, activation="relu").init(KEY, jnp.ones(8))),

@@ -19,9 +19,9 @@ import numpy as np
 import cutjax.flax.linen
 import cutjax.flax.nnx
 
-OURS = {
-    getattr(flax.nnx, name): getattr(cutjax.flax.nnx, name) for name in ("Linear", "LinearGeneral", "Einsum")
-} | {getattr(flax.linen, name): getattr(cutjax.flax.linen, name) for name in ("Dense", "DenseGeneral", "Einsum")}
+OURS = {getattr(flax.nnx, name): getattr(cutjax.flax.nnx, name) for name in ("Linear", "LinearGeneral", "Einsum")} | {
+    getattr(flax.linen, name): getattr(cutjax.flax.linen, name) for name in ("Dense", "DenseGeneral", "Einsum")
+}
 
 
 def assert_allclose(actual, desired, rtol=1e-7, atol=0, **how) -> None:
