@@ -19,7 +19,7 @@ DTYPES = {
     "f16": ("float16", "float16", "float16", None),
     "wide result": ("bfloat16", "bfloat16", "bfloat16", "float32"),
 }
-# An equation, the shapes of inputs, kernel and bias. The first three are one product of matrices, and the last three not.
+# An equation, the shapes of inputs, kernel and bias. The first three are one product of matrices, the last three not.
 EINSUMS = (
     ("btd,dhk->bthk", (2, 3, 8), (8, 4, 2), (4, 2)),
     ("btd,bkd->kbt", (2, 3, 8), (2, 5, 8), (5, 2)),
