@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from checks import integers
 
+import cutjax
+
 # Inputs, computation, parameters, the product's result. Without a dtype for the computation Flax promotes.
 DTYPES = {
     "f32": ("float32", None, "float32", None),
@@ -44,8 +46,9 @@ def same_numbers(got: Any, expected: Any) -> None:
 
 
 def kernels(fn: Callable[..., Any], *args: Any) -> tuple[list[str], str]:
-    """Names of the kernels that a function launches, and its text."""
-    text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    """Names of the kernels that a function launches where it must, and its text."""
+    with cutjax.use_backend("cuda"):  # "auto" may leave small products to XLA
+        text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     return re.findall(r'@cutjax_launch.*kernel = "(\w+)"', text), text
 
 

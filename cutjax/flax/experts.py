@@ -49,8 +49,9 @@ def experts(
     if num_groups > 1:
         limit = group_limit(logits, num_groups, groups_per_token, scoring, bias)
         bias = limit if bias is None else bias + limit
+    gate, up, down = kernels
     choice: dict[str, Any] = {"k": k, "scoring": scoring, "selection_bias": bias}
-    y = moe(x, logits, *kernels, renormalize=renormalize, **choice, **options)
+    y = moe(x, logits, gate, up, down, renormalize=renormalize, **choice, **options)
     y = y if scale == 1 else y * scale
     if not return_aux:
         return y, {}

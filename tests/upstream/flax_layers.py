@@ -1,11 +1,7 @@
 """A pytest plugin, ``-p flax_layers``: Flax's own tests run against the layers of cutjax.flax, in place of Flax's.
 
 Every module of flax that has one of the layers gets ours under the same name, before a test imports it. Comparisons
-to 1e-7 allow for sums of float32 in another order. From a checkout of flax at the installed version:
-
-    PYTHONPATH=<cutjax>/tests/upstream python -m pytest -p flax_layers --noconftest -c /dev/null \\
-        tests/nnx/nn/linear_test.py tests/nnx/nn/attention_test.py tests/nnx/nn/lora_test.py \\
-        tests/linen/linen_linear_test.py tests/linen/linen_attention_test.py
+to 1e-7 allow for sums of float32 in another order. run.sh uses it.
 """
 
 from __future__ import annotations
