@@ -44,8 +44,8 @@ class Dense(nn.Dense):
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp
       >>> layer = cutjax.flax.linen.Dense(32, activation=jax.nn.gelu)
       >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 8, 16)))
-      >>> y.shape, variables["params"]["kernel"].shape
-      ((2, 8, 32), (16, 32))
+      >>> y.shape, jax.tree.map(jnp.shape, variables)
+      ((2, 8, 32), {'params': {'bias': (32,), 'kernel': (16, 32)}})
     """
 
     activation: Activation | None = None
@@ -82,8 +82,8 @@ class DenseGeneral(nn.DenseGeneral):
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp
       >>> layer = cutjax.flax.linen.DenseGeneral((4, 8), axis=(-2, -1))
       >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 3, 16)))
-      >>> y.shape, variables["params"]["kernel"].shape
-      ((2, 4, 8), (3, 16, 4, 8))
+      >>> y.shape, jax.tree.map(jnp.shape, variables)
+      ((2, 4, 8), {'params': {'bias': (4, 8), 'kernel': (3, 16, 4, 8)}})
     """
 
     activation: Activation | None = None
@@ -131,8 +131,8 @@ class Einsum(nn.Einsum):
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp
       >>> layer = cutjax.flax.linen.Einsum((16, 4, 8), "btd,dhk->bthk", activation=jax.nn.relu)
       >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 5, 16)))
-      >>> y.shape, variables["params"]["bias"].shape
-      ((2, 5, 4, 8), (4, 8))
+      >>> y.shape, jax.tree.map(jnp.shape, variables)
+      ((2, 5, 4, 8), {'params': {'bias': (4, 8), 'kernel': (16, 4, 8)}})
     """
 
     activation: Activation | None = None
@@ -191,8 +191,10 @@ class MLP(nn.Module):
       dtype: that of the computation; None infers it from inputs and parameters, as Flax does.
       param_dtype: that of the parameters.
       precision: of both products.
-      kernel_init, bias_init: initializers of ``up``; ``flax.linen.with_partitioning`` says how they are divided.
-      down_kernel_init, down_bias_init: of ``down``; those of ``up`` by default.
+      kernel_init: initializer of the kernel of ``up``, such as one made by ``flax.linen.with_partitioning``.
+      bias_init: of its bias.
+      down_kernel_init: of the kernel of ``down``; kernel_init by default.
+      down_bias_init: of its bias; bias_init by default.
       promote_dtype: as of ``flax.linen.Dense``.
       save: what is kept for the backward pass, as in ``cutjax.mlp``.
 
@@ -240,14 +242,12 @@ class MLP(nn.Module):
 class GatedMLP(MLP):
     """``(activation(x @ gate) * (x @ up)) @ down``, by ``cutjax.mlp``: SwiGLU, where the activation is ``jax.nn.silu``.
 
-    The parameters are those of three ``Dense``: ``gate``, ``up`` and ``down``.
+    The parameters are those of three ``Dense``: ``gate``, ``up`` and ``down``. Takes the arguments of ``MLP``; those of
+    its ``up`` are of ``gate`` too.
 
     Attributes:
       activation: any elementwise function written in JAX, of the gate; ``jax.nn.silu`` by default.
       use_bias: whether the three layers have a bias; False by default.
-      kernel_init, bias_init: of ``gate`` and ``up``.
-      hidden_features, out_features, dtype, param_dtype, precision, down_kernel_init, down_bias_init, promote_dtype,
-        save: as of ``MLP``.
 
     Example:
       >>> import cutjax.flax.linen, jax, jax.numpy as jnp
@@ -279,7 +279,8 @@ class MoE(nn.Module):
       activation: any elementwise function written in JAX, of the gate.
       scoring: "softmax" or "sigmoid", see ``cutjax.route``.
       renormalize: whether a token's weights are divided by their sum, see ``cutjax.route``.
-      num_groups, groups_per_token: as of ``cutjax.flax.nnx.MoE``.
+      num_groups: how many groups of neighbours the experts are divided into.
+      groups_per_token: how many of them, the best, a token's experts are of, as in ``cutjax.flax.nnx.MoE``.
       scale: what the result is multiplied by, such as the 2.5 of DeepSeek-V3.
       use_selection_bias: whether there is a variable "selection_bias" ``[experts]`` in the collection "router_state",
         zero at first; the program around the layer changes it.

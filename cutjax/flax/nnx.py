@@ -175,12 +175,17 @@ class MLP(nnx.Module):
       dtype: that of the computation; None infers it from inputs and parameters, as Flax does.
       param_dtype: that of the parameters.
       precision: of both products.
-      kernel_init, bias_init: initializers of ``up``.
-      down_kernel_init, down_bias_init: of ``down``; those of ``up`` by default.
+      kernel_init: initializer of the kernel of ``up``.
+      bias_init: of its bias.
+      down_kernel_init: of the kernel of ``down``; kernel_init by default.
+      down_bias_init: of its bias; bias_init by default.
       promote_dtype: as of ``flax.nnx.Linear``.
       save: what is kept for the backward pass, as in ``cutjax.mlp``.
       rngs: the stream "params" makes the parameters.
-      kernel_metadata, bias_metadata, down_kernel_metadata, down_bias_metadata: such as ``{"out_sharding": ...}``.
+      kernel_metadata: of the kernel of ``up``, such as ``{"out_sharding": (None, "model")}``.
+      bias_metadata: of its bias.
+      down_kernel_metadata: of the kernel of ``down``.
+      down_bias_metadata: of its bias.
 
     Example:
       >>> import cutjax.flax.nnx, jax, jax.numpy as jnp
@@ -245,14 +250,12 @@ class MLP(nnx.Module):
 class GatedMLP(MLP):
     """``(activation(x @ gate) * (x @ up)) @ down``, by ``cutjax.mlp``: SwiGLU, where the activation is ``jax.nn.silu``.
 
-    The parameters are those of three ``Linear``: ``gate``, ``up`` and ``down``.
+    The parameters are those of three ``Linear``: ``gate``, ``up`` and ``down``. Takes the arguments of ``MLP``; those
+    of its ``up`` are of ``gate`` too.
 
     Args:
       activation: any elementwise function written in JAX, of the gate; ``jax.nn.silu`` by default.
       use_bias: whether the three layers have a bias; False by default.
-      kernel_init, bias_init, kernel_metadata, bias_metadata: of ``gate`` and ``up``.
-      in_features, hidden_features, out_features, dtype, param_dtype, precision, down_kernel_init, down_bias_init,
-        promote_dtype, save, rngs, down_kernel_metadata, down_bias_metadata: as of ``MLP``.
 
     Example:
       >>> import cutjax.flax.nnx, jax.numpy as jnp
@@ -298,8 +301,8 @@ class MoE(nnx.Module):
       activation: any elementwise function written in JAX, of the gate.
       scoring: "softmax" or "sigmoid", see ``cutjax.route``.
       renormalize: whether a token's weights are divided by their sum, see ``cutjax.route``.
-      num_groups: the experts are divided into so many groups of neighbours,
-      groups_per_token: and a token is sent to experts of its best so many groups. A group's score is that of its best
+      num_groups: how many groups of neighbours the experts are divided into.
+      groups_per_token: how many of them, the best, a token's experts are of. A group's score is that of its best
         expert, with the scoring "sigmoid" the sum of its two best.
       scale: what the result is multiplied by, such as the 2.5 of DeepSeek-V3.
       use_selection_bias: whether there is a ``selection_bias`` ``[experts]``, a ``SelectionBias``, zero at first; the
@@ -314,7 +317,9 @@ class MoE(nnx.Module):
       promote_dtype: as of ``flax.nnx.Linear``.
       save: what is kept for the backward pass, as in ``cutjax.moe``.
       rngs: the stream "params" makes the parameters.
-      kernel_metadata, down_kernel_metadata, router_kernel_metadata: such as ``{"out_sharding": ...}``.
+      kernel_metadata: of ``gate_kernel`` and ``up_kernel``, such as ``{"out_sharding": ("expert", None, None)}``.
+      down_kernel_metadata: of ``down_kernel``.
+      router_kernel_metadata: of the router's kernel.
 
     Example:
       >>> import cutjax.flax.nnx, jax.numpy as jnp

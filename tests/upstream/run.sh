@@ -1,6 +1,7 @@
 #!/bin/sh
 # Runs the tests of products in JAX and Flax, of the installed versions, with cutjax's drop-ins: see
-# docs/upstream-tests.md. Those of Flax also run with the layers of cutjax.flax. Sources are cloned into a folder, or taken from it where they are there already.
+# docs/upstream-tests.md. Those of Flax also run with the layers of cutjax.flax. Sources are cloned into a folder, or
+# taken from it where they are there already.
 #
 #   tests/upstream/run.sh [folder]
 set -eu
