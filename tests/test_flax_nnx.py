@@ -317,6 +317,8 @@ def test_bad_arguments():
     ("match", "call"),
     [
         (r"Linear: inputs are \(3, 7\), the kernel is \(8, 8\): axis 1", lambda: BLOCKS["Linear"](jnp.ones((3, 7)))),
+        (r"Linear: inputs are \(\): they have no axis -1", lambda: BLOCKS["Linear"](jnp.float32(0))),
+        ("LinearGeneral: .* no axis 2", lambda: ours.LinearGeneral(8, 5, axis=2, rngs=nnx.Rngs(0))(jnp.ones((3, 8)))),
         (r"MLP: inputs must be \[\.\.\., 8\], got \(\)", lambda: BLOCKS["MLP"](jnp.float32(0))),
         ("k is 5, but there are 4 experts", lambda: ours.MoE(8, 16, 4, 5, rngs=nnx.Rngs(0))),
         ("4 experts do not divide into 3 groups", lambda: ours.MoE(8, 16, 4, num_groups=3, rngs=nnx.Rngs(0))),

@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -206,10 +206,18 @@ def _product(equation: str, x: jax.Array, kernel: jax.Array) -> tuple[Dimensions
     return numbers, tuple(map(order.index, result))  # pyright: ignore[reportReturnType]
 
 
+def places(where: str, axes: Iterable[int], shape: Axes) -> Axes:
+    """Returns axes counted from the front, in order; raises where the inputs have no such axis."""
+    for i in axes:
+        if not -len(shape) <= i < len(shape):
+            raise ValueError(f"{where}: inputs are {shape}: they have no axis {i}")
+    return tuple(sorted(i % len(shape) for i in axes))
+
+
 def _check_shapes(where: str, x: jax.Array, kernel: jax.Array, dimensions: Dimensions) -> None:
     for x_axes, kernel_axes in dimensions:
         for i, j in zip(x_axes, kernel_axes, strict=True):
-            if not 0 <= i < x.ndim or x.shape[i] != kernel.shape[j]:
+            if x.shape[i] != kernel.shape[j]:
                 got = f"inputs are {x.shape}, the kernel is {kernel.shape}"
                 raise ValueError(f"{where}: {got}: axis {i} of the inputs must be {kernel.shape[j]}")
 

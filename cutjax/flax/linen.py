@@ -23,6 +23,7 @@ from cutjax.flax.linear import (
     is_product,
     linear,
     named_arguments,
+    places,
 )
 
 __all__ = ["MLP", "Dense", "DenseGeneral", "Einsum", "GatedMLP", "MoE"]
@@ -53,8 +54,9 @@ class Dense(nn.Dense):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Returns ``activation(inputs @ kernel + bias)``, of ``[..., k]``."""
-        features = (self.features,)
-        kernel = self.param("kernel", self.kernel_init, (jnp.shape(inputs)[-1], *features), self.param_dtype)
+        features, shape = (self.features,), jnp.shape(inputs)
+        axis = places("Dense", (-1,), shape)
+        kernel = self.param("kernel", self.kernel_init, (shape[-1], *features), self.param_dtype)
         bias = self.param("bias", self.bias_init, features, self.param_dtype) if self.use_bias else None
         x, kernel, bias = _promoted(self, inputs, kernel, bias)
         return linear(
@@ -62,7 +64,7 @@ class Dense(nn.Dense):
             x,
             kernel,
             bias if bias is None else bias.reshape((1,) * (x.ndim - 1) + features),
-            (((x.ndim - 1,), (0,)), ((), ())),
+            ((axis, (0,)), ((), ())),
             activation=self.activation,
             dot_general=self.dot_general if self.dot_general_cls is None else self.dot_general_cls(),
             precision=self.precision,
@@ -94,7 +96,7 @@ class DenseGeneral(nn.DenseGeneral):
         features, axis, batch = _axes(self.features), _axes(self.axis), tuple(sorted(_axes(self.batch_dims)))
         if batch != tuple(range(len(batch))):
             return super().__call__(inputs)  # which says what is wrong with them
-        axis = tuple(sorted(i % inputs.ndim if -inputs.ndim <= i < inputs.ndim else i for i in axis))
+        axis = places("DenseGeneral", axis, inputs.shape)
         size = tuple(inputs.shape[i] for i in batch)
         depth = tuple(inputs.shape[i] for i in axis)
         groups = (math.prod(size) * math.prod(depth), math.prod(features))
@@ -105,13 +107,12 @@ class DenseGeneral(nn.DenseGeneral):
             bias = self.param("bias", init, (*size, *features), self.param_dtype)
         x, kernel, bias = _promoted(self, inputs, kernel, bias)
         rows = tuple(x.shape[i] if i in batch else 1 for i in range(x.ndim) if i not in axis)
-        places = tuple(range(len(batch), len(batch) + len(axis)))
         return linear(
             "DenseGeneral",
             x,
             kernel,
             bias if bias is None else bias.reshape(*rows, *features),
-            ((axis, places), (batch, batch)),
+            ((axis, tuple(range(len(batch), len(batch) + len(axis)))), (batch, batch)),
             activation=self.activation,
             dot_general=self.dot_general if self.dot_general_cls is None else self.dot_general_cls(),
             precision=self.precision,
@@ -225,7 +226,8 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Returns the result for inputs ``[..., k]``."""
-        k, kernels, biases = jnp.shape(inputs)[-1], [], []
+        (last,) = places(type(self).__name__, (-1,), jnp.shape(inputs))
+        k, kernels, biases = inputs.shape[last], [], []
         for name in self._names:
             shape, inits = (k, self.hidden_features), (self.kernel_init, self.bias_init)
             if name == "down":

@@ -22,6 +22,7 @@ from cutjax.flax.linear import (
     is_product,
     linear,
     named_arguments,
+    places,
 )
 
 __all__ = ["MLP", "Einsum", "GatedMLP", "Linear", "LinearGeneral", "MoE", "SelectionBias"]
@@ -62,7 +63,7 @@ class Linear(nnx.Linear):
             x,
             kernel,
             bias if bias is None else bias.reshape((1,) * (x.ndim - 1) + bias.shape),
-            (((x.ndim - 1,), (0,)), ((), ())),
+            ((places("Linear", (-1,), x.shape), (0,)), ((), ())),
             activation=self.activation,
             dot_general=self.dot_general,
             precision=self.precision,
@@ -97,18 +98,16 @@ class LinearGeneral(nnx.LinearGeneral):
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Returns the inputs with the axes of features, the last, in place of those that the kernel multiplies."""
         x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], _value(self.bias)), dtype=self.dtype)
-        axis = tuple(sorted(i % x.ndim if -x.ndim <= i < x.ndim else i for i in self.axis))
-        batch = tuple(sorted(self.batch_axis))
+        axis, batch = places("LinearGeneral", self.axis, x.shape), places("LinearGeneral", self.batch_axis, x.shape)
         if bias is not None:
             rows = tuple(x.shape[i] if i in batch else 1 for i in range(x.ndim) if i not in axis)
             bias = bias.reshape(*rows, *self.out_features)
-        places = tuple(range(len(batch), len(batch) + len(axis)))
         return linear(
             "LinearGeneral",
             x,
             kernel,
             bias,
-            ((axis, places), (batch, tuple(range(len(batch))))),
+            ((axis, tuple(range(len(batch), len(batch) + len(axis)))), (batch, batch)),
             activation=self.activation,
             dot_general=self.dot_general if self.dot_general_cls is None else self.dot_general_cls(),
             precision=self.precision,
