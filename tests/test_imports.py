@@ -2,6 +2,8 @@
 
 import ast
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -19,6 +21,7 @@ MAY_IMPORT = {
         "binding",
         "runtime",
     },  # __init__, explanation, checkpoint_policies, __main__
+    "flax": {"tuning", "ops", "primitives", "kernels", "epilogue", "binding", "runtime"},
     "tuning": {"ops", "primitives", "kernels", "epilogue", "binding", "runtime"},
     "ops": {"primitives", "kernels", "epilogue", "binding", "runtime"},
     "primitives": {"kernels", "epilogue", "binding", "runtime"},
@@ -106,11 +109,18 @@ def test_no_circle():
         ("jax.interpreters", {"cutjax.binding.define", "cutjax.binding.rules", "cutjax.binding.lowering"}),
         ("cutjax._ffi", {"cutjax.runtime.launch"}),
         ("jax._src", set()),
+        ("flax", {"cutjax.flax.linen", "cutjax.flax.nnx"}),
     ],
 )
-def test_who_imports_what_of_jax_and_the_extension(module, allowed):
+def test_who_imports_what_of_others(module, allowed):
     found = {name for name, path in modules() for x in imports(path) if x == module or x.startswith(module + ".")}
     assert found <= allowed
+
+
+def test_cutjax_imports_no_optional_package():
+    code = "import cutjax, sys; print(*{'flax', 'orbax', 'equinox', 'optax'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []
 
 
 def test_only_a_family_knows_a_tile():
