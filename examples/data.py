@@ -32,7 +32,9 @@ class Batches:
         self.windows = (len(text) - context) // context  # at any offset below the context
         self.per_epoch = self.windows // batch
         if self.per_epoch < 1:
-            raise ValueError(f"a batch of {batch} windows of {context} bytes needs a text longer than {len(text)} bytes")
+            raise ValueError(
+                f"a batch of {batch} windows of {context} bytes needs a text longer than {len(text)} bytes"
+            )
 
     def __iter__(self) -> Batches:
         return self

@@ -99,9 +99,11 @@ class Block(nnx.Module):
     def __call__(self, x: Array, cache: tuple | None, position: Array) -> tuple[Array, Array, tuple]:
         mixed, cache = self.attention(self.attention_norm(x), cache, position)
         x = x + mixed
-        y = self.mlp(self.mlp_norm(x))
-        y, balance = y if self.has_experts else (y, jnp.float32(0))
-        return x + y, balance, cache
+        y = self.mlp_norm(x)
+        if not self.has_experts:
+            return x + self.mlp(y), jnp.float32(0), cache
+        y, aux = self.mlp(y, return_aux=True)
+        return x + y, aux["load_balance_loss"], cache
 
 
 class Transformer(nnx.Module):

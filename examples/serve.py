@@ -86,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> np.ndarray:
     for prompt, line in zip(np.asarray(prompts), np.asarray(tokens), strict=True):
         print(f"| {decode(prompt)}{decode(line)}".replace("\n", " / "))
     rate = args.sequences * count / min(times)
-    print(f"{trained} steps trained; {args.sequences} sequences of {count} tokens with {args.way}: {rate:,.0f} tokens/s")
+    print(
+        f"{trained} steps trained; {args.sequences} sequences of {count} tokens with {args.way}: {rate:,.0f} tokens/s"
+    )
     return np.asarray(tokens)
 
 

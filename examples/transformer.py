@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -215,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Curves]:
     parser.add_argument("--experts", type=int, default=0, help="experts in each layer (default: none, a dense model)")
     parser.add_argument("--steps", type=int, help="the number of the last step")
     parser.add_argument("--checkpoints", type=pathlib.Path, help="a folder to go on from and to save to; of one way")
-    parser.add_argument("--set", type=json.loads, default={}, help='other fields of the setup, as in \'{"width": 64}\'')
+    parser.add_argument("--set", type=json.loads, default={}, help="other fields of the setup, as in '{\"width\": 64}'")
     parser.add_argument("--text", type=pathlib.Path, default=TEXT, help="what to learn")
     parser.add_argument("--out", type=pathlib.Path, default="build/transformer.png", help="where the picture goes")
     args = parser.parse_args(argv)

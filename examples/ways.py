@@ -1,7 +1,7 @@
 """The switch of transformer.py and serve.py: four ways to run the same layers.
 
 - ``jax``: Flax's own layers, as anyone writes them.
-- ``dropin``: the same layers, told to multiply with ``cutjax.dot_general``; ``cutjax.einsum`` and ``cutjax.ragged_dot``.
+- ``dropin``: the same layers, given ``cutjax.dot_general``; ``cutjax.einsum`` and ``cutjax.ragged_dot`` beside them.
 - ``fuse``: the program of ``jax``, with ``cutjax.fuse`` around the function that is differentiated or served.
 - ``flax``: the layers of ``cutjax.flax.nnx``, which have the same parameters.
 """
@@ -70,7 +70,7 @@ class MoE(nnx.Module):
         self,
         features: int,
         hidden: int,
-        experts: int,
+        num_experts: int,
         k: int,
         *,
         dtype: Any,
@@ -79,27 +79,26 @@ class MoE(nnx.Module):
         ragged_dot: Callable[..., Array] = jax.lax.ragged_dot,
     ):
         init = nnx.initializers.lecun_normal(batch_axis=0)
-        self.router = linear(features, experts, use_bias=False, rngs=rngs)  # in f32
-        self.gate = nnx.Param(init(rngs.params(), (experts, features, hidden)))
-        self.up = nnx.Param(init(rngs.params(), (experts, features, hidden)))
-        self.down = nnx.Param(init(rngs.params(), (experts, hidden, features)))
-        self.experts, self.k, self.dtype, self.ragged_dot = experts, k, dtype, ragged_dot
+        self.router = linear(features, num_experts, use_bias=False, dtype=jnp.float32, rngs=rngs)
+        self.gate_kernel = nnx.Param(init(rngs.params(), (num_experts, features, hidden)))
+        self.up_kernel = nnx.Param(init(rngs.params(), (num_experts, features, hidden)))
+        self.down_kernel = nnx.Param(init(rngs.params(), (num_experts, hidden, features)))
+        self.num_experts, self.k, self.dtype, self.ragged_dot = num_experts, k, dtype, ragged_dot
 
-    def __call__(self, x: Array) -> tuple[Array, Array]:
+    def __call__(self, x: Array, *, return_aux: bool) -> tuple[Array, dict[str, Array]]:
         """Returns the result, and the loss that evens out the load of the experts."""
-        gate, up, down = (w[...].astype(self.dtype) for w in (self.gate, self.up, self.down))
+        gate, up, down = (w[...].astype(self.dtype) for w in (self.gate_kernel, self.up_kernel, self.down_kernel))
         tokens = x.reshape(-1, x.shape[-1])
-        scores = jax.nn.softmax(self.router(tokens.astype(jnp.float32)))
+        scores = jax.nn.softmax(self.router(tokens))
         best, chosen = jax.lax.top_k(scores, self.k)
         weights = best / best.sum(-1, keepdims=True)
 
         order = jnp.argsort(chosen.reshape(-1), stable=True)  # of the pairs (token, expert)
-        sizes = jnp.bincount(chosen.reshape(-1), length=self.experts).astype(jnp.int32)
+        sizes = jnp.bincount(chosen.reshape(-1), length=self.num_experts).astype(jnp.int32)
         rows = tokens[order // self.k]
         hidden = nnx.silu(self.ragged_dot(rows, gate, sizes)) * self.ragged_dot(rows, up, sizes)
         out = self.ragged_dot(hidden, down, sizes) * weights.reshape(-1)[order][:, None].astype(self.dtype)
         out = out[jnp.argsort(order)].reshape(-1, self.k, x.shape[-1]).sum(1)
 
         shares = sizes.astype(jnp.float32) / order.size
-        balance = self.experts * jnp.sum(shares * scores.mean(0))
-        return out.reshape(x.shape), balance
+        return out.reshape(x.shape), {"load_balance_loss": self.num_experts * jnp.sum(shares * scores.mean(0))}
