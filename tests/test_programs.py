@@ -24,8 +24,10 @@ def quick(monkeypatch):
     """One turn of one step."""
     monkeypatch.setattr(programs, "ROUNDS", 1)
     monkeypatch.setattr(programs, "ROUND_S", 0.0)
-    with jax.numpy_dtype_promotion("standard"):  # optax multiplies Python's floats with int32
-        yield
+    strict = jax.config.jax_numpy_dtype_promotion
+    jax.config.update("jax_numpy_dtype_promotion", "standard")  # optax multiplies Python's floats with int32
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", strict)
 
 
 @pytest.mark.parametrize("name", TINY)
