@@ -35,8 +35,9 @@ from ways import WAYS, way
 BALANCE = 0.01  # the coefficient of the experts' load-balancing loss
 READ = 10  # steps between two looks at the loss: each waits for the device
 
-# (in the first 10 steps, the mean of the last quarter): products that differ in rounding only move the losses by less.
-TOLERANCES = {"float32": (1e-4, 1e-3), "bfloat16": (0.01, 0.02)}
+# Of the first 10 losses, and of the mean of the last quarter. Measured on a CPU, the ways differ in the first 10 by at
+# most 1e-6 in f32 and 5e-4 in bf16; later training amplifies rounding, most where a token changes its expert: 2e-3.
+TOLERANCES = {"float32": (1e-5, 1e-2), "bfloat16": (1e-2, 3e-2)}
 
 
 @dataclasses.dataclass
