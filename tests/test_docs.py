@@ -65,7 +65,8 @@ def test_page(as_a_user, page):
 
 
 def test_blocks():
-    text = "a\n\n<!-- before:\nx = 1\n-->\n\n```python\ny = x + 1\n```\n\n<!-- not run: no GPU -->\n```python\n1 / 0\n```\n"
+    text = "a\n\n<!-- before:\nx = 1\n-->\n\n```python\ny = x + 1\n```\n\n"
+    text += "<!-- not run: no GPU -->\n```python\n1 / 0\n```\n"
     assert blocks(text) == [Block(4, "x = 1\n"), Block(8, "y = x + 1\n"), Block(13, "1 / 0\n", "no GPU")]
     assert run(ROOT / "page.md", text)["y"] == 2
     with pytest.raises(ZeroDivisionError) as error:
