@@ -60,7 +60,7 @@ def way(name: str) -> Way:
 
 
 class Dense(nn.Dense):
-    """Flax's, and an activation after it."""
+    """The dense layer of Flax, and an activation after it."""
 
     activation: Callable[[Array], Array] | None = None
 

@@ -1,7 +1,7 @@
 """Training steps and decoding of whole models, each way of using cutjax beside plain JAX: ``--op programs``.
 
 ``python -m benchmarks.run --op programs --tag a,c --peers jax,fuse`` measures some programs in some ways; a row is a
-program in a way. Wall time over many steps, in turns; the losses of the first steps must be those of plain JAX. With
+program in a way. Wall time over many steps, in turns; the losses of the first steps must be those of plain JAX, or the row says that they are not. With
 ``--method cupti`` each row also tells where the time of a step goes, by kernel. ``--tag tiny`` is for a CPU.
 """
 
@@ -238,7 +238,7 @@ def make_state(program: Program, model: Model, name: str) -> tuple[State, Any]:
 
 @dataclasses.dataclass
 class Compiled:
-    """A way's executable, and what it took: seconds of tracing, and of lowering and compilation."""
+    """The executable of a way, and what it took: seconds of tracing, and of lowering and compilation."""
 
     step: Any
     trace_s: float
@@ -308,10 +308,11 @@ def kernels(step: Running) -> dict[str, Any]:
         records = timing.records([(step, ())])
     except Exception as error:
         return {"parts": reason(error)}
-    total = collections.Counter()
+    total: dict[str, float] = collections.defaultdict(float)
     for name, us in records:
         total[name] += us
-    return {"kernel_us": sum(total.values()), "kernels": len(records), "parts": total.most_common(20)}
+    parts = sorted(total.items(), key=lambda part: -part[1])[:20]
+    return {"kernel_us": sum(total.values()), "kernels": len(records), "parts": parts}
 
 
 def check(model: Model, name: str, step: Running, expected: Any) -> tuple[list[float], Any, float]:
