@@ -1,8 +1,9 @@
 """Training steps and decoding of whole models, each way of using cutjax beside plain JAX: ``--op programs``.
 
 ``python -m benchmarks.run --op programs --tag a,c --peers jax,fuse`` measures some programs in some ways; a row is a
-program in a way. Wall time over many steps, in turns; the losses of the first steps must be those of plain JAX, or the row says that they are not. With
-``--method cupti`` each row also tells where the time of a step goes, by kernel. ``--tag tiny`` is for a CPU.
+program in a way. Wall time over many steps, in turns. Losses and gradients must be those of plain JAX, or the row says
+that they are not. With ``--method cupti`` each row also tells where the time of a step goes, by kernel. ``--tag tiny``
+is for a CPU.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Model(NamedTuple):
     Attributes:
       init: ``init(key)`` returns the parameters for "jax" and the inputs, to be jitted.
       loss: ``loss(way)`` returns the function of parameters and inputs that is differentiated, or that decodes.
-      params_of: the parameters for a way, from those for "jax".
+      params_of: ``params_of(way, tree)`` returns the parameters for a way, or a tree of them, from those for "jax".
     """
 
     init: Callable[[jax.Array], tuple[Any, Any]]
@@ -227,12 +228,9 @@ def make_step(program: Program, model: Model, name: str) -> Callable[[State, Any
     return step
 
 
-def make_state(program: Program, model: Model, name: str) -> tuple[State, Any]:
-    """Returns the first state and the inputs of a way: the same numbers for all."""
-    from benchmarks.models.ways import way
-
+def make_state(program: Program, model: Model) -> tuple[State, Any]:
+    """Returns the first state, of "jax", and the inputs."""
     params, inputs = model.init(jax.random.key(0, impl="rbg"))
-    params = model.params_of(way(name), params)
     return ((params, OPTIMIZER.init(params)) if program.trains else params), inputs
 
 
@@ -247,7 +245,10 @@ class Compiled:
 
 def compile_way(program: Program, model: Model, name: str) -> Compiled:
     """Compiles the step of a way; the state is donated."""
-    state, inputs = jax.eval_shape(functools.partial(make_state, program, model, name))
+    from benchmarks.models.ways import way
+
+    state, inputs = jax.eval_shape(functools.partial(make_state, program, model))
+    state = jax.eval_shape(functools.partial(model.params_of, way(name)), state)
     start = time.perf_counter()
     traced = jax.jit(make_step(program, model, name), donate_argnums=0).trace(state, inputs)
     traced_at = time.perf_counter()
@@ -274,11 +275,10 @@ def compile_ways(program: Program, model: Model, names: tuple[str, ...]) -> dict
 
 
 class Running:
-    """A compiled way with its state: a call is a step."""
+    """A compiled way with its state and inputs: a call is a step."""
 
-    def __init__(self, program: Program, model: Model, name: str, step: Any):
-        self.state, self.inputs = jax.jit(functools.partial(make_state, program, model, name))()
-        self.program, self.step = program, step
+    def __init__(self, step: Any, state: State, inputs: Any):
+        self.step, self.state, self.inputs = step, state, inputs
 
     def __call__(self) -> jax.Array:
         self.state, loss = self.step(self.state, self.inputs)
@@ -315,21 +315,11 @@ def kernels(step: Running) -> dict[str, Any]:
     return {"kernel_us": sum(total.values()), "kernels": len(records), "parts": parts}
 
 
-def check(model: Model, name: str, step: Running, expected: Any) -> tuple[list[float], Any, float]:
-    """Runs the first steps of a way.
-
-    Returns:
-      Their losses, the gradients of the first one, as AdamW's first moment has them, and how far these are, relative to
-      their norm, from the expected ones of plain JAX, if there are any.
-    """
-    from benchmarks.models.ways import way
-
-    losses, difference = [float(step())], 0.0
-    moment = jax.tree.map(jnp.copy, step.state[1][0].mu) if step.program.trains else ()
-    if expected is not None:
-        theirs = model.params_of(way(name), expected)
-        difference = float(_difference(moment, theirs))
-    return [*losses, *(float(step()) for _ in range(CHECKED - 1))], moment, difference
+def first_steps(program: Program, step: Running) -> tuple[list[float], Any]:
+    """Returns the losses of the first steps, and the gradients of the first one, as AdamW's first moment has them."""
+    losses = [float(step())]
+    gradients = jax.tree.map(jnp.copy, step.state[1][0].mu) if program.trains else ()
+    return [*losses, *(float(step()) for _ in range(CHECKED - 1))], gradients
 
 
 @jax.jit
@@ -340,7 +330,10 @@ def _difference(found: Any, expected: Any) -> jax.Array:
 
 def measure_case(program: Program, run: Run) -> list[Row]:
     """Compiles all ways, compares their first steps with plain JAX's, and times them in turns."""
+    from benchmarks.models.ways import way
+
     model = program.make()
+    made = jax.jit(functools.partial(make_state, program, model))
     asked = tuple(name for name in WAYS if run.peers is None or name in run.peers)
     names = tuple(dict.fromkeys((*program.baselines, *asked)))
     rows = {name: Row(program.name, name) for name in names}
@@ -350,12 +343,16 @@ def measure_case(program: Program, run: Run) -> list[Row]:
         try:
             if isinstance(compiled, Exception):
                 raise compiled
-            step = Running(program, model, name, compiled.step)
-            losses, gradients, difference = check(model, name, step, expected and expected[1])
+            state, inputs = made()
+            step = Running(compiled.step, model.params_of(way(name), state), inputs)
+            del state
+            losses, gradients = first_steps(program, step)
+            expected = expected or (losses, gradients)
+            difference = float(_difference(gradients, model.params_of(way(name), expected[1])))
+            del gradients
         except Exception as error:  # such as too little memory; the other ways are measured all the same
             rows[name] = dataclasses.replace(rows[name], failure=reason(error))
             continue
-        expected = expected or (losses, gradients)
         error = float(np.max(np.abs(np.array(losses) / np.array(expected[0]) - 1)))
         figures = {"losses": losses, "gradients": difference, "trace_s": compiled.trace_s}
         rows[name] = dataclasses.replace(
