@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Each makes its own virtual environment first.
 #
-#   make demo     train a small language model on whatever device is there
+#   make demo     train a small transformer on plain JAX, the drop-ins, fuse and cutjax.flax, on whatever device is there
 #   make test     the CPU tests and, on a machine with an NVIDIA GPU, the GPU tests
 #   make lint     ruff, pyright, clang-format        make format   let ruff and clang-format rewrite
 #   make docs     the documentation, into build/site
@@ -31,7 +31,7 @@ CUDA := $(if $(GPU),$(COMMA)cuda13)
 .PHONY: demo test test-cpu test-gpu upstream lint format docs bench clean
 
 demo: $(VENV)/.installed-demo
-	$(BIN)/python examples/char_lm.py $(DEMO_ARGS)
+	$(BIN)/python examples/transformer.py --with all --steps 200 $(DEMO_ARGS)
 
 test: test-cpu $(if $(GPU),test-gpu)
 

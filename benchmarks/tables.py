@@ -130,6 +130,19 @@ COLUMNS = {
     ],
 }
 
+COLUMNS["programs"] = [
+    Column("program", lambda row: row.case, text=True),
+    Column("way", lambda row: row.product + (f": {row.failure}" if row.failure else ""), text=True),
+    Column("ms", lambda row: _number(row.us / 1e3, ".2f")),
+    _ratio("jax", "ratio", ".3f"),
+    Column("beside", lambda row: row.figures.get("baseline", ""), text=True),
+    Column("target", lambda row: _number(row.targets.get("jax", math.nan), ".2f", "")),
+    _own("peak_mib", "peak MiB", ".0f"),
+    _own("error", "difference of the losses", ".1e"),
+    _figure("gradients", "of the gradients", ".1e"),
+    _figure("kernel_us", "kernel us", ".0f"),
+]
+
 COLUMNS["products"] = [
     _CASE,
     Column("of", lambda row: row.figures.get("of", ""), text=True),

@@ -1,0 +1,411 @@
+"""Training steps and decoding of whole models, each way of using cutjax beside plain JAX: ``--op programs``.
+
+``python -m benchmarks.run --op programs --tag a,c --peers jax,fuse`` measures some programs in some ways; a row is a
+program in a way. Wall time over many steps, in turns. Losses and gradients must be those of plain JAX, or the row says
+that they are not. With ``--method cupti`` each row also tells where the time of a step goes, by kernel. ``--tag tiny``
+is for a CPU.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks import timing
+from benchmarks.measure import peak_mib, reason
+from benchmarks.report import Row
+from benchmarks.suite import Run, Suite
+
+WAYS = ("jax", "dropin", "fuse", "flax")
+CHECKED, ROUNDS, ROUND_S = 4, 12, 0.08  # steps whose losses are compared; rounds of turns, and the least time of a turn
+# Ways round to bf16 in different places. On a CPU the small models' losses then differ by at most 6e-3 of themselves,
+# and their gradients by at most 2.1e-2 of their norm; without the gradient of one of 24 equal layers, by 0.2.
+LOSSES, GRADIENTS = 1e-2, 5e-2
+OPTIMIZER = optax.adamw(1e-4)
+State = Any
+
+
+class Model(NamedTuple):
+    """The functions of a program.
+
+    Attributes:
+      init: ``init(key)`` returns the parameters for "jax" and the inputs, to be jitted.
+      loss: ``loss(way)`` returns the function of parameters and inputs that is differentiated, or that decodes.
+      params_of: ``params_of(way, tree)`` returns the parameters for a way, or a tree of them, from those for "jax".
+    """
+
+    init: Callable[[jax.Array], tuple[Any, Any]]
+    loss: Callable[[Any], Callable[[Any, Any], jax.Array]]
+    params_of: Callable[[Any, Any], Any] = lambda way, params: params
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A model and what is done with it.
+
+    Attributes:
+      name: a short unique name.
+      tags: its letter, "suite" for the sizes that are reported, "tiny" for small ones.
+      make: imports and returns the model.
+      target: the least ratio of plain JAX's time to that of fuse and of cutjax.flax.
+      trains: whether a step is one of AdamW's; else it is the loss alone.
+      baselines: ways of plain JAX, of which the fastest counts.
+    """
+
+    name: str
+    tags: tuple[str, ...]
+    make: Callable[[], Model]
+    target: float
+    trains: bool = True
+    baselines: tuple[str, ...] = ("jax",)
+
+
+def _block(tokens: tuple[int, int], **sizes: int) -> Model:
+    """A block, whose result is compared with random numbers."""
+    from benchmarks.models import llama
+
+    def module(way: Any) -> Any:
+        return llama.Block(llama.Sizes(**sizes), way)
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        keys = jax.random.split(key, 3)
+        x, y = (jax.random.normal(k, (*tokens, sizes["width"]), jnp.bfloat16) for k in keys[:2])
+        return _init(module, keys[2], x[:1, :8]), (x, y)
+
+    def loss(way: Any) -> Callable[[Any, Any], jax.Array]:
+        def squared(params: Any, inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
+            x, y = inputs
+            out, _ = module(way).apply(params, x)
+            return jnp.square(out.astype(jnp.float32) - y.astype(jnp.float32)).mean()
+
+        return squared
+
+    return Model(init, loss)
+
+
+def _gpt2(batch: int, length: int, **sizes: int) -> Model:
+    from benchmarks.models import gpt2
+
+    def module(way: Any) -> Any:
+        return gpt2.GPT2(gpt2.Sizes(**sizes), way)
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        tokens = jax.random.randint(key, (batch, length + 1), 0, gpt2.Sizes(**sizes).vocabulary)
+        return _init(module, key, tokens[:1, :8]), tokens
+
+    def loss(way: Any) -> Callable[[Any, Any], jax.Array]:
+        def cross_entropy(params: Any, tokens: jax.Array) -> jax.Array:
+            logits = module(way).apply(params, tokens[:, :-1]).astype(jnp.float32)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        return cross_entropy
+
+    return Model(init, loss, gpt2.params_of)
+
+
+def _vit(batch: int, side: int, **sizes: int) -> Model:
+    from benchmarks.models import vit
+
+    def module(way: Any) -> Any:
+        return vit.ViT(vit.Sizes(**sizes), way)
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        images = jax.random.normal(key, (batch, side, side, 3), jnp.bfloat16)
+        labels = jax.random.randint(key, (batch,), 0, vit.Sizes(**sizes).classes)
+        return _init(module, key, images[:1]), (images, labels)
+
+    def loss(way: Any) -> Callable[[Any, Any], jax.Array]:
+        def cross_entropy(params: Any, inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
+            images, labels = inputs
+            logits = module(way).apply(params, images).astype(jnp.float32)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        return cross_entropy
+
+    return Model(init, loss)
+
+
+def _decoding(sequences: int, context: int, steps: int, layers: int, vocabulary: int, **sizes: int) -> Model:
+    """The last so many positions of a context, one after the other, over caches that are full up to there.
+
+    The tokens are given, so that ways which round differently decode the same ones.
+    """
+    from benchmarks.models import llama
+
+    of = llama.Sizes(**sizes)
+
+    def module(way: Any) -> Any:
+        return llama.Stack(of, layers, vocabulary, way)
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        keys = jax.random.split(key, 2 * layers + 1)
+        shape = sequences, context, of.kv_heads, of.size
+        cache = [jax.random.normal(k, shape, jnp.bfloat16) for k in keys[1:]]
+        caches = list(zip(cache[::2], cache[1::2], strict=True))
+        tokens = jax.random.randint(keys[0], (sequences, steps + 1), 0, vocabulary)
+        few = [(k[:1], v[:1]) for k, v in caches]
+        return _init(module, keys[0], tokens[:1, :1], few, jnp.int32(0)), (tokens, caches)
+
+    def loss(way: Any) -> Callable[[Any, Any], jax.Array]:
+        def decode(params: Any, inputs: tuple[jax.Array, Any]) -> jax.Array:
+            tokens, caches = inputs
+
+            def step(caches: Any, number: jax.Array) -> tuple[Any, jax.Array]:
+                seen, wanted = (jax.lax.dynamic_slice_in_dim(tokens, number + i, 1, 1) for i in (0, 1))
+                logits, caches = module(way).apply(params, seen, caches, context - steps + number)
+                logits = logits.astype(jnp.float32)
+                return caches, optax.softmax_cross_entropy_with_integer_labels(logits, wanted).mean()
+
+            return jax.lax.scan(step, caches, jnp.arange(steps))[1].mean()
+
+        return decode
+
+    return Model(init, loss)
+
+
+def _init(module: Callable[[Any], Any], key: jax.Array, *args: Any) -> Any:
+    from benchmarks.models.ways import way
+
+    return module(way("jax")).init(key, *args)
+
+
+def _programs() -> list[Program]:
+    """(a) to (e), each for the report and small."""
+    llama = {"width": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336}
+    # DeepSeek-V2-Lite's experts; 8192 tokens, of which each expert gets 768 on average.
+    deepseek = {"width": 2048, "heads": 16, "kv_heads": 16, "hidden": 1408, "experts": 64, "k": 6, "shared": 2816}
+    small = {"width": 64, "heads": 4, "kv_heads": 2, "hidden": 96}
+    experts = {**small, "experts": 4, "k": 2, "shared": 32}
+    gpt2 = {"width": 64, "heads": 4, "layers": 1, "context": 32, "vocabulary": 101}
+    vit = {"width": 64, "heads": 4, "hidden": 96, "layers": 1, "patch": 4, "classes": 10}
+    cache = {"sequences": 4, "context": 16, "steps": 4, "layers": 1, "vocabulary": 101}
+    plain = "jax", "onehot"
+
+    def program(letter: str, name: str, target: float, real: Any, tiny: Any, **fields: Any) -> list[Program]:
+        reported = Program(name, ("suite", letter), real, target, **fields)
+        return [reported, Program(f"tiny {name}", ("tiny", f"tiny-{letter}"), tiny, target, **fields)]
+
+    def block(tokens: tuple[int, int], sizes: Mapping[str, int]) -> Callable[[], Model]:
+        return functools.partial(_block, tokens, **sizes)
+
+    served = functools.partial(_decoding, sequences=16, context=1024, steps=16, layers=4, vocabulary=32000, **llama)
+    return [
+        *program("a", "llama block", 1.05, block((4, 2048), llama), block((2, 16), small)),
+        *program("b", "deepseek block", 3.0, block((4, 2048), deepseek), block((2, 16), experts), baselines=plain),
+        *program("c", "gpt2 medium", 1.03, functools.partial(_gpt2, 8, 1024), functools.partial(_gpt2, 2, 16, **gpt2)),
+        *program("d", "vit b16", 1.03, functools.partial(_vit, 64, 224), functools.partial(_vit, 8, 8, **vit)),
+        *program("e", "decoding", 1.10, served, functools.partial(_decoding, **cache, **small), trains=False),
+    ]
+
+
+def make_step(program: Program, model: Model, name: str) -> Callable[[State, Any], tuple[State, jax.Array]]:
+    """Returns the function ``(state, inputs) -> (state, loss)`` of a way."""
+    from benchmarks.models.ways import way
+
+    found = way(name)
+    loss = model.loss(found)
+    if not program.trains:
+        decode = found.transform(loss)
+        return lambda params, inputs: (params, decode(params, inputs))
+    gradient = found.transform(jax.value_and_grad(loss))
+
+    def step(state: State, inputs: Any) -> tuple[State, jax.Array]:
+        params, optimizer_state = state
+        value, grads = gradient(params, inputs)
+        updates, optimizer_state = OPTIMIZER.update(grads, optimizer_state, params)
+        return (optax.apply_updates(params, updates), optimizer_state), value
+
+    return step
+
+
+def make_state(program: Program, model: Model) -> tuple[State, Any]:
+    """Returns the first state, of "jax", and the inputs."""
+    params, inputs = model.init(jax.random.key(0, impl="rbg"))
+    return ((params, OPTIMIZER.init(params)) if program.trains else params), inputs
+
+
+@dataclasses.dataclass
+class Compiled:
+    """The executable of a way, and what it took: seconds of tracing, and of lowering and compilation."""
+
+    step: Any
+    trace_s: float
+    compile_s: float
+
+
+def compile_way(program: Program, model: Model, name: str) -> Compiled:
+    """Compiles the step of a way; the state is donated."""
+    from benchmarks.models.ways import way
+
+    state, inputs = jax.eval_shape(functools.partial(make_state, program, model))
+    state = jax.eval_shape(functools.partial(model.params_of, way(name)), state)
+    start = time.perf_counter()
+    traced = jax.jit(make_step(program, model, name), donate_argnums=0).trace(state, inputs)
+    traced_at = time.perf_counter()
+    compiled = traced.lower().compile()
+    return Compiled(compiled, traced_at - start, time.perf_counter() - traced_at)
+
+
+def compile_ways(program: Program, model: Model, names: tuple[str, ...]) -> dict[str, Compiled | Exception]:
+    """Compiles plain JAX first, alone: what XLA tunes then it is not disturbed in, and the rest, at once, finds."""
+    found: dict[str, Compiled | Exception] = {}
+
+    def compiled(name: str) -> Compiled | Exception:
+        try:
+            return compile_way(program, model, name)
+        except Exception as error:  # the other ways are measured all the same
+            return error
+
+    first = [name for name in names if name in program.baselines]
+    found |= {name: compiled(name) for name in first}
+    rest = [name for name in names if name not in first]
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(rest))) as pool:
+        found |= zip(rest, pool.map(compiled, rest), strict=True)
+    return found
+
+
+class Running:
+    """A compiled way with its state and inputs: a call is a step."""
+
+    def __init__(self, step: Any, state: State, inputs: Any):
+        self.step, self.state, self.inputs = step, state, inputs
+
+    def __call__(self) -> jax.Array:
+        self.state, loss = self.step(self.state, self.inputs)
+        return loss
+
+
+def times(running: Mapping[str, Running]) -> dict[str, list[float]]:
+    """Microseconds of a step, a sample a turn; each round begins with another way."""
+    names, inner, samples = list(running), 1, {name: [] for name in running}
+    for number in range(-1, ROUNDS):  # the round before the first measures how many steps a turn takes
+        at = number % len(names)
+        for name in names[at:] + names[:at]:
+            start = time.perf_counter()
+            for _ in range(inner):
+                loss = running[name]()
+            jax.block_until_ready((loss, running[name].state))
+            if number >= 0:
+                samples[name].append(1e6 * (time.perf_counter() - start) / inner)
+            seconds = time.perf_counter() - start
+        inner = max(1, round(ROUND_S / seconds)) if number < 0 else inner
+    return samples
+
+
+def kernels(step: Running) -> dict[str, Any]:
+    """The kernel time of a step and the kernels that take the most of it, by name."""
+    try:
+        records = timing.records([(step, ())])
+    except Exception as error:
+        return {"parts": reason(error)}
+    total: dict[str, float] = collections.defaultdict(float)
+    for name, us in records:
+        total[name] += us
+    parts = sorted(total.items(), key=lambda part: -part[1])[:20]
+    return {"kernel_us": sum(total.values()), "kernels": len(records), "parts": parts}
+
+
+def first_steps(program: Program, step: Running) -> tuple[list[float], Any]:
+    """Returns the losses of the first steps, and the gradients of the first one, as AdamW's first moment has them."""
+    losses = [float(step())]
+    gradients = jax.tree.map(jnp.copy, step.state[1][0].mu) if program.trains else ()
+    return [*losses, *(float(step()) for _ in range(CHECKED - 1))], gradients
+
+
+@jax.jit
+def _difference(found: Any, expected: Any) -> jax.Array:
+    norm = optax.tree.norm(expected)
+    return optax.tree.norm(jax.tree.map(jnp.subtract, found, expected)) / jnp.maximum(norm, 1e-30)
+
+
+def measure_case(program: Program, run: Run) -> list[Row]:
+    """Compiles all ways, compares their first steps with plain JAX's, and times them in turns."""
+    from benchmarks.models.ways import way
+
+    model = program.make()
+    made = jax.jit(functools.partial(make_state, program, model))
+    asked = tuple(name for name in WAYS if run.peers is None or name in run.peers)
+    names = tuple(dict.fromkeys((*program.baselines, *asked)))
+    rows = {name: Row(program.name, name) for name in names}
+    running: dict[str, Running] = {}
+    expected: tuple[list[float], Any] | None = None  # losses and gradients of the first way, plain JAX
+    for name, compiled in compile_ways(program, model, names).items():
+        try:
+            if isinstance(compiled, Exception):
+                raise compiled
+            state, inputs = made()
+            step = Running(compiled.step, model.params_of(way(name), state), inputs)
+            del state
+            losses, gradients = first_steps(program, step)
+            expected = expected or (losses, gradients)
+            difference = float(_difference(gradients, model.params_of(way(name), expected[1])))
+            del gradients
+        except Exception as error:  # such as too little memory; the other ways are measured all the same
+            rows[name] = dataclasses.replace(rows[name], failure=reason(error))
+            continue
+        error = float(np.max(np.abs(np.array(losses) / np.array(expected[0]) - 1)))
+        figures = {"losses": losses, "gradients": difference, "trace_s": compiled.trace_s}
+        rows[name] = dataclasses.replace(
+            rows[name],
+            peak_mib=peak_mib(compiled.step),
+            error=error,
+            figures={**figures, "compile_s": compiled.compile_s},
+            failure=_wrong(error, difference),
+        )
+        running[name] = step
+    del expected
+    if not any(name in running for name in program.baselines):
+        return list(rows.values())
+    taken = times(running)
+    medians = {name: float(np.median(samples)) for name, samples in taken.items()}
+    base = min((name for name in program.baselines if name in medians), key=medians.__getitem__)
+    for name, samples in taken.items():
+        rows[name] = _compared(program, rows[name], medians, rows[base].peak_mib, base, samples)
+    if run.method == "cupti":
+        for name, step in running.items():
+            rows[name] = dataclasses.replace(rows[name], figures={**rows[name].figures, **kernels(step)})
+    return list(rows.values())
+
+
+def _wrong(losses: float, gradients: float) -> str:
+    """Says that a way's results are too far from plain JAX's; "" if they are not."""
+    if losses <= LOSSES and gradients <= GRADIENTS:
+        return ""
+    return (
+        f"wrong: losses differ by {losses:.3g} (at most {LOSSES}), gradients by {gradients:.3g} (at most {GRADIENTS})"
+    )
+
+
+def _compared(
+    program: Program, row: Row, medians: Mapping[str, float], base_mib: float, base: str, samples: list[float]
+) -> Row:
+    name = row.product
+    low, high = np.percentile(samples, (25, 75))
+    row = dataclasses.replace(
+        row, us=medians[name], iqr_us=float(high - low), figures={**row.figures, "baseline": base}
+    )
+    if name in program.baselines:
+        return row
+    target = 0.99 if name == "dropin" else program.target
+    ratios = {"jax": medians[base] / medians[name], "memory": base_mib / row.peak_mib}
+    return dataclasses.replace(row, ratios=ratios, targets={"jax": target, "memory": 1.0})
+
+
+SUITE = Suite(
+    "programs",
+    _programs(),
+    measure=measure_case,
+    clocks=("host", "cupti"),
+    versions=("flax", "optax"),
+    environment={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"},
+)

@@ -1,0 +1,74 @@
+"""Every block of Python in README.md and docs/*.md runs, page by page, in order, in one namespace, on a CPU.
+
+``<!-- before: ... -->`` holds code that a page runs and does not show, such as the arrays that its blocks name.
+``<!-- not run: reason -->`` before a block leaves it out.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(
+    r"^<!-- before:\n(?P<hidden>.*?)^-->$"
+    r"|(?:^<!-- not run: (?P<reason>[^\n]+) -->\n+)?^```python\n(?P<shown>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+class Block(NamedTuple):
+    """Code, the line of its page that it begins at, and why it is not run, or None."""
+
+    line: int
+    code: str
+    reason: str | None = None
+
+
+def blocks(text: str) -> list[Block]:
+    """Returns the blocks of a page."""
+    found = []
+    for match in BLOCK.finditer(text):
+        name = "hidden" if match["shown"] is None else "shown"
+        found.append(Block(text.count("\n", 0, match.start(name)) + 1, match[name], match["reason"]))
+    return found
+
+
+def run(page: pathlib.Path, text: str) -> dict[str, Any]:
+    """Runs the blocks of a page; an error's traceback names the page and its line."""
+    namespace: dict[str, Any] = {"__name__": page.stem}
+    for block in blocks(text):
+        if block.reason is None:
+            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+    return namespace
+
+
+@pytest.fixture
+def as_a_user(monkeypatch, tmp_path):
+    """Promotion as JAX has it by default, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page.read_text())], ids=lambda page: page.name)
+def test_page(as_a_user, page):
+    text = page.read_text()
+    shown = len(blocks(text)) - text.count("<!-- before:")
+    assert shown == len(re.findall("^ *```python", text, re.MULTILINE)), "a block of another form would not be run"
+    run(page, text)
+
+
+def test_blocks():
+    text = "a\n\n<!-- before:\nx = 1\n-->\n\n```python\ny = x + 1\n```\n\n"
+    text += "<!-- not run: no GPU -->\n```python\n1 / 0\n```\n"
+    assert blocks(text) == [Block(4, "x = 1\n"), Block(8, "y = x + 1\n"), Block(13, "1 / 0\n", "no GPU")]
+    assert run(ROOT / "page.md", text)["y"] == 2
+    with pytest.raises(ZeroDivisionError) as error:
+        run(ROOT / "page.md", text.replace("<!-- not run: no GPU -->\n", ""))
+    assert (pathlib.Path(str(error.traceback[-1].path)).name, error.traceback[-1].lineno + 1) == ("page.md", 12)

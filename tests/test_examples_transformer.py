@@ -1,0 +1,122 @@
+"""The transformer of examples/: its batches, that training resumes bit for bit, that the ways agree, and its cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pathlib
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.progress import Progress
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+WAYS = ("jax", "dropin", "fuse", "flax")
+TINY = {"width": 32, "heads": 2, "kv_heads": 1, "hidden": 48, "layers": 1, "context": 16, "batch": 4}
+
+
+@pytest.fixture
+def lm(monkeypatch):
+    """The modules of the example."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    names = ("data", "ways", "model", "transformer", "serve")
+    modules = SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    modules.setup = dataclasses.replace(modules.model.CONFIGS["cpu"], **TINY, steps=6)
+    with jax.numpy_dtype_promotion("standard"):  # optax multiplies Python's floats with int32
+        yield modules
+
+
+def train(lm, setup, folder=None, name="jax"):
+    text = lm.data.encode(lm.data.TEXT.read_text())
+    checkpoints = lm.transformer.Checkpoints(folder, every=2)
+    return lm.transformer.train(setup, name, text, checkpoints, Progress(disable=True))
+
+
+def test_an_epoch_has_every_window_once(lm):
+    text = np.arange(1000, dtype=np.int32)
+    batches = lm.data.Batches(text, 3, 10, seed=1)
+    epoch = [next(batches) for _ in range(batches.per_epoch)]
+    starts = np.concatenate([batch[:, 0] for batch in epoch])
+    assert len({*starts}) == len(starts) == 99
+    assert len({start % 10 for start in starts}) == 1
+    assert all(np.array_equal(row, row[0] + np.arange(11)) for batch in epoch for row in batch)
+    assert not np.array_equal(next(batches), epoch[0])
+    resumed = lm.data.Batches(text, 3, 10, seed=1, position=20)
+    np.testing.assert_array_equal(next(resumed), epoch[20])
+    with pytest.raises(ValueError, match="longer than 30"):
+        lm.data.Batches(text[:30], 3, 10)
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_training_resumes_bit_for_bit(lm, tmp_path, experts):
+    setup = dataclasses.replace(lm.setup, experts=experts)
+    _, whole = train(lm, setup)
+    _, first = train(lm, dataclasses.replace(setup, steps=4), tmp_path)
+    state, second = train(lm, setup, tmp_path)
+    assert (first.first, second.first) == (0, 4)
+    assert [*first.losses, *second.losses] == whole.losses
+    assert lm.transformer.Checkpoints(tmp_path).setup() == setup
+    restored, step = lm.transformer.Checkpoints(tmp_path).restore(lm.transformer.fresh_state(setup), setup)
+    assert step == 6
+    for a, b in zip(jax.tree.leaves(restored.params), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(SystemExit, match="the checkpoint in"):
+        train(lm, dataclasses.replace(setup, width=64), tmp_path)
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_the_ways_agree(lm, experts):
+    setup = dataclasses.replace(lm.setup, experts=experts)
+    curves = {name: train(lm, setup, name=name)[1] for name in WAYS}
+    # They differ by at most 1e-6 where the products round in another order.
+    for name in WAYS[1:]:
+        np.testing.assert_allclose(curves[name].losses, curves["jax"].losses, rtol=0, atol=2e-5, err_msg=name)
+    lm.transformer.check(curves, setup)
+    curves["fuse"].losses[3] += 0.01
+    with pytest.raises(SystemExit, match="the losses of fuse differ from those of jax"):
+        lm.transformer.check(curves, setup)
+    names = [str(cell) for cell in lm.transformer.table(curves).columns[0].cells]
+    assert names == list(WAYS)
+
+
+def test_the_cache_changes_nothing(lm):
+    """Logits of a pass in two parts over a cache, and of one pass."""
+    setup = dataclasses.replace(lm.setup, layers=2)
+    model = nnx.merge(lm.model.build(setup), lm.model.init(setup))
+    tokens = jax.random.randint(jax.random.key(0), (3, 12), 0, 256)
+    whole = model(tokens)[0]
+    blank = jnp.zeros((3, 16, setup.kv_heads, setup.size))
+    first, _, cache = model(tokens[:, :8], [(blank, blank)] * 2)
+    second = model(tokens[:, 8:], cache, 8)[0]
+    # The largest difference is 1e-6; of logits one position further, 3.
+    np.testing.assert_allclose(jnp.concatenate([first, second], 1), whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_serve_writes_what_the_model_finds_likeliest(lm, tmp_path, capsys, name):
+    state, _ = train(lm, dataclasses.replace(lm.setup, steps=2), tmp_path)
+    arguments = [str(tmp_path), "--with", name, "--sequences", "3", "--tokens", "5", "--temperature", "0"]
+    tokens = lm.serve.main(arguments)
+    assert f"3 sequences of 5 tokens with {name}" in capsys.readouterr().out
+    model = nnx.merge(lm.model.build(lm.setup), state.params)
+    for prompt, line in zip(lm.serve.PROMPTS, tokens, strict=False):
+        text = np.concatenate([lm.data.encode(prompt), line])
+        logits = model(jnp.asarray(text)[None])[0][0]
+        np.testing.assert_array_equal(jnp.argmax(logits, -1)[len(prompt) - 1 : -1], line)
+
+
+def test_the_command_line(lm, tmp_path):
+    pytest.importorskip("matplotlib")
+    sizes = ["--set", '{"width": 32, "hidden": 48, "layers": 1, "context": 16, "batch": 4}', "--config", "cpu"]
+    out = tmp_path / "out.png"
+    curves = lm.transformer.main(["--with", "jax,dropin", "--steps", "2", "--out", str(out), *sizes])
+    assert [*curves] == ["jax", "dropin"]
+    assert out.stat().st_size > 10_000
+    with pytest.raises(SystemExit):
+        lm.transformer.main(["--with", "jax,torch"])
+    with pytest.raises(SystemExit):
+        lm.transformer.main(["--with", "all", "--checkpoints", str(tmp_path)])
