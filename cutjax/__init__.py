@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cutjax import checkpoint_policies
 from cutjax.explanation import explain
+from cutjax.fusion.fuse import fuse
 from cutjax.kernels.choose import candidates, reasons, supports
 from cutjax.kernels.custom import CudaLaunch
 from cutjax.kernels.problem import Problem
@@ -31,6 +32,7 @@ __all__ = [
     "checkpoint_policies",
     "cuda_kernel",
     "explain",
+    "fuse",
     "gemm",
     "grouped_gemm",
     "grouped_mlp",

@@ -56,9 +56,11 @@ class Tail:
         """Returns a value in the form of the result; ``shape`` is that of what it is combined with."""
         if isinstance(x, Tile):
             return x.array
-        x = wide(jnp.asarray(x))
+        x = jnp.asarray(x)
         if x.ndim == 0:
-            return lax.reshape(x, (1,) * len(self.form))
+            return wide(lax.reshape(x, (1,) * len(self.form)))
+        if x.size == self.size:  # reshaped before it is widened: the kernel widens it
+            return wide(lax.reshape(x, self.form))
         shape = x.shape if shape is None else shape
         groups = axes_of(shape, self.form)
         if groups is None or len(shape) != x.ndim:
@@ -73,7 +75,7 @@ class Tail:
             sizes.append(math.prod(full[i] for i in axes))
         if full != list(x.shape):
             x = lax.broadcast_in_dim(x, full, range(x.ndim))
-        return lax.reshape(x, sizes)
+        return wide(lax.reshape(x, sizes))
 
     def _literal(self, x: Any) -> Any:
         return np.asarray(x.val, x.aval.dtype)
@@ -102,8 +104,6 @@ class Tail:
             return [self._iota(eqn)]
         if name == "random_bits":
             return [self._random_bits(eqn, args[0])]
-        if axes_of(shape, self.form) is None and not all(isinstance(x, Tile) or np.ndim(x) == 0 for x in args):
-            raise Unfit(f"{name} at {line_of(eqn)} is of shape {tuple(shape)}, not of the form {self.form}")
         return [Tile(self._pointwise(eqn, [self.lift(x, shape) for x in args]))]
 
     def _pointwise(self, eqn: Any, args: list[jax.Array]) -> jax.Array:
@@ -152,9 +152,9 @@ class Tail:
             raise Unfit(f"iota at {line_of(eqn)} is of shape {tuple(shape)}, not of the form {self.form}")
         at = next(i for i, axes in enumerate(groups) if axis in axes)
         if [shape[i] for i in groups[at] if i != axis and shape[i] != 1]:
-            return Tile(self.lift(lax.broadcasted_iota(dtype, [n if i == axis else 1 for i, n in enumerate(shape)], axis), shape))
-        sizes = [n if i == at else 1 for i, n in enumerate(self.form)]
-        return Tile(wide(lax.broadcasted_iota(dtype, self.form, at))) if sizes else Tile(jnp.zeros(sizes, dtype))
+            sizes = [n if i == axis else 1 for i, n in enumerate(shape)]
+            return Tile(self.lift(lax.broadcasted_iota(dtype, sizes, axis), shape))
+        return Tile(wide(lax.broadcasted_iota(dtype, self.form, at)))
 
     def _random_bits(self, eqn: Any, key: Any) -> Tile:
         threefry = jax.typeof(key).dtype.name == "key<fry>" and np.ndim(key) == 0
