@@ -162,16 +162,19 @@ class Graph:
             self._pointwise[i] = pointwise(self.eqns[i])
         return self._pointwise[i]
 
-    def in_memory(self, x: Any) -> bool:
-        """True if a variable must lie in memory, whatever XLA computes in one pass."""
+    def in_memory(self, x: Any, before: bool = False) -> bool:
+        """True if a variable must lie in memory, whatever XLA computes in one pass; or had to before there were regions."""
         if x in self.outvars:
             return True
         for node in self.consumers.get(x, ()):
             if node >= len(self.eqns):
-                return True
+                region = self.regions[node - len(self.eqns)]
+                if not before or x in region.inputs[: 1 + len(region.products)]:
+                    return True
+                continue
             eqn = self.eqns[node]
             if eqn.primitive.name in MOVES:
-                if any(map(self.in_memory, eqn.outvars)):
+                if any(self.in_memory(y, before) for y in eqn.outvars):
                     return True
             elif not (self.is_pointwise(node) or in_one_pass(eqn)):
                 return True

@@ -11,7 +11,7 @@ from typing import Any
 
 from cutjax import dot_precision
 from cutjax.binding import lowering
-from cutjax.epilogue.expression import Epilogue
+from cutjax.epilogue.expression import Epilogue, identity
 from cutjax.fusion.contraction import Contraction
 from cutjax.fusion.jaxprs import byte_count
 from cutjax.kernels import choose, tuned
@@ -22,9 +22,11 @@ from cutjax.kernels.sm90.staging import instructions
 GAIN = 1.03  # faster than XLA by less stays XLA's
 _PASS_US = 1.0  # of a launch of XLA's
 _PASS_BANDWIDTH = 0.85  # of a copy's, that XLA's elementwise passes reach
-# An instruction for each element of the result, beside multiplications: bias+gelu's eight take 55 us of 8192x14336x4096
-# on an H200 (docs/fused-epilogues.md).
+# A kernel with a tail takes what it takes without, and this for each instruction and element: on an H200 55 us for the 8
+# of bias+gelu, 331 us for the 68 of dropout, beside 8192x14336x4096; 2.6 and 12.7 us beside 2048x2048x2048
+# (docs/fused-epilogues.md). The model that ranks kernels says more, so as to prefer those that hide it.
 _INSTRUCTIONS_PER_US = 17e6
+_MEASURED_ON = 830e12  # operations a second, of which those are a part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,6 @@ class Price:
       plain_us: a kernel for the product, and XLA's pass.
       fused_us: one kernel.
       why: why there is no kernel, where there is none.
-      measured: of a kernel that was measured, its time over the predicted one.
     """
 
     runs: str
@@ -45,7 +46,6 @@ class Price:
     plain_us: float | None = None
     fused_us: float | None = None
     why: str = ""
-    measured: float = 1.0
 
     def __str__(self) -> str:
         if self.why:
@@ -77,37 +77,37 @@ def _of_problem(problem: Problem, precision: Any, entries: tuple[tuned.Entry, ..
     if xla_us is None:
         return Price("XLA", why=f"no prediction of XLA's time for {problem}")
     runs = "kernel" if kernel_us * GAIN <= xla_us else "XLA"
-    return Price(runs, xla_us, kernel_us, measured=kernel_us / time_us)
+    return Price(runs, xla_us, kernel_us)
 
 
-def of_region(plain: Price, eqn: Any, leftover: bool) -> Price:
+def of_region(plain: Price, eqn: Any, passes: int, moved: int) -> Price:
     """Returns what a region takes.
 
     Args:
       plain: one of its products alone.
       eqn: that of our product, with the tail for its epilogue.
-      leftover: whether XLA makes more of what the kernel writes, in a pass that it has anyway.
+      passes: XLA's passes that it saves.
+      moved: the bytes that these move, beside those of the tail's operands.
     """
     assert plain.xla_us is not None and plain.plain_us is not None
     choice = lowering.choosers[eqn.primitive](*(x.aval for x in eqn.invars), target=lowering.target(), **eqn.params)
     problem, epilogue = choice.problem, eqn.params["epilogue"].primal
-    itemsize = problem.a_dtype.itemsize
     size = problem.m * problem.n * problem.batch_size
-    operands = eqn.invars[len(eqn.invars) - len(epilogue.operands) :]
-    moved = sum(map(byte_count, (*operands, *eqn.outvars)))
-    for out in epilogue.outputs:  # XLA's product writes what it is
-        if not out.reduce and epilogue.nodes[out.node].op == "acc":
-            moved -= size * itemsize
-    if not leftover:
-        moved += problem.products * size * itemsize
-    pass_us = 1e6 * moved / (problem.device.bytes_per_second * _PASS_BANDWIDTH) + (0 if leftover else _PASS_US)
+    moved += sum(map(byte_count, eqn.invars[len(eqn.invars) - len(epilogue.operands) :]))
+    pass_us = 1e6 * moved / (problem.device.bytes_per_second * _PASS_BANDWIDTH) + passes * _PASS_US
     if problem.products == 1 and _is_cublas(epilogue):
         pass_us = 0.0
     xla_us, plain_us = (problem.products * us + pass_us for us in (plain.xla_us, plain.plain_us))
-    if not choice.served or choice.time_us is None:
+    if not choice.served:
         why = f"no kernel has its tail: {'; '.join(choice.reasons)}"
         return Price("kernel" if plain_us * GAIN <= xla_us else "XLA", xla_us, plain_us, why=why)
-    fused_us = choice.time_us * plain.measured + size * instructions(epilogue) / _INSTRUCTIONS_PER_US
+    rate = problem.device.peak(problem.a_dtype) / _MEASURED_ON * _INSTRUCTIONS_PER_US
+    bytes_us = 1e6 * problem.bytes / problem.device.bytes_per_second
+    more = problem.bytes - dataclasses.replace(problem, epilogue=identity(problem.a_dtype), in_place=()).bytes
+    alone_us = problem.products * plain.plain_us
+    fused_us = alone_us + size * instructions(epilogue) / rate
+    # The bytes beside those of the product are hidden behind multiplications where these take longer than all bytes.
+    fused_us += max(0, more) / problem.device.bytes_per_second * 1e6 * min(1.0, bytes_us / alone_us)
     best = min(plain_us, fused_us)
     runs = "XLA" if best * GAIN > xla_us else "fused" if best == fused_us else "kernel"
     return Price(runs, xla_us, plain_us, fused_us)

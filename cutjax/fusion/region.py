@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,6 +44,11 @@ class Region:
     def equation(self) -> Any:
         """Returns the equation that takes the place of the members."""
         return self.made
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the result."""
+        return math.prod(self.found.shape)
 
     @property
     def tail(self) -> list[int]:

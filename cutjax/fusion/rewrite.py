@@ -13,7 +13,18 @@ from cutjax.epilogue.flatten import line_of
 from cutjax.fusion import price
 from cutjax.fusion.build import build, build_plain
 from cutjax.fusion.contraction import Contraction, contraction
-from cutjax.fusion.jaxprs import BODIES, MOVES, Graph, bodies, is_literal, opened, with_bodies, with_equations
+from cutjax.fusion.jaxprs import (
+    BODIES,
+    MOVES,
+    Graph,
+    bodies,
+    byte_count,
+    full_size,
+    is_literal,
+    opened,
+    with_bodies,
+    with_equations,
+)
 from cutjax.fusion.region import Finder, Region
 from cutjax.fusion.report import Report
 
@@ -134,20 +145,16 @@ class Rewriter:
         key = self._key(graph, region)
         if key not in self._built:
             eqn, inner = build(graph, region)
-            cost = None if plain is None else price.of_region(plain, inner, self._leftover(graph, region))
+            cost = None if plain is None else price.of_region(plain, inner, *_passes(graph, region))
             self._built[key] = eqn, inner, cost
         eqn, inner, cost = self._built[key]
         site = graph.eqns[region.members[-1]].source_info
         return eqn.replace(invars=region.inputs, outvars=region.results, source_info=site), inner, cost
 
-    def _leftover(self, graph: Graph, region: Region) -> bool:
-        """True if XLA makes more of what a region writes, in a pass of its own."""
-        return any(not graph.in_memory(x) for x in region.results)
-
     def _key(self, graph: Graph, region: Region) -> Hashable:
         """Returns what two regions share that become equal equations."""
         number: dict[Any, int] = {x: i for i, x in enumerate(region.inputs)}
-        rows: list[Hashable] = [(region.found, self._leftover(graph, region))]
+        rows: list[Hashable] = [(region.found, _passes(graph, region))]
         rows += [(str(x.aval), x.aval.weak_type if hasattr(x.aval, "weak_type") else False) for x in region.inputs]
         for i in region.members:
             eqn = graph.eqns[i]
@@ -174,3 +181,14 @@ def _report(eqn: Any, form: Contraction | str) -> Report:
     shapes = " x ".join(f"{short(x.aval.dtype.name)}{list(x.aval.shape)}" for x in eqn.invars)
     where = line_of(eqn)
     return Report(f"{shapes} at {where}", runs="XLA", why=form if isinstance(form, str) else "")
+
+
+def _passes(graph: Graph, region: Region) -> tuple[int, int]:
+    """Returns how many of XLA's passes a region saves, and the bytes that these move beside operands of the tail."""
+    products = sum(byte_count(graph.eqns[i].outvars[0]) for i in region.products)
+    made = [x for x in region.results if full_size(x) == region.size and x not in region.accumulators]
+    written = [x for x in made if graph.in_memory(x, before=True)]
+    if written:
+        return 1, products + sum(map(byte_count, written))
+    # What reads the result reads the product instead, and the operands of the tail with it.
+    return 0, sum(byte_count(x) for x in made if len(graph.consumers.get(x, ())) > 1)

@@ -45,6 +45,7 @@ class Tail:
     def __init__(self, form: tuple[int, ...]):
         self.form = form
         self.size = math.prod(form)
+        self._lifted: dict[tuple[int, tuple[int, ...]], tuple[Any, jax.Array]] = {}
 
     def evaluate(self, eqns: Sequence[Any], env: dict[Any, Any]) -> None:
         """Computes the equations; ``env`` has what they read, and gets what they make."""
@@ -56,12 +57,18 @@ class Tail:
         """Returns a value in the form of the result; ``shape`` is that of what it is combined with."""
         if isinstance(x, Tile):
             return x.array
+        shape = np.shape(x) if shape is None else tuple(shape)
+        key = id(x), shape
+        if key not in self._lifted:  # once: each is an operand of its own
+            self._lifted[key] = x, self._lift(x, shape)
+        return wide(self._lifted[key][1])
+
+    def _lift(self, x: Any, shape: tuple[int, ...]) -> jax.Array:
         x = jnp.asarray(x)
         if x.ndim == 0:
-            return wide(lax.reshape(x, (1,) * len(self.form)))
+            return lax.reshape(x, (1,) * len(self.form))
         if x.size == self.size:  # reshaped before it is widened: the kernel widens it
-            return wide(lax.reshape(x, self.form))
-        shape = x.shape if shape is None else shape
+            return lax.reshape(x, self.form)
         groups = axes_of(shape, self.form)
         if groups is None or len(shape) != x.ndim:
             raise Unfit(f"an operand of shape {x.shape} is not of the form {self.form}")
@@ -75,7 +82,7 @@ class Tail:
             sizes.append(math.prod(full[i] for i in axes))
         if full != list(x.shape):
             x = lax.broadcast_in_dim(x, full, range(x.ndim))
-        return wide(lax.reshape(x, sizes))
+        return lax.reshape(x, sizes)
 
     def _literal(self, x: Any) -> Any:
         return np.asarray(x.val, x.aval.dtype)
