@@ -69,7 +69,7 @@ class Explanation:
     def _fusion_lines(self) -> list[str]:
         if not self.fusion:
             return []
-        fused = sum(report.products for report in self.fusion if report.runs == "fused")
+        fused = sum(report.runs == "fused" for report in self.fusion)
         head = f"cutjax.fuse: {fused} of {len(self.fusion)} products fused with what is around them"
         counts = collections.Counter(map(str, self.fusion))
         return [head, *(f"  {f'{count} x ' if count > 1 else ''}{line}" for line, count in counts.items())]

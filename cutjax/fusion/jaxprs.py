@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -45,11 +46,53 @@ def opened(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def with_equations(jaxpr: Any, eqns: Sequence[Any]) -> Any:
+def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any] | None = None) -> Any:
     """Returns a jaxpr, closed or open as it is, with other equations."""
     inner = opened(jaxpr)
-    new = inner.replace(eqns=list(eqns))
+    new = inner.replace(eqns=list(eqns), outvars=inner.outvars if outvars is None else list(outvars))
     return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+
+
+def inlined(jaxpr: Any, wanted: Callable[[Any], bool]) -> Any:
+    """Returns a jaxpr with the equations of jitted functions in the place of some calls, and of those in them."""
+    counts = collections.Counter(id(body) for eqn in opened(jaxpr).eqns for body in bodies(eqn))
+    if not any(_inlines(eqn, counts, wanted) for eqn in opened(jaxpr).eqns):
+        return jaxpr
+    eqns: list[Any] = []
+
+    def append(inner: Any, names: dict[Any, Any]) -> list[Any]:
+        """Appends equations, with other variables for theirs; returns their results."""
+
+        def read(x: Any) -> Any:
+            return x if is_literal(x) else names.get(x, x)
+
+        for eqn in inner.eqns:
+            invars = [read(x) for x in eqn.invars]
+            if _inlines(eqn, counts, wanted):
+                body = opened(eqn.params["jaxpr"])
+                counts.update(id(x) for e in body.eqns for x in bodies(e))
+                outs = append(body, dict(zip(body.invars, invars, strict=True)))
+                names.update(zip(eqn.outvars, outs, strict=True))
+            elif inner is opened(jaxpr):
+                eqns.append(eqn.replace(invars=invars))
+            else:
+                outvars = [new_var(x) for x in eqn.outvars]
+                names.update(zip(eqn.outvars, outvars, strict=True))
+                eqns.append(eqn.replace(invars=invars, outvars=outvars))
+        return [read(x) for x in inner.outvars]
+
+    outvars = append(opened(jaxpr), {})
+    return with_equations(jaxpr, eqns, outvars)
+
+
+def _inlines(eqn: Any, counts: collections.Counter[int], wanted: Callable[[Any], bool]) -> bool:
+    """True if a call is of a jitted function that is called once, is wanted, and says nothing about where it runs."""
+    if eqn.primitive.name not in ("jit", "pjit") or counts[id(eqn.params["jaxpr"])] != 1:
+        return False
+    params, body = eqn.params, eqn.params["jaxpr"]
+    placed = (*params["in_shardings"], *params["out_shardings"])
+    plain = all(type(x).__name__ == "UnspecifiedValue" for x in placed) and not params["compiler_options_kvs"]
+    return plain and not opened(body).constvars and not any(params["donated_invars"]) and wanted(body)
 
 
 def new_var(x: Any) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cutjax.dtypes import short
@@ -20,6 +21,7 @@ from cutjax.fusion.jaxprs import (
     bodies,
     byte_count,
     full_size,
+    inlined,
     is_literal,
     opened,
     with_bodies,
@@ -55,13 +57,29 @@ class Rewriter:
     def _rewritten(self, jaxpr: Any) -> Any:
         if not self._multiplies(jaxpr):
             return jaxpr
-        eqns = [
-            with_bodies(eqn, self.rewrite) if any(map(self._multiplies, bodies(eqn))) else eqn
-            for eqn in opened(jaxpr).eqns
-        ]
+        jaxpr = inlined(jaxpr, self._multiplies)
+        eqns = [self._inside(eqn) if any(map(self._multiplies, bodies(eqn))) else eqn for eqn in opened(jaxpr).eqns]
         if any(eqn.primitive.name == "dot_general" for eqn in eqns):
             eqns = self._fused(opened(with_equations(jaxpr, eqns)))
         return with_equations(jaxpr, eqns)
+
+    def _inside(self, eqn: Any) -> Any:
+        """Returns an equation with its programs rewritten."""
+        if eqn.primitive.name != "shard_map":
+            return with_bodies(eqn, self.rewrite)
+        params, found = eqn.params, []
+
+        def body() -> jax.Array:  # where the mesh's axes are known
+            found.append(with_bodies(eqn, self.rewrite))
+            return jnp.zeros(())
+
+        axes = params.get("newly_manual_axes", params.get("manual_axes"))  # renamed after jax 0.10
+        mesh, spec = params["mesh"], jax.sharding.PartitionSpec()
+        mapped = jax.shard_map(
+            body, mesh=mesh, in_specs=(), out_specs=spec, axis_names=set(axes), check_vma=params["check_vma"]
+        )
+        jax.make_jaxpr(mapped)()
+        return found[0]
 
     def _multiplies(self, jaxpr: Any) -> bool:
         """True if there is a product in a program, however deep."""
