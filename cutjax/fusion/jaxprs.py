@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import functools
 import heapq
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -132,7 +134,9 @@ def pointwise(eqn: Any) -> bool:
 def in_one_pass(eqn: Any) -> bool:
     """True if XLA computes an equation in one pass with what it reads, which then need not lie in memory."""
     name = eqn.primitive.name
-    return name in _IN_ONE_PASS or name == "transpose" or pointwise(eqn)
+    if name in _IN_ONE_PASS or name == "transpose" or pointwise(eqn):
+        return True
+    return name in ("jit", "pjit") and all(in_one_pass(inner) for inner in opened(eqn.params["jaxpr"]).eqns)
 
 
 def full_size(x: Any) -> int:
@@ -166,8 +170,10 @@ class Graph:
         self.consumers: dict[Any, set[int]] = {}
         self.regions: list[Any] = []
         self.definition: dict[Any, int] = {}  # of what a region makes
+        self._spans: list[tuple[int, int]] = []  # of each region, the equations it replaces and those above it
         self.live: set[int] = set()
         self._pointwise: dict[int, bool] = {}
+        self._in_one_pass: dict[int, bool] = {}
         for i, eqn in enumerate(self.eqns):
             found = 0
             for x in eqn.invars:
@@ -219,24 +225,35 @@ class Graph:
             if eqn.primitive.name in MOVES:
                 if any(self.in_memory(y, before) for y in eqn.outvars):
                     return True
-            elif not (self.is_pointwise(node) or in_one_pass(eqn)):
+            elif not self._is_in_one_pass(node):
                 return True
         return False
 
+    def _is_in_one_pass(self, i: int) -> bool:
+        if i not in self._in_one_pass:
+            self._in_one_pass[i] = self.is_pointwise(i) or in_one_pass(self.eqns[i])
+        return self._in_one_pass[i]
+
     def reaches(self, inputs: Iterable[Any], results: Iterable[Any]) -> bool:
         """True if one of some variables is made, by now, of one of some others."""
-        ends, seen = set(results), set()
-        stack = list(inputs)
-        while stack:
-            x = stack.pop()
-            if x in ends:
-                return True
-            node = self.definition.get(x, self.producer.get(x, -1))
-            if node < 0 or node in seen:
-                continue
-            seen.add(node)
-            stack += [y for y in self.reads(node) if not is_literal(y)]
-        return False
+        return bool(self._above(inputs) & self._makers(results))
+
+    def _above(self, variables: Iterable[Any]) -> int:
+        """Returns the equations that variables are made by, as bits; what a region makes is made of all that it reads."""
+        found = 0
+        for x in variables:
+            if not is_literal(x) and x in self.producer:
+                j = self.producer[x]
+                found |= self.ancestors[j] | 1 << j
+        rest = self._spans
+        while touched := [span for span in rest if span[0] & found]:
+            rest = [span for span in rest if not span[0] & found]
+            for _, above in touched:
+                found |= above
+        return found
+
+    def _makers(self, results: Iterable[Any]) -> int:
+        return functools.reduce(operator.or_, (1 << self.producer[x] for x in results))
 
     def reads(self, node: int) -> Sequence[Any]:
         """Returns the variables that a node reads."""
@@ -246,6 +263,7 @@ class Graph:
         """Puts a region in the place of the equations that nothing else needs once it is there."""
         node = len(self.eqns) + len(self.regions)
         self.regions.append(region)
+        self._spans.append((self._makers(region.results), self._above(region.inputs)))
         self._read(node, region.inputs)
         for x in region.results:
             self.definition[x] = node

@@ -151,8 +151,11 @@ class Rewriter:
             return
         form = finder.products.pop(i)
         eqn = graph.eqns[i]
-        made, _ = build_plain(eqn, form)
         inputs = [x for x in eqn.invars if not is_literal(x)]
+        key = form, *(str(x.aval) for x in (*eqn.invars, *eqn.outvars)), len(inputs)
+        if key not in self._built or len(inputs) < 2:
+            self._built[key] = *build_plain(eqn, form), None
+        made = self._built[key][0].replace(invars=inputs, outvars=eqn.outvars, source_info=eqn.source_info)
         graph.replace(Region((i,), form, (), [i], inputs, list(eqn.outvars), [], made))
         report.runs, report.why = "kernel", str(plain)
 

@@ -26,6 +26,8 @@ from cutjax.primitives.accumulators import is_half
 
 _PASS = frozenset([*UNIT_MOVES, "copy", "copy_p", "name", "pbroadcast", "pcast", "pvary", "stop_gradient"])
 _OF_BITS = frozenset(["bitcast_convert_type", "nextafter"])  # they depend on the dtype, not on the value alone
+# Their arguments may have axes of size 1, and numbers no axis, where others are longer.
+_BROADCASTING = frozenset("add sub mul div max min pow rem atan2 eq ne lt le gt ge and or xor".split())
 _REDUCED = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}
 
 
@@ -111,7 +113,15 @@ class Tail:
             return [self._iota(eqn)]
         if name == "random_bits":
             return [self._random_bits(eqn, args[0])]
-        return [Tile(self._pointwise(eqn, [self.lift(x, shape) for x in args]))]
+        if name not in _BROADCASTING:
+            return [Tile(self._pointwise(eqn, [self.lift(x, shape) for x in args]))]
+        numbers = [is_literal(x) and not x.aval.shape for x in eqn.invars]
+        lifted = [wide(x) if number else self.lift(x, shape) for x, number in zip(args, numbers, strict=True)]
+        if all(numbers):
+            lifted[0] = self.lift(args[0])
+        moved = iter(match_varying(*(x for x, number in zip(lifted, numbers, strict=True) if not number)))
+        given = [x if number else next(moved) for x, number in zip(lifted, numbers, strict=True)]
+        return [Tile(wide(eqn.primitive.bind(*given, **eqn.params)))]
 
     def _pointwise(self, eqn: Any, args: list[jax.Array]) -> jax.Array:
         name, params = eqn.primitive.name, dict(eqn.params)
