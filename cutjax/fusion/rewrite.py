@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cutjax.binding import lowering
 from cutjax.dtypes import short
 from cutjax.epilogue.flatten import line_of
 from cutjax.fusion import price
@@ -43,6 +44,8 @@ class Rewriter:
     def __init__(self, policy: str):
         self.policy = policy
         self.reports: list[Report] = []
+        mesh = jax.sharding.get_abstract_mesh()
+        self.divided = lowering.leaves_axes(mesh, ())
         self._done: dict[int, tuple[Any, Any]] = {}  # by the program's id, which is kept
         self._built: dict[Hashable, tuple[Any, Any, price.Price | None]] = {}
         self._kept: list[Any] = []  # of which the ids are part of keys
@@ -69,12 +72,15 @@ class Rewriter:
             return with_bodies(eqn, self.rewrite)
         params, found = eqn.params, []
 
+        axes = params.get("newly_manual_axes", params.get("manual_axes"))  # renamed after jax 0.10
+        mesh, spec, divided = params["mesh"], jax.sharding.PartitionSpec(), self.divided
+
         def body() -> jax.Array:  # where the mesh's axes are known
+            self.divided = lowering.leaves_axes(mesh, axes)
             found.append(with_bodies(eqn, self.rewrite))
+            self.divided = divided
             return jnp.zeros(())
 
-        axes = params.get("newly_manual_axes", params.get("manual_axes"))  # renamed after jax 0.10
-        mesh, spec = params["mesh"], jax.sharding.PartitionSpec()
         mapped = jax.shard_map(
             body, mesh=mesh, in_specs=(), out_specs=spec, axis_names=set(axes), check_vma=params["check_vma"]
         )
@@ -106,6 +112,9 @@ class Rewriter:
             if isinstance(form, str):
                 continue
             if self.policy == "auto":
+                if self.divided:
+                    reports[i].why = lowering.PARTITIONED
+                    continue
                 prices[i] = price.of_product(form, *(x.aval for x in eqn.invars), eqn.outvars[0].aval.dtype)
                 if prices[i].why:
                     reports[i].why = prices[i].why
