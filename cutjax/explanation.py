@@ -146,7 +146,8 @@ def explain(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[
     """
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        found, where, notes = walk.products(fn, args, kwargs, "cuda" if platform == "gpu" else platform or "")
+        notes: list[Any] = []
+        found, where = walk.products(fn, args, kwargs, "cuda" if platform == "gpu" else platform or "", notes)
         counts: dict[Row, int] = {}
         for product in found:
             row = _row(product, where)

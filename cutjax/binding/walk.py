@@ -12,7 +12,6 @@ from jax.extend import core
 
 from cutjax.binding import lowering, rules
 
-
 _annotations: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 
 
@@ -43,23 +42,30 @@ class Found(NamedTuple):
 
 
 def products(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], platform: str
-) -> tuple[list[Found], str, list[Any]]:
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    platform: str,
+    notes: list[Any] | None = None,
+) -> tuple[list[Found], str]:
     """Returns the products that jit would lower for a platform, those that nothing uses left out, in their order.
 
-    And the platform that this process computes on, and what was noted of the programs that it calls.
+    And the platform that this process computes on.
 
     Args:
       fn: any function that ``jax.jit`` takes, jitted or not; it is traced, not run.
       args, kwargs: arrays or ``jax.ShapeDtypeStruct``.
       platform: "cuda", "cpu", ...; "" is this process's.
+      notes: gets what was noted of the programs that it calls (`annotate`).
     """
     here = "cuda" if lowering.on_cuda() else jax.default_backend()
     where = platform or here
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(lambda *args, **kwargs: fn(*args, **kwargs))
     traced = jitted.trace(*args, **kwargs)
+    if notes is not None:
+        notes += _notes(traced.jaxpr)
     divided = lowering.device_count(traced, (where, here)) > 1
-    return list(_walk(rules.live(_open(traced.jaxpr)), where, 1, True, divided)), where, list(_notes(traced.jaxpr))
+    return list(_walk(rules.live(_open(traced.jaxpr)), where, 1, True, divided)), where
 
 
 def _notes(jaxpr: Any) -> Iterator[Any]:

@@ -51,7 +51,9 @@ def build(graph: Graph, region: Region) -> tuple[Any, Any]:
 
         params: dict[str, Any] = {"precision": region.found.precision, "backend": "auto", "config": None}
         out_dtype = (None,) * len(region.results)
-        outs = products.call(region.found.product, epilogue, a, bs, (), (), out_dtype=out_dtype, **params, save="default")
+        outs = products.call(
+            region.found.product, epilogue, a, bs, (), (), out_dtype=out_dtype, **params, save="default"
+        )
         outs = [lax.reshape(y, x.aval.shape) for y, x in zip(outs, region.results, strict=True)]
         return [
             maker.primitive.bind(y, **maker.params) if maker.primitive.name == "name" else y
@@ -69,9 +71,7 @@ def build_plain(eqn: Any, found: Any) -> tuple[Any, Any]:
         given = iter(args)
         left, right = (jnp.asarray(x.val, x.aval.dtype) if is_literal(x) else next(given) for x in eqn.invars)
         a, b = found.operands(left, right)
-        d = products.multiply(
-            found.product, a, b, out_dtype=out.dtype, precision=found.precision, backend="auto"
-        )
+        d = products.multiply(found.product, a, b, out_dtype=out.dtype, precision=found.precision, backend="auto")
         return [lax.reshape(d, out.shape)]
 
     return equation(call, [x for x in eqn.invars if not is_literal(x)], eqn.outvars, eqn)

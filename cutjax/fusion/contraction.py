@@ -1,4 +1,4 @@
-"""Products of a program in the form that kernels have: ``[*batch, m, k] @ [*batch, k, n]``, by reshapes that move nothing."""
+"""Products of a program as kernels have them: ``[*batch, m, k] @ [*batch, k, n]``, by reshapes that move nothing."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def transposes(eqn: Any, found: Contraction, rank: int, left: int) -> bool:
 
 
 def axes_of(shape: Sequence[int], form: Sequence[int]) -> list[list[int]] | None:
-    """Returns the axes of a shape that each axis of another is made of, in their order; None where it is made so of none."""
+    """Returns the axes of a shape that each axis of another merges, in their order; None where that is not so."""
     found: list[list[int]] = []
     at = 0
     for size in form:

@@ -212,7 +212,7 @@ class Graph:
         return self._pointwise[i]
 
     def in_memory(self, x: Any, before: bool = False) -> bool:
-        """True if a variable must lie in memory, whatever XLA computes in one pass; or had to before there were regions."""
+        """True if a variable must lie in memory, whatever XLA computes in one pass; or had to without regions."""
         if x in self.outvars:
             return True
         for node in self.consumers.get(x, ()):
@@ -239,7 +239,7 @@ class Graph:
         return bool(self._above(inputs) & self._makers(results))
 
     def _above(self, variables: Iterable[Any]) -> int:
-        """Returns the equations that variables are made by, as bits; what a region makes is made of all that it reads."""
+        """Returns the equations that make variables, as bits; what a region makes is made of all that it reads."""
         found = 0
         for x in variables:
             if not is_literal(x) and x in self.producer:

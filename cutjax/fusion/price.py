@@ -26,7 +26,7 @@ _SHOWN = 0.5  # of the time of bytes beside multiplications, what these do not h
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-    """What a region takes, in predicted microseconds; None where there is no kernel.
+    """The time of a region, in predicted microseconds; None where there is no kernel.
 
     Attributes:
       runs: "XLA", "kernel" (for the product alone) or "fused".
@@ -51,12 +51,12 @@ class Price:
         return ", ".join(f"{name} {us:.1f} us" for name, us in parts if us is not None)
 
 
-def of_product(found: Contraction, left: Any, right: Any, out_dtype: Any) -> Price:
-    """Returns what a plain product takes by XLA and by a kernel."""
+def of_product(found: Contraction, eqn: Any) -> Price:
+    """Returns what the product of an equation takes by XLA and by a kernel."""
     target = lowering.target()
     device = device_of_kind(target.kind, target.arch, target.sms)
-    a, b = found.avals(left, right)
-    problem = found.product.problem(a, b, out_dtype=out_dtype, device=device)
+    a, b = found.avals(*(x.aval for x in eqn.invars))
+    problem = found.product.problem(a, b, out_dtype=eqn.outvars[0].aval.dtype, device=device)
     return _of_problem(problem, found.precision, tuned.find(problem))
 
 
@@ -86,7 +86,8 @@ def of_region(plain: Price, eqn: Any, passes: int, moved: int) -> Price:
       passes: XLA's passes that it saves.
       moved: the bytes that these move, beside those of the tail's operands.
     """
-    assert plain.xla_us is not None and plain.plain_us is not None
+    assert plain.xla_us is not None
+    assert plain.plain_us is not None
     choice = lowering.choosers[eqn.primitive](*(x.aval for x in eqn.invars), target=lowering.target(), **eqn.params)
     problem, epilogue = choice.problem, eqn.params["epilogue"].primal
     moved += sum(map(byte_count, eqn.invars[len(eqn.invars) - len(epilogue.operands) :]))

@@ -184,7 +184,12 @@ class _Growth:
                 continue
             if graph.depends_on(x, self.mask):
                 return ": an operand of it is made of the product by what no kernel computes"
-            if not moves and x.aval.ndim and full_size(x) != self.size and axes_of(eqn.outvars[0].aval.shape, form) is None:
+            if (
+                not moves
+                and x.aval.ndim
+                and full_size(x) != self.size
+                and axes_of(eqn.outvars[0].aval.shape, form) is None
+            ):
                 return f": an operand of shape {tuple(x.aval.shape)} is not along rows or columns"
         return None
 
@@ -258,7 +263,7 @@ class _Growth:
         return written, reduced
 
     def _cut(self, written: list[Any], outside: list[Any]) -> list[Any]:
-        """Returns what to write so that all that is used outside is that, or made of it: the fewest bytes, the latest."""
+        """Returns what to write of which all that is used outside is made: the fewest bytes, the latest."""
         if all(self._made_of(x, set(written), {}) for x in outside):
             return written
         order = sorted(self.tiles, key=lambda x: (x.aval.dtype.itemsize, -self.tiles[x]))

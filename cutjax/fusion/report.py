@@ -1,4 +1,4 @@
-"""What became of the products of a program that was rewritten, for ``cutjax.explain`` to show."""
+"""The fate of each product of a program that was rewritten, for ``cutjax.explain`` to show."""
 
 from __future__ import annotations
 

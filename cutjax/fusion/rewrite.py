@@ -115,7 +115,7 @@ class Rewriter:
                 if self.divided:
                     reports[i].why = lowering.PARTITIONED
                     continue
-                prices[i] = price.of_product(form, *(x.aval for x in eqn.invars), eqn.outvars[0].aval.dtype)
+                prices[i] = price.of_product(form, eqn)
                 if prices[i].why:
                     reports[i].why = prices[i].why
                     continue
@@ -133,9 +133,8 @@ class Rewriter:
         """Puts a region in the place of a product and what is around it, where that is worth it."""
         region = finder.region(i)
         report, plain = reports[i], prices.get(i)
-        if isinstance(region, Region):
-            if all(graph.eqns[j].primitive.name in MOVES for j in region.tail):
-                region = region.stops
+        if isinstance(region, Region) and all(graph.eqns[j].primitive.name in MOVES for j in region.tail):
+            region = region.stops
         if isinstance(region, Region):
             report.stops = tuple(region.stops)
             try:
@@ -168,9 +167,7 @@ class Rewriter:
         graph.replace(Region((i,), form, (), [i], inputs, list(eqn.outvars), [], made))
         report.runs, report.why = "kernel", str(plain)
 
-    def _build(
-        self, graph: Graph, region: Region, plain: price.Price | None
-    ) -> tuple[Any, Any, price.Price | None]:
+    def _build(self, graph: Graph, region: Region, plain: price.Price | None) -> tuple[Any, Any, price.Price | None]:
         """Returns the equation of a region, that of the product within and the price, as for the same region before."""
         key = self._key(graph, region)
         if key not in self._built:
@@ -188,9 +185,7 @@ class Rewriter:
         rows += [(str(x.aval), x.aval.weak_type if hasattr(x.aval, "weak_type") else False) for x in region.inputs]
         for i in region.members:
             eqn = graph.eqns[i]
-            args = tuple(
-                (np.asarray(x.val).tobytes(), str(x.aval)) if is_literal(x) else number[x] for x in eqn.invars
-            )
+            args = tuple((np.asarray(x.val).tobytes(), str(x.aval)) if is_literal(x) else number[x] for x in eqn.invars)
             params = tuple((name, self._param(value)) for name, value in sorted(eqn.params.items()))
             rows.append((eqn.primitive, args, params, i in region.products))
             for x in eqn.outvars:

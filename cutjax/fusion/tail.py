@@ -27,7 +27,8 @@ from cutjax.primitives.accumulators import is_half
 _PASS = frozenset([*UNIT_MOVES, "copy", "copy_p", "name", "pbroadcast", "pcast", "pvary", "stop_gradient"])
 _OF_BITS = frozenset(["bitcast_convert_type", "nextafter"])  # they depend on the dtype, not on the value alone
 # Their arguments may have axes of size 1, and numbers no axis, where others are longer.
-_BROADCASTING = frozenset("add sub mul div max min pow rem atan2 eq ne lt le gt ge and or xor".split())
+_NAMES = "add sub mul div max min pow rem atan2 eq ne lt le gt ge and or xor"
+_BROADCASTING = frozenset(_NAMES.split())
 _REDUCED = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}
 
 
