@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cutjax import checkpoint_policies
 from cutjax.explanation import explain
+from cutjax.fusion.fuse import fuse
 from cutjax.kernels.choose import candidates, reasons, supports
 from cutjax.kernels.custom import CudaLaunch
 from cutjax.kernels.problem import Problem
@@ -36,6 +37,7 @@ __all__ = [
     "dot_general",
     "einsum",
     "explain",
+    "fuse",
     "gemm",
     "grouped_gemm",
     "grouped_mlp",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -54,13 +55,26 @@ class Explanation:
       rows: one for each distinct product, in the order of the program.
       platform: what it was explained for, e.g. "cuda" or "cpu".
       arch: the CUDA architecture the kernels are for.
+      fusion: what ``cutjax.fuse`` did with each product that it found; a product in a loop is there once.
     """
 
     rows: tuple[Row, ...]
     platform: str
     arch: str
+    fusion: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
+        return "\n".join([self._table(), *self._fusion_lines()])
+
+    def _fusion_lines(self) -> list[str]:
+        if not self.fusion:
+            return []
+        fused = sum(report.runs == "fused" for report in self.fusion)
+        head = f"cutjax.fuse: {fused} of {len(self.fusion)} products fused with what is around them"
+        counts = collections.Counter(map(str, self.fusion))
+        return [head, *(f"  {f'{count} x ' if count > 1 else ''}{line}" for line, count in counts.items())]
+
+    def _table(self) -> str:
         if not self.rows:
             return f"platform {self.platform}: no cutjax operation"
         elsewhere = self.platform != "cuda"
@@ -132,13 +146,14 @@ def explain(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[
     """
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        found, where = walk.products(fn, args, kwargs, "cuda" if platform == "gpu" else platform or "")
+        notes: list[Any] = []
+        found, where = walk.products(fn, args, kwargs, "cuda" if platform == "gpu" else platform or "", notes)
         counts: dict[Row, int] = {}
         for product in found:
             row = _row(product, where)
             counts[row] = counts.get(row, 0) + product.count
         rows = tuple(dataclasses.replace(row, count=count) for row, count in counts.items())
-        return Explanation(rows, where, lowering.target().arch)
+        return Explanation(rows, where, lowering.target().arch, tuple(notes))
 
     return explained
 

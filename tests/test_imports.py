@@ -13,6 +13,7 @@ ROOT = pathlib.Path(cutjax.__file__).parent
 # From the top to the ground. A module imports what is of its own folder, and of those named here.
 MAY_IMPORT = {
     "": {
+        "fusion",
         "tuning",
         "ops",
         "primitives",
@@ -22,6 +23,7 @@ MAY_IMPORT = {
         "runtime",
     },  # __init__, explanation, checkpoint_policies, __main__
     "flax": {"tuning", "ops", "primitives", "kernels", "epilogue", "binding", "runtime"},
+    "fusion": {"ops", "primitives", "kernels", "epilogue", "binding", "runtime"},
     "tuning": {"ops", "primitives", "kernels", "epilogue", "binding", "runtime"},
     "ops": {"primitives", "kernels", "epilogue", "binding", "runtime"},
     "primitives": {"kernels", "epilogue", "binding", "runtime"},

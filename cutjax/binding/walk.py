@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,13 @@ import jax
 from jax.extend import core
 
 from cutjax.binding import lowering, rules
+
+_annotations: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+
+
+def annotate(jaxpr: Any, notes: tuple[Any, ...]) -> None:
+    """Notes, of the program of a call, what ``explain`` shows of it."""
+    _annotations[jaxpr] = notes
 
 
 class Found(NamedTuple):
@@ -34,7 +42,11 @@ class Found(NamedTuple):
 
 
 def products(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], platform: str
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    platform: str,
+    notes: list[Any] | None = None,
 ) -> tuple[list[Found], str]:
     """Returns the products that jit would lower for a platform, those that nothing uses left out, in their order.
 
@@ -44,13 +56,26 @@ def products(
       fn: any function that ``jax.jit`` takes, jitted or not; it is traced, not run.
       args, kwargs: arrays or ``jax.ShapeDtypeStruct``.
       platform: "cuda", "cpu", ...; "" is this process's.
+      notes: gets what was noted of the programs that it calls (`annotate`).
     """
     here = "cuda" if lowering.on_cuda() else jax.default_backend()
     where = platform or here
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(lambda *args, **kwargs: fn(*args, **kwargs))
     traced = jitted.trace(*args, **kwargs)
+    if notes is not None:
+        notes += _notes(traced.jaxpr)
     divided = lowering.device_count(traced, (where, here)) > 1
     return list(_walk(rules.live(_open(traced.jaxpr)), where, 1, True, divided)), where
+
+
+def _notes(jaxpr: Any) -> Iterator[Any]:
+    """Returns what was noted of a program and of those that it calls."""
+    yield from _annotations.get(jaxpr, ())
+    for eqn in _open(jaxpr).eqns:
+        for value in eqn.params.values():
+            for sub in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(sub, "eqns"):
+                    yield from _notes(sub)
 
 
 def _walk(jaxpr: core.Jaxpr, platform: str, count: int, exact: bool, divided: bool) -> Iterator[Found]:

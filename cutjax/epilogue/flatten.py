@@ -63,11 +63,11 @@ _BECOME_SEVERAL_NODES = frozenset(["add_any", "random_bits", "log2", "one_minus_
 INLINABLE = OPS | IDENTITIES | _BECOME_SEVERAL_NODES | {*UNIT_MOVES, "broadcast_in_dim", "iota", "tie", "transpose"}
 
 
-def _is_elementwise(jaxpr: Any) -> bool:
+def is_elementwise(jaxpr: Any) -> bool:
     """True if a kernel can compute all that the results of a jaxpr need."""
     for eqn in needed_equations(jaxpr):
         if eqn.primitive.name in CALLS:
-            if not _is_elementwise(callee(eqn)[0]):
+            if not is_elementwise(callee(eqn)[0]):
                 return False
         elif eqn.primitive.name not in INLINABLE:
             return False
@@ -202,7 +202,7 @@ class Flat:
 
     def _runs_in_kernel(self, eqn: Any, ins: list[int]) -> bool:
         """True if a call of operands alone is computed in the kernel, not before it."""
-        if not _is_elementwise(callee(eqn)[0]):
+        if not is_elementwise(callee(eqn)[0]):
             return False
         if not has_rule(eqn):
             return True

@@ -106,6 +106,16 @@ def _ranked(problem: Problem) -> list[tuple[Kernel, float]]:
     return sorted(serving, key=lambda entry: entry[1])
 
 
+@functools.lru_cache(maxsize=4096)
+def fastest(problem: Problem) -> tuple[Kernel, float, int] | None:
+    """Returns the kernel predicted fastest, its time and how many serve a problem; None where none does."""
+    ranked = _ranked(problem)
+    if not ranked:
+        return None
+    kernel, time_us = next(entry for entry in ranked if not entry[0].unlaunchable())
+    return kernel, time_us, len(ranked)
+
+
 def choose(
     problem: Problem, config: Any = None, platform: str = "cuda", precision: Canonical = None, backend: str = "auto"
 ) -> Choice:
@@ -134,13 +144,13 @@ def _choose(
     for entry in entries:
         if choice := _tuned(problem, entry, strict):
             return choice
-    if ranked := _ranked(problem):
-        kernel, time_us = next(entry for entry in ranked if not entry[0].unlaunchable())
+    if found := fastest(problem):
+        kernel, time_us, count = found
         xla_us = kernel.xla_us(problem.device)
         if xla_us is not None and time_us > SLOWER * xla_us and not strict:
-            why = f"predicted: XLA {xla_us:.1f} us, the fastest of {len(ranked)} kernels {time_us:.1f} us"
+            why = f"predicted: XLA {xla_us:.1f} us, the fastest of {count} kernels {time_us:.1f} us"
             return Choice(problem, None, (why,), xla_us=xla_us)
-        return _chosen(problem, kernel, time_us, f"predicted fastest of {len(ranked)} configs", xla_us)
+        return _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs", xla_us)
     return Choice(problem, None, _problem_reasons(problem) or _config_reasons(problem))
 
 

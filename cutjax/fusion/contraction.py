@@ -1,0 +1,126 @@
+"""Products of a program as kernels have them: ``[*batch, m, k] @ [*batch, k, n]``, by reshapes that move nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cutjax.fusion.jaxprs import is_literal
+from cutjax.primitives.dense import FLIP, Dense
+
+
+@dataclasses.dataclass(frozen=True)
+class Contraction:
+    """A product of an equation, in the form of a kernel.
+
+    Attributes:
+      layout: "nn", "nt", "tn" or "tt".
+      a, b: the shapes to which the operands are reshaped.
+      shape: that of the result, ``(*batch, m, n)``, to which the equation's is reshaped.
+      swapped: whether a is the equation's right operand, as where the result is transposed.
+      precision: as ``dot_general`` has it.
+    """
+
+    layout: str
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    shape: tuple[int, ...]
+    swapped: bool
+    precision: Any
+
+    @property
+    def product(self) -> Dense:
+        """The product that is bound."""
+        return Dense(self.layout)
+
+    def operands(self, left: Any, right: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns a and b of the left operand and the right one."""
+        x, y = (right, left) if self.swapped else (left, right)
+        return lax.reshape(x, self.a), lax.reshape(y, self.b)
+
+    def avals(self, left: Any, right: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Returns the shapes and dtypes of a and b."""
+        x, y = (right, left) if self.swapped else (left, right)
+        return jax.ShapeDtypeStruct(self.a, x.dtype), jax.ShapeDtypeStruct(self.b, y.dtype)
+
+    @property
+    def transposed(self) -> Contraction:
+        """The product whose result is transposed; of one without batch axes."""
+        layout = FLIP[self.layout[1]] + FLIP[self.layout[0]]
+        return Contraction(layout, self.b, self.a, self.shape[::-1], not self.swapped, self.precision)
+
+
+def contraction(eqn: Any) -> Contraction | str:
+    """Returns a dot_general as a kernel has it, or why none has."""
+    (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
+    left, right = (x.aval for x in eqn.invars)
+    if eqn.params.get("out_sharding") is not None:
+        return "it says out_sharding"
+    if left.dtype != right.dtype or not jnp.issubdtype(left.dtype, jnp.floating):
+        return f"operands {left.dtype} and {right.dtype}: of one floating dtype they would have a kernel"
+    out = eqn.outvars[0].aval.dtype
+    if out not in (left.dtype, np.dtype(np.float32)):
+        return f"a result in {out} of operands in {left.dtype}"
+    if any(axis is not None for x in (left, right) for axis in x.sharding.spec):
+        return "an operand is sharded explicitly"
+    batch = len(lb)
+    if tuple(lb) != tuple(range(batch)) or tuple(rb) != tuple(range(batch)):
+        return f"batch axes {tuple(lb)}, {tuple(rb)} are not the first"
+    pairs = sorted(zip(lc, rc, strict=True))
+    a = _matrix(left.shape, [i for i, _ in pairs], batch, "nt")
+    b = _matrix(right.shape, [j for _, j in pairs], batch, "tn")
+    if a is None or b is None:
+        return "its contracted axes are no neighbours at one end of an operand"
+    (of_a, a_shape, m), (of_b, b_shape, n) = a, b
+    if 0 in (*left.shape, *right.shape):
+        return "it is empty"
+    return Contraction(of_a + of_b, a_shape, b_shape, (*left.shape[:batch], m, n), False, eqn.params["precision"])
+
+
+def _matrix(
+    shape: Sequence[int], contracted: list[int], batch: int, letters: str
+) -> tuple[str, tuple[int, ...], int] | None:
+    """Returns the letter of an operand, its shape with merged axes, and the size of its own axis; None if axes move."""
+    rank = len(shape)
+    last = contracted == list(range(rank - len(contracted), rank))
+    if not contracted or not (last or contracted == list(range(batch, batch + len(contracted)))):
+        return None
+    k = math.prod(shape[i] for i in contracted)
+    own = math.prod(shape[batch:]) // max(k, 1)
+    if len(contracted) == rank - batch:
+        return None  # a vector
+    return (letters[0], (*shape[:batch], own, k), own) if last else (letters[1], (*shape[:batch], k, own), own)
+
+
+def transposes(eqn: Any, found: Contraction, rank: int, left: int) -> bool:
+    """True if an equation swaps rows and columns of a result of that rank, whose first ``left`` axes are its rows."""
+    if eqn.primitive.name != "transpose" or len(found.shape) != 2 or is_literal(eqn.invars[0]):
+        return False
+    return tuple(eqn.params["permutation"]) == (*range(left, rank), *range(left))
+
+
+def axes_of(shape: Sequence[int], form: Sequence[int]) -> list[list[int]] | None:
+    """Returns the axes of a shape that each axis of another merges, in their order; None where that is not so."""
+    found: list[list[int]] = []
+    at = 0
+    for size in form:
+        axes: list[int] = []
+        product = 1
+        while product < size and at < len(shape):
+            axes.append(at)
+            product *= shape[at]
+            at += 1
+        if product != size:
+            return None
+        found.append(axes)
+    if any(size != 1 for size in shape[at:]):
+        return None
+    found[-1] += range(at, len(shape))
+    return found

@@ -1,0 +1,322 @@
+"""Programs as jaxprs: the parts that are rewritten, new equations put in their place, and what follows from which."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import heapq
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from jax.extend import core
+
+from cutjax.epilogue.flatten import INLINABLE, REDUCTIONS, is_elementwise
+from cutjax.epilogue.jaxpr import CALLS, IDENTITIES
+
+# The parameters that hold the programs of an equation. Of a custom rule only what runs without a derivative.
+BODIES = {
+    "jit": ("jaxpr",),
+    "pjit": ("jaxpr",),
+    "closed_call": ("call_jaxpr",),
+    "core_call": ("call_jaxpr",),
+    "checkpoint": ("jaxpr",),
+    "remat2": ("jaxpr",),
+    "custom_jvp_call": ("call_jaxpr",),
+    "custom_vjp_call": ("call_jaxpr",),
+    "custom_vjp_call_jaxpr": ("fun_jaxpr",),
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+    "shard_map": ("jaxpr",),
+}
+MOVES = frozenset(["reshape", "squeeze", "expand_dims", "transpose", "copy", "copy_p", "name"])
+# What XLA computes in one pass with what reads or makes it.
+_IN_ONE_PASS = frozenset([*REDUCTIONS, "slice", "pad", "rev", "concatenate", "argmax", "argmin", "reduce_and"])
+# Identities that mean something to XLA, which must see the very value.
+_BARRIERS = IDENTITIES - {"copy", "copy_p", "name", "pbroadcast", "pcast", "pvary"}
+
+
+def is_literal(x: Any) -> bool:
+    """True if an argument of an equation is a number written there."""
+    return hasattr(x, "val")
+
+
+def opened(jaxpr: Any) -> Any:
+    """Returns the jaxpr of a closed one, which after jax 0.10 is the same."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any] | None = None) -> Any:
+    """Returns a jaxpr, closed or open as it is, with other equations."""
+    inner = opened(jaxpr)
+    new = inner.replace(eqns=list(eqns), outvars=inner.outvars if outvars is None else list(outvars))
+    return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+
+
+def inlined(jaxpr: Any, wanted: Callable[[Any], bool]) -> Any:
+    """Returns a jaxpr with the equations of jitted functions in the place of some calls, and of those in them."""
+    counts = collections.Counter(id(body) for eqn in opened(jaxpr).eqns for body in bodies(eqn))
+    if not any(_inlines(eqn, counts, wanted) for eqn in opened(jaxpr).eqns):
+        return jaxpr
+    eqns: list[Any] = []
+
+    def append(inner: Any, names: dict[Any, Any]) -> list[Any]:
+        """Appends equations, with other variables for theirs; returns their results."""
+
+        def read(x: Any) -> Any:
+            return x if is_literal(x) else names.get(x, x)
+
+        for eqn in inner.eqns:
+            invars = [read(x) for x in eqn.invars]
+            if _inlines(eqn, counts, wanted):
+                body = opened(eqn.params["jaxpr"])
+                counts.update(id(x) for e in body.eqns for x in bodies(e))
+                outs = append(body, dict(zip(body.invars, invars, strict=True)))
+                names.update(zip(eqn.outvars, outs, strict=True))
+            elif inner is opened(jaxpr):
+                eqns.append(eqn.replace(invars=invars))
+            else:
+                outvars = [new_var(x) for x in eqn.outvars]
+                names.update(zip(eqn.outvars, outvars, strict=True))
+                eqns.append(eqn.replace(invars=invars, outvars=outvars))
+        return [read(x) for x in inner.outvars]
+
+    outvars = append(opened(jaxpr), {})
+    return with_equations(jaxpr, eqns, outvars)
+
+
+def _inlines(eqn: Any, counts: collections.Counter[int], wanted: Callable[[Any], bool]) -> bool:
+    """True if a call is of a jitted function that is called once, is wanted, and says nothing about where it runs."""
+    if eqn.primitive.name not in ("jit", "pjit") or counts[id(eqn.params["jaxpr"])] != 1:
+        return False
+    params, body = eqn.params, eqn.params["jaxpr"]
+    placed = (*params["in_shardings"], *params["out_shardings"])
+    plain = all(type(x).__name__ == "UnspecifiedValue" for x in placed) and not params["compiler_options_kvs"]
+    return plain and not opened(body).constvars and not any(params["donated_invars"]) and wanted(body)
+
+
+def new_var(x: Any) -> Any:
+    """Returns a new variable like another."""
+    return core.Var(x.aval)
+
+
+def bodies(eqn: Any) -> list[Any]:
+    """Returns the programs of an equation that are rewritten with it."""
+    found: list[Any] = []
+    for name in BODIES.get(eqn.primitive.name, ()):
+        value = eqn.params.get(name)
+        found += value if isinstance(value, tuple | list) else [] if value is None else [value]
+    return found
+
+
+def with_bodies(eqn: Any, rewrite: Callable[[Any], Any]) -> Any:
+    """Returns an equation with each of its programs rewritten."""
+    params = dict(eqn.params)
+    for name in BODIES.get(eqn.primitive.name, ()):
+        value = params.get(name)
+        if value is not None:
+            params[name] = tuple(map(rewrite, value)) if isinstance(value, tuple | list) else rewrite(value)
+    return eqn.replace(params=params)
+
+
+def pointwise(eqn: Any) -> bool:
+    """True if an equation computes each element of its results from those at the same place, or moves none."""
+    if eqn.effects:
+        return False
+    name = eqn.primitive.name
+    if name in CALLS:
+        return is_elementwise(opened(eqn.params[CALLS[name]])) if name in BODIES else False
+    return name in INLINABLE and name not in _BARRIERS and name != "transpose"
+
+
+def in_one_pass(eqn: Any) -> bool:
+    """True if XLA computes an equation in one pass with what it reads, which then need not lie in memory."""
+    name = eqn.primitive.name
+    if name in _IN_ONE_PASS or name == "transpose" or pointwise(eqn):
+        return True
+    return name in ("jit", "pjit") and all(in_one_pass(inner) for inner in opened(eqn.params["jaxpr"]).eqns)
+
+
+def full_size(x: Any) -> int:
+    """Returns the number of elements."""
+    return math.prod(x.aval.shape)
+
+
+def byte_count(x: Any) -> int:
+    """Returns the bytes of an array."""
+    return full_size(x) * getattr(x.aval.dtype, "itemsize", 4)
+
+
+class Graph:
+    """The equations of a jaxpr, which of them are alive, and the regions that have replaced some.
+
+    Nodes are numbered: an equation by its place, a region by the number of equations and its place among regions.
+
+    Attributes:
+      eqns: the equations.
+      producer: the equation that makes a variable.
+      ancestors: of each equation, the equations it depends on, as bits of an integer.
+      consumers: of each variable, the nodes alive that read it.
+      regions: what was put in the place of equations: ``inputs``, ``results``, ``equation()``.
+    """
+
+    def __init__(self, jaxpr: Any):
+        self.eqns = list(jaxpr.eqns)
+        self.outvars = {x for x in jaxpr.outvars if not is_literal(x)}
+        self.producer: dict[Any, int] = {}
+        self.ancestors: list[int] = []
+        self.consumers: dict[Any, set[int]] = {}
+        self.regions: list[Any] = []
+        self.definition: dict[Any, int] = {}  # of what a region makes
+        self._spans: list[tuple[int, int]] = []  # of each region, the equations it replaces and those above it
+        self.live: set[int] = set()
+        self._pointwise: dict[int, bool] = {}
+        self._in_one_pass: dict[int, bool] = {}
+        for i, eqn in enumerate(self.eqns):
+            found = 0
+            for x in eqn.invars:
+                if not is_literal(x) and x in self.producer:
+                    j = self.producer[x]
+                    found |= self.ancestors[j] | 1 << j
+            self.ancestors.append(found)
+            for x in eqn.outvars:
+                self.producer[x] = i
+        for i in reversed(range(len(self.eqns))):
+            eqn = self.eqns[i]
+            if eqn.effects or any(self.used(x) for x in eqn.outvars):
+                self.live.add(i)
+                self._read(i, eqn.invars)
+
+    def _read(self, node: int, variables: Iterable[Any]) -> None:
+        for x in variables:
+            if not is_literal(x):
+                self.consumers.setdefault(x, set()).add(node)
+
+    def used(self, x: Any) -> bool:
+        """True if anything alive, or the result, needs a variable."""
+        return x in self.outvars or bool(self.consumers.get(x))
+
+    def depends_on(self, x: Any, members: int) -> bool:
+        """True if a variable is made of what some equations, given as bits, make."""
+        if is_literal(x) or x not in self.producer:
+            return False
+        j = self.producer[x]
+        return bool((self.ancestors[j] | 1 << j) & members)
+
+    def is_pointwise(self, i: int) -> bool:
+        """True if an equation is one that a kernel may compute on the elements of its result."""
+        if i not in self._pointwise:
+            self._pointwise[i] = pointwise(self.eqns[i])
+        return self._pointwise[i]
+
+    def in_memory(self, x: Any, before: bool = False) -> bool:
+        """True if a variable must lie in memory, whatever XLA computes in one pass; or had to without regions."""
+        if x in self.outvars:
+            return True
+        for node in self.consumers.get(x, ()):
+            if node >= len(self.eqns):
+                region = self.regions[node - len(self.eqns)]
+                if not before or x in region.inputs[: 1 + len(region.products)]:
+                    return True
+                continue
+            eqn = self.eqns[node]
+            if eqn.primitive.name in MOVES:
+                if any(self.in_memory(y, before) for y in eqn.outvars):
+                    return True
+            elif not self._is_in_one_pass(node):
+                return True
+        return False
+
+    def _is_in_one_pass(self, i: int) -> bool:
+        if i not in self._in_one_pass:
+            self._in_one_pass[i] = self.is_pointwise(i) or in_one_pass(self.eqns[i])
+        return self._in_one_pass[i]
+
+    def reaches(self, inputs: Iterable[Any], results: Iterable[Any]) -> bool:
+        """True if one of some variables is made, by now, of one of some others."""
+        return bool(self._above(inputs) & self._makers(results))
+
+    def _above(self, variables: Iterable[Any]) -> int:
+        """Returns the equations that make variables, as bits; what a region makes is made of all that it reads."""
+        found = 0
+        for x in variables:
+            if not is_literal(x) and x in self.producer:
+                j = self.producer[x]
+                found |= self.ancestors[j] | 1 << j
+        rest = self._spans
+        while touched := [span for span in rest if span[0] & found]:
+            rest = [span for span in rest if not span[0] & found]
+            for _, above in touched:
+                found |= above
+        return found
+
+    def _makers(self, results: Iterable[Any]) -> int:
+        return functools.reduce(operator.or_, (1 << self.producer[x] for x in results))
+
+    def reads(self, node: int) -> Sequence[Any]:
+        """Returns the variables that a node reads."""
+        return self.eqns[node].invars if node < len(self.eqns) else self.regions[node - len(self.eqns)].inputs
+
+    def replace(self, region: Any) -> None:
+        """Puts a region in the place of the equations that nothing else needs once it is there."""
+        node = len(self.eqns) + len(self.regions)
+        self.regions.append(region)
+        self._spans.append((self._makers(region.results), self._above(region.inputs)))
+        self._read(node, region.inputs)
+        for x in region.results:
+            self.definition[x] = node
+        for i in sorted(region.members, reverse=True):
+            self._kill(i)
+
+    def _kill(self, i: int) -> None:
+        eqn = self.eqns[i]
+        if i not in self.live or eqn.effects:
+            return
+        if any(self.used(x) and x not in self.definition for x in eqn.outvars):
+            return
+        self.live.remove(i)
+        for x in eqn.invars:
+            if not is_literal(x) and x in self.consumers:
+                self.consumers[x].discard(i)
+                if x in self.producer and x not in self.definition:
+                    self._kill(self.producer[x])
+
+    def equations(self) -> list[Any]:
+        """Returns what is alive in an order in which everything is made before it is read, near to that it had."""
+        n = len(self.eqns)
+        nodes = {i: i for i in self.live} | {n + r: max(x.members) for r, x in enumerate(self.regions)}
+        makes = self.producer | self.definition
+        waits = {node: {makes[x] for x in self.reads(node) if not is_literal(x) and x in makes} for node in nodes}
+        last = None
+        for node in sorted(self.live):
+            if self.eqns[node].effects:
+                if last is not None:
+                    waits[node].add(last)
+                last = node
+        followers: dict[int, list[int]] = {}
+        for node, before in waits.items():
+            for other in before:
+                followers.setdefault(other, []).append(node)
+        missing = {node: len(before) for node, before in waits.items()}
+        ready = [(nodes[node], node) for node, count in missing.items() if not count]
+        heapq.heapify(ready)
+        found = []
+        while ready:
+            node = heapq.heappop(ready)[1]
+            found.append(self._equation(node))
+            for other in followers.get(node, ()):
+                missing[other] -= 1
+                if not missing[other]:
+                    heapq.heappush(ready, (nodes[other], other))
+        assert len(found) == len(nodes), "regions depend on each other"
+        return found
+
+    def _equation(self, node: int) -> Any:
+        if node >= len(self.eqns):
+            return self.regions[node - len(self.eqns)].equation()
+        eqn = self.eqns[node]
+        if any(x in self.definition for x in eqn.outvars):  # a region makes some of its results
+            eqn = eqn.replace(outvars=[new_var(x) if x in self.definition else x for x in eqn.outvars])
+        return eqn

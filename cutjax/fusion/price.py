@@ -1,0 +1,122 @@
+"""The decision: a region stays XLA's, its product alone becomes a kernel, or all of it becomes one.
+
+Each is priced by the model that chooses kernels. What is not predicted to be faster by 3% stays as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from cutjax import dot_precision
+from cutjax.binding import lowering
+from cutjax.epilogue.expression import Epilogue
+from cutjax.fusion.contraction import Contraction
+from cutjax.fusion.jaxprs import byte_count
+from cutjax.kernels import choose, tuned
+from cutjax.kernels.device import device_of_kind
+from cutjax.kernels.problem import Problem
+
+GAIN = 1.03  # faster than XLA by less stays XLA's
+_PASS_US = 1.0  # of a launch of XLA's
+_PASS_BANDWIDTH = 0.85  # of a copy's, that XLA's elementwise passes reach
+_SHOWN = 0.5  # of the time of bytes beside multiplications, what these do not hide
+
+
+@dataclasses.dataclass(frozen=True)
+class Price:
+    """The time of a region, in predicted microseconds; None where there is no kernel.
+
+    Attributes:
+      runs: "XLA", "kernel" (for the product alone) or "fused".
+      xla_us: XLA's product and its pass over the result.
+      plain_us: a kernel for the product, and XLA's pass.
+      fused_us: one kernel.
+      why: why there is no kernel, where there is none.
+      measured: of a kernel that was measured, its time over the predicted one.
+    """
+
+    runs: str
+    xla_us: float | None = None
+    plain_us: float | None = None
+    fused_us: float | None = None
+    why: str = ""
+    measured: float = 1.0
+
+    def __str__(self) -> str:
+        if self.why:
+            return self.why
+        parts = [("XLA", self.xla_us), ("kernel and XLA's pass", self.plain_us), ("fused", self.fused_us)]
+        return ", ".join(f"{name} {us:.1f} us" for name, us in parts if us is not None)
+
+
+def of_product(found: Contraction, eqn: Any) -> Price:
+    """Returns what the product of an equation takes by XLA and by a kernel."""
+    target = lowering.target()
+    device = device_of_kind(target.kind, target.arch, target.sms)
+    a, b = found.avals(*(x.aval for x in eqn.invars))
+    problem = found.product.problem(a, b, out_dtype=eqn.outvars[0].aval.dtype, device=device)
+    return _of_problem(problem, found.precision, tuned.find(problem))
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_problem(problem: Problem, precision: Any, entries: tuple[tuned.Entry, ...]) -> Price:
+    refused = dot_precision.reasons(precision, problem.a_dtype)
+    found = None if refused else choose.fastest(problem)
+    if found is None:
+        choice = choose.choose(problem, precision=precision)
+        return Price("XLA", why=f"no kernel for {problem}: {'; '.join(choice.reasons)}")
+    kernel, time_us, _ = found
+    xla_us, kernel_us = kernel.xla_us(problem.device), time_us
+    for entry in entries[:1]:
+        xla_us, kernel_us = entry.xla_us or xla_us, entry.time_us or kernel_us
+    if xla_us is None:
+        return Price("XLA", why=f"no prediction of XLA's time for {problem}")
+    runs = "kernel" if kernel_us * GAIN <= xla_us else "XLA"
+    return Price(runs, xla_us, kernel_us, measured=kernel_us / time_us)
+
+
+def of_region(plain: Price, eqn: Any, passes: int, moved: int) -> Price:
+    """Returns what a region takes.
+
+    Args:
+      plain: one of its products alone.
+      eqn: that of our product, with the tail for its epilogue.
+      passes: XLA's passes that it saves.
+      moved: the bytes that these move, beside those of the tail's operands.
+    """
+    assert plain.xla_us is not None
+    assert plain.plain_us is not None
+    choice = lowering.choosers[eqn.primitive](*(x.aval for x in eqn.invars), target=lowering.target(), **eqn.params)
+    problem, epilogue = choice.problem, eqn.params["epilogue"].primal
+    moved += sum(map(byte_count, eqn.invars[len(eqn.invars) - len(epilogue.operands) :]))
+    pass_us = 1e6 * moved / (problem.device.bytes_per_second * _PASS_BANDWIDTH) + passes * _PASS_US
+    if problem.products == 1 and _is_cublas(epilogue):
+        pass_us = 0.0
+    xla_us, plain_us = (problem.products * us + pass_us for us in (plain.xla_us, plain.plain_us))
+    if not choice.served or choice.time_us is None:
+        why = f"no kernel has its tail: {'; '.join(choice.reasons)}"
+        return Price("kernel" if plain_us * GAIN <= xla_us else "XLA", xla_us, plain_us, why=why)
+    # A kernel without a tail may have been measured; what the tail adds is predicted.
+    fused_us = choice.time_us * plain.measured
+    if problem.products > 1:
+        # Of several products the model knows little. silu(g) * u took 0.94 to 1.0 of what two took one by one, at any
+        # size (docs/fused-epilogues.md); what it writes beside one result is hidden behind them, but not as a whole.
+        written = sum(map(byte_count, eqn.outvars[1:])) / problem.device.bytes_per_second
+        fused_us = problem.products * plain.plain_us + 1e6 * written * _SHOWN
+    best = min(plain_us, fused_us)
+    runs = "XLA" if best * GAIN > xla_us else "fused" if best == fused_us else "kernel"
+    return Price(runs, xla_us, plain_us, fused_us)
+
+
+def _is_cublas(epilogue: Epilogue) -> bool:
+    """True if cuBLAS has an epilogue, so that XLA needs no pass: a bias of columns, and relu or gelu's tanh form."""
+    if any(spec.row or any(spec.batch) for spec in epilogue.operands) or len(epilogue.operands) > 1:
+        return False
+    ops = [node.op for node in epilogue.nodes if node.op not in ("acc", "operand", "const", "convert_element_type")]
+    if any(out.reduce for out in epilogue.outputs):
+        return False
+    return ops in (["add"], ["max"], ["add", "max"]) or (
+        ops.count("tanh") == 1 and set(ops) <= {"add", "mul", "tanh", "integer_pow", "square"}
+    )

@@ -1,0 +1,366 @@
+"""The regions of a program: products with the elementwise equations around them that one kernel can compute."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from cutjax.epilogue.flatten import REDUCTIONS, line_of
+from cutjax.fusion.contraction import Contraction, axes_of, transposes
+from cutjax.fusion.jaxprs import MOVES, Graph, byte_count, full_size, is_literal
+from cutjax.fusion.tail import reduced_axes
+
+MOST_PRODUCTS = 3  # that share their left operand
+MOST_RESULTS = 4
+_MOST_COPIED = 64  # equations that make an operand, computed again in the kernel
+
+
+@dataclasses.dataclass
+class Region:
+    """Equations that one kernel computes.
+
+    Attributes:
+      products: the products' equations.
+      found: their form.
+      accumulators: the variables that are the products, transposed where the form is.
+      members: all equations that are computed in the kernel, the products among them, in order.
+      inputs: the variables that these read, the operands of the products first: the left one, then the right ones.
+      results: the variables that the kernel makes: of full size, then reductions.
+      stops: why the tail ends: operations that read a value of it and stayed outside.
+    """
+
+    products: tuple[int, ...]
+    found: Contraction
+    accumulators: tuple[Any, ...]
+    members: list[int]
+    inputs: list[Any]
+    results: list[Any]
+    stops: list[str]
+    made: Any = None  # the equation, once it is built
+
+    def equation(self) -> Any:
+        """Returns the equation that takes the place of the members."""
+        return self.made
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the result."""
+        return math.prod(self.found.shape)
+
+    @property
+    def tail(self) -> list[int]:
+        """The members that are no products."""
+        return [i for i in self.members if i not in self.products]
+
+
+class Finder:
+    """Finds the region of one product, or of several that share their left operand."""
+
+    def __init__(self, graph: Graph, products: dict[int, Contraction]):
+        self.graph = graph
+        self.products = products  # those that no region has taken
+        self.siblings: dict[Any, list[int]] = {}
+        for i, found in products.items():
+            left, right = graph.eqns[i].invars
+            if not is_literal(left) and not is_literal(right):
+                key = left, found, right.aval.shape, right.aval.dtype, graph.eqns[i].outvars[0].aval.dtype
+                self.siblings.setdefault(key, []).append(i)
+        self.sibling_of = {i: group for group in self.siblings.values() for i in group if len(group) > 1}
+
+    def region(self, i: int) -> Region | list[str]:
+        """Returns the region of a product; where there is nothing to fuse, what stopped it."""
+        growth = _Growth(self, (i,))
+        while len(growth.products) < MOST_PRODUCTS and (other := growth.joins()) is not None:
+            wider = _Growth(self, (*growth.products, other))
+            if not wider.whole:
+                break
+            growth = wider
+        return growth.region()
+
+
+class _Growth:
+    """A region that takes in what reads it."""
+
+    def __init__(self, finder: Finder, products: tuple[int, ...]):
+        self.finder, self.graph = finder, finder.graph
+        self.products = products
+        graph = self.graph
+        self.found = finder.products[products[0]]
+        self.inside: set[int] = set(products)  # equations
+        self.mask = 0
+        self.accumulators: list[Any] = []
+        self.tiles: dict[Any, int] = {}  # variables, and the equation that makes each
+        self.reductions: list[int] = []
+        self.stops: list[str] = []
+        self.joint: list[int] = []  # equations that read several products
+        self._candidates: list[int] = []
+        roots: dict[Any, int] = {}
+        for i in products:
+            self.mask |= 1 << i
+        for k, i in enumerate(products):
+            out, equation = graph.eqns[i].outvars[0], i
+            if len(products) == 1 and (move := self._transposition(i)) is not None:
+                out, equation = graph.eqns[move].outvars[0], move
+                self.inside.add(move)
+                self.mask |= 1 << move
+                self.found = self.found.transposed
+            self.accumulators.append(out)
+            self._add(out, equation)
+            roots[out] = 1 << k
+        self.size = full_size(self.accumulators[0])
+        self.whole = not any(graph.depends_on(x, self.mask) for i in products for x in graph.eqns[i].invars)
+        self._roots = roots
+        while self._candidates:
+            self._consider(heapq.heappop(self._candidates))
+        self.whole = self.whole and (len(products) == 1 or bool(self.joint))
+
+    def _transposition(self, i: int) -> int | None:
+        """Returns the equation that transposes a product, where nothing else reads it."""
+        graph, eqn = self.graph, self.graph.eqns[i]
+        out = eqn.outvars[0]
+        readers = graph.consumers.get(out, set())
+        if out in graph.outvars or len(readers) != 1:
+            return None
+        (j,) = readers
+        (lc, _), (lb, _) = eqn.params["dimension_numbers"]
+        rows = eqn.invars[0].aval.ndim - len(lc) - len(lb)
+        fits = j < len(graph.eqns) and transposes(graph.eqns[j], self.found, out.aval.ndim, rows)
+        return j if fits else None
+
+    def _add(self, x: Any, i: int) -> None:
+        self.tiles[x] = i
+        for j in self.graph.consumers.get(x, ()):
+            if j < len(self.graph.eqns) and j not in self.inside:
+                heapq.heappush(self._candidates, j)
+
+    def _consider(self, i: int) -> None:
+        """Takes in an equation that reads a tile, or notes why not."""
+        if i in self.inside:
+            return
+        eqn = self.graph.eqns[i]
+        why = self._refuses(i, eqn)
+        if why is not None:
+            if why:
+                stop = f"{eqn.primitive.name} at {line_of(eqn)}{why}"
+                if stop not in self.stops:
+                    self.stops.append(stop)
+            return
+        self.inside.add(i)
+        self.mask |= 1 << i
+        if eqn.primitive.name in REDUCTIONS:
+            self.reductions.append(i)
+            return
+        root = 0
+        for x in eqn.invars:
+            root |= 0 if is_literal(x) else self._roots.get(x, 0)
+        if root.bit_count() > 1:
+            self.joint.append(i)
+        for x in eqn.outvars:
+            self._roots[x] = root
+            self._add(x, i)
+
+    def _refuses(self, i: int, eqn: Any) -> str | None:
+        """Returns why an equation cannot be in the region; None if it can, "" where it goes without saying."""
+        graph, name = self.graph, eqn.primitive.name
+        if any(x in graph.definition for x in eqn.outvars):
+            return ": another product has it"
+        form = self.found.shape
+        if name in REDUCTIONS:
+            x = eqn.invars[0]
+            if eqn.params.get("out_sharding") is not None or x not in self.tiles:
+                return ""
+            return None if reduced_axes(x.aval.shape, form, set(eqn.params["axes"])) else ": not all rows, or columns"
+        if not graph.is_pointwise(i):
+            return ""
+        for out in eqn.outvars:
+            if full_size(out) != self.size:
+                return f" turns {tuple(eqn.invars[0].aval.shape)} into {tuple(out.aval.shape)}"
+        moves = name in MOVES
+        for x in eqn.invars:
+            if is_literal(x) or x in self.tiles:
+                continue
+            if graph.depends_on(x, self.mask):
+                return ": an operand of it is made of the product by what no kernel computes"
+            if (
+                not moves
+                and x.aval.ndim
+                and full_size(x) != self.size
+                and axes_of(eqn.outvars[0].aval.shape, form) is None
+            ):
+                return f": an operand of shape {tuple(x.aval.shape)} is not along rows or columns"
+        return None
+
+    def joins(self) -> int | None:
+        """Returns another product of the same left operand whose tail meets this one's."""
+        graph = self.graph
+        others = [
+            j
+            for j in self.finder.sibling_of.get(self.products[0], ())
+            if j not in self.products and j in self.finder.products
+        ]
+        if not others:
+            return None
+        for i in sorted(self.inside):
+            for x in graph.eqns[i].invars if i not in self.products else ():
+                if is_literal(x) or x in self.tiles or x not in graph.producer:
+                    continue
+                above = graph.producer[x]
+                reach = graph.ancestors[above] | 1 << above
+                for j in others:
+                    if reach >> j & 1:
+                        return j
+        return None
+
+    # What of it becomes the region.
+
+    def region(self) -> Region | list[str]:
+        """Returns the region; where there is nothing to fuse, what stopped it."""
+        results = self._results()
+        if isinstance(results, str):
+            return [results, *self.stops]
+        written, reduced = results
+        members = self._slice([*written, *reduced])
+        if set(members) <= {*self.products, *(self.tiles[x] for x in self.accumulators)}:
+            return self.stops or ["nothing is computed from it element by element"]
+        missing = [i for i in self.products if i not in members]
+        if missing:
+            return self.stops
+        copied = self._copied(members)
+        members = sorted({*members, *copied})
+        inputs = self._inputs(members)
+        region = Region(
+            self.products, self.found, tuple(self.accumulators), members, inputs, [*written, *reduced], self.stops
+        )
+        if self.graph.reaches(inputs, region.results):
+            return ["an operand of its tail depends on another fused product that depends on it", *self.stops]
+        return region
+
+    def _used_outside(self, inside: set[int]) -> list[Any]:
+        graph = self.graph
+        return [x for x in self.tiles if x in graph.outvars or graph.consumers.get(x, set()) - inside]
+
+    def _results(self) -> tuple[list[Any], list[Any]] | str:
+        """Returns what the kernel writes, of full size and reduced, so that the rest can be made of that without it."""
+        graph = self.graph
+        for reductions in (self.reductions, []):
+            inside = self.inside - (set(self.reductions) - set(reductions))
+            outside = self._used_outside(inside)
+            written = [x for x in outside if graph.in_memory(x)]
+            reduced = [graph.eqns[i].outvars[0] for i in reductions]
+            if all(x in written for x in outside) and written:
+                break
+            if not reductions:
+                written = self._cut(written, outside)
+                break
+        reduced = [x for x in reduced if graph.used(x)]
+        if not written:
+            return "kernels store a result of full size, and only sums of it are used"
+        if len(written) > MOST_RESULTS:
+            return f"{len(written)} values of its tail are used elsewhere"
+        return written, reduced
+
+    def _cut(self, written: list[Any], outside: list[Any]) -> list[Any]:
+        """Returns what to write of which all that is used outside is made: the fewest bytes, the latest."""
+        if all(self._made_of(x, set(written), {}) for x in outside):
+            return written
+        order = sorted(self.tiles, key=lambda x: (x.aval.dtype.itemsize, -self.tiles[x]))
+        for x in order:
+            if x not in written and all(self._made_of(y, {*written, x}, {}) for y in outside):
+                return [*written, x]
+        return [*written, *(x for x in self.accumulators if x not in written)]
+
+    def _made_of(self, x: Any, given: set[Any], known: dict[Any, bool]) -> bool:
+        """True if a variable is made of some others and of what is outside of the region."""
+        if is_literal(x) or x in given or x not in self.tiles:
+            return True
+        if x in self.accumulators:
+            return False
+        if x not in known:
+            known[x] = all(self._made_of(y, given, known) for y in self.graph.eqns[self.tiles[x]].invars)
+        return known[x]
+
+    def _slice(self, results: Iterable[Any]) -> list[int]:
+        """Returns the equations inside that some results need."""
+        graph = self.graph
+        needed: set[int] = set()
+        stack = [graph.producer[x] for x in results]
+        while stack:
+            i = stack.pop()
+            if i in needed:
+                continue
+            needed.add(i)
+            if i not in self.products:
+                stack += [self.tiles[x] for x in graph.eqns[i].invars if not is_literal(x) and x in self.tiles]
+                if i in (self.tiles[x] for x in self.accumulators):  # the transposition of a product
+                    stack += self.products
+        return sorted(needed)
+
+    def _inputs(self, members: list[int]) -> list[Any]:
+        """Returns what some equations read and do not make; the operands of the products first."""
+        graph = self.graph
+        eqns = [graph.eqns[i] for i in self.products]
+        first = [eqns[0].invars[0], *(eqn.invars[1] for eqn in eqns)]
+        made = {x for i in members for x in graph.eqns[i].outvars}
+        found = {x: None for x in first if not is_literal(x)}
+        for i in members:
+            found |= {x: None for x in graph.eqns[i].invars if not is_literal(x) and x not in made}
+        return list(found)
+
+    # What makes its operands.
+
+    def _copied(self, members: list[int]) -> set[int]:
+        """Returns equations that make operands and are better computed in the kernel: then it reads fewer bytes."""
+        operands = [x for x in self._inputs(members) if self._is_operand(x, members)]
+        copied = self._cone(operands)
+        if self._bytes(operands, copied) <= sum(map(byte_count, operands)):
+            return copied
+        found: set[int] = set()
+        for x in operands:
+            cone = self._cone([x])
+            if self._bytes([x], cone) <= byte_count(x):
+                found |= cone
+        return found
+
+    def _is_operand(self, x: Any, members: list[int]) -> bool:
+        """True if the tail reads a value of full size."""
+        if full_size(x) != self.size:
+            return False
+        return any(x in self.graph.eqns[i].invars for i in members if i not in self.products)
+
+    def _cone(self, operands: Iterable[Any]) -> set[int]:
+        """Returns the elementwise equations that operands of full size are made by."""
+        graph = self.graph
+        found: set[int] = set()
+        stack = list(operands)
+        while stack and len(found) <= _MOST_COPIED:
+            x = stack.pop()
+            i = graph.producer.get(x, -1)
+            if i < 0 or i in found or full_size(x) != self.size or not self._copies(i):
+                continue
+            found.add(i)
+            stack += [y for y in graph.eqns[i].invars if not is_literal(y)]
+        return found if len(found) <= _MOST_COPIED else set()
+
+    def _copies(self, i: int) -> bool:
+        """True if an equation that makes operands can be computed in the kernel."""
+        graph, eqn = self.graph, self.graph.eqns[i]
+        if not graph.is_pointwise(i) or any(full_size(x) != self.size for x in eqn.outvars):
+            return False
+        if eqn.primitive.name == "name" or any(x in graph.definition for x in eqn.outvars):
+            return False
+        out = eqn.outvars[0].aval.shape
+        small = [x for x in eqn.invars if not is_literal(x) and x.aval.ndim and full_size(x) != self.size]
+        if (small or eqn.primitive.name == "iota") and axes_of(out, self.found.shape) is None:
+            return False
+        return not any(graph.in_memory(x) for x in eqn.outvars)
+
+    def _bytes(self, operands: Iterable[Any], cone: set[int]) -> int:
+        """Returns the bytes that are read where a cone of equations is computed in the kernel."""
+        made = {x for i in cone for x in self.graph.eqns[i].outvars}
+        read = {x for x in operands if x not in made}
+        for i in cone:
+            read |= {x for x in self.graph.eqns[i].invars if not is_literal(x) and x not in made}
+        return sum(map(byte_count, read))

@@ -1,0 +1,45 @@
+"""The fate of each product of a program that was rewritten, for ``cutjax.explain`` to show."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from cutjax.fusion.region import Region
+
+
+@dataclasses.dataclass
+class Report:
+    """One product of a program.
+
+    Attributes:
+      product: its operands and the line it is on.
+      runs: "fused", "kernel" where the product alone became one, or "XLA".
+      why: the prices, or why there is no kernel.
+      stops: the operations at which its tail ends, each with its line and the reason where it is no plain one.
+      epilogue: what was fused; "" where nothing was.
+      products: how many products became one.
+    """
+
+    product: str
+    runs: str = "XLA"
+    why: str = ""
+    stops: tuple[str, ...] = ()
+    epilogue: str = ""
+    products: int = 1
+
+    def fused(self, region: Region, inner: Any, why: str) -> None:
+        """Notes that the product was fused."""
+        self.runs, self.why, self.stops = "fused", why, tuple(region.stops)
+        self.epilogue, self.products = str(inner.params["epilogue"]), len(region.products)
+
+    def __str__(self) -> str:
+        parts = [f"{self.runs}: {self.product}"]
+        if self.epilogue:
+            beside = f" of {self.products} products" if self.products > 1 else ""
+            parts.append(f"epilogue{beside} {self.epilogue}")
+        if self.stops:
+            parts.append(f"stopped by {', '.join(self.stops)}")
+        if self.why:
+            parts.append(self.why)
+        return "; ".join(parts)
