@@ -81,7 +81,7 @@ class Case:
 
     @property
     def wide(self) -> bool:
-        """Whether it needs jax_enable_x64."""
+        """True if it needs jax_enable_x64."""
         return not {*self.dtypes, self.preferred}.isdisjoint(("int64", "float64", "complex128"))
 
 
