@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -73,10 +74,11 @@ def permuted(
     """Computes dot_general and a permutation of its result, which is planned with it: no second pass over memory."""
     lhs, rhs = unwrapped(lhs), unwrapped(rhs)
 
-    def of_lax(lhs: Any, rhs: Any) -> jax.Array:
-        d = lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
-        return d if permutation is None else lax.transpose(d, permutation)
-
+    how = precision, preferred_element_type, out_sharding, permutation
+    try:
+        of_lax = _of_lax(tuple(tuple(map(tuple, pair)) for pair in dimension_numbers), *how)
+    except TypeError:  # not what they should be, or not hashable
+        of_lax = _of_lax.__wrapped__(dimension_numbers, *how)
     if not (is_array_like(lhs) and is_array_like(rhs)):
         return of_lax(lhs, rhs)  # says what is wrong
     out = jax.eval_shape(of_lax, lhs, rhs)  # says what is wrong with the rest
@@ -101,6 +103,17 @@ def permuted(
     precision = dot_precision.swapped(precision) if plan.swapped else precision
     d = multiply(product, a, b, out_dtype=out.dtype, precision=precision, backend=backend, config=None)
     return converted(plan.result(d), out.dtype, out.weak_type)
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_lax(dimension_numbers: Any, precision: Any, dtype: Any, out_sharding: Any, permutation: Any) -> Any:
+    """Returns jax.lax's function; the same object for the same arguments, so that jax traces it once."""
+
+    def dot_general(lhs: Any, rhs: Any) -> jax.Array:
+        d = lax.dot_general(lhs, rhs, dimension_numbers, precision, dtype, out_sharding=out_sharding)
+        return d if permutation is None else lax.transpose(d, permutation)
+
+    return dot_general
 
 
 def _left_to_lax(lhs: jax.Array, rhs: jax.Array, out_sharding: Any) -> str | None:

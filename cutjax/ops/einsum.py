@@ -46,7 +46,7 @@ def dot(
       Array([3., 3.], dtype=float32)
     """
     how = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    return _run(functools.partial(jnp.dot, **how), a, b)
+    return _run(jnp.dot, how, a, b)
 
 
 def matmul(
@@ -79,7 +79,7 @@ def matmul(
       (5, 4, 2, 2)
     """
     how = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    return _run(functools.partial(jnp.matmul, **how), a, b)
+    return _run(jnp.matmul, how, a, b)
 
 
 def tensordot(
@@ -114,7 +114,7 @@ def tensordot(
       (2, 5)
     """
     how = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    return _run(functools.partial(jnp.tensordot, axes=axes, **how), a, b)
+    return _run(jnp.tensordot, {"axes": axes, **how}, a, b)
 
 
 def einsum(
@@ -163,19 +163,19 @@ def einsum(
     }
     if _dot_general is not lax.dot_general:
         return jnp.einsum(subscripts, *operands, _dot_general=_dot_general, **how)
-    return _run(functools.partial(jnp.einsum, **how), subscripts, *operands)
+    return _run(jnp.einsum, how, subscripts, *operands)
 
 
-def _run(fn: Callable[..., jax.Array], *args: Any) -> jax.Array:
+def _run(fn: Callable[..., jax.Array], how: dict[str, Any], *args: Any) -> jax.Array:
     """Computes a function of jax.numpy: what it is made of, with our product in place of each dot_general."""
     args = tuple(unwrapped(x) for x in args)
-    arrays = {i: x for i, x in enumerate(args) if is_array_like(x)}
-
-    def of_arrays(*xs: Any) -> jax.Array:
-        found = dict(zip(arrays, xs, strict=True))
-        return fn(*(found.get(i, x) for i, x in enumerate(args)))
-
-    traced = jax.make_jaxpr(of_arrays)(*arrays.values())
+    arrays = [x for x in args if is_array_like(x)]
+    others = tuple((i, x) for i, x in enumerate(args) if not is_array_like(x))
+    try:
+        of_arrays = _of_arrays(fn, tuple(how.items()), others)
+    except TypeError:  # not hashable
+        of_arrays = _of_arrays.__wrapped__(fn, how.items(), others)
+    traced = jax.make_jaxpr(of_arrays)(*arrays)
     jaxpr = traced.jaxpr
     permutations, done = _permutations(jaxpr)
 
@@ -184,7 +184,20 @@ def _run(fn: Callable[..., jax.Array], *args: Any) -> jax.Array:
             return [permuted(*xs, **eqn.params, permutation=permutations.get(id(eqn)))]
         return list(xs) if id(eqn) in done else bind_equation(eqn, xs)
 
-    return evaluate(jaxpr, traced.consts, [jnp.asarray(x) for x in arrays.values()], step)[0]
+    return evaluate(jaxpr, traced.consts, [jnp.asarray(x) for x in arrays], step)[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_arrays(fn: Callable[..., jax.Array], how: Any, others: tuple[tuple[int, Any], ...]) -> Callable[..., jax.Array]:
+    """Returns a function of the arrays among its arguments; the same object for the same others: jax traces it once."""
+
+    def of_arrays(*xs: Any) -> jax.Array:
+        args = list(xs)
+        for i, x in others:
+            args.insert(i, x)
+        return fn(*args, **dict(how))
+
+    return of_arrays
 
 
 def _permutations(jaxpr: Any) -> tuple[dict[int, tuple[int, ...]], set[int]]:
