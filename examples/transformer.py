@@ -168,7 +168,8 @@ def differences(ours: Curves, theirs: Curves) -> tuple[float, float]:
 def table(curves: dict[str, Curves]) -> Table:
     """A row a way: the loss, the rate, and how far the losses are from those of the first one.
 
-    The ways train one after the other: on a busy machine their rates tell little, benchmarks/ops/programs.py takes turns.
+    The ways train one after the other, so their rates tell little on a busy machine; benchmarks/ops/programs.py takes
+    turns.
     """
     result = Table("way", "first loss", "last loss", "tokens/s", "largest difference, 10 steps")
     base = next(iter(curves.values()))
