@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,20 +35,6 @@ OPTIMIZER = optax.adamw(1e-4)
 State = Any
 
 
-class Model(NamedTuple):
-    """The functions of a program.
-
-    Attributes:
-      init: ``init(key)`` returns the parameters for "jax" and the inputs, to be jitted.
-      loss: ``loss(way)`` returns the function of parameters and inputs that is differentiated, or that decodes.
-      params_of: ``params_of(way, tree)`` returns the parameters for a way, or a tree of them, from those for "jax".
-    """
-
-    init: Callable[[jax.Array], tuple[Any, Any]]
-    loss: Callable[[Any], Callable[[Any, Any], jax.Array]]
-    params_of: Callable[[Any, Any], Any] = lambda way, params: params
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A model and what is done with it.
@@ -56,7 +42,8 @@ class Program:
     Attributes:
       name: a short unique name.
       tags: its letter, "suite" for the sizes that are reported, "tiny" for small ones.
-      make: imports and returns the model.
+      model: a function of benchmarks/models/trained.py.
+      sizes: its arguments.
       target: the least ratio of plain JAX's time to that of fuse and of cutjax.flax.
       trains: whether a step is one of AdamW's; else it is the loss alone.
       baselines: ways of plain JAX, of which the fastest counts.
@@ -64,151 +51,49 @@ class Program:
 
     name: str
     tags: tuple[str, ...]
-    make: Callable[[], Model]
+    model: str
+    sizes: Mapping[str, Any] = dataclasses.field(hash=False)
     target: float
     trains: bool = True
     baselines: tuple[str, ...] = ("jax",)
 
+    def make(self) -> Any:
+        """Returns the model; imports Flax, which the other benchmarks do without."""
+        from benchmarks.models import trained
 
-def _block(tokens: tuple[int, int], **sizes: int) -> Model:
-    """A block, whose result is compared with random numbers."""
-    from benchmarks.models import llama
-
-    def module(way: Any) -> Any:
-        return llama.Block(llama.Sizes(**sizes), way)
-
-    def init(key: jax.Array) -> tuple[Any, Any]:
-        keys = jax.random.split(key, 3)
-        x, y = (jax.random.normal(k, (*tokens, sizes["width"]), jnp.bfloat16) for k in keys[:2])
-        return _init(module, keys[2], x[:1, :8]), (x, y)
-
-    def loss(way: Any) -> Callable[[Any, Any], jax.Array]:
-        def squared(params: Any, inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
-            x, y = inputs
-            out, _ = module(way).apply(params, x)
-            return jnp.square(out.astype(jnp.float32) - y.astype(jnp.float32)).mean()
-
-        return squared
-
-    return Model(init, loss)
+        return getattr(trained, self.model)(**self.sizes)
 
 
-def _gpt2(batch: int, length: int, **sizes: int) -> Model:
-    from benchmarks.models import gpt2
-
-    def module(way: Any) -> Any:
-        return gpt2.GPT2(gpt2.Sizes(**sizes), way)
-
-    def init(key: jax.Array) -> tuple[Any, Any]:
-        tokens = jax.random.randint(key, (batch, length + 1), 0, gpt2.Sizes(**sizes).vocabulary)
-        return _init(module, key, tokens[:1, :8]), tokens
-
-    def loss(way: Any) -> Callable[[Any, Any], jax.Array]:
-        def cross_entropy(params: Any, tokens: jax.Array) -> jax.Array:
-            logits = module(way).apply(params, tokens[:, :-1]).astype(jnp.float32)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-        return cross_entropy
-
-    return Model(init, loss, gpt2.params_of)
+LLAMA = {"width": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336}
+# DeepSeek-V2-Lite's experts; 8192 tokens, of which each expert gets 768 on average.
+DEEPSEEK = {"width": 2048, "heads": 16, "kv_heads": 16, "hidden": 1408, "experts": 64, "k": 6, "shared": 2816}
+SMALL = {"width": 64, "heads": 4, "kv_heads": 2, "hidden": 96}
+EXPERTS = {**SMALL, "experts": 4, "k": 2, "shared": 32}
+TOKENS, FEW = {"batch": 4, "length": 2048}, {"batch": 2, "length": 16}
+SERVED = {"sequences": 16, "context": 1024, "steps": 16, "layers": 4, "vocabulary": 32000}
+SMALL_SERVED = {"sequences": 4, "context": 16, "steps": 4, "layers": 1, "vocabulary": 101}
+SMALL_GPT2 = {"width": 64, "heads": 4, "layers": 1, "context": 32, "vocabulary": 101}
+SMALL_VIT = {"width": 64, "heads": 4, "hidden": 96, "layers": 1, "patch": 4, "classes": 10}
 
 
-def _vit(batch: int, side: int, **sizes: int) -> Model:
-    from benchmarks.models import vit
-
-    def module(way: Any) -> Any:
-        return vit.ViT(vit.Sizes(**sizes), way)
-
-    def init(key: jax.Array) -> tuple[Any, Any]:
-        images = jax.random.normal(key, (batch, side, side, 3), jnp.bfloat16)
-        labels = jax.random.randint(key, (batch,), 0, vit.Sizes(**sizes).classes)
-        return _init(module, key, images[:1]), (images, labels)
-
-    def loss(way: Any) -> Callable[[Any, Any], jax.Array]:
-        def cross_entropy(params: Any, inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
-            images, labels = inputs
-            logits = module(way).apply(params, images).astype(jnp.float32)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-        return cross_entropy
-
-    return Model(init, loss)
+def _both(
+    letter: str, name: str, model: str, target: float, sizes: Mapping[str, Any], tiny: Mapping[str, Any], **fields: Any
+) -> list[Program]:
+    """Returns a program as it is reported, and small."""
+    reported = Program(name, ("suite", letter), model, sizes, target, **fields)
+    return [reported, Program(f"tiny {name}", ("tiny", f"tiny-{letter}"), model, tiny, target, **fields)]
 
 
-def _decoding(sequences: int, context: int, steps: int, layers: int, vocabulary: int, **sizes: int) -> Model:
-    """The last so many positions of a context, one after the other, over caches that are full up to there.
-
-    The tokens are given, so that ways which round differently decode the same ones.
-    """
-    from benchmarks.models import llama
-
-    of = llama.Sizes(**sizes)
-
-    def module(way: Any) -> Any:
-        return llama.Stack(of, layers, vocabulary, way)
-
-    def init(key: jax.Array) -> tuple[Any, Any]:
-        keys = jax.random.split(key, 2 * layers + 1)
-        shape = sequences, context, of.kv_heads, of.size
-        cache = [jax.random.normal(k, shape, jnp.bfloat16) for k in keys[1:]]
-        caches = list(zip(cache[::2], cache[1::2], strict=True))
-        tokens = jax.random.randint(keys[0], (sequences, steps + 1), 0, vocabulary)
-        few = [(k[:1], v[:1]) for k, v in caches]
-        return _init(module, keys[0], tokens[:1, :1], few, jnp.int32(0)), (tokens, caches)
-
-    def loss(way: Any) -> Callable[[Any, Any], jax.Array]:
-        def decode(params: Any, inputs: tuple[jax.Array, Any]) -> jax.Array:
-            tokens, caches = inputs
-
-            def step(caches: Any, number: jax.Array) -> tuple[Any, jax.Array]:
-                seen, wanted = (jax.lax.dynamic_slice_in_dim(tokens, number + i, 1, 1) for i in (0, 1))
-                logits, caches = module(way).apply(params, seen, caches, context - steps + number)
-                logits = logits.astype(jnp.float32)
-                return caches, optax.softmax_cross_entropy_with_integer_labels(logits, wanted).mean()
-
-            return jax.lax.scan(step, caches, jnp.arange(steps))[1].mean()
-
-        return decode
-
-    return Model(init, loss)
+PROGRAMS = (
+    *_both("a", "llama block", "block", 1.05, TOKENS | LLAMA, FEW | SMALL),
+    *_both("b", "deepseek block", "block", 3.0, TOKENS | DEEPSEEK, FEW | EXPERTS, baselines=("jax", "onehot")),
+    *_both("c", "gpt2 medium", "gpt2_model", 1.03, {"batch": 8, "length": 1024}, FEW | SMALL_GPT2),
+    *_both("d", "vit b16", "vit_model", 1.03, {"batch": 64, "side": 224}, {"batch": 8, "side": 8} | SMALL_VIT),
+    *_both("e", "decoding", "decoding", 1.10, SERVED | LLAMA, SMALL_SERVED | SMALL, trains=False),
+)
 
 
-def _init(module: Callable[[Any], Any], key: jax.Array, *args: Any) -> Any:
-    from benchmarks.models.ways import way
-
-    return module(way("jax")).init(key, *args)
-
-
-def _programs() -> list[Program]:
-    """(a) to (e), each for the report and small."""
-    llama = {"width": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336}
-    # DeepSeek-V2-Lite's experts; 8192 tokens, of which each expert gets 768 on average.
-    deepseek = {"width": 2048, "heads": 16, "kv_heads": 16, "hidden": 1408, "experts": 64, "k": 6, "shared": 2816}
-    small = {"width": 64, "heads": 4, "kv_heads": 2, "hidden": 96}
-    experts = {**small, "experts": 4, "k": 2, "shared": 32}
-    gpt2 = {"width": 64, "heads": 4, "layers": 1, "context": 32, "vocabulary": 101}
-    vit = {"width": 64, "heads": 4, "hidden": 96, "layers": 1, "patch": 4, "classes": 10}
-    cache = {"sequences": 4, "context": 16, "steps": 4, "layers": 1, "vocabulary": 101}
-    plain = "jax", "onehot"
-
-    def program(letter: str, name: str, target: float, real: Any, tiny: Any, **fields: Any) -> list[Program]:
-        reported = Program(name, ("suite", letter), real, target, **fields)
-        return [reported, Program(f"tiny {name}", ("tiny", f"tiny-{letter}"), tiny, target, **fields)]
-
-    def block(tokens: tuple[int, int], sizes: Mapping[str, int]) -> Callable[[], Model]:
-        return functools.partial(_block, tokens, **sizes)
-
-    served = functools.partial(_decoding, sequences=16, context=1024, steps=16, layers=4, vocabulary=32000, **llama)
-    return [
-        *program("a", "llama block", 1.05, block((4, 2048), llama), block((2, 16), small)),
-        *program("b", "deepseek block", 3.0, block((4, 2048), deepseek), block((2, 16), experts), baselines=plain),
-        *program("c", "gpt2 medium", 1.03, functools.partial(_gpt2, 8, 1024), functools.partial(_gpt2, 2, 16, **gpt2)),
-        *program("d", "vit b16", 1.03, functools.partial(_vit, 64, 224), functools.partial(_vit, 8, 8, **vit)),
-        *program("e", "decoding", 1.10, served, functools.partial(_decoding, **cache, **small), trains=False),
-    ]
-
-
-def make_step(program: Program, model: Model, name: str) -> Callable[[State, Any], tuple[State, jax.Array]]:
+def make_step(program: Program, model: Any, name: str) -> Callable[[State, Any], tuple[State, jax.Array]]:
     """Returns the function ``(state, inputs) -> (state, loss)`` of a way."""
     from benchmarks.models.ways import way
 
@@ -228,7 +113,7 @@ def make_step(program: Program, model: Model, name: str) -> Callable[[State, Any
     return step
 
 
-def make_state(program: Program, model: Model) -> tuple[State, Any]:
+def make_state(program: Program, model: Any) -> tuple[State, Any]:
     """Returns the first state, of "jax", and the inputs."""
     params, inputs = model.init(jax.random.key(0, impl="rbg"))
     return ((params, OPTIMIZER.init(params)) if program.trains else params), inputs
@@ -243,7 +128,7 @@ class Compiled:
     compile_s: float
 
 
-def compile_way(program: Program, model: Model, name: str) -> Compiled:
+def compile_way(program: Program, model: Any, name: str) -> Compiled:
     """Compiles the step of a way; the state is donated."""
     from benchmarks.models.ways import way
 
@@ -256,7 +141,7 @@ def compile_way(program: Program, model: Model, name: str) -> Compiled:
     return Compiled(compiled, traced_at - start, time.perf_counter() - traced_at)
 
 
-def compile_ways(program: Program, model: Model, names: tuple[str, ...]) -> dict[str, Compiled | Exception]:
+def compile_ways(program: Program, model: Any, names: tuple[str, ...]) -> dict[str, Compiled | Exception]:
     """Compiles plain JAX first, alone: what XLA tunes then it is not disturbed in, and the rest, at once, finds."""
     found: dict[str, Compiled | Exception] = {}
 
@@ -403,7 +288,7 @@ def _compared(
 
 SUITE = Suite(
     "programs",
-    _programs(),
+    PROGRAMS,
     measure=measure_case,
     clocks=("host", "cupti"),
     versions=("flax", "optax"),
