@@ -61,14 +61,14 @@ def contraction(eqn: Any) -> Contraction | str:
     """Returns a dot_general as a kernel has it, or why none has."""
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     left, right = (x.aval for x in eqn.invars)
-    if eqn.params.get("out_sharding") is not None:
+    if is_sharded(eqn.params.get("out_sharding")):
         return "it says out_sharding"
     if left.dtype != right.dtype or not jnp.issubdtype(left.dtype, jnp.floating):
         return f"operands {left.dtype} and {right.dtype}: of one floating dtype they would have a kernel"
     out = eqn.outvars[0].aval.dtype
     if out not in (left.dtype, np.dtype(np.float32)):
         return f"a result in {out} of operands in {left.dtype}"
-    if any(axis is not None for x in (left, right) for axis in x.sharding.spec):
+    if is_sharded(left.sharding) or is_sharded(right.sharding):
         return "an operand is sharded explicitly"
     batch = len(lb)
     if tuple(lb) != tuple(range(batch)) or tuple(rb) != tuple(range(batch)):
@@ -82,6 +82,11 @@ def contraction(eqn: Any) -> Contraction | str:
     if 0 in (*left.shape, *right.shape):
         return "it is empty"
     return Contraction(of_a + of_b, a_shape, b_shape, (*left.shape[:batch], m, n), False, eqn.params["precision"])
+
+
+def is_sharded(sharding: Any) -> bool:
+    """True if an axis lies on a mesh axis, under explicit sharding: merging axes would move data."""
+    return sharding is not None and any(axis is not None for axis in sharding.spec)
 
 
 def _matrix(

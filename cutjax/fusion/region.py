@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cutjax.epilogue.flatten import REDUCTIONS, line_of
-from cutjax.fusion.contraction import Contraction, axes_of, transposes
+from cutjax.fusion.contraction import Contraction, axes_of, is_sharded, transposes
 from cutjax.fusion.jaxprs import MOVES, Graph, byte_count, full_size, is_literal
 from cutjax.fusion.tail import reduced_axes
 
@@ -170,7 +170,7 @@ class _Growth:
         form = self.found.shape
         if name in REDUCTIONS:
             x = eqn.invars[0]
-            if eqn.params.get("out_sharding") is not None or x not in self.tiles:
+            if is_sharded(eqn.params.get("out_sharding")) or x not in self.tiles:
                 return ""
             return None if reduced_axes(x.aval.shape, form, set(eqn.params["axes"])) else ": not all rows, or columns"
         if not graph.is_pointwise(i):

@@ -1,0 +1,180 @@
+"""What is computed around products, one entry a kind: a function, its arguments, and the epilogues that it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from checks import scaled
+
+BF16 = jnp.bfloat16
+B, S, K, N = 2, 4, 16, 8
+
+
+class Case(NamedTuple):
+    """A function and what becomes of its products.
+
+    Attributes:
+      fn: the function.
+      args: of it.
+      epilogues: those of its fused products, in order.
+      stops: a part of what stopped each, of those that anything did.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    epilogues: tuple[str, ...]
+    stops: tuple[str, ...] = ()
+
+
+def x(*shape: int) -> jax.Array:
+    return scaled(1, shape or (B, S, K), BF16)
+
+
+def w(*shape: int) -> jax.Array:
+    return scaled(2, shape or (K, N), BF16)
+
+
+def v(*shape: int) -> jax.Array:
+    return scaled(3, shape or (K, N), BF16)
+
+
+def b(*shape: int) -> jax.Array:
+    return scaled(4, shape or (N,), BF16)
+
+
+def heads(x, w, b):
+    return (jnp.einsum("bsk,khd->bshd", x, w) + b) * BF16(0.5)
+
+
+def scores(q, k):
+    masked = jnp.where(jnp.tril(jnp.ones((S, S), bool)), jnp.einsum("bhqd,bhkd->bhqk", q, k) * BF16(0.5), BF16(-1e4))
+    return jax.nn.softmax(masked, -1)
+
+
+def norm(x, w, b):
+    y = (x @ w + b).astype(jnp.float32)
+    return y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
+
+
+def dropout(x, w, key):
+    y = x @ w
+    return jnp.where(jax.random.bernoulli(key, 0.5, y.shape), y / BF16(0.5), BF16(0))
+
+
+def bias_gradient(x, w, g):
+    y = x @ w * g
+    return y, y.sum((0, 1), dtype=jnp.float32)
+
+
+def cycle(x, w):
+    y = x @ w
+    return y * jnp.cumsum(y, -1)
+
+
+def saves(x, w, b):
+    """As the forward pass of a gradient: pieces of gelu are used by what is elementwise, y by another product."""
+    h = x @ w + b
+    y = h * jax.nn.sigmoid(h)
+    return y @ w.T, (jax.nn.sigmoid(h) * h).sum(-1)
+
+
+def effect(x, w):
+    y = x @ w
+    jax.debug.callback(lambda _: None, y)
+    return jnp.tanh(y)
+
+
+def weight_step(x, g, w):
+    return w - BF16(0.1) * jnp.einsum("bsk,bsn->kn", x, g)
+
+
+def transposed(x, g, w):
+    return w + jnp.einsum("bsk,bsn->nk", x, g).T
+
+
+def merged(x, w, b):
+    return (x.reshape(B * S, K) @ w).reshape(B, S, N) + b
+
+
+def mask(x, w, m):
+    return jnp.where(m, x @ w, BF16(0))
+
+
+def integers(x, w):
+    return jnp.ones((4, 4), int) @ jnp.ones((4, 4), int) + 1
+
+
+GELU = "t0 = acc + f32(x0); bf16(t0 * (0.5 * (1 + tanh(0.796875 * (t0 + (0.0446777 * (t0 ** 3)))))))"
+SILU = "bf16((acc1 * logistic(acc1)) * acc0)"
+SECOND = "t0 = acc + f32(x0); t1 = logistic(t0); bf16(t0 * t1), sum(t1 * t0, col)"
+DROPOUT = (
+    "bf16(where(max(0, ((bits_f32((random_bits(x0, x1, u32(col) + (u32(row) * 8)) >>> 9) | 1065353216) - 1) * (1 - 0)) "
+    "+ 0) < 0.5, acc / 0.5, 0))"
+)
+
+CASES = {
+    "bias": Case(lambda x, w, b: x @ w + b, (x(), w(), b()), ("bf16(acc + f32(x0))",), ()),
+    "activation": Case(
+        lambda x, w, b: jax.nn.gelu(x @ w + b),
+        (x(), w(), b()),
+        (GELU,),
+        (),
+    ),
+    "relu": Case(lambda x, w: jax.nn.relu(x @ w), (x(), w()), ("bf16(f32(max(bf16(acc), 0)))",), ()),
+    "residual": Case(lambda x, w, r: r + x @ w, (x(), w(), x(B, S, N)), ("bf16(f32(x0) + acc)",), ()),
+    "row": Case(lambda x, w, r: (x @ w) * r, (x(), w(), x(B, S, 1)), ("bf16(acc * f32(x0))",), ()),
+    "scaling": Case(lambda x, w, s: (x @ w) * s, (x(), w(), jnp.asarray(0.5, BF16)), ("bf16(acc * f32(x0))",), ()),
+    "cast": Case(lambda x, w: (x @ w).astype(jnp.float32), (x(), w()), ("acc",), ()),
+    "fp8": Case(lambda x, w: (x @ w).astype(jnp.float8_e4m3fn), (x(), w()), ("f8_e4m3fn(acc)",), ()),
+    "mask": Case(mask, (x(), w(), x(B, S, N) > 0), ("bf16(where(x0, acc, 0))",), ()),
+    "causal": Case(scores, (x(B, 2, S, K), x(B, 2, S, K)), ("bf16(where(x0, acc * 0.5, -9984))",), ("sub at",)),
+    "dropout": Case(
+        dropout,
+        (x(), w(), jax.random.key(0)),
+        (DROPOUT,),
+        (),
+    ),
+    "gate": Case(
+        lambda x, w, v: jax.nn.silu(x @ w) * (x @ v),
+        (x(), w(), v()),
+        (
+            SILU,
+            SILU,
+        ),
+        (),
+    ),
+    "bias gradient": Case(bias_gradient, (x(), w(), x(B, S, N)), ("t0 = acc * f32(x0); bf16(t0), sum(t0, row)",), ()),
+    "heads": Case(heads, (x(), w(K, 2, 4), b(2, 4)), ("bf16((acc + f32(x0)) * 0.5)",), ()),
+    "weight gradient": Case(
+        weight_step,
+        (x(), x(B, S, N), w()),
+        ("bf16(f32(x0) - (0.100098 * acc))",),
+        (),
+    ),
+    "transposed": Case(transposed, (x(), x(B, S, N), w()), ("bf16(f32(x0) + acc)",), ()),
+    "merged": Case(merged, (x(), w(), b()), ("bf16(acc + f32(x0))",), ()),
+    "norm": Case(norm, (x(), w(), b()), ("bf16(acc + f32(x0))",), ("mul at",)),
+    "second result": Case(
+        saves,
+        (x(), w(), b()),
+        (SECOND,),
+        ("nothing is computed",),
+    ),
+    "cycle": Case(cycle, (x(), w()), (), ("made of the product by what no kernel computes",)),
+    "effect": Case(effect, (x(), w()), ("bf16(acc), bf16(tanh(acc))",), ()),
+    "chain": Case(
+        lambda x, w, v: jnp.tanh(jnp.tanh(x @ w) @ v),
+        (x(), w(), v(N, N)),
+        (
+            "bf16(tanh(acc))",
+            "bf16(tanh(acc))",
+        ),
+        (),
+    ),
+    "nothing": Case(lambda x, w: x @ w, (x(), w()), (), ("nothing is computed",)),
+    "softmax": Case(lambda x, w: jax.nn.softmax(x @ w), (x(), w()), (), ("sub at",)),
+    "integers": Case(integers, (x(), w()), (), ("operands int32 and int32",)),
+}
