@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from checks import scaled
+from jax import lax
 
 BF16 = jnp.bfloat16
 B, S, K, N = 2, 4, 16, 8
@@ -103,6 +104,19 @@ def mask(x, w, m):
     return jnp.where(m, x @ w, BF16(0))
 
 
+SIZES = (3, 0, 4)  # of 8 rows, so that one is of no group
+
+
+def moe(x, w, v, down, r):
+    sizes = jnp.array(SIZES)
+    h = jax.nn.silu(lax.ragged_dot(x, w, sizes)) * lax.ragged_dot(x, v, sizes)
+    return lax.ragged_dot(h, down, sizes) * r
+
+
+def grouped_bias(x, w, b):
+    return lax.ragged_dot(x, w, jnp.array(SIZES)) + b
+
+
 def integers(x, w):
     return jnp.ones((4, 4), int) @ jnp.ones((4, 4), int) + 1
 
@@ -176,5 +190,12 @@ CASES = {
     ),
     "nothing": Case(lambda x, w: x @ w, (x(), w()), (), ("nothing is computed",)),
     "softmax": Case(lambda x, w: jax.nn.softmax(x @ w), (x(), w()), (), ("sub at",)),
+    "moe": Case(
+        moe,
+        (x(8, K), w(3, K, N), v(3, K, N), w(3, N, K), x(8, 1)),
+        (SILU, SILU, "bf16(acc * f32(x0))"),
+        (),
+    ),
+    "grouped bias": Case(grouped_bias, (x(8, K), w(3, K, N), b()), (), ("add makes rows of no group other than zero",)),
     "integers": Case(integers, (x(), w()), (), ("operands int32 and int32",)),
 }

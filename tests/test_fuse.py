@@ -39,7 +39,7 @@ def test_dropout_drops_the_same_elements():
 
 
 @pytest.mark.parametrize(
-    "name", ["bias", "activation", "gate", "bias gradient", "heads", "residual", "dropout", "merged"]
+    "name", ["bias", "activation", "gate", "bias gradient", "heads", "residual", "dropout", "merged", "moe"]
 )
 def test_gradients_on_either_side(name):
     case = fuse_cases.CASES[name]
@@ -127,6 +127,26 @@ def test_prices_decide():
     bias = jax.ShapeDtypeStruct((14336,), BF16)
     (report,) = cutjax.explain(cutjax.fuse(lambda x, w, b: x @ w + b), platform="cuda")(*LARGE[:2], bias).fusion
     assert report.runs == "XLA"  # cuBLAS adds a bias of its own
+
+
+def test_products_of_groups_become_kernels_of_their_own():
+    case = fuse_cases.CASES["moe"]
+    reports = cutjax.explain(cutjax.fuse(lambda *args: case.fn(*args)), platform="cuda")(*case.args).fusion
+    assert {report.runs for report in reports} <= {"fused", "kernel"}
+    backward = cutjax.fuse(jax.grad(lambda *args: case.fn(*args).astype(jnp.float32).sum(), 1))
+    assert {report.runs for report in cutjax.explain(backward, platform="cuda")(*case.args).fusion} <= {
+        "fused",
+        "kernel",
+    }
+    close(
+        backward(*case.args), jax.grad(lambda *args: case.fn(*args).astype(jnp.float32).sum(), 1)(*case.args), ROUNDING
+    )
+
+
+def test_the_backend_of_a_scope_counts():
+    with cutjax.use_backend("xla"):
+        reports = cutjax.explain(cutjax.fuse(gated), platform="cuda")(*LARGE).fusion
+    assert {(report.runs, report.why) for report in reports} == {("XLA", "backend 'xla'")}
 
 
 def test_what_no_kernel_multiplies_stays_as_it_was():

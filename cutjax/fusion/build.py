@@ -10,9 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from cutjax.binding import rules
+from cutjax.fusion.contraction import RAGGED
 from cutjax.fusion.jaxprs import Graph, bodies, is_literal, opened, with_equations
 from cutjax.fusion.region import Region
 from cutjax.fusion.tail import Tail, Tile
+from cutjax.ops.arguments import group_sizes_of
+from cutjax.ops.ragged_dot import ragged_dot_general
 from cutjax.primitives import product as products
 
 NAME = "cutjax_fused"  # of the call, as the profiler and jaxprs show it
@@ -34,7 +37,8 @@ def build(graph: Graph, region: Region) -> tuple[Any, Any]:
             return jnp.asarray(x.val, x.aval.dtype) if is_literal(x) else env[x]
 
         pairs = [[read(x) for x in graph.eqns[i].invars] for i in region.products]
-        factors = [region.found.operands(*pair) for pair in pairs]  # several are never swapped: they share a
+        factors = [region.found.operands(*pair[:2]) for pair in pairs]  # several are never swapped: they share a
+        context = [group_sizes_of(sizes, NAME) for sizes in pairs[0][2:]]
         a, bs = factors[0][0], [b for _, b in factors]
 
         def epilogue(*accs: Any) -> list[Any]:
@@ -50,10 +54,8 @@ def build(graph: Graph, region: Region) -> tuple[Any, Any]:
             return found
 
         params: dict[str, Any] = {"precision": region.found.precision, "backend": "auto", "config": None}
-        out_dtype = (None,) * len(region.results)
-        outs = products.call(
-            region.found.product, epilogue, a, bs, (), (), out_dtype=out_dtype, **params, save="default"
-        )
+        params |= {"out_dtype": (None,) * len(region.results), "save": "default"}
+        outs = products.call(region.found.product, epilogue, a, bs, context, (), **params)
         outs = [lax.reshape(y, x.aval.shape) for y, x in zip(outs, region.results, strict=True)]
         return [
             maker.primitive.bind(y, **maker.params) if maker.primitive.name == "name" else y
@@ -69,8 +71,12 @@ def build_plain(eqn: Any, found: Any) -> tuple[Any, Any]:
 
     def call(*args: Any) -> list[Any]:
         given = iter(args)
-        left, right = (jnp.asarray(x.val, x.aval.dtype) if is_literal(x) else next(given) for x in eqn.invars)
-        a, b = found.operands(left, right)
+        factors = [jnp.asarray(x.val, x.aval.dtype) if is_literal(x) else next(given) for x in eqn.invars]
+        if eqn.primitive.name == RAGGED:
+            lhs, rhs, sizes = factors
+            names = "ragged_dot_dimension_numbers", "precision", "preferred_element_type"
+            return [ragged_dot_general(lhs, rhs, sizes, *(eqn.params[name] for name in names))]
+        a, b = found.operands(*factors)
         d = products.multiply(found.product, a, b, out_dtype=out.dtype, precision=found.precision, backend="auto")
         return [lax.reshape(d, out.shape)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,11 @@ from jax import lax
 
 from cutjax.fusion.jaxprs import is_literal
 from cutjax.primitives.dense import FLIP, Dense
+from cutjax.primitives.product import Product
+from cutjax.primitives.ragged import Rows
+
+RAGGED = "ragged_dot_general"
+PRODUCTS = ("dot_general", RAGGED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +40,10 @@ class Contraction:
     swapped: bool
     precision: Any
 
+    grouped: ClassVar[bool] = False
+
     @property
-    def product(self) -> Dense:
+    def product(self) -> Product:
         """The product that is bound."""
         return Dense(self.layout)
 
@@ -57,19 +64,59 @@ class Contraction:
         return Contraction(layout, self.b, self.a, self.shape[::-1], not self.swapped, self.precision)
 
 
+@dataclasses.dataclass(frozen=True)
+class Grouped(Contraction):
+    """A product of rows in groups, ``[m, k] @ [g, k, n]``, or ``[g, n, k]`` in the layout "nt".
+
+    Rows of no group are zero, and a kernel makes every result of its tail zero there: so the tail must.
+    """
+
+    grouped: ClassVar[bool] = True
+
+    @property
+    def product(self) -> Product:
+        """The product that is bound."""
+        return Rows(False, self.layout)
+
+
 def contraction(eqn: Any) -> Contraction | str:
-    """Returns a dot_general as a kernel has it, or why none has."""
+    """Returns a product as a kernel has it, or why none has."""
+    return _grouped(eqn) if eqn.primitive.name == RAGGED else _dense(eqn)
+
+
+def _grouped(eqn: Any) -> Grouped | str:
+    params = eqn.params
+    dims = params["ragged_dot_dimension_numbers"]
+    contracted, batch = dims.dot_dimension_numbers
+    left, right, sizes = (x.aval for x in eqn.invars[:3])
+    of_rows = (tuple(dims.lhs_ragged_dimensions), tuple(dims.rhs_group_dimensions)) == ((0,), (0,))
+    if not of_rows or tuple(map(tuple, batch)) != ((), ()) or (left.ndim, right.ndim, sizes.ndim) != (2, 3, 1):
+        return "what is around it is fused only beside rows in groups, [m, k] x [g, k, n]"
+    if params.get("group_offset") is not None or len(eqn.invars) != 3 or 0 in (*left.shape, *right.shape):
+        return "it is empty, or of some of the groups"
+    if why := _dtypes(left, right, eqn.outvars[0].aval):
+        return why
+    layout = "nn" if tuple(map(tuple, contracted)) == ((1,), (1,)) else "nt"
+    n = right.shape[2 if layout == "nn" else 1]
+    return Grouped(layout, left.shape, right.shape, (left.shape[0], n), False, params["precision"])
+
+
+def _dtypes(left: Any, right: Any, out: Any) -> str:
+    """Returns why no kernel has operands and a result of these dtypes and shardings; "" where one may."""
+    if left.dtype != right.dtype or not jnp.issubdtype(left.dtype, jnp.floating):
+        return f"operands {left.dtype} and {right.dtype}: of one floating dtype they would have a kernel"
+    if out.dtype not in (left.dtype, np.dtype(np.float32)):
+        return f"a result in {out.dtype} of operands in {left.dtype}"
+    return "an operand is sharded explicitly" if is_sharded(left.sharding) or is_sharded(right.sharding) else ""
+
+
+def _dense(eqn: Any) -> Contraction | str:
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     left, right = (x.aval for x in eqn.invars)
     if is_sharded(eqn.params.get("out_sharding")):
         return "it says out_sharding"
-    if left.dtype != right.dtype or not jnp.issubdtype(left.dtype, jnp.floating):
-        return f"operands {left.dtype} and {right.dtype}: of one floating dtype they would have a kernel"
-    out = eqn.outvars[0].aval.dtype
-    if out not in (left.dtype, np.dtype(np.float32)):
-        return f"a result in {out} of operands in {left.dtype}"
-    if is_sharded(left.sharding) or is_sharded(right.sharding):
-        return "an operand is sharded explicitly"
+    if why := _dtypes(left, right, eqn.outvars[0].aval):
+        return why
     batch = len(lb)
     if tuple(lb) != tuple(range(batch)) or tuple(rb) != tuple(range(batch)):
         return f"batch axes {tuple(lb)}, {tuple(rb)} are not the first"

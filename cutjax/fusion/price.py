@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 from cutjax import dot_precision
@@ -77,6 +78,18 @@ def _of_problem(problem: Problem, precision: Any, entries: tuple[tuned.Entry, ..
     return Price(runs, xla_us, kernel_us, measured=kernel_us / time_us)
 
 
+def of_grouped(eqn: Any) -> Price:
+    """Returns what a grouped product takes, of the equation of ours. XLA's, of which no time is known, is far slower."""
+    choice = _choice(eqn)
+    if not choice.served:
+        return Price("XLA", why=f"no kernel for {choice.problem}: {'; '.join(choice.reasons)}")
+    return Price("kernel", plain_us=choice.time_us)
+
+
+def _choice(eqn: Any) -> Any:
+    return lowering.choosers[eqn.primitive](*(x.aval for x in eqn.invars), target=lowering.target(), **eqn.params)
+
+
 def of_region(plain: Price, eqn: Any, passes: int, moved: int) -> Price:
     """Returns what a region takes.
 
@@ -86,18 +99,19 @@ def of_region(plain: Price, eqn: Any, passes: int, moved: int) -> Price:
       passes: XLA's passes that it saves.
       moved: the bytes that these move, beside those of the tail's operands.
     """
-    assert plain.xla_us is not None
     assert plain.plain_us is not None
-    choice = lowering.choosers[eqn.primitive](*(x.aval for x in eqn.invars), target=lowering.target(), **eqn.params)
+    choice = _choice(eqn)
     problem, epilogue = choice.problem, eqn.params["epilogue"].primal
     moved += sum(map(byte_count, eqn.invars[len(eqn.invars) - len(epilogue.operands) :]))
     pass_us = 1e6 * moved / (problem.device.bytes_per_second * _PASS_BANDWIDTH) + passes * _PASS_US
     if problem.products == 1 and _is_cublas(epilogue):
         pass_us = 0.0
-    xla_us, plain_us = (problem.products * us + pass_us for us in (plain.xla_us, plain.plain_us))
+    xla_us = None if plain.xla_us is None else problem.products * plain.xla_us + pass_us
+    plain_us = problem.products * plain.plain_us + pass_us
+    limit = math.inf if xla_us is None else xla_us / GAIN
     if not choice.served or choice.time_us is None:
         why = f"no kernel has its tail: {'; '.join(choice.reasons)}"
-        return Price("kernel" if plain_us * GAIN <= xla_us else "XLA", xla_us, plain_us, why=why)
+        return Price("kernel" if plain_us <= limit else "XLA", xla_us, plain_us, why=why)
     # A kernel without a tail may have been measured; what the tail adds is predicted.
     fused_us = choice.time_us * plain.measured
     if problem.products > 1:
@@ -106,7 +120,7 @@ def of_region(plain: Price, eqn: Any, passes: int, moved: int) -> Price:
         written = sum(map(byte_count, eqn.outvars[1:])) / problem.device.bytes_per_second
         fused_us = problem.products * plain.plain_us + 1e6 * written * _SHOWN
     best = min(plain_us, fused_us)
-    runs = "XLA" if best * GAIN > xla_us else "fused" if best == fused_us else "kernel"
+    runs = "XLA" if best > limit else "fused" if best == fused_us else "kernel"
     return Price(runs, xla_us, plain_us, fused_us)
 
 

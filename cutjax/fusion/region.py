@@ -8,7 +8,10 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from cutjax.epilogue.flatten import REDUCTIONS, line_of
+from cutjax.epilogue.jaxpr import CALLS, callee
 from cutjax.fusion.contraction import Contraction, axes_of, is_sharded, transposes
 from cutjax.fusion.jaxprs import MOVES, Graph, byte_count, full_size, is_literal
 from cutjax.fusion.tail import reduced_axes
@@ -64,9 +67,9 @@ class Finder:
         self.products = products  # those that no region has taken
         self.siblings: dict[Any, list[int]] = {}
         for i, found in products.items():
-            left, right = graph.eqns[i].invars
-            if not is_literal(left) and not is_literal(right):
-                key = left, found, right.aval.shape, right.aval.dtype, graph.eqns[i].outvars[0].aval.dtype
+            left, right, *sizes = graph.eqns[i].invars
+            if not any(map(is_literal, (left, right, *sizes))):
+                key = left, found, right.aval.shape, right.aval.dtype, graph.eqns[i].outvars[0].aval.dtype, *sizes
                 self.siblings.setdefault(key, []).append(i)
         self.sibling_of = {i: group for group in self.siblings.values() for i in group if len(group) > 1}
 
@@ -122,7 +125,7 @@ class _Growth:
         graph, eqn = self.graph, self.graph.eqns[i]
         out = eqn.outvars[0]
         readers = graph.consumers.get(out, set())
-        if out in graph.outvars or len(readers) != 1:
+        if out in graph.outvars or len(readers) != 1 or self.found.grouped:
             return None
         (j,) = readers
         (lc, _), (lb, _) = eqn.params["dimension_numbers"]
@@ -170,7 +173,7 @@ class _Growth:
         form = self.found.shape
         if name in REDUCTIONS:
             x = eqn.invars[0]
-            if is_sharded(eqn.params.get("out_sharding")) or x not in self.tiles:
+            if is_sharded(eqn.params.get("out_sharding")) or x not in self.tiles or self.found.grouped:
                 return ""
             return None if reduced_axes(x.aval.shape, form, set(eqn.params["axes"])) else ": not all rows, or columns"
         if not graph.is_pointwise(i):
@@ -258,9 +261,16 @@ class _Growth:
         reduced = [x for x in reduced if graph.used(x)]
         if not written:
             return "kernels store a result of full size, and only sums of it are used"
+        if self.found.grouped and (bad := [x for x in written if x not in self._zeros()]):
+            name = graph.eqns[graph.producer[bad[0]]].primitive.name
+            return f"{name} makes rows of no group other than zero"
         if len(written) > MOST_RESULTS:
             return f"{len(written)} values of its tail are used elsewhere"
         return written, reduced
+
+    def _zeros(self) -> set[Any]:
+        """Returns the variables that are zero where the products are."""
+        return zeros([self.graph.eqns[i] for i in sorted(self.inside)], set(self.accumulators))
 
     def _cut(self, written: list[Any], outside: list[Any]) -> list[Any]:
         """Returns what to write of which all that is used outside is made: the fewest bytes, the latest."""
@@ -364,3 +374,42 @@ class _Growth:
         for i in cone:
             read |= {x for x in self.graph.eqns[i].invars if not is_literal(x) and x not in made}
         return sum(map(byte_count, read))
+
+
+_NAMES = (
+    "abs asin asinh atan atanh cbrt ceil convert_element_type copy erf erf_inv expm1 floor imag log1p name neg pcast "
+    "pvary real reduce_precision reshape round sign sin sinh sqrt square squeeze expand_dims stop_gradient tan tanh"
+)
+_ODD = frozenset(_NAMES.split())  # zero of zero
+
+
+def zeros(eqns: Iterable[Any], given: set[Any]) -> set[Any]:
+    """Returns the variables of elementwise equations that are zero wherever those given are, as far as that is seen."""
+    found = set(given)
+
+    def is_zero(x: Any) -> bool:
+        return bool(np.all(np.asarray(x.val) == 0)) if is_literal(x) else x in found
+
+    for eqn in eqns:
+        name, args = eqn.primitive.name, [is_zero(x) for x in eqn.invars]
+        if name in CALLS:
+            jaxpr, _ = callee(eqn)
+            inner = zeros(jaxpr.eqns, {x for x, zero in zip(jaxpr.invars, args, strict=True) if zero})
+            found.update(x for x, y in zip(eqn.outvars, jaxpr.outvars, strict=True) if not is_literal(y) and y in inner)
+            continue
+        match name:
+            case "mul":
+                zero = any(args)
+            case "div" | "broadcast_in_dim":
+                zero = args[0]
+            case "integer_pow":
+                zero = args[0] and eqn.params["y"] > 0
+            case "select_n":
+                zero = all(args[1:])
+            case "add" | "sub" | "add_any" | "max" | "min":
+                zero = all(args)
+            case _:
+                zero = name in _ODD and all(args)
+        if zero:
+            found.update(eqn.outvars)
+    return found

@@ -14,7 +14,7 @@ from cutjax.dtypes import short
 from cutjax.epilogue.flatten import line_of
 from cutjax.fusion import price
 from cutjax.fusion.build import build, build_plain
-from cutjax.fusion.contraction import Contraction, contraction
+from cutjax.fusion.contraction import PRODUCTS, RAGGED, Contraction, contraction
 from cutjax.fusion.jaxprs import (
     BODIES,
     MOVES,
@@ -30,6 +30,7 @@ from cutjax.fusion.jaxprs import (
 )
 from cutjax.fusion.region import Finder, Region
 from cutjax.fusion.report import Report
+from cutjax.runtime import backends
 
 POLICIES = ("auto", "always")
 
@@ -51,6 +52,13 @@ class Rewriter:
         self._kept: list[Any] = []  # of which the ids are part of keys
         self._has: dict[int, bool] = {}
 
+    @property
+    def refuses(self) -> str:
+        """Why every product stays as it is at this place; "" where each has its price."""
+        if backends.resolve(None, "fuse") == "xla":
+            return "backend 'xla'"
+        return lowering.PARTITIONED if self.divided else ""
+
     def rewrite(self, jaxpr: Any) -> Any:
         """Returns the program, closed or open as it is; itself where nothing changes."""
         if id(jaxpr) not in self._done:
@@ -62,7 +70,7 @@ class Rewriter:
             return jaxpr
         jaxpr = inlined(jaxpr, self._multiplies)
         eqns = [self._inside(eqn) if any(map(self._multiplies, bodies(eqn))) else eqn for eqn in opened(jaxpr).eqns]
-        if any(eqn.primitive.name == "dot_general" for eqn in eqns):
+        if any(eqn.primitive.name in PRODUCTS for eqn in eqns):
             eqns = self._fused(opened(with_equations(jaxpr, eqns)))
         return with_equations(jaxpr, eqns)
 
@@ -92,7 +100,7 @@ class Rewriter:
         if id(jaxpr) not in self._has:
             self._kept.append(jaxpr)
             self._has[id(jaxpr)] = any(
-                eqn.primitive.name == "dot_general"
+                eqn.primitive.name in PRODUCTS
                 or (eqn.primitive.name in BODIES and any(map(self._multiplies, bodies(eqn))))
                 for eqn in opened(jaxpr).eqns
             )
@@ -105,21 +113,28 @@ class Rewriter:
         reports: dict[int, Report] = {}
         prices: dict[int, price.Price] = {}
         for i, eqn in enumerate(graph.eqns):
-            if eqn.primitive.name != "dot_general" or i not in graph.live:
+            if eqn.primitive.name not in PRODUCTS or i not in graph.live:
                 continue
             form = contraction(eqn)
             reports[i] = _report(eqn, form)
-            if isinstance(form, str):
+            ragged = eqn.primitive.name == RAGGED
+            if isinstance(form, str) and not (ragged and self.policy == "auto"):
                 continue
             if self.policy == "auto":
-                if self.divided:
-                    reports[i].why = lowering.PARTITIONED
+                if self.refuses:
+                    reports[i].why = self.refuses
                     continue
-                prices[i] = price.of_product(form, eqn)
+                if isinstance(form, str) or ragged:
+                    prices[i] = price.of_grouped(self._plain(eqn, form)[1])
+                else:
+                    prices[i] = price.of_product(form, eqn)
                 if prices[i].why:
                     reports[i].why = prices[i].why
                     continue
-            found[i] = form
+            if isinstance(form, str):
+                self._replace_product(graph, i, form, reports[i], prices[i])
+            else:
+                found[i] = form
         finder = Finder(graph, found)
         for i in sorted(found, reverse=True):
             if i in finder.products:
@@ -157,15 +172,26 @@ class Rewriter:
         if plain is None or plain.runs != "kernel":
             report.why = report.why or ("" if plain is None else str(plain))
             return
-        form = finder.products.pop(i)
+        self._replace_product(graph, i, finder.products.pop(i), report, plain)
+
+    def _replace_product(self, graph: Graph, i: int, form: Any, report: Report, cost: price.Price) -> None:
+        """Puts a kernel in the place of a product alone."""
         eqn = graph.eqns[i]
         inputs = [x for x in eqn.invars if not is_literal(x)]
-        key = form, *(str(x.aval) for x in (*eqn.invars, *eqn.outvars)), len(inputs)
-        if key not in self._built or len(inputs) < 2:
-            self._built[key] = *build_plain(eqn, form), None
-        made = self._built[key][0].replace(invars=inputs, outvars=eqn.outvars, source_info=eqn.source_info)
+        made = self._plain(eqn, form)[0]
+        made = made.replace(invars=inputs, outvars=eqn.outvars, source_info=eqn.source_info)
         graph.replace(Region((i,), form, (), [i], inputs, list(eqn.outvars), [], made))
-        report.runs, report.why = "kernel", str(plain)
+        report.runs, report.why = "kernel", str(cost)
+
+    def _plain(self, eqn: Any, form: Any) -> tuple[Any, Any]:
+        """Returns the equation of a product alone as a kernel, and that of the product within."""
+        literals = tuple(id(x) for x in eqn.invars if is_literal(x))
+        avals = (str(x.aval) for x in (*eqn.invars, *eqn.outvars))
+        key = form, *map(self._param, eqn.params.values()), *avals, literals
+        if key not in self._built:
+            self._kept.append(eqn)
+            self._built[key] = *build_plain(eqn, form), None
+        return self._built[key][:2]
 
     def _build(self, graph: Graph, region: Region, plain: price.Price | None) -> tuple[Any, Any, price.Price | None]:
         """Returns the equation of a region, that of the product within and the price, as for the same region before."""
