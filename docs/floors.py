@@ -17,6 +17,7 @@ ROOT = REPOSITORY / "cutjax"
 FLOORS = {
     "": "the public names, explain, policies for jax.checkpoint",
     "flax": "layers of Flax, NNX and Linen: the only ones to import it",
+    "fusion": "a program rewritten: regions around products, and their prices",
     "tuning": "kernels timed on the device, the fastest kept; the command line",
     "ops": "operations: checked arguments in, a product and its operands out",
     "primitives": "Product: what is multiplied; its rules and its derivatives",
@@ -30,7 +31,7 @@ OUTSIDE = {
     "ffi/device": ("*.cuh", "the kernels' text: *.cuh"),
     "ffi/launcher": ("*.cc", "the custom call cutjax_launch"),
 }
-COLOURS = ("#6d4c41", "#7cb342", "#00838f", "#3949ab", "#00897b", "#c2185b", "#ef6c00", "#5e35b1", "#455a64")
+COLOURS = ("#6d4c41", "#7cb342", "#827717", "#00838f", "#3949ab", "#00897b", "#c2185b", "#ef6c00", "#5e35b1", "#455a64")
 LEFT, BOX, GAP, LINE, LANE = 16, 640, 22, 17, 34
 
 

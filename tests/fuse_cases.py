@@ -1,4 +1,4 @@
-"""What is computed around products, one entry a kind: a function, its arguments, and the epilogues that it becomes."""
+"""Tails of products, one entry a kind: a function, its arguments, and the epilogues that it becomes."""
 
 from __future__ import annotations
 

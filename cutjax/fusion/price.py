@@ -79,7 +79,7 @@ def _of_problem(problem: Problem, precision: Any, entries: tuple[tuned.Entry, ..
 
 
 def of_grouped(eqn: Any) -> Price:
-    """Returns what a grouped product takes, of the equation of ours. XLA's, of which no time is known, is far slower."""
+    """Returns what a grouped product takes, of the equation of ours. XLA's, unknown, is far longer."""
     choice = _choice(eqn)
     if not choice.served:
         return Price("XLA", why=f"no kernel for {choice.problem}: {'; '.join(choice.reasons)}")

@@ -8,13 +8,11 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
 from cutjax.epilogue.flatten import REDUCTIONS, line_of
-from cutjax.epilogue.jaxpr import CALLS, callee
 from cutjax.fusion.contraction import Contraction, axes_of, is_sharded, transposes
 from cutjax.fusion.jaxprs import MOVES, Graph, byte_count, full_size, is_literal
 from cutjax.fusion.tail import reduced_axes
+from cutjax.fusion.zeros import zeros
 
 MOST_PRODUCTS = 3  # that share their left operand
 MOST_RESULTS = 4
@@ -374,42 +372,3 @@ class _Growth:
         for i in cone:
             read |= {x for x in self.graph.eqns[i].invars if not is_literal(x) and x not in made}
         return sum(map(byte_count, read))
-
-
-_NAMES = (
-    "abs asin asinh atan atanh cbrt ceil convert_element_type copy erf erf_inv expm1 floor imag log1p name neg pcast "
-    "pvary real reduce_precision reshape round sign sin sinh sqrt square squeeze expand_dims stop_gradient tan tanh"
-)
-_ODD = frozenset(_NAMES.split())  # zero of zero
-
-
-def zeros(eqns: Iterable[Any], given: set[Any]) -> set[Any]:
-    """Returns the variables of elementwise equations that are zero wherever those given are, as far as that is seen."""
-    found = set(given)
-
-    def is_zero(x: Any) -> bool:
-        return bool(np.all(np.asarray(x.val) == 0)) if is_literal(x) else x in found
-
-    for eqn in eqns:
-        name, args = eqn.primitive.name, [is_zero(x) for x in eqn.invars]
-        if name in CALLS:
-            jaxpr, _ = callee(eqn)
-            inner = zeros(jaxpr.eqns, {x for x, zero in zip(jaxpr.invars, args, strict=True) if zero})
-            found.update(x for x, y in zip(eqn.outvars, jaxpr.outvars, strict=True) if not is_literal(y) and y in inner)
-            continue
-        match name:
-            case "mul":
-                zero = any(args)
-            case "div" | "broadcast_in_dim":
-                zero = args[0]
-            case "integer_pow":
-                zero = args[0] and eqn.params["y"] > 0
-            case "select_n":
-                zero = all(args[1:])
-            case "add" | "sub" | "add_any" | "max" | "min":
-                zero = all(args)
-            case _:
-                zero = name in _ODD and all(args)
-        if zero:
-            found.update(eqn.outvars)
-    return found

@@ -54,7 +54,7 @@ class Rewriter:
 
     @property
     def refuses(self) -> str:
-        """Why every product stays as it is at this place; "" where each has its price."""
+        """The reason for which every product stays as it is at this place; "" where each has its price."""
         if backends.resolve(None, "fuse") == "xla":
             return "backend 'xla'"
         return lowering.PARTITIONED if self.divided else ""
