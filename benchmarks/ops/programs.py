@@ -196,7 +196,7 @@ def kernels(step: Running) -> dict[str, Any]:
     total: dict[str, float] = collections.defaultdict(float)
     for name, us in records:
         total[name] += us
-    parts = sorted(total.items(), key=lambda part: -part[1])[:20]
+    parts = sorted(total.items(), key=lambda part: -part[1])[:40]
     return {"kernel_us": sum(total.values()), "kernels": len(records), "parts": parts}
 
 

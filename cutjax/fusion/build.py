@@ -27,7 +27,7 @@ def build(graph: Graph, region: Region) -> tuple[Any, Any]:
     Raises:
       NotImplementedError, TypeError, ValueError: if the tail is one that no epilogue can have.
     """
-    eqns = [graph.eqns[i] for i in region.tail if graph.eqns[i].outvars[0] not in region.accumulators]
+    eqns = [graph.eqns[i] for i in region.tail]
     makers = [graph.eqns[graph.producer[x]] for x in region.results]
 
     def call(*args: Any) -> list[Any]:

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cutjax.fusion.jaxprs import is_literal
 from cutjax.primitives.dense import FLIP, Dense
 from cutjax.primitives.product import Product
 from cutjax.primitives.ragged import Rows
@@ -151,11 +150,9 @@ def _matrix(
     return (letters[0], (*shape[:batch], own, k), own) if last else (letters[1], (*shape[:batch], k, own), own)
 
 
-def transposes(eqn: Any, found: Contraction, rank: int, left: int) -> bool:
+def transposes(eqn: Any, rank: int, left: int) -> bool:
     """True if an equation swaps rows and columns of a result of that rank, whose first ``left`` axes are its rows."""
-    if eqn.primitive.name != "transpose" or len(found.shape) != 2 or is_literal(eqn.invars[0]):
-        return False
-    return tuple(eqn.params["permutation"]) == (*range(left, rank), *range(left))
+    return eqn.primitive.name == "transpose" and tuple(eqn.params["permutation"]) == (*range(left, rank), *range(left))
 
 
 def axes_of(shape: Sequence[int], form: Sequence[int]) -> list[list[int]] | None:

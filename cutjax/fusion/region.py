@@ -16,6 +16,7 @@ from cutjax.fusion.zeros import zeros
 
 MOST_PRODUCTS = 3  # that share their left operand
 MOST_RESULTS = 4
+NOTHING = "nothing is computed from it element by element"
 _MOST_COPIED = 64  # equations that make an operand, computed again in the kernel
 
 
@@ -25,6 +26,7 @@ class Region:
 
     Attributes:
       products: the products' equations.
+      moves: the equations that transpose the product.
       found: their form.
       accumulators: the variables that are the products, transposed where the form is.
       members: all equations that are computed in the kernel, the products among them, in order.
@@ -34,6 +36,7 @@ class Region:
     """
 
     products: tuple[int, ...]
+    moves: set[int]
     found: Contraction
     accumulators: tuple[Any, ...]
     members: list[int]
@@ -53,8 +56,8 @@ class Region:
 
     @property
     def tail(self) -> list[int]:
-        """The members that are no products."""
-        return [i for i in self.members if i not in self.products]
+        """The members that are no products, nor transpose one."""
+        return [i for i in self.members if i not in self.products and i not in self.moves]
 
 
 class Finder:
@@ -94,6 +97,7 @@ class _Growth:
         self.mask = 0
         self.accumulators: list[Any] = []
         self.tiles: dict[Any, int] = {}  # variables, and the equation that makes each
+        self.moves: set[int] = set()  # the transpositions of a product
         self.reductions: list[int] = []
         self.stops: list[str] = []
         self.joint: list[int] = []  # equations that read several products
@@ -103,10 +107,11 @@ class _Growth:
             self.mask |= 1 << i
         for k, i in enumerate(products):
             out, equation = graph.eqns[i].outvars[0], i
-            if len(products) == 1 and (move := self._transposition(i)) is not None:
+            for move in self._transpositions(i) if len(products) == 1 else ():
                 out, equation = graph.eqns[move].outvars[0], move
                 self.inside.add(move)
                 self.mask |= 1 << move
+                self.moves.add(move)
                 self.found = self.found.transposed
             self.accumulators.append(out)
             self._add(out, equation)
@@ -118,18 +123,22 @@ class _Growth:
             self._consider(heapq.heappop(self._candidates))
         self.whole = self.whole and (len(products) == 1 or bool(self.joint))
 
-    def _transposition(self, i: int) -> int | None:
-        """Returns the equation that transposes a product, where nothing else reads it."""
-        graph, eqn = self.graph, self.graph.eqns[i]
-        out = eqn.outvars[0]
-        readers = graph.consumers.get(out, set())
-        if out in graph.outvars or len(readers) != 1 or self.found.grouped:
-            return None
-        (j,) = readers
-        (lc, _), (lb, _) = eqn.params["dimension_numbers"]
-        rows = eqn.invars[0].aval.ndim - len(lc) - len(lb)
-        fits = j < len(graph.eqns) and transposes(graph.eqns[j], self.found, out.aval.ndim, rows)
-        return j if fits else None
+    def _transpositions(self, i: int) -> list[int]:
+        """Returns the equations that transpose a product, one after the other, where nothing else reads it."""
+        if self.found.grouped or len(self.found.shape) != 2:
+            return []
+        graph, eqn, found = self.graph, self.graph.eqns[i], []
+        (lc, _), _ = eqn.params["dimension_numbers"]
+        out, rows = eqn.outvars[0], eqn.invars[0].aval.ndim - len(lc)
+        while True:
+            readers = list(graph.consumers.get(out, ()))
+            if out in graph.outvars or len(readers) != 1 or readers[0] >= len(graph.eqns):
+                return found
+            eqn = graph.eqns[readers[0]]
+            if not transposes(eqn, out.aval.ndim, rows) or eqn.outvars[0] in graph.definition:
+                return found
+            found += readers
+            out, rows = eqn.outvars[0], out.aval.ndim - rows
 
     def _add(self, x: Any, i: int) -> None:
         self.tiles[x] = i
@@ -219,22 +228,21 @@ class _Growth:
 
     def region(self) -> Region | list[str]:
         """Returns the region; where there is nothing to fuse, what stopped it."""
-        results = self._results()
-        if isinstance(results, str):
-            return [results, *self.stops]
-        written, reduced = results
+        split = self._results()
+        if isinstance(split, str):
+            return [split, *self.stops]
+        written, reduced = split
         members = self._slice([*written, *reduced])
-        if set(members) <= {*self.products, *(self.tiles[x] for x in self.accumulators)}:
-            return self.stops or ["nothing is computed from it element by element"]
+        if set(members) <= {*self.products, *self.moves}:
+            return self.stops or [NOTHING]
         missing = [i for i in self.products if i not in members]
         if missing:
             return self.stops
         copied = self._copied(members)
         members = sorted({*members, *copied})
         inputs = self._inputs(members)
-        region = Region(
-            self.products, self.found, tuple(self.accumulators), members, inputs, [*written, *reduced], self.stops
-        )
+        results, accumulators = [*written, *reduced], tuple(self.accumulators)
+        region = Region(self.products, self.moves, self.found, accumulators, members, inputs, results, self.stops)
         if self.graph.reaches(inputs, region.results):
             return ["an operand of its tail depends on another fused product that depends on it", *self.stops]
         return region
@@ -302,8 +310,8 @@ class _Growth:
             needed.add(i)
             if i not in self.products:
                 stack += [self.tiles[x] for x in graph.eqns[i].invars if not is_literal(x) and x in self.tiles]
-                if i in (self.tiles[x] for x in self.accumulators):  # the transposition of a product
-                    stack += self.products
+                if i in self.moves:
+                    stack += (*self.moves, *self.products)
         return sorted(needed)
 
     def _inputs(self, members: list[int]) -> list[Any]:

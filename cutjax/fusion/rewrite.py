@@ -28,7 +28,7 @@ from cutjax.fusion.jaxprs import (
     with_bodies,
     with_equations,
 )
-from cutjax.fusion.region import Finder, Region
+from cutjax.fusion.region import NOTHING, Finder, Region
 from cutjax.fusion.report import Report
 from cutjax.runtime import backends
 
@@ -149,7 +149,7 @@ class Rewriter:
         region = finder.region(i)
         report, plain = reports[i], prices.get(i)
         if isinstance(region, Region) and all(graph.eqns[j].primitive.name in MOVES for j in region.tail):
-            region = region.stops
+            region = region.stops or [NOTHING]
         if isinstance(region, Region):
             report.stops = tuple(region.stops)
             try:
@@ -180,7 +180,7 @@ class Rewriter:
         inputs = [x for x in eqn.invars if not is_literal(x)]
         made = self._plain(eqn, form)[0]
         made = made.replace(invars=inputs, outvars=eqn.outvars, source_info=eqn.source_info)
-        graph.replace(Region((i,), form, (), [i], inputs, list(eqn.outvars), [], made))
+        graph.replace(Region((i,), set(), form, (), [i], inputs, list(eqn.outvars), [], made))
         report.runs, report.why = "kernel", str(cost)
 
     def _plain(self, eqn: Any, form: Any) -> tuple[Any, Any]:

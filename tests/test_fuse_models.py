@@ -1,0 +1,118 @@
+"""Models that know nothing of this library, under cutjax.fuse: the same losses, and how many products are fused."""
+
+from __future__ import annotations
+
+import functools
+
+import equinox
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+
+import cutjax
+
+STEPS = 20
+
+
+def bert():
+    config = transformers.BertConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1,
+    )
+    return transformers.FlaxBertModel(config, input_shape=(1, 8))
+
+
+def gpt2():
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=16)
+    return transformers.FlaxGPT2LMHeadModel(config, input_shape=(1, 8))
+
+
+def of_transformers(make):
+    model = make()
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 8)))
+
+    def loss(params, key):
+        out = model(ids, params=params, dropout_rng=key, train=True)[0]
+        return ((out - jnp.sin(jnp.arange(out.size).reshape(out.shape))) ** 2).mean()
+
+    return loss, model.params
+
+
+def nnx_attention():
+    """Two blocks of flax.nnx.MultiHeadAttention and an MLP."""
+
+    class Block(flax.nnx.Module):
+        def __init__(self, rngs):
+            self.attention = flax.nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
+            self.up, self.down = flax.nnx.Linear(16, 32, rngs=rngs), flax.nnx.Linear(32, 16, rngs=rngs)
+            self.norm = flax.nnx.LayerNorm(16, rngs=rngs)
+
+        def __call__(self, x):
+            x = x + self.attention(self.norm(x))
+            return x + self.down(flax.nnx.gelu(self.up(x)))
+
+    rngs = flax.nnx.Rngs(0)
+    graph, params = flax.nnx.split(flax.nnx.List([Block(rngs), Block(rngs)]))
+    x = jax.random.normal(jax.random.key(1), (2, 8, 16))
+
+    def loss(params, key):
+        y = functools.reduce(lambda y, block: block(y), flax.nnx.merge(graph, params), x)
+        return ((y - jnp.cos(x)) ** 2).mean()
+
+    return loss, params
+
+
+def equinox_models():
+    """An MLP on the result of an attention, by vmap, as equinox has it."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    models = equinox.nn.MultiheadAttention(2, 16, key=keys[0]), equinox.nn.MLP(16, 16, 32, 2, jax.nn.silu, key=keys[1])
+    params, static = equinox.partition(models, equinox.is_inexact_array)
+    x = jax.random.normal(keys[2], (8, 16))
+
+    def loss(params, key):
+        attention, mlp = equinox.combine(params, static)
+        y = jax.vmap(mlp)(x + attention(x, x, x))
+        return ((y - jnp.cos(x)) ** 2).mean()
+
+    return loss, params
+
+
+MODELS = {
+    "bert": (functools.partial(of_transformers, bert), (34, 52)),
+    "gpt2": (functools.partial(of_transformers, gpt2), (20, 39)),
+    "nnx": (nnx_attention, (32, 48)),
+    "equinox": (equinox_models, (14, 24)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@jax.numpy_dtype_promotion("standard")
+def test_losses_are_the_same(name):
+    make, count = MODELS[name]
+    loss, params = make()
+
+    def step(params, key):
+        value, gradients = jax.value_and_grad(loss)(params, key)
+        return jax.tree.map(lambda p, g: p - 0.05 * g, params, gradients), value
+
+    fused = cutjax.fuse(step, policy="always")
+    reports = cutjax.explain(fused)(params, jax.random.key(0)).fusion
+    assert (sum(report.runs == "fused" for report in reports), len(reports)) == count
+
+    def train(step):
+        return jax.lax.scan(step, params, jax.random.split(jax.random.key(2), STEPS))[1]
+
+    expected = jax.jit(train, static_argnums=0)(step)
+    assert expected[-1] < expected[0]
+    # float32: other orders of sums, over 20 steps.
+    np.testing.assert_allclose(jax.jit(train, static_argnums=0)(fused), expected, rtol=1e-4)
