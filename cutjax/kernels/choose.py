@@ -20,7 +20,7 @@ from cutjax.kernels.sm90 import family as sm90
 from cutjax.runtime.launch import Call
 
 FAMILIES: tuple[Family, ...] = (sm90,)
-SLOWER = 1.03  # than XLA: kernels predicted so much slower do not run under "auto"
+LEAD = 1 / 1.03  # how many times as fast as XLA's product a kernel must be predicted to be, to run under "auto"
 Config = sm90.Config  # of any family
 
 
@@ -117,22 +117,27 @@ def fastest(problem: Problem) -> tuple[Kernel, float, int] | None:
 
 
 def choose(
-    problem: Problem, config: Any = None, platform: str = "cuda", precision: Canonical = None, backend: str = "auto"
+    problem: Problem,
+    config: Any = None,
+    platform: str = "cuda",
+    precision: Canonical = None,
+    backend: str = "auto",
+    lead: float = LEAD,
 ) -> Choice:
     """Picks what runs: a pinned config if it serves, else a tuned one, else the cost model's first, else XLA.
 
     Where XLA was measured to be faster than every kernel, or is predicted to be by more than 3%, it runs, but for the
-    backend "cuda".
+    backend "cuda". With a ``lead`` above 1 it also runs where a kernel is not that many times as fast, by either.
     """
     if platform != "cuda":
         return Choice(problem, None, (f"platform {platform}: the kernels are for cuda",))
     entries = tuned.find(problem) if config is None else ()
-    return _choose(problem, config, precision, backend == "cuda", entries)
+    return _choose(problem, config, precision, 0.0 if backend == "cuda" else lead, entries)
 
 
 @functools.lru_cache(maxsize=4096)
 def _choose(
-    problem: Problem, config: Any, precision: Canonical, strict: bool, entries: tuple[tuned.Entry, ...]
+    problem: Problem, config: Any, precision: Canonical, lead: float, entries: tuple[tuned.Entry, ...]
 ) -> Choice:
     if refused := dot_precision.reasons(precision, problem.a_dtype):
         return Choice(problem, None, (*_problem_reasons(problem), *refused))
@@ -142,14 +147,14 @@ def _choose(
             return Choice(problem, None, kernel)
         return _chosen(problem, kernel, kernel.time_us(problem.device), "pinned by config=")
     for entry in entries:
-        if choice := _tuned(problem, entry, strict):
+        if choice := _tuned(problem, entry, lead):
             return choice
     if found := fastest(problem):
         kernel, time_us, count = found
         xla_us = kernel.xla_us(problem.device)
-        if xla_us is not None and time_us > SLOWER * xla_us and not strict:
+        if xla_us is not None and time_us * lead > xla_us:
             why = f"predicted: XLA {xla_us:.1f} us, the fastest of {count} kernels {time_us:.1f} us"
-            return Choice(problem, None, (why,), xla_us=xla_us)
+            return Choice(problem, None, (why, *_of_lead(lead)), xla_us=xla_us)
         return _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs", xla_us)
     return Choice(problem, None, _problem_reasons(problem) or _config_reasons(problem))
 
@@ -165,7 +170,12 @@ def floor_us(problem: Problem) -> float:
     return 1e6 * max(problem.flops / device.peak(problem.a_dtype), problem.bytes / device.bytes_per_second)
 
 
-def _tuned(problem: Problem, entry: tuned.Entry, strict: bool) -> Choice | None:
+def _of_lead(lead: float) -> tuple[str, ...]:
+    """Returns the reason for a lead above 1."""
+    return (f"a kernel must be {lead} times as fast: XLA may fuse its product with what is around it",) * (lead > 1)
+
+
+def _tuned(problem: Problem, entry: tuned.Entry, lead: float) -> Choice | None:
     """Returns what was measured to be fastest; None where that kernel is no more, and where a kernel must run."""
     kernel = None
     if entry.config:
@@ -173,8 +183,10 @@ def _tuned(problem: Problem, entry: tuned.Entry, strict: bool) -> Choice | None:
         kernel = None if config is None else _resolve(problem, config)
         if kernel is None or isinstance(kernel, tuple):
             return None
-    if entry.xla_wins and not strict:
+    if lead and entry.xla_wins:
         return Choice(problem, None, (entry.why,))
+    if lead > 1 and entry.time_us and entry.xla_us and entry.time_us * lead > entry.xla_us:
+        return Choice(problem, None, (entry.why, *_of_lead(lead)))
     return None if kernel is None or entry.time_us is None else _chosen(problem, kernel, entry.time_us, entry.why)
 
 

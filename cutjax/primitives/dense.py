@@ -35,11 +35,13 @@ class Dense(Product):
         the last axis last; () is row-major. Axes in front of those named are slower. A kernel reads and writes arrays
         in that order, so that transposes beside it move no data. Values and shapes are the same whatever the hints.
       copies: sentences for explain, of a, b and the result: that a transpose beside the product copies it, "" if not.
+      lead: how many times as fast as XLA's product a kernel must be to run under "auto"; of its cotangents too.
     """
 
     layout: str
     orders: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = ((), (), ())
     copies: tuple[str, str, str] = ("", "", "")
+    lead: float = Product.lead
 
     where = "gemm"
     axes = (2, 2)
@@ -77,7 +79,7 @@ class Dense(Product):
         product, factors, precision = self._cotangent(i, g, other, precision)
         of_factor, of_d = (text and f"the cotangent of {text}" for text in (self.copies[i], self.copies[2]))
         copies = (of_d, "", of_factor) if factors[0] is g else ("", of_d, of_factor)
-        return dataclasses.replace(product, copies=copies), factors, precision
+        return dataclasses.replace(product, copies=copies, lead=self.lead), factors, precision
 
     def _cotangent(
         self, i: int, g: jax.Array, other: jax.Array, precision: Canonical

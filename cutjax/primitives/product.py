@@ -25,6 +25,7 @@ from cutjax.binding.rules import (
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, OperandSpec, identity
 from cutjax.epilogue.trace import Traced, trace
+from cutjax.kernels.choose import LEAD
 from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem
 from cutjax.primitives import derivative
@@ -42,12 +43,14 @@ class Product:
       unary: whether the product is of a alone, and there is no b.
       axes: how many axes of its own a has, b has unless the product is unary, and each array of the context.
       primitive: the primitive that ``define_product`` made.
+      lead: how many times as fast as XLA's product a kernel must be to run under "auto".
     """
 
     where: ClassVar[str]
     unary: ClassVar[bool] = False
     axes: ClassVar[tuple[int, ...]]
     primitive: ClassVar[core.Primitive]
+    lead = LEAD
 
     # What each product says.
 

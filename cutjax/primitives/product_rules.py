@@ -107,7 +107,7 @@ def _choose(
         full = product.tile(a, *bs, *context).shape  # one that is broadcast over the batch has other memory
         in_place = tuple((i, j) for i, j in in_place if operands[i].shape == full)
         problem = dataclasses.replace(problem, epilogue=epilogue, in_place=in_place)
-    choice = choose(product.in_order(problem), config, precision=precision, backend=backend)
+    choice = choose(product.in_order(problem), config, precision=precision, backend=backend, lead=product.lead)
     notes = product.notes()
     return dataclasses.replace(choice, reasons=(*choice.reasons, *notes)) if notes else choice
 
