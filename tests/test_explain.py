@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -45,7 +47,8 @@ def test_what_explain_says_is_what_is_lowered():
     x, w, tall = jnp.ones((256, 512), H), jnp.ones((512, 512), H), jnp.ones((64, 100))
 
     def fn(x, w, tall):
-        return jax.vmap(cutjax.gemm)(jnp.stack([x, x]), jnp.stack([w, w])), cutjax.gemm(tall, tall, layout="tn")
+        kernel = functools.partial(cutjax.gemm, backend="cuda")
+        return jax.vmap(kernel)(jnp.stack([x, x]), jnp.stack([w, w])), cutjax.gemm(tall, tall, layout="tn")
 
     rows = cutjax.explain(fn, platform="cuda")(x, w, tall).rows
     text = jax.jit(fn).trace(x, w, tall).lower(lowering_platforms=("cuda",)).as_text()
