@@ -55,6 +55,10 @@ def scores(q, k):
     return jax.nn.softmax(masked, -1)
 
 
+def scores_of_heads(q, k):
+    return jax.nn.relu(jnp.einsum("bqhd,bkhd->bhqk", q, k)) * BF16(0.5)
+
+
 def norm(x, w, b):
     y = (x @ w + b).astype(jnp.float32)
     return y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
@@ -145,6 +149,7 @@ CASES = {
     "fp8": Case(lambda x, w: (x @ w).astype(jnp.float8_e4m3fn), (x(), w()), ("f8_e4m3fn(acc)",), ()),
     "mask": Case(mask, (x(), w(), x(B, S, N) > 0), ("bf16(where(x0, acc, 0))",), ()),
     "causal": Case(scores, (x(B, 2, S, K), x(B, 2, S, K)), ("bf16(where(x0, acc * 0.5, -9984))",), ("sub at",)),
+    "strides": Case(scores_of_heads, (x(B, S, 2, K), x(B, S, 2, K)), ("bf16(f32(max(bf16(acc), 0)) * 0.5)",), ()),
     "dropout": Case(
         dropout,
         (x(), w(), jax.random.key(0)),

@@ -87,9 +87,9 @@ def equinox_models():
 
 
 MODELS = {
-    "bert": (functools.partial(of_transformers, bert), (34, 52)),
-    "gpt2": (functools.partial(of_transformers, gpt2), (20, 39)),
-    "nnx": (nnx_attention, (32, 48)),
+    "bert": (functools.partial(of_transformers, bert), (36, 52)),
+    "gpt2": (functools.partial(of_transformers, gpt2), (24, 39)),
+    "nnx": (nnx_attention, (34, 48)),
     "equinox": (equinox_models, (14, 24)),
 }
 

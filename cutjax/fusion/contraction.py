@@ -12,6 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cutjax import dot_precision
+from cutjax.ops.contraction import Contraction as Plan
+from cutjax.ops.contraction import contraction as contraction_plan
 from cutjax.primitives.dense import FLIP, Dense
 from cutjax.primitives.product import Product
 from cutjax.primitives.ragged import Rows
@@ -29,7 +32,8 @@ class Contraction:
       a, b: the shapes to which the operands are reshaped.
       shape: that of the result, ``(*batch, m, n)``, to which the equation's is reshaped.
       swapped: whether a is the equation's right operand, as where the result is transposed.
-      precision: as ``dot_general`` has it.
+      precision: as ``dot_general`` has it, of a and b.
+      plan: what makes the operands, where it takes more than a reshape: memory is walked in another order.
     """
 
     layout: str
@@ -39,15 +43,18 @@ class Contraction:
     swapped: bool
     precision: Any
 
+    plan: Plan | None = None
     grouped: ClassVar[bool] = False
 
     @property
     def product(self) -> Product:
         """The product that is bound."""
-        return Dense(self.layout)
+        return Dense(self.layout) if self.plan is None else Dense(self.layout, self.plan.orders)
 
     def operands(self, left: Any, right: Any) -> tuple[jax.Array, jax.Array]:
         """Returns a and b of the left operand and the right one."""
+        if self.plan is not None:
+            return self.plan.operands(left, right)
         x, y = (right, left) if self.swapped else (left, right)
         return lax.reshape(x, self.a), lax.reshape(y, self.b)
 
@@ -60,7 +67,8 @@ class Contraction:
     def transposed(self) -> Contraction:
         """The product whose result is transposed; of one without batch axes."""
         layout = FLIP[self.layout[1]] + FLIP[self.layout[0]]
-        return Contraction(layout, self.b, self.a, self.shape[::-1], not self.swapped, self.precision)
+        precision = dot_precision.swapped(self.precision)
+        return Contraction(layout, self.b, self.a, self.shape[::-1], not self.swapped, precision)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,18 +124,35 @@ def _dense(eqn: Any) -> Contraction | str:
         return "it says out_sharding"
     if why := _dtypes(left, right, eqn.outvars[0].aval):
         return why
+    if 0 in (*left.shape, *right.shape):
+        return "it is empty"
     batch = len(lb)
     if tuple(lb) != tuple(range(batch)) or tuple(rb) != tuple(range(batch)):
-        return f"batch axes {tuple(lb)}, {tuple(rb)} are not the first"
+        return _planned(eqn)
     pairs = sorted(zip(lc, rc, strict=True))
     a = _matrix(left.shape, [i for i, _ in pairs], batch, "nt")
     b = _matrix(right.shape, [j for _, j in pairs], batch, "tn")
     if a is None or b is None:
-        return "its contracted axes are no neighbours at one end of an operand"
+        return _planned(eqn)
     (of_a, a_shape, m), (of_b, b_shape, n) = a, b
-    if 0 in (*left.shape, *right.shape):
-        return "it is empty"
     return Contraction(of_a + of_b, a_shape, b_shape, (*left.shape[:batch], m, n), False, eqn.params["precision"])
+
+
+def _planned(eqn: Any) -> Contraction | str:
+    """Returns the product of a dot_general whose operands are walked in another order than they lie in memory."""
+    left, right = (x.aval for x in eqn.invars)
+    out, dims = eqn.outvars[0].aval, eqn.params["dimension_numbers"]
+    itemsizes = tuple(x.dtype.itemsize for x in (left, right, out))
+    dims = tuple(tuple(map(tuple, pair)) for pair in dims)
+    plan = contraction_plan(left.shape, right.shape, dims, itemsizes=itemsizes)
+    if any(plan.copies):
+        return "; ".join(filter(None, plan.copies))
+    if plan.d.order or plan.d.permutation != tuple(range(len(plan.d.permutation))):
+        return "its rows and columns are no neighbours in the result"
+    shape = tuple(math.prod(out.shape[i] for i in axes) for axes in plan.axes)
+    precision = eqn.params["precision"]
+    precision = dot_precision.swapped(precision) if plan.swapped else precision
+    return Contraction(plan.layout, plan.a.shape, plan.b.shape, shape, plan.swapped, precision, plan)
 
 
 def is_sharded(sharding: Any) -> bool:

@@ -58,6 +58,7 @@ def of_product(found: Contraction, eqn: Any) -> Price:
     device = device_of_kind(target.kind, target.arch, target.sms)
     a, b = found.avals(*(x.aval for x in eqn.invars))
     problem = found.product.problem(a, b, out_dtype=eqn.outvars[0].aval.dtype, device=device)
+    problem = found.product.in_order(problem)
     return _of_problem(problem, found.precision, tuned.find(problem))
 
 

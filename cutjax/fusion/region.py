@@ -69,7 +69,7 @@ class Finder:
         self.siblings: dict[Any, list[int]] = {}
         for i, found in products.items():
             left, right, *sizes = graph.eqns[i].invars
-            if not any(map(is_literal, (left, right, *sizes))):
+            if not any(map(is_literal, (left, right, *sizes))) and not found.swapped:
                 key = left, found, right.aval.shape, right.aval.dtype, graph.eqns[i].outvars[0].aval.dtype, *sizes
                 self.siblings.setdefault(key, []).append(i)
         self.sibling_of = {i: group for group in self.siblings.values() for i in group if len(group) > 1}
@@ -125,7 +125,7 @@ class _Growth:
 
     def _transpositions(self, i: int) -> list[int]:
         """Returns the equations that transpose a product, one after the other, where nothing else reads it."""
-        if self.found.grouped or len(self.found.shape) != 2:
+        if self.found.grouped or self.found.plan is not None or len(self.found.shape) != 2:
             return []
         graph, eqn, found = self.graph, self.graph.eqns[i], []
         (lc, _), _ = eqn.params["dimension_numbers"]
