@@ -16,12 +16,14 @@ from cutjax.epilogue.expression import Epilogue
 from cutjax.fusion.contraction import Contraction
 from cutjax.fusion.jaxprs import byte_count
 from cutjax.kernels import choose, tuned
-from cutjax.kernels.device import device_of_kind
+from cutjax.kernels.device import Device, device_of_kind
 from cutjax.kernels.problem import Problem
+from cutjax.ops.dot_general import LEAD
 
-GAIN = 1.03  # faster than XLA by less stays XLA's
+GAIN = 1.03  # faster than XLA by less stays XLA's; of a product alone LEAD, as of a drop-in
 _PASS_US = 1.0  # of a launch of XLA's
 _PASS_BANDWIDTH = 0.85  # of a copy's, that XLA's elementwise passes reach
+_TOGETHER = 0.97  # silu(g) * u over two products one by one: 0.935, 0.985 and 0.999 (docs/fused-epilogues.md)
 _SHOWN = 0.5  # of the time of bytes beside multiplications, what these do not hide
 
 
@@ -52,12 +54,15 @@ class Price:
         return ", ".join(f"{name} {us:.1f} us" for name, us in parts if us is not None)
 
 
+def _device() -> Device:
+    target = lowering.target()
+    return device_of_kind(target.kind, target.arch, target.sms)
+
+
 def of_product(found: Contraction, eqn: Any) -> Price:
     """Returns what the product of an equation takes by XLA and by a kernel."""
-    target = lowering.target()
-    device = device_of_kind(target.kind, target.arch, target.sms)
     a, b = found.avals(*(x.aval for x in eqn.invars))
-    problem = found.product.problem(a, b, out_dtype=eqn.outvars[0].aval.dtype, device=device)
+    problem = found.product.problem(a, b, out_dtype=eqn.outvars[0].aval.dtype, device=_device())
     problem = found.product.in_order(problem)
     return _of_problem(problem, found.precision, tuned.find(problem))
 
@@ -75,7 +80,7 @@ def _of_problem(problem: Problem, precision: Any, entries: tuple[tuned.Entry, ..
         xla_us, kernel_us = entry.xla_us or xla_us, entry.time_us or kernel_us
     if xla_us is None:
         return Price("XLA", why=f"no prediction of XLA's time for {problem}")
-    runs = "kernel" if kernel_us * GAIN <= xla_us else "XLA"
+    runs = "kernel" if kernel_us * LEAD <= xla_us else "XLA"
     return Price(runs, xla_us, kernel_us, measured=kernel_us / time_us)
 
 
@@ -105,33 +110,41 @@ def of_region(plain: Price, eqn: Any, passes: int, moved: int) -> Price:
     problem, epilogue = choice.problem, eqn.params["epilogue"].primal
     moved += sum(map(byte_count, eqn.invars[len(eqn.invars) - len(epilogue.operands) :]))
     pass_us = 1e6 * moved / (problem.device.bytes_per_second * _PASS_BANDWIDTH) + passes * _PASS_US
-    if problem.products == 1 and _is_cublas(epilogue):
-        pass_us = 0.0
-    xla_us = None if plain.xla_us is None else problem.products * plain.xla_us + pass_us
     plain_us = problem.products * plain.plain_us + pass_us
-    limit = math.inf if xla_us is None else xla_us / GAIN
+    xla_us = None
+    if plain.xla_us is not None:
+        by_cublas = problem.products == 1 and _is_cublas(epilogue)
+        xla_us = problem.products * plain.xla_us + (1e6 * _read(eqn, epilogue) if by_cublas else pass_us)
+    limit = math.inf if xla_us is None else xla_us
+    alone = "kernel" if plain_us * LEAD <= limit else "XLA"
     if not choice.served or choice.time_us is None:
-        why = f"no kernel has its tail: {'; '.join(choice.reasons)}"
-        return Price("kernel" if plain_us <= limit else "XLA", xla_us, plain_us, why=why)
+        return Price(alone, xla_us, plain_us, why=f"no kernel has its tail: {'; '.join(choice.reasons)}")
     # A kernel without a tail may have been measured; what the tail adds is predicted.
     fused_us = choice.time_us * plain.measured
     if problem.products > 1:
-        # Of several products the model knows little. silu(g) * u took 0.94 to 1.0 of what two took one by one, at any
-        # size (docs/fused-epilogues.md); what it writes beside one result is hidden behind them, but not as a whole.
+        # Of several products the model knows little; what they write beside one result is hidden in part.
         written = sum(map(byte_count, eqn.outvars[1:])) / problem.device.bytes_per_second
-        fused_us = problem.products * plain.plain_us + 1e6 * written * _SHOWN
-    best = min(plain_us, fused_us)
-    runs = "XLA" if best > limit else "fused" if best == fused_us else "kernel"
-    return Price(runs, xla_us, plain_us, fused_us)
+        fused_us = problem.products * plain.plain_us * _TOGETHER + 1e6 * written * _SHOWN
+    fused = fused_us * GAIN <= limit and (alone == "XLA" or fused_us <= plain_us)
+    return Price("fused" if fused else alone, xla_us, plain_us, fused_us)
+
+
+def _read(eqn: Any, epilogue: Epilogue) -> float:
+    """Returns the seconds in which the operands of a tail are read."""
+    operands = eqn.invars[len(eqn.invars) - len(epilogue.operands) :]
+    return sum(map(byte_count, operands)) / _device().bytes_per_second
 
 
 def _is_cublas(epilogue: Epilogue) -> bool:
-    """True if cuBLAS has an epilogue, so that XLA needs no pass: a bias of columns, and relu or gelu's tanh form."""
-    if any(spec.row or any(spec.batch) for spec in epilogue.operands) or len(epilogue.operands) > 1:
-        return False
+    """True if cuBLAS has an epilogue, so that XLA needs no pass.
+
+    A bias of columns, and relu or gelu's tanh form; or a matrix that is added.
+    """
     ops = [node.op for node in epilogue.nodes if node.op not in ("acc", "operand", "const", "convert_element_type")]
-    if any(out.reduce for out in epilogue.outputs):
+    if max(len(epilogue.operands), len(epilogue.outputs)) > 1 or any(out.reduce for out in epilogue.outputs):
         return False
+    if any(spec.row for spec in epilogue.operands):
+        return ops == ["add"] and all(spec.col for spec in epilogue.operands)
     return ops in (["add"], ["max"], ["add", "max"]) or (
         ops.count("tanh") == 1 and set(ops) <= {"add", "mul", "tanh", "integer_pow", "square"}
     )
