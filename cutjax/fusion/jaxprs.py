@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import functools
 import heapq
@@ -170,7 +171,8 @@ class Graph:
         self.consumers: dict[Any, set[int]] = {}
         self.regions: list[Any] = []
         self.definition: dict[Any, int] = {}  # of what a region makes
-        self._spans: list[tuple[int, int]] = []  # of each region, the equations it replaces and those above it
+        # Of each region, the first equation that it replaces, all of them, and those above it; sorted.
+        self._spans: list[tuple[int, int, int]] = []
         self.live: set[int] = set()
         self._pointwise: dict[int, bool] = {}
         self._in_one_pass: dict[int, bool] = {}
@@ -245,11 +247,14 @@ class Graph:
             if not is_literal(x) and x in self.producer:
                 j = self.producer[x]
                 found |= self.ancestors[j] | 1 << j
-        rest = self._spans
-        while touched := [span for span in rest if span[0] & found]:
-            rest = [span for span in rest if not span[0] & found]
-            for _, above in touched:
-                found |= above
+        before = 0
+        while before != found:  # what a region reads may be made by another
+            before = found
+            for first, made, above in self._spans:
+                if first >= found.bit_length():
+                    break
+                if made & found:
+                    found |= above
         return found
 
     def _makers(self, results: Iterable[Any]) -> int:
@@ -263,7 +268,9 @@ class Graph:
         """Puts a region in the place of the equations that nothing else needs once it is there."""
         node = len(self.eqns) + len(self.regions)
         self.regions.append(region)
-        self._spans.append((self._makers(region.results), self._above(region.inputs)))
+        made = self._makers(region.results)
+        first = (made & -made).bit_length() - 1
+        bisect.insort(self._spans, (first, made, self._above(region.inputs)))
         self._read(node, region.inputs)
         for x in region.results:
             self.definition[x] = node

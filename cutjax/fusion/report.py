@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from cutjax.dtypes import short
+from cutjax.epilogue.flatten import line_of
 from cutjax.fusion.region import Region
 
 
@@ -13,7 +15,7 @@ class Report:
     """One product of a program.
 
     Attributes:
-      product: its operands and the line it is on.
+      eqn: its equation.
       runs: "fused", "kernel" where the product alone became one, or "XLA".
       why: the prices, or why there is no kernel.
       stops: the operations at which its tail ends, each with its line and the reason where it is no plain one.
@@ -21,12 +23,18 @@ class Report:
       products: how many products became one.
     """
 
-    product: str
+    eqn: Any
     runs: str = "XLA"
     why: str = ""
     stops: tuple[str, ...] = ()
     epilogue: str = ""
     products: int = 1
+
+    @property
+    def product(self) -> str:
+        """Its operands and the line it is on."""
+        shapes = (f"{short(x.aval.dtype.name)}{list(x.aval.shape)}" for x in self.eqn.invars)
+        return f"{' x '.join(shapes)} at {line_of(self.eqn)}"
 
     def fused(self, region: Region, inner: Any, why: str) -> None:
         """Notes that the product was fused."""

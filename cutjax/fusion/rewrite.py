@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from cutjax.binding import lowering
-from cutjax.dtypes import short
-from cutjax.epilogue.flatten import line_of
 from cutjax.fusion import price
 from cutjax.fusion.build import build, build_plain
 from cutjax.fusion.contraction import PRODUCTS, RAGGED, Contraction, contraction
@@ -49,6 +47,7 @@ class Rewriter:
         self.divided = lowering.leaves_axes(mesh, ())
         self._done: dict[int, tuple[Any, Any]] = {}  # by the program's id, which is kept
         self._built: dict[Hashable, tuple[Any, Any, price.Price | None]] = {}
+        self._prices: dict[Hashable, price.Price] = {}
         self._kept: list[Any] = []  # of which the ids are part of keys
         self._has: dict[int, bool] = {}
 
@@ -127,7 +126,7 @@ class Rewriter:
                 if isinstance(form, str) or ragged:
                     prices[i] = price.of_grouped(self._plain(eqn, form)[1])
                 else:
-                    prices[i] = price.of_product(form, eqn)
+                    prices[i] = self._price(form, eqn)
                 if prices[i].why:
                     reports[i].why = prices[i].why
                     continue
@@ -183,10 +182,17 @@ class Rewriter:
         graph.replace(Region((i,), set(), form, (), [i], inputs, list(eqn.outvars), [], made))
         report.runs, report.why = "kernel", str(cost)
 
+    def _price(self, form: Contraction, eqn: Any) -> price.Price:
+        """Returns what a dense product takes."""
+        key = form, eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+        if key not in self._prices:
+            self._prices[key] = price.of_product(form, eqn)
+        return self._prices[key]
+
     def _plain(self, eqn: Any, form: Any) -> tuple[Any, Any]:
         """Returns the equation of a product alone as a kernel, and that of the product within."""
         literals = tuple(id(x) for x in eqn.invars if is_literal(x))
-        avals = (str(x.aval) for x in (*eqn.invars, *eqn.outvars))
+        avals = (x.aval for x in (*eqn.invars, *eqn.outvars))
         key = form, *map(self._param, eqn.params.values()), *avals, literals
         if key not in self._built:
             self._kept.append(eqn)
@@ -208,10 +214,12 @@ class Rewriter:
         """Returns what two regions share that become equal equations."""
         number: dict[Any, int] = {x: i for i, x in enumerate(region.inputs)}
         rows: list[Hashable] = [(region.found, _passes(graph, region))]
-        rows += [(str(x.aval), x.aval.weak_type if hasattr(x.aval, "weak_type") else False) for x in region.inputs]
+        rows += [x.aval for x in region.inputs]
         for i in region.members:
             eqn = graph.eqns[i]
-            args = tuple((np.asarray(x.val).tobytes(), str(x.aval)) if is_literal(x) else number[x] for x in eqn.invars)
+            args = tuple(
+                (np.asarray(x.val).tobytes(), x.aval.dtype) if is_literal(x) else number[x] for x in eqn.invars
+            )
             params = tuple((name, self._param(value)) for name, value in sorted(eqn.params.items()))
             rows.append((eqn.primitive, args, params, i in region.products))
             for x in eqn.outvars:
@@ -229,9 +237,7 @@ class Rewriter:
 
 
 def _report(eqn: Any, form: Contraction | str) -> Report:
-    shapes = " x ".join(f"{short(x.aval.dtype.name)}{list(x.aval.shape)}" for x in eqn.invars)
-    where = line_of(eqn)
-    return Report(f"{shapes} at {where}", runs="XLA", why=form if isinstance(form, str) else "")
+    return Report(eqn, runs="XLA", why=form if isinstance(form, str) else "")
 
 
 def _passes(graph: Graph, region: Region) -> tuple[int, int]:
