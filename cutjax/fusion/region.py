@@ -257,9 +257,9 @@ class _Growth:
         for reductions in (self.reductions, []):
             inside = self.inside - (set(self.reductions) - set(reductions))
             outside = self._used_outside(inside)
-            written = [x for x in outside if graph.in_memory(x)]
+            written = list(dict.fromkeys(self._narrow(x) for x in outside if graph.in_memory(x)))
             reduced = [graph.eqns[i].outvars[0] for i in reductions]
-            if all(x in written for x in outside) and written:
+            if all(self._narrow(x) in written for x in outside) and written:
                 break
             if not reductions:
                 written = self._cut(written, outside)
@@ -273,6 +273,20 @@ class _Growth:
         if len(written) > MOST_RESULTS:
             return f"{len(written)} values of its tail are used elsewhere"
         return written, reduced
+
+    def _narrow(self, x: Any) -> Any:
+        """Returns the variable of which a value is a conversion to a wider dtype: that is what the kernel writes.
+
+        Whatever reads the wider one converts it in a pass of its own.
+        """
+        while (i := self.tiles[x]) not in self.products:
+            eqn = self.graph.eqns[i]
+            (source, *_) = eqn.invars
+            wider = eqn.primitive.name == "convert_element_type" and source in self.tiles
+            if not wider or source.aval.dtype.itemsize >= x.aval.dtype.itemsize:
+                break
+            x = source
+        return x
 
     def _zeros(self) -> set[Any]:
         """Returns the variables that are zero where the products are."""
