@@ -1,0 +1,62 @@
+"""cutjax.fuse on the device: each kind of tail against itself in float32 without it, and which kernels run."""
+
+from __future__ import annotations
+
+import fuse_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cutjax
+
+pytestmark = pytest.mark.gpu
+
+# To the norm of the right result: a result is rounded to bf16 once, which is 1.7e-3; of what is made of two products,
+# the operand of the second as well, and jax.nn.relu takes rounded values. A step of float8 is 2.6e-2.
+TOLERANCE = 6e-3
+COARSE = {"fp8": 5e-2}
+
+
+def wide(x):
+    return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+
+
+def check(fn, case, tolerance):
+    got = jax.jit(fn)(*case.args)
+    with jax.numpy_dtype_promotion("standard"), jax.default_matmul_precision("highest"):
+        expected = jax.jit(case.fn)(*map(wide, case.args))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        x, y = (np.asarray(z).astype(np.float64) for z in (x, y))
+        assert np.linalg.norm(x - y) <= tolerance * max(np.linalg.norm(y), 1e-3)
+
+
+@pytest.mark.parametrize("name", fuse_cases.CASES)
+def test_tails(name):
+    case = fuse_cases.CASES[name]
+    fused = cutjax.fuse(case.fn, policy="always")
+    explanation = cutjax.explain(fused)(*case.args)
+    assert all(row.runs.startswith("sm90_") for row in explanation.rows)
+    check(fused, case, COARSE.get(name, TOLERANCE))
+
+
+@pytest.mark.parametrize("name", fuse_cases.CASES)
+def test_prices_change_no_value(name):
+    case = fuse_cases.CASES[name]
+    check(cutjax.fuse(case.fn), case, COARSE.get(name, 2 * TOLERANCE))
+
+
+def test_a_step_of_a_large_gated_block():
+    """Through the kernels that prices pick, forward and backward."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (2048, 1024), (1024, 4096), (1024, 4096), (4096, 1024)
+    x, w, v, d = (jax.random.normal(k, s, jnp.bfloat16) / s[0] ** 0.5 for k, s in zip(keys, shapes, strict=True))
+
+    def loss(w, v, d):
+        return jnp.mean(jnp.square(((jax.nn.silu(x @ w) * (x @ v)) @ d).astype(jnp.float32)))
+
+    gradient = jax.grad(loss, (0, 1, 2))
+    expected, found = jax.jit(gradient)(w, v, d), jax.jit(cutjax.fuse(gradient))(w, v, d)
+    for x, y in zip(found, expected, strict=True):
+        x, y = (np.asarray(z).astype(np.float64) for z in (x, y))
+        assert np.linalg.norm(x - y) <= 2e-2 * np.linalg.norm(y)  # each way rounds to bf16 several times
