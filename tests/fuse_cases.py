@@ -59,6 +59,10 @@ def scores_of_heads(q, k):
     return jax.nn.relu(jnp.einsum("bqhd,bkhd->bhqk", q, k)) * BF16(0.5)
 
 
+def narrowed(x, w, b):
+    return (jnp.matmul(x, w, preferred_element_type=jnp.float32) + b.astype(jnp.float32)).astype(BF16)
+
+
 def norm(x, w, b):
     y = (x @ w + b).astype(jnp.float32)
     return y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
@@ -145,7 +149,8 @@ CASES = {
     "residual": Case(lambda x, w, r: r + x @ w, (x(), w(), x(B, S, N)), ("bf16(f32(x0) + acc)",), ()),
     "row": Case(lambda x, w, r: (x @ w) * r, (x(), w(), x(B, S, 1)), ("bf16(acc * f32(x0))",), ()),
     "scaling": Case(lambda x, w, s: (x @ w) * s, (x(), w(), jnp.asarray(0.5, BF16)), ("bf16(acc * f32(x0))",), ()),
-    "cast": Case(lambda x, w: (x @ w).astype(jnp.float32), (x(), w()), ("acc",), ()),
+    "cast": Case(narrowed, (x(), w(), b()), ("bf16(acc + x0)",), ()),
+    "wider": Case(lambda x, w: (x @ w).astype(jnp.float32), (x(), w()), (), ("nothing is computed",)),
     "fp8": Case(lambda x, w: (x @ w).astype(jnp.float8_e4m3fn), (x(), w()), ("f8_e4m3fn(acc)",), ()),
     "mask": Case(mask, (x(), w(), x(B, S, N) > 0), ("bf16(where(x0, acc, 0))",), ()),
     "causal": Case(scores, (x(B, 2, S, K), x(B, 2, S, K)), ("bf16(where(x0, acc * 0.5, -9984))",), ("sub at",)),
