@@ -24,7 +24,8 @@ A, H = jnp.ones((M, K)), jnp.bfloat16
 
 def operations(fn: Callable[..., Any], *args: Any) -> list[str]:
     """StableHLO operations of the program for CUDA, of one function; a kernel is its name less the tile."""
-    text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    with cutjax.use_backend("cuda"):  # whatever is predicted of XLA's
+        text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     found = []
     for line in text.splitlines():
         if kernel := re.search(r'@cutjax_launch.*kernel = "(sm90_\w+?)_\d\w*?(_symmetric)?(_e[0-9a-f]{8})?"', line):

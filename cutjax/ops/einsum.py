@@ -140,6 +140,7 @@ def einsum(
       optimize: how the order of contractions is found, or the order, as ``jax.numpy.einsum`` takes it.
       precision: as in ``cutjax.dot_general``.
       preferred_element_type: the result's dtype; that of the promoted operands by default.
+      _dot_general: as in ``jax.numpy.einsum``; another function than ``jax.lax``'s makes the products.
       out_sharding: the result's sharding on an explicit mesh.
 
     Returns:

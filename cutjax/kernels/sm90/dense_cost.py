@@ -361,6 +361,7 @@ XLA_BATCHED = {
     "multiplies": -0.29,
     "rows": -0.0435,
     "long": -0.0367,
+    "walked": 0.18,  # 14 more of attention, in an order of memory of their own: experiments/strided-h200.json
 }
 
 
@@ -395,6 +396,7 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
         "multiplies": multiplies,
         "pitch": sum(row * p.a_dtype.itemsize % 128 != 0 for row in rows),
         "long": math.log2(ours),
+        "walked": f.copies > 0 and any(p.orders),
     }
     weights = XLA if p.batch_size == 1 else XLA_BATCHED
     return ours * math.exp(sum(weight * true[name] for name, weight in weights.items())) + _transposes_us(p, device)
