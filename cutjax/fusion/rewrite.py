@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from cutjax.binding import lowering
-from cutjax.fusion import price
-from cutjax.fusion.build import Template, function, placed, plain_function, template
+from cutjax.fusion import memory, price
+from cutjax.fusion.build import Template, function, placed, plain_function, product_of, template
 from cutjax.fusion.contraction import PRODUCTS, RAGGED, Contraction, contraction
 from cutjax.fusion.jaxprs import (
     BODIES,
@@ -48,6 +48,7 @@ class Rewriter:
         self._done: dict[int, tuple[Any, Any]] = {}  # by the program's id, which is kept
         self._costs: dict[Hashable, price.Price] = {}
         self._templates: dict[Hashable, Template] = {}
+        self._reusing: dict[tuple[Any, tuple[tuple[int, int], ...]], Any] = {}
         self._unfit: dict[Hashable, str] = {}
         self._prices: dict[Hashable, price.Price] = {}
         self._kept: list[Any] = []  # of which the ids are part of keys
@@ -141,6 +142,8 @@ class Rewriter:
             if i in finder.products:
                 self._product(graph, finder, i, reports, prices)
         self.reports += reports.values()
+        for node, region in enumerate(graph.regions, len(graph.eqns)):
+            region.made = self._in_place(graph, node, region.made)
         return graph.equations()
 
     def _product(
@@ -151,6 +154,8 @@ class Rewriter:
         report, plain = reports[i], prices.get(i)
         if isinstance(region, Region) and all(graph.eqns[j].primitive.name in MOVES for j in region.tail):
             region = region.stops or [NOTHING]
+        elif isinstance(region, Region) and self.policy == "auto" and (why := memory.grows(graph, region)):
+            region = [why, *region.stops]
         if isinstance(region, Region):
             report.stops = tuple(region.stops)
             try:
@@ -174,6 +179,17 @@ class Rewriter:
             report.why = report.why or ("" if plain is None else str(plain))
             return
         self._replace_product(graph, i, finder.products.pop(i), report, plain)
+
+    def _in_place(self, graph: Graph, node: int, eqn: Any) -> Any:
+        """Returns the equation of a region that writes where it read what nothing reads after it."""
+        body, product = eqn.params["jaxpr"], product_of(eqn)
+        pairs = memory.in_place(graph, node, eqn, product)
+        if not pairs or not any(x is product for x in opened(body).eqns):
+            return eqn
+        if (body, pairs) not in self._reusing:
+            new = product.replace(params={**product.params, "in_place": pairs})
+            self._reusing[body, pairs] = with_equations(body, [new if x is product else x for x in opened(body).eqns])
+        return eqn.replace(params={**eqn.params, "jaxpr": self._reusing[body, pairs]})
 
     def _replace_product(self, graph: Graph, i: int, form: Any, report: Report, cost: price.Price) -> None:
         """Puts a kernel in the place of a product alone."""
