@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,52 +22,102 @@ from cutjax.primitives import product as products
 NAME = "cutjax_fused"  # of the call, as the profiler and jaxprs show it
 
 
-def build(graph: Graph, region: Region) -> tuple[Any, Any]:
-    """Returns the equation of a region, and that of the product within.
+_MOST_KEPT = 4096
+
+
+class Template(NamedTuple):
+    """The equation of a call, which of the inputs it reads, and the equation of the product within."""
+
+    eqn: Any
+    reads: list[int]
+    product: Any
+
+
+# Functions, by what makes two of them equal: jax keeps what it traced of each, in whatever context.
+_functions: dict[Hashable, Any] = {}
+_templates: weakref.WeakKeyDictionary[Any, Template] = weakref.WeakKeyDictionary()
+
+
+def template(key: Hashable, make: Callable[[], Any], inputs: Sequence[Any]) -> Template:
+    """Returns the equation of a call of a function; traced anew where none of the same key was.
+
+    Args:
+      key: what functions share of which the equations are equal.
+      make: makes the function.
+      inputs: variables like its arguments.
 
     Raises:
-      NotImplementedError, TypeError, ValueError: if the tail is one that no epilogue can have.
+      NotImplementedError, TypeError, ValueError: if the function is of a tail that no epilogue can have.
     """
+    if key not in _functions:
+        if len(_functions) >= _MOST_KEPT:
+            _functions.clear()
+        call = make()
+        call.__name__ = NAME
+        _functions[key] = jax.jit(call)
+    jitted, avals = _functions[key], [x.aval for x in inputs]
+    body = jitted.trace(*avals).jaxpr
+    if body not in _templates:
+        traced = opened(jax.make_jaxpr(jitted)(*avals))
+        (eqn,) = traced.eqns
+        order = {x: i for i, x in enumerate(traced.invars)}
+        live = with_equations(body, rules.live(opened(body)).eqns)
+        eqn = eqn.replace(params={**eqn.params, "jaxpr": live})
+        _templates[body] = Template(eqn, [order[x] for x in eqn.invars], product_of(eqn))
+    return _templates[body]
+
+
+def placed(made: Template, inputs: Sequence[Any], outvars: Sequence[Any], site: Any) -> tuple[Any, Any]:
+    """Returns an equation with a program's variables, at the place of another; and that of the product within."""
+    invars = [inputs[i] for i in made.reads]
+    return made.eqn.replace(invars=invars, outvars=list(outvars), source_info=site.source_info), made.product
+
+
+def function(graph: Graph, region: Region) -> Callable[..., list[Any]]:
+    """Returns the function of a region. It keeps equations alive, not the program."""
     eqns = [graph.eqns[i] for i in region.tail]
     makers = [graph.eqns[graph.producer[x]] for x in region.results]
+    factors_of = [graph.eqns[i].invars for i in region.products]
+    inputs, results, accumulators = region.inputs, region.results, region.accumulators
+    form = region.found
 
     def call(*args: Any) -> list[Any]:
-        env = dict(zip(region.inputs, args, strict=True))
+        env = dict(zip(inputs, args, strict=True))
 
         def read(x: Any) -> Any:
             return jnp.asarray(x.val, x.aval.dtype) if is_literal(x) else env[x]
 
-        pairs = [[read(x) for x in graph.eqns[i].invars] for i in region.products]
-        factors = [region.found.operands(*pair[:2]) for pair in pairs]  # several are never swapped: they share a
+        pairs = [[read(x) for x in factors] for factors in factors_of]
+        factors = [form.operands(*pair[:2]) for pair in pairs]  # several are never swapped: they share a
         context = [group_sizes_of(sizes, NAME) for sizes in pairs[0][2:]]
         a, bs = factors[0][0], [b for _, b in factors]
 
         def epilogue(*accs: Any) -> list[Any]:
-            tail, values = Tail(region.found.shape), dict(env)
-            values |= {x: Tile(acc) for x, acc in zip(region.accumulators, accs, strict=True)}
+            tail, values = Tail(form.shape), dict(env)
+            values |= {x: Tile(acc) for x, acc in zip(accumulators, accs, strict=True)}
             tail.evaluate(eqns, values)
             found = []
-            for x in region.results:
+            for x in results:
                 value = values[x]
                 if isinstance(value, Tile):
-                    value = jnp.broadcast_to(value.array, region.found.shape).astype(x.aval.dtype)
+                    value = jnp.broadcast_to(value.array, form.shape).astype(x.aval.dtype)
                 found.append(value)
             return found
 
-        params: dict[str, Any] = {"precision": region.found.precision, "backend": "auto", "config": None}
-        params |= {"out_dtype": (None,) * len(region.results), "save": "default"}
-        outs = products.call(region.found.product, epilogue, a, bs, context, (), **params)
-        outs = [lax.reshape(y, x.aval.shape) for y, x in zip(outs, region.results, strict=True)]
+        params: dict[str, Any] = {"precision": form.precision, "backend": "auto", "config": None}
+        params |= {"out_dtype": (None,) * len(results), "save": "default"}
+        outs = products.call(form.product, epilogue, a, bs, context, (), **params)
+        outs = [lax.reshape(y, x.aval.shape) for y, x in zip(outs, results, strict=True)]
         return [
             maker.primitive.bind(y, **maker.params) if maker.primitive.name == "name" else y
             for y, maker in zip(outs, makers, strict=True)
         ]
 
-    return equation(call, region.inputs, region.results, graph.eqns[region.members[-1]])
+    return call
 
 
-def build_plain(eqn: Any, found: Any) -> tuple[Any, Any]:
-    """Returns the equation of a product alone, and that of the product within."""
+def plain_function(eqn: Any, found: Any) -> Callable[..., list[Any]]:
+    """Returns the function of a product alone."""
     out = eqn.outvars[0].aval
 
     def call(*args: Any) -> list[Any]:
@@ -80,19 +131,7 @@ def build_plain(eqn: Any, found: Any) -> tuple[Any, Any]:
         d = products.multiply(found.product, a, b, out_dtype=out.dtype, precision=found.precision, backend="auto")
         return [lax.reshape(d, out.shape)]
 
-    return equation(call, [x for x in eqn.invars if not is_literal(x)], eqn.outvars, eqn)
-
-
-def equation(call: Any, inputs: Sequence[Any], outvars: Sequence[Any], site: Any) -> tuple[Any, Any]:
-    """Returns the equation of a call of a function, at the place of another equation; and the product within."""
-    call.__name__ = NAME
-    traced = opened(jax.make_jaxpr(jax.jit(call))(*(x.aval for x in inputs)))
-    (eqn,) = traced.eqns
-    body = eqn.params["jaxpr"]
-    eqn = eqn.replace(params={**eqn.params, "jaxpr": with_equations(body, rules.live(opened(body)).eqns)})
-    order = dict(zip(traced.invars, inputs, strict=True))
-    invars = [order[x] for x in eqn.invars]
-    return eqn.replace(invars=invars, outvars=list(outvars), source_info=site.source_info), product_of(eqn)
+    return call
 
 
 def product_of(eqn: Any) -> Any:

@@ -19,7 +19,7 @@ class Report:
       runs: "fused", "kernel" where the product alone became one, or "XLA".
       why: the prices, or why there is no kernel.
       stops: the operations at which its tail ends, each with its line and the reason where it is no plain one.
-      epilogue: what was fused; "" where nothing was.
+      kernel: our product's equation where it was fused, else None.
       products: how many products became one.
     """
 
@@ -27,7 +27,7 @@ class Report:
     runs: str = "XLA"
     why: str = ""
     stops: tuple[str, ...] = ()
-    epilogue: str = ""
+    kernel: Any = None
     products: int = 1
 
     @property
@@ -36,10 +36,15 @@ class Report:
         shapes = (f"{short(x.aval.dtype.name)}{list(x.aval.shape)}" for x in self.eqn.invars)
         return f"{' x '.join(shapes)} at {line_of(self.eqn)}"
 
+    @property
+    def epilogue(self) -> str:
+        """What was fused; "" where nothing was."""
+        return "" if self.kernel is None else str(self.kernel.params["epilogue"])
+
     def fused(self, region: Region, inner: Any, why: str) -> None:
         """Notes that the product was fused."""
         self.runs, self.why, self.stops = "fused", why, tuple(region.stops)
-        self.epilogue, self.products = str(inner.params["epilogue"]), len(region.products)
+        self.kernel, self.products = inner, len(region.products)
 
     def __str__(self) -> str:
         parts = [f"{self.runs}: {self.product}"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from cutjax.binding import lowering
-from cutjax.fusion import price
-from cutjax.fusion.build import build, build_plain
+from cutjax.fusion import memory, price
+from cutjax.fusion.build import Template, function, placed, plain_function, product_of, template
 from cutjax.fusion.contraction import PRODUCTS, RAGGED, Contraction, contraction
 from cutjax.fusion.jaxprs import (
     BODIES,
@@ -46,7 +46,10 @@ class Rewriter:
         mesh = jax.sharding.get_abstract_mesh()
         self.divided = lowering.leaves_axes(mesh, ())
         self._done: dict[int, tuple[Any, Any]] = {}  # by the program's id, which is kept
-        self._built: dict[Hashable, tuple[Any, Any, price.Price | None]] = {}
+        self._costs: dict[Hashable, price.Price] = {}
+        self._templates: dict[Hashable, Template] = {}
+        self._reusing: dict[tuple[Any, tuple[tuple[int, int], ...]], Any] = {}
+        self._unfit: dict[Hashable, str] = {}
         self._prices: dict[Hashable, price.Price] = {}
         self._kept: list[Any] = []  # of which the ids are part of keys
         self._has: dict[int, bool] = {}
@@ -139,6 +142,8 @@ class Rewriter:
             if i in finder.products:
                 self._product(graph, finder, i, reports, prices)
         self.reports += reports.values()
+        for node, region in enumerate(graph.regions, len(graph.eqns)):
+            region.made = self._in_place(graph, node, region.made)
         return graph.equations()
 
     def _product(
@@ -149,11 +154,13 @@ class Rewriter:
         report, plain = reports[i], prices.get(i)
         if isinstance(region, Region) and all(graph.eqns[j].primitive.name in MOVES for j in region.tail):
             region = region.stops or [NOTHING]
+        elif isinstance(region, Region) and self.policy == "auto" and (why := memory.grows(graph, region)):
+            region = [why, *region.stops]
         if isinstance(region, Region):
             report.stops = tuple(region.stops)
             try:
                 eqn, inner, cost = self._build(graph, region, plain)
-            except (NotImplementedError, TypeError, ValueError) as error:
+            except NotImplementedError as error:
                 report.why = str(error)
             else:
                 report.why = "" if cost is None else str(cost)
@@ -173,12 +180,22 @@ class Rewriter:
             return
         self._replace_product(graph, i, finder.products.pop(i), report, plain)
 
+    def _in_place(self, graph: Graph, node: int, eqn: Any) -> Any:
+        """Returns the equation of a region that writes where it read what nothing reads after it."""
+        body, product = eqn.params["jaxpr"], product_of(eqn)
+        pairs = memory.in_place(graph, node, eqn, product)
+        if not pairs or not any(x is product for x in opened(body).eqns):
+            return eqn
+        if (body, pairs) not in self._reusing:
+            new = product.replace(params={**product.params, "in_place": pairs})
+            self._reusing[body, pairs] = with_equations(body, [new if x is product else x for x in opened(body).eqns])
+        return eqn.replace(params={**eqn.params, "jaxpr": self._reusing[body, pairs]})
+
     def _replace_product(self, graph: Graph, i: int, form: Any, report: Report, cost: price.Price) -> None:
         """Puts a kernel in the place of a product alone."""
         eqn = graph.eqns[i]
         inputs = [x for x in eqn.invars if not is_literal(x)]
         made = self._plain(eqn, form)[0]
-        made = made.replace(invars=inputs, outvars=eqn.outvars, source_info=eqn.source_info)
         graph.replace(Region((i,), set(), form, (), [i], inputs, list(eqn.outvars), [], made))
         report.runs, report.why = "kernel", str(cost)
 
@@ -191,37 +208,47 @@ class Rewriter:
 
     def _plain(self, eqn: Any, form: Any) -> tuple[Any, Any]:
         """Returns the equation of a product alone as a kernel, and that of the product within."""
-        literals = tuple(id(x) for x in eqn.invars if is_literal(x))
-        avals = (x.aval for x in (*eqn.invars, *eqn.outvars))
-        key = form, *map(self._param, eqn.params.values()), *avals, literals
-        if key not in self._built:
-            self._kept.append(eqn)
-            self._built[key] = *build_plain(eqn, form), None
-        return self._built[key][:2]
+        inputs = [x for x in eqn.invars if not is_literal(x)]
+        params = (self._param(value) for value in eqn.params.values())
+        key = form, *params, *(x.aval for x in eqn.outvars), *map(_argument, eqn.invars)
+        return placed(self._template(key, lambda: plain_function(eqn, form), inputs), inputs, eqn.outvars, eqn)
 
     def _build(self, graph: Graph, region: Region, plain: price.Price | None) -> tuple[Any, Any, price.Price | None]:
-        """Returns the equation of a region, that of the product within and the price, as for the same region before."""
-        key = self._key(graph, region)
-        if key not in self._built:
-            eqn, inner = build(graph, region)
-            cost = None if plain is None else price.of_region(plain, inner, *_passes(graph, region))
-            self._built[key] = eqn, inner, cost
-        eqn, inner, cost = self._built[key]
-        site = graph.eqns[region.members[-1]].source_info
-        return eqn.replace(invars=region.inputs, outvars=region.results, source_info=site), inner, cost
+        """Returns the equation of a region, that of the product within and the price.
+
+        Raises:
+          NotImplementedError: if no epilogue can be its tail.
+        """
+        key, passes = self._key(graph, region), _passes(graph, region)
+        if key in self._unfit:
+            raise NotImplementedError(self._unfit[key])
+        try:
+            made = self._template(key, lambda: function(graph, region), region.inputs)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            self._unfit[key] = str(error)
+            raise NotImplementedError(str(error)) from error
+        eqn, inner = placed(made, region.inputs, region.results, graph.eqns[region.members[-1]])
+        if plain is None:
+            return eqn, inner, None
+        if (key, passes) not in self._costs:
+            self._costs[key, passes] = price.of_region(plain, inner, *passes)
+        return eqn, inner, self._costs[key, passes]
+
+    def _template(self, key: Hashable, make: Callable[[], Any], inputs: Sequence[Any]) -> Template:
+        """Returns what is built for a key, once for this program and each mesh of its parts."""
+        here = key, jax.sharding.get_abstract_mesh()
+        if here not in self._templates:
+            self._templates[here] = template(key, make, inputs)
+        return self._templates[here]
 
     def _key(self, graph: Graph, region: Region) -> Hashable:
         """Returns what two regions share that become equal equations."""
         number: dict[Any, int] = {x: i for i, x in enumerate(region.inputs)}
-        rows: list[Hashable] = [(region.found, _passes(graph, region))]
-        rows += [x.aval for x in region.inputs]
+        rows: list[Hashable] = [region.found, *(x.aval for x in region.inputs)]
         for i in region.members:
             eqn = graph.eqns[i]
-            args = tuple(
-                (np.asarray(x.val).tobytes(), x.aval.dtype) if is_literal(x) else number[x] for x in eqn.invars
-            )
-            params = tuple((name, self._param(value)) for name, value in sorted(eqn.params.items()))
-            rows.append((eqn.primitive, args, params, i in region.products))
+            args = tuple(_argument(x) if is_literal(x) else number[x] for x in eqn.invars)
+            rows.append((eqn.primitive, args, *map(self._param, eqn.params.values()), i in region.products))
             for x in eqn.outvars:
                 number[x] = len(number)
         rows.append(tuple(number[x] for x in region.results))
@@ -231,9 +258,14 @@ class Rewriter:
         try:
             hash(value)
         except TypeError:
-            self._kept.append(value)
+            self._kept.append(value)  # what is built for the key keeps it longer
             return id(value)
         return value
+
+
+def _argument(x: Any) -> Hashable:
+    """Returns an argument of an equation as part of a key: a number, or a shape and a dtype."""
+    return (np.asarray(x.val).tobytes(), x.aval) if is_literal(x) else x.aval
 
 
 def _report(eqn: Any, form: Contraction | str) -> Report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -80,12 +81,12 @@ def permuted(
 
     how = precision, preferred_element_type, out_sharding, permutation
     try:
-        of_lax = _of_lax(tuple(tuple(map(tuple, pair)) for pair in dimension_numbers), *how)
+        of_lax, traced = _of_lax(tuple(tuple(map(tuple, pair)) for pair in dimension_numbers), *how)
     except TypeError:  # not what they should be, or not hashable
-        of_lax = _of_lax.__wrapped__(dimension_numbers, *how)
+        of_lax, traced = _of_lax.__wrapped__(dimension_numbers, *how)
     if not (is_array_like(lhs) and is_array_like(rhs)):
         return of_lax(lhs, rhs)  # says what is wrong
-    out = jax.eval_shape(of_lax, lhs, rhs)  # says what is wrong with the rest
+    out = traced.eval_shape(lhs, rhs)  # says what is wrong with the rest
     backend = backends.resolve(None, "dot_general")
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     if 0 in (*lhs.shape, *rhs.shape):  # zeros, or nothing at all
@@ -110,14 +111,16 @@ def permuted(
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_lax(dimension_numbers: Any, precision: Any, dtype: Any, out_sharding: Any, permutation: Any) -> Any:
-    """Returns jax.lax's function; the same object for the same arguments, so that jax traces it once."""
+def _of_lax(
+    dimension_numbers: Any, precision: Any, dtype: Any, out_sharding: Any, permutation: Any
+) -> tuple[Callable[..., jax.Array], Any]:
+    """Returns jax.lax's function, and the same one jitted; the same objects for the same: jax traces them once."""
 
     def dot_general(lhs: Any, rhs: Any) -> jax.Array:
         d = lax.dot_general(lhs, rhs, dimension_numbers, precision, dtype, out_sharding=out_sharding)
         return d if permutation is None else lax.transpose(d, permutation)
 
-    return dot_general
+    return dot_general, jax.jit(dot_general)
 
 
 def _left_to_lax(lhs: jax.Array, rhs: jax.Array, out_sharding: Any) -> str | None:

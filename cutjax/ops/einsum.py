@@ -176,7 +176,7 @@ def _run(fn: Callable[..., jax.Array], how: dict[str, Any], *args: Any) -> jax.A
         of_arrays = _of_arrays(fn, tuple(how.items()), others)
     except TypeError:  # not hashable
         of_arrays = _of_arrays.__wrapped__(fn, how.items(), others)
-    traced = jax.make_jaxpr(of_arrays)(*arrays)
+    traced = of_arrays.trace(*arrays).jaxpr
     jaxpr = traced.jaxpr
     permutations, done = _permutations(jaxpr)
 
@@ -189,8 +189,8 @@ def _run(fn: Callable[..., jax.Array], how: dict[str, Any], *args: Any) -> jax.A
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_arrays(fn: Callable[..., jax.Array], how: Any, others: tuple[tuple[int, Any], ...]) -> Callable[..., jax.Array]:
-    """Returns a function of the arrays among its arguments; the same object for the same others: jax traces it once."""
+def _of_arrays(fn: Callable[..., jax.Array], how: Any, others: tuple[tuple[int, Any], ...]) -> Any:
+    """Returns a jitted function of the arrays among its arguments; the same object for the same others: jax traces it once."""
 
     def of_arrays(*xs: Any) -> jax.Array:
         args = list(xs)
@@ -198,7 +198,7 @@ def _of_arrays(fn: Callable[..., jax.Array], how: Any, others: tuple[tuple[int, 
             args.insert(i, x)
         return fn(*args, **dict(how))
 
-    return of_arrays
+    return jax.jit(of_arrays)
 
 
 def _permutations(jaxpr: Any) -> tuple[dict[int, tuple[int, ...]], set[int]]:

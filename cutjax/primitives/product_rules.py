@@ -157,8 +157,11 @@ def _jvp(primals: Any, tangents: Any, *, product: Product, epilogue: Epilogue, s
     acc = abstract_accumulator(epilogue.accumulator, product.tile(*map(jax.typeof, (a, *bs, *context))))
     applied = product.applied(epilogue, context, Arithmetic(a.dtype, **shared))
 
-    def rebind(epilogue: Epilogue, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        return bind_as_is(product, epilogue, a, bs, context, operands, save=save, **params)
+    def rebind(like: Epilogue, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        # Where it saves more, its operands are needed afterwards, and numbered anew.
+        in_place = params["in_place"] if like is epilogue else ()
+        more = {**params, "save": save, "in_place": in_place}
+        return bind_as_is(product, like, a, bs, context, operands, **more)
 
     def dots_in(dtype: np.dtype) -> list[jax.Array | None]:
         def plain(of: Product, *factors: Any) -> jax.Array:

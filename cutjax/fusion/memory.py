@@ -1,0 +1,71 @@
+"""Memory of what was fused: no region may need more than the program that it was made of."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+from cutjax.epilogue.jaxpr import IDENTITIES
+from cutjax.fusion.jaxprs import BODIES, MOVES, Graph, full_size, is_literal, opened
+from cutjax.fusion.region import Region
+
+_SAME_MEMORY = MOVES | IDENTITIES | {"broadcast_in_dim"}
+
+
+def grows(graph: Graph, region: Region) -> str:
+    """Says how many results more a region leaves in memory than the program without it; "" where it leaves none.
+
+    Without it there are the results that must lie in memory whatever XLA computes in one pass, and the products that
+    passes make all others of.
+    """
+    full = [x for x in region.results if full_size(x) == region.size]
+    needed = [x for x in full if graph.in_memory(x, before=True)]
+    products = [x for x in region.accumulators if x not in needed]
+    more = len(full) - len(needed) - len(products)
+    return f"it would keep {more} results of full size more in memory than XLA" if more > 0 else ""
+
+
+def in_place(graph: Graph, node: int, eqn: Any, product: Any) -> tuple[tuple[int, int], ...]:
+    """Returns which operands of a tail may share their memory with which results, as XLA's passes do.
+
+    Args:
+      graph: the program, with all regions in their places.
+      node: the region's.
+      eqn: its equation.
+      product: that of the product within.
+    """
+    body = opened(eqn.params["jaxpr"])
+    outer = dict(zip(body.invars, eqn.invars, strict=True))
+    readers = collections.Counter(x for inner in body.eqns for x in inner.invars if not is_literal(x))
+    readers.update(x for x in body.outvars if not is_literal(x))
+    makers = {x: inner for inner in body.eqns for x in inner.outvars}
+    last = len(product.params["epilogue"].primal.operands)
+    operands = product.invars[len(product.invars) - last :]
+    free: list[int] = []
+    for j, x in enumerate(operands):
+        while readers[x] == 1 and x in makers and makers[x].primitive.name == "reshape":
+            x = makers[x].invars[0]
+        if readers[x] == 1 and x in outer and _is_last(graph, node, eqn, outer[x]):
+            free.append(j)
+    found: list[tuple[int, int]] = []
+    for i, out in enumerate(product.outvars):
+        like = (
+            j for j in free if operands[j].aval.shape == out.aval.shape and operands[j].aval.dtype == out.aval.dtype
+        )
+        if (j := next(like, None)) is not None:
+            free.remove(j)
+            found.append((j, i))
+    return tuple(found)
+
+
+def _is_last(graph: Graph, node: int, eqn: Any, x: Any) -> bool:
+    """True if nothing but the equation reads a variable, which has memory of its own."""
+    if is_literal(x) or x in graph.outvars or graph.consumers.get(x) != {node} or list(eqn.invars).count(x) != 1:
+        return False
+    if x in graph.definition:
+        return True
+    i = graph.producer.get(x, -1)
+    if i < 0:
+        return False
+    name = graph.eqns[i].primitive.name
+    return name not in _SAME_MEMORY and (name not in BODIES or graph.is_pointwise(i))
