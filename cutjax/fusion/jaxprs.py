@@ -158,7 +158,7 @@ class Graph:
     Attributes:
       eqns: the equations.
       producer: the equation that makes a variable.
-      ancestors: of each equation, the equations it depends on, as bits of an integer.
+      reach: of each equation, itself and the equations it depends on, as bits of an integer.
       consumers: of each variable, the nodes alive that read it.
       regions: what was put in the place of equations: ``inputs``, ``results``, ``equation()``.
     """
@@ -167,7 +167,7 @@ class Graph:
         self.eqns = list(jaxpr.eqns)
         self.outvars = {x for x in jaxpr.outvars if not is_literal(x)}
         self.producer: dict[Any, int] = {}
-        self.ancestors: list[int] = []
+        self.reach: list[int] = []
         self.consumers: dict[Any, set[int]] = {}
         self.regions: list[Any] = []
         self.definition: dict[Any, int] = {}  # of what a region makes
@@ -180,9 +180,8 @@ class Graph:
             found = 0
             for x in eqn.invars:
                 if not is_literal(x) and x in self.producer:
-                    j = self.producer[x]
-                    found |= self.ancestors[j] | 1 << j
-            self.ancestors.append(found)
+                    found |= self.reach[self.producer[x]]
+            self.reach.append(found | 1 << i)
             for x in eqn.outvars:
                 self.producer[x] = i
         for i in reversed(range(len(self.eqns))):
@@ -204,8 +203,7 @@ class Graph:
         """True if a variable is made of what some equations, given as bits, make."""
         if is_literal(x) or x not in self.producer:
             return False
-        j = self.producer[x]
-        return bool((self.ancestors[j] | 1 << j) & members)
+        return bool(self.reach[self.producer[x]] & members)
 
     def is_pointwise(self, i: int) -> bool:
         """True if an equation is one that a kernel may compute on the elements of its result."""
@@ -245,8 +243,7 @@ class Graph:
         found = 0
         for x in variables:
             if not is_literal(x) and x in self.producer:
-                j = self.producer[x]
-                found |= self.ancestors[j] | 1 << j
+                found |= self.reach[self.producer[x]]
         before = 0
         while before != found:  # what a region reads may be made by another
             before = found

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from cutjax.epilogue.flatten import REDUCTIONS, line_of
 from cutjax.fusion.contraction import Contraction, axes_of, is_sharded, transposes
@@ -18,6 +18,16 @@ MOST_PRODUCTS = 3  # that share their left operand
 MOST_RESULTS = 4
 NOTHING = "nothing is computed from it element by element"
 _MOST_COPIED = 64  # equations that make an operand, computed again in the kernel
+
+
+class Stop(NamedTuple):
+    """An operation that ends a tail, and why where that does not go without saying."""
+
+    eqn: Any
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.eqn.primitive.name} at {line_of(self.eqn)}{self.why}"
 
 
 @dataclasses.dataclass
@@ -42,7 +52,7 @@ class Region:
     members: list[int]
     inputs: list[Any]
     results: list[Any]
-    stops: list[str]
+    stops: list[str | Stop]
     made: Any = None  # the equation, once it is built
 
     def equation(self) -> Any:
@@ -74,7 +84,7 @@ class Finder:
                 self.siblings.setdefault(key, []).append(i)
         self.sibling_of = {i: group for group in self.siblings.values() for i in group if len(group) > 1}
 
-    def region(self, i: int) -> Region | list[str]:
+    def region(self, i: int) -> Region | list[str | Stop]:
         """Returns the region of a product; where there is nothing to fuse, what stopped it."""
         growth = _Growth(self, (i,))
         while len(growth.products) < MOST_PRODUCTS and (other := growth.joins()) is not None:
@@ -99,7 +109,7 @@ class _Growth:
         self.tiles: dict[Any, int] = {}  # variables, and the equation that makes each
         self.moves: set[int] = set()  # the transpositions of a product
         self.reductions: list[int] = []
-        self.stops: list[str] = []
+        self.stops: list[str | Stop] = []
         self.joint: list[int] = []  # equations that read several products
         self._candidates: list[int] = []
         roots: dict[Any, int] = {}
@@ -154,9 +164,7 @@ class _Growth:
         why = self._refuses(i, eqn)
         if why is not None:
             if why:
-                stop = f"{eqn.primitive.name} at {line_of(eqn)}{why}"
-                if stop not in self.stops:
-                    self.stops.append(stop)
+                self.stops.append(Stop(eqn, why))
             return
         self.inside.add(i)
         self.mask |= 1 << i
@@ -217,8 +225,7 @@ class _Growth:
             for x in graph.eqns[i].invars if i not in self.products else ():
                 if is_literal(x) or x in self.tiles or x not in graph.producer:
                     continue
-                above = graph.producer[x]
-                reach = graph.ancestors[above] | 1 << above
+                reach = graph.reach[graph.producer[x]]
                 for j in others:
                     if reach >> j & 1:
                         return j
@@ -226,7 +233,7 @@ class _Growth:
 
     # What of it becomes the region.
 
-    def region(self) -> Region | list[str]:
+    def region(self) -> Region | list[str | Stop]:
         """Returns the region; where there is nothing to fuse, what stopped it."""
         split = self._results()
         if isinstance(split, str):
@@ -345,14 +352,9 @@ class _Growth:
         """Returns equations that make operands and are better computed in the kernel: then it reads fewer bytes."""
         operands = [x for x in self._inputs(members) if self._is_operand(x, members)]
         copied = self._cone(operands)
-        if self._bytes(operands, copied) <= sum(map(byte_count, operands)):
+        if copied is not None:
             return copied
-        found: set[int] = set()
-        for x in operands:
-            cone = self._cone([x])
-            if self._bytes([x], cone) <= byte_count(x):
-                found |= cone
-        return found
+        return {i for x in operands for i in self._cone([x]) or ()}
 
     def _is_operand(self, x: Any, members: list[int]) -> bool:
         """True if the tail reads a value of full size."""
@@ -360,19 +362,27 @@ class _Growth:
             return False
         return any(x in self.graph.eqns[i].invars for i in members if i not in self.products)
 
-    def _cone(self, operands: Iterable[Any]) -> set[int]:
-        """Returns the elementwise equations that operands of full size are made by."""
+    def _cone(self, operands: Sequence[Any]) -> set[int] | None:
+        """Returns the elementwise equations that operands are made by; None if those read more bytes, or are many."""
         graph = self.graph
+        left = sum(map(byte_count, operands))
         found: set[int] = set()
+        seen: set[Any] = set()
         stack = list(operands)
-        while stack and len(found) <= _MOST_COPIED:
+        while stack:
             x = stack.pop()
             i = graph.producer.get(x, -1)
-            if i < 0 or i in found or full_size(x) != self.size or not self._copies(i):
+            if x in seen or i in found:
                 continue
-            found.add(i)
-            stack += [y for y in graph.eqns[i].invars if not is_literal(y)]
-        return found if len(found) <= _MOST_COPIED else set()
+            seen.add(x)
+            if i < 0 or full_size(x) != self.size or not self._copies(i):
+                left -= byte_count(x)
+            else:
+                found.add(i)
+                stack += [y for y in graph.eqns[i].invars if not is_literal(y)]
+            if left < 0 or len(found) > _MOST_COPIED:
+                return None
+        return found
 
     def _copies(self, i: int) -> bool:
         """True if an equation that makes operands can be computed in the kernel."""
@@ -386,11 +396,3 @@ class _Growth:
         if (small or eqn.primitive.name == "iota") and axes_of(out, self.found.shape) is None:
             return False
         return not any(graph.in_memory(x) for x in eqn.outvars)
-
-    def _bytes(self, operands: Iterable[Any], cone: set[int]) -> int:
-        """Returns the bytes that are read where a cone of equations is computed in the kernel."""
-        made = {x for i in cone for x in self.graph.eqns[i].outvars}
-        read = {x for x in operands if x not in made}
-        for i in cone:
-            read |= {x for x in self.graph.eqns[i].invars if not is_literal(x) and x not in made}
-        return sum(map(byte_count, read))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from cutjax.dtypes import short
@@ -18,7 +19,7 @@ class Report:
       eqn: its equation.
       runs: "fused", "kernel" where the product alone became one, or "XLA".
       why: the prices, or why there is no kernel.
-      stops: the operations at which its tail ends, each with its line and the reason where it is no plain one.
+      ends: what ends its tail.
       kernel: our product's equation where it was fused, else None.
       products: how many products became one.
     """
@@ -26,7 +27,7 @@ class Report:
     eqn: Any
     runs: str = "XLA"
     why: str = ""
-    stops: tuple[str, ...] = ()
+    ends: Sequence[Any] = ()
     kernel: Any = None
     products: int = 1
 
@@ -37,13 +38,18 @@ class Report:
         return f"{' x '.join(shapes)} at {line_of(self.eqn)}"
 
     @property
+    def stops(self) -> tuple[str, ...]:
+        """The operations at which its tail ends, each with its line and the reason where it is no plain one."""
+        return tuple(dict.fromkeys(map(str, self.ends)))
+
+    @property
     def epilogue(self) -> str:
-        """What was fused; "" where nothing was."""
+        """The tail that was fused, as an expression; "" where nothing was."""
         return "" if self.kernel is None else str(self.kernel.params["epilogue"])
 
     def fused(self, region: Region, inner: Any, why: str) -> None:
         """Notes that the product was fused."""
-        self.runs, self.why, self.stops = "fused", why, tuple(region.stops)
+        self.runs, self.why, self.ends = "fused", why, region.stops
         self.kernel, self.products = inner, len(region.products)
 
     def __str__(self) -> str:

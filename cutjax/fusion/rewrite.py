@@ -50,7 +50,8 @@ class Rewriter:
         self._templates: dict[Hashable, Template] = {}
         self._reusing: dict[tuple[Any, tuple[tuple[int, int], ...]], Any] = {}
         self._unfit: dict[Hashable, str] = {}
-        self._prices: dict[Hashable, price.Price] = {}
+        self._forms: dict[Hashable, Contraction | str] = {}
+        self._prices: dict[int, price.Price] = {}  # by the form's id
         self._kept: list[Any] = []  # of which the ids are part of keys
         self._has: dict[int, bool] = {}
 
@@ -117,7 +118,7 @@ class Rewriter:
         for i, eqn in enumerate(graph.eqns):
             if eqn.primitive.name not in PRODUCTS or i not in graph.live:
                 continue
-            form = contraction(eqn)
+            form = self._form(eqn)
             reports[i] = _report(eqn, form)
             ragged = eqn.primitive.name == RAGGED
             if isinstance(form, str) and not (ragged and self.policy == "auto"):
@@ -157,7 +158,7 @@ class Rewriter:
         elif isinstance(region, Region) and self.policy == "auto" and (why := memory.grows(graph, region)):
             region = [why, *region.stops]
         if isinstance(region, Region):
-            report.stops = tuple(region.stops)
+            report.ends = region.stops
             try:
                 eqn, inner, cost = self._build(graph, region, plain)
             except NotImplementedError as error:
@@ -174,7 +175,7 @@ class Rewriter:
                 if cost.runs == "XLA":
                     return
         else:
-            report.stops = tuple(region)
+            report.ends = region
         if plain is None or plain.runs != "kernel":
             report.why = report.why or ("" if plain is None else str(plain))
             return
@@ -199,12 +200,18 @@ class Rewriter:
         graph.replace(Region((i,), set(), form, (), [i], inputs, list(eqn.outvars), [], made))
         report.runs, report.why = "kernel", str(cost)
 
+    def _form(self, eqn: Any) -> Contraction | str:
+        """Returns a product as a kernel has it, or why none has; equal ones are one object."""
+        key = eqn.primitive, *map(self._param, eqn.params.values()), *(x.aval for x in (*eqn.invars, *eqn.outvars))
+        if key not in self._forms:
+            self._forms[key] = contraction(eqn)
+        return self._forms[key]
+
     def _price(self, form: Contraction, eqn: Any) -> price.Price:
         """Returns what a dense product takes."""
-        key = form, eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-        if key not in self._prices:
-            self._prices[key] = price.of_product(form, eqn)
-        return self._prices[key]
+        if id(form) not in self._prices:
+            self._prices[id(form)] = price.of_product(form, eqn)
+        return self._prices[id(form)]
 
     def _plain(self, eqn: Any, form: Any) -> tuple[Any, Any]:
         """Returns the equation of a product alone as a kernel, and that of the product within."""

@@ -190,7 +190,7 @@ def _run(fn: Callable[..., jax.Array], how: dict[str, Any], *args: Any) -> jax.A
 
 @functools.lru_cache(maxsize=4096)
 def _of_arrays(fn: Callable[..., jax.Array], how: Any, others: tuple[tuple[int, Any], ...]) -> Any:
-    """Returns a jitted function of the arrays among its arguments; the same object for the same others: jax traces it once."""
+    """Returns a jitted function of the arrays; one object for the same other arguments: jax traces it once."""
 
     def of_arrays(*xs: Any) -> jax.Array:
         args = list(xs)

@@ -60,3 +60,18 @@ def test_a_step_of_a_large_gated_block():
     for x, y in zip(found, expected, strict=True):
         x, y = (np.asarray(z).astype(np.float64) for z in (x, y))
         assert np.linalg.norm(x - y) <= 2e-2 * np.linalg.norm(y)  # each way rounds to bf16 several times
+
+
+def test_a_gated_block_needs_no_more_memory():
+    """Its backward pass writes the gradients of two products where these were."""
+    shapes = (4096, 1024), (1024, 8192), (1024, 8192), (8192, 1024)
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+    def loss(x, w, v, d):
+        return jnp.mean(jnp.square(((jax.nn.silu(x @ w) * (x @ v)) @ d).astype(jnp.float32)))
+
+    gradient = jax.grad(loss, (0, 1, 2, 3))
+    rows = cutjax.explain(cutjax.fuse(gradient))(*args).rows
+    assert any(row.epilogue is not None for row in rows)
+    plain, fused = (jax.jit(f).lower(*args).compile().memory_analysis() for f in (gradient, cutjax.fuse(gradient)))
+    assert fused.temp_size_in_bytes <= plain.temp_size_in_bytes
