@@ -65,13 +65,13 @@ def products(
     if notes is not None:
         notes += _notes(traced.jaxpr)
     divided = lowering.device_count(traced, (where, here)) > 1
-    return list(_walk(rules.live(_open(traced.jaxpr)), where, 1, True, divided)), where
+    return list(_walk(rules.live(opened(traced.jaxpr)), where, 1, True, divided)), where
 
 
 def _notes(jaxpr: Any) -> Iterator[Any]:
     """Returns what was noted of a program and of those that it calls."""
     yield from _annotations.get(jaxpr, ())
-    for eqn in _open(jaxpr).eqns:
+    for eqn in opened(jaxpr).eqns:
         for value in eqn.params.values():
             for sub in value if isinstance(value, tuple | list) else (value,):
                 if hasattr(sub, "eqns"):
@@ -92,7 +92,7 @@ def _walk(jaxpr: core.Jaxpr, platform: str, count: int, exact: bool, divided: bo
         elif name == "cond" and params.get("branches_platforms"):  # lax.platform_dependent: one branch is lowered
             places = params["branches_platforms"]
             taken = next(i for i, names in enumerate(places) if names is None or platform in names)
-            yield from _walk(_open(params["branches"][taken]), platform, count, exact, divided)
+            yield from _walk(opened(params["branches"][taken]), platform, count, exact, divided)
             continue
         else:
             subs = core.jaxprs_in_params(params)
@@ -104,6 +104,6 @@ def _walk(jaxpr: core.Jaxpr, platform: str, count: int, exact: bool, divided: bo
             yield from _walk(sub, platform, count * times, exact and name not in ("while", "cond"), inner)
 
 
-def _open(jaxpr: Any) -> core.Jaxpr:
+def opened(jaxpr: Any) -> Any:
     """Returns the jaxpr of a closed one, which after jax 0.10 is the same."""
     return getattr(jaxpr, "jaxpr", jaxpr)

@@ -13,6 +13,7 @@ from typing import Any
 
 from jax.extend import core
 
+from cutjax.binding.walk import opened
 from cutjax.epilogue.flatten import INLINABLE, REDUCTIONS, is_elementwise
 from cutjax.epilogue.jaxpr import CALLS, IDENTITIES
 
@@ -42,11 +43,6 @@ _BARRIERS = IDENTITIES - {"copy", "copy_p", "name", "pbroadcast", "pcast", "pvar
 def is_literal(x: Any) -> bool:
     """True if an argument of an equation is a number written there."""
     return isinstance(x, core.Literal)
-
-
-def opened(jaxpr: Any) -> Any:
-    """Returns the jaxpr of a closed one, which after jax 0.10 is the same."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any] | None = None) -> Any:

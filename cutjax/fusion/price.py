@@ -16,7 +16,7 @@ from cutjax.epilogue.expression import Epilogue
 from cutjax.fusion.contraction import Contraction
 from cutjax.fusion.jaxprs import byte_count
 from cutjax.kernels import choose, tuned
-from cutjax.kernels.device import Device, device_of_kind
+from cutjax.kernels.device import device_of_kind
 from cutjax.kernels.problem import Problem
 from cutjax.ops.dot_general import LEAD
 
@@ -60,15 +60,12 @@ class Price:
         return ", ".join(f"{name} {us:.1f} us" for name, us in parts if us is not None)
 
 
-def _device() -> Device:
-    target = lowering.target()
-    return device_of_kind(target.kind, target.arch, target.sms)
-
-
 def of_product(found: Contraction, eqn: Any) -> Price:
     """Returns what the product of an equation takes by XLA and by a kernel."""
+    target = lowering.target()
+    device = device_of_kind(target.kind, target.arch, target.sms)
     a, b = found.avals(*(x.aval for x in eqn.invars))
-    problem = found.product.problem(a, b, out_dtype=eqn.outvars[0].aval.dtype, device=_device())
+    problem = found.product.problem(a, b, out_dtype=eqn.outvars[0].aval.dtype, device=device)
     problem = found.product.in_order(problem)
     return _of_problem(problem, found.precision, tuned.find(problem))
 
@@ -115,14 +112,14 @@ def of_region(plain: Price, eqn: Any, passes: int, moved: int) -> Price:
     assert plain.plain_us is not None
     choice = _choice(eqn)
     problem, epilogue = choice.problem, eqn.params["epilogue"].primal
-    moved += sum(map(byte_count, eqn.invars[len(eqn.invars) - len(epilogue.operands) :]))
-    pass_us = 1e6 * moved / (problem.device.bytes_per_second * _PASS_BANDWIDTH) + passes * _PASS_US
+    read = sum(map(byte_count, eqn.invars[len(eqn.invars) - len(epilogue.operands) :]))
+    pass_us = 1e6 * (moved + read) / (problem.device.bytes_per_second * _PASS_BANDWIDTH) + passes * _PASS_US
     plain_us = problem.products * plain.plain_us + pass_us
     xla_us = None
     if plain.xla_us is not None:
         by_cublas = problem.products == 1 and _is_cublas(epilogue)
         xla_us = problem.products * plain.xla_us * (1.0 if plain.measured_xla else _EXPECTED)
-        xla_us += 1e6 * _read(eqn, epilogue) if by_cublas else pass_us
+        xla_us += 1e6 * read / problem.device.bytes_per_second if by_cublas else pass_us
     limit = math.inf if xla_us is None else xla_us
     alone = "kernel" if plain_us * LEAD <= limit else "XLA"
     if not choice.served or choice.time_us is None:
@@ -135,12 +132,6 @@ def of_region(plain: Price, eqn: Any, passes: int, moved: int) -> Price:
         fused_us = problem.products * plain.plain_us * _TOGETHER + 1e6 * written * _SHOWN
     fused = fused_us * GAIN <= limit and (alone == "XLA" or fused_us <= plain_us)
     return Price("fused" if fused else alone, xla_us, plain_us, fused_us)
-
-
-def _read(eqn: Any, epilogue: Epilogue) -> float:
-    """Returns the seconds in which the operands of a tail are read."""
-    operands = eqn.invars[len(eqn.invars) - len(epilogue.operands) :]
-    return sum(map(byte_count, operands)) / _device().bytes_per_second
 
 
 def _is_cublas(epilogue: Epilogue) -> bool:
