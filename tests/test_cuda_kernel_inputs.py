@@ -203,7 +203,7 @@ def test_a_call_is_checked(call, error, message):
         ({"vjp": abs}, TypeError, "vjp must be a tuple of two functions"),
         ({"vjp": (abs, abs), "jvp": abs}, ValueError, "jvp and vjp are both given"),
         ({"vmap": "auto"}, ValueError, "unknown vmap 'auto', expected one of ('reference', 'grid')"),
-        ({"headers": ("cuda_bf16.h",)}, ValueError, "no header 'cuda_bf16.h', there are sm90/atoms.cuh, common/"),
+        ({"headers": ("cuda_bf16.h",)}, ValueError, "no header 'cuda_bf16.h', there are common/atoms.cuh, sm90/"),
         ({"headers": "sm90/atoms.cuh"}, TypeError, "write headers=('sm90/atoms.cuh',)"),
     ],
 )

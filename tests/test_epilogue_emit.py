@@ -241,7 +241,7 @@ def test_what_cannot_be_emitted_is_said_at_once():
 
 def device_source(epilogues):
     """A kernel that runs each on one element of every array."""
-    parts = [sources._file("sm90/atoms.cuh"), sources._file("common/math.cuh")]
+    parts = [sources._file("common/atoms.cuh"), sources._file("common/math.cuh")]
     body = []
     for i, epilogue in enumerate(epilogues):
         parts.append(f"namespace e{i} {{\n{emit.emit(epilogue)}}}\n")
@@ -321,7 +321,7 @@ from cutjax.epilogue import emit
 
 select = host.expression(lambda node, i, *x: node("select_n", i, *x * 250), ["int32", "float32", "float32"], "float32")
 call = "float acc[1] = {0}, y; epilogue_element(acc, i, p[0], p[1], 0, 0, y); *p = y;"
-text = sources.source("kernel", {"PRODUCTS": 1}, ["sm90/atoms.cuh", "common/math.cuh", emit.emit(select)])
+text = sources.source("kernel", {"PRODUCTS": 1}, ["common/atoms.cuh", "common/math.cuh", emit.emit(select)])
 text += f'extern "C" __global__ void kernel(float* p, int i) {{ {call} }}'
 compiler._require_compiler()
 threading.stack_size(256 << 10)

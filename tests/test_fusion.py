@@ -17,10 +17,10 @@ import cutjax
 from cutjax.epilogue import emit
 from cutjax.epilogue.expression import Node, Output, normal
 from cutjax.epilogue.trace import trace
+from cutjax.kernels import epilogue_text
+from cutjax.kernels.arguments import place_steps
 from cutjax.kernels.sm90 import kernel as sm90
-from cutjax.kernels.sm90 import text as sm90_text
-from cutjax.kernels.sm90.arguments import place_steps
-from cutjax.kernels.sm90.staging import stage
+from cutjax.kernels.staging import stage
 from cutjax.runtime import compiler, sources
 from cutjax.runtime.launch import TensorMap
 
@@ -209,10 +209,10 @@ def test_a_call_computes_what_inlining_does(tmp_path):
     accs = [jax.ShapeDtypeStruct((4, M, N), F32)] * 2
     epilogue = trace(fn, accs, [*(jnp.zeros(*x) for x in shapes), KEY]).epilogue.primal
     assert emit.places(epilogue) == [("batch", 0), ("row", 1)]
-    staging = sources._file("sm90/staging.cuh").split("// A staging tile", 1)[0]
+    staging = sources._file("common/elements.cuh")
     text = f'#include "{host.SHIM}"\n{sources._file("common/math.cuh")}{staging}{HOST}'
     for name, called in (("one", False), ("two", True)):
-        piece = sm90_text._piece(dataclasses.replace(stage(epilogue), called=called))
+        piece = epilogue_text._piece(dataclasses.replace(stage(epilogue), called=called))
         assert ("epilogue_four" in piece) == called
         text += f"namespace {name} {{\n{emit.emit(epilogue)}{piece}}}\n"
     library = host.build(tmp_path, text + RUN)

@@ -18,9 +18,9 @@ from benchmarks import fused_sweep
 from benchmarks.ops import grouped as cases
 from cutjax.epilogue.trace import trace
 from cutjax.kernels import choose, tuned
+from cutjax.kernels.arguments import batch_steps
 from cutjax.kernels.device import device_of_kind
 from cutjax.kernels.sm90 import kernel as sm90
-from cutjax.kernels.sm90.arguments import batch_steps
 from cutjax.runtime.launch import Int32, TensorMap
 
 BF16, F16, F32 = (np.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))

@@ -1,7 +1,7 @@
 """Epilogues inlined, and called four elements at a time: ``python -m benchmarks.run --op calls``.
 
 Both forms of one kernel, in turns, on the same inputs; they must agree. Which form ships,
-`cutjax.kernels.sm90.staging` says.
+`cutjax.kernels.staging` says.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from benchmarks.ops import fused
 from benchmarks.report import Figures, Row
 from benchmarks.suite import Run, Suite
 from cutjax.epilogue import trace
-from cutjax.kernels.sm90 import text as sm90_text
-from cutjax.kernels.sm90.staging import Staging, stage
+from cutjax.kernels import epilogue_text
+from cutjax.kernels.staging import Staging, stage
 
 REPS = 40
 FORMS = {"inlined": False, "called": True}
@@ -91,14 +91,14 @@ def ships(name: str) -> str:
 def compile_forms(sizes: Sizes) -> dict[tuple[str, str], Callable[..., Any]]:
     """Compiled functions by epilogue and form. Only the text differs: the configs are those that cutjax chooses."""
     args = jax.eval_shape(functools.partial(inputs, sizes), 0)
-    found, piece = {}, sm90_text._piece
+    found, piece = {}, epilogue_text._piece
 
     def forced(staging: Staging, called: bool) -> str:
         return piece(dataclasses.replace(staging, called=called))
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         for form, called in FORMS.items():
-            with mock.patch.object(sm90_text, "_piece", functools.partial(forced, called=called)):
+            with mock.patch.object(epilogue_text, "_piece", functools.partial(forced, called=called)):
                 names = [fused.PLAIN, *EPILOGUES] if called else EPILOGUES
                 jitted = {name: jax.jit(functools.partial(_ours, name), compiler_options=OPTIONS) for name in names}
                 lowered = {name: pool.submit(fn.lower, *args) for name, fn in jitted.items()}

@@ -19,7 +19,11 @@ from cutjax.runtime import compiler, cubin, sources
 from cutjax.runtime.launch import Call, Float32, Float64, Int32, Int64, Launch, Param, Pointer, TensorMap
 
 # The device headers on offer, and those that each needs before it.
-HEADERS = {"sm90/atoms.cuh": (), "common/math.cuh": ("sm90/atoms.cuh",)}
+HEADERS = {
+    "common/atoms.cuh": (),
+    "sm90/atoms.cuh": ("common/atoms.cuh",),
+    "common/math.cuh": ("common/atoms.cuh",),
+}
 _MAX_GRID_Z = 65535
 _SCALARS: dict[type, Callable[[Any], Param]] = {
     int: Int32,

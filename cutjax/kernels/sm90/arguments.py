@@ -1,53 +1,22 @@
-"""The arguments of a kernel, once: the signature in its text and the parameters of its launch are read off one list."""
+"""The arguments of a kernel of the family: its tensor maps, and everything beside them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cutjax.epilogue import emit
-from cutjax.kernels.problem import strides
-from cutjax.runtime.launch import Int32, Param, Pointer, TensorMap
+from cutjax.kernels.arguments import Argument, Matrices, batch_steps, matrices, place_steps
+from cutjax.runtime.launch import Int32, Pointer, TensorMap
 
 if TYPE_CHECKING:
-    from cutjax.kernels.problem import Operand, Order, Problem
+    from cutjax.kernels.problem import Operand, Problem
     from cutjax.kernels.sm90.kernel import Kernel
-
-
-@dataclasses.dataclass(frozen=True)
-class Argument:
-    """One argument of a kernel.
-
-    Attributes:
-      declaration: as the signature has it.
-      value: what a launch passes.
-      to: which part of the kernel takes it: "" the kernel itself, "b" and "d" its lists of tensor maps, "splits" what
-        counts those, or a constructor's, "extras", "partials", "scheduler" or "rows".
-    """
-
-    declaration: str
-    value: Param
-    to: str = ""
-
-    @property
-    def name(self) -> str:
-        """Its name in the kernel."""
-        return self.declaration.split()[-1]
-
-    @property
-    def passed(self) -> str:
-        """The expression by which a kernel passes it on."""
-        return f"&{self.name}" if isinstance(self.value, TensorMap) else self.name
-
-    @property
-    def taken(self) -> str:
-        """The parameter of who takes it."""
-        return f"const TensorMap* {self.name}" if isinstance(self.value, TensorMap) else self.declaration
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +44,11 @@ def paddings(problem: Problem) -> tuple[Padding, ...]:
     p, found = problem, []
     b_matrices = math.prod(p.b_batch) * (p.groups if p.ragged == "m" else 1)
     arrays = [("a", p.a, p.m, math.prod(p.a_batch)), *(("b", b, p.n, b_matrices) for b in p.bs)]
-    for buffer, (name, operand, length, matrices) in enumerate(arrays[:1] if p.symmetric else arrays):
+    for buffer, (name, operand, length, count) in enumerate(arrays[:1] if p.symmetric else arrays):
         size, rows = (p.k, length) if operand.contiguous == "k" else (length, p.k)
         pitch = row_bytes(operand, length, p.k)
         if columns := pitch // operand.dtype.itemsize - size:
-            found.append(Padding(name, buffer, columns, pitch, rows * matrices))
+            found.append(Padding(name, buffer, columns, pitch, rows * count))
     return tuple(found)
 
 
@@ -93,51 +62,6 @@ def row_bytes(operand: Operand, rows: int, k: int) -> int:
     if size % 16 == 0:
         return size
     return next(x for unit in (128, 64, 32, 16) if (x := -(-size // unit) * unit) <= 1.02 * size or unit == 16)
-
-
-@dataclasses.dataclass(frozen=True)
-class Matrices:
-    """The matrices of an array in memory, as the last two dimensions of a tensor map: rows, and matrices.
-
-    Where the array is in an order of its own, matrices are numbered by the greatest stride that all batch axes are
-    multiples of, so that most numbers are nobody's, and matrices lie in each other: in [batch, sequence, heads,
-    elements] a head is one number and a sequence as many as it has rows. TMA clips by rows and elements, which are a
-    matrix's own.
-
-    Attributes:
-      row_bytes, bytes: between neighbours along either dimension.
-      count: one more than the last matrix's number.
-      steps: how far the number moves for each of the result's three batch indices.
-    """
-
-    row_bytes: int
-    bytes: int
-    count: int
-    steps: tuple[int, ...]
-
-    @property
-    def on_lines(self) -> bool:
-        """True if all rows begin on lines of memory."""
-        return self.row_bytes % 128 == self.bytes % 128 == 0
-
-
-def matrices(problem: Problem, batch: tuple[int, ...], rows: int, row_bytes: int, order: Order) -> Matrices:
-    """Returns the matrices of an array of the problem.
-
-    Args:
-      problem: which.
-      batch: the array's batch shape.
-      rows: of a matrix.
-      row_bytes: what a row takes.
-      order: in memory, of axes whose last is a row's.
-    """
-    *of_batch, of_rows, _ = strides((*batch, rows, row_bytes), order)
-    moved = [(of_batch[axis], size) for axis, (size, *_) in problem.batch_axes]
-    moved = [(0, 1)] * (3 - len(moved)) + moved
-    step = math.gcd(*(stride for stride, _ in moved)) or rows * row_bytes
-    steps = [stride // step for stride, _ in moved]
-    count = 1 + sum(x * (size - 1) for x, (_, size) in zip(steps, moved, strict=True))
-    return Matrices(of_rows or row_bytes, step, count, tuple(steps))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -270,21 +194,3 @@ def _matrix_map(
         swizzle=span,
         l2_bytes=l2_bytes,
     )
-
-
-def batch_steps(moves: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Returns how far an array's batch index moves for each of the result's three batch indices."""
-    steps, stride = [], 1
-    for move, size in zip(reversed(moves), reversed(sizes), strict=True):
-        steps.append(stride if move else 0)
-        stride *= size if move else 1
-    return steps[::-1]
-
-
-def place_steps(problem: Problem) -> list[tuple[int, int]]:
-    """Returns how far apart in results two of each place in the batch are, and how many there are."""
-    found = []
-    for axis, i in emit.places(problem.epilogue):
-        inner = math.prod(problem.batch[len(problem.batch) - i :])
-        found.append((inner, problem.batch[-1 - i]) if axis == "batch" else (1, inner))
-    return found

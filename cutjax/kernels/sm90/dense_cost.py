@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cutjax.kernels.device import Device, reference
-from cutjax.kernels.sm90 import staging
+from cutjax.kernels import staging
 from cutjax.kernels.sm90.arguments import matrices_of, paddings
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import cost, dense_cost, text
 from cutjax.kernels.sm90.arguments import Argument, arguments, matrices_of, paddings, result_matrices
 from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Config
-from cutjax.kernels.sm90.staging import STORED, Staging, stage
+from cutjax.kernels.staging import STORED, Staging, stage
 from cutjax.runtime.compiler import Cubin, compile_kernel
 from cutjax.runtime.launch import Call, Launch
 

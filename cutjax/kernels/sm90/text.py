@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from cutjax.dtypes import DTYPES, short
-from cutjax.epilogue import emit
-from cutjax.epilogue.expression import Epilogue, Output
-from cutjax.kernels.sm90.arguments import Argument
-from cutjax.kernels.sm90.staging import Staging
+from cutjax.dtypes import short
+from cutjax.kernels.epilogue_text import epilogue_text
 from cutjax.runtime import sources
 
 if TYPE_CHECKING:
@@ -56,6 +50,8 @@ def source(kernel: Kernel) -> str:
         "D_CHUNK": kernel.chunk,
         "PIECE": 8 if kernel.chunk % 16 else 16,
         "D_BUFFER_BYTES": kernel.buffer_bytes,
+        "STAGE_ROWS": 64,
+        "STAGE_THREADS": 128,
     }
     scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
     scheduler = "stream" if config.stream_k else scheduler
@@ -63,8 +59,11 @@ def source(kernel: Kernel) -> str:
         kernel.name,
         constants,
         [
+            "common/atoms.cuh",
             "sm90/atoms.cuh",
             "common/math.cuh",
+            "common/elements.cuh",
+            "common/staging.cuh",
             "sm90/staging.cuh",
             *(["sm90/transposed.cuh"] if problem.symmetric or config.swap else []),
             *(["sm90/mirror.cuh"] if problem.symmetric else []),
@@ -73,7 +72,7 @@ def source(kernel: Kernel) -> str:
             wgmma(config.bn * problem.products, short(problem.a_dtype.name), a_k_major, b_k_major),
             "sm90/mainloop.cuh",
             "sm90/stream.cuh",
-            _epilogue(kernel.staging, kernel.arguments, problem.ragged),
+            epilogue_text(kernel.staging, kernel.arguments, problem.ragged),
             "sm90/epilogue.cuh",
             "sm90/split.cuh",
             "sm90/gemm.cuh",
@@ -96,381 +95,3 @@ DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
       : "l"(a), "l"(b), "r"(accumulate));
 }}
 """
-
-
-def _epilogue(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
-    """Returns the epilogue, with what feeds it and what stores its results (see epilogue.cuh)."""
-    parts = (_extras(staging, arguments), _partials(staging, arguments), _piece(staging), _store(staging))
-    return (
-        emit.emit(staging.epilogue)
-        + _signature(staging, arguments)
-        + "".join(parts)
-        + _rows(staging, arguments, ragged)
-    )
-
-
-def _signature(staging: Staging, arguments: Sequence[Argument]) -> str:
-    """Returns the parameters of the kernel, and what of them it passes on."""
-    tiles = ("d", staging.result_slots), ("t", staging.mirror_slots)
-    maps = [
-        f"&map_{name}{place}" if staging.by_tma(out) else "nullptr"
-        for name, slots in tiles
-        for place, (_, (_, out)) in enumerate(zip(slots, staging.results, strict=False))
-    ]
-
-    def passed(to: str) -> str:
-        return "".join(f", {argument.passed}" for argument in arguments if argument.to == to)
-
-    strided = any(argument.name == "d_step0" for argument in arguments)
-    result = "i(d_step0, d_step1, d_step2)" if strided else "work.result"
-    return f"""#define PARAMETERS {", ".join(argument.declaration for argument in arguments)}
-#define MAPS_B {{{passed("b")[2:]}}}
-#define MAPS_D {{{", ".join(maps)}}}
-#define EXTRAS_ARGUMENTS {passed("extras")}
-#define PARTIALS_ARGUMENTS {passed("partials")}
-#define SPLITS {passed("splits")[2:] or 1}
-#define SCHEDULER_ARGUMENTS {passed("scheduler")}
-#define ROWS_ARGUMENTS {passed("rows")}
-#define RESULT {result}
-"""
-
-
-def _taken(arguments: Sequence[Argument], to: str) -> str:
-    """Parameters of a constructor, each behind a comma."""
-    return "".join(f", {argument.taken}" for argument in arguments if argument.to == to)
-
-
-def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
-    """The struct of what the epilogue reads beside the accumulators."""
-    epilogue = staging.epilogue
-    fields, initial, tile, rows, chunks, pieces, fetched, staged = [], [], [], [], [], [], [], []
-    by_tma = {i: slot for (i, _), slot in zip(staging.operands, staging.operand_slots, strict=True)}
-    for i, spec in enumerate(epilogue.operands):
-        dtype = f"Dtype::{DTYPES[spec.dtype].stored}"
-        steps = f"step{i}_0, step{i}_1, step{i}_2"
-        copied = "".join(f", {step}({step})" for step in steps.split(", "))
-        if i in by_tma:
-            fields.append(f"const TensorMap* map{i};\n  int {steps};\n  Pair<{dtype}> x{i}[PIECE / 8][2];")
-            initial.append(f"map{i}(map_x{i}){copied}")
-            fetched.append(
-                f"{staging.tile}<{dtype}>::load(map{i}, buffer + {_at(by_tma[i])}, barrier, x, y, i({steps}));"
-            )
-            staged.append(f"{staging.tile}<{dtype}>::read(buffer + {_at(by_tma[i])}, thread, piece, x{i});")
-            continue
-        size = np.dtype(spec.dtype).itemsize
-        elements = {(0, 0): "1", (1, 0): "m", (0, 1): "n", (1, 1): "static_cast<i64>(m) * n"}[spec.row, spec.col]
-        whole = f"[{'PIECE' if staging.apart else 'D_CHUNK'} / 8][2]"
-        shape = {(0, 0): "", (1, 0): "[2]", (0, 1): "[PIECE / 8]", (1, 1): whole}[spec.row, spec.col]
-        fields.append(f"const char *base{i}, *matrix{i};\n  int {steps};\n  Pair<{dtype}> x{i}{shape};")
-        initial.append(f"base{i}(base{i}){copied}")
-        tile.append(f"matrix{i} = base{i} + static_cast<i64>(i({steps})) * ({elements}) * {size};")
-        if not spec.row and not spec.col:
-            tile.append(f"x{i}.load_one(matrix{i});")
-        elif not spec.col:
-            rows.append(f"x{i}[h].load_one(matrix{i} + min(row + 8 * h, m - 1) * {size}ll);")
-        elif not spec.row and staging.even:
-            pieces.append(f"x{i}[j].load(matrix{i} + c * {size}ll);")
-        elif not spec.row:
-            pieces.append(f"x{i}[j].load_each(matrix{i} + c * {size}ll, matrix{i} + c1 * {size}ll);")
-        elif not staging.apart:
-            at = f"matrix{i} + (min(row + 8 * h, m - 1) * static_cast<i64>(n) + c) * {size}"
-            chunks.append(f"for (int h = 0; h < 2; ++h) x{i}[j][h].load({at});")
-        else:
-            place = "{} * static_cast<i64>(m) + r" if staging.swap else "r * static_cast<i64>(n) + {}"
-            both = ", ".join(f"matrix{i} + ({place.format(c)}) * {size}" for c in ("c", "c1"))
-            pieces.append("for (int h = 0; h < 2; ++h) {")
-            pieces.append("  int r = min(row + 8 * h, m - 1);")
-            pieces.append(f"  x{i}[j][h].load_each({both});")
-            pieces.append("}")
-
-    for axis, i in emit.places(epilogue):
-        name = f"{axis}{i}"
-        fields.append(f"int {name}_stride, {name}_size, {name};")
-        initial.append(f"{name}_stride({name}_stride), {name}_size({name}_size)")
-        times = {"row": " * m", "col": " * n", "batch": ""}[axis]
-        tile.append(f"{name} = result / {name}_stride % {name}_size{times};")
-
-    def lines(statements: list[str], indent: int) -> str:
-        return "".join("\n" + " " * indent + statement for statement in statements)
-
-    def loop(variable: str, end: str, body: list[str], before: str = "") -> str:
-        if not body:
-            return ""
-        head = f"\n#pragma unroll\n    for (int {variable} = 0; {variable} < {end}; ++{variable}) {{{before}"
-        return f"{head}{lines(body, 6)}\n    }}"
-
-    # Past the matrix, where the result is clipped, the last row or columns are read again.
-    clip = f"\n      int c = min(column + 8 * j, n - {2 if staging.even else 1});"
-    if any("c1" in piece for piece in pieces):
-        clip += f"\n      int c1 = {'c + 1' if staging.even else 'min(column + 8 * j + 1, n - 1)'};"
-    by_piece = lines(staged, 4) + loop("j", "PIECE / 8", pieces, clip)
-    loaded = sum(np.dtype(epilogue.operands[i].dtype).itemsize for i in by_tma)
-    return f"""#line 1 "extras (generated)"
-constexpr int EXTRAS_BYTES = 64 * D_CHUNK * {loaded};  // that TMA loads for a chunk
-struct Extras {{
-  int m, n;{lines(fields, 2)}
-
-  DEVICE Extras(int m, int n{_taken(arguments, "extras")})
-      : m(m), n(n){"".join(", " + x for x in initial)} {{}}
-  DEVICE void fetch(u32 buffer, u32 barrier, int x, int y, const BatchIndex& i) const {{{lines(fetched, 4)}
-  }}
-  // `result` is which matrix of the results.
-  DEVICE void begin_tile(const BatchIndex& i, int result) {{{lines(tile, 4)}
-  }}
-  DEVICE void begin_rows(int row) {{{loop("h", "2", rows)}
-  }}
-  DEVICE void begin_chunk(int row, int column) {{{loop("j", "D_CHUNK / 8", chunks, clip)}
-  }}
-  DEVICE void begin_piece(int row, int column, int piece, u32 buffer, int thread) {{{by_piece}
-  }}
-}};
-"""
-
-
-# (identity, combination) of each reduction.
-_REDUCE = {
-    "sum": ("0.0f", "{0} + {1}"),
-    "max": ("-__uint_as_float(0x7f800000)", "max_nan({0}, {1})"),
-    "min": ("__uint_as_float(0x7f800000)", "min_nan({0}, {1})"),
-}
-
-
-def _combine(out: Output, into: str, value: str) -> str:
-    return f"{into} = {_REDUCE[out.reduce or ''][1].format(into, value)};"
-
-
-def _shuffles(out: Output, value: str, lanes: Sequence[int]) -> list[str]:
-    return [_combine(out, value, f"__shfl_xor_sync(~0u, {value}, {lane})") for lane in lanes]
-
-
-def _partials(staging: Staging, arguments: Sequence[Argument]) -> str:
-    """The struct that holds what a block of 64 rows adds to each reduction, and knows where it goes."""
-    fields, initial, tile, begin, end = [], [], [], [], []
-    for i, out in staging.reductions:
-        rows = "(m + 15) / 16" if "row" in out.axes else "m"
-        columns = "(n + EPILOGUE_COLUMNS - 1) / EPILOGUE_COLUMNS" if "col" in out.axes else "n"
-        fields.append(f"float *partial{i}, *matrix{i};\n  float r{i}[2];")
-        initial.append(f", partial{i}(partial{i})")
-        tile.append(f"matrix{i} = partial{i} + static_cast<i64>(batch) * ({rows}) * ({columns});")
-        if out.axes == ("row",):
-            continue  # stored by each piece
-        begin.append(f"r{i}[0] = r{i}[1] = {_REDUCE[out.reduce or ''][0]};")
-        at = f"matrix{i}[static_cast<i64>({{}}) * ({columns}) + column / EPILOGUE_COLUMNS]"
-        if out.axes == ("col",):
-            end += [*_shuffles(out, f"r{i}[0]", (1, 2)), *_shuffles(out, f"r{i}[1]", (1, 2))]
-            for h in range(2):
-                end.append(
-                    f"if (lane % 4 == 0 && row + {8 * h} < m && column < n) {at.format(f'row + {8 * h}')} = r{i}[{h}];"
-                )
-        else:
-            end += [_combine(out, f"r{i}[0]", f"r{i}[1]"), *_shuffles(out, f"r{i}[0]", (1, 2, 4, 8, 16))]
-            end.append(f"if (lane == 0 && row < m && column < n) {at.format('row / 16')} = r{i}[0];")
-
-    def lines(statements: list[str], indent: int = 4) -> str:
-        return "".join("\n" + " " * indent + statement for statement in statements)
-
-    return f"""#line 1 "partials (generated)"
-struct Partials {{
-  int m, n;{lines(fields, 2)}
-
-  DEVICE Partials(int m, int n{_taken(arguments, "partials")}) : m(m), n(n){"".join(initial)} {{}}
-  DEVICE void begin_tile(int batch) {{{lines(tile)}
-  }}
-  DEVICE void begin_block() {{{lines(begin)}
-  }}
-  // `row` is this lane's first, `column` that of the first of EPILOGUE_COLUMNS.
-  DEVICE void end_block(int row, int column, int lane) {{{lines(end)}
-  }}
-}};
-"""
-
-
-def _reduce_piece(i: int, out: Output, even: bool) -> str:
-    """Returns what a piece adds to a reduction; values past the matrix are replaced by the identity."""
-    identity = _REDUCE[out.reduce or ""][0]
-    past = "row + i / 2 % 2 * 8 >= partials.m || column + i / 4 * 8 + i % 2 >= partials.n"
-    loop = "#pragma unroll\n  for (int i = 0; i < PIECE / 2; ++i)"
-    text = f"{loop}\n    if ({past}) y{i}[i] = {identity};\n"
-    if out.axes != ("row",):
-        return f"{text}{loop} {_combine(out, f'partials.r{i}[i / 2 % 2]', f'y{i}[i]')}\n"
-    lines = [f"float* at = partials.matrix{i} + static_cast<i64>(row / 16) * partials.n + column + 8 * j;"]
-    for e in range(2):
-        value = f"y{i}[4 * j + {e}]"
-        lines += [_combine(out, value, f"y{i}[4 * j + {2 + e}]"), *_shuffles(out, value, (4, 8, 16))]
-    inside = "if (thread % 32 < 4 && row < partials.m && column + 8 * j"
-    if even:
-        lines.append(f"{inside} < partials.n) st_global_v2(at, y{i}[4 * j], y{i}[4 * j + 1]);")
-    else:
-        lines += [f"{inside} + {e} < partials.n) at[{e}] = y{i}[4 * j + {e}];" for e in range(2)]
-    body = "".join(f"\n    {line}" for line in lines)
-    return f"{text}#pragma unroll\n  for (int j = 0; j < PIECE / 8; ++j) {{{body}\n  }}\n"
-
-
-def _piece(staging: Staging) -> str:
-    epilogue = staging.epilogue
-    carriers = [DTYPES[out.dtype].carrier for out in epilogue.outputs]
-    declared = "\n  ".join(f"{carrier} y{i}[PIECE / 2];" for i, carrier in enumerate(carriers))
-    staged = "\n  ".join(
-        f"{staging.tile}<Dtype::{DTYPES[out.dtype].stored}>::stage(buffer + {_at(slot)}, thread, piece, y{i});"
-        for slot, (i, out) in zip(staging.result_slots, staging.results, strict=True)
-    )
-    above = "\n  if (right_of_diagonal(row, column) > 0) return;" if staging.mirror_slots else ""
-    staged += "".join(
-        f"\n  Transposed<Dtype::{DTYPES[out.dtype].stored}>::stage(buffer + {_at(slot)}, thread, piece, y{i});"
-        for slot, (i, out) in zip(staging.mirror_slots, staging.results, strict=False)
-    )
-    reduced = "".join(_reduce_piece(i, out, staging.even) for i, out in staging.reductions)
-    by_tma = [i for i, _ in staging.operands]
-    by_chunk = "piece * (PIECE / 8) + j"
-    full = ["j" if i in by_tma or staging.apart else by_chunk for i in range(len(epilogue.operands))]
-    if function := _four(epilogue) if staging.called else "":
-        loop = f"for (int j = 0; j < PIECE / 8; ++j) {{{_call_four(epilogue, full)}"
-    else:
-        loop = "for (int i = 0; i < PIECE / 2; ++i) {\n    const int j = i / 4, h = i / 2 % 2, e = i % 2;"
-        loop += _element(epilogue, full)
-    return f"""#line 1 "piece (generated)"
-{function}\
-DEVICE void epilogue_piece(Extras& extras, Partials& partials, const float (&acc)[PRODUCTS][PIECE / 2], int piece,
-                           int row, int column, u32 buffer, int thread) {{{above}
-  {declared}
-  extras.begin_piece(row, column, piece, buffer, thread);
-#pragma unroll
-  {loop}
-  }}
-  {staged}
-{reduced}}}
-"""
-
-
-def _element(epilogue: Epilogue, full: Sequence[str], own: str = "", out: str = "") -> str:
-    """Computes element i: of columns j, row h and column e of them. ``full`` is where an operand has columns j."""
-    accs = ", ".join(f"{own}acc[{p}][i]" for p in range(epilogue.products))
-    values = []
-    for i, spec in enumerate(epilogue.operands):
-        at = {(0, 0): "", (1, 0): "[h]", (0, 1): "[j]", (1, 1): f"[{full[i]}][h]"}[spec.row, spec.col]
-        values.append(f"extras.x{i}{at}[{'e' if spec.col else '0'}]")
-    results = [f"{out}y{i}[i]" for i in range(len(epilogue.outputs))]
-    places = ["row + h * 8", "column + j * 8 + e"]
-    inside = {"row": f" + {places[0]}", "col": f" + {places[1]}", "batch": ""}
-    places += [f"extras.{axis}{i}{inside[axis]}" for axis, i in emit.places(epilogue)]
-    arguments = ", ".join(["value", *values, *places, *results])
-    return f"\n    const float value[PRODUCTS] = {{{accs}}};\n    epilogue_element({arguments});"
-
-
-def _four(epilogue: Epilogue) -> str:
-    """The function that is called for four elements: they hide each other's latency, and take few registers.
-
-    What it takes, it takes in registers: operands as they were loaded, each once.
-    """
-    fields = [
-        f"Pair<Dtype::{DTYPES[spec.dtype].stored}> x{i}{'[1]' * spec.col}{'[2]' * spec.row};"
-        for i, spec in enumerate(epilogue.operands)
-    ]
-    fields = ["float acc[PRODUCTS][4];", *fields, *(f"int {axis}{i};" for axis, i in emit.places(epilogue))]
-    results = [f"{DTYPES[out.dtype].carrier} y{i}[4];" for i, out in enumerate(epilogue.outputs)]
-    return f"""struct Four {{
-  {" ".join(fields)}
-}};
-struct FourResults {{
-  {" ".join(results)}
-}};
-__device__ __noinline__ FourResults epilogue_four(Four extras, int row, int column) {{
-  FourResults results;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {{
-    const int j = 0, h = i / 2, e = i % 2;{_element(epilogue, "j" * len(epilogue.operands), "extras.", "results.")}
-  }}
-  return results;
-}}
-"""
-
-
-def _call_four(epilogue: Epilogue, full: Sequence[str]) -> str:
-    accs = [", ".join(f"acc[{p}][4 * j + {i}]" for i in range(4)) for p in range(epilogue.products)]
-    values = [f"{{{', '.join(f'{{{acc}}}' for acc in accs)}}}"]
-    for i, spec in enumerate(epilogue.operands):
-        columns = f"extras.x{i}" + (f"[{full[i] if spec.row else 'j'}]" if spec.col else "")
-        value = f"{{{columns}[0], {columns}[1]}}" if spec.row else columns
-        values.append(f"{{{value}}}" if spec.col else value)
-    values += [f"extras.{axis}{i}" for axis, i in emit.places(epilogue)]
-    copies = " ".join(f"y{i}[4 * j + i] = four.y{i}[i];" for i in range(len(epilogue.outputs)))
-    return f"""
-    const FourResults four = epilogue_four({{{", ".join(values)}}}, row, column + j * 8);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {{
-      {copies}
-    }}"""
-
-
-def _store(staging: Staging) -> str:
-    def calls(struct: str, slots: Sequence[int], first: int) -> str:
-        return "\n  ".join(
-            f"{struct}<Dtype::{DTYPES[out.dtype].stored}>::store(map_d[{place}], buffer + {_at(slot)}, x, y, z);"
-            for place, (slot, (_, out)) in enumerate(zip(slots, staging.results, strict=True), first)
-            if staging.by_tma(out)
-        )
-
-    stores = calls(staging.tile, staging.result_slots, 0)
-    if staging.mirror_slots:
-        stores = f"""int right = right_of_diagonal(y, x);
-  if (right > 0) return;
-  {stores}
-  if (right == 0) return;
-  {calls("Transposed", staging.mirror_slots, len(staging.results))}"""
-    return f"""DEVICE void epilogue_store(const TensorMap* const (&map_d)[OUTPUTS], u32 buffer, int x, int y, int z) {{
-  {stores}
-}}
-"""
-
-
-def _rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
-    """The struct that stores without TMA: where rows have groups, or are of no whole units of 16 bytes."""
-    pointers = [argument.declaration for argument in arguments if argument.to == "rows"]
-    stores, mirrored, clears = [], [], []
-    for place, (_, out) in enumerate(staging.results):
-        if ragged != "m" and staging.by_tma(out):
-            continue
-        size, dtype = np.dtype(out.dtype).itemsize, DTYPES[out.dtype].stored
-        unit = min(staging.pitch, 16 // size)
-        matrix = f"d{place} + static_cast<i64>(batch) * m * n * {size}"
-
-        def call(struct: str, slot: int, rows: str = f"store_rows<{unit}>", dtype=dtype, matrix=matrix) -> str:
-            tile = f"buffer + {_at(slot)}"
-            return f"{struct}<Dtype::{dtype}>::{rows}({matrix}, m, n, {tile}, x, y, rows, thread);"
-
-        partly = "if (!whole) " if staging.by_tma(out) else ""
-        stores.append(partly + call(staging.tile, staging.result_slots[place]))
-        mirrored += [call("Transposed", slot) for slot in staging.mirror_slots[place : place + 1]]
-        clears.append(f"Staging<Dtype::{dtype}>::clear_rows<{unit}>({matrix}, n, x, y, rows, thread);")
-    if mirrored:
-        stores = [
-            "int right = right_of_diagonal(y, x);",
-            "if (right > 0) return;",
-            *stores,
-            "if (right == 0) return;",
-            *mirrored,
-        ]
-
-    def lines(statements: list[str]) -> str:
-        return "".join("\n    " + statement for statement in statements)
-
-    by_threads = not all(staging.by_tma(out) for _, out in staging.results)
-    return f"""#line 1 "rows (generated)"
-constexpr bool BY_THREADS = {str(by_threads).lower()};
-struct Rows {{
-  int m, n;{"".join(f"{chr(10)}  {x};" for x in pointers)}
-
-  // So many rows, or as many as there are, of a staged chunk, to row y and column x on of a matrix of each result.
-  DEVICE void store(bool whole, u32 buffer, int x, int y, int batch, int rows, int thread) const {{
-    rows = min(min(rows, 64), m - y);{lines(stores)}
-  }}
-  // Zeroes rows of the tile's columns.
-  DEVICE void clear(int x, int y, int batch, int rows, int thread) const {{{lines(clears if ragged == "m" else [])}
-  }}
-}};
-"""
-
-
-def _at(slot: int) -> str:
-    """Returns where a tile lies in a staging buffer."""
-    return f"64 * D_CHUNK * {slot}"

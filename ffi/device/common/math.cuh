@@ -4,6 +4,11 @@
 
 using i64 = long long;
 
+template <typename T>
+struct Complex {
+  T re, im;
+};
+
 #ifndef HOST_EMULATION  // tests/native/device_shim.h has these for the host: one instruction each
 
 #define MATH_UNARY(name, instruction)               \

@@ -7,6 +7,8 @@
 //             The last chunk may be wider than the tile: what is loaded too much costs less than a narrower swizzle.
 // Several b beside each other in one tile are multiplied as if they were one matrix, so a is read once.
 
+using Acc = float;
+
 constexpr int ROWS_PER_CONSUMER = M_BLOCKS * 64;
 constexpr int CONSUMERS_PER_TILE = BM / ROWS_PER_CONSUMER;
 constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;

@@ -27,14 +27,6 @@ DEVICE void ldmatrix_x2_trans(u32 address, u32& r0, u32& r1) {
                : "memory");
 }
 
-DEVICE void st_shared_u32(u32 address, u32 x) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
-
-DEVICE void st_shared_u8(u32 address, u32 x) {
-  asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
-
 template <Dtype D>
 struct Transposed {
   static constexpr int SPAN = SIZE<D> == 1 ? 64 : 128;
@@ -131,7 +123,7 @@ struct Transposed {
 
   // The same without TMA, of the chunk's first rows, which are whole units of UNIT elements, as m is.
   template <int UNIT>
-  static DEVICE void store_rows(char* matrix, int m, int n, u32 tile, int x, int y, int rows, int thread) {
+  static DEVICE void store_rows(char* matrix, int m, int n, int, u32 tile, int x, int y, int rows, int thread) {
     constexpr int UNITS = 64 / UNIT;
 #pragma unroll 1
     for (int i = thread; i < D_CHUNK * UNITS; i += 128) {

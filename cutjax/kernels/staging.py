@@ -52,6 +52,7 @@ class Staging:
       mirror_slots: where that of each result's transpose begins; none where results are not symmetric.
       column_bytes: of one row, of all tiles together.
       narrowest: bytes of an element of the narrowest result.
+      tma: whether TMA loads and stores tiles where it can, rather than threads.
       called: whether the kernel calls a function for four elements at a time, instead of 64 to 192 copies of what it
         computes. A call costs 3 instructions an element (docs/fused-epilogues.md).
     """
@@ -69,6 +70,7 @@ class Staging:
     column_bytes: int
     narrowest: int
     called: bool
+    tma: bool
 
     @functools.cached_property
     def result_dtypes(self) -> tuple[np.dtype, ...]:
@@ -81,13 +83,18 @@ class Staging:
         return "Transposed" if self.swap else "Staging"
 
     @property
+    def by_tma_tile(self) -> str:
+        """The struct by which TMA stores and loads them."""
+        return "Transposed" if self.swap else "TmaStaging"
+
+    @property
     def apart(self) -> bool:
         """True if two neighbours of a row, in an array of full size, may not be loaded together."""
         return self.swap or not self.even
 
     def by_tma(self, array: Output | OperandSpec) -> bool:
         """True if TMA can load or store an array of full size: its rows are of whole units of 16 bytes."""
-        return _by_tma(array, self.pitch)
+        return self.tma and _by_tma(array, self.pitch)
 
     def chunk(self, bn: int) -> int:
         """Columns staged at a time: as many as make a row of the narrowest result at most 128 bytes.
@@ -121,7 +128,12 @@ class Staging:
 
 @functools.lru_cache(maxsize=256)
 def stage(
-    epilogue: Epilogue, symmetric: bool = False, swap: bool = False, pitch: int = 16, even: bool = True
+    epilogue: Epilogue,
+    symmetric: bool = False,
+    swap: bool = False,
+    pitch: int = 16,
+    even: bool = True,
+    tma: bool = True,
 ) -> Staging:
     """Returns how an epilogue's inputs and results are staged."""
     # Transposed tiles of 8 columns begin at whole units of 1024 bytes only if elements take at least two each.
@@ -130,7 +142,7 @@ def stage(
     reductions = tuple((i, out) for i, out in enumerate(epilogue.outputs) if out.reduce)
     narrowest = min((_size(out) for _, out in results), default=4)
     full = ((i, spec) for i, spec in enumerate(epilogue.operands) if spec.row and spec.col)
-    aligned = ((i, spec) for i, spec in full if _by_tma(spec, pitch))
+    aligned = ((i, spec) for i, spec in full if tma and _by_tma(spec, pitch))
     operands = tuple((i, spec) for i, spec in aligned if swap or _size(spec) >= narrowest)
     result_slots, operand_slots, total, free = [], [], 0, []
     for _, out in results:
@@ -151,7 +163,7 @@ def stage(
         total += _size(out)
     slots = tuple(result_slots), tuple(operand_slots), tuple(mirror_slots)
     layout = epilogue, swap, pitch, even, results, reductions, operands
-    return Staging(*layout, *slots, total, narrowest, _called(epilogue))
+    return Staging(*layout, *slots, total, narrowest, _called(epilogue), tma)
 
 
 def _size(array: Output | OperandSpec) -> int:

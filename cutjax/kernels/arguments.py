@@ -1,0 +1,105 @@
+"""The arguments of a kernel, once: the signature in its text and the parameters of its launch are read off one list."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from cutjax.epilogue import emit
+from cutjax.kernels.problem import Order, Problem, strides
+from cutjax.runtime.launch import Param, TensorMap
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """One argument of a kernel.
+
+    Attributes:
+      declaration: as the signature has it.
+      value: what a launch passes.
+      to: which part of the kernel takes it: "" the kernel itself, "b" and "d" its lists of tensor maps, "splits" what
+        counts those, or a constructor's, "extras", "partials", "scheduler" or "rows".
+    """
+
+    declaration: str
+    value: Param
+    to: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its name in the kernel."""
+        return self.declaration.split()[-1]
+
+    @property
+    def passed(self) -> str:
+        """The expression by which a kernel passes it on."""
+        return f"&{self.name}" if isinstance(self.value, TensorMap) else self.name
+
+    @property
+    def taken(self) -> str:
+        """The parameter of who takes it."""
+        return f"const TensorMap* {self.name}" if isinstance(self.value, TensorMap) else self.declaration
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrices:
+    """The matrices of an array in memory, as the last two dimensions of a tensor map: rows, and matrices.
+
+    Where the array is in an order of its own, matrices are numbered by the greatest stride that all batch axes are
+    multiples of, so that most numbers are nobody's, and matrices lie in each other: in [batch, sequence, heads,
+    elements] a head is one number and a sequence as many as it has rows. TMA clips by rows and elements, which are a
+    matrix's own.
+
+    Attributes:
+      row_bytes, bytes: between neighbours along either dimension.
+      count: one more than the last matrix's number.
+      steps: how far the number moves for each of the result's three batch indices.
+    """
+
+    row_bytes: int
+    bytes: int
+    count: int
+    steps: tuple[int, ...]
+
+    @property
+    def on_lines(self) -> bool:
+        """True if all rows begin on lines of memory."""
+        return self.row_bytes % 128 == self.bytes % 128 == 0
+
+
+def matrices(problem: Problem, batch: tuple[int, ...], rows: int, row_bytes: int, order: Order) -> Matrices:
+    """Returns the matrices of an array of the problem.
+
+    Args:
+      problem: which.
+      batch: the array's batch shape.
+      rows: of a matrix.
+      row_bytes: what a row takes.
+      order: in memory, of axes whose last is a row's.
+    """
+    *of_batch, of_rows, _ = strides((*batch, rows, row_bytes), order)
+    moved = [(of_batch[axis], size) for axis, (size, *_) in problem.batch_axes]
+    moved = [(0, 1)] * (3 - len(moved)) + moved
+    step = math.gcd(*(stride for stride, _ in moved)) or rows * row_bytes
+    steps = [stride // step for stride, _ in moved]
+    count = 1 + sum(x * (size - 1) for x, (_, size) in zip(steps, moved, strict=True))
+    return Matrices(of_rows or row_bytes, step, count, tuple(steps))
+
+
+def batch_steps(moves: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Returns how far an array's batch index moves for each of the result's three batch indices."""
+    steps, stride = [], 1
+    for move, size in zip(reversed(moves), reversed(sizes), strict=True):
+        steps.append(stride if move else 0)
+        stride *= size if move else 1
+    return steps[::-1]
+
+
+def place_steps(problem: Problem) -> list[tuple[int, int]]:
+    """Returns how far apart in results two of each place in the batch are, and how many there are."""
+    found = []
+    for axis, i in emit.places(problem.epilogue):
+        inner = math.prod(problem.batch[len(problem.batch) - i :])
+        found.append((inner, problem.batch[-1 - i]) if axis == "batch" else (1, inner))
+    return found
