@@ -15,7 +15,8 @@ from cutjax.kernels.staging import Staging
 
 def epilogue_text(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
     """Returns the epilogue, with what feeds it and what stores its results (see epilogue.cuh)."""
-    parts = (_extras(staging, arguments), _partials(staging, arguments), _piece(staging), _store(staging))
+    parts = [_extras(staging, arguments), _partials(staging, arguments), _piece(staging)]
+    parts += [_store(staging)] if staging.tma else []
     return (
         emit.emit(staging.epilogue)
         + _signature(staging, arguments)

@@ -67,6 +67,8 @@ class Problem:
         what is on and below the diagonal is multiplied, so the epilogue must treat (i, j) and (j, i) alike.
       orders: how the axes of a, b and the results lie in memory, the slowest first; () is row-major. Rows of matrices
         are contiguous in any order, and reductions are row-major.
+      math: how operands are multiplied. "": as they are. Of float32: "tf32", "tf32x3", "bf16", "bf16x3", "bf16x6",
+        "bf16x9". Of float16: "f16", added up in float16.
     """
 
     m: int
@@ -89,6 +91,7 @@ class Problem:
     in_place: tuple[tuple[int, int], ...] = ()
     symmetric: bool = False
     orders: tuple[Order, Order, Order] = ((), (), ())
+    math: str = ""
 
     def __post_init__(self):
         for field in ("a_dtype", "b_dtype", "out_dtype"):
@@ -152,7 +155,7 @@ class Problem:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("arch", "device", "epilogue"):
             del fields[name]
-        for name, there in (("symmetric", self.symmetric), ("orders", any(self.orders))):
+        for name, there in (("symmetric", self.symmetric), ("orders", any(self.orders)), ("math", self.math)):
             if not there:  # keys made before there was such a thing are still found
                 del fields[name]
         for name in ("a_dtype", "b_dtype", "out_dtype"):

@@ -74,6 +74,7 @@ def source(kernel: Kernel) -> str:
             "sm90/stream.cuh",
             epilogue_text(kernel.staging, kernel.arguments, problem.ragged),
             "sm90/epilogue.cuh",
+            "common/parts.cuh",
             "sm90/split.cuh",
             "sm90/gemm.cuh",
         ],

@@ -13,13 +13,6 @@ DEVICE void stmatrix_x2_trans(u32 address, u32 r0, u32 r1) {
                : "memory");
 }
 
-DEVICE void ldmatrix_x4_trans(u32 address, u32& r0, u32& r1, u32& r2, u32& r3) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
-               : "r"(address)
-               : "memory");
-}
-
 DEVICE void ldmatrix_x2_trans(u32 address, u32& r0, u32& r1) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                : "=r"(r0), "=r"(r1)

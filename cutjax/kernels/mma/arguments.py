@@ -1,0 +1,108 @@
+"""The arguments of a kernel of the family: pointers, sizes and strides, in the order of its signature."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from cutjax.epilogue import emit
+from cutjax.kernels.arguments import Argument, Matrices, batch_steps, matrices, place_steps
+from cutjax.runtime.launch import Int32, Int64, Pointer
+
+if TYPE_CHECKING:
+    from cutjax.kernels.mma.kernel import Kernel
+    from cutjax.kernels.problem import Operand, Problem
+
+
+@functools.lru_cache(maxsize=1024)
+def matrices_of(p: Problem, operand: Operand, length: int, count: int = 1, steps: tuple[int, ...] = ()) -> Matrices:
+    """Returns the matrices of an operand whose m or n axis is so long; count and steps are those of dense ones."""
+    rows, columns = (length, p.k) if operand.contiguous == "k" else (p.k, length)
+    row_bytes = columns * operand.dtype.itemsize
+    if any(p.orders):
+        return matrices(p, operand.batch, rows, row_bytes, operand.order)
+    return Matrices(row_bytes, row_bytes * rows, count, steps)
+
+
+@functools.lru_cache(maxsize=1024)
+def operands_of(p: Problem) -> tuple[Matrices, Matrices]:
+    """Returns the matrices of a and of each b."""
+    steps = _steps(p)
+    b_matrices = math.prod(p.b_batch) * (p.groups if p.ragged == "m" else 1)
+    of_a = matrices_of(p, p.a, p.m, math.prod(p.a_batch), tuple(steps[0]))
+    return of_a, matrices_of(p, p.bs[0], p.n, b_matrices, tuple(steps[1]))
+
+
+def unit(p: Problem, operand: Operand, length: int, of: Matrices) -> int:
+    """Returns how many bytes, at most 16, rows of an operand begin at multiples of, and are long."""
+    row = (p.k if operand.contiguous == "k" else length) * operand.dtype.itemsize
+    return math.gcd(16, row, of.row_bytes, of.bytes if of.count > 1 else 0)
+
+
+def _sizes_and_moves(p: Problem) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    unmoved = (1, *(False,) * (2 + len(p.epilogue.operands) + bool(p.groups)))
+    sizes, *moves = zip(*[unmoved] * (3 - len(p.batch_groups)), *p.batch_groups, strict=True)
+    return sizes, moves
+
+
+def _steps(p: Problem) -> list[list[int]]:
+    sizes, moves = _sizes_and_moves(p)
+    return [batch_steps(move, sizes) for move in moves]
+
+
+def arguments(kernel: Kernel) -> tuple[Argument, ...]:
+    """Returns the arguments of a kernel, in order.
+
+    Buffers are a, the bs (none where b is a), sizes of groups, the epilogue's operands and results, in order.
+    """
+    return tuple(_arguments(kernel))
+
+
+def _arguments(kernel: Kernel) -> Iterator[Argument]:
+    p, c, staging = kernel.problem, kernel.config, kernel.staging
+    epilogue, steps = p.epilogue, _steps(p)
+    sizes, _ = _sizes_and_moves(p)
+    first_result = p.arrays + len(epilogue.operands)
+    of_a, of_b = operands_of(p)
+    yield Argument("const char* base_a", Pointer(0))
+    for i in range(p.products):
+        yield Argument(f"const char* base_b{i}", Pointer(0 if p.symmetric else 1 + i), "b")
+    scalars = {"m": p.m, "n": p.n, "k": p.k, "raster": c.raster, "batch": p.batch_size}
+    scalars |= {"batch1": sizes[1], "batch2": sizes[2]}
+    for name, of, operand in (("a", of_a, p.a), ("b", of_b, p.bs[0])):
+        scalars |= {f"{name}_step{j}": step for j, step in enumerate(of.steps)}
+        scalars[f"{name}_pitch"] = of.row_bytes // operand.dtype.itemsize
+    for name, value in scalars.items():
+        yield _int(name, value)
+    for name, of, operand in (("a", of_a, p.a), ("b", of_b, p.bs[0])):
+        yield Argument(f"i64 {name}_apart", Int64(of.bytes // operand.dtype.itemsize))
+    if p.orders[2]:
+        of_d = matrices(p, p.batch, p.m, p.n, p.orders[2])  # in elements: results of any size lie alike
+        for j, step in enumerate(of_d.steps):
+            yield _int(f"d_step{j}", step)
+        yield _int("d_pitch", of_d.row_bytes, "rows")
+        yield Argument("i64 d_apart", Int64(of_d.bytes), "rows")
+    if c.splits > 1:
+        yield _int("splits", c.splits, "splits")
+    for i, of in enumerate(steps[2 : 2 + len(epilogue.operands)]):
+        yield Argument(f"const char* base{i}", Pointer(p.arrays + i), "extras")
+        for j, step in enumerate(of):
+            yield _int(f"step{i}_{j}", step, "extras")
+    for (axis, i), (stride, size) in zip(emit.places(epilogue), place_steps(p), strict=True):
+        yield _int(f"{axis}{i}_stride", stride, "extras")
+        yield _int(f"{axis}{i}_size", size, "extras")
+    for i, _ in staging.reductions:
+        yield Argument(f"Acc* partial{i}", Pointer(first_result + i), "partials")
+    if p.groups:
+        yield Argument("const int* sizes", Pointer(1 + p.products), "scheduler")
+        yield _int("leading", p.leading, "scheduler")
+        for j in range(2):
+            yield _int(f"sizes_step{j}", steps[-1][j], "scheduler")
+    for place, (i, _) in enumerate(staging.results):
+        yield Argument(f"char* d{place}", Pointer(first_result + i), "rows")
+
+
+def _int(name: str, value: int, to: str = "") -> Argument:
+    return Argument(f"int {name}", Int32(value), to)

@@ -1,0 +1,109 @@
+"""The config of a kernel: the frozen, validated choice of tiles, pipeline, parts of k and tile order."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import operator
+
+
+from cutjax.dtypes import short
+from cutjax.epilogue.expression import Epilogue
+from cutjax.kernels.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One kernel of the mma family: block tile, warp tile and instruction, from the outside in.
+
+    Attributes:
+      bm, bn, bk: tile of the result that a block computes, and depth of one stage, in elements. bk is 64 or 128 bytes.
+      wm, wn: tile of the result that a warp computes. They divide bm and bn, and are multiples of 16.
+      sliced_k: warps that share a warp tile, each multiplying its slices of every stage. They add up what they have in
+        shared memory, in order. 1, 2 or 4.
+      stages: tiles of a and b kept in flight in shared memory.
+      splits: equal ranges of k blocks that are products of their own, as along a batch axis. XLA adds them up, in order,
+        and computes the epilogue. At most 128.
+      raster: tile order. Positive: bands of that many rows of tiles, walked column by column. Negative: bands of
+        columns, walked row by row.
+      blocks: thread blocks that share an SM: registers are divided among them.
+
+    Raises:
+      ValueError: a field is outside its range; lists every reason.
+    """
+
+    bm: int = 128
+    bn: int = 128
+    bk: int = 32
+    wm: int = 64
+    wn: int = 32
+    sliced_k: int = 1
+    stages: int = 4
+    splits: int = 1
+    raster: int = 8
+    blocks: int = 1
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise ValueError(f"Config: {field.name}={value!r}, expected an int")
+            object.__setattr__(self, field.name, operator.index(value))  # as numpy has it too
+        reasons = []
+        for block, warp in (("bm", "wm"), ("bn", "wn")):
+            tile, part = getattr(self, block), getattr(self, warp)
+            if part not in (16, 32, 64, 128):
+                reasons.append(f"{warp}={part}: a warp computes 16, 32, 64 or 128 rows and columns")
+            elif tile not in range(part, 257, part):
+                reasons.append(f"{block}={tile}: a multiple of {warp}={part}, at most 256")
+        if self.bk not in (4, 8, 16, 32, 64, 128):
+            reasons.append(f"bk={self.bk}: a power of two from 4 to 128")
+        if self.sliced_k not in (1, 2, 4):
+            reasons.append(f"sliced_k={self.sliced_k}: 1, 2 or 4 warps share a tile")
+        if not 2 <= self.stages <= 8:
+            reasons.append(f"stages={self.stages}: loading one stage while reading another takes 2, at most 8")
+        if not 1 <= self.splits <= 128:
+            reasons.append(f"splits={self.splits}: XLA adds up 1 to 128 parts")
+        if self.raster == 0:
+            reasons.append("raster=0: a band has at least one row (positive) or column (negative) of tiles")
+        if not 1 <= self.blocks <= 8:
+            reasons.append(f"blocks={self.blocks}: an SM has 1 to 8 of them")
+        if not reasons and self.threads not in (32, 64, 128, 256, 512):
+            reasons.append(f"{self.threads // 32} warps: 1, 2, 4, 8 or 16")
+        if reasons:
+            raise ValueError("Config: " + "; ".join(reasons))
+
+    @property
+    def warps(self) -> tuple[int, int, int]:
+        """Warps along m, n and k."""
+        return self.bm // self.wm, self.bn // self.wn, self.sliced_k
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        m, n, k = self.warps
+        return 32 * m * n * k
+
+    def name(self, problem: Problem) -> str:
+        """Returns the name of the kernel wherever it is seen: HLO, profiler, explain, benchmark rows."""
+        if self.splits > 1:
+            problem = problem.bare
+        dtypes = short(problem.a_dtype.name)
+        if problem.plain and problem.out_dtype != problem.a_dtype:
+            dtypes += short(problem.out_dtype.name)
+        tile = f"{self.bm}x{self.bn}x{self.bk}_w{self.wm}x{self.wn}_s{self.stages}"
+        tile += f"_k{self.sliced_k}" * (self.sliced_k > 1) + f"_b{self.blocks}" * (self.blocks > 1)
+        tile += "_parts" * (self.splits > 1)
+        ragged = f"_groups_{problem.ragged}" if problem.ragged else ""
+        symmetric = "_symmetric" if problem.symmetric else ""
+        strided = "_strided" if problem.orders[2] else ""
+        name = f"mma_{dtypes}{problem.math}_{problem.layout}_{tile}{ragged}{symmetric}{strided}"
+        return name if problem.plain else f"{name}_e{_digest(problem.epilogue)}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _digest(epilogue: Epilogue) -> str:
+    return hashlib.sha256(repr(epilogue).encode()).hexdigest()[:8]
+
+

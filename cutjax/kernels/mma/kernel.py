@@ -1,0 +1,258 @@
+"""A kernel of ffi/device/mma/gemm.cuh: one config resolved for one problem, or every reason why it cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from cutjax.dtypes import short
+from cutjax.kernels import results
+from cutjax.kernels.arguments import Argument
+from cutjax.kernels.device import Device
+from cutjax.kernels.mma import cost, text
+from cutjax.kernels.mma.arguments import arguments, operands_of, unit
+from cutjax.kernels.mma.config import Config
+from cutjax.kernels.mma.math import Math, arch_number, math_of
+from cutjax.kernels.problem import Problem
+from cutjax.kernels.staging import STORED, Staging, stage
+from cutjax.runtime.compiler import Cubin, compile_kernel
+from cutjax.runtime.launch import Call, Launch
+
+REGISTERS = 65536  # of an SM
+BESIDE = 56  # registers of a thread beside accumulators and fragments, calibrated on the compiler's report
+
+
+@functools.lru_cache(maxsize=1024)
+def staging_of(problem: Problem) -> Staging:
+    """Returns how a problem's epilogue is staged."""
+    return stage(problem.epilogue, pitch=math.gcd(problem.n, 16), even=problem.n % 2 == 0, tma=False)
+
+
+@functools.lru_cache(maxsize=1024)
+def reasons(problem: Problem) -> tuple[str, ...]:
+    """Returns why no kernel of this family can serve the problem; empty when one can."""
+    staging = staging_of(problem)
+    found = [] if problem.plain else list(staging.reasons)
+    if arch_number(problem.arch) < 75:
+        return (f"architecture {problem.arch}: the kernels are for sm_75 and later",)
+    if problem.a_dtype != problem.b_dtype or math_of(problem) is None:
+        how = f" as {problem.math}" if problem.math else ""
+        found.append(f"{short(problem.a_dtype.name)} x {short(problem.b_dtype.name)}{how} on {problem.arch}")
+    if problem.plain and staging.reasons:
+        names = ", ".join(map(short, STORED))
+        found.append(f"result {short(problem.out_dtype.name)}: one of {names}")
+    if problem.groups and problem.a.contiguous != ("k" if problem.ragged == "m" else "mn"):
+        found.append(f"layout {problem.layout} with groups of {problem.ragged}: kernels divide an outer axis of a")
+    if problem.groups and staging.reductions:
+        found.append("a reduction over rows that have groups")
+    if problem.symmetric:
+        found.append("a symmetric product")
+    if 0 in (problem.m, problem.n, problem.k, problem.batch_size) or (problem.ragged and not problem.groups):
+        found.append("a size is 0: nothing to launch")
+    if len(problem.batch_groups) > 3:
+        found.append(f"batch {problem.batch}: operands alternate in more than 3 groups of batch axes")
+    if max(problem.m, problem.n, problem.k) >= 2**31:
+        found.append("a size is 2^31 or more: kernels count with 32 bits")
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kernel:
+    """One config resolved for one problem.
+
+    Attributes:
+      problem, config: which.
+      asked: the problem with its epilogue; where k has splits, `problem` is without.
+      math: how the operands are multiplied.
+      staging: of its epilogue.
+      units: bytes that rows of a, and of b, begin at multiples of.
+      chunk: columns of a staging buffer.
+      stage_bytes, buffer_bytes: shared memory of one stage, and of one warp's staging buffer.
+      shared_bytes: of one block, all together.
+      tiles: their number; where there are groups, the most there may be.
+      rows, columns: tiles along m and n; where rows have groups, those along m of a group of average size.
+    """
+
+    problem: Problem
+    config: Config
+    asked: Problem
+    math: Math
+    staging: Staging
+    units: tuple[int, int]
+    chunk: int
+    stage_bytes: int
+    buffer_bytes: int
+    shared_bytes: int
+    tiles: int
+    rows: int
+    columns: int
+
+    @property
+    def name(self) -> str:
+        """The entry symbol, which is the same wherever the kernel is seen."""
+        name = self.config.name(self.problem)
+        units = "" if self.units == (16, 16) else f"_u{self.units[0]}_{self.units[1]}"
+        pitch = self.staging.pitch
+        return name + units + (f"_pitch{pitch}" if pitch < 16 else "")
+
+    @functools.cached_property
+    def arguments(self) -> tuple[Argument, ...]:
+        """The arguments that the kernel takes, in order."""
+        return arguments(self)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Reasons to add to those of a choice."""
+        return ()
+
+    @property
+    def source(self) -> str:
+        """The device text; sizes are arguments of the kernel, so one text serves every shape."""
+        return text.source(self)
+
+    def time_us(self, device: Device) -> float:
+        """Returns the predicted time of one launch."""
+        return cost.predict(self, device)
+
+    def xla_us(self, device: Device) -> float | None:
+        """Returns the time that XLA's own product may take; None: it is not modelled."""
+        return None
+
+    def unlaunchable(self) -> tuple[str, ...]:
+        """Returns why it cannot be launched: there is a limit to what one launch is told."""
+        try:
+            self._launch(b"-")
+        except ValueError as error:
+            return (f"operands and results are too many or too large for one launch ({error})",)
+        return ()
+
+    def compile(self) -> Cubin:
+        """Compiles the kernel, or takes it from the cache."""
+        return compile_kernel(self.source, name=self.name, arch=self.problem.arch)
+
+    def call(self) -> Call:
+        """Returns the compiled kernel and the plan of its launch."""
+        problem, config, outputs = self.problem, self.config, self.problem.epilogue.outputs
+        written, finish = (), None
+        if config.splits > 1:
+            written = results.parts(problem, config.splits)
+            finish = functools.partial(results.finish_parts, self.asked)
+        elif self.staging.reductions:
+            written = results.written(problem, 16, config.wn)
+            finish = functools.partial(results.finish, outputs)
+        taken = problem.arrays + len(problem.epilogue.operands)
+        return Call(
+            (self._launch(self.compile().image),),
+            results=written,
+            finish=finish,
+            prepare=functools.partial(results.first, taken) if config.splits > 1 else None,
+            aliases=tuple((problem.arrays + operand, result) for operand, result in problem.in_place),
+            operand_orders=(problem.orders[0], *(b.order for b in problem.bs)) if any(problem.orders) else (),
+            result_orders=tuple(() if out.reduce else problem.orders[2] for out in outputs),
+        )
+
+    def _launch(self, cubin: bytes) -> Launch:
+        config = self.config
+        return Launch(
+            kernel=self.name,
+            cubin=cubin,
+            grid=(self.tiles * config.splits, 1, 1),
+            block=(config.threads, 1, 1),
+            cluster=(1, 1, 1),
+            shared_bytes=self.shared_bytes,
+            blocks_per_sm=config.blocks,
+            params=tuple(argument.value for argument in self.arguments),
+        )
+
+
+def registers(problem: Problem, config: Config, math: Math) -> int:
+    """Returns about how many registers a thread takes."""
+    tile = config.wm // 16 * (config.wn // 8)
+    fragments = 4 * (config.wm // 16) + 2 * problem.products * (config.wn // 8)
+    return problem.products * tile * math.words + 2 * fragments + BESIDE
+
+
+def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
+    """Returns the kernel, or every reason why the config cannot serve the problem."""
+    asked, found = problem, list(reasons(problem))
+    math = math_of(problem)
+    if math is None or found:
+        return tuple(found)
+    if config.splits > 1:
+        problem = problem.bare
+        if problem.ragged == "m":
+            found.append(f"splits={config.splits}: the contraction of groups of rows is whole")
+    staging, device, size = staging_of(problem), problem.device, problem.a_dtype.itemsize
+    slices = config.bk // math.k // config.sliced_k
+    if config.bk % math.k or slices < 2 or slices % 2 or config.bk * size not in (64, 128):
+        found.append(f"bk={config.bk} with sliced_k={config.sliced_k}: an even number of slices of {math.k} for each warp")
+    if config.wm % 16 or config.wn % 16:
+        found.append(f"a warp tile of {config.wm}x{config.wn}: multiples of 16")
+    chunk = next(c for c in (64, 32, 16) if config.wn % c == 0)
+    stage_bytes = (config.bm + problem.products * config.bn) * config.bk * size
+    buffer_bytes = 16 * chunk * staging.column_bytes
+    warps_m, warps_n, _ = config.warps
+    shared = config.stages * stage_bytes + warps_m * warps_n * buffer_bytes
+    most = min(device.shared_bytes, device.shared_bytes_per_sm // config.blocks - 1024)
+    if shared > most:
+        found.append(
+            f"{config.stages} stages of {stage_bytes} bytes and staging of {buffer_bytes} a warp: {shared} bytes of shared "
+            f"memory, at most {most} with {config.blocks} blocks an SM"
+        )
+    accumulators = 4 * problem.products * config.bm * config.bn // 4 * math.words
+    if config.sliced_k > 1 and accumulators > config.stages * stage_bytes:
+        found.append(f"sliced_k={config.sliced_k}: {accumulators} bytes of accumulators take the place of the stages")
+    limit = min(255, REGISTERS // (config.threads * config.blocks) // 8 * 8)
+    if (need := registers(problem, config, math)) > limit:
+        found.append(f"a warp tile of {config.wm}x{config.wn}: about {need} registers a thread, at most {limit}")
+    rows, columns = tiles_of(problem, config)
+    tiles = _most_tiles(problem, config)
+    if tiles * config.splits >= 2**31:
+        found.append("2^31 tiles or more: the scheduler counts with 32 bits")
+    if found:
+        return tuple(found)
+    of_a, of_b = operands_of(problem)
+    units = unit(problem, problem.a, problem.m, of_a), unit(problem, problem.bs[0], problem.n, of_b)
+    return Kernel(
+        problem,
+        config,
+        asked,
+        math,
+        staging,
+        units=units,
+        chunk=chunk,
+        stage_bytes=stage_bytes,
+        buffer_bytes=buffer_bytes,
+        shared_bytes=shared,
+        tiles=tiles,
+        rows=rows,
+        columns=columns,
+    )
+
+
+def tiles_of(problem: Problem, config: Config) -> tuple[int, int]:
+    """Returns the tiles along m and n; where rows have groups, those along m of a group of average size."""
+    m = -(-problem.m // problem.groups) if problem.ragged == "m" else problem.m
+    return -(-m // config.bm), -(-problem.n // config.bn)
+
+
+def _most_tiles(problem: Problem, config: Config) -> int:
+    """Returns the number of tiles; where there are groups, the most there may be."""
+    tiles_m = -(-problem.m // config.bm)
+    if problem.ragged == "m":  # every group, and what is of none before and after them, may end in a tile of its own
+        tiles_m = min(tiles_m + problem.groups + 1, problem.m)
+    groups = problem.groups if problem.ragged == "k" else 1
+    return tiles_m * -(-problem.n // config.bn) * problem.batch_size * groups
+
+
+def resolved(problem: Problem, config: Config) -> Kernel:
+    """Returns the kernel of a config that serves a problem.
+
+    Raises:
+      ValueError: it does not; lists every reason.
+    """
+    kernel = resolve(problem, config)
+    if isinstance(kernel, tuple):
+        raise ValueError(f"no kernel for {problem} with {config}: {'; '.join(kernel)}")
+    return kernel

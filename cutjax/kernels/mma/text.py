@@ -1,0 +1,78 @@
+"""The device text of a kernel: constants, and the family's files around the generated epilogue."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cutjax.kernels.epilogue_text import epilogue_text
+from cutjax.runtime import sources
+
+if TYPE_CHECKING:
+    from cutjax.kernels.mma.kernel import Kernel
+
+
+def source(kernel: Kernel) -> str:
+    """Returns all of it."""
+    problem, config, math = kernel.problem, kernel.config, kernel.math
+    m, n, k = config.warps
+    constants = {
+        "BM": config.bm,
+        "BN": config.bn,
+        "BK": config.bk,
+        "WM": config.wm,
+        "WN": config.wn,
+        "WARPS_M": m,
+        "WARPS_N": n,
+        "WARPS_K": k,
+        "THREADS": config.threads,
+        "BLOCKS_PER_SM": config.blocks,
+        "M_FRAGMENTS": config.wm // 16,
+        "N_FRAGMENTS": config.wn // 8,
+        "STAGES": config.stages,
+        "ELEMENT": problem.a_dtype.itemsize,
+        "A_K_MAJOR": problem.a.contiguous == "k",
+        "B_K_MAJOR": problem.bs[0].contiguous == "k",
+        "A_UNIT": kernel.units[0],
+        "B_UNIT": kernel.units[1],
+        "PRODUCTS": problem.products,
+        "CLUSTER_M": 1,
+        "CLUSTER_N": 1,
+        "CLUSTER_K": 1,
+        "IN_PARTS": config.splits > 1,
+        "RAGGED_M": problem.ragged == "m",
+        "RAGGED_K": problem.ragged == "k",
+        "EPILOGUE_COLUMNS": config.wn,
+        "D_CHUNK": kernel.chunk,
+        "PIECE": 8 if kernel.chunk % 16 else 16,
+        "D_BUFFER_BYTES": kernel.buffer_bytes,
+        "OUTPUTS": len(kernel.staging.results),
+        "STAGE_ROWS": 16,
+        "STAGE_THREADS": 32,
+    }
+    scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
+    accumulator = f"#define F16_ACCUMULATORS {int(math.name == 'f16_f16')}\n#define ACCUMULATOR {math.accumulator}\n"
+    return sources.source(
+        kernel.name,
+        constants,
+        [
+            "common/atoms.cuh",
+            "mma/atoms.cuh",
+            "common/math.cuh",
+            "common/elements.cuh",
+            "common/staging.cuh",
+            "common/scheduler.cuh",
+            f"common/{scheduler}_scheduler.cuh",
+            "common/parts.cuh",
+            accumulator,
+            "mma/accumulators.cuh",
+            "mma/instruction.cuh",
+            "mma/tile.cuh",
+            f"constexpr Math MATH = Math::{math.name};\n",
+            f"mma/{math.fragments}.cuh",
+            "mma/mainloop.cuh",
+            epilogue_text(kernel.staging, kernel.arguments, problem.ragged),
+            f"#define BASES_B {{{', '.join(f'base_b{i}' for i in range(problem.products))}}}\n",
+            "mma/epilogue.cuh",
+            "mma/gemm.cuh",
+        ],
+    )

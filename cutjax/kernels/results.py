@@ -1,0 +1,55 @@
+"""What a kernel writes that is not yet a result, and what XLA makes of it: parts of k, and reductions in part."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from cutjax.epilogue.expression import REDUCTIONS, Output
+from cutjax.kernels.problem import Problem
+
+
+def parts(problem: Problem, splits: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns what a kernel writes where k has splits: of each product, the parts, in the accumulators' dtype."""
+    p = problem
+    shape = (splits, *p.batch, *[p.groups] * (p.ragged == "k"), p.m, p.n)
+    return (jax.ShapeDtypeStruct(shape, np.dtype(p.epilogue.outputs[0].dtype)),) * p.products
+
+
+def written(problem: Problem, rows: int, columns: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns what a kernel writes, where reductions are not yet what was asked.
+
+    Of a reduction it is one value for each so many rows, for each so many columns, or both.
+    """
+    p, found = problem, []
+    for out in p.epilogue.outputs:
+        of_rows = -(-p.m // rows) if "row" in out.axes else p.m
+        of_columns = -(-p.n // columns) if "col" in out.axes else p.n
+        shape = (of_rows, of_columns) if out.reduce else (p.m, p.n)
+        found.append(jax.ShapeDtypeStruct((*p.batch, *shape), np.dtype(out.dtype)))
+    return tuple(found)
+
+
+def first(count: int, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Returns the first arguments, which are those that a kernel takes."""
+    return arrays[:count]
+
+
+def finish(outputs: Sequence[Output], written: Sequence[jax.Array], _: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the results, of what the kernel writes: reductions are reduced further."""
+    found = []
+    for out, x in zip(outputs, written, strict=False):  # there may be scratch after them
+        axes = [{"row": -2, "col": -1}[axis] for axis in out.axes]
+        found.append(REDUCTIONS[out.reduce](x, axes) if out.reduce else x)
+    return found
+
+
+def finish_parts(
+    problem: Problem, written: Sequence[jax.Array], arguments: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """Returns the results, of the parts of each product: they are added up in order."""
+    sums = [functools.reduce(jax.lax.add, [parts[i] for i in range(parts.shape[0])]) for parts in written]
+    return problem.epilogue.apply(sums, arguments[problem.arrays :])

@@ -1,0 +1,58 @@
+// Asynchronous copies and matrix loads: what multistage pipelines of sm_80 are made of. Where the architecture has no
+// such instruction (sm_75), loads go through registers (tile.cuh).
+
+constexpr bool HAS_CP_ASYNC = __CUDA_ARCH__ >= 800;
+
+// Copies BYTES, or, unless `there`, zeroes them; nothing is read then.
+template <int BYTES>
+DEVICE void cp_async(u32 destination, const void* p, bool there) {
+  int bytes = there ? BYTES : 0;
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(p), "r"(bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(destination), "l"(p), "r"(bytes), "n"(BYTES)
+                 : "memory");
+  }
+}
+
+DEVICE void cp_async_commit_group() {
+  if constexpr (HAS_CP_ASYNC) asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Until at most PENDING of the newest groups may still be on their way.
+template <int PENDING>
+DEVICE void cp_async_wait_group() {
+  if constexpr (HAS_CP_ASYNC) asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+DEVICE void ldmatrix_x2(u32 address, u32& r0, u32& r1) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r0), "=r"(r1)
+               : "r"(address)
+               : "memory");
+}
+
+DEVICE u32 ld_global_u32(const char* p) {
+  u32 x;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(p));
+  return x;
+}
+
+DEVICE u32 ld_global_u16(const char* p) {
+  u16 x;
+  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(x) : "l"(p));
+  return x;
+}
+
+DEVICE u32 ld_global_u8(const char* p) {
+  u32 x;
+  asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(x) : "l"(p));
+  return x;
+}
+
+DEVICE Bytes16 ld_global_v4(const char* p) {
+  Bytes16 v;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}

@@ -1,0 +1,68 @@
+// The kernel: persistent blocks, each of which takes every gridDim.x-th tile and begins to load the next one before it
+// stores the last.
+//
+// PARAMETERS and what is made of them: cutjax/kernels/mma/arguments.py. RAGGED_M, RAGGED_K: the rows, or the
+// contraction, are divided in groups (group_scheduler.cuh). A launch may have the parts of several splits of k.
+//
+// Preconditions (checked in cutjax/kernels/mma/kernel.py): k >= 1; rows of a, b and the results begin at multiples of
+// what A_UNIT, B_UNIT and the generated stores say.
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARAMETERS) {
+  const char* const b_of[PRODUCTS] = BASES_B;
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  u32 stages = shared_address(shared_memory);
+  Warp warp;
+  u32 buffer = stages + STAGES * STAGE_BYTES + threadIdx.x / 32 % (WARPS_M * WARPS_N) * D_BUFFER_BYTES;
+  Pipeline pipe(stages);
+  Multiplier multiplier(warp.row, warp.column);
+  Scheduler scheduler(m, n, k, raster, batch, SPLITS, batch1, batch2 SCHEDULER_ARGUMENTS);
+  Extras extras(m, n EXTRAS_ARGUMENTS);
+  Partials partials(m, n PARTIALS_ARGUMENTS);
+  Rows rows_d{m, n ROWS_ARGUMENTS};
+  int matrices = batch * (RAGGED_K ? batch2 : 1);  // of a split's results
+  Loads loads;
+
+  auto begin = [&](const Work& work) {
+    BatchIndex i(work.batch, batch1, batch2);
+    loads.blocks = work.k_blocks;
+    int rows = RAGGED_M ? min(m, work.m + work.rows) : m;
+    loads.a.begin(base_a + i(a_step0, a_step1, a_step2) * a_apart * ELEMENT, static_cast<i64>(a_pitch) * ELEMENT,
+                  work.m, rows, work.k, work.k_end);
+#pragma unroll
+    for (int p = 0; p < PRODUCTS; ++p)
+      loads.b[p].begin(b_of[p] + i(b_step0, b_step1, b_step2) * b_apart * ELEMENT, static_cast<i64>(b_pitch) * ELEMENT,
+                       work.n, n, work.k, work.k_end);
+    pipe.begin(loads);
+  };
+
+  int index = blockIdx.x;
+  if (!scheduler.has(index)) return;
+  Work work = part(scheduler.work(index, 0, 0), 0, SPLITS, matrices);
+  begin(work);
+  while (true) {
+    Accumulators d;
+    clear(d);
+    if (!RAGGED_M || work.k_blocks > 0) pipe.run(d, loads, multiplier, warp, work.k_blocks);
+    add_slices(d, stages, warp);
+    index += gridDim.x;
+    bool more = scheduler.has(index);
+    Work next = work;
+    if (more) {
+      next = part(scheduler.work(index, 0, 0), 0, SPLITS, matrices);
+      begin(next);
+    }
+    if (WARPS_K == 1 || warp.slice == 0) {
+      BatchIndex i(work.batch, batch1, batch2);
+      if (RAGGED_M && work.k_blocks == 0) {  // of no group: zero, whatever the epilogue
+        int rows = min(work.rows - warp.row, WM);
+        rows_d.clear(work.n + warp.column, work.m + warp.row, work.result, rows, threadIdx.x % 32);
+      } else {
+        extras.begin_tile(i, work.result);
+        partials.begin_tile(work.result);
+        store(d, extras, partials, rows_d, buffer, warp, work, n, RESULT);
+      }
+    }
+    if (!more) return;
+    work = next;
+  }
+}

@@ -1,0 +1,76 @@
+// d += a b on the tensor cores, of 16 rows, 8 columns and 32 bytes of k: 16 elements of 16 bits, 8 tf32, 32 of 8 bits.
+//
+// What lane l holds, in units of 4 bytes of k, with g = l / 4 and q = l % 4:
+//   a[0], a[1], a[2], a[3]   rows g, g + 8, g, g + 8 at unit q, q, q + 4, q + 4
+//   b[0], b[1]               column g at unit q, q + 4
+//   d[0], d[1], d[2], d[3]   rows g, g, g + 8, g + 8 at column 2 q, 2 q + 1, 2 q, 2 q + 1
+
+enum class Math { bf16, f16, f16_f16, tf32, s8, u8, e4m3, e5m2 };
+
+#define MMA(shape, type, constraint)                                                    \
+  asm volatile("mma.sync.aligned." shape ".row.col." type                               \
+               " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "                        \
+               "{%0, %1, %2, %3};"                                                      \
+               : constraint(d[0]), constraint(d[1]), constraint(d[2]), constraint(d[3]) \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+
+template <Math MATH, typename T>
+DEVICE void mma(T (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  if constexpr (MATH == Math::bf16) {
+    MMA("m16n8k16", "f32.bf16.bf16.f32", "+f");
+  } else if constexpr (MATH == Math::tf32) {
+    MMA("m16n8k8", "f32.tf32.tf32.f32", "+f");
+  } else if constexpr (MATH == Math::e4m3) {
+    MMA("m16n8k32", "f32.e4m3.e4m3.f32", "+f");
+  } else if constexpr (MATH == Math::e5m2) {
+    MMA("m16n8k32", "f32.e5m2.e5m2.f32", "+f");
+  } else if constexpr (MATH == Math::f16 && __CUDA_ARCH__ >= 800) {
+    MMA("m16n8k16", "f32.f16.f16.f32", "+f");
+  } else if constexpr (MATH == Math::f16) {  // sm_75 has half as deep ones
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      asm volatile(
+          "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+          : "r"(a[2 * half]), "r"(a[2 * half + 1]), "r"(b[half]));
+  } else if constexpr (MATH == Math::s8 || MATH == Math::u8) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (MATH == Math::s8) {
+      MMA("m16n8k32", "s32.s8.s8.s32", "+r");
+    } else {
+      MMA("m16n8k32", "s32.u8.u8.s32", "+r");
+    }
+#else  // a quarter as large ones
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      int row = i % 2, half = i / 2;
+      if constexpr (MATH == Math::s8) {
+        asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                     : "+r"(d[2 * row]), "+r"(d[2 * row + 1])
+                     : "r"(a[i]), "r"(b[half]));
+      } else {
+        asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.u8.u8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                     : "+r"(d[2 * row]), "+r"(d[2 * row + 1])
+                     : "r"(a[i]), "r"(b[half]));
+      }
+    }
+#endif
+  }
+}
+
+#undef MMA
+
+// The same of f16, added up in f16: d holds two columns in each word.
+DEVICE void mma_f16(u32 (&d)[2], const u32 (&a)[4], const u32 (&b)[2]) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};"
+               : "+r"(d[0]), "+r"(d[1])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#else
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3}, {%4}, {%0, %1};"
+                 : "+r"(d[0]), "+r"(d[1])
+                 : "r"(a[2 * half]), "r"(a[2 * half + 1]), "r"(b[half]));
+#endif
+}

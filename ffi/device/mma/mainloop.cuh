@@ -1,0 +1,90 @@
+// The pipeline of STAGES blocks of k in shared memory: all threads load, all warps multiply. A stage is a tile of a and
+// one of each b. Warps lie WARPS_M x WARPS_N x WARPS_K over the tile and its slices of k; those along k add up what
+// they have when the tile is done.
+
+constexpr int STAGE_BYTES = TileA::BYTES + PRODUCTS * TileB::BYTES;
+constexpr int SLICES = BK / SLICE / WARPS_K;  // of a block, that one warp multiplies
+
+// Where this warp's part of a tile lies.
+struct Warp {
+  int row, column, slice;
+
+  DEVICE Warp() {
+    int warp = uniform(threadIdx.x / 32);
+    row = warp % WARPS_M * WM;
+    column = warp / WARPS_M % WARPS_N * WN;
+    slice = warp / (WARPS_M * WARPS_N);
+  }
+};
+
+struct Loads {
+  TileA a;
+  TileB b[PRODUCTS];
+  int blocks;  // that are left to load
+
+  DEVICE void load(u32 stage) {
+    if (blocks-- > 0) {
+      a.load(stage);
+#pragma unroll
+      for (int p = 0; p < PRODUCTS; ++p) b[p].load(stage + TileA::BYTES + p * TileB::BYTES);
+    }
+    cp_async_commit_group();
+  }
+
+  DEVICE void deposit(u32 stage) const {
+    a.deposit(stage);
+#pragma unroll
+    for (int p = 0; p < PRODUCTS; ++p) b[p].deposit(stage + TileA::BYTES + p * TileB::BYTES);
+  }
+};
+
+struct Pipeline {
+  u32 base;         // of the stages
+  u32 read, write;  // the stages that are read and written next
+
+  DEVICE explicit Pipeline(u32 base) : base(base), read(base), write(base) {}
+
+  DEVICE void advance(u32& stage) const {
+    stage += STAGE_BYTES;
+    if (stage == base + STAGES * STAGE_BYTES) stage = base;
+  }
+
+  // Loads the first blocks of a tile; the stages are free.
+  DEVICE void begin(Loads& loads) {
+    write = read;
+#pragma unroll 1
+    for (int i = 0; i < STAGES - 1; ++i) {
+      loads.load(write);
+      loads.deposit(write);
+      advance(write);
+    }
+  }
+
+  DEVICE static void wait() {
+    cp_async_wait_group<STAGES - 2>();
+    __syncthreads();
+  }
+
+  // Adds a tile's products to the accumulators. When it returns, all warps have read every stage.
+  DEVICE void run(Accumulators& d, Loads& loads, const Multiplier& multiplier, const Warp& warp, int k_blocks) {
+    Fragments x[2];
+    wait();
+    multiplier.load(x[0], read, read + TileA::BYTES, warp.slice * SLICES);
+#pragma unroll 1
+    for (int block = 0; block < k_blocks; ++block) {
+#pragma unroll
+      for (int s = 0; s < SLICES; ++s) {
+        if (s == 0) loads.load(write);
+        if (s == SLICES - 1) {
+          loads.deposit(write);
+          advance(write);
+          advance(read);
+          wait();
+        }
+        if (s < SLICES - 1 || block + 1 < k_blocks)
+          multiplier.load(x[(s + 1) % 2], read, read + TileA::BYTES, warp.slice * SLICES + (s + 1) % SLICES);
+        multiplier.multiply(d, x[s % 2]);
+      }
+    }
+  }
+};

@@ -1,0 +1,128 @@
+// One operand: its tile in shared memory, and how that is filled from an array whose rows begin anywhere.
+//
+//   k-major   [PANELS][ROWS][SPAN]   a line is a row of the tile, SPAN bytes of k; panels follow each other along k
+//   mn-major  [PANELS][BK][SPAN]     a line is one k, SPAN bytes of the tile's rows; panels follow each other along
+//   them
+//
+// Units of 16 bytes of a line are permuted by the line's number, so that what a warp reads at once lies in different
+// banks. READ is how fragments are read: 8 lines at a time (ldmatrix), or 4 lines of 32 bytes (words).
+
+enum class Read { matrices, words };
+
+// What lies `byte` bytes into line `line`, in lines of SPAN bytes.
+template <int SPAN, Read READ>
+DEVICE u32 permuted(int line, int byte) {
+  u32 offset = line * SPAN + byte;
+  if constexpr (READ == Read::matrices) {
+    return swizzle<SPAN>(offset);
+  } else {
+    static_assert(SPAN == 128);
+    return offset ^ (line & 3) << 5;
+  }
+}
+
+// Of 16 bytes at `p`, of which `valid` may be read and the others are zero; `after` more bytes follow that may be read.
+// UNIT bytes divide p.
+template <int UNIT>
+DEVICE Bytes16 gather(const char* p, int valid, bool after) {
+  Bytes16 v{};
+  if (valid <= 0) return v;
+  u32(&word)[4] = reinterpret_cast<u32(&)[4]>(v);
+  if constexpr (UNIT == 16) {
+    return ld_global_v4(p);
+  } else if constexpr (UNIT >= 4) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (i * 4 < valid) word[i] = ld_global_u32(p + 4 * i);
+  } else {
+    u32 skew = reinterpret_cast<u64>(p) & 3;
+    if (valid >= 16 && (after || skew == 0)) {  // whole words, then shifted: the first begins with what is before
+      u32 x[5];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = ld_global_u32(p - skew + 4 * i);
+      x[4] = skew ? ld_global_u32(p - skew + 16) : 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) word[i] = __funnelshift_r(x[i], x[i + 1], skew * 8);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 16; i += UNIT)
+        if (i < valid) word[i / 4] |= (UNIT == 2 ? ld_global_u16(p + i) : ld_global_u8(p + i)) << i % 4 * 8;
+    }
+  }
+  return v;
+}
+
+// ELEMENT bytes an element; rows in memory begin at multiples of UNIT bytes.
+template <int ROWS, int ELEMENT, bool K_MAJOR, int UNIT, Read READ>
+struct Operand {
+  static constexpr int LINES = K_MAJOR ? ROWS : BK;
+  static constexpr int LINE = (K_MAJOR ? BK : ROWS) * ELEMENT;  // bytes, of all panels
+  static constexpr int SPAN = LINE % 128 == 0 ? 128 : LINE % 64 == 0 ? 64 : 32;
+  static constexpr int PANEL = LINES * SPAN;
+  static constexpr int BYTES = LINES * LINE;
+
+  static constexpr int ACROSS = SPAN / 16;       // threads beside each other along a line
+  static constexpr int STEP = THREADS / ACROSS;  // lines that all threads load at once
+  static constexpr int LOADS = (BYTES / 16 + THREADS - 1) / THREADS;
+  static constexpr bool EVEN = BYTES / 16 % THREADS == 0;
+  static constexpr bool ASYNC = HAS_CP_ASYNC && UNIT >= 4;
+  static_assert(LINES % STEP == 0 || STEP % LINES == 0, "each load is of the same unit of a line");
+
+  const char* next;  // this thread's first unit of the block of k that is loaded next
+  i64 pitch;         // bytes between neighbouring lines in memory
+  int lines, bytes;  // that are left, from this thread's first unit on
+  Bytes16 held[ASYNC ? 1 : LOADS];
+
+  // `matrix` is the first byte of the operand's matrix, whose rows are `pitch` bytes apart; the tile begins at row
+  // `row` of `rows` and at `k`.
+  DEVICE void begin(const char* matrix, i64 pitch_bytes, int row, int rows, int k, int k_end) {
+    int line = threadIdx.x / ACROSS % LINES, byte = column();
+    pitch = pitch_bytes;
+    int first = K_MAJOR ? row : k, of_line = (K_MAJOR ? k : row) * ELEMENT;
+    next = matrix + (first + line) * pitch + of_line + byte;
+    lines = (K_MAJOR ? rows - row : k_end - k) - line;
+    bytes = (K_MAJOR ? k_end - k : rows - row) * ELEMENT - byte;
+  }
+
+  // Of a line, in all panels: where this thread's unit of the first load lies.
+  static DEVICE int column() { return threadIdx.x / ACROSS / LINES * SPAN + threadIdx.x % ACROSS * 16; }
+
+  // The i-th of this thread's loads is so many lines, and so many bytes of a line, further on.
+  static DEVICE constexpr int line_of(int i) { return i * STEP % LINES; }
+  static DEVICE constexpr int byte_of(int i) { return i * STEP / LINES * SPAN; }
+
+  DEVICE bool mine(int i) const { return EVEN || threadIdx.x + i * THREADS < BYTES / 16; }
+
+  static DEVICE u32 place(u32 tile, int i) {
+    int line = threadIdx.x / ACROSS % LINES + line_of(i), byte = column() + byte_of(i);
+    return tile + byte / SPAN * PANEL + permuted<SPAN, READ>(line, byte % SPAN);
+  }
+
+  // Starts to load a block of k into a tile. What is past the matrix, or k_end, is zero.
+  DEVICE void load(u32 tile) {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+      if (!mine(i)) break;
+      const char* p = next + line_of(i) * pitch + byte_of(i);
+      int valid = lines > line_of(i) ? bytes - byte_of(i) : 0;
+      if constexpr (ASYNC) {
+        u32 to = place(tile, i);
+#pragma unroll
+        for (int j = 0; j < 16; j += UNIT) cp_async<UNIT>(to + j, p + j, valid > j);
+      } else {
+        held[i] = gather<UNIT>(p, valid, valid >= 20);
+      }
+    }
+    next += K_MAJOR ? BK * ELEMENT : BK * pitch;
+    (K_MAJOR ? bytes : lines) -= K_MAJOR ? BK * ELEMENT : BK;
+  }
+
+  // Puts into a tile what came through registers.
+  DEVICE void deposit(u32 tile) const {
+    if constexpr (!ASYNC) {
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i)
+        if (mine(i)) st_shared_v4(place(tile, i), held[i].x, held[i].y, held[i].z, held[i].w);
+    }
+  }
+};
