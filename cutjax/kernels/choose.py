@@ -15,11 +15,12 @@ from cutjax import dot_precision
 from cutjax.dot_precision import Canonical
 from cutjax.kernels import tuned
 from cutjax.kernels.family import Family, Kernel
+from cutjax.kernels.mma import family as mma
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import family as sm90
 from cutjax.runtime.launch import Call
 
-FAMILIES: tuple[Family, ...] = (sm90,)
+FAMILIES: tuple[Family, ...] = (sm90, mma)  # the first that serves a problem has it; one that is pinned may be any
 LEAD = 1 / 1.03  # how many times as fast as XLA's product a kernel must be predicted to be, to run under "auto"
 Config = sm90.Config  # of any family
 
@@ -103,6 +104,7 @@ def _ranked(problem: Problem) -> list[tuple[Kernel, float]]:
         kernels = [kernel for kernel in found if not isinstance(kernel, tuple)]
         if kernels and not kernels[0].unlaunchable():  # the first is told least: parts of tiles take more
             serving += [(kernel, kernel.time_us(problem.device)) for kernel in kernels]
+            break
     return sorted(serving, key=lambda entry: entry[1])
 
 

@@ -102,6 +102,8 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
         reasons += _symmetric_reasons(staging)
     if problem.arch != ARCH:
         reasons.append(f"architecture {problem.arch}: the kernels are for {ARCH}")
+    if problem.math:
+        reasons.append(f"{a} as {problem.math}: kernels multiply 16-bit floats as they are")
     if a != b or a not in INPUT_DTYPES:
         reasons.append(f"{a} x {b}: both operands are bf16, or both f16")
     if problem.plain and staging.reasons:

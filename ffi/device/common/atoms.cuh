@@ -181,14 +181,30 @@ DEVICE int ld_global(const int* p) {
   return x;
 }
 
+// The nearest bf16, or f16, of both.
 DEVICE u32 cvt_bf16x2(float low, float high) {
+#if __CUDA_ARCH__ >= 800
   u32 packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+#else
+  auto rounded = [](float x) {
+    u32 bits = __float_as_uint(x);
+    return x != x ? 0x7fffu : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  };
+  return rounded(low) | rounded(high) << 16;
+#endif
 }
 
 DEVICE u32 cvt_f16x2(float low, float high) {
+#if __CUDA_ARCH__ >= 800
   u32 packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+#else
+  u16 x, y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(x) : "f"(low));
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(high));
+  return x | static_cast<u32>(y) << 16;
+#endif
 }
