@@ -186,7 +186,9 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     staging, device, size = staging_of(problem), problem.device, problem.a_dtype.itemsize
     slices = config.bk // math.k // config.sliced_k
     if config.bk % math.k or slices < 2 or slices % 2 or config.bk * size not in (64, 128):
-        found.append(f"bk={config.bk} with sliced_k={config.sliced_k}: an even number of slices of {math.k} for each warp")
+        found.append(
+            f"bk={config.bk} with sliced_k={config.sliced_k}: an even number of slices of {math.k} for each warp"
+        )
     if config.wm % 16 or config.wn % 16:
         found.append(f"a warp tile of {config.wm}x{config.wn}: multiples of 16")
     chunk = next(c for c in (64, 32, 16) if config.wn % c == 0)

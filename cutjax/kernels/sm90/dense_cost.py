@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from cutjax.kernels.device import Device, reference
 from cutjax.kernels import staging
+from cutjax.kernels.device import Device, reference
 from cutjax.kernels.sm90.arguments import matrices_of, paddings
 
 if TYPE_CHECKING:
