@@ -61,7 +61,9 @@ def _renamed(eqn: Any, orders: Sequence[Sequence[int]]) -> tuple[Any, tuple[int,
         taken = {axis for axes in some for axis in axes}
         free = [order[axis] for axis in range(x.aval.ndim) if axis not in taken]
         results += [len(results) + sorted(free).index(axis) for axis in free]
-    dims = (tuple(tuple(o[i] for i in axes) for o, axes in zip(orders, pair, strict=True)) for pair in (contracted, batch))
+    dims = (
+        tuple(tuple(o[i] for i in axes) for o, axes in zip(orders, pair, strict=True)) for pair in (contracted, batch)
+    )
     return tuple(dims), tuple(results)
 
 

@@ -225,7 +225,12 @@ class Rewriter:
 
     def _form(self, eqn: Any, permutation: tuple[int, ...] | None = None) -> Contraction | str:
         """Returns a product as a kernel has it, or why none has; equal ones are one object."""
-        key = permutation, eqn.primitive, *map(self._param, eqn.params.values()), *(x.aval for x in (*eqn.invars, *eqn.outvars))
+        key = (
+            permutation,
+            eqn.primitive,
+            *map(self._param, eqn.params.values()),
+            *(x.aval for x in (*eqn.invars, *eqn.outvars)),
+        )
         if key not in self._forms:
             self._forms[key] = contraction(eqn) if permutation is None else moved_form(eqn, permutation)
         return self._forms[key]
