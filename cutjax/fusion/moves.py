@@ -30,7 +30,7 @@ class Moved(NamedTuple):
 
 
 def moved(graph: Graph, i: int) -> Iterator[Moved]:
-    """Yields a dot_general with transpositions around it, the most first, and last as it is; nothing without any."""
+    """Yields a dot_general with the transpositions around it, then with fewer, last with none; nothing without any."""
     eqn = graph.eqns[i]
     sources = [_source(graph, x) for x in eqn.invars]
     out, members = eqn.outvars[0], [i]

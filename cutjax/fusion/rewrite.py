@@ -217,7 +217,7 @@ class Rewriter:
     def _replace_product(
         self, graph: Graph, members: list[int], form: Any, report: Report, cost: price.Price, eqn: Any
     ) -> None:
-        """Puts a kernel in the place of a product alone, or of one and transpositions of it: all that an equation says."""
+        """Puts a kernel in the place of a product alone, or of one and what transposes it, which an equation says."""
         inputs = [x for x in eqn.invars if not is_literal(x)]
         made = self._plain(eqn, form)[0]
         graph.replace(Region((members[0],), set(), form, (), members, inputs, list(eqn.outvars), [], made))
