@@ -191,9 +191,9 @@ class Rewriter:
         """Puts a kernel in the place of a product and of transpositions around it; True if it is priced with these."""
         if graph.eqns[i].primitive.name == RAGGED:
             return False
-        *found, plain = [(x, self._form(x.eqn, x.permutation)) for x in moved(graph, i)] or [None]
-        most = math.inf if plain is None or isinstance(plain[1], str) else matrices(plain[1])
-        for (eqn, _, members), form in found:
+        found = [(x, self._form(x.eqn, x.permutation)) for x in moved(graph, i)]
+        most = next((matrices(form) for _, form in found[-1:] if not isinstance(form, str)), math.inf)
+        for (eqn, _, members), form in found[:-1]:
             if isinstance(form, str) or matrices(form) > most:
                 continue
             cost = self._price(form, eqn)
