@@ -27,28 +27,26 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-from cubin import code_bytes, instructions  # noqa: E402
+from cubin import code_bytes, instructions, multiplies  # noqa: E402
 from instructions import expected  # noqa: E402
 
 import cutjax  # noqa: E402
 from cutjax.kernels import choose  # noqa: E402
+from cutjax.kernels.device import reference  # noqa: E402
 from cutjax.kernels.problem import LAYOUTS, Problem  # noqa: E402
 from cutjax.runtime import compiler  # noqa: E402
-from cutjax.runtime.architectures import ARCHITECTURES, canonical  # noqa: E402
+from cutjax.runtime.architectures import ARCHITECTURES, DEFAULT, canonical  # noqa: E402
 
 # Operands and result. "tf32" and the like are precisions of f32.
 DTYPES = [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("float32", "float32")]
 DTYPES += [("float64", "float64"), ("int8", "int32"), ("uint8", "uint32"), ("complex64", "complex64")]
 DTYPES += [("complex128", "complex128"), ("float8_e4m3fn", "bfloat16"), ("float8_e5m2", "float32")]
-PRECISIONS = {
-    "float32": ("highest", "TF32_TF32_F32", "TF32_TF32_F32_X3", "BF16_BF16_F32", "BF16_BF16_F32_X3")
-    + ("BF16_BF16_F32_X6", "BF16_BF16_F32_X9"),
-    "float16": (None, "F16_F16_F16"),
-}
+_PARTS = ("TF32_TF32_F32", "TF32_TF32_F32_X3", *(f"BF16_BF16_F32{x}" for x in ("", "_X3", "_X6", "_X9")))
+PRECISIONS = {"float32": ("highest", *_PARTS), "float16": (None, "F16_F16_F16")}
 SIZES = {"large": (4096, 4096, 4096), "few": (16, 4096, 4096), "odd": (1000, 1001, 1003)}
 EPILOGUES = {
-    "bias": (lambda acc, b: jax.nn.gelu(acc + b), ("n",)),
-    "residual": (lambda acc, x: (acc + x, jnp.sum(acc, axis=-1)), ("mn",)),
+    "bias": (lambda acc, b: jax.nn.gelu(acc + b.astype(acc.dtype)), ("n",)),
+    "residual": (lambda acc, x: (acc + x.astype(acc.dtype), jnp.sum(acc, axis=-1)), ("mn",)),
 }
 
 
@@ -113,12 +111,13 @@ def cases() -> Iterator[tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]]:
             yield functools.partial(cutjax.syrk, **how), [a]
 
 
-def problems(arch: str) -> list[Problem]:
-    """The products' problems on an architecture, each once."""
+@functools.cache
+def problems() -> list[Problem]:
+    """The products' problems, each once."""
     found = {}
     with jax.enable_x64(True):
         for function, avals in cases():
-            for row in cutjax.explain(function, arch=arch)(*avals).rows:
+            for row in cutjax.explain(function, arch=DEFAULT)(*avals).rows:
                 found[row.choice.problem] = None
     return list(found)
 
@@ -126,7 +125,7 @@ def problems(arch: str) -> list[Problem]:
 def kernels(arch: str) -> list[list[tuple[Any, Problem, Any]]]:
     """For each problem of an architecture that a family serves, every kernel: the family, the problem, the config."""
     found = []
-    for problem in problems(arch):
+    for problem in (problem.on(reference(arch)) for problem in problems()):
         for family in choose.FAMILIES:
             if not family.reasons(problem):
                 found.append([(family, problem, config) for config in family.configs(problem)])
@@ -134,7 +133,7 @@ def kernels(arch: str) -> list[list[tuple[Any, Problem, Any]]]:
 
 
 def sampled(found: list[list[Any]], most: int | None) -> Iterator[Any]:
-    """All of the lists; with ``most``, in turns of each, always the same of each, until whoever takes them has enough."""
+    """All of the lists, one of each in turn; with ``most``, in an order that is random and always the same."""
     draw, lists = random.Random(0), [list(entries) for entries in found]
     if most is not None:
         draw.shuffle(lists)
@@ -161,7 +160,7 @@ def compile_one(entry: tuple[Any, Problem, Any], source: str, name: str) -> Comp
     names = expected(family.name, problem.a_dtype.name, getattr(problem, "math", ""), arch)
     opcodes = instructions(cubin.image)
     if not any(opcode.startswith(names) for opcode in opcodes):
-        has = sorted(opcode for opcode in opcodes if "MMA" in opcode or opcode.startswith(("FFMA", "DFMA")))
+        has = sorted(opcode for opcode in opcodes if multiplies(opcode))
         wrong.append(f"has none of {', '.join(names)}, but {', '.join(has) or 'no multiplication'}")
     return Compiled(name, arch, tuple(wrong), resources.registers, code_bytes(cubin.image), seconds)
 

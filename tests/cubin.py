@@ -53,6 +53,11 @@ def instructions(image: bytes) -> collections.Counter[str]:
     return collections.Counter(match[1] for match in found)
 
 
+def multiplies(opcode: str) -> bool:
+    """True if an instruction multiplies matrices, or floats of 32 or 64 bits. HFMA2.MMA moves constants."""
+    return opcode.split(".")[0].endswith(("MMA", "FFMA", "DFMA"))
+
+
 def telling(configs: Sequence[cutjax.Config], every: int) -> list[cutjax.Config]:
     """All that are neither swapped nor divide k; of others, which are many, the widest of each kind and some more."""
 
