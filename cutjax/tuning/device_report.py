@@ -83,6 +83,7 @@ def _cubes(rate: str, *sides: int, dtype: str = "", **more: Any) -> list[Case]:
     return [Case(rate, dtype or rate, (side, side, side), **more) for side in sides]
 
 
+_WIDE = ("float64", "complex128")
 _TF32 = lax.DotAlgorithmPreset.TF32_TF32_F32
 SAMPLE = (
     *_cubes("bfloat16", 512, 2048, 8192),
@@ -99,6 +100,26 @@ SAMPLE = (
     Case("float32", "float32", (32, 32, 32), batch=4096, precision="highest"),
     Case("bfloat16", "bfloat16", (4096, 2048, 1024), groups=8),
     Case("float32", "float32", (4096, 2048, 1024), groups=8, precision="highest"),
+)
+# Every way to multiply, once: those of the sample, and those that it leaves out.
+_PRESETS = lax.DotAlgorithmPreset
+KINDS = (
+    *_cubes("bfloat16", 4096),
+    *_cubes("float16", 4096),
+    *_cubes("float16_f16", 4096, dtype="float16", precision=_PRESETS.F16_F16_F16),
+    *_cubes("tf32", 4096, dtype="float32", precision=_TF32),
+    *_cubes("tf32x3", 4096, dtype="float32", precision=_PRESETS.TF32_TF32_F32_X3),
+    *_cubes("bf16x3", 4096, dtype="float32", precision=_PRESETS.BF16_BF16_F32_X3),
+    *_cubes("bf16x6", 4096, dtype="float32", precision=_PRESETS.BF16_BF16_F32_X6),
+    *_cubes("bf16x9", 4096, dtype="float32", precision=_PRESETS.BF16_BF16_F32_X9),
+    *_cubes("float32", 4096, precision="highest"),
+    *_cubes("float64", 4096),
+    *_cubes("complex64", 4096, precision="highest"),
+    *_cubes("complex128", 4096),
+    *_cubes("int8", 4096, out="int32"),
+    *_cubes("uint8", 4096, out="uint32"),
+    *_cubes("float8_e4m3fn", 4096, out="bfloat16"),
+    *_cubes("float8_e5m2", 4096, out="bfloat16"),
 )
 
 
@@ -168,7 +189,7 @@ def _copy_row() -> dict[str, Any]:
 
 
 def _row(case: Case) -> dict[str, Any]:
-    with jax.enable_x64(case.dtype == "float64"):
+    with jax.enable_x64(case.dtype in _WIDE):
         try:
             return _measured(case)
         except Exception as error:  # this case's: out of memory, or a dtype that XLA does not multiply here
@@ -285,20 +306,13 @@ def _known(device: Device, name: str) -> str:
 
 
 def served(device: Device) -> list[str]:
-    """Returns, for each rate of the sample, which kernels the library has on a device, in lines."""
-    cases: dict[str, list[Case]] = {}
-    for case in SAMPLE:
-        if not case.batch and case.sizes[0] == case.sizes[1]:
-            cases.setdefault(case.rate, []).append(case)
-    lines = []
-    for rate, (case, *_) in cases.items():
-        lines.append(f"{rate:14} {families(case, device) or 'XLA'}")
-    return lines
+    """Returns, for each way to multiply, the family of kernels that the library has for it on a device, in lines."""
+    return [f"{case.rate:14} {family_of(case, device) or 'XLA'}" for case in KINDS]
 
 
-def families(case: Case, device: Device) -> str:
-    """Returns the first part of the name of the kernel that a device has for a case; "" where it has none."""
-    with jax.enable_x64(case.dtype == "float64"), lowering.on_target(lowering.Target(device.arch, device.name)):
+def family_of(case: Case, device: Device) -> str:
+    """Returns the family of the kernel that a device has for a case, whether or not XLA is faster; "" for none."""
+    with jax.enable_x64(case.dtype in _WIDE), lowering.on_target(lowering.Target(device.arch, device.name)):
         product = case.found()
         params = {**product.eqn.params, "backend": "cuda"}
         choice = lowering.choosers[product.eqn.primitive](*product.avals, target=lowering.target(), **params)
