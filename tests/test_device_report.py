@@ -76,6 +76,17 @@ def test_report(fake_device, tmp_path, capsys):
     assert f"written to {path}: please attach it to an issue" in out
 
 
+@pytest.mark.parametrize(
+    "case", [SMALL[1], SMALL[2], Case("float8_e4m3fn", "float8_e4m3fn", (32, 32, 32), out="float32")]
+)
+def test_a_row_is_measured(case, monkeypatch):
+    """By XLA, for real: programs are compiled in threads, in which double precision is to be what it is here."""
+    monkeypatch.setattr(measure, "SAMPLE_SECONDS", 1e-5)
+    row = device_report._row(case)
+    assert row["dropped"] == {}
+    assert row["xla_us"] > 0
+
+
 def test_what_was_measured_before_an_interruption_is_kept(fake_device, tmp_path, monkeypatch):
     def interrupted(case):
         raise KeyboardInterrupt
