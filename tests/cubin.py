@@ -48,7 +48,7 @@ def disassembly(image: bytes) -> str:
 
 
 def instructions(image: bytes) -> collections.Counter[str]:
-    """How often each opcode, with its modifiers, is in a cubin."""
+    """Counts each opcode of a cubin, with its modifiers."""
     found = re.finditer(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", disassembly(image))
     return collections.Counter(match[1] for match in found)
 

@@ -97,7 +97,7 @@ def rate(dtype: str, math: str) -> str:
 
 
 def expected(family: str, dtype: str, math: str, arch: str) -> tuple[str, ...]:
-    """What the name of an instruction may begin with, one of which every kernel must have."""
+    """Names of instructions, as they begin, of which every kernel must have one."""
     name = rate(dtype, math)
     if family == "sm90":
         return (_WGMMA[name],)
