@@ -16,6 +16,7 @@ import numpy as np
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue, Node, Output, identity
 from cutjax.kernels.device import Device, reference
+from cutjax.runtime.architectures import DEFAULT
 
 BF16 = np.dtype(jnp.bfloat16)
 LAYOUTS = ("nn", "nt", "tn", "tt")
@@ -52,7 +53,7 @@ class Problem:
       a_dtype, b_dtype, out_dtype: numpy dtypes (``ml_dtypes`` for bfloat16).
       batch: batch shape of the result.
       a_batch, b_batch: batch shapes of the operands, of the same rank, each axis either the result's or 1.
-      arch: the architecture the kernel is compiled for, e.g. "sm_90a".
+      arch: the architecture the kernel is compiled for, e.g. "sm_80"; by default the device's, or "sm_90a".
       epilogue: what is made of the products before they are stored; without one, the identity in ``out_dtype``. Its
         outputs say the results' dtypes, and ``out_dtype`` is that of an identity.
       groups: number of groups of a grouped GEMM, whose sizes are data; 0 for any other.
@@ -81,7 +82,7 @@ class Problem:
     batch: tuple[int, ...] = ()
     a_batch: tuple[int, ...] = ()
     b_batch: tuple[int, ...] = ()
-    arch: str = "sm_90a"
+    arch: str = ""
     epilogue: Epilogue = None  # pyright: ignore[reportAssignmentType]  # made the identity below
     groups: int = 0
     ragged: str = ""
@@ -111,9 +112,9 @@ class Problem:
             )
         if self.groups and len(self.sizes_batch) != len(self.batch):
             raise ValueError(f"Problem: batch ranks differ: {self.batch}, {self.sizes_batch} of the sizes")
-        if self.device is not None and self.arch not in (self.device.arch, "sm_90a"):
+        if self.device is not None and self.arch not in (self.device.arch, ""):
             raise ValueError(f"Problem: arch={self.arch!r}, but {self.device.name} is {self.device.arch}")
-        object.__setattr__(self, "device", self.device or reference(self.arch))
+        object.__setattr__(self, "device", self.device or reference(self.arch or DEFAULT))
         object.__setattr__(self, "arch", self.device.arch)
         object.__setattr__(self, "epilogue", self.epilogue.primal if self.epilogue else identity(self.out_dtype))
         if self.plain:
@@ -142,7 +143,7 @@ class Problem:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @classmethod
-    def of(cls, a, b, *, layout: str, out_dtype, arch: str = "sm_90a", device: Device = None) -> Problem:  # pyright: ignore[reportArgumentType]
+    def of(cls, a, b, *, layout: str, out_dtype, arch: str = "", device: Device = None) -> Problem:  # pyright: ignore[reportArgumentType]
         """Returns the problem of two arrays or avals of equal rank whose batch axes are equal or 1."""
         m, k = a.shape[-2:] if layout[0] == "n" else a.shape[:-3:-1]
         n = b.shape[-1] if layout[1] == "n" else b.shape[-2]
@@ -178,6 +179,10 @@ class Problem:
         epilogue = Epilogue(self.products, (), nodes, outputs)
         orders = (*self.orders[:2], ())
         return dataclasses.replace(self, epilogue=epilogue, out_dtype=np.dtype(np.float32), in_place=(), orders=orders)
+
+    def on(self, device: Device) -> Problem:
+        """Returns the same problem on another device."""
+        return dataclasses.replace(self, arch=device.arch, device=device)
 
     def in_order(self, orders: Sequence[Order]) -> Problem:
         """Returns the problem of arrays in these orders of memory, as far as kernels read and write them so.
