@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -134,15 +134,8 @@ def main() -> int:
     parser.add_argument("--commit", help="the commit measured, where the tree is a copy without its history")
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     args = parser.parse_args()
-    jax.config.update("jax_enable_x64", True)
-    rows: list[dict[str, Any]] = []
-    for dtype in args.dtypes.split(","):
-        arrays = {}
-        for kind in INPUTS:
-            a, b = inputs(kind, np.dtype(dtype))
-            arrays[kind] = (jnp.asarray(a), jnp.asarray(b), *reference(a, b))
-        for name in NAMES:
-            rows += measure(dtype, name, arrays)
+    with jax.enable_x64(True):
+        rows = measure_all(args.dtypes.split(","))
     sizes = {"m": M, "n": N, "k": K}
     report.write(args.out, {"environment": report.environment(args.commit), "sizes": sizes, "rows": rows})
     print(table(rows))
@@ -150,6 +143,19 @@ def main() -> int:
     for row in bad:
         print("worse than XLA:", *(f"{key}={value}" for key, value in row.items()))
     return int(bool(bad))
+
+
+def measure_all(dtypes: Iterable[str]) -> list[dict[str, Any]]:
+    """Returns the rows of all precisions of some dtypes."""
+    rows: list[dict[str, Any]] = []
+    for dtype in dtypes:
+        arrays = {}
+        for kind in INPUTS:
+            a, b = inputs(kind, np.dtype(dtype))
+            arrays[kind] = (jnp.asarray(a), jnp.asarray(b), *reference(a, b))
+        for name in NAMES:
+            rows += measure(dtype, name, arrays)
+    return rows
 
 
 if __name__ == "__main__":
