@@ -217,8 +217,9 @@ def _array(aval: Any) -> str:
 def _saves(epilogue: Epilogue, dtype: Any, save: str) -> str:
     """Says which accumulators the derivative takes, in everything that has one, and how it comes by them."""
     differentiable = tuple(jnp.issubdtype(spec.dtype, jnp.inexact) for spec in epilogue.operands)
+    moving = (jnp.issubdtype(epilogue.accumulator, jnp.inexact),) * epilogue.products
     try:
-        needed = derivative.accumulators_needed(epilogue, (True,) * epilogue.products, differentiable)
+        needed = derivative.accumulators_needed(epilogue, moving, differentiable)
     except NotImplementedError as error:  # as jax raises of nextafter, where a derivative is asked for
         return f"has no derivative: {error}"
     names = [f"acc{i if epilogue.products > 1 else ''}" for i, need in enumerate(needed) if need]

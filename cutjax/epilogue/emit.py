@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from cutjax.dtypes import DTYPES
 from cutjax.epilogue import accuracy
 from cutjax.epilogue.accuracy import Level
-from cutjax.epilogue.expression import Epilogue, Node, needed_nodes
+from cutjax.epilogue.expression import Epilogue, Node, Output, const, needed_nodes
 from cutjax.epilogue.node_text import ROUND, converted_text, is_rounded, literal_text, node_text, rounded_text
 
 CARRIERS = {name: dtype.carrier for name, dtype in DTYPES.items() if dtype.carrier}
@@ -30,6 +32,11 @@ def reasons(epilogue: Epilogue) -> tuple[str, ...]:
             node_text(epilogue.nodes, i, node, Level.ACCURATE, ["0"] * len(epilogue.nodes))
         except NotImplementedError as error:
             found.append(str(error))
+    for out in epilogue.outputs:
+        try:
+            converted_text("0", epilogue.nodes[out.node].dtype, out.dtype)
+        except NotImplementedError as error:
+            found.append(str(error))
     return tuple(dict.fromkeys(found))
 
 
@@ -43,13 +50,14 @@ def emit(epilogue: Epilogue) -> str:
 
     ::
 
-        DEVICE void epilogue_element(const float (&acc)[PRODUCTS], <Carrier> x0, ..., int row, int col,
+        DEVICE void epilogue_element(const <Carrier> (&acc)[PRODUCTS], <Carrier> x0, ..., int row, int col,
                                      int batch0, ..., <Carrier>& y0, ...)
 
     with one ``x`` for each operand, one ``y`` for each output, ``row`` and ``col`` the element's place in its matrix,
     then each of `places`.
-    A carrier (`CARRIERS`) holds a value exactly: float every float dtype, int and u32 integers of up to 32 bits, i64
-    and u64 those of 64, bool. One exception: an output that is not reduced and of a float dtype shorter than f32 is not
+    A carrier (`CARRIERS`) holds a value exactly: float every float of up to 32 bits, double float64, int and u32
+    integers of up to 32 bits, i64 and u64 those of 64, bool, Complex<float> and Complex<double>. That of ``acc`` is of
+    the accumulators' dtype. One exception: an output that is not reduced and of a float dtype shorter than f32 is not
     yet rounded to that dtype, since a store rounds two values in one instruction: ``cvt_bf16x2``, ``cvt_f16x2``,
     ``pack_e4m3x2`` or ``pack_e5m2x2``. Rounding again what is rounded changes nothing, so the store always does.
 
@@ -95,12 +103,31 @@ def emit(epilogue: Epilogue) -> str:
         else:
             value = converted_text(names[out.node], nodes[out.node].dtype, out.dtype)
         lines.append(f"y{number} = {value};")
-    parameters = [f"const float (&acc)[{epilogue.products}]"]
+    parameters = [f"const {CARRIERS[epilogue.accumulator.name]} (&acc)[{epilogue.products}]"]
     parameters += [f"{CARRIERS[spec.dtype]} x{i}" for i, spec in enumerate(epilogue.operands)]
     parameters += ["int row", "int col", *(f"int {axis}{i}" for axis, i in places(epilogue))]
     parameters += [f"{CARRIERS[out.dtype]}& y{i}" for i, out in enumerate(epilogue.outputs)]
     body = "".join(f"  {line}\n" for line in lines)
     return f'#line 1 "epilogue (generated)"\nDEVICE void epilogue_element({", ".join(parameters)}) {{\n{body}}}\n'
+
+
+def reduction(out: Output) -> tuple[str, str]:
+    """Returns the identity of a reduction, and the text ``.. {0} .. {1} ..`` that combines two values.
+
+    Both are in the carrier of its dtype, in which partial results are exchanged and stored; XLA reduces those further.
+    """
+    reduce, dtype = out.reduce, out.dtype
+    values = [Node("operand", (), dtype, (i,)) for i in range(2)]
+    both = Node("add" if reduce == "sum" else reduce or "", (0, 1), dtype)
+    combined = node_text([*values, both], 2, both, Level.ACCURATE, ["{0}", "{1}"])
+    if reduce == "sum":
+        identity = 0
+    elif dtype in ROUND or dtype == "float64":
+        identity = -np.inf if reduce == "max" else np.inf
+    else:
+        bounds = np.iinfo("uint8" if dtype == "bool" else dtype)
+        identity = bounds.min if reduce == "max" else bounds.max
+    return literal_text(const(identity, dtype)), combined
 
 
 def _node_before_rounding(nodes: Sequence[Node], i: int, dtype: str) -> int | None:

@@ -13,6 +13,7 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
+from cutjax.dot_precision import accumulator
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue, Node, Output, identity
 from cutjax.kernels.device import Device, reference
@@ -20,6 +21,17 @@ from cutjax.runtime.architectures import DEFAULT
 
 BF16 = np.dtype(jnp.bfloat16)
 LAYOUTS = ("nn", "nt", "tn", "tt")
+# Ways to multiply float32, and float16 added up in float16: whose rate it is computed at (Device.flops), and how many
+# products of that each takes.
+MATHS = {
+    "tf32": ("tf32", 1),
+    "tf32x3": ("tf32", 3),
+    "bf16": ("bfloat16", 1),
+    "bf16x3": ("bfloat16", 3),
+    "bf16x6": ("bfloat16", 6),
+    "bf16x9": ("bfloat16", 9),
+    "f16": ("float16_f16", 1),
+}
 Order = tuple[int, ...]  # an array's axes as they lie in memory, the slowest first; () is row-major
 
 
@@ -68,8 +80,10 @@ class Problem:
         what is on and below the diagonal is multiplied, so the epilogue must treat (i, j) and (j, i) alike.
       orders: how the axes of a, b and the results lie in memory, the slowest first; () is row-major. Rows of matrices
         are contiguous in any order, and reductions are row-major.
-      math: how operands are multiplied. "": as they are. Of float32: "tf32", "tf32x3", "bf16", "bf16x3", "bf16x6",
-        "bf16x9". Of float16: "f16", added up in float16.
+      math: how products are computed. "": those of the operands as they are, exactly or by the IEEE operations of their
+        dtype, and added up in ``accumulator``. "tf32": of float32 (or complex64) rounded to TF32; "bf16": rounded to
+        bfloat16; "tf32x3", "bf16x3", "bf16x6", "bf16x9": as so many products of parts. "f16": of float16, added up in
+        float16.
     """
 
     m: int
@@ -116,12 +130,16 @@ class Problem:
             raise ValueError(f"Problem: arch={self.arch!r}, but {self.device.name} is {self.device.arch}")
         object.__setattr__(self, "device", self.device or reference(self.arch or DEFAULT))
         object.__setattr__(self, "arch", self.device.arch)
-        object.__setattr__(self, "epilogue", self.epilogue.primal if self.epilogue else identity(self.out_dtype))
+        own = accumulator(self.a_dtype, self.out_dtype)
+        epilogue = self.epilogue.primal if self.epilogue else identity(self.out_dtype, own)
+        object.__setattr__(self, "epilogue", epilogue)
         if self.plain:
             object.__setattr__(self, "out_dtype", np.dtype(self.epilogue.outputs[0].dtype))
         same = (self.m, self.a_dtype, self.a_batch) == (self.n, self.b_dtype, self.b_batch)
         if self.symmetric and not (same and self.layout in ("nt", "tn") and self.products == 1 and not self.ragged):
             raise ValueError(f"Problem: {self} is no product of a matrix and its transpose")
+        if self.math and self.math not in MATHS:
+            raise ValueError(f"Problem: unknown math {self.math!r}, expected one of {('', *MATHS)}")
         axes = tuple(range(len(self.batch) + 2))
         for order in self.orders:
             if order and (tuple(sorted(order)) != axes or order == axes or order[-1] < axes[-2]):
@@ -173,12 +191,13 @@ class Problem:
 
     @functools.cached_property
     def bare(self) -> Problem:
-        """The same products as they are: in float32, without an epilogue."""
-        nodes = tuple(Node("acc", (), "float32", (i,)) for i in range(self.products))
-        outputs = tuple(Output(i, "float32") for i in range(self.products))
+        """The same products as they are: in the accumulators' dtype, without an epilogue."""
+        acc = self.accumulator
+        nodes = tuple(Node("acc", (), acc.name, (i,)) for i in range(self.products))
+        outputs = tuple(Output(i, acc.name) for i in range(self.products))
         epilogue = Epilogue(self.products, (), nodes, outputs)
         orders = (*self.orders[:2], ())
-        return dataclasses.replace(self, epilogue=epilogue, out_dtype=np.dtype(np.float32), in_place=(), orders=orders)
+        return dataclasses.replace(self, epilogue=epilogue, out_dtype=acc, in_place=(), orders=orders)
 
     def on(self, device: Device) -> Problem:
         """Returns the same problem on another device."""
@@ -256,6 +275,21 @@ class Problem:
     def products(self) -> int:
         """Number of matrices b that share a, each multiplied by it."""
         return self.epilogue.products
+
+    @property
+    def accumulator(self) -> np.dtype:
+        """The dtype in which the products are added up."""
+        return np.dtype(self.epilogue.accumulator)
+
+    @property
+    def rate(self) -> str:
+        """Which of a device's rates the products are computed at."""
+        return MATHS[self.math][0] if self.math else {"uint8": "int8"}.get(self.a_dtype.name, self.a_dtype.name)
+
+    @property
+    def passes(self) -> int:
+        """How many products at that rate each product takes."""
+        return MATHS[self.math][1] if self.math else 1
 
     @functools.cached_property
     def arrays(self) -> int:
@@ -337,7 +371,9 @@ class Problem:
         return tuple(groups)
 
     def __str__(self) -> str:
-        operands = f"{short(self.a_dtype.name)} x {short(self.b_dtype.name)}"
+        operands = f"{short(self.a_dtype.name)} x {short(self.b_dtype.name)}" + (
+            f" by {self.math}" if self.math else ""
+        )
         dtypes = f"{operands} -> {', '.join(short(out.dtype) for out in self.epilogue.outputs)}"
         batch = f" batch {'x'.join(map(str, self.batch))}" if self.batch else ""
         groups = f" in {self.groups} groups of {'rows' if self.ragged == 'm' else 'k'}" if self.groups else ""

@@ -207,8 +207,8 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     most = min(device.shared_bytes, device.shared_bytes_per_sm // config.blocks - 1024)
     if shared > most:
         found.append(
-            f"{config.stages} stages of {stage_bytes} bytes and staging of {buffer_bytes} a warp: {shared} bytes of shared "
-            f"memory, at most {most} with {config.blocks} blocks an SM"
+            f"{config.stages} stages of {stage_bytes} bytes and staging of {buffer_bytes} a warp: {shared} bytes of "
+            f"shared memory, at most {most} with {config.blocks} blocks an SM"
         )
     accumulators = 4 * problem.products * config.bm * config.bn // 4 * math.words
     if config.sliced_k > 1 and accumulators > config.stages * stage_bytes:
