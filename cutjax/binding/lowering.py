@@ -16,6 +16,7 @@ from jax.extend import core
 from jax.interpreters import mlir
 from jax.sharding import AxisType
 
+from cutjax.binding import partition
 from cutjax.runtime import architectures, compiler
 from cutjax.runtime.launch import TARGET, Call
 from cutjax.runtime.settings import settings
@@ -55,6 +56,8 @@ class Choice(Protocol):
 
 # The kernel CUDA has, or why none, for each primitive: (*avals, target, **params) -> Choice.
 choosers: dict[core.Primitive, Callable[..., Choice]] = {}
+# How a primitive is divided over devices, where it can be.
+partitions: dict[core.Primitive, partition.Rules] = {}
 # The primitives that are others in disguise: (*arrays, **params) -> result(s).
 compositions: dict[core.Primitive, Callable[..., Any]] = {}
 # Whether lowering is only to say for how many devices it is. A user context, so that jit keeps no such program.
@@ -131,6 +134,9 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
         decision = decide(primitive, ctx.avals_in, params, platform=platform, divided=divided)
         if decision.runs == "error":
             raise NotImplementedError(f"{primitive.name}: {decision.why}")
+        rules = partitions.get(primitive)
+        if divided and rules and params["backend"] != "xla" and partition.why_not(ctx) is None:
+            return partition.lower(ctx, args, primitive, rules, params)
         if decision.runs == "XLA":
             if decision.warns:
                 _warn_once(f"{primitive.name}: XLA runs, not a kernel: {decision.why}")

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from cutjax import dot_precision
+from cutjax.binding.partition import Labels, batch_labels
 from cutjax.binding.rules import on_mesh, sharded
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, Node
@@ -66,6 +67,16 @@ class Dense(Product):
         # From an operand's aval, not a new one: it carries the mesh axes it varies over inside shard_map.
         weak = all(x.weak_type for x in (a, *rest))
         return a.update(shape=(*batch, m, n), weak_type=weak, sharding=sharding)
+
+    def labels(self, a: Any, *rest: Any) -> tuple[list[Labels], Labels]:
+        full = self.tile(a, *rest).shape
+        of_a, of_b = ("m", "k"), ("k", "n")
+        matrices = [of_a if self.layout[0] == "n" else of_a[::-1]]
+        matrices += [of_b if self.layout[1] == "n" else of_b[::-1]] * len(rest)
+        own = [
+            batch_labels(x.shape[:-2], full) + matrix for x, matrix in zip((a, *rest), matrices, strict=True)
+        ]
+        return own, (*batch_labels(full[:-2], full), "m", "n")
 
     def reference(self, *arrays: jax.Array, **params: Any) -> jax.Array:
         return reference(*arrays, layout=self.layout, **params)

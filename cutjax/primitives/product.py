@@ -17,11 +17,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from cutjax.binding.rules import (
-    check_varying,
-    match_varying,
-    with_rank,
-)
+from cutjax.binding.partition import Labels, Placement, mark_of
+from cutjax.binding.rules import check_varying, match_varying, with_rank
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, OperandSpec, identity
 from cutjax.epilogue.trace import Traced, trace
@@ -75,7 +72,31 @@ class Product:
         """
         raise NotImplementedError
 
+    def labels(self, a: Any, *rest: Any) -> tuple[list[Labels], Labels]:
+        """Returns the names of the axes of a, the bs and the context, and those of the accumulators.
+
+        Axes of one name are divided over devices alike; an axis without a name is whole on each.
+        """
+        raise NotImplementedError
+
     # What most products leave as it is.
+
+    summed: ClassVar[tuple[str, ...]] = ("k",)  # names of axes over which the product sums
+    late: ClassVar[tuple[str, ...]] = ()  # those of them of which a result has one term alone
+
+    def shard(
+        self, placement: Placement, a: Any, bs: Sequence[Any], context: Sequence[Any]
+    ) -> tuple[Product, Any, Sequence[Any], Sequence[Any]]:
+        """Returns the product that a device computes of its shards, from those."""
+        return self, a, bs, context
+
+    def after(self, placement: Placement, context: Sequence[Any]) -> tuple[Product, Sequence[Any]]:
+        """Returns the product, and its context, that an epilogue on the sums over all devices is of."""
+        return self, context
+
+    def operand_labels(self, x: Any, tile: Labels) -> Labels:
+        """Returns the names of the axes of an epilogue's operand; one that broadcasts is whole."""
+        return tuple(label if size != 1 else None for label, size in zip(tile, x.shape, strict=True))
 
     def tangents(
         self, multiply: Callable[..., jax.Array], a: Any, bs: Sequence[Any], a_dot: Any, b_dots: Sequence[Any]
@@ -225,6 +246,7 @@ def bind_as_is(
     if specs != epilogue.operands:  # the identity stays one object, whose hash is known
         epilogue = dataclasses.replace(epilogue, operands=specs)
     params = {"precision": precision, "backend": backend, "config": config, "save": save, "in_place": in_place}
+    params["mark"] = mark_of(backend)
     return product.primitive.bind(*(a, *bs, *context, *operands), product=product, epilogue=epilogue, **params)
 
 

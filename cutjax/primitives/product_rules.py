@@ -18,7 +18,7 @@ from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, Node, normal
 from cutjax.kernels.choose import Choice, choose
 from cutjax.kernels.device import device_of_kind
-from cutjax.primitives import derivative
+from cutjax.primitives import derivative, partition
 from cutjax.primitives.accumulators import accumulator, with_cotangent
 from cutjax.primitives.product import (
     Arithmetic,
@@ -49,6 +49,7 @@ def define_product(name: str) -> Callable[[P], P]:
             jvp=_jvp,
             transpose=_transpose,
             dce=_dce,
+            divided=partition.RULES,
             multiple_results=True,
         )
         return product

@@ -1,0 +1,304 @@
+"""The division of an operation over the devices of a mesh, in a program that jit divides.
+
+A `Rule` names the axes of an operation's arrays; axes of one name are divided alike. Shardy propagates shardings by it.
+When the program is compiled, XLA says how each array lies, `place` says how the operation is divided, and the shard is
+lowered, for its own shapes: there a kernel is chosen. It is done inside the lowering rule, so that vmap and grad see
+the primitive alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend import core
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+from jax.sharding import NamedSharding
+
+Labels = tuple[str | None, ...]  # of each axis of an array; None of one that is whole on every device
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The names of the axes of an operation's arrays.
+
+    Attributes:
+      operands, results: of each array.
+      factors: how many of the first operands say how the operation is divided; the others follow.
+      summed: names of axes over which the operation sums. They are divided where all the factors that have them are
+        divided alike.
+      late: those of them over which finished results are added, not the partial sums.
+    """
+
+    operands: tuple[Labels, ...]
+    results: tuple[Labels, ...]
+    factors: int
+    summed: tuple[str, ...]
+    late: tuple[str, ...] = ()
+
+    def early(self, placement: Placement) -> bool:
+        """True if partial sums are added over devices, before anything else is computed of them."""
+        return any(placement.axes.get(label) for label in self.summed if label not in self.late)
+
+    def shardy(self) -> tuple[str, dict[str, tuple[str, ...]]]:
+        """Returns the rule as Shardy reads it: axes that are whole have names of their own."""
+        whole: list[str] = []
+
+        def names(labels: Labels) -> str:
+            found = []
+            for label in labels:
+                if label is None:
+                    whole.append(f"whole{len(whole)}")
+                found.append(label or whole[-1])
+            return " ".join(found)
+
+        operands, results = (", ".join(map(names, arrays)) for arrays in (self.operands, self.results))
+        used = {label for labels in self.operands for label in labels}
+        summed = tuple(label for label in self.summed if label in used)
+        return f"{operands} -> {results}", {"need_replication_factors": tuple(whole), "reduction_factors": summed}
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How an operation is divided.
+
+    Attributes:
+      mesh: the sizes of the mesh axes by name.
+      axes: by name of an axis of the factors, the mesh axes it is divided over.
+      scattered: by name of an axis of the results, the further mesh axes over which sums are divided there. Each is
+        one that an axis in ``Rule.summed`` is divided over.
+    """
+
+    mesh: Mapping[str, int]
+    axes: Mapping[str, tuple[str, ...]]
+    scattered: Mapping[str, tuple[str, ...]]
+
+    def over(self, label: str | None) -> tuple[str, ...]:
+        """Returns the mesh axes over which an axis of the results is divided."""
+        return self.axes.get(label or "", ()) + self.scattered.get(label or "", ())
+
+    def count(self, axes: Sequence[str]) -> int:
+        """Returns over how many devices mesh axes divide."""
+        return math.prod(self.mesh[axis] for axis in axes)
+
+    def index(self, axes: Sequence[str]) -> jax.Array:
+        """Returns which of the parts this device has."""
+        return lax.axis_index(tuple(axes)) if axes else jnp.zeros((), jnp.int32)
+
+    def spec(self, labels: Labels, scattered: bool = False) -> jax.P:
+        """Returns how an array lies."""
+        of = self.over if scattered else lambda label: self.axes.get(label or "", ())
+        return jax.P(*(of(label) or None for label in labels))
+
+
+def place(
+    rule: Rule, mesh: Mapping[str, int], shapes: Sequence[Sequence[int]], operands: Sequence[Any], results: Sequence[Any]
+) -> Placement:
+    """Returns how an operation is divided whose arrays lie as XLA says, so that little of them must move.
+
+    Args:
+      rule: the names of the axes.
+      mesh: the sizes of the mesh axes by name.
+      shapes: of the operands.
+      operands, results: the mesh axes of each axis of each array, tuples; no results where nothing is known of them.
+    """
+    sizes: dict[str, int] = {}
+    asked: dict[str, list[tuple[str, ...]]] = {}
+    for labels, shape, spec in zip(rule.operands, shapes, operands, strict=True):
+        sizes |= {label: size for label, size in zip(labels, shape, strict=True) if label}
+    for labels, spec in zip(rule.operands[: rule.factors], operands, strict=False):
+        for label, axes in zip(labels, spec, strict=True):
+            if label:
+                asked.setdefault(label, []).append(axes)
+    wanted: dict[str, tuple[str, ...]] = {}
+    for labels, spec in zip(rule.results, results, strict=False):
+        for label, axes in zip(labels, spec, strict=True):
+            if label and axes:
+                wanted.setdefault(label, axes)
+    axes: dict[str, tuple[str, ...]] = {}
+    scattered: dict[str, tuple[str, ...]] = {}
+    taken: set[str] = set()
+
+    def extend(label: str, more: Sequence[str]) -> None:
+        """Divides by further mesh axes, as far as they are free and divide evenly: no shard is padded."""
+        for axis in more:
+            size = mesh[axis] * math.prod(mesh[x] for x in axes.get(label, ()))
+            if axis in taken or sizes.get(label, 0) % size:
+                return
+            axes[label] = (*axes.get(label, ()), axis)
+            taken.add(axis)
+
+    for label in rule.summed:
+        extend(label, functools.reduce(_common, asked.get(label, [()])))
+    summed = set(taken)
+    proposed = {label: next(filter(None, found), ()) for label, found in asked.items() if label not in rule.summed}
+    for label, found in proposed.items():  # what operands and results agree on goes first
+        extend(label, _common(found, wanted.get(label, ())))
+    for label, found in proposed.items():
+        if found[: len(axes.get(label, ()))] == axes.get(label, ()):
+            extend(label, found[len(axes.get(label, ())) :])
+    for label, found in wanted.items():
+        have = axes.get(label, ())
+        if found[: len(have)] != have or label in rule.summed:
+            continue
+        free = next((i for i in range(len(have), len(found)) if found[i] in taken), len(found))
+        extend(label, found[len(have) : free])
+        if axes.get(label, ()) == found[:free]:
+            more: list[str] = []
+            for axis in found[free:]:
+                size = math.prod(mesh[x] for x in (*found[:free], *more, axis))
+                if axis not in summed or sizes.get(label, 0) % size:
+                    break
+                more.append(axis)
+                summed.remove(axis)
+            if more:
+                scattered[label] = tuple(more)
+    return Placement(dict(mesh), axes, scattered)
+
+
+def _common(p: tuple[str, ...], q: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the mesh axes with which both begin."""
+    n = next((i for i, (x, y) in enumerate(zip(p, q, strict=False)) if x != y), min(len(p), len(q)))
+    return p[:n]
+
+
+def batch_labels(shape: Sequence[int], full: Sequence[int]) -> Labels:
+    """Returns the names of batch axes; one that broadcasts is whole."""
+    return tuple(f"b{i}" if size != 1 or full[i] == 1 else None for i, size in enumerate(shape))
+
+
+@custom_partitioning
+def _nothing(x: Any) -> Any:
+    return x
+
+
+_nothing.def_partition(partition=lambda *args: args, sharding_rule="->")
+
+# A parameter of every primitive that is divided so. JAX hands a lowering rule the devices only if it finds a primitive
+# that asks for them, and looks for such in parameters that are jaxprs. One object, so that it hashes alike for all.
+MARK = jax.make_jaxpr(_nothing)(jax.ShapeDtypeStruct((), jnp.float32))
+
+
+def mark_of(backend: str) -> Any:
+    """Returns the mark of a primitive with a backend: None where XLA runs whatever the devices."""
+    return None if backend == "xla" else MARK
+
+
+class Rules(NamedTuple):
+    """What a primitive says of its division.
+
+    Attributes:
+      rule: ``(*avals, **params) -> Rule``.
+      shard: ``(placement, *shards, avals, **params) -> results``, what one device computes; the avals are whole.
+    """
+
+    rule: Callable[..., Rule]
+    shard: Callable[..., Sequence[jax.Array]]
+
+
+class Shard(NamedTuple):
+    """What one device computes of an operation that was divided: avals of its operands, and how it was divided."""
+
+    primitive: core.Primitive
+    avals: tuple[Any, ...]
+    params: Mapping[str, Any]
+    shards: tuple[Any, ...]
+    placement: Placement
+    rule: Rule
+
+
+_seen: list[list[Shard]] = []  # who wants to know of shards, while a program is compiled
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[list[Shard]]:
+    """Lists what is divided while programs are compiled."""
+    found: list[Shard] = []
+    _seen.append(found)
+    try:
+        yield found
+    finally:
+        _seen.remove(found)
+
+
+def why_not(ctx: mlir.LoweringRuleContext) -> str | None:
+    """Returns why an operation cannot be divided in a program, None where it can."""
+    module = ctx.module_context
+    context = module.axis_context
+    if module.lowering_parameters.for_export:
+        return "the program is exported, and what divides a kernel when it is compiled cannot be"
+    if len(ctx.platforms or module.platforms) != 1:
+        return "the program is for several platforms"
+    if isinstance(context, mlir.SPMDAxisContext):
+        return None if isinstance(context.mesh, jax.sharding.Mesh) else "the mesh is abstract"
+    if context.device_assignment is None or context.abstract_mesh is None:
+        return "no mesh says how the program is divided"
+    return None
+
+
+def lower(
+    ctx: mlir.LoweringRuleContext, args: Sequence[Any], primitive: core.Primitive, rules: Rules, params: dict[str, Any]
+) -> Sequence[Any]:
+    """Lowers an operation to one that is divided when the program is compiled."""
+    avals = tuple(ctx.avals_in)
+    rule = rules.rule(*avals, **params)
+
+    def placed(mesh: Any, operands: Any, results: Any) -> Placement:
+        found = [[_axes(x, i) for i in range(len(x.shape))] for x in (*operands, *results)]
+        n = len(operands)
+        return place(rule, dict(mesh.shape), [x.shape for x in operands], found[:n], found[n:])
+
+    def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        placement = placed(mesh, operands, results)
+        specs = [placement.spec(labels) for labels in rule.operands[: rule.factors]]
+        late = rule.early(placement)  # what is computed of sums is computed of those that this device keeps
+        specs += [placement.spec(labels, scattered=late) for labels in rule.operands[rule.factors :]]
+        outs = [NamedSharding(mesh, placement.spec(labels, scattered=True)) for labels in rule.results]
+
+        def shard(*shards: jax.Array) -> list[jax.Array]:
+            for found in _seen:
+                shapes = tuple(jax.typeof(x) for x in shards)
+                found.append(Shard(primitive, avals, params, shapes, placement, rule))
+            return list(rules.shard(placement, *shards, avals=avals, **params))
+
+        return mesh, shard, outs, tuple(NamedSharding(mesh, spec) for spec in specs)
+
+    def infer(mesh: Any, operands: Any, _: Any) -> list[NamedSharding]:
+        placement = placed(mesh, operands, ())
+        return [NamedSharding(mesh, placement.spec(labels)) for labels in rule.results]
+
+    divided = custom_partitioning(lambda *xs: primitive.bind(*xs, **params))
+    text, kinds = rule.shardy()
+    divided.def_partition(
+        partition=partition, infer_sharding_from_operands=infer, sharding_rule=text, **_given(kinds)
+    )
+    context = ctx.module_context.axis_context
+    mesh = context.mesh if isinstance(context, mlir.SPMDAxisContext) else contextlib.nullcontext()
+    with mesh:  # where a shard_map leaves axes, custom_partitioning looks for their names here
+        outs = mlir.lower_fun(divided, multiple_results=True)(ctx, *args)
+    # Jax's cache of compiled programs may leave the callback out of its key, so that says what it does.
+    name = hashlib.sha256(repr((primitive.name, sorted(params.items(), key=str), avals)).encode()).hexdigest()
+    owner = outs[0].owner
+    owner.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get({"cutjax": ir.StringAttr.get(name)})
+    return outs
+
+
+def _given(kinds: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    return {name: value for name, value in kinds.items() if value}
+
+
+def _axes(x: Any, i: int) -> tuple[str, ...]:
+    """Returns the mesh axes over which an axis of an array is divided."""
+    spec = x.sharding.spec
+    axes = spec[i] if i < len(spec) else None
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
