@@ -38,6 +38,7 @@ class Rule:
       summed: names of axes over which the operation sums. They are divided where all the factors that have them are
         divided alike.
       late: those of them over which finished results are added, not the partial sums.
+      gathered: names of axes that are whole in every shard of an operand, and may be divided in the results.
     """
 
     operands: tuple[Labels, ...]
@@ -45,6 +46,7 @@ class Rule:
     factors: int
     summed: tuple[str, ...]
     late: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
 
     def early(self, placement: Placement) -> bool:
         """True if partial sums are added over devices, before anything else is computed of them."""
@@ -109,12 +111,12 @@ def place(
     Args:
       rule: the names of the axes.
       mesh: the sizes of the mesh axes by name.
-      shapes: of the operands.
+      shapes: of the operands and the results.
       operands, results: the mesh axes of each axis of each array, tuples; no results where nothing is known of them.
     """
     sizes: dict[str, int] = {}
     asked: dict[str, list[tuple[str, ...]]] = {}
-    for labels, shape, spec in zip(rule.operands, shapes, operands, strict=True):
+    for labels, shape in zip((*rule.operands, *rule.results), shapes, strict=True):
         sizes |= {label: size for label, size in zip(labels, shape, strict=True) if label}
     for labels, spec in zip(rule.operands[: rule.factors], operands, strict=False):
         for label, axes in zip(labels, spec, strict=True):
@@ -254,13 +256,14 @@ def lower(
     rule = rules.rule(*avals, **params)
 
     def placed(mesh: Any, operands: Any, results: Any) -> Placement:
+        shapes = [x.shape for x in (*operands, *ctx.avals_out)]
         found = [[_axes(x, i) for i in range(len(x.shape))] for x in (*operands, *results)]
         n = len(operands)
-        return place(rule, dict(mesh.shape), [x.shape for x in operands], found[:n], found[n:])
+        return place(rule, dict(mesh.shape), shapes, found[:n], found[n:])
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         placement = placed(mesh, operands, results)
-        specs = [placement.spec(labels) for labels in rule.operands[: rule.factors]]
+        specs = [placement.spec(_without(rule.gathered, labels)) for labels in rule.operands[: rule.factors]]
         late = rule.early(placement)  # what is computed of sums is computed of those that this device keeps
         specs += [placement.spec(labels, scattered=late) for labels in rule.operands[rule.factors :]]
         outs = [NamedSharding(mesh, placement.spec(labels, scattered=True)) for labels in rule.results]
@@ -291,6 +294,10 @@ def lower(
     owner = outs[0].owner
     owner.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get({"cutjax": ir.StringAttr.get(name)})
     return outs
+
+
+def _without(gone: Sequence[str], labels: Labels) -> Labels:
+    return tuple(None if label in gone else label for label in labels)
 
 
 def _given(kinds: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:

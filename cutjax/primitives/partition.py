@@ -32,7 +32,7 @@ def _rule(*avals: Any, product: Product, epilogue: Epilogue, **_: Any) -> Rule:
     for out in epilogue.outputs:
         gone = [_axis(axis, len(tile)) for axis in out.axes]
         results.append(tuple(label for i, label in enumerate(tile) if i not in gone))
-    return Rule((*own, *others), tuple(results), len(own), product.summed, product.late)
+    return Rule((*own, *others), tuple(results), len(own), product.summed, product.late, product.gathered)
 
 
 def _shard(
@@ -52,7 +52,7 @@ def _shard(
     rule = _rule(*avals, product=product, epilogue=epilogue)
     early = rule.early(placement)
     over = [axis for label in product.summed for axis in placement.axes.get(label, ())]
-    after = product.after(placement, context)
+    after = product.after(placement, a, context)
     local, a, bs, context = product.shard(placement, a, bs, context)
     known = placement if early else dataclasses.replace(placement, scattered={})
     epilogue, more = located(epilogue, full, tile, known)

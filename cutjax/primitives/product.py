@@ -81,8 +81,13 @@ class Product:
 
     # What most products leave as it is.
 
-    summed: ClassVar[tuple[str, ...]] = ("k",)  # names of axes over which the product sums
-    late: ClassVar[tuple[str, ...]] = ()  # those of them of which a result has one term alone
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """The names of the axes over which the product sums."""
+        return ("k",)
+
+    late: ClassVar[tuple[str, ...]] = ()  # those of them of which each result has one term alone
+    gathered: ClassVar[tuple[str, ...]] = ()  # names of axes whose every part meets every other
 
     def shard(
         self, placement: Placement, a: Any, bs: Sequence[Any], context: Sequence[Any]
@@ -90,7 +95,7 @@ class Product:
         """Returns the product that a device computes of its shards, from those."""
         return self, a, bs, context
 
-    def after(self, placement: Placement, context: Sequence[Any]) -> tuple[Product, Sequence[Any]]:
+    def after(self, placement: Placement, a: Any, context: Sequence[Any]) -> tuple[Product, Sequence[Any]]:
         """Returns the product, and its context, that an epilogue on the sums over all devices is of."""
         return self, context
 
