@@ -14,9 +14,9 @@ import jax.ffi
 import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import mlir
-from jax.sharding import AxisType
 
 from cutjax.binding import partition
+from cutjax.binding.rules import leaves_axes
 from cutjax.runtime import architectures, compiler
 from cutjax.runtime.launch import TARGET, Call
 from cutjax.runtime.settings import settings
@@ -192,12 +192,6 @@ def _partitioned(context: Any) -> bool:
     if isinstance(context, mlir.SPMDAxisContext):  # inside shard_map: its manual axes are divided already
         return leaves_axes(context.mesh, context.manual_axes)
     return getattr(context, "num_devices", 1) > 1
-
-
-def leaves_axes(mesh: Any, manual: Any) -> bool:
-    """True if a shard_map over axes of a mesh leaves some to XLA; those of one around it are the mesh's manual ones."""
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return any(mesh.shape[x] > 1 and x not in manual for x, kind in kinds if kind != AxisType.Manual)
 
 
 def device_count(traced: Any, platforms: Sequence[str]) -> int:

@@ -65,8 +65,8 @@ class Rule:
             return " ".join(found)
 
         operands, results = (", ".join(map(names, arrays)) for arrays in (self.operands, self.results))
-        used = {label for labels in self.operands for label in labels}
-        summed = tuple(label for label in self.summed if label in used)
+        order = dict.fromkeys(label for labels in self.operands for label in labels)  # Shardy's order of names
+        summed = tuple(label for label in order if label in self.summed)
         return f"{operands} -> {results}", {"need_replication_factors": tuple(whole), "reduction_factors": summed}
 
 

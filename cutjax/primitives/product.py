@@ -139,9 +139,17 @@ class Product:
         """Returns the same product with batch axes merged into rows, None where there is none or that moves data."""
         return None
 
+    def adding(self, to: Sequence[int], *avals: Any) -> Product:
+        """Returns the product of two operands whose result is to be added up to a shape: itself, or one that adds."""
+        return self
+
     def batched(self, at: int, rank: int) -> Product:
         """Returns the product of arrays with one more batch axis, at that place before or among so many."""
         return self
+
+    def why_not(self) -> str:
+        """Returns why no kernel multiplies it, "" where one may."""
+        return ""
 
     def notes(self) -> tuple[str, ...]:
         """Returns what explain says beside why a kernel runs, or XLA."""
@@ -175,8 +183,9 @@ class Product:
 
 
 class Folded(NamedTuple):
-    """A product with batch axes merged into rows; ``unfold`` takes its results back."""
+    """A product with batch axes merged into rows, or into the contracted axis; ``unfold`` takes its results back."""
 
+    product: Product
     epilogue: Epilogue
     a: jax.Array
     bs: list[jax.Array]
@@ -228,7 +237,7 @@ def bind(
     folded = product.fold(epilogue, a, bs, operands)
     if folded is None:
         return bind_as_is(product, epilogue, a, bs, context, operands, **params)
-    outs = bind_as_is(product, folded.epilogue, folded.a, folded.bs, context, folded.operands, **params)
+    outs = bind_as_is(folded.product, folded.epilogue, folded.a, folded.bs, context, folded.operands, **params)
     return [folded.unfold(x) for x in outs]
 
 
