@@ -242,7 +242,7 @@ def why_not(ctx: mlir.LoweringRuleContext) -> str | None:
     if len(ctx.platforms or module.platforms) != 1:
         return "the program is for several platforms"
     if isinstance(context, mlir.SPMDAxisContext):
-        return None if isinstance(context.mesh, jax.sharding.Mesh) else "the mesh is abstract"
+        return "jax.shard_map leaves mesh axes to XLA, where custom partitioning has no shardings; name all axes"
     if context.device_assignment is None or context.abstract_mesh is None:
         return "no mesh says how the program is divided"
     return None
@@ -285,10 +285,7 @@ def lower(
     divided.def_partition(
         partition=partition, infer_sharding_from_operands=infer, sharding_rule=text, **_given(kinds)
     )
-    context = ctx.module_context.axis_context
-    mesh = context.mesh if isinstance(context, mlir.SPMDAxisContext) else contextlib.nullcontext()
-    with mesh:  # where a shard_map leaves axes, custom_partitioning looks for their names here
-        outs = mlir.lower_fun(divided, multiple_results=True)(ctx, *args)
+    outs = mlir.lower_fun(divided, multiple_results=True)(ctx, *args)
     # Jax's cache of compiled programs may leave the callback out of its key, so that says what it does.
     name = hashlib.sha256(repr((primitive.name, sorted(params.items(), key=str), avals)).encode()).hexdigest()
     owner = outs[0].owner
