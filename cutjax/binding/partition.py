@@ -8,7 +8,6 @@ the primitive alone.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -209,28 +208,19 @@ class Rules(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """What one device computes of an operation that was divided: avals of its operands, and how it was divided."""
+    """What one device computes of an operation, as XLA divided it.
+
+    Attributes:
+      primitive, avals, params: of the operation.
+      jaxpr: what the device computes.
+      gathers: a sentence for each operand that is gathered before.
+    """
 
     primitive: core.Primitive
     avals: tuple[Any, ...]
     params: Mapping[str, Any]
-    shards: tuple[Any, ...]
-    placement: Placement
-    rule: Rule
-
-
-_seen: list[list[Shard]] = []  # who wants to know of shards, while a program is compiled
-
-
-@contextlib.contextmanager
-def watching() -> Iterator[list[Shard]]:
-    """Lists what is divided while programs are compiled."""
-    found: list[Shard] = []
-    _seen.append(found)
-    try:
-        yield found
-    finally:
-        _seen.remove(found)
+    jaxpr: core.ClosedJaxpr
+    gathers: tuple[str, ...]
 
 
 def why_not(ctx: mlir.LoweringRuleContext) -> str | None:
@@ -249,9 +239,17 @@ def why_not(ctx: mlir.LoweringRuleContext) -> str | None:
 
 
 def lower(
-    ctx: mlir.LoweringRuleContext, args: Sequence[Any], primitive: core.Primitive, rules: Rules, params: dict[str, Any]
+    ctx: mlir.LoweringRuleContext,
+    args: Sequence[Any],
+    primitive: core.Primitive,
+    rules: Rules,
+    params: dict[str, Any],
+    seen: list[Shard] | None = None,
 ) -> Sequence[Any]:
-    """Lowers an operation to one that is divided when the program is compiled."""
+    """Lowers an operation to one that is divided when the program is compiled.
+
+    Where ``seen`` is given, it gets what each device computes, and the program computes zeros.
+    """
     avals = tuple(ctx.avals_in)
     rule = rules.rule(*avals, **params)
 
@@ -269,10 +267,12 @@ def lower(
         outs = [NamedSharding(mesh, placement.spec(labels, scattered=True)) for labels in rule.results]
 
         def shard(*shards: jax.Array) -> list[jax.Array]:
-            for found in _seen:
-                shapes = tuple(jax.typeof(x) for x in shards)
-                found.append(Shard(primitive, avals, params, shapes, placement, rule))
-            return list(rules.shard(placement, *shards, avals=avals, **params))
+            run = functools.partial(rules.shard, placement, avals=avals, **params)
+            if seen is None:
+                return list(run(*shards))
+            jaxpr = jax.make_jaxpr(run)(*shards)
+            seen.append(Shard(primitive, avals, params, jaxpr, tuple(_gathers(operands, specs))))
+            return [jnp.zeros(x.shape, x.dtype) for x in jaxpr.out_avals]
 
         return mesh, shard, outs, tuple(NamedSharding(mesh, spec) for spec in specs)
 
@@ -287,7 +287,8 @@ def lower(
     )
     outs = mlir.lower_fun(divided, multiple_results=True)(ctx, *args)
     # Jax's cache of compiled programs may leave the callback out of its key, so that says what it does.
-    name = hashlib.sha256(repr((primitive.name, sorted(params.items(), key=str), avals)).encode()).hexdigest()
+    what = primitive.name, sorted(params.items(), key=str), avals, seen and id(seen)
+    name = hashlib.sha256(repr(what).encode()).hexdigest()
     owner = outs[0].owner
     owner.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get({"cutjax": ir.StringAttr.get(name)})
     return outs
@@ -295,6 +296,15 @@ def lower(
 
 def _without(gone: Sequence[str], labels: Labels) -> Labels:
     return tuple(None if label in gone else label for label in labels)
+
+
+def _gathers(operands: Sequence[Any], specs: Sequence[jax.P]) -> Iterator[str]:
+    """Says which operands are gathered, of those that lie otherwise than they must."""
+    for i, (x, spec) in enumerate(zip(operands, specs, strict=True)):
+        have = {axis for j in range(len(x.shape)) for axis in _axes(x, j)}
+        kept = {axis for axes in spec for axis in ((axes,) if isinstance(axes, str) else axes or ())}
+        if gone := sorted(have - kept):
+            yield f"operand {i} is gathered over {', '.join(gone)}"
 
 
 def _given(kinds: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
