@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend import core
@@ -103,7 +104,12 @@ class Placement:
 
 
 def place(
-    rule: Rule, mesh: Mapping[str, int], shapes: Sequence[Sequence[int]], operands: Sequence[Any], results: Sequence[Any]
+    rule: Rule,
+    mesh: Mapping[str, int],
+    shapes: Sequence[Sequence[int]],
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    itemsize: int = 4,
 ) -> Placement:
     """Returns how an operation is divided whose arrays lie as XLA says, so that little of them must move.
 
@@ -112,6 +118,7 @@ def place(
       mesh: the sizes of the mesh axes by name.
       shapes: of the operands and the results.
       operands, results: the mesh axes of each axis of each array, tuples; no results where nothing is known of them.
+      itemsize: bytes of an element of an operand.
     """
     sizes: dict[str, int] = {}
     asked: dict[str, list[tuple[str, ...]]] = {}
@@ -140,7 +147,8 @@ def place(
             taken.add(axis)
 
     for label in rule.summed:
-        extend(label, functools.reduce(_common, asked.get(label, [()])))
+        found = functools.reduce(_common, asked.get(label, [()]))
+        extend(label, found or _one_side(rule, label, mesh, sizes, asked, wanted, itemsize))
     summed = set(taken)
     proposed = {label: next(filter(None, found), ()) for label, found in asked.items() if label not in rule.summed}
     for label, found in proposed.items():  # what operands and results agree on goes first
@@ -165,6 +173,37 @@ def place(
             if more:
                 scattered[label] = tuple(more)
     return Placement(dict(mesh), axes, scattered)
+
+
+def _one_side(
+    rule: Rule,
+    label: str,
+    mesh: Mapping[str, int],
+    sizes: Mapping[str, int],
+    asked: Mapping[str, list[tuple[str, ...]]],
+    wanted: Mapping[str, tuple[str, ...]],
+    itemsize: int,
+) -> tuple[str, ...]:
+    """Returns the mesh axes over which one operand alone divides a summed axis, if sums move less than the operand.
+
+    The others are whole there, so that each device has its part of them.
+    """
+    found = [axes for axes in asked.get(label, ()) if axes]
+    others = {x for name, specs in asked.items() if name != label for axes in specs for x in axes}
+    if len(found) != 1 or others & {*found[0]}:
+        return ()
+
+    def elements(labels: Labels) -> int:
+        """Returns how many elements a device has of an array whose summed axis is whole."""
+        over = {x for name in labels if name and name != label for x in next(filter(None, asked.get(name, ())), ())}
+        over |= {x for name in labels if name not in asked for x in wanted.get(name or "", ())}
+        whole = math.prod(sizes[name] for name in labels if name)
+        return whole // math.prod(mesh[x] for x in over)
+
+    holders = [labels for labels in rule.operands[: rule.factors] if label in labels]
+    operand = holders[asked[label].index(found[0])]
+    # What adds up in f32 passes twice over each link, what gathers once.
+    return found[0] if 2 * 4 * elements(rule.results[0]) <= itemsize * elements(operand) else ()
 
 
 def _common(p: tuple[str, ...], q: tuple[str, ...]) -> tuple[str, ...]:
@@ -233,8 +272,19 @@ def why_not(ctx: mlir.LoweringRuleContext) -> str | None:
         return "the program is for several platforms"
     if isinstance(context, mlir.SPMDAxisContext):
         return "jax.shard_map leaves mesh axes to XLA, where custom partitioning has no shardings; name all axes"
-    if context.device_assignment is None or context.abstract_mesh is None:
-        return "no mesh says how the program is divided"
+    if context.device_assignment is None or _mesh(ctx) is None:
+        return "no mesh of devices says how the program is divided"
+    return None
+
+
+def _mesh(ctx: mlir.LoweringRuleContext) -> jax.sharding.Mesh | None:
+    """Returns the mesh that the program is divided over: of its shardings, or of the arrays."""
+    context = ctx.module_context.axis_context
+    meshes = [x.sharding.mesh for x in (*ctx.avals_in, *ctx.avals_out)]
+    for mesh in (context.abstract_mesh, *meshes, jax.sharding.get_abstract_mesh()):
+        if mesh is not None and mesh.size == context.num_devices:
+            devices = np.array(context.device_assignment).reshape(mesh.axis_sizes)
+            return jax.sharding.Mesh(devices, mesh.axis_names)
     return None
 
 
@@ -257,7 +307,7 @@ def lower(
         shapes = [x.shape for x in (*operands, *ctx.avals_out)]
         found = [[_axes(x, i) for i in range(len(x.shape))] for x in (*operands, *results)]
         n = len(operands)
-        return place(rule, dict(mesh.shape), shapes, found[:n], found[n:])
+        return place(rule, dict(mesh.shape), shapes, found[:n], found[n:], avals[0].dtype.itemsize)
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         placement = placed(mesh, operands, results)
@@ -285,7 +335,8 @@ def lower(
     divided.def_partition(
         partition=partition, infer_sharding_from_operands=infer, sharding_rule=text, **_given(kinds)
     )
-    outs = mlir.lower_fun(divided, multiple_results=True)(ctx, *args)
+    with _mesh(ctx):  # custom_partitioning looks there for the names of axes, if arrays alone know them
+        outs = mlir.lower_fun(divided, multiple_results=True)(ctx, *args)
     # Jax's cache of compiled programs may leave the callback out of its key, so that says what it does.
     what = primitive.name, sorted(params.items(), key=str), avals, seen and id(seen)
     name = hashlib.sha256(repr(what).encode()).hexdigest()
