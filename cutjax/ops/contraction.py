@@ -221,7 +221,11 @@ class _Search:
         for x in labels:
             last = groups[-1][-1] if groups else None
             homes = [[i for i in range(3) if y in self.seqs[i]] for y in (last, x)]
-            near = not self.apart and homes[0] == homes[1] and all(i in self.copied or _has(self.seqs[i], (last, x)) for i in homes[1])
+            near = (
+                not self.apart
+                and homes[0] == homes[1]
+                and all(i in self.copied or _has(self.seqs[i], (last, x)) for i in homes[1])
+            )
             groups[-1:] = [(*groups[-1], x)] if last is not None and near else [*groups[-1:], (x,)]
         return tuple(groups)
 

@@ -85,9 +85,7 @@ class Dense(Product):
         of_a, of_b = ("m", "k"), ("k", "n")
         matrices = [of_a if self.layout[0] == "n" else of_a[::-1]]
         matrices += [of_b if self.layout[1] == "n" else of_b[::-1]] * len(rest)
-        own = [
-            batch_labels(x.shape[:-2], full) + matrix for x, matrix in zip((a, *rest), matrices, strict=True)
-        ]
+        own = [batch_labels(x.shape[:-2], full) + matrix for x, matrix in zip((a, *rest), matrices, strict=True)]
         return own, (*self._without_added(batch_labels(full[:-2], full), None), "m", "n")
 
     def reference(self, *arrays: jax.Array, **params: Any) -> jax.Array:
@@ -170,7 +168,6 @@ class Dense(Product):
         matrices = [lax.reshape(b, b.shape[-2:]) for b in bs]
         return Folded(self, epilogue, a, matrices, operands, lambda x: lax.reshape(x, (*rows, *x.shape[1:])))
 
-
     def _fold_added(self, epilogue: Epilogue, a: jax.Array, b: jax.Array) -> Folded | None:
         """Merges the batch axes over which matrices are added into the contracted axis."""
         count = len(self.added)
@@ -178,7 +175,14 @@ class Dense(Product):
             return None
         at = a.ndim - 2 - count
         a, b = (lax.reshape(x, (*x.shape[:at], math.prod(x.shape[at:-1]), x.shape[-1])) for x in (a, b))
-        return Folded(dataclasses.replace(self, added=()), epilogue, a, [b], [], lambda d: lax.expand_dims(d, range(at, at + count)))
+        return Folded(
+            dataclasses.replace(self, added=()),
+            epilogue,
+            a,
+            [b],
+            [],
+            lambda d: lax.expand_dims(d, range(at, at + count)),
+        )
 
 
 def _order(order: Sequence[int]) -> tuple[int, ...]:
@@ -214,7 +218,14 @@ def out_spec(a: Any, b: Any, layout: str) -> list[Any]:
 
 
 def reference(
-    a: jax.Array, b: jax.Array, *, layout: str, out_dtype: np.dtype, on_cuda: bool, precision: Canonical = None, added: Sequence[int] = ()
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    layout: str,
+    out_dtype: np.dtype,
+    on_cuda: bool,
+    precision: Canonical = None,
+    added: Sequence[int] = (),
 ) -> jax.Array:
     """Computes the product by one dot_general.
 

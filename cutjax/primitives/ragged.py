@@ -53,7 +53,6 @@ class _InGroups(Product):
                 f"{', '.join(x.str_short() for x in avals)}; call it inside jax.shard_map, or jax.reshard them"
             )
 
-
     def window(self, placement: Placement, sizes: jax.Array, m: int, groups: bool = True) -> tuple[bool, jax.Array]:
         """Returns whether they start with rows before the first, and the sizes of the groups that a device has.
 
@@ -220,8 +219,8 @@ class Depth(_InGroups):
     def labels(self, a: Any, *rest: Any) -> tuple[list[Labels], Labels]:
         b, sizes = rest
         full = self.tile(a, *rest).shape
-        own = [(*batch_labels(a.shape[:-2], full), "m", "k"), (*batch_labels(b.shape[:-2], full), "m", "n")]
-        own.append((*batch_labels(sizes.shape[:-1], full), None))
+        shapes, matrices = (a.shape[:-2], b.shape[:-2], sizes.shape[:-1]), (("m", "k"), ("m", "n"), (None,))
+        own: list[Labels] = [(*batch_labels(x, full), *y) for x, y in zip(shapes, matrices, strict=True)]
         return own, (*batch_labels(full[:-3], full), "g", "k", "n")
 
     def shard(
