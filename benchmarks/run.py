@@ -18,8 +18,7 @@ from benchmarks.ops import calls, compile_cost, fused, gemm, grouped, models, mo
 from benchmarks.suite import Run, Suite
 
 SUITES = {
-    m.SUITE.name: m.SUITE
-    for m in (gemm, fused, grouped, moe, syrk, models, programs, sharded, compile_cost, calls)
+    m.SUITE.name: m.SUITE for m in (gemm, fused, grouped, moe, syrk, models, programs, sharded, compile_cost, calls)
 }
 
 
