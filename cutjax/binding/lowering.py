@@ -23,7 +23,7 @@ from cutjax.runtime.launch import TARGET, Call
 from cutjax.runtime.settings import settings
 
 PARTITIONED = (
-    "XLA divides the program over devices here, and cannot divide a kernel: jax.shard_map over all mesh axes can"
+    "the program is divided over devices, and XLA cannot divide a kernel here: jax.shard_map over all mesh axes can"
 )
 
 
@@ -64,16 +64,12 @@ partitions: dict[core.Primitive, partition.Rules] = {}
 # The primitives that are others in disguise: (*arrays, **params) -> result(s).
 compositions: dict[core.Primitive, Callable[..., Any]] = {}
 # Another device than this process's, for ``explain``. A user context too: what is traced may depend on it.
-# What lowering is to find out, where it is not for a program that runs: a number in `_questions`. A user context, so
-# What lowering is to find out, where it is not for a program that runs: a number in `_questions`. A user context, so that
-# Whether lowering is only to say for how many devices it is. A user context, so that jit keeps no such program.
-# jit keeps no such program.
-# that jit keeps no such program.
 _asked_target = jax.make_user_context(None)
+# What lowering is to find out, where it is not for a program that runs: a number in `_questions`. A user context, so
+# that jit keeps no such program.
 _asking = jax.make_user_context(0)
-_counting_devices = jax.make_user_context(False)
-_numbers = itertools.count(1)
 _questions: dict[int, list[partition.Shard] | None] = {}  # the shards asked for; None where only devices are counted
+_numbers = itertools.count(1)
 
 
 @dataclasses.dataclass(frozen=True)
