@@ -20,6 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from cutjax import dot_precision
 from cutjax.binding.define import define
+from cutjax.binding.partition import mark_of
 from cutjax.binding.rules import batch_axis, is_linear, is_zero, match_varying
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue
@@ -162,7 +163,11 @@ def _chain(
     args = (*context, w2, *accs, *operands, *acc_dots, *operand_dots)
     present = tuple(x is not None for x in args)
     values = match_varying(*(x for x in args if x is not None))
-    return chain_p.bind(*values, chain=chain, present=present)
+    return _bind(*values, chain=chain, present=present)
+
+
+def _bind(*values: jax.Array, chain: Chain, present: tuple[bool, ...]) -> jax.Array:
+    return chain_p.bind(*values, chain=chain, present=present, mark=mark_of(chain.backend))
 
 
 class _Parts(NamedTuple):
@@ -264,13 +269,13 @@ def _batch(args: Any, dims: Any, *, chain: Chain, present: tuple[bool, ...]) -> 
     moved = batch_axis(args, dims, 0)
     whole = all(x is not False for x in (*accs, *dots[: None if grouped else n]))
     if all(batched) or (grouped and whole):
-        return chain_p.bind(*moved, chain=chain, present=present), 0
+        return _bind(*moved, chain=chain, present=present), 0
     alike = all(dot in (None, x) for x, dot in zip(operands, dots[n:], strict=True))
     if not grouped and not w2_batched and whole and alike and args[0].ndim == 2:
         tile = next(dot for dot in _parts(moved, chain, present).dots if dot is not None)
         folded = chain.product.fold(chain.hidden, tile, moved[:1], moved[1:])
         if folded is not None:
-            return folded.unfold(chain_p.bind(args[0], *folded.operands, chain=chain, present=present)), 0
+            return folded.unfold(_bind(args[0], *folded.operands, chain=chain, present=present)), 0
     return jax.vmap(functools.partial(_composed, chain=chain, present=present), dims)(*args), 0
 
 
