@@ -43,7 +43,7 @@ def emit(epilogue: Epilogue) -> str:
 
     ::
 
-        DEVICE void epilogue_element(const float (&acc)[PRODUCTS], <Carrier> x0, ..., int row, int col,
+        DEVICE void epilogue_element(const <Carrier> (&acc)[PRODUCTS], <Carrier> x0, ..., int row, int col,
                                      int batch0, ..., <Carrier>& y0, ...)
 
     with one ``x`` for each operand, one ``y`` for each output, ``row`` and ``col`` the element's place in its matrix,
@@ -95,7 +95,7 @@ def emit(epilogue: Epilogue) -> str:
         else:
             value = converted_text(names[out.node], nodes[out.node].dtype, out.dtype)
         lines.append(f"y{number} = {value};")
-    parameters = [f"const float (&acc)[{epilogue.products}]"]
+    parameters = [f"const {CARRIERS[epilogue.accumulator.name]} (&acc)[{epilogue.products}]"]
     parameters += [f"{CARRIERS[spec.dtype]} x{i}" for i, spec in enumerate(epilogue.operands)]
     parameters += ["int row", "int col", *(f"int {axis}{i}" for axis, i in places(epilogue))]
     parameters += [f"{CARRIERS[out.dtype]}& y{i}" for i, out in enumerate(epilogue.outputs)]

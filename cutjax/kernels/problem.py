@@ -20,6 +20,15 @@ from cutjax.runtime.architectures import DEFAULT
 
 BF16 = np.dtype(jnp.bfloat16)
 LAYOUTS = ("nn", "nt", "tn", "tt")
+# Ways to multiply float32: whose rate it is computed at (Device.flops), and how many products of that each takes.
+MATHS = {
+    "tf32": ("tf32", 1),
+    "tf32x3": ("tf32", 3),
+    "bf16": ("bfloat16", 1),
+    "bf16x3": ("bfloat16", 3),
+    "bf16x6": ("bfloat16", 6),
+    "bf16x9": ("bfloat16", 9),
+}
 Order = tuple[int, ...]  # an array's axes as they lie in memory, the slowest first; () is row-major
 
 
@@ -68,6 +77,7 @@ class Problem:
         what is on and below the diagonal is multiplied, so the epilogue must treat (i, j) and (j, i) alike.
       orders: how the axes of a, b and the results lie in memory, the slowest first; () is row-major. Rows of matrices
         are contiguous in any order, and reductions are row-major.
+      math: how products of the operands are computed: "", as they are, or of float32 one of `MATHS`.
     """
 
     m: int
@@ -90,6 +100,7 @@ class Problem:
     in_place: tuple[tuple[int, int], ...] = ()
     symmetric: bool = False
     orders: tuple[Order, Order, Order] = ((), (), ())
+    math: str = ""
 
     def __post_init__(self):
         for field in ("a_dtype", "b_dtype", "out_dtype"):
@@ -153,7 +164,7 @@ class Problem:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("arch", "device", "epilogue"):
             del fields[name]
-        for name, there in (("symmetric", self.symmetric), ("orders", any(self.orders))):
+        for name, there in (("symmetric", self.symmetric), ("orders", any(self.orders)), ("math", self.math)):
             if not there:  # keys made before there was such a thing are still found
                 del fields[name]
         for name in ("a_dtype", "b_dtype", "out_dtype"):
@@ -170,12 +181,13 @@ class Problem:
 
     @functools.cached_property
     def bare(self) -> Problem:
-        """The same products as they are: in float32, without an epilogue."""
-        nodes = tuple(Node("acc", (), "float32", (i,)) for i in range(self.products))
-        outputs = tuple(Output(i, "float32") for i in range(self.products))
+        """The same products as they are: in the accumulators' dtype, without an epilogue."""
+        acc = self.accumulator
+        nodes = tuple(Node("acc", (), acc.name, (i,)) for i in range(self.products))
+        outputs = tuple(Output(i, acc.name) for i in range(self.products))
         epilogue = Epilogue(self.products, (), nodes, outputs)
         orders = (*self.orders[:2], ())
-        return dataclasses.replace(self, epilogue=epilogue, out_dtype=np.dtype(np.float32), in_place=(), orders=orders)
+        return dataclasses.replace(self, epilogue=epilogue, out_dtype=acc, in_place=(), orders=orders)
 
     def on(self, device: Device) -> Problem:
         """Returns the same problem on another device."""
@@ -253,6 +265,21 @@ class Problem:
     def products(self) -> int:
         """Number of matrices b that share a, each multiplied by it."""
         return self.epilogue.products
+
+    @property
+    def accumulator(self) -> np.dtype:
+        """The dtype in which the products are added up."""
+        return np.dtype(self.epilogue.accumulator)
+
+    @property
+    def rate(self) -> str:
+        """Which of a device's rates the products are computed at."""
+        return MATHS[self.math][0] if self.math else {"uint8": "int8"}.get(self.a_dtype.name, self.a_dtype.name)
+
+    @property
+    def passes(self) -> int:
+        """How many products at that rate each product takes."""
+        return MATHS[self.math][1] if self.math else 1
 
     @functools.cached_property
     def arrays(self) -> int:
@@ -334,7 +361,7 @@ class Problem:
         return tuple(groups)
 
     def __str__(self) -> str:
-        operands = f"{short(self.a_dtype.name)} x {short(self.b_dtype.name)}"
+        operands = f"{short(self.a_dtype.name)} x {short(self.b_dtype.name)}" + (f" by {self.math}" if self.math else "")
         dtypes = f"{operands} -> {', '.join(short(out.dtype) for out in self.epilogue.outputs)}"
         batch = f" batch {'x'.join(map(str, self.batch))}" if self.batch else ""
         groups = f" in {self.groups} groups of {'rows' if self.ragged == 'm' else 'k'}" if self.groups else ""

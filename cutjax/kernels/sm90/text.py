@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cutjax.dtypes import DTYPES, short
+from cutjax.dtypes import DTYPES
 from cutjax.epilogue import emit
 from cutjax.epilogue.expression import Epilogue, Output
+from cutjax.kernels.sm90 import operands
 from cutjax.kernels.sm90.arguments import Argument
 from cutjax.kernels.sm90.staging import Staging
 from cutjax.runtime import sources
@@ -27,10 +28,17 @@ def source(kernel: Kernel) -> str:
     problem, config = kernel.multiplied, kernel.config
     a_k_major, b_k_major = problem.a.contiguous == "k", problem.bs[0].contiguous == "k"
     producer, consumer = REGISTERS[problem.ragged]
+    way, acc = kernel.way, DTYPES[problem.accumulator.name].carrier
     constants = {
         "BM": config.bm,
         "BN": config.bn,
-        "BK": config.bk,
+        "BK": config.depth(problem.a),
+        "ELEMENT_BYTES": problem.a_dtype.itemsize,
+        "PARTS": way.parts,
+        "PAIRS": len(way.pairs),
+        "PAIRS_OF_A": _packed(a for a, _ in way.pairs),
+        "PAIRS_OF_B": _packed(b for _, b in way.pairs),
+        "PROMOTED_BLOCKS": way.promoted * 64 // config.bk,
         "STAGES": config.stages,
         "CLUSTER_M": config.cluster_m,
         "CLUSTER_N": config.cluster_n,
@@ -64,13 +72,14 @@ def source(kernel: Kernel) -> str:
         constants,
         [
             "sm90/atoms.cuh",
+            f"using Acc = {acc};  // an accumulator\n",
             "common/math.cuh",
             "sm90/staging.cuh",
             *(["sm90/transposed.cuh"] if problem.symmetric or config.swap else []),
             *(["sm90/mirror.cuh"] if problem.symmetric else []),
             "common/scheduler.cuh",
             f"common/{scheduler}_scheduler.cuh",
-            wgmma(config.bn * problem.products, short(problem.a_dtype.name), a_k_major, b_k_major),
+            wgmma(config.bn * problem.products, problem.a_dtype, problem.b_dtype, a_k_major, b_k_major),
             "sm90/mainloop.cuh",
             "sm90/stream.cuh",
             _epilogue(kernel.staging, kernel.arguments, problem.ragged),
@@ -81,17 +90,28 @@ def source(kernel: Kernel) -> str:
     )
 
 
-def wgmma(n: int, dtype: str, a_k_major: bool, b_k_major: bool) -> str:
-    """Returns ``wgmma.mma_async`` of 64 x n x 16 with both operands in shared memory, accumulating in f32."""
-    count = n // 2
+def _packed(parts: Iterable[int]) -> int:
+    """Returns small numbers in two bits each, the first lowest."""
+    return sum(part << 2 * i for i, part in enumerate(parts))
+
+
+def wgmma(n: int, a: np.dtype, b: np.dtype, a_k_major: bool, b_k_major: bool) -> str:
+    """Returns ``wgmma.mma_async`` of 64 x n and 32 bytes of k, with both operands in shared memory.
+
+    It accumulates in f32, or integers in 32 bits.
+    """
+    count, k, integers = n // 2, 32 // a.itemsize, a.name in operands.INT8
     registers = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    outputs = ", ".join(f'"+{"r" if integers else "f"}"(d[{i}])' for i in range(count))
+    types = f"{'s32' if integers else 'f32'}.{operands.instruction(a)}.{operands.instruction(b)}"
+    modes = "" if integers else ", 1, 1"  # signs
+    modes += "" if operands.k_major(a) else f", {int(not a_k_major)}, {int(not b_k_major)}"
     return f"""#line 1 "wgmma (generated)"
-DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
+DEVICE void wgmma(Acc (&d)[{count}], u64 a, u64 b, int accumulate) {{
   asm volatile(
       "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
-      "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype} "
-      "{{{registers}}}, %{count}, %{count + 1}, p, 1, 1, {int(not a_k_major)}, {int(not b_k_major)};\\n}}"
+      "wgmma.mma_async.sync.aligned.m64n{n}k{k}.{types} "
+      "{{{registers}}}, %{count}, %{count + 1}, p{modes};\\n}}"
       : {outputs}
       : "l"(a), "l"(b), "r"(accumulate));
 }}
@@ -124,6 +144,7 @@ def _signature(staging: Staging, arguments: Sequence[Argument]) -> str:
     strided = any(argument.name == "d_step0" for argument in arguments)
     result = "i(d_step0, d_step1, d_step2)" if strided else "work.result"
     return f"""#define PARAMETERS {", ".join(argument.declaration for argument in arguments)}
+#define MAPS_A {{{passed("a")[2:]}}}
 #define MAPS_B {{{passed("b")[2:]}}}
 #define MAPS_D {{{", ".join(maps)}}}
 #define EXTRAS_ARGUMENTS {passed("extras")}
@@ -330,7 +351,7 @@ def _piece(staging: Staging) -> str:
         loop += _element(epilogue, full)
     return f"""#line 1 "piece (generated)"
 {function}\
-DEVICE void epilogue_piece(Extras& extras, Partials& partials, const float (&acc)[PRODUCTS][PIECE / 2], int piece,
+DEVICE void epilogue_piece(Extras& extras, Partials& partials, const Acc (&acc)[PRODUCTS][PIECE / 2], int piece,
                            int row, int column, u32 buffer, int thread) {{{above}
   {declared}
   extras.begin_piece(row, column, piece, buffer, thread);
@@ -354,7 +375,7 @@ def _element(epilogue: Epilogue, full: Sequence[str], own: str = "", out: str = 
     inside = {"row": f" + {places[0]}", "col": f" + {places[1]}", "batch": ""}
     places += [f"extras.{axis}{i}{inside[axis]}" for axis, i in emit.places(epilogue)]
     arguments = ", ".join(["value", *values, *places, *results])
-    return f"\n    const float value[PRODUCTS] = {{{accs}}};\n    epilogue_element({arguments});"
+    return f"\n    const Acc value[PRODUCTS] = {{{accs}}};\n    epilogue_element({arguments});"
 
 
 def _four(epilogue: Epilogue) -> str:
@@ -366,7 +387,7 @@ def _four(epilogue: Epilogue) -> str:
         f"Pair<Dtype::{DTYPES[spec.dtype].stored}> x{i}{'[1]' * spec.col}{'[2]' * spec.row};"
         for i, spec in enumerate(epilogue.operands)
     ]
-    fields = ["float acc[PRODUCTS][4];", *fields, *(f"int {axis}{i};" for axis, i in emit.places(epilogue))]
+    fields = ["Acc acc[PRODUCTS][4];", *fields, *(f"int {axis}{i};" for axis, i in emit.places(epilogue))]
     results = [f"{DTYPES[out.dtype].carrier} y{i}[4];" for i, out in enumerate(epilogue.outputs)]
     return f"""struct Four {{
   {" ".join(fields)}

@@ -153,10 +153,14 @@ DEVICE void wgmma_wait_group() {
 }
 
 // Accumulators may be read from here on: nothing else keeps the compiler from reading them before the wait for them.
-template <int COUNT>
-DEVICE void wgmma_done(float (&d)[COUNT]) {
+DEVICE void wgmma_done(float& d) { asm volatile("" : "+f"(d)::"memory"); }
+DEVICE void wgmma_done(int& d) { asm volatile("" : "+r"(d)::"memory"); }
+DEVICE void wgmma_done(u32& d) { asm volatile("" : "+r"(d)::"memory"); }
+
+template <typename T, int COUNT>
+DEVICE void wgmma_done(T (&d)[COUNT]) {
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 0; i < COUNT; ++i) wgmma_done(d[i]);
 }
 
 // Shared memory matrix descriptor (PTX ISA, "Matrix descriptor"): offsets in bytes; SPAN is the swizzle span in bytes.
@@ -201,20 +205,6 @@ DEVICE void st_global_v2(float* p, float x, float y) {
   asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x), "f"(y) : "memory");
 }
 
-DEVICE void st_global_v4(float* p, float x, float y, float z, float w) {
-  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
-}
-
-// Of what other blocks may have written.
-DEVICE float4 ld_global_v4(const float* p) {
-  float4 v;
-  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "l"(p)
-               : "memory");
-  return v;
-}
-
 DEVICE void st_shared_v4(u32 address, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
@@ -224,6 +214,30 @@ DEVICE void st_shared_v4(u32 address, u32 x, u32 y, u32 z, u32 w) {
 struct Bytes16 {
   u32 x, y, z, w;
 };
+
+// The bits of an accumulator, and the accumulator of some bits.
+DEVICE u32 word_of(float x) { return __float_as_uint(x); }
+DEVICE u32 word_of(int x) { return x; }
+DEVICE u32 word_of(u32 x) { return x; }
+
+template <typename T>
+DEVICE T of_word(u32 x) {
+  return static_cast<T>(x);
+}
+template <>
+DEVICE float of_word<float>(u32 x) {
+  return __uint_as_float(x);
+}
+
+// Of what other blocks may have written.
+DEVICE Bytes16 ld_global_v4(const void* p) {
+  Bytes16 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
 
 DEVICE Bytes16 ld_shared_v4(u32 address) {
   Bytes16 v;
