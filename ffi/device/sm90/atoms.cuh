@@ -230,7 +230,17 @@ DEVICE float of_word<float>(u32 x) {
 }
 
 // Of what other blocks may have written.
-DEVICE Bytes16 ld_global_v4(const void* p) {
+DEVICE float4 ld_global_v4(const float* p) {
+  float4 v;
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+template <typename Integer>
+DEVICE Bytes16 ld_global_v4(const Integer* p) {
   Bytes16 v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -280,6 +290,12 @@ DEVICE void ldmatrix_x4(u32 address, u32& r0, u32& r1, u32& r2, u32& r3) {
 DEVICE void st_global_v4(void* p, Bytes16 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+
+DEVICE void st_global_v4(float* p, float x, float y, float z, float w) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
+DEVICE void st_global_v4(void* p, u32 x, u32 y, u32 z, u32 w) { st_global_v4(p, Bytes16{x, y, z, w}); }
 
 // The first BYTES of v.
 template <int BYTES>

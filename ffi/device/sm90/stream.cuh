@@ -33,7 +33,7 @@ DEVICE bool join(Acc (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2], const Stream&
 #pragma unroll
     for (int i = 0; i < M_BLOCKS * QUADS; ++i) {
       const Acc* x = &accumulators[i / QUADS][i % QUADS * 4];
-      st_global_v4(own + i * 512, Bytes16{word_of(x[0]), word_of(x[1]), word_of(x[2]), word_of(x[3])});
+      st_global_v4(own + i * 512, x[0], x[1], x[2], x[3]);
     }
     bar_sync(barrier, 128);
     bool last = false;
@@ -51,10 +51,9 @@ DEVICE bool join(Acc (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2], const Stream&
       const Acc* other = quads(work.first + part);
 #pragma unroll
       for (int i = 0; i < M_BLOCKS * QUADS; ++i) {
-        Bytes16 x = ld_global_v4(other + i * 512);
+        auto x = ld_global_v4(other + i * 512);
         Acc* sum = &accumulators[i / QUADS][i % QUADS * 4];
-        sum[0] += of_word<Acc>(x.x), sum[1] += of_word<Acc>(x.y);
-        sum[2] += of_word<Acc>(x.z), sum[3] += of_word<Acc>(x.w);
+        sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
       }
     }
   }
