@@ -221,7 +221,7 @@ DEVICE void drain(Accumulators& accumulators, Pipeline& pipe, SharedTiles shared
   if constexpr (PROMOTED_BLOCKS == 0) {
     multiply<BLOCKS>(accumulators, pipe, shared, row, work, 0, work.k_blocks, thread, barrier, begun, issued);
   } else {
-    Accumulators sums;
+    Accumulators sums = {};  // undefined, few of them would be moved between wgmmas, which then wait for each other
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
