@@ -1,4 +1,4 @@
-"""Ways in which wgmma multiplies other operands than of 16 bits, for tests here and on a device (gpu/test_wide_gpu.py)."""
+"""Ways in which wgmma multiplies other operands than of 16 bits, for tests here and on a device."""
 
 from __future__ import annotations
 

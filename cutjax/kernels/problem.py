@@ -361,7 +361,8 @@ class Problem:
         return tuple(groups)
 
     def __str__(self) -> str:
-        operands = f"{short(self.a_dtype.name)} x {short(self.b_dtype.name)}" + (f" by {self.math}" if self.math else "")
+        operands = f"{short(self.a_dtype.name)} x {short(self.b_dtype.name)}"
+        operands += f" by {self.math}" if self.math else ""
         dtypes = f"{operands} -> {', '.join(short(out.dtype) for out in self.epilogue.outputs)}"
         batch = f" batch {'x'.join(map(str, self.batch))}" if self.batch else ""
         groups = f" in {self.groups} groups of {'rows' if self.ragged == 'm' else 'k'}" if self.groups else ""

@@ -65,6 +65,8 @@ def _configs(facts: Facts, swap: bool) -> Iterator[Config]:
     any_width = problem.bs[0].contiguous == "k"
     few = _even_widths(problem.n) if swap and any_width and problem.n <= FEW_COLUMNS else ()
     for (schedule, bm), widths in tiles.items():
+        if schedule == "pingpong" and facts.way.promoted == 1:
+            continue  # one warpgroup multiplies at a time: nothing hides that each stage's sums are added up
         widths = [bn for bn in few if bn <= widths[-1]] if few else widths
         for bk, bns, clusters in ((64, widths, CLUSTERS), (128, DEEP_TILES.get((schedule, bm), ()), CLUSTERS[:1])):
             for bn in bns:

@@ -1,4 +1,4 @@
-"""Operands as wgmma takes them: the dtypes it multiplies, parts of f32, and the copies made of arrays before a launch."""
+"""Operands as wgmma takes them: dtypes, parts of float32, and the copies made of arrays before a launch."""
 
 from __future__ import annotations
 
@@ -89,8 +89,6 @@ def reasons(problem: Problem) -> list[str]:
     of_integers = acc.name in ("int32", "uint32")
     if (a in INT8) != of_integers and (of_integers or a in INT8):
         return [f"{both} added up in {short(acc.name)}: wgmma adds up integers in 32 bits, and floats in f32"]
-    if problem.ragged == "k" and k_major(problem.a_dtype if way(problem).dtype is None else way(problem).dtype):
-        return [f"{both}{f' by {problem.math}' if problem.math else ''} with groups of k: wgmma reads both along k"]
     return []
 
 
@@ -98,7 +96,7 @@ def reasons(problem: Problem) -> list[str]:
 def as_multiplied(problem: Problem) -> Problem:
     """Returns the problem of the copies that kernels take of the arrays: parts of float32, and rows along k."""
     dtype = way(problem).dtype
-    a, b = (dtype, dtype) if dtype else (problem.a_dtype, problem.b_dtype)
+    a, b = dtype or problem.a_dtype, dtype or problem.b_dtype
     layout, (of_a, of_b, of_d) = problem.layout, problem.orders
     if k_major(a):
         layout = "nt"
@@ -148,7 +146,7 @@ class Copy:
 
 @functools.lru_cache(maxsize=1024)
 def copies(problem: Problem) -> tuple[Copy, ...]:
-    """Returns the copies of arrays; tensor maps keep the arrays' sizes, so no kernel reads what rows are padded with."""
+    """Returns the copies of arrays; tensor maps keep the arrays' sizes, so no kernel reads what pads rows."""
     p, how, found = as_multiplied(problem), way(problem), []
     b_matrices = math.prod(p.b_batch) * (p.groups if p.ragged == "m" else 1)
     arrays = [("a", p.a, problem.a, p.m, math.prod(p.a_batch))]
