@@ -20,7 +20,8 @@ from cutjax.runtime.architectures import DEFAULT
 
 BF16 = np.dtype(jnp.bfloat16)
 LAYOUTS = ("nn", "nt", "tn", "tt")
-# Ways to multiply float32: whose rate it is computed at (Device.flops), and how many products of that each takes.
+# Ways to multiply float32, and float16 added up in float16: whose rate it is computed at (Device.flops), and how many
+# products of that each takes.
 MATHS = {
     "tf32": ("tf32", 1),
     "tf32x3": ("tf32", 3),
@@ -28,6 +29,7 @@ MATHS = {
     "bf16x3": ("bfloat16", 3),
     "bf16x6": ("bfloat16", 6),
     "bf16x9": ("bfloat16", 9),
+    "f16": ("float16_f16", 1),
 }
 Order = tuple[int, ...]  # an array's axes as they lie in memory, the slowest first; () is row-major
 
@@ -77,7 +79,10 @@ class Problem:
         what is on and below the diagonal is multiplied, so the epilogue must treat (i, j) and (j, i) alike.
       orders: how the axes of a, b and the results lie in memory, the slowest first; () is row-major. Rows of matrices
         are contiguous in any order, and reductions are row-major.
-      math: how products of the operands are computed: "", as they are, or of float32 one of `MATHS`.
+      math: how products are computed. "": those of the operands as they are, exactly or by the IEEE operations of their
+        dtype, and added up in ``accumulator``. "tf32": of float32 (or complex64) rounded to TF32; "bf16": rounded to
+        bfloat16; "tf32x3", "bf16x3", "bf16x6", "bf16x9": as so many products of parts. "f16": of float16, added up in
+        float16.
     """
 
     m: int
@@ -130,6 +135,8 @@ class Problem:
         same = (self.m, self.a_dtype, self.a_batch) == (self.n, self.b_dtype, self.b_batch)
         if self.symmetric and not (same and self.layout in ("nt", "tn") and self.products == 1 and not self.ragged):
             raise ValueError(f"Problem: {self} is no product of a matrix and its transpose")
+        if self.math and self.math not in MATHS:
+            raise ValueError(f"Problem: unknown math {self.math!r}, expected one of {('', *MATHS)}")
         axes = tuple(range(len(self.batch) + 2))
         for order in self.orders:
             if order and (tuple(sorted(order)) != axes or order == axes or order[-1] < axes[-2]):
@@ -361,8 +368,9 @@ class Problem:
         return tuple(groups)
 
     def __str__(self) -> str:
-        operands = f"{short(self.a_dtype.name)} x {short(self.b_dtype.name)}"
-        operands += f" by {self.math}" if self.math else ""
+        operands = f"{short(self.a_dtype.name)} x {short(self.b_dtype.name)}" + (
+            f" by {self.math}" if self.math else ""
+        )
         dtypes = f"{operands} -> {', '.join(short(out.dtype) for out in self.epilogue.outputs)}"
         batch = f" batch {'x'.join(map(str, self.batch))}" if self.batch else ""
         groups = f" in {self.groups} groups of {'rows' if self.ragged == 'm' else 'k'}" if self.groups else ""
