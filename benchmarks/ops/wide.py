@@ -30,7 +30,7 @@ _PRESETS = lax.DotAlgorithmPreset
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How operands are multiplied.
+    """A way to multiply operands, and what XLA is told for the same.
 
     Attributes:
       operand, result, accumulator: dtypes.

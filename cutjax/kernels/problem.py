@@ -280,12 +280,12 @@ class Problem:
 
     @property
     def rate(self) -> str:
-        """Which of a device's rates the products are computed at."""
+        """The name of the rate, among a device's, at which the products are computed."""
         return MATHS[self.math][0] if self.math else {"uint8": "int8"}.get(self.a_dtype.name, self.a_dtype.name)
 
     @property
     def passes(self) -> int:
-        """How many products at that rate each product takes."""
+        """The number of products at that rate that each product takes."""
         return MATHS[self.math][1] if self.math else 1
 
     @functools.cached_property

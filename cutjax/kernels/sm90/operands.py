@@ -27,7 +27,7 @@ PAIRS = {1: ((0, 0),), 3: _THREE, 6: _SIX, 9: ((2, 2), (2, 1), (1, 2), *_SIX)}
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How wgmma multiplies operands.
+    """A way in which wgmma multiplies operands.
 
     Attributes:
       parts: matrices that an operand is the sum of.
@@ -138,7 +138,7 @@ class Copy:
 
     @property
     def note(self) -> str:
-        """What explain says of it."""
+        """The words of explain for it."""
         made = ["transposed"] * self.transposed + [f"split into {self.parts}"] * (self.parts > 1)
         made += [f"padded to rows of {self.row_bytes} bytes"] * (self.columns > 0)
         return f"{self.name} {' and '.join(made or ['rounded'])}"
