@@ -167,7 +167,7 @@ def _chosen(problem: Problem, kernel: Kernel, time_us: float, why: str, xla_us: 
 def floor_us(problem: Problem) -> float:
     """Returns the time at the device's roofline: of the multiplications, or of the bytes."""
     device = problem.device
-    multiplied = problem.flops * problem.passes / device.peak(problem.rate)
+    multiplied = problem.flops / device.peak(problem.a_dtype, problem.math)
     return 1e6 * max(multiplied, problem.bytes / device.bytes_per_second)
 
 

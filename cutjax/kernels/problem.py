@@ -278,16 +278,6 @@ class Problem:
         """The dtype in which the products are added up."""
         return np.dtype(self.epilogue.accumulator)
 
-    @property
-    def rate(self) -> str:
-        """The name of the rate, among a device's, at which the products are computed."""
-        return MATHS[self.math][0] if self.math else {"uint8": "int8"}.get(self.a_dtype.name, self.a_dtype.name)
-
-    @property
-    def passes(self) -> int:
-        """The number of products at that rate that each product takes."""
-        return MATHS[self.math][1] if self.math else 1
-
     @functools.cached_property
     def arrays(self) -> int:
         """Number of arrays before the epilogue's operands: those that are multiplied, and the sizes of groups."""

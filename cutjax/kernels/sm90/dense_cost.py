@@ -233,7 +233,7 @@ def features(kernel: Kernel, device: Device) -> Features:
     result_row = kernel.problem.n * itemsize
     copied = copies(kernel.asked)
     return Features(
-        ideal=1e6 * p.flops * kernel.problem.passes / device.peak(kernel.problem.rate),
+        ideal=1e6 * p.flops / device.peak(kernel.problem.a_dtype, kernel.problem.math),
         flop_us=flop_us(kernel, device),
         speed=device.bytes_per_second / FITTED_ON.bytes_per_second,
         sms=device.sms,
@@ -278,7 +278,8 @@ def flop_us(kernel: Kernel, device: Device) -> float:
 
     A stage has so many bytes of k, whatever the dtype, which multiply in about the same time.
     """
-    return device.peak(kernel.problem.rate) / device.sms / 1e6 * kernel.multiplied.a_dtype.itemsize / 2
+    peak = device.peak(kernel.problem.a_dtype, kernel.problem.math) * len(kernel.way.pairs)
+    return peak / device.sms / 1e6 * kernel.multiplied.a_dtype.itemsize / 2
 
 
 def _instructions(kernel: Kernel) -> float:
@@ -383,7 +384,7 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
     rows = [p.k if p.a.contiguous == "k" else p.m, p.k if p.bs[0].contiguous == "k" else p.n]
     odd = p.n * p.a_dtype.itemsize % 16 != 0
     unaligned = bool(f.copies or odd)
-    flop_us, byte_us = 1e6 * p.flops / device.peak(p.rate), 1e6 * p.bytes / device.bytes_per_second
+    flop_us, byte_us = 1e6 * p.flops / device.peak(p.a_dtype), 1e6 * p.bytes / device.bytes_per_second
     multiplies = flop_us / (flop_us + byte_us)
     tiles = math.ceil(p.m / 128) * math.ceil(p.n / 128) * p.batch_size
     few, deep = max(0.0, math.log2(device.sms / tiles)), max(0.0, math.log2(p.k / 4096))
