@@ -14,11 +14,12 @@ from collections.abc import Sequence
 import jax
 
 from benchmarks import measure, report, tables, timing
-from benchmarks.ops import calls, compile_cost, fused, gemm, grouped, models, moe, programs, sharded, syrk
+from benchmarks.ops import calls, compile_cost, fused, gemm, grouped, models, moe, programs, sharded, syrk, wide
 from benchmarks.suite import Run, Suite
 
 SUITES = {
-    m.SUITE.name: m.SUITE for m in (gemm, fused, grouped, moe, syrk, models, programs, sharded, compile_cost, calls)
+    m.SUITE.name: m.SUITE
+    for m in (gemm, wide, fused, grouped, moe, syrk, models, programs, sharded, compile_cost, calls)
 }
 
 

@@ -23,7 +23,8 @@ class Config:
 
     Attributes:
       bm, bn, bk: tile of the result, and depth of one stage, in elements. bm is 64, 128 or 256; bn a multiple of
-        8 up to 256, of 16 where b's rows are contiguous along it; bk 64 or 128.
+        8 up to 256, of 16 where b's rows are contiguous along it; bk 64 or 128, counted in elements of 16 bits: of
+        others as many as take as many bytes.
       stages: tiles of a and b kept in flight in shared memory.
       cluster_m, cluster_n: CTAs of a cluster along m and n, which multicast what they share; their product is 1 or 2.
       schedule: "coop" (two warpgroups split each tile; one when bm is 64) or "pingpong" (two warpgroups take
@@ -136,13 +137,19 @@ class Config:
         owners = (owners for owners in (8, 4, 2) if owners <= self.cluster_k and self.bn % (least * owners) == 0)
         return self.bn // next(owners, 1)
 
+    def depth(self, operand: Operand) -> int:
+        """Returns the elements of k in a stage."""
+        return 2 * self.bk // operand.dtype.itemsize
+
     def chunk(self, b: Operand, products: int = 1) -> int:
         """Returns the elements of a row of b's tile in shared memory, which its swizzle spans.
 
         Where b's rows in memory lie along bn, chunks narrower than 64 have bank conflicts, so that of one product the
         last may be wider than the tile, where it loads a third more at most.
         """
-        if b.contiguous == "k" or self.bn % 64 == 0 or (products == 1 and 3 * (-self.bn % 64) <= self.bn):
+        if b.contiguous == "k":
+            return 128 // b.dtype.itemsize
+        if self.bn % 64 == 0 or (products == 1 and 3 * (-self.bn % 64) <= self.bn):
             return 64
         return 32 if self.bn % 32 == 0 else 16
 
@@ -154,7 +161,9 @@ class Config:
         """Returns the name of the kernel wherever it is seen: HLO, profiler, explain, benchmark rows."""
         if self.splits > 1:
             problem = problem.bare
-        dtypes = short(problem.a_dtype.name)
+        dtypes = short(problem.a_dtype.name) + problem.math
+        if problem.b_dtype != problem.a_dtype:
+            dtypes += f"x{short(problem.b_dtype.name)}"
         if problem.plain and problem.out_dtype != problem.a_dtype:
             dtypes += short(problem.out_dtype.name)
         tile = f"{self.bm}x{self.bn}x{self.bk}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}_{self.schedule}"
