@@ -93,10 +93,10 @@ class Ring:
         return lax.axis_index(self.axis).astype(np.int32)
 
 
-def ring_of(axis_name: Any, route: str, where: str) -> Ring:
+def ring_of(axis_name: Any, route: str, where: str, argument: str = "axis_name") -> Ring:
     """Returns the ring of a mesh axis; raises an error that says what came."""
     if not isinstance(axis_name, str):
-        raise TypeError(f"{where}: axis_name must be the name of one mesh axis, got {axis_name!r}")
+        raise TypeError(f"{where}: {argument} must be the name of one mesh axis, got {axis_name!r}")
     if route not in ROUTES:
         raise ValueError(f"{where}: unknown route {route!r}, expected one of {ROUTES}")
     try:
