@@ -79,7 +79,7 @@ def all_gather_gemm(
 
     Example:
       >>> import cutjax, functools, jax, jax.numpy as jnp
-      >>> mesh = jax.make_mesh((1,), ("model",))
+      >>> mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> rows, columns = jax.P("model", None), jax.P(None, "model")
       >>> f = functools.partial(cutjax.all_gather_gemm, axis_name="model", epilogue=jax.nn.gelu)
       >>> f = jax.shard_map(f, mesh=mesh, in_specs=(rows, columns), out_specs=columns)
@@ -152,7 +152,7 @@ def gemm_reduce_scatter(
 
     Example:
       >>> import cutjax, functools, jax, jax.numpy as jnp
-      >>> mesh = jax.make_mesh((1,), ("model",))
+      >>> mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> f = functools.partial(cutjax.gemm_reduce_scatter, axis_name="model")
       >>> specs = jax.P(None, "model"), jax.P("model", None)
       >>> f = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=jax.P("model", None))

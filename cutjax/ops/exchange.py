@@ -143,7 +143,7 @@ def ragged_exchange(x: jax.Array, count: int, slices: Slices, axis: str) -> jax.
         x,
         *slices,
         cuda=functools.partial(_ragged, count=count, axis=axis),
-        default=functools.partial(_bounded, count=count, axis=axis),
+        default=jax.checkpoint(functools.partial(_bounded, count=count, axis=axis)),  # its masks are not kept
     )
 
 
