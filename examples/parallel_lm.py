@@ -129,6 +129,8 @@ def train(setup: Setup, mesh: jax.sharding.Mesh, fsdp: bool, text: np.ndarray) -
             tokens = jax.make_array_from_callback(batch.shape, divided, lambda at, batch=batch: batch[at])
             params, state, cross_entropy = step(params, state, tokens)
             losses.append(cross_entropy)
+            if jax.default_backend() == "cpu":  # steps that wait for each other would take all threads of its devices
+                cross_entropy.block_until_ready()
         return [float(x) for x in losses]
 
 
