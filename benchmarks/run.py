@@ -17,7 +17,9 @@ from benchmarks import measure, report, tables, timing
 from benchmarks.ops import calls, collective, compile_cost, fused, gemm, grouped, models, moe, programs, syrk
 from benchmarks.suite import Run, Suite
 
-SUITES = {m.SUITE.name: m.SUITE for m in (gemm, fused, grouped, moe, syrk, models, programs, collective, compile_cost, calls)}
+SUITES = {
+    m.SUITE.name: m.SUITE for m in (gemm, fused, grouped, moe, syrk, models, programs, collective, compile_cost, calls)
+}
 
 
 def run_suite(suite: Suite, args: argparse.Namespace) -> int:

@@ -70,7 +70,12 @@ def mlp_us(rate: Rates, tokens: int, k: int, h: int, devices: int) -> dict[str, 
     scatter = rate.sending_us(4 * share * (devices - 1), devices, devices - 1)
     last = scatter / max(1, devices - 1)
     overlapped = max(products, gather + scatter - last) + last
-    return {"products": products, "transfers": gather + scatter, "apart": products + gather + scatter, "overlapped": overlapped}
+    return {
+        "products": products,
+        "transfers": gather + scatter,
+        "apart": products + gather + scatter,
+        "overlapped": overlapped,
+    }
 
 
 def data_us(rate: Rates, parameters: int, tokens: int, devices: int) -> dict[str, float]:
@@ -91,7 +96,10 @@ def moe_us(rate: Rates, sizes: Sizes) -> dict[str, float]:
 
 def lines(rate: Rates) -> list[str]:
     """Returns the tables, in Markdown."""
-    found = [f"{rate.tflops:.0f} TFLOP/s, {rate.link:.0f} GB/s in a host, {rate.network:.0f} between, {rate.latency_us:.0f} us"]
+    found = [
+        f"{rate.tflops:.0f} TFLOP/s, {rate.link:.0f} GB/s in a host, {rate.network:.0f} between hosts, "
+        f"{rate.latency_us:.0f} us"
+    ]
 
     def table(title: str, columns: Mapping[int, Mapping[str, float]], notes: Mapping[int, str]) -> None:
         names = list(columns[DEVICES[0]])
@@ -100,12 +108,14 @@ def lines(rate: Rates) -> list[str]:
             found.append(f"| {devices} | {' | '.join(f'{us:.0f}' for us in row.values())} | {notes[devices]} |")
 
     mlp = {n: mlp_us(rate, 8192 * n // HOST, 8192, 28672, n) for n in DEVICES}
-    hidden = {
-        n: f"{1 - (row['overlapped'] - row['products']) / row['transfers']:.0%} hidden" for n, row in mlp.items()
-    }
+    hidden = {n: f"{1 - (row['overlapped'] - row['products']) / row['transfers']:.0%} hidden" for n, row in mlp.items()}
     table("MLP of Llama 70B, 1024 tokens a device", mlp, hidden)
     data = {n: data_us(rate, 3 * 8192 * 28672, 8192, n) for n in DEVICES}
-    table("data parallel, 8192 tokens a device", data, {n: f"{row['products'] / row['overlapped']:.0%}" for n, row in data.items()})
+    table(
+        "data parallel, 8192 tokens a device",
+        data,
+        {n: f"{row['products'] / row['overlapped']:.0%}" for n, row in data.items()},
+    )
     experts = {n: Sizes(8192, 8, n, 7168, 2048, 7168) for n in DEVICES}
     moe = {n: moe_us(rate, sizes) for n, sizes in experts.items()}
     table("DeepSeek-V3's experts, 8192 tokens a device", moe, {n: sizes.form() for n, sizes in experts.items()})

@@ -87,7 +87,9 @@ def spec_of(path: Any, x: Any, mesh: jax.sharding.Mesh, fsdp: bool) -> P:
     axes = next((axes for name, axes in rules.items() if name in names), ())
     if len(axes) != x.ndim:
         return P()
-    return P(*(axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in zip(axes, x.shape, strict=True)))
+    return P(
+        *(axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in zip(axes, x.shape, strict=True))
+    )
 
 
 def shardings(tree: Any, mesh: jax.sharding.Mesh, fsdp: bool) -> Any:

@@ -93,7 +93,14 @@ def fused(acc, up, bias, scale, rest):
 @pytest.mark.parametrize("save", ["default", "recompute"])
 def test_epilogue(save):
     """Two products, operands by row, column, element; a reduction along columns, which are divided."""
-    args = normal(0, (M, K)), scaled(1, (K, N)), scaled(2, (K, N)), normal(3, (N,)), normal(4, (M, 1)), normal(5, (M, N))
+    args = (
+        normal(0, (M, K)),
+        scaled(1, (K, N)),
+        scaled(2, (K, N)),
+        normal(3, (N,)),
+        normal(4, (M, 1)),
+        normal(5, (M, N)),
+    )
 
     def local(x, w, u, *operands):
         y, total = gather(epilogue=fused, operands=operands, save=save)(x, (w, u))
@@ -234,7 +241,9 @@ def test_errors():
             jax.jit(over(f, specs, COLUMNS)).trace(*args)
 
     fails(ValueError, "axis 'j' is not bound", functools.partial(cutjax.all_gather_gemm, axis_name="j"), X, W)
-    fails(TypeError, "the name of one mesh axis, got", functools.partial(cutjax.all_gather_gemm, axis_name=("i",)), X, W)
+    fails(
+        TypeError, "the name of one mesh axis, got", functools.partial(cutjax.all_gather_gemm, axis_name=("i",)), X, W
+    )
     fails(ValueError, "unknown route 'both'", gather(route="both"), X, W)
     fails(ValueError, "unknown layout 'nx'", gather(layout="nx"), X, W)
     fails(ValueError, "contracting dimensions differ", gather(), X, V)

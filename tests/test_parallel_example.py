@@ -72,7 +72,17 @@ def test_two_processes(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, str(EXAMPLES / "parallel_lm.py"), "--data", "2", "--model", "2", "--virtual", "2", *SIZES]
+    command = [
+        sys.executable,
+        str(EXAMPLES / "parallel_lm.py"),
+        "--data",
+        "2",
+        "--model",
+        "2",
+        "--virtual",
+        "2",
+        *SIZES,
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES.parent), environment.get("PYTHONPATH", "")])
     processes = [

@@ -34,7 +34,9 @@ def test_the_grid_is_that_of_so_many_sms(compile_nothing):
 def test_the_predicted_time_is_that_of_fewer_sms():
     """Half of them take twice as long; some that the last wave leaves idle cost nothing."""
     config = cutjax.Config(128, 256)
-    times = [sm90.resolved(SQUARE, dataclasses.replace(config, sms=n)).time_us(SQUARE.device) for n in (0, 132, 128, 66)]
+    times = [
+        sm90.resolved(SQUARE, dataclasses.replace(config, sms=n)).time_us(SQUARE.device) for n in (0, 132, 128, 66)
+    ]
     assert times[0] == times[1]
     assert times[2] == pytest.approx(times[0], rel=0.02)  # 512 tiles are four waves of either
     assert 1.6 < times[3] / times[0] < 2.2

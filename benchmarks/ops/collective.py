@@ -247,7 +247,9 @@ def _compared(case: Case, row: Row, medians: Mapping[str, float], samples: list[
         figures["hidden"] = 1 - (medians[name] - medians["alone"]) / (medians["apart"] - medians["alone"])
     base = next(iter(medians))
     ratios = {} if name in (base, "alone") else {base: medians[base] / medians[name]}
-    targets = {peer: least for peer, least in case.targets.items() if peer in ratios and name in ("overlapped", "exchange")}
+    targets = {
+        peer: least for peer, least in case.targets.items() if peer in ratios and name in ("overlapped", "exchange")
+    }
     more = {"iqr_us": float(high - low), "ratios": ratios, "targets": targets, "figures": figures}
     return dataclasses.replace(row, us=medians[name], **more)
 
@@ -274,7 +276,14 @@ def link(case: str, kind: str, count: int, mesh: jax.sharding.Mesh) -> Row:
     samples = times({kind: Running(f.lower(x).compile(), (x,))})[kind]
     us, (low, high) = float(np.median(samples)), np.percentile(samples, (25, 75))
     rate = 2 * sent / us / 1e3
-    return Row(case, f"{kind} {2 * sent} bytes", us=us, iqr_us=float(high - low), gb_per_s=rate, figures={"sent": 2 * sent, "devices": n})
+    return Row(
+        case,
+        f"{kind} {2 * sent} bytes",
+        us=us,
+        iqr_us=float(high - low),
+        gb_per_s=rate,
+        figures={"sent": 2 * sent, "devices": n},
+    )
 
 
 SUITE = Suite(

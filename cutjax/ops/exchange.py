@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -57,45 +57,60 @@ class Sizes:
         return {"exchange": self.exchange(), "gather": self.gather()}
 
 
-Experts = Callable[[jax.Array, Routing], jax.Array]  # (rows sorted by expert, their routing) -> their results
+Experts = Callable[..., jax.Array]  # (rows sorted by expert, their routing) -> their results
 
 
-def exchanged(x: jax.Array, routing: Routing, experts: Experts, axis: str, room: float) -> jax.Array:
+def exchanged(parts: Sequence[tuple[jax.Array, Routing]], experts: Experts, axis: str, room: float) -> list[jax.Array]:
     """Computes the sum over each token's experts, each by the device that has it.
 
-    A device receives rows in rounds, each of as many as it has room for. One is enough where the load is nearly even;
-    the others run only while a row is left, so no token is dropped, whatever the load is.
+    A device receives as many rows of a part as it has room for. Where the load is nearly even these are all. Where any
+    device is to receive more, all of them take the rows in rounds, so no token is dropped, whatever the load is; then
+    the backward pass makes everything again, or each round would keep what it needs.
 
     Args:
-      x: ``[tokens, d]``, this device's tokens.
-      routing: theirs, to the experts of all devices.
+      parts: tokens ``[tokens, d]`` of this device, and their routing to the experts of all devices. Each part's rows
+        travel beside another's products.
       experts: what this device computes of rows of its experts: zeros for those of none.
       axis: the mesh axis over which tokens and experts are divided.
       room: how many rows a device receives at once, in multiples of those that it sends.
     """
-    devices = lax.axis_size(axis)
-    pairs, groups = routing.permutation.shape[0], routing.group_sizes.shape[0] // devices
-    most = devices * pairs // routing.indices.shape[-1] * min(routing.indices.shape[-1], groups)  # that one may receive
-    count = max(1, min(most, math.ceil(room * pairs)))
-    me = lax.axis_index(axis)
-    # A sum of which each device has a row: unlike all_gather's result it is known to be equal on all.
-    mine = jnp.where((jnp.arange(devices, dtype=jnp.int32) == me)[:, None], routing.group_sizes, 0)
-    sizes = lax.psum(mine, axis).reshape(devices, devices, groups)  # [source, device, expert]
-    rows, weights = checkpoint_name(routing.dispatch(x), ROWS), routing.row_weights()
-    one = functools.partial(_round, sizes=sizes, experts=experts, axis=axis, count=count)
-    out = one(rows, weights, 0)
-    rounds = -(-most // count)
-    if rounds > 1:
-        load = sizes.sum((0, 2), dtype=jnp.int32).max()
+    devices, me = lax.axis_size(axis), lax.axis_index(axis)
+    sizes, sent, counts, rounds = [], [], [], []
+    for x, routing in parts:
+        pairs, k = routing.permutation.shape[0], routing.indices.shape[-1]
+        groups = routing.group_sizes.shape[0] // devices
+        most = devices * pairs // k * min(k, groups)  # that one device may receive
+        counts.append(max(1, min(most, math.ceil(room * pairs))))
+        rounds.append(-(-most // counts[-1]))
+        # A sum of which each device has a row: unlike all_gather's result it is known to be equal on all.
+        mine = jnp.where((jnp.arange(devices, dtype=jnp.int32) == me)[:, None], routing.group_sizes, 0)
+        sizes.append(lax.psum(mine, axis).reshape(devices, devices, groups))  # [source, device, expert]
+        sent.append((checkpoint_name(routing.dispatch(x), ROWS), routing.row_weights()))
+    one = [
+        functools.partial(_round, sizes=size, experts=experts, axis=axis, count=count)
+        for size, count in zip(sizes, counts, strict=True)
+    ]
 
-        @functools.partial(jax.checkpoint, prevent_cse=False)  # or each round would keep what its backward pass needs
-        def more(out: jax.Array, rows: jax.Array, weights: jax.Array, i: jax.Array) -> jax.Array:
-            left = lambda out, *args: out + one(*args, i)  # noqa: E731
-            return lax.cond(load > i * count, left, lambda out, *_: out, out, rows, weights)
+    def first(sent: Any) -> list[jax.Array]:
+        return [run(rows, weights, 0) for run, (rows, weights) in zip(one, sent, strict=True)]
 
-        numbers = jnp.arange(1, rounds, dtype=jnp.int32)
-        out = lax.scan(lambda out, i: (more(out, rows, weights, i), None), out, numbers)[0]
-    return routing.combine(out)
+    def every(sent: Any) -> list[jax.Array]:
+        outs = []
+        for run, (rows, weights), out, number in zip(one, sent, first(sent), rounds, strict=True):
+
+            def add(out: jax.Array, i: jax.Array, run: Any = run, more: Any = (rows, weights)) -> Any:
+                return out + run(*more, i), None
+
+            numbers = jnp.arange(1, number, dtype=jnp.int32)
+            outs.append(lax.scan(jax.checkpoint(add, prevent_cse=False), out, numbers)[0])
+        return outs
+
+    if max(rounds) == 1:
+        outs = first(sent)
+    else:
+        loads = [size.sum((0, 2), dtype=jnp.int32).max() <= count for size, count in zip(sizes, counts, strict=True)]
+        outs = lax.cond(functools.reduce(jnp.logical_and, loads), first, jax.checkpoint(every), sent)
+    return [routing.combine(out) for (_, routing), out in zip(parts, outs, strict=True)]
 
 
 def _round(
@@ -138,10 +153,10 @@ def ragged_exchange(x: jax.Array, count: int, slices: Slices, axis: str) -> jax.
         rows come from there, as ``jax.lax.ragged_all_to_all`` has them.
       axis: the mesh axis.
     """
-    x, *slices = match_varying(x, *slices)
+    x, *args = match_varying(x, *slices)
     return lax.platform_dependent(
         x,
-        *slices,
+        *args,
         cuda=functools.partial(_ragged, count=count, axis=axis),
         default=jax.checkpoint(functools.partial(_bounded, count=count, axis=axis)),  # its masks are not kept
     )

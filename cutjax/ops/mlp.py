@@ -60,9 +60,9 @@ def mlp(
     gradient of b1, run in the epilogue of the product with w2 transposed, so the gradient of what lies between the
     products is never written. Differentiable in both modes and any number of times, and batchable.
 
-    With an ``axis_name``, in ``jax.shard_map``, the layer is divided over the devices of that mesh axis: rows of x and of
-    the result, and what lies between the products. Rows are gathered as in ``cutjax.all_gather_gemm`` and added up as in
-    ``cutjax.gemm_reduce_scatter``, beside the products, and those between never leave their device.
+    With an ``axis_name``, in ``jax.shard_map``, the layer is divided over the devices of that mesh axis: rows of x and
+    of the result, and columns of what lies between. Rows are gathered as in ``cutjax.all_gather_gemm`` and added up as
+    in ``cutjax.gemm_reduce_scatter``, beside the products, and what lies between is never put together.
 
     Args:
       x: ``[..., m, k]``.

@@ -77,8 +77,8 @@ def moe(
         every device has all tokens and computes its part of their sums; "auto" is the one predicted to be faster.
       parts: in how many parts tokens are exchanged, so that one's rows travel beside another's products. The parts of
         the weights' gradients are added up.
-      room: how many rows a device receives at once when they are exchanged, in multiples of those it sends. More of them
-        come in further rounds, which run only where there are any, and which keep nothing for the backward pass.
+      room: how many rows a device receives at once when they are exchanged, in multiples of those it sends. More come
+        in further rounds, where any device has them to receive; the backward pass then computes the layer again.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
       save: what is kept for the backward pass, besides the gathered rows, named "cutjax_rows" for ``jax.checkpoint``
         policies: see ``cutjax.mlp``.
@@ -123,9 +123,7 @@ def moe(
         """Computes what the experts that are here make of rows sorted by expert."""
         scale = routing.row_weights()
         sizes = routing.group_sizes
-        return grouped_mlp(
-            rows, up, down, sizes, gate=gate, row_scale=scale, group_offset=group_offset, **params
-        )
+        return grouped_mlp(rows, up, down, sizes, gate=gate, row_scale=scale, group_offset=group_offset, **params)
 
     def layer(x: jax.Array, logits: jax.Array, bias: Any, group_offset: Any = group_offset) -> jax.Array:
         routing = route(logits, bias=bias)
@@ -145,12 +143,12 @@ def moe(
             run = functools.partial(layer, group_offset=offset)
             out = everywhere(x, logits, bias[0] if bias else None, run, expert_axis)
         else:
-            outs = []
+            found = []
             for part in _slices(count, parts):
                 routing = route(logits[part], bias=bias[0][part] if bias else None)
                 tokens, weights, *_ = match_varying(x[part], routing.weights, gate, up, down)
-                routing = routing._replace(weights=weights)
-                outs.append(exchanged(tokens, routing, local, expert_axis, room))
+                found.append((tokens, routing._replace(weights=weights)))
+            outs = exchanged(found, local, expert_axis, room)
             out = jnp.concatenate(outs)
     return out.reshape(*shape, out.shape[-1])
 

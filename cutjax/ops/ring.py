@@ -1,6 +1,6 @@
 """Movement of rows among the devices of a mesh axis, a device's share at a time, so that products run beside it.
 
-Chunks are in the order of the ring: the first is of this device, the others of those at growing distances on both sides.
+Chunks are in the order of the ring: the first is of this device, the others of those at growing distances, both ways.
 """
 
 from __future__ import annotations
@@ -234,9 +234,7 @@ def _wide_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, An
     return out, functools.reduce(lax.add, terms) if terms else zero_tangent(out)
 
 
-def _wide_transpose(
-    g: Any, x: Any, w: Any, *, product: Product, precision: Any, backend: str, **_: Any
-) -> list[Any]:
+def _wide_transpose(g: Any, x: Any, w: Any, *, product: Product, precision: Any, backend: str, **_: Any) -> list[Any]:
     if is_zero(g):
         return [None, None]
     i, to, other = (0, x.aval, w) if is_linear(x) else (1, w.aval, x.astype(w.aval.dtype))

@@ -160,7 +160,7 @@ def tangent_of_second(
     acc_dots: Any,
     operand_dots: Any,
 ) -> jax.Array | None:
-    """Returns h' @ w2, of the accumulators that were kept; ``shape`` is h's. None is zero, here as among the tangents."""
+    """Returns h' @ w2, of the accumulators that were kept, for an h of that shape; None is zero, as among tangents."""
     product, arithmetic = chain.product, chain.arithmetic(w2.dtype)
     if any(derivative.moving(acc_dots)):
         dots = [dot if dot is None else product.whole(dot, context, shape, arithmetic) for dot in operand_dots]

@@ -102,7 +102,9 @@ class Config:
         if self.sms < 0:
             reasons.append(f"sms={self.sms}: a kernel runs on at least one SM; 0 is all of them")
         if self.sms and self.cluster_k != 1:
-            reasons.append(f"sms={self.sms} with cluster_k={self.cluster_k}: each cluster has one tile, and is launched")
+            reasons.append(
+                f"sms={self.sms} with cluster_k={self.cluster_k}: each cluster has one tile, and is launched"
+            )
         if not reasons and self.accumulator_registers > MAX_ACCUMULATORS:
             reasons.append(
                 f"{self.bm}x{self.bn} {self.schedule} needs {self.accumulator_registers} accumulator registers, "
