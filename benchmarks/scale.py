@@ -24,7 +24,7 @@ DEVICES = (8, 16, 32, 64, 128, 256, 512)
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What a device does in a second.
+    """The rates of a device.
 
     Attributes:
       tflops: of the products of a layer, without transfers.

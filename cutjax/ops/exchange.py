@@ -27,7 +27,7 @@ ROOM = 2.0  # even shares of rows that a device receives at once
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the choice of a form depends on: tokens of a device, experts of a token, devices, widths of the matrices."""
+    """Sizes that the choice of a form depends on: tokens of a device, experts of a token, devices, widths."""
 
     tokens: int
     k: int
