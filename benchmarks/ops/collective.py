@@ -291,5 +291,8 @@ SUITE = Suite(
     CASES,
     measure=measure_case,
     clocks=("host",),
-    environment={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"},
+    environment={
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
+        "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true",
+    },
 )
