@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import close, normal, same, scaled
+from checks import close, normal, scaled
 
 import cutjax
 from cutjax.ops.exchange import Sizes
@@ -57,12 +57,6 @@ def expected(name):
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_no_token_is_dropped(name, how):
     close(compiled(*how)(X, ROUTINGS[name], *WEIGHTS), expected(name), 1e-5)  # sums in another order
-
-
-def test_results_do_not_depend_on_the_rounds():
-    """The same rows in the same products: bit for bit."""
-    args = X, ROUTINGS["all to the last device"], *WEIGHTS
-    same(compiled("exchange", 0.5, 1)(*args)[0], compiled("exchange", 2.0, 2)(*args)[0])
 
 
 def test_options():
