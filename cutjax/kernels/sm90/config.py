@@ -40,6 +40,8 @@ class Config:
         with "coop" alone, and without another cluster.
       splits: equal ranges of k blocks that are products of their own, in f32, as along a batch axis. XLA adds them up,
         in order, and computes the epilogue. At most 128.
+      sms: on how many SMs the kernel runs at most, and leaves the others to what runs beside it, such as transfers
+        between devices; 0 is all of them.
 
     Raises:
       ValueError: a field is outside its range, or the accumulators do not fit the registers; lists every reason.
@@ -57,6 +59,7 @@ class Config:
     stream_k: bool = False
     cluster_k: int = 1
     splits: int = 1
+    sms: int = 0
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -97,6 +100,12 @@ class Config:
             reasons.append(f"stream_k with cluster_k={self.cluster_k}, splits={self.splits}: k is divided in one way")
         if not 1 <= self.splits <= 128:
             reasons.append(f"splits={self.splits}: XLA adds up 1 to 128 parts")
+        if self.sms < 0:
+            reasons.append(f"sms={self.sms}: a kernel runs on at least one SM; 0 is all of them")
+        if self.sms and self.cluster_k != 1:
+            reasons.append(
+                f"sms={self.sms} with cluster_k={self.cluster_k}: each cluster has one tile, and is launched"
+            )
         if not reasons and self.accumulator_registers > MAX_ACCUMULATORS:
             reasons.append(
                 f"{self.bm}x{self.bn} {self.schedule} needs {self.accumulator_registers} accumulator registers, "

@@ -309,7 +309,7 @@ class Kernel:
 
     def time_us(self, device: Device) -> float:
         """Returns the predicted time of one launch."""
-        return cost.predict(self, device)
+        return cost.predict(self, device.with_sms(min(self.config.sms or device.sms, device.sms)))
 
     def xla_us(self, device: Device) -> float | None:
         """Returns the time that XLA's own product may take, if this is the kernel predicted fastest."""
@@ -356,10 +356,11 @@ class Kernel:
 
     def _launch(self, cubin: bytes) -> Launch:
         config = self.config
+        blocks = self.tiles * config.splits * config.cluster
         return Launch(
             kernel=self.name,
             cubin=cubin,
-            grid=(self._blocks if config.stream_k else self.tiles * config.splits * config.cluster, 1, 1),
+            grid=(self._blocks if config.stream_k else min(blocks, self._blocks) if config.sms else blocks, 1, 1),
             block=(128 * (1 + config.consumers), 1, 1),
             cluster=(config.cluster, 1, 1),
             shared_bytes=self.shared_bytes,
@@ -369,8 +370,10 @@ class Kernel:
 
     @property
     def _blocks(self) -> int:
-        """Thread blocks in flight, in whole clusters."""
-        return self.problem.device.sms * self.blocks_per_sm // self.config.cluster * self.config.cluster
+        """Thread blocks in flight, in whole clusters, one at least."""
+        config, sms = self.config, self.problem.device.sms
+        clusters = min(config.sms or sms, sms) * self.blocks_per_sm // config.cluster
+        return max(1, clusters) * config.cluster
 
     def _stream(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Returns what tiles in parts take: two of them for each block in flight, and a ticket for each warpgroup."""
