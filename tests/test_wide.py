@@ -39,7 +39,8 @@ def test_a_kernel_serves(kind, layout):
     assert choose.choose(problem(kind, 64, 48, 40, layout, batch=(3,), a_batch=(3,), b_batch=(1,))).served
     rows = problem(kind, 4096, 512, 512, "n" + layout[1], groups=8, ragged="m")
     assert choose.choose(rows).served
-    assert choose.choose(problem(kind, 512, 512, 4096, "tn", groups=8, ragged="k")).served
+    found = sm90.reasons(problem(kind, 512, 512, 4096, "tn", groups=8, ragged="k"))
+    assert not found if "bf16" in kind else "groups begin anywhere along rows of k" in found[0]
 
 
 @pytest.mark.parametrize(
@@ -222,8 +223,7 @@ def test_kernels_with_epilogues_compile_lean():
     for kind in ("tf32", "bf16x6", "e4m3"):
         asked = fused(kind, 512, 512, 512, lambda acc, r: jax.nn.gelu(acc + r).astype(jnp.bfloat16), row)
         check_lean(asked, [Config(128, 128)], 40 << 10)
-    for kind in ("bf16x6", "tf32", "s8"):
-        check_lean(problem(kind, 512, 512, 4096, "tn", groups=8, ragged="k"), [Config(128, 128)], 48 << 10)
+    check_lean(problem("bf16x6", 512, 512, 4096, "tn", groups=8, ragged="k"), [Config(128, 128)], 48 << 10)
     check_lean(problem("bf16x3", 512, 512, 512, "nt", symmetric=True), [Config(128, 128)], 40 << 10)
 
 

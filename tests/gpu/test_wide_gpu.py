@@ -136,7 +136,7 @@ def test_exact_groups_of_rows(kind, layout, gpus):
     assert np.array_equal(out, ref), problems.mismatch(out, ref)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["bf16", "bf16x3", "bf16x6", "bf16x9"])  # what TMA can begin anywhere
 def test_exact_groups_of_k(kind, gpus):
     rng = np.random.default_rng(4)
     sizes = np.array([0, 130, 1, 64, 200, 77], np.int32)

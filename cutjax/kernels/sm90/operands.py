@@ -89,6 +89,9 @@ def reasons(problem: Problem) -> list[str]:
     of_integers = acc.name in ("int32", "uint32")
     if (a in INT8) != of_integers and (of_integers or a in INT8):
         return [f"{both} added up in {short(acc.name)}: wgmma adds up integers in 32 bits, and floats in f32"]
+    if problem.ragged == "k" and k_major(way(problem).dtype or problem.a_dtype):
+        # On an H200 a box that begins elsewhere along its rows is an illegal instruction.
+        return [f"{both} in groups of k: groups begin anywhere along rows of k, TMA at multiples of 16 bytes"]
     return []
 
 

@@ -72,34 +72,16 @@ struct Operand {
     return K_MAJOR ? slice / 4 * ROWS * SPAN + slice % 4 * 32 : slice * 16 * SPAN;
   }
 
-  // Zeroes what a tile holds of `rows` rows or columns from `row` on, in k from `depth` on.
+  // Zeroes what an MN-major tile holds of `rows` rows or columns from `row` on, in k from `depth` on.
   DEVICE static void clear(u32 tile, int row, int rows, int depth, int thread) {
-    if constexpr (K_MAJOR) {
-      constexpr int UNITS = BK * ELEMENT_BYTES / 16;  // of a row
-#pragma unroll 1
-      for (int i = thread; i < rows * UNITS; i += 128) {
-        int unit = i % UNITS, kept = depth * ELEMENT_BYTES - unit * 16;  // bytes of the unit
-        if (kept >= 16) continue;
-        u32 at = tile + unit / 8 * ROWS * SPAN + swizzle<SPAN>((row + i / UNITS) * SPAN + unit % 8 * 16);
-        Bytes16 v{};
-        if (kept > 0) v = ld_shared_v4(at);
-        st_shared_v4(at, low_bytes(v.x, kept), low_bytes(v.y, kept - 4), low_bytes(v.z, kept - 8),
-                     low_bytes(v.w, kept - 12));
-      }
-    } else {
-      int span = (BK - depth) * SPAN;
-      for (int chunk = row / CHUNK; chunk < (row + rows + CHUNK - 1) / CHUNK; ++chunk)
-        for (int i = thread * 16; i < span; i += 128 * 16)
-          st_shared_v4(tile + (chunk * BK + depth) * SPAN + i, 0, 0, 0, 0);
-    }
+    static_assert(!K_MAJOR || !RAGGED_K);
+    int span = (BK - depth) * SPAN;
+    for (int chunk = row / CHUNK; chunk < (row + rows + CHUNK - 1) / CHUNK; ++chunk)
+      for (int i = thread * 16; i < span; i += 128 * 16)
+        st_shared_v4(tile + (chunk * BK + depth) * SPAN + i, 0, 0, 0, 0);
   }
 
  private:
-  // The lowest bytes of a word, of which there may be none, or as many as it has and more.
-  DEVICE static u32 low_bytes(u32 x, int count) {
-    return count >= 4 ? x : count <= 0 ? 0 : x & ((1u << 8 * count) - 1);
-  }
-
   DEVICE static void box(u32 destination, const TensorMap* map, u32 barrier, int x, int y, int z) {
     if constexpr (SHARE > 1) {
       tma_load_multicast(destination, map, barrier, x, y, z, MASK);
