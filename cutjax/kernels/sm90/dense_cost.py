@@ -377,7 +377,11 @@ XLA_BATCHED = {
 def xla_us(kernel: Kernel, device: Device) -> float | None:
     """Returns the time that XLA's own product may take, told of the kernel predicted fastest; None where unknown."""
     p = kernel.asked
-    if not p.plain or p.ragged or p.symmetric or p.a_dtype.itemsize != 2:
+    if not p.plain or p.ragged or p.symmetric:
+        return None
+    if p.math:
+        return _xla_of_float32_us(p, device)
+    if p.a_dtype.itemsize != 2:
         return None
     f = features(kernel, device)
     ours = time_us(f, CONSTANTS) - _copies_us(f)
@@ -409,6 +413,27 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
     }
     weights = XLA if p.batch_size == 1 else XLA_BATCHED
     return ours * math.exp(sum(weight * true[name] for name, weight in weights.items())) + _transposes_us(p, device)
+
+
+# XLA's products of float32: how long they multiply, in units of those by TF32 at the device's rate, and microseconds for
+# each megabyte of a, b and the result, which splitting takes. Of 4096 and 8192 cubed on an H200
+# (benchmarks/results/experiments/wide-h200.json).
+_XLA_OF_FLOAT32 = {
+    "tf32": (1.15, 0.0),
+    "bf16": (0.585, 0.24),
+    "bf16x3": (1.44, 1.23),
+    "bf16x6": (2.92, 2.74),
+    "bf16x9": (2.27, 0.0),
+}
+
+
+def _xla_of_float32_us(p: Problem, device: Device) -> float | None:
+    """Returns the time of XLA's product of float32 operands in the problem's math; None where none was measured."""
+    if p.math not in _XLA_OF_FLOAT32:
+        return None
+    multiplied, split = _XLA_OF_FLOAT32[p.math]
+    multiply_us = multiplied * 1e6 * p.flops / device.peak(p.a_dtype, "tf32")
+    return 2 + max(multiply_us + split * p.bytes / 1e6, 1e6 * p.bytes / device.bytes_per_second)
 
 
 def _transposes_us(p: Problem, device: Device) -> float:
