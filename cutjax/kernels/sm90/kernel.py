@@ -104,6 +104,9 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
         reasons.append(f"architecture {problem.arch}: the kernels are for {ARCH}")
     if a != b or a not in INPUT_DTYPES:
         reasons.append(f"{a} x {b}: both operands are bf16, or both f16")
+    elif problem.accumulator != np.float32 or problem.math:
+        how = problem.math or f"accumulated in {short(problem.accumulator.name)}"
+        reasons.append(f"{a} x {b}, {how}: kernels multiply exactly and accumulate in f32")
     if problem.plain and staging.reasons:
         names = ", ".join(map(short, STORED))
         reasons.append(f"result {short(problem.out_dtype.name)}: one of {names}")
