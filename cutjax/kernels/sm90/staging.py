@@ -12,7 +12,8 @@ from cutjax.dtypes import DTYPES
 from cutjax.epilogue import emit
 from cutjax.epilogue.expression import Epilogue, OperandSpec, Output
 
-STORED = tuple(dtype.name for dtype in DTYPES.values() if dtype.stored)  # dtypes of operands and results in memory
+# Dtypes of operands and results in memory.
+STORED = tuple(row.name for row in DTYPES.values() if row.stored and np.dtype(row.name).itemsize <= 4)
 
 # About how many instructions of sm_90 code compute a device function or an operator; others are one. The long ones, of
 # 15 to 90 without the slow paths of rare arguments, are each reason enough for a call. No common activation in 16 bits
@@ -22,7 +23,8 @@ _LONG = (
     "acosf acoshf asinf asinhf atan2f atanf atanhf cbrtf cosf coshf erfcf erff erfinvf expm1f fmodf integer_div "
     "integer_rem log1pf logf nextafterf powf sinf sinhf tanf threefry2x32"
 )
-_INSTRUCTIONS = dict.fromkeys(_LONG.split(), 50) | {"exp2f": 5, "expf": 8, "rsqrtf": 5}
+_INSTRUCTIONS = {word.removesuffix("f"): 100 for word in f"{_LONG} expf exp2f sqrtf tanhf".split()}  # of doubles
+_INSTRUCTIONS |= dict.fromkeys(_LONG.split(), 50) | {"exp2f": 5, "expf": 8, "rsqrtf": 5}
 _INSTRUCTIONS |= {"/": 15, "accurate_logistic": 14, "sqrtf": 15, "tanhf": 15}
 _INSTRUCTIONS |= {"coarse_erfc_bf16": 12, "coarse_erfc_f16": 13}
 
