@@ -1,4 +1,4 @@
-"""The precision of a product: the meaning of ``precision=``, for the references and for the kernels."""
+"""The precision of a product: what ``precision=`` means to references and kernels, and the accumulators' dtype."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ from jax import lax
 Canonical = None | tuple[lax.Precision, lax.Precision] | lax.DotAlgorithmPreset | lax.DotAlgorithm
 
 DEFAULT = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
-# What the kernels do, by the operands' dtype: exact products, added up in float32.
-_KERNELS = {
-    np.dtype(jnp.bfloat16): lax.DotAlgorithmPreset.BF16_BF16_F32,
-    np.dtype(np.float16): lax.DotAlgorithmPreset.F16_F16_F32,
-}
 _FLOAT8 = tuple(preset for preset in lax.DotAlgorithmPreset if preset.name.startswith("ANY_F8"))
 
 
@@ -67,17 +62,76 @@ def of_cotangents(precision: Canonical, dtype: np.dtype, where: str) -> Canonica
     return canonical(None if precision in _FLOAT8 and dtype.itemsize > 1 else precision, where)
 
 
-def reasons(precision: Canonical, dtype: np.dtype) -> list[str]:
-    """Returns why no kernel multiplies operands of a dtype in this precision; empty when one does."""
-    algorithm = precision
-    if isinstance(precision, lax.DotAlgorithm):
-        left, right, acc = (np.dtype(x) for x in precision[:3])
-        if left == right == dtype and acc == np.float32 and precision[3:6] == (1, 1, 1):
-            algorithm = _KERNELS.get(dtype)
-    if (
-        algorithm is None
-        or type(algorithm) is tuple
-        or algorithm in (lax.DotAlgorithmPreset.DEFAULT, _KERNELS.get(dtype))
-    ):
-        return []
-    return [f"precision {precision}: kernels accumulate 16-bit operands in float32"]
+def math(precision: Canonical, dtype: np.dtype, accumulator: np.dtype, tf32: bool = True) -> str | tuple[str, ...]:
+    """Returns how products of two operands of a dtype are computed, as ``Problem.math`` has it, or why no kernel does.
+
+    A name says no less than XLA does: "tf32" is what XLA makes of float32 and complex64 unless either operand's
+    precision is "highest". Operands of 16 bits are multiplied exactly by all that would split or shorten float32.
+
+    Args:
+      precision: as `canonical` returns it.
+      dtype: the operands'.
+      accumulator: that in which the products are added up.
+      tf32: whether the device has TF32, from sm_80 on.
+    """
+    if precision is None or precision is lax.DotAlgorithmPreset.DEFAULT or type(precision) is tuple:
+        highest = type(precision) is tuple and lax.Precision.HIGHEST in precision
+        rounded = dtype in _TF32 and accumulator == dtype and tf32 and not highest
+        return "tf32" if rounded else ""
+    algorithm = _preset(precision) if isinstance(precision, lax.DotAlgorithm) else precision
+    name = algorithm.name if isinstance(algorithm, lax.DotAlgorithmPreset) else ""
+    if name == "F64_F64_F64" and np.float64 == accumulator:
+        return ""
+    found = _MATH.get((name, dtype.name)) if accumulator.itemsize == 4 else None
+    if found is None:
+        return (f"precision {precision}: kernels have no such products of {dtype.name}, added up in {accumulator}",)
+    return found
+
+
+# The names of what XLA does with operands of a dtype, other than to round them to 16 bits first.
+_MATH = {
+    ("F16_F16_F16", "float16"): "f16",
+    ("F16_F16_F32", "float16"): "",
+    ("BF16_BF16_F32", "bfloat16"): "",
+    ("BF16_BF16_F32", "float32"): "bf16",
+    ("F32_F32_F32", "float32"): "",
+}
+for _name in ("BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "TF32_TF32_F32", "TF32_TF32_F32_X3"):
+    _MATH[_name, "float32"] = _name.split("_")[0].lower() + (_name[-2:].lower() if "X" in _name else "")
+    # Of fewer bits than TF32 has, or than two parts of bf16: products that are exact already.
+    _MATH |= {(_name, "bfloat16"): "", (_name, "float16"): ""}
+_MATH |= {(preset.name, name): "" for preset in _FLOAT8 for name in ("float8_e4m3fn", "float8_e5m2")}
+MATHS = frozenset(_MATH.values())
+_TF32 = (np.dtype(np.float32), np.dtype(np.complex64))
+
+
+@functools.cache
+def _preset(algorithm: lax.DotAlgorithm) -> lax.DotAlgorithmPreset | None:
+    """Returns the preset that says the same as an algorithm spelled out; TF32 cannot be."""
+    left, right, acc = (np.dtype(x) for x in algorithm[:3])
+    if algorithm[3:5] != (1, 1) or left.itemsize != right.itemsize or (left != right and left.itemsize > 1):
+        return None
+    operand, result = (f"{'BF' if x == jnp.bfloat16 else 'F'}{8 * x.itemsize}" for x in (left, acc))
+    many = algorithm.num_primitive_operations
+    fast = "_FAST_ACCUM" if algorithm.allow_imprecise_accumulation else ""
+    name = f"ANY_F8_ANY_F8_{result}{fast}" if left.itemsize == 1 else f"{operand}_{operand}_{result}"
+    return lax.DotAlgorithmPreset.__members__.get(name + (f"_X{many}" if many > 1 else ""))
+
+
+@functools.cache
+def accumulator(dtype: np.dtype, out_dtype: np.dtype | None = None) -> np.dtype:
+    """Returns the dtype in which products of a dtype are added up: at least 32 bits, and as wide as the result."""
+    if out_dtype is not None:
+        if jnp.issubdtype(out_dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+            out_dtype = np.dtype(jnp.finfo(out_dtype).dtype)
+        own, out = accumulator(dtype), accumulator(out_dtype)
+        if jnp.issubdtype(own, jnp.integer) and jnp.issubdtype(out, jnp.integer):
+            return max(out, own, key=lambda dtype: dtype.itemsize)  # of whatever sign: sums are exact, modulo 2^bits
+        with jax.numpy_dtype_promotion("standard"):
+            return jnp.promote_types(own, out)
+    if dtype.itemsize < 4:
+        if jnp.issubdtype(dtype, jnp.floating):
+            return np.dtype(np.float32)
+        if jnp.issubdtype(dtype, jnp.integer):
+            return np.dtype(np.int32 if jnp.issubdtype(dtype, jnp.signedinteger) else np.uint32)
+    return dtype

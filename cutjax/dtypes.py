@@ -11,7 +11,7 @@ class Dtype(NamedTuple):
     Attributes:
       name: numpy's.
       short: the field's.
-      stored: the enumerator of Dtype (staging.cuh): kernels load and store it.
+      stored: the enumerator of Dtype in device text: kernels load and store it; those of 64 bits and more not all.
       carrier: the C++ type in which an epilogue computes with a value, which holds it exactly.
       integer: the C++ type of an integer of its width.
       tma: CUtensorMapDataType.
@@ -38,11 +38,11 @@ _ROWS = (
     Dtype("int32", "s32", "s32", "int", "int", 3),
     Dtype("uint32", "u32", "u32", "u32", "u32", 2),
     Dtype("bool", "bool", "boolean", "bool", tma=0),
-    Dtype("int64", "s64", "", "i64", "i64", 5),
-    Dtype("uint64", "u64", "", "u64", "u64", 4),
-    Dtype("float64", "f64", tma=8),
-    Dtype("complex64", "complex64"),
-    Dtype("complex128", "complex128"),
+    Dtype("int64", "s64", "s64", "i64", "i64", 5),
+    Dtype("uint64", "u64", "u64", "u64", "u64", 4),
+    Dtype("float64", "f64", "f64", "double", tma=8),
+    Dtype("complex64", "c64", "c64", "Complex<float>"),
+    Dtype("complex128", "c128", "c128", "Complex<double>"),
 )
 DTYPES = {row.name: row for row in _ROWS}
 

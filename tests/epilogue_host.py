@@ -17,6 +17,7 @@ from cutjax.runtime import sources
 SHIM = pathlib.Path(__file__).parent / "native" / "device_shim.h"
 # The numpy type of a carrier.
 TYPES = {"float": np.float32, "int": np.int32, "u32": np.uint32, "i64": np.int64, "u64": np.uint64, "bool": np.bool_}
+TYPES |= {"double": np.float64, "Complex<float>": np.complex64, "Complex<double>": np.complex128}
 
 
 def carrier(dtype: str) -> Any:
@@ -54,14 +55,15 @@ def _function(epilogue: Epilogue, number: int) -> str:
     text = emit.emit(epilogue)
     products, operands, outs = epilogue.products, epilogue.operands, epilogue.outputs
     calls = [f"static_cast<const {emit.CARRIERS[s.dtype]}*>(p[{products + i}])[t]" for i, s in enumerate(operands)]
-    accs = ", ".join(f"static_cast<const float*>(p[{i}])[t]" for i in range(products))
+    of_acc = emit.CARRIERS[epilogue.accumulator.name]
+    accs = ", ".join(f"static_cast<const {of_acc}*>(p[{i}])[t]" for i in range(products))
     at = products + len(operands)
     calls += ["int(t / 1024)", "int(t % 1024)", *(f"int(t % {3 + i})" for _, i in emit.places(epilogue))]
     calls += [f"static_cast<{emit.CARRIERS[o.dtype]}*>(p[{at + i}])[t]" for i, o in enumerate(outs)]
     return (
         f"namespace e{number} {{\n{text}}}\n"
         f"EXPORT void run{number}(long long n, void** p) {{\n  for (long long t = 0; t < n; ++t) {{\n"
-        f"    const float acc[{products}] = {{{accs}}};\n"
+        f"    const {of_acc} acc[{products}] = {{{accs}}};\n"
         f"    e{number}::epilogue_element({', '.join(['acc', *calls])});\n"
         "  }\n}\n"
     )
@@ -100,8 +102,9 @@ class Host:
     ) -> tuple[np.ndarray, ...]:
         epilogue = self._epilogues[i]
         size = (*accs, *operands)[0].size
-        accs = list(accs) or [np.zeros(size, np.float32)] * epilogue.products
-        inputs = [np.ascontiguousarray(x, np.float32) for x in accs]
+        of_acc = carrier(epilogue.accumulator.name)
+        accs = list(accs) or [np.zeros(size, of_acc)] * epilogue.products
+        inputs = [np.ascontiguousarray(x, of_acc) for x in accs]
         inputs += [np.asarray(x).astype(carrier(s.dtype)) for x, s in zip(operands, epilogue.operands, strict=True)]
         outs = tuple(np.zeros(size, carrier(out.dtype)) for out in epilogue.outputs)
         pointers = [x.ctypes.data for x in (*inputs, *outs)]

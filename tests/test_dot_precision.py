@@ -268,10 +268,12 @@ def test_refused(name, precision):
 
 H = jnp.ones((64, 64), jnp.bfloat16)
 SERVED = [None, "default", "high", "highest", ("high", "default"), "BF16_BF16_F32", "DEFAULT"]
+SERVED += ["BF16_BF16_F32_X3", "TF32_TF32_F32"]  # of bf16 exact already
 SERVED += [lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, jnp.float32)]
-OTHERS = ["BF16_BF16_BF16", "F16_F16_F32", "BF16_BF16_F32_X3", "TF32_TF32_F32", "F32_F32_F32"]
+SERVED += [lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, jnp.float32, 1, 1, 3)]
+OTHERS = ["BF16_BF16_BF16", "F16_F16_F32", "F32_F32_F32"]
 OTHERS += [lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, jnp.bfloat16)]
-OTHERS += [lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, jnp.float32, 1, 1, 3)]
+OTHERS += [lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, jnp.float32, 2, 1)]
 SIZES = jnp.array([64])
 KERNELS: dict[str, Callable[..., Any]] = {
     "gemm": lambda **p: cutjax.gemm(H, H, **p),
@@ -292,7 +294,8 @@ def test_what_kernels_serve(name):
     for precision in SERVED:
         assert all("sm90" in row.runs for row in explain(lambda p=precision: KERNELS[name](precision=p))().rows)
     for precision in OTHERS:
-        reason = f"precision {dot_precision.canonical(precision, '')}: kernels accumulate 16-bit operands in float32"
+        reason = f"precision {dot_precision.canonical(precision, '')}: kernels have no such products of bfloat16, "
+        reason += "added up in float32"
         for backend, runs in (("auto", "XLA"), ("cuda", "error")):
             rows = explain(lambda p=precision, b=backend: KERNELS[name](precision=p, backend=b))().rows
             assert rows
@@ -301,13 +304,11 @@ def test_what_kernels_serve(name):
 
 def test_strict_raises_with_the_reason():
     traced = jax.jit(functools.partial(cutjax.gemm, precision="F16_F16_F16", backend="cuda")).trace(H, H)
-    with pytest.raises(
-        NotImplementedError, match="precision F16_F16_F16: kernels accumulate 16-bit operands in float32"
-    ):
+    with pytest.raises(NotImplementedError, match="precision F16_F16_F16: kernels have no such products of bfloat16"):
         traced.lower(lowering_platforms=("cuda",))
-    text = jax.jit(functools.partial(cutjax.gemm, precision="BF16_BF16_F32_X3")).trace(H, H)
+    text = jax.jit(functools.partial(cutjax.gemm, precision="F32_F32_F32")).trace(H, H)
     text = text.lower(lowering_platforms=("cuda",)).as_text()
-    assert "num_primitive_operations = 3" in text
+    assert "accumulation_type = f32" in text
     assert "cutjax_launch" not in text
 
 
@@ -329,3 +330,67 @@ def test_canonical_is_idempotent():
         assert dot_precision.swapped(dot_precision.swapped(once)) == once
     uneven = lax.DotAlgorithm(np.float16, np.float32, np.float32, 1, 2)
     assert dot_precision.swapped(uneven) == lax.DotAlgorithm(np.float32, np.float16, np.float32, 2, 1)
+
+
+PRESETS = ["F16_F16_F16", "F16_F16_F32", "BF16_BF16_F32", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9"]
+PRESETS += ["TF32_TF32_F32", "TF32_TF32_F32_X3", "F32_F32_F32", "F64_F64_F64", "BF16_BF16_BF16", "ANY_F8_ANY_F8_F32"]
+# For each of PRESETS; None where no kernel does as it says.
+MATH: dict[str, list[str | None]] = {
+    "bfloat16": [None, None, "", "", "", "", "", "", None, None, None, None],
+    "float16": ["f16", "", None, "", "", "", "", "", None, None, None, None],
+    "float32": [None, None, "bf16", "bf16x3", "bf16x6", "bf16x9", "tf32", "tf32x3", "", None, None, None],
+    "float64": [*[None] * 9, "", None, None],
+    "int8": [None] * 12,
+    "complex64": [None] * 12,
+    "float8_e5m2": [*[None] * 11, ""],
+}
+
+
+@pytest.mark.parametrize("name", MATH)
+def test_math_of_presets(name):
+    dtype = np.dtype(name)
+    for preset, wanted in zip(PRESETS, MATH[name], strict=True):
+        precision = lax.DotAlgorithmPreset[preset]
+        found = dot_precision.math(precision, dtype, dot_precision.accumulator(dtype))
+        if wanted is None:
+            assert found == (
+                f"precision {preset}: kernels have no such products of {name}, "
+                f"added up in {dot_precision.accumulator(dtype)}",
+            )
+        else:
+            assert found == wanted, preset
+
+
+def test_math_without_an_algorithm():
+    """TF32 is XLA's for float32 unless an operand's precision is the highest, where the device has it."""
+    f32, f64, c64 = (np.dtype(x) for x in ("float32", "float64", "complex64"))
+    for precision, wanted in (
+        (None, "tf32"),
+        ("DEFAULT", "tf32"),
+        ("high", "tf32"),
+        ("highest", ""),
+        (("high", "highest"), ""),
+    ):
+        precision = dot_precision.canonical(precision, "")
+        assert dot_precision.math(precision, f32, f32) == dot_precision.math(precision, c64, c64) == wanted
+        assert dot_precision.math(precision, f32, f32, tf32=False) == ""
+        for dtype in (f64, *map(np.dtype, (jnp.bfloat16, np.float16, np.int8, jnp.float8_e4m3fn, np.complex128))):
+            assert dot_precision.math(precision, dtype, dot_precision.accumulator(dtype)) == ""
+        assert dot_precision.math(precision, f32, f64) == ""  # converted to float64 first
+    assert dot_precision.math(lax.DotAlgorithmPreset.F64_F64_F64, f32, f64) == ""
+
+
+def test_the_problem_says_the_math():
+    def problems(x, **p):
+        return [row.choice.problem for row in cutjax.explain(lambda: cutjax.gemm(x, x, **p), platform="cuda")().rows]
+
+    x = jnp.ones((64, 64))
+    for precision, wanted in ((None, "tf32"), ("highest", ""), ("BF16_BF16_F32_X6", "bf16x6")):
+        (problem,) = problems(x, precision=precision)
+        assert problem.math == wanted
+        assert ("math" in problem.key()) == bool(wanted)
+        assert (f"f32 x f32 -> f32 by {wanted}" in str(problem)) == bool(wanted)
+    (problem,) = problems(x.astype(jnp.int8))
+    assert (problem.math, problem.accumulator) == ("", np.int32)
+    with pytest.raises(ValueError, match="unknown math 'bf17', expected one of"):
+        cutjax.Problem(8, 8, 8, math="bf17")

@@ -92,8 +92,7 @@ def test_backend_cuda_where_no_kernel_ran():
 
 def test_precision_goes_before_tuned():
     write(user_file(), SECOND, 7.0, 9.0)
-    precision = lax.DotAlgorithmPreset.BF16_BF16_BF16
-    assert choose.choose(PROBLEM, precision=precision).kernel == "XLA"
+    assert choose.in_precision(PROBLEM, lax.DotAlgorithmPreset.BF16_BF16_BF16).kernel == "XLA"
 
 
 def test_another_device():

@@ -30,6 +30,11 @@ def reasons(epilogue: Epilogue) -> tuple[str, ...]:
             node_text(epilogue.nodes, i, node, Level.ACCURATE, ["0"] * len(epilogue.nodes))
         except NotImplementedError as error:
             found.append(str(error))
+    for out in epilogue.outputs:
+        try:
+            converted_text("0", epilogue.nodes[out.node].dtype, out.dtype)
+        except NotImplementedError as error:
+            found.append(str(error))
     return tuple(dict.fromkeys(found))
 
 
@@ -43,13 +48,14 @@ def emit(epilogue: Epilogue) -> str:
 
     ::
 
-        DEVICE void epilogue_element(const float (&acc)[PRODUCTS], <Carrier> x0, ..., int row, int col,
+        DEVICE void epilogue_element(const <Carrier> (&acc)[PRODUCTS], <Carrier> x0, ..., int row, int col,
                                      int batch0, ..., <Carrier>& y0, ...)
 
     with one ``x`` for each operand, one ``y`` for each output, ``row`` and ``col`` the element's place in its matrix,
     then each of `places`.
-    A carrier (`CARRIERS`) holds a value exactly: float every float dtype, int and u32 integers of up to 32 bits, i64
-    and u64 those of 64, bool. One exception: an output that is not reduced and of a float dtype shorter than f32 is not
+    A carrier (`CARRIERS`) holds a value exactly: float every float of up to 32 bits, double float64, int and u32
+    integers of up to 32 bits, i64 and u64 those of 64, bool, Complex<float> and Complex<double>. That of ``acc`` is of
+    the accumulators' dtype. One exception: an output that is not reduced and of a float dtype shorter than f32 is not
     yet rounded to that dtype, since a store rounds two values in one instruction: ``cvt_bf16x2``, ``cvt_f16x2``,
     ``pack_e4m3x2`` or ``pack_e5m2x2``. Rounding again what is rounded changes nothing, so the store always does.
 
@@ -95,7 +101,7 @@ def emit(epilogue: Epilogue) -> str:
         else:
             value = converted_text(names[out.node], nodes[out.node].dtype, out.dtype)
         lines.append(f"y{number} = {value};")
-    parameters = [f"const float (&acc)[{epilogue.products}]"]
+    parameters = [f"const {CARRIERS[epilogue.accumulator.name]} (&acc)[{epilogue.products}]"]
     parameters += [f"{CARRIERS[spec.dtype]} x{i}" for i, spec in enumerate(epilogue.operands)]
     parameters += ["int row", "int col", *(f"int {axis}{i}" for axis, i in places(epilogue))]
     parameters += [f"{CARRIERS[out.dtype]}& y{i}" for i, out in enumerate(epilogue.outputs)]

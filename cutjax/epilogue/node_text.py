@@ -6,6 +6,7 @@ Functions of atoms.cuh and math.cuh, by the name of the lax primitive; which acc
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -96,6 +97,16 @@ _INTEGER_TEXT = {
     "min": "({1} < {0} ? {1} : {0})",
     "clamp": "({2} < {1} || {2} < {0} ? {2} : {1} < {0} ? {0} : {1})",
 }
+# Those of complex numbers, and what makes real ones of them.
+COMPLEX = {"complex64": "float32", "complex128": "float64"}
+_COMPLEX_TEXT = {
+    "add": "{} + {}",
+    "sub": "{} - {}",
+    "mul": "{} * {}",
+    "square": "{0} * {0}",
+    "neg": "-{}",
+}
+_PART_TEXT = {"real": "{}.real", "imag": "{}.imag", "abs": "modulus({})"}
 _BOOL_TEXT = {"not": "!{}", "max": "{} | {}", "min": "{} & {}", "mul": "{} & {}", "add": "{} | {}"}
 
 
@@ -119,6 +130,12 @@ def literal_text(node: Node) -> str:
         return "true" if value else "false"
     if node.dtype in ROUND:
         return _float_literal(float(value))
+    if node.dtype == "float64":
+        return _double_literal(float(value))
+    if node.dtype in COMPLEX:
+        part = _float_literal if COMPLEX[node.dtype] == "float32" else _double_literal
+        value = complex(value)
+        return f"{DTYPES[node.dtype].carrier}{{{part(value.real)}, {part(value.imag)}}}"
     value = int(value)
     if node.dtype in ("int64", "uint64"):
         # The smallest has no literal of its own.
@@ -143,23 +160,41 @@ def _float_literal(value: float) -> str:
     return f"({text}f)" if text[0] == "-" else text + "f"
 
 
+def _double_literal(value: float) -> str:
+    if math.isnan(value):
+        return "__longlong_as_double(0x7fffffffffffffff)"
+    if math.isinf(value):
+        return f"{'(-' if value < 0 else '('}__longlong_as_double(0x7ff0000000000000))"
+    text = repr(value)
+    return f"({text})" if text[0] == "-" else text
+
+
 def converted_text(text: str, source: str, target: str) -> str:
     """Returns the text of ``convert_element_type``."""
     if source == target:
         return text
+    if source in COMPLEX and target in COMPLEX:
+        return f"to_complex<{DTYPES[COMPLEX[target]].carrier}>({text})"
+    if source in COMPLEX:
+        raise NotImplementedError(f"kernels do not convert {source} to {target}")
+    if target in COMPLEX:
+        return f"{DTYPES[target].carrier}{{{converted_text(text, source, COMPLEX[target])}, 0}}"
     if target == "bool":
         return f"{text} != 0"
+    if target == "float64":
+        return f"static_cast<double>({text})"
     if target in ROUND:
         value = text if source in ROUND else f"static_cast<float>({text})"
         exact = source == "bool" or target == "float32" or (source.startswith("float8") and target[-2:] == "16")
         return value if exact else ROUND[target].format(value)
-    if source in ROUND:
+    if source in ROUND or source == "float64":
         return f"from_float<{_INTEGER_TYPES[target]}>({text})"
     return f"wrap<{_INTEGER_TYPES[target]}>({text})"
 
 
 # The bits of a float as an integer, and back.
 _TO_BITS = {
+    "float64": "__double_as_longlong({})",
     "float32": "__float_as_uint({})",
     "bfloat16": "(__float_as_uint({}) >> 16)",
     "float16": "(cvt_f16x2({}, 0.0f) & 0xffff)",
@@ -167,6 +202,7 @@ _TO_BITS = {
     "float8_e5m2": "(pack_e5m2x2({}, 0.0f) & 0xff)",
 }
 _FROM_BITS = {
+    "float64": "__longlong_as_double({})",
     "float32": "__uint_as_float(static_cast<u32>({}))",
     "bfloat16": "__uint_as_float(static_cast<u32>({}) << 16)",
     "float16": "f16_to_f32(static_cast<u32>({}) & 0xffff)",
@@ -177,10 +213,10 @@ _FROM_BITS = {
 
 def _bitcast_text(text: str, source: str, target: str) -> str:
     """Returns the text of ``bitcast_convert_type`` between dtypes of one size."""
-    if "bool" in (source, target):
+    if "bool" in (source, target) or {source, target} & COMPLEX.keys():
         raise NotImplementedError(f"kernels do not bitcast {source} to {target}")
-    bits = _TO_BITS[source].format(text) if source in ROUND else text
-    return _FROM_BITS[target].format(bits) if target in ROUND else f"wrap<{_INTEGER_TYPES[target]}>({bits})"
+    bits = _TO_BITS[source].format(text) if source in _TO_BITS else text
+    return _FROM_BITS[target].format(bits) if target in _FROM_BITS else f"wrap<{_INTEGER_TYPES[target]}>({bits})"
 
 
 def node_text(nodes: Sequence[Node], i: int, node: Node, level: Level, names: Sequence[str]) -> str:
@@ -207,8 +243,14 @@ def node_text(nodes: Sequence[Node], i: int, node: Node, level: Level, names: Se
             return f"{args[0]} {_COMPARISONS[op]} {args[1]}"
         case op if op in _BITWISE:
             return f"{args[0]} {_BITWISE[op]} {args[1]}"
+    if node.op in _PART_TEXT and source in COMPLEX:
+        return _PART_TEXT[node.op].format(*args)
     if dtype in ROUND:
         return _float_text(node, level, args, [nodes[j] for j in node.args])
+    if dtype == "float64":
+        return _double_text(node, args)
+    if dtype in COMPLEX and (text := _complex_text(node, args, source)):
+        return text
     if dtype == "bool" and node.op in _BOOL_TEXT:
         return _BOOL_TEXT[node.op].format(*args)
     if dtype in _INTEGER_TYPES and node.op == "integer_pow" and node.params[0] >= 0:
@@ -256,6 +298,31 @@ def _float_text(node: Node, level: Level, args: list[str], sources: list[Node]) 
         case op if op in _EXACT_FLOAT_TEXT:
             return _EXACT_FLOAT_TEXT[op].format(*args)
     raise NotImplementedError(f"kernels have no {node.op}{node.params or ''} in {node.dtype}")
+
+
+def _double_text(node: Node, args: list[str]) -> str:
+    """Returns the text in float64, where every function is the accurate one: C names those of f32 by a last f."""
+    if node.op == "reduce_precision" and tuple(node.params) != (11, 52):
+        raise NotImplementedError(f"kernels have no reduce_precision{node.params} in float64")
+    if node.op == "reduce_precision":
+        return args[0]
+    if node.op == "nextafter":
+        return f"nextafter({args[0]}, {args[1]})"
+    return re.sub(r"(?<=\w)f\(", "(", _float_text(node, Level.ACCURATE, args, []))
+
+
+def _complex_text(node: Node, args: list[str], source: str) -> str | None:
+    carrier = DTYPES[node.dtype].carrier
+    match node.op:
+        case "complex":
+            return f"{carrier}{{{args[0]}, {args[1]}}}"
+        case "conj":
+            return f"conj({args[0]})" if source in COMPLEX else f"{carrier}{{{args[0]}, 0}}"
+        case "integer_pow" if node.params[0] > 0:
+            return f"integer_pow<{node.params[0]}>({args[0]})"
+        case op if op in _COMPLEX_TEXT:
+            return _COMPLEX_TEXT[op].format(*args)
+    return None
 
 
 def _fast_div(node: Node, level: Level, args: list[str], sources: list[Node]) -> str | None:

@@ -10,7 +10,6 @@ import functools
 import math
 from typing import Any
 
-from cutjax import dot_precision
 from cutjax.binding import lowering
 from cutjax.epilogue.expression import Epilogue
 from cutjax.fusion.contraction import Contraction
@@ -66,17 +65,21 @@ def of_product(found: Contraction, eqn: Any) -> Price:
     device = device_of_kind(target.kind, target.arch, target.sms)
     a, b = found.avals(*(x.aval for x in eqn.invars))
     problem = found.product.problem(a, b, out_dtype=eqn.outvars[0].aval.dtype, device=device)
-    problem = found.product.in_order(problem)
-    return _of_problem(problem, found.precision, tuned.find(problem))
+    chosen = choose.in_precision(found.product.in_order(problem), found.precision)
+    if isinstance(chosen, choose.Choice):
+        return _by_xla(chosen)
+    return _of_problem(chosen, tuned.find(chosen))
+
+
+def _by_xla(choice: choose.Choice) -> Price:
+    return Price("XLA", why=f"no kernel for {choice.problem}: {'; '.join(choice.reasons)}")
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_problem(problem: Problem, precision: Any, entries: tuple[tuned.Entry, ...]) -> Price:
-    refused = dot_precision.reasons(precision, problem.a_dtype)
-    found = None if refused else choose.fastest(problem)
+def _of_problem(problem: Problem, entries: tuple[tuned.Entry, ...]) -> Price:
+    found = choose.fastest(problem)
     if found is None:
-        choice = choose.choose(problem, precision=precision)
-        return Price("XLA", why=f"no kernel for {problem}: {'; '.join(choice.reasons)}")
+        return _by_xla(choose.choose(problem))
     kernel, time_us, _ = found
     xla_us, kernel_us = kernel.xla_us(problem.device), time_us
     measured_xla = bool(entries and entries[0].xla_us)

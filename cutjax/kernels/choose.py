@@ -118,11 +118,19 @@ def fastest(problem: Problem) -> tuple[Kernel, float, int] | None:
     return kernel, time_us, len(ranked)
 
 
+@functools.lru_cache(maxsize=4096)
+def in_precision(problem: Problem, precision: Canonical) -> Problem | Choice:
+    """Returns the problem with its products computed as a precision says, or the choice of XLA where no kernel does."""
+    math = dot_precision.math(precision, problem.a_dtype, problem.accumulator, problem.device.tf32)
+    if isinstance(math, tuple):
+        return Choice(problem, None, (*_problem_reasons(problem), *math))
+    return problem if math == problem.math else dataclasses.replace(problem, math=math)
+
+
 def choose(
     problem: Problem,
     config: Any = None,
     platform: str = "cuda",
-    precision: Canonical = None,
     backend: str = "auto",
     lead: float = LEAD,
 ) -> Choice:
@@ -134,15 +142,11 @@ def choose(
     if platform != "cuda":
         return Choice(problem, None, (f"platform {platform}: the kernels are for cuda",))
     entries = tuned.find(problem) if config is None else ()
-    return _choose(problem, config, precision, 0.0 if backend == "cuda" else lead, entries)
+    return _choose(problem, config, 0.0 if backend == "cuda" else lead, entries)
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose(
-    problem: Problem, config: Any, precision: Canonical, lead: float, entries: tuple[tuned.Entry, ...]
-) -> Choice:
-    if refused := dot_precision.reasons(precision, problem.a_dtype):
-        return Choice(problem, None, (*_problem_reasons(problem), *refused))
+def _choose(problem: Problem, config: Any, lead: float, entries: tuple[tuned.Entry, ...]) -> Choice:
     if config is not None:
         kernel = _resolve(problem, config)
         if isinstance(kernel, tuple):

@@ -40,6 +40,11 @@ class Device:
         most = self.sms // size
         return min(most, self.clusters[size - 1] * self.sms // self.clusters[0]) if self.clusters else most
 
+    @property
+    def tf32(self) -> bool:
+        """True if tensor cores round float32 to TF32, and so XLA does by default: from sm_80 on."""
+        return int("".join(filter(str.isdigit, self.arch)) or 0) >= 80
+
     def peak(self, dtype: np.dtype) -> float:
         """Returns the floating-point operations a second for operands of a dtype."""
         return dict(self.flops)[dtype.name]

@@ -13,6 +13,7 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
+from cutjax.dot_precision import MATHS, accumulator
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue, Node, Output, identity
 from cutjax.kernels.device import Device, reference
@@ -67,8 +68,10 @@ class Problem:
         what is on and below the diagonal is multiplied, so the epilogue must treat (i, j) and (j, i) alike.
       orders: how the axes of a, b and the results lie in memory, the slowest first; () is row-major. Rows of matrices
         are contiguous in any order, and reductions are row-major.
-      math: how operands are multiplied. "": as they are. Of float32: "tf32", "tf32x3", "bf16", "bf16x3", "bf16x6",
-        "bf16x9". Of float16: "f16", added up in float16.
+      math: how products are computed. "": those of the operands as they are, exactly or by the IEEE operations of their
+        dtype, and added up in ``accumulator``. "tf32": of float32 (or complex64) rounded to TF32; "bf16": rounded to
+        bfloat16; "tf32x3", "bf16x3", "bf16x6", "bf16x9": as so many products of parts. "f16": of float16, added up in
+        float16.
     """
 
     m: int
@@ -115,12 +118,16 @@ class Problem:
             raise ValueError(f"Problem: arch={self.arch!r}, but {self.device.name} is {self.device.arch}")
         object.__setattr__(self, "device", self.device or reference(self.arch))
         object.__setattr__(self, "arch", self.device.arch)
-        object.__setattr__(self, "epilogue", self.epilogue.primal if self.epilogue else identity(self.out_dtype))
+        own = accumulator(self.a_dtype, self.out_dtype)
+        epilogue = self.epilogue.primal if self.epilogue else identity(self.out_dtype, own)
+        object.__setattr__(self, "epilogue", epilogue)
         if self.plain:
             object.__setattr__(self, "out_dtype", np.dtype(self.epilogue.outputs[0].dtype))
         same = (self.m, self.a_dtype, self.a_batch) == (self.n, self.b_dtype, self.b_batch)
         if self.symmetric and not (same and self.layout in ("nt", "tn") and self.products == 1 and not self.ragged):
             raise ValueError(f"Problem: {self} is no product of a matrix and its transpose")
+        if self.math not in MATHS:
+            raise ValueError(f"Problem: unknown math {self.math!r}, expected one of {sorted(MATHS)}")
         axes = tuple(range(len(self.batch) + 2))
         for order in self.orders:
             if order and (tuple(sorted(order)) != axes or order == axes or order[-1] < axes[-2]):
@@ -170,14 +177,20 @@ class Problem:
         """True if the epilogue is the identity."""
         return self.epilogue.plain
 
+    @property
+    def accumulator(self) -> np.dtype:
+        """The dtype in which products are added up, and which the epilogue takes."""
+        return self.epilogue.accumulator
+
     @functools.cached_property
     def bare(self) -> Problem:
-        """The same products as they are: in float32, without an epilogue."""
-        nodes = tuple(Node("acc", (), "float32", (i,)) for i in range(self.products))
-        outputs = tuple(Output(i, "float32") for i in range(self.products))
+        """The same products as they are: in the accumulators' dtype, without an epilogue."""
+        name = self.accumulator.name
+        nodes = tuple(Node("acc", (), name, (i,)) for i in range(self.products))
+        outputs = tuple(Output(i, name) for i in range(self.products))
         epilogue = Epilogue(self.products, (), nodes, outputs)
         orders = (*self.orders[:2], ())
-        return dataclasses.replace(self, epilogue=epilogue, out_dtype=np.dtype(np.float32), in_place=(), orders=orders)
+        return dataclasses.replace(self, epilogue=epilogue, out_dtype=self.accumulator, in_place=(), orders=orders)
 
     def in_order(self, orders: Sequence[Order]) -> Problem:
         """Returns the problem of arrays in these orders of memory, as far as kernels read and write them so.
@@ -339,7 +352,8 @@ class Problem:
         symmetric = " symmetric" if self.symmetric else ""
         named = [name for name, order in zip("abd", self.orders, strict=True) if order]
         strided = f", {' and '.join(named)} by strides" if named else ""
-        return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}{groups}{symmetric}{strided}"
+        math = f" by {self.math}" if self.math else ""
+        return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{math}{batch}{groups}{symmetric}{strided}"
 
 
 def strides(shape: Sequence[int], order: Order = ()) -> list[int]:

@@ -12,7 +12,9 @@ from cutjax.dtypes import DTYPES
 from cutjax.epilogue import emit
 from cutjax.epilogue.expression import Epilogue, OperandSpec, Output
 
-STORED = tuple(dtype.name for dtype in DTYPES.values() if dtype.stored)  # dtypes of operands and results in memory
+# Dtypes of operands and results in memory; of those, what TMA stages.
+STORED = tuple(row.name for row in DTYPES.values() if row.stored)
+STORED_BY_TMA = tuple(name for name in STORED if np.dtype(name).itemsize <= 4)
 
 # About how many instructions of sm_90 code compute a device function or an operator; others are one. The long ones, of
 # 15 to 90 without the slow paths of rare arguments, are each reason enough for a call. No common activation in 16 bits
@@ -22,7 +24,8 @@ _LONG = (
     "acosf acoshf asinf asinhf atan2f atanf atanhf cbrtf cosf coshf erfcf erff erfinvf expm1f fmodf integer_div "
     "integer_rem log1pf logf nextafterf powf sinf sinhf tanf threefry2x32"
 )
-_INSTRUCTIONS = dict.fromkeys(_LONG.split(), 50) | {"exp2f": 5, "expf": 8, "rsqrtf": 5}
+_INSTRUCTIONS = {word.removesuffix("f"): 100 for word in f"{_LONG} expf exp2f sqrtf tanhf".split()}  # of doubles
+_INSTRUCTIONS |= dict.fromkeys(_LONG.split(), 50) | {"exp2f": 5, "expf": 8, "rsqrtf": 5}
 _INSTRUCTIONS |= {"/": 15, "accurate_logistic": 14, "sqrtf": 15, "tanhf": 15}
 _INSTRUCTIONS |= {"coarse_erfc_bf16": 12, "coarse_erfc_f16": 13}
 
@@ -121,8 +124,9 @@ class Staging:
             if out.dtype != "float32":
                 found.append(f"a reduction in {out.dtype}: kernels reduce in float32")
         for what, entries in (("operand", self.epilogue.operands), ("result", self.epilogue.outputs)):
-            names = sorted({entry.dtype for entry in entries} - {*STORED})
-            found += [f"{what} {name}: one of {', '.join(STORED)}" for name in names]
+            stored = STORED_BY_TMA if self.tma else STORED
+            names = sorted({entry.dtype for entry in entries} - {*stored})
+            found += [f"{what} {name}: one of {', '.join(stored)}" for name in names]
         return tuple(found)
 
 

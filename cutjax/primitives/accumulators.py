@@ -1,32 +1,13 @@
-"""The dtypes in which products, and the products of cotangents, are added up."""
+"""The dtypes in which products of cotangents are multiplied, and arrays converted to them."""
 
 from __future__ import annotations
-
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-
-@functools.cache
-def accumulator(dtype: np.dtype, out_dtype: np.dtype | None = None) -> np.dtype:
-    """Returns the dtype in which products of a dtype are added up: at least 32 bits, and as wide as the result."""
-    if out_dtype is not None:
-        if jnp.issubdtype(out_dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
-            out_dtype = np.dtype(jnp.finfo(out_dtype).dtype)
-        own, out = accumulator(dtype), accumulator(out_dtype)
-        if jnp.issubdtype(own, jnp.integer) and jnp.issubdtype(out, jnp.integer):
-            return max(out, own, key=lambda dtype: dtype.itemsize)  # of whatever sign: sums are exact, modulo 2^bits
-        with jax.numpy_dtype_promotion("standard"):
-            return jnp.promote_types(own, out)
-    if dtype.itemsize < 4:
-        if jnp.issubdtype(dtype, jnp.floating):
-            return np.dtype(np.float32)
-        if jnp.issubdtype(dtype, jnp.integer):
-            return np.dtype(np.int32 if jnp.issubdtype(dtype, jnp.signedinteger) else np.uint32)
-    return dtype
+from cutjax.dot_precision import accumulator as accumulator
 
 
 def is_half(dtype: np.dtype) -> bool:

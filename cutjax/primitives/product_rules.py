@@ -16,7 +16,7 @@ from cutjax.binding.lowering import Target
 from cutjax.binding.rules import batch_axis, is_linear, is_zero, none_if_zero, with_rank, zero_tangent
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, Node, normal
-from cutjax.kernels.choose import Choice, choose
+from cutjax.kernels.choose import Choice, choose, in_precision
 from cutjax.kernels.device import device_of_kind
 from cutjax.primitives import derivative
 from cutjax.primitives.accumulators import accumulator, with_cotangent
@@ -107,7 +107,8 @@ def _choose(
         full = product.tile(a, *bs, *context).shape  # one that is broadcast over the batch has other memory
         in_place = tuple((i, j) for i, j in in_place if operands[i].shape == full)
         problem = dataclasses.replace(problem, epilogue=epilogue, in_place=in_place)
-    choice = choose(product.in_order(problem), config, precision=precision, backend=backend, lead=product.lead)
+    problem = in_precision(product.in_order(problem), precision)
+    choice = problem if isinstance(problem, Choice) else choose(problem, config, backend=backend, lead=product.lead)
     notes = product.notes()
     return dataclasses.replace(choice, reasons=(*choice.reasons, *notes)) if notes else choice
 

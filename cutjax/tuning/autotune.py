@@ -18,7 +18,7 @@ import numpy as np
 from cutjax.binding import lowering, walk
 from cutjax.epilogue.expression import identity
 from cutjax.kernels import tuned
-from cutjax.kernels.choose import Choice, candidates, choose, fields_of, floor_us
+from cutjax.kernels.choose import Choice, candidates, choose, fields_of, floor_us, in_precision
 from cutjax.kernels.problem import Problem
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.product import split
@@ -215,7 +215,8 @@ def _why_not(product: walk.Found, problem: Problem) -> str:
         return "nothing to compute"
     if product.divided and params["backend"] != "cuda":
         return lowering.PARTITIONED
-    choice = choose(problem, precision=params["precision"], backend="cuda")
+    asked = in_precision(problem, params["precision"])
+    choice = asked if isinstance(asked, Choice) else choose(asked, backend="cuda")
     return "" if choice.served else "; ".join(choice.reasons)
 
 

@@ -1,5 +1,5 @@
-// Host stand-ins for what ffi/device/common/math.cuh takes from atoms.cuh, from PTX and from CUDA, so that g++ compiles a
-// generated epilogue. An approximate instruction errs by all that PTX allows it.
+// Host stand-ins for what ffi/device/common/math.cuh takes from atoms.cuh, from PTX and from CUDA, so that g++ compiles
+// a generated epilogue. An approximate instruction errs by all that PTX allows it.
 
 #include <bit>
 #include <cmath>
@@ -18,16 +18,20 @@ inline float __uint_as_float(u32 x) { return std::bit_cast<float>(x); }
 inline u32 __float_as_uint(float x) { return std::bit_cast<u32>(x); }
 inline int __popcll(u64 x) { return std::popcount(x); }
 inline int __clzll(long long x) { return std::countl_zero(static_cast<u64>(x)); }
+inline double __longlong_as_double(long long x) { return std::bit_cast<double>(x); }
+inline long long __double_as_longlong(double x) { return std::bit_cast<long long>(x); }
+inline double rsqrt(double x) { return 1.0 / std::sqrt(x); }
 inline float rsqrtf(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
 
-inline float erfinvf(float y) {  // Newton, from Winitzki's approximation
+inline double erfinv(double y) {  // Newton, from Winitzki's approximation
   if (!(std::fabs(y) < 1)) return std::fabs(y) == 1 ? y * INFINITY : NAN;
-  if (std::fabs(y) < 1e-3f) return static_cast<float>(std::sqrt(M_PI) / 2 * (y + M_PI / 12 * y * double(y) * y));
+  if (std::fabs(y) < 1e-4) return std::sqrt(M_PI) / 2 * (y + M_PI / 12 * y * y * y);
   double a = std::fabs(y), l = std::log1p(-a * a), t = 2 / (M_PI * 0.147) + l / 2;
   double x = std::sqrt(std::sqrt(t * t - l / 0.147) - t);
   for (int i = 0; i < 4; ++i) x += (std::erfc(x) - (1 - a)) * std::sqrt(M_PI) / 2 * std::exp(x * x);
-  return static_cast<float>(std::copysign(x, y));
+  return std::copysign(x, y);
 }
+inline float erfinvf(float y) { return static_cast<float>(erfinv(y)); }
 
 inline float flushed(double x) {
   float y = static_cast<float>(x);

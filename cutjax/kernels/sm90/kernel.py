@@ -18,7 +18,7 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import cost, dense_cost, text
 from cutjax.kernels.sm90.arguments import Argument, arguments, matrices_of, paddings, result_matrices
 from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Config
-from cutjax.kernels.staging import STORED, Staging, stage
+from cutjax.kernels.staging import STORED_BY_TMA as STORED, Staging, stage
 from cutjax.runtime.compiler import Cubin, compile_kernel
 from cutjax.runtime.launch import Call, Launch
 
@@ -106,6 +106,9 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
         reasons.append(f"{a} as {problem.math}: kernels multiply 16-bit floats as they are")
     if a != b or a not in INPUT_DTYPES:
         reasons.append(f"{a} x {b}: both operands are bf16, or both f16")
+    elif problem.accumulator != np.float32 or problem.math:
+        how = problem.math or f"accumulated in {short(problem.accumulator.name)}"
+        reasons.append(f"{a} x {b}, {how}: kernels multiply exactly and accumulate in f32")
     if problem.plain and staging.reasons:
         names = ", ".join(map(short, STORED))
         reasons.append(f"result {short(problem.out_dtype.name)}: one of {names}")

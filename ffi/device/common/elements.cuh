@@ -58,10 +58,10 @@ DEVICE void unpack(u32 (&words)[WORDS<D>], Carrier x) {
   } else if constexpr (SIZE<D> == 4) {
     words[0] = static_cast<u32>(x);
   } else if constexpr (D == Dtype::c64) {
-    words[0] = __float_as_uint(x.re), words[1] = __float_as_uint(x.im);
+    words[0] = __float_as_uint(x.real), words[1] = __float_as_uint(x.imag);
   } else if constexpr (D == Dtype::c128) {
-    words[0] = __double2loint(x.re), words[1] = __double2hiint(x.re);
-    words[2] = __double2loint(x.im), words[3] = __double2hiint(x.im);
+    words[0] = __double2loint(x.real), words[1] = __double2hiint(x.real);
+    words[2] = __double2loint(x.imag), words[3] = __double2hiint(x.imag);
   } else if constexpr (D == Dtype::f64) {
     words[0] = __double2loint(x), words[1] = __double2hiint(x);
   } else {

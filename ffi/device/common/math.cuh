@@ -1,13 +1,8 @@
 // What a generated epilogue calls: every function with XLA's semantics, each accuracy it is wanted in
 // (docs/accuracy.md). Carriers hold the values: float any float of up to 32 bits (exactly), int and u32 any integer of
-// up to 32.
+// up to 32, i64 and u64 any, double and Complex what they say.
 
 using i64 = long long;
-
-template <typename T>
-struct Complex {
-  T re, im;
-};
 
 #ifndef HOST_EMULATION  // tests/native/device_shim.h has these for the host: one instruction each
 
@@ -102,19 +97,30 @@ DEVICE float accurate_sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f 
 DEVICE float clamp_nan(float low, float x, float high) { return min_nan(max_nan(low, x), high); }
 DEVICE bool is_finite(float x) { return fabsf(x) < __uint_as_float(0x7f800000); }
 
-// Repeated multiplication in f32, as XLA does it.
-template <int POWER>
-DEVICE float integer_pow(float x) {
+DEVICE double accurate_logistic(double x) {
+  double e = exp(-fabs(x)), r = 1.0 / (1.0 + e);
+  return x < 0.0 ? e * r : r;
+}
+
+DEVICE double accurate_sign(double x) { return x > 0.0 ? 1.0 : x < 0.0 ? -1.0 : x; }
+DEVICE double max_nan(double a, double b) { return a > b || a != a ? a : b; }
+DEVICE double min_nan(double a, double b) { return a < b || a != a ? a : b; }
+DEVICE double clamp_nan(double low, double x, double high) { return min_nan(max_nan(low, x), high); }
+DEVICE bool is_finite(double x) { return fabs(x) < __longlong_as_double(0x7ff0000000000000); }
+
+// Repeated multiplication, as XLA does it; of 16 bits in f32.
+template <int POWER, class F>
+DEVICE F integer_pow(F x) {
   if constexpr (POWER == 0) {
-    return 1.0f;
+    return F(1);
   } else if constexpr (POWER < 0) {
-    return 1.0f / integer_pow<-POWER>(x);
+    return F(1) / integer_pow<-POWER>(x);
   } else if constexpr (POWER == 1) {
     return x;
   } else if constexpr (POWER % 2) {
     return integer_pow<POWER - 1>(x) * x;
   } else {
-    float half = integer_pow<POWER / 2>(x);
+    F half = integer_pow<POWER / 2>(x);
     return half * half;
   }
 }
@@ -312,17 +318,67 @@ DEVICE u32 threefry2x32(u32 k0, u32 k1, u32 index) {
 }
 
 // Truncates and saturates; NaN is 0.
-template <class T>
-DEVICE Carrier<T> from_float(float x) {
+template <class T, class F>
+DEVICE Carrier<T> from_float(F x) {
   if (!(x == x)) return 0;
   if constexpr (SIGNED<T>) {
-    constexpr float LIMIT = static_cast<float>(1ull << (BITS<T> - 1));
+    constexpr F LIMIT = static_cast<F>(1ull << (BITS<T> - 1));
     if (x >= LIMIT) return static_cast<Carrier<T>>(LARGEST<T>);
     if (x < -LIMIT) return static_cast<Carrier<T>>(-LARGEST<T> - 1);
   } else {
-    constexpr float LIMIT = 2.0f * static_cast<float>(1ull << (BITS<T> - 1));
+    constexpr F LIMIT = 2 * static_cast<F>(1ull << (BITS<T> - 1));
     if (x >= LIMIT) return static_cast<Carrier<T>>(MASK<T>);
-    if (x <= 0.0f) return 0;
+    if (x <= 0) return 0;
   }
   return static_cast<Carrier<T>>(x);
+}
+
+// ---- complex numbers: of R, as they lie in memory ----
+
+template <class R>
+struct Complex {
+  R real, imag;
+};
+
+template <class R>
+DEVICE Complex<R> operator+(Complex<R> a, Complex<R> b) {
+  return {a.real + b.real, a.imag + b.imag};
+}
+
+template <class R>
+DEVICE Complex<R> operator-(Complex<R> a, Complex<R> b) {
+  return {a.real - b.real, a.imag - b.imag};
+}
+
+template <class R>
+DEVICE Complex<R> operator*(Complex<R> a, Complex<R> b) {
+  return {a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real};
+}
+
+template <class R>
+DEVICE Complex<R> operator-(Complex<R> x) {
+  return {-x.real, -x.imag};
+}
+
+template <class R>
+DEVICE bool operator==(Complex<R> a, Complex<R> b) {
+  return a.real == b.real && a.imag == b.imag;
+}
+
+template <class R>
+DEVICE bool operator!=(Complex<R> a, Complex<R> b) {
+  return !(a == b);
+}
+
+template <class R>
+DEVICE Complex<R> conj(Complex<R> x) {
+  return {x.real, -x.imag};
+}
+
+DEVICE float modulus(Complex<float> x) { return hypotf(x.real, x.imag); }
+DEVICE double modulus(Complex<double> x) { return hypot(x.real, x.imag); }
+
+template <class R, class Q>
+DEVICE Complex<R> to_complex(Complex<Q> x) {
+  return {static_cast<R>(x.real), static_cast<R>(x.imag)};
 }
