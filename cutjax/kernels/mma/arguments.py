@@ -94,7 +94,7 @@ def _arguments(kernel: Kernel) -> Iterator[Argument]:
         yield _int(f"{axis}{i}_stride", stride, "extras")
         yield _int(f"{axis}{i}_size", size, "extras")
     for i, _ in staging.reductions:
-        yield Argument(f"Acc* partial{i}", Pointer(first_result + i), "partials")
+        yield Argument(f"float* partial{i}", Pointer(first_result + i), "partials")
     if p.groups:
         yield Argument("const int* sizes", Pointer(1 + p.products), "scheduler")
         yield _int("leading", p.leading, "scheduler")

@@ -31,7 +31,7 @@ def predict(kernel: Kernel, device: Device) -> float:
     slots = device.sms * c.blocks
     waves = math.ceil(tiles / slots)
     resident = min(c.blocks, math.ceil(tiles / device.sms))
-    flops = 2 * c.bm * c.bn * k * p.products * resident
+    flops = 2 * c.bm * c.bn * k * p.products * resident * kernel.math.instructions
     size = p.a_dtype.itemsize
     # Words of fragments that are read for each word multiplied: shared memory feeds the tensor cores.
     reads = (1 / c.wm + 1 / c.wn) * 32

@@ -46,12 +46,11 @@ def configs(problem: Problem) -> Iterator[Config]:
         return
     size, device = problem.a_dtype.itemsize, problem.device
     for bm, bn, wm, wn, sliced_k, blocks in TILES:
-        for bk_bytes in (64, 128):
-            bk = bk_bytes // size
+        for bk in how.depths:
             slices = bk // how.k // sliced_k
             if slices < 2 or slices % 2:
                 continue
-            stage = (bm + problem.products * bn) * bk_bytes
+            stage = how.stage_bytes(bm, bn, bk, problem.products, size)
             limit = min(device.shared_bytes, device.shared_bytes_per_sm // blocks - 1024)
             staging = (bm // wm) * (bn // wn) * 16 * min(64, wn) * 4
             stages = max(2, min(6, (limit - staging) // stage, max(2, -(-problem.k // bk) + 1)))

@@ -20,6 +20,7 @@ from cutjax.runtime.compiler import Cubin, compile_kernel
 from cutjax.runtime.launch import Call, Launch
 
 REGISTERS = 65536  # of an SM
+STAGED = 8192  # bytes of a warp's staging buffer, at most where fewer columns make it so
 BESIDE = 56  # registers of a thread beside accumulators and fragments, calibrated on the compiler's report
 
 
@@ -36,9 +37,13 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     found = [] if problem.plain else list(staging.reasons)
     if arch_number(problem.arch) < 75:
         return (f"architecture {problem.arch}: the kernels are for sm_75 and later",)
-    if problem.a_dtype != problem.b_dtype or math_of(problem) is None:
+    math = math_of(problem)
+    if problem.a_dtype != problem.b_dtype or math is None:
         how = f" as {problem.math}" if problem.math else ""
         found.append(f"{short(problem.a_dtype.name)} x {short(problem.b_dtype.name)}{how} on {problem.arch}")
+    elif problem.epilogue.accumulator.name != math.accumulator:
+        added = f"{short(problem.epilogue.accumulator.name)}: its products are added up in {short(math.accumulator)}"
+        found.append(f"{short(problem.a_dtype.name)} added up in {added}")
     if problem.plain and staging.reasons:
         names = ", ".join(map(short, STORED))
         found.append(f"result {short(problem.out_dtype.name)}: one of {names}")
@@ -169,8 +174,14 @@ class Kernel:
 def registers(problem: Problem, config: Config, math: Math) -> int:
     """Returns about how many registers a thread takes."""
     tile = config.wm // 16 * (config.wn // 8)
-    fragments = 4 * (config.wm // 16) + 2 * problem.products * (config.wn // 8)
-    return problem.products * tile * math.words + 2 * fragments + BESIDE
+    fragments = math.read[0] * (config.wm // 16) + math.read[1] * problem.products * (config.wn // 8)
+    return problem.products * tile * math.words + 2 * fragments + BESIDE + math.beside
+
+
+def chunk_of(staging: Staging, config: Config) -> int:
+    """Returns the columns of a warp's staging buffer."""
+    fitting = [c for c in (64, 32, 16) if config.wn % c == 0]
+    return next((c for c in fitting if 16 * c * staging.column_bytes <= STAGED), fitting[-1])
 
 
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
@@ -185,12 +196,16 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
             found.append(f"splits={config.splits}: the contraction of groups of rows is whole")
     staging, device, size = staging_of(problem), problem.device, problem.a_dtype.itemsize
     slices = config.bk // math.k // config.sliced_k
-    if config.bk % math.k or slices < 2 or slices % 2 or config.bk * size not in (64, 128):
+    if config.bk not in math.depths:
+        found.append(f"bk={config.bk}: one of {', '.join(map(str, math.depths))}")
+    elif slices < 2 or slices % 2:
         found.append(f"bk={config.bk} with sliced_k={config.sliced_k}: an even number of slices of {math.k} for each warp")
     if config.wm % 16 or config.wn % 16:
         found.append(f"a warp tile of {config.wm}x{config.wn}: multiples of 16")
-    chunk = next(c for c in (64, 32, 16) if config.wn % c == 0)
-    stage_bytes = (config.bm + problem.products * config.bn) * config.bk * size
+    if math.fragments == "fma" and (config.bm & (config.bm - 1) or config.bn & (config.bn - 1)):
+        found.append(f"a tile of {config.bm}x{config.bn}: powers of two, of elements that are loaded one by one")
+    chunk = chunk_of(staging, config)
+    stage_bytes = math.stage_bytes(config.bm, config.bn, config.bk, problem.products, size)
     buffer_bytes = 16 * chunk * staging.column_bytes
     warps_m, warps_n, _ = config.warps
     shared = config.stages * stage_bytes + warps_m * warps_n * buffer_bytes
