@@ -16,16 +16,6 @@ DEVICE void cp_async(u32 destination, const void* p, bool there) {
   }
 }
 
-// The same of what is there.
-template <int BYTES>
-DEVICE void cp_async(u32 destination, const void* p) {
-  if constexpr (BYTES == 16) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(destination), "l"(p) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(destination), "l"(p), "n"(BYTES) : "memory");
-  }
-}
-
 DEVICE void cp_async_commit_group() {
   if constexpr (HAS_CP_ASYNC) asm volatile("cp.async.commit_group;" ::: "memory");
 }

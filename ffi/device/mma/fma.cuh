@@ -68,7 +68,7 @@ struct ElementTile {
   const char* next;  // this thread's first element of the block of k that is loaded next
   i64 pitch;         // bytes between lines in memory
   int rows, depth;   // that are left, from this thread's first element on
-  int whole_depth;   // of k, from the block's first on; 0 where some rows of the tile are past the matrix
+  u32 offset;        // of that element in a tile
   u32 held[HAS_CP_ASYNC ? 1 : LOADS][ELEMENT / 4];
 
   static DEVICE int own() { return threadIdx.x / ACROSS; }
@@ -85,44 +85,30 @@ struct ElementTile {
     next = matrix + (K_MAJOR ? r : first) * pitch + (K_MAJOR ? first : r) * ELEMENT;
     rows = rows_end - r;
     depth = k_end - first;
-    whole_depth = rows_end - row >= ROWS ? k_end - k : 0;
+    offset = own_k() * PITCH + (K_MAJOR ? own() % ROWS : position<OF_A>(r - row)) * ELEMENT;
   }
 
   static DEVICE bool mine(int i) { return BK * ROWS % THREADS == 0 || threadIdx.x + i * THREADS < BK * ROWS; }
 
-  static DEVICE u32 place(u32 tile, int i) {
-    return tile + (own_k() + k_of(i)) * PITCH + (position<OF_A>(own_row()) + position<OF_A>(row_of(i))) * ELEMENT;
+  DEVICE u32 place(u32 tile, int i) const {
+    return tile + offset + k_of(i) * PITCH + position<OF_A>(row_of(i)) * ELEMENT;
   }
 
-  template <bool WHOLE>
-  DEVICE void load_each(u32 tile) {
+  DEVICE void load(u32 tile) {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
       if (!mine(i)) break;
       const char* p = next + (K_MAJOR ? row_of(i) : k_of(i)) * pitch + (K_MAJOR ? k_of(i) : row_of(i)) * ELEMENT;
-      bool there = WHOLE || (rows > row_of(i) && depth > k_of(i));
+      bool there = rows > row_of(i) && depth > k_of(i);
       if constexpr (HAS_CP_ASYNC) {
-        if constexpr (WHOLE) {
-          cp_async<ELEMENT>(place(tile, i), p);
-        } else {
-          cp_async<ELEMENT>(place(tile, i), p, there);
-        }
+        cp_async<ELEMENT>(place(tile, i), p, there);
       } else {
 #pragma unroll
         for (int word = 0; word < ELEMENT / 4; ++word) held[i][word] = there ? ld_global_u32(p + 4 * word) : 0;
       }
     }
-  }
-
-  DEVICE void load(u32 tile) {
-    if (whole_depth >= BK) {
-      load_each<true>(tile);
-    } else {
-      load_each<false>(tile);
-    }
     next += K_MAJOR ? BK * ELEMENT : BK * pitch;
     depth -= BK;
-    whole_depth -= BK;
   }
 
   DEVICE void deposit(u32 tile) const {
