@@ -1,7 +1,7 @@
 // Fragments for the tensor cores, read by ldmatrix: 16 rows or columns and 32 bytes of k at a time. Elements of 16 bits
 // may lie along either axis, and so may those of 32, then read one by one; those of 8 bits lie along k.
 
-constexpr Read read_of(bool k_major) { return ELEMENT == 4 && !k_major ? Read::words : Read::matrices; }
+DEVICE constexpr Read read_of(bool k_major) { return ELEMENT == 4 && !k_major ? Read::words : Read::matrices; }
 using TileA = Operand<BM, ELEMENT, A_K_MAJOR, A_UNIT, read_of(A_K_MAJOR)>;
 using TileB = Operand<BN, ELEMENT, B_K_MAJOR, B_UNIT, read_of(B_K_MAJOR)>;
 
