@@ -23,11 +23,9 @@ DEVICE u32 take_part(float& x, float& y, bool cut) {
   float first = x, second = y;
   u32 part;
   if constexpr (TF32) {
-    if (!cut) {
-      asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(part) : "f"(x));
-    } else {
-      part = __float_as_uint(x) & KEPT;
-    }
+    part = __float_as_uint(x);
+    if (!cut) asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(part) : "f"(x));
+    part &= KEPT;  // cvt may leave what it has rounded
     first = __uint_as_float(part);
   } else {
     part = cut ? __byte_perm(__float_as_uint(x), __float_as_uint(y), 0x7632) : cvt_bf16x2(x, y);
@@ -56,8 +54,10 @@ struct Split {
     for (int w = 0; w < 4; ++w) {
       float a = number(x, w, 0), b = number(x, w, 1);
 #pragma unroll
-      for (int i = 0; i < PARTS; ++i) parts[i][w] = take_part(a, b, cut);
-      left += TF32 ? a : a + b;
+      for (int i = 0; i < PARTS; ++i) {
+        if (i > 0 && i == PARTS - 1) left += TF32 ? a : a + b;
+        parts[i][w] = take_part(a, b, cut);
+      }
     }
     return is_finite(left);
   }
