@@ -22,7 +22,8 @@ from cutjax.runtime.launch import Call
 
 FAMILIES: tuple[Family, ...] = (sm90, mma)  # the first that serves a problem has it; one that is pinned may be any
 LEAD = 1 / 1.03  # how many times as fast as XLA's product a kernel must be predicted to be, to run under "auto"
-Config = sm90.Config  # of any family
+Config = sm90.Config
+CONFIGS = tuple(family.Config for family in FAMILIES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from cutjax.kernels.choose import Config
+from cutjax.kernels.choose import CONFIGS
 from cutjax.primitives import derivative
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.groups import rows_of_groups
@@ -26,7 +26,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 def check_config(config: Any, where: str) -> None:
     """Raises if a pinned config is none."""
-    if config is not None and not isinstance(config, Config):
+    if config is not None and not isinstance(config, CONFIGS):
         raise TypeError(f"{where}: config must be a cutjax.Config, got {type(config).__name__}")
 
 

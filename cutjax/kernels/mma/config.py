@@ -7,7 +7,6 @@ import functools
 import hashlib
 import operator
 
-
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.problem import Problem
@@ -105,5 +104,3 @@ class Config:
 @functools.lru_cache(maxsize=1024)
 def _digest(epilogue: Epilogue) -> str:
     return hashlib.sha256(repr(epilogue).encode()).hexdigest()[:8]
-
-

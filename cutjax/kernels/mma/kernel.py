@@ -101,6 +101,12 @@ class Kernel:
         pitch = self.staging.pitch
         return name + units + (f"_pitch{pitch}" if pitch < 16 else "")
 
+    @property
+    def load_parts(self) -> int:
+        """Slices of a stage beside which a part of a later stage is loaded."""
+        slices = self.config.bk // self.math.k // self.config.sliced_k
+        return 1 if self.config.wm * self.config.wn > 2048 else slices - 1
+
     @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:
         """The arguments that the kernel takes, in order."""
@@ -171,11 +177,14 @@ class Kernel:
         )
 
 
-def registers(problem: Problem, config: Config, math: Math) -> int:
+def registers(problem: Problem, config: Config, math: Math, units: tuple[int, int]) -> int:
     """Returns about how many registers a thread takes."""
     tile = config.wm // 16 * (config.wn // 8)
     fragments = math.read[0] * (config.wm // 16) + math.read[1] * problem.products * (config.wn // 8)
-    return problem.products * tile * math.words + 2 * fragments + BESIDE + math.beside
+    row = config.bk * problem.a_dtype.itemsize
+    loads = [rows * row // 16 // config.threads for rows in (config.bm, problem.products * config.bn)]
+    held = sum(5 * count for count, unit in zip(loads, units, strict=True) if unit < 4)
+    return problem.products * tile * math.words + 2 * fragments + held + BESIDE + math.beside
 
 
 def chunk_of(staging: Staging, config: Config) -> int:
@@ -199,7 +208,9 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     if config.bk not in math.depths:
         found.append(f"bk={config.bk}: one of {', '.join(map(str, math.depths))}")
     elif slices < 2 or slices % 2:
-        found.append(f"bk={config.bk} with sliced_k={config.sliced_k}: an even number of slices of {math.k} for each warp")
+        found.append(
+            f"bk={config.bk} with sliced_k={config.sliced_k}: an even number of slices of {math.k} for each warp"
+        )
     if config.wm % 16 or config.wn % 16:
         found.append(f"a warp tile of {config.wm}x{config.wn}: multiples of 16")
     if math.fragments == "fma" and (config.bm & (config.bm - 1) or config.bn & (config.bn - 1)):
@@ -218,8 +229,10 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     accumulators = 4 * problem.products * config.bm * config.bn // 4 * math.words
     if config.sliced_k > 1 and accumulators > config.stages * stage_bytes:
         found.append(f"sliced_k={config.sliced_k}: {accumulators} bytes of accumulators take the place of the stages")
+    of_a, of_b = operands_of(problem)
+    units = unit(problem, problem.a, problem.m, of_a), unit(problem, problem.bs[0], problem.n, of_b)
     limit = min(255, REGISTERS // (config.threads * config.blocks) // 8 * 8)
-    if (need := registers(problem, config, math)) > limit:
+    if (need := registers(problem, config, math, units)) > limit:
         found.append(f"a warp tile of {config.wm}x{config.wn}: about {need} registers a thread, at most {limit}")
     rows, columns = tiles_of(problem, config)
     tiles = _most_tiles(problem, config)
@@ -227,8 +240,6 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         found.append("2^31 tiles or more: the scheduler counts with 32 bits")
     if found:
         return tuple(found)
-    of_a, of_b = operands_of(problem)
-    units = unit(problem, problem.a, problem.m, of_a), unit(problem, problem.bs[0], problem.n, of_b)
     return Kernel(
         problem,
         config,

@@ -8,7 +8,8 @@ constexpr int CHUNKS = WN / D_CHUNK;
 DEVICE void add_slices(Accumulators& d, u32 stages, const Warp& warp) {
   if constexpr (WARPS_K > 1) {
     constexpr int WORDS_EACH = sizeof(Accumulators) / 4, OTHERS = WARPS_M * WARPS_N * 32;
-    static_assert(WARPS_K == 1 || WORDS_EACH * 4 * OTHERS <= STAGES * STAGE_BYTES, "one slice's accumulators take the stages' place");
+    static_assert(WARPS_K == 1 || WORDS_EACH * 4 * OTHERS <= STAGES * STAGE_BYTES,
+                  "one slice's accumulators take the stages' place");
     u32 own = stages + threadIdx.x % OTHERS * 4;
     u32(&words)[WORDS_EACH] = reinterpret_cast<u32(&)[WORDS_EACH]>(d);
 #pragma unroll 1

@@ -4,6 +4,7 @@
 
 constexpr int STAGE_BYTES = TileA::BYTES + PRODUCTS * TileB::BYTES;
 constexpr int SLICES = BK / SLICE / WARPS_K;  // of a block, that one warp multiplies
+static_assert(SLICES % 2 == 0 && LOAD_PARTS < SLICES);
 
 // Where this warp's part of a tile lies.
 struct Warp {
@@ -22,13 +23,21 @@ struct Loads {
   TileB b[PRODUCTS];
   int blocks;  // that are left to load
 
+  // Starts to load a part of the next block: the PART-th of PARTS.
+  template <int PART = 0, int PARTS = 1>
   DEVICE void load(u32 stage) {
-    if (blocks-- > 0) {
-      a.load(stage);
+    if (blocks > 0) {
+      a.template load<PART, PARTS>(stage);
 #pragma unroll
-      for (int p = 0; p < PRODUCTS; ++p) b[p].load(stage + TileA::BYTES + p * TileB::BYTES);
+      for (int p = 0; p < PRODUCTS; ++p) b[p].template load<PART, PARTS>(stage + TileA::BYTES + p * TileB::BYTES);
+      if constexpr (PART == PARTS - 1) {
+        a.advance();
+#pragma unroll
+        for (int p = 0; p < PRODUCTS; ++p) b[p].advance();
+        --blocks;
+      }
     }
-    cp_async_commit_group();
+    if constexpr (PART == PARTS - 1) cp_async_commit_group();
   }
 
   DEVICE void deposit(u32 stage) const {
@@ -71,20 +80,24 @@ struct Pipeline {
     wait();
     multiplier.load(x[0], read, read + TileA::BYTES, warp.slice * SLICES);
 #pragma unroll 1
-    for (int block = 0; block < k_blocks; ++block) {
-#pragma unroll
-      for (int s = 0; s < SLICES; ++s) {
-        if (s == 0) loads.load(write);
-        if (s == SLICES - 1) {
-          loads.deposit(write);
-          advance(write);
-          advance(read);
-          wait();
-        }
-        if (s < SLICES - 1 || block + 1 < k_blocks)
-          multiplier.load(x[(s + 1) % 2], read, read + TileA::BYTES, warp.slice * SLICES + (s + 1) % SLICES);
-        multiplier.multiply(d, x[s % 2]);
-      }
+    for (int block = 0; block < k_blocks; ++block) slices<0>(x, d, loads, multiplier, warp, block + 1 == k_blocks);
+  }
+
+  // The slices of a block from S on. Beside the first LOAD_PARTS a part of a later block is loaded; beside each, the
+  // fragments of the next.
+  template <int S>
+  DEVICE void slices(Fragments (&x)[2], Accumulators& d, Loads& loads, const Multiplier& multiplier, const Warp& warp,
+                     bool last) {
+    if constexpr (S < LOAD_PARTS) loads.load<S, LOAD_PARTS>(write);
+    if constexpr (S == SLICES - 1) {
+      loads.deposit(write);
+      advance(write);
+      advance(read);
+      wait();
     }
+    if (S < SLICES - 1 || !last)
+      multiplier.load(x[(S + 1) % 2], read, read + TileA::BYTES, warp.slice * SLICES + (S + 1) % SLICES);
+    multiplier.multiply(d, x[S % 2]);
+    if constexpr (S + 1 < SLICES) slices<S + 1>(x, d, loads, multiplier, warp, last);
   }
 };

@@ -21,36 +21,53 @@ DEVICE u32 permuted(int line, int byte) {
   }
 }
 
-// Of 16 bytes at `p`, of which `valid` may be read and the others are zero; `after` more bytes follow that may be read.
-// UNIT bytes divide p.
+// 16 bytes on their way through registers, `skew` bytes into the words that hold them.
 template <int UNIT>
-DEVICE Bytes16 gather(const char* p, int valid, bool after) {
-  Bytes16 v{};
-  if (valid <= 0) return v;
-  u32(&word)[4] = reinterpret_cast<u32(&)[4]>(v);
-  if constexpr (UNIT == 16) {
-    return ld_global_v4(p);
-  } else if constexpr (UNIT >= 4) {
+struct Held {
+  u32 word[UNIT < 4 ? 5 : 4];
+
+  // Of 16 bytes at `p`, of which UNIT is a divisor, `valid` may be read and the others are zero.
+  DEVICE void load(const char* p, int valid) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (i * 4 < valid) word[i] = ld_global_u32(p + 4 * i);
-  } else {
-    u32 skew = reinterpret_cast<u64>(p) & 3;
-    if (valid >= 16 && (after || skew == 0)) {  // whole words, then shifted: the first begins with what is before
-      u32 x[5];
+    for (u32& x : word) x = 0;
+    if (valid <= 0) return;
+    if constexpr (UNIT == 16) {
+      Bytes16 v = ld_global_v4(p);
+      word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
+    } else if constexpr (UNIT >= 4) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = ld_global_u32(p - skew + 4 * i);
-      x[4] = skew ? ld_global_u32(p - skew + 16) : 0;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) word[i] = __funnelshift_r(x[i], x[i + 1], skew * 8);
+      for (int i = 0; i < 4; ++i)
+        if (i * 4 < valid) word[i] = ld_global_u32(p + 4 * i);
     } else {
+      u32 skew = skew_of(p);
+      if (valid >= 20) {  // whole words: the first begins before, the last ends behind
 #pragma unroll
-      for (int i = 0; i < 16; i += UNIT)
-        if (i < valid) word[i / 4] |= (UNIT == 2 ? ld_global_u16(p + i) : ld_global_u8(p + i)) << i % 4 * 8;
+        for (int i = 0; i < 5; ++i) word[i] = ld_global_u32(p - skew + 4 * i);
+      } else {
+#pragma unroll 1
+        for (int i = 0; i < min(valid, 16); i += UNIT) {
+          u32 x = UNIT == 2 ? ld_global_u16(p + i) : ld_global_u8(p + i), at = skew + i;
+#pragma unroll
+          for (int j = 0; j < 5; ++j)
+            if (at / 4 == j) word[j] |= x << at % 4 * 8;
+        }
+      }
     }
   }
-  return v;
-}
+
+  static DEVICE u32 skew_of(const char* p) { return UNIT < 4 ? reinterpret_cast<u64>(p) & 3 : 0; }
+
+  DEVICE void store(u32 address, u32 skew) const {
+    if constexpr (UNIT < 4) {
+      u32 x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = __funnelshift_r(word[i], word[i + 1], skew * 8);
+      st_shared_v4(address, x[0], x[1], x[2], x[3]);
+    } else {
+      st_shared_v4(address, word[0], word[1], word[2], word[3]);
+    }
+  }
+};
 
 // ELEMENT bytes an element; rows in memory begin at multiples of UNIT bytes.
 template <int ROWS, int ELEMENT, bool K_MAJOR, int UNIT, Read READ>
@@ -71,7 +88,7 @@ struct Operand {
   const char* next;  // this thread's first unit of the block of k that is loaded next
   i64 pitch;         // bytes between neighbouring lines in memory
   int lines, bytes;  // that are left, from this thread's first unit on
-  Bytes16 held[ASYNC ? 1 : LOADS];
+  Held<UNIT> held[ASYNC ? 1 : LOADS];
 
   // `matrix` is the first byte of the operand's matrix, whose rows are `pitch` bytes apart; the tile begins at row
   // `row` of `rows` and at `k`.
@@ -98,10 +115,12 @@ struct Operand {
     return tile + byte / SPAN * PANEL + permuted<SPAN, READ>(line, byte % SPAN);
   }
 
-  // Starts to load a block of k into a tile. What is past the matrix, or k_end, is zero.
+  // Starts to load a part of a block of k into a tile: the PART-th of PARTS. What is past the matrix, or k_end, is
+  // zero.
+  template <int PART, int PARTS>
   DEVICE void load(u32 tile) {
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
+    for (int i = LOADS * PART / PARTS; i < LOADS * (PART + 1) / PARTS; ++i) {
       if (!mine(i)) break;
       const char* p = next + line_of(i) * pitch + byte_of(i);
       int valid = lines > line_of(i) ? bytes - byte_of(i) : 0;
@@ -110,19 +129,23 @@ struct Operand {
 #pragma unroll
         for (int j = 0; j < 16; j += UNIT) cp_async<UNIT>(to + j, p + j, valid > j);
       } else {
-        held[i] = gather<UNIT>(p, valid, valid >= 20);
+        held[i].load(p, valid);
       }
     }
+  }
+
+  DEVICE void advance() {
     next += K_MAJOR ? BK * ELEMENT : BK * pitch;
     (K_MAJOR ? bytes : lines) -= K_MAJOR ? BK * ELEMENT : BK;
   }
 
-  // Puts into a tile what came through registers.
+  // Puts into a tile what came through registers, before or after the advance: whole words do not change the skew.
   DEVICE void deposit(u32 tile) const {
+    static_assert(BK * ELEMENT % 4 == 0 && BK % 4 == 0);
     if constexpr (!ASYNC) {
 #pragma unroll
       for (int i = 0; i < LOADS; ++i)
-        if (mine(i)) st_shared_v4(place(tile, i), held[i].x, held[i].y, held[i].z, held[i].w);
+        if (mine(i)) held[i].store(place(tile, i), Held<UNIT>::skew_of(next + line_of(i) * pitch + byte_of(i)));
     }
   }
 };
