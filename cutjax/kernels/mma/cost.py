@@ -45,6 +45,9 @@ class Fit:
 FIT = Fit()
 
 
+COPY_US = 2.0  # of a copy that XLA makes before the launch, beside moving its bytes
+
+
 def predict(kernel: Kernel, device: Device, fit: Fit = FIT) -> float:
     """Returns the predicted time of one launch in microseconds.
 
@@ -63,6 +66,8 @@ def predict(kernel: Kernel, device: Device, fit: Fit = FIT) -> float:
         time += _wave(kernel, device, math.ceil(rest / device.sms), k_blocks, rate, fit)
     memory = p.bytes / device.bytes_per_second * 1e6
     time = fit.launch + max(time, memory) + 0.1 * min(time, memory)
+    if kernel.transposed:
+        time += 2 * kernel.transposed_bytes / device.bytes_per_second * 1e6 + COPY_US * len(kernel.transposed)
     if c.splits > 1:
         speed, begin = fit.parts
         time += begin + (4 * c.splits + 4) * p.m * p.n * p.products * p.batch_size / speed / 1e3

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
+
+import jax
 
 from cutjax.dtypes import short
 from cutjax.kernels import results
@@ -49,6 +52,8 @@ def reasons(problem: Problem) -> tuple[str, ...]:
         found.append(f"result {short(problem.out_dtype.name)}: one of {names}")
     if problem.groups and problem.a.contiguous != ("k" if problem.ragged == "m" else "mn"):
         found.append(f"layout {problem.layout} with groups of {problem.ragged}: kernels divide an outer axis of a")
+    if math is not None and math.along_k and problem.ragged == "k":
+        found.append(f"{short(problem.a_dtype.name)} in groups of k: kernels read both operands along k")
     if problem.groups and staging.reductions:
         found.append("a reduction over rows that have groups")
     if problem.symmetric:
@@ -104,8 +109,9 @@ class Kernel:
     @property
     def load_parts(self) -> int:
         """Slices of a stage beside which a part of a later stage is loaded."""
-        slices = self.config.bk // self.math.k // self.config.sliced_k
-        return 1 if self.config.wm * self.config.wn > 2048 else slices - 1
+        depth = self.config.bk // self.config.sliced_k
+        slices = depth // self.math.slice(depth, self.problem.arch)
+        return 1 if self.config.wm * self.config.wn > 2048 else min(slices - 1, 3)
 
     @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:
@@ -114,8 +120,21 @@ class Kernel:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Reasons to add to those of a choice."""
-        return ()
+        """Reasons to add to those of a choice: operands that are transposed before the launch."""
+        return tuple(dict.fromkeys(f"{'b' if i else 'a'} transposed" for i in self.transposed))
+
+    @functools.cached_property
+    def transposed(self) -> tuple[int, ...]:
+        """The arrays whose matrices are transposed before the launch."""
+        operands = (self.asked.a, *self.asked.bs), (self.problem.a, *self.problem.bs)
+        return tuple(i for i, (given, taken) in enumerate(zip(*operands, strict=True)) if given != taken)
+
+    @property
+    def transposed_bytes(self) -> int:
+        """Bytes of those arrays."""
+        p = self.problem
+        matrices = [math.prod(p.a_batch) * p.m, *[math.prod(p.b_batch) * max(1, p.groups) * p.n] * p.products]
+        return sum(matrices[i] for i in self.transposed) * p.k * p.a_dtype.itemsize
 
     @property
     def source(self) -> str:
@@ -152,12 +171,12 @@ class Kernel:
         elif self.staging.reductions:
             written = results.written(problem, 16, config.wn)
             finish = functools.partial(results.finish, outputs)
-        taken = problem.arrays + len(problem.epilogue.operands)
+        prepare = functools.partial(_prepare, self.transposed, problem.arrays + len(problem.epilogue.operands))
         return Call(
             (self._launch(self.compile().image),),
             results=written,
             finish=finish,
-            prepare=functools.partial(results.first, taken) if config.splits > 1 else None,
+            prepare=prepare if config.splits > 1 or self.transposed else None,
             aliases=tuple((problem.arrays + operand, result) for operand, result in problem.in_place),
             operand_orders=(problem.orders[0], *(b.order for b in problem.bs)) if any(problem.orders) else (),
             result_orders=tuple(() if out.reduce else problem.orders[2] for out in outputs),
@@ -177,19 +196,36 @@ class Kernel:
         )
 
 
+def along_k(problem: Problem) -> Problem:
+    """Returns the problem of operands that lie along k, those that do not being transposed."""
+    (of_a, of_b, of_d), (a, b) = problem.orders, problem.layout
+    orders = of_a if a == "n" else (), of_b if b == "t" else (), of_d
+    return dataclasses.replace(problem, layout="nt", orders=orders)
+
+
+def _prepare(transposed: Sequence[int], taken: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns what the kernel takes: the first arguments, some of them transposed."""
+    found = list(arrays[:taken])
+    for i in transposed:
+        axes = tuple(range(found[i].ndim))
+        found[i] = jax.lax.transpose(found[i], (*axes[:-2], axes[-1], axes[-2]))
+    return found
+
+
 def registers(problem: Problem, config: Config, math: Math, units: tuple[int, int]) -> int:
     """Returns about how many registers a thread takes."""
     tile = config.wm // 16 * (config.wn // 8)
     fragments = math.read[0] * (config.wm // 16) + math.read[1] * problem.products * (config.wn // 8)
+    fragments *= math.slice(config.bk // config.sliced_k, problem.arch) // math.k
     row = config.bk * problem.a_dtype.itemsize
     loads = [rows * row // 16 // config.threads for rows in (config.bm, problem.products * config.bn)]
     held = sum(5 * count for count, unit in zip(loads, units, strict=True) if unit < 4)
     return problem.products * tile * math.words + 2 * fragments + held + BESIDE + math.beside
 
 
-def chunk_of(staging: Staging, config: Config) -> int:
-    """Returns the columns of a warp's staging buffer."""
-    fitting = [c for c in (64, 32, 16) if config.wn % c == 0]
+def chunk_of(staging: Staging, wn: int) -> int:
+    """Returns the columns of a warp's staging buffer, of so many that it computes."""
+    fitting = [c for c in (64, 32, 16) if wn % c == 0]
     return next((c for c in fitting if 16 * c * staging.column_bytes <= STAGED), fitting[-1])
 
 
@@ -199,6 +235,7 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     math = math_of(problem)
     if math is None or found:
         return tuple(found)
+    problem = along_k(problem) if math.along_k else problem
     if config.splits > 1:
         problem = problem.bare
         if problem.ragged == "m":
@@ -215,7 +252,7 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         found.append(f"a warp tile of {config.wm}x{config.wn}: multiples of 16")
     if math.fragments == "fma" and (config.bm & (config.bm - 1) or config.bn & (config.bn - 1)):
         found.append(f"a tile of {config.bm}x{config.bn}: powers of two, of elements that are loaded one by one")
-    chunk = chunk_of(staging, config)
+    chunk = chunk_of(staging, config.wn)
     stage_bytes = math.stage_bytes(config.bm, config.bn, config.bk, problem.products, size)
     buffer_bytes = 16 * chunk * staging.column_bytes
     warps_m, warps_n, _ = config.warps

@@ -18,9 +18,9 @@ class Math:
       fragments: the file that reads fragments and multiplies them.
       archs: numbers of the architectures that have it, 80 for sm_80; from the first to the last.
       rate: of the device's rates, by name (`Device.flops`).
-      k: elements of the contraction that one slice of fragments takes.
+      k: elements of the contraction that one slice of fragments takes, at least.
       depths: of one stage, in elements.
-      read: words of 32 bits of the fragments of a slice that a thread holds: of 16 rows, and of 8 columns.
+      read: words of 32 bits of the fragments of k elements that a thread holds: of 16 rows, and of 8 columns.
       words: of the accumulators of 16 x 8 elements that a thread holds.
       instructions: how many products of that rate make one product.
       along_k: whether operands must lie along k.
@@ -39,6 +39,12 @@ class Math:
     instructions: int = 1
     along_k: bool = False
     beside: int = 0
+
+    def slice(self, depth: int, arch: str) -> int:
+        """Returns the elements of k that one slice takes, of so many of a stage that a warp multiplies."""
+        # From sm_90 on, DMMA may be deeper: it reads and writes accumulators less often.
+        deep = self.accumulator == "float64" and self.fragments == "double" and arch_number(arch) >= 90
+        return 16 if deep and depth >= 32 else self.k
 
     def stage_bytes(self, bm: int, bn: int, bk: int, products: int, size: int) -> int:
         """Returns the shared memory of one stage, of elements of so many bytes."""

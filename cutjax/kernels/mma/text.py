@@ -34,6 +34,7 @@ def source(kernel: Kernel) -> str:
         "M_FRAGMENTS": config.wm // 16,
         "N_FRAGMENTS": config.wn // 8,
         "STAGES": config.stages,
+        "SLICE": math.slice(config.bk // config.sliced_k, problem.arch),
         "LOAD_PARTS": kernel.load_parts,
         "ELEMENT": problem.a_dtype.itemsize,
         "A_K_MAJOR": problem.a.contiguous == "k",

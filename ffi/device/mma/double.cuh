@@ -7,8 +7,6 @@ using TileA = Operand<BM, ELEMENT, A_K_MAJOR, A_UNIT, Read::words>;
 using TileB = Operand<BN, ELEMENT, B_K_MAJOR, B_UNIT, Read::words>;
 
 constexpr bool COMPLEX = ELEMENT == 16;
-// Of k. Deeper instructions read and write accumulators less often.
-constexpr int SLICE = COMPLEX ? 4 : __CUDA_ARCH__ >= 900 && BK / WARPS_K >= 32 ? 16 : 8;
 
 // d += a b of 16 rows and 8 columns.
 DEVICE void dmma(double& d0, double& d1, double& d2, double& d3, const double (&a)[SLICE / 2],

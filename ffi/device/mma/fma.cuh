@@ -7,7 +7,6 @@
 // other lines in other banks.
 
 constexpr int VECTOR = 16 / ELEMENT;  // elements that a thread loads from shared memory at once
-constexpr int SLICE = 1;              // of k
 
 DEVICE void from_words(float& x, const u32* words) { x = __uint_as_float(words[0]); }
 DEVICE void from_words(int& x, const u32* words) { x = static_cast<int>(words[0]); }
@@ -94,9 +93,10 @@ struct ElementTile {
     return tile + offset + k_of(i) * PITCH + position<OF_A>(row_of(i)) * ELEMENT;
   }
 
+  template <int PART, int PARTS>
   DEVICE void load(u32 tile) {
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
+    for (int i = LOADS * PART / PARTS; i < LOADS * (PART + 1) / PARTS; ++i) {
       if (!mine(i)) break;
       const char* p = next + (K_MAJOR ? row_of(i) : k_of(i)) * pitch + (K_MAJOR ? k_of(i) : row_of(i)) * ELEMENT;
       bool there = rows > row_of(i) && depth > k_of(i);
@@ -107,6 +107,9 @@ struct ElementTile {
         for (int word = 0; word < ELEMENT / 4; ++word) held[i][word] = there ? ld_global_u32(p + 4 * word) : 0;
       }
     }
+  }
+
+  DEVICE void advance() {
     next += K_MAJOR ? BK * ELEMENT : BK * pitch;
     depth -= BK;
   }

@@ -1,7 +1,5 @@
 // Products of elements as they are, on the tensor cores.
 
-constexpr int SLICE = 32 / ELEMENT;  // of k, that one instruction takes
-
 // To the nearest, in place: the instruction would cut off bits.
 template <typename T>
 DEVICE void round_tf32(T& fragments) {
