@@ -50,7 +50,20 @@ ELEMENT_TILES = (
     (16, 64, 16, 16, 1, 4),
     (64, 16, 16, 16, 1, 4),
 )
-# Of accumulators of 64 bits, and of those that fragments in parts leave room for.
+# Of fragments in parts, which take the room of accumulators.
+SPLIT_TILES = (
+    (128, 64, 64, 32, 1, 2),
+    (64, 64, 32, 32, 1, 2),
+    (128, 64, 32, 32, 1, 1),
+    (64, 128, 32, 32, 1, 1),
+    (64, 64, 32, 32, 2, 1),
+    (32, 64, 32, 32, 2, 2),
+    (64, 32, 32, 32, 2, 2),
+    (32, 32, 16, 16, 1, 4),
+    (16, 64, 16, 16, 1, 4),
+    (64, 16, 16, 16, 1, 4),
+)
+# Of accumulators of 64 bits.
 WIDE_TILES = (
     (128, 64, 64, 32, 1, 2),
     (64, 128, 32, 64, 1, 2),
@@ -84,7 +97,7 @@ def tiles_for(how: Math) -> tuple[tuple[int, ...], ...]:
     """Returns the tiles of a way to multiply."""
     if how.words > 4:
         return WIDE_TILES if how.words == 8 else WIDEST_TILES
-    return {"fma": ELEMENT_TILES, "split": WIDE_TILES}.get(how.fragments, TILES)
+    return {"fma": ELEMENT_TILES, "split": SPLIT_TILES}.get(how.fragments, TILES)
 
 
 def configs(problem: Problem) -> Iterator[Config]:

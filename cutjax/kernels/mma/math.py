@@ -56,8 +56,9 @@ _ALL, _AMPERE, _ADA = range(75, 1000), range(80, 1000), range(89, 1000)
 _DMMA = (80, 90, 100, 103)  # others multiply float64 by FMA, a 32nd or 64th as fast as float32
 
 
-def _fma(accumulator: str, rate: str, words: int, instructions: int = 1) -> Math:
-    return Math("fma", accumulator, "fma", _ALL, rate, 1, (8, 16), (2 * words, 2 * words), 4 * words, instructions)
+def _fma(accumulator: str, rate: str, words: int, instructions: int = 1, beside: int = 0) -> Math:
+    read = 2 * words, 2 * words
+    return Math("fma", accumulator, "fma", _ALL, rate, 1, (8, 16), read, 4 * words, instructions, beside=beside)
 
 
 def _split(name: str, instructions: int) -> Math:
@@ -74,7 +75,7 @@ MATHS = {
     ("float16", ""): (Math("f16", "float32", "tensor", _ALL, "float16", 16, (32, 64)),),
     ("float16", "f16"): (Math("f16_f16", "float32", "tensor", _ALL, "float16_f16", 16, (32, 64), words=2),),
     ("float32", ""): (_fma("float32", "float32", 1),),
-    ("float32", "tf32"): (Math("tf32", "float32", "tensor", _AMPERE, "tf32", 8, (16, 32)),),
+    ("float32", "tf32"): (Math("tf32", "float32", "tensor", _AMPERE, "tf32", 8, (16, 32), beside=8),),
     ("float32", "tf32x3"): (
         Math("tf32x3", "float32", "split", _AMPERE, "tf32", 8, (16, 32), instructions=3, beside=40),
     ),
@@ -94,8 +95,8 @@ MATHS = {
     # A multiplication and an addition of integers issue half as often as FMA, of 64 bits an eighth.
     ("int32", ""): (_fma("int32", "float32", 1, 2),),
     ("uint32", ""): (_fma("uint32", "float32", 1, 2),),
-    ("int64", ""): (_fma("int64", "float32", 2, 8),),
-    ("uint64", ""): (_fma("uint64", "float32", 2, 8),),
+    ("int64", ""): (_fma("int64", "float32", 2, 8, beside=48),),
+    ("uint64", ""): (_fma("uint64", "float32", 2, 8, beside=48),),
     ("int8", ""): (_bytes("s8", "int32", _ALL, "int8"),),
     ("uint8", ""): (_bytes("u8", "uint32", _ALL, "int8"),),
     ("float8_e4m3fn", ""): (_bytes("e4m3", "float32", _ADA, "float8_e4m3fn"),),

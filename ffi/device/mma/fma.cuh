@@ -7,6 +7,7 @@
 // other lines in other banks.
 
 constexpr int VECTOR = 16 / ELEMENT;  // elements that a thread loads from shared memory at once
+constexpr int ROWS_VECTOR = VECTOR < BM / 8 ? VECTOR : BM / 8;  // of a
 
 DEVICE void from_words(float& x, const u32* words) { x = __uint_as_float(words[0]); }
 DEVICE void from_words(int& x, const u32* words) { x = static_cast<int>(words[0]); }
@@ -43,13 +44,15 @@ DEVICE void multiply_add(Complex<R>& d, const Complex<R>& a, const Complex<R>& b
 // they are sums of what they are of its parts.
 template <bool OF_A>
 DEVICE constexpr int position(int r) {
-  if (OF_A) return r % 8 * VECTOR + r / 8 % VECTOR + r / (8 * VECTOR) * (8 * VECTOR);
+  constexpr int V = ROWS_VECTOR;
+  if (OF_A) return r % 8 * V + r / 8 % V + r / (8 * V) * (8 * V);
   return VECTOR == 4 ? r % 2 + r / 8 % 2 * 2 + r / 2 % 4 * 4 + r / 16 * 16 : r;
 }
 
 template <bool OF_A>
 DEVICE constexpr int row_at(int p) {
-  if (OF_A) return p / VECTOR % 8 + p % VECTOR * 8 + p / (8 * VECTOR) * (8 * VECTOR);
+  constexpr int V = ROWS_VECTOR;
+  if (OF_A) return p / V % 8 + p % V * 8 + p / (8 * V) * (8 * V);
   return VECTOR == 4 ? p % 2 + p / 2 % 2 * 8 + p / 4 % 4 * 2 + p / 16 * 16 : p;
 }
 
