@@ -5,6 +5,7 @@
 #   make lint     ruff, pyright, clang-format        make format   let ruff and clang-format rewrite
 #   make docs     the documentation, into build/site
 #   make upstream the tests of products in JAX and Flax with cutjax's drop-ins (clones both)
+#   make compile-all  every kernel for every architecture through NVRTC; ARCH="sm_80 sm_90a" takes some of them
 #   make bench    a short benchmark (needs a GPU)
 #   make clean    remove the virtual environment and everything built
 #
@@ -28,7 +29,7 @@ GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 CUDA := $(if $(GPU),$(COMMA)cuda13)
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-cpu test-gpu upstream lint format docs bench clean
+.PHONY: demo test test-cpu test-gpu upstream lint format docs bench compile-all clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/transformer.py --with all --steps 200 $(DEMO_ARGS)
@@ -61,6 +62,9 @@ docs: $(VENV)/.installed-docs
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+
+compile-all: $(VENV)/.installed-test
+	JAX_PLATFORMS=cpu $(BIN)/python -m tests.compile_all $(if $(ARCH),--arch $(ARCH))
 
 clean:
 	rm -rf $(VENV) build

@@ -108,7 +108,7 @@ class Job:
 
 def problem_of(case: Dense, device: Device) -> Problem:
     """Returns the problem of a case on a device."""
-    return dataclasses.replace(case.problem, device=device)
+    return case.problem.on(device)
 
 
 def kind(config: cutjax.Config) -> str:

@@ -66,7 +66,7 @@ def flatten(lines: Sequence[dict[str, Any]]) -> Rows:
     for line in lines:
         device = device_of_kind(line["device"], "sm_90a", line["sms"])
         case = Dense(line["m"], line["n"], line["k"], line["layout"], tuple(line["batch"]), line["dtype"])
-        problem = dataclasses.replace(case.problem, device=device)
+        problem = case.problem.on(device)
         found = []
         for row in line["configs"]:
             try:

@@ -101,7 +101,6 @@ for _name in ("BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "TF32_
     # Of fewer bits than TF32 has, or than two parts of bf16: products that are exact already.
     _MATH |= {(_name, "bfloat16"): "", (_name, "float16"): ""}
 _MATH |= {(preset.name, name): "" for preset in _FLOAT8 for name in ("float8_e4m3fn", "float8_e5m2")}
-MATHS = frozenset(_MATH.values())
 _TF32 = (np.dtype(np.float32), np.dtype(np.complex64))
 
 

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from cutjax.binding import lowering, walk
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue
+from cutjax.kernels.device import named, reference
 from cutjax.primitives import derivative
+from cutjax.runtime import architectures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +58,14 @@ class Explanation:
       platform: what it was explained for, e.g. "cuda" or "cpu".
       arch: the CUDA architecture the kernels are for.
       fusion: what ``cutjax.fuse`` did with each product that it found; a product in a loop is there once.
+      device: the GPU that it was explained for; "" where there is none.
     """
 
     rows: tuple[Row, ...]
     platform: str
     arch: str
     fusion: tuple[Any, ...] = ()
+    device: str = ""
 
     def __str__(self) -> str:
         return "\n".join([self._table(), *self._fusion_lines()])
@@ -105,7 +109,8 @@ class Explanation:
         for i, row in reversed(list(enumerate(self.rows))):
             text[i + 2 : i + 2] = [" " * (widths[0] + 2) + line for line in _fused_lines(row)]
         text.insert(1, "  ".join("-" * w for w in widths))
-        notes = [f"platform {self.platform}; us and roofline are predicted for one launch on cuda, {self.arch}"]
+        where = f"{self.arch} ({self.device})" if self.device else self.arch
+        notes = [f"platform {self.platform}; us and roofline are predicted for one launch on cuda, {where}"]
         if not all(row.exact for row in self.rows):
             notes.append("* of one iteration, or of every branch: the number is known only at run time")
         return "\n".join(text + notes)
@@ -123,7 +128,9 @@ def _fused_lines(row: Row) -> list[str]:
     ]
 
 
-def explain(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..., Explanation]:
+def explain(
+    fn: Callable[..., Any], *, platform: str | None = None, arch: str | None = None, device: str | None = None
+) -> Callable[..., Explanation]:
     """Makes of a function one that says for every product in it what runs, why, and how fast it should be.
 
     It is what ``jax.jit`` would lower: the same function decides, what nothing uses is left out, and the program is for
@@ -132,11 +139,17 @@ def explain(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[
 
     Args:
       fn: any function that ``jax.jit`` takes, jitted or not.
-      platform: "cuda", "cpu", ...; by default the one this process computes on.
+      platform: "cuda", "cpu", ...; by default the one this process computes on, or "cuda" with ``arch`` or ``device``.
+      arch: a CUDA architecture, e.g. "sm_80", to explain for a GPU of it that this machine need not have: its best
+        known one. By default this machine's, or ``CUTJAX_TARGET_ARCH``.
+      device: the same for one GPU, as the driver calls it: "NVIDIA A100-SXM4-80GB".
 
     Returns:
       A function of ``fn``'s arguments (arrays, or ``jax.ShapeDtypeStruct``) that returns an ``Explanation``: ``.rows``
       holds the facts, and printing it gives a table.
+
+    Raises:
+      ValueError: if the architecture or the device is unknown, or if they differ.
 
     Example:
       >>> import cutjax, jax, jax.numpy as jnp
@@ -144,18 +157,37 @@ def explain(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[
       >>> len(cutjax.explain(cutjax.gemm)(x, x).rows)
       1
     """
+    asked = _target(arch, device)
+    if asked and platform is None:
+        platform = "cuda"
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         notes: list[Any] = []
-        found, where = walk.products(fn, args, kwargs, "cuda" if platform == "gpu" else platform or "", notes)
-        counts: dict[Row, int] = {}
-        for product in found:
-            row = _row(product, where)
-            counts[row] = counts.get(row, 0) + product.count
-        rows = tuple(dataclasses.replace(row, count=count) for row, count in counts.items())
-        return Explanation(rows, where, lowering.target().arch, tuple(notes))
+        with lowering.on_target(asked):
+            found, where = walk.products(fn, args, kwargs, "cuda" if platform == "gpu" else platform or "", notes)
+            counts: dict[Row, int] = {}
+            for product in found:
+                row = _row(product, where)
+                counts[row] = counts.get(row, 0) + product.count
+            rows = tuple(dataclasses.replace(row, count=count) for row, count in counts.items())
+            target = lowering.target()
+        return Explanation(rows, where, target.arch, tuple(notes), target.kind)
 
     return explained
+
+
+def _target(arch: str | None, device: str | None) -> lowering.Target | None:
+    """Returns the GPU that was asked for; None where nobody asked."""
+    if arch is None and device is None:
+        return None
+    try:
+        arch = arch and architectures.canonical(arch)
+        found = reference(arch) if device is None else named(device)
+        if arch and found.arch != arch:
+            raise ValueError(f"arch={arch!r}, but {found.name} is {found.arch}")
+    except ValueError as error:
+        raise ValueError(f"explain: {error}") from None
+    return lowering.Target(found.arch, found.name)
 
 
 def _row(product: walk.Found, platform: str) -> Row:
@@ -185,8 +217,9 @@ def _array(aval: Any) -> str:
 def _saves(epilogue: Epilogue, dtype: Any, save: str) -> str:
     """Says which accumulators the derivative takes, in everything that has one, and how it comes by them."""
     differentiable = tuple(jnp.issubdtype(spec.dtype, jnp.inexact) for spec in epilogue.operands)
+    moving = (jnp.issubdtype(epilogue.accumulator, jnp.inexact),) * epilogue.products
     try:
-        needed = derivative.accumulators_needed(epilogue, (True,) * epilogue.products, differentiable)
+        needed = derivative.accumulators_needed(epilogue, moving, differentiable)
     except NotImplementedError as error:  # as jax raises of nextafter, where a derivative is asked for
         return f"has no derivative: {error}"
     names = [f"acc{i if epilogue.products > 1 else ''}" for i, need in enumerate(needed) if need]

@@ -137,4 +137,9 @@ def build(setup: Setup, name: str = "jax") -> nnx.GraphDef:
 
 def init(setup: Setup, seed: int = 0) -> nnx.State:
     """Returns random parameters, the same for all ways."""
-    return jax.jit(lambda: nnx.split(Transformer(setup, way("jax"), nnx.Rngs(seed)))[1])()
+    return _init(setup, jax.random.key(seed))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _init(setup: Setup, key: Array) -> nnx.State:  # compiled once, for all ways
+    return nnx.split(Transformer(setup, way("jax"), nnx.Rngs(key)))[1]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import collections
+import functools
+import pathlib
 import re
 import struct
+import subprocess
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 
 import cutjax
 from cutjax.kernels.sm90 import kernel as sm90
@@ -20,6 +26,36 @@ def code_bytes(image: bytes) -> int:
     sections = [struct.unpack_from("<I20xQQ", image, table + i * size) for i in range(count)]
     at = sections[names][1]
     return sum(length for name, _, length in sections if image[at + name :].startswith(b".text"))
+
+
+@functools.cache
+def nvdisasm() -> str | None:
+    """The disassembler of nvidia-cuda-nvdisasm; None where that is not installed."""
+    try:
+        files = metadata.files("nvidia-cuda-nvdisasm") or ()
+    except metadata.PackageNotFoundError:
+        return None
+    return next((str(pathlib.Path(f.locate())) for f in files if f.name == "nvdisasm"), None)
+
+
+def disassembly(image: bytes) -> str:
+    """The machine code of a cubin as text."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(image)
+        file.flush()
+        command = [str(nvdisasm()), "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def instructions(image: bytes) -> collections.Counter[str]:
+    """Counts each opcode of a cubin, with its modifiers."""
+    found = re.finditer(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", disassembly(image))
+    return collections.Counter(match[1] for match in found)
+
+
+def multiplies(opcode: str) -> bool:
+    """True if an instruction multiplies matrices, or floats of 32 or 64 bits. HFMA2.MMA moves constants."""
+    return opcode.split(".")[0].endswith(("MMA", "FFMA", "DFMA"))
 
 
 def telling(configs: Sequence[cutjax.Config], every: int) -> list[cutjax.Config]:

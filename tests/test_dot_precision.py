@@ -389,7 +389,7 @@ def test_the_problem_says_the_math():
         (problem,) = problems(x, precision=precision)
         assert problem.math == wanted
         assert ("math" in problem.key()) == bool(wanted)
-        assert (f"f32 x f32 -> f32 by {wanted}" in str(problem)) == bool(wanted)
+        assert (f"f32 x f32 by {wanted} -> f32" in str(problem)) == bool(wanted)
     (problem,) = problems(x.astype(jnp.int8))
     assert (problem.math, problem.accumulator) == ("", np.int32)
     with pytest.raises(ValueError, match="unknown math 'bf17', expected one of"):

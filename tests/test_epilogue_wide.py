@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import shutil
 
@@ -14,6 +15,7 @@ import pytest
 from jax import lax
 
 from cutjax.epilogue import emit
+from cutjax.epilogue.expression import Output
 from cutjax.epilogue.trace import trace
 from cutjax.runtime import compiler, sources
 
@@ -208,6 +210,37 @@ def test_what_no_kernel_computes():
     assert emit.reasons(to_real) == ("kernels do not convert complex64 to float32",)
 
 
+REDUCED = {
+    "sum": ["float32", "float64", "int32", "uint32", "int64", "complex64", "complex128"],
+    "max": ["float32", "float64", "int32", "uint32", "int64", "bool"],
+    "min": ["float32", "float64", "int32", "uint32", "uint64", "bool"],
+}
+REDUCTIONS = [Output(0, dtype, reduce, ("row",)) for reduce in REDUCED for dtype in REDUCED[reduce]]
+
+
+def test_reductions_combine(tmp_path):
+    """Any values from the identity on, in the carrier of the dtype."""
+    functions = []
+    for i, out in enumerate(REDUCTIONS):
+        identity, combined = emit.reduction(out)
+        carrier = emit.CARRIERS[out.dtype]
+        functions.append(
+            f'extern "C" void reduce{i}(int n, const {carrier}* x, {carrier}* y) {{\n  {carrier} all = {identity};\n'
+            f"  for (int t = 0; t < n; ++t) all = {combined.format('all', 'x[t]')};\n  *y = all;\n}}\n"
+        )
+    text = f'#include "{host.SHIM}"\n{sources._file("common/math.cuh")}' + "".join(functions)
+    library = host.build(tmp_path, text)
+    for i, out in enumerate(REDUCTIONS):
+        x = (
+            np.arange(-3, 9).astype(out.dtype)
+            if out.dtype != "bool"
+            else np.array([True] * (out.reduce == "min") + [False])
+        )
+        y = np.zeros((), host.carrier(out.dtype))
+        getattr(library, f"reduce{i}")(x.size, *(ctypes.c_void_p(v.ctypes.data) for v in (x, y)))
+        assert y == getattr(np, out.reduce or "")(x).astype(out.dtype), out
+
+
 # ---- the device compiler ----
 
 
@@ -228,6 +261,10 @@ def test_all_compile_for_the_device():
         at[len(epilogue.operands) : len(epilogue.operands)] = ["t", "t"]
         call = f"const {acc} acc[] = {{{', '.join(accs)}}}; e{i}::epilogue_element(acc, {', '.join(at)});"
         calls.append(f"  if (which == {i}) {{ {call} }}\n")
+    for i, out in enumerate(REDUCTIONS):
+        combined = emit.reduction(out)[1].format("*x", "__shfl_xor_sync(~0u, *x, 4)")
+        carrier = emit.CARRIERS[out.dtype]
+        calls.append(f"  if (which == -{i + 1}) {{ auto x = static_cast<{carrier}*>(p[0]) + t; *x = {combined}; }}\n")
     body = "".join(calls)
     parts.append(f'extern "C" __global__ void elements(int which, void** p) {{\n  int t = threadIdx.x;\n{body}}}\n')
     cubin = compiler.compile_source("".join(parts), name="elements", arch="sm_90a")

@@ -10,6 +10,8 @@ import pytest
 from jax import lax
 
 import cutjax
+from cutjax.kernels import device
+from cutjax.runtime import settings
 
 H = jnp.bfloat16
 
@@ -69,6 +71,47 @@ def test_why_xla():
     assert row.runs == "error"
     with cutjax.use_backend("xla"):
         assert cutjax.explain(cutjax.gemm)(X, W).rows[0].backend == "xla"
+
+
+def test_for_another_gpu():
+    """Without such a device; the same program is explained anew for each."""
+    fn = jax.jit(cutjax.fuse(lambda x, w: jax.nn.silu(x @ w) * (x @ w)))
+    square = shape(4096, 4096)
+    here, turing = cutjax.explain(fn, platform="cuda")(square, square), cutjax.explain(fn, arch="sm_75")(square, square)
+    assert (turing.platform, turing.arch, turing.device) == ("cuda", "sm_75", "Tesla T4")
+    assert [row.runs.startswith("sm90_") for row in here.rows] == [True]
+    assert not any(row.runs.startswith("sm90_") for row in turing.rows)
+    assert str(cutjax.explain(fn, platform="cuda")(square, square)) == str(here)
+    strict = functools.partial(cutjax.gemm, backend="cuda")
+    slow = cutjax.explain(strict, device="NVIDIA H100 PCIe")(X, shape(512, 8192))
+    fast = cutjax.explain(strict, arch="sm_90")(X, shape(512, 8192))
+    assert str(fast).endswith("sm_90a (NVIDIA H200)")
+    assert (slow.device, fast.device) == ("NVIDIA H100 PCIe", "NVIDIA H200")
+    assert slow.rows[0].choice.problem.device == device.named("NVIDIA H100 PCIe")
+    assert slow.rows[0].choice.time_us > fast.rows[0].choice.time_us
+    (row,) = cutjax.explain(cutjax.gemm, device="NVIDIA A100-SXM4-80GB")(X, W).rows
+    assert row.choice.problem.device.name == "NVIDIA A100-SXM4-80GB"
+    assert cutjax.explain(cutjax.gemm, platform="cpu", arch="sm_80")(X, W).platform == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"arch": "sm_99"}, "explain: expected an architecture such as sm_90a, one of sm_75, .* got 'sm_99'"),
+        ({"device": "A900"}, "explain: unknown device 'A900'; known are "),
+        ({"device": "NVIDIA L4", "arch": "sm_80"}, "explain: arch='sm_80', but NVIDIA L4 is sm_89"),
+    ],
+)
+def test_an_unknown_gpu(fields, message):
+    with pytest.raises(ValueError, match=message):
+        cutjax.explain(cutjax.gemm, **fields)
+
+
+def test_the_architecture_of_the_settings():
+    with settings.override(target_arch="sm_80"):
+        explanation = cutjax.explain(cutjax.gemm, platform="cuda")(X, W)
+        assert (explanation.arch, explanation.rows[0].choice.problem.arch) == ("sm_80", "sm_80")
+        assert cutjax.explain(cutjax.gemm, arch="sm_90a")(X, W).rows[0].runs.startswith("sm90_")
 
 
 def test_pinned_config():

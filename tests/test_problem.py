@@ -117,4 +117,6 @@ def test_a_device_says_the_architecture():
     assert problem().device == device.reference("sm_90a")
     old = device.device_of_kind("NVIDIA A100-SXM4-40GB", "sm_80", 108)
     assert problem(device=old).arch == "sm_80"
-    assert dataclasses.replace(problem(), device=old) == problem(device=old)
+    assert problem().on(old) == problem(device=old) == problem(device=old, arch="sm_80")
+    with pytest.raises(ValueError, match="arch='sm_90a', but NVIDIA A100-SXM4-40GB is sm_80"):
+        dataclasses.replace(problem(), device=old)

@@ -1,39 +1,24 @@
 """The machine code of the mainloop: what runs beside the tensor cores for each block of k is little, and uniform."""
 
 import collections
-import pathlib
 import re
-import subprocess
-from importlib import metadata
 
 import pytest
+from cubin import disassembly, nvdisasm
 
 import cutjax
 from cutjax.kernels.sm90 import kernel as sm90
 from cutjax.runtime import compiler
-
-
-def nvdisasm():
-    try:
-        files = metadata.files("nvidia-cuda-nvdisasm") or ()
-    except metadata.PackageNotFoundError:
-        return None
-    return next((str(pathlib.Path(f.locate())) for f in files if f.name == "nvdisasm"), None)
-
 
 needs_tools = pytest.mark.skipif(
     compiler.compiler_missing() is not None or nvdisasm() is None, reason="needs NVRTC and nvidia-cuda-nvdisasm"
 )
 
 
-def innermost_loop(cubin, tmp_path):
+def innermost_loop(cubin):
     """Returns the opcodes, each with its modifiers, of the shortest loop that multiplies."""
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(cubin)
-    command = [nvdisasm(), "-c", str(path)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     labels, opcodes, loops = {}, [], []
-    for line in text.splitlines():
+    for line in disassembly(cubin).splitlines():
         if label := re.match(r"(\.L_\w+):", line):
             labels[label[1]] = len(opcodes)
         elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*?);", line):
@@ -56,10 +41,10 @@ CONFIGS = [
 @needs_tools
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name(cutjax.Problem(64, 64, 64)))
-def test_the_mainloop_is_uniform(config, layout, tmp_path):
+def test_the_mainloop_is_uniform(config, layout):
     kernel = sm90.resolved(cutjax.Problem(4096, 4096, 4096, layout), config)
     cubin = compiler.compile_source(kernel.source, name=kernel.name, arch="sm_90a")
-    loop = innermost_loop(cubin.image, tmp_path)
+    loop = innermost_loop(cubin.image)
     counts = collections.Counter(opcode.split(".")[0] for opcode in loop)
     k_blocks = counts["HGMMA"] // (config.m_blocks * config.bk // 16)  # the compiler may unroll
     assert k_blocks >= 1
@@ -73,13 +58,10 @@ def test_the_mainloop_is_uniform(config, layout, tmp_path):
 
 
 @needs_tools
-def test_clusters_have_no_device_wide_fence(tmp_path):
+def test_clusters_have_no_device_wide_fence():
     kernel = sm90.resolved(cutjax.Problem(4096, 4096, 4096), cutjax.Config(128, 256, cluster_m=2))
     cubin = compiler.compile_source(kernel.source, name=kernel.name, arch="sm_90a")
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(cubin.image)
-    command = [nvdisasm(), "-c", str(path)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = disassembly(cubin.image)
     assert "UCGABAR_ARV" in text  # the cluster's barrier
     assert "MEMBAR.ALL.GPU" not in text
     assert "MEMBAR" in text  # the one that orders staging before TMA, within the block

@@ -46,7 +46,11 @@ def test_target_arch(arch):
     assert Settings.of({"CUTJAX_TARGET_ARCH": arch}).target_arch == arch
 
 
-@pytest.mark.parametrize("arch", ["90a", "compute_90", "sm_90a -v", "hopper"])
+def test_target_arch_without_its_letter():
+    assert Settings.of({"CUTJAX_TARGET_ARCH": "sm_120"}).target_arch == "sm_120a"
+
+
+@pytest.mark.parametrize("arch", ["90a", "compute_90", "sm_90a -v", "hopper", "sm_99", "sm_80a"])
 def test_bad_target_arch(arch):
     with pytest.raises(ValueError, match="CUTJAX_TARGET_ARCH: expected an architecture"):
         Settings.of({"CUTJAX_TARGET_ARCH": arch})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -15,7 +16,7 @@ from jax.extend import core
 from jax.interpreters import mlir
 from jax.sharding import AxisType
 
-from cutjax.runtime import compiler
+from cutjax.runtime import architectures, compiler
 from cutjax.runtime.launch import TARGET, Call
 from cutjax.runtime.settings import settings
 
@@ -58,6 +59,8 @@ choosers: dict[core.Primitive, Callable[..., Choice]] = {}
 compositions: dict[core.Primitive, Callable[..., Any]] = {}
 # Whether lowering is only to say for how many devices it is. A user context, so that jit keeps no such program.
 _counting_devices = jax.make_user_context(False)
+# Another device than this process's, for ``explain``. A user context too: what is traced may depend on it.
+_asked_target = jax.make_user_context(None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,13 +230,16 @@ class Target:
 
 @functools.lru_cache(maxsize=1)
 def _device() -> Target | None:
-    """Returns this process's CUDA device, None where there is none."""
+    """Returns this process's CUDA device, None where there is none.
+
+    The first one: where GPUs of several kinds are in one machine, programs are lowered for that (and a program for GPUs
+    of several architectures cannot be: its kernels are in it). CUDA_VISIBLE_DEVICES chooses.
+    """
     try:
         device = jax.local_devices(backend="cuda")[0]
     except RuntimeError:
         return None
-    major, minor = str(device.compute_capability).split(".")
-    arch = f"sm_{major}{minor}" + ("a" if int(major) >= 9 else "")  # "a": with the features of that chip alone
+    arch = architectures.of_capability(*map(int, str(device.compute_capability).split(".")))
     return Target(arch, device.device_kind, getattr(device, "core_count", None))
 
 
@@ -244,4 +250,9 @@ def on_cuda() -> bool:
 
 def target() -> Target:
     """Returns the device to compile for: this process's, or what the settings say when lowering without one."""
-    return _device() or Target(settings().target_arch)
+    return _asked_target.value or _device() or Target(settings().target_arch)
+
+
+def on_target(asked: Target | None) -> contextlib.AbstractContextManager[Any]:
+    """Lowers for another device than this process's inside a ``with`` block; for this one's where it is None."""
+    return _asked_target(asked) if asked else contextlib.nullcontext()

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from cutjax.dtypes import DTYPES
 from cutjax.epilogue import accuracy
 from cutjax.epilogue.accuracy import Level
-from cutjax.epilogue.expression import Epilogue, Node, needed_nodes
+from cutjax.epilogue.expression import Epilogue, Node, Output, const, needed_nodes
 from cutjax.epilogue.node_text import ROUND, converted_text, is_rounded, literal_text, node_text, rounded_text
 
 CARRIERS = {name: dtype.carrier for name, dtype in DTYPES.items() if dtype.carrier}
@@ -107,6 +109,25 @@ def emit(epilogue: Epilogue) -> str:
     parameters += [f"{CARRIERS[out.dtype]}& y{i}" for i, out in enumerate(epilogue.outputs)]
     body = "".join(f"  {line}\n" for line in lines)
     return f'#line 1 "epilogue (generated)"\nDEVICE void epilogue_element({", ".join(parameters)}) {{\n{body}}}\n'
+
+
+def reduction(out: Output) -> tuple[str, str]:
+    """Returns the identity of a reduction, and the text ``.. {0} .. {1} ..`` that combines two values.
+
+    Both are in the carrier of its dtype, in which partial results are exchanged and stored; XLA reduces those further.
+    """
+    reduce, dtype = out.reduce, out.dtype
+    values = [Node("operand", (), dtype, (i,)) for i in range(2)]
+    both = Node("add" if reduce == "sum" else reduce or "", (0, 1), dtype)
+    combined = node_text([*values, both], 2, both, Level.ACCURATE, ["{0}", "{1}"])
+    if reduce == "sum":
+        identity = 0
+    elif dtype in ROUND or dtype == "float64":
+        identity = -np.inf if reduce == "max" else np.inf
+    else:
+        bounds = np.iinfo("uint8" if dtype == "bool" else dtype)
+        identity = bounds.min if reduce == "max" else bounds.max
+    return literal_text(const(identity, dtype)), combined
 
 
 def _node_before_rounding(nodes: Sequence[Node], i: int, dtype: str) -> int | None:

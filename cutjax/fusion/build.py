@@ -129,7 +129,7 @@ def plain_function(eqn: Any, found: Any) -> Callable[..., list[Any]]:
             return [ragged_dot_general(lhs, rhs, sizes, *(eqn.params[name] for name in names))]
         a, b = found.operands(*factors)
         d = products.multiply(found.product, a, b, out_dtype=out.dtype, precision=found.precision, backend="auto")
-        return [lax.reshape(d, out.shape)]
+        return [lax.reshape(d, out.shape) if found.plan is None else found.plan.result(d)]
 
     return call
 

@@ -101,14 +101,14 @@ def _grouped(eqn: Any) -> Grouped | str:
         return "what is around it is fused only beside rows in groups, [m, k] x [g, k, n]"
     if params.get("group_offset") is not None or len(eqn.invars) != 3 or 0 in (*left.shape, *right.shape):
         return "it is empty, or of some of the groups"
-    if why := _dtypes(left, right, eqn.outvars[0].aval):
+    if why := unfit_dtypes(left, right, eqn.outvars[0].aval):
         return why
     layout = "nn" if tuple(map(tuple, contracted)) == ((1,), (1,)) else "nt"
     n = right.shape[2 if layout == "nn" else 1]
     return Grouped(layout, left.shape, right.shape, (left.shape[0], n), False, params["precision"])
 
 
-def _dtypes(left: Any, right: Any, out: Any) -> str:
+def unfit_dtypes(left: Any, right: Any, out: Any) -> str:
     """Returns why no kernel has operands and a result of these dtypes and shardings; "" where one may."""
     if left.dtype != right.dtype or not jnp.issubdtype(left.dtype, jnp.floating):
         return f"operands {left.dtype} and {right.dtype}: of one floating dtype they would have a kernel"
@@ -122,7 +122,7 @@ def _dense(eqn: Any) -> Contraction | str:
     left, right = (x.aval for x in eqn.invars)
     if is_sharded(eqn.params.get("out_sharding")):
         return "it says out_sharding"
-    if why := _dtypes(left, right, eqn.outvars[0].aval):
+    if why := unfit_dtypes(left, right, eqn.outvars[0].aval):
         return why
     if 0 in (*left.shape, *right.shape):
         return "it is empty"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from cutjax.fusion.jaxprs import (
     with_bodies,
     with_equations,
 )
+from cutjax.fusion.moves import matrices, moved, moved_form
 from cutjax.fusion.region import NOTHING, Finder, Region
 from cutjax.fusion.report import Report
 from cutjax.runtime import backends
@@ -135,13 +137,15 @@ class Rewriter:
                     reports[i].why = prices[i].why
                     continue
             if isinstance(form, str):
-                self._replace_product(graph, i, form, reports[i], prices[i])
+                self._replace_product(graph, [i], form, reports[i], prices[i], graph.eqns[i])
             else:
                 found[i] = form
         finder = Finder(graph, found)
-        for i in sorted(found, reverse=True):
+        for i in sorted(reports, reverse=True):
             if i in finder.products:
                 self._product(graph, finder, i, reports, prices)
+            elif i not in found and self.policy == "auto" and not self.refuses and i in graph.live:
+                self._moved(graph, i, reports[i])
         self.reports += reports.values()
         for node, region in enumerate(graph.regions, len(graph.eqns)):
             region.made = self._in_place(graph, node, region.made)
@@ -176,10 +180,28 @@ class Rewriter:
                     return
         else:
             report.ends = region
+        if plain is not None and self._moved(graph, i, report):
+            return
         if plain is None or plain.runs != "kernel":
             report.why = report.why or ("" if plain is None else str(plain))
             return
-        self._replace_product(graph, i, finder.products.pop(i), report, plain)
+        self._replace_product(graph, [i], finder.products.pop(i), report, plain, graph.eqns[i])
+
+    def _moved(self, graph: Graph, i: int, report: Report) -> bool:
+        """Puts a kernel in the place of a product and of transpositions around it; True if it is priced with these."""
+        if graph.eqns[i].primitive.name == RAGGED:
+            return False
+        found = [(x, self._form(x.eqn, x.permutation)) for x in moved(graph, i)]
+        most = next((matrices(form) for _, form in found[-1:] if not isinstance(form, str)), math.inf)
+        for (eqn, _, members), form in found[:-1]:
+            if isinstance(form, str) or matrices(form) > most:
+                continue
+            cost = self._price(form, eqn)
+            report.why = str(cost)
+            if cost.runs == "kernel":
+                self._replace_product(graph, members, form, report, cost, eqn)
+            return True
+        return False
 
     def _in_place(self, graph: Graph, node: int, eqn: Any) -> Any:
         """Returns the equation of a region that writes where it read what nothing reads after it."""
@@ -192,19 +214,25 @@ class Rewriter:
             self._reusing[body, pairs] = with_equations(body, [new if x is product else x for x in opened(body).eqns])
         return eqn.replace(params={**eqn.params, "jaxpr": self._reusing[body, pairs]})
 
-    def _replace_product(self, graph: Graph, i: int, form: Any, report: Report, cost: price.Price) -> None:
-        """Puts a kernel in the place of a product alone."""
-        eqn = graph.eqns[i]
+    def _replace_product(
+        self, graph: Graph, members: list[int], form: Any, report: Report, cost: price.Price, eqn: Any
+    ) -> None:
+        """Puts a kernel in the place of a product alone, or of one and what transposes it, which an equation says."""
         inputs = [x for x in eqn.invars if not is_literal(x)]
         made = self._plain(eqn, form)[0]
-        graph.replace(Region((i,), set(), form, (), [i], inputs, list(eqn.outvars), [], made))
+        graph.replace(Region((members[0],), set(), form, (), members, inputs, list(eqn.outvars), [], made))
         report.runs, report.why = "kernel", str(cost)
 
-    def _form(self, eqn: Any) -> Contraction | str:
+    def _form(self, eqn: Any, permutation: tuple[int, ...] | None = None) -> Contraction | str:
         """Returns a product as a kernel has it, or why none has; equal ones are one object."""
-        key = eqn.primitive, *map(self._param, eqn.params.values()), *(x.aval for x in (*eqn.invars, *eqn.outvars))
+        key = (
+            permutation,
+            eqn.primitive,
+            *map(self._param, eqn.params.values()),
+            *(x.aval for x in (*eqn.invars, *eqn.outvars)),
+        )
         if key not in self._forms:
-            self._forms[key] = contraction(eqn)
+            self._forms[key] = contraction(eqn) if permutation is None else moved_form(eqn, permutation)
         return self._forms[key]
 
     def _price(self, form: Contraction, eqn: Any) -> price.Price:

@@ -143,16 +143,8 @@ struct Extras {{
 """
 
 
-# (identity, combination) of each reduction.
-_REDUCE = {
-    "sum": ("0.0f", "{0} + {1}"),
-    "max": ("-__uint_as_float(0x7f800000)", "max_nan({0}, {1})"),
-    "min": ("__uint_as_float(0x7f800000)", "min_nan({0}, {1})"),
-}
-
-
 def _combine(out: Output, into: str, value: str) -> str:
-    return f"{into} = {_REDUCE[out.reduce or ''][1].format(into, value)};"
+    return f"{into} = {emit.reduction(out)[1].format(into, value)};"
 
 
 def _shuffles(out: Output, value: str, lanes: Sequence[int]) -> list[str]:
@@ -165,12 +157,13 @@ def _partials(staging: Staging, arguments: Sequence[Argument]) -> str:
     for i, out in staging.reductions:
         rows = "(m + 15) / 16" if "row" in out.axes else "m"
         columns = "(n + EPILOGUE_COLUMNS - 1) / EPILOGUE_COLUMNS" if "col" in out.axes else "n"
-        fields.append(f"float *partial{i}, *matrix{i};\n  float r{i}[2];")
+        carrier = DTYPES[out.dtype].carrier
+        fields.append(f"{carrier} *partial{i}, *matrix{i};\n  {carrier} r{i}[2];")
         initial.append(f", partial{i}(partial{i})")
         tile.append(f"matrix{i} = partial{i} + static_cast<i64>(batch) * ({rows}) * ({columns});")
         if out.axes == ("row",):
             continue  # stored by each piece
-        begin.append(f"r{i}[0] = r{i}[1] = {_REDUCE[out.reduce or ''][0]};")
+        begin.append(f"r{i}[0] = r{i}[1] = {emit.reduction(out)[0]};")
         at = f"matrix{i}[static_cast<i64>({{}}) * ({columns}) + column / EPILOGUE_COLUMNS]"
         if out.axes == ("col",):
             end += [*_shuffles(out, f"r{i}[0]", (1, 2)), *_shuffles(out, f"r{i}[1]", (1, 2))]
@@ -203,13 +196,14 @@ struct Partials {{
 
 def _reduce_piece(i: int, out: Output, even: bool) -> str:
     """Returns what a piece adds to a reduction; values past the matrix are replaced by the identity."""
-    identity = _REDUCE[out.reduce or ""][0]
+    identity = emit.reduction(out)[0]
     past = "row + i / 2 % 2 * 8 >= partials.m || column + i / 4 * 8 + i % 2 >= partials.n"
     loop = "#pragma unroll\n  for (int i = 0; i < PIECE / 2; ++i)"
     text = f"{loop}\n    if ({past}) y{i}[i] = {identity};\n"
     if out.axes != ("row",):
         return f"{text}{loop} {_combine(out, f'partials.r{i}[i / 2 % 2]', f'y{i}[i]')}\n"
-    lines = [f"float* at = partials.matrix{i} + static_cast<i64>(row / 16) * partials.n + column + 8 * j;"]
+    at = f"{DTYPES[out.dtype].carrier}* at = partials.matrix{i}"
+    lines = [f"{at} + static_cast<i64>(row / 16) * partials.n + column + 8 * j;"]
     for e in range(2):
         value = f"y{i}[4 * j + {e}]"
         lines += [_combine(out, value, f"y{i}[4 * j + {2 + e}]"), *_shuffles(out, value, (4, 8, 16))]

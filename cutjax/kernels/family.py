@@ -24,6 +24,11 @@ class Kernel(Protocol):
         ...
 
     @property
+    def source(self) -> str:
+        """The device text, which NVRTC compiles for the problem's architecture."""
+        ...
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Reasons to add to those of a choice: copies of operands that the kernel needs."""
         ...

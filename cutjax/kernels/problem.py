@@ -13,13 +13,25 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
-from cutjax.dot_precision import MATHS, accumulator
+from cutjax.dot_precision import accumulator
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue, Node, Output, identity
 from cutjax.kernels.device import Device, reference
+from cutjax.runtime.architectures import DEFAULT
 
 BF16 = np.dtype(jnp.bfloat16)
 LAYOUTS = ("nn", "nt", "tn", "tt")
+# Ways to multiply float32, and float16 added up in float16: whose rate it is computed at (Device.flops), and how many
+# products of that each takes.
+MATHS = {
+    "tf32": ("tf32", 1),
+    "tf32x3": ("tf32", 3),
+    "bf16": ("bfloat16", 1),
+    "bf16x3": ("bfloat16", 3),
+    "bf16x6": ("bfloat16", 6),
+    "bf16x9": ("bfloat16", 9),
+    "f16": ("float16_f16", 1),
+}
 Order = tuple[int, ...]  # an array's axes as they lie in memory, the slowest first; () is row-major
 
 
@@ -53,7 +65,7 @@ class Problem:
       a_dtype, b_dtype, out_dtype: numpy dtypes (``ml_dtypes`` for bfloat16).
       batch: batch shape of the result.
       a_batch, b_batch: batch shapes of the operands, of the same rank, each axis either the result's or 1.
-      arch: the architecture the kernel is compiled for, e.g. "sm_90a".
+      arch: the architecture the kernel is compiled for, e.g. "sm_80"; by default the device's, or "sm_90a".
       epilogue: what is made of the products before they are stored; without one, the identity in ``out_dtype``. Its
         outputs say the results' dtypes, and ``out_dtype`` is that of an identity.
       groups: number of groups of a grouped GEMM, whose sizes are data; 0 for any other.
@@ -84,7 +96,7 @@ class Problem:
     batch: tuple[int, ...] = ()
     a_batch: tuple[int, ...] = ()
     b_batch: tuple[int, ...] = ()
-    arch: str = "sm_90a"
+    arch: str = ""
     epilogue: Epilogue = None  # pyright: ignore[reportAssignmentType]  # made the identity below
     groups: int = 0
     ragged: str = ""
@@ -114,9 +126,9 @@ class Problem:
             )
         if self.groups and len(self.sizes_batch) != len(self.batch):
             raise ValueError(f"Problem: batch ranks differ: {self.batch}, {self.sizes_batch} of the sizes")
-        if self.device is not None and self.arch not in (self.device.arch, "sm_90a"):
+        if self.device is not None and self.arch not in (self.device.arch, ""):
             raise ValueError(f"Problem: arch={self.arch!r}, but {self.device.name} is {self.device.arch}")
-        object.__setattr__(self, "device", self.device or reference(self.arch))
+        object.__setattr__(self, "device", self.device or reference(self.arch or DEFAULT))
         object.__setattr__(self, "arch", self.device.arch)
         own = accumulator(self.a_dtype, self.out_dtype)
         epilogue = self.epilogue.primal if self.epilogue else identity(self.out_dtype, own)
@@ -126,8 +138,8 @@ class Problem:
         same = (self.m, self.a_dtype, self.a_batch) == (self.n, self.b_dtype, self.b_batch)
         if self.symmetric and not (same and self.layout in ("nt", "tn") and self.products == 1 and not self.ragged):
             raise ValueError(f"Problem: {self} is no product of a matrix and its transpose")
-        if self.math not in MATHS:
-            raise ValueError(f"Problem: unknown math {self.math!r}, expected one of {sorted(MATHS)}")
+        if self.math and self.math not in MATHS:
+            raise ValueError(f"Problem: unknown math {self.math!r}, expected one of {('', *MATHS)}")
         axes = tuple(range(len(self.batch) + 2))
         for order in self.orders:
             if order and (tuple(sorted(order)) != axes or order == axes or order[-1] < axes[-2]):
@@ -149,7 +161,7 @@ class Problem:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @classmethod
-    def of(cls, a, b, *, layout: str, out_dtype, arch: str = "sm_90a", device: Device = None) -> Problem:  # pyright: ignore[reportArgumentType]
+    def of(cls, a, b, *, layout: str, out_dtype, arch: str = "", device: Device = None) -> Problem:  # pyright: ignore[reportArgumentType]
         """Returns the problem of two arrays or avals of equal rank whose batch axes are equal or 1."""
         m, k = a.shape[-2:] if layout[0] == "n" else a.shape[:-3:-1]
         n = b.shape[-1] if layout[1] == "n" else b.shape[-2]
@@ -177,20 +189,19 @@ class Problem:
         """True if the epilogue is the identity."""
         return self.epilogue.plain
 
-    @property
-    def accumulator(self) -> np.dtype:
-        """The dtype in which products are added up, and which the epilogue takes."""
-        return self.epilogue.accumulator
-
     @functools.cached_property
     def bare(self) -> Problem:
         """The same products as they are: in the accumulators' dtype, without an epilogue."""
-        name = self.accumulator.name
-        nodes = tuple(Node("acc", (), name, (i,)) for i in range(self.products))
-        outputs = tuple(Output(i, name) for i in range(self.products))
+        acc = self.accumulator
+        nodes = tuple(Node("acc", (), acc.name, (i,)) for i in range(self.products))
+        outputs = tuple(Output(i, acc.name) for i in range(self.products))
         epilogue = Epilogue(self.products, (), nodes, outputs)
         orders = (*self.orders[:2], ())
-        return dataclasses.replace(self, epilogue=epilogue, out_dtype=self.accumulator, in_place=(), orders=orders)
+        return dataclasses.replace(self, epilogue=epilogue, out_dtype=acc, in_place=(), orders=orders)
+
+    def on(self, device: Device) -> Problem:
+        """Returns the same problem on another device."""
+        return dataclasses.replace(self, arch=device.arch, device=device)
 
     def in_order(self, orders: Sequence[Order]) -> Problem:
         """Returns the problem of arrays in these orders of memory, as far as kernels read and write them so.
@@ -264,6 +275,21 @@ class Problem:
     def products(self) -> int:
         """Number of matrices b that share a, each multiplied by it."""
         return self.epilogue.products
+
+    @property
+    def accumulator(self) -> np.dtype:
+        """The dtype in which the products are added up."""
+        return np.dtype(self.epilogue.accumulator)
+
+    @property
+    def rate(self) -> str:
+        """Which of a device's rates the products are computed at."""
+        return MATHS[self.math][0] if self.math else {"uint8": "int8"}.get(self.a_dtype.name, self.a_dtype.name)
+
+    @property
+    def passes(self) -> int:
+        """How many products at that rate each product takes."""
+        return MATHS[self.math][1] if self.math else 1
 
     @functools.cached_property
     def arrays(self) -> int:
@@ -345,15 +371,16 @@ class Problem:
         return tuple(groups)
 
     def __str__(self) -> str:
-        operands = f"{short(self.a_dtype.name)} x {short(self.b_dtype.name)}"
+        operands = f"{short(self.a_dtype.name)} x {short(self.b_dtype.name)}" + (
+            f" by {self.math}" if self.math else ""
+        )
         dtypes = f"{operands} -> {', '.join(short(out.dtype) for out in self.epilogue.outputs)}"
         batch = f" batch {'x'.join(map(str, self.batch))}" if self.batch else ""
         groups = f" in {self.groups} groups of {'rows' if self.ragged == 'm' else 'k'}" if self.groups else ""
         symmetric = " symmetric" if self.symmetric else ""
         named = [name for name, order in zip("abd", self.orders, strict=True) if order]
         strided = f", {' and '.join(named)} by strides" if named else ""
-        math = f" by {self.math}" if self.math else ""
-        return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{math}{batch}{groups}{symmetric}{strided}"
+        return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}{groups}{symmetric}{strided}"
 
 
 def strides(shape: Sequence[int], order: Order = ()) -> list[int]:

@@ -121,7 +121,7 @@ class Staging:
         if not self.results:
             found.append("every result is a reduction: kernels store at least one of full size")
         for _, out in self.reductions:
-            if out.dtype != "float32":
+            if self.tma and out.dtype != "float32":
                 found.append(f"a reduction in {out.dtype}: kernels reduce in float32")
         for what, entries in (("operand", self.epilogue.operands), ("result", self.epilogue.outputs)):
             stored = STORED_BY_TMA if self.tma else STORED

@@ -25,7 +25,9 @@ PREACTIVATION = "cutjax_preactivation"  # the name jax.checkpoint policies see
 def saved_dtype(epilogue: Epilogue, dtype: np.dtype) -> np.dtype:
     """Returns the dtype, of at least 16 bits, in which a derivative keeps accumulators of products of ``dtype``."""
     acc = epilogue.accumulator
-    if any(out.reduce is None and out.dtype == acc.name for out in epilogue.outputs):
+    if not jnp.issubdtype(dtype, jnp.inexact) or any(
+        out.reduce is None and out.dtype == acc.name for out in epilogue.outputs
+    ):
         return acc
     return dtype if dtype.itemsize > 1 else np.dtype(jnp.bfloat16)
 

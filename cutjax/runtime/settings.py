@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from cutjax.runtime import architectures
+
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _FOLDERS = {"cache_dir": "CUTJAX_CACHE_DIR", "dump_dir": "CUTJAX_DUMP_DIR", "tuning_dir": "CUTJAX_TUNING_DIR"}
 
@@ -29,7 +31,7 @@ class Settings:
     cache_dir: pathlib.Path | None = None
     cache_bytes: int = 2**30
     dump_dir: pathlib.Path | None = None
-    target_arch: str = "sm_90a"
+    target_arch: str = architectures.DEFAULT
     tuning_dir: pathlib.Path | None = None
 
     @classmethod
@@ -45,9 +47,10 @@ class Settings:
                 raise ValueError(f"CUTJAX_CACHE_SIZE: expected bytes as in 1073741824, 512M or 1GiB, got {value!r}")
             fields["cache_bytes"] = int(match[1]) * _UNITS[match[2].upper()]
         if value := environ.get("CUTJAX_TARGET_ARCH"):
-            if re.fullmatch(r"sm_\d+[af]?", value) is None:
-                raise ValueError(f"CUTJAX_TARGET_ARCH: expected an architecture such as sm_90a, got {value!r}")
-            fields["target_arch"] = value
+            try:
+                fields["target_arch"] = architectures.canonical(value)
+            except ValueError as error:
+                raise ValueError(f"CUTJAX_TARGET_ARCH: {error}") from None
         return cls(**fields)
 
 

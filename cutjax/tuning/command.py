@@ -16,11 +16,11 @@ from cutjax.binding import lowering, walk
 from cutjax.dtypes import DTYPES
 from cutjax.kernels import tuned
 from cutjax.kernels.choose import floor_us
-from cutjax.kernels.device import device_of_kind
+from cutjax.kernels.device import Device, device_of_kind, named, reference
 from cutjax.kernels.problem import LAYOUTS
 from cutjax.ops.gemm import gemm
-from cutjax.runtime import compiler, tuning_file
-from cutjax.tuning import autotune
+from cutjax.runtime import architectures, compiler, tuning_file
+from cutjax.tuning import autotune, device_report
 from cutjax.tuning.report import Report, number, table
 
 PRODUCT = "[BATCHx]MxNxK[:LAYOUT[:DTYPE]]"
@@ -75,25 +75,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns 0, or 1 where it cannot run here (argparse exits with 2 on what it cannot parse)."""
     parser = argparse.ArgumentParser(prog="python -m cutjax", description="GEMM kernels for JAX")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="versions, device, caches and files of tuned kernels")
+    about = commands.add_parser("info", help="versions, device, caches and files of tuned kernels")
+    other = about.add_mutually_exclusive_group()
+    other.add_argument("--arch", help="a GPU of this architecture instead, e.g. sm_80: its rates, and what runs on it")
+    other.add_argument("--device", help="the same for one GPU, e.g. 'NVIDIA A100-SXM4-80GB'")
+    other.add_argument("--report", type=pathlib.Path, help="the same for the GPU of a report, with the rates in it")
     tune = commands.add_parser("tune", help="measure kernels for products, and keep the fastest")
     bench = commands.add_parser("bench", help="time what runs for products, and XLA; keeps nothing")
-    for command in (tune, bench):
-        command.add_argument("products", nargs="+", type=product, metavar=PRODUCT)
+    for command, count in ((tune, "+"), (bench, "*")):
+        command.add_argument("products", nargs=count, type=product, metavar=PRODUCT)
         command.add_argument("--quiet", action="store_true", help="no progress on stderr")
     tune.add_argument("--candidates", type=_positive, default=16, help="kernels measured for a product (16)")
     tune.add_argument("--path", type=pathlib.Path, help="file of tuned kernels (the user's)")
+    text = f"measures a sample of products, and writes a file to send ({device_report.FILE})"
+    bench.add_argument("--report", nargs="?", type=pathlib.Path, const=pathlib.Path(device_report.FILE), help=text)
     given = parser.parse_args(arguments)
+    if given.command == "bench" and bool(given.products) == (given.report is not None):
+        bench.error("expected products, or --report for those of the sample")
     try:
-        print(info() if given.command == "info" else _measured(given))
+        print(_about(given) if given.command == "info" else _measured(given))
     except (RuntimeError, ValueError, OSError) as error:
         print(f"python -m cutjax {given.command}: {error}", file=sys.stderr)
         return 1
     return 0
 
 
+def _about(given: argparse.Namespace) -> str:
+    """Returns what ``info`` prints: of this machine, or of a GPU elsewhere."""
+    if given.report:
+        device = device_report.fitted(device_report.read(given.report))
+        return f"{device_report.entry(device)}\n{_elsewhere(device)}"
+    if given.arch:
+        return _elsewhere(reference(architectures.canonical(given.arch)))
+    return _elsewhere(named(given.device)) if given.device else info()
+
+
+def _elsewhere(device: Device) -> str:
+    lines = [f"device    {device.name}, {device.arch}, {device.sms} SMs", "rates", *device_report.described(device)]
+    return "\n".join([*lines, "kernels", *device_report.served(device)])
+
+
 def _measured(given: argparse.Namespace) -> object:
     autotune.require_device()
+    if given.command == "bench" and given.report:
+        return device_report.summary(device_report.run(given.report, not given.quiet), given.report)
     path = None
     if given.command == "tune":
         path = (given.path or tuning_file.user_path()).expanduser().absolute()

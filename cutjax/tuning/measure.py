@@ -165,8 +165,14 @@ def _compiled(functions: Mapping[Hashable, Function], chosen: Sequence[Any]) -> 
 
 def parallel(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
     """Returns the function of each item, computed in as many threads as there are cores."""
+    x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64  # a scope of jax.enable_x64 is of its thread alone
+
+    def in_scope(item: Any) -> Any:
+        with jax.enable_x64(x64):
+            return function(item)
+
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        return list(pool.map(function, items))
+        return list(pool.map(in_scope, items))
 
 
 def _counts(in_bytes: int, out_bytes: int, l2_bytes: int, free_bytes: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from cutjax.dtypes import DTYPES
 from cutjax.epilogue import emit
 from cutjax.kernels.arguments import Argument, Matrices, batch_steps, matrices, place_steps
 from cutjax.runtime.launch import Int32, Int64, Pointer
@@ -93,8 +94,8 @@ def _arguments(kernel: Kernel) -> Iterator[Argument]:
     for (axis, i), (stride, size) in zip(emit.places(epilogue), place_steps(p), strict=True):
         yield _int(f"{axis}{i}_stride", stride, "extras")
         yield _int(f"{axis}{i}_size", size, "extras")
-    for i, _ in staging.reductions:
-        yield Argument(f"float* partial{i}", Pointer(first_result + i), "partials")
+    for i, out in staging.reductions:
+        yield Argument(f"{DTYPES[out.dtype].carrier}* partial{i}", Pointer(first_result + i), "partials")
     if p.groups:
         yield Argument("const int* sizes", Pointer(1 + p.products), "scheduler")
         yield _int("leading", p.leading, "scheduler")

@@ -22,8 +22,8 @@ class Config:
       sliced_k: warps that share a warp tile, each multiplying its slices of every stage. They add up what they have in
         shared memory, in order. 1, 2 or 4.
       stages: tiles of a and b kept in flight in shared memory.
-      splits: equal ranges of k blocks that are products of their own, as along a batch axis. XLA adds them up, in order,
-        and computes the epilogue. At most 128.
+      splits: equal ranges of k blocks that are products of their own, as along a batch axis. XLA adds them up, in
+        order, and computes the epilogue. At most 128.
       raster: tile order. Positive: bands of that many rows of tiles, walked column by column. Negative: bands of
         columns, walked row by row.
       blocks: thread blocks that share an SM: registers are divided among them.

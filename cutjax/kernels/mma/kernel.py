@@ -22,7 +22,6 @@ from cutjax.kernels.staging import STORED, Staging, stage
 from cutjax.runtime.compiler import Cubin, compile_kernel
 from cutjax.runtime.launch import Call, Launch
 
-REGISTERS = 65536  # of an SM
 STAGED = 8192  # bytes of a warp's staging buffer, at most where fewer columns make it so
 BESIDE = 56  # registers of a thread beside accumulators and fragments, calibrated on the compiler's report
 
@@ -260,17 +259,19 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     most = min(device.shared_bytes, device.shared_bytes_per_sm // config.blocks - 1024)
     if shared > most:
         found.append(
-            f"{config.stages} stages of {stage_bytes} bytes and staging of {buffer_bytes} a warp: {shared} bytes of shared "
-            f"memory, at most {most} with {config.blocks} blocks an SM"
+            f"{config.stages} stages of {stage_bytes} bytes and staging of {buffer_bytes} a warp: {shared} bytes of "
+            f"shared memory, at most {most} with {config.blocks} blocks an SM"
         )
     accumulators = 4 * problem.products * config.bm * config.bn // 4 * math.words
     if config.sliced_k > 1 and accumulators > config.stages * stage_bytes:
         found.append(f"sliced_k={config.sliced_k}: {accumulators} bytes of accumulators take the place of the stages")
     of_a, of_b = operands_of(problem)
     units = unit(problem, problem.a, problem.m, of_a), unit(problem, problem.bs[0], problem.n, of_b)
-    limit = min(255, REGISTERS // (config.threads * config.blocks) // 8 * 8)
+    limit = min(255, device.registers_per_sm // (config.threads * config.blocks) // 8 * 8)
     if (need := registers(problem, config, math, units)) > limit:
         found.append(f"a warp tile of {config.wm}x{config.wn}: about {need} registers a thread, at most {limit}")
+    if config.blocks > device.max_blocks_per_sm or config.blocks * config.threads > device.max_threads_per_sm:
+        found.append(f"blocks={config.blocks} of {config.threads} threads: more than an SM of {device.name} holds")
     rows, columns = tiles_of(problem, config)
     tiles = _most_tiles(problem, config)
     if tiles * config.splits >= 2**31:

@@ -74,7 +74,7 @@ def source(kernel: Kernel) -> str:
             accumulator,
             "mma/accumulators.cuh",
             "mma/instruction.cuh",
-            f"constexpr Math MATH = Math::{math.name};\n",
+            f'#line 1 "math (generated)"\nconstexpr Math MATH = Math::{math.name};\n',
             *FRAGMENTS[math.fragments],
             f"mma/{math.fragments}.cuh",
             "mma/mainloop.cuh",

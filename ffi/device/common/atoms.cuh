@@ -68,6 +68,13 @@ DEVICE void st_global_v2(float* p, float x, float y) {
   asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x), "f"(y) : "memory");
 }
 
+// Of other types.
+template <typename T>
+DEVICE void st_global_v2(T* p, T x, T y) {
+  p[0] = x;
+  p[1] = y;
+}
+
 DEVICE void st_global_v4(float* p, float x, float y, float z, float w) {
   asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }

@@ -378,6 +378,13 @@ DEVICE Complex<R> conj(Complex<R> x) {
 DEVICE float modulus(Complex<float> x) { return hypotf(x.real, x.imag); }
 DEVICE double modulus(Complex<double> x) { return hypot(x.real, x.imag); }
 
+#ifndef HOST_EMULATION
+template <class R>
+DEVICE Complex<R> __shfl_xor_sync(u32 lanes, Complex<R> x, int other) {
+  return {__shfl_xor_sync(lanes, x.real, other), __shfl_xor_sync(lanes, x.imag, other)};
+}
+#endif
+
 template <class R, class Q>
 DEVICE Complex<R> to_complex(Complex<Q> x) {
   return {static_cast<R>(x.real), static_cast<R>(x.imag)};

@@ -8,41 +8,6 @@ using TileB = Operand<BN, ELEMENT, B_K_MAJOR, B_UNIT, Read::words>;
 
 constexpr bool COMPLEX = ELEMENT == 16;
 
-// d += a b of 16 rows and 8 columns.
-DEVICE void dmma(double& d0, double& d1, double& d2, double& d3, const double (&a)[SLICE / 2],
-                 const double (&b)[SLICE / 4]) {
-#if __CUDA_ARCH__ >= 900
-  if constexpr (SLICE == 16) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7, %8, %9, %10, %11}, "
-        "{%12, %13, %14, %15}, {%0, %1, %2, %3};"
-        : "+d"(d0), "+d"(d1), "+d"(d2), "+d"(d3)
-        : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]), "d"(b[0]),
-          "d"(b[1]), "d"(b[2]), "d"(b[3]));
-  } else if constexpr (SLICE == 8) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+d"(d0), "+d"(d1), "+d"(d2), "+d"(d3)
-        : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
-  } else {
-    asm volatile("mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-                 : "+d"(d0), "+d"(d1), "+d"(d2), "+d"(d3)
-                 : "d"(a[0]), "d"(a[1]), "d"(b[0]));
-  }
-#else
-#pragma unroll
-  for (int t = 0; t < SLICE / 4; ++t) {
-    asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
-                 : "+d"(d0), "+d"(d1)
-                 : "d"(a[2 * t]), "d"(b[t]));
-    asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
-                 : "+d"(d2), "+d"(d3)
-                 : "d"(a[2 * t + 1]), "d"(b[t]));
-  }
-#endif
-}
-
 constexpr int NUMBERS = COMPLEX ? 2 : 1;  // of an element: its parts lie apart in registers
 
 struct Fragments {

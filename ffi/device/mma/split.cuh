@@ -22,9 +22,7 @@ DEVICE u32 take_part(float& x, float& y, bool cut) {
   float first = x, second = y;
   u32 part;
   if constexpr (TF32) {
-    part = __float_as_uint(x);
-    if (!cut) asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(part) : "f"(x));
-    part &= KEPT;  // cvt may leave what it has rounded
+    part = (cut ? __float_as_uint(x) : cvt_rna_tf32(x)) & KEPT;
     first = __uint_as_float(part);
   } else {
     part = cut ? __byte_perm(__float_as_uint(x), __float_as_uint(y), 0x7632) : cvt_bf16x2(x, y);

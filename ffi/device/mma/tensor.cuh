@@ -5,7 +5,7 @@ template <typename T>
 DEVICE void round_tf32(T& fragments) {
   u32(&x)[sizeof(T) / 4] = reinterpret_cast<u32(&)[sizeof(T) / 4]>(fragments);
 #pragma unroll
-  for (int i = 0; i < sizeof(T) / 4; ++i) asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(x[i]) : "f"(__uint_as_float(x[i])));
+  for (int i = 0; i < sizeof(T) / 4; ++i) x[i] = cvt_rna_tf32(__uint_as_float(x[i]));
 }
 
 // Sums of products of 8-bit floats have fewer bits than f32 within an instruction and from one to the next: each is

@@ -1,15 +1,5 @@
 // Elements of 4, 8 and 16 bytes, read one by one: what lane l holds of 8 rows and 4 of k, row l / 4 at k l % 4.
 
-DEVICE double ld_shared_f64(u32 address) {
-  double x;
-  asm volatile("ld.shared.f64 %0, [%1];" : "=d"(x) : "r"(address) : "memory");
-  return x;
-}
-
-DEVICE void ld_shared_v2(u32 address, double& x, double& y) {
-  asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(x), "=d"(y) : "r"(address) : "memory");
-}
-
 template <typename Tile, bool K_MAJOR>
 struct Words {
   u32 offset;

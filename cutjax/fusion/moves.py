@@ -1,0 +1,115 @@
+"""Transpositions around a product, taken into it: a kernel walks memory in other orders, and XLA moves nothing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cutjax import dot_precision
+from cutjax.fusion.contraction import Contraction, is_sharded, unfit_dtypes
+from cutjax.fusion.jaxprs import Graph, is_literal
+from cutjax.ops.contraction import contraction
+
+
+class Moved(NamedTuple):
+    """A product with transpositions around it: the equation of a dot_general, of whose result axes are permuted.
+
+    Attributes:
+      eqn: the dot_general, of what is transposed to make operands, and with the variable that is its result transposed.
+      permutation: of its result.
+      members: the equations that it stands for: the product, and transpositions of its result.
+    """
+
+    eqn: Any
+    permutation: tuple[int, ...]
+    members: list[int]
+
+
+def moved(graph: Graph, i: int) -> Iterator[Moved]:
+    """Yields a dot_general with the transpositions around it, then with fewer, last with none; nothing without any."""
+    eqn = graph.eqns[i]
+    sources = [_source(graph, x) for x in eqn.invars]
+    out, members = eqn.outvars[0], [i]
+    order = tuple(range(out.aval.ndim))
+    while (move := _only_reader(graph, out)) is not None:
+        members.append(move)
+        order = tuple(order[axis] for axis in graph.eqns[move].params["permutation"])
+        out = graph.eqns[move].outvars[0]
+    found = [source is not x for (source, _), x in zip(sources, eqn.invars, strict=True)] + [members != [i]]
+    if not any(found):
+        return
+    choices = itertools.product(*([True, False] if some else [False] for some in found))
+    for *taken, result in sorted(choices, key=sum, reverse=True):
+        pairs = [pair if take else _as_it_is(x) for pair, take, x in zip(sources, taken, eqn.invars, strict=True)]
+        dims, permutation = _renamed(eqn, [order for _, order in pairs])
+        outvars = [out] if result else list(eqn.outvars)
+        params = {**eqn.params, "dimension_numbers": dims}
+        new = eqn.replace(invars=[x for x, _ in pairs], outvars=outvars, params=params)
+        permutation = tuple(permutation[axis] for axis in order) if result else permutation
+        yield Moved(new, permutation, members if result else [i])
+
+
+def _renamed(eqn: Any, orders: Sequence[Sequence[int]]) -> tuple[Any, tuple[int, ...]]:
+    """Returns dimension numbers of operands whose axes are elsewhere, and where the axes of the result are then."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    results = list(range(len(batch[0])))
+    for x, order, *some in zip(eqn.invars, orders, contracted, batch, strict=True):
+        taken = {axis for axes in some for axis in axes}
+        free = [order[axis] for axis in range(x.aval.ndim) if axis not in taken]
+        results += [len(results) + sorted(free).index(axis) for axis in free]
+    dims = (
+        tuple(tuple(o[i] for i in axes) for o, axes in zip(orders, pair, strict=True)) for pair in (contracted, batch)
+    )
+    return tuple(dims), tuple(results)
+
+
+def _as_it_is(x: Any) -> tuple[Any, tuple[int, ...]]:
+    return x, tuple(range(x.aval.ndim))
+
+
+def _source(graph: Graph, x: Any) -> tuple[Any, tuple[int, ...]]:
+    """Returns the variable that is transposed to make another, and where each axis of that comes from."""
+    x, order = _as_it_is(x)
+    while not is_literal(x) and x in graph.producer and x not in graph.definition:
+        eqn = graph.eqns[graph.producer[x]]
+        if eqn.primitive.name != "transpose" or is_literal(eqn.invars[0]):
+            break
+        order = tuple(eqn.params["permutation"][axis] for axis in order)
+        x = eqn.invars[0]
+    return x, order
+
+
+def _only_reader(graph: Graph, x: Any) -> int | None:
+    """Returns the transposition that alone reads a variable."""
+    readers = list(graph.consumers.get(x, ()))
+    if x in graph.outvars or x in graph.definition or len(readers) != 1 or readers[0] >= len(graph.eqns):
+        return None
+    eqn = graph.eqns[readers[0]]
+    return readers[0] if eqn.primitive.name == "transpose" and eqn.outvars[0] not in graph.definition else None
+
+
+def matrices(form: Contraction) -> int:
+    """Returns the number of products of matrices that a form is a batch of."""
+    return math.prod(map(max, zip(form.a[:-2], form.b[:-2], strict=True)))
+
+
+def moved_form(eqn: Any, permutation: Sequence[int]) -> Contraction | str:
+    """Returns the product of a dot_general whose result is permuted as a kernel has it, or why none has."""
+    left, right = (x.aval for x in eqn.invars)
+    out, dims = eqn.outvars[0].aval, eqn.params["dimension_numbers"]
+    if is_sharded(eqn.params.get("out_sharding")):
+        return "it says out_sharding"
+    if why := unfit_dtypes(left, right, out):
+        return why
+    if 0 in (*left.shape, *right.shape):
+        return "it is empty"
+    itemsizes = tuple(np.dtype(x.dtype).itemsize for x in (left, right, out))
+    plan = contraction(left.shape, right.shape, dims, tuple(permutation), itemsizes=itemsizes)
+    if any(plan.copies):
+        return "; ".join(filter(None, plan.copies))
+    precision = dot_precision.swapped(eqn.params["precision"]) if plan.swapped else eqn.params["precision"]
+    return Contraction(plan.layout, plan.a.shape, plan.b.shape, out.shape, plan.swapped, precision, plan)
