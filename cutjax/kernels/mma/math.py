@@ -88,6 +88,7 @@ MATHS = {
         _fma("float64", "float64", 2),
     ),
     ("complex64", ""): (_fma("complex64", "float32", 2, 4),),
+    ("complex64", "tf32"): (Math("tf32", "complex64", "double", _AMPERE, "tf32", 8, (16, 32), (8, 4), 8, 4),),
     ("complex128", ""): (
         Math("dmma", "complex128", "double", _DMMA, "float64", 4, (8, 16), (8, 4), 16, 4),
         _fma("complex128", "float64", 4, 4),
