@@ -10,6 +10,7 @@ from cutjax.kernels.custom import CudaLaunch
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.tuned import use_tuning
+from cutjax.ops.collective import all_gather_gemm, gemm_reduce_scatter
 from cutjax.ops.cuda_kernel import cuda_kernel
 from cutjax.ops.dot_general import dot_general
 from cutjax.ops.einsum import dot, einsum, matmul, tensordot
@@ -29,6 +30,7 @@ __all__ = [
     "CudaLaunch",
     "Problem",
     "Routing",
+    "all_gather_gemm",
     "autotune",
     "candidates",
     "checkpoint_policies",
@@ -39,6 +41,7 @@ __all__ = [
     "explain",
     "fuse",
     "gemm",
+    "gemm_reduce_scatter",
     "grouped_gemm",
     "grouped_mlp",
     "grouped_outer",

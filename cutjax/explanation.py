@@ -134,8 +134,9 @@ def explain(
     """Makes of a function one that says for every product in it what runs, why, and how fast it should be.
 
     It is what ``jax.jit`` would lower: the same function decides, what nothing uses is left out, and the program is for
-    as many devices. The function is neither compiled nor run. To see the products of a backward pass, explain the
-    gradient.
+    as many devices. The function is not run, and is compiled only where jit divides it over devices, with zeros for the
+    products: each row is then of what one device computes, and says what moves between devices. To see the products of
+    a backward pass, explain the gradient.
 
     Args:
       fn: any function that ``jax.jit`` takes, jitted or not.
@@ -196,6 +197,7 @@ def _row(product: walk.Found, platform: str) -> Row:
     cuda, here = decide(platform="cuda"), decide(platform=platform)
     choice = cuda.choice or lowering.choosers[eqn.primitive](*avals, target=lowering.target(), **params)
     why = here.why if platform == "cuda" else f"{here.why}; on cuda: {cuda.why}"
+    why = f"{product.shard}; {why}" if product.shard else why
     row = Row(here.runs, why, cuda.runs, choice, 0, product.exact, params["backend"])
     epilogue = params.get("epilogue")
     if epilogue is None or epilogue.plain:

@@ -80,11 +80,16 @@ def agree(fn, *args):
     return kernels, rows
 
 
-def xla_by_partition(fn, *args):
-    kernels, rows = agree(fn, *args)
+def divided(fn, *args):
+    """The rows of a program that XLA divides: of what one device computes, which is lowered when it is compiled."""
+    rows = cutjax.explain(fn, platform="cuda")(*args).rows
     assert rows
-    assert not kernels
-    assert {row.why for row in rows} == {lowering.PARTITIONED}
+    assert all(row.why.startswith("a shard") for row in rows)
+    jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
+    text = jitted.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@CustomSPMDPartitioning" in text
+    assert "@cutjax_launch" not in text
+    return rows
 
 
 @pytest.mark.parametrize("backend", ["auto", "cuda", "xla"])
@@ -120,7 +125,7 @@ DIVIDED = {
 @pytest.mark.parametrize("name", ["gemm", "grouped_fused", "moe"])
 def test_divided_by_xla(name, how):
     sharding = jax.NamedSharding(mesh_of(i=8), P("i"))
-    xla_by_partition(DIVIDED[how](OPERATIONS[name], sharding), X)
+    divided(DIVIDED[how](OPERATIONS[name], sharding), X)
     one = jax.NamedSharding(mesh_of(i=1), P("i"))
     assert agree(DIVIDED[how](OPERATIONS[name], one), X)[0]
 
@@ -128,8 +133,8 @@ def test_divided_by_xla(name, how):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_sharded_arguments(name):
     sharding = jax.NamedSharding(mesh_of(i=8), P("i"))
-    xla_by_partition(OPERATIONS[name], jax.device_put(X, sharding))
-    xla_by_partition(OPERATIONS[name], jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=sharding))
+    rows = divided(OPERATIONS[name], jax.device_put(X, sharding))
+    assert divided(OPERATIONS[name], jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=sharding)) == rows
     # jax drops an argument that nothing reads, and its devices with it.
     assert agree(lambda x, unused: OPERATIONS[name](x), X, jax.device_put(ones(8), sharding))[0]
 
@@ -142,7 +147,7 @@ def test_closed_over_and_sharded():
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_the_mesh_in_scope(kind):
     with jax.set_mesh(mesh_of(kind, i=8)):
-        agree(OPERATIONS["gemm"], jax.ShapeDtypeStruct((64, 64), H))
+        divided(OPERATIONS["gemm"], jax.ShapeDtypeStruct((64, 64), H))
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -161,7 +166,9 @@ def test_shard_map(name, axes):
         assert agree(fn, X)[0]
         assert agree(lambda x: jax.jit(fn)(x) + 1, X)[0]
     else:
-        xla_by_partition(fn, X)
+        kernels, rows = agree(fn, X)
+        assert not kernels
+        assert {row.why for row in rows} == {lowering.PARTITIONED}
 
 
 def test_shard_map_in_shard_map():
@@ -242,9 +249,14 @@ def test_without_a_compiler(name, backend, monkeypatch):
 )
 def test_pinned(config):
     sharding = jax.NamedSharding(mesh_of(i=8), P("i"))
-    for x in (X, jax.device_put(X, sharding), ones(0, 64), ones(64, 64, dtype=jnp.float32)):
+    for x in (X, ones(0, 64), ones(64, 64, dtype=jnp.float32)):
         agree(lambda x: cutjax.gemm(x, W.astype(x.dtype), config=config), x)
         agree(lambda x: cutjax.grouped_gemm(x, G.astype(x.dtype), SIZES, config=config), x)
+    (row,) = cutjax.explain(lambda x: cutjax.gemm(x, W, config=config), platform="cuda")(
+        jax.device_put(X, sharding)
+    ).rows
+    assert row.why.startswith("a shard")
+    assert (row.runs == "error") == (config.stages == 8)
 
 
 @pytest.mark.parametrize("backend", ["auto", "cuda"])

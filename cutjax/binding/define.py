@@ -10,7 +10,7 @@ import jax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from cutjax.binding import lowering, rules
+from cutjax.binding import lowering, partition, rules
 
 
 def define(
@@ -23,9 +23,13 @@ def define(
     jvp: Callable[..., Any] | None = None,
     transpose: Callable[..., Any] | None = None,
     dce: Callable[..., Any] | None = None,
+    divided: partition.Rules | None = None,
     multiple_results: bool = False,
 ) -> core.Primitive:
     """Returns a new primitive. Its parameters are hashable and include ``backend``, where it has kernels.
+
+    One that is divided, or is others that are, has ``mark`` among its parameters, which no rule is told:
+    ``partition.MARK``, or None where XLA is to run.
 
     Args:
       name: the primitive's name, "cutjax_" and the operation.
@@ -39,8 +43,11 @@ def define(
         those of which only the aval is known.
       dce: ``(used, **params) -> (operands, params)``, what computes the results in use alone: which operands it reads
         (a bool for each), and its parameters. jit calls it where nothing uses the others.
+      divided: how it is divided over devices, where XLA cannot: of an operation with ``choose``.
       multiple_results: whether the results are a sequence.
     """
+    abstract, reference, batch = map(_unmarked, (abstract, reference, batch))
+    choose, jvp, transpose = map(_unmarked, (choose, jvp, transpose))
     primitive = core.Primitive(name)
     primitive.multiple_results = multiple_results
     primitive.def_abstract_eval(abstract)
@@ -79,4 +86,11 @@ def define(
     mlir.register_lowering(primitive, lower)
     mlir.register_lowering(primitive, lower, platform="cuda")
     lowering.choosers[primitive] = choose
+    if divided is not None:
+        lowering.partitions[primitive] = divided
     return primitive
+
+
+def _unmarked(rule: Any) -> Any:
+    """Returns a rule that is not told the mark."""
+    return rule and functools.wraps(rule)(lambda *args, mark=None, **params: rule(*args, **params))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -14,13 +15,16 @@ import jax.ffi
 import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import mlir
-from jax.sharding import AxisType
 
+from cutjax.binding import partition
+from cutjax.binding.rules import leaves_axes
 from cutjax.runtime import architectures, compiler
 from cutjax.runtime.launch import TARGET, Call
 from cutjax.runtime.settings import settings
 
-PARTITIONED = "the program is divided over devices and XLA cannot divide a kernel: call it inside jax.shard_map"
+PARTITIONED = (
+    "the program is divided over devices, and XLA cannot divide a kernel here: jax.shard_map over all mesh axes can"
+)
 
 
 class Choice(Protocol):
@@ -55,12 +59,17 @@ class Choice(Protocol):
 
 # The kernel CUDA has, or why none, for each primitive: (*avals, target, **params) -> Choice.
 choosers: dict[core.Primitive, Callable[..., Choice]] = {}
+# How a primitive is divided over devices, where it can be.
+partitions: dict[core.Primitive, partition.Rules] = {}
 # The primitives that are others in disguise: (*arrays, **params) -> result(s).
 compositions: dict[core.Primitive, Callable[..., Any]] = {}
-# Whether lowering is only to say for how many devices it is. A user context, so that jit keeps no such program.
-_counting_devices = jax.make_user_context(False)
 # Another device than this process's, for ``explain``. A user context too: what is traced may depend on it.
 _asked_target = jax.make_user_context(None)
+# What lowering is to find out, where it is not for a program that runs: a number in `_questions`. A user context, so
+# that jit keeps no such program.
+_asking = jax.make_user_context(0)
+_questions: dict[int, list[partition.Shard] | None] = {}  # the shards asked for; None where only devices are counted
+_numbers = itertools.count(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,24 +132,30 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
     elsewhere = mlir.lower_fun(functools.partial(reference, on_cuda=False), multiple_results=several)
 
     def lower(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
-        if _counting_devices.value:
+        asked = _questions.get(_asking.value)
+        rules = partitions.get(primitive)
+        divided = _partitioned(ctx.module_context.axis_context)
+        mesh = partition.mesh_of(ctx) if divided and rules and params["backend"] != "xla" else None
+        if _asking.value:
+            if rules and mesh and asked is not None:
+                return partition.lower(ctx, args, primitive, rules, params, mesh, asked)
             zeros = [functools.partial(jnp.zeros, x.shape, x.dtype) for x in ctx.avals_out]
             return mlir.lower_fun(lambda *_: [zero() for zero in zeros])(ctx, *args)
         platform = ", ".join(ctx.platforms or ctx.module_context.platforms)
-        divided = _partitioned(ctx.module_context.axis_context)
         decision = decide(primitive, ctx.avals_in, params, platform=platform, divided=divided)
         if decision.runs == "error":
             raise NotImplementedError(f"{primitive.name}: {decision.why}")
+        if rules and mesh:
+            return partition.lower(ctx, args, primitive, rules, params, mesh)
         if decision.runs == "XLA":
             if decision.warns:
                 _warn_once(f"{primitive.name}: XLA runs, not a kernel: {decision.why}")
             return (on_cuda if platform == "cuda" else elsewhere)(ctx, *args, **params)
         assert decision.choice is not None
         called = decision.choice.call()
-        prepare, finish = called.prepare, called.finish
         results = called.results or [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ctx.avals_out]
-        result_orders = _orders(called.result_orders, results)
-        if prepare is None and finish is None:
+        if called.prepare is None and called.finish is None:
+            result_orders = _orders(called.result_orders, results)
             lowering = jax.ffi.ffi_lowering(
                 TARGET,
                 operand_layouts=[order[::-1] for order in _orders(called.operand_orders, ctx.avals_in)],
@@ -149,21 +164,23 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
             )
             return lowering(ctx, *args, **called.attributes())
 
-        def run(*xs: jax.Array) -> Any:
-            taken = prepare(xs) if prepare else xs
-            call = jax.ffi.ffi_call(
-                TARGET,
-                results,
-                input_layouts=_orders(called.operand_orders, taken),
-                output_layouts=result_orders,
-                input_output_aliases=dict(called.aliases),
-            )
-            written = call(*taken, **called.attributes())
-            return finish(written, xs) if finish else written
-
-        return mlir.lower_fun(run)(ctx, *args)
+        return mlir.lower_fun(functools.partial(launch, called, results))(ctx, *args)
 
     return lower
+
+
+def launch(called: Call, results: Sequence[jax.ShapeDtypeStruct], *xs: jax.Array) -> Any:
+    """Computes a call of the arguments it is prepared from, on CUDA; ``results`` are what its kernels write."""
+    taken = called.prepare(xs) if called.prepare else xs
+    call = jax.ffi.ffi_call(
+        TARGET,
+        results,
+        input_layouts=_orders(called.operand_orders, taken),
+        output_layouts=_orders(called.result_orders, results),
+        input_output_aliases=dict(called.aliases),
+    )
+    written = call(*taken, **called.attributes())
+    return called.finish(written, xs) if called.finish else written
 
 
 def _orders(orders: Sequence[tuple[int, ...]], arrays: Sequence[Any]) -> list[tuple[int, ...]]:
@@ -188,12 +205,6 @@ def _partitioned(context: Any) -> bool:
     return getattr(context, "num_devices", 1) > 1
 
 
-def leaves_axes(mesh: Any, manual: Any) -> bool:
-    """True if a shard_map over axes of a mesh leaves some to XLA; those of one around it are the mesh's manual ones."""
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return any(mesh.shape[x] > 1 and x not in manual for x, kind in kinds if kind != AxisType.Manual)
-
-
 def device_count(traced: Any, platforms: Sequence[str]) -> int:
     """Returns for how many devices jax lowers what ``jax.jit(f).trace(...)`` returned.
 
@@ -204,13 +215,34 @@ def device_count(traced: Any, platforms: Sequence[str]) -> int:
     errors = []
     for platform in dict.fromkeys(platforms):
         try:
-            with _counting_devices(True):
+            with _asked(None):
                 module = traced.lower(lowering_platforms=(platform,)).compiler_ir()
         except Exception as error:
             errors.append(error)
         else:
             return module.operation.attributes["mhlo.num_partitions"].value
     raise errors[0]
+
+
+def shards(traced: Any) -> list[partition.Shard]:
+    """Returns what one device computes of each operation that is divided, in a program that is compiled to say that.
+
+    It is compiled for this process's devices, with zeros for the products.
+    """
+    with _asked([]) as found:
+        traced.lower().compile()
+    return found
+
+
+@contextlib.contextmanager
+def _asked(found: list[partition.Shard] | None) -> Iterator[Any]:
+    number = next(_numbers)
+    _questions[number] = found
+    try:
+        with _asking(number):
+            yield found
+    finally:
+        del _questions[number]
 
 
 @dataclasses.dataclass(frozen=True)

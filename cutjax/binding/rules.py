@@ -9,6 +9,7 @@ import jax
 from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, partial_eval
+from jax.sharding import AxisType
 
 
 def is_zero(tangent: Any) -> bool:
@@ -82,6 +83,18 @@ def on_mesh(*avals: Any) -> Any:
 def sharded(x: jax.Array) -> bool:
     """True if an axis but the last lies on a mesh axis, under explicit sharding: merging axes would move data."""
     return any(axes is not None for axes in jax.typeof(x).sharding.spec[:-1])
+
+
+def leaves_axes(mesh: Any, manual: Any = ()) -> bool:
+    """True if a shard_map over axes of a mesh leaves some to XLA; those of one around it are the mesh's manual ones."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return any(mesh.shape[x] > 1 and x not in manual for x, kind in kinds if kind != AxisType.Manual)
+
+
+def on_devices(*arrays: jax.Array) -> bool:
+    """True if arrays are known to lie on a mesh over which XLA divides: merging axes could move data."""
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    return any(not mesh.empty and leaves_axes(mesh) for mesh in meshes)
 
 
 def with_rank(x: jax.Array, rank: int) -> jax.Array:

@@ -27,13 +27,15 @@ class Found(NamedTuple):
       eqn: its equation.
       count: how often it runs in one call.
       exact: False inside a while_loop or a cond, where ``count`` is of one iteration or of every branch.
-      divided: whether XLA's partitioner divides the program there over several devices.
+      divided: whether XLA's partitioner divides the program there over several devices, and not the product.
+      shard: of a product that is divided, what ``eqn`` is: the part of one device, and what moves between devices.
     """
 
     eqn: Any
     count: int
     exact: bool
     divided: bool
+    shard: str = ""
 
     @property
     def avals(self) -> list[Any]:
@@ -65,7 +67,55 @@ def products(
     if notes is not None:
         notes += _notes(traced.jaxpr)
     divided = lowering.device_count(traced, (where, here)) > 1
-    return list(_walk(rules.live(opened(traced.jaxpr)), where, 1, True, divided)), where
+    found = list(_walk(rules.live(opened(traced.jaxpr)), where, 1, True, divided))
+    return list(_sharded(traced, found, where)), where
+
+
+def _sharded(traced: Any, found: Sequence[Found], platform: str) -> Iterator[Found]:
+    """Returns the products, in place of those that are divided what one device computes of them."""
+    if not any(map(_divisible, found)):
+        yield from found
+        return
+    try:
+        seen = lowering.shards(traced)
+    except Exception:  # what this process cannot compile: a program for other devices
+        why = "of the whole product: a shard's is chosen when the program is compiled"
+        yield from (x._replace(divided=False, shard=why) if _divisible(x) else x for x in found)
+        return
+    shards: dict[Any, dict[str, list[Found]]] = {}
+    for x in seen:
+        inside = list(_walk(rules.live(opened(x.jaxpr)), platform, 1, True, False))
+        text = "; ".join(["a shard", *x.gathers, *_collectives(opened(x.jaxpr))])
+        shards.setdefault(_key(x.primitive, x.avals, x.params), {})[f"{text} {x.jaxpr}"] = [
+            y._replace(shard=text) for y in inside
+        ]
+    for x in found:
+        several = shards.get(_key(x.eqn.primitive, x.avals, x.eqn.params), {}) if _divisible(x) else {}
+        if not several:
+            yield x
+        for inside in several.values():  # one, unless equal products lie differently: then it is any of them
+            exact = x.exact and len(several) == 1
+            yield from (y._replace(count=x.count * y.count, exact=exact) for y in inside)
+
+
+def _divisible(x: Found) -> bool:
+    return x.divided and x.eqn.primitive in lowering.partitions and x.eqn.params["mark"] is not None
+
+
+def _key(primitive: core.Primitive, avals: Sequence[Any], params: Mapping[str, Any]) -> Any:
+    """Returns what products that are lowered alike have in common."""
+    return primitive, tuple((x.shape, x.dtype) for x in avals), tuple(sorted(params.items()))
+
+
+def _collectives(jaxpr: Any) -> Iterator[str]:
+    """Says what a device exchanges with others."""
+    for eqn in jaxpr.eqns:
+        axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+        if axes is not None and eqn.primitive.name != "axis_index":
+            axes = axes if isinstance(axes, tuple) else (axes,)
+            yield f"{eqn.primitive.name} over {', '.join(map(str, axes))}"
+        for sub in core.jaxprs_in_params(eqn.params):
+            yield from _collectives(sub)
 
 
 def _notes(jaxpr: Any) -> Iterator[Any]:

@@ -102,6 +102,7 @@ def contraction(
     permutation: Axes | None = None,
     *,
     itemsizes: tuple[int, int, int] = (2, 2, 2),
+    apart: bool = False,
 ) -> Contraction:
     """Returns the plan of ``lax.transpose(lax.dot_general(lhs, rhs, dimension_numbers), permutation)``.
 
@@ -113,6 +114,7 @@ def contraction(
       dimension_numbers: as ``lax.dot_general`` takes them, valid and in nested tuples.
       permutation: of the result; None leaves it as it is.
       itemsizes: bytes of an element of lhs, rhs and the result.
+      apart: whether rows are one axis alone, and further ones batch axes: where each may be divided over devices.
     """
     (l_contract, r_contract), (l_batch, r_batch) = dimension_numbers
     l_free = [i for i in range(len(lhs)) if i not in (*l_contract, *l_batch)]
@@ -135,7 +137,7 @@ def contraction(
     for copied in sorted(subsets, key=lambda c: sum(bytes_of[i] for i in c)):
         if best is not None and sum(bytes_of[i] for i in copied) > best[0][0]:
             break
-        search = _Search(seqs, sizes, copied, bytes_of, final)
+        search = _Search(seqs, sizes, copied, bytes_of, final, apart)
         for score, found in search.plans():
             if best is None or score < best[0]:
                 best = score, found
@@ -146,8 +148,10 @@ def contraction(
 class _Search:
     """The plans of a product in which some of the arrays (0 is lhs, 1 rhs, 2 the result) are copied."""
 
-    def __init__(self, seqs: list[Axes], sizes: dict[int, int], copied: Axes, nbytes: list[int], final: Axes):
-        self.sizes, self.nbytes, self.final = sizes, nbytes, final
+    def __init__(
+        self, seqs: list[Axes], sizes: dict[int, int], copied: Axes, nbytes: list[int], final: Axes, apart: bool
+    ):
+        self.sizes, self.nbytes, self.final, self.apart = sizes, nbytes, final, apart
         lhs, rhs, out = seqs
         # The result ends in an axis of the columns, so of which operand decides which is b.
         self.swapped = 2 not in copied and bool(out) and out[-1] in lhs and out[-1] not in rhs
@@ -161,6 +165,8 @@ class _Search:
         # Depth: all contracted axes in one order. Rows and columns: neighbours; what is left of them is batch axes.
         for k in self._runs(contracted, (self.a, self.b), whole=True):
             for m in self._runs(m_free, (self.a, 2)):
+                if self.apart and len(m) > 1:
+                    continue
                 for n in self._runs(n_free, (self.b, 2)):
                     found = self._plan(m, n, k)
                     if found is not None:
@@ -215,7 +221,11 @@ class _Search:
         for x in labels:
             last = groups[-1][-1] if groups else None
             homes = [[i for i in range(3) if y in self.seqs[i]] for y in (last, x)]
-            near = homes[0] == homes[1] and all(i in self.copied or _has(self.seqs[i], (last, x)) for i in homes[1])
+            near = (
+                not self.apart
+                and homes[0] == homes[1]
+                and all(i in self.copied or _has(self.seqs[i], (last, x)) for i in homes[1])
+            )
             groups[-1:] = [(*groups[-1], x)] if last is not None and near else [*groups[-1:], (x,)]
         return tuple(groups)
 

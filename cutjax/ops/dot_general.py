@@ -13,6 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
+from cutjax.binding.rules import on_devices
 from cutjax.ops.arguments import is_array_like, unwrapped
 from cutjax.ops.contraction import contraction
 from cutjax.primitives.accumulators import converted
@@ -95,7 +96,7 @@ def permuted(
     if reason is None:
         (contract, batch), itemsizes = dimension_numbers, tuple(x.dtype.itemsize for x in (lhs, rhs, out))
         dims = tuple(map(tuple, contract)), tuple(map(tuple, batch))
-        plan = contraction(lhs.shape, rhs.shape, dims, permutation, itemsizes=itemsizes)
+        plan = contraction(lhs.shape, rhs.shape, dims, permutation, itemsizes=itemsizes, apart=on_devices(lhs, rhs))
         if plan.reshapes and any(axis is not None for x in (lhs, rhs) for axis in jax.typeof(x).sharding.spec):
             reason = "explicitly sharded operands are neither merged nor transposed; use jax.shard_map"
     if reason is not None:

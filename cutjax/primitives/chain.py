@@ -20,6 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from cutjax import dot_precision
 from cutjax.binding.define import define
+from cutjax.binding.partition import mark_of
 from cutjax.binding.rules import batch_axis, is_linear, is_zero, match_varying
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue
@@ -91,7 +92,7 @@ def _block_jvp(chain: Chain, primals: Any, tangents: Any) -> tuple[jax.Array, ja
     _, x_dot, w_dots, w2_dot, operand_dots, b2_dot = jax.tree.map(
         _none_if_zero, tangents, is_leaf=lambda t: isinstance(t, SymbolicZero)
     )
-    product, hidden, arithmetic = chain.product, chain.hidden, chain.arithmetic(x.dtype)
+    product, hidden = chain.product, chain.hidden
     dtype = derivative.saved_dtype(hidden, x.dtype)
 
     def multiply(of: Product, *factors: jax.Array) -> jax.Array:
@@ -113,14 +114,8 @@ def _block_jvp(chain: Chain, primals: Any, tangents: Any) -> tuple[jax.Array, ja
         return checkpoint_name(outs[0], HIDDEN), kept
 
     def tangent(h: Any, kept: Any, w2: Any, operands: Any, acc_dots: Any, operand_dots: Any, w2_dot: Any) -> list[Any]:
-        terms = []
-        if any(derivative.moving(acc_dots)):
-            dots = [dot if dot is None else product.whole(dot, context, h.shape, arithmetic) for dot in operand_dots]
-            terms.append(_chain(chain, context, kept, operands, w2, acc_dots, dots))
-        elif any(derivative.moving(operand_dots)):
-            applied = product.applied(hidden, context, arithmetic)
-            (dot,) = derivative.push(applied, h.shape, kept, operands, acc_dots, operand_dots)
-            terms.append(chain.second(dot, w2, context))
+        dot = tangent_of_second(chain, context, h.shape, kept, operands, w2, acc_dots, operand_dots)
+        terms = [] if dot is None else [dot]
         if w2_dot is not None:
             terms.append(chain.second(h, w2_dot, context))
         return terms
@@ -156,13 +151,39 @@ def _none_if_zero(dot: Any) -> Any:
 # are given. Where there are groups the tangents of operands are of h's shape, for a kernel adds up nothing.
 
 
+def tangent_of_second(
+    chain: Chain,
+    context: Any,
+    shape: tuple[int, ...],
+    kept: Any,
+    operands: Any,
+    w2: Any,
+    acc_dots: Any,
+    operand_dots: Any,
+) -> jax.Array | None:
+    """Returns h' @ w2, of the accumulators that were kept, for an h of that shape; None is zero, as among tangents."""
+    product, arithmetic = chain.product, chain.arithmetic(w2.dtype)
+    if any(derivative.moving(acc_dots)):
+        dots = [dot if dot is None else product.whole(dot, context, shape, arithmetic) for dot in operand_dots]
+        return _chain(chain, context, kept, operands, w2, acc_dots, dots)
+    if any(derivative.moving(operand_dots)):
+        applied = product.applied(chain.hidden, context, arithmetic)
+        (dot,) = derivative.push(applied, shape, kept, operands, acc_dots, operand_dots)
+        return chain.second(dot, w2, context)
+    return None
+
+
 def _chain(
     chain: Chain, context: Any, accs: Any, operands: Any, w2: Any, acc_dots: Any, operand_dots: Any
 ) -> jax.Array:
     args = (*context, w2, *accs, *operands, *acc_dots, *operand_dots)
     present = tuple(x is not None for x in args)
     values = match_varying(*(x for x in args if x is not None))
-    return chain_p.bind(*values, chain=chain, present=present)
+    return _bind(*values, chain=chain, present=present)
+
+
+def _bind(*values: jax.Array, chain: Chain, present: tuple[bool, ...]) -> jax.Array:
+    return chain_p.bind(*values, chain=chain, present=present, mark=mark_of(chain.backend))
 
 
 class _Parts(NamedTuple):
@@ -264,13 +285,13 @@ def _batch(args: Any, dims: Any, *, chain: Chain, present: tuple[bool, ...]) -> 
     moved = batch_axis(args, dims, 0)
     whole = all(x is not False for x in (*accs, *dots[: None if grouped else n]))
     if all(batched) or (grouped and whole):
-        return chain_p.bind(*moved, chain=chain, present=present), 0
+        return _bind(*moved, chain=chain, present=present), 0
     alike = all(dot in (None, x) for x, dot in zip(operands, dots[n:], strict=True))
     if not grouped and not w2_batched and whole and alike and args[0].ndim == 2:
         tile = next(dot for dot in _parts(moved, chain, present).dots if dot is not None)
         folded = chain.product.fold(chain.hidden, tile, moved[:1], moved[1:])
         if folded is not None:
-            return folded.unfold(chain_p.bind(args[0], *folded.operands, chain=chain, present=present)), 0
+            return folded.unfold(_bind(args[0], *folded.operands, chain=chain, present=present)), 0
     return jax.vmap(functools.partial(_composed, chain=chain, present=present), dims)(*args), 0
 
 

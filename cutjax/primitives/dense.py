@@ -12,7 +12,8 @@ import numpy as np
 from jax import lax
 
 from cutjax import dot_precision
-from cutjax.binding.rules import on_mesh, sharded
+from cutjax.binding.partition import Labels, batch_labels
+from cutjax.binding.rules import on_devices, on_mesh
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, Node
 from cutjax.kernels.device import Device
@@ -36,12 +37,15 @@ class Dense(Product):
         in that order, so that transposes beside it move no data. Values and shapes are the same whatever the hints.
       copies: sentences for explain, of a, b and the result: that a transpose beside the product copies it, "" if not.
       lead: how many times as fast as XLA's product a kernel must be to run under "auto"; of its cotangents too.
+      added: batch axes over which the products of matrices are added up, counted from the rows outwards. The result has
+        size 1 there.
     """
 
     layout: str
     orders: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = ((), (), ())
     copies: tuple[str, str, str] = ("", "", "")
     lead: float = Product.lead
+    added: tuple[int, ...] = ()
 
     where = "gemm"
     axes = (2, 2)
@@ -59,16 +63,33 @@ class Dense(Product):
 
     def tile(self, a: Any, *rest: Any) -> Any:
         m, n = a.shape[-2 if self.layout[0] == "n" else -1], rest[0].shape[-1 if self.layout[1] == "n" else -2]
-        batch = np.broadcast_shapes(a.shape[:-2], *(b.shape[:-2] for b in rest))
+        batch = self._without_added(np.broadcast_shapes(a.shape[:-2], *(b.shape[:-2] for b in rest)), 1)
         specs = [out_spec(a, b, self.layout) for b in rest]
         spec = [next((axis for axis in axes if axis is not None), None) for axes in zip(*specs, strict=True)]
+        spec = [*self._without_added(spec[:-2], None), *spec[-2:]]
         sharding = on_mesh(a, *rest).update(spec=jax.P(*spec))
         # From an operand's aval, not a new one: it carries the mesh axes it varies over inside shard_map.
         weak = all(x.weak_type for x in (a, *rest))
         return a.update(shape=(*batch, m, n), weak_type=weak, sharding=sharding)
 
+    def _without_added(self, batch: Sequence[Any], value: Any) -> tuple[Any, ...]:
+        last = len(batch) - 1
+        return tuple(value if last - i in self.added else x for i, x in enumerate(batch))
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        return "k", *(f"b{i}" for i in self.added)
+
+    def labels(self, a: Any, *rest: Any) -> tuple[list[Labels], Labels]:
+        full = dataclasses.replace(self, added=()).tile(a, *rest).shape
+        of_a, of_b = ("m", "k"), ("k", "n")
+        matrices = [of_a if self.layout[0] == "n" else of_a[::-1]]
+        matrices += [of_b if self.layout[1] == "n" else of_b[::-1]] * len(rest)
+        own = [batch_labels(x.shape[:-2], full) + matrix for x, matrix in zip((a, *rest), matrices, strict=True)]
+        return own, (*self._without_added(batch_labels(full[:-2], full), None), "m", "n")
+
     def reference(self, *arrays: jax.Array, **params: Any) -> jax.Array:
-        return reference(*arrays, layout=self.layout, **params)
+        return reference(*arrays, layout=self.layout, added=self.added, **params)
 
     def problem(self, *avals: Any, out_dtype: Any, device: Device) -> Problem:
         return Problem.of(*avals, layout=self.layout, out_dtype=out_dtype, device=device)
@@ -96,6 +117,9 @@ class Dense(Product):
             return Dense(FLIP[of_a] + "n", g_last), (other, g), dot_precision.swapped(precision)
         return Dense("t" + of_a, g_first), (g, other), precision  # [n, k] = g [n, m] @ a [m, k]
 
+    def why_not(self) -> str:
+        return "products of a batch are added up" if self.added else ""
+
     def notes(self) -> tuple[str, ...]:
         return tuple(text for text in self.copies if text)
 
@@ -103,12 +127,29 @@ class Dense(Product):
         return problem.in_order(self.orders) if any(self.orders) else problem
 
     def batched(self, at: int, rank: int) -> Dense:
-        return dataclasses.replace(self, orders=tuple(_with_axis(order, at, rank + 2) for order in self.orders))
+        added = tuple(i + (rank - 1 - i < at) for i in self.added)
+        orders = tuple(_with_axis(order, at, rank + 2) for order in self.orders)
+        return dataclasses.replace(self, orders=orders, added=added)
+
+    def adding(self, to: Sequence[int], *avals: Any) -> Dense:
+        """Returns the product that adds up over the batch axes which an operand of that shape broadcasts over.
+
+        Where arrays lie on several devices: there axes stay apart, and the sum over some is a part of the product's.
+        """
+        a, b = avals
+        axes = [i for i in range(a.ndim - 2) if to[i] == 1 and a.shape[i] == b.shape[i] != 1]
+        if self.layout != "tn" or any(self.orders) or not on_devices(*avals):
+            return self
+        return dataclasses.replace(self, added=tuple(a.ndim - 3 - i for i in axes))
 
     def fold(
         self, epilogue: Epilogue, a: jax.Array, bs: Sequence[jax.Array], operands: Sequence[jax.Array]
     ) -> Folded | None:
         """Merges batch axes into rows where one matrix b is for all of a: every gradient is a plain GEMM too."""
+        if on_devices(a, *bs, *operands):
+            return None
+        if self.added:
+            return self._fold_added(epilogue, a, bs[0])
         if self.layout[0] != "n" or a.ndim < 3 or any(math.prod(b.shape[:-2]) != 1 for b in bs):
             return None
         if any(self.orders):
@@ -119,15 +160,29 @@ class Dense(Product):
             return None
         if any(x.shape[:-1] not in (rows, (1,) * len(rows)) for x in operands):
             return None
-        if any(sharded(x) for x in (a, *operands)):
-            return None
         if places:
             row = Node("iota", (), "int32", ("row",))
             nodes = tuple(row if node.params == all_rows else node for node in epilogue.nodes)
             epilogue = dataclasses.replace(epilogue, nodes=nodes)
         a, *operands = (lax.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1])) for x in (a, *operands))
         matrices = [lax.reshape(b, b.shape[-2:]) for b in bs]
-        return Folded(epilogue, a, matrices, operands, lambda x: lax.reshape(x, (*rows, *x.shape[1:])))
+        return Folded(self, epilogue, a, matrices, operands, lambda x: lax.reshape(x, (*rows, *x.shape[1:])))
+
+    def _fold_added(self, epilogue: Epilogue, a: jax.Array, b: jax.Array) -> Folded | None:
+        """Merges the batch axes over which matrices are added into the contracted axis."""
+        count = len(self.added)
+        if self.layout != "tn" or sorted(self.added) != [*range(count)] or not epilogue.plain or any(self.orders):
+            return None
+        at = a.ndim - 2 - count
+        a, b = (lax.reshape(x, (*x.shape[:at], math.prod(x.shape[at:-1]), x.shape[-1])) for x in (a, b))
+        return Folded(
+            dataclasses.replace(self, added=()),
+            epilogue,
+            a,
+            [b],
+            [],
+            lambda d: lax.expand_dims(d, range(at, at + count)),
+        )
 
 
 def _order(order: Sequence[int]) -> tuple[int, ...]:
@@ -163,28 +218,39 @@ def out_spec(a: Any, b: Any, layout: str) -> list[Any]:
 
 
 def reference(
-    a: jax.Array, b: jax.Array, *, layout: str, out_dtype: np.dtype, on_cuda: bool, precision: Canonical = None
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    layout: str,
+    out_dtype: np.dtype,
+    on_cuda: bool,
+    precision: Canonical = None,
+    added: Sequence[int] = (),
 ) -> jax.Array:
     """Computes the product by one dot_general.
 
     An axis of size 1 that broadcasts is dropped from its operand, so nothing is copied.
     """
     axes = range(a.ndim - 2)
+    summed = [a.ndim - 3 - i for i in added]
     a_only = [i for i in axes if b.shape[i] == 1 != a.shape[i]]
     b_only = [i for i in axes if a.shape[i] == 1 != b.shape[i]]
-    both = [i for i in axes if a.shape[i] == b.shape[i]]
+    both = [i for i in axes if a.shape[i] == b.shape[i] and i not in summed]
     a_axes = [*(i for i in axes if i not in b_only), *("mk" if layout[0] == "n" else "km")]
     b_axes = [*(i for i in axes if i not in a_only), *("kn" if layout[1] == "n" else "nk")]
+    contracted = ["k", *summed]
     d_axes = [
         *both,
-        *(i for i in a_axes if i not in both and i != "k"),
-        *(i for i in b_axes if i not in both and i != "k"),
+        *(i for i in a_axes if i not in both and i not in contracted),
+        *(i for i in b_axes if i not in both and i not in contracted),
     ]
-    order = [d_axes.index(i) for i in (*axes, "m", "n")]
+    kept = [i for i in (*axes, "m", "n") if i not in summed]
+    order = [d_axes.index(i) for i in kept]
     sharding = None
     aval = jax.typeof(a)
-    if aval.sharding.spec[-1 if layout[0] == "n" else -2] is not None:  # dot_general adds over devices only when told
-        spec = out_spec(aval, jax.typeof(b), layout)
+    if any(aval.sharding.spec[i] is not None for i in (-1 if layout[0] == "n" else -2, *summed)):
+        spec = out_spec(aval, jax.typeof(b), layout)  # dot_general adds over devices only when told
+        spec = [x for i, x in enumerate(spec) if i not in summed]
         sharding = aval.sharding.update(spec=jax.P(*(spec[order.index(i)] for i in range(len(order)))))
     preferred = accumulator(a.dtype, out_dtype)
     if on_cuda and is_half(a.dtype) and out_dtype in (a.dtype, np.dtype(np.float32)):
@@ -199,11 +265,11 @@ def reference(
         lax.squeeze(a, b_only),
         lax.squeeze(b, a_only),
         (
-            ([a_axes.index("k")], [b_axes.index("k")]),
+            ([a_axes.index(i) for i in contracted], [b_axes.index(i) for i in contracted]),
             ([a_axes.index(i) for i in both], [b_axes.index(i) for i in both]),
         ),
         precision=precision or dot_precision.DEFAULT,  # of None lax would make what the scope says now
         preferred_element_type=preferred,
         out_sharding=sharding,
     )
-    return lax.transpose(d, order).astype(out_dtype)
+    return lax.expand_dims(lax.transpose(d, order), sorted(summed)).astype(out_dtype)

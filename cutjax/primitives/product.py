@@ -17,11 +17,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from cutjax.binding.rules import (
-    check_varying,
-    match_varying,
-    with_rank,
-)
+from cutjax.binding.partition import Labels, Placement, mark_of
+from cutjax.binding.rules import check_varying, match_varying, with_rank
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, OperandSpec, identity
 from cutjax.epilogue.trace import Traced, trace
@@ -75,7 +72,36 @@ class Product:
         """
         raise NotImplementedError
 
+    def labels(self, a: Any, *rest: Any) -> tuple[list[Labels], Labels]:
+        """Returns the names of the axes of a, the bs and the context, and those of the accumulators.
+
+        Axes of one name are divided over devices alike; an axis without a name is whole on each.
+        """
+        raise NotImplementedError
+
     # What most products leave as it is.
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """The names of the axes over which the product sums."""
+        return ("k",)
+
+    late: ClassVar[tuple[str, ...]] = ()  # those of them of which each result has one term alone
+    gathered: ClassVar[tuple[str, ...]] = ()  # names of axes whose every part meets every other
+
+    def shard(
+        self, placement: Placement, a: Any, bs: Sequence[Any], context: Sequence[Any]
+    ) -> tuple[Product, Any, Sequence[Any], Sequence[Any]]:
+        """Returns the product that a device computes of its shards, from those."""
+        return self, a, bs, context
+
+    def after(self, placement: Placement, a: Any, context: Sequence[Any]) -> tuple[Product, Sequence[Any]]:
+        """Returns the product, and its context, that an epilogue on the sums over all devices is of."""
+        return self, context
+
+    def operand_labels(self, x: Any, tile: Labels) -> Labels:
+        """Returns the names of the axes of an epilogue's operand; one that broadcasts is whole."""
+        return tuple(label if size != 1 else None for label, size in zip(tile, x.shape, strict=True))
 
     def tangents(
         self, multiply: Callable[..., jax.Array], a: Any, bs: Sequence[Any], a_dot: Any, b_dots: Sequence[Any]
@@ -113,9 +139,17 @@ class Product:
         """Returns the same product with batch axes merged into rows, None where there is none or that moves data."""
         return None
 
+    def adding(self, to: Sequence[int], *avals: Any) -> Product:
+        """Returns the product of two operands whose result is to be added up to a shape: itself, or one that adds."""
+        return self
+
     def batched(self, at: int, rank: int) -> Product:
         """Returns the product of arrays with one more batch axis, at that place before or among so many."""
         return self
+
+    def why_not(self) -> str:
+        """Returns why no kernel multiplies it, "" where one may."""
+        return ""
 
     def notes(self) -> tuple[str, ...]:
         """Returns what explain says beside why a kernel runs, or XLA."""
@@ -149,8 +183,9 @@ class Product:
 
 
 class Folded(NamedTuple):
-    """A product with batch axes merged into rows; ``unfold`` takes its results back."""
+    """A product with batch axes merged into rows, or into the contracted axis; ``unfold`` takes its results back."""
 
+    product: Product
     epilogue: Epilogue
     a: jax.Array
     bs: list[jax.Array]
@@ -202,7 +237,7 @@ def bind(
     folded = product.fold(epilogue, a, bs, operands)
     if folded is None:
         return bind_as_is(product, epilogue, a, bs, context, operands, **params)
-    outs = bind_as_is(product, folded.epilogue, folded.a, folded.bs, context, folded.operands, **params)
+    outs = bind_as_is(folded.product, folded.epilogue, folded.a, folded.bs, context, folded.operands, **params)
     return [folded.unfold(x) for x in outs]
 
 
@@ -225,6 +260,7 @@ def bind_as_is(
     if specs != epilogue.operands:  # the identity stays one object, whose hash is known
         epilogue = dataclasses.replace(epilogue, operands=specs)
     params = {"precision": precision, "backend": backend, "config": config, "save": save, "in_place": in_place}
+    params["mark"] = mark_of(backend)
     return product.primitive.bind(*(a, *bs, *context, *operands), product=product, epilogue=epilogue, **params)
 
 

@@ -18,7 +18,7 @@ from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, Node, normal
 from cutjax.kernels.choose import Choice, choose, in_precision
 from cutjax.kernels.device import device_of_kind
-from cutjax.primitives import derivative
+from cutjax.primitives import derivative, partition
 from cutjax.primitives.accumulators import accumulator, with_cotangent
 from cutjax.primitives.product import (
     Arithmetic,
@@ -49,6 +49,7 @@ def define_product(name: str) -> Callable[[P], P]:
             jvp=_jvp,
             transpose=_transpose,
             dce=_dce,
+            divided=partition.RULES,
             multiple_results=True,
         )
         return product
@@ -101,6 +102,8 @@ def _choose(
     out_dtype = next((out.dtype for out in epilogue.outputs if out.reduce is None), a.dtype)
     device = device_of_kind(target.kind, target.arch, target.sms)
     problem = product.problem(*factors_of(product, a, bs)[0], *context, out_dtype=out_dtype, device=device)
+    if why := product.why_not():
+        return Choice(problem, None, (why,))
     if len({b.shape for b in bs}) > 1:
         return Choice(problem, None, ("the matrices that share one differ in their batch axes",))
     if not epilogue.plain:
@@ -124,7 +127,7 @@ def _batch(
         moved = [with_rank(b, b.ndim + 1) for b in bs], batch_axis(operands, operand_dims, a_dim)
         folded = product.fold(epilogue, a, *moved)
         if folded is not None:
-            outs = bind_as_is(product, folded.epilogue, folded.a, folded.bs, context, folded.operands, **params)
+            outs = bind_as_is(folded.product, folded.epilogue, folded.a, folded.bs, context, folded.operands, **params)
             return [folded.unfold(x) for x in outs], [a_dim] * len(outs)
     # A batch axis where one has it already, so that only an axis among the arrays' own must move. But batch positions
     # are counted from the rows outwards, so an epilogue that uses them wants a new axis outermost.
@@ -204,6 +207,7 @@ def _transpose(
     g, other = with_cotangent(g, other)
     precision = dot_precision.of_cotangents(precision, g.dtype, product.where)
     back, factors, precision = product.cotangent(i, g, other, precision)
+    back = back.adding(to.shape, *factors)
     # Terms narrower than 32 bits are added in f32, and rounded once. One of 8 bits is made of f32 that a kernel writes.
     full = back.tile(*map(jax.typeof, (*factors, *sizes)))
     dtype = to.dtype if full.shape == to.shape and to.dtype.itemsize > 1 else accumulator(to.dtype)

@@ -21,6 +21,7 @@ from jax import lax
 
 from cutjax import dot_precision
 from cutjax.binding.define import define
+from cutjax.binding.partition import Labels, Placement, batch_labels
 from cutjax.binding.rules import batch_axis, check_varying, is_zero, on_mesh, zero_tangent
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import REDUCTIONS, Epilogue, OperandSpec
@@ -29,7 +30,7 @@ from cutjax.kernels.problem import Problem
 from cutjax.primitives import ragged_reference
 from cutjax.primitives.accumulators import accumulator, cotangent_dtype
 from cutjax.primitives.dense import FLIP
-from cutjax.primitives.groups import group_of_row, in_some_group
+from cutjax.primitives.groups import group_of_row, in_some_group, rows_of_groups
 from cutjax.primitives.product import Arithmetic, Product, multiply, sum_to
 from cutjax.primitives.product_rules import define_product
 
@@ -52,6 +53,25 @@ class _InGroups(Product):
                 f"{', '.join(x.str_short() for x in avals)}; call it inside jax.shard_map, or jax.reshard them"
             )
 
+    def window(self, placement: Placement, sizes: jax.Array, m: int, groups: bool = True) -> tuple[bool, jax.Array]:
+        """Returns whether they start with rows before the first, and the sizes of the groups that a device has.
+
+        Of its ``m`` rows, which are some of all; and of its groups, or of all of them in these rows.
+        """
+        over_rows, over_groups = placement.axes.get("m", ()), placement.over("g") if groups else ()
+        if not over_rows and not over_groups:
+            return self.leading, sizes
+        starts, ends = rows_of_groups(sizes, m * placement.count(over_rows), self.leading)
+        if over_groups:
+            count = starts.shape[-1] // placement.count(over_groups)
+            first = placement.index(over_groups) * count
+            starts, ends = (lax.dynamic_slice_in_dim(x, first, count, x.ndim - 1) for x in (starts, ends))
+        first = placement.index(over_rows) * m
+        starts, ends = (jnp.clip(x - first, 0, m) for x in (starts, ends))
+        leading = self.leading or bool(over_groups)
+        before = [starts[..., :1]] if leading else []
+        return leading, jnp.concatenate([*before, ends - starts], -1)
+
 
 def _tile(a: Any, shape: Sequence[int], *avals: Any) -> Any:
     # No weak type, as with lax.ragged_dot, whose sizes are strong.
@@ -72,11 +92,41 @@ class Rows(_InGroups):
 
     where = "grouped_gemm"
     axes = (2, 3, 1)
+    late = ("g",)  # a row is of one group
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        return "k", "g"
 
     def tile(self, a: Any, *rest: Any) -> Any:
         *ws, sizes = rest
         batch = np.broadcast_shapes(a.shape[:-2], *(w.shape[:-3] for w in ws), sizes.shape[:-1])
         return _tile(a, (*batch, a.shape[-2], ws[0].shape[-1 if self.layout[1] == "n" else -2]), *ws)
+
+    def labels(self, a: Any, *rest: Any) -> tuple[list[Labels], Labels]:
+        *ws, sizes = rest
+        full = self.tile(a, *rest).shape
+        matrix = ("g", "k", "n") if self.layout[1] == "n" else ("g", "n", "k")
+        own = [(*batch_labels(a.shape[:-2], full), "m", "k")]
+        own += [(*batch_labels(w.shape[:-3], full), *matrix) for w in ws]
+        own.append((*batch_labels(sizes.shape[:-1], full), None))
+        return own, (*batch_labels(full[:-2], full), "m", "n")
+
+    def operand_labels(self, x: Any, tile: Labels) -> Labels:
+        if x.ndim == len(tile):
+            return super().operand_labels(x, tile)
+        labels = (*tile[:-2], "g", None, tile[-1])
+        return tuple(label if size != 1 else None for label, size in zip(labels, x.shape, strict=True))
+
+    def shard(
+        self, placement: Placement, a: Any, bs: Sequence[Any], context: Sequence[Any]
+    ) -> tuple[Product, Any, Sequence[Any], Sequence[Any]]:
+        leading, sizes = self.window(placement, context[0], a.shape[-2])
+        return dataclasses.replace(self, leading=leading), a, bs, [sizes]
+
+    def after(self, placement: Placement, a: Any, context: Sequence[Any]) -> tuple[Product, Sequence[Any]]:
+        leading, sizes = self.window(placement, context[0], a.shape[-2], groups=False)
+        return dataclasses.replace(self, leading=leading), [sizes]
 
     def reference(self, *arrays: jax.Array, **params: Any) -> jax.Array:
         return ragged_reference.reference_gemm(*arrays, layout=self.layout, leading=self.leading, **params)
@@ -157,10 +207,27 @@ class Depth(_InGroups):
     where = "grouped_outer"
     axes = (2, 2, 1)
 
+    @property
+    def summed(self) -> tuple[str, ...]:
+        return ("m",)
+
     def tile(self, a: Any, *rest: Any) -> Any:
         b, sizes = rest
         batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
         return _tile(a, (*batch, sizes.shape[-1] - self.leading, a.shape[-1], b.shape[-1]), *rest)
+
+    def labels(self, a: Any, *rest: Any) -> tuple[list[Labels], Labels]:
+        b, sizes = rest
+        full = self.tile(a, *rest).shape
+        shapes, matrices = (a.shape[:-2], b.shape[:-2], sizes.shape[:-1]), (("m", "k"), ("m", "n"), (None,))
+        own: list[Labels] = [(*batch_labels(x, full), *y) for x, y in zip(shapes, matrices, strict=True)]
+        return own, (*batch_labels(full[:-3], full), "g", "k", "n")
+
+    def shard(
+        self, placement: Placement, a: Any, bs: Sequence[Any], context: Sequence[Any]
+    ) -> tuple[Product, Any, Sequence[Any], Sequence[Any]]:
+        leading, sizes = self.window(placement, context[0], a.shape[-2])
+        return Depth(leading), a, bs, [sizes]
 
     def reference(self, *arrays: jax.Array, **params: Any) -> jax.Array:
         return ragged_reference.reference_outer(*arrays, leading=self.leading, **params)

@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from cutjax.binding.partition import Labels, Placement, batch_labels
 from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem
@@ -28,6 +30,7 @@ class Symmetric(Product):
     where = "syrk"
     unary = True
     axes = (2,)
+    gathered = ("m",)
 
     @property
     def full(self) -> dense.Dense:
@@ -57,6 +60,25 @@ class Symmetric(Product):
                 "divide both axes of the result; jax.reshard it"
             )
         return self.full.tile(a, a)
+
+    def labels(self, a: Any, *rest: Any) -> tuple[list[Labels], Labels]:
+        batch = batch_labels(a.shape[:-2], a.shape)
+        return [(*batch, *("mk" if self.layout == "n" else "km"))], (*batch, "m", "n")
+
+    def shard(
+        self, placement: Placement, a: Any, bs: Sequence[Any], context: Sequence[Any]
+    ) -> tuple[Product, Any, Sequence[Any], Sequence[Any]]:
+        """Returns the product of two parts of the rows, where a device has not the whole result."""
+        over_rows, over_columns = placement.axes.get("m", ()), placement.axes.get("n", ())
+        if not over_rows and not over_columns:
+            return self, a, bs, context
+        at = a.ndim - (2 if self.layout == "n" else 1)
+
+        def part(axes: Sequence[str]) -> jax.Array:
+            size = a.shape[at] // placement.count(axes)
+            return lax.dynamic_slice_in_dim(a, placement.index(axes) * size, size, at)
+
+        return self.full, part(over_rows), [part(over_columns)], context
 
     def reference(self, *arrays: jax.Array, **params: Any) -> jax.Array:
         return self.full.reference(*arrays, *arrays, **params)

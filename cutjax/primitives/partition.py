@@ -1,0 +1,178 @@
+"""The division of a product with an epilogue over devices: what one device computes of its shards, once for all.
+
+Axes of the result and of the batch map through. Where the contracted axis is divided, each device has partial sums:
+those are added over devices in the accumulators' dtype, and the epilogue runs on the sums, in plain JAX. Reductions of
+an epilogue over an axis that is divided are finished over devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cutjax.binding.partition import Labels, Placement, Rule, Rules
+from cutjax.epilogue.expression import Epilogue, Node, OperandSpec, const, normal
+from cutjax.primitives.accumulators import accumulator
+from cutjax.primitives.product import Arithmetic, Product, bind, factors_of, multiply, split
+
+_ADDED = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+
+
+def _rule(*avals: Any, product: Product, epilogue: Epilogue, **_: Any) -> Rule:
+    a, bs, context, operands = split(avals, product, epilogue)
+    own, tile = product.labels(a, *bs, *context)
+    others = [product.operand_labels(x, tile) for x in operands]
+    results = []
+    for out in epilogue.outputs:
+        gone = [_axis(axis, len(tile)) for axis in out.axes]
+        results.append(tuple(label for i, label in enumerate(tile) if i not in gone))
+    return Rule((*own, *others), tuple(results), len(own), product.summed, product.late, product.gathered)
+
+
+def _shard(
+    placement: Placement,
+    *arrays: jax.Array,
+    product: Product,
+    epilogue: Epilogue,
+    avals: Sequence[Any],
+    in_place: tuple[tuple[int, int], ...],
+    mark: Any,
+    **params: Any,
+) -> list[jax.Array]:
+    whole = split(avals, product, epilogue)
+    full = product.tile(whole[0], *whole[1], *whole[2]).shape
+    tile = product.labels(whole[0], *whole[1], *whole[2])[1]
+    a, bs, context, operands = split(arrays, product, epilogue)
+    rule = _rule(*avals, product=product, epilogue=epilogue)
+    early = rule.early(placement)
+    over = [axis for label in product.summed for axis in placement.axes.get(label, ())]
+    after = product.after(placement, a, context)
+    local, a, bs, context = product.shard(placement, a, bs, context)
+    known = placement if early else dataclasses.replace(placement, scattered={})
+    epilogue, more = located(epilogue, full, tile, known)
+    operands = [*operands, *more]
+    if early:
+        shared = {name: params[name] for name in ("precision", "backend", "config")}
+        dtype = np.dtype(epilogue.outputs[0].dtype) if epilogue.plain else epilogue.accumulator
+        wide = accumulator(dtype)
+        accs = [multiply(local, *x, *context, out_dtype=wide, **shared) for x in factors_of(local, a, bs)]
+        accs = [x.astype(dtype) for x in _added(accs, over, tile, placement)]
+        if epilogue.plain:
+            return accs
+        product, context = after
+        arithmetic = Arithmetic(a.dtype, params["precision"], params["backend"])
+        outs = list(product.applied(epilogue.primal, context, arithmetic).apply(accs, operands))
+        over = []
+    else:
+        outs = bind(local, epilogue, a, bs, context, operands, in_place=in_place, **params)
+    return _finished(outs, epilogue, tile, placement, over)
+
+
+def _finished(
+    outs: Sequence[jax.Array], epilogue: Epilogue, tile: Labels, placement: Placement, late: Sequence[str]
+) -> list[jax.Array]:
+    """Returns the results, reductions and those of which each device has a term finished over devices."""
+    results = []
+    for x, out in zip(outs, epilogue.outputs, strict=True):
+        if out.reduce is None:
+            results += _added([x], late, tile, placement) if late else [x]
+            continue
+        gone = [tile[_axis(axis, len(tile))] for axis in out.axes]
+        axes = tuple(axis for label in gone for axis in placement.axes.get(label or "", ()))
+        if not late:
+            axes += tuple(axis for label in gone for axis in placement.scattered.get(label or "", ()))
+        kept = tuple(label for label in tile if label not in gone)
+        if "row" in out.axes or out.reduce == "sum":
+            add = _ADDED[out.reduce]
+            x = add(x, (*axes, *late)) if (*axes, *late) else x
+        else:  # over columns alone: of rows that are of no group here it is zero
+            x = _ADDED[out.reduce](x, axes) if axes else x
+            x = lax.psum(x, tuple(late)) if late else x
+        results.append(_kept(x, kept, placement) if late else x)
+    return results
+
+
+def _kept(x: jax.Array, labels: Labels, placement: Placement) -> jax.Array:
+    """Returns this device's part of an array that lies whole where sums are scattered."""
+    for i, label in enumerate(labels):
+        if axes := placement.scattered.get(label or "", ()):
+            size = x.shape[i] // placement.count(axes)
+            x = lax.dynamic_slice_in_dim(x, placement.index(axes) * size, size, i)
+    return x
+
+
+def _added(arrays: list[jax.Array], over: Sequence[str], tile: Labels, placement: Placement) -> list[jax.Array]:
+    """Returns sums over devices, of which each keeps its part where they are scattered."""
+    scattered = {axis for axes in placement.scattered.values() for axis in axes}
+    if rest := tuple(axis for axis in over if axis not in scattered):
+        arrays = list(lax.psum(tuple(arrays), rest))
+    for label, axes in placement.scattered.items():
+        at = tile.index(label)
+        arrays = [lax.psum_scatter(x, axes, scatter_dimension=at, tiled=True) for x in arrays]
+    return arrays
+
+
+def located(
+    epilogue: Epilogue, full: Sequence[int], tile: Labels, placement: Placement
+) -> tuple[Epilogue, list[jax.Array]]:
+    """Returns an epilogue with positions in the whole result, for a shard of it, and the operands that say which."""
+    rank, starts, nodes, renamed = len(tile), {}, [], {}
+    operands, more = list(epilogue.operands), []
+
+    def append(node: Node) -> int:
+        nodes.append(node)
+        return len(nodes) - 1
+
+    def index(at: int, dtype: str) -> int:
+        """Returns the node of the position along an axis, counted from the last."""
+        params = {-2: ("row",), -1: ("col",)}.get(at, ("batch", -3 - at))
+        node = append(Node("iota", (), dtype, params))
+        axes = placement.over(tile[at])
+        if not axes:
+            return node
+        if at not in starts:
+            start = placement.index(axes) * (full[at] // placement.count(axes))
+            more.append(start.astype(jnp.int32).reshape((1,) * rank))
+            operands.append(OperandSpec("int32", False, False, (False,) * (rank - 2)))
+            starts[at] = len(operands) - 1
+        start = append(Node("operand", (), "int32", (starts[at],)))
+        if dtype != "int32":
+            start = append(Node("convert_element_type", (start,), dtype))
+        return append(Node("add", (node, start), dtype))
+
+    for i, node in enumerate(epilogue.nodes):
+        axes = _axes_of(node)
+        if any(placement.over(tile[at]) for at in axes):
+            value, stride = index(axes[0], node.dtype), full[axes[0]]
+            for at in axes[1:]:
+                scale = append(const(stride, node.dtype))
+                term = append(Node("mul", (index(at, node.dtype), scale), node.dtype))
+                value, stride = append(Node("add", (value, term), node.dtype)), stride * full[at]
+            renamed[i] = value
+        else:
+            renamed[i] = append(dataclasses.replace(node, args=tuple(renamed[j] for j in node.args)))
+    if not more:
+        return epilogue, []
+    outputs = [dataclasses.replace(out, node=renamed[out.node]) for out in epilogue.outputs]
+    return normal(epilogue.products, operands, nodes, outputs), more
+
+
+def _axes_of(node: Node) -> list[int]:
+    """Returns the axes whose positions a node counts, counted from the last, the fastest first."""
+    if node.op != "iota":
+        return []
+    axis, *i = node.params
+    return [-3 - i[0]] if axis == "batch" else [{"row": -2, "col": -1}[axis], *range(-3, -3 - sum(i), -1)]
+
+
+def _axis(name: str, rank: int) -> int:
+    return rank - {"row": 2, "col": 1}[name]
+
+
+RULES = Rules(_rule, _shard)

@@ -1,0 +1,286 @@
+"""Products that jit divides, inside other transformations and programs; what explain and lowering say of them."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import integers, mesh_of, normal, same
+from jax import lax
+from partitions import MESH, D, T, at_most, laid, moved
+
+import cutjax
+from cutjax.binding import partition
+
+P = jax.P
+H = jnp.bfloat16
+X, W = integers(0, (8, 16)), integers(1, (16, 16))
+
+
+def gemm(x, w):
+    return cutjax.gemm(x, w)
+
+
+def run(fn, args, specs):
+    """The results of a program whose arguments are divided, and its text."""
+    args = laid(args, specs)
+    compiled = jax.jit(fn).lower(*args).compile()
+    return jax.device_get(compiled(*args)), compiled.as_text()
+
+
+PROGRAMS = {
+    "scan": (
+        lambda f: lambda x, w: lax.scan(lambda c, _: (jnp.sign(f(c, w)), None), x, None, length=3)[0],
+        (X, W),
+        ((D,), (None, T)),
+    ),
+    "remat": (
+        lambda f: jax.grad(lambda x, w: (jax.checkpoint(f)(x, w) ** 2).sum(), (0, 1)),
+        (X, W),
+        ((D,), (None, T)),
+    ),
+    "vmap over a mesh axis": (
+        lambda f: jax.vmap(f, (0, None), spmd_axis_name=D),
+        (integers(2, (4, 8, 16)), W),
+        ((D,), (None, T)),
+    ),
+    "vmap of gradients": (
+        lambda f: jax.vmap(jax.grad(lambda w, x: (f(x, w) ** 2).sum()), (None, 0)),
+        (W, integers(2, (4, 8, 16))),
+        ((None, T), (D,)),
+    ),
+    "vmap of vmap": (
+        lambda f: jax.grad(lambda x, w: (jax.vmap(jax.vmap(f, (0, None)), (0, None))(x, w) ** 2).sum(), (0, 1)),
+        (integers(2, (2, 4, 8, 16)), W),
+        ((D, T), ()),
+    ),
+    "cond": (
+        lambda f: lambda x, w: lax.cond(x[0, 0] > 5, f, lambda x, w: f(x, w) + 1, x, w),
+        (X, W),
+        ((D,), (None, T)),
+    ),
+    "second derivative": (
+        lambda f: lambda x, w: jax.jvp(jax.grad(lambda w: (f(x, w) ** 3).sum()), (w,), (w,))[1],
+        (X, W),
+        ((D,), (None, T)),
+    ),
+    "jit inside, twice": (lambda f: lambda x, w: jax.jit(f)(jax.jit(f)(x, w), w), (X, W), ((D,), (None, T))),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name):
+    transform, args, specs = PROGRAMS[name]
+    (got, text), (expected, plain) = (run(transform(f), args, specs) for f in (gemm, jnp.matmul))
+    same(got, expected)
+    assert at_most(moved(text), moved(plain))
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("how", ["in_shardings", "constraint", "set_mesh"])
+def test_ways_to_say_it(how, kind):
+    mesh = mesh_of(kind, data=2, tensor=4)
+    of_x, of_w = (jax.NamedSharding(mesh, P(*spec)) for spec in ((D,), (None, T)))
+    if how == "in_shardings":
+        f = jax.jit(gemm, in_shardings=(of_x, of_w))
+    elif kind == jax.sharding.AxisType.Auto:
+        f = jax.jit(lambda x, w: gemm(lax.with_sharding_constraint(x, of_x), lax.with_sharding_constraint(w, of_w)))
+    else:
+        f = jax.jit(lambda x, w: gemm(jax.reshard(x, of_x), jax.reshard(w, of_w)))
+    with (
+        jax.set_mesh(mesh)
+        if how == "set_mesh" or kind != jax.sharding.AxisType.Auto
+        else jax.ensure_compile_time_eval()
+    ):
+        args = X, W
+        text = f.lower(*args).as_text()
+        assert "@CustomSPMDPartitioning" in text
+        compiled = f.lower(*args).compile()
+        same(jax.device_get(compiled(*args)), jax.device_get(X @ W))
+        assert not moved(compiled.as_text())
+
+
+def test_shard_map_and_one_device_stay_as_they_are():
+    """No custom partitioning in programs that XLA does not divide, or where it has no shardings to divide by."""
+    args = laid((X, W), ((D,), (None, T)))
+    manual = jax.shard_map(gemm, mesh=MESH, in_specs=(P(D), P(None, T)), out_specs=P(D, T))
+    partly = jax.shard_map(gemm, mesh=MESH, in_specs=(P(D), P()), out_specs=P(D), axis_names={D})
+    with cutjax.use_backend("xla"):
+        left = jax.jit(lambda x, w: cutjax.gemm(x, w)).lower(*args)
+    for program in (jax.jit(manual).lower(*args), jax.jit(partly).lower(*args), jax.jit(gemm).lower(X, W), left):
+        assert "CustomSPMDPartitioning" not in program.as_text()
+    same(jax.device_get(jax.jit(partly)(*args)), jax.device_get(X @ W))
+
+
+def test_export_leaves_it_to_xla():
+    args = laid((X, W), ((D,), (None, T)))
+    exported = jax.export.deserialize(jax.export.export(jax.jit(gemm))(*args).serialize())
+    assert "CustomSPMDPartitioning" not in exported.mlir_module()
+    same(jax.device_get(jax.jit(exported.call)(*args)), jax.device_get(X @ W))
+
+
+def test_sizes_that_mesh_axes_do_not_divide():
+    """No shard is padded: what does not divide evenly is whole."""
+
+    def f(fn, x, w):
+        x = lax.with_sharding_constraint(x, jax.NamedSharding(MESH, P(T, D)))
+        return fn(x, lax.with_sharding_constraint(w, jax.NamedSharding(MESH, P(D, T))))
+
+    x, w = integers(3, (6, 15)), integers(4, (15, 10))
+    same(*(jax.device_get(jax.jit(functools.partial(f, fn))(x, w)) for fn in (gemm, jnp.matmul)))
+
+
+@pytest.mark.parametrize("specs", [((D,), (None, T)), ((None, (D, T)),), ((D, T), (T,))], ids=str)
+@pytest.mark.parametrize("shape", [(8, 16), (4, 8, 16)], ids=str)
+def test_dropout_is_the_same_however_divided(shape, specs):
+    """Bits of positions in the whole result, not in the shard."""
+    key, x = jax.random.key(0), integers(5, shape)
+
+    def f(x, w):
+        return cutjax.gemm(x, w, epilogue=lambda acc: jnp.where(jax.random.bernoulli(key, 0.5, acc.shape), acc, 0))
+
+    if specs == ((None, (D, T)),):
+        specs = ((), (None, T))
+    same(run(f, (x, W), specs)[0], jax.device_get(f(x, W)))
+
+
+def test_partial_sums_of_16_bits_are_added_in_float32():
+    """Terms of 1 and 2^-9 on each device: added in bfloat16 the small ones would be lost."""
+    x = jnp.tile(jnp.array([1, 2**-9, 0, 0], H), (8, 4))
+    got, text = run(gemm, (x, jnp.ones((16, 8), H)), ((None, T), (T,)))
+    assert np.all(got == np.asarray(4 + 4 * 2**-9, np.float32).astype(H))
+    assert re.search(r"f32\[8,8\]\S* all-reduce", text)
+
+
+def test_a_group_in_parts_and_rows_of_none():
+    """Sizes that are negative or too many, groups that lie on several devices, and vmap of all that."""
+    sizes = jnp.array([[5, -3, 0, 20], [0, 0, 1, 2]], jnp.int32)
+    x, g = integers(6, (2, 16, 8)), integers(7, (4, 8, 16))
+    f = jax.vmap(lambda x, s, g: cutjax.grouped_gemm(x, g, s), (0, 0, None))
+    for spec in (((None, D), (), ()), ((None, (D, T)), (), ()), ((D,), (D,), (T,))):
+        same(run(f, (x, sizes, g), spec)[0], jax.device_get(f(x, sizes, g)))
+
+
+def test_moe():
+    x, logits = normal(8, (16, 16)), normal(9, (16, 8))
+    up, down = normal(10, (8, 16, 32)) / 4, normal(11, (8, 32, 16)) / 4
+
+    def loss(x, up, down):
+        return (cutjax.moe(x, logits, up, up, down) ** 2).sum()
+
+    gradient = jax.grad(loss, (0, 1, 2))
+    expected = jax.device_get(jax.jit(gradient)(x, up, down))
+    for specs in (((D,), (T,), (T,)), ((D,), (None, None, T), (None, T))):
+        got, text = run(gradient, (x, up, down), specs)
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max())  # f32 added in another order
+        assert up.size not in [
+            n for kind, n in moved(text).items() if kind == "all-gather"
+        ]  # weights stay where they are
+
+
+# What is said of it.
+
+
+def test_explain_says_what_runs_a_shard():
+    x, w = jnp.ones((512, 1024), H), jnp.ones((1024, 2048), H)
+    explain = cutjax.explain(gemm, platform="cuda")
+    (row,) = explain(*laid((x, w), ((D,), (None, T)))).rows
+    assert (row.choice.problem.m, row.choice.problem.n, row.choice.problem.k) == (256, 512, 1024)
+    assert row.runs.startswith("sm90_bf16_nn")
+    (row,) = explain(*laid((x, w), ((D, T), (T,)))).rows
+    assert row.why.startswith("a shard; psum over tensor; ")
+    assert row.runs.startswith("sm90_bf16f32_nn")  # partial sums
+    (row,) = explain(*laid((x, w), ((D,), (D, T)))).rows
+    assert row.why.startswith("a shard; operand 1 is gathered over data; ")
+    (row,) = explain(*laid((x, jnp.ones((1024, 12), H)), ((D,), (None, T)))).rows
+    assert row.choice.problem.n == 3  # chosen for the shard
+    twice = cutjax.explain(lambda x, w: (gemm(x, w), gemm(x + 1, w)), platform="cuda")
+    (row,) = twice(*laid((x, w), ((D,), (None, T)))).rows
+    assert (row.count, row.exact) == (2, True)
+
+
+def test_explain_equal_products_that_lie_differently():
+    x = jnp.ones((512, 512), H)
+    rows = cutjax.explain(lambda x, y: (gemm(x, x), gemm(y, y)), platform="cuda")(*laid((x, x), ((D,), (None, T)))).rows
+    assert len(rows) == 2
+    assert not any(row.exact for row in rows)  # which of them is which nobody says
+
+
+def test_strict_backend():
+    x, w = laid((X, W), ((D,), (None, T)))
+    f = jax.jit(functools.partial(cutjax.gemm, backend="cuda"))
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
+        f.lower(x, w)
+    with pytest.raises(NotImplementedError, match="no kernel for 8x16x16 nn f32"):
+        f.trace(x, w).lower(lowering_platforms=("cuda",))
+    text = f.trace(x.astype(H), w.astype(H)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@CustomSPMDPartitioning" in text
+
+
+def test_the_shard_is_lowered_for_the_program_s_platform(monkeypatch):
+    from cutjax.binding import lowering
+
+    seen, decide = [], lowering.decide
+
+    def watched(*args, **kwargs):
+        seen.append((kwargs["platform"], kwargs["divided"], args[1][0].shape))
+        return decide(*args, **kwargs)
+
+    monkeypatch.setattr(lowering, "decide", watched)
+    run(gemm, (X, W), ((D,), (None, T)))
+    assert ("cpu", True, (8, 16)) in seen  # the whole
+    assert ("cpu", False, (4, 16)) in seen  # the shard
+
+
+def test_programs_with_other_epilogues_have_other_texts():
+    """Jax's cache of compiled programs may leave callbacks out of its key; what they do is in the text."""
+    args = laid((X, W), ((D,), (None, T)))
+    texts = [
+        re.findall(r'cutjax = "(\w+)"', jax.jit(functools.partial(cutjax.gemm, epilogue=f)).lower(*args).as_text())
+        for f in (jnp.tanh, jnp.sin, jnp.tanh)
+    ]
+    assert texts[0] == texts[2] != texts[1]
+
+
+# The rule by itself.
+
+
+def placed(rule, shapes, operands, results=()):
+    return partition.place(rule, {D: 2, T: 4}, shapes, operands, results)
+
+
+RULE = partition.Rule((("m", "k"), ("k", "n")), (("m", "n"),), 2, ("k",))
+SHAPES = ((8, 16), (16, 32), (8, 32))
+PLACES = {
+    "rows and columns": ((((D,), ()), ((), (T,))), ((D,), (T,)), {"m": (D,), "n": (T,)}, {}),
+    "partial sums": ((((D,), (T,)), ((T,), ())), ((D,), ()), {"m": (D,), "k": (T,)}, {}),
+    "scattered": ((((D,), (T,)), ((T,), ())), ((D, T), ()), {"m": (D,), "k": (T,)}, {"m": (T,)}),
+    "one side of the sum": ((((), (T,)), ((), ())), ((), ()), {}, {}),
+    "one mesh axis twice": ((((T,), ()), ((), (T,))), ((), (T,)), {"n": (T,)}, {}),
+    "the result alone": ((((), ()), ((), ())), ((D,), (T,)), {"m": (D,), "n": (T,)}, {}),
+    "sums first": ((((), (D, T)), ((D,), ())), ((), ()), {"k": (D,)}, {}),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_place(name):
+    operands, result, axes, scattered = PLACES[name]
+    found = placed(RULE, SHAPES, operands, (result,))
+    assert (found.axes, found.scattered) == (axes, scattered)
+
+
+def test_place_leaves_what_is_not_even():
+    found = placed(RULE, ((6, 16), (16, 30), (6, 30)), (((T,), ()), ((), (D, T))), (((T,), (D, T)),))
+    assert found.axes == {"n": (D,)}
+
+
+def test_rule_of_shardy():
+    text, kinds = partition.Rule((("m", "k"), ("k", None)), (("m", None),), 2, ("k",)).shardy()
+    assert text == "m k, k whole0 -> m whole1"
+    assert kinds == {"need_replication_factors": ("whole0", "whole1"), "reduction_factors": ("k",)}
