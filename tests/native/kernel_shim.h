@@ -240,7 +240,8 @@ void mma(T (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
       int row = lane() / 4 + i / 2 * 8, column = lane() % 4 * 2 + i % 2;
       double sum = 0;
       for (int unit = 0; unit < 8; ++unit) {
-        u32 x = lanes()[row % 8 * 4 + unit % 4][row / 8 + unit / 4 * 2], y = lanes()[column * 4 + unit % 4][4 + unit / 4];
+        u32 x = lanes()[row % 8 * 4 + unit % 4][row / 8 + unit / 4 * 2],
+            y = lanes()[column * 4 + unit % 4][4 + unit / 4];
         for (int e = 0; e < EACH; ++e) sum += element<MATH>(x, e) * element<MATH>(y, e);
       }
       if constexpr (std::is_floating_point_v<T>) {

@@ -112,10 +112,12 @@ def configs(problem: Problem) -> Iterator[Config]:
             if slices < 2 or slices % 2:
                 continue
             stage = how.stage_bytes(bm, bn, bk, problem.products, size)
-            limit = min(device.shared_bytes, device.shared_bytes_per_sm // blocks - 1024)
             staging = (bm // wm) * (bn // wn) * 16 * chunk_of(staged, wn) * staged.column_bytes
+            # As many blocks as an SM has room for with two stages each, which on some is less than on others.
+            fitting = min(blocks, device.shared_bytes_per_sm // (staging + 2 * stage + 1024)) or 1
+            limit = min(device.shared_bytes, device.shared_bytes_per_sm // fitting - 1024)
             stages = max(2, min(6, (limit - staging) // stage, max(2, -(-problem.k // bk) + 1)))
-            whole = _config(bm, bn, bk, wm, wn, sliced_k, stages, 1, 1, blocks)
+            whole = _config(bm, bn, bk, wm, wn, sliced_k, stages, 1, 1, fitting)
             whole = dataclasses.replace(whole, raster=_raster(problem, whole))
             yield whole
             yield from _divided(problem, whole)

@@ -249,8 +249,6 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         )
     if config.wm % 16 or config.wn % 16:
         found.append(f"a warp tile of {config.wm}x{config.wn}: multiples of 16")
-    if math.fragments == "fma" and (config.bm & (config.bm - 1) or config.bn & (config.bn - 1)):
-        found.append(f"a tile of {config.bm}x{config.bn}: powers of two, of elements that are loaded one by one")
     chunk = chunk_of(staging, config.wn)
     stage_bytes = math.stage_bytes(config.bm, config.bn, config.bk, problem.products, size)
     buffer_bytes = 16 * chunk * staging.column_bytes
