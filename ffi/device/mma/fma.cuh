@@ -107,7 +107,7 @@ struct ElementTile {
         cp_async<ELEMENT>(place(tile, i), p, there);
       } else {
 #pragma unroll
-        for (int word = 0; word < ELEMENT / 4; ++word) held[i][word] = there ? ld_global_u32(p + 4 * word) : 0;
+        for (int word = 0; word < ELEMENT / 4; ++word) held[i][word] = ld_global_u32_if(there, p + 4 * word);
       }
     }
   }
