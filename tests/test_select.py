@@ -116,10 +116,10 @@ def test_unknown_config_field():
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"a_dtype": F32, "b_dtype": F32}, "f32 x f32: wgmma multiplies float32 as one of tf32, tf32x3, bf16"),
+        ({"a_dtype": np.dtype("int16"), "b_dtype": np.dtype("int16")}, "s16 x s16"),
         ({"a_dtype": BF16, "b_dtype": F16}, "bf16 x f16"),
         ({"out_dtype": np.dtype("float64")}, "result f64: one of bf16, f16, f32, "),
-        ({"arch": "sm_80"}, "architecture sm_80"),
+        ({"arch": "sm_70"}, "architecture sm_70"),
         ({"k": 0}, "a size is 0"),
         ({"batch": (2, 2, 2, 2), "a_batch": (2, 1, 2, 1), "b_batch": (1, 2, 1, 2)}, "more than 3 groups"),
     ],

@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator
 
 from cutjax.kernels.mma.config import Config
-from cutjax.kernels.mma.kernel import reasons, resolve, tiles_of
-from cutjax.kernels.mma.math import math_of
+from cutjax.kernels.mma.kernel import chunk_of, reasons, resolve, staging_of, tiles_of
+from cutjax.kernels.mma.math import Math, math_of
 from cutjax.kernels.problem import Problem
 
 __all__ = ["Config", "configs", "name", "reasons", "resolve"]
@@ -33,10 +33,71 @@ TILES = (
     (16, 128, 16, 32, 1, 4),
     (64, 16, 16, 16, 1, 4),
 )
+# The same of elements that are multiplied one by one, by FMA: a thread has 128, 64 or 16 of the result.
+ELEMENT_TILES = (
+    (128, 128, 64, 64, 1, 2),
+    (256, 128, 64, 64, 1, 1),
+    (128, 256, 64, 64, 1, 1),
+    (128, 128, 64, 32, 1, 1),
+    (128, 64, 64, 32, 1, 2),
+    (64, 128, 32, 64, 1, 2),
+    (64, 64, 32, 32, 1, 4),
+    (64, 64, 32, 32, 2, 2),
+    (32, 64, 32, 32, 2, 4),
+    (64, 32, 32, 32, 2, 4),
+    (32, 32, 32, 32, 1, 8),
+    (32, 32, 16, 16, 1, 4),
+    (16, 64, 16, 16, 1, 4),
+    (64, 16, 16, 16, 1, 4),
+)
+# Of fragments in parts, which take the room of accumulators.
+SPLIT_TILES = (
+    (128, 64, 64, 32, 1, 2),
+    (64, 64, 32, 32, 1, 2),
+    (128, 64, 32, 32, 1, 1),
+    (64, 128, 32, 32, 1, 1),
+    (64, 64, 32, 32, 2, 1),
+    (32, 64, 32, 32, 2, 2),
+    (64, 32, 32, 32, 2, 2),
+    (32, 32, 16, 16, 1, 4),
+    (16, 64, 16, 16, 1, 4),
+    (64, 16, 16, 16, 1, 4),
+)
+# Of accumulators of 64 bits.
+WIDE_TILES = (
+    (128, 64, 64, 32, 1, 2),
+    (64, 128, 32, 64, 1, 2),
+    (64, 64, 32, 32, 1, 2),
+    (128, 64, 32, 32, 1, 1),
+    (64, 128, 32, 32, 1, 1),
+    (64, 64, 32, 32, 2, 1),
+    (64, 32, 32, 16, 1, 2),
+    (32, 64, 32, 32, 2, 2),
+    (64, 32, 32, 32, 2, 2),
+    (32, 32, 16, 16, 1, 4),
+    (16, 64, 16, 16, 1, 4),
+    (64, 16, 16, 16, 1, 4),
+)
+# Of 128 bits.
+WIDEST_TILES = (
+    (64, 64, 32, 16, 1, 1),
+    (64, 32, 32, 16, 1, 2),
+    (32, 64, 16, 32, 1, 2),
+    (32, 32, 16, 16, 1, 2),
+    (16, 64, 16, 16, 1, 2),
+    (64, 16, 16, 16, 1, 2),
+)
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 LEAST_K_BLOCKS = 8  # of a part
 
 _config = functools.lru_cache(maxsize=None)(Config)
+
+
+def tiles_for(how: Math) -> tuple[tuple[int, ...], ...]:
+    """Returns the tiles of a way to multiply."""
+    if how.words > 4:
+        return WIDE_TILES if how.words == 8 else WIDEST_TILES
+    return {"fma": ELEMENT_TILES, "split": SPLIT_TILES}.get(how.fragments, TILES)
 
 
 def configs(problem: Problem) -> Iterator[Config]:
@@ -44,18 +105,19 @@ def configs(problem: Problem) -> Iterator[Config]:
     how = math_of(problem)
     if how is None:
         return
-    size, device = problem.a_dtype.itemsize, problem.device
-    for bm, bn, wm, wn, sliced_k, blocks in TILES:
-        for bk_bytes in (64, 128):
-            bk = bk_bytes // size
+    size, device, staged = problem.a_dtype.itemsize, problem.device, staging_of(problem)
+    for bm, bn, wm, wn, sliced_k, blocks in tiles_for(how):
+        for bk in how.depths:
             slices = bk // how.k // sliced_k
             if slices < 2 or slices % 2:
                 continue
-            stage = (bm + problem.products * bn) * bk_bytes
-            limit = min(device.shared_bytes, device.shared_bytes_per_sm // blocks - 1024)
-            staging = (bm // wm) * (bn // wn) * 16 * min(64, wn) * 4
+            stage = how.stage_bytes(bm, bn, bk, problem.products, size)
+            staging = (bm // wm) * (bn // wn) * 16 * chunk_of(staged, wn) * staged.column_bytes
+            # As many blocks as an SM has room for with two stages each, which on some is less than on others.
+            fitting = min(blocks, device.shared_bytes_per_sm // (staging + 2 * stage + 1024)) or 1
+            limit = min(device.shared_bytes, device.shared_bytes_per_sm // fitting - 1024)
             stages = max(2, min(6, (limit - staging) // stage, max(2, -(-problem.k // bk) + 1)))
-            whole = _config(bm, bn, bk, wm, wn, sliced_k, stages, 1, 1, blocks)
+            whole = _config(bm, bn, bk, wm, wn, sliced_k, stages, 1, 1, fitting)
             whole = dataclasses.replace(whole, raster=_raster(problem, whole))
             yield whole
             yield from _divided(problem, whole)

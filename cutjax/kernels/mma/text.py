@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cutjax.dtypes import DTYPES
 from cutjax.kernels.epilogue_text import epilogue_text
 from cutjax.runtime import sources
 
 if TYPE_CHECKING:
     from cutjax.kernels.mma.kernel import Kernel
+
+# What each way to read fragments needs before its own file.
+_WORDS = ("mma/tile.cuh", "mma/words.cuh")
+FRAGMENTS = {"fma": (), "double": _WORDS, "tensor": (*_WORDS, "mma/lanes.cuh"), "split": (*_WORDS, "mma/lanes.cuh")}
 
 
 def source(kernel: Kernel) -> str:
@@ -29,6 +34,7 @@ def source(kernel: Kernel) -> str:
         "M_FRAGMENTS": config.wm // 16,
         "N_FRAGMENTS": config.wn // 8,
         "STAGES": config.stages,
+        "SLICE": math.slice(config.bk // config.sliced_k, problem.arch),
         "LOAD_PARTS": kernel.load_parts,
         "ELEMENT": problem.a_dtype.itemsize,
         "A_K_MAJOR": problem.a.contiguous == "k",
@@ -51,7 +57,8 @@ def source(kernel: Kernel) -> str:
         "STAGE_THREADS": 32,
     }
     scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
-    accumulator = f"#define F16_ACCUMULATORS {int(math.name == 'f16_f16')}\n#define ACCUMULATOR {math.accumulator}\n"
+    carrier = DTYPES[math.accumulator].carrier
+    accumulator = f"#define F16_ACCUMULATORS {int(math.name == 'f16_f16')}\n#define ACCUMULATOR {carrier}\n"
     return sources.source(
         kernel.name,
         constants,
@@ -67,8 +74,8 @@ def source(kernel: Kernel) -> str:
             accumulator,
             "mma/accumulators.cuh",
             "mma/instruction.cuh",
-            "mma/tile.cuh",
-            f"constexpr Math MATH = Math::{math.name};\n",
+            f'#line 1 "math (generated)"\nconstexpr Math MATH = Math::{math.name};\n',
+            *FRAGMENTS[math.fragments],
             f"mma/{math.fragments}.cuh",
             "mma/mainloop.cuh",
             epilogue_text(kernel.staging, kernel.arguments, problem.ragged),

@@ -33,6 +33,16 @@ DEVICE void ldmatrix_x2(u32 address, u32& r0, u32& r1) {
                : "memory");
 }
 
+DEVICE double ld_shared_f64(u32 address) {
+  double x;
+  asm volatile("ld.shared.f64 %0, [%1];" : "=d"(x) : "r"(address) : "memory");
+  return x;
+}
+
+DEVICE void ld_shared_v2(u32 address, double& x, double& y) {
+  asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(x), "=d"(y) : "r"(address) : "memory");
+}
+
 // One word, or zero: nothing is read then.
 DEVICE u32 ld_global_u32_if(bool there, const char* p) {
   u32 x;
@@ -48,4 +58,11 @@ DEVICE void ld_global_v4_if(bool there, const char* p, u32 (&x)[4]) {
       "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
       : "=&r"(x[0]), "=&r"(x[1]), "=&r"(x[2]), "=&r"(x[3])
       : "l"(p), "r"(static_cast<u32>(there)));
+}
+
+// The nearest TF32. The 13 bits that it does not have may be any.
+DEVICE u32 cvt_rna_tf32(float x) {
+  u32 y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
 }
