@@ -227,7 +227,7 @@ def _piece(staging: Staging) -> str:
     above = "\n  if (right_of_diagonal(row, column) > 0) return;" if staging.mirror_slots else ""
     staged += "".join(
         f"\n  Transposed<Dtype::{DTYPES[out.dtype].stored}>::stage(buffer + {_at(slot)}, thread, piece, y{i});"
-        for slot, (i, out) in zip(staging.mirror_slots, staging.results, strict=False)
+        for slot, (i, out) in zip(staging.mirror_slots if staging.tma else (), staging.results, strict=False)
     )
     reduced = "".join(_reduce_piece(i, out, staging.even) for i, out in staging.reductions)
     by_tma = [i for i, _ in staging.operands]
@@ -352,7 +352,8 @@ def _rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
 
         partly = "if (!whole) " if staging.by_tma(out) else ""
         stores.append(partly + call(staging.tile, staging.result_slots[place]))
-        mirrored += [call("Transposed", slot) for slot in staging.mirror_slots[place : place + 1]]
+        mirror = ("Transposed",) if staging.tma else ("Staging", f"store_columns<{unit}>")
+        mirrored += [call(mirror[0], slot, *mirror[1:]) for slot in staging.mirror_slots[place : place + 1]]
         clears.append(
             f"Staging<Dtype::{dtype}>::clear_rows<{unit}>({matrix}, n, n, x, y, rows, EPILOGUE_COLUMNS, thread);"
         )

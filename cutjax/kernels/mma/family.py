@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 from cutjax.kernels.mma.config import Config
-from cutjax.kernels.mma.kernel import reasons, resolve, tiles_of
+from cutjax.kernels.mma.kernel import most_tiles, reasons, resolve, tiles_of
 from cutjax.kernels.mma.math import math_of
 from cutjax.kernels.problem import Problem
 
@@ -66,7 +66,7 @@ def _divided(problem: Problem, config: Config) -> Iterator[Config]:
     groups = problem.groups if problem.ragged == "k" else 1
     k_blocks = -(-problem.k // (config.bk * groups))
     rows, columns = tiles_of(problem, config)
-    tiles = rows * columns * problem.batch_size * groups
+    tiles = rows * columns * problem.batch_size * groups if not problem.symmetric else most_tiles(problem, config)
     slots = problem.device.sms * config.blocks
     if problem.ragged == "m" or tiles >= slots:
         return

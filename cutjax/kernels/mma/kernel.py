@@ -25,7 +25,8 @@ BESIDE = 56  # registers of a thread beside accumulators and fragments, calibrat
 @functools.lru_cache(maxsize=1024)
 def staging_of(problem: Problem) -> Staging:
     """Returns how a problem's epilogue is staged."""
-    return stage(problem.epilogue, pitch=math.gcd(problem.n, 16), even=problem.n % 2 == 0, tma=False)
+    pitch, even = math.gcd(problem.n, 16), problem.n % 2 == 0
+    return stage(problem.epilogue, problem.symmetric, pitch=pitch, even=even, tma=False)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -46,7 +47,7 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     if problem.groups and staging.reductions:
         found.append("a reduction over rows that have groups")
     if problem.symmetric:
-        found.append("a symmetric product")
+        found += staging.symmetric_reasons
     if 0 in (problem.m, problem.n, problem.k, problem.batch_size) or (problem.ragged and not problem.groups):
         found.append("a size is 0: nothing to launch")
     if len(problem.batch_groups) > 3:
@@ -197,8 +198,8 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         found.append(
             f"bk={config.bk} with sliced_k={config.sliced_k}: an even number of slices of {math.k} for each warp"
         )
-    if config.wm % 16 or config.wn % 16:
-        found.append(f"a warp tile of {config.wm}x{config.wn}: multiples of 16")
+    if problem.symmetric and (config.bm % 64 or config.bn % 64):
+        found.append(f"a tile of {config.bm}x{config.bn}: symmetric results are mirrored in blocks of 64x64")
     chunk = next(c for c in (64, 32, 16) if config.wn % c == 0)
     stage_bytes = (config.bm + problem.products * config.bn) * config.bk * size
     buffer_bytes = 16 * chunk * staging.column_bytes
@@ -221,7 +222,7 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     if config.blocks > device.max_blocks_per_sm or config.blocks * config.threads > device.max_threads_per_sm:
         found.append(f"blocks={config.blocks} of {config.threads} threads: more than an SM of {device.name} holds")
     rows, columns = tiles_of(problem, config)
-    tiles = _most_tiles(problem, config)
+    tiles = most_tiles(problem, config)
     if tiles * config.splits >= 2**31:
         found.append("2^31 tiles or more: the scheduler counts with 32 bits")
     if found:
@@ -249,8 +250,10 @@ def tiles_of(problem: Problem, config: Config) -> tuple[int, int]:
     return -(-m // config.bm), -(-problem.n // config.bn)
 
 
-def _most_tiles(problem: Problem, config: Config) -> int:
+def most_tiles(problem: Problem, config: Config) -> int:
     """Returns the number of tiles; where there are groups, the most there may be."""
+    if problem.symmetric:
+        return problem.triangle(config.bm, config.bn)
     tiles_m = -(-problem.m // config.bm)
     if problem.ragged == "m":  # every group, and what is of none before and after them, may end in a tile of its own
         tiles_m = min(tiles_m + problem.groups + 1, problem.m)

@@ -61,6 +61,7 @@ def source(kernel: Kernel) -> str:
             "common/math.cuh",
             "common/elements.cuh",
             "common/staging.cuh",
+            *(["common/mirror.cuh"] if problem.symmetric else []),
             "common/scheduler.cuh",
             f"common/{scheduler}_scheduler.cuh",
             "common/parts.cuh",
