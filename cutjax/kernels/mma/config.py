@@ -18,9 +18,12 @@ class Config:
 
     Attributes:
       bm, bn, bk: tile of the result that a block computes, and depth of one stage, in elements. bk is 64 or 128 bytes.
-      wm, wn: tile of the result that a warp computes. They divide bm and bn, and are multiples of 16.
+        A bm of 1, 2 or 4 is that of a slim kernel, which multiplies so few rows without tensor cores, as fast as b is
+        read: it has no stages but what registers hold, so stages is 1, and all warps read, whatever wm, wn and sliced_k.
+      wm, wn: tile of the result that a warp computes, or, of a slim kernel, stores. They divide bm and bn, and are
+        multiples of 16; in a slim kernel wm is bm.
       sliced_k: warps that share a warp tile, each multiplying its slices of every stage. They add up what they have in
-        shared memory, in order. 1, 2 or 4.
+        shared memory, in order. 1, 2 or 4; of a slim kernel up to 16.
       stages: tiles of a and b kept in flight in shared memory.
       splits: equal ranges of k blocks that are products of their own, as along a batch axis. XLA adds them up, in
         order, and computes the epilogue. At most 128.
@@ -52,15 +55,17 @@ class Config:
         reasons = []
         for block, warp in (("bm", "wm"), ("bn", "wn")):
             tile, part = getattr(self, block), getattr(self, warp)
-            if part not in (16, 32, 64, 128):
+            if part not in (16, 32, 64, 128) and not (block == "bm" and self.slim and part == tile):
                 reasons.append(f"{warp}={part}: a warp computes 16, 32, 64 or 128 rows and columns")
             elif tile not in range(part, 257, part):
                 reasons.append(f"{block}={tile}: a multiple of {warp}={part}, at most 256")
         if self.bk not in (4, 8, 16, 32, 64, 128):
             reasons.append(f"bk={self.bk}: a power of two from 4 to 128")
-        if self.sliced_k not in (1, 2, 4):
-            reasons.append(f"sliced_k={self.sliced_k}: 1, 2 or 4 warps share a tile")
-        if not 2 <= self.stages <= 8:
+        if self.sliced_k not in ((1, 2, 4, 8, 16) if self.slim else (1, 2, 4)):
+            reasons.append(f"sliced_k={self.sliced_k}: 1, 2 or 4 warps share a tile, of a slim kernel up to 16")
+        if self.slim and self.stages != 1:
+            reasons.append(f"stages={self.stages} with bm={self.bm}: a slim kernel has 1, in registers")
+        if not self.slim and not 2 <= self.stages <= 8:
             reasons.append(f"stages={self.stages}: loading one stage while reading another takes 2, at most 8")
         if not 1 <= self.splits <= 128:
             reasons.append(f"splits={self.splits}: XLA adds up 1 to 128 parts")
@@ -72,6 +77,11 @@ class Config:
             reasons.append(f"{self.threads // 32} warps: 1, 2, 4, 8 or 16")
         if reasons:
             raise ValueError("Config: " + "; ".join(reasons))
+
+    @property
+    def slim(self) -> bool:
+        """True of a few rows, without tensor cores."""
+        return self.bm in (1, 2, 4)
 
     @property
     def warps(self) -> tuple[int, int, int]:

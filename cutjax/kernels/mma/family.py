@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Iterator
 
+from cutjax.kernels.mma import slim
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.kernel import most_tiles, reasons, resolve, tiles_of
 from cutjax.kernels.mma.math import math_of
@@ -59,6 +60,9 @@ def configs(problem: Problem) -> Iterator[Config]:
             whole = dataclasses.replace(whole, raster=_raster(problem, whole))
             yield whole
             yield from _divided(problem, whole)
+    for whole in slim.configs(problem):
+        yield whole
+        yield from _divided(problem, whole)
 
 
 def _divided(problem: Problem, config: Config) -> Iterator[Config]:

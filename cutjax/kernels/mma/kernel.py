@@ -10,7 +10,7 @@ from cutjax.dtypes import short
 from cutjax.kernels import results
 from cutjax.kernels.arguments import Argument
 from cutjax.kernels.device import Device
-from cutjax.kernels.mma import cost, text
+from cutjax.kernels.mma import cost, slim, text
 from cutjax.kernels.mma.arguments import arguments, operands_of, unit
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.math import Math, arch_number, math_of
@@ -119,7 +119,7 @@ class Kernel:
 
     def time_us(self, device: Device) -> float:
         """Returns the predicted time of one launch."""
-        return cost.predict(self, device)
+        return slim.predict(self, device) if self.config.slim else cost.predict(self, device)
 
     def xla_us(self, device: Device) -> float | None:
         """Returns the time that XLA's own product may take; None: it is not modelled."""
@@ -194,7 +194,9 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
             found.append(f"splits={config.splits}: the contraction of groups of rows is whole")
     staging, device, size = staging_of(problem), problem.device, problem.a_dtype.itemsize
     slices = config.bk // math.k // config.sliced_k
-    if config.bk % math.k or slices < 2 or slices % 2 or config.bk * size not in (64, 128):
+    if config.slim:
+        found += slim.reasons(problem, config, math, staging)
+    elif config.bk % math.k or slices < 2 or slices % 2 or config.bk * size not in (64, 128):
         found.append(
             f"bk={config.bk} with sliced_k={config.sliced_k}: an even number of slices of {math.k} for each warp"
         )
@@ -202,6 +204,8 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         found.append(f"a tile of {config.bm}x{config.bn}: symmetric results are mirrored in blocks of 64x64")
     chunk = next(c for c in (64, 32, 16) if config.wn % c == 0)
     stage_bytes = (config.bm + problem.products * config.bn) * config.bk * size
+    if config.slim:
+        stage_bytes = slim.stage_bytes(problem, config, math)
     buffer_bytes = 16 * chunk * staging.column_bytes
     warps_m, warps_n, _ = config.warps
     shared = config.stages * stage_bytes + warps_m * warps_n * buffer_bytes
@@ -212,12 +216,13 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
             f"shared memory, at most {most} with {config.blocks} blocks an SM"
         )
     accumulators = 4 * problem.products * config.bm * config.bn // 4 * math.words
-    if config.sliced_k > 1 and accumulators > config.stages * stage_bytes:
+    if config.sliced_k > 1 and not config.slim and accumulators > config.stages * stage_bytes:
         found.append(f"sliced_k={config.sliced_k}: {accumulators} bytes of accumulators take the place of the stages")
     of_a, of_b = operands_of(problem)
     units = unit(problem, problem.a, problem.m, of_a), unit(problem, problem.bs[0], problem.n, of_b)
     limit = min(255, device.registers_per_sm // (config.threads * config.blocks) // 8 * 8)
-    if (need := registers(problem, config, math, units)) > limit:
+    need = slim.registers(problem, config, math) if config.slim else registers(problem, config, math, units)
+    if need > limit:
         found.append(f"a warp tile of {config.wm}x{config.wn}: about {need} registers a thread, at most {limit}")
     if config.blocks > device.max_blocks_per_sm or config.blocks * config.threads > device.max_threads_per_sm:
         found.append(f"blocks={config.blocks} of {config.threads} threads: more than an SM of {device.name} holds")

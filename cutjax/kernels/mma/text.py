@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cutjax.dtypes import DTYPES
 from cutjax.kernels.epilogue_text import epilogue_text
 from cutjax.runtime import sources
 
@@ -26,9 +27,10 @@ def source(kernel: Kernel) -> str:
         "WARPS_K": k,
         "THREADS": config.threads,
         "BLOCKS_PER_SM": config.blocks,
-        "M_FRAGMENTS": config.wm // 16,
+        "M_FRAGMENTS": max(1, config.wm // 16),
         "N_FRAGMENTS": config.wn // 8,
         "STAGES": config.stages,
+        "SLIM": config.slim,
         "LOAD_PARTS": kernel.load_parts,
         "ELEMENT": problem.a_dtype.itemsize,
         "A_K_MAJOR": problem.a.contiguous == "k",
@@ -69,12 +71,19 @@ def source(kernel: Kernel) -> str:
             "mma/accumulators.cuh",
             "mma/instruction.cuh",
             "mma/tile.cuh",
-            f"constexpr Math MATH = Math::{math.name};\n",
-            f"mma/{math.fragments}.cuh",
-            "mma/mainloop.cuh",
+            *_multiply(kernel),
             epilogue_text(kernel.staging, kernel.arguments, problem.ragged),
             f"#define BASES_B {{{', '.join(f'base_b{i}' for i in range(problem.products))}}}\n",
             "mma/epilogue.cuh",
             "mma/gemm.cuh",
         ],
     )
+
+
+def _multiply(kernel: Kernel) -> list[str]:
+    """Returns what loads and multiplies."""
+    if kernel.config.slim:
+        dtype = DTYPES[kernel.problem.a_dtype.name].stored
+        return [f"constexpr Dtype OPERAND = Dtype::{dtype};\n", "mma/slim.cuh"]
+    constant = f"constexpr Math MATH = Math::{kernel.math.name};\n"
+    return [constant, f"mma/{kernel.math.fragments}.cuh", "mma/mainloop.cuh"]

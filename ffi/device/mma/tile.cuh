@@ -57,15 +57,21 @@ struct Held {
 
   static DEVICE u32 skew_of(const char* p) { return UNIT < 4 ? reinterpret_cast<u64>(p) & 3 : 0; }
 
-  DEVICE void store(u32 address, u32 skew) const {
-    if constexpr (UNIT < 4) {
-      u32 x[4];
+  DEVICE void get(u32 (&x)[4], u32 skew) const {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = __funnelshift_r(word[i], word[i + 1], skew * 8);
-      st_shared_v4(address, x[0], x[1], x[2], x[3]);
-    } else {
-      st_shared_v4(address, word[0], word[1], word[2], word[3]);
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (UNIT < 4) {
+        x[i] = __funnelshift_r(word[i], word[i + 1], skew * 8);
+      } else {
+        x[i] = word[i];
+      }
     }
+  }
+
+  DEVICE void store(u32 address, u32 skew) const {
+    u32 x[4];
+    get(x, skew);
+    st_shared_v4(address, x[0], x[1], x[2], x[3]);
   }
 };
 
