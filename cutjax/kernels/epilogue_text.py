@@ -338,7 +338,8 @@ def _rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
     pointers = [argument.declaration for argument in arguments if argument.to == "rows"]
     stores, mirrored, clears = [], [], []
     strided = any(argument.name == "d_pitch" for argument in arguments)
-    pitch = "d_pitch" if strided else "n"
+    gathered = staging.swap and not staging.tma  # from the columns of a tile
+    pitch = "d_pitch" if strided else "m" if gathered else "n"
     for place, (_, out) in enumerate(staging.results):
         if ragged != "m" and staging.by_tma(out):
             continue
@@ -351,7 +352,8 @@ def _rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
             return f"{struct}<Dtype::{dtype}>::{rows}({matrix}, m, n, {pitch}, {tile}, x, y, rows, thread);"
 
         partly = "if (!whole) " if staging.by_tma(out) else ""
-        stores.append(partly + call(staging.tile, staging.result_slots[place]))
+        rows = f"store_columns<{unit}>" if gathered else f"store_rows<{unit}>"
+        stores.append(partly + call(staging.tile, staging.result_slots[place], rows))
         mirror = ("Transposed",) if staging.tma else ("Staging", f"store_columns<{unit}>")
         mirrored += [call(mirror[0], slot, *mirror[1:]) for slot in staging.mirror_slots[place : place + 1]]
         clears.append(

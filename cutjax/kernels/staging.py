@@ -84,7 +84,7 @@ class Staging:
     @property
     def tile(self) -> str:
         """The struct by which tiles are staged."""
-        return "Transposed" if self.swap else "Staging"
+        return "Transposed" if self.swap and self.tma else "Staging"
 
     @property
     def by_tma_tile(self) -> str:

@@ -7,6 +7,8 @@ import functools
 import hashlib
 import operator
 
+import numpy as np
+
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.problem import Problem
@@ -30,6 +32,8 @@ class Config:
       raster: tile order. Positive: bands of that many rows of tiles, walked column by column. Negative: bands of
         columns, walked row by row.
       blocks: thread blocks that share an SM: registers are divided among them.
+      swap: whether the operands are swapped, for few columns: a slim kernel computes ``d^T = b^T a^T`` and stores it
+        transposed. All of the other fields are those of the transposed result.
 
     Raises:
       ValueError: a field is outside its range; lists every reason.
@@ -45,10 +49,16 @@ class Config:
     splits: int = 1
     raster: int = 8
     blocks: int = 1
+    swap: bool = False
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if isinstance(field.default, bool):
+                if not isinstance(value, (bool, np.bool_)):
+                    raise ValueError(f"Config: {field.name}={value!r}, expected a bool")
+                object.__setattr__(self, field.name, bool(value))
+                continue
             if isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise ValueError(f"Config: {field.name}={value!r}, expected an int")
             object.__setattr__(self, field.name, operator.index(value))  # as numpy has it too
@@ -71,6 +81,8 @@ class Config:
             reasons.append(f"splits={self.splits}: XLA adds up 1 to 128 parts")
         if self.raster == 0:
             reasons.append("raster=0: a band has at least one row (positive) or column (negative) of tiles")
+        if self.swap and not self.slim:
+            reasons.append(f"swap with bm={self.bm}: slim kernels alone swap operands, bm is 1, 2 or 4")
         if not 1 <= self.blocks <= 8:
             reasons.append(f"blocks={self.blocks}: an SM has 1 to 8 of them")
         if not reasons and self.threads not in (32, 64, 128, 256, 512):
@@ -103,7 +115,7 @@ class Config:
             dtypes += short(problem.out_dtype.name)
         tile = f"{self.bm}x{self.bn}x{self.bk}_w{self.wm}x{self.wn}_s{self.stages}"
         tile += f"_k{self.sliced_k}" * (self.sliced_k > 1) + f"_b{self.blocks}" * (self.blocks > 1)
-        tile += "_parts" * (self.splits > 1)
+        tile += "_swap" * self.swap + "_parts" * (self.splits > 1)
         ragged = f"_groups_{problem.ragged}" if problem.ragged else ""
         symmetric = "_symmetric" if problem.symmetric else ""
         strided = "_strided" if problem.orders[2] else ""

@@ -62,7 +62,7 @@ def configs(problem: Problem) -> Iterator[Config]:
             yield from _divided(problem, whole)
     for whole in slim.configs(problem):
         yield whole
-        yield from _divided(problem, whole)
+        yield from _divided(problem.transposed if whole.swap else problem, whole)
 
 
 def _divided(problem: Problem, config: Config) -> Iterator[Config]:

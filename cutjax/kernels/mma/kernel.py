@@ -23,10 +23,11 @@ BESIDE = 56  # registers of a thread beside accumulators and fragments, calibrat
 
 
 @functools.lru_cache(maxsize=1024)
-def staging_of(problem: Problem) -> Staging:
-    """Returns how a problem's epilogue is staged."""
-    pitch, even = math.gcd(problem.n, 16), problem.n % 2 == 0
-    return stage(problem.epilogue, problem.symmetric, pitch=pitch, even=even, tma=False)
+def staging_of(problem: Problem, swap: bool = False) -> Staging:
+    """Returns how a problem's epilogue is staged, with the operands as they are or swapped."""
+    multiplied = problem.transposed if swap else problem
+    layout = swap, math.gcd(problem.n, 16), multiplied.n % 2 == 0
+    return stage(multiplied.epilogue, problem.symmetric, *layout, tma=False)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -64,6 +65,7 @@ class Kernel:
     Attributes:
       problem, config: which.
       asked: the problem with its epilogue; where k has splits, `problem` is without.
+      multiplied: `problem` as it is multiplied: where the operands are swapped, that of the transposed result.
       math: how the operands are multiplied.
       staging: of its epilogue.
       units: bytes that rows of a, and of b, begin at multiples of.
@@ -77,6 +79,7 @@ class Kernel:
     problem: Problem
     config: Config
     asked: Problem
+    multiplied: Problem
     math: Math
     staging: Staging
     units: tuple[int, int]
@@ -94,7 +97,8 @@ class Kernel:
         name = self.config.name(self.problem)
         units = "" if self.units == (16, 16) else f"_u{self.units[0]}_{self.units[1]}"
         pitch = self.staging.pitch
-        return name + units + (f"_pitch{pitch}" if pitch < 16 else "")
+        odd = "_odd" * (self.config.swap and not self.staging.even)
+        return name + units + (f"_pitch{pitch}" if pitch < 16 else "") + odd
 
     @property
     def load_parts(self) -> int:
@@ -192,7 +196,10 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         problem = problem.bare
         if problem.ragged == "m":
             found.append(f"splits={config.splits}: the contraction of groups of rows is whole")
-    staging, device, size = staging_of(problem), problem.device, problem.a_dtype.itemsize
+    if config.swap and (why := slim.swap_reasons(problem)):
+        return (*found, *why)
+    staging, device, size = staging_of(problem, config.swap), problem.device, problem.a_dtype.itemsize
+    bare, problem = problem, problem.transposed if config.swap else problem
     slices = config.bk // math.k // config.sliced_k
     if config.slim:
         found += slim.reasons(problem, config, math, staging)
@@ -233,9 +240,10 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     if found:
         return tuple(found)
     return Kernel(
-        problem,
+        bare,
         config,
         asked,
+        problem,
         math,
         staging,
         units=units,

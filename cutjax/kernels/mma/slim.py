@@ -43,6 +43,22 @@ def reasons(problem: Problem, config: Config, how: Math, staging: Staging) -> li
     return found
 
 
+def swap_reasons(problem: Problem) -> list[str]:
+    """Returns why the operands cannot be swapped."""
+    found = []
+    if problem.products > 1:
+        found.append(f"swap with {problem.products} products: of several b, none can be the one operand of the rows")
+    if problem.ragged:
+        found.append("swap with groups: kernels divide the rows, or the contraction, of operands as they are")
+    if problem.symmetric:
+        found.append("swap of a symmetric product, which is its own transpose")
+    if any(out.reduce for out in problem.epilogue.outputs):
+        found.append("swap with a reduction")
+    if problem.orders[2]:
+        found.append("swap with results in an order of their own")
+    return found
+
+
 def stage_bytes(problem: Problem, config: Config, how: Math) -> int:
     """Returns the shared memory in which warps add up what they have."""
     warps = config.threads // 32
@@ -58,7 +74,13 @@ def registers(problem: Problem, config: Config, how: Math) -> int:
 
 
 def configs(problem: Problem) -> Iterator[Config]:
-    """Yields the shipped slim kernels, for problems of so few rows, or of groups of so few."""
+    """Yields the shipped slim kernels, for problems of so few rows or columns, or of groups of so few rows."""
+    yield from _configs(problem, False)
+    if not swap_reasons(problem):
+        yield from _configs(problem.transposed, True)
+
+
+def _configs(problem: Problem, swap: bool) -> Iterator[Config]:
     m = -(-problem.m // max(1, problem.groups)) if problem.ragged == "m" else problem.m
     if m > ROWS[-1]:
         return
@@ -66,10 +88,10 @@ def configs(problem: Problem) -> Iterator[Config]:
     rows = next(rows for rows in ROWS if rows >= m)
     for bn in (16, 32, 64) if along_k else [x // size for x in (64, 128, 256, 512) if 16 * size <= x <= 256 * size]:
         wn = min(bn, 32)
-        for warps in (8, 16):
+        for warps, blocks in ((8, 2), (16, 1), (8, 1)):  # the last one for those that need registers
             sliced_k = warps * wn // bn
             if 1 <= sliced_k <= 16:
-                yield Config(rows, bn, 128, rows, wn, sliced_k, stages=1, raster=1, blocks=16 // warps)
+                yield Config(rows, bn, 128, rows, wn, sliced_k, stages=1, raster=1, blocks=blocks, swap=swap)
 
 
 def predict(kernel: Kernel, device: Device) -> float:
@@ -77,7 +99,7 @@ def predict(kernel: Kernel, device: Device) -> float:
 
     Not fitted yet: the numbers are the hardware's.
     """
-    p, c = kernel.problem, kernel.config
+    p, c = kernel.multiplied, kernel.config
     latency, l2, launch = 0.9, 92.0, 1.5  # us; bytes a nanosecond that enter one SM; us
     size = p.a_dtype.itemsize
     tiles = kernel.rows * kernel.columns * p.batch_size * (max(1, p.groups) if p.ragged else 1) * c.splits

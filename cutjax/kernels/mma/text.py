@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def source(kernel: Kernel) -> str:
     """Returns all of it."""
-    problem, config, math = kernel.problem, kernel.config, kernel.math
+    problem, config, math = kernel.multiplied, kernel.config, kernel.math
     m, n, k = config.warps
     constants = {
         "BM": config.bm,
@@ -83,7 +83,7 @@ def source(kernel: Kernel) -> str:
 def _multiply(kernel: Kernel) -> list[str]:
     """Returns what loads and multiplies."""
     if kernel.config.slim:
-        dtype = DTYPES[kernel.problem.a_dtype.name].stored
+        dtype = DTYPES[kernel.multiplied.a_dtype.name].stored
         return [f"constexpr Dtype OPERAND = Dtype::{dtype};\n", "mma/slim.cuh"]
     constant = f"constexpr Math MATH = Math::{kernel.math.name};\n"
     return [constant, f"mma/{kernel.math.fragments}.cuh", "mma/mainloop.cuh"]
