@@ -119,7 +119,7 @@ def test_unknown_config_field():
         ({"a_dtype": F32, "b_dtype": F32}, "f32 x f32: both operands are bf16, or both f16"),
         ({"a_dtype": BF16, "b_dtype": F16}, "bf16 x f16"),
         ({"out_dtype": np.dtype("float64")}, "result f64: one of bf16, f16, f32, "),
-        ({"arch": "sm_80"}, "architecture sm_80"),
+        ({"arch": "sm_70"}, "architecture sm_70"),
         ({"k": 0}, "a size is 0"),
         ({"batch": (2, 2, 2, 2), "a_batch": (2, 1, 2, 1), "b_batch": (1, 2, 1, 2)}, "more than 3 groups"),
     ],
