@@ -42,7 +42,9 @@ class Slim(swaps.Item):
         dtype = (np.dtype(H), np.dtype(np.float16))[rng.integers(2)]
         out_dtype = (dtype, dtype, np.dtype(np.float32))[rng.integers(3)]
         batch, a_batch, b_batch = problems._batches(rng) if self.index % 5 == 2 else ((), (), ())
-        return cutjax.Problem(m, n, k, swaps.LAYOUTS[self.index // 4 % 4], dtype, dtype, out_dtype, batch, a_batch, b_batch)
+        return cutjax.Problem(
+            m, n, k, swaps.LAYOUTS[self.index // 4 % 4], dtype, dtype, out_dtype, batch, a_batch, b_batch
+        )
 
     @functools.cached_property
     def config(self) -> cutjax.MmaConfig:

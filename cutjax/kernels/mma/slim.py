@@ -33,7 +33,9 @@ def reasons(problem: Problem, config: Config, how: Math, staging: Staging) -> li
     if problem.bs[0].contiguous == "k":
         warps, needed = config.threads // 32, config.bn // AT_ONCE
         if warps % needed:
-            found.append(f"bn={config.bn}: of b[n, k] each warp reads {AT_ONCE} columns, and {warps} share {needed} of them")
+            found.append(
+                f"bn={config.bn}: of b[n, k] each warp reads {AT_ONCE} columns, and {warps} share {needed} of them"
+            )
     elif config.bn * size not in (16, 32, 64, 128, 256, 512):
         found.append(f"bn={config.bn}: lanes beside each other read 16 to 512 bytes of b[k, n], a power of two")
     if staging.reductions and problem.m > config.bm:

@@ -1,6 +1,6 @@
-// Products of a few rows, BM of them, without tensor cores and without stages: all that counts is to read b once, at the
-// speed of memory. All threads stream b through registers, 16 bytes at a time, and multiply it by what they need of a,
-// which comes from L1. What they have is added up over lanes, then in shared memory over warps, in order.
+// Products of a few rows, BM of them, without tensor cores and without stages: all that counts is to read b once, at
+// the speed of memory. All threads stream b through registers, 16 bytes at a time, and multiply it by what they need of
+// a, which comes from L1. What they have is added up over lanes, then in shared memory over warps, in order.
 //
 //   b mn-major   a thread has UNIT_ELEMENTS columns, and every LINES-th run of DEPTH lines of k
 //   b k-major    a warp has 8 columns, each lane units of k of all of them; warps that share columns take turns along k
@@ -9,9 +9,9 @@ constexpr int UNIT_ELEMENTS = 16 / ELEMENT;
 constexpr int AT_ONCE = 8;  // loads that a thread waits for
 constexpr int DEPTH = B_K_MAJOR || UNIT_ELEMENTS > AT_ONCE ? UNIT_ELEMENTS : ELEMENT < 8 ? AT_ONCE : AT_ONCE / 2;
 constexpr int THREAD_COLUMNS = B_K_MAJOR ? AT_ONCE : UNIT_ELEMENTS;
-constexpr int ACROSS = B_K_MAJOR ? 1 : BN / UNIT_ELEMENTS;           // lanes that have other columns
-constexpr int COLUMN_WARPS = B_K_MAJOR ? BN / AT_ONCE : 1;           // warps that have
-constexpr int PARTS = THREADS / 32 / COLUMN_WARPS;                   // warps of the same columns
+constexpr int ACROSS = B_K_MAJOR ? 1 : BN / UNIT_ELEMENTS;             // lanes that have other columns
+constexpr int COLUMN_WARPS = B_K_MAJOR ? BN / AT_ONCE : 1;             // warps that have
+constexpr int PARTS = THREADS / 32 / COLUMN_WARPS;                     // warps of the same columns
 constexpr int STAGE_BYTES = PARTS * PRODUCTS * BM * BN * sizeof(Acc);  // what they have, as they are added up
 static_assert(ACROSS <= 32 && 32 % ACROSS == 0 && PARTS >= 1);
 
