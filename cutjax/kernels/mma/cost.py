@@ -45,6 +45,9 @@ class Fit:
 FIT = Fit()
 
 
+COPY_US = 2.0  # of a copy that XLA makes before the launch, beside moving its bytes
+
+
 def predict(kernel: Kernel, device: Device, fit: Fit = FIT) -> float:
     """Returns the predicted time of one launch in microseconds.
 
@@ -64,6 +67,8 @@ def predict(kernel: Kernel, device: Device, fit: Fit = FIT) -> float:
         time += _wave(kernel, device, math.ceil(rest / device.sms), k_blocks, rate, fit)
     memory = p.bytes / device.bytes_per_second * 1e6
     time = fit.launch + max(time, memory) + 0.1 * min(time, memory)
+    if kernel.transposed:
+        time += 2 * kernel.transposed_bytes / device.bytes_per_second * 1e6 + COPY_US * len(kernel.transposed)
     if c.splits > 1:
         speed, begin = fit.parts
         time += begin + (4 * c.splits + 4) * p.m * p.n * p.products * p.batch_size / speed / 1e3
@@ -75,7 +80,7 @@ def _wave(kernel: Kernel, device: Device, blocks: int, k_blocks: int, rate: floa
     p, c = kernel.problem, kernel.config
     share = fit.peak / (1 + fit.reads * (32 / c.wm + 32 / c.wn))
     share *= min(1.0, blocks * c.threads / 256) ** fit.warps
-    multiply = 2 * c.bm * c.bn * c.bk * p.products / (rate / device.sms / 1e6 * share)
+    multiply = 2 * c.bm * c.bn * c.bk * p.products * kernel.math.instructions / (rate / device.sms / 1e6 * share)
     load = (c.bm + p.products * c.bn) * c.bk * p.a_dtype.itemsize / fit.l2 / 1e3
     load *= 1 + fit.narrow * math.log2(16 / min(kernel.units))
     written = sum(out.reduce is None for out in p.epilogue.outputs)

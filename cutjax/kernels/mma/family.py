@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from cutjax.kernels.mma import slim
 from cutjax.kernels.mma.config import Config
-from cutjax.kernels.mma.kernel import most_tiles, reasons, resolve, tiles_of
-from cutjax.kernels.mma.math import math_of
+from cutjax.kernels.mma.kernel import chunk_of, most_tiles, reasons, resolve, staging_of, tiles_of
+from cutjax.kernels.mma.math import Math, math_of
 from cutjax.kernels.problem import Problem
 
 __all__ = ["Config", "configs", "name", "reasons", "resolve"]
@@ -34,10 +34,71 @@ TILES = (
     (16, 128, 16, 32, 1, 4),
     (64, 16, 16, 16, 1, 4),
 )
+# The same of elements that are multiplied one by one, by FMA: a thread has 128, 64 or 16 of the result.
+ELEMENT_TILES = (
+    (128, 128, 64, 64, 1, 2),
+    (256, 128, 64, 64, 1, 1),
+    (128, 256, 64, 64, 1, 1),
+    (128, 128, 64, 32, 1, 1),
+    (128, 64, 64, 32, 1, 2),
+    (64, 128, 32, 64, 1, 2),
+    (64, 64, 32, 32, 1, 4),
+    (64, 64, 32, 32, 2, 2),
+    (32, 64, 32, 32, 2, 4),
+    (64, 32, 32, 32, 2, 4),
+    (32, 32, 32, 32, 1, 8),
+    (32, 32, 16, 16, 1, 4),
+    (16, 64, 16, 16, 1, 4),
+    (64, 16, 16, 16, 1, 4),
+)
+# Of fragments in parts, which take the room of accumulators.
+SPLIT_TILES = (
+    (128, 64, 64, 32, 1, 2),
+    (64, 64, 32, 32, 1, 2),
+    (128, 64, 32, 32, 1, 1),
+    (64, 128, 32, 32, 1, 1),
+    (64, 64, 32, 32, 2, 1),
+    (32, 64, 32, 32, 2, 2),
+    (64, 32, 32, 32, 2, 2),
+    (32, 32, 16, 16, 1, 4),
+    (16, 64, 16, 16, 1, 4),
+    (64, 16, 16, 16, 1, 4),
+)
+# Of accumulators of 64 bits.
+WIDE_TILES = (
+    (128, 64, 64, 32, 1, 2),
+    (64, 128, 32, 64, 1, 2),
+    (64, 64, 32, 32, 1, 2),
+    (128, 64, 32, 32, 1, 1),
+    (64, 128, 32, 32, 1, 1),
+    (64, 64, 32, 32, 2, 1),
+    (64, 32, 32, 16, 1, 2),
+    (32, 64, 32, 32, 2, 2),
+    (64, 32, 32, 32, 2, 2),
+    (32, 32, 16, 16, 1, 4),
+    (16, 64, 16, 16, 1, 4),
+    (64, 16, 16, 16, 1, 4),
+)
+# Of 128 bits.
+WIDEST_TILES = (
+    (64, 64, 32, 16, 1, 1),
+    (64, 32, 32, 16, 1, 2),
+    (32, 64, 16, 32, 1, 2),
+    (32, 32, 16, 16, 1, 2),
+    (16, 64, 16, 16, 1, 2),
+    (64, 16, 16, 16, 1, 2),
+)
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 LEAST_K_BLOCKS = 8  # of a part
 
 _config = functools.lru_cache(maxsize=None)(Config)
+
+
+def tiles_for(how: Math) -> tuple[tuple[int, ...], ...]:
+    """Returns the tiles of a way to multiply."""
+    if how.words > 4:
+        return WIDE_TILES if how.words == 8 else WIDEST_TILES
+    return {"fma": ELEMENT_TILES, "split": SPLIT_TILES}.get(how.fragments, TILES)
 
 
 def configs(problem: Problem) -> Iterator[Config]:
@@ -45,16 +106,15 @@ def configs(problem: Problem) -> Iterator[Config]:
     how = math_of(problem)
     if how is None:
         return
-    size, device = problem.a_dtype.itemsize, problem.device
-    for bm, bn, wm, wn, sliced_k, blocks in TILES:
-        for bk_bytes in (64, 128):
-            bk = bk_bytes // size
+    size, device, staged = problem.a_dtype.itemsize, problem.device, staging_of(problem)
+    for bm, bn, wm, wn, sliced_k, blocks in tiles_for(how):
+        for bk in how.depths:
             slices = bk // how.k // sliced_k
             if slices < 2 or slices % 2:
                 continue
-            stage = (bm + problem.products * bn) * bk_bytes
+            stage = how.stage_bytes(bm, bn, bk, problem.products, size)
             limit = min(device.shared_bytes, device.shared_bytes_per_sm // blocks - 1024)
-            staging = (bm // wm) * (bn // wn) * 16 * min(64, wn) * 4
+            staging = (bm // wm) * (bn // wn) * 16 * chunk_of(staged, wn) * staged.column_bytes
             stages = max(2, min(6, (limit - staging) // stage, max(2, -(-problem.k // bk) + 1)))
             whole = _config(bm, bn, bk, wm, wn, sliced_k, stages, 1, 1, blocks)
             whole = dataclasses.replace(whole, raster=_raster(problem, whole))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
+
+import jax
 
 from cutjax.dtypes import short
 from cutjax.kernels import results
@@ -19,6 +22,7 @@ from cutjax.kernels.staging import STORED, Staging, stage
 from cutjax.runtime.compiler import Cubin, compile_kernel
 from cutjax.runtime.launch import Call, Launch
 
+STAGED = 8192  # bytes of a warp's staging buffer, at most where fewer columns make it so
 BESIDE = 56  # registers of a thread beside accumulators and fragments, calibrated on the compiler's report
 
 
@@ -37,14 +41,20 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     found = [] if problem.plain else list(staging.reasons)
     if arch_number(problem.arch) < 75:
         return (f"architecture {problem.arch}: the kernels are for sm_75 and later",)
-    if problem.a_dtype != problem.b_dtype or math_of(problem) is None:
+    math = math_of(problem)
+    if problem.a_dtype != problem.b_dtype or math is None:
         how = f" as {problem.math}" if problem.math else ""
         found.append(f"{short(problem.a_dtype.name)} x {short(problem.b_dtype.name)}{how} on {problem.arch}")
+    elif problem.epilogue.accumulator.name != math.accumulator:
+        added = f"{short(problem.epilogue.accumulator.name)}: its products are added up in {short(math.accumulator)}"
+        found.append(f"{short(problem.a_dtype.name)} added up in {added}")
     if problem.plain and staging.reasons:
         names = ", ".join(map(short, STORED))
         found.append(f"result {short(problem.out_dtype.name)}: one of {names}")
     if problem.groups and problem.a.contiguous != ("k" if problem.ragged == "m" else "mn"):
         found.append(f"layout {problem.layout} with groups of {problem.ragged}: kernels divide an outer axis of a")
+    if math is not None and math.along_k and problem.ragged == "k":
+        found.append(f"{short(problem.a_dtype.name)} in groups of k: kernels read both operands along k")
     if problem.groups and staging.reductions:
         found.append("a reduction over rows that have groups")
     if problem.symmetric:
@@ -103,8 +113,9 @@ class Kernel:
     @property
     def load_parts(self) -> int:
         """Slices of a stage beside which a part of a later stage is loaded."""
-        slices = self.config.bk // self.math.k // self.config.sliced_k
-        return 1 if self.config.wm * self.config.wn > 2048 else slices - 1
+        depth = self.config.bk // self.config.sliced_k
+        slices = depth // self.math.slice(depth, self.problem.arch)
+        return 1 if self.config.wm * self.config.wn > 2048 else min(slices - 1, 3)
 
     @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:
@@ -113,8 +124,21 @@ class Kernel:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Reasons to add to those of a choice."""
-        return ()
+        """Reasons to add to those of a choice: operands that are transposed before the launch."""
+        return tuple(dict.fromkeys(f"{'b' if i else 'a'} transposed" for i in self.transposed))
+
+    @functools.cached_property
+    def transposed(self) -> tuple[int, ...]:
+        """The arrays whose matrices are transposed before the launch."""
+        operands = (self.asked.a, *self.asked.bs), (self.problem.a, *self.problem.bs)
+        return tuple(i for i, (given, taken) in enumerate(zip(*operands, strict=True)) if given != taken)
+
+    @property
+    def transposed_bytes(self) -> int:
+        """Bytes of those arrays."""
+        p = self.problem
+        matrices = [math.prod(p.a_batch) * p.m, *[math.prod(p.b_batch) * max(1, p.groups) * p.n] * p.products]
+        return sum(matrices[i] for i in self.transposed) * p.k * p.a_dtype.itemsize
 
     @property
     def source(self) -> str:
@@ -151,12 +175,12 @@ class Kernel:
         elif self.staging.reductions:
             written = results.written(problem, 16, config.wn)
             finish = functools.partial(results.finish, outputs)
-        taken = problem.arrays + len(problem.epilogue.operands)
+        prepare = functools.partial(_prepare, self.transposed, problem.arrays + len(problem.epilogue.operands))
         return Call(
             (self._launch(self.compile().image),),
             results=written,
             finish=finish,
-            prepare=functools.partial(results.first, taken) if config.splits > 1 else None,
+            prepare=prepare if config.splits > 1 or self.transposed else None,
             aliases=tuple((problem.arrays + operand, result) for operand, result in problem.in_place),
             operand_orders=(problem.orders[0], *(b.order for b in problem.bs)) if any(problem.orders) else (),
             result_orders=tuple(() if out.reduce else problem.orders[2] for out in outputs),
@@ -176,14 +200,37 @@ class Kernel:
         )
 
 
+def along_k(problem: Problem) -> Problem:
+    """Returns the problem of operands that lie along k, those that do not being transposed."""
+    (of_a, of_b, of_d), (a, b) = problem.orders, problem.layout
+    orders = of_a if a == "n" else (), of_b if b == "t" else (), of_d
+    return dataclasses.replace(problem, layout="nt", orders=orders)
+
+
+def _prepare(transposed: Sequence[int], taken: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns what the kernel takes: the first arguments, some of them transposed."""
+    found = list(arrays[:taken])
+    for i in transposed:
+        axes = tuple(range(found[i].ndim))
+        found[i] = jax.lax.transpose(found[i], (*axes[:-2], axes[-1], axes[-2]))
+    return found
+
+
 def registers(problem: Problem, config: Config, math: Math, units: tuple[int, int]) -> int:
     """Returns about how many registers a thread takes."""
     tile = config.wm // 16 * (config.wn // 8)
-    fragments = 4 * (config.wm // 16) + 2 * problem.products * (config.wn // 8)
+    fragments = math.read[0] * (config.wm // 16) + math.read[1] * problem.products * (config.wn // 8)
+    fragments *= math.slice(config.bk // config.sliced_k, problem.arch) // math.k
     row = config.bk * problem.a_dtype.itemsize
     loads = [rows * row // 16 // config.threads for rows in (config.bm, problem.products * config.bn)]
     held = sum(5 * count for count, unit in zip(loads, units, strict=True) if unit < 4)
-    return problem.products * tile * math.words + 2 * fragments + held + BESIDE
+    return problem.products * tile * math.words + 2 * fragments + held + BESIDE + math.beside
+
+
+def chunk_of(staging: Staging, wn: int) -> int:
+    """Returns the columns of a warp's staging buffer, of so many that it computes."""
+    fitting = [c for c in (64, 32, 16) if wn % c == 0]
+    return next((c for c in fitting if 16 * c * staging.column_bytes <= STAGED), fitting[-1])
 
 
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
@@ -192,6 +239,7 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     math = math_of(problem)
     if math is None or found:
         return tuple(found)
+    problem = along_k(problem) if math.along_k and not config.slim else problem
     if config.splits > 1:
         problem = problem.bare
         if problem.ragged == "m":
@@ -203,14 +251,18 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     slices = config.bk // math.k // config.sliced_k
     if config.slim:
         found += slim.reasons(problem, config, math, staging)
-    elif config.bk % math.k or slices < 2 or slices % 2 or config.bk * size not in (64, 128):
+    elif config.bk not in math.depths:
+        found.append(f"bk={config.bk}: one of {', '.join(map(str, math.depths))}")
+    elif slices < 2 or slices % 2:
         found.append(
             f"bk={config.bk} with sliced_k={config.sliced_k}: an even number of slices of {math.k} for each warp"
         )
+    if math.fragments == "fma" and (config.bm & (config.bm - 1) or config.bn & (config.bn - 1)):
+        found.append(f"a tile of {config.bm}x{config.bn}: powers of two, of elements that are loaded one by one")
     if problem.symmetric and (config.bm % 64 or config.bn % 64):
         found.append(f"a tile of {config.bm}x{config.bn}: symmetric results are mirrored in blocks of 64x64")
-    chunk = next(c for c in (64, 32, 16) if config.wn % c == 0)
-    stage_bytes = (config.bm + problem.products * config.bn) * config.bk * size
+    chunk = chunk_of(staging, config.wn)
+    stage_bytes = math.stage_bytes(config.bm, config.bn, config.bk, problem.products, size)
     if config.slim:
         stage_bytes = slim.stage_bytes(problem, config, math)
     buffer_bytes = 16 * chunk * staging.column_bytes

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-
-import jax.numpy as jnp
-import numpy as np
+from collections.abc import Container
 
 from cutjax.kernels.problem import Problem
 
@@ -16,30 +14,93 @@ class Math:
 
     Attributes:
       name: of the instruction (ffi/device/mma/instruction.cuh).
-      accumulator: the C++ type of the sums.
+      accumulator: dtype of the sums.
       fragments: the file that reads fragments and multiplies them.
       archs: numbers of the architectures that have it, 80 for sm_80; from the first to the last.
       rate: of the device's rates, by name (`Device.flops`).
-      k: elements of the contraction that one slice of fragments takes.
-      words: of 32 bits, of the accumulators of 16 x 8 elements that a thread holds.
+      k: elements of the contraction that one slice of fragments takes, at least.
+      depths: of one stage, in elements.
+      read: words of 32 bits of the fragments of k elements that a thread holds: of 16 rows, and of 8 columns.
+      words: of the accumulators of 16 x 8 elements that a thread holds.
+      instructions: how many products of that rate make one product.
+      along_k: whether operands must lie along k.
+      beside: registers of a thread that it takes beside others' needs.
     """
 
     name: str
     accumulator: str
     fragments: str
-    archs: range
+    archs: Container[int]
     rate: str
     k: int
+    depths: tuple[int, ...]
+    read: tuple[int, int] = (4, 2)
     words: int = 4
+    instructions: int = 1
+    along_k: bool = False
+    beside: int = 0
+
+    def slice(self, depth: int, arch: str) -> int:
+        """Returns the elements of k that one slice takes, of so many of a stage that a warp multiplies."""
+        # From sm_90 on, DMMA may be deeper: it reads and writes accumulators less often.
+        deep = self.accumulator == "float64" and self.fragments == "double" and arch_number(arch) >= 90
+        return 16 if deep and depth >= 32 else self.k
+
+    def stage_bytes(self, bm: int, bn: int, bk: int, products: int, size: int) -> int:
+        """Returns the shared memory of one stage, of elements of so many bytes."""
+        padding = 16 // size if self.fragments == "fma" else 0
+        return (bm + padding + products * (bn + padding)) * bk * size
 
 
 _ALL, _AMPERE, _ADA = range(75, 1000), range(80, 1000), range(89, 1000)
-BF16, F16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
-# By dtype of the operands and Problem.math.
+_DMMA = (80, 90, 100, 103)  # others multiply float64 by FMA, a 32nd or 64th as fast as float32
+
+
+def _fma(accumulator: str, rate: str, words: int, instructions: int = 1, beside: int = 0) -> Math:
+    read = 2 * words, 2 * words
+    return Math("fma", accumulator, "fma", _ALL, rate, 1, (8, 16), read, 4 * words, instructions, beside=beside)
+
+
+def _split(name: str, instructions: int) -> Math:
+    return Math(name, "float32", "split", _AMPERE, "bfloat16", 16, (32,), (8, 4), 4, instructions, beside=40)
+
+
+def _bytes(name: str, accumulator: str, archs: Container[int], rate: str) -> Math:
+    return Math(name, accumulator, "tensor", archs, rate, 32, (64, 128), along_k=True)
+
+
+# By dtype of the operands and Problem.math; the first that an architecture has.
 MATHS = {
-    (BF16, ""): Math("bf16", "float", "tensor", _AMPERE, "bfloat16", 16),
-    (F16, ""): Math("f16", "float", "tensor", _ALL, "float16", 16),
-    (F16, "f16"): Math("f16_f16", "float", "tensor", _ALL, "float16_f16", 16, 2),
+    ("bfloat16", ""): (Math("bf16", "float32", "tensor", _AMPERE, "bfloat16", 16, (32, 64)),),
+    ("float16", ""): (Math("f16", "float32", "tensor", _ALL, "float16", 16, (32, 64)),),
+    ("float16", "f16"): (Math("f16_f16", "float32", "tensor", _ALL, "float16_f16", 16, (32, 64), words=2),),
+    ("float32", ""): (_fma("float32", "float32", 1),),
+    ("float32", "tf32"): (Math("tf32", "float32", "tensor", _AMPERE, "tf32", 8, (16, 32), beside=8),),
+    ("float32", "tf32x3"): (
+        Math("tf32x3", "float32", "split", _AMPERE, "tf32", 8, (16, 32), instructions=3, beside=40),
+    ),
+    ("float32", "bf16"): (_split("bf16x1", 1),),
+    ("float32", "bf16x3"): (_split("bf16x3", 3),),
+    ("float32", "bf16x6"): (_split("bf16x6", 6),),
+    ("float32", "bf16x9"): (_split("bf16x9", 9),),
+    ("float64", ""): (
+        Math("dmma", "float64", "double", _DMMA, "float64", 8, (16, 32), (8, 4), 8),
+        _fma("float64", "float64", 2),
+    ),
+    ("complex64", ""): (_fma("complex64", "float32", 2, 4),),
+    ("complex128", ""): (
+        Math("dmma", "complex128", "double", _DMMA, "float64", 4, (8, 16), (8, 4), 16, 4),
+        _fma("complex128", "float64", 4, 4),
+    ),
+    # A multiplication and an addition of integers issue half as often as FMA, of 64 bits an eighth.
+    ("int32", ""): (_fma("int32", "float32", 1, 2),),
+    ("uint32", ""): (_fma("uint32", "float32", 1, 2),),
+    ("int64", ""): (_fma("int64", "float32", 2, 8, beside=48),),
+    ("uint64", ""): (_fma("uint64", "float32", 2, 8, beside=48),),
+    ("int8", ""): (_bytes("s8", "int32", _ALL, "int8"),),
+    ("uint8", ""): (_bytes("u8", "uint32", _ALL, "int8"),),
+    ("float8_e4m3fn", ""): (_bytes("e4m3", "float32", _ADA, "float8_e4m3fn"),),
+    ("float8_e5m2", ""): (_bytes("e5m2", "float32", _ADA, "float8_e5m2"),),
 }
 
 
@@ -50,5 +111,5 @@ def arch_number(arch: str) -> int:
 
 def math_of(problem: Problem) -> Math | None:
     """Returns how the operands are multiplied on the problem's architecture; None where the family cannot."""
-    found = MATHS.get((problem.a_dtype, problem.math))
-    return found if found and arch_number(problem.arch) in found.archs else None
+    number = arch_number(problem.arch)
+    return next((math for math in MATHS.get((problem.a_dtype.name, problem.math), ()) if number in math.archs), None)

@@ -11,6 +11,10 @@ from cutjax.runtime import sources
 if TYPE_CHECKING:
     from cutjax.kernels.mma.kernel import Kernel
 
+# What each way to read fragments needs before its own file.
+_WORDS = ("mma/tile.cuh", "mma/words.cuh")
+FRAGMENTS = {"fma": (), "double": _WORDS, "tensor": (*_WORDS, "mma/lanes.cuh"), "split": (*_WORDS, "mma/lanes.cuh")}
+
 
 def source(kernel: Kernel) -> str:
     """Returns all of it."""
@@ -31,6 +35,7 @@ def source(kernel: Kernel) -> str:
         "N_FRAGMENTS": config.wn // 8,
         "STAGES": config.stages,
         "SLIM": config.slim,
+        "SLICE": math.slice(config.bk // config.sliced_k, problem.arch),
         "LOAD_PARTS": kernel.load_parts,
         "ELEMENT": problem.a_dtype.itemsize,
         "A_K_MAJOR": problem.a.contiguous == "k",
@@ -53,7 +58,8 @@ def source(kernel: Kernel) -> str:
         "STAGE_THREADS": 32,
     }
     scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
-    accumulator = f"#define F16_ACCUMULATORS {int(math.name == 'f16_f16')}\n#define ACCUMULATOR {math.accumulator}\n"
+    carrier = DTYPES[math.accumulator].carrier
+    accumulator = f"#define F16_ACCUMULATORS {int(math.name == 'f16_f16')}\n#define ACCUMULATOR {carrier}\n"
     return sources.source(
         kernel.name,
         constants,
@@ -70,7 +76,6 @@ def source(kernel: Kernel) -> str:
             accumulator,
             "mma/accumulators.cuh",
             "mma/instruction.cuh",
-            "mma/tile.cuh",
             *_multiply(kernel),
             epilogue_text(kernel.staging, kernel.arguments, problem.ragged),
             f"#define BASES_B {{{', '.join(f'base_b{i}' for i in range(problem.products))}}}\n",
@@ -84,6 +89,7 @@ def _multiply(kernel: Kernel) -> list[str]:
     """Returns what loads and multiplies."""
     if kernel.config.slim:
         dtype = DTYPES[kernel.multiplied.a_dtype.name].stored
-        return [f"constexpr Dtype OPERAND = Dtype::{dtype};\n", "mma/slim.cuh"]
-    constant = f"constexpr Math MATH = Math::{kernel.math.name};\n"
-    return [constant, f"mma/{kernel.math.fragments}.cuh", "mma/mainloop.cuh"]
+        return ["mma/tile.cuh", f"constexpr Dtype OPERAND = Dtype::{dtype};\n", "mma/slim.cuh"]
+    fragments = kernel.math.fragments
+    constant = f'#line 1 "math (generated)"\nconstexpr Math MATH = Math::{kernel.math.name};\n'
+    return [constant, *FRAGMENTS[fragments], f"mma/{fragments}.cuh", "mma/mainloop.cuh"]

@@ -18,7 +18,7 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import cost, dense_cost, text
 from cutjax.kernels.sm90.arguments import Argument, arguments, matrices_of, paddings, result_matrices
 from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Config
-from cutjax.kernels.staging import STORED, Staging, stage
+from cutjax.kernels.staging import STORED_BY_TMA, Staging, stage
 from cutjax.runtime.compiler import Cubin, compile_kernel
 from cutjax.runtime.launch import Call, Launch
 
@@ -110,7 +110,7 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
         how = problem.math or f"accumulated in {short(problem.accumulator.name)}"
         reasons.append(f"{a} x {b}, {how}: kernels multiply exactly and accumulate in f32")
     if problem.plain and staging.reasons:
-        names = ", ".join(map(short, STORED))
+        names = ", ".join(map(short, STORED_BY_TMA))
         reasons.append(f"result {short(problem.out_dtype.name)}: one of {names}")
     if 0 in (problem.m, problem.n, problem.k, problem.batch_size) or (problem.ragged and not problem.groups):
         reasons.append("a size is 0: nothing to launch")

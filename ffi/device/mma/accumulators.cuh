@@ -32,7 +32,7 @@ DEVICE const Acc& value_of(const AccFragment& x, int i) { return x[i]; }
 
 DEVICE void add_to(AccFragment& x, const AccFragment& y) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) x[i] += y[i];
+  for (int i = 0; i < 4; ++i) x[i] = x[i] + y[i];
 }
 
 DEVICE void clear(AccFragment& x) {

@@ -33,6 +33,16 @@ DEVICE void ldmatrix_x2(u32 address, u32& r0, u32& r1) {
                : "memory");
 }
 
+DEVICE double ld_shared_f64(u32 address) {
+  double x;
+  asm volatile("ld.shared.f64 %0, [%1];" : "=d"(x) : "r"(address) : "memory");
+  return x;
+}
+
+DEVICE void ld_shared_v2(u32 address, double& x, double& y) {
+  asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(x), "=d"(y) : "r"(address) : "memory");
+}
+
 DEVICE u32 ld_global_u32(const char* p) {
   u32 x;
   asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(p));
@@ -55,4 +65,11 @@ DEVICE Bytes16 ld_global_v4(const char* p) {
   Bytes16 v;
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
+}
+
+// The nearest TF32. The 13 bits that it does not have may be any.
+DEVICE u32 cvt_rna_tf32(float x) {
+  u32 y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
 }

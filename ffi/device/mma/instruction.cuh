@@ -5,7 +5,11 @@
 //   b[0], b[1]               column g at unit q, q + 4
 //   d[0], d[1], d[2], d[3]   rows g, g, g + 8, g + 8 at column 2 q, 2 q + 1, 2 q, 2 q + 1
 
-enum class Math { bf16, f16, f16_f16, tf32, s8, u8, e4m3, e5m2 };
+enum class Math {
+  bf16, f16, f16_f16, tf32, s8, u8, e4m3, e5m2,  // as they are
+  tf32x3, bf16x1, bf16x3, bf16x6, bf16x9,        // of f32, in parts (split.cuh)
+  dmma, fma                                      // double.cuh, fma.cuh
+};
 
 #define MMA(shape, type, constraint)                                                    \
   asm volatile("mma.sync.aligned." shape ".row.col." type                               \
@@ -72,5 +76,40 @@ DEVICE void mma_f16(u32 (&d)[2], const u32 (&a)[4], const u32 (&b)[2]) {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3}, {%4}, {%0, %1};"
                  : "+r"(d[0]), "+r"(d[1])
                  : "r"(a[2 * half]), "r"(a[2 * half + 1]), "r"(b[half]));
+#endif
+}
+
+// The same of float64, of 4, 8 or 16 of k: a[2 t], a[2 t + 1] are of rows g, g + 8, and b[t] of column g, at 4 t + q.
+template <int OF_A, int OF_B>
+DEVICE void dmma(double& d0, double& d1, double& d2, double& d3, const double (&a)[OF_A], const double (&b)[OF_B]) {
+#if __CUDA_ARCH__ >= 900
+  if constexpr (OF_B == 4) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7, %8, %9, %10, %11}, "
+        "{%12, %13, %14, %15}, {%0, %1, %2, %3};"
+        : "+d"(d0), "+d"(d1), "+d"(d2), "+d"(d3)
+        : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]), "d"(b[0]),
+          "d"(b[1]), "d"(b[2]), "d"(b[3]));
+  } else if constexpr (OF_B == 2) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+d"(d0), "+d"(d1), "+d"(d2), "+d"(d3)
+        : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
+  } else {
+    asm volatile("mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                 : "+d"(d0), "+d"(d1), "+d"(d2), "+d"(d3)
+                 : "d"(a[0]), "d"(a[1]), "d"(b[0]));
+  }
+#else
+#pragma unroll
+  for (int t = 0; t < OF_B; ++t) {
+    asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                 : "+d"(d0), "+d"(d1)
+                 : "d"(a[2 * t]), "d"(b[t]));
+    asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                 : "+d"(d2), "+d"(d3)
+                 : "d"(a[2 * t + 1]), "d"(b[t]));
+  }
 #endif
 }

@@ -16,8 +16,8 @@ DEVICE u32 permuted(int line, int byte) {
   if constexpr (READ == Read::matrices) {
     return swizzle<SPAN>(offset);
   } else {
-    static_assert(SPAN == 128);
-    return offset ^ (line & 3) << 5;
+    static_assert(SPAN >= 64);
+    return offset ^ (line & 2) << 4 ^ (SPAN == 128 ? (line & 1) << 6 : 0);
   }
 }
 

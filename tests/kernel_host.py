@@ -1,0 +1,132 @@
+"""Runs kernels of the mma family on the host: their text over tests/native/kernel_shim.h, compiled by g++."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import pathlib
+import re
+import subprocess
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from cutjax.epilogue.expression import identity
+from cutjax.kernels.mma import kernel as mma
+from cutjax.kernels.mma.config import Config
+from cutjax.kernels.mma.math import MATHS, arch_number
+from cutjax.kernels.problem import Problem
+from cutjax.runtime.launch import Int32, Int64, Pointer
+from cutjax.runtime.sources import DEVICE
+
+NATIVE = pathlib.Path(__file__).parent / "native"
+# What the shim has instead.
+REPLACED = ("common/atoms.cuh", "mma/atoms.cuh", "mma/instruction.cuh")
+_LAUNCH = """
+struct Arguments {{ {fields} }};
+static const Arguments* given;
+static std::vector<bool> done;
+static void thread() {{
+  {name}({values});
+  done[threadIdx.x] = true;
+  while (true) wait_for_others();
+}}
+extern "C" void launch(int blocks, int count, const char** firsts, const long long* sizes, const Arguments* arguments) {{
+  constexpr size_t STACK = 1 << 18;
+  static std::vector<char> stacks(STACK * THREADS);
+  given = arguments, block_threads = THREADS, gridDim.x = blocks;
+  for (int i = 0; i < count; ++i) arrays.push_back({{firsts[i], static_cast<size_t>(sizes[i])}});
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {{
+    std::memset(shared_memory, 0xff, sizeof shared_memory);  // NaN
+    contexts.assign(THREADS, {{}}), done.assign(THREADS, false);
+    for (int i = 0; i < THREADS; ++i) {{
+      getcontext(&contexts[i]);
+      contexts[i].uc_stack.ss_sp = &stacks[STACK * i], contexts[i].uc_stack.ss_size = STACK;
+      makecontext(&contexts[i], thread, 0);
+    }}
+    while (std::find(done.begin(), done.end(), false) != done.end())
+      for (threadIdx.x = 0; threadIdx.x < THREADS; ++threadIdx.x)
+        if (!done[threadIdx.x]) swapcontext(&outside, &contexts[threadIdx.x]);
+  }}
+}}
+"""
+
+
+def problem(dtype: str, math: str = "", layout: str = "nn", arch: str = "sm_80", m=64, n=64, k=64, **fields) -> Problem:
+    """A product of a dtype, in the dtype that its products are added up in; of 32 bits, where that is wider."""
+    of = next(math for math in MATHS[dtype, math] if arch_number(arch) in math.archs)
+    dtype, accumulator = jnp.dtype(dtype), np.dtype(of.accumulator)
+    return Problem(
+        m,
+        n,
+        k,
+        layout,
+        dtype,
+        dtype,
+        accumulator,
+        epilogue=identity(accumulator, accumulator),
+        arch=arch,
+        math=math,
+        **fields,
+    )
+
+
+def text(kernel: mma.Kernel) -> str:
+    """The text that g++ compiles."""
+    parts = re.split(r'^(?=#line 1 ")', kernel.source, flags=re.M)
+    kept = [part for part in parts if not part.startswith(tuple(f'#line 1 "{name}"' for name in REPLACED))]
+    body = re.sub(r"^#line.*$|^ *extern __shared__.*$", "", "".join(kept), flags=re.M)
+    names = [argument.name for argument in kernel.arguments]
+    launch = _LAUNCH.format(
+        fields=" ".join(f"{argument.declaration};" for argument in kernel.arguments),
+        name=kernel.name,
+        values=", ".join(f"given->{name}" for name in names),
+    )
+    shims = [(NATIVE / name).read_text() for name in ("device_shim.h", "kernel_shim.h")]
+    return f"#define __CUDA_ARCH__ {arch_number(kernel.problem.arch)}0\n{shims[0]}\n{shims[1]}\n{body}\n{launch}"
+
+
+def run(kernel: mma.Kernel, arrays: Sequence[np.ndarray], folder: pathlib.Path, blocks: int = 2) -> None:
+    """Launches a kernel on arrays, the last of which it writes."""
+    source, library = folder / f"{kernel.name}.cpp", folder / f"{kernel.name}.so"
+    source.write_text(text(kernel))
+    command = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-o", str(library), str(source)]
+    subprocess.run(command, check=True, timeout=300)
+    types = {Pointer: ctypes.c_void_p, Int32: ctypes.c_int, Int64: ctypes.c_longlong}
+    values = [argument.value for argument in kernel.arguments]
+    fields = [(f"field{i}", types[type(value)]) for i, value in enumerate(values)]
+    structure = type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+    given = structure(
+        *(arrays[value.buffer].ctypes.data if isinstance(value, Pointer) else value.value for value in values)
+    )
+    firsts = (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in arrays))
+    sizes = (ctypes.c_longlong * len(arrays))(*(x.nbytes for x in arrays))
+    ctypes.CDLL(str(library)).launch(blocks, len(arrays), firsts, sizes, ctypes.byref(given))
+
+
+def aligned(x: np.ndarray) -> np.ndarray:
+    """The array where a device has it: at a multiple of 256 bytes."""
+    memory = np.zeros(x.nbytes + 512, np.uint8)
+    first = -memory.ctypes.data % 256
+    found = memory[first : first + x.nbytes].view(x.dtype).reshape(x.shape)
+    found[...] = x
+    return found
+
+
+def multiply(a: np.ndarray, b: np.ndarray, asked: Problem, config: Config, folder: pathlib.Path) -> np.ndarray:
+    """The product of ``a[m, k]`` and ``b[k, n]``, which lie as the problem's layout says."""
+    kernel = mma.resolved(asked, config)
+    a, b = (x.T if turned == "t" else x for x, turned in zip((a, b), kernel.problem.layout, strict=True))
+    result = aligned(np.full((asked.m, asked.n), 7).astype(asked.out_dtype))
+    run(kernel, [aligned(a), aligned(b), result], folder)
+    return result
+
+
+@functools.cache
+def installed() -> bool:
+    """True where there is a g++, and a checkout's device text."""
+    try:
+        return subprocess.run(["g++", "--version"], capture_output=True).returncode == 0 and DEVICE is not None
+    except FileNotFoundError:
+        return False
