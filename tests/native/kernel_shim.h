@@ -70,6 +70,16 @@ auto together(std::initializer_list<u32> words, F f) {
 inline int __shfl_sync(unsigned, int x, int from) {
   return together({u32(x)}, [&] { return int(lanes()[from % 32][0]); });
 }
+template <typename T>
+T __shfl_xor_sync(unsigned, T x, int other) {
+  u32 words[4] = {};
+  std::memcpy(words, &x, sizeof x);
+  return together({words[0], words[1], words[2], words[3]}, [&] {
+    T theirs;
+    std::memcpy(&theirs, lanes()[(threadIdx.x ^ other) % 32], sizeof theirs);
+    return theirs;
+  });
+}
 inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 inline bool __all_sync(unsigned, bool x) {
   return together({x}, [] { return std::all_of(lanes(), lanes() + 32, [](auto& words) { return words[0] != 0; }); });
@@ -98,6 +108,7 @@ inline u32 cvt_rna_tf32(float x) {  // leaves the bits that it has rounded
 
 alignas(128) static unsigned char shared_memory[1 << 18];
 inline u32 shared_address(const void*) { return 0; }
+inline void* __cvta_shared_to_generic(u32 address) { return shared_memory + address; }
 
 struct alignas(16) Bytes16 {
   u32 x, y, z, w;
@@ -199,6 +210,14 @@ void copy_to_global(void* p, u32 address) {
   check_global<BYTES>(p);
   std::memcpy(p, shared_at<BYTES>(address), BYTES);
 }
+using u8 = unsigned char;
+// Words that follow each other, loaded at once: kernel_host.py puts this in place of the instruction.
+template <typename T, typename... Words>
+void load_words(const void* p, Words&... words) {
+  auto at = static_cast<const char*>(p);
+  if (reinterpret_cast<u64>(at) % (sizeof(T) * sizeof...(words))) fail("an address of words that is odd");
+  ((words = load_global<T>(at), at += sizeof(T)), ...);
+}
 inline u32 ld_global_u32(const char* p) { return load_global<u32>(p); }
 inline u32 ld_global_u16(const char* p) { return load_global<u16>(p); }
 inline u32 ld_global_u8(const char* p) { return load_global<unsigned char>(p); }
@@ -240,7 +259,8 @@ void mma(T (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
       int row = lane() / 4 + i / 2 * 8, column = lane() % 4 * 2 + i % 2;
       double sum = 0;
       for (int unit = 0; unit < 8; ++unit) {
-        u32 x = lanes()[row % 8 * 4 + unit % 4][row / 8 + unit / 4 * 2], y = lanes()[column * 4 + unit % 4][4 + unit / 4];
+        u32 x = lanes()[row % 8 * 4 + unit % 4][row / 8 + unit / 4 * 2],
+            y = lanes()[column * 4 + unit % 4][4 + unit / 4];
         for (int e = 0; e < EACH; ++e) sum += element<MATH>(x, e) * element<MATH>(y, e);
       }
       if constexpr (std::is_floating_point_v<T>) {
