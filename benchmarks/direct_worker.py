@@ -30,7 +30,7 @@ from benchmarks.driver import CudaError, Driver
 from cutjax.kernels.choose import floor_us
 from cutjax.kernels.device import Device, device_of_kind
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90.arguments import paddings
+from cutjax.kernels.sm90 import operands
 from cutjax.kernels.sm90.kernel import resolved
 from cutjax.runtime.launch import Call
 
@@ -201,7 +201,7 @@ def _time(
 
 def _pad(problem: Problem, sets: Sequence[tuple]) -> tuple[Sequence[tuple], float]:
     """Returns the sets with rows as kernels take them, and the time that copying one takes."""
-    columns = {padding.buffer: padding.columns for padding in paddings(problem)}
+    columns = {copy.buffer: copy.columns for copy in operands.copies(problem)}
     if not columns:
         return sets, 0.0
 

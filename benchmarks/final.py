@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import report, sweep
@@ -42,7 +43,7 @@ def row_of(line: Mapping[str, Any], sustained: Mapping[str, Any] | None, device:
     final, kind = line["final"], _kind(line)
     xla, untuned = final["xla"], final["untuned"]
     floor = {
-        "flops": 1e6 * problem.flops / device.peak(problem.a_dtype),
+        "flops": 1e6 * problem.flops / device.peak(problem.a_dtype, problem.math),
         "bytes": 1e6 * problem.bytes / device.bytes_per_second,
     }
     figures: dict[str, Any] = {field: line[field] for field in ("m", "n", "k", "layout", "batch", "dtype", "of")}
@@ -96,7 +97,7 @@ def write(lines: pathlib.Path, out: pathlib.Path, told: Mapping[str, Any]) -> li
     windows = {line["sustained"]: line for line in found if "sustained" in line}
     last = {line["case"]: line for line in found if "case" in line}
     rows = [row_of(line, windows.get(case), device) for case, line in last.items()]
-    rates = {"tflops": max(rate for _, rate in device.flops) / 1e12, "gb_per_s": device.bytes_per_second / 1e9}
+    rates = {"tflops": device.peak(np.dtype(jnp.bfloat16)) / 1e12, "gb_per_s": device.bytes_per_second / 1e9}
     environment = {key: value for key, value in head.items() if key not in ("sms", "argv")}
     argv = [pathlib.Path(x).name if x.startswith("/") else x for x in head["argv"]]  # no folder of one machine
     more = {**told, "sms": head["sms"], "device_rates": rates, "argv": argv}

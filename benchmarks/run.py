@@ -14,12 +14,24 @@ from collections.abc import Sequence
 import jax
 
 from benchmarks import measure, report, tables, timing
-from benchmarks.ops import calls, compile_cost, fused, gemm, grouped, models, moe, programs, sharded, syrk
+from benchmarks.ops import (
+    calls,
+    collective,
+    compile_cost,
+    fused,
+    gemm,
+    grouped,
+    models,
+    moe,
+    programs,
+    sharded,
+    syrk,
+    wide,
+)
 from benchmarks.suite import Run, Suite
 
-SUITES = {
-    m.SUITE.name: m.SUITE for m in (gemm, fused, grouped, moe, syrk, models, programs, sharded, compile_cost, calls)
-}
+_MODULES = (gemm, wide, fused, grouped, moe, syrk, models, programs, sharded, collective, compile_cost, calls)
+SUITES = {module.SUITE.name: module.SUITE for module in _MODULES}
 
 
 def run_suite(suite: Suite, args: argparse.Namespace) -> int:

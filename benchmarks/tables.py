@@ -143,6 +143,18 @@ COLUMNS["programs"] = [
     _figure("kernel_us", "kernel us", ".0f"),
 ]
 
+COLUMNS["collective"] = [
+    Column("program", lambda row: row.case, text=True),
+    Column("way", lambda row: row.product + (f": {row.failure}" if row.failure else ""), text=True),
+    Column("us", lambda row: _number(row.us, ".1f")),
+    Column("ratio", lambda row: _number(next(iter(row.ratios.values()), math.nan), ".3f", "")),
+    Column("target", lambda row: _number(next(iter(row.targets.values()), math.nan), ".2f", "")),
+    _figure("hidden", "hidden", ".2f"),
+    _own("gb_per_s", "GB/s sent", ".0f"),
+    _own("peak_mib", "peak MiB", ".0f"),
+    _own("error", "difference", ".1e"),
+]
+
 COLUMNS["products"] = [
     _CASE,
     Column("of", lambda row: row.figures.get("of", ""), text=True),

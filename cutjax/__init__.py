@@ -11,6 +11,7 @@ from cutjax.kernels.mma.config import Config as MmaConfig
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.tuned import use_tuning
+from cutjax.ops.collective import all_gather_gemm, gemm_reduce_scatter
 from cutjax.ops.cuda_kernel import cuda_kernel
 from cutjax.ops.dot_general import dot_general
 from cutjax.ops.einsum import dot, einsum, matmul, tensordot
@@ -31,6 +32,7 @@ __all__ = [
     "MmaConfig",
     "Problem",
     "Routing",
+    "all_gather_gemm",
     "autotune",
     "candidates",
     "checkpoint_policies",
@@ -41,6 +43,7 @@ __all__ = [
     "explain",
     "fuse",
     "gemm",
+    "gemm_reduce_scatter",
     "grouped_gemm",
     "grouped_mlp",
     "grouped_outer",

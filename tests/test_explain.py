@@ -64,7 +64,7 @@ def test_why_xla():
 
     rows = cutjax.explain(fn, platform="cuda")(shape(12, 12, dtype=jnp.float32), shape(16, 16)).rows
     assert [row.runs for row in rows[:1] + rows[2:]] == ["XLA", "XLA", "error"]
-    assert "f32 x f32: both operands are bf16, or both f16" in rows[0].why
+    assert "f32 x f32: wgmma multiplies float32 as one of tf32, tf32x3, bf16" in rows[0].why
     assert rows[1].runs.startswith("sm90_")
     assert rows[2].why == "backend 'xla'"
     (row,) = cutjax.explain(lambda x: cutjax.gemm(x, x, backend="cuda"))(shape(16, 16)).rows

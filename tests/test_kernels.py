@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cubin import check_lean, telling
 
@@ -110,7 +111,7 @@ def test_source_keeps_the_place_of_every_file():
 
 @pytest.mark.parametrize("n", [16, 64, 256])
 def test_wgmma_atom_names_its_shape(n):
-    text = sm90_text.wgmma(n, "f16", a_k_major=False, b_k_major=True)
+    text = sm90_text.wgmma(n, *[np.dtype(np.float16)] * 2, a_k_major=False, b_k_major=True)
     assert f"m64n{n}k16.f32.f16.f16" in text
     assert "p, 1, 1, 1, 0;" in text
     assert text.count("+f") == n // 2

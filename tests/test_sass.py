@@ -26,7 +26,7 @@ def innermost_loop(cubin):
             target = re.search(r"\.L_\w+", instruction[2])
             if instruction[1].startswith("BRA") and target and labels.get(target[0], len(opcodes)) < len(opcodes):
                 loops.append(opcodes[labels[target[0]] :])
-    return min((loop for loop in loops if any(x.startswith("HGMMA") for x in loop)), key=len)
+    return min((loop for loop in loops if any(re.match("[HIQ]GMMA", x) for x in loop)), key=len)
 
 
 CONFIGS = [

@@ -116,7 +116,7 @@ def test_unknown_config_field():
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"a_dtype": F32, "b_dtype": F32}, "f32 x f32: both operands are bf16, or both f16"),
+        ({"a_dtype": F32, "b_dtype": F32}, "f32 x f32: wgmma multiplies float32 as one of tf32, tf32x3, bf16"),
         ({"a_dtype": BF16, "b_dtype": F16}, "bf16 x f16"),
         ({"out_dtype": np.dtype("float64")}, "result f64: one of bf16, f16, f32, "),
         ({"arch": "sm_70"}, "architecture sm_70"),

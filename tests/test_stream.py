@@ -93,6 +93,7 @@ class Walks:
         values = ["s.cluster()", "rank", *(f"w.{field}" for field in FIELDS[2:-1]), "s.slot(s.cluster(), w.tile)"]
         # The loop is that of gemm.cuh.
         return f"""namespace n{name} {{
+using Acc = float;
 {constants}{files}}}
 extern "C" int {name}(int m, int n, int k, int raster, int batch, int blocks, int most, int* out) {{
   gridDim.x = blocks;

@@ -198,7 +198,7 @@ def test_maps_walk_the_matrices_where_they_lie(problem, swap):
         arrays.append((given["map_d0"], "d", problem.shapes[2], problem.orders[2]))
     sizes = (-1, number["batch1"], number["batch2"])
     for tensor_map, name, shape, order in arrays:
-        row = shape[-1] + sum(pad.columns for pad in sm90.paddings(problem) if pad.buffer == tensor_map.buffer)
+        row = shape[-1] + sum(pad.columns for pad in sm90.operands.copies(problem) if pad.buffer == tensor_map.buffer)
         numbers, memory = in_memory(shape, order, row)
         full = np.broadcast_to(numbers, (*problem.batch, *shape[-2:])).reshape(-1, *shape[-2:])
         for z in range(problem.batch_size):

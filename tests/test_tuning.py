@@ -449,7 +449,7 @@ def test_products_without_a_choice(monkeypatch):
 
     rows, report = found(monkeypatch, f, X, W)
     assert rows == {}
-    f32 = "f32 x f32: both operands are bf16, or both f16"
+    f32 = "f32 x f32: wgmma multiplies float32 as one of tf32, tf32x3, bf16, bf16x3, bf16x6, bf16x9"
     assert [x.why for x in report.skipped] == ["pinned by config=", "backend 'xla'", f32, "nothing to compute"]
 
 

@@ -153,10 +153,9 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
             return (on_cuda if platform == "cuda" else elsewhere)(ctx, *args, **params)
         assert decision.choice is not None
         called = decision.choice.call()
-        prepare, finish = called.prepare, called.finish
         results = called.results or [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ctx.avals_out]
-        result_orders = _orders(called.result_orders, results)
-        if prepare is None and finish is None:
+        if called.prepare is None and called.finish is None:
+            result_orders = _orders(called.result_orders, results)
             lowering = jax.ffi.ffi_lowering(
                 TARGET,
                 operand_layouts=[order[::-1] for order in _orders(called.operand_orders, ctx.avals_in)],
@@ -165,21 +164,23 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
             )
             return lowering(ctx, *args, **called.attributes())
 
-        def run(*xs: jax.Array) -> Any:
-            taken = prepare(xs) if prepare else xs
-            call = jax.ffi.ffi_call(
-                TARGET,
-                results,
-                input_layouts=_orders(called.operand_orders, taken),
-                output_layouts=result_orders,
-                input_output_aliases=dict(called.aliases),
-            )
-            written = call(*taken, **called.attributes())
-            return finish(written, xs) if finish else written
-
-        return mlir.lower_fun(run)(ctx, *args)
+        return mlir.lower_fun(functools.partial(launch, called, results))(ctx, *args)
 
     return lower
+
+
+def launch(called: Call, results: Sequence[jax.ShapeDtypeStruct], *xs: jax.Array) -> Any:
+    """Computes a call of the arguments it is prepared from, on CUDA; ``results`` are what its kernels write."""
+    taken = called.prepare(xs) if called.prepare else xs
+    call = jax.ffi.ffi_call(
+        TARGET,
+        results,
+        input_layouts=_orders(called.operand_orders, taken),
+        output_layouts=_orders(called.result_orders, results),
+        input_output_aliases=dict(called.aliases),
+    )
+    written = call(*taken, **called.attributes())
+    return called.finish(written, xs) if called.finish else written
 
 
 def _orders(orders: Sequence[tuple[int, ...]], arrays: Sequence[Any]) -> list[tuple[int, ...]]:

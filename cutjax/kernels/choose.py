@@ -174,9 +174,8 @@ def _chosen(problem: Problem, kernel: Kernel, time_us: float, why: str, xla_us: 
 def floor_us(problem: Problem) -> float:
     """Returns the time at the device's roofline: of the multiplications, or of the bytes."""
     device = problem.device
-    return 1e6 * max(
-        problem.flops / device.peak(problem.a_dtype, problem.math), problem.bytes / device.bytes_per_second
-    )
+    multiplied = problem.flops / device.peak(problem.a_dtype, problem.math)
+    return 1e6 * max(multiplied, problem.bytes / device.bytes_per_second)
 
 
 def _of_lead(lead: float) -> tuple[str, ...]:

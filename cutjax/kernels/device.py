@@ -64,6 +64,13 @@ class Device:
         """True if tensor cores round float32 to TF32, and so XLA does by default: from sm_80 on."""
         return int("".join(filter(str.isdigit, self.arch)) or 0) >= 80
 
+    def with_sms(self, sms: int) -> Device:
+        """Returns the device with another number of SMs, as fast for each."""
+        if sms == self.sms:
+            return self
+        share = sms / self.sms if self.sms else 0
+        return dataclasses.replace(self, sms=sms, flops=tuple((dtype, flops * share) for dtype, flops in self.flops))
+
     def peak(self, dtype: np.dtype, math: str = "") -> float:
         """Returns the operations a second of products of a dtype, computed by ``math`` as ``Problem.math`` says.
 
@@ -258,6 +265,4 @@ def device_of_kind(kind: str, arch: str, sms: int | None = None) -> Device:
     device = next(found, None) or dataclasses.replace(reference(arch), name=kind, measured=())
     if sms is None or sms == device.sms:
         return device
-    share = sms / device.sms if device.sms else 0
-    flops = tuple((dtype, flops * share) for dtype, flops in device.flops)
-    return dataclasses.replace(device, name=kind, sms=sms, flops=flops, measured=())
+    return dataclasses.replace(device.with_sms(sms), name=kind, measured=())

@@ -24,6 +24,8 @@ from cutjax.ops.arguments import (
     result_of,
     unwrapped,
 )
+from cutjax.ops.collective import divided_mlp
+from cutjax.ops.ring import ring_of
 from cutjax.primitives import derivative
 from cutjax.primitives.chain import Chain, apart, block
 from cutjax.primitives.dense import Dense
@@ -46,6 +48,9 @@ def mlp(
     precision: lax.PrecisionLike = None,
     backend: str | None = None,
     save: str = "default",
+    axis_name: str | None = None,
+    route: str = "direct",
+    reduce_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Two products with an activation between them: ``activation(x @ w1 + b1) @ w2 + b2``.
 
@@ -54,6 +59,10 @@ def mlp(
     The activation runs in the first kernel's epilogue, in float32. In the backward pass its derivative, and the
     gradient of b1, run in the epilogue of the product with w2 transposed, so the gradient of what lies between the
     products is never written. Differentiable in both modes and any number of times, and batchable.
+
+    With an ``axis_name``, in ``jax.shard_map``, the layer is divided over the devices of that mesh axis: rows of x and
+    of the result, and columns of what lies between. Rows are gathered as in ``cutjax.all_gather_gemm`` and added up as
+    in ``cutjax.gemm_reduce_scatter``, beside the products, and what lies between is never put together.
 
     Args:
       x: ``[..., m, k]``.
@@ -70,12 +79,15 @@ def mlp(
       save: what is kept for the backward pass. "default": the accumulators which the activation's derivative needs,
         named "cutjax_preactivation" for ``jax.checkpoint`` policies, and the operand of the second product,
         "cutjax_hidden". "recompute": neither, the first product is made again.
+      axis_name: the mesh axis over which the layer is divided: w1 and gate by columns, w2 by rows, b1 with the columns.
+      route, reduce_dtype: with an axis, how rows travel, and in what dtype parts of sums do; see
+        ``cutjax.gemm_reduce_scatter``.
 
     Returns:
       ``[..., m, n]``.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as ``cutjax.gemm`` does.
+      TypeError, ValueError, NotImplementedError: as ``cutjax.gemm`` does, and ``cutjax.all_gather_gemm``.
 
     Example:
       >>> import cutjax, jax, jax.numpy as jnp
@@ -92,16 +104,22 @@ def mlp(
         shapes = f"x is {a.shape}, w1 is {ws[0].shape}, w2 is {v.shape}"
         raise ValueError(f"mlp: batch axes do not broadcast: {shapes}") from None
 
-    rows = (*batch, a.shape[-2])
+    ring = None if axis_name is None else ring_of(axis_name, route, "mlp")
+    m = a.shape[-2]
+    all_rows = m if ring is None else ring.size * m
     columns = contracted(v, layout[1] == "t"), contracted(v, layout[1] == "n")
     biases = {
-        name: _broadcasting("mlp", b, name, (*rows, n))
-        for b, name, n in zip((b1, b2), ("b1", "b2"), columns, strict=True)
+        name: _broadcasting("mlp", b, name, (*batch, rows, n))
+        for b, name, rows, n in zip((b1, b2), ("b1", "b2"), (all_rows, m), columns, strict=True)
         if b is not None
     }
     last = [with_rank(biases.pop("b2"), len(batch) + 2)] if b2 is not None else []
     hidden = _hidden("mlp", activation, gate is not None)
     params = {"dtype": dtype, "out_dtype": out_dtype, "precision": precision, "backend": backend, "save": save}
+    if ring is not None:
+        return divided_mlp(ring, layout, hidden, a, ws, v, biases, last, reduce_dtype=reduce_dtype, **params)
+    if reduce_dtype is not None:
+        raise ValueError("mlp: reduce_dtype without an axis_name: nothing is added up over devices")
     return _chained("mlp", Dense(layout), hidden, a, ws, v, (), biases, last, **params)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +16,13 @@ from jax.typing import ArrayLike
 
 from cutjax import dot_precision
 from cutjax.binding.rules import match_varying
-from cutjax.ops.arguments import contracted, matrix
+from cutjax.ops.arguments import contracted, integer, matrix
+from cutjax.ops.exchange import FORMS, ROOM, ROWS, Sizes, everywhere, exchanged
 from cutjax.ops.mlp import check_activation, grouped_mlp
-from cutjax.ops.routing import broadcastable, routed
+from cutjax.ops.ring import ROUTES, ring_of
+from cutjax.ops.routing import Routing, broadcastable, routed
 from cutjax.primitives import derivative
 from cutjax.runtime import backends
-
-ROWS = "cutjax_rows"  # the name jax.checkpoint policies see, of the gathered rows
 
 
 def moe(
@@ -38,6 +40,10 @@ def moe(
     layout: str = "nn",
     precision: lax.PrecisionLike = None,
     group_offset: ArrayLike | None = None,
+    expert_axis: str | None = None,
+    form: str = "auto",
+    parts: int = 2,
+    room: float = ROOM,
     backend: str | None = None,
     save: str = "default",
 ) -> jax.Array:
@@ -65,6 +71,14 @@ def moe(
         result is their part of the sum, zero for a token that chose none of them. In ``jax.shard_map``, with the
         experts divided over a mesh axis: ``jax.lax.axis_index(axis) * w_gate.shape[0]``, and then a
         ``jax.lax.psum`` of the result over the axis.
+      expert_axis: in ``jax.shard_map``, the mesh axis over which both tokens and experts are divided: x and the logits
+        are of this device's tokens, the logits for all experts, the weights of this device's experts.
+      form: with an expert_axis, "exchange": rows travel to their experts' devices and their results back; "gather":
+        every device has all tokens and computes its part of their sums; "auto" is the one predicted to be faster.
+      parts: in how many parts tokens are exchanged, so that one's rows travel beside another's products. The parts of
+        the weights' gradients are added up.
+      room: how many rows a device receives at once when they are exchanged, in multiples of those it sends. More come
+        in further rounds, where any device has them to receive; the backward pass then computes the layer again.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
       save: what is kept for the backward pass, besides the gathered rows, named "cutjax_rows" for ``jax.checkpoint``
         policies: see ``cutjax.mlp``.
@@ -94,31 +108,74 @@ def moe(
         raise ValueError(f"moe: x is {x.shape}, router_logits is {logits.shape}: all axes but the last must be equal")
     gate, up, down = (_weights(w, name) for w, name in ((w_gate, "w_gate"), (w_up, "w_up"), (w_down, "w_down")))
     count, experts = math.prod(x.shape[:-1]), logits.shape[-1]
-    _check_shapes(x, experts, gate, up, down, layout, group_offset is None)
+    devices = _devices(expert_axis, group_offset, form, parts, room)
+    _check_shapes(x, experts, gate, up, down, layout, group_offset is None, devices)
     if selection_bias is not None:
         bias = broadcastable(selection_bias, logits.shape, "moe")
         selection_bias = jnp.broadcast_to(bias, logits.shape).reshape(count, experts)
 
     # Each token is routed for itself, so the batch axes are more tokens.
-    routing = routed(logits.reshape(count, experts), k, scoring, renormalize, selection_bias, "moe")
-    # Before the rows are gathered: what shard_map adds up over devices is then the gradient of x, not that of each row.
-    tokens, weights, gate, up, down = match_varying(x.reshape(count, x.shape[-1]), routing.weights, gate, up, down)
-    routing = routing._replace(weights=weights)
-    out = grouped_mlp(
-        checkpoint_name(routing.dispatch(tokens), ROWS),
-        up,
-        down,
-        routing.group_sizes,
-        gate=gate,
-        activation=activation,
-        row_scale=routing.row_weights(),
-        layout=layout,
-        precision=precision,
-        group_offset=group_offset,
-        backend=backend,
-        save=save,
-    )
-    return routing.combine(out).reshape(*x.shape[:-1], out.shape[-1])
+    x, logits, shape = x.reshape(count, x.shape[-1]), logits.reshape(count, experts), x.shape[:-1]
+    route = functools.partial(routed, k=k, scoring=scoring, renormalize=renormalize, where="moe")
+    params = {"activation": activation, "layout": layout, "precision": precision, "backend": backend, "save": save}
+
+    def local(rows: jax.Array, routing: Routing, group_offset: Any = None) -> jax.Array:
+        """Computes what the experts that are here make of rows sorted by expert."""
+        scale = routing.row_weights()
+        sizes = routing.group_sizes
+        return grouped_mlp(rows, up, down, sizes, gate=gate, row_scale=scale, group_offset=group_offset, **params)
+
+    def layer(x: jax.Array, logits: jax.Array, bias: Any, group_offset: Any = group_offset) -> jax.Array:
+        routing = route(logits, bias=bias)
+        # Before the rows are gathered: what shard_map adds up over devices is then the gradient of x, not of each row.
+        tokens, weights, *_ = match_varying(x, routing.weights, gate, up, down)
+        routing = routing._replace(weights=weights)
+        rows = checkpoint_name(routing.dispatch(tokens), ROWS)
+        return routing.combine(local(rows, routing, group_offset))
+
+    if expert_axis is None:
+        out = layer(x, logits, selection_bias)
+    else:
+        x, logits, *bias = match_varying(x, logits, *([] if selection_bias is None else [selection_bias]))
+        sizes = Sizes(count, k, devices, x.shape[-1], contracted(down, layout[1] == "t"), out_width(down, layout))
+        if (sizes.form() if form == "auto" else form) == "gather":
+            offset = lax.axis_index(expert_axis) * gate.shape[0]
+            run = functools.partial(layer, group_offset=offset)
+            out = everywhere(x, logits, bias[0] if bias else None, run, expert_axis)
+        else:
+            found = []
+            for part in _slices(count, parts):
+                routing = route(logits[part], bias=bias[0][part] if bias else None)
+                tokens, weights, *_ = match_varying(x[part], routing.weights, gate, up, down)
+                found.append((tokens, routing._replace(weights=weights)))
+            outs = exchanged(found, local, expert_axis, room)
+            out = jnp.concatenate(outs)
+    return out.reshape(*shape, out.shape[-1])
+
+
+def out_width(down: jax.Array, layout: str) -> int:
+    return contracted(down, layout[1] == "n")
+
+
+def _slices(count: int, parts: int) -> list[slice]:
+    """Returns the parts of the tokens, of nearly equal sizes, none empty."""
+    edges = [count * i // min(parts, max(1, count)) for i in range(min(parts, max(1, count)) + 1)]
+    return [slice(*pair) for pair in itertools.pairwise(edges)]
+
+
+def _devices(expert_axis: Any, group_offset: Any, form: str, parts: Any, room: float) -> int:
+    """Returns over how many devices the experts are divided; raises an error if arguments do not fit."""
+    if form not in FORMS:
+        raise ValueError(f"moe: unknown form {form!r}, expected one of {FORMS}")
+    if (parts := integer(parts, "parts", "moe")) < 1:
+        raise ValueError(f"moe: parts must be at least 1, got {parts}")
+    if not room > 0:
+        raise ValueError(f"moe: room must be positive, got {room}")
+    if expert_axis is None:
+        return 1
+    if group_offset is not None:
+        raise ValueError("moe: group_offset and expert_axis: the axis says which experts are here, leave group_offset")
+    return ring_of(expert_axis, ROUTES[0], "moe", "expert_axis").size
 
 
 def _weights(w: Any, name: str) -> jax.Array:
@@ -128,7 +185,7 @@ def _weights(w: Any, name: str) -> jax.Array:
     return w
 
 
-def _check_shapes(x: Any, experts: int, gate: Any, up: Any, down: Any, layout: str, whole: bool) -> None:
+def _check_shapes(x: Any, experts: int, gate: Any, up: Any, down: Any, layout: str, whole: bool, devices: int) -> None:
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(f"moe: w_gate is {jax.typeof(gate).str_short()}, but w_up is {jax.typeof(up).str_short()}")
     if contracted(x, True) != contracted(gate, layout[1] == "t"):
@@ -139,7 +196,11 @@ def _check_shapes(x: Any, experts: int, gate: Any, up: Any, down: Any, layout: s
         raise TypeError(f"moe: w_gate is {gate.dtype}, but w_down is {down.dtype}: cast one of them")
     if gate.shape[0] != down.shape[0]:
         raise ValueError(f"moe: w_gate has {gate.shape[0]} experts, w_down has {down.shape[0]}")
-    if whole and gate.shape[0] != experts:
+    if devices > 1 and gate.shape[0] * devices != experts:
+        raise ValueError(
+            f"moe: router_logits are for {experts} experts, but {devices} devices have {gate.shape[0]} each"
+        )
+    if whole and devices == 1 and gate.shape[0] != experts:
         raise ValueError(
             f"moe: router_logits are for {experts} experts, but the weights are those of {gate.shape[0]}; "
             "where they are some of the experts, group_offset says which"

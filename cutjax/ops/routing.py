@@ -131,12 +131,27 @@ def routed(logits: Any, k: Any, scoring: str, renormalize: bool, bias: Any, wher
         weights = jnp.exp(picked - jax.nn.logsumexp(logs, -1, keepdims=True))
     else:
         weights = jnp.exp(picked)
+    permutation, inverse, sizes = _sorted(indices, logits.shape[-1])
+    return Routing(indices, *(checkpoint_name(x, ROUTING) for x in (weights, permutation, inverse, sizes)))
+
+
+def sorted_by(expert: jax.Array, experts: int, weights: jax.Array) -> Routing:
+    """Returns the routing of rows of which each has one expert, and its weight ``[rows, 1]``.
+
+    Rows whose expert is ``experts`` have none: they come last, and are of no group.
+    """
+    indices = expert[:, None]
+    permutation, inverse, sizes = _sorted(indices, experts)
+    return Routing(indices, weights, *(checkpoint_name(x, ROUTING) for x in (permutation, inverse, sizes)))
+
+
+def _sorted(indices: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the permutation, the inverse and the group sizes of pairs."""
     pairs = indices.reshape(*indices.shape[:-2], -1)
     # To shard_map an argsort does not vary over the mesh axes its argument varies over, which it does.
     permutation = match_varying(jnp.argsort(pairs, stable=True).astype(jnp.int32), pairs)[0]
     inverse = jnp.vectorize(_inverse, signature="(r)->(r)")(permutation).reshape(indices.shape)
-    sizes = _histogram(pairs, logits.shape[-1])
-    return Routing(indices, *(checkpoint_name(x, ROUTING) for x in (weights, permutation, inverse, sizes)))
+    return permutation, inverse, _histogram(pairs, experts)
 
 
 def _chosen(logits: Any, k: Any, scoring: str, bias: Any, where: str) -> tuple[jax.Array, jax.Array]:

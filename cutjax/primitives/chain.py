@@ -92,7 +92,7 @@ def _block_jvp(chain: Chain, primals: Any, tangents: Any) -> tuple[jax.Array, ja
     _, x_dot, w_dots, w2_dot, operand_dots, b2_dot = jax.tree.map(
         _none_if_zero, tangents, is_leaf=lambda t: isinstance(t, SymbolicZero)
     )
-    product, hidden, arithmetic = chain.product, chain.hidden, chain.arithmetic(x.dtype)
+    product, hidden = chain.product, chain.hidden
     dtype = derivative.saved_dtype(hidden, x.dtype)
 
     def multiply(of: Product, *factors: jax.Array) -> jax.Array:
@@ -114,14 +114,8 @@ def _block_jvp(chain: Chain, primals: Any, tangents: Any) -> tuple[jax.Array, ja
         return checkpoint_name(outs[0], HIDDEN), kept
 
     def tangent(h: Any, kept: Any, w2: Any, operands: Any, acc_dots: Any, operand_dots: Any, w2_dot: Any) -> list[Any]:
-        terms = []
-        if any(derivative.moving(acc_dots)):
-            dots = [dot if dot is None else product.whole(dot, context, h.shape, arithmetic) for dot in operand_dots]
-            terms.append(_chain(chain, context, kept, operands, w2, acc_dots, dots))
-        elif any(derivative.moving(operand_dots)):
-            applied = product.applied(hidden, context, arithmetic)
-            (dot,) = derivative.push(applied, h.shape, kept, operands, acc_dots, operand_dots)
-            terms.append(chain.second(dot, w2, context))
+        dot = tangent_of_second(chain, context, h.shape, kept, operands, w2, acc_dots, operand_dots)
+        terms = [] if dot is None else [dot]
         if w2_dot is not None:
             terms.append(chain.second(h, w2_dot, context))
         return terms
@@ -155,6 +149,28 @@ def _none_if_zero(dot: Any) -> Any:
 # transpose is one kernel, the product with w2 transposed whose epilogue multiplies by the activation's derivative.
 # None among the arguments stands for an accumulator that is not needed, or a tangent of zero: ``present`` says which
 # are given. Where there are groups the tangents of operands are of h's shape, for a kernel adds up nothing.
+
+
+def tangent_of_second(
+    chain: Chain,
+    context: Any,
+    shape: tuple[int, ...],
+    kept: Any,
+    operands: Any,
+    w2: Any,
+    acc_dots: Any,
+    operand_dots: Any,
+) -> jax.Array | None:
+    """Returns h' @ w2, of the accumulators that were kept, for an h of that shape; None is zero, as among tangents."""
+    product, arithmetic = chain.product, chain.arithmetic(w2.dtype)
+    if any(derivative.moving(acc_dots)):
+        dots = [dot if dot is None else product.whole(dot, context, shape, arithmetic) for dot in operand_dots]
+        return _chain(chain, context, kept, operands, w2, acc_dots, dots)
+    if any(derivative.moving(operand_dots)):
+        applied = product.applied(chain.hidden, context, arithmetic)
+        (dot,) = derivative.push(applied, shape, kept, operands, acc_dots, operand_dots)
+        return chain.second(dot, w2, context)
+    return None
 
 
 def _chain(

@@ -33,6 +33,7 @@ MAX_RANK = 5
 
 # CUtensorMapDataType; types TMA does not know travel as unsigned integers of their size.
 _TMA_DTYPES = {name: dtype.tma for name, dtype in DTYPES.items() if dtype.tma is not None}
+_TF32 = 11
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
 
@@ -55,6 +56,7 @@ class TensorMap:
       swizzle: 0, 32, 64 or 128 bytes.
       byte_offset: where in the buffer the tensor starts.
       l2_bytes: how much of a line L2 fetches: 0, 64, 128 or 256 bytes.
+      tf32: whether float32 elements are rounded to tf32 on their way.
     """
 
     buffer: int
@@ -65,12 +67,14 @@ class TensorMap:
     swizzle: int = 128
     byte_offset: int = 0
     l2_bytes: int = 128
+    tf32: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
         rank = len(self.dims)
         _require(0 <= self.buffer < MAX_BUFFERS, f"buffer {self.buffer} is not in 0..{MAX_BUFFERS - 1}")
         _require(self.tma_dtype is not None, f"TMA has no type for {self.dtype}")
+        _require(not self.tf32 or self.dtype == np.float32, f"tf32 of {self.dtype}: only float32 is rounded")
         _require(1 <= rank <= MAX_RANK, f"a tensor map has rank 1 to {MAX_RANK}, not {rank}")
         _require(len(self.strides) == rank - 1, f"rank {rank} needs {rank - 1} strides, got {self.strides}")
         _require(len(self.box) == rank, f"rank {rank} needs {rank} box sizes, got {self.box}")
@@ -93,6 +97,8 @@ class TensorMap:
     @property
     def tma_dtype(self) -> int | None:
         """The element type as a ``CUtensorMapDataType``."""
+        if self.tf32:
+            return _TF32
         return 0 if self.dtype.itemsize == 1 else _TMA_DTYPES.get(self.dtype.name)
 
     @property

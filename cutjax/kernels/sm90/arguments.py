@@ -12,56 +12,13 @@ import numpy as np
 
 from cutjax.epilogue import emit
 from cutjax.kernels.arguments import Argument, Matrices, batch_steps, matrices, place_steps
+from cutjax.kernels.sm90.operands import row_bytes
 from cutjax.runtime.launch import Int32, Pointer, TensorMap
 
 if TYPE_CHECKING:
     from cutjax.kernels.problem import Operand, Problem
+    from cutjax.kernels.sm90.config import Config
     from cutjax.kernels.sm90.kernel import Kernel
-
-
-@dataclasses.dataclass(frozen=True)
-class Padding:
-    """An array that is copied before the launch, as TMA cannot walk its rows where they are.
-
-    Attributes:
-      name: "a" or "b".
-      buffer: which argument of the kernel.
-      columns: elements added to the end of each row.
-      row_bytes: of a row of the copy.
-      rows: how many there are.
-    """
-
-    name: str
-    buffer: int
-    columns: int
-    row_bytes: int
-    rows: int
-
-
-@functools.lru_cache(maxsize=1024)
-def paddings(problem: Problem) -> tuple[Padding, ...]:
-    """Returns the arrays to copy to padded rows; tensor maps keep their sizes, so no kernel reads what was added."""
-    p, found = problem, []
-    b_matrices = math.prod(p.b_batch) * (p.groups if p.ragged == "m" else 1)
-    arrays = [("a", p.a, p.m, math.prod(p.a_batch)), *(("b", b, p.n, b_matrices) for b in p.bs)]
-    for buffer, (name, operand, length, count) in enumerate(arrays[:1] if p.symmetric else arrays):
-        size, rows = (p.k, length) if operand.contiguous == "k" else (length, p.k)
-        pitch = row_bytes(operand, length, p.k)
-        if columns := pitch // operand.dtype.itemsize - size:
-            found.append(Padding(name, buffer, columns, pitch, rows * count))
-    return tuple(found)
-
-
-def row_bytes(operand: Operand, rows: int, k: int) -> int:
-    """Returns how far apart the rows of an operand are whose m or n axis is `rows` long.
-
-    TMA walks rows that start at multiples of 16 bytes. Copies of others start on lines of memory, or as even as adds a
-    fiftieth at most.
-    """
-    size = (k if operand.contiguous == "k" else rows) * operand.dtype.itemsize
-    if size % 16 == 0:
-        return size
-    return next(x for unit in (128, 64, 32, 16) if (x := -(-size // unit) * unit) <= 1.02 * size or unit == 16)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -81,7 +38,8 @@ def result_matrices(p: Problem, dtype: np.dtype) -> Matrices:
 def arguments(kernel: Kernel) -> tuple[Argument, ...]:
     """Returns the arguments of a kernel, in order.
 
-    Buffers are a, the bs (none where b is a), sizes of groups, the epilogue's operands and results, in order.
+    Buffers are a, the bs (none where b is a), sizes of groups, the epilogue's operands, further parts of a and of the
+    bs, and results, in order.
     """
     return tuple(_arguments(kernel))
 
@@ -93,19 +51,24 @@ def _arguments(kernel: Kernel) -> Iterator[Argument]:
     sizes, *moves = zip(*[unmoved] * (3 - len(p.batch_groups)), *p.batch_groups, strict=True)
     steps = [batch_steps(move, sizes) for move in moves]
     of_operands = steps[2 : 2 + len(epilogue.operands)]
-    first_result = p.arrays + len(epilogue.operands) + c.stream_k  # tickets are an argument too
+    more, parts = kernel.more_parts, kernel.way.parts
+    first_more = p.arrays + len(epilogue.operands)
+    first_result = first_more + more + c.stream_k  # tickets are an argument too
     loaded = dict(staging.operands)
     results = [(first_result + i, out) for i, out in staging.results]
     maps = [(place, buffer, np.dtype(out.dtype)) for place, (buffer, out) in enumerate(results) if staging.by_tma(out)]
 
     of_a = matrices_of(p, p.a, p.m, math.prod(p.a_batch), tuple(steps[0]))
-    yield _map("map_a", _operand_map(int(c.swap), p.a, p.m, p.k, of_a, c.bm, 64, c.bk, c.cluster_n))
+    for part in range(parts):
+        buffer = _part_of(int(c.swap), part, parts, first_more)
+        value = _operand_map(buffer, p.a, p.m, p.k, of_a, c.bm, 64, c, c.cluster_n)
+        yield _map(f"map_a{part}" if part else "map_a", value, "a")
     b_matrices = math.prod(p.b_batch) * (p.groups if p.ragged == "m" else 1)
     of_b = matrices_of(p, p.bs[0], p.n, b_matrices, tuple(steps[1]))
-    for i, b in enumerate(p.bs):
-        buffer = 0 if p.symmetric or c.swap else 1 + i
-        chunk = c.chunk(b, p.products)
-        yield _map(f"map_b{i}", _operand_map(buffer, b, p.n, p.k, of_b, c.bn, chunk, c.bk, c.cluster_m), "b")
+    for i, (part, b) in enumerate((part, i) for part in range(parts) for i in range(p.products)):
+        buffer = _part_of(0 if p.symmetric or c.swap else 1 + b, part, parts, first_more)
+        chunk = c.chunk(p.bs[0], p.products)
+        yield _map(f"map_b{i}", _operand_map(buffer, p.bs[0], p.n, p.k, of_b, c.bn, chunk, c, c.cluster_m), "b")
     d_matrices = c.splits * p.batch_size * (p.groups if p.ragged == "k" else 1)
     in_order = [result_matrices(kernel.problem, dtype) for _, _, dtype in maps if p.orders[2]]
     for i, (place, buffer, dtype) in enumerate(maps):
@@ -136,7 +99,7 @@ def _arguments(kernel: Kernel) -> Iterator[Argument]:
     for i, _ in staging.reductions:
         yield Argument(f"float* partial{i}", Pointer(first_result + i), "partials")
     if c.stream_k:  # after the results
-        yield Argument("float* scratch", Pointer(first_result + len(epilogue.outputs)), "scheduler")
+        yield Argument("Acc* scratch", Pointer(first_result + len(epilogue.outputs)), "scheduler")
         yield Argument("int* tickets", Pointer(first_result + len(epilogue.outputs) + 1), "scheduler")
     if p.groups:
         yield Argument("const int* sizes", Pointer(1 + p.products), "scheduler")
@@ -156,15 +119,22 @@ def _int(name: str, value: int, to: str = "") -> Argument:
     return Argument(f"int {name}", Int32(value), to)
 
 
+def _part_of(buffer: int, part: int, parts: int, first_more: int) -> int:
+    """Returns the buffer of a part of the array that is an argument of the kernel: the first, or one of the others."""
+    return buffer if part == 0 else first_more + buffer * (parts - 1) + part - 1
+
+
 def _operand_map(
-    buffer: int, operand: Operand, rows: int, k: int, of: Matrices, tile: int, chunk: int, bk: int, share: int
+    buffer: int, operand: Operand, rows: int, k: int, of: Matrices, tile: int, chunk: int, config: Config, share: int
 ) -> TensorMap:
     """The tensor map of an operand whose m or n axis is `rows` long, as Operand in mainloop.cuh loads it."""
     # Rows off the lines of memory: fetching 256 bytes at once costs 15% more than 128 there.
     l2_bytes = 256 if of.on_lines else 128
     if operand.contiguous == "k":
-        return _matrix_map(buffer, operand.dtype, (k, rows), of, (64, tile // share), 128, l2_bytes)
-    depth = bk if -(-tile // chunk) % share == 0 else bk // share
+        box = 128 // operand.dtype.itemsize, tile // share
+        found = _matrix_map(buffer, operand.dtype, (k, rows), of, box, 128, l2_bytes)
+        return dataclasses.replace(found, tf32=operand.dtype == np.float32)
+    depth = config.bk if -(-tile // chunk) % share == 0 else config.bk // share
     return _matrix_map(buffer, operand.dtype, (rows, k), of, (chunk, depth), chunk * 2, l2_bytes)
 
 

@@ -23,7 +23,8 @@ class Config:
 
     Attributes:
       bm, bn, bk: tile of the result, and depth of one stage, in elements. bm is 64, 128 or 256; bn a multiple of
-        8 up to 256, of 16 where b's rows are contiguous along it; bk 64 or 128.
+        8 up to 256, of 16 where b's rows are contiguous along it; bk 64 or 128, counted in elements of 16 bits: of
+        others as many as take as many bytes.
       stages: tiles of a and b kept in flight in shared memory.
       cluster_m, cluster_n: CTAs of a cluster along m and n, which multicast what they share; their product is 1 or 2.
       schedule: "coop" (two warpgroups split each tile; one when bm is 64) or "pingpong" (two warpgroups take
@@ -39,6 +40,8 @@ class Config:
         with "coop" alone, and without another cluster.
       splits: equal ranges of k blocks that are products of their own, in f32, as along a batch axis. XLA adds them up,
         in order, and computes the epilogue. At most 128.
+      sms: on how many SMs the kernel runs at most, and leaves the others to what runs beside it, such as transfers
+        between devices; 0 is all of them.
 
     Raises:
       ValueError: a field is outside its range, or the accumulators do not fit the registers; lists every reason.
@@ -56,6 +59,7 @@ class Config:
     stream_k: bool = False
     cluster_k: int = 1
     splits: int = 1
+    sms: int = 0
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -96,6 +100,12 @@ class Config:
             reasons.append(f"stream_k with cluster_k={self.cluster_k}, splits={self.splits}: k is divided in one way")
         if not 1 <= self.splits <= 128:
             reasons.append(f"splits={self.splits}: XLA adds up 1 to 128 parts")
+        if self.sms < 0:
+            reasons.append(f"sms={self.sms}: a kernel runs on at least one SM; 0 is all of them")
+        if self.sms and self.cluster_k != 1:
+            reasons.append(
+                f"sms={self.sms} with cluster_k={self.cluster_k}: each cluster has one tile, and is launched"
+            )
         if not reasons and self.accumulator_registers > MAX_ACCUMULATORS:
             reasons.append(
                 f"{self.bm}x{self.bn} {self.schedule} needs {self.accumulator_registers} accumulator registers, "
@@ -136,13 +146,19 @@ class Config:
         owners = (owners for owners in (8, 4, 2) if owners <= self.cluster_k and self.bn % (least * owners) == 0)
         return self.bn // next(owners, 1)
 
+    def depth(self, operand: Operand) -> int:
+        """Returns the elements of k in a stage."""
+        return 2 * self.bk // operand.dtype.itemsize
+
     def chunk(self, b: Operand, products: int = 1) -> int:
         """Returns the elements of a row of b's tile in shared memory, which its swizzle spans.
 
         Where b's rows in memory lie along bn, chunks narrower than 64 have bank conflicts, so that of one product the
         last may be wider than the tile, where it loads a third more at most.
         """
-        if b.contiguous == "k" or self.bn % 64 == 0 or (products == 1 and 3 * (-self.bn % 64) <= self.bn):
+        if b.contiguous == "k":
+            return 128 // b.dtype.itemsize
+        if self.bn % 64 == 0 or (products == 1 and 3 * (-self.bn % 64) <= self.bn):
             return 64
         return 32 if self.bn % 32 == 0 else 16
 
@@ -154,7 +170,9 @@ class Config:
         """Returns the name of the kernel wherever it is seen: HLO, profiler, explain, benchmark rows."""
         if self.splits > 1:
             problem = problem.bare
-        dtypes = short(problem.a_dtype.name)
+        dtypes = short(problem.a_dtype.name) + problem.math
+        if problem.b_dtype != problem.a_dtype:
+            dtypes += f"x{short(problem.b_dtype.name)}"
         if problem.plain and problem.out_dtype != problem.a_dtype:
             dtypes += short(problem.out_dtype.name)
         tile = f"{self.bm}x{self.bn}x{self.bk}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}_{self.schedule}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cutjax.kernels.device import Device
 from cutjax.kernels.sm90 import dense_cost
-from cutjax.kernels.sm90.arguments import paddings, row_bytes
+from cutjax.kernels.sm90.operands import copies, row_bytes
 
 if TYPE_CHECKING:
     from cutjax.kernels.problem import Problem
@@ -90,13 +90,13 @@ def predict(kernel: Kernel, device: Device) -> float:
         filled += (1 - filled) * fit.idle
         items = rows * tiles * p.batch_size
     elif p.ragged == "k":
-        items, k = items * p.groups, p.k / p.groups + c.bk / 2
+        items, k = items * p.groups, p.k / p.groups + c.depth(p.a) / 2
     items *= c.splits
     in_flight = max(1, sms * resident // c.cluster)
     waves = math.ceil(items / in_flight)
     sharing = min(resident, math.ceil(items * c.cluster / sms))  # blocks that really share an SM
 
-    k_blocks = math.ceil(math.ceil(k / c.bk) / c.parts)
+    k_blocks = math.ceil(math.ceil(k / c.depth(p.a)) * len(kernel.way.pairs) / c.parts)
     tile_bytes = kernel.stage_bytes
     columns = c.bn * p.products
     read_bytes = (c.bm + c.bm // 64 * columns) * c.bk * 2  # wgmma reads b once for each 64 rows of a
@@ -106,7 +106,7 @@ def predict(kernel: Kernel, device: Device) -> float:
     cycles_share += fit.narrow * (
         p.bs[0].contiguous == "mn" and c.bn % 64 != 0
     )  # narrower swizzle, so more bank conflicts
-    multiply = sharing * cycles_share * 2 * c.bm * columns * c.bk / (device.peak(p.a_dtype) / sms) * 1e6 * filled
+    multiply = sharing * cycles_share * 2 * c.bm * columns * c.bk / dense_cost.flop_us(kernel, device) * filled
     a_rows, b_rows = _short_rows(kernel) if fit.rows else (1, 1)
     saved = a_rows * c.bm * (c.cluster_n - 1) / c.cluster_n + b_rows * columns * (c.cluster_m - 1) / c.cluster_m
     loaded = (a_rows * c.bm + b_rows * columns) * c.bk * 2
@@ -133,22 +133,22 @@ def predict(kernel: Kernel, device: Device) -> float:
 
     ragged = 1.1 if c.bn * p.out_dtype.itemsize % 128 else 1.0  # stores of less than a cache line
     speed = device.bytes_per_second / dense_cost.FITTED_ON.bytes_per_second
-    reads = (p.bytes - p.result_bytes) / (READ_BYTES_PER_US * speed)
+    reads = (p.bytes - p.result_bytes) * kernel.way.parts / (READ_BYTES_PER_US * speed)
     writes = ragged * c.splits * p.result_bytes / (WRITTEN_BYTES_PER_US * speed)
     twins = fit.twins if p.ragged else -0.04 * (p.k <= 64)
     memory = (reads + writes) * (1 + 0.11 * c.bm * c.bn / 32768 + twins * (resident == 2) + fit.short * (c.bm == 64))
     time_us = fit.scale * math.hypot(compute**3, memory**3) ** (1 / 3) + 1.2  # a smooth maximum, and the launch
-    time_us += _padding_us(p, speed)
+    time_us += _copies_us(kernel.problem, speed)
     if c.splits == 1:
         return time_us
-    outside = kernel.asked.bytes - p.bytes + p.result_bytes  # what XLA moves, beside the parts
+    outside = kernel.asked.bytes - kernel.problem.bytes + p.result_bytes  # what XLA moves, beside the parts
     return time_us + 3 + (c.splits * p.result_bytes + outside) / (ADDED_BYTES_PER_US * speed)
 
 
-def _padding_us(problem: Problem, speed: float) -> float:
-    """Returns what copying operands to padded rows takes: each is read and written, in a launch of its own."""
-    copied = sum(2 * pad.rows * pad.row_bytes for pad in paddings(problem))
-    return copied / (WRITTEN_BYTES_PER_US * speed) + 2 * len(paddings(problem))
+def _copies_us(problem: Problem, speed: float) -> float:
+    """Returns what copying operands takes: each is read and written, in a launch of its own."""
+    copied = copies(problem)
+    return sum(copy.moved for copy in copied) / (WRITTEN_BYTES_PER_US * speed) + 2 * len(copied)
 
 
 def _short_rows(kernel: Kernel) -> tuple[int, int]:
@@ -156,4 +156,4 @@ def _short_rows(kernel: Kernel) -> tuple[int, int]:
     problem = kernel.multiplied
     lines = 1 if row_bytes(problem.a, problem.m, problem.k) % 128 == 0 else 2
     chunk = kernel.config.chunk(problem.bs[0], problem.products)
-    return lines, lines * 64 // chunk
+    return lines, lines * 128 // (chunk * problem.b_dtype.itemsize)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from cutjax.kernels import staging
 from cutjax.kernels.device import Device, reference
-from cutjax.kernels.sm90.arguments import matrices_of, paddings
+from cutjax.kernels.sm90.arguments import matrices_of
+from cutjax.kernels.sm90.operands import copies
 
 if TYPE_CHECKING:
     from cutjax.kernels.problem import Operand, Problem
@@ -170,7 +171,7 @@ class Features:
       multicasts: the cluster is one that multicasts.
       cluster, cluster_m, cluster_n, cluster_k, splits, stream: of the config.
       bm, bn, bk, stages, pingpong, halves: of the config; bn of all products, `halves` where two warpgroups share one.
-      k_blocks: of a part.
+      k_blocks: of a part; of each pair of parts of the operands as many.
       stage_bytes: of one stage.
       own: the part of a tile's columns that one CTA stores.
       a_off, b_off: rows in memory are off its lines.
@@ -179,7 +180,7 @@ class Features:
       ragged, pitch, threads, swap: of the result.
       fused: instructions of the epilogue, an accumulator; 0 of the identity.
       reads, result, asked: bytes of the operands, of the results the kernel writes, and of those asked.
-      copied, copies: bytes, and number, of operands copied to padded rows.
+      copied, copies: bytes read and written, and number, of operands copied before the launch.
     """
 
     ideal: Any
@@ -230,11 +231,10 @@ def features(kernel: Kernel, device: Device) -> Features:
 
     itemsize = p.out_dtype.itemsize
     result_row = kernel.problem.n * itemsize
-    pads = paddings(kernel.asked)
-    flops = device.peak(p.a_dtype)
+    copied = copies(kernel.asked)
     return Features(
-        ideal=1e6 * p.flops / flops,
-        flop_us=flops / device.sms / 1e6,
+        ideal=1e6 * p.flops / device.peak(kernel.problem.a_dtype, kernel.problem.math),
+        flop_us=flop_us(kernel, device),
         speed=device.bytes_per_second / FITTED_ON.bytes_per_second,
         sms=device.sms,
         items=kernel.rows * kernel.columns * p.batch_size * c.splits,
@@ -253,24 +253,33 @@ def features(kernel: Kernel, device: Device) -> Features:
         stages=c.stages,
         pingpong=c.schedule == "pingpong",
         halves=c.schedule == "coop" and c.consumers == 2,
-        k_blocks=math.ceil(math.ceil(p.k / c.bk) / c.parts),
+        k_blocks=math.ceil(kernel.k_blocks / c.parts),
         stage_bytes=kernel.stage_bytes,
         own=c.epilogue_columns / c.bn,
         a_off=off(p.a, p.m),
         b_off=off(p.bs[0], p.n),
         b_columns=c.loaded(p.bs[0], p.products) * p.products,
-        b_short=64 // c.chunk(p.bs[0], p.products) - 1,
+        b_short=128 // (c.chunk(p.bs[0], p.products) * p.b_dtype.itemsize) - 1,
         ragged=(c.bm if c.swap else c.bn) * itemsize % 128 != 0,
         pitch=result_row % 128 != 0,
         threads=result_row % 16 != 0,
         swap=c.swap,
         fused=_instructions(kernel),
-        reads=p.bytes - p.result_bytes,
+        reads=(p.bytes - p.result_bytes) * kernel.way.parts,
         result=p.result_bytes,
-        asked=kernel.asked.bytes - p.bytes + 2 * p.result_bytes,
-        copied=sum(2 * pad.rows * pad.row_bytes for pad in pads),
-        copies=len(pads),
+        asked=kernel.asked.bytes - kernel.problem.bytes + 2 * p.result_bytes,
+        copied=sum(copy.moved for copy in copied),
+        copies=len(copied),
     )
+
+
+def flop_us(kernel: Kernel, device: Device) -> float:
+    """Returns the flops a microsecond of one SM, of as many elements of 16 bits as the operands' are long.
+
+    A stage has so many bytes of k, whatever the dtype, which multiply in about the same time.
+    """
+    peak = device.peak(kernel.problem.a_dtype, kernel.problem.math) * len(kernel.way.pairs)
+    return peak / device.sms / 1e6 * kernel.multiplied.a_dtype.itemsize / 2
 
 
 def _instructions(kernel: Kernel) -> float:
@@ -368,7 +377,7 @@ XLA_BATCHED = {
 def xla_us(kernel: Kernel, device: Device) -> float | None:
     """Returns the time that XLA's own product may take, told of the kernel predicted fastest; None where unknown."""
     p = kernel.asked
-    if not p.plain or p.ragged or p.symmetric:
+    if not p.plain or p.ragged or p.symmetric or p.a_dtype.itemsize != 2:
         return None
     f = features(kernel, device)
     ours = time_us(f, CONSTANTS) - _copies_us(f)
@@ -421,5 +430,5 @@ def _transposes_us(p: Problem, device: Device) -> float:
 
 
 def _copies_us(f: Features) -> Any:
-    """Returns what copying operands to padded rows takes: each is read and written, in a launch of its own."""
+    """Returns what copying operands takes: each is read and written, in a launch of its own."""
     return f.copied / (3e6 * f.speed) + f.copies

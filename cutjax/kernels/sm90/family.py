@@ -65,12 +65,15 @@ def _configs(facts: Facts, swap: bool) -> Iterator[Config]:
     any_width = problem.bs[0].contiguous == "k"
     few = _even_widths(problem.n) if swap and any_width and problem.n <= FEW_COLUMNS else ()
     for (schedule, bm), widths in tiles.items():
+        if schedule == "pingpong" and facts.way.promoted == 1:
+            continue  # one warpgroup multiplies at a time: nothing hides that each stage's sums are added up
         widths = [bn for bn in few if bn <= widths[-1]] if few else widths
         for bk, bns, clusters in ((64, widths, CLUSTERS), (128, DEEP_TILES.get((schedule, bm), ()), CLUSTERS[:1])):
             for bn in bns:
                 if swap and not any_width and bn % 16:
                     continue
-                stages = _stages(facts, footprint(facts, _config(bm, bn, bk, 2, 1, 1, schedule, 1, swap)), bk)
+                thin = _config(bm, bn, bk, 2, 1, 1, schedule, 1, swap)
+                stages = _stages(facts, footprint(facts, thin), thin.depth(problem.a))
                 for cluster in clusters:
                     if swap and bn % 16 and cluster[0] > 1:
                         continue
@@ -90,7 +93,7 @@ def _even_widths(columns: int) -> tuple[int, ...]:
 
 def _divided(problem: Problem, config: Config) -> Iterator[Config]:
     """Yields the ways to divide the contraction of a config's tiles among as many CTAs as there are SMs, about."""
-    k_blocks = -(-problem.k // config.bk)
+    k_blocks = -(-problem.k // config.depth(problem.a))
     if problem.ragged == "m" or problem.symmetric or k_blocks < 2 * LEAST_K_BLOCKS:
         return
     rows, columns = average_tiles(problem, config)
@@ -116,7 +119,7 @@ def _divided(problem: Problem, config: Config) -> Iterator[Config]:
 
 def _stages(facts: Facts, tile: Footprint, bk: int) -> int:
     """As deep a pipeline as fits; shallower where k is so short that the result wants the memory more."""
-    k, whole = facts.problem.k, max(2, tile.whole_result)
+    k, whole = facts.problem.k * len(facts.way.pairs), max(2, tile.whole_result)
     most = 8 if facts.problem.groups or facts.problem.symmetric else 16  # those were measured with 8
     deepest = max(2, min(tile.deepest(), most))  # where 2 do not fit, resolve says so
     if k <= bk:

@@ -15,15 +15,14 @@ from cutjax.dtypes import short
 from cutjax.epilogue.expression import REDUCTIONS, Output
 from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import cost, dense_cost, text
-from cutjax.kernels.sm90.arguments import Argument, arguments, matrices_of, paddings, result_matrices
+from cutjax.kernels.sm90 import cost, dense_cost, operands, text
+from cutjax.kernels.sm90.arguments import Argument, arguments, matrices_of, result_matrices
 from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Config
 from cutjax.kernels.staging import STORED_BY_TMA, Staging, stage
 from cutjax.runtime.compiler import Cubin, compile_kernel
 from cutjax.runtime.launch import Call, Launch
 
 ARCH = "sm_90a"
-INPUT_DTYPES = ("bf16", "f16")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,7 +30,9 @@ class Facts:
     """Everything that the kernels of a problem have in common, whatever their config.
 
     Attributes:
-      problem: the problem as it is multiplied: where the operands are swapped, that of the transposed result.
+      problem: the problem as it is multiplied: of copies of the operands where the kernel takes such, and, where they
+        are swapped, of the transposed result.
+      way: how its operands are multiplied.
       staging: of its epilogue.
       heavy: whether the epilogue takes too many registers for two blocks beside each other.
       reasons: why no kernel can serve the problem; empty when one can.
@@ -39,10 +40,15 @@ class Facts:
     """
 
     problem: Problem
+    way: operands.Way
     staging: Staging
     heavy: bool
     reasons: tuple[str, ...]
     footprints: dict[tuple[str, int, int, int, int], Footprint] = dataclasses.field(default_factory=dict, repr=False)
+
+    def accumulators(self, config: Config) -> int:
+        """Returns the accumulator registers of a thread, all products together, and those they are promoted to."""
+        return config.accumulator_registers * self.problem.products * (2 if self.way.promoted else 1)
 
     def max_accumulators(self, config: Config) -> int:
         """Returns the accumulator registers a thread may have, all products together, beside what its epilogue keeps.
@@ -67,7 +73,7 @@ class Facts:
         varying = any(spec.row or spec.col for spec in epilogue.operands)
         several = len(epilogue.outputs) > 1 and bool(epilogue.operands)
         # Beside 192 accumulators, random bits and others that are called spill; beside 128 nothing does.
-        called = config.accumulator_registers * problem.products > 128 and self.staging.called
+        called = self.accumulators(config) > 128 and self.staging.called
         if called or problem.groups or (varying and not self.staging.even):
             return 128
         if several and config.swap and config.stream_k:  # of 128x96 and 64x256 some spill, though not of 128x160
@@ -78,8 +84,9 @@ class Facts:
 @functools.lru_cache(maxsize=1024)
 def facts_of(problem: Problem, swap: bool = False) -> Facts:
     """Returns what the kernels of a problem have in common, with its operands as they are or swapped."""
-    unswappable = _swap_reasons(problem) if swap else []
-    multiplied = problem.transposed if swap and not unswappable else problem
+    why, unswappable = operands.reasons(problem), _swap_reasons(problem) if swap else []
+    multiplied = problem if why else operands.as_multiplied(problem)
+    multiplied = multiplied.transposed if swap and not unswappable else multiplied
     layout = swap, math.gcd(problem.n, 16), multiplied.n % 2 == 0
     staging, epilogue = stage(multiplied.epilogue, problem.symmetric, *layout), multiplied.epilogue
     heavy = (
@@ -88,11 +95,11 @@ def facts_of(problem: Problem, swap: bool = False) -> Facts:
         or bool(problem.groups and epilogue.operands)
         or (len(epilogue.outputs) > 1 and staging.called)
     )
-    return Facts(multiplied, staging, heavy, (*_problem_reasons(problem, staging), *unswappable))
+    way = operands.Way() if why else operands.way(problem)
+    return Facts(multiplied, way, staging, heavy, (*why, *_problem_reasons(problem, staging), *unswappable))
 
 
 def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
-    a, b = short(problem.a_dtype.name), short(problem.b_dtype.name)
     reasons = [] if problem.plain else list(staging.reasons)
     if problem.groups and problem.a.contiguous != ("k" if problem.ragged == "m" else "mn"):
         reasons.append(f"layout {problem.layout} with groups of {problem.ragged}: kernels divide an outer axis of a")
@@ -102,13 +109,6 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
         reasons += staging.symmetric_reasons
     if problem.arch != ARCH:
         reasons.append(f"architecture {problem.arch}: the kernels are for {ARCH}")
-    if problem.math:
-        reasons.append(f"{a} as {problem.math}: kernels multiply 16-bit floats as they are")
-    if a != b or a not in INPUT_DTYPES:
-        reasons.append(f"{a} x {b}: both operands are bf16, or both f16")
-    elif problem.accumulator != np.float32 or problem.math:
-        how = problem.math or f"accumulated in {short(problem.accumulator.name)}"
-        reasons.append(f"{a} x {b}, {how}: kernels multiply exactly and accumulate in f32")
     if problem.plain and staging.reasons:
         names = ", ".join(map(short, STORED_BY_TMA))
         reasons.append(f"result {short(problem.out_dtype.name)}: one of {names}")
@@ -195,13 +195,12 @@ def _footprint(facts: Facts, config: Config) -> Footprint:
     problem, staging = facts.problem, facts.staging
     chunk = staging.chunk(config.epilogue_columns)
     loaded = config.loaded(problem.bs[0], problem.products) * problem.products
-    a_row, b_row = config.bm * problem.a_dtype.itemsize, loaded * problem.b_dtype.itemsize
     buffer_bytes = 64 * chunk * staging.column_bytes
     # Registers fit two when each has 256 threads of 128, half of them accumulators.
-    two = config.consumers == 1 and config.accumulator_registers * problem.products <= 64 and not facts.heavy
+    two = config.consumers == 1 and facts.accumulators(config) <= 64 and not facts.heavy
     return Footprint(
         chunk=chunk,
-        stage_bytes=(a_row + b_row) * config.bk,
+        stage_bytes=(config.bm + loaded) * config.bk * 2,
         buffer_bytes=buffer_bytes,
         staging_bytes=config.consumers * (buffer_bytes + (8 if staging.operands else 0)),
         whole_result=config.m_blocks * config.epilogue_columns // chunk,
@@ -234,7 +233,9 @@ class Kernel:
     Attributes:
       problem, config: which.
       asked: the problem with its epilogue; where k has splits, `problem` is without.
-      multiplied: `problem` as it is multiplied: where the operands are swapped, that of the transposed result.
+      multiplied: `problem` as it is multiplied: of copies of the operands where the kernel takes such, and, where they
+        are swapped, of the transposed result.
+      way: how its operands are multiplied.
       staging: of its epilogue.
       chunk: columns of a staging buffer.
       stage_bytes, buffer_bytes: shared memory of one stage, and of one staging buffer.
@@ -249,6 +250,7 @@ class Kernel:
     config: Config
     asked: Problem
     multiplied: Problem
+    way: operands.Way
     staging: Staging
     chunk: int
     stage_bytes: int
@@ -272,9 +274,18 @@ class Kernel:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Copies that run before it, of operands whose rows TMA cannot walk."""
-        padded = dict.fromkeys((pad.name, pad.row_bytes) for pad in paddings(self.problem))
-        return tuple(f"{name} padded to rows of {row_bytes} bytes" for name, row_bytes in padded)
+        """Copies that run before it, of operands whose rows TMA cannot walk, or that wgmma cannot multiply."""
+        return tuple(dict.fromkeys(copy.note for copy in operands.copies(self.problem)))
+
+    @property
+    def more_parts(self) -> int:
+        """Arguments that are parts of operands beyond the first of each."""
+        return (self.way.parts - 1) * (1 if self.problem.symmetric else 1 + self.problem.products)
+
+    @property
+    def k_blocks(self) -> int:
+        """Stages that a tile of the whole contraction takes."""
+        return -(-self.multiplied.k // self.config.depth(self.multiplied.a)) * len(self.way.pairs)
 
     @property
     def source(self) -> str:
@@ -283,7 +294,7 @@ class Kernel:
 
     def time_us(self, device: Device) -> float:
         """Returns the predicted time of one launch."""
-        return cost.predict(self, device)
+        return cost.predict(self, device.with_sms(min(self.config.sms or device.sms, device.sms)))
 
     def xla_us(self, device: Device) -> float | None:
         """Returns the time that XLA's own product may take, if this is the kernel predicted fastest."""
@@ -313,25 +324,28 @@ class Kernel:
         if config.stream_k:
             scratch, state = self._stream()
             results, tickets = (*results, scratch, state), state.size
-            aliases += ((taken, len(outputs) + 1),)
-        pads = {pad.buffer: pad.columns for pad in paddings(problem)}
-        prepare = functools.partial(_prepare, taken, pads, tickets)
+            aliases += ((taken + self.more_parts, len(outputs) + 1),)
+        copied, given = operands.copies(problem), operands.as_multiplied(problem)
+        orders = [given.orders[0], *[given.orders[1]] * (0 if problem.symmetric else problem.products)]
+        more = [order for order in orders for _ in range(self.way.parts - 1)]
+        prepare = functools.partial(_prepare, taken, copied, self.way, tickets)
         return Call(
             (self._launch(self.compile().image),),
             results=results,
             finish=finish,
-            prepare=prepare if config.splits > 1 or pads or tickets else None,
+            prepare=prepare if config.splits > 1 or copied or tickets else None,
             aliases=aliases,
-            operand_orders=(problem.orders[0], *(b.order for b in problem.bs)) if any(problem.orders) else (),
+            operand_orders=(*orders, *[()] * (taken - len(orders)), *more) if any(given.orders) else (),
             result_orders=tuple(() if out.reduce else problem.orders[2] for out in outputs),
         )
 
     def _launch(self, cubin: bytes) -> Launch:
         config = self.config
+        blocks = self.tiles * config.splits * config.cluster
         return Launch(
             kernel=self.name,
             cubin=cubin,
-            grid=(self._blocks if config.stream_k else self.tiles * config.splits * config.cluster, 1, 1),
+            grid=(self._blocks if config.stream_k else min(blocks, self._blocks) if config.sms else blocks, 1, 1),
             block=(128 * (1 + config.consumers), 1, 1),
             cluster=(config.cluster, 1, 1),
             shared_bytes=self.shared_bytes,
@@ -341,21 +355,23 @@ class Kernel:
 
     @property
     def _blocks(self) -> int:
-        """Thread blocks in flight, in whole clusters."""
-        return self.problem.device.sms * self.blocks_per_sm // self.config.cluster * self.config.cluster
+        """Thread blocks in flight, in whole clusters, one at least."""
+        config, sms = self.config, self.problem.device.sms
+        clusters = min(config.sms or sms, sms) * self.blocks_per_sm // config.cluster
+        return max(1, clusters) * config.cluster
 
     def _stream(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Returns what tiles in parts take: two of them for each block in flight, and a ticket for each warpgroup."""
         p, c, blocks = self.problem, self.config, self._blocks
         tickets = 2 * blocks * (c.bm // (64 * c.m_blocks))  # fewer than two waves of tiles are in parts
         shape = (2 * blocks, p.products * c.bm * c.bn)
-        return jax.ShapeDtypeStruct(shape, np.dtype(np.float32)), jax.ShapeDtypeStruct((tickets,), np.dtype(np.int32))
+        return jax.ShapeDtypeStruct(shape, p.accumulator), jax.ShapeDtypeStruct((tickets,), np.dtype(np.int32))
 
     def _parts(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns what the kernel writes where k has splits: of each product, the parts."""
         p = self.problem
         shape = (self.config.splits, *p.batch, *[p.groups] * (p.ragged == "k"), p.m, p.n)
-        return (jax.ShapeDtypeStruct(shape, np.dtype(np.float32)),) * p.products
+        return (jax.ShapeDtypeStruct(shape, p.accumulator),) * p.products
 
     def _written(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns what the kernel writes, where reductions are not yet what was asked.
@@ -373,13 +389,12 @@ class Kernel:
         return tuple(found)
 
 
-def _prepare(taken: int, pads: dict[int, int], tickets: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns what the kernel takes: the first arguments, some padded with zeros, and tickets where it has parts."""
-    found = list(arrays[:taken])
-    for i, count in pads.items():
-        x = found[i]
-        found[i] = lax.pad(x, np.zeros((), x.dtype), [*((0, 0, 0) for _ in x.shape[1:]), (0, count, 0)])
-    return [*found, lax.full((tickets,), 0, np.int32)] if tickets else found
+def _prepare(
+    taken: int, copied: Sequence[operands.Copy], way: operands.Way, tickets: int, arrays: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Returns what the kernel takes: the first arguments, some of them copies, more parts of those, and tickets."""
+    found, more = operands.prepare(copied, way, arrays[:taken])
+    return [*found, *more, *([lax.full((tickets,), 0, np.int32)] if tickets else [])]
 
 
 def _finish(outputs: Sequence[Output], written: Sequence[jax.Array], _: Sequence[jax.Array]) -> list[jax.Array]:
@@ -421,14 +436,14 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
             f"{config.stages} stages of {tile.stage_bytes} bytes and two staging buffers a warpgroup: "
             f"{need} bytes of shared memory, at most {tile.most}"
         )
-    products = problem.products
+    products, integers = problem.products, facts.way.dtype is None and problem.a_dtype.name in operands.INT8
     accumulators = 4 * config.bm * config.bn * products
     if config.cluster_k > 1 and accumulators > config.stages * tile.stage_bytes:
         reasons.append(
             f"cluster_k={config.cluster_k}: {accumulators} bytes of accumulators take the place of {config.stages} "
             f"stages of {tile.stage_bytes}"
         )
-    registers, most = products * config.accumulator_registers, facts.max_accumulators(config)
+    registers, most = facts.accumulators(config), facts.max_accumulators(config)
     if registers > most:
         reasons.append(
             f"{products} products of {config.bm}x{config.bn} with this epilogue: {registers} accumulator "
@@ -436,6 +451,10 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         )
     if products * config.bn > 256:
         reasons.append(f"{products} products of {config.bn} columns: wgmma multiplies at most 256 at once")
+    if integers and products * config.bn > 24 and products * config.bn % 16:
+        reasons.append(f"{products * config.bn} columns: wgmma of integers takes 8, 24 and multiples of 16")
+    if config.bk == 128 and facts.way.promoted == 1:
+        reasons.append("bk=128 of float8: sums of 128 bytes of k are added up in f32, which are one stage of bk=64")
     if config.bn % 16 and facts.problem.bs[0].contiguous == "mn":
         reasons.append(f"bn={config.bn} where rows in memory lie along it: the narrowest swizzle spans 16 elements")
     if not config.swap and tile.chunk * facts.staging.narrowest < 32:
@@ -455,6 +474,7 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         config,
         asked,
         facts.problem,
+        facts.way,
         facts.staging,
         chunk=tile.chunk,
         stage_bytes=tile.stage_bytes,

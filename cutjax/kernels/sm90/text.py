@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from cutjax.dtypes import short
+import numpy as np
+
+from cutjax.dtypes import DTYPES
 from cutjax.kernels.epilogue_text import epilogue_text
+from cutjax.kernels.sm90 import operands
 from cutjax.runtime import sources
 
 if TYPE_CHECKING:
@@ -21,10 +25,17 @@ def source(kernel: Kernel) -> str:
     problem, config = kernel.multiplied, kernel.config
     a_k_major, b_k_major = problem.a.contiguous == "k", problem.bs[0].contiguous == "k"
     producer, consumer = REGISTERS[problem.ragged]
+    way, acc = kernel.way, DTYPES[problem.accumulator.name].carrier
     constants = {
         "BM": config.bm,
         "BN": config.bn,
-        "BK": config.bk,
+        "BK": config.depth(problem.a),
+        "ELEMENT_BYTES": problem.a_dtype.itemsize,
+        "PARTS": way.parts,
+        "PAIRS": len(way.pairs),
+        "PAIRS_OF_A": _packed(a for a, _ in way.pairs),
+        "PAIRS_OF_B": _packed(b for _, b in way.pairs),
+        "PROMOTED_BLOCKS": way.promoted * 64 // config.bk,
         "STAGES": config.stages,
         "CLUSTER_M": config.cluster_m,
         "CLUSTER_N": config.cluster_n,
@@ -61,6 +72,7 @@ def source(kernel: Kernel) -> str:
         [
             "common/atoms.cuh",
             "sm90/atoms.cuh",
+            f"using Acc = {acc};  // an accumulator\n",
             "common/math.cuh",
             "common/elements.cuh",
             "common/staging.cuh",
@@ -69,7 +81,7 @@ def source(kernel: Kernel) -> str:
             *(["common/mirror.cuh"] if problem.symmetric else []),
             "common/scheduler.cuh",
             f"common/{scheduler}_scheduler.cuh",
-            wgmma(config.bn * problem.products, short(problem.a_dtype.name), a_k_major, b_k_major),
+            wgmma(config.bn * problem.products, problem.a_dtype, problem.b_dtype, a_k_major, b_k_major),
             "sm90/mainloop.cuh",
             "sm90/stream.cuh",
             epilogue_text(kernel.staging, kernel.arguments, problem.ragged),
@@ -81,17 +93,28 @@ def source(kernel: Kernel) -> str:
     )
 
 
-def wgmma(n: int, dtype: str, a_k_major: bool, b_k_major: bool) -> str:
-    """Returns ``wgmma.mma_async`` of 64 x n x 16 with both operands in shared memory, accumulating in f32."""
-    count = n // 2
+def _packed(parts: Iterable[int]) -> int:
+    """Returns small numbers in two bits each, the first lowest."""
+    return sum(part << 2 * i for i, part in enumerate(parts))
+
+
+def wgmma(n: int, a: np.dtype, b: np.dtype, a_k_major: bool, b_k_major: bool) -> str:
+    """Returns ``wgmma.mma_async`` of 64 x n and 32 bytes of k, with both operands in shared memory.
+
+    It accumulates in f32, or integers in 32 bits.
+    """
+    count, k, integers = n // 2, 32 // a.itemsize, a.name in operands.INT8
     registers = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    outputs = ", ".join(f'"+{"r" if integers else "f"}"(d[{i}])' for i in range(count))
+    types = f"{'s32' if integers else 'f32'}.{operands.instruction(a)}.{operands.instruction(b)}"
+    modes = "" if integers else ", 1, 1"  # signs
+    modes += "" if operands.k_major(a) else f", {int(not a_k_major)}, {int(not b_k_major)}"
     return f"""#line 1 "wgmma (generated)"
-DEVICE void wgmma(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
+DEVICE void wgmma(Acc (&d)[{count}], u64 a, u64 b, int accumulate) {{
   asm volatile(
       "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
-      "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype} "
-      "{{{registers}}}, %{count}, %{count + 1}, p, 1, 1, {int(not a_k_major)}, {int(not b_k_major)};\\n}}"
+      "wgmma.mma_async.sync.aligned.m64n{n}k{k}.{types} "
+      "{{{registers}}}, %{count}, %{count + 1}, p{modes};\\n}}"
       : {outputs}
       : "l"(a), "l"(b), "r"(accumulate));
 }}

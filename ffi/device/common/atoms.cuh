@@ -99,6 +99,31 @@ struct Bytes16 {
   u32 x, y, z, w;
 };
 
+// The bits of an accumulator, and the accumulator of some bits.
+DEVICE u32 word_of(float x) { return __float_as_uint(x); }
+DEVICE u32 word_of(int x) { return x; }
+DEVICE u32 word_of(u32 x) { return x; }
+
+template <typename T>
+DEVICE T of_word(u32 x) {
+  return static_cast<T>(x);
+}
+template <>
+DEVICE float of_word<float>(u32 x) {
+  return __uint_as_float(x);
+}
+
+// Of what other blocks may have written.
+template <typename Integer>
+DEVICE Bytes16 ld_global_v4(const Integer* p) {
+  Bytes16 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
 DEVICE Bytes16 ld_shared_v4(u32 address) {
   Bytes16 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -147,6 +172,8 @@ DEVICE void ldmatrix_x4_trans(u32 address, u32& r0, u32& r1, u32& r2, u32& r3) {
 DEVICE void st_global_v4(void* p, Bytes16 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+
+DEVICE void st_global_v4(void* p, u32 x, u32 y, u32 z, u32 w) { st_global_v4(p, Bytes16{x, y, z, w}); }
 
 // The first BYTES of v.
 template <int BYTES>

@@ -5,14 +5,14 @@
 
 struct Scheduler {
   int k_end, raster;
-  float* scratch;
+  Acc* scratch;
   int* tickets;
   int tiles_m, tiles_n, tiles, k_blocks;
   int streamed, waves;       // tiles that are computed in parts; waves of whole ones after them
   int each, more;            // k blocks of a range; the first so many ranges have one more
   int first_tile, segments;  // of this cluster's range
 
-  DEVICE Scheduler(int m, int n, int k, int raster, int batch, int, int, int, float* scratch, int* tickets)
+  DEVICE Scheduler(int m, int n, int k, int raster, int batch, int, int, int, Acc* scratch, int* tickets)
       : k_end(k), raster(raster), scratch(scratch), tickets(tickets) {
     tiles_m = (m + BM * CLUSTER_M - 1) / (BM * CLUSTER_M);
     tiles_n = (n + BN * CLUSTER_N - 1) / (BN * CLUSTER_N);

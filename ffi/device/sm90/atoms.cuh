@@ -124,10 +124,14 @@ DEVICE void wgmma_wait_group() {
 }
 
 // Accumulators may be read from here on: nothing else keeps the compiler from reading them before the wait for them.
-template <int COUNT>
-DEVICE void wgmma_done(float (&d)[COUNT]) {
+DEVICE void wgmma_done(float& d) { asm volatile("" : "+f"(d)::"memory"); }
+DEVICE void wgmma_done(int& d) { asm volatile("" : "+r"(d)::"memory"); }
+DEVICE void wgmma_done(u32& d) { asm volatile("" : "+r"(d)::"memory"); }
+
+template <typename T, int COUNT>
+DEVICE void wgmma_done(T (&d)[COUNT]) {
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 0; i < COUNT; ++i) wgmma_done(d[i]);
 }
 
 // Shared memory matrix descriptor (PTX ISA, "Matrix descriptor"): offsets in bytes; SPAN is the swizzle span in bytes.

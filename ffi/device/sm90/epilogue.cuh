@@ -48,7 +48,7 @@ struct Epilogue {
 
   // In 64 rows of accumulators, lane l of warp w holds, for each 8 columns j, rows 16 w + l / 4 (+ 8) and columns
   // 8 j + 2 (l % 4) (+ 1): values 4 j + {0, 1} and, 8 rows down, {2, 3}.
-  DEVICE void store(const float (&accumulators)[M_BLOCKS][PRODUCTS * EPILOGUE_COLUMNS / 2], Extras& extras,
+  DEVICE void store(const Acc (&accumulators)[M_BLOCKS][PRODUCTS * EPILOGUE_COLUMNS / 2], Extras& extras,
                     Partials& partials, const TensorMap* const (&map_d)[OUTPUTS], const Rows& rows_d, int m, int n,
                     int rows, int batch, const BatchIndex& i) {
     int lane_row = thread / 32 * 16 + thread % 32 / 4, lane_column = thread % 4 * 2;
@@ -76,7 +76,7 @@ struct Epilogue {
 #pragma unroll
         for (int piece = 0; piece < D_CHUNK / PIECE; ++piece) {
           constexpr int VALUES = PIECE / 2;
-          float values[PRODUCTS][VALUES];
+          Acc values[PRODUCTS][VALUES];
 #pragma unroll
           for (int v = 0; v < PRODUCTS * VALUES; ++v)
             values[v / VALUES][v % VALUES] =

@@ -1,6 +1,6 @@
 // The GEMM of sm_90a, dense, batched and grouped: d0[z], d1[z], ... = epilogue(a[z] @ b0[z], a[z] @ b1[z], ...;
-// operands), f32 accumulation, persistent, warp-specialised. Plain products are the case of one b, one d, and the
-// identity.
+// operands), accumulating in f32 or, of integers, in 32 bits, persistent, warp-specialised. Plain products are the case
+// of one b, one d, and the identity.
 //
 // One producer warpgroup (one thread of it issues TMA) and CONSUMERS warpgroups that multiply.
 //   cooperative: all consumers share each tile, BM / CONSUMERS rows each.
@@ -25,7 +25,8 @@ constexpr int EPILOGUE_BARRIER = 1;
 constexpr int TURN_BARRIER = 1 + CONSUMERS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARAMETERS) {
-  const TensorMap* const map_b[PRODUCTS] = MAPS_B;
+  const TensorMap* const maps_a[PARTS] = MAPS_A;
+  const TensorMap* const map_b[PARTS * PRODUCTS] = MAPS_B;
   const TensorMap* const map_d[OUTPUTS] = MAPS_D;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   SharedTiles shared{pinned(shared_address(shared_memory))};
@@ -37,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   u32 rank = CTAS > 1 ? cluster_ctarank() : 0;
   u32 rank_m = CLUSTER_M > 1 ? rank : 0, rank_n = CLUSTER_N > 1 ? rank : 0, rank_k = CLUSTER_K > 1 ? rank : 0;
   if (threadIdx.x == 0) {
-    prefetch_tensormap(&map_a);
+    for (const TensorMap* map : maps_a) prefetch_tensormap(map);
     for (const TensorMap* map : map_b) prefetch_tensormap(map);
     for (const TensorMap* map : map_d)
       if (map != nullptr) prefetch_tensormap(map);
@@ -55,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
 
   // With this one consumers spill less than with one of their own, but for that of parts of tiles, which is larger.
   Scheduler early(m, n, k, raster, batch, SPLITS, batch1, batch2 SCHEDULER_ARGUMENTS);
-  int step = gridDim.x / CTAS, k_blocks = part_blocks((k + BK - 1) / BK, SPLITS);
+  int step = gridDim.x / CTAS, k_blocks = PAIRS * part_blocks((k + BK - 1) / BK, SPLITS);
   int matrices = batch * (RAGGED_K ? batch2 : 1);  // of a split's results
 
   if (warpgroup == 0) {
@@ -65,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       for (int index = blockIdx.x / CTAS; scheduler.has(index); index += step) {
         Work work = part(scheduler.work(index, rank_m, rank_n), rank_k, SPLITS, matrices);
         BatchIndex i(work.batch, batch1, batch2);
-        fill(pipe, shared, &map_a, map_b, work, i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2), rank_m,
+        fill(pipe, shared, maps_a, map_b, work, i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2), rank_m,
              rank_n);
       }
       if constexpr (CLUSTER > 1) finish(pipe);
@@ -81,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     Extras extras(m, n EXTRAS_ARGUMENTS);
     Partials partials(m, n PARTIALS_ARGUMENTS);
     Rows rows_d{m, n ROWS_ARGUMENTS};
-    float accumulators[M_BLOCKS][PRODUCTS * BN / 2];
+    Accumulators accumulators;
     int first_row = PING_PONG ? 0 : consumer * ROWS_PER_CONSUMER;
     int index = blockIdx.x / CTAS, turn = 0;
     if constexpr (PING_PONG) {
@@ -98,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       if constexpr (PING_PONG && !EVEN_DEPTH) {
         turn ^= 1;
         if (turn == consumer) {
-          pipe.advance(work.k_blocks);
+          pipe.advance(PAIRS * work.k_blocks);
           continue;
         }
       }
@@ -131,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
         if (!join(accumulators, scheduler, work, rank, first_row, thread, epilogue.barrier)) continue;
         begin();
       }
-      float sums[M_BLOCKS][PRODUCTS * EPILOGUE_COLUMNS / 2];
+      Acc sums[M_BLOCKS][PRODUCTS * EPILOGUE_COLUMNS / 2];
       const auto& values = share(accumulators, sums, shared.base, rank, TURN_BARRIER);
       if (!stores) break;
       extras.begin_tile(i, work.result);

@@ -9,9 +9,9 @@ DEVICE u32 mapa(u32 address, u32 rank) {
   return remote;
 }
 
-DEVICE void ld_shared_cluster_v4(u32 address, float& x, float& y, float& z, float& w) {
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x), "=f"(y), "=f"(z), "=f"(w)
+DEVICE void ld_shared_cluster_v4(u32 address, u32 (&x)[4]) {
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(address)
                : "memory");
 }
@@ -30,8 +30,8 @@ DEVICE void share_nothing() {
 // All consumers of the cluster: what the epilogue takes of a tile, which is the sums, in the order of the parts, of the
 // columns that this CTA stores, if any. The stages are free: all that was loaded has been multiplied. There, a thread's
 // accumulators lie 4 by 4, of 8 columns each, those of all threads beside each other.
-DEVICE const auto& share(const float (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2],
-                         float (&sums)[M_BLOCKS][PRODUCTS * EPILOGUE_COLUMNS / 2], u32 stages, u32 rank, int barrier) {
+DEVICE const auto& share(const Acc (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2],
+                         Acc (&sums)[M_BLOCKS][PRODUCTS * EPILOGUE_COLUMNS / 2], u32 stages, u32 rank, int barrier) {
   if constexpr (CLUSTER_K == 1) {
     return accumulators;
   } else {
@@ -43,7 +43,7 @@ DEVICE const auto& share(const float (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2
     for (int i = 0; i < M_BLOCKS * GROUPS; ++i) {
       u32 x[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) x[j] = __float_as_uint(accumulators[i / GROUPS][i % GROUPS * 4 + j]);
+      for (int j = 0; j < 4; ++j) x[j] = word_of(accumulators[i / GROUPS][i % GROUPS * 4 + j]);
       st_shared_v4(own + i * PITCH, x[0], x[1], x[2], x[3]);
     }
     arrive_cluster();
@@ -55,12 +55,12 @@ DEVICE const auto& share(const float (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2
         u32 theirs = mapa(first, part);
 #pragma unroll
         for (int i = 0; i < M_BLOCKS * PRODUCTS * OWN; ++i) {
-          float x[4];
-          ld_shared_cluster_v4(theirs + (i / OWN * (BN / 8) + i % OWN) * PITCH, x[0], x[1], x[2], x[3]);
+          u32 x[4];
+          ld_shared_cluster_v4(theirs + (i / OWN * (BN / 8) + i % OWN) * PITCH, x);
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            float& sum = sums[i / (PRODUCTS * OWN)][i % (PRODUCTS * OWN) * 4 + j];
-            sum = part == 0 ? x[j] : sum + x[j];
+            Acc& sum = sums[i / (PRODUCTS * OWN)][i % (PRODUCTS * OWN) * 4 + j];
+            sum = part == 0 ? of_word<Acc>(x[j]) : sum + of_word<Acc>(x[j]);
           }
         }
       }

@@ -20,8 +20,8 @@ DEVICE bool bar_any(int barrier, int threads, bool x) {
 
 // One warpgroup, `row` of whose tile is its first: true if its accumulators are now the sum of all parts of the tile.
 template <typename Stream>
-DEVICE bool join(float (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2], const Stream& scheduler, const Work& work,
-                 u32 rank, int row, int thread, int barrier) {
+DEVICE bool join(Acc (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2], const Stream& scheduler, const Work& work, u32 rank,
+                 int row, int thread, int barrier) {
   if constexpr (STREAM_K) {
     constexpr int QUADS = PRODUCTS * BN / 8;  // of a block of 64 rows
     int share = row / (M_BLOCKS * 64);        // which of the tile's warpgroups
@@ -29,10 +29,10 @@ DEVICE bool join(float (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2], const Strea
       i64 slot = scheduler.slot(cluster, work.tile) * CLUSTER + rank;
       return scheduler.scratch + ((slot * CONSUMERS_PER_TILE + share) * (M_BLOCKS * QUADS) * 128 + thread) * 4;
     };
-    float* own = quads(scheduler.cluster());
+    Acc* own = quads(scheduler.cluster());
 #pragma unroll
     for (int i = 0; i < M_BLOCKS * QUADS; ++i) {
-      const float* x = &accumulators[i / QUADS][i % QUADS * 4];
+      const Acc* x = &accumulators[i / QUADS][i % QUADS * 4];
       st_global_v4(own + i * 512, x[0], x[1], x[2], x[3]);
     }
     bar_sync(barrier, 128);
@@ -48,11 +48,11 @@ DEVICE bool join(float (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2], const Strea
       for (int i = 0; i < QUADS * 4; ++i) accumulators[block][i] = 0;
 #pragma unroll 1
     for (int part = 0; part < work.parts; ++part) {
-      const float* other = quads(work.first + part);
+      const Acc* other = quads(work.first + part);
 #pragma unroll
       for (int i = 0; i < M_BLOCKS * QUADS; ++i) {
-        float4 x = ld_global_v4(other + i * 512);
-        float* sum = &accumulators[i / QUADS][i % QUADS * 4];
+        auto x = ld_global_v4(other + i * 512);
+        Acc* sum = &accumulators[i / QUADS][i % QUADS * 4];
         sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
       }
     }

@@ -1,0 +1,138 @@
+"""Times predicted for 8 to 512 GPUs from rates measured on one host: ``python -m benchmarks.scale [FILE]``.
+
+FILE is what ``--op collective`` wrote (default: benchmarks/results/collective-h200x4.json). Within a host of 8 a device
+sends at the rate measured there; between hosts at ``--network`` GB/s a device, which nothing here measures: 50 is a
+400 Gb/s port for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cutjax.ops.exchange import Sizes
+
+RESULTS = pathlib.Path(__file__).parent / "results" / "collective-h200x4.json"
+HOST = 8  # devices that one switch joins
+DEVICES = (8, 16, 32, 64, 128, 256, 512)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """The rates of a device.
+
+    Attributes:
+      tflops: of the products of a layer, without transfers.
+      link, network: GB/s that it sends to a device of its host, and to one of another.
+      latency_us: of one transfer.
+    """
+
+    tflops: float
+    link: float
+    network: float
+    latency_us: float
+
+    def sending_us(self, sent: float, devices: int, messages: int = 1) -> float:
+        """Returns the time in which each of so many devices sends ``sent`` bytes, to all others alike."""
+        inside = min(devices, HOST)
+        share = (inside - 1) / max(1, devices - 1)
+        return messages * self.latency_us + max(sent * share / self.link, sent * (1 - share) / self.network) / 1e3
+
+
+def rates(document: Mapping[str, Any], network: float) -> Rates:
+    """Returns the rates that a file has: of the largest transfer, of the smallest, and of the MLP's products."""
+    rows = {(row["case"], row["product"]): row for row in document["rows"] if not row.get("failure")}
+    links = [row for (case, name), row in rows.items() if "links" in case and "permute" in name]
+    sends = sorted((row["figures"]["sent"], row["us"]) for row in links)
+    if not sends or ("llama 70b mlp", "alone") not in rows:
+        raise ValueError("the file has no links, or not the products of the MLP alone: run --op collective --tag suite")
+    (_, latency), (sent, us) = sends[0], sends[-1]
+    m, k, n = 8192, 8192, 28672
+    products = 6 * m * k * n / links[0]["figures"]["devices"] / rows["llama 70b mlp", "alone"]["us"] / 1e6
+    return Rates(products, sent / us / 1e3, network, latency)
+
+
+def mlp_us(rate: Rates, tokens: int, k: int, h: int, devices: int) -> dict[str, float]:
+    """Returns the times of a gated MLP divided over devices: its products, its transfers, one after the other, and
+    overlapped.
+
+    Rows are gathered in 16 bits, and parts of sums travel in 32. Overlapped, the longer of both decides, and what the
+    last of the parts of the sum takes is seen.
+    """
+    products = 6 * tokens * k * h / devices / rate.tflops / 1e6
+    share = tokens / devices * k
+    gather = rate.sending_us(2 * share * (devices - 1), devices, devices - 1)
+    scatter = rate.sending_us(4 * share * (devices - 1), devices, devices - 1)
+    last = scatter / max(1, devices - 1)
+    overlapped = max(products, gather + scatter - last) + last
+    return {
+        "products": products,
+        "transfers": gather + scatter,
+        "apart": products + gather + scatter,
+        "overlapped": overlapped,
+    }
+
+
+def data_us(rate: Rates, parameters: int, tokens: int, devices: int) -> dict[str, float]:
+    """Returns the times of a step of data parallelism: products, and the gradients' sum in 32 bits beside the backward
+    pass."""
+    products = 6 * parameters * tokens / rate.tflops / 1e6
+    transfers = 2 * rate.sending_us(4 * parameters * (devices - 1) / devices, devices)
+    return {"products": products, "transfers": transfers, "overlapped": max(products, products / 3 + transfers)}
+
+
+def moe_us(rate: Rates, sizes: Sizes) -> dict[str, float]:
+    """Returns the times of what a layer of experts does beside its products, in either form."""
+    found = {"products": 6 * sizes.tokens * sizes.k * sizes.d * sizes.h / rate.tflops / 1e6}
+    for form, (sent, moved) in sizes.costs().items():
+        found[form] = rate.sending_us(2 * sent, sizes.devices, 2) + 2 * moved / 4.3e6  # a copy on an H200: 4.3 TB/s
+    return found
+
+
+def lines(rate: Rates) -> list[str]:
+    """Returns the tables, in Markdown."""
+    found = [
+        f"{rate.tflops:.0f} TFLOP/s, {rate.link:.0f} GB/s in a host, {rate.network:.0f} between hosts, "
+        f"{rate.latency_us:.0f} us"
+    ]
+
+    def table(title: str, columns: Mapping[int, Mapping[str, float]], notes: Mapping[int, str]) -> None:
+        names = list(columns[DEVICES[0]])
+        found.extend(["", f"| {title}, us | {' | '.join(names)} | |", "|--:" * (len(names) + 1) + "|---|"])
+        for devices, row in columns.items():
+            found.append(f"| {devices} | {' | '.join(f'{us:.0f}' for us in row.values())} | {notes[devices]} |")
+
+    mlp = {n: mlp_us(rate, 8192 * n // HOST, 8192, 28672, n) for n in DEVICES}
+    hidden = {n: f"{1 - (row['overlapped'] - row['products']) / row['transfers']:.0%} hidden" for n, row in mlp.items()}
+    table("MLP of Llama 70B, 1024 tokens a device", mlp, hidden)
+    data = {n: data_us(rate, 3 * 8192 * 28672, 8192, n) for n in DEVICES}
+    table(
+        "data parallel, 8192 tokens a device",
+        data,
+        {n: f"{row['products'] / row['overlapped']:.0%}" for n, row in data.items()},
+    )
+    experts = {n: Sizes(8192, 8, n, 7168, 2048, 7168) for n in DEVICES}
+    moe = {n: moe_us(rate, sizes) for n, sizes in experts.items()}
+    table("DeepSeek-V3's experts, 8192 tokens a device", moe, {n: sizes.form() for n, sizes in experts.items()})
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("file", nargs="?", type=pathlib.Path, default=RESULTS)
+    parser.add_argument("--network", type=float, default=50.0, help="GB/s of a device between hosts")
+    args = parser.parse_args(argv)
+    if not args.file.exists():
+        print(f"{args.file} is missing: python -m benchmarks.run --op collective --tag suite --out {args.file}")
+        return 1
+    print("\n".join(lines(rates(json.loads(args.file.read_text()), args.network))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""Operands as wgmma takes them: dtypes, parts of float32, and the copies made of arrays before a launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax import lax
+
+from cutjax.dtypes import DTYPES, short
+from cutjax.kernels.problem import BF16, Operand, Problem
+
+F32 = np.dtype(np.float32)
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+INT8 = ("int8", "uint8")
+
+# Pairs of parts (of a, of b) that are multiplied, in this order: the smallest products first, those of the highest
+# parts last. Parts beyond the pairs of a number are products too small for it.
+_THREE = ((1, 0), (0, 1), (0, 0))
+_SIX = ((2, 0), (1, 1), (0, 2), *_THREE)
+PAIRS = {1: ((0, 0),), 3: _THREE, 6: _SIX, 9: ((2, 2), (2, 1), (1, 2), *_SIX)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way in which wgmma multiplies operands.
+
+    Attributes:
+      parts: matrices that an operand is the sum of.
+      pairs: of parts, those that are multiplied, in order.
+      rounded: bits of the mantissa of a part of f32; 0 where operands are as they are.
+      dtype: of a part of f32; None where operands are as they are.
+      promoted: 128 bytes of k after which accumulators are added to others in registers, as the tensor cores add with
+        fewer bits than f32 has, or round towards zero; 0 for never.
+    """
+
+    parts: int = 1
+    pairs: tuple[tuple[int, int], ...] = PAIRS[1]
+    rounded: int = 0
+    dtype: np.dtype | None = None
+    promoted: int = 0
+
+
+# Sums of float8 products have 14 bits: 128 of k are added up in f32. Of the full products of float32 by parts, the
+# tensor cores' own rounding, towards zero at every 16 of k, would be the largest error: 512 of k.
+_WAYS = {
+    "tf32": Way(),
+    "tf32x3": Way(2, PAIRS[3], 10, F32, 16),
+    "bf16": Way(1, PAIRS[1], 7, BF16),
+    "bf16x3": Way(2, PAIRS[3], 7, BF16, 8),
+    "bf16x6": Way(3, PAIRS[6], 7, BF16, 8),
+    "bf16x9": Way(3, PAIRS[9], 7, BF16, 8),
+}
+_AS_THEY_ARE, _FLOAT8 = Way(), Way(promoted=1)
+
+
+def way(problem: Problem) -> Way:
+    """Returns how the operands of a problem are multiplied."""
+    if problem.math:
+        return _WAYS[problem.math]
+    return _FLOAT8 if problem.a_dtype.name in FLOAT8 else _AS_THEY_ARE
+
+
+def instruction(dtype: np.dtype) -> str:
+    """Returns the type of an operand of wgmma."""
+    return "tf32" if dtype == F32 else DTYPES[dtype.name].stored
+
+
+def k_major(dtype: np.dtype) -> bool:
+    """True if wgmma reads operands of a dtype along k alone."""
+    return dtype.itemsize != 2
+
+
+def reasons(problem: Problem) -> list[str]:
+    """Returns why wgmma does not multiply the operands of a problem."""
+    a, b, acc = problem.a_dtype.name, problem.b_dtype.name, problem.accumulator
+    both = f"{short(a)} x {short(b)}"
+    if a == b == "float32":
+        if problem.math not in _WAYS:
+            return [f"{both}: wgmma multiplies float32 as one of {', '.join(_WAYS)}"]
+    elif problem.math:
+        return [f"{both} by {problem.math}: wgmma computes these products as they are"]
+    elif not ((a == b and a in ("bfloat16", "float16")) or {a, b} <= {*FLOAT8} or {a, b} <= {*INT8}):
+        return [f"{both}: both operands are bf16, f16, f32, of float8 or of 8-bit integers"]
+    of_integers = acc.name in ("int32", "uint32")
+    if (a in INT8) != of_integers and (of_integers or a in INT8):
+        return [f"{both} added up in {short(acc.name)}: wgmma adds up integers in 32 bits, and floats in f32"]
+    return []
+
+
+@functools.lru_cache(maxsize=1024)
+def as_multiplied(problem: Problem) -> Problem:
+    """Returns the problem of the copies that kernels take of the arrays: parts of float32, and rows along k."""
+    dtype = way(problem).dtype
+    a, b = dtype or problem.a_dtype, dtype or problem.b_dtype
+    layout, (of_a, of_b, of_d) = problem.layout, problem.orders
+    if k_major(a):
+        layout = "nt"
+        of_a, of_b = () if problem.layout[0] == "t" else of_a, () if problem.layout[1] == "n" else of_b
+    if (a, b, layout) == (problem.a_dtype, problem.b_dtype, problem.layout):
+        return problem
+    math = "" if a == BF16 else problem.math
+    return dataclasses.replace(problem, a_dtype=a, b_dtype=b, layout=layout, orders=(of_a, of_b, of_d), math=math)
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """An array of which a kernel takes copies, made before the launch.
+
+    Attributes:
+      name: "a" or "b".
+      buffer: which argument of the kernel.
+      columns: elements added to the end of each row, where TMA cannot walk the rows as they are.
+      row_bytes: of a row of a copy.
+      rows: how many rows a copy has.
+      transposed: whether rows and columns change places.
+      parts: how many copies there are, whose sum the array is.
+      read: bytes of the array.
+    """
+
+    name: str
+    buffer: int
+    columns: int
+    row_bytes: int
+    rows: int
+    transposed: bool
+    parts: int
+    read: int
+
+    @property
+    def moved(self) -> int:
+        """Bytes read and written."""
+        return self.read + self.parts * self.rows * self.row_bytes
+
+    @property
+    def note(self) -> str:
+        """The words of explain for it."""
+        made = ["transposed"] * self.transposed + [f"split into {self.parts}"] * (self.parts > 1)
+        made += [f"padded to rows of {self.row_bytes} bytes"] * (self.columns > 0)
+        return f"{self.name} {' and '.join(made or ['rounded'])}"
+
+
+@functools.lru_cache(maxsize=1024)
+def copies(problem: Problem) -> tuple[Copy, ...]:
+    """Returns the copies of arrays; tensor maps keep the arrays' sizes, so no kernel reads what pads rows."""
+    p, how, found = as_multiplied(problem), way(problem), []
+    b_matrices = math.prod(p.b_batch) * (p.groups if p.ragged == "m" else 1)
+    arrays = [("a", p.a, problem.a, p.m, math.prod(p.a_batch))]
+    arrays += [("b", b, given, p.n, b_matrices) for b, given in zip(p.bs, problem.bs, strict=True)]
+    for buffer, (name, operand, given, length, matrices) in enumerate(arrays[:1] if p.symmetric else arrays):
+        size, rows = (p.k, length) if operand.contiguous == "k" else (length, p.k)
+        pitch = row_bytes(operand, length, p.k)
+        columns = pitch // operand.dtype.itemsize - size
+        transposed = operand.contiguous != given.contiguous
+        if columns or transposed or how.dtype is not None:
+            rows *= matrices
+            read = size * rows * given.dtype.itemsize if transposed or how.dtype is not None else rows * pitch
+            found.append(Copy(name, buffer, columns, pitch, rows, transposed, how.parts, read))
+    return tuple(found)
+
+
+def row_bytes(operand: Operand, rows: int, k: int) -> int:
+    """Returns how far apart the rows of an operand are whose m or n axis is `rows` long.
+
+    TMA walks rows that start at multiples of 16 bytes. Copies of others start on lines of memory, or as even as adds a
+    fiftieth at most.
+    """
+    size = (k if operand.contiguous == "k" else rows) * operand.dtype.itemsize
+    if size % 16 == 0:
+        return size
+    return next(x for unit in (128, 64, 32, 16) if (x := -(-size // unit) * unit) <= 1.02 * size or unit == 16)
+
+
+def prepare(copied: Sequence[Copy], how: Way, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns the arrays, each that is copied as its first copy, and then the other copies of all."""
+    found, more = list(arrays), []
+    for copy in copied:
+        first, *others = (_made(copy, part) for part in split(found[copy.buffer], how))
+        found[copy.buffer] = first
+        more += others
+    return found, more
+
+
+def _made(copy: Copy, x: jax.Array) -> jax.Array:
+    if copy.transposed:
+        x = lax.transpose(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
+    if copy.columns:
+        x = lax.pad(x, np.zeros((), x.dtype), [*((0, 0, 0) for _ in x.shape[1:]), (0, copy.columns, 0)])
+    return x
+
+
+def split(x: jax.Array, how: Way) -> list[jax.Array]:
+    """Returns the parts of float32 numbers, each the nearest to what those before it leave of the number.
+
+    Three of bf16, of 8 bits each, are exactly the number. The others of one that is not finite are NaN, which the
+    kernels count as zero, as XLA does.
+    """
+    if how.dtype is None:
+        return [x]
+    found = []
+    for i in range(how.parts):
+        # Not by conversion there and back, which XLA takes for the number itself.
+        part = lax.reduce_precision(x, 8, how.rounded)
+        if i == 0 and how.parts > 1:  # what would be rounded to infinity is cut off
+            mask = np.uint32(2**32 - 2 ** (23 - how.rounded))
+            cut = lax.bitcast_convert_type(lax.bitcast_convert_type(x, np.uint32) & mask, np.float32)
+            part = lax.select(lax.is_finite(x) & ~lax.is_finite(part), cut, part)
+        found.append(part.astype(how.dtype))
+        x = x - part
+    return found

@@ -1,0 +1,299 @@
+"""Products that overlap with the network, in shard_map: all_gather_gemm, gemm_reduce_scatter, and mlp made of both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from cutjax import dot_precision
+from cutjax.binding.rules import match_varying
+from cutjax.epilogue.expression import identity
+from cutjax.kernels.choose import Config
+from cutjax.kernels.problem import LAYOUTS
+from cutjax.ops.arguments import (
+    check_config,
+    check_epilogue,
+    contracted,
+    matrix,
+    promote,
+    result_dtype,
+    result_of,
+    unwrapped,
+)
+from cutjax.ops.arguments import weights as weights_of
+from cutjax.ops.overlap import (
+    Gathered,
+    Overlapped,
+    Scattered,
+    by_chunk,
+    check_rows,
+    gathered,
+    overlapped,
+    scattered,
+)
+from cutjax.ops.ring import Ring, ring_of
+from cutjax.primitives import product as products
+from cutjax.primitives.accumulators import accumulator
+from cutjax.primitives.chain import Chain
+from cutjax.primitives.dense import Dense
+from cutjax.primitives.product import abstract_accumulator, aligned, trace_with_dtype
+from cutjax.runtime import backends
+
+
+def all_gather_gemm(
+    x: ArrayLike,
+    w: ArrayLike | tuple[ArrayLike, ...],
+    *,
+    axis_name: str,
+    epilogue: Callable[..., Any] | None = None,
+    operands: Sequence[Any] = (),
+    layout: str = "nn",
+    out_dtype: DTypeLike | tuple[DTypeLike | None, ...] | None = None,
+    precision: lax.PrecisionLike = None,
+    backend: str | None = None,
+    config: Config | None = None,
+    save: str = "default",
+    route: str = "direct",
+) -> Any:
+    """Multiplies the rows of all devices: ``gemm(all_gather(x), w)``, each device's rows as they arrive.
+
+    For ``jax.shard_map``, with rows divided over a mesh axis and w's columns too: the first product of a layer under
+    tensor parallelism with sequence sharding. One product runs for each device's rows, beside the transfer of the next;
+    nothing waits for all of them. With an epilogue, each product has it.
+
+    The gradient in x is a ``gemm_reduce_scatter`` of the same kind: products beside transfers. That in w is one
+    product, of the rows as they were gathered, which are kept: named "cutjax_gathered" for ``jax.checkpoint`` policies.
+
+    Args:
+      x: ``[..., m, k]``, this device's rows, or ``[..., k, m]`` where ``layout[0]`` is "t".
+      w: ``[..., k, n]``, this device's columns, or ``[..., n, k]``; with an epilogue also a tuple of two or three.
+      axis_name: the mesh axis over which the rows are divided.
+      epilogue: as in ``cutjax.gemm``, of the accumulators of all rows. It reduces along columns alone, and does not use
+        positions of rows.
+      operands: its further arguments. Those with rows have all, ``[devices * m, n]`` or ``[devices * m, 1]``.
+      layout, out_dtype, precision, backend, save: as in ``cutjax.gemm``.
+      config: pins the kernel of each product of one device's rows.
+      route: how rows travel. "direct": each share to each device, for a switch such as NVSwitch. "ring": from neighbour
+        to neighbour, both ways at once.
+
+    Returns:
+      ``[..., devices * m, n]``, the rows in the order of the devices, or what the epilogue returns.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as ``cutjax.gemm`` does; and if the axis is not one name, is not
+        bound, or the epilogue depends on which row is which.
+
+    Example:
+      >>> import cutjax, functools, jax, jax.numpy as jnp
+      >>> mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> rows, columns = jax.P("model", None), jax.P(None, "model")
+      >>> f = functools.partial(cutjax.all_gather_gemm, axis_name="model", epilogue=jax.nn.gelu)
+      >>> f = jax.shard_map(f, mesh=mesh, in_specs=(rows, columns), out_specs=columns)
+      >>> jax.jit(f)(jnp.ones((8, 16)), jnp.ones((16, 32))).shape
+      (8, 32)
+    """
+    where = "all_gather_gemm"
+    ring = ring_of(axis_name, route, where)
+    _check(layout, config, where)
+    out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
+    check_epilogue(w, epilogue, operands, out_dtype, save, where, "w")
+    several = isinstance(out_dtype, tuple)
+    a, *ws, dtype, _ = promote(matrix(x, "x", where), weights_of(w, "w", where), None if several else out_dtype, where)
+    _check_shapes(a, ws[0], layout, where)
+    a, *ws = match_varying(*aligned(Dense(layout), ring.varying(a), ws, ()))
+    spec = Gathered(
+        ring,
+        Dense(layout),
+        identity(dtype, accumulator(a.dtype, dtype)),
+        dot_precision.canonical(precision, where),
+        backends.resolve(backend, where),
+        config,
+        save,
+    )
+    if epilogue is None:
+        return ring.assembled([out for (out,) in gathered(spec, a, ws, [()] * ring.size)], -2)
+    given = jax.tree.map(unwrapped, tuple(operands))
+    return _fused(spec, epilogue, a, ws, given, out_dtype if several else dtype, where)
+
+
+def gemm_reduce_scatter(
+    x: ArrayLike,
+    w: ArrayLike,
+    *,
+    axis_name: str,
+    layout: str = "nn",
+    out_dtype: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    backend: str | None = None,
+    config: Config | None = None,
+    route: str = "direct",
+    reduce_dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """Multiplies, adds up over devices, and leaves each its rows: ``psum_scatter(gemm(x, w))``, in parts.
+
+    For ``jax.shard_map``, with the contraction divided over a mesh axis: the second product of a layer under tensor
+    parallelism with sequence sharding. The product of each device's rows is sent as the next runs.
+
+    The gradient in x is an ``all_gather_gemm``, with the cotangent's rows in its dtype; that in w is one product of all
+    of them.
+
+    Args:
+      x: ``[..., devices * m, k]``, or ``[..., k, devices * m]`` where ``layout[0]`` is "t".
+      w: ``[..., k, n]``, or ``[..., n, k]``.
+      axis_name: the mesh axis to add up over, and to divide the rows over.
+      layout, out_dtype, precision, backend: as in ``cutjax.gemm``.
+      config: pins the kernel of each product of one device's rows.
+      route: how parts travel, as in ``cutjax.all_gather_gemm``.
+      reduce_dtype: dtype in which parts of the sum travel. By default that of the accumulators, float32 for 16-bit
+        operands; bfloat16 halves what is sent and rounds each part. They are added up in the accumulators' dtype.
+
+    Returns:
+      ``[..., m, n]``, this device's rows of the sum.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as ``cutjax.gemm`` does; and if the axis is not one name, is not
+        bound, or does not divide the rows.
+
+    Example:
+      >>> import cutjax, functools, jax, jax.numpy as jnp
+      >>> mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> f = functools.partial(cutjax.gemm_reduce_scatter, axis_name="model")
+      >>> specs = jax.P(None, "model"), jax.P("model", None)
+      >>> f = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=jax.P("model", None))
+      >>> jax.jit(f)(jnp.ones((8, 16)), jnp.ones((16, 32))).shape
+      (8, 32)
+    """
+    where = "gemm_reduce_scatter"
+    ring = ring_of(axis_name, route, where)
+    _check(layout, config, where)
+    a, b, dtype, _ = promote(matrix(x, "x", where), [matrix(w, "w", where)], out_dtype, where)
+    _check_shapes(a, b, layout, where)
+    rows = -2 if layout[0] == "n" else -1
+    if a.shape[rows] % ring.size:
+        raise ValueError(
+            f"{where}: x is {a.shape}: its rows do not divide over the {ring.size} devices of {axis_name!r}"
+        )
+    a, b = match_varying(*aligned(Dense(layout), ring.varying(a), [b], ()))
+    spec = Scattered(
+        ring,
+        Dense(layout),
+        accumulator(a.dtype, dtype),
+        travel_dtype(reduce_dtype, accumulator(a.dtype, dtype), where),
+        dot_precision.canonical(precision, where),
+        backends.resolve(backend, where),
+        config,
+    )
+    return scattered(spec, ring.divided(a, rows), b).astype(dtype)
+
+
+def travel_dtype(asked: DTypeLike | None, wide: np.dtype, where: str) -> np.dtype:
+    """Returns the dtype in which parts of a sum travel."""
+    if asked is None:
+        return wide
+    found = result_dtype(asked, where, "reduce_dtype")
+    if accumulator(found) != wide or found.itemsize < 2:
+        raise TypeError(f"{where}: reduce_dtype is {found}, but parts of the sum are {wide}: expected it, or 16 bits")
+    return found
+
+
+def _check(layout: str, config: Any, where: str) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"{where}: unknown layout {layout!r}, expected one of {LAYOUTS}")
+    check_config(config, where)
+
+
+def _check_shapes(x: jax.Array, w: jax.Array, layout: str, where: str) -> None:
+    if contracted(x, layout[0] == "n") != contracted(w, layout[1] == "t"):
+        raise ValueError(f"{where}: contracting dimensions differ: x is {x.shape}, w is {w.shape}, layout {layout!r}")
+    try:
+        np.broadcast_shapes(x.shape[:-2], w.shape[:-2])
+    except ValueError:
+        raise ValueError(f"{where}: batch axes do not broadcast: x is {x.shape}, w is {w.shape}") from None
+
+
+def _fused(
+    spec: Gathered,
+    fn: Callable[..., Any],
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    given: Any,
+    out_dtype: Any,
+    where: str,
+) -> Any:
+    """Returns what a function makes of the accumulators of all rows."""
+    ring, m = spec.ring, x.shape[spec.rows]
+    tile = spec.product.tile(*map(jax.typeof, (x, *ws)))
+    everything = tile.update(shape=(*tile.shape[:-2], ring.size * m, tile.shape[-1]))
+    acc = abstract_accumulator(x.dtype, everything, out_dtype)
+    traced = trace_with_dtype(where, fn, [acc] * len(ws), given, out_dtype)
+    check_rows(traced.epilogue, where)
+    if traced.outside is not None:  # each call takes its derivative as gemm does
+        chunks = ring.gather(x)
+        params = {"out_dtype": out_dtype, "config": spec.config, "save": spec.save, **spec.params}
+        leaves, tree = jax.tree.flatten(given)
+        outs = [
+            products.call(spec.product, fn, chunk, ws, (), tree.unflatten(mine), **params)
+            for chunk, mine in zip(chunks, by_chunk(ring, leaves, acc.shape[-2]), strict=True)
+        ]
+        return jax.tree.map(lambda *parts: ring.assembled(parts, parts[0].ndim - acc.ndim - 2), *outs)
+    x, *rest = match_varying(x, *ws, *traced.operands)
+    ws, operands = rest[: len(ws)], rest[len(ws) :]
+    spec = dataclasses.replace(spec, epilogue=traced.epilogue)
+    outs = gathered(spec, x, ws, by_chunk(ring, operands, acc.shape[-2]))
+    axes = [-1 if "col" in out.axes else -2 for out in traced.epilogue.outputs]
+    return traced.finish(
+        [ring.assembled(parts, axis) for parts, axis in zip(zip(*outs, strict=True), axes, strict=True)]
+    )
+
+
+def divided_mlp(
+    ring: Ring,
+    layout: str,
+    hidden: Callable[..., jax.Array],
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    w2: jax.Array,
+    given: dict[str, jax.Array],
+    last: Sequence[jax.Array],
+    *,
+    dtype: np.dtype,
+    out_dtype: DTypeLike | None,
+    reduce_dtype: DTypeLike | None,
+    **params: Any,
+) -> jax.Array:
+    """Returns ``hidden(x @ w, ..., given) @ w2`` over the devices of a ring, with ``last``, an array or none, added."""
+    where, product = "mlp", Dense(layout)
+    x, *rest = match_varying(*aligned(product, ring.varying(x), [*ws, w2], ()), *given.values())
+    ws, w2, given = rest[: len(ws)], rest[len(ws)], dict(zip(given, rest[len(ws) + 1 :], strict=True))
+    tile = product.tile(*map(jax.typeof, (x, *ws)))
+    m = ring.size * x.shape[-2]
+    acc = abstract_accumulator(x.dtype, tile.update(shape=(*tile.shape[:-2], m, tile.shape[-1])))
+    traced = trace_with_dtype(where, hidden, [acc] * len(ws), (given,), (dtype,))
+    check_rows(traced.epilogue, where)
+    out = dtype if out_dtype is None else result_of(dtype, out_dtype, where)
+    wide = accumulator(dtype, out)
+    travel = travel_dtype(reduce_dtype, wide, where)
+    chain = Chain(product, traced.epilogue, wide, params["precision"], params["backend"], params["save"])
+    if traced.outside is not None:  # each call takes its derivative as gemm does
+        first = Gathered(ring, product, traced.epilogue, chain.precision, chain.backend, None, chain.save)
+        more = {"out_dtype": (dtype,), "save": chain.save, **first.params}
+        names = list(given)
+        hs = [
+            products.call(product, hidden, chunk, ws, (), (dict(zip(names, mine, strict=True)),), **more)
+            for chunk, mine in zip(ring.gather(x), by_chunk(ring, list(given.values()), m), strict=True)
+        ]
+        y = scattered(Scattered(ring, product, wide, travel, chain.precision, chain.backend, None), hs, w2)
+    else:
+        x, w2, *rest = match_varying(x, w2, *ws, *traced.operands)
+        ws, operands = rest[: len(ws)], rest[len(ws) :]
+        y = overlapped(Overlapped(ring, chain, travel), x, ws, w2, by_chunk(ring, operands, m))
+    for b in last:
+        y, b = match_varying(y, b)
+        y = y + b.astype(y.dtype)
+    return y.astype(out)

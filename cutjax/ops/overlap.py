@@ -1,0 +1,307 @@
+"""Products of rows that arrive and sums that leave, chunk by chunk, and their derivatives; chunks as in ring.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from cutjax.binding.rules import is_zero
+from cutjax.epilogue.expression import Epilogue
+from cutjax.kernels.choose import Config
+from cutjax.ops.ring import Ring, wide
+from cutjax.primitives import derivative
+from cutjax.primitives import product as products
+from cutjax.primitives.accumulators import accumulator
+from cutjax.primitives.chain import HIDDEN, Chain, tangent_of_second
+from cutjax.primitives.product import Product, abstract_accumulator, multiply
+
+GATHERED = "cutjax_gathered"  # the name jax.checkpoint policies see, of the rows of other devices
+
+
+# Rows gathered, multiplied as they arrive. Results are by chunk, in the order of the ring.
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """The parameters of the products of gathered rows; the last five are as gemm's."""
+
+    ring: Ring
+    product: Product
+    epilogue: Epilogue
+    precision: Any
+    backend: str
+    config: Config | None
+    save: str
+
+    @property
+    def rows(self) -> int:
+        """The axis of x that has the rows."""
+        return rows_of(self.product)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {"precision": self.precision, "backend": self.backend}
+
+    def bind(self, epilogue: Epilogue, x: jax.Array, ws: Sequence[jax.Array], operands: Sequence[jax.Array]) -> Any:
+        """Binds the products of one device's rows."""
+        return products.bind(
+            self.product, epilogue, x, ws, (), operands, config=self.config, save=self.save, **self.params
+        )
+
+    def accumulator(self, x: jax.Array, ws: Sequence[jax.Array]) -> jax.ShapeDtypeStruct:
+        """Returns an accumulator of one device's rows, abstract."""
+        return abstract_accumulator(self.epilogue.accumulator, self.product.tile(*map(jax.typeof, (x, *ws))))
+
+    def tangents(
+        self, xs: Sequence[jax.Array], ws: Sequence[jax.Array], x_dot: Any, w_dots: Any, dtype: np.dtype
+    ) -> list[list[Any]]:
+        """Returns the tangents of the products, by chunk; None is zero.
+
+        Those of x travel as wide as accumulators: transposed, they are parts of a sum. Those of w are one product.
+        """
+        found: list[list[Any]] = [[None] * len(ws) for _ in xs]
+        if x_dot is not None:
+            dots = self.ring.gather(x_dot.astype(accumulator(x_dot.dtype)))
+            found = [[wide(self.product, dot, w, out_dtype=dtype, **self.params) for w in ws] for dot in dots]
+        for j, w_dot in enumerate(w_dots):
+            if w_dot is None:
+                continue
+            parts = self.divided_product(xs, w_dot, dtype)
+            for dots, part in zip(found, parts, strict=True):
+                dots[j] = part if dots[j] is None else dots[j] + part
+        return found
+
+    def divided_product(self, xs: Sequence[jax.Array], w: jax.Array, dtype: np.dtype) -> Sequence[jax.Array]:
+        return one_product(self.product, xs, w, dtype, **self.params)
+
+
+def rows_of(product: Product) -> int:
+    """Returns the axis of a dense product's x that has the rows."""
+    return -2 if getattr(product, "layout", "n")[0] == "n" else -1
+
+
+def one_product(product: Product, xs: Sequence[jax.Array], w: jax.Array, dtype: np.dtype, **params: Any) -> Any:
+    """Returns the products of chunks of rows with one matrix, made as one: its cotangent in w is one product too."""
+    whole = multiply(product, jnp.concatenate(xs, rows_of(product)), w, out_dtype=dtype, **params)
+    return lax.split(whole, [whole.shape[-2] // len(xs)] * len(xs), whole.ndim - 2)
+
+
+def by_chunk(ring: Ring, operands: Sequence[Any], m: int) -> list[list[Any]]:
+    """Returns each chunk's operands: of those with all rows its own."""
+    found = [ring.divided(x, -2) if np.ndim(x) > 1 and x.shape[-2] == m != 1 else [x] * ring.size for x in operands]
+    return [[parts[i] for parts in found] for i in range(ring.size)]
+
+
+def check_rows(epilogue: Epilogue, where: str) -> None:
+    """Raises if an epilogue depends on which row is which: each of its kernels has those of one device."""
+    if any("row" in out.axes for out in epilogue.outputs):
+        raise NotImplementedError(f"{where}: the epilogue reduces over rows, which come in parts: reduce its result")
+    if any(node.op == "iota" and ("row" in node.params or len(node.params) > 1) for node in epilogue.nodes):
+        raise NotImplementedError(f"{where}: the epilogue uses positions of rows, which come in parts: pass an operand")
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def gathered(spec: Gathered, x: jax.Array, ws: Any, operands: Any) -> list[list[jax.Array]]:
+    """Returns the results of the epilogue for each chunk."""
+    chunks = spec.ring.gather(x)
+    return [spec.bind(spec.epilogue, chunk, ws, mine) for chunk, mine in zip(chunks, operands, strict=True)]
+
+
+def _gathered_jvp(spec: Gathered, primals: Any, tangents: Any) -> Any:
+    x, ws, operands = primals
+    x_dot, w_dots, operand_dots = without_zeros(tangents)
+    xs = [checkpoint_name(chunk, GATHERED) for chunk in spec.ring.gather(x)]
+    epilogue = spec.epilogue
+    plain = np.dtype(epilogue.outputs[0].dtype) if epilogue.plain else derivative.saved_dtype(epilogue, x.dtype)
+    acc_dots = spec.tangents(xs, ws, x_dot, w_dots, plain)
+    outs, dots = [], []
+    for chunk, mine, acc_dot, dot in zip(xs, operands, acc_dots, operand_dots, strict=True):
+        if epilogue.plain:
+            results, found = spec.bind(epilogue, chunk, ws, ()), acc_dot
+        else:
+            results, found = _one(spec, chunk, ws, mine, acc_dot, dot)
+        outs.append(results)
+        dots.append([zeros(out) if is_none(d) else d for out, d in zip(results, found, strict=True)])
+    return outs, dots
+
+
+def _one(spec: Gathered, x: jax.Array, ws: Any, operands: Any, acc_dots: Any, operand_dots: Any) -> Any:
+    """Returns results and tangents of one chunk."""
+    acc = spec.accumulator(x, ws)
+    return derivative.derivative(
+        spec.epilogue,
+        (x, ws, operands),
+        operand_dots,
+        acc,
+        bind=lambda epilogue, operands: spec.bind(epilogue, x, ws, operands),
+        tangents=lambda dtype: acc_dots,
+        multiply=lambda x, ws, dtype: products.plain_products(spec.product, x, ws, (), dtype, **spec.params),
+        pushed=functools.partial(derivative.push, spec.epilogue, acc.shape),
+        save=spec.save,
+    )
+
+
+gathered.defjvp(_gathered_jvp, symbolic_zeros=True)
+
+
+def without_zeros(tangents: Any) -> Any:
+    """Returns the tangents, None in place of those that are zero."""
+    none = lambda t: None if isinstance(t, SymbolicZero) or t.dtype == jax.dtypes.float0 else t  # noqa: E731
+    return jax.tree.map(none, tangents, is_leaf=lambda t: isinstance(t, SymbolicZero))
+
+
+def is_none(dot: Any) -> bool:
+    return dot is None or is_zero(dot)
+
+
+def zeros(out: jax.Array) -> Any:
+    """Returns the tangent that is zero."""
+    if jnp.issubdtype(out.dtype, jnp.inexact):
+        return jnp.zeros_like(out)
+    return np.zeros(out.shape, jax.dtypes.float0)
+
+
+# Rows multiplied, added up over the devices.
+
+
+@dataclasses.dataclass(frozen=True)
+class Scattered:
+    """The parameters of products whose rows are added up: dtypes of the sum and of what travels; others as gemm's."""
+
+    ring: Ring
+    product: Product
+    dtype: np.dtype
+    travel: np.dtype
+    precision: Any
+    backend: str
+    config: Config | None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def scattered(spec: Scattered, xs: Any, w: jax.Array) -> jax.Array:
+    """Returns this device's rows of the sum, in the accumulators' dtype."""
+    params = {"precision": spec.precision, "backend": spec.backend, "config": spec.config}
+    parts = [multiply(spec.product, x, w, out_dtype=spec.dtype, **params) for x in reversed(xs)]
+    return spec.ring.scatter(parts[::-1], spec.travel)
+
+
+def _scattered_jvp(spec: Scattered, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """Tangents travel in the operands' dtype: transposed, they are the rows of a cotangent."""
+    xs, w = primals
+    x_dots, w_dot = without_zeros(tangents)
+    out = scattered(spec, xs, w)
+    params: dict[str, Any] = {"precision": spec.precision, "backend": spec.backend}
+    narrow = cotangents_dtype(w.dtype)
+    if all(dot is None for dot in x_dots) and w_dot is None:
+        return out, jnp.zeros_like(out)
+    terms: list[Any] = [None] * len(xs)
+    if any(dot is not None for dot in x_dots):
+        full = [jnp.zeros_like(x) if dot is None else dot for x, dot in zip(xs, x_dots, strict=True)]
+        terms = [multiply(spec.product, dot, w, out_dtype=narrow, **params) for dot in full]
+    if w_dot is not None:
+        parts = one_product(spec.product, xs, w_dot, narrow, **params)
+        terms = [part if term is None else term + part for term, part in zip(terms, parts, strict=True)]
+    return out, spec.ring.scatter(terms, narrow).astype(out.dtype)
+
+
+scattered.defjvp(_scattered_jvp, symbolic_zeros=True)
+
+
+def cotangents_dtype(dtype: np.dtype) -> np.dtype:
+    """Returns the dtype in which cotangents of a product of ``dtype`` travel: its own, of at least 16 bits."""
+    return dtype if dtype.itemsize > 1 else np.dtype(jnp.bfloat16)
+
+
+# Two products: rows gathered for the first, added up for the second. Nothing between leaves its chunk.
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlapped:
+    """The parameters of mlp over devices: of its two products on one, and how rows travel."""
+
+    ring: Ring
+    chain: Chain
+    travel: np.dtype
+
+    @property
+    def first(self) -> Gathered:
+        chain = self.chain
+        return Gathered(self.ring, chain.product, chain.hidden, chain.precision, chain.backend, None, chain.save)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def overlapped(spec: Overlapped, x: jax.Array, ws: Any, w2: jax.Array, operands: Any) -> jax.Array:
+    """Returns this device's rows, in the accumulators' dtype."""
+    first = spec.first
+    hs = [first.bind(first.epilogue, *each) for each in _each(spec.ring.gather(x), ws, operands)]
+    return _summed(spec, [h for (h,) in hs], w2)
+
+
+def _each(xs: Sequence[jax.Array], ws: Any, operands: Any) -> list[tuple[Any, Any, Any]]:
+    return [(x, ws, mine) for x, mine in zip(xs, operands, strict=True)]
+
+
+def _summed(spec: Overlapped, hs: Sequence[jax.Array], w2: jax.Array) -> jax.Array:
+    parts = [spec.chain.second(h, w2, ()) for h in reversed(hs)]
+    return spec.ring.scatter(parts[::-1], spec.travel)
+
+
+def _overlapped_jvp(spec: Overlapped, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """As the derivative of a chain, by chunk; the weights' terms are one product each."""
+    x, ws, w2, operands = primals
+    x_dot, w_dots, w2_dot, operand_dots = without_zeros(tangents)
+    first, hidden = spec.first, spec.chain.hidden
+    narrow = cotangents_dtype(x.dtype)
+    chain = dataclasses.replace(spec.chain, out_dtype=narrow)
+    dtype = derivative.saved_dtype(hidden, x.dtype)
+    xs = [checkpoint_name(chunk, GATHERED) for chunk in spec.ring.gather(x)]
+    acc_dots = first.tangents(xs, ws, x_dot, w_dots, dtype)
+    acc = first.accumulator(xs[0], ws)
+
+    def forward(xs: Any, ws: Any, operands: Any) -> tuple[list[jax.Array], list[Any]]:
+        hs, kept = [], []
+        for (chunk, each, mine), *dots in zip(_each(xs, ws, operands), acc_dots, operand_dots, strict=True):
+            moves = derivative.moving(dots[0]), derivative.moving(dots[1])
+            needed = derivative.accumulators_needed(hidden, *moves)
+            traced = derivative.differentiated(hidden, acc, mine, *moves)
+            extended, places = derivative.with_accumulators(traced.epilogue, needed, dtype)
+            outs = first.bind(extended, chunk, each, traced.operands)
+            hs.append(checkpoint_name(outs[0], HIDDEN))
+            kept.append([None if i is None else checkpoint_name(outs[i], derivative.PREACTIVATION) for i in places])
+        return hs, kept
+
+    def terms(hs: Any, kept: Any, w2: Any, operands: Any, acc_dots: Any, operand_dots: Any, w2_dot: Any) -> list[Any]:
+        found: list[Any] = [None] * len(hs)
+        for i, (h, accs, mine, *dots) in enumerate(zip(hs, kept, operands, acc_dots, operand_dots, strict=True)):
+            found[i] = tangent_of_second(chain, (), h.shape, accs, mine, w2, *dots)
+        if w2_dot is not None:
+            parts = one_product(chain.product, hs, w2_dot, narrow, **chain.params)
+            found = [part if term is None else term + part for term, part in zip(found, parts, strict=True)]
+        return found
+
+    if spec.chain.save == "recompute":
+        out = overlapped(spec, x, ws, w2, operands)
+
+        def again(xs: Any, ws: Any, w2: Any, operands: Any, *dots: Any) -> list[Any]:
+            return terms(*forward(xs, ws, operands), w2, operands, *dots)
+
+        found = jax.checkpoint(again)(xs, ws, w2, operands, acc_dots, operand_dots, w2_dot)
+    else:
+        hs, kept = forward(xs, ws, operands)
+        out = _summed(spec, hs, w2)
+        found = terms(hs, kept, w2, operands, acc_dots, operand_dots, w2_dot)
+    if all(term is None for term in found):
+        return out, jnp.zeros_like(out)
+    return out, spec.ring.scatter(found, narrow).astype(out.dtype)
+
+
+overlapped.defjvp(_overlapped_jvp, symbolic_zeros=True)

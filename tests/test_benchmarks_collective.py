@@ -1,0 +1,95 @@
+"""The benchmark of layers over devices, on virtual ones, and the times that benchmarks/scale.py predicts."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import pytest
+
+from benchmarks import report, run, scale, tables
+from benchmarks.ops import collective
+from benchmarks.suite import Run
+
+RUN = Run("host", report.Roofline(100.0, 1000.0))
+CASES = {case.name: case for case in collective.SUITE.cases}
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Some rounds of turns, and four devices."""
+    monkeypatch.setattr("benchmarks.ops.programs.ROUNDS", 2)
+    monkeypatch.setattr("benchmarks.ops.programs.ROUND_S", 1e-3)
+    make, devices = jax.make_mesh, jax.devices()[:4]
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    monkeypatch.setattr(jax, "make_mesh", lambda *args, **kwargs: make(*args, **kwargs, devices=devices))
+
+
+def test_the_ways_agree(quick):
+    rows = {row.product: row for row in collective.measure_case(CASES["tiny mlp"], RUN)}
+    assert [*rows] == ["jit", "apart", "overlapped", "ring", "narrow", "alone"]
+    for name, row in rows.items():
+        assert not row.failure
+        assert row.us > 0
+        assert ("jit" in row.ratios) == (name not in ("jit", "alone"))
+
+
+def test_a_wrong_way_is_seen(quick, monkeypatch):
+    right = collective.KINDS["scatter"]
+
+    def wrong(case):
+        found = right(case)
+        f, specs = found["ring"]
+        found["ring"] = lambda *args: 1.1 * f(*args), specs
+        found["overlapped"] = collective.cutjax, specs  # no function
+        return found
+
+    monkeypatch.setitem(collective.KINDS, "scatter", wrong)
+    rows = {row.product: row for row in collective.measure_case(CASES["tiny out"], RUN)}
+    assert rows["ring"].failure.startswith("wrong: differs by 0.1")
+    assert rows["overlapped"].failure
+    assert not rows["8 SMs free"].failure
+
+
+def test_the_command_and_what_is_predicted_from_it(quick, monkeypatch, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    small = [CASES["tiny links"], CASES["tiny moe"]]
+    monkeypatch.setitem(run.SUITES, "collective", run.dataclasses.replace(collective.SUITE, cases=small))
+    assert run.main(["--op", "collective", "--tag", "tiny", "--out", str(path), "--commit", "c"]) == 0
+    content, rows = report.read(path)
+    assert [row.product for row in rows if row.case == "tiny moe"] == ["gather", "exchange", "exchange whole", "auto"]
+    assert all(line.startswith("|") for line in tables.markdown("collective", rows))
+    with pytest.raises(ValueError, match="no links, or not the products"):
+        scale.rates(content, 50.0)
+    links = [row for row in rows if "permute" in row.product]
+    assert links[0].gb_per_s == pytest.approx(links[0].figures["sent"] / links[0].us / 1e3)
+    assert scale.main([str(tmp_path / "missing.json")]) == 1
+
+    def row(case, product, us, **figures):
+        return {"case": case, "product": product, "us": us, "figures": figures}
+
+    known = [
+        row("links", "permute 1 bytes", 10.0, sent=1000, devices=4),
+        row("links", "permute 2 bytes", 1000.0, sent=4 * 10**8, devices=4),
+        row("llama 70b mlp", "alone", 6 * 8192 * 8192 * 28672 / 4 / 700e6),
+    ]
+    path.write_text(json.dumps({"rows": known}))
+    found = scale.rates(json.loads(path.read_text()), 50.0)
+    assert (round(found.tflops), found.link, found.latency_us) == (700, 400.0, 10.0)
+    capsys.readouterr()
+    assert scale.main([str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("| 512 |") == 3
+
+
+def test_what_is_predicted():
+    rate = scale.Rates(700.0, 400.0, 50.0, 10.0)
+    inside, outside = (scale.mlp_us(rate, 8192, 8192, 28672, n) for n in (8, 16))
+    assert inside["products"] == pytest.approx(2 * outside["products"])
+    # Rows of 8192 numbers: 2 bytes gathered, 4 of sums; 7 of 8 devices' at 400 GB/s.
+    assert inside["transfers"] == pytest.approx(6 * 8192 * 8192 * 7 / 8 / 400e3 + 14 * 10)
+    assert outside["transfers"] > 2 * inside["transfers"]  # over the network
+    for found in (inside, outside):
+        assert max(found["products"], found["transfers"]) <= found["overlapped"] * 1.1 < found["apart"] * 1.1
+    one = scale.data_us(rate, 10**9, 8192, 1)
+    assert one["overlapped"] >= one["products"]

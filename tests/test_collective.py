@@ -1,0 +1,273 @@
+"""all_gather_gemm, gemm_reduce_scatter and mlp over devices: the unsharded values, in ppermutes and products alone."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import close, integers, mesh_of, normal, run_docstring, same, scaled
+from jax import lax
+from jax.ad_checkpoint import checkpoint_policies
+
+import cutjax
+
+P = jax.P
+M, K, N, SIZE = 16, 8, 16, 4
+X, W, V = integers(0, (M, K)), integers(1, (K, N)), integers(2, (N, K))
+ROWS, COLUMNS = P("i"), P(None, "i")
+
+
+def over(f, in_specs, out_specs, size=SIZE, **kwargs):
+    """The function on some of the devices; each has one of 8, or two axes."""
+    devices = jax.devices()[:size]
+    mesh = jax.sharding.Mesh(np.array(devices), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **kwargs)
+
+
+def squares(f):
+    return lambda *args: sum((y.astype(jnp.float32) ** 2).sum() for y in jax.tree.leaves(f(*args)))
+
+
+def agree(f, plain, *args, tolerance=None):
+    """Values and gradients in all arguments."""
+    got, expected = jax.jit(
+        lambda *args: [(g(*args), jax.grad(squares(g), range(len(args)))(*args)) for g in (f, plain)]
+    )(*args)
+    same(got, expected) if tolerance is None else close(got, expected, tolerance)
+
+
+def collectives(f, *args):
+    """How many of each kind the compiled program has."""
+    text = jax.jit(f).lower(*args).compile().as_text()
+    kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
+    return collections.Counter(re.findall(rf" ({kinds})(?:-start)?\(", text))
+
+
+def gather(**kwargs):
+    return functools.partial(cutjax.all_gather_gemm, axis_name="i", **kwargs)
+
+
+def scatter(**kwargs):
+    return functools.partial(cutjax.gemm_reduce_scatter, axis_name="i", **kwargs)
+
+
+@pytest.mark.parametrize("route", ["direct", "ring"])
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_values_and_gradients(size, route):
+    def both(first, second):
+        return lambda x, w, v: second(first(x, w) * 2, v)
+
+    f = over(both(gather(route=route), scatter(route=route)), (ROWS, COLUMNS, ROWS), ROWS, size)
+    agree(f, both(jnp.matmul, jnp.matmul), X, W, V)
+
+
+def test_without_checking_what_varies():
+    agree(over(gather(), (ROWS, COLUMNS), COLUMNS, check_vma=False), jnp.matmul, X, W)
+    agree(over(scatter(), (COLUMNS, ROWS), ROWS, check_vma=False), jnp.matmul, X @ W, V)
+
+
+@pytest.mark.parametrize("layout", ["nt", "tn", "tt"])
+def test_layouts(layout):
+    turned = lambda x, letter: x.mT if letter == "t" else x  # noqa: E731
+    flip = lambda spec, letter: P(*((*spec, None)[:2])[::-1]) if letter == "t" else spec  # noqa: E731
+    a, b = layout
+
+    def plain(x, w):
+        return turned(x, a) @ turned(w, b)
+
+    f = over(gather(layout=layout), (flip(ROWS, a), flip(COLUMNS, b)), COLUMNS)
+    agree(f, plain, turned(X, a), turned(W, b))
+    g = over(scatter(layout=layout), (flip(COLUMNS, a), flip(ROWS, b)), ROWS)
+    agree(g, plain, turned(X, a), turned(W, b))
+
+
+def fused(acc, up, bias, scale, rest):
+    return jax.nn.silu(acc) * (up + bias) * scale, (acc + rest).sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("save", ["default", "recompute"])
+def test_epilogue(save):
+    """Two products, operands by row, column, element; a reduction along columns, which are divided."""
+    args = (
+        normal(0, (M, K)),
+        scaled(1, (K, N)),
+        scaled(2, (K, N)),
+        normal(3, (N,)),
+        normal(4, (M, 1)),
+        normal(5, (M, N)),
+    )
+
+    def local(x, w, u, *operands):
+        y, total = gather(epilogue=fused, operands=operands, save=save)(x, (w, u))
+        return y, lax.psum(total, "i")
+
+    def plain(x, w, u, *operands):
+        return fused(x @ w, x @ u, *operands)
+
+    specs = ROWS, COLUMNS, COLUMNS, P("i"), P(), COLUMNS
+    # Sums of 16 terms in another order.
+    agree(over(local, specs, (COLUMNS, P())), plain, *args, tolerance=1e-5)
+
+
+def test_epilogue_with_a_rule_of_its_own():
+    @jax.custom_jvp
+    def clipped(x):
+        return jnp.clip(x, -1, 1)
+
+    clipped.defjvp(lambda primals, dots: (clipped(*primals), dots[0]))  # straight through
+    x, w = normal(0, (M, K)), scaled(1, (K, N))
+    agree(over(gather(epilogue=clipped), (ROWS, COLUMNS), COLUMNS), lambda x, w: clipped(x @ w), x, w, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_mlp(gated):
+    x, w, u, v = normal(0, (2, M, K)), scaled(1, (K, N)), scaled(2, (K, N)), scaled(3, (N, K))
+    b1, b2 = normal(4, (N,)), normal(5, (K,))
+
+    def local(x, w, u, v, b1, b2):
+        return cutjax.mlp(x, w, v, gate=u if gated else None, b1=b1, b2=b2, axis_name="i", activation=jax.nn.silu)
+
+    def plain(x, w, u, v, b1, b2):
+        up = x @ w + b1
+        return (jax.nn.silu(x @ u) * up if gated else jax.nn.silu(up)) @ v + b2
+
+    rows = P(None, "i")
+    specs = rows, COLUMNS, COLUMNS, ROWS, P("i"), P()
+    agree(over(local, specs, rows), plain, x, w, u, v, b1, b2, tolerance=1e-5)
+
+
+def mlp(x, w, v, **kwargs):
+    return cutjax.mlp(x, w, v, axis_name="i", activation=jnp.tanh, **kwargs)
+
+
+@pytest.mark.parametrize("save", ["default", "recompute"])
+def test_second_derivatives_and_forward_mode(save):
+    x, w, v, dx = normal(0, (M, K)), scaled(1, (K, N)), scaled(2, (N, K)), normal(3, (M, K))
+    f = over(functools.partial(mlp, save=save), (ROWS, COLUMNS, ROWS), ROWS)
+
+    def plain(x, w, v):
+        return jnp.tanh(x @ w) @ v
+
+    def derivatives(f):
+        first = lambda x: jax.jvp(lambda x: f(x, w, v), (x,), (dx,))[1]  # noqa: E731
+        second = jax.grad(lambda x, w, v: (jax.grad(squares(f))(x, w, v) * dx).sum(), (0, 1, 2))(x, w, v)
+        return first(x), second
+
+    got, expected = jax.jit(lambda: (derivatives(f), derivatives(plain)))()
+    close(got, expected, 2e-5)  # two derivatives of sums in another order
+
+
+def test_under_vmap_scan_and_remat():
+    x, w, v = normal(0, (3, M, K)), scaled(1, (2, K, N)), scaled(2, (2, N, K))
+
+    def layers(layer, x, w, v):
+        return lax.scan(lambda h, weights: (h + layer(h, *weights), None), x, (w, v))[0]
+
+    policy = checkpoint_policies.save_only_these_names("cutjax_preactivation", "cutjax_hidden")
+    each = over(
+        lambda x, w, v: jax.vmap(lambda x: layers(jax.checkpoint(mlp, policy=policy), x, w, v))(x),
+        (COLUMNS, P(None, None, "i"), COLUMNS),
+        COLUMNS,
+    )
+
+    def plain(x, w, v):
+        return layers(lambda h, w, v: jnp.tanh(h @ w) @ v, x, w, v)
+
+    agree(each, plain, x, w, v, tolerance=1e-5)
+    one = jax.vmap(over(mlp, (ROWS, COLUMNS, ROWS), ROWS), (0, None, None))  # an axis outside of shard_map
+    close(jax.jit(one)(x, w[0], v[0]), jnp.tanh(x @ w[0]) @ v[0], 1e-5)
+
+
+def test_gradients_are_ppermutes_and_products():
+    """Nothing is gathered or added up at once; the rows of x travel once, those of g once, and parts of two sums."""
+    f = over(mlp, (ROWS, COLUMNS, ROWS), ROWS)
+    args = X, W, V
+    assert collectives(f, *args) == {"collective-permute": 2 * (SIZE - 1)}
+    assert collectives(jax.grad(squares(f), (0, 1, 2)), *args) == {"collective-permute": 4 * (SIZE - 1)}
+    g = over(gather(), (ROWS, COLUMNS), COLUMNS)
+    assert collectives(jax.grad(squares(g), (0, 1)), X, W) == {"collective-permute": 2 * (SIZE - 1)}
+    h = over(scatter(), (COLUMNS, ROWS), ROWS)
+    assert collectives(jax.grad(squares(h), (0, 1)), X @ W, V) == {"collective-permute": 2 * (SIZE - 1)}
+
+
+def sent(f, *args):
+    """The dtypes that a program sends, in order."""
+    text = str(jax.jit(f).trace(*args).jaxpr)
+    return re.findall(r":(\w+)\[[^\]]*\](?:\{[^}]*\})? = ppermute", text)
+
+
+def test_parts_of_sums_travel_wide():
+    x, w, v = (a.astype(jnp.bfloat16) for a in (X, W, V))
+    n = SIZE - 1
+    f = over(mlp, (ROWS, COLUMNS, ROWS), ROWS)
+    assert sent(f, x, w, v) == n * ["bf16"] + n * ["f32"]
+    assert collections.Counter(sent(jax.grad(squares(f), (0, 1, 2)), x, w, v)) == {"bf16": 2 * n, "f32": 2 * n}
+    narrow = over(functools.partial(mlp, reduce_dtype=jnp.bfloat16), (ROWS, COLUMNS, ROWS), ROWS)
+    assert sent(narrow, x, w, v) == 2 * n * ["bf16"]
+    # Exact numbers: a sum of 8 devices' parts is rounded once, to what the unsharded product is.
+    xs, vs = integers(0, (M, 64), jnp.bfloat16), integers(1, (64, K), jnp.bfloat16)
+    g = over(scatter(), (COLUMNS, ROWS), ROWS, 8)
+    same(jax.jit(g)(xs, vs), cutjax.gemm(xs, vs))
+
+
+def test_the_gradient_of_weights_is_one_product():
+    f = over(mlp, (ROWS, COLUMNS, ROWS), ROWS)
+    rows = cutjax.explain(jax.grad(squares(f), (0, 1, 2)), platform="cuda")(X, W, V).rows
+    depths = collections.Counter()
+    for row in rows:
+        problem = row.choice.problem
+        depths[problem.k] += row.count * (problem.m in (K, N // SIZE))
+    assert depths[M] == 2
+
+
+def test_kernels_of_shards():
+    """Lowered for CUDA, each product is of one device's rows."""
+    f = over(gather(epilogue=jax.nn.relu), (ROWS, COLUMNS), COLUMNS)
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 512), (512, 2048)))
+    (row,) = cutjax.explain(f, platform="cuda")(x, w).rows
+    problem = row.choice.problem
+    assert (row.count, problem.m, problem.n, problem.k) == (SIZE, 4096 // SIZE, 2048 // SIZE, 512)
+    assert row.choice.kernel is not None
+
+
+def test_errors():
+    def fails(error, match, f, *args, specs=(ROWS, COLUMNS)):
+        with pytest.raises(error, match=match):
+            jax.jit(over(f, specs, COLUMNS)).trace(*args)
+
+    fails(ValueError, "axis 'j' is not bound", functools.partial(cutjax.all_gather_gemm, axis_name="j"), X, W)
+    fails(
+        TypeError, "the name of one mesh axis, got", functools.partial(cutjax.all_gather_gemm, axis_name=("i",)), X, W
+    )
+    fails(ValueError, "unknown route 'both'", gather(route="both"), X, W)
+    fails(ValueError, "unknown layout 'nx'", gather(layout="nx"), X, W)
+    fails(ValueError, "contracting dimensions differ", gather(), X, V)
+    fails(NotImplementedError, "reduces over rows", gather(epilogue=lambda acc: acc.sum(0)), X, W)
+    by_row = lambda acc: acc + lax.broadcasted_iota(acc.dtype, acc.shape, 0)  # noqa: E731
+    fails(NotImplementedError, "positions of rows", gather(epilogue=by_row), X, W)
+    specs = COLUMNS, ROWS
+    fails(ValueError, "rows do not divide over the 4 devices", scatter(), X[:6], integers(1, (K, N)), specs=specs)
+    fails(TypeError, "reduce_dtype is int32", scatter(reduce_dtype=jnp.int32), X, W, specs=specs)
+    with pytest.raises(ValueError, match="is not bound here"):
+        cutjax.gemm_reduce_scatter(X, W, axis_name="i")
+    with pytest.raises(ValueError, match="reduce_dtype without an axis_name"):
+        cutjax.mlp(X, W, V, reduce_dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("name", ["all_gather_gemm", "gemm_reduce_scatter"])
+def test_example(name):
+    run_docstring(getattr(cutjax, name), name)
+
+
+def test_another_axis_of_the_mesh():
+    """Sequences over one axis, the layer over the other: gradients of weights are added up over the first."""
+    mesh = mesh_of(j=2, i=4)
+    specs = P("j", "i"), COLUMNS, ROWS
+    f = jax.shard_map(mlp, mesh=mesh, in_specs=specs, out_specs=P("j", "i"))
+    x, w, v = normal(0, (4, M, K)), scaled(1, (K, N)), scaled(2, (N, K))
+    agree(f, lambda x, w, v: jnp.tanh(x @ w) @ v, x, w, v, tolerance=1e-5)
