@@ -65,8 +65,8 @@ def _split(name: str, instructions: int) -> Math:
     return Math(name, "float32", "split", _AMPERE, "bfloat16", 16, (32,), (8, 4), 4, instructions, beside=40)
 
 
-def _bytes(name: str, accumulator: str, archs: Container[int], rate: str) -> Math:
-    return Math(name, accumulator, "tensor", archs, rate, 32, (64, 128), along_k=True)
+def _bytes(name: str, accumulator: str, archs: Container[int], rate: str, depths=(64, 128), beside: int = 0) -> Math:
+    return Math(name, accumulator, "tensor", archs, rate, 32, depths, along_k=True, beside=beside)
 
 
 # By dtype of the operands and Problem.math; the first that an architecture has.
@@ -88,6 +88,7 @@ MATHS = {
         _fma("float64", "float64", 2),
     ),
     ("complex64", ""): (_fma("complex64", "float32", 2, 4),),
+    ("complex64", "tf32"): (Math("tf32", "complex64", "double", _AMPERE, "tf32", 8, (16, 32), (8, 4), 8, 4),),
     ("complex128", ""): (
         Math("dmma", "complex128", "double", _DMMA, "float64", 4, (8, 16), (8, 4), 16, 4),
         _fma("complex128", "float64", 4, 4),
@@ -99,8 +100,9 @@ MATHS = {
     ("uint64", ""): (_fma("uint64", "float32", 2, 8, beside=48),),
     ("int8", ""): (_bytes("s8", "int32", _ALL, "int8"),),
     ("uint8", ""): (_bytes("u8", "uint32", _ALL, "int8"),),
-    ("float8_e4m3fn", ""): (_bytes("e4m3", "float32", _ADA, "float8_e4m3fn"),),
-    ("float8_e5m2", ""): (_bytes("e5m2", "float32", _ADA, "float8_e5m2"),),
+    # Sums that are added apart take registers.
+    ("float8_e4m3fn", ""): (_bytes("e4m3", "float32", _ADA, "float8_e4m3fn", (64,), 16),),
+    ("float8_e5m2", ""): (_bytes("e5m2", "float32", _ADA, "float8_e5m2", (64,), 16),),
 }
 
 

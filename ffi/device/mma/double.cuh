@@ -1,30 +1,55 @@
-// float64, and complex128 as four real products, on the tensor cores. What lane l holds of a slice of k, with g = l / 4
-// and q = l % 4:
+// float64, and complex numbers as four real products, in float64 or TF32, on the tensor cores. What lane l holds of a
+// slice of k, with g = l / 4 and q = l % 4:
 //   a[2 t], a[2 t + 1]       rows g, g + 8 at k 4 t + q
 //   b[t]                     column g at k 4 t + q
 
 using TileA = Operand<BM, ELEMENT, A_K_MAJOR, A_UNIT, Read::words>;
 using TileB = Operand<BN, ELEMENT, B_K_MAJOR, B_UNIT, Read::words>;
 
-constexpr bool COMPLEX = ELEMENT == 16;
-
-constexpr int NUMBERS = COMPLEX ? 2 : 1;  // of an element: its parts lie apart in registers
+// What an instruction takes: a float64, or the bits of a TF32.
+template <Math>
+struct PartOf {
+  using Type = double;
+};
+template <>
+struct PartOf<Math::tf32> {
+  using Type = u32;
+};
+using Part = PartOf<MATH>::Type;
+constexpr int PARTS = ELEMENT / sizeof(Part);  // of an element: they lie apart in registers
 
 struct Fragments {
-  double a[NUMBERS][M_FRAGMENTS][SLICE / 2], b[NUMBERS][PRODUCTS][N_FRAGMENTS][SLICE / 4];
+  Part a[PARTS][M_FRAGMENTS][SLICE / 2], b[PARTS][PRODUCTS][N_FRAGMENTS][SLICE / 4];
 };
 
-DEVICE void multiply_one(double (&d)[4], const Fragments& x, int, int p, int i, int j) {
-  dmma(d[0], d[1], d[2], d[3], x.a[0][i], x.b[0][p][j]);
+DEVICE double negative(double x) { return -x; }
+DEVICE u32 negative(u32 tf32) { return tf32 ^ 0x80000000; }
+DEVICE void round_part(double&) {}
+DEVICE void round_part(u32& x) { x = cvt_rna_tf32(__uint_as_float(x)); }
+
+DEVICE void multiply_parts(double (&d)[4], const double (&a)[SLICE / 2], const double (&b)[SLICE / 4]) {
+  dmma(d[0], d[1], d[2], d[3], a, b);
+}
+DEVICE void multiply_parts(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) { mma<MATH>(d, a, b); }
+
+template <typename R>
+DEVICE void multiply_one(R (&d)[4], const Fragments& x, int, int p, int i, int j) {
+  multiply_parts(d, x.a[0][i], x.b[0][p][j]);
 }
 
 // Of the real parts of a (z = 0), or of the imaginary ones.
-DEVICE void multiply_one(Complex<double> (&d)[4], const Fragments& x, int z, int p, int i, int j) {
-  double real[SLICE / 4];
+template <typename R>
+DEVICE void multiply_one(Complex<R> (&d)[4], const Fragments& x, int z, int p, int i, int j) {
+  Part b[SLICE / 4];
 #pragma unroll
-  for (int t = 0; t < SLICE / 4; ++t) real[t] = z ? -x.b[NUMBERS - 1][p][j][t] : x.b[0][p][j][t];
-  dmma(d[0].real, d[1].real, d[2].real, d[3].real, x.a[z][i], real);
-  dmma(d[0].imag, d[1].imag, d[2].imag, d[3].imag, x.a[z][i], x.b[NUMBERS - 1 - z][p][j]);
+  for (int t = 0; t < SLICE / 4; ++t) b[t] = z ? negative(x.b[1][p][j][t]) : x.b[0][p][j][t];
+  R real[4], imag[4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) real[e] = d[e].real, imag[e] = d[e].imag;
+  multiply_parts(real, x.a[z][i], b);
+  multiply_parts(imag, x.a[z][i], x.b[1 - z][p][j]);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) d[e] = {real[e], imag[e]};
 }
 
 struct Multiplier {
@@ -33,12 +58,12 @@ struct Multiplier {
 
   DEVICE Multiplier(int row, int column) : lane_a(row), lane_b(column) {}
 
-  template <typename Part>
-  static DEVICE void load(u32 address, Part part) {
-    if constexpr (COMPLEX) {
-      ld_shared_v2(address, part(0), part(1));
+  template <typename To>
+  static DEVICE void load(u32 address, To to) {
+    if constexpr (PARTS == 2) {
+      ld_shared_v2(address, to(0), to(1));
     } else {
-      part(0) = ld_shared_f64(address);
+      to(0) = ld_shared_f64(address);
     }
   }
 
@@ -48,20 +73,24 @@ struct Multiplier {
       int depth = slice * (SLICE / 4) + t;
 #pragma unroll
       for (int i = 0; i < 2 * M_FRAGMENTS; ++i)
-        load(lane_a.at(tile_a, i, depth), [&](int z) -> double& { return to.a[z][i / 2][2 * t + i % 2]; });
+        load(lane_a.at(tile_a, i, depth), [&](int z) -> Part& { return to.a[z][i / 2][2 * t + i % 2]; });
 #pragma unroll
       for (int p = 0; p < PRODUCTS; ++p)
 #pragma unroll
         for (int j = 0; j < N_FRAGMENTS; ++j)
-          load(lane_b.at(tiles_b + p * TileB::BYTES, j, depth), [&](int z) -> double& { return to.b[z][p][j][t]; });
+          load(lane_b.at(tiles_b + p * TileB::BYTES, j, depth), [&](int z) -> Part& { return to.b[z][p][j][t]; });
     }
   }
 
   // Products with the real part of a, then those with the imaginary one: instructions that follow each other have
   // different accumulators.
-  DEVICE void multiply(Accumulators& d, const Fragments& x) const {
+  DEVICE void multiply(Accumulators& d, Fragments& x) const {
 #pragma unroll
-    for (int z = 0; z < NUMBERS; ++z)
+    for (int i = 0; i < PARTS * M_FRAGMENTS * (SLICE / 2); ++i) round_part((&x.a[0][0][0])[i]);
+#pragma unroll
+    for (int i = 0; i < PARTS * PRODUCTS * N_FRAGMENTS * (SLICE / 4); ++i) round_part((&x.b[0][0][0][0])[i]);
+#pragma unroll
+    for (int z = 0; z < PARTS; ++z)
 #pragma unroll
       for (int p = 0; p < PRODUCTS; ++p)
 #pragma unroll
