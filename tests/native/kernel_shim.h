@@ -89,9 +89,6 @@ inline bool __all_sync(unsigned, bool x) {
 
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
-inline int __double2loint(double x) { return int(u32(std::bit_cast<u64>(x))); }
-inline int __double2hiint(double x) { return int(std::bit_cast<u64>(x) >> 32); }
-inline double __hiloint2double(int high, int low) { return std::bit_cast<double>(u64(u32(high)) << 32 | u32(low)); }
 inline u32 __funnelshift_r(u32 low, u32 high, u32 shift) { return u32((u64(high) << 32 | low) >> (shift & 31)); }
 inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
   u64 both = u64(high) << 32 | low;
