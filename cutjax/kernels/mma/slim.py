@@ -72,7 +72,9 @@ def registers(problem: Problem, config: Config, how: Math) -> int:
     """Returns about how many registers a thread takes."""
     sums = problem.products * config.bm * columns_of(problem) * how.words // 4
     left = config.bm * (4 if problem.a.contiguous == "k" else AT_ONCE * how.words // 4)
-    return sums + left + 5 * AT_ONCE + BESIDE
+    # Of rows of b that begin anywhere each load has a shift of its own: with 4 rows of a that spills.
+    shifted = problem.bs[0].contiguous == "mn" and problem.n * problem.a_dtype.itemsize % 4 > 0
+    return sums + left + 5 * AT_ONCE + BESIDE + 32 * config.bm * shifted
 
 
 def configs(problem: Problem) -> Iterator[Config]:

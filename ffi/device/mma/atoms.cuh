@@ -43,28 +43,21 @@ DEVICE void ld_shared_v2(u32 address, double& x, double& y) {
   asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(x), "=d"(y) : "r"(address) : "memory");
 }
 
-DEVICE u32 ld_global_u32(const char* p) {
+// One word, or zero: nothing is read then.
+DEVICE u32 ld_global_u32_if(bool there, const char* p) {
   u32 x;
-  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(p));
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\nmov.u32 %0, 0;\n@p ld.global.nc.u32 %0, [%1];\n}"
+               : "=&r"(x)
+               : "l"(p), "r"(static_cast<u32>(there)));
   return x;
 }
 
-DEVICE u32 ld_global_u16(const char* p) {
-  u16 x;
-  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(x) : "l"(p));
-  return x;
-}
-
-DEVICE u32 ld_global_u8(const char* p) {
-  u32 x;
-  asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(x) : "l"(p));
-  return x;
-}
-
-DEVICE Bytes16 ld_global_v4(const char* p) {
-  Bytes16 v;
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
+DEVICE void ld_global_v4_if(bool there, const char* p, u32 (&x)[4]) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
+      "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(x[0]), "=&r"(x[1]), "=&r"(x[2]), "=&r"(x[3])
+      : "l"(p), "r"(static_cast<u32>(there)));
 }
 
 // The nearest TF32. The 13 bits that it does not have may be any.

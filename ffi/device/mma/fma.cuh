@@ -2,8 +2,8 @@
 //
 //   [BK][ROWS + VECTOR]   a line is one k
 //
-// Rows lie in a line so that those which a thread multiplies are neighbours, VECTOR at a time: a thread has rows l / 4 +
-// 8 i of a and columns 2 (l % 4) + e + 8 j of b, as the accumulators lie. The elements after each line put those of
+// Rows lie in a line so that those which a thread multiplies are neighbours, VECTOR at a time: a thread has rows l / 4
+// + 8 i of a and columns 2 (l % 4) + e + 8 j of b, as the accumulators lie. The elements after each line put those of
 // other lines in other banks.
 
 constexpr int VECTOR = 16 / ELEMENT;  // elements that a thread loads from shared memory at once
@@ -107,7 +107,7 @@ struct ElementTile {
         cp_async<ELEMENT>(place(tile, i), p, there);
       } else {
 #pragma unroll
-        for (int word = 0; word < ELEMENT / 4; ++word) held[i][word] = there ? ld_global_u32(p + 4 * word) : 0;
+        for (int word = 0; word < ELEMENT / 4; ++word) held[i][word] = ld_global_u32_if(there, p + 4 * word);
       }
     }
   }

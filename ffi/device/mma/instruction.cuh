@@ -6,9 +6,21 @@
 //   d[0], d[1], d[2], d[3]   rows g, g, g + 8, g + 8 at column 2 q, 2 q + 1, 2 q, 2 q + 1
 
 enum class Math {
-  bf16, f16, f16_f16, tf32, s8, u8, e4m3, e5m2,  // as they are
-  tf32x3, bf16x1, bf16x3, bf16x6, bf16x9,        // of f32, in parts (split.cuh)
-  dmma, fma                                      // double.cuh, fma.cuh
+  bf16,
+  f16,
+  f16_f16,
+  tf32,
+  s8,
+  u8,
+  e4m3,
+  e5m2,  // as they are
+  tf32x3,
+  bf16x1,
+  bf16x3,
+  bf16x6,
+  bf16x9,  // of f32, in parts (split.cuh)
+  dmma,
+  fma  // double.cuh, fma.cuh
 };
 
 #define MMA(shape, type, constraint)                                                    \
@@ -88,8 +100,8 @@ DEVICE void dmma(double& d0, double& d1, double& d2, double& d3, const double (&
         "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7, %8, %9, %10, %11}, "
         "{%12, %13, %14, %15}, {%0, %1, %2, %3};"
         : "+d"(d0), "+d"(d1), "+d"(d2), "+d"(d3)
-        : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]), "d"(b[0]),
-          "d"(b[1]), "d"(b[2]), "d"(b[3]));
+        : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]), "d"(b[0]), "d"(b[1]),
+          "d"(b[2]), "d"(b[3]));
   } else if constexpr (OF_B == 2) {
     asm volatile(
         "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

@@ -5,8 +5,8 @@ DEVICE constexpr Read read_of(bool k_major) { return ELEMENT == 4 && !k_major ? 
 using TileA = Operand<BM, ELEMENT, A_K_MAJOR, A_UNIT, read_of(A_K_MAJOR)>;
 using TileB = Operand<BN, ELEMENT, B_K_MAJOR, B_UNIT, read_of(B_K_MAJOR)>;
 
-// Where in a tile this lane's row of a matrix of ldmatrix lies, and what it gives: ROWS_FIRST says whether matrices beside
-// each other in registers follow each other along rows first, else along k.
+// Where in a tile this lane's row of a matrix of ldmatrix lies, and what it gives: ROWS_FIRST says whether matrices
+// beside each other in registers follow each other along rows first, else along k.
 template <typename Tile, bool K_MAJOR, bool ROWS_FIRST, int = ELEMENT>
 struct Lane {
   u32 offset;

@@ -59,8 +59,9 @@ struct Left {
           int at = k + i * UNIT_ELEMENTS;
           const char* p = a.first + (a.row + r) * a.pitch + static_cast<i64>(at) * ELEMENT;
           Held<A_UNIT> held;
-          held.load(p, there ? (k_end - at) * ELEMENT : 0);
-          held.get(word[r][i], Held<A_UNIT>::skew_of(p));
+          int valid = there ? (k_end - at) * ELEMENT : 0;
+          held.load(p, valid);
+          held.get(word[r][i], Held<A_UNIT>::skew_of(p), valid);
         }
       } else {
 #pragma unroll
@@ -98,8 +99,9 @@ struct Pipeline {
     Held<B_UNIT> held[COUNT];
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) held[i].load(address(i), valid(i));
+// Columns past the matrix are not stored, whatever they are.
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) held[i].get(x[i], Held<B_UNIT>::skew_of(address(i)));
+    for (int i = 0; i < COUNT; ++i) held[i].get(x[i], Held<B_UNIT>::skew_of(address(i)), B_K_MAJOR ? valid(i) : 16);
   }
 
   DEVICE void run(Accumulators& d, const Loads& loads, const Multiplier&, const Warp& warp, int k_blocks) const {

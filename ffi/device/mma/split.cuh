@@ -4,7 +4,7 @@
 constexpr bool TF32 = MATH == Math::tf32x3;
 constexpr int PARTS = MATH == Math::bf16x1 ? 1 : MATH == Math::bf16x6 || MATH == Math::bf16x9 ? 3 : 2;
 constexpr int PAIRS = MATH == Math::bf16x1 ? 1 : MATH == Math::bf16x9 ? 9 : MATH == Math::bf16x6 ? 6 : 3;
-constexpr int HALVES = TF32 ? 1 : 2;   // of a slice, of 8 elements of k, that fragments have apart
+constexpr int HALVES = TF32 ? 1 : 2;                  // of a slice, of 8 elements of k, that fragments have apart
 constexpr u32 KEPT = TF32 ? 0xffffe000 : 0xffff0000;  // bits of f32 that a part has
 
 // Which parts of a and b the pair is of.

@@ -21,56 +21,43 @@ DEVICE u32 permuted(int line, int byte) {
   }
 }
 
-// 16 bytes on their way through registers, `skew` bytes into the words that hold them.
+// 16 bytes on their way through registers, as the words that hold them: where rows begin anywhere the first may begin
+// before them, and a fifth end behind. A word is loaded if it has a byte that may be; arrays lie in whole words. There
+// is no branch, so that all loads are on their way at once.
 template <int UNIT>
 struct Held {
   u32 word[UNIT < 4 ? 5 : 4];
 
-  // Of 16 bytes at `p`, of which UNIT is a divisor, `valid` may be read and the others are zero.
+  // Of 16 bytes at `p`, `valid` are there.
   DEVICE void load(const char* p, int valid) {
-#pragma unroll
-    for (u32& x : word) x = 0;
-    if (valid <= 0) return;
     if constexpr (UNIT == 16) {
-      Bytes16 v = ld_global_v4(p);
-      word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
-    } else if constexpr (UNIT >= 4) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (i * 4 < valid) word[i] = ld_global_u32(p + 4 * i);
+      ld_global_v4_if(valid > 0, p, word);
     } else {
-      u32 skew = skew_of(p);
-      if (valid >= 20) {  // whole words: the first begins before, the last ends behind
+      int skew = skew_of(p);
 #pragma unroll
-        for (int i = 0; i < 5; ++i) word[i] = ld_global_u32(p - skew + 4 * i);
-      } else {
-#pragma unroll 1
-        for (int i = 0; i < min(valid, 16); i += UNIT) {
-          u32 x = UNIT == 2 ? ld_global_u16(p + i) : ld_global_u8(p + i), at = skew + i;
-#pragma unroll
-          for (int j = 0; j < 5; ++j)
-            if (at / 4 == j) word[j] |= x << at % 4 * 8;
-        }
-      }
+      for (int i = 0; i < (UNIT < 4 ? 5 : 4); ++i)
+        word[i] = ld_global_u32_if(valid > 0 && 4 * i - skew < valid, p - skew + 4 * i);
     }
   }
 
-  static DEVICE u32 skew_of(const char* p) { return UNIT < 4 ? reinterpret_cast<u64>(p) & 3 : 0; }
+  static DEVICE int skew_of(const char* p) { return UNIT < 4 ? reinterpret_cast<u64>(p) & 3 : 0; }
 
-  DEVICE void get(u32 (&x)[4], u32 skew) const {
+  // What is not there is zero.
+  DEVICE void get(u32 (&x)[4], int skew, int valid) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      x[i] = word[i];
       if constexpr (UNIT < 4) {
-        x[i] = __funnelshift_r(word[i], word[i + 1], skew * 8);
-      } else {
-        x[i] = word[i];
+        int there = valid - 4 * i;
+        u32 mask = there >= 4 ? ~0u : there <= 0 ? 0 : (1u << 8 * there) - 1;
+        x[i] = __funnelshift_r(word[i], word[i + 1], skew * 8) & mask;
       }
     }
   }
 
-  DEVICE void store(u32 address, u32 skew) const {
+  DEVICE void store(u32 address, int skew, int valid) const {
     u32 x[4];
-    get(x, skew);
+    get(x, skew, valid);
     st_shared_v4(address, x[0], x[1], x[2], x[3]);
   }
 };
@@ -95,6 +82,7 @@ struct Operand {
   i64 pitch;         // bytes between neighbouring lines in memory
   int lines, bytes;  // that are left, from this thread's first unit on
   Held<UNIT> held[ASYNC ? 1 : LOADS];
+  int held_lines, held_bytes;  // what was left of both when that was loaded
 
   // `matrix` is the first byte of the operand's matrix, whose rows are `pitch` bytes apart; the tile begins at row
   // `row` of `rows` and at `k`.
@@ -141,17 +129,20 @@ struct Operand {
   }
 
   DEVICE void advance() {
+    held_lines = lines, held_bytes = bytes;
     next += K_MAJOR ? BK * ELEMENT : BK * pitch;
     (K_MAJOR ? bytes : lines) -= K_MAJOR ? BK * ELEMENT : BK;
   }
 
-  // Puts into a tile what came through registers, before or after the advance: whole words do not change the skew.
+  // Puts into a tile what came through registers, after the advance, which does not change the skew.
   DEVICE void deposit(u32 tile) const {
     static_assert(BK * ELEMENT % 4 == 0 && BK % 4 == 0);
     if constexpr (!ASYNC) {
 #pragma unroll
-      for (int i = 0; i < LOADS; ++i)
-        if (mine(i)) held[i].store(place(tile, i), Held<UNIT>::skew_of(next + line_of(i) * pitch + byte_of(i)));
+      for (int i = 0; i < LOADS; ++i) {
+        int valid = held_lines > line_of(i) ? held_bytes - byte_of(i) : 0;
+        if (mine(i)) held[i].store(place(tile, i), Held<UNIT>::skew_of(next + line_of(i) * pitch + byte_of(i)), valid);
+      }
     }
   }
 };
