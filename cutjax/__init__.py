@@ -7,6 +7,7 @@ from cutjax.explanation import explain
 from cutjax.fusion.fuse import fuse
 from cutjax.kernels.choose import candidates, reasons, supports
 from cutjax.kernels.custom import CudaLaunch
+from cutjax.kernels.mma.config import Config as MmaConfig
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.tuned import use_tuning
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "CudaLaunch",
+    "MmaConfig",
     "Problem",
     "Routing",
     "all_gather_gemm",

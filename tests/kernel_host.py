@@ -23,6 +23,7 @@ from cutjax.runtime.sources import DEVICE
 NATIVE = pathlib.Path(__file__).parent / "native"
 # What the shim has instead.
 REPLACED = ("common/atoms.cuh", "mma/atoms.cuh", "mma/instruction.cuh")
+_LOAD = re.compile(r'asm volatile\("ld\.global\.nc\.(?:v\d\.)?u(\d+)[^"]*"\s*:([^;]*?):\s*"l"\(([^;]*)\)\);')
 _LAUNCH = """
 struct Arguments {{ {fields} }};
 static const Arguments* given;
@@ -72,11 +73,18 @@ def problem(dtype: str, math: str = "", layout: str = "nn", arch: str = "sm_80",
     )
 
 
+def _load(found: re.Match[str]) -> str:
+    """The shim's call in place of an instruction that loads words."""
+    bits, outputs, place = found.groups()
+    return f"load_words<u{bits}>({place}, {', '.join(re.findall(r'=.*?[(](.*?)[)]', outputs))});"
+
+
 def text(kernel: mma.Kernel) -> str:
     """The text that g++ compiles."""
     parts = re.split(r'^(?=#line 1 ")', kernel.source, flags=re.M)
     kept = [part for part in parts if not part.startswith(tuple(f'#line 1 "{name}"' for name in REPLACED))]
     body = re.sub(r"^#line.*$|^ *extern __shared__.*$", "", "".join(kept), flags=re.M)
+    body = _LOAD.sub(_load, body)
     names = [argument.name for argument in kernel.arguments]
     launch = _LAUNCH.format(
         fields=" ".join(f"{argument.declaration};" for argument in kernel.arguments),

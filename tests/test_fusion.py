@@ -155,7 +155,8 @@ def test_functions_compile_lean(name):
 HOST = """
 #define __device__
 #define __noinline__ __attribute__((noinline))
-constexpr int PRODUCTS = 2, D_CHUNK = 32, PIECE = 16;
+using Acc = float;
+constexpr int PRODUCTS = 2, D_CHUNK = 32, PIECE = 16, STAGE_ROWS = 64;
 struct Partials {};
 double* kept;
 template <Dtype D>

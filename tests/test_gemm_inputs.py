@@ -127,7 +127,7 @@ BAD = [
     (ValueError, r"unknown layout 'xy', expected one of \('nn', 'nt', 'tn', 'tt'\)", S, S, {"layout": "xy"}),
     (ValueError, r"unknown layout None", S, S, {"layout": None}),
     (ValueError, r"unknown backend 'gpu', expected one of \('auto', 'cuda', 'xla'\)", S, S, {"backend": "gpu"}),
-    (TypeError, r"config must be a cutjax.Config, got dict", S, S, {"config": {"bm": 128}}),
+    (TypeError, r"config must be a cutjax.Config or cutjax.MmaConfig, got dict", S, S, {"config": {"bm": 128}}),
     (TypeError, r"a is bfloat16, b is float16: no 16-bit dtype holds both", HALF, HALF2, {}),
     (TypeError, r"product of float32 has no meaning as out_dtype int32", S, S, {"out_dtype": jnp.int32}),
     (TypeError, r"product of complex64 has no meaning as out_dtype float32", C, C, {"out_dtype": "float32"}),

@@ -37,7 +37,14 @@ BAD_GEMM = [
     (TypeError, r"group_offset must be one integer, got float", X, W, S, {"group_offset": 1.0}),
     (TypeError, r"group_offset must be one integer, got int32\[2\]", X, W, S, {"group_offset": S[:2]}),
     (ValueError, r"grouped_gemm: unknown backend 'gpu'", X, W, S, {"backend": "gpu"}),
-    (TypeError, r"grouped_gemm: config must be a cutjax.Config, got dict", X, W, S, {"config": {"bm": 128}}),
+    (
+        TypeError,
+        r"grouped_gemm: config must be a cutjax.Config or cutjax.MmaConfig, got dict",
+        X,
+        W,
+        S,
+        {"config": {"bm": 128}},
+    ),
     (TypeError, r"grouped_gemm: .*: no 16-bit dtype holds both", X.astype(H), W.astype(jnp.float16), S, {}),
     (
         TypeError,

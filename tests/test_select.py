@@ -72,6 +72,14 @@ def test_batch_steps_reach_the_matrices_broadcasting_would(axes):
             assert int(i0) * steps[0] + int(i1) * steps[1] + int(i2) * steps[2] == want
 
 
+def test_what_one_family_refuses_another_serves():
+    p = cutjax.Problem(256, 256, 256, a_dtype=F32, b_dtype=F32, out_dtype=F32)
+    assert "f32 x f32: wgmma multiplies float32 as one of tf32, tf32x3, bf16" in "; ".join(
+        cutjax.reasons(cutjax.Config(), p)
+    )
+    assert {type(config) for config in cutjax.candidates(p)} == {cutjax.MmaConfig}
+
+
 @pytest.mark.parametrize(
     ("fields", "match"),
     [

@@ -160,7 +160,7 @@ BAD = [
     (ValueError, r"^syrk: 1 operands, but no epilogue", A, {"operands": (COLUMN,)}),
     (ValueError, r"^syrk: unknown save 'all'", A, {"save": "all"}),
     (ValueError, r"^syrk: unknown backend 'gpu'", A, {"backend": "gpu"}),
-    (TypeError, r"^syrk: config must be a cutjax.Config, got dict", A, {"config": {}}),
+    (TypeError, r"^syrk: config must be a cutjax.Config or cutjax.MmaConfig, got dict", A, {"config": {}}),
     (ValueError, r"^syrk: Precision argument must be one of", A, {"precision": "bogus"}),
     (NotImplementedError, ALIKE + "operand 0 varies along rows alone", A, {"epilogue": scale, "operands": (COLUMN,)}),
     (NotImplementedError, ALIKE + "operand 0 varies along columns alone", A, {"epilogue": scale, "operands": (ROW,)}),

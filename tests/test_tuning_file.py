@@ -163,11 +163,15 @@ def test_entries(times, xla, why):
     assert tuned.decode(json.loads(json.dumps(entry.encoded(date="today")))) == entry
 
 
-@pytest.mark.parametrize("config", [cutjax.Config(), cutjax.Config(64, 96, stages=5, schedule="pingpong", raster=-3)])
+CONFIGS = [cutjax.Config(), cutjax.Config(64, 96, stages=5, schedule="pingpong", raster=-3)]
+CONFIGS += [cutjax.MmaConfig(), cutjax.MmaConfig(4, 32, 128, 4, 32, 8, stages=1, swap=True)]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 def test_configs_are_stored_by_field(config):
     fields = choose.fields_of(config)
-    assert fields["family"] == "sm90"
-    assert all(value != getattr(cutjax.Config(), name) for name, value in fields.items() if name != "family")
+    assert fields["family"] == ("mma" if isinstance(config, cutjax.MmaConfig) else "sm90")
+    assert all(value != getattr(type(config)(), name) for name, value in fields.items() if name != "family")
     assert choose.config_of(json.loads(json.dumps(fields))) == config
 
 

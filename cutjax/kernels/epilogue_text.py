@@ -228,7 +228,7 @@ def _piece(staging: Staging) -> str:
     above = "\n  if (right_of_diagonal(row, column) > 0) return;" if staging.mirror_slots else ""
     staged += "".join(
         f"\n  Transposed<Dtype::{DTYPES[out.dtype].stored}>::stage(buffer + {_at(slot)}, thread, piece, y{i});"
-        for slot, (i, out) in zip(staging.mirror_slots, staging.results, strict=False)
+        for slot, (i, out) in zip(staging.mirror_slots if staging.tma else (), staging.results, strict=False)
     )
     reduced = "".join(_reduce_piece(i, out, staging.even) for i, out in staging.reductions)
     by_tma = [i for i, _ in staging.operands]
@@ -339,7 +339,8 @@ def _rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
     pointers = [argument.declaration for argument in arguments if argument.to == "rows"]
     stores, mirrored, clears = [], [], []
     strided = any(argument.name == "d_pitch" for argument in arguments)
-    pitch = "d_pitch" if strided else "n"
+    gathered = staging.swap and not staging.tma  # from the columns of a tile
+    pitch = "d_pitch" if strided else "m" if gathered else "n"
     for place, (_, out) in enumerate(staging.results):
         if ragged != "m" and staging.by_tma(out):
             continue
@@ -352,8 +353,10 @@ def _rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
             return f"{struct}<Dtype::{dtype}>::{rows}({matrix}, m, n, {pitch}, {tile}, x, y, rows, thread);"
 
         partly = "if (!whole) " if staging.by_tma(out) else ""
-        stores.append(partly + call(staging.tile, staging.result_slots[place]))
-        mirrored += [call("Transposed", slot) for slot in staging.mirror_slots[place : place + 1]]
+        rows = f"store_columns<{unit}>" if gathered else f"store_rows<{unit}>"
+        stores.append(partly + call(staging.tile, staging.result_slots[place], rows))
+        mirror = ("Transposed",) if staging.tma else ("Staging", f"store_columns<{unit}>")
+        mirrored += [call(mirror[0], slot, *mirror[1:]) for slot in staging.mirror_slots[place : place + 1]]
         clears.append(
             f"Staging<Dtype::{dtype}>::clear_rows<{unit}>({matrix}, n, n, x, y, rows, EPILOGUE_COLUMNS, thread);"
         )

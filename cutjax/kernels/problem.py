@@ -207,10 +207,11 @@ class Problem:
         """Returns the problem of arrays in these orders of memory, as far as kernels read and write them so.
 
         Axes of size 1 lie anywhere, and orders are of the last axes. Results stay row-major where an operand of their
-        size is, and where threads store them, one by one: where their rows are no whole units of 16 bytes.
+        size is, and on sm_90a where TMA cannot store them: where their rows are no whole units of 16 bytes.
         """
         rank = len(self.batch) + 2
-        whole = [self.n * np.dtype(out.dtype).itemsize % 16 == 0 for out in self.epilogue.outputs if not out.reduce]
+        full = [np.dtype(out.dtype).itemsize for out in self.epilogue.outputs if not out.reduce]
+        whole = self.arch != "sm_90a" or all(self.n * size % 16 == 0 for size in full)
         beside = any(spec.row and spec.col for spec in self.epilogue.operands)
         found = []
         for order, shape in zip(orders, self.shapes, strict=True):
@@ -218,7 +219,7 @@ class Problem:
             order = (*range(before), *(before + axis for axis in order))
             moving = [axis for axis in order if shape[axis] != 1]
             found.append(() if moving == sorted(moving) else order)
-        return dataclasses.replace(self, orders=(*found[:2], found[2] if all(whole) and not beside else ()))
+        return dataclasses.replace(self, orders=(*found[:2], found[2] if whole and not beside else ()))
 
     @functools.cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -265,6 +266,11 @@ class Problem:
             epilogue=self.epilogue.transposed,
             orders=(of_b, of_a, tuple(turned.get(axis, axis) for axis in of_result)),
         )
+
+    def triangle(self, height: int, width: int) -> int:
+        """Returns the tiles of a symmetric result, of that size, with anything on or below the diagonal."""
+        rows = range(0, self.m, height)
+        return self.batch_size * sum(-(-min(self.m, row + height) // width) for row in rows)
 
     @functools.cached_property
     def batch_size(self) -> int:

@@ -38,7 +38,8 @@ class Staging:
     """Shared-memory staging of an epilogue's inputs and results, in chunks of so many columns of 64 rows.
 
     Results lie one after the other; an operand lies where a result of its size will be, which replaces it. A symmetric
-    result's transpose lies where nothing else does: other threads write it than read the operand.
+    result's transpose, for TMA, lies where nothing else does: other threads write it than read the operand. Without TMA
+    threads gather it from the result's own tile.
 
     Where the operands are swapped, rows and columns are those of the transposed result, and tiles lie transposed.
 
@@ -83,7 +84,7 @@ class Staging:
     @property
     def tile(self) -> str:
         """The struct by which tiles are staged."""
-        return "Transposed" if self.swap else "Staging"
+        return "Transposed" if self.swap and self.tma else "Staging"
 
     @property
     def by_tma_tile(self) -> str:
@@ -113,6 +114,20 @@ class Staging:
         most = BUFFER_BYTES // 2 if self.mirror_slots else BUFFER_BYTES  # of two tiles each: a stage more is worth 1%
         small = (c for c in fitting if 64 * c * self.column_bytes <= most or c * self.narrowest <= 32)
         return next(small, fitting[-1])
+
+    @functools.cached_property
+    def symmetric_reasons(self) -> tuple[str, ...]:
+        """The reasons why a symmetric result cannot be made of what is on and below its diagonal."""
+        found = []
+        if any(node.op == "iota" and node.params[0] != "batch" for node in self.epilogue.nodes):
+            found.append("a symmetric result that depends on where its elements lie")
+        if any(spec.row != spec.col for spec in self.epilogue.operands):
+            found.append("a symmetric result with an operand that varies along rows or columns alone")
+        if self.reductions:
+            found.append("a reduction of a symmetric result")
+        if self.tma and self.narrowest < 2:
+            found.append("a symmetric result of 8 bits: kernels transpose elements of 16 or 32")
+        return tuple(found)
 
     @functools.cached_property
     def reasons(self) -> tuple[str, ...]:
@@ -162,9 +177,9 @@ def stage(
             free.remove(slot)
         operand_slots.append(slot[1])
     mirror_slots = []
-    for _, out in results if symmetric else ():
-        mirror_slots.append(total)
-        total += _size(out)
+    for slot, (_, out) in zip(result_slots, results, strict=True) if symmetric else ():
+        mirror_slots.append(total if tma else slot)
+        total += _size(out) if tma else 0
     slots = tuple(result_slots), tuple(operand_slots), tuple(mirror_slots)
     layout = epilogue, swap, pitch, even, results, reductions, operands
     return Staging(*layout, *slots, total, narrowest, _called(epilogue), tma)

@@ -27,7 +27,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 def check_config(config: Any, where: str) -> None:
     """Raises if a pinned config is none."""
     if config is not None and not isinstance(config, CONFIGS):
-        raise TypeError(f"{where}: config must be a cutjax.Config, got {type(config).__name__}")
+        raise TypeError(f"{where}: config must be a cutjax.Config or cutjax.MmaConfig, got {type(config).__name__}")
 
 
 def check_epilogue(

@@ -20,6 +20,9 @@ inline int __popcll(u64 x) { return std::popcount(x); }
 inline int __clzll(long long x) { return std::countl_zero(static_cast<u64>(x)); }
 inline double __longlong_as_double(long long x) { return std::bit_cast<double>(x); }
 inline long long __double_as_longlong(double x) { return std::bit_cast<long long>(x); }
+inline int __double2loint(double x) { return int(u32(std::bit_cast<u64>(x))); }
+inline int __double2hiint(double x) { return int(std::bit_cast<u64>(x) >> 32); }
+inline double __hiloint2double(int high, int low) { return std::bit_cast<double>(u64(u32(high)) << 32 | u32(low)); }
 inline double rsqrt(double x) { return 1.0 / std::sqrt(x); }
 inline float rsqrtf(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
 

@@ -70,6 +70,16 @@ auto together(std::initializer_list<u32> words, F f) {
 inline int __shfl_sync(unsigned, int x, int from) {
   return together({u32(x)}, [&] { return int(lanes()[from % 32][0]); });
 }
+template <typename T>
+T __shfl_xor_sync(unsigned, T x, int other) {
+  u32 words[4] = {};
+  std::memcpy(words, &x, sizeof x);
+  return together({words[0], words[1], words[2], words[3]}, [&] {
+    T theirs;
+    std::memcpy(&theirs, lanes()[(threadIdx.x ^ other) % 32], sizeof theirs);
+    return theirs;
+  });
+}
 inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 inline bool __all_sync(unsigned, bool x) {
   return together({x}, [] { return std::all_of(lanes(), lanes() + 32, [](auto& words) { return words[0] != 0; }); });
@@ -79,9 +89,6 @@ inline bool __all_sync(unsigned, bool x) {
 
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
-inline int __double2loint(double x) { return int(u32(std::bit_cast<u64>(x))); }
-inline int __double2hiint(double x) { return int(std::bit_cast<u64>(x) >> 32); }
-inline double __hiloint2double(int high, int low) { return std::bit_cast<double>(u64(u32(high)) << 32 | u32(low)); }
 inline u32 __funnelshift_r(u32 low, u32 high, u32 shift) { return u32((u64(high) << 32 | low) >> (shift & 31)); }
 inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
   u64 both = u64(high) << 32 | low;
@@ -98,6 +105,7 @@ inline u32 cvt_rna_tf32(float x) {  // leaves the bits that it has rounded
 
 alignas(128) static unsigned char shared_memory[1 << 18];
 inline u32 shared_address(const void*) { return 0; }
+inline void* __cvta_shared_to_generic(u32 address) { return shared_memory + address; }
 
 struct alignas(16) Bytes16 {
   u32 x, y, z, w;
@@ -199,9 +207,21 @@ void copy_to_global(void* p, u32 address) {
   check_global<BYTES>(p);
   std::memcpy(p, shared_at<BYTES>(address), BYTES);
 }
-inline u32 ld_global_u32_if(bool there, const char* p) { return there ? load_global<u32>(p) : 0; }
+using u8 = unsigned char;
+// Words that follow each other, loaded at once: kernel_host.py puts this in place of the instruction.
+template <typename T, typename... Words>
+void load_words(const void* p, Words&... words) {
+  auto at = static_cast<const char*>(p);
+  if (reinterpret_cast<u64>(at) % (sizeof(T) * sizeof...(words))) fail("an address of words that is odd");
+  ((words = load_global<T>(at), at += sizeof(T)), ...);
+}
+inline u32 ld_global_u32(const char* p) { return load_global<u32>(p); }
+inline u32 ld_global_u16(const char* p) { return load_global<u16>(p); }
+inline u32 ld_global_u8(const char* p) { return load_global<unsigned char>(p); }
+inline Bytes16 ld_global_v4(const char* p) { return load_global<Bytes16>(p); }
+inline u32 ld_global_u32_if(bool there, const char* p) { return there ? ld_global_u32(p) : 0; }
 inline void ld_global_v4_if(bool there, const char* p, u32 (&x)[4]) {
-  Bytes16 v = there ? load_global<Bytes16>(p) : Bytes16{};
+  Bytes16 v = there ? ld_global_v4(p) : Bytes16{};
   x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
 }
 

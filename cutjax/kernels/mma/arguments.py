@@ -62,14 +62,14 @@ def arguments(kernel: Kernel) -> tuple[Argument, ...]:
 
 
 def _arguments(kernel: Kernel) -> Iterator[Argument]:
-    p, c, staging = kernel.problem, kernel.config, kernel.staging
+    p, c, staging = kernel.multiplied, kernel.config, kernel.staging
     epilogue, steps = p.epilogue, _steps(p)
     sizes, _ = _sizes_and_moves(p)
     first_result = p.arrays + len(epilogue.operands)
     of_a, of_b = operands_of(p)
-    yield Argument("const char* base_a", Pointer(0))
+    yield Argument("const char* base_a", Pointer(int(c.swap)))
     for i in range(p.products):
-        yield Argument(f"const char* base_b{i}", Pointer(0 if p.symmetric else 1 + i), "b")
+        yield Argument(f"const char* base_b{i}", Pointer(0 if p.symmetric or c.swap else 1 + i), "b")
     scalars = {"m": p.m, "n": p.n, "k": p.k, "raster": c.raster, "batch": p.batch_size}
     scalars |= {"batch1": sizes[1], "batch2": sizes[2]}
     for name, of, operand in (("a", of_a, p.a), ("b", of_b, p.bs[0])):

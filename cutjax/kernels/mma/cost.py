@@ -63,7 +63,8 @@ def predict(kernel: Kernel, device: Device, fit: Fit | None = None) -> float:
     rate = dict(device.flops).get(kernel.math.rate, 0.0)
     if not rate or not device.sms:
         return math.inf
-    tiles = kernel.rows * kernel.columns * p.batch_size * (max(1, p.groups) if p.ragged else 1) * c.splits
+    tiles = kernel.rows * kernel.columns * p.batch_size * (max(1, p.groups) if p.ragged else 1)
+    tiles = (kernel.tiles if p.symmetric else tiles) * c.splits
     k_blocks = math.ceil(p.k / max(1, p.groups if p.ragged == "k" else 1) / c.splits / c.bk)
     waves, rest = divmod(tiles, device.sms * c.blocks)
     time = waves * _wave(kernel, device, c.blocks, k_blocks, rate, fit)

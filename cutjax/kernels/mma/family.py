@@ -7,8 +7,9 @@ import functools
 import math
 from collections.abc import Iterator
 
+from cutjax.kernels.mma import slim
 from cutjax.kernels.mma.config import Config
-from cutjax.kernels.mma.kernel import chunk_of, reasons, resolve, staging_of, tiles_of
+from cutjax.kernels.mma.kernel import chunk_of, most_tiles, reasons, resolve, staging_of, tiles_of
 from cutjax.kernels.mma.math import Math, math_of
 from cutjax.kernels.problem import Problem
 
@@ -121,6 +122,9 @@ def configs(problem: Problem) -> Iterator[Config]:
             whole = dataclasses.replace(whole, raster=_raster(problem, whole))
             yield whole
             yield from _divided(problem, whole)
+    for whole in slim.configs(problem):
+        yield whole
+        yield from _divided(problem.transposed if whole.swap else problem, whole)
 
 
 def _divided(problem: Problem, config: Config) -> Iterator[Config]:
@@ -128,7 +132,7 @@ def _divided(problem: Problem, config: Config) -> Iterator[Config]:
     groups = problem.groups if problem.ragged == "k" else 1
     k_blocks = -(-problem.k // (config.bk * groups))
     rows, columns = tiles_of(problem, config)
-    tiles = rows * columns * problem.batch_size * groups
+    tiles = rows * columns * problem.batch_size * groups if not problem.symmetric else most_tiles(problem, config)
     slots = problem.device.sms * config.blocks
     if problem.ragged == "m" or tiles >= slots:
         return

@@ -13,7 +13,7 @@ from cutjax.dtypes import short
 from cutjax.kernels import results
 from cutjax.kernels.arguments import Argument
 from cutjax.kernels.device import Device
-from cutjax.kernels.mma import cost, text
+from cutjax.kernels.mma import cost, slim, text
 from cutjax.kernels.mma.arguments import arguments, operands_of, unit
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.math import Math, arch_number, math_of
@@ -27,9 +27,11 @@ BESIDE = 56  # registers of a thread beside accumulators and fragments, calibrat
 
 
 @functools.lru_cache(maxsize=1024)
-def staging_of(problem: Problem) -> Staging:
-    """Returns how a problem's epilogue is staged."""
-    return stage(problem.epilogue, pitch=math.gcd(problem.n, 16), even=problem.n % 2 == 0, tma=False)
+def staging_of(problem: Problem, swap: bool = False) -> Staging:
+    """Returns how a problem's epilogue is staged, with the operands as they are or swapped."""
+    multiplied = problem.transposed if swap else problem
+    layout = swap, math.gcd(problem.n, 16), multiplied.n % 2 == 0
+    return stage(multiplied.epilogue, problem.symmetric, *layout, tma=False)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -56,7 +58,7 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     if problem.groups and staging.reductions:
         found.append("a reduction over rows that have groups")
     if problem.symmetric:
-        found.append("a symmetric product")
+        found += staging.symmetric_reasons
     if 0 in (problem.m, problem.n, problem.k, problem.batch_size) or (problem.ragged and not problem.groups):
         found.append("a size is 0: nothing to launch")
     if len(problem.batch_groups) > 3:
@@ -73,6 +75,7 @@ class Kernel:
     Attributes:
       problem, config: which.
       asked: the problem with its epilogue; where k has splits, `problem` is without.
+      multiplied: `problem` as it is multiplied: where the operands are swapped, that of the transposed result.
       math: how the operands are multiplied.
       staging: of its epilogue.
       units: bytes that rows of a, and of b, begin at multiples of.
@@ -86,6 +89,7 @@ class Kernel:
     problem: Problem
     config: Config
     asked: Problem
+    multiplied: Problem
     math: Math
     staging: Staging
     units: tuple[int, int]
@@ -103,7 +107,8 @@ class Kernel:
         name = self.config.name(self.problem)
         units = "" if self.units == (16, 16) else f"_u{self.units[0]}_{self.units[1]}"
         pitch = self.staging.pitch
-        return name + units + (f"_pitch{pitch}" if pitch < 16 else "")
+        odd = "_odd" * (self.config.swap and not self.staging.even)
+        return name + units + (f"_pitch{pitch}" if pitch < 16 else "") + odd
 
     @property
     def load_parts(self) -> int:
@@ -142,7 +147,7 @@ class Kernel:
 
     def time_us(self, device: Device) -> float:
         """Returns the predicted time of one launch."""
-        return cost.predict(self, device)
+        return slim.predict(self, device) if self.config.slim else cost.predict(self, device)
 
     def xla_us(self, device: Device) -> float | None:
         """Returns the time that XLA's own product may take; None: it is not modelled."""
@@ -234,23 +239,30 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     math = math_of(problem)
     if math is None or found:
         return tuple(found)
-    problem = along_k(problem) if math.along_k else problem
+    problem = along_k(problem) if math.along_k and not config.slim else problem
     if config.splits > 1:
         problem = problem.bare
         if problem.ragged == "m":
             found.append(f"splits={config.splits}: the contraction of groups of rows is whole")
-    staging, device, size = staging_of(problem), problem.device, problem.a_dtype.itemsize
+    if config.swap and (why := slim.swap_reasons(problem)):
+        return (*found, *why)
+    staging, device, size = staging_of(problem, config.swap), problem.device, problem.a_dtype.itemsize
+    bare, problem = problem, problem.transposed if config.swap else problem
     slices = config.bk // math.k // config.sliced_k
-    if config.bk not in math.depths:
+    if config.slim:
+        found += slim.reasons(problem, config, math, staging)
+    elif config.bk not in math.depths:
         found.append(f"bk={config.bk}: one of {', '.join(map(str, math.depths))}")
     elif slices < 2 or slices % 2:
         found.append(
             f"bk={config.bk} with sliced_k={config.sliced_k}: an even number of slices of {math.k} for each warp"
         )
-    if config.wm % 16 or config.wn % 16:
-        found.append(f"a warp tile of {config.wm}x{config.wn}: multiples of 16")
+    if problem.symmetric and (config.bm % 64 or config.bn % 64):
+        found.append(f"a tile of {config.bm}x{config.bn}: symmetric results are mirrored in blocks of 64x64")
     chunk = chunk_of(staging, config.wn)
     stage_bytes = math.stage_bytes(config.bm, config.bn, config.bk, problem.products, size)
+    if config.slim:
+        stage_bytes = slim.stage_bytes(problem, config, math)
     buffer_bytes = 16 * chunk * staging.column_bytes
     warps_m, warps_n, _ = config.warps
     shared = config.stages * stage_bytes + warps_m * warps_n * buffer_bytes
@@ -261,25 +273,27 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
             f"shared memory, at most {most} with {config.blocks} blocks an SM"
         )
     accumulators = 4 * problem.products * config.bm * config.bn // 4 * math.words
-    if config.sliced_k > 1 and accumulators > config.stages * stage_bytes:
+    if config.sliced_k > 1 and not config.slim and accumulators > config.stages * stage_bytes:
         found.append(f"sliced_k={config.sliced_k}: {accumulators} bytes of accumulators take the place of the stages")
     of_a, of_b = operands_of(problem)
     units = unit(problem, problem.a, problem.m, of_a), unit(problem, problem.bs[0], problem.n, of_b)
     limit = min(255, device.registers_per_sm // (config.threads * config.blocks) // 8 * 8)
-    if (need := registers(problem, config, math, units)) > limit:
+    need = slim.registers(problem, config, math) if config.slim else registers(problem, config, math, units)
+    if need > limit:
         found.append(f"a warp tile of {config.wm}x{config.wn}: about {need} registers a thread, at most {limit}")
     if config.blocks > device.max_blocks_per_sm or config.blocks * config.threads > device.max_threads_per_sm:
         found.append(f"blocks={config.blocks} of {config.threads} threads: more than an SM of {device.name} holds")
     rows, columns = tiles_of(problem, config)
-    tiles = _most_tiles(problem, config)
+    tiles = most_tiles(problem, config)
     if tiles * config.splits >= 2**31:
         found.append("2^31 tiles or more: the scheduler counts with 32 bits")
     if found:
         return tuple(found)
     return Kernel(
-        problem,
+        bare,
         config,
         asked,
+        problem,
         math,
         staging,
         units=units,
@@ -299,8 +313,10 @@ def tiles_of(problem: Problem, config: Config) -> tuple[int, int]:
     return -(-m // config.bm), -(-problem.n // config.bn)
 
 
-def _most_tiles(problem: Problem, config: Config) -> int:
+def most_tiles(problem: Problem, config: Config) -> int:
     """Returns the number of tiles; where there are groups, the most there may be."""
+    if problem.symmetric:
+        return problem.triangle(config.bm, config.bn)
     tiles_m = -(-problem.m // config.bm)
     if problem.ragged == "m":  # every group, and what is of none before and after them, may end in a tile of its own
         tiles_m = min(tiles_m + problem.groups + 1, problem.m)

@@ -18,7 +18,7 @@ FRAGMENTS = {"fma": (), "double": _WORDS, "tensor": (*_WORDS, "mma/lanes.cuh"), 
 
 def source(kernel: Kernel) -> str:
     """Returns all of it."""
-    problem, config, math = kernel.problem, kernel.config, kernel.math
+    problem, config, math = kernel.multiplied, kernel.config, kernel.math
     m, n, k = config.warps
     constants = {
         "BM": config.bm,
@@ -31,9 +31,10 @@ def source(kernel: Kernel) -> str:
         "WARPS_K": k,
         "THREADS": config.threads,
         "BLOCKS_PER_SM": config.blocks,
-        "M_FRAGMENTS": config.wm // 16,
+        "M_FRAGMENTS": max(1, config.wm // 16),
         "N_FRAGMENTS": config.wn // 8,
         "STAGES": config.stages,
+        "SLIM": config.slim,
         "SLICE": math.slice(config.bk // config.sliced_k, problem.arch),
         "LOAD_PARTS": kernel.load_parts,
         "ELEMENT": problem.a_dtype.itemsize,
@@ -68,19 +69,27 @@ def source(kernel: Kernel) -> str:
             "common/math.cuh",
             "common/elements.cuh",
             "common/staging.cuh",
+            *(["common/mirror.cuh"] if problem.symmetric else []),
             "common/scheduler.cuh",
             f"common/{scheduler}_scheduler.cuh",
             "common/parts.cuh",
             accumulator,
             "mma/accumulators.cuh",
             "mma/instruction.cuh",
-            f'#line 1 "math (generated)"\nconstexpr Math MATH = Math::{math.name};\n',
-            *FRAGMENTS[math.fragments],
-            f"mma/{math.fragments}.cuh",
-            "mma/mainloop.cuh",
+            *_multiply(kernel),
             epilogue_text(kernel.staging, kernel.arguments, problem.ragged),
             f"#define BASES_B {{{', '.join(f'base_b{i}' for i in range(problem.products))}}}\n",
             "mma/epilogue.cuh",
             "mma/gemm.cuh",
         ],
     )
+
+
+def _multiply(kernel: Kernel) -> list[str]:
+    """Returns what loads and multiplies."""
+    if kernel.config.slim:
+        dtype = DTYPES[kernel.multiplied.a_dtype.name].stored
+        return ["mma/tile.cuh", f"constexpr Dtype OPERAND = Dtype::{dtype};\n", "mma/slim.cuh"]
+    fragments = kernel.math.fragments
+    constant = f'#line 1 "math (generated)"\nconstexpr Math MATH = Math::{kernel.math.name};\n'
+    return [constant, *FRAGMENTS[fragments], f"mma/{fragments}.cuh", "mma/mainloop.cuh"]

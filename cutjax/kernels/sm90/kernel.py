@@ -106,7 +106,7 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
     if problem.groups and staging.reductions:
         reasons.append("a reduction over rows that have groups")
     if problem.symmetric:
-        reasons += _symmetric_reasons(staging)
+        reasons += staging.symmetric_reasons
     if problem.arch != ARCH:
         reasons.append(f"architecture {problem.arch}: the kernels are for {ARCH}")
     if problem.plain and staging.reasons:
@@ -145,20 +145,6 @@ def _swap_reasons(problem: Problem) -> list[str]:
         reasons.append("swap with groups: kernels divide the rows, or the contraction, of operands as they are")
     if problem.symmetric:
         reasons.append("swap of a symmetric product, which is its own transpose")
-    return reasons
-
-
-def _symmetric_reasons(staging: Staging) -> list[str]:
-    """Returns why a symmetric result cannot be made of what is on and below its diagonal."""
-    reasons = []
-    if any(node.op == "iota" and node.params[0] != "batch" for node in staging.epilogue.nodes):
-        reasons.append("a symmetric result that depends on where its elements lie")
-    if any(spec.row != spec.col for spec in staging.epilogue.operands):
-        reasons.append("a symmetric result with an operand that varies along rows or columns alone")
-    if staging.reductions:
-        reasons.append("a reduction of a symmetric result")
-    if staging.narrowest < 2:
-        reasons.append("a symmetric result of 8 bits: kernels transpose elements of 16 or 32")
     return reasons
 
 
@@ -232,8 +218,7 @@ def average_tiles(problem: Problem, config: Config) -> tuple[int, int]:
 def _most_tiles(problem: Problem, config: Config) -> int:
     """Returns the number of cluster tiles; where there are groups, the most there may be."""
     if problem.symmetric:  # those with anything on or below the diagonal
-        m, height, width = problem.m, config.bm * config.cluster_m, config.bn * config.cluster_n
-        return problem.batch_size * sum(-(-min(m, row + height) // width) for row in range(0, m, height))
+        return problem.triangle(config.bm * config.cluster_m, config.bn * config.cluster_n)
     tiles_m = -(-problem.m // (config.bm * config.cluster_m))
     tiles_n = -(-problem.n // (config.bn * config.cluster_n))
     if problem.ragged == "m":  # every group, and what is of none before and after them, may end in a tile of its own

@@ -78,7 +78,7 @@ def source(kernel: Kernel) -> str:
             "common/staging.cuh",
             "sm90/staging.cuh",
             *(["sm90/transposed.cuh"] if problem.symmetric or config.swap else []),
-            *(["sm90/mirror.cuh"] if problem.symmetric else []),
+            *(["common/mirror.cuh"] if problem.symmetric else []),
             "common/scheduler.cuh",
             f"common/{scheduler}_scheduler.cuh",
             wgmma(config.bn * problem.products, problem.a_dtype, problem.b_dtype, a_k_major, b_k_major),

@@ -24,8 +24,13 @@ MATH_UNARY(rcp_approx, "rcp.approx.ftz.f32")
 MATH_UNARY(tanh_approx, "tanh.approx.f32")
 MATH_UNARY(sqrt_approx, "sqrt.approx.f32")
 MATH_BINARY(div_full, "div.full.f32")
+#if __CUDA_ARCH__ >= 800
 MATH_BINARY(max_nan, "max.NaN.f32")
 MATH_BINARY(min_nan, "min.NaN.f32")
+#else
+DEVICE float max_nan(float a, float b) { return a != a || b != b ? a + b : fmaxf(a, b); }
+DEVICE float min_nan(float a, float b) { return a != a || b != b ? a + b : fminf(a, b); }
+#endif
 
 #undef MATH_UNARY
 #undef MATH_BINARY
@@ -40,6 +45,7 @@ DEVICE float f16_to_f32(u32 bits) {
 }
 
 // Two e4m3 or e5m2 from two floats and back; too large is the largest finite.
+#if __CUDA_ARCH__ >= 890
 DEVICE u16 cvt_satfinite_e4m3x2(float low, float high) {
   u16 packed;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
@@ -57,6 +63,35 @@ DEVICE u32 cvt_f16x2_e4m3x2(u16 packed) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(packed));
   return halves;
 }
+#else
+template <int MANTISSA, int BIAS, u32 LARGEST>
+DEVICE u32 float8(float x) {
+  u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80, y = bits & 0x7fffffff;
+  if (y > 0x7f800000) return 0x7f;
+  if (y < (128 - BIAS) << 23) {  // subnormal: the sum ends where it does
+    constexpr u32 LAST = (151 - BIAS - MANTISSA) << 23;
+    return sign | (__float_as_uint(__uint_as_float(y) + __uint_as_float(LAST)) - LAST);
+  }
+  y += (1 << (22 - MANTISSA)) - 1 + (y >> (23 - MANTISSA) & 1);
+  return sign | min((y - ((127 - BIAS) << 23)) >> (23 - MANTISSA), LARGEST);
+}
+
+DEVICE u16 cvt_satfinite_e4m3x2(float low, float high) {
+  return static_cast<u16>(float8<3, 7, 0x7e>(low) | float8<3, 7, 0x7e>(high) << 8);
+}
+
+DEVICE u16 cvt_satfinite_e5m2x2(float low, float high) {
+  return static_cast<u16>(float8<2, 15, 0x7b>(low) | float8<2, 15, 0x7b>(high) << 8);
+}
+
+DEVICE u32 cvt_f16x2_e4m3x2(u16 packed) {
+  u32 bytes = (packed & 0xff) | (packed & 0xff00) << 8, halves = (bytes & 0x7f007f) << 7;
+  asm("mul.f16x2 %0, %0, %1;" : "+r"(halves) : "r"(0x5c005c00));  // 2^8: the exponents' biases differ by that
+  if ((bytes & 0x7f) == 0x7f) halves |= 0x7fff;
+  if ((bytes & 0x7f0000) == 0x7f0000) halves |= 0x7fff0000;
+  return halves | (bytes & 0x800080) << 8;
+}
+#endif
 
 #endif
 

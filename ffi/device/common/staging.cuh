@@ -91,6 +91,31 @@ struct Staging {
     }
   }
 
+  // The transpose of the first rows, gathered, to row x and column y of a matrix of n columns.
+  template <int UNIT>
+  static DEVICE void store_columns(char* matrix, int, int n, int pitch, u32 tile, int x, int y, int rows, int thread) {
+    constexpr int UNITS = STAGE_ROWS / UNIT, EACH = SIZE<D> < 4 ? 4 / SIZE<D> : 1;  // elements of a word, if any
+#pragma unroll 1
+    for (int i = thread; i < D_CHUNK * UNITS; i += STAGE_THREADS) {
+      int column = i / UNITS, row = i % UNITS * UNIT;
+      if (x + column >= n || row >= rows) continue;
+      char* to = matrix + ((x + column) * static_cast<i64>(pitch) + y + row) * SIZE<D>;
+      auto of = [&](int r) { return at(tile, row + r, column * SIZE<D>, 0); };
+      if constexpr (SIZE<D> > 4) {
+#pragma unroll
+        for (int r = 0; r < UNIT; ++r) copy_to_global<SIZE<D>>(to + r * SIZE<D>, of(r));
+      } else {
+        u32 words[4] = {};
+#pragma unroll
+        for (int r = 0; r < UNIT; ++r) {
+          u32 element = SIZE<D> == 4 ? ld_shared_u32(of(r)) : SIZE<D> == 2 ? ld_shared_u16(of(r)) : ld_shared_u8(of(r));
+          words[r / EACH] |= element << r % EACH * SIZE<D> * 8;
+        }
+        st_global<UNIT * SIZE<D>>(to, {words[0], words[1], words[2], words[3]});
+      }
+    }
+  }
+
   // Zeroes rows of so many columns.
   template <int UNIT>
   static DEVICE void clear_rows(char* matrix, int n, int pitch, int x, int y, int rows, int columns, int thread) {

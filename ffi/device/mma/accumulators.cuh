@@ -1,5 +1,17 @@
 // The accumulators of one warp: for each product, fragments of 16 rows and 8 columns. Acc carries a value of them.
 
+// Where this warp's part of a tile lies.
+struct Warp {
+  int row, column, slice;
+
+  DEVICE Warp() {
+    int warp = uniform(threadIdx.x / 32);
+    row = warp % WARPS_M * WM;
+    column = warp / WARPS_M % WARPS_N * WN;
+    slice = warp / (WARPS_M * WARPS_N);
+  }
+};
+
 #if F16_ACCUMULATORS  // two columns in each word
 using Acc = float;
 using AccFragment = u32[2];

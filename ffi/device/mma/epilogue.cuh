@@ -6,9 +6,9 @@ constexpr int CHUNKS = WN / D_CHUNK;
 
 // Adds up, in the warps of the first slice, what those along k have, in their order. The stages take it.
 DEVICE void add_slices(Accumulators& d, u32 stages, const Warp& warp) {
-  if constexpr (WARPS_K > 1) {
+  if constexpr (WARPS_K > 1 && !SLIM) {
     constexpr int WORDS_EACH = sizeof(Accumulators) / 4, OTHERS = WARPS_M * WARPS_N * 32;
-    static_assert(WARPS_K == 1 || WORDS_EACH * 4 * OTHERS <= STAGES * STAGE_BYTES,
+    static_assert(WARPS_K == 1 || SLIM || WORDS_EACH * 4 * OTHERS <= STAGES * STAGE_BYTES,
                   "one slice's accumulators take the stages' place");
     u32 own = stages + threadIdx.x % OTHERS * 4;
     u32(&words)[WORDS_EACH] = reinterpret_cast<u32(&)[WORDS_EACH]>(d);
@@ -38,7 +38,7 @@ DEVICE void store(const Accumulators& d, Extras& extras, Partials& partials, con
   int lane = threadIdx.x % 32, lane_column = lane % 4 * 2, column = work.n + warp.column;
 #pragma unroll
   for (int i = 0; i < M_FRAGMENTS; ++i) {
-    int rows = work.rows - warp.row - i * 16, y = work.m + warp.row + i * 16, row = y + lane / 4;
+    int rows = min(work.rows, BM) - warp.row - i * 16, y = work.m + warp.row + i * 16, row = y + lane / 4;
     if (RAGGED_M && rows <= 0) return;
     extras.begin_rows(row);
     partials.begin_block();

@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     if (WARPS_K == 1 || warp.slice == 0) {
       BatchIndex i(work.batch, batch1, batch2);
       if (RAGGED_M && work.k_blocks == 0) {  // of no group: zero, whatever the epilogue
-        int rows = min(work.rows - warp.row, WM);
+        int rows = min(min(work.rows, BM) - warp.row, WM);
         rows_d.clear(work.n + warp.column, work.m + warp.row, work.result, rows, threadIdx.x % 32);
       } else {
         extras.begin_tile(i, work.result);

@@ -6,18 +6,6 @@ constexpr int STAGE_BYTES = TileA::BYTES + PRODUCTS * TileB::BYTES;
 constexpr int SLICES = BK / SLICE / WARPS_K;  // of a block, that one warp multiplies
 static_assert(SLICES % 2 == 0 && LOAD_PARTS < SLICES);
 
-// Where this warp's part of a tile lies.
-struct Warp {
-  int row, column, slice;
-
-  DEVICE Warp() {
-    int warp = uniform(threadIdx.x / 32);
-    row = warp % WARPS_M * WM;
-    column = warp / WARPS_M % WARPS_N * WN;
-    slice = warp / (WARPS_M * WARPS_N);
-  }
-};
-
 struct Loads {
   TileA a;
   TileB b[PRODUCTS];

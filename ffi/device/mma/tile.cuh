@@ -43,8 +43,7 @@ struct Held {
   static DEVICE int skew_of(const char* p) { return UNIT < 4 ? reinterpret_cast<u64>(p) & 3 : 0; }
 
   // What is not there is zero.
-  DEVICE void store(u32 address, int skew, int valid) const {
-    u32 x[4];
+  DEVICE void get(u32 (&x)[4], int skew, int valid) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       x[i] = word[i];
@@ -54,6 +53,11 @@ struct Held {
         x[i] = __funnelshift_r(word[i], word[i + 1], skew * 8) & mask;
       }
     }
+  }
+
+  DEVICE void store(u32 address, int skew, int valid) const {
+    u32 x[4];
+    get(x, skew, valid);
     st_shared_v4(address, x[0], x[1], x[2], x[3]);
   }
 };

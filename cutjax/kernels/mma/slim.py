@@ -1,0 +1,129 @@
+"""Slim kernels: products of at most 4 rows, by ffi/device/mma/slim.cuh, as fast as the other matrix is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from cutjax.kernels.device import Device
+from cutjax.kernels.mma.config import Config
+from cutjax.kernels.mma.math import Math
+from cutjax.kernels.problem import Problem
+from cutjax.kernels.staging import Staging
+
+if TYPE_CHECKING:
+    from cutjax.kernels.mma.kernel import Kernel
+
+ROWS = (1, 2, 4)
+AT_ONCE = 8  # loads of 16 bytes that a thread waits for at once, as in slim.cuh
+BESIDE = 40  # registers of a thread beside what it loads and adds up, calibrated on the compiler's report
+
+
+def columns_of(problem: Problem) -> int:
+    """Returns the columns that a thread adds up."""
+    return AT_ONCE if problem.bs[0].contiguous == "k" else 16 // problem.a_dtype.itemsize
+
+
+def reasons(problem: Problem, config: Config, how: Math, staging: Staging) -> list[str]:
+    """Returns why a slim kernel cannot be."""
+    found, size = [], problem.a_dtype.itemsize
+    if how.words < 4:
+        found.append(f"bm={config.bm}: slim kernels add up in {how.accumulator}")
+    if problem.bs[0].contiguous == "k":
+        warps, needed = config.threads // 32, config.bn // AT_ONCE
+        if warps % needed:
+            found.append(
+                f"bn={config.bn}: of b[n, k] each warp reads {AT_ONCE} columns, and {warps} share {needed} of them"
+            )
+    elif config.bn * size not in (16, 32, 64, 128, 256, 512):
+        found.append(f"bn={config.bn}: lanes beside each other read 16 to 512 bytes of b[k, n], a power of two")
+    if staging.reductions and problem.m > config.bm:
+        found.append(f"bm={config.bm}: of {problem.m} rows, reductions are of 16 rows at a time")
+    if problem.symmetric:
+        found.append("a symmetric product")
+    return found
+
+
+def swap_reasons(problem: Problem) -> list[str]:
+    """Returns why the operands cannot be swapped."""
+    found = []
+    if problem.products > 1:
+        found.append(f"swap with {problem.products} products: of several b, none can be the one operand of the rows")
+    if problem.ragged:
+        found.append("swap with groups: kernels divide the rows, or the contraction, of operands as they are")
+    if problem.symmetric:
+        found.append("swap of a symmetric product, which is its own transpose")
+    if any(out.reduce for out in problem.epilogue.outputs):
+        found.append("swap with a reduction")
+    if problem.orders[2]:
+        found.append("swap with results in an order of their own")
+    return found
+
+
+def stage_bytes(problem: Problem, config: Config, how: Math) -> int:
+    """Returns the shared memory in which warps add up what they have."""
+    warps = config.threads // 32
+    parts = warps // max(1, config.bn // AT_ONCE) if problem.bs[0].contiguous == "k" else warps
+    return parts * problem.products * config.bm * config.bn * how.words
+
+
+def registers(problem: Problem, config: Config, how: Math) -> int:
+    """Returns about how many registers a thread takes."""
+    sums = problem.products * config.bm * columns_of(problem) * how.words // 4
+    left = config.bm * (4 if problem.a.contiguous == "k" else AT_ONCE * how.words // 4)
+    # Of rows of b that begin anywhere each load has a shift of its own: with 4 rows of a that spills.
+    shifted = problem.bs[0].contiguous == "mn" and problem.n * problem.a_dtype.itemsize % 4 > 0
+    return sums + left + 5 * AT_ONCE + BESIDE + 32 * config.bm * shifted
+
+
+def configs(problem: Problem) -> Iterator[Config]:
+    """Yields the shipped slim kernels, for problems of so few rows or columns, or of groups of so few rows."""
+    yield from _configs(problem, False)
+    if not swap_reasons(problem):
+        yield from _configs(problem.transposed, True)
+
+
+def _configs(problem: Problem, swap: bool) -> Iterator[Config]:
+    m = -(-problem.m // max(1, problem.groups)) if problem.ragged == "m" else problem.m
+    if m > ROWS[-1]:
+        return
+    size, along_k = problem.a_dtype.itemsize, problem.bs[0].contiguous == "k"
+    rows = next(rows for rows in ROWS if rows >= m)
+    for bn in (16, 32, 64) if along_k else [x // size for x in (64, 128, 256, 512) if 16 * size <= x <= 256 * size]:
+        wn = min(bn, 32)
+        for warps, blocks in ((8, 2), (16, 1), (8, 1)):  # the last one for those that need registers
+            sliced_k = warps * wn // bn
+            if 1 <= sliced_k <= 16:
+                yield Config(rows, bn, 128, rows, wn, sliced_k, stages=1, raster=1, blocks=blocks, swap=swap)
+
+
+def predict(kernel: Kernel, device: Device) -> float:
+    """Returns the predicted microseconds of one launch: of the bytes, as many as are in flight, or of the arithmetic.
+
+    Not fitted yet: the numbers are the hardware's.
+    """
+    p, c = kernel.multiplied, kernel.config
+    latency, l2, launch = 0.9, 92.0, 1.5  # us; bytes a nanosecond that enter one SM; us
+    size = p.a_dtype.itemsize
+    tiles = kernel.rows * kernel.columns * p.batch_size * (max(1, p.groups) if p.ragged else 1) * c.splits
+    k = p.k / max(1, p.groups if p.ragged == "k" else 1) / c.splits
+    resident = min(c.blocks, math.ceil(tiles / device.sms))
+    busy = min(tiles, device.sms * c.blocks)
+    in_flight = busy * min(c.threads * AT_ONCE * 16, p.products * c.bn * k * size)
+    speed = min(device.bytes_per_second / 1e6, in_flight / latency)  # bytes a microsecond
+    line = min(1.0, c.bn * size / 128) if p.bs[0].contiguous == "mn" else 1.0
+    narrow = 1 + 0.5 * math.log2(16 / kernel.units[1])
+    memory = p.bytes / speed / (0.8 + 0.2 * line) * narrow
+    rate = dict(device.flops).get("float64" if kernel.math.words > 4 else "float32", 0.0)
+    if not rate or not device.sms:
+        return math.inf
+    of_tile = p.products * c.bn * k
+    waves = math.ceil(tiles / (device.sms * resident)) * resident
+    multiply = waves * of_tile * (2 * c.bm + 3) / (rate / device.sms / 1e6)
+    load = waves * of_tile * size / l2 / 1e3 * narrow
+    end = waves * 0.3 + latency
+    time = launch + max(memory, multiply, load) + end
+    if c.splits > 1:
+        time += 2.5 + (4 * c.splits + 4) * p.m * p.n * p.products * p.batch_size / 3e6
+    return time
