@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from cutjax.binding import lowering
@@ -39,6 +41,7 @@ class Price:
       why: why there is no kernel, where there is none.
       measured: of a kernel that was measured, its time over the predicted one.
       measured_xla: True if XLA's time was measured.
+      merged: how many products XLA makes one of; its time is this one's share.
     """
 
     runs: str
@@ -48,12 +51,22 @@ class Price:
     why: str = ""
     measured: float = 1.0
     measured_xla: bool = False
+    merged: int = 1
+
+    def of_xla(self, part: float, merged: int) -> Price:
+        """Returns the price where XLA takes a part of that time, because it merges so many products into one."""
+        assert self.xla_us is not None
+        assert self.plain_us is not None
+        xla_us = part * self.xla_us
+        runs = "kernel" if choose.leads(self.plain_us, xla_us, LEAD) else "XLA"
+        return dataclasses.replace(self, runs=runs, xla_us=xla_us, merged=merged)
 
     def __str__(self) -> str:
         if self.why:
             return self.why
         parts = [("XLA", self.xla_us), ("kernel and XLA's pass", self.plain_us), ("fused", self.fused_us)]
-        return ", ".join(f"{name} {us:.1f} us" for name, us in parts if us is not None)
+        text = ", ".join(f"{name} {us:.1f} us" for name, us in parts if us is not None)
+        return f"{text} (XLA's share of {self.merged} products merged)" if self.merged > 1 else text
 
 
 def of_product(found: Contraction, eqn: Any) -> Price:
@@ -122,12 +135,24 @@ def of_region(plain: Price, eqn: Any, passes: int, moved: int) -> Price:
         xla_us += 1e6 * read / problem.device.bytes_per_second if by_cublas else pass_us
     alone = "kernel" if choose.leads(plain_us, xla_us, LEAD) else "XLA"
     if not choice.served or choice.time_us is None:
-        return Price(alone, xla_us, plain_us, why=f"no kernel has its tail: {'; '.join(choice.reasons)}")
+        why = f"no kernel has its tail: {'; '.join(choice.reasons)}"
+        return Price(alone, xla_us, plain_us, why=why, merged=plain.merged)
     # A kernel without a tail may have been measured; what the tail adds is predicted. Of several products the kernel is
     # another: over 17 recorded gates the fastest takes 0.98 of what is predicted, give or take 6%.
     fused_us = choice.time_us * (plain.measured if problem.products == 1 else 1.0)
     fused = choose.leads(fused_us, xla_us, GAIN) and (alone == "XLA" or fused_us <= plain_us)
-    return Price("fused" if fused else alone, xla_us, plain_us, fused_us)
+    return Price("fused" if fused else alone, xla_us, plain_us, fused_us, merged=plain.merged)
+
+
+def of_several(alone: Sequence[Price], eqn: Any) -> Price:
+    """Returns what products of one left operand take as one kernel, of the equation of ours and their own prices."""
+    choice = _choice(eqn)
+    times = [price.plain_us if price.runs == "kernel" else price.xla_us for price in alone]
+    if not choice.served or any(time is None for time in times):
+        return Price("XLA", why="; ".join(choice.reasons))
+    xla_us, plain_us = (math.fsum(getattr(price, name) for price in alone) for name in ("xla_us", "plain_us"))
+    runs = "fused" if choose.leads(choice.time_us, math.fsum(times), GAIN) else "XLA"
+    return Price(runs, xla_us, plain_us, choice.time_us, merged=alone[0].merged)
 
 
 def _is_cublas(epilogue: Epilogue) -> bool:

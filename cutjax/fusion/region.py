@@ -76,6 +76,7 @@ class Finder:
     def __init__(self, graph: Graph, products: dict[int, Contraction]):
         self.graph = graph
         self.products = products  # those that no region has taken
+        self.settled: set[int] = set()  # those of them that stay as they are
         self.siblings: dict[Any, list[int]] = {}
         for i, found in products.items():
             left, right, *sizes = graph.eqns[i].invars
@@ -93,6 +94,16 @@ class Finder:
                 break
             growth = wider
         return growth.region()
+
+    def together(self, products: tuple[int, ...]) -> Region | None:
+        """Returns the region of products alone that share their left operand; None where one depends on another."""
+        eqns = [self.graph.eqns[i] for i in products]
+        results = [eqn.outvars[0] for eqn in eqns]
+        inputs = list(dict.fromkeys([eqns[0].invars[0], *(x for eqn in eqns for x in eqn.invars[1:])]))
+        if self.graph.reaches(inputs, results):
+            return None
+        found = self.products[products[0]]
+        return Region(products, set(), found, tuple(results), list(products), inputs, results, [])
 
 
 class _Growth:

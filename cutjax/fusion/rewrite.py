@@ -28,8 +28,9 @@ from cutjax.fusion.jaxprs import (
     with_equations,
 )
 from cutjax.fusion.moves import matrices, moved, moved_form
-from cutjax.fusion.region import NOTHING, Finder, Region
+from cutjax.fusion.region import MOST_PRODUCTS, NOTHING, Finder, Region
 from cutjax.fusion.report import Report
+from cutjax.fusion.siblings import merged_by_xla
 from cutjax.runtime import backends
 
 POLICIES = ("auto", "always")
@@ -140,12 +141,15 @@ class Rewriter:
                 self._replace_product(graph, [i], form, reports[i], prices[i], graph.eqns[i])
             else:
                 found[i] = form
+        if self.policy == "auto":
+            prices |= merged_by_xla(graph, found, prices, self._price)
         finder = Finder(graph, found)
         for i in sorted(reports, reverse=True):
             if i in finder.products:
                 self._product(graph, finder, i, reports, prices)
             elif i not in found and self.policy == "auto" and not self.refuses and i in graph.live:
                 self._moved(graph, i, reports[i])
+        self._alone(graph, finder, reports, prices)
         self.reports += reports.values()
         for node, region in enumerate(graph.regions, len(graph.eqns)):
             region.made = self._in_place(graph, node, region.made)
@@ -154,7 +158,10 @@ class Rewriter:
     def _product(
         self, graph: Graph, finder: Finder, i: int, reports: dict[int, Report], prices: dict[int, price.Price]
     ) -> None:
-        """Puts a region in the place of a product and what is around it, where that is worth it."""
+        """Puts a region in the place of a product and what is around it, where that is worth it.
+
+        What has a region that is not worth it, or transpositions around it, is settled with that.
+        """
         region = finder.region(i)
         report, plain = reports[i], prices.get(i)
         if isinstance(region, Region) and all(graph.eqns[j].primitive.name in MOVES for j in region.tail):
@@ -177,15 +184,50 @@ class Rewriter:
                         reports[j].fused(region, inner, report.why)
                     return
                 if cost.runs == "XLA":
+                    finder.settled.add(i)
                     return
         else:
             report.ends = region
         if plain is not None and self._moved(graph, i, report):
+            finder.settled.add(i)
             return
-        if plain is None or plain.runs != "kernel":
-            report.why = report.why or ("" if plain is None else str(plain))
+        report.why = report.why or ("" if plain is None else str(plain))
+
+    def _alone(self, graph: Graph, finder: Finder, reports: dict[int, Report], prices: dict[int, price.Price]) -> None:
+        """Puts kernels in the places of products that no region has: of several at once, and of one."""
+        free = {i for i in finder.products if i in prices and i in graph.live and i not in finder.settled}
+        for group in finder.siblings.values():
+            left = [i for i in group if i in free]
+            for at in range(0, len(left), MOST_PRODUCTS):
+                self._several(graph, finder, tuple(left[at : at + MOST_PRODUCTS]), reports, prices)
+        for i in sorted(free & set(finder.products), reverse=True):
+            if prices[i].runs == "kernel":
+                self._replace_product(graph, [i], finder.products.pop(i), reports[i], prices[i], graph.eqns[i])
+
+    def _several(
+        self,
+        graph: Graph,
+        finder: Finder,
+        products: tuple[int, ...],
+        reports: dict[int, Report],
+        prices: dict[int, price.Price],
+    ) -> None:
+        """Puts one kernel in the place of products of one left operand, where that is worth it."""
+        if len(products) < 2 or finder.products[products[0]].grouped:
             return
-        self._replace_product(graph, [i], finder.products.pop(i), report, plain, graph.eqns[i])
+        region = finder.together(products)
+        if region is None:
+            return
+        made = self._template(self._key(graph, region), lambda: function(graph, region), region.inputs)
+        eqn, inner = placed(made, region.inputs, region.results, graph.eqns[products[-1]])
+        cost = price.of_several([prices[i] for i in products], inner)
+        if cost.runs != "fused":
+            return
+        region.made = eqn
+        graph.replace(region)
+        for i in products:
+            del finder.products[i]
+            reports[i].fused(region, inner, str(cost))
 
     def _moved(self, graph: Graph, i: int, report: Report) -> bool:
         """Puts a kernel in the place of a product and of transpositions around it; True if it is priced with these."""
@@ -265,9 +307,9 @@ class Rewriter:
         eqn, inner = placed(made, region.inputs, region.results, graph.eqns[region.members[-1]])
         if plain is None:
             return eqn, inner, None
-        if (key, passes) not in self._costs:
-            self._costs[key, passes] = price.of_region(plain, inner, *passes)
-        return eqn, inner, self._costs[key, passes]
+        if (key, passes, plain) not in self._costs:
+            self._costs[key, passes, plain] = price.of_region(plain, inner, *passes)
+        return eqn, inner, self._costs[key, passes, plain]
 
     def _template(self, key: Hashable, make: Callable[[], Any], inputs: Sequence[Any]) -> Template:
         """Returns what is built for a key, once for this program and each mesh of its parts."""
