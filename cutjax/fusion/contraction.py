@@ -20,7 +20,8 @@ from cutjax.primitives.product import Product
 from cutjax.primitives.ragged import Rows
 
 RAGGED = "ragged_dot_general"
-PRODUCTS = ("dot_general", RAGGED)
+OWN = "cutjax_gemm"
+_PRODUCTS = ("dot_general", RAGGED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +87,48 @@ class Grouped(Contraction):
         return Rows(False, self.layout)
 
 
+@dataclasses.dataclass(frozen=True)
+class Own(Contraction):
+    """A plain product of this package, which stays as it is unless it gets a tail.
+
+    Attributes:
+      dense: the product that is bound.
+    """
+
+    dense: Dense = Dense("nn")
+
+    @property
+    def product(self) -> Product:
+        """The product that is bound."""
+        return self.dense
+
+    def operands(self, left: Any, right: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns a and b, which they are."""
+        return left, right
+
+
+def is_product(eqn: Any) -> bool:
+    """True if an equation is a product that may get a tail: of ours, one that has none, and may run as any kernel."""
+    name, params = eqn.primitive.name, eqn.params
+    if name != OWN:
+        return name in _PRODUCTS
+    plain = params["epilogue"].primal.plain and not params["in_place"]
+    return plain and params["backend"] == "auto" and params["config"] is None
+
+
 def contraction(eqn: Any) -> Contraction | str:
     """Returns a product as a kernel has it, or why none has."""
-    return _grouped(eqn) if eqn.primitive.name == RAGGED else _dense(eqn)
+    return {RAGGED: _grouped, OWN: _own}.get(eqn.primitive.name, _dense)(eqn)
+
+
+def _own(eqn: Any) -> Own | str:
+    (a, b), (out,), params = (x.aval for x in eqn.invars), (x.aval for x in eqn.outvars), eqn.params
+    if why := unfit_dtypes(a, b, out):
+        return why
+    if 0 in (*a.shape, *b.shape):
+        return "it is empty"
+    product = params["product"]
+    return Own(product.layout, a.shape, b.shape, out.shape, False, params["precision"], dense=product)
 
 
 def _grouped(eqn: Any) -> Grouped | str:

@@ -201,6 +201,16 @@ class Graph:
             return False
         return bool(self.reach[self.producer[x]] & members)
 
+    def source(self, x: Any) -> tuple[Any, tuple[int, ...]]:
+        """Returns the variable that is reshaped to make another, and its shape: what equal arrays share."""
+        shape = x.aval.shape
+        while not is_literal(x) and x in self.producer and x not in self.definition:
+            eqn = self.eqns[self.producer[x]]
+            if eqn.primitive.name != "reshape" or is_literal(eqn.invars[0]):
+                break
+            x = eqn.invars[0]
+        return x, shape
+
     def is_pointwise(self, i: int) -> bool:
         """True if an equation is one that a kernel may compute on the elements of its result."""
         if i not in self._pointwise:

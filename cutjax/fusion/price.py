@@ -147,11 +147,11 @@ def of_region(plain: Price, eqn: Any, passes: int, moved: int) -> Price:
 def of_several(alone: Sequence[Price], eqn: Any) -> Price:
     """Returns what products of one left operand take as one kernel, of the equation of ours and their own prices."""
     choice = _choice(eqn)
-    times = [price.plain_us if price.runs == "kernel" else price.xla_us for price in alone]
-    if not choice.served or any(time is None for time in times):
+    if not choice.served:
         return Price("XLA", why="; ".join(choice.reasons))
     xla_us, plain_us = (math.fsum(getattr(price, name) for price in alone) for name in ("xla_us", "plain_us"))
-    runs = "fused" if choose.leads(choice.time_us, math.fsum(times), GAIN) else "XLA"
+    apart = math.fsum(getattr(price, "plain_us" if price.runs == "kernel" else "xla_us") for price in alone)
+    runs = "fused" if choose.leads(choice.time_us, apart, GAIN) else "XLA"
     return Price(runs, xla_us, plain_us, choice.time_us, merged=alone[0].merged)
 
 

@@ -81,7 +81,8 @@ class Finder:
         for i, found in products.items():
             left, right, *sizes = graph.eqns[i].invars
             if not any(map(is_literal, (left, right, *sizes))) and not found.swapped:
-                key = left, found, right.aval.shape, right.aval.dtype, graph.eqns[i].outvars[0].aval.dtype, *sizes
+                dtypes = right.aval.dtype, graph.eqns[i].outvars[0].aval.dtype
+                key = graph.source(left), found, right.aval.shape, dtypes, *sizes
                 self.siblings.setdefault(key, []).append(i)
         self.sibling_of = {i: group for group in self.siblings.values() for i in group if len(group) > 1}
 
@@ -146,9 +147,9 @@ class _Growth:
 
     def _transpositions(self, i: int) -> list[int]:
         """Returns the equations that transpose a product, one after the other, where nothing else reads it."""
-        if self.found.grouped or self.found.plan is not None or len(self.found.shape) != 2:
-            return []
         graph, eqn, found = self.graph, self.graph.eqns[i], []
+        if eqn.primitive.name != "dot_general" or self.found.plan is not None or len(self.found.shape) != 2:
+            return []
         (lc, _), _ = eqn.params["dimension_numbers"]
         out, rows = eqn.outvars[0], eqn.invars[0].aval.ndim - len(lc)
         while True:

@@ -13,7 +13,7 @@ import numpy as np
 from cutjax.binding import lowering
 from cutjax.fusion import memory, price
 from cutjax.fusion.build import Template, function, placed, plain_function, product_of, template
-from cutjax.fusion.contraction import PRODUCTS, RAGGED, Contraction, contraction
+from cutjax.fusion.contraction import OWN, RAGGED, Contraction, contraction, is_product
 from cutjax.fusion.jaxprs import (
     BODIES,
     MOVES,
@@ -76,7 +76,7 @@ class Rewriter:
             return jaxpr
         jaxpr = inlined(jaxpr, self._multiplies)
         eqns = [self._inside(eqn) if any(map(self._multiplies, bodies(eqn))) else eqn for eqn in opened(jaxpr).eqns]
-        if any(eqn.primitive.name in PRODUCTS for eqn in eqns):
+        if any(map(is_product, eqns)):
             eqns = self._fused(opened(with_equations(jaxpr, eqns)))
         return with_equations(jaxpr, eqns)
 
@@ -106,8 +106,7 @@ class Rewriter:
         if id(jaxpr) not in self._has:
             self._kept.append(jaxpr)
             self._has[id(jaxpr)] = any(
-                eqn.primitive.name in PRODUCTS
-                or (eqn.primitive.name in BODIES and any(map(self._multiplies, bodies(eqn))))
+                is_product(eqn) or (eqn.primitive.name in BODIES and any(map(self._multiplies, bodies(eqn))))
                 for eqn in opened(jaxpr).eqns
             )
         return self._has[id(jaxpr)]
@@ -119,7 +118,7 @@ class Rewriter:
         reports: dict[int, Report] = {}
         prices: dict[int, price.Price] = {}
         for i, eqn in enumerate(graph.eqns):
-            if eqn.primitive.name not in PRODUCTS or i not in graph.live:
+            if i not in graph.live or not is_product(eqn):
                 continue
             form = self._form(eqn)
             reports[i] = _report(eqn, form)
@@ -150,7 +149,8 @@ class Rewriter:
             elif i not in found and self.policy == "auto" and not self.refuses and i in graph.live:
                 self._moved(graph, i, reports[i])
         self._alone(graph, finder, reports, prices)
-        self.reports += reports.values()
+        # A product of ours that stays as it is needs no report: explain shows it anyway.
+        self.reports += (x for x in reports.values() if x.eqn.primitive.name != OWN or x.runs == "fused")
         for node, region in enumerate(graph.regions, len(graph.eqns)):
             region.made = self._in_place(graph, node, region.made)
         return graph.equations()
@@ -201,7 +201,7 @@ class Rewriter:
             for at in range(0, len(left), MOST_PRODUCTS):
                 self._several(graph, finder, tuple(left[at : at + MOST_PRODUCTS]), reports, prices)
         for i in sorted(free & set(finder.products), reverse=True):
-            if prices[i].runs == "kernel":
+            if prices[i].runs == "kernel" and graph.eqns[i].primitive.name != OWN:
                 self._replace_product(graph, [i], finder.products.pop(i), reports[i], prices[i], graph.eqns[i])
 
     def _several(
@@ -231,7 +231,7 @@ class Rewriter:
 
     def _moved(self, graph: Graph, i: int, report: Report) -> bool:
         """Puts a kernel in the place of a product and of transpositions around it; True if it is priced with these."""
-        if graph.eqns[i].primitive.name == RAGGED:
+        if graph.eqns[i].primitive.name in (RAGGED, OWN):
             return False
         found = [(x, self._form(x.eqn, x.permutation)) for x in moved(graph, i)]
         most = next((matrices(form) for _, form in found[-1:] if not isinstance(form, str)), math.inf)

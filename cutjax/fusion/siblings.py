@@ -27,9 +27,10 @@ def merged_by_xla(
     for form, members in _merged(graph, found):
         times = [prices[i].xla_us for i in members]
         one = price(form, graph.eqns[members[0]]).xla_us
-        if one is None or any(time is None for time in times):
+        known = [time for time in times if time is not None]
+        if one is None or len(known) < len(times):
             continue
-        part = min(1.0, one / math.fsum(times))
+        part = min(1.0, one / math.fsum(known))
         for i in members:
             shares[i] = prices[i].of_xla(part, len(members))
     return shares
@@ -43,11 +44,11 @@ def _merged(graph: Graph, found: Mapping[int, Contraction]) -> Iterator[tuple[Co
         for i, form in found.items():
             operands = graph.eqns[i].invars[:2]
             shared = operands[side != form.swapped]
-            if form.grouped or form.plan is not None or is_literal(shared):
+            if graph.eqns[i].primitive.name != "dot_general" or form.plan is not None or is_literal(shared):
                 continue
             rest = form.layout, form.a if side == 0 else form.b, form.shape[:-2], form.precision
             dtypes = tuple(x.aval.dtype for x in (*operands, *graph.eqns[i].outvars))
-            groups.setdefault((shared, rest, dtypes), []).append(i)
+            groups.setdefault((graph.source(shared), rest, dtypes), []).append(i)
         for group in groups.values():
             left = [i for i in group if i not in taken]
             while left:
