@@ -95,7 +95,7 @@ class Own(Contraction):
       dense: the product that is bound.
     """
 
-    dense: Dense = Dense("nn")
+    dense: Dense = dataclasses.field(kw_only=True)
 
     @property
     def product(self) -> Product:
