@@ -30,7 +30,7 @@ class Moved(NamedTuple):
 
 
 def moved(graph: Graph, i: int) -> Iterator[Moved]:
-    """Yields a dot_general with the transpositions around it, then with fewer, last with none; nothing without any."""
+    """Yields a dot_general with the transpositions around it, then with fewer; never with none."""
     eqn = graph.eqns[i]
     sources = [_source(graph, x) for x in eqn.invars]
     out, members = eqn.outvars[0], [i]
@@ -43,7 +43,7 @@ def moved(graph: Graph, i: int) -> Iterator[Moved]:
     if not any(found):
         return
     choices = itertools.product(*([True, False] if some else [False] for some in found))
-    for *taken, result in sorted(choices, key=sum, reverse=True):
+    for *taken, result in filter(any, sorted(choices, key=sum, reverse=True)):
         pairs = [pair if take else _as_it_is(x) for pair, take, x in zip(sources, taken, eqn.invars, strict=True)]
         dims, permutation = _renamed(eqn, [order for _, order in pairs])
         outvars = [out] if result else list(eqn.outvars)

@@ -233,10 +233,15 @@ class Rewriter:
         """Puts a kernel in the place of a product and of transpositions around it; True if it is priced with these."""
         if graph.eqns[i].primitive.name in (RAGGED, OWN):
             return False
-        found = [(x, self._form(x.eqn, x.permutation)) for x in moved(graph, i)]
-        most = next((matrices(form) for _, form in found[-1:] if not isinstance(form, str)), math.inf)
-        for (eqn, _, members), form in found[:-1]:
-            if isinstance(form, str) or matrices(form) > most:
+        most: float | None = None
+        for eqn, permutation, members in moved(graph, i):
+            form = self._form(eqn, permutation)
+            if isinstance(form, str):
+                continue
+            if most is None:
+                as_it_is = self._form(graph.eqns[i], tuple(range(graph.eqns[i].outvars[0].aval.ndim)))
+                most = math.inf if isinstance(as_it_is, str) else matrices(as_it_is)
+            if matrices(form) > most:
                 continue
             cost = self._price(form, eqn)
             report.why = str(cost)
