@@ -63,6 +63,16 @@ class Price:
         runs = "kernel" if choose.leads(self.plain_us, xla_us, LEAD) else "XLA"
         return dataclasses.replace(self, runs=runs, xla_us=xla_us, merged=merged)
 
+    def of_several(self, count: int, one: Price) -> Price:
+        """Returns the price of one of so many equal products, told that of the one product of all their columns.
+
+        Long products are limited by power, so each is slower then.
+        """
+        if None in (self.xla_us, self.plain_us, one.xla_us, one.plain_us):
+            return self
+        longer = {name: max(getattr(self, name), getattr(one, name) / count) for name in ("xla_us", "plain_us")}
+        return dataclasses.replace(self, **longer)
+
     def __str__(self) -> str:
         if self.why:
             return self.why
@@ -153,8 +163,10 @@ def of_several(alone: Sequence[Price], eqn: Any) -> Price:
         return Price("XLA", why="; ".join(choice.reasons))
     xla_us, plain_us = (math.fsum(getattr(price, name) for price in alone) for name in ("xla_us", "plain_us"))
     apart = math.fsum(getattr(price, "plain_us" if price.runs == "kernel" else "xla_us") for price in alone)
-    runs = "fused" if choose.leads(choice.time_us, apart, GAIN) else "XLA"
-    return Price(runs, xla_us, plain_us, choice.time_us, merged=alone[0].merged)
+    # They may have been measured, and there is no tail that one kernel saves: it is priced as if it had been too.
+    fused_us = choice.time_us * plain_us / math.fsum(price.plain_us / price.measured for price in alone)
+    runs = "fused" if choose.leads(fused_us, apart, GAIN) else "XLA"
+    return Price(runs, xla_us, plain_us, fused_us, merged=alone[0].merged)
 
 
 def _is_cublas(epilogue: Epilogue) -> bool:

@@ -30,7 +30,7 @@ from cutjax.fusion.jaxprs import (
 from cutjax.fusion.moves import matrices, moved, moved_form
 from cutjax.fusion.region import MOST_PRODUCTS, NOTHING, Finder, Region
 from cutjax.fusion.report import Report
-from cutjax.fusion.siblings import merged_by_xla
+from cutjax.fusion.siblings import beside, merged_by_xla
 from cutjax.runtime import backends
 
 POLICIES = ("auto", "always")
@@ -54,7 +54,7 @@ class Rewriter:
         self._reusing: dict[tuple[Any, tuple[tuple[int, int], ...]], Any] = {}
         self._unfit: dict[Hashable, str] = {}
         self._forms: dict[Hashable, Contraction | str] = {}
-        self._prices: dict[int, price.Price] = {}  # by the form's id
+        self._prices: dict[Hashable, price.Price] = {}
         self._kept: list[Any] = []  # of which the ids are part of keys
         self._has: dict[int, bool] = {}
 
@@ -284,9 +284,10 @@ class Rewriter:
 
     def _price(self, form: Contraction, eqn: Any) -> price.Price:
         """Returns what a dense product takes."""
-        if id(form) not in self._prices:
-            self._prices[id(form)] = price.of_product(form, eqn)
-        return self._prices[id(form)]
+        key = form, *(x.aval.dtype for x in (*eqn.invars, *eqn.outvars))
+        if key not in self._prices:
+            self._prices[key] = price.of_product(form, eqn)
+        return self._prices[key]
 
     def _plain(self, eqn: Any, form: Any) -> tuple[Any, Any]:
         """Returns the equation of a product alone as a kernel, and that of the product within."""
@@ -312,6 +313,10 @@ class Rewriter:
         eqn, inner = placed(made, region.inputs, region.results, graph.eqns[region.members[-1]])
         if plain is None:
             return eqn, inner, None
+        count = len(region.products)
+        if count > 1 and not region.found.grouped and region.found.plan is None:
+            one = self._price(beside(0, [region.found] * count), graph.eqns[region.products[0]])
+            plain = plain.of_several(count, one)
         if (key, passes, plain) not in self._costs:
             self._costs[key, passes, plain] = price.of_region(plain, inner, *passes)
         return eqn, inner, self._costs[key, passes, plain]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cutjax.fusion.contraction import Contraction
@@ -62,7 +62,7 @@ def _merged(graph: Graph, found: Mapping[int, Contraction]) -> Iterator[tuple[Co
                         rest.append(i)
                 if len(members) > 1:
                     taken.update(members)
-                    yield _one(side, [found[i] for i in members]), members
+                    yield beside(side, [found[i] for i in members]), members
                 left = rest
 
 
@@ -70,8 +70,8 @@ def _bytes(graph: Graph, i: int) -> int:
     return sum(map(byte_count, (*graph.eqns[i].invars, *graph.eqns[i].outvars)))
 
 
-def _one(side: int, forms: list[Contraction]) -> Contraction:
-    """Returns the product of the shared operand by all others, beside each other."""
+def beside(side: int, forms: Sequence[Contraction]) -> Contraction:
+    """Returns the product of a shared left operand (side 0), or right one, by all others beside each other."""
     first = forms[0]
     (*batch, m, n) = first.shape
     if side == 0:
