@@ -161,10 +161,12 @@ def of_several(alone: Sequence[Price], eqn: Any) -> Price:
     choice = _choice(eqn)
     if not choice.served:
         return Price("XLA", why="; ".join(choice.reasons))
-    xla_us, plain_us = (math.fsum(getattr(price, name) for price in alone) for name in ("xla_us", "plain_us"))
-    apart = math.fsum(getattr(price, "plain_us" if price.runs == "kernel" else "xla_us") for price in alone)
+    times = [(price.xla_us or 0.0, price.plain_us or 0.0) for price in alone]
+    xla_us, plain_us = map(math.fsum, zip(*times, strict=True))
+    apart = math.fsum(pair[price.runs == "kernel"] for pair, price in zip(times, alone, strict=True))
     # They may have been measured, and there is no tail that one kernel saves: it is priced as if it had been too.
-    fused_us = choice.time_us * plain_us / math.fsum(price.plain_us / price.measured for price in alone)
+    predicted = math.fsum(us / price.measured for (_, us), price in zip(times, alone, strict=True))
+    fused_us = choice.time_us * plain_us / predicted
     runs = "fused" if choose.leads(fused_us, apart, GAIN) else "XLA"
     return Price(runs, xla_us, plain_us, fused_us, merged=alone[0].merged)
 

@@ -13,7 +13,7 @@ import numpy as np
 from cutjax.binding import lowering
 from cutjax.fusion import memory, price
 from cutjax.fusion.build import Template, function, placed, plain_function, product_of, template
-from cutjax.fusion.contraction import OWN, RAGGED, Contraction, contraction, is_product
+from cutjax.fusion.contraction import OWN, RAGGED, Contraction, contraction, is_product, planned
 from cutjax.fusion.jaxprs import (
     BODIES,
     MOVES,
@@ -27,7 +27,7 @@ from cutjax.fusion.jaxprs import (
     with_bodies,
     with_equations,
 )
-from cutjax.fusion.moves import matrices, moved, moved_form
+from cutjax.fusion.moves import matrices, moved
 from cutjax.fusion.region import MOST_PRODUCTS, NOTHING, Finder, Region
 from cutjax.fusion.report import Report
 from cutjax.fusion.siblings import beside, merged_by_xla
@@ -279,7 +279,7 @@ class Rewriter:
             *(x.aval for x in (*eqn.invars, *eqn.outvars)),
         )
         if key not in self._forms:
-            self._forms[key] = contraction(eqn) if permutation is None else moved_form(eqn, permutation)
+            self._forms[key] = contraction(eqn) if permutation is None else planned(eqn, permutation)
         return self._forms[key]
 
     def _price(self, form: Contraction, eqn: Any) -> price.Price:
