@@ -158,7 +158,7 @@ def unfit_dtypes(left: Any, right: Any, out: Any) -> str:
 
 
 def _dense(eqn: Any) -> Contraction | str:
-    """Returns the product of a dot_general: made by reshapes where these do, its batch axes apart, as tails want them."""
+    """Returns the product of a dot_general, by reshapes where these do: tails want its batch axes apart."""
     if why := _unfit(eqn):
         return why
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
