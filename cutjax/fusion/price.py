@@ -63,7 +63,7 @@ class Price:
         runs = "kernel" if choose.leads(self.plain_us, xla_us, LEAD) else "XLA"
         return dataclasses.replace(self, runs=runs, xla_us=xla_us, merged=merged)
 
-    def of_several(self, count: int, one: Price) -> Price:
+    def in_a_row(self, count: int, one: Price) -> Price:
         """Returns the price of one of so many equal products, told that of the one product of all their columns.
 
         Long products are limited by power, so each is slower then.

@@ -316,7 +316,7 @@ class Rewriter:
         count = len(region.products)
         if count > 1 and not region.found.grouped and region.found.plan is None:
             one = self._price(beside(0, [region.found] * count), graph.eqns[region.products[0]])
-            plain = plain.of_several(count, one)
+            plain = plain.in_a_row(count, one)
         if (key, passes, plain) not in self._costs:
             self._costs[key, passes, plain] = price.of_region(plain, inner, *passes)
         return eqn, inner, self._costs[key, passes, plain]
