@@ -149,13 +149,13 @@ def test_the_backend_of_a_scope_counts():
     assert {(report.runs, report.why) for report in reports} == {("XLA", "backend 'xla'")}
 
 
-def test_what_no_kernel_multiplies_stays_as_it_was():
+def test_what_has_no_price_stays_as_it_was():
     avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SIZES]
     assert str(jax.make_jaxpr(gated)(*avals)).count("dot_general") == 2
     found = jax.make_jaxpr(cutjax.fuse(gated))(*avals)
     assert "cutjax" not in str(found)
     reports = cutjax.explain(cutjax.fuse(gated), platform="cuda")(*avals).fusion
-    assert all(report.runs == "XLA" and "no kernel for" in report.why for report in reports)
+    assert all(report.runs == "XLA" and report.why.startswith("no prediction of XLA's time") for report in reports)
 
 
 def test_explain_prints_each_product():

@@ -40,6 +40,13 @@ def through_jit_twice(x, w, b):
     return jitted(jitted(x, w, b), w, b)
 
 
+def residuals(x, w, b):
+    """What is around a layer that is called twice belongs to its product."""
+    jitted = jax.jit(lambda x: x @ w)
+    x = x + jitted(x)
+    return jnp.tanh(jitted(x)) * b
+
+
 def while_loop(x, w, b):
     return lax.while_loop(
         lambda c: jnp.tanh(c[1] @ w).sum() < 1e4 * (3 - c[0]), lambda c: (c[0] + 1, layer(c[1], w, b)), (0, x)
@@ -89,7 +96,8 @@ PROGRAMS = {
     "layer": (layer, 1),
     "gradient": (jax.grad(loss, (0, 1, 2)), 4),
     "jit": (through_jit, 1),
-    "jit twice": (through_jit_twice, 1),  # one program, called twice
+    "jit twice": (through_jit_twice, 2),
+    "residuals of jitted layers": (residuals, 2),
     "gradient of jit": (jax.grad(jax.jit(loss), (0, 1, 2)), 4),
     "scan": (scanned, 1),
     "gradient of scan": (jax.grad(lambda *args: (scanned(*args)[0].astype(jnp.float32) ** 2).sum(), (0, 1, 2)), 1),
@@ -162,9 +170,9 @@ def test_a_program_that_is_divided_stays():
     assert "divided over devices" in reports[0].why
 
 
-def test_the_program_of_a_repeated_layer_is_rewritten_once():
+def test_the_program_of_a_large_repeated_layer_is_rewritten_once():
     def fn(x, w, b):
-        jitted = jax.jit(layer)
+        jitted = jax.jit(lambda x, w, b: functools.reduce(lambda x, _: layer(x, w, b), range(8), x))
         return functools.reduce(lambda x, _: jitted(x, w, b), range(5), x)
 
     jaxpr = jax.make_jaxpr(always(fn))(X, W, BIAS).jaxpr

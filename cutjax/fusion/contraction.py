@@ -20,7 +20,8 @@ from cutjax.primitives.product import Product
 from cutjax.primitives.ragged import Rows
 
 RAGGED = "ragged_dot_general"
-PRODUCTS = ("dot_general", RAGGED)
+OWN = "cutjax_gemm"
+_PRODUCTS = ("dot_general", RAGGED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +87,48 @@ class Grouped(Contraction):
         return Rows(False, self.layout)
 
 
+@dataclasses.dataclass(frozen=True)
+class Own(Contraction):
+    """A plain product of this package, which stays as it is unless it gets a tail.
+
+    Attributes:
+      dense: the product that is bound.
+    """
+
+    dense: Dense = dataclasses.field(kw_only=True)
+
+    @property
+    def product(self) -> Product:
+        """The product that is bound."""
+        return self.dense
+
+    def operands(self, left: Any, right: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns a and b, which they are."""
+        return left, right
+
+
+def is_product(eqn: Any) -> bool:
+    """True if an equation is a product that may get a tail: of ours, one that has none, and may run as any kernel."""
+    name, params = eqn.primitive.name, eqn.params
+    if name != OWN:
+        return name in _PRODUCTS
+    plain = params["epilogue"].primal.plain and not params["in_place"]
+    return plain and params["backend"] == "auto" and params["config"] is None
+
+
 def contraction(eqn: Any) -> Contraction | str:
     """Returns a product as a kernel has it, or why none has."""
-    return _grouped(eqn) if eqn.primitive.name == RAGGED else _dense(eqn)
+    return {RAGGED: _grouped, OWN: _own}.get(eqn.primitive.name, _dense)(eqn)
+
+
+def _own(eqn: Any) -> Own | str:
+    (a, b), (out,), params = (x.aval for x in eqn.invars), (x.aval for x in eqn.outvars), eqn.params
+    if why := unfit_dtypes(a, b, out):
+        return why
+    if 0 in (*a.shape, *b.shape):
+        return "it is empty"
+    product = params["product"]
+    return Own(product.layout, a.shape, b.shape, out.shape, False, params["precision"], dense=product)
 
 
 def _grouped(eqn: Any) -> Grouped | str:
@@ -118,40 +158,54 @@ def unfit_dtypes(left: Any, right: Any, out: Any) -> str:
 
 
 def _dense(eqn: Any) -> Contraction | str:
+    """Returns the product of a dot_general, by reshapes where these do: tails want its batch axes apart."""
+    if why := _unfit(eqn):
+        return why
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     left, right = (x.aval for x in eqn.invars)
-    if is_sharded(eqn.params.get("out_sharding")):
-        return "it says out_sharding"
-    if why := unfit_dtypes(left, right, eqn.outvars[0].aval):
-        return why
-    if 0 in (*left.shape, *right.shape):
-        return "it is empty"
     batch = len(lb)
     if tuple(lb) != tuple(range(batch)) or tuple(rb) != tuple(range(batch)):
-        return _planned(eqn)
+        return planned(eqn)
     pairs = sorted(zip(lc, rc, strict=True))
     a = _matrix(left.shape, [i for i, _ in pairs], batch, "nt")
     b = _matrix(right.shape, [j for _, j in pairs], batch, "tn")
     if a is None or b is None:
-        return _planned(eqn)
+        return planned(eqn)
     (of_a, a_shape, m), (of_b, b_shape, n) = a, b
     return Contraction(of_a + of_b, a_shape, b_shape, (*left.shape[:batch], m, n), False, eqn.params["precision"])
 
 
-def _planned(eqn: Any) -> Contraction | str:
-    """Returns the product of a dot_general whose operands are walked in another order than they lie in memory."""
+def _unfit(eqn: Any) -> str:
+    """Returns why no kernel has a dot_general, however its axes lie; "" where one may."""
     left, right = (x.aval for x in eqn.invars)
-    out, dims = eqn.outvars[0].aval, eqn.params["dimension_numbers"]
+    if is_sharded(eqn.params.get("out_sharding")):
+        return "it says out_sharding"
+    return unfit_dtypes(left, right, eqn.outvars[0].aval) or ("it is empty" if 0 in (*left.shape, *right.shape) else "")
+
+
+def planned(eqn: Any, permutation: Sequence[int] | None = None) -> Contraction | str:
+    """Returns the product of a dot_general whose arrays may be walked in another order than they lie in memory.
+
+    Args:
+      eqn: its equation.
+      permutation: that of the result. None where its rows and columns must be what they are, as for a tail.
+    """
+    if why := _unfit(eqn):
+        return why
+    left, right = (x.aval for x in eqn.invars)
+    out, params = eqn.outvars[0].aval, eqn.params
     itemsizes = tuple(x.dtype.itemsize for x in (left, right, out))
-    dims = tuple(tuple(map(tuple, pair)) for pair in dims)
-    plan = contraction_plan(left.shape, right.shape, dims, itemsizes=itemsizes)
+    dims = tuple(tuple(map(tuple, pair)) for pair in params["dimension_numbers"])
+    order = None if permutation is None else tuple(permutation)
+    plan = contraction_plan(left.shape, right.shape, dims, order, itemsizes=itemsizes)
     if any(plan.copies):
         return "; ".join(filter(None, plan.copies))
-    if plan.d.order or plan.d.permutation != tuple(range(len(plan.d.permutation))):
-        return "its rows and columns are no neighbours in the result"
-    shape = tuple(math.prod(out.shape[i] for i in axes) for axes in plan.axes)
-    precision = eqn.params["precision"]
-    precision = dot_precision.swapped(precision) if plan.swapped else precision
+    shape = out.shape
+    if order is None:
+        if plan.d.order or plan.d.permutation != tuple(range(len(plan.d.permutation))):
+            return "its rows and columns are no neighbours in the result"
+        shape = tuple(math.prod(shape[i] for i in axes) for axes in plan.axes)
+    precision = dot_precision.swapped(params["precision"]) if plan.swapped else params["precision"]
     return Contraction(plan.layout, plan.a.shape, plan.b.shape, shape, plan.swapped, precision, plan)
 
 

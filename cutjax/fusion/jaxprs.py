@@ -33,6 +33,7 @@ BODIES = {
     "cond": ("branches",),
     "shard_map": ("jaxpr",),
 }
+_MOST_REPEATED = 64  # equations of a function that is opened wherever it is called
 MOVES = frozenset(["reshape", "squeeze", "expand_dims", "transpose", "copy", "copy_p", "name"])
 # What XLA computes in one pass with what reads or makes it.
 _IN_ONE_PASS = frozenset([*REDUCTIONS, "slice", "pad", "rev", "concatenate", "argmax", "argmin", "reduce_and"])
@@ -85,13 +86,23 @@ def inlined(jaxpr: Any, wanted: Callable[[Any], bool]) -> Any:
 
 
 def _inlines(eqn: Any, counts: collections.Counter[int], wanted: Callable[[Any], bool]) -> bool:
-    """True if a call is of a jitted function that is called once, is wanted, and says nothing about where it runs."""
-    if eqn.primitive.name not in ("jit", "pjit") or counts[id(eqn.params["jaxpr"])] != 1:
+    """True if a call is of a jitted function that is wanted, and says nothing about where it runs.
+
+    And that is called once, or is small: one that is called often is rewritten, and lowered, once.
+    """
+    if eqn.primitive.name not in ("jit", "pjit"):
         return False
     params, body = eqn.params, eqn.params["jaxpr"]
+    if counts[id(body)] != 1 and _size(body) > _MOST_REPEATED:
+        return False
     placed = (*params["in_shardings"], *params["out_shardings"])
     plain = all(type(x).__name__ == "UnspecifiedValue" for x in placed) and not params["compiler_options_kvs"]
     return plain and not opened(body).constvars and not any(params["donated_invars"]) and wanted(body)
+
+
+def _size(jaxpr: Any) -> int:
+    """Returns the number of equations, with those of all programs inside."""
+    return sum(1 + sum(map(_size, bodies(eqn))) for eqn in opened(jaxpr).eqns)
 
 
 def new_var(x: Any) -> Any:
@@ -200,6 +211,16 @@ class Graph:
         if is_literal(x) or x not in self.producer:
             return False
         return bool(self.reach[self.producer[x]] & members)
+
+    def source(self, x: Any) -> tuple[Any, tuple[int, ...]]:
+        """Returns the variable that is reshaped to make another, and its shape: what equal arrays share."""
+        shape = x.aval.shape
+        while not is_literal(x) and x in self.producer and x not in self.definition:
+            eqn = self.eqns[self.producer[x]]
+            if eqn.primitive.name != "reshape" or is_literal(eqn.invars[0]):
+                break
+            x = eqn.invars[0]
+        return x, shape
 
     def is_pointwise(self, i: int) -> bool:
         """True if an equation is one that a kernel may compute on the elements of its result."""

@@ -7,12 +7,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from cutjax import dot_precision
-from cutjax.fusion.contraction import Contraction, is_sharded, unfit_dtypes
+from cutjax.fusion.contraction import Contraction
 from cutjax.fusion.jaxprs import Graph, is_literal
-from cutjax.ops.contraction import contraction
 
 
 class Moved(NamedTuple):
@@ -30,7 +26,7 @@ class Moved(NamedTuple):
 
 
 def moved(graph: Graph, i: int) -> Iterator[Moved]:
-    """Yields a dot_general with the transpositions around it, then with fewer, last with none; nothing without any."""
+    """Yields a dot_general with the transpositions around it, then with fewer; never with none."""
     eqn = graph.eqns[i]
     sources = [_source(graph, x) for x in eqn.invars]
     out, members = eqn.outvars[0], [i]
@@ -43,7 +39,7 @@ def moved(graph: Graph, i: int) -> Iterator[Moved]:
     if not any(found):
         return
     choices = itertools.product(*([True, False] if some else [False] for some in found))
-    for *taken, result in sorted(choices, key=sum, reverse=True):
+    for *taken, result in filter(any, sorted(choices, key=sum, reverse=True)):
         pairs = [pair if take else _as_it_is(x) for pair, take, x in zip(sources, taken, eqn.invars, strict=True)]
         dims, permutation = _renamed(eqn, [order for _, order in pairs])
         outvars = [out] if result else list(eqn.outvars)
@@ -95,21 +91,3 @@ def _only_reader(graph: Graph, x: Any) -> int | None:
 def matrices(form: Contraction) -> int:
     """Returns the number of products of matrices that a form is a batch of."""
     return math.prod(map(max, zip(form.a[:-2], form.b[:-2], strict=True)))
-
-
-def moved_form(eqn: Any, permutation: Sequence[int]) -> Contraction | str:
-    """Returns the product of a dot_general whose result is permuted as a kernel has it, or why none has."""
-    left, right = (x.aval for x in eqn.invars)
-    out, dims = eqn.outvars[0].aval, eqn.params["dimension_numbers"]
-    if is_sharded(eqn.params.get("out_sharding")):
-        return "it says out_sharding"
-    if why := unfit_dtypes(left, right, out):
-        return why
-    if 0 in (*left.shape, *right.shape):
-        return "it is empty"
-    itemsizes = tuple(np.dtype(x.dtype).itemsize for x in (left, right, out))
-    plan = contraction(left.shape, right.shape, dims, tuple(permutation), itemsizes=itemsizes)
-    if any(plan.copies):
-        return "; ".join(filter(None, plan.copies))
-    precision = dot_precision.swapped(eqn.params["precision"]) if plan.swapped else eqn.params["precision"]
-    return Contraction(plan.layout, plan.a.shape, plan.b.shape, out.shape, plan.swapped, precision, plan)

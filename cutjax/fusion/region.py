@@ -76,11 +76,13 @@ class Finder:
     def __init__(self, graph: Graph, products: dict[int, Contraction]):
         self.graph = graph
         self.products = products  # those that no region has taken
+        self.settled: set[int] = set()  # those of them that stay as they are
         self.siblings: dict[Any, list[int]] = {}
         for i, found in products.items():
             left, right, *sizes = graph.eqns[i].invars
             if not any(map(is_literal, (left, right, *sizes))) and not found.swapped:
-                key = left, found, right.aval.shape, right.aval.dtype, graph.eqns[i].outvars[0].aval.dtype, *sizes
+                dtypes = right.aval.dtype, graph.eqns[i].outvars[0].aval.dtype
+                key = graph.source(left), found, right.aval.shape, dtypes, *sizes
                 self.siblings.setdefault(key, []).append(i)
         self.sibling_of = {i: group for group in self.siblings.values() for i in group if len(group) > 1}
 
@@ -93,6 +95,16 @@ class Finder:
                 break
             growth = wider
         return growth.region()
+
+    def together(self, products: tuple[int, ...]) -> Region | None:
+        """Returns the region of products alone that share their left operand; None where one depends on another."""
+        eqns = [self.graph.eqns[i] for i in products]
+        results = [eqn.outvars[0] for eqn in eqns]
+        inputs = list(dict.fromkeys([eqns[0].invars[0], *(x for eqn in eqns for x in eqn.invars[1:])]))
+        if self.graph.reaches(inputs, results):
+            return None
+        found = self.products[products[0]]
+        return Region(products, set(), found, tuple(results), list(products), inputs, results, [])
 
 
 class _Growth:
@@ -135,9 +147,9 @@ class _Growth:
 
     def _transpositions(self, i: int) -> list[int]:
         """Returns the equations that transpose a product, one after the other, where nothing else reads it."""
-        if self.found.grouped or self.found.plan is not None or len(self.found.shape) != 2:
-            return []
         graph, eqn, found = self.graph, self.graph.eqns[i], []
+        if eqn.primitive.name != "dot_general" or self.found.plan is not None or len(self.found.shape) != 2:
+            return []
         (lc, _), _ = eqn.params["dimension_numbers"]
         out, rows = eqn.outvars[0], eqn.invars[0].aval.ndim - len(lc)
         while True:

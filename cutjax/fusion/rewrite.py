@@ -13,7 +13,7 @@ import numpy as np
 from cutjax.binding import lowering
 from cutjax.fusion import memory, price
 from cutjax.fusion.build import Template, function, placed, plain_function, product_of, template
-from cutjax.fusion.contraction import PRODUCTS, RAGGED, Contraction, contraction
+from cutjax.fusion.contraction import OWN, RAGGED, Contraction, contraction, is_product, planned
 from cutjax.fusion.jaxprs import (
     BODIES,
     MOVES,
@@ -27,9 +27,10 @@ from cutjax.fusion.jaxprs import (
     with_bodies,
     with_equations,
 )
-from cutjax.fusion.moves import matrices, moved, moved_form
-from cutjax.fusion.region import NOTHING, Finder, Region
+from cutjax.fusion.moves import matrices, moved
+from cutjax.fusion.region import MOST_PRODUCTS, NOTHING, Finder, Region
 from cutjax.fusion.report import Report
+from cutjax.fusion.siblings import beside, merged_by_xla
 from cutjax.runtime import backends
 
 POLICIES = ("auto", "always")
@@ -53,7 +54,7 @@ class Rewriter:
         self._reusing: dict[tuple[Any, tuple[tuple[int, int], ...]], Any] = {}
         self._unfit: dict[Hashable, str] = {}
         self._forms: dict[Hashable, Contraction | str] = {}
-        self._prices: dict[int, price.Price] = {}  # by the form's id
+        self._prices: dict[Hashable, price.Price] = {}
         self._kept: list[Any] = []  # of which the ids are part of keys
         self._has: dict[int, bool] = {}
 
@@ -75,7 +76,7 @@ class Rewriter:
             return jaxpr
         jaxpr = inlined(jaxpr, self._multiplies)
         eqns = [self._inside(eqn) if any(map(self._multiplies, bodies(eqn))) else eqn for eqn in opened(jaxpr).eqns]
-        if any(eqn.primitive.name in PRODUCTS for eqn in eqns):
+        if any(map(is_product, eqns)):
             eqns = self._fused(opened(with_equations(jaxpr, eqns)))
         return with_equations(jaxpr, eqns)
 
@@ -105,8 +106,7 @@ class Rewriter:
         if id(jaxpr) not in self._has:
             self._kept.append(jaxpr)
             self._has[id(jaxpr)] = any(
-                eqn.primitive.name in PRODUCTS
-                or (eqn.primitive.name in BODIES and any(map(self._multiplies, bodies(eqn))))
+                is_product(eqn) or (eqn.primitive.name in BODIES and any(map(self._multiplies, bodies(eqn))))
                 for eqn in opened(jaxpr).eqns
             )
         return self._has[id(jaxpr)]
@@ -118,7 +118,7 @@ class Rewriter:
         reports: dict[int, Report] = {}
         prices: dict[int, price.Price] = {}
         for i, eqn in enumerate(graph.eqns):
-            if eqn.primitive.name not in PRODUCTS or i not in graph.live:
+            if i not in graph.live or not is_product(eqn):
                 continue
             form = self._form(eqn)
             reports[i] = _report(eqn, form)
@@ -140,13 +140,17 @@ class Rewriter:
                 self._replace_product(graph, [i], form, reports[i], prices[i], graph.eqns[i])
             else:
                 found[i] = form
+        if self.policy == "auto":
+            prices |= merged_by_xla(graph, found, prices, self._price)
         finder = Finder(graph, found)
         for i in sorted(reports, reverse=True):
             if i in finder.products:
                 self._product(graph, finder, i, reports, prices)
             elif i not in found and self.policy == "auto" and not self.refuses and i in graph.live:
                 self._moved(graph, i, reports[i])
-        self.reports += reports.values()
+        self._alone(graph, finder, reports, prices)
+        # A product of ours that stays as it is needs no report: explain shows it anyway.
+        self.reports += (x for x in reports.values() if x.eqn.primitive.name != OWN or x.runs == "fused")
         for node, region in enumerate(graph.regions, len(graph.eqns)):
             region.made = self._in_place(graph, node, region.made)
         return graph.equations()
@@ -154,7 +158,10 @@ class Rewriter:
     def _product(
         self, graph: Graph, finder: Finder, i: int, reports: dict[int, Report], prices: dict[int, price.Price]
     ) -> None:
-        """Puts a region in the place of a product and what is around it, where that is worth it."""
+        """Puts a region in the place of a product and what is around it, where that is worth it.
+
+        What has a region that is not worth it, or transpositions around it, is settled with that.
+        """
         region = finder.region(i)
         report, plain = reports[i], prices.get(i)
         if isinstance(region, Region) and all(graph.eqns[j].primitive.name in MOVES for j in region.tail):
@@ -177,24 +184,64 @@ class Rewriter:
                         reports[j].fused(region, inner, report.why)
                     return
                 if cost.runs == "XLA":
+                    finder.settled.add(i)
                     return
         else:
             report.ends = region
         if plain is not None and self._moved(graph, i, report):
+            finder.settled.add(i)
             return
-        if plain is None or plain.runs != "kernel":
-            report.why = report.why or ("" if plain is None else str(plain))
+        report.why = report.why or ("" if plain is None else str(plain))
+
+    def _alone(self, graph: Graph, finder: Finder, reports: dict[int, Report], prices: dict[int, price.Price]) -> None:
+        """Puts kernels in the places of products that no region has: of several at once, and of one."""
+        free = {i for i in finder.products if i in prices and i in graph.live and i not in finder.settled}
+        for group in finder.siblings.values():
+            left = [i for i in group if i in free]
+            for at in range(0, len(left), MOST_PRODUCTS):
+                self._several(graph, finder, tuple(left[at : at + MOST_PRODUCTS]), reports, prices)
+        for i in sorted(free & set(finder.products), reverse=True):
+            if prices[i].runs == "kernel" and graph.eqns[i].primitive.name != OWN:
+                self._replace_product(graph, [i], finder.products.pop(i), reports[i], prices[i], graph.eqns[i])
+
+    def _several(
+        self,
+        graph: Graph,
+        finder: Finder,
+        products: tuple[int, ...],
+        reports: dict[int, Report],
+        prices: dict[int, price.Price],
+    ) -> None:
+        """Puts one kernel in the place of products of one left operand, where that is worth it."""
+        if len(products) < 2 or finder.products[products[0]].grouped:
             return
-        self._replace_product(graph, [i], finder.products.pop(i), report, plain, graph.eqns[i])
+        region = finder.together(products)
+        if region is None:
+            return
+        made = self._template(self._key(graph, region), lambda: function(graph, region), region.inputs)
+        eqn, inner = placed(made, region.inputs, region.results, graph.eqns[products[-1]])
+        cost = price.of_several([prices[i] for i in products], inner)
+        if cost.runs != "fused":
+            return
+        region.made = eqn
+        graph.replace(region)
+        for i in products:
+            del finder.products[i]
+            reports[i].fused(region, inner, str(cost))
 
     def _moved(self, graph: Graph, i: int, report: Report) -> bool:
         """Puts a kernel in the place of a product and of transpositions around it; True if it is priced with these."""
-        if graph.eqns[i].primitive.name == RAGGED:
+        if graph.eqns[i].primitive.name in (RAGGED, OWN):
             return False
-        found = [(x, self._form(x.eqn, x.permutation)) for x in moved(graph, i)]
-        most = next((matrices(form) for _, form in found[-1:] if not isinstance(form, str)), math.inf)
-        for (eqn, _, members), form in found[:-1]:
-            if isinstance(form, str) or matrices(form) > most:
+        most: float | None = None
+        for eqn, permutation, members in moved(graph, i):
+            form = self._form(eqn, permutation)
+            if isinstance(form, str):
+                continue
+            if most is None:
+                as_it_is = self._form(graph.eqns[i], tuple(range(graph.eqns[i].outvars[0].aval.ndim)))
+                most = math.inf if isinstance(as_it_is, str) else matrices(as_it_is)
+            if matrices(form) > most:
                 continue
             cost = self._price(form, eqn)
             report.why = str(cost)
@@ -232,14 +279,15 @@ class Rewriter:
             *(x.aval for x in (*eqn.invars, *eqn.outvars)),
         )
         if key not in self._forms:
-            self._forms[key] = contraction(eqn) if permutation is None else moved_form(eqn, permutation)
+            self._forms[key] = contraction(eqn) if permutation is None else planned(eqn, permutation)
         return self._forms[key]
 
     def _price(self, form: Contraction, eqn: Any) -> price.Price:
         """Returns what a dense product takes."""
-        if id(form) not in self._prices:
-            self._prices[id(form)] = price.of_product(form, eqn)
-        return self._prices[id(form)]
+        key = form, *(x.aval.dtype for x in (*eqn.invars, *eqn.outvars))
+        if key not in self._prices:
+            self._prices[key] = price.of_product(form, eqn)
+        return self._prices[key]
 
     def _plain(self, eqn: Any, form: Any) -> tuple[Any, Any]:
         """Returns the equation of a product alone as a kernel, and that of the product within."""
@@ -265,9 +313,13 @@ class Rewriter:
         eqn, inner = placed(made, region.inputs, region.results, graph.eqns[region.members[-1]])
         if plain is None:
             return eqn, inner, None
-        if (key, passes) not in self._costs:
-            self._costs[key, passes] = price.of_region(plain, inner, *passes)
-        return eqn, inner, self._costs[key, passes]
+        count = len(region.products)
+        if count > 1 and not region.found.grouped and region.found.plan is None:
+            one = self._price(beside(0, [region.found] * count), graph.eqns[region.products[0]])
+            plain = plain.in_a_row(count, one)
+        if (key, passes, plain) not in self._costs:
+            self._costs[key, passes, plain] = price.of_region(plain, inner, *passes)
+        return eqn, inner, self._costs[key, passes, plain]
 
     def _template(self, key: Hashable, make: Callable[[], Any], inputs: Sequence[Any]) -> Template:
         """Returns what is built for a key, once for this program and each mesh of its parts."""

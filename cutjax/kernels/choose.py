@@ -159,7 +159,7 @@ def _choose(problem: Problem, config: Any, lead: float, entries: tuple[tuned.Ent
     if found := fastest(problem):
         kernel, time_us, count = found
         xla_us = kernel.xla_us(problem.device)
-        if xla_us is not None and time_us * lead > xla_us:
+        if not leads(time_us, xla_us, lead):
             why = f"predicted: XLA {xla_us:.1f} us, the fastest of {count} kernels {time_us:.1f} us"
             return Choice(problem, None, (why, *_of_lead(lead)), xla_us=xla_us)
         return _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs", xla_us)
@@ -169,6 +169,11 @@ def _choose(problem: Problem, config: Any, lead: float, entries: tuple[tuned.Ent
 def _chosen(problem: Problem, kernel: Kernel, time_us: float, why: str, xla_us: float | None = None) -> Choice:
     share = min(1.0, floor_us(problem) / time_us)
     return Choice(problem, kernel.config, (why, *kernel.notes), time_us, share, kernel, xla_us)
+
+
+def leads(time_us: float, xla_us: float | None, lead: float) -> bool:
+    """True if a kernel is so many times as fast as XLA, or nobody knows XLA's time."""
+    return xla_us is None or time_us * lead <= xla_us
 
 
 def floor_us(problem: Problem) -> float:
@@ -193,7 +198,7 @@ def _tuned(problem: Problem, entry: tuned.Entry, lead: float) -> Choice | None:
             return None
     if lead and entry.xla_wins:
         return Choice(problem, None, (entry.why,))
-    if lead > 1 and entry.time_us and entry.xla_us and entry.time_us * lead > entry.xla_us:
+    if lead > 1 and entry.time_us and not leads(entry.time_us, entry.xla_us, lead):
         return Choice(problem, None, (entry.why, *_of_lead(lead)))
     return None if kernel is None or entry.time_us is None else _chosen(problem, kernel, entry.time_us, entry.why)
 

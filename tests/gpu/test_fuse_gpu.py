@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import cutjax
+from cutjax.fusion import price
 
 pytestmark = pytest.mark.gpu
 
@@ -75,3 +76,25 @@ def test_a_gated_block_needs_no_more_memory():
     assert any(row.epilogue is not None for row in rows)
     plain, fused = (jax.jit(f).lower(*args).compile().memory_analysis() for f in (gradient, cutjax.fuse(gradient)))
     assert fused.temp_size_in_bytes <= plain.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("wins", [False, True], ids=["priced", "several in one kernel"])
+def test_products_of_one_operand(wins, monkeypatch):
+    """Small integers, so exact: as XLA merges them, and as one kernel, beside a product of ours that gets a tail."""
+    if wins:
+        of_problem = price._of_problem
+        monkeypatch.setattr(price, "_of_problem", lambda *args: of_problem(*args).of_xla(100.0, 1))
+        monkeypatch.setattr(price, "GAIN", 0.0)
+    random = np.random.default_rng(0)
+    x, q, k, v = (
+        jnp.asarray(random.integers(-2, 3, s), jnp.bfloat16) for s in ((16, 512), (512, 256), (512, 256), (512, 256))
+    )
+
+    def fn(x, q, k, v):
+        return jax.lax.sort(x @ q), jax.lax.sort(x @ k), jax.lax.sort(x @ v), jax.nn.relu(cutjax.dot(x, v) + 1)
+
+    fused = cutjax.fuse(fn)
+    several = [report for report in cutjax.explain(fused)(x, q, k, v).fusion if report.products == 3]
+    assert len(several) == (3 if wins else 0)
+    for got, expected in zip(jax.jit(fused)(x, q, k, v), jax.jit(fn)(x, q, k, v), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
