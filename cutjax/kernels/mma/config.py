@@ -21,7 +21,8 @@ class Config:
     Attributes:
       bm, bn, bk: tile of the result that a block computes, and depth of one stage, in elements. bk is 64 or 128 bytes.
         A bm of 1, 2 or 4 is that of a slim kernel, which multiplies so few rows without tensor cores, as fast as b is
-        read: it has no stages but what registers hold, so stages is 1, and all warps read, whatever wm, wn and sliced_k.
+        read: it has no stages but what registers hold, so stages is 1, and all warps read, whatever wm, wn and
+        sliced_k.
       wm, wn: tile of the result that a warp computes, or, of a slim kernel, stores. They divide bm and bn, and are
         multiples of 16; in a slim kernel wm is bm.
       sliced_k: warps that share a warp tile, each multiplying its slices of every stage. They add up what they have in

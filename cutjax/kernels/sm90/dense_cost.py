@@ -415,8 +415,8 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
     return ours * math.exp(sum(weight * true[name] for name, weight in weights.items())) + _transposes_us(p, device)
 
 
-# XLA's products of float32: how long they multiply, in units of those by TF32 at the device's rate, and microseconds for
-# each megabyte of a, b and the result, which splitting takes. Of 4096 and 8192 cubed on an H200
+# XLA's products of float32: how long they multiply, in units of those by TF32 at the device's rate, and microseconds
+# for each megabyte of a, b and the result, which splitting takes. Of 4096 and 8192 cubed on an H200
 # (benchmarks/results/experiments/wide-h200.json).
 _XLA_OF_FLOAT32 = {
     "tf32": (1.15, 0.0),
