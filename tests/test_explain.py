@@ -62,9 +62,9 @@ def test_why_xla():
     def fn(x, y):
         return cutjax.gemm(x, x), cutjax.gemm(y, y), cutjax.gemm(y, y, backend="xla"), cutjax.gemm(x, x, backend="cuda")
 
-    rows = cutjax.explain(fn, platform="cuda")(shape(12, 12, dtype=jnp.float32), shape(16, 16)).rows
+    rows = cutjax.explain(fn, platform="cuda")(shape(12, 12, dtype=jnp.int16), shape(16, 16)).rows
     assert [row.runs for row in rows[:1] + rows[2:]] == ["XLA", "XLA", "error"]
-    assert "f32 x f32: wgmma multiplies float32 as one of tf32, tf32x3, bf16" in rows[0].why
+    assert "s16 x s16: both operands are bf16, f16, f32, of float8 or of 8-bit integers" in rows[0].why
     assert rows[1].runs.startswith("sm90_")
     assert rows[2].why == "backend 'xla'"
     (row,) = cutjax.explain(lambda x: cutjax.gemm(x, x, backend="cuda"))(shape(16, 16)).rows

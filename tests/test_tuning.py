@@ -445,19 +445,19 @@ def test_arrays_and_keyword_arguments(monkeypatch):
 def test_products_without_a_choice(monkeypatch):
     def f(x, w):
         pinned, xla = cutjax.gemm(x, w, config=SECOND), cutjax.gemm(x, w, backend="xla")
-        return pinned, xla, cutjax.gemm(x.astype(jnp.float32), w.astype(jnp.float32)), cutjax.gemm(x, w[:, :0])
+        return pinned, xla, cutjax.gemm(x.astype(jnp.int16), w.astype(jnp.int16)), cutjax.gemm(x, w[:, :0])
 
     rows, report = found(monkeypatch, f, X, W)
     assert rows == {}
-    f32 = "f32 x f32: wgmma multiplies float32 as one of tf32, tf32x3, bf16, bf16x3, bf16x6, bf16x9"
-    assert [x.why for x in report.skipped] == ["pinned by config=", "backend 'xla'", f32, "nothing to compute"]
+    s16 = "s16 x s16: both operands are bf16, f16, f32, of float8 or of 8-bit integers; s16 x s16 on sm_90a"
+    assert [x.why for x in report.skipped] == ["pinned by config=", "backend 'xla'", s16, "nothing to compute"]
 
 
-def test_what_xla_divides_is_not_measured(monkeypatch):
+def test_of_a_product_that_is_divided_one_device_s_part_is_measured(monkeypatch):
     x = jax.ShapeDtypeStruct((64, 64), H, sharding=jax.NamedSharding(mesh_of(i=2), jax.P("i")))
     rows, report = found(monkeypatch, product, x)
-    assert rows == {}
-    assert "call it inside jax.shard_map" in report.skipped[0].why
+    assert rows == {"gemm": 1}
+    assert (report.rows[0].problem.m, report.rows[0].problem.n) == (32, 64)
 
 
 def test_kernels_of_the_users_own_are_no_products(monkeypatch):

@@ -220,7 +220,7 @@ REFERENCES = {
 def _instruction(dtype: str, math: str) -> tuple[str, int]:
     """Returns the rate that a product goes by, and how many such products make one."""
     if match := re.fullmatch(r"(bf16|tf32)(?:x(\d))?", math):
-        return {"bf16": "bfloat16", "tf32": "tf32"}[match[1]], int(match[2] or 1)
+        return {"bf16": "bfloat16", "tf32": "tf32"}[match[1]], int(match[2] or 1) * (4 if dtype == "complex64" else 1)
     if math == "f16":
         return "float16_f16", 1
     if dtype in ("complex64", "complex128"):

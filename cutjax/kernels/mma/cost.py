@@ -6,7 +6,8 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from cutjax.kernels.device import Device
+from cutjax.kernels.device import Device, reference
+from cutjax.kernels.mma.math import arch_number
 
 if TYPE_CHECKING:
     from cutjax.kernels.mma.kernel import Kernel
@@ -17,7 +18,7 @@ class Fit:
     """The fitted numbers of the cost model.
 
     Attributes:
-      peak: share of the device's rate that the largest warp tiles reach.
+      peak: share of the rate of mma.sync, or of FMA, that warp tiles reach if reading fragments takes no time.
       reads: how much longer a warp multiplies for each word of fragments that it reads for a word of products.
       block: microseconds that each block of k takes beside multiplying: a barrier, and the loads' instructions.
       warps: the exponent with which fewer than 8 warps on an SM are slower.
@@ -29,7 +30,7 @@ class Fit:
       parts: bytes a nanosecond at which XLA adds up parts of k, and the microseconds it takes to begin.
     """
 
-    peak: float = 1.28
+    peak: float = 1.91
     reads: float = 0.99
     block: float = 0.06
     warps: float = 0.55
@@ -43,12 +44,24 @@ class Fit:
 
 # Fitted to 230 kernels of 10 products of bfloat16 on an H200 (sm_90): a median error of 15%.
 FIT = Fit()
-# By the file that multiplies. Of these, nothing is fitted yet: counts of instructions say how near to the rate they
-# come, 88 of 100 being FMA with 64 x 64 to a warp, and what DMMA waits for is less than it takes.
+# By the file that multiplies: fitted to 20 kernels of float64 and complex128, 30 of float32 and complex64, and 4 of
+# complex64 by TF32, of 4096 and 8192 cubed and smaller, on an H200.
 FITS = {
-    "fma": dataclasses.replace(FIT, peak=1.05, reads=0.15, block=0.02),
-    "double": dataclasses.replace(FIT, peak=1.1, reads=0.1, block=0.03),
+    "fma": dataclasses.replace(FIT, peak=0.935, reads=0.12, block=0.02),
+    "double": dataclasses.replace(FIT, peak=1.23, reads=0.085, block=0.033),
+    "double tf32": dataclasses.replace(FIT, peak=0.62, reads=0.12, block=0.028),
 }
+SM90_SHARE = 0.67  # of the tensor cores' rate, which is wgmma's, that mma.sync reaches from sm_90 to sm_103
+# Products that XLA multiplies in a second on an H200, in units of 2 m n k: measured at 2048 to 8192 cubed
+# (benchmarks/results/experiments/mma-h200.json). It has no fast products of other integers.
+XLA_FLOPS = {
+    "float32": 50.8e12,
+    "float64": 58e12,
+    "complex64": 13.3e12,
+    "complex64 tf32": 57.8e12,
+    "complex128": 16.9e12,
+}
+XLA_HAS_NONE = ("int16", "uint16", "int32", "uint32", "int64", "uint64")
 COPY_US = 2.0  # of a copy that XLA makes before the launch, beside moving its bytes
 
 
@@ -59,8 +72,11 @@ def predict(kernel: Kernel, device: Device, fit: Fit | None = None) -> float:
     its operands, whichever takes longer, and then stores.
     """
     p, c = kernel.problem, kernel.config
-    fit = fit or FITS.get(kernel.math.fragments, FIT)
+    if fit is None:
+        fit = FITS.get(f"{kernel.math.fragments} {p.math}") or FITS.get(kernel.math.fragments, FIT)
     rate = dict(device.flops).get(kernel.math.rate, 0.0)
+    if kernel.math.rate not in ("float32", "float64") and 90 <= arch_number(device.arch) < 120:
+        rate *= SM90_SHARE
     if not rate or not device.sms:
         return math.inf
     tiles = kernel.rows * kernel.columns * p.batch_size * (max(1, p.groups) if p.ragged else 1)
@@ -91,3 +107,23 @@ def _wave(kernel: Kernel, device: Device, blocks: int, k_blocks: int, rate: floa
     written = sum(out.reduce is None for out in p.epilogue.outputs)
     store = fit.tile * c.bm * c.bn / 128**2 * max(1, written)
     return fit.latency + k_blocks * (blocks * max(multiply, load) + fit.block) + blocks * store
+
+
+def xla_us(kernel: Kernel, device: Device) -> float | None:
+    """Returns the time that XLA's product takes, and its pass over it; None where it has no fast product.
+
+    Where nothing was measured XLA is taken to reach the device's rates: what users have there runs until a measurement
+    says that a kernel is faster.
+    """
+    p = kernel.asked
+    if p.ragged or p.symmetric or p.a_dtype.name in XLA_HAS_NONE:
+        return None
+    rate = device.peak(p.a_dtype, p.math)
+    if (measured := XLA_FLOPS.get(f"{p.a_dtype.name} {p.math}".strip())) and arch_number(device.arch) >= 90:
+        rate *= measured / reference("sm_90a").peak(p.a_dtype, p.math)
+    if not rate:
+        return None
+    product = p.m * p.n * p.batch_size * p.products * p.accumulator.itemsize
+    moved = p.bare.bytes if p.plain else p.bare.bytes + product + p.bytes
+    passes = 1 if p.plain else 1 + p.products
+    return 2.0 * passes + max(1e6 * p.flops / rate, 1e6 * moved / device.bytes_per_second)

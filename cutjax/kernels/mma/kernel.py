@@ -150,8 +150,8 @@ class Kernel:
         return slim.predict(self, device) if self.config.slim else cost.predict(self, device)
 
     def xla_us(self, device: Device) -> float | None:
-        """Returns the time that XLA's own product may take; None: it is not modelled."""
-        return None
+        """Returns the time that XLA's own product, and its pass over it, may take; None where it has no fast one."""
+        return cost.xla_us(self, device)
 
     def unlaunchable(self) -> tuple[str, ...]:
         """Returns why it cannot be launched: there is a limit to what one launch is told."""
@@ -223,7 +223,7 @@ def registers(problem: Problem, config: Config, math: Math, units: tuple[int, in
     fragments *= math.slice(config.bk // config.sliced_k, problem.arch) // math.k
     row = config.bk * problem.a_dtype.itemsize
     loads = [rows * row // 16 // config.threads for rows in (config.bm, problem.products * config.bn)]
-    held = sum(5 * count for count, unit in zip(loads, units, strict=True) if unit < 4)
+    held = sum(5 * count + 8 for count, unit in zip(loads, units, strict=True) if unit < 4)
     return problem.products * tile * math.words + 2 * fragments + held + BESIDE + math.beside
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cutjax.kernels import staging
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.sm90.arguments import matrices_of
-from cutjax.kernels.sm90.operands import copies
+from cutjax.kernels.sm90.operands import F32, copies
 
 if TYPE_CHECKING:
     from cutjax.kernels.problem import Operand, Problem
@@ -379,10 +379,8 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
     p = kernel.asked
     if not p.plain or p.ragged or p.symmetric:
         return None
-    if p.math:
-        return _xla_of_float32_us(p, device)
     if p.a_dtype.itemsize != 2:
-        return None
+        return _xla_of_others_us(p, device)
     f = features(kernel, device)
     ours = time_us(f, CONSTANTS) - _copies_us(f)
     rows = [p.k if p.a.contiguous == "k" else p.m, p.k if p.bs[0].contiguous == "k" else p.n]
@@ -415,24 +413,25 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
     return ours * math.exp(sum(weight * true[name] for name, weight in weights.items())) + _transposes_us(p, device)
 
 
-# XLA's products of float32: how long they multiply, in units of those by TF32 at the device's rate, and microseconds
-# for each megabyte of a, b and the result, which splitting takes. Of 4096 and 8192 cubed on an H200
+# XLA's products of float32 and int8: how long they multiply, in units of those by TF32 at the device's rate, and
+# microseconds for each megabyte of a, b and the result, which splitting takes. Of 4096 and 8192 cubed on an H200
 # (benchmarks/results/experiments/wide-h200.json).
-_XLA_OF_FLOAT32 = {
+_XLA_OF_OTHERS = {
     "tf32": (1.15, 0.0),
     "bf16": (0.585, 0.24),
     "bf16x3": (1.44, 1.23),
     "bf16x6": (2.92, 2.74),
     "bf16x9": (2.27, 0.0),
+    "int8": (0.2615, 0.0),
 }
 
 
-def _xla_of_float32_us(p: Problem, device: Device) -> float | None:
-    """Returns the time of XLA's product of float32 operands in the problem's math; None where none was measured."""
-    if p.math not in _XLA_OF_FLOAT32:
+def _xla_of_others_us(p: Problem, device: Device) -> float | None:
+    """Returns the time of XLA's product of float32 in the problem's math, or of int8; None where none was measured."""
+    if (name := p.math or p.a_dtype.name) not in _XLA_OF_OTHERS:
         return None
-    multiplied, split = _XLA_OF_FLOAT32[p.math]
-    multiply_us = multiplied * 1e6 * p.flops / device.peak(p.a_dtype, "tf32")
+    multiplied, split = _XLA_OF_OTHERS[name]
+    multiply_us = multiplied * 1e6 * p.flops / device.peak(F32, "tf32")
     return 2 + max(multiply_us + split * p.bytes / 1e6, 1e6 * p.bytes / device.bytes_per_second)
 
 
