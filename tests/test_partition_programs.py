@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import pathlib
 import re
 
 import jax
@@ -217,10 +219,48 @@ def test_strict_backend():
     f = jax.jit(functools.partial(cutjax.gemm, backend="cuda"))
     with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
         f.lower(x, w)
-    with pytest.raises(NotImplementedError, match="no kernel for 8x16x16 nn f32"):
-        f.trace(x, w).lower(lowering_platforms=("cuda",))
+    with pytest.raises(NotImplementedError, match="no kernel for 8x16x16 nn s32"):
+        f.trace(x.astype(jnp.int32), w.astype(jnp.int32)).lower(lowering_platforms=("cuda",))
     text = f.trace(x.astype(H), w.astype(H)).lower(lowering_platforms=("cuda",)).as_text()
     assert "@CustomSPMDPartitioning" in text
+
+
+@pytest.mark.parametrize("axes", [(D,), (None, D), (None, None, D), (D, T), ()], ids=str)
+@pytest.mark.parametrize("shape", [(8, 512, 256), (8, 4, 256, 256)], ids=str)
+def test_weight_gradients_of_a_batch_have_kernels(shape, axes):
+    """One product of all rows of the shard, or one for each matrix of a batch: under "cuda" nothing is left to XLA."""
+    between = len(shape) == 4  # one matrix for each of the first axis: the axis added up is the second
+    x, w = jnp.ones(shape, H), jnp.ones((*shape[:1], 1, 256, 128) if between else (256, 128), H)
+    gradient = jax.grad(lambda x, w: cutjax.gemm(x, w, backend="cuda").astype(jnp.float32).sum(), (0, 1))
+    args = laid((x, w), (axes, axes[:1] if between else ()))
+    jax.jit(gradient).trace(*args).lower(lowering_platforms=("cuda",))
+    rows = cutjax.explain(gradient, platform="cuda")(*args).rows
+    assert len(rows) >= 2
+    assert all(row.runs.startswith("sm90_bf16") for row in rows)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8, 16), (2, 1, 8, 16)], ids=str)
+def test_weight_gradients_over_axes_between_others(shape):
+    """Values, on a mesh and on one device, where a batch axis is added up and another is not."""
+    x = integers(8, shape)
+    for w, axes in ((integers(9, (2, 1, 16, 8)), (D,)), (integers(9, (1, shape[1], 16, 8)), (D, None, T))):
+        got = [jax.grad(lambda x, w, f=f: (f(x, w) ** 2).sum(), (0, 1)) for f in (gemm, jnp.matmul)]
+        expected = jax.device_get(jax.jit(got[1])(x, w))
+        same(jax.device_get(jax.jit(got[0])(x, w)), expected)
+        same(run(got[0], (x, w), (axes, ()))[0], expected)
+
+
+def test_gpu_tests_lower():
+    """The programs of the tests on several GPUs, lowered for them here."""
+    path = pathlib.Path(__file__).parent / "gpu" / "test_partition_gpu.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    mesh = mesh_of(x=4)
+    for fn, _, args, specs in module.CASES.values():
+        args = [jax.device_put(x.astype(H), jax.NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)]
+        traced = jax.jit(jax.grad(functools.partial(module.loss, fn), has_aux=True)).trace(*args)
+        assert "CustomSPMDPartitioning" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_the_shard_is_lowered_for_the_program_s_platform(monkeypatch):

@@ -212,8 +212,9 @@ def _common(p: tuple[str, ...], q: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def batch_labels(shape: Sequence[int], full: Sequence[int]) -> Labels:
-    """Returns the names of batch axes; one that broadcasts is whole."""
-    return tuple(f"b{i}" if size != 1 or full[i] == 1 else None for i, size in enumerate(shape))
+    """Returns the names of batch axes, which count them from the last; one that broadcasts is whole."""
+    last = len(shape) - 1
+    return tuple(f"b{last - i}" if size != 1 or full[i] == 1 else None for i, size in enumerate(shape))
 
 
 @custom_partitioning
@@ -239,10 +240,12 @@ class Rules(NamedTuple):
     Attributes:
       rule: ``(*avals, **params) -> Rule``.
       shard: ``(placement, *shards, avals, **params) -> results``, what one device computes; the avals are whole.
+      later: ``(**params) -> bool``, True if a shard may have a kernel where the whole has none.
     """
 
     rule: Callable[..., Rule]
     shard: Callable[..., Sequence[jax.Array]]
+    later: Callable[..., bool] = lambda **_: False
 
 
 class Shard(NamedTuple):

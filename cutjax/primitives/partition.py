@@ -175,4 +175,4 @@ def _axis(name: str, rank: int) -> int:
     return rank - {"row": 2, "col": 1}[name]
 
 
-RULES = Rules(_rule, _shard)
+RULES = Rules(_rule, _shard, lambda product, **_: bool(product.why_not()))
