@@ -172,7 +172,7 @@ class Dense(Product):
 
     @property
     def _merges(self) -> bool:
-        """True if the axes over which matrices are added lie next to the contracted one, so that merging copies none."""
+        """True if the axes over which matrices are added lie next to the contracted one: merging copies nothing."""
         return self.layout == "tn" and sorted(self.added) == [*range(len(self.added))] and not any(self.orders)
 
     def _fold_added(self, epilogue: Epilogue, a: jax.Array, b: jax.Array) -> Folded:
