@@ -159,6 +159,33 @@ def test_partial_sums_of_16_bits_are_added_in_float32():
     assert re.search(r"f32\[8,8\]\S* all-reduce", text)
 
 
+def test_partial_sums_in_the_result_s_dtype():
+    """By choice, as XLA does for jnp: plain, in gradients, with an epilogue; those of f32 stay."""
+    specs = ((D, T), (T,))
+    x, w = X.astype(H), W.astype(H)
+    programs = {
+        "plain": gemm,
+        "gradient": jax.grad(lambda x, w: gemm(x, w).astype(jnp.float32).sum(), 1),
+        "epilogue": lambda x, w: cutjax.gemm(x, w, epilogue=jax.nn.relu),
+    }
+    for fn in programs.values():
+        jitted, args = jax.jit(fn), laid((x, w), specs)
+        wide = jitted.lower(*args).as_text(), jax.device_get(jitted(*args))
+        with cutjax.use_partial_sums("result"):
+            narrow = jitted.lower(*args).as_text(), jax.device_get(jitted(*args))
+        assert wide[0] != narrow[0]
+        same(*(y.astype(np.float32) for y in (wide[1], narrow[1])))  # sums that are exact in bfloat16 too
+    ones = jnp.tile(jnp.array([1, 2**-9, 0, 0], H), (8, 4)), jnp.ones((16, 8), H)
+    with cutjax.use_partial_sums("result"):
+        assert np.all(run(gemm, ones, ((None, T), (T,)))[0] == np.asarray(4, H))  # the small terms are lost
+        (row,) = cutjax.explain(gemm, platform="cuda")(*laid((x, w), specs)).rows
+        assert row.why.startswith("a shard; psum of bfloat16 over tensor; ")
+        (row,) = cutjax.explain(gemm, platform="cuda")(*laid((X, W), specs)).rows
+        assert row.why.startswith("a shard; psum of float32 over tensor; ")
+    with pytest.raises(ValueError, match="unknown dtype 'bfloat16', expected one of"):
+        cutjax.use_partial_sums("bfloat16")
+
+
 def test_a_group_in_parts_and_rows_of_none():
     """Sizes that are negative or too many, groups that lie on several devices, and vmap of all that."""
     sizes = jnp.array([[5, -3, 0, 20], [0, 0, 1, 2]], jnp.int32)
@@ -196,7 +223,7 @@ def test_explain_says_what_runs_a_shard():
     assert (row.choice.problem.m, row.choice.problem.n, row.choice.problem.k) == (256, 512, 1024)
     assert row.runs.startswith("sm90_bf16_nn")
     (row,) = explain(*laid((x, w), ((D, T), (T,)))).rows
-    assert row.why.startswith("a shard; psum over tensor; ")
+    assert row.why.startswith("a shard; psum of float32 over tensor; ")
     assert row.runs.startswith("sm90_bf16f32_nn")  # partial sums
     (row,) = explain(*laid((x, w), ((D,), (D, T)))).rows
     assert row.why.startswith("a shard; operand 1 is gathered over data; ")

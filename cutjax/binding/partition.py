@@ -24,6 +24,8 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 from jaxlib.mlir import ir
 
+from cutjax.runtime.backends import partial_sums
+
 Labels = tuple[str | None, ...]  # of each axis of an array; None of one that is whole on every device
 
 
@@ -225,13 +227,22 @@ def _nothing(x: Any) -> Any:
 _nothing.def_partition(partition=lambda *args: args, sharding_rule="->")
 
 # A parameter of every primitive that is divided so. JAX hands a lowering rule the devices only if it finds a primitive
-# that asks for them, and looks for such in parameters that are jaxprs. One object, so that it hashes alike for all.
-MARK = jax.make_jaxpr(_nothing)(jax.ShapeDtypeStruct((), jnp.float32))
+# that asks for them, and looks for such in parameters that are jaxprs. One object for each choice of the dtype of
+# partial sums, which its own dtype says, so that it hashes alike for all.
+_MARKS = {
+    name: jax.make_jaxpr(_nothing)(jax.ShapeDtypeStruct((), dtype))
+    for name, dtype in (("float32", jnp.float32), ("result", jnp.bfloat16))
+}
 
 
 def mark_of(backend: str) -> Any:
     """Returns the mark of a primitive with a backend: None where XLA runs whatever the devices."""
-    return None if backend == "xla" else MARK
+    return None if backend == "xla" else _MARKS[partial_sums()]
+
+
+def narrow_sums(mark: Any) -> bool:
+    """True if a primitive with that mark adds up partial sums in the result's dtype."""
+    return mark is not None and mark.in_avals[0].dtype == jnp.bfloat16
 
 
 class Rules(NamedTuple):
