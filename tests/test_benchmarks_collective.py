@@ -27,7 +27,7 @@ def quick(monkeypatch):
 
 def test_the_ways_agree(quick):
     rows = {row.product: row for row in collective.measure_case(CASES["tiny mlp"], RUN)}
-    assert [*rows] == ["jit", "apart", "overlapped", "ring", "narrow", "alone"]
+    assert [*rows] == ["jit", "apart", "auto", "overlapped", "ring", "narrow", "alone"]
     for name, row in rows.items():
         assert not row.failure
         assert row.us > 0

@@ -143,14 +143,19 @@ def _ways(apart: Any, ours: Any, alone: Any, specs: Any, of_alone: Any, out: P, 
     def over(f: Any, specs: Any = specs, out: P = out, **kwargs: Any) -> Way:
         return jax.shard_map(f, in_specs=specs, out_specs=out, **kwargs), specs
 
-    found = {"apart": over(apart), "overlapped": over(ours), "ring": over(functools.partial(ours, route="ring"))}
+    found = {
+        "apart": over(apart),
+        "auto": over(ours),
+        "overlapped": over(functools.partial(ours, route="direct")),
+        "ring": over(functools.partial(ours, route="ring")),
+    }
     if out == ROWS:
-        found["narrow"] = over(functools.partial(ours, reduce_dtype=jnp.bfloat16))
+        found["narrow"] = over(functools.partial(ours, route="direct", reduce_dtype=jnp.bfloat16))
     # Each device's own parts of sums, which nothing adds up.
     found["alone"] = over(alone, of_alone, P("i") if out == ROWS else out)
     if case is not None and (config := pinned(case)) is not None:
         left = {f"{free} SMs free": dataclasses.replace(config, sms=132 - free) for free in LEFT}
-        found |= {name: over(functools.partial(ours, config=config)) for name, config in left.items()}
+        found |= {name: over(functools.partial(ours, route="direct", config=config)) for name, config in left.items()}
     return found
 
 

@@ -15,13 +15,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from cutjax.binding.rules import match_varying
+from cutjax.ops.links import ALL_GATHER, ALL_TO_ALL, MEMORY, REDUCE_SCATTER
 from cutjax.ops.routing import Routing, from_slots, sorted_by, to_slots
 from cutjax.primitives.accumulators import accumulator
 
 ROWS = "cutjax_rows"  # the name jax.checkpoint policies see, of the gathered rows
 FORMS = ("auto", "exchange", "ragged", "gather")
-# GB/s that one of 4 H200s sends at 134 MB, and that its memory copies: benchmarks/results/collective-h200x4.json.
-ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER, MEMORY = 118, 195, 175, 4300
 ROOM = 1.5  # even shares of rows that a device receives at once
 
 
