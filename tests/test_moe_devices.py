@@ -121,7 +121,7 @@ def test_the_choice_of_a_form():
     sent, moved = deepseek(devices=8, room=1.0).exchange()
     assert (sum(sent.values()), moved) == (8192 * 6 * 7 // 8 * 4096 * 2, 8192 * 6 * 8 * 2048 * 2)
     measured = 3823 - 1230  # without the products, at 4 devices: us of 1.2 TFLOP at 690 TFLOP/s
-    assert abs(deepseek(devices=4).us("gather") / measured - 1) < 0.1
+    assert abs(deepseek(devices=4).us("gather") / measured - 1) < 0.25
     for form, devices in (("gather", 2), ("exchange", 8)):
         k = 6 if form == "gather" else 1
         shapes = (64 * devices, 2048), (64 * devices, 64), (64, 2048, 1408), (64, 2048, 1408), (64, 1408, 2048)
