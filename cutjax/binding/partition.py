@@ -73,7 +73,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How an operation is divided.
+    """The division of an operation.
 
     Attributes:
       mesh: the sizes of the mesh axes by name.
@@ -246,7 +246,7 @@ def narrow_sums(mark: Any) -> bool:
 
 
 class Rules(NamedTuple):
-    """What a primitive says of its division.
+    """The rules by which a primitive is divided.
 
     Attributes:
       rule: ``(*avals, **params) -> Rule``.
@@ -260,7 +260,7 @@ class Rules(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """What one device computes of an operation, as XLA divided it.
+    """One device's part of an operation, as XLA divided it.
 
     Attributes:
       primitive, avals, params: of the operation.

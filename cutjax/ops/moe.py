@@ -79,7 +79,8 @@ def moe(
         "auto" is the one of "exchange" and "gather" that is predicted to be faster.
       parts: in how many parts tokens are exchanged, so that one's rows travel beside another's products. The parts of
         the weights' gradients are added up.
-      room: how many rows a device receives at once when they are exchanged, in multiples of those it sends. More come
+      room: how many rows a device receives at once when they are exchanged, in multiples of those it sends, and from
+        each device an even share of so many. More come
         in further rounds, where any device has them to receive; the backward pass then computes the layer again.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
       save: what is kept for the backward pass, besides the gathered rows, named "cutjax_rows" for ``jax.checkpoint``

@@ -51,7 +51,7 @@ class Ring:
 
     @property
     def chunks(self) -> int:
-        """How many chunks there are."""
+        """The number of chunks."""
         return len(self.shifts)
 
     def chosen(self, product: Product, x: Any, ws: Sequence[Any], then: Any = None, travel: Any = None) -> Ring:
