@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,13 +37,13 @@ class Sizes:
     room: float = ROOM
     itemsize: int = 2
 
-    def exchange(self) -> tuple[dict[int, float], float]:
+    def exchange(self) -> tuple[Mapping[int, float], float]:
         """Returns bytes that a device sends, by GB/s, and that its memory moves, beside products, in a forward pass."""
         rows, d, n = self.room * self.tokens * self.k * self.itemsize, self.d, self.n
         sent = rows * (self.devices - 1) / self.devices * (d + n)
         return {ALL_TO_ALL: sent}, rows * (4 * d + 4 * n)  # put into boxes, sorted there; back, and added up
 
-    def gather(self) -> tuple[dict[int, float], float]:
+    def gather(self) -> tuple[Mapping[int, float], float]:
         """Returns the same of the form in which every device routes all tokens."""
         tokens = self.tokens * (self.devices - 1) * self.itemsize
         rows = self.tokens * self.k * self.devices * self.itemsize  # those of other devices' experts are zero
@@ -60,7 +60,7 @@ class Sizes:
         """Returns the form that is predicted to be faster."""
         return min(self.costs(), key=self.us)
 
-    def costs(self) -> dict[str, tuple[dict[int, float], float]]:
+    def costs(self) -> dict[str, tuple[Mapping[int, float], float]]:
         return {"gather": self.gather(), "exchange": self.exchange()}
 
 
