@@ -63,7 +63,6 @@ def test_the_command_and_what_is_predicted_from_it(quick, monkeypatch, tmp_path,
         "exchange",
         "exchange whole",
         "auto",
-        "ragged",
     ]
     assert all(line.startswith("|") for line in tables.markdown("collective", rows))
     with pytest.raises(ValueError, match="no links, or not the products"):

@@ -246,8 +246,8 @@ def test_strict_backend():
     f = jax.jit(functools.partial(cutjax.gemm, backend="cuda"))
     with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
         f.lower(x, w)
-    with pytest.raises(NotImplementedError, match="no kernel for 8x16x16 nn s32"):
-        f.trace(x.astype(jnp.int32), w.astype(jnp.int32)).lower(lowering_platforms=("cuda",))
+    with pytest.raises(NotImplementedError, match="no kernel for 8x16x16 nn u16"):
+        f.trace(x.astype(jnp.uint16), w.astype(jnp.uint16)).lower(lowering_platforms=("cuda",))
     text = f.trace(x.astype(H), w.astype(H)).lower(lowering_platforms=("cuda",)).as_text()
     assert "@CustomSPMDPartitioning" in text
 

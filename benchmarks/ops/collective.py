@@ -135,7 +135,7 @@ def _moe(case: Case) -> dict[str, Way]:
     specs = (ROWS,) * 5
     halves, whole = of(form="exchange"), of(form="exchange", parts=1)
     ways = {"gather": of(form="gather"), "exchange": halves, "exchange whole": whole, "auto": of()}
-    return ways | {"ragged": of(form="ragged")} if case.backward or case.tags == ("tiny",) else ways
+    return ways | {"ragged": of(form="ragged")} if case.backward and "suite" in case.tags else ways
 
 
 def _ways(apart: Any, ours: Any, alone: Any, specs: Any, of_alone: Any, out: P, case: Case | None = None) -> Any:
