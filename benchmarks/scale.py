@@ -16,8 +16,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cutjax.ops.exchange import Sizes
+from cutjax.ops.links import ALL_GATHER, HIDDEN, MEMORY, REDUCE_SCATTER
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "collective-h200x4.json"
+LATENCY_US = 10.0  # of a transfer within a program: assumed
 HOST = 8  # devices that one switch joins
 DEVICES = (8, 16, 32, 64, 128, 256, 512)
 
@@ -37,44 +39,46 @@ class Rates:
     network: float
     latency_us: float
 
-    def sending_us(self, sent: float, devices: int, messages: int = 1) -> float:
+    def sending_us(self, sent: float, devices: int, messages: int = 1, link: float | None = None) -> float:
         """Returns the time in which each of so many devices sends ``sent`` bytes, to all others alike."""
         inside = min(devices, HOST)
         share = (inside - 1) / max(1, devices - 1)
-        return messages * self.latency_us + max(sent * share / self.link, sent * (1 - share) / self.network) / 1e3
+        at = link or self.link
+        return messages * self.latency_us + max(sent * share / at, sent * (1 - share) / self.network) / 1e3
 
 
 def rates(document: Mapping[str, Any], network: float) -> Rates:
-    """Returns the rates that a file has: of the largest transfer, of the smallest, and of the MLP's products."""
+    """Returns the rates that a file has: what the largest transfer takes more than the one before, and of the MLP's
+    products. What a small transfer takes is the start of a program, and no latency within one."""
     rows = {(row["case"], row["product"]): row for row in document["rows"] if not row.get("failure")}
     links = [row for (case, name), row in rows.items() if "links" in case and "permute" in name]
     sends = sorted((row["figures"]["sent"], row["us"]) for row in links)
-    if not sends or ("llama 70b mlp", "alone") not in rows:
+    if len(sends) < 2 or ("llama 70b mlp", "alone") not in rows:
         raise ValueError("the file has no links, or not the products of the MLP alone: run --op collective --tag suite")
-    (_, latency), (sent, us) = sends[0], sends[-1]
+    (less, start), (sent, us) = sends[-2:]
     m, k, n = 8192, 8192, 28672
     products = 6 * m * k * n / links[0]["figures"]["devices"] / rows["llama 70b mlp", "alone"]["us"] / 1e6
-    return Rates(products, sent / us / 1e3, network, latency)
+    return Rates(products, (sent - less) / (us - start) / 1e3, network, LATENCY_US)
 
 
 def mlp_us(rate: Rates, tokens: int, k: int, h: int, devices: int) -> dict[str, float]:
-    """Returns the times of a gated MLP divided over devices: its products, its transfers, one after the other, and
-    overlapped.
+    """Returns the times of a gated MLP divided over devices: its products, and with its transfers by each route.
 
-    Rows are gathered in 16 bits, and parts of sums travel in 32. Overlapped, the longer of both decides, and what the
-    last of the parts of the sum takes is seen.
+    Rows are gathered in 16 bits, and parts of sums travel in 32: whole by one collective each, in parts by permutes, as
+    far hidden as it was measured; and were all hidden but the last of the parts of the sum.
     """
     products = 6 * tokens * k * h / devices / rate.tflops / 1e6
-    share = tokens / devices * k
-    gather = rate.sending_us(2 * share * (devices - 1), devices, devices - 1)
-    scatter = rate.sending_us(4 * share * (devices - 1), devices, devices - 1)
-    last = scatter / max(1, devices - 1)
-    overlapped = max(products, gather + scatter - last) + last
+    rows = tokens / devices * k * (devices - 1)
+    permutes = rate.sending_us(6 * rows, devices, 2 * (devices - 1))
+    gather, scatter = (
+        rate.sending_us(*x) for x in ((2 * rows, devices, 1, ALL_GATHER), (4 * rows, devices, 1, REDUCE_SCATTER))
+    )
+    last = permutes * 2 / 3 / max(1, devices - 1)
     return {
         "products": products,
-        "transfers": gather + scatter,
-        "apart": products + gather + scatter,
-        "overlapped": overlapped,
+        "whole": products + gather + scatter,
+        "ring": products + permutes - min(HIDDEN["ring"] * permutes, products),
+        "all hidden": max(products, permutes - last) + last,
     }
 
 
@@ -90,7 +94,8 @@ def moe_us(rate: Rates, sizes: Sizes) -> dict[str, float]:
     """Returns the times of what a layer of experts does beside its products, in either form."""
     found = {"products": 6 * sizes.tokens * sizes.k * sizes.d * sizes.h / rate.tflops / 1e6}
     for form, (sent, moved) in sizes.costs().items():
-        found[form] = rate.sending_us(2 * sent, sizes.devices, 2) + 2 * moved / 4.3e6  # a copy on an H200: 4.3 TB/s
+        sending = sum(rate.sending_us(size, sizes.devices, 1, link) for link, size in sent.items())
+        found[form] = sending + moved / MEMORY / 1e3
     return found
 
 
@@ -108,8 +113,8 @@ def lines(rate: Rates) -> list[str]:
             found.append(f"| {devices} | {' | '.join(f'{us:.0f}' for us in row.values())} | {notes[devices]} |")
 
     mlp = {n: mlp_us(rate, 8192 * n // HOST, 8192, 28672, n) for n in DEVICES}
-    hidden = {n: f"{1 - (row['overlapped'] - row['products']) / row['transfers']:.0%} hidden" for n, row in mlp.items()}
-    table("MLP of Llama 70B, 1024 tokens a device", mlp, hidden)
+    fastest = {n: min(("whole", "ring"), key=row.__getitem__) for n, row in mlp.items()}
+    table("MLP of Llama 70B, 1024 tokens a device", mlp, fastest)
     data = {n: data_us(rate, 3 * 8192 * 28672, 8192, n) for n in DEVICES}
     table(
         "data parallel, 8192 tokens a device",

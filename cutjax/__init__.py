@@ -22,7 +22,7 @@ from cutjax.ops.moe import moe
 from cutjax.ops.ragged_dot import ragged_dot, ragged_dot_general
 from cutjax.ops.routing import Routing, load_balance_loss, route, router_z_loss
 from cutjax.ops.syrk import syrk
-from cutjax.runtime.backends import use_backend
+from cutjax.runtime.backends import use_backend, use_partial_sums
 from cutjax.tuning.autotune import autotune
 
 __version__ = "0.1.0"
@@ -60,5 +60,6 @@ __all__ = [
     "syrk",
     "tensordot",
     "use_backend",
+    "use_partial_sums",
     "use_tuning",
 ]

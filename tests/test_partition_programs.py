@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import pathlib
 import re
 
 import jax
@@ -157,6 +159,33 @@ def test_partial_sums_of_16_bits_are_added_in_float32():
     assert re.search(r"f32\[8,8\]\S* all-reduce", text)
 
 
+def test_partial_sums_in_the_result_s_dtype():
+    """By choice, as XLA does for jnp: plain, in gradients, with an epilogue; those of f32 stay."""
+    specs = ((D, T), (T,))
+    x, w = X.astype(H), W.astype(H)
+    programs = {
+        "plain": gemm,
+        "gradient": jax.grad(lambda x, w: gemm(x, w).astype(jnp.float32).sum(), 1),
+        "epilogue": lambda x, w: cutjax.gemm(x, w, epilogue=jax.nn.relu),
+    }
+    for fn in programs.values():
+        jitted, args = jax.jit(fn), laid((x, w), specs)
+        wide = jitted.lower(*args).as_text(), jax.device_get(jitted(*args))
+        with cutjax.use_partial_sums("result"):
+            narrow = jitted.lower(*args).as_text(), jax.device_get(jitted(*args))
+        assert wide[0] != narrow[0]
+        same(*(y.astype(np.float32) for y in (wide[1], narrow[1])))  # sums that are exact in bfloat16 too
+    ones = jnp.tile(jnp.array([1, 2**-9, 0, 0], H), (8, 4)), jnp.ones((16, 8), H)
+    with cutjax.use_partial_sums("result"):
+        assert np.all(run(gemm, ones, ((None, T), (T,)))[0] == np.asarray(4, H))  # the small terms are lost
+        (row,) = cutjax.explain(gemm, platform="cuda")(*laid((x, w), specs)).rows
+        assert row.why.startswith("a shard; psum of bfloat16 over tensor; ")
+        (row,) = cutjax.explain(gemm, platform="cuda")(*laid((X, W), specs)).rows
+        assert row.why.startswith("a shard; psum of float32 over tensor; ")
+    with pytest.raises(ValueError, match="unknown dtype 'bfloat16', expected one of"):
+        cutjax.use_partial_sums("bfloat16")
+
+
 def test_a_group_in_parts_and_rows_of_none():
     """Sizes that are negative or too many, groups that lie on several devices, and vmap of all that."""
     sizes = jnp.array([[5, -3, 0, 20], [0, 0, 1, 2]], jnp.int32)
@@ -194,7 +223,7 @@ def test_explain_says_what_runs_a_shard():
     assert (row.choice.problem.m, row.choice.problem.n, row.choice.problem.k) == (256, 512, 1024)
     assert row.runs.startswith("sm90_bf16_nn")
     (row,) = explain(*laid((x, w), ((D, T), (T,)))).rows
-    assert row.why.startswith("a shard; psum over tensor; ")
+    assert row.why.startswith("a shard; psum of float32 over tensor; ")
     assert row.runs.startswith("sm90_bf16f32_nn")  # partial sums
     (row,) = explain(*laid((x, w), ((D,), (D, T)))).rows
     assert row.why.startswith("a shard; operand 1 is gathered over data; ")
@@ -217,10 +246,48 @@ def test_strict_backend():
     f = jax.jit(functools.partial(cutjax.gemm, backend="cuda"))
     with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
         f.lower(x, w)
-    with pytest.raises(NotImplementedError, match="no kernel for 8x16x16 nn f32"):
-        f.trace(x, w).lower(lowering_platforms=("cuda",))
+    with pytest.raises(NotImplementedError, match="no kernel for 8x16x16 nn u16"):
+        f.trace(x.astype(jnp.uint16), w.astype(jnp.uint16)).lower(lowering_platforms=("cuda",))
     text = f.trace(x.astype(H), w.astype(H)).lower(lowering_platforms=("cuda",)).as_text()
     assert "@CustomSPMDPartitioning" in text
+
+
+@pytest.mark.parametrize("axes", [(D,), (None, D), (None, None, D), (D, T), ()], ids=str)
+@pytest.mark.parametrize("shape", [(8, 512, 256), (8, 4, 256, 256)], ids=str)
+def test_weight_gradients_of_a_batch_have_kernels(shape, axes):
+    """One product of all rows of the shard, or one for each matrix of a batch: under "cuda" nothing is left to XLA."""
+    between = len(shape) == 4  # one matrix for each of the first axis: the axis added up is the second
+    x, w = jnp.ones(shape, H), jnp.ones((*shape[:1], 1, 256, 128) if between else (256, 128), H)
+    gradient = jax.grad(lambda x, w: cutjax.gemm(x, w, backend="cuda").astype(jnp.float32).sum(), (0, 1))
+    args = laid((x, w), (axes, axes[:1] if between else ()))
+    jax.jit(gradient).trace(*args).lower(lowering_platforms=("cuda",))
+    rows = cutjax.explain(gradient, platform="cuda")(*args).rows
+    assert len(rows) >= 2
+    assert all(row.runs.startswith("sm90_bf16") for row in rows)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8, 16), (2, 1, 8, 16)], ids=str)
+def test_weight_gradients_over_axes_between_others(shape):
+    """Values, on a mesh and on one device, where a batch axis is added up and another is not."""
+    x = integers(8, shape)
+    for w, axes in ((integers(9, (2, 1, 16, 8)), (D,)), (integers(9, (1, shape[1], 16, 8)), (D, None, T))):
+        got = [jax.grad(lambda x, w, f=f: (f(x, w) ** 2).sum(), (0, 1)) for f in (gemm, jnp.matmul)]
+        expected = jax.device_get(jax.jit(got[1])(x, w))
+        same(jax.device_get(jax.jit(got[0])(x, w)), expected)
+        same(run(got[0], (x, w), (axes, ()))[0], expected)
+
+
+def test_gpu_tests_lower():
+    """The programs of the tests on several GPUs, lowered for them here."""
+    path = pathlib.Path(__file__).parent / "gpu" / "test_partition_gpu.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    mesh = mesh_of(x=4)
+    for fn, _, args, specs in module.CASES.values():
+        args = [jax.device_put(x.astype(H), jax.NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)]
+        traced = jax.jit(jax.grad(functools.partial(module.loss, fn), has_aux=True)).trace(*args)
+        assert "CustomSPMDPartitioning" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_the_shard_is_lowered_for_the_program_s_platform(monkeypatch):

@@ -5,9 +5,9 @@ A row is a program in a way of dividing it, wall time in turns on all devices th
 that ``python -m benchmarks.scale`` predicts from. ``--tag tiny`` is for virtual devices of a CPU.
 
 The ways: "jit" is plain JAX divided by XLA, the baseline; "apart" gathers, multiplies with our kernels, and adds up;
-"overlapped", "ring" (from neighbour to neighbour) and "narrow" (parts of sums in bf16) are ours beside the transfers;
-"alone" is our products with no transfer at all. Hidden is the share of the transfers' time, "apart" less "alone", that
-a way does not show.
+"auto" is ours; "overlapped", "ring" (from neighbour to neighbour) and "narrow" (parts of sums in bf16) are ours beside
+the transfers; "alone" is our products with no transfer at all. Hidden is the share of the transfers' time, "apart" less
+"alone", that a way does not show.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ def _moe(case: Case) -> dict[str, Way]:
 
     specs = (ROWS,) * 5
     halves, whole = of(form="exchange"), of(form="exchange", parts=1)
-    return {"gather": of(form="gather"), "exchange": halves, "exchange whole": whole, "auto": of()}
+    ways = {"gather": of(form="gather"), "exchange": halves, "exchange whole": whole, "auto": of()}
+    return ways | {"ragged": of(form="ragged")} if case.backward and "suite" in case.tags else ways
 
 
 def _ways(apart: Any, ours: Any, alone: Any, specs: Any, of_alone: Any, out: P, case: Case | None = None) -> Any:
@@ -143,14 +144,19 @@ def _ways(apart: Any, ours: Any, alone: Any, specs: Any, of_alone: Any, out: P, 
     def over(f: Any, specs: Any = specs, out: P = out, **kwargs: Any) -> Way:
         return jax.shard_map(f, in_specs=specs, out_specs=out, **kwargs), specs
 
-    found = {"apart": over(apart), "overlapped": over(ours), "ring": over(functools.partial(ours, route="ring"))}
+    found = {
+        "apart": over(apart),
+        "auto": over(ours),
+        "overlapped": over(functools.partial(ours, route="direct")),
+        "ring": over(functools.partial(ours, route="ring")),
+    }
     if out == ROWS:
-        found["narrow"] = over(functools.partial(ours, reduce_dtype=jnp.bfloat16))
+        found["narrow"] = over(functools.partial(ours, route="direct", reduce_dtype=jnp.bfloat16))
     # Each device's own parts of sums, which nothing adds up.
     found["alone"] = over(alone, of_alone, P("i") if out == ROWS else out)
     if case is not None and (config := pinned(case)) is not None:
         left = {f"{free} SMs free": dataclasses.replace(config, sms=132 - free) for free in LEFT}
-        found |= {name: over(functools.partial(ours, config=config)) for name, config in left.items()}
+        found |= {name: over(functools.partial(ours, route="direct", config=config)) for name, config in left.items()}
     return found
 
 

@@ -29,7 +29,7 @@ def define(
     """Returns a new primitive. Its parameters are hashable and include ``backend``, where it has kernels.
 
     One that is divided, or is others that are, has ``mark`` among its parameters, which no rule is told:
-    ``partition.MARK``, or None where XLA is to run.
+    ``partition.mark_of``, or None where XLA is to run.
 
     Args:
       name: the primitive's name, "cutjax_" and the operation.

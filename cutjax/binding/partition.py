@@ -24,6 +24,8 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 from jaxlib.mlir import ir
 
+from cutjax.runtime.backends import partial_sums
+
 Labels = tuple[str | None, ...]  # of each axis of an array; None of one that is whole on every device
 
 
@@ -71,7 +73,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How an operation is divided.
+    """The division of an operation.
 
     Attributes:
       mesh: the sizes of the mesh axes by name.
@@ -212,8 +214,9 @@ def _common(p: tuple[str, ...], q: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def batch_labels(shape: Sequence[int], full: Sequence[int]) -> Labels:
-    """Returns the names of batch axes; one that broadcasts is whole."""
-    return tuple(f"b{i}" if size != 1 or full[i] == 1 else None for i, size in enumerate(shape))
+    """Returns the names of batch axes, which count them from the last; one that broadcasts is whole."""
+    last = len(shape) - 1
+    return tuple(f"b{last - i}" if size != 1 or full[i] == 1 else None for i, size in enumerate(shape))
 
 
 @custom_partitioning
@@ -224,29 +227,40 @@ def _nothing(x: Any) -> Any:
 _nothing.def_partition(partition=lambda *args: args, sharding_rule="->")
 
 # A parameter of every primitive that is divided so. JAX hands a lowering rule the devices only if it finds a primitive
-# that asks for them, and looks for such in parameters that are jaxprs. One object, so that it hashes alike for all.
-MARK = jax.make_jaxpr(_nothing)(jax.ShapeDtypeStruct((), jnp.float32))
+# that asks for them, and looks for such in parameters that are jaxprs. One object for each choice of the dtype of
+# partial sums, which its own dtype says, so that it hashes alike for all.
+_MARKS = {
+    name: jax.make_jaxpr(_nothing)(jax.ShapeDtypeStruct((), dtype))
+    for name, dtype in (("float32", jnp.float32), ("result", jnp.bfloat16))
+}
 
 
 def mark_of(backend: str) -> Any:
     """Returns the mark of a primitive with a backend: None where XLA runs whatever the devices."""
-    return None if backend == "xla" else MARK
+    return None if backend == "xla" else _MARKS[partial_sums()]
+
+
+def narrow_sums(mark: Any) -> bool:
+    """True if a primitive with that mark adds up partial sums in the result's dtype."""
+    return mark is not None and mark.in_avals[0].dtype == jnp.bfloat16
 
 
 class Rules(NamedTuple):
-    """What a primitive says of its division.
+    """The rules by which a primitive is divided.
 
     Attributes:
       rule: ``(*avals, **params) -> Rule``.
       shard: ``(placement, *shards, avals, **params) -> results``, what one device computes; the avals are whole.
+      later: ``(**params) -> bool``, True if a shard may have a kernel where the whole has none.
     """
 
     rule: Callable[..., Rule]
     shard: Callable[..., Sequence[jax.Array]]
+    later: Callable[..., bool] = lambda **_: False
 
 
 class Shard(NamedTuple):
-    """What one device computes of an operation, as XLA divided it.
+    """One device's part of an operation, as XLA divided it.
 
     Attributes:
       primitive, avals, params: of the operation.

@@ -113,7 +113,7 @@ def _collectives(jaxpr: Any) -> Iterator[str]:
         axes = eqn.params.get("axes", eqn.params.get("axis_name"))
         if axes is not None and eqn.primitive.name != "axis_index":
             axes = axes if isinstance(axes, tuple) else (axes,)
-            yield f"{eqn.primitive.name} over {', '.join(map(str, axes))}"
+            yield f"{eqn.primitive.name} of {eqn.invars[0].aval.dtype} over {', '.join(map(str, axes))}"
         for sub in core.jaxprs_in_params(eqn.params):
             yield from _collectives(sub)
 

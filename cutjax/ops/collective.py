@@ -59,7 +59,7 @@ def all_gather_gemm(
     backend: str | None = None,
     config: Config | None = None,
     save: str = "default",
-    route: str = "direct",
+    route: str = "auto",
 ) -> Any:
     """Multiplies the rows of all devices: ``gemm(all_gather(x), w)``, each device's rows as they arrive.
 
@@ -79,8 +79,9 @@ def all_gather_gemm(
       operands: its further arguments. Those with rows have all, ``[devices * m, n]`` or ``[devices * m, 1]``.
       layout, out_dtype, precision, backend, save: as in ``cutjax.gemm``.
       config: pins the kernel of each product of one device's rows.
-      route: how rows travel. "direct": each share to each device, for a switch such as NVSwitch. "ring": from neighbour
-        to neighbour, both ways at once.
+      route: how rows travel. "whole": by one collective, before one product of all rows. "direct": each share to each
+        device, for a switch such as NVSwitch. "ring": from neighbour to neighbour, both ways at once. "auto": the one
+        that is predicted to be the fastest, from measured rates of links and the kernels' predicted times.
 
     Returns:
       ``[..., devices * m, n]``, the rows in the order of the devices, or what the epilogue returns.
@@ -107,6 +108,7 @@ def all_gather_gemm(
     a, *ws, dtype, _ = promote(matrix(x, "x", where), weights_of(w, "w", where), None if several else out_dtype, where)
     _check_shapes(a, ws[0], layout, where)
     a, *ws = match_varying(*aligned(Dense(layout), ring.varying(a), ws, ()))
+    ring = ring.chosen(Dense(layout), jax.typeof(a), [jax.typeof(x) for x in ws])
     spec = Gathered(
         ring,
         Dense(layout),
@@ -117,7 +119,7 @@ def all_gather_gemm(
         save,
     )
     if epilogue is None:
-        return ring.assembled([out for (out,) in gathered(spec, a, ws, [()] * ring.size)], -2)
+        return ring.assembled([out for (out,) in gathered(spec, a, ws, [()] * ring.chunks)], -2)
     given = jax.tree.map(unwrapped, tuple(operands))
     return _fused(spec, epilogue, a, ws, given, out_dtype if several else dtype, where)
 
@@ -132,7 +134,7 @@ def gemm_reduce_scatter(
     precision: lax.PrecisionLike = None,
     backend: str | None = None,
     config: Config | None = None,
-    route: str = "direct",
+    route: str = "auto",
     reduce_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Multiplies, adds up over devices, and leaves each its rows: ``psum_scatter(gemm(x, w))``, in parts.
@@ -180,11 +182,16 @@ def gemm_reduce_scatter(
             f"{where}: x is {a.shape}: its rows do not divide over the {ring.size} devices of {axis_name!r}"
         )
     a, b = match_varying(*aligned(Dense(layout), ring.varying(a), [b], ()))
+    travel = travel_dtype(reduce_dtype, accumulator(a.dtype, dtype), where)
+    share = jax.typeof(a)
+    shape = list(share.shape)
+    shape[rows] //= ring.size
+    ring = ring.chosen(Dense(layout), share.update(shape=tuple(shape)), [jax.typeof(b)], travel=travel)
     spec = Scattered(
         ring,
         Dense(layout),
         accumulator(a.dtype, dtype),
-        travel_dtype(reduce_dtype, accumulator(a.dtype, dtype), where),
+        travel,
         dot_precision.canonical(precision, where),
         backends.resolve(backend, where),
         config,
@@ -234,7 +241,7 @@ def _fused(
     traced = trace_with_dtype(where, fn, [acc] * len(ws), given, out_dtype)
     check_rows(traced.epilogue, where)
     if traced.outside is not None:  # each call takes its derivative as gemm does
-        chunks = ring.gather(x)
+        chunks = ring.gather(x, spec.rows)
         params = {"out_dtype": out_dtype, "config": spec.config, "save": spec.save, **spec.params}
         leaves, tree = jax.tree.flatten(given)
         outs = [
@@ -279,6 +286,7 @@ def divided_mlp(
     out = dtype if out_dtype is None else result_of(dtype, out_dtype, where)
     wide = accumulator(dtype, out)
     travel = travel_dtype(reduce_dtype, wide, where)
+    ring = ring.chosen(product, jax.typeof(x), [jax.typeof(w) for w in ws], jax.typeof(w2), travel)
     chain = Chain(product, traced.epilogue, wide, params["precision"], params["backend"], params["save"])
     if traced.outside is not None:  # each call takes its derivative as gemm does
         first = Gathered(ring, product, traced.epilogue, chain.precision, chain.backend, None, chain.save)

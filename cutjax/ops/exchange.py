@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,14 +15,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from cutjax.binding.rules import match_varying
-from cutjax.ops.routing import Routing, sorted_by
+from cutjax.ops.links import ALL_GATHER, ALL_TO_ALL, MEMORY, REDUCE_SCATTER
+from cutjax.ops.routing import Routing, from_slots, sorted_by, to_slots
 from cutjax.primitives.accumulators import accumulator
 
 ROWS = "cutjax_rows"  # the name jax.checkpoint policies see, of the gathered rows
-FORMS = ("auto", "exchange", "gather")
-# Bytes that a GPU's memory moves in the time in which its links send one: 4.3 TB/s and about 0.4 TB/s on an H200.
-MEMORY_PER_LINK = 10
-ROOM = 2.0  # even shares of rows that a device receives at once
+FORMS = ("auto", "exchange", "ragged", "gather")
+ROOM = 1.5  # even shares of rows that a device receives at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,37 +34,47 @@ class Sizes:
     d: int
     h: int
     n: int
+    room: float = ROOM
+    itemsize: int = 2
 
-    def exchange(self) -> tuple[int, int]:
-        """Returns elements that a device sends, and that its memory moves, beside the products, in a forward pass."""
-        rows, d, n = self.tokens * self.k, self.d, self.n
-        sent = rows * (self.devices - 1) // self.devices * (d + n)
-        return sent, rows * (5 * d + 4 * n)  # sorted here, received, sorted there; then back, and added up
+    def exchange(self) -> tuple[Mapping[int, float], float]:
+        """Returns bytes that a device sends, by GB/s, and that its memory moves, beside products, in a forward pass."""
+        rows, d, n = self.room * self.tokens * self.k * self.itemsize, self.d, self.n
+        sent = rows * (self.devices - 1) / self.devices * (d + n)
+        return {ALL_TO_ALL: sent}, rows * (4 * d + 4 * n)  # put into boxes, sorted there; back, and added up
 
-    def gather(self) -> tuple[int, int]:
+    def gather(self) -> tuple[Mapping[int, float], float]:
         """Returns the same of the form in which every device routes all tokens."""
-        sent = self.tokens * (self.devices - 1) * (self.d + 2 * self.n)  # the sums travel in 32 bits
-        rows = self.tokens * self.k * self.devices  # those of other devices' experts are gathered, and zero
+        tokens = self.tokens * (self.devices - 1) * self.itemsize
+        rows = self.tokens * self.k * self.devices * self.itemsize  # those of other devices' experts are zero
+        wide = max(4, self.itemsize) // self.itemsize  # in which sums travel
+        sent = {ALL_GATHER: tokens * self.d, REDUCE_SCATTER: wide * tokens * self.n}
         return sent, rows * (2 * self.d + self.h + 2 * self.n)
+
+    def us(self, form: str) -> float:
+        """Returns the time predicted for a form, without its products, which are the same in each."""
+        sent, moved = self.costs()[form]
+        return sum(size / rate for rate, size in sent.items()) / 1e3 + moved / MEMORY / 1e3
 
     def form(self) -> str:
         """Returns the form that is predicted to be faster."""
-        cost = {name: MEMORY_PER_LINK * sent + moved for name, (sent, moved) in self.costs().items()}
-        return min(cost, key=cost.__getitem__)
+        return min(self.costs(), key=self.us)
 
-    def costs(self) -> dict[str, tuple[int, int]]:
-        return {"exchange": self.exchange(), "gather": self.gather()}
+    def costs(self) -> dict[str, tuple[Mapping[int, float], float]]:
+        return {"gather": self.gather(), "exchange": self.exchange()}
 
 
 Experts = Callable[..., jax.Array]  # (rows sorted by expert, their routing) -> their results
 
 
-def exchanged(parts: Sequence[tuple[jax.Array, Routing]], experts: Experts, axis: str, room: float) -> list[jax.Array]:
+def exchanged(
+    parts: Sequence[tuple[jax.Array, Routing]], experts: Experts, axis: str, room: float, ragged: bool = False
+) -> list[jax.Array]:
     """Computes the sum over each token's experts, each by the device that has it.
 
-    A device receives as many rows of a part as it has room for. Where the load is nearly even these are all. Where any
-    device is to receive more, all of them take the rows in rounds, so no token is dropped, whatever the load is; then
-    the backward pass makes everything again, or each round would keep what it needs.
+    Rows travel in boxes of equal sizes, one for each device. Where the load is nearly even they hold all rows. Where
+    any box is too small, all devices fill them in rounds, so no token is dropped, whatever the load is; then the
+    backward pass makes everything again, or each round would keep what it needs.
 
     Args:
       parts: tokens ``[tokens, d]`` of this device, and their routing to the experts of all devices. Each part's rows
@@ -73,53 +82,107 @@ def exchanged(parts: Sequence[tuple[jax.Array, Routing]], experts: Experts, axis
       experts: what this device computes of rows of its experts: zeros for those of none.
       axis: the mesh axis over which tokens and experts are divided.
       room: how many rows a device receives at once, in multiples of those that it sends.
+      ragged: whether rows travel by ragged_all_to_all, without boxes; a device is then full where its rows are more.
     """
     devices, me = lax.axis_size(axis), lax.axis_index(axis)
-    sizes, sent, counts, rounds = [], [], [], []
-    for x, routing in parts:
-        pairs, k = routing.permutation.shape[0], routing.indices.shape[-1]
+    mine, runs = [], []
+    for _, routing in parts:
         groups = routing.group_sizes.shape[0] // devices
-        most = devices * pairs // k * min(k, groups)  # that one device may receive
-        counts.append(max(1, min(most, math.ceil(room * pairs))))
-        rounds.append(-(-most // counts[-1]))
         # A sum of which each device has a row: unlike all_gather's result it is known to be equal on all.
-        mine = jnp.where((jnp.arange(devices, dtype=jnp.int32) == me)[:, None], routing.group_sizes, 0)
-        sizes.append(lax.psum(mine, axis).reshape(devices, devices, groups))  # [source, device, expert]
-        sent.append((checkpoint_name(routing.dispatch(x), ROWS), routing.row_weights()))
-    one = [
-        functools.partial(_round, sizes=size, experts=experts, axis=axis, count=count)
-        for size, count in zip(sizes, counts, strict=True)
-    ]
+        row = jnp.where((jnp.arange(devices, dtype=jnp.int32) == me)[:, None], routing.group_sizes, 0)
+        mine.append(row.reshape(devices, devices, groups))
+    sizes = lax.psum(mine, axis)  # [source, device, expert]
+    fits, rounds = [], []
+    for (_, routing), size in zip(parts, sizes, strict=True):
+        tokens, k = routing.indices.shape
+        most = tokens * min(k, size.shape[2])  # from one device to another
+        share, most, loads = (
+            (room * tokens * k, devices * most, size.sum((0, 2), dtype=jnp.int32))
+            if ragged
+            else (room * tokens * k / devices, most, size.sum(2, dtype=jnp.int32))
+        )
+        count = max(1, min(most, math.ceil(share)))
+        rounds.append(-(-most // count))
+        fits.append(loads.max() <= count)
+        run = _ragged_round if ragged else _round
+        runs.append(functools.partial(run, routing=routing, sizes=size, experts=experts, axis=axis, count=count))
 
-    def first(sent: Any) -> list[jax.Array]:
-        return [run(rows, weights, 0) for run, (rows, weights) in zip(one, sent, strict=True)]
+    def first(sent: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+        return [run(*each, 0) for run, each in zip(runs, sent, strict=True)]
 
-    def every(sent: Any) -> list[jax.Array]:
+    def every(sent: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
         outs = []
-        for run, (rows, weights), out, number in zip(one, sent, first(sent), rounds, strict=True):
+        for run, each, out, number in zip(runs, sent, first(sent), rounds, strict=True):
 
-            def add(out: jax.Array, i: jax.Array, run: Any = run, more: Any = (rows, weights)) -> Any:
-                return out + run(*more, i), None
+            def add(out: jax.Array, i: jax.Array, run: Any = run, each: Any = each) -> Any:
+                return out + run(*each, i), None
 
             numbers = jnp.arange(1, number, dtype=jnp.int32)
             outs.append(lax.scan(jax.checkpoint(add, prevent_cse=False), out, numbers)[0])
         return outs
 
+    sent = [(x, routing.weights) for x, routing in parts]
     if max(rounds) == 1:
         outs = first(sent)
     else:
-        loads = [size.sum((0, 2), dtype=jnp.int32).max() <= count for size, count in zip(sizes, counts, strict=True)]
-        outs = lax.cond(functools.reduce(jnp.logical_and, loads), first, jax.checkpoint(every), sent)
-    return [routing.combine(out) for (_, routing), out in zip(parts, outs, strict=True)]
+        outs = lax.cond(functools.reduce(jnp.logical_and, fits), first, jax.checkpoint(every), sent)
+    return [out.astype(x.dtype) for out, (x, _) in zip(outs, parts, strict=True)]
 
 
 def _round(
-    rows: jax.Array, weights: jax.Array, number: Any, *, sizes: jax.Array, experts: Experts, axis: str, count: int
+    x: jax.Array,
+    weights: jax.Array,
+    number: Any,
+    *,
+    routing: Routing,
+    sizes: jax.Array,
+    experts: Experts,
+    axis: str,
+    count: int,
 ) -> jax.Array:
-    """Returns the results of those rows that travel in a round, and zeros for the others.
+    """Returns the sums of the results of those rows that travel in a round, in boxes of ``count`` rows."""
+    devices, _, groups = sizes.shape
+    me, first = lax.axis_index(axis), number * count
+    mine = sizes.sum(2, dtype=jnp.int32)[me]  # rows for each device
+    start = jnp.cumsum(mine, dtype=jnp.int32) - mine
+    places = first + jnp.arange(count, dtype=jnp.int32)
+    row = jnp.minimum(start[:, None] + places, routing.permutation.size - 1)
+    pairs = jnp.where(places < mine[:, None], routing.permutation[row], routing.permutation.size).reshape(-1)
+    device = routing.indices // groups
+    at = routing.inverse - start[device] - first
+    slots = jnp.where((at >= 0) & (at < count), device * count + at, devices * count)
+
+    def swapped(rows: jax.Array) -> jax.Array:
+        boxes = rows.reshape(devices, count, rows.shape[-1])
+        return lax.all_to_all(boxes, axis, 0, 0).reshape(rows.shape)
+
+    arrived = swapped(to_slots(x, pairs, slots))
+    scale = swapped(to_slots(weights.reshape(-1, 1), pairs, slots.reshape(-1, 1)))
+    ends = jnp.cumsum(sizes[:, me], 1, dtype=jnp.int32)  # of the rows of each source and expert
+    expert = (places[:, None] >= ends[:, None]).sum(2, dtype=jnp.int32)  # that of no group after the last
+    there = sorted_by(expert.reshape(-1), groups, scale)
+    y = there.combine(experts(checkpoint_name(there.dispatch(arrived), ROWS), there))
+    back = swapped(y)
+    return from_slots(back.astype(accumulator(back.dtype)), pairs, slots)
+
+
+def _ragged_round(
+    x: jax.Array,
+    weights: jax.Array,
+    number: Any,
+    *,
+    routing: Routing,
+    sizes: jax.Array,
+    experts: Experts,
+    axis: str,
+    count: int,
+) -> jax.Array:
+    """Returns the sums of the results of those rows that travel in a round, of which a device receives ``count``.
 
     What a device receives in all rounds is in the order of the sources, and of each source's experts.
     """
+    routing = routing._replace(weights=weights)
+    rows, weights = routing.dispatch(x), routing.row_weights()
     me, first = lax.axis_index(axis), number * count
     whole = sizes.sum(2, dtype=jnp.int32)  # [source, device]
     start, arrival = (jnp.cumsum(whole, along, dtype=jnp.int32) - whole for along in (1, 0))
@@ -135,9 +198,10 @@ def _round(
     groups = sizes.shape[2]
     block = jnp.searchsorted(ends, places, side="right").astype(jnp.int32)
     expert = jnp.where(places < ends[-1], block % groups, groups)
-    routing = sorted_by(expert, groups, scale)
-    y = routing.combine(experts(routing.dispatch(arrived), routing))
-    return ragged_exchange(y, rows.shape[0], back, axis)
+    there = sorted_by(expert, groups, scale)
+    y = there.combine(experts(checkpoint_name(there.dispatch(arrived), ROWS), there))
+    back = ragged_exchange(y, rows.shape[0], back, axis)
+    return routing.combine(back.astype(accumulator(back.dtype)))
 
 
 Slices = tuple[jax.Array, jax.Array, jax.Array, jax.Array]

@@ -49,7 +49,7 @@ def mlp(
     backend: str | None = None,
     save: str = "default",
     axis_name: str | None = None,
-    route: str = "direct",
+    route: str = "auto",
     reduce_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Two products with an activation between them: ``activation(x @ w1 + b1) @ w2 + b2``.

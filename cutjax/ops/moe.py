@@ -73,11 +73,14 @@ def moe(
         ``jax.lax.psum`` of the result over the axis.
       expert_axis: in ``jax.shard_map``, the mesh axis over which both tokens and experts are divided: x and the logits
         are of this device's tokens, the logits for all experts, the weights of this device's experts.
-      form: with an expert_axis, "exchange": rows travel to their experts' devices and their results back; "gather":
-        every device has all tokens and computes its part of their sums; "auto" is the one predicted to be faster.
+      form: with an expert_axis, "exchange": rows travel to their experts' devices and their results back, in boxes of
+        equal sizes; "ragged": the same by ``jax.lax.ragged_all_to_all`` on CUDA, which sends no more than there is but
+        took ten times as long on 4 H200s; "gather": every device has all tokens and computes its part of their sums;
+        "auto" is the one of "exchange" and "gather" that is predicted to be faster.
       parts: in how many parts tokens are exchanged, so that one's rows travel beside another's products. The parts of
         the weights' gradients are added up.
-      room: how many rows a device receives at once when they are exchanged, in multiples of those it sends. More come
+      room: how many rows a device receives at once when they are exchanged, in multiples of those it sends, and from
+        each device an even share of so many. More come
         in further rounds, where any device has them to receive; the backward pass then computes the layer again.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
       save: what is kept for the backward pass, besides the gathered rows, named "cutjax_rows" for ``jax.checkpoint``
@@ -137,8 +140,9 @@ def moe(
         out = layer(x, logits, selection_bias)
     else:
         x, logits, *bias = match_varying(x, logits, *([] if selection_bias is None else [selection_bias]))
-        sizes = Sizes(count, k, devices, x.shape[-1], contracted(down, layout[1] == "t"), out_width(down, layout))
-        if (sizes.form() if form == "auto" else form) == "gather":
+        widths = x.shape[-1], contracted(down, layout[1] == "t"), out_width(down, layout)
+        form = Sizes(count, k, devices, *widths, room, x.dtype.itemsize).form() if form == "auto" else form
+        if form == "gather":
             offset = lax.axis_index(expert_axis) * gate.shape[0]
             run = functools.partial(layer, group_offset=offset)
             out = everywhere(x, logits, bias[0] if bias else None, run, expert_axis)
@@ -148,7 +152,7 @@ def moe(
                 routing = route(logits[part], bias=bias[0][part] if bias else None)
                 tokens, weights, *_ = match_varying(x[part], routing.weights, gate, up, down)
                 found.append((tokens, routing._replace(weights=weights)))
-            outs = exchanged(found, local, expert_axis, room)
+            outs = exchanged(found, local, expert_axis, room, form == "ragged")
             out = jnp.concatenate(outs)
     return out.reshape(*shape, out.shape[-1])
 

@@ -70,7 +70,7 @@ class Gathered:
         """
         found: list[list[Any]] = [[None] * len(ws) for _ in xs]
         if x_dot is not None:
-            dots = self.ring.gather(x_dot.astype(accumulator(x_dot.dtype)))
+            dots = self.ring.gather(x_dot.astype(accumulator(x_dot.dtype)), self.rows)
             found = [[wide(self.product, dot, w, out_dtype=dtype, **self.params) for w in ws] for dot in dots]
         for j, w_dot in enumerate(w_dots):
             if w_dot is None:
@@ -97,8 +97,8 @@ def one_product(product: Product, xs: Sequence[jax.Array], w: jax.Array, dtype: 
 
 def by_chunk(ring: Ring, operands: Sequence[Any], m: int) -> list[list[Any]]:
     """Returns each chunk's operands: of those with all rows its own."""
-    found = [ring.divided(x, -2) if np.ndim(x) > 1 and x.shape[-2] == m != 1 else [x] * ring.size for x in operands]
-    return [[parts[i] for parts in found] for i in range(ring.size)]
+    found = [ring.divided(x, -2) if np.ndim(x) > 1 and x.shape[-2] == m != 1 else [x] * ring.chunks for x in operands]
+    return [[parts[i] for parts in found] for i in range(ring.chunks)]
 
 
 def check_rows(epilogue: Epilogue, where: str) -> None:
@@ -112,14 +112,14 @@ def check_rows(epilogue: Epilogue, where: str) -> None:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def gathered(spec: Gathered, x: jax.Array, ws: Any, operands: Any) -> list[list[jax.Array]]:
     """Returns the results of the epilogue for each chunk."""
-    chunks = spec.ring.gather(x)
+    chunks = spec.ring.gather(x, spec.rows)
     return [spec.bind(spec.epilogue, chunk, ws, mine) for chunk, mine in zip(chunks, operands, strict=True)]
 
 
 def _gathered_jvp(spec: Gathered, primals: Any, tangents: Any) -> Any:
     x, ws, operands = primals
     x_dot, w_dots, operand_dots = without_zeros(tangents)
-    xs = [checkpoint_name(chunk, GATHERED) for chunk in spec.ring.gather(x)]
+    xs = [checkpoint_name(chunk, GATHERED) for chunk in spec.ring.gather(x, spec.rows)]
     epilogue = spec.epilogue
     plain = np.dtype(epilogue.outputs[0].dtype) if epilogue.plain else derivative.saved_dtype(epilogue, x.dtype)
     acc_dots = spec.tangents(xs, ws, x_dot, w_dots, plain)

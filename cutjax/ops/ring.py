@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,10 +20,11 @@ from jax.extend.core import Primitive
 from cutjax import dot_precision
 from cutjax.binding.define import define
 from cutjax.binding.rules import is_linear, is_zero, match_varying, varying_axes, with_rank, zero_tangent
+from cutjax.ops.links import product_us, route_us
 from cutjax.primitives.accumulators import accumulator, with_cotangent
 from cutjax.primitives.product import Product, aligned, multiply, sum_to
 
-ROUTES = ("direct", "ring")
+ROUTES = ("auto", "whole", "direct", "ring")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Ring:
     Attributes:
       axis: its name.
       size: how many they are.
-      route: "direct", a share goes straight to its device, which suits a switch; or "ring", over neighbours both ways.
+      route: "whole", shares move by one collective, and there is one chunk, of all of them; "direct", a share goes
+        straight to its device, which suits a switch; "ring", over neighbours both ways; or "auto", not yet chosen.
     """
 
     axis: str
@@ -42,7 +45,41 @@ class Ring:
     @property
     def shifts(self) -> tuple[int, ...]:
         """The distance of each chunk's device: 0, 1, -1, 2, -2, ..."""
+        if self.route == "whole":
+            return (0,)
         return (0, *(s // 2 * (1 if s % 2 == 0 else -1) for s in range(2, self.size + 1)))
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks."""
+        return len(self.shifts)
+
+    def chosen(self, product: Product, x: Any, ws: Sequence[Any], then: Any = None, travel: Any = None) -> Ring:
+        """Returns the ring with a route: that predicted to be the fastest of products of one device's rows.
+
+        Args:
+          product: of x and each of ws.
+          x, ws: avals; x of one device's rows.
+          then: the second matrix of an mlp, whose product is added up over devices; None for none.
+          travel: dtype of the parts of sums, which are of the last product; None where nothing is added up.
+        """
+        if self.route != "auto":
+            return self
+        rows = -2 if getattr(product, "layout", "n")[0] == "n" else -1
+        shape = list(x.shape)
+        shape[rows] *= self.size
+        times, tile = [0.0, 0.0], x
+        for i, (aval, count) in enumerate(((x.update(shape=tuple(shape)), 1), (x, self.size))):
+            tile = product.tile(aval, *ws)
+            each = [product_us(product, aval, w, dtype=x.dtype) for w in ws]
+            if then is not None:
+                each.append(product_us(product, tile, then, dtype=accumulator(x.dtype)))
+                tile = product.tile(tile, then)
+            times[i] = count * sum(each)
+        scattered = 0 if travel is None else math.prod(tile.shape) * travel.itemsize * (self.size - 1)
+        gathered = 0 if travel is not None and then is None else x.size * x.dtype.itemsize * (self.size - 1)
+        found = route_us(gathered, scattered, *times)
+        return dataclasses.replace(self, route=min(found, key=found.__getitem__))
 
     def _moved(self, x: jax.Array, by: int) -> jax.Array:
         """Sends to the device so far on."""
@@ -52,8 +89,10 @@ class Ring:
         """Returns the array as one that differs between the devices, in the types of shard_map."""
         return x if self.axis in varying_axes(jax.typeof(x)) else lax.pcast(x, self.axis, to="varying")
 
-    def gather(self, x: jax.Array) -> list[jax.Array]:
-        """Returns the shares of all devices, in the order of the ring."""
+    def gather(self, x: jax.Array, rows: int = -2) -> list[jax.Array]:
+        """Returns the shares of all devices, in the order of the ring; ``rows`` is the axis that they are parts of."""
+        if self.route == "whole":
+            return [lax.all_gather(self.varying(x), self.axis, axis=x.ndim + rows, tiled=True)]
         found = {0: self.varying(x)}
         for s in self.shifts[1:]:
             one = 1 if s > 0 else -1
@@ -61,8 +100,14 @@ class Ring:
         return list(found.values())
 
     def scatter(self, chunks: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
-        """Returns the sum of what all devices have for this one; parts of it travel in ``dtype``, and add up wider."""
+        """Returns the sum of what all devices have for this one; parts of it travel in ``dtype``, and add up wider.
+
+        As one collective they add up as they travel.
+        """
         wide = accumulator(dtype)
+        if self.route == "whole":
+            x = self.varying(chunks[0]).astype(dtype)
+            return lax.psum_scatter(x, self.axis, scatter_dimension=x.ndim - 2, tiled=True).astype(wide)
         parts = {s: self.varying(x) for s, x in zip(self.shifts, chunks, strict=True)}
         total = parts[0].astype(wide)
         if self.route == "direct":
@@ -78,14 +123,14 @@ class Ring:
 
     def assembled(self, chunks: Sequence[jax.Array], axis: int) -> jax.Array:
         """Returns chunks as one array along an axis, counted from the last one, in the order of the devices."""
-        if self.size == 1:
+        if len(chunks) == 1:
             return chunks[0]
         args = match_varying(self._index(), *chunks)
         return assemble_p.bind(*args, shifts=self.shifts, axis=axis)
 
     def divided(self, x: jax.Array, axis: int) -> list[jax.Array]:
         """Returns the array in chunks: the inverse and the transpose of ``assembled``."""
-        if self.size == 1:
+        if self.chunks == 1:
             return [x]
         return divide_p.bind(*match_varying(self._index(), x), shifts=self.shifts, axis=axis)
 

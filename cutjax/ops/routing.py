@@ -289,55 +289,69 @@ def router_z_loss(router_logits: ArrayLike) -> jax.Array:
     return (jax.nn.logsumexp(logits, -1) ** 2).mean()
 
 
+def to_slots(x: jax.Array, pairs: jax.Array, slots: jax.Array) -> jax.Array:
+    """Returns rows ``[slots, d]`` of tokens' pairs, some of which have no slot, and zeros in slots of no pair.
+
+    ``pairs [slots]`` and ``slots [tokens, k]`` are each other's inverses, past the end where there is none.
+    """
+    return dispatch_p.bind(*match_varying(x, pairs, slots), fill=True)
+
+
+def from_slots(rows: jax.Array, pairs: jax.Array, slots: jax.Array) -> jax.Array:
+    """Computes the sum of each token's rows: the transpose of ``to_slots``."""
+    return combine_p.bind(*match_varying(rows, pairs, slots), fill=True)
+
+
 # Dispatch and combine: linear in their rows, and each the transpose of the other. JAX's own transpose of a gather is a
 # scatter-add, which on a GPU adds with float atomics, in any order. Operands: rows, permutation [*B, rows], inverse
-# [*B, tokens, k], of equal rank and with batch axes equal or 1.
+# [*B, tokens, k], of equal rank and with batch axes equal or 1. With fill, an index past the end means zeros.
 
 
 def _bind(primitive: Primitive, x: jax.Array, permutation: jax.Array, inverse: jax.Array, rows: tuple[int, ...]) -> Any:
     if x.shape[:-1] != rows:
         name = "dispatch" if primitive is dispatch_p else "combine"
         raise ValueError(f"{name}: the routing is for rows [{', '.join(map(str, rows))}, d], got {x.shape}")
-    return primitive.bind(*match_varying(x, permutation, inverse))
+    return primitive.bind(*match_varying(x, permutation, inverse), fill=False)
 
 
-def _gather(x: jax.Array, indices: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(x, indices[..., None], -2, mode="promise_in_bounds")
+def _gather(x: jax.Array, indices: jax.Array, fill: bool) -> jax.Array:
+    how: dict[str, Any] = {"mode": "fill", "fill_value": 0} if fill else {"mode": "promise_in_bounds"}
+    return jnp.take_along_axis(x, indices[..., None], -2, **how)
 
 
-def _dispatch(x: jax.Array, permutation: jax.Array, inverse: jax.Array) -> jax.Array:
-    return _gather(x, permutation // inverse.shape[-1])
+def _dispatch(x: jax.Array, permutation: jax.Array, inverse: jax.Array, *, fill: bool) -> jax.Array:
+    return _gather(x, permutation // inverse.shape[-1], fill)
 
 
-def _combine(rows: jax.Array, permutation: jax.Array, inverse: jax.Array) -> jax.Array:
+def _combine(rows: jax.Array, permutation: jax.Array, inverse: jax.Array, *, fill: bool) -> jax.Array:
     wide = accumulator(rows.dtype)
     # A term for each choice and not a reduction: elementwise, so that XLA fuses the gathers and the sum into one loop.
-    terms = [_gather(rows, inverse[..., i]).astype(wide) for i in range(inverse.shape[-1])]
+    terms = [_gather(rows, inverse[..., i], fill).astype(wide) for i in range(inverse.shape[-1])]
     return functools.reduce(lax.add, terms).astype(rows.dtype)
 
 
 def _define(name: str, apply: Callable[..., jax.Array], transposed: Callable[[], Primitive]) -> Primitive:
-    def abstract(x: Any, permutation: Any, inverse: Any) -> Any:
+    def abstract(x: Any, permutation: Any, inverse: Any, *, fill: bool) -> Any:
         _check_sharding(name.removeprefix("cutjax_"), x, permutation, inverse)
         batch = np.broadcast_shapes(x.shape[:-2], permutation.shape[:-1])
         rows = (permutation.shape if apply is _dispatch else inverse.shape[:-1])[-1]
         return x.update(shape=(*batch, rows, x.shape[-1]), weak_type=False)
 
-    def batch(args: Any, dims: Any) -> tuple[jax.Array, int]:
+    def batch(args: Any, dims: Any, *, fill: bool) -> tuple[jax.Array, int]:
         moved = [
             lax.expand_dims(x, [0]) if dim is None else jnp.moveaxis(x, dim, 0)
             for x, dim in zip(args, dims, strict=True)
         ]
-        return primitive.bind(*moved), 0
+        return primitive.bind(*moved, fill=fill), 0
 
-    def jvp(primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
-        out, dot = primitive.bind(*primals), tangents[0]
-        return out, zero_tangent(out) if is_zero(dot) else primitive.bind(dot, *primals[1:])
+    def jvp(primals: Any, tangents: Any, *, fill: bool) -> tuple[jax.Array, Any]:
+        out, dot = primitive.bind(*primals, fill=fill), tangents[0]
+        return out, zero_tangent(out) if is_zero(dot) else primitive.bind(dot, *primals[1:], fill=fill)
 
-    def transpose(g: Any, x: Any, permutation: jax.Array, inverse: jax.Array) -> list[Any]:
+    def transpose(g: Any, x: Any, permutation: jax.Array, inverse: jax.Array, *, fill: bool) -> list[Any]:
         if is_zero(g):
             return [None] * 3
-        d = transposed().bind(g, permutation, inverse)
+        d = transposed().bind(g, permutation, inverse, fill=fill)
         axes = [i for i in range(d.ndim - 2) if x.aval.shape[i] == 1 != d.shape[i]]
         if axes:  # rows shared by several routings
             d = d.astype(accumulator(d.dtype)).sum(axes, keepdims=True).astype(d.dtype)

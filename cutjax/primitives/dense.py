@@ -15,7 +15,7 @@ from cutjax import dot_precision
 from cutjax.binding.partition import Labels, batch_labels
 from cutjax.binding.rules import on_devices, on_mesh
 from cutjax.dot_precision import Canonical
-from cutjax.epilogue.expression import Epilogue, Node
+from cutjax.epilogue.expression import Epilogue, Node, identity
 from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem
 from cutjax.primitives.accumulators import accumulator, is_half
@@ -134,13 +134,15 @@ class Dense(Product):
     def adding(self, to: Sequence[int], *avals: Any) -> Dense:
         """Returns the product that adds up over the batch axes which an operand of that shape broadcasts over.
 
-        Where arrays lie on several devices: there axes stay apart, and the sum over some is a part of the product's.
+        On one device only where they merge into the contraction. Where arrays lie on several, axes stay apart until
+        each has its shard, and the sum over some is a part of the product's.
         """
         a, b = avals
         axes = [i for i in range(a.ndim - 2) if to[i] == 1 and a.shape[i] == b.shape[i] != 1]
-        if self.layout != "tn" or any(self.orders) or not on_devices(*avals):
+        if self.layout != "tn" or any(self.orders):
             return self
-        return dataclasses.replace(self, added=tuple(a.ndim - 3 - i for i in axes))
+        product = dataclasses.replace(self, added=tuple(a.ndim - 3 - i for i in axes))
+        return product if on_devices(*avals) or product._merges else self
 
     def fold(
         self, epilogue: Epilogue, a: jax.Array, bs: Sequence[jax.Array], operands: Sequence[jax.Array]
@@ -168,21 +170,22 @@ class Dense(Product):
         matrices = [lax.reshape(b, b.shape[-2:]) for b in bs]
         return Folded(self, epilogue, a, matrices, operands, lambda x: lax.reshape(x, (*rows, *x.shape[1:])))
 
-    def _fold_added(self, epilogue: Epilogue, a: jax.Array, b: jax.Array) -> Folded | None:
-        """Merges the batch axes over which matrices are added into the contracted axis."""
+    @property
+    def _merges(self) -> bool:
+        """True if the axes over which matrices are added lie next to the contracted one: merging copies nothing."""
+        return self.layout == "tn" and sorted(self.added) == [*range(len(self.added))] and not any(self.orders)
+
+    def _fold_added(self, epilogue: Epilogue, a: jax.Array, b: jax.Array) -> Folded:
+        """Merges the batch axes over which matrices are added into the contracted axis, or adds up the products."""
         count = len(self.added)
-        if self.layout != "tn" or sorted(self.added) != [*range(count)] or not epilogue.plain or any(self.orders):
-            return None
-        at = a.ndim - 2 - count
-        a, b = (lax.reshape(x, (*x.shape[:at], math.prod(x.shape[at:-1]), x.shape[-1])) for x in (a, b))
-        return Folded(
-            dataclasses.replace(self, added=()),
-            epilogue,
-            a,
-            [b],
-            [],
-            lambda d: lax.expand_dims(d, range(at, at + count)),
-        )
+        product, at = dataclasses.replace(self, added=()), a.ndim - 2 - count
+        if self._merges and a.shape[at:-2] == b.shape[at:-2]:
+            a, b = (lax.reshape(x, (*x.shape[:at], math.prod(x.shape[at:-1]), x.shape[-1])) for x in (a, b))
+            return Folded(product, epilogue, a, [b], [], lambda d: lax.expand_dims(d, range(at, at + count)))
+        (out,), axes = epilogue.outputs, [a.ndim - 3 - i for i in self.added]
+        wide = accumulator(a.dtype, np.dtype(out.dtype))
+        apart = identity(wide, wide)
+        return Folded(product, apart, a, [b], [], lambda d: d.sum(axes, keepdims=True).astype(out.dtype))
 
 
 def _order(order: Sequence[int]) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """The division of a product with an epilogue over devices: what one device computes of its shards, once for all.
 
 Axes of the result and of the batch map through. Where the contracted axis is divided, each device has partial sums:
-those are added over devices in the accumulators' dtype, and the epilogue runs on the sums, in plain JAX. Reductions of
-an epilogue over an axis that is divided are finished over devices.
+those are added over devices in the accumulators' dtype, or in the result's (``use_partial_sums``), and the epilogue
+runs on the sums, in plain JAX. Reductions of an epilogue over an axis that is divided are finished over devices.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cutjax.binding.partition import Labels, Placement, Rule, Rules
+from cutjax.binding.partition import Labels, Placement, Rule, Rules, narrow_sums
 from cutjax.epilogue.expression import Epilogue, Node, OperandSpec, const, normal
-from cutjax.primitives.accumulators import accumulator
+from cutjax.primitives.accumulators import accumulator, is_half
 from cutjax.primitives.product import Arithmetic, Product, bind, factors_of, multiply, split
 
 _ADDED = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
@@ -61,6 +61,9 @@ def _shard(
         shared = {name: params[name] for name in ("precision", "backend", "config")}
         dtype = np.dtype(epilogue.outputs[0].dtype) if epilogue.plain else epilogue.accumulator
         wide = accumulator(dtype)
+        if narrow_sums(mark):
+            result = dtype if epilogue.plain else a.dtype
+            wide = result if is_half(result) else wide
         accs = [multiply(local, *x, *context, out_dtype=wide, **shared) for x in factors_of(local, a, bs)]
         accs = [x.astype(dtype) for x in _added(accs, over, tile, placement)]
         if epilogue.plain:
@@ -175,4 +178,4 @@ def _axis(name: str, rank: int) -> int:
     return rank - {"row": 2, "col": 1}[name]
 
 
-RULES = Rules(_rule, _shard)
+RULES = Rules(_rule, _shard, lambda product, **_: bool(product.why_not()))

@@ -1,4 +1,4 @@
-"""The backend of an operation: the scoped choice between cutjax's kernels and XLA."""
+"""Choices in a scope: between cutjax's kernels and XLA, and of the dtype in which devices' partial sums are added."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import contextlib
 import jax
 
 BACKENDS = ("auto", "cuda", "xla")
+PARTIAL_SUMS = ("float32", "result")
 
 # A JAX user context is thread-local and part of jit's cache key: a function compiled under one choice is not reused
 # under another. Creating one is not thread-safe, so there is one, made at import.
 _context = jax.make_user_context("auto")
+_sums = jax.make_user_context("float32")
 
 
 def check(name: object, where: str) -> str:
@@ -47,3 +49,37 @@ def use_backend(name: str) -> contextlib.AbstractContextManager[None]:
 def resolve(backend: str | None, where: str) -> str:
     """Returns the backend of a call: its own argument, else the scope's."""
     return _context.value if backend is None else check(backend, where)
+
+
+def use_partial_sums(dtype: str) -> contextlib.AbstractContextManager[None]:
+    """Chooses in a ``with`` block the dtype in which partial sums of a product are added over devices, under jit.
+
+    That of products traced in the block; take their gradients in it too. The choice holds for the current thread, may
+    be nested, and is part of ``jax.jit``'s cache key. It changes nothing where no contraction is divided, inside
+    ``jax.shard_map``, or for results of 32 bits and more.
+
+    Args:
+      dtype: "float32" (the default: a result of 16 bits is rounded once), or "result" (the dtype of the result, or of
+        the operands where an epilogue follows, as XLA does for ``jnp``: half the bytes travel, and partial sums are
+        rounded before they are added, and again then).
+
+    Returns:
+      A context manager.
+
+    Raises:
+      ValueError: if it is neither.
+
+    Example:
+      >>> import cutjax, jax, jax.numpy as jnp
+      >>> with cutjax.use_partial_sums("result"):
+      ...     jax.jit(cutjax.gemm)(jnp.ones((2, 3)), jnp.ones((3, 4))).shape
+      (2, 4)
+    """
+    if dtype not in PARTIAL_SUMS:
+        raise ValueError(f"use_partial_sums: unknown dtype {dtype!r}, expected one of {PARTIAL_SUMS}")
+    return _sums(dtype)
+
+
+def partial_sums() -> str:
+    """Returns the scope's choice."""
+    return _sums.value

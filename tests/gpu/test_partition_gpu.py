@@ -45,7 +45,7 @@ CASES = {
     "batch": (functools.partial(gemm, out_dtype=jnp.float32), jnp.matmul, (XS, W), (P("x"), P())),
     "rows of a batch": (functools.partial(gemm, out_dtype=jnp.float32), jnp.matmul, (XS, W), (P(None, "x"), P())),
     "epilogue": (
-        lambda x, w, r: gemm(x, w, epilogue=lambda acc, r: (acc + r, acc.sum(0)), operands=(r,)),
+        lambda x, w, r: gemm(x, w, epilogue=lambda acc, r: (acc + r.astype(acc.dtype), acc.sum(0)), operands=(r,)),
         lambda x, w, r: (x @ w + r, (x @ w).sum(0)),
         (X, W, ROW),
         (P("x"), P(), P("x")),
@@ -61,6 +61,11 @@ CASES = {
 }
 
 
+def loss(fn, *args):
+    outs = fn(*args)
+    return sum(y.astype(jnp.float32).sum() for y in jax.tree.leaves(outs)), outs
+
+
 @pytest.fixture
 def mesh(gpus):
     if len(gpus) < 2:
@@ -71,10 +76,6 @@ def mesh(gpus):
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name, mesh):
     fn, plain, args, specs = CASES[name]
-
-    def loss(fn, *args):
-        outs = fn(*args)
-        return sum(y.astype(jnp.float32).sum() for y in jax.tree.leaves(outs)), outs
 
     def both(fn):
         return jax.jit(jax.grad(functools.partial(loss, fn), tuple(range(len(args))), has_aux=True))
