@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 sys.path.append(str(pathlib.Path(__file__).parent / "gpu"))
-import syrk_problems  # noqa: E402
-import test_mma_gpu as products  # noqa: E402
-import test_mma_library_gpu as library  # noqa: E402
+import syrk_problems
+import test_mma_gpu as products
+import test_mma_library_gpu as library
 
-import cutjax  # noqa: E402
-from cutjax.kernels.mma import family  # noqa: E402
+import cutjax
+from cutjax.kernels.mma import family
 
 GAUSSIAN = [library.Slim(index, swap) for index in range(1000, 1020) for swap in (False, True)]
 
@@ -20,7 +20,7 @@ GAUSSIAN = [library.Slim(index, swap) for index in range(1000, 1020) for swap in
 @pytest.mark.parametrize("items", [library.EXACT, GAUSSIAN], ids=["exact", "gaussian"])
 def test_slim_products(items):
     for item in items:
-        assert item.config.slim and item.config.swap == item.swap
+        assert (item.config.slim, item.config.swap) == (True, item.swap)
 
 
 @pytest.mark.parametrize("index", range(0, 60, 4))
