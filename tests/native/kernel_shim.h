@@ -80,12 +80,26 @@ T __shfl_xor_sync(unsigned, T x, int other) {
     return theirs;
   });
 }
+inline u32 __shfl_up_sync(unsigned, u32 x, int down) {
+  return together({x}, [&] { return lanes()[lane() < down ? lane() : lane() - down][0]; });
+}
 inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 inline bool __all_sync(unsigned, bool x) {
   return together({x}, [] { return std::all_of(lanes(), lanes() + 32, [](auto& words) { return words[0] != 0; }); });
 }
 
+inline u32 __ballot_sync(unsigned, bool x) {
+  return together({x}, [] {
+    u32 found = 0;
+    for (int i = 0; i < 32; ++i) found |= lanes()[i][0] << i;
+    return found;
+  });
+}
+
 // ---- arithmetic ----
+
+inline int __popc(u32 x) { return std::popcount(x); }
+inline int __ffs(u32 x) { return x ? std::countr_zero(x) + 1 : 0; }
 
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
@@ -214,6 +228,12 @@ void load_words(const void* p, Words&... words) {
   auto at = static_cast<const char*>(p);
   if (reinterpret_cast<u64>(at) % (sizeof(T) * sizeof...(words))) fail("an address of words that is odd");
   ((words = load_global<T>(at), at += sizeof(T)), ...);
+}
+inline int ld_global(const int* p) { return load_global<int>(p); }
+template <typename T>
+void st_global_v2(T* p, T x, T y) {
+  check_global<2 * sizeof(T)>(p);
+  p[0] = x, p[1] = y;
 }
 inline u32 ld_global_u32(const char* p) { return load_global<u32>(p); }
 inline u32 ld_global_u16(const char* p) { return load_global<u16>(p); }

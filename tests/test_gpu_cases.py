@@ -1,0 +1,40 @@
+"""Random cases that tests on a device pin, without one: each has a kernel."""
+
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+sys.path.append(str(pathlib.Path(__file__).parent / "gpu"))
+import syrk_problems
+import test_mma_gpu as products
+import test_mma_library_gpu as library
+
+import cutjax
+from cutjax.kernels.mma import family
+
+GAUSSIAN = [library.Slim(index, swap) for index in range(1000, 1020) for swap in (False, True)]
+
+
+@pytest.mark.parametrize("items", [library.EXACT, GAUSSIAN], ids=["exact", "gaussian"])
+def test_slim_products(items):
+    for item in items:
+        assert (item.config.slim, item.config.swap) == (True, item.swap)
+
+
+@pytest.mark.parametrize("index", range(0, 60, 4))
+def test_symmetric_results(index):
+    problem = syrk_problems.generate(index).problem
+    assert any(not cutjax.reasons(config, problem) for config in family.configs(problem))
+
+
+@pytest.mark.parametrize("way", products.WAYS)
+def test_every_way_to_multiply(way):
+    dtype, precision, _ = products.WAYS[way]
+    with products.scope(dtype):
+        for layout in products.LAYOUTS:
+            for sizes in products.SIZES:
+                problem = products.asked(dtype, precision, layout, *sizes)
+                assert products.pinned(np.random.default_rng(0), problem, 3)
+        assert not cutjax.reasons(products.small(way), products.asked(dtype, precision, "nn", 70, 51, 45))
