@@ -74,7 +74,7 @@ def problem(dtype: str, math: str = "", layout: str = "nn", arch: str = "sm_80",
 
 
 def _load(found: re.Match[str]) -> str:
-    """The shim's call in place of an instruction that loads words."""
+    """Returns the call of the shim in place of an instruction that loads words."""
     bits, outputs, place = found.groups()
     return f"load_words<u{bits}>({place}, {', '.join(re.findall(r'=.*?[(](.*?)[)]', outputs))});"
 

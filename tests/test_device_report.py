@@ -32,6 +32,7 @@ def fake_device(monkeypatch):
         return measure.Times(us | {autotune.XLA: 4.0}, dropped)
 
     monkeypatch.setattr(autotune, "require_device", lambda: None)
+    monkeypatch.setattr(device_report.lowering, "on_cuda", lambda: True)
     monkeypatch.setattr(autotune, "timed", timed)
     monkeypatch.setattr(device_report, "SAMPLE", SMALL)
     monkeypatch.setattr(device_report, "COPIED", 1 << 10)

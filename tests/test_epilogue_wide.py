@@ -250,7 +250,7 @@ def test_all_compile_for_the_device():
     epilogues += [host.unary(op, "float64") for op in (*cases.SMOOTH, "is_finite", "sign", "floor")]
     epilogues += [host.binary(op, "float64") for op in ("pow", "atan2", "rem", "nextafter", "max")]
     epilogues += [host.unary("convert_element_type", "float64", target) for target in CONVERTED]
-    parts = [sources._file("sm90/atoms.cuh"), sources._file("common/math.cuh")]
+    parts = [sources._file("common/atoms.cuh"), sources._file("common/math.cuh")]
     calls = []
     for i, epilogue in enumerate(epilogues):
         parts.append(f"namespace e{i} {{\n{emit.emit(epilogue)}}}\n")

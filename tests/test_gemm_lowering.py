@@ -97,14 +97,15 @@ def test_fallback_is_one_product():
     assert "broadcast" not in text.replace("broadcast_in_dim %arg1, dims = [1, 2, 3]", "")  # the axis of size 1 of b
 
 
-def test_shard_map_lowers_to_kernels_of_the_local_problem_and_plain_jit_to_xla():
+def test_shard_map_lowers_to_kernels_of_the_local_problem_and_jit_to_partitions():
     mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jax.device_put(jnp.ones((512, 64), H), jax.NamedSharding(mesh, jax.P("i")))
     w = jax.device_put(jnp.ones((64, 32), H), jax.NamedSharding(mesh, jax.P()))
     inside = jax.shard_map(cutjax.gemm, mesh=mesh, in_specs=(jax.P("i"), jax.P()), out_specs=jax.P("i"))
     assert "sm90_bf16_nn" in operations(inside, x, w)
-    assert "dot_general" in operations(lambda x, w: cutjax.gemm(x, w), x, w, backend="auto")
-    assert "sm90_bf16_nn" in operations(lambda x, w: cutjax.gemm(x, w), x, w)
+    for backend in ("auto", "cuda"):
+        traced = jax.jit(lambda x, w: cutjax.gemm(x, w, backend=backend)).trace(x, w)
+        assert "@CustomSPMDPartitioning" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda")], ids=str)

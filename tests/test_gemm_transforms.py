@@ -74,12 +74,12 @@ def test_numerical_derivatives():
 def test_shared_weights_fold_into_rows():
     """The batch of a product with one matrix b is more rows, and so is that of every gradient."""
     x, w = operands("nn", (3, 5))
-    flat = "60x6x8 nn f32 x f32 -> f32"
+    flat = "60x6x8 nn f32 x f32 by tf32 -> f32"
     assert gemms(cutjax.gemm, x, w) == [flat]
     assert gemms(jax.vmap(jax.vmap(cutjax.gemm, (0, None)), (0, None)), x, w) == [flat]
-    assert gemms(jax.vmap(cutjax.gemm, (1, None)), x[0], w) == ["20x6x8 nn f32 x f32 -> f32"]
+    assert gemms(jax.vmap(cutjax.gemm, (1, None)), x[0], w) == ["20x6x8 nn f32 x f32 by tf32 -> f32"]
     gradient = jax.grad(lambda x, w: cutjax.gemm(x, w).sum(), (0, 1))
-    assert sorted(gemms(gradient, x, w)) == ["60x8x6 nt f32 x f32 -> f32", "8x6x60 tn f32 x f32 -> f32"]
+    assert sorted(gemms(gradient, x, w)) == ["60x8x6 nt f32 x f32 by tf32 -> f32", "8x6x60 tn f32 x f32 by tf32 -> f32"]
 
 
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)

@@ -21,17 +21,8 @@ from cutjax.runtime.architectures import DEFAULT
 
 BF16 = np.dtype(jnp.bfloat16)
 LAYOUTS = ("nn", "nt", "tn", "tt")
-# Ways to multiply float32, and float16 added up in float16: whose rate it is computed at (Device.flops), and how many
-# products of that each takes.
-MATHS = {
-    "tf32": ("tf32", 1),
-    "tf32x3": ("tf32", 3),
-    "bf16": ("bfloat16", 1),
-    "bf16x3": ("bfloat16", 3),
-    "bf16x6": ("bfloat16", 6),
-    "bf16x9": ("bfloat16", 9),
-    "f16": ("float16_f16", 1),
-}
+# Ways to multiply other than operands as they are: float32, and, last, float16 added up in float16.
+MATHS = ("tf32", "tf32x3", "bf16", "bf16x3", "bf16x6", "bf16x9", "f16")
 Order = tuple[int, ...]  # an array's axes as they lie in memory, the slowest first; () is row-major
 
 
@@ -286,16 +277,6 @@ class Problem:
     def accumulator(self) -> np.dtype:
         """The dtype in which the products are added up."""
         return np.dtype(self.epilogue.accumulator)
-
-    @property
-    def rate(self) -> str:
-        """Which of a device's rates the products are computed at."""
-        return MATHS[self.math][0] if self.math else {"uint8": "int8"}.get(self.a_dtype.name, self.a_dtype.name)
-
-    @property
-    def passes(self) -> int:
-        """How many products at that rate each product takes."""
-        return MATHS[self.math][1] if self.math else 1
 
     @functools.cached_property
     def arrays(self) -> int:

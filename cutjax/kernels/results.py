@@ -1,4 +1,4 @@
-"""What a kernel writes that is not yet a result, and what XLA makes of it: parts of k, and reductions in part."""
+"""Results that a kernel writes in part: parts of k, and reductions that are not yet done; and what XLA makes of them."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def _measured(case: Case) -> dict[str, Any]:
     assert isinstance(before, Choice)
     problem = before.problem
     strict = choose(problem, backend="cuda")
-    configs = list(candidates(problem)[:CANDIDATES]) if strict.served else []
+    configs = list(candidates(problem)[:CANDIDATES]) if strict.served and lowering.on_cuda() else []
     task = autotune.Task(problem, product, before, configs, 1, True)
     times = autotune.timed(task) if task.functions else measure.Times({}, {})
     names = {config: choose(problem, config).kernel for config in configs} | {autotune.XLA: autotune.XLA}
