@@ -1,4 +1,4 @@
-"""Results that a kernel writes in part: parts of k, and reductions that are not yet done; and what XLA makes of them."""
+"""Results that a kernel writes in part, of k or of a reduction, and what XLA makes of them."""
 
 from __future__ import annotations
 
