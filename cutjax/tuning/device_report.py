@@ -202,7 +202,7 @@ def _measured(case: Case) -> dict[str, Any]:
     before = lowering.choosers[eqn.primitive](*product.avals, target=lowering.target(), **params)
     assert isinstance(before, Choice)
     problem = before.problem
-    strict = choose(problem, precision=params["precision"], backend="cuda")
+    strict = choose(problem, backend="cuda")
     configs = list(candidates(problem)[:CANDIDATES]) if strict.served else []
     task = autotune.Task(problem, product, before, configs, 1, True)
     times = autotune.timed(task) if task.functions else measure.Times({}, {})
