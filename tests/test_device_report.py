@@ -83,6 +83,7 @@ def test_report(fake_device, tmp_path, capsys):
 def test_a_row_is_measured(case, monkeypatch):
     """By XLA, for real: programs are compiled in threads, in which double precision is to be what it is here."""
     monkeypatch.setattr(measure, "SAMPLE_SECONDS", 1e-5)
+    monkeypatch.setattr(device_report, "CANDIDATES", 0)  # no kernel runs here
     row = device_report._row(case)
     assert row["dropped"] == {}
     assert row["xla_us"] > 0
