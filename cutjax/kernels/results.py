@@ -16,26 +16,22 @@ def parts(problem: Problem, splits: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns what a kernel writes where k has splits: of each product, the parts, in the accumulators' dtype."""
     p = problem
     shape = (splits, *p.batch, *[p.groups] * (p.ragged == "k"), p.m, p.n)
-    return (jax.ShapeDtypeStruct(shape, np.dtype(p.epilogue.outputs[0].dtype)),) * p.products
+    return (jax.ShapeDtypeStruct(shape, p.accumulator),) * p.products
 
 
-def written(problem: Problem, rows: int, columns: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+def written(problem: Problem, columns: int, turned: bool = False) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns what a kernel writes, where reductions are not yet what was asked.
 
-    Of a reduction it is one value for each so many rows, for each so many columns, or both.
+    Of a reduction it is one value for each 16 rows, for each so many columns, or both. Where operands are swapped the
+    problem is that of the transposed result, and results of full size are ``turned``.
     """
     p, found = problem, []
     for out in p.epilogue.outputs:
-        of_rows = -(-p.m // rows) if "row" in out.axes else p.m
+        of_rows = -(-p.m // 16) if "row" in out.axes else p.m
         of_columns = -(-p.n // columns) if "col" in out.axes else p.n
-        shape = (of_rows, of_columns) if out.reduce else (p.m, p.n)
+        shape = (of_rows, of_columns) if out.reduce else (p.n, p.m) if turned else (p.m, p.n)
         found.append(jax.ShapeDtypeStruct((*p.batch, *shape), np.dtype(out.dtype)))
     return tuple(found)
-
-
-def first(count: int, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Returns the first arguments, which are those that a kernel takes."""
-    return arrays[:count]
 
 
 def finish(outputs: Sequence[Output], written: Sequence[jax.Array], _: Sequence[jax.Array]) -> list[jax.Array]:

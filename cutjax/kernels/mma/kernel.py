@@ -173,7 +173,7 @@ class Kernel:
             written = results.parts(problem, config.splits)
             finish = functools.partial(results.finish_parts, self.asked)
         elif self.staging.reductions:
-            written = results.written(problem, 16, config.wn)
+            written = results.written(problem, config.wn)
             finish = functools.partial(results.finish, outputs)
         prepare = functools.partial(_prepare, self.transposed, problem.arrays + len(problem.epilogue.operands))
         return Call(

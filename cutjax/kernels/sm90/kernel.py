@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from cutjax.dtypes import short
-from cutjax.epilogue.expression import REDUCTIONS, Output
+from cutjax.kernels import results
 from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import cost, dense_cost, operands, text
@@ -316,14 +316,15 @@ class Kernel:
         """Returns the compiled kernel and the plan of its launch."""
         problem, config, outputs = self.problem, self.config, self.multiplied.epilogue.outputs
         aliases = tuple((problem.arrays + operand, result) for operand, result in problem.in_place)
-        taken, results, finish, tickets = problem.arrays + len(problem.epilogue.operands), (), None, 0
+        taken, written, finish, tickets = problem.arrays + len(problem.epilogue.operands), (), None, 0
         if config.splits > 1:
-            results, finish = self._parts(), functools.partial(_finish_parts, self.asked)
+            written, finish = results.parts(problem, config.splits), functools.partial(results.finish_parts, self.asked)
         elif self.staging.reductions or config.stream_k:
-            results, finish = self._written(), functools.partial(_finish, outputs)
+            written = results.written(self.multiplied, config.epilogue_columns, config.swap)
+            finish = functools.partial(results.finish, outputs)
         if config.stream_k:
             scratch, state = self._stream()
-            results, tickets = (*results, scratch, state), state.size
+            written, tickets = (*written, scratch, state), state.size
             aliases += ((taken + self.more_parts, len(outputs) + 1),)
         copied, given = operands.copies(problem), operands.as_multiplied(problem)
         orders = [given.orders[0], *[given.orders[1]] * (0 if problem.symmetric else problem.products)]
@@ -331,7 +332,7 @@ class Kernel:
         prepare = functools.partial(_prepare, taken, copied, self.way, tickets)
         return Call(
             (self._launch(self.compile().image),),
-            results=results,
+            results=written,
             finish=finish,
             prepare=prepare if config.splits > 1 or copied or tickets else None,
             aliases=aliases,
@@ -367,27 +368,6 @@ class Kernel:
         shape = (2 * blocks, p.products * c.bm * c.bn)
         return jax.ShapeDtypeStruct(shape, p.accumulator), jax.ShapeDtypeStruct((tickets,), np.dtype(np.int32))
 
-    def _parts(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns what the kernel writes where k has splits: of each product, the parts."""
-        p = self.problem
-        shape = (self.config.splits, *p.batch, *[p.groups] * (p.ragged == "k"), p.m, p.n)
-        return (jax.ShapeDtypeStruct(shape, p.accumulator),) * p.products
-
-    def _written(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns what the kernel writes, where reductions are not yet what was asked.
-
-        Of a reduction it is one value for each 16 rows, for each CTA's columns of a tile, or both: of the transposed
-        result, where the operands are swapped.
-        """
-        p = self.multiplied
-        found = []
-        for out in p.epilogue.outputs:
-            rows = -(-p.m // 16) if "row" in out.axes else p.m
-            columns = -(-p.n // self.config.epilogue_columns) if "col" in out.axes else p.n
-            shape = (rows, columns) if out.reduce else (self.problem.m, self.problem.n)
-            found.append(jax.ShapeDtypeStruct((*p.batch, *shape), np.dtype(out.dtype)))
-        return tuple(found)
-
 
 def _prepare(
     taken: int, copied: Sequence[operands.Copy], way: operands.Way, tickets: int, arrays: Sequence[jax.Array]
@@ -395,23 +375,6 @@ def _prepare(
     """Returns what the kernel takes: the first arguments, some of them copies, more parts of those, and tickets."""
     found, more = operands.prepare(copied, way, arrays[:taken])
     return [*found, *more, *([lax.full((tickets,), 0, np.int32)] if tickets else [])]
-
-
-def _finish(outputs: Sequence[Output], written: Sequence[jax.Array], _: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the results, of what the kernel writes: reductions are reduced further."""
-    found = []
-    for out, x in zip(outputs, written, strict=False):  # there may be scratch after them
-        axes = [{"row": -2, "col": -1}[axis] for axis in out.axes]
-        found.append(REDUCTIONS[out.reduce](x, axes) if out.reduce else x)
-    return found
-
-
-def _finish_parts(
-    problem: Problem, written: Sequence[jax.Array], arguments: Sequence[jax.Array]
-) -> tuple[jax.Array, ...]:
-    """Returns the results, of the parts of each product: they are added up in order."""
-    sums = [functools.reduce(jax.lax.add, [parts[i] for i in range(parts.shape[0])]) for parts in written]
-    return problem.epilogue.apply(sums, arguments[problem.arrays :])
 
 
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
