@@ -77,7 +77,11 @@ def all_gather_gemm(
       epilogue: as in ``cutjax.gemm``, of the accumulators of all rows. It reduces along columns alone, and does not use
         positions of rows.
       operands: its further arguments. Those with rows have all, ``[devices * m, n]`` or ``[devices * m, 1]``.
-      layout, out_dtype, precision, backend, save: as in ``cutjax.gemm``.
+      layout: as in ``cutjax.gemm``.
+      out_dtype: as in ``cutjax.gemm``.
+      precision: as in ``cutjax.gemm``.
+      backend: as in ``cutjax.gemm``.
+      save: as in ``cutjax.gemm``.
       config: pins the kernel of each product of one device's rows.
       route: how rows travel. "whole": by one collective, before one product of all rows. "direct": each share to each
         device, for a switch such as NVSwitch. "ring": from neighbour to neighbour, both ways at once. "auto": the one
@@ -149,7 +153,10 @@ def gemm_reduce_scatter(
       x: ``[..., devices * m, k]``, or ``[..., k, devices * m]`` where ``layout[0]`` is "t".
       w: ``[..., k, n]``, or ``[..., n, k]``.
       axis_name: the mesh axis to add up over, and to divide the rows over.
-      layout, out_dtype, precision, backend: as in ``cutjax.gemm``.
+      layout: as in ``cutjax.gemm``.
+      out_dtype: as in ``cutjax.gemm``.
+      precision: as in ``cutjax.gemm``.
+      backend: as in ``cutjax.gemm``.
       config: pins the kernel of each product of one device's rows.
       route: how parts travel, as in ``cutjax.all_gather_gemm``.
       reduce_dtype: dtype in which parts of the sum travel. By default that of the accumulators, float32 for 16-bit

@@ -80,8 +80,8 @@ def mlp(
         named "cutjax_preactivation" for ``jax.checkpoint`` policies, and the operand of the second product,
         "cutjax_hidden". "recompute": neither, the first product is made again.
       axis_name: the mesh axis over which the layer is divided: w1 and gate by columns, w2 by rows, b1 with the columns.
-      route, reduce_dtype: with an axis, how rows travel, and in what dtype parts of sums do; see
-        ``cutjax.gemm_reduce_scatter``.
+      route: with an axis, how rows travel, see ``cutjax.gemm_reduce_scatter``.
+      reduce_dtype: with an axis, the dtype in which parts of sums travel, see ``cutjax.gemm_reduce_scatter``.
 
     Returns:
       ``[..., m, n]``.
