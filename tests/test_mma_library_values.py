@@ -90,3 +90,31 @@ def test_symmetric_results(dtype, layout, m, config, tmp_path):
     given = (a if layout == "nt" else a.T).astype(jnp.dtype(dtype))
     kernel_host.run(mma.resolved(asked, config), [kernel_host.aligned(given), result], tmp_path)
     np.testing.assert_array_equal(result.astype(a.dtype), a @ a.T)
+
+
+def test_reductions_of_few_rows(tmp_path):
+    """Sums over rows, as the kernel writes them: of each 16 rows, and of even columns two at a time."""
+    m, n, k = 3, 70, 40
+    a, b = integers("float32", (m, k), (k, n))
+    asked = kernel_host.problem("float32", "", "nn", "sm_80", m, n, k)
+    traced = trace(lambda acc: (acc, acc.sum(-2)), [jax.ShapeDtypeStruct((m, n), jnp.float32)], [])
+    kernel = mma.resolved(dataclasses.replace(asked, epilogue=traced.epilogue), slim(4, 32, 4))
+    arrays = [a, b, np.full((m, n), 7), np.full((1, n), 7)]
+    arrays = [kernel_host.aligned(x.astype(np.float32)) for x in arrays]
+    kernel_host.run(kernel, arrays, tmp_path)
+    np.testing.assert_array_equal(arrays[2], a @ b)
+    np.testing.assert_array_equal(arrays[3][0], (a @ b).sum(0))
+
+
+@pytest.mark.parametrize("config", [slim(4, 32, 4), Config(32, 32, 8, 16, 16, 1, 2)], ids=["slim", "tiles"])
+def test_rows_of_groups(config, tmp_path):
+    """Groups that end in tiles of their own, one without rows, and rows of no group, which are zero."""
+    sizes = np.array([5, 0, 37, 3], np.int32)
+    a, b = integers("float32", (50, 20), (4, 20, 36))
+    asked = kernel_host.problem("float32", "", "nn", "sm_80", 50, 36, 20, groups=4, ragged="m")
+    arrays = [kernel_host.aligned(x.astype(np.float32)) for x in (a, b, np.full((50, 36), 7))]
+    arrays.insert(2, kernel_host.aligned(sizes))
+    kernel_host.run(mma.resolved(asked, config), arrays, tmp_path)
+    group = np.repeat(np.arange(4), sizes)
+    np.testing.assert_array_equal(arrays[3][:45], np.einsum("mk,mkn->mn", a[:45], b[group]))
+    assert not arrays[3][45:].any()
