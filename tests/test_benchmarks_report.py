@@ -54,6 +54,7 @@ FORMS = {  # of the columns of each table, by the fields of rows as recorded: in
     | dict.fromkeys(("us", "xla us"), ".1f")
     | dict.fromkeys([f"{key} ratio" for key in ("xla", "xla, tuned", "sustained", "sustained, tuned")], ".3f"),
     "programs": {"case": "", "product": "", "jax ratio": ".3f", "peak_mib": ".0f"},
+    "collective": {"case": "", "product": "", "peak_mib": ".0f"},
     "moe": {"case": "", "ratio": ".2f"} | dict.fromkeys(MOE_NUMBERS, ".0f"),
     "compile": {"case": "", "tile": "", "cpu_s": ".2f", "target": ".1f", "cubin_bytes": "", "registers": ""},
     "calls": {"case": "", "ships": "", "inlined_us": ".1f", "called_us": ".1f", "ratio": ".3f", "most_ratio": ".3f"},

@@ -127,14 +127,16 @@ def test_architectures_by_name():
 
 
 def test_a_device_that_no_family_serves_says_why():
-    old = device.device_of_kind("NVIDIA A100-SXM4-40GB", "sm_80", 108)
-    assert (old.name, old.arch, old.sms) == ("NVIDIA A100-SXM4-40GB", "sm_80", 108)
+    old = device.device_of_kind("Tesla V100-SXM2-16GB", "sm_70", 80)
+    assert (old.name, old.arch) == ("Tesla V100-SXM2-16GB", "sm_70")
     problem = cutjax.Problem(512, 512, 512, device=old)
     choice = choose.choose(problem)
     assert choice.kernel == "XLA"
-    assert choice.reasons == ("architecture sm_80: the kernels are for sm_90a",)
-    assert cutjax.reasons(cutjax.Config(), problem) == choice.reasons
-    with pytest.raises(ValueError, match="architecture sm_80"):
+    hopper, others = choice.reasons
+    assert hopper == "architecture sm_70: the kernels are for sm_90a"
+    assert others == "architecture sm_70: the kernels are for sm_75 and later"
+    assert cutjax.reasons(cutjax.Config(), problem) == (hopper,)
+    with pytest.raises(ValueError, match="architecture sm_70"):
         choice.call()
 
 
@@ -171,6 +173,7 @@ class Simplest:
 
     name = "simplest"
     Config = Simple
+    fallback = False
 
     def reasons(self, problem):
         return () if problem.m == 8 else (f"m={problem.m}: 8 alone",)
@@ -218,7 +221,7 @@ def test_families_compete(monkeypatch):
         assert choose.choose(odd).kernel == "simplest_kernel"
         refused = choose.choose(cutjax.Problem(16, 512, 512, **mixed))
         assert refused.reasons[-1] == "m=16: 8 alone"
-        assert len(refused.reasons) == 2  # what both families say
+        assert len(refused.reasons) == 3  # what both families say
     finally:
         choose._choose.cache_clear()
 

@@ -298,11 +298,11 @@ def test_an_epilogue_is_in_the_kernels_name():
         (lambda acc: (acc, (acc > 0).astype(jnp.int32).max(0)), (), (512, 512, 512), "a reduction in int32"),
     ],
 )
-def test_what_no_kernel_does(fn, operands, sizes, match):
+def test_what_no_kernel_of_wgmma_does(fn, operands, sizes, match):
     asked = problem(fn, 1, operands, sizes=sizes)
     reason = "; ".join(cutjax.reasons(cutjax.Config(), asked))
     assert match in reason
-    assert cutjax.candidates(asked) == ()
+    assert not any(isinstance(config, cutjax.Config) for config in cutjax.candidates(asked))
 
 
 @pytest.mark.parametrize("batch", [(5,), (3, 5), (4, 1, 6)], ids=str)

@@ -87,7 +87,7 @@ def test_group_offset_is_one_kernel_and_arithmetic_on_sizes():
 
 def test_fallback_is_one_loop_of_known_length():
     """The host waits for no size: XLA knows how often the loop runs."""
-    lowered = text(cutjax.grouped_gemm, *operands(dtype=jnp.float32))
+    lowered = text(cutjax.grouped_gemm, *operands(dtype=jnp.int16))
     assert "cutjax_launch" not in lowered
     assert lowered.count("stablehlo.while") == 1
     assert lowered.count("stablehlo.dot_general") == 1
@@ -96,8 +96,8 @@ def test_fallback_is_one_loop_of_known_length():
 
 
 def test_strict_backend_says_why():
-    x, w, sizes = operands(dtype=jnp.float32)
-    with pytest.raises(NotImplementedError, match=r"cutjax_grouped_gemm: no kernel for .*f32 x f32"):
+    x, w, sizes = operands(dtype=jnp.int16)
+    with pytest.raises(NotImplementedError, match=r"cutjax_grouped_gemm: no kernel for .*s16 x s16"):
         text(functools.partial(cutjax.grouped_gemm, backend="cuda"), x, w, sizes)
     with cutjax.use_backend("cuda"), pytest.raises(NotImplementedError, match=r"cutjax_grouped_outer: no kernel for"):
         text(cutjax.grouped_outer, x, x, sizes)

@@ -20,7 +20,7 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import family as sm90
 from cutjax.runtime.launch import Call
 
-FAMILIES: tuple[Family, ...] = (sm90, mma)  # the first that serves a problem has it; one that is pinned may be any
+FAMILIES: tuple[Family, ...] = (sm90, mma)
 LEAD = 1 / 1.03  # how many times as fast as XLA's product a kernel must be predicted to be, to run under "auto"
 Config = sm90.Config
 CONFIGS = tuple(family.Config for family in FAMILIES)
@@ -98,14 +98,13 @@ def _resolve(problem: Problem, config: Any) -> Kernel | tuple[str, ...]:
 def _ranked(problem: Problem) -> list[tuple[Kernel, float]]:
     """Returns the kernels that serve a problem, with their predicted times, the fastest first."""
     serving = []
-    for family in FAMILIES:
-        if family.reasons(problem):
+    for family in sorted(FAMILIES, key=lambda family: family.fallback):
+        if (serving and family.fallback) or family.reasons(problem):
             continue
         found = [family.resolve(problem, config) for config in family.configs(problem)]
         kernels = [kernel for kernel in found if not isinstance(kernel, tuple)]
         if kernels and not kernels[0].unlaunchable():  # the first is told least: parts of tiles take more
             serving += [(kernel, kernel.time_us(problem.device)) for kernel in kernels]
-            break
     return sorted(serving, key=lambda entry: entry[1])
 
 

@@ -22,7 +22,7 @@ from cutjax.runtime.launch import Call, Float32, Float64, Int32, Int64, Launch, 
 HEADERS = {
     "common/atoms.cuh": (),
     "sm90/atoms.cuh": ("common/atoms.cuh",),
-    "common/math.cuh": ("common/atoms.cuh",),
+    "common/math.cuh": ("common/atoms.cuh", "sm90/atoms.cuh"),
 }
 _MAX_GRID_Z = 65535
 _SCALARS: dict[type, Callable[[Any], Param]] = {

@@ -63,6 +63,11 @@ class Family(Protocol):
         """The frozen dataclass of its configs."""
         ...
 
+    @property
+    def fallback(self) -> bool:
+        """True if it only has problems that no other family serves, unless a kernel of it is pinned."""
+        ...
+
     def reasons(self, problem: Problem) -> tuple[str, ...]:
         """Returns why no kernel of the family can serve a problem; empty when one can."""
         ...

@@ -13,9 +13,10 @@ from cutjax.kernels.mma.kernel import chunk_of, most_tiles, reasons, resolve, st
 from cutjax.kernels.mma.math import Math, math_of
 from cutjax.kernels.problem import Problem
 
-__all__ = ["Config", "configs", "name", "reasons", "resolve"]
+__all__ = ["Config", "configs", "fallback", "name", "reasons", "resolve"]
 
 name = "mma"
+fallback = True
 
 # (bm, bn, wm, wn, sliced_k, blocks): from large products to small ones.
 TILES = (

@@ -11,9 +11,10 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.kernel import Facts, Footprint, average_tiles, facts_of, footprint, resolve
 
-__all__ = ["Config", "configs", "name", "reasons", "resolve"]
+__all__ = ["Config", "configs", "fallback", "name", "reasons", "resolve"]
 
 name = "sm90"
+fallback = False
 
 # (schedule, bm) -> the bn shipped. Steps of 32 fill waves; below 64 columns only small problems want a tile.
 TILES = {  # where two are predicted equal, the first is taken
