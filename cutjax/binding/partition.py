@@ -275,6 +275,9 @@ class Shard(NamedTuple):
     gathers: tuple[str, ...]
 
 
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
 def mesh_of(ctx: mlir.LoweringRuleContext) -> jax.sharding.AbstractMesh | None:
     """Returns the mesh over which an operation is divided when the program is compiled, None where it cannot be."""
     context: Any = ctx.module_context.axis_context
@@ -321,9 +324,10 @@ def lower(
 
         def shard(*shards: jax.Array) -> list[jax.Array]:
             run = functools.partial(rules.shard, placement, avals=avals, **params)
-            if seen is None:
-                return list(run(*shards))
-            jaxpr = jax.make_jaxpr(run)(*shards)
+            with jax.sharding.use_abstract_mesh(_NO_MESH):  # a shard lies on no mesh, whatever is in scope here
+                if seen is None:
+                    return list(run(*shards))
+                jaxpr = jax.make_jaxpr(run)(*shards)
             seen.append(Shard(primitive, avals, params, jaxpr, tuple(_gathers(operands, specs))))
             return [jnp.zeros(x.shape, x.dtype) for x in jaxpr.out_avals]
 
