@@ -328,8 +328,8 @@ def lower(
                 if seen is None:
                     return list(run(*shards))
                 jaxpr = jax.make_jaxpr(run)(*shards)
-            seen.append(Shard(primitive, avals, params, jaxpr, tuple(_gathers(operands, specs))))
-            return [jnp.zeros(x.shape, x.dtype) for x in jaxpr.out_avals]
+                seen.append(Shard(primitive, avals, params, jaxpr, tuple(_gathers(operands, specs))))
+                return [jnp.zeros(x.shape, x.dtype) for x in jaxpr.out_avals]
 
         return mesh, shard, outs, tuple(NamedSharding(mesh, spec) for spec in specs)
 
