@@ -15,8 +15,9 @@ import numpy as np
 from cutjax.epilogue.expression import identity
 from cutjax.kernels.mma import kernel as mma
 from cutjax.kernels.mma.config import Config
-from cutjax.kernels.mma.math import MATHS, arch_number
+from cutjax.kernels.mma.math import MATHS
 from cutjax.kernels.problem import Problem
+from cutjax.runtime.architectures import number
 from cutjax.runtime.launch import Int32, Int64, Pointer
 from cutjax.runtime.sources import DEVICE
 
@@ -56,7 +57,7 @@ extern "C" void launch(int blocks, int count, const char** firsts, const i64* si
 
 def problem(dtype: str, math: str = "", layout: str = "nn", arch: str = "sm_80", m=64, n=64, k=64, **fields) -> Problem:
     """A product of a dtype, in the dtype that its products are added up in; of 32 bits, where that is wider."""
-    of = next(math for math in MATHS[dtype, math] if arch_number(arch) in math.archs)
+    of = next(math for math in MATHS[dtype, math] if number(arch) in math.archs)
     dtype, accumulator = jnp.dtype(dtype), np.dtype(of.accumulator)
     return Problem(
         m,
@@ -92,7 +93,7 @@ def text(kernel: mma.Kernel) -> str:
         values=", ".join(f"given->{name}" for name in names),
     )
     shims = [(NATIVE / name).read_text() for name in ("device_shim.h", "kernel_shim.h")]
-    return f"#define __CUDA_ARCH__ {arch_number(kernel.problem.arch)}0\n{shims[0]}\n{shims[1]}\n{body}\n{launch}"
+    return f"#define __CUDA_ARCH__ {number(kernel.problem.arch)}0\n{shims[0]}\n{shims[1]}\n{body}\n{launch}"
 
 
 def run(kernel: mma.Kernel, arrays: Sequence[np.ndarray], folder: pathlib.Path, blocks: int = 2) -> None:

@@ -73,7 +73,7 @@ def test_every_tile_with_anything_below_the_diagonal_comes_once(walks, tile):
             for row in range(0, m, height)
             for column in range(0, min(m, row + height), width)
         }
-        assert sm90._most_tiles(problem(m, batch=(batch,)), config) == len(wanted)
+        assert problem(m, batch=(batch,)).most_tiles(*sm90.cluster_tile(config)) == len(wanted)
         for step in (1, 5, 66):
             items = np.concatenate([walks(tile, m, raster, batch, first, step) for first in range(step)])
             assert len(items) == len(wanted)

@@ -16,7 +16,7 @@ from cutjax.epilogue.expression import Epilogue
 from cutjax.fusion.contraction import Contraction
 from cutjax.fusion.jaxprs import byte_count
 from cutjax.kernels import choose, tuned
-from cutjax.kernels.device import device_of_kind
+from cutjax.kernels.device import device_of
 from cutjax.kernels.problem import Problem
 from cutjax.ops.dot_general import LEAD
 
@@ -84,7 +84,7 @@ class Price:
 def of_product(found: Contraction, eqn: Any) -> Price:
     """Returns what the product of an equation takes by XLA and by a kernel."""
     target = lowering.target()
-    device = device_of_kind(target.kind, target.arch, target.sms)
+    device = device_of(target)
     a, b = found.avals(*(x.aval for x in eqn.invars))
     problem = found.product.problem(a, b, out_dtype=eqn.outvars[0].aval.dtype, device=device)
     chosen = choose.in_precision(found.product.in_order(problem), found.precision)

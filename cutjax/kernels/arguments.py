@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 
+from cutjax.dtypes import DTYPES
 from cutjax.epilogue import emit
 from cutjax.kernels.problem import Order, Problem, strides
-from cutjax.runtime.launch import Param, TensorMap
+from cutjax.kernels.staging import Staging
+from cutjax.runtime.launch import Int32, Param, Pointer, TensorMap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +96,51 @@ def batch_steps(moves: Sequence[int], sizes: Sequence[int]) -> list[int]:
         steps.append(stride if move else 0)
         stride *= size if move else 1
     return steps[::-1]
+
+
+def batch_moves(problem: Problem) -> tuple[Sequence[int], Sequence[Sequence[int]]]:
+    """Returns the result's three batch sizes, and which of the indices each array moves with: a, b, operands, sizes."""
+    unmoved = (1, *(False,) * (2 + len(problem.epilogue.operands) + bool(problem.groups)))
+    sizes, *moves = zip(*[unmoved] * (3 - len(problem.batch_groups)), *problem.batch_groups, strict=True)
+    return sizes, moves
+
+
+def array_steps(problem: Problem) -> list[list[int]]:
+    """Returns the `batch_steps` of each array: a, b, the epilogue's operands, and the sizes of groups."""
+    sizes, moves = batch_moves(problem)
+    return [batch_steps(move, sizes) for move in moves]
+
+
+def integer(name: str, value: int, to: str = "") -> Argument:
+    """Returns an argument of 32 bits."""
+    return Argument(f"int {name}", Int32(value), to)
+
+
+def extras(problem: Problem, loaded: Container[int] = ()) -> Iterator[Argument]:
+    """Yields what reads the epilogue's operands, but for the arrays that TMA loads, and the places in the batch."""
+    for i, of in enumerate(array_steps(problem)[2 : 2 + len(problem.epilogue.operands)]):
+        if i not in loaded:
+            yield Argument(f"const char* base{i}", Pointer(problem.arrays + i), "extras")
+        for j, step in enumerate(of):
+            yield integer(f"step{i}_{j}", step, "extras")
+    for (axis, i), (stride, size) in zip(emit.places(problem.epilogue), place_steps(problem), strict=True):
+        yield integer(f"{axis}{i}_stride", stride, "extras")
+        yield integer(f"{axis}{i}_size", size, "extras")
+
+
+def partials(staging: Staging, first_result: int) -> Iterator[Argument]:
+    """Yields where reductions go."""
+    for i, out in staging.reductions:
+        yield Argument(f"{DTYPES[out.dtype].carrier}* partial{i}", Pointer(first_result + i), "partials")
+
+
+def groups(problem: Problem) -> Iterator[Argument]:
+    """Yields the sizes of groups, where there are such."""
+    if problem.groups:
+        yield Argument("const int* sizes", Pointer(1 + problem.products), "scheduler")
+        yield integer("leading", problem.leading, "scheduler")
+        for j, step in enumerate(array_steps(problem)[-1][:2]):
+            yield integer(f"sizes_step{j}", step, "scheduler")
 
 
 def place_steps(problem: Problem) -> list[tuple[int, int]]:

@@ -8,10 +8,11 @@ import math
 import re
 import types
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from cutjax.runtime.architectures import ARCHITECTURES
+from cutjax.runtime.architectures import ARCHITECTURES, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Device:
     @property
     def tf32(self) -> bool:
         """True if tensor cores round float32 to TF32, and so XLA does by default: from sm_80 on."""
-        return int("".join(filter(str.isdigit, self.arch)) or 0) >= 80
+        return number(self.arch) >= 80
 
     def with_sms(self, sms: int) -> Device:
         """Returns the device with another number of SMs, as fast for each."""
@@ -251,6 +252,20 @@ def named(kind: str) -> Device:
         known = ", ".join(device.name for device in DEVICES.values())
         raise ValueError(f"unknown device {kind!r}; known are {known}")
     return found[0]
+
+
+class _Target(Protocol):
+    @property
+    def arch(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def sms(self) -> int | None: ...
+
+
+def device_of(target: _Target) -> Device:
+    """Returns the device that programs are lowered for."""
+    return device_of_kind(target.kind, target.arch, target.sms)
 
 
 @functools.lru_cache(maxsize=64)

@@ -258,10 +258,31 @@ class Problem:
             orders=(of_b, of_a, tuple(turned.get(axis, axis) for axis in of_result)),
         )
 
-    def triangle(self, height: int, width: int) -> int:
-        """Returns the tiles of a symmetric result, of that size, with anything on or below the diagonal."""
-        rows = range(0, self.m, height)
-        return self.batch_size * sum(-(-min(self.m, row + height) // width) for row in rows)
+    @property
+    def along_k(self) -> Problem:
+        """The problem of the same operands where they lie along k; those that do not are transposed for it."""
+        (of_a, of_b, of_d), (a, b) = self.orders, self.layout
+        orders = of_a if a == "n" else (), of_b if b == "t" else (), of_d
+        return dataclasses.replace(self, layout="nt", orders=orders)
+
+    def tiles(self, height: int, width: int) -> tuple[int, int]:
+        """Returns the tiles of that size along m and n; where rows have groups, those along m of an average group."""
+        m = -(-self.m // self.groups) if self.ragged == "m" else self.m
+        return -(-m // height), -(-self.n // width)
+
+    def most_tiles(self, height: int, width: int) -> int:
+        """Returns the number of tiles of that size in all results; where there are groups, the most there may be.
+
+        Of a symmetric result they are those with anything on or below the diagonal.
+        """
+        if self.symmetric:
+            rows = range(0, self.m, height)
+            return self.batch_size * sum(-(-min(self.m, row + height) // width) for row in rows)
+        tiles_m = -(-self.m // height)
+        if self.ragged == "m":  # every group, and what is of none before and after, may end in a tile of its own
+            tiles_m = min(tiles_m + self.groups + 1, self.m)
+        groups = self.groups if self.ragged == "k" else 1
+        return tiles_m * -(-self.n // width) * self.batch_size * groups
 
     @functools.cached_property
     def batch_size(self) -> int:

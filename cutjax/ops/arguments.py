@@ -164,6 +164,14 @@ def contracted(x: Any, last: bool) -> int:
     return x.shape[-1 if last else -2]
 
 
+def check_shapes(a: jax.Array, b: jax.Array, layout: str, where: str, names: tuple[str, str] = ("a", "b")) -> None:
+    """Raises if the contracting axes of two matrices differ, or their batch axes do not broadcast."""
+    shapes = f"{names[0]} is {a.shape}, {names[1]} is {b.shape}"
+    if contracted(a, layout[0] == "n") != contracted(b, layout[1] == "t"):
+        raise ValueError(f"{where}: contracting dimensions differ: {shapes}, layout {layout!r}")
+    check_batch(where, shapes, a.shape[:-2], b.shape[:-2])
+
+
 def group_sizes_of(sizes: Any, where: str) -> jax.Array:
     """Returns the group sizes as int32."""
     sizes = unwrapped(sizes)

@@ -19,7 +19,7 @@ from cutjax.kernels.problem import LAYOUTS
 from cutjax.ops.arguments import (
     check_config,
     check_epilogue,
-    contracted,
+    check_shapes,
     matrix,
     promote,
     result_dtype,
@@ -110,7 +110,7 @@ def all_gather_gemm(
     check_epilogue(w, epilogue, operands, out_dtype, save, where, "w")
     several = isinstance(out_dtype, tuple)
     a, *ws, dtype, _ = promote(matrix(x, "x", where), weights_of(w, "w", where), None if several else out_dtype, where)
-    _check_shapes(a, ws[0], layout, where)
+    check_shapes(a, ws[0], layout, where, ("x", "w"))
     a, *ws = match_varying(*aligned(Dense(layout), ring.varying(a), ws, ()))
     ring = ring.chosen(Dense(layout), jax.typeof(a), [jax.typeof(x) for x in ws])
     spec = Gathered(
@@ -182,7 +182,7 @@ def gemm_reduce_scatter(
     ring = ring_of(axis_name, route, where)
     _check(layout, config, where)
     a, b, dtype, _ = promote(matrix(x, "x", where), [matrix(w, "w", where)], out_dtype, where)
-    _check_shapes(a, b, layout, where)
+    check_shapes(a, b, layout, where, ("x", "w"))
     rows = -2 if layout[0] == "n" else -1
     if a.shape[rows] % ring.size:
         raise ValueError(
@@ -220,15 +220,6 @@ def _check(layout: str, config: Any, where: str) -> None:
     if layout not in LAYOUTS:
         raise ValueError(f"{where}: unknown layout {layout!r}, expected one of {LAYOUTS}")
     check_config(config, where)
-
-
-def _check_shapes(x: jax.Array, w: jax.Array, layout: str, where: str) -> None:
-    if contracted(x, layout[0] == "n") != contracted(w, layout[1] == "t"):
-        raise ValueError(f"{where}: contracting dimensions differ: x is {x.shape}, w is {w.shape}, layout {layout!r}")
-    try:
-        np.broadcast_shapes(x.shape[:-2], w.shape[:-2])
-    except ValueError:
-        raise ValueError(f"{where}: batch axes do not broadcast: x is {x.shape}, w is {w.shape}") from None
 
 
 def _fused(

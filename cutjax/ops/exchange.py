@@ -129,6 +129,12 @@ def exchanged(
     return [out.astype(x.dtype) for out, (x, _) in zip(outs, parts, strict=True)]
 
 
+def _computed(rows: jax.Array, expert: jax.Array, groups: int, scale: jax.Array, experts: Experts) -> jax.Array:
+    """Returns what this device's experts make of rows that arrived, scaled, in the order in which they came."""
+    there = sorted_by(expert, groups, scale)
+    return there.combine(experts(checkpoint_name(there.dispatch(rows), ROWS), there))
+
+
 def _round(
     x: jax.Array,
     weights: jax.Array,
@@ -160,9 +166,7 @@ def _round(
     scale = swapped(to_slots(weights.reshape(-1, 1), pairs, slots.reshape(-1, 1)))
     ends = jnp.cumsum(sizes[:, me], 1, dtype=jnp.int32)  # of the rows of each source and expert
     expert = (places[:, None] >= ends[:, None]).sum(2, dtype=jnp.int32)  # that of no group after the last
-    there = sorted_by(expert.reshape(-1), groups, scale)
-    y = there.combine(experts(checkpoint_name(there.dispatch(arrived), ROWS), there))
-    back = swapped(y)
+    back = swapped(_computed(arrived, expert.reshape(-1), groups, scale, experts))
     return from_slots(back.astype(accumulator(back.dtype)), pairs, slots)
 
 
@@ -198,8 +202,7 @@ def _ragged_round(
     groups = sizes.shape[2]
     block = jnp.searchsorted(ends, places, side="right").astype(jnp.int32)
     expert = jnp.where(places < ends[-1], block % groups, groups)
-    there = sorted_by(expert, groups, scale)
-    y = there.combine(experts(checkpoint_name(there.dispatch(arrived), ROWS), there))
+    y = _computed(arrived, expert, groups, scale, experts)
     back = ragged_exchange(y, rows.shape[0], back, axis)
     return routing.combine(back.astype(accumulator(back.dtype)))
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import jax
 import jax.export
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
 from cutjax.kernels.choose import Config
 from cutjax.kernels.problem import LAYOUTS
-from cutjax.ops.arguments import check_config, check_epilogue, contracted, matrix, promote, unwrapped, weights
+from cutjax.ops.arguments import check_config, check_epilogue, check_shapes, matrix, promote, unwrapped, weights
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.dense import Dense
@@ -93,15 +92,8 @@ def gemm(
     x, ys = matrix(a, "a"), weights(b, "b")
     several = isinstance(out_dtype, tuple)
     x, *ys, dtype, weak = promote(x, ys, None if several else out_dtype)
-    y = ys[0]
-    if contracted(x, layout[0] == "n") != contracted(y, layout[1] == "t"):
-        raise ValueError(f"gemm: contracting dimensions differ: a is {x.shape}, b is {y.shape}, layout {layout!r}")
-    try:
-        np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-    except ValueError:
-        raise ValueError(f"gemm: batch axes do not broadcast: a is {x.shape}, b is {y.shape}") from None
-
+    check_shapes(x, ys[0], layout, "gemm")
     if epilogue is not None:
         out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, tuple(operands))
         return products.call(product, epilogue, x, ys, (), operands, out_dtype=out, save=save, **params)
-    return converted(products.multiply(product, x, y, out_dtype=dtype, **params), dtype, weak)
+    return converted(products.multiply(product, x, ys[0], out_dtype=dtype, **params), dtype, weak)

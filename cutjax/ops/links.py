@@ -9,7 +9,7 @@ import numpy as np
 
 from cutjax.binding import lowering
 from cutjax.kernels.choose import choose
-from cutjax.kernels.device import device_of_kind
+from cutjax.kernels.device import device_of
 from cutjax.primitives.product import Product
 
 # GB/s that one of 4 H200s sends, by what 134 MB take more than 8 MB, and that its memory copies. Measured:
@@ -22,7 +22,7 @@ HIDDEN: Mapping[str, float] = {"direct": 0.0, "ring": 0.05}
 def product_us(product: Product, *avals: Any, dtype: np.dtype) -> float:
     """Returns the time predicted for a product on the GPU that programs are lowered for, 0 where none is."""
     target = lowering.target()
-    device = device_of_kind(target.kind, target.arch, target.sms)
+    device = device_of(target)
     return choose(product.problem(*avals, out_dtype=dtype, device=device), backend="cuda").time_us or 0.0
 
 

@@ -98,11 +98,8 @@ def mlp(
     backend = backends.resolve(backend, "mlp")
     precision = dot_precision.canonical(precision, "mlp")
     a, ws, v, dtype = _arrays("mlp", x, w1, w2, gate, layout, save)
-    try:
-        batch = np.broadcast_shapes(a.shape[:-2], ws[0].shape[:-2], v.shape[:-2])
-    except ValueError:
-        shapes = f"x is {a.shape}, w1 is {ws[0].shape}, w2 is {v.shape}"
-        raise ValueError(f"mlp: batch axes do not broadcast: {shapes}") from None
+    shapes = f"x is {a.shape}, w1 is {ws[0].shape}, w2 is {v.shape}"
+    batch = check_batch("mlp", shapes, a.shape[:-2], ws[0].shape[:-2], v.shape[:-2])
 
     ring = None if axis_name is None else ring_of(axis_name, route, "mlp")
     m = a.shape[-2]

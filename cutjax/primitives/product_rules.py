@@ -17,7 +17,7 @@ from cutjax.binding.rules import batch_axis, is_linear, is_zero, none_if_zero, w
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, Node, normal
 from cutjax.kernels.choose import Choice, choose, in_precision
-from cutjax.kernels.device import device_of_kind
+from cutjax.kernels.device import device_of
 from cutjax.primitives import derivative, partition
 from cutjax.primitives.accumulators import accumulator, with_cotangent
 from cutjax.primitives.product import (
@@ -100,7 +100,7 @@ def _choose(
     a, bs, context, operands = split(avals, product, epilogue)
     epilogue = epilogue.primal
     out_dtype = next((out.dtype for out in epilogue.outputs if out.reduce is None), a.dtype)
-    device = device_of_kind(target.kind, target.arch, target.sms)
+    device = device_of(target)
     problem = product.problem(*factors_of(product, a, bs)[0], *context, out_dtype=out_dtype, device=device)
     if why := product.why_not():
         return Choice(problem, None, (why,))

@@ -44,6 +44,11 @@ def of_capability(major: int, minor: int) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
+def number(arch: str) -> int:
+    """Returns 80 for "sm_80", 90 for "sm_90a", 0 where there is none."""
+    return int("".join(filter(str.isdigit, arch)) or 0)
+
+
 def canonical(text: str) -> str:
     """Returns the architecture that a person named: "sm_90" and "sm_90a" are one; an "f", of a family of chips, stays.
 

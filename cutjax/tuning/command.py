@@ -16,7 +16,7 @@ from cutjax.binding import lowering, walk
 from cutjax.dtypes import DTYPES
 from cutjax.kernels import tuned
 from cutjax.kernels.choose import floor_us
-from cutjax.kernels.device import Device, device_of_kind, named, reference
+from cutjax.kernels.device import Device, device_of, named, reference
 from cutjax.kernels.problem import LAYOUTS
 from cutjax.ops.gemm import gemm
 from cutjax.runtime import architectures, compiler, tuning_file
@@ -144,7 +144,7 @@ def info() -> str:
     import cutjax
 
     target = lowering.target()
-    device = device_of_kind(target.kind, target.arch, target.sms)
+    device = device_of(target)
     here = f"{device.name}, {device.arch}, {device.sms} SMs" if target.kind else f"none; compiling for {target.arch}"
     lines = [f"cutjax    {cutjax.__version__}", f"jax       {jax.__version__}", f"device    {here}"]
     lines.append(f"compiler  {compiler.description()}")

@@ -21,7 +21,7 @@ from jax import lax
 
 from cutjax.binding import lowering, walk
 from cutjax.kernels.choose import Choice, candidates, choose
-from cutjax.kernels.device import Device, device_of_kind
+from cutjax.kernels.device import Device, device_of, device_of_kind
 from cutjax.ops.gemm import gemm
 from cutjax.ops.grouped import grouped_gemm
 from cutjax.runtime import compiler
@@ -154,7 +154,7 @@ def provenance() -> dict[str, Any]:
     import cutjax
 
     target = lowering.target()
-    device = device_of_kind(target.kind, target.arch, target.sms)
+    device = device_of(target)
     root = pathlib.Path(cutjax.__file__).parents[1]
     commit = _output("git", "-C", str(root), "rev-parse", "HEAD") if (root / ".git").exists() else []
     versions = {"cutjax": cutjax.__version__, "jax": jax.__version__, "python": platform.python_version()}

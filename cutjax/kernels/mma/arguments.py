@@ -7,10 +7,18 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from cutjax.dtypes import DTYPES
-from cutjax.epilogue import emit
-from cutjax.kernels.arguments import Argument, Matrices, batch_steps, matrices, place_steps
-from cutjax.runtime.launch import Int32, Int64, Pointer
+from cutjax.kernels.arguments import (
+    Argument,
+    Matrices,
+    array_steps,
+    batch_moves,
+    extras,
+    groups,
+    integer,
+    matrices,
+    partials,
+)
+from cutjax.runtime.launch import Int64, Pointer
 
 if TYPE_CHECKING:
     from cutjax.kernels.mma.kernel import Kernel
@@ -30,7 +38,7 @@ def matrices_of(p: Problem, operand: Operand, length: int, count: int = 1, steps
 @functools.lru_cache(maxsize=1024)
 def operands_of(p: Problem) -> tuple[Matrices, Matrices]:
     """Returns the matrices of a and of each b."""
-    steps = _steps(p)
+    steps = array_steps(p)
     b_matrices = math.prod(p.b_batch) * (p.groups if p.ragged == "m" else 1)
     of_a = matrices_of(p, p.a, p.m, math.prod(p.a_batch), tuple(steps[0]))
     return of_a, matrices_of(p, p.bs[0], p.n, b_matrices, tuple(steps[1]))
@@ -40,17 +48,6 @@ def unit(p: Problem, operand: Operand, length: int, of: Matrices) -> int:
     """Returns how many bytes, at most 16, rows of an operand begin at multiples of, and are long."""
     row = (p.k if operand.contiguous == "k" else length) * operand.dtype.itemsize
     return math.gcd(16, row, of.row_bytes, of.bytes if of.count > 1 else 0)
-
-
-def _sizes_and_moves(p: Problem) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    unmoved = (1, *(False,) * (2 + len(p.epilogue.operands) + bool(p.groups)))
-    sizes, *moves = zip(*[unmoved] * (3 - len(p.batch_groups)), *p.batch_groups, strict=True)
-    return sizes, moves
-
-
-def _steps(p: Problem) -> list[list[int]]:
-    sizes, moves = _sizes_and_moves(p)
-    return [batch_steps(move, sizes) for move in moves]
 
 
 def arguments(kernel: Kernel) -> tuple[Argument, ...]:
@@ -63,9 +60,8 @@ def arguments(kernel: Kernel) -> tuple[Argument, ...]:
 
 def _arguments(kernel: Kernel) -> Iterator[Argument]:
     p, c, staging = kernel.multiplied, kernel.config, kernel.staging
-    epilogue, steps = p.epilogue, _steps(p)
-    sizes, _ = _sizes_and_moves(p)
-    first_result = p.arrays + len(epilogue.operands)
+    sizes, _ = batch_moves(p)
+    first_result = p.arrays + len(p.epilogue.operands)
     of_a, of_b = operands_of(p)
     yield Argument("const char* base_a", Pointer(int(c.swap)))
     for i in range(p.products):
@@ -76,34 +72,19 @@ def _arguments(kernel: Kernel) -> Iterator[Argument]:
         scalars |= {f"{name}_step{j}": step for j, step in enumerate(of.steps)}
         scalars[f"{name}_pitch"] = of.row_bytes // operand.dtype.itemsize
     for name, value in scalars.items():
-        yield _int(name, value)
+        yield integer(name, value)
     for name, of, operand in (("a", of_a, p.a), ("b", of_b, p.bs[0])):
         yield Argument(f"i64 {name}_apart", Int64(of.bytes // operand.dtype.itemsize))
     if p.orders[2]:
         of_d = matrices(p, p.batch, p.m, p.n, p.orders[2])  # in elements: results of any size lie alike
         for j, step in enumerate(of_d.steps):
-            yield _int(f"d_step{j}", step)
-        yield _int("d_pitch", of_d.row_bytes, "rows")
+            yield integer(f"d_step{j}", step)
+        yield integer("d_pitch", of_d.row_bytes, "rows")
         yield Argument("i64 d_apart", Int64(of_d.bytes), "rows")
     if c.splits > 1:
-        yield _int("splits", c.splits, "splits")
-    for i, of in enumerate(steps[2 : 2 + len(epilogue.operands)]):
-        yield Argument(f"const char* base{i}", Pointer(p.arrays + i), "extras")
-        for j, step in enumerate(of):
-            yield _int(f"step{i}_{j}", step, "extras")
-    for (axis, i), (stride, size) in zip(emit.places(epilogue), place_steps(p), strict=True):
-        yield _int(f"{axis}{i}_stride", stride, "extras")
-        yield _int(f"{axis}{i}_size", size, "extras")
-    for i, out in staging.reductions:
-        yield Argument(f"{DTYPES[out.dtype].carrier}* partial{i}", Pointer(first_result + i), "partials")
-    if p.groups:
-        yield Argument("const int* sizes", Pointer(1 + p.products), "scheduler")
-        yield _int("leading", p.leading, "scheduler")
-        for j in range(2):
-            yield _int(f"sizes_step{j}", steps[-1][j], "scheduler")
+        yield integer("splits", c.splits, "splits")
+    yield from extras(p)
+    yield from partials(staging, first_result)
+    yield from groups(p)
     for place, (i, _) in enumerate(staging.results):
         yield Argument(f"char* d{place}", Pointer(first_result + i), "rows")
-
-
-def _int(name: str, value: int, to: str = "") -> Argument:
-    return Argument(f"int {name}", Int32(value), to)

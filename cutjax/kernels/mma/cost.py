@@ -7,10 +7,11 @@ import math
 from typing import TYPE_CHECKING
 
 from cutjax.kernels.device import Device, reference
-from cutjax.kernels.mma.math import arch_number
+from cutjax.runtime.architectures import number
 
 if TYPE_CHECKING:
     from cutjax.kernels.mma.kernel import Kernel
+    from cutjax.kernels.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +76,12 @@ def predict(kernel: Kernel, device: Device, fit: Fit | None = None) -> float:
     if fit is None:
         fit = FITS.get(f"{kernel.math.fragments} {p.math}") or FITS.get(kernel.math.fragments, FIT)
     rate = dict(device.flops).get(kernel.math.rate, 0.0)
-    if kernel.math.rate not in ("float32", "float64") and 90 <= arch_number(device.arch) < 120:
+    if kernel.math.rate not in ("float32", "float64") and 90 <= number(device.arch) < 120:
         rate *= SM90_SHARE
     if not rate or not device.sms:
         return math.inf
-    tiles = kernel.rows * kernel.columns * p.batch_size * (max(1, p.groups) if p.ragged else 1)
-    tiles = (kernel.tiles if p.symmetric else tiles) * c.splits
-    k_blocks = math.ceil(p.k / max(1, p.groups if p.ragged == "k" else 1) / c.splits / c.bk)
-    waves, rest = divmod(tiles, device.sms * c.blocks)
+    k_blocks = math.ceil(kernel.depth / c.bk)
+    waves, rest = divmod(kernel.average_tiles, device.sms * c.blocks)
     time = waves * _wave(kernel, device, c.blocks, k_blocks, rate, fit)
     if rest:
         time += _wave(kernel, device, math.ceil(rest / device.sms), k_blocks, rate, fit)
@@ -90,10 +89,14 @@ def predict(kernel: Kernel, device: Device, fit: Fit | None = None) -> float:
     time = fit.launch + max(time, memory) + 0.1 * min(time, memory)
     if kernel.transposed:
         time += 2 * kernel.transposed_bytes / device.bytes_per_second * 1e6 + COPY_US * len(kernel.transposed)
-    if c.splits > 1:
-        speed, begin = fit.parts
-        time += begin + (4 * c.splits + 4) * p.m * p.n * p.products * p.batch_size / speed / 1e3
-    return time
+    return time + parts_us(p, c.splits, fit)
+
+
+def parts_us(problem: Problem, splits: int, fit: Fit = FIT) -> float:
+    """Returns what XLA takes to add up the parts of k."""
+    speed, begin = fit.parts
+    moved = (4 * splits + 4) * problem.m * problem.n * problem.products * problem.batch_size
+    return begin + moved / speed / 1e3 if splits > 1 else 0.0
 
 
 def _wave(kernel: Kernel, device: Device, blocks: int, k_blocks: int, rate: float, fit: Fit) -> float:
@@ -119,7 +122,7 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
     if p.ragged or p.symmetric or p.a_dtype.name in XLA_HAS_NONE:
         return None
     rate = device.peak(p.a_dtype, p.math)
-    if (measured := XLA_FLOPS.get(f"{p.a_dtype.name} {p.math}".strip())) and arch_number(device.arch) >= 90:
+    if (measured := XLA_FLOPS.get(f"{p.a_dtype.name} {p.math}".strip())) and number(device.arch) >= 90:
         rate *= measured / reference("sm_90a").peak(p.a_dtype, p.math)
     if not rate:
         return None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
 
 from cutjax.kernels.mma import slim
 from cutjax.kernels.mma.config import Config
-from cutjax.kernels.mma.kernel import chunk_of, most_tiles, reasons, resolve, staging_of, tiles_of
+from cutjax.kernels.mma.kernel import chunk_of, reasons, resolve, staging_of
 from cutjax.kernels.mma.math import Math, math_of
 from cutjax.kernels.problem import Problem
+from cutjax.kernels.raster import band
 
 __all__ = ["Config", "configs", "fallback", "name", "reasons", "resolve"]
 
@@ -119,8 +119,8 @@ def configs(problem: Problem) -> Iterator[Config]:
             fitting = min(blocks, device.shared_bytes_per_sm // (staging + 2 * stage + 1024)) or 1
             limit = min(device.shared_bytes, device.shared_bytes_per_sm // fitting - 1024)
             stages = max(2, min(6, (limit - staging) // stage, max(2, -(-problem.k // bk) + 1)))
-            whole = _config(bm, bn, bk, wm, wn, sliced_k, stages, 1, 1, fitting)
-            whole = dataclasses.replace(whole, raster=_raster(problem, whole))
+            raster = band(problem.tiles(bm, bn)[0], device.sms * fitting, bm, bn)
+            whole = _config(bm, bn, bk, wm, wn, sliced_k, stages, 1, raster, fitting)
             yield whole
             yield from _divided(problem, whole)
     for whole in slim.configs(problem):
@@ -132,20 +132,10 @@ def _divided(problem: Problem, config: Config) -> Iterator[Config]:
     """Yields the ways to divide the contraction among as many blocks as run at once, about."""
     groups = problem.groups if problem.ragged == "k" else 1
     k_blocks = -(-problem.k // (config.bk * groups))
-    rows, columns = tiles_of(problem, config)
-    tiles = rows * columns * problem.batch_size * groups if not problem.symmetric else most_tiles(problem, config)
     slots = problem.device.sms * config.blocks
-    if problem.ragged == "m" or tiles >= slots:
+    if problem.ragged == "m" or (tiles := problem.most_tiles(config.bm, config.bn)) >= slots:
         return
     most = min(k_blocks // LEAST_K_BLOCKS, slots // tiles)
     for splits in SPLITS:
         if most // 2 < splits <= most:
             yield dataclasses.replace(config, splits=splits)
-
-
-def _raster(problem: Problem, config: Config) -> int:
-    """Returns the width of a band of tiles for which those in flight read the fewest bytes through L2."""
-    rows, _ = tiles_of(problem, config)
-    best = math.sqrt(problem.device.sms * config.blocks * config.bn / config.bm)
-    near = range(max(1, round(best * 0.7)), max(1, round(best * 1.4)) + 1)
-    return min(near, key=lambda width: (-(-rows // width) * width - rows, abs(width - best)))

@@ -8,17 +8,20 @@ import math
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from cutjax.dtypes import short
+from cutjax.kernels import reasons as shared
 from cutjax.kernels import results
 from cutjax.kernels.arguments import Argument
 from cutjax.kernels.device import Device
 from cutjax.kernels.mma import cost, slim, text
 from cutjax.kernels.mma.arguments import arguments, operands_of, unit
 from cutjax.kernels.mma.config import Config
-from cutjax.kernels.mma.math import Math, arch_number, math_of
+from cutjax.kernels.mma.math import Math, math_of
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import STORED, Staging, stage
+from cutjax.runtime.architectures import number
 from cutjax.runtime.compiler import Cubin, compile_kernel
 from cutjax.runtime.launch import Call, Launch
 
@@ -39,7 +42,7 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     """Returns why no kernel of this family can serve the problem; empty when one can."""
     staging = staging_of(problem)
     found = [] if problem.plain else list(staging.reasons)
-    if arch_number(problem.arch) < 75:
+    if number(problem.arch) < 75:
         return (f"architecture {problem.arch}: the kernels are for sm_75 and later",)
     math = math_of(problem)
     if problem.a_dtype != problem.b_dtype or math is None:
@@ -51,20 +54,12 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     if problem.plain and staging.reasons:
         names = ", ".join(map(short, STORED))
         found.append(f"result {short(problem.out_dtype.name)}: one of {names}")
-    if problem.groups and problem.a.contiguous != ("k" if problem.ragged == "m" else "mn"):
-        found.append(f"layout {problem.layout} with groups of {problem.ragged}: kernels divide an outer axis of a")
+    found += shared.of_groups(problem, staging)
     if math is not None and math.along_k and problem.ragged == "k":
         found.append(f"{short(problem.a_dtype.name)} in groups of k: kernels read both operands along k")
-    if problem.groups and staging.reductions:
-        found.append("a reduction over rows that have groups")
     if problem.symmetric:
         found += staging.symmetric_reasons
-    if 0 in (problem.m, problem.n, problem.k, problem.batch_size) or (problem.ragged and not problem.groups):
-        found.append("a size is 0: nothing to launch")
-    if len(problem.batch_groups) > 3:
-        found.append(f"batch {problem.batch}: operands alternate in more than 3 groups of batch axes")
-    if max(problem.m, problem.n, problem.k) >= 2**31:
-        found.append("a size is 2^31 or more: kernels count with 32 bits")
+    found += shared.of_sizes(problem, "kernels count with 32 bits")
     return tuple(found)
 
 
@@ -109,6 +104,20 @@ class Kernel:
         pitch = self.staging.pitch
         odd = "_odd" * (self.config.swap and not self.staging.even)
         return name + units + (f"_pitch{pitch}" if pitch < 16 else "") + odd
+
+    @property
+    def average_tiles(self) -> int:
+        """The number of tiles of all splits, where groups are of average size."""
+        p = self.multiplied
+        if p.symmetric:
+            return self.tiles * self.config.splits
+        return self.rows * self.columns * p.batch_size * (max(1, p.groups) if p.ragged else 1) * self.config.splits
+
+    @property
+    def depth(self) -> float:
+        """The contraction of a tile: of a group of average size, where k has groups, and of one split."""
+        p = self.multiplied
+        return p.k / max(1, p.groups if p.ragged == "k" else 1) / self.config.splits
 
     @property
     def load_parts(self) -> int:
@@ -200,19 +209,11 @@ class Kernel:
         )
 
 
-def along_k(problem: Problem) -> Problem:
-    """Returns the problem of operands that lie along k, those that do not being transposed."""
-    (of_a, of_b, of_d), (a, b) = problem.orders, problem.layout
-    orders = of_a if a == "n" else (), of_b if b == "t" else (), of_d
-    return dataclasses.replace(problem, layout="nt", orders=orders)
-
-
 def _prepare(transposed: Sequence[int], taken: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns what the kernel takes: the first arguments, some of them transposed."""
     found = list(arrays[:taken])
     for i in transposed:
-        axes = tuple(range(found[i].ndim))
-        found[i] = jax.lax.transpose(found[i], (*axes[:-2], axes[-1], axes[-2]))
+        found[i] = jnp.matrix_transpose(found[i])
     return found
 
 
@@ -239,7 +240,7 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     math = math_of(problem)
     if math is None or found:
         return tuple(found)
-    problem = along_k(problem) if math.along_k and not config.slim else problem
+    problem = problem.along_k if math.along_k and not config.slim else problem
     if config.splits > 1:
         problem = problem.bare
         if problem.ragged == "m":
@@ -283,8 +284,8 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         found.append(f"a warp tile of {config.wm}x{config.wn}: about {need} registers a thread, at most {limit}")
     if config.blocks > device.max_blocks_per_sm or config.blocks * config.threads > device.max_threads_per_sm:
         found.append(f"blocks={config.blocks} of {config.threads} threads: more than an SM of {device.name} holds")
-    rows, columns = tiles_of(problem, config)
-    tiles = most_tiles(problem, config)
+    rows, columns = problem.tiles(config.bm, config.bn)
+    tiles = problem.most_tiles(config.bm, config.bn)
     if tiles * config.splits >= 2**31:
         found.append("2^31 tiles or more: the scheduler counts with 32 bits")
     if found:
@@ -305,23 +306,6 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         rows=rows,
         columns=columns,
     )
-
-
-def tiles_of(problem: Problem, config: Config) -> tuple[int, int]:
-    """Returns the tiles along m and n; where rows have groups, those along m of a group of average size."""
-    m = -(-problem.m // problem.groups) if problem.ragged == "m" else problem.m
-    return -(-m // config.bm), -(-problem.n // config.bn)
-
-
-def most_tiles(problem: Problem, config: Config) -> int:
-    """Returns the number of tiles; where there are groups, the most there may be."""
-    if problem.symmetric:
-        return problem.triangle(config.bm, config.bn)
-    tiles_m = -(-problem.m // config.bm)
-    if problem.ragged == "m":  # every group, and what is of none before and after them, may end in a tile of its own
-        tiles_m = min(tiles_m + problem.groups + 1, problem.m)
-    groups = problem.groups if problem.ragged == "k" else 1
-    return tiles_m * -(-problem.n // config.bn) * problem.batch_size * groups
 
 
 def resolved(problem: Problem, config: Config) -> Kernel:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Container
 
 from cutjax.kernels.problem import Problem
+from cutjax.runtime.architectures import number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Math:
     def slice(self, depth: int, arch: str) -> int:
         """Returns the elements of k that one slice takes, of so many of a stage that a warp multiplies."""
         # From sm_90 on, DMMA may be deeper: it reads and writes accumulators less often.
-        deep = self.accumulator == "float64" and self.fragments == "double" and arch_number(arch) >= 90
+        deep = self.accumulator == "float64" and self.fragments == "double" and number(arch) >= 90
         return 16 if deep and depth >= 32 else self.k
 
     def stage_bytes(self, bm: int, bn: int, bk: int, products: int, size: int) -> int:
@@ -106,12 +107,7 @@ MATHS = {
 }
 
 
-def arch_number(arch: str) -> int:
-    """Returns 80 for "sm_80", 90 for "sm_90a"."""
-    return int("".join(c for c in arch if c.isdigit()) or 0)
-
-
 def math_of(problem: Problem) -> Math | None:
     """Returns how the operands are multiplied on the problem's architecture; None where the family cannot."""
-    number = arch_number(problem.arch)
-    return next((math for math in MATHS.get((problem.a_dtype.name, problem.math), ()) if number in math.archs), None)
+    ways = MATHS.get((problem.a_dtype.name, problem.math), ())
+    return next((math for math in ways if number(problem.arch) in math.archs), None)

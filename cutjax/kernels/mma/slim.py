@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from cutjax.kernels.device import Device
 from cutjax.kernels.mma.config import Config
+from cutjax.kernels.mma.cost import parts_us
 from cutjax.kernels.mma.math import Math
 from cutjax.kernels.problem import Problem
+from cutjax.kernels.reasons import of_swap
 from cutjax.kernels.staging import Staging
 
 if TYPE_CHECKING:
@@ -47,13 +49,7 @@ def reasons(problem: Problem, config: Config, how: Math, staging: Staging) -> li
 
 def swap_reasons(problem: Problem) -> list[str]:
     """Returns why the operands cannot be swapped."""
-    found = []
-    if problem.products > 1:
-        found.append(f"swap with {problem.products} products: of several b, none can be the one operand of the rows")
-    if problem.ragged:
-        found.append("swap with groups: kernels divide the rows, or the contraction, of operands as they are")
-    if problem.symmetric:
-        found.append("swap of a symmetric product, which is its own transpose")
+    found = of_swap(problem)
     if any(out.reduce for out in problem.epilogue.outputs):
         found.append("swap with a reduction")
     if problem.orders[2]:
@@ -106,8 +102,7 @@ def predict(kernel: Kernel, device: Device) -> float:
     p, c = kernel.multiplied, kernel.config
     latency, l2, launch = 0.9, 92.0, 1.5  # us; bytes a nanosecond that enter one SM; us
     size = p.a_dtype.itemsize
-    tiles = kernel.rows * kernel.columns * p.batch_size * (max(1, p.groups) if p.ragged else 1) * c.splits
-    k = p.k / max(1, p.groups if p.ragged == "k" else 1) / c.splits
+    tiles, k = kernel.average_tiles, kernel.depth
     resident = min(c.blocks, math.ceil(tiles / device.sms))
     busy = min(tiles, device.sms * c.blocks)
     in_flight = busy * min(c.threads * AT_ONCE * 16, p.products * c.bn * k * size)
@@ -123,7 +118,4 @@ def predict(kernel: Kernel, device: Device) -> float:
     multiply = waves * of_tile * (2 * c.bm + 3) / (rate / device.sms / 1e6)
     load = waves * of_tile * size / l2 / 1e3 * narrow
     end = waves * 0.3 + latency
-    time = launch + max(memory, multiply, load) + end
-    if c.splits > 1:
-        time += 2.5 + (4 * c.splits + 4) * p.m * p.n * p.products * p.batch_size / 3e6
-    return time
+    return launch + max(memory, multiply, load) + end + parts_us(p, c.splits)

@@ -10,10 +10,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cutjax.epilogue import emit
-from cutjax.kernels.arguments import Argument, Matrices, batch_steps, matrices, place_steps
+from cutjax.kernels.arguments import (
+    Argument,
+    Matrices,
+    array_steps,
+    batch_moves,
+    extras,
+    groups,
+    integer,
+    matrices,
+    partials,
+)
 from cutjax.kernels.sm90.operands import row_bytes
-from cutjax.runtime.launch import Int32, Pointer, TensorMap
+from cutjax.runtime.launch import Pointer, TensorMap
 
 if TYPE_CHECKING:
     from cutjax.kernels.problem import Operand, Problem
@@ -47,14 +56,10 @@ def arguments(kernel: Kernel) -> tuple[Argument, ...]:
 def _arguments(kernel: Kernel) -> Iterator[Argument]:
     p, c, staging = kernel.multiplied, kernel.config, kernel.staging
     epilogue = p.epilogue
-    unmoved = (1, *(False,) * (2 + len(epilogue.operands) + bool(p.groups)))
-    sizes, *moves = zip(*[unmoved] * (3 - len(p.batch_groups)), *p.batch_groups, strict=True)
-    steps = [batch_steps(move, sizes) for move in moves]
-    of_operands = steps[2 : 2 + len(epilogue.operands)]
+    (sizes, moves), steps = batch_moves(p), array_steps(p)
     more, parts = kernel.more_parts, kernel.way.parts
     first_more = p.arrays + len(epilogue.operands)
     first_result = first_more + more + c.stream_k  # tickets are an argument too
-    loaded = dict(staging.operands)
     results = [(first_result + i, out) for i, out in staging.results]
     maps = [(place, buffer, np.dtype(out.dtype)) for place, (buffer, out) in enumerate(results) if staging.by_tma(out)]
 
@@ -85,27 +90,15 @@ def _arguments(kernel: Kernel) -> Iterator[Argument]:
     for name, of in (("a", of_a), ("b", of_b), *(("d", of) for of in in_order[:1])):
         scalars |= {f"{name}_step{j}": step for j, step in enumerate(of.steps)}
     for name, value in scalars.items():
-        yield _int(name, value)
+        yield integer(name, value)
     if c.splits > 1:
-        yield _int("splits", c.splits, "splits")
-    for i, of in enumerate(of_operands):
-        if i not in loaded:
-            yield Argument(f"const char* base{i}", Pointer(p.arrays + i), "extras")
-        for j, step in enumerate(of):
-            yield _int(f"step{i}_{j}", step, "extras")
-    for (axis, i), (stride, size) in zip(emit.places(epilogue), place_steps(p), strict=True):
-        yield _int(f"{axis}{i}_stride", stride, "extras")
-        yield _int(f"{axis}{i}_size", size, "extras")
-    for i, _ in staging.reductions:
-        yield Argument(f"float* partial{i}", Pointer(first_result + i), "partials")
+        yield integer("splits", c.splits, "splits")
+    yield from extras(p, loaded=dict(staging.operands))
+    yield from partials(staging, first_result)
     if c.stream_k:  # after the results
         yield Argument("Acc* scratch", Pointer(first_result + len(epilogue.outputs)), "scheduler")
         yield Argument("int* tickets", Pointer(first_result + len(epilogue.outputs) + 1), "scheduler")
-    if p.groups:
-        yield Argument("const int* sizes", Pointer(1 + p.products), "scheduler")
-        yield _int("leading", p.leading, "scheduler")
-        for j in range(2):
-            yield _int(f"sizes_step{j}", steps[-1][j], "scheduler")
+    yield from groups(p)
     for place, (buffer, out) in enumerate(results):
         if p.ragged == "m" or not staging.by_tma(out):  # TMA clips at the matrix, not at a group's last row
             yield Argument(f"char* d{place}", Pointer(buffer), "rows")
@@ -113,10 +106,6 @@ def _arguments(kernel: Kernel) -> Iterator[Argument]:
 
 def _map(name: str, value: TensorMap, to: str = "") -> Argument:
     return Argument(f"const __grid_constant__ TensorMap {name}", value, to)
-
-
-def _int(name: str, value: int, to: str = "") -> Argument:
-    return Argument(f"int {name}", Int32(value), to)
 
 
 def _part_of(buffer: int, part: int, parts: int, first_more: int) -> int:

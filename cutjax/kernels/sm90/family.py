@@ -8,8 +8,9 @@ import math
 from collections.abc import Iterator
 
 from cutjax.kernels.problem import Problem
+from cutjax.kernels.raster import band
 from cutjax.kernels.sm90.config import Config
-from cutjax.kernels.sm90.kernel import Facts, Footprint, average_tiles, facts_of, footprint, resolve
+from cutjax.kernels.sm90.kernel import Facts, Footprint, cluster_tile, facts_of, footprint, resolve
 
 __all__ = ["Config", "configs", "fallback", "name", "reasons", "resolve"]
 
@@ -97,7 +98,7 @@ def _divided(problem: Problem, config: Config) -> Iterator[Config]:
     k_blocks = -(-problem.k // config.depth(problem.a))
     if problem.ragged == "m" or problem.symmetric or k_blocks < 2 * LEAST_K_BLOCKS:
         return
-    rows, columns = average_tiles(problem, config)
+    rows, columns = problem.tiles(*cluster_tile(config))
     groups = problem.groups if problem.ragged == "k" else 1
     tiles, sms = rows * columns * problem.batch_size * groups, problem.device.sms // config.cluster
     k_blocks = -(-k_blocks // groups)
@@ -136,14 +137,7 @@ def _stages(facts: Facts, tile: Footprint, bk: int) -> int:
 
 
 def _raster(problem: Problem, config: Config) -> int:
-    """The width of a band of tiles for which those in flight read the fewest bytes through L2.
-
-    With C clusters in flight, a band of w rows spans C / w columns and reads w * height + C / w * width: least at
-    w = sqrt(C * width / height). Near there, the width that leaves the least ragged last band is taken; not above where
-    the band ends at the diagonal, having fewer columns.
-    """
-    rows, _ = average_tiles(problem, config)
-    clusters = problem.device.sms / config.cluster
-    best = math.sqrt(clusters * (config.bn * config.cluster_n) / (config.bm * config.cluster_m))
-    near = range(max(1, round(best * 0.7)), max(1, round(best * (1.0 if problem.symmetric else 1.4))) + 1)
-    return min(near, key=lambda width: (-(-rows // width) * width - rows, abs(width - best)))
+    """Returns the width of a band of cluster tiles; narrow where bands end at the diagonal, having fewer columns."""
+    height, width = cluster_tile(config)
+    rows, _ = problem.tiles(height, width)
+    return band(rows, problem.device.sms / config.cluster, height, width, 1.0 if problem.symmetric else 1.4)

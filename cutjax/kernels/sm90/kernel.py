@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from cutjax.dtypes import short
+from cutjax.kernels import reasons as shared
 from cutjax.kernels import results
 from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem
@@ -84,7 +85,7 @@ class Facts:
 @functools.lru_cache(maxsize=1024)
 def facts_of(problem: Problem, swap: bool = False) -> Facts:
     """Returns what the kernels of a problem have in common, with its operands as they are or swapped."""
-    why, unswappable = operands.reasons(problem), _swap_reasons(problem) if swap else []
+    why, unswappable = operands.reasons(problem), shared.of_swap(problem) if swap else []
     multiplied = problem if why else operands.as_multiplied(problem)
     multiplied = multiplied.transposed if swap and not unswappable else multiplied
     layout = swap, math.gcd(problem.n, 16), multiplied.n % 2 == 0
@@ -101,10 +102,7 @@ def facts_of(problem: Problem, swap: bool = False) -> Facts:
 
 def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
     reasons = [] if problem.plain else list(staging.reasons)
-    if problem.groups and problem.a.contiguous != ("k" if problem.ragged == "m" else "mn"):
-        reasons.append(f"layout {problem.layout} with groups of {problem.ragged}: kernels divide an outer axis of a")
-    if problem.groups and staging.reductions:
-        reasons.append("a reduction over rows that have groups")
+    reasons += shared.of_groups(problem, staging)
     if problem.symmetric:
         reasons += staging.symmetric_reasons
     if problem.arch != ARCH:
@@ -112,12 +110,7 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
     if problem.plain and staging.reasons:
         names = ", ".join(map(short, STORED_BY_TMA))
         reasons.append(f"result {short(problem.out_dtype.name)}: one of {names}")
-    if 0 in (problem.m, problem.n, problem.k, problem.batch_size) or (problem.ragged and not problem.groups):
-        reasons.append("a size is 0: nothing to launch")
-    if len(problem.batch_groups) > 3:
-        reasons.append(f"batch {problem.batch}: operands alternate in more than 3 groups of batch axes")
-    if max(problem.m, problem.n, problem.k) >= 2**31:
-        reasons.append("a size is 2^31 or more: TMA coordinates have 32 bits")
+    reasons += shared.of_sizes(problem, "TMA coordinates have 32 bits")
     if any(problem.orders):
         reasons += _order_reasons(problem, staging)
     return reasons
@@ -133,18 +126,6 @@ def _order_reasons(problem: Problem, staging: Staging) -> list[str]:
             reasons.append("results in an order of their own, whose rows are of no whole units of 16 bytes")
     if len(problem.batch_groups) <= 3 and max(array.count for array in arrays) >= 2**31:
         reasons.append("matrices begin at 2^31 places or more: TMA coordinates have 32 bits")
-    return reasons
-
-
-def _swap_reasons(problem: Problem) -> list[str]:
-    """Returns why the operands cannot be swapped."""
-    reasons = []
-    if problem.products > 1:
-        reasons.append(f"swap with {problem.products} products: of several b, none can be the one operand of the rows")
-    if problem.ragged:
-        reasons.append("swap with groups: kernels divide the rows, or the contraction, of operands as they are")
-    if problem.symmetric:
-        reasons.append("swap of a symmetric product, which is its own transpose")
     return reasons
 
 
@@ -209,21 +190,9 @@ def _footprint(facts: Facts, config: Config) -> Footprint:
     )
 
 
-def average_tiles(problem: Problem, config: Config) -> tuple[int, int]:
-    """Returns the cluster tiles along m and n; where rows have groups, those along m of a group of average size."""
-    m = -(-problem.m // problem.groups) if problem.ragged == "m" else problem.m
-    return -(-m // (config.bm * config.cluster_m)), -(-problem.n // (config.bn * config.cluster_n))
-
-
-def _most_tiles(problem: Problem, config: Config) -> int:
-    """Returns the number of cluster tiles; where there are groups, the most there may be."""
-    if problem.symmetric:  # those with anything on or below the diagonal
-        return problem.triangle(config.bm * config.cluster_m, config.bn * config.cluster_n)
-    tiles_m = -(-problem.m // (config.bm * config.cluster_m))
-    tiles_n = -(-problem.n // (config.bn * config.cluster_n))
-    if problem.ragged == "m":  # every group, and what is of none before and after them, may end in a tile of its own
-        tiles_m = min(tiles_m + problem.groups + 1, problem.m)
-    return tiles_m * tiles_n * problem.batch_size * (problem.groups if problem.ragged == "k" else 1)
+def cluster_tile(config: Config) -> tuple[int, int]:
+    """Returns the rows and columns that a cluster computes."""
+    return config.bm * config.cluster_m, config.bn * config.cluster_n
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -425,13 +394,13 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         reasons.append(
             f"{config.epilogue_columns} columns make staging rows of less than 32 bytes in {short(narrow.name)}"
         )
-    if (tiles := _most_tiles(facts.problem, config)) >= 2**31:
+    if (tiles := facts.problem.most_tiles(*cluster_tile(config))) >= 2**31:
         reasons.append("2^31 tiles or more: the scheduler counts with 32 bits")
     if reasons:
         return tuple(reasons)
     spare = (limit - tile.bytes(config.stages, 0)) // tile.staging_bytes
     buffers = max(2, min(spare, tile.whole_result))
-    rows, columns = average_tiles(facts.problem, config)
+    rows, columns = facts.problem.tiles(*cluster_tile(config))
     return Kernel(
         problem,
         config,

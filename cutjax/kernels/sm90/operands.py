@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -100,14 +101,10 @@ def as_multiplied(problem: Problem) -> Problem:
     """Returns the problem of the copies that kernels take of the arrays: parts of float32, and rows along k."""
     dtype = way(problem).dtype
     a, b = dtype or problem.a_dtype, dtype or problem.b_dtype
-    layout, (of_a, of_b, of_d) = problem.layout, problem.orders
-    if k_major(a):
-        layout = "nt"
-        of_a, of_b = () if problem.layout[0] == "t" else of_a, () if problem.layout[1] == "n" else of_b
-    if (a, b, layout) == (problem.a_dtype, problem.b_dtype, problem.layout):
+    given = problem.along_k if k_major(a) else problem
+    if (a, b, given.layout) == (problem.a_dtype, problem.b_dtype, problem.layout):
         return problem
-    math = "" if a == BF16 else problem.math
-    return dataclasses.replace(problem, a_dtype=a, b_dtype=b, layout=layout, orders=(of_a, of_b, of_d), math=math)
+    return dataclasses.replace(given, a_dtype=a, b_dtype=b, math="" if a == BF16 else problem.math)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +187,7 @@ def prepare(copied: Sequence[Copy], how: Way, arrays: Sequence[jax.Array]) -> tu
 
 def _made(copy: Copy, x: jax.Array) -> jax.Array:
     if copy.transposed:
-        x = lax.transpose(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
+        x = jnp.matrix_transpose(x)
     if copy.columns:
         x = lax.pad(x, np.zeros((), x.dtype), [*((0, 0, 0) for _ in x.shape[1:]), (0, copy.columns, 0)])
     return x

@@ -26,13 +26,6 @@ DEVICE void cp_async_wait_group() {
   if constexpr (HAS_CP_ASYNC) asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-DEVICE void ldmatrix_x2(u32 address, u32& r0, u32& r1) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-               : "=r"(r0), "=r"(r1)
-               : "r"(address)
-               : "memory");
-}
-
 DEVICE double ld_shared_f64(u32 address) {
   double x;
   asm volatile("ld.shared.f64 %0, [%1];" : "=d"(x) : "r"(address) : "memory");
