@@ -62,12 +62,12 @@ def test_why_xla():
     def fn(x, y):
         return cutjax.gemm(x, x), cutjax.gemm(y, y), cutjax.gemm(y, y, backend="xla"), cutjax.gemm(x, x, backend="cuda")
 
-    rows = cutjax.explain(fn, platform="cuda")(shape(12, 12, dtype=jnp.int16), shape(16, 16)).rows
+    rows = cutjax.explain(fn, platform="cuda")(shape(12, 12, dtype=jnp.int16), shape(256, 256)).rows
     assert [row.runs for row in rows[:1] + rows[2:]] == ["XLA", "XLA", "error"]
     assert "s16 x s16: both operands are bf16, f16, f32, of float8 or of 8-bit integers" in rows[0].why
     assert rows[1].runs.startswith("sm90_")
     assert rows[2].why == "backend 'xla'"
-    (row,) = cutjax.explain(lambda x: cutjax.gemm(x, x, backend="cuda"))(shape(16, 16)).rows
+    (row,) = cutjax.explain(lambda x: cutjax.gemm(x, x, backend="cuda"))(shape(256, 256)).rows
     assert row.runs == "error"
     with cutjax.use_backend("xla"):
         assert cutjax.explain(cutjax.gemm)(X, W).rows[0].backend == "xla"
@@ -181,10 +181,10 @@ def test_dead_products_are_left_out():
 def test_divided_by_xla():
     """Rows of x and columns of w are divided: of w, which lies by rows too, all are gathered."""
     mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-    x = jax.device_put(jnp.ones((64, 64), H), jax.NamedSharding(mesh, jax.P("i")))
+    x = jax.device_put(jnp.ones((512, 512), H), jax.NamedSharding(mesh, jax.P("i")))
     (row,) = cutjax.explain(cutjax.gemm, platform="cuda")(x, x).rows
     assert row.runs.startswith("sm90_")
-    assert row.choice.problem.m == 8
+    assert row.choice.problem.m == 64
     assert row.why.startswith("a shard; operand 1 is gathered over i; ")
 
 

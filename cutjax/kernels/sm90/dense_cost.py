@@ -222,6 +222,11 @@ class Features:
     copies: Any
 
 
+# How many times as long as by words of 4 bytes threads store results of 16 bits one by one: their rows are odd. Of five
+# products of report12-17.
+PAIRLESS = 1.6
+
+
 def features(kernel: Kernel, device: Device) -> Features:
     """Returns what the model reads of a kernel."""
     p, c = kernel.multiplied, kernel.config
@@ -262,7 +267,7 @@ def features(kernel: Kernel, device: Device) -> Features:
         b_short=128 // (c.chunk(p.bs[0], p.products) * p.b_dtype.itemsize) - 1,
         ragged=(c.bm if c.swap else c.bn) * itemsize % 128 != 0,
         pitch=result_row % 128 != 0,
-        threads=result_row % 16 != 0,
+        threads=0 if result_row % 16 == 0 else 1 if result_row % 4 == 0 else PAIRLESS,
         swap=c.swap,
         fused=_instructions(kernel),
         reads=(p.bytes - p.result_bytes) * kernel.way.parts,
@@ -349,7 +354,7 @@ def time_us(
 XLA = {
     "always": -0.127,
     "launch": 0.0504,
-    "unaligned": 0.33,  # fitted, it was 0.105; of 17 products of report12-14 XLA took 1.3 to 3.7 times what that said
+    "unaligned": 0.105,
     "busy": 0.0612,
     "tn": 0.0153,
     "nt": 0.00376,
@@ -357,6 +362,7 @@ XLA = {
     "few_deep": -0.0127,
     "deep": -0.0278,
     "tokens": 0.0173,
+    "shallow": -0.18,  # of three products of report12-17, where k is 256
     "multiplies": 0.0955,
     "pitch": -0.00996,
 }
@@ -383,7 +389,8 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
         return _xla_of_others_us(p, device)
     f = features(kernel, device)
     ours = time_us(f, CONSTANTS) - _copies_us(f)
-    rows = [p.k if p.a.contiguous == "k" else p.m, p.k if p.bs[0].contiguous == "k" else p.n]
+    if f.copies and p.batch_size == 1:
+        return _xla_of_unaligned_us(p, device, ours + _copies_us(f))
     odd = p.n * p.a_dtype.itemsize % 16 != 0
     unaligned = bool(f.copies or odd)
     flop_us, byte_us = 1e6 * p.flops / device.peak(p.a_dtype), 1e6 * p.bytes / device.bytes_per_second
@@ -403,14 +410,38 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
         "few_deep": few * deep,
         "deep": deep,
         "tokens": max(0.0, math.log2(128 / min(p.m, p.n))),
+        "shallow": max(0.0, math.log2(128 / min(p.m, p.n))) * min(1.0, max(0.0, math.log2(512 / p.k))),
         "rows": max(0.0, math.log2(128 / p.m)),
         "multiplies": multiplies,
-        "pitch": sum(row * p.a_dtype.itemsize % 128 != 0 for row in rows),
+        "pitch": sum(row * p.a_dtype.itemsize % 128 != 0 for row in _rows(p)),
         "long": math.log2(ours),
         "walked": f.copies > 0 and any(p.orders),
     }
     weights = XLA if p.batch_size == 1 else XLA_BATCHED
     return ours * math.exp(sum(weight * true[name] for name, weight in weights.items())) + _transposes_us(p, device)
+
+
+# Where operands have rows of no whole 16 bytes, XLA's autotuner takes kernels of Triton: how much longer than at the
+# device's rate they multiply, by the layout, where rows are even and where they are odd. Of 26 products of report12-17.
+_XLA_OF_UNALIGNED = {"nn": (2.0, 3.5), "tn": (3.0, 3.5), "nt": (3.6, 6.0), "tt": (3.6, 6.0)}
+
+
+def _rows(p: Problem) -> tuple[int, int]:
+    """Returns the elements of a row of memory of a, and of b."""
+    return p.k if p.a.contiguous == "k" else p.m, p.k if p.bs[0].contiguous == "k" else p.n
+
+
+def _xla_of_unaligned_us(p: Problem, device: Device, padded_us: float) -> float:
+    """Returns the time of XLA's product of unaligned operands, told what ours takes with the copies that align them.
+
+    Tiles of 128 x 128 are multiplied in waves. Where they are too few for that, XLA divides k, and pads as ours does.
+    """
+    slower = _XLA_OF_UNALIGNED[p.layout][any(rows % 2 for rows in _rows(p))]
+    flop_us, byte_us = 1e6 * p.flops / device.peak(p.a_dtype), 1e6 * p.bytes / device.bytes_per_second
+    tiles = math.ceil(p.m / 128) * math.ceil(p.n / 128)
+    waves = math.ceil(tiles / device.sms) * device.sms / tiles
+    multiplied_us = 2 + math.hypot(slower * flop_us * waves, 1.6 * byte_us)
+    return multiplied_us if tiles >= device.sms else min(multiplied_us, padded_us)
 
 
 # XLA's products of float32 and int8: how long they multiply, in units of those by TF32 at the device's rate, and
