@@ -28,7 +28,17 @@ def quick(monkeypatch):
 
 def test_the_ways_agree(quick):
     rows = {row.product: row for row in collective.measure_case(CASES["tiny mlp"], RUN)}
-    assert [*rows] == ["jit", "apart", "auto", "overlapped", "ring", "narrow", "alone"]
+    assert [*rows] == [
+        "jit",
+        "apart",
+        "auto",
+        "pieces",
+        "direct",
+        "ring",
+        "whole, 16-bit sums",
+        "pieces, 16-bit sums",
+        "alone",
+    ]
     for name, row in rows.items():
         assert not row.failure
         assert row.us > 0
@@ -42,13 +52,13 @@ def test_a_wrong_way_is_seen(quick, monkeypatch):
         found = right(case)
         f, specs = found["ring"]
         found["ring"] = lambda *args: 1.1 * f(*args), specs
-        found["overlapped"] = collective.cutjax, specs  # no function
+        found["direct"] = collective.cutjax, specs  # no function
         return found
 
     monkeypatch.setitem(collective.KINDS, "scatter", wrong)
     rows = {row.product: row for row in collective.measure_case(CASES["tiny out"], RUN)}
     assert rows["ring"].failure.startswith("wrong: differs by 0.1")
-    assert rows["overlapped"].failure
+    assert rows["direct"].failure
     assert not rows["8 SMs free"].failure
 
 

@@ -57,7 +57,7 @@ def scatter(**kwargs):
     return functools.partial(cutjax.gemm_reduce_scatter, **{"axis_name": "i", "route": "direct", **kwargs})
 
 
-@pytest.mark.parametrize("route", ["auto", "whole", "direct", "ring"])
+@pytest.mark.parametrize("route", ["auto", "whole", "pieces", "direct", "ring"])
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_values_and_gradients(size, route):
     def both(first, second):
@@ -72,7 +72,7 @@ def test_without_checking_what_varies():
     agree(over(scatter(), (COLUMNS, ROWS), ROWS, check_vma=False), jnp.matmul, X @ W, V)
 
 
-@pytest.mark.parametrize("route", ["whole", "direct"])
+@pytest.mark.parametrize("route", ["whole", "pieces", "direct"])
 @pytest.mark.parametrize("layout", ["nt", "tn", "tt"])
 def test_layouts(layout, route):
     turned = lambda x, letter: x.mT if letter == "t" else x  # noqa: E731
@@ -92,7 +92,10 @@ def fused(acc, up, bias, scale, rest):
     return jax.nn.silu(acc) * (up + bias) * scale, (acc + rest).sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize(("save", "route"), [("default", "direct"), ("recompute", "direct"), ("default", "whole")])
+SAVED = [("default", "direct"), ("recompute", "direct"), ("default", "whole"), ("default", "pieces")]
+
+
+@pytest.mark.parametrize(("save", "route"), SAVED)
 def test_epilogue(save, route):
     """Two products, operands by row, column, element; a reduction along columns, which are divided."""
     args = (
@@ -126,7 +129,7 @@ def test_epilogue_with_a_rule_of_its_own():
     agree(over(gather(epilogue=clipped), (ROWS, COLUMNS), COLUMNS), lambda x, w: clipped(x @ w), x, w, tolerance=1e-5)
 
 
-@pytest.mark.parametrize(("gated", "route"), [(False, "direct"), (True, "direct"), (True, "whole")])
+@pytest.mark.parametrize(("gated", "route"), [(False, "direct"), (True, "direct"), (True, "whole"), (True, "pieces")])
 def test_mlp(gated, route):
     x, w, u, v = normal(0, (2, M, K)), scaled(1, (K, N)), scaled(2, (K, N)), scaled(3, (N, K))
     b1, b2 = normal(4, (N,)), normal(5, (K,))
@@ -148,10 +151,10 @@ def mlp(x, w, v, **kwargs):
     return cutjax.mlp(x, w, v, activation=jnp.tanh, **{"axis_name": "i", "route": "direct", **kwargs})
 
 
-@pytest.mark.parametrize("save", ["default", "recompute"])
-def test_second_derivatives_and_forward_mode(save):
+@pytest.mark.parametrize(("save", "route"), [("default", "direct"), ("recompute", "direct"), ("default", "pieces")])
+def test_second_derivatives_and_forward_mode(save, route):
     x, w, v, dx = normal(0, (M, K)), scaled(1, (K, N)), scaled(2, (N, K)), normal(3, (M, K))
-    f = over(functools.partial(mlp, save=save), (ROWS, COLUMNS, ROWS), ROWS)
+    f = over(functools.partial(mlp, save=save, route=route), (ROWS, COLUMNS, ROWS), ROWS)
 
     def plain(x, w, v):
         return jnp.tanh(x @ w) @ v
@@ -165,7 +168,9 @@ def test_second_derivatives_and_forward_mode(save):
     close(got, expected, 2e-5)  # two derivatives of sums in another order
 
 
-def test_under_vmap_scan_and_remat():
+@pytest.mark.parametrize("route", ["direct", "pieces"])
+def test_under_vmap_scan_and_remat(route):
+    mlp = functools.partial(globals()["mlp"], route=route)
     x, w, v = normal(0, (3, M, K)), scaled(1, (2, K, N)), scaled(2, (2, N, K))
 
     def layers(layer, x, w, v):
@@ -198,21 +203,47 @@ def test_gradients_are_ppermutes_and_products():
     assert collectives(jax.grad(squares(h), (0, 1)), X @ W, V) == {"collective-permute": 2 * (SIZE - 1)}
 
 
+def test_pieces_are_sent_beside_products():
+    """A collective for each piece, in the gradient too, and none waits for what it could run beside."""
+    f = over(functools.partial(mlp, route="pieces"), (ROWS, COLUMNS, ROWS), ROWS)
+    assert collectives(f, X, W, V) == {"all-gather": 4, "reduce-scatter": 4}
+    assert collectives(jax.grad(squares(f), (0, 1, 2)), X, W, V) == {"all-gather": 8, "reduce-scatter": 8}
+    odd = over(gather(route="pieces"), (ROWS, COLUMNS), COLUMNS)
+    assert collectives(odd, X[:12], W) == {"all-gather": 1}  # rows of a device that 4 and 2 do not divide
+
+
+def test_products_beside_transfers_take_a_tile_a_block():
+    """A persistent kernel would wait for the SMs that a collective takes, with a share of all tiles left for each."""
+    args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8192, 8192), (8192, 10240))]
+    f = over(gather(route="pieces"), (ROWS, COLUMNS), COLUMNS)
+    (row,) = cutjax.explain(f, platform="cuda")(*args).rows
+    kernel = row.choice.resolved
+    assert (row.count, row.choice.problem.m, row.choice.config.schedule) == (4, 2048, "coop")
+    assert kernel._launch(b"cubin").blocks_per_sm == 0
+    rows = cutjax.explain(jax.grad(squares(f), (0, 1)), platform="cuda")(*args).rows
+    assert {row.choice.problem.layout: row.choice.problem.device.shared for row in rows} == {
+        "nn": True,
+        "nt": True,
+        "tn": False,
+    }
+
+
 def test_the_route_is_the_one_predicted_to_be_fast(monkeypatch):
-    """By one collective where it sends faster; in parts where products hide what they send, and lose little by it."""
+    """By a collective for each piece, or one; in permutes where products would hide what they send."""
     args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8192, 8192), (8192, 28672), (28672, 8192))]
     f = over(functools.partial(mlp, route="auto"), (ROWS, COLUMNS, ROWS), ROWS)
     text = str(jax.jit(f).trace(*args).jaxpr)
     assert "ppermute" not in text
-    assert (text.count("all_gather["), text.count("reduce_scatter[")) == (1, 1)
+    assert (text.count("all_gather["), text.count("reduce_scatter[")) == (4, 4)
     times = links.route_us(100e6, 201e6, 4328, 4328)  # what 4 H200s were measured to take: 5376, 6345 and 6080
     for route, us in (("whole", 5376), ("direct", 6345), ("ring", 6080)):
         assert abs(times[route] / us - 1) < 0.05
-    monkeypatch.setattr(links, "HIDDEN", {"direct": 0.9, "ring": 0.5})
+    monkeypatch.setattr(links, "HIDDEN", {"direct": 0.99, "ring": 0.5})
     text = str(jax.jit(over(functools.partial(mlp, route="auto"), (ROWS, COLUMNS, ROWS), ROWS)).trace(*args).jaxpr)
     assert text.count("ppermute") == 2 * (SIZE - 1)
     assert links.route_us(1e6, 0, 10, 500)["whole"] < min(links.route_us(1e6, 0, 10, 500)[r] for r in links.HIDDEN)
     assert collectives(jax.grad(squares(f), (0, 1, 2)), X, W, V) == {"all-gather": 2, "reduce-scatter": 2}
+    assert links.pieces_us(1e6, 0, 10, 4) > links.route_us(1e6, 0, 10, 10)["whole"]
 
 
 def sent(f, *args):

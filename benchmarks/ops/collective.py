@@ -5,7 +5,7 @@ A row is a program in a way of dividing it, wall time in turns on all devices th
 that ``python -m benchmarks.scale`` predicts from. ``--tag tiny`` is for virtual devices of a CPU.
 
 The ways: "jit" is plain JAX divided by XLA, the baseline; "apart" gathers, multiplies with our kernels, and adds up;
-"auto" is ours; "overlapped", "ring" (from neighbour to neighbour) and "narrow" (parts of sums in bf16) are ours beside
+"auto" is ours; "pieces", "direct" and "ring" are its routes beside
 the transfers; "alone" is our products with no transfer at all. Hidden is the share of the transfers' time, "apart" less
 "alone", that a way does not show.
 """
@@ -31,7 +31,7 @@ from benchmarks.suite import Run, Suite
 P = jax.P
 ROWS, COLUMNS = P("i"), P(None, "i")
 LEFT = (4, 8, 16, 32)  # SMs left free, in the programs that pin kernels
-# Sums of 8192 to 28672 products of bf16 in other orders, and parts of them rounded to bf16 by "narrow" and by XLA.
+# Sums of 8192 to 28672 products of bf16 in other orders, and parts of them rounded to bf16 in "16-bit sums" and by XLA.
 ERROR = 2e-2
 Way = tuple[Callable[..., Any], tuple[P, ...]]  # the function of all arrays, and how these are divided
 
@@ -147,11 +147,13 @@ def _ways(apart: Any, ours: Any, alone: Any, specs: Any, of_alone: Any, out: P, 
     found = {
         "apart": over(apart),
         "auto": over(ours),
-        "overlapped": over(functools.partial(ours, route="direct")),
+        "pieces": over(functools.partial(ours, route="pieces")),
+        "direct": over(functools.partial(ours, route="direct")),
         "ring": over(functools.partial(ours, route="ring")),
     }
     if out == ROWS:
-        found["narrow"] = over(functools.partial(ours, route="direct", reduce_dtype=jnp.bfloat16))
+        for route in ("whole", "pieces"):
+            found[f"{route}, 16-bit sums"] = over(functools.partial(ours, route=route, reduce_dtype=jnp.bfloat16))
     # Each device's own parts of sums, which nothing adds up.
     found["alone"] = over(alone, of_alone, P("i") if out == ROWS else out)
     if case is not None and (config := pinned(case)) is not None:
@@ -167,7 +169,8 @@ def pinned(case: Case) -> Any:
     k, n = (k, n // devices) if case.kind == "gather" else (k // devices, n)
     a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m // devices, k), (k, n)))
     out = None if case.kind == "gather" else jnp.float32
-    config = cutjax.explain(functools.partial(cutjax.gemm, out_dtype=out), platform="cuda")(a, b).rows[0].choice.config
+    gemm = functools.partial(cutjax.gemm, out_dtype=out, backend="cuda")
+    config = cutjax.explain(gemm, platform="cuda")(a, b).rows[0].choice.config
     return None if config is None or config.cluster_k > 1 else config
 
 
@@ -253,9 +256,7 @@ def _compared(case: Case, row: Row, medians: Mapping[str, float], samples: list[
         figures["hidden"] = 1 - (medians[name] - medians["alone"]) / (medians["apart"] - medians["alone"])
     base = next(iter(medians))
     ratios = {} if name in (base, "alone") else {base: medians[base] / medians[name]}
-    targets = {
-        peer: least for peer, least in case.targets.items() if peer in ratios and name in ("overlapped", "exchange")
-    }
+    targets = {peer: least for peer, least in case.targets.items() if peer in ratios and name in ("pieces", "exchange")}
     more = {"iqr_us": float(high - low), "ratios": ratios, "targets": targets, "figures": figures}
     return dataclasses.replace(row, us=medians[name], **more)
 

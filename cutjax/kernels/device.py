@@ -38,6 +38,8 @@ class Device:
       tensor_memory: whether the rates of tensor cores are those of tcgen05, which mma.sync does not reach.
       measured: names of the rates that were measured, "bytes" for bytes_per_second; the others are published ones,
         times a share. Empty where nobody measured anything.
+      shared: whether transfers take some of the SMs while a kernel runs. Its blocks then take one tile each, so that an
+        SM joins when it is free: a persistent block that waits for one has all its tiles left to do.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Device:
     max_blocks_per_sm: int = 32
     tensor_memory: bool = False
     measured: tuple[str, ...] = ()
+    shared: bool = False
 
     def clusters_at_once(self, size: int) -> int:
         """Returns how many clusters of so many blocks run at one time where each block takes an SM."""

@@ -148,6 +148,8 @@ def read_again() -> None:
 
 def find(problem: Problem) -> tuple[Entry, ...]:
     """Returns the entries of a problem on its device, the one that counts most first."""
+    if problem.device.shared:
+        return ()  # kernels were measured with all SMs
     device = problem.device.name
     of_device = [x.entries[device] for x in tables() if x.entries.get(device)]
     if not of_device:

@@ -83,7 +83,8 @@ def all_gather_gemm(
       backend: as in ``cutjax.gemm``.
       save: as in ``cutjax.gemm``.
       config: pins the kernel of each product of one device's rows.
-      route: how rows travel. "whole": by one collective, before one product of all rows. "direct": each share to each
+      route: how rows travel. "whole": by one collective, before one product of all rows. "pieces": by one collective
+        for each quarter of a device's rows, or half, beside the product of the one before. "direct": each share to each
         device, for a switch such as NVSwitch. "ring": from neighbour to neighbour, both ways at once. "auto": the one
         that is predicted to be the fastest, from measured rates of links and the kernels' predicted times.
 
@@ -115,7 +116,7 @@ def all_gather_gemm(
     ring = ring.chosen(Dense(layout), jax.typeof(a), [jax.typeof(x) for x in ws])
     spec = Gathered(
         ring,
-        Dense(layout),
+        ring.beside(Dense(layout)),
         identity(dtype, accumulator(a.dtype, dtype)),
         dot_precision.canonical(precision, where),
         backends.resolve(backend, where),
@@ -196,7 +197,7 @@ def gemm_reduce_scatter(
     ring = ring.chosen(Dense(layout), share.update(shape=tuple(shape)), [jax.typeof(b)], travel=travel)
     spec = Scattered(
         ring,
-        Dense(layout),
+        ring.beside(Dense(layout)),
         accumulator(a.dtype, dtype),
         travel,
         dot_precision.canonical(precision, where),
@@ -285,6 +286,7 @@ def divided_mlp(
     wide = accumulator(dtype, out)
     travel = travel_dtype(reduce_dtype, wide, where)
     ring = ring.chosen(product, jax.typeof(x), [jax.typeof(w) for w in ws], jax.typeof(w2), travel)
+    product = ring.beside(product)
     chain = Chain(product, traced.epilogue, wide, params["precision"], params["backend"], params["save"])
     if traced.outside is not None:  # each call takes its derivative as gemm does
         first = Gathered(ring, product, traced.epilogue, chain.precision, chain.backend, None, chain.save)

@@ -71,7 +71,9 @@ class Gathered:
         found: list[list[Any]] = [[None] * len(ws) for _ in xs]
         if x_dot is not None:
             dots = self.ring.gather(x_dot.astype(accumulator(x_dot.dtype)), self.rows)
-            found = [[wide(self.product, dot, w, out_dtype=dtype, **self.params) for w in ws] for dot in dots]
+            found = self.ring.paced(
+                lambda dot: [wide(self.product, dot, w, out_dtype=dtype, **self.params) for w in ws], dots
+            )
         for j, w_dot in enumerate(w_dots):
             if w_dot is None:
                 continue
@@ -112,8 +114,8 @@ def check_rows(epilogue: Epilogue, where: str) -> None:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def gathered(spec: Gathered, x: jax.Array, ws: Any, operands: Any) -> list[list[jax.Array]]:
     """Returns the results of the epilogue for each chunk."""
-    chunks = spec.ring.gather(x, spec.rows)
-    return [spec.bind(spec.epilogue, chunk, ws, mine) for chunk, mine in zip(chunks, operands, strict=True)]
+    bind = lambda chunk, mine: spec.bind(spec.epilogue, chunk, ws, mine)  # noqa: E731
+    return spec.ring.paced(bind, spec.ring.gather(x, spec.rows), operands)
 
 
 def _gathered_jvp(spec: Gathered, primals: Any, tangents: Any) -> Any:
@@ -123,14 +125,15 @@ def _gathered_jvp(spec: Gathered, primals: Any, tangents: Any) -> Any:
     epilogue = spec.epilogue
     plain = np.dtype(epilogue.outputs[0].dtype) if epilogue.plain else derivative.saved_dtype(epilogue, x.dtype)
     acc_dots = spec.tangents(xs, ws, x_dot, w_dots, plain)
-    outs, dots = [], []
-    for chunk, mine, acc_dot, dot in zip(xs, operands, acc_dots, operand_dots, strict=True):
+
+    def one(chunk: Any, mine: Any, acc_dot: Any, dot: Any) -> tuple[Any, Any]:
         if epilogue.plain:
-            results, found = spec.bind(epilogue, chunk, ws, ()), acc_dot
-        else:
-            results, found = _one(spec, chunk, ws, mine, acc_dot, dot)
-        outs.append(results)
-        dots.append([zeros(out) if is_none(d) else d for out, d in zip(results, found, strict=True)])
+            return spec.bind(epilogue, chunk, ws, ()), acc_dot
+        return _one(spec, chunk, ws, mine, acc_dot, dot)
+
+    found = spec.ring.paced(one, xs, operands, acc_dots, operand_dots, until=lambda each: each[0])
+    outs = [results for results, _ in found]
+    dots = [[zeros(x) if is_none(d) else d for x, d in zip(*each, strict=True)] for each in found]
     return outs, dots
 
 
@@ -190,8 +193,8 @@ class Scattered:
 def scattered(spec: Scattered, xs: Any, w: jax.Array) -> jax.Array:
     """Returns this device's rows of the sum, in the accumulators' dtype."""
     params = {"precision": spec.precision, "backend": spec.backend, "config": spec.config}
-    parts = [multiply(spec.product, x, w, out_dtype=spec.dtype, **params) for x in reversed(xs)]
-    return spec.ring.scatter(parts[::-1], spec.travel)
+    of = lambda x: multiply(spec.product, x, w, out_dtype=spec.dtype, **params)  # noqa: E731
+    return spec.ring.scatter(spec.ring.paced(of, xs[::-1])[::-1], spec.travel)
 
 
 def _scattered_jvp(spec: Scattered, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
@@ -242,16 +245,13 @@ class Overlapped:
 def overlapped(spec: Overlapped, x: jax.Array, ws: Any, w2: jax.Array, operands: Any) -> jax.Array:
     """Returns this device's rows, in the accumulators' dtype."""
     first = spec.first
-    hs = [first.bind(first.epilogue, *each) for each in _each(spec.ring.gather(x), ws, operands)]
+    bind = lambda chunk, mine: first.bind(first.epilogue, chunk, ws, mine)  # noqa: E731
+    hs = spec.ring.paced(bind, spec.ring.gather(x), operands)
     return _summed(spec, [h for (h,) in hs], w2)
 
 
-def _each(xs: Sequence[jax.Array], ws: Any, operands: Any) -> list[tuple[Any, Any, Any]]:
-    return [(x, ws, mine) for x, mine in zip(xs, operands, strict=True)]
-
-
 def _summed(spec: Overlapped, hs: Sequence[jax.Array], w2: jax.Array) -> jax.Array:
-    parts = [spec.chain.second(h, w2, ()) for h in reversed(hs)]
+    parts = spec.ring.paced(lambda h: spec.chain.second(h, w2, ()), hs[::-1])
     return spec.ring.scatter(parts[::-1], spec.travel)
 
 
@@ -268,16 +268,17 @@ def _overlapped_jvp(spec: Overlapped, primals: Any, tangents: Any) -> tuple[jax.
     acc = first.accumulator(xs[0], ws)
 
     def forward(xs: Any, ws: Any, operands: Any) -> tuple[list[jax.Array], list[Any]]:
-        hs, kept = [], []
-        for (chunk, each, mine), *dots in zip(_each(xs, ws, operands), acc_dots, operand_dots, strict=True):
+        def one(chunk: Any, mine: Any, *dots: Any) -> tuple[jax.Array, list[Any]]:
             moves = derivative.moving(dots[0]), derivative.moving(dots[1])
             needed = derivative.accumulators_needed(hidden, *moves)
             traced = derivative.differentiated(hidden, acc, mine, *moves)
             extended, places = derivative.with_accumulators(traced.epilogue, needed, dtype)
-            outs = first.bind(extended, chunk, each, traced.operands)
-            hs.append(checkpoint_name(outs[0], HIDDEN))
-            kept.append([None if i is None else checkpoint_name(outs[i], derivative.PREACTIVATION) for i in places])
-        return hs, kept
+            outs = first.bind(extended, chunk, ws, traced.operands)
+            kept = [None if i is None else checkpoint_name(outs[i], derivative.PREACTIVATION) for i in places]
+            return checkpoint_name(outs[0], HIDDEN), kept
+
+        hs, kept = zip(*spec.ring.paced(one, xs, operands, acc_dots, operand_dots), strict=True)
+        return list(hs), list(kept)
 
     def terms(hs: Any, kept: Any, w2: Any, operands: Any, acc_dots: Any, operand_dots: Any, w2_dot: Any) -> list[Any]:
         found: list[Any] = [None] * len(hs)

@@ -20,11 +20,12 @@ from jax.extend.core import Primitive
 from cutjax import dot_precision
 from cutjax.binding.define import define
 from cutjax.binding.rules import is_linear, is_zero, match_varying, varying_axes, with_rank, zero_tangent
-from cutjax.ops.links import product_us, route_us
+from cutjax.ops.links import pieces_us, product_us, route_us
 from cutjax.primitives.accumulators import accumulator, with_cotangent
 from cutjax.primitives.product import Product, aligned, multiply, sum_to
 
-ROUTES = ("auto", "whole", "direct", "ring")
+ROUTES = ("auto", "whole", "pieces", "direct", "ring")
+PIECES = (4, 2)  # of each device's rows, tried in this order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +35,16 @@ class Ring:
     Attributes:
       axis: its name.
       size: how many they are.
-      route: "whole", shares move by one collective, and there is one chunk, of all of them; "direct", a share goes
-        straight to its device, which suits a switch; "ring", over neighbours both ways; or "auto", not yet chosen.
+      route: "whole", shares move by one collective, and there is one chunk, of all of them; "pieces", by one for each
+        piece of the shares, a chunk each; "direct", a share goes straight to its device, which suits a switch; "ring",
+        over neighbours both ways; or "auto", not yet chosen.
+      pieces: how many, of the route of that name.
     """
 
     axis: str
     size: int
     route: str
+    pieces: int = 1
 
     @property
     def shifts(self) -> tuple[int, ...]:
@@ -52,7 +56,11 @@ class Ring:
     @property
     def chunks(self) -> int:
         """The number of chunks."""
-        return len(self.shifts)
+        return self.pieces if self.route == "pieces" else len(self.shifts)
+
+    def beside(self, product: Any) -> Any:
+        """Returns a dense product as it runs beside collectives that take SMs."""
+        return dataclasses.replace(product, beside=True, lead=0.0) if self.route == "pieces" else product
 
     def chosen(self, product: Product, x: Any, ws: Sequence[Any], then: Any = None, travel: Any = None) -> Ring:
         """Returns the ring with a route: that predicted to be the fastest of products of one device's rows.
@@ -63,23 +71,37 @@ class Ring:
           then: the second matrix of an mlp, whose product is added up over devices; None for none.
           travel: dtype of the parts of sums, which are of the last product; None where nothing is added up.
         """
+        rows = -2 if getattr(product, "layout", "n")[0] == "n" else -1
+        cuts = [Ring(self.axis, self.size, "pieces", count) for count in PIECES if x.shape[rows] % count == 0]
+        whole = dataclasses.replace(self, route="whole")
+        if self.route == "pieces":
+            return next(iter(cuts), whole)
         if self.route != "auto":
             return self
-        rows = -2 if getattr(product, "layout", "n")[0] == "n" else -1
-        shape = list(x.shape)
-        shape[rows] *= self.size
-        times, tile = [0.0, 0.0], x
-        for i, (aval, count) in enumerate(((x.update(shape=tuple(shape)), 1), (x, self.size))):
+
+        def products_us(ring: Ring, parts: int) -> tuple[float, Any]:
+            """Returns what all products take, as so many, and the last one's result."""
+            shape, tile = list(x.shape), x
+            shape[rows] = shape[rows] * self.size // parts
+            aval, each = x.update(shape=tuple(shape)), ring.beside(product)
+            times = [product_us(each, aval, w, dtype=x.dtype) for w in ws]
             tile = product.tile(aval, *ws)
-            each = [product_us(product, aval, w, dtype=x.dtype) for w in ws]
             if then is not None:
-                each.append(product_us(product, tile, then, dtype=accumulator(x.dtype)))
+                times.append(product_us(each, tile, then, dtype=accumulator(x.dtype)))
                 tile = product.tile(tile, then)
-            times[i] = count * sum(each)
+            return parts * sum(times), tile
+
+        (one, _), (parts, tile) = products_us(whole, 1), products_us(whole, self.size)
         scattered = 0 if travel is None else math.prod(tile.shape) * travel.itemsize * (self.size - 1)
         gathered = 0 if travel is not None and then is None else x.size * x.dtype.itemsize * (self.size - 1)
-        found = route_us(gathered, scattered, *times)
-        return dataclasses.replace(self, route=min(found, key=found.__getitem__))
+        found = [
+            (us, dataclasses.replace(self, route=route))
+            for route, us in route_us(gathered, scattered, one, parts).items()
+        ]
+        found += [
+            (pieces_us(gathered, scattered, products_us(ring, ring.pieces)[0], ring.pieces), ring) for ring in cuts
+        ]
+        return min(found, key=lambda each: each[0])[1]
 
     def _moved(self, x: jax.Array, by: int) -> jax.Array:
         """Sends to the device so far on."""
@@ -90,14 +112,37 @@ class Ring:
         return x if self.axis in varying_axes(jax.typeof(x)) else lax.pcast(x, self.axis, to="varying")
 
     def gather(self, x: jax.Array, rows: int = -2) -> list[jax.Array]:
-        """Returns the shares of all devices, in the order of the ring; ``rows`` is the axis that they are parts of."""
-        if self.route == "whole":
-            return [lax.all_gather(self.varying(x), self.axis, axis=x.ndim + rows, tiled=True)]
+        """Returns the shares of all devices, in the order of the ring; ``rows`` is the axis that they are parts of.
+
+        One piece is gathered after another: XLA would make one collective of those that do not wait for each other.
+        """
+        if self.route in ("whole", "pieces"):
+            found, at = [], x.ndim + rows
+            for piece in lax.split(self.varying(x), [x.shape[at] // self.chunks] * self.chunks, at):
+                if found:
+                    piece, found[-1] = lax.optimization_barrier((piece, found[-1]))
+                found.append(lax.all_gather(piece, self.axis, axis=at, tiled=True))
+            return found
         found = {0: self.varying(x)}
         for s in self.shifts[1:]:
             one = 1 if s > 0 else -1
             found[s] = self._moved(found[0], -s) if self.route == "direct" else self._moved(found[s - one], -one)
         return list(found.values())
+
+    def paced(
+        self, f: Callable[..., Any], chunks: Sequence[jax.Array], *others: Sequence[Any], until: Any = lambda out: out
+    ) -> list[Any]:
+        """Returns a function of each chunk and of its part of the others, one after the other where they are pieces.
+
+        A piece is used when ``until`` of the one before is computed, and so arrives beside it: of what may run in any
+        order, XLA waits for all that is sent first.
+        """
+        chunks, found = list(chunks), []
+        for i, rest in enumerate(zip(*others, strict=True) if others else [()] * len(chunks)):
+            found.append(f(chunks[i], *rest))
+            if self.route == "pieces" and i + 1 < len(chunks):
+                chunks[i + 1], _ = lax.optimization_barrier((chunks[i + 1], until(found[i])))
+        return found
 
     def scatter(self, chunks: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
         """Returns the sum of what all devices have for this one; parts of it travel in ``dtype``, and add up wider.
@@ -105,9 +150,14 @@ class Ring:
         As one collective they add up as they travel.
         """
         wide = accumulator(dtype)
-        if self.route == "whole":
-            x = self.varying(chunks[0]).astype(dtype)
-            return lax.psum_scatter(x, self.axis, scatter_dimension=x.ndim - 2, tiled=True).astype(wide)
+        if self.route in ("whole", "pieces"):
+            sums: list[jax.Array] = []
+            for chunk in reversed(chunks):
+                x = self.varying(chunk).astype(dtype)
+                if sums:
+                    x, sums[-1] = lax.optimization_barrier((x, sums[-1]))
+                sums.append(lax.psum_scatter(x, self.axis, scatter_dimension=x.ndim - 2, tiled=True))
+            return lax.concatenate(sums[::-1], sums[0].ndim - 2).astype(wide)
         parts = {s: self.varying(x) for s, x in zip(self.shifts, chunks, strict=True)}
         total = parts[0].astype(wide)
         if self.route == "direct":
@@ -125,6 +175,11 @@ class Ring:
         """Returns chunks as one array along an axis, counted from the last one, in the order of the devices."""
         if len(chunks) == 1:
             return chunks[0]
+        if self.route == "pieces":
+            at, shape = chunks[0].ndim + axis, chunks[0].shape
+            before, rows, after = shape[:at], shape[at] // self.size, shape[at + 1 :]
+            apart = [lax.reshape(x, (*before, self.size, rows, *after)) for x in match_varying(*chunks)]
+            return lax.reshape(lax.concatenate(apart, at + 1), (*before, self.chunks * shape[at], *after))
         args = match_varying(self._index(), *chunks)
         return assemble_p.bind(*args, shifts=self.shifts, axis=axis)
 
@@ -132,6 +187,12 @@ class Ring:
         """Returns the array in chunks: the inverse and the transpose of ``assembled``."""
         if self.chunks == 1:
             return [x]
+        if self.route == "pieces":
+            at, shape = x.ndim + axis, x.shape
+            before, rows, after = shape[:at], shape[at] // self.size // self.chunks, shape[at + 1 :]
+            apart = lax.reshape(x, (*before, self.size, self.chunks * rows, *after))
+            parts = lax.split(apart, [rows] * self.chunks, at + 1)
+            return [lax.reshape(part, (*before, self.size * rows, *after)) for part in parts]
         return divide_p.bind(*match_varying(self._index(), x), shifts=self.shifts, axis=axis)
 
     def _index(self) -> jax.Array:

@@ -39,6 +39,7 @@ class Dense(Product):
       lead: how many times as fast as XLA's product a kernel must be to run under "auto"; of its cotangents too.
       added: batch axes over which the products of matrices are added up, counted from the rows outwards. The result has
         size 1 there.
+      beside: whether it runs beside transfers, which take SMs; its cotangent in the first operand does too.
     """
 
     layout: str
@@ -46,6 +47,7 @@ class Dense(Product):
     copies: tuple[str, str, str] = ("", "", "")
     lead: float = Product.lead
     added: tuple[int, ...] = ()
+    beside: bool = False
 
     where = "gemm"
     axes = (2, 2)
@@ -92,6 +94,7 @@ class Dense(Product):
         return reference(*arrays, layout=self.layout, added=self.added, **params)
 
     def problem(self, *avals: Any, out_dtype: Any, device: Device) -> Problem:
+        device = dataclasses.replace(device, shared=True) if self.beside else device
         return Problem.of(*avals, layout=self.layout, out_dtype=out_dtype, device=device)
 
     def cotangent(
@@ -100,7 +103,9 @@ class Dense(Product):
         product, factors, precision = self._cotangent(i, g, other, precision)
         of_factor, of_d = (text and f"the cotangent of {text}" for text in (self.copies[i], self.copies[2]))
         copies = (of_d, "", of_factor) if factors[0] is g else ("", of_d, of_factor)
-        return dataclasses.replace(product, copies=copies, lead=self.lead), factors, precision
+        if self.beside and i > 0:
+            return dataclasses.replace(product, copies=copies), factors, precision
+        return dataclasses.replace(product, copies=copies, lead=self.lead, beside=self.beside), factors, precision
 
     def _cotangent(
         self, i: int, g: jax.Array, other: jax.Array, precision: Canonical

@@ -67,8 +67,10 @@ def _configs(facts: Facts, swap: bool) -> Iterator[Config]:
     any_width = problem.bs[0].contiguous == "k"
     few = _even_widths(problem.n) if swap and any_width and problem.n <= FEW_COLUMNS else ()
     for (schedule, bm), widths in tiles.items():
-        if schedule == "pingpong" and facts.way.promoted == 1:
-            continue  # one warpgroup multiplies at a time: nothing hides that each stage's sums are added up
+        # With ping-pong one warpgroup multiplies at a time: nothing hides that each stage's sums are added up, and where
+        # a block has one tile the other has nothing to do.
+        if schedule == "pingpong" and (facts.way.promoted == 1 or problem.device.shared):
+            continue
         widths = [bn for bn in few if bn <= widths[-1]] if few else widths
         for bk, bns, clusters in ((64, widths, CLUSTERS), (128, DEEP_TILES.get((schedule, bm), ()), CLUSTERS[:1])):
             for bn in bns:
@@ -104,7 +106,7 @@ def _divided(problem: Problem, config: Config) -> Iterator[Config]:
     k_blocks = -(-k_blocks // groups)
     waves = tiles / sms
     idle = 1 - waves / math.ceil(waves)  # of all SMs' time, in the last wave
-    if not problem.ragged and idle > LEAST_IDLE and waves > 0.3 and k_blocks >= 16:
+    if not problem.ragged and idle > LEAST_IDLE and waves > 0.3 and k_blocks >= 16 and not problem.device.shared:
         yield _divide(config, stream_k=True)
     most = k_blocks // LEAST_K_BLOCKS
     if config.schedule == "coop" and config.cluster == 1:

@@ -319,9 +319,14 @@ class Kernel:
             block=(128 * (1 + config.consumers), 1, 1),
             cluster=(config.cluster, 1, 1),
             shared_bytes=self.shared_bytes,
-            blocks_per_sm=self.blocks_per_sm if config.cluster_k == 1 else 0,  # a cluster that shares a tile has one
+            blocks_per_sm=0 if self._one_tile else self.blocks_per_sm,
             params=tuple(argument.value for argument in self.arguments),
         )
+
+    @property
+    def _one_tile(self) -> bool:
+        """True if each block, or cluster that shares one, has one tile: the kernel is not persistent."""
+        return self.config.cluster_k > 1 or (self.problem.device.shared and not self.config.stream_k)
 
     @property
     def _blocks(self) -> int:
