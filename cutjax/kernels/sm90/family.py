@@ -67,8 +67,8 @@ def _configs(facts: Facts, swap: bool) -> Iterator[Config]:
     any_width = problem.bs[0].contiguous == "k"
     few = _even_widths(problem.n) if swap and any_width and problem.n <= FEW_COLUMNS else ()
     for (schedule, bm), widths in tiles.items():
-        # With ping-pong one warpgroup multiplies at a time: nothing hides that each stage's sums are added up, and where
-        # a block has one tile the other has nothing to do.
+        # With ping-pong one warpgroup multiplies at a time: nothing hides that each stage's sums are added up, and of a
+        # block's one tile there is nothing for the other.
         if schedule == "pingpong" and (facts.way.promoted == 1 or problem.device.shared):
             continue
         widths = [bn for bn in few if bn <= widths[-1]] if few else widths
