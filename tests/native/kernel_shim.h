@@ -110,6 +110,9 @@ inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
   for (int i = 0; i < 4; ++i) found |= u32(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
   return found;
 }
+inline u32 add_f16x2(u32 x, u32 y) {
+  return cvt_f16x2(f16_to_f32(x & 0xffff) + f16_to_f32(y & 0xffff), f16_to_f32(x >> 16) + f16_to_f32(y >> 16));
+}
 inline u32 cvt_rna_tf32(float x) {  // leaves the bits that it has rounded
   u32 bits = __float_as_uint(x);
   return (bits & 0x7f800000) == 0x7f800000 ? bits : bits + 0x1000;
