@@ -19,13 +19,12 @@ from cutjax import dot_precision
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import identity
 from cutjax.epilogue.trace import Traced, trace
-from cutjax.kernels.mma.math import MATHS
+from cutjax.kernels.mma.math import MATHS, MIXED
 
 H, F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
-E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 # Ways to multiply: the dtypes of a and b, and Problem.math.
 WAYS = {short(dtype) + math: (dtype, dtype, math) for dtype, math in MATHS}
-WAYS |= {"s8xu8": ("int8", "uint8", ""), "f8_e4m3fnxe5m2": (E4M3, E5M2, ""), "f8_e5m2xe4m3fn": (E5M2, E4M3, "")}
+WAYS |= {f"{short(a)}x{short(b)}": (a, b, "") for a, b in MIXED}
 
 KINDS = ("dense", "rows", "k", "symmetric")  # groups of rows and of k are those of docs/grouped.md
 GROUPS = 4

@@ -24,7 +24,7 @@ from cutjax.kernels.sm90 import family as sm90
 LAYOUTS = ("nn", "nt", "tn", "tt")
 # Ways to multiply, by the file that reads their fragments (ffi/device/mma).
 FILES = {
-    "tensor": ("bf16", "f32tf32", "s8", "f16f16", "f8_e4m3fn", "f16", "u8"),
+    "tensor": ("bf16", "f32tf32", "s8", "f16f16", "f8_e4m3fn", "f16", "u8", "s8xu8", "f8_e5m2xf8_e4m3fn"),
     "split": ("f32bf16x3", "f32tf32x3", "f32bf16x9", "f32bf16"),
     "double": ("f64", "c64tf32", "c128"),
     "fma": ("f32", "c64", "s32", "s64"),
@@ -47,7 +47,8 @@ def mma_cases() -> Iterator[Case]:
 
 def _mma(file: str, kind: str, unit: int, number: int) -> Case | None:
     """One kernel; None where there is none."""
-    way = FILES[file][number % len(FILES[file])]
+    ways = [way for way in FILES[file] if kind != "symmetric" or len(set(products.WAYS[way][:2])) == 1]
+    way = ways[number % len(ways)]
     layouts = {"rows": ("nn", "nt"), "k": ("tn",), "symmetric": ("nt", "tn")}.get(kind, LAYOUTS)
     epilogue = kind if kind in products.EPILOGUES else "sum" if kind in ("k", "symmetric") else "plain"
     few = file == "slim"
@@ -108,7 +109,7 @@ WIDE = (
     "f32bf16x6",
     "u8",
     "f32tf32x3",
-    "f8_e4m3fnxe5m2",
+    "f8_e4m3fnxf8_e5m2",
     "f32bf16x3",
     "s8xu8",
     "f32bf16x9",
