@@ -9,8 +9,8 @@ import kernel_host
 import numpy as np
 import pytest
 
+import cutjax
 from cutjax.epilogue.trace import trace
-from cutjax.kernels.mma import family
 from cutjax.kernels.mma import kernel as mma
 from cutjax.kernels.mma.config import Config
 
@@ -130,6 +130,6 @@ def test_all_lanes_exchange_the_extremes_of_integers(dtype):
         acc = jax.ShapeDtypeStruct((64, 64), asked.accumulator)
         traced = trace(lambda acc: (acc, acc.max(-1), acc.min(-2), acc.max((-2, -1))), [acc], [])
     asked = dataclasses.replace(asked, epilogue=traced.epilogue)
-    source = mma.resolved(asked, next(iter(family.configs(asked)))).source
+    source = mma.resolved(asked, cutjax.candidates(asked)[0]).source
     assert "__shfl_xor_sync" in source
     assert not re.search(r"\?[^;]*__shfl_xor_sync", source)
