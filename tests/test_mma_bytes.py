@@ -38,6 +38,7 @@ INSTRUCTIONS = [
         ("u8xs8", "dense", "tt", "sm_80", (33, 64, 80)),
         ("f8_e4m3fnxf8_e5m2", "dense", "nt", "sm_89", (33, 40, 100)),
         ("f8_e5m2xf8_e4m3fn", "rows", "nn", "sm_90a", (50, 33, 70)),
+        ("s8", "symmetric", "tn", "sm_80", (70, 70, 50)),
         ("s8", "k", "tn", "sm_80", (33, 40, 301)),
         ("u8", "k", "tn", "sm_75", (40, 33, 130)),
         ("f8_e4m3fn", "k", "tn", "sm_89", (34, 40, 150)),
@@ -46,7 +47,8 @@ INSTRUCTIONS = [
 )
 def test_products_are_exact(way, kind, layout, arch, sizes, tmp_path):
     item = products.Item(way, kind, layout, *sizes, arch=arch)
-    case = launches.Case(item.problem, Config(32, 64, 64, 32, 32, stages=3), item.data, "")
+    bm = 64 if kind == "symmetric" else 32
+    case = launches.Case(item.problem, Config(bm, 64, 64, 32, 32, stages=3), item.data, "")
     call, arrays, expected = case.prepare()
     got = launches.run(case.problem, call, arrays, launches.on_host(case.kernel, tmp_path))
     assert launches.wrong(got, expected) is None

@@ -137,7 +137,8 @@ class Kernel:
     @functools.cached_property
     def transposed(self) -> tuple[int, ...]:
         """The arrays whose matrices are transposed before the launch."""
-        operands = (self.asked.a, *self.asked.bs), (self.problem.a, *self.problem.bs)
+        bs = (self.asked.bs, self.problem.bs) if not self.problem.symmetric else ((), ())
+        operands = (self.asked.a, *bs[0]), (self.problem.a, *bs[1])
         return tuple(i for i, (given, taken) in enumerate(zip(*operands, strict=True)) if given != taken)
 
     @property
