@@ -224,8 +224,9 @@ def registers(problem: Problem, config: Config, math: Math, units: tuple[int, in
     row = config.bk * problem.a_dtype.itemsize
     loads = [rows * row // 16 // config.threads for rows in (config.bm, problem.products * config.bn)]
     held = sum(5 * count + 8 for count, unit in zip(loads, units, strict=True) if unit < 4)
-    # Sums apart and groups that begin anywhere, together: calibrated as BESIDE is.
-    apart = 36 * (math.along_k and math.accumulator == "float32" and problem.ragged == "k")
+    apart = 0
+    if math.rate.startswith("float8"):  # of sums that are added apart; sm_90 converts operands to 16 bits besides
+        apart = 72 if number(problem.arch) == 90 or config.wn > config.wm else 36 * (held > 0)
     return problem.products * tile * math.words + 2 * fragments + held + BESIDE + math.beside + apart
 
 
