@@ -108,6 +108,31 @@ def test_errors_are_those_of_lax(what):
     assert theirs or what == "negative axis"  # which lax takes
 
 
+@pytest.mark.parametrize("dtypes", [("float8_e4m3fn", "float8_e5m2"), ("float8_e5m2", "float8_e4m3fn")])
+def test_both_kinds_of_float8(dtypes):
+    """Weights by cotangents: value, gradient, and a kernel that multiplies them as they are."""
+    x, y = integers(0, (3, 8, 16), dtypes[0]), integers(1, (3, 16, 24), dtypes[1])
+    dims = (((2,), (1,)), ((0,), (0,)))
+
+    def both(f):
+        def loss(x, y):
+            return (f(x, y, dims, preferred_element_type=jnp.float32) ** 2).sum()
+
+        return f(x, y, dims, preferred_element_type=jnp.float32), jax.grad(loss, (0, 1))(x, y)
+
+    got, want = jax.jit(lambda: [both(f) for f in (cutjax.dot_general, lax.dot_general)])()
+    assert jax.tree.all(jax.tree.map(equal, got, want))
+    with cutjax.use_backend("cuda"):
+        report = cutjax.explain(
+            lambda x, y: cutjax.dot_general(x, y, dims, preferred_element_type=jnp.float32),
+            platform="cuda",
+            arch="sm_89",
+        )(x, y)
+    (row,) = report.rows
+    assert row.choice.resolved.name.startswith("mma_f8_e")
+    assert "xf8_e" in row.choice.resolved.name
+
+
 @pytest.mark.parametrize(
     "dtypes", [("float32", "int32"), ("float32", "bfloat16"), ("int8", "float32"), ("int32", "int8")]
 )

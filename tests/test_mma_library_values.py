@@ -1,6 +1,7 @@
 """Slim kernels, swapped operands and symmetric results on the host: whole kernels of every kind, and their edges."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import kernel_host
 import numpy as np
 import pytest
 
+import cutjax
 from cutjax.epilogue.trace import trace
 from cutjax.kernels.mma import kernel as mma
 from cutjax.kernels.mma.config import Config
@@ -118,3 +120,16 @@ def test_rows_of_groups(config, tmp_path):
     group = np.repeat(np.arange(4), sizes)
     np.testing.assert_array_equal(arrays[3][:45], np.einsum("mk,mkn->mn", a[:45], b[group]))
     assert not arrays[3][45:].any()
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int8", "int64", "uint32"])
+def test_all_lanes_exchange_the_extremes_of_integers(dtype):
+    """No shuffle is in a branch of a comparison, where some lanes would wait for ever."""
+    asked = kernel_host.problem(dtype, "", "nt", "sm_80")
+    with jax.enable_x64(dtype == "int64"):
+        acc = jax.ShapeDtypeStruct((64, 64), asked.accumulator)
+        traced = trace(lambda acc: (acc, acc.max(-1), acc.min(-2), acc.max((-2, -1))), [acc], [])
+    asked = dataclasses.replace(asked, epilogue=traced.epilogue)
+    source = mma.resolved(asked, cutjax.candidates(asked)[0]).source
+    assert "__shfl_xor_sync" in source
+    assert not re.search(r"\?[^;]*__shfl_xor_sync", source)

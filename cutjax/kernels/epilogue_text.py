@@ -149,7 +149,9 @@ def _combine(out: Output, into: str, value: str) -> str:
 
 
 def _shuffles(out: Output, value: str, lanes: Sequence[int]) -> list[str]:
-    return [_combine(out, value, f"__shfl_xor_sync(~0u, {value}, {lane})") for lane in lanes]
+    # A reduction may name a value twice, the second time in a branch, where not all lanes would shuffle.
+    shuffle = f"{{{{ auto other = __shfl_xor_sync(~0u, {value}, {{}}); {_combine(out, value, 'other')} }}}}"
+    return [shuffle.format(lane) for lane in lanes]
 
 
 def _partials(staging: Staging, arguments: Sequence[Argument]) -> str:

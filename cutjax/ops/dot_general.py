@@ -124,12 +124,15 @@ def _of_lax(
     return dot_general, jax.jit(dot_general)
 
 
+_FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}  # of both, as weights and cotangents are, tensor cores multiply either
+
+
 def _left_to_lax(lhs: jax.Array, rhs: jax.Array, out_sharding: Any) -> str | None:
     """Returns why no kernel could multiply the operands, whatever the plan."""
     if out_sharding is not None:
         return f"out_sharding must be None, got {out_sharding}; use jax.shard_map"
     if any(jax.export.is_symbolic_dim(size) for x in (lhs, rhs) for size in x.shape):
         return f"it needs known sizes, got {lhs.shape}, {rhs.shape}"
-    if lhs.dtype != rhs.dtype:
+    if lhs.dtype != rhs.dtype and not {lhs.dtype.name, rhs.dtype.name} <= _FLOAT8:
         return f"operands must have one dtype, got {lhs.dtype} and {rhs.dtype}"
     return None

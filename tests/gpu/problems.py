@@ -175,7 +175,7 @@ def mismatch(out: np.ndarray, ref: np.ndarray) -> str:
     wrong = np.argwhere(out != ref)
     first = tuple(int(i) for i in wrong[0])
     box = ", ".join(f"{low}..{high}" for low, high in zip(wrong.min(0), wrong.max(0), strict=True))
-    unwritten = int(np.isnan(out.astype(np.float32)).sum())
+    unwritten = int(np.isnan(out).sum())
     return (
         f"{len(wrong)} of {out.size} elements differ ({unwritten} NaN), in the box [{box}] of {out.shape}; "
         f"first at {first}: {out[first]} for {ref[first]}"

@@ -1,23 +1,24 @@
-"""Small problems with tails, of each schedule, layout, cluster shape and kind of epilogue: for compute-sanitizer.
+"""Small problems with tails, of every kind of kernel of both families: for compute-sanitizer.
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
 
 and the same with racecheck, synccheck and initcheck. It launches our kernels alone, so every finding is ours, and into
 memory full of NaN, since initcheck does not see what TMA writes. Names each kernel before it runs, then says what is
 wrong with its result; the last line says "ok" or "FAILED" and how many ran. The most different kernels come first, and
-``--seconds`` starts no further one after so long. ``--only REGEX`` runs some: ``--only c1x1_`` those without clusters.
+``--seconds`` starts no further one after so long. ``--only REGEX`` runs some: ``--only ^mma_`` those of the mma family,
+``--only c1x1_`` Hopper's without clusters. ``--list`` names them.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
+import itertools
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # Each array in an allocation of its own: in one large pool, memcheck would not see an access past the end of an array.
@@ -29,11 +30,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import problems
+import sanitize_mma
 import syrk_problems
+from launches import Case, run, wrong
 
 import cutjax
-from cutjax.kernels.sm90 import kernel as sm90
-from cutjax.runtime.launch import TARGET, Call
 
 K = 136  # two whole k blocks and a tail
 TILES = 280  # twice the SMs and more: every CTA walks several tiles
@@ -72,29 +73,6 @@ def sizes(config: cutjax.Config) -> tuple[int, int]:
     """m and n: two tiles along each, the second nearly empty."""
     rows, columns = config.bm * config.cluster_m + 8, config.bn * config.cluster_n + 8
     return (columns, rows) if config.swap else (rows, columns)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Case:
-    """One kernel on one problem.
-
-    Attributes:
-      problem, config: which.
-      data: makes what the kernel reads, in the order of its plan, and the results it is to have.
-      label: what is special about it.
-    """
-
-    problem: cutjax.Problem
-    config: cutjax.Config
-    data: Callable[[], tuple[Sequence[np.ndarray], Sequence[np.ndarray]]]
-    label: str
-
-    def __str__(self) -> str:
-        return f"{self.config.name(self.problem)}  {self.label}"
-
-    def prepare(self) -> tuple[Call, Sequence[np.ndarray], Sequence[np.ndarray]]:
-        """Makes what takes the time of a CPU core alone: the compiled kernel, and the data."""
-        return sm90.resolved(self.problem, self.config).call(), *self.data()
 
 
 def plain(turn: int, schedule: str, cluster: tuple[int, int]) -> Case:
@@ -304,6 +282,12 @@ def symmetric(name: str, schedule: str, cluster: tuple[int, int]) -> Case:
 
 
 def cases() -> Iterator[Case]:
+    """Those of all kinds in turns, so that any time limit has some of each."""
+    kinds = [sm90_cases(), sanitize_mma.mma_cases(), sanitize_mma.wide_cases(BATCH[0])]
+    return (case for turn in itertools.zip_longest(*kinds) for case in turn if case is not None)
+
+
+def sm90_cases() -> Iterator[Case]:
     """Each schedule and cluster shape first, then each epilogue, then other layouts; tile shapes vary along the way."""
     shapes = [(schedule, cluster) for schedule in SCHEDULES for cluster in CLUSTERS]
     for turn in range(4):
@@ -324,47 +308,18 @@ def cases() -> Iterator[Case]:
             yield from pinned()
 
 
-def run(problem: cutjax.Problem, launch: Call, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The kernel alone, on NaN for results; what it leaves to XLA, before and after, is done on the CPU."""
-    given = arrays
-    if launch.prepare:
-        with jax.default_device(jax.devices("cpu")[0]):
-            arrays = [np.asarray(x) for x in launch.prepare(list(map(jnp.asarray, arrays)))]
-    shape = (*problem.batch, *[problem.groups] * (problem.ragged == "k"), problem.m, problem.n)
-    results = launch.results or [jax.ShapeDtypeStruct(shape, np.dtype(out.dtype)) for out in problem.epilogue.outputs]
-    shared = {result: argument for argument, result in launch.aliases}
-    memory = [arrays[shared[i]] if i in shared else np.full(x.shape, np.nan, x.dtype) for i, x in enumerate(results)]
-
-    @functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
-    def call(arrays, memory):
-        for argument, result in launch.aliases:
-            arrays[argument] = memory[result]
-        call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=dict(launch.aliases))
-        return call(*arrays, **launch.attributes())
-
-    got = [np.asarray(x) for x in call(*jax.device_put((list(arrays), memory)))]
-    with jax.default_device(jax.devices("cpu")[0]):
-        if launch.finish:
-            got = launch.finish(list(map(jnp.asarray, got)), list(map(jnp.asarray, given)))
-        return [np.asarray(x) for x in got]
-
-
-def wrong(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> str | None:
-    """Says how results differ from what they are to be after rounding, or None."""
-    for i, (out, ref) in enumerate(zip(got, expected, strict=True)):
-        if not np.array_equal(out, ref := ref.astype(out.dtype)):
-            return f"result {i}: {problems.mismatch(out, ref)}"
-    return None
-
-
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further kernel after this long")
     parser.add_argument("--only", type=re.compile, default="", help="a regular expression: which kernels")
+    parser.add_argument("--list", action="store_true", help="only name the kernels; needs no GPU")
     args = parser.parse_args()
     start, failures, done = time.monotonic(), 0, 0
-    listed = [case for case in cases() if args.only.search(str(case))]
+    listed = [case for case in cases() if not args.only or args.only.search(str(case))]
+    if args.list:
+        print(*listed, f"{len(listed)} kernels", sep="\n")
+        return 0
     prefetch = problems.Prefetch(listed, Case.prepare, ahead=16)
     for case in listed:
         if time.monotonic() - start > args.seconds:

@@ -110,6 +110,9 @@ inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
   for (int i = 0; i < 4; ++i) found |= u32(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
   return found;
 }
+inline u32 add_f16x2(u32 x, u32 y) {
+  return cvt_f16x2(f16_to_f32(x & 0xffff) + f16_to_f32(y & 0xffff), f16_to_f32(x >> 16) + f16_to_f32(y >> 16));
+}
 inline u32 cvt_rna_tf32(float x) {  // leaves the bits that it has rounded
   u32 bits = __float_as_uint(x);
   return (bits & 0x7f800000) == 0x7f800000 ? bits : bits + 0x1000;
@@ -258,7 +261,43 @@ void cp_async_wait_group() {}
 
 // ---- the tensor cores: fragments as PTX has them ----
 
-enum class Math { bf16, f16, f16_f16, tf32, s8, u8, e4m3, e5m2, tf32x3, bf16x1, bf16x3, bf16x6, bf16x9, dmma, fma };
+enum class Math {
+  bf16,
+  f16,
+  f16_f16,
+  tf32,
+  s8,
+  u8,
+  s8_u8,
+  u8_s8,
+  e4m3,
+  e5m2,
+  e4m3_e5m2,
+  e5m2_e4m3,
+  tf32x3,
+  bf16x1,
+  bf16x3,
+  bf16x6,
+  bf16x9,
+  dmma,
+  fma
+};
+
+// What each operand is, where they are of two dtypes.
+constexpr Math of_a(Math x) {
+  return x == Math::s8_u8       ? Math::s8
+         : x == Math::u8_s8     ? Math::u8
+         : x == Math::e4m3_e5m2 ? Math::e4m3
+         : x == Math::e5m2_e4m3 ? Math::e5m2
+                                : x;
+}
+constexpr Math of_b(Math x) {
+  return x == Math::s8_u8       ? Math::u8
+         : x == Math::u8_s8     ? Math::s8
+         : x == Math::e4m3_e5m2 ? Math::e5m2
+         : x == Math::e5m2_e4m3 ? Math::e4m3
+                                : x;
+}
 
 // Element e of 4 bytes.
 template <Math MATH>
@@ -283,7 +322,7 @@ void mma(T (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
       for (int unit = 0; unit < 8; ++unit) {
         u32 x = lanes()[row % 8 * 4 + unit % 4][row / 8 + unit / 4 * 2],
             y = lanes()[column * 4 + unit % 4][4 + unit / 4];
-        for (int e = 0; e < EACH; ++e) sum += element<MATH>(x, e) * element<MATH>(y, e);
+        for (int e = 0; e < EACH; ++e) sum += element<of_a(MATH)>(x, e) * element<of_b(MATH)>(y, e);
       }
       if constexpr (std::is_floating_point_v<T>) {
         d[i] = static_cast<T>(d[i] + sum);

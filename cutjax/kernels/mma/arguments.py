@@ -46,6 +46,8 @@ def operands_of(p: Problem) -> tuple[Matrices, Matrices]:
 
 def unit(p: Problem, operand: Operand, length: int, of: Matrices) -> int:
     """Returns how many bytes, at most 16, rows of an operand begin at multiples of, and are long."""
+    if p.ragged == "k" and operand.contiguous == "k":  # groups begin anywhere
+        return operand.dtype.itemsize
     row = (p.k if operand.contiguous == "k" else length) * operand.dtype.itemsize
     return math.gcd(16, row, of.row_bytes, of.bytes if of.count > 1 else 0)
 

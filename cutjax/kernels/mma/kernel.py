@@ -45,7 +45,7 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     if number(problem.arch) < 75:
         return (f"architecture {problem.arch}: the kernels are for sm_75 and later",)
     math = math_of(problem)
-    if problem.a_dtype != problem.b_dtype or math is None:
+    if math is None:
         how = f" as {problem.math}" if problem.math else ""
         found.append(f"{short(problem.a_dtype.name)} x {short(problem.b_dtype.name)}{how} on {problem.arch}")
     elif problem.epilogue.accumulator.name != math.accumulator:
@@ -55,8 +55,6 @@ def reasons(problem: Problem) -> tuple[str, ...]:
         names = ", ".join(map(short, STORED))
         found.append(f"result {short(problem.out_dtype.name)}: one of {names}")
     found += shared.of_groups(problem, staging)
-    if math is not None and math.along_k and problem.ragged == "k":
-        found.append(f"{short(problem.a_dtype.name)} in groups of k: kernels read both operands along k")
     if problem.symmetric:
         found += staging.symmetric_reasons
     found += shared.of_sizes(problem, "kernels count with 32 bits")
@@ -139,7 +137,8 @@ class Kernel:
     @functools.cached_property
     def transposed(self) -> tuple[int, ...]:
         """The arrays whose matrices are transposed before the launch."""
-        operands = (self.asked.a, *self.asked.bs), (self.problem.a, *self.problem.bs)
+        bs = (self.asked.bs, self.problem.bs) if not self.problem.symmetric else ((), ())
+        operands = (self.asked.a, *bs[0]), (self.problem.a, *bs[1])
         return tuple(i for i, (given, taken) in enumerate(zip(*operands, strict=True)) if given != taken)
 
     @property
@@ -225,7 +224,10 @@ def registers(problem: Problem, config: Config, math: Math, units: tuple[int, in
     row = config.bk * problem.a_dtype.itemsize
     loads = [rows * row // 16 // config.threads for rows in (config.bm, problem.products * config.bn)]
     held = sum(5 * count + 8 for count, unit in zip(loads, units, strict=True) if unit < 4)
-    return problem.products * tile * math.words + 2 * fragments + held + BESIDE + math.beside
+    apart = 0
+    if math.rate.startswith("float8"):  # of sums that are added apart; sm_90 converts operands to 16 bits besides
+        apart = 72 if number(problem.arch) == 90 or config.wn > config.wm else 36 * (held > 0)
+    return problem.products * tile * math.words + 2 * fragments + held + BESIDE + math.beside + apart
 
 
 def chunk_of(staging: Staging, wn: int) -> int:

@@ -106,8 +106,17 @@ MATHS = {
     ("float8_e5m2", ""): (_bytes("e5m2", "float32", _ADA, "float8_e5m2", (64,), 16),),
 }
 
+# The same of operands of two dtypes, by those of a and b. Sums of signed and unsigned integers are signed.
+MIXED = {
+    ("float8_e4m3fn", "float8_e5m2"): (_bytes("e4m3_e5m2", "float32", _ADA, "float8_e4m3fn", (64,), 16),),
+    ("float8_e5m2", "float8_e4m3fn"): (_bytes("e5m2_e4m3", "float32", _ADA, "float8_e4m3fn", (64,), 16),),
+    ("int8", "uint8"): (_bytes("s8_u8", "int32", _ALL, "int8"),),
+    ("uint8", "int8"): (_bytes("u8_s8", "int32", _ALL, "int8"),),
+}
+
 
 def math_of(problem: Problem) -> Math | None:
     """Returns how the operands are multiplied on the problem's architecture; None where the family cannot."""
-    ways = MATHS.get((problem.a_dtype.name, problem.math), ())
+    a, b = problem.a_dtype.name, problem.b_dtype.name
+    ways = MATHS.get((a, problem.math), ()) if a == b else () if problem.math else MIXED.get((a, b), ())
     return next((math for math in ways if number(problem.arch) in math.archs), None)

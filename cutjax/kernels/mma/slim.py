@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cutjax.kernels.device import Device
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.cost import parts_us
-from cutjax.kernels.mma.math import Math
+from cutjax.kernels.mma.math import MIXED, Math
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.reasons import of_swap
 from cutjax.kernels.staging import Staging
@@ -44,6 +44,8 @@ def reasons(problem: Problem, config: Config, how: Math, staging: Staging) -> li
         found.append(f"bm={config.bm}: of {problem.m} rows, reductions are of 16 rows at a time")
     if problem.symmetric:
         found.append("a symmetric product")
+    if (problem.a_dtype.name, problem.b_dtype.name) in MIXED:
+        found.append(f"bm={config.bm}: slim kernels multiply operands of one dtype")
     return found
 
 

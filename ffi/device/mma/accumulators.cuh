@@ -20,7 +20,7 @@ DEVICE Acc value_of(const AccFragment& x, int i) { return f16_to_f32(x[i / 2] >>
 
 DEVICE void add_to(AccFragment& x, const AccFragment& y) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) asm("add.f16x2 %0, %0, %1;" : "+r"(x[i]) : "r"(y[i]));
+  for (int i = 0; i < 2; ++i) x[i] = add_f16x2(x[i], y[i]);
 }
 
 DEVICE void clear(AccFragment& x) { x[0] = x[1] = 0; }

@@ -59,3 +59,8 @@ DEVICE u32 cvt_rna_tf32(float x) {
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
   return y;
 }
+
+DEVICE u32 add_f16x2(u32 x, u32 y) {
+  asm("add.f16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
+  return x;
+}

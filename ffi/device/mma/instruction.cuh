@@ -6,7 +6,27 @@
 //   d[0], d[1], d[2], d[3]   rows g, g, g + 8, g + 8 at column 2 q, 2 q + 1, 2 q, 2 q + 1
 
 // As elements are; float32 in parts (split.cuh); float64 (double.cuh); one by one (fma.cuh).
-enum class Math { bf16, f16, f16_f16, tf32, s8, u8, e4m3, e5m2, tf32x3, bf16x1, bf16x3, bf16x6, bf16x9, dmma, fma };
+enum class Math {
+  bf16,
+  f16,
+  f16_f16,
+  tf32,
+  s8,
+  u8,
+  s8_u8,
+  u8_s8,
+  e4m3,
+  e5m2,
+  e4m3_e5m2,
+  e5m2_e4m3,
+  tf32x3,
+  bf16x1,
+  bf16x3,
+  bf16x6,
+  bf16x9,
+  dmma,
+  fma
+};
 
 #define MMA(shape, type, constraint)                                                    \
   asm volatile("mma.sync.aligned." shape ".row.col." type                               \
@@ -14,6 +34,15 @@ enum class Math { bf16, f16, f16_f16, tf32, s8, u8, e4m3, e5m2, tf32x3, bf16x1, 
                "{%0, %1, %2, %3};"                                                      \
                : constraint(d[0]), constraint(d[1]), constraint(d[2]), constraint(d[3]) \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+
+#if __CUDA_ARCH__ >= 800
+#define MMA_INTEGERS(types) MMA("m16n8k32", "s32." types ".s32", "+r")
+#else  // a quarter as large ones
+#define MMA_INTEGERS(types)                                                                                      \
+  _Pragma("unroll") for (int i = 0; i < 4; ++i) asm volatile(                                                    \
+      "mma.sync.aligned.m8n8k16.row.col.s32." types ".s32 {%0, %1}, {%2}, {%3}, {%0, %1};" : "+r"(d[i % 2 * 2]), \
+      "+r"(d[i % 2 * 2 + 1]) : "r"(a[i]), "r"(b[i / 2]))
+#endif
 
 template <Math MATH, typename T>
 DEVICE void mma(T (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
@@ -25,6 +54,10 @@ DEVICE void mma(T (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     MMA("m16n8k32", "f32.e4m3.e4m3.f32", "+f");
   } else if constexpr (MATH == Math::e5m2) {
     MMA("m16n8k32", "f32.e5m2.e5m2.f32", "+f");
+  } else if constexpr (MATH == Math::e4m3_e5m2) {
+    MMA("m16n8k32", "f32.e4m3.e5m2.f32", "+f");
+  } else if constexpr (MATH == Math::e5m2_e4m3) {
+    MMA("m16n8k32", "f32.e5m2.e4m3.f32", "+f");
   } else if constexpr (MATH == Math::f16 && __CUDA_ARCH__ >= 800) {
     MMA("m16n8k16", "f32.f16.f16.f32", "+f");
   } else if constexpr (MATH == Math::f16) {  // sm_75 has half as deep ones
@@ -34,31 +67,18 @@ DEVICE void mma(T (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
           "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
           : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
           : "r"(a[2 * half]), "r"(a[2 * half + 1]), "r"(b[half]));
-  } else if constexpr (MATH == Math::s8 || MATH == Math::u8) {
-#if __CUDA_ARCH__ >= 800
-    if constexpr (MATH == Math::s8) {
-      MMA("m16n8k32", "s32.s8.s8.s32", "+r");
-    } else {
-      MMA("m16n8k32", "s32.u8.u8.s32", "+r");
-    }
-#else  // a quarter as large ones
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      int row = i % 2, half = i / 2;
-      if constexpr (MATH == Math::s8) {
-        asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
-                     : "+r"(d[2 * row]), "+r"(d[2 * row + 1])
-                     : "r"(a[i]), "r"(b[half]));
-      } else {
-        asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.u8.u8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
-                     : "+r"(d[2 * row]), "+r"(d[2 * row + 1])
-                     : "r"(a[i]), "r"(b[half]));
-      }
-    }
-#endif
+  } else if constexpr (MATH == Math::s8) {
+    MMA_INTEGERS("s8.s8");
+  } else if constexpr (MATH == Math::u8) {
+    MMA_INTEGERS("u8.u8");
+  } else if constexpr (MATH == Math::s8_u8) {
+    MMA_INTEGERS("s8.u8");
+  } else if constexpr (MATH == Math::u8_s8) {
+    MMA_INTEGERS("u8.s8");
   }
 }
 
+#undef MMA_INTEGERS
 #undef MMA
 
 // The same of f16, added up in f16: d holds two columns in each word.

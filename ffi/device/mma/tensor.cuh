@@ -8,13 +8,15 @@ DEVICE void round_tf32(T& fragments) {
   for (int i = 0; i < sizeof(T) / 4; ++i) x[i] = cvt_rna_tf32(__uint_as_float(x[i]));
 }
 
+constexpr bool FLOAT8 = MATH == Math::e4m3 || MATH == Math::e5m2 || MATH == Math::e4m3_e5m2 || MATH == Math::e5m2_e4m3;
+
 // Sums of products of 8-bit floats have fewer bits than f32 within an instruction and from one to the next: each is
 // added to the others apart.
 DEVICE void multiply_one(AccFragment& d, const u32 (&a)[4], const u32 (&b)[2]) {
 #if F16_ACCUMULATORS
   mma_f16(d, a, b);
 #else
-  if constexpr (MATH == Math::e4m3 || MATH == Math::e5m2) {
+  if constexpr (FLOAT8) {
     AccFragment one{};
     mma<MATH>(one, a, b);
     add_to(d, one);
