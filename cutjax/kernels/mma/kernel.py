@@ -126,6 +126,20 @@ class Kernel:
         slices = depth // self.math.slice(depth, self.problem.arch)
         return 1 if self.config.wm * self.config.wn > 2048 else min(slices - 1, 3)
 
+    @property
+    def slices_at_once(self) -> int:
+        """Slices that the code of one pass multiplies, an even number.
+
+        Of FMA it is few: about 256 products. The compiler finds registers in different banks for what each reads then.
+        """
+        depth = self.config.bk // self.config.sliced_k
+        slices = depth // self.math.slice(depth, self.problem.arch)
+        if self.math.fragments != "fma":
+            return slices
+        products = self.config.wm * self.config.wn // 32 * self.problem.products
+        products *= 4 if self.math.accumulator.startswith("complex") else 1
+        return next(n for n in (2, 4, 8) if n * products >= 256 or n == 8)
+
     @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:
         """The arguments that the kernel takes, in order."""

@@ -37,6 +37,7 @@ def source(kernel: Kernel) -> str:
         "SLIM": config.slim,
         "SLICE": math.slice(config.bk // config.sliced_k, problem.arch),
         "LOAD_PARTS": kernel.load_parts,
+        "AT_ONCE": kernel.slices_at_once,
         "ELEMENT": problem.a_dtype.itemsize,
         "A_K_MAJOR": problem.a.contiguous == "k",
         "B_K_MAJOR": problem.bs[0].contiguous == "k",

@@ -8,7 +8,7 @@ struct Warp {
     int warp = uniform(threadIdx.x / 32);
     row = warp % WARPS_M * WM;
     column = warp / WARPS_M % WARPS_N * WN;
-    slice = warp / (WARPS_M * WARPS_N);
+    slice = WARPS_K == 1 ? 0 : warp / (WARPS_M * WARPS_N);
   }
 };
 
