@@ -136,8 +136,7 @@ class Kernel:
         slices = depth // self.math.slice(depth, self.problem.arch)
         if self.math.fragments != "fma":
             return slices
-        products = self.config.wm * self.config.wn // 32 * self.problem.products
-        products *= 4 if self.math.accumulator.startswith("complex") else 1
+        products = self.config.wm * self.config.wn // 32 * self.problem.products * self.math.instructions
         return next(n for n in (2, 4, 8) if n * products >= 256 or n == 8)
 
     @functools.cached_property

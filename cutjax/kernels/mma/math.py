@@ -49,7 +49,7 @@ class Math:
 
     def stage_bytes(self, bm: int, bn: int, bk: int, products: int, size: int) -> int:
         """Returns the shared memory of one stage, of elements of so many bytes."""
-        padding = 16 // size if self.fragments == "fma" else 0
+        padding = {"fma": 16, "gauss": 32}.get(self.fragments, 0) // size
         return (bm + padding + products * (bn + padding)) * bk * size
 
 
@@ -94,6 +94,7 @@ MATHS = {
         Math("dmma", "complex128", "double", _DMMA, "float64", 4, (8, 16), (8, 4), 16, 4),
         _fma("complex128", "float64", 4, 4),
     ),
+    ("complex128", "3m"): (Math("dmma", "complex128", "gauss", _DMMA, "float64", 4, (8, 16), (8, 4), 24, 3),),
     # A multiplication and an addition of integers issue half as often as FMA, of 64 bits an eighth.
     ("int32", ""): (_fma("int32", "float32", 1, 2),),
     ("uint32", ""): (_fma("uint32", "float32", 1, 2),),

@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 
 # What each way to read fragments needs before its own file.
 _WORDS = ("mma/tile.cuh", "mma/words.cuh")
-FRAGMENTS = {"fma": (), "double": _WORDS, "tensor": (*_WORDS, "mma/lanes.cuh"), "split": (*_WORDS, "mma/lanes.cuh")}
+FRAGMENTS = {
+    "fma": ("mma/planes.cuh",),
+    "gauss": ("mma/planes.cuh",),
+    "double": _WORDS,
+    "tensor": (*_WORDS, "mma/lanes.cuh"),
+    "split": (*_WORDS, "mma/lanes.cuh"),
+}
 
 
 def source(kernel: Kernel) -> str:
@@ -61,6 +67,7 @@ def source(kernel: Kernel) -> str:
     scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
     carrier = DTYPES[math.accumulator].carrier
     accumulator = f"#define F16_ACCUMULATORS {int(math.name == 'f16_f16')}\n#define ACCUMULATOR {carrier}\n"
+    accumulator += f"#define GAUSS_ACCUMULATORS {int(math.fragments == 'gauss' and not config.slim)}\n"
     return sources.source(
         kernel.name,
         constants,
