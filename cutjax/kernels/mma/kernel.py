@@ -238,6 +238,8 @@ def registers(problem: Problem, config: Config, math: Math, units: tuple[int, in
     row = config.bk * problem.a_dtype.itemsize
     loads = [rows * row // 16 // config.threads for rows in (config.bm, problem.products * config.bn)]
     held = sum(5 * count + 8 for count, unit in zip(loads, units, strict=True) if unit < 4)
+    if math.fragments == "fma" and number(problem.arch) < 80:  # half of what is loaded, calibrated as BESIDE
+        held = 2 * sum(loads)
     return problem.products * tile * math.words + 2 * fragments + held + BESIDE + math.beside
 
 

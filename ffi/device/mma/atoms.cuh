@@ -65,7 +65,8 @@ DEVICE void fma_rn(float& d, float a, float b) { asm("fma.rn.f32 %0, %1, %2, %0;
 
 // Has a pair of registers made of both, and changes neither if `zero` is what it says, which the compiler cannot know.
 DEVICE void pass_pair(u32& low, u32& high, u32 zero) {
-  asm volatile("{\n.reg .b64 pair;\nmov.b64 pair, {%0, %1};\nmad.wide.u32 pair, %2, %2, pair;\nmov.b64 {%0, %1}, pair;\n}"
-               : "+r"(low), "+r"(high)
-               : "r"(zero));
+  asm volatile(
+      "{\n.reg .b64 pair;\nmov.b64 pair, {%0, %1};\nmad.wide.u32 pair, %2, %2, pair;\nmov.b64 {%0, %1}, pair;\n}"
+      : "+r"(low), "+r"(high)
+      : "r"(zero));
 }

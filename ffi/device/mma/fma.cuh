@@ -61,8 +61,8 @@ struct Multiplier {
 
   // Moves both to the slices after those whose code is repeated.
   static DEVICE void skip(u32& tile_a, u32& tiles_b) {
-    tile_a += AT_ONCE * TileA::PITCH;
-    tiles_b += AT_ONCE * TileB::PITCH;
+    tile_a += SLICES_AT_ONCE * TileA::PITCH;
+    tiles_b += SLICES_AT_ONCE * TileB::PITCH;
   }
 
   // Every other column goes up, so that each product shares a part with the one before.
@@ -98,7 +98,8 @@ struct Multiplier {
       u32(&words)[COUNT][2 * HALF] = reinterpret_cast<u32(&)[COUNT][2 * HALF]>(d);
       u32 zero = pinned(0);
 #pragma unroll
-      for (int i = 0; i < COUNT * HALF; ++i) pass_pair(words[i / HALF][i % HALF + HALF], words[i / HALF][i % HALF], zero);
+      for (int i = 0; i < COUNT * HALF; ++i)
+        pass_pair(words[i / HALF][i % HALF + HALF], words[i / HALF][i % HALF], zero);
     }
   }
 };

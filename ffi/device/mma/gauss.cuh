@@ -9,7 +9,7 @@ using TileB = ElementTile<BN, B_K_MAJOR, true, 32>;
 static_assert(SLICE == 4 && VECTOR == 2 && ROWS_VECTOR == 2);
 
 struct Fragments {
-  double a[2][M_FRAGMENTS][2], b[PRODUCTS][2][N_FRAGMENTS];
+  double a[PARTS][2 * M_FRAGMENTS], b[PRODUCTS][PARTS][N_FRAGMENTS];
 };
 
 struct Multiplier {
@@ -23,9 +23,9 @@ struct Multiplier {
     tile_a += offset_a + slice * 4 * TileA::PITCH;
     tiles_b += offset_b + slice * 4 * TileB::PITCH;
 #pragma unroll
-    for (int z = 0; z < 2; ++z) {
+    for (int z = 0; z < PARTS; ++z) {
 #pragma unroll
-      for (int i = 0; i < M_FRAGMENTS; ++i) load_parts<2>(to.a[z][i], tile_a + (z * BM + 16 * i) * PART);
+      for (int i = 0; i < M_FRAGMENTS; ++i) load_parts<2>(to.a[z] + 2 * i, tile_a + (z * BM + 16 * i) * PART);
 #pragma unroll
       for (int p = 0; p < PRODUCTS; ++p)
 #pragma unroll
@@ -38,16 +38,24 @@ struct Multiplier {
 #pragma unroll
     for (int p = 0; p < PRODUCTS; ++p)
 #pragma unroll
-      for (int z = 0; z < 3; ++z)
+      for (int z = 0; z < (PARTS == 1 ? 1 : 3); ++z)
 #pragma unroll
         for (int j = 0; j < N_FRAGMENTS; ++j)
 #pragma unroll
-          for (int i = 0; i < M_FRAGMENTS; ++i) {
-            double(&sums)[4] = d[p][i][j][z];
-            const double b[1] = {z < 2 ? x.b[p][z % 2][j] : x.b[p][0][j] + x.b[p][1][j]};
-            const double a[2] = {z < 2 ? x.a[z % 2][i][0] : x.a[0][i][0] + x.a[1][i][0],
-                                 z < 2 ? x.a[z % 2][i][1] : x.a[0][i][1] + x.a[1][i][1]};
+          for (int step = 0; step < M_FRAGMENTS; ++step) {
+            int i = j % 2 ? M_FRAGMENTS - 1 - step : step;
+            double (&sums)[4] = sums_of(d[p][i][j], z);
+            const double b[1] = {part(x.b[p], z, j)}, a[2] = {part(x.a, z, 2 * i), part(x.a, z, 2 * i + 1)};
             dmma(sums[0], sums[1], sums[2], sums[3], a, b);
           }
+  }
+
+  static DEVICE double (&sums_of(double (&x)[4], int))[4] { return x; }
+  static DEVICE double (&sums_of(double (&x)[3][4], int z))[4] { return x[z]; }
+
+  // Of both parts, or their sum (z = 2).
+  template <int N>
+  static DEVICE double part(const double (&x)[PARTS][N], int z, int i) {
+    return z < 2 ? x[z][i] : x[0][i] + x[PARTS - 1][i];
   }
 };

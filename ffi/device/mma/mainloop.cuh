@@ -71,24 +71,24 @@ struct Pipeline {
 #pragma unroll 1
     for (int block = 0; block < k_blocks; ++block) {
       bool last = block + 1 == k_blocks;
-      if constexpr (AT_ONCE < SLICES) {
+      if constexpr (SLICES_AT_ONCE < SLICES) {
         loads.load(write);
         u32 tile_a = read, tiles_b = read + TileA::BYTES;
 #pragma unroll 1
-        for (int s = 0; s < SLICES - AT_ONCE; s += AT_ONCE) {
+        for (int s = 0; s < SLICES - SLICES_AT_ONCE; s += SLICES_AT_ONCE) {
 #pragma unroll
-          for (int t = 0; t < AT_ONCE; ++t) {
+          for (int t = 0; t < SLICES_AT_ONCE; ++t) {
             multiplier.load(x[(t + 1) % 2], tile_a, tiles_b, warp.slice * SLICES + t + 1);
             multiplier.multiply(d, x[t % 2]);
           }
           multiplier.skip(tile_a, tiles_b);
         }
-        slices<SLICES - AT_ONCE, 0>(x, d, loads, multiplier, warp, last);
+        slices<SLICES - SLICES_AT_ONCE, 0>(x, d, loads, multiplier, warp, last);
       } else {
         slices<0, LOAD_PARTS>(x, d, loads, multiplier, warp, last);
       }
     }
-    if constexpr (AT_ONCE < SLICES) multiplier.settle(d);
+    if constexpr (SLICES_AT_ONCE < SLICES) multiplier.settle(d);
   }
 
   // The slices of a block from S on. Beside the first LOADED_IN a part of a later block is loaded; beside each, the

@@ -16,7 +16,7 @@ struct PartOf<Complex<R>> {
 using Part = PartOf<Acc>::Type;
 constexpr int PARTS = sizeof(Acc) / sizeof(Part);
 constexpr int PART = sizeof(Part);
-constexpr int VECTOR = 16 / PART;  // parts that a thread loads from shared memory at once
+constexpr int VECTOR = 16 / PART;                               // parts that a thread loads from shared memory at once
 constexpr int ROWS_VECTOR = VECTOR < BM / 8 ? VECTOR : BM / 8;  // of a
 
 DEVICE void from_words(float& x, const u32* words) { x = __uint_as_float(words[0]); }
@@ -68,9 +68,7 @@ struct ElementTile {
 
   // What the i-th of this thread's loads adds to k and to the row.
   static DEVICE constexpr int k_of(int i) { return K_MAJOR ? i * ALONG / ROWS * ACROSS : i / FIRST * ALONG; }
-  static DEVICE constexpr int row_of(int i) {
-    return K_MAJOR ? row_at<OF_A>(i * ALONG % ROWS) : i % FIRST * ACROSS;
-  }
+  static DEVICE constexpr int row_of(int i) { return K_MAJOR ? row_at<OF_A>(i * ALONG % ROWS) : i % FIRST * ACROSS; }
 
   DEVICE void begin(const char* matrix, i64 pitch_bytes, int row, int rows_end, int k, int k_end) {
     pitch = pitch_bytes;
@@ -83,9 +81,7 @@ struct ElementTile {
 
   static DEVICE bool mine(int i) { return BK * ROWS % THREADS == 0 || threadIdx.x + i * THREADS < BK * ROWS; }
 
-  DEVICE u32 place(u32 tile, int i) const {
-    return tile + offset + k_of(i) * PITCH + position<OF_A>(row_of(i)) * PART;
-  }
+  DEVICE u32 place(u32 tile, int i) const { return tile + offset + k_of(i) * PITCH + position<OF_A>(row_of(i)) * PART; }
 
   // Starts to load a block of k, all of which is there unless it is an `edge`.
   template <bool EDGE>
