@@ -37,7 +37,8 @@ def test_the_real_product_of_the_copies_is_the_complex_one(layout, m, n, k, batc
     given = [np.swapaxes(x, -1, -2) if letter == "t" else x for x, letter in zip((a, b), layout, strict=True)]
     copied, real = operands.copies(asked), operands.as_multiplied(asked)
     found, more = operands.prepare(copied, operands.way(asked), [jnp.asarray(x) for x in given])
-    assert not more and (real.m, real.n, real.k) == (m, 2 * n, 2 * k)
+    assert not more
+    assert (real.m, real.n, real.k) == (m, 2 * n, 2 * k)
     rows = [np.asarray(x).view(np.float32) for x in found]
     assert [x.shape[-1] * 4 for x in rows] == [operands.row_bytes(x, 0, real.k) for x in (real.a, real.bs[0])]
     product = rows[0][..., : real.k] @ np.swapaxes(rows[1][..., : real.k], -1, -2)
