@@ -358,3 +358,7 @@ void dmma(double& d0, double& d1, double& d2, double& d3, const double (&a)[OF_A
     return 0;
   });
 }
+
+inline void fma_rn(float& d, float a, float b) { d = std::fma(a, b, d); }
+inline void pass_pair(u32&, u32&, u32) {}
+inline u32 pinned(u32 x) { return x; }

@@ -50,6 +50,7 @@ FIT = Fit()
 FITS = {
     "fma": dataclasses.replace(FIT, peak=0.935, reads=0.12, block=0.02),
     "double": dataclasses.replace(FIT, peak=1.23, reads=0.085, block=0.033),
+    "gauss": dataclasses.replace(FIT, peak=1.23, reads=0.085, block=0.033),  # as double: not fitted yet
     "double tf32": dataclasses.replace(FIT, peak=0.62, reads=0.12, block=0.028),
 }
 SM90_SHARE = 0.67  # of the tensor cores' rate, which is wgmma's, that mma.sync reaches from sm_90 to sm_103
@@ -61,6 +62,7 @@ XLA_FLOPS = {
     "complex64": 13.3e12,
     "complex64 tf32": 57.8e12,
     "complex128": 16.9e12,
+    "complex128 3m": 16.9e12,
 }
 XLA_HAS_NONE = ("int16", "uint16", "int32", "uint32", "int64", "uint64")
 COPY_US = 2.0  # of a copy that XLA makes before the launch, beside moving its bytes

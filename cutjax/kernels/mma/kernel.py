@@ -124,6 +124,19 @@ class Kernel:
         slices = depth // self.math.slice(depth, self.problem.arch)
         return 1 if self.config.wm * self.config.wn > 2048 else min(slices - 1, 3)
 
+    @property
+    def slices_at_once(self) -> int:
+        """Slices that the code of one pass multiplies, an even number.
+
+        Of FMA it is few: about 256 products. The compiler finds registers in different banks for what each reads then.
+        """
+        depth = self.config.bk // self.config.sliced_k
+        slices = depth // self.math.slice(depth, self.problem.arch)
+        if self.math.fragments != "fma":
+            return slices
+        products = self.config.wm * self.config.wn // 32 * self.problem.products * self.math.instructions
+        return next(n for n in (2, 4, 8) if n * products >= 256 or n == 8)
+
     @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:
         """The arguments that the kernel takes, in order."""
@@ -227,6 +240,8 @@ def registers(problem: Problem, config: Config, math: Math, units: tuple[int, in
     apart = 0
     if math.rate.startswith("float8"):  # of sums that are added apart; sm_90 converts operands to 16 bits besides
         apart = 72 if number(problem.arch) == 90 or config.wn > config.wm else 36 * (held > 0)
+    if math.fragments == "fma" and number(problem.arch) < 80:  # half of what is loaded, calibrated as BESIDE
+        held = 2 * sum(loads)
     return problem.products * tile * math.words + 2 * fragments + held + BESIDE + math.beside + apart
 
 

@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 
 # What each way to read fragments needs before its own file.
 _WORDS = ("mma/tile.cuh", "mma/words.cuh")
-FRAGMENTS = {"fma": (), "double": _WORDS, "tensor": (*_WORDS, "mma/lanes.cuh"), "split": (*_WORDS, "mma/lanes.cuh")}
+FRAGMENTS = {
+    "fma": ("mma/planes.cuh",),
+    "gauss": ("mma/planes.cuh",),
+    "double": _WORDS,
+    "tensor": (*_WORDS, "mma/lanes.cuh"),
+    "split": (*_WORDS, "mma/lanes.cuh"),
+}
 
 
 def source(kernel: Kernel) -> str:
@@ -37,6 +43,7 @@ def source(kernel: Kernel) -> str:
         "SLIM": config.slim,
         "SLICE": math.slice(config.bk // config.sliced_k, problem.arch),
         "LOAD_PARTS": kernel.load_parts,
+        "SLICES_AT_ONCE": kernel.slices_at_once,
         "ELEMENT": problem.a_dtype.itemsize,
         "A_K_MAJOR": problem.a.contiguous == "k",
         "B_K_MAJOR": problem.bs[0].contiguous == "k",
@@ -60,6 +67,9 @@ def source(kernel: Kernel) -> str:
     scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
     carrier = DTYPES[math.accumulator].carrier
     accumulator = f"#define F16_ACCUMULATORS {int(math.name == 'f16_f16')}\n#define ACCUMULATOR {carrier}\n"
+    accumulator += (
+        f"#define GAUSS_ACCUMULATORS {int(math.fragments == 'gauss' and math.words == 24 and not config.slim)}\n"
+    )
     return sources.source(
         kernel.name,
         constants,

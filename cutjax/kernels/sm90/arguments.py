@@ -132,7 +132,7 @@ def _tile_map(buffer: int, dtype: np.dtype, kernel: Kernel, of: Matrices | int, 
 
     `of` is its matrices, or how many dense ones there are.
     """
-    p, columns, rows = kernel.problem, kernel.chunk, 64
+    p, columns, rows = kernel.stored, kernel.chunk, 64
     if transposed:
         columns, rows = rows, columns
     if isinstance(of, int):

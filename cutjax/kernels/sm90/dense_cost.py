@@ -235,10 +235,10 @@ def features(kernel: Kernel, device: Device) -> Features:
         return not matrices_of(p, operand, rows).on_lines
 
     itemsize = p.out_dtype.itemsize
-    result_row = kernel.problem.n * itemsize
+    result_row = kernel.stored.n * itemsize
     copied = copies(kernel.asked)
     return Features(
-        ideal=1e6 * p.flops / device.peak(kernel.problem.a_dtype, kernel.problem.math),
+        ideal=1e6 * p.flops / device.peak(kernel.stored.a_dtype, kernel.stored.math),
         flop_us=flop_us(kernel, device),
         speed=device.bytes_per_second / FITTED_ON.bytes_per_second,
         sms=device.sms,
@@ -283,7 +283,7 @@ def flop_us(kernel: Kernel, device: Device) -> float:
 
     A stage has so many bytes of k, whatever the dtype, which multiply in about the same time.
     """
-    peak = device.peak(kernel.problem.a_dtype, kernel.problem.math) * len(kernel.way.pairs)
+    peak = device.peak(kernel.stored.a_dtype, kernel.stored.math) * len(kernel.way.pairs)
     return peak / device.sms / 1e6 * kernel.multiplied.a_dtype.itemsize / 2
 
 
@@ -454,12 +454,14 @@ _XLA_OF_OTHERS = {
     "bf16x6": (2.92, 2.74),
     "bf16x9": (2.27, 0.0),
     "int8": (0.2615, 0.0),
+    "complex64": (7.2, 0.0),  # of 2048 cubed (mma-h200.json)
 }
 
 
 def _xla_of_others_us(p: Problem, device: Device) -> float | None:
     """Returns the time of XLA's product of float32 in the problem's math, or of int8; None where none was measured."""
-    if (name := p.math or p.a_dtype.name) not in _XLA_OF_OTHERS:
+    name = p.a_dtype.name if p.a_dtype.kind == "c" else p.math or p.a_dtype.name
+    if name not in _XLA_OF_OTHERS:
         return None
     multiplied, split = _XLA_OF_OTHERS[name]
     multiply_us = multiplied * 1e6 * p.flops / device.peak(F32, "tf32")

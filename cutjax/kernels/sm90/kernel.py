@@ -87,8 +87,12 @@ def facts_of(problem: Problem, swap: bool = False) -> Facts:
     """Returns what the kernels of a problem have in common, with its operands as they are or swapped."""
     why, unswappable = operands.reasons(problem), shared.of_swap(problem) if swap else []
     multiplied = problem if why else operands.as_multiplied(problem)
+    of_pairs = problem.a_dtype == operands.C64
+    if swap and of_pairs:
+        unswappable = ["swap of complex numbers"]
+    stored = multiplied if of_pairs else problem
     multiplied = multiplied.transposed if swap and not unswappable else multiplied
-    layout = swap, math.gcd(problem.n, 16), multiplied.n % 2 == 0
+    layout = swap, math.gcd(stored.n, 16), multiplied.n % 2 == 0
     staging, epilogue = stage(multiplied.epilogue, problem.symmetric, *layout), multiplied.epilogue
     heavy = (
         bool(staging.reductions)
@@ -247,6 +251,11 @@ class Kernel:
         return tuple(dict.fromkeys(copy.note for copy in operands.copies(self.problem)))
 
     @property
+    def stored(self) -> Problem:
+        """The problem as results are stored: `problem`, or, of complex numbers, that of their parts."""
+        return self.multiplied if self.problem.a_dtype == operands.C64 else self.problem
+
+    @property
     def more_parts(self) -> int:
         """Arguments that are parts of operands beyond the first of each."""
         return (self.way.parts - 1) * (1 if self.problem.symmetric else 1 + self.problem.products)
@@ -357,6 +366,8 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     if problem.arch != ARCH:  # another device's memory says nothing of this family's tiles
         return facts.reasons
     reasons = list(facts.reasons)
+    if problem.a_dtype == operands.C64 and (config.splits > 1 or config.stream_k):
+        return (*reasons, f"splits={config.splits}, stream_k={config.stream_k}: parts of complex numbers")
     if config.splits > 1:
         problem = problem.bare
         facts = facts_of(problem, config.swap)

@@ -13,9 +13,10 @@ import numpy as np
 from jax import lax
 
 from cutjax.dtypes import DTYPES, short
+from cutjax.epilogue.expression import identity
 from cutjax.kernels.problem import BF16, Operand, Problem
 
-F32 = np.dtype(np.float32)
+F32, C64 = np.dtype(np.float32), np.dtype(np.complex64)
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 INT8 = ("int8", "uint8")
 
@@ -80,6 +81,10 @@ def reasons(problem: Problem) -> list[str]:
     """Returns why wgmma does not multiply the operands of a problem."""
     a, b, acc = problem.a_dtype.name, problem.b_dtype.name, problem.accumulator
     both = f"{short(a)} x {short(b)}"
+    if a == b == "complex64" and problem.math == "tf32":
+        if not problem.plain or problem.groups or problem.symmetric or any(problem.orders):
+            return [f"{both} by tf32: wgmma multiplies their parts, in dense products without an epilogue"]
+        return []
     if a == b == "float32":
         if problem.math not in _WAYS:
             return [f"{both}: wgmma multiplies float32 as one of {', '.join(_WAYS)}"]
@@ -98,7 +103,14 @@ def reasons(problem: Problem) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def as_multiplied(problem: Problem) -> Problem:
-    """Returns the problem of the copies that kernels take of the arrays: parts of float32, and rows along k."""
+    """Returns the problem of the copies that kernels take of the arrays: parts of float32, and rows along k.
+
+    Complex numbers are pairs of real ones, in rows twice as long. Two rows of b make the two columns of a pair: (real,
+    -imag) the real ones, (imag, real) the imaginary ones.
+    """
+    if problem.a_dtype == C64:
+        sizes = {"n": 2 * problem.n, "k": 2 * problem.k, "layout": "nt", "epilogue": identity(F32, F32)}
+        return dataclasses.replace(problem, **sizes, a_dtype=F32, b_dtype=F32, out_dtype=F32)
     dtype = way(problem).dtype
     a, b = dtype or problem.a_dtype, dtype or problem.b_dtype
     given = problem.along_k if k_major(a) else problem
@@ -120,6 +132,7 @@ class Copy:
       transposed: whether rows and columns change places.
       parts: how many copies there are, whose sum the array is.
       read: bytes of the array.
+      pairs: numbers of a copy, beside each other or in the next row, that each complex number makes; 1 of real ones.
     """
 
     name: str
@@ -130,6 +143,7 @@ class Copy:
     transposed: bool
     parts: int
     read: int
+    pairs: int = 1
 
     @property
     def moved(self) -> int:
@@ -140,6 +154,7 @@ class Copy:
     def note(self) -> str:
         """The words of explain for it."""
         made = ["transposed"] * self.transposed + [f"split into {self.parts}"] * (self.parts > 1)
+        made += ["made real"] * (self.pairs == 4)
         made += [f"padded to rows of {self.row_bytes} bytes"] * (self.columns > 0)
         return f"{self.name} {' and '.join(made or ['rounded'])}"
 
@@ -156,10 +171,12 @@ def copies(problem: Problem) -> tuple[Copy, ...]:
         pitch = row_bytes(operand, length, p.k)
         columns = pitch // operand.dtype.itemsize - size
         transposed = operand.contiguous != given.contiguous
-        if columns or transposed or how.dtype is not None:
+        pairs = 1 if given.dtype != C64 else 4 if buffer else 2
+        if columns or transposed or how.dtype is not None or pairs == 4:
             rows *= matrices
-            read = size * rows * given.dtype.itemsize if transposed or how.dtype is not None else rows * pitch
-            found.append(Copy(name, buffer, columns, pitch, rows, transposed, how.parts, read))
+            whole = transposed or how.dtype is not None or pairs > 1
+            read = size * rows * given.dtype.itemsize // pairs if whole else rows * pitch
+            found.append(Copy(name, buffer, columns, pitch, rows, transposed, how.parts, read, pairs))
     return tuple(found)
 
 
@@ -188,8 +205,15 @@ def prepare(copied: Sequence[Copy], how: Way, arrays: Sequence[jax.Array]) -> tu
 def _made(copy: Copy, x: jax.Array) -> jax.Array:
     if copy.transposed:
         x = jnp.matrix_transpose(x)
-    if copy.columns:
-        x = lax.pad(x, np.zeros((), x.dtype), [*((0, 0, 0) for _ in x.shape[1:]), (0, copy.columns, 0)])
+    columns = copy.columns
+    if copy.pairs == 4:
+        real, imag = jnp.real(x), jnp.imag(x)
+        rows = [jnp.stack([real, -imag], -1), jnp.stack([imag, real], -1)]  # each [.., n, k, 2]
+        x = jnp.stack(rows, -3).reshape(*x.shape[:-2], 2 * x.shape[-2], 2 * x.shape[-1])
+    elif copy.pairs == 2:
+        columns //= 2
+    if columns:
+        x = lax.pad(x, np.zeros((), x.dtype), [*((0, 0, 0) for _ in x.shape[1:]), (0, columns, 0)])
     return x
 
 

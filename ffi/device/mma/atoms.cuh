@@ -64,3 +64,14 @@ DEVICE u32 add_f16x2(u32 x, u32 y) {
   asm("add.f16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
   return x;
 }
+
+// d += a b. As assembly, since the compiler moves built-in ones, and finds worse registers then.
+DEVICE void fma_rn(float& d, float a, float b) { asm("fma.rn.f32 %0, %1, %2, %0;" : "+f"(d) : "f"(a), "f"(b)); }
+
+// Has a pair of registers made of both, and changes neither if `zero` is what it says, which the compiler cannot know.
+DEVICE void pass_pair(u32& low, u32& high, u32 zero) {
+  asm volatile(
+      "{\n.reg .b64 pair;\nmov.b64 pair, {%0, %1};\nmad.wide.u32 pair, %2, %2, pair;\nmov.b64 {%0, %1}, pair;\n}"
+      : "+r"(low), "+r"(high)
+      : "r"(zero));
+}

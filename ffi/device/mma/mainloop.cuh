@@ -63,20 +63,40 @@ struct Pipeline {
   }
 
   // Adds a tile's products to the accumulators. When it returns, all warps have read every stage.
+  template <typename Multiplier>
   DEVICE void run(Accumulators& d, Loads& loads, const Multiplier& multiplier, const Warp& warp, int k_blocks) {
     Fragments x[2];
     wait();
     multiplier.load(x[0], read, read + TileA::BYTES, warp.slice * SLICES);
 #pragma unroll 1
-    for (int block = 0; block < k_blocks; ++block) slices<0>(x, d, loads, multiplier, warp, block + 1 == k_blocks);
+    for (int block = 0; block < k_blocks; ++block) {
+      bool last = block + 1 == k_blocks;
+      if constexpr (SLICES_AT_ONCE < SLICES) {
+        loads.load(write);
+        u32 tile_a = read, tiles_b = read + TileA::BYTES;
+#pragma unroll 1
+        for (int s = 0; s < SLICES - SLICES_AT_ONCE; s += SLICES_AT_ONCE) {
+#pragma unroll
+          for (int t = 0; t < SLICES_AT_ONCE; ++t) {
+            multiplier.load(x[(t + 1) % 2], tile_a, tiles_b, warp.slice * SLICES + t + 1);
+            multiplier.multiply(d, x[t % 2]);
+          }
+          multiplier.skip(tile_a, tiles_b);
+        }
+        slices<SLICES - SLICES_AT_ONCE, 0>(x, d, loads, multiplier, warp, last);
+      } else {
+        slices<0, LOAD_PARTS>(x, d, loads, multiplier, warp, last);
+      }
+    }
+    if constexpr (SLICES_AT_ONCE < SLICES) multiplier.settle(d);
   }
 
-  // The slices of a block from S on. Beside the first LOAD_PARTS a part of a later block is loaded; beside each, the
+  // The slices of a block from S on. Beside the first LOADED_IN a part of a later block is loaded; beside each, the
   // fragments of the next.
-  template <int S>
+  template <int S, int LOADED_IN>
   DEVICE void slices(Fragments (&x)[2], Accumulators& d, Loads& loads, const Multiplier& multiplier, const Warp& warp,
                      bool last) {
-    if constexpr (S < LOAD_PARTS) loads.load<S, LOAD_PARTS>(write);
+    if constexpr (S < LOADED_IN) loads.load<S, LOADED_IN>(write);
     if constexpr (S == SLICES - 1) {
       loads.deposit(write);
       advance(write);
@@ -86,6 +106,6 @@ struct Pipeline {
     if (S < SLICES - 1 || !last)
       multiplier.load(x[(S + 1) % 2], read, read + TileA::BYTES, warp.slice * SLICES + (S + 1) % SLICES);
     multiplier.multiply(d, x[S % 2]);
-    if constexpr (S + 1 < SLICES) slices<S + 1>(x, d, loads, multiplier, warp, last);
+    if constexpr (S + 1 < SLICES) slices<S + 1, LOADED_IN>(x, d, loads, multiplier, warp, last);
   }
 };
