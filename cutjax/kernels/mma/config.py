@@ -112,6 +112,8 @@ class Config:
         if self.splits > 1:
             problem = problem.bare
         dtypes = short(problem.a_dtype.name)
+        if problem.b_dtype != problem.a_dtype:
+            dtypes += f"x{short(problem.b_dtype.name)}"
         if problem.plain and problem.out_dtype != problem.a_dtype:
             dtypes += short(problem.out_dtype.name)
         tile = f"{self.bm}x{self.bn}x{self.bk}_w{self.wm}x{self.wn}_s{self.stages}"

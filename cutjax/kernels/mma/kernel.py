@@ -45,7 +45,7 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     if number(problem.arch) < 75:
         return (f"architecture {problem.arch}: the kernels are for sm_75 and later",)
     math = math_of(problem)
-    if problem.a_dtype != problem.b_dtype or math is None:
+    if math is None:
         how = f" as {problem.math}" if problem.math else ""
         found.append(f"{short(problem.a_dtype.name)} x {short(problem.b_dtype.name)}{how} on {problem.arch}")
     elif problem.epilogue.accumulator.name != math.accumulator:
@@ -54,6 +54,8 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     if problem.plain and staging.reasons:
         names = ", ".join(map(short, STORED))
         found.append(f"result {short(problem.out_dtype.name)}: one of {names}")
+    if problem.narrow and problem.ragged == "k":
+        found.append(f"{short(problem.b_dtype.name)} as {short(problem.a_dtype.name)} in groups of k")
     found += shared.of_groups(problem, staging)
     if math is not None and math.along_k and problem.ragged == "k":
         found.append(f"{short(problem.a_dtype.name)} in groups of k: kernels read both operands along k")
@@ -222,8 +224,8 @@ def registers(problem: Problem, config: Config, math: Math, units: tuple[int, in
     tile = config.wm // 16 * (config.wn // 8)
     fragments = math.read[0] * (config.wm // 16) + math.read[1] * problem.products * (config.wn // 8)
     fragments *= math.slice(config.bk // config.sliced_k, problem.arch) // math.k
-    row = config.bk * problem.a_dtype.itemsize
-    loads = [rows * row // 16 // config.threads for rows in (config.bm, problem.products * config.bn)]
+    of_a, of_b = config.bm * problem.a_dtype.itemsize, problem.products * config.bn * problem.b_dtype.itemsize
+    loads = [row * config.bk // 16 // config.threads for row in (of_a, of_b)]
     held = sum(5 * count + 8 for count, unit in zip(loads, units, strict=True) if unit < 4)
     return problem.products * tile * math.words + 2 * fragments + held + BESIDE + math.beside
 
@@ -258,6 +260,8 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         found.append(
             f"bk={config.bk} with sliced_k={config.sliced_k}: an even number of slices of {math.k} for each warp"
         )
+    if problem.narrow and not config.slim and problem.bs[0].contiguous == "mn" and config.wn % 32:
+        found.append(f"wn={config.wn}: a warp reads 32 columns of b[k, n] at once, of 8 bits each")
     if problem.symmetric and (config.bm % 64 or config.bn % 64):
         found.append(f"a tile of {config.bm}x{config.bn}: symmetric results are mirrored in blocks of 64x64")
     chunk = chunk_of(staging, config.wn)

@@ -50,7 +50,8 @@ class Math:
     def stage_bytes(self, bm: int, bn: int, bk: int, products: int, size: int) -> int:
         """Returns the shared memory of one stage, of elements of so many bytes."""
         padding = 16 // size if self.fragments == "fma" else 0
-        return (bm + padding + products * (bn + padding)) * bk * size
+        of_b = 1 if self.fragments == "decode" else size
+        return ((bm + padding) * size + products * (bn + padding) * of_b) * bk
 
 
 _ALL, _AMPERE, _ADA = range(75, 1000), range(80, 1000), range(89, 1000)
@@ -110,4 +111,9 @@ MATHS = {
 def math_of(problem: Problem) -> Math | None:
     """Returns how the operands are multiplied on the problem's architecture; None where the family cannot."""
     ways = MATHS.get((problem.a_dtype.name, problem.math), ())
-    return next((math for math in ways if number(problem.arch) in math.archs), None)
+    found = next((math for math in ways if number(problem.arch) in math.archs), None)
+    if found is None or problem.a_dtype == problem.b_dtype:
+        return found
+    # Of b fragments are bytes until they are multiplied.
+    narrow = problem.narrow and not problem.math
+    return dataclasses.replace(found, fragments="decode", read=(4, 1), beside=16) if narrow else None

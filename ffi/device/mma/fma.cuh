@@ -184,4 +184,6 @@ struct Multiplier {
           multiply_add(d[p][i / 2][j / 2][i % 2 * 2 + j % 2], x.a[i], x.b[p][j]);
         }
   }
+
+  static DEVICE void finish(Accumulators&) {}
 };

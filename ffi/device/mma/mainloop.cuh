@@ -69,6 +69,7 @@ struct Pipeline {
     multiplier.load(x[0], read, read + TileA::BYTES, warp.slice * SLICES);
 #pragma unroll 1
     for (int block = 0; block < k_blocks; ++block) slices<0>(x, d, loads, multiplier, warp, block + 1 == k_blocks);
+    multiplier.finish(d);
   }
 
   // The slices of a block from S on. Beside the first LOAD_PARTS a part of a later block is loaded; beside each, the

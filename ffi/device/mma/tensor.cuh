@@ -60,4 +60,6 @@ struct Multiplier {
           multiply_one(d[p][i][j], x.a[i], b);
         }
   }
+
+  static DEVICE void finish(Accumulators&) {}
 };
