@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cutjax.dtypes import short
 from cutjax.kernels import reasons as shared
@@ -227,7 +228,10 @@ def registers(problem: Problem, config: Config, math: Math, units: tuple[int, in
     of_a, of_b = config.bm * problem.a_dtype.itemsize, problem.products * config.bn * problem.b_dtype.itemsize
     loads = [row * config.bk // 16 // config.threads for row in (of_a, of_b)]
     held = sum(5 * count + 8 for count, unit in zip(loads, units, strict=True) if unit < 4)
-    return problem.products * tile * math.words + 2 * fragments + held + BESIDE + math.beside
+    # Calibrated too: the largest warp tiles leave no room for what decoding takes beside these.
+    wide = any(np.dtype(out.dtype).itemsize > 2 for out in problem.epilogue.outputs)
+    tight = problem.narrow and (number(problem.arch) < 80 or (wide and problem.bs[0].contiguous == "mn"))
+    return problem.products * tile * math.words + 2 * fragments + held + BESIDE + math.beside + 8 * tight
 
 
 def chunk_of(staging: Staging, wn: int) -> int:

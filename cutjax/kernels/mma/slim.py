@@ -69,10 +69,14 @@ def stage_bytes(problem: Problem, config: Config, how: Math) -> int:
 def registers(problem: Problem, config: Config, how: Math) -> int:
     """Returns about how many registers a thread takes."""
     sums = problem.products * config.bm * columns_of(problem) * how.words // 4
-    left = config.bm * (4 if problem.a.contiguous == "k" else AT_ONCE * how.words // 4) * (1 + problem.narrow)
+    left = config.bm * (4 if problem.a.contiguous == "k" else AT_ONCE * how.words // 4)
+    if problem.narrow:  # twice as many at once, and those of a that does not lie along k as floats
+        left *= 2 if problem.a.contiguous == "k" else 4
     # Of rows of b that begin anywhere each load has a shift of its own: with 4 rows of a that spills.
-    shifted = problem.bs[0].contiguous == "mn" and problem.n * problem.b_dtype.itemsize % 4 > 0
-    return sums + left + 5 * AT_ONCE + BESIDE + 32 * config.bm * shifted
+    along_k = problem.bs[0].contiguous == "k"
+    shifted = (problem.k if along_k else problem.n) * problem.b_dtype.itemsize % 4 > 0
+    more = (72 if problem.narrow else 0) if along_k else 32  # of 8 bits, 16 elements are decoded at once
+    return sums + left + 5 * AT_ONCE + BESIDE + more * config.bm * shifted
 
 
 def configs(problem: Problem) -> Iterator[Config]:
