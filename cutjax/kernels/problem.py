@@ -301,6 +301,11 @@ class Problem:
         return are_narrow(self.a_dtype, self.b_dtype)
 
     @property
+    def wide(self) -> Problem:
+        """The problem with b in a's dtype."""
+        return dataclasses.replace(self, b_dtype=self.a_dtype)
+
+    @property
     def accumulator(self) -> np.dtype:
         """The dtype in which the products are added up."""
         return np.dtype(self.epilogue.accumulator)
