@@ -165,15 +165,15 @@ def _choose(problem: Problem, config: Any, lead: float, entries: tuple[tuned.Ent
             return choice
     if found := fastest(problem):
         kernel, time_us, count = found
-        xla_us = _xla_us(problem, kernel)
-        if not leads(time_us, xla_us, lead):
-            why = f"predicted: XLA {xla_us:.1f} us, the fastest of {count} kernels {time_us:.1f} us"
-            return Choice(problem, None, (why, *_of_lead(lead)), xla_us=xla_us)
-        return _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs", xla_us)
+        of_xla = xla_us(problem, kernel)
+        if not leads(time_us, of_xla, lead):
+            why = f"predicted: XLA {of_xla:.1f} us, the fastest of {count} kernels {time_us:.1f} us"
+            return Choice(problem, None, (why, *_of_lead(lead)), xla_us=of_xla)
+        return _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs", of_xla)
     return Choice(problem, None, _problem_reasons(problem) or _config_reasons(problem))
 
 
-def _xla_us(problem: Problem, kernel: Kernel) -> float | None:
+def xla_us(problem: Problem, kernel: Kernel) -> float | None:
     """Returns the time that XLA may take, told of the kernel predicted fastest; None where unknown."""
     if problem.narrow and (wide := fastest(problem.wide)):
         return narrow_xla_us(problem, wide[0], problem.device)
