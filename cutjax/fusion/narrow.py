@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jax import lax
 
+from cutjax.dtypes import are_narrow
 from cutjax.fusion.contraction import is_sharded
 from cutjax.fusion.jaxprs import is_literal, opened, with_equations
-from cutjax.kernels.problem import are_narrow
 from cutjax.ops.dot_general import permuted
 
 

@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from cutjax.dot_precision import accumulator
-from cutjax.dtypes import short
+from cutjax.dtypes import are_narrow, short
 from cutjax.epilogue.expression import Epilogue, Node, Output, identity
 from cutjax.kernels.device import Device, reference
 from cutjax.runtime.architectures import DEFAULT
 
 BF16 = np.dtype(jnp.bfloat16)
 LAYOUTS = ("nn", "nt", "tn", "tt")
-NARROW = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")  # every value is one of bfloat16, and of float16
 # Ways to multiply other than operands as they are: float32, and, last, float16 added up in float16.
 MATHS = ("tf32", "tf32x3", "bf16", "bf16x3", "bf16x6", "bf16x9", "f16")
 Order = tuple[int, ...]  # an array's axes as they lie in memory, the slowest first; () is row-major
@@ -400,11 +399,6 @@ class Problem:
         named = [name for name, order in zip("abd", self.orders, strict=True) if order]
         strided = f", {' and '.join(named)} by strides" if named else ""
         return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}{groups}{symmetric}{strided}"
-
-
-def are_narrow(a: np.dtype, b: np.dtype) -> bool:
-    """True if elements of b have 8 bits and each is one of a, which has 16."""
-    return a.name in ("bfloat16", "float16") and b.name in NARROW
 
 
 def strides(shape: Sequence[int], order: Order = ()) -> list[int]:

@@ -94,7 +94,7 @@ def pass_us(problem: Problem, device: Device) -> float:
 
 def xla_us(problem: Problem, wide: Kernel | None, device: Device) -> float | None:
     """Returns the time that XLA may take for a narrow product, from the kernel predicted fastest for the wide one."""
-    of_wide = wide and wide.xla_us(device)
+    of_wide = None if wide is None else wide.xla_us(device)
     if of_wide is None:
         return None
     apart = of_wide + pass_us(problem, device)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from cutjax.dtypes import are_narrow
 from cutjax.kernels.choose import CONFIGS
-from cutjax.kernels.problem import are_narrow
 from cutjax.primitives import derivative
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.groups import rows_of_groups

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
 from cutjax.binding.rules import on_devices
-from cutjax.kernels.problem import are_narrow
+from cutjax.dtypes import are_narrow
 from cutjax.ops.arguments import is_array_like, unwrapped
 from cutjax.ops.contraction import contraction
 from cutjax.primitives.accumulators import converted, widened

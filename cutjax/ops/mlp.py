@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
 from cutjax.binding.rules import match_varying, with_rank
-from cutjax.kernels.problem import are_narrow
+from cutjax.dtypes import are_narrow
 from cutjax.ops.arguments import (
     check_batch,
     contracted,

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from cutjax import dot_precision
 from cutjax.binding.rules import match_varying
-from cutjax.kernels.problem import are_narrow
+from cutjax.dtypes import are_narrow
 from cutjax.ops.arguments import contracted, integer, matrix, unwrapped
 from cutjax.ops.exchange import FORMS, ROOM, ROWS, Sizes, everywhere, exchanged
 from cutjax.ops.mlp import check_activation, grouped_mlp
@@ -113,7 +113,8 @@ def moe(
     if x.shape[:-1] != logits.shape[:-1]:
         raise ValueError(f"moe: x is {x.shape}, router_logits is {logits.shape}: all axes but the last must be equal")
     given = tuple(unwrapped(w) for w in (w_gate, w_up, w_down))
-    gate, up, down = (_weights(values_of(w), f"w_{name}") for w, name in zip(given, ("gate", "up", "down"), strict=True))
+    names = "w_gate", "w_up", "w_down"
+    gate, up, down = (_weights(values_of(w), name) for w, name in zip(given, names, strict=True))
     count, experts = math.prod(x.shape[:-1]), logits.shape[-1]
     devices = _devices(expert_axis, group_offset, form, parts, room)
     _check_shapes(x, experts, gate, up, down, layout, group_offset is None, devices)

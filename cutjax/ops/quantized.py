@@ -1,4 +1,4 @@
-"""Quantized weights: narrow values and a scale for each column, which multiplies what the values' products add up to."""
+"""Quantized weights: narrow values, and a scale for each column that multiplies the sums of their products."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from cutjax.dot_precision import accumulator as accumulator
-from cutjax.kernels.problem import are_narrow
+from cutjax.dtypes import are_narrow
 
 
 def is_half(dtype: np.dtype) -> bool:

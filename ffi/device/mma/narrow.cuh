@@ -9,8 +9,8 @@ DEVICE u32 decode(u32 word, int first, int second) {
     // 128 + x for the low 7 bits of x are those in the mantissa, from which 128 or 256 (0) goes, as the 8th bit says.
     int pair = first | 0x40 | second << 8 | 0x4000;
     u32 low = __byte_perm(word & 0x7f7f7f7f, 0x43434343, pair), high = word & 0x80808080;
-    u32 less = NARROW == Dtype::s8 ? __byte_perm(high, 0x43434343, pair)
-                                   : __byte_perm(high ^ 0x80808080, 0, pair) * 0x86;
+    u32 less =
+        NARROW == Dtype::s8 ? __byte_perm(high, 0x43434343, pair) : __byte_perm(high ^ 0x80808080, 0, pair) * 0x86;
     return fma_bf16x2(less, 0xbf80bf80, low);
   } else if constexpr (NARROW_INTEGERS) {
     // 1024 + x are x in the mantissa: of a signed one 128 more, and 128 less again.

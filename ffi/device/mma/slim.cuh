@@ -6,7 +6,7 @@
 //   b k-major    a warp has 8 columns, each lane units of k of all of them; warps that share columns take turns along k
 
 constexpr int A_ELEMENTS = 16 / ELEMENT, UNIT_ELEMENTS = 16 / ELEMENT_B;  // of 16 bytes of a, and of b
-constexpr int AT_ONCE = 8;  // loads that a thread waits for
+constexpr int AT_ONCE = 8;                                                // loads that a thread waits for
 constexpr int DEPTH = B_K_MAJOR || UNIT_ELEMENTS > AT_ONCE ? UNIT_ELEMENTS : ELEMENT < 8 ? AT_ONCE : AT_ONCE / 2;
 constexpr int THREAD_COLUMNS = B_K_MAJOR ? AT_ONCE : UNIT_ELEMENTS;
 constexpr int ACROSS = B_K_MAJOR ? 1 : BN / UNIT_ELEMENTS;             // lanes that have other columns
