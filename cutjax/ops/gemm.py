@@ -14,7 +14,7 @@ from cutjax import dot_precision
 from cutjax.kernels.choose import Config
 from cutjax.kernels.problem import LAYOUTS
 from cutjax.ops.arguments import check_config, check_epilogue, check_shapes, matrix, promote, unwrapped, weights
-from cutjax.ops.quantized import scaled, scales_of, values_of
+from cutjax.ops.quantized import is_quantized, scaled, scales_of, values_of
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.dense import Dense
@@ -94,7 +94,7 @@ def gemm(
     x, ys = matrix(a, "a"), weights(values_of(b), "b")
     scales = scales_of(b, layout[1], "b", "gemm")
     several = isinstance(out_dtype, tuple)
-    x, *ys, dtype, weak = promote(x, ys, None if several else out_dtype, narrow=True)
+    x, *ys, dtype, weak = promote(x, ys, None if several else out_dtype, "gemm", True, is_quantized(b))
     check_shapes(x, ys[0], layout, "gemm")
     epilogue, operands = scaled(epilogue, tuple(operands), scales)
     if epilogue is not None:

@@ -24,7 +24,7 @@ from cutjax.ops.arguments import (
     unwrapped,
     weights,
 )
-from cutjax.ops.quantized import scaled, scales_of, values_of
+from cutjax.ops.quantized import is_quantized, scaled, scales_of, values_of
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.ragged import Depth, Rows
@@ -104,7 +104,7 @@ def grouped_gemm(
     check_epilogue(w, epilogue, operands, out_dtype, save, where, "w")
     several = isinstance(out_dtype, tuple)
     arrays = matrix(x, "x", where), weights(values_of(w), "w", where)
-    rows, *ws, dtype, _ = promote(*arrays, None if several else out_dtype, where, narrow=True)
+    rows, *ws, dtype, _ = promote(*arrays, None if several else out_dtype, where, True, is_quantized(w))
     shape = ws[0].shape
     if len(shape) < 3:
         raise ValueError(f"{where}: w must have rank 3 or more, got shape {shape}; [..., g, k, n] is expected")

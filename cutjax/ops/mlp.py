@@ -26,7 +26,7 @@ from cutjax.ops.arguments import (
     unwrapped,
 )
 from cutjax.ops.collective import divided_mlp
-from cutjax.ops.quantized import Quantized, scales_of, times, values_of
+from cutjax.ops.quantized import is_quantized, scales_of, times, values_of
 from cutjax.ops.ring import ring_of
 from cutjax.primitives import derivative
 from cutjax.primitives.accumulators import converted
@@ -101,7 +101,7 @@ def mlp(
     """
     backend = backends.resolve(backend, "mlp")
     precision = dot_precision.canonical(precision, "mlp")
-    if axis_name is not None and any(isinstance(w, Quantized) for w in (w1, w2, gate)):
+    if axis_name is not None and is_quantized((w1, w2, gate)):
         raise ValueError("mlp: weights that an axis_name divides are arrays, got cutjax.Quantized: dequantize them")
     a, ws, v, dtype = _arrays("mlp", x, w1, w2, gate, layout, save, axis_name is None)
     shapes = f"x is {a.shape}, w1 is {ws[0].shape}, w2 is {v.shape}"
@@ -261,8 +261,8 @@ def _arrays(
     ws.append(matrix(values_of(w1), "w1", where))
     if ws[0].shape != ws[-1].shape or ws[0].dtype != ws[-1].dtype:
         raise ValueError(f"{where}: gate is {jax.typeof(ws[0]).str_short()}, but w1 is {jax.typeof(ws[1]).str_short()}")
-    a, *ws, dtype, _ = promote(a, ws, None, where, narrow)
-    if isinstance(w2, Quantized) and not are_narrow(dtype, v.dtype):
+    a, *ws, dtype, _ = promote(a, ws, None, where, narrow, is_quantized((w1, gate)))
+    if is_quantized(w2) and not are_narrow(dtype, v.dtype):
         v = converted(v, dtype)
     if v.dtype != dtype and not (narrow and are_narrow(dtype, v.dtype)):
         raise TypeError(f"{where}: w2 is {v.dtype}, but the product of x and w1 is {dtype}: cast one of them")

@@ -75,6 +75,11 @@ class Quantized:
         return (jnp.asarray(self.values).astype(wide) * jnp.asarray(self.scale).astype(wide)).astype(dtype)
 
 
+def is_quantized(w: Any) -> bool:
+    """True of quantized weights, and of a tuple with some."""
+    return any(isinstance(x, Quantized) for x in (w if isinstance(w, tuple) else (w,)))
+
+
 def values_of(w: Any) -> Any:
     """Returns the values of quantized weights, or of each of a tuple's; all else as it is."""
     if isinstance(w, tuple):
