@@ -24,7 +24,7 @@ M, K, N = 12, 32, 24
 
 @pytest.fixture(autouse=True)
 def _promotion():
-    """Strict promotion, which other tests have, refuses integers beside floats; quantized weights are in the battery."""
+    """Strict promotion, which other tests have, refuses integers beside floats, but for quantized weights."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 

@@ -67,18 +67,22 @@ def test_every_value_is_decoded_exactly(wide, narrow, layout, arch, m, n, k, con
 
 
 @needs_host
-@pytest.mark.parametrize(("wide", "narrow"), [("bfloat16", "float8_e4m3fn"), ("float16", "float8_e5m2")])
-def test_what_is_not_finite_stays(wide, narrow, tmp_path):
-    b = np.ones((40, 32)).astype(jnp.dtype(narrow))
-    b[3, 5], b[20, 6] = np.nan, np.inf  # e4m3 has no infinity: NaN too
-    found = kernel_host.multiply(
-        np.ones((20, 40)).astype(jnp.dtype(wide)),
-        b,
-        problem(wide, narrow, "nn", "sm_80", 20, 32, 40),
-        Config(*TILE),
-        tmp_path,
-    )
-    np.testing.assert_array_equal(found, np.broadcast_to(b.astype(np.float32).sum(0), found.shape))
+@pytest.mark.parametrize(
+    ("wide", "narrow", "layout", "config"),
+    [
+        ("bfloat16", "float8_e4m3fn", "nn", TILE),
+        ("float16", "float8_e5m2", "nt", TILE),
+        ("bfloat16", "float8_e5m2", "nn", (2, 64, 128, 2, 32, 4, 1)),
+    ],
+)
+def test_every_pattern_of_bits(wide, narrow, layout, config, tmp_path):
+    """Subnormal numbers, infinities and NaN too: each the only one of its column that is not zero."""
+    patterns = np.arange(256, dtype=np.uint8).view(jnp.dtype(narrow))
+    b = np.zeros((48, 256), patterns.dtype)
+    b[np.arange(256) % 48, np.arange(256)] = patterns
+    asked = problem(wide, narrow, layout, "sm_80", 2, 256, 48)
+    found = kernel_host.multiply(np.ones((2, 48)).astype(jnp.dtype(wide)), b, asked, Config(*config), tmp_path)
+    np.testing.assert_array_equal(found, np.broadcast_to(patterns.astype(np.float32), found.shape))
 
 
 def served(asked):
