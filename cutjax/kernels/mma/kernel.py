@@ -228,10 +228,12 @@ def registers(problem: Problem, config: Config, math: Math, units: tuple[int, in
     of_a, of_b = config.bm * problem.a_dtype.itemsize, problem.products * config.bn * problem.b_dtype.itemsize
     loads = [row * config.bk // 16 // config.threads for row in (of_a, of_b)]
     held = sum(5 * count + 8 for count, unit in zip(loads, units, strict=True) if unit < 4)
-    # Calibrated too: the largest warp tiles leave no room for what decoding takes beside these.
-    wide = any(np.dtype(out.dtype).itemsize > 2 for out in problem.epilogue.outputs)
-    tight = problem.narrow and (number(problem.arch) < 80 or (wide and problem.bs[0].contiguous == "mn"))
-    return problem.products * tile * math.words + 2 * fragments + held + BESIDE + math.beside + 8 * tight
+    found = problem.products * tile * math.words + 2 * fragments + held + BESIDE + math.beside
+    if problem.narrow:  # calibrated too: decoding takes more beside some of what else takes registers
+        wide = any(np.dtype(out.dtype).itemsize > 2 for out in problem.epilogue.outputs)
+        across = wide and problem.bs[0].contiguous == "mn"
+        found += 8 * bool(across or problem.ragged or number(problem.arch) < 80) + 16 * (min(units) < 4)
+    return found
 
 
 def chunk_of(staging: Staging, wn: int) -> int:
