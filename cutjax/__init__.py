@@ -19,6 +19,7 @@ from cutjax.ops.gemm import gemm
 from cutjax.ops.grouped import grouped_gemm, grouped_outer
 from cutjax.ops.mlp import grouped_mlp, mlp
 from cutjax.ops.moe import moe
+from cutjax.ops.quantized import Quantized
 from cutjax.ops.ragged_dot import ragged_dot, ragged_dot_general
 from cutjax.ops.routing import Routing, load_balance_loss, route, router_z_loss
 from cutjax.ops.syrk import syrk
@@ -31,6 +32,7 @@ __all__ = [
     "CudaLaunch",
     "MmaConfig",
     "Problem",
+    "Quantized",
     "Routing",
     "all_gather_gemm",
     "autotune",

@@ -87,7 +87,7 @@ def stacked(x: jax.Array, axis: int | None) -> jax.Array:
     """Three of an operand, different ones; the sizes of groups in other orders."""
     if axis is None:
         return x
-    others = (jnp.roll(x, 1, -1), x[..., ::-1]) if x.dtype == jnp.int32 else (0.5 - x, x[::-1])
+    others = (jnp.roll(x, 1, -1), x[..., ::-1]) if jnp.issubdtype(x.dtype, jnp.integer) else (0.5 - x, x[::-1])
     return jnp.stack([x, *others], axis)
 
 

@@ -41,6 +41,7 @@ from cutjax.runtime.architectures import ARCHITECTURES, DEFAULT, canonical  # no
 DTYPES = [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("float32", "float32")]
 DTYPES += [("float64", "float64"), ("int8", "int32"), ("uint8", "uint32"), ("complex64", "complex64")]
 DTYPES += [("complex128", "complex128"), ("float8_e4m3fn", "bfloat16"), ("float8_e5m2", "float32")]
+NARROW = [("bfloat16", "int8"), ("bfloat16", "float8_e4m3fn"), ("float16", "uint8"), ("float16", "float8_e5m2")]
 _PARTS = ("TF32_TF32_F32", "TF32_TF32_F32_X3", *(f"BF16_BF16_F32{x}" for x in ("", "_X3", "_X6", "_X9")))
 PRECISIONS = {"float32": ("highest", *_PARTS), "float16": (None, "F16_F16_F16")}
 SIZES = {"large": (4096, 4096, 4096), "few": (16, 4096, 4096), "odd": (1000, 1001, 1003)}
@@ -109,6 +110,16 @@ def cases() -> Iterator[tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]]:
             yield functools.partial(cutjax.grouped_gemm, **how), [a, groups, sizes]
             yield functools.partial(cutjax.grouped_outer, **how), [a, aval((m, n), dtype), sizes]
             yield functools.partial(cutjax.syrk, **how), [a]
+    for dtype, of_b in NARROW:
+        for m, n, k in SIZES.values():
+            for layout in LAYOUTS[:3]:
+                a, b = _layout(layout, m, n, k)
+                yield functools.partial(cutjax.gemm, layout=layout), [aval(a, dtype), aval(b, of_b)]
+        m, n, k = SIZES["large"]
+        a, scale = aval((m, k), dtype), aval((1, n), "float32")
+        yield lambda a, b, s: cutjax.gemm(a, cutjax.Quantized(b, s)), [a, aval((k, n), of_b), scale]
+        yield lambda a, b, g: cutjax.gemm(a, (b, b), epilogue=lambda x, y: x * y), [a, aval((k, n), of_b), scale]
+        yield cutjax.grouped_gemm, [a, aval((8, k, n), of_b), aval((8,), "int32")]
 
 
 @functools.cache

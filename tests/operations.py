@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import oracles
-from checks import normal
+from checks import integers, normal
 from jax import lax
 
 import cutjax
@@ -68,6 +68,9 @@ def arrays() -> dict[str, jax.Array]:
         "sizes": jnp.array([5, 0, 4, 2], jnp.int32),
         "logits": normal(12, (M, EXPERTS)),
         "bias": normal(13, (EXPERTS,)),
+        "q": integers(15, (K, N), jnp.int8),
+        "qg": integers(16, (EXPERTS, K, N), jnp.int8),
+        "qd": integers(17, (EXPERTS, N, K), jnp.int8),
     }
 
 
@@ -118,6 +121,11 @@ _own = cutjax.cuda_kernel(
 LAYOUTS = {"nn": "", "nt": "w", "tn": "x", "tt": "x w"}
 OPERATIONS: dict[str, Operation] = {
     "gemm": Operation(cutjax.gemm, "x w", jnp.matmul, LAYOUTS, linear="x w"),
+    "gemm, quantized": Operation(
+        lambda x, q, b: cutjax.gemm(x, cutjax.Quantized(q, b)),
+        "x q b",
+        lambda x, q, b: x @ (q.astype(b.dtype) * b),
+    ),
     "gemm, layout": Operation(lambda x, v: cutjax.gemm(x, v, layout="nt"), "x v", lambda x, v: x @ v.T, linear="x v"),
     "gemm, epilogue": Operation(
         lambda x, w, b, **how: cutjax.gemm(x, w, epilogue=_biased, operands=(b,), **how),
@@ -195,6 +203,15 @@ OPERATIONS: dict[str, Operation] = {
         "x g u d sizes s",
         lambda x, g, u, d, sizes, s: oracles.grouped_mlp(x, g, d, sizes, u, s),
         {"nn": "", "nt": "g u d"},
+    ),
+    "grouped_mlp, quantized": Operation(
+        lambda x, qg, of_groups, qd, c, sizes: cutjax.grouped_mlp(
+            x, cutjax.Quantized(qg, of_groups), cutjax.Quantized(qd, c), sizes, activation=jnp.tanh
+        ),
+        "x qg of_groups qd c sizes",
+        lambda x, qg, of_groups, qd, c, sizes: oracles.grouped_mlp(
+            x, qg.astype(x.dtype) * of_groups.astype(x.dtype), qd.astype(x.dtype) * c, sizes, activation=jnp.tanh
+        ),
     ),
     "grouped_mlp, recompute": Operation(
         lambda x, g, d, sizes: cutjax.grouped_mlp(x, g, d, sizes, save="recompute", group_offset=0),

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from cutjax import dot_precision
+from cutjax.dtypes import are_narrow
 from cutjax.ops.contraction import Contraction as Plan
 from cutjax.ops.contraction import contraction as contraction_plan
 from cutjax.primitives.dense import FLIP, Dense
@@ -150,7 +151,8 @@ def _grouped(eqn: Any) -> Grouped | str:
 
 def unfit_dtypes(left: Any, right: Any, out: Any) -> str:
     """Returns why no kernel has operands and a result of these dtypes and shardings; "" where one may."""
-    if left.dtype != right.dtype or not jnp.issubdtype(left.dtype, jnp.floating):
+    alike = left.dtype == right.dtype or are_narrow(left.dtype, right.dtype)
+    if not alike or not jnp.issubdtype(left.dtype, jnp.floating):
         return f"operands {left.dtype} and {right.dtype}: of one floating dtype they would have a kernel"
     if out.dtype not in (left.dtype, np.dtype(np.float32)):
         return f"a result in {out.dtype} of operands in {left.dtype}"

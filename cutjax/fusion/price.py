@@ -103,7 +103,7 @@ def _of_problem(problem: Problem, entries: tuple[tuned.Entry, ...]) -> Price:
     if found is None:
         return _by_xla(choose.choose(problem))
     kernel, time_us, _ = found
-    xla_us, kernel_us = kernel.xla_us(problem.device), time_us
+    xla_us, kernel_us = choose.xla_us(problem, kernel), time_us
     measured_xla = bool(entries and entries[0].xla_us)
     for entry in entries[:1]:
         xla_us, kernel_us = entry.xla_us or xla_us, entry.time_us or kernel_us

@@ -28,6 +28,7 @@ from cutjax.fusion.jaxprs import (
     with_equations,
 )
 from cutjax.fusion.moves import matrices, moved
+from cutjax.fusion.narrow import narrowed
 from cutjax.fusion.region import MOST_PRODUCTS, NOTHING, Finder, Region
 from cutjax.fusion.report import Report
 from cutjax.fusion.siblings import beside, merged_by_xla
@@ -77,7 +78,8 @@ class Rewriter:
         jaxpr = inlined(jaxpr, self._multiplies)
         eqns = [self._inside(eqn) if any(map(self._multiplies, bodies(eqn))) else eqn for eqn in opened(jaxpr).eqns]
         if any(map(is_product, eqns)):
-            eqns = self._fused(opened(with_equations(jaxpr, eqns)))
+            jaxpr = with_equations(jaxpr, eqns)
+            eqns = self._fused(opened(jaxpr if self.refuses else narrowed(jaxpr)))
         return with_equations(jaxpr, eqns)
 
     def _inside(self, eqn: Any) -> Any:

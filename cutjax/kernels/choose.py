@@ -18,6 +18,8 @@ from cutjax.kernels.family import Family, Kernel
 from cutjax.kernels.mma import family as mma
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import family as sm90
+from cutjax.kernels.widened import Widened, pass_us
+from cutjax.kernels.widened import xla_us as narrow_xla_us
 from cutjax.runtime.launch import Call
 
 FAMILIES: tuple[Family, ...] = (sm90, mma)
@@ -85,7 +87,7 @@ def supports(config: Any, problem: Problem) -> str | None:
 
 def candidates(problem: Problem) -> tuple[Any, ...]:
     """Returns all shipped configs that serve ``problem``, the predicted fastest first; empty when no kernel does."""
-    return tuple(kernel.config for kernel, _ in _ranked(problem))
+    return tuple(dict.fromkeys(kernel.config for kernel, _ in _ranked(problem)))
 
 
 def _resolve(problem: Problem, config: Any) -> Kernel | tuple[str, ...]:
@@ -94,7 +96,10 @@ def _resolve(problem: Problem, config: Any) -> Kernel | tuple[str, ...]:
         known = ", ".join(family.Config.__name__ for family in FAMILIES)
         raise TypeError(f"{config!r} is no config of a kernel; expected one of {known}")
     found = family.resolve(problem, config)
-    return found if isinstance(found, tuple) else found.unlaunchable() or found
+    found = found if isinstance(found, tuple) else found.unlaunchable() or found
+    if isinstance(found, tuple) and problem.narrow and not isinstance(wide := _resolve(problem.wide, config), tuple):
+        return Widened(problem, wide)
+    return found
 
 
 def _ranked(problem: Problem) -> list[tuple[Kernel, float]]:
@@ -107,6 +112,9 @@ def _ranked(problem: Problem) -> list[tuple[Kernel, float]]:
         kernels = [kernel for kernel in found if not isinstance(kernel, tuple)]
         if kernels and not kernels[0].unlaunchable():  # the first is told least: parts of tiles take more
             serving += [(kernel, kernel.time_us(problem.device)) for kernel in kernels]
+    if problem.narrow:
+        more = pass_us(problem, problem.device)
+        serving += [(Widened(problem, kernel), time_us + more) for kernel, time_us in _ranked(problem.wide)]
     return sorted(serving, key=lambda entry: entry[1])
 
 
@@ -160,12 +168,19 @@ def _choose(problem: Problem, config: Any, lead: float, entries: tuple[tuned.Ent
             return choice
     if found := fastest(problem):
         kernel, time_us, count = found
-        xla_us = kernel.xla_us(problem.device)
-        if not leads(time_us, xla_us, lead):
-            why = f"predicted: XLA {xla_us:.1f} us, the fastest of {count} kernels {time_us:.1f} us"
-            return Choice(problem, None, (why, *_of_lead(lead)), xla_us=xla_us)
-        return _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs", xla_us)
+        of_xla = xla_us(problem, kernel)
+        if not leads(time_us, of_xla, lead):
+            why = f"predicted: XLA {of_xla:.1f} us, the fastest of {count} kernels {time_us:.1f} us"
+            return Choice(problem, None, (why, *_of_lead(lead)), xla_us=of_xla)
+        return _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs", of_xla)
     return Choice(problem, None, _problem_reasons(problem) or _config_reasons(problem))
+
+
+def xla_us(problem: Problem, kernel: Kernel) -> float | None:
+    """Returns the time that XLA may take, told of the kernel predicted fastest; None where unknown."""
+    if problem.narrow and (wide := fastest(problem.wide)):
+        return narrow_xla_us(problem, wide[0], problem.device)
+    return kernel.xla_us(problem.device)
 
 
 def _chosen(problem: Problem, kernel: Kernel, time_us: float, why: str, xla_us: float | None = None) -> Choice:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cutjax.dot_precision import accumulator
-from cutjax.dtypes import short
+from cutjax.dtypes import are_narrow, short
 from cutjax.epilogue.expression import Epilogue, Node, Output, identity
 from cutjax.kernels.device import Device, reference
 from cutjax.runtime.architectures import DEFAULT
@@ -293,6 +293,16 @@ class Problem:
     def products(self) -> int:
         """Number of matrices b that share a, each multiplied by it."""
         return self.epilogue.products
+
+    @property
+    def narrow(self) -> bool:
+        """True if b has elements of 8 bits that are multiplied as a's, of 16."""
+        return are_narrow(self.a_dtype, self.b_dtype)
+
+    @property
+    def wide(self) -> Problem:
+        """The problem with b in a's dtype."""
+        return dataclasses.replace(self, b_dtype=self.a_dtype)
 
     @property
     def accumulator(self) -> np.dtype:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from cutjax.dtypes import are_narrow
 from cutjax.kernels.choose import CONFIGS
 from cutjax.primitives import derivative
 from cutjax.primitives.accumulators import converted
@@ -124,13 +125,27 @@ def matrix(x: Any, name: str, where: str = "gemm") -> jax.Array:
     return jnp.asarray(x)
 
 
-def promote(a: jax.Array, bs: Sequence[jax.Array], out_dtype: DTypeLike | None, where: str = "gemm") -> tuple[Any, ...]:
-    """Returns the operands in the dtype of ``jnp.matmul``, the dtype of the result, and True if that is weak."""
+def promote(
+    a: jax.Array,
+    bs: Sequence[jax.Array],
+    out_dtype: DTypeLike | None,
+    where: str = "gemm",
+    narrow: bool = False,
+    quantized: bool = False,
+) -> tuple[Any, ...]:
+    """Returns the operands in the dtype of ``jnp.matmul``, the dtype of the result, and True if that is weak.
+
+    With ``narrow``, the bs stay in a dtype of 8 bits whose values are all in a's, float8 too. Where they are
+    ``quantized``, it is not for JAX's promotion to say that they stand for numbers of a's dtype.
+    """
     b = bs[0]
     if {a.dtype, b.dtype} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
         raise TypeError(f"{where}: a is {a.dtype}, b is {b.dtype}: no 16-bit dtype holds both, cast one of them")
-    operand = jnp.result_type(a, b)
-    xs = [converted(x, operand) for x in (a, *bs)]
+    stay = narrow and are_narrow(a.dtype, b.dtype) and not a.weak_type
+    quantized = quantized and jnp.issubdtype(a.dtype, jnp.floating)
+    own = quantized or (stay and jnp.issubdtype(b.dtype, jnp.floating))
+    operand = a.dtype if own else jnp.result_type(a, b)
+    xs = [a, *bs] if stay else [converted(x, operand) for x in (a, *bs)]
     if out_dtype is None:
         return *xs, operand, _weak(a, b)
     return *xs, result_of(operand, out_dtype, where), False

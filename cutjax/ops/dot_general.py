@@ -14,9 +14,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
 from cutjax.binding.rules import on_devices
+from cutjax.dtypes import are_narrow
 from cutjax.ops.arguments import is_array_like, unwrapped
 from cutjax.ops.contraction import contraction
-from cutjax.primitives.accumulators import converted
+from cutjax.primitives.accumulators import converted, widened
 from cutjax.primitives.dense import Dense
 from cutjax.primitives.product import multiply
 from cutjax.runtime import backends
@@ -39,8 +40,9 @@ def dot_general(
 
     The operands become batches of matrices without copies where memory allows that, see ``docs/drop-ins.md``; what is
     copied, ``explain`` says. Differentiable to any order and batchable over any axes. What no kernel could ever
-    multiply is left to ``jax.lax.dot_general``: symbolic sizes (``jax.export``), operands of two dtypes, results with
-    an ``out_sharding``, and operands sharded explicitly along axes that would have to be merged.
+    multiply is left to ``jax.lax.dot_general``: symbolic sizes (``jax.export``), operands of two dtypes (but those of 8
+    bits, which kernels read as they are beside floats of 16), results with an ``out_sharding``, and operands sharded
+    explicitly along axes that would have to be merged.
 
     Args:
       lhs: an array.
@@ -92,7 +94,7 @@ def permuted(
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     if 0 in (*lhs.shape, *rhs.shape):  # zeros, or nothing at all
         return of_lax(lhs, rhs)
-    reason = _left_to_lax(lhs, rhs, out_sharding)
+    reason = _left_to_lax(lhs, rhs, out, out_sharding)
     if reason is None:
         (contract, batch), itemsizes = dimension_numbers, tuple(x.dtype.itemsize for x in (lhs, rhs, out))
         dims = tuple(map(tuple, contract)), tuple(map(tuple, batch))
@@ -104,8 +106,12 @@ def permuted(
             raise NotImplementedError(f"dot_general: backend 'cuda' has no kernel: {reason}")
         return of_lax(lhs, rhs)
     precision = dot_precision.canonical(precision, "dot_general")
-    a, b = plan.operands(lhs, rhs)
-    product = Dense(plan.layout, plan.orders, plan.copies, LEAD)
+    (a, b), copies = plan.operands(lhs, rhs), plan.copies
+    if are_narrow(b.dtype, a.dtype):
+        why = f"{'rhs' if plan.swapped else 'lhs'} is converted to {b.dtype}: kernels read narrow columns, not rows"
+        copies = "; ".join(filter(None, (copies[0], why))), *copies[1:]
+    a, b = widened(a, b)
+    product = Dense(plan.layout, plan.orders, copies, LEAD)
     precision = dot_precision.swapped(precision) if plan.swapped else precision
     d = multiply(product, a, b, out_dtype=out.dtype, precision=precision, backend=backend, config=None)
     return converted(plan.result(d), out.dtype, out.weak_type)
@@ -127,12 +133,14 @@ def _of_lax(
 _FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}  # of both, as weights and cotangents are, tensor cores multiply either
 
 
-def _left_to_lax(lhs: jax.Array, rhs: jax.Array, out_sharding: Any) -> str | None:
+def _left_to_lax(lhs: jax.Array, rhs: jax.Array, out: Any, out_sharding: Any) -> str | None:
     """Returns why no kernel could multiply the operands, whatever the plan."""
     if out_sharding is not None:
         return f"out_sharding must be None, got {out_sharding}; use jax.shard_map"
     if any(jax.export.is_symbolic_dim(size) for x in (lhs, rhs) for size in x.shape):
         return f"it needs known sizes, got {lhs.shape}, {rhs.shape}"
-    if lhs.dtype != rhs.dtype and not {lhs.dtype.name, rhs.dtype.name} <= _FLOAT8:
+    narrow = are_narrow(lhs.dtype, rhs.dtype) or are_narrow(rhs.dtype, lhs.dtype)
+    one = lhs.dtype == rhs.dtype or {lhs.dtype.name, rhs.dtype.name} <= _FLOAT8
+    if not one and not (narrow and jnp.issubdtype(out.dtype, jnp.floating)):
         return f"operands must have one dtype, got {lhs.dtype} and {rhs.dtype}"
     return None

@@ -14,6 +14,7 @@ from cutjax import dot_precision
 from cutjax.kernels.choose import Config
 from cutjax.kernels.problem import LAYOUTS
 from cutjax.ops.arguments import check_config, check_epilogue, check_shapes, matrix, promote, unwrapped, weights
+from cutjax.ops.quantized import is_quantized, scaled, scales_of, values_of
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.dense import Dense
@@ -47,8 +48,9 @@ def gemm(
     Args:
       a: ``[..., m, k]``, or ``[..., k, m]`` where ``layout[0]`` is "t".
       b: ``[..., k, n]``, or ``[..., n, k]`` where ``layout[1]`` is "t". Batch axes broadcast and dtypes promote as in
-        ``jnp.matmul``, but bfloat16 with float16 is refused. With an epilogue also a tuple of two or three of equal
-        shape and dtype; the epilogue then takes as many accumulators.
+        ``jnp.matmul``, but bfloat16 with float16 is refused, and beside those a kernel reads 8-bit integers and
+        float8 as they are, and multiplies them exactly; or `cutjax.Quantized`. With an epilogue also a tuple of two or
+        three of equal shape and dtype; the epilogue then takes as many accumulators.
       epilogue: a function ``(acc, *operands)`` that returns an array or a pytree of them.
       operands: its further arguments: scalars, ``[n]``, ``[m, 1]``, ``[m, n]``, batched or not.
       layout: "nn", "nt", "tn" or "tt".
@@ -89,11 +91,13 @@ def gemm(
     product, params = Dense(layout), {"backend": backend, "config": config}
     params["precision"] = dot_precision.canonical(precision, "gemm")
     check_epilogue(b, epilogue, operands, out_dtype, save)
-    x, ys = matrix(a, "a"), weights(b, "b")
+    x, ys = matrix(a, "a"), weights(values_of(b), "b")
+    scales = scales_of(b, layout[1], "b", "gemm")
     several = isinstance(out_dtype, tuple)
-    x, *ys, dtype, weak = promote(x, ys, None if several else out_dtype)
+    x, *ys, dtype, weak = promote(x, ys, None if several else out_dtype, "gemm", True, is_quantized(b))
     check_shapes(x, ys[0], layout, "gemm")
+    epilogue, operands = scaled(epilogue, tuple(operands), scales)
     if epilogue is not None:
-        out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, tuple(operands))
+        out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, operands)
         return products.call(product, epilogue, x, ys, (), operands, out_dtype=out, save=save, **params)
     return converted(products.multiply(product, x, ys[0], out_dtype=dtype, **params), dtype, weak)

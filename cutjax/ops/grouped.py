@@ -24,6 +24,7 @@ from cutjax.ops.arguments import (
     unwrapped,
     weights,
 )
+from cutjax.ops.quantized import is_quantized, scaled, scales_of, values_of
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.ragged import Depth, Rows
@@ -61,7 +62,8 @@ def grouped_gemm(
 
     Args:
       x: ``[..., m, k]``. Batch axes broadcast and dtypes promote as in ``cutjax.gemm``.
-      w: ``[..., g, k, n]``, or ``[..., g, n, k]`` where layout is "nt". With an epilogue also a tuple of two or three.
+      w: ``[..., g, k, n]``, or ``[..., g, n, k]`` where layout is "nt", or `cutjax.Quantized`. With an epilogue also a
+        tuple of two or three.
       group_sizes: ``[..., g]``, of any integer dtype.
       layout: "nn" or "nt".
       epilogue: a function ``(acc, *operands)``, as in ``cutjax.gemm``.
@@ -101,8 +103,8 @@ def grouped_gemm(
     out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
     check_epilogue(w, epilogue, operands, out_dtype, save, where, "w")
     several = isinstance(out_dtype, tuple)
-    arrays = matrix(x, "x", where), weights(w, "w", where)
-    rows, *ws, dtype, _ = promote(*arrays, None if several else out_dtype, where)
+    arrays = matrix(x, "x", where), weights(values_of(w), "w", where)
+    rows, *ws, dtype, _ = promote(*arrays, None if several else out_dtype, where, True, is_quantized(w))
     shape = ws[0].shape
     if len(shape) < 3:
         raise ValueError(f"{where}: w must have rank 3 or more, got shape {shape}; [..., g, k, n] is expected")
@@ -119,9 +121,11 @@ def grouped_gemm(
     sizes, leading = local_sizes(sizes, group_offset, groups, rows.shape[-2], where)
     product, params = Rows(leading, layout), {"backend": backend, "config": config}
     params["precision"] = dot_precision.canonical(precision, where)
+    scales = scales_of(w, layout[1], "w", where, max(rows.ndim, len(shape) - 1, sizes.ndim + 1))
+    epilogue, operands = scaled(epilogue, tuple(operands), scales)
     if epilogue is None:
         return products.multiply(product, rows, ws[0], sizes, out_dtype=dtype, **params)
-    out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, tuple(operands))
+    out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, operands)
     return products.call(product, epilogue, rows, ws, (sizes,), operands, out_dtype=out, save=save, **params)
 
 

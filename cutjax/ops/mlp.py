@@ -14,6 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
 from cutjax.binding.rules import match_varying, with_rank
+from cutjax.dtypes import are_narrow
 from cutjax.ops.arguments import (
     check_batch,
     contracted,
@@ -25,8 +26,10 @@ from cutjax.ops.arguments import (
     unwrapped,
 )
 from cutjax.ops.collective import divided_mlp
+from cutjax.ops.quantized import is_quantized, scales_of, times, values_of
 from cutjax.ops.ring import ring_of
 from cutjax.primitives import derivative
+from cutjax.primitives.accumulators import converted
 from cutjax.primitives.chain import Chain, apart, block
 from cutjax.primitives.dense import Dense
 from cutjax.primitives.product import Product, abstract_accumulator, aligned, trace_with_dtype
@@ -66,7 +69,8 @@ def mlp(
 
     Args:
       x: ``[..., m, k]``.
-      w1: ``[..., k, h]``, or ``[..., h, k]`` in the layout "nt".
+      w1: ``[..., k, h]``, or ``[..., h, k]`` in the layout "nt". Weights may be narrow, or `cutjax.Quantized`, as in
+        ``cutjax.gemm``; not with an axis_name.
       w2: ``[..., h, n]``, or ``[..., n, h]`` in the layout "nt".
       activation: any elementwise function written in JAX.
       b1: what broadcasts against ``[..., m, h]``, such as ``[h]``.
@@ -97,7 +101,9 @@ def mlp(
     """
     backend = backends.resolve(backend, "mlp")
     precision = dot_precision.canonical(precision, "mlp")
-    a, ws, v, dtype = _arrays("mlp", x, w1, w2, gate, layout, save)
+    if axis_name is not None and is_quantized((w1, w2, gate)):
+        raise ValueError("mlp: weights that an axis_name divides are arrays, got cutjax.Quantized: dequantize them")
+    a, ws, v, dtype = _arrays("mlp", x, w1, w2, gate, layout, save, axis_name is None)
     shapes = f"x is {a.shape}, w1 is {ws[0].shape}, w2 is {v.shape}"
     batch = check_batch("mlp", shapes, a.shape[:-2], ws[0].shape[:-2], v.shape[:-2])
 
@@ -111,13 +117,14 @@ def mlp(
         if b is not None
     }
     last = [with_rank(biases.pop("b2"), len(batch) + 2)] if b2 is not None else []
+    scales = _scales(biases, w1, w2, gate, layout, "mlp")
     hidden = _hidden("mlp", activation, gate is not None)
     params = {"dtype": dtype, "out_dtype": out_dtype, "precision": precision, "backend": backend, "save": save}
     if ring is not None:
         return divided_mlp(ring, layout, hidden, a, ws, v, biases, last, reduce_dtype=reduce_dtype, **params)
     if reduce_dtype is not None:
         raise ValueError("mlp: reduce_dtype without an axis_name: nothing is added up over devices")
-    return _chained("mlp", Dense(layout), hidden, a, ws, v, (), biases, last, **params)
+    return _chained("mlp", Dense(layout), hidden, a, ws, v, (), biases, last, scales, **params)
 
 
 def grouped_mlp(
@@ -147,7 +154,7 @@ def grouped_mlp(
 
     Args:
       x: ``[..., m, k]``, rows sorted by group, as in ``cutjax.grouped_gemm``.
-      w1: ``[..., g, k, h]``, or ``[..., g, h, k]`` in the layout "nt".
+      w1: ``[..., g, k, h]``, or ``[..., g, h, k]`` in the layout "nt". Weights may be narrow, or `cutjax.Quantized`.
       w2: ``[..., g, h, n]``, or ``[..., g, n, h]`` in the layout "nt".
       group_sizes: integers ``[..., g]``.
       activation: any elementwise function written in JAX.
@@ -192,9 +199,10 @@ def grouped_mlp(
     if row_scale is not None:
         shape = (*np.broadcast_shapes(*batches), a.shape[-2], 1)
         scale["row_scale"] = _broadcasting(where, row_scale, "row_scale", shape)
+    scales = _scales(scale, w1, w2, gate, layout, where, max(sizes.ndim + 1, *(len(batch) + 2 for batch in batches)))
     hidden = _hidden(where, activation, gate is not None)
     params = {"dtype": dtype, "out_dtype": out_dtype, "precision": precision, "backend": backend, "save": save}
-    return _chained(where, Rows(leading, layout), hidden, a, ws, v, (sizes,), scale, [], **params)
+    return _chained(where, Rows(leading, layout), hidden, a, ws, v, (sizes,), scale, [], scales, **params)
 
 
 def _chained(
@@ -207,6 +215,7 @@ def _chained(
     context: Sequence[jax.Array],
     given: dict[str, jax.Array],
     last: Sequence[jax.Array],
+    scales: Sequence[jax.Array] = (),
     *,
     dtype: np.dtype,
     out_dtype: DTypeLike | None,
@@ -214,17 +223,18 @@ def _chained(
     backend: str,
     save: str,
 ) -> jax.Array:
-    """Returns ``hidden(x @ w, ..., given) @ v`` with ``last``, an array or none, added."""
-    a, *rest = match_varying(*aligned(product, a, [*ws, v], context), *given.values(), *last)
+    """Returns ``hidden(x @ w, ..., given) @ v``, times ``scales`` and with ``last`` added, an array or none each."""
+    a, *rest = match_varying(*aligned(product, a, [*ws, v], context), *given.values(), *scales, *last)
     ws, v, rest = rest[: len(ws)], rest[len(ws)], rest[len(ws) + 1 :]
     context, rest = rest[: len(context)], rest[len(context) :]
-    given, last = dict(zip(given, rest, strict=False)), rest[len(given) :]
+    given, rest = dict(zip(given, rest, strict=False)), rest[len(given) :]
+    scales, last = rest[: len(scales)], rest[len(scales) :]
     acc = abstract_accumulator(a.dtype, product.tile(*map(jax.typeof, (a, *ws, *context))))
-    traced = trace_with_dtype(where, hidden, [acc] * len(ws), (given,), (dtype,))
+    traced = trace_with_dtype(where, hidden, [acc] * len(ws), (given,), (dtype,), product.groups(ws))
     out_dtype = dtype if out_dtype is None else result_of(dtype, out_dtype, where)
     chain = Chain(product, traced.epilogue, out_dtype, precision, backend, save)
-    if traced.outside is not None:
-        return apart(chain, context, hidden, a, ws, v, given, last)
+    if traced.outside is not None or scales:
+        return apart(chain, context, hidden, a, ws, v, given, last, scales)
     a, v, *rest = match_varying(a, v, *ws, *context, *last, *traced.operands)
     ws, rest = rest[: len(ws)], rest[len(ws) :]
     context, rest = rest[: len(context)], rest[len(context) :]
@@ -239,20 +249,22 @@ def _chained(
 
 
 def _arrays(
-    where: str, x: Any, w1: Any, w2: Any, gate: Any, layout: str, save: str
+    where: str, x: Any, w1: Any, w2: Any, gate: Any, layout: str, save: str, narrow: bool = True
 ) -> tuple[jax.Array, list[jax.Array], jax.Array, np.dtype]:
-    """Returns x, the weights of the first product, the gate's first, those of the second, and their dtype."""
+    """Returns x, the weights of the first product, the gate's first, those of the second, and the products' dtype."""
     if layout not in ("nn", "nt"):
         raise ValueError(f"{where}: unknown layout {layout!r}, expected 'nn' or 'nt'")
     if save not in derivative.SAVE:
         raise ValueError(f"{where}: unknown save {save!r}, expected one of {derivative.SAVE}")
-    a, v = matrix(x, "x", where), matrix(w2, "w2", where)
-    ws = [] if gate is None else [matrix(gate, "gate", where)]
-    ws.append(matrix(w1, "w1", where))
+    a, v = matrix(x, "x", where), matrix(values_of(w2), "w2", where)
+    ws = [] if gate is None else [matrix(values_of(gate), "gate", where)]
+    ws.append(matrix(values_of(w1), "w1", where))
     if ws[0].shape != ws[-1].shape or ws[0].dtype != ws[-1].dtype:
         raise ValueError(f"{where}: gate is {jax.typeof(ws[0]).str_short()}, but w1 is {jax.typeof(ws[1]).str_short()}")
-    a, *ws, dtype, _ = promote(a, ws, None, where)
-    if v.dtype != dtype:
+    a, *ws, dtype, _ = promote(a, ws, None, where, narrow, is_quantized((w1, gate)))
+    if is_quantized(w2) and not are_narrow(dtype, v.dtype):
+        v = converted(v, dtype)
+    if v.dtype != dtype and not (narrow and are_narrow(dtype, v.dtype)):
         raise TypeError(f"{where}: w2 is {v.dtype}, but the product of x and w1 is {dtype}: cast one of them")
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(f"{where}: x and the weights must be floating-point numbers, got {dtype}")
@@ -263,6 +275,16 @@ def _arrays(
     return a, ws, v, dtype
 
 
+def _scales(
+    given: dict[str, jax.Array], w1: Any, w2: Any, gate: Any, layout: str, where: str, rank: int = 0
+) -> list[jax.Array]:
+    """Adds the scales of the first weights to what the function between the products takes; returns that of w2."""
+    for name, w, scale in (("w1", w1, "scale"), ("gate", gate, "gate_scale")):
+        (found,) = scales_of(w, layout[1], name, where, rank)
+        given |= {} if found is None else {scale: found}
+    return [x for x in scales_of(w2, layout[1], "w2", where, rank) if x is not None]
+
+
 def _hidden(where: str, activation: Callable[[jax.Array], jax.Array], gated: bool) -> Callable[..., jax.Array]:
     """Returns the function between the products: of the first one's accumulators, the gate's first, and of operands."""
     check_activation(where, activation)
@@ -270,8 +292,9 @@ def _hidden(where: str, activation: Callable[[jax.Array], jax.Array], gated: boo
     def hidden(*args: Any) -> jax.Array:
         *accs, given = args
         given = {name: with_rank(x, accs[0].ndim) for name, x in given.items()}
-        z = accs[-1] + given["b1"].astype(accs[-1].dtype) if "b1" in given else accs[-1]
-        h = activation(accs[0] if gated else z)
+        first, last = times(accs[0], given.get("gate_scale")), times(accs[-1], given.get("scale"))
+        z = last + given["b1"].astype(last.dtype) if "b1" in given else last
+        h = activation(first if gated else z)
         if not isinstance(h, jax.Array) or h.shape != z.shape:
             raise ValueError(f"{where}: the activation must return one array of its argument's shape")
         h = h * z if gated else h

@@ -16,9 +16,11 @@ from jax.typing import ArrayLike
 
 from cutjax import dot_precision
 from cutjax.binding.rules import match_varying
-from cutjax.ops.arguments import contracted, integer, matrix
+from cutjax.dtypes import are_narrow
+from cutjax.ops.arguments import contracted, integer, matrix, unwrapped
 from cutjax.ops.exchange import FORMS, ROOM, ROWS, Sizes, everywhere, exchanged
 from cutjax.ops.mlp import check_activation, grouped_mlp
+from cutjax.ops.quantized import values_of
 from cutjax.ops.ring import ROUTES, ring_of
 from cutjax.ops.routing import Routing, broadcastable, routed
 from cutjax.primitives import derivative
@@ -57,7 +59,8 @@ def moe(
     Args:
       x: ``[..., tokens, d]``.
       router_logits: ``[..., tokens, experts]``, such as ``x @ w_router``.
-      w_gate: ``[experts, d, h]``, or ``[experts, h, d]`` in the layout "nt".
+      w_gate: ``[experts, d, h]``, or ``[experts, h, d]`` in the layout "nt". Weights may be narrow, or
+        `cutjax.Quantized`, as in ``cutjax.gemm``.
       w_up: like w_gate.
       w_down: ``[experts, h, n]``, or ``[experts, n, h]`` in the layout "nt".
       k: how many experts a token is sent to.
@@ -109,7 +112,9 @@ def moe(
     x, logits = matrix(x, "x", "moe"), matrix(router_logits, "router_logits", "moe")
     if x.shape[:-1] != logits.shape[:-1]:
         raise ValueError(f"moe: x is {x.shape}, router_logits is {logits.shape}: all axes but the last must be equal")
-    gate, up, down = (_weights(w, name) for w, name in ((w_gate, "w_gate"), (w_up, "w_up"), (w_down, "w_down")))
+    given = tuple(unwrapped(w) for w in (w_gate, w_up, w_down))
+    names = "w_gate", "w_up", "w_down"
+    gate, up, down = (_weights(values_of(w), name) for w, name in zip(given, names, strict=True))
     count, experts = math.prod(x.shape[:-1]), logits.shape[-1]
     devices = _devices(expert_axis, group_offset, form, parts, room)
     _check_shapes(x, experts, gate, up, down, layout, group_offset is None, devices)
@@ -126,6 +131,7 @@ def moe(
         """Computes what the experts that are here make of rows sorted by expert."""
         scale = routing.row_weights()
         sizes = routing.group_sizes
+        gate, up, down = given
         return grouped_mlp(rows, up, down, sizes, gate=gate, row_scale=scale, group_offset=group_offset, **params)
 
     def layer(x: jax.Array, logits: jax.Array, bias: Any, group_offset: Any = group_offset) -> jax.Array:
@@ -196,7 +202,7 @@ def _check_shapes(x: Any, experts: int, gate: Any, up: Any, down: Any, layout: s
         raise ValueError(f"moe: x is {x.shape}, w_gate is {gate.shape}, layout {layout!r}: d differs")
     if contracted(gate, layout[1] == "n") != contracted(down, layout[1] == "t"):
         raise ValueError(f"moe: w_gate is {gate.shape}, w_down is {down.shape}, layout {layout!r}: h differs")
-    if gate.dtype != down.dtype:
+    if gate.dtype != down.dtype and not (are_narrow(x.dtype, gate.dtype) or are_narrow(x.dtype, down.dtype)):
         raise TypeError(f"moe: w_gate is {gate.dtype}, but w_down is {down.dtype}: cast one of them")
     if gate.shape[0] != down.shape[0]:
         raise ValueError(f"moe: w_gate has {gate.shape[0]} experts, w_down has {down.shape[0]}")

@@ -345,7 +345,7 @@ def _wide_transpose(g: Any, x: Any, w: Any, *, product: Product, precision: Any,
         return [None, None]
     i, to, other = (0, x.aval, w) if is_linear(x) else (1, w.aval, x.astype(w.aval.dtype))
     wide = accumulator(other.dtype)
-    g, other = with_cotangent(g, other)
+    g, other = with_cotangent(g, other, other.dtype)
     precision = dot_precision.of_cotangents(precision, g.dtype, product.where)
     back, factors, precision = product.cotangent(i, g, other, precision)
     d = sum_to(multiply(back, *factors, out_dtype=wide, precision=precision, backend=backend), to)

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from cutjax.dot_precision import accumulator as accumulator
+from cutjax.dtypes import are_narrow
 
 
 def is_half(dtype: np.dtype) -> bool:
@@ -34,9 +35,17 @@ def cotangent_dtype(dtype: np.dtype, g: np.dtype) -> np.dtype:
     return np.dtype(jnp.bfloat16 if g.itemsize == 1 or g == jnp.bfloat16 else np.float32)
 
 
-def with_cotangent(g: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns a cotangent and the operand it is multiplied by, in one dtype."""
-    dtype = cotangent_dtype(x.dtype, g.dtype)
+def with_cotangent(g: jax.Array, x: jax.Array, of: np.dtype) -> tuple[jax.Array, jax.Array]:
+    """Returns a cotangent and the operand it is multiplied by, in one dtype, of a product of operands in dtype ``of``.
+
+    An operand that was narrower in the product, stays it.
+    """
+    dtype = cotangent_dtype(of, g.dtype)
     if jnp.issubdtype(g.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
         g = lax.real(g)  # of a real product made complex
-    return converted(g, dtype), converted(x, dtype)
+    return converted(g, dtype), x if x.dtype != of and are_narrow(dtype, x.dtype) else converted(x, dtype)
+
+
+def widened(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the factors of a product, of which b alone may be narrower than the other."""
+    return (converted(a, b.dtype), b) if are_narrow(b.dtype, a.dtype) else (a, b)

@@ -56,8 +56,15 @@ class Chain:
         """The parameters of both products."""
         return {"precision": self.precision, "backend": self.backend}
 
-    def arithmetic(self, dtype: np.dtype) -> Arithmetic:
-        return Arithmetic(dtype, self.precision, self.backend)
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of what lies between the products, in which the second is."""
+        return np.dtype(self.hidden.outputs[0].dtype)
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """The dtype of the second product, and its parameters."""
+        return Arithmetic(self.dtype, self.precision, self.backend)
 
     def second(self, h: jax.Array, w2: jax.Array, context: Sequence[jax.Array]) -> jax.Array:
         """Returns the second product, or one like it."""
@@ -71,19 +78,31 @@ def block(chain: Chain, context: Any, x: Any, ws: Any, w2: Any, operands: Any, b
     return _second(chain, context, h, w2, b2)
 
 
-def apart(chain: Chain, context: Any, hidden: Any, x: Any, ws: Any, w2: Any, given: Any, b2: Any) -> jax.Array:
-    """Returns the result of two operations, each with its own derivative: of what no kernel can differentiate."""
+def apart(
+    chain: Chain, context: Any, hidden: Any, x: Any, ws: Any, w2: Any, given: Any, b2: Any, scales: Any
+) -> jax.Array:
+    """Returns the result of two operations, each with its own derivative: of what no kernel can differentiate.
+
+    Or where the second product is scaled.
+    """
     (out,) = chain.hidden.outputs
     params = {"out_dtype": (out.dtype,), "save": chain.save, **chain.params}
     h = products.call(chain.product, hidden, x, ws, context, (given,), **params)
-    return _second(chain, context, h, w2, b2)
+    return _second(chain, context, h, w2, b2, scales)
 
 
-def _second(chain: Chain, context: Any, h: jax.Array, w2: jax.Array, b2: Sequence[jax.Array]) -> jax.Array:
-    if not b2:
+def _second(
+    chain: Chain, context: Any, h: jax.Array, w2: jax.Array, b2: Sequence[jax.Array], scales: Sequence[jax.Array] = ()
+) -> jax.Array:
+    if not b2 and not scales:
         return chain.second(h, w2, context)
+
+    def finished(acc: jax.Array, scales: Sequence[jax.Array], b2: Sequence[jax.Array]) -> jax.Array:
+        acc = functools.reduce(lambda acc, scale: acc * scale.astype(acc.dtype), scales, acc)
+        return functools.reduce(lambda acc, b: acc + b.astype(acc.dtype), b2, acc)
+
     params = {"out_dtype": chain.out_dtype, "save": chain.save, **chain.params}
-    return products.call(chain.product, lambda acc, b: acc + b.astype(acc.dtype), h, [w2], context, b2, **params)
+    return products.call(chain.product, finished, h, [w2], context, (list(scales), list(b2)), **params)
 
 
 def _block_jvp(chain: Chain, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
@@ -162,7 +181,7 @@ def tangent_of_second(
     operand_dots: Any,
 ) -> jax.Array | None:
     """Returns h' @ w2, of the accumulators that were kept, for an h of that shape; None is zero, as among tangents."""
-    product, arithmetic = chain.product, chain.arithmetic(w2.dtype)
+    product, arithmetic = chain.product, chain.arithmetic
     if any(derivative.moving(acc_dots)):
         dots = [dot if dot is None else product.whole(dot, context, shape, arithmetic) for dot in operand_dots]
         return _chain(chain, context, kept, operands, w2, acc_dots, dots)
@@ -216,7 +235,7 @@ def _shaped(operands: Sequence[jax.Array], dots: Sequence[Any]) -> list[jax.Arra
 def _composed(*values: Any, chain: Chain, present: tuple[bool, ...]) -> jax.Array:
     context, w2, accs, operands, dots = _parts(values, chain, present)
     shape = next(dot.shape for dot in dots if dot is not None)
-    n, arithmetic = chain.hidden.products, chain.arithmetic(w2.dtype)
+    n, arithmetic = chain.hidden.products, chain.arithmetic
     operands = _shaped([chain.product.seen(x, context, shape[-2], arithmetic) for x in operands], dots[n:])
     operand_dots = [dot if dot is None else dot.astype(x.dtype) for x, dot in zip(operands, dots[n:], strict=True)]
     (h_dot,) = derivative.push(chain.hidden, shape, accs, operands, dots[:n], operand_dots)
@@ -256,10 +275,10 @@ def _transpose(g: Any, *values: Any, chain: Chain, present: tuple[bool, ...]) ->
         found = jax.vjp(lambda *args: along(*args)[0], *at)[1](acc)
         return [x.astype(dot.dtype) for x, dot in zip(found, (d for d in like if d is not None), strict=True)]
 
-    arithmetic = chain.arithmetic(w2.dtype)
-    g, w2 = with_cotangent(g, w2)
+    arithmetic = chain.arithmetic
+    g, w2 = with_cotangent(g, w2, chain.dtype)
     back, factors, _ = chain.product.cotangent(0, g, w2, None)
-    params: dict[str, Any] = {"backend": chain.backend, "out_dtype": accumulator(w2.dtype)}
+    params: dict[str, Any] = {"backend": chain.backend, "out_dtype": accumulator(chain.dtype)}
     params["precision"] = dot_precision.of_cotangents(chain.precision, g.dtype, "mlp")
     shape = next(dot.shape for dot in like if dot is not None)
     full = back.tile(*map(jax.typeof, (*factors, *context))).shape

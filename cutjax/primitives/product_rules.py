@@ -19,7 +19,7 @@ from cutjax.epilogue.expression import Epilogue, Node, normal
 from cutjax.kernels.choose import Choice, choose, in_precision
 from cutjax.kernels.device import device_of
 from cutjax.primitives import derivative, partition
-from cutjax.primitives.accumulators import accumulator, with_cotangent
+from cutjax.primitives.accumulators import accumulator, widened, with_cotangent
 from cutjax.primitives.product import (
     Arithmetic,
     Product,
@@ -204,9 +204,10 @@ def _transpose(
     if is_zero(g):
         return found
     i, to, other = (0, a.aval, b) if is_linear(a) else (1, b.aval, a)
-    g, other = with_cotangent(g, other)
+    g, other = with_cotangent(g, other, to.dtype if i == 0 else other.dtype)
     precision = dot_precision.of_cotangents(precision, g.dtype, product.where)
     back, factors, precision = product.cotangent(i, g, other, precision)
+    factors = widened(*factors)
     back = back.adding(to.shape, *factors)
     # Terms narrower than 32 bits are added in f32, and rounded once. One of 8 bits is made of f32 that a kernel writes.
     full = back.tile(*map(jax.typeof, (*factors, *sizes)))

@@ -67,8 +67,10 @@ auto together(std::initializer_list<u32> words, F f) {
   return result;
 }
 
-inline int __shfl_sync(unsigned, int x, int from) {
-  return together({u32(x)}, [&] { return int(lanes()[from % 32][0]); });
+template <typename T>
+T __shfl_sync(unsigned, T x, int from) {
+  static_assert(sizeof(T) == 4);
+  return together({std::bit_cast<u32>(x)}, [&] { return std::bit_cast<T>(lanes()[from % 32][0]); });
 }
 template <typename T>
 T __shfl_xor_sync(unsigned, T x, int other) {
@@ -110,8 +112,13 @@ inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
   for (int i = 0; i < 4; ++i) found |= u32(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
   return found;
 }
-inline u32 add_f16x2(u32 x, u32 y) {
-  return cvt_f16x2(f16_to_f32(x & 0xffff) + f16_to_f32(y & 0xffff), f16_to_f32(x >> 16) + f16_to_f32(y >> 16));
+// Of two halves each.
+inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+  auto half = [](u32 x, int i) { return __uint_as_float(x >> 16 * i << 16); };
+  return cvt_bf16x2(half(a, 0) * half(b, 0) + half(c, 0), half(a, 1) * half(b, 1) + half(c, 1));
+}
+inline u32 add_f16x2(u32 a, u32 b) {
+  return cvt_f16x2(f16_to_f32(a & 0xffff) + f16_to_f32(b & 0xffff), f16_to_f32(a >> 16) + f16_to_f32(b >> 16));
 }
 inline u32 cvt_rna_tf32(float x) {  // leaves the bits that it has rounded
   u32 bits = __float_as_uint(x);

@@ -107,7 +107,7 @@ def _wave(kernel: Kernel, device: Device, blocks: int, k_blocks: int, rate: floa
     share = fit.peak / (1 + fit.reads * (32 / c.wm + 32 / c.wn))
     share *= min(1.0, blocks * c.threads / 256) ** fit.warps
     multiply = 2 * c.bm * c.bn * c.bk * p.products * kernel.math.instructions / (rate / device.sms / 1e6 * share)
-    load = (c.bm + p.products * c.bn) * c.bk * p.a_dtype.itemsize / fit.l2 / 1e3
+    load = (c.bm * p.a_dtype.itemsize + p.products * c.bn * p.b_dtype.itemsize) * c.bk / fit.l2 / 1e3
     load *= 1 + fit.narrow * math.log2(16 / min(kernel.units))
     written = sum(out.reduce is None for out in p.epilogue.outputs)
     store = fit.tile * c.bm * c.bn / 128**2 * max(1, written)

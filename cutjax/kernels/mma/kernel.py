@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cutjax.dtypes import short
 from cutjax.kernels import reasons as shared
@@ -54,6 +55,8 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     if problem.plain and staging.reasons:
         names = ", ".join(map(short, STORED))
         found.append(f"result {short(problem.out_dtype.name)}: one of {names}")
+    if problem.narrow and problem.ragged == "k":
+        found.append(f"{short(problem.b_dtype.name)} as {short(problem.a_dtype.name)} in groups of k")
     found += shared.of_groups(problem, staging)
     if problem.symmetric:
         found += staging.symmetric_reasons
@@ -234,14 +237,18 @@ def registers(problem: Problem, config: Config, math: Math, units: tuple[int, in
     tile = config.wm // 16 * (config.wn // 8)
     fragments = math.read[0] * (config.wm // 16) + math.read[1] * problem.products * (config.wn // 8)
     fragments *= math.slice(config.bk // config.sliced_k, problem.arch) // math.k
-    row = config.bk * problem.a_dtype.itemsize
-    loads = [rows * row // 16 // config.threads for rows in (config.bm, problem.products * config.bn)]
+    of_a, of_b = config.bm * problem.a_dtype.itemsize, problem.products * config.bn * problem.b_dtype.itemsize
+    loads = [row * config.bk // 16 // config.threads for row in (of_a, of_b)]
     held = sum(5 * count + 8 for count, unit in zip(loads, units, strict=True) if unit < 4)
     apart = 0
     if math.rate.startswith("float8"):  # of sums that are added apart; sm_90 converts operands to 16 bits besides
         apart = 72 if number(problem.arch) == 90 or config.wn > config.wm else 36 * (held > 0)
     if math.fragments == "fma" and number(problem.arch) < 80:  # half of what is loaded, calibrated as BESIDE
         held = 2 * sum(loads)
+    if problem.narrow:  # calibrated too: decoding takes more beside some of what else takes registers
+        wide = any(np.dtype(out.dtype).itemsize > 2 for out in problem.epilogue.outputs)
+        across = wide and problem.bs[0].contiguous == "mn"
+        apart += 8 * bool(across or problem.ragged or number(problem.arch) < 80) + 16 * (min(units) < 4)
     return problem.products * tile * math.words + 2 * fragments + held + BESIDE + math.beside + apart
 
 
@@ -275,6 +282,8 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         found.append(
             f"bk={config.bk} with sliced_k={config.sliced_k}: an even number of slices of {math.k} for each warp"
         )
+    if problem.narrow and not config.slim and problem.bs[0].contiguous == "mn" and config.wn % 32:
+        found.append(f"wn={config.wn}: a warp reads 32 columns of b[k, n] at once, of 8 bits each")
     if problem.symmetric and (config.bm % 64 or config.bn % 64):
         found.append(f"a tile of {config.bm}x{config.bn}: symmetric results are mirrored in blocks of 64x64")
     chunk = chunk_of(staging, config.wn)

@@ -51,7 +51,8 @@ class Math:
     def stage_bytes(self, bm: int, bn: int, bk: int, products: int, size: int) -> int:
         """Returns the shared memory of one stage, of elements of so many bytes."""
         padding = {"fma": 16, "gauss": 32}.get(self.fragments, 0) // size
-        return (bm + padding + products * (bn + padding)) * bk * size
+        of_b = 1 if self.fragments == "decode" else size
+        return ((bm + padding) * size + products * (bn + padding) * of_b) * bk
 
 
 _ALL, _AMPERE, _ADA = range(75, 1000), range(80, 1000), range(89, 1000)
@@ -119,5 +120,11 @@ MIXED = {
 def math_of(problem: Problem) -> Math | None:
     """Returns how the operands are multiplied on the problem's architecture; None where the family cannot."""
     a, b = problem.a_dtype.name, problem.b_dtype.name
-    ways = MATHS.get((a, problem.math), ()) if a == b else () if problem.math else MIXED.get((a, b), ())
-    return next((math for math in ways if number(problem.arch) in math.archs), None)
+    narrow = problem.narrow and not problem.math
+    if a == b or narrow:
+        ways = MATHS.get((a, problem.math), ())
+    else:
+        ways = () if problem.math else MIXED.get((a, b), ())
+    found = next((math for math in ways if number(problem.arch) in math.archs), None)
+    # Of a narrow b fragments are bytes until they are multiplied.
+    return dataclasses.replace(found, fragments="decode", read=(4, 1), beside=16) if found and narrow else found

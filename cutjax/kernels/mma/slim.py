@@ -26,12 +26,12 @@ BESIDE = 40  # registers of a thread beside what it loads and adds up, calibrate
 
 def columns_of(problem: Problem) -> int:
     """Returns the columns that a thread adds up."""
-    return AT_ONCE if problem.bs[0].contiguous == "k" else 16 // problem.a_dtype.itemsize
+    return AT_ONCE if problem.bs[0].contiguous == "k" else 16 // problem.b_dtype.itemsize
 
 
 def reasons(problem: Problem, config: Config, how: Math, staging: Staging) -> list[str]:
     """Returns why a slim kernel cannot be."""
-    found, size = [], problem.a_dtype.itemsize
+    found, size = [], problem.b_dtype.itemsize
     if how.words < 4:
         found.append(f"bm={config.bm}: slim kernels add up in {how.accumulator}")
     if problem.bs[0].contiguous == "k":
@@ -54,6 +54,8 @@ def reasons(problem: Problem, config: Config, how: Math, staging: Staging) -> li
 def swap_reasons(problem: Problem) -> list[str]:
     """Returns why the operands cannot be swapped."""
     found = of_swap(problem)
+    if problem.narrow:
+        found.append(f"swap with b in {problem.b_dtype.name}")
     if any(out.reduce for out in problem.epilogue.outputs):
         found.append("swap with a reduction")
     if problem.orders[2]:
@@ -73,9 +75,13 @@ def registers(problem: Problem, config: Config, how: Math) -> int:
     words = jnp.dtype(how.accumulator).itemsize // 4
     sums = problem.products * config.bm * columns_of(problem) * words
     left = config.bm * (4 if problem.a.contiguous == "k" else AT_ONCE * words)
+    if problem.narrow:  # twice as many at once, and those of a that does not lie along k as floats
+        left *= 2 if problem.a.contiguous == "k" else 4
     # Of rows of b that begin anywhere each load has a shift of its own: with 4 rows of a that spills.
-    shifted = problem.bs[0].contiguous == "mn" and problem.n * problem.a_dtype.itemsize % 4 > 0
-    return sums + left + 5 * AT_ONCE + BESIDE + 32 * config.bm * shifted
+    along_k = problem.bs[0].contiguous == "k"
+    shifted = (problem.k if along_k else problem.n) * problem.b_dtype.itemsize % 4 > 0
+    more = (72 if problem.narrow else 0) if along_k else 32  # of 8 bits, 16 elements are decoded at once
+    return sums + left + 5 * AT_ONCE + BESIDE + more * config.bm * shifted
 
 
 def configs(problem: Problem) -> Iterator[Config]:
@@ -89,7 +95,7 @@ def _configs(problem: Problem, swap: bool) -> Iterator[Config]:
     m = -(-problem.m // max(1, problem.groups)) if problem.ragged == "m" else problem.m
     if m > ROWS[-1]:
         return
-    size, along_k = problem.a_dtype.itemsize, problem.bs[0].contiguous == "k"
+    size, along_k = problem.b_dtype.itemsize, problem.bs[0].contiguous == "k"
     rows = next(rows for rows in ROWS if rows >= m)
     for bn in (16, 32, 64) if along_k else [x // size for x in (64, 128, 256, 512) if 16 * size <= x <= 256 * size]:
         wn = min(bn, 32)
@@ -106,7 +112,7 @@ def predict(kernel: Kernel, device: Device) -> float:
     """
     p, c = kernel.multiplied, kernel.config
     latency, l2, launch = 0.9, 92.0, 1.5  # us; bytes a nanosecond that enter one SM; us
-    size = p.a_dtype.itemsize
+    size = p.b_dtype.itemsize
     tiles, k = kernel.average_tiles, kernel.depth
     resident = min(c.blocks, math.ceil(tiles / device.sms))
     busy = min(tiles, device.sms * c.blocks)

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
 
 # What each way to read fragments needs before its own file.
 _WORDS = ("mma/tile.cuh", "mma/words.cuh")
+_LANES = (*_WORDS, "mma/lanes.cuh")
 FRAGMENTS = {
     "fma": ("mma/planes.cuh",),
     "gauss": ("mma/planes.cuh",),
     "double": _WORDS,
-    "tensor": (*_WORDS, "mma/lanes.cuh"),
-    "split": (*_WORDS, "mma/lanes.cuh"),
+    "tensor": _LANES,
+    "split": _LANES,
+    "decode": (*_LANES, "mma/narrow.cuh"),
 }
 
 
@@ -45,6 +47,7 @@ def source(kernel: Kernel) -> str:
         "LOAD_PARTS": kernel.load_parts,
         "SLICES_AT_ONCE": kernel.slices_at_once,
         "ELEMENT": problem.a_dtype.itemsize,
+        "ELEMENT_B": problem.b_dtype.itemsize,
         "A_K_MAJOR": problem.a.contiguous == "k",
         "B_K_MAJOR": problem.bs[0].contiguous == "k",
         "A_UNIT": kernel.units[0],
@@ -97,9 +100,12 @@ def source(kernel: Kernel) -> str:
 
 def _multiply(kernel: Kernel) -> list[str]:
     """Returns what loads and multiplies."""
-    if kernel.config.slim:
-        dtype = DTYPES[kernel.multiplied.a_dtype.name].stored
-        return ["mma/tile.cuh", f"constexpr Dtype OPERAND = Dtype::{dtype};\n", "mma/slim.cuh"]
-    fragments = kernel.math.fragments
+    problem, fragments = kernel.multiplied, kernel.math.fragments
     constant = f'#line 1 "math (generated)"\nconstexpr Math MATH = Math::{kernel.math.name};\n'
+    if problem.narrow:
+        constant += f"constexpr Dtype NARROW = Dtype::{DTYPES[problem.b_dtype.name].stored};\n"
+    if kernel.config.slim:
+        constant += f"#define NARROW_B {int(problem.narrow)}\n"
+        constant += f"constexpr Dtype OPERAND = Dtype::{DTYPES[problem.a_dtype.name].stored};\n"
+        return [constant, "mma/tile.cuh", *["mma/narrow.cuh"] * problem.narrow, "mma/slim.cuh"]
     return [constant, *FRAGMENTS[fragments], f"mma/{fragments}.cuh", "mma/mainloop.cuh"]

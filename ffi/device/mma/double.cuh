@@ -101,4 +101,6 @@ struct Multiplier {
             multiply_one(d[p][i][j], x, z, p, i, j);
           }
   }
+
+  static DEVICE void finish(Accumulators&) {}
 };

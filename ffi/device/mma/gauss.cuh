@@ -50,6 +50,8 @@ struct Multiplier {
           }
   }
 
+  static DEVICE void finish(Accumulators&) {}
+
   static DEVICE double (&sums_of(double (&x)[4], int))[4] { return x; }
   static DEVICE double (&sums_of(double (&x)[3][4], int z))[4] { return x[z]; }
 

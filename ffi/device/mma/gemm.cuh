@@ -30,8 +30,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
                   work.m, rows, work.k, work.k_end);
 #pragma unroll
     for (int p = 0; p < PRODUCTS; ++p)
-      loads.b[p].begin(b_of[p] + i(b_step0, b_step1, b_step2) * b_apart * ELEMENT, static_cast<i64>(b_pitch) * ELEMENT,
-                       work.n, n, work.k, work.k_end);
+      loads.b[p].begin(b_of[p] + i(b_step0, b_step1, b_step2) * b_apart * ELEMENT_B,
+                       static_cast<i64>(b_pitch) * ELEMENT_B, work.n, n, work.k, work.k_end);
     pipe.begin(loads);
   };
 

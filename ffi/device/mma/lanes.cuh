@@ -3,11 +3,11 @@
 
 DEVICE constexpr Read read_of(bool k_major) { return ELEMENT == 4 && !k_major ? Read::words : Read::matrices; }
 using TileA = Operand<BM, ELEMENT, A_K_MAJOR, A_UNIT, read_of(A_K_MAJOR)>;
-using TileB = Operand<BN, ELEMENT, B_K_MAJOR, B_UNIT, read_of(B_K_MAJOR)>;
+using TileB = Operand<BN, ELEMENT_B, B_K_MAJOR, B_UNIT, read_of(B_K_MAJOR)>;
 
 // Where in a tile this lane's row of a matrix of ldmatrix lies, and what it gives: ROWS_FIRST says whether matrices
 // beside each other in registers follow each other along rows first, else along k.
-template <typename Tile, bool K_MAJOR, bool ROWS_FIRST, int = ELEMENT>
+template <typename Tile, bool K_MAJOR, bool ROWS_FIRST, int SIZE = ELEMENT>
 struct Lane {
   u32 offset;
 
@@ -18,7 +18,7 @@ struct Lane {
     if constexpr (K_MAJOR) {
       line += row;
     } else {
-      byte += row * ELEMENT;
+      byte += row * SIZE;
     }
     offset = byte / Tile::SPAN * Tile::PANEL + permuted<Tile::SPAN, Read::matrices>(line, byte % Tile::SPAN);
   }

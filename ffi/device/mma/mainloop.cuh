@@ -88,7 +88,7 @@ struct Pipeline {
         slices<0, LOAD_PARTS>(x, d, loads, multiplier, warp, last);
       }
     }
-    if constexpr (SLICES_AT_ONCE < SLICES) multiplier.settle(d);
+    multiplier.finish(d);
   }
 
   // The slices of a block from S on. Beside the first LOADED_IN a part of a later block is loaded; beside each, the

@@ -5,8 +5,8 @@
 //   b mn-major   a thread has UNIT_ELEMENTS columns, and every LINES-th run of DEPTH lines of k
 //   b k-major    a warp has 8 columns, each lane units of k of all of them; warps that share columns take turns along k
 
-constexpr int UNIT_ELEMENTS = 16 / ELEMENT;
-constexpr int AT_ONCE = 8;  // loads that a thread waits for
+constexpr int A_ELEMENTS = 16 / ELEMENT, UNIT_ELEMENTS = 16 / ELEMENT_B;  // of 16 bytes of a, and of b
+constexpr int AT_ONCE = 8;                                                // loads that a thread waits for
 constexpr int DEPTH = B_K_MAJOR || UNIT_ELEMENTS > AT_ONCE ? UNIT_ELEMENTS : ELEMENT < 8 ? AT_ONCE : AT_ONCE / 2;
 constexpr int THREAD_COLUMNS = B_K_MAJOR ? AT_ONCE : UNIT_ELEMENTS;
 constexpr int ACROSS = B_K_MAJOR ? 1 : BN / UNIT_ELEMENTS;             // lanes that have other columns
@@ -15,7 +15,7 @@ constexpr int PARTS = THREADS / 32 / COLUMN_WARPS;                     // warps 
 constexpr int STAGE_BYTES = PARTS * PRODUCTS * BM * BN * sizeof(Acc);  // what they have, as they are added up
 static_assert(ACROSS <= 32 && 32 % ACROSS == 0 && PARTS >= 1);
 
-// The i-th element of a unit of 16 bytes.
+// The i-th element of a unit of 16 bytes of a, and of b.
 DEVICE Acc element(const u32 (&word)[4], int i) {
   Pair<OPERAND> pair{};
   if constexpr (ELEMENT >= 4) {
@@ -26,6 +26,14 @@ DEVICE Acc element(const u32 (&word)[4], int i) {
     pair.bits[0] = word[i * ELEMENT / 4] >> (ELEMENT == 1 ? i % 4 / 2 * 16 : 0);
     return static_cast<Acc>(pair[i % 2]);
   }
+}
+
+DEVICE Acc element_b(const u32 (&word)[4], int i) {
+#if NARROW_B
+  return decode_f32(word[i / 4], i % 4);
+#else
+  return element(word, i);
+#endif
 }
 
 // Where a tile's part of an operand lies.
@@ -46,7 +54,7 @@ struct Loads {
 
 // DEPTH neighbours along k of each row of a.
 struct Left {
-  u32 word[BM][A_K_MAJOR ? DEPTH / UNIT_ELEMENTS : 1][4];
+  u32 word[BM][A_K_MAJOR ? DEPTH / A_ELEMENTS : 1][4];
   Acc value[BM][A_K_MAJOR ? 1 : DEPTH];
 
   DEVICE void load(const Matrix& a, int k, int k_end) {
@@ -55,8 +63,8 @@ struct Left {
       bool there = a.row + r < a.rows;
       if constexpr (A_K_MAJOR) {
 #pragma unroll
-        for (int i = 0; i < DEPTH / UNIT_ELEMENTS; ++i) {
-          int at = k + i * UNIT_ELEMENTS;
+        for (int i = 0; i < DEPTH / A_ELEMENTS; ++i) {
+          int at = k + i * A_ELEMENTS;
           const char* p = a.first + (a.row + r) * a.pitch + static_cast<i64>(at) * ELEMENT;
           Held<A_UNIT> held;
           int valid = there ? (k_end - at) * ELEMENT : 0;
@@ -76,7 +84,7 @@ struct Left {
 
   DEVICE Acc operator()(int r, int i) const {
     if constexpr (A_K_MAJOR) {
-      return element(word[r][i / UNIT_ELEMENTS], i % UNIT_ELEMENTS);
+      return element(word[r][i / A_ELEMENTS], i % A_ELEMENTS);
     } else {
       return value[r][i];
     }
@@ -127,28 +135,28 @@ struct Pipeline {
         int first = b.row + column, columns = b.rows - first;
         if constexpr (B_K_MAJOR) {
           u32 x[AT_ONCE][4];
-          const char* start = b.first + first * b.pitch + static_cast<i64>(k) * ELEMENT;
+          const char* start = b.first + first * b.pitch + static_cast<i64>(k) * ELEMENT_B;
           load(
               x, [&](int i) { return start + i * b.pitch; },
-              [&](int i) { return i < columns ? (k_end - k) * ELEMENT : 0; });
+              [&](int i) { return i < columns ? (k_end - k) * ELEMENT_B : 0; });
 #pragma unroll
           for (int i = 0; i < UNIT_ELEMENTS; ++i)
 #pragma unroll
-            for (int j = 0; j < AT_ONCE * BM; ++j) add(p, j % BM, j / BM, left(j % BM, i), element(x[j / BM], i));
+            for (int j = 0; j < AT_ONCE * BM; ++j) add(p, j % BM, j / BM, left(j % BM, i), element_b(x[j / BM], i));
         } else {
           constexpr int COUNT = DEPTH < AT_ONCE ? DEPTH : AT_ONCE;
 #pragma unroll
           for (int run = 0; run < DEPTH; run += COUNT) {
             u32 x[COUNT][4];
-            const char* start = b.first + (k + run) * b.pitch + static_cast<i64>(first) * ELEMENT;
+            const char* start = b.first + (k + run) * b.pitch + static_cast<i64>(first) * ELEMENT_B;
             load(
                 x, [&](int i) { return start + i * b.pitch; },
-                [&](int i) { return k + run + i < k_end ? columns * ELEMENT : 0; });
+                [&](int i) { return k + run + i < k_end ? columns * ELEMENT_B : 0; });
 #pragma unroll
             for (int i = 0; i < COUNT; ++i)
 #pragma unroll
               for (int j = 0; j < UNIT_ELEMENTS * BM; ++j)
-                add(p, j % BM, j / BM, left(j % BM, run + i), element(x[i], j / BM));
+                add(p, j % BM, j / BM, left(j % BM, run + i), element_b(x[i], j / BM));
           }
         }
       }

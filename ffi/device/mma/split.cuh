@@ -148,4 +148,6 @@ struct Multiplier {
       }
     }
   }
+
+  static DEVICE void finish(Accumulators&) {}
 };

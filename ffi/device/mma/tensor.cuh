@@ -62,4 +62,6 @@ struct Multiplier {
           multiply_one(d[p][i][j], x.a[i], b);
         }
   }
+
+  static DEVICE void finish(Accumulators&) {}
 };

@@ -1,0 +1,66 @@
+"""Products of weights that a program converts from 8 bits: made ours, of the weights as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+
+from cutjax.dtypes import are_narrow
+from cutjax.fusion.contraction import is_sharded
+from cutjax.fusion.jaxprs import is_literal, opened, with_equations
+from cutjax.ops.dot_general import permuted
+
+
+def narrowed(jaxpr: Any) -> Any:
+    """Returns a program whose products read narrow arrays as they are, where nothing else reads them converted."""
+    inner = opened(jaxpr)
+    products = [eqn for eqn in inner.eqns if eqn.primitive is lax.dot_general_p]
+    read = {x for eqn in inner.eqns if eqn.primitive is not lax.dot_general_p for x in eqn.invars if not is_literal(x)}
+    read |= {x for x in inner.outvars if not is_literal(x)}
+    sources = {
+        eqn.outvars[0]: eqn.invars[0]
+        for eqn in inner.eqns
+        if eqn.primitive is lax.convert_element_type_p
+        and not is_literal(eqn.invars[0])
+        and are_narrow(eqn.outvars[0].aval.dtype, eqn.invars[0].aval.dtype)
+        and eqn.outvars[0] not in read
+    }
+    if not any(x in sources for eqn in products for x in eqn.invars if not is_literal(x)):
+        return jaxpr
+    eqns: list[Any] = []
+    for eqn in inner.eqns:
+        made = _made(eqn, sources) if eqn.primitive is lax.dot_general_p else None
+        eqns += [eqn] if made is None else made
+    return with_equations(jaxpr, eqns)
+
+
+def _made(eqn: Any, sources: dict[Any, Any]) -> list[Any] | None:
+    """Returns the equations of our product in the place of one; None where it has no narrow operand."""
+    if any(is_literal(x) or is_sharded(x.aval.sharding) for x in eqn.invars):
+        return None
+    left, right = eqn.invars
+    if right in sources:
+        invars = [left, sources[right]]
+    elif left in sources:
+        invars = [sources[left], right]
+    else:
+        return None
+    of_product = jax.make_jaxpr(lambda *xs: permuted(*xs, **eqn.params))(*(x.aval for x in invars))
+    body = opened(of_product)
+    if of_product.consts:
+        return None
+    names = dict(zip(body.invars, invars, strict=True)) | dict(zip(body.outvars, eqn.outvars, strict=True))
+
+    def renamed(x: Any) -> Any:
+        return x if is_literal(x) else names.get(x, x)
+
+    return [
+        inner.replace(
+            invars=[renamed(x) for x in inner.invars],
+            outvars=[renamed(x) for x in inner.outvars],
+            source_info=eqn.source_info,
+        )
+        for inner in body.eqns
+    ]

@@ -1,0 +1,103 @@
+"""Kernels of a narrow product's wide one: b is converted before the launch, where that is the faster way."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from cutjax.dtypes import short
+from cutjax.kernels.device import Device
+from cutjax.kernels.family import Kernel
+from cutjax.kernels.problem import Problem
+from cutjax.runtime.launch import Call
+
+PASS_US = 2.0  # of a conversion, beside moving its bytes
+# Up to so many rows XLA multiplies in a fusion of its own that converts what it reads, at so much of the memory's
+# bandwidth. Not measured yet.
+FUSED_ROWS, FUSED_SHARE = 64, 0.6
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Widened:
+    """A kernel of any family that multiplies b in a's dtype, and the conversion before it.
+
+    Attributes:
+      problem: what was asked.
+      kernel: the kernel of the wide problem.
+    """
+
+    problem: Problem
+    kernel: Kernel
+
+    @property
+    def config(self) -> Any:
+        """The kernel's config."""
+        return self.kernel.config
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return self.kernel.name
+
+    @property
+    def source(self) -> str:
+        """The kernel's text."""
+        return self.kernel.source
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The kernel's, and the conversion."""
+        return (f"b converted to {short(self.problem.a_dtype.name)}", *self.kernel.notes)
+
+    def time_us(self, device: Device) -> float:
+        """Returns the predicted time of the conversion and the launch."""
+        return self.kernel.time_us(device) + pass_us(self.problem, device)
+
+    def xla_us(self, device: Device) -> float | None:
+        """Returns the time that XLA may take."""
+        return xla_us(self.problem, self.kernel, device)
+
+    def unlaunchable(self) -> tuple[str, ...]:
+        """Returns why the kernel cannot be launched."""
+        return self.kernel.unlaunchable()
+
+    def call(self) -> Call:
+        """Returns the compiled kernel and the plan of its launch."""
+        call = self.kernel.call()
+        widen = functools.partial(_widen, self.problem.products, self.problem.a_dtype, call.prepare)
+        return dataclasses.replace(call, prepare=widen)
+
+
+def _widen(
+    products: int,
+    dtype: np.dtype,
+    prepare: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None,
+    arrays: Sequence[jax.Array],
+) -> Sequence[jax.Array]:
+    """Returns what the kernel takes: each b, of the arrays after a, converted."""
+    taken = [x.astype(dtype) if 1 <= i <= products else x for i, x in enumerate(arrays)]
+    return prepare(taken) if prepare else taken
+
+
+def pass_us(problem: Problem, device: Device) -> float:
+    """Returns what converting each b takes: it is read, and written in a's dtype."""
+    matrices = problem.products * math.prod(problem.b_batch) * (problem.groups if problem.ragged == "m" else 1)
+    moved = problem.k * problem.n * matrices * (problem.a_dtype.itemsize + problem.b_dtype.itemsize)
+    return PASS_US * problem.products + 1e6 * moved / device.bytes_per_second
+
+
+def xla_us(problem: Problem, wide: Kernel | None, device: Device) -> float | None:
+    """Returns the time that XLA may take for a narrow product, from the kernel predicted fastest for the wide one."""
+    of_wide = None if wide is None else wide.xla_us(device)
+    if of_wide is None:
+        return None
+    apart = of_wide + pass_us(problem, device)
+    if problem.m > FUSED_ROWS:
+        return apart
+    return min(apart, PASS_US + 1e6 * problem.bytes / (FUSED_SHARE * device.bytes_per_second))

@@ -1,0 +1,301 @@
+"""Narrow and quantized weights: values, derivatives, what a kernel reads, drop-ins, fuse, devices and errors."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from checks import close, integers, mesh_of, normal, same, scaled
+
+import cutjax
+from cutjax import Quantized
+from cutjax.dtypes import NARROW
+from cutjax.runtime import settings
+
+P, BF16, F16, F32 = jax.P, jnp.bfloat16, jnp.float16, jnp.float32
+ROUNDING = 2**-7  # of results in bfloat16, rounded once, and of accumulators kept for a derivative
+M, K, N = 12, 32, 24
+
+
+@pytest.fixture(autouse=True)
+def _promotion():
+    """Strict promotion, which other tests have, refuses integers beside floats, but for quantized weights."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def narrow(seed, shape, dtype):
+    return jnp.abs(integers(seed, shape)).astype(dtype) if dtype == "uint8" else integers(seed, shape).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("wide", ["bfloat16", "float16"])
+def test_values_and_gradients_are_those_of_converted_weights(wide, dtype):
+    x, w = integers(0, (M, K), wide), narrow(1, (K, N), dtype)
+    floats = (0, 1) if dtype.startswith("float8") else (0,)
+
+    def loss(multiply, x, w):
+        return (multiply(x, w).astype(F32) ** 2).sum()
+
+    @jax.jit
+    def both(x, w):
+        def plain(x, w):
+            return x @ w.astype(x.dtype)
+
+        found = [jax.value_and_grad(functools.partial(loss, f), floats)(x, w) for f in (cutjax.gemm, plain)]
+        return found, cutjax.gemm(x, w), plain(x, w), cutjax.gemm(x, w.mT, layout="nt")
+
+    (got, expected), value, plain, turned = both(x, w)
+    same(value, plain)
+    same(turned, plain)
+    assert value.dtype == wide
+    # float8 weights' gradients: the kernel's are rounded once from float32, plain ones to 16 bits first
+    close(got, expected, 2**-3 if len(floats) > 1 else ROUNDING)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_quantized_is_within_a_step(dtype):
+    """Steps of int8 are the largest magnitude over 127; those of float8 2^-3 or 2^-2 of a number. Half either way."""
+    w = normal(0, (K, N)).at[:, 3].set(0)
+    q = Quantized.of(w, dtype)
+    assert (q.values.dtype, q.values.shape, q.scale.shape) == (jnp.dtype(dtype), (K, N), (1, N))
+    step = jnp.abs(w).max(0) / 127 if dtype == "int8" else jnp.abs(w) * 2.0 ** (-3 if "e4m3" in dtype else -2)
+    least = jnp.abs(w).max(0) * 2**-12  # of float8, numbers below the smallest normal one
+    assert (jnp.abs(q.dequantize() - w) <= step * 0.5001 + least).all()
+    same(Quantized.of(w.mT, dtype, layout="t").values, q.values.mT)
+    assert q.dequantize(BF16).dtype == BF16
+
+
+def test_the_scale_multiplies_what_is_added_up():
+    """Sums of integers are exact, so the result is the exact one, rounded once: scaled weights would differ."""
+    x, q = integers(0, (M, K), BF16), integers(1, (K, N), jnp.int8)
+    s = jnp.abs(normal(2, (1, N)))
+    got = jax.jit(cutjax.gemm)(x, Quantized(q, s))
+    same(got, ((x.astype(F32) @ q.astype(F32)) * s).astype(BF16))
+
+
+SCALES = {"a number": (), "columns": (N,), "matrix": (1, 1), "both": (1, N)}
+
+
+@pytest.mark.parametrize("shape", SCALES.values(), ids=SCALES)
+def test_scales_of_any_shape(shape):
+    x, q, s = integers(0, (2, M, K), BF16), integers(1, (K, N), jnp.int8), jnp.abs(normal(2, shape)) + 1
+    expected = ((x.astype(F32) @ q.astype(F32)) * s).astype(BF16)
+    same(cutjax.gemm(x, Quantized(q, s)), expected)
+    if len(shape) != 1:
+        same(cutjax.gemm(x, Quantized(q.mT, s.mT if shape else s), layout="nt"), expected)
+
+
+def test_batched_scales_and_several_weights():
+    x, q = integers(0, (3, M, K), BF16), integers(1, (3, K, N), jnp.int8)
+    s, t = jnp.abs(normal(2, (3, 1, N))), jnp.abs(normal(3, (1, N)))
+
+    def gated(acc, gate, b):
+        return acc * gate + b
+
+    got = cutjax.gemm(x, (Quantized(q, s), q), epilogue=gated, operands=(t,))
+    acc = x.astype(F32) @ q.astype(F32)
+    close(got, ((acc * s) * acc + t).astype(BF16), ROUNDING)
+    close(jax.vmap(cutjax.gemm)(x, Quantized(q, s)), (acc * s).astype(BF16), ROUNDING)
+
+
+def test_gradients_of_quantized_weights():
+    """Integer values have none: float0. float8 values and scales have theirs."""
+    x, s, b = scaled(0, (M, K), BF16), jnp.abs(normal(2, (1, N))) / 8, normal(3, (N,))
+
+    def loss(f, x, w):
+        return (f(x, w).astype(F32) ** 2).mean()
+
+    def ours(x, w):
+        return cutjax.gemm(x, w, epilogue=lambda acc, b: jnp.tanh(acc + b), operands=(b,), out_dtype=F32)
+
+    def plain(x, w):
+        return jnp.tanh(x.astype(F32) @ (w.values.astype(F32) * w.scale) + b)
+
+    for dtype, how in (("int8", {"allow_int": True}), ("float8_e4m3fn", {})):
+        w = Quantized(narrow(1, (K, N), dtype), s)
+        (dx, dw), (dx_plain, dw_plain) = (
+            jax.jit(jax.grad(functools.partial(loss, f), (0, 1), **how))(x, w) for f in (ours, plain)
+        )
+        close(dx, dx_plain, 2 * ROUNDING)
+        close(dw.scale, dw_plain.scale, 2 * ROUNDING)
+        if dtype == "int8":
+            assert dw.values.dtype == jax.dtypes.float0
+        else:
+            close(dw.values, dw_plain.values, 2**-3)
+
+
+def test_layers_of_quantized_weights():
+    x, sizes = scaled(0, (M, K), BF16), jnp.array([5, 0, 6], jnp.int32)
+    gate, up, down = (Quantized.of(scaled(i, shape)) for i, shape in enumerate(((K, N), (K, N), (N, K)), 1))
+    wide = [w.dequantize() for w in (gate, up, down)]
+
+    def ours(x, gate, up, down):
+        return cutjax.mlp(x, up, down, gate=gate, activation=jax.nn.silu, b2=jnp.ones(K))
+
+    def plain(x, gate, up, down):
+        x = x.astype(F32)
+        return (jax.nn.silu(x @ gate) * (x @ up)) @ down + 1
+
+    close(ours(x, gate, up, down).astype(F32), plain(x, *wide), 2 * ROUNDING)
+    dx, dx_plain = (
+        jax.grad(lambda x, f=f, ws=ws: (f(x, *ws).astype(F32) ** 2).mean())(x)
+        for f, ws in ((ours, (gate, up, down)), (plain, wide))
+    )
+    close(dx, dx_plain, 4 * ROUNDING)
+
+    gate, up, down = (Quantized.of(scaled(i, (3, *shape))) for i, shape in enumerate(((K, N), (K, N), (N, K)), 4))
+    wide = [w.dequantize() for w in (gate, up, down)]
+    got = cutjax.grouped_mlp(x, up, down, sizes, gate=gate)
+    close(got.astype(F32), oracles.grouped_mlp(x.astype(F32), wide[1], wide[2], sizes, wide[0]), 2 * ROUNDING)
+    logits = normal(7, (M, 3))
+    got = cutjax.moe(x, logits, gate, up, down)
+    close(got.astype(F32), oracles.moe(x.astype(F32), logits, *wide), 2 * ROUNDING)
+    rows = cutjax.grouped_gemm(x, Quantized(up.values, up.scale[:1]), sizes)
+    close(rows.astype(F32), oracles.masked_multiply(x.astype(F32), up.values * up.scale[:1], sizes), ROUNDING)
+
+
+def test_float32_takes_quantized_weights_too():
+    x, w = normal(0, (M, K)), Quantized.of(normal(1, (K, N)))
+    close(cutjax.gemm(x, w), x @ w.dequantize(), 1e-5)
+    close(
+        cutjax.mlp(x, w, Quantized.of(normal(2, (N, K)))),
+        cutjax.mlp(x, w.dequantize(), Quantized.of(normal(2, (N, K))).dequantize()),
+        1e-4,
+    )
+
+
+# What a kernel reads.
+
+
+def program(fn, *args, arch="sm_80"):
+    with cutjax.use_backend("cuda"), settings.override(target_arch=arch):
+        return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def read(text):
+    """The dtypes of the two first operands of each kernel."""
+    assert "stablehlo.dot" not in text
+    return re.findall(r"@cutjax_launch.* : \(tensor<[\dx]*x(\w+)>, tensor<[\dx]*x(\w+)>", text)
+
+
+def aval(*shape, dtype=BF16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+X, W8, S = aval(64, 512), aval(512, 512, dtype=jnp.int8), aval(512, dtype=F32)
+SIZES, GROUPS = aval(4, dtype=jnp.int32), aval(4, 512, 512, dtype=jnp.float8_e4m3fn)
+NARROWLY = {
+    "gemm": (cutjax.gemm, (X, W8)),
+    "few rows": (cutjax.gemm, (aval(2, 512), W8)),
+    "quantized": (lambda x, w, s: cutjax.gemm(x, Quantized(w, s)), (X, W8, S)),
+    "gradient": (lambda x, w: jax.grad(lambda x: cutjax.gemm(x, w).astype(F32).sum())(x), (X, W8)),
+    "grouped": (cutjax.grouped_gemm, (X, GROUPS, SIZES)),
+    "batched": (cutjax.gemm, (aval(3, 64, 512), aval(3, 512, 512, dtype=jnp.uint8))),
+    "mlp": (lambda x, w, s: cutjax.mlp(x, Quantized(w, s), w, gate=w), (X, W8, S)),
+    "matmul": (cutjax.matmul, (X, W8)),
+    "einsum": (lambda x, w: cutjax.einsum("kn,bk->bn", w, x), (X, W8)),
+}
+
+
+@pytest.mark.parametrize("name", NARROWLY)
+def test_kernels_read_narrow_weights(name):
+    fn, args = NARROWLY[name]
+    text = program(fn, *args)
+    found = read(text)
+    assert found
+    assert all(b in ("i8", "ui8", "f8E4M3FN") for _, b in found), found
+    assert not re.search(r"convert .*\(tensor<[\dx]*x(ui?8|i8|f8E4M3FN)>\)", text)
+
+
+def test_many_rows_are_converted_on_hopper():
+    assert read(program(cutjax.gemm, aval(8192, 4096), aval(4096, 4096, dtype=jnp.int8), arch="sm_90a")) == [
+        ("bf16", "bf16")
+    ]
+
+
+def test_narrow_rows_are_converted():
+    """A kernel decodes columns alone."""
+    f = functools.partial(cutjax.einsum, "bk,kn->nb")
+    assert read(program(f, X, W8)) == [("bf16", "bf16")]
+    with cutjax.use_backend("cuda"):
+        (row,) = cutjax.explain(f, arch="sm_80")(X, W8).rows
+    assert "is converted to bfloat16: kernels read narrow columns, not rows" in row.why
+
+
+def test_fuse_finds_the_conversion():
+    def f(x, w, s, b):
+        return jax.nn.gelu((x @ w.astype(x.dtype)) * s + b)
+
+    def shared(x, w, s, b):
+        wide = w.astype(x.dtype)
+        return jax.nn.gelu((x @ wide) * s + b), wide
+
+    args = scaled(0, (M, K), BF16), integers(1, (K, N), jnp.int8), jnp.abs(normal(2, (N,), BF16)), normal(3, (N,), BF16)
+    fused = cutjax.fuse(f, policy="always")
+    (row,) = cutjax.explain(fused)(*args).rows
+    assert (row.choice.problem.b_dtype, row.choice.problem.plain) == (np.int8, False)
+    close(fused(*args), jax.jit(f)(*args), 2 * ROUNDING)
+    (row,) = cutjax.explain(cutjax.fuse(shared, policy="always"))(*args).rows
+    assert row.choice.problem.b_dtype == BF16
+    gradient = jax.grad(lambda f, x: f(x, *args[1:]).astype(F32).sum(), 1)
+    close(gradient(fused, args[0]), gradient(f, args[0]), 4 * ROUNDING)
+
+
+def test_over_devices():
+    """Weights and scales divided by columns, and in shard_map by the contraction."""
+    x, q, s = integers(0, (16, K), BF16), integers(1, (K, 32), jnp.int8), jnp.abs(normal(2, (1, 32)))
+    expected = cutjax.gemm(x, Quantized(q, s))
+    mesh = mesh_of(i=8)
+    put = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, P(*spec)))  # noqa: E731
+    w = Quantized(put(q, None, "i"), put(s, None, "i"))
+    same(jax.jit(cutjax.gemm)(put(x, None, None), w), expected)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(None, "i"), P("i"), P()), out_specs=P())
+    def parts(x, q, s):
+        return jax.lax.psum(cutjax.gemm(x, Quantized(q, s), out_dtype=F32), "i").astype(BF16)
+
+    close(jax.jit(parts)(x, q, s), expected, ROUNDING)
+
+
+def test_scan_and_checkpoint():
+    x, q, s = scaled(0, (M, K), BF16), integers(1, (4, K, K), jnp.int8), jnp.full((4, 1, K), 0.05)
+
+    def chain(x, s):
+        layer = jax.checkpoint(lambda x, w: (cutjax.gemm(x, Quantized(*w), epilogue=jnp.tanh), None))
+        return jax.lax.scan(layer, x, (q, s))[0].astype(F32).sum()
+
+    def plain(x, s):
+        def layer(x, w):
+            return jnp.tanh(x.astype(F32) @ (w[0].astype(F32) * w[1])).astype(BF16), None
+
+        return jax.lax.scan(layer, x, (q, s))[0].astype(F32).sum()
+
+    got, expected = (jax.jit(jax.grad(f, (0, 1)))(x, s) for f in (chain, plain))
+    close(got, expected, 8 * ROUNDING)  # through four layers
+
+
+W = Quantized(jnp.ones((K, N), jnp.int8), jnp.ones((1, N)))
+REFUSED = {
+    "blocks": (lambda x: cutjax.gemm(x, Quantized(W.values, jnp.ones((4, N)))), ValueError, "one a column"),
+    "rows": (lambda x: cutjax.gemm(x, Quantized(W.values, jnp.ones((K, 1)))), ValueError, "size 1 along k"),
+    "shape": (lambda x: cutjax.gemm(x, Quantized(W.values, jnp.ones(5))), ValueError, r"scale of b is \(5,\)"),
+    "integers": (lambda x: cutjax.gemm(x, Quantized(W.values, jnp.ones(N, int))), TypeError, "floating-point"),
+    "of": (lambda x: Quantized.of(W.values), TypeError, "w must be floating-point numbers"),
+    "dtype": (lambda x: Quantized.of(x, jnp.uint8), TypeError, "int8, float8_e4m3fn or float8_e5m2"),
+    "layout": (lambda x: Quantized.of(x, layout="nt"), ValueError, "expected 'n' or 't'"),
+    "axis": (lambda x: cutjax.mlp(x, W, W, axis_name="i"), ValueError, "dequantize them"),
+    "outer": (lambda x: cutjax.grouped_outer(x, W, jnp.array([3])), TypeError, "dy must be an array"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name):
+    fn, error, match = REFUSED[name]
+    with pytest.raises(error, match=match):
+        fn(jnp.ones((M, K), BF16))
