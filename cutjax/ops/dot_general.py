@@ -140,7 +140,8 @@ def _left_to_lax(lhs: jax.Array, rhs: jax.Array, out: Any, out_sharding: Any) ->
     if any(jax.export.is_symbolic_dim(size) for x in (lhs, rhs) for size in x.shape):
         return f"it needs known sizes, got {lhs.shape}, {rhs.shape}"
     narrow = are_narrow(lhs.dtype, rhs.dtype) or are_narrow(rhs.dtype, lhs.dtype)
-    one = lhs.dtype == rhs.dtype or {lhs.dtype.name, rhs.dtype.name} <= _FLOAT8
+    # Of a result that is float8 too, lax rounds gradients twice: to its dtype, and to the operand's.
+    one = lhs.dtype == rhs.dtype or ({lhs.dtype.name, rhs.dtype.name} <= _FLOAT8 and out.dtype.itemsize > 1)
     if not one and not (narrow and jnp.issubdtype(out.dtype, jnp.floating)):
         return f"operands must have one dtype, got {lhs.dtype} and {rhs.dtype}"
     return None
