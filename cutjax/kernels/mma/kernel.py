@@ -241,7 +241,8 @@ def registers(problem: Problem, config: Config, math: Math, units: tuple[int, in
     loads = [row * config.bk // 16 // config.threads for row in (of_a, of_b)]
     held = sum(5 * count + 8 for count, unit in zip(loads, units, strict=True) if unit < 4)
     apart = 0
-    if math.rate.startswith("float8"):  # of sums that are added apart; sm_90 converts operands to 16 bits besides
+    if math.rate.startswith("float8") and config.wm * config.wn >= 2048:
+        # Of sums that are added apart, and on sm_90 of operands that are converted to 16 bits: calibrated too.
         apart = 72 if number(problem.arch) == 90 or config.wn > config.wm else 36 * (held > 0)
     if math.fragments == "fma" and number(problem.arch) < 80:  # half of what is loaded, calibrated as BESIDE
         held = 2 * sum(loads)
