@@ -249,7 +249,8 @@ def registers(problem: Problem, config: Config, math: Math, units: tuple[int, in
     if problem.narrow:  # calibrated too: decoding takes more beside some of what else takes registers
         wide = any(np.dtype(out.dtype).itemsize > 2 for out in problem.epilogue.outputs)
         across = wide and problem.bs[0].contiguous == "mn"
-        apart += 8 * bool(across or problem.ragged or number(problem.arch) < 80) + 16 * (min(units) < 4)
+        apart += 8 * bool(across or problem.ragged or problem.products > 1 or number(problem.arch) < 80)
+        apart += (16 if config.bk == 32 else 56) * (min(units) < 4)
     return problem.products * tile * math.words + 2 * fragments + held + BESIDE + math.beside + apart
 
 
