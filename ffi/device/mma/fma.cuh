@@ -93,7 +93,7 @@ struct Multiplier {
   // registers in the whole loop, where half of the multiply-adds would read two registers of one bank then: words of
   // different rows are pairs first.
   DEVICE void finish(Accumulators& d) const {
-    if constexpr (PART == 4 && SLICES_AT_ONCE < SLICES) {
+    if constexpr (PART == 4) {
       constexpr int COUNT = PRODUCTS * M_FRAGMENTS * N_FRAGMENTS, HALF = sizeof(AccFragment) / 8;
       u32(&words)[COUNT][2 * HALF] = reinterpret_cast<u32(&)[COUNT][2 * HALF]>(d);
       u32 zero = pinned(0);
