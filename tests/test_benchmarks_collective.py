@@ -35,8 +35,8 @@ def test_the_ways_agree(quick):
         "pieces",
         "direct",
         "ring",
-        "whole, 16-bit sums",
-        "pieces, 16-bit sums",
+        "whole narrow",
+        "pieces narrow",
         "alone",
     ]
     for name, row in rows.items():

@@ -31,7 +31,7 @@ from benchmarks.suite import Run, Suite
 P = jax.P
 ROWS, COLUMNS = P("i"), P(None, "i")
 LEFT = (4, 8, 16, 32)  # SMs left free, in the programs that pin kernels
-# Sums of 8192 to 28672 products of bf16 in other orders, and parts of them rounded to bf16 in "16-bit sums" and by XLA.
+# Sums of 8192 to 28672 products of bf16 in other orders, and parts of them rounded to bf16 by "narrow" and by XLA.
 ERROR = 2e-2
 Way = tuple[Callable[..., Any], tuple[P, ...]]  # the function of all arrays, and how these are divided
 
@@ -153,7 +153,7 @@ def _ways(apart: Any, ours: Any, alone: Any, specs: Any, of_alone: Any, out: P, 
     }
     if out == ROWS:
         for route in ("whole", "pieces"):
-            found[f"{route}, 16-bit sums"] = over(functools.partial(ours, route=route, reduce_dtype=jnp.bfloat16))
+            found[f"{route} narrow"] = over(functools.partial(ours, route=route, reduce_dtype=jnp.bfloat16))
     # Each device's own parts of sums, which nothing adds up.
     found["alone"] = over(alone, of_alone, P("i") if out == ROWS else out)
     if case is not None and (config := pinned(case)) is not None:
