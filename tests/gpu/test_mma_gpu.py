@@ -42,6 +42,7 @@ WAYS = {
     "c64": ("complex64", "highest", 2**-19),
     "c64tf32": ("complex64", None, 2**-9),
     "c128": ("complex128", None, 2**-47),
+    "c128_highest": ("complex128", "highest", 2**-47),
     "s8": ("int8", None, 0),
     "u8": ("uint8", None, 0),
     "s32": ("int32", None, 0),
