@@ -26,9 +26,11 @@ LAYOUTS = ("nn", "nt", "tn", "tt")
 FILES = {
     "tensor": ("bf16", "f32tf32", "s8", "f16f16", "f8_e4m3fn", "f16", "u8", "s8xu8", "f8_e5m2xf8_e4m3fn"),
     "split": ("f32bf16x3", "f32tf32x3", "f32bf16x9", "f32bf16"),
+    "decode": ("bf16xs8", "f16xf8_e4m3fn", "bf16xu8", "bf16xf8_e5m2"),
     "double": ("f64", "c64tf32", "c128"),
+    "gauss": ("c1283m",),
     "fma": ("f32", "c64", "s32", "s64"),
-    "slim": ("bf16", "f32", "s8", "f64"),
+    "slim": ("bf16", "f32", "s8", "f64", "bf16xs8"),
 }
 KINDS = ("dense", "operands", "rows", "sums", "sliced", "k", "products", "split", "symmetric", "strided")
 UNITS = (16, 1, 8, 4)  # bytes that rows begin at multiples of
@@ -48,11 +50,14 @@ def mma_cases() -> Iterator[Case]:
 def _mma(file: str, kind: str, unit: int, number: int) -> Case | None:
     """One kernel; None where there is none."""
     ways = [way for way in FILES[file] if kind != "symmetric" or len(set(products.WAYS[way][:2])) == 1]
+    if not ways:
+        return None
     way = ways[number % len(ways)]
     layouts = {"rows": ("nn", "nt"), "k": ("tn",), "symmetric": ("nt", "tn")}.get(kind, LAYOUTS)
     epilogue = kind if kind in products.EPILOGUES else "sum" if kind in ("k", "symmetric") else "plain"
     few = file == "slim"
-    step = max(1, unit // np.dtype(products.jnp.dtype(products.WAYS[way][0])).itemsize)  # of sizes, in elements
+    narrowest = min(products.jnp.dtype(dtype).itemsize for dtype in products.WAYS[way][:2])
+    step = max(1, unit // narrowest)  # of sizes, in elements
     odd = functools.partial(_odd, step)
     shape = {"m": 3 if few and kind != "rows" else odd(64), "n": odd(64), "k": odd(70)}
     batches = ((BATCH,), (1,)) if kind == "operands" and unit > 1 else ((BATCH,), (BATCH,))
@@ -76,13 +81,14 @@ def _odd(step: int, size: int) -> int:
 
 
 def _config(problem: cutjax.Problem, kind: str, slim: bool, number: int) -> Any:
-    """A config of small tiles, or a slim one, that serves."""
-    found = {config for config in mma.configs(problem) if config.slim == slim and config.bm * config.bn <= 4096}
+    """A config that serves, of small tiles where there is such, or a slim one."""
+    found = {config for config in mma.configs(problem) if config.slim == slim}
     if kind == "split":
         found = {dataclasses.replace(config, splits=3) for config in found}
     if kind == "sliced":
         found = {config for config in found if config.sliced_k > 1}
     served = [config for config in found if not isinstance(mma.resolve(problem, config), tuple)]
+    served = [config for config in served if config.bm * config.bn <= 4096] or served
     return sorted(served, key=repr)[number * 7 % len(served)] if served else None
 
 
