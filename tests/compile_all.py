@@ -126,7 +126,7 @@ def cases() -> Iterator[tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]]:
 def problems() -> list[Problem]:
     """The products' problems, each once."""
     found = {}
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         for function, avals in cases():
             for row in cutjax.explain(function, arch=DEFAULT)(*avals).rows:
                 found[row.choice.problem] = None
