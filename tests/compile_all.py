@@ -117,8 +117,11 @@ def cases() -> Iterator[tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]]:
                 yield functools.partial(cutjax.gemm, layout=layout), [aval(a, dtype), aval(b, of_b)]
         m, n, k = SIZES["large"]
         a, scale = aval((m, k), dtype), aval((1, n), "float32")
-        yield lambda a, b, s: cutjax.gemm(a, cutjax.Quantized(b, s)), [a, aval((k, n), of_b), scale]
-        yield lambda a, b, g: cutjax.gemm(a, (b, b), epilogue=lambda x, y: x * y), [a, aval((k, n), of_b), scale]
+
+        def quantized(a, b, s):
+            return cutjax.gemm(a, (cutjax.Quantized(b, s), b), epilogue=lambda x, y: x * jax.nn.silu(y))
+
+        yield quantized, [a, aval((k, n), of_b), scale]
         yield cutjax.grouped_gemm, [a, aval((8, k, n), of_b), aval((8,), "int32")]
 
 
@@ -126,7 +129,7 @@ def cases() -> Iterator[tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]]:
 def problems() -> list[Problem]:
     """The products' problems, each once."""
     found = {}
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         for function, avals in cases():
             for row in cutjax.explain(function, arch=DEFAULT)(*avals).rows:
                 found[row.choice.problem] = None

@@ -61,4 +61,4 @@ def test_samples():
 
 def test_every_kind_of_product_is_there():
     names = {getattr(function, "func", function).__name__ for function, _ in cases()}
-    assert names == {"gemm", "fused", "grouped_gemm", "grouped_outer", "syrk"}
+    assert names == {"gemm", "fused", "quantized", "grouped_gemm", "grouped_outer", "syrk"}

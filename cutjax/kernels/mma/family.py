@@ -52,6 +52,17 @@ ELEMENT_TILES = (
     (16, 64, 16, 16, 1, 4),
     (64, 16, 16, 16, 1, 4),
 )
+# Of fragments that are decoded, which takes registers: the same, and with fewer blocks for products of several b.
+NARROW_TILES = (
+    *TILES,
+    (128, 64, 32, 32, 1, 1),
+    (64, 128, 32, 32, 1, 1),
+    (64, 64, 32, 32, 1, 2),
+    (64, 64, 32, 32, 2, 1),
+    (32, 64, 32, 32, 2, 2),
+    (64, 32, 32, 32, 2, 2),
+    (16, 128, 16, 32, 1, 3),
+)
 # Of fragments in parts, which take the room of accumulators.
 SPLIT_TILES = (
     (128, 64, 64, 32, 1, 2),
@@ -99,7 +110,7 @@ def tiles_for(how: Math) -> tuple[tuple[int, ...], ...]:
     """Returns the tiles of a way to multiply."""
     if how.words > 4:
         return WIDE_TILES if how.words == 8 else WIDEST_TILES
-    return {"fma": ELEMENT_TILES, "split": SPLIT_TILES}.get(how.fragments, TILES)
+    return {"fma": ELEMENT_TILES, "split": SPLIT_TILES, "decode": NARROW_TILES}.get(how.fragments, TILES)
 
 
 def configs(problem: Problem) -> Iterator[Config]:

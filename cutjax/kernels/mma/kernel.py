@@ -246,6 +246,10 @@ def registers(problem: Problem, config: Config, math: Math, units: tuple[int, in
         apart = 72 if number(problem.arch) == 90 or config.wn > config.wm else 36 * (held > 0)
     if math.fragments == "fma" and number(problem.arch) < 80:  # half of what is loaded, calibrated as BESIDE
         held = 2 * sum(loads)
+    if math.fragments == "tensor" and number(problem.arch) < 80:
+        apart += 8  # all loads go through registers
+    if problem.ragged == "k" and config.bk == 128 and held:
+        apart += 32  # calibrated too, where rows begin anywhere
     if problem.narrow:  # calibrated too: decoding takes more beside some of what else takes registers
         wide = any(np.dtype(out.dtype).itemsize > 2 for out in problem.epilogue.outputs)
         across = wide and problem.bs[0].contiguous == "mn"
