@@ -62,9 +62,7 @@ def of_cotangents(precision: Canonical, dtype: np.dtype, where: str) -> Canonica
     return canonical(None if precision in _FLOAT8 and dtype.itemsize > 1 else precision, where)
 
 
-def math(
-    precision: Canonical, dtype: np.dtype, accumulator: np.dtype, tf32: bool = True, dmma: bool = True
-) -> str | tuple[str, ...]:
+def math(precision: Canonical, dtype: np.dtype, accumulator: np.dtype, tf32: bool = True) -> str | tuple[str, ...]:
     """Returns how products of two operands of a dtype are computed, as ``Problem.math`` has it, or why no kernel does.
 
     A name says no less than XLA does: "tf32" is what XLA makes of float32 and complex64 unless either operand's
@@ -75,12 +73,9 @@ def math(
       dtype: the operands'.
       accumulator: that in which the products are added up.
       tf32: whether the device has TF32, from sm_80 on.
-      dmma: whether its tensor cores multiply float64. complex128 is three real products there, as XLA's is.
     """
     if precision is None or precision is lax.DotAlgorithmPreset.DEFAULT or type(precision) is tuple:
         highest = type(precision) is tuple and lax.Precision.HIGHEST in precision
-        if dmma and not highest and dtype == accumulator == np.complex128:
-            return "3m"
         rounded = dtype in _TF32 and accumulator == dtype and tf32 and not highest
         return "tf32" if rounded else ""
     algorithm = _preset(precision) if isinstance(precision, lax.DotAlgorithm) else precision

@@ -31,7 +31,6 @@ INSTRUCTIONS = {
     ("complex64", ""): ("FFMA", "sm_80"),
     ("complex64", "tf32"): ("HMMA.1688.F32.TF32", "sm_80"),
     ("complex128", ""): ("DMMA", "sm_80"),
-    ("complex128", "3m"): ("DMMA.16x8x4", "sm_90a"),
     ("int32", ""): ("IMAD", "sm_86"),
     ("uint32", ""): ("IMAD", "sm_80"),
     ("int64", ""): ("IMAD.WIDE", "sm_80"),
@@ -46,7 +45,6 @@ OTHERS = [
     ("float64", "", "sm_80", "DMMA.8"),
     ("float64", "", "sm_86", "DFMA"),
     ("complex128", "", "sm_120a", "DFMA"),
-    ("complex128", "3m", "sm_80", "DMMA.8"),
     ("float8_e4m3fn", "", "sm_90a", "HMMA.16816.F32"),
 ]
 CASES = [(*way, arch, opcode) for way, (opcode, arch) in INSTRUCTIONS.items()] + OTHERS
@@ -74,13 +72,12 @@ def test_instructions(dtype, math, arch, opcode):
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
 def test_every_dtype_has_configs(arch):
-    """But bf16, TF32 and parts on sm_75, float8 before sm_89, and three products without DMMA."""
+    """But bf16, TF32 and parts on sm_75, and float8 before sm_89."""
     for dtype, math in MATHS:
         try:
             asked = problem(dtype, math, "nn", arch, 512, 512, 512)
         except StopIteration:
             refused = dtype.startswith("float8") and arch in ("sm_75", "sm_80", "sm_86")
-            refused |= math == "3m" and arch in ("sm_75", "sm_86", "sm_89", "sm_120a")
             assert refused or (arch == "sm_75" and (dtype == "bfloat16" or math.startswith(("tf32", "bf16"))))
             continue
         serving = [config for config in family.configs(asked) if not isinstance(family.resolve(asked, config), tuple)]

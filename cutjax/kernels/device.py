@@ -64,11 +64,6 @@ class Device:
         return min(most, self.clusters[size - 1] * self.sms // self.clusters[0]) if self.clusters else most
 
     @property
-    def dmma(self) -> bool:
-        """True where tensor cores multiply float64."""
-        return number(self.arch) in DMMA
-
-    @property
     def tf32(self) -> bool:
         """True if tensor cores round float32 to TF32, and so XLA does by default: from sm_80 on."""
         return number(self.arch) >= 80

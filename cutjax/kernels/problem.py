@@ -22,7 +22,7 @@ from cutjax.runtime.architectures import DEFAULT
 BF16 = np.dtype(jnp.bfloat16)
 LAYOUTS = ("nn", "nt", "tn", "tt")
 # Ways to multiply other than operands as they are: float32, and, last, float16 added up in float16.
-MATHS = ("tf32", "tf32x3", "bf16", "bf16x3", "bf16x6", "bf16x9", "f16", "3m")
+MATHS = ("tf32", "tf32x3", "bf16", "bf16x3", "bf16x6", "bf16x9", "f16")
 Order = tuple[int, ...]  # an array's axes as they lie in memory, the slowest first; () is row-major
 
 
@@ -74,7 +74,7 @@ class Problem:
       math: how products are computed. "": those of the operands as they are, exactly or by the IEEE operations of their
         dtype, and added up in ``accumulator``. "tf32": of float32 (or complex64) rounded to TF32; "bf16": rounded to
         bfloat16; "tf32x3", "bf16x3", "bf16x6", "bf16x9": as so many products of parts. "f16": of float16, added up in
-        float16. "3m": of complex128, by three real products rather than four.
+        float16.
     """
 
     m: int

@@ -28,7 +28,6 @@ FILES = {
     "split": ("f32bf16x3", "f32tf32x3", "f32bf16x9", "f32bf16"),
     "decode": ("bf16xs8", "f16xf8_e4m3fn", "bf16xu8", "bf16xf8_e5m2"),
     "double": ("f64", "c64tf32", "c128"),
-    "gauss": ("c1283m",),
     "fma": ("f32", "c64", "s32", "s64"),
     "slim": ("bf16", "f32", "s8", "f64", "bf16xs8"),
 }

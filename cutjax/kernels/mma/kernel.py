@@ -125,6 +125,8 @@ class Kernel:
         """Slices of a stage beside which a part of a later stage is loaded."""
         depth = self.config.bk // self.config.sliced_k
         slices = depth // self.math.slice(depth, self.problem.arch)
+        if self.math.fragments == "fma":
+            return 1  # a block is loaded at once, without tests of what of it is there
         return 1 if self.config.wm * self.config.wn > 2048 else min(slices - 1, 3)
 
     @property

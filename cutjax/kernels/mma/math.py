@@ -50,7 +50,7 @@ class Math:
 
     def stage_bytes(self, bm: int, bn: int, bk: int, products: int, size: int) -> int:
         """Returns the shared memory of one stage, of elements of so many bytes."""
-        padding = {"fma": 16, "gauss": 32}.get(self.fragments, 0) // size
+        padding = 16 // size if self.fragments == "fma" else 0
         of_b = 1 if self.fragments == "decode" else size
         return ((bm + padding) * size + products * (bn + padding) * of_b) * bk
 
@@ -95,7 +95,6 @@ MATHS = {
         Math("dmma", "complex128", "double", DMMA, "float64", 4, (8, 16), (8, 4), 16, 4),
         _fma("complex128", "float64", 4, 4),
     ),
-    ("complex128", "3m"): (Math("dmma", "complex128", "gauss", DMMA, "float64", 4, (8, 16), (8, 4), 24, 3),),
     # A multiplication and an addition of integers issue half as often as FMA, of 64 bits an eighth.
     ("int32", ""): (_fma("int32", "float32", 1, 2),),
     ("uint32", ""): (_fma("uint32", "float32", 1, 2),),

@@ -16,7 +16,6 @@ _WORDS = ("mma/tile.cuh", "mma/words.cuh")
 _LANES = (*_WORDS, "mma/lanes.cuh")
 FRAGMENTS = {
     "fma": ("mma/planes.cuh",),
-    "gauss": ("mma/planes.cuh",),
     "double": _WORDS,
     "tensor": _LANES,
     "split": _LANES,
@@ -70,9 +69,6 @@ def source(kernel: Kernel) -> str:
     scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
     carrier = DTYPES[math.accumulator].carrier
     accumulator = f"#define F16_ACCUMULATORS {int(math.name == 'f16_f16')}\n#define ACCUMULATOR {carrier}\n"
-    accumulator += (
-        f"#define GAUSS_ACCUMULATORS {int(math.fragments == 'gauss' and math.words == 24 and not config.slim)}\n"
-    )
     return sources.source(
         kernel.name,
         constants,

@@ -24,21 +24,6 @@ DEVICE void add_to(AccFragment& x, const AccFragment& y) {
 }
 
 DEVICE void clear(AccFragment& x) { x[0] = x[1] = 0; }
-#elif GAUSS_ACCUMULATORS  // the three sums that complex numbers are made of (gauss.cuh)
-using Acc = ACCUMULATOR;
-using AccFragment = double[3][4];
-
-DEVICE Acc value_of(const AccFragment& x, int i) { return {x[0][i] - x[1][i], x[2][i] - x[0][i] - x[1][i]}; }
-
-DEVICE void add_to(AccFragment& x, const AccFragment& y) {
-#pragma unroll
-  for (int i = 0; i < 12; ++i) x[i / 4][i % 4] += y[i / 4][i % 4];
-}
-
-DEVICE void clear(AccFragment& x) {
-#pragma unroll
-  for (int i = 0; i < 12; ++i) x[i / 4][i % 4] = 0;
-}
 #else
 using Acc = ACCUMULATOR;
 using AccFragment = Acc[4];

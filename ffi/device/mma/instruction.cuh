@@ -5,7 +5,7 @@
 //   b[0], b[1]               column g at unit q, q + 4
 //   d[0], d[1], d[2], d[3]   rows g, g, g + 8, g + 8 at column 2 q, 2 q + 1, 2 q, 2 q + 1
 
-// As elements are; float32 in parts (split.cuh); float64 (double.cuh, gauss.cuh); one by one (fma.cuh).
+// As elements are; float32 in parts (split.cuh); float64 (double.cuh); one by one (fma.cuh).
 enum class Math {
   bf16,
   f16,
