@@ -234,7 +234,10 @@ def test_the_route_is_the_one_predicted_to_be_fast(monkeypatch):
     f = over(functools.partial(mlp, route="auto"), (ROWS, COLUMNS, ROWS), ROWS)
     text = str(jax.jit(f).trace(*args).jaxpr)
     assert "ppermute" not in text
-    assert (text.count("all_gather["), text.count("reduce_scatter[")) == (4, 4)
+    assert (text.count("all_gather["), text.count("reduce_scatter[")) == (1, 1)
+    out = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8192, 8192), (8192, 8192))]
+    alone = str(jax.jit(over(scatter(route="auto"), (COLUMNS, ROWS), ROWS)).trace(*out).jaxpr)
+    assert alone.count("reduce_scatter[") in (2, 4)  # parts of sums alone are hidden in part
     times = links.route_us(100e6, 201e6, 4328, 4328)  # what 4 H200s were measured to take: 5376, 6345 and 6080
     for route, us in (("whole", 5376), ("direct", 6345), ("ring", 6080)):
         assert abs(times[route] / us - 1) < 0.05

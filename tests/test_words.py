@@ -18,7 +18,7 @@ DOCUMENTS = [*sorted((REPOSITORY / "docs").glob("*.md")), *sorted(REPOSITORY.glo
 RIDDLE = re.compile(r"(What|Whether|How|Which|Who|Whose|Why|Where|When)\b|((The|An?|Each|Another) )?(?!user)\w+'s\b")
 # Public names that are no functions or classes, or whose class is a description of fields.
 PLAIN = {"checkpoint_policies"}
-FIELDS = {"Config", "MmaConfig", "CudaLaunch", "Problem", "Routing"}
+FIELDS = {"Config", "MmaConfig", "CudaLaunch", "Problem", "Quantized", "Routing"}
 # In documents: a file in code quotes, or a file and what it defines.
 NAMED = re.compile(r"`([\w./]*\w\.(?:py|cuh|cc|h))(?:: ([\w.]+))?`")
 SOURCES = ("cutjax", "ffi", "benchmarks", "tests", "examples", "docs")

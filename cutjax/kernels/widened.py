@@ -37,22 +37,22 @@ class Widened:
 
     @property
     def config(self) -> Any:
-        """The kernel's config."""
+        """Config of the kernel."""
         return self.kernel.config
 
     @property
     def name(self) -> str:
-        """The kernel's name."""
+        """Name of the kernel."""
         return self.kernel.name
 
     @property
     def source(self) -> str:
-        """The kernel's text."""
+        """Text of the kernel."""
         return self.kernel.source
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The kernel's, and the conversion."""
+        """Notes of the kernel, and the conversion."""
         return (f"b converted to {short(self.problem.a_dtype.name)}", *self.kernel.notes)
 
     def time_us(self, device: Device) -> float:

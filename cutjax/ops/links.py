@@ -15,8 +15,11 @@ from cutjax.primitives.product import Product
 # GB/s that one of 4 H200s sends, by what 134 MB take more than 8 MB, and that its memory copies. Measured:
 # benchmarks/results/collective-h200x4.json.
 PERMUTE, ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER, MEMORY = 163, 139, 286, 235, 4300
-# Of the SMs, the share that a collective's kernel takes; and what a piece more takes, in launches and waves of tiles.
-COLLECTIVE_SMS, PIECE_US = 0.15, 8.0
+# What products beside it hid of a piece's time, of rows that are gathered and of parts of sums, on 2 H200s (for the out
+# projection of Llama 70B; benchmarks/results/collective-h200x2.json), and microseconds that a piece more takes.
+PIECES_HIDDEN, PIECE_US = (0.0, 0.45), 8.0
+# How much faster than as a whole pieces must be predicted to be: an MLP predicted 1.5% faster was measured 2% slower.
+PIECES_LEAD = 1.05
 # The share of the time of permutes that products beside them hid there, in the forward pass of Llama 70B's MLP.
 HIDDEN: Mapping[str, float] = {"direct": 0.0, "ring": 0.05}
 
@@ -29,16 +32,16 @@ def product_us(product: Product, *avals: Any, dtype: np.dtype) -> float:
 
 
 def pieces_us(gathered: float, scattered: float, products: float, pieces: int) -> float:
-    """Returns the time predicted for rows that are gathered, and parts of sums that are added up, in so many pieces.
+    """Returns the time predicted for rows that are gathered, and parts of sums added up, in pieces, with their lead.
 
     Args:
       gathered, scattered: as in ``route_us``.
       products: us that all products take beside collectives.
-      pieces: their number. The first is gathered before any product, and the last added up after all.
+      pieces: their number. The first is gathered before any product, or the last added up after all.
     """
-    sends = gathered / ALL_GATHER / 1e3 + scattered / REDUCE_SCATTER / 1e3
-    shared = products + sends * COLLECTIVE_SMS
-    return sends / pieces + max(shared, sends * (pieces - 1) / pieces) + PIECE_US * pieces
+    sends = gathered / ALL_GATHER / 1e3, scattered / REDUCE_SCATTER / 1e3
+    hidden = sum(share * us for share, us in zip(PIECES_HIDDEN, sends, strict=True)) * (pieces - 1) / pieces
+    return (products + sum(sends) - min(hidden, products) + PIECE_US * pieces) * PIECES_LEAD
 
 
 def route_us(gathered: float, scattered: float, whole: float, parts: float) -> dict[str, float]:
