@@ -99,7 +99,8 @@ class Ring:
             for route, us in route_us(gathered, scattered, one, parts).items()
         ]
         found += [
-            (pieces_us(gathered, scattered, products_us(ring, ring.pieces)[0], ring.pieces), ring) for ring in cuts
+            (pieces_us(gathered, scattered, max(one, products_us(ring, ring.pieces)[0]), ring.pieces), ring)
+            for ring in cuts
         ]
         return min(found, key=lambda each: each[0])[1]
 
