@@ -131,8 +131,7 @@ def fastest(problem: Problem) -> tuple[Kernel, float, int] | None:
 @functools.lru_cache(maxsize=4096)
 def in_precision(problem: Problem, precision: Canonical) -> Problem | Choice:
     """Returns the problem with its products computed as a precision says, or the choice of XLA where no kernel does."""
-    device = problem.device
-    math = dot_precision.math(precision, problem.a_dtype, problem.accumulator, device.tf32)
+    math = dot_precision.math(precision, problem.a_dtype, problem.accumulator, problem.device.tf32)
     if isinstance(math, tuple):
         return Choice(problem, None, (*_problem_reasons(problem), *math))
     return problem if math == problem.math else dataclasses.replace(problem, math=math)
