@@ -410,7 +410,8 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
         "few_deep": few * deep,
         "deep": deep,
         "tokens": max(0.0, math.log2(128 / min(p.m, p.n))),
-        "shallow": max(0.0, math.log2(128 / min(p.m, p.n))) * min(1.0, max(0.0, math.log2(512 / p.k))),
+        # Nothing nearby was measured, so it ends at half of that k, and at twice.
+        "shallow": max(0.0, math.log2(128 / min(p.m, p.n))) * max(0.0, 1 - abs(math.log2(p.k / 256))),
         "rows": max(0.0, math.log2(128 / p.m)),
         "multiplies": multiplies,
         "pitch": sum(row * p.a_dtype.itemsize % 128 != 0 for row in _rows(p)),
