@@ -16,7 +16,7 @@ from cutjax.epilogue.expression import Epilogue
 from cutjax.fusion.contraction import Contraction
 from cutjax.fusion.jaxprs import byte_count
 from cutjax.kernels import choose, tuned
-from cutjax.kernels.device import device_of
+from cutjax.kernels.device import Device, device_of
 from cutjax.kernels.problem import Problem
 from cutjax.ops.dot_general import LEAD
 
@@ -83,14 +83,19 @@ class Price:
 
 def of_product(found: Contraction, eqn: Any) -> Price:
     """Returns what the product of an equation takes by XLA and by a kernel."""
-    target = lowering.target()
-    device = device_of(target)
     a, b = found.avals(*(x.aval for x in eqn.invars))
-    problem = found.product.problem(a, b, out_dtype=eqn.outvars[0].aval.dtype, device=device)
-    chosen = choose.in_precision(found.product.in_order(problem), found.precision)
+    device = device_of(lowering.target())
+    chosen = _problem(found.product, found.precision, a, b, eqn.outvars[0].aval.dtype, device)
     if isinstance(chosen, choose.Choice):
         return _by_xla(chosen)
     return _of_problem(chosen, tuned.find(chosen))
+
+
+@functools.lru_cache(maxsize=4096)
+def _problem(product: Any, precision: Any, a: Any, b: Any, out_dtype: Any, device: Device) -> Problem | choose.Choice:
+    """Returns the same problem each time, which is hashed once, or the choice of XLA."""
+    problem = product.problem(a, b, out_dtype=out_dtype, device=device)
+    return choose.in_precision(product.in_order(problem), precision)
 
 
 def _by_xla(choice: choose.Choice) -> Price:
