@@ -100,3 +100,8 @@ def reference(a, b, layout: str, dtype=jnp.float32, precision: jax.lax.Precision
 def xla(layout: str, dtype):
     """The program of XLA for the same product: the baseline of every benchmark."""
     return lambda a, b: reference(a, b, layout, dtype, precision=None)
+
+
+def exact(layout: str, dtype):
+    """The same with products that are exact, added up in float32 and rounded once."""
+    return lambda a, b: reference(a.astype(jnp.float32), b.astype(jnp.float32), layout).astype(dtype)
