@@ -19,11 +19,12 @@ from cutjax.kernels.mma.math import MATHS
 from cutjax.kernels.problem import Problem
 from cutjax.runtime.architectures import number
 from cutjax.runtime.launch import Int32, Int64, Pointer
-from cutjax.runtime.sources import DEVICE
 
 NATIVE = pathlib.Path(__file__).parent / "native"
-# What the shim has instead.
-REPLACED = ("common/atoms.cuh", "mma/atoms.cuh", "mma/instruction.cuh")
+DEVICE = pathlib.Path(__file__).parents[1] / "ffi" / "device"
+MATH = "mma/math.cuh"  # which the shim needs before its own
+# What the shim has instead, and what goes before it.
+REPLACED = ("common/atoms.cuh", "mma/atoms.cuh", "mma/instruction.cuh", MATH)
 _LOAD = re.compile(r'asm volatile\("ld\.global\.nc\.(?:v\d\.)?u(\d+)[^"]*"\s*:([^;]*?):\s*"l"\(([^;]*)\)\);')
 _LAUNCH = """
 struct Arguments {{ {fields} }};
@@ -92,8 +93,8 @@ def text(kernel: mma.Kernel) -> str:
         name=kernel.name,
         values=", ".join(f"given->{name}" for name in names),
     )
-    shims = [(NATIVE / name).read_text() for name in ("device_shim.h", "kernel_shim.h")]
-    return f"#define __CUDA_ARCH__ {number(kernel.problem.arch)}0\n{shims[0]}\n{shims[1]}\n{body}\n{launch}"
+    shims = [path.read_text() for path in (NATIVE / "device_shim.h", DEVICE / MATH, NATIVE / "kernel_shim.h")]
+    return "\n".join([f"#define __CUDA_ARCH__ {number(kernel.problem.arch)}0", *shims, body, launch])
 
 
 def run(kernel: mma.Kernel, arrays: Sequence[np.ndarray], folder: pathlib.Path, blocks: int = 2) -> None:
@@ -136,6 +137,6 @@ def multiply(a: np.ndarray, b: np.ndarray, asked: Problem, config: Config, folde
 def installed() -> bool:
     """True where there is a g++, and a checkout's device text."""
     try:
-        return subprocess.run(["g++", "--version"], capture_output=True).returncode == 0 and DEVICE is not None
+        return subprocess.run(["g++", "--version"], capture_output=True).returncode == 0 and DEVICE.exists()
     except FileNotFoundError:
         return False

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "runtime": set(),
 }
 GROUND = {"dtypes", "dot_precision"}  # modules beside the folders that any of them may import, and that import none
-FAMILIES = {"sm90"}
+FAMILIES = {"mma", "sm90"}
 
 
 def modules():

@@ -5,9 +5,9 @@ A row is a program in a way of dividing it, wall time in turns on all devices th
 that ``python -m benchmarks.scale`` predicts from. ``--tag tiny`` is for virtual devices of a CPU.
 
 The ways: "jit" is plain JAX divided by XLA, the baseline; "apart" gathers, multiplies with our kernels, and adds up;
-"auto" is ours; "pieces", "direct" and "ring" are its routes beside
-the transfers; "alone" is our products with no transfer at all. Hidden is the share of the transfers' time, "apart" less
-"alone", that a way does not show.
+"auto" is ours; "pieces", "direct" and "ring" are its routes beside the transfers, "narrow" ones with parts of sums in
+bf16; "alone" is our products with no transfer at all. Hidden is the share of the transfers' time, "apart" less "alone",
+that a way does not show.
 """
 
 from __future__ import annotations

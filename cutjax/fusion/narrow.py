@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -16,19 +17,19 @@ from cutjax.ops.dot_general import permuted
 def narrowed(jaxpr: Any) -> Any:
     """Returns a program whose products read narrow arrays as they are, where nothing else reads them converted."""
     inner = opened(jaxpr)
-    products = [eqn for eqn in inner.eqns if eqn.primitive is lax.dot_general_p]
-    read = {x for eqn in inner.eqns if eqn.primitive is not lax.dot_general_p for x in eqn.invars if not is_literal(x)}
-    read |= {x for x in inner.outvars if not is_literal(x)}
     sources = {
         eqn.outvars[0]: eqn.invars[0]
         for eqn in inner.eqns
         if eqn.primitive is lax.convert_element_type_p
         and not is_literal(eqn.invars[0])
         and are_narrow(eqn.outvars[0].aval.dtype, eqn.invars[0].aval.dtype)
-        and eqn.outvars[0] not in read
     }
-    if not any(x in sources for eqn in products for x in eqn.invars if not is_literal(x)):
+    if not sources:
         return jaxpr
+    readers = (eqn.invars for eqn in inner.eqns if eqn.primitive is not lax.dot_general_p)
+    for x in itertools.chain(inner.outvars, *readers):
+        if not is_literal(x):
+            sources.pop(x, None)
     eqns: list[Any] = []
     for eqn in inner.eqns:
         made = _made(eqn, sources) if eqn.primitive is lax.dot_general_p else None

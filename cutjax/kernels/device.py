@@ -85,7 +85,6 @@ class Device:
         return rates.get(name, rates.get("float32", 0.0)) / parts
 
 
-DMMA = (80, 90, 100, 103)  # architectures whose tensor cores multiply float64
 # Rates are dense ones, without sparsity, at the boost clock. Sources: NVIDIA's white papers (Turing, GA100, GA102, Ada,
 # Ada for professionals, Hopper, RTX Blackwell, RTX PRO Blackwell) and data sheets (T4, A10, A30, A40, L4, L40S, H100,
 # H200, H20, GH200, HGX B200 and B300, GB200 and GB300 NVL72). What a white paper gives for a card is SMs x clock x

@@ -268,42 +268,11 @@ void cp_async_wait_group() {}
 
 // ---- the tensor cores: fragments as PTX has them ----
 
-enum class Math {
-  bf16,
-  f16,
-  f16_f16,
-  tf32,
-  s8,
-  u8,
-  s8_u8,
-  u8_s8,
-  e4m3,
-  e5m2,
-  e4m3_e5m2,
-  e5m2_e4m3,
-  tf32x3,
-  bf16x1,
-  bf16x3,
-  bf16x6,
-  bf16x9,
-  dmma,
-  fma
-};
-
-// What each operand is, where they are of two dtypes.
-constexpr Math of_a(Math x) {
-  return x == Math::s8_u8       ? Math::s8
-         : x == Math::u8_s8     ? Math::u8
-         : x == Math::e4m3_e5m2 ? Math::e4m3
-         : x == Math::e5m2_e4m3 ? Math::e5m2
-                                : x;
-}
-constexpr Math of_b(Math x) {
-  return x == Math::s8_u8       ? Math::u8
-         : x == Math::u8_s8     ? Math::s8
-         : x == Math::e4m3_e5m2 ? Math::e5m2
-         : x == Math::e5m2_e4m3 ? Math::e4m3
-                                : x;
+// What one operand is, of two dtypes the second's where so said.
+constexpr Math kind_of(Math x, bool second) {
+  if (x == Math::s8_u8 || x == Math::u8_s8) return (x == Math::u8_s8) == second ? Math::s8 : Math::u8;
+  if (x == Math::e4m3_e5m2 || x == Math::e5m2_e4m3) return (x == Math::e5m2_e4m3) == second ? Math::e4m3 : Math::e5m2;
+  return x;
 }
 
 // Element e of 4 bytes.
@@ -329,7 +298,7 @@ void mma(T (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
       for (int unit = 0; unit < 8; ++unit) {
         u32 x = lanes()[row % 8 * 4 + unit % 4][row / 8 + unit / 4 * 2],
             y = lanes()[column * 4 + unit % 4][4 + unit / 4];
-        for (int e = 0; e < EACH; ++e) sum += element<of_a(MATH)>(x, e) * element<of_b(MATH)>(y, e);
+        for (int e = 0; e < EACH; ++e) sum += element<kind_of(MATH, false)>(x, e) * element<kind_of(MATH, true)>(y, e);
       }
       if constexpr (std::is_floating_point_v<T>) {
         d[i] = static_cast<T>(d[i] + sum);

@@ -121,13 +121,17 @@ class Kernel:
         return p.k / max(1, p.groups if p.ragged == "k" else 1) / self.config.splits
 
     @property
+    def slices(self) -> int:
+        """Slices of a stage that one warp multiplies."""
+        depth = self.config.bk // self.config.sliced_k
+        return depth // self.math.slice(depth, self.problem.arch)
+
+    @property
     def load_parts(self) -> int:
         """Slices of a stage beside which a part of a later stage is loaded."""
-        depth = self.config.bk // self.config.sliced_k
-        slices = depth // self.math.slice(depth, self.problem.arch)
         if self.math.fragments == "fma":
             return 1  # a block is loaded at once, without tests of what of it is there
-        return 1 if self.config.wm * self.config.wn > 2048 else min(slices - 1, 3)
+        return 1 if self.config.wm * self.config.wn > 2048 else min(self.slices - 1, 3)
 
     @property
     def slices_at_once(self) -> int:
@@ -135,10 +139,8 @@ class Kernel:
 
         Of FMA it is few: about 256 products. The compiler finds registers in different banks for what each reads then.
         """
-        depth = self.config.bk // self.config.sliced_k
-        slices = depth // self.math.slice(depth, self.problem.arch)
         if self.math.fragments != "fma":
-            return slices
+            return self.slices
         products = self.config.wm * self.config.wn // 32 * self.problem.products * self.math.instructions
         return next(n for n in (2, 4, 8) if n * products >= 256 or n == 8)
 

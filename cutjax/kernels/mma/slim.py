@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import jax.numpy as jnp
-
 from cutjax.kernels.device import Device
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.cost import parts_us
@@ -67,14 +65,13 @@ def stage_bytes(problem: Problem, config: Config, how: Math) -> int:
     """Returns the shared memory in which warps add up what they have."""
     warps = config.threads // 32
     parts = warps // max(1, config.bn // AT_ONCE) if problem.bs[0].contiguous == "k" else warps
-    return parts * problem.products * config.bm * config.bn * jnp.dtype(how.accumulator).itemsize
+    return parts * problem.products * config.bm * config.bn * how.words
 
 
 def registers(problem: Problem, config: Config, how: Math) -> int:
     """Returns about how many registers a thread takes."""
-    words = jnp.dtype(how.accumulator).itemsize // 4
-    sums = problem.products * config.bm * columns_of(problem) * words
-    left = config.bm * (4 if problem.a.contiguous == "k" else AT_ONCE * words)
+    sums = problem.products * config.bm * columns_of(problem) * how.words // 4
+    left = config.bm * (4 if problem.a.contiguous == "k" else AT_ONCE * how.words // 4)
     if problem.narrow:  # twice as many at once, and those of a that does not lie along k as floats
         left *= 2 if problem.a.contiguous == "k" else 4
     # Of rows of b that begin anywhere each load has a shift of its own: with 4 rows of a that spills.

@@ -84,6 +84,7 @@ def source(kernel: Kernel) -> str:
             "common/parts.cuh",
             accumulator,
             "mma/accumulators.cuh",
+            "mma/math.cuh",
             "mma/instruction.cuh",
             *_multiply(kernel),
             epilogue_text(kernel.staging, kernel.arguments, problem.ragged),

@@ -388,9 +388,10 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
     if p.a_dtype.itemsize != 2:
         return _xla_of_others_us(p, device)
     f = features(kernel, device)
-    ours = time_us(f, CONSTANTS) - _copies_us(f)
+    padded = time_us(f, CONSTANTS)
     if f.copies and p.batch_size == 1:
-        return _xla_of_unaligned_us(p, device, ours + _copies_us(f))
+        return _xla_of_unaligned_us(p, device, padded)
+    ours = padded - _copies_us(f)
     odd = p.n * p.a_dtype.itemsize % 16 != 0
     unaligned = bool(f.copies or odd)
     flop_us, byte_us = 1e6 * p.flops / device.peak(p.a_dtype), 1e6 * p.bytes / device.bytes_per_second

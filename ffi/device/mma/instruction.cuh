@@ -5,29 +5,6 @@
 //   b[0], b[1]               column g at unit q, q + 4
 //   d[0], d[1], d[2], d[3]   rows g, g, g + 8, g + 8 at column 2 q, 2 q + 1, 2 q, 2 q + 1
 
-// As elements are; float32 in parts (split.cuh); float64 (double.cuh); one by one (fma.cuh).
-enum class Math {
-  bf16,
-  f16,
-  f16_f16,
-  tf32,
-  s8,
-  u8,
-  s8_u8,
-  u8_s8,
-  e4m3,
-  e5m2,
-  e4m3_e5m2,
-  e5m2_e4m3,
-  tf32x3,
-  bf16x1,
-  bf16x3,
-  bf16x6,
-  bf16x9,
-  dmma,
-  fma
-};
-
 #define MMA(shape, type, constraint)                                                    \
   asm volatile("mma.sync.aligned." shape ".row.col." type                               \
                " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "                        \

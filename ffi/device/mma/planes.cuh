@@ -1,7 +1,7 @@
 // One operand whose elements threads copy one by one, the parts of complex numbers apart, so that those which a thread
 // multiplies are neighbours in shared memory.
 //
-//   [BK][PARTS][ROWS], PAD bytes   a line is one k
+//   [BK][PARTS][ROWS], 16 bytes   a line is one k
 //
 // Rows are permuted in a line: VECTOR of a thread's are loaded at once.
 
@@ -44,9 +44,9 @@ DEVICE constexpr int row_at(int p) {
 
 // One operand, whose parts threads load one by one: neighbours in memory lie apart in a line, or in different lines.
 // ACROSS threads beside each other load a row's neighbours along k, or a line's.
-template <int ROWS, bool K_MAJOR, bool OF_A, int PAD>
+template <int ROWS, bool K_MAJOR, bool OF_A>
 struct ElementTile {
-  static constexpr int PITCH = PARTS * ROWS * PART + PAD;
+  static constexpr int PITCH = PARTS * ROWS * PART + 16;
   static constexpr int BYTES = BK * PITCH;
   static constexpr int WIDE = THREADS / BK > 32 ? THREADS / BK : 32;
   static constexpr int ACROSS = K_MAJOR ? 8 : WIDE < ROWS ? WIDE : ROWS;
