@@ -18,6 +18,7 @@ from benchmarks.ops import (
     calls,
     collective,
     compile_cost,
+    dtypes,
     fused,
     gemm,
     grouped,
@@ -30,7 +31,7 @@ from benchmarks.ops import (
 )
 from benchmarks.suite import Run, Suite
 
-_MODULES = (gemm, wide, fused, grouped, moe, syrk, models, programs, sharded, collective, compile_cost, calls)
+_MODULES = (gemm, wide, dtypes, fused, grouped, moe, syrk, models, programs, sharded, collective, compile_cost, calls)
 SUITES = {module.SUITE.name: module.SUITE for module in _MODULES}
 
 
@@ -43,6 +44,8 @@ def run_suite(suite: Suite, args: argparse.Namespace) -> int:
     chosen, products = suite.select(args.tag)
     for name, value in suite.environment.items():
         os.environ.setdefault(name, value)
+    if suite.x64:
+        jax.config.update("jax_enable_x64", True)
     # In processes of their own, and before this one takes the device's memory.
     more |= {tag: extra.measure() for tag, extra in suite.extras.items() if tags & {tag, "all"}}
 

@@ -103,6 +103,7 @@ class Suite:
       extras: measured beside the cases, by tag.
       versions: packages that the report tells the versions of.
       environment: of the process, where the user has not set it.
+      x64: whether it measures dtypes of 64 bits.
     """
 
     name: str
@@ -126,6 +127,7 @@ class Suite:
     extras: Mapping[str, Extra] = dataclasses.field(default_factory=dict)
     versions: tuple[str, ...] = ()
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    x64: bool = False
 
     @property
     def tags(self) -> tuple[str, ...]:
