@@ -211,7 +211,7 @@ def test_final_measurements_time_what_was_chosen_again(worker, monkeypatch, tmp_
         return lambda a, b: cutjax.gemm(a, b, layout=layout, backend="xla")
 
     monkeypatch.setattr(sustained, "ours", ours)
-    jobs = [direct.plan_final(case, H200, 2) for case in (Dense(256, 192, 64), CASES[1], Dense(64, 128, 64))]
+    jobs = [direct.plan_final(case, H200, 2) for case in (Dense(256, 192, 64), CASES[1], Dense(256, 128, 64))]
     assert [len(job.configs) for job in jobs] == [2, 2, 2]
     assert direct.Job.from_json(json.loads(json.dumps(jobs[0].to_json()))) == jobs[0]
     jobs[1].untuned |= {"place": -1, "predicted_us": None, "predicted_xla_us": 4.0}

@@ -187,10 +187,10 @@ def test_tune_into_a_file(fake_device, capsys):
 
 def test_bench(fake_device, capsys):
     """What runs, and XLA; nothing is kept."""
-    assert command.main(["bench", "64x128x256"]) == 0
+    assert command.main(["bench", "128x128x256"]) == 0
     head, _, line, device = capsys.readouterr().out.splitlines()
     assert head.split() == ["problem", "us", "XLA", "us", "XLA/ours", "roofline", "runs"]
-    kernel = choose.choose(cutjax.Problem(64, 128, 256)).kernel
+    kernel = choose.choose(cutjax.Problem(128, 128, 256)).kernel
     assert line.split()[-5:] == ["5.0", "3.0", "0.600", "1%", kernel]
     assert device == "no device"
     assert not list(fake_device.iterdir())

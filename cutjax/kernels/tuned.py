@@ -19,6 +19,9 @@ from cutjax.kernels.problem import Problem
 from cutjax.runtime import tuning_file
 
 SHIPPED = pathlib.Path(__file__).parent / "data"
+# How many times as fast as XLA a kernel was, at least, where it runs. Of 798 products measured twice, those that led by
+# less did not lead the second time: the fastest of many kernels is one that a measurement flatters.
+SURE = 1.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +40,8 @@ class Entry:
 
     @property
     def xla_wins(self) -> bool:
-        """True if XLA was faster than any kernel."""
-        return self.xla_us is not None and (self.time_us is None or self.xla_us < self.time_us)
+        """True unless a kernel was surely faster than XLA."""
+        return self.xla_us is not None and (self.time_us is None or self.xla_us < SURE * self.time_us)
 
     @property
     def why(self) -> str:

@@ -18,9 +18,11 @@ from cutjax.kernels.problem import Problem
 from cutjax.runtime.launch import Call
 
 PASS_US = 2.0  # of a conversion, beside moving its bytes
-# Up to so many rows XLA multiplies in a fusion of its own that converts what it reads, at so much of the memory's
-# bandwidth. Not measured yet.
-FUSED_ROWS, FUSED_SHARE = 64, 0.6
+PASS_SHARE = 0.52  # of the memory's bandwidth, at which XLA converts 8 bits to 16
+# Where XLA multiplies in a fusion of its own that converts what it reads, the shares of the memory's bandwidth and of
+# the tensor cores' rate that it reaches. These and that: 1 to 4096 rows by weights of int8 and float8_e4m3fn, 8192 x
+# 8192 and 4096 x 14336, on an H200.
+FUSED_BYTES, FUSED_FLOPS = 0.65, 0.8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,7 +91,7 @@ def pass_us(problem: Problem, device: Device) -> float:
     """Returns what converting each b takes: it is read, and written in a's dtype."""
     matrices = problem.products * math.prod(problem.b_batch) * (problem.groups if problem.ragged == "m" else 1)
     moved = problem.k * problem.n * matrices * (problem.a_dtype.itemsize + problem.b_dtype.itemsize)
-    return PASS_US * problem.products + 1e6 * moved / device.bytes_per_second
+    return PASS_US * problem.products + 1e6 * moved / (PASS_SHARE * device.bytes_per_second)
 
 
 def xla_us(problem: Problem, wide: Kernel | None, device: Device) -> float | None:
@@ -97,7 +99,6 @@ def xla_us(problem: Problem, wide: Kernel | None, device: Device) -> float | Non
     of_wide = None if wide is None else wide.xla_us(device)
     if of_wide is None:
         return None
-    apart = of_wide + pass_us(problem, device)
-    if problem.m > FUSED_ROWS:
-        return apart
-    return min(apart, PASS_US + 1e6 * problem.bytes / (FUSED_SHARE * device.bytes_per_second))
+    fused_us = PASS_US + 1e6 * problem.bytes / (FUSED_BYTES * device.bytes_per_second)
+    fused_us += 1e6 * problem.flops / (FUSED_FLOPS * device.peak(problem.a_dtype))
+    return min(of_wide + pass_us(problem, device), fused_us)

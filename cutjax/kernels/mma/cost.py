@@ -23,6 +23,7 @@ class Fit:
       reads: how much longer a warp multiplies for each word of fragments that it reads for a word of products.
       block: microseconds that each block of k takes beside multiplying: a barrier, and the loads' instructions.
       warps: the exponent with which fewer than 8 warps on an SM are slower.
+      shared: how much longer an SM multiplies for several blocks than for one.
       l2: bytes a nanosecond that enter one SM.
       narrow: how much longer loads of less than 16 bytes take, for each time that their size is halved.
       tile: microseconds that storing 128 x 128 results of 16 bits takes.
@@ -35,6 +36,7 @@ class Fit:
     reads: float = 0.99
     block: float = 0.06
     warps: float = 0.55
+    shared: float = 0.0
     l2: float = 92
     narrow: float = 0.94
     tile: float = 1.08
@@ -48,8 +50,9 @@ FIT = Fit()
 # By the file that multiplies: fitted to 20 kernels of float64 and complex128, 29 of float32 and complex64, and 4 of
 # complex64 by TF32, of 4096 and 8192 cubed and smaller, on an H200.
 FITS = {
-    "fma": dataclasses.replace(FIT, peak=0.94, reads=0.03, warps=0.8),
-    "double": dataclasses.replace(FIT, peak=1.23, reads=0.085, block=0.033),
+    "fma": dataclasses.replace(FIT, peak=0.94, reads=0.03, warps=0.8, shared=0.06),
+    "double": dataclasses.replace(FIT, peak=1.23, reads=0.085, block=0.033, shared=0.02),
+    "decode": dataclasses.replace(FIT, peak=1.63),  # 8 kernels of int8 and float8 beside bfloat16, 64 and 256 rows
     "double tf32": dataclasses.replace(FIT, peak=0.62, reads=0.12, block=0.028),
 }
 SM90_SHARE = 0.67  # of the tensor cores' rate, which is wgmma's, that mma.sync reaches from sm_90 to sm_103
@@ -103,7 +106,7 @@ def _wave(kernel: Kernel, device: Device, blocks: int, k_blocks: int, rate: floa
     """Returns the time of one wave where each SM has so many blocks."""
     p, c = kernel.problem, kernel.config
     share = fit.peak / (1 + fit.reads * (32 / c.wm + 32 / c.wn))
-    share *= min(1.0, blocks * c.threads / 256) ** fit.warps
+    share *= min(1.0, blocks * c.threads / 256) ** fit.warps / (1 + fit.shared * (blocks > 1))
     multiply = 2 * c.bm * c.bn * c.bk * p.products * kernel.math.instructions / (rate / device.sms / 1e6 * share)
     load = (c.bm * p.a_dtype.itemsize + p.products * c.bn * p.b_dtype.itemsize) * c.bk / fit.l2 / 1e3
     load *= 1 + fit.narrow * math.log2(16 / min(kernel.units))

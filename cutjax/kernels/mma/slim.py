@@ -105,7 +105,7 @@ def _configs(problem: Problem, swap: bool) -> Iterator[Config]:
 def predict(kernel: Kernel, device: Device) -> float:
     """Returns the predicted microseconds of one launch: of the bytes, as many as are in flight, or of the arithmetic.
 
-    Not fitted yet: the numbers are the hardware's.
+    The numbers are the hardware's, but for decoding.
     """
     p, c = kernel.multiplied, kernel.config
     latency, l2, launch = 0.9, 92.0, 1.5  # us; bytes a nanosecond that enter one SM; us
@@ -123,7 +123,8 @@ def predict(kernel: Kernel, device: Device) -> float:
         return math.inf
     of_tile = p.products * c.bn * k
     waves = math.ceil(tiles / (device.sms * resident)) * resident
-    multiply = waves * of_tile * (2 * c.bm + 3) / (rate / device.sms / 1e6)
+    decoding = 3 if p.narrow else 1  # times as long: 8 kernels of int8 and float8 beside bfloat16
+    multiply = waves * of_tile * (2 * c.bm + 3) * decoding / (rate / device.sms / 1e6)
     load = waves * of_tile * size / l2 / 1e3 * narrow
     end = waves * 0.3 + latency
     return launch + max(memory, multiply, load) + end + parts_us(p, c.splits)

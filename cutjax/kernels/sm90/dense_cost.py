@@ -44,6 +44,7 @@ class Constants:
       start, element: microseconds of an epilogue, and of each 32768 accumulators.
       fused: what the latter takes more for each instruction of an epilogue.
       turned: the part of that which a kernel of the transposed result does not take.
+      few_rows: what a product of few rows adds to all but the launch.
       exposed, twin, last: the parts of an epilogue that ping-pong, and two blocks on an SM, do not hide, and that the
         last tile costs where two warpgroups share it.
       threads, transposed: what stores without TMA, and transposed ones, add to it.
@@ -54,7 +55,8 @@ class Constants:
       large: what large tiles add to the time of memory.
       power: the exponent with which computing, L2 and memory add up.
       launch: microseconds of a launch.
-      exchange, exchanged: microseconds, and bytes a nanosecond, of accumulators through distributed shared memory.
+      exchange, exchanged: microseconds, and bytes a nanosecond, of accumulators through distributed shared memory; of a
+        product of few rows for each 128 rows of a tile.
       join, joined: the same of tiles in parts through memory.
       apart: how much of what tiles in parts load comes from memory, as their neighbours are elsewhere in k.
       sum, summed: microseconds, and bytes in 1000 a nanosecond, of adding up splits.
@@ -105,6 +107,7 @@ class Constants:
     summed: float
     fused: float
     turned: float
+    few_rows: float
 
 
 # On an H200: benchmarks/results/sweeps/models-h200.json.
@@ -154,6 +157,7 @@ CONSTANTS = Constants(
     summed=11.61,
     fused=0.311,  # this and the next: 143 fused products, benchmarks/results/experiments/fused-sweep-h200.json
     turned=0.326,
+    few_rows=0.07,  # this and XLA's time of them: 125 products of salts report12 to report20
 )
 
 
@@ -179,6 +183,7 @@ class Features:
       b_short: how many more times than 1 its rows in shared memory are shorter than 64 elements.
       ragged, pitch, threads, swap: of the result.
       fused: instructions of the epilogue, an accumulator; 0 of the identity.
+      few_rows: it is a product of up to 64 rows.
       reads, result, asked: bytes of the operands, of the results the kernel writes, and of those asked.
       copied, copies: bytes read and written, and number, of operands copied before the launch.
     """
@@ -215,6 +220,7 @@ class Features:
     threads: Any
     swap: Any
     fused: Any
+    few_rows: Any
     reads: Any
     result: Any
     asked: Any
@@ -270,6 +276,7 @@ def features(kernel: Kernel, device: Device) -> Features:
         threads=0 if result_row % 16 == 0 else 1 if result_row % 4 == 0 else PAIRLESS,
         swap=c.swap,
         fused=_instructions(kernel),
+        few_rows=_few_rows(kernel.asked),
         reads=(p.bytes - p.result_bytes) * kernel.way.parts,
         result=p.result_bytes,
         asked=kernel.asked.bytes - kernel.problem.bytes + 2 * p.result_bytes,
@@ -332,7 +339,9 @@ def time_us(
     all_waves = waves + (ceil(waves) - waves) * c.even
     whole = maximum(all_waves - 1, 0.0) * wave + mainloop + last
     in_parts = waves * wave + last + c.join + 8 * f.bm * f.bn / (c.joined * 1e3)
-    exchange = c.exchange + (f.cluster_k - 1) / f.cluster_k * 4 * f.bm * f.bn / (c.exchanged * 1e3)
+    exchange = c.exchange * (1 + f.few_rows * (f.bm / 128 - 1)) + (f.cluster_k - 1) / f.cluster_k * 4 * f.bm * f.bn / (
+        c.exchanged * 1e3
+    )
     compute = (1 - f.stream) * whole + f.stream * in_parts + c.cluster * f.multicasts
     compute = compute + (f.cluster_k > 1) * ceil(waves) * exchange
 
@@ -343,7 +352,8 @@ def time_us(
     streamed = (waves - maximum(waves // 1 - 1, 0.0)) / waves  # the part of the tiles
     memory = (memory + f.stream * c.apart * streamed * all_loaded / 4.3) / (1e6 * f.speed)
     l2 = all_loaded / (c.l2 * 1e3)
-    us = (compute**c.power + memory**c.power + l2**c.power) ** (1 / c.power) + c.launch
+    us = (compute**c.power + memory**c.power + l2**c.power) ** (1 / c.power)
+    us = c.launch + us * (1 + c.few_rows * f.few_rows)
     us = us + (f.splits > 1) * (c.sum + (f.splits * f.result + f.asked) / (c.summed * 1e6 * f.speed))
     return us + _copies_us(f)
 
@@ -391,8 +401,10 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
     padded = time_us(f, CONSTANTS)
     if f.copies and p.batch_size == 1:
         return _xla_of_unaligned_us(p, device, padded)
-    ours = padded - _copies_us(f)
     odd = p.n * p.a_dtype.itemsize % 16 != 0
+    if f.few_rows and not odd and p.n * p.k >= LEAST_WEIGHTS:
+        return _xla_of_few_rows_us(p, device)
+    ours = padded - _copies_us(f)
     unaligned = bool(f.copies or odd)
     flop_us, byte_us = 1e6 * p.flops / device.peak(p.a_dtype), 1e6 * p.bytes / device.bytes_per_second
     multiplies = flop_us / (flop_us + byte_us)
@@ -444,6 +456,23 @@ def _xla_of_unaligned_us(p: Problem, device: Device, padded_us: float) -> float:
     waves = math.ceil(tiles / device.sms) * device.sms / tiles
     multiplied_us = 2 + math.hypot(slower * flop_us * waves, 1.6 * byte_us)
     return multiplied_us if tiles >= device.sms else min(multiplied_us, padded_us)
+
+
+LEAST_WEIGHTS = 1 << 16  # elements: of the smallest products of few rows that were measured
+
+
+def _few_rows(p: Problem) -> bool:
+    """True of a product that decodes a few tokens: it takes as long as reading the weights."""
+    return p.m <= 64 and p.layout[0] == "n" and p.batch_size == 1 and not p.ragged and not p.symmetric
+
+
+def _xla_of_few_rows_us(p: Problem, device: Device) -> float:
+    """Returns the time of XLA's product of up to 64 rows: of the bytes, of dividing k, and of rows that are multiplied.
+
+    Fitted to 125 products of salts report12 to report20; off by 8%, and 2% less: a kernel as fast gains nothing.
+    """
+    byte_us = 1e6 * p.bytes / device.bytes_per_second
+    return 1.99 + (0.902 + 1.6e-3 * p.m) * byte_us + (2.32 + 0.043 * p.m) * byte_us / (byte_us + 0.37)
 
 
 # XLA's products of float32 and int8: how long they multiply, in units of those by TF32 at the device's rate, and
