@@ -22,6 +22,7 @@ from benchmarks.ops import (
     fused,
     gemm,
     grouped,
+    mma_parts,
     models,
     moe,
     programs,
@@ -31,7 +32,22 @@ from benchmarks.ops import (
 )
 from benchmarks.suite import Run, Suite
 
-_MODULES = (gemm, wide, dtypes, fused, grouped, moe, syrk, models, programs, sharded, collective, compile_cost, calls)
+_MODULES = (
+    gemm,
+    wide,
+    dtypes,
+    fused,
+    grouped,
+    moe,
+    syrk,
+    models,
+    programs,
+    sharded,
+    collective,
+    compile_cost,
+    calls,
+    mma_parts,
+)
 SUITES = {module.SUITE.name: module.SUITE for module in _MODULES}
 
 

@@ -1,0 +1,147 @@
+"""What parts of the mma family's kernels are worth: ``python -m benchmarks.run --op mma_parts``.
+
+Each kernel as it ships, and without one of its parts, which a change of its text takes away; in turns, on equal inputs.
+The results must be the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+import cutjax
+from benchmarks import timing
+from benchmarks.measure import OPTIONS
+from benchmarks.report import Figures, Row
+from benchmarks.suite import Run, Suite
+from cutjax.kernels.mma import family
+from cutjax.kernels.mma.kernel import Kernel
+from cutjax.kernels.problem import Problem
+from cutjax.primitives.accumulators import accumulator
+from cutjax.runtime import sources
+
+REPS = 12
+# By part: what is written in a file of ffi/device, and what is there without it.
+PARTS: dict[str, tuple[tuple[str, str], ...]] = {
+    "permuted units": (
+        ("return swizzle<SPAN>(offset);", "return offset;"),
+        ("return offset ^ (line & 2) << 4 ^ (SPAN == 128 ? (line & 1) << 6 : 0);", "return offset;"),
+    ),
+    "serpentine order": (("int i = j % 2 ? M_FRAGMENTS - 1 - step : step;", "int i = step;"),),
+    "two sets of fragments": (
+        (
+            "    if constexpr (S < LOADED_IN) loads.load<S, LOADED_IN>(write);\n",
+            "    multiplier.load(x[S % 2], read, read + TileA::BYTES, warp.slice * SLICES + S);\n"
+            "    if constexpr (S < LOADED_IN) loads.load<S, LOADED_IN>(write);\n",
+        ),
+        ("    if (S < SLICES - 1 || !last)\n", "    if (false)\n"),
+        (
+            "multiplier.load(x[(t + 1) % 2], tile_a, tiles_b, warp.slice * SLICES + t + 1);",
+            "multiplier.load(x[t % 2], tile_a, tiles_b, warp.slice * SLICES + t);",
+        ),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cube:
+    """A product of three equal sizes.
+
+    Attributes:
+      size: m, n and k.
+      layout: as gemm's.
+      dtype: of the operands.
+      math: how float32 is multiplied by default, as of the problem.
+    """
+
+    size: int
+    layout: str
+    dtype: str
+    math: str = ""
+    tags: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """E.g. ``4096 nn bfloat16``."""
+        return f"{self.size} {self.layout} {self.dtype}" + (f" by {self.math}" if self.math else "")
+
+    def kernel(self) -> Kernel:
+        """Returns the kernel that the family's model expects to be the fastest."""
+        dtype, sizes = jnp.dtype(self.dtype), (self.size, self.size, self.size, self.layout)
+        problem = Problem(*sizes, dtype, dtype, accumulator(dtype), math=self.math)
+        kernels = [family.resolve(problem, config) for config in family.configs(problem)]
+        found = [kernel for kernel in kernels if isinstance(kernel, Kernel)]
+        return min(found, key=lambda kernel: kernel.time_us(problem.device))
+
+    def inputs(self, seed: int) -> tuple[jax.Array, jax.Array]:
+        """Random normal operands, integers 32 times as large."""
+        keys, dtype = jax.random.split(jax.random.key(seed, impl="rbg")), jnp.dtype(self.dtype)
+        whole = jnp.issubdtype(dtype, jnp.integer)
+        draw = [jax.random.normal(k, (self.size, self.size), jnp.float32 if whole else dtype) for k in keys]
+        return tuple((32 * x if whole else x).astype(dtype) for x in draw)
+
+
+@contextlib.contextmanager
+def without(part: str) -> Iterator[None]:
+    """Takes a part out of the text of kernels; "" is none."""
+    read = sources._file
+
+    def changed(name: str) -> str:
+        text = read(name)
+        for shipped, other in PARTS.get(part, ()):
+            text = text.replace(shipped, other)
+        return text
+
+    with mock.patch.object(sources, "_file", changed):
+        yield
+
+
+def compile_forms(cube: Cube) -> dict[str, Callable[..., Any]]:
+    """Returns the compiled functions: as it ships "", and by the part that is left out."""
+    args, config = jax.eval_shape(cube.inputs, 0), cube.kernel().config
+    found = {}
+    for part in ("", *PARTS):
+        function = functools.partial(cutjax.gemm, layout=cube.layout, config=config, backend="cuda")
+        with without(part):
+            found[part] = jax.jit(function, compiler_options=OPTIONS).lower(*args).compile()
+    return found
+
+
+def measure(cube: Cube, run: Run) -> list[Row]:
+    """Compares the results, then times all forms in turns."""
+    functions = compile_forms(cube)
+    sets = timing.input_sets(cube.inputs)
+    times = timing.measure(functions, sets, REPS, run.method)
+    shipped, rows = functions[""](*sets[0]), []
+    for part in PARTS:
+        same = bool(jnp.array_equal(functions[part](*sets[0]), shipped))
+        whole, without = times[""], times[part]
+        rows.append(
+            Row(
+                f"{cube.name} {part}",
+                kernel=" + ".join(whole.kernels),
+                us=whole.us,
+                iqr_us=whole.iqr_us,
+                ratios={"without": without.us / whole.us},
+                peers={"without": Figures(without.us, without.iqr_us)},
+                failure="" if same else "the results differ",
+            )
+        )
+    return rows
+
+
+CASES = (
+    Cube(4096, "nn", "bfloat16"),
+    Cube(4096, "nt", "bfloat16"),
+    Cube(4096, "nn", "int8"),
+    Cube(4096, "nt", "float32", math="tf32"),
+    Cube(4096, "nn", "float64"),
+)
+SUITE = Suite("mma_parts", CASES, measure=measure, clocks=("cupti",), x64=True)

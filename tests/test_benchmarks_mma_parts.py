@@ -1,0 +1,27 @@
+"""Kernels without one of their parts: the text that is taken away is there, and what is left compiles."""
+
+import jax
+import pytest
+
+from benchmarks.ops import mma_parts
+from cutjax.runtime import compiler, sources
+
+DEVICE = sources.DEVICE.parents[1] / "ffi" / "device"
+
+
+@pytest.mark.parametrize("part", mma_parts.PARTS)
+def test_parts_are_in_the_text(part):
+    texts = [path.read_text() for path in DEVICE.glob("*/*.cuh")]
+    for shipped, _ in mma_parts.PARTS[part]:
+        assert any(shipped in text for text in texts), shipped
+
+
+@pytest.mark.parametrize("cube", mma_parts.CASES, ids=lambda cube: cube.name)
+def test_kernels_are_others_without_a_part(cube):
+    with jax.enable_x64(True):
+        kernel = cube.kernel()
+        codes = set()
+        for part in ("", *mma_parts.PARTS):
+            with mma_parts.without(part):
+                codes.add(compiler.compile_kernel(kernel.source, name=kernel.name, arch="sm_90").image)
+    assert len(codes) == 1 + len(mma_parts.PARTS)
