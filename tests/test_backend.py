@@ -14,7 +14,7 @@ import cutjax
 from cutjax.binding import lowering
 from cutjax.runtime import compiler
 
-X = jnp.ones((16, 16), jnp.bfloat16)
+X = jnp.ones((128, 128), jnp.bfloat16)
 LAUNCH = "stablehlo.custom_call @cutjax_launch"
 
 

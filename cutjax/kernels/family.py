@@ -65,7 +65,7 @@ class Family(Protocol):
 
     @property
     def fallback(self) -> bool:
-        """True if it only has problems that no other family serves, unless a kernel of it is pinned."""
+        """True if it only has problems that no other family serves, and small ones, unless a kernel of it is pinned."""
         ...
 
     def reasons(self, problem: Problem) -> tuple[str, ...]:

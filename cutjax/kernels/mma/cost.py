@@ -65,6 +65,7 @@ XLA_FLOPS = {
     "complex64 tf32": 57.8e12,
     "complex128": 16.9e12,
 }
+XLA_SMALL_US = 0.68  # that an SM takes for each of many products in FMA: 4096 of 32 x 32 x 32
 XLA_HAS_NONE = ("int16", "uint16", "int32", "uint32", "int64", "uint64")
 COPY_US = 2.0  # of a copy that XLA makes before the launch, beside moving its bytes
 
@@ -132,4 +133,5 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
     product = p.m * p.n * p.batch_size * p.products * p.accumulator.itemsize
     moved = p.bare.bytes if p.plain else p.bare.bytes + product + p.bytes
     passes = 1 if p.plain else 1 + p.products
-    return 2.0 * passes + max(1e6 * p.flops / rate, 1e6 * moved / device.bytes_per_second)
+    small_us = XLA_SMALL_US * p.batch_size * p.products / device.sms if kernel.math.fragments == "fma" else 0.0
+    return 2.0 * passes + max(1e6 * p.flops / rate, 1e6 * moved / device.bytes_per_second, small_us)

@@ -432,7 +432,9 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
         "walked": f.copies > 0 and any(p.orders),
     }
     weights = XLA if p.batch_size == 1 else XLA_BATCHED
-    return ours * math.exp(sum(weight * true[name] for name, weight in weights.items())) + _transposes_us(p, device)
+    us = ours * math.exp(sum(weight * true[name] for name, weight in weights.items())) + _transposes_us(p, device)
+    # One block of k, in a Triton kernel as fast as a copy: 1500 x 256 x 40.
+    return us if p.k >= 64 or p.batch_size > 1 else min(us, 2 + byte_us)
 
 
 # Where operands have rows of no whole 16 bytes, XLA's autotuner takes kernels of Triton: how much longer than at the
