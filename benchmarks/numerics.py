@@ -19,6 +19,7 @@ from jax import lax
 import cutjax
 from benchmarks import report
 from cutjax.dot_precision import accumulator
+from cutjax.tuning.measure import parallel
 
 M, N, K = 512, 384, 2048
 ROWS = slice(3, None, 17)  # those compared: some of each tile, on every lane's place
@@ -153,8 +154,8 @@ def measure_all(dtypes: Iterable[str]) -> list[dict[str, Any]]:
         for kind in INPUTS:
             a, b = inputs(kind, np.dtype(dtype))
             arrays[kind] = (jnp.asarray(a), jnp.asarray(b), *reference(a, b))
-        for name in NAMES:
-            rows += measure(dtype, name, arrays)
+        of_dtype = functools.partial(measure, dtype, arrays=arrays)
+        rows += [row for found in parallel(of_dtype, NAMES) for row in found]
     return rows
 
 
