@@ -13,8 +13,10 @@ import pytest
 from checks import close, integers, mesh_of, normal, run_docstring, same, scaled
 from jax import lax
 from jax.ad_checkpoint import checkpoint_policies
+from jax.extend.core import Literal
 
 import cutjax
+from cutjax.binding import lowering
 from cutjax.ops import links
 
 P = jax.P
@@ -210,6 +212,56 @@ def test_pieces_are_sent_beside_products():
     assert collectives(jax.grad(squares(f), (0, 1, 2)), X, W, V) == {"all-gather": 8, "reduce-scatter": 8}
     odd = over(gather(route="pieces"), (ROWS, COLUMNS), COLUMNS)
     assert collectives(odd, X[:12], W) == {"all-gather": 1}  # rows of a device that 4 and 2 do not divide
+
+
+def awaited(f, *args):
+    """For each collective, in order, how many products it waits for."""
+    found = []
+
+    def walk(jaxpr, given):
+        known = dict(zip(jaxpr.invars, given, strict=True))
+        for eqn in jaxpr.eqns:
+            before = [known.get(x, frozenset()) for x in eqn.invars if not isinstance(x, Literal)]
+            waits = frozenset().union(*before)
+            inner = [eqn.params.get(name) for name in ("jaxpr", "call_jaxpr")]
+            inner = next((getattr(x, "jaxpr", x) for x in inner if x is not None), None)
+            if eqn.primitive in lowering.choosers:
+                waits |= {eqn.outvars[0]}
+            if eqn.primitive.name in ("all_gather", "reduce_scatter"):
+                found.append((eqn.primitive.name, len(waits)))
+            if inner is not None and len(inner.invars) == len(eqn.invars):
+                given = [frozenset() if isinstance(x, Literal) else known.get(x, frozenset()) for x in eqn.invars]
+                known |= dict(zip(eqn.outvars, walk(inner, given), strict=True))
+            elif eqn.primitive.name == "optimization_barrier" or inner is None:
+                known |= dict.fromkeys(eqn.outvars, waits)
+        return [known.get(x, frozenset()) if not isinstance(x, Literal) else frozenset() for x in jaxpr.outvars]
+
+    closed = jax.make_jaxpr(f)(*args)
+    walk(closed.jaxpr, [frozenset()] * len(closed.jaxpr.invars))
+    return found
+
+
+@pytest.mark.parametrize("epilogue", [None, jax.nn.gelu], ids=["plain", "gelu"])
+def test_a_piece_is_gathered_beside_the_product_of_the_one_before(epilogue):
+    """XLA gathers what waits for no product before all of them."""
+    f = over(gather(route="pieces", epilogue=epilogue), (ROWS, COLUMNS), COLUMNS)
+    assert awaited(f, X, W) == [("all_gather", n) for n in (0, 0, 1, 2)]
+    g = over(scatter(route="pieces"), (COLUMNS, ROWS), ROWS)
+    assert [n for _, n in awaited(g, X @ W, V)] == [1, 2, 3, 4]
+    h = over(functools.partial(mlp, route="pieces"), (ROWS, COLUMNS, ROWS), ROWS)
+    assert awaited(h, X, W, V)[:4] == [("all_gather", n) for n in (0, 0, 1, 2)]
+    if epilogue is None:
+        assert awaited(jax.grad(squares(f), (0, 1)), X, W)[:4] == [("all_gather", n) for n in (0, 0, 1, 2)]
+    assert awaited(jax.grad(squares(h), (0, 1, 2)), X, W, V)[:4] == [("all_gather", n) for n in (0, 0, 1, 2)]
+
+
+def test_parts_of_sums_are_computed_as_they_travel():
+    """No pass rounds them after the product, where none of them stays on the device."""
+    x, v = (X @ W).astype(jnp.bfloat16), V.astype(jnp.bfloat16)
+    for route, dtype in (("whole", "bf16"), ("pieces", "bf16"), ("direct", "f32")):
+        f = over(scatter(route=route, reduce_dtype=jnp.bfloat16), (COLUMNS, ROWS), ROWS)
+        rows = cutjax.explain(f, platform="cuda")(x, v).rows
+        assert {str(row.choice.problem).split("-> ")[1].split()[0] for row in rows} == {dtype}
 
 
 def test_products_beside_transfers_take_a_tile_a_block():

@@ -115,23 +115,22 @@ def check_rows(epilogue: Epilogue, where: str) -> None:
 def gathered(spec: Gathered, x: jax.Array, ws: Any, operands: Any) -> list[list[jax.Array]]:
     """Returns the results of the epilogue for each chunk."""
     bind = lambda chunk, mine: spec.bind(spec.epilogue, chunk, ws, mine)  # noqa: E731
-    return spec.ring.paced(bind, spec.ring.gather(x, spec.rows), operands)
+    return spec.ring.arriving(bind, x, spec.rows, operands)[1]
 
 
 def _gathered_jvp(spec: Gathered, primals: Any, tangents: Any) -> Any:
     x, ws, operands = primals
     x_dot, w_dots, operand_dots = without_zeros(tangents)
-    xs = [checkpoint_name(chunk, GATHERED) for chunk in spec.ring.gather(x, spec.rows)]
     epilogue = spec.epilogue
+    of = (lambda chunk: spec.bind(epilogue, chunk, ws, ())) if epilogue.plain else lambda chunk: chunk
+    xs, plain_outs = spec.ring.arriving(of, x, spec.rows, keep=named)
     plain = np.dtype(epilogue.outputs[0].dtype) if epilogue.plain else derivative.saved_dtype(epilogue, x.dtype)
     acc_dots = spec.tangents(xs, ws, x_dot, w_dots, plain)
-
-    def one(chunk: Any, mine: Any, acc_dot: Any, dot: Any) -> tuple[Any, Any]:
-        if epilogue.plain:
-            return spec.bind(epilogue, chunk, ws, ()), acc_dot
-        return _one(spec, chunk, ws, mine, acc_dot, dot)
-
-    found = spec.ring.paced(one, xs, operands, acc_dots, operand_dots, until=lambda each: each[0])
+    if epilogue.plain:
+        found = list(zip(plain_outs, acc_dots, strict=True))
+    else:
+        one = functools.partial(_one, spec)
+        found = spec.ring.paced(one, xs, [ws] * len(xs), operands, acc_dots, operand_dots, until=lambda each: each[0])
     outs = [results for results, _ in found]
     dots = [[zeros(x) if is_none(d) else d for x, d in zip(*each, strict=True)] for each in found]
     return outs, dots
@@ -154,6 +153,11 @@ def _one(spec: Gathered, x: jax.Array, ws: Any, operands: Any, acc_dots: Any, op
 
 
 gathered.defjvp(_gathered_jvp, symbolic_zeros=True)
+
+
+def named(chunk: jax.Array) -> jax.Array:
+    """Returns the rows that were gathered as ``jax.checkpoint`` policies see them."""
+    return checkpoint_name(chunk, GATHERED)
 
 
 def without_zeros(tangents: Any) -> Any:
@@ -193,7 +197,8 @@ class Scattered:
 def scattered(spec: Scattered, xs: Any, w: jax.Array) -> jax.Array:
     """Returns this device's rows of the sum, in the accumulators' dtype."""
     params = {"precision": spec.precision, "backend": spec.backend, "config": spec.config}
-    of = lambda x: multiply(spec.product, x, w, out_dtype=spec.dtype, **params)  # noqa: E731
+    dtype = spec.ring.part_dtype(spec.dtype, spec.travel)
+    of = lambda x: multiply(spec.product, x, w, out_dtype=dtype, **params)  # noqa: E731
     return spec.ring.scatter(spec.ring.paced(of, xs[::-1])[::-1], spec.travel)
 
 
@@ -246,12 +251,13 @@ def overlapped(spec: Overlapped, x: jax.Array, ws: Any, w2: jax.Array, operands:
     """Returns this device's rows, in the accumulators' dtype."""
     first = spec.first
     bind = lambda chunk, mine: first.bind(first.epilogue, chunk, ws, mine)  # noqa: E731
-    hs = spec.ring.paced(bind, spec.ring.gather(x), operands)
+    _, hs = spec.ring.arriving(bind, x, -2, operands)
     return _summed(spec, [h for (h,) in hs], w2)
 
 
 def _summed(spec: Overlapped, hs: Sequence[jax.Array], w2: jax.Array) -> jax.Array:
-    parts = spec.ring.paced(lambda h: spec.chain.second(h, w2, ()), hs[::-1])
+    chain = dataclasses.replace(spec.chain, out_dtype=spec.ring.part_dtype(spec.chain.out_dtype, spec.travel))
+    parts = spec.ring.paced(lambda h: chain.second(h, w2, ()), hs[::-1])
     return spec.ring.scatter(parts[::-1], spec.travel)
 
 
@@ -263,22 +269,16 @@ def _overlapped_jvp(spec: Overlapped, primals: Any, tangents: Any) -> tuple[jax.
     narrow = cotangents_dtype(x.dtype)
     chain = dataclasses.replace(spec.chain, out_dtype=narrow)
     dtype = derivative.saved_dtype(hidden, x.dtype)
-    xs = [checkpoint_name(chunk, GATHERED) for chunk in spec.ring.gather(x)]
-    acc_dots = first.tangents(xs, ws, x_dot, w_dots, dtype)
-    acc = first.accumulator(xs[0], ws)
+    acc_moves = tuple(x_dot is not None or w_dot is not None for w_dot in w_dots)
 
-    def forward(xs: Any, ws: Any, operands: Any) -> tuple[list[jax.Array], list[Any]]:
-        def one(chunk: Any, mine: Any, *dots: Any) -> tuple[jax.Array, list[Any]]:
-            moves = derivative.moving(dots[0]), derivative.moving(dots[1])
-            needed = derivative.accumulators_needed(hidden, *moves)
-            traced = derivative.differentiated(hidden, acc, mine, *moves)
-            extended, places = derivative.with_accumulators(traced.epilogue, needed, dtype)
-            outs = first.bind(extended, chunk, ws, traced.operands)
-            kept = [None if i is None else checkpoint_name(outs[i], derivative.PREACTIVATION) for i in places]
-            return checkpoint_name(outs[0], HIDDEN), kept
-
-        hs, kept = zip(*spec.ring.paced(one, xs, operands, acc_dots, operand_dots), strict=True)
-        return list(hs), list(kept)
+    def one(ws: Any, chunk: Any, mine: Any, dots: Any) -> tuple[jax.Array, list[Any]]:
+        moves, acc = (acc_moves, derivative.moving(dots)), first.accumulator(chunk, ws)
+        needed = derivative.accumulators_needed(hidden, *moves)
+        traced = derivative.differentiated(hidden, acc, mine, *moves)
+        extended, places = derivative.with_accumulators(traced.epilogue, needed, dtype)
+        outs = first.bind(extended, chunk, ws, traced.operands)
+        kept = [None if i is None else checkpoint_name(outs[i], derivative.PREACTIVATION) for i in places]
+        return checkpoint_name(outs[0], HIDDEN), kept
 
     def terms(hs: Any, kept: Any, w2: Any, operands: Any, acc_dots: Any, operand_dots: Any, w2_dot: Any) -> list[Any]:
         found: list[Any] = [None] * len(hs)
@@ -290,14 +290,18 @@ def _overlapped_jvp(spec: Overlapped, primals: Any, tangents: Any) -> tuple[jax.
         return found
 
     if spec.chain.save == "recompute":
-        out = overlapped(spec, x, ws, w2, operands)
+        xs, out = list(map(named, spec.ring.gather(x))), overlapped(spec, x, ws, w2, operands)
+        acc_dots = first.tangents(xs, ws, x_dot, w_dots, dtype)
 
         def again(xs: Any, ws: Any, w2: Any, operands: Any, *dots: Any) -> list[Any]:
-            return terms(*forward(xs, ws, operands), w2, operands, *dots)
+            hs, kept = zip(*spec.ring.paced(functools.partial(one, ws), xs, operands, operand_dots), strict=True)
+            return terms(hs, kept, w2, operands, *dots)
 
         found = jax.checkpoint(again)(xs, ws, w2, operands, acc_dots, operand_dots, w2_dot)
     else:
-        hs, kept = forward(xs, ws, operands)
+        xs, found = spec.ring.arriving(functools.partial(one, ws), x, -2, operands, operand_dots, keep=named)
+        acc_dots = first.tangents(xs, ws, x_dot, w_dots, dtype)
+        hs, kept = zip(*found, strict=True)
         out = _summed(spec, hs, w2)
         found = terms(hs, kept, w2, operands, acc_dots, operand_dots, w2_dot)
     if all(term is None for term in found):

@@ -113,22 +113,40 @@ class Ring:
         return x if self.axis in varying_axes(jax.typeof(x)) else lax.pcast(x, self.axis, to="varying")
 
     def gather(self, x: jax.Array, rows: int = -2) -> list[jax.Array]:
-        """Returns the shares of all devices, in the order of the ring; ``rows`` is the axis that they are parts of.
-
-        One piece is gathered after another: XLA would make one collective of those that do not wait for each other.
-        """
+        """Returns the shares of all devices, in the order of the ring; ``rows`` is the axis that they are parts of."""
         if self.route in ("whole", "pieces"):
-            found, at = [], x.ndim + rows
-            for piece in lax.split(self.varying(x), [x.shape[at] // self.chunks] * self.chunks, at):
-                if found:
-                    piece, found[-1] = lax.optimization_barrier((piece, found[-1]))
-                found.append(lax.all_gather(piece, self.axis, axis=at, tiled=True))
-            return found
+            return self.arriving(lambda chunk: chunk, x, rows)[0]
         found = {0: self.varying(x)}
         for s in self.shifts[1:]:
             one = 1 if s > 0 else -1
             found[s] = self._moved(found[0], -s) if self.route == "direct" else self._moved(found[s - one], -one)
         return list(found.values())
+
+    def arriving(
+        self,
+        f: Callable[..., Any],
+        x: jax.Array,
+        rows: int,
+        *others: Sequence[Any],
+        keep: Callable[[jax.Array], jax.Array] = lambda chunk: chunk,
+    ) -> tuple[list[jax.Array], list[Any]]:
+        """Returns the shares as ``gather`` does, each through ``keep``, and a function of each and of its others.
+
+        One piece is gathered after another: XLA would make one collective of those that do not wait for each other. And
+        it is gathered when the function of the last but one is computed, so beside that of the last: XLA, which does
+        not know how long kernels take, gathers all pieces first where it may.
+        """
+        if self.route not in ("whole", "pieces"):
+            chunks = list(map(keep, self.gather(x, rows)))
+            return chunks, self.paced(f, chunks, *others)
+        chunks, found, at = [], [], x.ndim + rows
+        pieces = lax.split(self.varying(x), [x.shape[at] // self.chunks] * self.chunks, at)
+        for i, (piece, *rest) in enumerate(zip(pieces, *others, strict=True)):
+            if i:
+                piece, *_ = lax.optimization_barrier((piece, chunks[-1], *found[max(i - 2, 0) : i - 1]))
+            chunks.append(keep(lax.all_gather(piece, self.axis, axis=at, tiled=True)))
+            found.append(f(chunks[-1], *rest))
+        return chunks, found
 
     def paced(
         self, f: Callable[..., Any], chunks: Sequence[jax.Array], *others: Sequence[Any], until: Any = lambda out: out
@@ -144,6 +162,10 @@ class Ring:
             if self.route == "pieces" and i + 1 < len(chunks):
                 chunks[i + 1], _ = lax.optimization_barrier((chunks[i + 1], until(found[i])))
         return found
+
+    def part_dtype(self, wide: np.dtype, travel: np.dtype) -> np.dtype:
+        """Returns the dtype of the parts of sums that ``scatter`` takes: as they travel, where none stays here."""
+        return travel if self.route in ("whole", "pieces") else wide
 
     def scatter(self, chunks: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
         """Returns the sum of what all devices have for this one; parts of it travel in ``dtype``, and add up wider.

@@ -47,10 +47,11 @@ class Fit:
 
 # Fitted to 230 kernels of 10 products of bfloat16 on an H200 (sm_90): a median error of 15%.
 FIT = Fit()
-# By the file that multiplies: fitted to 20 kernels of float64 and complex128, 29 of float32 and complex64, and 4 of
-# complex64 by TF32, of 4096 and 8192 cubed and smaller, on an H200.
+# By the file that multiplies, and by math or accumulator: fitted to 20 kernels of float64 and complex128, 29 of float32
+# and complex64, and 4 of complex64 by TF32, of 4096 and 8192 cubed and smaller, on an H200.
 FITS = {
-    "fma": dataclasses.replace(FIT, peak=0.94, reads=0.03, warps=0.8, shared=0.06),
+    "fma": dataclasses.replace(FIT, peak=0.94, reads=0.03, warps=0.8),
+    "fma float32": dataclasses.replace(FIT, peak=0.94, reads=0.03, warps=0.8, shared=0.06),
     "double": dataclasses.replace(FIT, peak=1.23, reads=0.085, block=0.033, shared=0.02),
     "decode": dataclasses.replace(FIT, peak=1.63),  # 8 kernels of int8 and float8 beside bfloat16, 64 and 256 rows
     "double tf32": dataclasses.replace(FIT, peak=0.62, reads=0.12, block=0.028),
@@ -78,7 +79,9 @@ def predict(kernel: Kernel, device: Device, fit: Fit | None = None) -> float:
     """
     p, c = kernel.problem, kernel.config
     if fit is None:
-        fit = FITS.get(f"{kernel.math.fragments} {p.math}") or FITS.get(kernel.math.fragments, FIT)
+        fragments = kernel.math.fragments
+        names = f"{fragments} {p.math}", f"{fragments} {kernel.math.accumulator}", fragments
+        fit = next((FITS[name] for name in names if name in FITS), FIT)
     rate = dict(device.flops).get(kernel.math.rate, 0.0)
     if kernel.math.rate not in ("float32", "float64") and 90 <= number(device.arch) < 120:
         rate *= SM90_SHARE
