@@ -94,7 +94,7 @@ class Dense(Product):
         return reference(*arrays, layout=self.layout, added=self.added, **params)
 
     def problem(self, *avals: Any, out_dtype: Any, device: Device) -> Problem:
-        device = dataclasses.replace(device, shared=True) if self.beside else device
+        device = device.beside_transfers() if self.beside else device
         return Problem.of(*avals, layout=self.layout, out_dtype=out_dtype, device=device)
 
     def cotangent(
