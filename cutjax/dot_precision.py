@@ -76,6 +76,8 @@ def math(precision: Canonical, dtype: np.dtype, accumulator: np.dtype, tf32: boo
     """
     if precision is None or precision is lax.DotAlgorithmPreset.DEFAULT or type(precision) is tuple:
         highest = type(precision) is tuple and lax.Precision.HIGHEST in precision
+        if highest and dtype == jnp.float8_e5m2:  # of float8_e4m3fn XLA has the same instruction
+            return ("precision highest: XLA adds up products of float8_e5m2 in float32, kernels in fewer bits",)
         rounded = dtype in _TF32 and accumulator == dtype and tf32 and not highest
         return "tf32" if rounded else ""
     algorithm = _preset(precision) if isinstance(precision, lax.DotAlgorithm) else precision
