@@ -104,6 +104,12 @@ COLUMNS = {
         _figure("registers", "registers", ""),
         _figure("spill_bytes", "bytes spilled", ""),
     ],
+    "mma_parts": [
+        Column("product, part", lambda row: row.case, text=True),
+        _own("us", "cutjax us", ".1f"),
+        _peer("without", "us without it", ".1f"),
+        _ratio("without", "as long without it", ".3f"),
+    ],
     "grouped": [
         Column("case", lambda row: row.case, text=True),
         Column("product", lambda row: row.product, text=True),
