@@ -59,7 +59,8 @@ FORMS = {  # of the columns of each table, by the fields of rows as recorded: in
     "compile": {"case": "", "tile": "", "cpu_s": ".2f", "target": ".1f", "cubin_bytes": "", "registers": ""},
     "calls": {"case": "", "ships": "", "inlined_us": ".1f", "called_us": ".1f", "ratio": ".3f", "most_ratio": ".3f"},
 }
-FORMS["dtypes"] = FORMS["fused"] = FORMS["syrk"]
+FORMS["dtypes"] = FORMS["syrk"]
+FORMS["fused"] = {key: form for key, form in FORMS["syrk"].items() if key != "case"}  # with the product behind it
 FORMS["mma_parts"] = {"case": "", "us": ".1f", "without us": ".1f", "without ratio": ".3f"}
 RECORDED = sorted(report.RESULTS.glob("*.json"))
 
