@@ -20,8 +20,8 @@ from cutjax.epilogue.trace import trace
 from cutjax.kernels.choose import candidates, choose
 from cutjax.kernels.device import reference
 from cutjax.kernels.problem import LAYOUTS, strides
-from cutjax.kernels.sm90 import dense_cost
 from cutjax.kernels.sm90 import kernel as sm90
+from cutjax.kernels.sm90 import xla_cost
 from cutjax.primitives.dense import Dense
 from cutjax.primitives.product import call, multiply
 from cutjax.runtime import compiler
@@ -274,13 +274,13 @@ def test_predicted_times():
     walking = batched(4, 16, orders=(HEADS, HEADS, ()))
     times = {problem: sm90.resolved(problem, TILE).time_us(problem.device) for problem in (plain, free, walking)}
     assert len(set(times.values())) == 1
-    copies = {problem: dense_cost._transposes_us(problem, reference("sm_90a")) for problem in times}
+    copies = {problem: xla_cost._transposes_us(problem, reference("sm_90a")) for problem in times}
     assert copies[plain] == copies[free] == 0  # one batch axis has any stride
     two = 2 * (2 * 64 * 2048 * 128 * 2) / (0.8 * reference("sm_90a").bytes_per_second) * 1e6
     assert copies[walking] == pytest.approx(two + 2)
     assert choose(walking).xla_us == pytest.approx(choose(plain).xla_us + two + 2)
     crossing = dataclasses.replace(plain, a_batch=(4, 1), b_batch=(1, 16))  # one product of all rows, then a transpose
-    assert dense_cost._transposes_us(crossing, reference("sm_90a")) > 0
+    assert xla_cost._transposes_us(crossing, reference("sm_90a")) > 0
 
 
 # Lowered for CUDA.

@@ -16,7 +16,7 @@ from cutjax.kernels import reasons as shared
 from cutjax.kernels import results
 from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import cost, dense_cost, operands, text
+from cutjax.kernels.sm90 import cost, operands, text, xla_cost
 from cutjax.kernels.sm90.arguments import Argument, arguments, matrices_of, result_matrices
 from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Config
 from cutjax.kernels.staging import STORED_BY_TMA, Staging, stage
@@ -276,7 +276,7 @@ class Kernel:
 
     def xla_us(self, device: Device) -> float | None:
         """Returns the time that XLA's own product may take, if this is the kernel predicted fastest."""
-        return dense_cost.xla_us(self, device)
+        return xla_cost.xla_us(self, device)
 
     def unlaunchable(self) -> tuple[str, ...]:
         """Returns why it cannot be launched: there is a limit to what one launch is told."""
