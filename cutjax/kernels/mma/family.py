@@ -39,8 +39,8 @@ TILES = (
 # The same of elements that are multiplied one by one, by FMA: a thread has 128, 64 or 16 of the result.
 ELEMENT_TILES = (
     (128, 128, 64, 64, 1, 2),
-    (256, 128, 64, 64, 1, 1),
     (128, 256, 64, 64, 1, 1),
+    (256, 128, 64, 64, 1, 1),
     (128, 128, 64, 32, 1, 1),
     (128, 64, 64, 32, 1, 2),
     (64, 128, 32, 64, 1, 2),
