@@ -252,7 +252,25 @@ def test_a_piece_is_gathered_beside_the_product_of_the_one_before(epilogue):
     assert awaited(h, X, W, V)[:4] == [("all_gather", n) for n in (0, 0, 1, 2)]
     if epilogue is None:
         assert awaited(jax.grad(squares(f), (0, 1)), X, W)[:4] == [("all_gather", n) for n in (0, 0, 1, 2)]
-    assert awaited(jax.grad(squares(h), (0, 1, 2)), X, W, V)[:4] == [("all_gather", n) for n in (0, 0, 1, 2)]
+
+
+def test_transfers_of_the_gradients_wait_for_what_runs_beside_them():
+    """Of pieces; and the transposes of what orders them add no zeros."""
+    f = over(gather(route="pieces"), (ROWS, COLUMNS), COLUMNS)
+    g = over(scatter(route="pieces"), (COLUMNS, ROWS), ROWS)
+    h = over(functools.partial(mlp, route="pieces"), (ROWS, COLUMNS, ROWS), ROWS)
+    forward = {"all_gather": (0, 0, 1, 2), "reduce_scatter": (1, 2, 3, 4)}
+    for of, args, backward in (
+        (f, (X, W), {"reduce_scatter": (5, 6, 7, 8)}),  # those of the weights are among them
+        (g, (X @ W, V), {"all_gather": (4, 4, 5, 6)}),
+        (h, (X, W, V), {"all_gather": (8, 8, 9, 10), "reduce_scatter": (13, 14, 15, 16)}),
+    ):
+        grad = jax.grad(squares(of), range(len(args)))
+        found = awaited(grad, *args)
+        assert found[-4 * len(backward) :] == [(name, n) for name, each in backward.items() for n in each]
+        name, _ = found[0]
+        assert [n for _, n in found[:4]] == list(forward[name])
+        assert "add_any" not in str(jax.make_jaxpr(grad)(*args))
 
 
 def test_parts_of_sums_are_computed_as_they_travel():

@@ -211,14 +211,18 @@ def _scattered_jvp(spec: Scattered, primals: Any, tangents: Any) -> tuple[jax.Ar
     narrow = cotangents_dtype(w.dtype)
     if all(dot is None for dot in x_dots) and w_dot is None:
         return out, jnp.zeros_like(out)
-    terms: list[Any] = [None] * len(xs)
-    if any(dot is not None for dot in x_dots):
-        full = [jnp.zeros_like(x) if dot is None else dot for x, dot in zip(xs, x_dots, strict=True)]
-        terms = [multiply(spec.product, dot, w, out_dtype=narrow, **params) for dot in full]
+    parts: Sequence[Any] = [None] * len(xs)
     if w_dot is not None:
         parts = one_product(spec.product, xs, w_dot, narrow, **params)
-        terms = [part if term is None else term + part for term, part in zip(terms, parts, strict=True)]
-    return out, spec.ring.scatter(terms, narrow).astype(out.dtype)
+    if all(dot is None for dot in x_dots):
+        return out, spec.ring.scatter(parts, narrow).astype(out.dtype)
+
+    def term(dot: jax.Array, part: Any) -> jax.Array:
+        found = multiply(spec.product, dot, w, out_dtype=narrow, **params)
+        return found if part is None else found + part
+
+    full = [jnp.zeros_like(x) if dot is None else dot for x, dot in zip(xs, x_dots, strict=True)]
+    return out, spec.ring.leaving(term, narrow, full, parts).astype(out.dtype)
 
 
 scattered.defjvp(_scattered_jvp, symbolic_zeros=True)
@@ -280,33 +284,39 @@ def _overlapped_jvp(spec: Overlapped, primals: Any, tangents: Any) -> tuple[jax.
         kept = [None if i is None else checkpoint_name(outs[i], derivative.PREACTIVATION) for i in places]
         return checkpoint_name(outs[0], HIDDEN), kept
 
-    def terms(hs: Any, kept: Any, w2: Any, operands: Any, acc_dots: Any, operand_dots: Any, w2_dot: Any) -> list[Any]:
-        found: list[Any] = [None] * len(hs)
-        for i, (h, accs, mine, *dots) in enumerate(zip(hs, kept, operands, acc_dots, operand_dots, strict=True)):
-            found[i] = tangent_of_second(chain, (), h.shape, accs, mine, w2, *dots)
-        if w2_dot is not None:
-            parts = one_product(chain.product, hs, w2_dot, narrow, **chain.params)
-            found = [part if term is None else term + part for term, part in zip(found, parts, strict=True)]
-        return found
+    def parts_of(hs: Any, w2_dot: Any) -> Sequence[Any]:
+        """Returns the terms of the second matrix, by chunk; None is zero."""
+        return [None] * len(hs) if w2_dot is None else one_product(chain.product, hs, w2_dot, narrow, **chain.params)
+
+    def term(dots: Any, part: Any, h: jax.Array, accs: Any, mine: Any, w2: jax.Array) -> Any:
+        """Returns the tangent of one chunk's rows of the second product."""
+        found = tangent_of_second(chain, (), h.shape, accs, mine, w2, *dots)
+        return part if found is None else found if part is None else found + part
 
     if spec.chain.save == "recompute":
         xs, out = list(map(named, spec.ring.gather(x))), overlapped(spec, x, ws, w2, operands)
         acc_dots = first.tangents(xs, ws, x_dot, w_dots, dtype)
 
-        def again(xs: Any, ws: Any, w2: Any, operands: Any, *dots: Any) -> list[Any]:
-            hs, kept = zip(*spec.ring.paced(functools.partial(one, ws), xs, operands, operand_dots), strict=True)
-            return terms(hs, kept, w2, operands, *dots)
+        def again(xs: Any, ws: Any, w2: Any, operands: Any, dots: Any, w2_dot: Any) -> list[Any]:
+            found = spec.ring.paced(functools.partial(one, ws), xs, operands, operand_dots)
+            hs, kept = zip(*found, strict=True)
+            each = zip(dots, parts_of(hs, w2_dot), hs, kept, operands, strict=True)
+            return [term(*args, w2) for args in each]
 
-        found = jax.checkpoint(again)(xs, ws, w2, operands, acc_dots, operand_dots, w2_dot)
+        dots = list(zip(acc_dots, operand_dots, strict=True))
+        found = jax.checkpoint(again)(xs, ws, w2, operands, dots, w2_dot)
+        total = None if all(x is None for x in found) else spec.ring.scatter(found, narrow)
     else:
         xs, found = spec.ring.arriving(functools.partial(one, ws), x, -2, operands, operand_dots, keep=named)
         acc_dots = first.tangents(xs, ws, x_dot, w_dots, dtype)
         hs, kept = zip(*found, strict=True)
         out = _summed(spec, hs, w2)
-        found = terms(hs, kept, w2, operands, acc_dots, operand_dots, w2_dot)
-    if all(term is None for term in found):
-        return out, jnp.zeros_like(out)
-    return out, spec.ring.scatter(found, narrow).astype(out.dtype)
+        dots, parts = list(zip(acc_dots, operand_dots, strict=True)), parts_of(hs, w2_dot)
+        if w2_dot is None and not jax.tree.leaves(dots):
+            total = None
+        else:
+            total = spec.ring.leaving(functools.partial(term, w2=w2), narrow, dots, parts, hs, kept, operands)
+    return out, jnp.zeros_like(out) if total is None else total.astype(out.dtype)
 
 
 overlapped.defjvp(_overlapped_jvp, symbolic_zeros=True)

@@ -115,7 +115,7 @@ class Ring:
     def gather(self, x: jax.Array, rows: int = -2) -> list[jax.Array]:
         """Returns the shares of all devices, in the order of the ring; ``rows`` is the axis that they are parts of."""
         if self.route in ("whole", "pieces"):
-            return self.arriving(lambda chunk: chunk, x, rows)[0]
+            return self.arriving(lambda chunk: (), x, rows)[0]
         found = {0: self.varying(x)}
         for s in self.shifts[1:]:
             one = 1 if s > 0 else -1
@@ -143,29 +143,55 @@ class Ring:
         pieces = lax.split(self.varying(x), [x.shape[at] // self.chunks] * self.chunks, at)
         for i, (piece, *rest) in enumerate(zip(pieces, *others, strict=True)):
             if i:
-                piece, *_ = lax.optimization_barrier((piece, chunks[-1], *found[max(i - 2, 0) : i - 1]))
+                two = slice(max(i - 2, 0), i - 1)
+                piece, chunks[-1], *found[two] = lax.optimization_barrier((piece, chunks[-1], *found[two]))
             chunks.append(keep(lax.all_gather(piece, self.axis, axis=at, tiled=True)))
             found.append(f(chunks[-1], *rest))
         return chunks, found
 
     def paced(
-        self, f: Callable[..., Any], chunks: Sequence[jax.Array], *others: Sequence[Any], until: Any = lambda out: out
+        self, f: Callable[..., Any], chunks: Sequence[jax.Array], *others: Sequence[Any], until: Any = None
     ) -> list[Any]:
         """Returns a function of each chunk and of its part of the others, one after the other where they are pieces.
 
-        A piece is used when ``until`` of the one before is computed, and so arrives beside it: of what may run in any
-        order, XLA waits for all that is sent first.
+        A piece is used when that of the one before is computed, or what ``until`` takes of it, and so arrives beside
+        it: of what may run in any order, XLA waits for all that is sent first.
         """
         chunks, found = list(chunks), []
         for i, rest in enumerate(zip(*others, strict=True) if others else [()] * len(chunks)):
             found.append(f(chunks[i], *rest))
             if self.route == "pieces" and i + 1 < len(chunks):
-                chunks[i + 1], _ = lax.optimization_barrier((chunks[i + 1], until(found[i])))
+                if until:
+                    chunks[i + 1], _ = lax.optimization_barrier((chunks[i + 1], until(found[i])))
+                else:  # its result in place of what went in: the transpose of one that nothing uses adds zeros
+                    chunks[i + 1], found[i] = lax.optimization_barrier((chunks[i + 1], found[i]))
         return found
 
     def part_dtype(self, wide: np.dtype, travel: np.dtype) -> np.dtype:
         """Returns the dtype of the parts of sums that ``scatter`` takes: as they travel, where none stays here."""
         return travel if self.route in ("whole", "pieces") else wide
+
+    def leaving(self, f: Callable[..., jax.Array], dtype: np.dtype, chunks: Sequence[Any], *others: Any) -> jax.Array:
+        """Returns ``scatter`` of a function, linear in its chunk, of each chunk and of its part of the others.
+
+        A piece is sent beside the function of the next, which waits for what was sent before that. So the transpose
+        gathers a piece when that of the last but one is computed, as ``arriving`` does.
+        """
+        if self.route != "pieces":
+            return self.scatter(list(map(f, chunks, *others)), dtype)
+        sums: list[jax.Array] = []
+        for chunk, *rest in reversed(list(zip(chunks, *others, strict=True))):
+            if len(sums) > 1:
+                chunk, sums[-2] = lax.optimization_barrier((chunk, sums[-2]))
+            sums.append(self._sent(f(chunk, *rest), sums, dtype))
+        return lax.concatenate(sums[::-1], sums[0].ndim - 2).astype(accumulator(dtype))
+
+    def _sent(self, x: jax.Array, sums: list[jax.Array], dtype: np.dtype) -> jax.Array:
+        """Returns this device's rows of a sum over all, when the last of the sums is there."""
+        x = self.varying(x).astype(dtype)
+        if sums:
+            x, sums[-1] = lax.optimization_barrier((x, sums[-1]))
+        return lax.psum_scatter(x, self.axis, scatter_dimension=x.ndim - 2, tiled=True)
 
     def scatter(self, chunks: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
         """Returns the sum of what all devices have for this one; parts of it travel in ``dtype``, and add up wider.
@@ -176,10 +202,7 @@ class Ring:
         if self.route in ("whole", "pieces"):
             sums: list[jax.Array] = []
             for chunk in reversed(chunks):
-                x = self.varying(chunk).astype(dtype)
-                if sums:
-                    x, sums[-1] = lax.optimization_barrier((x, sums[-1]))
-                sums.append(lax.psum_scatter(x, self.axis, scatter_dimension=x.ndim - 2, tiled=True))
+                sums.append(self._sent(chunk, sums, dtype))
             return lax.concatenate(sums[::-1], sums[0].ndim - 2).astype(wide)
         parts = {s: self.varying(x) for s, x in zip(self.shifts, chunks, strict=True)}
         total = parts[0].astype(wide)
