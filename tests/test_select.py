@@ -358,8 +358,8 @@ def test_the_model_picks_well_among_fused_products():
 
 @pytest.mark.parametrize(
     ("name", "most_by_xla", "mean", "worst_of_20"),
-    # As shipped 1.060, 0.978 and 1.014, 0.953; XLA's are the fastest of two thirds of the products of attention.
-    [("products-held-h200", 0.78, 1.05, 0.96), ("attention-h200", 0.8, 1.005, 0.93)],
+    # As shipped 1.060, 0.978 and 1.011, 0.980; XLA's are the fastest of two thirds of the products of attention.
+    [("products-held-h200", 0.78, 1.05, 0.96), ("attention-h200", 0.82, 1.005, 0.97)],
 )
 def test_auto_is_seldom_slower_than_xla(name, most_by_xla, mean, worst_of_20):
     """By the times recorded of the model's choices, or XLA where that runs."""
