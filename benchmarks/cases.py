@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -61,15 +61,29 @@ class Dense:
 
     def inputs(self, seed: int) -> tuple[jax.Array, jax.Array]:
         """Random normal operands."""
-        return _normal(self.a_shape, self.b_shape, self.dtype)(seed)
+        return operands((self.a_shape, self.b_shape), (self.dtype, self.dtype))(seed)
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any]) -> Dense:
+        """Returns the case of a recorded line."""
+        m, n, k, layout, batch, dtype = (fields[name] for name in ("m", "n", "k", "layout", "batch", "dtype"))
+        return cls(m, n, k, layout, tuple(batch), dtype)
 
 
 @functools.cache
-def _normal(a_shape, b_shape, dtype):
+def operands(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...]) -> Callable[[int], Any]:
+    """Returns what makes, of a seed, two arrays of random normal numbers; integers are 32 times as large."""
+
+    def draw(key: jax.Array, shape: tuple[int, ...], name: str) -> jax.Array:
+        dtype = jnp.dtype(name)
+        if jnp.issubdtype(dtype, jnp.integer):
+            return (32 * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+        return jax.random.normal(key, shape, jnp.float32 if dtype.itemsize == 1 else dtype).astype(dtype)
+
     @jax.jit
     def make(seed):
-        a_key, b_key = jax.random.split(jax.random.key(seed, impl="rbg"))  # threefry takes longer than the products
-        return jax.random.normal(a_key, a_shape, dtype), jax.random.normal(b_key, b_shape, dtype)
+        keys = jax.random.split(jax.random.key(seed, impl="rbg"))  # threefry takes longer than the products
+        return tuple(draw(*each) for each in zip(keys, shapes, dtypes, strict=True))
 
     return make
 

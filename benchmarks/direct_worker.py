@@ -32,7 +32,7 @@ from cutjax.kernels.device import Device, device_of_kind
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import operands
 from cutjax.kernels.sm90.kernel import resolved
-from cutjax.kernels.tuned import SURE
+from cutjax.kernels.tuned import Entry as Tuned
 from cutjax.runtime.launch import Call
 from cutjax.tuning.measure import FINALISTS, LAST_ROUNDS
 
@@ -109,7 +109,7 @@ def measure(bench: Bench, number: int, job: Job, programs: Programs, reps: int, 
         last = _time(bench, number, picked, programs.xla, sets, padded_sets, SLOW_REPS if slow else LAST_ROUNDS)
         totals = {place: last[place].us + beside[place] for place in finalists}
         best = min(totals, key=totals.__getitem__, default=-1)
-        tuned = best if best >= 0 and totals[best] * SURE <= last[-1].us else -1
+        tuned = -1 if best < 0 or Tuned((), totals[best], last[-1].us).xla_wins else best
         picked = [entry for entry in entries if entry.place in (best, job.untuned["place"])]
         reps = max(SLOW_REPS, again // 3) if slow else again
         timed = _time(bench, number, picked, programs.xla, sets, padded_sets, reps)

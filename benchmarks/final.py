@@ -38,7 +38,7 @@ def row_of(line: Mapping[str, Any], sustained: Mapping[str, Any] | None, device:
     """
     if "final" not in line:
         return Row(line["case"], failure=line.get("error") or "not measured")
-    case = Dense(line["m"], line["n"], line["k"], line["layout"], tuple(line["batch"]), line["dtype"])
+    case = Dense.of_fields(line)
     problem = case.problem.on(device)
     final, kind = line["final"], _kind(line)
     xla, untuned = final["xla"], final["untuned"]

@@ -65,7 +65,7 @@ def flatten(lines: Sequence[dict[str, Any]]) -> Rows:
     fields = {field.name for field in dataclasses.fields(cutjax.Config)}
     for line in lines:
         device = device_of_kind(line["device"], "sm_90a", line["sms"])
-        case = Dense(line["m"], line["n"], line["k"], line["layout"], tuple(line["batch"]), line["dtype"])
+        case = Dense.of_fields(line)
         problem = case.problem.on(device)
         found = []
         for row in line["configs"]:

@@ -25,10 +25,9 @@ def entries(path: pathlib.Path) -> tuple[str, dict[str, dict]]:
         kernel = row.figures.get("kernel", {})
         if row.failure or not kernel.get("us") or not isinstance(kernel["config"], dict):
             continue
-        m, n, k, layout, batch, dtype = (row.figures[name] for name in ("m", "n", "k", "layout", "batch", "dtype"))
         config = tuple(sorted({**kernel["config"], "family": "sm90"}.items()))
         entry = tuned.Entry(config, kernel["us"], row.peers["xla"].us)
-        key = Dense(m, n, k, layout, tuple(batch), dtype).problem.on(device).key()
+        key = Dense.of_fields(row.figures).problem.on(device).key()
         found[key] = entry.encoded(date=content["date"][:10])
     return content["device"], found
 

@@ -8,8 +8,6 @@ activations; XLA is given ``x @ w.astype(bf16)``; the peer "bf16" is our kernel 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +16,7 @@ import numpy as np
 from jax import lax
 
 import cutjax
+from benchmarks.cases import operands
 from benchmarks.suite import Peer, Product, Suite
 
 WORSE = 2.0  # than XLA's error, at most
@@ -89,25 +88,8 @@ class Typed:
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         """Random normal a and b, integers 32 times as large; and b in the dtype of a where it has its own."""
-        a, b = _maker(self.shapes, (self.dtype, self.weights or self.dtype))(seed)
+        a, b = operands(self.shapes, (self.dtype, self.weights or self.dtype))(seed)
         return (a, b, b.astype(a.dtype)) if self.weights else (a, b)
-
-
-@functools.cache
-def _maker(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...]) -> Callable[[int], Any]:
-    def draw(key: jax.Array, shape: tuple[int, ...], name: str) -> jax.Array:
-        dtype = jnp.dtype(name)
-        if jnp.issubdtype(dtype, jnp.integer):
-            return (32 * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
-        few_bits = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
-        return jax.random.normal(key, shape, jnp.float32 if few_bits else dtype).astype(dtype)
-
-    @jax.jit
-    def make(seed):
-        keys = jax.random.split(jax.random.key(seed, impl="rbg"))
-        return tuple(draw(*each) for each in zip(keys, shapes, dtypes, strict=True))
-
-    return make
 
 
 def products(case: Typed) -> list[Product]:
@@ -130,9 +112,9 @@ def products(case: Typed) -> list[Product]:
         most = max(WORSE * theirs, LEAST_ERROR[case.dtype])
         return error, "" if error <= most else f"wrong: {error:.3g}, at most {most:.3g}"
 
-    operands = jnp.dtype(case.dtype).itemsize, jnp.dtype(case.weights or case.dtype).itemsize
+    sizes = jnp.dtype(case.dtype).itemsize, jnp.dtype(case.weights or case.dtype).itemsize
     shapes = *case.shapes, (*case.batch, case.m, case.n)
-    moved = sum(int(np.prod(s)) * size for s, size in zip(shapes, (*operands, operands[0]), strict=True))
+    moved = sum(int(np.prod(s)) * size for s, size in zip(shapes, (*sizes, sizes[0]), strict=True))
     flops = 2 * case.m * case.n * case.k * int(np.prod(case.batch)) * (4 if wide is np.complex128 else 1)
     peers = {"xla": Peer(xla, check=False)}
     if case.weights:

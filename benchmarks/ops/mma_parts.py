@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 import cutjax
 from benchmarks import timing
+from benchmarks.cases import operands
 from benchmarks.measure import OPTIONS
 from benchmarks.report import Figures, Row
 from benchmarks.suite import Run, Suite
@@ -82,10 +83,7 @@ class Cube:
 
     def inputs(self, seed: int) -> tuple[jax.Array, jax.Array]:
         """Random normal operands, integers 32 times as large."""
-        keys, dtype = jax.random.split(jax.random.key(seed, impl="rbg")), jnp.dtype(self.dtype)
-        whole = jnp.issubdtype(dtype, jnp.integer)
-        draw = [jax.random.normal(k, (self.size, self.size), jnp.float32 if whole else dtype) for k in keys]
-        return tuple((32 * x if whole else x).astype(dtype) for x in draw)
+        return operands(((self.size, self.size),) * 2, (self.dtype,) * 2)(seed)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ float32 by parts, which XLA computes too where it is told the algorithm, and at 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from jax import lax
 
 import cutjax
 from benchmarks import oracle
-from benchmarks.cases import Dense
+from benchmarks.cases import Dense, operands
 from benchmarks.suite import Peer, Product, Suite
 from cutjax.binding.lowering import launch
 from cutjax.epilogue.expression import identity
@@ -79,19 +78,7 @@ class Wide(Dense):
 
     def inputs(self, seed: int) -> tuple[jax.Array, jax.Array]:
         """Random normal operands, integers 32 times as large."""
-        return _inputs(self.a_shape, self.b_shape, KINDS[self.kind].operand)(seed)
-
-
-@functools.cache
-def _inputs(a_shape: tuple[int, ...], b_shape: tuple[int, ...], dtype: str) -> Callable[[int], Any]:
-    @jax.jit
-    def make(seed):
-        keys = jax.random.split(jax.random.key(seed, impl="rbg"))
-        scale = np.float32(32 if dtype == "int8" else 1)
-        shapes = a_shape, b_shape
-        return tuple((scale * jax.random.normal(k, s)).astype(dtype) for k, s in zip(keys, shapes, strict=True))
-
-    return make
+        return operands((self.a_shape, self.b_shape), (KINDS[self.kind].operand,) * 2)(seed)
 
 
 # Against XLA's own algorithm of that name.

@@ -122,7 +122,7 @@ def _gathered_jvp(spec: Gathered, primals: Any, tangents: Any) -> Any:
     x, ws, operands = primals
     x_dot, w_dots, operand_dots = without_zeros(tangents)
     epilogue = spec.epilogue
-    of = (lambda chunk: spec.bind(epilogue, chunk, ws, ())) if epilogue.plain else lambda chunk: chunk
+    of = (lambda chunk: spec.bind(epilogue, chunk, ws, ())) if epilogue.plain else lambda chunk: ()
     xs, plain_outs = spec.ring.arriving(of, x, spec.rows, keep=named)
     plain = np.dtype(epilogue.outputs[0].dtype) if epilogue.plain else derivative.saved_dtype(epilogue, x.dtype)
     acc_dots = spec.tangents(xs, ws, x_dot, w_dots, plain)
@@ -294,7 +294,8 @@ def _overlapped_jvp(spec: Overlapped, primals: Any, tangents: Any) -> tuple[jax.
         return part if found is None else found if part is None else found + part
 
     if spec.chain.save == "recompute":
-        xs, out = list(map(named, spec.ring.gather(x))), overlapped(spec, x, ws, w2, operands)
+        xs = list(map(named, spec.ring.gather(x)))
+        out = overlapped(spec, x, ws, w2, operands)
         acc_dots = first.tangents(xs, ws, x_dot, w_dots, dtype)
 
         def again(xs: Any, ws: Any, w2: Any, operands: Any, dots: Any, w2_dot: Any) -> list[Any]:

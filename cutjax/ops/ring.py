@@ -177,21 +177,17 @@ class Ring:
         A piece is sent beside the function of the next, which waits for what was sent before that. So the transpose
         gathers a piece when that of the last but one is computed, as ``arriving`` does.
         """
-        if self.route != "pieces":
+        if self.route not in ("whole", "pieces"):
             return self.scatter(list(map(f, chunks, *others)), dtype)
         sums: list[jax.Array] = []
         for chunk, *rest in reversed(list(zip(chunks, *others, strict=True))):
             if len(sums) > 1:
                 chunk, sums[-2] = lax.optimization_barrier((chunk, sums[-2]))
-            sums.append(self._sent(f(chunk, *rest), sums, dtype))
+            x = self.varying(f(chunk, *rest)).astype(dtype)
+            if sums:
+                x, sums[-1] = lax.optimization_barrier((x, sums[-1]))
+            sums.append(lax.psum_scatter(x, self.axis, scatter_dimension=x.ndim - 2, tiled=True))
         return lax.concatenate(sums[::-1], sums[0].ndim - 2).astype(accumulator(dtype))
-
-    def _sent(self, x: jax.Array, sums: list[jax.Array], dtype: np.dtype) -> jax.Array:
-        """Returns this device's rows of a sum over all, when the last of the sums is there."""
-        x = self.varying(x).astype(dtype)
-        if sums:
-            x, sums[-1] = lax.optimization_barrier((x, sums[-1]))
-        return lax.psum_scatter(x, self.axis, scatter_dimension=x.ndim - 2, tiled=True)
 
     def scatter(self, chunks: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
         """Returns the sum of what all devices have for this one; parts of it travel in ``dtype``, and add up wider.
@@ -200,10 +196,7 @@ class Ring:
         """
         wide = accumulator(dtype)
         if self.route in ("whole", "pieces"):
-            sums: list[jax.Array] = []
-            for chunk in reversed(chunks):
-                sums.append(self._sent(chunk, sums, dtype))
-            return lax.concatenate(sums[::-1], sums[0].ndim - 2).astype(wide)
+            return self.leaving(lambda chunk: chunk, dtype, chunks)
         parts = {s: self.varying(x) for s, x in zip(self.shifts, chunks, strict=True)}
         total = parts[0].astype(wide)
         if self.route == "direct":

@@ -49,9 +49,10 @@ class Fit:
 FIT = Fit()
 # By the file that multiplies, and by math or accumulator: fitted to 20 kernels of float64 and complex128, 29 of float32
 # and complex64, and 4 of complex64 by TF32, of 4096 and 8192 cubed and smaller, on an H200.
+FMA = dataclasses.replace(FIT, peak=0.94, reads=0.03, warps=0.8)
 FITS = {
-    "fma": dataclasses.replace(FIT, peak=0.94, reads=0.03, warps=0.8),
-    "fma float32": dataclasses.replace(FIT, peak=0.94, reads=0.03, warps=0.8, shared=0.06),
+    "fma": FMA,
+    "fma float32": dataclasses.replace(FMA, shared=0.06),
     "double": dataclasses.replace(FIT, peak=1.23, reads=0.085, block=0.033, shared=0.02),
     "decode": dataclasses.replace(FIT, peak=1.63),  # 8 kernels of int8 and float8 beside bfloat16, 64 and 256 rows
     "double tf32": dataclasses.replace(FIT, peak=0.62, reads=0.12, block=0.028),

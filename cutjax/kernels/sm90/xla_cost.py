@@ -57,12 +57,12 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
     if p.a_dtype.itemsize != 2:
         return _others_us(p, device)
     f = features(kernel, device)
+    odd = p.n * p.a_dtype.itemsize % 16 != 0
+    if f.few_rows and not odd and not f.copies and p.n * p.k >= _LEAST_WEIGHTS:
+        return _few_rows_us(p, device)
     padded = time_us(f, CONSTANTS)
     if f.copies and p.batch_size == 1:
         return _unaligned_us(p, device, padded)
-    odd = p.n * p.a_dtype.itemsize % 16 != 0
-    if f.few_rows and not odd and p.n * p.k >= _LEAST_WEIGHTS:
-        return _few_rows_us(p, device)
     ours = padded - copies_us(f)
     unaligned = bool(f.copies or odd)
     flop_us, byte_us = 1e6 * p.flops / device.peak(p.a_dtype), 1e6 * p.bytes / device.bytes_per_second
