@@ -38,6 +38,10 @@ SHAPES = (  # m, n, k, layout
     *((12608, 768, 3072, "nn"), (8192, 14336, 4096, "nt"), (12608, 3072, 768, "nt"), (16, 14336, 4096, "nn")),
     *((64, 4096, 14336, "nn"), (1024, 2304, 768, "nn")),
 )
+GRADIENTS = (  # of weights
+    *((4096, 14336, 8192, "tn"), (4096, 4096, 8192, "tn"), (4096, 1024, 8192, "tn"), (1024, 4096, 8192, "tn")),
+    *((1024, 1024, 8192, "tn"), (3072, 1024, 8192, "tn"), (768, 3072, 12608, "tn")),
+)
 SLOW_US, REPS, SLOW_REPS = 500.0, 6, 4
 
 
@@ -45,7 +49,13 @@ def _derivative_of_gelu(x: jax.Array) -> jax.Array:
     return jax.vmap(jax.vmap(jax.grad(jax.nn.gelu)))(x)
 
 
-# The right operands, those of the epilogue (b: bias, r: of the result's shape), and the epilogue in float32.
+def _adamw(acc: jax.Array, p: jax.Array, m: jax.Array, v: jax.Array, c: jax.Array) -> tuple[jax.Array, ...]:
+    m, v = 0.9 * m + 0.1 * acc, 0.999 * v + 0.001 * acc**2
+    return p - 1e-4 * (m / c / (jnp.sqrt(v / c) + 1e-8) + 1e-4 * p), m, v
+
+
+# The right operands, those of the epilogue (b: bias, r: of the result's shape, P, M, V: and of float32, C: one number),
+# and the epilogue in float32, of which the results are bf16 where no operand is wider.
 EPILOGUES: dict[str, tuple[str, str, Callable[..., Any] | None]] = {
     "plain": ("w", "", None),
     "bias": ("w", "b", lambda acc, b: acc + b),
@@ -59,16 +69,25 @@ EPILOGUES: dict[str, tuple[str, str, Callable[..., Any] | None]] = {
     "dgelu": ("w", "r", lambda acc, r: acc * _derivative_of_gelu(r)),
     "two": ("w", "b", lambda acc, b: (jax.nn.gelu(acc + b), acc + b)),
 }
+UPDATES: dict[str, tuple[str, str, Callable[..., Any] | None]] = {
+    "plain": EPILOGUES["plain"],
+    "adamw": ("w", "PMVC", _adamw),
+}
+JOBS = [
+    (shape, name) for shapes, names in ((GRADIENTS, UPDATES), (SHAPES, EPILOGUES)) for shape in shapes for name in names
+]
+EPILOGUES |= UPDATES
 Shape = tuple[int, int, int, str]
 
 
 def avals(shape: Shape, name: str) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes of what a product reads, by name."""
     m, n, k, layout = shape
-    weight = (k, n) if layout == "nn" else (n, k)
-    shapes = {"x": (m, k), "w": weight, "u": weight, "b": (n,), "r": (m, n)}
+    weight = (n, k) if layout[1] == "t" else (k, n)
+    shapes = {"x": (k, m) if layout[0] == "t" else (m, k), "w": weight, "u": weight, "b": (n,), "C": (1, 1)}
     weights, operands, _ = EPILOGUES[name]
-    return {key: jax.ShapeDtypeStruct(shapes[key], DTYPE) for key in ("x", *weights, *operands)}
+    dtypes = {key: jnp.float32 if key.isupper() else DTYPE for key in ("x", *weights, *operands)}
+    return {key: jax.ShapeDtypeStruct(shapes.get(key, (m, n)), dtype) for key, dtype in dtypes.items()}
 
 
 def ours(layout: str, name: str, config: cutjax.Config | None) -> Callable[..., Any]:
@@ -78,6 +97,8 @@ def ours(layout: str, name: str, config: cutjax.Config | None) -> Callable[..., 
     def narrowed(*args: jax.Array) -> Any:
         assert epilogue is not None
         accs, rest = args[: len(weights)], args[len(weights) :]
+        if operands.isupper():
+            return epilogue(*args)
         return jax.tree.map(lambda y: y.astype(DTYPE), epilogue(*accs, *(x.astype(accs[0].dtype) for x in rest)))
 
     def run(x: dict[str, jax.Array]) -> Any:
@@ -95,7 +116,8 @@ def xla(layout: str, name: str) -> Callable[..., Any]:
     weights, operands, epilogue = EPILOGUES[name]
 
     def run(x: dict[str, jax.Array]) -> Any:
-        accs = [jnp.matmul(x["x"], x[key] if layout == "nn" else x[key].T) for key in weights]
+        a = x["x"].T if layout[0] == "t" else x["x"]
+        accs = [jnp.matmul(a, x[key].T if layout[1] == "t" else x[key]) for key in weights]
         return accs[0] if epilogue is None else epilogue(*accs, *(x[key] for key in operands))
 
     return run
@@ -171,14 +193,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/fused-sweep.json"))
     parser.add_argument("--seconds", type=float, default=200, help="after which no other product is begun")
     parser.add_argument("--most", type=int, default=8, help="configs of each product, the predicted fastest first")
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only so many, the first")
+    parser.add_argument("--jobs", type=int, default=len(JOBS), help="only so many, the first")
     parser.add_argument("--workers", type=int, default=multiprocessing.cpu_count(), help="that compile")
     parser.add_argument("--commit", help="the commit measured, where git cannot tell")
     parser.add_argument("--list", action="store_true", help="only say what would be timed")
     args = parser.parse_args(argv)
     end = time.monotonic() + args.seconds
     find = functools.partial(kernels, most=args.most)
-    jobs = [(shape, name, find(shape, name)) for shape in SHAPES[: args.shapes] for name in EPILOGUES]
+    jobs = [(shape, name, find(shape, name)) for shape, name in JOBS[: args.jobs]]
     if args.list:
         for shape, name, chosen in jobs:
             print(*shape, name, *(kernel.name for kernel in chosen))

@@ -33,7 +33,7 @@ def quick(monkeypatch):
 @pytest.mark.parametrize("name", TINY)
 def test_the_ways_agree(quick, name):
     rows = {row.product: row for row in programs.measure_case(PROGRAMS[name], RUN)}
-    assert [*rows] == [*PROGRAMS[name].baselines, "dropin", "fuse", "flax"]
+    assert [*rows] == [*PROGRAMS[name].baselines, "dropin", "fuse", "step", "flax"]
     for row in rows.values():
         assert not row.failure
         assert row.us > 0

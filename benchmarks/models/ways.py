@@ -1,6 +1,6 @@
 """The ways to run a model: the layers and functions that it is built from, and what is wrapped around the whole.
 
-"jax" and "fuse" are the same program, without cutjax; all ways have the same parameters.
+"jax", "fuse" and "step" are the same program, without cutjax; all ways have the same parameters.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from flax import linen as nn
 
 import cutjax
 
-WAYS = ("jax", "dropin", "fuse", "flax")
+WAYS = ("jax", "dropin", "fuse", "step", "flax")
 Array = jax.Array
 
 
 class Way(NamedTuple):
-    """Name, modules by role, products outside of modules, and the transformation of the differentiated function."""
+    """Name, modules by role, products outside of modules, and the transformations around.
+
+    Those are of the differentiated function, and of the whole step, which overwrites its first argument.
+    """
 
     name: str
     dense: Callable[..., Any]
@@ -30,6 +33,7 @@ class Way(NamedTuple):
     dot_general: Callable[..., Array]
     einsum: Callable[..., Array]
     transform: Callable[[Callable], Callable] = lambda function: function
+    of_step: Callable[[Callable], Callable] = lambda function: function
 
 
 def way(name: str) -> Way:
@@ -51,6 +55,8 @@ def way(name: str) -> Way:
         )
     if name == "fuse":
         return way("jax")._replace(name=name, transform=cutjax.fuse)
+    if name == "step":
+        return way("jax")._replace(name=name, of_step=functools.partial(cutjax.fuse, donate_argnums=0))
     if name == "flax":
         from cutjax.flax import linen
 

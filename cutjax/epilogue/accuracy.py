@@ -23,9 +23,10 @@ class Level(enum.IntEnum):
     """The accuracy asked of a value."""
 
     ACCURATE = 0  # as f32 can show it
-    FINE = 1  # relative error about 2^-21: f32's own, three bits short
-    COARSE_F16 = 2  # relative error below 2^-14: a quarter of what rounding to f16 makes
-    COARSE_BF16 = 3  # 2^-11: a quarter of what rounding to bf16 makes
+    XLA = 1  # as XLA has f32 on a GPU: division errs by two units in the last place
+    FINE = 2  # relative error about 2^-21: f32's own, three bits short
+    COARSE_F16 = 3  # relative error below 2^-14: a quarter of what rounding to f16 makes
+    COARSE_BF16 = 4  # 2^-11: a quarter of what rounding to bf16 makes
 
 
 _OUTPUT_LEVELS = {
@@ -33,6 +34,7 @@ _OUTPUT_LEVELS = {
     "float8_e4m3fn": Level.COARSE_BF16,
     "float8_e5m2": Level.COARSE_BF16,
     "float16": Level.COARSE_F16,
+    "float32": Level.XLA,
 }
 # A relative error of the argument grows by a small factor at most.
 _KEEPS_RELATIVE_ERROR = frozenset(
@@ -54,7 +56,7 @@ _KEEPS_RELATIVE_ERROR = frozenset(
         "log1p_unit",
     ]
 )
-_FLOATS = frozenset([*_OUTPUT_LEVELS, "float32"])
+_FLOATS = frozenset(_OUTPUT_LEVELS)
 
 
 def levels(nodes: Sequence[Node], outputs: Sequence[Output]) -> list[Level]:

@@ -90,6 +90,8 @@ def emit(epilogue: Epilogue) -> str:
             name = f"x{node.params[0]}"
         else:
             text = node_text(nodes, i, node, levels[i], names)
+            if node.op == "div" and _is_uniform(epilogue, nodes[node.args[1]]):
+                text = text.replace("div_full(", "div_uniform(", 1)
             if i in wanted and is_rounded(node):  # an output before it is rounded; others may use it after
                 lines.append(f"const float w{i} = {text};")
                 text = unrounded[i] = f"w{i}"
@@ -109,6 +111,14 @@ def emit(epilogue: Epilogue) -> str:
     parameters += [f"{CARRIERS[out.dtype]}& y{i}" for i, out in enumerate(epilogue.outputs)]
     body = "".join(f"  {line}\n" for line in lines)
     return f'#line 1 "epilogue (generated)"\nDEVICE void epilogue_element({", ".join(parameters)}) {{\n{body}}}\n'
+
+
+def _is_uniform(epilogue: Epilogue, node: Node) -> bool:
+    """True if a value is an operand of one number for all elements of a matrix."""
+    if node.op != "operand":
+        return False
+    spec = epilogue.operands[node.params[0]]
+    return not (spec.row or spec.col or spec.group)
 
 
 def reduction(out: Output) -> tuple[str, str]:

@@ -326,9 +326,9 @@ def _complex_text(node: Node, args: list[str], source: str) -> str | None:
 
 
 def _fast_div(node: Node, level: Level, args: list[str], sources: list[Node]) -> str | None:
-    if level < Level.FINE:
+    if level < Level.XLA:
         return None
-    if sources[1].op == "const":
+    if sources[1].op == "const" and level > Level.XLA:
         value = np.float32(sources[1].params[0])
         with np.errstate(divide="ignore", over="ignore"):
             inverse = np.float32(1) / value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,7 +36,17 @@ class _Static:
         return self.value is other.value or (isinstance(self.key, tuple) and bool(self.value == other.value))
 
 
-def fuse(fn: Callable[..., Any], *, policy: str = "auto") -> Callable[..., Any]:
+def _donated(args: Sequence[Any], argnums: Sequence[int], name: str) -> set[int]:
+    """Returns the positions that are donated of so many arguments; negative ones count from the last."""
+    count = len(args)
+    if outside := [i for i in argnums if not -count <= i < count]:
+        raise ValueError(f"fuse: donate_argnums has {outside}, but {name} was called with {count} positional arguments")
+    return {i % count for i in argnums}
+
+
+def fuse(
+    fn: Callable[..., Any], *, donate_argnums: int | Sequence[int] = (), policy: str = "auto"
+) -> Callable[..., Any]:
     """Makes of a function the same one whose products run as kernels with what is computed around them.
 
     The function is traced; each product in it, and what is made of its result element by element (a bias, an
@@ -51,6 +61,9 @@ def fuse(fn: Callable[..., Any], *, policy: str = "auto") -> Callable[..., Any]:
 
     Args:
       fn: a function of pytrees of arrays. Its derivatives, and its batching, are those of the rewritten program.
+      donate_argnums: as in ``jax.jit``, and those of the ``jax.jit`` around: positional arguments of which results may
+        take the memory. The update of parameters is fused with the product that makes their gradient only where it is
+        known that they may be overwritten: said here, or as what a loop carries on.
       policy: "auto", or "always": wherever a kernel can have what is around a product, whatever it costs, and on
         operands of any floating dtype. That is for tests.
 
@@ -58,8 +71,9 @@ def fuse(fn: Callable[..., Any], *, policy: str = "auto") -> Callable[..., Any]:
       A function of the same arguments. ``cutjax.explain(fuse(fn))(*args)`` lists what became of each product.
 
     Raises:
-      TypeError: if ``fn`` is not callable.
-      ValueError: if the policy is unknown. When called, whatever tracing ``fn`` raises, with a note that names it.
+      TypeError: if ``fn`` is not callable, or ``donate_argnums`` are no integers.
+      ValueError: if the policy is unknown. When called, if a donated argument did not come; and whatever tracing
+        ``fn`` raises, with a note that names it.
 
     Example:
       >>> import cutjax, jax, jax.numpy as jnp
@@ -74,13 +88,21 @@ def fuse(fn: Callable[..., Any], *, policy: str = "auto") -> Callable[..., Any]:
         raise TypeError(f"fuse: expected a function, got {type(fn).__name__}")
     name = getattr(fn, "__name__", type(fn).__name__)
 
-    def run(arrays: list[Any], static: tuple[_Static | None, ...], tree: Any) -> Any:
-        structure = None
+    argnums = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    if not all(isinstance(i, int) for i in argnums):
+        raise TypeError(f"fuse: donate_argnums are positions of arguments, got {donate_argnums!r}")
+
+    def run(donated: list[Any], kept: list[Any], static: tuple[_Static | bool, ...], tree: Any) -> Any:
+        structure, mine = None, (iter(kept), iter(donated))
+        flags = [x for x in static if isinstance(x, bool)]
+        arrays = [next(mine[x]) for x in flags]
 
         def flat(*given: Any) -> list[Any]:
             nonlocal structure
             leaves = iter(given)
-            args, kwargs = jax.tree.unflatten(tree, [next(leaves) if x is None else x.value for x in static])
+            args, kwargs = jax.tree.unflatten(
+                tree, [x.value if isinstance(x, _Static) else next(leaves) for x in static]
+            )
             out, structure = jax.tree.flatten(fn(*args, **kwargs))
             return out
 
@@ -91,23 +113,29 @@ def fuse(fn: Callable[..., Any], *, policy: str = "auto") -> Callable[..., Any]:
             error.add_note(f"while cutjax.fuse traced {name}")
             raise
         env = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*closed.consts, *arrays), strict=True))
+        own = {x for x, flag in zip(closed.jaxpr.invars, flags, strict=True) if flag}
         for eqn in closed.eqns:  # the call of flat, and nothing else
             rewriter = Rewriter(policy)
-            program = rewriter.rewrite(eqn.params["jaxpr"])
+            program = rewriter.rewrite(eqn.params["jaxpr"], tuple(x in own for x in eqn.invars))
             walk.annotate(program, tuple(rewriter.reports))
             eqn = eqn.replace(params={**eqn.params, "jaxpr": program})
             env.update(zip(eqn.outvars, bind_equation(eqn, [env[x] for x in eqn.invars]), strict=True))
         return jax.tree.unflatten(structure, [x.val if is_literal(x) else env[x] for x in closed.jaxpr.outvars])
 
-    jitted = jax.jit(run, static_argnums=(1, 2), inline=True)
+    jitted = jax.jit(run, static_argnums=(2, 3), donate_argnums=0, inline=True)
 
     @functools.wraps(fn)
     def fused(*args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return fn(*args, **kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
-        arrays = [x for x in leaves if isinstance(x, _ARRAYS)]
-        static = tuple(None if isinstance(x, _ARRAYS) else _Static(x) for x in leaves)
-        return jitted(arrays, static, tree)
+        own = _donated(args, argnums, name)
+        sizes = [len(jax.tree.leaves(x)) for x in args]
+        flags = [i in own for i, size in enumerate(sizes) for _ in range(size)]
+        flags += [False] * (len(leaves) - len(flags))
+        static = tuple(flag if isinstance(x, _ARRAYS) else _Static(x) for x, flag in zip(leaves, flags, strict=True))
+        given = [(x, flag) for x, flag in zip(leaves, flags, strict=True) if isinstance(x, _ARRAYS)]
+        donated, kept = ([x for x, flag in given if flag is which] for which in (True, False))
+        return jitted(donated, kept, static, tree)
 
     return fused

@@ -6,6 +6,7 @@ import bisect
 import collections
 import functools
 import heapq
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -93,11 +94,20 @@ def _inlines(eqn: Any, counts: collections.Counter[int], wanted: Callable[[Any],
     if eqn.primitive.name not in ("jit", "pjit"):
         return False
     params, body = eqn.params, eqn.params["jaxpr"]
-    if counts[id(body)] != 1 and _size(body) > _MOST_REPEATED:
-        return False
     placed = (*params["in_shardings"], *params["out_shardings"])
     plain = all(type(x).__name__ == "UnspecifiedValue" for x in placed) and not params["compiler_options_kvs"]
-    return plain and not opened(body).constvars and not any(params["donated_invars"]) and wanted(body)
+    if not plain or opened(body).constvars or any(params["donated_invars"]):
+        return False
+    if _is_several(eqn):
+        return True
+    return (counts[id(body)] == 1 or _size(body) <= _MOST_REPEATED) and wanted(body)
+
+
+def _is_several(eqn: Any) -> bool:
+    """True if a call computes several arrays, each element by element, as of a tree of parameters."""
+    return len(eqn.outvars) > 1 and all(
+        pointwise(inner) or inner.primitive.name == "broadcast_in_dim" for inner in opened(eqn.params["jaxpr"]).eqns
+    )
 
 
 def _size(jaxpr: Any) -> int:
@@ -119,14 +129,23 @@ def bodies(eqn: Any) -> list[Any]:
     return found
 
 
-def with_bodies(eqn: Any, rewrite: Callable[[Any], Any]) -> Any:
-    """Returns an equation with each of its programs rewritten."""
+def with_bodies(eqn: Any, rewrite: Callable[..., Any]) -> Any:
+    """Returns an equation with each of its programs rewritten, told which of their arguments are theirs alone."""
     params = dict(eqn.params)
     for name in BODIES.get(eqn.primitive.name, ()):
         value = params.get(name)
         if value is not None:
-            params[name] = tuple(map(rewrite, value)) if isinstance(value, tuple | list) else rewrite(value)
+            one = functools.partial(rewrite, donated=_carried(eqn, name))
+            params[name] = tuple(map(one, value)) if isinstance(value, tuple | list) else one(value)
     return eqn.replace(params=params)
+
+
+def _carried(eqn: Any, name: str) -> tuple[bool, ...]:
+    """Returns which of the first arguments of a program of an equation a loop carries on, and so gives it."""
+    params = eqn.params
+    if name == "body_jaxpr":
+        return (False,) * params["body_nconsts"] + (True,) * len(eqn.outvars)
+    return (False,) * params["num_consts"] + (True,) * params["num_carry"] if eqn.primitive.name == "scan" else ()
 
 
 def pointwise(eqn: Any) -> bool:
@@ -168,11 +187,22 @@ class Graph:
       reach: of each equation, itself and the equations it depends on, as bits of an integer.
       consumers: of each variable, the nodes alive that read it.
       regions: what was put in the place of equations: ``inputs``, ``results``, ``equation()``.
+      given: the program's arguments, and whether each is known to be donated: a result may take its memory.
+      takes: of those donated, the result that is to take it: as jax.jit pairs them, in their order, by what they are.
     """
 
-    def __init__(self, jaxpr: Any):
+    def __init__(self, jaxpr: Any, donated: Sequence[bool] = ()):
         self.eqns = list(jaxpr.eqns)
         self.outvars = {x for x in jaxpr.outvars if not is_literal(x)}
+        self.given: dict[Any, bool] = dict(itertools.zip_longest(jaxpr.invars, donated, fillvalue=False))
+        self.takes: dict[Any, Any] = {}
+        free: dict[Any, collections.deque[Any]] = collections.defaultdict(collections.deque)
+        for x, flag in self.given.items():
+            if flag:
+                free[x.aval.shape, x.aval.dtype].append(x)
+        for out in jaxpr.outvars if free else ():
+            if alike := free.get((out.aval.shape, out.aval.dtype)):
+                self.takes[alike.popleft()] = out
         self.producer: dict[Any, int] = {}
         self.reach: list[int] = []
         self.consumers: dict[Any, set[int]] = {}
@@ -254,6 +284,12 @@ class Graph:
     def reaches(self, inputs: Iterable[Any], results: Iterable[Any]) -> bool:
         """True if one of some variables is made, by now, of one of some others."""
         return bool(self._above(inputs) & self._makers(results))
+
+    def is_after(self, node: int, others: Iterable[int]) -> bool:
+        """True if what a node reads is made of what each of some others makes: these have run before it does."""
+        above, n = self._above(self.reads(node)), len(self.eqns)
+        makes = (1 << i if i < n else self._makers(self.regions[i - n].results) for i in others)
+        return all(bits & above for bits in makes)
 
     def _above(self, variables: Iterable[Any]) -> int:
         """Returns the equations that make variables, as bits; what a region makes is made of all that it reads."""

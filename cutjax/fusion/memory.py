@@ -6,7 +6,7 @@ import collections
 from typing import Any
 
 from cutjax.epilogue.jaxpr import IDENTITIES
-from cutjax.fusion.jaxprs import BODIES, MOVES, Graph, full_size, is_literal, opened
+from cutjax.fusion.jaxprs import BODIES, MOVES, Graph, byte_count, full_size, is_literal, opened
 from cutjax.fusion.region import Region
 
 _SAME_MEMORY = MOVES | IDENTITIES | {"broadcast_in_dim"}
@@ -35,34 +35,56 @@ def in_place(graph: Graph, node: int, eqn: Any, product: Any) -> tuple[tuple[int
       product: that of the product within.
     """
     body = opened(eqn.params["jaxpr"])
-    outer = dict(zip(body.invars, eqn.invars, strict=True))
+    outer = dict(zip(body.invars, eqn.invars, strict=True)) | dict(zip(body.outvars, eqn.outvars, strict=True))
     readers = collections.Counter(x for inner in body.eqns for x in inner.invars if not is_literal(x))
     readers.update(x for x in body.outvars if not is_literal(x))
     makers = {x: inner for inner in body.eqns for x in inner.outvars}
     last = len(product.params["epilogue"].primal.operands)
     operands = product.invars[len(product.invars) - last :]
-    free: list[int] = []
+    free: dict[int, Any] = {}  # the program's variable that each is, but for its shape
     for j, x in enumerate(operands):
         while readers[x] == 1 and x in makers and makers[x].primitive.name == "reshape":
             x = makers[x].invars[0]
         if readers[x] == 1 and x in outer and _is_last(graph, node, eqn, outer[x]):
-            free.append(j)
+            free[j] = outer[x]
+    reshaped = {x.invars[0]: x.outvars[0] for x in body.eqns if x.primitive.name == "reshape"}
     found: list[tuple[int, int]] = []
     for i, out in enumerate(product.outvars):
-        like = (
-            j for j in free if operands[j].aval.shape == out.aval.shape and operands[j].aval.dtype == out.aval.dtype
-        )
-        if (j := next(like, None)) is not None:
-            free.remove(j)
-            found.append((j, i))
+        result = outer.get(out, outer.get(reshaped.get(out)))
+        for j, x in free.items():
+            like = operands[j].aval.shape == out.aval.shape and operands[j].aval.dtype == out.aval.dtype
+            if like and graph.takes.get(x, result) is result:  # another result is to have it otherwise
+                found.append((j, i))
+                del free[j]
+                break
     return tuple(found)
 
 
+def copied(graph: Graph, region: Region) -> int:
+    """Returns the bytes that XLA copies if arguments are donated of which the program does not say so.
+
+    A kernel's result may not lie where it reads, unless that was said. So where a result of the program is to take the
+    memory of an argument that this region reads, as the update of a state does, XLA copies the argument before. Of 16
+    bits that moves what the product's own pass did: those are not counted.
+    """
+    wide = (x for x in region.results if x in graph.outvars and getattr(x.aval.dtype, "itemsize", 0) > 2)
+    likes = collections.Counter((x.aval.shape, x.aval.dtype) for x in wide)
+    found = 0
+    for x in region.inputs:
+        like = x.aval.shape, x.aval.dtype
+        if graph.given.get(x) is False and likes[like]:
+            likes[like] -= 1
+            found += 2 * byte_count(x)
+    return found
+
+
 def _is_last(graph: Graph, node: int, eqn: Any, x: Any) -> bool:
-    """True if nothing but the equation reads a variable, which has memory of its own."""
-    if is_literal(x) or x in graph.outvars or graph.consumers.get(x) != {node} or list(eqn.invars).count(x) != 1:
+    """True if the equation is the last to read a variable, which has memory of its own."""
+    if is_literal(x) or x in graph.outvars or list(eqn.invars).count(x) != 1:
         return False
-    if x in graph.definition:
+    if graph.consumers[x] != {node} and not graph.is_after(node, graph.consumers[x] - {node}):
+        return False
+    if x in graph.definition or graph.given.get(x, False):
         return True
     i = graph.producer.get(x, -1)
     if i < 0:

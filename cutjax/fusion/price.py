@@ -130,7 +130,7 @@ def _choice(eqn: Any) -> Any:
     return lowering.choosers[eqn.primitive](*(x.aval for x in eqn.invars), target=lowering.target(), **eqn.params)
 
 
-def of_region(plain: Price, eqn: Any, passes: int, moved: int) -> Price:
+def of_region(plain: Price, eqn: Any, passes: int, moved: int, copied: int = 0) -> Price:
     """Returns what a region takes.
 
     Args:
@@ -138,6 +138,7 @@ def of_region(plain: Price, eqn: Any, passes: int, moved: int) -> Price:
       eqn: that of our product, with the tail for its epilogue.
       passes: XLA's passes that it saves.
       moved: the bytes that these move, beside those of the tail's operands.
+      copied: the bytes that copies beside the kernel move.
     """
     assert plain.plain_us is not None
     choice = _choice(eqn)
@@ -157,6 +158,7 @@ def of_region(plain: Price, eqn: Any, passes: int, moved: int) -> Price:
     # A kernel without a tail may have been measured; what the tail adds is predicted. Of several products the kernel is
     # another: over 17 recorded gates the fastest takes 0.98 of what is predicted, give or take 6%.
     fused_us = choice.time_us * (plain.measured if problem.products == 1 else 1.0)
+    fused_us += 1e6 * copied / (problem.device.bytes_per_second * _PASS_BANDWIDTH)
     fused = choose.leads(fused_us, xla_us, GAIN) and (alone == "XLA" or fused_us <= plain_us)
     return Price("fused" if fused else alone, xla_us, plain_us, fused_us, merged=plain.merged)
 

@@ -32,6 +32,7 @@ from cutjax.fusion.narrow import narrowed
 from cutjax.fusion.region import MOST_PRODUCTS, NOTHING, Finder, Region
 from cutjax.fusion.report import Report
 from cutjax.fusion.siblings import beside, merged_by_xla
+from cutjax.fusion.transpositions import cancelled
 from cutjax.runtime import backends
 
 POLICIES = ("auto", "always")
@@ -49,7 +50,7 @@ class Rewriter:
         self.reports: list[Report] = []
         mesh = jax.sharding.get_abstract_mesh()
         self.divided = lowering.leaves_axes(mesh, ())
-        self._done: dict[int, tuple[Any, Any]] = {}  # by the program's id, which is kept
+        self._done: dict[tuple[int, tuple[bool, ...]], tuple[Any, Any]] = {}  # by the program's id, which is kept
         self._costs: dict[Hashable, price.Price] = {}
         self._templates: dict[Hashable, Template] = {}
         self._reusing: dict[tuple[Any, tuple[tuple[int, int], ...]], Any] = {}
@@ -66,20 +67,27 @@ class Rewriter:
             return "backend 'xla'"
         return lowering.PARTITIONED if self.divided else ""
 
-    def rewrite(self, jaxpr: Any) -> Any:
-        """Returns the program, closed or open as it is; itself where nothing changes."""
-        if id(jaxpr) not in self._done:
-            self._done[id(jaxpr)] = jaxpr, self._rewritten(jaxpr)
-        return self._done[id(jaxpr)][1]
+    def rewrite(self, jaxpr: Any, donated: tuple[bool, ...] = ()) -> Any:
+        """Returns the program, closed or open as it is; itself where nothing changes.
 
-    def _rewritten(self, jaxpr: Any) -> Any:
+        Args:
+          jaxpr: the program.
+          donated: of its first arguments, whether a result may take their memory.
+        """
+        key = id(jaxpr), donated
+        if key not in self._done:
+            self._done[key] = jaxpr, self._rewritten(jaxpr, donated)
+        return self._done[key][1]
+
+    def _rewritten(self, jaxpr: Any, donated: tuple[bool, ...]) -> Any:
         if not self._multiplies(jaxpr):
             return jaxpr
         jaxpr = inlined(jaxpr, self._multiplies)
         eqns = [self._inside(eqn) if any(map(self._multiplies, bodies(eqn))) else eqn for eqn in opened(jaxpr).eqns]
         if any(map(is_product, eqns)):
             jaxpr = with_equations(jaxpr, eqns)
-            eqns = self._fused(opened(jaxpr if self.refuses else narrowed(jaxpr)))
+            jaxpr = jaxpr if self.refuses else narrowed(cancelled(jaxpr))
+            eqns = self._fused(opened(jaxpr), donated)
         return with_equations(jaxpr, eqns)
 
     def _inside(self, eqn: Any) -> Any:
@@ -113,9 +121,9 @@ class Rewriter:
             )
         return self._has[id(jaxpr)]
 
-    def _fused(self, jaxpr: Any) -> list[Any]:
+    def _fused(self, jaxpr: Any, donated: tuple[bool, ...]) -> list[Any]:
         """Returns the equations of a program with its own products fused."""
-        graph = Graph(jaxpr)
+        graph = Graph(jaxpr, donated)
         found: dict[int, Contraction] = {}
         reports: dict[int, Report] = {}
         prices: dict[int, price.Price] = {}
@@ -359,12 +367,15 @@ def _report(eqn: Any, form: Contraction | str) -> Report:
     return Report(eqn, runs="XLA", why=form if isinstance(form, str) else "")
 
 
-def _passes(graph: Graph, region: Region) -> tuple[int, int]:
-    """Returns how many of XLA's passes a region saves, and the bytes that these move beside operands of the tail."""
+def _passes(graph: Graph, region: Region) -> tuple[int, int, int]:
+    """Returns how many of XLA's passes a region saves, the bytes that these move beside operands of the tail, and the
+    bytes of copies that it may cost.
+    """
+    copies = memory.copied(graph, region)
     products = sum(byte_count(graph.eqns[i].outvars[0]) for i in region.products)
     made = [x for x in region.results if full_size(x) == region.size and x not in region.accumulators]
     written = [x for x in made if graph.in_memory(x, before=True)]
     if written:
-        return 1, products + sum(map(byte_count, written))
+        return 1, products + sum(map(byte_count, written)), copies
     # What reads the result reads the product instead, and the operands of the tail with it.
-    return 0, sum(byte_count(x) for x in made if len(graph.consumers.get(x, ())) > 1)
+    return 0, sum(byte_count(x) for x in made if len(graph.consumers.get(x, ())) > 1), copies

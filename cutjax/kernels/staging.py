@@ -26,7 +26,7 @@ _LONG = (
 )
 _INSTRUCTIONS = {word.removesuffix("f"): 100 for word in f"{_LONG} expf exp2f sqrtf tanhf".split()}  # of doubles
 _INSTRUCTIONS |= dict.fromkeys(_LONG.split(), 50) | {"exp2f": 5, "expf": 8, "rsqrtf": 5}
-_INSTRUCTIONS |= {"/": 15, "accurate_logistic": 14, "sqrtf": 15, "tanhf": 15}
+_INSTRUCTIONS |= {"/": 15, "div_full": 7, "div_uniform": 3, "accurate_logistic": 14, "sqrtf": 15, "tanhf": 15}
 _INSTRUCTIONS |= {"coarse_erfc_bf16": 12, "coarse_erfc_f16": 13}
 
 BUFFER_BYTES = 16384  # of a staging buffer, at most where narrower chunks can make it so

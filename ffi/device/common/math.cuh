@@ -35,6 +35,15 @@ DEVICE float min_nan(float a, float b) { return a != a || b != b ? a + b : fminf
 #undef MATH_UNARY
 #undef MATH_BINARY
 
+// A quotient by what is the same for many elements, within a unit of the last place: of what is made of b the compiler
+// keeps one copy. The powers of 2 keep the reciprocal, and what it multiplies, in range.
+DEVICE float div_uniform(float a, float b) {
+  float scale = fabsf(b) > 0x1p64f ? 0x1p-64f : fabsf(b) < 0x1p-64f ? 0x1p64f : 1.0f;
+  float divisor = b * scale, inverse = rcp_approx(divisor), error = fmaf(-divisor, inverse, 1.0f);
+  inverse = error == error ? fmaf(inverse, error, inverse) : inverse;  // of 0 and infinity
+  return a * scale * inverse;
+}
+
 // The nearest bf16, as a float: the high half of a pair, in one instruction.
 DEVICE float round_bf16(float x) { return __uint_as_float(cvt_bf16x2(0.0f, x)); }
 

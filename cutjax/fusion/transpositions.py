@@ -1,0 +1,49 @@
+"""Transpositions that undo each other around casts, as of the gradient of a weight that is stored transposed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import lax
+from jax.extend import core
+
+from cutjax.fusion.jaxprs import is_literal, opened, with_equations
+
+
+def cancelled(jaxpr: Any) -> Any:
+    """Returns a program in which what was transposed, cast and transposed back is only cast."""
+    inner = opened(jaxpr)
+    makers: dict[Any, Any] = {}
+    names: dict[Any, Any] = {}
+    eqns: list[Any] = []
+
+    def read(x: Any) -> Any:
+        return x if is_literal(x) else names.get(x, x)
+
+    for eqn in inner.eqns:
+        eqn = eqn.replace(invars=list(map(read, eqn.invars))) if names else eqn
+        makers.update(dict.fromkeys(eqn.outvars, eqn))
+        found = _undone(eqn, makers) if eqn.primitive is lax.transpose_p else None
+        if found is None:
+            eqns.append(eqn)
+            continue
+        x, casts = found
+        for cast in casts:
+            out = core.Var(x.aval.update(dtype=cast.outvars[0].aval.dtype, weak_type=False))
+            eqns.append(cast.replace(invars=[x], outvars=[out]))
+            x = out
+        names[eqn.outvars[0]] = x
+    return with_equations(jaxpr, eqns, list(map(read, inner.outvars))) if names else jaxpr
+
+
+def _undone(eqn: Any, makers: dict[Any, Any]) -> tuple[Any, list[Any]] | None:
+    """Returns what a transposition gives back, and the casts in between, the first one first; None if it does not."""
+    casts: list[Any] = []
+    maker = makers.get(eqn.invars[0])
+    while maker is not None and maker.primitive is lax.convert_element_type_p and not is_literal(maker.invars[0]):
+        casts.append(maker)
+        maker = makers.get(maker.invars[0])
+    if maker is None or maker.primitive is not lax.transpose_p:
+        return None
+    first, second = maker.params["permutation"], eqn.params["permutation"]
+    return (maker.invars[0], casts[::-1]) if all(first[j] == i for i, j in enumerate(second)) else None
