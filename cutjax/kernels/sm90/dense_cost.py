@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from cutjax.kernels import staging
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.sm90.arguments import matrices_of
@@ -44,6 +46,7 @@ class Constants:
       start, element: microseconds of an epilogue, and of each 32768 accumulators.
       fused: what the latter takes more for each instruction of an epilogue.
       turned: the part of that which a kernel of the transposed result does not take.
+      fetch: microseconds of each chunk of the last tile that has operands, at least.
       few_rows: what a product of few rows adds to all but the launch.
       exposed, twin, last: the parts of an epilogue that ping-pong, and two blocks on an SM, do not hide, and that the
         last tile costs where two warpgroups share it.
@@ -107,6 +110,7 @@ class Constants:
     summed: float
     fused: float
     turned: float
+    fetch: float
     few_rows: float
 
 
@@ -157,6 +161,7 @@ CONSTANTS = Constants(
     summed=11.61,
     fused=0.311,  # this and the next: 143 fused products, benchmarks/results/experiments/fused-sweep-h200.json
     turned=0.326,
+    fetch=0.7,
     few_rows=0.07,  # this and XLA's time of them: 125 products of salts report12 to report20
 )
 
@@ -220,6 +225,7 @@ class Features:
     threads: Any
     swap: Any
     fused: Any
+    fetches: Any
     few_rows: Any
     reads: Any
     result: Any
@@ -276,6 +282,7 @@ def features(kernel: Kernel, device: Device) -> Features:
         threads=0 if result_row % 16 == 0 else 1 if result_row % 4 == 0 else PAIRLESS,
         swap=c.swap,
         fused=_instructions(kernel),
+        fetches=c.m_blocks * c.epilogue_columns // kernel.chunk if kernel.staging.operands else 0,
         few_rows=few_rows(kernel.asked),
         reads=(p.bytes - p.result_bytes) * kernel.way.parts,
         result=p.result_bytes,
@@ -301,9 +308,10 @@ def _instructions(kernel: Kernel) -> float:
         return 0
     epilogue, most = p.epilogue, 60
     computed = 9 if kernel.staging.called else min(staging.instructions(epilogue), most)
-    loaded = sum(spec.row and spec.col for spec in epilogue.operands)
-    stored = sum(not out.axes for out in epilogue.outputs)
-    return (1 + computed + 5 * loaded + 3 * (stored - 1)) / p.products
+    wide = lambda array: np.dtype(array.dtype).itemsize / 2  # noqa: E731
+    loaded = sum(wide(spec) for spec in epilogue.operands if spec.row and spec.col)
+    stored = sum(wide(out) for out in epilogue.outputs if not out.axes)
+    return (1 + computed + 5 * loaded + 3 * max(stored - 1, 0)) / p.products
 
 
 def time_us(
@@ -334,7 +342,7 @@ def time_us(
     hidden = maximum(mainloop + c.exposed * epilogue, (mainloop + epilogue) / 2)
     waiting = mainloop + epilogue * (1 + (c.twin - 1) * (f.resident == 2))
     wave = f.pingpong * hidden + (1 - f.pingpong) * waiting
-    last = epilogue * (1 + (c.last - 1) * f.halves)
+    last = maximum(epilogue * (1 + (c.last - 1) * f.halves), c.fetch * f.fetches)
     waves = f.items / f.in_flight
     all_waves = waves + (ceil(waves) - waves) * c.even
     whole = maximum(all_waves - 1, 0.0) * wave + mainloop + last
