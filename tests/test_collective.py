@@ -333,6 +333,10 @@ def test_parts_of_sums_travel_wide():
     assert collections.Counter(sent(jax.grad(squares(f), (0, 1, 2)), x, w, v)) == {"bf16": 2 * n, "f32": 2 * n}
     narrow = over(functools.partial(mlp, reduce_dtype=jnp.bfloat16), (ROWS, COLUMNS, ROWS), ROWS)
     assert sent(narrow, x, w, v) == 2 * n * ["bf16"]
+    assert sent(jax.grad(squares(narrow), (0, 1, 2)), x, w, v) == 4 * n * ["bf16"]
+    for dtype, parts in ((None, "f32"), (jnp.bfloat16, "bf16")):
+        first = over(gather(route="direct", reduce_dtype=dtype), (ROWS, COLUMNS), COLUMNS)
+        assert sent(jax.grad(squares(first)), x, w) == n * ["bf16"] + n * [parts]
     # Exact numbers: a sum of 8 devices' parts is rounded once, to what the unsharded product is.
     xs, vs = integers(0, (M, 64), jnp.bfloat16), integers(1, (64, K), jnp.bfloat16)
     g = over(scatter(), (COLUMNS, ROWS), ROWS, 8)

@@ -60,6 +60,7 @@ def all_gather_gemm(
     config: Config | None = None,
     save: str = "default",
     route: str = "auto",
+    reduce_dtype: DTypeLike | None = None,
 ) -> Any:
     """Multiplies the rows of all devices: ``gemm(all_gather(x), w)``, each device's rows as they arrive.
 
@@ -87,6 +88,7 @@ def all_gather_gemm(
         for each quarter of a device's rows, or half, beside the product of the one before. "direct": each share to each
         device, for a switch such as NVSwitch. "ring": from neighbour to neighbour, both ways at once. "auto": the one
         that is predicted to be the fastest, from measured rates of links and the kernels' predicted times.
+      reduce_dtype: dtype in which parts of the gradient in x travel, as those of ``cutjax.gemm_reduce_scatter``.
 
     Returns:
       ``[..., devices * m, n]``, the rows in the order of the devices, or what the epilogue returns.
@@ -117,6 +119,7 @@ def all_gather_gemm(
     spec = Gathered(
         ring,
         ring.beside(Dense(layout)),
+        travel_dtype(reduce_dtype, accumulator(a.dtype), where),
         identity(dtype, accumulator(a.dtype, dtype)),
         dot_precision.canonical(precision, where),
         backends.resolve(backend, where),
@@ -289,7 +292,7 @@ def divided_mlp(
     product = ring.beside(product)
     chain = Chain(product, traced.epilogue, wide, params["precision"], params["backend"], params["save"])
     if traced.outside is not None:  # each call takes its derivative as gemm does
-        first = Gathered(ring, product, traced.epilogue, chain.precision, chain.backend, None, chain.save)
+        first = Gathered(ring, product, travel, traced.epilogue, chain.precision, chain.backend, None, chain.save)
         more = {"out_dtype": (dtype,), "save": chain.save, **first.params}
         names = list(given)
         hs = [

@@ -85,7 +85,8 @@ def mlp(
         "cutjax_hidden". "recompute": neither, the first product is made again.
       axis_name: the mesh axis over which the layer is divided: w1 and gate by columns, w2 by rows, b1 with the columns.
       route: with an axis, how rows travel, see ``cutjax.gemm_reduce_scatter``.
-      reduce_dtype: with an axis, the dtype in which parts of sums travel, see ``cutjax.gemm_reduce_scatter``.
+      reduce_dtype: with an axis, the dtype in which parts of sums travel, of the result's and of the gradient in x, see
+        ``cutjax.gemm_reduce_scatter``.
 
     Returns:
       ``[..., m, n]``.

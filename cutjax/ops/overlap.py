@@ -32,10 +32,11 @@ GATHERED = "cutjax_gathered"  # the name jax.checkpoint policies see, of the row
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """The parameters of the products of gathered rows; the last five are as gemm's."""
+    """The parameters of the products of gathered rows: the dtype in which tangents travel; the last five as gemm's."""
 
     ring: Ring
     product: Product
+    travel: np.dtype
     epilogue: Epilogue
     precision: Any
     backend: str
@@ -66,11 +67,11 @@ class Gathered:
     ) -> list[list[Any]]:
         """Returns the tangents of the products, by chunk; None is zero.
 
-        Those of x travel as wide as accumulators: transposed, they are parts of a sum. Those of w are one product.
+        Those of x travel as parts of sums do: transposed, they are such. Those of w are one product.
         """
         found: list[list[Any]] = [[None] * len(ws) for _ in xs]
         if x_dot is not None:
-            dots = self.ring.gather(x_dot.astype(accumulator(x_dot.dtype)), self.rows)
+            dots = self.ring.gather(x_dot.astype(self.travel), self.rows)
             found = self.ring.paced(
                 lambda dot: [wide(self.product, dot, w, out_dtype=dtype, **self.params) for w in ws], dots
             )
@@ -247,7 +248,9 @@ class Overlapped:
     @property
     def first(self) -> Gathered:
         chain = self.chain
-        return Gathered(self.ring, chain.product, chain.hidden, chain.precision, chain.backend, None, chain.save)
+        return Gathered(
+            self.ring, chain.product, self.travel, chain.hidden, chain.precision, chain.backend, None, chain.save
+        )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
