@@ -62,7 +62,9 @@ def of_cotangents(precision: Canonical, dtype: np.dtype, where: str) -> Canonica
     return canonical(None if precision in _FLOAT8 and dtype.itemsize > 1 else precision, where)
 
 
-def math(precision: Canonical, dtype: np.dtype, accumulator: np.dtype, tf32: bool = True) -> str | tuple[str, ...]:
+def math(
+    precision: Canonical, dtype: np.dtype, accumulator: np.dtype, tf32: bool = True, both: bool = True
+) -> str | tuple[str, ...]:
     """Returns how products of two operands of a dtype are computed, as ``Problem.math`` has it, or why no kernel does.
 
     A name says no less than XLA does: "tf32" is what XLA makes of float32 and complex64 unless either operand's
@@ -70,14 +72,15 @@ def math(precision: Canonical, dtype: np.dtype, accumulator: np.dtype, tf32: boo
 
     Args:
       precision: as `canonical` returns it.
-      dtype: the operands'.
+      dtype: the left operand's.
+      both: whether the right one has the same.
       accumulator: that in which the products are added up.
       tf32: whether the device has TF32, from sm_80 on.
     """
     if precision is None or precision is lax.DotAlgorithmPreset.DEFAULT or type(precision) is tuple:
         highest = type(precision) is tuple and lax.Precision.HIGHEST in precision
-        if highest and dtype == jnp.float8_e5m2:  # of float8_e4m3fn XLA has the same instruction
-            return ("precision highest: XLA adds up products of float8_e5m2 in float32, kernels in fewer bits",)
+        if both and dtype == jnp.float8_e5m2:  # of float8_e4m3fn XLA has the same instruction
+            return ("XLA adds up products of float8_e5m2 in float32, kernels only by a preset's name, in fewer bits",)
         rounded = dtype in _TF32 and accumulator == dtype and tf32 and not highest
         return "tf32" if rounded else ""
     algorithm = _preset(precision) if isinstance(precision, lax.DotAlgorithm) else precision
@@ -102,6 +105,8 @@ for _name in ("BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "TF32_
     _MATH[_name, "float32"] = _name.split("_")[0].lower() + (_name[-2:].lower() if "X" in _name else "")
     # Of fewer bits than TF32 has, or than two parts of bf16: products that are exact already.
     _MATH |= {(_name, "bfloat16"): "", (_name, "float16"): ""}
+for _name in ("BF16_BF16_F32_X3", "BF16_BF16_F32_X6"):  # XLA's add up more closely than tensor cores do
+    del _MATH[_name, "bfloat16"]
 _MATH |= {(preset.name, name): "" for preset in _FLOAT8 for name in ("float8_e4m3fn", "float8_e5m2")}
 _TF32 = (np.dtype(np.float32), np.dtype(np.complex64))
 

@@ -151,7 +151,7 @@ def _ways(apart: Any, ours: Any, alone: Any, specs: Any, of_alone: Any, out: P, 
         "direct": over(functools.partial(ours, route="direct")),
         "ring": over(functools.partial(ours, route="ring")),
     }
-    if out == ROWS:
+    if out == ROWS or (case is not None and case.backward):
         for route in ("whole", "pieces"):
             found[f"{route} narrow"] = over(functools.partial(ours, route=route, reduce_dtype=jnp.bfloat16))
     # Each device's own parts of sums, which nothing adds up.

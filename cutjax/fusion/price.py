@@ -155,9 +155,9 @@ def of_region(plain: Price, eqn: Any, passes: int, moved: int, copied: int = 0) 
     if not choice.served or choice.time_us is None:
         why = f"no kernel has its tail: {'; '.join(choice.reasons)}"
         return Price(alone, xla_us, plain_us, why=why, merged=plain.merged)
-    # A kernel without a tail may have been measured to be slower than predicted; what the tail adds is predicted. One that
-    # was faster may not be the one that the tail gets. Nor is that of several products: over 17 recorded gates the fastest
-    # takes 0.98 of what is predicted, give or take 6%.
+    # A kernel without a tail may have been measured to be slower than predicted; what the tail adds is predicted. One
+    # that was faster may not be the one that the tail gets. Nor is that of several products: over 17 recorded gates the
+    # fastest takes 0.98 of what is predicted, give or take 6%.
     fused_us = choice.time_us * (max(plain.measured, 1.0) if problem.products == 1 else 1.0)
     fused_us += 1e6 * copied / (problem.device.bytes_per_second * _PASS_BANDWIDTH)
     fused = choose.leads(fused_us, xla_us, GAIN) and (alone == "XLA" or fused_us <= plain_us)

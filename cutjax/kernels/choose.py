@@ -139,7 +139,8 @@ def fastest(problem: Problem) -> tuple[Kernel, float, int] | None:
 @functools.lru_cache(maxsize=4096)
 def in_precision(problem: Problem, precision: Canonical) -> Problem | Choice:
     """Returns the problem with its products computed as a precision says, or the choice of XLA where no kernel does."""
-    math = dot_precision.math(precision, problem.a_dtype, problem.accumulator, problem.device.tf32)
+    both = problem.b_dtype == problem.a_dtype
+    math = dot_precision.math(precision, problem.a_dtype, problem.accumulator, problem.device.tf32, both)
     if isinstance(math, tuple):
         return Choice(problem, None, (*_problem_reasons(problem), *math))
     return problem if math == problem.math else dataclasses.replace(problem, math=math)

@@ -18,8 +18,8 @@ PERMUTE, ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER, MEMORY = 163, 139, 286, 235, 43
 # What products beside it hid of a piece's time, of rows that are gathered and of parts of sums, on 2 H200s (for the out
 # projection of Llama 70B; benchmarks/results/collective-h200x2.json), and microseconds that a piece more takes.
 PIECES_HIDDEN, PIECE_US = (0.0, 0.6), 8.0
-# How much faster than as a whole pieces must be predicted to be. Measured there, in float32 the parts of the out projection
-# were 11% faster and of an MLP 4% slower; in 16 bits those of the projection were 6% slower.
+# How much faster than as a whole pieces must be predicted to be. Measured there, in float32 the parts of the out
+# projection were 11% faster and of an MLP 4% slower; in 16 bits those of the projection were 6% slower.
 PIECES_LEAD = 1.04
 # The share of the time of permutes that products beside them hid there, in the forward pass of Llama 70B's MLP.
 HIDDEN: Mapping[str, float] = {"direct": 0.0, "ring": 0.05}

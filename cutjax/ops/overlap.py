@@ -20,7 +20,6 @@ from cutjax.kernels.choose import Config
 from cutjax.ops.ring import Ring, wide
 from cutjax.primitives import derivative
 from cutjax.primitives import product as products
-from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.chain import HIDDEN, Chain, tangent_of_second
 from cutjax.primitives.product import Product, abstract_accumulator, multiply
 

@@ -119,7 +119,7 @@ KINDS = (
     *_cubes("int8", 4096, out="int32"),
     *_cubes("uint8", 4096, out="uint32"),
     *_cubes("float8_e4m3fn", 4096, out="bfloat16"),
-    *_cubes("float8_e5m2", 4096, out="bfloat16"),
+    *_cubes("float8_e5m2", 4096, out="bfloat16", precision=_PRESETS.ANY_F8_ANY_F8_F32),
 )
 
 

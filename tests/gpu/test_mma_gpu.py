@@ -49,7 +49,7 @@ WAYS = {
     "u32": ("uint32", None, 0),
     "s64": ("int64", None, 0),
     "e4m3": ("float8_e4m3fn", None, 2**-8),
-    "e5m2": ("float8_e5m2", None, 2**-8),
+    "e5m2": ("float8_e5m2", "ANY_F8_ANY_F8_F32", 2**-8),
 }
 SIZES = ((257, 130, 67), (64, 192, 256), (1, 33, 5), (300, 1, 129))
 LAYOUTS = ("nn", "nt", "tn", "tt")
