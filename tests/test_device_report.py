@@ -90,13 +90,18 @@ def test_a_row_is_measured(case, monkeypatch):
 
 
 def test_what_was_measured_before_an_interruption_is_kept(fake_device, tmp_path, monkeypatch):
+    rows = iter([{"case": "first"}])
+
     def interrupted(case):
-        raise KeyboardInterrupt
+        try:
+            return next(rows)
+        except StopIteration:
+            raise KeyboardInterrupt from None
 
     monkeypatch.setattr(device_report, "_row", interrupted)
     with pytest.raises(KeyboardInterrupt):
         device_report.run(tmp_path / "r.json", progress=False)
-    assert [row["case"] for row in device_report.read(tmp_path / "r.json")["rows"]] == ["copy"]
+    assert [row["case"] for row in device_report.read(tmp_path / "r.json")["rows"]] == ["copy", "first"]
 
 
 REPORT = {

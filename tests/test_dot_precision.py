@@ -337,7 +337,7 @@ PRESETS += ["TF32_TF32_F32", "TF32_TF32_F32_X3", "F32_F32_F32", "F64_F64_F64", "
 # For each of PRESETS; None where no kernel does as it says.
 MATH: dict[str, list[str | None]] = {
     "bfloat16": [None, None, "", None, None, "", "", "", None, None, None, None],
-    "float16": ["f16", "", None, "", "", "", "", "", None, None, None, None],
+    "float16": ["f16", "", None, "", None, "", "", "", None, None, None, None],
     "float32": [None, None, "bf16", "bf16x3", "bf16x6", "bf16x9", "tf32", "tf32x3", "", None, None, None],
     "float64": [*[None] * 9, "", None, None],
     "int8": [None] * 12,
