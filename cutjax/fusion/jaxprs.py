@@ -145,7 +145,13 @@ def _carried(eqn: Any, name: str) -> tuple[bool, ...]:
     params = eqn.params
     if name == "body_jaxpr":
         return (False,) * params["body_nconsts"] + (True,) * len(eqn.outvars)
-    return (False,) * params["num_consts"] + (True,) * params["num_carry"] if eqn.primitive.name == "scan" else ()
+    if eqn.primitive.name != "scan":
+        return ()
+    # Counted by what a step does not take, or give, a slice of: the parameters' names differ between versions of jax.
+    body = opened(params["jaxpr"])
+    whole = [x.aval.shape == y.aval.shape for x, y in zip(eqn.invars, body.invars, strict=True)]
+    carried = sum(x.aval.shape == y.aval.shape for x, y in zip(eqn.outvars, body.outvars, strict=True))
+    return (False,) * (sum(whole) - carried) + (True,) * carried
 
 
 def pointwise(eqn: Any) -> bool:
