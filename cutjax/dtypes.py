@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 
@@ -50,6 +51,7 @@ DTYPES = {row.name: row for row in _ROWS}
 NARROW = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")  # every value is one of bfloat16, and of float16
 
 
+@functools.cache
 def are_narrow(a: Any, b: Any) -> bool:
     """True if elements in b have 8 bits and each is one of those of 16 in a: kernels multiply them as these."""
     return a.name in ("bfloat16", "float16") and b.name in NARROW

@@ -9,7 +9,7 @@ import heapq
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -47,6 +47,18 @@ def is_literal(x: Any) -> bool:
     return isinstance(x, core.Literal)
 
 
+def variables(eqn: Any) -> list[Any]:
+    """Returns the arguments of an equation that are no numbers."""
+    return [x for x in eqn.invars if not isinstance(x, core.Literal)]
+
+
+def renamed(eqn: Any, names: Mapping[Any, Any]) -> Any:
+    """Returns an equation that reads other variables for some; itself where it reads none of these."""
+    if names.keys().isdisjoint(variables(eqn)):
+        return eqn
+    return eqn.replace(invars=[x if is_literal(x) else names.get(x, x) for x in eqn.invars])
+
+
 def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any] | None = None) -> Any:
     """Returns a jaxpr, closed or open as it is, with other equations."""
     inner = opened(jaxpr)
@@ -56,33 +68,32 @@ def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any] | Non
 
 def inlined(jaxpr: Any, wanted: Callable[[Any], bool]) -> Any:
     """Returns a jaxpr with the equations of jitted functions in the place of some calls, and of those in them."""
-    counts = collections.Counter(id(body) for eqn in opened(jaxpr).eqns for body in bodies(eqn))
-    if not any(_inlines(eqn, counts, wanted) for eqn in opened(jaxpr).eqns):
+    top = opened(jaxpr)
+    calls = [eqn for eqn in top.eqns if eqn.primitive.name in BODIES]
+    counts = collections.Counter(id(body) for eqn in calls for body in bodies(eqn))
+    if not any(_inlines(eqn, counts, wanted) for eqn in calls):
         return jaxpr
     eqns: list[Any] = []
 
     def append(inner: Any, names: dict[Any, Any]) -> list[Any]:
         """Appends equations, with other variables for theirs; returns their results."""
 
-        def read(x: Any) -> Any:
-            return x if is_literal(x) else names.get(x, x)
-
         for eqn in inner.eqns:
-            invars = [read(x) for x in eqn.invars]
+            eqn = renamed(eqn, names)
             if _inlines(eqn, counts, wanted):
                 body = opened(eqn.params["jaxpr"])
                 counts.update(id(x) for e in body.eqns for x in bodies(e))
-                outs = append(body, dict(zip(body.invars, invars, strict=True)))
+                outs = append(body, dict(zip(body.invars, eqn.invars, strict=True)))
                 names.update(zip(eqn.outvars, outs, strict=True))
-            elif inner is opened(jaxpr):
-                eqns.append(eqn.replace(invars=invars))
+            elif inner is top:
+                eqns.append(eqn)
             else:
                 outvars = [new_var(x) for x in eqn.outvars]
                 names.update(zip(eqn.outvars, outvars, strict=True))
-                eqns.append(eqn.replace(invars=invars, outvars=outvars))
-        return [read(x) for x in inner.outvars]
+                eqns.append(eqn.replace(outvars=outvars))
+        return [x if is_literal(x) else names.get(x, x) for x in inner.outvars]
 
-    outvars = append(opened(jaxpr), {})
+    outvars = append(top, {})
     return with_equations(jaxpr, eqns, outvars)
 
 
@@ -190,7 +201,7 @@ class Graph:
     Attributes:
       eqns: the equations.
       producer: the equation that makes a variable.
-      reach: of each equation, itself and the equations it depends on, as bits of an integer.
+      above: of each variable that an equation makes, that equation and those it depends on, as bits of an integer.
       consumers: of each variable, the nodes alive that read it.
       regions: what was put in the place of equations: ``inputs``, ``results``, ``equation()``.
       given: the program's arguments, and whether each is known to be donated: a result may take its memory.
@@ -210,8 +221,8 @@ class Graph:
             if alike := free.get((out.aval.shape, out.aval.dtype)):
                 self.takes[alike.popleft()] = out
         self.producer: dict[Any, int] = {}
-        self.reach: list[int] = []
-        self.consumers: dict[Any, set[int]] = {}
+        self.above: dict[Any, int] = {}
+        self.consumers: dict[Any, set[int]] = collections.defaultdict(set)
         self.regions: list[Any] = []
         self.definition: dict[Any, int] = {}  # of what a region makes
         # Of each region, the first equation that it replaces, all of them, and those above it; sorted.
@@ -219,24 +230,22 @@ class Graph:
         self.live: set[int] = set()
         self._pointwise: dict[int, bool] = {}
         self._in_one_pass: dict[int, bool] = {}
+        self._read = list(map(variables, self.eqns))
         for i, eqn in enumerate(self.eqns):
-            found = 0
-            for x in eqn.invars:
-                if not is_literal(x) and x in self.producer:
-                    found |= self.reach[self.producer[x]]
-            self.reach.append(found | 1 << i)
+            found = 1 << i
+            for x in self._read[i]:
+                found |= self.above.get(x, 0)
             for x in eqn.outvars:
                 self.producer[x] = i
+                self.above[x] = found
+        needed = set(self.outvars)
         for i in reversed(range(len(self.eqns))):
             eqn = self.eqns[i]
-            if eqn.effects or any(self.used(x) for x in eqn.outvars):
+            if eqn.effects or not needed.isdisjoint(eqn.outvars):
                 self.live.add(i)
-                self._read(i, eqn.invars)
-
-    def _read(self, node: int, variables: Iterable[Any]) -> None:
-        for x in variables:
-            if not is_literal(x):
-                self.consumers.setdefault(x, set()).add(node)
+                needed.update(self._read[i])
+                for x in self._read[i]:
+                    self.consumers[x].add(i)
 
     def used(self, x: Any) -> bool:
         """True if anything alive, or the result, needs a variable."""
@@ -244,14 +253,12 @@ class Graph:
 
     def depends_on(self, x: Any, members: int) -> bool:
         """True if a variable is made of what some equations, given as bits, make."""
-        if is_literal(x) or x not in self.producer:
-            return False
-        return bool(self.reach[self.producer[x]] & members)
+        return bool(self.above.get(x, 0) & members)
 
     def source(self, x: Any) -> tuple[Any, tuple[int, ...]]:
         """Returns the variable that is reshaped to make another, and its shape: what equal arrays share."""
         shape = x.aval.shape
-        while not is_literal(x) and x in self.producer and x not in self.definition:
+        while x in self.producer and x not in self.definition:
             eqn = self.eqns[self.producer[x]]
             if eqn.primitive.name != "reshape" or is_literal(eqn.invars[0]):
                 break
@@ -301,8 +308,7 @@ class Graph:
         """Returns the equations that make variables, as bits; what a region makes is made of all that it reads."""
         found = 0
         for x in variables:
-            if not is_literal(x) and x in self.producer:
-                found |= self.reach[self.producer[x]]
+            found |= self.above.get(x, 0)
         before = 0
         while before != found:  # what a region reads may be made by another
             before = found
@@ -318,7 +324,7 @@ class Graph:
 
     def reads(self, node: int) -> Sequence[Any]:
         """Returns the variables that a node reads."""
-        return self.eqns[node].invars if node < len(self.eqns) else self.regions[node - len(self.eqns)].inputs
+        return self._read[node] if node < len(self.eqns) else self.regions[node - len(self.eqns)].inputs
 
     def replace(self, region: Any) -> None:
         """Puts a region in the place of the equations that nothing else needs once it is there."""
@@ -327,7 +333,8 @@ class Graph:
         made = self._makers(region.results)
         first = (made & -made).bit_length() - 1
         bisect.insort(self._spans, (first, made, self._above(region.inputs)))
-        self._read(node, region.inputs)
+        for x in region.inputs:
+            self.consumers[x].add(node)
         for x in region.results:
             self.definition[x] = node
         for i in sorted(region.members, reverse=True):
@@ -340,46 +347,56 @@ class Graph:
         if any(self.used(x) and x not in self.definition for x in eqn.outvars):
             return
         self.live.remove(i)
-        for x in eqn.invars:
-            if not is_literal(x) and x in self.consumers:
-                self.consumers[x].discard(i)
-                if x in self.producer and x not in self.definition:
-                    self._kill(self.producer[x])
+        for x in self._read[i]:
+            self.consumers[x].discard(i)
+            if x in self.producer and x not in self.definition:
+                self._kill(self.producer[x])
 
     def equations(self) -> list[Any]:
         """Returns what is alive in an order in which everything is made before it is read, near to that it had."""
-        n = len(self.eqns)
-        nodes = {i: i for i in self.live} | {n + r: max(x.members) for r, x in enumerate(self.regions)}
-        makes = self.producer | self.definition
-        waits = {node: {makes[x] for x in self.reads(node) if not is_literal(x) and x in makes} for node in nodes}
-        last = None
-        for node in sorted(self.live):
-            if self.eqns[node].effects:
-                if last is not None:
-                    waits[node].add(last)
+        n, found = len(self.eqns), []
+        place = {n + r: max(region.members) for r, region in enumerate(self.regions)}
+        order = sorted((place.get(node, node), node) for node in (*self.live, *place))
+        missing: set[Any] = set(self.definition)  # what regions, and nodes that wait, have not made yet; and these nodes
+        waits: dict[int, set[Any]] = {}  # of such nodes, for which of it
+        followers: dict[Any, list[tuple[int, int]]] = collections.defaultdict(list)
+        last = -1  # with an effect
+        for at in order:
+            node = at[1]
+            lacks = missing.intersection(self.reads(node))
+            if node < n and self.eqns[node].effects:
+                lacks |= missing & {last}
                 last = node
-        followers: dict[int, list[int]] = {}
-        for node, before in waits.items():
-            for other in before:
-                followers.setdefault(other, []).append(node)
-        missing = {node: len(before) for node, before in waits.items()}
-        ready = [(nodes[node], node) for node, count in missing.items() if not count]
-        heapq.heapify(ready)
-        found = []
-        while ready:
-            node = heapq.heappop(ready)[1]
-            found.append(self._equation(node))
-            for other in followers.get(node, ()):
-                missing[other] -= 1
-                if not missing[other]:
-                    heapq.heappush(ready, (nodes[other], other))
-        assert len(found) == len(nodes), "regions depend on each other"
+            if lacks:
+                waits[node] = lacks
+                missing |= {node, *self._makes(node)}
+                for x in lacks:
+                    followers[x].append(at)
+                continue
+            ready = [at]
+            while ready:
+                _, node = heapq.heappop(ready)
+                found.append(self._equation(node))
+                if node < n and node not in waits:
+                    continue
+                for x in (node, *self._makes(node)):
+                    missing.discard(x)
+                    for other in followers.pop(x, ()):
+                        waits[other[1]].remove(x)
+                        if not waits[other[1]]:
+                            heapq.heappush(ready, other)
+        assert len(found) == len(order), "regions depend on each other"
         return found
+
+    def _makes(self, node: int) -> list[Any]:
+        if node >= len(self.eqns):
+            return self.regions[node - len(self.eqns)].results
+        return [x for x in self.eqns[node].outvars if x not in self.definition]
 
     def _equation(self, node: int) -> Any:
         if node >= len(self.eqns):
             return self.regions[node - len(self.eqns)].equation()
         eqn = self.eqns[node]
-        if any(x in self.definition for x in eqn.outvars):  # a region makes some of its results
+        if not self.definition.keys().isdisjoint(eqn.outvars):  # a region makes some of its results
             eqn = eqn.replace(outvars=[new_var(x) if x in self.definition else x for x in eqn.outvars])
         return eqn

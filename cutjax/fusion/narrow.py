@@ -21,8 +21,8 @@ def narrowed(jaxpr: Any) -> Any:
         eqn.outvars[0]: eqn.invars[0]
         for eqn in inner.eqns
         if eqn.primitive is lax.convert_element_type_p
-        and not is_literal(eqn.invars[0])
         and are_narrow(eqn.outvars[0].aval.dtype, eqn.invars[0].aval.dtype)
+        and not is_literal(eqn.invars[0])
     }
     if not sources:
         return jaxpr

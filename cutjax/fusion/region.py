@@ -139,7 +139,7 @@ class _Growth:
             self._add(out, equation)
             roots[out] = 1 << k
         self.size = full_size(self.accumulators[0])
-        self.whole = not any(graph.depends_on(x, self.mask) for i in products for x in graph.eqns[i].invars)
+        self.whole = not any(graph.depends_on(x, self.mask) for i in products for x in graph.reads(i))
         self._roots = roots
         while self._candidates:
             self._consider(heapq.heappop(self._candidates))
@@ -234,12 +234,9 @@ class _Growth:
         if not others:
             return None
         for i in sorted(self.inside):
-            for x in graph.eqns[i].invars if i not in self.products else ():
-                if is_literal(x) or x in self.tiles or x not in graph.producer:
-                    continue
-                reach = graph.reach[graph.producer[x]]
-                for j in others:
-                    if reach >> j & 1:
+            for x in graph.reads(i) if i not in self.products else ():
+                for j in others if x not in self.tiles else ():
+                    if graph.depends_on(x, 1 << j):
                         return j
         return None
 

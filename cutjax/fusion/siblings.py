@@ -51,12 +51,13 @@ def _merged(graph: Graph, found: Mapping[int, Contraction]) -> Iterator[tuple[Co
             groups.setdefault((graph.source(shared), rest, dtypes), []).append(i)
         for group in groups.values():
             left = [i for i in group if i not in taken]
-            while left:
-                members, nbytes, rest = left[:1], _bytes(graph, left[0]), []
+            while len(left) > 1:
+                members, nbytes, rest, mask = left[:1], _bytes(graph, left[0]), [], 1 << left[0]
                 for i in left[1:]:
                     small = min(nbytes, _bytes(graph, i)) <= _MERGED_BYTES
-                    if small and not any(graph.reach[i] >> j & 1 for j in members):  # later ones depend on earlier
+                    if small and not graph.depends_on(graph.eqns[i].outvars[0], mask):  # later ones depend on earlier
                         members.append(i)
+                        mask |= 1 << i
                         nbytes += _bytes(graph, i)
                     else:
                         rest.append(i)

@@ -7,7 +7,9 @@ from typing import Any
 from jax import lax
 from jax.extend import core
 
-from cutjax.fusion.jaxprs import is_literal, opened, with_equations
+from cutjax.fusion.jaxprs import is_literal, opened, renamed, with_equations
+
+_KINDS = (lax.transpose_p, lax.convert_element_type_p)
 
 
 def cancelled(jaxpr: Any) -> Any:
@@ -17,12 +19,10 @@ def cancelled(jaxpr: Any) -> Any:
     names: dict[Any, Any] = {}
     eqns: list[Any] = []
 
-    def read(x: Any) -> Any:
-        return x if is_literal(x) else names.get(x, x)
-
     for eqn in inner.eqns:
-        eqn = eqn.replace(invars=list(map(read, eqn.invars))) if names else eqn
-        makers.update(dict.fromkeys(eqn.outvars, eqn))
+        eqn = renamed(eqn, names) if names else eqn
+        if eqn.primitive in _KINDS:
+            makers[eqn.outvars[0]] = eqn
         found = _undone(eqn, makers) if eqn.primitive is lax.transpose_p else None
         if found is None:
             eqns.append(eqn)
@@ -33,7 +33,8 @@ def cancelled(jaxpr: Any) -> Any:
             eqns.append(cast.replace(invars=[x], outvars=[out]))
             x = out
         names[eqn.outvars[0]] = x
-    return with_equations(jaxpr, eqns, list(map(read, inner.outvars))) if names else jaxpr
+    outvars = [x if is_literal(x) else names.get(x, x) for x in inner.outvars]
+    return with_equations(jaxpr, eqns, outvars) if names else jaxpr
 
 
 def _undone(eqn: Any, makers: dict[Any, Any]) -> tuple[Any, list[Any]] | None:
