@@ -344,12 +344,14 @@ class Graph:
         eqn = self.eqns[i]
         if i not in self.live or eqn.effects:
             return
-        if any(self.used(x) and x not in self.definition for x in eqn.outvars):
-            return
+        for x in eqn.outvars:
+            if x not in self.definition and (x in self.outvars or self.consumers.get(x)):
+                return
         self.live.remove(i)
         for x in self._read[i]:
-            self.consumers[x].discard(i)
-            if x in self.producer and x not in self.definition:
+            readers = self.consumers[x]
+            readers.discard(i)
+            if not readers and x in self.producer and x not in self.definition:
                 self._kill(self.producer[x])
 
     def equations(self) -> list[Any]:

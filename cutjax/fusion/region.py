@@ -184,8 +184,8 @@ class _Growth:
             self.reductions.append(i)
             return
         root = 0
-        for x in eqn.invars:
-            root |= 0 if is_literal(x) else self._roots.get(x, 0)
+        for x in self.graph.reads(i):
+            root |= self._roots.get(x, 0)
         if root.bit_count() > 1:
             self.joint.append(i)
         for x in eqn.outvars:
@@ -195,7 +195,7 @@ class _Growth:
     def _refuses(self, i: int, eqn: Any) -> str | None:
         """Returns why an equation cannot be in the region; None if it can, "" where it goes without saying."""
         graph, name = self.graph, eqn.primitive.name
-        if any(x in graph.definition for x in eqn.outvars):
+        if not graph.definition.keys().isdisjoint(eqn.outvars):
             return ": another product has it"
         form = self.found.shape
         if name in REDUCTIONS:
@@ -209,8 +209,8 @@ class _Growth:
             if full_size(out) != self.size:
                 return f" turns {tuple(eqn.invars[0].aval.shape)} into {tuple(out.aval.shape)}"
         moves = name in MOVES
-        for x in eqn.invars:
-            if is_literal(x) or x in self.tiles:
+        for x in graph.reads(i):
+            if x in self.tiles:
                 continue
             if graph.depends_on(x, self.mask):
                 return ": an operand of it is made of the product by what no kernel computes"
@@ -248,15 +248,16 @@ class _Growth:
         if isinstance(split, str):
             return [split, *self.stops]
         written, reduced = split
-        members = self._slice([*written, *reduced])
-        if set(members) <= {*self.products, *self.moves}:
+        needed = self._slice([*written, *reduced])
+        if needed.issubset((*self.products, *self.moves)):
             return self.stops or [NOTHING]
-        missing = [i for i in self.products if i not in members]
-        if missing:
+        if not needed.issuperset(self.products):
             return self.stops
-        copied = self._copied(members)
-        members = sorted({*members, *copied})
+        members = sorted(needed)
         inputs = self._inputs(members)
+        if copied := self._copied(inputs, members):
+            members = sorted(needed | copied)
+            inputs = self._inputs(members)
         results, accumulators = [*written, *reduced], tuple(self.accumulators)
         region = Region(self.products, self.moves, self.found, accumulators, members, inputs, results, self.stops)
         if self.graph.reaches(inputs, region.results):
@@ -310,25 +311,27 @@ class _Growth:
 
     def _cut(self, written: list[Any], outside: list[Any]) -> list[Any]:
         """Returns what to write of which all that is used outside is made: the fewest bytes, the latest."""
-        if all(self._made_of(x, set(written), {}) for x in outside):
+        given, known = set(written), {}
+        if all(self._made_of(x, given, known) for x in outside):
             return written
         order = sorted(self.tiles, key=lambda x: (x.aval.dtype.itemsize, -self.tiles[x]))
         for x in order:
-            if x not in written and all(self._made_of(y, {*written, x}, {}) for y in outside):
+            given, known = {*written, x}, {}
+            if x not in written and all(self._made_of(y, given, known) for y in outside):
                 return [*written, x]
         return [*written, *(x for x in self.accumulators if x not in written)]
 
     def _made_of(self, x: Any, given: set[Any], known: dict[Any, bool]) -> bool:
         """True if a variable is made of some others and of what is outside of the region."""
-        if is_literal(x) or x in given or x not in self.tiles:
+        if x in given or x not in self.tiles:
             return True
         if x in self.accumulators:
             return False
         if x not in known:
-            known[x] = all(self._made_of(y, given, known) for y in self.graph.eqns[self.tiles[x]].invars)
+            known[x] = all(self._made_of(y, given, known) for y in self.graph.reads(self.tiles[x]))
         return known[x]
 
-    def _slice(self, results: Iterable[Any]) -> list[int]:
+    def _slice(self, results: Iterable[Any]) -> set[int]:
         """Returns the equations inside that some results need."""
         graph = self.graph
         needed: set[int] = set()
@@ -339,10 +342,10 @@ class _Growth:
                 continue
             needed.add(i)
             if i not in self.products:
-                stack += [self.tiles[x] for x in graph.eqns[i].invars if not is_literal(x) and x in self.tiles]
+                stack += [self.tiles[x] for x in graph.reads(i) if x in self.tiles]
                 if i in self.moves:
                     stack += (*self.moves, *self.products)
-        return sorted(needed)
+        return needed
 
     def _inputs(self, members: list[int]) -> list[Any]:
         """Returns what some equations read and do not make; the operands of the products first."""
@@ -350,26 +353,24 @@ class _Growth:
         eqns = [graph.eqns[i] for i in self.products]
         first = [eqns[0].invars[0], *(eqn.invars[1] for eqn in eqns)]
         made = {x for i in members for x in graph.eqns[i].outvars}
-        found = {x: None for x in first if not is_literal(x)}
+        found = [x for x in first if not is_literal(x)]
         for i in members:
-            found |= {x: None for x in graph.eqns[i].invars if not is_literal(x) and x not in made}
-        return list(found)
+            found += [x for x in graph.reads(i) if x not in made]
+        return list(dict.fromkeys(found))
 
     # What makes its operands.
 
-    def _copied(self, members: list[int]) -> set[int]:
+    def _copied(self, inputs: list[Any], members: list[int]) -> set[int]:
         """Returns equations that make operands and are better computed in the kernel: then it reads fewer bytes."""
-        operands = [x for x in self._inputs(members) if self._is_operand(x, members)]
+        full = [x for x in inputs if full_size(x) == self.size]
+        read = {x for i in members if i not in self.products for x in self.graph.reads(i)} if full else ()
+        operands = [x for x in full if x in read]
+        if not operands:
+            return set()
         copied = self._cone(operands)
         if copied is not None:
             return copied
         return {i for x in operands for i in self._cone([x]) or ()}
-
-    def _is_operand(self, x: Any, members: list[int]) -> bool:
-        """True if the tail reads a value of full size."""
-        if full_size(x) != self.size:
-            return False
-        return any(x in self.graph.eqns[i].invars for i in members if i not in self.products)
 
     def _cone(self, operands: Sequence[Any]) -> set[int] | None:
         """Returns the elementwise equations that operands are made by; None if those read more bytes, or are many."""
@@ -388,7 +389,7 @@ class _Growth:
                 left -= byte_count(x)
             else:
                 found.add(i)
-                stack += [y for y in graph.eqns[i].invars if not is_literal(y)]
+                stack += graph.reads(i)
             if left < 0 or len(found) > _MOST_COPIED:
                 return None
         return found
@@ -401,7 +402,7 @@ class _Growth:
         if eqn.primitive.name == "name" or any(x in graph.definition for x in eqn.outvars):
             return False
         out = eqn.outvars[0].aval.shape
-        small = [x for x in eqn.invars if not is_literal(x) and x.aval.ndim and full_size(x) != self.size]
+        small = [x for x in graph.reads(i) if x.aval.ndim and full_size(x) != self.size]
         if (small or eqn.primitive.name == "iota") and axes_of(out, self.found.shape) is None:
             return False
         return not any(graph.in_memory(x) for x in eqn.outvars)

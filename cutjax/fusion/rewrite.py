@@ -52,9 +52,8 @@ class Rewriter:
         self.divided = lowering.leaves_axes(mesh, ())
         self._done: dict[tuple[int, tuple[bool, ...]], tuple[Any, Any]] = {}  # by the program's id, which is kept
         self._costs: dict[Hashable, price.Price] = {}
-        self._templates: dict[Hashable, Template] = {}
+        self._templates: dict[Hashable, Template | Exception] = {}
         self._reusing: dict[tuple[Any, tuple[tuple[int, int], ...]], Any] = {}
-        self._unfit: dict[Hashable, str] = {}
         self._forms: dict[Hashable, Contraction | str] = {}
         self._prices: dict[Hashable, price.Price] = {}
         self._kept: list[Any] = []  # of which the ids are part of keys
@@ -151,7 +150,7 @@ class Rewriter:
             else:
                 found[i] = form
         if self.policy == "auto":
-            prices |= merged_by_xla(graph, found, prices, self._price)
+            prices |= merged_by_xla(graph, found, prices, self._price_beside)
         finder = Finder(graph, found)
         for i in sorted(reports, reverse=True):
             if i in finder.products:
@@ -280,28 +279,30 @@ class Rewriter:
 
     def _form(self, eqn: Any, permutation: tuple[int, ...] | None = None) -> Contraction | str:
         """Returns a product as a kernel has it, or why none has; equal ones are one object."""
-        key = (
-            permutation,
-            eqn.primitive,
-            *map(self._param, eqn.params.values()),
-            *(x.aval for x in (*eqn.invars, *eqn.outvars)),
-        )
-        if key not in self._forms:
-            self._forms[key] = contraction(eqn) if permutation is None else planned(eqn, permutation)
-        return self._forms[key]
+        avals = [x.aval for x in (*eqn.invars, *eqn.outvars)]
+        key = permutation, eqn.primitive, self._params(eqn), *avals
+        form = self._forms.get(key)
+        if form is None:
+            form = contraction(eqn) if permutation is None else planned(eqn, permutation)
+            form = self._forms[key] = self._forms.setdefault(form, form)
+        return form
 
     def _price(self, form: Contraction, eqn: Any) -> price.Price:
-        """Returns what a dense product takes."""
-        key = form, *(x.aval.dtype for x in (*eqn.invars, *eqn.outvars))
-        if key not in self._prices:
-            self._prices[key] = price.of_product(form, eqn)
-        return self._prices[key]
+        """Returns what a dense product takes; its form is one of those of `_form`."""
+        key = id(form), *[x.aval for x in (*eqn.invars, *eqn.outvars)]
+        found = self._prices.get(key)
+        if found is None:
+            found = self._prices[key] = price.of_product(form, eqn)
+        return found
+
+    def _price_beside(self, form: Contraction, eqn: Any) -> price.Price:
+        """Returns what several products take as one."""
+        return self._price(self._forms.setdefault(form, form), eqn)
 
     def _plain(self, eqn: Any, form: Any) -> tuple[Any, Any]:
         """Returns the equation of a product alone as a kernel, and that of the product within."""
         inputs = [x for x in eqn.invars if not is_literal(x)]
-        params = (self._param(value) for value in eqn.params.values())
-        key = form, *params, *(x.aval for x in eqn.outvars), *map(_argument, eqn.invars)
+        key = form, self._params(eqn), *(x.aval for x in eqn.outvars), *map(_argument, eqn.invars)
         return placed(self._template(key, lambda: plain_function(eqn, form), inputs), inputs, eqn.outvars, eqn)
 
     def _build(self, graph: Graph, region: Region, plain: price.Price | None) -> tuple[Any, Any, price.Price | None]:
@@ -310,31 +311,37 @@ class Rewriter:
         Raises:
           NotImplementedError: if no epilogue can be its tail.
         """
-        key, passes = self._key(graph, region), _passes(graph, region)
-        if key in self._unfit:
-            raise NotImplementedError(self._unfit[key])
-        try:
-            made = self._template(key, lambda: function(graph, region), region.inputs)
-        except (NotImplementedError, TypeError, ValueError) as error:
-            self._unfit[key] = str(error)
-            raise NotImplementedError(str(error)) from error
+        made = self._template(self._key(graph, region), lambda: function(graph, region), region.inputs)
         eqn, inner = placed(made, region.inputs, region.results, graph.eqns[region.members[-1]])
         if plain is None:
             return eqn, inner, None
         count = len(region.products)
         if count > 1 and not region.found.grouped and region.found.plan is None:
-            one = self._price(beside(0, [region.found] * count), graph.eqns[region.products[0]])
+            one = self._price_beside(beside(0, [region.found] * count), graph.eqns[region.products[0]])
             plain = plain.in_a_row(count, one)
-        if (key, passes, plain) not in self._costs:
-            self._costs[key, passes, plain] = price.of_region(plain, inner, *passes)
-        return eqn, inner, self._costs[key, passes, plain]
+        key = id(inner), _passes(graph, region), plain
+        cost = self._costs.get(key)
+        if cost is None:
+            cost = self._costs[key] = price.of_region(plain, inner, *key[1])
+        return eqn, inner, cost
 
     def _template(self, key: Hashable, make: Callable[[], Any], inputs: Sequence[Any]) -> Template:
-        """Returns what is built for a key, once for this program and each mesh of its parts."""
+        """Returns what is built for a key, once for this program and each mesh of its parts.
+
+        Raises:
+          NotImplementedError: if it is of a tail that no epilogue can have.
+        """
         here = key, jax.sharding.get_abstract_mesh()
-        if here not in self._templates:
-            self._templates[here] = template(key, make, inputs)
-        return self._templates[here]
+        made = self._templates.get(here)
+        if made is None:
+            try:
+                made = template(key, make, inputs)
+            except (NotImplementedError, TypeError, ValueError) as error:
+                made = error
+            self._templates[here] = made
+        if isinstance(made, Exception):
+            raise NotImplementedError(str(made)) from made
+        return made
 
     def _key(self, graph: Graph, region: Region) -> Hashable:
         """Returns what two regions share that become equal equations."""
@@ -342,12 +349,21 @@ class Rewriter:
         rows: list[Hashable] = [region.found, *(x.aval for x in region.inputs)]
         for i in region.members:
             eqn = graph.eqns[i]
-            args = tuple(_argument(x) if is_literal(x) else number[x] for x in eqn.invars)
-            rows.append((eqn.primitive, args, *map(self._param, eqn.params.values()), i in region.products))
+            args = tuple([_argument(x) if is_literal(x) else number[x] for x in eqn.invars])
+            rows += (eqn.primitive, args, self._params(eqn), i in region.products)
             for x in eqn.outvars:
                 number[x] = len(number)
         rows.append(tuple(number[x] for x in region.results))
         return tuple(rows)
+
+    def _params(self, eqn: Any) -> Hashable:
+        """Returns the parameters of an equation as part of a key."""
+        values = tuple(eqn.params.values())
+        try:
+            hash(values)
+        except TypeError:
+            return tuple(map(self._param, values))
+        return values
 
     def _param(self, value: Any) -> Hashable:
         try:

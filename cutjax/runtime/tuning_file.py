@@ -40,7 +40,12 @@ class Content(NamedTuple):
 
 def user_path() -> pathlib.Path:
     """Returns the file of this user's own measurements."""
-    return (settings().tuning_dir or _user_folder()) / NAME
+    return _file(settings().tuning_dir or _user_folder())
+
+
+@functools.lru_cache(maxsize=8)
+def _file(folder: pathlib.Path) -> pathlib.Path:  # one object, which is hashed once: each price asks for it
+    return folder / NAME
 
 
 @functools.cache
