@@ -8,7 +8,6 @@ import functools
 import heapq
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -200,6 +199,7 @@ class Graph:
 
     Attributes:
       eqns: the equations.
+      inputs: the variables that each reads.
       producer: the equation that makes a variable.
       above: of each variable that an equation makes, that equation and those it depends on, as bits of an integer.
       consumers: of each variable, the nodes alive that read it.
@@ -230,10 +230,10 @@ class Graph:
         self.live: set[int] = set()
         self._pointwise: dict[int, bool] = {}
         self._in_one_pass: dict[int, bool] = {}
-        self._read = list(map(variables, self.eqns))
+        self.inputs = list(map(variables, self.eqns))
         for i, eqn in enumerate(self.eqns):
             found = 1 << i
-            for x in self._read[i]:
+            for x in self.inputs[i]:
                 found |= self.above.get(x, 0)
             for x in eqn.outvars:
                 self.producer[x] = i
@@ -243,8 +243,8 @@ class Graph:
             eqn = self.eqns[i]
             if eqn.effects or not needed.isdisjoint(eqn.outvars):
                 self.live.add(i)
-                needed.update(self._read[i])
-                for x in self._read[i]:
+                needed.update(self.inputs[i])
+                for x in self.inputs[i]:
                     self.consumers[x].add(i)
 
     def used(self, x: Any) -> bool:
@@ -320,11 +320,14 @@ class Graph:
         return found
 
     def _makers(self, results: Iterable[Any]) -> int:
-        return functools.reduce(operator.or_, (1 << self.producer[x] for x in results))
+        found = 0
+        for x in results:
+            found |= 1 << self.producer[x]
+        return found
 
     def reads(self, node: int) -> Sequence[Any]:
         """Returns the variables that a node reads."""
-        return self._read[node] if node < len(self.eqns) else self.regions[node - len(self.eqns)].inputs
+        return self.inputs[node] if node < len(self.eqns) else self.regions[node - len(self.eqns)].inputs
 
     def replace(self, region: Any) -> None:
         """Puts a region in the place of the equations that nothing else needs once it is there."""
@@ -348,7 +351,7 @@ class Graph:
             if x not in self.definition and (x in self.outvars or self.consumers.get(x)):
                 return
         self.live.remove(i)
-        for x in self._read[i]:
+        for x in self.inputs[i]:
             readers = self.consumers[x]
             readers.discard(i)
             if not readers and x in self.producer and x not in self.definition:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import weakref
 from typing import Any
 
 from cutjax.epilogue.jaxpr import IDENTITIES
-from cutjax.fusion.jaxprs import BODIES, MOVES, Graph, byte_count, full_size, is_literal, opened
+from cutjax.fusion.jaxprs import BODIES, MOVES, Graph, byte_count, full_size, is_literal, opened, variables
 from cutjax.fusion.region import Region
 
 _SAME_MEMORY = MOVES | IDENTITIES | {"broadcast_in_dim"}
@@ -34,30 +35,48 @@ def in_place(graph: Graph, node: int, eqn: Any, product: Any) -> tuple[tuple[int
       eqn: its equation.
       product: that of the product within.
     """
-    body = opened(eqn.params["jaxpr"])
-    outer = dict(zip(body.invars, eqn.invars, strict=True)) | dict(zip(body.outvars, eqn.outvars, strict=True))
-    readers = collections.Counter(x for inner in body.eqns for x in inner.invars if not is_literal(x))
-    readers.update(x for x in body.outvars if not is_literal(x))
-    makers = {x: inner for inner in body.eqns for x in inner.outvars}
-    last = len(product.params["epilogue"].primal.operands)
-    operands = product.invars[len(product.invars) - last :]
-    free: dict[int, Any] = {}  # the program's variable that each is, but for its shape
-    for j, x in enumerate(operands):
-        while readers[x] == 1 and x in makers and makers[x].primitive.name == "reshape":
-            x = makers[x].invars[0]
-        if readers[x] == 1 and x in outer and _is_last(graph, node, eqn, outer[x]):
-            free[j] = outer[x]
-    reshaped = {x.invars[0]: x.outvars[0] for x in body.eqns if x.primitive.name == "reshape"}
+    operands, results = _shareable(eqn.params["jaxpr"], product)
+    free = {j: eqn.invars[at] for j, at in operands if _is_last(graph, node, eqn, eqn.invars[at])}
     found: list[tuple[int, int]] = []
-    for i, out in enumerate(product.outvars):
-        result = outer.get(out, outer.get(reshaped.get(out)))
+    for i, at in results if free else ():
+        out, result = product.outvars[i].aval, None if at is None else eqn.outvars[at]
         for j, x in free.items():
-            like = operands[j].aval.shape == out.aval.shape and operands[j].aval.dtype == out.aval.dtype
+            operand = product.invars[j - len(product.params["epilogue"].primal.operands)].aval
+            like = operand.shape == out.shape and operand.dtype == out.dtype
             if like and graph.takes.get(x, result) is result:  # another result is to have it otherwise
                 found.append((j, i))
                 del free[j]
                 break
     return tuple(found)
+
+
+_Places = list[tuple[int, Any]]
+_shared: weakref.WeakKeyDictionary[Any, tuple[_Places, _Places]] = weakref.WeakKeyDictionary()
+
+
+def _shareable(call: Any, product: Any) -> tuple[_Places, _Places]:
+    """Returns, of a product that is called, the operands of its tail that nothing else in the call reads, its results,
+    and which argument or result of the call each is but for its shape, None where it is none.
+    """
+    if call not in _shared:
+        body = opened(call)
+        readers = collections.Counter(x for inner in body.eqns for x in variables(inner))
+        readers.update(x for x in body.outvars if not is_literal(x))
+        reshapes = [inner for inner in body.eqns if inner.primitive.name == "reshape"]
+        made = {inner.outvars[0]: inner.invars[0] for inner in reshapes}
+        makes = {inner.invars[0]: inner.outvars[0] for inner in reshapes}
+        arguments = {x: at for at, x in enumerate(body.invars)}
+        results = {x: at for at, x in enumerate(body.outvars)}
+        last = len(product.params["epilogue"].primal.operands)
+        free: _Places = []
+        for j, x in enumerate(product.invars[len(product.invars) - last :]):
+            while readers[x] == 1 and x in made:
+                x = made[x]
+            if readers[x] == 1 and x in arguments:
+                free.append((j, arguments[x]))
+        outs = [(i, results.get(out, results.get(makes.get(out)))) for i, out in enumerate(product.outvars)]
+        _shared[call] = free, outs
+    return _shared[call]
 
 
 def copied(graph: Graph, region: Region) -> int:

@@ -139,7 +139,7 @@ class _Growth:
             self._add(out, equation)
             roots[out] = 1 << k
         self.size = full_size(self.accumulators[0])
-        self.whole = not any(graph.depends_on(x, self.mask) for i in products for x in graph.reads(i))
+        self.whole = not any(graph.depends_on(x, self.mask) for i in products for x in graph.inputs[i])
         self._roots = roots
         while self._candidates:
             self._consider(heapq.heappop(self._candidates))
@@ -184,7 +184,7 @@ class _Growth:
             self.reductions.append(i)
             return
         root = 0
-        for x in self.graph.reads(i):
+        for x in self.graph.inputs[i]:
             root |= self._roots.get(x, 0)
         if root.bit_count() > 1:
             self.joint.append(i)
@@ -209,7 +209,7 @@ class _Growth:
             if full_size(out) != self.size:
                 return f" turns {tuple(eqn.invars[0].aval.shape)} into {tuple(out.aval.shape)}"
         moves = name in MOVES
-        for x in graph.reads(i):
+        for x in graph.inputs[i]:
             if x in self.tiles:
                 continue
             if graph.depends_on(x, self.mask):
@@ -234,7 +234,7 @@ class _Growth:
         if not others:
             return None
         for i in sorted(self.inside):
-            for x in graph.reads(i) if i not in self.products else ():
+            for x in graph.inputs[i] if i not in self.products else ():
                 for j in others if x not in self.tiles else ():
                     if graph.depends_on(x, 1 << j):
                         return j
@@ -266,7 +266,7 @@ class _Growth:
 
     def _used_outside(self, inside: set[int]) -> list[Any]:
         graph = self.graph
-        return [x for x in self.tiles if x in graph.outvars or graph.consumers.get(x, set()) - inside]
+        return [x for x in self.tiles if x in graph.outvars or not inside.issuperset(graph.consumers.get(x, ()))]
 
     def _results(self) -> tuple[list[Any], list[Any]] | str:
         """Returns what the kernel writes, of full size and reduced, so that the rest can be made of that without it."""
@@ -328,7 +328,7 @@ class _Growth:
         if x in self.accumulators:
             return False
         if x not in known:
-            known[x] = all(self._made_of(y, given, known) for y in self.graph.reads(self.tiles[x]))
+            known[x] = all(self._made_of(y, given, known) for y in self.graph.inputs[self.tiles[x]])
         return known[x]
 
     def _slice(self, results: Iterable[Any]) -> set[int]:
@@ -342,7 +342,7 @@ class _Growth:
                 continue
             needed.add(i)
             if i not in self.products:
-                stack += [self.tiles[x] for x in graph.reads(i) if x in self.tiles]
+                stack += [self.tiles[x] for x in graph.inputs[i] if x in self.tiles]
                 if i in self.moves:
                     stack += (*self.moves, *self.products)
         return needed
@@ -355,7 +355,7 @@ class _Growth:
         made = {x for i in members for x in graph.eqns[i].outvars}
         found = [x for x in first if not is_literal(x)]
         for i in members:
-            found += [x for x in graph.reads(i) if x not in made]
+            found += [x for x in graph.inputs[i] if x not in made]
         return list(dict.fromkeys(found))
 
     # What makes its operands.
@@ -363,7 +363,7 @@ class _Growth:
     def _copied(self, inputs: list[Any], members: list[int]) -> set[int]:
         """Returns equations that make operands and are better computed in the kernel: then it reads fewer bytes."""
         full = [x for x in inputs if full_size(x) == self.size]
-        read = {x for i in members if i not in self.products for x in self.graph.reads(i)} if full else ()
+        read = {x for i in members if i not in self.products for x in self.graph.inputs[i]} if full else ()
         operands = [x for x in full if x in read]
         if not operands:
             return set()
@@ -389,7 +389,7 @@ class _Growth:
                 left -= byte_count(x)
             else:
                 found.add(i)
-                stack += graph.reads(i)
+                stack += graph.inputs[i]
             if left < 0 or len(found) > _MOST_COPIED:
                 return None
         return found
@@ -402,7 +402,7 @@ class _Growth:
         if eqn.primitive.name == "name" or any(x in graph.definition for x in eqn.outvars):
             return False
         out = eqn.outvars[0].aval.shape
-        small = [x for x in graph.reads(i) if x.aval.ndim and full_size(x) != self.size]
+        small = [x for x in graph.inputs[i] if x.aval.ndim and full_size(x) != self.size]
         if (small or eqn.primitive.name == "iota") and axes_of(out, self.found.shape) is None:
             return False
         return not any(graph.in_memory(x) for x in eqn.outvars)

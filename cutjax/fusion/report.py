@@ -18,7 +18,7 @@ class Report:
     Attributes:
       eqn: its equation.
       runs: "fused", "kernel" where the product alone became one, or "XLA".
-      why: the prices, or why there is no kernel.
+      reason: the price, or why there is no kernel.
       ends: what ends its tail.
       kernel: our product's equation where it was fused, else None.
       products: how many products became one.
@@ -26,10 +26,15 @@ class Report:
 
     eqn: Any
     runs: str = "XLA"
-    why: str = ""
+    reason: Any = ""
     ends: Sequence[Any] = ()
     kernel: Any = None
     products: int = 1
+
+    @property
+    def why(self) -> str:
+        """The prices, or why there is no kernel, as text: only what is shown is written."""
+        return str(self.reason)
 
     @property
     def product(self) -> str:
@@ -47,9 +52,9 @@ class Report:
         """The tail that was fused, as an expression; "" where nothing was."""
         return "" if self.kernel is None else str(self.kernel.params["epilogue"])
 
-    def fused(self, region: Region, inner: Any, why: str) -> None:
+    def fused(self, region: Region, inner: Any, reason: Any) -> None:
         """Notes that the product was fused."""
-        self.runs, self.why, self.ends = "fused", why, region.stops
+        self.runs, self.reason, self.ends = "fused", reason, region.stops
         self.kernel, self.products = inner, len(region.products)
 
     def __str__(self) -> str:

@@ -82,7 +82,10 @@ class Rewriter:
         if not self._multiplies(jaxpr):
             return jaxpr
         jaxpr = inlined(jaxpr, self._multiplies)
-        eqns = [self._inside(eqn) if any(map(self._multiplies, bodies(eqn))) else eqn for eqn in opened(jaxpr).eqns]
+        eqns = [
+            self._inside(eqn) if eqn.primitive.name in BODIES and any(map(self._multiplies, bodies(eqn))) else eqn
+            for eqn in opened(jaxpr).eqns
+        ]
         if any(map(is_product, eqns)):
             jaxpr = with_equations(jaxpr, eqns)
             jaxpr = jaxpr if self.refuses else narrowed(cancelled(jaxpr))
@@ -136,14 +139,14 @@ class Rewriter:
                 continue
             if self.policy == "auto":
                 if self.refuses:
-                    reports[i].why = self.refuses
+                    reports[i].reason = self.refuses
                     continue
                 if isinstance(form, str) or ragged:
                     prices[i] = price.of_grouped(self._plain(eqn, form)[1])
                 else:
                     prices[i] = self._price(form, eqn)
                 if prices[i].why:
-                    reports[i].why = prices[i].why
+                    reports[i].reason = prices[i].why
                     continue
             if isinstance(form, str):
                 self._replace_product(graph, [i], form, reports[i], prices[i], graph.eqns[i])
@@ -182,15 +185,15 @@ class Rewriter:
             try:
                 eqn, inner, cost = self._build(graph, region, plain)
             except NotImplementedError as error:
-                report.why = str(error)
+                report.reason = str(error)
             else:
-                report.why = "" if cost is None else str(cost)
+                report.reason = cost or ""
                 if cost is None or cost.runs == "fused":
                     region.made = eqn
                     graph.replace(region)
                     for j in region.products:
                         del finder.products[j]
-                        reports[j].fused(region, inner, report.why)
+                        reports[j].fused(region, inner, report.reason)
                     return
                 if cost.runs == "XLA":
                     finder.settled.add(i)
@@ -200,7 +203,7 @@ class Rewriter:
         if plain is not None and self._moved(graph, i, report):
             finder.settled.add(i)
             return
-        report.why = report.why or ("" if plain is None else str(plain))
+        report.reason = report.reason or plain or ""
 
     def _alone(self, graph: Graph, finder: Finder, reports: dict[int, Report], prices: dict[int, price.Price]) -> None:
         """Puts kernels in the places of products that no region has: of several at once, and of one."""
@@ -236,7 +239,7 @@ class Rewriter:
         graph.replace(region)
         for i in products:
             del finder.products[i]
-            reports[i].fused(region, inner, str(cost))
+            reports[i].fused(region, inner, cost)
 
     def _moved(self, graph: Graph, i: int, report: Report) -> bool:
         """Puts a kernel in the place of a product and of transpositions around it; True if it is priced with these."""
@@ -251,7 +254,7 @@ class Rewriter:
             if isinstance(form, str) or matrices(form) > most:
                 continue
             cost = self._price(form, eqn)
-            report.why = str(cost)
+            report.reason = cost
             if cost.runs == "kernel":
                 self._replace_product(graph, members, form, report, cost, eqn)
             return True
@@ -275,7 +278,7 @@ class Rewriter:
         inputs = [x for x in eqn.invars if not is_literal(x)]
         made = self._plain(eqn, form)[0]
         graph.replace(Region((members[0],), set(), form, (), members, inputs, list(eqn.outvars), [], made))
-        report.runs, report.why = "kernel", str(cost)
+        report.runs, report.reason = "kernel", cost
 
     def _form(self, eqn: Any, permutation: tuple[int, ...] | None = None) -> Contraction | str:
         """Returns a product as a kernel has it, or why none has; equal ones are one object."""
@@ -380,7 +383,7 @@ def _argument(x: Any) -> Hashable:
 
 
 def _report(eqn: Any, form: Contraction | str) -> Report:
-    return Report(eqn, runs="XLA", why=form if isinstance(form, str) else "")
+    return Report(eqn, runs="XLA", reason=form if isinstance(form, str) else "")
 
 
 def _passes(graph: Graph, region: Region) -> tuple[int, int, int]:
