@@ -78,7 +78,7 @@ def inlined(jaxpr: Any, wanted: Callable[[Any], bool]) -> Any:
         """Appends equations, with other variables for theirs; returns their results."""
 
         for eqn in inner.eqns:
-            eqn = renamed(eqn, names)
+            eqn = renamed(eqn, names) if names else eqn
             if _inlines(eqn, counts, wanted):
                 body = opened(eqn.params["jaxpr"])
                 counts.update(id(x) for e in body.eqns for x in bodies(e))
@@ -182,14 +182,15 @@ def in_one_pass(eqn: Any) -> bool:
     return name in ("jit", "pjit") and all(in_one_pass(inner) for inner in opened(eqn.params["jaxpr"]).eqns)
 
 
-def full_size(x: Any) -> int:
+@functools.lru_cache(maxsize=4096)
+def full_size(aval: Any) -> int:
     """Returns the number of elements."""
-    return math.prod(x.aval.shape)
+    return math.prod(aval.shape)
 
 
 def byte_count(x: Any) -> int:
     """Returns the bytes of an array."""
-    return full_size(x) * getattr(x.aval.dtype, "itemsize", 4)
+    return full_size(x.aval) * getattr(x.aval.dtype, "itemsize", 4)
 
 
 class Graph:

@@ -19,7 +19,7 @@ def grows(graph: Graph, region: Region) -> str:
     Without it there are the results that must lie in memory whatever XLA computes in one pass, and the products that
     passes make all others of.
     """
-    full = [x for x in region.results if full_size(x) == region.size]
+    full = [x for x in region.results if full_size(x.aval) == region.size]
     needed = [x for x in full if graph.in_memory(x, before=True)]
     products = [x for x in region.accumulators if x not in needed]
     more = len(full) - len(needed) - len(products)
@@ -89,7 +89,7 @@ def copied(graph: Graph, region: Region) -> int:
     wide = (x for x in region.results if x in graph.outvars and getattr(x.aval.dtype, "itemsize", 0) > 2)
     likes = collections.Counter((x.aval.shape, x.aval.dtype) for x in wide)
     found = 0
-    for x in region.inputs:
+    for x in region.inputs if likes else ():
         like = x.aval.shape, x.aval.dtype
         if graph.given.get(x) is False and likes[like]:
             likes[like] -= 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from cutjax.fusion.contraction import Contraction
@@ -38,10 +39,10 @@ def moved(graph: Graph, i: int) -> Iterator[Moved]:
     found = [source is not x for (source, _), x in zip(sources, eqn.invars, strict=True)] + [members != [i]]
     if not any(found):
         return
-    choices = itertools.product(*([True, False] if some else [False] for some in found))
-    for *taken, result in filter(any, sorted(choices, key=sum, reverse=True)):
+    for *taken, result in _choices(*found):
         pairs = [pair if take else _as_it_is(x) for pair, take, x in zip(sources, taken, eqn.invars, strict=True)]
-        dims, permutation = _renamed(eqn, [order for _, order in pairs])
+        dims = tuple(tuple(map(tuple, pair)) for pair in eqn.params["dimension_numbers"])
+        dims, permutation = _renamed(dims, tuple(order for _, order in pairs))
         outvars = [out] if result else list(eqn.outvars)
         params = {**eqn.params, "dimension_numbers": dims}
         new = eqn.replace(invars=[x for x, _ in pairs], outvars=outvars, params=params)
@@ -49,13 +50,21 @@ def moved(graph: Graph, i: int) -> Iterator[Moved]:
         yield Moved(new, permutation, members if result else [i])
 
 
-def _renamed(eqn: Any, orders: Sequence[Sequence[int]]) -> tuple[Any, tuple[int, ...]]:
+@functools.cache
+def _choices(*found: bool) -> list[tuple[bool, ...]]:
+    """Returns the ways to take some of what was found, most of it first."""
+    choices = itertools.product(*([True, False] if some else [False] for some in found))
+    return list(filter(any, sorted(choices, key=sum, reverse=True)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _renamed(dims: Any, orders: tuple[tuple[int, ...], ...]) -> tuple[Any, tuple[int, ...]]:
     """Returns dimension numbers of operands whose axes are elsewhere, and where the axes of the result are then."""
-    contracted, batch = eqn.params["dimension_numbers"]
+    contracted, batch = dims
     results = list(range(len(batch[0])))
-    for x, order, *some in zip(eqn.invars, orders, contracted, batch, strict=True):
+    for order, *some in zip(orders, contracted, batch, strict=True):
         taken = {axis for axes in some for axis in axes}
-        free = [order[axis] for axis in range(x.aval.ndim) if axis not in taken]
+        free = [order[axis] for axis in range(len(order)) if axis not in taken]
         results += [len(results) + sorted(free).index(axis) for axis in free]
     dims = (
         tuple(tuple(o[i] for i in axes) for o, axes in zip(orders, pair, strict=True)) for pair in (contracted, batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import math
 from collections.abc import Iterable, Sequence
@@ -59,7 +60,7 @@ class Region:
         """Returns the equation that takes the place of the members."""
         return self.made
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """The number of elements of the result."""
         return math.prod(self.found.shape)
@@ -138,7 +139,7 @@ class _Growth:
             self.accumulators.append(out)
             self._add(out, equation)
             roots[out] = 1 << k
-        self.size = full_size(self.accumulators[0])
+        self.size = full_size(self.accumulators[0].aval)
         self.whole = not any(graph.depends_on(x, self.mask) for i in products for x in graph.inputs[i])
         self._roots = roots
         while self._candidates:
@@ -206,7 +207,7 @@ class _Growth:
         if not graph.is_pointwise(i):
             return ""
         for out in eqn.outvars:
-            if full_size(out) != self.size:
+            if full_size(out.aval) != self.size:
                 return f" turns {tuple(eqn.invars[0].aval.shape)} into {tuple(out.aval.shape)}"
         moves = name in MOVES
         for x in graph.inputs[i]:
@@ -217,7 +218,7 @@ class _Growth:
             if (
                 not moves
                 and x.aval.ndim
-                and full_size(x) != self.size
+                and full_size(x.aval) != self.size
                 and axes_of(eqn.outvars[0].aval.shape, form) is None
             ):
                 return f": an operand of shape {tuple(x.aval.shape)} is not along rows or columns"
@@ -362,7 +363,7 @@ class _Growth:
 
     def _copied(self, inputs: list[Any], members: list[int]) -> set[int]:
         """Returns equations that make operands and are better computed in the kernel: then it reads fewer bytes."""
-        full = [x for x in inputs if full_size(x) == self.size]
+        full = [x for x in inputs if full_size(x.aval) == self.size]
         read = {x for i in members if i not in self.products for x in self.graph.inputs[i]} if full else ()
         operands = [x for x in full if x in read]
         if not operands:
@@ -385,7 +386,7 @@ class _Growth:
             if x in seen or i in found:
                 continue
             seen.add(x)
-            if i < 0 or full_size(x) != self.size or not self._copies(i):
+            if i < 0 or full_size(x.aval) != self.size or not self._copies(i):
                 left -= byte_count(x)
             else:
                 found.add(i)
@@ -397,12 +398,12 @@ class _Growth:
     def _copies(self, i: int) -> bool:
         """True if an equation that makes operands can be computed in the kernel."""
         graph, eqn = self.graph, self.graph.eqns[i]
-        if not graph.is_pointwise(i) or any(full_size(x) != self.size for x in eqn.outvars):
+        if not graph.is_pointwise(i) or any(full_size(x.aval) != self.size for x in eqn.outvars):
             return False
         if eqn.primitive.name == "name" or any(x in graph.definition for x in eqn.outvars):
             return False
         out = eqn.outvars[0].aval.shape
-        small = [x for x in graph.inputs[i] if x.aval.ndim and full_size(x) != self.size]
+        small = [x for x in graph.inputs[i] if x.aval.ndim and full_size(x.aval) != self.size]
         if (small or eqn.primitive.name == "iota") and axes_of(out, self.found.shape) is None:
             return False
         return not any(graph.in_memory(x) for x in eqn.outvars)

@@ -361,6 +361,8 @@ class Rewriter:
 
     def _params(self, eqn: Any) -> Hashable:
         """Returns the parameters of an equation as part of a key."""
+        if not eqn.params:
+            return ()
         values = tuple(eqn.params.values())
         try:
             hash(values)
@@ -392,7 +394,7 @@ def _passes(graph: Graph, region: Region) -> tuple[int, int, int]:
     """
     copies = memory.copied(graph, region)
     products = sum(byte_count(graph.eqns[i].outvars[0]) for i in region.products)
-    made = [x for x in region.results if full_size(x) == region.size and x not in region.accumulators]
+    made = [x for x in region.results if full_size(x.aval) == region.size and x not in region.accumulators]
     written = [x for x in made if graph.in_memory(x, before=True)]
     if written:
         return 1, products + sum(map(byte_count, written)), copies
