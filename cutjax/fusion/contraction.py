@@ -61,9 +61,9 @@ class Contraction:
         return lax.reshape(x, self.a), lax.reshape(y, self.b)
 
     def avals(self, left: Any, right: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Returns the shapes and dtypes of a and b."""
+        """Returns the shapes and dtypes of a and b, told the dtypes of the operands."""
         x, y = (right, left) if self.swapped else (left, right)
-        return jax.ShapeDtypeStruct(self.a, x.dtype), jax.ShapeDtypeStruct(self.b, y.dtype)
+        return jax.ShapeDtypeStruct(self.a, x), jax.ShapeDtypeStruct(self.b, y)
 
     @property
     def transposed(self) -> Contraction:

@@ -362,13 +362,12 @@ class Graph:
         """Returns what is alive in an order in which everything is made before it is read, near to that it had."""
         n, found = len(self.eqns), []
         place = {n + r: max(region.members) for r, region in enumerate(self.regions)}
-        order = sorted((place.get(node, node), node) for node in (*self.live, *place))
-        missing: set[Any] = set(self.definition)  # what regions, and nodes that wait, have not made yet; and these nodes
+        order = sorted((*self.live, *place), key=lambda node: place.get(node, node))
+        missing: set[Any] = set(self.definition)  # what regions, and nodes that wait, have not made; and these nodes
         waits: dict[int, set[Any]] = {}  # of such nodes, for which of it
-        followers: dict[Any, list[tuple[int, int]]] = collections.defaultdict(list)
+        followers: dict[Any, list[int]] = collections.defaultdict(list)
         last = -1  # with an effect
-        for at in order:
-            node = at[1]
+        for node in order:
             lacks = missing.intersection(self.reads(node))
             if node < n and self.eqns[node].effects:
                 lacks |= missing & {last}
@@ -377,9 +376,9 @@ class Graph:
                 waits[node] = lacks
                 missing |= {node, *self._makes(node)}
                 for x in lacks:
-                    followers[x].append(at)
+                    followers[x].append(node)
                 continue
-            ready = [at]
+            ready = [(0, node)]
             while ready:
                 _, node = heapq.heappop(ready)
                 found.append(self._equation(node))
@@ -388,9 +387,9 @@ class Graph:
                 for x in (node, *self._makes(node)):
                     missing.discard(x)
                     for other in followers.pop(x, ()):
-                        waits[other[1]].remove(x)
-                        if not waits[other[1]]:
-                            heapq.heappush(ready, other)
+                        waits[other].remove(x)
+                        if not waits[other]:
+                            heapq.heappush(ready, (place.get(other, other), other))
         assert len(found) == len(order), "regions depend on each other"
         return found
 

@@ -83,19 +83,19 @@ class Price:
 
 def of_product(found: Contraction, eqn: Any) -> Price:
     """Returns what the product of an equation takes by XLA and by a kernel."""
-    a, b = found.avals(*(x.aval for x in eqn.invars))
-    device = device_of(lowering.target())
-    chosen = _problem(found.product, found.precision, a, b, eqn.outvars[0].aval.dtype, device)
+    dtypes = (x.aval.dtype for x in (*eqn.invars, *eqn.outvars))
+    chosen = _problem(found, device_of(lowering.target()), *dtypes)
     if isinstance(chosen, choose.Choice):
         return _by_xla(chosen)
     return _of_problem(chosen, tuned.find(chosen))
 
 
 @functools.lru_cache(maxsize=4096)
-def _problem(product: Any, precision: Any, a: Any, b: Any, out_dtype: Any, device: Device) -> Problem | choose.Choice:
-    """Returns the same problem each time, which is hashed once, or the choice of XLA."""
-    problem = product.problem(a, b, out_dtype=out_dtype, device=device)
-    return choose.in_precision(product.in_order(problem), precision)
+def _problem(found: Contraction, device: Device, left: Any, right: Any, out: Any) -> Problem | choose.Choice:
+    """Returns the same problem each time, which is hashed once, or the choice of XLA; told the arrays' dtypes."""
+    product = found.product
+    problem = product.problem(*found.avals(left, right), out_dtype=out, device=device)
+    return choose.in_precision(product.in_order(problem), found.precision)
 
 
 def _by_xla(choice: choose.Choice) -> Price:

@@ -140,11 +140,23 @@ class _Growth:
             self._add(out, equation)
             roots[out] = 1 << k
         self.size = full_size(self.accumulators[0].aval)
-        self.whole = not any(graph.depends_on(x, self.mask) for i in products for x in graph.inputs[i])
         self._roots = roots
         while self._candidates:
             self._consider(heapq.heappop(self._candidates))
-        self.whole = self.whole and (len(products) == 1 or bool(self.joint))
+
+    @property
+    def has_tail(self) -> bool:
+        """True if anything but the products, transposed as they may be, is inside."""
+        return len(self.inside) > len(self.products) + len(self.moves)
+
+    @property
+    def whole(self) -> bool:
+        """True if several products meet in one tail, and none of them depends on another's."""
+        before = 0
+        for i in self.products:
+            before |= 1 << i
+        operands = [x for i in self.products for x in self.graph.inputs[i]]
+        return bool(self.joint) and not any(self.graph.depends_on(x, before) for x in operands)
 
     def _transpositions(self, i: int) -> list[int]:
         """Returns the equations that transpose a product, one after the other, where nothing else reads it."""
@@ -245,6 +257,8 @@ class _Growth:
 
     def region(self) -> Region | list[str | Stop]:
         """Returns the region; where there is nothing to fuse, what stopped it."""
+        if not self.has_tail:
+            return self.stops or [NOTHING]
         split = self._results()
         if isinstance(split, str):
             return [split, *self.stops]
