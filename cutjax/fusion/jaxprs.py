@@ -76,20 +76,23 @@ def inlined(jaxpr: Any, wanted: Callable[[Any], bool]) -> Any:
 
     def append(inner: Any, names: dict[Any, Any]) -> list[Any]:
         """Appends equations, with other variables for theirs; returns their results."""
-
         for eqn in inner.eqns:
             eqn = renamed(eqn, names) if names else eqn
-            if _inlines(eqn, counts, wanted):
-                body = opened(eqn.params["jaxpr"])
-                counts.update(id(x) for e in body.eqns for x in bodies(e))
-                outs = append(body, dict(zip(body.invars, eqn.invars, strict=True)))
-                names.update(zip(eqn.outvars, outs, strict=True))
-            elif inner is top:
+            old = eqn.outvars
+            if inner is not top:
+                eqn = eqn.replace(outvars=[names[x] if x in names else new_var(x) for x in old])
+                names.update(zip(old, eqn.outvars, strict=True))
+            if not _inlines(eqn, counts, wanted):
                 eqns.append(eqn)
-            else:
-                outvars = [new_var(x) for x in eqn.outvars]
-                names.update(zip(eqn.outvars, outvars, strict=True))
-                eqns.append(eqn.replace(outvars=outvars))
+                continue
+            body = opened(eqn.params["jaxpr"])
+            counts.update(id(x) for e in body.eqns for x in bodies(e))
+            inside = dict(zip(body.invars, eqn.invars, strict=True))
+            for x, out in zip(body.outvars, eqn.outvars, strict=True):
+                if not is_literal(x) and type(out) is core.Var:  # what the body makes is the call's result by itself
+                    inside.setdefault(x, out)
+            outs = zip(old, eqn.outvars, append(body, inside), strict=True)
+            names.update((x, made) for x, out, made in outs if made is not out)
         return [x if is_literal(x) else names.get(x, x) for x in inner.outvars]
 
     outvars = append(top, {})
@@ -368,6 +371,9 @@ class Graph:
         followers: dict[Any, list[int]] = collections.defaultdict(list)
         last = -1  # with an effect
         for node in order:
+            if node < n and missing.isdisjoint(self.inputs[node]) and not self.eqns[node].effects:
+                found.append(self._equation(node))
+                continue
             lacks = missing.intersection(self.reads(node))
             if node < n and self.eqns[node].effects:
                 lacks |= missing & {last}
