@@ -86,10 +86,12 @@ def copied(graph: Graph, region: Region) -> int:
     memory of an argument that this region reads, as the update of a state does, XLA copies the argument before. Of 16
     bits that moves what the product's own pass did: those are not counted.
     """
-    wide = (x for x in region.results if x in graph.outvars and getattr(x.aval.dtype, "itemsize", 0) > 2)
+    wide = [x for x in region.results if x in graph.outvars and getattr(x.aval.dtype, "itemsize", 0) > 2]
+    if not wide:
+        return 0
     likes = collections.Counter((x.aval.shape, x.aval.dtype) for x in wide)
     found = 0
-    for x in region.inputs if likes else ():
+    for x in region.inputs:
         like = x.aval.shape, x.aval.dtype
         if graph.given.get(x) is False and likes[like]:
             likes[like] -= 1
