@@ -54,7 +54,7 @@ class Rewriter:
         self._costs: dict[Hashable, price.Price] = {}
         self._templates: dict[Hashable, Template | Exception] = {}
         self._reusing: dict[tuple[Any, tuple[tuple[int, int], ...]], Any] = {}
-        self._forms: dict[Hashable, Contraction | str] = {}
+        self._forms: dict[Hashable, Any] = {}  # by what makes equal ones, and by themselves
         self._prices: dict[Hashable, price.Price] = {}
         self._kept: list[Any] = []  # of which the ids are part of keys
         self._has: dict[int, bool] = {}
