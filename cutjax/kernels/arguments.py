@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Container, Iterator, Sequence
 
+import numpy as np
+
 from cutjax.dtypes import DTYPES
 from cutjax.epilogue import emit
 from cutjax.kernels.problem import Order, Problem, strides
@@ -87,6 +89,21 @@ def matrices(problem: Problem, batch: tuple[int, ...], rows: int, row_bytes: int
     steps = [stride // step for stride, _ in moved]
     count = 1 + sum(x * (size - 1) for x, (_, size) in zip(steps, moved, strict=True))
     return Matrices(of_rows or row_bytes, step, count, tuple(steps))
+
+
+def matrix_map(
+    buffer: int, dtype: np.dtype, dims: tuple[int, int], of: Matrices, box: tuple[int, int], span: int, l2_bytes: int
+) -> TensorMap:
+    """Returns the tensor map of matrices, dims and box being elements of a row, and rows."""
+    return TensorMap(
+        buffer=buffer,
+        dtype=dtype,
+        dims=(*dims, of.count),
+        strides=(of.row_bytes, of.bytes),
+        box=(*box, 1),
+        swizzle=span,
+        l2_bytes=l2_bytes,
+    )
 
 
 def batch_steps(moves: Sequence[int], sizes: Sequence[int]) -> list[int]:

@@ -21,8 +21,9 @@ from cutjax.runtime.launch import Call, Float32, Float64, Int32, Int64, Launch, 
 # The device headers on offer, and those that each needs before it.
 HEADERS = {
     "common/atoms.cuh": (),
-    "sm90/atoms.cuh": ("common/atoms.cuh",),
-    "common/math.cuh": ("common/atoms.cuh", "sm90/atoms.cuh"),
+    "sm90/atoms.cuh": ("common/atoms.cuh", "common/tma.cuh"),
+    "common/math.cuh": ("common/atoms.cuh", "common/tma.cuh", "sm90/atoms.cuh"),
+    "common/tma.cuh": ("common/atoms.cuh",),
 }
 _MAX_GRID_Z = 65535
 _SCALARS: dict[type, Callable[[Any], Param]] = {

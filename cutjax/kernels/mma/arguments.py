@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -16,9 +17,12 @@ from cutjax.kernels.arguments import (
     groups,
     integer,
     matrices,
+    matrix_map,
     partials,
 )
-from cutjax.runtime.launch import Int64, Pointer
+from cutjax.runtime.launch import Int64, Pointer, TensorMap
+
+import numpy as np
 
 if TYPE_CHECKING:
     from cutjax.kernels.mma.kernel import Kernel
@@ -65,17 +69,24 @@ def _arguments(kernel: Kernel) -> Iterator[Argument]:
     sizes, _ = batch_moves(p)
     first_result = p.arrays + len(p.epilogue.operands)
     of_a, of_b = operands_of(p)
-    yield Argument("const char* base_a", Pointer(int(c.swap)))
-    for i in range(p.products):
-        yield Argument(f"const char* base_b{i}", Pointer(0 if p.symmetric or c.swap else 1 + i), "b")
+    buffers = int(c.swap), *(0 if p.symmetric or c.swap else 1 + i for i in range(p.products))
+    if c.tma:
+        yield _map("map_a", _operand_map(kernel, buffers[0], p.a, p.m, of_a, c.bm), "a")
+        for i, buffer in enumerate(buffers[1:]):
+            yield _map(f"map_b{i}", _operand_map(kernel, buffer, p.bs[i], p.n, of_b, c.bn), "b")
+    else:
+        yield Argument("const char* base_a", Pointer(buffers[0]))
+        for i, buffer in enumerate(buffers[1:]):
+            yield Argument(f"const char* base_b{i}", Pointer(buffer), "b")
     scalars = {"m": p.m, "n": p.n, "k": p.k, "raster": c.raster, "batch": p.batch_size}
     scalars |= {"batch1": sizes[1], "batch2": sizes[2]}
     for name, of, operand in (("a", of_a, p.a), ("b", of_b, p.bs[0])):
         scalars |= {f"{name}_step{j}": step for j, step in enumerate(of.steps)}
-        scalars[f"{name}_pitch"] = of.row_bytes // operand.dtype.itemsize
+        if not c.tma:
+            scalars[f"{name}_pitch"] = of.row_bytes // operand.dtype.itemsize
     for name, value in scalars.items():
         yield integer(name, value)
-    for name, of, operand in (("a", of_a, p.a), ("b", of_b, p.bs[0])):
+    for name, of, operand in (("a", of_a, p.a), ("b", of_b, p.bs[0])) if not c.tma else ():
         yield Argument(f"i64 {name}_apart", Int64(of.bytes // operand.dtype.itemsize))
     if p.orders[2]:
         of_d = matrices(p, p.batch, p.m, p.n, p.orders[2])  # in elements: results of any size lie alike
@@ -90,3 +101,26 @@ def _arguments(kernel: Kernel) -> Iterator[Argument]:
     yield from groups(p)
     for place, (i, _) in enumerate(staging.results):
         yield Argument(f"char* d{place}", Pointer(first_result + i), "rows")
+
+
+def _map(name: str, value: TensorMap, to: str) -> Argument:
+    return Argument(f"const __grid_constant__ TensorMap {name}", value, to)
+
+
+def _operand_map(kernel: Kernel, buffer: int, operand: Operand, length: int, of: Matrices, tile: int) -> TensorMap:
+    """The tensor map of an operand whose m or n axis is so long, as Operand in boxes.cuh loads it: of real numbers."""
+    p, bk, size = kernel.multiplied, kernel.config.bk, operand.dtype.itemsize
+    dims, box = ((p.k, length), (bk, tile)) if operand.contiguous == "k" else ((length, p.k), (tile, bk))
+    span = math.gcd(128, box[0] * size)
+    numbers = kernel.numbers
+    dtype = np.dtype(f"float{8 * size // numbers}") if numbers > 1 else operand.dtype
+    found = matrix_map(
+        buffer,
+        dtype,
+        (dims[0] * numbers, dims[1]),
+        of,
+        (span * numbers // size, box[1]),
+        span,
+        256 if of.on_lines else 128,
+    )
+    return dataclasses.replace(found, tf32=kernel.math.name == "tf32")

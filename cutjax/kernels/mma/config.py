@@ -35,6 +35,8 @@ class Config:
       blocks: thread blocks that share an SM: registers are divided among them.
       swap: whether the operands are swapped, for few columns: a slim kernel computes ``d^T = b^T a^T`` and stores it
         transposed. All of the other fields are those of the transposed result.
+      tma: whether TMA loads tiles, by one thread, from sm_90 on. Rows of the operands begin at multiples of 16 bytes
+        then.
 
     Raises:
       ValueError: a field is outside its range; lists every reason.
@@ -51,6 +53,7 @@ class Config:
     raster: int = 8
     blocks: int = 1
     swap: bool = False
+    tma: bool = False
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -82,6 +85,8 @@ class Config:
             reasons.append(f"splits={self.splits}: XLA adds up 1 to 128 parts")
         if self.raster == 0:
             reasons.append("raster=0: a band has at least one row (positive) or column (negative) of tiles")
+        if self.tma and self.slim:
+            reasons.append(f"tma with bm={self.bm}: slim kernels load b to registers")
         if self.swap and not self.slim:
             reasons.append(f"swap with bm={self.bm}: slim kernels alone swap operands, bm is 1, 2 or 4")
         if not 1 <= self.blocks <= 8:
@@ -118,7 +123,7 @@ class Config:
             dtypes += short(problem.out_dtype.name)
         tile = f"{self.bm}x{self.bn}x{self.bk}_w{self.wm}x{self.wn}_s{self.stages}"
         tile += f"_k{self.sliced_k}" * (self.sliced_k > 1) + f"_b{self.blocks}" * (self.blocks > 1)
-        tile += "_swap" * self.swap + "_parts" * (self.splits > 1)
+        tile += "_tma" * self.tma + "_swap" * self.swap + "_parts" * (self.splits > 1)
         ragged = f"_groups_{problem.ragged}" if problem.ragged else ""
         symmetric = "_symmetric" if problem.symmetric else ""
         strided = "_strided" if problem.orders[2] else ""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from cutjax.kernels.mma import slim
 from cutjax.kernels.mma.config import Config
-from cutjax.kernels.mma.kernel import chunk_of, reasons, resolve, staging_of
+from cutjax.kernels.mma.kernel import BARRIER_BYTES, chunk_of, reasons, resolve, staging_of, tma_reasons
 from cutjax.kernels.mma.math import Math, math_of
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.raster import band
@@ -120,6 +120,7 @@ def configs(problem: Problem) -> Iterator[Config]:
     if how is None:
         return
     size, device, staged = problem.a_dtype.itemsize, problem.device, staging_of(problem)
+    by_tma = not tma_reasons(problem.along_k if how.along_k else problem, how)
     for bm, bn, wm, wn, sliced_k, blocks in tiles_for(how):
         for bk in how.depths:
             slices = bk // how.k // sliced_k
@@ -135,6 +136,8 @@ def configs(problem: Problem) -> Iterator[Config]:
             whole = _config(bm, bn, bk, wm, wn, sliced_k, stages, 1, raster, fitting)
             yield whole
             yield from _divided(problem, whole)
+            if by_tma and (stages := min(stages, (limit - staging) // (stage + BARRIER_BYTES))) > 1:
+                yield _config(bm, bn, bk, wm, wn, sliced_k, stages, 1, raster, fitting, False, True)
     for whole in slim.configs(problem):
         yield whole
         yield from _divided(problem.transposed if whole.swap else problem, whole)

@@ -27,6 +27,7 @@ from cutjax.runtime.compiler import Cubin, compile_kernel
 from cutjax.runtime.launch import Call, Launch
 
 STAGED = 8192  # bytes of a warp's staging buffer, at most where fewer columns make it so
+BARRIER_BYTES = 16  # of a stage that TMA loads
 BESIDE = 56  # registers of a thread beside accumulators and fragments, calibrated on the compiler's report
 
 
@@ -131,7 +132,14 @@ class Kernel:
         """Slices of a stage beside which a part of a later stage is loaded."""
         if self.math.fragments == "fma":
             return 1  # a block is loaded at once, without tests of what of it is there
+        if self.config.tma:
+            return self.slices // 2  # those before the one beside which it is loaded
         return 1 if self.config.wm * self.config.wn > 2048 else min(self.slices - 1, 3)
+
+    @property
+    def numbers(self) -> int:
+        """Real numbers of an element."""
+        return 2 if self.problem.a_dtype.kind == "c" else 1
 
     @property
     def slices_at_once(self) -> int:
@@ -262,6 +270,25 @@ def registers(problem: Problem, config: Config, math: Math, units: tuple[int, in
     return problem.products * tile * math.words + 2 * fragments + held + BESIDE + math.beside + apart
 
 
+def tma_reasons(problem: Problem, math: Math, units: tuple[int, int] = (16, 16)) -> list[str]:
+    """Returns why TMA cannot load the tiles of a problem, whose rows begin at multiples of so many bytes."""
+    found, a, b = [], problem.a, problem.bs[0]
+    if number(problem.arch) < 90:
+        found.append(f"tma on {problem.arch}: sm_90 and later have it")
+    if math.fragments == "fma":
+        found.append(f"tma of {short(a.dtype.name)} by FMA: elements are permuted one by one on their way")
+    if problem.narrow:
+        found.append(f"tma with b in {short(b.dtype.name)}: tiles that are decoded are loaded by all threads")
+    if problem.ragged == "k":
+        found.append("tma with groups of k: it clears what is past the array, not what is past a group")
+    if math.fragments != "fma" and a.dtype.itemsize == 4 and a.contiguous != b.contiguous:
+        found.append(f"tma of {short(a.dtype.name)} in layout {problem.layout}: a and b lie along k, or both across it")
+    for name, unit in zip("ab", units, strict=True):
+        if unit < 16:
+            found.append(f"tma of rows of {name} that begin at multiples of {unit} bytes: it takes multiples of 16")
+    return found
+
+
 def chunk_of(staging: Staging, wn: int) -> int:
     """Returns the columns of a warp's staging buffer, of so many that it computes."""
     fitting = [c for c in (64, 32, 16) if wn % c == 0]
@@ -302,7 +329,7 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         stage_bytes = slim.stage_bytes(problem, config, math)
     buffer_bytes = 16 * chunk * staging.column_bytes
     warps_m, warps_n, _ = config.warps
-    shared = config.stages * stage_bytes + warps_m * warps_n * buffer_bytes
+    shared = config.stages * (stage_bytes + BARRIER_BYTES * config.tma) + warps_m * warps_n * buffer_bytes
     most = min(device.shared_bytes, device.shared_bytes_per_sm // config.blocks - 1024)
     if shared > most:
         found.append(
@@ -314,6 +341,8 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         found.append(f"sliced_k={config.sliced_k}: {accumulators} bytes of accumulators take the place of the stages")
     of_a, of_b = operands_of(problem)
     units = unit(problem, problem.a, problem.m, of_a), unit(problem, problem.bs[0], problem.n, of_b)
+    if config.tma:
+        found += tma_reasons(problem, math, units)
     limit = min(255, device.registers_per_sm // (config.threads * config.blocks) // 8 * 8)
     need = slim.registers(problem, config, math) if config.slim else registers(problem, config, math, units)
     if need > limit:

@@ -11,12 +11,11 @@ from cutjax.runtime import sources
 if TYPE_CHECKING:
     from cutjax.kernels.mma.kernel import Kernel
 
-# What each way to read fragments needs before its own file.
-_WORDS = ("mma/tile.cuh", "mma/words.cuh")
-_LANES = (*_WORDS, "mma/lanes.cuh")
+# What each way to read fragments needs before its own file, beside tiles.
+_LANES = ("mma/words.cuh", "mma/lanes.cuh")
 FRAGMENTS = {
     "fma": ("mma/planes.cuh",),
-    "double": _WORDS,
+    "double": ("mma/words.cuh",),
     "tensor": _LANES,
     "split": _LANES,
     "decode": (*_LANES, "mma/narrow.cuh"),
@@ -51,6 +50,7 @@ def source(kernel: Kernel) -> str:
         "B_K_MAJOR": problem.bs[0].contiguous == "k",
         "A_UNIT": kernel.units[0],
         "B_UNIT": kernel.units[1],
+        "NUMBERS": kernel.numbers,
         "PRODUCTS": problem.products,
         "CLUSTER_M": 1,
         "CLUSTER_N": 1,
@@ -69,11 +69,13 @@ def source(kernel: Kernel) -> str:
     scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
     carrier = DTYPES[math.accumulator].carrier
     accumulator = f"#define F16_ACCUMULATORS {int(math.name == 'f16_f16')}\n#define ACCUMULATOR {carrier}\n"
+    accumulator += f"#define TMA {int(config.tma)}\n"
     return sources.source(
         kernel.name,
         constants,
         [
             "common/atoms.cuh",
+            *(["common/tma.cuh"] if config.tma else []),
             "mma/atoms.cuh",
             "common/math.cuh",
             "common/elements.cuh",
@@ -88,7 +90,7 @@ def source(kernel: Kernel) -> str:
             "mma/instruction.cuh",
             *_multiply(kernel),
             epilogue_text(kernel.staging, kernel.arguments, problem.ragged),
-            f"#define BASES_B {{{', '.join(f'base_b{i}' for i in range(problem.products))}}}\n",
+            f"#define BASES_B {{{', '.join(f'base_b{i}' for i in range(problem.products))}}}\n" * (not config.tma),
             "mma/epilogue.cuh",
             "mma/gemm.cuh",
         ],
@@ -104,5 +106,8 @@ def _multiply(kernel: Kernel) -> list[str]:
     if kernel.config.slim:
         constant += f"#define NARROW_B {int(problem.narrow)}\n"
         constant += f"constexpr Dtype OPERAND = Dtype::{DTYPES[problem.a_dtype.name].stored};\n"
-        return [constant, "mma/tile.cuh", *["mma/narrow.cuh"] * problem.narrow, "mma/slim.cuh"]
-    return [constant, *FRAGMENTS[fragments], f"mma/{fragments}.cuh", "mma/mainloop.cuh"]
+        return [constant, "mma/layout.cuh", "mma/tile.cuh", *["mma/narrow.cuh"] * problem.narrow, "mma/slim.cuh"]
+    tma = kernel.config.tma
+    tiles = [] if fragments == "fma" else ["mma/layout.cuh", "mma/boxes.cuh" if tma else "mma/tile.cuh"]
+    feed = "mma/tma_feed.cuh" if tma else "mma/feed.cuh"
+    return [constant, *tiles, *FRAGMENTS[fragments], f"mma/{fragments}.cuh", feed, "mma/mainloop.cuh"]

@@ -19,6 +19,7 @@ from cutjax.kernels.arguments import (
     groups,
     integer,
     matrices,
+    matrix_map,
     partials,
 )
 from cutjax.kernels.sm90.operands import row_bytes
@@ -121,10 +122,10 @@ def _operand_map(
     l2_bytes = 256 if of.on_lines else 128
     if operand.contiguous == "k":
         box = 128 // operand.dtype.itemsize, tile // share
-        found = _matrix_map(buffer, operand.dtype, (k, rows), of, box, 128, l2_bytes)
+        found = matrix_map(buffer, operand.dtype, (k, rows), of, box, 128, l2_bytes)
         return dataclasses.replace(found, tf32=operand.dtype == np.float32)
     depth = config.bk if -(-tile // chunk) % share == 0 else config.bk // share
-    return _matrix_map(buffer, operand.dtype, (rows, k), of, (chunk, depth), chunk * 2, l2_bytes)
+    return matrix_map(buffer, operand.dtype, (rows, k), of, (chunk, depth), chunk * 2, l2_bytes)
 
 
 def _tile_map(buffer: int, dtype: np.dtype, kernel: Kernel, of: Matrices | int, transposed: bool) -> TensorMap:
@@ -138,18 +139,4 @@ def _tile_map(buffer: int, dtype: np.dtype, kernel: Kernel, of: Matrices | int, 
     if isinstance(of, int):
         of = Matrices(p.n * dtype.itemsize, p.m * p.n * dtype.itemsize, of, ())
     span = min(128, columns * dtype.itemsize)  # bytes of a row of the tile, which its swizzle spans too
-    return _matrix_map(buffer, dtype, (p.n, p.m), of, (span // dtype.itemsize, rows), span, 256)
-
-
-def _matrix_map(
-    buffer: int, dtype: np.dtype, dims: tuple[int, int], of: Matrices, box: tuple[int, int], span: int, l2_bytes: int
-) -> TensorMap:
-    return TensorMap(
-        buffer=buffer,
-        dtype=dtype,
-        dims=(*dims, of.count),
-        strides=(of.row_bytes, of.bytes),
-        box=(*box, 1),
-        swizzle=span,
-        l2_bytes=l2_bytes,
-    )
+    return matrix_map(buffer, dtype, (p.n, p.m), of, (span // dtype.itemsize, rows), span, 256)

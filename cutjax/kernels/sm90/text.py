@@ -71,6 +71,7 @@ def source(kernel: Kernel) -> str:
         constants,
         [
             "common/atoms.cuh",
+            "common/tma.cuh",
             "sm90/atoms.cuh",
             f"using Acc = {acc};  // an accumulator\n",
             "common/math.cuh",

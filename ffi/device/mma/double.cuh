@@ -25,7 +25,9 @@ struct Fragments {
 DEVICE double negative(double x) { return -x; }
 DEVICE u32 negative(u32 tf32) { return tf32 ^ 0x80000000; }
 DEVICE void round_part(double&) {}
-DEVICE void round_part(u32& x) { x = cvt_rna_tf32(__uint_as_float(x)); }
+DEVICE void round_part(u32& x) {
+  if constexpr (!TMA) x = cvt_rna_tf32(__uint_as_float(x));  // TMA rounds too
+}
 
 DEVICE void multiply_parts(double (&d)[4], const double (&a)[SLICE / 2], const double (&b)[SLICE / 4]) {
   dmma(d[0], d[1], d[2], d[3], a, b);

@@ -8,8 +8,7 @@
 // what A_UNIT, B_UNIT and the generated stores say.
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARAMETERS) {
-  const char* const b_of[PRODUCTS] = BASES_B;
-  extern __shared__ __align__(128) unsigned char shared_memory[];
+  extern __shared__ __align__(TMA ? 1024 : 128) unsigned char shared_memory[];
   u32 stages = shared_address(shared_memory);
   Warp warp;
   u32 buffer = stages + STAGES * STAGE_BYTES + threadIdx.x / 32 % (WARPS_M * WARPS_N) * D_BUFFER_BYTES;
@@ -20,11 +19,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   Partials partials(m, n PARTIALS_ARGUMENTS);
   Rows rows_d{m, n ROWS_ARGUMENTS};
   int matrices = batch * (RAGGED_K ? batch2 : 1);  // of a split's results
+#if TMA
+  Loads loads{MAPS_A, MAPS_B};
+#else
+  const char* const b_of[PRODUCTS] = BASES_B;
   Loads loads;
+#endif
 
   auto begin = [&](const Work& work) {
     BatchIndex i(work.batch, batch1, batch2);
     loads.blocks = work.k_blocks;
+#if TMA
+    loads.m = work.m, loads.n = work.n, loads.k = work.k;
+    loads.matrix_a = i(a_step0, a_step1, a_step2), loads.matrix_b = i(b_step0, b_step1, b_step2);
+#else
     int rows = RAGGED_M ? min(m, work.m + work.rows) : m;
     loads.a.begin(base_a + i(a_step0, a_step1, a_step2) * a_apart * ELEMENT, static_cast<i64>(a_pitch) * ELEMENT,
                   work.m, rows, work.k, work.k_end);
@@ -32,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     for (int p = 0; p < PRODUCTS; ++p)
       loads.b[p].begin(b_of[p] + i(b_step0, b_step1, b_step2) * b_apart * ELEMENT_B,
                        static_cast<i64>(b_pitch) * ELEMENT_B, work.n, n, work.k, work.k_end);
+#endif
     pipe.begin(loads);
   };
 

@@ -47,7 +47,7 @@ struct Multiplier {
 
   // Every other column of instructions goes up, so that each shares a fragment with the one before.
   DEVICE void multiply(Accumulators& d, Fragments& x) const {
-    if constexpr (MATH == Math::tf32) {
+    if constexpr (MATH == Math::tf32 && !TMA) {  // which rounds too
       round_tf32(x.a);
       round_tf32(x.b);
     }

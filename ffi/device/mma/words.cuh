@@ -1,5 +1,35 @@
 // Elements of 4, 8 and 16 bytes, read one by one: what lane l holds of 8 rows and 4 of k, row l / 4 at k l % 4.
+//
+// TMA permutes units otherwise: 4 neighbours of k would lie in the same banks where k is across lines, or along them. So
+// the t-th 4 of a GROUP of k are others, the same of a and b. Of bits of k, t and q = l % 4, the highest first:
+//   8 bytes         k3 k2 k1 k0 = q1, q1 ^ t1, q0 ^ t0, q0     what q changes is in other banks along k (k3 k0), and
+//   4 and 16 bytes     k2 k1 k0 = q1, q0, q0 ^ t0              across it (k2 k1, or k2 k0 in lines of 64 bytes)
 
+#if TMA
+constexpr int GROUP = ELEMENT == 8 ? 16 : 8;
+constexpr int K_OF_T = ELEMENT == 8 ? 2 : 1;  // what t is multiplied by, to be XORed with k
+
+template <typename Tile, bool K_MAJOR>
+struct Words {
+  u32 offset;
+
+  DEVICE explicit Words(int row) {
+    int q = threadIdx.x % 4, k = q / 2 * (ELEMENT == 8 ? 12 : 4) + q % 2 * 3, r = row + threadIdx.x % 32 / 4;
+    int line = K_MAJOR ? r : k, byte = (K_MAJOR ? k : r) * ELEMENT;
+    offset = byte / Tile::SPAN * Tile::PANEL + permuted<Tile::SPAN, Read::matrices>(line, byte % Tile::SPAN);
+  }
+
+  // Where the element lies that is 8 `rows` and 4 `depth` further on, both known to the compiler.
+  DEVICE u32 at(u32 tile, int rows, int depth) const {
+    static_assert(!K_MAJOR || Tile::SPAN == GROUP * ELEMENT);
+    int k = depth % (GROUP / 4) * K_OF_T, group = depth / (GROUP / 4);
+    if constexpr (K_MAJOR) return tile + (offset ^ k * ELEMENT) + group * Tile::PANEL + rows * 8 * Tile::SPAN;
+    int byte = rows * 8 * ELEMENT;
+    u32 changed = permuted<Tile::SPAN, Read::matrices>(k, byte % Tile::SPAN);
+    return tile + (offset ^ changed) + byte / Tile::SPAN * Tile::PANEL + group * GROUP * Tile::SPAN;
+  }
+};
+#else
 template <typename Tile, bool K_MAJOR>
 struct Words {
   u32 offset;
@@ -16,3 +46,4 @@ struct Words {
     return tile + (offset ^ byte % Tile::SPAN) + byte / Tile::SPAN * Tile::PANEL + line * Tile::SPAN;
   }
 };
+#endif
