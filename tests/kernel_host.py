@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,14 +19,30 @@ from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.math import MATHS
 from cutjax.kernels.problem import Problem
 from cutjax.runtime.architectures import number
-from cutjax.runtime.launch import Int32, Int64, Pointer
+from cutjax.runtime.launch import Int32, Int64, Param, Pointer, TensorMap
 
 NATIVE = pathlib.Path(__file__).parent / "native"
 DEVICE = pathlib.Path(__file__).parents[1] / "ffi" / "device"
 MATH = "mma/math.cuh"  # which the shim needs before its own
 # What the shim has instead, and what goes before it.
-REPLACED = ("common/atoms.cuh", "mma/atoms.cuh", "mma/instruction.cuh", MATH)
+REPLACED = ("common/atoms.cuh", "common/tma.cuh", "mma/atoms.cuh", "mma/instruction.cuh", MATH)
 _LOAD = re.compile(r'asm volatile\("ld\.global\.nc\.(?:v\d\.)?u(\d+)[^"]*"\s*:([^;]*?):\s*"l"\(([^;]*)\)\);')
+
+
+class Map(ctypes.Structure):
+    """A tensor map, as the shim has it."""
+
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("dims", ctypes.c_longlong * 3),
+        ("strides", ctypes.c_longlong * 2),
+        ("box", ctypes.c_int * 3),
+        ("bytes", ctypes.c_int),
+        ("span", ctypes.c_int),
+        ("tf32", ctypes.c_int),
+    )
+
+
 _LAUNCH = """
 struct Arguments {{ {fields} }};
 static const Arguments* given;
@@ -103,16 +120,25 @@ def run(kernel: mma.Kernel, arrays: Sequence[np.ndarray], folder: pathlib.Path, 
     source.write_text(text(kernel))
     command = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-o", str(library), str(source)]
     subprocess.run(command, check=True, timeout=300)
-    types = {Pointer: ctypes.c_void_p, Int32: ctypes.c_int, Int64: ctypes.c_longlong}
+    types = {Pointer: ctypes.c_void_p, Int32: ctypes.c_int, Int64: ctypes.c_longlong, TensorMap: Map}
     values = [argument.value for argument in kernel.arguments]
     fields = [(f"field{i}", types[type(value)]) for i, value in enumerate(values)]
     structure = type("Arguments", (ctypes.Structure,), {"_fields_": fields})
-    given = structure(
-        *(arrays[value.buffer].ctypes.data if isinstance(value, Pointer) else value.value for value in values)
-    )
+    given = structure(*(_passed(value, arrays) for value in values))
     firsts = (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in arrays))
     sizes = (ctypes.c_longlong * len(arrays))(*(x.nbytes for x in arrays))
     ctypes.CDLL(str(library)).launch(blocks, len(arrays), firsts, sizes, ctypes.byref(given))
+
+
+def _passed(value: Param, arrays: Sequence[np.ndarray]) -> Any:
+    """Returns a parameter as the library takes it."""
+    if isinstance(value, Pointer):
+        return arrays[value.buffer].ctypes.data
+    if not isinstance(value, TensorMap):
+        return value.value
+    found = Map(arrays[value.buffer].ctypes.data, value.dims, value.strides, value.box)
+    found.bytes, found.span, found.tf32 = value.dtype.itemsize, value.swizzle, value.tf32
+    return found
 
 
 def aligned(x: np.ndarray) -> np.ndarray:

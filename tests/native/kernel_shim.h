@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <type_traits>
 #include <vector>
 
@@ -17,6 +18,7 @@ using std::min;
 #define __device__
 #define __global__
 #define __noinline__ __attribute__((noinline))
+#define __grid_constant__
 #define __launch_bounds__(...)
 
 struct Dim {
@@ -127,7 +129,7 @@ inline u32 cvt_rna_tf32(float x) {  // leaves the bits that it has rounded
 
 // ---- shared memory, by offsets ----
 
-alignas(128) static unsigned char shared_memory[1 << 18];
+alignas(1024) static unsigned char shared_memory[1 << 18];
 inline u32 shared_address(const void*) { return 0; }
 inline void* __cvta_shared_to_generic(u32 address) { return shared_memory + address; }
 
@@ -265,6 +267,66 @@ void cp_async(u32 destination, const void* p, bool there) {
 inline void cp_async_commit_group() {}
 template <int>
 void cp_async_wait_group() {}
+
+// ---- mbarriers and TMA ----
+
+// Of sizes, strides and boxes the innermost first; an element has `bytes`, a row of the box at most `span`.
+struct TensorMap {
+  const char* base;
+  long long dims[3], strides[2];
+  int box[3], bytes, span, tf32;
+};
+
+struct Mbarrier {
+  int expected = 0, pending = 0, bytes = 0;
+  u32 phase = 0;
+
+  void update(int arrivals, int more) {
+    pending -= arrivals, bytes += more;
+    if (pending < 0) fail("an mbarrier has more arrivals than it expects");
+    if (pending == 0 && bytes == 0) pending = expected, phase ^= 1;
+  }
+};
+static std::map<u32, Mbarrier> mbarriers;
+
+static bool elect() { return lane() == 0; }
+static void mbarrier_init(u32 barrier, u32 arrivals) {
+  shared_at<8>(barrier);
+  mbarriers[barrier] = {static_cast<int>(arrivals), static_cast<int>(arrivals)};
+}
+static void fence_mbarrier_init() {}
+static void fence_proxy_async() {}
+static void mbarrier_arrive(u32 barrier) { mbarriers.at(barrier).update(1, 0); }
+static void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) { mbarriers.at(barrier).update(1, bytes); }
+static void mbarrier_wait(u32 barrier, u32 parity) {
+  while (mbarriers.at(barrier).phase == parity) wait_for_others();
+}
+
+static void tma_load(u32 destination, const TensorMap* map, u32 barrier, int x, int y, int z) {
+  if (destination % (8 * map->span)) fail("a box that does not begin where its swizzle does");
+  long long from[3] = {x, y, z}, at[3];
+  int row = map->box[0] * map->bytes;
+  for (int line = 0; line < map->box[1] * map->box[2]; ++line)
+    for (int i = 0; i < map->box[0]; ++i) {
+      bool inside = true;
+      int steps[3] = {i, line % map->box[1], line / map->box[1]};
+      for (int d = 0; d < 3; ++d) at[d] = from[d] + steps[d], inside &= 0 <= at[d] && at[d] < map->dims[d];
+      unsigned char element[8] = {};
+      if (inside) {
+        const char* p = map->base + at[0] * map->bytes + at[1] * map->strides[0] + at[2] * map->strides[1];
+        check_global<1>(p);
+        std::memcpy(element, p, map->bytes);
+        if (map->tf32) {
+          u32 rounded = cvt_rna_tf32(std::bit_cast<float>(*reinterpret_cast<u32*>(element))) & 0xffffe000;
+          std::memcpy(element, &rounded, sizeof rounded);
+        }
+      }
+      u32 offset = destination + line * row + i * map->bytes;
+      offset ^= (offset >> 7 & (map->span / 16 - 1)) << 4;
+      std::memcpy(shared_memory + offset, element, map->bytes);
+    }
+  mbarriers.at(barrier).update(0, -row * map->box[1] * map->box[2]);
+}
 
 // ---- the tensor cores: fragments as PTX has them ----
 

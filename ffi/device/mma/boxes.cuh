@@ -2,8 +2,8 @@
 // are read then, see words.cuh. What is past the array is zero.
 
 template <int ROWS, int ELEMENT, bool K_MAJOR, int, Read>
-struct Operand : Tile<ROWS, ELEMENT, K_MAJOR> {
-  using Tile = Tile<ROWS, ELEMENT, K_MAJOR>;
+struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
+  using Tile = Panels<ROWS, ELEMENT, K_MAJOR>;
   static_assert(Tile::PANEL % (8 * Tile::SPAN) == 0, "the swizzle is of the address");
 
   // `map` has matrices of numbers, of which an element has NUMBERS.

@@ -58,6 +58,9 @@ struct Feed {
     __syncthreads();
   }
 
+  // Starts to load a later block.
+  DEVICE void load(Loads& loads) { loads.load(write); }
+
   // Beside slice S of a block: of the first PARTS, each loads a part of a later block.
   template <int S, int PARTS>
   DEVICE void beside(Loads& loads) {

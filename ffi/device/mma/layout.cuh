@@ -23,7 +23,7 @@ DEVICE u32 permuted(int line, int byte) {
 
 // ELEMENT bytes an element.
 template <int ROWS, int ELEMENT, bool K_MAJOR>
-struct Tile {
+struct Panels {
   static constexpr int LINES = K_MAJOR ? ROWS : BK;
   static constexpr int LINE = (K_MAJOR ? BK : ROWS) * ELEMENT;  // bytes, of all panels
   static constexpr int SPAN = LINE % 128 == 0 ? 128 : LINE % 64 == 0 ? 64 : 32;

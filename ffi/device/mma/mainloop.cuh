@@ -17,7 +17,7 @@ struct Pipeline : Feed {
     for (int block = 0; block < k_blocks; ++block) {
       bool last = block + 1 == k_blocks;
       if constexpr (SLICES_AT_ONCE < SLICES) {
-        loads.load(write);
+        load(loads);
         u32 tile_a = read, tiles_b = read + TileA::BYTES;
 #pragma unroll 1
         for (int s = 0; s < SLICES - SLICES_AT_ONCE; s += SLICES_AT_ONCE) {

@@ -43,8 +43,8 @@ struct Held {
 
 // Rows in memory begin at multiples of UNIT bytes.
 template <int ROWS, int ELEMENT, bool K_MAJOR, int UNIT, Read READ>
-struct Operand : Tile<ROWS, ELEMENT, K_MAJOR> {
-  using Tile = Tile<ROWS, ELEMENT, K_MAJOR>;
+struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
+  using Tile = Panels<ROWS, ELEMENT, K_MAJOR>;
   using Tile::BYTES, Tile::LINES, Tile::PANEL, Tile::SPAN;
 
   static constexpr int ACROSS = SPAN / 16;       // threads beside each other along a line
