@@ -57,7 +57,9 @@ FITS = {
     "decode": dataclasses.replace(FIT, peak=1.63),  # 8 kernels of int8 and float8 beside bfloat16, 64 and 256 rows
     "double tf32": dataclasses.replace(FIT, peak=0.62, reads=0.12, block=0.028),
 }
-TMA_GAIN = 1.0  # how many times as fast kernels are whose tiles TMA loads: unmeasured
+# How many times as fast kernels are whose tiles TMA loads. Unmeasured: so little that none is chosen, though they have
+# room for other tiles.
+TMA_GAIN = 0.9
 SM90_SHARE = 0.67  # of the tensor cores' rate, which is wgmma's, that mma.sync reaches from sm_90 to sm_103
 # Products that XLA multiplies in a second on an H200, in units of 2 m n k: measured at 2048 to 8192 cubed
 # (benchmarks/results/experiments/mma-h200.json). It has no fast products of other integers.
@@ -95,7 +97,7 @@ def predict(kernel: Kernel, device: Device, fit: Fit | None = None) -> float:
     if rest:
         time += _wave(kernel, device, math.ceil(rest / device.sms), k_blocks, rate, fit)
     memory = p.bytes / device.bytes_per_second * 1e6
-    time = fit.launch + max(time, memory) + 0.1 * min(time, memory)
+    time = fit.launch + (max(time, memory) + 0.1 * min(time, memory)) / (TMA_GAIN if c.tma else 1.0)
     if kernel.transposed:
         time += 2 * kernel.transposed_bytes / device.bytes_per_second * 1e6 + COPY_US * len(kernel.transposed)
     return time + parts_us(p, c.splits, fit)
@@ -113,7 +115,6 @@ def _wave(kernel: Kernel, device: Device, blocks: int, k_blocks: int, rate: floa
     p, c = kernel.problem, kernel.config
     share = fit.peak / (1 + fit.reads * (32 / c.wm + 32 / c.wn))
     share *= min(1.0, blocks * c.threads / 256) ** fit.warps / (1 + fit.shared * (blocks > 1))
-    share *= TMA_GAIN if c.tma else 1.0
     multiply = 2 * c.bm * c.bn * c.bk * p.products * kernel.math.instructions / (rate / device.sms / 1e6 * share)
     load = (c.bm * p.a_dtype.itemsize + p.products * c.bn * p.b_dtype.itemsize) * c.bk / fit.l2 / 1e3
     load *= 1 + fit.narrow * math.log2(16 / min(kernel.units))

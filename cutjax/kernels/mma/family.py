@@ -92,6 +92,8 @@ WIDE_TILES = (
     (16, 64, 16, 16, 1, 4),
     (64, 16, 16, 16, 1, 4),
 )
+# Of float64 by DMMA: there is room for warp tiles of 64 x 32 where TMA loads.
+DMMA_TILES = ((128, 128, 64, 32, 1, 1), *WIDE_TILES)
 # Of 128 bits.
 WIDEST_TILES = (
     (64, 64, 32, 16, 1, 1),
@@ -109,6 +111,8 @@ _config = functools.lru_cache(maxsize=None)(Config)
 
 def tiles_for(how: Math) -> tuple[tuple[int, ...], ...]:
     """Returns the tiles of a way to multiply."""
+    if how.words == 8 and how.name == "dmma":
+        return DMMA_TILES
     if how.words > 4:
         return WIDE_TILES if how.words == 8 else WIDEST_TILES
     return {"fma": ELEMENT_TILES, "split": SPLIT_TILES, "decode": NARROW_TILES}.get(how.fragments, TILES)

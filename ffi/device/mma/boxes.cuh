@@ -9,7 +9,7 @@ struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
   // `map` has matrices of numbers, of which an element has NUMBERS.
   static DEVICE void load(u32 tile, const TensorMap* map, u32 barrier, int row, int k, int matrix) {
     int along = K_MAJOR ? k : row, line = K_MAJOR ? row : k;
-#pragma unroll
+#pragma unroll 1
     for (int panel = 0; panel < Tile::LINE / Tile::SPAN; ++panel)
       tma_load(tile + panel * Tile::PANEL, map, barrier, (along + panel * (Tile::SPAN / ELEMENT)) * NUMBERS, line,
                matrix);
