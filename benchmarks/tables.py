@@ -109,6 +109,8 @@ COLUMNS = {
         _own("us", "cutjax us", ".1f"),
         _peer("without", "us without it", ".1f"),
         _ratio("without", "as long without it", ".3f"),
+        _ratio("xla", "as long by XLA", ".3f"),
+        Column("kernel", lambda row: f"`{row.kernel}`", text=True),
     ],
     "grouped": [
         Column("case", lambda row: row.case, text=True),

@@ -1,7 +1,8 @@
 """Times of mma kernels, and of the same without one of their parts: ``python -m benchmarks.run --op mma_parts``.
 
 Each kernel as it ships, and without one of its parts, which a change of its text takes away; in turns, on equal inputs.
-The results must be the same, bit for bit.
+The results must be the same, bit for bit. Then kernels whose tiles TMA loads, beside the one that ships and XLA's
+product.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -22,6 +24,7 @@ from benchmarks.cases import operands
 from benchmarks.measure import OPTIONS
 from benchmarks.report import Figures, Row
 from benchmarks.suite import Run, Suite
+from cutjax.kernels import choose
 from cutjax.kernels.mma import family
 from cutjax.kernels.mma.kernel import Kernel
 from cutjax.kernels.problem import Problem
@@ -29,6 +32,10 @@ from cutjax.primitives.accumulators import accumulator
 from cutjax.runtime import sources
 
 REPS = 12
+BY_TMA = 6  # kernels of a product
+# Largest differences, in parts of the largest result: sums of float64 by TMA are in another order, and TMA may round
+# halves of TF32 to the other side.
+DIFFERENCE = {"float64": 1e-13, "float32": 1e-3}
 # By part: what is written in a file of ffi/device, and what is there without it.
 PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     "permuted units": (
@@ -38,9 +45,9 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     "serpentine order": (("int i = j % 2 ? M_FRAGMENTS - 1 - step : step;", "int i = step;"),),
     "two sets of fragments": (
         (
-            "    if constexpr (S < LOADED_IN) loads.load<S, LOADED_IN>(write);\n",
+            "    beside<S, LOADED_IN>(loads);\n",
             "    multiplier.load(x[S % 2], read, read + TileA::BYTES, warp.slice * SLICES + S);\n"
-            "    if constexpr (S < LOADED_IN) loads.load<S, LOADED_IN>(write);\n",
+            "    beside<S, LOADED_IN>(loads);\n",
         ),
         ("    if (S < SLICES - 1 || !last)\n", "    if (false)\n"),
         (
@@ -73,13 +80,17 @@ class Cube:
         """E.g. ``4096 nn bfloat16``."""
         return f"{self.size} {self.layout} {self.dtype}" + (f" by {self.math}" if self.math else "")
 
-    def kernel(self) -> Kernel:
-        """Returns the kernel that the family's model expects to be the fastest."""
+    def kernels(self, tma: bool) -> list[Kernel]:
+        """Returns the kernels that have tiles loaded by TMA, or not, those first that the model expects to be fast."""
         dtype, sizes = jnp.dtype(self.dtype), (self.size, self.size, self.size, self.layout)
         problem = Problem(*sizes, dtype, dtype, accumulator(dtype), math=self.math)
-        kernels = [family.resolve(problem, config) for config in family.configs(problem)]
+        kernels = [family.resolve(problem, config) for config in family.configs(problem) if config.tma == tma]
         found = [kernel for kernel in kernels if isinstance(kernel, Kernel)]
-        return min(found, key=lambda kernel: kernel.time_us(problem.device))
+        return sorted(found, key=lambda kernel: kernel.time_us(problem.device))
+
+    def kernel(self) -> Kernel:
+        """Returns the kernel that the family's model expects to be the fastest, without TMA."""
+        return self.kernels(tma=False)[0]
 
     def inputs(self, seed: int) -> tuple[jax.Array, jax.Array]:
         """Random normal operands, integers 32 times as large."""
@@ -102,14 +113,19 @@ def without(part: str) -> Iterator[None]:
 
 
 def compile_forms(cube: Cube) -> dict[str, Callable[..., Any]]:
-    """Returns the compiled functions: as it ships "", and by the part that is left out."""
+    """Returns the compiled functions: as it ships "", by the part that is left out, by kernel with TMA, and "xla"."""
     args, config = jax.eval_shape(cube.inputs, 0), cube.kernel().config
-    found = {}
+    gemm, found = functools.partial(cutjax.gemm, layout=cube.layout), {}
     for part in ("", *PARTS):
-        function = functools.partial(cutjax.gemm, layout=cube.layout, config=config, backend="cuda")
         with without(part):
-            found[part] = jax.jit(function, compiler_options=OPTIONS).lower(*args).compile()
-    return found
+            found[part] = _compiled(functools.partial(gemm, config=config, backend="cuda"), args)
+    for kernel in cube.kernels(tma=True)[:BY_TMA]:
+        found[kernel.name] = _compiled(functools.partial(gemm, config=kernel.config, backend="cuda"), args)
+    return found | {"xla": _compiled(functools.partial(gemm, backend="xla"), args)}
+
+
+def _compiled(function: Callable[..., Any], args: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[..., Any]:
+    return jax.jit(function, compiler_options=OPTIONS).lower(*args).compile()
 
 
 def measure(cube: Cube, run: Run) -> list[Row]:
@@ -132,7 +148,29 @@ def measure(cube: Cube, run: Run) -> list[Row]:
                 failure="" if same else "the results differ",
             )
         )
+    others = {"without": times[""], "xla": times["xla"]}
+    for kernel in cube.kernels(tma=True)[:BY_TMA]:
+        us, off = times[kernel.name], difference(functions[kernel.name](*sets[0]), shipped)
+        rows.append(
+            Row(
+                f"{cube.name} TMA",
+                variant=json.dumps(choose.fields_of(kernel.config)),
+                kernel=" + ".join(us.kernels),
+                us=us.us,
+                iqr_us=us.iqr_us,
+                ratios={name: other.us / us.us for name, other in others.items()},
+                peers={name: Figures(other.us, other.iqr_us) for name, other in others.items()},
+                failure="" if off <= DIFFERENCE.get(cube.dtype, 0) else f"the results differ by {off:.1e}",
+            )
+        )
     return rows
+
+
+def difference(x: jax.Array, y: jax.Array) -> float:
+    """Returns the largest difference, in parts of the largest of both."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    x, y = x.astype(wide), y.astype(wide)
+    return float(jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y)))
 
 
 CASES = (
@@ -141,5 +179,8 @@ CASES = (
     Cube(4096, "nn", "int8"),
     Cube(4096, "nt", "float32", math="tf32"),
     Cube(4096, "nn", "float64"),
+    Cube(4096, "nt", "float64"),
+    Cube(4096, "tn", "float64"),
+    Cube(8192, "nn", "float64"),
 )
 SUITE = Suite("mma_parts", CASES, measure=measure, clocks=("cupti",), x64=True)

@@ -90,7 +90,7 @@ def _template(space: Space, number: int) -> tuple[Any, products.Item, Any, int]:
         way, kind = str(rng.choice(list(products.WAYS))), str(rng.choice(products.KINDS, p=(0.6, 0.15, 0.13, 0.12)))
         if kind == "symmetric" and len(set(products.WAYS[way][:2])) > 1:
             continue
-        m = n = k = space.most // 2 * 2
+        m = n = k = space.most // 16 * 16  # which TMA may load
         if kind == "dense" and rng.random() < 0.15:
             few = int(rng.integers(1, 5))
             m, n = (few, n) if rng.random() < 0.5 else (m, few)
@@ -115,7 +115,7 @@ def _template(space: Space, number: int) -> tuple[Any, products.Item, Any, int]:
         if rng.random() < 0.15:
             divided = dataclasses.replace(config, splits=int(rng.integers(2, 5)))
             config = divided if _serves(family, problem, divided) else config
-        return family, item, config, unit
+        return family, item, config, 16 if getattr(config, "tma", False) else unit
     raise AssertionError(f"{space}, template {number}: no kernel serves what was drawn")
 
 

@@ -59,7 +59,7 @@ FITS = {
 }
 # How many times as fast kernels are whose tiles TMA loads. Unmeasured: so little that none is chosen, though they have
 # room for other tiles.
-TMA_GAIN = 0.9
+TMA_GAIN = 0.7
 SM90_SHARE = 0.67  # of the tensor cores' rate, which is wgmma's, that mma.sync reaches from sm_90 to sm_103
 # Products that XLA multiplies in a second on an H200, in units of 2 m n k: measured at 2048 to 8192 cubed
 # (benchmarks/results/experiments/mma-h200.json). It has no fast products of other integers.

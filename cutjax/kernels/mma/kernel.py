@@ -29,7 +29,7 @@ from cutjax.runtime.launch import Call, Launch
 STAGED = 8192  # bytes of a warp's staging buffer, at most where fewer columns make it so
 BARRIER_BYTES = 16  # of a stage that TMA loads
 BESIDE = 56  # registers of a thread beside accumulators and fragments, calibrated on the compiler's report
-BESIDE_TMA = 31  # the same of float64 whose tiles TMA loads: those of others stay within BESIDE
+BESIDE_TMA = 31  # the same of float64 and TF32 whose tiles TMA loads: others have no larger tile to gain
 
 
 @functools.lru_cache(maxsize=1024)
@@ -268,8 +268,10 @@ def registers(problem: Problem, config: Config, math: Math, units: tuple[int, in
         across = wide and problem.bs[0].contiguous == "mn"
         apart += 8 * bool(across or problem.ragged or problem.products > 1 or number(problem.arch) < 80)
         apart += (16 if config.bk == 32 else 56) * (min(units) < 4)
-    beside = BESIDE_TMA if config.tma and math.accumulator == "float64" else BESIDE
-    return problem.products * tile * math.words + 2 * fragments + held + beside + math.beside + apart
+    beside = BESIDE + math.beside
+    if config.tma and (math.name, math.accumulator) in (("dmma", "float64"), ("tf32", "float32")):
+        beside = BESIDE_TMA
+    return problem.products * tile * math.words + 2 * fragments + held + beside + apart
 
 
 def tma_reasons(problem: Problem, math: Math, units: tuple[int, int] = (16, 16)) -> list[str]:
