@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from cutjax.kernels.arguments import (
     Argument,
     Matrices,
@@ -21,8 +23,6 @@ from cutjax.kernels.arguments import (
     partials,
 )
 from cutjax.runtime.launch import Int64, Pointer, TensorMap
-
-import numpy as np
 
 if TYPE_CHECKING:
     from cutjax.kernels.mma.kernel import Kernel

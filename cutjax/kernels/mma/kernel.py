@@ -287,9 +287,9 @@ def tma_reasons(problem: Problem, math: Math, units: tuple[int, int] = (16, 16))
         found.append("tma with groups of k: it clears what is past the array, not what is past a group")
     if math.fragments != "fma" and a.dtype.itemsize == 4 and a.contiguous != b.contiguous:
         found.append(f"tma of {short(a.dtype.name)} in layout {problem.layout}: a and b lie along k, or both across it")
-    for name, unit in zip("ab", units, strict=True):
-        if unit < 16:
-            found.append(f"tma of rows of {name} that begin at multiples of {unit} bytes: it takes multiples of 16")
+    for name, step in zip("ab", units, strict=True):
+        if step < 16:
+            found.append(f"tma of rows of {name} that begin at multiples of {step} bytes: it takes multiples of 16")
     return found
 
 

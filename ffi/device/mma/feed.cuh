@@ -1,4 +1,5 @@
-// STAGES blocks of k in shared memory, which all threads load and all warps read. A stage is a tile of a and one of each b.
+// STAGES blocks of k in shared memory, which all threads load and all warps read. A stage is a tile of a and one of
+// each b.
 
 constexpr int STAGE_BYTES = TileA::BYTES + PRODUCTS * TileB::BYTES;
 

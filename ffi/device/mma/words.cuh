@@ -1,9 +1,13 @@
 // Elements of 4, 8 and 16 bytes, read one by one: what lane l holds of 8 rows and 4 of k, row l / 4 at k l % 4.
 //
-// TMA permutes units otherwise: 4 neighbours of k would lie in the same banks where k is across lines, or along them. So
-// the t-th 4 of a GROUP of k are others, the same of a and b. Of bits of k, t and q = l % 4, the highest first:
-//   8 bytes         k3 k2 k1 k0 = q1, q1 ^ t1, q0 ^ t0, q0     what q changes is in other banks along k (k3 k0), and
-//   4 and 16 bytes     k2 k1 k0 = q1, q0, q0 ^ t0              across it (k2 k1, or k2 k0 in lines of 64 bytes)
+// TMA permutes units as ldmatrix takes them, and two of 4 neighbours of k would lie in the same banks. So the t-th 4 of
+// a GROUP of k are others, the same of a and b. By their bits, with q = l % 4:
+//
+//   of 8 bytes           k3 k2 k1 k0 = q1, q1 ^ t1, q0 ^ t0, q0
+//   of 4 and 16 bytes       k2 k1 k0 = q1, q0, q0 ^ t0
+//
+// Lanes that read at once have all four q, and differ in k3 k0 where 8 bytes lie along k, in k2 k1 otherwise (in k2 k0
+// where lines have 64 bytes): in different banks.
 
 #if TMA
 constexpr int GROUP = ELEMENT == 8 ? 16 : 8;

@@ -1,4 +1,4 @@
-// The PTX instructions that sm_90 adds beside those of common/tma.cuh: clusters, TMA that stores, wgmma. wgmma itself is
+// The PTX instructions that sm_90 adds beside those of common/tma.cuh: clusters, TMA's stores, wgmma. wgmma itself is
 // generated for exactly the shape in use: cutjax/kernels/sm90/text.py.
 
 // ---- clusters and registers ----
