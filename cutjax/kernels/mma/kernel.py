@@ -261,6 +261,8 @@ def registers(problem: Problem, config: Config, math: Math, units: tuple[int, in
         held = 2 * sum(loads)
     if math.fragments == "tensor" and number(problem.arch) < 80:
         apart += 8  # all loads go through registers
+    if math.name == "tf32x3" and number(problem.arch) >= 100:
+        apart += 48  # calibrated too: warp tiles of 64 x 32 spill there
     if problem.ragged == "k" and config.bk == 128 and held:
         apart += 32  # calibrated too, where rows begin anywhere
     if problem.narrow:  # calibrated too: decoding takes more beside some of what else takes registers
