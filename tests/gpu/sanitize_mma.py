@@ -44,10 +44,15 @@ def mma_cases() -> Iterator[Case]:
                 case = _mma(file, kind, UNITS[(2 * turn + i + j) % 4], turn * len(KINDS) + i)
                 if case is not None:
                     yield case
+    for number, kind in enumerate(("dense", "operands", "rows", "sliced", "symmetric", "strided"), start=1):
+        for file in ("tensor", "split", "double"):
+            case = _mma(file, kind, 16, number, tma=True)
+            if case is not None:
+                yield case
 
 
-def _mma(file: str, kind: str, unit: int, number: int) -> Case | None:
-    """One kernel; None where there is none."""
+def _mma(file: str, kind: str, unit: int, number: int, tma: bool = False) -> Case | None:
+    """One kernel; None where there is none. With `tma` it is one whose tiles TMA loads."""
     ways = [way for way in FILES[file] if kind != "symmetric" or len(set(products.WAYS[way][:2])) == 1]
     if not ways:
         return None
@@ -69,7 +74,7 @@ def _mma(file: str, kind: str, unit: int, number: int) -> Case | None:
     item = Item(way, kind if kind in products.KINDS else "dense", layouts[number % len(layouts)], **shape)
     item = dataclasses.replace(item, epilogue=epilogue, batches=batches, seed=number)
     problem, data = (item.problem, item.data) if kind != "strided" else _strided(item)
-    config = _config(problem, kind, few, number)
+    config = _config(problem, kind, few, number, tma)
     label = f"{kind}, {file} by {unit}, {problem}"
     return config and Case(problem, config, data, label, walks=3)
 
@@ -79,9 +84,9 @@ def _odd(step: int, size: int) -> int:
     return (size // step // 2 * 2 + 1) * step
 
 
-def _config(problem: cutjax.Problem, kind: str, slim: bool, number: int) -> Any:
+def _config(problem: cutjax.Problem, kind: str, slim: bool, number: int, tma: bool) -> Any:
     """A config that serves, of small tiles where there is such, or a slim one."""
-    found = {config for config in mma.configs(problem) if config.slim == slim}
+    found = {config for config in mma.configs(problem) if config.slim == slim and (config.tma or not tma)}
     if kind == "split":
         found = {dataclasses.replace(config, splits=3) for config in found}
     if kind == "sliced":

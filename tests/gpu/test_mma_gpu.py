@@ -6,6 +6,7 @@ Small integers: equal to numpy's product, bit for bit, or wrong. Normal numbers:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -93,10 +94,10 @@ def asked(dtype, precision, layout, m, n, k, out_dtype=None):
     return found
 
 
-def pinned(rng, problem, count):
-    """Some configs of the family that serve a problem."""
+def pinned(rng, problem, count, tma=False):
+    """Some configs of the family that serve a problem; with `tma`, of those alone whose tiles TMA loads."""
     serving = [config for config in family.configs(problem) if not isinstance(family.resolve(problem, config), tuple)]
-    serving = sorted(set(serving), key=repr)
+    serving = sorted({config for config in serving if config.tma or not tma}, key=repr)
     assert serving, family.reasons(problem)
     return [serving[i] for i in rng.choice(len(serving), min(count, len(serving)), replace=False)]
 
@@ -140,6 +141,50 @@ def test_gaussian(way):
             assert worst <= 1, config
 
 
+# Layouts of ways whose tiles TMA loads: float32 lies along k in both operands, or in neither.
+BY_TMA = [(way, layout) for way in WAYS if way not in ("f32", "c64", "s32", "u32", "s64") for layout in LAYOUTS]
+BY_TMA = [(way, layout) for way, layout in BY_TMA if WAYS[way][0] != "float32" or layout in ("nt", "tn")]
+# Rows begin at multiples of 16 bytes; tiles end inside and outside of matrices, and some blocks have several.
+ALIGNED = ((272, 144, 80), (48, 320, 1040), (2064, 1056, 48))
+
+
+@pytest.mark.parametrize(("way", "layout"), BY_TMA)
+def test_exact_by_tma(way, layout):
+    dtype, precision, _ = WAYS[way]
+    rng = np.random.default_rng([problems.SEED, list(WAYS).index(way), LAYOUTS.index(layout), 1])
+    out_dtype = np.float32 if way in ("bf16", "f16") else None
+    with scope(dtype):
+        for m, n, k in ALIGNED:
+            problem = asked(dtype, precision, layout, m, n, k, out_dtype)
+            a, b = integers(rng, (m, k), dtype), integers(rng, (k, n), dtype)
+            expected = wide(a) @ wide(b)
+            for config in pinned(rng, problem, 2, tma=True):
+                gemm = functools.partial(cutjax.gemm, layout=layout, precision=precision, backend="cuda", config=config)
+                out = jax.jit(functools.partial(gemm, out_dtype=problem.out_dtype))(
+                    stored(a, layout[0]), stored(b, layout[1])
+                )
+                np.testing.assert_array_equal(wide(out), expected, err_msg=str(config))
+
+
+@pytest.mark.parametrize(("way", "layout"), [(way, layout) for way, layout in BY_TMA if WAYS[way][2]])
+def test_gaussian_by_tma(way, layout):
+    dtype, precision, error = WAYS[way]
+    rng = np.random.default_rng([problems.SEED, LAYOUTS.index(layout), 10])
+    m, n, k = 272, 208, 528
+    with scope(dtype):
+        problem = asked(dtype, precision, layout, m, n, k)
+        a, b = normal(rng, (m, k), dtype), normal(rng, (k, n), dtype)
+        exact, size = wide(a) @ wide(b), np.abs(wide(a)) @ np.abs(wide(b))
+        for config in pinned(rng, problem, 2, tma=True):
+            gemm = functools.partial(cutjax.gemm, layout=layout, precision=precision, backend="cuda", config=config)
+            out = jax.jit(functools.partial(gemm, out_dtype=problem.out_dtype))(
+                stored(a, layout[0]), stored(b, layout[1])
+            )
+            worst = float(np.max(np.abs(wide(out) - exact) / size)) / error
+            problems.note_worst(f"mma by TMA {way}", worst)
+            assert worst <= 1, config
+
+
 def small(way):
     """A config of the family that suits any problem."""
     dtype, precision, _ = WAYS[way]
@@ -169,6 +214,25 @@ def test_batched_and_fused(way):
         expected = wide(a) @ wide(b)
         np.testing.assert_array_equal(wide(first), expected + wide(bias))
         np.testing.assert_array_equal(wide(second), expected * expected)
+
+
+@pytest.mark.parametrize("way", ["bf16", "f64", "c64tf32", "c128", "f16"])
+def test_batches_and_groups_by_tma(way):
+    """A batch that broadcasts; groups that begin in any row, one of them empty, and rows of none."""
+    dtype, precision, _ = WAYS[way]
+    rng = np.random.default_rng([problems.SEED, 11])
+    how = {"precision": precision, "backend": "cuda", "config": dataclasses.replace(small(way), tma=True)}
+    how["out_dtype"] = dot_precision.accumulator(jnp.dtype(dtype))
+    sizes = np.array([5, 0, 70, 33], np.int32)
+    with scope(dtype):
+        a, b = integers(rng, (3, 72, 48), dtype), integers(rng, (1, 48, 56), dtype)
+        out = jax.jit(functools.partial(cutjax.gemm, **how))(a, b)
+        np.testing.assert_array_equal(wide(out), wide(a) @ wide(b))
+        x, w = integers(rng, (120, 48), dtype), integers(rng, (4, 48, 56), dtype)
+        out = jax.jit(functools.partial(cutjax.grouped_gemm, **how))(x, w, sizes)
+        group = np.repeat(np.arange(4), sizes)
+        np.testing.assert_array_equal(wide(out)[:108], np.einsum("mk,mkn->mn", wide(x)[:108], wide(w)[group]))
+        assert not wide(out)[108:].any()
 
 
 @pytest.mark.parametrize("way", ["f32", "tf32", "bf16x9", "f64", "c64", "s8", "e4m3", "s32"])
