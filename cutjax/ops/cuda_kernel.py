@@ -64,7 +64,8 @@ def cuda_kernel(
         stride`` to each pointer, the stride being passed as ``buffer.batch_stride``: 0 where all examples share the
         array. Nested vmaps are one.
       headers: device headers that come before the text: "sm90/atoms.cuh" (PTX instructions by their names) and
-        "common/math.cuh" (functions with XLA's semantics); "common/tma.cuh" has loads by TMA for later architectures too.
+        "common/math.cuh" (functions with XLA's semantics). "common/tma.cuh" has loads by TMA alone, which other
+        architectures than sm_90a have too.
       name: of the function, in ``cutjax.explain`` and in messages; by default the entry.
 
     Returns:
