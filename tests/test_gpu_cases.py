@@ -3,16 +3,20 @@
 import pathlib
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 sys.path.append(str(pathlib.Path(__file__).parent / "gpu"))
 import syrk_problems
+import test_cuda_kernel_gpu as own_kernels
 import test_mma_gpu as products
 import test_mma_library_gpu as library
 
 import cutjax
 from cutjax.kernels.mma import family
+from cutjax.runtime import compiler
 
 GAUSSIAN = [library.Slim(index, swap) for index in range(1000, 1020) for swap in (False, True)]
 
@@ -38,3 +42,11 @@ def test_every_way_to_multiply(way):
                 problem = products.asked(dtype, precision, layout, *sizes)
                 assert products.pinned(np.random.default_rng(0), problem, 3)
         assert not cutjax.reasons(products.small(way), products.asked(dtype, precision, "nn", 70, 51, 45))
+
+
+@pytest.mark.skipif(compiler.compiler_missing() is not None, reason="needs NVRTC")
+def test_kernels_of_users_compile():
+    """By what the headers that they name have now."""
+    x, c = jnp.ones((64, 128), jnp.float32), jnp.float32(0.5)
+    f = jax.jit(lambda x, c: own_kernels.tiles(x, c, scale=1.0, shift=0.0))
+    assert "cutjax_launch" in f.trace(x, c).lower(lowering_platforms=("cuda",)).as_text()

@@ -148,12 +148,16 @@ def test_slim_kernels_have_none():
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
 @pytest.mark.parametrize(("dtype", "math"), MATHS)
-def test_they_are_offered_but_not_chosen_before_they_are_measured(dtype, math, arch):
+def test_they_are_chosen_where_they_were_faster(dtype, math, arch):
+    """Where fragments are of ldmatrix, and rows of tiles of 128 bytes, or of TF32, which has larger tiles by it."""
     for m, layout in ((4096, "nt"), (256, "tn"), (16, "nt")):
         asked = kernel_host.problem(dtype, math, layout, arch, m, 1024, 1024)
         configs = [config for config in family.configs(asked) if not isinstance(family.resolve(asked, config), tuple)]
         kernels = sorted((mma.resolved(asked, config) for config in configs), key=lambda k: k.time_us(asked.device))
-        assert not kernels[0].config.tma
+        first, fits = kernels[0].config, math_of(asked).fragments == "tensor"
+        assert not first.tma or (fits and (first.bk * asked.a_dtype.itemsize == 128 or math == "tf32"))
+        if dtype in ("bfloat16", "int8") and arch != "sm_120a" and m == 4096:  # that one's tiles are smaller
+            assert first.tma
         assert any(kernel.config.tma for kernel in kernels) == (math_of(asked).fragments != "fma")
 
 

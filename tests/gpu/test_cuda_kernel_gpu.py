@@ -89,6 +89,10 @@ __device__ void store_remote(u32 address, u32 rank, float value) {
                ::"r"(address), "r"(rank), "f"(value) : "memory");
 }
 
+__device__ void barrier_cluster() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
 extern "C" __global__ void tiles(const __grid_constant__ TensorMap map, const float* c, float* y, int n, float scale,
                                  double shift, long long x_stride, long long c_stride) {
   extern __shared__ __align__(128) float tile[];  // [32, 32]

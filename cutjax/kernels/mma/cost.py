@@ -57,9 +57,10 @@ FITS = {
     "decode": dataclasses.replace(FIT, peak=1.63),  # 8 kernels of int8 and float8 beside bfloat16, 64 and 256 rows
     "double tf32": dataclasses.replace(FIT, peak=0.62, reads=0.12, block=0.028),
 }
-# How many times as fast kernels are whose tiles TMA loads. Unmeasured: so little that none is chosen, though they have
-# room for other tiles.
-TMA_GAIN = 0.7
+# How many times as fast kernels are whose tiles TMA loads: where fragments are of ldmatrix and rows of a tile have 128
+# bytes, bfloat16 and int8 gained 1.02 to 1.07; elsewhere 0.82 to 0.99 were measured, but for float64 nt, 1.01. All on an
+# H200 (benchmarks/results/mma-parts-h200.json).
+TMA_GAIN, TMA_OTHERWISE = 1.04, 0.85
 SM90_SHARE = 0.67  # of the tensor cores' rate, which is wgmma's, that mma.sync reaches from sm_90 to sm_103
 # Products that XLA multiplies in a second on an H200, in units of 2 m n k: measured at 2048 to 8192 cubed
 # (benchmarks/results/experiments/mma-h200.json). It has no fast products of other integers.
@@ -97,7 +98,9 @@ def predict(kernel: Kernel, device: Device, fit: Fit | None = None) -> float:
     if rest:
         time += _wave(kernel, device, math.ceil(rest / device.sms), k_blocks, rate, fit)
     memory = p.bytes / device.bytes_per_second * 1e6
-    time = fit.launch + (max(time, memory) + 0.1 * min(time, memory)) / (TMA_GAIN if c.tma else 1.0)
+    gains = kernel.math.fragments == "tensor" and c.bk * p.a_dtype.itemsize == 128
+    gain = 1.0 if not c.tma else TMA_GAIN if gains else TMA_OTHERWISE
+    time = fit.launch + (max(time, memory) + 0.1 * min(time, memory)) / gain
     if kernel.transposed:
         time += 2 * kernel.transposed_bytes / device.bytes_per_second * 1e6 + COPY_US * len(kernel.transposed)
     return time + parts_us(p, c.splits, fit)
