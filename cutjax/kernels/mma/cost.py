@@ -57,9 +57,9 @@ FITS = {
     "decode": dataclasses.replace(FIT, peak=1.63),  # 8 kernels of int8 and float8 beside bfloat16, 64 and 256 rows
     "double tf32": dataclasses.replace(FIT, peak=0.62, reads=0.12, block=0.028),
 }
-# How many times as fast kernels are whose tiles TMA loads: where fragments are of ldmatrix and rows of a tile have 128
-# bytes, bfloat16 and int8 gained 1.02 to 1.07; elsewhere 0.82 to 0.99 were measured, but for float64 nt, 1.01. All on an
-# H200 (benchmarks/results/mma-parts-h200.json).
+# How many times as fast kernels are whose tiles TMA loads. Where fragments are of ldmatrix, and rows of a tile have 128
+# bytes, bfloat16 and int8 gained 1.02 to 1.07; elsewhere 0.82 to 0.99 were measured, but for float64 nt, 1.01. That was
+# on an H200 (benchmarks/results/mma-parts-h200.json).
 TMA_GAIN, TMA_OTHERWISE = 1.04, 0.85
 SM90_SHARE = 0.67  # of the tensor cores' rate, which is wgmma's, that mma.sync reaches from sm_90 to sm_103
 # Products that XLA multiplies in a second on an H200, in units of 2 m n k: measured at 2048 to 8192 cubed
