@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_fuse_updates import initial, step
 
 import cutjax
 from cutjax.fusion import price
@@ -61,6 +62,24 @@ def test_a_step_of_a_large_gated_block():
     for x, y in zip(found, expected, strict=True):
         x, y = (np.asarray(z).astype(np.float64) for z in (x, y))
         assert np.linalg.norm(x - y) <= 2e-2 * np.linalg.norm(y)  # each way rounds to bf16 several times
+
+
+@pytest.mark.parametrize("donated", [(), 0], ids=["kept", "donated"])
+def test_steps_of_adamw(donated):
+    """Parameters and moments are written where they were read, step after step; or not, where they are the caller's."""
+    keys = jax.random.split(jax.random.key(1), 3)
+    params = {name: jax.random.normal(k, (1024, 512), jnp.float32) / 32 for name, k in zip("wv", keys, strict=False)}
+    x = jax.random.normal(keys[2], (2048, 1024), jnp.bfloat16)
+    fused = jax.jit(cutjax.fuse(step, policy="always", donate_argnums=donated), donate_argnums=donated)
+    expected, state = initial(params), initial(jax.tree.map(jnp.copy, params))
+    for _ in range(3):
+        expected, wanted = jax.jit(step)(expected, x)
+        state, value = fused(state, x)
+        assert abs(float(value - wanted)) <= TOLERANCE * abs(float(wanted))
+    for got, true, first in zip(*map(jax.tree.leaves, (state[0], expected[0], params)), strict=True):
+        # AdamW's first steps are of one size whatever the gradient: where that is 0 but for rounding, of either sign.
+        moved = np.linalg.norm(np.asarray(true - first, np.float64))
+        assert np.linalg.norm(np.asarray(got - true, np.float64)) <= 0.1 * moved
 
 
 def test_a_gated_block_needs_no_more_memory():
