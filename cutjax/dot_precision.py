@@ -101,13 +101,12 @@ _MATH = {
     ("BF16_BF16_F32", "float32"): "bf16",
     ("F32_F32_F32", "float32"): "",
 }
+# Of these XLA adds up more closely than tensor cores do, where it divides k or rounds less often.
+_CLOSER = {("BF16_BF16_F32_X3", "bfloat16"), ("BF16_BF16_F32_X6", "bfloat16"), ("BF16_BF16_F32_X6", "float16")}
 for _name in ("BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "TF32_TF32_F32", "TF32_TF32_F32_X3"):
     _MATH[_name, "float32"] = _name.split("_")[0].lower() + (_name[-2:].lower() if "X" in _name else "")
     # Of fewer bits than TF32 has, or than two parts of bf16: products that are exact already.
-    _MATH |= {(_name, "bfloat16"): "", (_name, "float16"): ""}
-# Of these XLA adds up more closely than tensor cores do, where it divides k or rounds less often.
-for _key in (("BF16_BF16_F32_X3", "bfloat16"), ("BF16_BF16_F32_X6", "bfloat16"), ("BF16_BF16_F32_X6", "float16")):
-    del _MATH[_key]
+    _MATH |= {(_name, dtype): "" for dtype in ("bfloat16", "float16") if (_name, dtype) not in _CLOSER}
 _MATH |= {(preset.name, name): "" for preset in _FLOAT8 for name in ("float8_e4m3fn", "float8_e5m2")}
 _TF32 = (np.dtype(np.float32), np.dtype(np.complex64))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -158,11 +158,14 @@ def _interval(node: Node, args: list[Interval]) -> Interval:
             return everything
 
 
-def rewrite(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[list[Node], list[Output], list[Level]]:
+def rewrite(
+    nodes: Sequence[Node], outputs: Sequence[Output], uniform: Container[int] = ()
+) -> tuple[list[Node], list[Output], list[Level]]:
     """Returns the nodes in forms that neither cancel nor cost, where no output shows the difference, and their levels.
 
     1 + tanh(x) and 1 + erf(x), which cancel, become logistic and erfc, and a / (1 + exp(x)) becomes a * logistic(-x).
     Constant factors go into exp, logistic and erfc, whose ``params`` are ``(scale, factor)``: factor * f(scale * x).
+    A quotient by one of the ``uniform`` operands, which have one number for all elements, becomes "div_uniform".
     """
     nodes = list(nodes)
     uses = [0] * len(nodes)
@@ -183,6 +186,10 @@ def rewrite(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[list[Node
             low, high = bounds[node.args[0]]
             if low >= 0 and high <= 1:
                 nodes[i] = dataclasses.replace(node, op="log1p_unit")
+        elif node.op == "div" and node.dtype in _FLOATS and found[i] >= Level.XLA:
+            divisor = nodes[node.args[1]]
+            if divisor.op == "operand" and divisor.params[0] in uniform:
+                nodes[i] = dataclasses.replace(node, op="div_uniform")
     return nodes, outputs, found
 
 

@@ -67,7 +67,8 @@ def emit(epilogue: Epilogue) -> str:
     if why := reasons(epilogue):
         raise NotImplementedError("; ".join(why))
     epilogue = epilogue.primal
-    nodes, outputs, levels = accuracy.rewrite(epilogue.nodes, epilogue.outputs)
+    uniform = {i for i, spec in enumerate(epilogue.operands) if not (spec.row or spec.col or spec.group)}
+    nodes, outputs, levels = accuracy.rewrite(epilogue.nodes, epilogue.outputs, uniform)
     before_rounding = [_node_before_rounding(nodes, out.node, out.dtype) if not out.reduce else None for out in outputs]
     roots = [out.node if before is None else before for out, before in zip(outputs, before_rounding, strict=True)]
     needed = needed_nodes(nodes, roots)
@@ -90,8 +91,6 @@ def emit(epilogue: Epilogue) -> str:
             name = f"x{node.params[0]}"
         else:
             text = node_text(nodes, i, node, levels[i], names)
-            if node.op == "div" and _is_uniform(epilogue, nodes[node.args[1]]):
-                text = text.replace("div_full(", "div_uniform(", 1)
             if i in wanted and is_rounded(node):  # an output before it is rounded; others may use it after
                 lines.append(f"const float w{i} = {text};")
                 text = unrounded[i] = f"w{i}"
@@ -111,14 +110,6 @@ def emit(epilogue: Epilogue) -> str:
     parameters += [f"{CARRIERS[out.dtype]}& y{i}" for i, out in enumerate(epilogue.outputs)]
     body = "".join(f"  {line}\n" for line in lines)
     return f'#line 1 "epilogue (generated)"\nDEVICE void epilogue_element({", ".join(parameters)}) {{\n{body}}}\n'
-
-
-def _is_uniform(epilogue: Epilogue, node: Node) -> bool:
-    """True if a value is an operand of one number for all elements of a matrix."""
-    if node.op != "operand":
-        return False
-    spec = epilogue.operands[node.params[0]]
-    return not (spec.row or spec.col or spec.group)
 
 
 def reduction(out: Output) -> tuple[str, str]:

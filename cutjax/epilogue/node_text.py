@@ -37,6 +37,7 @@ _FLOAT_TEXT = {
     "sub": "{} - {}",
     "mul": "{} * {}",
     "div": "{} / {}",
+    "div_uniform": "div_uniform({}, {})",  # of accuracy.rewrite
     "rem": "fmodf({}, {})",
     "pow": "powf({}, {})",
     "atan2": "atan2f({}, {})",

@@ -129,13 +129,12 @@ def fuse(
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return fn(*args, **kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
-        own = _donated(args, argnums, name)
-        sizes = [len(jax.tree.leaves(x)) for x in args]
-        flags = [i in own for i, size in enumerate(sizes) for _ in range(size)]
+        own, (positional, _) = _donated(args, argnums, name), tree.children()
+        flags = [i in own for i, arg in enumerate(positional.children()) for _ in range(arg.num_leaves)]
         flags += [False] * (len(leaves) - len(flags))
         static = tuple(flag if isinstance(x, _ARRAYS) else _Static(x) for x, flag in zip(leaves, flags, strict=True))
-        given = [(x, flag) for x, flag in zip(leaves, flags, strict=True) if isinstance(x, _ARRAYS)]
-        donated, kept = ([x for x, flag in given if flag is which] for which in (True, False))
+        donated = [x for x, flag in zip(leaves, static, strict=True) if flag is True]
+        kept = [x for x, flag in zip(leaves, static, strict=True) if flag is False]
         return jitted(donated, kept, static, tree)
 
     return fused

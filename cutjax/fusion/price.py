@@ -130,7 +130,7 @@ def _choice(eqn: Any) -> Any:
     return lowering.choosers[eqn.primitive](*(x.aval for x in eqn.invars), target=lowering.target(), **eqn.params)
 
 
-def of_region(plain: Price, eqn: Any, passes: int, moved: int, copied: int = 0) -> Price:
+def of_region(plain: Price, eqn: Any, passes: int, moved: int, copied: int) -> Price:
     """Returns what a region takes.
 
     Args:
