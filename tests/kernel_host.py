@@ -159,6 +159,20 @@ def multiply(a: np.ndarray, b: np.ndarray, asked: Problem, config: Config, folde
     return result
 
 
+def check_small_integers(asked: Problem, config: Config, folder: pathlib.Path) -> None:
+    """Asserts that a product of random integers, up to 8 either way, is exact."""
+    rng, dtype = np.random.default_rng(0), asked.a_dtype
+    least = 0 if dtype.kind == "u" else -8
+    shapes = (asked.m, asked.k), (asked.k, asked.n)
+    a, b = (rng.integers(least, 9, shape).astype(np.float64) for shape in shapes)
+    if dtype.kind == "c":
+        a, b = (x + 1j * rng.integers(-8, 9, shape) for x, shape in zip((a, b), shapes, strict=True))
+    if asked.math == "f16":
+        a, b = np.sign(a), np.sign(b)  # sums that 11 bits hold
+    found = multiply(a.astype(dtype), b.astype(dtype), asked, config, folder)
+    np.testing.assert_array_equal(found.astype(a.dtype), a @ b)
+
+
 @functools.cache
 def installed() -> bool:
     """True where there is a g++, and a checkout's device text."""

@@ -106,39 +106,53 @@ def stored(x, turned):
     return np.ascontiguousarray(x.swapaxes(-1, -2)) if turned == "t" else x
 
 
-@pytest.mark.parametrize(("way", "layout"), CASES)
-def test_exact(way, layout):
+def product(problem, layout, precision, config, a, b):
+    """Multiplies a [m, k] and b [k, n], which lie in memory as the layout says, by the kernel of a config."""
+    gemm = functools.partial(cutjax.gemm, layout=layout, precision=precision, backend="cuda", config=config)
+    gemm = jax.jit(functools.partial(gemm, out_dtype=problem.out_dtype))
+    return wide(gemm(stored(a, layout[0]), stored(b, layout[1])))
+
+
+def check_exact(way, layout, sizes, rng, count, **only):
+    """That products of small integers are exact, by so many kernels of each size."""
     dtype, precision, _ = WAYS[way]
-    rng = np.random.default_rng([problems.SEED, list(WAYS).index(way), LAYOUTS.index(layout)])
     out_dtype = np.float32 if way in ("bf16", "f16") else None
     with scope(dtype):
-        for m, n, k in SIZES:
+        for m, n, k in sizes:
             problem = asked(dtype, precision, layout, m, n, k, out_dtype)
             a, b = integers(rng, (m, k), dtype), integers(rng, (k, n), dtype)
             expected = wide(a) @ wide(b)
-            for config in pinned(rng, problem, 3):
-                gemm = functools.partial(cutjax.gemm, layout=layout, precision=precision, backend="cuda", config=config)
-                out = jax.jit(functools.partial(gemm, out_dtype=problem.out_dtype))(
-                    stored(a, layout[0]), stored(b, layout[1])
+            for config in pinned(rng, problem, count, **only):
+                np.testing.assert_array_equal(
+                    product(problem, layout, precision, config, a, b), expected, err_msg=str(config)
                 )
-                np.testing.assert_array_equal(wide(out), expected, err_msg=str(config))
+
+
+def check_gaussian(way, layout, sizes, rng, count, note, **only):
+    """That products of normal numbers are as accurate as their way says, by so many kernels."""
+    dtype, precision, error = WAYS[way]
+    m, n, k = sizes
+    with scope(dtype):
+        problem = asked(dtype, precision, layout, m, n, k)
+        a, b = normal(rng, (m, k), dtype), normal(rng, (k, n), dtype)
+        exact, size = wide(a) @ wide(b), np.abs(wide(a)) @ np.abs(wide(b))
+        for config in pinned(rng, problem, count, **only):
+            out = product(problem, layout, precision, config, a, b)
+            worst = float(np.max(np.abs(out - exact) / size)) / error
+            problems.note_worst(f"{note} {way}", worst)
+            assert worst <= 1, config
+
+
+@pytest.mark.parametrize(("way", "layout"), CASES)
+def test_exact(way, layout):
+    rng = np.random.default_rng([problems.SEED, list(WAYS).index(way), LAYOUTS.index(layout)])
+    check_exact(way, layout, SIZES, rng, 3)
 
 
 @pytest.mark.parametrize("way", [way for way, (_, _, error) in WAYS.items() if error])
 def test_gaussian(way):
-    dtype, precision, error = WAYS[way]
     rng = np.random.default_rng([problems.SEED, 7])
-    m, n, k = 260, 190, 515
-    with scope(dtype):
-        problem = asked(dtype, precision, "nn", m, n, k)
-        a, b = normal(rng, (m, k), dtype), normal(rng, (k, n), dtype)
-        exact, size = wide(a) @ wide(b), np.abs(wide(a)) @ np.abs(wide(b))
-        for config in pinned(rng, problem, 4):
-            gemm = functools.partial(cutjax.gemm, precision=precision, backend="cuda", config=config)
-            out = wide(jax.jit(functools.partial(gemm, out_dtype=problem.out_dtype))(a, b))
-            worst = float(np.max(np.abs(out - exact) / size)) / error
-            problems.note_worst(f"mma {way}", worst)
-            assert worst <= 1, config
+    check_gaussian(way, "nn", (260, 190, 515), rng, 4, "mma")
 
 
 # Layouts of ways whose tiles TMA loads: float32 lies along k in both operands, or in neither.
@@ -150,39 +164,14 @@ ALIGNED = ((272, 144, 80), (48, 320, 1040), (2064, 1056, 48))
 
 @pytest.mark.parametrize(("way", "layout"), BY_TMA)
 def test_exact_by_tma(way, layout):
-    dtype, precision, _ = WAYS[way]
     rng = np.random.default_rng([problems.SEED, list(WAYS).index(way), LAYOUTS.index(layout), 1])
-    out_dtype = np.float32 if way in ("bf16", "f16") else None
-    with scope(dtype):
-        for m, n, k in ALIGNED:
-            problem = asked(dtype, precision, layout, m, n, k, out_dtype)
-            a, b = integers(rng, (m, k), dtype), integers(rng, (k, n), dtype)
-            expected = wide(a) @ wide(b)
-            for config in pinned(rng, problem, 2, tma=True):
-                gemm = functools.partial(cutjax.gemm, layout=layout, precision=precision, backend="cuda", config=config)
-                out = jax.jit(functools.partial(gemm, out_dtype=problem.out_dtype))(
-                    stored(a, layout[0]), stored(b, layout[1])
-                )
-                np.testing.assert_array_equal(wide(out), expected, err_msg=str(config))
+    check_exact(way, layout, ALIGNED, rng, 2, tma=True)
 
 
 @pytest.mark.parametrize(("way", "layout"), [(way, layout) for way, layout in BY_TMA if WAYS[way][2]])
 def test_gaussian_by_tma(way, layout):
-    dtype, precision, error = WAYS[way]
     rng = np.random.default_rng([problems.SEED, LAYOUTS.index(layout), 10])
-    m, n, k = 272, 208, 528
-    with scope(dtype):
-        problem = asked(dtype, precision, layout, m, n, k)
-        a, b = normal(rng, (m, k), dtype), normal(rng, (k, n), dtype)
-        exact, size = wide(a) @ wide(b), np.abs(wide(a)) @ np.abs(wide(b))
-        for config in pinned(rng, problem, 2, tma=True):
-            gemm = functools.partial(cutjax.gemm, layout=layout, precision=precision, backend="cuda", config=config)
-            out = jax.jit(functools.partial(gemm, out_dtype=problem.out_dtype))(
-                stored(a, layout[0]), stored(b, layout[1])
-            )
-            worst = float(np.max(np.abs(wide(out) - exact) / size)) / error
-            problems.note_worst(f"mma by TMA {way}", worst)
-            assert worst <= 1, config
+    check_gaussian(way, layout, (272, 208, 528), rng, 2, "mma by TMA", tma=True)
 
 
 def small(way):
