@@ -158,10 +158,13 @@ COLUMNS["collective"] = [
     Column("ratio", lambda row: _number(next(iter(row.ratios.values()), math.nan), ".3f", "")),
     Column("target", lambda row: _number(next(iter(row.targets.values()), math.nan), ".2f", "")),
     _figure("hidden", "hidden", ".2f"),
+    _figure("burst", "burst ratio", ".3f"),
     _own("gb_per_s", "GB/s sent", ".0f"),
     _own("peak_mib", "peak MiB", ".0f"),
     _own("error", "difference", ".1e"),
 ]
+
+COLUMNS["sharded"] = COLUMNS["programs"]
 
 COLUMNS["products"] = [
     _CASE,

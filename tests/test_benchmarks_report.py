@@ -60,6 +60,7 @@ FORMS = {  # of the columns of each table, by the fields of rows as recorded: in
     "calls": {"case": "", "ships": "", "inlined_us": ".1f", "called_us": ".1f", "ratio": ".3f", "most_ratio": ".3f"},
 }
 FORMS["dtypes"] = FORMS["syrk"]
+FORMS["sharded"] = FORMS["programs"]
 FORMS["fused"] = {key: form for key, form in FORMS["syrk"].items() if key != "case"}  # with the product behind it
 FORMS["mma_parts"] = {"case": "", "us": ".1f", "without us": ".1f", "without ratio": ".3f"}
 RECORDED = sorted(report.RESULTS.glob("*.json"))

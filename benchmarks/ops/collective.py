@@ -7,7 +7,8 @@ that ``python -m benchmarks.scale`` predicts from. ``--tag tiny`` is for virtual
 The ways: "jit" is plain JAX divided by XLA, the baseline; "apart" gathers, multiplies with our kernels, and adds up;
 "auto" is ours; "pieces", "direct" and "ring" are its routes beside the transfers, "narrow" ones with parts of sums in
 bf16; "alone" is our products with no transfer at all. Hidden is the share of the transfers' time, "apart" less "alone",
-that a way does not show.
+that a way does not show. A turn of calls takes 80 ms, so that power limits the clock; burst is of turns of 12 ms, each
+after a rest.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ ROWS, COLUMNS = P("i"), P(None, "i")
 LEFT = (4, 8, 16, 32)  # SMs left free, in the programs that pin kernels
 # Sums of 8192 to 28672 products of bf16 in other orders, and parts of them rounded to bf16 by "narrow" and by XLA.
 ERROR = 2e-2
+BURST_S, REST_S = 12e-3, 0.1  # a turn, and the rest before it
 Way = tuple[Callable[..., Any], tuple[P, ...]]  # the function of all arrays, and how these are divided
 
 
@@ -152,7 +154,7 @@ def _ways(apart: Any, ours: Any, alone: Any, specs: Any, of_alone: Any, out: P, 
         "ring": over(functools.partial(ours, route="ring")),
     }
     if out == ROWS or (case is not None and case.backward):
-        for route in ("whole", "pieces"):
+        for route in ("auto", "whole", "pieces", "direct"):
             found[f"{route} narrow"] = over(functools.partial(ours, route=route, reduce_dtype=jnp.bfloat16))
     # Each device's own parts of sums, which nothing adds up.
     found["alone"] = over(alone, of_alone, P("i") if out == ROWS else out)
@@ -235,10 +237,10 @@ def _measure(case: Case, mesh: jax.sharding.Mesh, run: Run) -> list[Row]:
         except Exception as error:  # such as too little memory; the other ways are measured all the same
             rows[name] = dataclasses.replace(rows[name], failure=reason(error))
     del expected
-    samples = times(running)
-    medians = {name: float(np.median(found)) for name, found in samples.items()}
+    samples, bursts = times(running), times(running, BURST_S, REST_S)
+    medians, burst = ({name: float(np.median(x)) for name, x in found.items()} for found in (samples, bursts))
     for name, found in samples.items():
-        rows[name] = _compared(case, rows[name], medians, found)
+        rows[name] = _compared(case, rows[name], medians, burst, found)
     return list(rows.values())
 
 
@@ -249,14 +251,16 @@ def _difference(found: Any, expected: Any) -> jax.Array:
     return norm(apart) / jnp.maximum(norm(expected), 1e-30)
 
 
-def _compared(case: Case, row: Row, medians: Mapping[str, float], samples: list[float]) -> Row:
-    name, figures = row.product, {}
+def _compared(
+    case: Case, row: Row, medians: Mapping[str, float], burst: Mapping[str, float], samples: list[float]
+) -> Row:
+    name, base = row.product, next(iter(medians))
+    figures = {"burst_us": burst[name]} | ({} if name in (base, "alone") else {"burst": burst[base] / burst[name]})
     low, high = np.percentile(samples, (25, 75))
     if {"apart", "alone"} <= medians.keys() and medians["apart"] > medians["alone"]:
         figures["hidden"] = 1 - (medians[name] - medians["alone"]) / (medians["apart"] - medians["alone"])
-    base = next(iter(medians))
     ratios = {} if name in (base, "alone") else {base: medians[base] / medians[name]}
-    targets = {peer: least for peer, least in case.targets.items() if peer in ratios and name in ("pieces", "exchange")}
+    targets = {peer: least for peer, least in case.targets.items() if peer in ratios and name in ("auto", "exchange")}
     more = {"iqr_us": float(high - low), "ratios": ratios, "targets": targets, "figures": figures}
     return dataclasses.replace(row, us=medians[name], **more)
 

@@ -170,12 +170,20 @@ class Running:
         return loss
 
 
-def times(running: Mapping[str, Running]) -> dict[str, list[float]]:
-    """Microseconds of a step, a sample a turn; each round begins with another way."""
+def times(running: Mapping[str, Running], turn_s: float | None = None, rest_s: float = 0.0) -> dict[str, list[float]]:
+    """Microseconds of a step, a sample a turn; each round begins with another way.
+
+    Args:
+      running: the ways.
+      turn_s: the least time of a turn.
+      rest_s: how long the device rests before each turn.
+    """
+    turn_s = ROUND_S if turn_s is None else turn_s
     names, inner, samples = list(running), 1, {name: [] for name in running}
     for number in range(-1, ROUNDS):  # the round before the first measures how many steps a turn takes
         at = number % len(names)
         for name in names[at:] + names[:at]:
+            time.sleep(rest_s)
             start = time.perf_counter()
             for _ in range(inner):
                 loss = running[name]()
@@ -183,7 +191,7 @@ def times(running: Mapping[str, Running]) -> dict[str, list[float]]:
             if number >= 0:
                 samples[name].append(1e6 * (time.perf_counter() - start) / inner)
             seconds = time.perf_counter() - start
-        inner = max(1, round(ROUND_S / seconds)) if number < 0 else inner
+        inner = max(1, round(turn_s / seconds)) if number < 0 else inner
     return samples
 
 

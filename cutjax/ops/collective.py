@@ -118,7 +118,7 @@ def all_gather_gemm(
     ring = ring.chosen(Dense(layout), jax.typeof(a), [jax.typeof(x) for x in ws])
     spec = Gathered(
         ring,
-        ring.beside(Dense(layout)),
+        Dense(layout),
         travel_dtype(reduce_dtype, accumulator(a.dtype), where),
         identity(dtype, accumulator(a.dtype, dtype)),
         dot_precision.canonical(precision, where),
@@ -200,7 +200,7 @@ def gemm_reduce_scatter(
     ring = ring.chosen(Dense(layout), share.update(shape=tuple(shape)), [jax.typeof(b)], travel=travel)
     spec = Scattered(
         ring,
-        ring.beside(Dense(layout)),
+        Dense(layout),
         accumulator(a.dtype, dtype),
         travel,
         dot_precision.canonical(precision, where),
@@ -247,8 +247,8 @@ def _fused(
         params = {"out_dtype": out_dtype, "config": spec.config, "save": spec.save, **spec.params}
         leaves, tree = jax.tree.flatten(given)
         outs = [
-            products.call(spec.product, fn, chunk, ws, (), tree.unflatten(mine), **params)
-            for chunk, mine in zip(chunks, by_chunk(ring, leaves, acc.shape[-2]), strict=True)
+            products.call(product, fn, chunk, ws, (), tree.unflatten(mine), **params)
+            for chunk, mine, product in zip(chunks, by_chunk(ring, leaves, acc.shape[-2]), spec.each, strict=True)
         ]
         return jax.tree.map(lambda *parts: ring.assembled(parts, parts[0].ndim - acc.ndim - 2), *outs)
     x, *rest = match_varying(x, *ws, *traced.operands)
@@ -289,15 +289,16 @@ def divided_mlp(
     wide = accumulator(dtype, out)
     travel = travel_dtype(reduce_dtype, wide, where)
     ring = ring.chosen(product, jax.typeof(x), [jax.typeof(w) for w in ws], jax.typeof(w2), travel)
-    product = ring.beside(product)
     chain = Chain(product, traced.epilogue, wide, params["precision"], params["backend"], params["save"])
     if traced.outside is not None:  # each call takes its derivative as gemm does
         first = Gathered(ring, product, travel, traced.epilogue, chain.precision, chain.backend, None, chain.save)
         more = {"out_dtype": (dtype,), "save": chain.save, **first.params}
         names = list(given)
         hs = [
-            products.call(product, hidden, chunk, ws, (), (dict(zip(names, mine, strict=True)),), **more)
-            for chunk, mine in zip(ring.gather(x), by_chunk(ring, list(given.values()), m), strict=True)
+            products.call(each, hidden, chunk, ws, (), (dict(zip(names, mine, strict=True)),), **more)
+            for chunk, mine, each in zip(
+                ring.gather(x), by_chunk(ring, list(given.values()), m), first.each, strict=True
+            )
         ]
         y = scattered(Scattered(ring, product, wide, travel, chain.precision, chain.backend, None), hs, w2)
     else:

@@ -51,11 +51,14 @@ class Gathered:
     def params(self) -> dict[str, Any]:
         return {"precision": self.precision, "backend": self.backend}
 
-    def bind(self, epilogue: Epilogue, x: jax.Array, ws: Sequence[jax.Array], operands: Sequence[jax.Array]) -> Any:
-        """Binds the products of one device's rows."""
-        return products.bind(
-            self.product, epilogue, x, ws, (), operands, config=self.config, save=self.save, **self.params
-        )
+    @property
+    def each(self) -> list[Product]:
+        """The product of each chunk."""
+        return self.ring.products(self.product)
+
+    def bind(self, product: Product, epilogue: Epilogue, x: jax.Array, ws: Any, operands: Sequence[jax.Array]) -> Any:
+        """Binds the products of one chunk."""
+        return products.bind(product, epilogue, x, ws, (), operands, config=self.config, save=self.save, **self.params)
 
     def accumulator(self, x: jax.Array, ws: Sequence[jax.Array]) -> jax.ShapeDtypeStruct:
         """Returns an accumulator of one device's rows, abstract."""
@@ -71,9 +74,8 @@ class Gathered:
         found: list[list[Any]] = [[None] * len(ws) for _ in xs]
         if x_dot is not None:
             dots = self.ring.gather(x_dot.astype(self.travel), self.rows)
-            found = self.ring.paced(
-                lambda dot: [wide(self.product, dot, w, out_dtype=dtype, **self.params) for w in ws], dots
-            )
+            of = lambda dot, each: [wide(each, dot, w, out_dtype=dtype, **self.params) for w in ws]  # noqa: E731
+            found = self.ring.paced(of, dots, self.each)
         for j, w_dot in enumerate(w_dots):
             if w_dot is None:
                 continue
@@ -114,29 +116,32 @@ def check_rows(epilogue: Epilogue, where: str) -> None:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def gathered(spec: Gathered, x: jax.Array, ws: Any, operands: Any) -> list[list[jax.Array]]:
     """Returns the results of the epilogue for each chunk."""
-    bind = lambda chunk, mine: spec.bind(spec.epilogue, chunk, ws, mine)  # noqa: E731
-    return spec.ring.arriving(bind, x, spec.rows, operands)[1]
+    bind = lambda chunk, mine, product: spec.bind(product, spec.epilogue, chunk, ws, mine)  # noqa: E731
+    return spec.ring.arriving(bind, x, spec.rows, operands, spec.each)[1]
 
 
 def _gathered_jvp(spec: Gathered, primals: Any, tangents: Any) -> Any:
     x, ws, operands = primals
     x_dot, w_dots, operand_dots = without_zeros(tangents)
     epilogue = spec.epilogue
-    of = (lambda chunk: spec.bind(epilogue, chunk, ws, ())) if epilogue.plain else lambda chunk: ()
-    xs, plain_outs = spec.ring.arriving(of, x, spec.rows, keep=named)
+    of = lambda chunk, product: spec.bind(product, epilogue, chunk, ws, ()) if epilogue.plain else ()  # noqa: E731
+    xs, plain_outs = spec.ring.arriving(of, x, spec.rows, spec.each, keep=named)
     plain = np.dtype(epilogue.outputs[0].dtype) if epilogue.plain else derivative.saved_dtype(epilogue, x.dtype)
     acc_dots = spec.tangents(xs, ws, x_dot, w_dots, plain)
     if epilogue.plain:
         found = list(zip(plain_outs, acc_dots, strict=True))
     else:
-        one = functools.partial(_one, spec)
-        found = spec.ring.paced(one, xs, [ws] * len(xs), operands, acc_dots, operand_dots, until=lambda each: each[0])
+        one = functools.partial(_one, spec, ws)
+        given = operands, acc_dots, operand_dots, spec.each
+        found = spec.ring.paced(one, xs, *given, until=lambda each: each[0])
     outs = [results for results, _ in found]
     dots = [[zeros(x) if is_none(d) else d for x, d in zip(*each, strict=True)] for each in found]
     return outs, dots
 
 
-def _one(spec: Gathered, x: jax.Array, ws: Any, operands: Any, acc_dots: Any, operand_dots: Any) -> Any:
+def _one(
+    spec: Gathered, ws: Any, x: jax.Array, operands: Any, acc_dots: Any, operand_dots: Any, product: Product
+) -> Any:
     """Returns results and tangents of one chunk."""
     acc = spec.accumulator(x, ws)
     return derivative.derivative(
@@ -144,9 +149,9 @@ def _one(spec: Gathered, x: jax.Array, ws: Any, operands: Any, acc_dots: Any, op
         (x, ws, operands),
         operand_dots,
         acc,
-        bind=lambda epilogue, operands: spec.bind(epilogue, x, ws, operands),
+        bind=lambda epilogue, operands: spec.bind(product, epilogue, x, ws, operands),
         tangents=lambda dtype: acc_dots,
-        multiply=lambda x, ws, dtype: products.plain_products(spec.product, x, ws, (), dtype, **spec.params),
+        multiply=lambda x, ws, dtype: products.plain_products(product, x, ws, (), dtype, **spec.params),
         pushed=functools.partial(derivative.push, spec.epilogue, acc.shape),
         save=spec.save,
     )
@@ -197,9 +202,8 @@ class Scattered:
 def scattered(spec: Scattered, xs: Any, w: jax.Array) -> jax.Array:
     """Returns this device's rows of the sum, in the accumulators' dtype."""
     params = {"precision": spec.precision, "backend": spec.backend, "config": spec.config}
-    dtype = spec.ring.part_dtype(spec.dtype, spec.travel)
-    of = lambda x: multiply(spec.product, x, w, out_dtype=dtype, **params)  # noqa: E731
-    return spec.ring.scatter(spec.ring.paced(of, xs[::-1])[::-1], spec.travel)
+    of = lambda x, dtype, product: multiply(product, x, w, out_dtype=dtype, **params)  # noqa: E731
+    return spec.ring.summed(of, xs, spec.product, spec.dtype, spec.travel)
 
 
 def _scattered_jvp(spec: Scattered, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
@@ -217,12 +221,12 @@ def _scattered_jvp(spec: Scattered, primals: Any, tangents: Any) -> tuple[jax.Ar
     if all(dot is None for dot in x_dots):
         return out, spec.ring.scatter(parts, narrow).astype(out.dtype)
 
-    def term(dot: jax.Array, part: Any) -> jax.Array:
-        found = multiply(spec.product, dot, w, out_dtype=narrow, **params)
+    def term(dot: jax.Array, part: Any, product: Product) -> jax.Array:
+        found = multiply(product, dot, w, out_dtype=narrow, **params)
         return found if part is None else found + part
 
     full = [jnp.zeros_like(x) if dot is None else dot for x, dot in zip(xs, x_dots, strict=True)]
-    return out, spec.ring.leaving(term, narrow, full, parts).astype(out.dtype)
+    return out, spec.ring.leaving(term, narrow, full, parts, spec.ring.products(spec.product)).astype(out.dtype)
 
 
 scattered.defjvp(_scattered_jvp, symbolic_zeros=True)
@@ -256,15 +260,16 @@ class Overlapped:
 def overlapped(spec: Overlapped, x: jax.Array, ws: Any, w2: jax.Array, operands: Any) -> jax.Array:
     """Returns this device's rows, in the accumulators' dtype."""
     first = spec.first
-    bind = lambda chunk, mine: first.bind(first.epilogue, chunk, ws, mine)  # noqa: E731
-    _, hs = spec.ring.arriving(bind, x, -2, operands)
+    bind = lambda chunk, mine, product: first.bind(product, first.epilogue, chunk, ws, mine)  # noqa: E731
+    _, hs = spec.ring.arriving(bind, x, -2, operands, first.each)
     return _summed(spec, [h for (h,) in hs], w2)
 
 
 def _summed(spec: Overlapped, hs: Sequence[jax.Array], w2: jax.Array) -> jax.Array:
-    chain = dataclasses.replace(spec.chain, out_dtype=spec.ring.part_dtype(spec.chain.out_dtype, spec.travel))
-    parts = spec.ring.paced(lambda h: chain.second(h, w2, ()), hs[::-1])
-    return spec.ring.scatter(parts[::-1], spec.travel)
+    def of(h: jax.Array, dtype: np.dtype, product: Product) -> jax.Array:
+        return dataclasses.replace(spec.chain, product=product, out_dtype=dtype).second(h, w2, ())
+
+    return spec.ring.summed(of, hs, spec.chain.product, spec.chain.out_dtype, spec.travel)
 
 
 def _overlapped_jvp(spec: Overlapped, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
@@ -277,12 +282,12 @@ def _overlapped_jvp(spec: Overlapped, primals: Any, tangents: Any) -> tuple[jax.
     dtype = derivative.saved_dtype(hidden, x.dtype)
     acc_moves = tuple(x_dot is not None or w_dot is not None for w_dot in w_dots)
 
-    def one(ws: Any, chunk: Any, mine: Any, dots: Any) -> tuple[jax.Array, list[Any]]:
+    def one(ws: Any, chunk: Any, mine: Any, dots: Any, product: Product) -> tuple[jax.Array, list[Any]]:
         moves, acc = (acc_moves, derivative.moving(dots)), first.accumulator(chunk, ws)
         needed = derivative.accumulators_needed(hidden, *moves)
         traced = derivative.differentiated(hidden, acc, mine, *moves)
         extended, places = derivative.with_accumulators(traced.epilogue, needed, dtype)
-        outs = first.bind(extended, chunk, ws, traced.operands)
+        outs = first.bind(product, extended, chunk, ws, traced.operands)
         kept = [None if i is None else checkpoint_name(outs[i], derivative.PREACTIVATION) for i in places]
         return checkpoint_name(outs[0], HIDDEN), kept
 
@@ -290,9 +295,10 @@ def _overlapped_jvp(spec: Overlapped, primals: Any, tangents: Any) -> tuple[jax.
         """Returns the terms of the second matrix, by chunk; None is zero."""
         return [None] * len(hs) if w2_dot is None else one_product(chain.product, hs, w2_dot, narrow, **chain.params)
 
-    def term(dots: Any, part: Any, h: jax.Array, accs: Any, mine: Any, w2: jax.Array) -> Any:
+    def term(dots: Any, part: Any, h: jax.Array, accs: Any, mine: Any, product: Product, w2: jax.Array) -> Any:
         """Returns the tangent of one chunk's rows of the second product."""
-        found = tangent_of_second(chain, (), h.shape, accs, mine, w2, *dots)
+        own = dataclasses.replace(chain, product=product)
+        found = tangent_of_second(own, (), h.shape, accs, mine, w2, *dots)
         return part if found is None else found if part is None else found + part
 
     if spec.chain.save == "recompute":
@@ -301,16 +307,17 @@ def _overlapped_jvp(spec: Overlapped, primals: Any, tangents: Any) -> tuple[jax.
         acc_dots = first.tangents(xs, ws, x_dot, w_dots, dtype)
 
         def again(xs: Any, ws: Any, w2: Any, operands: Any, dots: Any, w2_dot: Any) -> list[Any]:
-            found = spec.ring.paced(functools.partial(one, ws), xs, operands, operand_dots)
+            found = spec.ring.paced(functools.partial(one, ws), xs, operands, operand_dots, first.each)
             hs, kept = zip(*found, strict=True)
-            each = zip(dots, parts_of(hs, w2_dot), hs, kept, operands, strict=True)
-            return [term(*args, w2) for args in each]
+            of_chunks = functools.partial(term, w2=w2)
+            return list(map(of_chunks, dots, parts_of(hs, w2_dot), hs, kept, operands, first.each))
 
         dots = list(zip(acc_dots, operand_dots, strict=True))
         found = jax.checkpoint(again)(xs, ws, w2, operands, dots, w2_dot)
         total = None if all(x is None for x in found) else spec.ring.scatter(found, narrow)
     else:
-        xs, found = spec.ring.arriving(functools.partial(one, ws), x, -2, operands, operand_dots, keep=named)
+        given = operands, operand_dots, first.each
+        xs, found = spec.ring.arriving(functools.partial(one, ws), x, -2, *given, keep=named)
         acc_dots = first.tangents(xs, ws, x_dot, w_dots, dtype)
         hs, kept = zip(*found, strict=True)
         out = _summed(spec, hs, w2)
@@ -318,7 +325,8 @@ def _overlapped_jvp(spec: Overlapped, primals: Any, tangents: Any) -> tuple[jax.
         if w2_dot is None and not jax.tree.leaves(dots):
             total = None
         else:
-            total = spec.ring.leaving(functools.partial(term, w2=w2), narrow, dots, parts, hs, kept, operands)
+            given = parts, hs, kept, operands, first.each
+            total = spec.ring.leaving(functools.partial(term, w2=w2), narrow, dots, *given)
     return out, jnp.zeros_like(out) if total is None else total.astype(out.dtype)
 
 

@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from cutjax import dot_precision
 from cutjax.binding.define import define
 from cutjax.binding.rules import is_linear, is_zero, match_varying, varying_axes, with_rank, zero_tangent
-from cutjax.ops.links import pieces_us, product_us, route_us
+from cutjax.ops.links import direct_us, pieces_us, product_us, whole_us
 from cutjax.primitives.accumulators import accumulator, with_cotangent
 from cutjax.primitives.product import Product, aligned, multiply, sum_to
 
@@ -48,19 +48,25 @@ class Ring:
 
     @property
     def shifts(self) -> tuple[int, ...]:
-        """The distance of each chunk's device: 0, 1, -1, 2, -2, ..."""
-        if self.route == "whole":
-            return (0,)
+        """The distance of each chunk's device, where chunks move from one to another: 0, 1, -1, 2, -2, ..."""
         return (0, *(s // 2 * (1 if s % 2 == 0 else -1) for s in range(2, self.size + 1)))
+
+    @property
+    def collective(self) -> bool:
+        """True if shares move by collectives of all devices, rather than from one to another."""
+        return self.route in ("whole", "pieces")
 
     @property
     def chunks(self) -> int:
         """The number of chunks."""
-        return self.pieces if self.route == "pieces" else len(self.shifts)
+        return self.pieces if self.collective else self.size
 
-    def beside(self, product: Any) -> Any:
-        """Returns a dense product as it runs beside collectives that take SMs."""
-        return dataclasses.replace(product, beside=True, lead=0.0) if self.route == "pieces" else product
+    def products(self, product: Any) -> list[Any]:
+        """Returns a dense product as it runs for each chunk: beside transfers, which take SMs, but for the last.
+
+        That one is the last to arrive, and the first whose part of a sum is computed.
+        """
+        return [dataclasses.replace(product, beside=True, lead=0.0)] * (self.chunks - 1) + [product]
 
     def chosen(self, product: Product, x: Any, ws: Sequence[Any], then: Any = None, travel: Any = None) -> Ring:
         """Returns the ring with a route: that predicted to be the fastest of products of one device's rows.
@@ -78,31 +84,38 @@ class Ring:
             return next(iter(cuts), whole)
         if self.route != "auto":
             return self
+        if self.size == 1:
+            return whole
 
-        def products_us(ring: Ring, parts: int) -> tuple[float, Any]:
-            """Returns what all products take, as so many, and the last one's result."""
-            shape, tile = list(x.shape), x
-            shape[rows] = shape[rows] * self.size // parts
-            aval, each = x.update(shape=tuple(shape)), ring.beside(product)
-            times = [product_us(each, aval, w, dtype=x.dtype) for w in ws]
-            tile = product.tile(aval, *ws)
+        def stages(ring: Ring) -> tuple[list[list[float]], Any]:
+            """Returns what each product of a chunk takes, beside transfers and alone, and the last one's result."""
+            shape = list(x.shape)
+            shape[rows] = shape[rows] * self.size // ring.chunks
+            aval, kinds = x.update(shape=tuple(shape)), (ring.products(product)[0], product)
+            last, tile = travel or x.dtype, product.tile(aval, *ws)
+            dtype = last if then is None else x.dtype
+            found = [[sum(product_us(kind, aval, w, dtype=dtype) for w in ws) for kind in kinds]]
             if then is not None:
-                times.append(product_us(each, tile, then, dtype=accumulator(x.dtype)))
+                found.append([product_us(kind, tile, then, dtype=last) for kind in kinds])
                 tile = product.tile(tile, then)
-            return parts * sum(times), tile
+            return found, tile
 
-        (one, _), (parts, tile) = products_us(whole, 1), products_us(whole, self.size)
-        scattered = 0 if travel is None else math.prod(tile.shape) * travel.itemsize * (self.size - 1)
+        direct = dataclasses.replace(self, route="direct")
+        times, tile = stages(direct)
+        part = math.prod(tile.shape) * (travel or x.dtype).itemsize
+        scattered = 0 if travel is None else part * (self.size - 1)
         gathered = 0 if travel is not None and then is None else x.size * x.dtype.itemsize * (self.size - 1)
-        found = [
-            (us, dataclasses.replace(self, route=route))
-            for route, us in route_us(gathered, scattered, one, parts).items()
-        ]
-        found += [
-            (pieces_us(gathered, scattered, max(one, products_us(ring, ring.pieces)[0]), ring.pieces), ring)
-            for ring in cuts
-        ]
-        return min(found, key=lambda each: each[0])[1]
+        one = sum(alone for _, alone in stages(whole)[0])
+        # The results put together, or the operand cut and the parts added up; between two products nothing is.
+        passes = (self.size + 1) * part if travel is not None else 2 * self.size * part
+        passes += 2 * self.size * x.size * x.dtype.itemsize if then is None and travel is not None else 0
+        sends = [bytes for bytes in (gathered, scattered) if bytes]
+        us: dict[Ring, float] = {whole: whole_us(gathered, scattered, one)}
+        us[direct] = direct_us(times, sends, self.size, passes)
+        for ring in cuts:
+            beside = sum(ring.pieces * each for each, _ in stages(ring)[0])
+            us[ring] = pieces_us(gathered, scattered, max(one, beside), ring.pieces)
+        return min(us, key=us.__getitem__)
 
     def _moved(self, x: jax.Array, by: int) -> jax.Array:
         """Sends to the device so far on."""
@@ -114,13 +127,7 @@ class Ring:
 
     def gather(self, x: jax.Array, rows: int = -2) -> list[jax.Array]:
         """Returns the shares of all devices, in the order of the ring; ``rows`` is the axis that they are parts of."""
-        if self.route in ("whole", "pieces"):
-            return self.arriving(lambda chunk: (), x, rows)[0]
-        found = {0: self.varying(x)}
-        for s in self.shifts[1:]:
-            one = 1 if s > 0 else -1
-            found[s] = self._moved(found[0], -s) if self.route == "direct" else self._moved(found[s - one], -one)
-        return list(found.values())
+        return self.arriving(lambda chunk: (), x, rows)[0]
 
     def arriving(
         self,
@@ -132,44 +139,54 @@ class Ring:
     ) -> tuple[list[jax.Array], list[Any]]:
         """Returns the shares as ``gather`` does, each through ``keep``, and a function of each and of its others.
 
-        One piece is gathered after another: XLA would make one collective of those that do not wait for each other. And
-        it is gathered when the function of the last but one is computed, so beside that of the last: XLA, which does
-        not know how long kernels take, gathers all pieces first where it may.
+        One transfer follows another: XLA would make one collective of all-gathers that do not wait for each other, and
+        of permutes that do not it makes all but one synchronous. And each starts when the function of the last chunk
+        but one is computed, so beside that of the last: XLA, which does not know how long kernels take, gathers all
+        first where it may.
         """
-        if self.route not in ("whole", "pieces"):
-            chunks = list(map(keep, self.gather(x, rows)))
-            return chunks, self.paced(f, chunks, *others)
-        chunks, found, at = [], [], x.ndim + rows
-        pieces = lax.split(self.varying(x), [x.shape[at] // self.chunks] * self.chunks, at)
-        for i, (piece, *rest) in enumerate(zip(pieces, *others, strict=True)):
+        x, at = self.varying(x), x.ndim + rows
+        pieces = lax.split(x, [x.shape[at] // self.pieces] * self.pieces, at)
+        chunks: list[jax.Array] = []
+        found: list[Any] = []
+        for i, rest in enumerate(zip(*others, strict=True) if others else [()] * self.chunks):
+            # From the neighbour a ring's chunks come by, which is at the place before last.
+            source = pieces[i] if self.collective else chunks[max(i - 2, 0)] if self.route == "ring" and i else x
             if i:
                 two = slice(max(i - 2, 0), i - 1)
-                piece, chunks[-1], *found[two] = lax.optimization_barrier((piece, chunks[-1], *found[two]))
-            chunks.append(keep(lax.all_gather(piece, self.axis, axis=at, tiled=True)))
+                source, chunks[-1], *found[two] = lax.optimization_barrier((source, chunks[-1], *found[two]))
+            if self.collective:
+                arrived = lax.all_gather(source, self.axis, axis=at, tiled=True)
+            else:
+                s = self.shifts[i]
+                by = s if self.route == "direct" else (s > 0) - (s < 0)
+                arrived = self._moved(source, -by) if by else source
+            chunks.append(keep(arrived))
             found.append(f(chunks[-1], *rest))
         return chunks, found
 
     def paced(
         self, f: Callable[..., Any], chunks: Sequence[jax.Array], *others: Sequence[Any], until: Any = None
     ) -> list[Any]:
-        """Returns a function of each chunk and of its part of the others, one after the other where they are pieces.
+        """Returns a function of each chunk and of its part of the others, one after the other.
 
-        A piece is used when that of the one before is computed, or what ``until`` takes of it, and so arrives beside
+        A chunk is used when that of the one before is computed, or what ``until`` takes of it, and so arrives beside
         it: of what may run in any order, XLA waits for all that is sent first.
         """
         chunks, found = list(chunks), []
         for i, rest in enumerate(zip(*others, strict=True) if others else [()] * len(chunks)):
             found.append(f(chunks[i], *rest))
-            if self.route == "pieces" and i + 1 < len(chunks):
+            if i + 1 < len(chunks):
                 if until:
                     chunks[i + 1], _ = lax.optimization_barrier((chunks[i + 1], until(found[i])))
                 else:  # its result in place of what went in: the transpose of one that nothing uses adds zeros
                     chunks[i + 1], found[i] = lax.optimization_barrier((chunks[i + 1], found[i]))
         return found
 
-    def part_dtype(self, wide: np.dtype, travel: np.dtype) -> np.dtype:
-        """Returns the dtype of the parts of sums that ``scatter`` takes: as they travel, where none stays here."""
-        return travel if self.route in ("whole", "pieces") else wide
+    def part_dtypes(self, wide: np.dtype, travel: np.dtype) -> list[np.dtype]:
+        """Returns the dtype of each part of sums that ``scatter`` takes: as it travels, if nothing is added before."""
+        if self.collective:
+            return [travel] * self.chunks
+        return [wide, *[travel if self.route == "direct" else wide] * (self.chunks - 1)]
 
     def leaving(self, f: Callable[..., jax.Array], dtype: np.dtype, chunks: Sequence[Any], *others: Any) -> jax.Array:
         """Returns ``scatter`` of a function, linear in its chunk, of each chunk and of its part of the others.
@@ -177,8 +194,9 @@ class Ring:
         A piece is sent beside the function of the next, which waits for what was sent before that. So the transpose
         gathers a piece when that of the last but one is computed, as ``arriving`` does.
         """
-        if self.route not in ("whole", "pieces"):
-            return self.scatter(list(map(f, chunks, *others)), dtype)
+        if not self.collective:
+            reverse = [each[::-1] for each in (chunks, *others)]
+            return self.scatter(self.paced(f, *reverse)[::-1], dtype)
         sums: list[jax.Array] = []
         for chunk, *rest in reversed(list(zip(chunks, *others, strict=True))):
             if len(sums) > 1:
@@ -189,18 +207,29 @@ class Ring:
             sums.append(lax.psum_scatter(x, self.axis, scatter_dimension=x.ndim - 2, tiled=True))
         return lax.concatenate(sums[::-1], sums[0].ndim - 2).astype(accumulator(dtype))
 
+    def summed(self, f: Any, chunks: Sequence[Any], product: Product, wide: np.dtype, travel: np.dtype) -> jax.Array:
+        """Returns ``scatter`` of a function of each chunk, of the dtype of its part, and of its product."""
+        dtypes = self.part_dtypes(wide, travel)
+        parts = self.paced(f, chunks[::-1], dtypes[::-1], self.products(product)[::-1])
+        return self.scatter(parts[::-1], travel)
+
     def scatter(self, chunks: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
         """Returns the sum of what all devices have for this one; parts of it travel in ``dtype``, and add up wider.
 
         As one collective they add up as they travel.
         """
         wide = accumulator(dtype)
-        if self.route in ("whole", "pieces"):
+        if self.collective:
             return self.leaving(lambda chunk: chunk, dtype, chunks)
         parts = {s: self.varying(x) for s, x in zip(self.shifts, chunks, strict=True)}
         total = parts[0].astype(wide)
         if self.route == "direct":
-            moved = [self._moved(parts[s].astype(dtype), s) for s in reversed(self.shifts[1:])]
+            moved: list[jax.Array] = []
+            for s in reversed(self.shifts[1:]):
+                x = parts[s].astype(dtype)
+                if moved:
+                    x, moved[-1] = lax.optimization_barrier((x, moved[-1]))
+                moved.append(self._moved(x, s))
             return functools.reduce(lax.add, [x.astype(wide) for x in moved], total)
         for one, distance in ((1, self.size // 2), (-1, (self.size - 1) // 2)):
             carry = None
@@ -263,7 +292,7 @@ def _places(index: jax.Array, size: int, shifts: Sequence[int]) -> list[jax.Arra
 
 def _assemble(index: jax.Array, *chunks: jax.Array, shifts: tuple[int, ...], axis: int) -> jax.Array:
     x, at = chunks[0], chunks[0].ndim + axis
-    whole = lax.full_like(x, 0, shape=(*x.shape[:at], len(shifts) * x.shape[at], *x.shape[at + 1 :]))
+    whole, *_ = match_varying(lax.empty((*x.shape[:at], len(shifts) * x.shape[at], *x.shape[at + 1 :]), x.dtype), x)
     for place, chunk in zip(_places(index, x.shape[at], shifts), chunks, strict=True):
         whole = lax.dynamic_update_slice_in_dim(whole, chunk, place, at)
     return whole

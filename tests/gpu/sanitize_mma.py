@@ -19,6 +19,7 @@ from products import Item
 
 import cutjax
 from cutjax.kernels.mma import family as mma
+from cutjax.kernels.mma.math import math_of
 from cutjax.kernels.sm90 import family as sm90
 
 LAYOUTS = ("nn", "nt", "tn", "tt")
@@ -97,12 +98,19 @@ def _config(problem: cutjax.Problem, kind: str, slim: bool, number: int, tma: bo
 
 
 def _strided(item: Item) -> tuple[cutjax.Problem, Callable[[], tuple[list[np.ndarray], list[np.ndarray]]]]:
-    """The product of arrays [batch, rows, heads, columns]; data are given, and compared, as they lie in memory."""
+    """The product of arrays [batch, rows, heads, columns]; data are given, and compared, as they lie in memory.
+
+    Operands that are transposed before the launch are given in the order of their axes: XLA has laid them out then.
+    """
     order = (0, 2, 1, 3)
     problem = item.problem.in_order((order,) * 3)
+    math = math_of(problem)
+    taken = (problem.along_k if math and math.along_k else problem).orders[:2]
 
     def data():
-        arrays = [np.ascontiguousarray(x.transpose(order)) for x in item.data()[0]]
+        arrays = [
+            np.ascontiguousarray(x.transpose(of or range(x.ndim))) for x, of in zip(item.data()[0], taken, strict=True)
+        ]
         (result,) = item.data()[1]
         if problem.orders[2]:
             result = np.ascontiguousarray(result.transpose(order)).reshape(result.shape)
