@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operations import OPERATIONS, M, arrays, operands, uses
+from operations import OPERATIONS, M, arrays, differentiable, loss, operands, uses
 
 import cutjax
 
@@ -33,9 +33,62 @@ def test_values(name, use):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3), got, expected)
 
 
-def test_divided_operands_of_ragged_dot_are_refused_by_name():
-    with jax.set_mesh(mesh()):
-        found = arrays()
-        w = jax.device_put(jnp.ones((8, 8, 16)), jax.NamedSharding(mesh(), jax.P("x")))
-        with pytest.raises(NotImplementedError, match=r"divided over explicit mesh axes.*jax\.shard_map"):
-            cutjax.ragged_dot(found["x"], w, jnp.full(8, M // 8))
+# Operations with groups or routing, all operands divided: their first and last axes, over mesh axes of 2 devices each.
+FAMILIES = ("grouped", "ragged", "route", "dispatch", "moe", "load")
+IN_GROUPS = [
+    name for name in OPERATIONS if name.startswith(FAMILIES) and "offset" not in name
+]  # that slices weights itself
+WAYS = {"first": (("x", "y"),), "last": (None, "x"), "first and last": ("x", "y")}
+
+
+def divided(operand, way):
+    """The operand with its first and its last axis over those mesh axes that divide it."""
+    sizes = [operand.shape[0], *[1] * (operand.ndim - 2), operand.shape[-1]][: operand.ndim]
+    spec = [None] * operand.ndim
+    for at, over in zip((0, -1), way, strict=False):
+        if over is not None and spec[at] is None and sizes[at] % (2 * len(over)) == 0:
+            spec[at] = over
+    return jax.device_put(operand, jax.NamedSharding(jax.sharding.get_mesh(), jax.P(*spec)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", IN_GROUPS)
+def test_divided_operands(name, way):
+    """Values and gradients are those of whole operands, and a gradient lies as its operand does."""
+    given = operands(name)
+    at = differentiable(given)
+    both = jax.value_and_grad(loss(name), at)
+    expected = both(*given)
+    with jax.set_mesh(jax.make_mesh((2, 2), ("x", "y"), axis_types=(EXPLICIT, EXPLICIT), devices=jax.devices()[:4])):
+        there = [divided(x, WAYS[way]) for x in given]
+        got = jax.jit(both)(*there)
+        for i, gradient in zip(at, got[1], strict=True):
+            assert gradient.sharding.spec == there[i].sharding.spec
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3), got, expected)
+
+
+def test_results_lie_as_the_operands():
+    """Rows as those of x, columns as those of w; in any transformation, with and without a mesh in scope."""
+    there = jax.make_mesh((2, 4), ("x", "y"), axis_types=(EXPLICIT, EXPLICIT))
+    put = lambda x, *spec: jax.device_put(x, jax.NamedSharding(there, jax.P(*spec)))  # noqa: E731
+    found = arrays()
+    x, w, sizes = put(found["x"], "x"), put(found["g"], None, None, "y"), found["sizes"]
+    expected = cutjax.grouped_gemm(found["x"], found["g"], sizes)
+
+    def lies(array, *spec):
+        np.testing.assert_allclose(array[..., :M, :], jnp.broadcast_to(expected, array.shape), rtol=1e-5, atol=1e-5)
+        assert array.sharding.spec == jax.P(*spec)
+
+    f = lambda x, w: cutjax.grouped_gemm(x, w, sizes)  # noqa: E731
+    lies(f(x, w), "x", "y")
+    lies(jax.jit(f)(x, w), "x", "y")
+    lies(jax.jit(jax.vmap(f, (None, 0)))(x, put(jnp.stack(3 * [found["g"]]), None, None, None, "y")), None, "x", "y")
+    with jax.set_mesh(there):
+        lies(jax.jit(f)(x, w), "x", "y")
+        lies(cutjax.ragged_dot(x, w, sizes), "x", "y")
+        both = cutjax.grouped_gemm(x, put(found["g"], None, None, "x"), sizes)
+        lies(both, "x", None)  # columns are whole where the same mesh axis divides the rows
+        outer = cutjax.grouped_outer(put(found["x"], None, "y"), put(found["dy"], None, "x"), sizes)
+        assert outer.sharding.spec == jax.P(None, "y", "x")
+        layer = jax.jit(lambda x: cutjax.moe(x, put(found["logits"], "x"), found["g"], found["u"], found["d"]))(x)
+        assert layer.sharding.spec == jax.P("x", None)

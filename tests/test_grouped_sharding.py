@@ -135,15 +135,3 @@ def test_jit_over_several_devices(specs):
     x, w = (jax.device_put(v, jax.NamedSharding(MESH, spec)) for v, spec in zip((X, W), specs, strict=True))
     f = functools.partial(loss, lambda x, w: cutjax.grouped_gemm(x, w, SIZES))
     same(jax.jit(jax.value_and_grad(f, (0, 1)))(x, w), EXPECTED)
-
-
-def test_explicit_sharding_is_refused():
-    mesh = mesh_of(jax.sharding.AxisType.Explicit, i=8)
-    with jax.set_mesh(mesh):
-        x, w = (jax.device_put(v, jax.NamedSharding(mesh, P())) for v in (X, W))
-        same(cutjax.grouped_gemm(x, w, SIZES), masked_multiply(X, W, SIZES))
-        x = jax.reshard(x, P("i"))
-        with pytest.raises(NotImplementedError, match=r"grouped_gemm: operands are divided over explicit mesh axes"):
-            cutjax.grouped_gemm(x, w, SIZES)
-        with pytest.raises(NotImplementedError, match=r"grouped_outer: .*call it inside jax.shard_map, or jax.reshard"):
-            cutjax.grouped_outer(x, jax.reshard(DY, P()), SIZES)

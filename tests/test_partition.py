@@ -108,7 +108,16 @@ CASES = {
         lambda x, w: cutjax.grouped_gemm(x, w, SIZES),
         lambda x, w: lax.ragged_dot(x, w, SIZES),
         (ROWS, G),
-        (((D,), ()), ((), (T,)), ((), (None, None, T)), ((D, T), (None, T)), ((D,), (T,)), ((None, T), (D, T))),
+        (
+            ((D,), ()),
+            ((), (T,)),
+            ((), (None, None, T)),
+            ((D, T), (None, T)),
+            ((D,), (T,)),
+            ((None, T), (D, T)),
+            ((D,), (D,)),  # tokens and experts over the same devices
+            ((D, T), (T,)),
+        ),
     ),
     "grouped_gemm, fused": Case(
         lambda x, w, s, b: cutjax.grouped_gemm(x, w, SIZES, epilogue=grouped_positions, operands=(s, b)),
@@ -122,6 +131,13 @@ CASES = {
         lambda x, dy: oracles.masked_outer(x, dy, SIZES),
         (ROWS, DY),
         (((D,), (D,)), ((None, D), (None, T)), ((D, T), (D,))),
+    ),
+    "grouped_outer, scattered": Case(
+        lambda x, dy: cutjax.grouped_outer(x, dy, SIZES),
+        lambda x, dy: oracles.masked_outer(x, dy, SIZES),
+        (ROWS, DY),
+        (((D,), (D,)), ((D, T), (D,))),
+        ((D,), (D, T)),
     ),
     "grouped_outer, accumulate": Case(
         lambda x, dy, to: cutjax.grouped_outer(x, dy, SIZES, accumulate=to),

@@ -24,6 +24,7 @@ from cutjax.ops.arguments import (
     unwrapped,
     weights,
 )
+from cutjax.ops.explicit import automatic, axes, rows_by_columns
 from cutjax.ops.quantized import is_quantized, scaled, scales_of, values_of
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator
@@ -33,6 +34,7 @@ from cutjax.runtime import backends
 LAYOUTS = ("nn", "nt")
 
 
+@automatic(lambda x, w, layout="nn", **_: rows_by_columns(x, w, layout))
 def grouped_gemm(
     x: ArrayLike,
     w: ArrayLike | tuple[ArrayLike, ...],
@@ -84,8 +86,8 @@ def grouped_gemm(
     Raises:
       TypeError: if an operand is no array, the sizes are no integers, or the dtypes have no product.
       ValueError: if shapes do not fit, or the layout, the precision or the backend is unknown.
-      NotImplementedError: if the epilogue is no elementwise function, or operands are sharded over explicit mesh axes;
-        and when compiled, if backend is "cuda" and no kernel serves the problem; lists every reason.
+      NotImplementedError: if the epilogue is no elementwise function; and when compiled, if backend is "cuda" and no
+        kernel serves the problem; lists every reason.
 
     Example:
       >>> import cutjax, jax.numpy as jnp
@@ -129,6 +131,7 @@ def grouped_gemm(
     return products.call(product, epilogue, rows, ws, (sizes,), operands, out_dtype=out, save=save, **params)
 
 
+@automatic(lambda x, dy, **_: lambda out: [*[None] * (out.ndim - 2), axes(x, -1), axes(dy, -1)])
 def grouped_outer(
     x: ArrayLike,
     dy: ArrayLike,

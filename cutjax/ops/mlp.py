@@ -26,6 +26,7 @@ from cutjax.ops.arguments import (
     unwrapped,
 )
 from cutjax.ops.collective import divided_mlp
+from cutjax.ops.explicit import automatic, rows_by_columns
 from cutjax.ops.quantized import is_quantized, scales_of, times, values_of
 from cutjax.ops.ring import ring_of
 from cutjax.primitives import derivative
@@ -128,6 +129,7 @@ def mlp(
     return _chained("mlp", Dense(layout), hidden, a, ws, v, (), biases, last, scales, **params)
 
 
+@automatic(lambda x, w2, layout="nn", **_: rows_by_columns(x, w2, layout))
 def grouped_mlp(
     x: ArrayLike,
     w1: ArrayLike,

@@ -19,6 +19,7 @@ from cutjax.binding.rules import match_varying
 from cutjax.dtypes import are_narrow
 from cutjax.ops.arguments import contracted, integer, matrix, unwrapped
 from cutjax.ops.exchange import FORMS, ROOM, ROWS, Sizes, everywhere, exchanged
+from cutjax.ops.explicit import automatic, axes
 from cutjax.ops.mlp import check_activation, grouped_mlp
 from cutjax.ops.quantized import values_of
 from cutjax.ops.ring import ROUTES, ring_of
@@ -27,6 +28,7 @@ from cutjax.primitives import derivative
 from cutjax.runtime import backends
 
 
+@automatic(lambda x, **_: lambda out: [axes(x, i - out.ndim) for i in range(out.ndim)])
 def moe(
     x: ArrayLike,
     router_logits: ArrayLike,

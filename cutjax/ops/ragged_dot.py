@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
 from cutjax.ops.arguments import group_sizes_of, local_sizes, result_dtype, unwrapped
+from cutjax.ops.explicit import automatic, axes
 from cutjax.primitives.accumulators import accumulator, converted
 from cutjax.primitives.groups import rows_of_groups
 from cutjax.primitives.product import multiply
@@ -69,6 +70,17 @@ def ragged_dot(
     )
 
 
+def _as_operands(lhs: Any, rhs: Any, ragged_dot_dimension_numbers: Any, **_: Any) -> Callable[[Any], list[Any]]:
+    """Returns how the result's dimensions lie: as those of the operands that they are."""
+    dims = ragged_dot_dimension_numbers
+    (l_contract, r_contract), (l_batch, r_batch) = dims.dot_dimension_numbers
+    l_free = _others(lhs.ndim, l_contract, l_batch)
+    r_free = _others(rhs.ndim, r_contract, r_batch, dims.rhs_group_dimensions)
+    found = [axes(lhs, i - lhs.ndim) for i in (*l_batch, *l_free)] + [axes(rhs, i - rhs.ndim) for i in r_free]
+    return lambda out: [None] * (out.ndim - len(found)) + found
+
+
+@automatic(_as_operands)
 def ragged_dot_general(
     lhs: ArrayLike,
     rhs: ArrayLike,

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from cutjax.binding.define import define
 from cutjax.binding.rules import is_zero, match_varying, with_rank, zero_tangent
 from cutjax.ops.arguments import integer, matrix, unwrapped
+from cutjax.ops.explicit import automatic, axes
 from cutjax.primitives.accumulators import accumulator
 
 SCORING = ("softmax", "sigmoid")
@@ -54,6 +55,7 @@ class Routing(NamedTuple):
     inverse: jax.Array
     group_sizes: jax.Array
 
+    @automatic(lambda x, **_: lambda out: [*[None] * (out.ndim - 1), axes(x, -1)])
     def dispatch(self, x: ArrayLike) -> jax.Array:
         """Returns each token's row for each of its experts, by expert: ``[..., tokens, d] -> [..., tokens * k, d]``.
 
@@ -61,6 +63,7 @@ class Routing(NamedTuple):
         """
         return _bind(dispatch_p, matrix(x, "x", "dispatch"), self.permutation, self.inverse, self.inverse.shape[:-1])
 
+    @automatic(lambda rows, **_: lambda out: [*[None] * (out.ndim - 1), axes(rows, -1)])
     def combine(self, rows: ArrayLike) -> jax.Array:
         """Computes the sum of the rows of each token: ``[..., tokens * k, d] -> [..., tokens, d]``.
 
@@ -69,6 +72,7 @@ class Routing(NamedTuple):
         """
         return _bind(combine_p, matrix(rows, "rows", "combine"), self.permutation, self.inverse, self.permutation.shape)
 
+    @automatic(lambda **_: lambda out: [None] * out.ndim)
     def row_weights(self) -> jax.Array:
         """Returns the weight of each row, ``[..., tokens * k, 1]``."""
         pairs = self.permutation.shape
@@ -77,6 +81,15 @@ class Routing(NamedTuple):
         )
 
 
+def _as_tokens(router_logits: Any, **_: Any) -> Callable[[Any], list[Any]]:
+    """Returns how what has a row for each token lies: as the logits; all else is whole."""
+    tokens, rank = router_logits.shape[:-1], router_logits.ndim
+    return lambda out: [
+        axes(router_logits, i - rank) if out.shape[:-1] == tokens and i < rank - 1 else None for i in range(out.ndim)
+    ]
+
+
+@automatic(_as_tokens)
 def route(
     router_logits: ArrayLike,
     k: int = 2,
@@ -109,7 +122,6 @@ def route(
     Raises:
       TypeError: if the logits are no floating-point array, or k is no integer.
       ValueError: if k is not in 1 to the number of experts, the scoring is unknown, or the bias does not broadcast.
-      NotImplementedError: if the logits are divided over explicit mesh axes.
 
     Example:
       >>> import cutjax, jax.numpy as jnp
@@ -157,7 +169,6 @@ def _sorted(indices: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, jax
 def _chosen(logits: Any, k: Any, scoring: str, bias: Any, where: str) -> tuple[jax.Array, jax.Array]:
     """Returns the logits in float32, and each token's experts."""
     logits = _logits(logits, where)
-    _check_sharding(where, jax.typeof(logits))
     k = integer(k, "k", where)
     if not 1 <= k <= logits.shape[-1]:
         raise ValueError(f"{where}: k is {k}, but router_logits {logits.shape} are for {logits.shape[-1]} experts")
@@ -178,14 +189,6 @@ def _logits(x: Any, where: str) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{where}: router_logits must be floating-point numbers, got {x.dtype}")
     return x.astype(jnp.float32)
-
-
-def _check_sharding(where: str, *avals: Any) -> None:
-    if any(axes is not None for x in avals for axes in x.sharding.spec):
-        raise NotImplementedError(
-            f"{where}: operands are divided over explicit mesh axes: {', '.join(x.str_short() for x in avals)}; "
-            "call it inside jax.shard_map, or jax.reshard them"
-        )
 
 
 def broadcastable(bias: Any, shape: tuple[int, ...], where: str) -> jax.Array:
@@ -224,6 +227,7 @@ def _histogram(pairs: jax.Array, experts: int) -> jax.Array:
 # The losses.
 
 
+@automatic(lambda **_: lambda out: [])
 def load_balance_loss(
     router_logits: ArrayLike,
     k: int = 2,
@@ -250,7 +254,7 @@ def load_balance_loss(
       A float32 scalar, to be multiplied by a coefficient such as 0.01 and added to the loss.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as ``cutjax.route`` does.
+      TypeError, ValueError: as ``cutjax.route`` does.
 
     Example:
       >>> import cutjax, jax.numpy as jnp
@@ -265,6 +269,7 @@ def load_balance_loss(
     return experts * (share * score).sum()
 
 
+@automatic(lambda **_: lambda out: [])
 def router_z_loss(router_logits: ArrayLike) -> jax.Array:
     """Computes the auxiliary loss that keeps logits small: the mean over the tokens of ``logsumexp(logits) ** 2``.
 
@@ -332,7 +337,6 @@ def _combine(rows: jax.Array, permutation: jax.Array, inverse: jax.Array, *, fil
 
 def _define(name: str, apply: Callable[..., jax.Array], transposed: Callable[[], Primitive]) -> Primitive:
     def abstract(x: Any, permutation: Any, inverse: Any, *, fill: bool) -> Any:
-        _check_sharding(name.removeprefix("cutjax_"), x, permutation, inverse)
         batch = np.broadcast_shapes(x.shape[:-2], permutation.shape[:-1])
         rows = (permutation.shape if apply is _dispatch else inverse.shape[:-1])[-1]
         return x.update(shape=(*batch, rows, x.shape[-1]), weak_type=False)
@@ -352,9 +356,9 @@ def _define(name: str, apply: Callable[..., jax.Array], transposed: Callable[[],
         if is_zero(g):
             return [None] * 3
         d = transposed().bind(g, permutation, inverse, fill=fill)
-        axes = [i for i in range(d.ndim - 2) if x.aval.shape[i] == 1 != d.shape[i]]
-        if axes:  # rows shared by several routings
-            d = d.astype(accumulator(d.dtype)).sum(axes, keepdims=True).astype(d.dtype)
+        shared = [i for i in range(d.ndim - 2) if x.aval.shape[i] == 1 != d.shape[i]]
+        if shared:  # rows shared by several routings
+            d = d.astype(accumulator(d.dtype)).sum(shared, keepdims=True).astype(d.dtype)
         return [d, None, None]
 
     primitive = define(name, abstract=abstract, reference=apply, batch=batch, jvp=jvp, transpose=transpose)

@@ -45,20 +45,13 @@ class _InGroups(Product):
 
     leading: bool
 
-    def check(self, *avals: Any) -> None:
-        check_varying(self.where, avals)
-        if any(axes is not None for x in avals for axes in x.sharding.spec):
-            raise NotImplementedError(
-                f"{self.where}: operands are divided over explicit mesh axes: "
-                f"{', '.join(x.str_short() for x in avals)}; call it inside jax.shard_map, or jax.reshard them"
-            )
-
     def window(self, placement: Placement, sizes: jax.Array, m: int, groups: bool = True) -> tuple[bool, jax.Array]:
         """Returns whether they start with rows before the first, and the sizes of the groups that a device has.
 
         Of its ``m`` rows, which are some of all; and of its groups, or of all of them in these rows.
         """
-        over_rows, over_groups = placement.axes.get("m", ()), placement.over("g") if groups else ()
+        over_rows, over_groups = (placement.axes.get(label, ()) for label in ("m", "g"))
+        over_groups = over_groups if groups else ()
         if not over_rows and not over_groups:
             return self.leading, sizes
         starts, ends = rows_of_groups(sizes, m * placement.count(over_rows), self.leading)
@@ -316,7 +309,7 @@ def _neutral(reduce: str, dtype: np.dtype) -> Any:
 
 
 def _spread_abstract(x: Any, sizes: Any, *, m: int, leading: bool, **_: Any) -> Any:
-    Rows(leading, "nn").check(x, sizes)
+    check_varying(Rows.where, (x, sizes))
     batch = np.broadcast_shapes(x.shape[:-3], sizes.shape[:-1])
     return x.update(shape=(*batch, m, x.shape[-1]), sharding=x.sharding.update(spec=jax.P(*(None,) * (x.ndim - 1))))
 

@@ -1,0 +1,90 @@
+"""Operations on arrays that are divided over explicit mesh axes, for which they have no rules of their own.
+
+What is inside is divided as on automatic axes, and the types of results say how they lie: as the operands do.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+Axes = Any  # of one axis of an array: the mesh axes it is divided over, a name, several or None
+
+
+def automatic(lies: Callable[..., Callable[[Any], list[Axes]]]) -> Callable[..., Any]:
+    """Decorates an operation so that it takes arrays divided over explicit mesh axes.
+
+    Args:
+      lies: of the operation's arguments, by name: returns a function of a result, abstract, which says over which mesh
+        axes each of its axes is divided. Of mesh axes named twice the first counts.
+    """
+
+    def decorate(operation: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(operation)
+
+        @functools.wraps(operation)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            leaves, tree = jax.tree.flatten((args, kwargs))
+            places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+            arrays = [leaves[i] for i in places]
+            mesh = next((jax.typeof(x).sharding.mesh for x in arrays if any(_spec(x))), None)
+            if mesh is None:
+                return operation(*args, **kwargs)
+
+            def run(*arrays: jax.Array) -> Any:
+                found = list(leaves)
+                for i, x in zip(places, arrays, strict=True):
+                    found[i] = x
+                args, kwargs = jax.tree.unflatten(tree, found)
+                return operation(*args, **kwargs)
+
+            avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type) for x in arrays]
+            of_result = lies(**signature.bind(*args, **kwargs).arguments)
+            with jax.sharding.use_abstract_mesh(mesh):
+                out = jax.tree.map(lambda x: NamedSharding(mesh, once(of_result(x))), jax.eval_shape(run, *avals))
+                return jax.sharding.auto_axes(run, out_sharding=out)(*arrays)
+
+        return call
+
+    return decorate
+
+
+def axes(x: Any, i: int) -> Axes:
+    """Returns the explicit mesh axes over which an axis, counted from the last, of an argument is divided."""
+    spec = _spec(x) if isinstance(x, jax.Array) else ()
+    return spec[i] if -i <= len(spec) else None
+
+
+def rows_by_columns(x: Any, w: Any, layout: str) -> Callable[[Any], list[Axes]]:
+    """Returns how ``[..., m, n]`` lies: rows and batch axes as x ``[..., m, k]``, columns as a matrix of w.
+
+    Results of any other shape, an epilogue's reductions, are whole everywhere.
+    """
+    w, at = jax.tree.leaves(w)[0], -1 if layout[-1] == "n" else -2
+
+    def lies(out: Any) -> list[Axes]:
+        if out.ndim < 2 or out.shape[-2:] != (x.shape[-2], w.shape[at]):
+            return [None] * out.ndim
+        return [*(axes(x, i) for i in range(-out.ndim, -1)), axes(w, at)]
+
+    return lies
+
+
+def once(found: list[Axes]) -> jax.P:
+    """Returns a spec in which each mesh axis is named once."""
+    seen: set[str] = set()
+    spec = []
+    for each in found:
+        names = () if each is None else (each,) if isinstance(each, str) else tuple(each)
+        spec.append(tuple(name for name in names if name not in seen) or None)
+        seen |= {*names}
+    return jax.P(*spec)
+
+
+def _spec(x: jax.Array) -> tuple[Axes, ...]:
+    return tuple(jax.typeof(x).sharding.spec)
