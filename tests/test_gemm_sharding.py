@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from checks import integers, mesh_of, same
 from jax import lax
@@ -112,6 +113,20 @@ def test_jit_over_several_devices(specs, kind):
             d = jax.jit(cutjax.gemm)(x, w)
             assert d.sharding.spec == P(*specs[0][:2], specs[1][1])
     same(got, expected)
+
+
+@pytest.mark.parametrize("epilogue", [jax.nn.relu, jax.nn.gelu, lambda acc: jnp.where(acc > 0, acc, 0.5)])
+def test_gradients_of_epilogues_on_explicit_axes(epilogue):
+    """Numbers that an expression broadcasts lie as what they meet does."""
+    mesh = mesh_of(EXPLICIT, i=4, j=2)
+    x, w = integers(0, (16, K)), integers(1, (K, N))
+    ours = lambda x, w: (cutjax.gemm(x, w, epilogue=epilogue) ** 2).sum()  # noqa: E731
+    expected = jax.grad(lambda x, w: (epilogue(x @ w) ** 2).sum(), (0, 1))(x, w)
+    with jax.set_mesh(mesh):
+        x, w = jax.device_put(x, P("j")), jax.device_put(w, P(None, "i"))
+        got = jax.jit(jax.grad(ours, (0, 1)))(x, w)
+        assert [g.sharding.spec for g in got] == [P("j", None), P(None, "i")]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4), got, expected)
 
 
 def test_contracted_axes_sharded_differently():

@@ -108,15 +108,91 @@ def test_ways_to_say_it(how, kind):
 
 
 def test_shard_map_and_one_device_stay_as_they_are():
-    """No custom partitioning in programs that XLA does not divide, or where it has no shardings to divide by."""
+    """No custom partitioning in programs that XLA does not divide, or where it does not say which axes it divides."""
     args = laid((X, W), ((D,), (None, T)))
     manual = jax.shard_map(gemm, mesh=MESH, in_specs=(P(D), P(None, T)), out_specs=P(D, T))
-    partly = jax.shard_map(gemm, mesh=MESH, in_specs=(P(D), P()), out_specs=P(D), axis_names={D})
+    three = mesh_of(data=2, tensor=2, stage=2)
+    partly = jax.shard_map(gemm, mesh=three, in_specs=(P(D), P()), out_specs=P(D), axis_names={D})
     with cutjax.use_backend("xla"):
         left = jax.jit(lambda x, w: cutjax.gemm(x, w)).lower(*args)
-    for program in (jax.jit(manual).lower(*args), jax.jit(partly).lower(*args), jax.jit(gemm).lower(X, W), left):
+    for program in (jax.jit(manual).lower(*args), jax.jit(partly).lower(X, W), jax.jit(gemm).lower(X, W), left):
         assert "CustomSPMDPartitioning" not in program.as_text()
-    same(jax.device_get(jax.jit(partly)(*args)), jax.device_get(X @ W))
+    same(jax.device_get(jax.jit(partly)(X, W)), jax.device_get(X @ W))
+
+
+# Products of one array by weights, in a shard_map that leaves an axis: how that axis divides the weights.
+MIXED = {
+    "gemm, columns": (lambda x, w: cutjax.gemm(x, w), jnp.matmul, (None, "left")),
+    "gemm, k": (lambda x, w: cutjax.gemm(x, w), jnp.matmul, ("left", None)),
+    "fused": (
+        lambda x, w: cutjax.gemm(x, w, epilogue=jax.nn.relu),
+        lambda x, w: jax.nn.relu(x @ w),
+        (None, "left"),
+    ),
+    "mlp": (
+        lambda x, w: cutjax.mlp(x, w, w.T, activation=jax.nn.relu),
+        lambda x, w: jax.nn.relu(x @ w) @ w.T,
+        (None, "left"),
+    ),
+    "grouped_gemm": (
+        lambda x, w: cutjax.grouped_gemm(x, w[None], jnp.array([x.shape[0]])),
+        jnp.matmul,
+        (None, "left"),
+    ),
+    "syrk": (lambda x, w: cutjax.syrk(x @ w), lambda x, w: (x @ w) @ (x @ w).mT, (None, "left")),
+}
+
+
+AMBIGUOUS = ("gemm, k", "mlp", "syrk")
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("manual", [D, T])
+@pytest.mark.parametrize("name", MIXED)
+def test_a_shard_map_that_leaves_an_axis(name, manual, kind):
+    """Each device has a kernel for its shard: values, gradients and collectives are those of jnp in its place."""
+    ours, plain, spec = MIXED[name]
+    if kind == jax.sharding.AxisType.Explicit and name in AMBIGUOUS:
+        pytest.skip("jnp refuses it: types do not say how a sum over a divided axis lies")
+    left = D if manual == T else T
+    mesh = mesh_of(data=2, tensor=4) if kind == jax.sharding.AxisType.Auto else mesh_of(kind, data=2, tensor=4)
+
+    def program(f):
+        def local(x, w):
+            there = jax.sharding.get_abstract_mesh()
+            if kind == jax.sharding.AxisType.Auto:
+                w = lax.with_sharding_constraint(w, jax.NamedSharding(there, P(*(axis and left for axis in spec))))
+            value, grads = jax.value_and_grad(lambda x, w: (f(x, w) ** 2).sum(), (0, 1))(x, w)
+            return value[None], grads
+
+        return jax.jit(
+            jax.shard_map(
+                local, in_specs=(P(manual), P()), out_specs=(P(manual), (P(manual), P())), axis_names={manual}
+            )
+        )
+
+    with jax.set_mesh(mesh):
+        lies = P() if kind == jax.sharding.AxisType.Auto else P(*(axis and left for axis in spec))
+        args = [jax.device_put(y, jax.NamedSharding(mesh, s)) for y, s in ((X, P(manual)), (W % 2, lies))]
+        lowered = program(ours).lower(*args)
+        assert "CustomSPMDPartitioning" in lowered.as_text()
+        compiled, beside = lowered.compile(), program(plain).lower(*args).compile()
+        got, expected = compiled(*args), beside(*args)
+    same(jax.device_get(got), jax.device_get(expected))
+    assert at_most(moved(compiled.as_text()), moved(beside.as_text()))
+
+
+def test_explain_of_a_shard_map_that_leaves_an_axis():
+    x, w = laid((jnp.ones((512, 1024), H), jnp.ones((1024, 2048), H)), ((D,), (None, T)))
+
+    def local(x, w):
+        w = lax.with_sharding_constraint(w, jax.NamedSharding(jax.sharding.get_abstract_mesh(), P(None, T)))
+        return gemm(x, w)
+
+    f = jax.shard_map(local, mesh=MESH, in_specs=(P(D), P()), out_specs=P(D), axis_names={D})
+    (row,) = cutjax.explain(f, platform="cuda")(x, w).rows
+    assert (row.choice.problem.m, row.choice.problem.n, row.choice.problem.k) == (256, 512, 1024)
+    assert row.runs.startswith("sm90_bf16_nn")
 
 
 def test_export_leaves_it_to_xla():

@@ -135,19 +135,19 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
         asked = _questions.get(_asking.value)
         rules = partitions.get(primitive)
         divided = _partitioned(ctx.module_context.axis_context)
-        mesh = partition.mesh_of(ctx) if divided and rules and params["backend"] != "xla" else None
+        devices = partition.devices_of(ctx) if divided and rules and params["backend"] != "xla" else None
         if _asking.value:
-            if rules and mesh and asked is not None:
-                return partition.lower(ctx, args, primitive, rules, params, mesh, asked)
+            if rules and devices and asked is not None:
+                return partition.lower(ctx, args, primitive, rules, params, devices, asked)
             zeros = [functools.partial(jnp.zeros, x.shape, x.dtype) for x in ctx.avals_out]
             return mlir.lower_fun(lambda *_: [zero() for zero in zeros])(ctx, *args)
         platform = ", ".join(ctx.platforms or ctx.module_context.platforms)
         decision = decide(primitive, ctx.avals_in, params, platform=platform, divided=divided)
-        later = rules and mesh and platform == "cuda" and rules.later(**params)
+        later = rules and devices and platform == "cuda" and rules.later(**params)
         if decision.runs == "error" and not later:
             raise NotImplementedError(f"{primitive.name}: {decision.why}")
-        if rules and mesh:
-            return partition.lower(ctx, args, primitive, rules, params, mesh)
+        if rules and devices:
+            return partition.lower(ctx, args, primitive, rules, params, devices)
         if decision.runs == "XLA":
             if decision.warns:
                 _warn_once(f"{primitive.name}: XLA runs, not a kernel: {decision.why}")

@@ -278,19 +278,50 @@ class Shard(NamedTuple):
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
-def mesh_of(ctx: mlir.LoweringRuleContext) -> jax.sharding.AbstractMesh | None:
-    """Returns the mesh over which an operation is divided when the program is compiled, None where it cannot be."""
+class Devices(NamedTuple):
+    """The devices over which an operation is divided.
+
+    Attributes:
+      context: them, as custom partitioning is to take them, with the mesh of the axes over which XLA divides.
+      mesh: all axes, where a shard_map has some of them; else None.
+    """
+
+    context: Any
+    mesh: jax.sharding.Mesh | None = None
+
+
+def devices_of(ctx: mlir.LoweringRuleContext) -> Devices | None:
+    """Returns over which devices an operation is divided when the program is compiled, None where it cannot be."""
     context: Any = ctx.module_context.axis_context
     # An exported program has no callbacks. One for several platforms is only ever exported.
     if ctx.module_context.lowering_parameters.for_export or len(ctx.platforms or ctx.module_context.platforms) != 1:
         return None
-    # Where a shard_map leaves axes, XLA tells custom partitioning nothing of them, and crashes on any answer.
-    if isinstance(context, mlir.SPMDAxisContext) or context.device_assignment is None:
+    if isinstance(context, mlir.SPMDAxisContext):
+        return _left(context)
+    if context.device_assignment is None:
         return None
     avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
     meshes = [x.sharding.mesh for x in avals]
     found = (context.abstract_mesh, *meshes, jax.sharding.get_abstract_mesh())
-    return next((mesh for mesh in found if mesh is not None and mesh.size == context.num_devices), None)
+    mesh = next((mesh for mesh in found if mesh is not None and mesh.size == context.num_devices), None)
+    # The mesh is not in the context of what has only GSPMD's shardings.
+    return None if mesh is None else Devices(dataclasses.replace(context, abstract_mesh=mesh))
+
+
+def _left(context: Any) -> Devices | None:
+    """Returns the devices of the axis that a shard_map leaves to XLA; None of several.
+
+    XLA tells custom partitioning of the devices that such axes join, numbered in an order that it may choose for each
+    operation: of one axis there is one order alone. The collectives of a shard are of the whole mesh's groups.
+    """
+    mesh = context.mesh
+    left = [axis for axis in mesh.axis_names if axis not in context.manual_axes and mesh.shape[axis] > 1]
+    if len(left) != 1 or isinstance(mesh, jax.sharding.AbstractMesh):
+        return None
+    at = mesh.axis_names.index(left[0])
+    some = tuple(mesh.devices[tuple(slice(None) if i == at else 0 for i in range(mesh.devices.ndim))])
+    axis = jax.sharding.AbstractMesh((len(some),), (left[0],))
+    return Devices(mlir.ShardingContext(len(some), some, axis), mesh)
 
 
 def lower(
@@ -299,7 +330,7 @@ def lower(
     primitive: core.Primitive,
     rules: Rules,
     params: dict[str, Any],
-    mesh: jax.sharding.AbstractMesh,
+    devices: Devices,
     seen: list[Shard] | None = None,
 ) -> Sequence[Any]:
     """Lowers an operation to one that is divided when the program is compiled.
@@ -331,7 +362,7 @@ def lower(
                 seen.append(Shard(primitive, avals, params, jaxpr, tuple(_gathers(operands, specs))))
                 return [jnp.zeros(x.shape, x.dtype) for x in jaxpr.out_avals]
 
-        return mesh, shard, outs, tuple(NamedSharding(mesh, spec) for spec in specs)
+        return devices.mesh or mesh, shard, outs, tuple(NamedSharding(mesh, spec) for spec in specs)
 
     def infer(mesh: Any, operands: Any, _: Any) -> list[NamedSharding]:
         placement = placed(mesh, operands, ())
@@ -340,9 +371,7 @@ def lower(
     divided = custom_partitioning(lambda *xs: primitive.bind(*xs, **params))
     text, kinds = rule.shardy()
     divided.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=text, **_given(kinds))
-    context: Any = ctx.module_context.axis_context
-    context = dataclasses.replace(context, abstract_mesh=mesh)  # else of what has only GSPMD's shardings
-    ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
+    ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=devices.context))
     outs = mlir.lower_fun(divided, multiple_results=True)(ctx, *args)
     # Jax's cache of compiled programs may leave the callback out of its key, so that says what it does.
     what = primitive.name, sorted(params.items(), key=str), avals, seen and id(seen)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, partial_eval
@@ -80,6 +82,22 @@ def on_mesh(*avals: Any) -> Any:
     return next((x.sharding for x in avals if not x.sharding.mesh.empty), avals[0].sharding)
 
 
+def broadcast_together(xs: Sequence[Any]) -> list[jax.Array]:
+    """Returns arrays of one shape; under explicit sharding all lie as those that have an axis do, constants too."""
+    shape = np.broadcast_shapes(*(np.shape(x) for x in xs))
+    spec: list[Any] = [None] * len(shape)
+    mesh = None
+    for x in xs:
+        sharding = jax.typeof(x).sharding
+        for i, axes in enumerate(sharding.spec, len(shape) - np.ndim(x)):
+            if axes is not None and spec[i] is None:
+                spec[i], mesh = axes, sharding.mesh
+    if mesh is None:
+        return [jnp.broadcast_to(x, shape) for x in xs]
+    out = jax.NamedSharding(mesh, jax.P(*spec))
+    return [x if np.shape(x) == shape else jnp.broadcast_to(x, shape, out_sharding=out) for x in xs]
+
+
 def sharded(x: jax.Array) -> bool:
     """True if an axis but the last lies on a mesh axis, under explicit sharding: merging axes would move data."""
     return any(axes is not None for axes in jax.typeof(x).sharding.spec[:-1])
@@ -105,4 +123,4 @@ def with_rank(x: jax.Array, rank: int) -> jax.Array:
 def batch_axis(args: Sequence[jax.Array], dims: Sequence[int | None], at: int) -> list[jax.Array]:
     """Returns the arrays with the axis that vmap maps at one place, of size 1 where one is not mapped."""
     moved = zip(args, dims, strict=True)
-    return [lax.expand_dims(x, [at]) if dim is None else jax.numpy.moveaxis(x, dim, at) for x, dim in moved]
+    return [lax.expand_dims(x, [at]) if dim is None else jnp.moveaxis(x, dim, at) for x, dim in moved]

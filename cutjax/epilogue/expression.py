@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cutjax.binding.rules import broadcast_together
 from cutjax.epilogue.show import show
 
 ACC = np.dtype(np.float32)  # the dtype of accumulators, if no other is said
@@ -114,9 +115,7 @@ class Epilogue:
                     ruled[key] = rule(*(values[j] for j in node.args[1:]))
                 value = ruled[key][i]
             else:
-                args = [values[i] for i in node.args]
-                full = np.broadcast_shapes(*(x.shape for x in args))
-                value = _evaluate(node, [jnp.broadcast_to(x, full) for x in args])
+                value = _evaluate(node, broadcast_together([values[i] for i in node.args]))
             values.append(value)
         results = []
         for out in self.outputs:

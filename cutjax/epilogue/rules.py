@@ -17,7 +17,7 @@ from jax import lax
 from jax.core import Tracer
 
 from cutjax.binding.define import define
-from cutjax.binding.rules import is_linear, is_zero, match_varying
+from cutjax.binding.rules import broadcast_together, is_linear, is_zero, match_varying
 from cutjax.epilogue.expression import OPS
 from cutjax.epilogue.jaxpr import (
     CALLS,
@@ -42,8 +42,7 @@ class Irregular(Exception):
 
 def _broadcast_together(args: Sequence[Any]) -> list[jax.Array]:
     """Returns arrays of one shape, and varying over the same axes of a mesh."""
-    shape = np.broadcast_shapes(*(np.shape(x) for x in args))
-    return match_varying(*(jnp.broadcast_to(x, shape) for x in args))
+    return match_varying(*broadcast_together(args))
 
 
 def _bind_elementwise(eqn: Any, args: list[Any]) -> list[Any]:

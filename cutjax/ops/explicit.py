@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
 Axes = Any  # of one axis of an array: the mesh axes it is divided over, a name, several or None
 
@@ -47,7 +47,9 @@ def automatic(lies: Callable[..., Callable[[Any], list[Axes]]]) -> Callable[...,
             of_result = lies(**signature.bind(*args, **kwargs).arguments)
             with jax.sharding.use_abstract_mesh(mesh):
                 out = jax.tree.map(lambda x: NamedSharding(mesh, once(of_result(x))), jax.eval_shape(run, *avals))
-                return jax.sharding.auto_axes(run, out_sharding=out)(*arrays)
+                kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+                names = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+                return jax.sharding.auto_axes(run, axes=names, out_sharding=out)(*arrays)
 
         return call
 
