@@ -52,6 +52,7 @@ CASES = {
     ),
     "groups of rows": (grouped, plain_grouped, (X, GROUPS), (P("x"), P())),
     "groups over devices": (grouped, plain_grouped, (X, GROUPS), (P(), P("x"))),
+    "rows and groups over the same devices": (grouped, plain_grouped, (X, GROUPS), (P("x"), P("x"))),
     "symmetric": (
         lambda x: cutjax.syrk(x, backend="cuda", out_dtype=jnp.float32),
         lambda x: x @ x.T,
@@ -88,6 +89,45 @@ def test_values_and_gradients(name, mesh):
     for got, want in zip(jax.tree.leaves(compiled(*laid)), jax.tree.leaves(expected), strict=True):
         # Gradients, and what an epilogue returns in the operands' dtype, are rounded once.
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want.astype(got.dtype)))
+
+
+def test_explicit_axes(gpus):
+    """Products in groups on explicit axes; types say how results and gradients lie."""
+    if len(gpus) < 2:
+        pytest.skip(f"needs 2 GPUs, there is {len(gpus)}")
+    there = jax.make_mesh((len(gpus),), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=gpus)
+    both = lambda fn: jax.jit(jax.grad(functools.partial(loss, fn), (0, 1), has_aux=True))  # noqa: E731
+    with jax.default_matmul_precision("highest"):
+        expected = both(plain_grouped)(X, GROUPS)
+    with jax.set_mesh(there):
+        laid = jax.device_put(X.astype(H), P("x")), jax.device_put(GROUPS.astype(H), P(None, None, "x"))
+        compiled = both(grouped).lower(*laid).compile()
+        assert "cutjax_launch" in compiled.as_text()
+        gradients, y = compiled(*laid)
+        assert [g.sharding.spec for g in (*gradients, y)] == [P("x", None), P(None, None, "x"), P("x", None)]
+    for got, want in zip((*gradients, y), (*expected[0], expected[1]), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want.astype(got.dtype)))
+
+
+@pytest.mark.parametrize("spec", [P(None, "x"), P("x")], ids=["columns", "partial sums"])
+def test_a_shard_map_that_leaves_an_axis(spec, gpus):
+    if len(gpus) < 2:
+        pytest.skip(f"needs 2 GPUs, there is {len(gpus)}")
+    stages = 2 if len(gpus) > 3 else 1
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    there = jax.make_mesh((stages, len(gpus) // stages), ("stage", "x"), axis_types=auto, devices=gpus)
+
+    def local(x, w):
+        w = jax.lax.with_sharding_constraint(w, jax.NamedSharding(jax.sharding.get_abstract_mesh(), spec))
+        return gemm(x, w, out_dtype=jnp.float32)
+
+    with jax.set_mesh(there):
+        f = jax.shard_map(local, in_specs=(P("stage"), P()), out_specs=P("stage"), axis_names={"stage"})
+        laid = jax.device_put(X.astype(H), P("stage")), jax.device_put(W.astype(H), spec)
+        compiled = jax.jit(f).lower(*laid).compile()
+        assert "cutjax_launch" in compiled.as_text()
+        got = compiled(*laid)
+    np.testing.assert_array_equal(np.asarray(got), X @ W)
 
 
 @pytest.mark.parametrize("specs", [(P("x"), P(), P()), (P(), P(None, "x"), P("x"))], ids=["data", "tensor"])
