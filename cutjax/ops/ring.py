@@ -160,8 +160,11 @@ class Ring:
                 s = self.shifts[i]
                 by = s if self.route == "direct" else (s > 0) - (s < 0)
                 arrived = self._moved(source, -by) if by else source
-            chunks.append(keep(arrived))
-            found.append(f(chunks[-1], *rest))
+            chunk = keep(arrived)
+            if i:  # or XLA may wait for what arrives before it computes what it could compute beside
+                chunk, found[-1] = lax.optimization_barrier((chunk, found[-1]))
+            chunks.append(chunk)
+            found.append(f(chunk, *rest))
         return chunks, found
 
     def paced(
