@@ -394,8 +394,8 @@ def test_programs_with_other_epilogues_have_other_texts():
 # The rule by itself.
 
 
-def placed(rule, shapes, operands, results=()):
-    return partition.place(rule, {D: 2, T: 4}, shapes, operands, results)
+def placed(rule, shapes, operands, results=(), itemsize=4):
+    return partition.place(rule, {D: 2, T: 4}, shapes, operands, results, itemsize)
 
 
 RULE = partition.Rule((("m", "k"), ("k", "n")), (("m", "n"),), 2, ("k",))
@@ -421,6 +421,30 @@ def test_place(name):
 def test_place_leaves_what_is_not_even():
     found = placed(RULE, ((6, 16), (16, 30), (6, 30)), (((T,), ()), ((), (D, T))), (((T,), (D, T)),))
     assert found.axes == {"n": (D,)}
+
+
+def test_weights_divided_over_k_and_rows_over_the_same_devices():
+    """Many rows gather the weights; few rows move, and their sums, instead of larger weights."""
+    operands, result = (((D,), ()), ((D,), (T,))), (((D,), (T,)),)
+    many = placed(RULE, ((65536, 8192), (8192, 32768), (65536, 32768)), operands, result, 2)
+    assert (many.axes, many.scattered) == ({"m": (D,), "n": (T,)}, {})
+    few = placed(RULE, ((64, 8192), (8192, 32768), (64, 32768)), operands, result, 2)
+    assert (few.axes, few.scattered) == ({"k": (D,), "n": (T,)}, {"m": (D,)})
+    apart = placed(RULE, ((64, 8192), (8192, 32768), (64, 32768)), (((D, T), ()), ((D,), ())), (((D, T), ()),), 2)
+    assert "k" not in apart.axes  # rows would move between divisions that are not alike
+
+
+def test_few_rows_by_fully_sharded_weights():
+    """Serving: no weight is gathered, in values that are those of jnp, and so in groups of rows."""
+    x, w = integers(5, (16, 64)), integers(6, (64, 128))
+    sizes = jnp.array([10, 6])
+    for f, args, specs in (
+        (gemm, (x, w), ((D,), (D, T))),
+        (lambda x, w: cutjax.grouped_gemm(x, w, sizes), (x, jnp.stack([w, w])), ((D,), (None, D, T))),
+    ):
+        got, text = run(f, args, specs)
+        same(got, np.asarray(x @ w))
+        assert moved(text).get("all-gather", 0) < w.size // 4
 
 
 def test_rule_of_shardy():

@@ -187,24 +187,33 @@ def _one_side(
 ) -> tuple[str, ...]:
     """Returns the mesh axes over which one operand alone divides a summed axis, if sums move less than the operand.
 
-    The others are whole there, so that each device has its part of them.
+    The others are whole there, so that each device has its part of them; or another axis of theirs is divided alike,
+    and an all-to-all moves them.
     """
     found = [axes for axes in asked.get(label, ()) if axes]
-    others = {x for name, specs in asked.items() if name != label for axes in specs for x in axes}
-    if len(found) != 1 or others & {*found[0]}:
+    if len(found) != 1:
         return ()
+    (summed,) = found
 
-    def elements(labels: Labels) -> int:
-        """Returns how many elements a device has of an array whose summed axis is whole."""
+    def elements(labels: Labels, gone: Sequence[str] = ()) -> int:
+        """Returns how many elements a device has of an array whose summed axis is whole, as others over axes gone."""
         over = {x for name in labels if name and name != label for x in next(filter(None, asked.get(name, ())), ())}
         over |= {x for name in labels if name not in asked for x in wanted.get(name or "", ())}
         whole = math.prod(sizes[name] for name in labels if name)
-        return whole // math.prod(mesh[x] for x in over)
+        return whole // math.prod(mesh[x] for x in over - {*gone})
 
     holders = [labels for labels in rule.operands[: rule.factors] if label in labels]
-    operand = holders[asked[label].index(found[0])]
-    # What adds up in f32 passes twice over each link, what gathers once.
-    return found[0] if 2 * 4 * elements(rule.results[0]) <= itemsize * elements(operand) else ()
+    operand = holders.pop(asked[label].index(summed))
+    elsewhere = {
+        name: specs for name, specs in asked.items() if name != label and {*summed} & {x for y in specs for x in y}
+    }
+    if any({*specs} - {(), summed} for specs in elsewhere.values()):
+        return ()  # what moves between such divisions is more than an all-to-all
+    moving = [labels for labels in holders if elsewhere.keys() & {*labels}]
+    # What adds up in f32 passes twice over each link, once where the result keeps its part; what gathers passes once.
+    passes = 1 if any({*summed} <= {*wanted.get(name or "", ())} for name in rule.results[0]) else 2
+    sums = passes * 4 * elements(rule.results[0], summed) + sum(itemsize * elements(x) for x in moving)
+    return summed if sums <= itemsize * elements(operand, summed) else ()
 
 
 def _common(p: tuple[str, ...], q: tuple[str, ...]) -> tuple[str, ...]:
