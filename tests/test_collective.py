@@ -326,6 +326,17 @@ def test_the_route_is_the_one_predicted_to_be_fast():
     assert collectives(jax.grad(squares(layer), (0, 1, 2)), X, W, V) == {"all-gather": 2, "reduce-scatter": 2}
 
 
+def test_a_route_is_chosen_for_empty_operands():
+    """Nothing to send is no reason to fail. Only traced: XLA compiles no shard_map of unused operands."""
+    first = over(gather(route="auto"), (ROWS, COLUMNS), COLUMNS)
+    last = over(scatter(route="auto"), (COLUMNS, ROWS), ROWS)
+    both = over(functools.partial(mlp, route="auto"), (ROWS, COLUMNS, ROWS), ROWS)
+    none, wide = jnp.zeros((M, 0)), jnp.zeros((0, N))
+    assert jax.eval_shape(first, none, wide).shape == (M, N)
+    assert jax.eval_shape(last, X @ W, wide.T).shape == (M, 0)
+    assert jax.eval_shape(both, none, wide, wide.T).shape == (M, 0)
+
+
 def test_times_predicted_for_routes():
     assert links.pieces_us(1e6, 0, 10, 4) > links.whole_us(1e6, 0, 10)
     # The MLP of Llama 70B, whole on 4 H200s: measured 5376 us (collective-h200x4.json).

@@ -109,7 +109,7 @@ class Ring:
         # The results put together, or the operand cut and the parts added up; between two products nothing is.
         passes = (self.size + 1) * part if travel is not None else 2 * self.size * part
         passes += 2 * self.size * x.size * x.dtype.itemsize if then is None and travel is not None else 0
-        sends = [bytes for bytes in (gathered, scattered) if bytes]
+        sends = [gathered, scattered] if then is not None else [gathered if travel is None else scattered]
         us: dict[Ring, float] = {whole: whole_us(gathered, scattered, one)}
         us[direct] = direct_us(times, sends, self.size, passes)
         for ring in cuts:
