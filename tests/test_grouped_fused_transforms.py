@@ -265,14 +265,21 @@ def test_shard_map_over_groups():
     compare(lambda f: jax.value_and_grad(squares(f), (0, 1, 2, 3)), (inside, reference), (X, w, b, D), 1e-5)
 
 
-def test_explicit_sharding_is_refused():
+def test_operands_divided_over_explicit_axes():
+    """Any of them: rows, or an operand of the epilogue alone, of which the result's type says nothing."""
     mesh = mesh_of(jax.sharding.AxisType.Explicit, i=8)
+    x, scale = normal(0, (8, K)), normal(1, (8, 1))
+    scaled = lambda x, scale: grouped_gemm(x, W, SIZES, epilogue=jnp.multiply, operands=(scale,))  # noqa: E731
+    gradients = jax.grad(squares(scaled), (0, 1))
+    y, expected = scaled(x, scale), gradients(x, scale)
     with jax.set_mesh(mesh):
-        x = jax.device_put(normal(0, (8, K)), jax.P("i"))
-        with pytest.raises(NotImplementedError, match="grouped_gemm: operands are divided over explicit mesh axes"):
-            grouped_gemm(x, W, SIZES, epilogue=jnp.tanh)
-        with pytest.raises(NotImplementedError, match="grouped_gemm: operands are divided over explicit mesh axes"):
-            grouped_gemm(jnp.ones((8, K)), W, SIZES, epilogue=jnp.multiply, operands=(x[:, :1],))
+        for spec, lies in ((jax.P("i"), jax.P("i", None)), (jax.P(), jax.P(None, None))):
+            there = jax.device_put(x, spec), jax.device_put(scale, jax.P("i"))
+            out = jax.jit(scaled)(*there)
+            assert out.sharding.spec == lies
+            got = jax.jit(gradients)(*there)
+            for a, b in zip((out, *got), (y, *expected), strict=True):  # float32, added up in another order
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
 
 # What runs, and what is kept.
