@@ -24,6 +24,7 @@ from cutjax.kernels.sm90 import kernel as sm90
 from cutjax.runtime.launch import Int32, TensorMap
 
 BF16, F16, F32 = (np.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
+E4, E5 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 
 
 def time_us(config, p):
@@ -358,8 +359,8 @@ def test_the_model_picks_well_among_fused_products():
 
 @pytest.mark.parametrize(
     ("name", "most_by_xla", "mean", "worst_of_20"),
-    # As shipped 1.060, 0.978 and 1.011, 0.980; XLA's are the fastest of two thirds of the products of attention.
-    [("products-held-h200", 0.78, 1.05, 0.96), ("attention-h200", 0.82, 1.005, 0.97)],
+    # As shipped 0.83, 1.051 and 0.90, 1.007; at the 5th percentile XLA runs.
+    [("products-held-h200", 0.85, 1.045, 0.97), ("attention-h200", 0.92, 1.004, 0.97)],
 )
 def test_auto_is_seldom_slower_than_xla(name, most_by_xla, mean, worst_of_20):
     """By the times recorded of the model's choices, or XLA where that runs."""
@@ -374,6 +375,38 @@ def test_auto_is_seldom_slower_than_xla(name, most_by_xla, mean, worst_of_20):
     assert by_xla < most_by_xla * len(ratios)
     assert np.exp(np.mean(np.log(known))) > mean
     assert np.percentile(known, 5) > worst_of_20
+
+
+# Where XLA was measured to be faster, on an H200: narrower, shallower and smaller than what the model was fitted to, at
+# few tokens, in a batch of attention, and float8 (4096 x 7168 x 16384 nt: 604 us, a kernel 674).
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"m": m, "n": n, "k": k} for m, n, k in ((56, 33, 2560), (768, 33, 1280), (64, 768, 96), (30, 384, 96))),
+        *({"m": m, "n": n, "k": k} for m, n, k in ((8, 6144, 4096), (64, 28672, 8192), (23, 30720, 3840))),
+        {"m": 256, "n": 512, "k": 128, "layout": "nt"},
+        {"m": 1008, "n": 512, "k": 128},
+        {"m": 512, "n": 512, "k": 64, "layout": "nt", **dict.fromkeys(("batch", "a_batch", "b_batch"), (512,))},
+        *(
+            {"m": m, "n": n, "k": k, "layout": "nt", "a_dtype": a, "b_dtype": b}
+            for m, n, k in ((4096, 7168, 16384), (4096, 24576, 1536), (8192, 8192, 8192), (4096, 4096, 7168))
+            for a, b in ((E4, E4), (E5, E4), (E4, E5))
+        ),
+    ],
+    ids=str,
+)
+def test_xla_runs_where_it_was_faster(fields):
+    with tuned.use_tuning(None):
+        assert choose.choose(cutjax.Problem(**fields)).kernel == "XLA"
+
+
+def test_a_pass_over_float8_products_counts():
+    """A kernel with an epilogue is beside XLA's product and its pass, which a small k makes the longer."""
+    accs = [jax.ShapeDtypeStruct((8, 8), F32)]
+    epilogue = trace(lambda acc: jax.nn.gelu(acc).astype(jnp.bfloat16), accs, []).epilogue.primal
+    for k, served in ((16384, False), (256, True)):
+        problem = cutjax.Problem(8192, 8192, k, "nt", E4, E4, epilogue=epilogue)
+        assert choose.choose(problem).served == served
 
 
 def test_xla_runs_where_it_is_predicted_faster():

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.usefixtures("compile_nothing")
 
 H = jnp.bfloat16
 H200 = "NVIDIA H200"
-PROBLEM = cutjax.Problem(256, 512, 128)
+PROBLEM = cutjax.Problem(256, 512, 512)
 SECOND = cutjax.candidates(PROBLEM)[1]
-X, W = (jax.ShapeDtypeStruct(shape, H) for shape in ((256, 128), (128, 512)))
+X, W = (jax.ShapeDtypeStruct(shape, H) for shape in ((256, 512), (512, 512)))
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_another_device():
     write(user_file(), SECOND, 7.0, 9.0, of="NVIDIA H100 80GB HBM3")
     assert "predicted" in choose.choose(PROBLEM).reasons[0]
     h100 = device.device_of_kind("NVIDIA H100 80GB HBM3", "sm_90a", 132)
-    assert choose.choose(cutjax.Problem(256, 512, 128, device=h100)).config == SECOND
+    assert choose.choose(PROBLEM.on(h100)).config == SECOND
 
 
 @pytest.mark.parametrize(

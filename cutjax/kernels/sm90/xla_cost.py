@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from cutjax.kernels.device import Device
 from cutjax.kernels.sm90.dense_cost import CONSTANTS, copies_us, features, time_us
-from cutjax.kernels.sm90.operands import F32
+from cutjax.kernels.sm90.operands import F32, FLOAT8
 
 if TYPE_CHECKING:
     from cutjax.kernels.problem import Problem
@@ -52,10 +54,32 @@ BATCHED = {
 def xla_us(kernel: Kernel, device: Device) -> float | None:
     """Returns the time that XLA's own product may take, told of the kernel predicted fastest; None where unknown."""
     p = kernel.asked
-    if not p.plain or p.ragged or p.symmetric:
+    if p.ragged or p.symmetric:
         return None
     if p.a_dtype.itemsize != 2:
         return _others_us(p, device)
+    if not p.plain:
+        return None
+    us = _halves_us(kernel, device)
+    # Beyond what was fitted XLA may have a Triton kernel that takes little more than its launch.
+    fitted = p.k > _FITTED_K and p.n >= _FITTED_N and (p.layout[0] == "n" or p.m >= _FITTED_N)
+    return us if fitted or p.batch_size > 1 else min(us, 1.4 + 2 * sum(_roofline_us(p, device)))
+
+
+# The contractions and the widths that the products of the sweeps have: more than the one, at least the other. Of a
+# sample beyond them that draws widths and depths of tens, XLA took 1.4 us and once to twice the roofline's time at least
+# where it was fast (256 x 512 x 128 nt 1.7 us, 1008 x 512 x 128 2.5, 30 x 384 x 96 1.5), and a kernel at most 0.93 of it.
+_FITTED_K, _FITTED_N = 128, 256
+
+
+def _roofline_us(p: Problem, device: Device) -> tuple[float, float]:
+    """Returns the times of the flops, and of the bytes, at the device's rates."""
+    return 1e6 * p.flops / device.peak(p.a_dtype), 1e6 * p.bytes / device.bytes_per_second
+
+
+def _halves_us(kernel: Kernel, device: Device) -> float:
+    """Returns the time of XLA's product of 16 bits."""
+    p = kernel.asked
     f = features(kernel, device)
     odd = p.n * p.a_dtype.itemsize % 16 != 0
     if f.few_rows and not odd and not f.copies and p.n * p.k >= _LEAST_WEIGHTS:
@@ -65,7 +89,7 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
         return _unaligned_us(p, device, padded)
     ours = padded - copies_us(f)
     unaligned = bool(f.copies or odd)
-    flop_us, byte_us = 1e6 * p.flops / device.peak(p.a_dtype), 1e6 * p.bytes / device.bytes_per_second
+    flop_us, byte_us = _roofline_us(p, device)
     multiplies = flop_us / (flop_us + byte_us)
     tiles = math.ceil(p.m / 128) * math.ceil(p.n / 128) * p.batch_size
     few, deep = max(0.0, math.log2(device.sms / tiles)), max(0.0, math.log2(p.k / 4096))
@@ -91,9 +115,7 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
         "walked": f.copies > 0 and any(p.orders),
     }
     weights = PLAIN if p.batch_size == 1 else BATCHED
-    us = ours * math.exp(sum(weight * true[name] for name, weight in weights.items())) + _transposes_us(p, device)
-    # One block of k, in a Triton kernel as fast as a copy: 1500 x 256 x 40.
-    return us if p.k >= 64 or p.batch_size > 1 else min(us, 2 + byte_us)
+    return ours * math.exp(sum(weight * true[name] for name, weight in weights.items())) + _transposes_us(p, device)
 
 
 # Where operands have rows of no whole 16 bytes, XLA's autotuner takes kernels of Triton: how much longer than at the
@@ -112,7 +134,7 @@ def _unaligned_us(p: Problem, device: Device, padded_us: float) -> float:
     Tiles of 128 x 128 are multiplied in waves. Where they are too few for that, XLA divides k, and pads as ours does.
     """
     slower = _UNALIGNED[p.layout][any(rows % 2 for rows in _rows(p))]
-    flop_us, byte_us = 1e6 * p.flops / device.peak(p.a_dtype), 1e6 * p.bytes / device.bytes_per_second
+    flop_us, byte_us = _roofline_us(p, device)
     tiles = math.ceil(p.m / 128) * math.ceil(p.n / 128)
     waves = math.ceil(tiles / device.sms) * device.sms / tiles
     multiplied_us = 2 + math.hypot(slower * flop_us * waves, 1.6 * byte_us)
@@ -131,9 +153,10 @@ def _few_rows_us(p: Problem, device: Device) -> float:
     return 1.99 + (0.902 + 1.6e-3 * p.m) * byte_us + (2.32 + 0.043 * p.m) * byte_us / (byte_us + 0.37)
 
 
-# XLA's products of float32 and int8: how long they multiply, in units of those by TF32 at the device's rate, and
+# XLA's products of float32 and of 8 bits: how long they multiply, in units of those by TF32 at the device's rate, and
 # microseconds for each megabyte of a, b and the result, which splitting takes. Of 4096 and 8192 cubed on an H200
-# (benchmarks/results/experiments/wide-h200.json).
+# (benchmarks/results/experiments/wide-h200.json). Those of float8 are the least of six that take 0.252 to 0.266 at 4096
+# rows and more. Of two float8_e5m2 none was measured: cuBLAS has none, so they are no faster than 16 bits.
 _OTHERS = {
     "tf32": (1.15, 0.0),
     "bf16": (0.585, 0.24),
@@ -141,18 +164,26 @@ _OTHERS = {
     "bf16x6": (2.92, 2.74),
     "bf16x9": (2.27, 0.0),
     "int8": (0.2615, 0.0),
+    "float8": (0.25, 0.0),
+    "float8_e5m2": (0.5, 0.0),
     "complex64": (7.2, 0.0),  # of 2048 cubed (mma-h200.json)
 }
 
 
 def _others_us(p: Problem, device: Device) -> float | None:
-    """Returns the time of XLA's product of float32 in the problem's math, or of int8; None where none was measured."""
+    """Returns the time of XLA's products of float32 in the problem's math, or of 8 bits; None where none was measured.
+
+    An epilogue is a pass over the results at the rate of a copy, which is the least it may take.
+    """
     name = p.a_dtype.name if p.a_dtype.kind == "c" else p.math or p.a_dtype.name
+    if name in FLOAT8:
+        name = "float8_e5m2" if p.a_dtype == p.b_dtype == np.dtype("float8_e5m2") else "float8"
     if name not in _OTHERS:
         return None
     multiplied, split = _OTHERS[name]
     multiply_us = multiplied * 1e6 * p.flops / device.peak(F32, "tf32")
-    return 2 + max(multiply_us + split * p.bytes / 1e6, 1e6 * p.bytes / device.bytes_per_second)
+    us = 2 + max(multiply_us + split * p.bytes / 1e6, 1e6 * p.bytes / device.bytes_per_second)
+    return us if p.plain else us + 1 + 1e6 * 2 * p.result_bytes / device.bytes_per_second
 
 
 def _transposes_us(p: Problem, device: Device) -> float:
