@@ -5,7 +5,7 @@ from __future__ import annotations
 from cutjax import checkpoint_policies
 from cutjax.explanation import explain
 from cutjax.fusion.fuse import fuse
-from cutjax.kernels.choose import candidates, reasons, supports
+from cutjax.kernels.choose import candidates, reasons
 from cutjax.kernels.custom import CudaLaunch
 from cutjax.kernels.mma.config import Config as MmaConfig
 from cutjax.kernels.problem import Problem
@@ -58,7 +58,6 @@ __all__ = [
     "reasons",
     "route",
     "router_z_loss",
-    "supports",
     "syrk",
     "tensordot",
     "use_backend",

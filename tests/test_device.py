@@ -229,11 +229,3 @@ def test_families_compete(monkeypatch):
 def test_what_is_no_config_is_refused():
     with pytest.raises(TypeError, match="expected one of Config"):
         cutjax.reasons("fast", cutjax.Problem(8, 8, 8))  # pyright: ignore
-
-
-def test_supports_is_deprecated():
-    with pytest.warns(DeprecationWarning, match=r"cutjax\.reasons"):
-        assert cutjax.supports(cutjax.Config(), cutjax.Problem(512, 512, 512)) is None
-    with pytest.warns(DeprecationWarning, match=r"cutjax\.reasons"):
-        refused = cutjax.supports(cutjax.Config(stages=9), cutjax.Problem(512, 510, 512))
-    assert refused == "; ".join(cutjax.reasons(cutjax.Config(stages=9), cutjax.Problem(512, 510, 512)))

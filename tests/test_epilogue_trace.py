@@ -392,13 +392,6 @@ def test_constants_are_equal_when_their_bits_are():
         assert np.signbit(traced(lambda acc: acc * 0.0 + jnp.float32(-0.0)).epilogue.apply(accumulators())[0]).any()
 
 
-def test_uses_acc():
-    b = jnp.ones(16)
-    assert traced(lambda acc, b: jax.nn.relu(b) + acc, b).epilogue.uses_acc
-    assert traced(lambda acc, b: jnp.where(acc > 0, b, 1.0), b).epilogue.uses_acc
-    assert not traced(lambda acc: jnp.ones_like(acc)).epilogue.uses_acc
-
-
 @jax.custom_vjp
 def clipped(x, lo):
     return jnp.maximum(x, lo)

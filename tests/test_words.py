@@ -24,7 +24,7 @@ NAMED = re.compile(r"`([\w./]*\w\.(?:py|cuh|cc|h))(?:: ([\w.]+))?`")
 SOURCES = ("cutjax", "ffi", "benchmarks", "tests", "examples", "docs")
 POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable")
 # Functions of one line, or deprecated: their first sentence says it all.
-SHORT = {"candidates", "reasons", "supports"}
+SHORT = {"candidates", "reasons"}
 
 
 def docstrings(path):

@@ -136,11 +136,6 @@ class Epilogue:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @functools.cached_property
-    def uses_acc(self) -> bool:
-        """True if any result depends on an accumulator."""
-        return any(node.op == "acc" for node in self.primal.nodes)
-
-    @functools.cached_property
     def positions(self) -> frozenset[str]:
         """Returns the axes, of "row", "col" and "batch", whose index it uses: such cannot be merged or reordered."""
         return frozenset("batch" if node.params[1:] else node.params[0] for node in self.nodes if node.op == "iota")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,8 +24,8 @@ from cutjax.runtime.launch import Call
 FAMILIES: tuple[Family, ...] = (sm90, mma)
 # How many times as fast as XLA's product a kernel must be predicted to be, to run under "auto"; measured ones must lead
 # by as much. Of 374 products that the model was not fitted to, kernels run in 65, of which one is under 0.97 of XLA
-# (0.94), at a mean of 1.051; at 1 / 1.03 in 104, 11 (0.87) and 1.063, at 1.05 in 43, none and 1.035. Of 304 batched ones
-# of attention 7 of 31 are under 0.97; at 1 it were 13 of 58.
+# (0.94), at a mean of 1.051; at 1 / 1.03 in 104, 11 (0.87) and 1.063, at 1.05 in 43, none and 1.035. Of 304 of
+# attention, in batches, 7 of 31 are under 0.97; at 1 it were 13 of 58.
 LEAD = tuned.SURE
 Config = sm90.Config
 CONFIGS = tuple(family.Config for family in FAMILIES)
@@ -79,12 +78,6 @@ def reasons(config: Any, problem: Problem) -> tuple[str, ...]:
     """Returns every reason why ``config`` cannot serve ``problem``; empty when it can."""
     found = _resolve(problem, config)
     return found if isinstance(found, tuple) else ()
-
-
-def supports(config: Any, problem: Problem) -> str | None:
-    """Returns the `reasons` of ``config`` and ``problem`` in one string, or None. Deprecated: None said yes."""
-    warnings.warn("cutjax.supports is deprecated: cutjax.reasons returns a tuple", DeprecationWarning, stacklevel=2)
-    return "; ".join(reasons(config, problem)) or None
 
 
 def candidates(problem: Problem) -> tuple[Any, ...]:

@@ -35,13 +35,11 @@ class Constants:
       least: microseconds of a k block at least: its barriers and the latency of wgmma.
       coop, narrow, uneven, deep, multicast: what a cooperative schedule, chunks narrower than a swizzle, widths that
         are no multiple of 64, stages of 128 and a cluster add to the time of wgmma.
-      alone: what ping-pong adds where each block has one tile, so that one warpgroup multiplies.
       along: what a cluster along k adds.
       hot: what long products add, in which the card is limited by power.
       load: bytes a nanosecond that enter one SM.
       saved: how much of what a cluster multicasts is saved.
       off, short: what rows off the lines of memory, and rows of less than a line, add to their bytes.
-      blend: the exponent with which loading and multiplying add up.
       latency, turn: of a load in microseconds, and the part of a stage's multiplication until its memory is free.
       start, element: microseconds of an epilogue, and of each 32768 accumulators.
       fused: what the latter takes more for each instruction of an epilogue.
@@ -55,7 +53,6 @@ class Constants:
       cluster: microseconds that a cluster costs.
       l2, read, write: bytes a nanosecond of L2, and in 1000 of memory.
       ragged, pitch: what rows of a tile, and of the result, off the lines of memory add to the bytes written.
-      large: what large tiles add to the time of memory.
       power: the exponent with which computing, L2 and memory add up.
       launch: microseconds of a launch.
       exchange, exchanged: microseconds, and bytes a nanosecond, of accumulators through distributed shared memory; of a
@@ -74,14 +71,12 @@ class Constants:
     uneven: float
     deep: float
     multicast: float
-    alone: float
     along: float
     hot: float
     load: float
     saved: float
     off: float
     short: float
-    blend: float
     latency: float
     turn: float
     start: float
@@ -98,7 +93,6 @@ class Constants:
     write: float
     ragged: float
     pitch: float
-    large: float
     power: float
     launch: float
     exchange: float
@@ -125,14 +119,12 @@ CONSTANTS = Constants(
     uneven=0.01411,
     deep=0.1326,
     multicast=0.1314,
-    alone=0.001043,
     along=0.02051,
     hot=0.7961,
     load=189.0,
     saved=0.6713,
     off=0.863,
     short=0.2089,
-    blend=307.4,
     latency=0.01247,
     turn=3.206,
     start=0.01872,
@@ -149,7 +141,6 @@ CONSTANTS = Constants(
     write=6.452,
     ragged=0.6102,
     pitch=0.08571,
-    large=0.001377,
     power=1.469,
     launch=2.557,
     exchange=1.085,
@@ -321,18 +312,16 @@ def time_us(
     # One k block of one tile: multiplying, loading, or waiting for a load.
     sharing = maximum(1.0, f.resident * (f.items * f.cluster > f.sms))  # blocks that really share an SM
     flops = 2 * f.bm * f.bn * f.bk / f.flop_us * (1 + c.hot * f.ideal / (f.ideal + 800))
-    slower = c.coop * (1 - f.pingpong) + c.alone * f.pingpong * (f.items <= f.in_flight)
-    slower = slower + c.deep * (f.bk == 128) + c.narrow * (f.b_short > 0) + c.uneven * (f.bn % 64 > 0)
-    slower = slower + c.multicast * f.multicasts + c.along * (f.cluster_k > 1)
+    slower = c.coop * (1 - f.pingpong) + c.deep * (f.bk == 128) + c.narrow * (f.b_short > 0)
+    slower = slower + c.uneven * (f.bn % 64 > 0) + c.multicast * f.multicasts + c.along * (f.cluster_k > 1)
     operands = f.stage_bytes + (f.bm + f.bm / 64 * f.bn) * f.bk * 2  # written, and read: b once for each 64 rows of a
     multiply = sharing * (c.multiply * flops * (1 + slower) + c.shared * operands / 225e3 + c.k_block)
     a_rows = f.bm * (1 + c.off * f.a_off) * (1 - c.saved * (f.cluster_n - 1) / f.cluster_n)
     b_rows = f.b_columns * (1 + c.off * f.b_off) * (1 + c.short * f.b_short)
     loaded = (a_rows + b_rows * (1 - c.saved * (f.cluster_m - 1) / f.cluster_m)) * f.bk * 2
     load = sharing * loaded / (c.load * 1e3)
-    both = (multiply**c.blend + load**c.blend) ** (1 / c.blend)
     refill = (c.latency + c.turn * multiply) / f.stages
-    mainloop = f.k_blocks * maximum(maximum(both, refill), c.least)
+    mainloop = f.k_blocks * maximum(maximum(maximum(multiply, load), refill), c.least)
 
     # A tile, a wave of them, all waves.
     stored = f.bm * f.bn * f.own / 32768
@@ -356,9 +345,8 @@ def time_us(
     # Beside that, L2 and memory.
     all_loaded = f.items * f.cluster * f.k_blocks * loaded
     reads, writes = f.reads / c.read, f.splits * f.result / c.write * (1 + c.ragged * f.ragged + c.pitch * f.pitch)
-    memory = (reads + writes) * (1 + c.large * f.bm * f.bn / 32768)
     streamed = (waves - maximum(waves // 1 - 1, 0.0)) / waves  # the part of the tiles
-    memory = (memory + f.stream * c.apart * streamed * all_loaded / 4.3) / (1e6 * f.speed)
+    memory = (reads + writes + f.stream * c.apart * streamed * all_loaded / 4.3) / (1e6 * f.speed)
     l2 = all_loaded / (c.l2 * 1e3)
     us = (compute**c.power + memory**c.power + l2**c.power) ** (1 / c.power)
     us = c.launch + us * (1 + c.few_rows * f.few_rows)

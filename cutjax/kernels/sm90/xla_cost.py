@@ -67,8 +67,8 @@ def xla_us(kernel: Kernel, device: Device) -> float | None:
 
 
 # The contractions and the widths that the products of the sweeps have: more than the one, at least the other. Of a
-# sample beyond them that draws widths and depths of tens, XLA took 1.4 us and once to twice the roofline's time at least
-# where it was fast (256 x 512 x 128 nt 1.7 us, 1008 x 512 x 128 2.5, 30 x 384 x 96 1.5), and a kernel at most 0.93 of it.
+# sample beyond them that draws widths and depths of tens, XLA took 1.4 us and one to two times the roofline's time where
+# it was fast (256 x 512 x 128 nt 1.7 us, 1008 x 512 x 128 2.5, 30 x 384 x 96 1.5), and a kernel was at most 0.93 of it.
 _FITTED_K, _FITTED_N = 128, 256
 
 
