@@ -36,7 +36,6 @@ def test_the_ways_agree(quick):
         "auto",
         "pieces",
         "direct",
-        "ring",
         "auto narrow",
         "whole narrow",
         "pieces narrow",
@@ -54,14 +53,14 @@ def test_a_wrong_way_is_seen(quick, monkeypatch):
 
     def wrong(case):
         found = right(case)
-        f, specs = found["ring"]
-        found["ring"] = lambda *args: 1.1 * f(*args), specs
+        f, specs = found["pieces"]
+        found["pieces"] = lambda *args: 1.1 * f(*args), specs
         found["direct"] = collective.cutjax, specs  # no function
         return found
 
     monkeypatch.setitem(collective.KINDS, "scatter", wrong)
     rows = {row.product: row for row in collective.measure_case(CASES["tiny out"], RUN)}
-    assert rows["ring"].failure.startswith("wrong: differs by 0.1")
+    assert rows["pieces"].failure.startswith("wrong: differs by 0.1")
     assert rows["direct"].failure
     assert not rows["8 SMs free"].failure
 

@@ -5,7 +5,7 @@ A row is a program in a way of dividing it, wall time in turns on all devices th
 that ``python -m benchmarks.scale`` predicts from. ``--tag tiny`` is for virtual devices of a CPU.
 
 The ways: "jit" is plain JAX divided by XLA, the baseline; "apart" gathers, multiplies with our kernels, and adds up;
-"auto" is ours; "pieces", "direct" and "ring" are its routes beside the transfers, "narrow" ones with parts of sums in
+"auto" is ours; "pieces" and "direct" are its routes beside the transfers, "narrow" ones with parts of sums in
 bf16; "alone" is our products with no transfer at all. Hidden is the share of the transfers' time, "apart" less "alone",
 that a way does not show. A turn of calls takes 80 ms, so that power limits the clock; burst is of turns of 12 ms, each
 after a rest.
@@ -151,7 +151,6 @@ def _ways(apart: Any, ours: Any, alone: Any, specs: Any, of_alone: Any, out: P, 
         "auto": over(ours),
         "pieces": over(functools.partial(ours, route="pieces")),
         "direct": over(functools.partial(ours, route="direct")),
-        "ring": over(functools.partial(ours, route="ring")),
     }
     if out == ROWS or (case is not None and case.backward):
         for route in ("auto", "whole", "pieces", "direct"):

@@ -86,8 +86,8 @@ def all_gather_gemm(
       config: pins the kernel of each product of one device's rows.
       route: how rows travel. "whole": by one collective, before one product of all rows. "pieces": by one collective
         for each quarter of a device's rows, or half, beside the product of the one before. "direct": each share to each
-        device, for a switch such as NVSwitch. "ring": from neighbour to neighbour, both ways at once. "auto": the one
-        that is predicted to be the fastest, from measured rates of links and the kernels' predicted times.
+        device, for a switch such as NVSwitch. "auto": the one that is predicted to be the fastest, from measured rates
+        of links and the kernels' predicted times.
       reduce_dtype: dtype in which parts of the gradient in x travel, as those of ``cutjax.gemm_reduce_scatter``.
 
     Returns:

@@ -24,7 +24,7 @@ from cutjax.ops.links import direct_us, pieces_us, product_us, whole_us
 from cutjax.primitives.accumulators import accumulator, with_cotangent
 from cutjax.primitives.product import Product, aligned, multiply, sum_to
 
-ROUTES = ("auto", "whole", "pieces", "direct", "ring")
+ROUTES = ("auto", "whole", "pieces", "direct")
 PIECES = (4, 2)  # of each device's rows, tried in this order
 
 
@@ -36,8 +36,8 @@ class Ring:
       axis: its name.
       size: how many they are.
       route: "whole", shares move by one collective, and there is one chunk, of all of them; "pieces", by one for each
-        piece of the shares, a chunk each; "direct", a share goes straight to its device, which suits a switch; "ring",
-        over neighbours both ways; or "auto", not yet chosen.
+        piece of the shares, a chunk each; "direct", a share goes straight to its device, which suits a switch; or
+        "auto", not yet chosen.
       pieces: how many, of the route of that name.
     """
 
@@ -149,17 +149,14 @@ class Ring:
         chunks: list[jax.Array] = []
         found: list[Any] = []
         for i, rest in enumerate(zip(*others, strict=True) if others else [()] * self.chunks):
-            # From the neighbour a ring's chunks come by, which is at the place before last.
-            source = pieces[i] if self.collective else chunks[max(i - 2, 0)] if self.route == "ring" and i else x
+            source = pieces[i] if self.collective else x
             if i:
                 two = slice(max(i - 2, 0), i - 1)
                 source, chunks[-1], *found[two] = lax.optimization_barrier((source, chunks[-1], *found[two]))
             if self.collective:
                 arrived = lax.all_gather(source, self.axis, axis=at, tiled=True)
             else:
-                s = self.shifts[i]
-                by = s if self.route == "direct" else (s > 0) - (s < 0)
-                arrived = self._moved(source, -by) if by else source
+                arrived = self._moved(source, -self.shifts[i]) if i else source
             chunk = keep(arrived)
             if i:  # or XLA may wait for what arrives before it computes what it could compute beside
                 chunk, found[-1] = lax.optimization_barrier((chunk, found[-1]))
@@ -189,7 +186,7 @@ class Ring:
         """Returns the dtype of each part of sums that ``scatter`` takes: as it travels, if nothing is added before."""
         if self.collective:
             return [travel] * self.chunks
-        return [wide, *[travel if self.route == "direct" else wide] * (self.chunks - 1)]
+        return [wide, *[travel] * (self.chunks - 1)]
 
     def leaving(self, f: Callable[..., jax.Array], dtype: np.dtype, chunks: Sequence[Any], *others: Any) -> jax.Array:
         """Returns ``scatter`` of a function, linear in its chunk, of each chunk and of its part of the others.
@@ -225,22 +222,13 @@ class Ring:
         if self.collective:
             return self.leaving(lambda chunk: chunk, dtype, chunks)
         parts = {s: self.varying(x) for s, x in zip(self.shifts, chunks, strict=True)}
-        total = parts[0].astype(wide)
-        if self.route == "direct":
-            moved: list[jax.Array] = []
-            for s in reversed(self.shifts[1:]):
-                x = parts[s].astype(dtype)
-                if moved:
-                    x, moved[-1] = lax.optimization_barrier((x, moved[-1]))
-                moved.append(self._moved(x, s))
-            return functools.reduce(lax.add, [x.astype(wide) for x in moved], total)
-        for one, distance in ((1, self.size // 2), (-1, (self.size - 1) // 2)):
-            carry = None
-            for s in range(distance, 0, -1):
-                part = parts[one * s].astype(wide)
-                carry = self._moved((part if carry is None else part + carry.astype(wide)).astype(dtype), one)
-            total = total if carry is None else total + carry.astype(wide)
-        return total
+        moved: list[jax.Array] = []
+        for s in reversed(self.shifts[1:]):
+            x = parts[s].astype(dtype)
+            if moved:
+                x, moved[-1] = lax.optimization_barrier((x, moved[-1]))
+            moved.append(self._moved(x, s))
+        return functools.reduce(lax.add, [x.astype(wide) for x in moved], parts[0].astype(wide))
 
     def assembled(self, chunks: Sequence[jax.Array], axis: int) -> jax.Array:
         """Returns chunks as one array along an axis, counted from the last one, in the order of the devices."""
