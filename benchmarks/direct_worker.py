@@ -209,7 +209,7 @@ def _time(
 
 def _pad(problem: Problem, sets: Sequence[tuple]) -> tuple[Sequence[tuple], float]:
     """Returns the sets with rows as kernels take them, and the time that copying one takes."""
-    columns = {copy.buffer: copy.columns for copy in operands.copies(problem)}
+    columns = {copy.buffer: copy.columns for copy in operands.prepared(problem)}
     if not columns:
         return sets, 0.0
 

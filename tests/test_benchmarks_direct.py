@@ -151,7 +151,7 @@ def worker(fake, monkeypatch, tmp_path):
             found.append(ours or [("finish" if isinstance(out, jax.Array) else "xla", 2.0 if out is not None else 7.0)])
         return [record for part in found[len(warm_up or ()) :] for record in part]
 
-    monkeypatch.setattr(sm90_kernel, "compile_kernel", compiled)
+    monkeypatch.setattr("cutjax.kernels.base.compile_kernel", compiled)
     monkeypatch.setattr(direct_bench, "compile_kernel", compiled)
     monkeypatch.setattr(timing, "records", records)
     monkeypatch.setattr(timing, "cupti_works", lambda: True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cutjax
-from cutjax.kernels import choose
+from cutjax.kernels import families, prepared, xla
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import kernel as sm90
 from cutjax.kernels.sm90 import operands
@@ -35,8 +35,8 @@ def test_the_real_product_of_the_copies_is_the_complex_one(layout, m, n, k, batc
     a, b = complex_integers(rng, *batch, m, k), complex_integers(rng, *batch, k, n)
     asked = problem(m, n, k, layout, batch=batch, a_batch=batch, b_batch=batch)
     given = [np.swapaxes(x, -1, -2) if letter == "t" else x for x, letter in zip((a, b), layout, strict=True)]
-    copied, real = operands.copies(asked), operands.as_multiplied(asked)
-    found, more = operands.prepare(copied, operands.way(asked), [jnp.asarray(x) for x in given])
+    real = operands.as_multiplied(asked)
+    found, more = prepared.make(operands.prepared(asked), [jnp.asarray(x) for x in given])
     assert not more
     assert (real.m, real.n, real.k) == (m, 2 * n, 2 * k)
     rows = [np.asarray(x).view(np.float32) for x in found]
@@ -48,7 +48,7 @@ def test_the_real_product_of_the_copies_is_the_complex_one(layout, m, n, k, batc
 def test_the_copies_are_told():
     assert sm90.resolved(problem(512, 512, 512), Config()).notes == ("b transposed and made real",)
     assert sm90.resolved(problem(512, 512, 512, "nt"), Config()).notes == ("b made real",)
-    (copy,) = operands.copies(problem(512, 512, 512, "nt"))
+    (copy,) = operands.prepared(problem(512, 512, 512, "nt"))
     assert copy.moved == 512 * 512 * (8 + 16)
 
 
@@ -70,9 +70,10 @@ def test_what_is_refused():
 
 
 def test_large_products_are_predicted_faster_than_xlas():
-    kernel, time_us, _ = choose.fastest(problem(2048, 2048, 2048))
+    asked = problem(2048, 2048, 2048)
+    kernel, time_us, _ = families.fastest(asked)
     assert kernel.name.startswith("sm90_c64tf32_nn_")
-    assert time_us < kernel.xla_us(kernel.problem.device)
+    assert time_us < xla.time_us(asked)
 
 
 def test_lowering():

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import cutjax
-from cutjax.kernels import choose, device
+from cutjax.kernels import choose, device, families
 from cutjax.runtime import architectures
 
 H200 = device.reference("sm_90a")
@@ -173,7 +173,12 @@ class Simplest:
 
     name = "simplest"
     Config = Simple
-    fallback = False
+
+    def competes(self, problem):
+        return True
+
+    def stores_in_order(self, problem):
+        return True
 
     def reasons(self, problem):
         return () if problem.m == 8 else (f"m={problem.m}: 8 alone",)
@@ -194,19 +199,19 @@ class SimpleKernel:
     config: Simple
     name: str = "simplest_kernel"
     notes: tuple[str, ...] = ()
+    family: str = "simplest"
 
     def time_us(self, device):
         return float(self.config.width)
-
-    def xla_us(self, device):
-        return None
 
     def unlaunchable(self):
         return ()
 
 
 def test_families_compete(monkeypatch):
-    monkeypatch.setattr(choose, "FAMILIES", (*choose.FAMILIES, Simplest()))
+    found = (*families.FAMILIES, Simplest())
+    for module in (families, choose):
+        monkeypatch.setattr(module, "FAMILIES", found)
     choose._choose.cache_clear()
     try:
         problem = cutjax.Problem(8, 512, 512)

@@ -17,7 +17,7 @@ import cutjax
 from cutjax.epilogue import emit
 from cutjax.epilogue.expression import Node, Output, normal
 from cutjax.epilogue.trace import trace
-from cutjax.kernels import epilogue_text
+from cutjax.kernels import base, epilogue_text
 from cutjax.kernels.arguments import place_steps
 from cutjax.kernels.sm90 import kernel as sm90
 from cutjax.kernels.staging import stage
@@ -239,7 +239,7 @@ def parameters(text):
 
 @pytest.mark.parametrize("name", ["plain", *CASES])
 def test_the_plan_passes_what_the_kernel_takes(name, monkeypatch):
-    monkeypatch.setattr(sm90, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
+    monkeypatch.setattr(base, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
     asked = cutjax.Problem(4096, 4096, 4096) if name == "plain" else problem(*CASES[name])
     config = cutjax.candidates(asked)[0]
     plan = sm90.resolved(asked, config).call().launches[0]
@@ -308,7 +308,7 @@ def test_what_no_kernel_of_wgmma_does(fn, operands, sizes, match):
 @pytest.mark.parametrize("batch", [(5,), (3, 5), (4, 1, 6)], ids=str)
 def test_places_in_the_batch(batch, monkeypatch):
     """What the kernel makes of a result's number is its place, and the sizes are no part of the text."""
-    monkeypatch.setattr(sm90, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
+    monkeypatch.setattr(base, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
     places = [(axis, i + (axis == "row")) for axis in ("batch", "row") for i in range(len(batch))]
     nodes, last = [Node("acc", params=(0,))], 0
     for place in places:
@@ -348,7 +348,7 @@ def test_a_long_epilogue_gets_small_tiles():
 
 
 def test_partial_results_of_reductions(monkeypatch):
-    monkeypatch.setattr(sm90, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
+    monkeypatch.setattr(base, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
     asked = problem(*CASES["all reductions"], sizes=(1000, 1160, 256))
     plan = sm90.resolved(asked, cutjax.Config(bm=128, bn=128, stages=2)).call()
     shapes = [x.shape for x in plan.results]

@@ -8,6 +8,7 @@ import pytest
 from cubin import check_lean, telling
 
 import cutjax
+from cutjax.kernels import base
 from cutjax.kernels.problem import LAYOUTS
 from cutjax.kernels.sm90 import config as sm90_config
 from cutjax.kernels.sm90 import family
@@ -76,7 +77,7 @@ def test_what_kernels_of_groups_refuse():
 
 
 def test_the_plan_of_groups(monkeypatch):
-    monkeypatch.setattr(sm90, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
+    monkeypatch.setattr(base, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
     config = cutjax.Config(128, 128, stages=4, cluster_n=2)
     rows = sm90.resolved(grouped("m", "nn"), config).call().launches[0]
     a, b, d, *_ = rows.params

@@ -14,6 +14,7 @@ import launches
 import products
 
 import cutjax
+from cutjax.kernels import base
 from cutjax.kernels.mma import family
 from cutjax.kernels.mma import kernel as mma
 from cutjax.kernels.mma.config import Config
@@ -81,7 +82,7 @@ def test_groups_of_k_do_not_spill(way, arch):
 def test_a_weights_gradient_of_int8_has_a_kernel(compile_nothing, monkeypatch):
     names = []
     cubin = compiler.Cubin(b"cubin", compiler.Resources(None, None, None, None, None), "", 0.0, False)
-    monkeypatch.setattr(mma, "compile_kernel", lambda source, *, name, arch: names.append(name) or cubin)
+    monkeypatch.setattr(base, "compile_kernel", lambda source, *, name, arch: names.append(name) or cubin)
     x, dy = jax.ShapeDtypeStruct((500, 136), jnp.int8), jax.ShapeDtypeStruct((500, 264), jnp.int8)
     sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
     outer = jax.jit(lambda *args: cutjax.grouped_outer(*args, out_dtype=jnp.int32, backend="cuda"))

@@ -87,8 +87,8 @@ def test_every_dtype_has_configs(arch):
 
 def test_operands_of_8_bits_are_transposed():
     kernel = mma.resolved(problem("int8", "", "nn"), Config(64, 64, 64, 32, 32))
-    assert kernel.transposed == (1,)
-    assert kernel.transposed_bytes == 64 * 64
+    (copied,) = kernel.prepared
+    assert (copied.buffer, copied.read, copied.written) == (1, 64 * 64, 64 * 64)
     assert kernel.notes == ("b transposed",)
     assert mma.resolved(problem("int8", "", "nt"), kernel.config).notes == ()
 

@@ -11,6 +11,7 @@ import pytest
 from operations import OPERATIONS, operands, uses
 
 import cutjax
+from cutjax.kernels import base, families
 from cutjax.kernels.mma import kernel as mma
 from cutjax.runtime import compiler, settings
 
@@ -29,7 +30,7 @@ def texts(monkeypatch):
         found[name, arch] = source
         return compiler.Cubin(b"cubin", compiler.Resources(None, None, None, None, None), "", 0.0, False)
 
-    monkeypatch.setattr(mma, "compile_kernel", note)
+    monkeypatch.setattr(base, "compile_kernel", note)
     return found
 
 
@@ -111,4 +112,4 @@ def test_results_in_an_order_of_their_own_have_rows_of_any_length():
     shape = jax.ShapeDtypeStruct((2, 3, 8, 8), jnp.bfloat16), jax.ShapeDtypeStruct((2, 3, 8, 5), jnp.bfloat16)
     for arch, order in (("sm_80", heads), ("sm_90a", ())):
         problem = cutjax.Problem.of(*shape, layout="nn", out_dtype=jnp.bfloat16, arch=arch)
-        assert problem.in_order(((), (), heads)).orders[2] == order
+        assert families.in_order(problem, ((), (), heads)).orders[2] == order

@@ -11,6 +11,7 @@ import pytest
 
 import cutjax
 from cutjax.epilogue.trace import trace
+from cutjax.kernels import base
 from cutjax.kernels.mma import kernel as mma
 from cutjax.kernels.mma import slim
 from cutjax.kernels.problem import LAYOUTS
@@ -121,7 +122,7 @@ def test_a_decoding_step_is_two_kernels(monkeypatch):
         names.append(name)
         return compiler.Cubin(b"cubin", compiler.Resources(None, None, None, None, None), "", 0.0, False)
 
-    monkeypatch.setattr(mma, "compile_kernel", note)
+    monkeypatch.setattr(base, "compile_kernel", note)
     x, w, v = (jax.ShapeDtypeStruct(shape, H) for shape in ((1, 2048), (2048, 8192), (8192, 2048)))
     with settings.override(target_arch="sm_80"), cutjax.use_backend("cuda"):
         jax.jit(lambda x, w, v: cutjax.mlp(x, w, v, gate=w)).trace(x, w, v).lower(lowering_platforms=("cuda",))

@@ -17,7 +17,7 @@ import cutjax
 from benchmarks import fused_sweep
 from benchmarks.ops import grouped as cases
 from cutjax.epilogue.trace import trace
-from cutjax.kernels import choose, tuned
+from cutjax.kernels import base, choose, tuned
 from cutjax.kernels.arguments import batch_steps
 from cutjax.kernels.device import device_of_kind
 from cutjax.kernels.sm90 import kernel as sm90
@@ -198,7 +198,7 @@ def test_prediction_grows_with_work():
 
 def _plan(p, config, monkeypatch):
     cubin = type("Cubin", (), {"image": b"\x7fELF"})()
-    monkeypatch.setattr(sm90, "compile_kernel", lambda *_, **__: cubin)
+    monkeypatch.setattr(base, "compile_kernel", lambda *_, **__: cubin)
     return sm90.resolved(p, config).call().launches[0]
 
 

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 import cutjax
 from cutjax.epilogue.trace import trace
+from cutjax.kernels import xla
 from cutjax.kernels.choose import candidates, choose
 from cutjax.kernels.device import reference
+from cutjax.kernels.families import in_order
 from cutjax.kernels.problem import LAYOUTS, strides
 from cutjax.kernels.sm90 import kernel as sm90
-from cutjax.kernels.sm90 import xla_cost
 from cutjax.primitives.dense import Dense
 from cutjax.primitives.product import call, multiply
 from cutjax.runtime import compiler
@@ -160,7 +161,7 @@ def problems(draw):
         "b_batch": tuple(1 if of == "a" else size for size, of in axes),
     }
     problem = cutjax.Problem(m, 8 * n, k, draw(st.sampled_from(LAYOUTS)), out_dtype=F32, **batches)
-    return problem.in_order([draw(orders_of(len(axes))) for _ in range(3)])
+    return in_order(problem, [draw(orders_of(len(axes))) for _ in range(3)])
 
 
 def in_memory(shape, order, row):
@@ -198,7 +199,7 @@ def test_maps_walk_the_matrices_where_they_lie(problem, swap):
         arrays.append((given["map_d0"], "d", problem.shapes[2], problem.orders[2]))
     sizes = (-1, number["batch1"], number["batch2"])
     for tensor_map, name, shape, order in arrays:
-        row = shape[-1] + sum(pad.columns for pad in sm90.operands.copies(problem) if pad.buffer == tensor_map.buffer)
+        row = shape[-1] + sum(pad.columns for pad in sm90.operands.prepared(problem) if pad.buffer == tensor_map.buffer)
         numbers, memory = in_memory(shape, order, row)
         full = np.broadcast_to(numbers, (*problem.batch, *shape[-2:])).reshape(-1, *shape[-2:])
         for z in range(problem.batch_size):
@@ -215,7 +216,7 @@ def test_strides():
 
 
 def batched(*batch, m=2048, n=2048, k=128, layout="nt", orders=NONE, **more):
-    return cutjax.Problem(m, n, k, layout, batch=batch, a_batch=batch, b_batch=batch, **more).in_order(orders)
+    return in_order(cutjax.Problem(m, n, k, layout, batch=batch, a_batch=batch, b_batch=batch, **more), orders)
 
 
 def test_groups_of_batch_axes():
@@ -274,13 +275,13 @@ def test_predicted_times():
     walking = batched(4, 16, orders=(HEADS, HEADS, ()))
     times = {problem: sm90.resolved(problem, TILE).time_us(problem.device) for problem in (plain, free, walking)}
     assert len(set(times.values())) == 1
-    copies = {problem: xla_cost._transposes_us(problem, reference("sm_90a")) for problem in times}
+    copies = {problem: xla._transposes_us(problem, reference("sm_90a")) for problem in times}
     assert copies[plain] == copies[free] == 0  # one batch axis has any stride
     two = 2 * (2 * 64 * 2048 * 128 * 2) / (0.8 * reference("sm_90a").bytes_per_second) * 1e6
     assert copies[walking] == pytest.approx(two + 2)
     assert choose(walking).xla_us == pytest.approx(choose(plain).xla_us + two + 2)
     crossing = dataclasses.replace(plain, a_batch=(4, 1), b_batch=(1, 16))  # one product of all rows, then a transpose
-    assert xla_cost._transposes_us(crossing, reference("sm_90a")) > 0
+    assert xla._transposes_us(crossing, reference("sm_90a")) > 0
 
 
 # Lowered for CUDA.

@@ -13,7 +13,7 @@ from test_fusion import problem as fused
 
 import cutjax
 from cutjax.epilogue.trace import trace
-from cutjax.kernels import choose
+from cutjax.kernels import base, choose
 from cutjax.kernels.sm90 import kernel as sm90
 from cutjax.runtime import compiler
 from cutjax.runtime.launch import TensorMap
@@ -115,7 +115,7 @@ def test_names():
 
 def test_the_plan(monkeypatch):
     """Buffers are as ever; a's map is of b, and the result's boxes are 64 of n by a chunk of m."""
-    monkeypatch.setattr(sm90, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
+    monkeypatch.setattr(base, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
     asked = cutjax.Problem(256, 512, 64, "nn", batch=(4,), a_batch=(4,), b_batch=(1,))
     plan = sm90.resolved(asked, SWAPPED).call().launches[0]
     a, b, d, *rest = plan.params
@@ -132,7 +132,7 @@ def test_the_plan(monkeypatch):
 
 
 def test_what_is_written_of_reductions(monkeypatch):
-    monkeypatch.setattr(sm90, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
+    monkeypatch.setattr(base, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
     asked = fused(*CASES["all reductions"], sizes=(200, 408, 64))
     call = sm90.resolved(asked, dataclasses.replace(SWAPPED, bn=64)).call()
     # acc, and of the transposed result: each row's sum, each column's maximum, one of all, each row's minimum.

@@ -16,7 +16,7 @@ from cuda_kernels import make
 from jax import lax
 
 import cutjax
-from cutjax.kernels import choose, device, tuned
+from cutjax.kernels import choose, device, families, tuned
 from cutjax.runtime import settings, tuning_file
 from cutjax.tuning import autotune, measure
 
@@ -37,7 +37,7 @@ def folder(tmp_path):
 
 
 def write(path, config, time_us, xla_us, problem=PROBLEM, of=H200):
-    fields = {} if config is None else choose.fields_of(config)
+    fields = {} if config is None else families.fields_of(config)
     entry = tuned.Entry(tuple(sorted(fields.items())), time_us, xla_us).encoded()
     tuning_file.merge(path, {of: {problem.key(): entry}})
     tuned.read_again()

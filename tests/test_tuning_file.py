@@ -11,7 +11,7 @@ import threading
 import pytest
 
 import cutjax
-from cutjax.kernels import choose, tuned
+from cutjax.kernels import families, tuned
 from cutjax.runtime import disk_cache, settings, tuning_file
 
 H200 = "NVIDIA H200"
@@ -169,15 +169,15 @@ CONFIGS += [cutjax.MmaConfig(), cutjax.MmaConfig(4, 32, 128, 4, 32, 8, stages=1,
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_configs_are_stored_by_field(config):
-    fields = choose.fields_of(config)
+    fields = families.fields_of(config)
     assert fields["family"] == ("mma" if isinstance(config, cutjax.MmaConfig) else "sm90")
     assert all(value != getattr(type(config)(), name) for name, value in fields.items() if name != "family")
-    assert choose.config_of(json.loads(json.dumps(fields))) == config
+    assert families.config_of(json.loads(json.dumps(fields))) == config
 
 
 @pytest.mark.parametrize("fields", [{}, {"family": "sm70"}, {"family": "sm90", "bm": 7}, {"family": "sm90", "x": 1}])
 def test_fields_of_no_config(fields):
-    assert choose.config_of(fields) is None
+    assert families.config_of(fields) is None
 
 
 def test_what_ships_is_valid():
@@ -190,4 +190,4 @@ def test_what_ships_is_valid():
         assert table.count == sum(map(len, devices.values()))
         assert path.read_text() == tuning_file.encoded(devices)
         for entries in table.entries.values():
-            assert all(choose.config_of(dict(entry.config)) for entry in entries.values() if entry.config)
+            assert all(families.config_of(dict(entry.config)) for entry in entries.values() if entry.config)

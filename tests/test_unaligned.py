@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import cutjax
+from cutjax.kernels import prepared
 from cutjax.kernels.choose import choose
 from cutjax.kernels.sm90 import kernel as sm90
 from cutjax.kernels.sm90 import operands
@@ -67,12 +68,13 @@ def test_pitch(k, pitch, l2_bytes):
         "a": ((k, 72, 1), (pitch, 72 * pitch), l2_bytes),
         "b0": ((k, 64, 1), (pitch, 64 * pitch), l2_bytes),
     }
-    assert sum(pad.columns for pad in operands.copies(problem)) == (0 if pitch == 2 * k else pitch - 2 * k)
+    assert sum(pad.columns for pad in operands.prepared(problem)) == (0 if pitch == 2 * k else pitch - 2 * k)
 
 
 def test_pads_of_batches_and_groups():
     def pads(*args, **fields):
-        return [(x.name, x.buffer, x.columns, x.rows) for x in operands.copies(cutjax.Problem(*args, **fields))]
+        found = operands.prepared(cutjax.Problem(*args, **fields))
+        return [(x.name, x.buffer, x.columns, x.written // x.steps[-1].row_bytes) for x in found]
 
     batch = {"batch": (3, 5), "a_batch": (3, 5), "b_batch": (1, 5)}
     assert pads(66, 64, 33, "nt", **batch) == [("a", 0, 7, 15 * 66), ("b", 1, 7, 5 * 64)]
@@ -200,9 +202,8 @@ def test_the_smallest_have_a_plan(n, layout):
 def test_not_a_number_stays_outside():
     """What is added is zero and lies outside the sizes of the map, for any operand."""
     kernel = sm90.resolved(cutjax.Problem(64, 64, 3, "nt"), cutjax.Config(bm=64, bn=64, stages=2))
-    call = functools.partial(sm90._prepare, 2, operands.copies(kernel.problem), kernel.way, 0)
     a = np.full((64, 3), np.nan, H)
-    padded, same = call([jnp.asarray(a), jnp.asarray(a)])
+    (padded, same), _ = prepared.make(kernel.prepared, [jnp.asarray(a), jnp.asarray(a)])
     assert padded.shape == same.shape == (64, 8)
     assert np.isnan(np.asarray(padded, np.float32)[:, :3]).all()
     assert (np.asarray(padded)[:, 3:] == 0).all()

@@ -12,7 +12,7 @@ from test_sass import innermost_loop, needs_tools
 from wide_cases import E4M3, KINDS, call, fused, problem
 
 import cutjax
-from cutjax.kernels import choose
+from cutjax.kernels import base, choose, prepared
 from cutjax.kernels.problem import LAYOUTS
 from cutjax.kernels.sm90 import family, operands
 from cutjax.kernels.sm90 import kernel as sm90
@@ -118,7 +118,7 @@ def test_what_lies_along_another_axis_is_transposed():
     )
     assert maps(kernel)["map_a"].dims == (72, 256, 1)
     a, b = jnp.arange(72 * 256).reshape(72, 256).astype(np.int8), jnp.ones((72, 200), np.int8)
-    taken, more = operands.prepare(operands.copies(asked), kernel.way, [a, b])
+    taken, more = prepared.make(kernel.prepared, [a, b])
     assert not more
     assert np.array_equal(taken[0], np.pad(np.asarray(a).T, ((0, 0), (0, 8))))
     assert taken[1].shape == (200, 80)
@@ -127,7 +127,7 @@ def test_what_lies_along_another_axis_is_transposed():
 
 
 def test_parts_are_further_arguments(monkeypatch):
-    monkeypatch.setattr(sm90, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
+    monkeypatch.setattr(base, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
     residual = jnp.zeros((256, 128))
     asked = fused("bf16x6", 256, 128, 512, lambda acc, r: acc + r, residual)
     kernel = sm90.resolved(asked, Config(128, 64, stream_k=True))
@@ -152,7 +152,7 @@ def test_parts_are_further_arguments(monkeypatch):
 
 
 def test_a_program_splits_and_launches(monkeypatch):
-    monkeypatch.setattr(sm90, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
+    monkeypatch.setattr(base, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
     x = jax.ShapeDtypeStruct((100, 100), np.float32)
     text = call(problem("tf32x3", 100, 100, 100)).trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("cutjax_launch") == 1
@@ -164,7 +164,8 @@ def test_a_program_splits_and_launches(monkeypatch):
 
 
 def split(x, math):
-    return [np.asarray(part) for part in jax.jit(lambda x: operands.split(x, operands._WAYS[math]))(x)]
+    way = operands._WAYS[math]
+    return [np.asarray(part) for part in jax.jit(prepared.Split(way.parts, way.rounded, way.dtype).made)(x)]
 
 
 def numbers():

@@ -24,7 +24,7 @@ from benchmarks.cases import operands
 from benchmarks.measure import OPTIONS
 from benchmarks.report import Figures, Row
 from benchmarks.suite import Run, Suite
-from cutjax.kernels import choose
+from cutjax.kernels import families
 from cutjax.kernels.mma import family
 from cutjax.kernels.mma.kernel import Kernel
 from cutjax.kernels.problem import Problem
@@ -154,7 +154,7 @@ def measure(cube: Cube, run: Run) -> list[Row]:
         rows.append(
             Row(
                 f"{cube.name} TMA",
-                variant=json.dumps(choose.fields_of(kernel.config)),
+                variant=json.dumps(families.fields_of(kernel.config)),
                 kernel=" + ".join(us.kernels),
                 us=us.us,
                 iqr_us=us.iqr_us,

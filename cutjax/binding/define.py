@@ -24,6 +24,7 @@ def define(
     transpose: Callable[..., Any] | None = None,
     dce: Callable[..., Any] | None = None,
     divided: partition.Rules | None = None,
+    evaluated: Callable[[dict[str, Any]], dict[str, Any]] = lambda params: params,
     multiple_results: bool = False,
 ) -> core.Primitive:
     """Returns a new primitive. Its parameters are hashable and include ``backend``, where it has kernels.
@@ -44,6 +45,8 @@ def define(
       dce: ``(used, **params) -> (operands, params)``, what computes the results in use alone: which operands it reads
         (a bool for each), and its parameters. jit calls it where nothing uses the others.
       divided: how it is divided over devices, where XLA cannot: of an operation with ``choose``.
+      evaluated: ``params -> params`` of an eager call, which is compiled once for all that are equal then: without what
+        only differentiation reads.
       multiple_results: whether the results are a sequence.
     """
     abstract, reference, batch = map(_unmarked, (abstract, reference, batch))
@@ -65,8 +68,7 @@ def define(
 
     @primitive.def_impl
     def _(*args: Any, **params: Any) -> Any:
-        if "epilogue" in params:  # nothing is differentiated any more, and without rules equal functions are equal
-            params["epilogue"] = params["epilogue"].primal
+        params = evaluated(params)
         with jax.disable_jit(False):  # or the jit below would bind, hence come back here, without end
             return compiled(tuple(params))(*args, **params)
 

@@ -10,10 +10,8 @@ import dataclasses
 import enum
 import math
 from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from cutjax.epilogue.expression import Node, Output
+from cutjax.epilogue.nodes import Node, Output
 
 _INFINITY = math.inf
 Interval = tuple[float, float]

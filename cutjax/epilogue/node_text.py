@@ -8,15 +8,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cutjax.dtypes import DTYPES
 from cutjax.epilogue.accuracy import Level
-
-if TYPE_CHECKING:
-    from cutjax.epilogue.expression import Node
+from cutjax.epilogue.nodes import Node
 
 # How a value rounds to a float dtype, given in f32.
 ROUND = {

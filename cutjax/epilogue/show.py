@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from cutjax.dtypes import short
-
-if TYPE_CHECKING:
-    from cutjax.epilogue.expression import Epilogue, Node
+from cutjax.epilogue.nodes import Node, Output
 
 _INFIX = dict(
     add="+", sub="-", mul="*", div="/", rem="%", pow="**", eq="==", ne="!=", lt="<", le="<=", gt=">", ge=">=", xor="^",
@@ -17,16 +15,15 @@ _INFIX = dict(
 _LEAVES = ("acc", "operand", "const", "iota")
 
 
-def show(epilogue: Epilogue) -> str:
+def show(products: int, nodes: Sequence[Node], outputs: Sequence[Output]) -> str:
     """Returns the infix text; a value used twice gets a name, t0, t1, ..."""
-    nodes = epilogue.nodes
     uses = [0] * len(nodes)
-    for i in itertools.chain(*(node.args for node in nodes), (out.node for out in epilogue.outputs)):
+    for i in itertools.chain(*(node.args for node in nodes), (out.node for out in outputs)):
         uses[i] += 1
     texts: list[str] = []
     lines: list[str] = []
     for node, count in zip(nodes, uses, strict=True):
-        text = _node_text(node, texts, epilogue.products)
+        text = _node_text(node, texts, products)
         if count > 1 and node.op not in _LEAVES:
             lines.append(f"t{len(lines)} = {_without_parentheses(text)}")
             text = f"t{len(lines) - 1}"
@@ -34,7 +31,7 @@ def show(epilogue: Epilogue) -> str:
     if len(lines) > 24:
         lines = [*lines[:8], f"... {len(lines) - 16} more ...", *lines[-8:]]
     results = []
-    for out in epilogue.outputs:
+    for out in outputs:
         text = _without_parentheses(texts[out.node])
         if out.reduce:
             text = f"{out.reduce}({text}, {'+'.join(out.axes)})"

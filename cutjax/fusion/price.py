@@ -15,8 +15,9 @@ from cutjax.binding import lowering
 from cutjax.epilogue.expression import Epilogue
 from cutjax.fusion.contraction import Contraction
 from cutjax.fusion.jaxprs import byte_count
-from cutjax.kernels import choose, tuned
+from cutjax.kernels import choose, tuned, xla
 from cutjax.kernels.device import Device, device_of
+from cutjax.kernels.families import fastest
 from cutjax.kernels.problem import Problem
 from cutjax.ops.dot_general import LEAD
 
@@ -104,11 +105,11 @@ def _by_xla(choice: choose.Choice) -> Price:
 
 @functools.lru_cache(maxsize=4096)
 def _of_problem(problem: Problem, entries: tuple[tuned.Entry, ...]) -> Price:
-    found = choose.fastest(problem)
+    found = fastest(problem)
     if found is None:
         return _by_xla(choose.choose(problem))
-    kernel, time_us, _ = found
-    xla_us, kernel_us = choose.xla_us(problem, kernel), time_us
+    _, time_us, _ = found
+    xla_us, kernel_us = xla.time_us(problem), time_us
     measured_xla = bool(entries and entries[0].xla_us)
     for entry in entries[:1]:
         xla_us, kernel_us = entry.xla_us or xla_us, entry.time_us or kernel_us

@@ -1,4 +1,4 @@
-"""The choice of a kernel: the families' configs, the reasons that rule one out, and the ranking of the rest.
+"""The choice of a kernel: a pinned one, a measured one, the predicted fastest, or XLA.
 
 Everything here is arithmetic on frozen dataclasses: no GPU, no compiler, no JAX tracing.
 """
@@ -7,28 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 from cutjax import dot_precision
 from cutjax.dot_precision import Canonical
-from cutjax.kernels import tuned
-from cutjax.kernels.family import Family, Kernel
-from cutjax.kernels.mma import family as mma
+from cutjax.kernels import tuned, xla
+from cutjax.kernels.families import FAMILIES, config_of, fastest, ranked, resolve
+from cutjax.kernels.family import Kernel
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import family as sm90
-from cutjax.kernels.widened import Widened, pass_us
-from cutjax.kernels.widened import xla_us as narrow_xla_us
 from cutjax.runtime.launch import Call
 
-FAMILIES: tuple[Family, ...] = (sm90, mma)
 # How many times as fast as XLA's product a kernel must be predicted to be, to run under "auto"; measured ones must lead
 # by as much. Of 374 products that the model was not fitted to, kernels run in 65, of which one is under 0.97 of XLA
 # (0.94), at a mean of 1.051; at 1 / 1.03 in 104, 11 (0.87) and 1.063, at 1.05 in 43, none and 1.035. Of 304 of
 # attention, in batches, 7 of 31 are under 0.97; at 1 it were 13 of 58.
 LEAD = tuned.SURE
-Config = sm90.Config
-CONFIGS = tuple(family.Config for family in FAMILIES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,56 +69,13 @@ class Choice:
 
 def reasons(config: Any, problem: Problem) -> tuple[str, ...]:
     """Returns every reason why ``config`` cannot serve ``problem``; empty when it can."""
-    found = _resolve(problem, config)
+    found = resolve(problem, config)
     return found if isinstance(found, tuple) else ()
 
 
 def candidates(problem: Problem) -> tuple[Any, ...]:
     """Returns all shipped configs that serve ``problem``, the predicted fastest first; empty when no kernel does."""
-    return tuple(dict.fromkeys(kernel.config for kernel, _ in _ranked(problem)))
-
-
-def _resolve(problem: Problem, config: Any) -> Kernel | tuple[str, ...]:
-    family = next((family for family in FAMILIES if isinstance(config, family.Config)), None)
-    if family is None:
-        known = ", ".join(family.Config.__name__ for family in FAMILIES)
-        raise TypeError(f"{config!r} is no config of a kernel; expected one of {known}")
-    found = family.resolve(problem, config)
-    found = found if isinstance(found, tuple) else found.unlaunchable() or found
-    if isinstance(found, tuple) and problem.narrow and not isinstance(wide := _resolve(problem.wide, config), tuple):
-        return Widened(problem, wide)
-    return found
-
-
-def _ranked(problem: Problem) -> list[tuple[Kernel, float]]:
-    """Returns the kernels that serve a problem, with their predicted times, the fastest first."""
-    serving = []
-    for family in sorted(FAMILIES, key=lambda family: family.fallback):
-        if (serving and family.fallback and not small(problem)) or family.reasons(problem):
-            continue
-        found = [family.resolve(problem, config) for config in family.configs(problem)]
-        kernels = [kernel for kernel in found if not isinstance(kernel, tuple)]
-        if kernels and not kernels[0].unlaunchable():  # the first is told least: parts of tiles take more
-            serving += [(kernel, kernel.time_us(problem.device)) for kernel in kernels]
-    if problem.narrow:
-        more = pass_us(problem, problem.device)
-        serving += [(Widened(problem, kernel), time_us + more) for kernel, time_us in _ranked(problem.wide)]
-    return sorted(serving, key=lambda entry: entry[1])
-
-
-def small(problem: Problem) -> bool:
-    """True where families of smaller tiles compete with those of 64 rows, as was measured in float32."""
-    return max(problem.m, problem.n) <= 32 and problem.a_dtype.itemsize > 2
-
-
-@functools.lru_cache(maxsize=4096)
-def fastest(problem: Problem) -> tuple[Kernel, float, int] | None:
-    """Returns the kernel predicted fastest, its time and how many serve a problem; None where none does."""
-    ranked = _ranked(problem)
-    if not ranked:
-        return None
-    kernel, time_us = next(entry for entry in ranked if not entry[0].unlaunchable())
-    return kernel, time_us, len(ranked)
+    return tuple(dict.fromkeys(kernel.config for kernel, _ in ranked(problem)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -159,7 +109,7 @@ def choose(
 @functools.lru_cache(maxsize=4096)
 def _choose(problem: Problem, config: Any, lead: float, entries: tuple[tuned.Entry, ...]) -> Choice:
     if config is not None:
-        kernel = _resolve(problem, config)
+        kernel = resolve(problem, config)
         if isinstance(kernel, tuple):
             return Choice(problem, None, kernel)
         return _chosen(problem, kernel, kernel.time_us(problem.device), "pinned by config=")
@@ -168,19 +118,12 @@ def _choose(problem: Problem, config: Any, lead: float, entries: tuple[tuned.Ent
             return choice
     if found := fastest(problem):
         kernel, time_us, count = found
-        of_xla = xla_us(problem, kernel)
+        of_xla = xla.time_us(problem)
         if not leads(time_us, of_xla, lead):
             why = f"predicted: XLA {of_xla:.1f} us, the fastest of {count} kernels {time_us:.1f} us"
             return Choice(problem, None, (why, *_of_lead(lead)), xla_us=of_xla)
         return _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs", of_xla)
     return Choice(problem, None, _problem_reasons(problem) or _config_reasons(problem))
-
-
-def xla_us(problem: Problem, kernel: Kernel) -> float | None:
-    """Returns the time that XLA may take, told of the kernel predicted fastest; None where unknown."""
-    if problem.narrow and (wide := fastest(problem.wide)):
-        return narrow_xla_us(problem, wide[0], problem.device)
-    return kernel.xla_us(problem.device)
 
 
 def _chosen(problem: Problem, kernel: Kernel, time_us: float, why: str, xla_us: float | None = None) -> Choice:
@@ -210,7 +153,7 @@ def _tuned(problem: Problem, entry: tuned.Entry, lead: float) -> Choice | None:
     kernel = None
     if entry.config:
         config = config_of(dict(entry.config))
-        kernel = None if config is None else _resolve(problem, config)
+        kernel = None if config is None else resolve(problem, config)
         if kernel is None or isinstance(kernel, tuple):
             return None
     if lead and entry.xla_wins:
@@ -218,25 +161,6 @@ def _tuned(problem: Problem, entry: tuned.Entry, lead: float) -> Choice | None:
     if lead > LEAD and entry.time_us and not leads(entry.time_us, entry.xla_us, lead):
         return Choice(problem, None, (entry.why, *_of_lead(lead)))
     return None if kernel is None or entry.time_us is None else _chosen(problem, kernel, entry.time_us, entry.why)
-
-
-def fields_of(config: Any) -> dict[str, Any]:
-    """Returns a config as a file has it: the name of its family, and the fields that are not their defaults."""
-    family = next(family for family in FAMILIES if isinstance(config, family.Config))
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    return {"family": family.name, **{name: value for name, value in fields.items() if value != defaults[name]}}
-
-
-def config_of(fields: Mapping[str, Any]) -> Any:
-    """Returns the config that ``fields_of`` described; None of one that no family has."""
-    fields = dict(fields)
-    name = fields.pop("family", None)
-    family = next((family for family in FAMILIES if family.name == name), None)
-    try:
-        return family and family.Config(**fields)
-    except (TypeError, ValueError):
-        return None
 
 
 def _problem_reasons(problem: Problem) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from cutjax.runtime.architectures import ARCHITECTURES, number
 # That NCCL's kernels take. On two H200s products of 256 tiles took three rounds beside an all-gather, where two are
 # enough for 132 SMs, and those of 512 tiles five beside a reduce-scatter, instead of four: they had 103 to 127.
 TRANSFER_SMS = 24
+DMMA = (80, 90, 100, 103)  # others multiply float64 by FMA, a 32nd or 64th as fast as float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,12 @@ class Device:
     def tf32(self) -> bool:
         """True if tensor cores round float32 to TF32, and so XLA does by default: from sm_80 on."""
         return number(self.arch) >= 80
+
+    def tensor(self, dtype: np.dtype, math: str = "") -> bool:
+        """True if tensor cores multiply a dtype by ``math``, as ``Problem.math`` says: others multiply it by FMA."""
+        if dtype.name in ("float64", "complex128"):
+            return number(self.arch) in DMMA
+        return bool(math) or dtype.name not in ("float32", "complex64")
 
     def with_sms(self, sms: int) -> Device:
         """Returns the device with another number of SMs, as fast for each."""

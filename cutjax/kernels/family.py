@@ -6,12 +6,18 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from cutjax.kernels.device import Device
+from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
 from cutjax.runtime.launch import Call
 
 
 class Kernel(Protocol):
     """One config of a family, resolved for one problem."""
+
+    @property
+    def family(self) -> str:
+        """Name of the family."""
+        ...
 
     @property
     def config(self) -> Any:
@@ -29,6 +35,11 @@ class Kernel(Protocol):
         ...
 
     @property
+    def prepared(self) -> tuple[Prepared, ...]:
+        """The operands of which it reads copies, made before the launch."""
+        ...
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Reasons to add to those of a choice: copies of operands that the kernel needs."""
         ...
@@ -37,12 +48,12 @@ class Kernel(Protocol):
         """Returns the predicted time of one launch."""
         ...
 
-    def xla_us(self, device: Device) -> float | None:
-        """Returns the time that XLA may take, if this is the kernel predicted fastest; None where unknown."""
-        ...
-
     def unlaunchable(self) -> tuple[str, ...]:
         """Returns why what serves the problem cannot be launched; of a problem's configs, the first is told least."""
+        ...
+
+    def after(self, converted: tuple[Prepared, ...]) -> Kernel:
+        """Returns the kernel with conversions of its operands before it."""
         ...
 
     def call(self) -> Call:
@@ -63,9 +74,12 @@ class Family(Protocol):
         """The frozen dataclass of its configs."""
         ...
 
-    @property
-    def fallback(self) -> bool:
-        """True if it only has problems that no other family serves, and small ones, unless a kernel of it is pinned."""
+    def competes(self, problem: Problem) -> bool:
+        """Returns whether its kernels are tried too where those of a family before it serve the problem."""
+        ...
+
+    def stores_in_order(self, problem: Problem) -> bool:
+        """Returns whether its kernels store results as the problem's order has them; of other architectures, True."""
         ...
 
     def reasons(self, problem: Problem) -> tuple[str, ...]:

@@ -198,11 +198,9 @@ class Problem:
         """Returns the problem of arrays in these orders of memory, as far as kernels read and write them so.
 
         Axes of size 1 lie anywhere, and orders are of the last axes. Results stay row-major where an operand of their
-        size is, and on sm_90a where TMA cannot store them: where their rows are no whole units of 16 bytes.
+        size is.
         """
         rank = len(self.batch) + 2
-        full = [np.dtype(out.dtype).itemsize for out in self.epilogue.outputs if not out.reduce]
-        whole = self.arch != "sm_90a" or all(self.n * size % 16 == 0 for size in full)
         beside = any(spec.row and spec.col for spec in self.epilogue.operands)
         found = []
         for order, shape in zip(orders, self.shapes, strict=True):
@@ -210,7 +208,7 @@ class Problem:
             order = (*range(before), *(before + axis for axis in order))
             moving = [axis for axis in order if shape[axis] != 1]
             found.append(() if moving == sorted(moving) else order)
-        return dataclasses.replace(self, orders=(*found[:2], found[2] if whole and not beside else ()))
+        return dataclasses.replace(self, orders=(*found[:2], () if beside else found[2]))
 
     @functools.cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -293,6 +291,12 @@ class Problem:
     def products(self) -> int:
         """Number of matrices b that share a, each multiplied by it."""
         return self.epilogue.products
+
+    @property
+    def few_rows(self) -> bool:
+        """True of a product that decodes a few tokens: it takes as long as reading the weights."""
+        alone = self.batch_size == 1 and not self.ragged and not self.symmetric
+        return alone and self.m <= 64 and self.a.contiguous == "k"
 
     @property
     def narrow(self) -> bool:

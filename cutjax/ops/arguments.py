@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax.dtypes import are_narrow
-from cutjax.kernels.choose import CONFIGS
+from cutjax.kernels.families import CONFIGS
 from cutjax.primitives import derivative
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.groups import rows_of_groups

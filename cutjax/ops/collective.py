@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from cutjax import dot_precision
 from cutjax.binding.rules import match_varying
 from cutjax.epilogue.expression import identity
-from cutjax.kernels.choose import Config
+from cutjax.kernels.families import Config
 from cutjax.kernels.problem import LAYOUTS
 from cutjax.ops.arguments import (
     check_config,

@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
-from cutjax.kernels.choose import Config
+from cutjax.kernels.families import Config
 from cutjax.kernels.problem import LAYOUTS
 from cutjax.ops.arguments import check_config, check_epilogue, check_shapes, matrix, promote, unwrapped, weights
 from cutjax.ops.quantized import is_quantized, scaled, scales_of, values_of

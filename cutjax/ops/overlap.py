@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from cutjax.binding.rules import is_zero
 from cutjax.epilogue.expression import Epilogue
-from cutjax.kernels.choose import Config
+from cutjax.kernels.families import Config
 from cutjax.ops.ring import Ring, wide
 from cutjax.primitives import derivative
 from cutjax.primitives import product as products

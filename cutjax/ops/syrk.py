@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
-from cutjax.kernels.choose import Config
+from cutjax.kernels.families import Config
 from cutjax.ops.arguments import check_config, check_epilogue, matrix, promote, unwrapped
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted

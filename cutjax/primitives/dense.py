@@ -17,6 +17,7 @@ from cutjax.binding.rules import on_devices, on_mesh
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, Node, identity
 from cutjax.kernels.device import Device
+from cutjax.kernels.families import in_order
 from cutjax.kernels.problem import Problem
 from cutjax.primitives.accumulators import accumulator, converted, is_half
 from cutjax.primitives.product import Folded, Product
@@ -129,7 +130,7 @@ class Dense(Product):
         return tuple(text for text in self.copies if text)
 
     def in_order(self, problem: Problem) -> Problem:
-        return problem.in_order(self.orders) if any(self.orders) else problem
+        return in_order(problem, self.orders) if any(self.orders) else problem
 
     def batched(self, at: int, rank: int) -> Dense:
         added = tuple(i + (rank - 1 - i < at) for i in self.added)

@@ -50,11 +50,17 @@ def define_product(name: str) -> Callable[[P], P]:
             transpose=_transpose,
             dce=_dce,
             divided=partition.RULES,
+            evaluated=_evaluated,
             multiple_results=True,
         )
         return product
 
     return decorated
+
+
+def _evaluated(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parameters without the rules of functions: nothing is differentiated any more."""
+    return {**params, "epilogue": params["epilogue"].primal}
 
 
 def _abstract(*avals: Any, product: Product, epilogue: Epilogue, **_: Any) -> list[Any]:

@@ -18,7 +18,8 @@ import numpy as np
 from cutjax.binding import lowering, walk
 from cutjax.epilogue.expression import identity
 from cutjax.kernels import tuned
-from cutjax.kernels.choose import Choice, candidates, choose, fields_of, floor_us, in_precision
+from cutjax.kernels.choose import Choice, candidates, choose, floor_us, in_precision
+from cutjax.kernels.families import fields_of
 from cutjax.kernels.problem import Problem
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.product import split

@@ -35,6 +35,7 @@ import syrk_problems
 from launches import Case, run, wrong
 
 import cutjax
+from cutjax.kernels.families import in_order
 
 K = 136  # two whole k blocks and a tail
 TILES = 280  # twice the SMs and more: every CTA walks several tiles
@@ -102,7 +103,7 @@ def strided(turn: int, schedule: str, cluster: tuple[int, int]) -> Case:
     layout, dtype, batch, order = LAYOUTS[number % 4], problems._INPUTS[0], (BATCH[0] // 10, 10), (0, 2, 1, 3)
     config = pick(cutjax.Problem(4096, 4096, K, layout), schedule, cluster, number)
     shape = cutjax.Problem(*sizes(config), K, layout, dtype, dtype, dtype, batch, batch, batch)
-    problem = shape.in_order((order,) * 3)
+    problem = in_order(shape, (order,) * 3)
 
     def data():
         a, b = problems.integers(problems.Random(0, problem, True, None))

@@ -18,6 +18,7 @@ from launches import Case
 from products import Item
 
 import cutjax
+from cutjax.kernels.families import in_order
 from cutjax.kernels.mma import family as mma
 from cutjax.kernels.mma.math import math_of
 from cutjax.kernels.sm90 import family as sm90
@@ -103,7 +104,7 @@ def _strided(item: Item) -> tuple[cutjax.Problem, Callable[[], tuple[list[np.nda
     Operands that are transposed before the launch are given in the order of their axes: XLA has laid them out then.
     """
     order = (0, 2, 1, 3)
-    problem = item.problem.in_order((order,) * 3)
+    problem = in_order(item.problem, (order,) * 3)
     math = math_of(problem)
     taken = (problem.along_k if math and math.along_k else problem).orders[:2]
 

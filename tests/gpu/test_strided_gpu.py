@@ -14,6 +14,7 @@ import pytest
 
 import cutjax
 from benchmarks import oracle
+from cutjax.kernels.families import in_order
 from cutjax.primitives.dense import Dense
 from cutjax.primitives.product import call, multiply
 
@@ -36,7 +37,7 @@ def _drawn(index: int) -> problems.Random:
         if not p.batch or 0 in p.batch:
             continue
         rank = len(p.batch)
-        p = p.in_order([(*(int(axis) for axis in rng.permutation(rank + 1)), rank + 1) for _ in range(3)])
+        p = in_order(p, [(*(int(axis) for axis in rng.permutation(rank + 1)), rank + 1) for _ in range(3)])
         if any(p.orders) and len(p.batch_groups) <= 3:
             return problems.Random(index, p, True, item.pinned)
 
@@ -246,7 +247,7 @@ def test_not_a_number_stays_in_its_head():
     with np.errstate(invalid="ignore"):
         expected = _einsum("bqhd,bkhd->bhqk", q, k).astype(H)
     problem = cutjax.Problem(65, 33, 72, "nt", batch=(2, 3), a_batch=(2, 3), b_batch=(2, 3))
-    problem = problem.in_order((HEADS, HEADS, ()))
+    problem = in_order(problem, (HEADS, HEADS, ()))
     for config in problems._by_name(problem)[:: max(1, len(cutjax.candidates(problem)) // 6)]:
         item = dataclasses.replace(ITEMS[0], problem=problem)
         out = _run(_compiled(problem, config), item, q.transpose(HEADS), k.transpose(HEADS))

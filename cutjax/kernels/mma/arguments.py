@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,11 +21,9 @@ from cutjax.kernels.arguments import (
     matrix_map,
     partials,
 )
+from cutjax.kernels.mma.resolved import Resolved
+from cutjax.kernels.problem import Operand, Problem
 from cutjax.runtime.launch import Int64, Pointer, TensorMap
-
-if TYPE_CHECKING:
-    from cutjax.kernels.mma.kernel import Kernel
-    from cutjax.kernels.problem import Operand, Problem
 
 
 @functools.lru_cache(maxsize=1024)
@@ -56,7 +53,7 @@ def unit(p: Problem, operand: Operand, length: int, of: Matrices) -> int:
     return math.gcd(16, row, of.row_bytes, of.bytes if of.count > 1 else 0)
 
 
-def arguments(kernel: Kernel) -> tuple[Argument, ...]:
+def arguments(kernel: Resolved) -> tuple[Argument, ...]:
     """Returns the arguments of a kernel, in order.
 
     Buffers are a, the bs (none where b is a), sizes of groups, the epilogue's operands and results, in order.
@@ -64,7 +61,7 @@ def arguments(kernel: Kernel) -> tuple[Argument, ...]:
     return tuple(_arguments(kernel))
 
 
-def _arguments(kernel: Kernel) -> Iterator[Argument]:
+def _arguments(kernel: Resolved) -> Iterator[Argument]:
     p, c, staging = kernel.multiplied, kernel.config, kernel.staging
     sizes, _ = batch_moves(p)
     first_result = p.arrays + len(p.epilogue.operands)
@@ -107,7 +104,7 @@ def _map(name: str, value: TensorMap, to: str) -> Argument:
     return Argument(f"const __grid_constant__ TensorMap {name}", value, to)
 
 
-def _operand_map(kernel: Kernel, buffer: int, operand: Operand, length: int, of: Matrices, tile: int) -> TensorMap:
+def _operand_map(kernel: Resolved, buffer: int, operand: Operand, length: int, of: Matrices, tile: int) -> TensorMap:
     """The tensor map of an operand whose m or n axis is so long, as Operand in boxes.cuh loads it: of real numbers."""
     p, bk, size = kernel.multiplied, kernel.config.bk, operand.dtype.itemsize
     dims, box = ((p.k, length), (bk, tile)) if operand.contiguous == "k" else ((length, p.k), (tile, bk))

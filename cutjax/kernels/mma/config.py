@@ -112,6 +112,11 @@ class Config:
         m, n, k = self.warps
         return 32 * m * n * k
 
+    @property
+    def epilogue_columns(self) -> int:
+        """Columns of a tile that one warp stores."""
+        return self.wn
+
     def name(self, problem: Problem) -> str:
         """Returns the name of the kernel wherever it is seen: HLO, profiler, explain, benchmark rows."""
         if self.splits > 1:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
-from cutjax.kernels.device import Device, reference
+from cutjax.kernels.device import Device
+from cutjax.kernels.mma.resolved import Resolved
+from cutjax.kernels.problem import Problem
 from cutjax.runtime.architectures import number
-
-if TYPE_CHECKING:
-    from cutjax.kernels.mma.kernel import Kernel
-    from cutjax.kernels.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,21 +59,10 @@ FITS = {
 # on an H200 (benchmarks/results/mma-parts-h200.json).
 TMA_GAIN, TMA_OTHERWISE = 1.04, 0.85
 SM90_SHARE = 0.67  # of the tensor cores' rate, which is wgmma's, that mma.sync reaches from sm_90 to sm_103
-# Products that XLA multiplies in a second on an H200, in units of 2 m n k: measured at 2048 to 8192 cubed
-# (benchmarks/results/experiments/mma-h200.json). It has no fast products of other integers.
-XLA_FLOPS = {
-    "float32": 50.8e12,
-    "float64": 58e12,
-    "complex64": 13.3e12,
-    "complex64 tf32": 57.8e12,
-    "complex128": 16.9e12,
-}
-XLA_SMALL_US = 0.68  # that an SM takes for each of many products in FMA: 4096 of 32 x 32 x 32
-XLA_HAS_NONE = ("int16", "uint16", "int32", "uint32", "int64", "uint64")
 COPY_US = 2.0  # of a copy that XLA makes before the launch, beside moving its bytes
 
 
-def predict(kernel: Kernel, device: Device, fit: Fit | None = None) -> float:
+def predict(kernel: Resolved, device: Device, fit: Fit | None = None) -> float:
     """Returns the predicted time of one launch in microseconds.
 
     Tiles run in waves of what all SMs hold; of the last, each SM has a part. In a wave an SM multiplies, or waits for
@@ -101,8 +87,8 @@ def predict(kernel: Kernel, device: Device, fit: Fit | None = None) -> float:
     gains = kernel.math.fragments == "tensor" and c.bk * p.a_dtype.itemsize == 128
     gain = 1.0 if not c.tma else TMA_GAIN if gains else TMA_OTHERWISE
     time = fit.launch + (max(time, memory) + 0.1 * min(time, memory)) / gain
-    if kernel.transposed:
-        time += 2 * kernel.transposed_bytes / device.bytes_per_second * 1e6 + COPY_US * len(kernel.transposed)
+    copied = sum(operand.moved for operand in kernel.prepared)  # in launches of their own
+    time += copied / device.bytes_per_second * 1e6 + COPY_US * len(kernel.prepared)
     return time + parts_us(p, c.splits, fit)
 
 
@@ -113,7 +99,7 @@ def parts_us(problem: Problem, splits: int, fit: Fit = FIT) -> float:
     return begin + moved / speed / 1e3 if splits > 1 else 0.0
 
 
-def _wave(kernel: Kernel, device: Device, blocks: int, k_blocks: int, rate: float, fit: Fit) -> float:
+def _wave(kernel: Resolved, device: Device, blocks: int, k_blocks: int, rate: float, fit: Fit) -> float:
     """Returns the time of one wave where each SM has so many blocks."""
     p, c = kernel.problem, kernel.config
     share = fit.peak / (1 + fit.reads * (32 / c.wm + 32 / c.wn))
@@ -124,24 +110,3 @@ def _wave(kernel: Kernel, device: Device, blocks: int, k_blocks: int, rate: floa
     written = sum(out.reduce is None for out in p.epilogue.outputs)
     store = fit.tile * c.bm * c.bn / 128**2 * max(1, written)
     return fit.latency + k_blocks * (blocks * max(multiply, load) + fit.block) + blocks * store
-
-
-def xla_us(kernel: Kernel, device: Device) -> float | None:
-    """Returns the time that XLA's product takes, and its pass over it; None where it has no fast product.
-
-    Where nothing was measured XLA is taken to reach the device's rates: what users have there runs until a measurement
-    says that a kernel is faster.
-    """
-    p = kernel.asked
-    if p.ragged or p.symmetric or p.a_dtype.name in XLA_HAS_NONE:
-        return None
-    rate = device.peak(p.a_dtype, p.math)
-    if (measured := XLA_FLOPS.get(f"{p.a_dtype.name} {p.math}".strip())) and number(device.arch) >= 90:
-        rate *= measured / reference("sm_90a").peak(p.a_dtype, p.math)
-    if not rate:
-        return None
-    product = p.m * p.n * p.batch_size * p.products * p.accumulator.itemsize
-    moved = p.bare.bytes if p.plain else p.bare.bytes + product + p.bytes
-    passes = 1 if p.plain else 1 + p.products
-    small_us = XLA_SMALL_US * p.batch_size * p.products / device.sms if kernel.math.fragments == "fma" else 0.0
-    return 2.0 * passes + max(1e6 * p.flops / rate, 1e6 * moved / device.bytes_per_second, small_us)

@@ -13,10 +13,9 @@ from cutjax.kernels.mma.math import Math, math_of
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.raster import band
 
-__all__ = ["Config", "configs", "fallback", "name", "reasons", "resolve"]
+__all__ = ["Config", "competes", "configs", "name", "reasons", "resolve", "stores_in_order"]
 
 name = "mma"
-fallback = True
 
 # (bm, bn, wm, wn, sliced_k, blocks): from large products to small ones.
 TILES = (
@@ -107,6 +106,16 @@ SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 LEAST_K_BLOCKS = 8  # of a part
 
 _config = functools.lru_cache(maxsize=None)(Config)
+
+
+def competes(problem: Problem) -> bool:
+    """Returns whether smaller tiles compete with those of 64 rows, as was measured in float32."""
+    return max(problem.m, problem.n) <= 32 and problem.a_dtype.itemsize > 2
+
+
+def stores_in_order(problem: Problem) -> bool:
+    """Returns True: threads store results, in any order of memory."""
+    return True
 
 
 def tiles_for(how: Math) -> tuple[tuple[int, ...], ...]:

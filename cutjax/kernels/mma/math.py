@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container
 
+from cutjax.kernels.device import DMMA
 from cutjax.kernels.problem import Problem
 from cutjax.runtime.architectures import number
 
@@ -55,7 +56,6 @@ class Math:
 
 
 _ALL, _AMPERE, _ADA = range(75, 1000), range(80, 1000), range(89, 1000)
-_DMMA = (80, 90, 100, 103)  # others multiply float64 by FMA, a 32nd or 64th as fast as float32
 
 
 def _fma(accumulator: str, rate: str, words: int, instructions: int = 1, beside: int = 0) -> Math:
@@ -86,13 +86,13 @@ MATHS = {
     ("float32", "bf16x6"): (_split("bf16x6", 6),),
     ("float32", "bf16x9"): (_split("bf16x9", 9),),
     ("float64", ""): (
-        Math("dmma", "float64", "double", _DMMA, "float64", 8, (16, 32), (8, 4), 8),
+        Math("dmma", "float64", "double", DMMA, "float64", 8, (16, 32), (8, 4), 8),
         _fma("float64", "float64", 2, beside=8),
     ),
     ("complex64", ""): (_fma("complex64", "float32", 2, 4),),
     ("complex64", "tf32"): (Math("tf32", "complex64", "double", _AMPERE, "tf32", 8, (16, 32), (8, 4), 8, 4),),
     ("complex128", ""): (
-        Math("dmma", "complex128", "double", _DMMA, "float64", 4, (8, 16), (8, 4), 16, 4),
+        Math("dmma", "complex128", "double", DMMA, "float64", 4, (8, 16), (8, 4), 16, 4),
         _fma("complex128", "float64", 4, 4),
     ),
     # A multiplication and an addition of integers issue half as often as FMA, of 64 bits an eighth.

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from cutjax.kernels.device import Device
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.cost import parts_us
 from cutjax.kernels.mma.math import MIXED, Math
+from cutjax.kernels.mma.resolved import Resolved
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.reasons import of_swap
 from cutjax.kernels.staging import Staging
-
-if TYPE_CHECKING:
-    from cutjax.kernels.mma.kernel import Kernel
 
 ROWS = (1, 2, 4)
 AT_ONCE = 8  # loads of 16 bytes that a thread waits for at once, as in slim.cuh
@@ -102,7 +99,7 @@ def _configs(problem: Problem, swap: bool) -> Iterator[Config]:
                 yield Config(rows, bn, 128, rows, wn, sliced_k, stages=1, raster=1, blocks=blocks, swap=swap)
 
 
-def predict(kernel: Kernel, device: Device) -> float:
+def predict(kernel: Resolved, device: Device) -> float:
     """Returns the predicted microseconds of one launch: of the bytes, as many as are in flight, or of the arithmetic.
 
     The numbers are the hardware's, but for decoding.

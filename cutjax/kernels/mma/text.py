@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from cutjax.dtypes import DTYPES
+from cutjax.kernels.arguments import Argument
 from cutjax.kernels.epilogue_text import epilogue_text
+from cutjax.kernels.mma.resolved import Resolved
 from cutjax.runtime import sources
-
-if TYPE_CHECKING:
-    from cutjax.kernels.mma.kernel import Kernel
 
 # What each way to read fragments needs before its own file, beside tiles.
 _LANES = ("mma/words.cuh", "mma/lanes.cuh")
@@ -22,7 +21,7 @@ FRAGMENTS = {
 }
 
 
-def source(kernel: Kernel) -> str:
+def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     """Returns all of it."""
     problem, config, math = kernel.multiplied, kernel.config, kernel.math
     m, n, k = config.warps
@@ -89,7 +88,7 @@ def source(kernel: Kernel) -> str:
             "mma/math.cuh",
             "mma/instruction.cuh",
             *_multiply(kernel),
-            epilogue_text(kernel.staging, kernel.arguments, problem.ragged),
+            epilogue_text(kernel.staging, arguments, problem.ragged),
             f"#define BASES_B {{{', '.join(f'base_b{i}' for i in range(problem.products))}}}\n" * (not config.tma),
             "mma/epilogue.cuh",
             "mma/gemm.cuh",
@@ -97,7 +96,7 @@ def source(kernel: Kernel) -> str:
     )
 
 
-def _multiply(kernel: Kernel) -> list[str]:
+def _multiply(kernel: Resolved) -> list[str]:
     """Returns what loads and multiplies."""
     problem, fragments = kernel.multiplied, kernel.math.fragments
     constant = f'#line 1 "math (generated)"\nconstexpr Math MATH = Math::{kernel.math.name};\n'

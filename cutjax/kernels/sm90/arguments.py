@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,13 +21,11 @@ from cutjax.kernels.arguments import (
     matrix_map,
     partials,
 )
+from cutjax.kernels.problem import Operand, Problem
+from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.operands import row_bytes
+from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.runtime.launch import Pointer, TensorMap
-
-if TYPE_CHECKING:
-    from cutjax.kernels.problem import Operand, Problem
-    from cutjax.kernels.sm90.config import Config
-    from cutjax.kernels.sm90.kernel import Kernel
 
 
 @functools.lru_cache(maxsize=1024)
@@ -45,7 +42,7 @@ def result_matrices(p: Problem, dtype: np.dtype) -> Matrices:
     return matrices(p, p.batch, p.m, p.n * dtype.itemsize, p.orders[2])
 
 
-def arguments(kernel: Kernel) -> tuple[Argument, ...]:
+def arguments(kernel: Resolved) -> tuple[Argument, ...]:
     """Returns the arguments of a kernel, in order.
 
     Buffers are a, the bs (none where b is a), sizes of groups, the epilogue's operands, further parts of a and of the
@@ -54,11 +51,11 @@ def arguments(kernel: Kernel) -> tuple[Argument, ...]:
     return tuple(_arguments(kernel))
 
 
-def _arguments(kernel: Kernel) -> Iterator[Argument]:
+def _arguments(kernel: Resolved) -> Iterator[Argument]:
     p, c, staging = kernel.multiplied, kernel.config, kernel.staging
     epilogue = p.epilogue
     (sizes, moves), steps = batch_moves(p), array_steps(p)
-    more, parts = kernel.more_parts, kernel.way.parts
+    more, parts = sum(operand.copies - 1 for operand in kernel.prepared), kernel.way.parts
     first_more = p.arrays + len(epilogue.operands)
     first_result = first_more + more + c.stream_k  # tickets are an argument too
     results = [(first_result + i, out) for i, out in staging.results]
@@ -128,7 +125,7 @@ def _operand_map(
     return matrix_map(buffer, operand.dtype, (rows, k), of, (chunk, depth), chunk * 2, l2_bytes)
 
 
-def _tile_map(buffer: int, dtype: np.dtype, kernel: Kernel, of: Matrices | int, transposed: bool) -> TensorMap:
+def _tile_map(buffer: int, dtype: np.dtype, kernel: Resolved, of: Matrices | int, transposed: bool) -> TensorMap:
     """The tensor map of a result, or an operand of its shape, as staging.cuh or transposed.cuh stores and loads it.
 
     `of` is its matrices, or how many dense ones there are.

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
 from cutjax.kernels.device import Device
 from cutjax.kernels.sm90 import dense_cost
-from cutjax.kernels.sm90.operands import copies, row_bytes
-
-if TYPE_CHECKING:
-    from cutjax.kernels.problem import Problem
-    from cutjax.kernels.sm90.kernel import Kernel
+from cutjax.kernels.sm90.operands import row_bytes
+from cutjax.kernels.sm90.resolved import Resolved
 
 READ_BYTES_PER_US, WRITTEN_BYTES_PER_US = 5.0e6, 3.8e6  # reads partly of L2
 # Not fitted yet: of an SM, through distributed shared memory; of XLA, which adds up what splits leave.
@@ -69,7 +65,7 @@ _FITS = {
 }
 
 
-def predict(kernel: Kernel, device: Device) -> float:
+def predict(kernel: Resolved, device: Device) -> float:
     """Returns the predicted microseconds of one call, for groups of uneven sizes where there are groups.
 
     The SMs walk the tiles in waves; a wave costs its mainloop and what of its epilogue is not hidden behind another.
@@ -138,20 +134,15 @@ def predict(kernel: Kernel, device: Device) -> float:
     twins = fit.twins if p.ragged else -0.04 * (p.k <= 64)
     memory = (reads + writes) * (1 + 0.11 * c.bm * c.bn / 32768 + twins * (resident == 2) + fit.short * (c.bm == 64))
     time_us = fit.scale * math.hypot(compute**3, memory**3) ** (1 / 3) + 1.2  # a smooth maximum, and the launch
-    time_us += _copies_us(kernel.problem, speed)
+    copied = sum(operand.moved for operand in kernel.prepared)  # in launches of their own
+    time_us += copied / (WRITTEN_BYTES_PER_US * speed) + 2 * len(kernel.prepared)
     if c.splits == 1:
         return time_us
     outside = kernel.asked.bytes - kernel.problem.bytes + p.result_bytes  # what XLA moves, beside the parts
     return time_us + 3 + (c.splits * p.result_bytes + outside) / (ADDED_BYTES_PER_US * speed)
 
 
-def _copies_us(problem: Problem, speed: float) -> float:
-    """Returns what copying operands takes: each is read and written, in a launch of its own."""
-    copied = copies(problem)
-    return sum(copy.moved for copy in copied) / (WRITTEN_BYTES_PER_US * speed) + 2 * len(copied)
-
-
-def _short_rows(kernel: Kernel) -> tuple[int, int]:
+def _short_rows(kernel: Resolved) -> tuple[int, int]:
     """Returns the rows of 128 bytes that the loads of a and of b take for each that they bring."""
     problem = kernel.multiplied
     lines = 1 if row_bytes(problem.a, problem.m, problem.k) % 128 == 0 else 2

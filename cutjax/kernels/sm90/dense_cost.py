@@ -8,18 +8,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cutjax.kernels import staging
 from cutjax.kernels.device import Device, reference
+from cutjax.kernels.prepared import COPIED_BYTES_PER_US
+from cutjax.kernels.problem import Operand
 from cutjax.kernels.sm90.arguments import matrices_of
-from cutjax.kernels.sm90.operands import copies
-
-if TYPE_CHECKING:
-    from cutjax.kernels.problem import Operand, Problem
-    from cutjax.kernels.sm90.kernel import Kernel
+from cutjax.kernels.sm90.resolved import Resolved
 
 FITTED_ON = reference("sm_90a")  # an H200: bandwidths of memory scale from there, those within an SM do not
 
@@ -230,7 +228,7 @@ class Features:
 PAIRLESS = 1.6
 
 
-def features(kernel: Kernel, device: Device) -> Features:
+def features(kernel: Resolved, device: Device) -> Features:
     """Returns what the model reads of a kernel."""
     p, c = kernel.multiplied, kernel.config
 
@@ -239,7 +237,6 @@ def features(kernel: Kernel, device: Device) -> Features:
 
     itemsize = p.out_dtype.itemsize
     result_row = kernel.stored.n * itemsize
-    copied = copies(kernel.asked)
     return Features(
         ideal=1e6 * p.flops / device.peak(kernel.stored.a_dtype, kernel.stored.math),
         flop_us=flop_us(kernel, device),
@@ -274,16 +271,16 @@ def features(kernel: Kernel, device: Device) -> Features:
         swap=c.swap,
         fused=_instructions(kernel),
         fetches=c.m_blocks * c.epilogue_columns // kernel.chunk if kernel.staging.operands else 0,
-        few_rows=few_rows(kernel.asked),
+        few_rows=kernel.asked.few_rows,
         reads=(p.bytes - p.result_bytes) * kernel.way.parts,
         result=p.result_bytes,
         asked=kernel.asked.bytes - kernel.problem.bytes + 2 * p.result_bytes,
-        copied=sum(copy.moved for copy in copied),
-        copies=len(copied),
+        copied=sum(operand.moved for operand in kernel.prepared),
+        copies=len(kernel.prepared),
     )
 
 
-def flop_us(kernel: Kernel, device: Device) -> float:
+def flop_us(kernel: Resolved, device: Device) -> float:
     """Returns the flops a microsecond of one SM, of as many elements of 16 bits as the operands' are long.
 
     A stage has so many bytes of k, whatever the dtype, which multiply in about the same time.
@@ -292,7 +289,7 @@ def flop_us(kernel: Kernel, device: Device) -> float:
     return peak / device.sms / 1e6 * kernel.multiplied.a_dtype.itemsize / 2
 
 
-def _instructions(kernel: Kernel) -> float:
+def _instructions(kernel: Resolved) -> float:
     """Returns the instructions of a kernel's epilogue, an accumulator, with what loading operands and storing take."""
     p = kernel.multiplied
     if p.plain:
@@ -351,14 +348,4 @@ def time_us(
     us = (compute**c.power + memory**c.power + l2**c.power) ** (1 / c.power)
     us = c.launch + us * (1 + c.few_rows * f.few_rows)
     us = us + (f.splits > 1) * (c.sum + (f.splits * f.result + f.asked) / (c.summed * 1e6 * f.speed))
-    return us + copies_us(f)
-
-
-def few_rows(p: Problem) -> bool:
-    """True of a product that decodes a few tokens: it takes as long as reading the weights."""
-    return p.m <= 64 and p.layout[0] == "n" and p.batch_size == 1 and not p.ragged and not p.symmetric
-
-
-def copies_us(f: Features) -> Any:
-    """Returns what copying operands takes: each is read and written, in a launch of its own."""
-    return f.copied / (3e6 * f.speed) + f.copies
+    return us + (f.copied / (COPIED_BYTES_PER_US * f.speed) + f.copies)  # each in a launch of its own

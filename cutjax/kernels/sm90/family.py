@@ -7,15 +7,18 @@ import functools
 import math
 from collections.abc import Iterator
 
+import numpy as np
+
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.raster import band
 from cutjax.kernels.sm90.config import Config
-from cutjax.kernels.sm90.kernel import Facts, Footprint, cluster_tile, facts_of, footprint, resolve
+from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint
+from cutjax.kernels.sm90.kernel import resolve
+from cutjax.kernels.sm90.resolved import cluster_tile
 
-__all__ = ["Config", "configs", "fallback", "name", "reasons", "resolve"]
+__all__ = ["Config", "competes", "configs", "name", "reasons", "resolve", "stores_in_order"]
 
 name = "sm90"
-fallback = False
 
 # (schedule, bm) -> the bn shipped. Steps of 32 fill waves; below 64 columns only small problems want a tile.
 TILES = {  # where two are predicted equal, the first is taken
@@ -52,6 +55,17 @@ _divide = functools.lru_cache(maxsize=1 << 14)(dataclasses.replace)
 def reasons(problem: Problem) -> tuple[str, ...]:
     """Returns why no kernel of this family can serve the problem; empty when one can."""
     return facts_of(problem).reasons
+
+
+def competes(problem: Problem) -> bool:
+    """Returns True: no family is before it."""
+    return True
+
+
+def stores_in_order(problem: Problem) -> bool:
+    """Returns whether TMA stores results in an order of their own: rows are whole units of 16 bytes."""
+    full = [np.dtype(out.dtype).itemsize for out in problem.epilogue.outputs if not out.reduce]
+    return problem.arch != ARCH or all(problem.n * size % 16 == 0 for size in full)
 
 
 def configs(problem: Problem) -> Iterator[Config]:

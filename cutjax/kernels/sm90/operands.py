@@ -1,19 +1,16 @@
-"""Operands as wgmma takes them: dtypes, parts of float32, and the copies made of arrays before a launch."""
+"""Operands as wgmma takes them: dtypes, parts of float32, rows that TMA walks."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from cutjax.dtypes import DTYPES, short
 from cutjax.epilogue.expression import identity
+from cutjax.kernels.prepared import Pad, Pairs, Prepared, Split, Step, Transpose
 from cutjax.kernels.problem import BF16, Operand, Problem
 
 F32, C64 = np.dtype(np.float32), np.dtype(np.complex64)
@@ -119,49 +116,9 @@ def as_multiplied(problem: Problem) -> Problem:
     return dataclasses.replace(given, a_dtype=a, b_dtype=b, math="" if a == BF16 else problem.math)
 
 
-@dataclasses.dataclass(frozen=True)
-class Copy:
-    """An array of which a kernel takes copies, made before the launch.
-
-    Attributes:
-      name: "a" or "b".
-      buffer: which argument of the kernel.
-      columns: elements added to the end of each row, where TMA cannot walk the rows as they are.
-      row_bytes: of a row of a copy.
-      rows: how many rows a copy has.
-      transposed: whether rows and columns change places.
-      parts: how many copies there are, whose sum the array is.
-      read: bytes of the array.
-      pairs: numbers of a copy, beside each other or in the next row, that each complex number makes; 1 of real ones.
-    """
-
-    name: str
-    buffer: int
-    columns: int
-    row_bytes: int
-    rows: int
-    transposed: bool
-    parts: int
-    read: int
-    pairs: int = 1
-
-    @property
-    def moved(self) -> int:
-        """Bytes read and written."""
-        return self.read + self.parts * self.rows * self.row_bytes
-
-    @property
-    def note(self) -> str:
-        """The words of explain for it."""
-        made = ["transposed"] * self.transposed + [f"split into {self.parts}"] * (self.parts > 1)
-        made += ["made real"] * (self.pairs == 4)
-        made += [f"padded to rows of {self.row_bytes} bytes"] * (self.columns > 0)
-        return f"{self.name} {' and '.join(made or ['rounded'])}"
-
-
 @functools.lru_cache(maxsize=1024)
-def copies(problem: Problem) -> tuple[Copy, ...]:
-    """Returns the copies of arrays; tensor maps keep the arrays' sizes, so no kernel reads what pads rows."""
+def prepared(problem: Problem) -> tuple[Prepared, ...]:
+    """Returns the operands of which kernels read copies: other numbers, rows along k, rows that TMA walks."""
     p, how, found = as_multiplied(problem), way(problem), []
     b_matrices = math.prod(p.b_batch) * (p.groups if p.ragged == "m" else 1)
     arrays = [("a", p.a, problem.a, p.m, math.prod(p.a_batch))]
@@ -171,12 +128,15 @@ def copies(problem: Problem) -> tuple[Copy, ...]:
         pitch = row_bytes(operand, length, p.k)
         columns = pitch // operand.dtype.itemsize - size
         transposed = operand.contiguous != given.contiguous
-        pairs = 1 if given.dtype != C64 else 4 if buffer else 2
-        if columns or transposed or how.dtype is not None or pairs == 4:
+        pairs = 1 if given.dtype != C64 else 4 if buffer else 2  # numbers that a complex one makes
+        steps: list[Step] = [] if how.dtype is None else [Split(how.parts, how.rounded, how.dtype)]
+        steps += [Transpose()] * transposed + [Pairs()] * (pairs == 4)
+        steps += [Pad(columns // 2 if pairs == 2 else columns, pitch)] * (columns > 0)
+        if steps:
             rows *= matrices
             whole = transposed or how.dtype is not None or pairs > 1
             read = size * rows * given.dtype.itemsize // pairs if whole else rows * pitch
-            found.append(Copy(name, buffer, columns, pitch, rows, transposed, how.parts, read, pairs))
+            found.append(Prepared(name, buffer, tuple(steps), read, how.parts * rows * pitch, how.parts))
     return tuple(found)
 
 
@@ -190,49 +150,3 @@ def row_bytes(operand: Operand, rows: int, k: int) -> int:
     if size % 16 == 0:
         return size
     return next(x for unit in (128, 64, 32, 16) if (x := -(-size // unit) * unit) <= 1.02 * size or unit == 16)
-
-
-def prepare(copied: Sequence[Copy], how: Way, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns the arrays, each that is copied as its first copy, and then the other copies of all."""
-    found, more = list(arrays), []
-    for copy in copied:
-        first, *others = (_made(copy, part) for part in split(found[copy.buffer], how))
-        found[copy.buffer] = first
-        more += others
-    return found, more
-
-
-def _made(copy: Copy, x: jax.Array) -> jax.Array:
-    if copy.transposed:
-        x = jnp.matrix_transpose(x)
-    columns = copy.columns
-    if copy.pairs == 4:
-        real, imag = jnp.real(x), jnp.imag(x)
-        rows = [jnp.stack([real, -imag], -1), jnp.stack([imag, real], -1)]  # each [.., n, k, 2]
-        x = jnp.stack(rows, -3).reshape(*x.shape[:-2], 2 * x.shape[-2], 2 * x.shape[-1])
-    elif copy.pairs == 2:
-        columns //= 2
-    if columns:
-        x = lax.pad(x, np.zeros((), x.dtype), [*((0, 0, 0) for _ in x.shape[1:]), (0, columns, 0)])
-    return x
-
-
-def split(x: jax.Array, how: Way) -> list[jax.Array]:
-    """Returns the parts of float32 numbers, each the nearest to what those before it leave of the number.
-
-    Three of bf16, of 8 bits each, are exactly the number. The others of one that is not finite are NaN, which the
-    kernels count as zero, as XLA does.
-    """
-    if how.dtype is None:
-        return [x]
-    found = []
-    for i in range(how.parts):
-        # Not by conversion there and back, which XLA takes for the number itself.
-        part = lax.reduce_precision(x, 8, how.rounded)
-        if i == 0 and how.parts > 1:  # what would be rounded to infinity is cut off
-            mask = np.uint32(2**32 - 2 ** (23 - how.rounded))
-            cut = lax.bitcast_convert_type(lax.bitcast_convert_type(x, np.uint32) & mask, np.float32)
-            part = lax.select(lax.is_finite(x) & ~lax.is_finite(part), cut, part)
-        found.append(part.astype(how.dtype))
-        x = x - part
-    return found

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from cutjax.dtypes import DTYPES
+from cutjax.kernels.arguments import Argument
 from cutjax.kernels.epilogue_text import epilogue_text
 from cutjax.kernels.sm90 import operands
+from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.runtime import sources
-
-if TYPE_CHECKING:
-    from cutjax.kernels.sm90.kernel import Kernel
 
 # Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168. A producer that walks groups of k
 # spills in 40.
 REGISTERS = {"": (40, 232), "m": (40, 232), "k": (40, 232)}
 
 
-def source(kernel: Kernel) -> str:
+def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     """Returns all of it."""
     problem, config = kernel.multiplied, kernel.config
     a_k_major, b_k_major = problem.a.contiguous == "k", problem.bs[0].contiguous == "k"
@@ -85,7 +83,7 @@ def source(kernel: Kernel) -> str:
             wgmma(config.bn * problem.products, problem.a_dtype, problem.b_dtype, a_k_major, b_k_major),
             "sm90/mainloop.cuh",
             "sm90/stream.cuh",
-            epilogue_text(kernel.staging, kernel.arguments, problem.ragged),
+            epilogue_text(kernel.staging, arguments, problem.ragged),
             "sm90/epilogue.cuh",
             "common/parts.cuh",
             "sm90/split.cuh",

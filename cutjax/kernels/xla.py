@@ -1,24 +1,38 @@
-"""The predicted time of XLA's own dense products on Hopper, which a kernel must not be slower than to run under "auto".
+"""The predicted time of XLA's own product of a problem, which a kernel must not be slower than to run under "auto".
 
-cuBLAS's and Triton's kernels take a time that follows from ours, where both do the same; where they do not, formulas of
-their own.
+On Hopper, cuBLAS's and Triton's kernels take a time that follows from that of ours, where both do the same; where they
+do not, and elsewhere, formulas of their own.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
-from cutjax.kernels.device import Device
-from cutjax.kernels.sm90.dense_cost import CONSTANTS, copies_us, features, time_us
-from cutjax.kernels.sm90.operands import F32, FLOAT8
+from cutjax.kernels.device import Device, reference
+from cutjax.kernels.families import fastest
+from cutjax.kernels.prepared import Prepared, converted_us, copies_us, widened
+from cutjax.kernels.problem import Problem
+from cutjax.runtime.architectures import number
 
-if TYPE_CHECKING:
-    from cutjax.kernels.problem import Problem
-    from cutjax.kernels.sm90.kernel import Kernel
-
+OURS = "sm90"  # the family of wgmma, as cuBLAS's kernels on Hopper are
+# Products that XLA multiplies in a second on an H200, in units of 2 m n k: measured at 2048 to 8192 cubed
+# (benchmarks/results/experiments/mma-h200.json). It has no fast products of other integers.
+XLA_FLOPS = {
+    "float32": 50.8e12,
+    "float64": 58e12,
+    "complex64": 13.3e12,
+    "complex64 tf32": 57.8e12,
+    "complex128": 16.9e12,
+}
+XLA_SMALL_US = 0.68  # that an SM takes for each of many products in FMA: 4096 of 32 x 32 x 32
+XLA_HAS_NONE = ("int16", "uint16", "int32", "uint32", "int64", "uint64")
+# Where XLA multiplies in a fusion of its own that converts what it reads, the microseconds it takes to begin, and the
+# shares of the memory's bandwidth and of the tensor cores' rate that it reaches. These: 1 to 4096 rows by weights of
+# int8 and float8_e4m3fn, 8192 x 8192 and 4096 x 14336, on an H200.
+FUSED_US, FUSED_BYTES, FUSED_FLOPS = 2.0, 0.65, 0.8
 # What XLA's products take over our fastest kernel's predicted time, as its logarithm: a sum over what is true of the
 # problem. Fitted to the same sweeps, to the sixth of them in which XLA is fastest: running a kernel where XLA is faster
 # costs a user speed, running XLA where a kernel is faster only does not bring any.
@@ -51,23 +65,65 @@ BATCHED = {
 }
 
 
-def xla_us(kernel: Kernel, device: Device) -> float | None:
-    """Returns the time that XLA's own product may take, told of the kernel predicted fastest; None where unknown."""
-    p = kernel.asked
+def time_us(problem: Problem) -> float | None:
+    """Returns the time that XLA may take for a problem on its device; None where unknown."""
+    found, device = fastest(problem), problem.device
+    if found is None:
+        return None
+    if problem.narrow and fastest(problem.wide):
+        return _narrow_us(problem, device)
+    kernel, ours, _ = found
+    if kernel.family == OURS:
+        return _of_ours(problem, device, ours, kernel.prepared)
+    return _of_rates(problem, device)
+
+
+def _of_rates(p: Problem, device: Device) -> float | None:
+    """Returns the time of XLA's product at the device's rates, and of its pass over it; None where it has no fast one.
+
+    Where nothing was measured XLA is taken to reach the rates: what users have there runs until a measurement says that
+    a kernel is faster.
+    """
+    if p.ragged or p.symmetric or p.a_dtype.name in XLA_HAS_NONE:
+        return None
+    rate = device.peak(p.a_dtype, p.math)
+    if (measured := XLA_FLOPS.get(f"{p.a_dtype.name} {p.math}".strip())) and number(device.arch) >= 90:
+        rate *= measured / reference("sm_90a").peak(p.a_dtype, p.math)
+    if not rate:
+        return None
+    product = p.m * p.n * p.batch_size * p.products * p.accumulator.itemsize
+    moved = p.bare.bytes if p.plain else p.bare.bytes + product + p.bytes
+    passes = 1 if p.plain else 1 + p.products
+    small_us = 0.0 if device.tensor(p.a_dtype, p.math) else XLA_SMALL_US * p.batch_size * p.products / device.sms
+    return 2.0 * passes + max(1e6 * p.flops / rate, 1e6 * moved / device.bytes_per_second, small_us)
+
+
+def _narrow_us(p: Problem, device: Device) -> float | None:
+    """Returns the time of XLA's product of a narrow b, which it converts before, or in a fusion with the product."""
+    of_wide = time_us(p.wide)
+    if of_wide is None:
+        return None
+    fused_us = FUSED_US + 1e6 * p.bytes / (FUSED_BYTES * device.bytes_per_second)
+    fused_us += 1e6 * p.flops / (FUSED_FLOPS * device.peak(p.a_dtype))
+    return min(of_wide + converted_us(widened(p), device), fused_us)
+
+
+def _of_ours(p: Problem, device: Device, padded: float, copied: Sequence[Prepared]) -> float | None:
+    """Returns the time of XLA's product on Hopper, told that of our fastest kernel and the copies that it reads."""
     if p.ragged or p.symmetric:
         return None
     if p.a_dtype.itemsize != 2:
         return _others_us(p, device)
     if not p.plain:
         return None
-    us = _halves_us(kernel, device)
+    us = _halves_us(p, device, padded, copied)
     # Beyond what was fitted XLA may have a Triton kernel that takes little more than its launch.
     fitted = p.k > _FITTED_K and p.n >= _FITTED_N and (p.layout[0] == "n" or p.m >= _FITTED_N)
     return us if fitted or p.batch_size > 1 else min(us, 1.4 + 2 * sum(_roofline_us(p, device)))
 
 
 # The contractions and the widths that the products of the sweeps have: more than the one, at least the other. Of a
-# sample beyond them that draws widths and depths of tens, XLA took 1.4 us and one to two times the roofline's time where
+# sample beyond them that draws widths and depths of tens, XLA took 1.4 us and one to two roofline times where
 # it was fast (256 x 512 x 128 nt 1.7 us, 1008 x 512 x 128 2.5, 30 x 384 x 96 1.5), and a kernel was at most 0.93 of it.
 _FITTED_K, _FITTED_N = 128, 256
 
@@ -77,18 +133,15 @@ def _roofline_us(p: Problem, device: Device) -> tuple[float, float]:
     return 1e6 * p.flops / device.peak(p.a_dtype), 1e6 * p.bytes / device.bytes_per_second
 
 
-def _halves_us(kernel: Kernel, device: Device) -> float:
-    """Returns the time of XLA's product of 16 bits."""
-    p = kernel.asked
-    f = features(kernel, device)
+def _halves_us(p: Problem, device: Device, padded: float, copied: Sequence[Prepared]) -> float:
+    """Returns the time of XLA's product of 16 bits, told as ``_of_ours`` is."""
     odd = p.n * p.a_dtype.itemsize % 16 != 0
-    if f.few_rows and not odd and not f.copies and p.n * p.k >= _LEAST_WEIGHTS:
+    if p.few_rows and not odd and not copied and p.n * p.k >= _LEAST_WEIGHTS:
         return _few_rows_us(p, device)
-    padded = time_us(f, CONSTANTS)
-    if f.copies and p.batch_size == 1:
+    if copied and p.batch_size == 1:
         return _unaligned_us(p, device, padded)
-    ours = padded - copies_us(f)
-    unaligned = bool(f.copies or odd)
+    ours = padded - copies_us(copied, device)
+    unaligned = bool(copied or odd)
     flop_us, byte_us = _roofline_us(p, device)
     multiplies = flop_us / (flop_us + byte_us)
     tiles = math.ceil(p.m / 128) * math.ceil(p.n / 128) * p.batch_size
@@ -98,7 +151,7 @@ def _halves_us(kernel: Kernel, device: Device) -> float:
         "launch": 1 / ours,
         "unaligned": unaligned,
         "busy": unaligned * multiplies,
-        "padded": f.copies > 0,
+        "padded": len(copied) > 0,
         "odd": odd,
         "tn": p.layout == "tn",
         "nt": p.layout == "nt",
@@ -112,7 +165,7 @@ def _halves_us(kernel: Kernel, device: Device) -> float:
         "multiplies": multiplies,
         "pitch": sum(row * p.a_dtype.itemsize % 128 != 0 for row in _rows(p)),
         "long": math.log2(ours),
-        "walked": f.copies > 0 and any(p.orders),
+        "walked": len(copied) > 0 and any(p.orders),
     }
     weights = PLAIN if p.batch_size == 1 else BATCHED
     return ours * math.exp(sum(weight * true[name] for name, weight in weights.items())) + _transposes_us(p, device)
@@ -176,12 +229,12 @@ def _others_us(p: Problem, device: Device) -> float | None:
     An epilogue is a pass over the results at the rate of a copy, which is the least it may take.
     """
     name = p.a_dtype.name if p.a_dtype.kind == "c" else p.math or p.a_dtype.name
-    if name in FLOAT8:
-        name = "float8_e5m2" if p.a_dtype == p.b_dtype == np.dtype("float8_e5m2") else "float8"
+    if name.startswith("float8"):
+        name = "float8_e5m2" if {p.a_dtype.name, p.b_dtype.name} == {"float8_e5m2"} else "float8"
     if name not in _OTHERS:
         return None
     multiplied, split = _OTHERS[name]
-    multiply_us = multiplied * 1e6 * p.flops / device.peak(F32, "tf32")
+    multiply_us = multiplied * 1e6 * p.flops / device.peak(np.dtype(np.float32), "tf32")
     us = 2 + max(multiply_us + split * p.bytes / 1e6, 1e6 * p.bytes / device.bytes_per_second)
     return us if p.plain else us + 1 + 1e6 * 2 * p.result_bytes / device.bytes_per_second
 

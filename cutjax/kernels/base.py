@@ -1,0 +1,191 @@
+"""The kernels of all families: the fields of a config resolved for a problem, and how one is compiled and called.
+
+A family's record of fields (`Resolved`) lies below its text, arguments and cost, which are functions of it; its
+`Kernel` lies above them.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+import jax
+from jax import lax
+
+from cutjax.kernels import prepared, results
+from cutjax.kernels.arguments import Argument
+from cutjax.kernels.device import Device
+from cutjax.kernels.prepared import Prepared
+from cutjax.kernels.problem import Problem
+from cutjax.kernels.staging import Staging
+from cutjax.runtime.compiler import Cubin, compile_kernel
+from cutjax.runtime.launch import Call, Launch
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Resolved:
+    """One config resolved for one problem.
+
+    Attributes:
+      problem, config: which.
+      asked: the problem with its epilogue; where k has splits, `problem` is without.
+      multiplied: `problem` as it is multiplied: of prepared operands, and, where they are swapped, of the transposed
+        result.
+      staging: of its epilogue.
+      prepared: the operands of which it reads copies.
+      converted: operands that are converted before all that, where it is the kernel of a narrow problem's wide one.
+      chunk: columns of a staging buffer.
+      stage_bytes, buffer_bytes: shared memory of one stage, and of one staging buffer.
+      shared_bytes: of one block, all together.
+      tiles: their number, of clusters where there are such; where there are groups, the most there may be.
+      rows, columns: tiles along m and n; where rows have groups, those along m of a group of average size.
+    """
+
+    problem: Problem
+    config: Any
+    asked: Problem
+    multiplied: Problem
+    staging: Staging
+    prepared: tuple[Prepared, ...]
+    converted: tuple[Prepared, ...] = ()
+    chunk: int
+    stage_bytes: int
+    buffer_bytes: int
+    shared_bytes: int
+    tiles: int
+    rows: int
+    columns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The blocks of a launch.
+
+    Attributes:
+      blocks: their number.
+      threads: of a block.
+      cluster: blocks of a cluster.
+      per_sm: blocks that share an SM, of which no more are launched than run at one time; 0 where all are launched.
+    """
+
+    blocks: int
+    threads: int
+    cluster: int
+    per_sm: int
+
+
+class Kernel(Resolved, abc.ABC):
+    """A resolved config that is compiled and called. A family's says its name, text, arguments, time and grid."""
+
+    family: ClassVar[str]
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The entry symbol, which is the same wherever the kernel is seen: HLO, profiler, explain, benchmark rows."""
+
+    @property
+    @abc.abstractmethod
+    def arguments(self) -> tuple[Argument, ...]:
+        """The arguments that the kernel takes, in order."""
+
+    @property
+    @abc.abstractmethod
+    def source(self) -> str:
+        """The device text; sizes are arguments of the kernel, so one text serves every shape."""
+
+    @property
+    @abc.abstractmethod
+    def grid(self) -> Grid:
+        """The blocks of its launch."""
+
+    @abc.abstractmethod
+    def launch_us(self, device: Device) -> float:
+        """Returns the predicted time of one launch, and of preparing its operands."""
+
+    def scratch(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns the memory that a launch works in, as results after the problem's; the last has zeros before it."""
+        return ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Reasons to add to those of a choice: operands of which copies are made before it."""
+        return (*prepared.notes(self.converted), *prepared.notes(self.prepared))
+
+    def time_us(self, device: Device) -> float:
+        """Returns the predicted time of one call."""
+        us = self.launch_us(device)
+        return us + prepared.converted_us(self.converted, device) if self.converted else us
+
+    def after(self, converted: tuple[Prepared, ...]) -> Self:
+        """Returns the kernel with conversions of its operands before it."""
+        return dataclasses.replace(self, converted=converted)
+
+    def unlaunchable(self) -> tuple[str, ...]:
+        """Returns why it cannot be launched: there is a limit to what one launch is told."""
+        try:
+            self._launch(b"-")
+        except ValueError as error:
+            return (f"operands and results are too many or too large for one launch ({error})",)
+        return ()
+
+    def compile(self) -> Cubin:
+        """Compiles the kernel, or takes it from the cache."""
+        return compile_kernel(self.source, name=self.name, arch=self.problem.arch)
+
+    def call(self) -> Call:
+        """Returns the compiled kernel and the plan of its launch."""
+        problem, config, outputs = self.problem, self.config, self.multiplied.epilogue.outputs
+        aliases = tuple((problem.arrays + operand, result) for operand, result in problem.in_place)
+        taken, written, finish, scratch = problem.arrays + len(problem.epilogue.operands), (), None, self.scratch()
+        more = sum(operand.copies - 1 for operand in self.prepared)
+        if config.splits > 1:
+            written, finish = results.parts(problem, config.splits), functools.partial(results.finish_parts, self.asked)
+        elif self.staging.reductions or scratch:
+            written = (*results.written(self.multiplied, config.epilogue_columns, config.swap), *scratch)
+            finish = functools.partial(results.finish, outputs)
+        if scratch:
+            aliases += ((taken + more, len(written) - 1),)
+        changed = config.splits > 1 or self.prepared or self.converted or scratch
+        return Call(
+            (self._launch(self.compile().image),),
+            results=written,
+            finish=finish,
+            prepare=functools.partial(self._prepare, taken, scratch[-1:]) if changed else None,
+            aliases=aliases,
+            operand_orders=self._operand_orders(taken),
+            result_orders=tuple(() if out.reduce else problem.orders[2] for out in outputs),
+        )
+
+    def _launch(self, cubin: bytes) -> Launch:
+        grid = self.grid
+        return Launch(
+            kernel=self.name,
+            cubin=cubin,
+            grid=(grid.blocks, 1, 1),
+            block=(grid.threads, 1, 1),
+            cluster=(grid.cluster, 1, 1),
+            shared_bytes=self.shared_bytes,
+            blocks_per_sm=grid.per_sm,
+            params=tuple(argument.value for argument in self.arguments),
+        )
+
+    def _prepare(
+        self, taken: int, zeros: tuple[jax.ShapeDtypeStruct, ...], arrays: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Returns what the kernel takes: the first arguments, some of them copies, more copies of those, and zeros."""
+        given, _ = prepared.make(self.converted, arrays[:taken])
+        found, more = prepared.make(self.prepared, given)
+        return [*found, *more, *(lax.full(x.shape, 0, x.dtype) for x in zeros)]
+
+    def _operand_orders(self, taken: int) -> tuple[tuple[int, ...], ...]:
+        """Returns how the axes of what the kernel takes lie in memory: each copy lies as the first of its array."""
+        given = self.multiplied.transposed if self.config.swap else self.multiplied
+        orders = [given.a.order, *(b.order for b in given.bs[: 0 if given.symmetric else None])]
+        if not any(given.orders):
+            return ()
+        more = [orders[operand.buffer] for operand in self.prepared for _ in range(operand.copies - 1)]
+        return (*orders, *[()] * (taken - len(orders)), *more)

@@ -1,0 +1,85 @@
+"""The families of kernels there are, and the kernels that serve a problem, the predicted fastest first."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cutjax.kernels.family import Family, Kernel
+from cutjax.kernels.mma import family as mma
+from cutjax.kernels.prepared import converted_us, widened
+from cutjax.kernels.problem import Order, Problem
+from cutjax.kernels.sm90 import family as sm90
+
+FAMILIES: tuple[Family, ...] = (sm90, mma)  # those that serve a problem the best first
+CONFIGS = tuple(family.Config for family in FAMILIES)
+Config = sm90.Config  # the public one
+
+
+def resolve(problem: Problem, config: Any) -> Kernel | tuple[str, ...]:
+    """Returns the kernel of a config that can be launched, or every reason why there is none."""
+    family = next((family for family in FAMILIES if isinstance(config, family.Config)), None)
+    if family is None:
+        known = ", ".join(family.Config.__name__ for family in FAMILIES)
+        raise TypeError(f"{config!r} is no config of a kernel; expected one of {known}")
+    found = family.resolve(problem, config)
+    found = found if isinstance(found, tuple) else found.unlaunchable() or found
+    if isinstance(found, tuple) and problem.narrow and not isinstance(wide := resolve(problem.wide, config), tuple):
+        return wide.after(widened(problem))
+    return found
+
+
+def ranked(problem: Problem) -> list[tuple[Kernel, float]]:
+    """Returns the kernels that serve a problem, with their predicted times, the fastest first."""
+    serving = []
+    for family in FAMILIES:
+        if (serving and not family.competes(problem)) or family.reasons(problem):
+            continue
+        found = [family.resolve(problem, config) for config in family.configs(problem)]
+        kernels = [kernel for kernel in found if not isinstance(kernel, tuple)]
+        if kernels and not kernels[0].unlaunchable():  # the first is told least: parts of tiles take more
+            serving += [(kernel, kernel.time_us(problem.device)) for kernel in kernels]
+    if problem.narrow:
+        converted = widened(problem)
+        more = converted_us(converted, problem.device)
+        serving += [(kernel.after(converted), time_us + more) for kernel, time_us in ranked(problem.wide)]
+    return sorted(serving, key=lambda entry: entry[1])
+
+
+@functools.lru_cache(maxsize=4096)
+def fastest(problem: Problem) -> tuple[Kernel, float, int] | None:
+    """Returns the kernel predicted fastest, its time and how many serve a problem; None where none does."""
+    found = ranked(problem)
+    if not found:
+        return None
+    kernel, time_us = next(entry for entry in found if not entry[0].unlaunchable())
+    return kernel, time_us, len(found)
+
+
+def in_order(problem: Problem, orders: Sequence[Order]) -> Problem:
+    """Returns the problem of arrays in these orders of memory, as far as its architecture's kernels walk them."""
+    found = problem.in_order(orders)
+    if found.orders[2] and not all(family.stores_in_order(found) for family in FAMILIES):
+        return dataclasses.replace(found, orders=(*found.orders[:2], ()))
+    return found
+
+
+def fields_of(config: Any) -> dict[str, Any]:
+    """Returns a config as a file has it: the name of its family, and the fields that are not their defaults."""
+    family = next(family for family in FAMILIES if isinstance(config, family.Config))
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    return {"family": family.name, **{name: value for name, value in fields.items() if value != defaults[name]}}
+
+
+def config_of(fields: Mapping[str, Any]) -> Any:
+    """Returns the config that ``fields_of`` described; None of one that no family has."""
+    fields = dict(fields)
+    name = fields.pop("family", None)
+    family = next((family for family in FAMILIES if family.name == name), None)
+    try:
+        return family and family.Config(**fields)
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,77 @@
+"""The record of a resolved config, of which its text, arguments and cost are functions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from cutjax.kernels import base
+from cutjax.kernels.mma.config import Config
+from cutjax.kernels.mma.math import Math
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Resolved(base.Resolved):
+    """One config resolved for one problem.
+
+    Attributes:
+      math: how the operands are multiplied.
+      units: bytes that rows of a, and of b, begin at multiples of.
+    """
+
+    config: Config
+    math: Math
+    units: tuple[int, int]
+
+    @property
+    def name(self) -> str:
+        """The entry symbol, which is the same wherever the kernel is seen."""
+        name = self.config.name(self.problem)
+        units = "" if self.units == (16, 16) else f"_u{self.units[0]}_{self.units[1]}"
+        pitch = self.staging.pitch
+        odd = "_odd" * (self.config.swap and not self.staging.even)
+        return name + units + (f"_pitch{pitch}" if pitch < 16 else "") + odd
+
+    @property
+    def average_tiles(self) -> int:
+        """The number of tiles of all splits, where groups are of average size."""
+        p = self.multiplied
+        if p.symmetric:
+            return self.tiles * self.config.splits
+        return self.rows * self.columns * p.batch_size * (max(1, p.groups) if p.ragged else 1) * self.config.splits
+
+    @property
+    def depth(self) -> float:
+        """The contraction of a tile: of a group of average size, where k has groups, and of one split."""
+        p = self.multiplied
+        return p.k / max(1, p.groups if p.ragged == "k" else 1) / self.config.splits
+
+    @property
+    def slices(self) -> int:
+        """Slices of a stage that one warp multiplies."""
+        depth = self.config.bk // self.config.sliced_k
+        return depth // self.math.slice(depth, self.problem.arch)
+
+    @property
+    def load_parts(self) -> int:
+        """Slices of a stage beside which a part of a later stage is loaded."""
+        if self.math.fragments == "fma":
+            return 1  # a block is loaded at once, without tests of what of it is there
+        if self.config.tma:
+            return self.slices // 2  # those before the one beside which it is loaded
+        return 1 if self.config.wm * self.config.wn > 2048 else min(self.slices - 1, 3)
+
+    @property
+    def numbers(self) -> int:
+        """Real numbers of an element."""
+        return 2 if self.problem.a_dtype.kind == "c" else 1
+
+    @property
+    def slices_at_once(self) -> int:
+        """Slices that the code of one pass multiplies, an even number.
+
+        Of FMA it is few: about 256 products. The compiler finds registers in different banks for what each reads then.
+        """
+        if self.math.fragments != "fma":
+            return self.slices
+        products = self.config.wm * self.config.wn // 32 * self.problem.products * self.math.instructions
+        return next(n for n in (2, 4, 8) if n * products >= 256 or n == 8)

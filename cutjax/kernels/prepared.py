@@ -1,0 +1,212 @@
+"""Operands as launches read them: the steps that make them of the arrays before, and the bytes that those move."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cutjax.dtypes import short
+from cutjax.kernels.device import Device, reference
+from cutjax.kernels.problem import Problem
+
+COPIED_BYTES_PER_US = 3e6  # read and written, of an H200: other devices' speed is in proportion to their memory's
+CONVERTED_US = 2.0  # of a conversion, beside moving its bytes
+CONVERTED_SHARE = 0.52  # of the memory's bandwidth, at which XLA converts 8 bits to 16
+
+
+class Step(Protocol):
+    """One thing that is done to an array; XLA fuses those of an operand."""
+
+    @property
+    def note(self) -> str:
+        """The word of explain for it."""
+        ...
+
+    def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns what becomes of an array: one, or several in its place."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Convert:
+    """Elements of another dtype."""
+
+    dtype: np.dtype
+
+    @property
+    def note(self) -> str:
+        """The word of explain for it."""
+        return f"converted to {short(self.dtype.name)}"
+
+    def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the array in that dtype."""
+        return (x.astype(self.dtype),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Float32 as a sum of parts of fewer bits.
+
+    Attributes:
+      parts: how many.
+      rounded: bits of the mantissa of a part.
+      dtype: of a part.
+    """
+
+    parts: int
+    rounded: int
+    dtype: np.dtype
+
+    @property
+    def note(self) -> str:
+        """The words of explain for it."""
+        return f"split into {self.parts}" if self.parts > 1 else "rounded"
+
+    def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the parts, each the nearest to what those before it leave of the number.
+
+        Three of bf16, of 8 bits each, are exactly the number. The others of one that is not finite are NaN, which the
+        kernels count as zero, as XLA does.
+        """
+        found = []
+        for i in range(self.parts):
+            # Not by conversion there and back, which XLA takes for the number itself.
+            part = lax.reduce_precision(x, 8, self.rounded)
+            if i == 0 and self.parts > 1:  # what would be rounded to infinity is cut off
+                mask = np.uint32(2**32 - 2 ** (23 - self.rounded))
+                cut = lax.bitcast_convert_type(lax.bitcast_convert_type(x, np.uint32) & mask, np.float32)
+                part = lax.select(lax.is_finite(x) & ~lax.is_finite(part), cut, part)
+            found.append(part.astype(self.dtype))
+            x = x - part
+        return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transpose:
+    """Rows and columns in each other's place."""
+
+    note: str = "transposed"
+
+    def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the transposed matrices."""
+        return (jnp.matrix_transpose(x),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Two rows of real numbers for each row of complex ones: (real, -imag) and (imag, real)."""
+
+    note: str = "made real"
+
+    def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the real matrices."""
+        real, imag = jnp.real(x), jnp.imag(x)
+        rows = [jnp.stack([real, -imag], -1), jnp.stack([imag, real], -1)]  # each [.., n, k, 2]
+        return (jnp.stack(rows, -3).reshape(*x.shape[:-2], 2 * x.shape[-2], 2 * x.shape[-1]),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pad:
+    """Elements at the end of each row, which no kernel reads: tensor maps keep the arrays' sizes.
+
+    Attributes:
+      columns: how many of them.
+      row_bytes: of a row with them.
+    """
+
+    columns: int
+    row_bytes: int
+
+    @property
+    def note(self) -> str:
+        """The words of explain for it."""
+        return f"padded to rows of {self.row_bytes} bytes"
+
+    def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the longer rows."""
+        return (lax.pad(x, np.zeros((), x.dtype), [*((0, 0, 0) for _ in x.shape[1:]), (0, self.columns, 0)]),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """An operand of which a launch reads copies, made before it.
+
+    Attributes:
+      name: "a" or "b".
+      buffer: which argument of the operation it is.
+      steps: what makes the copies of the array, in order.
+      read: bytes of the array.
+      written: bytes of the copies.
+      copies: how many there are.
+    """
+
+    name: str
+    buffer: int
+    steps: tuple[Step, ...]
+    read: int
+    written: int
+    copies: int = 1
+
+    @property
+    def moved(self) -> int:
+        """Bytes read and written."""
+        return self.read + self.written
+
+    @property
+    def columns(self) -> int:
+        """Elements added to the end of each row."""
+        return sum(step.columns for step in self.steps if isinstance(step, Pad))
+
+    @property
+    def note(self) -> str:
+        """The words of explain for it."""
+        return f"{self.name} {' and '.join(step.note for step in self.steps)}"
+
+    def made(self, x: jax.Array) -> list[jax.Array]:
+        """Returns the copies."""
+        found = [x]
+        for step in self.steps:
+            found = [made for one in found for made in step.made(one)]
+        return found
+
+
+def make(prepared: Iterable[Prepared], arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns the arrays, each that is prepared as its first copy, and then the other copies of all."""
+    found, more = list(arrays), []
+    for operand in prepared:
+        found[operand.buffer], *others = operand.made(found[operand.buffer])
+        more += others
+    return found, more
+
+
+def notes(prepared: Iterable[Prepared]) -> tuple[str, ...]:
+    """Returns the lines of explain for operands, each once."""
+    return tuple(dict.fromkeys(operand.note for operand in prepared))
+
+
+def copies_us(prepared: Sequence[Prepared], device: Device) -> float:
+    """Returns what the copies of a dense product's operands take, each in a launch of its own."""
+    speed = device.bytes_per_second / reference("sm_90a").bytes_per_second
+    return sum(operand.moved for operand in prepared) / (COPIED_BYTES_PER_US * speed) + len(prepared)
+
+
+def widened(problem: Problem) -> tuple[Prepared, ...]:
+    """Returns each b converted to a's dtype: what kernels of ``problem.wide`` read of a narrow problem."""
+    matrices = math.prod(problem.b_batch) * (problem.groups if problem.ragged == "m" else 1)
+    elements = problem.k * problem.n * matrices
+    read, written = (elements * dtype.itemsize for dtype in (problem.b_dtype, problem.a_dtype))
+    steps = (Convert(problem.a_dtype),)
+    return tuple(Prepared("b", 1 + i, steps, read, written) for i in range(problem.products))
+
+
+def converted_us(converted: Sequence[Prepared], device: Device) -> float:
+    """Returns what conversions take: each array is read and written, in a launch of its own."""
+    moved = sum(operand.moved for operand in converted)
+    return CONVERTED_US * len(converted) + 1e6 * moved / (CONVERTED_SHARE * device.bytes_per_second)

@@ -1,0 +1,191 @@
+"""The facts of a problem that its kernels have in common, and the shared memory that a tile takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+
+from cutjax.dtypes import short
+from cutjax.kernels import reasons as shared
+from cutjax.kernels.prepared import Prepared
+from cutjax.kernels.problem import Problem
+from cutjax.kernels.sm90 import operands
+from cutjax.kernels.sm90.arguments import matrices_of, result_matrices
+from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Config
+from cutjax.kernels.staging import STORED_BY_TMA, Staging, stage
+
+ARCH = "sm_90a"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Facts:
+    """Everything that the kernels of a problem have in common, whatever their config.
+
+    Attributes:
+      problem: the problem as it is multiplied: of copies of the operands where the kernel takes such, and, where they
+        are swapped, of the transposed result.
+      way: how its operands are multiplied.
+      prepared: the operands of which kernels read copies.
+      staging: of its epilogue.
+      heavy: whether the epilogue takes too many registers for two blocks beside each other.
+      reasons: why no kernel can serve the problem; empty when one can.
+      footprints: of the tiles looked at so far.
+    """
+
+    problem: Problem
+    way: operands.Way
+    prepared: tuple[Prepared, ...]
+    staging: Staging
+    heavy: bool
+    reasons: tuple[str, ...]
+    footprints: dict[tuple[str, int, int, int, int], Footprint] = dataclasses.field(default_factory=dict, repr=False)
+
+    def accumulators(self, config: Config) -> int:
+        """Returns the accumulator registers of a thread, all products together, and those they are promoted to."""
+        return config.accumulator_registers * self.problem.products * (2 if self.way.promoted else 1)
+
+    def max_accumulators(self, config: Config) -> int:
+        """Returns the accumulator registers a thread may have, all products together, beside what its epilogue keeps.
+
+        Of every operand and every result, 8 values are held in registers; of an operand that varies along rows and
+        columns, in elements too short for TMA, a chunk. Calibrated on the compiler's report (tests/test_fusion.py,
+        tests/test_swapped_kernels.py): no spill below.
+        """
+        problem, epilogue = self.problem, self.problem.epilogue
+        stored_bytes = sum(dtype.itemsize for dtype in self.staging.result_dtypes)
+        # The addresses of transposes take registers too.
+        beside = problem.symmetric and (config.schedule == "pingpong" or stored_bytes > 2)
+        addressed = not all(self.staging.by_tma(out) for _, out in self.staging.results)
+        widest = 160 if beside or addressed else MAX_ACCUMULATORS
+        if problem.plain:
+            alone = config.schedule == "pingpong" and config.cluster == 1
+            return 160 if problem.ragged == "m" or (problem.ragged and not alone) else widest
+        # Where TMA cannot load an operand, its elements have addresses of their own.
+        apart = any(spec.row and spec.col and not self.staging.by_tma(spec) for spec in epilogue.operands)
+        if self.staging.reductions or apart or (self.staging.called and not self.staging.even):
+            return 64 if self.staging.reductions else 96
+        varying = any(spec.row or spec.col for spec in epilogue.operands)
+        several = len(epilogue.outputs) > 1 and bool(epilogue.operands)
+        # Beside 192 accumulators, random bits and others that are called spill; beside 128 nothing does.
+        called = self.accumulators(config) > 128 and self.staging.called
+        if called or problem.groups or (varying and not self.staging.even):
+            return 128
+        if several and config.swap and config.stream_k:  # of 128x96 and 64x256 some spill, though not of 128x160
+            return 64
+        return min(160, widest) if varying or several else widest
+
+
+@functools.lru_cache(maxsize=1024)
+def facts_of(problem: Problem, swap: bool = False) -> Facts:
+    """Returns what the kernels of a problem have in common, with its operands as they are or swapped."""
+    why, unswappable = operands.reasons(problem), shared.of_swap(problem) if swap else []
+    multiplied = problem if why else operands.as_multiplied(problem)
+    of_pairs = problem.a_dtype == operands.C64
+    if swap and of_pairs:
+        unswappable = ["swap of complex numbers"]
+    stored = multiplied if of_pairs else problem
+    multiplied = multiplied.transposed if swap and not unswappable else multiplied
+    layout = swap, math.gcd(stored.n, 16), multiplied.n % 2 == 0
+    staging, epilogue = stage(multiplied.epilogue, problem.symmetric, *layout), multiplied.epilogue
+    heavy = (
+        bool(staging.reductions)
+        or any(spec.row and spec.col for spec in epilogue.operands)
+        or bool(problem.groups and epilogue.operands)
+        or (len(epilogue.outputs) > 1 and staging.called)
+    )
+    way = operands.Way() if why else operands.way(problem)
+    prepared = () if why else operands.prepared(problem)
+    return Facts(multiplied, way, prepared, staging, heavy, (*why, *_problem_reasons(problem, staging), *unswappable))
+
+
+def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
+    reasons = [] if problem.plain else list(staging.reasons)
+    reasons += shared.of_groups(problem, staging)
+    if problem.symmetric:
+        reasons += staging.symmetric_reasons
+    if problem.arch != ARCH:
+        reasons.append(f"architecture {problem.arch}: the kernels are for {ARCH}")
+    if problem.plain and staging.reasons:
+        names = ", ".join(map(short, STORED_BY_TMA))
+        reasons.append(f"result {short(problem.out_dtype.name)}: one of {names}")
+    reasons += shared.of_sizes(problem, "TMA coordinates have 32 bits")
+    if any(problem.orders):
+        reasons += _order_reasons(problem, staging)
+    return reasons
+
+
+def _order_reasons(problem: Problem, staging: Staging) -> list[str]:
+    """Returns why orders of memory cannot be walked."""
+    reasons = []
+    arrays = [matrices_of(problem, problem.a, problem.m), matrices_of(problem, problem.bs[0], problem.n)]
+    if problem.orders[2]:
+        arrays.append(result_matrices(problem, np.dtype(np.uint8)))
+        if not all(staging.by_tma(out) for _, out in staging.results):
+            reasons.append("results in an order of their own, whose rows are of no whole units of 16 bytes")
+    if len(problem.batch_groups) <= 3 and max(array.count for array in arrays) >= 2**31:
+        reasons.append("matrices begin at 2^31 places or more: TMA coordinates have 32 bits")
+    return reasons
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Footprint:
+    """Shared memory that a tile takes, whatever the number of its stages.
+
+    Attributes:
+      chunk: columns of a staging buffer.
+      stage_bytes: a bm x bk tile of a, and a tile of each b as it is loaded.
+      buffer_bytes: one staging buffer: 64 rows of a chunk of every result, and of operands beside them.
+      staging_bytes: one staging buffer for each consumer, with its barrier.
+      whole_result: staging buffers that hold all that a warpgroup stores of a tile.
+      most: bytes that one block may take.
+      half: bytes that each of two blocks on an SM may take; 0 where registers do not fit two.
+    """
+
+    chunk: int
+    stage_bytes: int
+    buffer_bytes: int
+    staging_bytes: int
+    whole_result: int
+    most: int
+    half: int
+
+    def bytes(self, stages: int, buffers: int = 2) -> int:
+        """Returns the shared memory of so many stages and staging buffers a warpgroup."""
+        return stages * (self.stage_bytes + 16) + buffers * self.staging_bytes
+
+    def limit(self, stages: int) -> int:
+        """Returns what a block may take: half an SM's memory where two fit, each with two staging buffers."""
+        return self.half if self.bytes(stages) <= self.half else self.most
+
+    def deepest(self, buffers: int = 2) -> int:
+        """Returns the most stages beside so many staging buffers a warpgroup."""
+        return 2 + (self.limit(2) - self.bytes(2, buffers)) // (self.stage_bytes + 16)
+
+
+def footprint(facts: Facts, config: Config) -> Footprint:
+    """Returns the shared memory that the tile of a config takes."""
+    tile = config.schedule, config.bm, config.bn, config.bk, config.epilogue_columns
+    if tile not in facts.footprints:
+        facts.footprints[tile] = _footprint(facts, config)
+    return facts.footprints[tile]
+
+
+def _footprint(facts: Facts, config: Config) -> Footprint:
+    problem, staging = facts.problem, facts.staging
+    chunk = staging.chunk(config.epilogue_columns)
+    loaded = config.loaded(problem.bs[0], problem.products) * problem.products
+    buffer_bytes = 64 * chunk * staging.column_bytes
+    # Registers fit two when each has 256 threads of 128, half of them accumulators.
+    two = config.consumers == 1 and facts.accumulators(config) <= 64 and not facts.heavy
+    return Footprint(
+        chunk=chunk,
+        stage_bytes=(config.bm + loaded) * config.bk * 2,
+        buffer_bytes=buffer_bytes,
+        staging_bytes=config.consumers * (buffer_bytes + (8 if staging.operands else 0)),
+        whole_result=config.m_blocks * config.epilogue_columns // chunk,
+        most=problem.device.shared_bytes,
+        half=problem.device.shared_bytes_per_sm // 2 - 1024 if two else 0,
+    )

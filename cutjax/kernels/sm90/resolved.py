@@ -1,0 +1,46 @@
+"""The record of a resolved config, of which its text, arguments and cost are functions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from cutjax.kernels import base
+from cutjax.kernels.problem import Problem
+from cutjax.kernels.sm90 import operands
+from cutjax.kernels.sm90.config import Config
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Resolved(base.Resolved):
+    """One config resolved for one problem.
+
+    Attributes:
+      way: how its operands are multiplied.
+      buffers: staging buffers a warpgroup: as many as there is room for, up to the whole of its accumulators.
+      blocks_per_sm: thread blocks that share an SM.
+    """
+
+    config: Config
+    way: operands.Way
+    buffers: int
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        """The entry symbol, which is the same wherever the kernel is seen."""
+        return self.config.name(self.problem)
+
+    @property
+    def stored(self) -> Problem:
+        """The problem as results are stored: `problem`, or, of complex numbers, that of their parts."""
+        return self.multiplied if self.problem.a_dtype == operands.C64 else self.problem
+
+    @property
+    def k_blocks(self) -> int:
+        """Stages that a tile of the whole contraction takes."""
+        return -(-self.multiplied.k // self.config.depth(self.multiplied.a)) * len(self.way.pairs)
+
+
+def cluster_tile(config: Config) -> tuple[int, int]:
+    """Returns the rows and columns that a cluster computes."""
+    return config.bm * config.cluster_m, config.bn * config.cluster_n
