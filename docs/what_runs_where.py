@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import pathlib
 import sys
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -27,14 +28,14 @@ BEGIN, END = "<!-- what runs where -->", "<!-- end of what runs where -->"
 SIDE = 4096  # of the matrices that are asked about
 XLA = "XLA"
 LEGEND = """\
-`wgmma`, `mma.sync` (both on tensor cores) and FMA are cutjax's kernels: any m, n, k and batch, every layout, epilogues,
-rows in groups. XLA is XLA's own product, equal to rounding. That is what there is: under `backend="auto"`, the default,
-XLA also runs where it is predicted, or was measured, to be faster. `cutjax.explain` says what a program runs, and why.
-Only Hopper is measured; for other GPUs kernels are compiled and checked, and nobody has run them."""
+`wgmma`, `mma.sync` (both on tensor cores) and FMA are cutjax's kernels: any sizes and batch, every layout, epilogues,
+rows in groups. XLA's own product runs elsewhere (CPU, TPU), and under `backend="auto"`, the default, where it is
+predicted or was measured to be faster; `cutjax.explain` says what runs, and why. Only Hopper is measured; kernels for
+other GPUs are compiled and checked, but were never run."""
 
 
 class Kind(NamedTuple):
-    """Two operands, the row of the table that they belong to, the result's dtype if it is another, and a precision."""
+    """Two operands, their row of the table, the result's dtype if it is another, and a precision."""
 
     row: str
     a: str
@@ -45,33 +46,31 @@ class Kind(NamedTuple):
 
 _PARTS = ("TF32_TF32_F32_X3", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9")
 _PRESETS = lax.DotAlgorithmPreset
-_WIDE = ("int32", "uint32", "int64", "uint64")
+_ROWS = {  # kinds of one row are multiplied alike everywhere, or the cell says where they are not
+    "exact": "bfloat16; float32 in parts, by `BF16_BF16_F32_X3` and the like",
+    "half": "float16, int8, uint8",
+    "tf32": "float32, complex64 by default (as TF32, like XLA)",
+    "float8": "float8_e4m3fn; float8_e5m2 by `ANY_F8_...`",
+    "narrow": "bfloat16 or float16 by 8-bit weights",
+    "one by one": 'float32, complex64 by `precision="highest"`; integers of 32 and 64 bits',
+    "wide": "float64, complex128",
+    "none": "integers of 16 bits, other pairs of dtypes",
+}
 KINDS = (
-    Kind("bfloat16", "bfloat16", "bfloat16"),
-    Kind("float16", "float16", "float16"),
-    *(Kind("float32, complex64 by default (as TF32, like XLA)", x, x) for x in ("float32", "complex64")),
-    *(
-        Kind("float32 in parts, by `BF16_BF16_F32_X3` and the like", "float32", "float32", precision=_PRESETS[name])
-        for name in _PARTS
-    ),
-    *(Kind('float32, complex64 by `precision="highest"`', x, x, precision="highest") for x in ("float32", "complex64")),
-    *(Kind("float64, complex128", x, x) for x in ("float64", "complex128")),
-    Kind("int8, uint8", "int8", "int8", "int32"),
-    Kind("int8, uint8", "uint8", "uint8", "uint32"),
-    Kind("float8_e4m3fn; float8_e5m2 by `ANY_F8_...`", "float8_e4m3fn", "float8_e4m3fn", "bfloat16"),
-    Kind(
-        "float8_e4m3fn; float8_e5m2 by `ANY_F8_...`",
-        "float8_e5m2",
-        "float8_e5m2",
-        "bfloat16",
-        _PRESETS.ANY_F8_ANY_F8_F32,
-    ),
-    *(Kind("bfloat16 by weights of 8 bits", "bfloat16", x) for x in NARROW),
-    *(Kind("float16 by weights of 8 bits", "float16", x) for x in NARROW),
-    *(Kind("integers of 32 and 64 bits", x, x) for x in _WIDE),
-    *(Kind("integers of 16 bits, other pairs of dtypes", x, x) for x in ("int16", "uint16")),
-    Kind("integers of 16 bits, other pairs of dtypes", "bfloat16", "float32", "float32"),
-    Kind("integers of 16 bits, other pairs of dtypes", "bfloat16", "float16", "float32"),
+    Kind("exact", "bfloat16", "bfloat16"),
+    *(Kind("exact", "float32", "float32", precision=_PRESETS[name]) for name in _PARTS),
+    Kind("half", "float16", "float16"),
+    Kind("half", "int8", "int8", "int32"),
+    Kind("half", "uint8", "uint8", "uint32"),
+    *(Kind("tf32", x, x) for x in ("float32", "complex64")),
+    Kind("float8", "float8_e4m3fn", "float8_e4m3fn", "bfloat16"),
+    Kind("float8", "float8_e5m2", "float8_e5m2", "bfloat16", _PRESETS.ANY_F8_ANY_F8_F32),
+    *(Kind("narrow", x, y) for x in ("bfloat16", "float16") for y in NARROW),
+    *(Kind("one by one", x, x, precision="highest") for x in ("float32", "complex64")),
+    *(Kind("one by one", x, x) for x in ("int32", "uint32", "int64", "uint64")),
+    *(Kind("wide", x, x) for x in ("float64", "complex128")),
+    *(Kind("none", x, x) for x in ("int16", "uint16")),
+    *(Kind("none", "bfloat16", x, "float32") for x in ("float32", "float16")),
 )
 
 
@@ -95,21 +94,29 @@ def runs(kind: Kind, arch: str) -> list[str]:
         return [XLA]
     found = [instruction(problem)]
     if problem.narrow and (wide := instruction(problem.wide)) not in found:
-        found.append(f"{wide} after a conversion")
+        found.append(f"{wide} after conversion")
     return found
 
 
 def cell(row: str, archs: list[str]) -> str:
-    """Returns what multiplies the operands of a row on the GPUs of a generation; apart where they differ."""
-    of_row = [kind for kind in KINDS if kind.row == row]
-    found = {arch: " or ".join(dict.fromkeys(name for kind in of_row for name in runs(kind, arch))) for arch in archs}
+    """Returns what multiplies the operands of a row on the GPUs of a generation; apart where GPUs or dtypes differ."""
+    kinds = [kind for kind in KINDS if kind.row == row]
+    found = {(arch, kind.a): " or ".join(runs(kind, arch)) for arch in archs for kind in kinds}
     several = dict.fromkeys(found.values())
     if len(several) == 1:
-        return found[archs[0]]
-    return ", ".join(f"{way} ({_names([arch for arch in archs if found[arch] == way])})" for way in several)
+        return next(iter(several))
+    by_arch = len({found[arch, kinds[0].a] for arch in archs}) > 1
+    parts = []
+    for way in several:
+        of_way = [key for key, value in found.items() if value == way]
+        names = (
+            _names(dict.fromkeys(arch for arch, _ in of_way)) if by_arch else ", ".join(dtype for _, dtype in of_way)
+        )
+        parts.append(f"{way} ({names})")
+    return ", ".join(parts)
 
 
-def _names(archs: list[str]) -> str:
+def _names(archs: Iterable[str]) -> str:
     return f"sm_{', '.join(str(number(arch)) for arch in archs)}"
 
 
@@ -118,9 +125,9 @@ def table() -> str:
     by_generation = itertools.groupby(ARCHITECTURES, lambda arch: ARCHITECTURES[arch].generation)
     generations = {name: list(archs) for name, archs in by_generation}
     heads = [f"{name} ({_names(archs)})" for name, archs in generations.items()]
-    lines = [f"| operands | {' | '.join(heads)} | CPU, TPU |", f"|---|{'---|' * (len(heads) + 1)}"]
-    for row in dict.fromkeys(kind.row for kind in KINDS):
-        lines.append(f"| {row} | {' | '.join(cell(row, archs) for archs in generations.values())} | {XLA} |")
+    lines = [f"| operands | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
+    for row, words in _ROWS.items():
+        lines.append(f"| {words} | {' | '.join(cell(row, archs) for archs in generations.values())} |")
     return "\n".join(lines)
 
 
