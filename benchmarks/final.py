@@ -166,12 +166,18 @@ def on_xla(rows: Sequence[Row], choice: str) -> int:
     return sum(row.figures[choice]["config"] == "XLA" for row in rows)
 
 
-def summary(rows: Sequence[Row]) -> Iterator[str]:
-    """Yields the lines of a table in Markdown: XLA's time over ours, without tuning and with it; then what failed."""
+def summary(rows: Sequence[Row], asked: bool = True) -> Iterator[str]:
+    """Yields the lines of a table in Markdown: XLA's time over ours, without tuning and with it; then what failed.
+
+    Args:
+      rows: of one run.
+      asked: whether the table has the least ratios that were asked for.
+    """
     failed = [row for row in rows if row.failure]
     rows = [row for row in rows if not row.failure]
-    yield "| XLA's time over ours | products | untuned | asked | tuned | asked |"
-    yield "|---|--:|--:|--:|--:|--:|"
+    heads = [name for name in ("products", "untuned", "asked", "tuned", "asked") if asked or name != "asked"]
+    yield f"| XLA's time over ours | {' | '.join(heads)} |"
+    yield f"|---|{'--:|' * len(heads)}"
     for target in targets(rows) if rows else ():
         prefix = "sustained" if target.sustained else "xla"
         cells, count = [], 0
@@ -179,13 +185,14 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
             key = prefix + suffix
             ratios = [row.ratios[key] for row in rows if target.belongs(row) and key in row.ratios]
             count = max(count, len(ratios))
-            cells += [
-                f"{target.of(np.array(ratios)):.3f}" if ratios else "-",
-                "" if math.isnan(least) else f"{least:.2f}",
-            ]
-        yield f"| {target.name} | {count} | {' | '.join(cells)} |"
+            cells.append(f"{target.of(np.array(ratios)):.3f}" if ratios else "-")
+            if asked:
+                cells.append("" if math.isnan(least) else f"{least:.2f}")
+        if count or asked:
+            yield f"| {target.name} | {count} | {' | '.join(cells)} |"
     if rows:
-        yield f"| run by XLA | {len(rows)} | {on_xla(rows, 'untuned')} | | {on_xla(rows, 'tuned')} | |"
+        cells = [str(on_xla(rows, "untuned")), "", str(on_xla(rows, "tuned")), ""]
+        yield f"| run by XLA | {len(rows)} | {' | '.join(cells if asked else cells[::2])} |"
     if failed:
         yield ""
     for row in failed:

@@ -1,6 +1,6 @@
 """The pictures and tables of docs/performance.md and README.md: ``python -m benchmarks.performance``.
 
-They are made of the recorded runs in benchmarks/results; what stands in the page between its marks is replaced.
+They are made of the recorded runs in benchmarks/results; what stands in the pages between their marks is replaced.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import final, report
+from benchmarks import answers, final, report
 from benchmarks.plot import subtitle
 from benchmarks.report import Row
 
-PAGE = report.RESULTS.parent.parent / "docs" / "performance.md"
+README = report.RESULTS.parent.parent / "README.md"
+PAGE = README.parent / "docs" / "performance.md"
 SPEED = "speed.png"  # beside the results; README.md shows it
 BEGIN, END = "<!-- written by python -m benchmarks.performance -->", "<!-- end -->"
 KINDS = {
@@ -30,8 +31,7 @@ KINDS = {
     "attention": "#386cb0",
     "decoding": "#d95f02",
 }
-_XLA, _UNTUNED, _TUNED = "#9e9e9e", "#76b900", "#1b5e9e"
-LOSES = 0.995  # of XLA: nearer to 1 than this, two runs disagree
+_XLA, _UNTUNED, _TUNED, _LOSES = "#9e9e9e", "#76b900", "#1b5e9e", "#d95f02"
 SHORT_US = 10.0
 
 
@@ -75,7 +75,7 @@ def reason(row: Row) -> str:
 
 def worst(rows: Sequence[Row], most: int = 20) -> Iterator[str]:
     """Yields a table of the products on which the cost model's choice loses most to XLA, the worst first."""
-    losing = sorted((row for row in rows if row.ratios["xla"] < LOSES), key=lambda row: row.ratios["xla"])
+    losing = sorted((row for row in rows if row.ratios["xla"] < answers.LEVEL), key=lambda row: row.ratios["xla"])
     if not losing:
         yield "No product is slower than XLA by more than half a percent."
         return
@@ -92,31 +92,57 @@ def worst(rows: Sequence[Row], most: int = 20) -> Iterator[str]:
         )
 
 
-def section(stem: str, content: dict[str, Any], rows: Sequence[Row]) -> Iterator[str]:
-    """Yields the section of a run in the page."""
+def titled(found: dict[str, tuple[dict[str, Any], list[Row]]]) -> dict[str, str]:
+    """Returns a title for each run, in the order of the page: products of models first, a device's newest first."""
+    kinds = {"models": "Products of models", "attention": "Products of attention"}
+    order = sorted(found, key=lambda stem: (found[stem][0]["device"], found[stem][0]["date"]), reverse=True)
+    titles: dict[str, str] = {}
+    for stem in sorted(order, key=lambda stem: found[stem][0]["suite"] != "models"):
+        content = found[stem][0]
+        title = (
+            f"{kinds.get(content['suite'], content['suite'])}, {content['device'].removeprefix('NVIDIA ').split()[0]}"
+        )
+        titles[stem] = f"{title}, an earlier version" if title in titles.values() else title
+    return titles
+
+
+def section(stem: str, title: str, content: dict[str, Any], rows: Sequence[Row]) -> Iterator[str]:
+    """Yields the section of a run in the page: how fast, where it loses, pictures, and what was measured on what."""
     versions = content["versions"]
-    sampled = f"salts {', '.join(content['salts'])} of the suite {content['suite']}"
-    yield f"## {stem}"
+    yield f"## {title}"
     yield ""
-    yield (
-        f"{content['device']}, {len(rows)} products ({sampled}), jax {versions['jax']}, cuBLAS {versions['cublas']}, "
-        f"driver {content['driver']}; commit `{content['commit'][:12]}`, {content['date'][:10]}."
-    )
-    yield ""
-    yield from final.summary(rows)
+    yield from final.summary(rows, asked=False)
     yield ""
     for picture in ("roofline", "ratio"):
-        yield f"![{stem}: {picture}](../benchmarks/results/{stem}-{picture}.png)"
+        yield f"![{title}: {picture}](../benchmarks/results/{stem}-{picture}.png)"
         yield ""
-    yield "Where we lose:"
+    yield "Where XLA is faster:"
     yield ""
     yield from worst(rows)
+    yield ""
+    yield (
+        f"From `benchmarks/results/{stem}.json`: {content['device']}, commit {content['commit'][:7]}, "
+        f"{content['date'][:10]}, jax {versions['jax']}, cuBLAS {versions['cublas']}, driver {content['driver']}; "
+        f"samples {', '.join(content['salts'])} of the suite {content['suite']}."
+    )
 
 
 def page(folder: pathlib.Path = report.RESULTS) -> str:
     """Returns what stands between the page's marks."""
-    sections = ["\n".join(section(stem, *run)) for stem, run in runs(folder).items()]
-    return "\n\n".join(sections) or "No run has been recorded yet."
+    found = runs(folder)
+    if not found:
+        return "No run has been recorded yet."
+    parts = [
+        "\n".join(["## How fast is my case?", "", *answers.gains(folder)]),
+        "\n".join(["## Where does it lose?", "", *answers.losses(folder)]),
+        *("\n".join(section(stem, title, *found[stem])) for stem, title in titled(found).items()),
+    ]
+    return "\n\n".join(parts)
+
+
+def in_readme(folder: pathlib.Path = report.RESULTS) -> str:
+    """Returns what stands between the marks of README."""
+    return "\n".join(answers.brief(folder))
 
 
 def fill(text: str, content: str) -> str:
@@ -198,73 +224,33 @@ def draw_ratio(content: dict[str, Any], rows: Sequence[Row], path: pathlib.Path)
     figure.savefig(path, dpi=110)
 
 
-def bands(folder: pathlib.Path, device: str) -> Iterator[tuple[str, str, list[float]]]:
-    """Yields what the picture of README.md shows: a name, "untuned", "tuned" or "", and ratios to the peer it names."""
-    for content, rows in runs(folder).values():
-        if content["device"] != device:
-            continue
-        dtypes = {row.figures["dtype"] for row in rows}
-        dtype = "" if dtypes == {"bfloat16"} else f", {' and '.join(sorted(dtypes))}"
-        several = dict.fromkeys(map(kind, rows))
-        groups = {"all products of models": rows} if content["suite"] == "models" else {}
-        groups |= {name: [row for row in rows if kind(row) == name] for name in KINDS if name in several}
-        for name, of_group in groups.items():
-            for tuning, key in (("untuned", "xla"), ("tuned", "xla, tuned")):
-                yield f"{name}{dtype}", tuning, [row.ratios[key] for row in of_group if key in row.ratios]
-        for tuning, key in (("untuned", "sustained"), ("tuned", "sustained, tuned")):
-            if ratios := [row.ratios[key] for row in rows if key in row.ratios]:
-                yield f"over 100 us, sustained{dtype}", tuning, ratios
-    for stem, name, key in (
-        ("fused", "fused epilogues, recorded suite", "xla"),
-        ("grouped", "grouped, to torch, recorded suite", "torch"),
-    ):
-        for path in sorted(folder.glob(f"{stem}-*.json")):
-            content, rows = report.read(path)
-            ratios = [row.ratios[key] for row in rows if row.variant == "auto" and key in row.ratios]
-            if content["device"] == device and ratios:
-                yield name, "", ratios
-
-
 def draw_speed(folder: pathlib.Path, path: pathlib.Path) -> None:
-    """Draws ratios kind by kind: 5th to 95th percentile, quartiles, median; on the device with most sampled products.
-
-    Raises:
-      ValueError: there is no final measurement.
-    """
-    devices: dict[str, int] = {}
-    for content, rows in runs(folder).values():
-        devices[content["device"]] = devices.get(content["device"], 0) + len(rows)
-    if not devices:
-        raise ValueError(f"{folder}: no final measurement to draw")
-    device = max(devices, key=devices.__getitem__)
-    shown = list(bands(folder, device))[::-1]
-    content = next(content for content, _ in runs(folder).values() if content["device"] == device)
-    figure, (axis,) = _figure((9, 1.1 + 0.27 * len(shown)), 1, subtitle(content))
-    for y, (_, tuning, ratios) in enumerate(shown):
-        color = {"untuned": _UNTUNED, "tuned": _TUNED}.get(tuning, "#666666")
-        low, first, middle, third, high = np.percentile(ratios, (5, 25, 50, 75, 95))
-        axis.plot([low, high], [y, y], color=color, linewidth=2, solid_capstyle="butt")
-        axis.plot([first, third], [y, y], color=color, linewidth=8, alpha=0.45, solid_capstyle="butt")
-        axis.plot([middle], [y], "o", color=color, markersize=5)
-        axis.annotate(
-            f"{report.geometric_mean(ratios):.2f}",
-            (1.005, y),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            fontsize=8,
-        )
-    names = [f"{name} {tuning} ({len(ratios)})".replace("  ", " ") for name, tuning, ratios in shown]
-    axis.set_yticks(range(len(shown)), names, fontsize=8)
+    """Draws the ratios of every answer that has a label: a point each, and their geometric mean."""
+    shown = [answer for answer in answers.told(answers.ANSWERS, folder) if answer.label][::-1]
+    if not shown:
+        raise ValueError(f"{folder}: no run to draw")
+    figure, (axis,) = _figure((8.5, 0.9 + 0.36 * len(shown)), 1, "Speed beside XLA on an NVIDIA H200")
+    for y, answer in enumerate(shown):
+        rows = answer.rows(folder)
+        ratios = np.array([row.ratios[answer.key] for row in rows])
+        spread = (np.arange(len(ratios)) * 0.382 % 1 - 0.5) * 0.55  # so that points do not hide each other
+        own = np.array([answer.own(row) for row in rows])
+        color = np.where(ratios < answers.LEVEL, _LOSES, np.where(own, _UNTUNED, _XLA))
+        axis.scatter(ratios, y + spread, 12, color, alpha=0.55, linewidths=0)
+        mean = report.geometric_mean(ratios)
+        axis.plot([mean] * 2, [y - 0.36, y + 0.36], color="black", linewidth=1.8)
+        axis.annotate(f"{mean:.2f}", (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=9)
+    axis.set_yticks(range(len(shown)), [f"{x.label} ({len(x.rows(folder))})" for x in shown], fontsize=9)
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_xscale("log")
-    axis.set_xticks(ticks := [0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 3], list(map(str, ticks)))
+    axis.set_xticks(ticks := [0.8, 0.9, 1, 1.2, 1.5, 2], list(map(str, ticks)))
     axis.minorticks_off()
-    axis.set_xlim(*(edge(np.percentile(ratios, at) for *_, ratios in shown) * by for edge, at, by in _EDGES))
-    axis.set_xlabel("the other's time / cutjax's: 5th to 95th percentile, quartiles, median; geometric mean")
-    figure.savefig(path, dpi=110)
-
-
-_EDGES = ((min, 5, 0.97), (max, 95, 1.03))
+    axis.set_xlabel(
+        "XLA's (or torch's) time / cutjax's. A point is a product: green where cutjax is faster, orange where it is\n"
+        "slower, grey where it leaves the product to XLA. Bar and number: the geometric mean of all.",
+        fontsize=8,
+    )
+    figure.savefig(path, dpi=130)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -272,12 +258,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.performance", description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=pathlib.Path, default=report.RESULTS, help="folder of recorded runs")
     parser.add_argument("--page", type=pathlib.Path, default=PAGE)
+    parser.add_argument("--readme", type=pathlib.Path, default=README)
     args = parser.parse_args(argv)
-    found = runs(args.results)
-    for path in written(args.results, found):
+    for path in written(args.results, runs(args.results)):
         print(path)
-    args.page.write_text(fill(args.page.read_text(), page(args.results)))
-    print(args.page)
+    for path, content in ((args.page, page(args.results)), (args.readme, in_readme(args.results))):
+        path.write_text(fill(path.read_text(), content))
+        print(path)
     return 0
 
 

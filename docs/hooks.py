@@ -1,4 +1,7 @@
-"""Writes the tables of results.md from benchmarks/results/*.json, and carries the plots beside them into the site."""
+"""Writes the tables of pages when they are built, and carries the plots of recorded runs into the site.
+
+Those of results.md are made of benchmarks/results/*.json, "What runs where" of what the families of kernels say.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # mkdocs may be run from anywhere
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # mkdocs may be run from anywhere
+
+import what_runs_where  # noqa: E402
 
 from benchmarks import report, tables  # noqa: E402
 
@@ -25,7 +30,11 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     # Pages that are read in the repository too show pictures from where they lie there.
     markdown = markdown.replace("](../benchmarks/results/", "](plots/")
-    return markdown.replace(MARK, results()) if page.file.src_uri == "results.md" else markdown
+    tables_of = {MARK: results, what_runs_where.BEGIN: what_runs_where.text}
+    for mark, made in tables_of.items():
+        if mark in markdown:
+            markdown = markdown.replace(mark, made())
+    return markdown
 
 
 def results() -> str:

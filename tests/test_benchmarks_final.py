@@ -7,7 +7,7 @@ import json
 import pytest
 from fake_benchmarks import final_lines
 
-from benchmarks import final, performance, report, tables
+from benchmarks import answers, final, performance, report, tables
 from benchmarks.ops import attention
 
 
@@ -56,28 +56,53 @@ def test_rows_of_failures_are_told(folder):
         final.write(folder / "lines", folder / "other.json", {})
 
 
-def test_pictures_and_the_page(folder, capsys):
+def test_pictures_and_the_pages(folder, capsys):
     pytest.importorskip("matplotlib")
-    page = folder / "page.md"
-    page.write_text(f"before\n{performance.BEGIN}\nold\n{performance.END}\nafter\n")
-    assert performance.main(["--results", str(folder), "--page", str(page)]) == 0
-    pictures = [folder / line.rsplit("/", 1)[1] for line in capsys.readouterr().out.splitlines()[:-1]]
+    page, readme = folder / "page.md", folder / "readme.md"
+    for path in (page, readme):
+        path.write_text(f"before\n{performance.BEGIN}\nold\n{performance.END}\nafter\n")
+    assert performance.main(["--results", str(folder), "--page", str(page), "--readme", str(readme)]) == 0
+    pictures = [folder / line.rsplit("/", 1)[1] for line in capsys.readouterr().out.splitlines()[:-2]]
     names = ["products-h200-roofline.png", "products-h200-ratio.png", "speed.png"]
     assert [path.name for path in pictures] == names
     assert all(path.stat().st_size > 5000 for path in pictures)
+    for path in (page, readme):
+        text = path.read_text()
+        assert text.startswith("before\n")
+        assert text.endswith(f"{performance.END}\nafter\n")
+        assert "old" not in text
     text = page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith(f"{performance.END}\nafter\n")
-    assert "old" not in text
     assert all(name in text for name in names[:2])
+    assert "asked" not in text
+    headings = ["## How fast is my case?", "## Where does it lose?", "## Products of models, H200"]
+    assert [line for line in text.splitlines() if line.startswith("## ")] == headings
     assert performance.fill(text, performance.page(folder)) == text
     with pytest.raises(ValueError, match="has no"):
         performance.fill("nothing", "")
 
 
-def test_the_page_is_what_the_recorded_runs_say():
-    text = performance.PAGE.read_text()
-    assert performance.fill(text, performance.page()) == text
+def test_the_pages_are_what_the_recorded_runs_say():
+    for path, content in ((performance.PAGE, performance.page()), (performance.README, performance.in_readme())):
+        text = path.read_text()
+        assert performance.fill(text, content) == text, "write it anew: python -m benchmarks.performance"
+
+
+def test_an_answer_says_what_xla_runs(folder):
+    """Untuned a third each is a slow kernel, XLA, and a fast kernel: 0.8, 1 and 1.25."""
+    (first, *_) = answers.told(answers.ANSWERS, folder)
+    assert (first.mean(folder), first.made_of(folder)) == ("1.00", "12; XLA keeps 4, the other 8: 1.00")
+    assert [x.stem for x in answers.told(answers.ANSWERS, folder) if x.stem != "products-h200"] == []
+    assert [line for line in answers.losses(folder) if "| 0.80 | 4 of 12 |" in line]
+    assert "0.80: a product of models" in list(answers.brief(folder))[-1]
+
+
+def test_every_answer_is_recorded():
+    """No line of the tables has lost its run, or the rows that it chooses."""
+    lines = (*answers.ANSWERS, *answers.LOSES)
+    assert answers.told(lines, report.RESULTS) == list(lines)
+    assert sum(bool(answer.label) for answer in answers.ANSWERS) == 8
+    of_models = answers.ANSWERS[0].rows(report.RESULTS)
+    assert (len(of_models), sum(map(answers.ANSWERS[0].own, of_models))) == (144, 54)
 
 
 def test_samples_of_attention_have_every_head_size_and_decoding():

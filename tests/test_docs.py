@@ -1,7 +1,7 @@
-"""Every block of Python in README.md and docs/*.md runs, page by page, in order, in one namespace, on a CPU.
+"""Every block of Python in README.md and docs/*.md runs, on a CPU: README's and the home page's each as it is pasted.
 
-``<!-- before: ... -->`` holds code that a page runs and does not show, such as the arrays that its blocks name.
-``<!-- not run: reason -->`` before a block leaves it out.
+Those of another page run in order, in one namespace. ``<!-- before: ... -->`` holds code that it runs and does not
+show, such as the arrays that its blocks name. ``<!-- not run: reason -->`` before a block leaves it out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README, HOME = ROOT / "README.md", ROOT / "docs" / "index.md"
+PAGES = sorted({*(ROOT / "docs").glob("*.md")} - {HOME})
 BLOCK = re.compile(
     r"^<!-- before:\n(?P<hidden>.*?)^-->$"
     r"|(?:^<!-- not run: (?P<reason>[^\n]+) -->\n+)?^```python\n(?P<shown>.*?)^```$",
@@ -62,6 +63,38 @@ def test_page(as_a_user, page):
     shown = len(blocks(text)) - text.count("<!-- before:")
     assert shown == len(re.findall("^ *```python", text, re.MULTILINE)), "a block of another form would not be run"
     run(page, text)
+
+
+@pytest.mark.parametrize("page", [README, HOME], ids=lambda page: page.name)
+def test_a_block_runs_as_it_is_pasted(as_a_user, page):
+    """Each alone, with nothing hidden and none left out; in lines that need no scrolling."""
+    text = page.read_text()
+    found = blocks(text)
+    assert len(found) == text.count("```python") >= 4
+    assert not re.search("<!-- (before|not run)", text)
+    assert not [line for block in found for line in block.code.splitlines() if len(line) > 80]
+    for block in found:
+        run(page, f"```python\n{block.code}```\n")
+
+
+def test_the_readme_is_short():
+    """Its links read well where they lead nowhere, as in a package index: their words are the paths."""
+    text = README.read_text()
+    assert len(text.split()) <= 900
+    links = re.findall(r"(?<!!)\[([^\]]+)\]\(([^)]+)\)", text)
+    assert [name for name, target in links if name != target] == []
+    assert len(re.findall(r"!\[", text)) == 1
+    speed = text.partition("python -m benchmarks.performance -->")[2].partition("<!-- end -->")[0]
+    rows = speed.strip().splitlines()[2:]
+    assert len(rows) <= 8
+    assert "where it loses" in rows[-1]
+
+
+def test_links_lead_to_files_and_headings():
+    """Those of README, CONTRIBUTING and the changelog; those of the pages are checked when they are built."""
+    for page in ROOT.glob("*.md"):
+        targets = re.findall(r"\]\((?!http)([^)#]+)", page.read_text())
+        assert [target for target in targets if not (ROOT / target).exists()] == []
 
 
 def test_blocks():

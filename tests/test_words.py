@@ -1,9 +1,11 @@
-"""The words: docstrings open with their subject, public ones say all, documents name files that exist."""
+"""The words: docstrings open with their subject, public ones say all, and files that are named exist."""
 
 import ast
 import inspect
+import io
 import pathlib
 import re
+import tokenize
 
 import pytest
 
@@ -19,9 +21,19 @@ RIDDLE = re.compile(r"(What|Whether|How|Which|Who|Whose|Why|Where|When)\b|((The|
 # Public names that are no functions or classes, or whose class is a description of fields.
 PLAIN = {"checkpoint_policies"}
 FIELDS = {"Config", "MmaConfig", "CudaLaunch", "Problem", "Quantized", "Routing"}
-# In documents: a file in code quotes, or a file and what it defines.
-NAMED = re.compile(r"`([\w./]*\w\.(?:py|cuh|cc|h))(?:: ([\w.]+))?`")
+# A file anywhere in prose: of the sources, or recorded. Not a part of a name ("-h200.json"), nor a pattern ("*.json").
+NAMED = re.compile(
+    r"(?<![\w/.*{<>-])((?:[\w.-]+/)*\w[\w.-]*\.(?:py|cuh|cc|h|json|jsonl|md|png|svg|yml|toml|sh))(?![\w(/*]|\.\w)"
+)
+# In documents, in code quotes: a file and what it defines, and the files of a folder.
+DEFINED = re.compile(r"`([\w./]*\w\.py): ([\w.]+)`")
+OF_FOLDER = re.compile(r"`([\w/]+/)`: (`[\w.]+\.\w+`(?:, `[\w.]+\.\w+`)*)")
 SOURCES = ("cutjax", "ffi", "benchmarks", "tests", "examples", "docs")
+# What commands write, files of a user's own and of others, as they are named in prose; "X.json" is any.
+ELSEWHERE = re.compile(
+    r"(build/|[A-Z]+\.)|(configs|cutjax-report|tuned|stress)\.json|(loss|transformer|tuning)\.png|floors\.svg|cuda\.h"
+    r"|(program|block)\.py"
+)
 POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable")
 # Functions of one line, or deprecated: their first sentence says it all.
 SHORT = {"candidates", "reasons"}
@@ -75,18 +87,73 @@ def test_policies_are_documented(name):
     assert inspect.getdoc(getattr(cutjax.checkpoint_policies, name))
 
 
+def files():
+    """Returns what may be named: every file of the sources, and those beside them."""
+    found = [path for folder in SOURCES for path in (REPOSITORY / folder).rglob("*") if path.is_file()]
+    return [*found, *(path for path in REPOSITORY.iterdir() if path.is_file())]
+
+
+def named(name):
+    """Returns the files whose path ends in a name."""
+    return [path for path in files() if f"/{path.relative_to(REPOSITORY).as_posix()}".endswith(f"/{name}")]
+
+
+def prose():
+    """Yields documents, and the docstrings and comments of sources, each with the place where it stands."""
+    for path in DOCUMENTS:
+        yield path.name, path.read_text()
+    for path in files():
+        if path.suffix == ".py" and path != pathlib.Path(__file__):
+            yield from ((f"{path}:{line}", text) for _, line, text in docstrings(path))
+            for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+                if token.type == tokenize.COMMENT:
+                    yield f"{path}:{token.start[0]}", token.string
+        elif path.suffix in (".cuh", ".cc", ".h"):
+            for line, text in enumerate(path.read_text().splitlines(), 1):
+                yield f"{path}:{line}", text.partition("//")[2]
+
+
+def test_files_that_are_named_exist():
+    """In documents, docstrings and comments, with folders or without."""
+    known = {"/".join(path.relative_to(REPOSITORY).parts[i:]) for path in files() for i in range(len(path.parts))}
+    found = [
+        f"{place}: {name}"
+        for place, text in prose()
+        for name in NAMED.findall(text)
+        if name.removeprefix("../") not in known and not ELSEWHERE.match(name)
+    ]
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_documents_name_what_exists(document):
-    """Files, and in ``file: name`` what is defined there."""
-    files = [path for folder in SOURCES for path in (REPOSITORY / folder).rglob("*") if path.is_file()]
-    wrong = []
-    for name, defined in NAMED.findall(document.read_text()):
-        found = [path for path in files if f"/{path.relative_to(REPOSITORY).as_posix()}".endswith(f"/{name}")]
-        if not found:
-            wrong.append(name)
-        elif defined and not any(defines(path, defined.split(".")) for path in found):
+    """What ``file: name`` says is defined there, and the files after ``folder/:`` are in that folder."""
+    text, wrong = document.read_text(), []
+    for name, defined in DEFINED.findall(text):
+        if not any(defines(path, defined.split(".")) for path in named(name)):
             wrong.append(f"{name}: {defined}")
+    for folder, names in OF_FOLDER.findall(text):
+        wrong += [f"{folder}{name}" for name in re.findall(r"[\w.]+", names) if not named(f"{folder}{name}")]
     assert not wrong
+
+
+def test_every_file_of_the_kernels_is_in_the_map():
+    """The table of docs/how-a-call-travels.md has a place for each."""
+    text = (REPOSITORY / "docs" / "how-a-call-travels.md").read_text()
+    device = REPOSITORY / "ffi" / "device"
+    assert not [x for path in device.rglob("*.cuh") if f"`{(x := path.relative_to(device).as_posix())}`" not in text]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("as kernel.py says, and sm90/text.py.", ["kernel.py", "sm90/text.py"]),
+        ("(benchmarks/results/x-h200.json, -h200x2.json)", ["benchmarks/results/x-h200.json"]),
+        ("`ffi/device/*.cuh`, jax.numpy, f.h(x), *.json", []),
+    ],
+)
+def test_names_of_files(text, found):
+    assert NAMED.findall(text) == found
 
 
 def defines(path, names):

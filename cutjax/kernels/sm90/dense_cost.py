@@ -106,7 +106,7 @@ class Constants:
     few_rows: float
 
 
-# On an H200: benchmarks/results/sweeps/models-h200.json.
+# On an H200: benchmarks/results/sweeps/products-h200.json.
 CONSTANTS = Constants(
     multiply=0.4556,
     shared=0.05653,
