@@ -7,15 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import close, compare, inexact, normal, same
-from operations import FORMS, OPERATIONS, differentiable, of_floats, operands
+from operations import FORMS, NARROW, OPERATIONS, differentiable, of_floats, operands
 
 import cutjax
 
-POLICIES = {
-    "nothing": None,
-    "dots": cutjax.checkpoint_policies.dots_saveable,
-    "everything": jax.checkpoint_policies.everything_saveable,
-}
 forms = pytest.mark.parametrize(("name", "layout"), FORMS, ids=lambda x: x or "only")
 
 
@@ -34,8 +29,9 @@ def floats(fn):
 
 @forms
 def test_derivatives(name, layout):
-    """Values, tangents, gradients; and second derivatives forward and in reverse over both."""
+    """Values, tangents, gradients; and second derivatives, of layouts but the first by one of three ways."""
     op = OPERATIONS[name]
+    first = layout == next(iter(op.layouts), "")
 
     def take(fn):
         def of(*args):
@@ -48,13 +44,10 @@ def test_derivatives(name, layout):
             def tangent(*xs):
                 return jax.jvp(f, xs, dots)[1]
 
-            return (
-                jax.jvp(f, xs, dots),
-                gradient(*xs),
-                jax.jvp(gradient, xs, dots)[1],
-                jax.vjp(gradient, *xs)[1](dots),
-                jax.vjp(tangent, *xs)[1](g),
-            )
+            found = [jax.jvp(f, xs, dots), jax.jvp(gradient, xs, dots)]
+            if first:
+                found += [jax.vjp(gradient, *xs)[1](dots), jax.vjp(tangent, *xs)[1](g)]
+            return found
 
         return of
 
@@ -90,10 +83,11 @@ def test_each_operand_alone(name):
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_eager(name):
-    """Outside jit, and with none at all."""
+    """Outside jit, of arrays of numpy, and with no jit at all."""
     op, args = OPERATIONS[name], operands(name)
-    expected = jax.jit(op.fn)(*args)
-    close(op.fn(*args), expected)
+    expected = op.fn(*args)
+    close(jax.jit(op.fn)(*args), expected)
+    same(op.fn(*map(np.asarray, args)), expected)
     with jax.disable_jit():
         close(op.fn(*args), expected)
 
@@ -102,7 +96,14 @@ def test_eager(name):
 TOLERANCES = {"bfloat16": 2**-5, "float16": 2**-8, "float64": 1e-12}
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, op in OPERATIONS.items() for dtype in op.dtypes])
+def dtypes():
+    """Of the two dtypes of 16 bits, an operation has one, in turn: they differ in how they round."""
+    for turn, (name, op) in enumerate(OPERATIONS.items()):
+        left_out = NARROW[turn % 2]
+        yield from ((name, dtype) for dtype in op.dtypes if dtype != left_out)
+
+
+@pytest.mark.parametrize(("name", "dtype"), dtypes())
 def test_dtypes(name, dtype):
     """Results and gradients have the operands' dtype, and are near those of the same numbers in more bits."""
     op = OPERATIONS[name]
@@ -122,42 +123,27 @@ def test_dtypes(name, dtype):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_checkpoint_and_scan(name):
-    """Gradients through jax.checkpoint with each policy, and through a scan over two of each operand."""
+def test_checkpoint_and_control_flow(name):
+    """Gradients through jax.checkpoint, and of it a scan whose steps branch; tangents through a while_loop."""
     op, args = OPERATIONS[name], operands(name)
 
     def take(fn):
+        def kept(f):
+            return f if fn is op.plain else jax.checkpoint(f, policy=cutjax.checkpoint_policies.dots_saveable)
+
         def of(*args):
             def gradient(f):
                 f, xs = of_floats(f, args)
                 return jax.grad(lambda *xs: sum(jnp.sin(y).sum() for y in f(*xs)), range(len(xs)))(*xs)
 
+            def branch(*xs):
+                return jax.lax.cond(xs[0].sum() > 0, floats(fn), lambda *xs: [2 * y for y in floats(fn)(*xs)], *xs)
+
             def scanned(*args):
                 pairs = [jnp.stack([x, x[::-1]]) for x in args]
-                return jax.lax.scan(lambda c, xs: (c + 1, floats(fn)(*xs)), 0, pairs)[1]
+                return jax.lax.scan(lambda c, xs: (c + 1, branch(*xs)), 0, pairs)[1]
 
-            if fn is op.plain:
-                kept = [gradient(floats(fn))] * len(POLICIES)
-            else:
-                kept = [gradient(jax.checkpoint(floats(fn), policy=policy)) for policy in POLICIES.values()]
-            return kept, gradient(jax.checkpoint(scanned))
-
-        return of
-
-    compare(take, (op.fn, op.plain), args, 1e-4)
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_control_flow(name):
-    """Under cond and while_loop, the one in reverse mode, the other in forward mode."""
-    op, args = OPERATIONS[name], operands(name)
-
-    def take(fn):
-        def of(*args):
             f, xs = of_floats(floats(fn), args)
-
-            def branch(*xs):
-                return jax.lax.cond(xs[0].sum() > 0, f, lambda *xs: [2 * y for y in f(*xs)], *xs)
 
             def loop(*xs):
                 zeros = [jnp.zeros(y.shape, y.dtype) for y in jax.eval_shape(f, *xs)]
@@ -167,15 +153,8 @@ def test_control_flow(name):
 
                 return jax.lax.while_loop(lambda state: state[0] < 2, step, (0, zeros))[1]
 
-            g = cotangents(f, xs)
-            return jax.vjp(branch, *xs)[1](g), jax.jvp(loop, xs, tangents(xs))
+            return gradient(kept(floats(fn))), gradient(jax.checkpoint(scanned)), jax.jvp(loop, xs, tangents(xs))
 
         return of
 
     compare(take, (op.fn, op.plain), args, 1e-4)
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_numpy_operands(name):
-    op, args = OPERATIONS[name], operands(name)
-    same(op.fn(*map(np.asarray, args)), op.fn(*args))

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from operations import OPERATIONS, operands, uses
 
-USES = tuple(uses("gemm"))
-
 
 @contextlib.contextmanager
 def strict():
@@ -19,18 +17,21 @@ def strict():
         yield
 
 
-@pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_promotes_nothing_by_itself(name, use):
+def test_promotes_nothing_by_itself_and_leaks_no_tracer(name):
     """Traced, and lowered, which traces the references."""
-    with strict():
-        jax.jit(uses(name)[use]).lower(*operands(name))
+    found = [uses(name)[use] for use in ("gradient", "tangent", "batch of one")]
+    with strict(), jax.checking_leaks():
+        jax.jit(lambda *args: [use(*args) for use in found]).lower(*operands(name))
 
 
-@pytest.mark.parametrize("use", ["value", "gradient"])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_64_bits_change_nothing(name, use):
-    args, fn = operands(name), uses(name)[use]
+def test_64_bits_change_nothing(name):
+    args, found = operands(name), [uses(name)[use] for use in ("value", "gradient")]
+
+    def fn(*args):
+        return [use(*args) for use in found]
+
     expected = jax.eval_shape(fn, *args)
     with jax.enable_x64(True):
         assert jax.tree.map(lambda x: (x.shape, x.dtype), jax.eval_shape(fn, *args)) == jax.tree.map(
@@ -40,23 +41,12 @@ def test_64_bits_change_nothing(name, use):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_values_in_64_bits(name):
+def test_values_in_64_bits_and_no_nan(name):
+    """What a kernel or a reference does not need, such as rows of no group, must not be NaN on the way either."""
     args, fn = operands(name), uses(name)["value"]
-    expected = fn(*args)
+    with jax.debug_nans(True):
+        expected = fn(*args)
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(expected))
     with jax.enable_x64(True):
         got = fn(*args)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3), got, expected)
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_leaks_no_tracer(name):
-    with jax.checking_leaks():
-        jax.jit(uses(name)["gradient"]).lower(*operands(name))
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_makes_no_nan(name):
-    """What a kernel or a reference does not need, such as rows of no group, must not be NaN on the way either."""
-    with jax.debug_nans(True):
-        value = uses(name)["value"](*operands(name))
-    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(value))
