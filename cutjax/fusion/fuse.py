@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -14,26 +15,58 @@ from cutjax.epilogue.jaxpr import bind_equation
 from cutjax.fusion.jaxprs import is_literal
 from cutjax.fusion.rewrite import POLICIES, Rewriter
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _is_array(x: Any) -> bool:
+    """True if jax.jit traces an argument, or is to say why it cannot, as of what only stands for an array."""
+    array = isinstance(x, jax.Array | np.ndarray | np.generic) and not isinstance(x, str | bytes)
+    return array or hasattr(type(x), "__jax_array__")
 
 
 class _Static:
-    """A leaf of the arguments that is no array, hashable whatever it is."""
+    """A leaf of the arguments that is no array: two are equal where one program serves both."""
 
     def __init__(self, value: Any):
-        self.value = value
-        try:
-            self.key: Any = (type(value), hash(value))
-        except TypeError:
-            self.key = id(value)
+        self.value, self._key = value, _key(value)
+        self._hash = hash(self._key)  # of the value as it was traced, whatever becomes of it
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return self._hash
 
     def __eq__(self, other: Any) -> bool:
-        if not isinstance(other, _Static) or self.key != other.key:
-            return False
-        return self.value is other.value or (isinstance(self.key, tuple) and bool(self.value == other.value))
+        return isinstance(other, _Static) and self._hash == other._hash and self._key == other._key
+
+
+def _key(value: Any) -> Any:
+    """Returns what equal arguments share: their type and value, of numbers all bits (1 and True, 0.0 and -0.0)."""
+    kind = type(value)
+    if kind is float:
+        return kind, struct.pack("d", value)
+    if kind is complex:
+        return kind, struct.pack("dd", value.real, value.imag)
+    if kind is slice:  # hashable since Python 3.12 alone
+        return kind, *map(_key, (value.start, value.stop, value.step))
+    return kind, value
+
+
+def _static(value: Any, place: int, args: Any, kwargs: Any, name: str) -> _Static:
+    """Returns what stands for the leaf at a place among those of the arguments.
+
+    Raises:
+      TypeError: if it has no hash: nothing would tell when it changes.
+    """
+    try:
+        return _Static(value)
+    except TypeError as error:
+        path = jax.tree_util.tree_leaves_with_path((args, kwargs))[place][0]
+        which = ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
+        raise TypeError(
+            f"fuse: {which} of {name} is a {type(value).__name__}: an argument that is no array must be hashable, so "
+            f"that a change of it is seen, but {error}. A frozen dataclass is; what holds arrays can be a pytree "
+            "(jax.tree_util.register_dataclass)"
+        ) from None
 
 
 def _donated(args: Sequence[Any], argnums: Sequence[int], name: str) -> set[int]:
@@ -44,9 +77,7 @@ def _donated(args: Sequence[Any], argnums: Sequence[int], name: str) -> set[int]
     return {i % count for i in argnums}
 
 
-def fuse(
-    fn: Callable[..., Any], *, donate_argnums: int | Sequence[int] = (), policy: str = "auto"
-) -> Callable[..., Any]:
+def fuse(fn: Callable[P, R], *, donate_argnums: int | Sequence[int] = (), policy: str = "auto") -> Callable[P, R]:
     """Makes of a function the same one whose products run as kernels with what is computed around them.
 
     The function is traced; each product in it, and what is made of its result element by element (a bias, an
@@ -57,7 +88,8 @@ def fuse(
     those of a backward pass where the gradient is what is fused: ``jax.jit(cutjax.fuse(jax.value_and_grad(loss)))``.
 
     Like ``jax.jit``: called outside of jit it compiles, and the function should be pure. Unlike it, arguments that are
-    no arrays, Python's numbers among them, are seen as they are, so different ones are compiled anew.
+    no arrays, Python's numbers among them, are seen as they are, so different ones are compiled anew: as its static
+    arguments they must be hashable, and are compared by ``==``, numbers by their type and all bits.
 
     Args:
       fn: a function of pytrees of arrays. Its derivatives, and its batching, are those of the rewritten program.
@@ -71,7 +103,8 @@ def fuse(
       A function of the same arguments. ``cutjax.explain(fuse(fn))(*args)`` lists what became of each product.
 
     Raises:
-      TypeError: if ``fn`` is not callable, or ``donate_argnums`` are no integers.
+      TypeError: if ``fn`` is not callable, or ``donate_argnums`` are no integers. When called, if an argument is
+        neither an array nor hashable.
       ValueError: if the policy is unknown. When called, if a donated argument did not come; and whatever tracing
         ``fn`` raises, with a note that names it.
 
@@ -125,14 +158,14 @@ def fuse(
     jitted = jax.jit(run, static_argnums=(2, 3), donate_argnums=0, inline=True)
 
     @functools.wraps(fn)
-    def fused(*args: Any, **kwargs: Any) -> Any:
+    def fused(*args: P.args, **kwargs: P.kwargs) -> R:
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return fn(*args, **kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         own, (positional, _) = _donated(args, argnums, name), tree.children()
         flags = [i in own for i, arg in enumerate(positional.children()) for _ in range(arg.num_leaves)]
         flags += [False] * (len(leaves) - len(flags))
-        static = tuple(flag if isinstance(x, _ARRAYS) else _Static(x) for x, flag in zip(leaves, flags, strict=True))
+        static = tuple(flags[i] if _is_array(x) else _static(x, i, args, kwargs, name) for i, x in enumerate(leaves))
         donated = [x for x, flag in zip(leaves, static, strict=True) if flag is True]
         kept = [x for x, flag in zip(leaves, static, strict=True) if flag is False]
         return jitted(donated, kept, static, tree)

@@ -137,10 +137,10 @@ class Rewriter:
             ragged = eqn.primitive.name == RAGGED
             if isinstance(form, str) and not (ragged and self.policy == "auto"):
                 continue
+            if self.refuses:
+                reports[i].reason = self.refuses
+                continue
             if self.policy == "auto":
-                if self.refuses:
-                    reports[i].reason = self.refuses
-                    continue
                 if isinstance(form, str) or ragged:
                     prices[i] = price.of_grouped(self._plain(eqn, form)[1])
                 else:

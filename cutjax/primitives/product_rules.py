@@ -193,23 +193,53 @@ def _jvp(primals: Any, tangents: Any, *, product: Product, epilogue: Epilogue, s
     )
 
 
-def _transpose(
-    cotangents: Any,
-    *args: Any,
-    product: Product,
-    epilogue: Epilogue,
-    precision: Canonical,
-    backend: str,
-    **_: Any,
-) -> list[Any]:
-    if product.unary or not epilogue.plain:
-        raise NotImplementedError(f"{product.where}: the transpose of what is not linear; use jax.vjp")
-    (g,) = cotangents
-    a, (b,), sizes, _operands = split(args, product, epilogue)
+def _transpose(cotangents: Any, *args: Any, product: Product, epilogue: Epilogue, **params: Any) -> list[Any]:
+    places = [i for i, x in enumerate(args) if is_linear(x) and x.aval.dtype != jax.dtypes.float0]
     found: list[Any] = [None] * len(args)
-    if is_zero(g):
+    if not places or all(map(is_zero, cotangents)):
         return found
-    i, to, other = (0, a.aval, b) if is_linear(a) else (1, b.aval, a)
+    shared = {name: params[name] for name in ("precision", "backend")}
+    if epilogue.plain and places in ([0], [1]) and not product.unary:
+        found[places[0]] = _cotangent(cotangents[0], args, places[0], product, **shared)
+        return found
+    # What is linear in products and operands, in plain JAX: of that a product alone is transposed as above.
+    outputs = [out for out, g in zip(epilogue.outputs, cotangents, strict=True) if not is_zero(g)]
+    live = normal(epilogue.products, epilogue.operands, epilogue.nodes, outputs)
+
+    def function(*linear: jax.Array) -> list[jax.Array]:
+        given = iter(linear)
+        full = [next(given) if is_linear(x) else x for x in args]
+        a, bs, context, operands = split(full, product, epilogue)
+        accs = plain_products(product, a, bs, context, epilogue.accumulator, **shared)
+        return list(product.applied(live, context, Arithmetic(a.dtype, **shared)).apply(accs, operands))
+
+    try:
+        if epilogue.plain or (product.unary and 0 in places):
+            raise NotImplementedError("a product of two of them is not linear")
+        transpose = jax.linear_transpose(function, *(_struct(args[i].aval) for i in places))
+        linear = transpose([g for g in cotangents if not is_zero(g)])
+    except (NotImplementedError, AssertionError) as error:
+        names = ", ".join(f"argument {i}" for i in places)
+        raise NotImplementedError(
+            f"{product.where}: no transpose, for it is not linear in {names}: {epilogue}; use jax.vjp"
+        ) from error
+    for i, g in zip(places, linear, strict=True):
+        found[i] = g
+    return found
+
+
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=aval.sharding, weak_type=aval.weak_type, manual_axis_type=aval.mat
+    )
+
+
+def _cotangent(
+    g: Any, args: Sequence[Any], i: int, product: Product, *, precision: Canonical, backend: str
+) -> jax.Array:
+    """Computes the cotangent of a (i = 0) or b (1) of a plain product."""
+    a, b, *sizes = args
+    to, other = (a.aval, b) if i == 0 else (b.aval, a)
     g, other = with_cotangent(g, other, to.dtype if i == 0 else other.dtype)
     precision = dot_precision.of_cotangents(precision, g.dtype, product.where)
     back, factors, precision = product.cotangent(i, g, other, precision)
@@ -220,8 +250,7 @@ def _transpose(
     dtype = to.dtype if full.shape == to.shape and to.dtype.itemsize > 1 else accumulator(to.dtype)
     # No config: a pinned kernel is for the product it was pinned to.
     d = multiply(back, *factors, *sizes, out_dtype=dtype, precision=precision, backend=backend)
-    found[i] = sum_to(d, to)
-    return found
+    return sum_to(d, to)
 
 
 def _dce(
