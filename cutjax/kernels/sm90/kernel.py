@@ -114,7 +114,7 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
     if problem.plain and staging.reasons:
         names = ", ".join(map(short, STORED_BY_TMA))
         reasons.append(f"result {short(problem.out_dtype.name)}: one of {names}")
-    reasons += shared.of_sizes(problem, "TMA coordinates have 32 bits")
+    reasons += shared.of_sizes(problem)
     if any(problem.orders):
         reasons += _order_reasons(problem, staging)
     return reasons
@@ -410,8 +410,8 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         reasons.append(
             f"{config.epilogue_columns} columns make staging rows of less than 32 bytes in {short(narrow.name)}"
         )
-    if (tiles := facts.problem.most_tiles(*cluster_tile(config))) >= 2**31:
-        reasons.append("2^31 tiles or more: the scheduler counts with 32 bits")
+    tiles = facts.problem.most_tiles(*cluster_tile(config))
+    reasons += _counted(facts, config, tiles)
     if reasons:
         return tuple(reasons)
     spare = (limit - tile.bytes(config.stages, 0)) // tile.staging_bytes
@@ -434,6 +434,17 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         rows=rows,
         columns=columns,
     )
+
+
+def _counted(facts: Facts, config: Config, tiles: int) -> list[str]:
+    """Returns why the kernel would not come to the end of something."""
+    p, depth = facts.problem, config.depth(facts.problem.a)
+    more = {}
+    if config.stream_k:  # of the tiles that are computed in parts, two waves at most
+        more["k_blocks_of_two_waves"] = min(tiles, 4 * p.device.sms) * (-(-p.k // depth) + 1)
+    tile = *cluster_tile(config), depth
+    counted = {"tiles": tiles * config.splits, "raster": config.raster, "parts": config.parts}
+    return shared.of_counts(p, tile, **counted, **more)
 
 
 def resolved(problem: Problem, config: Config) -> Kernel:
