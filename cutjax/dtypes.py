@@ -5,6 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 
 class Dtype(NamedTuple):
     """The names of a dtype in the parts of the library; "" or None where one has no name for it.
@@ -48,13 +52,52 @@ _ROWS = (
 DTYPES = {row.name: row for row in _ROWS}
 
 
-NARROW = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")  # every value is one of bfloat16, and of float16
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+NARROW = ("int8", "uint8", *FLOAT8)  # every value is one of bfloat16, and of float16
 
 
 @functools.cache
 def are_narrow(a: Any, b: Any) -> bool:
     """True if elements in b have 8 bits and each is one of those of 16 in a: kernels multiply them as these."""
     return a.name in ("bfloat16", "float16") and b.name in NARROW
+
+
+@functools.cache
+def are_alike(a: Any, b: Any) -> bool:
+    """True if kernels multiply elements of two dtypes as they are: of one, or of both kinds of float8."""
+    return a == b or {a.name, b.name} <= {*FLOAT8}
+
+
+def promoted(a: Any, b: Any) -> np.dtype:
+    """Returns the dtype of JAX's standard promotion, whatever ``jax_numpy_dtype_promotion`` says of users' own.
+
+    Raises:
+      TypePromotionError: there is none, of dtypes of 8 bits or fewer.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jnp.promote_types(a, b))
+
+
+@functools.cache
+def holds(dtype: Any, other: Any) -> bool:
+    """True if each value of another dtype is one of this one."""
+    if dtype == other:
+        return True
+    if dtype == bool or dtype == jnp.float8_e8m0fnu:  # which has neither zero nor sign
+        return False
+    if other == bool:
+        return True
+    if jnp.issubdtype(other, jnp.integer):
+        signed = jnp.iinfo(other).min < 0
+        if jnp.issubdtype(dtype, jnp.integer):
+            return jnp.iinfo(dtype).min <= jnp.iinfo(other).min and jnp.iinfo(dtype).max >= jnp.iinfo(other).max
+        return jnp.iinfo(other).bits - signed <= jnp.finfo(dtype).nmant + 1
+    real = not jnp.issubdtype(other, jnp.complexfloating)
+    if not jnp.issubdtype(dtype, jnp.inexact if real else jnp.complexfloating):
+        return False
+    own, its = jnp.finfo(dtype), jnp.finfo(other)
+    least = float(own.smallest_subnormal) <= float(its.smallest_subnormal)
+    return own.nmant >= its.nmant and own.maxexp >= its.maxexp and least
 
 
 def short(name: str) -> str:

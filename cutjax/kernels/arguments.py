@@ -129,7 +129,9 @@ def array_steps(problem: Problem) -> list[list[int]]:
 
 
 def integer(name: str, value: int, to: str = "") -> Argument:
-    """Returns an argument of 32 bits."""
+    """Returns an argument of 32 bits, with a sign."""
+    if not -(2**31) <= value < 2**31:
+        raise ValueError(f"{name} = {value:,} does not fit 32 bits")
     return Argument(f"int {name}", Int32(value), to)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 from cutjax import dot_precision
@@ -123,7 +124,7 @@ def _choose(problem: Problem, config: Any, lead: float, entries: tuple[tuned.Ent
             why = f"predicted: XLA {of_xla:.1f} us, the fastest of {count} kernels {time_us:.1f} us"
             return Choice(problem, None, (why, *_of_lead(lead)), xla_us=of_xla)
         return _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs", of_xla)
-    return Choice(problem, None, _problem_reasons(problem) or _config_reasons(problem))
+    return Choice(problem, None, _config_reasons(problem))
 
 
 def _chosen(problem: Problem, kernel: Kernel, time_us: float, why: str, xla_us: float | None = None) -> Choice:
@@ -169,6 +170,9 @@ def _problem_reasons(problem: Problem) -> tuple[str, ...]:
 
 
 def _config_reasons(problem: Problem) -> tuple[str, ...]:
-    """Returns why no config serves a problem that families serve: the reasons of each family's first, the smallest."""
-    found = (reasons(next(iter(family.configs(problem))), problem) for family in FAMILIES)
-    return tuple(dict.fromkeys(reason for of_family in found for reason in of_family))
+    """Returns why no config serves a problem: each family's reasons, or those of its first config, the smallest."""
+    found = []
+    for family in FAMILIES:
+        first = () if (why := family.reasons(problem)) else itertools.islice(family.configs(problem), 1)
+        found += why or (reason for config in first for reason in reasons(config, problem))
+    return tuple(dict.fromkeys(found))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+from cutjax.kernels.arguments import place_steps
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import Staging
 
@@ -16,16 +19,53 @@ def of_groups(problem: Problem, staging: Staging) -> list[str]:
     return found
 
 
-def of_sizes(problem: Problem, counted: str) -> list[str]:
-    """Returns why sizes and batch axes cannot be served; ``counted`` says what counts with 32 bits."""
+def of_sizes(problem: Problem) -> list[str]:
+    """Returns why sizes and batch axes cannot be served, whatever the kernel."""
     found = []
     if 0 in (problem.m, problem.n, problem.k, problem.batch_size) or (problem.ragged and not problem.groups):
         found.append("a size is 0: nothing to launch")
     if len(problem.batch_groups) > 3:
         found.append(f"batch {problem.batch}: operands alternate in more than 3 groups of batch axes")
-    if max(problem.m, problem.n, problem.k) >= 2**31:
-        found.append(f"a size is 2^31 or more: {counted}")
+    elif max(problem.m, problem.n, problem.k) >= 2**31:
+        found.append("a size is 2^31 or more: kernels count with 32 bits")
     return found
+
+
+def of_counts(
+    problem: Problem, tile: tuple[int, int, int], *, tiles: int, raster: int, parts: int = 1, **more: int
+) -> list[str]:
+    """Returns why a kernel would not come to the end of something: it counts all but the bytes of arrays in 32 bits.
+
+    Args:
+      problem: as it is multiplied.
+      tile: rows, columns and depth of what a work item computes at once. Places past an array's end are counted too:
+        sizes are rounded up to tiles, and the next one is looked at.
+      tiles: work items, the most there may be, of all parts.
+      raster: rows or columns of tiles in a band.
+      parts: into which the contraction is divided.
+      more: what else a family counts, by name.
+    """
+    p, (height, width, depth) = problem, tile
+    counts = {
+        "rows": p.m + 2 * height,
+        "columns": p.n + 2 * width,
+        "depth": p.k + (parts + 1) * depth,
+        "tiles": 4 * tiles,  # one that all blocks in flight have gone past, in turns of two
+        "tiles of a band": abs(raster) * max(-(-p.m // height), -(-p.n // width)),
+        "matrices": parts * p.batch_size * (p.groups + 64 if p.groups else 1),  # groups are looked at 32 at a time
+        "places": _places(p),
+        **more,
+    }
+    if max(counts.values()) < 2**31:
+        return []
+    past = [f"{name.replace('_', ' ')} of up to {count:,}" for name, count in counts.items() if count >= 2**31]
+    return [f"{' and '.join(past)}, in whole tiles: kernels count with 32 bits"]
+
+
+@functools.lru_cache(maxsize=1024)
+def _places(p: Problem) -> int:
+    """Returns how many rows, or columns, an epilogue counts through the batch; 0 where it counts none."""
+    return max((size for _, size in place_steps(p)), default=0) * max(p.m, p.n)
 
 
 def of_swap(problem: Problem) -> list[str]:

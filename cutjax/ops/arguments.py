@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from cutjax.dtypes import are_narrow
+from cutjax.dtypes import are_alike, are_narrow
 from cutjax.kernels.families import CONFIGS
 from cutjax.primitives import derivative
-from cutjax.primitives.accumulators import converted
+from cutjax.primitives.accumulators import converted, multiplied_in
 from cutjax.primitives.groups import rows_of_groups
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -133,34 +133,43 @@ def promote(
     narrow: bool = False,
     quantized: bool = False,
 ) -> tuple[Any, ...]:
-    """Returns the operands in the dtype of ``jnp.matmul``, the dtype of the result, and True if that is weak.
+    """Returns the operands as they are multiplied, the dtype of the result as in ``jnp.matmul``, and True if it is weak.
 
-    With ``narrow``, the bs stay in a dtype of 8 bits whose values are all in a's, float8 too. Where they are
-    ``quantized``, it is not for JAX's promotion to say that they stand for numbers of a's dtype.
+    They are in one dtype, which holds the values of both. With ``narrow``, the bs stay in a dtype of 8 bits whose
+    values are all in a's, float8 too. Where they are ``quantized``, it is not for JAX's promotion to say that they
+    stand for numbers of a's dtype.
     """
     b = bs[0]
     if {a.dtype, b.dtype} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
         raise TypeError(f"{where}: a is {a.dtype}, b is {b.dtype}: no 16-bit dtype holds both, cast one of them")
     stay = narrow and are_narrow(a.dtype, b.dtype) and not a.weak_type
     quantized = quantized and jnp.issubdtype(a.dtype, jnp.floating)
-    own = quantized or (stay and jnp.issubdtype(b.dtype, jnp.floating))
-    operand = a.dtype if own else jnp.result_type(a, b)
-    xs = [a, *bs] if stay else [converted(x, operand) for x in (a, *bs)]
-    if out_dtype is None:
-        return *xs, operand, _weak(a, b)
-    return *xs, result_of(operand, out_dtype, where), False
+    if out_dtype is not None:  # then jnp.matmul asks for no promotion
+        out = result_of(out_dtype, where, a.dtype, b.dtype)
+    elif quantized or (stay and jnp.issubdtype(b.dtype, jnp.floating)):
+        out = a.dtype
+    else:
+        out = jnp.result_type(a, b)
+    weak = out_dtype is None and _weak(a, b)
+    if not stay and not are_alike(a.dtype, b.dtype):
+        dtype = jnp.result_type(a, b) if a.weak_type or b.weak_type else multiplied_in(a.dtype, b.dtype, out)
+        a, *bs = (converted(x, dtype) for x in (a, *bs))
+    return a, *bs, out, weak
 
 
-def result_of(operand: np.dtype, out_dtype: DTypeLike, where: str) -> np.dtype:
-    """Returns the dtype asked for of a product of a dtype, or raises where that has no meaning."""
+def result_of(out_dtype: DTypeLike, where: str, *operands: np.dtype) -> np.dtype:
+    """Returns the dtype asked for of a product of these, or raises where that has no meaning."""
     out = result_dtype(out_dtype, where)
-    kinds = (jnp.complexfloating, jnp.floating, jnp.integer)
-    rank_out, rank_in = (
-        next((i for i, kind in enumerate(kinds) if jnp.issubdtype(t, kind)), 3) for t in (out, operand)
-    )
-    if rank_out > rank_in:
-        raise TypeError(f"{where}: a product of {operand} has no meaning as out_dtype {out}")
+    for operand in operands:
+        if _rank(out) > _rank(operand):
+            raise TypeError(f"{where}: a product of {operand} has no meaning as out_dtype {out}")
     return out
+
+
+@functools.cache
+def _rank(dtype: np.dtype) -> int:
+    kinds = (jnp.complexfloating, jnp.floating, jnp.integer)
+    return next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), len(kinds))
 
 
 def _weak(a: jax.Array, b: jax.Array) -> bool:

@@ -285,7 +285,7 @@ def divided_mlp(
     acc = abstract_accumulator(x.dtype, tile.update(shape=(*tile.shape[:-2], m, tile.shape[-1])))
     traced = trace_with_dtype(where, hidden, [acc] * len(ws), (given,), (dtype,))
     check_rows(traced.epilogue, where)
-    out = dtype if out_dtype is None else result_of(dtype, out_dtype, where)
+    out = dtype if out_dtype is None else result_of(out_dtype, where, dtype)
     wide = accumulator(dtype, out)
     travel = travel_dtype(reduce_dtype, wide, where)
     ring = ring.chosen(product, jax.typeof(x), [jax.typeof(w) for w in ws], jax.typeof(w2), travel)

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
 from cutjax.binding.rules import on_devices
-from cutjax.dtypes import are_narrow
+from cutjax.dtypes import are_alike, are_narrow
 from cutjax.ops.arguments import is_array_like, unwrapped
 from cutjax.ops.contraction import contraction
 from cutjax.primitives.accumulators import converted, widened
@@ -130,9 +130,6 @@ def _of_lax(
     return dot_general, jax.jit(dot_general)
 
 
-_FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}  # of both, as weights and cotangents are, tensor cores multiply either
-
-
 def _left_to_lax(lhs: jax.Array, rhs: jax.Array, out: Any, out_sharding: Any) -> str | None:
     """Returns why no kernel could multiply the operands, whatever the plan."""
     if out_sharding is not None:
@@ -141,7 +138,7 @@ def _left_to_lax(lhs: jax.Array, rhs: jax.Array, out: Any, out_sharding: Any) ->
         return f"it needs known sizes, got {lhs.shape}, {rhs.shape}"
     narrow = are_narrow(lhs.dtype, rhs.dtype) or are_narrow(rhs.dtype, lhs.dtype)
     # Of a result that is float8 too, lax rounds gradients twice: to its dtype, and to the operand's.
-    one = lhs.dtype == rhs.dtype or ({lhs.dtype.name, rhs.dtype.name} <= _FLOAT8 and out.dtype.itemsize > 1)
+    one = lhs.dtype == rhs.dtype or (are_alike(lhs.dtype, rhs.dtype) and out.dtype.itemsize > 1)
     if not one and not (narrow and jnp.issubdtype(out.dtype, jnp.floating)):
         return f"operands must have one dtype, got {lhs.dtype} and {rhs.dtype}"
     return None

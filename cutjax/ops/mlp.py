@@ -234,7 +234,7 @@ def _chained(
     scales, last = rest[: len(scales)], rest[len(scales) :]
     acc = abstract_accumulator(a.dtype, product.tile(*map(jax.typeof, (a, *ws, *context))))
     traced = trace_with_dtype(where, hidden, [acc] * len(ws), (given,), (dtype,), product.groups(ws))
-    out_dtype = dtype if out_dtype is None else result_of(dtype, out_dtype, where)
+    out_dtype = dtype if out_dtype is None else result_of(out_dtype, where, dtype)
     chain = Chain(product, traced.epilogue, out_dtype, precision, backend, save)
     if traced.outside is not None or scales:
         return apart(chain, context, hidden, a, ws, v, given, last, scales)

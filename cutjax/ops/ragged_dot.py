@@ -9,13 +9,15 @@ from typing import Any
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
+from cutjax.dtypes import are_alike
 from cutjax.ops.arguments import group_sizes_of, local_sizes, result_dtype, unwrapped
 from cutjax.ops.explicit import automatic, axes
-from cutjax.primitives.accumulators import accumulator, converted
+from cutjax.primitives.accumulators import accumulator, converted, multiplied_in
 from cutjax.primitives.groups import rows_of_groups
 from cutjax.primitives.product import multiply
 from cutjax.primitives.ragged import Depth, Rows
@@ -150,7 +152,7 @@ def ragged_dot_general(
         return lax.dot_general(lhs, rhs, dims.dot_dimension_numbers, precision, preferred_element_type)
 
     params: dict[str, Any] = {"backend": backend, "precision": precision, "config": None}
-    lhs, rhs = _alike(lhs, rhs)
+    lhs, rhs = _alike(lhs, rhs, out.dtype)
     l_free = _others(lhs.ndim, l_contract, l_batch)
     r_free = _others(rhs.ndim, r_contract, r_batch, dims.rhs_group_dimensions)
     divided = l_contract if ragged in l_contract else l_free
@@ -204,12 +206,11 @@ def _check(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, dims: Any, precisio
         return jax.eval_shape(lambda x, y, sizes: lax.ragged_dot_general(x, y, sizes, dims, precision, dtype), *avals)
 
 
-def _alike(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the operands in one dtype, which holds both: jax multiplies mixed ones as they are."""
-    if lhs.dtype == rhs.dtype:
+def _alike(lhs: jax.Array, rhs: jax.Array, out: np.dtype) -> tuple[jax.Array, jax.Array]:
+    """Returns the operands in one dtype, which holds both: jax multiplies mixed ones as they are, as kernels do some."""
+    if are_alike(lhs.dtype, rhs.dtype):
         return lhs, rhs
-    with jax.numpy_dtype_promotion("standard"):
-        dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+    dtype = multiplied_in(lhs.dtype, rhs.dtype, out)
     return converted(lhs, dtype), converted(rhs, dtype)
 
 

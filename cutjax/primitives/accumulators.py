@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from cutjax.dot_precision import accumulator as accumulator
-from cutjax.dtypes import are_narrow
+from cutjax.dtypes import are_narrow, holds, promoted
 
 
 def is_half(dtype: np.dtype) -> bool:
@@ -23,6 +23,11 @@ def converted(x: jax.Array, dtype: np.dtype, weak_type: bool | None = None) -> j
     if (given.dtype, given.weak_type) == (dtype, weak_type):
         return x
     return lax.convert_element_type_p.bind(x, new_dtype=dtype, weak_type=weak_type, sharding=None)
+
+
+def as_wide(b: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Returns b in a's dtype where that holds each of its values; of another dtype that is multiplied by a, as it is."""
+    return converted(b, dtype) if are_narrow(dtype, b.dtype) else b
 
 
 def cotangent_dtype(dtype: np.dtype, g: np.dtype) -> np.dtype:
@@ -44,6 +49,18 @@ def with_cotangent(g: jax.Array, x: jax.Array, of: np.dtype) -> tuple[jax.Array,
     if jnp.issubdtype(g.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
         g = lax.real(g)  # of a real product made complex
     return converted(g, dtype), x if x.dtype != of and are_narrow(dtype, x.dtype) else converted(x, dtype)
+
+
+def multiplied_in(a: np.dtype, b: np.dtype, out: np.dtype) -> np.dtype:
+    """Returns the one dtype in which operands of two are multiplied: one that holds the values of both.
+
+    The promoted one, if it does (that of float8 and an integer does not), else that in which ``out`` is added up.
+    """
+    try:
+        candidates = [promoted(a, b)]
+    except jax.dtypes.TypePromotionError:
+        candidates = []
+    return next((t for t in (*candidates, a, b) if holds(t, a) and holds(t, b)), accumulator(out))
 
 
 def widened(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

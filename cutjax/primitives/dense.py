@@ -19,7 +19,7 @@ from cutjax.epilogue.expression import Epilogue, Node, identity
 from cutjax.kernels.device import Device
 from cutjax.kernels.families import in_order
 from cutjax.kernels.problem import Problem
-from cutjax.primitives.accumulators import accumulator, converted, is_half
+from cutjax.primitives.accumulators import accumulator, as_wide, is_half
 from cutjax.primitives.product import Folded, Product
 from cutjax.primitives.product_rules import define_product
 
@@ -240,7 +240,7 @@ def reference(
 
     An axis of size 1 that broadcasts is dropped from its operand, so nothing is copied.
     """
-    b = converted(b, a.dtype)  # where it is narrower
+    b = as_wide(b, a.dtype)
     axes = range(a.ndim - 2)
     summed = [a.ndim - 3 - i for i in added]
     a_only = [i for i in axes if b.shape[i] == 1 != a.shape[i]]

@@ -18,7 +18,7 @@ from jax import lax
 from cutjax.binding.rules import match_varying
 from cutjax.dot_precision import Canonical
 from cutjax.primitives import dense
-from cutjax.primitives.accumulators import accumulator, converted
+from cutjax.primitives.accumulators import accumulator, as_wide
 from cutjax.primitives.groups import rows_of_groups
 
 
@@ -76,7 +76,7 @@ def reference_gemm(
     **_: Any,
 ) -> jax.Array:
     """Computes ``Rows`` in plain JAX."""
-    w = converted(w, x.dtype)  # where it is narrower
+    w = as_wide(w, x.dtype)
     batch, m = np.broadcast_shapes(x.shape[:-2], w.shape[:-3], sizes.shape[:-1]), x.shape[-2]
     n = w.shape[-1 if layout[1] == "n" else -2]
     d = jnp.zeros((math.prod(batch), m, n), out_dtype)

@@ -10,7 +10,7 @@ import numpy as np
 from cutjax.dtypes import short
 from cutjax.kernels import base
 from cutjax.kernels import reasons as shared
-from cutjax.kernels.arguments import Argument
+from cutjax.kernels.arguments import Argument, Matrices
 from cutjax.kernels.device import Device
 from cutjax.kernels.mma import cost, slim, text
 from cutjax.kernels.mma.arguments import arguments, operands_of, unit
@@ -58,7 +58,7 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     found += shared.of_groups(problem, staging)
     if problem.symmetric:
         found += staging.symmetric_reasons
-    found += shared.of_sizes(problem, "kernels count with 32 bits")
+    found += shared.of_sizes(problem)
     return tuple(found)
 
 
@@ -213,8 +213,7 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         found.append(f"blocks={config.blocks} of {config.threads} threads: more than an SM of {device.name} holds")
     rows, columns = problem.tiles(config.bm, config.bn)
     tiles = problem.most_tiles(config.bm, config.bn)
-    if tiles * config.splits >= 2**31:
-        found.append("2^31 tiles or more: the scheduler counts with 32 bits")
+    found += _counted(problem, config, tiles * config.splits, (of_a, of_b))
     if found:
         return tuple(found)
     return Kernel(
@@ -233,6 +232,25 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         tiles=tiles,
         rows=rows,
         columns=columns,
+    )
+
+
+def _counted(p: Problem, config: Config, tiles: int, operands: tuple[Matrices, Matrices]) -> list[str]:
+    """Returns why the kernel would not come to the end of something."""
+    depth = 16 * config.threads if config.slim else config.bk  # all threads of a slim one go along k at once
+    lines, along_k = [], p.k + (config.splits + 1) * depth
+    for operand, length in ((p.a, p.m + 2 * config.bm), (p.bs[0], p.n + 2 * config.bn)):
+        numbers = 2 if operand.dtype.kind == "c" else 1  # TMA counts those of a line in memory, threads its bytes
+        unit = numbers if config.tma else operand.dtype.itemsize
+        lines.append(unit * (along_k if operand.contiguous == "k" else length))
+    return shared.of_counts(
+        p,
+        (config.bm, config.bn, depth),
+        tiles=tiles,
+        raster=config.raster,
+        parts=config.splits,
+        bytes_of_rows=max(lines),
+        places_of_matrices=max(of.count for of in operands),
     )
 
 

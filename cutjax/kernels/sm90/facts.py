@@ -111,7 +111,7 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
     if problem.plain and staging.reasons:
         names = ", ".join(map(short, STORED_BY_TMA))
         reasons.append(f"result {short(problem.out_dtype.name)}: one of {names}")
-    reasons += shared.of_sizes(problem, "TMA coordinates have 32 bits")
+    reasons += shared.of_sizes(problem)
     if any(problem.orders):
         reasons += _order_reasons(problem, staging)
     return reasons

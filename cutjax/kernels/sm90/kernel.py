@@ -9,12 +9,13 @@ import numpy as np
 
 from cutjax.dtypes import short
 from cutjax.kernels import base
+from cutjax.kernels import reasons as shared
 from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import cost, operands, text
 from cutjax.kernels.sm90.arguments import Argument, arguments
 from cutjax.kernels.sm90.config import Config
-from cutjax.kernels.sm90.facts import ARCH, facts_of, footprint
+from cutjax.kernels.sm90.facts import ARCH, Facts, facts_of, footprint
 from cutjax.kernels.sm90.resolved import Resolved, cluster_tile
 
 
@@ -117,8 +118,8 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         reasons.append(
             f"{config.epilogue_columns} columns make staging rows of less than 32 bytes in {short(narrow.name)}"
         )
-    if (tiles := facts.problem.most_tiles(*cluster_tile(config))) >= 2**31:
-        reasons.append("2^31 tiles or more: the scheduler counts with 32 bits")
+    tiles = facts.problem.most_tiles(*cluster_tile(config))
+    reasons += _counted(facts, config, tiles)
     if reasons:
         return tuple(reasons)
     spare = (limit - tile.bytes(config.stages, 0)) // tile.staging_bytes
@@ -142,6 +143,17 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         rows=rows,
         columns=columns,
     )
+
+
+def _counted(facts: Facts, config: Config, tiles: int) -> list[str]:
+    """Returns why the kernel would not come to the end of something."""
+    p, depth = facts.problem, config.depth(facts.problem.a)
+    more = {}
+    if config.stream_k:  # of the tiles that are computed in parts, two waves at most
+        more["k_blocks_of_two_waves"] = min(tiles, 4 * p.device.sms) * (-(-p.k // depth) + 1)
+    tile = *cluster_tile(config), depth
+    counted = {"tiles": tiles * config.splits, "raster": config.raster, "parts": config.parts}
+    return shared.of_counts(p, tile, **counted, **more)
 
 
 def resolved(problem: Problem, config: Config) -> Kernel:

@@ -8,13 +8,12 @@ import math
 
 import numpy as np
 
-from cutjax.dtypes import DTYPES, short
+from cutjax.dtypes import DTYPES, FLOAT8, short
 from cutjax.epilogue.expression import identity
 from cutjax.kernels.prepared import Pad, Pairs, Prepared, Split, Step, Transpose
 from cutjax.kernels.problem import BF16, Operand, Problem
 
 F32, C64 = np.dtype(np.float32), np.dtype(np.complex64)
-FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 INT8 = ("int8", "uint8")
 
 # Pairs of parts (of a, of b) that are multiplied, in this order: the smallest products first, those of the highest
