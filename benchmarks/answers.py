@@ -58,14 +58,13 @@ class Answer:
         return f"{report.geometric_mean(row.ratios[self.key] for row in self.rows(folder)):.2f}"
 
     def made_of(self, folder: pathlib.Path) -> str:
-        """Returns how many products the mean is of, and their range, or the mean of those that kernels run."""
+        """Returns the number of products, and their range, or the mean of those that kernels run."""
         rows = self.rows(folder)
         ratios = [row.ratios[self.key] for row in rows]
         if self._choice in rows[0].figures:  # of a run in which XLA is one of the choices
             own = [row.ratios[self.key] for row in rows if self.own(row)]
-            return (
-                f"{len(rows)}; XLA keeps {len(rows) - len(own)}, the other {len(own)}: {report.geometric_mean(own):.2f}"
-            )
+            left = f"{len(rows)}, of which {len(rows) - len(own)} are left to XLA"
+            return f"{left}; {report.geometric_mean(own):.2f} over the {len(own)} its kernels run"
         return f"{len(ratios)}; {min(ratios):.2f} to {max(ratios):.2f}" if len(ratios) > 1 else "1"
 
 

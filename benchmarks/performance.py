@@ -54,7 +54,7 @@ def runs(folder: pathlib.Path) -> dict[str, tuple[dict[str, Any], list[Row]]]:
 
 
 def reason(row: Row) -> str:
-    """Returns why XLA is faster than the cost model's choice, as far as the times tell."""
+    """Returns the reasons why XLA is faster than the cost model's choice, as far as the times tell."""
     us, xla, figures = row.us, row.peers["xla"], row.figures
     fastest, floor_us = figures["kernel"]["us"], figures["roofline_us"]
     m, n, k, layout = (figures[name] for name in ("m", "n", "k", "layout"))
@@ -128,7 +128,7 @@ def section(stem: str, title: str, content: dict[str, Any], rows: Sequence[Row])
 
 
 def page(folder: pathlib.Path = report.RESULTS) -> tuple[str, str]:
-    """Returns what stands between the page's marks: the answers, and further down a section for each run."""
+    """Returns the generated parts of the page: the answers, and further down a section for each run."""
     found = runs(folder)
     if not found:
         return ("No run has been recorded yet.", "")
@@ -139,7 +139,7 @@ def page(folder: pathlib.Path = report.RESULTS) -> tuple[str, str]:
 
 
 def in_readme(folder: pathlib.Path = report.RESULTS) -> str:
-    """Returns what stands between the marks of README."""
+    """Returns the generated part of README."""
     return "\n".join(answers.brief(folder))
 
 

@@ -91,7 +91,10 @@ def test_the_pages_are_what_the_recorded_runs_say():
 def test_an_answer_says_what_xla_runs(folder):
     """Untuned a third each is a slow kernel, XLA, and a fast kernel: 0.8, 1 and 1.25."""
     (first, *_) = answers.told(answers.ANSWERS, folder)
-    assert (first.mean(folder), first.made_of(folder)) == ("1.00", "12; XLA keeps 4, the other 8: 1.00")
+    assert (first.mean(folder), first.made_of(folder)) == (
+        "1.00",
+        "12, of which 4 are left to XLA; 1.00 over the 8 its kernels run",
+    )
     assert [x.stem for x in answers.told(answers.ANSWERS, folder) if x.stem != "products-h200"] == []
     assert [line for line in answers.losses(folder) if "| 0.80 | 4 of 12 |" in line]
     assert "0.80: a product of models" in list(answers.brief(folder))[-1]
