@@ -216,7 +216,7 @@ def _of_lead(lead: float) -> tuple[str, ...]:
 
 
 def _tuned(problem: Problem, entry: tuned.Entry, lead: float) -> Choice | None:
-    """Returns what was measured to be fastest; None where that kernel is no more, and where a kernel must run."""
+    """Returns the choice of a measured entry; None if its kernel is gone, or it is XLA and a kernel must run."""
     kernel = None
     if entry.config:
         config = config_of(dict(entry.config))
@@ -250,11 +250,11 @@ def config_of(fields: Mapping[str, Any]) -> Any:
 
 
 def _problem_reasons(problem: Problem) -> tuple[str, ...]:
-    """Returns why no family serves a problem."""
+    """Returns the families' reasons against a problem."""
     return tuple(dict.fromkeys(reason for family in FAMILIES for reason in family.reasons(problem)))
 
 
 def _config_reasons(problem: Problem) -> tuple[str, ...]:
-    """Returns why no config serves a problem that families serve: the reasons of each family's first, the smallest."""
+    """Returns the reasons against each family's first config, the smallest, of a problem that the family serves."""
     found = (reasons(next(iter(family.configs(problem))), problem) for family in FAMILIES)
     return tuple(dict.fromkeys(reason for of_family in found for reason in of_family))

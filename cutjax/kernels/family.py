@@ -42,7 +42,7 @@ class Kernel(Protocol):
         ...
 
     def unlaunchable(self) -> tuple[str, ...]:
-        """Returns why what serves the problem cannot be launched; of a problem's configs, the first is told least."""
+        """Returns the reasons against a launch, such as too many parameters; a problem's first config has fewest."""
         ...
 
     def call(self) -> Call:
@@ -69,7 +69,7 @@ class Family(Protocol):
         ...
 
     def reasons(self, problem: Problem) -> tuple[str, ...]:
-        """Returns why no kernel of the family can serve a problem; empty when one can."""
+        """Returns the reasons against every kernel of the family for a problem; empty when one can serve it."""
         ...
 
     def configs(self, problem: Problem) -> Iterable[Any]:

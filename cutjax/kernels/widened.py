@@ -1,4 +1,4 @@
-"""Kernels of a narrow product's wide one: b is converted before the launch, where that is the faster way."""
+"""Kernels for 8-bit weights beside 16-bit operands that convert b to 16 bits before the launch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Widened:
         return xla_us(self.problem, self.kernel, device)
 
     def unlaunchable(self) -> tuple[str, ...]:
-        """Returns why the kernel cannot be launched."""
+        """Returns the reasons against launching the kernel."""
         return self.kernel.unlaunchable()
 
     def call(self) -> Call:
@@ -82,13 +82,13 @@ def _widen(
     prepare: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None,
     arrays: Sequence[jax.Array],
 ) -> Sequence[jax.Array]:
-    """Returns what the kernel takes: each b, of the arrays after a, converted."""
+    """Returns the kernel's arrays: a, each b converted to the dtype, and the others."""
     taken = [x.astype(dtype) if 1 <= i <= products else x for i, x in enumerate(arrays)]
     return prepare(taken) if prepare else taken
 
 
 def pass_us(problem: Problem, device: Device) -> float:
-    """Returns what converting each b takes: it is read, and written in a's dtype."""
+    """Returns the microseconds of converting each b: it is read, and written in a's dtype."""
     matrices = problem.products * math.prod(problem.b_batch) * (problem.groups if problem.ragged == "m" else 1)
     moved = problem.k * problem.n * matrices * (problem.a_dtype.itemsize + problem.b_dtype.itemsize)
     return PASS_US * problem.products + 1e6 * moved / (PASS_SHARE * device.bytes_per_second)

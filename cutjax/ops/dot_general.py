@@ -134,7 +134,7 @@ _FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}  # of both, as weights and cotangents
 
 
 def _left_to_lax(lhs: jax.Array, rhs: jax.Array, out: Any, out_sharding: Any) -> str | None:
-    """Returns why no kernel could multiply the operands, whatever the plan."""
+    """Returns the reason against a kernel for the operands, whatever the plan; None where there is none."""
     if out_sharding is not None:
         return f"out_sharding must be None, got {out_sharding}; use jax.shard_map"
     if any(jax.export.is_symbolic_dim(size) for x in (lhs, rhs) for size in x.shape):

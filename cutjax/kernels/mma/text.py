@@ -23,7 +23,7 @@ FRAGMENTS = {
 
 
 def source(kernel: Kernel) -> str:
-    """Returns all of it."""
+    """Returns the device text of a kernel, complete: constants, the generated epilogue, and the files of ffi/device."""
     problem, config, math = kernel.multiplied, kernel.config, kernel.math
     m, n, k = config.warps
     constants = {
@@ -98,7 +98,7 @@ def source(kernel: Kernel) -> str:
 
 
 def _multiply(kernel: Kernel) -> list[str]:
-    """Returns what loads and multiplies."""
+    """Returns the files that load and multiply, and the constants they read."""
     problem, fragments = kernel.multiplied, kernel.math.fragments
     constant = f'#line 1 "math (generated)"\nconstexpr Math MATH = Math::{kernel.math.name};\n'
     if problem.narrow:

@@ -146,7 +146,7 @@ def predict(kernel: Kernel, device: Device) -> float:
 
 
 def _copies_us(problem: Problem, speed: float) -> float:
-    """Returns what copying operands takes: each is read and written, in a launch of its own."""
+    """Returns the microseconds of copying operands: each is read and written, in a launch of its own."""
     copied = copies(problem)
     return sum(copy.moved for copy in copied) / (WRITTEN_BYTES_PER_US * speed) + 2 * len(copied)
 

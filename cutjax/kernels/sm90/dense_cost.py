@@ -240,7 +240,7 @@ PAIRLESS = 1.6
 
 
 def features(kernel: Kernel, device: Device) -> Features:
-    """Returns what the model reads of a kernel."""
+    """Returns a kernel's features, the inputs of the model."""
     p, c = kernel.multiplied, kernel.config
 
     def off(operand: Operand, rows: int) -> int:
@@ -302,7 +302,7 @@ def flop_us(kernel: Kernel, device: Device) -> float:
 
 
 def _instructions(kernel: Kernel) -> float:
-    """Returns the instructions of a kernel's epilogue, an accumulator, with what loading operands and storing take."""
+    """Returns the instructions of a kernel's epilogue for an accumulator, loads of operands and stores included."""
     p = kernel.multiplied
     if p.plain:
         return 0
@@ -372,5 +372,5 @@ def few_rows(p: Problem) -> bool:
 
 
 def copies_us(f: Features) -> Any:
-    """Returns what copying operands takes: each is read and written, in a launch of its own."""
+    """Returns the microseconds of copying operands: each is read and written, in a launch of its own."""
     return f.copied / (3e6 * f.speed) + f.copies
