@@ -58,14 +58,13 @@ class Answer:
         return f"{report.geometric_mean(row.ratios[self.key] for row in self.rows(folder)):.2f}"
 
     def made_of(self, folder: pathlib.Path) -> str:
-        """Returns how many products the mean is of, and their range, or the mean of those that kernels run."""
+        """Returns the number of products, and their range, or the mean of those that kernels run."""
         rows = self.rows(folder)
         ratios = [row.ratios[self.key] for row in rows]
         if self._choice in rows[0].figures:  # of a run in which XLA is one of the choices
             own = [row.ratios[self.key] for row in rows if self.own(row)]
-            return (
-                f"{len(rows)}; XLA keeps {len(rows) - len(own)}, the other {len(own)}: {report.geometric_mean(own):.2f}"
-            )
+            left = f"{len(rows)}, of which {len(rows) - len(own)} are left to XLA"
+            return f"{left}; {report.geometric_mean(own):.2f} over the {len(own)} its kernels run"
         return f"{len(ratios)}; {min(ratios):.2f} to {max(ratios):.2f}" if len(ratios) > 1 else "1"
 
 
@@ -98,7 +97,7 @@ def _few(row: Row) -> bool:
 LEVEL = 0.995  # nearer to 1 than this, two runs disagree
 XLA, JAX, TORCH = "XLA", "plain JAX", "torch's `grouped_mm`"
 _H200, _FUSED, _GROUPED = "products-h200", "fused-59dab49-h200", "grouped-torch-h200"
-_EPILOGUES, _MODELS, _DEVICES = "fused-epilogues.md", "fuse.md#whole-models", "sharding.md"
+_EPILOGUES, _MODELS = "fused-epilogues.md", "#whole-models"
 ANSWERS = (
     Answer(
         "products of models, nothing tuned", XLA, _H200, _any, brief="products of models", label="products of models"
@@ -137,7 +136,13 @@ ANSWERS = (
         "rows in groups",
         "rows in groups (torch)",
     ),
-    Answer("a layer of experts, forward and backward", "`jax.lax.ragged_dot`", "moe-h200", _of("bwd"), more="moe.md"),
+    Answer(
+        "a layer of experts, forward and backward",
+        "`jax.lax.ragged_dot`",
+        "moe-h200",
+        _of("bwd"),
+        more="#layers-of-experts",
+    ),
     Answer(
         "`cutjax.syrk`, from 1024 rows on; tuned to some of the sizes",
         "XLA's full product",
@@ -188,7 +193,7 @@ ANSWERS = (
         "collective-h200x2",
         _ends(" auto"),
         "jit",
-        f"{_DEVICES}#overlap",
+        "#layers-over-devices",
     ),
     Answer(
         "training steps over 2 GPUs under `jax.jit`, sums in 16 bits",
@@ -196,7 +201,7 @@ ANSWERS = (
         "sharded-h200x2",
         _ends("dtype"),
         "jax",
-        f"{_DEVICES}#the-dtype-of-partial-sums",
+        "sharding.md#the-dtype-of-partial-sums",
     ),
 )
 
@@ -230,7 +235,7 @@ LOSES = (
         "sharded-h200x2",
         _ends(" cutjax"),
         "jax",
-        f"{_DEVICES}#the-dtype-of-partial-sums",
+        "sharding.md#the-dtype-of-partial-sums",
         brief="training over 2 GPUs, sums in float32",
     ),
     Answer(
@@ -239,7 +244,7 @@ LOSES = (
         "collective-h200x2",
         _ends(" auto"),
         "jit",
-        f"{_DEVICES}#overlap",
+        "#layers-over-devices",
     ),
     Answer("decoding with the drop-ins", JAX, "programs-decoding-h200", _ends("dropin"), "jax", _MODELS),
 )

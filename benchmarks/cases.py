@@ -53,7 +53,7 @@ class Dense:
 
     @property
     def problem(self) -> cutjax.Problem:
-        """The same as a ``cutjax.Problem``."""
+        """The case as a ``cutjax.Problem``."""
         dtype = np.dtype(jnp.dtype(self.dtype))
         return cutjax.Problem(
             self.m, self.n, self.k, self.layout, dtype, dtype, dtype, self.batch, self.batch, self.batch
@@ -72,7 +72,7 @@ class Dense:
 
 @functools.cache
 def operands(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...]) -> Callable[[int], Any]:
-    """Returns what makes, of a seed, two arrays of random normal numbers; integers are 32 times as large."""
+    """Returns a function of a seed that makes two arrays of random normal numbers; integers are 32 times as large."""
 
     def draw(key: jax.Array, shape: tuple[int, ...], name: str) -> jax.Array:
         dtype = jnp.dtype(name)

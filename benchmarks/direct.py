@@ -72,7 +72,7 @@ class Board:
         struct.pack_into("<q", self._memory, 8 * self.FIELDS.index(field), value)
 
     def mark(self, product: int, config: int, phase: int) -> None:
-        """Says what the worker begins."""
+        """Records the product, config and phase that the worker begins."""
         struct.pack_into("<4q", self._memory, 0, self["beat"] + 1, product, config, phase)
 
 
@@ -95,7 +95,7 @@ class Job:
     untuned: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what `from_json` reads."""
+        """Returns the form that `from_json` reads."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -231,7 +231,7 @@ def watch(jobs: Sequence[Job], board: Board, write_todo: Any, command: Sequence[
 
 
 def _until_silent(worker: subprocess.Popen, board: Board, deadline: float) -> str:
-    """Returns how a worker ended, or "" where that is well."""
+    """Waits for a worker; returns the way it ended, or "" where that is well."""
     beat, since = -1, time.monotonic()
     try:
         while worker.poll() is None:

@@ -157,7 +157,7 @@ class Bench:
         self.driver.synchronize()
 
     def check(self, entry: Entry, case: Dense, arrays: Sequence[jax.Array], expected: jax.Array) -> str:
-        """Returns how a config's result is wrong, or ""."""
+        """Returns the error of a config's result in words, or ""."""
         addresses = self.place(entry.results)
         for address, result in zip(addresses, entry.results, strict=True):
             self.driver.fill(address, 0xFFFFFFFF, padded(result))  # NaN, which nothing may leave

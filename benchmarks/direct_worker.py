@@ -273,7 +273,7 @@ def work(todo: pathlib.Path, board: Board, out: pathlib.Path) -> int:
 def _compile_chunk(
     chunk: Sequence[tuple[int, Job]], bench: Bench, plan: dict[str, Any]
 ) -> dict[int, Programs | Exception]:
-    """Returns what is compiled for each product, or the error."""
+    """Compiles a chunk: returns each product's programs, or the error."""
     begin = time.monotonic()
 
     def guarded(function: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -162,7 +162,7 @@ def targets(rows: Sequence[Row]) -> tuple[Target, ...]:
 
 
 def on_xla(rows: Sequence[Row], choice: str) -> int:
-    """Returns how many products a choice, "untuned" or "tuned", leaves to XLA."""
+    """Returns the number of products that a choice, "untuned" or "tuned", leaves to XLA."""
     return sum(row.figures[choice]["config"] == "XLA" for row in rows)
 
 

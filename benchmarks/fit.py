@@ -107,7 +107,7 @@ class Judged:
 
 
 def judge(rows: Rows, predicted: np.ndarray) -> Judged:
-    """Returns how good the picks are that follow from predicted times."""
+    """Judges predicted times by the picks that follow from them."""
     picks, best = (_least(rows, times) for times in (predicted, rows.us))
     xla = np.array([line["xla_us"] for line in rows.lines])
     return Judged(picks, best, rows.us[best] / rows.us[picks], xla / rows.us[picks])

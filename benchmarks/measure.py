@@ -227,7 +227,7 @@ def _names(product: Product, run: Run) -> list[str]:
 
 
 def _wanted(product: Product, run: Run) -> list[tuple[str, Peer]]:
-    """Those of the peers that JAX runs."""
+    """Returns the peers that JAX runs, of those asked for."""
     return [(name, product.peers[name]) for name in _names(product, run) if product.peers[name].make]
 
 

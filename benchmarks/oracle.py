@@ -103,5 +103,5 @@ def xla(layout: str, dtype):
 
 
 def exact(layout: str, dtype):
-    """The same with products that are exact, added up in float32 and rounded once."""
+    """The reference with products that are exact, added up in float32 and rounded once."""
     return lambda a, b: reference(a.astype(jnp.float32), b.astype(jnp.float32), layout).astype(dtype)

@@ -54,7 +54,7 @@ def runs(folder: pathlib.Path) -> dict[str, tuple[dict[str, Any], list[Row]]]:
 
 
 def reason(row: Row) -> str:
-    """Returns why XLA is faster than the cost model's choice, as far as the times tell."""
+    """Returns the reasons why XLA is faster than the cost model's choice, as far as the times tell."""
     us, xla, figures = row.us, row.peers["xla"], row.figures
     fastest, floor_us = figures["kernel"]["us"], figures["roofline_us"]
     m, n, k, layout = (figures[name] for name in ("m", "n", "k", "layout"))
@@ -127,35 +127,33 @@ def section(stem: str, title: str, content: dict[str, Any], rows: Sequence[Row])
     )
 
 
-def page(folder: pathlib.Path = report.RESULTS) -> str:
-    """Returns what stands between the page's marks."""
+def page(folder: pathlib.Path = report.RESULTS) -> tuple[str, str]:
+    """Returns the generated parts of the page: the answers, and further down a section for each run."""
     found = runs(folder)
     if not found:
-        return "No run has been recorded yet."
-    parts = [
-        "\n".join(["## How fast is my case?", "", *answers.gains(folder)]),
-        "\n".join(["## Where does it lose?", "", *answers.losses(folder)]),
-        *("\n".join(section(stem, title, *found[stem])) for stem, title in titled(found).items()),
-    ]
-    return "\n\n".join(parts)
+        return ("No run has been recorded yet.", "")
+    tables = {"How fast is my case?": answers.gains, "Where does it lose?": answers.losses}
+    heads = ["\n".join([f"## {title}", "", *table(folder)]) for title, table in tables.items()]
+    sections = ["\n".join(section(stem, title, *found[stem])) for stem, title in titled(found).items()]
+    return "\n\n".join(heads), "\n\n".join(sections)
 
 
 def in_readme(folder: pathlib.Path = report.RESULTS) -> str:
-    """Returns what stands between the marks of README."""
+    """Returns the generated part of README."""
     return "\n".join(answers.brief(folder))
 
 
-def fill(text: str, content: str) -> str:
-    """Returns a page with what is between its marks replaced.
+def fill(text: str, *contents: str) -> str:
+    """Returns a page with what is between each pair of its marks replaced, in order.
 
     Raises:
-      ValueError: the marks are not there.
+      ValueError: there are fewer or more pairs.
     """
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page has no {BEGIN} and {END}")
-    return f"{head}{BEGIN}\n\n{content}\n\n{END}{tail}"
+    marked = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+    if len(marked.findall(text)) != len(contents):
+        raise ValueError(f"the page has not {len(contents)} times {BEGIN} and {END}")
+    of_page = iter(contents)
+    return marked.sub(lambda _: f"{BEGIN}\n\n{next(of_page)}\n\n{END}", text)
 
 
 def _figure(size: tuple[float, float], columns: int, title: str) -> tuple[Any, list[Any]]:
@@ -262,8 +260,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     for path in written(args.results, runs(args.results)):
         print(path)
-    for path, content in ((args.page, page(args.results)), (args.readme, in_readme(args.results))):
-        path.write_text(fill(path.read_text(), content))
+    for path, contents in ((args.page, page(args.results)), (args.readme, [in_readme(args.results)])):
+        path.write_text(fill(path.read_text(), *contents))
         print(path)
     return 0
 

@@ -32,7 +32,7 @@ _NONE = {"xla": {"us": 0.0}}
 
 
 def seconds(count: int) -> float:
-    """Returns how long so many products take, with what is compiled for them."""
+    """Returns the seconds that so many products take, compiling included."""
     return count * (len(NAMES) * WINDOW_S + HEAT_S + 0.5)
 
 
@@ -89,7 +89,7 @@ def measure(
 
 
 def _functions(case: Dense, row: dict[str, Any], xla: Function) -> dict[str, Function]:
-    """Returns what runs by name; what is the same program is the same function."""
+    """Returns the functions to run, by name; one program is one function."""
     avals = [jax.ShapeDtypeStruct(shape, jnp.dtype(case.dtype)) for shape in (case.a_shape, case.b_shape)]
     keys = {name: json.dumps(row[name]["config"], sort_keys=True) for name in NAMES}
     found = {keys["xla"]: xla}

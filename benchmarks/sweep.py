@@ -44,7 +44,7 @@ class Item:
 
     @property
     def key(self) -> str:
-        """The same for equal items."""
+        """A key that is the same for equal items."""
         return json.dumps([self.case, self.config], sort_keys=True)
 
 

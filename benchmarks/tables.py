@@ -85,6 +85,7 @@ def _form(form: str) -> Column:
     return Column(f"{form} us", cell)
 
 
+_AIMS = ("target", "at most")
 COLUMNS = {
     "calls": [
         Column("product, epilogue", lambda row: row.case, text=True),
@@ -186,8 +187,8 @@ def _columns(op: str, rows: Sequence[Row]) -> list[Column]:
 
 
 def markdown(op: str, rows: Sequence[Row]) -> Iterator[str]:
-    """The lines of a table of an operation's rows."""
-    columns = _columns(op, rows)
+    """Yields the lines of a table of an operation's rows, for readers: without what was aimed at."""
+    columns = [column for column in _columns(op, rows) if column.heading not in _AIMS]
     yield f"| {' | '.join(column.heading for column in columns)} |"
     yield f"|{'|'.join('---' if column.text else '--:' for column in columns)}|"
     for row in rows:

@@ -17,7 +17,7 @@ _FLOAT8 = tuple(preset for preset in lax.DotAlgorithmPreset if preset.name.start
 
 
 def canonical(precision: Any, where: str) -> Canonical:
-    """Returns what jax.lax makes of a precision at this place of the program; None takes that of the scope.
+    """Returns a precision in jax.lax's canonical form; None is that of the scope.
 
     The scope's is ``jax.default_matmul_precision``. Hashable; again canonical it is the same. An error says in which
     operation it was.
@@ -65,7 +65,7 @@ def of_cotangents(precision: Canonical, dtype: np.dtype, where: str) -> Canonica
 def math(
     precision: Canonical, dtype: np.dtype, accumulator: np.dtype, tf32: bool = True, both: bool = True
 ) -> str | tuple[str, ...]:
-    """Returns how products of two operands of a dtype are computed, as ``Problem.math`` has it, or why no kernel does.
+    """Returns the way in which operands of a dtype are multiplied, a ``Problem.math``, or the reasons against a kernel.
 
     A name says no less than XLA does: "tf32" is what XLA makes of float32 and complex64 unless either operand's
     precision is "highest". Operands of 16 bits are multiplied exactly by all that would split or shorten float32.

@@ -131,7 +131,7 @@ def _fused_lines(row: Row) -> list[str]:
 def explain(
     fn: Callable[..., Any], *, platform: str | None = None, arch: str | None = None, device: str | None = None
 ) -> Callable[..., Explanation]:
-    """Makes of a function one that says for every product in it what runs, why, and how fast it should be.
+    """Returns a function that reports, for every product in ``fn``, what runs, why, and its predicted time.
 
     It is what ``jax.jit`` would lower: the same function decides, what nothing uses is left out, and the program is for
     as many devices. The function is not run, and is compiled only where jit divides it over devices, with zeros for the
@@ -217,7 +217,7 @@ def _array(aval: Any) -> str:
 
 
 def _saves(epilogue: Epilogue, dtype: Any, save: str) -> str:
-    """Says which accumulators the derivative takes, in everything that has one, and how it comes by them."""
+    """Describes the accumulators that the derivative reads, and whether they are saved or computed again."""
     differentiable = tuple(jnp.issubdtype(spec.dtype, jnp.inexact) for spec in epilogue.operands)
     moving = (jnp.issubdtype(epilogue.accumulator, jnp.inexact),) * epilogue.products
     try:

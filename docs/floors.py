@@ -63,7 +63,7 @@ def floor(name: str) -> str | None:
 
 
 def imports() -> collections.Counter[tuple[str, str]]:
-    """Returns how many imports lead from one floor to another."""
+    """Returns the number of imports from one floor to another."""
     known, found = modules(), collections.Counter()
     for name, path in known.items():
         for node in ast.walk(ast.parse(path.read_text())):

@@ -17,6 +17,23 @@ import what_runs_where  # noqa: E402
 from benchmarks import report, tables  # noqa: E402
 
 MARK = "<!-- results -->"
+TITLES = {  # of runs, by the first word of their files' names
+    "attention": "Products of attention",
+    "calls": "Epilogues called and inlined",
+    "collective": "Layers over devices, transfers beside products",
+    "compile": "Compiling epilogues",
+    "dtypes": "Products of other dtypes",
+    "fused": "Products with epilogues",
+    "gemm": "Dense products of chosen sizes",
+    "grouped": "Products of rows in groups",
+    "mma": "Parts of the mma family's kernels",
+    "moe": "Layers of experts",
+    "products": "Products of models",
+    "programs": "Whole models",
+    "quantized": "Products by weights of 8 bits",
+    "sharded": "Training steps divided over devices",
+    "syrk": "Symmetric products",
+}
 
 
 def on_files(files, config):
@@ -39,17 +56,25 @@ def on_page_markdown(markdown, page, config, files):
 
 def results() -> str:
     """The page's tables, a section for each run."""
-    return "\n".join(map(_section, sorted(report.RESULTS.glob("*.json")))) or "No run has been recorded yet."
+    read = {path: report.read(path) for path in sorted(report.RESULTS.glob("*.json"))}
+    sections = sorted((_title(path, run), path) for path, (run, _) in read.items())
+    return "\n".join(_section(title, path, *read[path]) for title, path in sections) or "No run has been recorded yet."
 
 
-def _section(path: pathlib.Path) -> str:
-    run, rows = report.read(path)
+def _title(path: pathlib.Path, run: dict) -> str:
+    name, *_, machine = path.stem.split("-")
+    device, _, count = machine.upper().partition("X")  # H200X4 is four
+    gpus = f"{count} {device}s" if count else device
+    return f"{TITLES.get(name, name)}, {gpus}, {run['commit'][:7]}"
+
+
+def _section(title: str, path: pathlib.Path, run: dict, rows: list) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     lines = [
-        f"## {path.stem}",
+        f"## {title}",
         "",
-        f"{run['device']}, driver {run['driver']}, {versions}; commit `{run['commit'][:12]}`, {run['date'][:10]}; "
-        f"times by {run['method']}.",
+        f"`{path.stem}.json`: {run['device']}, driver {run['driver']}, {versions}; commit `{run['commit'][:12]}`, "
+        f"{run['date'][:10]}; times by {run['method']}.",
         "",
     ]
     if roofline := run["roofline"]:

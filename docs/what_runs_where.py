@@ -86,7 +86,7 @@ def instruction(problem: Problem) -> str:
 
 
 def runs(kind: Kind, arch: str) -> list[str]:
-    """Returns what multiplies operands of a kind on an architecture: mostly one entry, of narrow weights two."""
+    """Names the instructions that multiply operands of a kind on an architecture: mostly one, of narrow weights two."""
     a, b, out = kind.a, kind.b, kind.out or kind.a
     problem = Problem(SIDE, SIDE, SIDE, a_dtype=a, b_dtype=b, out_dtype=out, arch=arch)  # pyright: ignore
     problem = in_precision(problem, dot_precision.canonical(kind.precision, "what runs where"))
@@ -99,7 +99,7 @@ def runs(kind: Kind, arch: str) -> list[str]:
 
 
 def cell(row: str, archs: list[str]) -> str:
-    """Returns what multiplies the operands of a row on the GPUs of a generation; apart where GPUs or dtypes differ."""
+    """Names the instructions for a row on the GPUs of a generation; apart where GPUs or dtypes differ."""
     kinds = [kind for kind in KINDS if kind.row == row]
     found = {(arch, kind.a): " or ".join(runs(kind, arch)) for arch in archs for kind in kinds}
     several = dict.fromkeys(found.values())

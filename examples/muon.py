@@ -55,7 +55,7 @@ def cutjax_step(x: jax.Array) -> jax.Array:
 
 
 def jnp_step(x: jax.Array) -> jax.Array:
-    """The same in plain JAX: the step to check against."""
+    """The step in plain JAX, to check against."""
     tall = x.shape[-2] > x.shape[-1]
     gram = jnp.matmul(x.mT, x) if tall else jnp.matmul(x, x.mT)
     mix = B * gram + C * jnp.matmul(gram, gram)

@@ -67,7 +67,7 @@ class ParallelMoE(MoE):
 
 
 def spec_of(path: Any, x: Any, mesh: jax.sharding.Mesh, fsdp: bool) -> P:
-    """Returns how a parameter is divided, or what the optimizer keeps of it; an axis that does not divide is whole."""
+    """Returns the sharding of a parameter, or of its optimizer state; an axis that does not divide is whole."""
     names = jax.tree_util.keystr(path)
     data = "data" if fsdp else None
     rules = {

@@ -71,7 +71,7 @@ def telling(configs: Sequence[cutjax.Config], every: int) -> list[cutjax.Config]
 
 
 def check_lean(asked: cutjax.Problem, configs: Sequence[cutjax.Config], most_bytes: int, most_spilled: int = 0) -> None:
-    """That kernels compile without a warning, to no more code than that, and spill no more bytes in a thread.
+    """Asserts that kernels compile without a warning, to no more code than that, and spill no more bytes in a thread.
 
     Code is what compiling takes time for, 0.1 s for 20 KB and more for very long functions, and it is the same on every
     machine; benchmarks/ops/compile_cost.py measures the seconds.

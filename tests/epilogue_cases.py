@@ -126,7 +126,7 @@ def check(got, wanted, inputs, where=True):
 
 
 def reference(epilogue, *operands):
-    """Returns what JAX makes of it on the CPU."""
+    """Returns the results of an epilogue as JAX computes them on the CPU."""
     shape = (1, operands[0].size)
     with jax.default_device(jax.devices("cpu")[0]):
         acc = jnp.zeros(shape)
@@ -264,12 +264,12 @@ def smooth_grid(op, dtype, count=20000):
 
 
 def check_smooth(op, dtype, x, got, bound):
-    """That a function is as close to float64's value as `check_close` says; returns the largest error."""
+    """Asserts that a function is as close to float64's value as `check_close` says; returns the largest error."""
     return check_close(op, dtype, (x,), SMOOTH[op](x.astype(np.float64)), got, bound)
 
 
 def check_close(op, dtype, inputs, true, got, bound):
-    """That specials are those of float64's value, rounded, and all else within units of the last place of it.
+    """Asserts that specials are those of float64's value, rounded, and all else within units of the last place of it.
 
     Returns the largest error, in units of the last place.
     """
@@ -289,7 +289,7 @@ def check_close(op, dtype, inputs, true, got, bound):
 
 
 def check_fast(name, x, got, of_specials):
-    """That before it is rounded to 16 bits a fast activation errs by less than 0.3 of what the rounding may add.
+    """Asserts that before it is rounded to 16 bits a fast activation errs by less than 0.3 of what rounding may add.
 
     Returns that share.
     """

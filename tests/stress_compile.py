@@ -53,7 +53,7 @@ class Kernel:
     text: str
 
     def salted(self, salt: int) -> str:
-        """The same kernel under another text."""
+        """The kernel with a salted text, which no cache has."""
         return f"{self.text}\n// {salt}\n"
 
 

@@ -39,9 +39,9 @@ def test_results_survive_a_round_trip(tmp_path):
         report.read(path)
 
 
-DENSE_FORMS = {"case": "", "kernel": "", "tflops": ".0f", "roofline": ".2f", "ratio": ".3f", "target": ".2f"}
+DENSE_FORMS = {"case": "", "kernel": "", "tflops": ".0f", "roofline": ".2f", "ratio": ".3f"}
 DENSE_FORMS |= dict.fromkeys(("us", "iqr_us", "xla_us", "xla_iqr_us"), ".1f")
-DENSE_FORMS |= {"plain_ratio": ".3f", "plain_target": ".2f", "peak_mib": ".0f", "xla_peak_mib": ".0f"}
+DENSE_FORMS |= {"plain_ratio": ".3f", "peak_mib": ".0f", "xla_peak_mib": ".0f"}
 MOE_NUMBERS = ("tokens", "us", "rest_us", "peak_mib", "xla_tokens", "xla_us", "xla_peak_mib")
 FORMS = {  # of the columns of each table, by the fields of rows as recorded: in schema 1, or in 2
     "syrk": {"case": "", "kernel": "", "us": ".1f", "tflops": ".0f", "roofline": ".2f", "peak_mib": ".0f"}
@@ -56,8 +56,8 @@ FORMS = {  # of the columns of each table, by the fields of rows as recorded: in
     "programs": {"case": "", "product": "", "jax ratio": ".3f", "peak_mib": ".0f"},
     "collective": {"case": "", "product": "", "peak_mib": ".0f"},
     "moe": {"case": "", "ratio": ".2f"} | dict.fromkeys(MOE_NUMBERS, ".0f"),
-    "compile": {"case": "", "tile": "", "cpu_s": ".2f", "target": ".1f", "cubin_bytes": "", "registers": ""},
-    "calls": {"case": "", "ships": "", "inlined_us": ".1f", "called_us": ".1f", "ratio": ".3f", "most_ratio": ".3f"},
+    "compile": {"case": "", "tile": "", "cpu_s": ".2f", "cubin_bytes": "", "registers": ""},
+    "calls": {"case": "", "ships": "", "inlined_us": ".1f", "called_us": ".1f", "ratio": ".3f"},
 }
 FORMS["dtypes"] = FORMS["syrk"]
 FORMS["sharded"] = FORMS["programs"]
@@ -88,7 +88,7 @@ def test_rows_recorded_without_a_time_can_be_read(tmp_path):
     path.write_text(json.dumps({"schema": 1, "roofline": None, "rows": [{**old, **dict.fromkeys(numbers)}]}))
     content, (row,) = report.read(path)
     assert (content["op"], row.failure, row.ratios, row.targets) == ("gemm", "no kernel", {}, {})
-    assert list(tables.markdown("gemm", [row]))[2] == "| a | - | - | - | - | - | - | no kernel |"
+    assert list(tables.markdown("gemm", [row]))[2] == "| a | - | - | - | - | - | no kernel |"
 
 
 def test_table(capsys):

@@ -21,7 +21,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of a model; the defaults are those of GPT-2 medium."""
+    """Sizes of a model; the defaults are those of GPT-2 medium."""
 
     width: int = 1024
     heads: int = 16

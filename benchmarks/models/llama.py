@@ -18,7 +18,7 @@ Cache = tuple[Array, Array]  # keys and values [batch, time, kv_heads, size]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of a block; without experts its second half is a gated MLP, with them beside one of `shared` features."""
+    """Sizes of a block; its second half is a gated MLP, or experts beside one of `shared` features."""
 
     width: int
     heads: int

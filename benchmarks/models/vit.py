@@ -17,7 +17,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of a model; the defaults are those of ViT-B/16."""
+    """Sizes of a model; the defaults are those of ViT-B/16."""
 
     width: int = 768
     heads: int = 12

@@ -135,7 +135,7 @@ class MoE(nn.Module):
 
 
 class EveryExpert(MoE):
-    """The same result without groups: every expert for every token, times 0 where it was not chosen."""
+    """Experts without groups: every expert for every token, times 0 where it was not chosen."""
 
     def mixed(self, x: Array, weights: Array, chosen: Array, gate: Array, up: Array, down: Array) -> Array:
         """Returns the weighted sum of the chosen experts' results for each row of x."""

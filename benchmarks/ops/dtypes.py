@@ -82,7 +82,7 @@ class Typed:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of a and b."""
+        """The shapes of a and b."""
         groups = (self.groups,) if self.groups else ()
         return (*self.batch, self.m, self.k), (*self.batch, *groups, self.k, self.n)
 

@@ -235,7 +235,7 @@ def inputs(case: Fused, seed: int) -> tuple[dict[str, jax.Array]]:
 
 
 def products(case: Fused) -> list[Product]:
-    """The same as the runner takes them."""
+    """The products of a case, as the runner takes them."""
     return [_product(case, pair) for pair in pairs(case)]
 
 

@@ -64,7 +64,7 @@ class Grouped:
 
     @property
     def flops(self) -> int:
-        """Of each of the three products."""
+        """The FLOP of each of the three products."""
         return 2 * self.m * self.n * self.k
 
     def bytes(self, product: str) -> int:
@@ -172,7 +172,7 @@ def result_shape(case: Grouped, product: str) -> tuple[int, ...]:
 
 
 def avals(case: Grouped) -> tuple[dict[str, jax.ShapeDtypeStruct]]:
-    """The same as avals."""
+    """The inputs of a case as avals."""
     dtypes = {"sizes": jnp.int32}
     return ({name: jax.ShapeDtypeStruct(s, dtypes.get(name, jnp.bfloat16)) for name, s in shapes(case).items()},)
 
@@ -284,7 +284,7 @@ def judge(case: Grouped, product: str, got: Any, expected: Any, projection: Any)
 
 
 def _refused(case: Grouped, roofline: report.Roofline) -> str:
-    """Returns why XLA's masked product of all rows by all groups' weights is not run: too long, or too much memory."""
+    """Returns the reason against XLA's masked product of all rows by all weights: too long, or too much memory."""
     expected_us = case.groups * case.flops / roofline.tflops / 1e6
     masked = 2 * case.groups * case.m * max(case.n, case.k)
     if expected_us > XLA_MOST_US:

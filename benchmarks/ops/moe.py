@@ -52,7 +52,7 @@ class Moe:
 
     @property
     def flops(self) -> int:
-        """Of the three products of the forward pass; with the backward pass three times that."""
+        """The FLOP of the three products of the forward pass; with the backward pass three times that."""
         return 3 * 2 * self.tokens * self.k * self.d * self.h
 
 
@@ -73,7 +73,7 @@ def ours(case: Moe) -> Layer:
 
 
 def plain(case: Moe) -> Layer:
-    """The same as a JAX user writes it."""
+    """The layer as a JAX user writes it."""
 
     def layer(x, logits, w_gate, w_up, w_down):
         values, experts = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), case.k)

@@ -55,7 +55,7 @@ class Layer:
         return [first, first, first[::-1]] if self.kind == "mlp" else [first, (self.width, self.width)]
 
     def specs(self) -> tuple[jax.P, list[jax.P]]:
-        """Returns how tokens [batch, sequence, width] and the weights lie on the mesh axis "x"."""
+        """Returns the shardings of tokens [batch, sequence, width] and of the weights on the mesh axis "x"."""
         count = len(self.shapes())
         if self.how == "data":
             return P("x"), [P()] * count

@@ -92,7 +92,7 @@ class Decision:
 def decide(
     primitive: core.Primitive, avals: Sequence[Any], params: dict[str, Any], *, platform: str, divided: bool
 ) -> Decision:
-    """Returns what runs for a product.
+    """Chooses a kernel or XLA for a product, or an error.
 
     Args:
       primitive: one of ``choosers``.
@@ -207,7 +207,7 @@ def _partitioned(context: Any) -> bool:
 
 
 def device_count(traced: Any, platforms: Sequence[str]) -> int:
-    """Returns for how many devices jax lowers what ``jax.jit(f).trace(...)`` returned.
+    """Returns the number of devices for which jax lowers a traced program, the result of ``jax.jit(f).trace(...)``.
 
     Where the program is sharded is written in its arguments, in jit's shardings, in meshes and constraints anywhere in
     it, and in the scope. Jax adds that up when it lowers, so it does that here, with zeros for the products. Some
@@ -226,7 +226,7 @@ def device_count(traced: Any, platforms: Sequence[str]) -> int:
 
 
 def shards(traced: Any) -> list[partition.Shard]:
-    """Returns what one device computes of each operation that is divided, in a program that is compiled to say that.
+    """Compiles a program and returns each divided operation's shard: the part of it that one device computes.
 
     It is compiled for this process's devices, with zeros for the products.
     """

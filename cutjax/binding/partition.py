@@ -91,15 +91,15 @@ class Placement:
         return self.axes.get(label or "", ()) + self.scattered.get(label or "", ())
 
     def count(self, axes: Sequence[str]) -> int:
-        """Returns over how many devices mesh axes divide."""
+        """Returns the number of parts that some mesh axes divide an array into."""
         return math.prod(self.mesh[axis] for axis in axes)
 
     def index(self, axes: Sequence[str]) -> jax.Array:
-        """Returns which of the parts this device has."""
+        """Returns the number of this device's part, of those that some mesh axes divide an array into."""
         return lax.axis_index(tuple(axes)) if axes else jnp.zeros((), jnp.int32)
 
     def spec(self, labels: Labels, scattered: bool = False) -> jax.P:
-        """Returns how an array lies."""
+        """Returns the sharding of an array whose axes have these names."""
         of = self.over if scattered else lambda label: self.axes.get(label or "", ())
         return jax.P(*(of(label) or None for label in labels))
 
@@ -112,7 +112,7 @@ def place(
     results: Sequence[Any],
     itemsize: int = 4,
 ) -> Placement:
-    """Returns how an operation is divided whose arrays lie as XLA says, so that little of them must move.
+    """Returns the division of an operation over a mesh that moves least, given the shardings of its arrays.
 
     Args:
       rule: the names of the axes.
@@ -196,7 +196,7 @@ def _one_side(
     (summed,) = found
 
     def elements(labels: Labels, gone: Sequence[str] = ()) -> int:
-        """Returns how many elements a device has of an array whose summed axis is whole, as others over axes gone."""
+        """Returns the elements of a device's part of an array whose summed axis is whole, undivided over axes gone."""
         over = {x for name in labels if name and name != label for x in next(filter(None, asked.get(name, ())), ())}
         over |= {x for name in labels if name not in asked for x in wanted.get(name or "", ())}
         whole = math.prod(sizes[name] for name in labels if name)
@@ -300,7 +300,7 @@ class Devices(NamedTuple):
 
 
 def devices_of(ctx: mlir.LoweringRuleContext) -> Devices | None:
-    """Returns over which devices an operation is divided when the program is compiled, None where it cannot be."""
+    """Returns the devices over which an operation is divided when the program is compiled; None where it cannot be."""
     context: Any = ctx.module_context.axis_context
     # An exported program has no callbacks. One for several platforms is only ever exported.
     if ctx.module_context.lowering_parameters.for_export or len(ctx.platforms or ctx.module_context.platforms) != 1:
@@ -395,7 +395,7 @@ def _without(gone: Sequence[str], labels: Labels) -> Labels:
 
 
 def _gathers(operands: Sequence[Any], specs: Sequence[jax.P]) -> Iterator[str]:
-    """Says which operands are gathered, of those that lie otherwise than they must."""
+    """Yields a sentence for each operand that is gathered, since its sharding is not the one that is needed."""
     for i, (x, spec) in enumerate(zip(operands, specs, strict=True)):
         have = {axis for j in range(len(x.shape)) for axis in _axes(x, j)}
         kept = {axis for axes in spec for axis in ((axes,) if isinstance(axes, str) else axes or ())}

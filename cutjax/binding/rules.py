@@ -35,7 +35,7 @@ def zero_tangent(primal: Any) -> Any:
 
 
 def dce(rule: Callable[..., Any], used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
-    """Returns, of an equation some of whose results nothing uses, the operands it reads, and what remains of it."""
+    """Removes unused results of an equation: returns a flag for each operand that it still reads, and what remains."""
     eqn = rest[-1]  # after jax 0.10 an argument about references came before it
     if not any(used):
         return [False] * len(eqn.invars), None
@@ -48,7 +48,7 @@ def dce(rule: Callable[..., Any], used: list[bool], *rest: Any) -> tuple[list[bo
 
 
 def reads(fn: Callable[..., Any], *args: Any) -> list[bool]:
-    """Returns which leaves of the arguments the results of a function depend on."""
+    """Returns, for each leaf of the arguments, True if the results of a function depend on it."""
     jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
     return list(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
 

@@ -16,7 +16,7 @@ _annotations: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyD
 
 
 def annotate(jaxpr: Any, notes: tuple[Any, ...]) -> None:
-    """Notes, of the program of a call, what ``explain`` shows of it."""
+    """Attaches notes to the program of a call, for ``explain`` to show."""
     _annotations[jaxpr] = notes
 
 
@@ -72,7 +72,7 @@ def products(
 
 
 def _sharded(traced: Any, found: Sequence[Found], platform: str) -> Iterator[Found]:
-    """Returns the products, in place of those that are divided what one device computes of them."""
+    """Yields the products, each that is divided over devices replaced by its shards."""
     if not any(map(_divisible, found)):
         yield from found
         return
@@ -103,12 +103,12 @@ def _divisible(x: Found) -> bool:
 
 
 def _key(primitive: core.Primitive, avals: Sequence[Any], params: Mapping[str, Any]) -> Any:
-    """Returns what products that are lowered alike have in common."""
+    """Returns a key that is equal for products that are lowered alike."""
     return primitive, tuple((x.shape, x.dtype) for x in avals), tuple(sorted(params.items()))
 
 
 def _collectives(jaxpr: Any) -> Iterator[str]:
-    """Says what a device exchanges with others."""
+    """Yields a sentence for each collective of a program: the operation, the dtype and the mesh axes."""
     for eqn in jaxpr.eqns:
         axes = eqn.params.get("axes", eqn.params.get("axis_name"))
         if axes is not None and eqn.primitive.name != "axis_index":
@@ -119,7 +119,7 @@ def _collectives(jaxpr: Any) -> Iterator[str]:
 
 
 def _notes(jaxpr: Any) -> Iterator[Any]:
-    """Returns what was noted of a program and of those that it calls."""
+    """Yields the notes that were attached to a program and to those that it calls."""
     yield from _annotations.get(jaxpr, ())
     for eqn in opened(jaxpr).eqns:
         for value in eqn.params.values():

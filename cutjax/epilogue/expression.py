@@ -115,7 +115,7 @@ class Epilogue:
 
     @functools.cached_property
     def transposed(self) -> Epilogue:
-        """The same function of transposed accumulators and operands, which gives the results transposed."""
+        """Returns the epilogue of the transposed product, whose operands and results are transposed too."""
         other = {"row": "col", "col": "row"}
         operands = tuple(dataclasses.replace(spec, row=spec.col, col=spec.row) for spec in self.operands)
         nodes = tuple(
@@ -132,7 +132,7 @@ class Epilogue:
 
     @functools.cached_property
     def primal(self) -> Epilogue:
-        """Returns what a kernel computes: the same values without what only their derivatives need, no node "rule".
+        """Returns the epilogue as a kernel computes it: the same values without the nodes that only derivatives need.
 
         The operands stay as they are, used or not.
         """

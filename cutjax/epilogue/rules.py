@@ -175,7 +175,7 @@ class Rule:
         return self._function(*(next(full) if is_full else x for x, is_full in zip(xs, self._full, strict=True)))
 
     def _trace(self, eqn: Any) -> None:
-        """Makes the jaxprs of what a derivative computes: forward and, of a custom_vjp, backward."""
+        """Traces the rules of a derivative to jaxprs: forward and, of a custom_vjp, backward."""
         avals = [x.aval for x in eqn.invars]  # with the mesh axes they vary over
         dots = [avals[k] for k in self._real]
 
@@ -319,7 +319,7 @@ class Refusal:
 
 
 def linear_rule(eqn: Any) -> Rule:
-    """Returns the rule of what a rule calls, or of the values beside a derivative.
+    """Returns the rule of a function that a rule calls, or of the values beside a derivative.
 
     Those are computed anew where a further derivative is taken. So their cotangents are not added up before the rule,
     which the rule must not mind.

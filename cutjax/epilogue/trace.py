@@ -127,7 +127,7 @@ def trace(
 
 
 def _row_aval(x: Any, shape: tuple[int, ...], groups: int | None) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of what the rows of the result have of an operand of groups."""
+    """Returns the shape and dtype of an operand of groups when it is spread to the rows of the result."""
     aval = jax.typeof(jnp.asarray(x))
     *batch, g, one, n = aval.shape
     fits = all(size in (1, full) for size, full in zip((*batch, n), (*shape[:-2], shape[-1]), strict=True))

@@ -150,7 +150,7 @@ def _grouped(eqn: Any) -> Grouped | str:
 
 
 def unfit_dtypes(left: Any, right: Any, out: Any) -> str:
-    """Returns why no kernel has operands and a result of these dtypes and shardings; "" where one may."""
+    """Returns the reason against a kernel for operands and a result of these dtypes and shardings, or ""."""
     alike = left.dtype == right.dtype or are_narrow(left.dtype, right.dtype)
     if not alike or not jnp.issubdtype(left.dtype, jnp.floating):
         return f"operands {left.dtype} and {right.dtype}: of one floating dtype they would have a kernel"
@@ -178,7 +178,7 @@ def _dense(eqn: Any) -> Contraction | str:
 
 
 def _unfit(eqn: Any) -> str:
-    """Returns why no kernel has a dot_general, however its axes lie; "" where one may."""
+    """Returns the reason against a kernel for a dot_general, whatever its dimensions, or ""."""
     left, right = (x.aval for x in eqn.invars)
     if is_sharded(eqn.params.get("out_sharding")):
         return "it says out_sharding"

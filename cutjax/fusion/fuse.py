@@ -78,7 +78,7 @@ def _donated(args: Sequence[Any], argnums: Sequence[int], name: str) -> set[int]
 
 
 def fuse(fn: Callable[P, R], *, donate_argnums: int | Sequence[int] = (), policy: str = "auto") -> Callable[P, R]:
-    """Makes of a function the same one whose products run as kernels with what is computed around them.
+    """Returns the same function with each product and the elementwise operations around it as one kernel.
 
     The function is traced; each product in it, and what is made of its result element by element (a bias, an
     activation, a residual, a mask, dropout, a gate by a second product of the same left operand, sums for the gradient

@@ -154,7 +154,7 @@ def with_bodies(eqn: Any, rewrite: Callable[..., Any]) -> Any:
 
 
 def _carried(eqn: Any, name: str) -> tuple[bool, ...]:
-    """Returns which of the first arguments of a program of an equation a loop carries on, and so gives it."""
+    """Returns, for the first arguments of a loop's body, True if the loop carries them from step to step."""
     params = eqn.params
     if name == "body_jaxpr":
         return (False,) * params["body_nconsts"] + (True,) * len(eqn.outvars)
@@ -256,7 +256,7 @@ class Graph:
         return x in self.outvars or bool(self.consumers.get(x))
 
     def depends_on(self, x: Any, members: int) -> bool:
-        """True if a variable is made of what some equations, given as bits, make."""
+        """True if a variable depends on results of some equations, given as bits."""
         return bool(self.above.get(x, 0) & members)
 
     def source(self, x: Any) -> tuple[Any, tuple[int, ...]]:
@@ -303,7 +303,7 @@ class Graph:
         return bool(self._above(inputs) & self._makers(results))
 
     def is_after(self, node: int, others: Iterable[int]) -> bool:
-        """True if what a node reads is made of what each of some others makes: these have run before it does."""
+        """True if a node's inputs depend on results of each of some others, which have then run before it."""
         above, n = self._above(self.reads(node)), len(self.eqns)
         makes = (1 << i if i < n else self._makers(self.regions[i - n].results) for i in others)
         return all(bits & above for bits in makes)
@@ -362,7 +362,7 @@ class Graph:
                 self._kill(self.producer[x])
 
     def equations(self) -> list[Any]:
-        """Returns what is alive in an order in which everything is made before it is read, near to that it had."""
+        """Returns the equations in use, each after those whose results it reads, near to their old order."""
         n, found = len(self.eqns), []
         place = {n + r: max(region.members) for r, region in enumerate(self.regions)}
         order = sorted((*self.live, *place), key=lambda node: place.get(node, node))

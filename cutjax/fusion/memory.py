@@ -1,4 +1,4 @@
-"""Memory of what was fused: no region may need more than the program that it was made of."""
+"""Memory of fused regions: none may need more than the program that it replaces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SAME_MEMORY = MOVES | IDENTITIES | {"broadcast_in_dim"}
 
 
 def grows(graph: Graph, region: Region) -> str:
-    """Says how many results more a region leaves in memory than the program without it; "" where it leaves none.
+    """Returns the reason against a region that leaves more results in memory than the program without it; else "".
 
     Without it there are the results that must lie in memory whatever XLA computes in one pass, and the products that
     passes make all others of.
@@ -27,7 +27,7 @@ def grows(graph: Graph, region: Region) -> str:
 
 
 def in_place(graph: Graph, node: int, eqn: Any, product: Any) -> tuple[tuple[int, int], ...]:
-    """Returns which operands of a tail may share their memory with which results, as XLA's passes do.
+    """Returns pairs of an operand of the tail and a result that may share memory, as they do in XLA's passes.
 
     Args:
       graph: the program, with all regions in their places.
@@ -55,8 +55,9 @@ _shared: weakref.WeakKeyDictionary[Any, tuple[_Places, _Places]] = weakref.WeakK
 
 
 def _shareable(call: Any, product: Any) -> tuple[_Places, _Places]:
-    """Returns, of a product that is called, the operands of its tail that nothing else in the call reads, its results,
-    and which argument or result of the call each is but for its shape, None where it is none.
+    """Returns the operands of a called product's tail that nothing else reads, and its results, each with its place.
+
+    The place is the argument or result of the call that it is but for its shape; None where it is none.
     """
     if call not in _shared:
         body = opened(call)

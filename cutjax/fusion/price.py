@@ -83,7 +83,7 @@ class Price:
 
 
 def of_product(found: Contraction, eqn: Any) -> Price:
-    """Returns what the product of an equation takes by XLA and by a kernel."""
+    """Returns the predicted times of an equation's product, by XLA and by a kernel."""
     dtypes = (x.aval.dtype for x in (*eqn.invars, *eqn.outvars))
     chosen = _problem(found, device_of(lowering.target()), *dtypes)
     if isinstance(chosen, choose.Choice):
@@ -120,7 +120,7 @@ def _of_problem(problem: Problem, entries: tuple[tuned.Entry, ...]) -> Price:
 
 
 def of_grouped(eqn: Any) -> Price:
-    """Returns what a grouped product takes, of the equation of ours. XLA's, unknown, is far longer."""
+    """Returns the predicted time of a grouped product by its kernel; XLA's, unknown, is far longer."""
     choice = _choice(eqn)
     if not choice.served:
         return Price("XLA", why=f"no kernel for {choice.problem}: {'; '.join(choice.reasons)}")
@@ -132,7 +132,7 @@ def _choice(eqn: Any) -> Any:
 
 
 def of_region(plain: Price, eqn: Any, passes: int, moved: int, copied: int) -> Price:
-    """Returns what a region takes.
+    """Returns the predicted times of a region: by XLA, with a kernel for the product alone, and as one kernel.
 
     Args:
       plain: one of its products alone.
@@ -166,7 +166,7 @@ def of_region(plain: Price, eqn: Any, passes: int, moved: int, copied: int) -> P
 
 
 def of_several(alone: Sequence[Price], eqn: Any) -> Price:
-    """Returns what products of one left operand take as one kernel, of the equation of ours and their own prices."""
+    """Returns the predicted times of products of one left operand, each by itself and as one kernel."""
     choice = _choice(eqn)
     if not choice.served:
         return Price("XLA", why="; ".join(choice.reasons))

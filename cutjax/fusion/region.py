@@ -109,7 +109,7 @@ class Finder:
 
 
 class _Growth:
-    """A region that takes in what reads it."""
+    """A region that grows from a product by the equations that read from it."""
 
     def __init__(self, finder: Finder, products: tuple[int, ...]):
         self.finder, self.graph = finder, finder.graph
@@ -206,7 +206,7 @@ class _Growth:
             self._add(x, i)
 
     def _refuses(self, i: int, eqn: Any) -> str | None:
-        """Returns why an equation cannot be in the region; None if it can, "" where it goes without saying."""
+        """Returns the reason against an equation in the region: None if there is none, "" if it needs no words."""
         graph, name = self.graph, eqn.primitive.name
         if not graph.definition.keys().isdisjoint(eqn.outvars):
             return ": another product has it"
@@ -284,7 +284,7 @@ class _Growth:
         return [x for x in self.tiles if x in graph.outvars or not inside.issuperset(graph.consumers.get(x, ()))]
 
     def _results(self) -> tuple[list[Any], list[Any]] | str:
-        """Returns what the kernel writes, of full size and reduced, so that the rest can be made of that without it."""
+        """Returns the kernel's results, of full size and reduced, from which the rest can be made without it."""
         graph = self.graph
         for reductions in (self.reductions, []):
             inside = self.inside - (set(self.reductions) - set(reductions))
@@ -325,7 +325,7 @@ class _Growth:
         return zeros([self.graph.eqns[i] for i in sorted(self.inside)], set(self.accumulators))
 
     def _cut(self, written: list[Any], outside: list[Any]) -> list[Any]:
-        """Returns what to write of which all that is used outside is made: the fewest bytes, the latest."""
+        """Returns the results to write so that all that is used outside can be made: the fewest bytes, the latest."""
         given, known = set(written), {}
         if all(self._made_of(x, given, known) for x in outside):
             return written
@@ -363,7 +363,7 @@ class _Growth:
         return needed
 
     def _inputs(self, members: list[int]) -> list[Any]:
-        """Returns what some equations read and do not make; the operands of the products first."""
+        """Returns the inputs of some equations, taken together; the operands of the products first."""
         graph = self.graph
         eqns = [graph.eqns[i] for i in self.products]
         first = [eqns[0].invars[0], *(eqn.invars[1] for eqn in eqns)]

@@ -261,7 +261,7 @@ class Rewriter:
         return False
 
     def _in_place(self, graph: Graph, node: int, eqn: Any) -> Any:
-        """Returns the equation of a region that writes where it read what nothing reads after it."""
+        """Returns the equation of a region with results in the memory of operands that nothing reads afterwards."""
         body, product = eqn.params["jaxpr"], product_of(eqn)
         pairs = memory.in_place(graph, node, eqn, product)
         if not pairs or not any(x is product for x in opened(body).eqns):
@@ -274,7 +274,7 @@ class Rewriter:
     def _replace_product(
         self, graph: Graph, members: list[int], form: Any, report: Report, cost: price.Price, eqn: Any
     ) -> None:
-        """Puts a kernel in the place of a product alone, or of one and what transposes it, which an equation says."""
+        """Replaces a product without a tail, or one with its transposition, by a kernel; the equation says which."""
         inputs = [x for x in eqn.invars if not is_literal(x)]
         made = self._plain(eqn, form)[0]
         graph.replace(Region((members[0],), set(), form, (), members, inputs, list(eqn.outvars), [], made))
@@ -291,7 +291,7 @@ class Rewriter:
         return form
 
     def _price(self, form: Contraction, eqn: Any) -> price.Price:
-        """Returns what a dense product takes; its form is one of those of `_form`."""
+        """Returns the price of a dense product; its form is one of those of `_form`."""
         key = id(form), *[x.aval for x in (*eqn.invars, *eqn.outvars)]
         found = self._prices.get(key)
         if found is None:
@@ -299,7 +299,7 @@ class Rewriter:
         return found
 
     def _price_beside(self, form: Contraction, eqn: Any) -> price.Price:
-        """Returns what several products take as one."""
+        """Returns the price of several products merged into one."""
         return self._price(self._forms.setdefault(form, form), eqn)
 
     def _plain(self, eqn: Any, form: Any) -> tuple[Any, Any]:
@@ -329,7 +329,7 @@ class Rewriter:
         return eqn, inner, cost
 
     def _template(self, key: Hashable, make: Callable[[], Any], inputs: Sequence[Any]) -> Template:
-        """Returns what is built for a key, once for this program and each mesh of its parts.
+        """Returns the template for a key, built once for this program and each mesh of its parts.
 
         Raises:
           NotImplementedError: if it is of a tail that no epilogue can have.
@@ -347,7 +347,7 @@ class Rewriter:
         return made
 
     def _key(self, graph: Graph, region: Region) -> Hashable:
-        """Returns what two regions share that become equal equations."""
+        """Returns a key that is equal for regions that become equal equations."""
         number: dict[Any, int] = {x: i for i, x in enumerate(region.inputs)}
         rows: list[Hashable] = [region.found, *(x.aval for x in region.inputs)]
         for i in region.members:
@@ -389,9 +389,7 @@ def _report(eqn: Any, form: Contraction | str) -> Report:
 
 
 def _passes(graph: Graph, region: Region) -> tuple[int, int, int]:
-    """Returns how many of XLA's passes a region saves, the bytes that these move beside operands of the tail, and the
-    bytes of copies that it may cost.
-    """
+    """Returns the passes of XLA that a region saves, the bytes they move beside operands, and those of new copies."""
     copies = memory.copied(graph, region)
     products = sum(byte_count(graph.eqns[i].outvars[0]) for i in region.products)
     made = [x for x in region.results if full_size(x.aval) == region.size and x not in region.accumulators]

@@ -38,7 +38,7 @@ def cancelled(jaxpr: Any) -> Any:
 
 
 def _undone(eqn: Any, makers: dict[Any, Any]) -> tuple[Any, list[Any]] | None:
-    """Returns what a transposition gives back, and the casts in between, the first one first; None if it does not."""
+    """Returns the array that a transposition restores by undoing another, and the casts in between; else None."""
     casts: list[Any] = []
     maker = makers.get(eqn.invars[0])
     while maker is not None and maker.primitive is lax.convert_element_type_p and not is_literal(maker.invars[0]):

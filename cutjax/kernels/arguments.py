@@ -107,7 +107,7 @@ def matrix_map(
 
 
 def batch_steps(moves: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Returns how far an array's batch index moves for each of the result's three batch indices."""
+    """Returns the step of an array's batch index for each of the result's three batch indices."""
     steps, stride = [], 1
     for move, size in zip(reversed(moves), reversed(sizes), strict=True):
         steps.append(stride if move else 0)
@@ -136,7 +136,7 @@ def integer(name: str, value: int, to: str = "") -> Argument:
 
 
 def extras(problem: Problem, loaded: Container[int] = ()) -> Iterator[Argument]:
-    """Yields what reads the epilogue's operands, but for the arrays that TMA loads, and the places in the batch."""
+    """Yields the arguments of an epilogue: operands that TMA does not load, their steps, and batch sizes."""
     for i, of in enumerate(array_steps(problem)[2 : 2 + len(problem.epilogue.operands)]):
         if i not in loaded:
             yield Argument(f"const char* base{i}", Pointer(problem.arrays + i), "extras")
@@ -148,7 +148,7 @@ def extras(problem: Problem, loaded: Container[int] = ()) -> Iterator[Argument]:
 
 
 def partials(staging: Staging, first_result: int) -> Iterator[Argument]:
-    """Yields where reductions go."""
+    """Yields the pointers to the results of reductions."""
     for i, out in staging.reductions:
         yield Argument(f"{DTYPES[out.dtype].carrier}* partial{i}", Pointer(first_result + i), "partials")
 
@@ -163,7 +163,7 @@ def groups(problem: Problem) -> Iterator[Argument]:
 
 
 def place_steps(problem: Problem) -> list[tuple[int, int]]:
-    """Returns how far apart in results two of each place in the batch are, and how many there are."""
+    """Returns the stride and the size of each batch index that the epilogue reads, counted in results."""
     found = []
     for axis, i in emit.places(problem.epilogue):
         inner = math.prod(problem.batch[len(problem.batch) - i :])

@@ -150,7 +150,7 @@ def _of_lead(lead: float) -> tuple[str, ...]:
 
 
 def _tuned(problem: Problem, entry: tuned.Entry, lead: float) -> Choice | None:
-    """Returns what was measured to be fastest; None where that kernel is no more, and where a kernel must run."""
+    """Returns the choice of a measured entry; None if its kernel is gone, or it is XLA and a kernel must run."""
     kernel = None
     if entry.config:
         config = config_of(dict(entry.config))
@@ -165,7 +165,7 @@ def _tuned(problem: Problem, entry: tuned.Entry, lead: float) -> Choice | None:
 
 
 def _problem_reasons(problem: Problem) -> tuple[str, ...]:
-    """Returns why no family serves a problem."""
+    """Returns the families' reasons against a problem."""
     return tuple(dict.fromkeys(reason for family in FAMILIES for reason in family.reasons(problem)))
 
 

@@ -262,7 +262,7 @@ def choose(
     batch: int | None,
     arch: str,
 ) -> Choice:
-    """Returns what CUDA runs for operands: the launches the user described, or why there is none.
+    """Returns the choice for operands on CUDA: the launches that the user described, or the reasons why there are none.
 
     Args:
       kernel: the user's.
@@ -308,7 +308,7 @@ def choose(
 
 
 def keywords(static: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns the keyword arguments of a call from what stands for them among a primitive's parameters."""
+    """Returns the keyword arguments of a call from their hashable form among a primitive's parameters."""
     return {name: value for name, value, _ in static}
 
 

@@ -64,7 +64,7 @@ class Device:
     shared: bool = False
 
     def clusters_at_once(self, size: int) -> int:
-        """Returns how many clusters of so many blocks run at one time where each block takes an SM."""
+        """Returns the number of clusters of so many blocks that run at one time where each block takes an SM."""
         most = self.sms // size
         return min(most, self.clusters[size - 1] * self.sms // self.clusters[0]) if self.clusters else most
 

@@ -14,7 +14,7 @@ from cutjax.kernels.staging import Staging
 
 
 def epilogue_text(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
-    """Returns the epilogue, with what feeds it and what stores its results (see epilogue.cuh)."""
+    """Returns the epilogue's device text, with the loads of its operands and the stores of its results."""
     parts = [_extras(staging, arguments), _partials(staging, arguments), _piece(staging)]
     parts += [_store(staging)] if staging.tma else []
     return (
@@ -26,7 +26,7 @@ def epilogue_text(staging: Staging, arguments: Sequence[Argument], ragged: str) 
 
 
 def _signature(staging: Staging, arguments: Sequence[Argument]) -> str:
-    """Returns the parameters of the kernel, and what of them it passes on."""
+    """Returns the parameters of the kernel, and those that it passes on."""
     tiles = ("d", staging.result_slots), ("t", staging.mirror_slots)
     maps = [
         f"&map_{name}{place}" if staging.by_tma(out) else "nullptr"
@@ -58,7 +58,7 @@ def _taken(arguments: Sequence[Argument], to: str) -> str:
 
 
 def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
-    """The struct of what the epilogue reads beside the accumulators."""
+    """The struct of the epilogue's operands and positions."""
     epilogue = staging.epilogue
     fields, initial, tile, rows, chunks, pieces, fetched, staged = [], [], [], [], [], [], [], []
     by_tma = {i: slot for (i, _), slot in zip(staging.operands, staging.operand_slots, strict=True)}
@@ -155,7 +155,7 @@ def _shuffles(out: Output, value: str, lanes: Sequence[int]) -> list[str]:
 
 
 def _partials(staging: Staging, arguments: Sequence[Argument]) -> str:
-    """The struct that holds what a block of 64 rows adds to each reduction, and knows where it goes."""
+    """The struct of the partial reductions over a block of 64 rows, and of the places that they are stored to."""
     fields, initial, tile, begin, end = [], [], [], [], []
     for i, out in staging.reductions:
         rows = "(m + 15) / 16" if "row" in out.axes else "m"
@@ -198,7 +198,7 @@ struct Partials {{
 
 
 def _reduce_piece(i: int, out: Output, even: bool) -> str:
-    """Returns what a piece adds to a reduction; values past the matrix are replaced by the identity."""
+    """Returns the text that adds a piece to a reduction; values past the matrix are replaced by the identity."""
     identity = emit.reduction(out)[0]
     past = "row + i / 2 % 2 * 8 >= partials.m || column + i / 4 * 8 + i % 2 >= partials.n"
     loop = "#pragma unroll\n  for (int i = 0; i < PIECE / 2; ++i)"
@@ -392,5 +392,5 @@ struct Rows {{
 
 
 def _at(slot: int) -> str:
-    """Returns where a tile lies in a staging buffer."""
+    """Returns the offset of a tile in a staging buffer, as device text."""
     return f"STAGE_ROWS * D_CHUNK * {slot}"

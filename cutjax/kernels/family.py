@@ -49,7 +49,7 @@ class Kernel(Protocol):
         ...
 
     def unlaunchable(self) -> tuple[str, ...]:
-        """Returns why what serves the problem cannot be launched; of a problem's configs, the first is told least."""
+        """Returns the reasons against a launch, such as too many parameters; a problem's first config has fewest."""
         ...
 
     def after(self, converted: tuple[Prepared, ...]) -> Kernel:
@@ -83,7 +83,7 @@ class Family(Protocol):
         ...
 
     def reasons(self, problem: Problem) -> tuple[str, ...]:
-        """Returns why no kernel of the family can serve a problem; empty when one can."""
+        """Returns the reasons against every kernel of the family for a problem; empty when one can serve it."""
         ...
 
     def configs(self, problem: Problem) -> Iterable[Any]:

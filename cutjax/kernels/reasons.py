@@ -10,7 +10,7 @@ from cutjax.kernels.staging import Staging
 
 
 def of_groups(problem: Problem, staging: Staging) -> list[str]:
-    """Returns why groups cannot be walked."""
+    """Returns the reasons against kernels for a problem's groups."""
     found = []
     if problem.groups and problem.a.contiguous != ("k" if problem.ragged == "m" else "mn"):
         found.append(f"layout {problem.layout} with groups of {problem.ragged}: kernels divide an outer axis of a")
@@ -20,7 +20,7 @@ def of_groups(problem: Problem, staging: Staging) -> list[str]:
 
 
 def of_sizes(problem: Problem) -> list[str]:
-    """Returns why sizes and batch axes cannot be served, whatever the kernel."""
+    """Returns the reasons against a problem's sizes and batch axes; ``counted`` names the limit of 32 bits."""
     found = []
     if 0 in (problem.m, problem.n, problem.k, problem.batch_size) or (problem.ragged and not problem.groups):
         found.append("a size is 0: nothing to launch")
@@ -69,7 +69,7 @@ def _places(p: Problem) -> int:
 
 
 def of_swap(problem: Problem) -> list[str]:
-    """Returns why the operands cannot be swapped."""
+    """Returns the reasons against swapping the operands."""
     found = []
     if problem.products > 1:
         found.append(f"swap with {problem.products} products: of several b, none can be the one operand of the rows")

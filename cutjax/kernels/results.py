@@ -13,14 +13,14 @@ from cutjax.kernels.problem import Problem
 
 
 def parts(problem: Problem, splits: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns what a kernel writes where k has splits: of each product, the parts, in the accumulators' dtype."""
+    """Returns the avals of a kernel's results where k has splits: each product's parts, in the accumulators' dtype."""
     p = problem
     shape = (splits, *p.batch, *[p.groups] * (p.ragged == "k"), p.m, p.n)
     return (jax.ShapeDtypeStruct(shape, p.accumulator),) * p.products
 
 
 def written(problem: Problem, columns: int, turned: bool = False) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns what a kernel writes, where reductions are not yet what was asked.
+    """Returns the avals of a kernel's results, of which reductions are still one value for each tile's share.
 
     Of a reduction it is one value for each 16 rows, for each so many columns, or both. Where operands are swapped the
     problem is that of the transposed result, and results of full size are ``turned``.
@@ -35,7 +35,7 @@ def written(problem: Problem, columns: int, turned: bool = False) -> tuple[jax.S
 
 
 def finish(outputs: Sequence[Output], written: Sequence[jax.Array], _: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the results, of what the kernel writes: reductions are reduced further."""
+    """Returns the results from the arrays that a kernel writes: reductions are reduced over the tiles' shares."""
     found = []
     for out, x in zip(outputs, written, strict=False):  # there may be scratch after them
         axes = [{"row": -2, "col": -1}[axis] for axis in out.axes]

@@ -154,7 +154,7 @@ def stage(
     even: bool = True,
     tma: bool = True,
 ) -> Staging:
-    """Returns how an epilogue's inputs and results are staged."""
+    """Plans the staging of an epilogue's operands and results in shared memory."""
     # Transposed tiles of 8 columns begin at whole units of 1024 bytes only if elements take at least two each.
     least = 2 if swap else 1
     results = tuple((i, out) for i, out in enumerate(epilogue.outputs) if not out.reduce)
@@ -203,7 +203,7 @@ def _called(epilogue: Epilogue) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def instructions(epilogue: Epilogue) -> int:
-    """Returns about how many instructions an element takes; 0 of what no kernel computes."""
+    """Estimates the instructions of an epilogue for one element; 0 where no kernel computes it."""
     if emit.reasons(epilogue):
         return 0
     body = emit.emit(epilogue).split("{", 1)[1]

@@ -34,7 +34,7 @@ def check_config(config: Any, where: str) -> None:
 def check_epilogue(
     b: Any, epilogue: Any, operands: Any, out_dtype: Any, save: str, where: str = "gemm", name: str = "b"
 ) -> None:
-    """Raises where an epilogue and what belongs to it do not fit; ``name`` is that of the argument b."""
+    """Raises where an epilogue, its operands, ``save`` and b do not fit; ``name`` is that of the argument b."""
     if save not in derivative.SAVE:
         raise ValueError(f"{where}: unknown save {save!r}, expected one of {derivative.SAVE}")
     if not isinstance(operands, tuple | list):

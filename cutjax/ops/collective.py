@@ -235,7 +235,7 @@ def _fused(
     out_dtype: Any,
     where: str,
 ) -> Any:
-    """Returns what a function makes of the accumulators of all rows."""
+    """Multiplies the gathered rows and applies an epilogue to the accumulators of each device's."""
     ring, m = spec.ring, x.shape[spec.rows]
     tile = spec.product.tile(*map(jax.typeof, (x, *ws)))
     everything = tile.update(shape=(*tile.shape[:-2], ring.size * m, tile.shape[-1]))

@@ -173,7 +173,7 @@ class _Search:
                         yield found
 
     def _runs(self, labels: Sequence[int], arrays: Axes, whole: bool = False) -> list[Axes]:
-        """Returns in which ways labels, or some of them, are neighbours in each of the arrays that is not copied."""
+        """Returns the runs of labels that are neighbours, in one order, in each of the arrays that is not copied."""
         if not labels:
             return [()]
         seqs = [self.seqs[i] for i in arrays if i not in self.copied] or [tuple(labels)]
@@ -230,7 +230,7 @@ class _Search:
         return tuple(groups)
 
     def _move(self, i: int, groups: list[Axes]) -> Move:
-        """Returns what makes the product's array, each of whose axes is a group, or makes the result of it."""
+        """Returns the reshape and transposition between an array and the product's, each of whose axes is a group."""
         seq, sizes = self.seqs[i], self.sizes
         shape = tuple(math.prod(sizes[x] for x in group) for group in groups)
         copied = i in self.copied

@@ -131,7 +131,7 @@ def _of_lax(
 
 
 def _left_to_lax(lhs: jax.Array, rhs: jax.Array, out: Any, out_sharding: Any) -> str | None:
-    """Returns why no kernel could multiply the operands, whatever the plan."""
+    """Returns the reason against a kernel for the operands, whatever the plan; None where there is none."""
     if out_sharding is not None:
         return f"out_sharding must be None, got {out_sharding}; use jax.shard_map"
     if any(jax.export.is_symbolic_dim(size) for x in (lhs, rhs) for size in x.shape):

@@ -202,7 +202,7 @@ def _of_arrays(fn: Callable[..., jax.Array], how: Any, others: tuple[tuple[int, 
 
 
 def _permutations(jaxpr: Any) -> tuple[dict[int, tuple[int, ...]], set[int]]:
-    """Returns how each product's result is permuted if nothing else is done with it, and the equations that do so."""
+    """Returns the permutations of products' results that have no other use, and the equations that permute."""
     products = {id(eqn.outvars[0]): eqn for eqn in jaxpr.eqns if eqn.primitive is lax.dot_general_p}
     uses = [id(x) for eqn in jaxpr.eqns for x in eqn.invars] + [id(x) for x in jaxpr.outvars]
     found: dict[int, tuple[int, ...]] = {}

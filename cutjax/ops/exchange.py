@@ -130,7 +130,7 @@ def exchanged(
 
 
 def _computed(rows: jax.Array, expert: jax.Array, groups: int, scale: jax.Array, experts: Experts) -> jax.Array:
-    """Returns what this device's experts make of rows that arrived, scaled, in the order in which they came."""
+    """Applies this device's experts to rows that arrived; returns their scaled results in the order of arrival."""
     there = sorted_by(expert, groups, scale)
     return there.combine(experts(checkpoint_name(there.dispatch(rows), ROWS), there))
 

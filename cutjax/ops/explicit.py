@@ -63,7 +63,7 @@ def axes(x: Any, i: int) -> Axes:
 
 
 def rows_by_columns(x: Any, w: Any, layout: str) -> Callable[[Any], list[Axes]]:
-    """Returns how ``[..., m, n]`` lies: rows and batch axes as x ``[..., m, k]``, columns as a matrix of w.
+    """Returns the sharding of ``[..., m, n]``: rows and batch axes as x ``[..., m, k]``, columns as a matrix of w.
 
     Results of any other shape, an epilogue's reductions, are whole everywhere.
     """

@@ -281,7 +281,7 @@ def _arrays(
 def _scales(
     given: dict[str, jax.Array], w1: Any, w2: Any, gate: Any, layout: str, where: str, rank: int = 0
 ) -> list[jax.Array]:
-    """Adds the scales of the first weights to what the function between the products takes; returns that of w2."""
+    """Adds the scales of the first weights to the inputs of the function between the products; returns that of w2."""
     for name, w, scale in (("w1", w1, "scale"), ("gate", gate, "gate_scale")):
         (found,) = scales_of(w, layout[1], name, where, rank)
         given |= {} if found is None else {scale: found}

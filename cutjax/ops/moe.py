@@ -130,7 +130,7 @@ def moe(
     params = {"activation": activation, "layout": layout, "precision": precision, "backend": backend, "save": save}
 
     def local(rows: jax.Array, routing: Routing, group_offset: Any = None) -> jax.Array:
-        """Computes what the experts that are here make of rows sorted by expert."""
+        """Applies the experts of this device to rows sorted by expert."""
         scale = routing.row_weights()
         sizes = routing.group_sizes
         gate, up, down = given
@@ -176,7 +176,7 @@ def _slices(count: int, parts: int) -> list[slice]:
 
 
 def _devices(expert_axis: Any, group_offset: Any, form: str, parts: Any, room: float) -> int:
-    """Returns over how many devices the experts are divided; raises an error if arguments do not fit."""
+    """Returns the number of devices that the experts are divided over; raises an error if arguments do not fit."""
     if form not in FORMS:
         raise ValueError(f"moe: unknown form {form!r}, expected one of {FORMS}")
     if (parts := integer(parts, "parts", "moe")) < 1:

@@ -73,7 +73,7 @@ def ragged_dot(
 
 
 def _as_operands(lhs: Any, rhs: Any, ragged_dot_dimension_numbers: Any, **_: Any) -> Callable[[Any], list[Any]]:
-    """Returns how the result's dimensions lie: as those of the operands that they are."""
+    """Returns the sharding of the result: each dimension lies as the operand's that it comes from."""
     dims = ragged_dot_dimension_numbers
     (l_contract, r_contract), (l_batch, r_batch) = dims.dot_dimension_numbers
     l_free = _others(lhs.ndim, l_contract, l_batch)

@@ -88,7 +88,7 @@ class Ring:
             return whole
 
         def stages(ring: Ring) -> tuple[list[list[float]], Any]:
-            """Returns what each product of a chunk takes, beside transfers and alone, and the last one's result."""
+            """Returns the times of a chunk's products, beside transfers and alone, and the last one's result."""
             shape = list(x.shape)
             shape[rows] = shape[rows] * self.size // ring.chunks
             aval, kinds = x.update(shape=tuple(shape)), (ring.products(product)[0], product)
@@ -137,7 +137,7 @@ class Ring:
         *others: Sequence[Any],
         keep: Callable[[jax.Array], jax.Array] = lambda chunk: chunk,
     ) -> tuple[list[jax.Array], list[Any]]:
-        """Returns the shares as ``gather`` does, each through ``keep``, and a function of each and of its others.
+        """Gathers shares as ``gather`` does, ``f`` applied to each as it arrives: returns those kept, and results.
 
         One transfer follows another: XLA would make one collective of all-gathers that do not wait for each other, and
         of permutes that do not it makes all but one synchronous. And each starts when the function of the last chunk
@@ -208,7 +208,7 @@ class Ring:
         return lax.concatenate(sums[::-1], sums[0].ndim - 2).astype(accumulator(dtype))
 
     def summed(self, f: Any, chunks: Sequence[Any], product: Product, wide: np.dtype, travel: np.dtype) -> jax.Array:
-        """Returns ``scatter`` of a function of each chunk, of the dtype of its part, and of its product."""
+        """Applies ``f`` to each chunk and adds the results up over devices, each device's part on that device."""
         dtypes = self.part_dtypes(wide, travel)
         parts = self.paced(f, chunks[::-1], dtypes[::-1], self.products(product)[::-1])
         return self.scatter(parts[::-1], travel)

@@ -82,7 +82,7 @@ class Routing(NamedTuple):
 
 
 def _as_tokens(router_logits: Any, **_: Any) -> Callable[[Any], list[Any]]:
-    """Returns how what has a row for each token lies: as the logits; all else is whole."""
+    """Returns the sharding of a routing's array: as the logits if it has a row for each token, else whole."""
     tokens, rank = router_logits.shape[:-1], router_logits.ndim
     return lambda out: [
         axes(router_logits, i - rank) if out.shape[:-1] == tokens and i < rank - 1 else None for i in range(out.ndim)

@@ -269,7 +269,7 @@ def _transpose(g: Any, *values: Any, chain: Chain, present: tuple[bool, ...]) ->
     like = [None if dot is None else dot.aval for dot in dots]
 
     def pulled(acc: jax.Array, accs: Any, operands: Any) -> list[jax.Array]:
-        """Returns the cotangents of what has a tangent, from that of h, before it was rounded."""
+        """Returns the cotangents of the inputs with tangents, from that of h before it was rounded."""
         acc_dots = [None if dot is None else jnp.zeros(acc.shape, dot.dtype) for dot in like[:n]]
         along, at = derivative.restrict(wide, acc.shape, accs, _shaped(operands, like[n:]), acc_dots, like[n:])
         found = jax.vjp(lambda *args: along(*args)[0], *at)[1](acc)

@@ -109,7 +109,7 @@ def differentiated(
     moving_operands: tuple[bool, ...],
     groups: int | None = None,
 ) -> Traced:
-    """Returns the epilogue whose values are those that JAX has beside a derivative in what moves.
+    """Returns the epilogue with the values that JAX computes beside a derivative in the inputs that move.
 
     The values are the same. But a rule says them anew, and what it says is what a second derivative is taken of.
     """
@@ -250,7 +250,7 @@ def restrict(
 def accumulators_needed(
     epilogue: Epilogue, moving_accs: tuple[bool, ...], moving_operands: tuple[bool, ...]
 ) -> tuple[bool, ...]:
-    """Returns which accumulators' values the derivative reads, given what has a tangent."""
+    """Returns, for each accumulator, True if the derivative reads its value, given the inputs that have tangents."""
     # No other epilogue is equal to one with a rule, so none is kept.
     found = _accumulators_needed.__wrapped__ if epilogue.rules else _accumulators_needed
     return found(epilogue, moving_accs, moving_operands)

@@ -35,7 +35,7 @@ def group_of_row(sizes: jax.Array, m: int, leading: bool) -> tuple[jax.Array, ja
 
 
 def in_some_group(x: jax.Array, sizes: jax.Array, m: int, leading: bool, other: Any = 0) -> jax.Array:
-    """Returns what broadcasts against ``[*B, m, n]``, with another value in rows of no group."""
+    """Replaces the rows of no group by another value; x broadcasts against ``[*B, m, n]``."""
     starts, ends = rows_of_groups(sizes, m, leading)
     first, end = jnp.min(starts, -1, keepdims=True, initial=m), jnp.max(ends, -1, keepdims=True, initial=0)
     row = lax.broadcasted_iota(np.int32, (*(1 for _ in first.shape[:-1]), m), first.ndim - 1)

@@ -96,7 +96,7 @@ class Product:
         return self, a, bs, context
 
     def after(self, placement: Placement, a: Any, context: Sequence[Any]) -> tuple[Product, Sequence[Any]]:
-        """Returns the product, and its context, that an epilogue on the sums over all devices is of."""
+        """Returns the product and the context for an epilogue that runs after the sums over devices."""
         return self, context
 
     def operand_labels(self, x: Any, tile: Labels) -> Labels:
@@ -127,7 +127,7 @@ class Product:
         """Raises if the product cannot have an epilogue, on any platform."""
 
     def specs(self, a: jax.Array, operands: Sequence[jax.Array]) -> tuple[OperandSpec, ...]:
-        """Returns along which of the result's axes each operand varies."""
+        """Returns a spec for each operand: the axes of the result that it varies along, and its dtype."""
         return tuple(
             OperandSpec(x.dtype.name, x.shape[-2] != 1, x.shape[-1] != 1, tuple(size != 1 for size in x.shape[:-2]))
             for x in operands
@@ -148,11 +148,11 @@ class Product:
         return self
 
     def why_not(self) -> str:
-        """Returns why no kernel multiplies it, "" where one may."""
+        """Returns the reason against any kernel for the product, "" where there is none."""
         return ""
 
     def notes(self) -> tuple[str, ...]:
-        """Returns what explain says beside why a kernel runs, or XLA."""
+        """Returns further notes for explain, beside the reason of the choice."""
         return ()
 
     def in_order(self, problem: Problem) -> Problem:
@@ -160,17 +160,17 @@ class Product:
         return problem
 
     def groups(self, bs: Sequence[Any]) -> int | None:
-        """Returns how many groups the rows have, None where they have none."""
+        """Returns the number of groups that the rows have, None where they have none."""
         return None
 
     def seen(self, x: jax.Array, context: Sequence[jax.Array], m: int, arithmetic: Arithmetic) -> jax.Array:
-        """Returns what the rows have of an operand."""
+        """Returns an epilogue's operand for each row: one with a value for each group is spread to the groups' rows."""
         return x
 
     def whole(
         self, x: jax.Array, context: Sequence[jax.Array], shape: tuple[int, ...], arithmetic: Arithmetic
     ) -> jax.Array:
-        """Returns an operand's tangent as one whose transpose a kernel can add up."""
+        """Returns an operand's tangent in the shape whose transposition, a sum, a kernel can compute."""
         return x
 
     def applied(self, epilogue: Epilogue, context: Sequence[jax.Array], arithmetic: Arithmetic) -> derivative.Applied:
@@ -322,7 +322,7 @@ def plain_products(
 
 
 def abstract_accumulator(dtype: np.dtype, full: Any, out_dtype: Any = None) -> jax.ShapeDtypeStruct:
-    """Returns what an epilogue is traced with, of a product of ``dtype`` with the shape of an aval."""
+    """Returns the accumulator that an epilogue is traced with: of a product of ``dtype``, with the shape of an aval."""
     acc = accumulator(dtype, None if isinstance(out_dtype, tuple) else out_dtype)
     return jax.ShapeDtypeStruct(full.shape, acc, sharding=full.sharding, manual_axis_type=full.mat)
 
@@ -366,7 +366,7 @@ def _casting(where: str, fn: Callable[..., Any], dtypes: tuple[Any, ...]) -> Cal
 
 
 def own_axes(product: Product, bs: int) -> list[int]:
-    """Returns how many axes of its own each of a, the bs and the context has."""
+    """Returns the number of axes that a, the bs and the context have each beside the batch."""
     if product.unary:
         return list(product.axes)
     of_a, of_b, *of_context = product.axes

@@ -46,7 +46,7 @@ class _InGroups(Product):
     leading: bool
 
     def window(self, placement: Placement, sizes: jax.Array, m: int, groups: bool = True) -> tuple[bool, jax.Array]:
-        """Returns whether they start with rows before the first, and the sizes of the groups that a device has.
+        """Returns the sizes of a device's groups, after True if they start with the rows before the first group.
 
         Of its ``m`` rows, which are some of all; and of its groups, or of all of them in these rows.
         """
@@ -166,7 +166,7 @@ class Rows(_InGroups):
         return bs[0].shape[-3]
 
     def seen(self, x: jax.Array, context: Sequence[jax.Array], m: int, arithmetic: Arithmetic) -> jax.Array:
-        """Returns what the rows have of an operand, ``[*B, m, n or 1]``; those of no group have zeros."""
+        """Returns an epilogue's operand for each row, ``[*B, m, n or 1]``; rows of no group have zeros."""
         (sizes,) = context
         if x.ndim > sizes.ndim + 1:
             return spread_p.bind(x, sizes, m=m, leading=self.leading, arithmetic=arithmetic)
@@ -295,7 +295,7 @@ class AppliedInGroups:
 
 
 def _neutral(reduce: str, dtype: np.dtype) -> Any:
-    """Returns what leaves a sum, a maximum or a minimum as it is."""
+    """Returns the neutral element of a sum, a maximum or a minimum."""
     if reduce == "sum":
         return 0
     if jnp.issubdtype(dtype, jnp.floating):

@@ -34,7 +34,7 @@ class Symmetric(Product):
 
     @property
     def full(self) -> dense.Dense:
-        """The same product of two matrices that may differ."""
+        """The dense product of the same layout, of two matrices that may differ."""
         return dense.Dense("nt" if self.layout == "n" else "tn")
 
     def check_epilogue(self, epilogue: Epilogue) -> None:

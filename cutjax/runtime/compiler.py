@@ -150,7 +150,7 @@ def compile_source(source: str, *, name: str, arch: str) -> Cubin:
 
 
 def compiler_missing() -> str | None:
-    """Returns why kernels cannot be compiled here, with what to install, or None. Looks once a process."""
+    """Returns the reason why nothing can be compiled here, and what to install, or None. Looks once a process."""
     compiler = _compiler()
     return compiler if isinstance(compiler, str) else None
 
@@ -317,7 +317,7 @@ def _with_places(log: str, ptx: str) -> str:
 
 
 def _dump(name: str, files: dict[str, bytes]) -> None:
-    """Writes what a person wants to see of a kernel, ready for cuobjdump and nvdisasm."""
+    """Writes a kernel's source, cubin and report to CUTJAX_DUMP_DIR, ready for cuobjdump and nvdisasm."""
     folder = settings().dump_dir
     if folder is None:
         return

@@ -62,7 +62,7 @@ class DiskCache:
         self._lock = threading.Lock()
 
     def read(self, key: str, parse: Callable[[Any, bytes], Any] = lambda *entry: entry) -> Any:
-        """Returns what ``parse`` makes of an entry's metadata and payload (by default both), or None.
+        """Reads an entry: returns ``parse`` of its metadata and payload (by default both), or None.
 
         An entry that is damaged, altered or not ours is removed, and so is one that ``parse`` makes None of: its digest
         says that it is as it was written, not that who wrote it knew the same fields. The metadata is any JSON.

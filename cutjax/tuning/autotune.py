@@ -140,7 +140,7 @@ class Task:
         return function
 
     def _orders(self, arrays: Sequence[Any]) -> list[tuple[int, ...]]:
-        """Returns how the axes of the product's operands lie in memory."""
+        """Returns the memory orders of the axes of the product's operands."""
         given = (self.problem.orders[0], *(b.order for b in self.problem.bs)) if any(self.problem.orders) else ()
         given += ((),) * (len(arrays) - len(given))
         return [order or tuple(range(x.ndim)) for order, x in zip(given, arrays, strict=True)]
@@ -183,7 +183,7 @@ def _random(key: jax.Array, shape: Sequence[int], dtype: Any, integers: bool) ->
 
 
 def tasks(found: Iterable[walk.Found], most: int) -> tuple[list[Task], list[Skipped]]:
-    """Returns what there is to measure, and the products for which there is no choice, with the reasons."""
+    """Returns the problems to measure, and the products for which there is no choice, with the reasons."""
     todo: dict[Problem, Task] = {}
     skipped: dict[tuple[str, str], int] = {}
     for product in found:
@@ -206,7 +206,7 @@ def tasks(found: Iterable[walk.Found], most: int) -> tuple[list[Task], list[Skip
 
 
 def _why_not(product: walk.Found, problem: Problem) -> str:
-    """Returns why there is no choice for a product; "" where there is."""
+    """Returns the reason why there is no choice for a product; "" where there is one."""
     params = product.eqn.params
     if params["config"] is not None:
         return "pinned by config="

@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _about(given: argparse.Namespace) -> str:
-    """Returns what ``info`` prints: of this machine, or of a GPU elsewhere."""
+    """Returns the text of ``info``: about this machine, or about a GPU elsewhere."""
     if given.report:
         device = device_report.fitted(device_report.read(given.report))
         return f"{device_report.entry(device)}\n{_elsewhere(device)}"

@@ -149,7 +149,7 @@ def _write(path: pathlib.Path, content: Mapping[str, Any]) -> None:
 
 
 def provenance() -> dict[str, Any]:
-    """Returns what the numbers depend on: the device, the versions, the commit, clocks and power."""
+    """Returns the conditions of the measurement: the device, the versions, the commit, clocks and power."""
     import cutjax
 
     target = lowering.target()
@@ -240,7 +240,7 @@ def summary(content: Mapping[str, Any], path: pathlib.Path) -> str:
 
 
 def where_to_send() -> str:
-    """Returns where a report is wanted: the tracker that the package's metadata names."""
+    """Returns a sentence that says where to send a report: to the tracker that the package's metadata names."""
     try:
         urls = metadata.metadata("cutjax").get_all("Project-URL") or []
     except metadata.PackageNotFoundError:  # a copy that was not installed

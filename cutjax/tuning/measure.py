@@ -176,7 +176,7 @@ def parallel(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
 
 
 def _counts(in_bytes: int, out_bytes: int, l2_bytes: int, free_bytes: int) -> tuple[int, int]:
-    """Returns how many sets of inputs there are, and how often the program calls the function with one.
+    """Returns the number of sets of inputs, and the number of calls in a program.
 
     They and the results take at most half of what memory is free.
     """
@@ -187,7 +187,7 @@ def _counts(in_bytes: int, out_bytes: int, l2_bytes: int, free_bytes: int) -> tu
 
 
 def _runs(seconds: float, out_bytes: int) -> int:
-    """Returns how often a program runs in a sample; the results of all of them may live at once."""
+    """Returns the number of runs of a program in a sample; the results of all of them may live at once."""
     fit = _free_bytes() // 2 // max(out_bytes, 1)
     return max(1, min(MOST_RUNS, fit, math.ceil(SAMPLE_SECONDS / max(seconds, 1e-9))))
 
@@ -210,7 +210,7 @@ def _bytes(tree: Any) -> int:
 
 
 def agree(results: Sequence[jax.Array], reference: Sequence[jax.Array], exact: bool) -> jax.Array:
-    """Computes whether results are right: equal, or (where an epilogue rounds) near by each element's size.
+    """Compares results: true if they are equal, or (where an epilogue rounds) near by each element's size.
 
     NaN and infinities are to be where the reference has them.
     """

@@ -80,7 +80,7 @@ def on_device(launch: Call, arrays: list[np.ndarray], memory: list[np.ndarray]) 
 
 
 def on_host(kernel: mma.Kernel, folder: pathlib.Path) -> Execute:
-    """The same for a kernel that g++ compiles, in a folder."""
+    """Returns a function that launches a kernel on the host, compiled by g++ in a folder."""
     import kernel_host
 
     def execute(launch: Call, arrays: list[np.ndarray], memory: list[np.ndarray]) -> list[np.ndarray]:
@@ -121,7 +121,7 @@ def poison(shape: Sequence[int], dtype: Any) -> np.ndarray:
 
 
 def wrong(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> str | None:
-    """Says how results differ from what they are to be after rounding, or None."""
+    """Describes the difference of results from those expected after rounding, or returns None."""
     for i, (out, ref) in enumerate(zip(got, expected, strict=True)):
         if not np.array_equal(out, ref := ref.astype(out.dtype)):
             return f"result {i}: {problems.mismatch(out, ref)}"

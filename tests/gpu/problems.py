@@ -171,7 +171,7 @@ def note_worst(kind: str, share: float) -> None:
 
 
 def mismatch(out: np.ndarray, ref: np.ndarray) -> str:
-    """Says where two unequal results differ: the box around the wrong elements tells which tile it was."""
+    """Describes the difference of two results by the box around the wrong elements, which tells the tile."""
     wrong = np.argwhere(out != ref)
     first = tuple(int(i) for i in wrong[0])
     box = ", ".join(f"{low}..{high}" for low, high in zip(wrong.min(0), wrong.max(0), strict=True))
@@ -197,7 +197,7 @@ class Prefetch:
         self._futures: dict[int, concurrent.futures.Future] = {}
 
     def get(self, item: Any) -> Any:
-        """Returns what ``prepare`` made of the item; raises what it raised."""
+        """Returns the result of ``prepare`` for the item, or raises the error that it raised."""
         at = self._items.index(item)
         for i in range(at, min(at + self._ahead, len(self._items))):
             if i not in self._futures:

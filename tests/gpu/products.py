@@ -101,7 +101,7 @@ class Item:
 
     @functools.cached_property
     def operands(self) -> list[np.ndarray]:
-        """Of the epilogue."""
+        """The operands of the epilogue."""
         rng, found = np.random.default_rng([self.seed, 1]), []
         for axes in EPILOGUES[self.epilogue][2]:
             shape = [{"1": 1, "m": self.m, "n": self.n, "g": GROUPS}[axis] for axis in axes.rstrip("h")]
@@ -185,7 +185,7 @@ class Item:
         return [a, *bs, sizes, *operands], found
 
     def _integers(self, rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> np.ndarray:
-        """Those whose products and sums every accumulator holds: of float16 -1 to 1."""
+        """Random integers whose products and sums every accumulator holds: of float16 -1 to 1."""
         low, high = (-1, 2) if self.way == "f16f16" else (0 if np.dtype(dtype).kind == "u" else -2, 3)
         x = rng.integers(low, high, shape).astype(np.float64)
         if np.dtype(dtype).kind == "c":

@@ -283,7 +283,7 @@ def symmetric(name: str, schedule: str, cluster: tuple[int, int]) -> Case:
 
 
 def cases() -> Iterator[Case]:
-    """Those of all kinds in turns, so that any time limit has some of each."""
+    """The cases of all kinds in turns, so that any time limit has some of each."""
     kinds = [sm90_cases(), sanitize_mma.mma_cases(), sanitize_mma.wide_cases(BATCH[0])]
     return (case for turn in itertools.zip_longest(*kinds) for case in turn if case is not None)
 

@@ -217,5 +217,5 @@ def layers(tiny: bool) -> Iterator[Program]:
 
 
 def programs(only: Callable[[str], Any], tiny: bool = False) -> list[Program]:
-    """Those whose name is asked for; ``tiny`` ones run on any platform, by XLA."""
+    """The programs whose name is asked for; ``tiny`` ones run on any platform, by XLA."""
     return [p for family in (dense, symmetric, grouped, layers) for p in family(tiny) if only(p.name)]

@@ -60,16 +60,16 @@ class Random:
 
     @property
     def dtypes(self) -> tuple[np.dtype, ...]:
-        """Of the results."""
+        """The dtypes of the results."""
         return (self.out_dtype, H) if self.name == "two results" else (self.out_dtype,)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of a."""
+        """The shape of a."""
         return (*self.batch, *((self.m, self.k) if self.layout == "n" else (self.k, self.m)))
 
     def avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Of a and the operands."""
+        """The avals of a and the operands."""
         full = (*self.batch, self.m, self.m)
         kinds = {"s": ((), F32), "g": ((*self.batch, 1, 1), F32), "x": (full, self.out_dtype), "h": (full, H)}
         kinds["o"] = (full[-2:], F32)

@@ -93,7 +93,7 @@ def predict(kernel: Resolved, device: Device, fit: Fit | None = None) -> float:
 
 
 def parts_us(problem: Problem, splits: int, fit: Fit = FIT) -> float:
-    """Returns what XLA takes to add up the parts of k."""
+    """Returns the microseconds that XLA takes to add up the parts of k."""
     speed, begin = fit.parts
     moved = (4 * splits + 4) * problem.m * problem.n * problem.products * problem.batch_size
     return begin + moved / speed / 1e3 if splits > 1 else 0.0

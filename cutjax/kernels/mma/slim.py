@@ -25,7 +25,7 @@ def columns_of(problem: Problem) -> int:
 
 
 def reasons(problem: Problem, config: Config, how: Math, staging: Staging) -> list[str]:
-    """Returns why a slim kernel cannot be."""
+    """Returns the reasons against a slim kernel of a config."""
     found, size = [], problem.b_dtype.itemsize
     if how.words < 4:
         found.append(f"bm={config.bm}: slim kernels add up in {how.accumulator}")
@@ -47,7 +47,7 @@ def reasons(problem: Problem, config: Config, how: Math, staging: Staging) -> li
 
 
 def swap_reasons(problem: Problem) -> list[str]:
-    """Returns why the operands cannot be swapped."""
+    """Returns the reasons against swapping the operands."""
     found = of_swap(problem)
     if problem.narrow:
         found.append(f"swap with b in {problem.b_dtype.name}")
@@ -59,14 +59,14 @@ def swap_reasons(problem: Problem) -> list[str]:
 
 
 def stage_bytes(problem: Problem, config: Config, how: Math) -> int:
-    """Returns the shared memory in which warps add up what they have."""
+    """Returns the bytes of shared memory in which warps add up their sums."""
     warps = config.threads // 32
     parts = warps // max(1, config.bn // AT_ONCE) if problem.bs[0].contiguous == "k" else warps
     return parts * problem.products * config.bm * config.bn * how.words
 
 
 def registers(problem: Problem, config: Config, how: Math) -> int:
-    """Returns about how many registers a thread takes."""
+    """Estimates the registers of a thread."""
     sums = problem.products * config.bm * columns_of(problem) * how.words // 4
     left = config.bm * (4 if problem.a.contiguous == "k" else AT_ONCE * how.words // 4)
     if problem.narrow:  # twice as many at once, and those of a that does not lie along k as floats

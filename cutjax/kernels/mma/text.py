@@ -22,7 +22,7 @@ FRAGMENTS = {
 
 
 def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
-    """Returns all of it."""
+    """Returns the device text of a kernel, complete: constants, the generated epilogue, and the files of ffi/device."""
     problem, config, math = kernel.multiplied, kernel.config, kernel.math
     m, n, k = config.warps
     constants = {
@@ -97,7 +97,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
 
 
 def _multiply(kernel: Resolved) -> list[str]:
-    """Returns what loads and multiplies."""
+    """Returns the files that load and multiply, and the constants they read."""
     problem, fragments = kernel.multiplied, kernel.math.fragments
     constant = f'#line 1 "math (generated)"\nconstexpr Math MATH = Math::{kernel.math.name};\n'
     if problem.narrow:

@@ -229,7 +229,7 @@ PAIRLESS = 1.6
 
 
 def features(kernel: Resolved, device: Device) -> Features:
-    """Returns what the model reads of a kernel."""
+    """Returns a kernel's features, the inputs of the model."""
     p, c = kernel.multiplied, kernel.config
 
     def off(operand: Operand, rows: int) -> int:
@@ -290,7 +290,7 @@ def flop_us(kernel: Resolved, device: Device) -> float:
 
 
 def _instructions(kernel: Resolved) -> float:
-    """Returns the instructions of a kernel's epilogue, an accumulator, with what loading operands and storing take."""
+    """Returns the instructions of a kernel's epilogue for an accumulator, loads of operands and stores included."""
     p = kernel.multiplied
     if p.plain:
         return 0

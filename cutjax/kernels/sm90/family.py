@@ -53,7 +53,7 @@ _divide = functools.lru_cache(maxsize=1 << 14)(dataclasses.replace)
 
 
 def reasons(problem: Problem) -> tuple[str, ...]:
-    """Returns why no kernel of this family can serve the problem; empty when one can."""
+    """Returns the reasons against every kernel of this family for a problem; empty when one can serve it."""
     return facts_of(problem).reasons
 
 

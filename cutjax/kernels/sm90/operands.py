@@ -57,7 +57,7 @@ _AS_THEY_ARE, _FLOAT8 = Way(), Way(promoted=1)
 
 
 def way(problem: Problem) -> Way:
-    """Returns how the operands of a problem are multiplied."""
+    """Returns the way in which wgmma multiplies the operands of a problem."""
     if problem.math:
         return _WAYS[problem.math]
     return _FLOAT8 if problem.a_dtype.name in FLOAT8 else _AS_THEY_ARE
@@ -74,7 +74,7 @@ def k_major(dtype: np.dtype) -> bool:
 
 
 def reasons(problem: Problem) -> list[str]:
-    """Returns why wgmma does not multiply the operands of a problem."""
+    """Returns the reasons against wgmma for the operands of a problem."""
     a, b, acc = problem.a_dtype.name, problem.b_dtype.name, problem.accumulator
     both = f"{short(a)} x {short(b)}"
     if a == b == "complex64" and problem.math == "tf32":
@@ -140,7 +140,7 @@ def prepared(problem: Problem) -> tuple[Prepared, ...]:
 
 
 def row_bytes(operand: Operand, rows: int, k: int) -> int:
-    """Returns how far apart the rows of an operand are whose m or n axis is `rows` long.
+    """Returns the pitch in bytes of the rows of an operand whose m or n axis is `rows` long.
 
     TMA walks rows that start at multiples of 16 bytes. Copies of others start on lines of memory, or as even as adds a
     fiftieth at most.

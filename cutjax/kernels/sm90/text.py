@@ -19,7 +19,7 @@ REGISTERS = {"": (40, 232), "m": (40, 232), "k": (40, 232)}
 
 
 def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
-    """Returns all of it."""
+    """Returns the device text of a kernel, complete: constants, the generated epilogue, and the files of ffi/device."""
     problem, config = kernel.multiplied, kernel.config
     a_k_major, b_k_major = problem.a.contiguous == "k", problem.bs[0].contiguous == "k"
     producer, consumer = REGISTERS[problem.ragged]
