@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
+from typing import Any
 
 import cutjax
 from cutjax.kernels.sm90 import kernel as sm90
@@ -68,6 +69,14 @@ def telling(configs: Sequence[cutjax.Config], every: int) -> list[cutjax.Config]
     others = [config for config in configs if config not in set(alone)]
     widest = {kind(config): config for config in sorted(others, key=lambda config: config.bn)}
     return list(dict.fromkeys([*alone, *widest.values(), *others[::every]]))
+
+
+def fourth(configs: Sequence[Any], turn: int) -> list[Any]:
+    """Every fourth of them, others for each of four turns, and one with the most accumulators, which is first to spill.
+
+    For what is compiled beside all tiles of plain products, for which one turn is 0, the next 1: each tile has a turn.
+    """
+    return list(dict.fromkeys([max(configs, key=lambda config: config.accumulator_registers), *configs[turn % 4 :: 4]]))
 
 
 def check_lean(asked: cutjax.Problem, configs: Sequence[cutjax.Config], most_bytes: int, most_spilled: int = 0) -> None:

@@ -74,6 +74,8 @@ def test_results(name, dtype):
         x = jnp.asarray(np.asarray(SUMS[dtype]).astype(jnp.dtype(dtype)))
         outs = [out for out in DTYPES if kind(out) >= kind(dtype) and accepted(OPERATIONS[name], x, out)]
         assert dtype in outs
+        if name != "gemm":  # which has all pairs; others have a fourth, each another one, and their own dtype
+            outs = [out for out in outs if out == dtype or (DTYPES.index(out) - DTYPES.index(dtype)) % 4 == 1]
         found = jax.jit(lambda x: {out: OPERATIONS[name](x, out) for out in outs})(x)
     for out, got in found.items():
         wanted = expected(SUMS[dtype], out)

@@ -96,14 +96,16 @@ def test_eager(name):
 TOLERANCES = {"bfloat16": 2**-5, "float16": 2**-8, "float64": 1e-12}
 
 
-def dtypes():
-    """Of the two dtypes of 16 bits, an operation has one, in turn: they differ in how they round."""
-    for turn, (name, op) in enumerate(OPERATIONS.items()):
-        left_out = NARROW[turn % 2]
-        yield from ((name, dtype) for dtype in op.dtypes if dtype != left_out)
+# Of the two dtypes of 16 bits an operation has one, in turn: they differ in how they round.
+DTYPES = [
+    (name, dtype)
+    for turn, (name, op) in enumerate(OPERATIONS.items())
+    for dtype in op.dtypes
+    if dtype != NARROW[turn % 2]
+]
 
 
-@pytest.mark.parametrize(("name", "dtype"), dtypes())
+@pytest.mark.parametrize(("name", "dtype"), DTYPES)
 def test_dtypes(name, dtype):
     """Results and gradients have the operands' dtype, and are near those of the same numbers in more bits."""
     op = OPERATIONS[name]

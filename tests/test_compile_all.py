@@ -17,7 +17,7 @@ from cutjax.runtime.architectures import ARCHITECTURES
 pytestmark = pytest.mark.skipif(
     compiler.compiler_missing() is not None or nvdisasm() is None, reason="needs NVRTC and nvidia-cuda-nvdisasm"
 )
-EACH = 5
+EACH = 2
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -1,11 +1,10 @@
-"""dot_general against jax.lax's: 500 random contractions, errors, precision, sharding, and what runs on CUDA."""
+"""dot_general against jax.lax's: random contractions, errors, precision, sharding, and what runs on CUDA."""
 
 from __future__ import annotations
 
 import collections
 import functools
 import inspect
-import os
 import re
 
 import jax
@@ -19,9 +18,7 @@ from jax import lax
 
 import cutjax
 
-CASES, CHUNK = 500, 20
-# CI has them all on the oldest jax, and a fifth on newer ones, which take three times as long.
-EVERY = 5 if "CI" in os.environ and jax.__version_info__ >= (0, 11) else 1
+CASES, CHUNK = 120, 20  # after a change of how contractions become products: 2000
 MATRICES = (((1,), (0,)), ((), ()))
 
 
@@ -32,7 +29,7 @@ def equal(got, want) -> bool:
     return same and np.array_equal(np.asarray(got).astype(kind), np.asarray(want).astype(kind), equal_nan=True)
 
 
-@pytest.mark.parametrize("first", range(0, CASES, CHUNK * EVERY))
+@pytest.mark.parametrize("first", range(0, CASES, CHUNK))
 def test_random_contractions(first):
     """Value, weak type, gradient, tangent and vmap; of small integers, so that all are equal but for no reason."""
     for seed in range(first, first + CHUNK):
@@ -51,7 +48,7 @@ def test_random_contractions(first):
 def test_random_contractions_are_of_every_kind():
     """Most become a product of this package; and dtypes, batch axes, copies and memory orders are all drawn."""
     found: collections.Counter[str] = collections.Counter()
-    for seed in range(0, CASES, 2):
+    for seed in range(250):
         case = random_case(seed)
         with jax.enable_x64(case.wide):
             text = str(

@@ -16,7 +16,7 @@ from benchmarks.ops import fused as cases
 from cutjax.kernels.sm90 import kernel as sm90
 
 H = jnp.bfloat16
-RANDOM = 30
+RANDOM = 12
 
 
 def lowered(fn, *args) -> str:
@@ -75,7 +75,8 @@ def test_places_in_the_batch_are_one_kernel(name, weights):
     assert spills(row.choice) == 0
 
 
-BENCHMARKS = [(case, i) for case in cases.FUSED for i in range(len(fused.pairs(case)))]
+# A third of them: the others have the same epilogues at other sizes.
+BENCHMARKS = [(case, i) for case in cases.FUSED for i in range(len(fused.pairs(case)))][::3]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import cutjax
 from cutjax.kernels.sm90 import kernel as sm90
 
 H = jnp.bfloat16
-RANDOM = 20
+RANDOM = 8
 M, N, K, G = 136, 264, 72, 5
 # Of which "batch" is one value for each group and "batch_col" one for each column of each group: (G, 1, 1), (G, 1, N).
 KINDS = ("batch", "batch_col", "col", "full", "row", "scalar")

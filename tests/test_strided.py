@@ -373,7 +373,7 @@ def test_kernels_compile_lean(layout):
     """What stores by strides spills nothing: every kind of config, at the most accumulators that each may have."""
     asked = batched(4, 16, k=1024, layout=layout, orders=(HEADS,) * 3)
     assert {config.schedule for config in candidates(asked)} == {"coop", "pingpong"}
-    check_lean(asked, CONFIGS, 34 << 10)
+    check_lean(asked, CONFIGS if layout == "nn" else CONFIGS[1::3], 34 << 10)
     acc = jax.ShapeDtypeStruct((2048, 2048), F32)
     bias = trace(lambda acc, x, y: jax.nn.relu(acc * y + x).astype(H), [acc], [jnp.ones(2048), jnp.ones((2048, 1))])
     fused = dataclasses.replace(asked, epilogue=bias.epilogue.primal)
