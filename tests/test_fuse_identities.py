@@ -222,3 +222,145 @@ def test_forward_mode_of_random_programs(seed):
 
     got, expected = jax.jit(lambda: (forward(always(fn)), forward(fn)))()
     close(got, expected, 1e-4)
+
+
+# One of each, where the values are exact.
+
+
+def step(x, w):
+    return lax.stop_gradient(x @ w) * 2 + x @ w
+
+
+def rounded(x, w):
+    z = x @ w
+    return z + lax.stop_gradient(jnp.round(z * 0.25) - z)
+
+
+def grouped(x, w):
+    z = lax.ragged_dot(x, jnp.stack([w, w]), jnp.array([3, 5]))
+    return lax.stop_gradient(z) * 2 + z
+
+
+def precise(x, w):
+    return lax.reduce_precision(x @ w, 8, 1) * 2
+
+
+@pytest.mark.parametrize("policy", ["auto", "always"])
+@pytest.mark.parametrize("fn", [step, rounded, grouped, precise])
+def test_gradients(fn, policy):
+    if fn is precise and policy == "auto":
+        pytest.skip("no kernel rounds to one bit")
+    size = 1024 if policy == "auto" else 8
+    x, w = integers(1, (size, 8), jnp.bfloat16), integers(2, (8, size), jnp.bfloat16)
+    fuse = functools.partial(cutjax.fuse, policy=policy)
+    if policy == "auto":
+        reports = cutjax.explain(fuse(fn), platform="cuda")(x, w).fusion
+        assert [report.runs for report in reports] == ["fused"] * len(reports)
+    gradient = lambda fn: jax.grad(lambda *args: fn(*args).astype(jnp.float32).sum(), (0, 1))  # noqa: E731
+    expected = jax.jit(gradient(fn))(x, w)
+    same(jax.jit(fuse(fn))(x, w), jax.jit(fn)(x, w))
+    for got in (gradient(fuse(fn)), fuse(gradient(fn)), fuse(gradient(fuse(fn)))):
+        same(got(x, w), expected)
+
+
+def primitives(fn, *args):
+    return [eqn.primitive.name for eqn in lowered(fn, *args)]
+
+
+@pytest.mark.parametrize("name", ["barrier", "barrier of two", "constraint", "placed"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_xla_is_told_stays(name, nested):
+    """Where it stood: no kernel computes it, inside of a function or not."""
+    kind = {"constraint": "sharding_constraint"}.get(name, "optimization_barrier")
+    tell = jax.jit(MEANING[name]) if nested else MEANING[name]
+    fn = lambda x, w: jnp.tanh(tell(x @ w + 1.0) * 2)  # noqa: E731
+    args = arguments()[0], arguments()[1]
+    found = lowered(always(fn), *args)
+    if name == "placed":
+        assert any(eqn.params.get("out_shardings") == (SHARDING,) for eqn in found)
+    else:
+        assert kind in [eqn.primitive.name for eqn in found]
+    (report,) = cutjax.explain(always(fn))(*args).fusion
+    assert report.runs == "fused"  # with what is before it
+    assert "acc + 1" in report.epilogue
+    assert "tanh" not in report.epilogue
+
+
+def test_metadata_and_places_stay():
+    from jax.experimental.compute_on import compute_on
+    from jax.experimental.xla_metadata import set_xla_metadata
+
+    def fn(x, w):
+        with set_xla_metadata(key="value"):
+            y = jnp.sin(x @ w)
+        with compute_on("device_host"):
+            return jnp.tanh(y) * 2
+
+    x, w, *_ = arguments()
+    assert primitives(always(fn), x, w).count("dot_general") == 1
+    metadata = [
+        eqn.ctx.xla_metadata for eqn in lowered(always(fn), x, w) if eqn.primitive.name in ("sin", "dot_general")
+    ]
+    assert metadata == [{"key": "value"}] * 2
+
+
+def test_scopes():
+    """Of an equation that stays, of a kernel that of its product; through jitted functions that are opened."""
+
+    @jax.jit
+    def inner(x, w):
+        with jax.named_scope("product"):
+            y = x @ w
+        with jax.named_scope("tail"):
+            y = jnp.tanh(y)
+        with jax.named_scope("sum"):
+            return jnp.cumsum(y)
+
+    def fn(x, w):
+        with jax.named_scope("outer"):
+            return inner(x, w)
+
+    x, w, *_ = arguments()
+    (call,) = jax.make_jaxpr(always(fn))(x, w).eqns
+    found = {eqn.params.get("name"): str(eqn.source_info.name_stack) for eqn in call.params["jaxpr"].eqns}
+    assert found["cutjax_fused"] == "outer/jit(inner)/product"
+    assert found["cumsum"] == "outer/jit(inner)/sum"
+
+
+def residuals(fn, *args):
+    """What jax.checkpoint saves of a function's values: shapes, sorted."""
+    _, pull = jax.vjp(fn, *args)
+    return sorted(x.shape for x in jax.tree.leaves(pull) if all(x is not y for y in args))
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_names_are_saved(where):
+    """A value that has a name inside of a tail is saved by it, and the product is not made again."""
+
+    def fn(x, w):
+        return jnp.sin(jnp.sin(checkpoint_name(x @ w + 1.0, "a")) @ w)
+
+    save = functools.partial(jax.checkpoint, policy=policies.save_only_these_names("a"))
+    x, w, *_ = arguments()
+    ours = save(always(fn)) if where == "outside" else always(save(fn))
+    of = lambda fn: jax.value_and_grad(lambda *args: fn(*args).sum(), (0, 1))  # noqa: E731
+    close(of(ours)(x, w), of(fn)(x, w), 1e-5)
+    assert residuals(ours, x, w) == residuals(save(fn), x, w)
+    assert products(of(ours), x, w) == products(of(save(fn)), x, w) < products(of(jax.checkpoint(fn)), x, w)
+    # Where nothing is differentiated, and where all is before, one kernel has all of it.
+    assert primitives(ours, x, w).count("sin") == 0
+    assert [report.runs for report in cutjax.explain(always(of(fn)))(x, w).fusion].count("fused") >= 3
+
+
+@pytest.mark.parametrize("name", ["dots_saveable", "dots_with_no_batch_dims_saveable"])
+@pytest.mark.parametrize("batch", [False, True])
+def test_policies_inside_know_what_was_a_dot_general(name, batch):
+    def fn(x, w):
+        w = jnp.broadcast_to(w, (B, N, N)) if batch else w
+        return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+    saved = jax.checkpoint(fn, policy=getattr(policies, name))
+    x, w, *_ = arguments()
+    of = lambda fn: jax.grad(lambda *args: fn(*args).sum(), (0, 1))  # noqa: E731
+    assert products(of(always(saved)), x, w) == products(of(saved), x, w)
+    close(of(always(saved))(x, w), of(fn)(x, w), 1e-5)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cutjax.binding import walk
@@ -42,6 +43,12 @@ def _donated(args: Sequence[Any], argnums: Sequence[int], name: str) -> set[int]
     if outside := [i for i in argnums if not -count <= i < count]:
         raise ValueError(f"fuse: donate_argnums has {outside}, but {name} was called with {count} positional arguments")
     return {i % count for i in argnums}
+
+
+def _looks_for_nan() -> bool:
+    """True if JAX runs a jitted function without jit, to find the operation that made a NaN, as it does in debugging."""
+    config: Any = jax.config
+    return (config.jax_debug_nans or config.jax_debug_infs) and not isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def fuse(
@@ -106,6 +113,9 @@ def fuse(
             out, structure = jax.tree.flatten(fn(*args, **kwargs))
             return out
 
+        if _looks_for_nan():
+            out = flat(*arrays)
+            return jax.tree.unflatten(structure, out)
         flat.__name__ = name
         try:
             closed = jax.make_jaxpr(jax.jit(flat))(*arrays)

@@ -183,7 +183,7 @@ def pointwise(eqn: Any) -> bool:
     name = eqn.primitive.name
     if name in CALLS:
         return name in BODIES and is_open(eqn) and all(map(_pointwise_inside, needed_equations(opened(bodies(eqn)[0]))))
-    return name in INLINABLE and name not in ("optimization_barrier", "transpose")
+    return name == "name" or (name in INLINABLE and name not in ("optimization_barrier", "transpose"))
 
 
 def _pointwise_inside(eqn: Any) -> bool:
