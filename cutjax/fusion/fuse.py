@@ -46,7 +46,7 @@ def _donated(args: Sequence[Any], argnums: Sequence[int], name: str) -> set[int]
 
 
 def _looks_for_nan() -> bool:
-    """True if JAX runs a jitted function without jit, to find the operation that made a NaN, as it does in debugging."""
+    """True if JAX runs a jitted function without jit, to find the operation that made a NaN."""
     config: Any = jax.config
     return (config.jax_debug_nans or config.jax_debug_infs) and not isinstance(jnp.zeros(()), jax.core.Tracer)
 
