@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from cutjax.primitives.product import batch_axes
+
 
 def dots_saveable(prim: Any, *avals: Any, **params: Any) -> bool:
     """True if the equation is a product: ``jax.checkpoint_policies.dots_saveable``, which does not know ours, and ours.
@@ -27,5 +29,4 @@ def dots_with_no_batch_dims_saveable(prim: Any, *avals: Any, **params: Any) -> b
     if "product" not in params:
         return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *avals, **params)
     factors = avals[:1] * 2 if params["product"].unary else avals[:2]
-    a, b = (x.shape[: avals[0].ndim - 2] for x in factors)
-    return not any(p != 1 != q for p, q in zip(a, b, strict=True))
+    return not batch_axes(*factors)

@@ -58,7 +58,7 @@ def define(
     def bind(*args: Any, **params: Any) -> Any:
         return primitive.bind(*args, **params)
 
-    bind.__name__ = name  # what the profiler shows of an eager call
+    bind.__name__ = bind.__qualname__ = name  # what the profiler shows of an eager call, and an error of a NaN's
     # By this jax knows that there is nothing smaller to run one by one, in search of a NaN (jax_debug_nans).
     bind._apply_primitive = True  # pyright: ignore[reportFunctionMemberAccess]
 

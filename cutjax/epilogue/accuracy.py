@@ -44,7 +44,7 @@ _KEEPS_RELATIVE_ERROR = frozenset(
         "max",
         "min",
         "clamp",
-        "copy",
+        "optimization_barrier",
         "sqrt",
         "rsqrt",
         "cbrt",
@@ -138,7 +138,7 @@ def _interval(node: Node, args: list[Interval]) -> Interval:
             return 0.0, _INFINITY
         case "log1p" | "log1p_unit" | "cbrt":
             return 0.0 if a[0] >= 0 else -_INFINITY, _INFINITY
-        case "convert_element_type" | "copy" | "reduce_precision":
+        case "convert_element_type" | "optimization_barrier" | "reduce_precision":
             return a
         case "add":
             return a[0] + b[0], a[1] + b[1]

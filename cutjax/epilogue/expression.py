@@ -213,6 +213,7 @@ _NAMED = (
 FUNCTIONS: dict[str, Callable[..., jax.Array]] = {name: getattr(lax, name) for name in _NAMED.split()} | {
     "and": lax.bitwise_and,
     "not": lax.bitwise_not,
+    "optimization_barrier": lax.optimization_barrier,
     "or": lax.bitwise_or,
     "select_n": lax.select_n,
     "stop_gradient": lax.stop_gradient,

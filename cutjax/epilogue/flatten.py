@@ -11,7 +11,7 @@ Calls are inlined. What a step computes is of one of three kinds:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,16 @@ import numpy as np
 from jax.extend import core, source_info_util
 
 from cutjax.epilogue.expression import OPS
-from cutjax.epilogue.jaxpr import CALLS, IDENTITIES, UNIT_MOVES, bind_equation, callee, has_rule, needed_equations
+from cutjax.epilogue.jaxpr import (
+    CALLS,
+    IDENTITIES,
+    UNIT_MOVES,
+    bind_equation,
+    callee,
+    has_rule,
+    is_open,
+    needed_equations,
+)
 from cutjax.epilogue.rules import Irregular, Refusal, Rule, linear_rule
 
 TILE, OUTSIDE, POST = "tile", "outside", "post"
@@ -67,7 +76,7 @@ def is_elementwise(jaxpr: Any) -> bool:
     """True if a kernel can compute all that the results of a jaxpr need."""
     for eqn in needed_equations(jaxpr):
         if eqn.primitive.name in CALLS:
-            if not is_elementwise(callee(eqn)[0]):
+            if not is_open(eqn) or not is_elementwise(callee(eqn)[0]):
                 return False
         elif eqn.primitive.name not in INLINABLE:
             return False
@@ -90,15 +99,16 @@ def refuse_effects(jaxpr: Any, site: Any = None) -> None:
 class Flat:
     """A function as one list of steps over numbered values."""
 
-    def __init__(self, shape: tuple[int, ...], refusing: bool = False):
+    def __init__(self, shape: tuple[int, ...], refusing: bool = False, named: Container[Any] = ()):
         self.shape = shape
+        self.named = named  # variables that bear a name of jax.checkpoint's as results, and are nothing else's argument
         self.shapes: list[tuple[int, ...]] = []
         self.dtypes: list[Any] = []
         self.kinds: list[str] = []
         self.steps: list[Step] = []
         self.known: dict[int, Any] = {}  # arrays and tracers
         self.group_values: set[int] = set()  # what rows have of operands of groups, and what is made of it alone
-        self.irregular: list[str] = []  # rules of derivatives that are no elementwise functions
+        self.irregular: list[str] = []  # why its derivative is JAX's own: rules that are not elementwise, names
         self.refusing = refusing
         self.literals: dict[int, Any] = {}  # numbers; of any shape, the same everywhere
 
@@ -140,11 +150,19 @@ class Flat:
         kinds = {self.kinds[i] for i in ins}
         if name in ("jit", "pjit") and eqn.params["name"] == RANDOM_BITS:
             name = RANDOM_BITS  # of an expression that is traced again: one step, as it was
-        if name in CALLS and (TILE in kinds or (POST not in kinds and self._runs_in_kernel(eqn, ins))):
+        if is_open(eqn) and (TILE in kinds or (POST not in kinds and self._runs_in_kernel(eqn, ins))):
             jaxpr, consts = callee(eqn)
             outs = self.inline(jaxpr, [self.add_outside(c, aval_of(c)) for c in consts], ins, site)
             return self._with_rule(eqn, ins, outs, site) if has_rule(eqn) else outs
-        if name in IDENTITIES and POST not in kinds and len(ins) == len(eqn.outvars):
+        if name in IDENTITIES and POST not in kinds:
+            return ins
+        if name == "optimization_barrier" and len(ins) > 1:  # of values of several kinds: each gets its own
+            pairs = zip(ins, eqn.invars, eqn.outvars, strict=True)
+            one_by_one = ((eqn.replace(invars=[x], outvars=[y]), [i]) for i, x, y in pairs)
+            return [out for one, args in one_by_one for out in self._append_equation(one, args, site)]
+        if name == "name" and (TILE in kinds or self.group_values.intersection(ins)):
+            if eqn.outvars[0] not in self.named:
+                self.irregular.append(f"{eqn.params['name']!r} is a name within it, at {line_of(site)}")
             return ins
         if name == "tie":
             return ins[1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,10 +24,22 @@ CALLS = {
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     HIGHER_PRIMITIVE: "_prim",
 }
-# Several of these only ever see one value; a barrier and device_put see any number.
-_PASS_VALUES_ON = "copy copy_p device_put name optimization_barrier pbroadcast pcast pvary reshard sharding_constraint"
-IDENTITIES = frozenset(_PASS_VALUES_ON.split())
+IDENTITIES = frozenset(["copy", "copy_p", "pbroadcast", "pcast", "pvary"])
+# Identities of the value alone, which mean something to a derivative, to jax.checkpoint or to XLA.
+MEANING = frozenset(["device_put", "name", "optimization_barrier", "reshard", "sharding_constraint", "stop_gradient"])
 UNIT_MOVES = ("reshape", "squeeze", "expand_dims")
+
+
+def is_open(eqn: Any) -> bool:
+    """True if an equation is a call that may be opened: it says nothing about where its results lie, or to XLA."""
+    name, params = eqn.primitive.name, eqn.params
+    if name not in ("jit", "pjit"):
+        return name in CALLS
+    shardings = (*params["in_shardings"], *params["out_shardings"])
+    layouts = (*params["in_layouts"], *params["out_layouts"])
+    if any(type(x).__name__ != "UnspecifiedValue" for x in shardings) or any(x is not None for x in layouts):
+        return False
+    return not params["compiler_options_kvs"]
 
 
 def has_rule(eqn: Any) -> bool:
@@ -82,6 +95,27 @@ def reverse_only(eqn: Any) -> bool:
     return eqn.primitive.name.startswith("custom_vjp")
 
 
-def any_reverse_only(jaxpr: Any) -> bool:
-    """True if one of the equations of a jaxpr, or of what they call, has a derivative in reverse mode alone."""
-    return any(reverse_only(eqn) or any(map(any_reverse_only, jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
+def any_equation(eqns: Iterable[Any], found: Callable[[Any], bool]) -> bool:
+    """True if something is found of one of some equations, or of those of what they call."""
+    return any(
+        found(eqn) or any(any_equation(inner.eqns, found) for inner in jaxprs_in_params(eqn.params)) for eqn in eqns
+    )
+
+
+def names_of_results(jaxpr: Any) -> tuple[list[list[str]], set[Any]]:
+    """Returns the names that each result of a jaxpr bears, the first one first, and the variables that bear them.
+
+    Those are ``checkpoint_name``'s, of what is a result and nothing else's argument.
+    """
+    readers = collections.Counter(x for eqn in jaxpr.eqns for x in eqn.invars if not hasattr(x, "val"))
+    makers = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "name"}
+    named: set[Any] = set()
+    names: list[list[str]] = []
+    for x in jaxpr.outvars:
+        names.append([])
+        most = 0
+        while not hasattr(x, "val") and x in makers and readers[x] <= most:
+            named.add(x)
+            names[-1].insert(0, makers[x].params["name"])
+            (x,), most = makers[x].invars, 1
+    return names, named

@@ -113,6 +113,7 @@ def is_rounded(node: Node) -> bool:
     if node.dtype not in ROUND or node.dtype == "float32":
         return False
     kept = ("acc", "operand", "const", "select_n", "round", "bitcast_convert_type", "convert_element_type")
+    kept += ("optimization_barrier",)
     return node.op not in _EXACT_FLOAT_TEXT and node.op not in kept
 
 
@@ -231,7 +232,7 @@ def node_text(nodes: Sequence[Node], i: int, node: Node, level: Level, names: Se
             return converted_text(args[0], source, dtype)
         case "bitcast_convert_type":
             return _bitcast_text(args[0], source, dtype)
-        case "copy":
+        case "optimization_barrier":  # no kernel reorders what it computes
             return args[0]
         case "select_n":
             return _select_text(source, args)

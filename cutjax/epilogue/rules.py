@@ -110,7 +110,7 @@ def _is_linear_jaxpr(jaxpr: Any, moving: Sequence[bool]) -> bool:
                 linear = all(args)
             case "select_n":
                 linear = not args[0] and all(map(_is_literal_zero, fixed[1:]))
-            case "neg" | "convert_element_type" | "broadcast_in_dim" | "real" | "imag":
+            case "neg" | "convert_element_type" | "broadcast_in_dim" | "real" | "imag" | "optimization_barrier":
                 linear = True
             case _ if name in CALLS and not has_rule(eqn):
                 linear = _is_linear_jaxpr(callee(eqn)[0], args)

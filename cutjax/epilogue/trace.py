@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -10,12 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 
 from cutjax.epilogue.build import Builder
 from cutjax.epilogue.expression import Epilogue
 from cutjax.epilogue.flatten import TILE, Flat, aval_of, refuse_effects
-from cutjax.epilogue.jaxpr import any_reverse_only, evaluate
+from cutjax.epilogue.jaxpr import any_equation, evaluate, names_of_results, reverse_only
 
 # No line of this package is the user's.
 source_info_util.register_exclusion(os.path.dirname(os.path.dirname(__file__)) + os.sep)
@@ -31,24 +33,26 @@ class Traced(NamedTuple):
         function captured or computed of these alone, ready to be differentiated. What the function does not use is not
         among them.
       finish: from what ``epilogue.apply`` (or a kernel) returns to what the function returns.
-      outside: the function as JAX has it, where its derivative cannot be the epilogue's; else None.
+      outside: the function as JAX has it, where its derivative is not the epilogue's; else None.
+      names: whether ``finish`` gives results the names of ``checkpoint_name``.
     """
 
     epilogue: Epilogue
     operands: tuple[jax.Array, ...]
     finish: Callable[[Sequence[jax.Array]], Any]
     outside: Outside | None = None
+    names: bool = False
 
 
 class Outside(NamedTuple):
-    """A function some of whose parts have derivatives of their own that are no elementwise functions.
+    """A function that is differentiated as JAX does it: a rule in it is no elementwise function, or a name is within.
 
     Attributes:
       function: ``(accs, leaves)``, what the traced function returns; the leaves are ``leaves``, or what replaces them.
       leaves: the leaves of its operands, and what it captured.
       groups: of each leaf, whether it is an operand of groups, of which ``function`` takes what the rows have.
       reverse_only: whether the derivative exists in reverse mode alone, as with custom_vjp.
-      why: what is not elementwise, and where.
+      why: what is not elementwise or has a name, and where.
     """
 
     function: Callable[[Sequence[Any], Sequence[Any]], Any]
@@ -102,7 +106,8 @@ def trace(
         error.add_note(f"while tracing the epilogue {name} with {len(accs)} accumulator(s), then operands: {types}")
         raise
     refuse_effects(closed.jaxpr)
-    flat = Flat(shape, refusing)
+    names, named = names_of_results(closed.jaxpr)
+    flat = Flat(shape, refusing, named)
     accumulators = [flat.add_value(x.shape, x.dtype, TILE) for x in accs]
     inputs = [flat.add_outside(x, aval_of(y), bake=False) for x, y in zip(leaves, seen, strict=True)]
     consts = [flat.add_outside(c, aval_of(c)) for c in closed.consts]
@@ -110,7 +115,8 @@ def trace(
     flat.group_values.update(group_inputs)
     outs = flat.inline(closed.jaxpr, consts, [*accumulators, *inputs])
     tree = jax.tree.structure(shapes)
-    traced = Traced(*Builder(flat, len(accs), outs, tree, name, group_inputs).build())
+    epilogue, arrays, finish = Builder(flat, len(accs), outs, tree, name, group_inputs).build()
+    traced = Traced(epilogue, arrays, _naming(finish, names) if named else finish, names=bool(named))
     if not flat.irregular:
         return traced
 
@@ -122,8 +128,20 @@ def trace(
     leaf_of_groups = (*grouped, *(False for _ in captured))
     why = "; ".join(dict.fromkeys(flat.irregular))
     return traced._replace(
-        outside=Outside(function, (*leaves, *captured), leaf_of_groups, any_reverse_only(closed.jaxpr), why)
+        outside=Outside(
+            function, (*leaves, *captured), leaf_of_groups, any_equation(closed.jaxpr.eqns, reverse_only), why
+        )
     )
+
+
+def _naming(finish: Callable[..., Any], names: Sequence[Sequence[str]]) -> Callable[[Sequence[jax.Array]], Any]:
+    """Returns ``finish``, whose results bear names."""
+
+    def finished(results: Sequence[jax.Array]) -> Any:
+        leaves, tree = jax.tree.flatten(finish(results))
+        return tree.unflatten(functools.reduce(checkpoint_name, n, x) for n, x in zip(names, leaves, strict=True))
+
+    return finished
 
 
 def _row_aval(x: Any, shape: tuple[int, ...], groups: int | None) -> jax.ShapeDtypeStruct:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from cutjax.binding import rules
+from cutjax.epilogue.jaxpr import any_equation, bind_equation, reverse_only
 from cutjax.fusion.contraction import RAGGED
-from cutjax.fusion.jaxprs import Graph, bodies, is_literal, opened, with_equations
+from cutjax.fusion.jaxprs import Graph, bodies, is_literal, opened, variables, with_equations
 from cutjax.fusion.region import Region
 from cutjax.fusion.tail import Tail, Tile
 from cutjax.ops.arguments import group_sizes_of
 from cutjax.ops.ragged_dot import ragged_dot_general
 from cutjax.primitives import product as products
+from cutjax.primitives.derivative import outside
 
 NAME = "cutjax_fused"  # of the call, as the profiler and jaxprs show it
 
@@ -75,7 +79,7 @@ def placed(made: Template, inputs: Sequence[Any], outvars: Sequence[Any], site: 
 
 def function(graph: Graph, region: Region) -> Callable[..., list[Any]]:
     """Returns the function of a region. It keeps equations alive, not the program."""
-    eqns = [graph.eqns[i] for i in region.tail]
+    members, eqns = ([graph.eqns[i] for i in some] for some in (region.members, region.tail))
     makers = [graph.eqns[graph.producer[x]] for x in region.results]
     factors_of = [graph.eqns[i].invars for i in region.products]
     inputs, results, accumulators = region.inputs, region.results, region.accumulators
@@ -113,7 +117,28 @@ def function(graph: Graph, region: Region) -> Callable[..., list[Any]]:
             for y, maker in zip(outs, makers, strict=True)
         ]
 
-    return call
+    if not _names_inside(eqns, results):
+        return call
+
+    def as_it_was(*args: Any) -> list[Any]:
+        env = dict(zip(inputs, args, strict=True))
+        for eqn in members:
+            given = [np.asarray(x.val, x.aval.dtype) if is_literal(x) else env[x] for x in eqn.invars]
+            env.update(zip(eqn.outvars, bind_equation(eqn, given), strict=True))
+        return [env[x] for x in results]
+
+    # What has the names that policies of jax.checkpoint know, saves and computes again what it did.
+    return functools.partial(outside, any_equation(members, reverse_only), call, as_it_was)
+
+
+def _names_inside(eqns: Sequence[Any], results: Sequence[Any]) -> bool:
+    """True if equations of a tail name what is not a result alone."""
+    read = {x for eqn in eqns for x in variables(eqn)}
+
+    def names(eqn: Any) -> bool:
+        return eqn.primitive.name == "name" and (eqn.outvars[0] in read or eqn.outvars[0] not in results)
+
+    return any_equation(eqns, names)
 
 
 def plain_function(eqn: Any, found: Any) -> Callable[..., list[Any]]:

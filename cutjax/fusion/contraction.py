@@ -14,6 +14,7 @@ from jax import lax
 
 from cutjax import dot_precision
 from cutjax.dtypes import are_narrow
+from cutjax.fusion.jaxprs import is_marked
 from cutjax.ops.contraction import Contraction as Plan
 from cutjax.ops.contraction import contraction as contraction_plan
 from cutjax.primitives.dense import FLIP, Dense
@@ -111,6 +112,8 @@ class Own(Contraction):
 def is_product(eqn: Any) -> bool:
     """True if an equation is a product that may get a tail: of ours, one that has none, and may run as any kernel."""
     name, params = eqn.primitive.name, eqn.params
+    if is_marked(eqn):
+        return False
     if name != OWN:
         return name in _PRODUCTS
     plain = params["epilogue"].primal.plain and not params["in_place"]

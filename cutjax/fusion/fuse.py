@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cutjax.binding import walk
@@ -77,6 +78,12 @@ def _donated(args: Sequence[Any], argnums: Sequence[int], name: str) -> set[int]
     return {i % count for i in argnums}
 
 
+def _looks_for_nan() -> bool:
+    """True if JAX runs a jitted function without jit, to find the operation that made a NaN."""
+    config: Any = jax.config
+    return (config.jax_debug_nans or config.jax_debug_infs) and not isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
 def fuse(fn: Callable[P, R], *, donate_argnums: int | Sequence[int] = (), policy: str = "auto") -> Callable[P, R]:
     """Returns the same function with each product and the elementwise operations around it as one kernel.
 
@@ -139,6 +146,9 @@ def fuse(fn: Callable[P, R], *, donate_argnums: int | Sequence[int] = (), policy
             out, structure = jax.tree.flatten(fn(*args, **kwargs))
             return out
 
+        if _looks_for_nan():
+            out = flat(*arrays)
+            return jax.tree.unflatten(structure, out)
         flat.__name__ = name
         try:
             closed = jax.make_jaxpr(jax.jit(flat))(*arrays)

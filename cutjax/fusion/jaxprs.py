@@ -14,8 +14,9 @@ from typing import Any
 from jax.extend import core
 
 from cutjax.binding.walk import opened
-from cutjax.epilogue.flatten import INLINABLE, REDUCTIONS, is_elementwise
-from cutjax.epilogue.jaxpr import CALLS, IDENTITIES
+from cutjax.epilogue.flatten import INLINABLE, REDUCTIONS
+from cutjax.epilogue.jaxpr import CALLS, is_open, needed_equations
+from cutjax.fusion.policies import AsDotGeneral
 
 # The parameters that hold the programs of an equation. Of a custom rule only what runs without a derivative.
 BODIES = {
@@ -37,8 +38,6 @@ _MOST_REPEATED = 64  # equations of a function that is opened wherever it is cal
 MOVES = frozenset(["reshape", "squeeze", "expand_dims", "transpose", "copy", "copy_p", "name"])
 # What XLA computes in one pass with what reads or makes it.
 _IN_ONE_PASS = frozenset([*REDUCTIONS, "slice", "pad", "rev", "concatenate", "argmax", "argmin", "reduce_and"])
-# Identities that mean something to XLA, which must see the very value.
-_BARRIERS = IDENTITIES - {"copy", "copy_p", "name", "pbroadcast", "pcast", "pvary"}
 
 
 def is_literal(x: Any) -> bool:
@@ -74,13 +73,14 @@ def inlined(jaxpr: Any, wanted: Callable[[Any], bool]) -> Any:
         return jaxpr
     eqns: list[Any] = []
 
-    def append(inner: Any, names: dict[Any, Any]) -> list[Any]:
-        """Appends equations, with other variables for theirs; returns their results."""
+    def append(inner: Any, names: dict[Any, Any], scope: Any = None) -> list[Any]:
+        """Appends equations, with other variables for theirs, in the named scope of a call; returns their results."""
         for eqn in inner.eqns:
             eqn = renamed(eqn, names) if names else eqn
             old = eqn.outvars
             if inner is not top:
-                eqn = eqn.replace(outvars=[names[x] if x in names else new_var(x) for x in old])
+                outvars = [names[x] if x in names else new_var(x) for x in old]
+                eqn = eqn.replace(outvars=outvars, source_info=_within(scope, eqn.source_info))
                 names.update(zip(old, eqn.outvars, strict=True))
             if not _inlines(eqn, counts, wanted):
                 eqns.append(eqn)
@@ -91,12 +91,18 @@ def inlined(jaxpr: Any, wanted: Callable[[Any], bool]) -> Any:
             for x, out in zip(body.outvars, eqn.outvars, strict=True):
                 if not is_literal(x) and type(out) is core.Var:  # what the body makes is the call's result by itself
                     inside.setdefault(x, out)
-            outs = zip(old, eqn.outvars, append(body, inside), strict=True)
+            inner_scope = eqn.source_info.name_stack.extend(f"jit({eqn.params['name']})")
+            outs = zip(old, eqn.outvars, append(body, inside, inner_scope), strict=True)
             names.update((x, made) for x, out, made in outs if made is not out)
         return [x if is_literal(x) else names.get(x, x) for x in inner.outvars]
 
     outvars = append(top, {})
     return with_equations(jaxpr, eqns, outvars)
+
+
+def _within(scope: Any, source_info: Any) -> Any:
+    """Returns where an equation was traced, its named scopes within those of the call that it is of."""
+    return source_info.replace(name_stack=scope + source_info.name_stack)
 
 
 def _inlines(eqn: Any, counts: collections.Counter[int], wanted: Callable[[Any], bool]) -> bool:
@@ -106,10 +112,8 @@ def _inlines(eqn: Any, counts: collections.Counter[int], wanted: Callable[[Any],
     """
     if eqn.primitive.name not in ("jit", "pjit"):
         return False
-    params, body = eqn.params, eqn.params["jaxpr"]
-    placed = (*params["in_shardings"], *params["out_shardings"])
-    plain = all(type(x).__name__ == "UnspecifiedValue" for x in placed) and not params["compiler_options_kvs"]
-    if not plain or opened(body).constvars or any(params["donated_invars"]):
+    body = eqn.params["jaxpr"]
+    if not is_open(eqn) or opened(body).constvars or any(eqn.params["donated_invars"]):
         return False
     if _is_several(eqn):
         return True
@@ -150,6 +154,8 @@ def with_bodies(eqn: Any, rewrite: Callable[..., Any]) -> Any:
         if value is not None:
             one = functools.partial(rewrite, donated=_carried(eqn, name))
             params[name] = tuple(map(one, value)) if isinstance(value, tuple | list) else one(value)
+    if params.get("policy") is not None:  # of jax.checkpoint
+        params["policy"] = AsDotGeneral.of(params["policy"])
     return eqn.replace(params=params)
 
 
@@ -168,13 +174,25 @@ def _carried(eqn: Any, name: str) -> tuple[bool, ...]:
 
 
 def pointwise(eqn: Any) -> bool:
-    """True if an equation computes each element of its results from those at the same place, or moves none."""
-    if eqn.effects:
+    """True if an equation computes each element of its results from those at the same place, or moves none.
+
+    A barrier is none of these: XLA must see the very value.
+    """
+    if eqn.effects or is_marked(eqn):
         return False
     name = eqn.primitive.name
     if name in CALLS:
-        return is_elementwise(opened(eqn.params[CALLS[name]])) if name in BODIES else False
-    return name in INLINABLE and name not in _BARRIERS and name != "transpose"
+        return name in BODIES and is_open(eqn) and all(map(_pointwise_inside, needed_equations(opened(bodies(eqn)[0]))))
+    return name == "name" or (name in INLINABLE and name not in ("optimization_barrier", "transpose"))
+
+
+def _pointwise_inside(eqn: Any) -> bool:
+    return pointwise(eqn) or eqn.primitive.name == "transpose"
+
+
+def is_marked(eqn: Any) -> bool:
+    """True if an equation is to run on another kind of processor, or bears what XLA is told of it."""
+    return bool(eqn.ctx.compute_type or eqn.ctx.xla_metadata)
 
 
 def in_one_pass(eqn: Any) -> bool:

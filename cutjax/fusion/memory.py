@@ -6,11 +6,11 @@ import collections
 import weakref
 from typing import Any
 
-from cutjax.epilogue.jaxpr import IDENTITIES
+from cutjax.epilogue.jaxpr import IDENTITIES, MEANING
 from cutjax.fusion.jaxprs import BODIES, MOVES, Graph, byte_count, full_size, is_literal, opened, variables
 from cutjax.fusion.region import Region
 
-_SAME_MEMORY = MOVES | IDENTITIES | {"broadcast_in_dim"}
+_SAME_MEMORY = MOVES | IDENTITIES | MEANING | {"broadcast_in_dim"}
 
 
 def grows(graph: Graph, region: Region) -> str:
@@ -63,9 +63,9 @@ def _shareable(call: Any, product: Any) -> tuple[_Places, _Places]:
         body = opened(call)
         readers = collections.Counter(x for inner in body.eqns for x in variables(inner))
         readers.update(x for x in body.outvars if not is_literal(x))
-        reshapes = [inner for inner in body.eqns if inner.primitive.name == "reshape"]
-        made = {inner.outvars[0]: inner.invars[0] for inner in reshapes}
-        makes = {inner.invars[0]: inner.outvars[0] for inner in reshapes}
+        moves = [inner for inner in body.eqns if inner.primitive.name in ("reshape", "name")]
+        made = {inner.outvars[0]: inner.invars[0] for inner in moves}
+        makes = {inner.invars[0]: inner.outvars[0] for inner in moves}
         arguments = {x: at for at, x in enumerate(body.invars)}
         results = {x: at for at, x in enumerate(body.outvars)}
         last = len(product.params["epilogue"].primal.operands)
@@ -75,9 +75,16 @@ def _shareable(call: Any, product: Any) -> tuple[_Places, _Places]:
                 x = made[x]
             if readers[x] == 1 and x in arguments:
                 free.append((j, arguments[x]))
-        outs = [(i, results.get(out, results.get(makes.get(out)))) for i, out in enumerate(product.outvars)]
+        outs = [(i, _first(out, makes, results)) for i, out in enumerate(product.outvars)]
         _shared[call] = free, outs
     return _shared[call]
+
+
+def _first(x: Any, makes: dict[Any, Any], known: dict[Any, int]) -> int | None:
+    """Returns the number that is known of a variable, or of what it is moved to make."""
+    while x not in known and x in makes:
+        x = makes[x]
+    return known.get(x)
 
 
 def copied(graph: Graph, region: Region) -> int:

@@ -315,7 +315,7 @@ class Rewriter:
           NotImplementedError: if no epilogue can be its tail.
         """
         made = self._template(self._key(graph, region), lambda: function(graph, region), region.inputs)
-        eqn, inner = placed(made, region.inputs, region.results, graph.eqns[region.members[-1]])
+        eqn, inner = placed(made, region.inputs, region.results, graph.eqns[region.products[-1]])
         if plain is None:
             return eqn, inner, None
         count = len(region.products)

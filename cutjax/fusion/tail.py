@@ -18,13 +18,13 @@ from jax import lax
 
 from cutjax.binding.rules import match_varying
 from cutjax.epilogue.flatten import REDUCTIONS, line_of
-from cutjax.epilogue.jaxpr import CALLS, UNIT_MOVES, bind_equation, callee, has_rule, needed_equations
+from cutjax.epilogue.jaxpr import CALLS, IDENTITIES, UNIT_MOVES, bind_equation, callee, has_rule, needed_equations
 from cutjax.epilogue.rules import Irregular, Rule
 from cutjax.fusion.contraction import axes_of
 from cutjax.fusion.jaxprs import is_literal
 from cutjax.primitives.accumulators import is_half
 
-_PASS = frozenset([*UNIT_MOVES, "copy", "copy_p", "name", "pbroadcast", "pcast", "pvary", "stop_gradient"])
+_PASS = IDENTITIES | {*UNIT_MOVES, "name"}  # what has names is differentiated as it was (build.py)
 _OF_BITS = frozenset(["bitcast_convert_type", "nextafter"])  # they depend on the dtype, not on the value alone
 # Their arguments may have axes of size 1, and numbers no axis, where others are longer.
 _NAMES = "add sub mul div max min pow rem atan2 eq ne lt le gt ge and or xor"

@@ -290,7 +290,7 @@ def divided_mlp(
     travel = travel_dtype(reduce_dtype, wide, where)
     ring = ring.chosen(product, jax.typeof(x), [jax.typeof(w) for w in ws], jax.typeof(w2), travel)
     chain = Chain(product, traced.epilogue, wide, params["precision"], params["backend"], params["save"])
-    if traced.outside is not None:  # each call takes its derivative as gemm does
+    if traced.outside is not None or traced.names:  # each call takes its derivative as gemm does
         first = Gathered(ring, product, travel, traced.epilogue, chain.precision, chain.backend, None, chain.save)
         more = {"out_dtype": (dtype,), "save": chain.save, **first.params}
         names = list(given)

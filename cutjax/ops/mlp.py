@@ -236,7 +236,7 @@ def _chained(
     traced = trace_with_dtype(where, hidden, [acc] * len(ws), (given,), (dtype,), product.groups(ws))
     out_dtype = dtype if out_dtype is None else result_of(out_dtype, where, dtype)
     chain = Chain(product, traced.epilogue, out_dtype, precision, backend, save)
-    if traced.outside is not None or scales:
+    if traced.outside is not None or traced.names or scales:
         return apart(chain, context, hidden, a, ws, v, given, last, scales)
     a, v, *rest = match_varying(a, v, *ws, *context, *last, *traced.operands)
     ws, rest = rest[: len(ws)], rest[len(ws) :]

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from cutjax.binding.rules import reads, zero_tangent
 from cutjax.epilogue.expression import ACC, Epilogue, Node, Output, normal
-from cutjax.epilogue.trace import Outside, Traced, trace
+from cutjax.epilogue.trace import Traced, trace
 
 SAVE = ("default", "recompute")
 PREACTIVATION = "cutjax_preactivation"  # the name jax.checkpoint policies see
@@ -146,15 +147,32 @@ def rounded_once(epilogue: Epilogue, dtype: np.dtype | None = None) -> Epilogue:
     return normal(epilogue.products, epilogue.operands, epilogue.nodes, outputs)
 
 
-def outside(found: Outside, fused: Callable[..., Any], plain: Callable[..., Any], a: Any, bs: Sequence[Any]) -> Any:
-    """Returns ``fused(a, bs, leaves)``, with the derivative of ``plain(a, bs, leaves)``, where JAX runs rules."""
-    args = a, tuple(bs), found.leaves
-    if found.reverse_only:
+def outside(reverse_only: bool, fused: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> Any:
+    """Returns ``fused(*args)``, with the derivative of ``plain(*args)``: JAX runs rules there, and policies see names.
+
+    Args:
+      reverse_only: whether the derivative exists in reverse mode alone, as with custom_vjp.
+      fused, plain: the same function of pytrees of arrays.
+      args: theirs.
+    """
+    if reverse_only:
         run = jax.custom_vjp(fused)
         run.defvjp(lambda *args: jax.vjp(plain, *args), lambda pull, g: pull(g))
-    else:
-        run = jax.custom_jvp(fused)
-        run.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+        return run(*args)
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        leaves, tree = jax.tree.flatten(primals)
+        dots = jax.tree.leaves(tangents, is_leaf=lambda x: isinstance(x, SymbolicZero))
+        places = [i for i, dot in enumerate(dots) if not isinstance(dot, SymbolicZero)]
+
+        def along(*moved: Any) -> Any:
+            new = dict(zip(places, moved, strict=True))
+            return plain(*tree.unflatten(new.get(i, x) for i, x in enumerate(leaves)))
+
+        return jax.jvp(along, [leaves[i] for i in places], [dots[i] for i in places])
+
+    run = jax.custom_jvp(fused)
+    run.defjvp(rule, symbolic_zeros=True)
     return run(*args)
 
 

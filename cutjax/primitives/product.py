@@ -302,7 +302,7 @@ def call(
         results = _with_result_dtype(outside.function(found, seen), acc, out_dtype)
         return product.finished(results, acc, context, outside.why)
 
-    return derivative.outside(outside, fused, plain, a, bs)
+    return derivative.outside(outside.reverse_only, fused, plain, a, tuple(bs), outside.leaves)
 
 
 def plain_products(
@@ -376,6 +376,12 @@ def own_axes(product: Product, bs: int) -> list[int]:
 def factors_of(product: Product, a: Any, bs: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Returns the factors of each of the products that an epilogue takes."""
     return [(a,)] if product.unary else [(a, b) for b in bs]
+
+
+def batch_axes(a: Any, b: Any) -> tuple[int, ...]:
+    """Returns the batch axes of a product that are both operands'."""
+    batches = zip(*(x.shape[: a.ndim - 2] for x in (a, b)), strict=True)
+    return tuple(i for i, (p, q) in enumerate(batches) if p != 1 != q)
 
 
 def split(args: Sequence[Any], product: Product, epilogue: Epilogue) -> tuple[Any, list[Any], list[Any], list[Any]]:
