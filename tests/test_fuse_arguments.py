@@ -107,7 +107,7 @@ def test_comparisons_that_raise_do_so_as_for_jit(compare):
     traced, first = Traced(lambda y, _: y), Comparing(compare)
     for _ in range(2):  # it is itself
         traced(first)
-    with pytest.raises(ValueError, match="__eq__|equality"):
+    with pytest.raises(ValueError, match=r"__eq__|equality"):
         traced(Comparing(compare))
 
 
