@@ -157,6 +157,18 @@ def test_zeros_of_either_sign():
     assert traced(-0.0)[0, 0] == -1
 
 
+def test_explain_takes_the_same_arguments():
+    def fn(x, count, mode, *, part):
+        for _ in range(count):
+            x = jnp.tanh(x @ x) if mode == "tanh" else x
+        return x[part]
+
+    reports = cutjax.explain(cutjax.fuse(fn, policy="always"))(X, 3, "tanh", part=slice(0, 2)).fusion
+    assert [report.runs for report in reports] == ["fused"] * 3
+    layer = Layer(2.0)
+    assert len(cutjax.explain(layer.method)(X, power=2).fusion) == 1
+
+
 def test_a_slice_is_traced_once():
     traced = Traced(lambda y, part: y[part])
     for stop in (2, 3, 2, 3):
