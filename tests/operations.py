@@ -39,7 +39,7 @@ class Operation:
     layouts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     linear: str = ""
     dtypes: tuple[str, ...] = FLOATS
-    symbolic: bool = False
+    symbolic: bool = True
 
     def of_layout(self, layout: str) -> Callable[..., Any]:
         """The function of operands as ``plain`` takes them."""
@@ -149,7 +149,7 @@ OPERATIONS: dict[str, Operation] = {
         "x w b",
         lambda x, w, b: _biased(x @ w, b),
     ),
-    "cuda_kernel": Operation(_own, "x s", lambda x, s: jnp.tanh(x) * s),
+    "cuda_kernel": Operation(_own, "x s", lambda x, s: jnp.tanh(x) * s, symbolic=False),
     "syrk": Operation(cutjax.syrk, "x", lambda x: x @ x.mT, {"n": "", "t": "x"}),
     "syrk, epilogue": Operation(
         lambda x, t, **how: cutjax.syrk(x, epilogue=_shrunk, operands=(t,), **how),
@@ -223,24 +223,21 @@ OPERATIONS: dict[str, Operation] = {
         "x dy",
         lambda x, dy: x.T @ dy,
         linear="x dy",
-        symbolic=True,
     ),
     "matmul": Operation(  # refused in the words of jax.numpy, as are those below
         lambda x, g: cutjax.matmul(x, g),
         "x g",
         lambda x, g: jnp.stack([x @ y for y in g]),
         linear="x g",
-        symbolic=True,
     ),
     "einsum": Operation(
         lambda x, g, u: cutjax.einsum("mk,gkn,gon->mgo", x, g, u),
         "x g u",
         lambda x, g, u: jnp.stack([x @ y @ z.T for y, z in zip(g, u, strict=True)], 1),
         linear="x g u",
-        symbolic=True,
     ),
-    "ragged_dot": Operation(cutjax.ragged_dot, "x g sizes", oracles.masked_multiply, linear="x g", symbolic=True),
-    "ragged_dot_general": Operation(_contracted, "x dy sizes", oracles.masked_outer, linear="x dy", symbolic=True),
+    "ragged_dot": Operation(cutjax.ragged_dot, "x g sizes", oracles.masked_multiply, linear="x g"),
+    "ragged_dot_general": Operation(_contracted, "x dy sizes", oracles.masked_outer, linear="x dy"),
     "route": Operation(lambda logits: cutjax.route(logits).weights, "logits", lambda x: oracles.route(x)[1], dtypes=()),
     "route, all": Operation(
         lambda logits, bias: (

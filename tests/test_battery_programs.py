@@ -79,10 +79,10 @@ def test_export(name):
 def test_symbolic_sizes(name):
     """Any number of rows, or a refusal that names what does not take it."""
     op, args = OPERATIONS[name], operands(name)
-    (m,) = jax.export.symbolic_shape("m", constraints=["m >= 8"])
+    (m,) = jax.export.symbolic_shape("m + 1", constraints=["m >= 7"])
     rows = args[0].shape[0]
     shapes = [jax.ShapeDtypeStruct((m, *x.shape[1:]) if x.shape[0] == rows else x.shape, x.dtype) for x in args]
-    export = jax.export.export(jax.jit(op.fn), platforms=["cpu"])
+    export = jax.export.export(jax.jit(op.fn), platforms=["cpu", "cuda"])
     if not op.symbolic:
         with pytest.raises(NotImplementedError, match=r"^[a-z_]*: .*(symbolic shape|needs known sizes)"):
             export(*shapes)
@@ -91,6 +91,26 @@ def test_symbolic_sizes(name):
     for count in (8, rows):
         cut = [x[:count] if x.shape[0] == rows else x for x in args]
         close(jax.tree.leaves(exported.call(*cut)), jax.tree.leaves(op.fn(*cut)))
+
+
+@pytest.mark.parametrize("name", ["gemm, epilogue", "grouped_gemm", "mlp", "moe"])
+def test_gradients_of_symbolic_sizes(name):
+    """Exported for CUDA alone, where a kernel would run; under a batch of a size that is not known, too."""
+    fn, args = OPERATIONS[name].fn, operands(name)
+    (b,) = jax.export.symbolic_shape("b")
+    batched = lambda x, *rest: jax.vmap(lambda x: gradient(fn, (x, *rest)))(x)  # noqa: E731
+    shapes = [jax.ShapeDtypeStruct((b, *args[0].shape), args[0].dtype), *args[1:]]
+    jax.export.export(jax.jit(batched), platforms=["cuda"])(*shapes)
+    exported = jax.export.export(jax.jit(batched), platforms=["cpu"])(*shapes)
+    given = stacked(args[0], 0), *args[1:]
+    close(exported.call(*given), jax.jit(batched)(*given), 1e-4)
+
+
+def test_a_kernel_that_is_asked_for_needs_known_sizes():
+    (m,) = jax.export.symbolic_shape("m")
+    export = jax.export.export(jax.jit(lambda x, w: cutjax.gemm(x, w, backend="cuda")), platforms=["cuda"])
+    with pytest.raises(NotImplementedError, match=r"gemm: kernels are compiled for known sizes, not \(m, 8\)"):
+        export(jax.ShapeDtypeStruct((m, 8), jnp.float32), jnp.ones((8, 4)))
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

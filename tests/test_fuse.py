@@ -143,9 +143,10 @@ def test_products_of_groups_become_kernels_of_their_own():
     )
 
 
-def test_the_backend_of_a_scope_counts():
+@pytest.mark.parametrize("policy", ["auto", "always"])
+def test_the_backend_of_a_scope_counts(policy):
     with cutjax.use_backend("xla"):
-        reports = cutjax.explain(cutjax.fuse(gated), platform="cuda")(*LARGE).fusion
+        reports = cutjax.explain(cutjax.fuse(gated, policy=policy), platform="cuda")(*LARGE).fusion
     assert {(report.runs, report.why) for report in reports} == {("XLA", "backend 'xla'")}
 
 

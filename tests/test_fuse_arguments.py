@@ -107,7 +107,7 @@ def test_comparisons_that_raise_do_so_as_for_jit(compare):
     traced, first = Traced(lambda y, _: y), Comparing(compare)
     for _ in range(2):  # it is itself
         traced(first)
-    with pytest.raises(ValueError, match="__eq__|equality"):
+    with pytest.raises(ValueError, match=r"__eq__|equality"):
         traced(Comparing(compare))
 
 
@@ -155,6 +155,18 @@ def test_zeros_of_either_sign():
     traced = Traced(lambda y, zero: y * 0 + math.copysign(1, zero))
     assert traced(0.0)[0, 0] == 1
     assert traced(-0.0)[0, 0] == -1
+
+
+def test_explain_takes_the_same_arguments():
+    def fn(x, count, mode, *, part):
+        for _ in range(count):
+            x = jnp.tanh(x @ x) if mode == "tanh" else x
+        return x[part]
+
+    reports = cutjax.explain(cutjax.fuse(fn, policy="always"))(X, 3, "tanh", part=slice(0, 2)).fusion
+    assert [report.runs for report in reports] == ["fused"] * 3
+    layer = Layer(2.0)
+    assert len(cutjax.explain(layer.method)(X, power=2).fusion) == 1
 
 
 def test_a_slice_is_traced_once():

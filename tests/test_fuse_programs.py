@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 from checks import close, same, scaled
@@ -162,12 +163,22 @@ def test_shard_map(check_vma):
         close(fused(X, W, BIAS), jax.jit(fn)(X, W, BIAS), ROUNDING)
 
 
-def test_a_program_that_is_divided_stays():
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    with jax.set_mesh(mesh):
-        reports = cutjax.explain(cutjax.fuse(layer))(X, W, BIAS).fusion
-    assert [report.runs for report in reports] == ["XLA"]
-    assert "divided over devices" in reports[0].why
+@pytest.mark.parametrize("policy", ["auto", "always"])
+@pytest.mark.parametrize("size", ["b", "2*b", "b + 1"])
+def test_symbolic_sizes_stay(size, policy):
+    """Of all operands, of some, and under vmap: what plain JAX exports is exported, and computes the same."""
+
+    def fn(x, w, b):
+        both = jnp.tanh(w @ w) * 2  # of known sizes
+        rows = jax.vmap(cutjax.fuse(lambda x: jnp.tanh(x[None] @ w) * 2, policy=policy))(x)
+        return loss(x, w, b), jax.grad(loss, 1)(x, w, b), layer(x, both, b), rows
+
+    (rows,) = jax.export.symbolic_shape(size)
+    shapes = jax.ShapeDtypeStruct((rows, *X.shape[1:]), X.dtype), W, BIAS
+    fused = cutjax.fuse(fn, policy=policy)
+    jax.export.export(jax.jit(fused), platforms=["cuda"])(*shapes)
+    exported = jax.export.export(jax.jit(fused), platforms=["cpu", "cuda"])(*shapes)
+    close(exported.call(X, W, BIAS), jax.jit(fn)(X, W, BIAS), ROUNDING)
 
 
 def test_the_program_of_a_large_repeated_layer_is_rewritten_once():

@@ -141,12 +141,6 @@ def test_refused(error, match, a, b, options):
         cutjax.gemm(a, b, **options)
 
 
-def test_symbolic_shapes_are_refused():
-    b, k = jax.export.symbolic_shape("b, k")
-    with pytest.raises(NotImplementedError, match="a has a symbolic shape"):
-        jax.export.export(jax.jit(cutjax.gemm))(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((b, k), (k, b))))
-
-
 def test_weak_types_differentiate():
     w = jnp.broadcast_to(jax.jit(lambda x: x)(2.0), (2, 2))
     expected, got = (jax.value_and_grad(lambda w: f(f(w, w), w).sum())(w) for f in (jnp.matmul, cutjax.gemm))  # noqa: B023

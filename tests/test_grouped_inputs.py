@@ -94,13 +94,6 @@ def test_grouped_outer_refuses(error, match, x, dy, sizes, options):
         cutjax.grouped_outer(x, dy, sizes, **options)
 
 
-def test_symbolic_shapes_are_refused():
-    (m,) = jax.export.symbolic_shape("m")
-    args = (jax.ShapeDtypeStruct(s, d) for s, d in (((m, 16), X.dtype), (W.shape, W.dtype), (S.shape, S.dtype)))
-    with pytest.raises(NotImplementedError, match="grouped_gemm: x has a symbolic shape"):
-        jax.export.export(jax.jit(cutjax.grouped_gemm))(*args)
-
-
 @pytest.mark.parametrize(
     ("x", "w", "out", "expected"),
     [

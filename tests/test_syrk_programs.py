@@ -177,12 +177,6 @@ def test_refused(error, match, a, options):
             g(a)
 
 
-def test_symbolic_shapes_are_refused():
-    (m,) = jax.export.symbolic_shape("m")
-    with pytest.raises(NotImplementedError, match="syrk: a has a symbolic shape"):
-        jax.export.export(jax.jit(cutjax.syrk))(jax.ShapeDtypeStruct((m, 8), jnp.float32))
-
-
 def test_docstring():
     (example,) = doctest.DocTestFinder(recurse=False).find(cutjax.syrk, "syrk")
     runner = doctest.DocTestRunner()

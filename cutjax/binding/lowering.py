@@ -17,7 +17,7 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from cutjax.binding import partition
-from cutjax.binding.rules import leaves_axes
+from cutjax.binding.rules import leaves_axes, symbolic
 from cutjax.runtime import architectures, compiler
 from cutjax.runtime.launch import TARGET, Call
 from cutjax.runtime.settings import settings
@@ -112,6 +112,8 @@ def decide(
     strict = backend == "cuda" or config is not None  # who pins a kernel wants that one
     if divided and not strict:
         return Decision("XLA", PARTITIONED)
+    if unknown := ", ".join(str(x.shape) for x in avals if symbolic(x)):
+        return Decision("error" if strict else "XLA", f"kernels are compiled for known sizes, not {unknown}")
     choice = choosers[primitive](*avals, target=target(), **params)
     why = "; ".join(choice.reasons)
     if choice.problem.flops == 0:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -84,7 +85,7 @@ def on_mesh(*avals: Any) -> Any:
 
 def broadcast_together(xs: Sequence[Any]) -> list[jax.Array]:
     """Returns arrays of one shape; under explicit sharding all lie as those that have an axis do, constants too."""
-    shape = np.broadcast_shapes(*(np.shape(x) for x in xs))
+    shape = lax.broadcast_shapes(*(np.shape(x) for x in xs))
     spec: list[Any] = [None] * len(shape)
     mesh = None
     for x in xs:
@@ -109,10 +110,21 @@ def leaves_axes(mesh: Any, manual: Any = ()) -> bool:
     return any(mesh.shape[x] > 1 and x not in manual for x, kind in kinds if kind != AxisType.Manual)
 
 
+def explicit_axes(mesh: Any) -> tuple[str, ...]:
+    """Returns the explicit axes of a mesh, on which types say how arrays lie."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+
+
 def on_devices(*arrays: jax.Array) -> bool:
     """True if arrays are known to lie on a mesh over which XLA divides: merging axes could move data."""
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
     return any(not mesh.empty and leaves_axes(mesh) for mesh in meshes)
+
+
+def symbolic(x: Any) -> bool:
+    """True if a size of an array is not known until a program that is exported runs."""
+    return any(map(jax.export.is_symbolic_dim, x.shape))
 
 
 def with_rank(x: jax.Array, rank: int) -> jax.Array:

@@ -62,13 +62,28 @@ def products(
     """
     here = "cuda" if lowering.on_cuda() else jax.default_backend()
     where = platform or here
-    jitted: Any = fn if hasattr(fn, "trace") else jax.jit(lambda *args, **kwargs: fn(*args, **kwargs))
+    jitted: Any = fn
+    if not hasattr(fn, "trace"):
+        jitted, args, kwargs = _of_arrays(fn, args, kwargs)
     traced = jitted.trace(*args, **kwargs)
     if notes is not None:
         notes += _notes(traced.jaxpr)
     divided = lowering.device_count(traced, (where, here)) > 1
     found = list(_walk(rules.live(opened(traced.jaxpr)), where, 1, True, divided))
     return list(_sharded(traced, found, where)), where
+
+
+def _of_arrays(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Any], dict[str, Any]]:
+    """Returns a function of the arrays among some arguments, jitted, and these; all else stays as it is."""
+    leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
+    places = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
+
+    def call(*arrays: Any) -> Any:
+        given = dict(zip(places, arrays, strict=True))
+        args, kwargs = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+        return fn(*args, **kwargs)
+
+    return jax.jit(call), [leaves[i] for i in places], {}
 
 
 def _sharded(traced: Any, found: Sequence[Found], platform: str) -> Iterator[Found]:

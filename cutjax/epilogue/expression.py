@@ -34,7 +34,7 @@ class Epilogue:
     def apply(self, accs: Sequence[jax.Array], operands: Sequence[jax.Array] = ()) -> tuple[jax.Array, ...]:
         """Computes the results in JAX: the reference, and what differentiation differentiates."""
         rank = np.ndim(accs[0])
-        shape = np.broadcast_shapes(*(np.shape(x) for x in accs), *(np.shape(x) for x in operands))
+        shape = lax.broadcast_shapes(*(np.shape(x) for x in accs), *(np.shape(x) for x in operands))
         # Values keep only the axes they vary along; the others have size 1.
         values: list[jax.Array] = []
         ruled: dict[tuple[Any, ...], list[jax.Array]] = {}

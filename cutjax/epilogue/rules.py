@@ -239,7 +239,7 @@ class Rule:
 
     def _shaped(self, outs: Sequence[Any], xs: Sequence[Any]) -> list[jax.Array]:
         """Returns the results in the shape that all inputs make."""
-        shape = np.broadcast_shapes(*(np.shape(x) for x in xs))
+        shape = lax.broadcast_shapes(*(np.shape(x) for x in xs))
         return [jnp.broadcast_to(x, shape) for x in outs]
 
     def _jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -261,7 +261,7 @@ class Rule:
 
     def linear_tangents(self, like: Sequence[Any], residuals: Sequence[Any], dots: Sequence[Any]) -> list[Any]:
         """Returns the tangents of the results of a custom_vjp, ``like`` the results; only their transpose is known."""
-        shape = np.broadcast_shapes(*(np.shape(x) for x in (*like, *residuals, *dots)))
+        shape = lax.broadcast_shapes(*(np.shape(x) for x in (*like, *residuals, *dots)))
         like = [jnp.broadcast_to(x, shape) for x in like]
         dots = [jnp.broadcast_to(x, shape) if self._full[k] else x for k, x in zip(self._real, dots, strict=True)]
         return pull_p.bind(*match_varying(*like, *residuals, *dots), rule=self, dots=len(dots))

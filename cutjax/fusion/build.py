@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from cutjax.binding import rules
+from cutjax.binding.rules import explicit_axes
 from cutjax.epilogue.jaxpr import any_equation, bind_equation, reverse_only
 from cutjax.fusion.contraction import RAGGED
 from cutjax.fusion.jaxprs import Graph, bodies, is_literal, opened, variables, with_equations
@@ -79,7 +80,8 @@ def placed(made: Template, inputs: Sequence[Any], outvars: Sequence[Any], site: 
 
 def function(graph: Graph, region: Region) -> Callable[..., list[Any]]:
     """Returns the function of a region. It keeps equations alive, not the program."""
-    members, eqns = ([graph.eqns[i] for i in some] for some in (region.members, region.tail))
+    members = [graph.eqns[i] for i in region.members]
+    eqns = [_placed_anywhere(graph.eqns[i]) for i in region.tail]
     makers = [graph.eqns[graph.producer[x]] for x in region.results]
     factors_of = [graph.eqns[i].invars for i in region.products]
     inputs, results, accumulators = region.inputs, region.results, region.accumulators
@@ -117,8 +119,9 @@ def function(graph: Graph, region: Region) -> Callable[..., list[Any]]:
             for y, maker in zip(outs, makers, strict=True)
         ]
 
+    fused = _automatic(call, [x.aval for x in results])
     if not _names_inside(eqns, results):
-        return call
+        return fused
 
     def as_it_was(*args: Any) -> list[Any]:
         env = dict(zip(inputs, args, strict=True))
@@ -128,7 +131,7 @@ def function(graph: Graph, region: Region) -> Callable[..., list[Any]]:
         return [env[x] for x in results]
 
     # What has the names that policies of jax.checkpoint know, saves and computes again what it did.
-    return functools.partial(outside, any_equation(members, reverse_only), call, as_it_was)
+    return functools.partial(outside, any_equation(members, reverse_only), fused, as_it_was)
 
 
 def _names_inside(eqns: Sequence[Any], results: Sequence[Any]) -> bool:
@@ -156,7 +159,28 @@ def plain_function(eqn: Any, found: Any) -> Callable[..., list[Any]]:
         d = products.multiply(found.product, a, b, out_dtype=out.dtype, precision=found.precision, backend="auto")
         return [lax.reshape(d, out.shape) if found.plan is None else found.plan.result(d)]
 
-    return call
+    return _automatic(call, [out])
+
+
+def _automatic(call: Callable[..., list[Any]], outs: Sequence[Any]) -> Callable[..., list[Any]]:
+    """Returns a function as on automatic axes of a mesh, whose results lie as ``outs`` where axes are explicit."""
+
+    def automatic(*args: Any) -> list[Any]:
+        meshes = (x.sharding.mesh for x in (*map(jax.typeof, args), *outs))
+        mesh = next(filter(explicit_axes, meshes), None)
+        if mesh is None:
+            return call(*args)
+        lie = [jax.NamedSharding(mesh, x.sharding.spec) for x in outs]
+        with jax.sharding.use_abstract_mesh(mesh):
+            return jax.sharding.auto_axes(call, axes=explicit_axes(mesh), out_sharding=lie)(*args)
+
+    return automatic
+
+
+def _placed_anywhere(eqn: Any) -> Any:
+    """Returns an equation that does not say how its results lie on explicit axes."""
+    said = {name: None for name in ("sharding", "out_sharding") if eqn.params.get(name) is not None}
+    return eqn.replace(params={**eqn.params, **said}) if said else eqn
 
 
 def product_of(eqn: Any) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from cutjax import dot_precision
+from cutjax.binding.rules import leaves_axes
 from cutjax.dtypes import are_narrow
 from cutjax.fusion.jaxprs import is_marked
 from cutjax.ops.contraction import Contraction as Plan
@@ -153,13 +154,14 @@ def _grouped(eqn: Any) -> Grouped | str:
 
 
 def unfit_dtypes(left: Any, right: Any, out: Any) -> str:
-    """Returns the reason against a kernel for operands and a result of these dtypes and shardings, or ""."""
+    """Returns the reason against a kernel for operands and a result of these dtypes, and sums that lie so, or ""."""
     alike = left.dtype == right.dtype or are_narrow(left.dtype, right.dtype)
     if not alike or not jnp.issubdtype(left.dtype, jnp.floating):
         return f"operands {left.dtype} and {right.dtype}: of one floating dtype they would have a kernel"
     if out.dtype not in (left.dtype, np.dtype(np.float32)):
         return f"a result in {out.dtype} of operands in {left.dtype}"
-    return "an operand is sharded explicitly" if is_sharded(left.sharding) or is_sharded(right.sharding) else ""
+    partial = any(x.sharding.spec.unreduced or x.sharding.spec.reduced for x in (left, right, out))
+    return "an array is a sum that no device has" if partial else ""
 
 
 def _dense(eqn: Any) -> Contraction | str:
@@ -169,7 +171,8 @@ def _dense(eqn: Any) -> Contraction | str:
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     left, right = (x.aval for x in eqn.invars)
     batch = len(lb)
-    if tuple(lb) != tuple(range(batch)) or tuple(rb) != tuple(range(batch)):
+    several = _are_divided(left, right) and left.ndim - batch - len(lc) > 1
+    if several or tuple(lb) != tuple(range(batch)) or tuple(rb) != tuple(range(batch)):
         return planned(eqn)
     pairs = sorted(zip(lc, rc, strict=True))
     a = _matrix(left.shape, [i for i, _ in pairs], batch, "nt")
@@ -183,8 +186,6 @@ def _dense(eqn: Any) -> Contraction | str:
 def _unfit(eqn: Any) -> str:
     """Returns the reason against a kernel for a dot_general, whatever its dimensions, or ""."""
     left, right = (x.aval for x in eqn.invars)
-    if is_sharded(eqn.params.get("out_sharding")):
-        return "it says out_sharding"
     return unfit_dtypes(left, right, eqn.outvars[0].aval) or ("it is empty" if 0 in (*left.shape, *right.shape) else "")
 
 
@@ -202,7 +203,8 @@ def planned(eqn: Any, permutation: Sequence[int] | None = None) -> Contraction |
     itemsizes = tuple(x.dtype.itemsize for x in (left, right, out))
     dims = tuple(tuple(map(tuple, pair)) for pair in params["dimension_numbers"])
     order = None if permutation is None else tuple(permutation)
-    plan = contraction_plan(left.shape, right.shape, dims, order, itemsizes=itemsizes)
+    apart = _are_divided(left, right)
+    plan = contraction_plan(left.shape, right.shape, dims, order, itemsizes=itemsizes, apart=apart)
     if any(plan.copies):
         return "; ".join(filter(None, plan.copies))
     shape = out.shape
@@ -212,6 +214,12 @@ def planned(eqn: Any, permutation: Sequence[int] | None = None) -> Contraction |
         shape = tuple(math.prod(shape[i] for i in axes) for axes in plan.axes)
     precision = dot_precision.swapped(params["precision"]) if plan.swapped else params["precision"]
     return Contraction(plan.layout, plan.a.shape, plan.b.shape, shape, plan.swapped, precision, plan)
+
+
+def _are_divided(*avals: Any) -> bool:
+    """True if arrays are known to lie on a mesh over which XLA divides: of merged rows it divides one axis alone."""
+    meshes = [x.sharding.mesh for x in avals]
+    return any(not mesh.empty and leaves_axes(mesh) for mesh in meshes)
 
 
 def is_sharded(sharding: Any) -> bool:

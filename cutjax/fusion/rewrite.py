@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
-from cutjax.binding import lowering
+from cutjax.binding import lowering, rules
 from cutjax.fusion import memory, price
 from cutjax.fusion.build import Template, function, placed, plain_function, product_of, template
 from cutjax.fusion.contraction import OWN, RAGGED, Contraction, contraction, is_product, planned
@@ -49,7 +51,7 @@ class Rewriter:
         self.policy = policy
         self.reports: list[Report] = []
         mesh = jax.sharding.get_abstract_mesh()
-        self.divided = lowering.leaves_axes(mesh, ())
+        self.divided = _is_divided(mesh, ())
         self._done: dict[tuple[int, tuple[bool, ...]], tuple[Any, Any]] = {}  # by the program's id, which is kept
         self._costs: dict[Hashable, price.Price] = {}
         self._templates: dict[Hashable, Template | Exception] = {}
@@ -59,12 +61,15 @@ class Rewriter:
         self._kept: list[Any] = []  # of which the ids are part of keys
         self._has: dict[int, bool] = {}
 
-    @property
-    def refuses(self) -> str:
-        """The reason for which every product stays as it is at this place; "" where each has its price."""
+    def _refuses(self, jaxpr: Any) -> str:
+        """Returns why every product of a program stays as it is at this place; "" where each has its price."""
         if backends.resolve(None, "fuse") == "xla":
             return "backend 'xla'"
-        return lowering.PARTITIONED if self.divided else ""
+        if self.divided:
+            return lowering.PARTITIONED
+        made = (x for eqn in jaxpr.eqns for x in eqn.outvars)
+        shaped = (x for x in itertools.chain(jaxpr.constvars, jaxpr.invars, made) if hasattr(x.aval, "shape"))
+        return "the program has sizes that are not known" if any(rules.symbolic(x.aval) for x in shaped) else ""
 
     def rewrite(self, jaxpr: Any, donated: tuple[bool, ...] = ()) -> Any:
         """Returns the program, closed or open as it is; itself where nothing changes.
@@ -88,7 +93,12 @@ class Rewriter:
         ]
         if any(map(is_product, eqns)):
             jaxpr = with_equations(jaxpr, eqns)
-            jaxpr = jaxpr if self.refuses else narrowed(cancelled(jaxpr))
+            if why := self._refuses(opened(jaxpr)):
+                graph = Graph(opened(jaxpr))
+                products = (graph.eqns[i] for i in sorted(graph.live) if is_product(graph.eqns[i]))
+                self.reports += (Report(eqn, "XLA", why) for eqn in products if eqn.primitive.name != OWN)
+                return jaxpr
+            jaxpr = narrowed(cancelled(jaxpr))
             eqns = self._fused(opened(jaxpr), donated)
         return with_equations(jaxpr, eqns)
 
@@ -102,7 +112,7 @@ class Rewriter:
         mesh, spec, divided = params["mesh"], jax.sharding.PartitionSpec(), self.divided
 
         def body() -> jax.Array:  # where the mesh's axes are known
-            self.divided = lowering.leaves_axes(mesh, axes)
+            self.divided = _is_divided(mesh, axes)
             found.append(with_bodies(eqn, self.rewrite))
             self.divided = divided
             return jnp.zeros(())
@@ -137,9 +147,6 @@ class Rewriter:
             ragged = eqn.primitive.name == RAGGED
             if isinstance(form, str) and not (ragged and self.policy == "auto"):
                 continue
-            if self.refuses:
-                reports[i].reason = self.refuses
-                continue
             if self.policy == "auto":
                 if isinstance(form, str) or ragged:
                     prices[i] = price.of_grouped(self._plain(eqn, form)[1])
@@ -158,7 +165,7 @@ class Rewriter:
         for i in sorted(reports, reverse=True):
             if i in finder.products:
                 self._product(graph, finder, i, reports, prices)
-            elif i not in found and self.policy == "auto" and not self.refuses and i in graph.live:
+            elif i not in found and self.policy == "auto" and i in graph.live:
                 self._moved(graph, i, reports[i])
         self._alone(graph, finder, reports, prices)
         # A product of ours that stays as it is needs no report: explain shows it anyway.
@@ -377,6 +384,17 @@ class Rewriter:
             self._kept.append(value)  # what is built for the key keeps it longer
             return id(value)
         return value
+
+
+def _is_divided(mesh: Any, manual: Sequence[str]) -> bool:
+    """True inside a shard_map that leaves explicit axes of a mesh, or several, over which no kernel is divided.
+
+    Explicit axes become automatic around a kernel, and of that JAX has no derivative inside a shard_map.
+    """
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    left = [name for name, kind in kinds.items() if name not in manual and kind != AxisType.Manual]
+    explicit = any(kinds[name] == AxisType.Explicit for name in left)
+    return len(left) < len(kinds) and (explicit or sum(mesh.shape[name] > 1 for name in left) > 1)
 
 
 def _argument(x: Any) -> Hashable:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax.dtypes import are_alike, are_narrow
@@ -118,10 +118,6 @@ def matrix(x: Any, name: str, where: str = "gemm") -> jax.Array:
         raise ValueError(f"{where}: {name} must have rank 2 or more, got shape {x.shape}; add an axis to a vector")
     if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool):
         raise TypeError(f"{where}: {name} must be an array of numbers, got dtype {x.dtype}")
-    if any(jax.export.is_symbolic_dim(size) for size in x.shape):
-        raise NotImplementedError(
-            f"{where}: {name} has a symbolic shape {x.shape}, but kernels are compiled for known sizes"
-        )
     return jnp.asarray(x)
 
 
@@ -225,7 +221,7 @@ def local_sizes(sizes: jax.Array, offset: ArrayLike | None, groups: int, m: int,
 
 def check_batch(where: str, shapes: str, *batches: tuple[int, ...]) -> tuple[int, ...]:
     try:
-        return np.broadcast_shapes(*batches)
+        return lax.broadcast_shapes(*batches)
     except ValueError:
         raise ValueError(f"{where}: batch axes do not broadcast: {shapes}") from None
 

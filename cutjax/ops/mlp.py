@@ -200,7 +200,7 @@ def grouped_mlp(
     sizes, leading = local_sizes(sizes, group_offset, groups, a.shape[-2], where)
     scale = {}
     if row_scale is not None:
-        shape = (*np.broadcast_shapes(*batches), a.shape[-2], 1)
+        shape = (*lax.broadcast_shapes(*batches), a.shape[-2], 1)
         scale["row_scale"] = _broadcasting(where, row_scale, "row_scale", shape)
     scales = _scales(scale, w1, w2, gate, layout, where, max(sizes.ndim + 1, *(len(batch) + 2 for batch in batches)))
     hidden = _hidden(where, activation, gate is not None)

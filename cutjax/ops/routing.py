@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
@@ -337,7 +336,7 @@ def _combine(rows: jax.Array, permutation: jax.Array, inverse: jax.Array, *, fil
 
 def _define(name: str, apply: Callable[..., jax.Array], transposed: Callable[[], Primitive]) -> Primitive:
     def abstract(x: Any, permutation: Any, inverse: Any, *, fill: bool) -> Any:
-        batch = np.broadcast_shapes(x.shape[:-2], permutation.shape[:-1])
+        batch = lax.broadcast_shapes(x.shape[:-2], permutation.shape[:-1])
         rows = (permutation.shape if apply is _dispatch else inverse.shape[:-1])[-1]
         return x.update(shape=(*batch, rows, x.shape[-1]), weak_type=False)
 

@@ -227,7 +227,7 @@ def _parts(values: Sequence[Any], chain: Chain, present: tuple[bool, ...]) -> _P
 def _shaped(operands: Sequence[jax.Array], dots: Sequence[Any]) -> list[jax.Array]:
     """Returns operands of the shapes of their tangents."""
     return [
-        x if dot is None else jnp.broadcast_to(x, np.broadcast_shapes(x.shape, dot.shape))
+        x if dot is None else jnp.broadcast_to(x, lax.broadcast_shapes(x.shape, dot.shape))
         for x, dot in zip(operands, dots, strict=True)
     ]
 

@@ -66,7 +66,7 @@ class Dense(Product):
 
     def tile(self, a: Any, *rest: Any) -> Any:
         m, n = a.shape[-2 if self.layout[0] == "n" else -1], rest[0].shape[-1 if self.layout[1] == "n" else -2]
-        batch = self._without_added(np.broadcast_shapes(a.shape[:-2], *(b.shape[:-2] for b in rest)), 1)
+        batch = self._without_added(lax.broadcast_shapes(a.shape[:-2], *(b.shape[:-2] for b in rest)), 1)
         specs = [out_spec(a, b, self.layout) for b in rest]
         spec = [next((axis for axis in axes if axis is not None), None) for axes in zip(*specs, strict=True)]
         spec = [*self._without_added(spec[:-2], None), *spec[-2:]]

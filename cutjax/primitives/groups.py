@@ -16,8 +16,9 @@ def rows_of_groups(sizes: jax.Array, m: int, leading: bool) -> tuple[jax.Array, 
     Any sizes are served: a negative one counts as 0, and the sum stops at m.
     """
     # Two numbers up to m add up in 32 bits without a sign, whatever m; cut off at m their addition is associative.
-    clipped = jnp.clip(sizes, 0, m).astype(jnp.uint32)
-    ends = lax.associative_scan(lambda p, q: jnp.minimum(p + q, np.uint32(m)), clipped, axis=sizes.ndim - 1)
+    most = jnp.asarray(m, jnp.int32)  # of a size that is not known too
+    clipped, most = jnp.clip(sizes, 0, most).astype(jnp.uint32), most.astype(jnp.uint32)
+    ends = lax.associative_scan(lambda p, q: jnp.minimum(p + q, most), clipped, axis=sizes.ndim - 1)
     ends = ends.astype(jnp.int32)
     if leading:
         return ends[..., :-1], ends[..., 1:]
@@ -37,7 +38,8 @@ def group_of_row(sizes: jax.Array, m: int, leading: bool) -> tuple[jax.Array, ja
 def in_some_group(x: jax.Array, sizes: jax.Array, m: int, leading: bool, other: Any = 0) -> jax.Array:
     """Replaces the rows of no group by another value; x broadcasts against ``[*B, m, n]``."""
     starts, ends = rows_of_groups(sizes, m, leading)
-    first, end = jnp.min(starts, -1, keepdims=True, initial=m), jnp.max(ends, -1, keepdims=True, initial=0)
+    first = jnp.min(starts, -1, keepdims=True, initial=jnp.iinfo(jnp.int32).max)
+    end = jnp.max(ends, -1, keepdims=True, initial=0)
     row = lax.broadcasted_iota(np.int32, (*(1 for _ in first.shape[:-1]), m), first.ndim - 1)
     has = (first <= row) & (row < end)
     return jnp.where(has[..., None], x, jnp.asarray(other, x.dtype))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -21,6 +22,8 @@ from cutjax.primitives import dense
 from cutjax.primitives.accumulators import accumulator, as_wide
 from cutjax.primitives.groups import rows_of_groups
 
+_WIDEST = 128
+
 
 class _Blocks:
     """The blocks of rows of one group, in the order of the rows, batch index by batch index."""
@@ -30,8 +33,10 @@ class _Blocks:
         self.groups = starts.shape[-1]
         starts, ends = (jnp.broadcast_to(x, (*batch, self.groups)).reshape(-1) for x in (starts, ends))
         # Of 64 rows on a CPU, where wider ones do more that is cut off; of 128 on CUDA, where a step costs a launch.
-        widest = 128 if on_cuda else 64
-        self.m, self.block, self.on_cuda = m, min(m, widest, max(8, 1 << (m // self.groups).bit_length())), on_cuda
+        widest = _WIDEST if on_cuda else 64
+        self.m, self.block, self.on_cuda = m, widest, on_cuda
+        if not jax.export.is_symbolic_dim(m):
+            self.block = min(m, widest, max(8, 1 << (m // self.groups).bit_length()))
         counts = (ends - starts + (self.block - 1)) // self.block
         lasts = jnp.cumsum(counts, dtype=jnp.int32)
         self.count, self.bound = lasts[-1], math.prod(batch) * (m // self.block + self.groups)
@@ -49,12 +54,21 @@ class _Blocks:
 
     def loop(self, body: Any, init: jax.Array) -> jax.Array:
         # On CUDA a number of blocks that is data would come to the host after each of them.
-        return lax.fori_loop(0, self.bound if self.on_cuda else self.count, body, init)
+        known = self.on_cuda and not jax.export.is_symbolic_dim(self.bound)
+        return lax.fori_loop(0, self.bound if known else self.count, body, init)
 
 
 def _flat_index(batch: Sequence[int], full: Sequence[int]) -> jax.Array:
     """Returns for each index into the flattened batch axes ``full`` that into an operand's, some of size 1."""
-    return jnp.asarray(np.broadcast_to(np.arange(math.prod(batch), dtype=np.int32).reshape(batch), full).reshape(-1))
+    of: Any = jnp if any(map(jax.export.is_symbolic_dim, full)) else np
+    return jnp.asarray(of.broadcast_to(of.arange(math.prod(batch), dtype=np.int32).reshape(batch), full).reshape(-1))
+
+
+def _padded(x: jax.Array) -> jax.Array:
+    """Returns an array with a block of rows more, zeros, where their number is not known: so that one always fits."""
+    if not jax.export.is_symbolic_dim(x.shape[-2]):
+        return x
+    return jnp.pad(x, [(0, _WIDEST if axis == x.ndim - 2 else 0) for axis in range(x.ndim)])
 
 
 def _block(x: jax.Array, batch: jax.Array, start: jax.Array, rows: int) -> jax.Array:
@@ -77,7 +91,8 @@ def reference_gemm(
 ) -> jax.Array:
     """Computes ``Rows`` in plain JAX."""
     w = as_wide(w, x.dtype)
-    batch, m = np.broadcast_shapes(x.shape[:-2], w.shape[:-3], sizes.shape[:-1]), x.shape[-2]
+    rows_of_x, x = x.shape[-2], _padded(x)
+    batch, m = lax.broadcast_shapes(x.shape[:-2], w.shape[:-3], sizes.shape[:-1]), x.shape[-2]
     n = w.shape[-1 if layout[1] == "n" else -2]
     d = jnp.zeros((math.prod(batch), m, n), out_dtype)
     d, x, w, sizes = match_varying(d, x, w, sizes)
@@ -96,7 +111,8 @@ def reference_gemm(
         product = jnp.where(mine, product, _block(d, b, start, blocks.block))
         return lax.dynamic_update_slice(d, product[None], (b, start, jnp.zeros_like(start)))
 
-    return blocks.loop(block, d).reshape(*batch, m, n)
+    d = blocks.loop(block, d).reshape(*batch, m, n)
+    return d if m == rows_of_x else lax.slice_in_dim(d, 0, rows_of_x, axis=d.ndim - 2)
 
 
 def reference_outer(
@@ -111,7 +127,8 @@ def reference_outer(
     **_: Any,
 ) -> jax.Array:
     """Computes ``Depth`` in plain JAX."""
-    batch, m = np.broadcast_shapes(a.shape[:-2], b.shape[:-2], sizes.shape[:-1]), a.shape[-2]
+    a, b = _padded(a), _padded(b)
+    batch, m = lax.broadcast_shapes(a.shape[:-2], b.shape[:-2], sizes.shape[:-1]), a.shape[-2]
     shape = (*batch, sizes.shape[-1] - leading, a.shape[-1], b.shape[-1])
     acc = accumulator(a.dtype, out_dtype)
     d = jnp.zeros((math.prod(shape[:-2]), *shape[-2:]), acc)

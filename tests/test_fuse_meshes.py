@@ -1,0 +1,210 @@
+"""cutjax.fuse on meshes of automatic, explicit and manual axes: values, types and gradients are those of plain JAX."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import close, scaled
+from jax.sharding import AxisType
+from partitions import at_most, moved
+
+import cutjax
+
+always = functools.partial(cutjax.fuse, policy="always")
+P, AUTO, EXPLICIT = jax.P, AxisType.Auto, AxisType.Explicit
+B, S, K, N = 8, 8, 16, 8
+X, W, V, BIAS = scaled(0, (B, S, K)), scaled(1, (K, N)), scaled(2, (N, K)), scaled(3, (N,))
+
+
+def mesh_of(*kinds):
+    return jax.make_mesh((2, 4), ("d", "m"), axis_types=kinds)
+
+
+def layer(x, w, v, b):
+    h = jax.nn.gelu(x @ w + b)
+    lies = P(*jax.typeof(h).sharding.spec[:2], None) if jax.typeof(h).sharding.spec[2] else None
+    return jnp.tanh(jnp.einsum("bsn,nk->bsk", h, v, out_sharding=lies)) * 2
+
+
+def gate(x, w, v, b):
+    return jax.nn.silu(x @ w) * (x @ v.T) + b
+
+
+def heads(x, w, v, b):
+    """Products of a batch, of axes that lie between others."""
+    q = jnp.tanh(jnp.einsum("bsk,khd->bshd", x, w.reshape(K, 2, N // 2, out_sharding=P() if _explicit(w) else None)))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, q) * 0.5
+    return jnp.where(jnp.tril(jnp.ones((S, S), bool)), scores, -1.0) + b.sum()
+
+
+def reduced(x, w, v, b):
+    y = x @ w + b
+    return jnp.tanh(y), y.sum((0, 1)), jax.nn.relu(y).max()
+
+
+def scanned(x, w, v, b):
+    return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w + b) @ v + c, c.sum()), x, None, length=2)
+
+
+def update(x, w, v, b):
+    return w - 0.1 * jnp.einsum("bsk,bsn->kn", x, jnp.tanh(x @ w), out_sharding=P() if _explicit(x) else None)
+
+
+def rows_in_groups(x, w, v, b):
+    sizes = jnp.array([3, 5])
+    return jnp.tanh(jax.lax.ragged_dot(x[0], jnp.stack([w, -w]), sizes)).sum(0) + b
+
+
+def _explicit(x):
+    return any(axes is not None for axes in jax.typeof(x).sharding.spec)
+
+
+PROGRAMS = [layer, gate, heads, reduced, scanned, update]
+# Of x, w, v and b. What jnp multiplies without being told where the result lies.
+LAYOUTS = {
+    "data": (P("d"), P(), P(), P()),
+    "tensor": (P(), P(None, "m"), P("m"), P("m")),
+    "data and tensor": (P("d"), P(None, "m"), P("m"), P("m")),
+    "rows": (P(None, "m"), P(), P(), P()),
+    "both": (P("d", "m"), P(), P(), P()),
+    "several": (P(("d", "m")), P(), P(), P()),
+    "whole": (P(), P(), P(), P()),
+}
+
+
+def put(mesh, layout):
+    """The arrays on a mesh; axes that are automatic say nothing in types."""
+    return [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip((X, W, V, BIAS), layout, strict=True)]
+
+
+def types(tree):
+    return [(x.shape, x.dtype, x.sharding.spec) for x in map(jax.typeof, jax.tree.leaves(tree))]
+
+
+def total(fn):
+    return lambda *args: sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(fn(*args)))
+
+
+def check(fn, mesh, args, gradients=True):
+    """Compares values and gradients, in one program; returns how many products were fused, None if JAX refuses."""
+    fused = always(fn)
+
+    def both(fn, *args):
+        return fn(*args), jax.grad(total(fn), (0, 1, 2, 3))(*args) if gradients else None
+
+    with jax.set_mesh(mesh):
+        try:
+            expected = jax.jit(functools.partial(both, fn))(*args)
+        except Exception as error:
+            with pytest.raises(type(error)):
+                jax.jit(functools.partial(both, fused))(*args)
+            return None
+        outside = always(functools.partial(both, fn))
+        for got in (jax.jit(functools.partial(both, fused))(*args), jax.jit(outside)(*args)):
+            close(got, expected, 1e-4)  # the order of sums
+            assert types(got) == types(expected)
+        return fused_in(fused, args)
+
+
+def fused_in(fn, args):
+    return sum(report.runs == "fused" for report in cutjax.explain(fn)(*args).fusion)
+
+
+@pytest.mark.parametrize("fn", PROGRAMS, ids=lambda fn: fn.__name__)
+def test_programs(fn):
+    mesh = mesh_of(EXPLICIT, EXPLICIT)
+    assert check(fn, mesh, put(mesh, LAYOUTS["data"]))
+
+
+@pytest.mark.parametrize("kinds", [(AUTO, AUTO), (EXPLICIT, AUTO), (AUTO, EXPLICIT)], ids=str)
+def test_kinds_of_axes(kinds):
+    mesh = mesh_of(*kinds)
+    assert check(gate, mesh, put(mesh, LAYOUTS["data"]))
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "data"])
+def test_layouts(layout):
+    mesh = mesh_of(EXPLICIT, EXPLICIT)
+    assert check(layer, mesh, put(mesh, LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("layout", ["data and tensor", "rows"])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_what_moves_is_what_moves_without(kind, layout):
+    mesh = mesh_of(kind, kind)
+    args = put(mesh, LAYOUTS[layout])
+    with jax.set_mesh(mesh), cutjax.use_partial_sums("result"):
+        ours, plain = (moved(jax.jit(fn).lower(*args).compile().as_text()) for fn in (always(layer), layer))
+    assert at_most(ours, plain)
+
+
+def test_transformations_where_only_arrays_say_how_they_lie():
+    """No mesh in scope: called as it is, under vmap and in forward mode."""
+    args = put(mesh_of(EXPLICIT, EXPLICIT), LAYOUTS["data and tensor"])
+
+    def ways(fn, x, w, v, b):
+        rows, weights = jax.vmap(fn, (0, None, None, None)), jax.vmap(fn, (None, 0, None, None))
+        dot = jax.jvp(fn, (x, w, v, b), (x, w, v, b))[1]
+        return fn(x, w, v, b), rows(x, w, v, b), weights(x, jnp.stack([w, -w]), v, b), dot
+
+    got, expected = (jax.jit(functools.partial(ways, fn))(*args) for fn in (always(gate), gate))
+    close(got, expected, 1e-5)
+    assert types(got) == types(expected)
+    close(always(gate)(*args), expected[0], 1e-5)
+    assert fused_in(always(gate), args) == 2
+
+
+# The kinds of the axes over which a shard_map does not map, and how many products are fused there.
+LEFT = {
+    "none": ((), 2),
+    "one automatic": ((AUTO,), 2),
+    "two automatic": ((AUTO, AUTO), 0),
+    "explicit": ((EXPLICIT,), 0),
+}
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_shard_maps_that_leave_axes(left):
+    """A product that cannot be divided stays, and the function is what it was."""
+    kinds, count = LEFT[left]
+    names = ("d", "m", "n")[: 1 + len(kinds)]
+    mesh = jax.make_mesh((2,) * len(names), names, axis_types=(kinds[0] if kinds else AUTO,) * len(names))
+
+    def mapped(fn):
+        return jax.shard_map(
+            fn, mesh=mesh, axis_names={"d"}, in_specs=(P("d"), P(), P(), P()), out_specs=P("d"), check_vma=True
+        )
+
+    def both(fn, *args):
+        return fn(*args), jax.grad(total(fn), (0, 1, 2, 3))(*args)
+
+    with jax.set_mesh(mesh):
+        args = put(mesh, (P("d"), P(), P(), P()))
+        expected = jax.jit(functools.partial(both, mapped(gate)))(*args)
+        for fn in (mapped(always(gate)), always(mapped(gate))):
+            close(jax.jit(functools.partial(both, fn))(*args), expected, 1e-4)
+            assert fused_in(fn, args) == count
+
+
+def random_spec(rng, rank):
+    """How an array lies: each mesh axis once."""
+    found, free = [], {"d", "m"}
+    for _ in range(rank):
+        names = [(), (), ("d",), ("m",), ("d", "m")][rng.integers(5)]
+        found.append(names if free.issuperset(names) and names else None)
+        free -= {*(found[-1] or ())}
+    return P(*found)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_layouts(seed):
+    """Values, types and gradients are plain JAX's, and what it refuses is refused."""
+    rng = np.random.default_rng(seed)
+    mesh = mesh_of(*(EXPLICIT if rng.integers(4) else AUTO for _ in range(2)))
+    weights = [random_spec(rng, 2) if rng.integers(2) else P() for _ in range(2)]
+    layout = random_spec(rng, 3), *weights, random_spec(rng, 1) if rng.integers(2) else P()
+    check(PROGRAMS[rng.integers(len(PROGRAMS))], mesh, put(mesh, layout), gradients=seed % 2 == 0)
