@@ -26,8 +26,16 @@ HEADERS = {
     "common/tma.cuh": ("common/atoms.cuh",),
 }
 _MAX_GRID_Z = 65535
+
+
+def _int(x: int) -> int:
+    if not -(2**31) <= x < 2**31:
+        raise ValueError(f"launch: the argument {x} does not fit a C++ int; np.uint32 and np.int64 say otherwise")
+    return x
+
+
 _SCALARS: dict[type, Callable[[Any], Param]] = {
-    int: Int32,
+    int: lambda x: Int32(_int(x)),
     np.int32: lambda x: Int32(int(x)),
     np.uint32: lambda x: Int32(int(x)),
     np.int64: lambda x: Int64(int(x)),

@@ -274,8 +274,8 @@ class Problem:
         Of a symmetric result they are those with anything on or below the diagonal.
         """
         if self.symmetric:
-            rows = range(0, self.m, height)
-            return self.batch_size * sum(-(-min(self.m, row + height) // width) for row in rows)
+            rows = -(-self.m // height)  # each ends at the tile with its last place on the diagonal
+            return self.batch_size * (_floors(rows - 1, height, height + width - 1, width) - (-self.m // width))
         tiles_m = -(-self.m // height)
         if self.ragged == "m":  # every group, and what is of none before and after, may end in a tile of its own
             tiles_m = min(tiles_m + self.groups + 1, self.m)
@@ -403,6 +403,17 @@ class Problem:
         named = [name for name, order in zip("abd", self.orders, strict=True) if order]
         strided = f", {' and '.join(named)} by strides" if named else ""
         return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}{groups}{symmetric}{strided}"
+
+
+def _floors(count: int, step: int, first: int, divisor: int) -> int:
+    """Returns the sum of ``(first + i * step) // divisor`` over so many i from 0 on, by the steps of Euclid's algorithm."""
+    total = 0
+    while count > 0 and divisor:
+        total += count * (count - 1) // 2 * (step // divisor) + count * (first // divisor)
+        step, first = step % divisor, first % divisor
+        last = step * count + first  # the points below a line, counted along the other axis
+        count, first, step, divisor = last // divisor, last % divisor, divisor, step
+    return total
 
 
 def strides(shape: Sequence[int], order: Order = ()) -> list[int]:

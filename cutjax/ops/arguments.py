@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import os
 import sys
@@ -202,8 +203,16 @@ def group_sizes_of(sizes: Any, where: str) -> jax.Array:
     return _to_int32(sizes)
 
 
+def check_rows(rows: int, where: str, what: str = "rows") -> None:
+    """Raises if there are more rows than the integers that say whose they are, int32, can count."""
+    if rows >= 2**31:
+        raise ValueError(f"{where}: {rows:,} {what} are more than int32 counts: expected 2^31 - 1 at most")
+
+
 def local_sizes(sizes: jax.Array, offset: ArrayLike | None, groups: int, m: int, where: str) -> tuple[jax.Array, bool]:
     """Returns the sizes of ``groups`` groups from ``offset`` on, and True if the rows before them come first."""
+    check_rows(m, where)
+    check_rows(math.prod(sizes.shape) + 1, where, "groups")
     if offset is None:
         return sizes, False
     offset = unwrapped(offset)

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
 from cutjax.dtypes import are_alike
-from cutjax.ops.arguments import group_sizes_of, local_sizes, result_dtype, unwrapped
+from cutjax.ops.arguments import check_rows, group_sizes_of, local_sizes, result_dtype, unwrapped
 from cutjax.ops.explicit import automatic, axes
 from cutjax.primitives.accumulators import accumulator, converted, multiplied_in
 from cutjax.primitives.groups import rows_of_groups
@@ -164,6 +164,7 @@ def ragged_dot_general(
     groups = rhs.shape[dims.rhs_group_dimensions[0]] if divided is l_free else sizes.shape[-1]
     sizes, leading = local_sizes(sizes, group_offset, groups, lhs.shape[ragged], where)
     if after:
+        check_rows(lhs.shape[ragged] * math.prod(_shape(lhs, after)), where)
         starts, ends = rows_of_groups(sizes, lhs.shape[ragged], False)
         sizes = (ends - starts) * math.prod(_shape(lhs, after))
 

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from cutjax.binding.define import define
 from cutjax.binding.rules import is_zero, match_varying, with_rank, zero_tangent
-from cutjax.ops.arguments import integer, matrix, unwrapped
+from cutjax.ops.arguments import check_rows, integer, matrix, unwrapped
 from cutjax.ops.explicit import automatic, axes
 from cutjax.primitives.accumulators import accumulator
 
@@ -100,7 +100,8 @@ def route(
     """Chooses the k best experts of each token, and sorts the (token, expert) pairs by expert.
 
     Every token keeps all its k experts, whatever the sizes of the groups become. Computed in float32. Deterministic:
-    of equal scores the first expert wins, and the sort is stable. The weights are differentiable in the logits, without
+    the choice is that of ``jax.lax.top_k``, of equal scores the first expert (0.0 may come before -0.0), and the sort is
+    stable. The weights are differentiable in the logits, without
     a scatter in the backward pass; the choice itself has no derivative.
 
     The default is the softmax over the chosen experts of Mixtral, Qwen3-MoE and gpt-oss. Switch Transformer and
@@ -171,6 +172,7 @@ def _chosen(logits: Any, k: Any, scoring: str, bias: Any, where: str) -> tuple[j
     k = integer(k, "k", where)
     if not 1 <= k <= logits.shape[-1]:
         raise ValueError(f"{where}: k is {k}, but router_logits {logits.shape} are for {logits.shape[-1]} experts")
+    check_rows(logits.shape[-2] * k, where, "pairs of a token and an expert")
     if scoring not in SCORING:
         raise ValueError(f"{where}: unknown scoring {scoring!r}, expected one of {SCORING}")
     scores = lax.stop_gradient(logits)
@@ -261,6 +263,7 @@ def load_balance_loss(
       1.0
     """
     logits, indices = _chosen(router_logits, k, scoring, selection_bias, "load_balance_loss")
+    check_rows(indices.size, "load_balance_loss", "pairs of a token and an expert")
     logs = logits if scoring == "softmax" else jax.nn.log_sigmoid(logits)
     experts = logits.shape[-1]
     share = _histogram(indices.reshape(-1), experts).astype(jnp.float32) / indices.size
