@@ -80,11 +80,14 @@ class Placement:
       axes: by name of an axis of the factors, the mesh axes it is divided over.
       scattered: by name of an axis of the results, the further mesh axes over which sums are divided there. Each is
         one that an axis in ``Rule.summed`` is divided over.
+      exact: whether a summed axis is divided as one operand alone is, by choice. A program that gathers that operand
+        rounds once, and so partial sums have the accumulators' dtype here.
     """
 
     mesh: Mapping[str, int]
     axes: Mapping[str, tuple[str, ...]]
     scattered: Mapping[str, tuple[str, ...]]
+    exact: bool = False
 
     def over(self, label: str | None) -> tuple[str, ...]:
         """Returns the mesh axes over which an axis of the results is divided."""
@@ -137,6 +140,7 @@ def place(
     axes: dict[str, tuple[str, ...]] = {}
     scattered: dict[str, tuple[str, ...]] = {}
     taken: set[str] = set()
+    exact = False
 
     def extend(label: str, more: Sequence[str]) -> None:
         """Divides by further mesh axes, as far as they are free and divide evenly: no shard is padded."""
@@ -148,8 +152,11 @@ def place(
             taken.add(axis)
 
     for label in rule.summed:
-        found = functools.reduce(_common, asked.get(label, [()]))
-        extend(label, found or _one_side(rule, label, mesh, sizes, asked, wanted, itemsize))
+        if found := functools.reduce(_common, asked.get(label, [()])):
+            extend(label, found)
+        elif found := _one_side(rule, label, mesh, sizes, asked, wanted, itemsize):
+            extend(label, found)
+            exact = True
     summed = set(taken)
     proposed = {label: next(filter(None, found), ()) for label, found in asked.items() if label not in rule.summed}
     for label, found in proposed.items():  # what operands and results agree on goes first
@@ -173,7 +180,7 @@ def place(
                 summed.remove(axis)
             if more:
                 scattered[label] = tuple(more)
-    return Placement(dict(mesh), axes, scattered)
+    return Placement(dict(mesh), axes, scattered, exact)
 
 
 def _one_side(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -111,6 +112,8 @@ def trace(
     outs = flat.inline(closed.jaxpr, consts, [*accumulators, *inputs])
     tree = jax.tree.structure(shapes)
     traced = Traced(*Builder(flat, len(accs), outs, tree, name, group_inputs).build())
+    if any(over is not None for x in closed.out_avals for over in x.sharding.spec):
+        traced = traced._replace(finish=functools.partial(_lying, traced.finish, shapes))
     if not flat.irregular:
         return traced
 
@@ -124,6 +127,15 @@ def trace(
     return traced._replace(
         outside=Outside(function, (*leaves, *captured), leaf_of_groups, any_reverse_only(closed.jaxpr), why)
     )
+
+
+def _lying(finish: Callable[[Sequence[Any]], Any], shapes: Any, outs: Sequence[Any]) -> Any:
+    """Returns the results, each where the function's lies on explicit mesh axes: an operand's may divide it further."""
+
+    def lying(x: jax.Array, like: Any) -> jax.Array:
+        return x if jax.typeof(x).sharding.spec == like.sharding.spec else jax.reshard(x, like.sharding)
+
+    return jax.tree.map(lying, finish(outs), shapes)
 
 
 def _row_aval(x: Any, shape: tuple[int, ...], groups: int | None) -> jax.ShapeDtypeStruct:

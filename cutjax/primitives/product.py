@@ -143,6 +143,10 @@ class Product:
         """Returns the product of two operands whose result is to be added up to a shape: itself, or one that adds."""
         return self
 
+    def laid(self, like: Any, *avals: Any) -> Product:
+        """Returns the product of two operands whose result, added up, lies on explicit mesh axes as an array does."""
+        return self
+
     def batched(self, at: int, rank: int) -> Product:
         """Returns the product of arrays with one more batch axis, at that place before or among so many."""
         return self
