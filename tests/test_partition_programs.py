@@ -17,7 +17,7 @@ from jax import lax
 from partitions import MESH, D, T, at_most, laid, moved, sent
 
 import cutjax
-from cutjax.binding import partition
+from cutjax.binding import placement
 
 P = jax.P
 H = jnp.bfloat16
@@ -404,10 +404,10 @@ def test_programs_with_other_epilogues_have_other_texts():
 
 
 def placed(rule, shapes, operands, results=(), itemsize=4):
-    return partition.place(rule, {D: 2, T: 4}, shapes, operands, results, itemsize)
+    return placement.place(rule, {D: 2, T: 4}, shapes, operands, results, itemsize)
 
 
-RULE = partition.Rule((("m", "k"), ("k", "n")), (("m", "n"),), 2, ("k",))
+RULE = placement.Rule((("m", "k"), ("k", "n")), (("m", "n"),), 2, ("k",))
 SHAPES = ((8, 16), (16, 32), (8, 32))
 PLACES = {
     "rows and columns": ((((D,), ()), ((), (T,))), ((D,), (T,)), {"m": (D,), "n": (T,)}, {}),
@@ -457,6 +457,6 @@ def test_few_rows_by_fully_sharded_weights():
 
 
 def test_rule_of_shardy():
-    text, kinds = partition.Rule((("m", "k"), ("k", None)), (("m", None),), 2, ("k",)).shardy()
+    text, kinds = placement.Rule((("m", "k"), ("k", None)), (("m", None),), 2, ("k",)).shardy()
     assert text == "m k, k whole0 -> m whole1"
     assert kinds == {"need_replication_factors": ("whole0", "whole1"), "reduction_factors": ("k",)}

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from cutjax import dot_precision
-from cutjax.binding.partition import Labels, Placement, batch_labels
+from cutjax.binding.placement import Labels, Placement, batch_labels
 from cutjax.binding.rules import any_divided, names_of, on_devices, on_mesh
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, Node, identity

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cutjax.binding.partition import Labels, Placement, Rule, Rules, narrow_sums
+from cutjax.binding.partition import Rules, narrow_sums
+from cutjax.binding.placement import Labels, Placement, Rule
 from cutjax.epilogue.expression import Epilogue, Node, OperandSpec, const, normal
 from cutjax.primitives.accumulators import accumulator, is_half
 from cutjax.primitives.product import Arithmetic, Product, bind, factors_of, multiply, split

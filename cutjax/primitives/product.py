@@ -17,7 +17,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from cutjax.binding.partition import Labels, Placement, mark_of
+from cutjax.binding.partition import mark_of
+from cutjax.binding.placement import Labels, Placement
 from cutjax.binding.rules import check_varying, match_varying, with_rank
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, OperandSpec, identity
