@@ -25,7 +25,7 @@ def canonical(precision: Any, where: str) -> Canonical:
     precision = tuple(precision) if type(precision) is list else precision
     try:
         hash(precision)
-        return _canonical(precision, jax.config.jax_default_matmul_precision)  # pyright: ignore[reportAttributeAccessIssue]
+        return _canonical(precision, repr(precision), jax.config.jax_default_matmul_precision)  # pyright: ignore[reportAttributeAccessIssue]
     except (TypeError, ValueError) as error:
         if isinstance(error, ValueError):
             raise ValueError(f"{where}: {error}") from None
@@ -33,8 +33,11 @@ def canonical(precision: Any, where: str) -> Canonical:
 
 
 @functools.cache
-def _canonical(precision: Any, scope: str | None) -> Canonical:
-    """Returns the parameter of the dot_general that jax.lax makes; it depends on the scope."""
+def _canonical(precision: Any, shown: str, scope: str | None) -> Canonical:
+    """Returns the parameter of the dot_general that jax.lax makes; it depends on the scope.
+
+    ``shown`` tells from each other what is equal, and not the same to jax: 1, 1.0 and True.
+    """
     x = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     dot = functools.partial(lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())), precision=precision)
     (eqn,) = jax.make_jaxpr(dot)(x, x).jaxpr.eqns

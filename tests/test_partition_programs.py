@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from checks import integers, mesh_of, normal, same
 from jax import lax
-from partitions import MESH, D, T, at_most, laid, moved
+from partitions import MESH, D, T, at_most, laid, moved, sent
 
 import cutjax
-from cutjax.binding import partition
+from cutjax.binding import placement
 
 P = jax.P
 H = jnp.bfloat16
@@ -227,37 +227,42 @@ def test_dropout_is_the_same_however_divided(shape, specs):
     same(run(f, (x, W), specs)[0], jax.device_get(f(x, W)))
 
 
-def test_partial_sums_of_16_bits_are_added_in_float32():
-    """Terms of 1 and 2^-9 on each device: added in bfloat16 the small ones would be lost."""
-    x = jnp.tile(jnp.array([1, 2**-9, 0, 0], H), (8, 4))
-    got, text = run(gemm, (x, jnp.ones((16, 8), H)), ((None, T), (T,)))
+# Terms of 1 and 2^-9 on each device: added in bfloat16 the small ones are lost.
+SMALL = jnp.tile(jnp.array([1, 2**-9, 0, 0], H), (8, 4)), jnp.ones((16, 8), H)
+DIVIDED = ((None, T), (T,))
+
+
+def test_partial_sums_in_float32():
+    """By choice: what has 16 bits is rounded once."""
+    with cutjax.use_partial_sums("float32"):
+        got, text = run(gemm, SMALL, DIVIDED)
     assert np.all(got == np.asarray(4 + 4 * 2**-9, np.float32).astype(H))
-    assert re.search(r"f32\[8,8\]\S* all-reduce", text)
+    assert sent(text) == {("all-reduce", "f32"): 64}
 
 
-def test_partial_sums_in_the_result_s_dtype():
-    """By choice, as XLA does for jnp: plain, in gradients, with an epilogue; those of f32 stay."""
+def test_partial_sums_travel_as_those_of_jnp():
+    """By default, of each kind of product and dtype: plain, in gradients, with an epilogue; explain says it too."""
     specs = ((D, T), (T,))
-    x, w = X.astype(H), W.astype(H)
     programs = {
-        "plain": gemm,
-        "gradient": jax.grad(lambda x, w: gemm(x, w).astype(jnp.float32).sum(), 1),
-        "epilogue": lambda x, w: cutjax.gemm(x, w, epilogue=jax.nn.relu),
+        "plain": lambda f: f,
+        "gradient": lambda f: jax.grad(lambda x, w: f(x, w).astype(jnp.float32).sum(), 1),
+        "epilogue": lambda f: lambda x, w: jax.nn.relu(f(x, w)),
     }
-    for fn in programs.values():
-        jitted, args = jax.jit(fn), laid((x, w), specs)
-        wide = jitted.lower(*args).as_text(), jax.device_get(jitted(*args))
-        with cutjax.use_partial_sums("result"):
-            narrow = jitted.lower(*args).as_text(), jax.device_get(jitted(*args))
-        assert wide[0] != narrow[0]
-        same(*(y.astype(np.float32) for y in (wide[1], narrow[1])))  # sums that are exact in bfloat16 too
-    ones = jnp.tile(jnp.array([1, 2**-9, 0, 0], H), (8, 4)), jnp.ones((16, 8), H)
-    with cutjax.use_partial_sums("result"):
-        assert np.all(run(gemm, ones, ((None, T), (T,)))[0] == np.asarray(4, H))  # the small terms are lost
-        (row,) = cutjax.explain(gemm, platform="cuda")(*laid((x, w), specs)).rows
-        assert row.why.startswith("a shard; psum of bfloat16 over tensor; ")
-        (row,) = cutjax.explain(gemm, platform="cuda")(*laid((X, W), specs)).rows
-        assert row.why.startswith("a shard; psum of float32 over tensor; ")
+    fused = lambda x, w: cutjax.gemm(x, w, epilogue=jax.nn.relu)  # noqa: E731
+    for dtype in (H, jnp.float16, jnp.float32, jnp.int8, jnp.int16, jnp.float8_e4m3fn):
+        args = X.astype(dtype), W.astype(dtype)
+        for name, program in programs.items():
+            if name == "gradient" and not (jnp.issubdtype(dtype, jnp.floating) and X.astype(dtype).itemsize > 1):
+                continue  # kernels write gradients of 8 bits in float32, where those of jnp are added in 8 bits
+            expected, plain = run(program(jnp.matmul), args, specs)
+            for ours in (gemm, cutjax.matmul) + (fused,) * (name == "epilogue" and dtype in (H, jnp.float16)):
+                got, text = run(ours if ours is fused else program(ours), args, specs)
+                assert sent(text) == sent(plain), (name, dtype)
+                same(got.astype(np.float32), expected.astype(np.float32))  # sums that are exact in few bits too
+    assert np.all(run(gemm, SMALL, DIVIDED)[0] == np.asarray(4, H))
+    for dtype, name in ((H, "bfloat16"), (jnp.float32, "float32")):
+        (row,) = cutjax.explain(gemm, platform="cuda")(*laid((X.astype(dtype), W.astype(dtype)), specs)).rows
+        assert row.why.startswith(f"a shard; psum of {name} over tensor; ")
     with pytest.raises(ValueError, match="unknown dtype 'bfloat16', expected one of"):
         cutjax.use_partial_sums("bfloat16")
 
@@ -299,6 +304,10 @@ def test_explain_says_what_runs_a_shard():
     assert (row.choice.problem.m, row.choice.problem.n, row.choice.problem.k) == (256, 512, 1024)
     assert row.runs.startswith("sm90_bf16_nn")
     (row,) = explain(*laid((x, w), ((D, T), (T,)))).rows
+    assert row.why.startswith("a shard; psum of bfloat16 over tensor; ")
+    assert row.runs.startswith("sm90_bf16_nn")
+    with cutjax.use_partial_sums("float32"):
+        (row,) = explain(*laid((x, w), ((D, T), (T,)))).rows
     assert row.why.startswith("a shard; psum of float32 over tensor; ")
     assert row.runs.startswith("sm90_bf16f32_nn")  # partial sums
     (row,) = explain(*laid((x, w), ((D,), (D, T)))).rows
@@ -395,10 +404,10 @@ def test_programs_with_other_epilogues_have_other_texts():
 
 
 def placed(rule, shapes, operands, results=(), itemsize=4):
-    return partition.place(rule, {D: 2, T: 4}, shapes, operands, results, itemsize)
+    return placement.place(rule, {D: 2, T: 4}, shapes, operands, results, itemsize)
 
 
-RULE = partition.Rule((("m", "k"), ("k", "n")), (("m", "n"),), 2, ("k",))
+RULE = placement.Rule((("m", "k"), ("k", "n")), (("m", "n"),), 2, ("k",))
 SHAPES = ((8, 16), (16, 32), (8, 32))
 PLACES = {
     "rows and columns": ((((D,), ()), ((), (T,))), ((D,), (T,)), {"m": (D,), "n": (T,)}, {}),
@@ -448,6 +457,6 @@ def test_few_rows_by_fully_sharded_weights():
 
 
 def test_rule_of_shardy():
-    text, kinds = partition.Rule((("m", "k"), ("k", None)), (("m", None),), 2, ("k",)).shardy()
+    text, kinds = placement.Rule((("m", "k"), ("k", None)), (("m", None),), 2, ("k",)).shardy()
     assert text == "m k, k whole0 -> m whole1"
     assert kinds == {"need_replication_factors": ("whole0", "whole1"), "reduction_factors": ("k",)}

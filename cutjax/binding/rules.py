@@ -104,6 +104,25 @@ def sharded(x: jax.Array) -> bool:
     return any(axes is not None for axes in jax.typeof(x).sharding.spec[:-1])
 
 
+def names_of(over: Any) -> tuple[str, ...]:
+    """Returns the mesh axes that a spec names for one axis of an array: a name, several or None."""
+    return () if over is None else (over,) if isinstance(over, str) else tuple(over)
+
+
+def any_divided(*arrays: Any) -> bool:
+    """True if any of arrays, avals or shardings says, by its type, how it lies on explicit mesh axes."""
+    return any(over is not None for x in arrays for over in _spec(x)) or any_reduced(*arrays)
+
+
+def any_reduced(*arrays: Any) -> bool:
+    """True if the type of any says that it is a sum over mesh axes, or yet to be added up."""
+    return any(_spec(x).unreduced or _spec(x).reduced for x in arrays)
+
+
+def _spec(x: Any) -> jax.P:
+    return getattr(jax.typeof(x) if isinstance(x, jax.Array) else x, "sharding", x).spec
+
+
 def leaves_axes(mesh: Any, manual: Any = ()) -> bool:
     """True if a shard_map over axes of a mesh leaves some to XLA; those of one around it are the mesh's manual ones."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

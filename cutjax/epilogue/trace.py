@@ -117,6 +117,8 @@ def trace(
     tree = jax.tree.structure(shapes)
     epilogue, arrays, finish = Builder(flat, len(accs), outs, tree, name, group_inputs).build()
     traced = Traced(epilogue, arrays, _naming(finish, names) if named else finish, names=bool(named))
+    if any(over is not None for x in closed.out_avals for over in x.sharding.spec):
+        traced = traced._replace(finish=functools.partial(_lying, traced.finish, shapes))
     if not flat.irregular:
         return traced
 
@@ -142,6 +144,15 @@ def _naming(finish: Callable[..., Any], names: Sequence[Sequence[str]]) -> Calla
         return tree.unflatten(functools.reduce(checkpoint_name, n, x) for n, x in zip(names, leaves, strict=True))
 
     return finished
+
+
+def _lying(finish: Callable[[Sequence[Any]], Any], shapes: Any, outs: Sequence[Any]) -> Any:
+    """Returns the results, each where the function's lies on explicit mesh axes: an operand's may divide it further."""
+
+    def lying(x: jax.Array, like: Any) -> jax.Array:
+        return x if jax.typeof(x).sharding.spec == like.sharding.spec else jax.reshard(x, like.sharding)
+
+    return jax.tree.map(lying, finish(outs), shapes)
 
 
 def _row_aval(x: Any, shape: tuple[int, ...], groups: int | None) -> jax.ShapeDtypeStruct:

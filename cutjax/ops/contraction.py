@@ -81,9 +81,15 @@ class Contraction:
         return self.a.order, self.b.order, self.d.order
 
     @property
-    def reshapes(self) -> bool:
-        """True if axes are merged, split or permuted, not only told apart."""
-        return any(x.split != x.shape or list(x.permutation) != sorted(x.permutation) for x in (self.a, self.b, self.d))
+    def merges(self) -> bool:
+        """True if an axis of rows, columns or the batch is several axes of the arrays, merged."""
+        return any(len(axes) > 1 for axes in self.axes)
+
+    def lies(self, spec: Sequence[Any], permutation: Axes | None) -> jax.P:
+        """Returns how the product's result lies, which merges no axes, from how dot_general's lies, permuted."""
+        order = range(len(spec)) if permutation is None else permutation
+        of = dict(zip(order, spec, strict=True))
+        return jax.P(*(of[axes[0]] if axes else None for axes in self.axes))
 
     def operands(self, lhs: Any, rhs: Any) -> tuple[jax.Array, jax.Array]:
         """Returns the product's operands."""

@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
-from cutjax.binding.rules import on_devices
+from cutjax.binding.rules import any_divided, any_reduced, on_devices
 from cutjax.dtypes import are_alike, are_narrow
 from cutjax.ops.arguments import is_array_like, unwrapped
 from cutjax.ops.contraction import contraction
@@ -41,8 +41,8 @@ def dot_general(
     The operands become batches of matrices without copies where memory allows that, see ``docs/drop-ins.md``; what is
     copied, ``explain`` says. Differentiable to any order and batchable over any axes. What no kernel could ever
     multiply is left to ``jax.lax.dot_general``: symbolic sizes (``jax.export``), operands of two dtypes (but those of 8
-    bits, which kernels read as they are beside floats of 16), results with an ``out_sharding``, and operands sharded
-    explicitly along axes that would have to be merged.
+    bits, which kernels read as they are beside floats of 16), and operands sharded explicitly along axes that would
+    have to be merged.
 
     Args:
       lhs: an array.
@@ -84,9 +84,10 @@ def permuted(
 
     how = precision, preferred_element_type, out_sharding, permutation
     try:
-        of_lax, traced = _of_lax(tuple(tuple(map(tuple, pair)) for pair in dimension_numbers), *how)
+        numbers = tuple(tuple(map(tuple, pair)) for pair in dimension_numbers)
+        of_lax, traced = _of_lax(numbers, *how, repr((numbers, how)))
     except TypeError:  # not what they should be, or not hashable
-        of_lax, traced = _of_lax.__wrapped__(dimension_numbers, *how)
+        of_lax, traced = _of_lax.__wrapped__(dimension_numbers, *how, "")
     if not (is_array_like(lhs) and is_array_like(rhs)):
         return of_lax(lhs, rhs)  # says what is wrong
     out = traced.eval_shape(lhs, rhs)  # says what is wrong with the rest
@@ -94,13 +95,17 @@ def permuted(
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     if 0 in (*lhs.shape, *rhs.shape):  # zeros, or nothing at all
         return of_lax(lhs, rhs)
-    reason = _left_to_lax(lhs, rhs, out, out_sharding)
+    reason = _left_to_lax(lhs, rhs, out)
     if reason is None:
         (contract, batch), itemsizes = dimension_numbers, tuple(x.dtype.itemsize for x in (lhs, rhs, out))
         dims = tuple(map(tuple, contract)), tuple(map(tuple, batch))
         plan = contraction(lhs.shape, rhs.shape, dims, permutation, itemsizes=itemsizes, apart=on_devices(lhs, rhs))
-        if plan.reshapes and any(axis is not None for x in (lhs, rhs) for axis in jax.typeof(x).sharding.spec):
-            reason = "explicitly sharded operands are neither merged nor transposed; use jax.shard_map"
+        explicit = any_divided(lhs, rhs, *filter(None, [out.sharding]))
+        merges = plan.merges or sum(lhs.shape[i] != 1 for i in contract[0]) > 1
+        if explicit and any_reduced(lhs, rhs, out.sharding):
+            reason = "operands and results that are reduced, or not yet, over mesh axes are jax.lax's"
+        elif explicit and merges:
+            reason = "axes of operands on explicit mesh axes are not merged; use jax.shard_map"
     if reason is not None:
         if backend == "cuda":
             raise NotImplementedError(f"dot_general: backend 'cuda' has no kernel: {reason}")
@@ -111,7 +116,8 @@ def permuted(
         why = f"{'rhs' if plan.swapped else 'lhs'} is converted to {b.dtype}: kernels read narrow columns, not rows"
         copies = "; ".join(filter(None, (copies[0], why))), *copies[1:]
     a, b = widened(a, b)
-    product = Dense(plan.layout, plan.orders, copies, LEAD)
+    lies = plan.lies(out.sharding.spec, permutation) if explicit else None
+    product = Dense(plan.layout, plan.orders, copies, LEAD, lies=lies)
     precision = dot_precision.swapped(precision) if plan.swapped else precision
     d = multiply(product, a, b, out_dtype=out.dtype, precision=precision, backend=backend, config=None)
     return converted(plan.result(d), out.dtype, out.weak_type)
@@ -119,9 +125,12 @@ def permuted(
 
 @functools.lru_cache(maxsize=4096)
 def _of_lax(
-    dimension_numbers: Any, precision: Any, dtype: Any, out_sharding: Any, permutation: Any
+    dimension_numbers: Any, precision: Any, dtype: Any, out_sharding: Any, permutation: Any, shown: str
 ) -> tuple[Callable[..., jax.Array], Any]:
-    """Returns jax.lax's function, and the same one jitted; the same objects for the same: jax traces them once."""
+    """Returns jax.lax's function, and the same one jitted; the same objects for the same: jax traces them once.
+
+    The arguments are ``shown`` too, since 1, 1.0 and True are equal, and not the same to jax.
+    """
 
     def dot_general(lhs: Any, rhs: Any) -> jax.Array:
         d = lax.dot_general(lhs, rhs, dimension_numbers, precision, dtype, out_sharding=out_sharding)
@@ -130,10 +139,8 @@ def _of_lax(
     return dot_general, jax.jit(dot_general)
 
 
-def _left_to_lax(lhs: jax.Array, rhs: jax.Array, out: Any, out_sharding: Any) -> str | None:
+def _left_to_lax(lhs: jax.Array, rhs: jax.Array, out: Any) -> str | None:
     """Returns the reason against a kernel for the operands, whatever the plan; None where there is none."""
-    if out_sharding is not None:
-        return f"out_sharding must be None, got {out_sharding}; use jax.shard_map"
     if any(jax.export.is_symbolic_dim(size) for x in (lhs, rhs) for size in x.shape):
         return f"it needs known sizes, got {lhs.shape}, {rhs.shape}"
     narrow = are_narrow(lhs.dtype, rhs.dtype) or are_narrow(rhs.dtype, lhs.dtype)

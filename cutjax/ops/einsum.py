@@ -173,9 +173,9 @@ def _run(fn: Callable[..., jax.Array], how: dict[str, Any], *args: Any) -> jax.A
     arrays = [x for x in args if is_array_like(x)]
     others = tuple((i, x) for i, x in enumerate(args) if not is_array_like(x))
     try:
-        of_arrays = _of_arrays(fn, tuple(how.items()), others)
+        of_arrays = _of_arrays(fn, tuple(how.items()), others, repr((how, others)))
     except TypeError:  # not hashable
-        of_arrays = _of_arrays.__wrapped__(fn, how.items(), others)
+        of_arrays = _of_arrays.__wrapped__(fn, how.items(), others, "")
     traced = of_arrays.trace(*arrays).jaxpr
     jaxpr = traced.jaxpr
     permutations, done = _permutations(jaxpr)
@@ -189,8 +189,11 @@ def _run(fn: Callable[..., jax.Array], how: dict[str, Any], *args: Any) -> jax.A
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_arrays(fn: Callable[..., jax.Array], how: Any, others: tuple[tuple[int, Any], ...]) -> Any:
-    """Returns a jitted function of the arrays; one object for the same other arguments: jax traces it once."""
+def _of_arrays(fn: Callable[..., jax.Array], how: Any, others: tuple[tuple[int, Any], ...], shown: str) -> Any:
+    """Returns a jitted function of the arrays; one object for the same other arguments: jax traces it once.
+
+    They are ``shown`` too, since 1, 1.0 and True are equal, and not the same to jax.
+    """
 
     def of_arrays(*xs: Any) -> jax.Array:
         args = list(xs)

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding
+
+from cutjax.binding.rules import any_divided, any_reduced, names_of
 
 Axes = Any  # of one axis of an array: the mesh axes it is divided over, a name, several or None
 
@@ -56,6 +60,32 @@ def automatic(lies: Callable[..., Callable[[Any], list[Axes]]]) -> Callable[...,
     return decorate
 
 
+def as_matmul(x: jax.Array, ws: Sequence[jax.Array], layout: str, out_sharding: Any, where: str) -> jax.P | None:
+    """Returns how the result of ``jnp.matmul`` lies on explicit mesh axes, None where no operand is divided.
+
+    Raises as that does. Of several matrices w those that are divided say how.
+    """
+    if out_sharding is None and not any_divided(x, *ws):
+        return None
+    if any_reduced(x, *ws):
+        shown = ", ".join(jax.typeof(y).str_short() for y in (x, *ws))
+        raise NotImplementedError(f"{where}: operands must not be reduced over mesh axes, or not yet, got {shown}")
+    found: list[Any] = []
+    for w in ws:
+        given = [jax.ShapeDtypeStruct(y.shape, np.float32, sharding=jax.typeof(y).sharding) for y in (x, w)]
+        try:
+            out = jax.eval_shape(functools.partial(_matmul, layout=layout, out_sharding=out_sharding), *given)
+        except Exception as error:
+            error.add_note(f"{where}: of {', '.join(jax.typeof(y).str_short() for y in (x, w))}, layout {layout!r}")
+            raise
+        found.append(out.sharding.spec)
+    return once([next((over for over in axis if over), None) for axis in zip(*found, strict=True)])
+
+
+def _matmul(x: jax.Array, w: jax.Array, layout: str, out_sharding: Any) -> jax.Array:
+    return jnp.matmul(x if layout[0] == "n" else x.mT, w if layout[1] == "n" else w.mT, out_sharding=out_sharding)
+
+
 def axes(x: Any, i: int) -> Axes:
     """Returns the explicit mesh axes over which an axis, counted from the last, of an argument is divided."""
     spec = _spec(x) if isinstance(x, jax.Array) else ()
@@ -82,7 +112,7 @@ def once(found: list[Axes]) -> jax.P:
     seen: set[str] = set()
     spec = []
     for each in found:
-        names = () if each is None else (each,) if isinstance(each, str) else tuple(each)
+        names = names_of(each)
         spec.append(tuple(name for name in names if name not in seen) or None)
         seen |= {*names}
     return jax.P(*spec)

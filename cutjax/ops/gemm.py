@@ -14,6 +14,7 @@ from cutjax import dot_precision
 from cutjax.kernels.families import Config
 from cutjax.kernels.problem import LAYOUTS
 from cutjax.ops.arguments import check_config, check_epilogue, check_shapes, matrix, promote, unwrapped, weights
+from cutjax.ops.explicit import as_matmul
 from cutjax.ops.quantized import is_quantized, scaled, scales_of, values_of
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted
@@ -33,6 +34,7 @@ def gemm(
     backend: str | None = None,
     config: Config | None = None,
     save: str = "default",
+    out_sharding: Any = None,
 ) -> Any:
     """Multiplies matrices: ``d[..., m, n] = sum_k a[..., m, k] * b[..., k, n]``, accumulated in float32.
 
@@ -64,6 +66,8 @@ def gemm(
       save: what the derivative of an epilogue keeps of the accumulators it needs. "default": their values, in the dtype
         of a and b (float32 if a result is), written by the same kernel and named "cutjax_preactivation" for
         ``jax.checkpoint`` policies. "recompute": nothing, they are multiplied again. A linear epilogue needs none.
+      out_sharding: how the product lies on explicit mesh axes, as in ``jax.numpy.matmul``: asked for where both
+        operands divide the contracted axis.
 
     Returns:
       The product, ``[..., m, n]``, or what the epilogue returns.
@@ -88,7 +92,7 @@ def gemm(
     check_config(config, "gemm")
     backend = backends.resolve(backend, "gemm")
     out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
-    product, params = Dense(layout), {"backend": backend, "config": config}
+    params: dict[str, Any] = {"backend": backend, "config": config}
     params["precision"] = dot_precision.canonical(precision, "gemm")
     check_epilogue(b, epilogue, operands, out_dtype, save)
     x, ys = matrix(a, "a"), weights(values_of(b), "b")
@@ -96,6 +100,7 @@ def gemm(
     several = isinstance(out_dtype, tuple)
     x, *ys, dtype, weak = promote(x, ys, None if several else out_dtype, "gemm", True, is_quantized(b))
     check_shapes(x, ys[0], layout, "gemm")
+    product = Dense(layout, lies=as_matmul(x, ys, layout, out_sharding, "gemm"))
     epilogue, operands = scaled(epilogue, tuple(operands), scales)
     if epilogue is not None:
         out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, operands)

@@ -281,6 +281,8 @@ def _transpose(g: Any, *values: Any, chain: Chain, present: tuple[bool, ...]) ->
     params: dict[str, Any] = {"backend": chain.backend, "out_dtype": accumulator(chain.dtype)}
     params["precision"] = dot_precision.of_cotangents(chain.precision, g.dtype, "mlp")
     shape = next(dot.shape for dot in like if dot is not None)
+    hidden = next((jax.typeof(x) for x in accs if x is not None), None) or next(filter(None, like))
+    back = back.laid(hidden, *map(jax.typeof, factors))
     full = back.tile(*map(jax.typeof, (*factors, *context))).shape
     axes = [i for i in range(g.ndim - 2) if shape[i] == 1 != full[i]]
     try:

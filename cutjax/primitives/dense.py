@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 
 from cutjax import dot_precision
-from cutjax.binding.partition import Labels, batch_labels
-from cutjax.binding.rules import on_devices, on_mesh
+from cutjax.binding.placement import Labels, Placement, batch_labels
+from cutjax.binding.rules import any_divided, names_of, on_devices, on_mesh
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, Node, identity
 from cutjax.kernels.device import Device
@@ -41,6 +41,8 @@ class Dense(Product):
       added: batch axes over which the products of matrices are added up, counted from the rows outwards. The result has
         size 1 there.
       beside: whether it runs beside transfers, which take SMs; its cotangent in the first operand does too.
+      lies: over which explicit mesh axes the last axes of the result are divided, as many as it names. Where it is
+        None, and along an axis that is UNCONSTRAINED there, the result lies as the operand that has the axis.
     """
 
     layout: str
@@ -49,6 +51,7 @@ class Dense(Product):
     lead: float = Product.lead
     added: tuple[int, ...] = ()
     beside: bool = False
+    lies: jax.P | None = None
 
     where = "gemm"
     axes = (2, 2)
@@ -67,13 +70,27 @@ class Dense(Product):
     def tile(self, a: Any, *rest: Any) -> Any:
         m, n = a.shape[-2 if self.layout[0] == "n" else -1], rest[0].shape[-1 if self.layout[1] == "n" else -2]
         batch = self._without_added(lax.broadcast_shapes(a.shape[:-2], *(b.shape[:-2] for b in rest)), 1)
-        specs = [out_spec(a, b, self.layout) for b in rest]
-        spec = [next((axis for axis in axes if axis is not None), None) for axes in zip(*specs, strict=True)]
-        spec = [*self._without_added(spec[:-2], None), *spec[-2:]]
+        spec = self._spec(*(x.sharding.spec for x in (a, *rest)))
         sharding = on_mesh(a, *rest).update(spec=jax.P(*spec))
         # From an operand's aval, not a new one: it carries the mesh axes it varies over inside shard_map.
         weak = all(x.weak_type for x in (a, *rest))
         return a.update(shape=(*batch, m, n), weak_type=weak, sharding=sharding)
+
+    def _spec(self, of_a: Sequence[Any], *of_bs: Sequence[Any]) -> list[Any]:
+        """Returns over which mesh axes each axis of the result is divided, from the same of a and the bs."""
+        m, ns = of_a[-2 if self.layout[0] == "n" else -1], [b[-1 if self.layout[1] == "n" else -2] for b in of_bs]
+        found = [*zip(of_a[:-2], *(b[:-2] for b in of_bs), strict=True), (m,), ns]
+        free = jax.P.UNCONSTRAINED
+        asked = [free] * len(found) if self.lies is None else [free] * (len(found) - len(self.lies)) + [*self.lies]
+        taken = {axis for over in asked if over is not free for axis in names_of(over)}
+        spec: list[Any] = []
+        for over, operands in zip(asked, found, strict=True):
+            if over is free:  # a mesh axis divides one axis alone, the first
+                over = tuple(axis for axis in next(filter(None, map(names_of, operands)), ()) if axis not in taken)
+                over = over if len(over) > 1 else over[0] if over else None
+                taken |= {*names_of(over)}
+            spec.append(over)
+        return [*self._without_added(spec[:-2], None), *spec[-2:]]
 
     def _without_added(self, batch: Sequence[Any], value: Any) -> tuple[Any, ...]:
         last = len(batch) - 1
@@ -92,7 +109,8 @@ class Dense(Product):
         return own, (*self._without_added(batch_labels(full[:-2], full), None), "m", "n")
 
     def reference(self, *arrays: jax.Array, **params: Any) -> jax.Array:
-        return reference(*arrays, layout=self.layout, added=self.added, **params)
+        sharding = self.tile(*map(jax.typeof, arrays)).sharding
+        return reference(*arrays, layout=self.layout, added=self.added, sharding=sharding, **params)
 
     def problem(self, *avals: Any, out_dtype: Any, device: Device) -> Problem:
         device = device.beside_transfers() if self.beside else device
@@ -123,6 +141,19 @@ class Dense(Product):
             return Dense(FLIP[of_a] + "n", g_last), (other, g), dot_precision.swapped(precision)
         return Dense("t" + of_a, g_first), (g, other), precision  # [n, k] = g [n, m] @ a [m, k]
 
+    def shard(
+        self, placement: Placement, a: Any, bs: Sequence[Any], context: Sequence[Any]
+    ) -> tuple[Product, Any, Sequence[Any], Sequence[Any]]:
+        return dataclasses.replace(self, lies=None), a, bs, context
+
+    def laid(self, like: Any, *avals: Any) -> Dense:
+        if not any_divided(like, *avals):
+            return self
+        spec = list(like.sharding.spec)
+        for i in range(like.ndim - 2):  # one that broadcast lies as what is added up there
+            spec[i] = jax.P.UNCONSTRAINED if like.shape[i] == 1 and spec[i] is None else spec[i]
+        return dataclasses.replace(self, lies=jax.P(*spec))
+
     def why_not(self) -> str:
         return "products of a batch are added up" if self.added else ""
 
@@ -135,7 +166,10 @@ class Dense(Product):
     def batched(self, at: int, rank: int) -> Dense:
         added = tuple(i + (rank - 1 - i < at) for i in self.added)
         orders = tuple(_with_axis(order, at, rank + 2) for order in self.orders)
-        return dataclasses.replace(self, orders=orders, added=added)
+        lies = self.lies
+        if lies is not None and (place := at - (rank + 2 - len(lies))) >= 0:
+            lies = jax.P(*lies[:place], jax.P.UNCONSTRAINED, *lies[place:])
+        return dataclasses.replace(self, orders=orders, added=added, lies=lies)
 
     def adding(self, to: Sequence[int], *avals: Any) -> Dense:
         """Returns the product that adds up over the batch axes which an operand of that shape broadcasts over.
@@ -154,7 +188,7 @@ class Dense(Product):
         self, epilogue: Epilogue, a: jax.Array, bs: Sequence[jax.Array], operands: Sequence[jax.Array]
     ) -> Folded | None:
         """Merges batch axes into rows where one matrix b is for all of a: every gradient is a plain GEMM too."""
-        if on_devices(a, *bs, *operands):
+        if self.lies is not None or on_devices(a, *bs, *operands) or any_divided(a, *bs, *operands):
             return None
         if self.added:
             return self._fold_added(epilogue, a, bs[0])
@@ -211,21 +245,6 @@ def _with_axis(order: tuple[int, ...], at: int, rank: int) -> tuple[int, ...]:
     return (at, *(axis + (axis >= at) for axis in order))
 
 
-def out_spec(a: Any, b: Any, layout: str) -> list[Any]:
-    """Returns the sharding of the result: each axis as in the operand it comes from, and a sharded sum is reduced."""
-    (*a_batch, m, k), (*b_batch, k_of_b, n) = a.sharding.spec, b.sharding.spec
-    if layout[0] == "t":
-        m, k = k, m
-    if layout[1] == "t":
-        k_of_b, n = n, k_of_b
-    if k != k_of_b:
-        raise ValueError(
-            f"gemm: the contracted axes are sharded differently: a is {a.str_short()}, b is {b.str_short()}, "
-            f"layout {layout!r}; jax.reshard one of them"
-        )
-    return [*(q if p is None else p for p, q in zip(a_batch, b_batch, strict=True)), m, n]
-
-
 def reference(
     a: jax.Array,
     b: jax.Array,
@@ -235,8 +254,9 @@ def reference(
     on_cuda: bool,
     precision: Canonical = None,
     added: Sequence[int] = (),
+    sharding: jax.NamedSharding | None = None,
 ) -> jax.Array:
-    """Computes the product by one dot_general.
+    """Computes the product by one dot_general; on explicit mesh axes ``sharding`` says how the result lies.
 
     An axis of size 1 that broadcasts is dropped from its operand, so nothing is copied.
     """
@@ -256,12 +276,11 @@ def reference(
     ]
     kept = [i for i in (*axes, "m", "n") if i not in summed]
     order = [d_axes.index(i) for i in kept]
-    sharding = None
-    aval = jax.typeof(a)
-    if any(aval.sharding.spec[i] is not None for i in (-1 if layout[0] == "n" else -2, *summed)):
-        spec = out_spec(aval, jax.typeof(b), layout)  # dot_general adds over devices only when told
-        spec = [x for i, x in enumerate(spec) if i not in summed]
-        sharding = aval.sharding.update(spec=jax.P(*(spec[order.index(i)] for i in range(len(order)))))
+    if sharding is not None and any_divided(a, b, sharding):
+        spec = [axis for i, axis in enumerate(sharding.spec) if i not in summed]
+        sharding = sharding.update(spec=jax.P(*(spec[order.index(i)] for i in range(len(order)))))
+    else:
+        sharding = None
     preferred = accumulator(a.dtype, out_dtype)
     if on_cuda and is_half(a.dtype) and out_dtype in (a.dtype, np.dtype(np.float32)):
         # On CUDA, XLA's GEMMs accumulate 16-bit floats in f32 anyway, and a conversion would make another fusion. They

@@ -1,7 +1,7 @@
 """The division of a product with an epilogue over devices: what one device computes of its shards, once for all.
 
 Axes of the result and of the batch map through. Where the contracted axis is divided, each device has partial sums:
-those are added over devices in the accumulators' dtype, or in the result's (``use_partial_sums``), and the epilogue
+those are added over devices in the result's dtype, or in the accumulators' (``use_partial_sums``), and the epilogue
 runs on the sums, in plain JAX. Reductions of an epilogue over an axis that is divided are finished over devices.
 """
 
@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cutjax.binding.partition import Labels, Placement, Rule, Rules, narrow_sums
+from cutjax.binding.partition import Rules, narrow_sums
+from cutjax.binding.placement import Labels, Placement, Rule
 from cutjax.epilogue.expression import Epilogue, Node, OperandSpec, const, normal
 from cutjax.primitives.accumulators import accumulator, is_half
 from cutjax.primitives.product import Arithmetic, Product, bind, factors_of, multiply, split
@@ -33,6 +34,17 @@ def _rule(*avals: Any, product: Product, epilogue: Epilogue, **_: Any) -> Rule:
         gone = [_axis(axis, len(tile)) for axis in out.axes]
         results.append(tuple(label for i, label in enumerate(tile) if i not in gone))
     return Rule((*own, *others), tuple(results), len(own), product.summed, product.late, product.gathered)
+
+
+def _sums(epilogue: Epilogue, operand: np.dtype, narrow: bool) -> np.dtype:
+    """Returns the dtype in which partial sums travel: as few bits as the program that jnp makes of it sends.
+
+    What an epilogue reads has 32 bits at least, but where the operands have 16 jnp's would read those.
+    """
+    dtype = np.dtype(epilogue.outputs[0].dtype) if epilogue.plain else epilogue.accumulator
+    if narrow and (epilogue.plain or is_half(operand)):
+        return dtype if epilogue.plain else operand
+    return accumulator(dtype)
 
 
 def _shard(
@@ -60,10 +72,7 @@ def _shard(
     if early:
         shared = {name: params[name] for name in ("precision", "backend", "config")}
         dtype = np.dtype(epilogue.outputs[0].dtype) if epilogue.plain else epilogue.accumulator
-        wide = accumulator(dtype)
-        if narrow_sums(mark):
-            result = dtype if epilogue.plain else a.dtype
-            wide = result if is_half(result) else wide
+        wide = _sums(epilogue, a.dtype, narrow_sums(mark) and not placement.exact)
         accs = [multiply(local, *x, *context, out_dtype=wide, **shared) for x in factors_of(local, a, bs)]
         accs = [x.astype(dtype) for x in _added(accs, over, tile, placement)]
         if epilogue.plain:

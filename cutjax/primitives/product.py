@@ -17,7 +17,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from cutjax.binding.partition import Labels, Placement, mark_of
+from cutjax.binding.partition import mark_of
+from cutjax.binding.placement import Labels, Placement
 from cutjax.binding.rules import check_varying, match_varying, with_rank
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, OperandSpec, identity
@@ -141,6 +142,10 @@ class Product:
 
     def adding(self, to: Sequence[int], *avals: Any) -> Product:
         """Returns the product of two operands whose result is to be added up to a shape: itself, or one that adds."""
+        return self
+
+    def laid(self, like: Any, *avals: Any) -> Product:
+        """Returns the product of two operands whose result, added up, lies on explicit mesh axes as an array does."""
         return self
 
     def batched(self, at: int, rank: int) -> Product:

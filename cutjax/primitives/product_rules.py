@@ -244,7 +244,7 @@ def _cotangent(
     precision = dot_precision.of_cotangents(precision, g.dtype, product.where)
     back, factors, precision = product.cotangent(i, g, other, precision)
     factors = widened(*factors)
-    back = back.adding(to.shape, *factors)
+    back = back.adding(to.shape, *factors).laid(to, *map(jax.typeof, factors))
     # Terms narrower than 32 bits are added in f32, and rounded once. One of 8 bits is made of f32 that a kernel writes.
     full = back.tile(*map(jax.typeof, (*factors, *sizes)))
     dtype = to.dtype if full.shape == to.shape and to.dtype.itemsize > 1 else accumulator(to.dtype)

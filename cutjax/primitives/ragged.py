@@ -21,7 +21,7 @@ from jax import lax
 
 from cutjax import dot_precision
 from cutjax.binding.define import define
-from cutjax.binding.partition import Labels, Placement, batch_labels
+from cutjax.binding.placement import Labels, Placement, batch_labels
 from cutjax.binding.rules import batch_axis, check_varying, is_zero, on_mesh, zero_tangent
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import REDUCTIONS, Epilogue, OperandSpec

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cutjax.binding.partition import Labels, Placement, batch_labels
+from cutjax.binding.placement import Labels, Placement, batch_labels
 from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem

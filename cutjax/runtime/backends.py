@@ -7,12 +7,12 @@ import contextlib
 import jax
 
 BACKENDS = ("auto", "cuda", "xla")
-PARTIAL_SUMS = ("float32", "result")
+PARTIAL_SUMS = ("result", "float32")
 
 # A JAX user context is thread-local and part of jit's cache key: a function compiled under one choice is not reused
 # under another. Creating one is not thread-safe, so there is one, made at import.
 _context = jax.make_user_context("auto")
-_sums = jax.make_user_context("float32")
+_sums = jax.make_user_context("result")
 
 
 def check(name: object, where: str) -> str:
@@ -59,9 +59,9 @@ def use_partial_sums(dtype: str) -> contextlib.AbstractContextManager[None]:
     ``jax.shard_map``, or for results of 32 bits and more.
 
     Args:
-      dtype: "float32" (the default: a result of 16 bits is rounded once), or "result" (the dtype of the result, or of
-        the operands where an epilogue follows, as XLA does for ``jnp``: half the bytes travel, and partial sums are
-        rounded before they are added, and again then).
+      dtype: "result" (the default, what XLA does for ``jnp``: partial sums travel in the dtype of the result, or in
+        that of 16-bit operands where an epilogue follows), or "float32" (those of 16 bits and less travel in float32,
+        or int32, and the result is rounded once: up to twice the bytes of 16 bits, four times those of 8).
 
     Returns:
       A context manager.
@@ -71,7 +71,7 @@ def use_partial_sums(dtype: str) -> contextlib.AbstractContextManager[None]:
 
     Example:
       >>> import cutjax, jax, jax.numpy as jnp
-      >>> with cutjax.use_partial_sums("result"):
+      >>> with cutjax.use_partial_sums("float32"):
       ...     jax.jit(cutjax.gemm)(jnp.ones((2, 3)), jnp.ones((3, 4))).shape
       (2, 4)
     """

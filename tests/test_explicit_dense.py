@@ -1,0 +1,153 @@
+"""Dense products of operands on explicit mesh axes, beside jnp's: the same result, lying alike, or the same refusal."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import integers, mesh_of
+from jax import lax
+
+import cutjax
+
+P = jax.P
+MESH = mesh_of(jax.sharding.AxisType.Explicit, d=2, m=4)
+DRAWS = 6  # of each form; 1,000 while this was written
+
+
+def specs(rank: int) -> list[jax.P]:
+    """Every way to divide an array over the two axes of the mesh, each or both, in either order."""
+    found = set()
+    for over in itertools.product([None, "d", "m", ("d", "m"), ("m", "d")], repeat=rank):
+        names = [name for axes in over if axes for name in ((axes,) if isinstance(axes, str) else axes)]
+        if len(set(names)) == len(names):
+            found.add(P(*over))
+    return sorted(found, key=str)
+
+
+def transposed(x, w, **how):
+    return jnp.matmul(x.T, w.T, **how)
+
+
+# What is multiplied: shapes, ours and jnp's; the axes of 8 and 16 divide evenly by all.
+DIMS = (((2,), (1,)), ((0,), (0,)))
+FORMS = {
+    "matmul": ((16, 8), (8, 16), cutjax.matmul, jnp.matmul),
+    "gemm": ((16, 8), (8, 16), cutjax.gemm, jnp.matmul),
+    "gemm tt": ((8, 16), (16, 8), functools.partial(cutjax.gemm, layout="tt"), transposed),
+    "gemm of a batch": ((8, 16, 8), (8, 16), cutjax.gemm, jnp.matmul),
+    "gemm of two batches": ((8, 16, 8), (8, 8, 16), cutjax.gemm, jnp.matmul),
+    "gemm of a batch of matrices": ((16, 8), (8, 8, 16), cutjax.gemm, jnp.matmul),
+    "matmul of a batch": ((8, 16, 8), (8, 16), cutjax.matmul, jnp.matmul),
+    "dot": ((8, 16, 8), (8, 16), cutjax.dot, jnp.dot),
+    "matmul of a vector": ((8,), (8, 16), cutjax.matmul, jnp.matmul),
+    "tensordot": ((8, 8, 16), (8, 16, 8), cutjax.tensordot, jnp.tensordot),
+    "einsum": (
+        (8, 16, 8),
+        (8, 8, 8),
+        functools.partial(cutjax.einsum, "bsk,khd->bshd"),
+        functools.partial(jnp.einsum, "bsk,khd->bshd"),
+    ),
+    "dot_general": (
+        (8, 16, 8),
+        (8, 8, 16),
+        functools.partial(cutjax.dot_general, dimension_numbers=DIMS),
+        functools.partial(lax.dot_general, dimension_numbers=DIMS),
+    ),
+    "with an epilogue": (
+        (16, 8),
+        (8, 16),
+        lambda x, w, **how: cutjax.gemm(x, w, epilogue=lambda acc: jax.nn.relu(acc) + 1, **how),
+        lambda x, w, **how: jax.nn.relu(jnp.matmul(x, w, **how)) + 1,
+    ),
+}  # fmt: skip
+
+
+def outcome(fn, x, w):
+    """Its value and gradients, each with how it lies; or the kind of its refusal."""
+
+    def loss(x, w):
+        y = fn(x, w)
+        return sum((z * (lax.stop_gradient(z) % 3 - 1)).sum() for z in jax.tree.leaves(y)), y
+
+    try:
+        grads, y = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(x, w)
+    except Exception as error:
+        return type(error).__name__
+    return [(np.asarray(z), z.sharding.spec, z.dtype) for z in jax.tree.leaves((y, grads))]
+
+
+def check(ours, plain, x, w, of_x, of_w, **how):
+    with jax.set_mesh(MESH):
+        there = jax.device_put(x, of_x), jax.device_put(w, of_w)
+        expected = outcome(functools.partial(plain, **how), *there)
+        got = outcome(functools.partial(ours, **how), *there)
+    if isinstance(expected, str) or isinstance(got, str):
+        assert got == expected, (of_x, of_w, how)
+        return
+    for (y, lies, dtype), (want, there, kind) in zip(got, expected, strict=True):
+        assert (lies, dtype) == (there, kind), (of_x, of_w, how)
+        np.testing.assert_array_equal(y, want, err_msg=str((of_x, of_w, how)))
+
+
+def drawn(name: str, count: int):
+    form = FORMS[name]
+    pairs = list(itertools.product(specs(len(form[0])), specs(len(form[1]))))
+    return random.Random(name).sample(pairs, min(count, len(pairs)))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_each_pair_of_specs(name):
+    of_x, of_w, ours, plain = FORMS[name]
+    for pair in drawn(name, DRAWS):
+        check(ours, plain, integers(0, of_x), integers(1, of_w), *pair)
+
+
+def test_epilogues():
+    """What an operand divides further, and results of several kinds, lie as in plain jnp."""
+
+    def epilogue(acc, bias):
+        y = jax.nn.relu(acc + bias)
+        return y, y.sum(-1), jnp.max(y, -2), (acc - bias).sum()
+
+    draw = random.Random(0)
+    for _ in range(DRAWS):
+        of = [draw.choice(specs(rank)) for rank in (3, 2, 1)]
+        put = lambda seed, shape, spec: jax.device_put(integers(seed, shape), spec)  # noqa: E731
+        with jax.set_mesh(MESH):
+            x, w, b = (put(i, shape, of[i]) for i, shape in enumerate(((8, 8, 16), (16, 8), (8,))))
+            ours = outcome(lambda x, w, b=b: cutjax.gemm(x, w, epilogue=epilogue, operands=(b,)), x, w)
+            plain = outcome(lambda x, w, b=b: epilogue(x @ w, b), x, w)
+        assert str(ours) == str(plain), of
+
+
+def test_mlp_of_weights_that_lie_in_any_way():
+    """Values and gradients are those on one device; the result lies as rows of x and columns of w2."""
+    args = integers(0, (8, 16, 8)), integers(1, (8, 16)), integers(2, (16, 8))
+    f = lambda x, w, v: cutjax.mlp(x, w % 2, v % 2, activation=jax.nn.relu, gate=w % 2).sum()  # noqa: E731
+    expected = jax.jit(jax.value_and_grad(f, (0, 1, 2)))(*args)
+    draw = random.Random(1)
+    for _ in range(DRAWS // 2):
+        of = [draw.choice(specs(x.ndim)) for x in args]
+        with jax.set_mesh(MESH):
+            there = list(map(jax.device_put, args, of))
+            got = jax.jit(jax.value_and_grad(f, (0, 1, 2)))(*there)
+        assert [g.sharding.spec for g in got[1]] == of
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(expected))
+
+
+def test_asked_for():
+    """With an out_sharding: what lax adds up over devices, puts together or divides; or refuses."""
+    of_x, of_w, outs = specs(2), specs(2), specs(2)
+    draw = random.Random(0)
+    for _ in range(DRAWS):
+        pair = draw.choice(of_x), draw.choice(of_w)
+        out = draw.choice(outs)
+        for name in ("matmul", "gemm", "with an epilogue"):
+            x, w, ours, plain = FORMS[name]
+            check(ours, plain, integers(0, x), integers(1, w), *pair, out_sharding=out)
