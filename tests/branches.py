@@ -28,7 +28,8 @@ def _axes(params: Any) -> Axes:
     return frozenset(x for x in (named if isinstance(named, (tuple, list)) else (named,)) if isinstance(x, str))
 
 
-def _jaxprs(params: Any) -> Iterator[Jaxpr]:
+def jaxprs(params: Any) -> Iterator[Jaxpr]:
+    """The jaxprs among the parameters of an equation."""
     for value in params.values():
         for x in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(x, (Jaxpr, ClosedJaxpr)):
@@ -72,7 +73,7 @@ def _walk(jaxpr: Jaxpr, given: Sequence[Axes], under: Axes, found: list[str]) ->
             outs = [x - frozenset(eqn.params["mesh"].axis_names) for x in outs]
         else:
             outs = [every] * len(eqn.outvars)
-            for inner in _jaxprs(eqn.params):
+            for inner in jaxprs(eqn.params):
                 alike = ins if len(inner.invars) == len(ins) else [every] * len(inner.invars)
                 results = _walk(inner, alike, under, found)
                 if len(results) == len(outs):
