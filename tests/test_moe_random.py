@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import close, integers, normal, scaled, squares
+from checks import close, normal, scaled, squares
 
 import cutjax
 
