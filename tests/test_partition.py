@@ -1,8 +1,8 @@
 """Each product under jit over a mesh, for each way to divide its operands: values, gradients, and what moves.
 
-Operands are small integers, so that sums are exact in any order. The program that plain jnp makes of the same moves at
-least as much, of each kind of collective; a grouped product is compared with a dense one of each row's own matrix where
-jax has none that is divided well.
+Operands are small integers, so that sums are exact in any order. The program that plain jnp makes of the same moves
+about as much or more; a grouped product is compared with a dense one of each row's own matrix where jax has none that
+is divided well.
 """
 
 from __future__ import annotations

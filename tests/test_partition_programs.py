@@ -289,9 +289,7 @@ def test_moe():
         got, text = run(gradient, (x, up, down), specs)
         for a, b in zip(got, expected, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max())  # f32 added in another order
-        assert up.size not in [
-            n for kind, n in moved(text).items() if kind == "all-gather"
-        ]  # weights stay where they are
+        assert moved(text).get("all-gather", 0) < up.size // 4  # weights stay where they are
 
 
 # What is said of it.

@@ -156,8 +156,9 @@ def lower(
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         placement = placed(mesh, operands, results)
         specs = [placement.spec(_without(rule.gathered, labels)) for labels in rule.operands[: rule.factors]]
-        late = rule.early(placement)  # what is computed of sums is computed of those that this device keeps
-        specs += [placement.spec(labels, scattered=late) for labels in rule.operands[rule.factors :]]
+        early = rule.early(placement)  # what is computed of sums is computed of those that this device keeps
+        gone = rule.summed if early else ()
+        specs += [placement.spec(_without(gone, labels), scattered=early) for labels in rule.operands[rule.factors :]]
         outs = [NamedSharding(mesh, placement.spec(labels, scattered=True)) for labels in rule.results]
 
         def shard(*shards: jax.Array) -> list[jax.Array]:

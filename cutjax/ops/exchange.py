@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from cutjax.binding.rules import match_varying
+from cutjax.binding.rules import match_varying, varying_axes
 from cutjax.ops.links import ALL_GATHER, ALL_TO_ALL, MEMORY, REDUCE_SCATTER
 from cutjax.ops.routing import Routing, from_slots, sorted_by, to_slots
 from cutjax.primitives.accumulators import accumulator
@@ -125,8 +125,20 @@ def exchanged(
     if max(rounds) == 1:
         outs = first(sent)
     else:
-        outs = lax.cond(functools.reduce(jnp.logical_and, fits), first, jax.checkpoint(every), sent)
+        fit = _agreed(functools.reduce(jnp.logical_and, fits), first, sent)
+        outs = lax.cond(fit, first, jax.checkpoint(every), sent)
     return [out.astype(x.dtype) for out, (x, _) in zip(outs, parts, strict=True)]
+
+
+def _agreed(fit: jax.Array, branch: Callable[[Any], Any], args: Any) -> jax.Array:
+    """True if it is so on all devices over which something differs that a branch closes over as equal on them.
+
+    Such as a number that an activation captures: its gradient is a sum over those devices, in the branch, and a device
+    that took the other branch would not join it.
+    """
+    captured = jax.closure_convert(branch, args)[1]
+    axes = frozenset().union(*(varying_axes(jax.typeof(fit)) - varying_axes(jax.typeof(x)) for x in captured))
+    return lax.psum(jnp.logical_not(fit).astype(jnp.int32), tuple(axes)) == 0 if axes else fit
 
 
 def _computed(rows: jax.Array, expert: jax.Array, groups: int, scale: jax.Array, experts: Experts) -> jax.Array:

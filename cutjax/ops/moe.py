@@ -129,7 +129,7 @@ def moe(
     route = functools.partial(routed, k=k, scoring=scoring, renormalize=renormalize, where="moe")
     params = {"activation": activation, "layout": layout, "precision": precision, "backend": backend, "save": save}
 
-    def local(rows: jax.Array, routing: Routing, group_offset: Any = None) -> jax.Array:
+    def local(rows: jax.Array, routing: Routing, group_offset: Any = None, given: Any = given) -> jax.Array:
         """Applies the experts of this device to rows sorted by expert."""
         scale = routing.row_weights()
         sizes = routing.group_sizes
@@ -155,12 +155,15 @@ def moe(
             run = functools.partial(layer, group_offset=offset)
             out = everywhere(x, logits, bias[0] if bias else None, run, expert_axis)
         else:
+            # Before they are exchanged: gradients of weights are then added over devices once, for all parts, and not
+            # in a branch that some devices do not take.
+            leaves, tree = jax.tree.flatten((x, logits, bias, given))
+            x, logits, bias, given = tree.unflatten(match_varying(*leaves))
             found = []
             for part in _slices(count, parts):
-                routing = route(logits[part], bias=bias[0][part] if bias else None)
-                tokens, weights, *_ = match_varying(x[part], routing.weights, gate, up, down)
-                found.append((tokens, routing._replace(weights=weights)))
-            outs = exchanged(found, local, expert_axis, room, form == "ragged")
+                found.append((x[part], route(logits[part], bias=bias[0][part] if bias else None)))
+            run = functools.partial(local, given=given)
+            outs = exchanged(found, run, expert_axis, room, form == "ragged")
             out = jnp.concatenate(outs)
     return out.reshape(*shape, out.shape[-1])
 

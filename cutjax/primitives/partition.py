@@ -59,12 +59,13 @@ def _shard(
 ) -> list[jax.Array]:
     whole = split(avals, product, epilogue)
     full = product.tile(whole[0], *whole[1], *whole[2]).shape
-    tile = product.labels(whole[0], *whole[1], *whole[2])[1]
+    own, tile = product.labels(whole[0], *whole[1], *whole[2])
     a, bs, context, operands = split(arrays, product, epilogue)
     rule = _rule(*avals, product=product, epilogue=epilogue)
     early = rule.early(placement)
     over = [axis for label in product.summed for axis in placement.axes.get(label, ())]
-    after = product.after(placement, a, context)
+    of_sums = [_kept(x, labels, placement) for x, labels in zip(context, own[1 + len(bs) :], strict=True)]
+    after = product.after(placement, a, of_sums)
     local, a, bs, context = product.shard(placement, a, bs, context)
     known = placement if early else dataclasses.replace(placement, scattered={})
     epilogue, more = located(epilogue, full, tile, known)

@@ -45,13 +45,9 @@ class _InGroups(Product):
 
     leading: bool
 
-    def window(self, placement: Placement, sizes: jax.Array, m: int, groups: bool = True) -> tuple[bool, jax.Array]:
-        """Returns the sizes of a device's groups, after True if they start with the rows before the first group.
-
-        Of its ``m`` rows, which are some of all; and of its groups, or of all of them in these rows.
-        """
+    def window(self, placement: Placement, sizes: jax.Array, m: int) -> tuple[bool, jax.Array]:
+        """The sizes of a device's groups in its ``m`` rows, and True if they start with the rows before the first."""
         over_rows, over_groups = (placement.axes.get(label, ()) for label in ("m", "g"))
-        over_groups = over_groups if groups else ()
         if not over_rows and not over_groups:
             return self.leading, sizes
         starts, ends = rows_of_groups(sizes, m * placement.count(over_rows), self.leading)
@@ -118,7 +114,10 @@ class Rows(_InGroups):
         return dataclasses.replace(self, leading=leading), a, bs, [sizes]
 
     def after(self, placement: Placement, a: Any, context: Sequence[Any]) -> tuple[Product, Sequence[Any]]:
-        leading, sizes = self.window(placement, context[0], a.shape[-2], groups=False)
+        # Sums are of all groups, and a device may keep some of its rows alone.
+        kept = dataclasses.replace(placement, axes={"m": placement.over("m")})
+        rows = a.shape[-2] // placement.count(placement.scattered.get("m", ()))
+        leading, sizes = self.window(kept, context[0], rows)
         return dataclasses.replace(self, leading=leading), [sizes]
 
     def reference(self, *arrays: jax.Array, **params: Any) -> jax.Array:
