@@ -1,4 +1,4 @@
-"""What an epilogue is made of: values, the operands they read and the outputs they make."""
+"""The parts of an epilogue: values, the operands that they read and the outputs that they make."""
 
 from __future__ import annotations
 
