@@ -55,7 +55,7 @@ class Dense:
     def problem(self) -> cutjax.Problem:
         """The case as a ``cutjax.Problem``."""
         dtype = np.dtype(jnp.dtype(self.dtype))
-        return cutjax.Problem(
+        return cutjax.Problem.of(
             self.m, self.n, self.k, self.layout, dtype, dtype, dtype, self.batch, self.batch, self.batch
         )
 

@@ -43,7 +43,7 @@ def row_of(line: Mapping[str, Any], sustained: Mapping[str, Any] | None, device:
     final, kind = line["final"], _kind(line)
     xla, untuned = final["xla"], final["untuned"]
     floor = {
-        "flops": 1e6 * problem.flops / device.peak(problem.a_dtype, problem.math),
+        "flops": 1e6 * problem.flops / device.peak(problem.a.dtype, problem.math),
         "bytes": 1e6 * problem.bytes / device.bytes_per_second,
     }
     figures: dict[str, Any] = {field: line[field] for field in ("m", "n", "k", "layout", "batch", "dtype", "of")}

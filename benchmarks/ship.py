@@ -14,6 +14,7 @@ from benchmarks import report
 from benchmarks.cases import Dense
 from cutjax.kernels import tuned
 from cutjax.kernels.device import device_of_kind
+from cutjax.kernels.keys import key
 from cutjax.runtime import tuning_file
 
 
@@ -27,8 +28,8 @@ def entries(path: pathlib.Path) -> tuple[str, dict[str, dict]]:
             continue
         config = tuple(sorted({**kernel["config"], "family": "sm90"}.items()))
         entry = tuned.Entry(config, kernel["us"], row.peers["xla"].us)
-        key = Dense.of_fields(row.figures).problem.on(device).key()
-        found[key] = entry.encoded(date=content["date"][:10])
+        named = key(Dense.of_fields(row.figures).problem.on(device))
+        found[named] = entry.encoded(date=content["date"][:10])
     return content["device"], found
 
 

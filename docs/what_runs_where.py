@@ -88,7 +88,7 @@ def instruction(problem: Problem) -> str:
 def runs(kind: Kind, arch: str) -> list[str]:
     """Names the instructions that multiply operands of a kind on an architecture: mostly one, of narrow weights two."""
     a, b, out = kind.a, kind.b, kind.out or kind.a
-    problem = Problem(SIDE, SIDE, SIDE, a_dtype=a, b_dtype=b, out_dtype=out, arch=arch)  # pyright: ignore
+    problem = Problem.of(SIDE, SIDE, SIDE, a_dtype=a, b_dtype=b, out_dtype=out, arch=arch)  # pyright: ignore
     problem = in_precision(problem, dot_precision.canonical(kind.precision, "what runs where"))
     if isinstance(problem, Choice):
         return [XLA]

@@ -12,6 +12,8 @@ import numpy as np
 from jax.ad_checkpoint import print_saved_residuals
 
 import cutjax
+from cutjax.kernels import keys
+from cutjax.kernels.problem import Problem
 
 
 def integers(seed: int, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
@@ -115,3 +117,9 @@ def problems(fn: Callable[..., Any], *args: Any) -> list[tuple[Any, ...]]:
         p = row.choice.problem
         found += [(p.m, p.n, p.k, p.layout, row.outputs)] * row.count
     return sorted(found)
+
+
+def changed(problem: Problem, **fields: Any) -> Problem:
+    """The problem with other values of some fields of ``Problem.of``."""
+    same = {} if "out_dtype" in fields else {"epilogue": problem.epilogue}
+    return Problem.of(**{**keys.fields(problem), "device": problem.device, **same, **fields})

@@ -171,7 +171,7 @@ def compile_one(entry: tuple[Any, Problem, Any], source: str, name: str) -> Comp
         wrong.append(f"spills: {spilled[0]} bytes stored, {spilled[1]} loaded")
     if said := re.findall(r"^.*(?:warning|Performance Loss|injected).*$", cubin.log, re.MULTILINE):
         wrong.append(said[0])
-    names = expected(family.name, problem.a_dtype.name, getattr(problem, "math", ""), arch)
+    names = expected(family.name, problem.a.dtype.name, getattr(problem, "math", ""), arch)
     opcodes = instructions(cubin.image)
     if not any(opcode.startswith(names) for opcode in opcodes):
         has = sorted(opcode for opcode in opcodes if multiplies(opcode))

@@ -54,7 +54,7 @@ def final_lines(count: int = 12) -> list[dict[str, Any]]:
     for i, case in enumerate(models.sample(count, "made up")):
         problem = case.problem
         floor_us = 1e6 * max(
-            problem.flops / problem.device.peak(problem.a_dtype), problem.bytes / problem.device.bytes_per_second
+            problem.flops / problem.device.peak(problem.a.dtype), problem.bytes / problem.device.bytes_per_second
         )
         xla = {"config": "XLA", "kernel": "nvjet", "us": 2 * floor_us, "iqr_us": 0.1}
         slow = {"config": {}, "kernel": "slow", "us": 2.5 * floor_us, "iqr_us": 0.1}

@@ -77,7 +77,7 @@ def problem(dtype: str, math: str = "", layout: str = "nn", arch: str = "sm_80",
     """A product of a dtype, in the dtype that its products are added up in; of 32 bits, where that is wider."""
     of = next(math for math in MATHS[dtype, math] if number(arch) in math.archs)
     dtype, accumulator = jnp.dtype(dtype), np.dtype(of.accumulator)
-    return Problem(
+    return Problem.of(
         m,
         n,
         k,
@@ -161,7 +161,7 @@ def multiply(a: np.ndarray, b: np.ndarray, asked: Problem, config: Config, folde
 
 def check_small_integers(asked: Problem, config: Config, folder: pathlib.Path) -> None:
     """Asserts that a product of random integers, up to 8 either way, is exact."""
-    rng, dtype = np.random.default_rng(0), asked.a_dtype
+    rng, dtype = np.random.default_rng(0), asked.a.dtype
     least = 0 if dtype.kind == "u" else -8
     shapes = (asked.m, asked.k), (asked.k, asked.n)
     a, b = (rng.integers(least, 9, shape).astype(np.float64) for shape in shapes)

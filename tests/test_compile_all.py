@@ -30,7 +30,7 @@ def test_a_sample(arch):
 
 
 def test_what_is_wrong_is_said(capsys, monkeypatch):
-    problem = cutjax.Problem(256, 256, 256)
+    problem = cutjax.Problem.of(256, 256, 256)
     resolved = kernel.resolved(problem, cutjax.Config())
     entry = sm90, problem, cutjax.Config()
     one = compile_one(entry, resolved.source, resolved.name)

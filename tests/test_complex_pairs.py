@@ -20,7 +20,7 @@ C64 = np.dtype(np.complex64)
 
 
 def problem(m: int, n: int, k: int, layout: str = "nn", **fields) -> Problem:
-    return Problem(m, n, k, layout, C64, C64, C64, arch="sm_90a", math="tf32", **fields)
+    return Problem.of(m, n, k, layout, C64, C64, C64, arch="sm_90a", math="tf32", **fields)
 
 
 def complex_integers(rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -129,7 +129,7 @@ def test_architectures_by_name():
 def test_a_device_that_no_family_serves_says_why():
     old = device.device_of_kind("Tesla V100-SXM2-16GB", "sm_70", 80)
     assert (old.name, old.arch) == ("Tesla V100-SXM2-16GB", "sm_70")
-    problem = cutjax.Problem(512, 512, 512, device=old)
+    problem = cutjax.Problem.of(512, 512, 512, device=old)
     choice = choose.choose(problem)
     assert choice.kernel == "XLA"
     hopper, others = choice.reasons
@@ -142,7 +142,7 @@ def test_a_device_that_no_family_serves_says_why():
 
 def test_choices_follow_the_device():
     def choice(found, *sizes):
-        return choose.choose(cutjax.Problem(*sizes, device=found), backend="cuda")
+        return choose.choose(cutjax.Problem.of(*sizes, device=found), backend="cuda")
 
     slow = device.device_of_kind("NVIDIA H100 PCIe", "sm_90a", 114)
     bound = 64, 14336, 4096  # by memory
@@ -155,9 +155,9 @@ def test_choices_follow_the_device():
 
 def test_a_device_with_less_shared_memory_has_shallower_pipelines():
     small = dataclasses.replace(H200, shared_bytes=163 << 10, shared_bytes_per_sm=164 << 10)
-    for config in cutjax.candidates(cutjax.Problem(4096, 4096, 4096, device=small)):
+    for config in cutjax.candidates(cutjax.Problem.of(4096, 4096, 4096, device=small)):
         assert (config.bm + config.bn) * config.bk * 2 * config.stages < 163 << 10
-    (reason,) = cutjax.reasons(cutjax.Config(stages=4), cutjax.Problem(4096, 4096, 4096, device=small))
+    (reason,) = cutjax.reasons(cutjax.Config(stages=4), cutjax.Problem.of(4096, 4096, 4096, device=small))
     assert f"at most {163 << 10}" in reason
 
 
@@ -214,7 +214,7 @@ def test_families_compete(monkeypatch):
         monkeypatch.setattr(module, "FAMILIES", found)
     choose._choose.cache_clear()
     try:
-        problem = cutjax.Problem(8, 512, 512)
+        problem = cutjax.Problem.of(8, 512, 512)
         assert choose.choose(problem).kernel == "simplest_kernel"
         ranked = cutjax.candidates(problem)
         assert (ranked[0], ranked[-1]) == (Simple(1), Simple(10000))
@@ -222,9 +222,9 @@ def test_families_compete(monkeypatch):
         assert choose.choose(problem, Simple(10000)).config == Simple(10000)
         assert cutjax.reasons(Simple(-1), problem) == ("a negative width",)
         mixed = {"a_dtype": "float16"}
-        odd = cutjax.Problem(8, 512, 512, **mixed)  # no kernel of the other family
+        odd = cutjax.Problem.of(8, 512, 512, **mixed)  # no kernel of the other family
         assert choose.choose(odd).kernel == "simplest_kernel"
-        refused = choose.choose(cutjax.Problem(16, 512, 512, **mixed))
+        refused = choose.choose(cutjax.Problem.of(16, 512, 512, **mixed))
         assert refused.reasons[-1] == "m=16: 8 alone"
         assert len(refused.reasons) == 3  # what both families say
     finally:
@@ -233,4 +233,4 @@ def test_families_compete(monkeypatch):
 
 def test_what_is_no_config_is_refused():
     with pytest.raises(TypeError, match="expected one of Config"):
-        cutjax.reasons("fast", cutjax.Problem(8, 8, 8))  # pyright: ignore
+        cutjax.reasons("fast", cutjax.Problem.of(8, 8, 8))  # pyright: ignore

@@ -31,7 +31,7 @@ def test_row_on_cuda():
     (row,) = cutjax.explain(cutjax.gemm, platform="cuda")(X, W).rows
     assert row.runs == row.kernel == row.choice.kernel
     assert row.runs.startswith("sm90_bf16_nn_")
-    assert row.choice.problem == cutjax.Problem(256, 512, 512)
+    assert row.choice.problem == cutjax.Problem.of(256, 512, 512)
     assert row.choice.config == cutjax.candidates(row.choice.problem)[0]
     assert row.choice.time_us > 0
     assert 0 < row.choice.roofline <= 1

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import changed
 from cubin import check_lean, fourth, telling
 from epilogue_cases import ACTIVATIONS
 
@@ -34,7 +35,7 @@ def problem(fn, products=1, operands=(), layout="nn", sizes=(4096, 4096, 4096)):
     accs = [jax.ShapeDtypeStruct((M, N), jnp.float32)] * products
     arrays = [x if isinstance(x, jax.Array) else jnp.zeros(*x) for x in operands]
     epilogue = trace(fn, accs, arrays).epilogue.primal
-    return cutjax.Problem(*sizes, layout, epilogue=epilogue)
+    return cutjax.Problem.of(*sizes, layout, epilogue=epilogue)
 
 
 def dgelu(acc, z):
@@ -241,7 +242,7 @@ def parameters(text):
 @pytest.mark.parametrize("name", ["plain", *CASES])
 def test_the_plan_passes_what_the_kernel_takes(name, monkeypatch):
     monkeypatch.setattr(base, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
-    asked = cutjax.Problem(4096, 4096, 4096) if name == "plain" else problem(*CASES[name])
+    asked = cutjax.Problem.of(4096, 4096, 4096) if name == "plain" else problem(*CASES[name])
     config = cutjax.candidates(asked)[0]
     plan = sm90.resolved(asked, config).call().launches[0]
     assert [type(x).__name__ for x in plan.params] == parameters(sm90.resolved(asked, config).source)
@@ -286,7 +287,7 @@ def test_operands_share_the_staging_of_results(results, operands, columns, bytes
 def test_an_epilogue_is_in_the_kernels_name():
     config = cutjax.Config()
     gelu, relu = problem(*CASES["gelu"]), problem(lambda acc: jax.nn.relu(acc).astype(BF16))
-    names = {config.name(p) for p in (gelu, relu, cutjax.Problem(4096, 4096, 4096))}
+    names = {config.name(p) for p in (gelu, relu, cutjax.Problem.of(4096, 4096, 4096))}
     assert len(names) == 3
     assert all(name.startswith("sm90_bf16_nn_128x256x64_s4_c1x1_coop") for name in names)
     assert config.name(gelu) == config.name(problem(*CASES["gelu"]))
@@ -318,10 +319,10 @@ def test_places_in_the_batch(batch, monkeypatch):
         last = at + 2
     epilogue = normal(1, (), nodes, [Output(last, "bfloat16")])
     assert emit.places(epilogue) == places
-    asked = cutjax.Problem(136, 264, 72, batch=batch, a_batch=batch, b_batch=batch, epilogue=epilogue)
+    asked = cutjax.Problem.of(136, 264, 72, batch=batch, a_batch=batch, b_batch=batch, epilogue=epilogue)
     config = next(config for config in cutjax.candidates(asked) if not config.swap)  # places are named as they lie
     source = sm90.resolved(asked, config).source
-    more = dataclasses.replace(asked, m=256, **dict.fromkeys(("batch", "a_batch", "b_batch"), (7, *batch[1:])))
+    more = changed(asked, m=256, **dict.fromkeys(("batch", "a_batch", "b_batch"), (7, *batch[1:])))
     assert source == sm90.resolved(more, config).source
 
     plan = sm90.resolved(asked, config).call().launches[0]

@@ -51,9 +51,9 @@ def test_problems_are_of_every_kind():
     assert {case.kernel.name.split("_")[0] for case in cases} == {"mma", "sm90"}
     assert {case.label.rsplit(", ", 1)[1] for case in cases} == products.EPILOGUES.keys()
     asked = [case.problem for case in cases]
-    ways = {(p.a_dtype.name, p.b_dtype.name, p.math) for p in asked}
+    ways = {(p.a.dtype.name, p.bs[0].dtype.name, p.math) for p in asked}
     assert ways == set(products.WAYS.values())
-    assert {(p.ragged, p.symmetric) for p in asked} == {("", False), ("", True), ("m", False), ("k", False)}
+    assert {(p.divided, p.symmetric) for p in asked} == {("", False), ("", True), ("m", False), ("k", False)}
     assert any(case.config.swap for case in cases)
     assert any(case.config.splits > 1 for case in cases)
     assert max(max(p.m, p.n, p.k) for p in asked) <= 304
@@ -69,4 +69,4 @@ def test_cases_of_the_sanitizer():
     }
     assert all(case.kernel.tiles * case.config.splits >= case.walks > 1 for case in cases)
     of_wgmma = list(sanitize_mma.wide_cases(2))
-    assert {(case.problem.a_dtype.name, case.problem.math) for case in of_wgmma} >= {("float32", "tf32"), ("int8", "")}
+    assert {(case.problem.a.dtype.name, case.problem.math) for case in of_wgmma} >= {("float32", "tf32"), ("int8", "")}

@@ -65,7 +65,7 @@ def test_gradients_have_the_operands_dtype():
         row.choice.problem
         for row in cutjax.explain(jax.grad(lambda a: cutjax.gemm(a, b, out_dtype=jnp.float32).sum()))(a).rows
     ]
-    assert [(p.a_dtype, p.out_dtype) for p in problems] == [(jnp.bfloat16, jnp.bfloat16)]  # a kernel can serve it
+    assert [(p.a.dtype, p.out_dtype) for p in problems] == [(jnp.bfloat16, jnp.bfloat16)]  # a kernel can serve it
 
 
 def test_broadcast_gradient_is_rounded_once():

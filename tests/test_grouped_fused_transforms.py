@@ -303,7 +303,7 @@ def problems(fn, *args):
     found = []
     for row in rows_of(fn, *args):
         p = row.choice.problem
-        found += [(p.m, p.n, p.k, p.ragged, p.groups, row.outputs)] * row.count
+        found += [(p.m, p.n, p.k, p.divided, p.groups.count if p.groups else 0, row.outputs)] * row.count
     return sorted(found)
 
 

@@ -126,14 +126,14 @@ def test_config_is_of_this_product_alone():
 def test_explain():
     x, w, sizes = operands()
     (row,) = cutjax.explain(cutjax.grouped_gemm, platform="cuda")(x, w, sizes).rows
-    expected = cutjax.Problem(M, N, K, b_batch=(), groups=G, ragged="m")
+    expected = cutjax.Problem.of(M, N, K, b_batch=(), groups=G, ragged="m")
     assert row.choice.problem == expected
     assert row.runs == row.choice.config.name(expected)
     batched = shape(2, 3, M, K)
     (row,) = cutjax.explain(lambda x, s: cutjax.grouped_outer(x, x, s, group_offset=1, groups=2))(
         batched, shape(3, G, dtype=jnp.int32)
     ).rows
-    assert row.choice.problem == cutjax.Problem(
+    assert row.choice.problem == cutjax.Problem.of(
         K,
         K,
         M,

@@ -101,7 +101,7 @@ def test_gradients_have_the_operands_dtype():
     grad = jax.grad(lambda x, w: cutjax.grouped_gemm(x, w, SIZES, out_dtype=jnp.float32).sum(), (0, 1))
     assert [g.dtype for g in grad(x, w)] == [jnp.bfloat16] * 2
     rows = cutjax.explain(grad)(x, w).rows
-    assert {row.choice.problem.a_dtype.name for row in rows} == {"bfloat16"}  # a kernel can serve it
+    assert {row.choice.problem.a.dtype.name for row in rows} == {"bfloat16"}  # a kernel can serve it
 
 
 def test_scan_over_layers():

@@ -118,15 +118,15 @@ def test_explain_and_lowering_agree(name, compile_nothing_at_all):
 
 
 INSTANCES = {
-    "terms left out": Problem(1, 8, 2**29 + 2**24, a_dtype=I, b_dtype=I, out_dtype=I),
-    "a wild address": Problem(2, 2**29 + 2**24, 1, a_dtype=I, b_dtype=I, out_dtype=I),
-    "highest": Problem(8, 8, 2**29, a_dtype=F, b_dtype=F, out_dtype=F),
-    "float64": Problem(8, 8, 2**28, "nn", np.float64, np.float64, np.float64, arch="sm_80"),
-    "nothing stored": Problem(2**31 - 8, 8, 8),
-    "symmetric": Problem(2**31 - 8, 2**31 - 8, 8, "nt", symmetric=True),
-    "complex": Problem(4, 2**30, 4, "nn", np.complex64, np.complex64, np.complex64, math="tf32"),
-    "rows in groups": Problem(2**31 - 8, 64, 64, groups=4, ragged="m"),
-    "groups of k": Problem(64, 64, 2**31 - 8, "tn", groups=4, ragged="k"),
+    "terms left out": Problem.of(1, 8, 2**29 + 2**24, a_dtype=I, b_dtype=I, out_dtype=I),
+    "a wild address": Problem.of(2, 2**29 + 2**24, 1, a_dtype=I, b_dtype=I, out_dtype=I),
+    "highest": Problem.of(8, 8, 2**29, a_dtype=F, b_dtype=F, out_dtype=F),
+    "float64": Problem.of(8, 8, 2**28, "nn", np.float64, np.float64, np.float64, arch="sm_80"),
+    "nothing stored": Problem.of(2**31 - 8, 8, 8),
+    "symmetric": Problem.of(2**31 - 8, 2**31 - 8, 8, "nt", symmetric=True),
+    "complex": Problem.of(4, 2**30, 4, "nn", np.complex64, np.complex64, np.complex64, math="tf32"),
+    "rows in groups": Problem.of(2**31 - 8, 64, 64, groups=4, ragged="m"),
+    "groups of k": Problem.of(64, 64, 2**31 - 8, "tn", groups=4, ragged="k"),
 }
 
 

@@ -99,8 +99,8 @@ def test_what_is_refused_says_why():
         assert isinstance(found, tuple)
         return " ".join(found)
 
-    narrow = cutjax.Problem(64, 64, 64, "nt", "float8_e4m3fn", "float8_e4m3fn", "float32", arch="sm_80")
+    narrow = cutjax.Problem.of(64, 64, 64, "nt", "float8_e4m3fn", "float8_e4m3fn", "float32", arch="sm_80")
     assert "f8_e4m3fn x f8_e4m3fn on sm_80" in why(narrow)
-    two = cutjax.Problem(64, 64, 64, "nt", "int8", "float8_e4m3fn", "int32", arch="sm_89")
+    two = cutjax.Problem.of(64, 64, 64, "nt", "int8", "float8_e4m3fn", "int32", arch="sm_89")
     assert "s8 x f8_e4m3fn on sm_89" in why(two)
     assert "bk=64: one of 8, 16" in why(problem("float32"), Config(bk=64))

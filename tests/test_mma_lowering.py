@@ -83,7 +83,7 @@ def test_other_architectures(texts, arch, dtype):
 
 def symmetric(m=4096, k=512, out="bfloat16", arch="sm_80"):
     half = jnp.dtype(jnp.bfloat16)
-    return cutjax.Problem(m, m, k, "nt", half, half, jnp.dtype(out), arch=arch, symmetric=True)
+    return cutjax.Problem.of(m, m, k, "nt", half, half, jnp.dtype(out), arch=arch, symmetric=True)
 
 
 @pytest.mark.parametrize("out", ["bfloat16", "float32", "float8_e4m3fn"])
@@ -111,5 +111,5 @@ def test_results_in_an_order_of_their_own_have_rows_of_any_length():
     heads = (0, 2, 1, 3)
     shape = jax.ShapeDtypeStruct((2, 3, 8, 8), jnp.bfloat16), jax.ShapeDtypeStruct((2, 3, 8, 5), jnp.bfloat16)
     for arch, order in (("sm_80", heads), ("sm_90a", ())):
-        problem = cutjax.Problem.of(*shape, layout="nn", out_dtype=jnp.bfloat16, arch=arch)
+        problem = cutjax.Problem.of_arrays(*shape, layout="nn", out_dtype=jnp.bfloat16, arch=arch)
         assert families.in_order(problem, ((), (), heads)).orders[2] == order

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import changed
 
 import cutjax
 from cutjax.epilogue.trace import trace
@@ -22,7 +23,7 @@ H, F32 = np.dtype(jnp.bfloat16), jnp.float32
 
 
 def problem(m=1, n=4096, k=4096, layout="nn", arch="sm_80", dtype=H, **more):
-    return cutjax.Problem(m, n, k, layout, dtype, dtype, dtype, arch=arch, **more)
+    return cutjax.Problem.of(m, n, k, layout, dtype, dtype, dtype, arch=arch, **more)
 
 
 def test_few_rows_and_few_columns_are_slim():
@@ -43,7 +44,7 @@ def test_few_rows_of_each_group():
     kernel = mma.resolved(grouped, config)
     assert config.bm == 2
     assert (kernel.tiles, kernel.columns) == (64 * 1024 // config.bn, 1024 // config.bn)
-    assert not list(slim.configs(dataclasses.replace(grouped, groups=8)))
+    assert not list(slim.configs(changed(grouped, groups=8)))
 
 
 def test_the_plan_of_swapped_operands():

@@ -5,6 +5,7 @@ import dataclasses
 import kernel_host
 import numpy as np
 import pytest
+from checks import changed
 from cubin import instructions, nvdisasm
 
 from cutjax import _ffi
@@ -115,7 +116,7 @@ NARROW = kernel_host.problem("bfloat16", "", "nt", "sm_90a", 64, 64, 64)
 REFUSED = [
     (kernel_host.problem("float64", "", "nn", "sm_80", 64, 64, 64), "tma on sm_80: sm_90 and later have it"),
     (kernel_host.problem("float32", "", "nn", "sm_90a", 64, 64, 64), "elements are permuted one by one"),
-    (dataclasses.replace(NARROW, b_dtype=np.dtype("int8")), "tiles that are decoded are loaded by all threads"),
+    (changed(NARROW, b_dtype="int8"), "tiles that are decoded are loaded by all threads"),
     (kernel_host.problem("float64", "", "tn", "sm_90a", 64, 64, 64, groups=2, ragged="k"), "not what is past a group"),
     (kernel_host.problem("float32", "tf32", "nn", "sm_90a", 64, 64, 64), "layout nn: a and b lie along k, or both"),
     (kernel_host.problem("float64", "", "nn", "sm_90a", 64, 63, 64), "rows of b that begin at multiples of 8 bytes"),
@@ -148,7 +149,7 @@ def test_they_are_chosen_where_they_were_faster(dtype, math, arch):
         configs = [config for config in family.configs(asked) if not isinstance(family.resolve(asked, config), tuple)]
         kernels = sorted((mma.resolved(asked, config) for config in configs), key=lambda k: k.time_us(asked.device))
         first, fits = kernels[0].config, math_of(asked).fragments == "tensor"
-        assert not first.tma or (fits and (first.bk * asked.a_dtype.itemsize == 128 or math == "tf32"))
+        assert not first.tma or (fits and (first.bk * asked.a.dtype.itemsize == 128 or math == "tf32"))
         if dtype in ("bfloat16", "int8") and arch != "sm_120a" and m == 4096:  # that one's tiles are smaller
             assert first.tma
         assert any(kernel.config.tma for kernel in kernels) == (math_of(asked).fragments != "fma")

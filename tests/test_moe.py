@@ -212,7 +212,7 @@ def test_every_product_has_a_kernel():
     for row in cutjax.explain(fn)(*args).rows:
         p = row.choice.problem
         assert row.choice.config is not None, row.choice.reasons
-        found += [(p.ragged, p.m, p.n, p.k, p.layout, len(row.outputs))] * row.count
+        found += [(p.divided, p.m, p.n, p.k, p.layout, len(row.outputs))] * row.count
     assert sorted(found) == sorted(
         [
             ("m", rows, h, d, "nn", 3),  # what the last product reads, and both accumulators

@@ -1,6 +1,7 @@
 """Problem: what it is made of, whether it is a plain product, and the key by which it is known elsewhere."""
 
 import dataclasses
+import json
 import os
 import pickle
 import subprocess
@@ -12,10 +13,13 @@ import numpy as np
 import pytest
 
 import cutjax
+from cutjax.epilogue.expression import identity
 from cutjax.epilogue.trace import trace
-from cutjax.kernels import device
+from cutjax.kernels import device, keys
 from cutjax.kernels.choose import choose
-from cutjax.kernels.problem import Operand, identity
+from cutjax.kernels.keys import key
+from cutjax.kernels.operand import Gathered, Im2col, Operand, Scale
+from cutjax.kernels.problem import Problem
 
 BF16, F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
 
@@ -25,7 +29,7 @@ def epilogue(fn, *operands):
 
 
 def problem(**fields):
-    return cutjax.Problem(**{"m": 256, "n": 512, "k": 128, **fields})
+    return cutjax.Problem.of(**{"m": 256, "n": 512, "k": 128, **fields})
 
 
 BATCHED = {"batch": (4,), "a_batch": (4,), "b_batch": (1,)}
@@ -53,16 +57,16 @@ VARIANTS = {
 
 def test_keys_are_as_different_as_problems():
     problems = [problem(**fields) for fields in VARIANTS.values()]
-    assert len(set(problems)) == len({p.key() for p in problems}) == len(VARIANTS)
+    assert len(set(problems)) == len({key(p) for p in problems}) == len(VARIANTS)
     for fields, p in zip(VARIANTS.values(), problems, strict=True):
         again = problem(**fields)
-        assert (again, hash(again), again.key()) == (p, hash(p), p.key())
+        assert (again, hash(again), key(again)) == (p, hash(p), key(p))
 
 
 def test_a_key_is_of_no_device():
     h100 = device.device_of_kind("NVIDIA H100 PCIe", "sm_90a", 114)
     assert problem(device=h100) != problem()
-    assert problem(device=h100).key() == problem().key() == problem(arch="sm_80").key()
+    assert key(problem(device=h100)) == key(problem()) == key(problem(arch="sm_80"))
 
 
 @pytest.mark.parametrize("name", ["as it is", "infinity", "batch"])
@@ -70,18 +74,18 @@ def test_a_key_is_the_same_in_another_process(name):
     p = problem(**VARIANTS[name])
     program = (
         "import dataclasses, pickle, sys; p = pickle.load(sys.stdin.buffer); assert {p: 1}[dataclasses.replace(p)];"
-        "print(p.key())"
+        "from cutjax.kernels.keys import key; print(key(p))"
     )
     env = os.environ | {"PYTHONHASHSEED": "7", "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
     hash(p)  # of strings among others, which are salted anew in each process: nothing to send along
     done = subprocess.run([sys.executable, "-c", program], input=pickle.dumps(p), env=env, capture_output=True)
-    assert done.stdout.decode().strip() == p.key(), done.stderr.decode()
+    assert done.stdout.decode().strip() == key(p), done.stderr.decode()
 
 
 def test_the_key_of_a_release():
     """What a tuning database of another version holds is found."""
-    assert problem(**ADDED).key() == (
-        '{"m":256,"n":512,"k":128,"layout":"nn","a_dtype":"bfloat16","b_dtype":"bfloat16","out_dtype":"bfloat16",'
+    assert key(problem(**ADDED)) == (
+        '{"m":256,"n":512,"k":128,"layout":"nn","a_dtype":"bfloat16","b_dtype":"bfloat16","out_dtype":"float32",'
         '"batch":[],"a_batch":[],"b_batch":[],"groups":0,"ragged":"","leading":false,"sizes_batch":[],"in_place":[],'
         '"epilogue":"bbe709639a839f19ece9c594670b8a61659b947e30f679acf6fa6a91a1c95b54"}'
     )
@@ -92,6 +96,63 @@ def test_operands():
     assert p.a == Operand(BF16, "mn", (4,))
     assert p.bs == (Operand(BF16, "mn", (1,)),)
     assert problem(layout="nt").a.contiguous == problem(layout="nt").bs[0].contiguous == "k"
+
+
+# Operands that no family loads yet, and the reason.
+BEYOND = {
+    "scales": ({"scale": Scale(F32, 1, 128)}, "with scales of 1 x 128 elements"),
+    "rows by index": ({"view": Gathered()}, "as gathered"),
+    "windows": ({"view": Im2col((3, 3), (1, 1), (1, 1), ((1, 1), (1, 1)))}, "as im2col"),
+    "four bits": ({"bits": 4}, "in 4 bits an element"),
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("which", ["a", "b"])
+@pytest.mark.parametrize("name", BEYOND)
+def test_operands_that_no_family_loads_are_told(name, which, arch):
+    fields, why = BEYOND[name]
+    p = problem(arch=arch)
+    found = dataclasses.replace(p.a if which == "a" else p.bs[0], **fields)
+    p = dataclasses.replace(p, **({"a": found} if which == "a" else {"bs": (found,)}))
+    choice = choose(p)
+    assert choice.kernel == "XLA"
+    assert any(reason.startswith(f"{which} {why}") for reason in choice.reasons)
+
+
+def test_each_b_is_its_own():
+    gated = problem(epilogue=trace(lambda x, y: x * y, [jax.ShapeDtypeStruct((8, 16), F32)] * 2, []).epilogue.primal)
+    first, second = gated.bs
+    mixed = dataclasses.replace(gated, bs=(first, dataclasses.replace(second, contiguous="k")))
+    assert choose(gated, backend="cuda").served
+    assert any("matrices b of several kinds" in reason for reason in choose(mixed).reasons)
+    assert mixed.bytes == gated.bytes
+    assert dataclasses.replace(gated, bs=(first, second.of(F32))).bytes - gated.bytes == 2 * gated.k * gated.n
+    with pytest.raises(ValueError, match="1 operands b of an epilogue of 2 products"):
+        dataclasses.replace(gated, bs=(first,))
+
+
+def test_keys_say_what_operands_are():
+    """Those of operands that older versions had not are of version 2, and differ from all others."""
+    p = problem()
+    kinds = [dataclasses.replace(p.a, **fields) for fields, _ in BEYOND.values()]
+    kinds += [dataclasses.replace(p.a, scale=Scale(F32, 128, 128)), dataclasses.replace(p.a, scale=Scale(BF16, 1, 128))]
+    found = [key(dataclasses.replace(p, a=kind)) for kind in kinds]
+    found += [key(dataclasses.replace(p, bs=(dataclasses.replace(p.bs[0], scale=Scale(F32, 1, 128)),)))]
+    assert len({key(p), *found}) == 1 + len(found)
+    assert all(json.loads(text)["version"] == 2 for text in found)
+
+
+def test_fields_of_a_key_make_the_problem_again():
+    for fields in VARIANTS.values():
+        p = problem(**fields)
+        assert Problem.of(**{**keys.fields(p), "epilogue": p.epilogue, "device": p.device}) == p
+
+
+def test_what_is_no_operand_is_told():
+    with pytest.raises(TypeError, match="takes dtypes"):
+        cutjax.Problem(256, 256, 256, "nt")  # pyright: ignore[reportArgumentType]
+    assert cutjax.Problem(256, 512, 128) == problem()
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32, np.dtype(np.float16)], ids=str)
@@ -119,4 +180,4 @@ def test_a_device_says_the_architecture():
     assert problem(device=old).arch == "sm_80"
     assert problem().on(old) == problem(device=old) == problem(device=old, arch="sm_80")
     with pytest.raises(ValueError, match="arch='sm_90a', but NVIDIA A100-SXM4-40GB is sm_80"):
-        dataclasses.replace(problem(), device=old)
+        problem(device=old, arch="sm_90a")

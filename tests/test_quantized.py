@@ -239,10 +239,10 @@ def test_fuse_finds_the_conversion():
     args = scaled(0, (M, K), BF16), integers(1, (K, N), jnp.int8), jnp.abs(normal(2, (N,), BF16)), normal(3, (N,), BF16)
     fused = cutjax.fuse(f, policy="always")
     (row,) = cutjax.explain(fused)(*args).rows
-    assert (row.choice.problem.b_dtype, row.choice.problem.plain) == (np.int8, False)
+    assert (row.choice.problem.bs[0].dtype, row.choice.problem.plain) == (np.int8, False)
     close(fused(*args), jax.jit(f)(*args), 2 * ROUNDING)
     (row,) = cutjax.explain(cutjax.fuse(shared, policy="always"))(*args).rows
-    assert row.choice.problem.b_dtype == BF16
+    assert row.choice.problem.bs[0].dtype == BF16
     gradient = jax.grad(lambda f, x: f(x, *args[1:]).astype(F32).sum(), 1)
     close(gradient(fused, args[0]), gradient(f, args[0]), 4 * ROUNDING)
 

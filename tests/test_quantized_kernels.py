@@ -13,7 +13,7 @@ from cubin import instructions, nvdisasm
 import cutjax
 from cutjax.dtypes import NARROW
 from cutjax.epilogue.expression import identity
-from cutjax.kernels import choose
+from cutjax.kernels import choose, prepared
 from cutjax.kernels.device import reference
 from cutjax.kernels.mma import family
 from cutjax.kernels.mma import kernel as mma
@@ -28,7 +28,7 @@ F32 = np.dtype(np.float32)
 
 
 def problem(wide, narrow, layout, arch, m, n, k, out=F32, **fields):
-    return cutjax.Problem(m, n, k, layout, wide, narrow, out, arch=arch, epilogue=identity(out, F32), **fields)
+    return cutjax.Problem.of(m, n, k, layout, wide, narrow, out, arch=arch, epilogue=identity(out, F32), **fields)
 
 
 def every_value(dtype):
@@ -138,25 +138,25 @@ def test_refusals_say_why():
 
 def test_the_choice_is_between_reading_narrow_and_converting():
     """On Hopper few rows are read as they are; many are multiplied by wgmma once they are converted."""
-    asked = cutjax.Problem(1, 8192, 8192, "nn", "bfloat16", "int8", "bfloat16", device=reference("sm_90a"))
+    asked = cutjax.Problem.of(1, 8192, 8192, "nn", "bfloat16", "int8", "bfloat16", device=reference("sm_90a"))
     few = choose.choose(asked)
     assert few.kernel.startswith("mma_bf16xs8")
-    assert few.time_us < choose.choose(asked.wide, backend="cuda").time_us
+    assert few.time_us < choose.choose(prepared.wide(asked), backend="cuda").time_us
     assert few.xla_us > few.time_us
     many = choose.choose(
-        cutjax.Problem(8192, 8192, 8192, "nn", "bfloat16", "int8", "bfloat16", device=reference("sm_90a")),
+        cutjax.Problem.of(8192, 8192, 8192, "nn", "bfloat16", "int8", "bfloat16", device=reference("sm_90a")),
         backend="cuda",
     )
     assert many.kernel.startswith("sm90_bf16")
     assert "b converted to bf16" in many.reasons
     assert len(many.resolved.converted) == 1
-    wide = choose.choose(many.problem.wide, backend="cuda")
+    wide = choose.choose(prepared.wide(many.problem), backend="cuda")
     assert (many.config, many.kernel) == (wide.config, wide.kernel)
     assert many.time_us > wide.time_us
 
 
 def test_configs_of_either_way_are_pinned():
-    asked = cutjax.Problem(512, 512, 512, "nn", "bfloat16", "int8", "bfloat16", arch="sm_90a")
+    asked = cutjax.Problem.of(512, 512, 512, "nn", "bfloat16", "int8", "bfloat16", arch="sm_90a")
     for config, kernel in ((cutjax.MmaConfig(), "mma_bf16xs8"), (cutjax.Config(), "sm90_bf16_nn")):
         assert choose.choose(asked, config).kernel.startswith(kernel)
     assert len(set(cutjax.candidates(asked))) == len(cutjax.candidates(asked))

@@ -42,10 +42,10 @@ CONFIGS = [
 @pytest.mark.parametrize(
     ("config", "layout"),
     [*((config, "nn") for config in CONFIGS), (CONFIGS[0], "nt"), (CONFIGS[2], "tn"), (CONFIGS[3], "tt")],
-    ids=lambda x: x if isinstance(x, str) else x.name(cutjax.Problem(64, 64, 64)),
+    ids=lambda x: x if isinstance(x, str) else x.name(cutjax.Problem.of(64, 64, 64)),
 )
 def test_the_mainloop_is_uniform(config, layout):
-    kernel = sm90.resolved(cutjax.Problem(4096, 4096, 4096, layout), config)
+    kernel = sm90.resolved(cutjax.Problem.of(4096, 4096, 4096, layout), config)
     cubin = compiler.compile_source(kernel.source, name=kernel.name, arch="sm_90a")
     loop = innermost_loop(cubin.image)
     counts = collections.Counter(opcode.split(".")[0] for opcode in loop)
@@ -62,7 +62,7 @@ def test_the_mainloop_is_uniform(config, layout):
 
 @needs_tools
 def test_clusters_have_no_device_wide_fence():
-    kernel = sm90.resolved(cutjax.Problem(4096, 4096, 4096), cutjax.Config(128, 256, cluster_m=2))
+    kernel = sm90.resolved(cutjax.Problem.of(4096, 4096, 4096), cutjax.Config(128, 256, cluster_m=2))
     cubin = compiler.compile_source(kernel.source, name=kernel.name, arch="sm_90a")
     text = disassembly(cubin.image)
     assert "UCGABAR_ARV" in text  # the cluster's barrier

@@ -32,7 +32,7 @@ def time_us(config, p):
 
 
 def test_problem_counts():
-    p = cutjax.Problem(128, 256, 64, batch=(4, 3), a_batch=(4, 3), b_batch=(1, 1))
+    p = cutjax.Problem.of(128, 256, 64, batch=(4, 3), a_batch=(4, 3), b_batch=(1, 1))
     assert p.flops == 2 * 128 * 256 * 64 * 12
     assert p.bytes == 2 * (128 * 64 * 12 + 64 * 256 + 128 * 256 * 12)
     assert str(p) == "128x256x64 nn bf16 x bf16 -> bf16 batch 4x3"
@@ -51,7 +51,7 @@ def test_problem_counts():
     ],
 )
 def test_batch_groups(batch, a, b, groups):
-    assert cutjax.Problem(8, 8, 8, batch=batch, a_batch=a, b_batch=b).batch_groups == groups
+    assert cutjax.Problem.of(8, 8, 8, batch=batch, a_batch=a, b_batch=b).batch_groups == groups
 
 
 @given(
@@ -62,7 +62,7 @@ def test_batch_steps_reach_the_matrices_broadcasting_would(axes):
     """The scheduler's arithmetic (scheduler.cuh, BatchSteps) against numpy's broadcasting."""
     batch = tuple(n for n, _, _ in axes)
     shapes = [tuple(n if move[i] else 1 for n, *move in axes) for i in range(2)]
-    p = cutjax.Problem(8, 8, 8, batch=batch, a_batch=shapes[0], b_batch=shapes[1])
+    p = cutjax.Problem.of(8, 8, 8, batch=batch, a_batch=shapes[0], b_batch=shapes[1])
     groups = [(1, False, False)] * (3 - len(p.batch_groups)) + list(p.batch_groups)
     sizes = [size for size, _, _ in groups]
     for operand, shape in enumerate(shapes):
@@ -74,7 +74,7 @@ def test_batch_steps_reach_the_matrices_broadcasting_would(axes):
 
 
 def test_what_one_family_refuses_another_serves():
-    p = cutjax.Problem(256, 256, 256, a_dtype=F32, b_dtype=F32, out_dtype=F32)
+    p = cutjax.Problem.of(256, 256, 256, a_dtype=F32, b_dtype=F32, out_dtype=F32)
     assert "f32 x f32: wgmma multiplies float32 as one of tf32, tf32x3, bf16" in "; ".join(
         cutjax.reasons(cutjax.Config(), p)
     )
@@ -92,7 +92,7 @@ def test_what_one_family_refuses_another_serves():
 )
 def test_bad_problem(fields, match):
     with pytest.raises(ValueError, match=match):
-        cutjax.Problem(**{"m": 8, "n": 8, "k": 8, **fields})
+        cutjax.Problem.of(**{"m": 8, "n": 8, "k": 8, **fields})
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_unknown_config_field():
     ],
 )
 def test_problems_no_kernel_serves(fields, match):
-    p = cutjax.Problem(**{"m": 256, "n": 256, "k": 256, **fields})
+    p = cutjax.Problem.of(**{"m": 256, "n": 256, "k": 256, **fields})
     assert match in "; ".join(cutjax.reasons(cutjax.Config(), p))
     assert cutjax.candidates(p) == ()
     choice = choose.choose(p)
@@ -145,7 +145,7 @@ def test_problems_no_kernel_serves(fields, match):
 
 def test_all_reasons_reach_the_user():
     reason = "; ".join(
-        cutjax.reasons(cutjax.Config(stages=9), cutjax.Problem(8, 100, 100, a_dtype=F16, out_dtype=np.dtype("f8")))
+        cutjax.reasons(cutjax.Config(stages=9), cutjax.Problem.of(8, 100, 100, a_dtype=F16, out_dtype=np.dtype("f8")))
     )
     for part in ("f16 x bf16", "result f64", "9 stages of 49152 bytes and two staging buffers"):
         assert part in reason
@@ -154,7 +154,7 @@ def test_all_reasons_reach_the_user():
 @pytest.mark.parametrize("out", [BF16, F32])
 @pytest.mark.parametrize("layout", cutjax.kernels.problem.LAYOUTS)
 def test_candidates_are_distinct_valid_and_sorted(layout, out):
-    p = cutjax.Problem(2048, 1536, 4096, layout, out_dtype=out)
+    p = cutjax.Problem.of(2048, 1536, 4096, layout, out_dtype=out)
     configs = cutjax.candidates(p)
     assert len(set(configs)) == len(configs) > 50
     assert all(cutjax.reasons(c, p) == () for c in configs)
@@ -165,7 +165,7 @@ def test_candidates_are_distinct_valid_and_sorted(layout, out):
 
 
 def test_pinned_config_and_its_refusal():
-    p = cutjax.Problem(512, 512, 512)
+    p = cutjax.Problem.of(512, 512, 512)
     pinned = cutjax.Config(bm=64, bn=64, stages=4)
     assert choose.choose(p, pinned).config == pinned
     refused = choose.choose(p, cutjax.Config(stages=12))
@@ -174,13 +174,13 @@ def test_pinned_config_and_its_refusal():
 
 
 def test_choose_off_cuda():
-    assert choose.choose(cutjax.Problem(512, 512, 512), platform="cpu").kernel == "XLA"
+    assert choose.choose(cutjax.Problem.of(512, 512, 512), platform="cpu").kernel == "XLA"
 
 
 @given(st.integers(1, 5000), st.integers(1, 600), st.integers(1, 600), st.sampled_from(cutjax.kernels.problem.LAYOUTS))
 @settings(deadline=None, max_examples=50)
 def test_prediction_is_a_time(m, n, k, layout):
-    p = cutjax.Problem(8 * m if layout[0] == "t" else m, 8 * n, 8 * k, layout)
+    p = cutjax.Problem.of(8 * m if layout[0] == "t" else m, 8 * n, 8 * k, layout)
     choice = choose.choose(p, backend="cuda")
     assert choice.config is not None
     assert choice.time_us is not None
@@ -191,7 +191,7 @@ def test_prediction_is_a_time(m, n, k, layout):
 
 def test_prediction_grows_with_work():
     config = cutjax.Config()
-    times = [time_us(config, cutjax.Problem(s, s, s)) for s in (1024, 2048, 4096, 8192)]
+    times = [time_us(config, cutjax.Problem.of(s, s, s)) for s in (1024, 2048, 4096, 8192)]
     assert times == sorted(times)
     assert times[-1] > 6 * times[-2]
 
@@ -203,7 +203,7 @@ def _plan(p, config, monkeypatch):
 
 
 def test_launch_plan(monkeypatch):
-    p = cutjax.Problem(300, 520, 200, "nn", batch=(2, 3), a_batch=(2, 3), b_batch=(2, 1))
+    p = cutjax.Problem.of(300, 520, 200, "nn", batch=(2, 3), a_batch=(2, 3), b_batch=(2, 1))
     plan = _plan(p, cutjax.Config(cluster_m=2, stages=3), monkeypatch)
     a, b, d, *scalars = plan.params
     assert plan.kernel == "sm90_bf16_nn_128x256x64_s3_c2x1_coop"
@@ -221,7 +221,7 @@ def test_launch_plan(monkeypatch):
 
 
 def test_launch_plan_of_transposed_and_narrow(monkeypatch):
-    p = cutjax.Problem(64, 48, 128, "tt", out_dtype=F32)
+    p = cutjax.Problem.of(64, 48, 128, "tt", out_dtype=F32)
     plan = _plan(p, cutjax.Config(bm=64, bn=48, stages=4), monkeypatch)
     a, b, d = plan.params[:3]
     assert (a.dims, a.box, a.swizzle) == ((64, 128, 1), (64, 64, 1), 128)
@@ -243,7 +243,7 @@ def recorded_products(name):
     found = []
     for row in recorded["products"]:
         batch = tuple(row["batch"])
-        problem = cutjax.Problem(
+        problem = cutjax.Problem.of(
             row["m"], row["n"], row["k"], row["layout"], batch=batch, a_batch=batch, b_batch=batch, device=device
         )
         found.append((problem, {configs[i]: us for i, us in row["times"]}, row["xla_us"]))
@@ -281,7 +281,7 @@ def recorded_groups(ragged):
     # Depths decide where groups are of the contraction: what was timed in another order is superseded.
     again = {problem for order, problem in problems if order == "deepest first"}
     found = {key: times for key, times in problems.items() if key[0] == "deepest first" or key[1] not in again}
-    return {key: times for key, times in found.items() if key[1].ragged == ragged}
+    return {key: times for key, times in found.items() if key[1].divided == ragged}
 
 
 def regret(problem, times):
@@ -316,7 +316,7 @@ def test_the_model_picks_well_for_gated_groups():
     for row in recorded["rows"]:
         case, product = cases.find_grouped(f"{row['case']} forward")
         epilogue = trace(functions[row["kind"]], accs, [scale]).epilogue.primal
-        problem = dataclasses.replace(case.problem(product), epilogue=epilogue)
+        problem = case.problem(product).fused(epilogue)
         assert regret(problem, recorded_configs(row["us"])) < 1.08, row["case"]
 
 
@@ -397,7 +397,7 @@ def test_auto_is_seldom_slower_than_xla(name, most_by_xla, mean, worst_of_20):
 )
 def test_xla_runs_where_it_was_faster(fields):
     with tuned.use_tuning(None):
-        assert choose.choose(cutjax.Problem(**fields)).kernel == "XLA"
+        assert choose.choose(cutjax.Problem.of(**fields)).kernel == "XLA"
 
 
 def test_a_pass_over_float8_products_counts():
@@ -405,12 +405,12 @@ def test_a_pass_over_float8_products_counts():
     accs = [jax.ShapeDtypeStruct((8, 8), F32)]
     epilogue = trace(lambda acc: jax.nn.gelu(acc).astype(jnp.bfloat16), accs, []).epilogue.primal
     for k, served in ((16384, False), (256, True)):
-        problem = cutjax.Problem(8192, 8192, k, "nt", E4, E4, epilogue=epilogue)
+        problem = cutjax.Problem.of(8192, 8192, k, "nt", E4, E4, epilogue=epilogue)
         assert choose.choose(problem).served == served
 
 
 def test_xla_runs_where_it_is_predicted_faster():
-    problem = cutjax.Problem(3, 50257, 768)  # b, of 77 MB, would be copied to padded rows
+    problem = cutjax.Problem.of(3, 50257, 768)  # b, of 77 MB, would be copied to padded rows
     with tuned.use_tuning(None):
         auto, strict = (choose.choose(problem, backend=backend) for backend in ("auto", "cuda"))
     assert (auto.kernel, strict.served) == ("XLA", True)

@@ -9,7 +9,7 @@ import pytest
 import cutjax
 from cutjax.kernels.sm90 import kernel as sm90
 
-SQUARE = cutjax.Problem(4096, 4096, 4096)
+SQUARE = cutjax.Problem.of(4096, 4096, 4096)
 
 
 def grid(problem, config):

@@ -20,9 +20,9 @@ from cutjax.runtime import compiler
 needs_nvrtc = pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
 
 Config = cutjax.Config
-LONG = cutjax.Problem(256, 256, 65536)
-GROUPS = cutjax.Problem(256, 512, 65536, "tn", groups=4, ragged="k")
-SYMMETRIC = cutjax.Problem(256, 256, 65536, "nt", symmetric=True)
+LONG = cutjax.Problem.of(256, 256, 65536)
+GROUPS = cutjax.Problem.of(256, 512, 65536, "tn", groups=4, ragged="k")
+SYMMETRIC = cutjax.Problem.of(256, 256, 65536, "nt", symmetric=True)
 
 IN_CLUSTERS = [Config(bm, bn, 64, 4, cluster_k=k) for bm, bn in ((64, 64), (128, 128), (256, 96)) for k in (2, 4, 8)]
 IN_CLUSTERS += [Config(128, 256, 64, 4, cluster_k=k) for k in (2, 3, 8)]
@@ -34,7 +34,7 @@ AS_BATCH += [Config(128, 256, 64, 4, cluster_m=2, splits=3), Config(128, 192, 64
 @needs_nvrtc
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_plain_kernels_compile_lean(layout):
-    asked = cutjax.Problem(256, 256, 65536, layout)
+    asked = cutjax.Problem.of(256, 256, 65536, layout)
     check_lean(
         asked, SWAPPED + (IN_CLUSTERS + AS_BATCH if layout == "nn" else IN_CLUSTERS[3:6] + AS_BATCH[:2]), 24 << 10
     )
@@ -76,7 +76,7 @@ def test_bad_config(fields, match):
 
 
 def test_what_is_refused():
-    rows = cutjax.Problem(4096, 512, 4096, groups=4, ragged="m")
+    rows = cutjax.Problem.of(4096, 512, 4096, groups=4, ragged="m")
     for config in (Config(cluster_k=2), Config(splits=2)):
         assert "the contraction of groups of rows is whole" in "; ".join(cutjax.reasons(config, rows))
     little = cutjax.reasons(Config(128, 256, 64, 2, cluster_k=2), LONG)
@@ -84,7 +84,7 @@ def test_what_is_refused():
     narrow = cutjax.reasons(Config(128, 64, cluster_k=4), problem(*CASES["float8"]))
     assert "16 columns make staging rows of less than 32 bytes in f8_e4m3fn" in "; ".join(narrow)
     # XLA could compute it; but so few know.
-    refused = cutjax.Problem(256, 256, 4096, out_dtype=np.dtype("float64"))
+    refused = cutjax.Problem.of(256, 256, 4096, out_dtype=np.dtype("float64"))
     assert "result f64" in "; ".join(cutjax.reasons(Config(splits=2), refused))
 
 
@@ -115,7 +115,7 @@ def test_the_plan_of_a_cluster(compile_nothing):
     assert (d.dims, d.box, d.swizzle) == ((256, 256, 1), (16, 64, 1), 32)
     groups = sm90.resolved(GROUPS, Config(128, 128, 64, 4, cluster_k=2, splits=3)).call().launches[0]
     assert (groups.grid, groups.blocks_per_sm) == ((2 * 4 * 4 * 3 * 2, 1, 1), 0)
-    swapped = sm90.resolved(cutjax.Problem(16, 4096, 65536), SWAPPED[1]).call()
+    swapped = sm90.resolved(cutjax.Problem.of(16, 4096, 65536), SWAPPED[1]).call()
     assert [x.shape for x in swapped.results] == [(3, 16, 4096)]
     assert swapped.launches[0].grid == (32 * 3 * 2, 1, 1)
     (symmetric,) = sm90.resolved(SYMMETRIC, Config(128, 128, 64, 4, cluster_k=2)).call().launches
@@ -129,7 +129,7 @@ def test_the_plan_of_reductions_in_a_cluster(compile_nothing):
 
 
 def test_the_plan_of_splits(compile_nothing):
-    batch = cutjax.Problem(256, 256, 4096, batch=(3,), a_batch=(3,), b_batch=(1,))
+    batch = cutjax.Problem.of(256, 256, 4096, batch=(3,), a_batch=(3,), b_batch=(1,))
     plan = sm90.resolved(batch, Config(128, 128, 64, 4, splits=5)).call()
     (launch,) = plan.launches
     assert [(x.shape, x.dtype) for x in plan.results] == [((5, 3, 256, 256), np.float32)]
@@ -209,5 +209,5 @@ def test_the_cost_of_parts():
 
     assert time(LONG, cluster_k=8, splits=4) < time(LONG, cluster_k=8) < time(LONG) / 4
     assert time(LONG, splits=16) < time(LONG) / 4
-    square = cutjax.Problem(8192, 8192, 8192)
+    square = cutjax.Problem.of(8192, 8192, 8192)
     assert time(square) < min(time(square, cluster_k=2), time(square, splits=2))

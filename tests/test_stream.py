@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import changed
 from cubin import check_lean, fourth
 from epilogue_host import SHIM, build
 from test_fusion import CASES, problem
@@ -24,7 +25,7 @@ from cutjax.runtime import compiler, sources
 needs_nvrtc = pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
 
 Config = cutjax.Config
-SQUARE = cutjax.Problem(4096, 4096, 4096)
+SQUARE = cutjax.Problem.of(4096, 4096, 4096)
 STREAM = functools.partial(Config, stream_k=True)
 PING_PONG = STREAM(128, 192, 64, 4, schedule="pingpong")
 COOP = STREAM(128, 256, 64, 4, cluster_m=2)
@@ -37,9 +38,9 @@ CONFIGS = (PING_PONG, COOP, TALL, SWAPPED, STREAM(64, 64, 64, 6), STREAM(128, 24
 @pytest.mark.parametrize("layout", ["nt", "tn"])
 def test_plain_kernels_compile_lean(layout):
     """Two where each operand is K-major and where neither is; these have other addresses in the mainloop."""
-    configs = [config for config in CONFIGS if not cutjax.reasons(config, dataclasses.replace(SQUARE, layout=layout))]
+    configs = [config for config in CONFIGS if not cutjax.reasons(config, changed(SQUARE, layout=layout))]
     assert len(configs) >= 5
-    check_lean(dataclasses.replace(SQUARE, layout=layout), configs, 32 << 10)
+    check_lean(changed(SQUARE, layout=layout), configs, 32 << 10)
 
 
 @needs_nvrtc
@@ -65,7 +66,7 @@ def test_fused_kernels_compile_lean(name):
 )
 def test_the_producer_has_room(name, config):
     """The scheduler is made where the roles have parted: before that, its fields must fit the producer's registers."""
-    odd = cutjax.Problem(4097, 4097, 4097, out_dtype=np.dtype(np.float32))
+    odd = cutjax.Problem.of(4097, 4097, 4097, out_dtype=np.dtype(np.float32))
     check_lean(odd if name == "odd" else problem(*CASES[name]), [config], 52 << 10)
 
 
@@ -218,9 +219,9 @@ def test_bad_config(fields, match):
 
 def test_what_is_refused():
     config = STREAM(128, 128)
-    symmetric = cutjax.Problem(4096, 4096, 4096, "nt", symmetric=True)
+    symmetric = cutjax.Problem.of(4096, 4096, 4096, "nt", symmetric=True)
     for groups in ("m", "k"):
-        grouped = cutjax.Problem(4096, 512, 4096, "tn" if groups == "k" else "nn", groups=4, ragged=groups)
+        grouped = cutjax.Problem.of(4096, 512, 4096, "tn" if groups == "k" else "nn", groups=4, ragged=groups)
         assert "only the tiles of a dense product are all as deep" in "; ".join(cutjax.reasons(config, grouped))
     assert "only the tiles of a dense product are all as deep" in "; ".join(cutjax.reasons(config, symmetric))
     assert cutjax.reasons(config, SQUARE) == ()
@@ -230,7 +231,7 @@ def test_what_is_refused():
 @pytest.mark.parametrize("config", [PING_PONG, COOP, TALL, SWAPPED, STREAM(64, 64, 64, 4)], ids=str)
 def test_the_plan(config, sizes, compile_nothing):
     """Every SM has a part, in whole clusters, however few tiles there are; scratch and tickets for two tiles each."""
-    kernel = sm90.resolved(cutjax.Problem(*sizes), config)
+    kernel = sm90.resolved(cutjax.Problem.of(*sizes), config)
     plan = kernel.call()
     (launch,) = plan.launches
     blocks = 132 * kernel.blocks_per_sm
@@ -272,7 +273,7 @@ def test_the_plan_of_an_epilogue(compile_nothing):
     residual = sm90.resolved(problem(*CASES["residual"]), STREAM(128, 128, stages=4))
     assert residual.call().aliases == ((5, 2),)
     assert [a.value.buffer for a in residual.arguments if a.to in ("d", "scheduler")] == [6, 7, 8]
-    padded = sm90.resolved(cutjax.Problem(137, 201, 1999), STREAM(128, 128, stages=4)).call()
+    padded = sm90.resolved(cutjax.Problem.of(137, 201, 1999), STREAM(128, 128, stages=4)).call()
     arrays = jnp.ones((137, 1999), jnp.bfloat16), jnp.ones((1999, 201), jnp.bfloat16)
     assert padded.prepare is not None
     a, b, tickets = padded.prepare(arrays)

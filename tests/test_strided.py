@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import compare, integers, same, squares
+from checks import changed, compare, integers, same, squares
 from cubin import check_lean
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +21,7 @@ from cutjax.kernels import xla
 from cutjax.kernels.choose import candidates, choose
 from cutjax.kernels.device import reference
 from cutjax.kernels.families import in_order
+from cutjax.kernels.keys import key
 from cutjax.kernels.problem import LAYOUTS, strides
 from cutjax.kernels.sm90 import kernel as sm90
 from cutjax.primitives.dense import Dense
@@ -141,7 +142,7 @@ def test_hints_that_are_none():
         multiply(Dense("nn", (HEADS, (), ())), Q[0], Q[0].mT, out_dtype=F32, **AUTO)
     for more in ({"groups": 2, "ragged": "m", "sizes_batch": (2,)}, {"symmetric": True, "layout": "nt"}):
         with pytest.raises(ValueError, match="orders="):
-            cutjax.Problem(8, 8, 8, batch=(2,), a_batch=(2,), b_batch=(2,), orders=((1, 0, 2), (), ()), **more)
+            cutjax.Problem.of(8, 8, 8, batch=(2,), a_batch=(2,), b_batch=(2,), orders=((1, 0, 2), (), ()), **more)
 
 
 # The maps, against arrays in memory.
@@ -160,7 +161,7 @@ def problems(draw):
         "a_batch": tuple(1 if of == "b" else size for size, of in axes),
         "b_batch": tuple(1 if of == "a" else size for size, of in axes),
     }
-    problem = cutjax.Problem(m, 8 * n, k, draw(st.sampled_from(LAYOUTS)), out_dtype=F32, **batches)
+    problem = cutjax.Problem.of(m, 8 * n, k, draw(st.sampled_from(LAYOUTS)), out_dtype=F32, **batches)
     return in_order(problem, [draw(orders_of(len(axes))) for _ in range(3)])
 
 
@@ -216,7 +217,7 @@ def test_strides():
 
 
 def batched(*batch, m=2048, n=2048, k=128, layout="nt", orders=NONE, **more):
-    return in_order(cutjax.Problem(m, n, k, layout, batch=batch, a_batch=batch, b_batch=batch, **more), orders)
+    return in_order(cutjax.Problem.of(m, n, k, layout, batch=batch, a_batch=batch, b_batch=batch, **more), orders)
 
 
 def test_groups_of_batch_axes():
@@ -248,7 +249,7 @@ def test_orders_that_are_kept():
 
 def test_too_many_groups():
     order = (3, 2, 1, 0, 4)
-    reasons = sm90.facts_of(cutjax.Problem(8, 8, 8, batch=(2,) * 3, a_batch=(2,) * 3, b_batch=(1,) * 3)).reasons
+    reasons = sm90.facts_of(cutjax.Problem.of(8, 8, 8, batch=(2,) * 3, a_batch=(2,) * 3, b_batch=(1,) * 3)).reasons
     assert reasons == ()
     four = batched(2, 2, 2, 2, m=8, n=8, k=8, orders=((4, 3, 2, 1, 0, 5), (), ()))
     assert "more than 3 groups" in "; ".join(sm90.facts_of(four).reasons)
@@ -263,8 +264,8 @@ def test_names_and_text():
     assert kernels[0].name == kernels[1].name == kernels[2].name.removesuffix("_strided")
     assert kernels[0].source == kernels[1].source
     assert kernels[2].name.endswith("_strided")
-    assert len({problem.key() for problem in (plain, walking, storing)}) == 3
-    assert "orders" not in plain.key()
+    assert len({key(problem) for problem in (plain, walking, storing)}) == 3
+    assert "orders" not in key(plain)
     assert str(walking).endswith("batch 4x16, a and b by strides")
     split = dataclasses.replace(TILE, splits=2)  # parts are row-major, for XLA to add up
     assert sm90.resolved(storing, split).name == sm90.resolved(plain, split).name
@@ -280,7 +281,7 @@ def test_predicted_times():
     two = 2 * (2 * 64 * 2048 * 128 * 2) / (0.8 * reference("sm_90a").bytes_per_second) * 1e6
     assert copies[walking] == pytest.approx(two + 2)
     assert choose(walking).xla_us == pytest.approx(choose(plain).xla_us + two + 2)
-    crossing = dataclasses.replace(plain, a_batch=(4, 1), b_batch=(1, 16))  # one product of all rows, then a transpose
+    crossing = changed(plain, a_batch=(4, 1), b_batch=(1, 16))  # one product of all rows, then a transpose
     assert xla._transposes_us(crossing, reference("sm_90a")) > 0
 
 

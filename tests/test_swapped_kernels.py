@@ -63,7 +63,7 @@ def test_the_transposed_problem():
     bias = traced(lambda acc, c: (acc + c, acc.sum(0)), (256, 512), np.ones(512, np.float32)).epilogue
     batches = {"batch": (3, 5), "a_batch": (3, 1), "b_batch": (1, 5)}
     for layout in cutjax.kernels.problem.LAYOUTS:
-        asked = cutjax.Problem(256, 512, 64, layout, epilogue=bias, **batches)
+        asked = cutjax.Problem.of(256, 512, 64, layout, epilogue=bias, **batches)
         turned = asked.transposed
         assert turned.transposed == asked
         assert (turned.m, turned.n, turned.k) == (512, 256, 64)
@@ -72,22 +72,26 @@ def test_the_transposed_problem():
         assert turned.epilogue.operands[0].row
         assert [(size, b, a, *moves) for size, a, b, *moves in asked.batch_groups] == list(turned.batch_groups)
     with pytest.raises(ValueError, match="has no transpose"):
-        _ = cutjax.Problem(256, 512, 64, groups=4, ragged="m").transposed
+        _ = cutjax.Problem.of(256, 512, 64, groups=4, ragged="m").transposed
 
 
 @pytest.mark.parametrize(
     ("problem", "config", "match"),
     [
         (fused(*CASES["gated"]), {"bn": 64}, "swap with 2 products"),
-        (cutjax.Problem(256, 256, 256, groups=4, ragged="m"), {}, "swap with groups"),
-        (cutjax.Problem(256, 256, 256, "nt", symmetric=True), {}, "swap of a symmetric product"),
-        (cutjax.Problem(256, 256, 256, "tn"), {"bn": 24}, "bn=24 where rows in memory lie along it"),
-        (cutjax.Problem(256, 256, 256, "nt"), {"bn": 24, "swap": False}, "staging rows of less than 32 bytes in bf16"),
-        (cutjax.Problem(256, 256, 256, "nn"), {"bn": 24}, ""),
-        (cutjax.Problem(256, 256, 256, "nt", out_dtype=F32), {"bn": 24, "swap": False}, ""),
-        (cutjax.Problem(255, 257, 256, "nt"), {"bn": 8}, ""),
-        (cutjax.Problem(255, 257, 256, "nt"), {"swap": False}, ""),
-        (cutjax.Problem(256, 257, 256, "nt", groups=4, ragged="m"), {"swap": False}, ""),
+        (cutjax.Problem.of(256, 256, 256, groups=4, ragged="m"), {}, "swap with groups"),
+        (cutjax.Problem.of(256, 256, 256, "nt", symmetric=True), {}, "swap of a symmetric product"),
+        (cutjax.Problem.of(256, 256, 256, "tn"), {"bn": 24}, "bn=24 where rows in memory lie along it"),
+        (
+            cutjax.Problem.of(256, 256, 256, "nt"),
+            {"bn": 24, "swap": False},
+            "staging rows of less than 32 bytes in bf16",
+        ),
+        (cutjax.Problem.of(256, 256, 256, "nn"), {"bn": 24}, ""),
+        (cutjax.Problem.of(256, 256, 256, "nt", out_dtype=F32), {"bn": 24, "swap": False}, ""),
+        (cutjax.Problem.of(255, 257, 256, "nt"), {"bn": 8}, ""),
+        (cutjax.Problem.of(255, 257, 256, "nt"), {"swap": False}, ""),
+        (cutjax.Problem.of(256, 257, 256, "nt", groups=4, ragged="m"), {"swap": False}, ""),
     ],
 )
 def test_reasons(problem, config, match):
@@ -106,7 +110,7 @@ def test_bad_configs(fields, match):
 
 
 def test_names():
-    aligned, odd = cutjax.Problem(256, 256, 256, "nt"), cutjax.Problem(255, 255, 256, "nt")
+    aligned, odd = cutjax.Problem.of(256, 256, 256, "nt"), cutjax.Problem.of(255, 255, 256, "nt")
     assert SWAPPED.name(aligned) == "sm90_bf16_nt_128x160x64_s2_c1x1_pingpong_swap"
     assert SWAPPED.name(odd) == SWAPPED.name(aligned) + "_pitch1"
     relu = dataclasses.replace(odd, epilogue=fused(lambda acc: jax.nn.relu(acc).astype(BF16)).epilogue)
@@ -116,7 +120,7 @@ def test_names():
 def test_the_plan(monkeypatch):
     """Buffers are as ever; a's map is of b, and the result's boxes are 64 of n by a chunk of m."""
     monkeypatch.setattr(base, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
-    asked = cutjax.Problem(256, 512, 64, "nn", batch=(4,), a_batch=(4,), b_batch=(1,))
+    asked = cutjax.Problem.of(256, 512, 64, "nn", batch=(4,), a_batch=(4,), b_batch=(1,))
     plan = sm90.resolved(asked, SWAPPED).call().launches[0]
     a, b, d, *rest = plan.params
     assert (a.buffer, a.dims, a.box) == (1, (512, 64, 1), (64, 64, 1))
@@ -240,7 +244,7 @@ def test_swapped_kernels_compile_lean(name, sizes):
 @pytest.mark.parametrize("layout", ["nn", "tn", "tt"])
 def test_layouts_and_clusters_compile_lean(layout):
     for dtype, out in (("bfloat16", "bfloat16"), ("float16", "float32")):
-        asked = cutjax.Problem(4096, 4096, 4096, layout, jnp.dtype(dtype), jnp.dtype(dtype), jnp.dtype(out))
+        asked = cutjax.Problem.of(4096, 4096, 4096, layout, jnp.dtype(dtype), jnp.dtype(dtype), jnp.dtype(out))
         configs = [
             cutjax.Config(128, 192, stages=3, schedule="pingpong", swap=True),
             cutjax.Config(256, 160, stages=2, cluster_m=2, swap=True),
@@ -258,5 +262,5 @@ def test_rows_that_tma_cannot_store_compile_lean(name):
             cutjax.candidates(asked), key=lambda config: (config.accumulator_registers, config.bm, config.stages)
         )
         check_lean(asked, [most, cutjax.candidates(asked)[0]], 96 << 10)
-    groups = dataclasses.replace(cutjax.Problem(4096, 4095, 4096, "nt"), groups=8, ragged="m")
+    groups = dataclasses.replace(cutjax.Problem.of(4096, 4095, 4096, "nt"), groups=8, ragged="m")
     check_lean(groups, cutjax.candidates(groups)[:2], 48 << 10)

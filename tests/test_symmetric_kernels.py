@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import changed
 from cubin import check_lean
 from epilogue_host import build
 
@@ -27,7 +28,9 @@ TILES = [(64, 64, 1, 1), (128, 256, 1, 1), (256, 96, 1, 1), (128, 160, 2, 1), (1
 
 def problem(m=4096, k=4096, layout="nt", a="bfloat16", out="bfloat16", batch=(), epilogue=None):
     half, result = jnp.dtype(a), jnp.dtype(out)
-    return cutjax.Problem(m, m, k, layout, half, half, result, batch, batch, batch, epilogue=epilogue, symmetric=True)
+    return cutjax.Problem.of(
+        m, m, k, layout, half, half, result, batch, batch, batch, epilogue=epilogue, symmetric=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +121,7 @@ def test_what_is_refused(function, operands, why):
 def test_what_is_not_symmetric_is_no_symmetric_problem():
     for change in ({"n": 2048}, {"layout": "nn"}, {"b_dtype": jnp.dtype("float16")}, {"groups": 2, "ragged": "m"}):
         with pytest.raises(ValueError, match="is no product of a matrix and its transpose"):
-            dataclasses.replace(problem(), **change)
+            changed(problem(), **change)
 
 
 @pytest.mark.parametrize("layout", ["nt", "tn"])

@@ -17,6 +17,7 @@ from jax import lax
 
 import cutjax
 from cutjax.kernels import choose, device, families, tuned
+from cutjax.kernels.keys import key
 from cutjax.runtime import settings, tuning_file
 from cutjax.tuning import autotune, measure
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("compile_nothing")
 
 H = jnp.bfloat16
 H200 = "NVIDIA H200"
-PROBLEM = cutjax.Problem(256, 512, 512)
+PROBLEM = cutjax.Problem.of(256, 512, 512)
 SECOND = cutjax.candidates(PROBLEM)[1]
 X, W = (jax.ShapeDtypeStruct(shape, H) for shape in ((256, 512), (512, 512)))
 
@@ -39,7 +40,7 @@ def folder(tmp_path):
 def write(path, config, time_us, xla_us, problem=PROBLEM, of=H200):
     fields = {} if config is None else families.fields_of(config)
     entry = tuned.Entry(tuple(sorted(fields.items())), time_us, xla_us).encoded()
-    tuning_file.merge(path, {of: {problem.key(): entry}})
+    tuning_file.merge(path, {of: {key(problem): entry}})
     tuned.read_again()
     return path
 
@@ -64,7 +65,7 @@ def test_tuned_goes_before_the_model():
     assert (choice.config, choice.reasons) == (SECOND, ("tuned: 7.0 us, XLA 9.0 us",))
     assert choice.time_us == 7.0
     assert choice.roofline == pytest.approx(choose.floor_us(PROBLEM) / 7.0)
-    other = cutjax.Problem(256, 512, 136)
+    other = cutjax.Problem.of(256, 512, 136)
     assert "predicted" in choose.choose(other).reasons[0]
 
 
@@ -113,7 +114,7 @@ def test_another_device():
 )
 def test_a_config_that_is_no_more_is_ignored(tmp_path, fields):
     """The next source is asked."""
-    stale = {H200: {PROBLEM.key(): {"config": fields, "time_us": 1.0, "xla_us": 0.5}}}
+    stale = {H200: {key(PROBLEM): {"config": fields, "time_us": 1.0, "xla_us": 0.5}}}
     tuning_file.merge(user_file(), stale)
     assert "predicted" in choose.choose(PROBLEM).reasons[0]
     tuning_file.merge(tmp_path / "mine.json", stale)
@@ -141,7 +142,7 @@ def test_later_sources_win(tmp_path, monkeypatch):
             assert choose.choose(PROBLEM).config == model
             with cutjax.use_tuning(scopes[1]):
                 assert choose.choose(PROBLEM).config == configs[3]
-                assert choose.choose(cutjax.Problem(512, 512, 512)).reasons[0].startswith("predicted")
+                assert choose.choose(cutjax.Problem.of(512, 512, 512)).reasons[0].startswith("predicted")
         assert choose.choose(PROBLEM).config == configs[2]
     assert choose.choose(PROBLEM).config == configs[1]
 
@@ -233,7 +234,7 @@ def test_autotune_keeps_the_fastest_and_jit_takes_it(monkeypatch):
     assert (row.before, row.before_us, row.xla_us) == (model.kernel, 5.0, 6.0)
     assert (row.after, row.after_us, row.config) == (task.configs[1].name(PROBLEM), 3.0, task.configs[1])
     assert row.roofline == pytest.approx(choose.floor_us(PROBLEM) / 3.0)
-    stored = tuning_file.read(user_file())[H200][PROBLEM.key()]
+    stored = tuning_file.read(user_file())[H200][key(PROBLEM)]
     assert {key: stored[key] for key in ("runs", "time_us", "xla_us")} == {
         "runs": "kernel",
         "time_us": 3.0,
@@ -349,7 +350,7 @@ def found(monkeypatch, f, *args):
     report = cutjax.autotune(f, candidates=1)(*args)
     rows = {}
     for row in report.rows:
-        kind = "syrk" if row.problem.symmetric else {"m": "rows", "k": "depth", "": "gemm"}[row.problem.ragged]
+        kind = "syrk" if row.problem.symmetric else {"m": "rows", "k": "depth", "": "gemm"}[row.problem.divided]
         kind += "" if row.problem.plain else " fused"
         rows[kind] = rows.get(kind, 0) + row.count
     return rows, report

@@ -19,9 +19,9 @@ from cutjax.tuning import autotune, command, measure
 from cutjax.tuning.progress import Progress
 from cutjax.tuning.report import Report, Row, Skipped
 
-PROBLEM = cutjax.Problem(256, 512, 128)
+PROBLEM = cutjax.Problem.of(256, 512, 128)
 ROW = Row(PROBLEM, 3, True, "old", 10.0, "new", 5.0, 7.25, 0.5, cutjax.Config(), 17, ())
-SECOND = Row(cutjax.Problem(64, 64, 64), 1, False, "XLA", 8.0, "XLA", 8.0, 8.0, 0.01, None, 2, (("k", "wrong"),))
+SECOND = Row(cutjax.Problem.of(64, 64, 64), 1, False, "XLA", 8.0, "XLA", 8.0, 8.0, 0.01, None, 2, (("k", "wrong"),))
 FAILED = dataclasses.replace(SECOND, before_us=None, after="nothing ran", after_us=None, xla_us=None, roofline=None)
 
 
@@ -133,7 +133,7 @@ def test_products(text, expected):
     (found,) = expected.found()
     problem = autotune.tasks([found], 1)[0][0].problem
     assert (problem.m, problem.n, problem.k, problem.layout) == (64, 128, 256, expected.layout)
-    assert problem.a_dtype.name == problem.out_dtype.name == expected.dtype
+    assert problem.a.dtype.name == problem.out_dtype.name == expected.dtype
     assert problem.batch_size == max(expected.batch, 1)
 
 
@@ -190,7 +190,7 @@ def test_bench(fake_device, capsys):
     assert command.main(["bench", "128x128x256"]) == 0
     head, _, line, device = capsys.readouterr().out.splitlines()
     assert head.split() == ["problem", "us", "XLA", "us", "XLA/ours", "roofline", "runs"]
-    kernel = choose.choose(cutjax.Problem(128, 128, 256)).kernel
+    kernel = choose.choose(cutjax.Problem.of(128, 128, 256)).kernel
     assert line.split()[-5:] == ["5.0", "3.0", "0.600", "1%", kernel]
     assert device == "no device"
     assert not list(fake_device.iterdir())

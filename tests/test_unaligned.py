@@ -63,7 +63,7 @@ def maps(problem):
 )
 def test_pitch(k, pitch, l2_bytes):
     """A map has the sizes that were asked for, so nothing that was added is read; where it is is the pitch's."""
-    problem = cutjax.Problem(72, 64, k, "nt")
+    problem = cutjax.Problem.of(72, 64, k, "nt")
     assert maps(problem) == {
         "a": ((k, 72, 1), (pitch, 72 * pitch), l2_bytes),
         "b0": ((k, 64, 1), (pitch, 64 * pitch), l2_bytes),
@@ -73,7 +73,7 @@ def test_pitch(k, pitch, l2_bytes):
 
 def test_pads_of_batches_and_groups():
     def pads(*args, **fields):
-        found = operands.prepared(cutjax.Problem(*args, **fields))
+        found = operands.prepared(cutjax.Problem.of(*args, **fields))
         return [(x.name, x.buffer, x.columns, x.written // x.steps[-1].row_bytes) for x in found]
 
     batch = {"batch": (3, 5), "a_batch": (3, 5), "b_batch": (1, 5)}
@@ -88,7 +88,7 @@ def test_pads_of_batches_and_groups():
 
 def test_the_copy_is_counted_and_said():
     """A copy of 2 * 8192 rows of 8 KB, 270 MB read and written, takes longer than nothing and less than the product."""
-    odd, even = (choose(cutjax.Problem(8192, 8192, k, "nt"), backend="cuda") for k in (4095, 4096))
+    odd, even = (choose(cutjax.Problem.of(8192, 8192, k, "nt"), backend="cuda") for k in (4095, 4096))
     assert odd.time_us is not None
     assert even.time_us is not None
     assert even.time_us + 2 * 2 * 8192 * 8192 / 4.8e6 < odd.time_us < 1.5 * even.time_us
@@ -192,7 +192,7 @@ def test_gradients_of_an_odd_width_run_kernels(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_smallest_have_a_plan(n, layout):
     for m, k in itertools.product((1, 2, 3, 7), repeat=2):
-        problem = cutjax.Problem(m, n, k, layout)
+        problem = cutjax.Problem.of(m, n, k, layout)
         assert cutjax.candidates(problem), problem
         for (inner, rows, _), (pitch, plane), _ in maps(problem).values():
             assert 2 * inner <= pitch < 2 * inner + 16
@@ -201,7 +201,7 @@ def test_the_smallest_have_a_plan(n, layout):
 
 def test_not_a_number_stays_outside():
     """What is added is zero and lies outside the sizes of the map, for any operand."""
-    kernel = sm90.resolved(cutjax.Problem(64, 64, 3, "nt"), cutjax.Config(bm=64, bn=64, stages=2))
+    kernel = sm90.resolved(cutjax.Problem.of(64, 64, 3, "nt"), cutjax.Config(bm=64, bn=64, stages=2))
     a = np.full((64, 3), np.nan, H)
     (padded, same), _ = prepared.make(kernel.prepared, [jnp.asarray(a), jnp.asarray(a)])
     assert padded.shape == same.shape == (64, 8)

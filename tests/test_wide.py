@@ -13,6 +13,7 @@ from wide_cases import E4M3, KINDS, call, fused, problem
 
 import cutjax
 from cutjax.kernels import base, choose, prepared
+from cutjax.kernels.keys import key
 from cutjax.kernels.problem import LAYOUTS
 from cutjax.kernels.sm90 import family, operands
 from cutjax.kernels.sm90 import kernel as sm90
@@ -61,7 +62,7 @@ def test_what_wgmma_does_not_multiply(fields, match):
     node = dataclasses.replace(epilogue.nodes[0], dtype=acc.name)
     output = dataclasses.replace(epilogue.outputs[0], dtype=acc.name)
     epilogue = dataclasses.replace(epilogue, nodes=(node,), outputs=(output,))
-    asked = cutjax.Problem(64, 64, 64, "nn", of_a, of_b, epilogue=epilogue, math=fields.get("math", ""))
+    asked = cutjax.Problem.of(64, 64, 64, "nn", of_a, of_b, epilogue=epilogue, math=fields.get("math", ""))
     assert match in "; ".join(cutjax.reasons(Config(), asked))
 
 
@@ -83,8 +84,8 @@ def test_names_and_keys_say_how():
     name = config.name(problem("bf16x6", 256, 256, 256))
     assert name == "sm90_f32bf16x6_nn_128x128x64_s4_c1x1_coop"
     assert config.name(problem("s8xu8", 256, 256, 256)).startswith("sm90_s8xu8s32_nn_")
-    assert '"math":"bf16x6"' in problem("bf16x6", 256, 256, 256).key()
-    assert "math" not in cutjax.Problem(256, 256, 256).key()
+    assert '"math":"bf16x6"' in key(problem("bf16x6", 256, 256, 256))
+    assert "math" not in key(cutjax.Problem.of(256, 256, 256))
     assert "f32 x f32 by tf32 -> f32" in str(problem("tf32", 256, 256, 256))
 
 

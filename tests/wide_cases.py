@@ -42,7 +42,7 @@ def problem(kind: str, m: int, n: int, k: int, layout: str = "nn", out: Any = No
     """The plain product, in the accumulators' dtype unless said otherwise."""
     a, b, acc, math = KINDS[kind]
     fields = {"epilogue": identity(np.dtype(out or acc), acc), **fields}
-    return cutjax.Problem(m, n, k, layout, a, b, math=math, **fields)
+    return cutjax.Problem.of(m, n, k, layout, a, b, math=math, **fields)
 
 
 def fused(kind: str, m: int, n: int, k: int, fn: Any, *operands: Any, **fields: Any) -> cutjax.Problem:
@@ -55,6 +55,6 @@ def call(asked: cutjax.Problem, config: cutjax.Config | None = None) -> Any:
     """The function of the operands that launches the kernel of a config, or of the fastest."""
     config = config or cutjax.candidates(asked)[0]
     called = sm90.resolved(asked, config).call()
-    shape = (*asked.batch, *[asked.groups] * (asked.ragged == "k"), asked.m, asked.n)
+    shape = (*asked.batch, *[asked.groups_along("k")] * (asked.divided == "k"), asked.m, asked.n)
     results = [jax.ShapeDtypeStruct(shape, np.dtype(out.dtype)) for out in asked.epilogue.outputs]
     return jax.jit(functools.partial(launch, called, called.results or results))

@@ -52,7 +52,7 @@ def measure(count: int = COUNT) -> dict[str, dict[str, float]]:
             jax.block_until_ready((a, b))
             config = None
             if backend == "cuda":
-                config = cutjax.candidates(cutjax.Problem(m, n, k))[i]
+                config = cutjax.candidates(cutjax.Problem.of(m, n, k))[i]
             start = time.perf_counter()
             lowered = jax.jit(functools.partial(cutjax.gemm, backend=backend, config=config)).lower(a, b)
             lowered_at = time.perf_counter()
@@ -153,7 +153,7 @@ def measure_epilogue(case: Epilogue, run: Run) -> list[Row]:
     key = [jax.random.key(0)] if takes_key else []
     acc = jax.ShapeDtypeStruct((256, 384), jnp.float32)
     epilogue = trace.trace(lambda *args: fn(*args).astype(case.dtype), [acc], key).epilogue.primal
-    problem = cutjax.Problem(4096, 4096, 4096, epilogue=epilogue)
+    problem = cutjax.Problem.of(4096, 4096, 4096, epilogue=epilogue)
     served = cutjax.candidates(problem)
     if not served:
         return [Row(case.name, failure="; ".join(cutjax.reasons(cutjax.Config(), problem)) or "no kernel")]

@@ -76,7 +76,7 @@ class Grouped:
         """``y = x w``, ``dx = dy w^T`` or ``dw = x^T dy`` as a ``cutjax.Problem``."""
         sizes = {"forward": (self.m, self.n, self.k), "dx": (self.m, self.k, self.n), "dw": (self.k, self.n, self.m)}
         layout = {"forward": "nn", "dx": "nt", "dw": "tn"}[product]
-        return cutjax.Problem(*sizes[product], layout, groups=self.groups, ragged="k" if product == "dw" else "m")
+        return cutjax.Problem.of(*sizes[product], layout, groups=self.groups, ragged="k" if product == "dw" else "m")
 
     def targets(self, product: str) -> dict[str, float]:
         """The least ratios we ask for, by what our time is compared with.

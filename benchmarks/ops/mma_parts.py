@@ -83,7 +83,7 @@ class Cube:
     def kernels(self, tma: bool) -> list[Kernel]:
         """Returns the kernels that have tiles loaded by TMA, or not, those first that the model expects to be fast."""
         dtype, sizes = jnp.dtype(self.dtype), (self.size, self.size, self.size, self.layout)
-        problem = Problem(*sizes, dtype, dtype, accumulator(dtype), math=self.math)
+        problem = Problem.of(*sizes, dtype, dtype, accumulator(dtype), math=self.math)
         kernels = [family.resolve(problem, config) for config in family.configs(problem) if config.tma == tma]
         found = [kernel for kernel in kernels if isinstance(kernel, Kernel)]
         return sorted(found, key=lambda kernel: kernel.time_us(problem.device))

@@ -74,7 +74,7 @@ class Wide(Dense):
         operand = np.dtype(jnp.dtype(kind.operand))
         epilogue = identity(np.dtype(jnp.dtype(kind.result)), np.dtype(kind.accumulator))
         sizes = self.m, self.n, self.k, self.layout
-        return cutjax.Problem(*sizes, operand, operand, epilogue=epilogue, math=kind.math)
+        return cutjax.Problem.of(*sizes, operand, operand, epilogue=epilogue, math=kind.math)
 
     def inputs(self, seed: int) -> tuple[jax.Array, jax.Array]:
         """Random normal operands, integers 32 times as large."""

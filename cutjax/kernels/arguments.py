@@ -10,7 +10,8 @@ import numpy as np
 
 from cutjax.dtypes import DTYPES
 from cutjax.epilogue import emit
-from cutjax.kernels.problem import Order, Problem, strides
+from cutjax.kernels.operand import Order, strides
+from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import Staging
 from cutjax.runtime.launch import Int32, Param, Pointer, TensorMap
 
@@ -157,7 +158,7 @@ def groups(problem: Problem) -> Iterator[Argument]:
     """Yields the sizes of groups, where there are such."""
     if problem.groups:
         yield Argument("const int* sizes", Pointer(1 + problem.products), "scheduler")
-        yield integer("leading", problem.leading, "scheduler")
+        yield integer("leading", problem.groups.leading, "scheduler")
         for j, step in enumerate(array_steps(problem)[-1][:2]):
             yield integer(f"sizes_step{j}", step, "scheduler")
 

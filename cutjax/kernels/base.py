@@ -157,7 +157,7 @@ class Kernel(Resolved, abc.ABC):
             prepare=functools.partial(self._prepare, taken, scratch[-1:]) if changed else None,
             aliases=aliases,
             operand_orders=self._operand_orders(taken),
-            result_orders=tuple(() if out.reduce else problem.orders[2] for out in outputs),
+            result_orders=tuple(() if out.reduce else problem.order for out in outputs),
         )
 
     def _launch(self, cubin: bytes) -> Launch:
@@ -184,8 +184,8 @@ class Kernel(Resolved, abc.ABC):
     def _operand_orders(self, taken: int) -> tuple[tuple[int, ...], ...]:
         """Returns how the axes of what the kernel takes lie in memory: each copy lies as the first of its array."""
         given = self.multiplied.transposed if self.config.swap else self.multiplied
-        orders = [given.a.order, *(b.order for b in given.bs[: 0 if given.symmetric else None])]
-        if not any(given.orders):
+        orders = [given.a.order, *(b.order for b in (() if given.symmetric else given.bs))]
+        if not given.strided:
             return ()
         more = [orders[operand.buffer] for operand in self.prepared for _ in range(operand.copies - 1)]
         return (*orders, *[()] * (taken - len(orders)), *more)

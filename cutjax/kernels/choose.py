@@ -82,8 +82,8 @@ def candidates(problem: Problem) -> tuple[Any, ...]:
 @functools.lru_cache(maxsize=4096)
 def in_precision(problem: Problem, precision: Canonical) -> Problem | Choice:
     """Returns the problem with its products computed as a precision says, or the choice of XLA where no kernel does."""
-    both = problem.b_dtype == problem.a_dtype
-    math = dot_precision.math(precision, problem.a_dtype, problem.accumulator, problem.device.tf32, both)
+    both = problem.bs[0].dtype == problem.a.dtype
+    math = dot_precision.math(precision, problem.a.dtype, problem.accumulator, problem.device.tf32, both)
     if isinstance(math, tuple):
         return Choice(problem, None, (*_problem_reasons(problem), *math))
     return problem if math == problem.math else dataclasses.replace(problem, math=math)
@@ -140,7 +140,7 @@ def leads(time_us: float, xla_us: float | None, lead: float) -> bool:
 def floor_us(problem: Problem) -> float:
     """Returns the time at the device's roofline: of the multiplications, or of the bytes."""
     device = problem.device
-    multiplied = problem.flops / device.peak(problem.a_dtype, problem.math)
+    multiplied = problem.flops / device.peak(problem.a.dtype, problem.math)
     return 1e6 * max(multiplied, problem.bytes / device.bytes_per_second)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from cutjax.kernels.family import Family, Kernel
 from cutjax.kernels.mma import family as mma
-from cutjax.kernels.prepared import converted_us, widened
-from cutjax.kernels.problem import Order, Problem
+from cutjax.kernels.operand import Order
+from cutjax.kernels.prepared import converted_us, wide, widened
+from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import family as sm90
 
 FAMILIES: tuple[Family, ...] = (sm90, mma)  # those that serve a problem the best first
@@ -26,8 +27,9 @@ def resolve(problem: Problem, config: Any) -> Kernel | tuple[str, ...]:
         raise TypeError(f"{config!r} is no config of a kernel; expected one of {known}")
     found = family.resolve(problem, config)
     found = found if isinstance(found, tuple) else found.unlaunchable() or found
-    if isinstance(found, tuple) and problem.narrow and not isinstance(wide := resolve(problem.wide, config), tuple):
-        return wide.after(widened(problem))
+    if isinstance(found, tuple) and problem.bs[0].narrow_beside(problem.a):
+        kernel = resolve(wide(problem), config)
+        found = found if isinstance(kernel, tuple) else kernel.after(widened(problem))
     return found
 
 
@@ -41,10 +43,10 @@ def ranked(problem: Problem) -> list[tuple[Kernel, float]]:
         kernels = [kernel for kernel in found if not isinstance(kernel, tuple)]
         if kernels and not kernels[0].unlaunchable():  # the first is told least: parts of tiles take more
             serving += [(kernel, kernel.time_us(problem.device)) for kernel in kernels]
-    if problem.narrow:
+    if problem.bs[0].narrow_beside(problem.a):
         converted = widened(problem)
         more = converted_us(converted, problem.device)
-        serving += [(kernel.after(converted), time_us + more) for kernel, time_us in ranked(problem.wide)]
+        serving += [(kernel.after(converted), time_us + more) for kernel, time_us in ranked(wide(problem))]
     return sorted(serving, key=lambda entry: entry[1])
 
 
@@ -59,11 +61,23 @@ def fastest(problem: Problem) -> tuple[Kernel, float, int] | None:
 
 
 def in_order(problem: Problem, orders: Sequence[Order]) -> Problem:
-    """Returns the problem of arrays in these orders of memory, as far as its architecture's kernels walk them."""
-    found = problem.in_order(orders)
-    if found.orders[2] and not all(family.stores_in_order(found) for family in FAMILIES):
-        return dataclasses.replace(found, orders=(*found.orders[:2], ()))
-    return found
+    """Returns the problem of arrays in these orders of memory, as far as kernels read and write them so.
+
+    Axes of size 1 lie anywhere, and orders are of the last axes. Results stay row-major where an operand of their size
+    is, and where the architecture's kernels do not store them otherwise.
+    """
+    rank, found = len(problem.batch) + 2, []
+    for order, shape in zip(orders, problem.shapes, strict=True):
+        before = rank - len(order)
+        order = (*range(before), *(before + axis for axis in order))
+        moving = [axis for axis in order if shape[axis] != 1]
+        found.append(() if moving == sorted(moving) else order)
+    of_a, of_b, of_results = found
+    a = dataclasses.replace(problem.a, order=of_a)
+    bs = tuple(dataclasses.replace(b, order=of_b) for b in problem.bs)
+    beside = any(spec.row and spec.col for spec in problem.epilogue.operands)
+    stored = not beside and all(family.stores_in_order(problem) for family in FAMILIES)
+    return dataclasses.replace(problem, a=a, bs=bs, order=of_results if stored else ())
 
 
 def fields_of(config: Any) -> dict[str, Any]:

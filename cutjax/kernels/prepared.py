@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -197,13 +196,23 @@ def copies_us(prepared: Sequence[Prepared], device: Device) -> float:
     return sum(operand.moved for operand in prepared) / (COPIED_BYTES_PER_US * speed) + len(prepared)
 
 
+def along_k(problem: Problem) -> Problem:
+    """Returns the problem of the same operands along the contraction; others are transposed for it."""
+    return dataclasses.replace(problem, a=problem.a.along_k, bs=tuple(b.along_k for b in problem.bs))
+
+
+def wide(problem: Problem) -> Problem:
+    """Returns the problem of each b in a's dtype."""
+    return dataclasses.replace(problem, bs=tuple(b.of(problem.a.dtype) for b in problem.bs))
+
+
 def widened(problem: Problem) -> tuple[Prepared, ...]:
-    """Returns each b converted to a's dtype: what kernels of ``problem.wide`` read of a narrow problem."""
-    matrices = math.prod(problem.b_batch) * (problem.groups if problem.ragged == "m" else 1)
-    elements = problem.k * problem.n * matrices
-    read, written = (elements * dtype.itemsize for dtype in (problem.b_dtype, problem.a_dtype))
-    steps = (Convert(problem.a_dtype),)
-    return tuple(Prepared("b", 1 + i, steps, read, written) for i in range(problem.products))
+    """Returns each b converted to a's dtype: what kernels of the `wide` problem read of a narrow one."""
+    found, a = [], problem.a
+    for i, (b, matrices) in enumerate(zip(problem.bs, problem.matrices[1:], strict=True)):
+        elements = problem.k * problem.n * matrices
+        found.append(Prepared("b", 1 + i, (Convert(a.dtype),), b.bytes(elements), a.bytes(elements)))
+    return tuple(found)
 
 
 def converted_us(converted: Sequence[Prepared], device: Device) -> float:

@@ -4,73 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 import math
-from collections.abc import Sequence
-from typing import Literal
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from cutjax.dot_precision import accumulator
-from cutjax.dtypes import are_narrow, short
+from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue, Node, Output, identity
 from cutjax.kernels.device import Device, reference
+from cutjax.kernels.operand import Groups, Operand, Order, merged, strides
 from cutjax.runtime.architectures import DEFAULT
 
 BF16 = np.dtype(jnp.bfloat16)
+_A, _BS = Operand(BF16, "k"), (Operand(BF16, "mn"),)  # row-major
 LAYOUTS = ("nn", "nt", "tn", "tt")
 # Ways to multiply other than operands as they are: float32, and, last, float16 added up in float16.
 MATHS = ("tf32", "tf32x3", "bf16", "bf16x3", "bf16x6", "bf16x9", "f16")
-Order = tuple[int, ...]  # an array's axes as they lie in memory, the slowest first; () is row-major
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """A matrix that is multiplied.
-
-    Attributes:
-      dtype: its elements'.
-      contiguous: the axis whose neighbours are neighbours in memory: the contraction, or the other one.
-      batch: batch shape, each axis the result's or 1.
-      order: of its axes in memory.
-    """
-
-    dtype: np.dtype
-    contiguous: Literal["k", "mn"]
-    batch: tuple[int, ...]
-    order: Order = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One GEMM: ``d[..., m, n] = a @ b`` with batch axes that broadcast.
+    """One GEMM: ``d[..., m, n] = a @ b`` with batch axes that broadcast, and an epilogue.
 
-    Operands are row-major, or as ``orders`` says. ``layout[0]`` says whether the last two axes of ``a`` are ``[m, k]``
-    ("n") or ``[k, m]`` ("t"), ``layout[1]`` whether those of ``b`` are ``[k, n]`` ("n") or ``[n, k]`` ("t").
+    ``Problem(4096, 4096, 4096)`` is of bfloat16, of row-major a and b; ``Problem.of`` makes one of a layout and dtypes.
 
     Attributes:
       m, n, k: sizes of the product.
-      layout: one of "nn", "nt", "tn", "tt".
-      a_dtype, b_dtype, out_dtype: numpy dtypes (``ml_dtypes`` for bfloat16).
+      a: the operand of the rows.
+      bs: the operands of the columns, each of which is multiplied with a: one a product.
+      groups: those of a grouped GEMM; None for any other.
       batch: batch shape of the result.
-      a_batch, b_batch: batch shapes of the operands, of the same rank, each axis either the result's or 1.
-      arch: the architecture the kernel is compiled for, e.g. "sm_80"; by default the device's, or "sm_90a".
-      epilogue: what is made of the products before they are stored; without one, the identity in ``out_dtype``. Its
-        outputs say the results' dtypes, and ``out_dtype`` is that of an identity.
-      groups: number of groups of a grouped GEMM, whose sizes are data; 0 for any other.
-      ragged: the axis the groups divide. "m": the rows of a, each group with its own matrix in
-        ``b[..., groups, k, n]``; rows of no group are zero in the result. "k": the contraction, in the layout "tn",
-        each group with its own result in ``d[..., groups, m, n]``. "" where there are no groups.
-      leading: whether the sizes start with that of the rows before the first group: ``int32[..., leading + groups]``.
-      sizes_batch: batch shape of the sizes.
-      device: what the kernel runs on, and whose architecture ``arch`` is; without one, the reference of ``arch``.
+      epilogue: what is made of the products before they are stored; without one, the identity in a's dtype.
+      order: of the axes of the results in memory. Rows are contiguous in any, and reductions are row-major.
+      device: what the kernel runs on; without one, the reference of sm_90a.
       in_place: pairs of an operand of the epilogue and a result that may share memory.
-      symmetric: whether b is a itself, so that the product is symmetric: a a^T in the layout "nt", a^T a in "tn". Only
+      symmetric: whether b is a itself, so that the product is symmetric: a a^T where a lies along k, else a^T a. Only
         what is on and below the diagonal is multiplied, so the epilogue must treat (i, j) and (j, i) alike.
-      orders: how the axes of a, b and the results lie in memory, the slowest first; () is row-major. Rows of matrices
-        are contiguous in any order, and reductions are row-major.
       math: how products are computed. "": those of the operands as they are, exactly or by the IEEE operations of their
         dtype, and added up in ``accumulator``. "tf32": of float32 (or complex64) rounded to TF32; "bf16": rounded to
         bfloat16; "tf32x3", "bf16x3", "bf16x6", "bf16x9": as so many products of parts. "f16": of float16, added up in
@@ -80,66 +51,52 @@ class Problem:
     m: int
     n: int
     k: int
-    layout: str = "nn"
-    a_dtype: np.dtype = BF16
-    b_dtype: np.dtype = BF16
-    out_dtype: np.dtype = BF16
+    a: Operand = _A
+    bs: tuple[Operand, ...] = _BS
+    groups: Groups | None = None
     batch: tuple[int, ...] = ()
-    a_batch: tuple[int, ...] = ()
-    b_batch: tuple[int, ...] = ()
-    arch: str = ""
     epilogue: Epilogue = None  # pyright: ignore[reportAssignmentType]  # made the identity below
-    groups: int = 0
-    ragged: str = ""
-    leading: bool = False
-    sizes_batch: tuple[int, ...] = ()
-    device: Device = None  # pyright: ignore[reportAssignmentType]  # made the architecture's reference below
+    order: Order = ()
+    device: Device = None  # pyright: ignore[reportAssignmentType]  # made the reference below
     in_place: tuple[tuple[int, int], ...] = ()
     symmetric: bool = False
-    orders: tuple[Order, Order, Order] = ((), (), ())
     math: str = ""
 
     def __post_init__(self):
-        for field in ("a_dtype", "b_dtype", "out_dtype"):
-            object.__setattr__(self, field, np.dtype(getattr(self, field)))
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"Problem: unknown layout {self.layout!r}, expected one of {LAYOUTS}")
+        if not (isinstance(self.a, Operand) and self.bs and all(isinstance(b, Operand) for b in self.bs)):
+            raise TypeError(f"Problem: a={self.a!r}, bs={self.bs!r}: expected operands; Problem.of takes dtypes")
         if min(self.m, self.n, self.k) < 0:
             raise ValueError(f"Problem: negative size in m={self.m}, n={self.n}, k={self.k}")
-        if not len(self.batch) == len(self.a_batch) == len(self.b_batch):
-            raise ValueError(f"Problem: batch ranks differ: {self.batch}, {self.a_batch}, {self.b_batch}")
-        for full, a, b in zip(self.batch, self.a_batch, self.b_batch, strict=True):
-            if a not in (1, full) or b not in (1, full):
-                raise ValueError(f"Problem: {self.a_batch} and {self.b_batch} do not broadcast to {self.batch}")
-        if self.ragged not in ("", "m", "k") or (self.groups and not self.ragged) or self.groups < 0:
-            raise ValueError(
-                f"Problem: {self.groups} groups with ragged={self.ragged!r}, expected 'm' or 'k' with groups"
-            )
-        if self.groups and len(self.sizes_batch) != len(self.batch):
-            raise ValueError(f"Problem: batch ranks differ: {self.batch}, {self.sizes_batch} of the sizes")
-        if self.device is not None and self.arch not in (self.device.arch, ""):
-            raise ValueError(f"Problem: arch={self.arch!r}, but {self.device.name} is {self.device.arch}")
-        object.__setattr__(self, "device", self.device or reference(self.arch or DEFAULT))
-        object.__setattr__(self, "arch", self.device.arch)
-        own = accumulator(self.a_dtype, self.out_dtype)
-        epilogue = self.epilogue.primal if self.epilogue else identity(self.out_dtype, own)
-        object.__setattr__(self, "epilogue", epilogue)
-        if self.plain:
-            object.__setattr__(self, "out_dtype", np.dtype(self.epilogue.outputs[0].dtype))
-        same = (self.m, self.a_dtype, self.a_batch) == (self.n, self.b_dtype, self.b_batch)
-        if self.symmetric and not (same and self.layout in ("nt", "tn") and self.products == 1 and not self.ragged):
+        batches = [operand.batch for operand in (self.a, *self.bs)]
+        batches += [self.groups.batch] if self.groups else []
+        if any(len(batch) != len(self.batch) for batch in batches):
+            raise ValueError(f"Problem: batch ranks differ: {self.batch}, {', '.join(map(str, batches))}")
+        for batch in batches:
+            if any(size not in (1, full) for size, full in zip(batch, self.batch, strict=True)):
+                raise ValueError(f"Problem: {batch} does not broadcast to {self.batch}")
+        if self.device is None:
+            object.__setattr__(self, "device", reference(DEFAULT))
+        epilogue = self.epilogue or identity(self.a.dtype, accumulator(self.a.dtype, self.a.dtype))
+        object.__setattr__(self, "epilogue", epilogue.primal)
+        if len(self.bs) != self.products:
+            raise ValueError(f"Problem: {len(self.bs)} operands b of an epilogue of {self.products} products")
+        if self.strided:
+            self._check_orders()
+        if self.symmetric and (self.m != self.n or self.bs != (self.a,) or self.groups):
             raise ValueError(f"Problem: {self} is no product of a matrix and its transpose")
         if self.math and self.math not in MATHS:
             raise ValueError(f"Problem: unknown math {self.math!r}, expected one of {('', *MATHS)}")
+        for operand, result in self.in_place:
+            if operand >= len(self.epilogue.operands) or result >= len(self.epilogue.outputs):
+                raise ValueError(f"Problem: in_place={self.in_place} names an operand or a result that is not there")
+
+    def _check_orders(self) -> None:
         axes = tuple(range(len(self.batch) + 2))
         for order in self.orders:
             if order and (tuple(sorted(order)) != axes or order == axes or order[-1] < axes[-2]):
                 raise ValueError(f"Problem: {order} is no order of axes in memory, other than row-major, of {self}")
-        if any(self.orders) and (self.ragged or self.symmetric):
+        if self.groups or self.symmetric:
             raise ValueError(f"Problem: orders={self.orders} of a product with groups, or a symmetric one")
-        for operand, result in self.in_place:
-            if operand >= len(self.epilogue.operands) or result >= len(self.epilogue.outputs):
-                raise ValueError(f"Problem: in_place={self.in_place} names an operand or a result that is not there")
 
     def __hash__(self) -> int:
         return self._hash
@@ -152,28 +109,110 @@ class Problem:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @classmethod
-    def of(cls, a, b, *, layout: str, out_dtype, arch: str = "", device: Device = None) -> Problem:  # pyright: ignore[reportArgumentType]
-        """Returns the problem of two arrays or avals of equal rank whose batch axes are equal or 1."""
+    def of(
+        cls,
+        m: int,
+        n: int,
+        k: int,
+        layout: str = "nn",
+        a_dtype: Any = BF16,
+        b_dtype: Any = BF16,
+        out_dtype: Any = BF16,
+        batch: tuple[int, ...] = (),
+        a_batch: tuple[int, ...] = (),
+        b_batch: tuple[int, ...] = (),
+        arch: str = "",
+        epilogue: Epilogue | None = None,
+        groups: int = 0,
+        ragged: str = "",
+        leading: bool = False,
+        sizes_batch: tuple[int, ...] = (),
+        device: Device | None = None,
+        orders: tuple[Order, Order, Order] = ((), (), ()),
+        **more: Any,
+    ) -> Problem:
+        """Makes a problem of a layout and dtypes, of plain operands.
+
+        Args:
+          m, n, k: sizes of the product.
+          layout: "nn", "nt", "tn" or "tt". Its first letter is that of a, whose last two axes are ``[m, k]`` ("n") or
+            ``[k, m]`` ("t"); its second that of b, ``[k, n]`` ("n") or ``[n, k]`` ("t").
+          a_dtype, b_dtype, out_dtype: of a, of each b, and of the result where there is no epilogue.
+          batch, a_batch, b_batch: batch shapes of the result, of a and of b, of the same rank.
+          arch: the architecture, e.g. "sm_80", instead of a device: its reference.
+          epilogue: as the problem's.
+          groups, ragged, leading, sizes_batch: count, axis, leading and batch of its ``Groups``; ragged="" for none.
+          device: as the problem's.
+          orders: how the axes of a, b and the results lie in memory, the slowest first; () is row-major.
+          more: in_place, symmetric and math.
+
+        Raises:
+          ValueError: the fields contradict each other; says which.
+
+        Example:
+          >>> import cutjax
+          >>> cutjax.Problem.of(4096, 4096, 512, "nt", "int8", "int8", "int32").layout
+          'nt'
+        """
+        if layout not in LAYOUTS:
+            raise ValueError(f"Problem: unknown layout {layout!r}, expected one of {LAYOUTS}")
+        if ragged not in ("", "m", "k") or (groups and not ragged) or groups < 0:
+            raise ValueError(f"Problem: {groups} groups with ragged={ragged!r}, expected 'm' or 'k' with groups")
+        if device is not None and arch not in (device.arch, ""):
+            raise ValueError(f"Problem: arch={arch!r}, but {device.name} is {device.arch}")
+        a = Operand(np.dtype(a_dtype), "k" if layout[0] == "n" else "mn", tuple(a_batch), orders[0])
+        b = Operand(np.dtype(b_dtype), "k" if layout[1] == "t" else "mn", tuple(b_batch), orders[1])
+        epilogue = epilogue or identity(np.dtype(out_dtype), accumulator(a.dtype, np.dtype(out_dtype)))
+        return cls(
+            m,
+            n,
+            k,
+            a,
+            (b,) * epilogue.products,
+            Groups(groups, ragged, leading, tuple(sizes_batch)) if ragged else None,
+            tuple(batch),
+            epilogue,
+            orders[2],
+            device or reference(arch or DEFAULT),
+            **more,
+        )
+
+    @classmethod
+    def of_arrays(
+        cls, a: Any, b: Any, *, layout: str, out_dtype: Any, arch: str = "", device: Device | None = None
+    ) -> Problem:
+        """Makes the problem of two arrays or avals of equal rank whose batch axes are equal or 1."""
         m, k = a.shape[-2:] if layout[0] == "n" else a.shape[:-3:-1]
         n = b.shape[-1] if layout[1] == "n" else b.shape[-2]
         a_batch, b_batch = tuple(a.shape[:-2]), tuple(b.shape[:-2])
         batch = tuple(np.broadcast_shapes(a_batch, b_batch))
-        return cls(m, n, k, layout, a.dtype, b.dtype, out_dtype, batch, a_batch, b_batch, arch, device=device)
+        return cls.of(m, n, k, layout, a.dtype, b.dtype, out_dtype, batch, a_batch, b_batch, arch, device=device)
 
-    def key(self) -> str:
-        """Returns what names the problem on any device, the same in every process and version of Python."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in ("arch", "device", "epilogue"):
-            del fields[name]
-        for name, there in (("symmetric", self.symmetric), ("orders", any(self.orders)), ("math", self.math)):
-            if not there:  # keys made before there was such a thing are still found
-                del fields[name]
-        for name in ("a_dtype", "b_dtype", "out_dtype"):
-            fields[name] = fields[name].name
-        if not self.plain:
-            text = json.dumps(dataclasses.astuple(self.epilogue), separators=(",", ":"), default=np.generic.item)
-            fields["epilogue"] = hashlib.sha256(text.encode()).hexdigest()
-        return json.dumps(fields, separators=(",", ":"), default=int)
+    @property
+    def arch(self) -> str:
+        """The architecture that kernels are compiled for, e.g. "sm_80"."""
+        return self.device.arch
+
+    @functools.cached_property
+    def layout(self) -> str:
+        """One of "nn", "nt", "tn", "tt": "n" for a of ``[m, k]``, and for b of ``[k, n]``; else "t"."""
+        return ("n" if self.a.contiguous == "k" else "t") + ("t" if self.bs[0].contiguous == "k" else "n")
+
+    @functools.cached_property
+    def orders(self) -> tuple[Order, Order, Order]:
+        """The orders in memory of a, of each b, and of the results."""
+        return self.a.order, self.bs[0].order, self.order
+
+    @functools.cached_property
+    def strided(self) -> bool:
+        """True if an array lies in an order of its own."""
+        return any((self.order, self.a.order, *(b.order for b in self.bs)))
+
+    @functools.cached_property
+    def out_dtype(self) -> np.dtype:
+        """The dtype of the first result of full size."""
+        outputs = self.epilogue.outputs
+        return np.dtype(next((out for out in outputs if out.reduce is None), outputs[0]).dtype)
 
     @functools.cached_property
     def plain(self) -> bool:
@@ -186,47 +225,23 @@ class Problem:
         acc = self.accumulator
         nodes = tuple(Node("acc", (), acc.name, (i,)) for i in range(self.products))
         outputs = tuple(Output(i, acc.name) for i in range(self.products))
-        epilogue = Epilogue(self.products, (), nodes, outputs)
-        orders = (*self.orders[:2], ())
-        return dataclasses.replace(self, epilogue=epilogue, out_dtype=acc, in_place=(), orders=orders)
+        return dataclasses.replace(self, epilogue=Epilogue(self.products, (), nodes, outputs), in_place=(), order=())
 
     def on(self, device: Device) -> Problem:
         """Returns the same problem on another device."""
-        return dataclasses.replace(self, arch=device.arch, device=device)
+        return dataclasses.replace(self, device=device)
 
-    def in_order(self, orders: Sequence[Order]) -> Problem:
-        """Returns the problem of arrays in these orders of memory, as far as kernels read and write them so.
-
-        Axes of size 1 lie anywhere, and orders are of the last axes. Results stay row-major where an operand of their
-        size is.
-        """
-        rank = len(self.batch) + 2
-        beside = any(spec.row and spec.col for spec in self.epilogue.operands)
-        found = []
-        for order, shape in zip(orders, self.shapes, strict=True):
-            before = rank - len(order)
-            order = (*range(before), *(before + axis for axis in order))
-            moving = [axis for axis in order if shape[axis] != 1]
-            found.append(() if moving == sorted(moving) else order)
-        return dataclasses.replace(self, orders=(*found[:2], () if beside else found[2]))
+    def fused(self, epilogue: Epilogue, in_place: tuple[tuple[int, int], ...] = ()) -> Problem:
+        """Returns the problem of one b with an epilogue, of as many equal ones as that has products."""
+        return dataclasses.replace(self, bs=self.bs[:1] * epilogue.products, epilogue=epilogue, in_place=in_place)
 
     @functools.cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of a, b and the result, without groups."""
-        a = (self.m, self.k) if self.layout[0] == "n" else (self.k, self.m)
-        b = (self.k, self.n) if self.layout[1] == "n" else (self.n, self.k)
-        return (*self.a_batch, *a), (*self.b_batch, *b), (*self.batch, self.m, self.n)
-
-    @functools.cached_property
-    def a(self) -> Operand:
-        """The operand of the rows."""
-        return Operand(self.a_dtype, "k" if self.layout[0] == "n" else "mn", self.a_batch, self.orders[0])
-
-    @functools.cached_property
-    def bs(self) -> tuple[Operand, ...]:
-        """The operands of the columns, one a product."""
-        contiguous = "k" if self.layout[1] == "t" else "mn"
-        return (Operand(self.b_dtype, contiguous, self.b_batch, self.orders[1]),) * self.products
+        (b, *_), a = self.bs, self.a
+        of_a = (self.m, self.k) if a.contiguous == "k" else (self.k, self.m)
+        of_b = (self.n, self.k) if b.contiguous == "k" else (self.k, self.n)
+        return (*a.batch, *of_a), (*b.batch, *of_b), (*self.batch, self.m, self.n)
 
     @functools.cached_property
     def transposed(self) -> Problem:
@@ -237,35 +252,17 @@ class Problem:
         Raises:
           ValueError: there are several products or groups, or the result is its own transpose.
         """
-        if self.products > 1 or self.ragged or self.symmetric:
+        if self.products > 1 or self.groups or self.symmetric:
             raise ValueError(f"Problem: {self} has no transpose: one b, no groups, not symmetric")
-        other = {"n": "t", "t": "n"}
-        of_a, of_b, of_result = self.orders
         rank = len(self.batch)
         turned = {rank: rank + 1, rank + 1: rank}
-        return dataclasses.replace(
-            self,
-            m=self.n,
-            n=self.m,
-            layout=other[self.layout[1]] + other[self.layout[0]],
-            a_dtype=self.b_dtype,
-            b_dtype=self.a_dtype,
-            a_batch=self.b_batch,
-            b_batch=self.a_batch,
-            epilogue=self.epilogue.transposed,
-            orders=(of_b, of_a, tuple(turned.get(axis, axis) for axis in of_result)),
-        )
-
-    @property
-    def along_k(self) -> Problem:
-        """The problem of the same operands where they lie along k; those that do not are transposed for it."""
-        (of_a, of_b, of_d), (a, b) = self.orders, self.layout
-        orders = of_a if a == "n" else (), of_b if b == "t" else (), of_d
-        return dataclasses.replace(self, layout="nt", orders=orders)
+        order = tuple(turned.get(axis, axis) for axis in self.order)
+        a, bs, epilogue = self.bs[0], (self.a,), self.epilogue.transposed
+        return dataclasses.replace(self, m=self.n, n=self.m, a=a, bs=bs, epilogue=epilogue, order=order)
 
     def tiles(self, height: int, width: int) -> tuple[int, int]:
         """Returns the tiles of that size along m and n; where rows have groups, those along m of an average group."""
-        m = -(-self.m // self.groups) if self.ragged == "m" else self.m
+        m = -(-self.m // self.groups_along("m"))
         return -(-m // height), -(-self.n // width)
 
     def most_tiles(self, height: int, width: int) -> int:
@@ -277,15 +274,34 @@ class Problem:
             rows = -(-self.m // height)  # each ends at the tile with its last place on the diagonal
             return self.batch_size * (_floors(rows - 1, height, height + width - 1, width) - (-self.m // width))
         tiles_m = -(-self.m // height)
-        if self.ragged == "m":  # every group, and what is of none before and after, may end in a tile of its own
-            tiles_m = min(tiles_m + self.groups + 1, self.m)
-        groups = self.groups if self.ragged == "k" else 1
-        return tiles_m * -(-self.n // width) * self.batch_size * groups
+        if self.divided == "m":  # every group, and what is of none before and after, may end in a tile of its own
+            tiles_m = min(tiles_m + self.groups_along("m") + 1, self.m)
+        return tiles_m * -(-self.n // width) * self.results
 
     @functools.cached_property
     def batch_size(self) -> int:
-        """Number of matrices in the result."""
+        """Number of matrices along the batch axes."""
         return math.prod(self.batch)
+
+    @functools.cached_property
+    def results(self) -> int:
+        """Number of matrices in the result: of each group one, where groups are of the contraction."""
+        return self.batch_size * self.groups_along("k")
+
+    @functools.cached_property
+    def matrices(self) -> tuple[int, ...]:
+        """Number of matrices in a, and in each b: of each group one, where groups are of rows."""
+        of_rows = self.groups_along("m")
+        return (math.prod(self.a.batch), *(math.prod(b.batch) * of_rows for b in self.bs))
+
+    @property
+    def divided(self) -> str:
+        """The axis that groups divide, "m" or "k"; "" where there are none."""
+        return self.groups.axis if self.groups else ""
+
+    def groups_along(self, axis: str) -> int:
+        """Returns how many groups divide an axis; 1 where none do."""
+        return self.groups.count if self.groups and self.groups.axis == axis else 1
 
     @functools.cached_property
     def products(self) -> int:
@@ -295,18 +311,8 @@ class Problem:
     @property
     def few_rows(self) -> bool:
         """True of a product that decodes a few tokens: it takes as long as reading the weights."""
-        alone = self.batch_size == 1 and not self.ragged and not self.symmetric
+        alone = self.batch_size == 1 and not self.groups and not self.symmetric
         return alone and self.m <= 64 and self.a.contiguous == "k"
-
-    @property
-    def narrow(self) -> bool:
-        """True if b has elements of 8 bits that are multiplied as a's, of 16."""
-        return are_narrow(self.a_dtype, self.b_dtype)
-
-    @property
-    def wide(self) -> Problem:
-        """The problem with b in a's dtype."""
-        return dataclasses.replace(self, b_dtype=self.a_dtype)
 
     @property
     def accumulator(self) -> np.dtype:
@@ -326,13 +332,14 @@ class Problem:
         """
         if self.symmetric:
             return self.m * (self.m + 1) * self.k * self.batch_size
-        grouped = 0 if self.ragged and not self.groups else 1
-        return 2 * self.m * self.n * self.k * self.batch_size * self.products * grouped
+        if self.groups and not self.groups.count:
+            return 0
+        return 2 * self.m * self.n * self.k * self.batch_size * self.products
 
     @functools.cached_property
     def result_bytes(self) -> int:
         """Bytes of all results."""
-        full = self.m * self.n * self.batch_size * (self.groups if self.ragged == "k" else 1)
+        full = self.m * self.n * self.results
         axes = {"row": self.m, "col": self.n}
         return sum(
             full // math.prod(axes[x] for x in out.axes) * np.dtype(out.dtype).itemsize for out in self.epilogue.outputs
@@ -341,9 +348,9 @@ class Problem:
     @functools.cached_property
     def bytes(self) -> int:
         """The fewest bytes device memory must move: each operand read once, each result written once."""
-        a = self.m * self.k * math.prod(self.a_batch) * self.a_dtype.itemsize
-        b = self.k * self.n * math.prod(self.b_batch) * self.b_dtype.itemsize * self.products
-        b *= 0 if self.symmetric else self.groups if self.ragged == "m" else 1
+        of_a, *of_bs = self.matrices
+        a = self.a.bytes(self.m * self.k * of_a)
+        b = 0 if self.symmetric else sum(b.bytes(self.k * self.n * x) for b, x in zip(self.bs, of_bs, strict=True))
         operands = 0
         for i, spec in enumerate(self.epilogue.operands):
             matrices = math.prod(size for size, *moves in self.batch_groups if moves[2 + i])
@@ -369,36 +376,23 @@ class Problem:
         In orders of memory, neighbours are merged where a step along the outer one is as many along the inner one as
         that is long, in each array that moves.
         """
-        batches = (self.a_batch, self.b_batch, *((self.sizes_batch,) if self.groups else ()))
-        flags = [tuple(size != 1 for size in batch) for batch in batches]
+        batches = (self.a.batch, self.bs[0].batch, *((self.groups.batch,) if self.groups else ()))
+        moves = [tuple(size != 1 for size in batch) for batch in batches]
         for i, spec in enumerate(self.epilogue.operands):
-            flags.insert(2 + i, (False,) * (len(self.batch) - len(spec.batch)) + spec.batch)
-        known = [strides(*x) for x in zip(self.shapes, self.orders, strict=True)] if any(self.orders) else []
-
-        def follow(outer: int, inner: int) -> bool:
-            return all(of[outer] == of[inner] * self.batch[inner] for of in known if of[inner] and of[outer])
-
-        groups: list[tuple[int, tuple[int, ...]]] = []
-        for axis, (size, *moves) in enumerate(zip(self.batch, *flags, strict=True)):
-            if size == 1:
-                continue
-            if groups and groups[-1][1][1:] == tuple(moves) and follow(groups[-1][0], axis):
-                groups[-1] = (axis, (groups[-1][1][0] * size, *moves))
-            else:
-                groups.append((axis, (size, *moves)))
+            moves.insert(2 + i, (False,) * (len(self.batch) - len(spec.batch)) + spec.batch)
+        apart = [strides(*x) for x in zip(self.shapes, self.orders, strict=True)] if self.strided else []
+        found = merged(self.batch, moves, apart)
         if self.groups:
-            specs = self.epilogue.operands
-            of_group = [self.ragged == "k" or spec.group for spec in specs]
-            groups.append((len(self.batch), (self.groups, False, self.ragged == "m", *of_group, False)))
-        return tuple(groups)
+            of_group = [self.divided == "k" or spec.group for spec in self.epilogue.operands]
+            found.append((len(self.batch), (self.groups.count, False, self.divided == "m", *of_group, False)))
+        return tuple(found)
 
     def __str__(self) -> str:
-        operands = f"{short(self.a_dtype.name)} x {short(self.b_dtype.name)}" + (
-            f" by {self.math}" if self.math else ""
-        )
+        operands = f"{short(self.a.dtype.name)} x {short(self.bs[0].dtype.name)}"
+        operands += f" by {self.math}" if self.math else ""
         dtypes = f"{operands} -> {', '.join(short(out.dtype) for out in self.epilogue.outputs)}"
         batch = f" batch {'x'.join(map(str, self.batch))}" if self.batch else ""
-        groups = f" in {self.groups} groups of {'rows' if self.ragged == 'm' else 'k'}" if self.groups else ""
+        groups = f" in {self.groups.count} groups of {'rows' if self.divided == 'm' else 'k'}" if self.groups else ""
         symmetric = " symmetric" if self.symmetric else ""
         named = [name for name, order in zip("abd", self.orders, strict=True) if order]
         strided = f", {' and '.join(named)} by strides" if named else ""
@@ -414,12 +408,3 @@ def _floors(count: int, step: int, first: int, divisor: int) -> int:
         last = step * count + first  # the points below a line, counted along the other axis
         count, first, step, divisor = last // divisor, last % divisor, divisor, step
     return total
-
-
-def strides(shape: Sequence[int], order: Order = ()) -> list[int]:
-    """Returns the elements between neighbours along each axis of an array; 0 where there is but one."""
-    found, step = [0] * len(shape), 1
-    for axis in reversed(order or range(len(shape))):
-        found[axis] = step if shape[axis] != 1 else 0
-        step *= shape[axis]
-    return found

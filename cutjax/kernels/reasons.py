@@ -12,8 +12,8 @@ from cutjax.kernels.staging import Staging
 def of_groups(problem: Problem, staging: Staging) -> list[str]:
     """Returns the reasons against kernels for a problem's groups."""
     found = []
-    if problem.groups and problem.a.contiguous != ("k" if problem.ragged == "m" else "mn"):
-        found.append(f"layout {problem.layout} with groups of {problem.ragged}: kernels divide an outer axis of a")
+    if problem.groups and problem.a.contiguous != ("k" if problem.divided == "m" else "mn"):
+        found.append(f"layout {problem.layout} with groups of {problem.divided}: kernels divide an outer axis of a")
     if problem.groups and staging.reductions:
         found.append("a reduction over rows that have groups")
     return found
@@ -22,7 +22,7 @@ def of_groups(problem: Problem, staging: Staging) -> list[str]:
 def of_sizes(problem: Problem) -> list[str]:
     """Returns the reasons against a problem's sizes and batch axes; ``counted`` names the limit of 32 bits."""
     found = []
-    if 0 in (problem.m, problem.n, problem.k, problem.batch_size) or (problem.ragged and not problem.groups):
+    if 0 in (problem.m, problem.n, problem.k, problem.batch_size) or (problem.groups and not problem.groups.count):
         found.append("a size is 0: nothing to launch")
     if len(problem.batch_groups) > 3:
         found.append(f"batch {problem.batch}: operands alternate in more than 3 groups of batch axes")
@@ -52,7 +52,7 @@ def of_counts(
         "depth": p.k + (parts + 1) * depth,
         "tiles": 4 * tiles,  # one that all blocks in flight have gone past, in turns of two
         "tiles of a band": abs(raster) * max(-(-p.m // height), -(-p.n // width)),
-        "matrices": parts * p.batch_size * (p.groups + 64 if p.groups else 1),  # groups are looked at 32 at a time
+        "matrices": parts * p.batch_size * (p.groups.count + 64 if p.groups else 1),  # groups are looked at 32 at a time
         "places": _places(p),
         **more,
     }
@@ -73,8 +73,23 @@ def of_swap(problem: Problem) -> list[str]:
     found = []
     if problem.products > 1:
         found.append(f"swap with {problem.products} products: of several b, none can be the one operand of the rows")
-    if problem.ragged:
+    if problem.groups:
         found.append("swap with groups: kernels divide the rows, or the contraction, of operands as they are")
     if problem.symmetric:
         found.append("swap of a symmetric product, which is its own transpose")
     return found
+
+
+def of_operands(problem: Problem) -> list[str]:
+    """Returns why operands cannot be loaded as they are: kernels read matrices of whole elements, all b alike."""
+    found = []
+    for name, operand in (("a", problem.a), *(("b", b) for b in problem.bs)):
+        if operand.bits != 8 * operand.dtype.itemsize:
+            found.append(f"{name} in {operand.bits} bits an element: kernels load whole ones")
+        if (scale := operand.scale) is not None:
+            found.append(f"{name} with scales of {scale.mn} x {scale.k} elements: kernels multiply operands alone")
+        if operand.view is not None:
+            found.append(f"{name} as {type(operand.view).__name__.lower()}: kernels load rows of the array")
+    if len(set(problem.bs)) > 1:
+        found.append("matrices b of several kinds: one kernel loads all in one way")
+    return list(dict.fromkeys(found))

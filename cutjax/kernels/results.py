@@ -15,7 +15,7 @@ from cutjax.kernels.problem import Problem
 def parts(problem: Problem, splits: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns the avals of a kernel's results where k has splits: each product's parts, in the accumulators' dtype."""
     p = problem
-    shape = (splits, *p.batch, *[p.groups] * (p.ragged == "k"), p.m, p.n)
+    shape = (splits, *p.batch, *[p.groups_along("k")] * (p.divided == "k"), p.m, p.n)
     return (jax.ShapeDtypeStruct(shape, p.accumulator),) * p.products
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from cutjax.kernels.keys import key
 from cutjax.kernels.problem import Problem
 from cutjax.runtime import tuning_file
 
@@ -157,10 +158,5 @@ def find(problem: Problem) -> tuple[Entry, ...]:
     of_device = [x.entries[device] for x in tables() if x.entries.get(device)]
     if not of_device:
         return ()
-    key = _key(problem)
-    return tuple(entries[key] for entries in reversed(of_device) if key in entries)
-
-
-@functools.lru_cache(maxsize=4096)
-def _key(problem: Problem) -> str:
-    return problem.key()
+    named = key(problem)
+    return tuple(entries[named] for entries in reversed(of_device) if named in entries)

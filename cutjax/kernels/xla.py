@@ -13,7 +13,7 @@ import numpy as np
 
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.families import fastest
-from cutjax.kernels.prepared import Prepared, converted_us, copies_us, widened
+from cutjax.kernels.prepared import Prepared, converted_us, copies_us, wide, widened
 from cutjax.kernels.problem import Problem
 from cutjax.runtime.architectures import number
 
@@ -70,7 +70,7 @@ def time_us(problem: Problem) -> float | None:
     found, device = fastest(problem), problem.device
     if found is None:
         return None
-    if problem.narrow and fastest(problem.wide):
+    if problem.bs[0].narrow_beside(problem.a) and fastest(wide(problem)):
         return _narrow_us(problem, device)
     kernel, ours, _ = found
     if kernel.family == OURS:
@@ -84,35 +84,35 @@ def _of_rates(p: Problem, device: Device) -> float | None:
     Where nothing was measured XLA is taken to reach the rates: what users have there runs until a measurement says that
     a kernel is faster.
     """
-    if p.ragged or p.symmetric or p.a_dtype.name in XLA_HAS_NONE:
+    if p.groups or p.symmetric or p.a.dtype.name in XLA_HAS_NONE:
         return None
-    rate = device.peak(p.a_dtype, p.math)
-    if (measured := XLA_FLOPS.get(f"{p.a_dtype.name} {p.math}".strip())) and number(device.arch) >= 90:
-        rate *= measured / reference("sm_90a").peak(p.a_dtype, p.math)
+    rate = device.peak(p.a.dtype, p.math)
+    if (measured := XLA_FLOPS.get(f"{p.a.dtype.name} {p.math}".strip())) and number(device.arch) >= 90:
+        rate *= measured / reference("sm_90a").peak(p.a.dtype, p.math)
     if not rate:
         return None
     product = p.m * p.n * p.batch_size * p.products * p.accumulator.itemsize
     moved = p.bare.bytes if p.plain else p.bare.bytes + product + p.bytes
     passes = 1 if p.plain else 1 + p.products
-    small_us = 0.0 if device.tensor(p.a_dtype, p.math) else XLA_SMALL_US * p.batch_size * p.products / device.sms
+    small_us = 0.0 if device.tensor(p.a.dtype, p.math) else XLA_SMALL_US * p.batch_size * p.products / device.sms
     return 2.0 * passes + max(1e6 * p.flops / rate, 1e6 * moved / device.bytes_per_second, small_us)
 
 
 def _narrow_us(p: Problem, device: Device) -> float | None:
     """Returns the time of XLA's product of a narrow b, which it converts before, or in a fusion with the product."""
-    of_wide = time_us(p.wide)
+    of_wide = time_us(wide(p))
     if of_wide is None:
         return None
     fused_us = FUSED_US + 1e6 * p.bytes / (FUSED_BYTES * device.bytes_per_second)
-    fused_us += 1e6 * p.flops / (FUSED_FLOPS * device.peak(p.a_dtype))
+    fused_us += 1e6 * p.flops / (FUSED_FLOPS * device.peak(p.a.dtype))
     return min(of_wide + converted_us(widened(p), device), fused_us)
 
 
 def _of_ours(p: Problem, device: Device, padded: float, copied: Sequence[Prepared]) -> float | None:
     """Returns the time of XLA's product on Hopper, told that of our fastest kernel and the copies that it reads."""
-    if p.ragged or p.symmetric:
+    if p.groups or p.symmetric:
         return None
-    if p.a_dtype.itemsize != 2:
+    if p.a.bits != 16:
         return _others_us(p, device)
     if not p.plain:
         return None
@@ -130,12 +130,12 @@ _FITTED_K, _FITTED_N = 128, 256
 
 def _roofline_us(p: Problem, device: Device) -> tuple[float, float]:
     """Returns the times of the flops, and of the bytes, at the device's rates."""
-    return 1e6 * p.flops / device.peak(p.a_dtype), 1e6 * p.bytes / device.bytes_per_second
+    return 1e6 * p.flops / device.peak(p.a.dtype), 1e6 * p.bytes / device.bytes_per_second
 
 
 def _halves_us(p: Problem, device: Device, padded: float, copied: Sequence[Prepared]) -> float:
     """Returns the time of XLA's product of 16 bits, told as ``_of_ours`` is."""
-    odd = p.n * p.a_dtype.itemsize % 16 != 0
+    odd = p.a.bytes(p.n) % 16 != 0
     if p.few_rows and not odd and not copied and p.n * p.k >= _LEAST_WEIGHTS:
         return _few_rows_us(p, device)
     if copied and p.batch_size == 1:
@@ -163,9 +163,9 @@ def _halves_us(p: Problem, device: Device, padded: float, copied: Sequence[Prepa
         "shallow": max(0.0, math.log2(128 / min(p.m, p.n))) * max(0.0, 1 - abs(math.log2(p.k / 256))),
         "rows": max(0.0, math.log2(128 / p.m)),
         "multiplies": multiplies,
-        "pitch": sum(row * p.a_dtype.itemsize % 128 != 0 for row in _rows(p)),
+        "pitch": sum(p.a.bytes(row) % 128 != 0 for row in _rows(p)),
         "long": math.log2(ours),
-        "walked": len(copied) > 0 and any(p.orders),
+        "walked": len(copied) > 0 and p.strided,
     }
     weights = PLAIN if p.batch_size == 1 else BATCHED
     return ours * math.exp(sum(weight * true[name] for name, weight in weights.items())) + _transposes_us(p, device)
@@ -228,9 +228,9 @@ def _others_us(p: Problem, device: Device) -> float | None:
 
     An epilogue is a pass over the results at the rate of a copy, which is the least it may take.
     """
-    name = p.a_dtype.name if p.a_dtype.kind == "c" else p.math or p.a_dtype.name
+    name = p.a.dtype.name if p.a.dtype.kind == "c" else p.math or p.a.dtype.name
     if name.startswith("float8"):
-        name = "float8_e5m2" if {p.a_dtype.name, p.b_dtype.name} == {"float8_e5m2"} else "float8"
+        name = "float8_e5m2" if {p.a.dtype.name, p.bs[0].dtype.name} == {"float8_e5m2"} else "float8"
     if name not in _OTHERS:
         return None
     multiplied, split = _OTHERS[name]
@@ -246,8 +246,8 @@ def _transposes_us(p: Problem, device: Device) -> float:
     Where each operand lacks an axis of the batch, XLA multiplies all rows by all columns and transposes the result.
     """
     copied = 0.0
-    crossed = all(batch != p.batch for batch in (p.a_batch, p.b_batch))
-    dtypes = p.a_dtype, p.b_dtype, p.out_dtype
+    crossed = all(batch != p.batch for batch in (p.a.batch, p.bs[0].batch))
+    dtypes = p.a.dtype, p.bs[0].dtype, p.out_dtype
     for order, shape, dtype, result in zip(p.orders, p.shapes, dtypes, (False, False, True), strict=True):
         moving = [axis for axis in order if shape[axis] != 1]
         places = [moving.index(axis) for axis in range(len(p.batch)) if axis in moving]

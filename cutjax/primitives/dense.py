@@ -114,7 +114,7 @@ class Dense(Product):
 
     def problem(self, *avals: Any, out_dtype: Any, device: Device) -> Problem:
         device = device.beside_transfers() if self.beside else device
-        return Problem.of(*avals, layout=self.layout, out_dtype=out_dtype, device=device)
+        return Problem.of_arrays(*avals, layout=self.layout, out_dtype=out_dtype, device=device)
 
     def cotangent(
         self, i: int, g: jax.Array, other: jax.Array, precision: Canonical

@@ -115,7 +115,7 @@ def _choose(
     if not epilogue.plain:
         full = product.tile(a, *bs, *context).shape  # one that is broadcast over the batch has other memory
         in_place = tuple((i, j) for i, j in in_place if operands[i].shape == full)
-        problem = dataclasses.replace(problem, epilogue=epilogue, in_place=in_place)
+        problem = problem.fused(epilogue, in_place)
     problem = in_precision(product.in_order(problem), precision)
     choice = problem if isinstance(problem, Choice) else choose(problem, config, backend=backend, lead=product.lead)
     notes = product.notes()

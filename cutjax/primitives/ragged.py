@@ -126,7 +126,7 @@ class Rows(_InGroups):
     def problem(self, *avals: Any, out_dtype: Any, device: Device) -> Problem:
         a, b, sizes = avals
         (*x_batch, m, k), (*w_batch, groups, _, _), (*sizes_batch, _) = a.shape, b.shape, sizes.shape
-        return Problem(
+        return Problem.of(
             m,
             b.shape[-1 if self.layout[1] == "n" else -2],
             k,
@@ -228,7 +228,7 @@ class Depth(_InGroups):
         """Returns the problem, whose contraction is over the rows."""
         a, b, sizes = avals
         (*a_batch, rows, m), (*b_batch, _, n), (*sizes_batch, groups) = a.shape, b.shape, sizes.shape
-        return Problem(
+        return Problem.of(
             m,
             n,
             rows,

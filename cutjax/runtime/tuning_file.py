@@ -1,6 +1,6 @@
 """Files of tuned kernels: JSON, read whatever is in them, merged under a lock, and replaced at once.
 
-{"format": 1, "devices": {"NVIDIA H200": {"<Problem.key()>": {an entry: a JSON object}}}}
+{"format": 1, "devices": {"NVIDIA H200": {"<key of a Problem>": {an entry: a JSON object}}}}
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from cutjax.epilogue.expression import identity
 from cutjax.kernels import tuned
 from cutjax.kernels.choose import Choice, candidates, choose, floor_us, in_precision
 from cutjax.kernels.families import fields_of
+from cutjax.kernels.keys import key
 from cutjax.kernels.problem import Problem
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.product import split
@@ -127,9 +128,9 @@ class Task:
         # In place, a kernel would write into inputs that the next call reads: XLA would copy them before.
         params = {**eqn.params, "in_place": (), "backend": backend, "config": config, **more}
         params["epilogue"] = params["epilogue"].primal
-        if not any(self.problem.orders):
+        if not self.problem.strided:
             return lambda *arrays: eqn.primitive.bind(*arrays, **params)
-        of_results = [() if out.reduce else self.problem.orders[2] for out in params["epilogue"].outputs]
+        of_results = [() if out.reduce else self.problem.order for out in params["epilogue"].outputs]
 
         def function(*arrays: jax.Array) -> list[jax.Array]:
             """Takes and returns arrays whose axes are in the order in which they lie in memory, so that none moves."""
@@ -140,8 +141,8 @@ class Task:
         return function
 
     def _orders(self, arrays: Sequence[Any]) -> list[tuple[int, ...]]:
-        """Returns the memory orders of the axes of the product's operands."""
-        given = (self.problem.orders[0], *(b.order for b in self.problem.bs)) if any(self.problem.orders) else ()
+        """Returns how the axes of the product's operands lie in memory."""
+        given = tuple(x.order for x in (self.problem.a, *self.problem.bs)) if self.problem.strided else ()
         given += ((),) * (len(arrays) - len(given))
         return [order or tuple(range(x.ndim)) for order, x in zip(given, arrays, strict=True)]
 
@@ -151,7 +152,7 @@ class Task:
         if not self.problem.plain:
             return self._bound("xla", None)
         dtype, wide = self.problem.out_dtype, np.dtype(np.float32)
-        inner = self._bound("xla", None, epilogue=identity(wide, accumulator(self.problem.a_dtype, wide)))
+        inner = self._bound("xla", None, epilogue=identity(wide, accumulator(self.problem.a.dtype, wide)))
         return lambda *arrays: [x.astype(dtype) for x in inner(*arrays)]
 
     def inputs(self, key: jax.Array, integers: bool) -> list[jax.Array]:
@@ -166,9 +167,10 @@ class Task:
         return arrays
 
     def _sizes(self, aval: Any) -> jax.Array:
-        problem = self.problem
-        rows, groups = problem.m if problem.ragged == "m" else problem.k, problem.groups
-        sizes = [0] * problem.leading + [rows // groups + (i < rows % groups) for i in range(groups)]
+        groups = self.problem.groups
+        assert groups is not None
+        rows, count = getattr(self.problem, groups.axis), groups.count
+        sizes = [0] * groups.leading + [rows // count + (i < rows % count) for i in range(count)]
         return jnp.broadcast_to(jnp.array(sizes, aval.dtype), aval.shape)
 
 
@@ -240,7 +242,7 @@ def run(found: Iterable[walk.Found], most: int, path: pathlib.Path | None, progr
                 rows.append(row)
                 if entry and path:
                     stored = entry.encoded(**_provenance())
-                    tuning_file.merge(path, {task.problem.device.name: {task.problem.key(): stored}})
+                    tuning_file.merge(path, {task.problem.device.name: {key(task.problem): stored}})
                     changed = True
         finally:  # what was measured before an interruption counts
             if changed:

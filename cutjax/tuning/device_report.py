@@ -22,6 +22,7 @@ from jax import lax
 from cutjax.binding import lowering, walk
 from cutjax.kernels.choose import Choice, candidates, choose
 from cutjax.kernels.device import Device, device_of, device_of_kind
+from cutjax.kernels.keys import key
 from cutjax.ops.gemm import gemm
 from cutjax.ops.grouped import grouped_gemm
 from cutjax.runtime import compiler
@@ -209,7 +210,7 @@ def _measured(case: Case) -> dict[str, Any]:
     return {
         "case": case.name,
         "rate": case.rate,
-        "problem": json.loads(problem.key()),
+        "problem": json.loads(key(problem)),
         "flops": problem.flops,
         "bytes": problem.bytes,
         "runs": before.kernel,

@@ -41,10 +41,12 @@ class Random:
 
     def __str__(self) -> str:
         p = self.problem
-        batch = "".join(f"_{'x'.join(map(str, b))}" for b in (p.batch, p.a_batch, p.b_batch, p.sizes_batch) if p.batch)
-        dtypes = f"{p.a_dtype.name}-{p.out_dtype.name}"
-        leading = "_leading" if p.leading else ""
-        return f"{self.index}-{p.ragged}_{p.m}x{p.n}x{p.k}_g{p.groups}_{p.layout}_{dtypes}{batch}{leading}"
+        batch = "".join(
+            f"_{'x'.join(map(str, b))}" for b in (p.batch, p.a.batch, p.bs[0].batch, p.groups.batch) if p.batch
+        )
+        dtypes = f"{p.a.dtype.name}-{p.out_dtype.name}"
+        leading = "_leading" if p.groups.leading else ""
+        return f"{self.index}-{p.divided}_{p.m}x{p.n}x{p.k}_g{p.groups.count}_{p.layout}_{dtypes}{batch}{leading}"
 
     @property
     def config(self) -> cutjax.Config | None:
@@ -60,7 +62,7 @@ def pick(problem: cutjax.Problem, share: float) -> cutjax.Config:
 
 def rows(problem: cutjax.Problem) -> int:
     """The rows that the groups divide."""
-    return problem.m if problem.ragged == "m" else problem.k
+    return problem.m if problem.divided == "m" else problem.k
 
 
 def generate(index: int, seed: int = SEED) -> Random:
@@ -94,7 +96,7 @@ def generate(index: int, seed: int = SEED) -> Random:
     pinned = float(rng.random()) if rng.random() < 0.75 else None
     dtypes = {"a_dtype": dtype, "b_dtype": dtype, "out_dtype": out_dtype}
     shape: dict[str, Any] = {"batch": batch, "a_batch": a_batch, "b_batch": b_batch, "sizes_batch": sizes_batch}
-    problem = cutjax.Problem(m, n, k, layout, **dtypes, **shape, groups=groups, ragged=ragged, leading=leading)
+    problem = cutjax.Problem.of(m, n, k, layout, **dtypes, **shape, groups=groups, ragged=ragged, leading=leading)
     return Random(index, problem, kinds, pinned)
 
 
@@ -131,9 +133,9 @@ def all_sizes(item: Random, run: int) -> np.ndarray:
     """The sizes of one of the two runs of an item."""
     p = item.problem
     rng = np.random.default_rng([SEED, item.index, 12, run])
-    count = p.groups + p.leading
-    drawn = [draw_sizes(rng, item.kinds[run], rows(p), count) for _ in range(int(np.prod(p.sizes_batch)))]
-    return np.stack(drawn).reshape(*p.sizes_batch, count)
+    count = p.groups.count + p.groups.leading
+    drawn = [draw_sizes(rng, item.kinds[run], rows(p), count) for _ in range(int(np.prod(p.groups.batch)))]
+    return np.stack(drawn).reshape(*p.groups.batch, count)
 
 
 def spans(sizes: np.ndarray, m: int, leading: bool = False) -> list[tuple[int, int]]:
@@ -147,18 +149,18 @@ def spans(sizes: np.ndarray, m: int, leading: bool = False) -> list[tuple[int, i
 def shapes(problem: cutjax.Problem) -> tuple[tuple[int, ...], ...]:
     """Shapes of a, b, the sizes and the result."""
     p = problem
-    sizes = (*p.sizes_batch, p.groups + p.leading)
-    if p.ragged == "k":
-        return (*p.a_batch, p.k, p.m), (*p.b_batch, p.k, p.n), sizes, (*p.batch, p.groups, p.m, p.n)
+    sizes = (*p.groups.batch, p.groups.count + p.groups.leading)
+    if p.divided == "k":
+        return (*p.a.batch, p.k, p.m), (*p.bs[0].batch, p.k, p.n), sizes, (*p.batch, p.groups.count, p.m, p.n)
     w = (p.k, p.n) if p.layout == "nn" else (p.n, p.k)
-    return (*p.a_batch, p.m, p.k), (*p.b_batch, p.groups, *w), sizes, (*p.batch, p.m, p.n)
+    return (*p.a.batch, p.m, p.k), (*p.bs[0].batch, p.groups.count, *w), sizes, (*p.batch, p.m, p.n)
 
 
 def integers(problem: cutjax.Problem, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Operands of -2 to 2: every order of f32 summation is exact, so a right result is equal, bit for bit."""
     rng = np.random.default_rng([SEED, seed, 13])
     a, b, _, _ = shapes(problem)
-    values = np.arange(-2, 3).astype(problem.a_dtype)
+    values = np.arange(-2, 3).astype(problem.a.dtype)
     return values[rng.integers(0, 5, a, dtype=np.int8)], values[rng.integers(0, 5, b, dtype=np.int8)]
 
 
@@ -166,13 +168,13 @@ def gaussian(problem: cutjax.Problem, seed: int) -> tuple[np.ndarray, np.ndarray
     """Operands of zero mean and unit variance, rounded to their dtype."""
     rng = np.random.default_rng([SEED, seed, 14])
     a, b, _, _ = shapes(problem)
-    return tuple(rng.standard_normal(s, np.float32).astype(problem.a_dtype) for s in (a, b))  # pyright: ignore
+    return tuple(rng.standard_normal(s, np.float32).astype(problem.a.dtype) for s in (a, b))  # pyright: ignore
 
 
 def entries(problem: cutjax.Problem):
     """For each entry of the batch: its index, and those of a, b and the sizes."""
     for index in np.ndindex(problem.batch):
-        parts = (problem.a_batch, problem.b_batch, problem.sizes_batch)
+        parts = (problem.a.batch, problem.bs[0].batch, problem.groups.batch)
         yield index, *(tuple(i if size > 1 else 0 for i, size in zip(index, x, strict=True)) for x in parts)
 
 
@@ -180,11 +182,11 @@ def with_nan(problem: cutjax.Problem, a: np.ndarray, b: np.ndarray, sizes: np.nd
     """NaN in the rows of no group, and in the matrices of empty groups: nothing of them may reach a result."""
     a, b = a.copy(), b.copy()
     used_a = np.zeros(a.shape[:-1], bool)
-    used_b = np.zeros(b.shape[:-1] if problem.ragged == "k" else b.shape[:-2], bool)
+    used_b = np.zeros(b.shape[:-1] if problem.divided == "k" else b.shape[:-2], bool)
     for _, at_a, at_b, at_sizes in entries(problem):
-        for group, (start, end) in enumerate(spans(sizes[at_sizes], rows(problem), problem.leading)):
+        for group, (start, end) in enumerate(spans(sizes[at_sizes], rows(problem), problem.groups.leading)):
             used_a[at_a][start:end] = True
-            if problem.ragged == "k":
+            if problem.divided == "k":
                 used_b[at_b][start:end] = True
             elif end > start:
                 used_b[at_b][group] = True
@@ -197,11 +199,11 @@ def reference(problem: cutjax.Problem, a: np.ndarray, b: np.ndarray, sizes: np.n
     out = np.zeros(shapes(problem)[3], dtype)
     for index, at_a, at_b, at_sizes in entries(problem):
         x, y, d = a[at_a], b[at_b], out[index]
-        for group, (start, end) in enumerate(spans(sizes[at_sizes], rows(problem), problem.leading)):
+        for group, (start, end) in enumerate(spans(sizes[at_sizes], rows(problem), problem.groups.leading)):
             if start == end:
                 continue
             part = x[start:end].astype(dtype)
-            if problem.ragged == "k":
+            if problem.divided == "k":
                 d[group] = part.T @ y[start:end].astype(dtype)
             else:
                 w = y[group].astype(dtype)
@@ -214,14 +216,14 @@ def compiled(problem: cutjax.Problem, config: cutjax.Config | None, backend: str
 
     Filled with NaN, that array shows any element the kernel does not write.
     """
-    product = Depth(problem.leading) if problem.ragged == "k" else Rows(problem.leading, problem.layout)
+    product = Depth(problem.groups.leading) if problem.divided == "k" else Rows(problem.groups.leading, problem.layout)
     params: dict[str, Any] = {"out_dtype": problem.out_dtype, "precision": None, "backend": backend, "config": config}
 
     @functools.partial(jax.jit, donate_argnums=3, keep_unused=True)
     def grouped(a, b, sizes, poison):
         return multiply(product, a, b, sizes, **params)
 
-    dtypes = (problem.a_dtype, problem.b_dtype, np.int32, problem.out_dtype)
+    dtypes = (problem.a.dtype, problem.bs[0].dtype, np.int32, problem.out_dtype)
     avals = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes(problem), dtypes, strict=True))
     return grouped.lower(*avals).compile()
 

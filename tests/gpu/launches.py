@@ -103,7 +103,7 @@ def run(
         if launch.prepare:
             with jax.default_device(cpu):
                 arrays = [np.asarray(x) for x in launch.prepare(list(map(jnp.asarray, arrays)))]
-        shape = (*problem.batch, *[problem.groups] * (problem.ragged == "k"), problem.m, problem.n)
+        shape = (*problem.batch, *[problem.groups_along("k")] * (problem.divided == "k"), problem.m, problem.n)
         results = launch.results or [jax.ShapeDtypeStruct(shape, out) for out in outs]
         shared = {result: argument for argument, result in launch.aliases}
         memory = [arrays[shared[i]] if i in shared else poison(x.shape, x.dtype) for i, x in enumerate(results)]

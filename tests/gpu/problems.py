@@ -102,7 +102,7 @@ def generate(index: int, seed: int = SEED) -> Random:
         sizes[which] = max(1, sizes[which] // 2)
     pinned = float(rng.random()) if rng.random() < 0.75 else None
     return Random(
-        index, cutjax.Problem(m, n, k, layout, dtype, dtype, out_dtype, batch, a_batch, b_batch), aligned, pinned
+        index, cutjax.Problem.of(m, n, k, layout, dtype, dtype, out_dtype, batch, a_batch, b_batch), aligned, pinned
     )
 
 
@@ -120,14 +120,14 @@ def shapes(problem: cutjax.Problem) -> tuple[tuple[int, ...], tuple[int, ...], t
     """Shapes of a, b and the result."""
     a = (problem.m, problem.k) if problem.layout[0] == "n" else (problem.k, problem.m)
     b = (problem.k, problem.n) if problem.layout[1] == "n" else (problem.n, problem.k)
-    return (*problem.a_batch, *a), (*problem.b_batch, *b), (*problem.batch, problem.m, problem.n)
+    return (*problem.a.batch, *a), (*problem.bs[0].batch, *b), (*problem.batch, problem.m, problem.n)
 
 
 def integers(item: Random) -> tuple[np.ndarray, np.ndarray]:
     """Operands of -2 to 2: every order of f32 summation is exact, so a right result is equal, bit for bit."""
     rng = np.random.default_rng([SEED, item.index, 1])
     a, b, _ = shapes(item.problem)
-    values = np.arange(-2, 3).astype(item.problem.a_dtype)
+    values = np.arange(-2, 3).astype(item.problem.a.dtype)
     return values[rng.integers(0, 5, a, dtype=np.int8)], values[rng.integers(0, 5, b, dtype=np.int8)]
 
 
@@ -135,7 +135,7 @@ def gaussian(item: Random) -> tuple[np.ndarray, np.ndarray]:
     """Operands of zero mean and unit variance, rounded to their dtype."""
     rng = np.random.default_rng([SEED, item.index, 2])
     a, b, _ = shapes(item.problem)
-    dtype = item.problem.a_dtype
+    dtype = item.problem.a.dtype
     return rng.standard_normal(a, np.float32).astype(dtype), rng.standard_normal(b, np.float32).astype(dtype)
 
 
@@ -155,7 +155,7 @@ def compiled(problem: cutjax.Problem, config: cutjax.Config | None, backend: str
     def gemm(a, b, poison):
         return cutjax.gemm(a, b, layout=problem.layout, out_dtype=problem.out_dtype, backend=backend, config=config)
 
-    dtypes = (problem.a_dtype, problem.b_dtype, problem.out_dtype)
+    dtypes = (problem.a.dtype, problem.bs[0].dtype, problem.out_dtype)
     avals = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes(problem), dtypes, strict=True))
     return gemm.lower(*avals).compile()
 

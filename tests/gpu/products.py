@@ -131,7 +131,7 @@ class Item:
         if self.kind == "k":  # operands are of the groups, which are no axis of the batch
             specs = [dataclasses.replace(spec, batch=spec.batch[:-1]) for spec in epilogue.operands]
             epilogue = dataclasses.replace(epilogue, operands=tuple(specs))
-        return cutjax.Problem(
+        return cutjax.Problem.of(
             self.m,
             self.n,
             self.k,
@@ -152,8 +152,8 @@ class Item:
         """The arrays of a launch, NaN where nothing may read, and the results."""
         rng, p = np.random.default_rng([self.seed, 2]), self.problem
         shape_a, shape_b = (grouped.shapes if p.groups else problems.shapes)(p)[:2]
-        a = self._integers(rng, shape_a, p.a_dtype)
-        bs = [self._integers(rng, shape_b, p.b_dtype) for _ in range(p.products)]
+        a = self._integers(rng, shape_a, p.a.dtype)
+        bs = [self._integers(rng, shape_b, p.bs[0].dtype) for _ in range(p.products)]
         fn, accumulators = EPILOGUES[self.epilogue][0], np.complex128 if p.accumulator.kind == "c" else np.float64
         with launches.wide([p.accumulator]):
             operands = [np.asarray(x) for x in self.traced.operands]
@@ -164,8 +164,8 @@ class Item:
             found = fn(*accs, *values)
             arrays = [a] if p.symmetric else [a, *bs]
             return [*arrays, *operands], [*found] if isinstance(found, tuple) else [found]
-        sizes = np.empty((*p.sizes_batch, GROUPS), np.int32)
-        for index in np.ndindex(p.sizes_batch):
+        sizes = np.empty((*p.groups.batch, GROUPS), np.int32)
+        for index in np.ndindex(p.groups.batch):
             sizes[index] = grouped.draw_sizes(rng, self.hostile, grouped.rows(p), GROUPS)
         accs = [grouped.reference(p, a, b, sizes, accumulators) for b in bs]
         group = np.full((*p.batch, grouped.rows(p)), -1)
@@ -177,9 +177,9 @@ class Item:
             values = [bias.reshape(GROUPS, self.n)[group]]
         found = fn(*accs, *values)
         found = [*found] if isinstance(found, tuple) else [found]
-        if p.ragged == "m":
+        if p.divided == "m":
             found = [np.where(group[..., None] >= 0, x, x.dtype.type(0)) for x in found]
-        if jnp.issubdtype(p.a_dtype, jnp.inexact) and jnp.issubdtype(p.b_dtype, jnp.inexact):
+        if jnp.issubdtype(p.a.dtype, jnp.inexact) and jnp.issubdtype(p.bs[0].dtype, jnp.inexact):
             pairs = [grouped.with_nan(p, a, b, sizes) for b in bs]
             a, bs = pairs[0][0], [b for _, b in pairs]
         return [a, *bs, sizes, *operands], found

@@ -81,14 +81,14 @@ def plain(turn: int, schedule: str, cluster: tuple[int, int]) -> Case:
     number = turn + SCHEDULES.index(schedule) + CLUSTERS.index(cluster)
     layout, dtype = LAYOUTS[number % 4], problems._INPUTS[number % 2]
     out = (dtype, np.dtype(np.float32))[number % 3 == 2]
-    config = pick(cutjax.Problem(4096, 4096, K, layout, dtype, dtype, out), schedule, cluster, number)
+    config = pick(cutjax.Problem.of(4096, 4096, K, layout, dtype, dtype, out), schedule, cluster, number)
     return product(config, layout, dtype, out)
 
 
 def product(config: cutjax.Config, layout: str, dtype: np.dtype, out: np.dtype, short: int = 0) -> Case:
     """A plain product of sizes that are so much short of multiples of 8."""
     m, n, k = (size - short for size in (*sizes(config), K))
-    problem = cutjax.Problem(m, n, k, layout, dtype, dtype, out, BATCH, BATCH, (1,))
+    problem = cutjax.Problem.of(m, n, k, layout, dtype, dtype, out, BATCH, BATCH, (1,))
 
     def data():
         a, b = problems.integers(problems.Random(0, problem, True, None))
@@ -101,8 +101,8 @@ def strided(turn: int, schedule: str, cluster: tuple[int, int]) -> Case:
     """A plain product of arrays [batch, rows, heads, columns]; data are given, and compared, as they lie in memory."""
     number = turn + SCHEDULES.index(schedule) + CLUSTERS.index(cluster)
     layout, dtype, batch, order = LAYOUTS[number % 4], problems._INPUTS[0], (BATCH[0] // 10, 10), (0, 2, 1, 3)
-    config = pick(cutjax.Problem(4096, 4096, K, layout), schedule, cluster, number)
-    shape = cutjax.Problem(*sizes(config), K, layout, dtype, dtype, dtype, batch, batch, batch)
+    config = pick(cutjax.Problem.of(4096, 4096, K, layout), schedule, cluster, number)
+    shape = cutjax.Problem.of(*sizes(config), K, layout, dtype, dtype, dtype, batch, batch, batch)
     problem = in_order(shape, (order,) * 3)
 
     def data():
@@ -197,15 +197,15 @@ def grouped_problem(ragged: str, number: int, config: cutjax.Config | None = Non
         "leading": number % 2 == 0,
     }
     if ragged == "k":
-        return cutjax.Problem(m, n, kind["groups"] * 40, layout, dtype, dtype, out, **kind)
-    return cutjax.Problem(kind["groups"] * (m // 2), n, K, layout, dtype, dtype, out, **kind)
+        return cutjax.Problem.of(m, n, kind["groups"] * 40, layout, dtype, dtype, out, **kind)
+    return cutjax.Problem.of(kind["groups"] * (m // 2), n, K, layout, dtype, dtype, out, **kind)
 
 
 def grouped_sizes(problem: cutjax.Problem, hostile: bool) -> np.ndarray:
     """Some empty, a few rows of none at the end; or a negative one, and a sum that passes the rows and 32 bits."""
-    rng = np.random.default_rng(problem.groups)
+    rng = np.random.default_rng(problem.groups.count)
     rows = grouped_problems.rows(problem) - 5
-    drawn = rng.multinomial(rows, rng.dirichlet(np.full(problem.groups + problem.leading, 1.0)))
+    drawn = rng.multinomial(rows, rng.dirichlet(np.full(problem.groups.count + problem.groups.leading, 1.0)))
     if hostile:
         drawn[3], drawn[40:44], drawn[50] = -7, np.iinfo(np.int32).max, rows
     return drawn.astype(np.int32)
@@ -228,8 +228,9 @@ def grouped(ragged: str, turn: int, schedule: str, cluster: tuple[int, int]) -> 
 
 def accumulated(schedule: str, cluster: tuple[int, int]) -> Case:
     """A weights' gradient that is added to what its memory holds."""
-    plain = dataclasses.replace(grouped("k", 0, schedule, cluster).problem, leading=False)
-    dtypes = (plain.a_dtype, plain.b_dtype, np.int32, np.dtype(np.float32))
+    plain = grouped("k", 0, schedule, cluster).problem
+    plain = dataclasses.replace(plain, groups=dataclasses.replace(plain.groups, leading=False))
+    dtypes = (plain.a.dtype, plain.bs[0].dtype, np.int32, np.dtype(np.float32))
     shapes = grouped_problems.shapes(plain)
     avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 

@@ -122,7 +122,7 @@ def symmetric(tiny: bool) -> Iterator[Program]:
     for number, (layout, shape) in enumerate((layout, shape) for layout in "nt" for shape in SHAPES):
         full, config, m = "nt" if layout == "n" else "tn", None, 24
         if not tiny:
-            problem = cutjax.Problem(4096, 4096, k, full, symmetric=True)
+            problem = cutjax.Problem.of(4096, 4096, k, full, symmetric=True)
             config = _pick(problem, *shape, number)
             if config is None:
                 continue
@@ -141,13 +141,13 @@ def grouped(tiny: bool) -> Iterator[Program]:
         kind: dict[str, Any] = {"groups": groups, "ragged": ragged, "leading": layout == "tn"}
         out = np.dtype(np.float32) if layout == "add" else H
         sides = (layout.replace("add", "tn"), H, H, out)
-        probe = cutjax.Problem(4096, 4096, 4096, *sides, **kind)
+        probe = cutjax.Problem.of(4096, 4096, 4096, *sides, **kind)
         config = None if tiny else _pick(probe, *shape, number)
         if config is None and (not tiny or shape != SHAPES[0]):
             continue
         m, n = (config.bm * config.cluster_m + 8, config.bn * config.cluster_n + 8) if config else (24, 16)
         sizes = (groups * m // 2, n, 136) if ragged == "m" else (m, n, groups * 40)
-        problem = cutjax.Problem(*sizes, *sides, **kind)
+        problem = cutjax.Problem.of(*sizes, *sides, **kind)
         label = config.name(problem) if config else "xla"
 
         def arrays(problem=problem, groups=groups, number=number, layout=layout):

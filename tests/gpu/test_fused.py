@@ -59,7 +59,7 @@ class Item:
         batch = ((), (), (), (3,), (2, 2))[rng.integers(5)]
         a_batch, b_batch = (tuple(1 if rng.random() < 0.3 else size for size in batch) for _ in range(2))
         batch = tuple(np.broadcast_shapes(a_batch, b_batch))
-        return cutjax.Problem(m, n, k, layout, dtype, dtype, dtype, batch, a_batch, b_batch)
+        return cutjax.Problem.of(m, n, k, layout, dtype, dtype, dtype, batch, a_batch, b_batch)
 
     @functools.cached_property
     def arrays(self) -> tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
@@ -68,7 +68,7 @@ class Item:
         a, b, out = problems.shapes(self.problem)
 
         def draw(shape, scale):
-            return (rng.integers(-2, 3, shape) * scale).astype(self.problem.a_dtype)
+            return (rng.integers(-2, 3, shape) * scale).astype(self.problem.a.dtype)
 
         operands = tuple(self.case.arrays(out, self.index))
         return draw(a, 0.125), tuple(draw(b, 0.25) for _ in range(self.case.products)), operands

@@ -62,7 +62,7 @@ def test_exact(item, prefetch):
 
 
 def test_every_kind_is_drawn():
-    drawn = {(item.problem.ragged, item.problem.layout, kind) for item in ITEMS for kind in item.kinds}
+    drawn = {(item.problem.divided, item.problem.layout, kind) for item in ITEMS for kind in item.kinds}
     if len(ITEMS) >= 300:
         assert len(drawn) == 3 * len(grouped.KINDS)
 
@@ -80,7 +80,7 @@ prefetch_gaussian = problems.prefetching(GAUSSIAN, _prepare_gaussian, ahead=48)
 @pytest.mark.parametrize("item", GAUSSIAN, ids=str)
 def test_gaussian(item, prefetch_gaussian):
     executable, a, b, sizes, expected = prefetch_gaussian.get(item)
-    k = item.problem.k if item.problem.ragged == "m" else max(1, int(sizes.max()))
+    k = item.problem.k if item.problem.divided == "m" else max(1, int(sizes.max()))
     error = oracle.compare(run(executable, item.problem, a, b, sizes), expected, k)
     problems.note_worst(f"grouped norm, {item.problem.out_dtype}", error.relative / error.tolerance)
     problems.note_worst(f"grouped element, {item.problem.out_dtype}", error.worst)
@@ -89,11 +89,11 @@ def test_gaussian(item, prefetch_gaussian):
 
 # Every config, on problems where every CTA of the largest tiles walks two tiles or more.
 FORWARD = [
-    cutjax.Problem(3000, 520, 136, layout, dtype, dtype, dtype, groups=70, ragged="m")
+    cutjax.Problem.of(3000, 520, 136, layout, dtype, dtype, dtype, groups=70, ragged="m")
     for layout, dtype in (("nn", H), ("nt", np.dtype(np.float16)))
 ]
 OUTER = [
-    cutjax.Problem(264, 520, 3000, "tn", dtype, dtype, out, groups=70, ragged="k")
+    cutjax.Problem.of(264, 520, 3000, "tn", dtype, dtype, out, groups=70, ragged="k")
     for dtype, out in ((np.dtype(np.float16), np.dtype(np.float32)), (H, H))
 ]
 
@@ -110,13 +110,13 @@ def every_config():
 
 def _name(value):
     problem, config = value
-    return f"{problem.ragged}-{config.name(problem)}"
+    return f"{problem.divided}-{config.name(problem)}"
 
 
 def mixed_sizes(problem: cutjax.Problem, seed: int) -> np.ndarray:
     """Empty groups, one row, whole tiles and tails, and a few rows of no group at the end."""
     rng = np.random.default_rng([seed, 15])
-    sizes = np.concatenate([(0, 1, 128, 0, 64, 7, 257), rng.integers(0, 81, problem.groups - 7)])
+    sizes = np.concatenate([(0, 1, 128, 0, 64, 7, 257), rng.integers(0, 81, problem.groups.count - 7)])
     left = grouped.rows(problem) - 5 - sizes[:-1].sum()
     sizes[-1] = max(0, left)
     return sizes.astype(np.int32)
@@ -149,7 +149,7 @@ def test_every_config(value, prefetch_configs):
 
 def test_shipped_configs_cover_every_schedule_and_cluster():
     for ragged in "mk":
-        configs = [config for problem, config in EVERY if problem.ragged == ragged]
+        configs = [config for problem, config in EVERY if problem.divided == ragged]
         assert {config.schedule for config in configs} == {"coop", "pingpong"}
         assert (1, 1) in {(config.cluster_m, config.cluster_n) for config in configs}
 
@@ -180,22 +180,22 @@ def test_nan_stays_in_its_group(value, prefetch_few):
     expected = grouped.reference(problem, a, b, sizes, np.float32).astype(problem.out_dtype)
     nonempty = np.array([end > start for start, end in grouped.spans(sizes, grouped.rows(problem))])
     for parity in (0, 1):
-        rows, groups = _rows_of(problem, sizes, parity), np.arange(problem.groups) % 2 == parity
+        rows, groups = _rows_of(problem, sizes, parity), np.arange(problem.groups.count) % 2 == parity
         for of_a, of_b in ((np.nan, None), (None, np.nan), (np.inf, np.inf)):
             x, y = a.copy(), b.copy()
             if of_a is not None:
                 x[rows] = of_a
             if of_b is not None:
-                y[rows if problem.ragged == "k" else groups] = of_b
+                y[rows if problem.divided == "k" else groups] = of_b
             out = run(executable, problem, x, y, sizes)
-            clean = ~(groups & nonempty) if problem.ragged == "k" else ~rows
+            clean = ~(groups & nonempty) if problem.divided == "k" else ~rows
             check(out[clean], expected[clean], f"parity {parity}, a {of_a}, b {of_b}")
             assert not np.isfinite(out[~clean].astype(np.float32)).any()
 
 
 def test_one_nan_reaches_one_row_or_column(gpus):
     """The tail of a group's last tile: neighbours' rows lie in the same tile."""
-    forward = cutjax.Problem(300, 136, 72, groups=5, ragged="m")
+    forward = cutjax.Problem.of(300, 136, 72, groups=5, ragged="m")
     sizes = np.array([5, 64, 0, 130, 60], np.int32)
     a, b = grouped.integers(forward, 3)
     expected = grouped.reference(forward, a, b, sizes, np.float32).astype(H)
@@ -207,7 +207,7 @@ def test_one_nan_reaches_one_row_or_column(gpus):
         assert np.isnan(out[row].astype(np.float32)).all() == (row < 259)
         keep = np.arange(300) != row
         check(out[keep], expected[keep], row)
-    outer = cutjax.Problem(72, 136, 300, "tn", groups=5, ragged="k")
+    outer = cutjax.Problem.of(72, 136, 300, "tn", groups=5, ragged="k")
     a, b = grouped.integers(outer, 4)
     expected = grouped.reference(outer, a, b, sizes, np.float32).astype(H)
     executable = grouped.compiled(outer, None, BACKEND)
@@ -244,8 +244,8 @@ def test_hostile_sizes(name, leading, gpus):
     sizes = np.array(HOSTILE[name], np.int32)
     shape = {"groups": 7 - leading, "leading": leading}
     for problem in (
-        cutjax.Problem(300, 136, 72, ragged="m", **shape),
-        cutjax.Problem(72, 136, 300, "tn", ragged="k", **shape),
+        cutjax.Problem.of(300, 136, 72, ragged="m", **shape),
+        cutjax.Problem.of(72, 136, 300, "tn", ragged="k", **shape),
     ):
         a, b = grouped.integers(problem, 5)
         expected = grouped.reference(problem, a, b, sizes, np.float32).astype(H)

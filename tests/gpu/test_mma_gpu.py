@@ -88,7 +88,7 @@ def asked(dtype, precision, layout, m, n, k, out_dtype=None):
     dtype = jnp.dtype(dtype)
     accumulator = dot_precision.accumulator(dtype)
     out = np.dtype(out_dtype or (accumulator if dtype.itemsize == 1 else dtype))
-    problem = cutjax.Problem(m, n, k, layout, dtype, dtype, out, epilogue=identity(out, accumulator))
+    problem = cutjax.Problem.of(m, n, k, layout, dtype, dtype, out, epilogue=identity(out, accumulator))
     found = choose.in_precision(problem, dot_precision.canonical(precision, "gemm"))
     assert isinstance(found, cutjax.Problem), found
     return found

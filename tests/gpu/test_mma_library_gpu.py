@@ -46,12 +46,12 @@ class Slim(swaps.Item):
         dtype = (np.dtype(H), np.dtype(np.float16))[rng.integers(2)]
         out_dtype = (dtype, dtype, np.dtype(np.float32))[rng.integers(3)]
         batch, a_batch, b_batch = problems._batches(rng) if self.index % 5 == 2 else ((), (), ())
-        return cutjax.Problem(m, n, k, layout, dtype, dtype, out_dtype, batch, a_batch, b_batch)
+        return cutjax.Problem.of(m, n, k, layout, dtype, dtype, out_dtype, batch, a_batch, b_batch)
 
     @functools.cached_property
     def config(self) -> cutjax.MmaConfig:
         """A slim one that serves, with k divided in one of four."""
-        avals = [jax.ShapeDtypeStruct(shape, self.problem.a_dtype) for shape in problems.shapes(self.problem)[:2]]
+        avals = [jax.ShapeDtypeStruct(shape, self.problem.a.dtype) for shape in problems.shapes(self.problem)[:2]]
         (row,) = cutjax.explain(self.gemm("auto"), platform="cuda")(*avals, *self.operands()).rows
         assert row.choice is not None
         asked, rng = row.choice.problem, np.random.default_rng([problems.SEED, self.index, 83])
@@ -98,7 +98,7 @@ def test_few_rows_of_each_group(layout, gpus):
     sizes = np.array([3, 0, 5, 1, 4, 2, 0, 1], np.int32)
     x = rng.integers(-2, 3, (24, 200)).astype(H)
     w = rng.integers(-2, 3, (8, 200, 136) if layout == "nn" else (8, 136, 200)).astype(H)
-    for config in family.configs(cutjax.Problem(24, 136, 200, layout, groups=8, ragged="m")):
+    for config in family.configs(cutjax.Problem.of(24, 136, 200, layout, groups=8, ragged="m")):
         if config.slim:
             out = np.asarray(cutjax.grouped_gemm(x, w, sizes, layout=layout, backend="cuda", config=config))
             expected = swaps.grouped_oracle.multiply(x, w, sizes, layout=layout).astype(H)

@@ -20,6 +20,7 @@ from cutjax.dtypes import NARROW
 from cutjax.epilogue.expression import identity
 from cutjax.kernels import choose
 from cutjax.kernels.mma import family
+from cutjax.kernels.prepared import wide
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +65,7 @@ def pinned(rng, problem, count):
 def test_every_value_is_decoded_exactly(wide, narrow, layout):
     rng = np.random.default_rng([problems.SEED, 31, NARROW.index(narrow), LAYOUTS.index(layout)])
     for m, n, k in SIZES:
-        problem = cutjax.Problem(m, n, k, layout, wide, narrow, F32, epilogue=identity(F32, F32), device=_device())
+        problem = cutjax.Problem.of(m, n, k, layout, wide, narrow, F32, epilogue=identity(F32, F32), device=_device())
         a = rng.integers(-1, 2, (m, k)).astype(jnp.dtype(wide))
         b = rng.permutation(np.resize(every_value(narrow), k * n)).reshape(k, n)
         expected = a.astype(np.float64) @ b.astype(np.float64)
@@ -118,8 +119,8 @@ def test_converted_weights_are_the_same(layout):
     x = rng.integers(-2, 3, (512, 1024)).astype(jnp.bfloat16)
     w = rng.integers(-2, 3, (1024, 512)).astype(np.int8)
     expected = (x.astype(np.float64) @ w.astype(np.float64)).astype(jnp.bfloat16)
-    problem = cutjax.Problem(512, 512, 1024, layout, "bfloat16", "int8", "bfloat16", device=_device())
-    for config in (cutjax.candidates(problem.wide)[0], choose.choose(problem, backend="cuda").config):
+    problem = cutjax.Problem.of(512, 512, 1024, layout, "bfloat16", "int8", "bfloat16", device=_device())
+    for config in (cutjax.candidates(wide(problem))[0], choose.choose(problem, backend="cuda").config):
         f = jax.jit(functools.partial(cutjax.gemm, layout=layout, backend="cuda", config=config))
         np.testing.assert_array_equal(np.asarray(f(x, stored(w, layout[1]))), expected)
 

@@ -82,7 +82,7 @@ def check(out: Any, expected: np.ndarray, what: object = "") -> None:
 
 def check_exact(problem: cutjax.Problem, config: cutjax.Config) -> None:
     """Results land in donated NaN where the kernel writes them."""
-    a, b = integers(problem.k, *problems.shapes(problem)[:2], dtype=problem.a_dtype)
+    a, b = integers(problem.k, *problems.shapes(problem)[:2], dtype=problem.a.dtype)
     executable = problems.compiled(problem, config, "cuda")
     out = executable(*jax.device_put((a, b, problems.poison(problem))))
     check(out, problems.reference(a, b, problem.layout, np.float32).astype(problem.out_dtype), config)
@@ -93,13 +93,13 @@ def test_every_config(config):
     """Several tiles with tails along every axis; fewer k blocks than parts; one."""
     for i, (m, n, k) in enumerate(((264, 328, 4104), (136, 72, 200), (520, 264, 72), (8, 16, 8))):
         out = (H, F32)[i % 2]
-        check_exact(cutjax.Problem(m, n, k, LAYOUTS[i], out_dtype=out), config)
+        check_exact(cutjax.Problem.of(m, n, k, LAYOUTS[i], out_dtype=out), config)
 
 
 @pytest.mark.parametrize("config", [SHARED[6], SHARED[-1], *BATCHED[:4:3], BOTH[0], *SWAPPED], ids=name)
 def test_rows_that_are_not_aligned(config):
     for i, layout in enumerate(LAYOUTS):
-        check_exact(cutjax.Problem(137, 201 + i, 1999, layout, out_dtype=(H, F32)[i % 2]), config)
+        check_exact(cutjax.Problem.of(137, 201 + i, 1999, layout, out_dtype=(H, F32)[i % 2]), config)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -111,14 +111,14 @@ def test_rows_that_are_not_aligned(config):
 )
 def test_layouts(config, layout, dtype):
     for out in (dtype, F32):
-        check_exact(cutjax.Problem(200, 264, 1992, layout, dtype, dtype, out), config)
+        check_exact(cutjax.Problem.of(200, 264, 1992, layout, dtype, dtype, out), config)
 
 
 @pytest.mark.parametrize("config", [SHARED[0], SHARED[7], Config(128, 128, 64, 4, splits=3), *BOTH[:2]], ids=name)
 def test_batches(config):
     for batch, a_batch, b_batch in (((3,), (3,), (3,)), ((2, 3), (2, 1), (1, 3)), ((2, 2, 2), (2, 1, 2), (1, 2, 2))):
         shape = {"batch": batch, "a_batch": a_batch, "b_batch": b_batch}
-        check_exact(cutjax.Problem(136, 200, 1032, "nt", **shape), config)
+        check_exact(cutjax.Problem.of(136, 200, 1032, "nt", **shape), config)
 
 
 LONG = {
@@ -133,7 +133,7 @@ LONG = {
 def check_long(shape, config):
     """Against XLA's product of the same integers, which is exact as well: numpy takes minutes."""
     m, n, k, layout = shape
-    problem = cutjax.Problem(m, n, k, layout, out_dtype=F32)
+    problem = cutjax.Problem.of(m, n, k, layout, out_dtype=F32)
     a, b = jax.device_put(integers(k, *problems.shapes(problem)[:2]))
     expected = jax.jit(lambda a, b: cutjax.gemm(a, b, layout=layout, out_dtype=F32, backend="xla"))(a, b)
     out = problems.compiled(problem, config, "cuda")(a, b, jax.device_put(problems.poison(problem)))
@@ -149,7 +149,7 @@ def test_long_and_thin(shape, config):
 @pytest.mark.parametrize("config", [SHARED[1], SHARED[6], SHARED[-1], *BATCHED[:3], *BOTH], ids=name)
 def test_gaussian(config, out):
     """Within the tolerance of any kernel; and the same bits every time."""
-    problem = cutjax.Problem(328, 520, 9992, "nn", out_dtype=out)
+    problem = cutjax.Problem.of(328, 520, 9992, "nn", out_dtype=out)
     a, b = gaussian(1, *problems.shapes(problem)[:2])
     executable = problems.compiled(problem, config, "cuda")
     first, *others = (np.asarray(executable(*jax.device_put((a, b, problems.poison(problem))))) for _ in range(10))
@@ -269,7 +269,7 @@ def test_groups_of_k(config, batch):
     """NaN in the rows of no group; sizes are data of one executable, and each entry of the batch has its own."""
     parts = {"batch": batch, "a_batch": batch, "b_batch": (1,) * len(batch), "sizes_batch": batch}
     for out, leading in ((H, False), (F32, True)):
-        problem = cutjax.Problem(136, 200, 4096, "tn", out_dtype=out, groups=4, ragged="k", leading=leading, **parts)
+        problem = cutjax.Problem.of(136, 200, 4096, "tn", out_dtype=out, groups=4, ragged="k", leading=leading, **parts)
         executable = grouped.compiled(problem, config, "cuda")
         kinds = list(SIZES)
         for i, kind in enumerate(kinds):
@@ -285,7 +285,7 @@ def test_groups_of_k(config, batch):
 
 def test_many_groups_of_k():
     """More than a window of 32 of them."""
-    problem = cutjax.Problem(136, 72, 5000, "tn", groups=70, ragged="k")
+    problem = cutjax.Problem.of(136, 72, 5000, "tn", groups=70, ragged="k")
     rng = np.random.default_rng(3)
     sizes = (rng.integers(0, 140, 70) * (rng.random(70) < 0.8)).astype(np.int32)
     a, b = grouped.integers(problem, 1)
@@ -301,7 +301,7 @@ def test_accumulate(config):
     """Into the memory of what is added to where the kernel writes."""
     sizes = np.array([1000, 0, 2000], np.int32)
     x, dy, to = integers(9, (4096, 136), (4096, 200), (3, 136, 200))
-    problem = cutjax.Problem(136, 200, 4096, "tn", out_dtype=F32, groups=3, ragged="k")
+    problem = cutjax.Problem.of(136, 200, 4096, "tn", out_dtype=F32, groups=3, ragged="k")
     expected = grouped.reference(problem, x, dy, sizes, np.float32) + to.astype(F32)
     fn = jax.jit(lambda *xs: cutjax.grouped_outer(*xs[:3], accumulate=xs[3], config=config), donate_argnums=3)
     check(fn(*jax.device_put((x, dy, sizes, to.astype(F32)))), expected, config)

@@ -63,7 +63,7 @@ def name(config: cutjax.Config) -> str:
 
 def sizes(config: cutjax.Config, waves: float) -> tuple[int, int]:
     """m and n of just more tiles than so many waves; the last along each axis is not whole."""
-    probe = cutjax.Problem(4096, 4096, 4096)
+    probe = cutjax.Problem.of(4096, 4096, 4096)
     clusters = probe.device.sms * sm90.resolved(probe, config).blocks_per_sm // config.cluster
     tiles = math.floor(clusters * waves) + 1
     rows = max(1, round(math.sqrt(tiles)) // 2)
@@ -78,7 +78,7 @@ def test_every_config(config):
     few = ((8, 16, 8), (8, 16, 4104), (264, 328, 16392), (520, 264, 72))
     several = [(*sizes(config, waves), k) for waves, k in ((0.5, 1032), (1, 1000), (1, 56), (1.4, 648), (3.5, 200))]
     for i, shape in enumerate((*few, *several)):
-        check_exact(cutjax.Problem(*shape, next(layouts), out_dtype=(H, F32)[i % 2]), config)
+        check_exact(cutjax.Problem.of(*shape, next(layouts), out_dtype=(H, F32)[i % 2]), config)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -86,14 +86,14 @@ def test_every_config(config):
 @pytest.mark.parametrize("config", FEW, ids=name)
 def test_layouts(config, layout, dtype):
     for out in (dtype, F32):
-        check_exact(cutjax.Problem(1208, 1544, 1992, layout, dtype, dtype, out), config)
+        check_exact(cutjax.Problem.of(1208, 1544, 1992, layout, dtype, dtype, out), config)
 
 
 @pytest.mark.parametrize("config", [dataclasses.replace(FEW[0], bn=160), *FEW[1:]], ids=name)
 def test_rows_that_are_not_aligned(config):
     for i, layout in enumerate(LAYOUTS):
         m, n = sizes(config, 1.2)
-        check_exact(cutjax.Problem(m - 1, n + i, 457, layout, out_dtype=(H, F32)[i % 2]), config)
+        check_exact(cutjax.Problem.of(m - 1, n + i, 457, layout, out_dtype=(H, F32)[i % 2]), config)
 
 
 @pytest.mark.parametrize("config", FEW, ids=name)
@@ -101,7 +101,7 @@ def test_batches(config):
     """A range of k blocks crosses from one matrix to the next."""
     for batch, a_batch, b_batch in (((30,), (30,), (30,)), ((2, 3), (2, 1), (1, 3)), ((9, 2, 5), (9, 1, 5), (1, 2, 5))):
         shape = {"batch": batch, "a_batch": a_batch, "b_batch": b_batch}
-        check_exact(cutjax.Problem(328, 520, 456, "nt", **shape), config)
+        check_exact(cutjax.Problem.of(328, 520, 456, "nt", **shape), config)
 
 
 LONG = ((256, 256, 65536, "nn"), (64, 64, 262144, "nt"), (768, 768, 50432, "tn"), (5120, 1280, 12608, "tn"))
@@ -118,7 +118,7 @@ def test_long_and_thin(shape, config):
 def test_gaussian(config, out):
     """Within the tolerance of any kernel; and the same bits every time, whoever comes last."""
     m, n = sizes(config, 1.3)
-    problem = cutjax.Problem(m, n, 1544, "nn", out_dtype=out)
+    problem = cutjax.Problem.of(m, n, 1544, "nn", out_dtype=out)
     a, b = gaussian(1, *problems.shapes(problem)[:2])
     executable = problems.compiled(problem, config, "cuda")
     a, b = jax.device_put((a, b))

@@ -38,7 +38,7 @@ def _drawn(index: int) -> problems.Random:
             continue
         rank = len(p.batch)
         p = in_order(p, [(*(int(axis) for axis in rng.permutation(rank + 1)), rank + 1) for _ in range(3)])
-        if any(p.orders) and len(p.batch_groups) <= 3:
+        if p.strided and len(p.batch_groups) <= 3:
             return problems.Random(index, p, True, item.pinned)
 
 
@@ -58,7 +58,7 @@ def _compiled(problem: cutjax.Problem, config: cutjax.Config | None) -> jax.stag
         product = Dense(problem.layout, problem.orders)
         return multiply(product, a, b, out_dtype=problem.out_dtype, config=config, **CUDA).transpose(of_d)
 
-    dtypes = (problem.a_dtype, problem.b_dtype, problem.out_dtype)
+    dtypes = (problem.a.dtype, problem.bs[0].dtype, problem.out_dtype)
     avals = [
         jax.ShapeDtypeStruct([shape[axis] for axis in order], dtype)
         for shape, order, dtype in zip(problem.shapes, orders, dtypes, strict=True)
@@ -223,7 +223,7 @@ def test_attention_of_gaussian_data(fn):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_with_an_epilogue(layout):
     """A bias of columns, a scale of each row, and a sum of rows beside the result."""
-    p = cutjax.Problem(136, 200, 72, layout, batch=(2, 3), a_batch=(2, 3), b_batch=(2, 3))
+    p = cutjax.Problem.of(136, 200, 72, layout, batch=(2, 3), a_batch=(2, 3), b_batch=(2, 3))
     a, b = (_integers(i, shape) for i, shape in enumerate(p.shapes[:2]))
     bias = np.random.default_rng(5).integers(-8, 9, 200).astype(np.float32)
     scale = np.exp2(np.random.default_rng(6).integers(-1, 2, (136, 1))).astype(np.float32)
@@ -246,7 +246,7 @@ def test_not_a_number_stays_in_its_head():
     q[1, :, 1], k[0, :, 2] = np.nan, np.inf
     with np.errstate(invalid="ignore"):
         expected = _einsum("bqhd,bkhd->bhqk", q, k).astype(H)
-    problem = cutjax.Problem(65, 33, 72, "nt", batch=(2, 3), a_batch=(2, 3), b_batch=(2, 3))
+    problem = cutjax.Problem.of(65, 33, 72, "nt", batch=(2, 3), a_batch=(2, 3), b_batch=(2, 3))
     problem = in_order(problem, (HEADS, HEADS, ()))
     for config in problems._by_name(problem)[:: max(1, len(cutjax.candidates(problem)) // 6)]:
         item = dataclasses.replace(ITEMS[0], problem=problem)

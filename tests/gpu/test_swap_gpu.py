@@ -107,7 +107,7 @@ class Item:
         dtype = (np.dtype(H), np.dtype(np.float16))[rng.integers(2)]
         out_dtype = (dtype, dtype, np.dtype(np.float32))[rng.integers(3)]
         batch, a_batch, b_batch = problems._batches(rng) if self.index % 3 == 2 else ((), (), ())
-        return cutjax.Problem(m, n, k, layout, dtype, dtype, out_dtype, batch, a_batch, b_batch)
+        return cutjax.Problem.of(m, n, k, layout, dtype, dtype, out_dtype, batch, a_batch, b_batch)
 
     def operands(self) -> list[np.ndarray]:
         """The epilogue's operands: integers, with the result's batch axes where their kind has any."""
@@ -139,7 +139,7 @@ class Item:
     @functools.cached_property
     def config(self) -> cutjax.Config:
         """The first that serves, of the tiles in random order; of one in four, with k divided in some way."""
-        avals = [jax.ShapeDtypeStruct(shape, self.problem.a_dtype) for shape in problems.shapes(self.problem)[:2]]
+        avals = [jax.ShapeDtypeStruct(shape, self.problem.a.dtype) for shape in problems.shapes(self.problem)[:2]]
         (row,) = cutjax.explain(self.gemm("auto"), platform="cuda")(*avals, *self.operands()).rows
         assert row.choice is not None
         rng = np.random.default_rng([problems.SEED, self.index, 73])

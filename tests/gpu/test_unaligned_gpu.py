@@ -41,7 +41,7 @@ def _drawn(layout: str, batched: bool, count: int, first: int) -> list[problems.
             continue
         dtype = problems._INPUTS[rng.integers(2)]
         out_dtype = (dtype, dtype, F32, *problems._INPUTS)[rng.integers(5)]
-        problem = cutjax.Problem(m, n, k, layout, dtype, dtype, out_dtype, batch, a_batch, b_batch)
+        problem = cutjax.Problem.of(m, n, k, layout, dtype, dtype, out_dtype, batch, a_batch, b_batch)
         pinned = float(rng.random()) if rng.random() < 0.75 else None
         found.append(problems.Random(first + len(found), problem, True, pinned))
     return found
@@ -94,7 +94,7 @@ def test_gaussian(item, prefetch_gaussian):
 @pytest.mark.parametrize(("m", "n", "k"), [(66, 72, 3), (130, 136, 33), (129, 131, 65), (7, 8, 1001)], ids=str)
 def test_not_a_number_stays_in_its_row_and_column(layout, m, n, k):
     """Rows are neighbours in memory, so what is read past the end of one, or of the last, would show."""
-    problem = cutjax.Problem(m, n, k, layout)
+    problem = cutjax.Problem.of(m, n, k, layout)
     item = problems.Random(k, problem, True, None)
     a, b = problems.integers(item)
     rows, columns = (a if layout[0] == "n" else a.T), (b if layout[1] == "t" else b.T)
@@ -172,7 +172,7 @@ def _odd(index: int) -> grouped.Random:
     item = grouped.generate(30_000 + index)
     p = item.problem
     fields = {"n": p.n - (index // 3 % 2) * (1 + index % 7)}
-    fields |= {"m": p.m - 1 - index % 5} if p.ragged == "k" else {"k": p.k - 1 - index % 5}
+    fields |= {"m": p.m - 1 - index % 5} if p.divided == "k" else {"k": p.k - 1 - index % 5}
     return dataclasses.replace(item, problem=dataclasses.replace(p, **fields))
 
 

@@ -22,7 +22,8 @@ from cutjax.kernels.arguments import (
     partials,
 )
 from cutjax.kernels.mma.resolved import Resolved
-from cutjax.kernels.problem import Operand, Problem
+from cutjax.kernels.operand import Operand
+from cutjax.kernels.problem import Problem
 from cutjax.runtime.launch import Int64, Pointer, TensorMap
 
 
@@ -30,8 +31,8 @@ from cutjax.runtime.launch import Int64, Pointer, TensorMap
 def matrices_of(p: Problem, operand: Operand, length: int, count: int = 1, steps: tuple[int, ...] = ()) -> Matrices:
     """Returns the matrices of an operand whose m or n axis is so long; count and steps are those of dense ones."""
     rows, columns = (length, p.k) if operand.contiguous == "k" else (p.k, length)
-    row_bytes = columns * operand.dtype.itemsize
-    if any(p.orders):
+    row_bytes = operand.bytes(columns)
+    if p.strided:
         return matrices(p, operand.batch, rows, row_bytes, operand.order)
     return Matrices(row_bytes, row_bytes * rows, count, steps)
 
@@ -40,16 +41,16 @@ def matrices_of(p: Problem, operand: Operand, length: int, count: int = 1, steps
 def operands_of(p: Problem) -> tuple[Matrices, Matrices]:
     """Returns the matrices of a and of each b."""
     steps = array_steps(p)
-    b_matrices = math.prod(p.b_batch) * (p.groups if p.ragged == "m" else 1)
-    of_a = matrices_of(p, p.a, p.m, math.prod(p.a_batch), tuple(steps[0]))
+    b_matrices = p.matrices[1]
+    of_a = matrices_of(p, p.a, p.m, p.matrices[0], tuple(steps[0]))
     return of_a, matrices_of(p, p.bs[0], p.n, b_matrices, tuple(steps[1]))
 
 
 def unit(p: Problem, operand: Operand, length: int, of: Matrices) -> int:
-    """Returns the largest power of two of bytes, at most 16, that divides the rows' offsets and lengths."""
-    if p.ragged == "k" and operand.contiguous == "k":  # groups begin anywhere
-        return operand.dtype.itemsize
-    row = (p.k if operand.contiguous == "k" else length) * operand.dtype.itemsize
+    """Returns how many bytes, at most 16, rows of an operand begin at multiples of, and are long."""
+    if p.divided == "k" and operand.contiguous == "k":  # groups begin anywhere
+        return operand.bytes(1)
+    row = operand.bytes(p.k if operand.contiguous == "k" else length)
     return math.gcd(16, row, of.row_bytes, of.bytes if of.count > 1 else 0)
 
 
@@ -80,13 +81,13 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
     for name, of, operand in (("a", of_a, p.a), ("b", of_b, p.bs[0])):
         scalars |= {f"{name}_step{j}": step for j, step in enumerate(of.steps)}
         if not c.tma:
-            scalars[f"{name}_pitch"] = of.row_bytes // operand.dtype.itemsize
+            scalars[f"{name}_pitch"] = operand.elements(of.row_bytes)
     for name, value in scalars.items():
         yield integer(name, value)
     for name, of, operand in (("a", of_a, p.a), ("b", of_b, p.bs[0])) if not c.tma else ():
-        yield Argument(f"i64 {name}_apart", Int64(of.bytes // operand.dtype.itemsize))
-    if p.orders[2]:
-        of_d = matrices(p, p.batch, p.m, p.n, p.orders[2])  # in elements: results of any size lie alike
+        yield Argument(f"i64 {name}_apart", Int64(operand.elements(of.bytes)))
+    if p.order:
+        of_d = matrices(p, p.batch, p.m, p.n, p.order)  # in elements: results of any size lie alike
         for j, step in enumerate(of_d.steps):
             yield integer(f"d_step{j}", step)
         yield integer("d_pitch", of_d.row_bytes, "rows")
@@ -106,7 +107,7 @@ def _map(name: str, value: TensorMap, to: str) -> Argument:
 
 def _operand_map(kernel: Resolved, buffer: int, operand: Operand, length: int, of: Matrices, tile: int) -> TensorMap:
     """The tensor map of an operand whose m or n axis is so long, as Operand in boxes.cuh loads it: of real numbers."""
-    p, bk, size = kernel.multiplied, kernel.config.bk, operand.dtype.itemsize
+    p, bk, size = kernel.multiplied, kernel.config.bk, operand.bytes(1)
     dims, box = ((p.k, length), (bk, tile)) if operand.contiguous == "k" else ((length, p.k), (tile, bk))
     span = math.gcd(128, box[0] * size)
     numbers = kernel.numbers

@@ -121,17 +121,17 @@ class Config:
         """Returns the name of the kernel wherever it is seen: HLO, profiler, explain, benchmark rows."""
         if self.splits > 1:
             problem = problem.bare
-        dtypes = short(problem.a_dtype.name)
-        if problem.b_dtype != problem.a_dtype:
-            dtypes += f"x{short(problem.b_dtype.name)}"
-        if problem.plain and problem.out_dtype != problem.a_dtype:
+        dtypes = short(problem.a.dtype.name)
+        if problem.bs[0].dtype != problem.a.dtype:
+            dtypes += f"x{short(problem.bs[0].dtype.name)}"
+        if problem.plain and problem.out_dtype != problem.a.dtype:
             dtypes += short(problem.out_dtype.name)
         tile = f"{self.bm}x{self.bn}x{self.bk}_w{self.wm}x{self.wn}_s{self.stages}"
         tile += f"_k{self.sliced_k}" * (self.sliced_k > 1) + f"_b{self.blocks}" * (self.blocks > 1)
         tile += "_tma" * self.tma + "_swap" * self.swap + "_parts" * (self.splits > 1)
-        ragged = f"_groups_{problem.ragged}" if problem.ragged else ""
+        ragged = f"_groups_{problem.divided}" if problem.divided else ""
         symmetric = "_symmetric" if problem.symmetric else ""
-        strided = "_strided" if problem.orders[2] else ""
+        strided = "_strided" if problem.order else ""
         name = f"mma_{dtypes}{problem.math}_{problem.layout}_{tile}{ragged}{symmetric}{strided}"
         return name if problem.plain else f"{name}_e{_digest(problem.epilogue)}"
 

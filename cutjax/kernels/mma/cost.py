@@ -84,7 +84,7 @@ def predict(kernel: Resolved, device: Device, fit: Fit | None = None) -> float:
     if rest:
         time += _wave(kernel, device, math.ceil(rest / device.sms), k_blocks, rate, fit)
     memory = p.bytes / device.bytes_per_second * 1e6
-    gains = kernel.math.fragments == "tensor" and c.bk * p.a_dtype.itemsize == 128
+    gains = kernel.math.fragments == "tensor" and p.a.bytes(c.bk) == 128
     gain = 1.0 if not c.tma else TMA_GAIN if gains else TMA_OTHERWISE
     time = fit.launch + (max(time, memory) + 0.1 * min(time, memory)) / gain
     copied = sum(operand.moved for operand in kernel.prepared)  # in launches of their own
@@ -105,7 +105,7 @@ def _wave(kernel: Resolved, device: Device, blocks: int, k_blocks: int, rate: fl
     share = fit.peak / (1 + fit.reads * (32 / c.wm + 32 / c.wn))
     share *= min(1.0, blocks * c.threads / 256) ** fit.warps / (1 + fit.shared * (blocks > 1))
     multiply = 2 * c.bm * c.bn * c.bk * p.products * kernel.math.instructions / (rate / device.sms / 1e6 * share)
-    load = (c.bm * p.a_dtype.itemsize + p.products * c.bn * p.b_dtype.itemsize) * c.bk / fit.l2 / 1e3
+    load = (p.a.bytes(c.bm) + p.products * p.bs[0].bytes(c.bn)) * c.bk / fit.l2 / 1e3
     load *= 1 + fit.narrow * math.log2(16 / min(kernel.units))
     written = sum(out.reduce is None for out in p.epilogue.outputs)
     store = fit.tile * c.bm * c.bn / 128**2 * max(1, written)

@@ -10,6 +10,7 @@ from cutjax.kernels.mma import slim
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.kernel import BARRIER_BYTES, chunk_of, reasons, resolve, staging_of, tma_reasons
 from cutjax.kernels.mma.math import Math, math_of
+from cutjax.kernels.prepared import along_k
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.raster import band
 
@@ -110,7 +111,7 @@ _config = functools.lru_cache(maxsize=None)(Config)
 
 def competes(problem: Problem) -> bool:
     """Returns whether smaller tiles compete with those of 64 rows, as was measured in float32."""
-    return max(problem.m, problem.n) <= 32 and problem.a_dtype.itemsize > 2
+    return max(problem.m, problem.n) <= 32 and problem.a.bits > 16
 
 
 def stores_in_order(problem: Problem) -> bool:
@@ -132,8 +133,8 @@ def configs(problem: Problem) -> Iterator[Config]:
     how = math_of(problem)
     if how is None:
         return
-    size, device, staged = problem.a_dtype.itemsize, problem.device, staging_of(problem)
-    by_tma = not tma_reasons(problem.along_k if how.along_k else problem, how)
+    size, device, staged = problem.a.bytes(1), problem.device, staging_of(problem)
+    by_tma = not tma_reasons(along_k(problem) if how.along_k else problem, how)
     for bm, bn, wm, wn, sliced_k, blocks in tiles_for(how):
         for bk in how.depths:
             slices = bk // how.k // sliced_k
@@ -158,10 +159,10 @@ def configs(problem: Problem) -> Iterator[Config]:
 
 def _divided(problem: Problem, config: Config) -> Iterator[Config]:
     """Yields the ways to divide the contraction among as many blocks as run at once, about."""
-    groups = problem.groups if problem.ragged == "k" else 1
+    groups = problem.groups_along("k")
     k_blocks = -(-problem.k // (config.bk * groups))
     slots = problem.device.sms * config.blocks
-    if problem.ragged == "m" or (tiles := problem.most_tiles(config.bm, config.bn)) >= slots:
+    if problem.divided == "m" or (tiles := problem.most_tiles(config.bm, config.bn)) >= slots:
         return
     most = min(k_blocks // LEAST_K_BLOCKS, slots // tiles)
     for splits in SPLITS:

@@ -17,7 +17,7 @@ from cutjax.kernels.mma.arguments import arguments, operands_of, unit
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.math import Math, math_of
 from cutjax.kernels.mma.resolved import Resolved
-from cutjax.kernels.prepared import Prepared, Transpose
+from cutjax.kernels.prepared import Prepared, Transpose, along_k
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import STORED, Staging, stage
 from cutjax.runtime.architectures import number
@@ -43,18 +43,19 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     found = [] if problem.plain else list(staging.reasons)
     if number(problem.arch) < 75:
         return (f"architecture {problem.arch}: the kernels are for sm_75 and later",)
+    found += shared.of_operands(problem)
     how = math_of(problem)
     if how is None:
         by = f" as {problem.math}" if problem.math else ""
-        found.append(f"{short(problem.a_dtype.name)} x {short(problem.b_dtype.name)}{by} on {problem.arch}")
+        found.append(f"{short(problem.a.dtype.name)} x {short(problem.bs[0].dtype.name)}{by} on {problem.arch}")
     elif problem.epilogue.accumulator.name != how.accumulator:
         added = f"{short(problem.epilogue.accumulator.name)}: its products are added up in {short(how.accumulator)}"
-        found.append(f"{short(problem.a_dtype.name)} added up in {added}")
+        found.append(f"{short(problem.a.dtype.name)} added up in {added}")
     if problem.plain and staging.reasons:
         names = ", ".join(map(short, STORED))
         found.append(f"result {short(problem.out_dtype.name)}: one of {names}")
-    if problem.narrow and problem.ragged == "k":
-        found.append(f"{short(problem.b_dtype.name)} as {short(problem.a_dtype.name)} in groups of k")
+    if problem.bs[0].narrow_beside(problem.a) and problem.divided == "k":
+        found.append(f"{short(problem.bs[0].dtype.name)} as {short(problem.a.dtype.name)} in groups of k")
     found += shared.of_groups(problem, staging)
     if problem.symmetric:
         found += staging.symmetric_reasons
@@ -89,14 +90,14 @@ class Kernel(Resolved, base.Kernel):
 
 def prepared(asked: Problem, taken: Problem) -> tuple[Prepared, ...]:
     """Returns the operands that are transposed before the launch, as they lie otherwise than a kernel takes them."""
-    matrices = math.prod(asked.b_batch) * (asked.groups if asked.ragged == "m" else 1)
-    arrays = [("a", asked.a, taken.a, asked.m * math.prod(asked.a_batch))]
+    matrices = asked.matrices[1]
+    arrays = [("a", asked.a, taken.a, asked.m * asked.matrices[0])]
     if not asked.symmetric:
         arrays += [("b", b, of, asked.n * matrices) for b, of in zip(asked.bs, taken.bs, strict=True)]
     found = []
     for i, (name, given, of, rows) in enumerate(arrays):
         if given != of:
-            size = rows * asked.k * given.dtype.itemsize
+            size = given.bytes(rows * asked.k)
             found.append(Prepared(name, i, (Transpose(),), size, size))
     return tuple(found)
 
@@ -106,7 +107,7 @@ def registers(problem: Problem, config: Config, how: Math, units: tuple[int, int
     tile = config.wm // 16 * (config.wn // 8)
     fragments = how.read[0] * (config.wm // 16) + how.read[1] * problem.products * (config.wn // 8)
     fragments *= how.slice(config.bk // config.sliced_k, problem.arch) // how.k
-    of_a, of_b = config.bm * problem.a_dtype.itemsize, problem.products * config.bn * problem.b_dtype.itemsize
+    of_a, of_b = problem.a.bytes(config.bm), problem.bs[0].bytes(problem.products * config.bn)
     loads = [row * config.bk // 16 // config.threads for row in (of_a, of_b)]
     held = sum(5 * count + 8 for count, unit in zip(loads, units, strict=True) if unit < 4)
     apart = 0
@@ -119,12 +120,13 @@ def registers(problem: Problem, config: Config, how: Math, units: tuple[int, int
         apart += 8  # all loads go through registers
     if how.name == "tf32x3" and number(problem.arch) >= 100:
         apart += 48  # calibrated too: warp tiles of 64 x 32 spill there
-    if problem.ragged == "k" and config.bk == 128 and held:
+    if problem.divided == "k" and config.bk == 128 and held:
         apart += 32  # calibrated too, where rows begin anywhere
-    if problem.narrow:  # calibrated too: decoding takes more beside some of what else takes registers
+    if problem.bs[0].narrow_beside(problem.a):
+        # Calibrated too: decoding takes more beside some of what else takes registers.
         wide = any(np.dtype(out.dtype).itemsize > 2 for out in problem.epilogue.outputs)
         across = wide and problem.bs[0].contiguous == "mn"
-        apart += 8 * bool(across or problem.ragged or problem.products > 1 or number(problem.arch) < 80)
+        apart += 8 * bool(across or problem.groups or problem.products > 1 or number(problem.arch) < 80)
         apart += (16 if config.bk == 32 else 56) * (min(units) < 4)
     beside = BESIDE + how.beside
     if config.tma and (how.name, how.accumulator) in (("dmma", "float64"), ("tf32", "float32")):
@@ -139,11 +141,11 @@ def tma_reasons(problem: Problem, how: Math, units: tuple[int, int] = (16, 16)) 
         found.append(f"tma on {problem.arch}: sm_90 and later have it")
     if how.fragments == "fma":
         found.append(f"tma of {short(a.dtype.name)} by FMA: elements are permuted one by one on their way")
-    if problem.narrow:
+    if b.narrow_beside(a):
         found.append(f"tma with b in {short(b.dtype.name)}: tiles that are decoded are loaded by all threads")
-    if problem.ragged == "k":
+    if problem.divided == "k":
         found.append("tma with groups of k: it clears what is past the array, not what is past a group")
-    if how.fragments != "fma" and a.dtype.itemsize == 4 and a.contiguous != b.contiguous:
+    if how.fragments != "fma" and a.bits == 32 and a.contiguous != b.contiguous:
         found.append(f"tma of {short(a.dtype.name)} in layout {problem.layout}: a and b lie along k, or both across it")
     for name, step in zip("ab", units, strict=True):
         if step < 16:
@@ -163,14 +165,14 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     how = math_of(problem)
     if how is None or found:
         return tuple(found)
-    problem = problem.along_k if how.along_k and not config.slim else problem
+    problem = along_k(problem) if how.along_k and not config.slim else problem
     if config.splits > 1:
         problem = problem.bare
-        if problem.ragged == "m":
+        if problem.divided == "m":
             found.append(f"splits={config.splits}: the contraction of groups of rows is whole")
     if config.swap and (why := slim.swap_reasons(problem)):
         return (*found, *why)
-    staging, device, size = staging_of(problem, config.swap), problem.device, problem.a_dtype.itemsize
+    staging, device, size = staging_of(problem, config.swap), problem.device, problem.a.bytes(1)
     bare, problem = problem, problem.transposed if config.swap else problem
     slices = config.bk // how.k // config.sliced_k
     if config.slim:
@@ -181,7 +183,12 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         found.append(
             f"bk={config.bk} with sliced_k={config.sliced_k}: an even number of slices of {how.k} for each warp"
         )
-    if problem.narrow and not config.slim and problem.bs[0].contiguous == "mn" and config.wn % 32:
+    if (
+        problem.bs[0].narrow_beside(problem.a)
+        and not config.slim
+        and problem.bs[0].contiguous == "mn"
+        and config.wn % 32
+    ):
         found.append(f"wn={config.wn}: a warp reads 32 columns of b[k, n] at once, of 8 bits each")
     if problem.symmetric and (config.bm % 64 or config.bn % 64):
         found.append(f"a tile of {config.bm}x{config.bn}: symmetric results are mirrored in blocks of 64x64")

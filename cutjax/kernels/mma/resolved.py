@@ -37,13 +37,14 @@ class Resolved(base.Resolved):
         p = self.multiplied
         if p.symmetric:
             return self.tiles * self.config.splits
-        return self.rows * self.columns * p.batch_size * (max(1, p.groups) if p.ragged else 1) * self.config.splits
+        groups = p.groups.count if p.groups else 1
+        return self.rows * self.columns * p.batch_size * groups * self.config.splits
 
     @property
     def depth(self) -> float:
         """The contraction of a tile: of a group of average size, where k has groups, and of one split."""
         p = self.multiplied
-        return p.k / max(1, p.groups if p.ragged == "k" else 1) / self.config.splits
+        return p.k / p.groups_along("k") / self.config.splits
 
     @property
     def slices(self) -> int:
@@ -63,7 +64,7 @@ class Resolved(base.Resolved):
     @property
     def numbers(self) -> int:
         """Real numbers of an element."""
-        return 2 if self.problem.a_dtype.kind == "c" else 1
+        return 2 if self.problem.a.dtype.kind == "c" else 1
 
     @property
     def slices_at_once(self) -> int:

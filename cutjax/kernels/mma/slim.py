@@ -21,12 +21,12 @@ BESIDE = 40  # registers of a thread beside what it loads and adds up, calibrate
 
 def columns_of(problem: Problem) -> int:
     """Returns the columns that a thread adds up."""
-    return AT_ONCE if problem.bs[0].contiguous == "k" else 16 // problem.b_dtype.itemsize
+    return AT_ONCE if problem.bs[0].contiguous == "k" else problem.bs[0].elements(16)
 
 
 def reasons(problem: Problem, config: Config, how: Math, staging: Staging) -> list[str]:
-    """Returns the reasons against a slim kernel of a config."""
-    found, size = [], problem.b_dtype.itemsize
+    """Returns why a slim kernel cannot be."""
+    found, b = [], problem.bs[0]
     if how.words < 4:
         found.append(f"bm={config.bm}: slim kernels add up in {how.accumulator}")
     if problem.bs[0].contiguous == "k":
@@ -35,13 +35,13 @@ def reasons(problem: Problem, config: Config, how: Math, staging: Staging) -> li
             found.append(
                 f"bn={config.bn}: of b[n, k] each warp reads {AT_ONCE} columns, and {warps} share {needed} of them"
             )
-    elif config.bn * size not in (16, 32, 64, 128, 256, 512):
+    elif b.bytes(config.bn) not in (16, 32, 64, 128, 256, 512):
         found.append(f"bn={config.bn}: lanes beside each other read 16 to 512 bytes of b[k, n], a power of two")
     if staging.reductions and problem.m > config.bm:
         found.append(f"bm={config.bm}: of {problem.m} rows, reductions are of 16 rows at a time")
     if problem.symmetric:
         found.append("a symmetric product")
-    if (problem.a_dtype.name, problem.b_dtype.name) in MIXED:
+    if (problem.a.dtype.name, problem.bs[0].dtype.name) in MIXED:
         found.append(f"bm={config.bm}: slim kernels multiply operands of one dtype")
     return found
 
@@ -49,11 +49,11 @@ def reasons(problem: Problem, config: Config, how: Math, staging: Staging) -> li
 def swap_reasons(problem: Problem) -> list[str]:
     """Returns the reasons against swapping the operands."""
     found = of_swap(problem)
-    if problem.narrow:
-        found.append(f"swap with b in {problem.b_dtype.name}")
+    if problem.bs[0].narrow_beside(problem.a):
+        found.append(f"swap with b in {problem.bs[0].dtype.name}")
     if any(out.reduce for out in problem.epilogue.outputs):
         found.append("swap with a reduction")
-    if problem.orders[2]:
+    if problem.order:
         found.append("swap with results in an order of their own")
     return found
 
@@ -68,13 +68,14 @@ def stage_bytes(problem: Problem, config: Config, how: Math) -> int:
 def registers(problem: Problem, config: Config, how: Math) -> int:
     """Estimates the registers of a thread."""
     sums = problem.products * config.bm * columns_of(problem) * how.words // 4
-    left = config.bm * (4 if problem.a.contiguous == "k" else AT_ONCE * how.words // 4)
-    if problem.narrow:  # twice as many at once, and those of a that does not lie along k as floats
-        left *= 2 if problem.a.contiguous == "k" else 4
+    a, b, narrow = problem.a, problem.bs[0], problem.bs[0].narrow_beside(problem.a)
+    left = config.bm * (4 if a.contiguous == "k" else AT_ONCE * how.words // 4)
+    if narrow:  # twice as many at once, and those of a that does not lie along k as floats
+        left *= 2 if a.contiguous == "k" else 4
     # Of rows of b that begin anywhere each load has a shift of its own: with 4 rows of a that spills.
-    along_k = problem.bs[0].contiguous == "k"
-    shifted = (problem.k if along_k else problem.n) * problem.b_dtype.itemsize % 4 > 0
-    more = (72 if problem.narrow else 0) if along_k else 32  # of 8 bits, 16 elements are decoded at once
+    along_k = b.contiguous == "k"
+    shifted = b.bytes(problem.k if along_k else problem.n) % 4 > 0
+    more = (72 if narrow else 0) if along_k else 32  # of 8 bits, 16 elements are decoded at once
     return sums + left + 5 * AT_ONCE + BESIDE + more * config.bm * shifted
 
 
@@ -86,12 +87,13 @@ def configs(problem: Problem) -> Iterator[Config]:
 
 
 def _configs(problem: Problem, swap: bool) -> Iterator[Config]:
-    m = -(-problem.m // max(1, problem.groups)) if problem.ragged == "m" else problem.m
+    m = -(-problem.m // problem.groups_along("m"))
     if m > ROWS[-1]:
         return
-    size, along_k = problem.b_dtype.itemsize, problem.bs[0].contiguous == "k"
+    b = problem.bs[0]
+    along_k = b.contiguous == "k"
     rows = next(rows for rows in ROWS if rows >= m)
-    for bn in (16, 32, 64) if along_k else [x // size for x in (64, 128, 256, 512) if 16 * size <= x <= 256 * size]:
+    for bn in (16, 32, 64) if along_k else [bn for x in (64, 128, 256, 512) if 16 <= (bn := b.elements(x)) <= 256]:
         wn = min(bn, 32)
         for warps, blocks in ((8, 2), (16, 1), (8, 1)):  # the last one for those that need registers
             sliced_k = warps * wn // bn
@@ -106,13 +108,13 @@ def predict(kernel: Resolved, device: Device) -> float:
     """
     p, c = kernel.multiplied, kernel.config
     latency, l2, launch = 0.9, 92.0, 1.5  # us; bytes a nanosecond that enter one SM; us
-    size = p.b_dtype.itemsize
+    b = p.bs[0]
     tiles, k = kernel.average_tiles, kernel.depth
     resident = min(c.blocks, math.ceil(tiles / device.sms))
     busy = min(tiles, device.sms * c.blocks)
-    in_flight = busy * min(c.threads * AT_ONCE * 16, p.products * c.bn * k * size)
+    in_flight = busy * min(c.threads * AT_ONCE * 16, p.products * b.bytes(1) * c.bn * k)
     speed = min(device.bytes_per_second / 1e6, in_flight / latency)  # bytes a microsecond
-    line = min(1.0, c.bn * size / 128) if p.bs[0].contiguous == "mn" else 1.0
+    line = min(1.0, b.bytes(c.bn) / 128) if b.contiguous == "mn" else 1.0
     narrow = 1 + 0.5 * math.log2(16 / kernel.units[1])
     memory = p.bytes / speed / (0.8 + 0.2 * line) * narrow
     rate = dict(device.flops).get("float64" if kernel.math.words > 4 else "float32", 0.0)
@@ -120,8 +122,8 @@ def predict(kernel: Resolved, device: Device) -> float:
         return math.inf
     of_tile = p.products * c.bn * k
     waves = math.ceil(tiles / (device.sms * resident)) * resident
-    decoding = 3 if p.narrow else 1  # times as long: 8 kernels of int8 and float8 beside bfloat16
+    decoding = 3 if b.narrow_beside(p.a) else 1  # times as long: 8 kernels of int8 and float8 beside bfloat16
     multiply = waves * of_tile * (2 * c.bm + 3) * decoding / (rate / device.sms / 1e6)
-    load = waves * of_tile * size / l2 / 1e3 * narrow
+    load = waves * of_tile * b.bytes(1) / l2 / 1e3 * narrow
     end = waves * 0.3 + latency
     return launch + max(memory, multiply, load) + end + parts_us(p, c.splits)

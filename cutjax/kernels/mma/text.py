@@ -43,8 +43,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "SLICE": math.slice(config.bk // config.sliced_k, problem.arch),
         "LOAD_PARTS": kernel.load_parts,
         "SLICES_AT_ONCE": kernel.slices_at_once,
-        "ELEMENT": problem.a_dtype.itemsize,
-        "ELEMENT_B": problem.b_dtype.itemsize,
+        "ELEMENT": problem.a.bytes(1),
+        "ELEMENT_B": problem.bs[0].bytes(1),
         "A_K_MAJOR": problem.a.contiguous == "k",
         "B_K_MAJOR": problem.bs[0].contiguous == "k",
         "A_UNIT": kernel.units[0],
@@ -55,8 +55,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "CLUSTER_N": 1,
         "CLUSTER_K": 1,
         "IN_PARTS": config.splits > 1,
-        "RAGGED_M": problem.ragged == "m",
-        "RAGGED_K": problem.ragged == "k",
+        "RAGGED_M": problem.divided == "m",
+        "RAGGED_K": problem.divided == "k",
         "EPILOGUE_COLUMNS": config.wn,
         "D_CHUNK": kernel.chunk,
         "PIECE": 8 if kernel.chunk % 16 else 16,
@@ -88,7 +88,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "mma/math.cuh",
             "mma/instruction.cuh",
             *_multiply(kernel),
-            epilogue_text(kernel.staging, arguments, problem.ragged),
+            epilogue_text(kernel.staging, arguments, problem.divided),
             f"#define BASES_B {{{', '.join(f'base_b{i}' for i in range(problem.products))}}}\n" * (not config.tma),
             "mma/epilogue.cuh",
             "mma/gemm.cuh",
@@ -100,12 +100,13 @@ def _multiply(kernel: Resolved) -> list[str]:
     """Returns the files that load and multiply, and the constants they read."""
     problem, fragments = kernel.multiplied, kernel.math.fragments
     constant = f'#line 1 "math (generated)"\nconstexpr Math MATH = Math::{kernel.math.name};\n'
-    if problem.narrow:
-        constant += f"constexpr Dtype NARROW = Dtype::{DTYPES[problem.b_dtype.name].stored};\n"
+    narrow = problem.bs[0].narrow_beside(problem.a)
+    if narrow:
+        constant += f"constexpr Dtype NARROW = Dtype::{DTYPES[problem.bs[0].dtype.name].stored};\n"
     if kernel.config.slim:
-        constant += f"#define NARROW_B {int(problem.narrow)}\n"
-        constant += f"constexpr Dtype OPERAND = Dtype::{DTYPES[problem.a_dtype.name].stored};\n"
-        return [constant, "mma/layout.cuh", "mma/tile.cuh", *["mma/narrow.cuh"] * problem.narrow, "mma/slim.cuh"]
+        constant += f"#define NARROW_B {int(narrow)}\n"
+        constant += f"constexpr Dtype OPERAND = Dtype::{DTYPES[problem.a.dtype.name].stored};\n"
+        return [constant, "mma/layout.cuh", "mma/tile.cuh", *["mma/narrow.cuh"] * narrow, "mma/slim.cuh"]
     tma = kernel.config.tma
     tiles = [] if fragments == "fma" else ["mma/layout.cuh", "mma/boxes.cuh" if tma else "mma/tile.cuh"]
     feed = "mma/tma_feed.cuh" if tma else "mma/feed.cuh"

@@ -21,7 +21,8 @@ from cutjax.kernels.arguments import (
     matrix_map,
     partials,
 )
-from cutjax.kernels.problem import Operand, Problem
+from cutjax.kernels.operand import Operand
+from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.operands import row_bytes
 from cutjax.kernels.sm90.resolved import Resolved
@@ -32,14 +33,14 @@ from cutjax.runtime.launch import Pointer, TensorMap
 def matrices_of(p: Problem, operand: Operand, length: int, count: int = 1, steps: tuple[int, ...] = ()) -> Matrices:
     """Returns the matrices of an operand whose m or n axis is so long; count and steps are those of dense ones."""
     rows, pitch = length if operand.contiguous == "k" else p.k, row_bytes(operand, length, p.k)
-    if any(p.orders):
+    if p.strided:
         return matrices(p, operand.batch, rows, pitch, operand.order)
     return Matrices(pitch, pitch * rows, count, steps)
 
 
 def result_matrices(p: Problem, dtype: np.dtype) -> Matrices:
     """Returns the matrices of a result that has an order of its own."""
-    return matrices(p, p.batch, p.m, p.n * dtype.itemsize, p.orders[2])
+    return matrices(p, p.batch, p.m, p.n * dtype.itemsize, p.order)
 
 
 def arguments(kernel: Resolved) -> tuple[Argument, ...]:
@@ -61,19 +62,19 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
     results = [(first_result + i, out) for i, out in staging.results]
     maps = [(place, buffer, np.dtype(out.dtype)) for place, (buffer, out) in enumerate(results) if staging.by_tma(out)]
 
-    of_a = matrices_of(p, p.a, p.m, math.prod(p.a_batch), tuple(steps[0]))
+    of_a = matrices_of(p, p.a, p.m, p.matrices[0], tuple(steps[0]))
     for part in range(parts):
         buffer = _part_of(int(c.swap), part, parts, first_more)
         value = _operand_map(buffer, p.a, p.m, p.k, of_a, c.bm, 64, c, c.cluster_n)
         yield _map(f"map_a{part}" if part else "map_a", value, "a")
-    b_matrices = math.prod(p.b_batch) * (p.groups if p.ragged == "m" else 1)
+    b_matrices = p.matrices[1]
     of_b = matrices_of(p, p.bs[0], p.n, b_matrices, tuple(steps[1]))
     for i, (part, b) in enumerate((part, i) for part in range(parts) for i in range(p.products)):
         buffer = _part_of(0 if p.symmetric or c.swap else 1 + b, part, parts, first_more)
         chunk = c.chunk(p.bs[0], p.products)
         yield _map(f"map_b{i}", _operand_map(buffer, p.bs[0], p.n, p.k, of_b, c.bn, chunk, c, c.cluster_m), "b")
-    d_matrices = c.splits * p.batch_size * (p.groups if p.ragged == "k" else 1)
-    in_order = [result_matrices(kernel.problem, dtype) for _, _, dtype in maps if p.orders[2]]
+    d_matrices = c.splits * p.results
+    in_order = [result_matrices(kernel.problem, dtype) for _, _, dtype in maps if p.order]
     for i, (place, buffer, dtype) in enumerate(maps):
         of_d = in_order[i] if in_order else d_matrices
         yield _map(f"map_d{place}", _tile_map(buffer, dtype, kernel, of_d, c.swap), "d")
@@ -98,7 +99,7 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
         yield Argument("int* tickets", Pointer(first_result + len(epilogue.outputs) + 1), "scheduler")
     yield from groups(p)
     for place, (buffer, out) in enumerate(results):
-        if p.ragged == "m" or not staging.by_tma(out):  # TMA clips at the matrix, not at a group's last row
+        if p.divided == "m" or not staging.by_tma(out):  # TMA clips at the matrix, not at a group's last row
             yield Argument(f"char* d{place}", Pointer(buffer), "rows")
 
 
@@ -118,7 +119,7 @@ def _operand_map(
     # Rows off the lines of memory: fetching 256 bytes at once costs 15% more than 128 there.
     l2_bytes = 256 if of.on_lines else 128
     if operand.contiguous == "k":
-        box = 128 // operand.dtype.itemsize, tile // share
+        box = operand.elements(128), tile // share
         found = matrix_map(buffer, operand.dtype, (k, rows), of, box, 128, l2_bytes)
         return dataclasses.replace(found, tf32=operand.dtype == np.float32)
     depth = config.bk if -(-tile // chunk) % share == 0 else config.bk // share

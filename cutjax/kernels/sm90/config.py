@@ -12,7 +12,8 @@ import numpy as np
 
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue
-from cutjax.kernels.problem import Operand, Problem
+from cutjax.kernels.operand import Operand
+from cutjax.kernels.problem import Problem
 
 SCHEDULES = ("coop", "pingpong")
 
@@ -148,7 +149,7 @@ class Config:
 
     def depth(self, operand: Operand) -> int:
         """Returns the elements of k in a stage."""
-        return 2 * self.bk // operand.dtype.itemsize
+        return operand.elements(2 * self.bk)
 
     def chunk(self, b: Operand, products: int = 1) -> int:
         """Returns the elements of a row of b's tile in shared memory, which its swizzle spans.
@@ -157,7 +158,7 @@ class Config:
         last may be wider than the tile, where it loads a third more at most.
         """
         if b.contiguous == "k":
-            return 128 // b.dtype.itemsize
+            return b.elements(128)
         if self.bn % 64 == 0 or (products == 1 and 3 * (-self.bn % 64) <= self.bn):
             return 64
         return 32 if self.bn % 32 == 0 else 16
@@ -170,18 +171,18 @@ class Config:
         """Returns the name of the kernel wherever it is seen: HLO, profiler, explain, benchmark rows."""
         if self.splits > 1:
             problem = problem.bare
-        dtypes = short(problem.a_dtype.name) + problem.math
-        if problem.b_dtype != problem.a_dtype:
-            dtypes += f"x{short(problem.b_dtype.name)}"
-        if problem.plain and problem.out_dtype != problem.a_dtype:
+        dtypes = short(problem.a.dtype.name) + problem.math
+        if problem.bs[0].dtype != problem.a.dtype:
+            dtypes += f"x{short(problem.bs[0].dtype.name)}"
+        if problem.plain and problem.out_dtype != problem.a.dtype:
             dtypes += short(problem.out_dtype.name)
         tile = f"{self.bm}x{self.bn}x{self.bk}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}_{self.schedule}"
         tile += "_swap" if self.swap else ""
         tile += "_stream" if self.stream_k else ""
         tile += f"_k{self.cluster_k}" * (self.cluster_k > 1) + "_parts" * (self.splits > 1)
-        ragged = f"_groups_{problem.ragged}" if problem.ragged else ""
+        ragged = f"_groups_{problem.divided}" if problem.divided else ""
         symmetric = "_symmetric" if problem.symmetric else ""
-        strided = "_strided" if problem.orders[2] else ""  # other text
+        strided = "_strided" if problem.order else ""  # other text
         name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}{symmetric}{strided}"
         if not problem.plain:
             name += f"_e{_digest(problem.epilogue)}"

@@ -74,19 +74,21 @@ def predict(kernel: Resolved, device: Device) -> float:
     what they are good for is ranking, and tests/test_select.py holds them to that.
     """
     c, p = kernel.config, kernel.multiplied
-    if not (p.ragged or p.symmetric):
+    if not (p.groups or p.symmetric):
         return dense_cost.time_us(dense_cost.features(kernel, device), dense_cost.CONSTANTS)
-    fit, sms = _FITS["symmetric" if p.symmetric else p.ragged], device.sms
+    fit, sms = _FITS["symmetric" if p.symmetric else p.divided], device.sms
     resident, rows, tiles = kernel.blocks_per_sm, kernel.rows, kernel.columns
     items, k, filled = float(kernel.tiles if p.symmetric else rows * tiles * p.batch_size), float(p.k), 1.0
-    if p.ragged == "m":  # a group's last tile is half full; of it, blocks of 64 rows without any are skipped
-        average, height = p.m / p.groups, c.bm * c.cluster_m
-        rows = p.groups * max(1.0, average / height + fit.last)
-        filled = p.groups * max(1.0, average / 64 + 0.5) * 64 / (rows * height)
+    if p.divided == "m":  # a group's last tile is half full; of it, blocks of 64 rows without any are skipped
+        groups = p.groups_along("m")
+        average, height = p.m / groups, c.bm * c.cluster_m
+        rows = groups * max(1.0, average / height + fit.last)
+        filled = groups * max(1.0, average / 64 + 0.5) * 64 / (rows * height)
         filled += (1 - filled) * fit.idle
         items = rows * tiles * p.batch_size
-    elif p.ragged == "k":
-        items, k = items * p.groups, p.k / p.groups + c.depth(p.a) / 2
+    elif p.divided == "k":
+        groups = p.groups_along("k")
+        items, k = items * groups, p.k / groups + c.depth(p.a) / 2
     items *= c.splits
     in_flight = max(1, sms * resident // c.cluster)
     waves = math.ceil(items / in_flight)
@@ -124,14 +126,14 @@ def predict(kernel: Resolved, device: Device) -> float:
     compute = (waves - 1) * wave + mainloop + last + fit.cluster * (c.cluster > c.cluster_k)
     if c.cluster_k > 1:
         compute += waves * (2 + (c.cluster_k - 1) / c.cluster_k * 4 * c.bm * columns / SHARED_BYTES_PER_US)
-    if p.ragged == "m":
-        compute *= 1 + fit.tall * math.log2(c.bm * c.cluster_m / 64) / (1 + p.m / p.groups / 512)
+    if p.divided == "m":
+        compute *= 1 + fit.tall * math.log2(c.bm * c.cluster_m / 64) / (1 + p.m / p.groups_along("m") / 512)
 
     ragged = 1.1 if c.bn * p.out_dtype.itemsize % 128 else 1.0  # stores of less than a cache line
     speed = device.bytes_per_second / dense_cost.FITTED_ON.bytes_per_second
     reads = (p.bytes - p.result_bytes) * kernel.way.parts / (READ_BYTES_PER_US * speed)
     writes = ragged * c.splits * p.result_bytes / (WRITTEN_BYTES_PER_US * speed)
-    twins = fit.twins if p.ragged else -0.04 * (p.k <= 64)
+    twins = fit.twins if p.groups else -0.04 * (p.k <= 64)
     memory = (reads + writes) * (1 + 0.11 * c.bm * c.bn / 32768 + twins * (resident == 2) + fit.short * (c.bm == 64))
     time_us = fit.scale * math.hypot(compute**3, memory**3) ** (1 / 3) + 1.2  # a smooth maximum, and the launch
     copied = sum(operand.moved for operand in kernel.prepared)  # in launches of their own
@@ -147,4 +149,4 @@ def _short_rows(kernel: Resolved) -> tuple[int, int]:
     problem = kernel.multiplied
     lines = 1 if row_bytes(problem.a, problem.m, problem.k) % 128 == 0 else 2
     chunk = kernel.config.chunk(problem.bs[0], problem.products)
-    return lines, lines * 128 // (chunk * problem.b_dtype.itemsize)
+    return lines, lines * 128 // problem.bs[0].bytes(chunk)

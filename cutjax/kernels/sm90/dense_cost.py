@@ -14,8 +14,8 @@ import numpy as np
 
 from cutjax.kernels import staging
 from cutjax.kernels.device import Device, reference
+from cutjax.kernels.operand import Operand
 from cutjax.kernels.prepared import COPIED_BYTES_PER_US
-from cutjax.kernels.problem import Operand
 from cutjax.kernels.sm90.arguments import matrices_of
 from cutjax.kernels.sm90.resolved import Resolved
 
@@ -238,7 +238,7 @@ def features(kernel: Resolved, device: Device) -> Features:
     itemsize = p.out_dtype.itemsize
     result_row = kernel.stored.n * itemsize
     return Features(
-        ideal=1e6 * p.flops / device.peak(kernel.stored.a_dtype, kernel.stored.math),
+        ideal=1e6 * p.flops / device.peak(kernel.stored.a.dtype, kernel.stored.math),
         flop_us=flop_us(kernel, device),
         speed=device.bytes_per_second / FITTED_ON.bytes_per_second,
         sms=device.sms,
@@ -264,7 +264,7 @@ def features(kernel: Resolved, device: Device) -> Features:
         a_off=off(p.a, p.m),
         b_off=off(p.bs[0], p.n),
         b_columns=c.loaded(p.bs[0], p.products) * p.products,
-        b_short=128 // (c.chunk(p.bs[0], p.products) * p.b_dtype.itemsize) - 1,
+        b_short=128 // p.bs[0].bytes(c.chunk(p.bs[0], p.products)) - 1,
         ragged=(c.bm if c.swap else c.bn) * itemsize % 128 != 0,
         pitch=result_row % 128 != 0,
         threads=0 if result_row % 16 == 0 else 1 if result_row % 4 == 0 else PAIRLESS,
@@ -285,8 +285,8 @@ def flop_us(kernel: Resolved, device: Device) -> float:
 
     A stage has so many bytes of k, whatever the dtype, which multiply in about the same time.
     """
-    peak = device.peak(kernel.stored.a_dtype, kernel.stored.math) * len(kernel.way.pairs)
-    return peak / device.sms / 1e6 * kernel.multiplied.a_dtype.itemsize / 2
+    peak = device.peak(kernel.stored.a.dtype, kernel.stored.math) * len(kernel.way.pairs)
+    return peak / device.sms / 1e6 * kernel.multiplied.a.bits / 16
 
 
 def _instructions(kernel: Resolved) -> float:

@@ -62,7 +62,7 @@ class Facts:
         widest = 160 if beside or addressed else MAX_ACCUMULATORS
         if problem.plain:
             alone = config.schedule == "pingpong" and config.cluster == 1
-            return 160 if problem.ragged == "m" or (problem.ragged and not alone) else widest
+            return 160 if problem.divided == "m" or (problem.groups and not alone) else widest
         # Where TMA cannot load an operand, its elements have addresses of their own.
         apart = any(spec.row and spec.col and not self.staging.by_tma(spec) for spec in epilogue.operands)
         if self.staging.reductions or apart or (self.staging.called and not self.staging.even):
@@ -81,9 +81,10 @@ class Facts:
 @functools.lru_cache(maxsize=1024)
 def facts_of(problem: Problem, swap: bool = False) -> Facts:
     """Returns what the kernels of a problem have in common, with its operands as they are or swapped."""
-    why, unswappable = operands.reasons(problem), shared.of_swap(problem) if swap else []
+    why = [*shared.of_operands(problem), *operands.reasons(problem)]
+    unswappable = shared.of_swap(problem) if swap else []
     multiplied = problem if why else operands.as_multiplied(problem)
-    of_pairs = problem.a_dtype == operands.C64
+    of_pairs = problem.a.dtype == operands.C64
     if swap and of_pairs:
         unswappable = ["swap of complex numbers"]
     stored = multiplied if of_pairs else problem
@@ -112,7 +113,7 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
         names = ", ".join(map(short, STORED_BY_TMA))
         reasons.append(f"result {short(problem.out_dtype.name)}: one of {names}")
     reasons += shared.of_sizes(problem)
-    if any(problem.orders):
+    if problem.strided:
         reasons += _order_reasons(problem, staging)
     return reasons
 
@@ -121,7 +122,7 @@ def _order_reasons(problem: Problem, staging: Staging) -> list[str]:
     """Returns why orders of memory cannot be walked."""
     reasons = []
     arrays = [matrices_of(problem, problem.a, problem.m), matrices_of(problem, problem.bs[0], problem.n)]
-    if problem.orders[2]:
+    if problem.order:
         arrays.append(result_matrices(problem, np.dtype(np.uint8)))
         if not all(staging.by_tma(out) for _, out in staging.results):
             reasons.append("results in an order of their own, whose rows are of no whole units of 16 bytes")
@@ -177,12 +178,13 @@ def _footprint(facts: Facts, config: Config) -> Footprint:
     problem, staging = facts.problem, facts.staging
     chunk = staging.chunk(config.epilogue_columns)
     loaded = config.loaded(problem.bs[0], problem.products) * problem.products
+    depth = config.depth(problem.a)
     buffer_bytes = 64 * chunk * staging.column_bytes
     # Registers fit two when each has 256 threads of 128, half of them accumulators.
     two = config.consumers == 1 and facts.accumulators(config) <= 64 and not facts.heavy
     return Footprint(
         chunk=chunk,
-        stage_bytes=(config.bm + loaded) * config.bk * 2,
+        stage_bytes=problem.a.bytes(config.bm * depth) + problem.bs[0].bytes(loaded * depth),
         buffer_bytes=buffer_bytes,
         staging_bytes=config.consumers * (buffer_bytes + (8 if staging.operands else 0)),
         whole_result=config.m_blocks * config.epilogue_columns // chunk,

@@ -112,15 +112,15 @@ def _even_widths(columns: int) -> tuple[int, ...]:
 def _divided(problem: Problem, config: Config) -> Iterator[Config]:
     """Yields the ways to divide the contraction of a config's tiles among as many CTAs as there are SMs, about."""
     k_blocks = -(-problem.k // config.depth(problem.a))
-    if problem.ragged == "m" or problem.symmetric or k_blocks < 2 * LEAST_K_BLOCKS:
+    if problem.divided == "m" or problem.symmetric or k_blocks < 2 * LEAST_K_BLOCKS:
         return
     rows, columns = problem.tiles(*cluster_tile(config))
-    groups = problem.groups if problem.ragged == "k" else 1
-    tiles, sms = rows * columns * problem.batch_size * groups, problem.device.sms // config.cluster
+    groups = problem.groups_along("k")
+    tiles, sms = rows * columns * problem.results, problem.device.sms // config.cluster
     k_blocks = -(-k_blocks // groups)
     waves = tiles / sms
     idle = 1 - waves / math.ceil(waves)  # of all SMs' time, in the last wave
-    if not problem.ragged and idle > LEAST_IDLE and waves > 0.3 and k_blocks >= 16 and not problem.device.shared:
+    if not problem.groups and idle > LEAST_IDLE and waves > 0.3 and k_blocks >= 16 and not problem.device.shared:
         yield _divide(config, stream_k=True)
     most = k_blocks // LEAST_K_BLOCKS
     if config.schedule == "coop" and config.cluster == 1:

@@ -74,25 +74,25 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     if problem.arch != ARCH:  # another device's memory says nothing of this family's tiles
         return facts.reasons
     reasons = list(facts.reasons)
-    if problem.a_dtype == operands.C64 and (config.splits > 1 or config.stream_k):
+    if problem.a.dtype == operands.C64 and (config.splits > 1 or config.stream_k):
         return (*reasons, f"splits={config.splits}, stream_k={config.stream_k}: parts of complex numbers")
     if config.splits > 1:
         problem = problem.bare
         facts = facts_of(problem, config.swap)
     tile = footprint(facts, config)
     limit = tile.limit(config.stages)
-    if config.parts > 1 and problem.ragged == "m":
+    if config.parts > 1 and problem.divided == "m":
         reasons.append(
             f"cluster_k={config.cluster_k}, splits={config.splits}: the contraction of groups of rows is whole"
         )
-    if config.stream_k and (problem.ragged or problem.symmetric):
+    if config.stream_k and (problem.groups or problem.symmetric):
         reasons.append("stream_k=True: only the tiles of a dense product are all as deep")
     if (need := tile.bytes(config.stages)) > tile.most:
         reasons.append(
             f"{config.stages} stages of {tile.stage_bytes} bytes and two staging buffers a warpgroup: "
             f"{need} bytes of shared memory, at most {tile.most}"
         )
-    products, integers = problem.products, facts.way.dtype is None and problem.a_dtype.name in operands.INT8
+    products, integers = problem.products, facts.way.dtype is None and problem.a.dtype.name in operands.INT8
     accumulators = 4 * config.bm * config.bn * products
     if config.cluster_k > 1 and accumulators > config.stages * tile.stage_bytes:
         reasons.append(

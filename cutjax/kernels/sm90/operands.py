@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import numpy as np
 
 from cutjax.dtypes import DTYPES, FLOAT8, short
 from cutjax.epilogue.expression import identity
+from cutjax.kernels.operand import Operand
 from cutjax.kernels.prepared import Pad, Pairs, Prepared, Split, Step, Transpose
-from cutjax.kernels.problem import BF16, Operand, Problem
+from cutjax.kernels.problem import BF16, Problem
 
 F32, C64 = np.dtype(np.float32), np.dtype(np.complex64)
 INT8 = ("int8", "uint8")
@@ -60,7 +60,7 @@ def way(problem: Problem) -> Way:
     """Returns the way in which wgmma multiplies the operands of a problem."""
     if problem.math:
         return _WAYS[problem.math]
-    return _FLOAT8 if problem.a_dtype.name in FLOAT8 else _AS_THEY_ARE
+    return _FLOAT8 if problem.a.dtype.name in FLOAT8 else _AS_THEY_ARE
 
 
 def instruction(dtype: np.dtype) -> str:
@@ -75,10 +75,10 @@ def k_major(dtype: np.dtype) -> bool:
 
 def reasons(problem: Problem) -> list[str]:
     """Returns the reasons against wgmma for the operands of a problem."""
-    a, b, acc = problem.a_dtype.name, problem.b_dtype.name, problem.accumulator
+    a, b, acc = problem.a.dtype.name, problem.bs[0].dtype.name, problem.accumulator
     both = f"{short(a)} x {short(b)}"
     if a == b == "complex64" and problem.math == "tf32":
-        if not problem.plain or problem.groups or problem.symmetric or any(problem.orders):
+        if not problem.plain or problem.groups or problem.symmetric or problem.strided:
             return [f"{both} by tf32: wgmma multiplies their parts, in dense products without an epilogue"]
         return []
     if a == b == "float32":
@@ -91,7 +91,7 @@ def reasons(problem: Problem) -> list[str]:
     of_integers = acc.name in ("int32", "uint32")
     if (a in INT8) != of_integers and (of_integers or a in INT8):
         return [f"{both} added up in {short(acc.name)}: wgmma adds up integers in 32 bits, and floats in f32"]
-    if problem.ragged == "k" and k_major(way(problem).dtype or problem.a_dtype):
+    if problem.divided == "k" and k_major(way(problem).dtype or problem.a.dtype):
         # On an H200 a box that begins elsewhere along its rows is an illegal instruction.
         return [f"{both} in groups of k: groups begin anywhere along rows of k, TMA at multiples of 16 bytes"]
     return []
@@ -104,28 +104,32 @@ def as_multiplied(problem: Problem) -> Problem:
     Complex numbers are pairs of real ones, in rows twice as long. Two rows of b make the two columns of a pair: (real,
     -imag) the real ones, (imag, real) the imaginary ones.
     """
-    if problem.a_dtype == C64:
-        sizes = {"n": 2 * problem.n, "k": 2 * problem.k, "layout": "nt", "epilogue": identity(F32, F32)}
-        return dataclasses.replace(problem, **sizes, a_dtype=F32, b_dtype=F32, out_dtype=F32)
+    if problem.a.dtype == C64:
+        a, b = (x.of(F32).along_k for x in (problem.a, problem.bs[0]))
+        return dataclasses.replace(problem, n=2 * problem.n, k=2 * problem.k, a=a, bs=(b,), epilogue=identity(F32, F32))
     dtype = way(problem).dtype
-    a, b = dtype or problem.a_dtype, dtype or problem.b_dtype
-    given = problem.along_k if k_major(a) else problem
-    if (a, b, given.layout) == (problem.a_dtype, problem.b_dtype, problem.layout):
+
+    def taken(operand: Operand) -> Operand:
+        operand = operand.of(dtype or operand.dtype)
+        return operand.along_k if k_major(operand.dtype) else operand
+
+    a, bs = taken(problem.a), tuple(map(taken, problem.bs))
+    if (a, bs) == (problem.a, problem.bs):
         return problem
-    return dataclasses.replace(given, a_dtype=a, b_dtype=b, math="" if a == BF16 else problem.math)
+    return dataclasses.replace(problem, a=a, bs=bs, math="" if a.dtype == BF16 else problem.math)
 
 
 @functools.lru_cache(maxsize=1024)
 def prepared(problem: Problem) -> tuple[Prepared, ...]:
     """Returns the operands of which kernels read copies: other numbers, rows along k, rows that TMA walks."""
     p, how, found = as_multiplied(problem), way(problem), []
-    b_matrices = math.prod(p.b_batch) * (p.groups if p.ragged == "m" else 1)
-    arrays = [("a", p.a, problem.a, p.m, math.prod(p.a_batch))]
+    b_matrices = p.matrices[1]
+    arrays = [("a", p.a, problem.a, p.m, p.matrices[0])]
     arrays += [("b", b, given, p.n, b_matrices) for b, given in zip(p.bs, problem.bs, strict=True)]
     for buffer, (name, operand, given, length, matrices) in enumerate(arrays[:1] if p.symmetric else arrays):
         size, rows = (p.k, length) if operand.contiguous == "k" else (length, p.k)
         pitch = row_bytes(operand, length, p.k)
-        columns = pitch // operand.dtype.itemsize - size
+        columns = operand.elements(pitch) - size
         transposed = operand.contiguous != given.contiguous
         pairs = 1 if given.dtype != C64 else 4 if buffer else 2  # numbers that a complex one makes
         steps: list[Step] = [] if how.dtype is None else [Split(how.parts, how.rounded, how.dtype)]
@@ -134,7 +138,7 @@ def prepared(problem: Problem) -> tuple[Prepared, ...]:
         if steps:
             rows *= matrices
             whole = transposed or how.dtype is not None or pairs > 1
-            read = size * rows * given.dtype.itemsize // pairs if whole else rows * pitch
+            read = given.bytes(size * rows) // pairs if whole else rows * pitch
             found.append(Prepared(name, buffer, tuple(steps), read, how.parts * rows * pitch, how.parts))
     return tuple(found)
 
@@ -145,7 +149,7 @@ def row_bytes(operand: Operand, rows: int, k: int) -> int:
     TMA walks rows that start at multiples of 16 bytes. Copies of others start on lines of memory, or as even as adds a
     fiftieth at most.
     """
-    size = (k if operand.contiguous == "k" else rows) * operand.dtype.itemsize
+    size = operand.bytes(k if operand.contiguous == "k" else rows)
     if size % 16 == 0:
         return size
     return next(x for unit in (128, 64, 32, 16) if (x := -(-size // unit) * unit) <= 1.02 * size or unit == 16)

@@ -33,7 +33,7 @@ class Resolved(base.Resolved):
     @property
     def stored(self) -> Problem:
         """The problem as results are stored: `problem`, or, of complex numbers, that of their parts."""
-        return self.multiplied if self.problem.a_dtype == operands.C64 else self.problem
+        return self.multiplied if self.problem.a.dtype == operands.C64 else self.problem
 
     @property
     def k_blocks(self) -> int:

@@ -22,13 +22,14 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     """Returns the device text of a kernel, complete: constants, the generated epilogue, and the files of ffi/device."""
     problem, config = kernel.multiplied, kernel.config
     a_k_major, b_k_major = problem.a.contiguous == "k", problem.bs[0].contiguous == "k"
-    producer, consumer = REGISTERS[problem.ragged]
+    producer, consumer = REGISTERS[problem.divided]
     way, acc = kernel.way, DTYPES[problem.accumulator.name].carrier
     constants = {
         "BM": config.bm,
         "BN": config.bn,
         "BK": config.depth(problem.a),
-        "ELEMENT_BYTES": problem.a_dtype.itemsize,
+        "A_BYTES": problem.a.bytes(1),
+        "B_BYTES": problem.bs[0].bytes(1),
         "PARTS": way.parts,
         "PAIRS": len(way.pairs),
         "PAIRS_OF_A": _packed(a for a, _ in way.pairs),
@@ -51,8 +52,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "B_CHUNK": config.chunk(problem.bs[0], problem.products),
         "STREAM_K": config.stream_k,
         "GROUPED": bool(problem.groups),
-        "RAGGED_M": problem.ragged == "m",
-        "RAGGED_K": problem.ragged == "k",
+        "RAGGED_M": problem.divided == "m",
+        "RAGGED_K": problem.divided == "k",
         "PRODUCTS": problem.products,
         "OUTPUTS": len(kernel.staging.results) + len(kernel.staging.mirror_slots),
         "EPILOGUE_COLUMNS": config.epilogue_columns,
@@ -80,10 +81,10 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             *(["common/mirror.cuh"] if problem.symmetric else []),
             "common/scheduler.cuh",
             f"common/{scheduler}_scheduler.cuh",
-            wgmma(config.bn * problem.products, problem.a_dtype, problem.b_dtype, a_k_major, b_k_major),
+            wgmma(config.bn * problem.products, problem.a.dtype, problem.bs[0].dtype, a_k_major, b_k_major),
             "sm90/mainloop.cuh",
             "sm90/stream.cuh",
-            epilogue_text(kernel.staging, arguments, problem.ragged),
+            epilogue_text(kernel.staging, arguments, problem.divided),
             "sm90/epilogue.cuh",
             "common/parts.cuh",
             "sm90/split.cuh",

@@ -37,14 +37,14 @@ struct Pipeline {
 };
 
 // One operand: ROWS of its m or n axis per tile, of which each of TILES matrices has an equal part, shared by SHARE
-// CTAs of the cluster, each of which loads 1/SHARE of every part.
-template <int ROWS, int TILES, bool K_MAJOR, int CHUNK, int SHARE>
+// CTAs of the cluster, each of which loads 1/SHARE of every part. Elements have SIZE bytes.
+template <int ROWS, int SIZE, int TILES, bool K_MAJOR, int CHUNK, int SHARE>
 struct Operand {
   static constexpr int PART = ROWS / TILES;
   static constexpr int PART_CHUNKS = (PART + CHUNK - 1) / CHUNK;
-  static constexpr int SPAN = CHUNK * ELEMENT_BYTES;
-  static constexpr int BYTES = (K_MAJOR ? ROWS : TILES * PART_CHUNKS * CHUNK) * BK * ELEMENT_BYTES;
-  static_assert(K_MAJOR ? SPAN == 128 : ELEMENT_BYTES == 2);
+  static constexpr int SPAN = CHUNK * SIZE;
+  static constexpr int BYTES = (K_MAJOR ? ROWS : TILES * PART_CHUNKS * CHUNK) * BK * SIZE;
+  static_assert(K_MAJOR ? SPAN == 128 : SIZE == 2);
   static constexpr u16 MASK = (1 << SHARE) - 1;
 
   DEVICE static void load(u32 tile, const TensorMap* map, u32 barrier, int part, int row, int k, int batch, u32 share) {
@@ -91,8 +91,8 @@ struct Operand {
   }
 };
 
-using OperandA = Operand<BM, 1, A_K_MAJOR, 128 / ELEMENT_BYTES, CLUSTER_N>;
-using OperandB = Operand<PRODUCTS * BN, PRODUCTS, B_K_MAJOR, B_CHUNK, CLUSTER_M>;
+using OperandA = Operand<BM, A_BYTES, 1, A_K_MAJOR, 128 / A_BYTES, CLUSTER_N>;
+using OperandB = Operand<PRODUCTS * BN, B_BYTES, PRODUCTS, B_K_MAJOR, B_CHUNK, CLUSTER_M>;
 
 constexpr int STAGE_BYTES = OperandA::BYTES + OperandB::BYTES;
 
@@ -188,7 +188,7 @@ DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int
     OperandB::Descriptor b(shared.b(pipe.stage));
     wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < BK * ELEMENT_BYTES / 32; ++slice) {
+    for (int slice = 0; slice < BK * A_BYTES / 32; ++slice) {
 #pragma unroll
       for (int block = 0; block < BLOCKS; ++block)
         wgmma(sums[block], a.at(OperandA::slice_offset(slice) + OperandA::row_offset(block * 64)),

@@ -1,0 +1,50 @@
+"""The names of problems in files of measured kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+
+from cutjax.kernels.operand import Groups, Operand
+from cutjax.kernels.problem import Problem
+
+
+def fields(problem: Problem) -> dict[str, Any]:
+    """Returns what ``Problem.of`` takes, but for device and epilogue: as much of a problem as that can say."""
+    p, groups = problem, problem.groups or Groups(0, "m")
+    dtypes = {"a_dtype": p.a.dtype.name, "b_dtype": p.bs[0].dtype.name, "out_dtype": p.out_dtype.name}
+    batches = {"batch": p.batch, "a_batch": p.a.batch, "b_batch": p.bs[0].batch}
+    of_groups = {"groups": groups.count, "ragged": p.divided, "leading": groups.leading, "sizes_batch": groups.batch}
+    found = {"m": p.m, "n": p.n, "k": p.k, "layout": p.layout, **dtypes, **batches, **of_groups, "in_place": p.in_place}
+    return {**found, "symmetric": p.symmetric, "orders": p.orders, "math": p.math}
+
+
+@functools.lru_cache(maxsize=4096)
+def key(problem: Problem) -> str:
+    """Returns what names a problem on any device, the same in every process and version of Python.
+
+    Version 1, which does not say so, names operands by dtypes, a layout and orders: keys that were recorded before
+    there was more to say are still found. Version 2 adds the operands one by one, where that is not all of them.
+    """
+    found = fields(problem)
+    for name, there in (("symmetric", problem.symmetric), ("orders", problem.strided), ("math", problem.math)):
+        if not there:  # nor was there in those keys
+            del found[name]
+    if not problem.plain:
+        text = json.dumps(dataclasses.astuple(problem.epilogue), separators=(",", ":"), default=np.generic.item)
+        found["epilogue"] = hashlib.sha256(text.encode()).hexdigest()
+    operands = problem.a, *problem.bs
+    if len(set(problem.bs)) > 1 or not all(operand.plain for operand in operands):
+        found |= {"version": 2, "operands": list(map(_described, operands))}
+    return json.dumps(found, separators=(",", ":"), default=int)
+
+
+def _described(operand: Operand) -> list[Any]:
+    scale = operand.scale and (operand.scale.dtype.name, operand.scale.mn, operand.scale.k)
+    view = operand.view and (type(operand.view).__name__, dataclasses.astuple(operand.view))
+    return [operand.dtype.name, operand.contiguous, operand.batch, operand.order, operand.bits, scale, view]

@@ -1,0 +1,163 @@
+"""The matrices that a problem multiplies: their elements, how they lie in memory, and how they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from cutjax.dtypes import are_narrow
+
+Order = tuple[int, ...]  # an array's axes as they lie in memory, the slowest first; () is row-major
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """Factors of the blocks of an operand, by which its products are multiplied.
+
+    Attributes:
+      dtype: of a factor.
+      mn: rows of a, or columns of b, that share one.
+      k: elements along the contraction that share one.
+    """
+
+    dtype: np.dtype
+    mn: int
+    k: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """Rows of the array in an order that is data: an index for each row of the matrix."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Im2col:
+    """The windows of an image, one for each row of the matrix.
+
+    Attributes:
+      window, strides, dilation: along each axis of the image.
+      padding: elements of zero before and after each axis.
+    """
+
+    window: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """A matrix that is multiplied.
+
+    Attributes:
+      dtype: of its elements.
+      contiguous: the axis whose neighbours are neighbours in memory: the contraction, or the other one.
+      batch: batch shape, each axis the result's or 1.
+      order: of its axes in memory.
+      bits: that an element takes in memory; 0 stands for those of the dtype.
+      scale: its factors; None where there are none.
+      view: how the matrix is read of the array; None where it is the array.
+    """
+
+    dtype: np.dtype
+    contiguous: Literal["k", "mn"] = "k"
+    batch: tuple[int, ...] = ()
+    order: Order = ()
+    bits: int = 0
+    scale: Scale | None = None
+    view: Gathered | Im2col | None = None
+
+    def __post_init__(self):
+        if type(self.dtype) is not np.dtype:
+            object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        if not self.bits:
+            object.__setattr__(self, "bits", 8 * self.dtype.itemsize)
+        if self.contiguous not in ("k", "mn"):
+            raise ValueError(f"Operand: contiguous={self.contiguous!r}, expected 'k' or 'mn'")
+
+    @property
+    def plain(self) -> bool:
+        """True if the matrix is an array of whole elements as they are."""
+        return self.bits == 8 * self.dtype.itemsize and self.scale is None and self.view is None
+
+    def bytes(self, elements: int) -> int:
+        """Returns the memory that so many neighbours take."""
+        return -(-elements * self.bits // 8)
+
+    def elements(self, size: int) -> int:
+        """Returns how many neighbours take so many bytes."""
+        return 8 * size // self.bits
+
+    def of(self, dtype: np.dtype) -> Operand:
+        """Returns the same matrix in another dtype."""
+        return self if dtype == self.dtype else dataclasses.replace(self, dtype=dtype, bits=0)
+
+    @property
+    def along_k(self) -> Operand:
+        """The same matrix along the contraction; of one that lies otherwise it is a copy, in row-major order."""
+        return self if self.contiguous == "k" else dataclasses.replace(self, contiguous="k", order=())
+
+    def narrow_beside(self, other: Operand) -> bool:
+        """Returns whether it has elements of 8 bits that are multiplied as the other's, of 16."""
+        return are_narrow(other.dtype, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """Groups of rows, or of the contraction, whose sizes are data.
+
+    Attributes:
+      count: how many.
+      axis: what they divide. "m": the rows of a, each group with its own matrix in ``b[..., groups, k, n]``; rows of no
+        group are zero in the result. "k": the contraction, of operands ``a[..., k, m]`` and ``b[..., k, n]``, each
+        group with its own result in ``d[..., groups, m, n]``.
+      leading: whether the sizes start with that of the rows before the first group: ``int32[..., leading + groups]``.
+      batch: batch shape of the sizes.
+    """
+
+    count: int
+    axis: Literal["m", "k"]
+    leading: bool = False
+    batch: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.axis not in ("m", "k") or self.count < 0:
+            raise ValueError(f"Groups: {self.count} of axis={self.axis!r}, expected 'm' or 'k'")
+
+
+def strides(shape: Sequence[int], order: Order = ()) -> list[int]:
+    """Returns the elements between neighbours along each axis of an array; 0 where there is but one."""
+    found, step = [0] * len(shape), 1
+    for axis in reversed(order or range(len(shape))):
+        found[axis] = step if shape[axis] != 1 else 0
+        step *= shape[axis]
+    return found
+
+
+def merged(
+    batch: Sequence[int], moves: Sequence[Sequence[bool]], apart: Sequence[Sequence[int]]
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Returns the batch axes as the fewest ``(size, *moves)``, outermost first, each with the last axis it is made of.
+
+    Args:
+      batch: sizes of the axes, of which those of size 1 are dropped.
+      moves: of each array, whether it moves along each axis. Neighbours that move the same arrays are merged,
+      apart: and in the arrays of these strides where a step along the outer one is as many along the inner one as that
+        is long.
+    """
+
+    def follow(outer: int, inner: int) -> bool:
+        return all(of[outer] == of[inner] * batch[inner] for of in apart if of[inner] and of[outer])
+
+    found: list[tuple[int, tuple[int, ...]]] = []
+    for axis, (size, *moving) in enumerate(zip(batch, *moves, strict=True)):
+        if size == 1:
+            continue
+        if found and found[-1][1][1:] == tuple(moving) and follow(found[-1][0], axis):
+            found[-1] = (axis, (found[-1][1][0] * size, *moving))
+        else:
+            found.append((axis, (size, *moving)))
+    return found
