@@ -16,6 +16,8 @@ import cutjax
 LAYOUTS = ("nn", "nt", "tn", "tt")
 H = jnp.bfloat16
 
+pytestmark = pytest.mark.usefixtures("kernels_run")
+
 
 def shapes(layout: str, batch=(), m=64, n=32, k=128, dtype=H):
     a = (m, k) if layout[0] == "n" else (k, m)
