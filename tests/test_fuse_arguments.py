@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 import struct
+from typing import assert_type
 
 import flax.linen as nn
 import flax.nnx as nnx
@@ -287,3 +288,4 @@ def test_a_fused_function_looks_like_the_function():
     assert list(inspect.signature(Layer(1.0).method).parameters) == ["x", "power"]
     assert inspect.signature(cutjax.fuse(functools.partial(Layer.method, power=2))).parameters["power"].default == 2
     assert inspect.unwrap(Layer.static)(X).shape == X.shape
+    assert_type(Layer(1.0).method(X, power=2), jax.Array)  # by pyright

@@ -172,7 +172,8 @@ def _automatic(call: Callable[..., list[Any]], outs: Sequence[Any]) -> Callable[
             return call(*args)
         lie = [jax.NamedSharding(mesh, x.sharding.spec) for x in outs]
         with jax.sharding.use_abstract_mesh(mesh):
-            return jax.sharding.auto_axes(call, axes=explicit_axes(mesh), out_sharding=lie)(*args)
+            placed: Any = jax.sharding.auto_axes(call, axes=explicit_axes(mesh), out_sharding=lie)
+            return placed(*args)
 
     return automatic
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 
 from cutjax import dot_precision
 from cutjax.binding.rules import leaves_axes
@@ -220,6 +221,17 @@ def _are_divided(*avals: Any) -> bool:
     """True if arrays are known to lie on a mesh over which XLA divides: of merged rows it divides one axis alone."""
     meshes = [x.sharding.mesh for x in avals]
     return any(not mesh.empty and leaves_axes(mesh) for mesh in meshes)
+
+
+def is_divided(mesh: Any, manual: Sequence[str]) -> bool:
+    """True inside a shard_map that leaves explicit axes of a mesh, or several, over which no kernel is divided.
+
+    Explicit axes become automatic around a kernel, and of that JAX has no derivative inside a shard_map.
+    """
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    left = [name for name, kind in kinds.items() if name not in manual and kind != AxisType.Manual]
+    explicit = any(kinds[name] == AxisType.Explicit for name in left)
+    return len(left) < len(kinds) and (explicit or sum(mesh.shape[name] > 1 for name in left) > 1)
 
 
 def is_sharded(sharding: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +126,7 @@ def fuse(fn: Callable[P, R], *, donate_argnums: int | Sequence[int] = (), policy
         raise ValueError(f"fuse: unknown policy {policy!r}, expected one of {POLICIES}")
     if not callable(fn):
         raise TypeError(f"fuse: expected a function, got {type(fn).__name__}")
-    name = getattr(fn, "__name__", type(fn).__name__)
+    name, called = getattr(fn, "__name__", type(fn).__name__), cast("Callable[..., R]", fn)
 
     argnums = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     if not all(isinstance(i, int) for i in argnums):
@@ -143,7 +143,7 @@ def fuse(fn: Callable[P, R], *, donate_argnums: int | Sequence[int] = (), policy
             args, kwargs = jax.tree.unflatten(
                 tree, [x.value if isinstance(x, _Static) else next(leaves) for x in static]
             )
-            out, structure = jax.tree.flatten(fn(*args, **kwargs))
+            out, structure = jax.tree.flatten(called(*args, **kwargs))
             return out
 
         if _looks_for_nan():

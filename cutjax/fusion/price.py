@@ -11,8 +11,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from cutjax.binding import lowering
-from cutjax.epilogue.expression import Epilogue
+from cutjax.epilogue.expression import Epilogue, identity
 from cutjax.fusion.contraction import Contraction
 from cutjax.fusion.jaxprs import byte_count
 from cutjax.kernels import choose, tuned, xla
@@ -20,6 +22,7 @@ from cutjax.kernels.device import Device, device_of
 from cutjax.kernels.families import fastest
 from cutjax.kernels.problem import Problem
 from cutjax.ops.dot_general import LEAD
+from cutjax.primitives.product import Product, split
 
 # Faster than XLA by less stays XLA's; of a product alone LEAD, as of a drop-in. Of 144 recorded fused products, the
 # decisions give 1.138 over XLA with 7 slower at 1.01, 1.134 with 4 at 1.03.
@@ -94,9 +97,33 @@ def of_product(found: Contraction, eqn: Any) -> Price:
 @functools.lru_cache(maxsize=4096)
 def _problem(found: Contraction, device: Device, left: Any, right: Any, out: Any) -> Problem | choose.Choice:
     """Returns the same problem each time, which is hashed once, or the choice of XLA; told the arrays' dtypes."""
-    product = found.product
-    problem = product.problem(*found.avals(left, right), out_dtype=out, device=device)
+    product, _, avals = _merged(found.product, identity(out), found.avals(left, right))
+    problem = product.problem(*avals, out_dtype=out, device=device)
     return choose.in_precision(product.in_order(problem), found.precision)
+
+
+def _merged(product: Product, epilogue: Epilogue, avals: Sequence[Any]) -> tuple[Product, Epilogue, Sequence[Any]]:
+    """Returns a product, its epilogue and its arrays with batch axes merged into rows, as a device merges its part's.
+
+    Under a mesh they are not merged before the program is divided.
+    """
+    if product.axes != (2, 2) or avals[0].ndim == 2 or math.prod(avals[1].shape[:-2]) > 1:
+        return product, epilogue, avals
+    found: tuple[Product, Epilogue] = product, epilogue
+
+    def fold(*arrays: Any) -> list[Any]:
+        nonlocal found
+        a, bs, _, operands = split(arrays, product, epilogue)
+        folded = product.fold(epilogue, a, bs, operands)
+        if folded is None:
+            return list(arrays)
+        specs = folded.product.specs(folded.a, folded.operands)
+        found = folded.product, dataclasses.replace(folded.epilogue, operands=specs)
+        return [folded.a, *folded.bs, *folded.operands]
+
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        avals = jax.make_jaxpr(fold)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)).out_avals
+    return *found, avals
 
 
 def _by_xla(choice: choose.Choice) -> Price:
@@ -128,7 +155,10 @@ def of_grouped(eqn: Any) -> Price:
 
 
 def _choice(eqn: Any) -> Any:
-    return lowering.choosers[eqn.primitive](*(x.aval for x in eqn.invars), target=lowering.target(), **eqn.params)
+    params, avals = eqn.params, [x.aval for x in eqn.invars]
+    product, epilogue, avals = _merged(params["product"], params["epilogue"], avals)
+    params = {**params, "product": product, "epilogue": epilogue}
+    return lowering.choosers[eqn.primitive](*avals, target=lowering.target(), **params)
 
 
 def of_region(plain: Price, eqn: Any, passes: int, moved: int, copied: int) -> Price:

@@ -10,12 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 
 from cutjax.binding import lowering, rules
 from cutjax.fusion import memory, price
 from cutjax.fusion.build import Template, function, placed, plain_function, product_of, template
-from cutjax.fusion.contraction import OWN, RAGGED, Contraction, contraction, is_product, planned
+from cutjax.fusion.contraction import OWN, RAGGED, Contraction, contraction, is_divided, is_product, planned
 from cutjax.fusion.jaxprs import (
     BODIES,
     MOVES,
@@ -51,7 +50,7 @@ class Rewriter:
         self.policy = policy
         self.reports: list[Report] = []
         mesh = jax.sharding.get_abstract_mesh()
-        self.divided = _is_divided(mesh, ())
+        self.divided = is_divided(mesh, ())
         self._done: dict[tuple[int, tuple[bool, ...]], tuple[Any, Any]] = {}  # by the program's id, which is kept
         self._costs: dict[Hashable, price.Price] = {}
         self._templates: dict[Hashable, Template | Exception] = {}
@@ -112,7 +111,7 @@ class Rewriter:
         mesh, spec, divided = params["mesh"], jax.sharding.PartitionSpec(), self.divided
 
         def body() -> jax.Array:  # where the mesh's axes are known
-            self.divided = _is_divided(mesh, axes)
+            self.divided = is_divided(mesh, axes)
             found.append(with_bodies(eqn, self.rewrite))
             self.divided = divided
             return jnp.zeros(())
@@ -384,17 +383,6 @@ class Rewriter:
             self._kept.append(value)  # what is built for the key keeps it longer
             return id(value)
         return value
-
-
-def _is_divided(mesh: Any, manual: Sequence[str]) -> bool:
-    """True inside a shard_map that leaves explicit axes of a mesh, or several, over which no kernel is divided.
-
-    Explicit axes become automatic around a kernel, and of that JAX has no derivative inside a shard_map.
-    """
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    left = [name for name, kind in kinds.items() if name not in manual and kind != AxisType.Manual]
-    explicit = any(kinds[name] == AxisType.Explicit for name in left)
-    return len(left) < len(kinds) and (explicit or sum(mesh.shape[name] > 1 for name in left) > 1)
 
 
 def _argument(x: Any) -> Hashable:

@@ -89,7 +89,7 @@ class Rows(_InGroups):
 
     def tile(self, a: Any, *rest: Any) -> Any:
         *ws, sizes = rest
-        batch = lax.broadcast_shapes(a.shape[:-2], *(w.shape[:-3] for w in ws), sizes.shape[:-1])
+        batch: Any = lax.broadcast_shapes(a.shape[:-2], *(w.shape[:-3] for w in ws), sizes.shape[:-1])
         return _tile(a, (*batch, a.shape[-2], ws[0].shape[-1 if self.layout[1] == "n" else -2]), *ws)
 
     def labels(self, a: Any, *rest: Any) -> tuple[list[Labels], Labels]:
@@ -205,7 +205,7 @@ class Depth(_InGroups):
 
     def tile(self, a: Any, *rest: Any) -> Any:
         b, sizes = rest
-        batch = lax.broadcast_shapes(a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
+        batch: Any = lax.broadcast_shapes(a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
         return _tile(a, (*batch, sizes.shape[-1] - self.leading, a.shape[-1], b.shape[-1]), *rest)
 
     def labels(self, a: Any, *rest: Any) -> tuple[list[Labels], Labels]:
