@@ -16,6 +16,7 @@ from cutjax.runtime import compiler
 
 X = jnp.ones((128, 128), jnp.bfloat16)
 LAUNCH = "stablehlo.custom_call @cutjax_launch"
+pytestmark = pytest.mark.usefixtures("kernels_run")
 
 
 def lowered(fn, *args) -> str:
