@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import close, integers, same, scaled
+from checks import close, integers, mesh_of, same, scaled
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
@@ -364,3 +364,30 @@ def test_policies_inside_know_what_was_a_dot_general(name, batch):
     of = lambda fn: jax.grad(lambda *args: fn(*args).sum(), (0, 1))  # noqa: E731
     assert products(of(always(saved)), x, w) == products(of(saved), x, w)
     close(of(always(saved))(x, w), of(fn)(x, w), 1e-5)
+
+
+def cast(x, w):
+    return lax.pcast(x @ w + 1, "a", to="varying")
+
+
+def summed(x, w):
+    """The tail's first value is the same on all devices, the second is not."""
+    y = x @ w + 1
+    return y, lax.psum(jnp.sin(y) * (1.0 + lax.axis_index("a")), "a")
+
+
+@pytest.mark.parametrize("fn", [cast, summed])
+def test_what_varies_over_devices(fn):
+    """A value varies over the axes of a mesh that it varied over: transposed, a cast is a sum over them."""
+    mesh = mesh_of(a=2)
+
+    def mapped(inner):
+        return jax.shard_map(inner, mesh=mesh, in_specs=jax.P(), out_specs=jax.P("a") if fn is cast else jax.P())
+
+    def of(fn):
+        return jax.value_and_grad(lambda *args: sum(jnp.sin(y).sum() for y in jax.tree.leaves(fn(*args))), (0, 1))
+
+    x, w, *_ = arguments()
+    expected = jax.jit(of(mapped(fn)))(x, w)
+    for got in (of(mapped(always(fn))), of(always(mapped(fn))), always(of(mapped(fn)))):
+        close(jax.jit(got)(x, w), expected, 1e-5)
