@@ -373,7 +373,7 @@ def cast(x, w):
 def summed(x, w):
     """The tail's first value is the same on all devices, the second is not."""
     y = x @ w + 1
-    return y, lax.psum(jnp.sin(y) * (1.0 + lax.axis_index("a")), "a")
+    return y, lax.psum(jnp.sin(y) * (1 + lax.axis_index("a").astype(jnp.float32)), "a")
 
 
 @pytest.mark.parametrize("fn", [cast, summed])

@@ -12,7 +12,7 @@ import numpy as np
 
 from cutjax.binding import lowering
 from cutjax.fusion import memory, price
-from cutjax.fusion.build import Template, function, placed, plain_function, product_of, template
+from cutjax.fusion.build import Template, function, placed, plain_function, product_of, template, with_product
 from cutjax.fusion.contraction import OWN, RAGGED, Contraction, contraction, is_product, planned
 from cutjax.fusion.jaxprs import (
     BODIES,
@@ -264,11 +264,11 @@ class Rewriter:
         """Returns the equation of a region that writes where it read what nothing reads after it."""
         body, product = eqn.params["jaxpr"], product_of(eqn)
         pairs = memory.in_place(graph, node, eqn, product)
-        if not pairs or not any(x is product for x in opened(body).eqns):
+        if not pairs:
             return eqn
         if (body, pairs) not in self._reusing:
             new = product.replace(params={**product.params, "in_place": pairs})
-            self._reusing[body, pairs] = with_equations(body, [new if x is product else x for x in opened(body).eqns])
+            self._reusing[body, pairs] = with_product(body, product, new)
         return eqn.replace(params={**eqn.params, "jaxpr": self._reusing[body, pairs]})
 
     def _replace_product(
