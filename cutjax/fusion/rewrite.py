@@ -14,6 +14,7 @@ from cutjax.binding import lowering
 from cutjax.fusion import memory, price
 from cutjax.fusion.build import Template, function, placed, plain_function, product_of, template, with_product
 from cutjax.fusion.contraction import OWN, RAGGED, Contraction, contraction, is_product, planned
+from cutjax.fusion.inline import inlined
 from cutjax.fusion.jaxprs import (
     BODIES,
     MOVES,
@@ -21,7 +22,6 @@ from cutjax.fusion.jaxprs import (
     bodies,
     byte_count,
     full_size,
-    inlined,
     is_literal,
     opened,
     with_bodies,
