@@ -34,7 +34,8 @@ BODIES = {
     "cond": ("branches",),
     "shard_map": ("jaxpr",),
 }
-MOVES = frozenset(["reshape", "squeeze", "expand_dims", "transpose", "copy", "copy_p", "name"])
+# Of what XLA computes nothing.
+MOVES = frozenset(["reshape", "squeeze", "expand_dims", "transpose", "copy", "copy_p", "name", "stop_gradient"])
 # What XLA computes in one pass with what reads or makes it.
 _IN_ONE_PASS = frozenset([*REDUCTIONS, "slice", "pad", "rev", "concatenate", "argmax", "argmin", "reduce_and"])
 
