@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import close, integers, same, scaled
+from checks import close, integers, mesh_of, same, scaled
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 from test_checkpoint_policies import OF_OURS
 
@@ -213,7 +214,7 @@ def test_random_programs(seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_forward_mode_of_random_programs(seed):
     fn, args = program(100 + seed, forward=True), arguments()
-    dots = [jnp.cos(x) for x in args]
+    dots = tuple(jnp.cos(x) for x in args)
 
     def forward(fn):
         value, dot = jax.jvp(fn, args, dots)
@@ -286,15 +287,10 @@ def test_what_xla_is_told_stays(name, nested):
     assert "tanh" not in report.epilogue
 
 
-def test_metadata_and_places_stay():
-    from jax.experimental.compute_on import compute_on
-    from jax.experimental.xla_metadata import set_xla_metadata
-
+def test_metadata_stays():
     def fn(x, w):
         with set_xla_metadata(key="value"):
-            y = jnp.sin(x @ w)
-        with compute_on("device_host"):
-            return jnp.tanh(y) * 2
+            return jnp.tanh(jnp.sin(x @ w))
 
     x, w, *_ = arguments()
     assert primitives(always(fn), x, w).count("dot_general") == 1
@@ -321,8 +317,7 @@ def test_scopes():
             return inner(x, w)
 
     x, w, *_ = arguments()
-    (call,) = jax.make_jaxpr(always(fn))(x, w).eqns
-    found = {eqn.params.get("name"): str(eqn.source_info.name_stack) for eqn in call.params["jaxpr"].eqns}
+    found = {eqn.params.get("name"): str(eqn.source_info.name_stack) for eqn in lowered(always(fn), x, w)}
     assert found["cutjax_fused"] == "outer/jit(inner)/product"
     assert found["cumsum"] == "outer/jit(inner)/sum"
 
@@ -364,3 +359,30 @@ def test_policies_inside_know_what_was_a_dot_general(name, batch):
     of = lambda fn: jax.grad(lambda *args: fn(*args).sum(), (0, 1))  # noqa: E731
     assert products(of(always(saved)), x, w) == products(of(saved), x, w)
     close(of(always(saved))(x, w), of(fn)(x, w), 1e-5)
+
+
+def cast(x, w):
+    return lax.pcast(x @ w + 1, "a", to="varying")
+
+
+def summed(x, w):
+    """The tail's first value is the same on all devices, the second is not."""
+    y = x @ w + 1
+    return y, lax.psum(jnp.sin(y) * (1 + lax.axis_index("a").astype(jnp.float32)), "a")
+
+
+@pytest.mark.parametrize("fn", [cast, summed])
+def test_what_varies_over_devices(fn):
+    """A value varies over the axes of a mesh that it varied over: transposed, a cast is a sum over them."""
+    mesh = mesh_of(a=2)
+
+    def mapped(inner):
+        return jax.shard_map(inner, mesh=mesh, in_specs=jax.P(), out_specs=jax.P("a") if fn is cast else jax.P())
+
+    def of(fn):
+        return jax.value_and_grad(lambda *args: sum(jnp.sin(y).sum() for y in jax.tree.leaves(fn(*args))), (0, 1))
+
+    x, w, *_ = arguments()
+    expected = jax.jit(of(mapped(fn)))(x, w)
+    for got in (of(mapped(always(fn))), of(always(mapped(fn))), always(of(mapped(fn)))):
+        close(jax.jit(got)(x, w), expected, 1e-5)

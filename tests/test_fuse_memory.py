@@ -46,6 +46,8 @@ def test_memory_that_is_read_later_is_not_shared():
 
     args = X, W, scaled(6, (64, 48), BF16)
     assert shared(always(block), *args) == [((0, 0),)]
+    named = always(lambda x, w, y: checkpoint_name(checkpoint_name(x @ w, "a") + jax.lax.sort(y), "b"))
+    assert shared(named, *args) == [((0, 0),)]
     assert shared(always(lambda x, w, y: x @ w + y), *args) == [()]  # an argument, the caller's
     for more in (lambda h: h, lambda h: h[:1], lambda h: h.reshape(-1)):
         assert shared(always(functools.partial(block, more=more)), *args) == [()]

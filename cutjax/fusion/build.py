@@ -14,9 +14,9 @@ from jax import lax
 
 from cutjax.binding import rules
 from cutjax.binding.rules import explicit_axes
-from cutjax.epilogue.jaxpr import any_equation, bind_equation, reverse_only
+from cutjax.epilogue.jaxpr import any_equation, bind_equation, has_rule, reverse_only
 from cutjax.fusion.contraction import RAGGED
-from cutjax.fusion.jaxprs import Graph, bodies, is_literal, opened, variables, with_equations
+from cutjax.fusion.jaxprs import Graph, bodies, is_literal, opened, variables, with_bodies, with_equations
 from cutjax.fusion.region import Region
 from cutjax.fusion.tail import Tail, Tile
 from cutjax.ops.arguments import group_sizes_of
@@ -193,3 +193,22 @@ def product_of(eqn: Any) -> Any:
             if (found := product_of(inner)) is not None:
                 return found
     return None
+
+
+def program_of(eqn: Any) -> Any:
+    """Returns the program that the product of a call is in: the call's, or that of the rule that is all of it."""
+    body = opened(eqn.params["jaxpr"])
+    (first, *others) = body.eqns
+    alike = (list(first.invars), list(first.outvars)) == (list(body.invars), list(body.outvars))
+    return bodies(first)[0] if has_rule(first) and alike and not others else eqn.params["jaxpr"]
+
+
+def with_product(jaxpr: Any, old: Any, new: Any, donated: Sequence[bool] = ()) -> Any:
+    """Returns a program with another equation in the place of one, that of a rule within too."""
+
+    def put(eqn: Any) -> Any:
+        if has_rule(eqn):
+            return with_bodies(eqn, functools.partial(with_product, old=old, new=new))
+        return new if eqn is old else eqn
+
+    return with_equations(jaxpr, [put(eqn) for eqn in opened(jaxpr).eqns])

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from cutjax.binding import walk
 from cutjax.epilogue.jaxpr import bind_equation
@@ -81,7 +82,7 @@ def _donated(args: Sequence[Any], argnums: Sequence[int], name: str) -> set[int]
 def _looks_for_nan() -> bool:
     """True if JAX runs a jitted function without jit, to find the operation that made a NaN."""
     config: Any = jax.config
-    return (config.jax_debug_nans or config.jax_debug_infs) and not isinstance(jnp.zeros(()), jax.core.Tracer)
+    return (config.jax_debug_nans or config.jax_debug_infs) and not isinstance(jnp.zeros(()), Tracer)
 
 
 def fuse(fn: Callable[P, R], *, donate_argnums: int | Sequence[int] = (), policy: str = "auto") -> Callable[P, R]:

@@ -34,8 +34,8 @@ BODIES = {
     "cond": ("branches",),
     "shard_map": ("jaxpr",),
 }
-_MOST_REPEATED = 64  # equations of a function that is opened wherever it is called
-MOVES = frozenset(["reshape", "squeeze", "expand_dims", "transpose", "copy", "copy_p", "name"])
+# Of what XLA computes nothing.
+MOVES = frozenset(["reshape", "squeeze", "expand_dims", "transpose", "copy", "copy_p", "name", "stop_gradient"])
 # What XLA computes in one pass with what reads or makes it.
 _IN_ONE_PASS = frozenset([*REDUCTIONS, "slice", "pad", "rev", "concatenate", "argmax", "argmin", "reduce_and"])
 
@@ -62,74 +62,6 @@ def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any] | Non
     inner = opened(jaxpr)
     new = inner.replace(eqns=list(eqns), outvars=inner.outvars if outvars is None else list(outvars))
     return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
-
-
-def inlined(jaxpr: Any, wanted: Callable[[Any], bool]) -> Any:
-    """Returns a jaxpr with the equations of jitted functions in the place of some calls, and of those in them."""
-    top = opened(jaxpr)
-    calls = [eqn for eqn in top.eqns if eqn.primitive.name in BODIES]
-    counts = collections.Counter(id(body) for eqn in calls for body in bodies(eqn))
-    if not any(_inlines(eqn, counts, wanted) for eqn in calls):
-        return jaxpr
-    eqns: list[Any] = []
-
-    def append(inner: Any, names: dict[Any, Any], scope: Any = None) -> list[Any]:
-        """Appends equations, with other variables for theirs, in the named scope of a call; returns their results."""
-        for eqn in inner.eqns:
-            eqn = renamed(eqn, names) if names else eqn
-            old = eqn.outvars
-            if inner is not top:
-                outvars = [names[x] if x in names else new_var(x) for x in old]
-                eqn = eqn.replace(outvars=outvars, source_info=_within(scope, eqn.source_info))
-                names.update(zip(old, eqn.outvars, strict=True))
-            if not _inlines(eqn, counts, wanted):
-                eqns.append(eqn)
-                continue
-            body = opened(eqn.params["jaxpr"])
-            counts.update(id(x) for e in body.eqns for x in bodies(e))
-            inside = dict(zip(body.invars, eqn.invars, strict=True))
-            for x, out in zip(body.outvars, eqn.outvars, strict=True):
-                if not is_literal(x) and type(out) is core.Var:  # what the body makes is the call's result by itself
-                    inside.setdefault(x, out)
-            inner_scope = eqn.source_info.name_stack.extend(f"jit({eqn.params['name']})")
-            outs = zip(old, eqn.outvars, append(body, inside, inner_scope), strict=True)
-            names.update((x, made) for x, out, made in outs if made is not out)
-        return [x if is_literal(x) else names.get(x, x) for x in inner.outvars]
-
-    outvars = append(top, {})
-    return with_equations(jaxpr, eqns, outvars)
-
-
-def _within(scope: Any, source_info: Any) -> Any:
-    """Returns where an equation was traced, its named scopes within those of the call that it is of."""
-    return source_info.replace(name_stack=scope + source_info.name_stack)
-
-
-def _inlines(eqn: Any, counts: collections.Counter[int], wanted: Callable[[Any], bool]) -> bool:
-    """True if a call is of a jitted function that is wanted, and says nothing about where it runs.
-
-    And that is called once, or is small: one that is called often is rewritten, and lowered, once.
-    """
-    if eqn.primitive.name not in ("jit", "pjit"):
-        return False
-    body = eqn.params["jaxpr"]
-    if not is_open(eqn) or opened(body).constvars or any(eqn.params["donated_invars"]):
-        return False
-    if _is_several(eqn):
-        return True
-    return (counts[id(body)] == 1 or _size(body) <= _MOST_REPEATED) and wanted(body)
-
-
-def _is_several(eqn: Any) -> bool:
-    """True if a call computes several arrays, each element by element, as of a tree of parameters."""
-    return len(eqn.outvars) > 1 and all(
-        pointwise(inner) or inner.primitive.name == "broadcast_in_dim" for inner in opened(eqn.params["jaxpr"]).eqns
-    )
-
-
-def _size(jaxpr: Any) -> int:
-    """Returns the number of equations, with those of all programs inside."""
-    return sum(1 + sum(map(_size, bodies(eqn))) for eqn in opened(jaxpr).eqns)
 
 
 def new_var(x: Any) -> Any:

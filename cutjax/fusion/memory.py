@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 from cutjax.epilogue.jaxpr import IDENTITIES, MEANING
+from cutjax.fusion.build import program_of
 from cutjax.fusion.jaxprs import BODIES, MOVES, Graph, byte_count, full_size, is_literal, opened, variables
 from cutjax.fusion.region import Region
 
@@ -35,7 +36,7 @@ def in_place(graph: Graph, node: int, eqn: Any, product: Any) -> tuple[tuple[int
       eqn: its equation.
       product: that of the product within.
     """
-    operands, results = _shareable(eqn.params["jaxpr"], product)
+    operands, results = _shareable(program_of(eqn), product)
     free = {j: eqn.invars[at] for j, at in operands if _is_last(graph, node, eqn, eqn.invars[at])}
     found: list[tuple[int, int]] = []
     for i, at in results if free else ():

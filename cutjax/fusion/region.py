@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from cutjax.binding.rules import varying_axes
 from cutjax.epilogue.flatten import REDUCTIONS, line_of
 from cutjax.fusion.contraction import Contraction, axes_of, is_sharded, transposes
 from cutjax.fusion.jaxprs import MOVES, Graph, byte_count, full_size, is_literal
@@ -82,8 +83,16 @@ class Finder:
         for i, found in products.items():
             left, right, *sizes = graph.eqns[i].invars
             if not any(map(is_literal, (left, right, *sizes))) and not found.swapped:
-                dtypes = right.aval.dtype, graph.eqns[i].outvars[0].aval.dtype
-                key = graph.source(left), found, right.aval.shape, dtypes, *sizes
+                out = graph.eqns[i].outvars[0].aval
+                key = (
+                    graph.source(left),
+                    found,
+                    right.aval.shape,
+                    right.aval.dtype,
+                    out.dtype,
+                    varying_axes(out),
+                    *sizes,
+                )
                 self.siblings.setdefault(key, []).append(i)
         self.sibling_of = {i: group for group in self.siblings.values() for i in group if len(group) > 1}
 
@@ -221,6 +230,8 @@ class _Growth:
         for out in eqn.outvars:
             if full_size(out.aval) != self.size:
                 return f" turns {tuple(eqn.invars[0].aval.shape)} into {tuple(out.aval.shape)}"
+            if varying_axes(out.aval) != varying_axes(self.accumulators[0].aval):
+                return " varies over other axes of the mesh than the product"
         moves = name in MOVES
         for x in graph.inputs[i]:
             if x in self.tiles:

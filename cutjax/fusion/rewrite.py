@@ -13,8 +13,9 @@ import numpy as np
 
 from cutjax.binding import lowering, rules
 from cutjax.fusion import memory, price
-from cutjax.fusion.build import Template, function, placed, plain_function, product_of, template
+from cutjax.fusion.build import Template, function, placed, plain_function, product_of, template, with_product
 from cutjax.fusion.contraction import OWN, RAGGED, Contraction, contraction, is_divided, is_product, planned
+from cutjax.fusion.inline import inlined
 from cutjax.fusion.jaxprs import (
     BODIES,
     MOVES,
@@ -22,7 +23,6 @@ from cutjax.fusion.jaxprs import (
     bodies,
     byte_count,
     full_size,
-    inlined,
     is_literal,
     opened,
     with_bodies,
@@ -270,11 +270,11 @@ class Rewriter:
         """Returns the equation of a region with results in the memory of operands that nothing reads afterwards."""
         body, product = eqn.params["jaxpr"], product_of(eqn)
         pairs = memory.in_place(graph, node, eqn, product)
-        if not pairs or not any(x is product for x in opened(body).eqns):
+        if not pairs:
             return eqn
         if (body, pairs) not in self._reusing:
             new = product.replace(params={**product.params, "in_place": pairs})
-            self._reusing[body, pairs] = with_equations(body, [new if x is product else x for x in opened(body).eqns])
+            self._reusing[body, pairs] = with_product(body, product, new)
         return eqn.replace(params={**eqn.params, "jaxpr": self._reusing[body, pairs]})
 
     def _replace_product(
