@@ -78,10 +78,12 @@ def test_values(name, layout):
 
 @forms
 def test_derivatives(name, layout):
-    """Gradients with each operand batched, and in each way with all; of other layouts than the first, alone."""
+    """Gradients with each operand batched, and in each way with all; of many operands the first and the last."""
     op, args = OPERATIONS[name], operands(name)
     ways = [(gradient_of_sum, axes) for axes in alone(args) if 0 in axes or len(args) > 3]
-    if len(args) < 4 and layout == next(iter(op.layouts), ""):
+    if len(args) > 3:
+        ways = [ways[0], ways[-1]]
+    elif and layout == next(iter(op.layouts), ""):
         ways += [(gradient_of_each, axes) for axes in alone(args) if 0 in axes]
         ways += [(gradient_of_sum, axes) for axes in pairs(args)]
     ways += [(gradient_of_each, (0,) * len(args)), (tangents, tuple(x.ndim for x in args))]

@@ -54,7 +54,7 @@ def loss(fn):
     return lambda *args: sum(jnp.mean(jnp.sin(x)) for x in jax.tree.leaves(fn(*args)))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))  # after a change of cutjax.fuse: 600
 def test_random_programs_equal_themselves(seed):
     ws = [scaled(i, (N, N)) for i in range(2)]
     args = scaled(5, (B, S, N)), ws, scaled(6, (N,)), scaled(7, (B, S, 1))

@@ -223,7 +223,8 @@ TILES = [
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    ("name", "sizes"), [*(("plain", sizes) for sizes in SIZES[1:]), *zip(EPILOGUES, itertools.cycle(SIZES), strict=False)]
+    ("name", "sizes"),
+    [*(("plain", sizes) for sizes in SIZES[1:]), *zip(EPILOGUES, itertools.cycle(SIZES), strict=False)],
 )
 def test_swapped_kernels_compile_lean(name, sizes):
     """Two of the tiles with as many accumulators as the epilogue may have, or fewer, in each case."""
