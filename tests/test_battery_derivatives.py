@@ -126,6 +126,7 @@ def test_dtypes(name, dtype):
         close(jax.tree.map(lambda x, y: x.astype(y.dtype), got, expected), expected, TOLERANCES[dtype])
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_checkpoint_and_control_flow(name):
     """Gradients through jax.checkpoint, and of it a scan whose steps branch; tangents through a while_loop."""

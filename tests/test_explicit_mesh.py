@@ -10,6 +10,8 @@ from operations import OPERATIONS, M, arrays, differentiable, loss, operands, us
 
 import cutjax
 
+pytestmark = pytest.mark.versions
+
 EXPLICIT = jax.sharding.AxisType.Explicit
 
 

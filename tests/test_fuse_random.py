@@ -10,6 +10,8 @@ from checks import close, scaled
 
 import cutjax
 
+pytestmark = pytest.mark.versions
+
 B, S, N = 2, 3, 4
 UNARY = [jnp.tanh, jax.nn.gelu, jax.nn.silu, jax.nn.relu, jnp.square, lambda x: -x, lambda x: x * 0.5]
 BINARY = [jnp.add, jnp.multiply, jnp.subtract, jnp.maximum, lambda x, y: jnp.where(x > 0, x, y)]
