@@ -32,7 +32,7 @@ class _Blocks:
         # Of 64 rows on a CPU, where wider ones do more that is cut off; of 128 on CUDA, where a step costs a launch.
         widest = 128 if on_cuda else 64
         self.m, self.block, self.on_cuda = m, min(m, widest, max(8, 1 << (m // self.groups).bit_length())), on_cuda
-        counts = lax.div(ends - starts + (self.block - 1), np.int32(self.block))
+        counts = (ends - starts + (self.block - 1)) // self.block
         lasts = jnp.cumsum(counts, dtype=jnp.int32)
         self.count, self.bound = lasts[-1], math.prod(batch) * (m // self.block + self.groups)
         # All groups in a row, one of no rows at the end; and whose visit each is: the group's before which as many end.
@@ -53,23 +53,20 @@ class _Blocks:
         return lax.fori_loop(0, self.bound if self.on_cuda else self.count, body, init)
 
 
-def _at(x: jax.Array, i: jax.Array) -> jax.Array:
-    """Returns x[i] of an index that is not negative: a program of half the length."""
-    return lax.dynamic_index_in_dim(x, i, keepdims=False, allow_negative_indices=False)
-
-
-def _flat_index(batch: Sequence[int], full: Sequence[int], i: jax.Array) -> jax.Array:
-    """Returns for an index into the flattened batch axes ``full`` that into an operand's, some of size 1."""
-    if math.prod(batch) == math.prod(full):
-        return i
-    index = np.broadcast_to(np.arange(math.prod(batch), dtype=np.int32).reshape(batch), full).reshape(-1)
-    return _at(jnp.asarray(index), i)
+def _flat_index(batch: Sequence[int], full: Sequence[int]) -> jax.Array:
+    """Returns for each index into the flattened batch axes ``full`` that into an operand's, some of size 1."""
+    return jnp.asarray(np.broadcast_to(np.arange(math.prod(batch), dtype=np.int32).reshape(batch), full).reshape(-1))
 
 
 def _block(x: jax.Array, batch: jax.Array, start: jax.Array, rows: int) -> jax.Array:
     """Returns x[batch, start : start + rows]."""
     at = batch, start, jnp.zeros_like(start)
     return lax.dynamic_slice(x, at, (1, rows, x.shape[-1]), allow_negative_indices=False)[0]
+
+
+def _at(x: jax.Array, i: jax.Array) -> jax.Array:
+    """Returns x[i] of an index that is not negative: programs of half the length."""
+    return lax.dynamic_index_in_dim(x, i, keepdims=False, allow_negative_indices=False)
 
 
 def reference_gemm(
@@ -92,19 +89,20 @@ def reference_gemm(
     d, x, w, sizes = match_varying(d, x, w, sizes)
     if 0 in (*batch, m, n, *x.shape, *w.shape):
         return d.reshape(*batch, m, n)
-    x_index, w_index = (functools.partial(_flat_index, of, batch) for of in (x.shape[:-2], w.shape[:-3]))
+    x_index, w_index = _flat_index(x.shape[:-2], batch), _flat_index(w.shape[:-3], batch)
     x, w = x.reshape(-1, *x.shape[-2:]), w.reshape(-1, *w.shape[-2:])
     blocks = _Blocks(sizes, m, leading, batch, on_cuda)
     dot = functools.partial(dense.reference, on_cuda=on_cuda, precision=precision)
 
     def block(i: jax.Array, d: jax.Array) -> jax.Array:
         b, group, start, mine = blocks[i]
-        rows = _block(x, x_index(b), start, blocks.block)
-        weights = _at(w, w_index(b) * blocks.groups + group)
+        rows = _block(x, _at(x_index, b), start, blocks.block)
+        weights = _at(w, _at(w_index, b) * blocks.groups + group)
         product = dot(rows, weights, layout=layout, out_dtype=out_dtype)
         product = jnp.where(mine, product, _block(d, b, start, blocks.block))
-        at = b, start, jnp.zeros_like(start)
-        return lax.dynamic_update_slice(d, product[None], at, allow_negative_indices=False)
+        return lax.dynamic_update_slice(
+            d, product[None], (b, start, jnp.zeros_like(start)), allow_negative_indices=False
+        )
 
     return blocks.loop(block, d).reshape(*batch, m, n)
 
@@ -128,7 +126,7 @@ def reference_outer(
     d, a, b, sizes = match_varying(d, a, b, sizes)
     if 0 in (m, *shape):
         return d.reshape(shape).astype(out_dtype)
-    a_index, b_index = (functools.partial(_flat_index, of, batch) for of in (a.shape[:-2], b.shape[:-2]))
+    a_index, b_index = _flat_index(a.shape[:-2], batch), _flat_index(b.shape[:-2], batch)
     a, b = a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
     blocks = _Blocks(sizes, m, leading, batch, on_cuda)
     dot = functools.partial(dense.reference, on_cuda=on_cuda, precision=precision)
@@ -136,10 +134,11 @@ def reference_outer(
     def block(i: jax.Array, d: jax.Array) -> jax.Array:
         at, group, start, mine = blocks[i]
         # Rows of other groups may hold NaN, which no multiplication by zero would take out.
-        rows_a = jnp.where(mine, _block(a, a_index(at), start, blocks.block), jnp.zeros((), a.dtype))
-        rows_b = jnp.where(mine, _block(b, b_index(at), start, blocks.block), jnp.zeros((), b.dtype))
+        rows_a = jnp.where(mine, _block(a, _at(a_index, at), start, blocks.block), jnp.zeros((), a.dtype))
+        rows_b = jnp.where(mine, _block(b, _at(b_index, at), start, blocks.block), jnp.zeros((), b.dtype))
         product = dot(rows_a, rows_b, layout="tn", out_dtype=acc)
         at = at * blocks.groups + group
-        return lax.dynamic_update_index_in_dim(d, product + _at(d, at), at, 0, allow_negative_indices=False)
+        product = product + _at(d, at)
+        return lax.dynamic_update_index_in_dim(d, product, at, 0, allow_negative_indices=False)
 
     return blocks.loop(block, d).reshape(shape).astype(out_dtype)
