@@ -37,7 +37,7 @@ demo: $(VENV)/.installed-demo
 test: test-cpu $(if $(GPU),test-gpu)
 
 test-cpu: $(VENV)/.installed-test
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(JOBS) -m "not gpu" $(PYTEST_ARGS)
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not gpu" $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

@@ -1,12 +1,17 @@
-"""Tests run on 8 virtual CPU devices unless ``-m gpu`` asks for the real one; promotion is strict; no deadlines."""
+"""Tests run on 8 virtual CPU devices unless ``-m gpu`` asks for the real one; promotion is strict; no deadlines.
+
+``--by-file`` prints the processor seconds of each file, which are the same on a busy machine, nearly.
+"""
 
 from __future__ import annotations
 
+import collections
 import gc
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 FLAG = "--xla_force_host_platform_device_count=8"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -23,10 +28,43 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+_START = pytest.StashKey[float]()
 
 # By default an example of over 200 ms fails, and so do examples that are slow to draw: on a busy machine, any.
 hypothesis.settings.register_profile("cutjax", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("cutjax")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--by-file", action="store_true", help="print the processor seconds of each file")
+
+
+def _processor_s() -> float:
+    return sum(os.times()[:4])  # of this process and of those it started
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    item.stash[_START] = _processor_s()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator[None, Any, Any]:
+    report = yield
+    if call.when == "teardown":
+        report.user_properties.append(("processor_s", _processor_s() - item.stash[_START]))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if not config.getoption("--by-file"):
+        return
+    seconds: collections.Counter[str] = collections.Counter()
+    for report in terminalreporter.stats.get("", []):
+        seconds[report.nodeid.split("::")[0]] += dict(report.user_properties).get("processor_s", 0)
+    for file, spent in seconds.most_common():
+        terminalreporter.write_line(f"{spent:8.1f} s  {file}")
+    terminalreporter.write_line(f"{sum(seconds.values()):8.1f} s in all")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if jax.__version_info__ < (0, 11):  # later ones have no such flag; MLIR doubles the time of compiling a loop
             os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
         # Traces are many small objects that stay: looking for cycles among them took a sixth of all time.
-        gc.set_threshold(100_000, 20, 50)
+        gc.set_threshold(500_000, 20, 50)
 
 
 @pytest.fixture

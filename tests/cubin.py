@@ -71,12 +71,13 @@ def telling(configs: Sequence[cutjax.Config], every: int) -> list[cutjax.Config]
     return list(dict.fromkeys([*alone, *widest.values(), *others[::every]]))
 
 
-def fourth(configs: Sequence[Any], turn: int) -> list[Any]:
-    """Every fourth of them, others for each of four turns, and one with the most accumulators, which is first to spill.
+def in_turns(configs: Sequence[Any], turn: int, every: int = 4) -> list[Any]:
+    """Every fourth of them, others in the next turn, and one with the most accumulators, which is the first to spill.
 
-    For what is compiled beside all tiles of plain products, for which one turn is 0, the next 1: each tile has a turn.
+    All tiles compile in plain products; what else there is, epilogues and layouts, each has a turn.
     """
-    return list(dict.fromkeys([max(configs, key=lambda config: config.accumulator_registers), *configs[turn % 4 :: 4]]))
+    most = max(configs, key=lambda config: config.accumulator_registers)
+    return list(dict.fromkeys([most, *configs[turn % every :: every]]))
 
 
 def check_lean(asked: cutjax.Problem, configs: Sequence[cutjax.Config], most_bytes: int, most_spilled: int = 0) -> None:

@@ -118,7 +118,7 @@ def run(kernel: mma.Kernel, arrays: Sequence[np.ndarray], folder: pathlib.Path, 
     """Launches a kernel on arrays, the last of which it writes."""
     source, library = folder / f"{kernel.name}.cpp", folder / f"{kernel.name}.so"
     source.write_text(text(kernel))
-    command = ["g++", "-std=c++20", "-O0", "-w", "-fPIC", "-shared", "-o", str(library), str(source)]
+    command = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-o", str(library), str(source)]
     subprocess.run(command, check=True, timeout=300)
     types = {Pointer: ctypes.c_void_p, Int32: ctypes.c_int, Int64: ctypes.c_longlong, TensorMap: Map}
     values = [argument.value for argument in kernel.arguments]

@@ -14,6 +14,8 @@ import cutjax
 from cutjax.binding import lowering
 from cutjax.runtime import compiler
 
+pytestmark = pytest.mark.versions
+
 X = jnp.ones((128, 128), jnp.bfloat16)
 LAUNCH = "stablehlo.custom_call @cutjax_launch"
 pytestmark = pytest.mark.usefixtures("kernels_run")

@@ -57,7 +57,7 @@ def test_derivatives(name, layout):
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_each_operand_alone(name):
-    """What the others need is not made: gradients, Jacobians in both modes, and the transpose where it is linear."""
+    """What the others need is not made: gradients, the transpose where it is linear; of few operands Jacobians."""
     op, args = OPERATIONS[name], operands(name)
     linear = [i for i, x in enumerate(op.operands.split()) if x in op.linear.split()]
 
@@ -72,8 +72,10 @@ def test_each_operand_alone(name):
                 found += [jax.vjp(alone(i), args[i])[1](g), jax.jvp(alone(i), (args[i],), (args[i],))]
                 if i in linear:
                     found.append(jax.linear_transpose(alone(i), args[i])(g))
-            first = differentiable(args)[0]
-            return found, jax.jacfwd(alone(first))(args[first]), jax.jacrev(alone(first))(args[first])
+            if len(args) < 4:
+                first = differentiable(args)[0]
+                found += [jax.jacfwd(alone(first))(args[first]), jax.jacrev(alone(first))(args[first])]
+            return found
 
         return of
 
@@ -124,6 +126,7 @@ def test_dtypes(name, dtype):
         close(jax.tree.map(lambda x, y: x.astype(y.dtype), got, expected), expected, TOLERANCES[dtype])
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_checkpoint_and_control_flow(name):
     """Gradients through jax.checkpoint, and of it a scan whose steps branch; tangents through a while_loop."""

@@ -25,6 +25,7 @@ def gradient(fn, args):
     return jax.grad(lambda *xs: sum(jnp.sin(y).sum() for y in f(*xs)), range(len(xs)))(*xs)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_shard_map(name):
     """A device for each of two calls, all operands divided or the first alone; gradients inside and of the whole."""
@@ -66,6 +67,7 @@ def test_shard_map(name):
     compare(take, (op.fn, op.plain), args, 1e-4)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_export(name):
     """A program with its gradient, written and read again."""
@@ -75,6 +77,7 @@ def test_export(name):
     close(jax.tree.leaves(read.call(*args)), jax.tree.leaves(both(*args)))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_symbolic_sizes(name):
     """Any number of rows, or a refusal that names what does not take it."""
@@ -113,6 +116,7 @@ def test_a_kernel_that_is_asked_for_needs_known_sizes():
         export(jax.ShapeDtypeStruct((m, 8), jnp.float32), jnp.ones((8, 4)))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_cuda(name, compile_nothing):
     """In 16 bits: the kernels of the program are those that explain names; all else has its reason."""

@@ -10,6 +10,8 @@ from jax.extend import core
 import cutjax
 from cutjax.binding.rules import live
 
+pytestmark = pytest.mark.versions
+
 OURS, JAXS = cutjax.checkpoint_policies, jax.checkpoint_policies
 NAMES = ("dots_saveable", "dots_with_no_batch_dims_saveable")
 X, W = jnp.ones((16, 16)), jnp.ones((16, 16))

@@ -20,6 +20,8 @@ import cutjax
 from cutjax.binding import lowering
 from cutjax.ops import links
 
+pytestmark = pytest.mark.versions
+
 P = jax.P
 M, K, N, SIZE = 16, 8, 16, 4
 X, W, V = integers(0, (M, K)), integers(1, (K, N)), integers(2, (N, K))

@@ -9,6 +9,8 @@ from jax import lax
 
 from cutjax.ops.contraction import contraction
 
+pytestmark = pytest.mark.versions
+
 
 def moved(move, x):
     """The move by numpy, which compiles nothing."""

@@ -16,6 +16,8 @@ import cutjax
 from cutjax.kernels import custom
 from cutjax.runtime import compiler, cubin
 
+pytestmark = pytest.mark.versions
+
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "cuda-kernel.md"
 needs_nvrtc = pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
 

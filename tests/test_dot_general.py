@@ -18,6 +18,8 @@ from jax import lax
 
 import cutjax
 
+pytestmark = pytest.mark.versions
+
 CASES, CHUNK = 120, 20  # after a change of how contractions become products: 2000
 MATRICES = (((1,), (0,)), ((), ()))
 

@@ -16,6 +16,8 @@ from contractions import arguments, checked, equation, random_case
 
 import cutjax
 
+pytestmark = pytest.mark.versions
+
 NAMES = ("dot", "matmul", "tensordot", "einsum")
 SIZES = {"a": 2, "b": 3, "c": 4, "d": 5, "e": 2, "i": 3, "j": 3, "x": 1}
 

@@ -16,6 +16,8 @@ from cutjax.epilogue import emit
 from cutjax.epilogue.expression import Node, OperandSpec, const
 from cutjax.epilogue.trace import trace
 
+pytestmark = pytest.mark.versions
+
 SHAPE = (8, 16)
 KEY = jax.random.key(7)
 

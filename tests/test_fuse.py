@@ -15,6 +15,8 @@ from checks import close, same, scaled
 import cutjax
 from cutjax.fusion.jaxprs import Graph
 
+pytestmark = pytest.mark.versions
+
 always = functools.partial(cutjax.fuse, policy="always")
 BF16 = jnp.bfloat16
 # A result of 16 bits is rounded once where plain JAX rounds after each operation.

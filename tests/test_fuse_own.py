@@ -9,6 +9,8 @@ from checks import close, scaled
 
 import cutjax
 
+pytestmark = pytest.mark.versions
+
 BF16 = jnp.bfloat16
 ROUNDING = 2**-6  # a result of 16 bits is rounded once where plain JAX rounds after each operation
 X, W, V, B = scaled(0, (2, 16, 32), BF16), scaled(1, (32, 24), BF16), scaled(2, (32, 24), BF16), scaled(3, (24,), BF16)

@@ -13,6 +13,8 @@ from jax import lax
 
 import cutjax
 
+pytestmark = pytest.mark.versions
+
 always = functools.partial(cutjax.fuse, policy="always")
 BF16 = jnp.bfloat16
 ROUNDING = 2**-6  # as in test_fuse.py

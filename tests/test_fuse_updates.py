@@ -8,6 +8,8 @@ from checks import close, scaled
 import cutjax
 from cutjax.binding import walk
 
+pytestmark = pytest.mark.versions
+
 BF16, F32 = jnp.bfloat16, jnp.float32
 RATE, B1, B2 = 1e-2, 0.9, 0.999
 BIG = {"w": jax.ShapeDtypeStruct((4096, 14336), F32), "v": jax.ShapeDtypeStruct((4096, 14336), F32)}

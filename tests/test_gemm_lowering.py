@@ -13,6 +13,8 @@ import pytest
 
 import cutjax
 
+pytestmark = pytest.mark.versions
+
 LAYOUTS = ("nn", "nt", "tn", "tt")
 H = jnp.bfloat16
 

@@ -13,6 +13,8 @@ from jax import lax
 
 import cutjax
 
+pytestmark = pytest.mark.versions
+
 P = jax.P
 K, N = 8, 16
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit

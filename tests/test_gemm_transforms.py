@@ -13,6 +13,8 @@ from jax.test_util import check_grads
 
 import cutjax
 
+pytestmark = pytest.mark.versions
+
 LAYOUTS = ("nn", "nt", "tn", "tt")
 M, K, N = 4, 8, 6
 

@@ -14,6 +14,8 @@ from checks import integers
 
 import cutjax
 
+pytestmark = pytest.mark.versions
+
 H = jnp.bfloat16
 M, K, N, G = 256, 64, 128, 4
 

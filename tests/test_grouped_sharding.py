@@ -14,6 +14,8 @@ from oracles import masked_multiply, masked_outer
 
 import cutjax
 
+pytestmark = pytest.mark.versions
+
 P = jax.P
 M, K, N, G = 32, 8, 16, 8
 SIZES = jnp.array([5, 0, 10, 1, 3, 0, 0, 9], jnp.int32)  # four rows have no group

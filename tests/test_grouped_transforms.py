@@ -14,6 +14,8 @@ from oracles import masked_multiply, masked_outer
 
 import cutjax
 
+pytestmark = pytest.mark.versions
+
 M, K, N, G = 24, 8, 6, 4
 SIZES = jnp.array([5, 0, 10, 6], jnp.int32)  # three rows have no group
 

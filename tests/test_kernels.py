@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import changed
-from cubin import check_lean, fourth, telling
+from cubin import check_lean, in_turns, telling
 
 import cutjax
 from cutjax.kernels import base
@@ -37,10 +37,10 @@ def test_every_config_compiles_lean(a, out, layout):
     alone = telling([config for config in configs if config.cluster == 1], 48)
     clusters = [config for config in configs if config.cluster > 1 and not (config.swap or config.stream_k)]
     if (layout, out) == ("nn", "bfloat16"):
-        configs = alone + fourth(clusters, 0)
+        configs = alone + in_turns(clusters, 0)
     else:
         turn = LAYOUTS.index(layout) + (out == "float32") + 2 * (a == "float16")
-        configs = fourth(alone, turn) + fourth(clusters, turn)[::4]
+        configs = in_turns(alone, turn) + in_turns(clusters, turn)[::4]
     check_lean(asked, [config for config in configs if not config.stream_k], 20 << 10)  # 15.4 KB unswapped
     check_lean(asked, [config for config in configs if config.stream_k], 34 << 10)  # they add up parts
 
@@ -64,7 +64,7 @@ def test_configs_of_groups_compile_lean(ragged, layout, out):
     clusters = [config for config in configs if config.cluster > 1]
     # Rows that have groups have a second mainloop, for tiles that are half empty: 39.8 KB at most.
     turn = LAYOUTS.index(layout) + (out == "float32")
-    check_lean(asked, fourth(alone, turn) + fourth(clusters[:8], turn), 48 << 10)
+    check_lean(asked, in_turns(alone, turn) + in_turns(clusters[:8], turn), 48 << 10)
 
 
 def test_what_kernels_of_groups_refuse():

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from cutjax import _ffi
 from cutjax.runtime.launch import FORMAT, TARGET, Call, Float32, Float64, Int32, Int64, Launch, Pointer, TensorMap
 
+pytestmark = pytest.mark.versions
+
 MAP = TensorMap(0, jnp.dtype(jnp.bfloat16), (4096, 512, 3), (8192, 4194304), (64, 128, 1))
 EVERY_BYTE = bytes(range(256))
 

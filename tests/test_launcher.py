@@ -20,6 +20,8 @@ from fake_driver import Fake, build, fake_cubin
 from cutjax import _ffi
 from cutjax.runtime.launch import FORMAT, Call, Float32, Float64, Int32, Int64, Launch, Pointer, TensorMap
 
+pytestmark = pytest.mark.versions
+
 ROOT = pathlib.Path(__file__).parent.parent
 TARGET = "cutjax_rehearsal"
 

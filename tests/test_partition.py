@@ -21,6 +21,8 @@ from partitions import MESH, D, T, at_most, laid, moved
 
 import cutjax
 
+pytestmark = pytest.mark.versions
+
 X, W, V, B = integers(0, (8, 16)), integers(1, (16, 32)), integers(2, (32, 16)), integers(3, (32,))
 XS = integers(4, (4, 8, 16))
 ROWS, G, DY = integers(5, (16, 16)), integers(6, (8, 16, 32)), integers(7, (16, 32))

@@ -19,6 +19,8 @@ from partitions import MESH, D, T, at_most, laid, moved, sent
 import cutjax
 from cutjax.binding import placement
 
+pytestmark = pytest.mark.versions
+
 P = jax.P
 H = jnp.bfloat16
 X, W = integers(0, (8, 16)), integers(1, (16, 16))

@@ -16,6 +16,8 @@ from jax import lax
 
 import cutjax
 
+pytestmark = pytest.mark.versions
+
 M, K, N, G = 20, 8, 6, 4
 X, W, S = integers(0, (M, K)), integers(1, (G, K, N)), jnp.array([5, 0, 7, 6], jnp.int32)
 Dims = lax.RaggedDotDimensionNumbers

@@ -277,8 +277,10 @@ def test_vmap_and_batch_axes(name):
         both(lambda f: jax.grad(functools.partial(loss, f), numbers), fused, plain, (X, *axes))
 
 
-@pytest.mark.parametrize("name", [*ELEMENTWISE, "forward rule with a mean"])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("name", "gated"),
+    [*((name, i % 3 == 0) for i, name in enumerate(ELEMENTWISE)), *(("forward rule with a mean", x) for x in (0, 1))],
+)
 def test_layers_of_two_products(name, gated):
     fn = ELEMENTWISE.get(name) or normed
     v = W.T
@@ -298,7 +300,7 @@ def test_layers_of_two_products(name, gated):
             return lambda x, w, v: (take(f)(x[0], w, v), take(f)(x, w, v))
 
         both(twice, fused, plain, (X, W, v), take)
-        both(twice, recomputed, plain, (X, W, v), take)
+    both(DERIVATIVES["grad"], recomputed, plain, (X, W, v))
 
 
 @pytest.mark.parametrize("name", [*ELEMENTWISE, *OTHERS])
@@ -316,9 +318,8 @@ def test_groups(name):
     def loss(product):
         return lambda *args: jnp.sum(jnp.sin(3 * product(*args)))
 
-    args = (X[0], W2, *operands)
-    for take in ("grad", "forward over reverse"):
-        both(DERIVATIVES[take], loss(fused), loss(plain), args, take)
+    take = "forward over reverse" if name in OTHERS else "grad"  # the one has the other in it
+    both(DERIVATIVES[take], loss(fused), loss(plain), (X[0], W2, *operands), take)
 
 
 def test_operands_of_groups():
@@ -475,7 +476,7 @@ def random_epilogue(choose):
     return epilogue
 
 
-@pytest.mark.parametrize("seed", range(32))
+@pytest.mark.parametrize("seed", range(10))  # after a change of how rules are traced: 300
 def test_random_rules(seed):
     fn = random_epilogue(random.Random(seed))
     try:

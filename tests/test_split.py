@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cubin import check_lean, fourth
+from cubin import check_lean, in_turns
 from test_fusion import CASES, problem
 
 import cutjax
@@ -36,7 +36,7 @@ AS_BATCH += [Config(128, 256, 64, 4, cluster_m=2, splits=3), Config(128, 192, 64
 def test_plain_kernels_compile_lean(layout):
     asked = cutjax.Problem.of(256, 256, 65536, layout)
     check_lean(
-        asked, SWAPPED + (IN_CLUSTERS + AS_BATCH if layout == "nn" else IN_CLUSTERS[3:6] + AS_BATCH[:2]), 24 << 10
+        asked, SWAPPED + (IN_CLUSTERS[::2] + AS_BATCH if layout == "nn" else IN_CLUSTERS[4:6] + AS_BATCH[:1]), 24 << 10
     )
 
 
@@ -55,7 +55,7 @@ def test_fused_kernels_compile_lean(name):
     narrow = [Config(128, 64, 64, 4, cluster_k=k, splits=3 - k) for k in (1, 2)]
     configs = [config for config in (*IN_CLUSTERS, *AS_BATCH, *SWAPPED, *narrow) if not cutjax.reasons(config, asked)]
     assert {config.cluster_k for config in configs} >= {1, 2}
-    check_lean(asked, fourth(configs, list(CASES).index(name)), 48 << 10)
+    check_lean(asked, in_turns(configs, list(CASES).index(name)), 48 << 10)
 
 
 @pytest.mark.parametrize(

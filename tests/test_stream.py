@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import changed
-from cubin import check_lean, fourth
+from cubin import check_lean, in_turns
 from epilogue_host import SHIM, build
 from test_fusion import CASES, problem
 
@@ -50,7 +50,7 @@ def test_fused_kernels_compile_lean(name):
     narrow = (STREAM(128, 128, 64, 4), STREAM(64, 64, 64, 4, schedule="pingpong"), STREAM(128, 64, 64, 4, cluster_m=2))
     configs = [config for config in (*CONFIGS, *narrow) if not cutjax.reasons(config, asked)]
     assert len(configs) >= 3
-    check_lean(asked, fourth(configs, list(CASES).index(name)), 52 << 10)
+    check_lean(asked, in_turns(configs, list(CASES).index(name)), 52 << 10)
 
 
 @needs_nvrtc

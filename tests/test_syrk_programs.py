@@ -17,6 +17,8 @@ from jax import lax
 
 import cutjax
 
+pytestmark = pytest.mark.versions
+
 LAYOUTS = ("n", "t")
 M, K = 6, 5
 A, H = jnp.ones((M, K)), jnp.bfloat16

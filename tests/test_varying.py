@@ -13,6 +13,8 @@ from operations import OPERATIONS, operands
 import cutjax
 from cutjax.binding.rules import varying_axes
 
+pytestmark = pytest.mark.versions
+
 P = jax.P
 X, W, B = jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.ones(4)
 

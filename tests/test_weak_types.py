@@ -14,6 +14,8 @@ from jax import lax
 
 import cutjax
 
+pytestmark = pytest.mark.versions
+
 DTYPES = ("bool", "int8", "uint8", "int32", "uint32", "bfloat16", "float16", "float32", "complex64")
 WIDE = ("int64", "float64", "complex128")
 

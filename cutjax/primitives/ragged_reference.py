@@ -46,11 +46,12 @@ class _Blocks:
 
     def __getitem__(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Visit i: the batch index, the group, the first row of the block, and which of its rows are the group's."""
-        at = self.index[i]
-        first = self.starts[at] + (i - self.firsts[at]) * self.block
+        at = _at(self.index, i)
+        first = _at(self.starts, at) + (i - _at(self.firsts, at)) * self.block
         start = jnp.minimum(first, self.m - self.block)
         rows = start + jnp.arange(self.block, dtype=jnp.int32)
-        return at // self.groups, at % self.groups, start, ((rows >= first) & (rows < self.ends[at]))[:, None]
+        batch, group = lax.div(at, np.int32(self.groups)), lax.rem(at, np.int32(self.groups))
+        return batch, group, start, ((rows >= first) & (rows < _at(self.ends, at)))[:, None]
 
     def loop(self, body: Any, init: jax.Array) -> jax.Array:
         # On CUDA a number of blocks that is data would come to the host after each of them.
@@ -73,8 +74,13 @@ def _padded(x: jax.Array) -> jax.Array:
 
 def _block(x: jax.Array, batch: jax.Array, start: jax.Array, rows: int) -> jax.Array:
     """Returns x[batch, start : start + rows]."""
-    zero = jnp.zeros_like(start)
-    return lax.dynamic_slice(x, (batch, start, zero), (1, rows, x.shape[-1]))[0]
+    at = batch, start, jnp.zeros_like(start)
+    return lax.dynamic_slice(x, at, (1, rows, x.shape[-1]), allow_negative_indices=False)[0]
+
+
+def _at(x: jax.Array, i: jax.Array) -> jax.Array:
+    """Returns x[i] of an index that is not negative: programs of half the length."""
+    return lax.dynamic_index_in_dim(x, i, keepdims=False, allow_negative_indices=False)
 
 
 def reference_gemm(
@@ -105,11 +111,13 @@ def reference_gemm(
 
     def block(i: jax.Array, d: jax.Array) -> jax.Array:
         b, group, start, mine = blocks[i]
-        rows = _block(x, x_index[b], start, blocks.block)
-        weights = lax.dynamic_index_in_dim(w, w_index[b] * blocks.groups + group, keepdims=False)
+        rows = _block(x, _at(x_index, b), start, blocks.block)
+        weights = _at(w, _at(w_index, b) * blocks.groups + group)
         product = dot(rows, weights, layout=layout, out_dtype=out_dtype)
         product = jnp.where(mine, product, _block(d, b, start, blocks.block))
-        return lax.dynamic_update_slice(d, product[None], (b, start, jnp.zeros_like(start)))
+        return lax.dynamic_update_slice(
+            d, product[None], (b, start, jnp.zeros_like(start)), allow_negative_indices=False
+        )
 
     d = blocks.loop(block, d).reshape(*batch, m, n)
     return d if m == rows_of_x else lax.slice_in_dim(d, 0, rows_of_x, axis=d.ndim - 2)
@@ -143,11 +151,11 @@ def reference_outer(
     def block(i: jax.Array, d: jax.Array) -> jax.Array:
         at, group, start, mine = blocks[i]
         # Rows of other groups may hold NaN, which no multiplication by zero would take out.
-        rows_a = jnp.where(mine, _block(a, a_index[at], start, blocks.block), jnp.zeros((), a.dtype))
-        rows_b = jnp.where(mine, _block(b, b_index[at], start, blocks.block), jnp.zeros((), b.dtype))
+        rows_a = jnp.where(mine, _block(a, _at(a_index, at), start, blocks.block), jnp.zeros((), a.dtype))
+        rows_b = jnp.where(mine, _block(b, _at(b_index, at), start, blocks.block), jnp.zeros((), b.dtype))
         product = dot(rows_a, rows_b, layout="tn", out_dtype=acc)
         at = at * blocks.groups + group
-        product = product + lax.dynamic_index_in_dim(d, at, keepdims=False)
-        return lax.dynamic_update_index_in_dim(d, product, at, 0)
+        product = product + _at(d, at)
+        return lax.dynamic_update_index_in_dim(d, product, at, 0, allow_negative_indices=False)
 
     return blocks.loop(block, d).reshape(shape).astype(out_dtype)
