@@ -52,7 +52,8 @@ static void thread() {{
   done[threadIdx.x] = true;
   while (true) wait_for_others();
 }}
-extern "C" void launch(int blocks, int from, int count, const char** firsts, const i64* sizes, const Arguments* arguments) {{
+extern "C" void launch(int blocks, int from, int count, const char** firsts, const i64* sizes,
+                       const Arguments* arguments) {{
   constexpr size_t STACK = 1 << 18;
   static std::vector<char> stacks(STACK * THREADS);
   given = arguments, block_threads = THREADS, gridDim.x = blocks;
