@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cutjax.dtypes import promoted
+
 Canonical = None | tuple[lax.Precision, lax.Precision] | lax.DotAlgorithmPreset | lax.DotAlgorithm
 
 DEFAULT = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
@@ -136,8 +138,7 @@ def accumulator(dtype: np.dtype, out_dtype: np.dtype | None = None) -> np.dtype:
         own, out = accumulator(dtype), accumulator(out_dtype)
         if jnp.issubdtype(own, jnp.integer) and jnp.issubdtype(out, jnp.integer):
             return max(out, own, key=lambda dtype: dtype.itemsize)  # of whatever sign: sums are exact, modulo 2^bits
-        with jax.numpy_dtype_promotion("standard"):
-            return jnp.promote_types(own, out)
+        return promoted(own, out)
     if dtype.itemsize < 4:
         if jnp.issubdtype(dtype, jnp.floating):
             return np.dtype(np.float32)

@@ -52,12 +52,13 @@ static void thread() {{
   done[threadIdx.x] = true;
   while (true) wait_for_others();
 }}
-extern "C" void launch(int blocks, int count, const char** firsts, const i64* sizes, const Arguments* arguments) {{
+extern "C" void launch(int blocks, int from, int count, const char** firsts, const i64* sizes,
+                       const Arguments* arguments) {{
   constexpr size_t STACK = 1 << 18;
   static std::vector<char> stacks(STACK * THREADS);
   given = arguments, block_threads = THREADS, gridDim.x = blocks;
   for (int i = 0; i < count; ++i) arrays.push_back({{firsts[i], static_cast<size_t>(sizes[i])}});
-  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {{
+  for (blockIdx.x = from; blockIdx.x < blocks; ++blockIdx.x) {{
     std::memset(shared_memory, 0xff, sizeof shared_memory);  // NaN
     contexts.assign(THREADS, {{}}), done.assign(THREADS, false);
     for (int i = 0; i < THREADS; ++i) {{
@@ -114,11 +115,29 @@ def text(kernel: mma.Kernel) -> str:
     return "\n".join([f"#define __CUDA_ARCH__ {number(kernel.problem.arch)}0", *shims, body, launch])
 
 
-def run(kernel: mma.Kernel, arrays: Sequence[np.ndarray], folder: pathlib.Path, blocks: int = 2) -> None:
-    """Launches a kernel on arrays, the last of which it writes."""
+# Instead of the sanitizer's own library.
+_OVERFLOWS = "".join(
+    f'extern "C" void __ubsan_handle_{name}_overflow(...) {{ fail("a signed integer overflows"); }}\n'
+    for name in ("add", "sub", "mul", "negate", "divrem")
+)
+
+
+def run(
+    kernel: mma.Kernel,
+    arrays: Sequence[np.ndarray],
+    folder: pathlib.Path,
+    blocks: int = 2,
+    first: int = 0,
+    sanitized: bool = False,
+) -> None:
+    """Launches a kernel's blocks from the first on, on arrays, the last of which it writes.
+
+    Where it is sanitized, a signed integer that overflows ends the process, as an address outside of arrays does.
+    """
     source, library = folder / f"{kernel.name}.cpp", folder / f"{kernel.name}.so"
-    source.write_text(text(kernel))
+    source.write_text(text(kernel) + _OVERFLOWS * sanitized)
     command = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-o", str(library), str(source)]
+    command += ["-fsanitize=signed-integer-overflow"] * sanitized
     subprocess.run(command, check=True, timeout=300)
     types = {Pointer: ctypes.c_void_p, Int32: ctypes.c_int, Int64: ctypes.c_longlong, TensorMap: Map}
     values = [argument.value for argument in kernel.arguments]
@@ -127,7 +146,7 @@ def run(kernel: mma.Kernel, arrays: Sequence[np.ndarray], folder: pathlib.Path, 
     given = structure(*(_passed(value, arrays) for value in values))
     firsts = (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in arrays))
     sizes = (ctypes.c_longlong * len(arrays))(*(x.nbytes for x in arrays))
-    ctypes.CDLL(str(library)).launch(blocks, len(arrays), firsts, sizes, ctypes.byref(given))
+    ctypes.CDLL(str(library)).launch(blocks, first, len(arrays), firsts, sizes, ctypes.byref(given))
 
 
 def _passed(value: Param, arrays: Sequence[np.ndarray]) -> Any:

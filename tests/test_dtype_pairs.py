@@ -113,7 +113,7 @@ def check(a: str, b: str, names: Sequence[str] = NAMES) -> None:
             continue  # XLA's CPU backend has no such product
         ours = jax.jit(lambda x, y, names=served, both=both: [both[name][0](x, y) for name in names])(x, y)
         for name, got, want in zip(served, ours, theirs, strict=True):
-            if a != b and want.dtype.itemsize == 1:  # XLA rounds operands to it, or does not
+            if a != b and want.dtype.itemsize <= 2:  # XLA rounds operands, and sums, to it, or does not
                 continue
             np.testing.assert_array_equal(wide(got), wide(want), f"{name} of {a} by {b} in {out}")
 
@@ -130,7 +130,7 @@ PAIRS = list(itertools.product(DTYPES, DTYPES))
 @pytest.mark.parametrize("seed", range(COUNT))
 def test_any_two_dtypes(seed):
     rng = np.random.default_rng(seed)
-    check(*PAIRS[int(rng.integers(len(PAIRS)))], rng.choice(NAMES, 3, replace=False))
+    check(*PAIRS[int(rng.integers(len(PAIRS)))], [NAMES[i] for i in rng.permutation(len(NAMES))[:3]])
 
 
 @pytest.mark.parametrize(("a", "b"), [*itertools.permutations(FLOAT8), ("int8", FLOAT8[0]), (FLOAT8[1], "int8")])

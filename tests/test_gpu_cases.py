@@ -11,6 +11,7 @@ import pytest
 sys.path.append(str(pathlib.Path(__file__).parent / "gpu"))
 import syrk_problems
 import test_cuda_kernel_gpu as own_kernels
+import test_large_gpu as large
 import test_mma_gpu as products
 import test_mma_library_gpu as library
 
@@ -50,3 +51,11 @@ def test_kernels_of_users_compile():
     x, c = jnp.ones((64, 128), jnp.float32), jnp.float32(0.5)
     f = jax.jit(lambda x, c: own_kernels.tiles(x, c, scale=1.0, shift=0.0))
     assert "cutjax_launch" in f.trace(x, c).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.skipif(compiler.compiler_missing() is not None, reason="needs NVRTC")
+@pytest.mark.parametrize("name", large.CASES)
+def test_large_sizes_lower(name):
+    case = large.CASES[name]
+    text = jax.jit(case.program).trace().lower(lowering_platforms=("cuda",)).as_text()
+    assert ("cutjax_launch" in text) == case.kernel

@@ -18,7 +18,7 @@ from cutjax.kernels.device import reference
 from cutjax.kernels.problem import Problem
 from cutjax.runtime import compiler
 
-H, F, S32 = jnp.bfloat16, np.float32, np.int32
+H, F, S = jnp.bfloat16, np.float32, np.int32
 SIZES = (2**31 - 2**16, 2**31 - 8, 2**31, 2**31 + 8, 2**32 + 8)
 
 
@@ -32,7 +32,7 @@ def of(*shape: int, dtype: Any = H) -> jax.ShapeDtypeStruct:
 
 
 def sizes(g: int) -> jax.ShapeDtypeStruct:
-    return of(g, dtype=S32)
+    return of(g, dtype=S)
 
 
 def relu(acc: Any) -> Any:
@@ -49,8 +49,8 @@ CALLS: dict[str, Callable[[int], tuple[Callable[..., Any], tuple[Any, ...]]]] = 
     "epilogue m": lambda n: (fused, (of(n, 8), of(8, 8))),
     "epilogue rows": lambda n: (lambda x, w: fused(x, w, epilogue=lambda a: (a, a.sum(0))), (of(n, 8), of(8, 8))),
     "epilogue f32": lambda n: (functools.partial(fused, precision="highest"), (of(n, 8, dtype=F), of(8, 8, dtype=F))),
-    "integers n": lambda n: (cutjax.gemm, (of(2, 1, dtype=S32), of(1, n // 4, dtype=S32))),
-    "integers k": lambda n: (cutjax.gemm, (of(1, n // 4, dtype=S32), of(n // 4, 8, dtype=S32))),
+    "integers n": lambda n: (cutjax.gemm, (of(2, 1, dtype=S), of(1, n // 4, dtype=S))),
+    "integers k": lambda n: (cutjax.gemm, (of(1, n // 4, dtype=S), of(n // 4, 8, dtype=S))),
     "complex n": lambda n: (cutjax.gemm, (of(4, 4, dtype=jnp.complex64), of(4, n // 2, dtype=jnp.complex64))),
     "narrow n": lambda n: (cutjax.gemm, (of(8, 8), of(8, n, dtype=jnp.float8_e4m3fn))),
     "dot_general": lambda n: (lambda x, y: cutjax.dot_general(x, y, (((0,), (0,)), ((), ()))), (of(n, 8), of(n, 8))),
@@ -114,8 +114,8 @@ def test_explain_and_lowering_agree(name, compile_nothing_at_all):
 
 
 INSTANCES = {
-    "terms left out": Problem.of(1, 8, 2**29 + 2**24, a_dtype=S32, b_dtype=S32, out_dtype=S32),
-    "a wild address": Problem.of(2, 2**29 + 2**24, 1, a_dtype=S32, b_dtype=S32, out_dtype=S32),
+    "terms left out": Problem.of(1, 8, 2**29 + 2**24, a_dtype=S, b_dtype=S, out_dtype=S),
+    "a wild address": Problem.of(2, 2**29 + 2**24, 1, a_dtype=S, b_dtype=S, out_dtype=S),
     "highest": Problem.of(8, 8, 2**29, a_dtype=F, b_dtype=F, out_dtype=F),
     "float64": Problem.of(8, 8, 2**28, "nn", np.float64, np.float64, np.float64, arch="sm_80"),
     "nothing stored": Problem.of(2**31 - 8, 8, 8),

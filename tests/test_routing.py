@@ -276,3 +276,11 @@ def test_refused(error, match, call):
 @pytest.mark.parametrize("name", ["Routing", "route", "load_balance_loss", "router_z_loss"])
 def test_docstring_examples(name):
     run_docstring(getattr(cutjax, name), name)
+
+
+def test_the_choice_is_that_of_top_k():
+    """Zeros of either sign, infinities and ties: jax may put 0.0 before -0.0."""
+    logits = np.random.default_rng(0).choice([-0.0, 0.0, 1.0, -1.0, -np.inf, np.inf], (64, 8)).astype(np.float32)
+    for k in (1, 3, 8):
+        both = jax.jit(lambda x, k=k: (cutjax.route(x, k).indices, jax.lax.top_k(x, k)[1]))
+        np.testing.assert_array_equal(*both(logits))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from cutjax.binding.rules import with_rank
 from cutjax.ops.moe import moe
 from cutjax.ops.routing import SCORING, load_balance_loss, route, router_z_loss
 
@@ -48,7 +49,7 @@ def experts(
     """Returns the layer's result, and its auxiliary losses and loads if they are asked for."""
     if num_groups > 1:
         limit = group_limit(logits, num_groups, groups_per_token, scoring, bias)
-        bias = limit if bias is None else bias + limit
+        bias = limit if bias is None else with_rank(bias, limit.ndim) + limit
     gate, up, down = kernels
     choice: dict[str, Any] = {"k": k, "scoring": scoring, "selection_bias": bias}
     y = moe(x, logits, gate, up, down, renormalize=renormalize, **choice, **options)
@@ -59,7 +60,7 @@ def experts(
     return y, {
         "load_balance_loss": load_balance_loss(logits, **choice),
         "router_z_loss": router_z_loss(logits),
-        "tokens_per_expert": counts.reshape(-1, counts.shape[-1]).sum(0),
+        "tokens_per_expert": counts.reshape(-1, counts.shape[-1]).sum(0, dtype=counts.dtype),
     }
 
 
@@ -73,7 +74,7 @@ def group_limit(
     """
     logits = lax.stop_gradient(logits).astype(jnp.float32)
     scores = jax.nn.softmax(logits) if scoring == "softmax" else jax.nn.sigmoid(logits)
-    scores = scores if bias is None else scores + bias.astype(scores.dtype)
+    scores = scores if bias is None else scores + with_rank(bias.astype(scores.dtype), scores.ndim)
     groups = scores.reshape(*scores.shape[:-1], num_groups, -1)
     best = lax.top_k(groups, 1 if scoring == "softmax" else min(2, groups.shape[-1]))[0].sum(-1)
     chosen = jax.nn.one_hot(lax.top_k(best, groups_per_token)[1], num_groups, dtype=bool).any(-2)

@@ -16,7 +16,8 @@ from jax import lax
 from opt_einsum import parser
 
 from cutjax import dot_precision
-from cutjax.binding.rules import sharded
+from cutjax.binding.rules import sharded, with_rank
+from cutjax.dtypes import promoted
 from cutjax.ops.contraction import contraction
 from cutjax.ops.dot_general import permuted
 from cutjax.ops.einsum import einsum as our_einsum
@@ -114,7 +115,7 @@ def linear(
             [b],
             (),
             () if bias is None else (_merged(bias, shape, permutation, plan.axes),),
-            out_dtype=dtype if bias is None else jnp.promote_types(dtype, bias.dtype),
+            out_dtype=dtype if bias is None else promoted(dtype, bias.dtype),
             save="default",
             precision=dot_precision.swapped(found) if plan.swapped else found,
             backend=backends.resolve(None, where),
@@ -180,7 +181,7 @@ def feed_forward(
 
 
 def _biased(activation: Activation, bias: jax.Array, z: jax.Array) -> jax.Array:
-    return activation(z + bias.astype(z.dtype))
+    return activation(z + with_rank(bias.astype(z.dtype), z.ndim))
 
 
 def _letters(equation: str, x: jax.Array, kernel: jax.Array) -> tuple[str, str, str]:
@@ -248,5 +249,5 @@ def _merged(bias: jax.Array, shape: Axes, permutation: Axes | None, groups: tupl
 
 def _finished(activation: Activation | None, acc: jax.Array, *bias: jax.Array) -> jax.Array:
     """The epilogue: on accumulators, before they are rounded."""
-    y = acc + bias[0].astype(acc.dtype) if bias else acc
+    y = acc + with_rank(bias[0].astype(acc.dtype), acc.ndim) if bias else acc
     return y if activation is None else activation(y)

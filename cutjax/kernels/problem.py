@@ -400,7 +400,7 @@ class Problem:
 
 
 def _floors(count: int, step: int, first: int, divisor: int) -> int:
-    """Returns the sum of ``(first + i * step) // divisor`` over so many i from 0 on, by the steps of Euclid's algorithm."""
+    """Returns the sum of ``(first + i * step) // divisor`` over so many i from 0 on, in Euclid's steps."""
     total = 0
     while count > 0 and divisor:
         total += count * (count - 1) // 2 * (step // divisor) + count * (first // divisor)

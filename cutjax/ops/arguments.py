@@ -130,7 +130,7 @@ def promote(
     narrow: bool = False,
     quantized: bool = False,
 ) -> tuple[Any, ...]:
-    """Returns the operands as they are multiplied, the dtype of the result as in ``jnp.matmul``, and True if it is weak.
+    """Returns the operands as they are multiplied, the dtype of the result, ``jnp.matmul``'s, and True if it is weak.
 
     They are in one dtype, which holds the values of both. With ``narrow``, the bs stay in a dtype of 8 bits whose
     values are all in a's, float8 too. Where they are ``quantized``, it is not for JAX's promotion to say that they

@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax.binding.rules import with_rank
+from cutjax.dtypes import promoted
 from cutjax.ops.arguments import matrix, unwrapped
 
 
@@ -63,7 +64,7 @@ class Quantized:
             raise ValueError(f"Quantized.of: unknown layout {layout!r}, expected 'n' or 't'")
         integers = jnp.issubdtype(dtype, jnp.integer)
         most = float(jnp.iinfo(dtype).max if integers else jnp.finfo(dtype).max)
-        wide = w.astype(jnp.promote_types(w.dtype, jnp.float32))
+        wide = w.astype(promoted(w.dtype, jnp.float32))
         scale = jnp.max(jnp.abs(wide), axis=-2 if layout == "n" else -1, keepdims=True) / most
         scale = jnp.where(scale == 0, jnp.ones_like(scale), scale)
         values = wide / scale
@@ -71,7 +72,7 @@ class Quantized:
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """Returns ``values * scale``, rounded once to a dtype."""
-        wide = jnp.promote_types(dtype, jnp.float32)
+        wide = promoted(dtype, jnp.float32)
         return (jnp.asarray(self.values).astype(wide) * jnp.asarray(self.scale).astype(wide)).astype(dtype)
 
 

@@ -208,7 +208,7 @@ def _check(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, dims: Any, precisio
 
 
 def _alike(lhs: jax.Array, rhs: jax.Array, out: np.dtype) -> tuple[jax.Array, jax.Array]:
-    """Returns the operands in one dtype, which holds both: jax multiplies mixed ones as they are, as kernels do some."""
+    """Returns the operands in one dtype, which holds both: jax multiplies mixed ones as they are, kernels some."""
     if are_alike(lhs.dtype, rhs.dtype):
         return lhs, rhs
     dtype = multiplied_in(lhs.dtype, rhs.dtype, out)

@@ -26,7 +26,7 @@ def converted(x: jax.Array, dtype: np.dtype, weak_type: bool | None = None) -> j
 
 
 def as_wide(b: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Returns b in a's dtype where that holds each of its values; of another dtype that is multiplied by a, as it is."""
+    """Returns b in a's dtype where it is narrower; of another dtype that a is multiplied by, as it is."""
     return converted(b, dtype) if are_narrow(dtype, b.dtype) else b
 
 
