@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend import core
 
 from cutjax.binding import lowering, rules
@@ -56,19 +57,28 @@ def products(
 
     Args:
       fn: any function that ``jax.jit`` takes, jitted or not; it is traced, not run.
-      args, kwargs: arrays or ``jax.ShapeDtypeStruct``.
+      args, kwargs: arrays or ``jax.ShapeDtypeStruct``; keyword arguments without any are handed on as they are, but
+        to a function that is jitted, which says itself what is static.
       platform: "cuda", "cpu", ...; "" is this process's.
       notes: gets what was noted of the programs that it calls (`annotate`).
     """
     here = "cuda" if lowering.on_cuda() else jax.default_backend()
     where = platform or here
-    jitted: Any = fn if hasattr(fn, "trace") else jax.jit(lambda *args, **kwargs: fn(*args, **kwargs))
-    traced = jitted.trace(*args, **kwargs)
+    if hasattr(fn, "trace"):
+        traced = fn.trace(*args, **kwargs)  # pyright: ignore[reportFunctionMemberAccess]
+    else:
+        given = {name: x for name, x in kwargs.items() if any(map(_is_array, jax.tree.leaves(x)))}
+        static = {name: x for name, x in kwargs.items() if name not in given}
+        traced = jax.jit(lambda *args, **given: fn(*args, **given, **static)).trace(*args, **given)
     if notes is not None:
         notes += _notes(traced.jaxpr)
     divided = lowering.device_count(traced, (where, here)) > 1
     found = list(_walk(rules.live(opened(traced.jaxpr)), where, 1, True, divided))
     return list(_sharded(traced, found, where)), where
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic)
 
 
 def _sharded(traced: Any, found: Sequence[Found], platform: str) -> Iterator[Found]:
