@@ -164,9 +164,9 @@ def test_a_mesh_of_explicit_and_automatic_axes(explicit):
         for of_x, of_w in random.Random(explicit).sample(list(itertools.product(some, some)), DRAWS):
             there = jax.device_put(x, of_x), jax.device_put(w, of_w)
 
-            def within(f, spec=P(of_w[0], automatic)):
-                return lambda x, w: f(x, lax.with_sharding_constraint(w, spec))
+            def within(f, x, w, of_w=of_w):
+                w = lax.with_sharding_constraint(w, P(of_w[0], automatic)) if of_w[1] is None else w
+                return f(x, w)
 
-            free = of_w[1] is None
-            found = [outcome(within(f) if free else f, *there) for f in (jnp.matmul, cutjax.gemm, cutjax.matmul)]
+            found = [outcome(functools.partial(within, f), *there) for f in (jnp.matmul, cutjax.gemm, cutjax.matmul)]
             assert str(found[1]) == str(found[2]) == str(found[0]), (of_x, of_w)

@@ -16,8 +16,8 @@ from partitions import MESH, D, T, laid, moved
 import cutjax
 
 DRAWS = 5  # of each seed; 120 while this was written
-# Where the backward pass reads weights that the forward pass gathered, XLA makes of jnp's two equal gathers one.
-TWICE = 2
+# Of gradients: XLA makes one of jnp's two equal gathers, forward and backward, and divides by what lies further away.
+SLACK = 2
 
 
 def drawn(draw: random.Random):
@@ -63,8 +63,7 @@ def check(layout, shapes, specs):
         got, expected = (jax.device_get(program(*args)) for program in programs)
         jax.tree.map(np.testing.assert_array_equal, got, expected)
         here, there = (moved(program.as_text()) for program in programs)
-        gathered = there.get("all-gather", 0)
-        most = sum(there.values()) + (TWICE - 1) * gathered * gradient
+        most = sum(there.values()) * (SLACK if gradient else 1)
         assert sum(here.values()) <= most, (layout, shapes, specs, gradient, here, there)
 
 
