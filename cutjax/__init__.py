@@ -64,3 +64,7 @@ __all__ = [
     "use_partial_sums",
     "use_tuning",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -146,8 +146,8 @@ def explain(
       device: the same for one GPU, as the driver calls it: "NVIDIA A100-SXM4-80GB".
 
     Returns:
-      A function of ``fn``'s arguments (arrays, or ``jax.ShapeDtypeStruct``) that returns an ``Explanation``: ``.rows``
-      holds the facts, and printing it gives a table.
+      A function of ``fn``'s arguments (arrays, or ``jax.ShapeDtypeStruct``; as keywords also what is static, such as
+      ``layout="nt"``) that returns an ``Explanation``: ``.rows`` holds the facts, and printing it gives a table.
 
     Raises:
       ValueError: if the architecture or the device is unknown, or if they differ.

@@ -203,3 +203,19 @@ def test_table():
 def test_errors_of_the_function_come_through():
     with pytest.raises(ValueError, match="contracting dimensions differ"):
         cutjax.explain(cutjax.gemm)(X, shape(256, 256))
+
+
+def test_keyword_arguments_that_are_static():
+    """Of a function that is not jitted: strings, functions, dtypes and numbers are its own, arrays are traced."""
+    x, w, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (1024, 256), (1024,)))
+    explain = cutjax.explain(cutjax.gemm, platform="cuda")
+    (row,) = explain(x, w, layout="nt").rows
+    assert row.choice.problem.layout == "nt"
+    (row,) = explain(
+        x, w, layout="nt", epilogue=lambda acc, b: acc + b.astype(acc.dtype), operands=(b,), out_dtype=jnp.float32
+    ).rows
+    assert row.outputs == ("f32[512,1024]",)
+    logits, weights = jnp.ones((64, 8)), jnp.ones((8, 256, 256))
+    assert cutjax.explain(cutjax.moe)(jnp.ones((64, 256)), logits, weights, weights, weights, k=2).rows
+    jitted = jax.jit(cutjax.gemm, static_argnames="layout")
+    assert cutjax.explain(jitted, platform="cuda")(x, w, layout="nt").rows

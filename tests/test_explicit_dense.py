@@ -151,3 +151,22 @@ def test_asked_for():
         for name in ("matmul", "gemm", "with an epilogue"):
             x, w, ours, plain = FORMS[name]
             check(ours, plain, integers(0, x), integers(1, w), *pair, out_sharding=out)
+
+
+@pytest.mark.parametrize("explicit", ["d", "m"])
+def test_a_mesh_of_explicit_and_automatic_axes(explicit):
+    """Results lie where their types say, along the axis that has types; XLA divides over the other."""
+    kinds = tuple(getattr(jax.sharding.AxisType, "Explicit" if x == explicit else "Auto") for x in "dm")
+    mesh, automatic = jax.make_mesh((2, 4), ("d", "m"), axis_types=kinds), "m" if explicit == "d" else "d"
+    x, w = integers(0, (8, 16)), integers(1, (16, 8))
+    some = [P(explicit, None), P(None, explicit), P(None, None)]
+    with jax.set_mesh(mesh):
+        for of_x, of_w in random.Random(explicit).sample(list(itertools.product(some, some)), DRAWS):
+            there = jax.device_put(x, of_x), jax.device_put(w, of_w)
+
+            def within(f, x, w, of_w=of_w):
+                w = lax.with_sharding_constraint(w, P(of_w[0], automatic)) if of_w[1] is None else w
+                return f(x, w)
+
+            found = [outcome(functools.partial(within, f), *there) for f in (jnp.matmul, cutjax.gemm, cutjax.matmul)]
+            assert str(found[1]) == str(found[2]) == str(found[0]), (of_x, of_w)

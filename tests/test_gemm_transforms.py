@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import compare, integers
+from checks import close, compare, integers, normal
+from jax.experimental import jet
 from jax.test_util import check_grads
 
 import cutjax
@@ -168,3 +169,26 @@ def test_zero_sizes(layout, sizes):
 
     compare(take, (cutjax.gemm, oracle), (a, b))
     assert not np.any(cutjax.gemm(a, b, layout=layout))
+
+
+@pytest.mark.parametrize(
+    ("ours", "plain"),
+    [
+        (lambda x, w: cutjax.gemm(x, w), jnp.matmul),
+        (lambda x, w: cutjax.gemm(x, w, epilogue=jnp.sin), lambda x, w: jnp.sin(x @ w)),
+        (lambda x, w: cutjax.syrk(x), lambda x, w: x @ x.T),
+    ],
+    ids=["product", "epilogue", "syrk"],
+)
+def test_taylor_series(ours, plain):
+    """jax.experimental.jet: three terms, in both operands."""
+    x, w = normal(0, (3, 4)), normal(1, (4, 5))
+    series = [x * 2, x + 1, x], [w, w - 1, w * 3]
+    got, expected = (jet.jet(f, (x, w), series) for f in (ours, plain))
+    jax.tree.map(lambda y, z: close(y, z, 1e-4), got, expected)  # f32 sums of terms up to the third power
+
+
+def test_taylor_series_of_groups_are_refused():
+    x, w = normal(0, (3, 4)), normal(1, (2, 4, 5))
+    with pytest.raises(NotImplementedError, match="cutjax_grouped_gemm: jax"):
+        jet.jet(lambda x: cutjax.grouped_gemm(x, w, jnp.array([2, 1])), (x,), ([x],))

@@ -147,9 +147,9 @@ def test_later_sources_win(tmp_path, monkeypatch):
     assert choose.choose(PROBLEM).config == configs[1]
 
 
-def test_a_file_that_does_not_exist_has_no_entries(tmp_path):
-    with cutjax.use_tuning(tmp_path / "none.json"):
-        assert "predicted" in choose.choose(PROBLEM).reasons[0]
+def test_a_file_that_does_not_exist_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"cutjax.autotune\(fn, path=...\) wrote, .*none.json is none"):
+        cutjax.use_tuning(tmp_path / "none.json")
 
 
 # Functions that were jitted before.
@@ -194,7 +194,8 @@ def test_calls_compile_again(tmp_path):
     x = jnp.ones((8, 8), H)
     f(x), f(x)
     assert len(traces) == 1
-    with cutjax.use_tuning(tmp_path / "none.json"):
+    write(tmp_path / "other.json", SECOND, 7.0, 9.0)
+    with cutjax.use_tuning(tmp_path / "other.json"):
         f(x)
     f(x)
     assert len(traces) == 2

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.experimental import jet
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir, partial_eval
 
@@ -79,6 +80,16 @@ def define(
         ad.primitive_transposes[primitive] = transpose
     if dce is not None:
         partial_eval.dce_rules[primitive] = functools.partial(rules.dce, dce)
+
+    def taylor(primals: Any, series: Any, **params: Any) -> Any:
+        """Returns the terms of a Taylor series, those of the operation in plain JAX."""
+        where = {} if choose is None else {"on_cuda": lowering.on_cuda()}
+        try:
+            return jet.jet(lambda *args: reference(*args, **params, **where), primals, series, factorial_scaled=False)
+        except (KeyError, TypeError) as error:  # what jet has no rule for, or not for integers
+            raise NotImplementedError(f"{name}: jax.experimental.jet of it: {error!r}; use jax.jvp") from error
+
+    jet.jet_rules[primitive] = taylor
 
     if choose is None:
         mlir.register_lowering(primitive, mlir.lower_fun(reference, multiple_results=multiple_results))

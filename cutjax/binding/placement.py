@@ -121,11 +121,14 @@ def place(
     """
     given = rule, mesh, shapes, operands, results, itemsize
     factors = tuple(range(rule.factors))
-    first = _placed(*given, factors, True)
+    first = _placed(*given, factors, "agreed")
     if all(have == need for have, need in _needs(rule, first, operands)) and not rule.early(first):
         return first  # nothing moves
-    others = [(order, sums) for order in (factors, factors[::-1]) for sums in (True, False)]
+    others = [(order, sums) for order in (factors, factors[::-1]) for sums in SUMS]
     return min((first, *(_placed(*given, *x) for x in others)), key=lambda placement: _moved(placement, *given))
+
+
+SUMS = ("agreed", "whole", "first")  # divided as far as operands agree, not at all, as in the first of them
 
 
 def _needs(rule: Rule, placement: Placement, operands: Sequence[Any]) -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
@@ -174,11 +177,11 @@ def _placed(
     results: Sequence[Any],
     itemsize: int,
     factors: Sequence[int],
-    sums: bool,
+    sums: str,
 ) -> Placement:
     """Returns how an operation is divided if of its factors the first in that order counts most.
 
-    Without ``sums`` a summed axis is whole that not all operands divide alike.
+    ``sums`` says it of a summed axis that not all operands divide alike: one of ``SUMS``.
     """
     sizes: dict[str, int] = {}
     asked: dict[str, list[tuple[str, ...]]] = {}
@@ -208,9 +211,14 @@ def _placed(
             taken.add(axis)
 
     for label in rule.summed:
-        if not sums and len({*asked.get(label, [()])}) > 1:
+        specs = asked.get(label, [()])
+        agreed = len({*specs}) == 1
+        if sums == "whole" and not agreed:
             continue
-        if found := functools.reduce(_common, asked.get(label, [()])):
+        if sums == "first" and not agreed:
+            extend(label, specs[0])
+            exact = exact or bool(specs[0])
+        elif found := functools.reduce(_common, specs):
             extend(label, found)
         elif found := _one_side(factors, rule, label, mesh, sizes, asked, wanted, itemsize):
             extend(label, found)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend import core
 
 from cutjax.binding import lowering, rules
@@ -56,7 +57,8 @@ def products(
 
     Args:
       fn: any function that ``jax.jit`` takes, jitted or not; it is traced, not run.
-      args, kwargs: arrays or ``jax.ShapeDtypeStruct``.
+      args, kwargs: arrays or ``jax.ShapeDtypeStruct``; keyword arguments without any are handed on as they are, but
+        to a function that is jitted, which says itself what is static.
       platform: "cuda", "cpu", ...; "" is this process's.
       notes: gets what was noted of the programs that it calls (`annotate`).
     """

@@ -116,10 +116,13 @@ def use_tuning(path: str | os.PathLike[str] | None) -> contextlib.AbstractContex
     compiled again.
 
     Args:
-      path: the file; one that does not exist has no entries. None: the cost model alone chooses, whatever was measured.
+      path: the file. None: the cost model alone chooses, whatever was measured.
 
     Returns:
       A context manager.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
 
     Example:
       >>> import cutjax
@@ -129,7 +132,10 @@ def use_tuning(path: str | os.PathLike[str] | None) -> contextlib.AbstractContex
     """
     if path is None:
         return _scope((None,))
-    return _scope((*_scope.value, table(pathlib.Path(path).expanduser().absolute())))
+    file = pathlib.Path(path).expanduser().absolute()
+    if not file.exists():
+        raise FileNotFoundError(f"use_tuning: expected a file that cutjax.autotune(fn, path=...) wrote, {file} is none")
+    return _scope((*_scope.value, table(file)))
 
 
 def tables() -> tuple[Table, ...]:

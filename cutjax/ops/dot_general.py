@@ -90,7 +90,8 @@ def permuted(
         of_lax, traced = _of_lax.__wrapped__(dimension_numbers, *how, "")
     if not (is_array_like(lhs) and is_array_like(rhs)):
         return of_lax(lhs, rhs)  # says what is wrong
-    out = traced.eval_shape(lhs, rhs)  # says what is wrong with the rest
+    # Says what is wrong with the rest. An aval says how the result lies, also where some mesh axes are not explicit.
+    (out,) = traced.trace(lhs, rhs).jaxpr.out_avals
     backend = backends.resolve(None, "dot_general")
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     if 0 in (*lhs.shape, *rhs.shape):  # zeros, or nothing at all
@@ -100,9 +101,9 @@ def permuted(
         (contract, batch), itemsizes = dimension_numbers, tuple(x.dtype.itemsize for x in (lhs, rhs, out))
         dims = tuple(map(tuple, contract)), tuple(map(tuple, batch))
         plan = contraction(lhs.shape, rhs.shape, dims, permutation, itemsizes=itemsizes, apart=on_devices(lhs, rhs))
-        explicit = any_divided(lhs, rhs, *filter(None, [out.sharding]))
+        explicit = any_divided(lhs, rhs, out)
         merges = plan.merges or sum(lhs.shape[i] != 1 for i in contract[0]) > 1
-        if explicit and any_reduced(lhs, rhs, out.sharding):
+        if explicit and any_reduced(lhs, rhs, out):
             reason = "operands and results that are reduced, or not yet, over mesh axes are jax.lax's"
         elif explicit and merges:
             reason = "axes of operands on explicit mesh axes are not merged; use jax.shard_map"

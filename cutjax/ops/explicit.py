@@ -74,7 +74,8 @@ def as_matmul(x: jax.Array, ws: Sequence[jax.Array], layout: str, out_sharding: 
     for w in ws:
         given = [jax.ShapeDtypeStruct(y.shape, np.float32, sharding=jax.typeof(y).sharding) for y in (x, w)]
         try:
-            out = jax.eval_shape(functools.partial(_matmul, layout=layout, out_sharding=out_sharding), *given)
+            matmul = functools.partial(_matmul, layout=layout, out_sharding=out_sharding)
+            (out,) = jax.make_jaxpr(matmul)(*given).out_avals
         except Exception as error:
             error.add_note(f"{where}: of {', '.join(jax.typeof(y).str_short() for y in (x, w))}, layout {layout!r}")
             raise

@@ -15,7 +15,7 @@ from cutjax.kernels.families import Config
 from cutjax.kernels.problem import LAYOUTS
 from cutjax.ops.arguments import check_config, check_epilogue, check_shapes, matrix, promote, unwrapped, weights
 from cutjax.ops.explicit import as_matmul
-from cutjax.ops.quantized import is_quantized, scaled, scales_of, values_of
+from cutjax.ops.quantized import Weights, is_quantized, scaled, scales_of, values_of
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.dense import Dense
@@ -24,7 +24,7 @@ from cutjax.runtime import backends
 
 def gemm(
     a: ArrayLike,
-    b: ArrayLike | tuple[ArrayLike, ...],
+    b: Weights | tuple[Weights, ...],
     *,
     epilogue: Callable[..., Any] | None = None,
     operands: Sequence[Any] = (),

@@ -25,7 +25,7 @@ from cutjax.ops.arguments import (
     weights,
 )
 from cutjax.ops.explicit import automatic, axes, rows_by_columns
-from cutjax.ops.quantized import is_quantized, scaled, scales_of, values_of
+from cutjax.ops.quantized import Weights, is_quantized, scaled, scales_of, values_of
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.ragged import Depth, Rows
@@ -37,7 +37,7 @@ LAYOUTS = ("nn", "nt")
 @automatic(lambda x, w, layout="nn", **_: rows_by_columns(x, w, layout))
 def grouped_gemm(
     x: ArrayLike,
-    w: ArrayLike | tuple[ArrayLike, ...],
+    w: Weights | tuple[Weights, ...],
     group_sizes: ArrayLike,
     *,
     layout: str = "nn",

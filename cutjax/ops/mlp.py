@@ -27,7 +27,7 @@ from cutjax.ops.arguments import (
 )
 from cutjax.ops.collective import divided_mlp
 from cutjax.ops.explicit import automatic, rows_by_columns
-from cutjax.ops.quantized import is_quantized, scales_of, times, values_of
+from cutjax.ops.quantized import Weights, is_quantized, scales_of, times, values_of
 from cutjax.ops.ring import ring_of
 from cutjax.primitives import derivative
 from cutjax.primitives.accumulators import converted
@@ -40,13 +40,13 @@ from cutjax.runtime import backends
 
 def mlp(
     x: ArrayLike,
-    w1: ArrayLike,
-    w2: ArrayLike,
+    w1: Weights,
+    w2: Weights,
     *,
     activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu,
     b1: ArrayLike | None = None,
     b2: ArrayLike | None = None,
-    gate: ArrayLike | None = None,
+    gate: Weights | None = None,
     layout: str = "nn",
     out_dtype: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
@@ -132,12 +132,12 @@ def mlp(
 @automatic(lambda x, w2, layout="nn", **_: rows_by_columns(x, w2, layout))
 def grouped_mlp(
     x: ArrayLike,
-    w1: ArrayLike,
-    w2: ArrayLike,
+    w1: Weights,
+    w2: Weights,
     group_sizes: ArrayLike,
     *,
     activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu,
-    gate: ArrayLike | None = None,
+    gate: Weights | None = None,
     row_scale: ArrayLike | None = None,
     layout: str = "nn",
     out_dtype: DTypeLike | None = None,

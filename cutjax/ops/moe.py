@@ -21,7 +21,7 @@ from cutjax.ops.arguments import contracted, integer, matrix, unwrapped
 from cutjax.ops.exchange import FORMS, ROOM, ROWS, Sizes, everywhere, exchanged
 from cutjax.ops.explicit import automatic, axes
 from cutjax.ops.mlp import check_activation, grouped_mlp
-from cutjax.ops.quantized import values_of
+from cutjax.ops.quantized import Weights, values_of
 from cutjax.ops.ring import ROUTES, ring_of
 from cutjax.ops.routing import Routing, broadcastable, routed
 from cutjax.primitives import derivative
@@ -32,9 +32,9 @@ from cutjax.runtime import backends
 def moe(
     x: ArrayLike,
     router_logits: ArrayLike,
-    w_gate: ArrayLike,
-    w_up: ArrayLike,
-    w_down: ArrayLike,
+    w_gate: Weights,
+    w_up: Weights,
+    w_down: Weights,
     k: int = 2,
     *,
     activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,

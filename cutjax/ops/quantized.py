@@ -76,6 +76,9 @@ class Quantized:
         return (jnp.asarray(self.values).astype(wide) * jnp.asarray(self.scale).astype(wide)).astype(dtype)
 
 
+Weights = ArrayLike | Quantized  # what operations take as weights, of one product or each of several
+
+
 def is_quantized(w: Any) -> bool:
     """True of quantized weights, and of a tuple with some."""
     return any(isinstance(x, Quantized) for x in (w if isinstance(w, tuple) else (w,)))

@@ -1,0 +1,80 @@
+"""Calls as a user writes them and the documents show them. Checked by pyright in strict mode, never run."""
+
+# pyright: strict
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import cutjax
+
+P = jax.P
+
+
+def dense(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
+    y: jax.Array = cutjax.gemm(x, w)
+    y = cutjax.gemm(x, np.ones((4, 4), np.float32), layout="nt", out_dtype=jnp.float32)
+    y = cutjax.gemm(x, w, epilogue=lambda acc, b: jax.nn.gelu(acc + b), operands=(bias,))
+    y = cutjax.gemm(x, (w, w), epilogue=lambda a, b: jax.nn.silu(a) * b, out_dtype=jnp.bfloat16)
+    y = cutjax.gemm(x, w, precision="highest", backend="auto", save="recompute", out_sharding=P("d", None))
+    y = cutjax.gemm(x, w, config=cutjax.Config(bm=128, bn=256), precision=jax.lax.Precision.HIGHEST)
+    y = cutjax.gemm(x, w, config=cutjax.MmaConfig())
+    total: tuple[jax.Array, jax.Array] = cutjax.gemm(x, w, epilogue=lambda acc: (acc, acc.sum(-1)))
+    return cutjax.syrk(y) + cutjax.mlp(x, w, w, b1=bias, gate=w, activation=jax.nn.silu) + total[0]
+
+
+def quantized(x: jax.Array, w: jax.Array) -> jax.Array:
+    q = cutjax.Quantized.of(w)
+    narrow = cutjax.Quantized.of(w, jnp.float8_e4m3fn, layout="t")
+    y: jax.Array = cutjax.gemm(x, cutjax.Quantized.of(w))
+    y = cutjax.gemm(x, (q, q), epilogue=lambda a, b: jax.nn.silu(a) * b)
+    y = cutjax.gemm(x, narrow, layout="nt")
+    y = cutjax.mlp(x, q, q, gate=q)
+    return y + q.dequantize(jnp.bfloat16)
+
+
+def drop_ins(x: jax.Array, w: jax.Array) -> list[jax.Array]:
+    return [
+        cutjax.matmul(x, w, precision="highest", preferred_element_type=jnp.float32),
+        cutjax.dot(x, 2.0),
+        cutjax.tensordot(x, w, axes=1),
+        cutjax.tensordot(x, w, axes=((1,), (0,))),
+        cutjax.einsum("ij,jk->ik", x, w),
+        cutjax.dot_general(x, w, (((1,), (0,)), ((), ()))),
+        cutjax.dot_general(x, w, (((1,), (0,)), ((), ())), None, jnp.float32, out_sharding=P()),
+        cutjax.ragged_dot(x, w, jnp.array([2, 2])),
+    ]
+
+
+def groups(x: jax.Array, w: jax.Array, logits: jax.Array) -> jax.Array:
+    sizes = jnp.array([2, 2])
+    q = cutjax.Quantized.of(w)
+    y: jax.Array = cutjax.grouped_gemm(x, w, sizes)
+    y = cutjax.grouped_gemm(x, q, sizes, epilogue=lambda acc, b: acc + b, operands=(x,))
+    y = cutjax.grouped_mlp(x, q, q, sizes, gate=q)
+    y = cutjax.grouped_outer(x, y, sizes)
+    routing: cutjax.Routing = cutjax.route(logits, 2)
+    y = cutjax.moe(x, logits, q, q, q, k=2) + routing.weights
+    return cutjax.moe(x, logits, w, w, w, k=2, expert_axis="model") + cutjax.load_balance_loss(logits, routing.indices)
+
+
+def over_devices(x: jax.Array, w: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
+    rows, columns = P("model"), P(None, "model")
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(rows, columns), out_specs=columns)
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return cutjax.all_gather_gemm(x, w, axis_name="model")
+
+    with cutjax.use_backend("xla"), cutjax.use_partial_sums("float32"), cutjax.use_tuning(None):
+        return layer(x, w)
+
+
+def said(x: jax.Array, w: jax.Array) -> str:
+    explanation = cutjax.explain(cutjax.gemm, platform="cuda")(x, w, layout="nt")
+    problem = cutjax.Problem(4096, 4096, 4096)
+    kernels: list[str] = [row.runs for row in explanation.rows]
+    return f"{explanation} {kernels} {cutjax.candidates(problem)[0]} {cutjax.reasons(problem)}"
