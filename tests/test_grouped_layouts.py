@@ -30,7 +30,7 @@ class Draw(NamedTuple):
     fn: Callable[..., Any]
     args: list[jax.Array]
     specs: list[jax.P]
-    results: Callable[[int], jax.P]
+    results: Callable[[int, int], jax.P] | None
     mesh: jax.sharding.Mesh
     rounded: bool = False
 
