@@ -28,7 +28,7 @@ def _axes(params: Any) -> Axes:
     return frozenset(x for x in (named if isinstance(named, (tuple, list)) else (named,)) if isinstance(x, str))
 
 
-def jaxprs(params: Any) -> Iterator[Jaxpr]:
+def jaxprs(params: Any) -> Iterator[Any]:
     """The jaxprs among the parameters of an equation."""
     for value in params.values():
         for x in value if isinstance(value, (tuple, list)) else (value,):
