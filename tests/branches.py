@@ -28,7 +28,7 @@ def _axes(params: Any) -> Axes:
     return frozenset(x for x in (named if isinstance(named, (tuple, list)) else (named,)) if isinstance(x, str))
 
 
-def jaxprs(params: Any) -> Iterator[Jaxpr]:
+def jaxprs(params: Any) -> Iterator[Any]:
     """The jaxprs among the parameters of an equation."""
     for value in params.values():
         for x in value if isinstance(value, (tuple, list)) else (value,):
@@ -61,7 +61,7 @@ def _walk(jaxpr: Jaxpr, given: Sequence[Axes], under: Axes, found: list[str]) ->
         elif name == "while":
             outs = _loop(eqn.params, ins, under, found)
         elif name == "scan":
-            outs = _scan(eqn.params, ins, under, found)
+            outs = _scan(eqn, ins, under, found)
         elif name == "shard_map":
             inner = eqn.params["jaxpr"]
             entering = []
@@ -102,8 +102,12 @@ def _loop(params: Any, ins: Sequence[Axes], under: Axes, found: list[str]) -> li
     return carry
 
 
-def _scan(params: Any, ins: Sequence[Axes], under: Axes, found: list[str]) -> list[Axes]:
-    consts, carried, body = params["num_consts"], params["num_carry"], params["jaxpr"].jaxpr
+def _scan(eqn: Any, ins: Sequence[Axes], under: Axes, found: list[str]) -> list[Axes]:
+    body = eqn.params["jaxpr"].jaxpr
+    # Versions of jax count constants and carries otherwise in parameters. What is scanned has an axis more outside.
+    carried = sum(x.aval.ndim == y.aval.ndim for x, y in zip(eqn.outvars, body.outvars, strict=True))
+    scanned = sum(x.aval.ndim != y.aval.ndim for x, y in zip(eqn.invars, body.invars, strict=True))
+    consts = len(ins) - carried - scanned
     carry = list(ins[consts : consts + carried])
     while True:
         outs = _walk(body, [*ins[:consts], *carry, *ins[consts + carried :]], under, [])

@@ -158,10 +158,10 @@ def moe(
             # Before they are exchanged: gradients of weights are then added over devices once, for all parts, and not
             # in a branch that some devices do not take.
             leaves, tree = jax.tree.flatten((x, logits, bias, given))
-            x, logits, bias, given = tree.unflatten(match_varying(*leaves))
+            tokens, logits, bias, given = tree.unflatten(match_varying(*leaves))
             found = []
             for part in _slices(count, parts):
-                found.append((x[part], route(logits[part], bias=bias[0][part] if bias else None)))
+                found.append((tokens[part], route(logits[part], bias=bias[0][part] if bias else None)))
             run = functools.partial(local, given=given)
             outs = exchanged(found, run, expert_axis, room, form == "ragged")
             out = jnp.concatenate(outs)
