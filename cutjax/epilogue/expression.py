@@ -144,7 +144,8 @@ class Epilogue:
         return normal(self.products, self.operands, nodes, outputs)
 
     def __str__(self) -> str:
-        return show(self.products, self.primal.nodes, self.outputs)
+        primal = self.primal
+        return show(primal.products, primal.nodes, primal.outputs)
 
 
 def needed_nodes(nodes: Sequence[Node], roots: Iterable[int]) -> set[int]:

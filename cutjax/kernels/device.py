@@ -236,6 +236,7 @@ REFERENCES = {
 }
 
 
+@functools.lru_cache(maxsize=256)
 def _instruction(dtype: str, math: str) -> tuple[str, int]:
     """Returns the rate that a product goes by, and how many such products make one."""
     if match := re.fullmatch(r"(bf16|tf32)(?:x(\d))?", math):

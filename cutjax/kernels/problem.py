@@ -73,7 +73,7 @@ class Problem:
             raise ValueError(f"Problem: batch ranks differ: {self.batch}, {', '.join(map(str, batches))}")
         for batch in batches:
             if any(size not in (1, full) for size, full in zip(batch, self.batch, strict=True)):
-                raise ValueError(f"Problem: {batch} does not broadcast to {self.batch}")
+                raise ValueError(f"Problem: batch shapes {batches} do not broadcast to {self.batch}")
         if self.device is None:
             object.__setattr__(self, "device", reference(DEFAULT))
         epilogue = self.epilogue or identity(self.a.dtype, accumulator(self.a.dtype, self.a.dtype))
