@@ -86,15 +86,15 @@ class Placement:
         return self.axes.get(label or "", ()) + self.scattered.get(label or "", ())
 
     def count(self, axes: Sequence[str]) -> int:
-        """Returns over how many devices mesh axes divide."""
+        """Returns the number of parts that some mesh axes divide an array into."""
         return math.prod(self.mesh[axis] for axis in axes)
 
     def index(self, axes: Sequence[str]) -> jax.Array:
-        """Returns which of the parts this device has."""
+        """Returns the number of this device's part, of those that some mesh axes divide an array into."""
         return lax.axis_index(tuple(axes)) if axes else jnp.zeros((), jnp.int32)
 
     def spec(self, labels: Labels, scattered: bool = False) -> jax.P:
-        """Returns how an array lies."""
+        """Returns the sharding of an array whose axes have these names."""
         of = self.over if scattered else lambda label: self.axes.get(label or "", ())
         return jax.P(*(of(label) or None for label in labels))
 
@@ -107,7 +107,7 @@ def place(
     results: Sequence[Any],
     itemsize: int = 4,
 ) -> Placement:
-    """Returns how an operation is divided whose arrays lie as XLA says, so that little of them must move.
+    """Returns the placement of an operation that moves the fewest bytes, told how XLA places its arrays.
 
     Where operands want one mesh axis for different axes, either goes first, and summed axes that they divide
     differently are divided as far as they agree, or whole: of these the one that moves the fewest bytes.
@@ -132,7 +132,7 @@ SUMS = ("agreed", "whole", "first")  # divided as far as operands agree, not at 
 
 
 def _needs(rule: Rule, placement: Placement, operands: Sequence[Any]) -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
-    """Returns over which mesh axes each axis of each factor is divided, and is to be."""
+    """Returns the mesh axes that divide each axis of each factor, as it lies and as it is needed."""
     for labels, have in zip(rule.operands[: rule.factors], operands, strict=False):
         whole = (None, *rule.gathered)
         yield have, [() if label in whole else placement.axes.get(label or "", ()) for label in labels]
@@ -147,7 +147,7 @@ def _moved(
     results: Sequence[Any],
     itemsize: int,
 ) -> int:
-    """Returns how many bytes a device is sent: of operands, of sums, and of results that are wanted elsewhere."""
+    """Returns the bytes that a device is sent: of operands, of sums, and of results that are wanted elsewhere."""
 
     def moved(shape: Sequence[int], have: Sequence[Any], need: Sequence[Any]) -> int:
         before, after = ({axis: i for i, over in enumerate(spec) for axis in over} for spec in (have, need))
@@ -179,7 +179,7 @@ def _placed(
     factors: Sequence[int],
     sums: str,
 ) -> Placement:
-    """Returns how an operation is divided if of its factors the first in that order counts most.
+    """Returns the placement of an operation where the first factor in that order counts most.
 
     ``sums`` says it of a summed axis that not all operands divide alike: one of ``SUMS``.
     """
@@ -270,7 +270,7 @@ def _one_side(
     (summed,) = found
 
     def elements(labels: Labels, gone: Sequence[str] = ()) -> int:
-        """Returns how many elements a device has of an array whose summed axis is whole, as others over axes gone."""
+        """Returns the elements of a device's part of an array whose summed axis is whole, undivided over axes gone."""
         over = {x for name in labels if name and name != label for x in next(filter(None, asked.get(name, ())), ())}
         over |= {x for name in labels if name not in asked for x in wanted.get(name or "", ())}
         whole = math.prod(sizes[name] for name in labels if name)

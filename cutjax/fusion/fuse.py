@@ -42,7 +42,7 @@ class _Static:
 
 
 def _key(value: Any) -> Any:
-    """Returns what equal arguments share: their type and value, of numbers all bits (1 and True, 0.0 and -0.0)."""
+    """Returns the key of equal arguments: type and value, of numbers all bits (1 and True, 0.0 and -0.0 differ)."""
     kind = type(value)
     if kind is float:
         return kind, struct.pack("d", value)
@@ -54,7 +54,7 @@ def _key(value: Any) -> Any:
 
 
 def _static(value: Any, place: int, args: Any, kwargs: Any, name: str) -> _Static:
-    """Returns what stands for the leaf at a place among those of the arguments.
+    """Returns the static leaf at a place among those of the arguments.
 
     Raises:
       TypeError: if it has no hash: nothing would tell when it changes.

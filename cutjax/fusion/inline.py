@@ -61,7 +61,7 @@ def inlined(jaxpr: Any, wanted: Callable[[Any], bool]) -> Any:
 
 
 def _within(scope: Any, source_info: Any) -> Any:
-    """Returns where an equation was traced, its named scopes within those of the call that it is of."""
+    """Returns the source of an equation, its named scopes within those of the call that it is of."""
     return source_info.replace(name_stack=scope + source_info.name_stack)
 
 

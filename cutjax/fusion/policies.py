@@ -24,7 +24,7 @@ class AsDotGeneral:
         return policy if isinstance(policy, cls) else cls(policy)
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
-        """Says whether the results of an equation may be saved, as the policy does."""
+        """Returns the policy's answer for an equation: True, False, or where to offload its results."""
         product = params.get("product")
         if not isinstance(product, Dense):
             return self.policy(prim, *avals, **params)

@@ -61,7 +61,7 @@ class Rewriter:
         self._has: dict[int, bool] = {}
 
     def _refuses(self, jaxpr: Any) -> str:
-        """Returns why every product of a program stays as it is at this place; "" where each has its price."""
+        """Returns the reason against any kernel at this place of a program, or ""."""
         if backends.resolve(None, "fuse") == "xla":
             return "backend 'xla'"
         if self.divided:

@@ -125,7 +125,7 @@ class Kernel(Resolved, abc.ABC):
         return dataclasses.replace(self, converted=converted)
 
     def unlaunchable(self) -> tuple[str, ...]:
-        """Returns why it cannot be launched: there is a limit to what one launch is told."""
+        """Returns the reasons against a launch: its parameters have a limit."""
         try:
             self._launch(b"-")
         except ValueError as error:
@@ -176,13 +176,13 @@ class Kernel(Resolved, abc.ABC):
     def _prepare(
         self, taken: int, zeros: tuple[jax.ShapeDtypeStruct, ...], arrays: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """Returns what the kernel takes: the first arguments, some of them copies, more copies of those, and zeros."""
+        """Returns the kernel's arguments: the first ones, some of them copies, more copies of those, and zeros."""
         given, _ = prepared.make(self.converted, arrays[:taken])
         found, more = prepared.make(self.prepared, given)
         return [*found, *more, *(lax.full(x.shape, 0, x.dtype) for x in zeros)]
 
     def _operand_orders(self, taken: int) -> tuple[tuple[int, ...], ...]:
-        """Returns how the axes of what the kernel takes lie in memory: each copy lies as the first of its array."""
+        """Returns the order in memory of each argument's axes; a copy lies as the first of its array."""
         given = self.multiplied.transposed if self.config.swap else self.multiplied
         orders = [given.a.order, *(b.order for b in (() if given.symmetric else given.bs))]
         if not given.strided:

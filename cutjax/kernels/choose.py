@@ -170,7 +170,7 @@ def _problem_reasons(problem: Problem) -> tuple[str, ...]:
 
 
 def _config_reasons(problem: Problem) -> tuple[str, ...]:
-    """Returns why no config serves a problem: each family's reasons, or those of its first config, the smallest."""
+    """Returns the reasons against every config: each family's, or those of its first config, the smallest."""
     found = []
     for family in FAMILIES:
         first = () if (why := family.reasons(problem)) else itertools.islice(family.configs(problem), 1)

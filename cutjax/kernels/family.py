@@ -75,11 +75,11 @@ class Family(Protocol):
         ...
 
     def competes(self, problem: Problem) -> bool:
-        """Returns whether its kernels are tried too where those of a family before it serve the problem."""
+        """True if its kernels compete with those of a family before it that serves the problem."""
         ...
 
     def stores_in_order(self, problem: Problem) -> bool:
-        """Returns whether its kernels store results as the problem's order has them; of other architectures, True."""
+        """True if its kernels store results in the problem's order of axes, or are of another architecture."""
         ...
 
     def reasons(self, problem: Problem) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from cutjax.kernels.problem import Problem
 
 
 def fields(problem: Problem) -> dict[str, Any]:
-    """Returns what ``Problem.of`` takes, but for device and epilogue: as much of a problem as that can say."""
+    """Returns the arguments of ``Problem.of`` for a problem, but for device and epilogue."""
     p, groups = problem, problem.groups or Groups(0, "m")
     dtypes = {"a_dtype": p.a.dtype.name, "b_dtype": p.bs[0].dtype.name, "out_dtype": p.out_dtype.name}
     batches = {"batch": p.batch, "a_batch": p.a.batch, "b_batch": p.bs[0].batch}
@@ -26,7 +26,7 @@ def fields(problem: Problem) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def key(problem: Problem) -> str:
-    """Returns what names a problem on any device, the same in every process and version of Python.
+    """Returns the name of a problem on any device, the same in every process and version of Python.
 
     Version 1, which does not say so, names operands by dtypes, a layout and orders: keys that were recorded before
     there was more to say are still found. Version 2 adds the operands one by one, where that is not all of them.

@@ -88,7 +88,7 @@ class Operand:
         return -(-elements * self.bits // 8)
 
     def elements(self, size: int) -> int:
-        """Returns how many neighbours take so many bytes."""
+        """Returns the number of neighbours in so many bytes."""
         return 8 * size // self.bits
 
     def of(self, dtype: np.dtype) -> Operand:
@@ -97,11 +97,11 @@ class Operand:
 
     @property
     def along_k(self) -> Operand:
-        """The same matrix along the contraction; of one that lies otherwise it is a copy, in row-major order."""
+        """This matrix along the contraction; one that lies otherwise is copied, in row-major order."""
         return self if self.contiguous == "k" else dataclasses.replace(self, contiguous="k", order=())
 
     def narrow_beside(self, other: Operand) -> bool:
-        """Returns whether it has elements of 8 bits that are multiplied as the other's, of 16."""
+        """True if its elements of 8 bits are multiplied as the other's of 16."""
         return are_narrow(other.dtype, self.dtype)
 
 

@@ -29,7 +29,7 @@ class Step(Protocol):
         ...
 
     def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns what becomes of an array: one, or several in its place."""
+        """Returns the array or arrays that take the place of one."""
         ...
 
 
@@ -191,7 +191,7 @@ def notes(prepared: Iterable[Prepared]) -> tuple[str, ...]:
 
 
 def copies_us(prepared: Sequence[Prepared], device: Device) -> float:
-    """Returns what the copies of a dense product's operands take, each in a launch of its own."""
+    """Returns the microseconds of copying a dense product's operands, each in a launch of its own."""
     speed = device.bytes_per_second / reference("sm_90a").bytes_per_second
     return sum(operand.moved for operand in prepared) / (COPIED_BYTES_PER_US * speed) + len(prepared)
 
@@ -216,6 +216,6 @@ def widened(problem: Problem) -> tuple[Prepared, ...]:
 
 
 def converted_us(converted: Sequence[Prepared], device: Device) -> float:
-    """Returns what conversions take: each array is read and written, in a launch of its own."""
+    """Returns the microseconds of conversions: each array is read and written, in a launch of its own."""
     moved = sum(operand.moved for operand in converted)
     return CONVERTED_US * len(converted) + 1e6 * moved / (CONVERTED_SHARE * device.bytes_per_second)

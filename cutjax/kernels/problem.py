@@ -221,7 +221,7 @@ class Problem:
 
     @functools.cached_property
     def bare(self) -> Problem:
-        """The same products as they are: in the accumulators' dtype, without an epilogue."""
+        """These products without an epilogue, in the accumulators' dtype."""
         acc = self.accumulator
         nodes = tuple(Node("acc", (), acc.name, (i,)) for i in range(self.products))
         outputs = tuple(Output(i, acc.name) for i in range(self.products))
@@ -300,7 +300,7 @@ class Problem:
         return self.groups.axis if self.groups else ""
 
     def groups_along(self, axis: str) -> int:
-        """Returns how many groups divide an axis; 1 where none do."""
+        """Returns the number of groups that divide an axis; 1 where none do."""
         return self.groups.count if self.groups and self.groups.axis == axis else 1
 
     @functools.cached_property

@@ -34,7 +34,7 @@ def of_sizes(problem: Problem) -> list[str]:
 def of_counts(
     problem: Problem, tile: tuple[int, int, int], *, tiles: int, raster: int, parts: int = 1, **more: int
 ) -> list[str]:
-    """Returns why a kernel would not come to the end of something: it counts all but the bytes of arrays in 32 bits.
+    """Returns the reasons against a kernel whose counters would pass 32 bits: it counts all but the bytes of arrays so.
 
     Args:
       problem: as it is multiplied.
@@ -52,7 +52,7 @@ def of_counts(
         "depth": p.k + (parts + 1) * depth,
         "tiles": 4 * tiles,  # one that all blocks in flight have gone past, in turns of two
         "tiles of a band": abs(raster) * max(-(-p.m // height), -(-p.n // width)),
-        "matrices": parts * p.batch_size * (p.groups.count + 64 if p.groups else 1),  # groups are looked at 32 at a time
+        "matrices": parts * p.batch_size * (p.groups.count + 64 if p.groups else 1),  # 32 are looked at at once
         "places": _places(p),
         **more,
     }
@@ -64,7 +64,7 @@ def of_counts(
 
 @functools.lru_cache(maxsize=1024)
 def _places(p: Problem) -> int:
-    """Returns how many rows, or columns, an epilogue counts through the batch; 0 where it counts none."""
+    """Returns the rows, or columns, that an epilogue counts through the batch; 0 where it counts none."""
     return max((size for _, size in place_steps(p)), default=0) * max(p.m, p.n)
 
 
@@ -81,7 +81,7 @@ def of_swap(problem: Problem) -> list[str]:
 
 
 def of_operands(problem: Problem) -> list[str]:
-    """Returns why operands cannot be loaded as they are: kernels read matrices of whole elements, all b alike."""
+    """Returns the reasons against loading the operands as they are: kernels read whole elements, all b alike."""
     found = []
     for name, operand in (("a", problem.a), *(("b", b) for b in problem.bs)):
         if operand.bits != 8 * operand.dtype.itemsize:

@@ -240,7 +240,7 @@ def _others_us(p: Problem, device: Device) -> float | None:
 
 
 def _transposes_us(p: Problem, device: Device) -> float:
-    """Returns what XLA's copies of arrays take that are in an order of memory which its product cannot walk.
+    """Returns the microseconds of XLA's copies of arrays that lie in an order which its product cannot walk.
 
     cuBLAS walks one batch axis, at any stride and with any pitch of rows: axes that are neighbours in memory are one.
     Where each operand lacks an axis of the batch, XLA multiplies all rows by all columns and transposes the result.

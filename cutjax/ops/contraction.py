@@ -86,7 +86,7 @@ class Contraction:
         return any(len(axes) > 1 for axes in self.axes)
 
     def lies(self, spec: Sequence[Any], permutation: Axes | None) -> jax.P:
-        """Returns how the product's result lies, which merges no axes, from how dot_general's lies, permuted."""
+        """Returns the sharding of the product's result, which merges no axes, from that of dot_general's, permuted."""
         order = range(len(spec)) if permutation is None else permutation
         of = dict(zip(order, spec, strict=True))
         return jax.P(*(of[axes[0]] if axes else None for axes in self.axes))

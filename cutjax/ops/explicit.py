@@ -61,7 +61,7 @@ def automatic(lies: Callable[..., Callable[[Any], list[Axes]]]) -> Callable[...,
 
 
 def as_matmul(x: jax.Array, ws: Sequence[jax.Array], layout: str, out_sharding: Any, where: str) -> jax.P | None:
-    """Returns how the result of ``jnp.matmul`` lies on explicit mesh axes, None where no operand is divided.
+    """Returns the sharding of ``jnp.matmul``'s result on explicit mesh axes; None where no operand is divided.
 
     Raises as that does. Of several matrices w those that are divided say how.
     """

@@ -77,7 +77,7 @@ class Dense(Product):
         return a.update(shape=(*batch, m, n), weak_type=weak, sharding=sharding)
 
     def _spec(self, of_a: Sequence[Any], *of_bs: Sequence[Any]) -> list[Any]:
-        """Returns over which mesh axes each axis of the result is divided, from the same of a and the bs."""
+        """Returns the mesh axes that divide each axis of the result, from those of a and the bs."""
         m, ns = of_a[-2 if self.layout[0] == "n" else -1], [b[-1 if self.layout[1] == "n" else -2] for b in of_bs]
         found = [*zip(of_a[:-2], *(b[:-2] for b in of_bs), strict=True), (m,), ns]
         free = jax.P.UNCONSTRAINED

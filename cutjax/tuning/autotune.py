@@ -141,7 +141,7 @@ class Task:
         return function
 
     def _orders(self, arrays: Sequence[Any]) -> list[tuple[int, ...]]:
-        """Returns how the axes of the product's operands lie in memory."""
+        """Returns the memory orders of the axes of the product's operands."""
         given = tuple(x.order for x in (self.problem.a, *self.problem.bs)) if self.problem.strided else ()
         given += ((),) * (len(arrays) - len(given))
         return [order or tuple(range(x.ndim)) for order, x in zip(given, arrays, strict=True)]

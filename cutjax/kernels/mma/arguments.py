@@ -47,7 +47,7 @@ def operands_of(p: Problem) -> tuple[Matrices, Matrices]:
 
 
 def unit(p: Problem, operand: Operand, length: int, of: Matrices) -> int:
-    """Returns how many bytes, at most 16, rows of an operand begin at multiples of, and are long."""
+    """Returns the largest power of two of bytes, at most 16, that divides the rows' offsets and lengths."""
     if p.divided == "k" and operand.contiguous == "k":  # groups begin anywhere
         return operand.bytes(1)
     row = operand.bytes(p.k if operand.contiguous == "k" else length)

@@ -110,7 +110,7 @@ _config = functools.lru_cache(maxsize=None)(Config)
 
 
 def competes(problem: Problem) -> bool:
-    """Returns whether smaller tiles compete with those of 64 rows, as was measured in float32."""
+    """True where smaller tiles compete with those of 64 rows, as was measured in float32."""
     return max(problem.m, problem.n) <= 32 and problem.a.bits > 16
 
 

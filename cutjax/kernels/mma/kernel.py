@@ -30,7 +30,7 @@ BESIDE_TMA = 31  # the same of float64 and TF32 whose tiles TMA loads: others ha
 
 @functools.lru_cache(maxsize=1024)
 def staging_of(problem: Problem, swap: bool = False) -> Staging:
-    """Returns how a problem's epilogue is staged, with the operands as they are or swapped."""
+    """Returns the staging of a problem's epilogue, with the operands as they are or swapped."""
     multiplied = problem.transposed if swap else problem
     layout = swap, math.gcd(problem.n, 16), multiplied.n % 2 == 0
     return stage(multiplied.epilogue, problem.symmetric, *layout, tma=False)
@@ -38,7 +38,7 @@ def staging_of(problem: Problem, swap: bool = False) -> Staging:
 
 @functools.lru_cache(maxsize=1024)
 def reasons(problem: Problem) -> tuple[str, ...]:
-    """Returns why no kernel of this family can serve the problem; empty when one can."""
+    """Returns the reasons against every kernel of this family; empty when one serves."""
     staging = staging_of(problem)
     found = [] if problem.plain else list(staging.reasons)
     if number(problem.arch) < 75:
@@ -103,7 +103,7 @@ def prepared(asked: Problem, taken: Problem) -> tuple[Prepared, ...]:
 
 
 def registers(problem: Problem, config: Config, how: Math, units: tuple[int, int]) -> int:
-    """Returns about how many registers a thread takes."""
+    """Estimates the registers of a thread."""
     tile = config.wm // 16 * (config.wn // 8)
     fragments = how.read[0] * (config.wm // 16) + how.read[1] * problem.products * (config.wn // 8)
     fragments *= how.slice(config.bk // config.sliced_k, problem.arch) // how.k
@@ -135,7 +135,7 @@ def registers(problem: Problem, config: Config, how: Math, units: tuple[int, int
 
 
 def tma_reasons(problem: Problem, how: Math, units: tuple[int, int] = (16, 16)) -> list[str]:
-    """Returns why TMA cannot load the tiles of a problem, whose rows begin at multiples of so many bytes."""
+    """Returns the reasons against loads by TMA of a problem whose rows begin at multiples of so many bytes."""
     found, a, b = [], problem.a, problem.bs[0]
     if number(problem.arch) < 90:
         found.append(f"tma on {problem.arch}: sm_90 and later have it")
@@ -243,7 +243,7 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
 
 
 def _counted(p: Problem, config: Config, tiles: int, operands: tuple[Matrices, Matrices]) -> list[str]:
-    """Returns why the kernel would not come to the end of something."""
+    """Returns the reasons against a kernel whose counters would pass 32 bits."""
     depth = 16 * config.threads if config.slim else config.bk  # all threads of a slim one go along k at once
     lines, along_k = [], p.k + (config.splits + 1) * depth
     for operand, length in ((p.a, p.m + 2 * config.bm), (p.bs[0], p.n + 2 * config.bn)):

@@ -117,7 +117,7 @@ MIXED = {
 
 
 def math_of(problem: Problem) -> Math | None:
-    """Returns how the operands are multiplied on the problem's architecture; None where the family cannot."""
+    """Returns the way to multiply a problem's operands on its architecture; None where the family has none."""
     a, b = problem.a.dtype.name, problem.bs[0].dtype.name
     narrow = problem.bs[0].narrow_beside(problem.a) and not problem.math
     if a == b or narrow:

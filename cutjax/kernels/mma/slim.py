@@ -25,7 +25,7 @@ def columns_of(problem: Problem) -> int:
 
 
 def reasons(problem: Problem, config: Config, how: Math, staging: Staging) -> list[str]:
-    """Returns why a slim kernel cannot be."""
+    """Returns the reasons against a slim kernel of a config."""
     found, b = [], problem.bs[0]
     if how.words < 4:
         found.append(f"bm={config.bm}: slim kernels add up in {how.accumulator}")

@@ -80,7 +80,7 @@ class Facts:
 
 @functools.lru_cache(maxsize=1024)
 def facts_of(problem: Problem, swap: bool = False) -> Facts:
-    """Returns what the kernels of a problem have in common, with its operands as they are or swapped."""
+    """Returns the facts that all kernels of a problem share, with its operands as they are or swapped."""
     why = [*shared.of_operands(problem), *operands.reasons(problem)]
     unswappable = shared.of_swap(problem) if swap else []
     multiplied = problem if why else operands.as_multiplied(problem)
@@ -119,7 +119,7 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
 
 
 def _order_reasons(problem: Problem, staging: Staging) -> list[str]:
-    """Returns why orders of memory cannot be walked."""
+    """Returns the reasons against a problem's orders of axes in memory."""
     reasons = []
     arrays = [matrices_of(problem, problem.a, problem.m), matrices_of(problem, problem.bs[0], problem.n)]
     if problem.order:
@@ -158,7 +158,7 @@ class Footprint:
         return stages * (self.stage_bytes + 16) + buffers * self.staging_bytes
 
     def limit(self, stages: int) -> int:
-        """Returns what a block may take: half an SM's memory where two fit, each with two staging buffers."""
+        """Returns the shared memory a block may take: half an SM's where two fit, each with two staging buffers."""
         return self.half if self.bytes(stages) <= self.half else self.most
 
     def deepest(self, buffers: int = 2) -> int:

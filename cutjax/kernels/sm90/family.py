@@ -63,7 +63,7 @@ def competes(problem: Problem) -> bool:
 
 
 def stores_in_order(problem: Problem) -> bool:
-    """Returns whether TMA stores results in an order of their own: rows are whole units of 16 bytes."""
+    """True if TMA stores results in an order of their own: rows are whole units of 16 bytes."""
     full = [np.dtype(out.dtype).itemsize for out in problem.epilogue.outputs if not out.reduce]
     return problem.arch != ARCH or all(problem.n * size % 16 == 0 for size in full)
 

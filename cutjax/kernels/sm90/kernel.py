@@ -59,7 +59,7 @@ class Kernel(Resolved, base.Kernel):
         return max(1, clusters) * config.cluster
 
     def scratch(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns what tiles in parts take: two of them for each block in flight, and a ticket for each warpgroup."""
+        """Returns the memory of tiles in parts: two for each block in flight, and a ticket for each warpgroup."""
         p, c, blocks = self.problem, self.config, self._in_flight
         if not c.stream_k:
             return ()
@@ -146,7 +146,7 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
 
 
 def _counted(facts: Facts, config: Config, tiles: int) -> list[str]:
-    """Returns why the kernel would not come to the end of something."""
+    """Returns the reasons against a kernel whose counters would pass 32 bits."""
     p, depth = facts.problem, config.depth(facts.problem.a)
     more = {}
     if config.stream_k:  # of the tiles that are computed in parts, two waves at most
