@@ -30,6 +30,7 @@ LEAD = 1 / 1.03
 # with the other, the mean 1.011 and 1.014.
 BATCHED_LEAD = 1.0
 Config = sm90.Config
+AnyConfig = sm90.Config | mma.Config  # what pins a kernel
 CONFIGS = tuple(family.Config for family in FAMILIES)
 
 
