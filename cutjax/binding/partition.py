@@ -193,7 +193,8 @@ def lower(
 
 def _where_types_say(ctx: mlir.LoweringRuleContext, outs: Sequence[Any]) -> Sequence[Any]:
     """Lowers constraints by which results lie on explicit mesh axes as their types say; on others where they may."""
-    given = next(x.sharding.mesh for x in (*ctx.avals_in, *ctx.avals_out) if not x.sharding.mesh.empty)
+    avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
+    given = next(x.sharding.mesh for x in avals if not x.sharding.mesh.empty)
     free = None if all(kind == AxisType.Explicit for kind in given.axis_types) else jax.P.UNCONSTRAINED
     kinds = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in given.axis_types)
     mesh = jax.sharding.AbstractMesh(given.axis_sizes, given.axis_names, axis_types=kinds)

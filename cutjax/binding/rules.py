@@ -120,7 +120,8 @@ def any_reduced(*arrays: Any) -> bool:
 
 
 def _spec(x: Any) -> jax.P:
-    return getattr(jax.typeof(x) if isinstance(x, jax.Array) else x, "sharding", x).spec
+    aval: Any = jax.typeof(x) if isinstance(x, jax.Array) else x
+    return getattr(aval, "sharding", aval).spec
 
 
 def leaves_axes(mesh: Any, manual: Any = ()) -> bool:

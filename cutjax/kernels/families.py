@@ -17,6 +17,7 @@ from cutjax.kernels.sm90 import family as sm90
 FAMILIES: tuple[Family, ...] = (sm90, mma)  # those that serve a problem the best first
 CONFIGS = tuple(family.Config for family in FAMILIES)
 Config = sm90.Config  # the public one
+AnyConfig = sm90.Config | mma.Config  # what pins a kernel
 
 
 def resolve(problem: Problem, config: Any) -> Kernel | tuple[str, ...]:

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from cutjax import dot_precision
 from cutjax.binding.rules import match_varying
 from cutjax.epilogue.expression import identity
-from cutjax.kernels.families import Config
+from cutjax.kernels.families import AnyConfig
 from cutjax.kernels.problem import LAYOUTS
 from cutjax.ops.arguments import (
     check_config,
@@ -57,7 +57,7 @@ def all_gather_gemm(
     out_dtype: DTypeLike | tuple[DTypeLike | None, ...] | None = None,
     precision: lax.PrecisionLike = None,
     backend: str | None = None,
-    config: Config | None = None,
+    config: AnyConfig | None = None,
     save: str = "default",
     route: str = "auto",
     reduce_dtype: DTypeLike | None = None,
@@ -141,7 +141,7 @@ def gemm_reduce_scatter(
     out_dtype: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
     backend: str | None = None,
-    config: Config | None = None,
+    config: AnyConfig | None = None,
     route: str = "auto",
     reduce_dtype: DTypeLike | None = None,
 ) -> jax.Array:

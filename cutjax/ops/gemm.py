@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
-from cutjax.kernels.families import Config
+from cutjax.kernels.families import AnyConfig
 from cutjax.kernels.problem import LAYOUTS
 from cutjax.ops.arguments import check_config, check_epilogue, check_shapes, matrix, promote, unwrapped, weights
 from cutjax.ops.explicit import as_matmul
@@ -32,7 +32,7 @@ def gemm(
     out_dtype: DTypeLike | tuple[DTypeLike | None, ...] | None = None,
     precision: lax.PrecisionLike = None,
     backend: str | None = None,
-    config: Config | None = None,
+    config: AnyConfig | None = None,
     save: str = "default",
     out_sharding: Any = None,
 ) -> Any:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
-from cutjax.kernels.families import Config
+from cutjax.kernels.families import AnyConfig
 from cutjax.ops.arguments import (
     check_batch,
     check_config,
@@ -47,7 +47,7 @@ def grouped_gemm(
     precision: lax.PrecisionLike = None,
     group_offset: ArrayLike | None = None,
     backend: str | None = None,
-    config: Config | None = None,
+    config: AnyConfig | None = None,
     save: str = "default",
 ) -> Any:
     """Multiplies each group of rows by its own matrix: ``d[rows of group i] = x[rows of group i] @ w[i]``.
@@ -143,7 +143,7 @@ def grouped_outer(
     group_offset: ArrayLike | None = None,
     groups: int | None = None,
     backend: str | None = None,
-    config: Config | None = None,
+    config: AnyConfig | None = None,
 ) -> jax.Array:
     """Multiplies each group's rows of x by those of dy: ``d[i] = x[rows of group i].T @ dy[rows of group i]``.
 

@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from cutjax.binding.rules import is_zero
 from cutjax.epilogue.expression import Epilogue
-from cutjax.kernels.families import Config
+from cutjax.kernels.families import AnyConfig
 from cutjax.ops.ring import Ring, wide
 from cutjax.primitives import derivative
 from cutjax.primitives import product as products
@@ -39,7 +39,7 @@ class Gathered:
     epilogue: Epilogue
     precision: Any
     backend: str
-    config: Config | None
+    config: AnyConfig | None
     save: str
 
     @property
@@ -195,7 +195,7 @@ class Scattered:
     travel: np.dtype
     precision: Any
     backend: str
-    config: Config | None
+    config: AnyConfig | None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

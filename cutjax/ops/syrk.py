@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
-from cutjax.kernels.families import Config
+from cutjax.kernels.families import AnyConfig
 from cutjax.ops.arguments import check_config, check_epilogue, matrix, promote, unwrapped
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted
@@ -29,7 +29,7 @@ def syrk(
     out_dtype: DTypeLike | tuple[DTypeLike | None, ...] | None = None,
     precision: lax.PrecisionLike = None,
     backend: str | None = None,
-    config: Config | None = None,
+    config: AnyConfig | None = None,
     save: str = "default",
 ) -> Any:
     """Multiplies a matrix by its own transpose: ``d[..., i, j] = sum_k a[..., i, k] * a[..., j, k]``.

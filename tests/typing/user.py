@@ -1,6 +1,6 @@
 """Calls as a user writes them and the documents show them. Checked by pyright in strict mode, never run."""
 
-# pyright: strict
+# pyright: strict, reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -77,4 +77,4 @@ def said(x: jax.Array, w: jax.Array) -> str:
     explanation = cutjax.explain(cutjax.gemm, platform="cuda")(x, w, layout="nt")
     problem = cutjax.Problem(4096, 4096, 4096)
     kernels: list[str] = [row.runs for row in explanation.rows]
-    return f"{explanation} {kernels} {cutjax.candidates(problem)[0]} {cutjax.reasons(problem)}"
+    return f"{explanation} {kernels} {cutjax.candidates(problem)[0]} {cutjax.reasons(cutjax.Config(), problem)}"
