@@ -26,7 +26,8 @@ def strict():
 def test_promotes_nothing_by_itself_and_leaks_no_tracer(name):
     """Traced, and lowered, which traces the references."""
     found = [uses(name)[use] for use in ("gradient", "tangent", "batch of one")]
-    with strict(), jax.checking_leaks():
+    # The search for leaks collects garbage, all of the process's: of each operation, not of each form of it.
+    with strict(), contextlib.nullcontext() if "," in name else jax.checking_leaks():
         jax.jit(lambda *args: [use(*args) for use in found]).lower(*operands(name))
 
 
