@@ -19,8 +19,10 @@ sys.path.insert(0, str(ROOT))  # the package of this checkout
 
 from cutjax import dot_precision  # noqa: E402
 from cutjax.dtypes import NARROW  # noqa: E402
-from cutjax.kernels.choose import FAMILIES, Choice, in_precision  # noqa: E402
+from cutjax.kernels.choose import Choice, in_precision  # noqa: E402
+from cutjax.kernels.families import FAMILIES  # noqa: E402
 from cutjax.kernels.mma.math import math_of  # noqa: E402
+from cutjax.kernels.prepared import wide as wide_of  # noqa: E402
 from cutjax.kernels.problem import Problem  # noqa: E402
 from cutjax.runtime.architectures import ARCHITECTURES, number  # noqa: E402
 
@@ -76,7 +78,7 @@ KINDS = (
 
 def instruction(problem: Problem) -> str:
     """Names the instruction of the kernels that serve a problem, or XLA."""
-    for family in sorted(FAMILIES, key=lambda family: family.fallback):
+    for family in FAMILIES:
         if not family.reasons(problem):
             if family.name == "sm90":
                 return "wgmma"
@@ -93,7 +95,7 @@ def runs(kind: Kind, arch: str) -> list[str]:
     if isinstance(problem, Choice):
         return [XLA]
     found = [instruction(problem)]
-    if problem.narrow and (wide := instruction(problem.wide)) not in found:
+    if problem.bs[0].narrow_beside(problem.a) and (wide := instruction(wide_of(problem))) not in found:
         found.append(f"{wide} after conversion")
     return found
 
