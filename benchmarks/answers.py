@@ -230,7 +230,7 @@ LOSES = (
         more="quantized.md#what-runs",
     ),
     Answer(
-        "training steps over 2 GPUs under `jax.jit`, with `use_partial_sums(\"float32\")`",
+        'training steps over 2 GPUs under `jax.jit`, with `use_partial_sums("float32")`',
         JAX,
         "sharded-h200x2",
         _ends(" cutjax"),
