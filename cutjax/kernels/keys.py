@@ -28,20 +28,47 @@ def fields(problem: Problem) -> dict[str, Any]:
 def key(problem: Problem) -> str:
     """Returns the name of a problem on any device, the same in every process and version of Python.
 
-    Version 1, which does not say so, names operands by dtypes, a layout and orders: keys that were recorded before
-    there was more to say are still found. Version 2 adds the operands one by one, where that is not all of them.
+    It is the fields that are not their defaults. Version 1, which does not say so, names operands by dtypes, a layout
+    and orders. Version 2 adds the operands one by one, where that is not all of them.
     """
     found = fields(problem)
-    for name, there in (("symmetric", problem.symmetric), ("orders", problem.strided), ("math", problem.math)):
-        if not there:  # nor was there in those keys
-            del found[name]
+    if not problem.strided:
+        del found["orders"]
     if not problem.plain:
         text = json.dumps(dataclasses.astuple(problem.epilogue), separators=(",", ":"), default=np.generic.item)
         found["epilogue"] = hashlib.sha256(text.encode()).hexdigest()
     operands = problem.a, *problem.bs
     if len(set(problem.bs)) > 1 or not all(operand.plain for operand in operands):
         found |= {"version": 2, "operands": list(map(_described, operands))}
-    return json.dumps(found, separators=(",", ":"), default=int)
+    return _text(json.loads(json.dumps(found, default=int)))
+
+
+# Of the fields of a problem.
+_DEFAULTS = {
+    "layout": "nn",
+    **dict.fromkeys(("a_dtype", "b_dtype", "out_dtype"), "bfloat16"),
+    "groups": 0,
+    "ragged": "",
+}
+_DEFAULTS |= {"leading": False, "symmetric": False, "math": ""}
+_DEFAULTS |= {name: [] for name in ("batch", "a_batch", "b_batch", "sizes_batch", "in_place")}
+
+
+def _text(found: dict[str, Any]) -> str:
+    return json.dumps(
+        {k: x for k, x in found.items() if k not in _DEFAULTS or x != _DEFAULTS[k]}, separators=(",", ":")
+    )
+
+
+def recorded(text: str) -> str:
+    """Returns the key of today for one in a file, which may have been recorded with the defaults."""
+    if '"sizes_batch":' not in text:
+        return text
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return _text(found) if isinstance(found, dict) else text
 
 
 def _described(operand: Operand) -> list[Any]:

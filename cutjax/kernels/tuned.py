@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from cutjax.kernels.keys import key
+from cutjax.kernels import keys
 from cutjax.kernels.problem import Problem
 from cutjax.runtime import tuning_file
 
@@ -96,7 +96,7 @@ def table(path: pathlib.Path) -> Table:
     """Reads a file; entries that are damaged are left out."""
     devices = tuning_file.read(path)
     entries = {
-        device: {key: entry for key, stored in found.items() if (entry := decode(stored))}
+        device: {keys.recorded(key): entry for key, stored in found.items() if (entry := decode(stored))}
         for device, found in devices.items()
     }
     digest = hashlib.sha256(json.dumps(devices, sort_keys=True).encode()).hexdigest()
@@ -164,5 +164,5 @@ def find(problem: Problem) -> tuple[Entry, ...]:
     of_device = [x.entries[device] for x in tables() if x.entries.get(device)]
     if not of_device:
         return ()
-    named = key(problem)
+    named = keys.key(problem)
     return tuple(entries[named] for entries in reversed(of_device) if named in entries)
