@@ -44,20 +44,14 @@ def key(problem: Problem) -> str:
 
 
 # Of the fields of a problem.
-_DEFAULTS = {
-    "layout": "nn",
-    **dict.fromkeys(("a_dtype", "b_dtype", "out_dtype"), "bfloat16"),
-    "groups": 0,
-    "ragged": "",
-}
-_DEFAULTS |= {"leading": False, "symmetric": False, "math": ""}
+_DEFAULTS = {"layout": "nn", "groups": 0, "ragged": "", "leading": False, "symmetric": False, "math": ""}
+_DEFAULTS |= dict.fromkeys(("a_dtype", "b_dtype", "out_dtype"), "bfloat16")
 _DEFAULTS |= {name: [] for name in ("batch", "a_batch", "b_batch", "sizes_batch", "in_place")}
 
 
 def _text(found: dict[str, Any]) -> str:
-    return json.dumps(
-        {k: x for k, x in found.items() if k not in _DEFAULTS or x != _DEFAULTS[k]}, separators=(",", ":")
-    )
+    said = {name: x for name, x in found.items() if name not in _DEFAULTS or x != _DEFAULTS[name]}
+    return json.dumps(said, separators=(",", ":"))
 
 
 def recorded(text: str) -> str:
