@@ -281,6 +281,13 @@ OPERATIONS: dict[str, Operation] = {
 FORMS = [(name, layout) for name, op in OPERATIONS.items() for layout in op.layouts or ("",)]
 
 
+def telling(form: tuple[str, str]) -> bool:
+    """True if the layout is the first, or that of a product: other layouts of layers are those of their products."""
+    name, layout = form
+    op = OPERATIONS[name]
+    return layout == next(iter(op.layouts), "") or " " in op.linear or " " not in op.operands
+
+
 def operands(name: str) -> list[jax.Array]:
     found = arrays()
     return [found[x] for x in OPERATIONS[name].operands.split()]

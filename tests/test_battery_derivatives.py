@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import close, compare, inexact, normal, same
-from operations import FORMS, NARROW, OPERATIONS, differentiable, of_floats, operands
+from operations import FORMS, NARROW, OPERATIONS, differentiable, of_floats, operands, telling
 
 import cutjax
 
@@ -29,7 +29,7 @@ def floats(fn):
 
 @forms
 def test_derivatives(name, layout):
-    """Values, tangents, gradients; and second derivatives, of layouts but the first by one of three ways."""
+    """Values, tangents, gradients; second derivatives in three ways, of products' other layouts in one."""
     op = OPERATIONS[name]
     first = layout == next(iter(op.layouts), "")
 
@@ -44,7 +44,8 @@ def test_derivatives(name, layout):
             def tangent(*xs):
                 return jax.jvp(f, xs, dots)[1]
 
-            found = [jax.jvp(f, xs, dots), jax.jvp(gradient, xs, dots)]
+            found = [jax.jvp(f, xs, dots)]
+            found.append(jax.jvp(gradient, xs, dots) if telling((name, layout)) else gradient(*xs))
             if first:
                 found += [jax.vjp(gradient, *xs)[1](dots), jax.vjp(tangent, *xs)[1](g)]
             return found

@@ -8,17 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from checks import compare, inexact, squares, stacked
-from operations import FORMS, OPERATIONS, differentiable, of_floats, operands
+from operations import FORMS, OPERATIONS, differentiable, of_floats, operands, telling
 
-
-def _mapped(name: str, layout: str) -> bool:
-    """True if the layout is the first, or that of a product: other layouts of layers are those of their products."""
-    op = OPERATIONS[name]
-    return layout == next(iter(op.layouts), "") or " " in op.linear or " " not in op.operands
-
-
-SOME = [form for form in FORMS if _mapped(*form)]
-forms = pytest.mark.parametrize(("name", "layout"), SOME, ids=lambda x: x or "only")
+forms = pytest.mark.parametrize(
+    ("name", "layout"), [form for form in FORMS if telling(form)], ids=lambda x: x or "only"
+)
 
 
 def floats(fn):
