@@ -163,17 +163,25 @@ def check(fn, *operands, x=X[0], w=W, takes=DERIVATIVES, forward=True):
     args = (x, w, *operands)
     if forward:
         agree(*jax.jit(lambda *args: (fused(*args), plain(*args)))(*args))
-    for name, take in takes.items():
-        both(take, loss(fused), loss(plain), args, name)
+    all_of(takes, loss(fused), loss(plain), args)
 
 
 def both(take, fused, plain, args, what=""):
+    all_of({what: take}, fused, plain, args)
+
+
+def all_of(takes, fused, plain, args):
     """Compares the derivatives of two functions, in one program unless one of them is refused."""
     try:
-        found = jax.jit(lambda *args: [take(f)(*args) for f in (fused, plain)])(*args)
+        found = jax.jit(lambda *args: {k: [take(f)(*args) for f in (fused, plain)] for k, take in takes.items()})(*args)
     except (TypeError, NotImplementedError):
-        found = [derivative(take, f, *args) for f in (fused, plain)]
-    agree(*found, what)
+        if len(takes) > 1:
+            for name, take in takes.items():
+                both(take, fused, plain, args, name)
+            return
+        found = {name: [derivative(take, f, *args) for f in (fused, plain)] for name, take in takes.items()}
+    for name, pair in found.items():
+        agree(*pair, name)
 
 
 ELEMENTWISE = {
@@ -266,11 +274,11 @@ def test_vmap_and_batch_axes(name):
     for in_axes in [(0, *(None for _ in operands)), *([(None, *(0 for _ in operands))] if operands else [])]:
         args = [jnp.stack([y, 2 * y]) if axis == 0 else y for y, axis in zip((X[0], *operands), in_axes, strict=True)]
         numbers = range(len(args))
-        for take in (
-            lambda f: jax.grad(lambda *a, f=f: loss(jax.vmap(f, in_axes), *a), numbers),  # noqa: B023
-            lambda f: jax.vmap(jax.grad(functools.partial(loss, f), numbers), in_axes),  # noqa: B023
-        ):
-            both(take, fused, plain, args, f"{name} {in_axes}")
+        takes = {
+            "sum": lambda f: jax.grad(lambda *a, f=f: loss(jax.vmap(f, in_axes), *a), numbers),  # noqa: B023
+            "each": lambda f: jax.vmap(jax.grad(functools.partial(loss, f), numbers), in_axes),  # noqa: B023
+        }
+        all_of({f"{name} {in_axes} {how}": take for how, take in takes.items()}, fused, plain, args)
     if name != "scales of fp8":  # whose maximum is over the batch here
         axes = [jnp.broadcast_to(y, X.shape[:1] + y.shape) if y.ndim > 1 else y for y in operands]
         numbers = range(1 + len(axes))
@@ -293,13 +301,13 @@ def test_layers_of_two_products(name, gated):
     recomputed = loss(
         lambda x, w, v: cutjax.mlp(x, w, v, activation=fn, gate=0.5 * w if gated else None, save="recompute")
     )
-    for take in ("grad", "forward over reverse"):
 
-        def twice(f, take=DERIVATIVES[take]):
-            """Of rows, and of a batch of them."""
-            return lambda x, w, v: (take(f)(x[0], w, v), take(f)(x, w, v))
+    def twice(take):
+        """Of rows, and of a batch of them."""
+        return lambda f: lambda x, w, v: (take(f)(x[0], w, v), take(f)(x, w, v))
 
-        both(twice, fused, plain, (X, W, v), take)
+    takes = {how: twice(DERIVATIVES[how]) for how in ("grad", "forward over reverse")}
+    all_of(takes, fused, plain, (X, W, v))
     both(DERIVATIVES["grad"], recomputed, plain, (X, W, v))
 
 
