@@ -476,7 +476,7 @@ def test_numbers_as_operands_are_not_part_of_the_expression():
     assert len(epilogue.operands) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(epilogues(kinds=["scalar", "col", "row", "full", "batch", "batch_col", "all"]))
 def test_random_functions(case: Case):
     shape = (2, 8, 16)

@@ -96,17 +96,18 @@ def test_the_cache_changes_nothing(lm):
     np.testing.assert_allclose(jnp.concatenate([first, second], 1), whole, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_serve_writes_what_the_model_finds_likeliest(lm, tmp_path, capsys, name):
+def test_serve_writes_what_the_model_finds_likeliest(lm, tmp_path, capsys):
+    """In every way, of one training."""
     state, _ = train(lm, dataclasses.replace(lm.setup, steps=2), tmp_path)
-    arguments = [str(tmp_path), "--with", name, "--sequences", "3", "--tokens", "5", "--temperature", "0"]
-    tokens = lm.serve.main(arguments)
-    assert f"3 sequences of 5 tokens with {name}" in capsys.readouterr().out
     model = nnx.merge(lm.model.build(lm.setup), state.params)
-    for prompt, line in zip(lm.serve.PROMPTS, tokens, strict=False):
-        text = np.concatenate([lm.data.encode(prompt), line])
-        logits = model(jnp.asarray(text)[None])[0][0]
-        np.testing.assert_array_equal(jnp.argmax(logits, -1)[len(prompt) - 1 : -1], line)
+    for name in WAYS:
+        arguments = [str(tmp_path), "--with", name, "--sequences", "3", "--tokens", "5", "--temperature", "0"]
+        tokens = lm.serve.main(arguments)
+        assert f"3 sequences of 5 tokens with {name}" in capsys.readouterr().out
+        for prompt, line in zip(lm.serve.PROMPTS, tokens, strict=False):
+            text = np.concatenate([lm.data.encode(prompt), line])
+            logits = model(jnp.asarray(text)[None])[0][0]
+            np.testing.assert_array_equal(jnp.argmax(logits, -1)[len(prompt) - 1 : -1], line)
 
 
 def test_the_command_line(lm, tmp_path):

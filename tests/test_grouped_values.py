@@ -34,7 +34,7 @@ def some_sizes(draw) -> tuple[int, list[int]]:
     return m, draw(st.lists(size, min_size=count, max_size=count))
 
 
-@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.settings(max_examples=75, deadline=None)
 @hypothesis.given(some_sizes(), st.sampled_from(("nn", "nt")))
 def test_any_sizes(drawn, layout):
     m, sizes = drawn
@@ -45,7 +45,7 @@ def test_any_sizes(drawn, layout):
     np.testing.assert_array_equal(OUTER(x, dy, s), oracle.outer(x, dy, sizes))
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=30, deadline=None)
 @hypothesis.given(some_sizes())
 def test_rows_of_groups(drawn):
     m, sizes = drawn
