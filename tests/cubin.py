@@ -71,8 +71,8 @@ def telling(configs: Sequence[cutjax.Config], every: int) -> list[cutjax.Config]
     return list(dict.fromkeys([*alone, *widest.values(), *others[::every]]))
 
 
-def in_turns(configs: Sequence[Any], turn: int, every: int = 4) -> list[Any]:
-    """Every fourth of them, others in the next turn, and one with the most accumulators, which is the first to spill.
+def in_turns(configs: Sequence[Any], turn: int, every: int = 8) -> list[Any]:
+    """Every eighth of them, others in the next turn, and one with the most accumulators, which is the first to spill.
 
     All tiles compile in plain products; what else there is, epilogues and layouts, each has a turn.
     """

@@ -84,7 +84,7 @@ def test_every_tile_compiles_lean(name):
     configs = [config for config in cutjax.candidates(asked) if config.cluster == 1]
     configs = telling(configs, 32)
     assert len(configs) > 8
-    configs = in_turns(configs, list(CASES).index(name), 8)
+    configs = in_turns(configs, list(CASES).index(name), len(CASES))  # each in one of the cases
     # 83 KB at most: the derivative, inlined 96 times, and its sum. Of "gelu" and "gelu and its argument" a few of the
     # widest tiles keep one number of 4 bytes, or two, in memory: stored once a tile, never in the mainloop.
     check_lean(asked, configs, 96 << 10, most_spilled=16 if name.startswith("gelu") else 0)
@@ -129,7 +129,7 @@ def test_long_epilogues_compile_lean(name):
     asked = problem(*LONG[name])
     assert stage(asked.epilogue).called
     configs = [config for config in cutjax.candidates(asked) if config.cluster == 1]
-    check_lean(asked, in_turns(telling(configs, 64), list(LONG).index(name), 8), 56 << 10)  # 43 KB at most
+    check_lean(asked, in_turns(telling(configs, 64), list(LONG).index(name)), 56 << 10)  # 43 KB at most
 
 
 FUNCTIONS = {name: getattr(jax.lax, name) for name in cases.SMOOTH} | {

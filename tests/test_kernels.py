@@ -33,7 +33,7 @@ def test_every_config_compiles_lean(a, out, layout):
     space = len(family.CLUSTERS) * sum(map(len, family.TILES.values())) + sum(map(len, family.DEEP_TILES.values()))
     assert len([config for config in configs if not (config.swap or config.stream_k or config.parts > 1)]) == space
 
-    # A cluster changes the producer alone: every fourth of them.
+    # A cluster changes the producer alone: every eighth of them.
     alone = telling([config for config in configs if config.cluster == 1], 48)
     clusters = [config for config in configs if config.cluster > 1 and not (config.swap or config.stream_k)]
     if (layout, out) == ("nn", "bfloat16"):
@@ -56,7 +56,7 @@ def grouped(ragged, layout, out="bfloat16"):
     [("m", "nn", "bfloat16"), ("m", "nt", "bfloat16"), ("k", "tn", "float32"), ("k", "tn", "bfloat16")],
 )
 def test_configs_of_groups_compile_lean(ragged, layout, out):
-    """A fourth of the tiles alone, and in clusters those predicted the fastest."""
+    """An eighth of the tiles alone, and in clusters those predicted the fastest."""
     asked = grouped(ragged, layout, out)
     configs = cutjax.candidates(asked)
     assert {config.cluster for config in configs} == {1, 2}
