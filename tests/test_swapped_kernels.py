@@ -262,5 +262,5 @@ def test_rows_that_tma_cannot_store_compile_lean(name):
             cutjax.candidates(asked), key=lambda config: (config.accumulator_registers, config.bm, config.stages)
         )
         check_lean(asked, [most, cutjax.candidates(asked)[0]], 96 << 10)
-    groups = dataclasses.replace(cutjax.Problem.of(4096, 4095, 4096, "nt"), groups=8, ragged="m")
+    groups = cutjax.Problem.of(4096, 4095, 4096, "nt", groups=8, ragged="m")
     check_lean(groups, cutjax.candidates(groups)[:2], 48 << 10)
