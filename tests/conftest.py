@@ -29,6 +29,7 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 _START = pytest.StashKey[float]()
+_file: pathlib.Path | None = None
 
 # By default an example of over 200 ms fails, and so do examples that are slow to draw: on a busy machine, any.
 hypothesis.settings.register_profile("cutjax", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -43,9 +44,18 @@ def _processor_s() -> float:
     return sum(os.times()[:4])  # of this process and of those it started
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    global _file
     item.stash[_START] = _processor_s()
+    if item.path != _file:
+        _file = item.path
+        # A file's programs serve no other, and those of all files are gigabytes, which each search for leaks goes over.
+        jax.clear_caches()
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()  # what remains, modules above all, is not searched again before the next file
+    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

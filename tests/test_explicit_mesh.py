@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operations import OPERATIONS, M, arrays, differentiable, loss, operands, uses
+from operations import OPERATIONS, M, arrays, differentiable, operands, uses
 
 import cutjax
 
@@ -27,14 +29,23 @@ def test_lowers(name):
         jax.jit(lambda *args: [use(*args) for use in found]).lower(*operands(name))
 
 
+def both(name):
+    """Values and gradients."""
+    found = [uses(name)[use] for use in ("value", "gradient")]
+    return jax.jit(lambda *args: [use(*args) for use in found])
+
+
+@functools.cache
+def expected(name):
+    return both(name)(*operands(name))
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_values(name):
-    found = [uses(name)[use] for use in ("value", "gradient")]
-    both = jax.jit(lambda *args: [use(*args) for use in found])
-    expected = both(*operands(name))
+    without = expected(name)
     with jax.set_mesh(mesh()):
-        got = both(*operands(name))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3), got, expected)
+        got = both(name)(*operands(name))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3), got, without)
 
 
 # Operations with groups or routing, all operands divided: their first and last axes, over mesh axes of 2 devices each.
@@ -67,14 +78,13 @@ def test_divided_operands(name, way):
     """Values and gradients are those of whole operands, and a gradient lies as its operand does."""
     given = operands(name)
     at = differentiable(given)
-    both = jax.value_and_grad(loss(name), at)
-    expected = both(*given)
+    without = expected(name)
     with jax.set_mesh(jax.make_mesh((2, 2), ("x", "y"), axis_types=(EXPLICIT, EXPLICIT), devices=jax.devices()[:4])):
         there = [divided(x, WAYS[way]) for x in given]
-        got = jax.jit(both)(*there)
+        got = both(name)(*there)
         for i, gradient in zip(at, got[1], strict=True):
             assert gradient.sharding.spec == there[i].sharding.spec
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3), got, expected)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3), got, without)
 
 
 def test_results_lie_as_the_operands():

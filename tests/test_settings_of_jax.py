@@ -121,7 +121,10 @@ def test_fused_programs_under_checks(name):
         return jax.grad(lambda *args: sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(fn(*args))), floats)
 
     expected = jax.jit(gradient(fn))(*args)
-    for setting in (jax.checking_leaks(), jax.enable_checks(True), jax.debug_nans(True), jax.disable_jit()):
-        with setting:
+    checks = jax.checking_leaks(), jax.enable_checks(True), jax.debug_nans(True)
+    for settings in (checks, (jax.disable_jit(),)):
+        with contextlib.ExitStack() as stack:
+            for setting in settings:
+                stack.enter_context(setting)
             for got in (gradient(always(fn))(*args), always(gradient(fn))(*args)):
                 close(got, expected, 2**-5)  # 16 bits, rounded at other places
