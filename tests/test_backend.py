@@ -113,7 +113,8 @@ def test_cuda_without_a_gpu(wrap):
 
 def test_cuda_lists_every_reason():
     a, b = jnp.ones((4, 100)), jnp.ones((100, 3))
-    assert "dot_general" in lowered(cutjax.gemm, a, b)
+    with cutjax.use_backend("xla"):
+        assert "dot_general" in lowered(cutjax.gemm, a, b)
     with pytest.raises(NotImplementedError) as error:
         lowered(lambda a, b: cutjax.gemm(a, b, out_dtype=jnp.float8_e4m3b11fnuz, backend="cuda"), a, b)
     text = str(error.value)

@@ -199,7 +199,7 @@ def test_a_worker_writes_a_row_a_product(worker):
     assert rows == worker(jobs)  # nothing is measured twice
 
 
-def test_final_measurements_time_what_was_chosen_again(worker, monkeypatch, tmp_path):
+def test_final_measurements_time_what_was_chosen_again(worker, monkeypatch, tmp_path, kernels_run):
     """Kernels take 5 us, XLA 7: the model's choice is a kernel, XLA, and one that is wrong."""
     monkeypatch.setattr(sustained, "LEAST_US", 6.0)
     monkeypatch.setattr(sustained, "WINDOW_S", 0.01)

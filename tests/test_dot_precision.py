@@ -297,7 +297,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_what_kernels_serve(name):
+def test_what_kernels_serve(name, kernels_run):
     explain = functools.partial(cutjax.explain, platform="cuda")
     for precision in SERVED:
         assert all("sm90" in row.runs for row in explain(lambda p=precision: KERNELS[name](precision=p))().rows)

@@ -56,10 +56,10 @@ def test_the_last_tile(dtype, layout, arch, axis, slim, tmp_path):
     problem = largest(small, axis, config)
     kernel, size = mma.resolved(problem, config), getattr(problem, axis)
     along = (layout[0] == "t") if axis == "m" else (layout[1] == "n")  # a line in memory is as long
-    assert size * (problem.a_dtype.itemsize if along else 1) > 2**31 - 2**20
+    assert size * (problem.a.dtype.itemsize if along else 1) > 2**31 - 2**20
 
     rng = np.random.default_rng(0)
-    dtypes = problem.a_dtype, problem.b_dtype, problem.out_dtype
+    dtypes = problem.a.dtype, problem.bs[0].dtype, problem.out_dtype
     a, b, d = (zeros(shape, dtype) for shape, dtype in zip(problem.shapes, dtypes, strict=True))
     a_rows, b_columns = a if layout[0] == "n" else a.T, b if layout[1] == "n" else b.T
     d[-1] = 7  # what the kernel writes over

@@ -107,7 +107,7 @@ def test_without_a_kernel_xla_multiplies_once():
         operations(functools.partial(cutjax.syrk, backend="cuda"), a)
 
 
-def test_pinned_config_is_of_the_forward_product_alone():
+def test_pinned_config_is_of_the_forward_product_alone(kernels_run):
     f = functools.partial(cutjax.syrk, config=cutjax.Config(64, 64, stages=2, schedule="pingpong"))
     traced = jax.jit(jax.value_and_grad(lambda a: f(a).astype(jnp.float32).sum())).trace(shape())
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

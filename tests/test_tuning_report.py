@@ -185,7 +185,7 @@ def test_tune_into_a_file(fake_device, capsys):
     assert "its format is 7" in capsys.readouterr().err
 
 
-def test_bench(fake_device, capsys):
+def test_bench(fake_device, capsys, kernels_run):
     """What runs, and XLA; nothing is kept."""
     assert command.main(["bench", "128x128x256"]) == 0
     head, _, line, device = capsys.readouterr().out.splitlines()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -204,7 +205,7 @@ def _where_types_say(ctx: mlir.LoweringRuleContext, outs: Sequence[Any]) -> Sequ
         with jax.sharding.use_abstract_mesh(mesh):
             return list(map(lax.with_sharding_constraint, xs, there))
 
-    nowhere = [x.update(sharding=NamedSharding(_NO_MESH, jax.P(*[None] * x.ndim))) for x in ctx.avals_out]
+    nowhere = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_out]
     return mlir.lower_fun(lying, multiple_results=True)(ctx.replace(avals_in=nowhere, tokens_out=None), *outs)
 
 

@@ -120,7 +120,7 @@ def any_reduced(*arrays: Any) -> bool:
 
 
 def _spec(x: Any) -> jax.P:
-    aval: Any = jax.typeof(x) if isinstance(x, jax.Array) else x
+    aval: Any = jax.typeof(x) if isinstance(x, jax.Array | np.ndarray | np.generic) else x
     return getattr(aval, "sharding", aval).spec
 
 

@@ -150,7 +150,7 @@ class Flat:
         kinds = {self.kinds[i] for i in ins}
         if name in ("jit", "pjit") and eqn.params["name"] == RANDOM_BITS:
             name = RANDOM_BITS  # of an expression that is traced again: one step, as it was
-        if is_open(eqn) and (TILE in kinds or (POST not in kinds and self._runs_in_kernel(eqn, ins))):
+        if name in CALLS and is_open(eqn) and (TILE in kinds or (POST not in kinds and self._runs_in_kernel(eqn, ins))):
             jaxpr, consts = callee(eqn)
             outs = self.inline(jaxpr, [self.add_outside(c, aval_of(c)) for c in consts], ins, site)
             return self._with_rule(eqn, ins, outs, site) if has_rule(eqn) else outs

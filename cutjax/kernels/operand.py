@@ -161,3 +161,14 @@ def merged(
         else:
             found.append((axis, (size, *moving)))
     return found
+
+
+def floors(count: int, step: int, first: int, divisor: int) -> int:
+    """Returns the sum of ``(first + i * step) // divisor`` over so many i from 0 on, in Euclid's steps."""
+    total = 0
+    while count > 0 and divisor:
+        total += count * (count - 1) // 2 * (step // divisor) + count * (first // divisor)
+        step, first = step % divisor, first % divisor
+        last = step * count + first  # the points below a line, counted along the other axis
+        count, first, step, divisor = last // divisor, last % divisor, divisor, step
+    return total

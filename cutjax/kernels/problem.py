@@ -14,7 +14,7 @@ from cutjax.dot_precision import accumulator
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue, Node, Output, identity
 from cutjax.kernels.device import Device, reference
-from cutjax.kernels.operand import Groups, Operand, Order, merged, strides
+from cutjax.kernels.operand import Groups, Operand, Order, floors, merged, strides
 from cutjax.runtime.architectures import DEFAULT
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -134,14 +134,23 @@ class Problem:
         """Makes a problem of a layout and dtypes, of plain operands.
 
         Args:
-          m, n, k: sizes of the product.
+          m: rows of the result.
+          n: columns of the result.
+          k: length of the contraction.
           layout: "nn", "nt", "tn" or "tt". Its first letter is that of a, whose last two axes are ``[m, k]`` ("n") or
             ``[k, m]`` ("t"); its second that of b, ``[k, n]`` ("n") or ``[n, k]`` ("t").
-          a_dtype, b_dtype, out_dtype: of a, of each b, and of the result where there is no epilogue.
-          batch, a_batch, b_batch: batch shapes of the result, of a and of b, of the same rank.
+          a_dtype: of a.
+          b_dtype: of each b.
+          out_dtype: of the result, where there is no epilogue.
+          batch: batch shape of the result.
+          a_batch: of a, of the same rank.
+          b_batch: of b, of the same rank.
           arch: the architecture, e.g. "sm_80", instead of a device: its reference.
           epilogue: as the problem's.
-          groups, ragged, leading, sizes_batch: count, axis, leading and batch of its ``Groups``; ragged="" for none.
+          groups: count of its ``Groups``.
+          ragged: their axis, "m" or "k"; "" for none.
+          leading: theirs.
+          sizes_batch: batch shape of their sizes.
           device: as the problem's.
           orders: how the axes of a, b and the results lie in memory, the slowest first; () is row-major.
           more: in_place, symmetric and math.
@@ -272,7 +281,7 @@ class Problem:
         """
         if self.symmetric:
             rows = -(-self.m // height)  # each ends at the tile with its last place on the diagonal
-            return self.batch_size * (_floors(rows - 1, height, height + width - 1, width) - (-self.m // width))
+            return self.batch_size * (floors(rows - 1, height, height + width - 1, width) - (-self.m // width))
         tiles_m = -(-self.m // height)
         if self.divided == "m":  # every group, and what is of none before and after, may end in a tile of its own
             tiles_m = min(tiles_m + self.groups_along("m") + 1, self.m)
@@ -397,14 +406,3 @@ class Problem:
         named = [name for name, order in zip("abd", self.orders, strict=True) if order]
         strided = f", {' and '.join(named)} by strides" if named else ""
         return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}{groups}{symmetric}{strided}"
-
-
-def _floors(count: int, step: int, first: int, divisor: int) -> int:
-    """Returns the sum of ``(first + i * step) // divisor`` over so many i from 0 on, in Euclid's steps."""
-    total = 0
-    while count > 0 and divisor:
-        total += count * (count - 1) // 2 * (step // divisor) + count * (first // divisor)
-        step, first = step % divisor, first % divisor
-        last = step * count + first  # the points below a line, counted along the other axis
-        count, first, step, divisor = last // divisor, last % divisor, divisor, step
-    return total

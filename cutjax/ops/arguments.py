@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -205,7 +206,7 @@ def group_sizes_of(sizes: Any, where: str) -> jax.Array:
 
 def check_rows(rows: int, where: str, what: str = "rows") -> None:
     """Raises if there are more rows than the integers that say whose they are, int32, can count."""
-    if rows >= 2**31:
+    if not jax.export.is_symbolic_dim(rows) and rows >= 2**31:
         raise ValueError(f"{where}: {rows:,} {what} are more than int32 counts: expected 2^31 - 1 at most")
 
 

@@ -58,7 +58,7 @@ def multiplied_in(a: np.dtype, b: np.dtype, out: np.dtype) -> np.dtype:
     """
     try:
         candidates = [promoted(a, b)]
-    except jax.dtypes.TypePromotionError:
+    except ValueError:  # there is none: jax.dtypes.TypePromotionError in later versions
         candidates = []
     return next((t for t in (*candidates, a, b) if holds(t, a) and holds(t, b)), accumulator(out))
 

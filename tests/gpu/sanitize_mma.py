@@ -21,6 +21,7 @@ import cutjax
 from cutjax.kernels.families import in_order
 from cutjax.kernels.mma import family as mma
 from cutjax.kernels.mma.math import math_of
+from cutjax.kernels.prepared import along_k
 from cutjax.kernels.sm90 import family as sm90
 
 LAYOUTS = ("nn", "nt", "tn", "tt")
@@ -106,7 +107,7 @@ def _strided(item: Item) -> tuple[cutjax.Problem, Callable[[], tuple[list[np.nda
     order = (0, 2, 1, 3)
     problem = in_order(item.problem, (order,) * 3)
     math = math_of(problem)
-    taken = (problem.along_k if math and math.along_k else problem).orders[:2]
+    taken = (along_k(problem) if math and math.along_k else problem).orders[:2]
 
     def data():
         arrays = [

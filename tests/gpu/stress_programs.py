@@ -104,7 +104,7 @@ def dense(tiny: bool) -> Iterator[Program]:
                 continue
             m, n = config.bm * config.cluster_m + 8, config.bn * config.cluster_n + 8
         backend = "xla" if tiny else "cuda"
-        label = "xla" if config is None else config.name(dataclasses.replace(row.choice.problem, epilogue=None))
+        label = "xla" if config is None else config.name(row.choice.problem.bare)
         yield Program(
             f"gemm {name or 'plain'} {layout} {label}",
             functools.partial(gemm, config=config, backend=backend),
