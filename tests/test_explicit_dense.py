@@ -17,7 +17,7 @@ import cutjax
 
 P = jax.P
 MESH = mesh_of(jax.sharding.AxisType.Explicit, d=2, m=4)
-DRAWS = 6  # of each form; 1,000 while this was written
+DRAWS = 6  # of each form; 12 to 60 while this was written
 
 
 def specs(rank: int) -> list[jax.P]:
