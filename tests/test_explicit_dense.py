@@ -170,3 +170,34 @@ def test_a_mesh_of_explicit_and_automatic_axes(explicit):
 
             found = [outcome(functools.partial(within, f), *there) for f in (jnp.matmul, cutjax.gemm, cutjax.matmul)]
             assert str(found[1]) == str(found[2]) == str(found[0]), (of_x, of_w)
+
+
+@pytest.mark.parametrize("gate", [None, "m"])
+@pytest.mark.parametrize("up", [None, "m"])
+def test_gradients_of_a_gate_lie_as_its_weights(gate, up):
+    """Each as its own, where gate and up are divided differently."""
+
+    def plain(x, u, d, g):
+        return (jnp.tanh(x @ g) * (x @ u)) @ d
+
+    def ours(x, u, d, g):
+        return cutjax.mlp(x, u, d, gate=g, activation=jnp.tanh)
+
+    shapes = (((8, 8), P()), ((8, 16), P(None, up)), ((16, 8), P()), ((8, 16), P(None, gate)))
+    with jax.set_mesh(MESH):
+        args = [jax.device_put(integers(i, shape) / 8, spec) for i, (shape, spec) in enumerate(shapes)]
+        grads = [jax.jit(jax.grad(lambda *a, f=f: jnp.sin(f(*a)).sum(), (0, 1, 2, 3)))(*args) for f in (ours, plain)]
+        for x, y in zip(*grads, strict=True):
+            assert jax.typeof(x) == jax.typeof(y)
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)  # sums in another order
+
+
+def test_several_weights_on_a_mixed_mesh():
+    mesh = jax.make_mesh((2, 4), ("d", "m"), axis_types=(jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit))
+    with jax.set_mesh(mesh):
+        put = lambda i, shape, *spec: jax.device_put(integers(i, shape), jax.NamedSharding(mesh, P(*spec)))  # noqa: E731
+        x, a, b = put(0, (8, 8), None, ("d", "m")), put(1, (8, 16), None, ("m", "d")), put(2, (8, 16), None, "m")
+        got = jax.jit(lambda x, a, b: cutjax.gemm(x, (a, b), epilogue=lambda p, q: p * q))(x, a, b)
+        expected = jax.jit(lambda x, a, b: (x @ a) * (x @ b))(x, a, b)
+        assert jax.typeof(got) == jax.typeof(expected)
+        np.testing.assert_array_equal(got, expected)

@@ -114,6 +114,11 @@ def any_divided(*arrays: Any) -> bool:
     return any(over is not None for x in arrays for over in _spec(x)) or any_reduced(*arrays)
 
 
+def lying_as(x: jax.Array, like: Any) -> jax.Array:
+    """Returns an array that lies on explicit mesh axes as an aval does."""
+    return x if jax.typeof(x).sharding.spec == like.sharding.spec else jax.reshard(x, like.sharding)
+
+
 def any_reduced(*arrays: Any) -> bool:
     """True if the type of any says that it is a sum over mesh axes, or yet to be added up."""
     return any(_spec(x).unreduced or _spec(x).reduced for x in arrays)

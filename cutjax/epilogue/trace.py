@@ -14,6 +14,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 
+from cutjax.binding.rules import lying_as
 from cutjax.epilogue.build import Builder
 from cutjax.epilogue.expression import Epilogue
 from cutjax.epilogue.flatten import TILE, Flat, aval_of, refuse_effects
@@ -118,7 +119,7 @@ def trace(
     epilogue, arrays, finish = Builder(flat, len(accs), outs, tree, name, group_inputs).build()
     traced = Traced(epilogue, arrays, _naming(finish, names) if named else finish, names=bool(named))
     if any(over is not None for x in closed.out_avals for over in x.sharding.spec):
-        traced = traced._replace(finish=functools.partial(_lying, traced.finish, shapes))
+        traced = traced._replace(finish=functools.partial(_lying, traced.finish, tree.unflatten(closed.out_avals)))
     if not flat.irregular:
         return traced
 
@@ -146,13 +147,9 @@ def _naming(finish: Callable[..., Any], names: Sequence[Sequence[str]]) -> Calla
     return finished
 
 
-def _lying(finish: Callable[[Sequence[Any]], Any], shapes: Any, outs: Sequence[Any]) -> Any:
+def _lying(finish: Callable[[Sequence[Any]], Any], avals: Any, outs: Sequence[Any]) -> Any:
     """Returns the results, each where the function's lies on explicit mesh axes: an operand's may divide it further."""
-
-    def lying(x: jax.Array, like: Any) -> jax.Array:
-        return x if jax.typeof(x).sharding.spec == like.sharding.spec else jax.reshard(x, like.sharding)
-
-    return jax.tree.map(lying, finish(outs), shapes)
+    return jax.tree.map(lying_as, finish(outs), avals)
 
 
 def _row_aval(x: Any, shape: tuple[int, ...], groups: int | None) -> jax.ShapeDtypeStruct:

@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from cutjax import dot_precision
 from cutjax.binding.define import define
 from cutjax.binding.partition import mark_of
-from cutjax.binding.rules import batch_axis, is_linear, is_zero, match_varying
+from cutjax.binding.rules import batch_axis, is_linear, is_zero, lying_as, match_varying
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue
 from cutjax.epilogue.trace import Traced
@@ -294,7 +294,7 @@ def _transpose(g: Any, *values: Any, chain: Chain, present: tuple[bool, ...]) ->
         operands = [back.seen(x, context, acc.shape[-2], arithmetic) for x in operands]
         found = pulled(acc.sum(axes, keepdims=True) if axes else acc, accs, operands)
     dots = values[len(values) - len(found) :]
-    found = [x if is_linear(dot) else None for x, dot in zip(found, dots, strict=True)]
+    found = [lying_as(x, dot.aval) if is_linear(dot) else None for x, dot in zip(found, dots, strict=True)]
     return [None] * (len(values) - len(found)) + found
 
 
