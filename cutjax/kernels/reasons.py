@@ -20,7 +20,7 @@ def of_groups(problem: Problem, staging: Staging) -> list[str]:
 
 
 def of_sizes(problem: Problem) -> list[str]:
-    """Returns the reasons against a problem's sizes and batch axes; ``counted`` names the limit of 32 bits."""
+    """Returns the reasons against a problem's sizes and batch axes, whatever the kernel."""
     found = []
     if 0 in (problem.m, problem.n, problem.k, problem.batch_size) or (problem.groups and not problem.groups.count):
         found.append("a size is 0: nothing to launch")
