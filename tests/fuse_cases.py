@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from checks import scaled
 from jax import lax
 
-BF16 = jnp.bfloat16
+BF16, F32 = jnp.bfloat16, jnp.float32
+RATE, B1, B2 = 1e-2, 0.9, 0.999
 B, S, K, N = 2, 4, 16, 8
 
 
@@ -209,3 +210,31 @@ CASES = {
     "grouped bias": Case(grouped_bias, (x(8, K), w(3, K, N), b()), (), ("add makes rows of no group other than zero",)),
     "integers": Case(integers, (x(), w()), (), ("operands int32 and int32",)),
 }
+
+
+# Steps of AdamW on a layer, whose updates are fused with the products that make their gradients.
+
+
+def loss(params, x):
+    """A layer, and one whose weights are stored transposed."""
+    h = jax.nn.gelu(x @ params["w"].astype(BF16))
+    return (h @ params["v"].T.astype(BF16)).astype(F32).var()
+
+
+def adamw(gradient, p, m, v, count):
+    m, v = B1 * m + (1 - B1) * gradient, B2 * v + (1 - B2) * gradient**2
+    update = m / (1 - B1**count) / (jnp.sqrt(v / (1 - B2**count)) + 1e-8)
+    return p - RATE * (update + 1e-4 * p), m, v
+
+
+def step(state, x):
+    """One of AdamW, whose corrections are numbers of a function that is called for all parameters."""
+    params, m, v, count = state
+    value, gradient = jax.value_and_grad(loss)(params, x)
+    found = {name: adamw(gradient[name], params[name], m[name], v[name], count) for name in params}
+    return (*({name: found[name][i] for name in params} for i in range(3)), count + 1.0), value
+
+
+def initial(params):
+    m, v = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+    return params, m, v, jnp.ones((), F32)

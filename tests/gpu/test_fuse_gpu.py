@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_fuse_updates import initial, step
+from fuse_cases import initial, step
 
 import cutjax
 from cutjax.fusion import price

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_rules
+from custom_rules import ELEMENTWISE, OTHERS
 
 import cutjax
 
 pytestmark = pytest.mark.gpu
-CASES = {name: (fn, ()) for name, fn in test_rules.ELEMENTWISE.items()} | test_rules.OTHERS
+CASES = {name: (fn, ()) for name, fn in ELEMENTWISE.items()} | OTHERS
 M, N, K = 200, 264, 136  # of the operands of OTHERS there are (m, n) and (n,) ones: drawn here
 
 

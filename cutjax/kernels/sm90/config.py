@@ -201,5 +201,5 @@ def _digest(epilogue: Epilogue) -> str:
 
 
 # 232 registers a consumer thread; what the mainloop and epilogue need beside the accumulators was read off the
-# compiler's report: every config up to here compiles without a spill (tests/test_kernels.py compiles them all).
+# compiler's report: every config up to here compiles without a spill (tests/kernels/test_kernels.py compiles them all).
 MAX_ACCUMULATORS = 192

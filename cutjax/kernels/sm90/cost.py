@@ -71,7 +71,7 @@ def predict(kernel: Resolved, device: Device) -> float:
     The SMs walk the tiles in waves; a wave costs its mainloop and what of its epilogue is not hidden behind another.
     Beside that runs the memory, and the slower of the two decides. The constants were fitted to sweeps of the shipped
     configs (benchmarks/results/sweeps, see docs/kernel-selection.md), so they mean what is written here only roughly:
-    what they are good for is ranking, and tests/test_select.py holds them to that.
+    what they are good for is ranking, and tests/kernels/test_select.py holds them to that.
     """
     c, p = kernel.config, kernel.multiplied
     if not (p.groups or p.symmetric):

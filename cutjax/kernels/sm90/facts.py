@@ -51,8 +51,8 @@ class Facts:
         """Returns the accumulator registers a thread may have, all products together, beside what its epilogue keeps.
 
         Of every operand and every result, 8 values are held in registers; of an operand that varies along rows and
-        columns, in elements too short for TMA, a chunk. Calibrated on the compiler's report (tests/test_fusion.py,
-        tests/test_swapped_kernels.py): no spill below.
+        columns, in elements too short for TMA, a chunk. Calibrated on the compiler's report (tests/kernels/test_fusion.py,
+        tests/kernels/test_swapped_kernels.py): no spill below.
         """
         problem, epilogue = self.problem, self.problem.epilogue
         stored_bytes = sum(dtype.itemsize for dtype in self.staging.result_dtypes)

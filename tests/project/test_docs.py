@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 README, HOME = ROOT / "README.md", ROOT / "docs" / "index.md"
 PAGES = sorted({*(ROOT / "docs").glob("*.md")} - {HOME})
 BLOCK = re.compile(

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 TINY = {"width": 32, "heads": 4, "kv_heads": 2, "hidden": 48, "layers": 1, "context": 16, "batch": 4}
 SIZES = ["--set", json.dumps(TINY), "--config", "cpu", "--steps", "3"]
 

@@ -1,14 +1,9 @@
 """Random cases that tests on a device pin, without one: each has a kernel."""
 
-import pathlib
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-sys.path.append(str(pathlib.Path(__file__).parent / "gpu"))
 import syrk_problems
 import test_cuda_kernel_gpu as own_kernels
 import test_large_gpu as large

@@ -364,7 +364,7 @@ def test_weight_gradients_over_axes_between_others(shape):
 
 def test_gpu_tests_lower():
     """The programs of the tests on several GPUs, lowered for them here."""
-    path = pathlib.Path(__file__).parent / "gpu" / "test_partition_gpu.py"
+    path = pathlib.Path(__file__).parents[1] / "gpu" / "test_partition_gpu.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import pathlib
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-sys.path.append(str(pathlib.Path(__file__).parent / "gpu"))
-
 import stress
 import stress_compile
 import stress_programs

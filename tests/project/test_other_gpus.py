@@ -1,4 +1,4 @@
-"""The tables of GPUs are what the code says. ``python tests/test_other_gpus.py`` writes that of devices anew."""
+"""The tables of GPUs are what the code says. ``python tests/project/test_other_gpus.py`` writes that of devices anew."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cutjax.kernels import device
 from cutjax.kernels.device import Device
 from cutjax.tuning.device_report import KINDS, family_of
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "other-gpus.md"
 COLUMNS = ("bfloat16", "tf32", "float32", "float64", "int8")
 
@@ -41,7 +41,7 @@ def written(text: str) -> str:
 def test_the_table_of_devices_is_what_the_code_says():
     text = PAGE.read_text()
     assert "<!-- devices -->" in text
-    assert written(text) == text, "write the table anew: python tests/test_other_gpus.py"
+    assert written(text) == text, "write the table anew: python tests/project/test_other_gpus.py"
 
 
 @pytest.fixture

@@ -1,17 +1,12 @@
 """Operands of 8 bits in the mma family: of two dtypes, and divided along k by groups that begin anywhere."""
 
-import pathlib
-import sys
-
 import jax
 import jax.numpy as jnp
 import kernel_host
-import pytest
-from cubin import instructions, nvdisasm
-
-sys.path.append(str(pathlib.Path(__file__).parent / "gpu"))
 import launches
 import products
+import pytest
+from cubin import instructions, nvdisasm
 
 import cutjax
 from cutjax.kernels import base

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from rich.progress import Progress
 
-EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 WAYS = ("jax", "dropin", "fuse", "flax")
 TINY = {"width": 32, "heads": 2, "kv_heads": 1, "hidden": 48, "layers": 1, "context": 16, "batch": 4}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from identities import OF_OURS
 from jax.extend import core
 
 import cutjax
@@ -29,9 +30,6 @@ def products(fn, *args) -> int:
 
     jitted = jax.jit(fn).trace(*args)
     return count(live(getattr(jitted.jaxpr, "jaxpr", jitted.jaxpr)))
-
-
-OF_OURS = {f"cutjax_{x}" for x in ("gemm", "grouped_gemm", "grouped_outer")}
 
 
 def two_layers(product):

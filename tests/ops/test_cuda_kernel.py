@@ -18,7 +18,7 @@ from cutjax.runtime import compiler, cubin
 
 pytestmark = pytest.mark.versions
 
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "cuda-kernel.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "cuda-kernel.md"
 needs_nvrtc = pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
 
 # The tutorial.

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from checks import close, integers, same, scaled
+from identities import MEANING, SHARDING, names, products
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from test_fuse_identities import MEANING, SHARDING, names, products
 
 import cutjax
 from cutjax.epilogue.trace import trace

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from checks import close
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from cutjax.kernels.mma import family as mma
 from cutjax.kernels.sm90 import kernel as sm90
 from cutjax.runtime import compiler, sources
 
-RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
+RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 # (bm, bn, cluster_m, cluster_n): tiles that are square, wider, taller, and that meet the diagonal at odd places.
 TILES = [(64, 64, 1, 1), (128, 256, 1, 1), (256, 96, 1, 1), (128, 160, 2, 1), (128, 144, 1, 2), (64, 32, 1, 2)]
 

@@ -1,14 +1,9 @@
 """The fuzzer and the sanitizer's cases without a GPU: a few run on the host; what is wrong is found, and repeated."""
 
-import pathlib
-import sys
-
-import kernel_host
-import pytest
-
-sys.path.append(str(pathlib.Path(__file__).parent / "gpu"))
 import fuzz
+import kernel_host
 import products
+import pytest
 import sanitize_mma
 
 from cutjax.runtime import compiler

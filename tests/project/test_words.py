@@ -13,8 +13,8 @@ import benchmarks
 import cutjax
 
 PACKAGES = [pathlib.Path(package.__file__).parent for package in (cutjax, benchmarks)]
-TESTS = pathlib.Path(__file__).parent
-REPOSITORY = pathlib.Path(__file__).parent.parent
+TESTS = pathlib.Path(__file__).parents[1]
+REPOSITORY = pathlib.Path(__file__).parents[2]
 DOCUMENTS = [*sorted((REPOSITORY / "docs").glob("*.md")), *sorted(REPOSITORY.glob("*.md"))]
 # Riddles: who reads must find out what is spoken of. Better: Returns, Computes, True if, an imperative, a noun phrase.
 _QUESTION = r"(what|whether|how|which|who|whose|why|where|when)\b"

@@ -230,7 +230,7 @@ def test_launch_plan_of_transposed_and_narrow(monkeypatch):
     assert plan.blocks_per_sm == 2  # one consumer warpgroup, 24 accumulators, under half the shared memory
 
 
-RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
+RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 CONFIG = re.compile(r"(?:pick)?(\d+)x(\d+) c(\d)(\d) (\w+) s(\d+) r\d+")
 
 

@@ -336,7 +336,7 @@ thread.join()
 @pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
 def test_no_text_nests_deep():
     """One of 500 cases, compiled in a thread with a small stack: nested, its ternaries ended the process."""
-    tests = pathlib.Path(__file__).parent
+    tests = pathlib.Path(__file__).parents[1]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
     ended = subprocess.run([sys.executable, "-c", SMALL_STACK], env=environ, capture_output=True, text=True)
     assert ended.returncode == 0, (ended.returncode, ended.stderr[-2000:])

@@ -15,7 +15,7 @@ import cutjax
 from benchmarks import fused_sweep
 from cutjax.kernels.sm90 import family
 
-RECORDED = pathlib.Path(__file__).parents[1] / "benchmarks" / "results" / "experiments" / "fused-sweep-h200.json"
+RECORDED = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "experiments" / "fused-sweep-h200.json"
 
 
 def measured_us(row, avals):

@@ -22,7 +22,7 @@ from cutjax.runtime.launch import FORMAT, Call, Float32, Float64, Int32, Int64, 
 
 pytestmark = pytest.mark.versions
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 TARGET = "cutjax_rehearsal"
 
 
@@ -351,6 +351,7 @@ def test_no_driver_is_an_error_of_the_call():
     program = f"""
 import jax, sys
 sys.path.insert(0, {str(ROOT / "tests")!r})
+sys.path.insert(0, {str(ROOT / "tests" / "runtime")!r})
 import test_launcher as t
 t._ffi.load_driver("/nonexistent/libcuda.so.1")
 t.register_on_cpu()
