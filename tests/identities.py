@@ -28,7 +28,7 @@ def lowered(fn, *args):
 
 
 def products(fn, *args):
-    """How many products a call makes."""
+    """Returns the number of products in a program."""
     return sum(eqn.primitive.name in ("dot_general", "ragged_dot_general", *OF_OURS) for eqn in lowered(fn, *args))
 
 
