@@ -15,8 +15,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cutjax.ops.exchange import Sizes
-from cutjax.ops.links import ALL_GATHER, MEMORY, REDUCE_SCATTER
+from cutjax.parallel.exchange import Sizes
+from cutjax.parallel.links import ALL_GATHER, MEMORY, REDUCE_SCATTER
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "collective-h200x4.json"
 LATENCY_US = 10.0  # of a transfer within a program: assumed

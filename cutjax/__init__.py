@@ -21,8 +21,9 @@ from cutjax.ops.mlp import grouped_mlp, mlp
 from cutjax.ops.moe import moe
 from cutjax.ops.quantized import Quantized
 from cutjax.ops.ragged_dot import ragged_dot, ragged_dot_general
-from cutjax.ops.routing import Routing, load_balance_loss, route, router_z_loss
+from cutjax.ops.routing import load_balance_loss, route, router_z_loss
 from cutjax.ops.syrk import syrk
+from cutjax.primitives.routing import Routing
 from cutjax.runtime.backends import use_backend, use_partial_sums
 from cutjax.tuning.autotune import autotune
 

@@ -21,7 +21,8 @@ from jax.typing import ArrayLike, DTypeLike
 from cutjax.dtypes import are_alike, are_narrow
 from cutjax.kernels.families import CONFIGS
 from cutjax.primitives import derivative
-from cutjax.primitives.accumulators import converted, multiplied_in
+from cutjax.primitives.accumulators import accumulator, converted, multiplied_in
+from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.groups import rows_of_groups
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -70,16 +71,6 @@ def weights(b: Any, name: str, where: str = "gemm") -> list[jax.Array]:
     return ys
 
 
-def unwrapped(x: Any) -> Any:
-    """Returns the array of an object that stands for one, such as a parameter of a library; all else as it is."""
-    return x.__jax_array__() if hasattr(x, "__jax_array__") and not isinstance(x, jax.Array) else x
-
-
-def is_array_like(x: Any) -> bool:
-    """True if jax.lax takes an object for an array."""
-    return isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
-
-
 def integer(x: Any, name: str, where: str) -> int:
     """Returns the integer, of any type but bool; raises an error that says what came."""
     try:
@@ -107,20 +98,6 @@ def result_dtype(dtype: Any, where: str, name: str = "out_dtype") -> np.dtype:
         message += " To enable more dtypes, set the jax_enable_x64 configuration option."
         warnings.warn(message, stacklevel=level)
     return found
-
-
-def matrix(x: Any, name: str, where: str = "gemm") -> jax.Array:
-    """Returns the operand as a JAX array of rank 2 or more; raises an error that says what came."""
-    x = unwrapped(x)
-    if isinstance(x, bool | int | float | complex | np.generic):
-        raise ValueError(f"{where}: {name} must have rank 2 or more, got the scalar {x!r}")
-    if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(f"{where}: {name} must be an array, got {type(x).__name__}")
-    if x.ndim < 2:
-        raise ValueError(f"{where}: {name} must have rank 2 or more, got shape {x.shape}; add an axis to a vector")
-    if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool):
-        raise TypeError(f"{where}: {name} must be an array of numbers, got dtype {x.dtype}")
-    return jnp.asarray(x)
 
 
 def promote(
@@ -162,6 +139,16 @@ def result_of(out_dtype: DTypeLike, where: str, *operands: np.dtype) -> np.dtype
         if _rank(out) > _rank(operand):
             raise TypeError(f"{where}: a product of {operand} has no meaning as out_dtype {out}")
     return out
+
+
+def travel_dtype(asked: DTypeLike | None, wide: np.dtype, where: str) -> np.dtype:
+    """Returns the dtype in which parts of a sum travel."""
+    if asked is None:
+        return wide
+    found = result_dtype(asked, where, "reduce_dtype")
+    if accumulator(found) != wide or found.itemsize < 2:
+        raise TypeError(f"{where}: reduce_dtype is {found}, but parts of the sum are {wide}: expected it, or 16 bits")
+    return found
 
 
 @functools.cache

@@ -1,13 +1,11 @@
-"""Products that overlap with the network, in shard_map: all_gather_gemm, gemm_reduce_scatter, and mlp made of both."""
+"""Products that overlap with the network, in shard_map: all_gather_gemm and gemm_reduce_scatter."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -16,33 +14,15 @@ from cutjax.binding.rules import match_varying
 from cutjax.epilogue.expression import identity
 from cutjax.kernels.families import AnyConfig
 from cutjax.kernels.problem import LAYOUTS
-from cutjax.ops.arguments import (
-    check_config,
-    check_epilogue,
-    check_shapes,
-    matrix,
-    promote,
-    result_dtype,
-    result_of,
-    unwrapped,
-)
+from cutjax.ops.arguments import check_config, check_epilogue, check_shapes, promote, travel_dtype
 from cutjax.ops.arguments import weights as weights_of
-from cutjax.ops.overlap import (
-    Gathered,
-    Overlapped,
-    Scattered,
-    by_chunk,
-    check_rows,
-    gathered,
-    overlapped,
-    scattered,
-)
-from cutjax.ops.ring import Ring, ring_of
-from cutjax.primitives import product as products
+from cutjax.parallel.fused import fused
+from cutjax.parallel.overlap import Gathered, Scattered, gathered, scattered
+from cutjax.parallel.ring import ring_of
 from cutjax.primitives.accumulators import accumulator
-from cutjax.primitives.chain import Chain
+from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.dense import Dense
-from cutjax.primitives.product import abstract_accumulator, aligned, trace_with_dtype
+from cutjax.primitives.product import aligned
 from cutjax.runtime import backends
 
 
@@ -129,7 +109,7 @@ def all_gather_gemm(
     if epilogue is None:
         return ring.assembled([out for (out,) in gathered(spec, a, ws, [()] * ring.chunks)], -2)
     given = jax.tree.map(unwrapped, tuple(operands))
-    return _fused(spec, epilogue, a, ws, given, out_dtype if several else dtype, where)
+    return fused(spec, epilogue, a, ws, given, out_dtype if several else dtype, where)
 
 
 def gemm_reduce_scatter(
@@ -210,102 +190,7 @@ def gemm_reduce_scatter(
     return scattered(spec, ring.divided(a, rows), b).astype(dtype)
 
 
-def travel_dtype(asked: DTypeLike | None, wide: np.dtype, where: str) -> np.dtype:
-    """Returns the dtype in which parts of a sum travel."""
-    if asked is None:
-        return wide
-    found = result_dtype(asked, where, "reduce_dtype")
-    if accumulator(found) != wide or found.itemsize < 2:
-        raise TypeError(f"{where}: reduce_dtype is {found}, but parts of the sum are {wide}: expected it, or 16 bits")
-    return found
-
-
 def _check(layout: str, config: Any, where: str) -> None:
     if layout not in LAYOUTS:
         raise ValueError(f"{where}: unknown layout {layout!r}, expected one of {LAYOUTS}")
     check_config(config, where)
-
-
-def _fused(
-    spec: Gathered,
-    fn: Callable[..., Any],
-    x: jax.Array,
-    ws: Sequence[jax.Array],
-    given: Any,
-    out_dtype: Any,
-    where: str,
-) -> Any:
-    """Multiplies the gathered rows and applies an epilogue to the accumulators of each device's."""
-    ring, m = spec.ring, x.shape[spec.rows]
-    tile = spec.product.tile(*map(jax.typeof, (x, *ws)))
-    everything = tile.update(shape=(*tile.shape[:-2], ring.size * m, tile.shape[-1]))
-    acc = abstract_accumulator(x.dtype, everything, out_dtype)
-    traced = trace_with_dtype(where, fn, [acc] * len(ws), given, out_dtype)
-    check_rows(traced.epilogue, where)
-    if traced.outside is not None:  # each call takes its derivative as gemm does
-        chunks = ring.gather(x, spec.rows)
-        params = {"out_dtype": out_dtype, "config": spec.config, "save": spec.save, **spec.params}
-        leaves, tree = jax.tree.flatten(given)
-        outs = [
-            products.call(product, fn, chunk, ws, (), tree.unflatten(mine), **params)
-            for chunk, mine, product in zip(chunks, by_chunk(ring, leaves, acc.shape[-2]), spec.each, strict=True)
-        ]
-        return jax.tree.map(lambda *parts: ring.assembled(parts, parts[0].ndim - acc.ndim - 2), *outs)
-    x, *rest = match_varying(x, *ws, *traced.operands)
-    ws, operands = rest[: len(ws)], rest[len(ws) :]
-    spec = dataclasses.replace(spec, epilogue=traced.epilogue)
-    outs = gathered(spec, x, ws, by_chunk(ring, operands, acc.shape[-2]))
-    axes = [-1 if "col" in out.axes else -2 for out in traced.epilogue.outputs]
-    return traced.finish(
-        [ring.assembled(parts, axis) for parts, axis in zip(zip(*outs, strict=True), axes, strict=True)]
-    )
-
-
-def divided_mlp(
-    ring: Ring,
-    layout: str,
-    hidden: Callable[..., jax.Array],
-    x: jax.Array,
-    ws: Sequence[jax.Array],
-    w2: jax.Array,
-    given: dict[str, jax.Array],
-    last: Sequence[jax.Array],
-    *,
-    dtype: np.dtype,
-    out_dtype: DTypeLike | None,
-    reduce_dtype: DTypeLike | None,
-    **params: Any,
-) -> jax.Array:
-    """Returns ``hidden(x @ w, ..., given) @ w2`` over the devices of a ring, with ``last``, an array or none, added."""
-    where, product = "mlp", Dense(layout)
-    x, *rest = match_varying(*aligned(product, ring.varying(x), [*ws, w2], ()), *given.values())
-    ws, w2, given = rest[: len(ws)], rest[len(ws)], dict(zip(given, rest[len(ws) + 1 :], strict=True))
-    tile = product.tile(*map(jax.typeof, (x, *ws)))
-    m = ring.size * x.shape[-2]
-    acc = abstract_accumulator(x.dtype, tile.update(shape=(*tile.shape[:-2], m, tile.shape[-1])))
-    traced = trace_with_dtype(where, hidden, [acc] * len(ws), (given,), (dtype,))
-    check_rows(traced.epilogue, where)
-    out = dtype if out_dtype is None else result_of(out_dtype, where, dtype)
-    wide = accumulator(dtype, out)
-    travel = travel_dtype(reduce_dtype, wide, where)
-    ring = ring.chosen(product, jax.typeof(x), [jax.typeof(w) for w in ws], jax.typeof(w2), travel)
-    chain = Chain(product, traced.epilogue, wide, params["precision"], params["backend"], params["save"])
-    if traced.outside is not None or traced.names:  # each call takes its derivative as gemm does
-        first = Gathered(ring, product, travel, traced.epilogue, chain.precision, chain.backend, None, chain.save)
-        more = {"out_dtype": (dtype,), "save": chain.save, **first.params}
-        names = list(given)
-        hs = [
-            products.call(each, hidden, chunk, ws, (), (dict(zip(names, mine, strict=True)),), **more)
-            for chunk, mine, each in zip(
-                ring.gather(x), by_chunk(ring, list(given.values()), m), first.each, strict=True
-            )
-        ]
-        y = scattered(Scattered(ring, product, wide, travel, chain.precision, chain.backend, None), hs, w2)
-    else:
-        x, w2, *rest = match_varying(x, w2, *ws, *traced.operands)
-        ws, operands = rest[: len(ws)], rest[len(ws) :]
-        y = overlapped(Overlapped(ring, chain, travel), x, ws, w2, by_chunk(ring, operands, m))
-    for b in last:
-        y, b = match_varying(y, b)
-        y = y + b.astype(y.dtype)
-    return y.astype(out)

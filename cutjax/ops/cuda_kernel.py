@@ -19,7 +19,7 @@ from cutjax.binding.define import define
 from cutjax.binding.lowering import PARTITIONED, Target
 from cutjax.binding.rules import batch_axis, check_varying, is_zero, match_varying, zero_tangent
 from cutjax.kernels import custom
-from cutjax.ops.arguments import unwrapped
+from cutjax.primitives.arrays import unwrapped
 from cutjax.runtime import backends, compiler
 
 VMAP = ("reference", "grid")

@@ -15,9 +15,9 @@ from jax.typing import ArrayLike, DTypeLike
 from cutjax import dot_precision
 from cutjax.binding.rules import any_divided, any_reduced, on_devices
 from cutjax.dtypes import are_alike, are_narrow
-from cutjax.ops.arguments import is_array_like, unwrapped
 from cutjax.ops.contraction import contraction
 from cutjax.primitives.accumulators import converted, widened
+from cutjax.primitives.arrays import is_array_like, unwrapped
 from cutjax.primitives.dense import Dense
 from cutjax.primitives.product import multiply
 from cutjax.runtime import backends

@@ -12,8 +12,8 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax.epilogue.jaxpr import bind_equation, evaluate
-from cutjax.ops.arguments import is_array_like, unwrapped
 from cutjax.ops.dot_general import permuted
+from cutjax.primitives.arrays import is_array_like, unwrapped
 
 
 def dot(

@@ -11,13 +11,14 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
+from cutjax.binding.explicit import as_matmul
 from cutjax.kernels.families import AnyConfig
 from cutjax.kernels.problem import LAYOUTS
-from cutjax.ops.arguments import check_config, check_epilogue, check_shapes, matrix, promote, unwrapped, weights
-from cutjax.ops.explicit import as_matmul
+from cutjax.ops.arguments import check_config, check_epilogue, check_shapes, promote, weights
 from cutjax.ops.quantized import Weights, is_quantized, scaled, scales_of, values_of
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted
+from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.dense import Dense
 from cutjax.runtime import backends
 

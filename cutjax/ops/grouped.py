@@ -10,6 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
+from cutjax.binding.explicit import automatic, axes, rows_by_columns
 from cutjax.kernels.families import AnyConfig
 from cutjax.ops.arguments import (
     check_batch,
@@ -19,15 +20,13 @@ from cutjax.ops.arguments import (
     group_sizes_of,
     integer,
     local_sizes,
-    matrix,
     promote,
-    unwrapped,
     weights,
 )
-from cutjax.ops.explicit import automatic, axes, rows_by_columns
 from cutjax.ops.quantized import Weights, is_quantized, scaled, scales_of, values_of
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator
+from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.ragged import Depth, Rows
 from cutjax.runtime import backends
 

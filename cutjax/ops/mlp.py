@@ -13,24 +13,16 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
+from cutjax.binding.explicit import automatic, rows_by_columns
 from cutjax.binding.rules import match_varying, with_rank
 from cutjax.dtypes import are_narrow
-from cutjax.ops.arguments import (
-    check_batch,
-    contracted,
-    group_sizes_of,
-    local_sizes,
-    matrix,
-    promote,
-    result_of,
-    unwrapped,
-)
-from cutjax.ops.collective import divided_mlp
-from cutjax.ops.explicit import automatic, rows_by_columns
+from cutjax.ops.arguments import check_batch, contracted, group_sizes_of, local_sizes, promote, result_of, travel_dtype
 from cutjax.ops.quantized import Weights, is_quantized, scales_of, times, values_of
-from cutjax.ops.ring import ring_of
+from cutjax.parallel.fused import divided_mlp
+from cutjax.parallel.ring import ring_of
 from cutjax.primitives import derivative
-from cutjax.primitives.accumulators import converted
+from cutjax.primitives.accumulators import accumulator, converted
+from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.chain import Chain, apart, block
 from cutjax.primitives.dense import Dense
 from cutjax.primitives.product import Product, abstract_accumulator, aligned, trace_with_dtype
@@ -121,9 +113,11 @@ def mlp(
     last = [with_rank(biases.pop("b2"), len(batch) + 2)] if b2 is not None else []
     scales = _scales(biases, w1, w2, gate, layout, "mlp")
     hidden = _hidden("mlp", activation, gate is not None)
-    params = {"dtype": dtype, "out_dtype": out_dtype, "precision": precision, "backend": backend, "save": save}
+    out = dtype if out_dtype is None else result_of(out_dtype, "mlp", dtype)
+    params = {"dtype": dtype, "out_dtype": out, "precision": precision, "backend": backend, "save": save}
     if ring is not None:
-        return divided_mlp(ring, layout, hidden, a, ws, v, biases, last, reduce_dtype=reduce_dtype, **params)
+        travel = travel_dtype(reduce_dtype, accumulator(dtype, out), "mlp")
+        return divided_mlp(ring, layout, hidden, a, ws, v, biases, last, travel=travel, **params)
     if reduce_dtype is not None:
         raise ValueError("mlp: reduce_dtype without an axis_name: nothing is added up over devices")
     return _chained("mlp", Dense(layout), hidden, a, ws, v, (), biases, last, scales, **params)
@@ -204,7 +198,8 @@ def grouped_mlp(
         scale["row_scale"] = _broadcasting(where, row_scale, "row_scale", shape)
     scales = _scales(scale, w1, w2, gate, layout, where, max(sizes.ndim + 1, *(len(batch) + 2 for batch in batches)))
     hidden = _hidden(where, activation, gate is not None)
-    params = {"dtype": dtype, "out_dtype": out_dtype, "precision": precision, "backend": backend, "save": save}
+    out = dtype if out_dtype is None else result_of(out_dtype, where, dtype)
+    params = {"dtype": dtype, "out_dtype": out, "precision": precision, "backend": backend, "save": save}
     return _chained(where, Rows(leading, layout), hidden, a, ws, v, (sizes,), scale, [], scales, **params)
 
 
@@ -221,7 +216,7 @@ def _chained(
     scales: Sequence[jax.Array] = (),
     *,
     dtype: np.dtype,
-    out_dtype: DTypeLike | None,
+    out_dtype: np.dtype,
     precision: Any,
     backend: str,
     save: str,
@@ -234,7 +229,6 @@ def _chained(
     scales, last = rest[: len(scales)], rest[len(scales) :]
     acc = abstract_accumulator(a.dtype, product.tile(*map(jax.typeof, (a, *ws, *context))))
     traced = trace_with_dtype(where, hidden, [acc] * len(ws), (given,), (dtype,), product.groups(ws))
-    out_dtype = dtype if out_dtype is None else result_of(out_dtype, where, dtype)
     chain = Chain(product, traced.epilogue, out_dtype, precision, backend, save)
     if traced.outside is not None or traced.names or scales:
         return apart(chain, context, hidden, a, ws, v, given, last, scales)

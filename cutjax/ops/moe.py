@@ -15,16 +15,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from cutjax import dot_precision
+from cutjax.binding.explicit import automatic, axes
 from cutjax.binding.rules import match_varying
 from cutjax.dtypes import are_narrow
-from cutjax.ops.arguments import contracted, integer, matrix, unwrapped
-from cutjax.ops.exchange import FORMS, ROOM, ROWS, Sizes, everywhere, exchanged
-from cutjax.ops.explicit import automatic, axes
+from cutjax.ops.arguments import contracted, integer
 from cutjax.ops.mlp import check_activation, grouped_mlp
 from cutjax.ops.quantized import Weights, values_of
-from cutjax.ops.ring import ROUTES, ring_of
-from cutjax.ops.routing import Routing, broadcastable, routed
+from cutjax.ops.routing import broadcastable, routed
+from cutjax.parallel.exchange import FORMS, ROOM, ROWS, Sizes, everywhere, exchanged
+from cutjax.parallel.ring import ROUTES, ring_of
 from cutjax.primitives import derivative
+from cutjax.primitives.arrays import matrix, unwrapped
+from cutjax.primitives.routing import Routing
 from cutjax.runtime import backends
 
 

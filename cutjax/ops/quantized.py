@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cutjax.binding.rules import with_rank
 from cutjax.dtypes import promoted
-from cutjax.ops.arguments import matrix, unwrapped
+from cutjax.primitives.arrays import matrix, unwrapped
 
 
 @jax.tree_util.register_dataclass

@@ -14,10 +14,11 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
+from cutjax.binding.explicit import automatic, axes
 from cutjax.dtypes import are_alike
-from cutjax.ops.arguments import check_rows, group_sizes_of, local_sizes, result_dtype, unwrapped
-from cutjax.ops.explicit import automatic, axes
+from cutjax.ops.arguments import check_rows, group_sizes_of, local_sizes, result_dtype
 from cutjax.primitives.accumulators import accumulator, converted, multiplied_in
+from cutjax.primitives.arrays import unwrapped
 from cutjax.primitives.groups import rows_of_groups
 from cutjax.primitives.product import multiply
 from cutjax.primitives.ragged import Depth, Rows

@@ -11,9 +11,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
 from cutjax.kernels.families import AnyConfig
-from cutjax.ops.arguments import check_config, check_epilogue, matrix, promote, unwrapped
+from cutjax.ops.arguments import check_config, check_epilogue, promote
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted
+from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.symmetric import Symmetric
 from cutjax.runtime import backends
 

@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 
 import cutjax
 from cutjax.binding import lowering
-from cutjax.ops import links
+from cutjax.parallel import links
 
 pytestmark = pytest.mark.versions
 

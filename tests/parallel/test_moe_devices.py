@@ -13,7 +13,7 @@ import pytest
 from checks import close, normal, scaled
 
 import cutjax
-from cutjax.ops.exchange import Sizes
+from cutjax.parallel.exchange import Sizes
 
 P = jax.P
 T, D, H, N, E, SIZE = 12, 8, 12, 6, 8, 4

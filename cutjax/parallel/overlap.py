@@ -1,4 +1,4 @@
-"""Products of rows that arrive and sums that leave, chunk by chunk, and their derivatives; chunks as in ring.py."""
+"""Products of rows that arrive and sums that leave, chunk by chunk as a Ring has them, and their derivatives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from jax.custom_derivatives import SymbolicZero
 from cutjax.binding.rules import is_zero
 from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.families import AnyConfig
-from cutjax.ops.ring import Ring, wide
+from cutjax.parallel.ring import Ring
+from cutjax.parallel.wide import wide
 from cutjax.primitives import derivative
 from cutjax.primitives import product as products
 from cutjax.primitives.chain import HIDDEN, Chain, tangent_of_second
@@ -97,20 +98,6 @@ def one_product(product: Product, xs: Sequence[jax.Array], w: jax.Array, dtype: 
     """Returns the products of chunks of rows with one matrix, made as one: its cotangent in w is one product too."""
     whole = multiply(product, jnp.concatenate(xs, rows_of(product)), w, out_dtype=dtype, **params)
     return lax.split(whole, [whole.shape[-2] // len(xs)] * len(xs), whole.ndim - 2)
-
-
-def by_chunk(ring: Ring, operands: Sequence[Any], m: int) -> list[list[Any]]:
-    """Returns each chunk's operands: of those with all rows its own."""
-    found = [ring.divided(x, -2) if np.ndim(x) > 1 and x.shape[-2] == m != 1 else [x] * ring.chunks for x in operands]
-    return [[parts[i] for parts in found] for i in range(ring.chunks)]
-
-
-def check_rows(epilogue: Epilogue, where: str) -> None:
-    """Raises if an epilogue depends on which row is which: each of its kernels has those of one device."""
-    if any("row" in out.axes for out in epilogue.outputs):
-        raise NotImplementedError(f"{where}: the epilogue reduces over rows, which come in parts: reduce its result")
-    if any(node.op == "iota" and ("row" in node.params or len(node.params) > 1) for node in epilogue.nodes):
-        raise NotImplementedError(f"{where}: the epilogue uses positions of rows, which come in parts: pass an operand")
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

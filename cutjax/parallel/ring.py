@@ -12,17 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
 
-from cutjax import dot_precision
-from cutjax.binding.define import define
-from cutjax.binding.rules import is_linear, is_zero, match_varying, varying_axes, with_rank, zero_tangent
-from cutjax.ops.links import direct_us, pieces_us, product_us, whole_us
-from cutjax.primitives.accumulators import accumulator, with_cotangent
-from cutjax.primitives.product import Product, aligned, multiply, sum_to
+from cutjax.binding.rules import match_varying, varying_axes
+from cutjax.parallel.chunks import assemble_p, divide_p
+from cutjax.parallel.links import direct_us, pieces_us, product_us, whole_us
+from cutjax.primitives.accumulators import accumulator
+from cutjax.primitives.product import Product
 
 ROUTES = ("auto", "whole", "pieces", "direct")
 PIECES = (4, 2)  # of each device's rows, tried in this order
@@ -271,151 +268,3 @@ def ring_of(axis_name: Any, route: str, where: str, argument: str = "axis_name")
             f"{where}: axis {axis_name!r} is not bound here; call it inside jax.shard_map over a mesh with that axis"
         ) from None
     return Ring(axis_name, size, route)
-
-
-# Chunks and the whole: linear, and each the transpose of the other. JAX's own transpose of slices adds up arrays of the
-# whole's size, one for each. The device's index is an operand, so that none of it depends on where it is lowered.
-
-
-def _places(index: jax.Array, size: int, shifts: Sequence[int]) -> list[jax.Array]:
-    return [(index + s) % len(shifts) * size for s in shifts]
-
-
-def _assemble(index: jax.Array, *chunks: jax.Array, shifts: tuple[int, ...], axis: int) -> jax.Array:
-    x, at = chunks[0], chunks[0].ndim + axis
-    whole, *_ = match_varying(lax.empty((*x.shape[:at], len(shifts) * x.shape[at], *x.shape[at + 1 :]), x.dtype), x)
-    for place, chunk in zip(_places(index, x.shape[at], shifts), chunks, strict=True):
-        whole = lax.dynamic_update_slice_in_dim(whole, chunk, place, at)
-    return whole
-
-
-def _divide(index: jax.Array, x: jax.Array, *, shifts: tuple[int, ...], axis: int) -> list[jax.Array]:
-    at = x.ndim + axis
-    size = x.shape[at] // len(shifts)
-    return [lax.dynamic_slice_in_dim(x, place, size, at) for place in _places(index, size, shifts)]
-
-
-def _resized(x: Any, axis: int, size: int) -> Any:
-    shape = list(x.shape)
-    shape[axis] = size
-    return x.update(shape=tuple(shape), weak_type=False)
-
-
-def _abstract_assembled(index: Any, *chunks: Any, shifts: tuple[int, ...], axis: int) -> Any:
-    return _resized(chunks[0], axis, len(shifts) * chunks[0].shape[axis])
-
-
-def _abstract_divided(index: Any, x: Any, *, shifts: tuple[int, ...], axis: int) -> list[Any]:
-    return [_resized(x, axis, x.shape[axis] // len(shifts)) for _ in shifts]
-
-
-def _define(name: str, apply: Callable[..., Any], abstract: Callable[..., Any], transposed: Callable[..., Any]) -> Any:
-    several = apply is _divide
-
-    def batch(args: Any, dims: Any, **params: Any) -> Any:
-        size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
-        index, *rest = args
-        if dims[0] is not None:  # never of a ring's own
-            return jax.vmap(functools.partial(apply, **params), dims)(*args), [0] * len(params["shifts"])
-        rest = [
-            jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
-            for x, dim in zip(rest, dims[1:], strict=True)
-        ]
-        outs = primitive.bind(index, *rest, **params)
-        return outs, [0] * len(outs) if several else 0
-
-    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-        index, *arrays = primals
-        outs = primitive.bind(*primals, **params)
-        dots = tangents[1:]
-        if all(is_zero(dot) for dot in dots):
-            return outs, [zero_tangent(x) for x in outs] if several else zero_tangent(outs)
-        filled = [jnp.zeros_like(x) if is_zero(dot) else dot for x, dot in zip(arrays, dots, strict=True)]
-        return outs, primitive.bind(index, *filled, **params)
-
-    def transpose(g: Any, index: jax.Array, *arrays: Any, **params: Any) -> list[Any]:
-        return [None, *transposed(g, index, arrays, params)]
-
-    primitive: Primitive = define(
-        name,
-        abstract=abstract,
-        reference=apply,
-        batch=batch,
-        jvp=jvp,
-        transpose=transpose,
-        multiple_results=several,
-    )
-    return primitive
-
-
-def _to_chunks(g: Any, index: jax.Array, arrays: Sequence[Any], params: Any) -> Sequence[Any]:
-    return [None] * len(arrays) if is_zero(g) else divide_p.bind(index, g, **params)
-
-
-def _to_whole(gs: Any, index: jax.Array, arrays: Sequence[Any], params: Any) -> Sequence[Any]:
-    if all(is_zero(g) for g in gs):
-        return [None]
-    known = next(g for g in gs if not is_zero(g))
-    return [assemble_p.bind(index, *(jnp.zeros_like(known) if is_zero(g) else g for g in gs), **params)]
-
-
-assemble_p = _define("cutjax_assemble", _assemble, _abstract_assembled, _to_chunks)
-divide_p = _define("cutjax_divide", _divide, _abstract_divided, _to_whole)
-
-
-# A product whose cotangent of x leaves the kernel as wide as it was added up: parts of a sum over devices.
-
-
-def wide(product: Product, x: jax.Array, w: jax.Array, *, out_dtype: np.dtype, precision: Any, backend: str) -> Any:
-    """Computes ``x @ w`` of an x in the accumulator's dtype, which is rounded to that of w."""
-    if x.dtype == w.dtype:
-        return multiply(product, x, w, out_dtype=out_dtype, precision=precision, backend=backend)
-    x, w = match_varying(*aligned(product, x, [w], ()))
-    return wide_p.bind(x, w, product=product, out_dtype=out_dtype, precision=precision, backend=backend)
-
-
-def _wide(x: jax.Array, w: jax.Array, *, product: Product, **params: Any) -> jax.Array:
-    return multiply(product, x.astype(w.dtype), w, **params)
-
-
-def _wide_abstract(x: Any, w: Any, *, product: Product, out_dtype: np.dtype, **_: Any) -> Any:
-    return product.tile(x.update(dtype=w.dtype), w).update(dtype=out_dtype, weak_type=False)
-
-
-def _wide_batch(args: Any, dims: Any, **params: Any) -> tuple[jax.Array, int]:
-    rank = max(x.ndim - (dim is not None) for x, dim in zip(args, dims, strict=True))
-    moved = [
-        x if dim is None else lax.expand_dims(jnp.moveaxis(x, dim, 0), range(1, 2 + rank - x.ndim))
-        for x, dim in zip(args, dims, strict=True)
-    ]
-    return wide_p.bind(*(with_rank(x, rank + 1) for x in moved), **params), 0
-
-
-def _wide_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, Any]:
-    (x, w), (x_dot, w_dot) = primals, tangents
-    terms = [] if is_zero(x_dot) else [wide_p.bind(x_dot, w, **params)]
-    terms += [] if is_zero(w_dot) else [wide_p.bind(x, w_dot, **params)]
-    out = wide_p.bind(x, w, **params)
-    return out, functools.reduce(lax.add, terms) if terms else zero_tangent(out)
-
-
-def _wide_transpose(g: Any, x: Any, w: Any, *, product: Product, precision: Any, backend: str, **_: Any) -> list[Any]:
-    if is_zero(g):
-        return [None, None]
-    i, to, other = (0, x.aval, w) if is_linear(x) else (1, w.aval, x.astype(w.aval.dtype))
-    wide = accumulator(other.dtype)
-    g, other = with_cotangent(g, other, other.dtype)
-    precision = dot_precision.of_cotangents(precision, g.dtype, product.where)
-    back, factors, precision = product.cotangent(i, g, other, precision)
-    d = sum_to(multiply(back, *factors, out_dtype=wide, precision=precision, backend=backend), to)
-    return [None if j != i else d for j in range(2)]
-
-
-wide_p = define(
-    "cutjax_wide",
-    abstract=_wide_abstract,
-    reference=_wide,
-    batch=_wide_batch,
-    jvp=_wide_jvp,
-    transpose=_wide_transpose,
-)

@@ -15,9 +15,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from cutjax.binding.rules import match_varying, varying_axes
-from cutjax.ops.links import ALL_GATHER, ALL_TO_ALL, MEMORY, REDUCE_SCATTER
-from cutjax.ops.routing import Routing, from_slots, sorted_by, to_slots
+from cutjax.parallel.links import ALL_GATHER, ALL_TO_ALL, MEMORY, REDUCE_SCATTER
 from cutjax.primitives.accumulators import accumulator
+from cutjax.primitives.routing import Routing, from_slots, sorted_by, to_slots
 
 ROWS = "cutjax_rows"  # the name jax.checkpoint policies see, of the gathered rows
 FORMS = ("auto", "exchange", "ragged", "gather")
