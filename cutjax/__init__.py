@@ -6,13 +6,13 @@ from cutjax import checkpoint_policies
 from cutjax.explanation import explain
 from cutjax.fusion.fuse import fuse
 from cutjax.kernels.choose import candidates, reasons
-from cutjax.kernels.custom import CudaLaunch
 from cutjax.kernels.mma.config import Config as MmaConfig
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.tuned import use_tuning
 from cutjax.ops.collective import all_gather_gemm, gemm_reduce_scatter
 from cutjax.ops.cuda_kernel import cuda_kernel
+from cutjax.ops.cuda_launch import CudaLaunch
 from cutjax.ops.dot_general import dot_general
 from cutjax.ops.einsum import dot, einsum, matmul, tensordot
 from cutjax.ops.gemm import gemm

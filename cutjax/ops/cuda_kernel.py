@@ -18,7 +18,7 @@ from jax.core import ShapedArray
 from cutjax.binding.define import define
 from cutjax.binding.lowering import PARTITIONED, Target
 from cutjax.binding.rules import batch_axis, check_varying, is_zero, match_varying, zero_tangent
-from cutjax.kernels import custom
+from cutjax.ops import cuda_launch
 from cutjax.primitives.arrays import unwrapped
 from cutjax.runtime import backends, compiler
 
@@ -107,7 +107,7 @@ def cuda_kernel(
         raise TypeError(f"cuda_kernel: source must be text or a path, got {type(source).__name__}")
     if isinstance(headers, str):
         raise TypeError(f"cuda_kernel: headers must be a tuple, got a string; write headers=({headers!r},)")
-    kernel = custom.Kernel(name or entry, entry, text, file, tuple(headers), out, launch, reference, vmap)
+    kernel = cuda_launch.Kernel(name or entry, entry, text, file, tuple(headers), out, launch, reference, vmap)
 
     @functools.cache
     def function_of(single: bool, backend: str, static: tuple[Any, ...]) -> Callable[..., Any]:
@@ -116,7 +116,7 @@ def cuda_kernel(
             return outs[0] if single else tuple(outs)
 
         bound.__name__ = kernel.name
-        given = custom.keywords(static)
+        given = cuda_launch.keywords(static)
         if jvp is not None:
             differentiable = jax.custom_jvp(bound)
             differentiable.defjvp(functools.partial(jvp, **given))
@@ -167,15 +167,15 @@ NOWHERE = Target("")  # of a choice that is made only to see the results, or wha
 
 
 def _choose(
-    *avals: Any, kernel: custom.Kernel, static: Any, batch: int | None, target: Target = NOWHERE, **_: Any
-) -> custom.Choice:
+    *avals: Any, kernel: cuda_launch.Kernel, static: Any, batch: int | None, target: Target = NOWHERE, **_: Any
+) -> cuda_launch.Choice:
     shapes = [x.shape if batch is None else x.shape[1:] for x in avals]
     examples = tuple(jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, avals, strict=True))
     shared = tuple(batch is not None and x.shape[0] == 1 != batch for x in avals)
-    return custom.choose(kernel, examples, shared, static, batch, target.arch)
+    return cuda_launch.choose(kernel, examples, shared, static, batch, target.arch)
 
 
-def _abstract(*avals: Any, kernel: custom.Kernel, **params: Any) -> list[Any]:
+def _abstract(*avals: Any, kernel: cuda_launch.Kernel, **params: Any) -> list[Any]:
     if any(axes is not None for x in avals for axes in x.sharding.spec):
         raise NotImplementedError(
             f"{kernel.name}: operands are divided over explicit mesh axes: {', '.join(x.str_short() for x in avals)}; "
@@ -197,11 +197,11 @@ def _abstract(*avals: Any, kernel: custom.Kernel, **params: Any) -> list[Any]:
     ]
 
 
-def _values(*arrays: jax.Array, kernel: custom.Kernel, static: Any, batch: int | None) -> list[jax.Array]:
+def _values(*arrays: jax.Array, kernel: cuda_launch.Kernel, static: Any, batch: int | None) -> list[jax.Array]:
     """Computes the results of the reference, checked against what ``out`` says."""
     assert kernel.reference is not None
     wanted = _choose(*map(jax.typeof, arrays), kernel=kernel, static=static, batch=batch).problem.results
-    reference = functools.partial(kernel.reference, **custom.keywords(static))
+    reference = functools.partial(kernel.reference, **cuda_launch.keywords(static))
     if batch is not None:
         axes = tuple(None if x.shape[0] == 1 != batch else 0 for x in arrays)
         arrays = tuple(lax.squeeze(x, [0]) if axis is None else x for x, axis in zip(arrays, axes, strict=True))
@@ -215,7 +215,13 @@ def _values(*arrays: jax.Array, kernel: custom.Kernel, static: Any, batch: int |
 
 
 def _reference(
-    *arrays: jax.Array, on_cuda: bool, kernel: custom.Kernel, static: Any, batch: int | None, backend: str, **_: Any
+    *arrays: jax.Array,
+    on_cuda: bool,
+    kernel: cuda_launch.Kernel,
+    static: Any,
+    batch: int | None,
+    backend: str,
+    **_: Any,
 ) -> list[jax.Array]:
     params = {"kernel": kernel, "static": static, "batch": batch}
     if kernel.reference is not None:

@@ -13,7 +13,7 @@ import pytest
 from cuda_kernels import X, Y, axpy_reference, lowered, make, mlir_bytes, plan, simple
 
 import cutjax
-from cutjax.kernels import custom
+from cutjax.ops import cuda_launch
 from cutjax.runtime import compiler, cubin
 
 pytestmark = pytest.mark.versions
@@ -58,8 +58,8 @@ def test_the_tutorials_kernel_compiles_lean(n):
         f"int64 {n}",
     ]
     constants = {"N": n, "THREADS": threads, "EACH": -(-n // (8 * threads))}
-    headers = [*custom.HEADERS["sm90/atoms.cuh"], "sm90/atoms.cuh"]
-    text = custom.sources.source("rms_norm", constants, [*headers, names["SOURCE"]])
+    headers = [*cuda_launch.HEADERS["sm90/atoms.cuh"], "sm90/atoms.cuh"]
+    text = cuda_launch.sources.source("rms_norm", constants, [*headers, names["SOURCE"]])
     built = compiler.compile_source(text, name="rms_norm", arch="sm_90a")
     assert "warning" not in built.log
     assert (built.resources.spill_store_bytes, built.resources.stack_bytes) == (0, 0)  # the row is in registers

@@ -12,7 +12,7 @@ import pytest
 from cuda_kernels import X, Y, lowered, make, plan, simple
 
 import cutjax
-from cutjax.kernels import custom
+from cutjax.ops import cuda_launch
 from cutjax.runtime import compiler
 
 needs_nvrtc = pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
@@ -54,9 +54,9 @@ def test_cluster_shared_memory_tensor_map_and_scalars():
         "float64 0.25",
         "pointer buffer=0 byte_offset=12",
     ]
-    mapped = custom.Buffer((64, 96), np.dtype("f4"), 0, 5, np.int64(6144), batch_axis=True).tensor_map((16, 32))
+    mapped = cuda_launch.Buffer((64, 96), np.dtype("f4"), 0, 5, np.int64(6144), batch_axis=True).tensor_map((16, 32))
     assert (mapped.dims, mapped.strides, mapped.box) == ((96, 64, 5), (384, 24576), (32, 16, 1))
-    shared = custom.Buffer((3,), np.dtype("f4"), 0, batch_axis=True).tensor_map((4,))
+    shared = cuda_launch.Buffer((3,), np.dtype("f4"), 0, batch_axis=True).tensor_map((4,))
     assert (shared.dims, shared.strides, shared.box) == ((3, 1), (16,), (4, 1))
 
 
@@ -265,6 +265,6 @@ def test_symbolic_and_divided_shapes_are_refused():
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("header", custom.HEADERS)
+@pytest.mark.parametrize("header", cuda_launch.HEADERS)
 def test_a_header_stands_with_those_it_needs(header):
     assert "cutjax_launch" in lowered(simple(headers=(header,)), X)
