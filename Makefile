@@ -61,7 +61,7 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/python -m mkdocs build --strict --site-dir $(abspath $(SITE))
 
 bench: $(VENV)/.installed-bench
-	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks run $(BENCH_ARGS)
 
 compile-all: $(VENV)/.installed-test
 	JAX_PLATFORMS=cpu $(BIN)/python -m tests.compile_all $(if $(ARCH),--arch $(ARCH))

@@ -1,4 +1,4 @@
-"""Times many configs on many sampled products in minutes: ``python -m benchmarks.direct --salts A,B --out X.jsonl``.
+"""Times many configs on many sampled products in minutes: ``python -m benchmarks direct --salts A,B --out X.jsonl``.
 
 Kernels are launched through the driver, so nothing but XLA's own product is compiled by XLA. This process draws the
 products, compiles their kernels in processes of their own, and watches the worker that measures (direct_worker.py):
@@ -250,9 +250,9 @@ def _until_silent(worker: subprocess.Popen, board: Board, deadline: float) -> st
             worker.wait()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.direct", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks direct", description=__doc__.splitlines()[0])
     parser.add_argument("--salts", default="", help="of the samples of products of models, joined by commas")
     parser.add_argument("--suite", choices=list(SAMPLES), default="models", help="that the samples are of")
     parser.add_argument("--count", type=int, default=150, help="products of each salt")
@@ -292,13 +292,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 compile_all(jobs, device, board, pool)
             return 0
         more = {field: getattr(args, field) for field in ("reps", "again", "sustained", "chunk", "threads", "commit")}
-        more |= {"device": name, "sms": sms, "deadline": deadline, "argv": list(argv or sys.argv[1:])}
+        more |= {"device": name, "sms": sms, "deadline": deadline, "argv": list(argv)}
 
         def write_todo() -> None:
             todo.write_text(json.dumps({**more, "jobs": [job.to_json() for job in jobs]}))
 
         threading.Thread(target=compile_all, args=(jobs, device, board, pool), daemon=True).start()
-        command = [sys.executable, "-m", "benchmarks.direct_worker", str(todo), str(board_path), str(args.out)]
+        command = [sys.executable, "-m", "benchmarks", "direct_worker", str(todo), str(board_path), str(args.out)]
         try:
             watch(jobs, board, write_todo, command, deadline)
         finally:
@@ -307,7 +307,3 @@ def main(argv: Sequence[str] | None = None) -> int:
                 told = {"suite": args.suite, "salts": salts, "count": args.count, "most": args.most}
                 print("\n".join(final.summary(final.write(args.out, args.final, told))))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -348,21 +348,18 @@ def append(path: pathlib.Path, line: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def main(todo: str, board: str, out: str) -> int:
-    """Works in this process; an error of the device ends it with a status that is not 0."""
+def main(argv: Sequence[str]) -> NoReturn:
+    """Works in this process, and ends it: after an error of the device with a status that is not 0."""
+    todo, board, out = map(pathlib.Path, argv)
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", f"{tempfile.gettempdir()}/cutjax-direct-xla")
     jax.config.update("jax_compilation_cache_dir", cache)  # for the next worker
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # many threads would write one file
     try:
-        return work(pathlib.Path(todo), Board(pathlib.Path(board)), pathlib.Path(out))
+        status = work(todo, Board(board), out)
     except BaseException:
         traceback.print_exc()
-        return 3
-
-
-if __name__ == "__main__":
-    status = main(*sys.argv[1:])
+        status = 3
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # after an error of the device nothing can be torn down in order

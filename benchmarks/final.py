@@ -1,6 +1,6 @@
 """Results of a final measurement, from the lines of benchmarks/direct.py, and their summary.
 
-``python -m benchmarks.final RESULTS.json...`` prints summaries; with ``--lines X.jsonl`` the one file is written first.
+``python -m benchmarks final RESULTS.json...`` prints summaries; with ``--lines X.jsonl`` the one file is written first.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import math
 import pathlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -199,11 +198,11 @@ def summary(rows: Sequence[Row], asked: bool = True) -> Iterator[str]:
         yield f"- failed: {row.name}: {row.failure}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.final", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks final", description=__doc__.splitlines()[0])
     parser.add_argument("results", type=pathlib.Path, nargs="+")
-    parser.add_argument("--lines", type=pathlib.Path, help="JSON lines of benchmarks.direct, to make the one file of")
+    parser.add_argument("--lines", type=pathlib.Path, help="JSON lines of benchmarks direct, to make the one file of")
     args = parser.parse_args(argv)
     if args.lines:
         (out,) = args.results
@@ -213,7 +212,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{path.stem}: {content['device']}, {content['commit'][:9]}, salts {content.get('salts', 'not told')}\n")
         print("\n".join(summary(rows)) + "\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Judges the cost model by rows of benchmarks/direct.py, and fits constants: ``python -m benchmarks.fit X.jsonl``."""
+"""Judges the cost model by rows of benchmarks/direct.py, and fits constants: ``python -m benchmarks fit X.jsonl``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import math
 import pathlib
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -221,10 +220,10 @@ def fit(
     return constants(x)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """The command line: judges the shipped model."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fit", description="Judges the cost model.")
-    parser.add_argument("paths", type=pathlib.Path, nargs="+", help="JSON lines of benchmarks.direct")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks fit", description="Judges the cost model.")
+    parser.add_argument("paths", type=pathlib.Path, nargs="+", help="JSON lines of benchmarks direct")
     parser.add_argument("--worst", type=int, default=10, help="so many of the picks that lose most are listed")
     args = parser.parse_args(argv)
     rows = flatten(load(args.paths))
@@ -232,7 +231,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(rows, predicted))
     print(losses(rows, predicted, judge(rows, predicted), args.worst))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

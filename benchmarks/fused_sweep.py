@@ -1,4 +1,4 @@
-"""Times configs of products with epilogues beside XLA: ``python -m benchmarks.fused_sweep --out X.json --seconds 200``.
+"""Times configs of products with epilogues beside XLA: ``python -m benchmarks fused_sweep --out X.json --seconds 200``.
 
 The cost model's constants of epilogues were fitted to such a sweep. For each shape and epilogue the configs predicted
 fastest are timed, some of each kind of tile, in random order with XLA's program; ``--list`` only names them.
@@ -15,7 +15,6 @@ import json
 import multiprocessing
 import pathlib
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -187,9 +186,9 @@ def measure(shape: Shape, name: str, chosen: Sequence[Kernel], pool: concurrent.
     return {**row, "xla_kernel": "+".join(n for n, _ in each[0]), "configs": list(zip(configs, times, strict=True))}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fused_sweep", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks fused_sweep", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/fused-sweep.json"))
     parser.add_argument("--seconds", type=float, default=200, help="after which no other product is begun")
     parser.add_argument("--most", type=int, default=8, help="configs of each product, the predicted fastest first")
@@ -217,7 +216,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps({**report.environment(args.commit), "rows": rows}))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Errors of each precision, of the kernels and of XLA, against longer arithmetic: ``python -m benchmarks.numerics``.
+"""Errors of each precision, of the kernels and of XLA, against longer arithmetic: ``python -m benchmarks numerics``.
 
 Writes a JSON and the table of docs/numerics.md; fails where a kernel's error is above XLA's for the same name.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -129,13 +129,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     """Measures all, writes the JSON and prints the table; 1 where a kernel is worse than XLA."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks numerics", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS / "experiments" / "numerics.json")
     parser.add_argument("--commit", help="the commit measured, where the tree is a copy without its history")
     parser.add_argument("--dtypes", default=",".join(DTYPES))
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     with jax.enable_x64(True):
         rows = measure_all(args.dtypes.split(","))
     sizes = {"m": M, "n": N, "k": K}
@@ -158,7 +158,3 @@ def measure_all(dtypes: Iterable[str]) -> list[dict[str, Any]]:
         of_dtype = functools.partial(measure, dtype, arrays=arrays)
         rows += [row for found in parallel(of_dtype, NAMES) for row in found]
     return rows
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

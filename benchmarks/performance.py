@@ -1,4 +1,4 @@
-"""The pictures and tables of docs/performance.md and README.md: ``python -m benchmarks.performance``.
+"""The pictures and tables of docs/performance.md and README.md: ``python -m benchmarks performance``.
 
 They are made of the recorded runs in benchmarks/results; what stands in the pages between their marks is replaced.
 """
@@ -9,7 +9,6 @@ import argparse
 import math
 import pathlib
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from benchmarks.report import Row
 README = report.RESULTS.parent.parent / "README.md"
 PAGE = README.parent / "docs" / "performance.md"
 SPEED = "speed.png"  # beside the results; README.md shows it
-BEGIN, END = "<!-- written by python -m benchmarks.performance -->", "<!-- end -->"
+BEGIN, END = "<!-- written by python -m benchmarks performance -->", "<!-- end -->"
 KINDS = {
     "few tokens": "#d95f02",
     "forward": "#1b9e77",
@@ -251,9 +250,9 @@ def draw_speed(folder: pathlib.Path, path: pathlib.Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.performance", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks performance", description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=pathlib.Path, default=report.RESULTS, help="folder of recorded runs")
     parser.add_argument("--page", type=pathlib.Path, default=PAGE)
     parser.add_argument("--readme", type=pathlib.Path, default=README)
@@ -276,7 +275,3 @@ def written(folder: pathlib.Path, found: dict[str, tuple[dict[str, Any], list[Ro
     if found:
         draw_speed(folder, folder / SPEED)
         yield folder / SPEED
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,10 +1,9 @@
-"""Draws a run's JSON: ``python -m benchmarks.plot benchmarks/results/gemm-h200.json``."""
+"""Pictures of a run's JSON."""
 
 from __future__ import annotations
 
 import math
 import pathlib
-import sys
 from typing import Any
 
 from benchmarks import report
@@ -25,7 +24,7 @@ def draw(path: pathlib.Path, suffixes: tuple[str, ...] = (".png",)) -> list[path
     """Draws the cost model's rows as two bar charts: the ratio to the fastest peer, and shares of the roofline.
 
     Args:
-      path: JSON written by ``benchmarks.run``.
+      path: JSON written by ``benchmarks run``.
       suffixes: ".png", ".svg" or both; the pictures lie beside the JSON.
 
     Returns:
@@ -65,9 +64,3 @@ def draw(path: pathlib.Path, suffixes: tuple[str, ...] = (".png",)) -> list[path
     for target in written:
         figure.savefig(target, dpi=150)
     return written
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        for picture in draw(pathlib.Path(name), (".png", ".svg")):
-            print(picture)

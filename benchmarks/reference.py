@@ -1,20 +1,24 @@
-"""Grouped products on a CPU, beside a dense one of the same FLOP: ``python -m benchmarks.reference``."""
+"""Grouped products on a CPU, beside a dense one of the same FLOP: ``python -m benchmarks reference``."""
 
 from __future__ import annotations
 
+import argparse
 import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import cutjax
 
 M, K, N, G = 8192, 512, 512, 64
 REPS = 21
 
 
-def main() -> None:
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    import cutjax
-
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    argparse.ArgumentParser(prog="python -m benchmarks reference", description=__doc__).parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     rng = np.random.default_rng(0)
     x, w, dy = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((M, K), (G, K, N), (M, N)))
@@ -34,7 +38,4 @@ def main() -> None:
     dense = min(times["dense"])
     for name, found in times.items():
         print(f"{name:8} {1e3 * min(found):6.1f} ms  {min(found) / dense:.2f} of dense")
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -1,7 +1,4 @@
-"""The record of a run: rows, and the machine and software they were measured on.
-
-``python -m benchmarks.report FILE...`` prints recorded runs as tables.
-"""
+"""The record of a run: rows, and the machine and software they were measured on."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ import math
 import os
 import pathlib
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -218,18 +214,3 @@ def read(path: pathlib.Path) -> tuple[dict[str, Any], list[Row]]:
         raise ValueError(f"{path}: expected schema 1 or {SCHEMA}, it has {content.get('schema')!r}")
     rows = map(_numbers, content["rows"])
     return content, [Row(**row | {"peers": {key: Figures(**p) for key, p in row["peers"].items()}}) for row in rows]
-
-
-def main() -> None:
-    """Prints the runs named on the command line."""
-    from benchmarks import tables
-
-    for name in sys.argv[1:]:
-        content, rows = read(pathlib.Path(name))
-        tables.print_rows(
-            content["op"], rows, f"{pathlib.Path(name).stem}: {content['device']}, {content['date'][:10]}"
-        )
-
-
-if __name__ == "__main__":
-    main()

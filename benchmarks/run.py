@@ -1,4 +1,4 @@
-"""Times cutjax beside its peers: ``python -m benchmarks.run --op gemm --tag suite``."""
+"""Times cutjax beside its peers: ``python -m benchmarks run --op gemm --tag suite``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import math
 import os
 import pathlib
-import sys
 from collections.abc import Sequence
 
 import jax
@@ -129,9 +128,9 @@ def _method(suite: Suite, asked: str | None) -> str:
     return next((clock for clock in suite.clocks if clock != "cupti"), "")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """The command line; returns 1 when a result was wrong or a case had no kernel."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks run", description=__doc__)
     parser.add_argument("--op", choices=list(SUITES), default="gemm")
     told = [suite for suite in SUITES.values() if suite.tags and not suite.draw]
     tags = " ".join(f"Of --op {suite.name}: {', '.join(suite.tags)}." for suite in told)
@@ -148,7 +147,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=models.COUNT, help="of --op models: how many shapes")
     args = parser.parse_args(argv)
     return run_suite(SUITES[args.op], args)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Times predicted for 8 to 512 GPUs from rates measured on one host: ``python -m benchmarks.scale [FILE]``.
+"""Times predicted for 8 to 512 GPUs from rates measured on one host: ``python -m benchmarks scale [FILE]``.
 
 FILE is what ``--op collective`` wrote (default: benchmarks/results/collective-h200x4.json). Within a host of 8 a device
 sends at the rate measured there; between hosts at ``--network`` GB/s a device, which nothing here measures: 50 is a
@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import json
 import pathlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -129,17 +128,13 @@ def lines(rate: Rates) -> list[str]:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks scale", description=__doc__.splitlines()[0])
     parser.add_argument("file", nargs="?", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--network", type=float, default=50.0, help="GB/s of a device between hosts")
     args = parser.parse_args(argv)
     if not args.file.exists():
-        print(f"{args.file} is missing: python -m benchmarks.run --op collective --tag suite --out {args.file}")
+        print(f"{args.file} is missing: python -m benchmarks run --op collective --tag suite --out {args.file}")
         return 1
     print("\n".join(lines(rates(json.loads(args.file.read_text()), args.network))))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

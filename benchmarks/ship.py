@@ -1,6 +1,6 @@
-"""Adds the fastest kernels of final measurements to those that ship: ``python -m benchmarks.ship RESULTS.json...``.
+"""Adds the fastest kernels of final measurements to those that ship: ``python -m benchmarks ship RESULTS.json...``.
 
-The files are what ``benchmarks.direct --final`` wrote. A problem measured again replaces what was there. Report a
+The files are what ``benchmarks direct --final`` wrote. A problem measured again replaces what was there. Report a
 sample before you ship it: a product that ships is one that was tuned to.
 """
 
@@ -41,9 +41,9 @@ def file_of(device: str, folder: pathlib.Path) -> pathlib.Path:
     return folder / f"{device.lower().replace(' ', '-')}.json"
 
 
-def main(argv: Sequence[str] | None = None, folder: pathlib.Path = tuned.SHIPPED) -> int:
+def main(argv: Sequence[str], folder: pathlib.Path = tuned.SHIPPED) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ship", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks ship", description=__doc__.splitlines()[0])
     parser.add_argument("results", type=pathlib.Path, nargs="+")
     for path in parser.parse_args(argv).results:
         device, found = entries(path)
@@ -51,7 +51,3 @@ def main(argv: Sequence[str] | None = None, folder: pathlib.Path = tuned.SHIPPED
         tuning_file.merge(to, {device: found})
         print(f"{path.name}: {len(found)} products of {device}; {to.name} has {len(tuning_file.read(to)[device])}")
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""Times many configs on many cases, to fit the cost model: ``python -m benchmarks.sweep --tag suite --most 40``.
+"""Times many configs on many cases, to fit the cost model: ``python -m benchmarks sweep --tag suite --most 40``.
 
 A worker process compiles every config of a case in threads, checks each for equality on small integers, times the right
 ones interleaved with XLA, or of ``--op grouped`` with a dense product, and appends JSON lines as it goes. The process
@@ -284,9 +284,9 @@ def show(path: pathlib.Path, best: int = 3) -> None:
             print(f"  FAILED {row['failure'][:160]}  {row['config']}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep", description="Times many configs on many cases.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks sweep", description="Times many configs on many cases.")
     parser.add_argument("--op", choices=["gemm", "grouped"], default="gemm")
     parser.add_argument(
         "--tag",
@@ -306,10 +306,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     configs = json.loads(args.configs.read_text()) if args.configs else None
     items = plan(problems(args.tag, args.case or (), args.op), configs, args.most)
-    watch(items, args.out, [sys.executable, "-m", "benchmarks.sweep", "--worker"])
+    watch(items, args.out, [sys.executable, "-m", "benchmarks", "sweep", "--worker"])
     show(args.out)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Tracing with cutjax.fuse over tracing without it, in turns: ``python -m benchmarks.trace_overhead [--layers N]``.
+"""Tracing with cutjax.fuse over tracing without it, in turns: ``python -m benchmarks trace_overhead [--layers N]``.
 
 The program is a step of training of a plain transformer, each layer written out. CPU seconds, the least of each way:
 other work on the machine only adds. No device is needed; prices are those of the device that programs are lowered for.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -65,11 +66,12 @@ def seconds(way: str | None, args) -> float:
     return time.process_time() - start
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks trace_overhead", description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=10)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     args = arguments(options.layers)
     least = dict.fromkeys(WAYS, float("inf"))
     for _ in range(options.rounds):
@@ -77,7 +79,4 @@ def main() -> None:
             least[way] = min(least[way], seconds(way, args))
     for way in WAYS:
         print(f"{way or 'without':8} {least[way]:.3f} s  {least[way] / least[None]:.2f}")
-
-
-if __name__ == "__main__":
-    main()
+    return 0

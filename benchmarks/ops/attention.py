@@ -1,4 +1,4 @@
-"""Batched products of attention, drawn by a salt: ``python -m benchmarks.direct --suite attention --salts NAME``.
+"""Batched products of attention, drawn by a salt: ``python -m benchmarks direct --suite attention --salts NAME``.
 
 Each model's heads give two products for a batch and a length: scores (queries times keys, nt) and values (weights times
 values, nn). Decoding gives them for few rows: ``[batch, rows, d] @ [batch, d, length]`` under vmap, and the values'.

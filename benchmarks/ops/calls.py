@@ -1,4 +1,4 @@
-"""Epilogues inlined, and called four elements at a time: ``python -m benchmarks.run --op calls``.
+"""Epilogues inlined, and called four elements at a time: ``python -m benchmarks run --op calls``.
 
 Both forms of one kernel, in turns, on the same inputs; they must agree. Which form ships,
 `cutjax.kernels.staging` says.

@@ -1,8 +1,8 @@
 """Layers divided over the GPUs of one host, products beside transfers and not: ``--op collective``.
 
 A row is a program in a way of dividing it, wall time in turns on all devices there are; 2 or 4 of one host.
-``python -m benchmarks.run --op collective --tag suite --out benchmarks/results/collective-h200x4.json`` measures all
-that ``python -m benchmarks.scale`` predicts from. ``--tag tiny`` is for virtual devices of a CPU.
+``python -m benchmarks run --op collective --tag suite --out benchmarks/results/collective-h200x4.json`` measures all
+that ``python -m benchmarks scale`` predicts from. ``--tag tiny`` is for virtual devices of a CPU.
 
 The ways: "jit" is plain JAX divided by XLA, the baseline; "apart" gathers, multiplies with our kernels, and adds up;
 "auto" is ours; "pieces" and "direct" are its routes beside the transfers, "narrow" ones with parts of sums in

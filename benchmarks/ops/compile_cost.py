@@ -1,11 +1,11 @@
-"""The cost of compiling: a first call, ``python -m benchmarks.run --tag compile``, and each function of an epilogue.
+"""The cost of compiling: a first call, ``python -m benchmarks run --tag compile``, and each function of an epilogue.
 
 Each measured function holds one product with a kernel of its own (pinned configs), so nothing is found in memory.
 Cold: empty disk caches, ours and CUDA's own. Warm: a new process over those that the first one filled. XLA: the same
 function with backend="xla", autotuning included. Lowering is where cutjax compiles; the first call is lowering, XLA's
 compilation and one run.
 
-``python -m benchmarks.run --op compile`` measures what NVRTC takes of one core for the 4096 x 4096 x 4096 kernels with
+``python -m benchmarks run --op compile`` measures what NVRTC takes of one core for the 4096 x 4096 x 4096 kernels with
 each function that epilogues have, with dropout, with normal noise and with chains of six functions. It needs no GPU.
 """
 
@@ -194,7 +194,3 @@ SUITE = Suite(
     clocks=("CPU clock",),
     device=processor,
 )
-
-
-if __name__ == "__main__":
-    children.answer(measure())

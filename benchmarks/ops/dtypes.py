@@ -1,4 +1,4 @@
-"""Products in every dtype by their public calls, beside XLA's: ``python -m benchmarks.run --op dtypes --tag suite``.
+"""Products in every dtype by their public calls, beside XLA's: ``python -m benchmarks run --op dtypes --tag suite``.
 
 The kernels of ``backend="cuda"``, also where "auto" would leave a product to XLA. Where operands are wider than 16 bits
 the result may be at most twice as far from a float64 product as XLA's. "quantized" has 8-bit weights beside bf16

@@ -1,4 +1,4 @@
-"""Fused epilogues, layers and blocks beside XLA and beside our own plain product: ``benchmarks.run --op fused``."""
+"""Fused epilogues, layers and blocks beside XLA and beside our own plain product: ``benchmarks run --op fused``."""
 
 from __future__ import annotations
 

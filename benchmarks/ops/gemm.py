@@ -1,4 +1,4 @@
-"""Dense products beside XLA's: ``python -m benchmarks.run --op gemm --tag suite``."""
+"""Dense products beside XLA's: ``python -m benchmarks run --op gemm --tag suite``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grouped products beside those of benchmarks.peers, and beside a dense one: ``benchmarks.run --op grouped``."""
+"""Grouped products beside those of benchmarks.peers, and beside a dense one: ``benchmarks run --op grouped``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host cost of a launch, beside XLA's own cuBLAS call: ``python -m benchmarks.run --tag launch``.
+"""Host cost of a launch, beside XLA's own cuBLAS call: ``python -m benchmarks run --tag launch``.
 
 A chain of N dependent small products in one executable is run with N = 1 and N = 101, and the slope is the cost of one.
 "host": the time until the call returns while the device is kept busy by long products in front of the chain; host work
@@ -93,7 +93,3 @@ def show(results: dict[str, Any]) -> None:
                 f"launch, {setting}, {name}: host {times['host_us']:.2f} us, wall {times['wall_us']:.2f} us "
                 f"(target: under {TARGET_US:.0f} us); one launch and its synchronisation {times['first_us']:.0f} us"
             )
-
-
-if __name__ == "__main__":
-    children.answer(measure())

@@ -1,4 +1,4 @@
-"""Times of mma kernels, and of the same without one of their parts: ``python -m benchmarks.run --op mma_parts``.
+"""Times of mma kernels, and of the same without one of their parts: ``python -m benchmarks run --op mma_parts``.
 
 Each kernel as it ships, and without one of its parts, which a change of its text takes away; in turns, on equal inputs.
 The results must be the same, bit for bit. Then kernels whose tiles TMA loads, beside the one that ships and XLA's

@@ -1,4 +1,4 @@
-"""Dense products of real models, drawn by a salt: ``python -m benchmarks.run --op models --salt NAME --count 100``.
+"""Dense products of real models, drawn by a salt: ``python -m benchmarks run --op models --salt NAME --count 100``.
 
 Each layer of each model gives three products for a number of tokens: the forward pass (nn), the input gradient (nt)
 and the weight gradient (tn). Hashing their names with the salt draws a sample, so it never changes and no shape is

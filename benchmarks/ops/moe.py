@@ -1,4 +1,4 @@
-"""A layer of experts, forward and backward, beside the same layer on lax.ragged_dot: ``benchmarks.run --op moe``."""
+"""A layer of experts, forward and backward, beside the same layer on lax.ragged_dot: ``benchmarks run --op moe``."""
 
 from __future__ import annotations
 

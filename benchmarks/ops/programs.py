@@ -1,6 +1,6 @@
 """Training steps and decoding of whole models, each way of using cutjax beside plain JAX: ``--op programs``.
 
-``python -m benchmarks.run --op programs --tag a,c --peers jax,fuse`` measures some programs in some ways; a row is a
+``python -m benchmarks run --op programs --tag a,c --peers jax,fuse`` measures some programs in some ways; a row is a
 program in a way. Wall time over many steps, in turns. Losses and gradients must be those of plain JAX, or the row says
 that they are not. With ``--method cupti`` each row also tells where the time of a step goes, by kernel. ``--tag tiny``
 is for a CPU.

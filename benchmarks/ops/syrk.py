@@ -1,4 +1,4 @@
-"""Symmetric products a a^T beside XLA's full product: ``python -m benchmarks.run --op syrk``."""
+"""Symmetric products a a^T beside XLA's full product: ``python -m benchmarks run --op syrk``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other operands than of 16 bits through wgmma, beside XLA's: ``python -m benchmarks.run --op wide --tag suite``.
+"""Other operands than of 16 bits through wgmma, beside XLA's: ``python -m benchmarks run --op wide --tag suite``.
 
 The kernels are launched as they are, with what is made of their operands before: tf32, 8-bit integers, float8, and
 float32 by parts, which XLA computes too where it is told the algorithm, and at its precision "highest".

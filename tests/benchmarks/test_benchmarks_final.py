@@ -85,7 +85,7 @@ def test_pictures_and_the_pages(folder, capsys):
 def test_the_pages_are_what_the_recorded_runs_say():
     for path, contents in ((performance.PAGE, performance.page()), (performance.README, [performance.in_readme()])):
         text = path.read_text()
-        assert performance.fill(text, *contents) == text, "write it anew: python -m benchmarks.performance"
+        assert performance.fill(text, *contents) == text, "write it anew: python -m benchmarks performance"
 
 
 def test_an_answer_says_what_xla_runs(folder):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import jax
 import numpy as np
@@ -46,8 +45,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     for name, value in {"M": 64, "N": 32, "K": 128, "NAMES": ("highest", "F32_F32_F32", "ANY_F8_ANY_F8_F32")}.items():
         monkeypatch.setattr(numerics, name, value)
     out = tmp_path / "numerics.json"
-    monkeypatch.setattr(sys, "argv", ["numerics", "--out", str(out), "--dtypes", "float32"])
-    assert numerics.main() == 0
+    assert numerics.main(["--out", str(out), "--dtypes", "float32"]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(row["precision"], row["inputs"]) for row in rows] == [
         (name, kind) for name in ("highest", "F32_F32_F32") for kind in numerics.INPUTS
