@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks import final, report
-from benchmarks.report import Row
+from benchmarks.record import Row
 
 
 @dataclasses.dataclass(frozen=True)

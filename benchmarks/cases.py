@@ -1,4 +1,4 @@
-"""One dense product, the case of several suites."""
+"""Problems that several modules measure: one dense product, and rows in groups."""
 
 from __future__ import annotations
 
@@ -68,6 +68,75 @@ class Dense:
         """Returns the case of a recorded line."""
         m, n, k, layout, batch, dtype = (fields[name] for name in ("m", "n", "k", "layout", "batch", "dtype"))
         return cls(m, n, k, layout, tuple(batch), dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """Rows sorted by group, each group with its own weights: x [m, k], w [groups, k, n]; bf16 throughout.
+
+    Attributes:
+      groups, m, n, k: the problem.
+      tokens: how many tokens a model routes to these rows, or 0 where the case is of no model.
+      nonempty: how many groups have rows, 0 for all.
+      tags: the sets this case belongs to.
+    """
+
+    groups: int
+    m: int
+    n: int
+    k: int
+    tags: tuple[str, ...] = ()
+    tokens: int = 0
+    nonempty: int = 0
+
+    @property
+    def name(self) -> str:
+        """A short unique name, e.g. ``8g 16384x14336x4096``."""
+        groups = f"{self.groups}g" if not self.nonempty else f"{self.nonempty} of {self.groups}g"
+        return f"{groups} {self.m}x{self.n}x{self.k}"
+
+    @functools.cached_property
+    def sizes(self) -> np.ndarray:
+        """Uneven sizes that add up to m, the same every time: shares drawn from a Dirichlet distribution of 2."""
+        rng = np.random.default_rng([self.groups, self.m, self.n, self.k])
+        count = self.nonempty or self.groups
+        sizes = np.zeros(self.groups, np.int32)
+        sizes[rng.permutation(self.groups)[:count]] = rng.multinomial(self.m, rng.dirichlet(np.full(count, 2.0)))
+        return sizes
+
+    @property
+    def flops(self) -> int:
+        """The FLOP of each of the three products."""
+        return 2 * self.m * self.n * self.k
+
+    def bytes(self, product: str) -> int:
+        """The least that device memory moves: rows, and the weights that are read, or all that are written."""
+        groups = self.groups if product == "dw" else int(np.count_nonzero(self.sizes))
+        return 2 * (self.m * (self.k + self.n) + groups * self.k * self.n)
+
+    def problem(self, product: str) -> cutjax.Problem:
+        """``y = x w``, ``dx = dy w^T`` or ``dw = x^T dy`` as a ``cutjax.Problem``."""
+        sizes = {"forward": (self.m, self.n, self.k), "dx": (self.m, self.k, self.n), "dw": (self.k, self.n, self.m)}
+        layout = {"forward": "nn", "dx": "nt", "dw": "tn"}[product]
+        return cutjax.Problem.of(*sizes[product], layout, groups=self.groups, ragged="k" if product == "dw" else "m")
+
+    def targets(self, product: str) -> dict[str, float]:
+        """The least ratios we ask for, by what our time is compared with.
+
+        "dense": a dense product of the same FLOP; of dw where that takes longer than moving the bytes on an H200, of
+        the others where groups have 1024 rows on average; "peers": the fastest of them; "torch": it alone; "copy": the
+        measured copy bandwidth, where a model decodes.
+        """
+        targets = {"peers": 1.0}
+        if product == "dw":
+            targets["torch"] = 1.25
+            if self.flops / 830e12 > self.bytes(product) / 4.3e12:
+                targets["dense"] = 0.85
+        elif self.m >= 1024 * (self.nonempty or self.groups):
+            targets["dense"] = 0.90
+        if "decode" in self.tags and product != "dw":
+            targets["copy"] = 0.88
+        return targets
 
 
 @functools.cache

@@ -14,7 +14,7 @@ MARK = "RESULT "
 
 
 def child(module: str, env: dict[str, str] | None = None, timeout_s: float = 240) -> Any:
-    """Returns what ``measure`` of a module returns in a new process, or ``{"failure": ...}``."""
+    """Calls ``measure`` of a module in a new process: returns its result, or ``{"failure": ...}``."""
     full = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1", **(env or {})}
     try:
         command = [sys.executable, "-m", "benchmarks", "children", module]

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks import report, sweep
 from benchmarks.cases import Dense
-from benchmarks.report import Figures, Row
+from benchmarks.record import Figures, Row
 from cutjax.kernels.device import Device, device_of_kind
 
 FEW = 64  # tokens

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import cutjax
 from benchmarks import cases, oracle, timing
-from benchmarks.report import Figures, Roofline, Row
+from benchmarks.record import Figures, Roofline, Row
 from benchmarks.suite import Function, Peer, Product, Run, Suite
 
 # A graph may run its nodes in any order, and kernels are told apart by their order. Kernel times are the same.

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
-if TYPE_CHECKING:
-    from benchmarks.ops.grouped import Grouped
+from benchmarks.cases import Grouped
 
 Inputs = Mapping[str, jax.Array]
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks import answers, final, report
 from benchmarks.plot import subtitle
-from benchmarks.report import Row
+from benchmarks.record import Row
 
 README = report.RESULTS.parent.parent / "README.md"
 PAGE = README.parent / "docs" / "performance.md"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import jax
 
-from benchmarks import measure, report, tables, timing
+from benchmarks import measure, plot, report, tables, timing
 from benchmarks.ops import (
     calls,
     collective,
@@ -29,6 +29,7 @@ from benchmarks.ops import (
     syrk,
     wide,
 )
+from benchmarks.record import Roofline, Row
 from benchmarks.suite import Run, Suite
 
 _MODULES = (
@@ -78,12 +79,12 @@ def run_suite(suite: Suite, args: argparse.Namespace) -> int:
 
     roofline = None
     configs = tuple(json.loads(args.configs.read_text())) if args.configs else ()
-    run = Run(method, report.Roofline(math.nan, math.nan), products, peers, configs)
+    run = Run(method, Roofline(math.nan, math.nan), products, peers, configs)
     if chosen and not suite.measure:
         measure.compile_ours(suite, chosen, run)
         roofline = measure.roofline(method)
         run = dataclasses.replace(run, roofline=roofline)
-    rows: list[report.Row] = []
+    rows: list[Row] = []
 
     def write() -> None:
         report.write(out, report.document(suite.name, environment, method, roofline, rows, more))
@@ -93,7 +94,7 @@ def run_suite(suite: Suite, args: argparse.Namespace) -> int:
         try:
             new = suite.measure(case, run) if suite.measure else measure.measure_case(suite, case, run)
         except Exception as error:  # the cases after it are measured all the same
-            new = [report.Row(case.name, failure=measure.reason(error))]
+            new = [Row(case.name, failure=measure.reason(error))]
         rows += new
         for row in new:
             print(row.summary, flush=True)
@@ -112,8 +113,6 @@ def run_suite(suite: Suite, args: argparse.Namespace) -> int:
             extra.show(more[tag])
     print(f"wrote {out}")
     if args.plot and any(row.fastest for row in rows):
-        from benchmarks import plot
-
         for path in plot.draw(out):
             print(f"wrote {path}")
     return int(any(row.failure for row in rows))

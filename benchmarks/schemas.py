@@ -1,11 +1,11 @@
-"""Rows of runs that were recorded in schema 1, where every operation had rows of its own, as `report.Row`."""
+"""Rows of runs that were recorded in schema 1, where every operation had rows of its own, as `record.Row`."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from benchmarks.report import Figures, Row
+from benchmarks.record import Figures, Row
 
 
 def row_1(content: dict[str, Any], row: dict[str, Any]) -> Row:

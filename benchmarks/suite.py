@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import report
+from benchmarks.record import Roofline, Row
 
 Function = Callable[..., Any]
 
@@ -28,7 +28,7 @@ class Peer:
     configs: Sequence[Mapping[str, Any]] | None = None
     check: bool = True
     runs: int = 0
-    refuse: Callable[[report.Roofline], str] = lambda roofline: ""
+    refuse: Callable[[Roofline], str] = lambda roofline: ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Run:
     """The settings of a run: clock ("cupti" or "host"), roofline, products and peers asked for, pinned configs."""
 
     method: str
-    roofline: report.Roofline
+    roofline: Roofline
     products: tuple[str, ...] | None = None
     peers: tuple[str, ...] | None = None
     configs: tuple[Mapping[str, Any], ...] = ()
@@ -120,7 +120,7 @@ class Suite:
     reps: tuple[int, int] = (12, 200)
     timed_us: float = 300e3
     threads: bool = False
-    measure: Callable[[Any, Run], list[report.Row]] | None = None
+    measure: Callable[[Any, Run], list[Row]] | None = None
     clocks: tuple[str, ...] = ("cupti", "host")
     device: Callable[[], str] | None = None
     draw: Callable[[int, str], Sequence[Any]] | None = None

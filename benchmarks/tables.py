@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import report
-from benchmarks.report import Figures, Row
+from benchmarks.record import Figures, Row
 
 _NONE = Figures()
 

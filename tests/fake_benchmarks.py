@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import cutjax
-from benchmarks import measure, report, suite, timing
+from benchmarks import measure, suite, timing
 from benchmarks.ops import models
-from benchmarks.report import Row
+from benchmarks.record import Roofline, Row
 
 ENVIRONMENT = {
     "device": "made up",
@@ -23,7 +23,7 @@ ENVIRONMENT = {
     "commit": "0123456789",
     "date": "2000-01-01T00:00:00+00:00",
 }
-ROOFLINE = report.Roofline(800, 4000)
+ROOFLINE = Roofline(800, 4000)
 
 
 def fake_clock(monkeypatch):

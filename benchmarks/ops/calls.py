@@ -20,7 +20,7 @@ import cutjax
 from benchmarks import timing
 from benchmarks.measure import OPTIONS
 from benchmarks.ops import fused
-from benchmarks.report import Figures, Row
+from benchmarks.record import Figures, Row
 from benchmarks.suite import Run, Suite
 from cutjax.epilogue import trace
 from cutjax.kernels import epilogue_text

@@ -26,7 +26,7 @@ from jax import lax
 import cutjax
 from benchmarks.measure import peak_mib, reason
 from benchmarks.ops.programs import times
-from benchmarks.report import Row
+from benchmarks.record import Row
 from benchmarks.suite import Run, Suite
 
 P = jax.P

@@ -30,7 +30,7 @@ from jax.scipy.special import log_ndtr
 
 import cutjax
 from benchmarks import children
-from benchmarks.report import Row
+from benchmarks.record import Row
 from benchmarks.suite import Run, Suite
 from cutjax.epilogue import trace
 from cutjax.kernels.sm90 import kernel as sm90

@@ -22,7 +22,7 @@ import cutjax
 from benchmarks import timing
 from benchmarks.cases import operands
 from benchmarks.measure import OPTIONS
-from benchmarks.report import Figures, Row
+from benchmarks.record import Figures, Row
 from benchmarks.suite import Run, Suite
 from cutjax.kernels import families
 from cutjax.kernels.mma import family

@@ -16,7 +16,7 @@ from jax import lax
 import cutjax
 from benchmarks import timing
 from benchmarks.measure import jit, peak_mib, reason
-from benchmarks.report import Figures, Row
+from benchmarks.record import Figures, Row
 from benchmarks.suite import Run, Suite
 
 REPS = 7

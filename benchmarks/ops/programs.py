@@ -23,7 +23,7 @@ import optax
 
 from benchmarks import timing
 from benchmarks.measure import peak_mib, reason
-from benchmarks.report import Row
+from benchmarks.record import Row
 from benchmarks.suite import Run, Suite
 
 WAYS = ("jax", "dropin", "fuse", "step", "flax")

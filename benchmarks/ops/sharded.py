@@ -17,7 +17,7 @@ import numpy as np
 import cutjax
 from benchmarks.measure import peak_mib, reason
 from benchmarks.ops.programs import CHECKED, LOSSES, Running, times
-from benchmarks.report import Row
+from benchmarks.record import Row
 from benchmarks.suite import Run, Suite
 
 RATE = 1e-3

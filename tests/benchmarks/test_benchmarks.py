@@ -18,6 +18,7 @@ from fake_benchmarks import ROOFLINE, FakeRaggedDot, FakeTorch, fake_clock
 import cutjax
 from benchmarks import cases, oracle, peers, report, run, suite, tables, timing
 from benchmarks.ops import calls, compile_cost, fused, gemm, grouped, launch, models, moe, syrk
+from benchmarks.record import Roofline
 from cutjax.runtime import compiler
 
 SMALL = cases.Dense(64, 48, 32, "tn", (2,), tags=("suite",), target=0.9)
@@ -345,7 +346,7 @@ def test_xla_is_not_run_where_it_takes_too_long_or_too_much_memory(monkeypatch):
     (product,) = (product for product in grouped.products(GROUPED) if product.name == "dw")
     refuse = product.peers["xla"].refuse
     assert refuse(ROOFLINE) == ""
-    assert refuse(report.Roofline(1e-9, 4000)).startswith("not run: 4 times the product")
+    assert refuse(Roofline(1e-9, 4000)).startswith("not run: 4 times the product")
     monkeypatch.setattr(grouped, "XLA_MOST_BYTES", 1)
     assert "masked for every group" in refuse(ROOFLINE)
 

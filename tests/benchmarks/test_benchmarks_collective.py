@@ -9,10 +9,11 @@ import pytest
 
 from benchmarks import report, run, scale, tables
 from benchmarks.ops import collective
+from benchmarks.record import Roofline
 from benchmarks.suite import Run
 from cutjax.parallel import links
 
-RUN = Run("host", report.Roofline(100.0, 1000.0))
+RUN = Run("host", Roofline(100.0, 1000.0))
 CASES = {case.name: case for case in collective.SUITE.cases}
 
 

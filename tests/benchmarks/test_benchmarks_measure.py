@@ -15,6 +15,7 @@ from fake_benchmarks import fake_clock, measured
 
 import cutjax
 from benchmarks import report, run, suite, timing
+from benchmarks.record import Roofline
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def test_peers_that_are_run_apart(quick):
     apart = tiny({"xla": suite.Peer(twice, runs=2, refuse=refuse)})
     (row,) = measured(apart, Tiny())
     assert row.peers["xla"].us > 0
-    (row,) = measured(apart, Tiny(), roofline=report.Roofline(1e-9, 4000))
+    (row,) = measured(apart, Tiny(), roofline=Roofline(1e-9, 4000))
     assert row.peers["xla"].failure == "too long"
     assert row.fastest == ""
     assert row.missed == ()

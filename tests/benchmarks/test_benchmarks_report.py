@@ -10,7 +10,7 @@ import pytest
 from fake_benchmarks import ENVIRONMENT, ROOFLINE
 
 from benchmarks import report, tables
-from benchmarks.report import Figures, Row
+from benchmarks.record import Figures, Row
 
 
 def made_up(case: str = "a", **fields: Any) -> Row:

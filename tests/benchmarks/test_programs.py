@@ -13,10 +13,11 @@ import pytest
 from benchmarks import run, suite
 from benchmarks.models import gpt2, ways
 from benchmarks.ops import programs
+from benchmarks.record import Roofline
 
 PROGRAMS = {program.name: program for program in programs.SUITE.cases}
 TINY = [name for name in PROGRAMS if name.startswith("tiny")]
-RUN = suite.Run("host", run.report.Roofline(math.nan, math.nan))
+RUN = suite.Run("host", Roofline(math.nan, math.nan))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import benchmarks
 import cutjax
 
 ROOT = pathlib.Path(cutjax.__file__).parent
@@ -38,9 +39,9 @@ GROUND = {"dtypes", "dot_precision"}  # modules beside the folders that any of t
 FAMILIES = {"mma", "sm90"}
 
 
-def modules():
-    for path in sorted(ROOT.rglob("*.py")):
-        yield ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"), path
+def modules(root=ROOT):
+    for path in sorted(root.rglob("*.py")):
+        yield ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"), path
 
 
 def imports(path):
@@ -54,8 +55,13 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-NAMES = {name for name, _ in modules()}
-OURS = {name: {x for x in imports(path) if x in NAMES} - {name} for name, path in modules()}
+def graph(root):
+    """The modules below a folder, and those of them that each imports."""
+    found = dict(modules(root))
+    return {name: {x for x in imports(path) if x in found} - {name} for name, path in found.items()}
+
+
+OURS = graph(ROOT)
 
 
 def folder(name):
@@ -79,22 +85,23 @@ def test_imports_go_down(name):
         assert folder(imported) in {own, *MAY_IMPORT[own]}, f"{name} imports {imported}"
 
 
-def test_no_circle():
+@pytest.mark.parametrize("package", [cutjax, benchmarks], ids=lambda package: package.__name__)
+def test_no_circle(package):
     """No module imports itself by way of others; packages (__init__) with nothing in them aside."""
-    done, path = set(), []
+    found, done, path = graph(pathlib.Path(package.__file__).parent), set(), []
 
     def visit(name):
-        if name in done or name == "cutjax":
+        if name in done or name == package.__name__:
             return
         assert name not in path, " -> ".join([*path[path.index(name) :], name])
         path.append(name)
-        for imported in sorted(OURS[name]):
+        for imported in sorted(found[name]):
             if not name.startswith(imported + "."):
                 visit(imported)
         path.pop()
         done.add(name)
 
-    for name in OURS:
+    for name in found:
         visit(name)
 
 
