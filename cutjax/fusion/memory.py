@@ -121,3 +121,15 @@ def _is_last(graph: Graph, node: int, eqn: Any, x: Any) -> bool:
         return False
     name = graph.eqns[i].primitive.name
     return name not in _SAME_MEMORY and (name not in BODIES or graph.is_pointwise(i))
+
+
+def passes(graph: Graph, region: Region) -> tuple[int, int, int]:
+    """Returns the passes of XLA that a region saves, the bytes they move beside operands, and those of new copies."""
+    copies = copied(graph, region)
+    products = sum(byte_count(graph.eqns[i].outvars[0]) for i in region.products)
+    made = [x for x in region.results if full_size(x.aval) == region.size and x not in region.accumulators]
+    written = [x for x in made if graph.in_memory(x, before=True)]
+    if written:
+        return 1, products + sum(map(byte_count, written)), copies
+    # What reads the result reads the product instead, and the operands of the tail with it.
+    return 0, sum(byte_count(x) for x in made if len(graph.consumers.get(x, ())) > 1), copies

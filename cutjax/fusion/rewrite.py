@@ -9,28 +9,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from cutjax.binding import lowering, rules
 from cutjax.fusion import memory, price
 from cutjax.fusion.build import Template, function, placed, plain_function, product_of, template, with_product
 from cutjax.fusion.contraction import OWN, RAGGED, Contraction, contraction, is_divided, is_product, planned
+from cutjax.fusion.growth import MOST_PRODUCTS, NOTHING, Finder
 from cutjax.fusion.inline import inlined
-from cutjax.fusion.jaxprs import (
-    BODIES,
-    MOVES,
-    Graph,
-    bodies,
-    byte_count,
-    full_size,
-    is_literal,
-    opened,
-    with_bodies,
-    with_equations,
-)
+from cutjax.fusion.jaxprs import BODIES, MOVES, Graph, bodies, is_literal, opened, with_bodies, with_equations
+from cutjax.fusion.keys import Keys, argument
 from cutjax.fusion.moves import matrices, moved
 from cutjax.fusion.narrow import narrowed
-from cutjax.fusion.region import MOST_PRODUCTS, NOTHING, Finder, Region
+from cutjax.fusion.region import Region
 from cutjax.fusion.report import Report
 from cutjax.fusion.siblings import beside, merged_by_xla
 from cutjax.fusion.transpositions import cancelled
@@ -57,8 +47,8 @@ class Rewriter:
         self._reusing: dict[tuple[Any, tuple[tuple[int, int], ...]], Any] = {}
         self._forms: dict[Hashable, Any] = {}  # by what makes equal ones, and by themselves
         self._prices: dict[Hashable, price.Price] = {}
-        self._kept: list[Any] = []  # of which the ids are part of keys
-        self._has: dict[int, bool] = {}
+        self._keys = Keys()
+        self._has: dict[int, tuple[Any, bool]] = {}  # by the program's id, which is kept
 
     def _refuses(self, jaxpr: Any) -> str:
         """Returns the reason against any kernel at this place of a program, or ""."""
@@ -125,12 +115,12 @@ class Rewriter:
     def _multiplies(self, jaxpr: Any) -> bool:
         """True if there is a product in a program, however deep."""
         if id(jaxpr) not in self._has:
-            self._kept.append(jaxpr)
-            self._has[id(jaxpr)] = any(
+            found = any(
                 is_product(eqn) or (eqn.primitive.name in BODIES and any(map(self._multiplies, bodies(eqn))))
                 for eqn in opened(jaxpr).eqns
             )
-        return self._has[id(jaxpr)]
+            self._has[id(jaxpr)] = jaxpr, found
+        return self._has[id(jaxpr)][1]
 
     def _fused(self, jaxpr: Any, donated: tuple[bool, ...]) -> list[Any]:
         """Returns the equations of a program with its own products fused."""
@@ -236,7 +226,7 @@ class Rewriter:
         region = finder.together(products)
         if region is None:
             return
-        made = self._template(self._key(graph, region), lambda: function(graph, region), region.inputs)
+        made = self._template(self._keys.region(graph, region), lambda: function(graph, region), region.inputs)
         eqn, inner = placed(made, region.inputs, region.results, graph.eqns[products[-1]])
         cost = price.of_several([prices[i] for i in products], inner)
         if cost.runs != "fused":
@@ -289,7 +279,7 @@ class Rewriter:
     def _form(self, eqn: Any, permutation: tuple[int, ...] | None = None) -> Contraction | str:
         """Returns a product as a kernel has it, or why none has; equal ones are one object."""
         avals = [x.aval for x in (*eqn.invars, *eqn.outvars)]
-        key = permutation, eqn.primitive, self._params(eqn), *avals
+        key = permutation, eqn.primitive, self._keys.params(eqn), *avals
         form = self._forms.get(key)
         if form is None:
             form = contraction(eqn) if permutation is None else planned(eqn, permutation)
@@ -311,7 +301,7 @@ class Rewriter:
     def _plain(self, eqn: Any, form: Any) -> tuple[Any, Any]:
         """Returns the equation of a product alone as a kernel, and that of the product within."""
         inputs = [x for x in eqn.invars if not is_literal(x)]
-        key = form, self._params(eqn), *(x.aval for x in eqn.outvars), *map(_argument, eqn.invars)
+        key = form, self._keys.params(eqn), *(x.aval for x in eqn.outvars), *map(argument, eqn.invars)
         return placed(self._template(key, lambda: plain_function(eqn, form), inputs), inputs, eqn.outvars, eqn)
 
     def _build(self, graph: Graph, region: Region, plain: price.Price | None) -> tuple[Any, Any, price.Price | None]:
@@ -320,7 +310,7 @@ class Rewriter:
         Raises:
           NotImplementedError: if no epilogue can be its tail.
         """
-        made = self._template(self._key(graph, region), lambda: function(graph, region), region.inputs)
+        made = self._template(self._keys.region(graph, region), lambda: function(graph, region), region.inputs)
         eqn, inner = placed(made, region.inputs, region.results, graph.eqns[region.products[-1]])
         if plain is None:
             return eqn, inner, None
@@ -328,7 +318,7 @@ class Rewriter:
         if count > 1 and not region.found.grouped and region.found.plan is None:
             one = self._price_beside(beside(0, [region.found] * count), graph.eqns[region.products[0]])
             plain = plain.in_a_row(count, one)
-        key = id(inner), _passes(graph, region), plain
+        key = id(inner), memory.passes(graph, region), plain
         cost = self._costs.get(key)
         if cost is None:
             cost = self._costs[key] = price.of_region(plain, inner, *key[1])
@@ -352,55 +342,6 @@ class Rewriter:
             raise NotImplementedError(str(made)) from made
         return made
 
-    def _key(self, graph: Graph, region: Region) -> Hashable:
-        """Returns a key that is equal for regions that become equal equations."""
-        number: dict[Any, int] = {x: i for i, x in enumerate(region.inputs)}
-        rows: list[Hashable] = [region.found, *(x.aval for x in region.inputs)]
-        for i in region.members:
-            eqn = graph.eqns[i]
-            args = tuple([_argument(x) if is_literal(x) else number[x] for x in eqn.invars])
-            rows += (eqn.primitive, args, self._params(eqn), i in region.products)
-            for x in eqn.outvars:
-                number[x] = len(number)
-        rows.append(tuple(number[x] for x in region.results))
-        return tuple(rows)
-
-    def _params(self, eqn: Any) -> Hashable:
-        """Returns the parameters of an equation as part of a key."""
-        if not eqn.params:
-            return ()
-        values = tuple(eqn.params.values())
-        try:
-            hash(values)
-        except TypeError:
-            return tuple(map(self._param, values))
-        return values
-
-    def _param(self, value: Any) -> Hashable:
-        try:
-            hash(value)
-        except TypeError:
-            self._kept.append(value)  # what is built for the key keeps it longer
-            return id(value)
-        return value
-
-
-def _argument(x: Any) -> Hashable:
-    """Returns an argument of an equation as part of a key: a number, or a shape and a dtype."""
-    return (np.asarray(x.val).tobytes(), x.aval) if is_literal(x) else x.aval
-
 
 def _report(eqn: Any, form: Contraction | str) -> Report:
     return Report(eqn, runs="XLA", reason=form if isinstance(form, str) else "")
-
-
-def _passes(graph: Graph, region: Region) -> tuple[int, int, int]:
-    """Returns the passes of XLA that a region saves, the bytes they move beside operands, and those of new copies."""
-    copies = memory.copied(graph, region)
-    products = sum(byte_count(graph.eqns[i].outvars[0]) for i in region.products)
-    made = [x for x in region.results if full_size(x.aval) == region.size and x not in region.accumulators]
-    written = [x for x in made if graph.in_memory(x, before=True)]
-    if written:
-        return 1, products + sum(map(byte_count, written)), copies
-    # What reads the result reads the product instead, and the operands of the tail with it.
-    return 0, sum(byte_count(x) for x in made if len(graph.consumers.get(x, ())) > 1), copies

@@ -172,19 +172,9 @@ class Problem:
         a = Operand(np.dtype(a_dtype), "k" if layout[0] == "n" else "mn", tuple(a_batch), orders[0])
         b = Operand(np.dtype(b_dtype), "k" if layout[1] == "t" else "mn", tuple(b_batch), orders[1])
         epilogue = epilogue or identity(np.dtype(out_dtype), accumulator(a.dtype, np.dtype(out_dtype)))
-        return cls(
-            m,
-            n,
-            k,
-            a,
-            (b,) * epilogue.products,
-            Groups(groups, ragged, leading, tuple(sizes_batch)) if ragged else None,
-            tuple(batch),
-            epilogue,
-            orders[2],
-            device or reference(arch or DEFAULT),
-            **more,
-        )
+        bs, divided = (b,) * epilogue.products, Groups(groups, ragged, leading, tuple(sizes_batch)) if ragged else None
+        device = device or reference(arch or DEFAULT)
+        return cls(m, n, k, a, bs, divided, tuple(batch), epilogue, orders[2], device, **more)
 
     @classmethod
     def of_arrays(
