@@ -143,6 +143,8 @@ class Config:
     @property
     def epilogue_columns(self) -> int:
         """Columns of a tile that one CTA stores: of those that share one each has as many, or none."""
+        if self.cluster_k == 1:
+            return self.bn
         least = 8 if self.swap else 16
         owners = (owners for owners in (8, 4, 2) if owners <= self.cluster_k and self.bn % (least * owners) == 0)
         return self.bn // next(owners, 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -155,8 +155,7 @@ CONSTANTS = Constants(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Features:
+class Features(NamedTuple):
     """Everything that the model reads of a kernel, as numbers; truths are 0 or 1.
 
     Attributes:
@@ -231,17 +230,9 @@ PAIRLESS = 1.6
 def features(kernel: Resolved, device: Device) -> Features:
     """Returns a kernel's features, the inputs of the model."""
     p, c = kernel.multiplied, kernel.config
-
-    def off(operand: Operand, rows: int) -> int:
-        return not matrices_of(p, operand, rows).on_lines
-
-    itemsize = p.out_dtype.itemsize
-    result_row = kernel.stored.n * itemsize
+    b = p.bs[0]
     return Features(
-        ideal=1e6 * p.flops / device.peak(kernel.stored.a.dtype, kernel.stored.math),
-        flop_us=flop_us(kernel, device),
-        speed=device.bytes_per_second / FITTED_ON.bytes_per_second,
-        sms=device.sms,
+        **_of_problem(kernel, device),
         items=kernel.rows * kernel.columns * p.batch_size * c.splits,
         in_flight=max(1, device.clusters_at_once(c.cluster) * kernel.blocks_per_sm),
         resident=kernel.blocks_per_sm,
@@ -261,23 +252,47 @@ def features(kernel: Resolved, device: Device) -> Features:
         k_blocks=math.ceil(kernel.k_blocks / c.parts),
         stage_bytes=kernel.stage_bytes,
         own=c.epilogue_columns / c.bn,
-        a_off=off(p.a, p.m),
-        b_off=off(p.bs[0], p.n),
-        b_columns=c.loaded(p.bs[0], p.products) * p.products,
-        b_short=128 // p.bs[0].bytes(c.chunk(p.bs[0], p.products)) - 1,
-        ragged=(c.bm if c.swap else c.bn) * itemsize % 128 != 0,
-        pitch=result_row % 128 != 0,
-        threads=0 if result_row % 16 == 0 else 1 if result_row % 4 == 0 else PAIRLESS,
+        b_columns=c.loaded(b, p.products) * p.products,
+        b_short=128 // b.bytes(c.chunk(b, p.products)) - 1,
+        ragged=(c.bm if c.swap else c.bn) * p.out_dtype.itemsize % 128 != 0,
         swap=c.swap,
-        fused=_instructions(kernel),
         fetches=c.m_blocks * c.epilogue_columns // kernel.chunk if kernel.staging.operands else 0,
-        few_rows=kernel.asked.few_rows,
-        reads=(p.bytes - p.result_bytes) * kernel.way.parts,
-        result=p.result_bytes,
-        asked=kernel.asked.bytes - kernel.problem.bytes + 2 * p.result_bytes,
-        copied=sum(operand.moved for operand in kernel.prepared),
-        copies=len(kernel.prepared),
     )
+
+
+def _of_problem(kernel: Resolved, device: Device) -> dict[str, Any]:
+    """Returns those features that all kernels of a problem have in common; some hundred are predicted in a row."""
+    key = kernel.asked, kernel.problem, kernel.multiplied, device
+    if key not in _SHARED:
+        if len(_SHARED) >= 64:
+            _SHARED.clear()
+        p = kernel.multiplied
+
+        def off(operand: Operand, rows: int) -> int:
+            return not matrices_of(p, operand, rows).on_lines
+
+        result_row = kernel.stored.n * p.out_dtype.itemsize
+        _SHARED[key] = {
+            "ideal": 1e6 * p.flops / device.peak(kernel.stored.a.dtype, kernel.stored.math),
+            "flop_us": flop_us(kernel, device),
+            "speed": device.bytes_per_second / FITTED_ON.bytes_per_second,
+            "sms": device.sms,
+            "a_off": off(p.a, p.m),
+            "b_off": off(p.bs[0], p.n),
+            "pitch": result_row % 128 != 0,
+            "threads": 0 if result_row % 16 == 0 else 1 if result_row % 4 == 0 else PAIRLESS,
+            "fused": _instructions(kernel),
+            "few_rows": kernel.asked.few_rows,
+            "reads": (p.bytes - p.result_bytes) * kernel.way.parts,
+            "result": p.result_bytes,
+            "asked": kernel.asked.bytes - kernel.problem.bytes + 2 * p.result_bytes,
+            "copied": sum(operand.moved for operand in kernel.prepared),
+            "copies": len(kernel.prepared),
+        }
+    return _SHARED[key]
+
+
+_SHARED: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
 def flop_us(kernel: Resolved, device: Device) -> float:

@@ -43,6 +43,16 @@ class Facts:
     reasons: tuple[str, ...]
     footprints: dict[tuple[str, int, int, int, int], Footprint] = dataclasses.field(default_factory=dict, repr=False)
 
+    @functools.cached_property
+    def integers(self) -> bool:
+        """True if wgmma multiplies integers."""
+        return self.way.dtype is None and self.problem.a.dtype.name in operands.INT8
+
+    @functools.cached_property
+    def addressed(self) -> bool:
+        """True if threads store a result, each by addresses of its own, and not TMA."""
+        return not all(self.staging.by_tma(out) for _, out in self.staging.results)
+
     def accumulators(self, config: Config) -> int:
         """Returns the accumulator registers of a thread, all products together, and those they are promoted to."""
         return config.accumulator_registers * self.problem.products * (2 if self.way.promoted else 1)
@@ -51,15 +61,15 @@ class Facts:
         """Returns the accumulator registers a thread may have, all products together, beside what its epilogue keeps.
 
         Of every operand and every result, 8 values are held in registers; of an operand that varies along rows and
-        columns, in elements too short for TMA, a chunk. Calibrated on the compiler's report (tests/kernels/test_fusion.py,
-        tests/kernels/test_swapped_kernels.py): no spill below.
+        columns, in elements too short for TMA, a chunk. Calibrated on the compiler's report (tests/kernels/test_fusion.py
+        and test_swapped_kernels.py beside it): no spill below.
         """
         problem, epilogue = self.problem, self.problem.epilogue
-        stored_bytes = sum(dtype.itemsize for dtype in self.staging.result_dtypes)
         # The addresses of transposes take registers too.
-        beside = problem.symmetric and (config.schedule == "pingpong" or stored_bytes > 2)
-        addressed = not all(self.staging.by_tma(out) for _, out in self.staging.results)
-        widest = 160 if beside or addressed else MAX_ACCUMULATORS
+        beside = problem.symmetric and (
+            config.schedule == "pingpong" or sum(dtype.itemsize for dtype in self.staging.result_dtypes) > 2
+        )
+        widest = 160 if beside or self.addressed else MAX_ACCUMULATORS
         if problem.plain:
             alone = config.schedule == "pingpong" and config.cluster == 1
             return 160 if problem.divided == "m" or (problem.groups and not alone) else widest

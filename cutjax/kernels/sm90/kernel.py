@@ -92,7 +92,7 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
             f"{config.stages} stages of {tile.stage_bytes} bytes and two staging buffers a warpgroup: "
             f"{need} bytes of shared memory, at most {tile.most}"
         )
-    products, integers = problem.products, facts.way.dtype is None and problem.a.dtype.name in operands.INT8
+    products = problem.products
     accumulators = 4 * config.bm * config.bn * products
     if config.cluster_k > 1 and accumulators > config.stages * tile.stage_bytes:
         reasons.append(
@@ -107,7 +107,7 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         )
     if products * config.bn > 256:
         reasons.append(f"{products} products of {config.bn} columns: wgmma multiplies at most 256 at once")
-    if integers and products * config.bn > 24 and products * config.bn % 16:
+    if facts.integers and products * config.bn > 24 and products * config.bn % 16:
         reasons.append(f"{products * config.bn} columns: wgmma of integers takes 8, 24 and multiples of 16")
     if config.bk == 128 and facts.way.promoted == 1:
         reasons.append("bk=128 of float8: sums of 128 bytes of k are added up in f32, which are one stage of bk=64")
