@@ -1,7 +1,8 @@
 """The instructions that multiply, by what is multiplied and the architecture: those that each kernel must have.
 
-All were found by compiling one instruction for each architecture (tests/kernels/test_instructions.py). Where an architecture is
-not listed, ptxas refuses the instruction or makes it of others: of the 4-bit one on sm_90a 2 of 8 bits and 190 more.
+All were found by compiling one instruction for each architecture (tests/kernels/test_instructions.py). Where an
+architecture is not listed, ptxas refuses the instruction or makes it of others: of the 4-bit one on sm_90a 2 of 8 bits
+and 190 more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of GPUs are what the code says. ``python tests/project/test_other_gpus.py`` writes that of devices anew."""
+"""The tables of GPUs are what the code says; ``python tests/project/test_other_gpus.py`` writes that of devices."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ class Facts:
         """Returns the accumulator registers a thread may have, all products together, beside what its epilogue keeps.
 
         Of every operand and every result, 8 values are held in registers; of an operand that varies along rows and
-        columns, in elements too short for TMA, a chunk. Calibrated on the compiler's report (tests/kernels/test_fusion.py
-        and test_swapped_kernels.py beside it): no spill below.
+        columns, in elements too short for TMA, a chunk. Calibrated on the compiler's report: no spill below
+        (tests/kernels/test_fusion.py, tests/kernels/test_swapped_kernels.py).
         """
         problem, epilogue = self.problem, self.problem.epilogue
         # The addresses of transposes take registers too.
