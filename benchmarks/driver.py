@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from cutjax.runtime.launch import Float32, Float64, Int32, Int64, Launch, Pointer, TensorMap
+from cutjax.runtime.tensor_map import Im2col
 
 PATH = "libcuda.so.1"
 _PLACEHOLDER = 1 << 20  # encoded in a tensor map until a launch says where its buffer lies
@@ -153,25 +154,35 @@ class Prepared:
         )
 
     def _encode(self, map: TensorMap) -> ctypes.c_void_p:
-        rank = len(map.dims)
-        _, _, _, dtype, _, swizzle, l2, *_ = map.words
+        dtype, rank, swizzle, l2, mode, interleave, fill = map.words[3:10]
+        steps = map.element_strides or (1,) * rank
+        walk: list[object]
+        if isinstance(map.box, Im2col):
+            name, corners = "cuTensorMapEncodeIm2col", len(map.box.lower)
+            walk = [(ctypes.c_int * corners)(*corner) for corner in (map.box.lower, map.box.upper)]
+            if map.box.wide:
+                name, walk = f"{name}Wide", [ctypes.c_int(*corner) for corner in (map.box.lower, map.box.upper)]
+            walk += [_uint(map.box.channels), _uint(map.box.pixels)]
+        else:
+            name, walk = "cuTensorMapEncodeTiled", [(_uint * rank)(*map.box)]
         memory = ctypes.create_string_buffer(128 + 64)
         self._kept.append(memory)
         place = _void_p(-(-ctypes.addressof(memory) // 64) * 64)  # a CUtensorMap is aligned to 64 bytes
         self._driver.call(
-            "cuTensorMapEncodeTiled",
+            name,
             place,
             ctypes.c_int(dtype),
             _uint(rank),
             _void_p(_PLACEHOLDER),
             (_u64 * rank)(*map.dims),
             (_u64 * max(1, rank - 1))(*map.strides),
-            (_uint * rank)(*map.box),
-            (_uint * rank)(*[1] * rank),
-            ctypes.c_int(0),  # no interleaving
+            *walk,
+            (_uint * rank)(*steps),
+            ctypes.c_int(interleave),
+            *([ctypes.c_int(mode - 2)] if mode >= 2 else []),
             ctypes.c_int(swizzle),
             ctypes.c_int(l2),
-            ctypes.c_int(0),  # zeros outside
+            ctypes.c_int(fill),
         )
         return place
 

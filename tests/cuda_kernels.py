@@ -10,6 +10,7 @@ import numpy as np
 
 import cutjax
 from cutjax import _ffi
+from cutjax.runtime.launch import FORMAT
 
 AXPY = r"""extern "C" __global__ void axpy(const float* x, const float* y, float* z, float a, int n, long long x_stride,
                                 long long y_stride) {
@@ -64,5 +65,5 @@ def plan(fn, *args) -> list[str]:
     )
     words = np.array([int(word) for word in words.split(",")])
     kernel = mlir_bytes(text, "kernel").decode()
-    described = _ffi.check_plan(kernel=kernel, cubin=mlir_bytes(text, "cubin"), plan=words, format=_ffi.PLAN_FORMAT)
+    described = _ffi.check_plan(kernel=kernel, cubin=mlir_bytes(text, "cubin"), plan=words, format=FORMAT)
     return re.sub(r"cubin=\S+ ", "", described).splitlines()

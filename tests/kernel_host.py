@@ -156,7 +156,7 @@ def _passed(value: Param, arrays: Sequence[np.ndarray]) -> Any:
     if not isinstance(value, TensorMap):
         return value.value
     found = Map(arrays[value.buffer].ctypes.data, value.dims, value.strides, value.box)
-    found.bytes, found.span, found.tf32 = value.dtype.itemsize, value.swizzle, value.tf32
+    found.bytes, found.span, found.tf32 = value.dtype.itemsize, value.swizzle, value.element == "tfloat32"
     return found
 
 

@@ -15,8 +15,9 @@ import jax
 import numpy as np
 
 from cutjax.dtypes import short
+from cutjax.ops.cuda_buffer import Buffer
 from cutjax.runtime import compiler, cubin, sources
-from cutjax.runtime.launch import Call, Float32, Float64, Int32, Int64, Launch, Param, Pointer, TensorMap
+from cutjax.runtime.launch import Call, Float32, Float64, Int32, Int64, Launch, Param, TensorMap
 
 # The device headers on offer, and those that each needs before it.
 HEADERS = {
@@ -46,68 +47,6 @@ _SCALARS: dict[type, Callable[[Any], Param]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Buffer:
-    """An operand or a result of a ``cutjax.cuda_kernel``, as the function ``launch`` sees it: of one example.
-
-    Attributes:
-      shape, dtype: of one example, without the axes of ``jax.vmap``; row-major in memory.
-      index: the number of the buffer, operands before results.
-      batch: the number of examples in memory, one after the other; 1 outside ``jax.vmap``.
-      batch_stride: elements from one example to the next; 0 where all examples share one.
-      batch_axis: True if tensor maps have an axis of examples: where ``vmap="grid"``.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    index: int
-    batch: int = 1
-    batch_stride: np.int64 = dataclasses.field(default_factory=np.int64)
-    batch_axis: bool = False
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of one example."""
-        return self.size * self.dtype.itemsize
-
-    def pointer(self, offset: int = 0) -> Pointer:
-        """Returns the kernel argument that points to an element, the first by default."""
-        return Pointer(self.index, operator.index(offset) * self.dtype.itemsize)
-
-    def tensor_map(self, box: Sequence[int], *, swizzle: int = 128, l2_bytes: int = 128) -> TensorMap:
-        """Returns the kernel argument with which TMA moves boxes of the array: a ``const __grid_constant__ TensorMap``.
-
-        Coordinates in the kernel count elements, the last axis first. Where ``vmap="grid"`` there is one more, the
-        example's: ``blockIdx.z``, or 0 where all examples share the array.
-
-        Args:
-          box: elements of one copy along each of the last axes; 1 along those before.
-          swizzle: how rows of the box lie in shared memory: the span in bytes, 128, 64, 32 or 0.
-          l2_bytes: how much of a line L2 fetches: 0, 64, 128 or 256 bytes.
-
-        Raises:
-          ValueError: if TMA cannot move such boxes, with the rule it breaks.
-        """
-        if not 1 <= len(box) <= self.ndim:
-            raise ValueError(f"launch: a box {tuple(box)} does not fit an array of shape {self.shape}")
-        dims, box = self.shape[::-1], (*box[::-1], *[1] * (self.ndim - len(box)))
-        strides = [math.prod(dims[: i + 1]) * self.dtype.itemsize for i in range(self.ndim - 1)]
-        if self.batch_axis:
-            dims, box = (*dims, self.batch), (*box, 1)
-            strides.append(self.nbytes if self.batch > 1 else -(-self.nbytes // 16) * 16)  # of one alone any will do
-        return TensorMap(self.index, self.dtype, dims, tuple(strides), box, swizzle, l2_bytes=l2_bytes)
-
-
-@dataclasses.dataclass(frozen=True)
 class CudaLaunch:
     """One launch of a kernel, as the function ``launch`` of a ``cutjax.cuda_kernel`` describes it.
 
@@ -116,9 +55,9 @@ class CudaLaunch:
       cluster: blocks in a cluster.
       shared_bytes: dynamic shared memory of a block.
       arguments: the kernel's parameters in order. A ``Buffer`` is the pointer to it, ``buffer.pointer(i)`` one to an
-        element, ``buffer.tensor_map(...)`` a tensor map. A number is a scalar: an ``int`` or ``float`` of Python is a
-        C++ ``int`` or ``float``, one of ``np.int32``, ``uint32``, ``int64``, ``float32``, ``float64`` what it says. By
-        default, the pointers to all operands and then to all results.
+        element, ``buffer.tensor_map(...)`` or ``buffer.im2col_map(...)`` a tensor map. A number is a scalar: an ``int``
+        or ``float`` of Python is a C++ ``int`` or ``float``, one of ``np.int32``, ``uint32``, ``int64``, ``float32``,
+        ``float64`` what it says. By default, the pointers to all operands and then to all results.
       constants: integers and booleans that the text knows by these names, as ``constexpr``: each value is compiled.
       entry: the kernel in the text; by default that of the ``cuda_kernel``.
       blocks_per_sm: 0 launches the grid as it is; more makes the kernel persistent: the grid's x is cut to that many

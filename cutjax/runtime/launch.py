@@ -13,7 +13,7 @@ import jax
 import jax.ffi
 import numpy as np
 
-from cutjax.dtypes import DTYPES
+from cutjax.runtime.tensor_map import MAX_BUFFERS, TensorMap, require
 
 try:
     from cutjax import _ffi
@@ -25,88 +25,9 @@ except ImportError as error:
 TARGET = "cutjax_launch"
 
 # The same format and bounds as ffi/launcher/plan.h.
-FORMAT = 1
+FORMAT = 2
 MAX_LAUNCHES = 16
 MAX_PARAMS = 48
-MAX_BUFFERS = 32
-MAX_RANK = 5
-
-# CUtensorMapDataType; types TMA does not know travel as unsigned integers of their size.
-_TMA_DTYPES = {name: dtype.tma for name, dtype in DTYPES.items() if dtype.tma is not None}
-_TF32 = 11
-_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
-_L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(f"launch: {message}")
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorMap:
-    """A tensor map passed by value: how TMA walks one buffer. Zeros fill what lies outside ``dims``.
-
-    Attributes:
-      buffer: index of the buffer; arguments of the custom call first, then results.
-      dtype: numpy dtype of the elements.
-      dims: sizes, innermost first, 1 to 5 of them.
-      strides: bytes between neighbours along ``dims[1:]``.
-      box: elements one copy moves along each dimension.
-      swizzle: 0, 32, 64 or 128 bytes.
-      byte_offset: where in the buffer the tensor starts.
-      l2_bytes: how much of a line L2 fetches: 0, 64, 128 or 256 bytes.
-      tf32: whether float32 elements are rounded to tf32 on their way.
-    """
-
-    buffer: int
-    dtype: np.dtype
-    dims: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: int = 128
-    byte_offset: int = 0
-    l2_bytes: int = 128
-    tf32: bool = False
-
-    def __post_init__(self):
-        object.__setattr__(self, "dtype", np.dtype(self.dtype))
-        rank = len(self.dims)
-        _require(0 <= self.buffer < MAX_BUFFERS, f"buffer {self.buffer} is not in 0..{MAX_BUFFERS - 1}")
-        _require(self.tma_dtype is not None, f"TMA has no type for {self.dtype}")
-        _require(not self.tf32 or self.dtype == np.float32, f"tf32 of {self.dtype}: only float32 is rounded")
-        _require(1 <= rank <= MAX_RANK, f"a tensor map has rank 1 to {MAX_RANK}, not {rank}")
-        _require(len(self.strides) == rank - 1, f"rank {rank} needs {rank - 1} strides, got {self.strides}")
-        _require(len(self.box) == rank, f"rank {rank} needs {rank} box sizes, got {self.box}")
-        _require(all(1 <= d <= 2**32 for d in self.dims), f"dims {self.dims} are not all in 1..2^32")
-        _require(
-            all(0 <= s < 2**40 and s % 16 == 0 for s in self.strides),
-            f"strides {self.strides} are not all multiples of 16 bytes below 2^40",
-        )
-        _require(all(1 <= b <= 256 for b in self.box), f"box {self.box} is not all in 1..256")
-        _require(self.swizzle in _SWIZZLES, f"swizzle {self.swizzle} is none of {tuple(_SWIZZLES)}")
-        _require(self.l2_bytes in _L2_PROMOTIONS, f"l2_bytes {self.l2_bytes} is none of {tuple(_L2_PROMOTIONS)}")
-        row = self.box[0] * self.dtype.itemsize
-        _require(row % 16 == 0, f"a box row of {row} bytes is not a multiple of 16")
-        _require(not self.swizzle or row <= self.swizzle, f"a box row of {row} bytes exceeds swizzle {self.swizzle}")
-        _require(
-            self.byte_offset >= 0 and self.byte_offset % 16 == 0,
-            f"byte_offset {self.byte_offset} is not a multiple of 16",
-        )
-
-    @property
-    def tma_dtype(self) -> int | None:
-        """The element type as a ``CUtensorMapDataType``."""
-        if self.tf32:
-            return _TF32
-        return 0 if self.dtype.itemsize == 1 else _TMA_DTYPES.get(self.dtype.name)
-
-    @property
-    def words(self) -> tuple[int, ...]:
-        """The record in the attribute ``plan``."""
-        swizzle, l2 = _SWIZZLES[self.swizzle], _L2_PROMOTIONS[self.l2_bytes]
-        head = (0, self.buffer, self.byte_offset, self.tma_dtype or 0, len(self.dims), swizzle, l2)
-        return (*head, *self.dims, *self.strides, *self.box)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +38,8 @@ class Pointer:
     byte_offset: int = 0
 
     def __post_init__(self):
-        _require(0 <= self.buffer < MAX_BUFFERS, f"buffer {self.buffer} is not in 0..{MAX_BUFFERS - 1}")
-        _require(self.byte_offset >= 0, f"byte_offset {self.byte_offset} is negative")
+        require(0 <= self.buffer < MAX_BUFFERS, f"buffer {self.buffer} is not in 0..{MAX_BUFFERS - 1}")
+        require(self.byte_offset >= 0, f"byte_offset {self.byte_offset} is negative")
 
     @property
     def words(self) -> tuple[int, ...]:
@@ -133,7 +54,7 @@ class Int32:
     value: int
 
     def __post_init__(self):
-        _require(-(2**31) <= self.value < 2**32, f"{self.value} does not fit 32 bits")
+        require(-(2**31) <= self.value < 2**32, f"{self.value} does not fit 32 bits")
 
     @property
     def words(self) -> tuple[int, ...]:
@@ -148,7 +69,7 @@ class Int64:
     value: int
 
     def __post_init__(self):
-        _require(-(2**63) <= self.value < 2**63, f"{self.value} does not fit 64 bits")
+        require(-(2**63) <= self.value < 2**63, f"{self.value} does not fit 64 bits")
 
     @property
     def words(self) -> tuple[int, ...]:
@@ -208,24 +129,24 @@ class Launch:
     params: tuple[Param, ...] = ()
 
     def __post_init__(self):
-        _require(bool(self.kernel), "the kernel has no name")
-        _require(not set(self.kernel) & set(" \t\n\0"), f"the kernel's name {self.kernel!r} has a space in it")
-        _require(bool(self.cubin), "the cubin is empty")
+        require(bool(self.kernel), "the kernel has no name")
+        require(not set(self.kernel) & set(" \t\n\0"), f"the kernel's name {self.kernel!r} has a space in it")
+        require(bool(self.cubin), "the cubin is empty")
         for what, high in (("grid", (2**31 - 1, 65535, 65535)), ("block", (1024, 1024, 64)), ("cluster", (8, 8, 8))):
             extents = getattr(self, what)
-            _require(
+            require(
                 len(extents) == 3 and all(1 <= e <= h for e, h in zip(extents, high, strict=True)),
                 f"{what} {extents} is not within 1..{high}",
             )
-        _require(math.prod(self.block) <= 1024, f"block {self.block} has more than 1024 threads")
-        _require(math.prod(self.cluster) <= 8, f"cluster {self.cluster} has more than 8 blocks")
-        _require(
+        require(math.prod(self.block) <= 1024, f"block {self.block} has more than 1024 threads")
+        require(math.prod(self.cluster) <= 8, f"cluster {self.cluster} has more than 8 blocks")
+        require(
             all(g % c == 0 for g, c in zip(self.grid, self.cluster, strict=True)),
             f"grid {self.grid} is not a multiple of cluster {self.cluster}",
         )
-        _require(0 <= self.shared_bytes <= 2**20, f"shared_bytes {self.shared_bytes} is not in 0..2^20")
-        _require(0 <= self.blocks_per_sm <= 64, f"blocks_per_sm {self.blocks_per_sm} is not in 0..64")
-        _require(len(self.params) <= MAX_PARAMS, f"{len(self.params)} parameters are more than {MAX_PARAMS}")
+        require(0 <= self.shared_bytes <= 2**20, f"shared_bytes {self.shared_bytes} is not in 0..2^20")
+        require(0 <= self.blocks_per_sm <= 64, f"blocks_per_sm {self.blocks_per_sm} is not in 0..64")
+        require(len(self.params) <= MAX_PARAMS, f"{len(self.params)} parameters are more than {MAX_PARAMS}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,15 +175,15 @@ class Call:
 
     def __post_init__(self):
         count = len(self.launches)
-        _require(1 <= count <= MAX_LAUNCHES, f"a call has 1 to {MAX_LAUNCHES} launches, not {count}")
+        require(1 <= count <= MAX_LAUNCHES, f"a call has 1 to {MAX_LAUNCHES} launches, not {count}")
         for argument, result in self.aliases:
-            _require(
+            require(
                 0 <= argument < MAX_BUFFERS and 0 <= result < (len(self.results) or MAX_BUFFERS),
                 f"no argument {argument} shares memory with a result {result}",
             )
         for side in (0, 1):
             shared = [pair[side] for pair in self.aliases]
-            _require(len(set(shared)) == len(shared), f"a buffer is aliased twice: {self.aliases}")
+            require(len(set(shared)) == len(shared), f"a buffer is aliased twice: {self.aliases}")
 
     def attributes(self) -> dict[str, str | bytes | np.ndarray | np.int64]:
         """Returns the attributes of the custom call ``cutjax_launch``, as ``jax.ffi.ffi_lowering`` takes them.

@@ -34,6 +34,7 @@ ffi::ErrorOr<const Driver*> Open(const std::string& path) {
   }
   CUTJAX_DRIVER_FUNCTIONS(CUTJAX_LOAD_REQUIRED)
   CUTJAX_LOAD(cuKernelGetParamInfo)
+  CUTJAX_LOAD(cuTensorMapEncodeIm2colWide)
 #undef CUTJAX_LOAD_REQUIRED
 #undef CUTJAX_LOAD
 

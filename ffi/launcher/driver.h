@@ -30,13 +30,15 @@ namespace cutjax {
   F(cuKernelGetFunction)               \
   F(cuKernelSetAttribute)              \
   F(cuTensorMapEncodeTiled)            \
+  F(cuTensorMapEncodeIm2col)           \
   F(cuTensorMapReplaceAddress)         \
   F(cuLaunchKernelEx)
 
 struct Driver {
 #define CUTJAX_MEMBER(name) decltype(&::name) name = nullptr;
   CUTJAX_DRIVER_FUNCTIONS(CUTJAX_MEMBER)
-  CUTJAX_MEMBER(cuKernelGetParamInfo)  // since CUDA 12.4; null on an older driver
+  CUTJAX_MEMBER(cuKernelGetParamInfo)         // since CUDA 12.4; null on an older driver
+  CUTJAX_MEMBER(cuTensorMapEncodeIm2colWide)  // since CUDA 12.8
 #undef CUTJAX_MEMBER
 
   // The failed call as an error: file, line, expression, the driver's name and text for the status, and the kernel.

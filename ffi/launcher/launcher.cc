@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "driver.h"
+#include "encode.h"
 #include "error.h"
 #include "plan.h"
 
@@ -29,7 +30,9 @@ constexpr size_t kMaxDevices = 64;
 constexpr uintptr_t kPlaceholderAddress = uintptr_t{1} << 20;
 
 // As TMA wants the first byte of a tensor.
-bool IsAligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
+bool IsAligned(const void* address, const TensorMap& map) {
+  return reinterpret_cast<uintptr_t>(address) % map.alignment == 0;
+}
 
 template <typename... Parts>
 ffi::Error Failed(const Launch& launch, const Parts&... parts) {
@@ -105,7 +108,7 @@ ffi::ErrorOr<std::unique_ptr<State>> Instantiate(ffi::Dictionary attributes) {
   if (!cubin) return AsError(cubin.error());
   if (!records) return AsError(records.error());
 
-  auto plan = DecodePlan({*kernel, *cubin, *records});
+  auto plan = DecodePlan({*format, *kernel, *cubin, *records});
   if (!plan) return AsError(plan.error());
   auto driver = GetDriver();
   if (!driver) return AsError(driver.error());
@@ -197,7 +200,6 @@ ffi::Error CheckSignature(const Driver& driver, const Launch& launch, CUkernel k
 
 ffi::Error EncodeMaps(const Driver& driver, const Launch& launch, ffi::RemainingArgs args, ffi::RemainingRets rets,
                       std::vector<CUtensorMap>& maps) {
-  constexpr cuuint32_t kUnitStrides[kMaxRank] = {1, 1, 1, 1, 1};
   for (const Param& param : launch.params) {
     if (!param.reads_buffer()) continue;
     const Buffer buffer = GetBuffer(param.buffer, args, rets);
@@ -213,12 +215,9 @@ ffi::Error EncodeMaps(const Driver& driver, const Launch& launch, ffi::Remaining
     // Every launch replaces the address, so any that TMA accepts will do: this call's own, unless Initialize ran before
     // the buffer had its place, or it is misaligned, which the launch reports.
     std::byte* address = buffer.data + param.byte_offset;
-    if (buffer.data == nullptr || !IsAligned(address)) address = reinterpret_cast<std::byte*>(kPlaceholderAddress);
     const TensorMap& map = launch.maps[param.map];
-    CUTJAX_CUDA(driver, launch.kernel,
-                cuTensorMapEncodeTiled(&maps[param.map], map.dtype, map.rank, address, map.dims, map.strides, map.box,
-                                       kUnitStrides, CU_TENSOR_MAP_INTERLEAVE_NONE, map.swizzle, map.l2_promotion,
-                                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
+    if (buffer.data == nullptr || !IsAligned(address, map)) address = reinterpret_cast<std::byte*>(kPlaceholderAddress);
+    CUTJAX_RETURN_IF_ERROR(EncodeMap(driver, map, launch.kernel, address, maps[param.map]));
   }
   return ffi::Error::Success();
 }
@@ -302,8 +301,9 @@ ffi::Error LaunchKernel(const Driver& driver, const Launch& launch, CUkernel ker
     switch (param.kind) {
       case Param::Kind::kTensorMap: {
         std::byte* address = GetBuffer(param.buffer, args, rets).data + param.byte_offset;
-        if (!IsAligned(address)) {
-          return Failed(launch, "buffer ", std::to_string(param.buffer), " is not 16-byte aligned, as TMA needs");
+        if (const TensorMap& map = launch.maps[param.map]; !IsAligned(address, map)) {
+          return Failed(launch, "buffer ", std::to_string(param.buffer), " is not ", std::to_string(map.alignment),
+                        "-byte aligned, as TMA needs");
         }
         maps[param.map] = prepared.maps[param.map];
         CUTJAX_CUDA(driver, launch.kernel, cuTensorMapReplaceAddress(&maps[param.map], address));

@@ -45,7 +45,7 @@ nb::dict StateType() {
 
 std::string CheckPlan(const std::string& kernel, nb::bytes cubin, Words plan, std::optional<int64_t> format) {
   if (ffi::Error error = CheckFormat(format); error.failure()) throw nb::value_error(error.message().c_str());
-  auto decoded = DecodePlan({kernel, {static_cast<const char*>(cubin.data()), cubin.size()}, AsSpan(plan)});
+  auto decoded = DecodePlan({*format, kernel, {static_cast<const char*>(cubin.data()), cubin.size()}, AsSpan(plan)});
   if (!decoded) throw nb::value_error(decoded.error().message().c_str());
   return Describe(*decoded);
 }

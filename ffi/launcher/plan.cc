@@ -9,9 +9,15 @@
 namespace cutjax {
 namespace {
 
-constexpr int64_t kElementBytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};  // by CUtensorMapDataType
-constexpr int64_t kSwizzleBytes[] = {0, 32, 64, 128};                         // by CUtensorMapSwizzle
-constexpr int64_t kL2PromotionBytes[] = {0, 64, 128, 256};                    // by CUtensorMapL2promotion
+// By CUtensorMapDataType. The last are 16 elements of 4 bits, the same with gaps in shared memory, and of 6 bits with
+// such.
+constexpr int64_t kElementBits[] = {8, 16, 32, 32, 64, 64, 16, 32, 64, 16, 32, 32, 32, 4, 4, 6};
+constexpr int64_t kFirstWithGaps = 14;
+constexpr int64_t kSwizzleBytes[] = {0, 32, 64, 128, 128, 128, 128};  // by CUtensorMapSwizzle
+constexpr const char* kSwizzleNames[] = {"0", "32", "64", "128", "128_atom_32", "128_atom_32_flip_8", "128_atom_64"};
+constexpr int64_t kL2PromotionBytes[] = {0, 64, 128, 256};  // by CUtensorMapL2promotion
+constexpr int64_t kInterleaveBytes[] = {0, 16, 32};         // by CUtensorMapInterleave
+constexpr const char* kModeNames[] = {"tiled", "im2col", "im2col_w", "im2col_w128"};
 
 template <typename... Parts>
 ffi::Error Invalid(const Parts&... parts) {
@@ -52,60 +58,101 @@ ffi::Error DecodeBuffer(Reader& reader, Param& param, int64_t& num_buffers) {
   return ffi::Error::Success();
 }
 
-// The rules of cuTensorMapEncodeTiled for interleave none and unit element strides.
-ffi::Error DecodeTensorMap(Reader& reader, Param& param, Launch& launch, int64_t& num_buffers) {
-  int64_t dtype, rank, swizzle, l2_promotion, word;
-  CUTJAX_RETURN_IF_ERROR(DecodeBuffer(reader, param, num_buffers));
-  if (param.byte_offset % 16 != 0) return Invalid("tensor map offset ", param.byte_offset, " is not 16-byte aligned");
-  CUTJAX_RETURN_IF_ERROR(reader.Read("tensor map dtype", 0, std::size(kElementBytes) - 1, dtype));
-  CUTJAX_RETURN_IF_ERROR(reader.Read("tensor map rank", 1, kMaxRank, rank));
-  CUTJAX_RETURN_IF_ERROR(reader.Read("tensor map swizzle", 0, std::size(kSwizzleBytes) - 1, swizzle));
-  CUTJAX_RETURN_IF_ERROR(reader.Read("tensor map L2 promotion", 0, std::size(kL2PromotionBytes) - 1, l2_promotion));
+// Reads as many words within [low, high] as there are values.
+template <typename T>
+ffi::Error ReadAll(Reader& reader, const char* what, int64_t low, int64_t high, size_t count, T* values) {
+  for (size_t i = 0; i < count; ++i) {
+    int64_t word;
+    CUTJAX_RETURN_IF_ERROR(reader.Read(what, low, high, word));
+    values[i] = static_cast<T>(word);
+  }
+  return ffi::Error::Success();
+}
 
-  TensorMap map;
-  map.dtype = static_cast<CUtensorMapDataType>(dtype);
-  map.swizzle = static_cast<CUtensorMapSwizzle>(swizzle);
-  map.l2_promotion = static_cast<CUtensorMapL2promotion>(l2_promotion);
-  map.rank = static_cast<uint32_t>(rank);
-  for (int64_t i = 0; i < rank; ++i) {
-    CUTJAX_RETURN_IF_ERROR(reader.Read("tensor map dimension", 1, int64_t{1} << 32, word));
-    map.dims[i] = word;
-  }
-  for (int64_t i = 0; i < rank - 1; ++i) {
-    CUTJAX_RETURN_IF_ERROR(reader.Read("tensor map stride", 0, (int64_t{1} << 40) - 1, word));
-    if (word % 16 != 0) return Invalid("tensor map stride ", word, " is not a multiple of 16 bytes");
-    map.strides[i] = word;
-  }
-  for (int64_t i = 0; i < rank; ++i) {
-    CUTJAX_RETURN_IF_ERROR(reader.Read("tensor map box", 1, 256, word));
-    map.box[i] = static_cast<uint32_t>(word);
-  }
-  const int64_t inner_bytes = map.box[0] * kElementBytes[dtype];
-  if (inner_bytes % 16 != 0) return Invalid("tensor map box row of ", inner_bytes, " bytes is not a multiple of 16");
-  if (swizzle != 0 && inner_bytes > kSwizzleBytes[swizzle]) {
-    return Invalid("tensor map box row of ", inner_bytes, " bytes exceeds its swizzle of ", kSwizzleBytes[swizzle]);
-  }
+template <typename T>
+ffi::Error ReadEnum(Reader& reader, const char* what, size_t count, T& value) {
+  return ReadAll(reader, what, 0, static_cast<int64_t>(count) - 1, 1, &value);
+}
 
-  map.extent_bytes = map.dims[0] * kElementBytes[dtype];
-  for (int64_t i = 0; i < rank - 1; ++i) {
+// What is walked, past the tensor's dimensions and strides: a box, or a column of pixels.
+ffi::Error DecodeWalk(Reader& reader, TensorMap& map) {
+  if (map.mode == TensorMap::Mode::kTiled) return ReadAll(reader, "tensor map box", 1, 256, map.rank, map.box);
+  const size_t corners = map.corners();
+  const int64_t high = corners == 1 ? 1 << 15 : corners == 2 ? 1 << 7 : 1 << 4;
+  CUTJAX_RETURN_IF_ERROR(ReadAll(reader, "tensor map lower corner", -high, high - 1, corners, map.lower));
+  CUTJAX_RETURN_IF_ERROR(ReadAll(reader, "tensor map upper corner", -high, high - 1, corners, map.upper));
+  CUTJAX_RETURN_IF_ERROR(ReadAll(reader, "tensor map channels", 1, 256, 1, &map.channels));
+  return ReadAll(reader, "tensor map pixels", 1, 1024, 1, &map.pixels);
+}
+
+// From the first byte of the tensor to the last it can reach.
+ffi::Error ComputeExtent(TensorMap& map) {
+  map.extent_bytes = (map.dims[0] * kElementBits[map.dtype] + 7) / 8;
+  for (size_t i = 1; i < map.rank; ++i) {
+    // Slices of channels lie between rows and images, so interleaved images are taken whole.
+    const bool whole = map.interleave != CU_TENSOR_MAP_INTERLEAVE_NONE && i == map.rank - 1;
     uint64_t span;
-    if (__builtin_mul_overflow(map.dims[i + 1] - 1, map.strides[i], &span) ||
+    if (__builtin_mul_overflow(map.dims[i] - !whole, map.strides[i - 1], &span) ||
         __builtin_add_overflow(map.extent_bytes, span, &map.extent_bytes)) {
       return Invalid("tensor map covers more than 2^64 bytes");
     }
   }
+  return ffi::Error::Success();
+}
+
+// Checks every word, and the rules that say which memory is read. Others of the driver's it checks itself.
+ffi::Error DecodeTensorMap(Reader& reader, int64_t format, Param& param, Launch& launch, int64_t& num_buffers) {
+  CUTJAX_RETURN_IF_ERROR(DecodeBuffer(reader, param, num_buffers));
+  TensorMap map;
+  CUTJAX_RETURN_IF_ERROR(ReadEnum(reader, "tensor map dtype", std::size(kElementBits), map.dtype));
+  CUTJAX_RETURN_IF_ERROR(ReadAll(reader, "tensor map rank", 1, kMaxRank, 1, &map.rank));
+  CUTJAX_RETURN_IF_ERROR(ReadEnum(reader, "tensor map swizzle", std::size(kSwizzleBytes), map.swizzle));
+  CUTJAX_RETURN_IF_ERROR(ReadEnum(reader, "tensor map L2 promotion", std::size(kL2PromotionBytes), map.l2_promotion));
+  if (format > 1) {
+    CUTJAX_RETURN_IF_ERROR(ReadEnum(reader, "tensor map mode", std::size(kModeNames), map.mode));
+    CUTJAX_RETURN_IF_ERROR(ReadEnum(reader, "tensor map interleave", std::size(kInterleaveBytes), map.interleave));
+    CUTJAX_RETURN_IF_ERROR(ReadEnum(reader, "tensor map fill", 2, map.fill));
+  }
+  const bool tiled = map.mode == TensorMap::Mode::kTiled, interleaved = map.interleave != CU_TENSOR_MAP_INTERLEAVE_NONE;
+  if (map.rank < 3 && !tiled) return Invalid("tensor map of rank ", map.rank, ", im2col needs 3 to 5");
+  if (map.rank < 3 && interleaved) return Invalid("tensor map of rank ", map.rank, ", interleaving needs 3 to 5");
+  if (map.interleave == CU_TENSOR_MAP_INTERLEAVE_32B || map.dtype >= kFirstWithGaps) map.alignment = 32;
+  if (param.byte_offset % map.alignment != 0) {
+    return Invalid("tensor map offset ", param.byte_offset, " is not ", map.alignment, "-byte aligned");
+  }
+
+  CUTJAX_RETURN_IF_ERROR(ReadAll(reader, "tensor map dimension", 1, int64_t{1} << 32, map.rank, map.dims));
+  CUTJAX_RETURN_IF_ERROR(ReadAll(reader, "tensor map stride", 0, (int64_t{1} << 40) - 1, map.rank - 1, map.strides));
+  for (uint64_t stride : map.strides) {
+    if (stride % map.alignment != 0) {
+      return Invalid("tensor map stride ", stride, " is not a multiple of ", map.alignment, " bytes");
+    }
+  }
+  if (format > 1) {
+    CUTJAX_RETURN_IF_ERROR(ReadAll(reader, "tensor map element stride", 1, 8, map.rank, map.element_strides));
+  }
+  CUTJAX_RETURN_IF_ERROR(DecodeWalk(reader, map));
+  const int64_t row_bits = (tiled ? map.box[0] : map.channels) * kElementBits[map.dtype];
+  if (!interleaved && row_bits % 128 != 0) {
+    return Invalid("tensor map box row of ", row_bits / 8, " bytes is not a multiple of 16");
+  }
+  if (!interleaved && map.swizzle != CU_TENSOR_MAP_SWIZZLE_NONE && row_bits > 8 * kSwizzleBytes[map.swizzle]) {
+    return Invalid("tensor map box row of ", row_bits / 8, " bytes exceeds its swizzle of ",
+                   kSwizzleBytes[map.swizzle]);
+  }
+  CUTJAX_RETURN_IF_ERROR(ComputeExtent(map));
   param.map = launch.maps.size();
   launch.maps.push_back(map);
   return ffi::Error::Success();
 }
 
-ffi::Error DecodeParam(Reader& reader, Launch& launch, int64_t& num_buffers) {
+ffi::Error DecodeParam(Reader& reader, int64_t format, Launch& launch, int64_t& num_buffers) {
   int64_t kind, value;
   CUTJAX_RETURN_IF_ERROR(reader.Read("parameter kind", 0, 5, kind));
   Param param{static_cast<Param::Kind>(kind)};
   switch (param.kind) {
     case Param::Kind::kTensorMap:
-      CUTJAX_RETURN_IF_ERROR(DecodeTensorMap(reader, param, launch, num_buffers));
+      CUTJAX_RETURN_IF_ERROR(DecodeTensorMap(reader, format, param, launch, num_buffers));
       break;
     case Param::Kind::kPointer:
       CUTJAX_RETURN_IF_ERROR(DecodeBuffer(reader, param, num_buffers));
@@ -126,16 +173,12 @@ ffi::Error DecodeParam(Reader& reader, Launch& launch, int64_t& num_buffers) {
 }
 
 ffi::Error DecodeShape(Reader& reader, const char* what, std::array<int64_t, 3> high, std::array<unsigned, 3>& shape) {
-  for (size_t i = 0; i < 3; ++i) {
-    int64_t word;
-    CUTJAX_RETURN_IF_ERROR(reader.Read(what, 1, high[i], word));
-    shape[i] = static_cast<unsigned>(word);
-  }
+  for (size_t i = 0; i < 3; ++i) CUTJAX_RETURN_IF_ERROR(ReadAll(reader, what, 1, high[i], 1, &shape[i]));
   return ffi::Error::Success();
 }
 
-ffi::Error DecodeLaunch(Reader& reader, size_t cubin_bytes, Launch& launch, int64_t& num_buffers) {
-  const int64_t bytes = static_cast<int64_t>(cubin_bytes);
+ffi::Error DecodeLaunch(Reader& reader, const PlanAttributes& attributes, Launch& launch, int64_t& num_buffers) {
+  const int64_t bytes = static_cast<int64_t>(attributes.cubin.size());
   int64_t offset, size, shared_bytes, blocks_per_sm, params;
   CUTJAX_RETURN_IF_ERROR(reader.Read("cubin offset", 0, bytes, offset));
   CUTJAX_RETURN_IF_ERROR(reader.Read("cubin size", 1, bytes - offset, size));
@@ -159,7 +202,9 @@ ffi::Error DecodeLaunch(Reader& reader, size_t cubin_bytes, Launch& launch, int6
   launch.blocks_per_sm = static_cast<unsigned>(blocks_per_sm);
 
   CUTJAX_RETURN_IF_ERROR(reader.Read("number of parameters", 0, kMaxParams, params));
-  for (int64_t i = 0; i < params; ++i) CUTJAX_RETURN_IF_ERROR(DecodeParam(reader, launch, num_buffers));
+  for (int64_t i = 0; i < params; ++i) {
+    CUTJAX_RETURN_IF_ERROR(DecodeParam(reader, attributes.format, launch, num_buffers));
+  }
   return ffi::Error::Success();
 }
 
@@ -176,7 +221,7 @@ ffi::Error Decode(const PlanAttributes& attributes, Plan& plan) {
     Launch& launch = plan.launches.emplace_back();
     launch.kernel = names.substr(0, end);
     names.remove_prefix(std::min(end + 1, names.size()));
-    if (ffi::Error error = DecodeLaunch(reader, attributes.cubin.size(), launch, plan.num_buffers); error.failure()) {
+    if (ffi::Error error = DecodeLaunch(reader, attributes, launch, plan.num_buffers); error.failure()) {
       return ffi::Error::InvalidArgument(error.message() + ", kernel " + launch.kernel);
     }
   }
@@ -200,10 +245,23 @@ void Describe(std::ostream& out, const Launch& launch, const Param& param) {
     case Param::Kind::kTensorMap: {
       const TensorMap& map = launch.maps[param.map];
       out << "tensor_map buffer=" << param.buffer << " byte_offset=" << param.byte_offset << " dtype=" << map.dtype
-          << " swizzle=" << kSwizzleBytes[map.swizzle] << " l2_bytes=" << kL2PromotionBytes[map.l2_promotion];
+          << " swizzle=" << kSwizzleNames[map.swizzle] << " l2_bytes=" << kL2PromotionBytes[map.l2_promotion];
+      if (map.interleave) out << " interleave=" << kInterleaveBytes[map.interleave];
+      if (map.fill) out << " fill=nan";
       Join(out, "dims", map.dims, map.rank);
       Join(out, "strides", map.strides, map.rank - 1);
-      Join(out, "box", map.box, map.rank);
+      const uint32_t* steps = map.element_strides;
+      if (std::any_of(steps, steps + map.rank, [](uint32_t step) { return step != 1; })) {
+        Join(out, "element_strides", steps, map.rank);
+      }
+      if (map.mode == TensorMap::Mode::kTiled) {
+        Join(out, "box", map.box, map.rank);
+      } else {
+        out << " mode=" << kModeNames[static_cast<size_t>(map.mode)];
+        Join(out, "lower", map.lower, map.corners());
+        Join(out, "upper", map.upper, map.corners());
+        out << " channels=" << map.channels << " pixels=" << map.pixels;
+      }
       out << " extent_bytes=" << map.extent_bytes;
       break;
     }
@@ -234,13 +292,13 @@ unsigned Launch::GridX(unsigned sm_count) const {
 }
 
 ffi::Error CheckFormat(std::optional<int64_t> format) {
-  if (format == kPlanFormat) return ffi::Error::Success();
+  if (format >= kOldestPlanFormat && format <= kPlanFormat) return ffi::Error::Success();
   const std::string found =
       format ? "format " + std::to_string(*format) : "no format number (an older version wrote it)";
   return ffi::Error(
       ffi::ErrorCode::kFailedPrecondition,
-      "cutjax_launch: this version of cutjax reads launch plans of format " + std::to_string(kPlanFormat) +
-          ", the program's has " + found +
+      "cutjax_launch: this version of cutjax reads launch plans of formats " + std::to_string(kOldestPlanFormat) +
+          " to " + std::to_string(kPlanFormat) + ", the program's has " + found +
           ": re-export the program with this version of cutjax, or run it with the version that wrote it");
 }
 

@@ -15,9 +15,13 @@
 
 namespace cutjax {
 
-// What this build reads, as cutjax/runtime/launch.py writes it: raised whenever the attributes change their meaning.
-// Programs exported before there was a number have none.
-inline constexpr int64_t kPlanFormat = 1;
+// What cutjax/runtime/launch.py writes: raised whenever the attributes change their meaning. Older ones from the oldest
+// on are read too, since exported programs outlive the build that made them. Those from before there was a number have
+// none.
+//   1: tensor maps of boxes, without element strides
+//   2: every tensor map that the driver encodes
+inline constexpr int64_t kPlanFormat = 2;
+inline constexpr int64_t kOldestPlanFormat = 1;
 
 // Bounds that let a launch live on the stack. A kernel takes at most 4 KiB of parameters, which is 31 tensor maps.
 inline constexpr size_t kMaxParams = 48;
@@ -41,16 +45,27 @@ struct Param {
   }
 };
 
-// What cuTensorMapEncodeTiled is given, besides the address.
+// What cuTensorMapEncodeTiled, cuTensorMapEncodeIm2col or cuTensorMapEncodeIm2colWide is given, besides the address.
 struct TensorMap {
+  enum class Mode : int64_t { kTiled = 0, kIm2col = 1, kIm2colW = 2, kIm2colW128 = 3 };
+  Mode mode = Mode::kTiled;
   CUtensorMapDataType dtype;
+  CUtensorMapInterleave interleave = CU_TENSOR_MAP_INTERLEAVE_NONE;
   CUtensorMapSwizzle swizzle;
   CUtensorMapL2promotion l2_promotion;
+  CUtensorMapFloatOOBfill fill = CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;
   uint32_t rank;
-  uint64_t dims[kMaxRank];          // inner first
+  uint64_t dims[kMaxRank];          // inner first, as all that follow
   uint64_t strides[kMaxRank] = {};  // in bytes, of dims[1] and up
-  uint32_t box[kMaxRank];
-  uint64_t extent_bytes;  // from the first byte of the tensor to the last it can reach
+  uint32_t element_strides[kMaxRank] = {1, 1, 1, 1, 1};
+  uint32_t box[kMaxRank];             // kTiled
+  int lower[kMaxRank - 2] = {};       // kIm2col: of dims[1] up to the last but one; kIm2colW*: of dims[1]
+  int upper[kMaxRank - 2] = {};       // the same
+  uint32_t channels = 0, pixels = 0;  // all but kTiled
+  uintptr_t alignment = 16;           // of the first byte of the tensor
+  uint64_t extent_bytes;              // from there to the last byte it can reach
+
+  size_t corners() const { return mode == Mode::kTiled ? 0 : mode == Mode::kIm2col ? rank - 2 : 1; }
 };
 
 // One kernel, to be launched.
@@ -74,14 +89,15 @@ struct Plan {
   int64_t num_buffers = 0;       // one past the highest buffer index of any parameter
 };
 
-// The attributes as they arrive, but for `format`.
+// The attributes as they arrive.
 struct PlanAttributes {
+  int64_t format;
   std::string_view kernel;           // the launches' names, separated by spaces
   std::string_view cubin;            // their cubins, one after the other
   ffi::Span<const int64_t> records;  // the number of launches, then a record each; see Decode in plan.cc
 };
 
-// Success if the attribute `format`, if there is one, is the number this build reads. Comes before all decoding.
+// Success if there is an attribute `format`, and it is a number that this build reads. Comes before all decoding.
 ffi::Error CheckFormat(std::optional<int64_t> format);
 
 ffi::ErrorOr<Plan> DecodePlan(const PlanAttributes& attributes);

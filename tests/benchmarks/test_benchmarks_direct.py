@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from fake_driver import Fake, build, fake_cubin
+from tensor_maps import ENCODED
 
 import cutjax
 from benchmarks import direct, direct_bench, direct_worker, driver, final, report, sustained, timing
@@ -51,6 +52,15 @@ MAPS = (
 )
 
 
+def test_every_kind_of_tensor_map_is_encoded_as_the_launcher_does(fake):
+    params = tuple(tensor_map for tensor_map, _ in ENCODED.values())
+    launch = Launch(f"kernel_{'m' * len(params)}", fake_cubin(b"maps"), (1, 1, 1), (32, 1, 1), params=params)
+    driver.Prepared(entered(), launch, 132)([1 << 20])
+    (launched,) = fake.calls("cuLaunchKernelEx")
+    expected = [{"address": (1 << 20) + tensor_map.byte_offset} | seen for tensor_map, seen in ENCODED.values()]
+    assert launched["params"] == expected
+
+
 def test_a_launch_arrives_as_its_words_say(fake):
     params = (*MAPS, Pointer(2, 48), Int32(-7), Int32(2**32 - 1), Int64(-(2**40)), Float32(-0.5), Float64(1e300))
     launch = Launch("kernel_mmpiilfd", fake_cubin(b"words"), (1000, 3, 2), (384, 1, 1), (2, 1, 1), 200000, 2, params)
@@ -64,9 +74,9 @@ def test_a_launch_arrives_as_its_words_say(fake):
             match param:
                 case TensorMap():
                     address = seen["address"] - base - 4096 * param.buffer
-                    fields = (seen[x] for x in ("dtype", "swizzle", "l2", "dims", "strides", "box"))
-                    dtype, swizzle, l2, dims, strides, box = fields
-                    found.append((0, param.buffer, address, dtype, len(dims), swizzle, l2, *dims, *strides, *box))
+                    head = (seen["dtype"], len(seen["dims"]), seen["swizzle"], seen["l2"], 0, seen["interleave"])
+                    sizes = (x for name in ("dims", "strides", "element_strides", "box") for x in seen[name])
+                    found.append((0, param.buffer, address, *head, seen["fill"], *sizes))
                 case Pointer():
                     found.append((1, param.buffer, seen - base - 4096 * param.buffer))
                 case _:

@@ -82,6 +82,15 @@ def test_graph_replay_with_other_buffers(options):
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize("shape", [(2, 10, 14, 40), (1, 1, 1, 4), (3, 33, 7, 64)])
+def test_columns_of_pixels(shape):
+    """Small integers, of which there are nine to a sum: but for the division by nine all is exact."""
+    images = jnp.asarray(np.random.default_rng(0).integers(-3, 4, shape).astype(np.float32))
+    names = tutorial()
+    got = jax.jit(lambda x: names["mean"](x, backend="cuda"))(images)
+    np.testing.assert_allclose(got, names["mean_reference"](images), rtol=2**-22)
+
+
 # Each block moves a tile with TMA, and both of a cluster add up what they have in each other's shared memory.
 TILES = r"""
 __device__ void store_remote(u32 address, u32 rank, float value) {

@@ -171,7 +171,7 @@ def test_what_a_launch_is_told():
     assert sum(line.startswith("tensor_map") for line in lines) == 2
     tf32 = mma.resolved(kernel_host.problem("complex64", "tf32", "nt", "sm_90a", 40, 48, 24), CASE_TF32)
     first = tf32._launch(b"-").params[0]
-    assert (first.dtype, first.dims, first.box, first.tf32) == (np.float32, (48, 40, 1), (32, 32, 1), True)
+    assert (first.element, first.dims, first.box) == ("tfloat32", (48, 40, 1), (32, 32, 1))
 
 
 @pytest.mark.skipif(

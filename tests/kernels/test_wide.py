@@ -105,7 +105,7 @@ def test_tiles_are_as_many_bytes_of_k():
         kernel = sm90.resolved(problem(kind, 4096, 4096, 4096, "nt"), Config(128, 128))
         given = maps(kernel)
         assert given["map_a"].box == given["map_b0"].box == (elements, 128, 1)
-        assert given["map_a"].tf32 == (kind == "tf32")
+        assert (given["map_a"].element == "tfloat32") == (kind == "tf32")
         assert kernel.stage_bytes == (128 + 128) * 128
         assert kernel.k_blocks == 4096 // elements * len(kernel.way.pairs)
 

@@ -49,12 +49,53 @@ std::string List(const T* values, size_t count) {
 
 // What the fake keeps in the 128 bytes of a tensor map.
 struct Map {
-  uint64_t address;
-  uint32_t dtype, rank, swizzle, l2;
-  uint64_t dims[5], strides[4];
+  uint64_t address, dims[5], strides[4];
   uint16_t box[5];
+  int16_t lower[3], upper[3];
+  uint16_t channels, pixels;
+  uint8_t mode, dtype, rank, interleave, swizzle, l2, fill, steps[5];
 };
 static_assert(sizeof(Map) <= sizeof(CUtensorMap));
+constexpr const char* kModes[] = {"tiled", "im2col", "im2col_w", "im2col_w128"};
+
+template <typename To, typename From>
+void Copy(To* to, const From* from, size_t count) {
+  std::transform(from, from + count, to, [](From x) { return static_cast<To>(x); });
+}
+
+// What the three functions have in common, and what only some have.
+CUresult Encode(const char* call, CUtensorMap* out, CUtensorMapDataType dtype, cuuint32_t rank, void* address,
+                const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* steps,
+                CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion l2,
+                CUtensorMapFloatOOBfill fill, Map map) {
+  if (reinterpret_cast<uintptr_t>(out) % 64 || reinterpret_cast<uintptr_t>(address) % 16 || address == nullptr) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  map.address = reinterpret_cast<uint64_t>(address);
+  map.dtype = dtype, map.rank = rank, map.interleave = interleave, map.swizzle = swizzle, map.l2 = l2, map.fill = fill;
+  Copy(map.dims, dims, rank);
+  Copy(map.strides, strides, rank - 1);
+  Copy(map.steps, steps, rank);
+  std::memcpy(out, &map, sizeof map);
+  return Record(call);
+}
+
+std::string Describe(const Map& map) {
+  const unsigned steps[] = {map.steps[0], map.steps[1], map.steps[2], map.steps[3], map.steps[4]};
+  std::ostringstream out;
+  out << "{\"address\": " << map.address << ", \"mode\": \"" << kModes[map.mode] << "\", \"dtype\": " << +map.dtype
+      << ", \"interleave\": " << +map.interleave << ", \"swizzle\": " << +map.swizzle << ", \"l2\": " << +map.l2
+      << ", \"fill\": " << +map.fill << ", \"dims\": " << List(map.dims, map.rank)
+      << ", \"strides\": " << List(map.strides, map.rank - 1) << ", \"element_strides\": " << List(steps, map.rank);
+  if (map.mode == 0) {
+    out << ", \"box\": " << List(map.box, map.rank);
+  } else {
+    const size_t corners = map.mode == 1 ? map.rank - 2 : 1;
+    out << ", \"lower\": " << List(map.lower, corners) << ", \"upper\": " << List(map.upper, corners)
+        << ", \"channels\": " << map.channels << ", \"pixels\": " << map.pixels;
+  }
+  return out.str() + "}";
+}
 
 }  // namespace
 
@@ -150,23 +191,37 @@ CUresult cuKernelSetAttribute(CUfunction_attribute, int value, CUkernel, CUdevic
 
 CUresult cuTensorMapEncodeTiled(CUtensorMap* out, CUtensorMapDataType dtype, cuuint32_t rank, void* address,
                                 const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,
-                                const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
-                                CUtensorMapL2promotion l2, CUtensorMapFloatOOBfill) {
-  if (reinterpret_cast<uintptr_t>(out) % 64 || reinterpret_cast<uintptr_t>(address) % 16 || address == nullptr) {
-    return CUDA_ERROR_INVALID_VALUE;
-  }
-  Map map{reinterpret_cast<uint64_t>(address),
-          static_cast<uint32_t>(dtype),
-          rank,
-          static_cast<uint32_t>(swizzle),
-          static_cast<uint32_t>(l2),
-          {},
-          {},
-          {}};
-  for (unsigned i = 0; i < rank; ++i) map.dims[i] = dims[i], map.box[i] = static_cast<uint16_t>(box[i]);
-  for (unsigned i = 0; i + 1 < rank; ++i) map.strides[i] = strides[i];
-  std::memcpy(out, &map, sizeof map);
-  return Record("cuTensorMapEncodeTiled");
+                                const cuuint32_t* steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                                CUtensorMapL2promotion l2, CUtensorMapFloatOOBfill fill) {
+  Map map{};
+  Copy(map.box, box, rank);
+  return Encode("cuTensorMapEncodeTiled", out, dtype, rank, address, dims, strides, steps, interleave, swizzle, l2,
+                fill, map);
+}
+CUresult cuTensorMapEncodeIm2col(CUtensorMap* out, CUtensorMapDataType dtype, cuuint32_t rank, void* address,
+                                 const cuuint64_t* dims, const cuuint64_t* strides, const int* lower, const int* upper,
+                                 cuuint32_t channels, cuuint32_t pixels, const cuuint32_t* steps,
+                                 CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                                 CUtensorMapL2promotion l2, CUtensorMapFloatOOBfill fill) {
+  Map map{};
+  map.mode = 1, map.channels = channels, map.pixels = pixels;
+  Copy(map.lower, lower, rank - 2);
+  Copy(map.upper, upper, rank - 2);
+  return Encode("cuTensorMapEncodeIm2col", out, dtype, rank, address, dims, strides, steps, interleave, swizzle, l2,
+                fill, map);
+}
+CUresult cuTensorMapEncodeIm2colWide(CUtensorMap* out, CUtensorMapDataType dtype, cuuint32_t rank, void* address,
+                                     const cuuint64_t* dims, const cuuint64_t* strides, int lower, int upper,
+                                     cuuint32_t channels, cuuint32_t pixels, const cuuint32_t* steps,
+                                     CUtensorMapInterleave interleave, CUtensorMapIm2ColWideMode mode,
+                                     CUtensorMapSwizzle swizzle, CUtensorMapL2promotion l2,
+                                     CUtensorMapFloatOOBfill fill) {
+  Map map{};
+  map.mode = mode == CU_TENSOR_MAP_IM2COL_WIDE_MODE_W ? 2 : 3, map.channels = channels, map.pixels = pixels;
+  Copy(map.lower, &lower, 1);
+  Copy(map.upper, &upper, 1);
+  return Encode("cuTensorMapEncodeIm2colWide", out, dtype, rank, address, dims, strides, steps, interleave, swizzle, l2,
+                fill, map);
 }
 CUresult cuTensorMapReplaceAddress(CUtensorMap* map, void* address) {
   if (reinterpret_cast<uintptr_t>(map) % 64 || reinterpret_cast<uintptr_t>(address) % 16)
@@ -196,9 +251,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
       case 'm': {
         Map map;
         std::memcpy(&map, values[i], sizeof map);
-        out << "{\"address\": " << map.address << ", \"dtype\": " << map.dtype << ", \"swizzle\": " << map.swizzle
-            << ", \"l2\": " << map.l2 << ", \"dims\": " << List(map.dims, map.rank)
-            << ", \"strides\": " << List(map.strides, map.rank - 1) << ", \"box\": " << List(map.box, map.rank) << "}";
+        out << Describe(map);
         break;
       }
       case 'i':

@@ -65,6 +65,18 @@ def test_the_tutorials_kernel_compiles_lean(n):
     assert (built.resources.spill_store_bytes, built.resources.stack_bytes) == (0, 0)  # the row is in registers
 
 
+@needs_nvrtc
+def test_the_tutorials_columns_of_pixels():
+    names, _ = tutorial()
+    np.testing.assert_array_equal(names["means"], names["mean_reference"](names["images"]))
+    assert plan(names["mean"], names["images"]) == [
+        "mean_3x3 grid=9x2x1 block=128x1x1 cluster=1x1x1 shared_bytes=0 blocks_per_sm=0",
+        "tensor_map buffer=0 byte_offset=0 dtype=7 swizzle=0 l2_bytes=128 dims=40,14,10,2 strides=160,2240,22400 "
+        "mode=im2col lower=-1,-1 upper=-1,-1 channels=32 pixels=32 extent_bytes=44800",
+        "pointer buffer=1 byte_offset=0",
+    ]
+
+
 def test_where_the_tutorials_kernel_does_not_serve_the_reference_runs():
     names, _ = tutorial()
     x, w = jnp.ones((2, 12), jnp.bfloat16), jnp.ones(12, jnp.bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 
 import jax
@@ -14,6 +15,7 @@ from cuda_kernels import X, Y, lowered, make, plan, simple
 import cutjax
 from cutjax.ops import cuda_launch
 from cutjax.runtime import compiler
+from cutjax.runtime.tensor_map import Im2col
 
 needs_nvrtc = pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
 
@@ -58,6 +60,54 @@ def test_cluster_shared_memory_tensor_map_and_scalars():
     assert (mapped.dims, mapped.strides, mapped.box) == ((96, 64, 5), (384, 24576), (32, 16, 1))
     shared = cuda_launch.Buffer((3,), np.dtype("f4"), 0, batch_axis=True).tensor_map((4,))
     assert (shared.dims, shared.strides, shared.box) == ((3, 1), (16,), (4, 1))
+
+
+def buffer(*shape, dtype="f4", **changes):
+    return cuda_launch.Buffer(shape, np.dtype(dtype), 0, **changes)
+
+
+def test_tensor_maps_of_every_rank():
+    for rank in range(1, 6):
+        made = buffer(*range(8, 8 + 4 * rank, 4)).tensor_map((4,), swizzle=0)
+        assert (len(made.dims), made.dims[0], made.box) == (rank, 4 + 4 * rank, (4, *[1] * (rank - 1)))
+        assert made.strides == tuple(4 * math.prod(made.dims[: i + 1]) for i in range(rank - 1))
+    seen = buffer(2, 3, 4, 5, 6, 8).tensor_map((4, 8), shape=(-(-120 // 5), 5, 1, 48), swizzle=0)
+    assert (seen.dims, seen.strides, seen.box) == ((48, 1, 5, 24), (192, 192, 960), (8, 4, 1, 1))
+    with pytest.raises(ValueError, match="rank 1 to 5, not 6"):
+        buffer(2, 3, 4, 5, 6, 8).tensor_map((8,))
+    with pytest.raises(ValueError, match=r"of shape \(4, 8\) cannot be seen as one of shape \(4, 4\)"):
+        buffer(4, 8).tensor_map((4,), shape=(4, 4))
+
+
+def test_tensor_maps_with_element_strides_and_other_elements():
+    made = buffer(6, 64, 96, batch=5, batch_axis=True).tensor_map((16, 32), element_strides=(2, 1), fill="nan")
+    assert (made.dims, made.box, made.element_strides) == ((96, 64, 6, 5), (32, 16, 1, 1), (1, 2, 1, 1))
+    assert made.fill == "nan"
+    assert buffer(64, 96).tensor_map((16, 32), element="tfloat32").tma_dtype == 11
+    packed = buffer(64, 192, dtype="u1").tensor_map((8, 128), element="16u6_align16b")
+    assert (packed.dims, packed.strides, packed.box) == ((256, 64), (192,), (128, 8))
+    halves = buffer(64, 256, dtype=jnp.int4, batch=2, batch_axis=True).tensor_map((8, 128), element="16u4_align8b")
+    assert (halves.dims, halves.strides) == ((256, 64, 2), (128, 8192))
+    with pytest.raises(ValueError, match="rows of 100 uint8 are no whole number of 16u6_align16b"):
+        buffer(64, 100, dtype="u1").tensor_map((8, 128), element="16u6_align16b")
+    with pytest.raises(ValueError, match=r"element strides \(1, 1, 1\) do not fit an array of shape \(64, 96\)"):
+        buffer(64, 96).tensor_map((16, 32), element_strides=(1, 1, 1))
+
+
+def test_im2col_maps():
+    images = buffer(2, 5, 10, 14, 40, dtype="f2", batch=3, batch_axis=True)
+    made = images.im2col_map((0, -1, -2), (-3, 1, 2), channels=32, pixels=64, pixel_strides=(1, 2, 3))
+    assert (made.dims, made.strides) == ((40, 14, 10, 5, 6), (80, 1120, 11200, 56000))  # of all examples
+    assert made.box == Im2col((-2, -1, 0), (2, 1, -3), 32, 64)
+    assert made.element_strides == (1, 3, 2, 1, 1)
+    row = images.im2col_map((1,), (-2,), channels=32, pixels=64, wide="w", swizzle=64)
+    assert row.box == Im2col((1,), (-2,), 32, 64, "w")
+    for shape, strides, message in (
+        ((8, 8), (), r"im2col is of arrays of 3 to 5 axes, n, d, h, w and c, not of shape \(8, 8\)"),
+        ((8, 8, 8), (1, 2), r"an image has 1 axes, got pixel strides \(1, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            buffer(*shape).im2col_map((0,), (0,), 8, 8, pixel_strides=strides)
 
 
 @needs_nvrtc

@@ -64,54 +64,12 @@ def test_launches_of_a_call_share_a_cubin():
 )
 def test_a_plan_of_another_format_is_refused(value, found):
     for rest in (attributes(), {"kernel": "", "cubin": b"", "plan": np.array([-1])}):
-        with pytest.raises(ValueError, match=rf"reads launch plans of format {FORMAT}, .* {found}.*: re-export"):
+        with pytest.raises(ValueError, match=rf"reads launch plans of formats 1 to {FORMAT}, .* {found}.*: re-export"):
             _ffi.check_plan(**(rest | {"format": value}))
 
 
 def test_both_sides_know_one_format():
     assert _ffi.PLAN_FORMAT == FORMAT
-
-
-@st.composite
-def tensor_maps(draw) -> TensorMap:
-    rank = draw(st.integers(1, 5))
-    dtype = np.dtype(draw(st.sampled_from(["int8", "float16", "float32", "float64"])))
-    swizzle = draw(st.sampled_from([0, 32, 64, 128]))
-    row = draw(st.integers(1, (swizzle or 256) // 16)) * 16 // dtype.itemsize
-    return TensorMap(
-        buffer=draw(st.integers(0, 15)),
-        dtype=dtype,
-        dims=tuple(draw(st.integers(1, 2**32)) for _ in range(rank)),
-        strides=tuple(draw(st.integers(0, 2**36 - 1)) * 16 for _ in range(rank - 1)),
-        box=(row, *(draw(st.integers(1, 256)) for _ in range(rank - 1))),
-        swizzle=swizzle,
-        byte_offset=draw(st.integers(0, 2**40)) * 16,
-        l2_bytes=draw(st.sampled_from([0, 64, 128, 256])),
-    )
-
-
-@given(tensor_maps())
-def test_every_valid_tensor_map_round_trips(tensor_map):
-    extent = tensor_map.dims[0] * tensor_map.dtype.itemsize
-    extent += sum((d - 1) * s for d, s in zip(tensor_map.dims[1:], tensor_map.strides, strict=True))
-    encoded = attributes(params=(tensor_map,))
-    if extent >= 2**64:
-        with pytest.raises(ValueError, match="more than 2\\^64 bytes"):
-            _ffi.check_plan(**encoded)
-        return
-    line = _ffi.check_plan(**encoded).splitlines()[1]
-    fields = dict(field.split("=") for field in line.split()[1:])
-    assert fields == {
-        "buffer": str(tensor_map.buffer),
-        "byte_offset": str(tensor_map.byte_offset),
-        "dtype": str(tensor_map.tma_dtype),
-        "swizzle": str(tensor_map.swizzle),
-        "l2_bytes": str(tensor_map.l2_bytes),
-        "dims": ",".join(map(str, tensor_map.dims)),
-        "strides": ",".join(map(str, tensor_map.strides)),
-        "box": ",".join(map(str, tensor_map.box)),
-        "extent_bytes": str(extent),
-    }
 
 
 HEAD = 15  # words before the first parameter: number of launches, cubin, three shapes, three numbers
@@ -148,20 +106,7 @@ def test_a_plan_cut_short_is_refused():
         (1, 32, "buffer index is 32, expected 0 to 31"),
         (1, -1, "buffer index is -1"),
         (2, -16, "byte offset is -16"),
-        (2, 8, "offset 8 is not 16-byte aligned"),
-        (3, 13, "tensor map dtype is 13"),
-        (4, 0, "tensor map rank is 0, expected 1 to 5"),
-        (4, 6, "tensor map rank is 6"),
-        (5, 4, "tensor map swizzle is 4"),
-        (6, 4, "tensor map L2 promotion is 4"),
-        (7, 0, "tensor map dimension is 0"),
-        (7, 2**32 + 1, "tensor map dimension is 4294967297"),
-        (10, 2**40, "tensor map stride is 1099511627776"),
-        (10, 8, "stride 8 is not a multiple of 16 bytes"),
-        (12, 257, "tensor map box is 257"),
-        (12, 3, "box row of 6 bytes is not a multiple of 16"),
-        (12, 128, "box row of 256 bytes exceeds its swizzle of 128"),
-        (19, 2**32, "32-bit scalar is 4294967296"),
+        (25, 2**32, "32-bit scalar is 4294967296"),
         (-15, 0, "number of launches is 0, expected 1 to 16"),
         (-15, 17, "number of launches is 17"),
         (-15, 2, "kernel 1 of 2 has no name"),
@@ -204,30 +149,6 @@ def test_a_malformed_word_is_refused(word, value, message):
 def test_a_malformed_attribute_is_refused(change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         _ffi.check_plan(**(attributes() | change))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"buffer": 32}, "buffer 32 is not in 0..31"),
-        ({"dtype": np.dtype("complex64")}, "TMA has no type for complex64"),
-        ({"dims": (1,) * 6}, "rank 1 to 5, not 6"),
-        ({"strides": (16,)}, "rank 3 needs 2 strides"),
-        ({"box": (64,)}, "rank 3 needs 3 box sizes"),
-        ({"dims": (0, 1, 1)}, "not all in 1..2^32"),
-        ({"strides": (8, 16)}, "not all multiples of 16 bytes below 2^40"),
-        ({"strides": (16, 2**40)}, "not all multiples of 16 bytes below 2^40"),
-        ({"box": (64, 257, 1)}, "not all in 1..256"),
-        ({"box": (4, 1, 1)}, "a box row of 8 bytes is not a multiple of 16"),
-        ({"box": (128, 1, 1)}, "a box row of 256 bytes exceeds swizzle 128"),
-        ({"swizzle": 16}, "swizzle 16 is none of"),
-        ({"l2_bytes": 32}, "l2_bytes 32 is none of"),
-        ({"byte_offset": 8}, "byte_offset 8 is not a multiple of 16"),
-    ],
-)
-def test_tensor_map_validation(changes, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        dataclasses.replace(MAP, **changes)
 
 
 @pytest.mark.parametrize(

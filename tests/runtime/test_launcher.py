@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_driver import Fake, build, fake_cubin
+from tensor_maps import ENCODED
 
 from cutjax import _ffi
 from cutjax.runtime.launch import FORMAT, Call, Float32, Float64, Int32, Int64, Launch, Pointer, TensorMap
@@ -27,7 +28,9 @@ TARGET = "cutjax_rehearsal"
 
 
 CUBIN = fake_cubin(b"code")  # the fixture `fake` gives each test one of its own, since a process loads a cubin once
-MAP = TensorMap(0, jnp.dtype(jnp.float32), (64, 32), (256,), (32, 16), byte_offset=0)
+MAP, MAP_ENCODED = ENCODED["plain"]
+CALLS = dict.fromkeys(("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelSetAttribute", "cuLaunchKernelEx"), "plain")
+CALLS |= {f"cuTensorMapEncode{x}": x.lower() for x in ("Tiled", "Im2col", "Im2colWide")}
 
 
 def make_launch(**changes) -> Launch:
@@ -80,7 +83,6 @@ def test_a_launch_passes_every_parameter(fake):
     x = jnp.asarray(X)
     result = caller(make_launch())(x).block_until_ready()
     (launched,) = fake.calls("cuLaunchKernelEx")
-    tensor_map = {"dtype": 7, "swizzle": 3, "l2": 2, "dims": [64, 32], "strides": [256], "box": [32, 16]}
     assert launched == {
         "call": "cuLaunchKernelEx",
         "kernel": "kernel_mpil",
@@ -89,7 +91,7 @@ def test_a_launch_passes_every_parameter(fake):
         "cluster": [0, 0, 0],
         "shared_bytes": 1000,
         "params": [
-            {"address": x.unsafe_buffer_pointer()} | tensor_map,
+            {"address": x.unsafe_buffer_pointer()} | MAP_ENCODED,
             result.unsafe_buffer_pointer() + 16,
             -7,
             -(2**40),
@@ -132,6 +134,15 @@ def test_a_persistent_grid_fits_the_device_in_whole_clusters(fake, grid, cluster
     (launched,) = fake.calls("cuLaunchKernelEx")
     assert launched["grid"] == [expected, 1, 1]
     assert launched["cluster"] == ([0, 0, 0] if cluster == (1, 1, 1) else list(cluster))
+
+
+@pytest.mark.parametrize("kind", ENCODED)
+def test_every_kind_of_tensor_map_reaches_the_driver(fake, kind):
+    tensor_map, encoded = ENCODED[kind]
+    x = jnp.asarray(X)
+    caller(make_launch(params=(tensor_map,), kernel="kernel_m"))(x).block_until_ready()
+    (launched,) = fake.calls("cuLaunchKernelEx")
+    assert launched["params"] == [{"address": x.unsafe_buffer_pointer() + tensor_map.byte_offset} | encoded]
 
 
 def test_addresses_are_replaced_and_nothing_is_prepared_twice(fake):
@@ -195,15 +206,13 @@ def expect_error(launch: Launch, *parts: str, x=X) -> None:
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "call",
-    ["cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelSetAttribute", "cuTensorMapEncodeTiled", "cuLaunchKernelEx"],
-)
+@pytest.mark.parametrize("call", CALLS)
 def test_a_driver_failure_is_an_error_that_says_where(fake, call):
+    tensor_map, _ = ENCODED[CALLS[call]]
     fake.fail(call, 719)
     expect_error(
-        make_launch(),
-        "ffi/launcher/launcher.cc:",
+        make_launch(params=(tensor_map, Pointer(1), Int32(0), Int64(0))),
+        "ffi/launcher/encode.cc:" if "Encode" in call else "ffi/launcher/launcher.cc:",
         f"{call}(",
         "CUDA_ERROR_FAKE (the test asked for it)",
         "kernel kernel_mpil",
@@ -269,16 +278,35 @@ def exported(attributes: dict) -> bytearray:
         (lambda now, old: now | {"format": np.int64(FORMAT + 1)}, f"the program's has format {FORMAT + 1}"),
         (lambda now, old: {name: value for name, value in now.items() if name != "format"}, "has no format number"),
         (lambda now, old: old, "has no format number"),
-        (lambda now, old: {"format": np.int64(FORMAT - 1)}, f"the program's has format {FORMAT - 1}"),
+        (lambda now, old: {"format": np.int64(0)}, "the program's has format 0"),
     ],
     ids=["later", "none", "release 0.1", "nothing else"],
 )
 def test_an_exported_program_of_another_format_is_refused(fake, change, found):
     attributes = change(Call((make_launch(),)).attributes(), release_0_1(make_launch()))
     program = jax.export.deserialize(exported(attributes))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"reads launch plans of format {FORMAT}.*{found}.*re-export"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"plans of formats 1 to {FORMAT}, .*{found}.*re-export"):
         jax.block_until_ready(program.call(X))
     assert fake.calls() == []  # no driver is asked for anything
+
+
+# The plan of make_launch as format 1 had it; its third word is the size of the cubin.
+PLAN_1 = (1, 0, 0, 1000, 3, 2, 384, 1, 1, 1, 1, 1, 1000, 0, 4)
+PLAN_1 += (0, 0, 0, 7, 2, 3, 2, 64, 32, 256, 32, 16, 1, 1, 16, 2, -7, 3, -(2**40))
+
+
+def test_an_exported_program_of_format_1_runs(fake):
+    plan = np.array([*PLAN_1[:2], len(CUBIN), *PLAN_1[3:]], np.int64)
+    attributes = {"format": np.int64(1), "kernel": "kernel_mpil", "cubin": CUBIN, "plan": plan}
+    jax.block_until_ready(jax.export.deserialize(exported(attributes)).call(X))
+    (old,) = fake.calls("cuLaunchKernelEx")
+    fake.library.fake_reset()
+    caller(make_launch())(X).block_until_ready()
+    (now,) = fake.calls("cuLaunchKernelEx")
+    for launched in (old, now):
+        del launched["params"][0]["address"], launched["params"][1]
+    assert old == now
+    assert old["params"][0] == MAP_ENCODED
 
 
 def test_an_exported_program_of_this_format_runs(fake):

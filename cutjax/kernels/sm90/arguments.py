@@ -121,7 +121,7 @@ def _operand_map(
     if operand.contiguous == "k":
         box = operand.elements(128), tile // share
         found = matrix_map(buffer, operand.dtype, (k, rows), of, box, 128, l2_bytes)
-        return dataclasses.replace(found, tf32=operand.dtype == np.float32)
+        return dataclasses.replace(found, element="tfloat32" if operand.dtype == np.float32 else "")
     depth = config.bk if -(-tile // chunk) % share == 0 else config.bk // share
     return matrix_map(buffer, operand.dtype, (rows, k), of, (chunk, depth), chunk * 2, l2_bytes)
 
