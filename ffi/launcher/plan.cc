@@ -88,16 +88,17 @@ ffi::Error DecodeWalk(Reader& reader, TensorMap& map) {
 // From the first byte of the tensor to the last it can reach.
 ffi::Error ComputeExtent(TensorMap& map) {
   map.extent_bytes = (map.dims[0] * kElementBits[map.dtype] + 7) / 8;
-  for (size_t i = 1; i < map.rank; ++i) {
-    // Slices of channels lie between rows and images, so interleaved images are taken whole.
-    const bool whole = map.interleave != CU_TENSOR_MAP_INTERLEAVE_NONE && i == map.rank - 1;
-    uint64_t span;
-    if (__builtin_mul_overflow(map.dims[i] - !whole, map.strides[i - 1], &span) ||
-        __builtin_add_overflow(map.extent_bytes, span, &map.extent_bytes)) {
-      return Invalid("tensor map covers more than 2^64 bytes");
-    }
+  uint64_t span = 0;
+  bool fits = true;
+  for (size_t i = 1; i < map.rank && fits; ++i) {
+    fits = !__builtin_mul_overflow(map.dims[i] - 1, map.strides[i - 1], &span) &&
+           !__builtin_add_overflow(map.extent_bytes, span, &map.extent_bytes);
   }
-  return ffi::Error::Success();
+  if (fits && map.interleave != CU_TENSOR_MAP_INTERLEAVE_NONE) {  // slices of channels lie between rows and images
+    fits = !__builtin_mul_overflow(map.dims[map.rank - 1], map.strides[map.rank - 2], &span);
+    map.extent_bytes = std::max(map.extent_bytes, span);
+  }
+  return fits ? ffi::Error::Success() : Invalid("tensor map covers more than 2^64 bytes");
 }
 
 // Checks every word, and the rules that say which memory is read. Others of the driver's it checks itself.

@@ -58,7 +58,7 @@ struct TensorMap {
   uint64_t dims[kMaxRank];          // inner first, as all that follow
   uint64_t strides[kMaxRank] = {};  // in bytes, of dims[1] and up
   uint32_t element_strides[kMaxRank] = {1, 1, 1, 1, 1};
-  uint32_t box[kMaxRank];             // kTiled
+  uint32_t box[kMaxRank] = {};        // kTiled
   int lower[kMaxRank - 2] = {};       // kIm2col: of dims[1] up to the last but one; kIm2colW*: of dims[1]
   int upper[kMaxRank - 2] = {};       // the same
   uint32_t channels = 0, pixels = 0;  // all but kTiled

@@ -81,10 +81,9 @@ def tensor_maps(draw) -> TensorMap:
 @given(tensor_maps())
 def test_every_valid_tensor_map_round_trips(tensor_map):
     extent = -(-tensor_map.dims[0] * ELEMENTS[tensor_map.element] // 8)
-    counts = [d - 1 for d in tensor_map.dims[1:]]
+    extent += sum((d - 1) * s for d, s in zip(tensor_map.dims[1:], tensor_map.strides, strict=True))
     if tensor_map.interleave:
-        counts[-1] += 1
-    extent += sum(d * s for d, s in zip(counts, tensor_map.strides, strict=True))
+        extent = max(extent, tensor_map.dims[-1] * tensor_map.strides[-1])
     if extent >= 2**64:
         with pytest.raises(ValueError, match="more than 2\\^64 bytes"):
             described(tensor_map)
@@ -113,6 +112,13 @@ def test_every_valid_tensor_map_round_trips(tensor_map):
         expected["box"] = walk
     text = {name: ",".join(map(str, x)) if isinstance(x, tuple) else str(x) for name, x in expected.items()}
     assert dict(field.split("=") for field in described(tensor_map).split()[1:]) == text
+
+
+def test_interleaved_images_reach_as_far_as_their_slices():
+    n, c, h, w = 3, 32, 5, 7
+    strides = (16, w * 16, c // 8 * h * w * 16)
+    tensor_map = TensorMap(0, np.dtype("f2"), (c, w, h, n), strides, (8, 1, 1, 1), 0, interleave=16)
+    assert f"extent_bytes={2 * n * c * h * w}" in described(tensor_map)
 
 
 def test_a_record_of_format_1_is_read():
