@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend import core
 from jax.interpreters import mlir
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jaxlib.mlir import ir
 
 from cutjax.binding.placement import Labels, Placement, Rule, place
-from cutjax.binding.rules import any_divided
+from cutjax.binding.rules import explicit_axes, on_mesh
 from cutjax.runtime.backends import partial_sums
 
 
@@ -189,21 +188,17 @@ def lower(
     name = hashlib.sha256(repr(what).encode()).hexdigest()
     owner = outs[0].owner
     owner.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get({"cutjax": ir.StringAttr.get(name)})
-    return _where_types_say(ctx, outs) if any_divided(*avals, *ctx.avals_out) else outs
+    return _where_types_say(ctx, outs) if explicit_axes(on_mesh(*avals, *ctx.avals_out).mesh) else outs
 
 
 def _where_types_say(ctx: mlir.LoweringRuleContext, outs: Sequence[Any]) -> Sequence[Any]:
-    """Lowers constraints by which results lie on explicit mesh axes as their types say; on others where they may."""
-    avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
-    given = next(x.sharding.mesh for x in avals if not x.sharding.mesh.empty)
-    free = None if all(kind == AxisType.Explicit for kind in given.axis_types) else jax.P.UNCONSTRAINED
-    kinds = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in given.axis_types)
-    mesh = jax.sharding.AbstractMesh(given.axis_sizes, given.axis_names, axis_types=kinds)
-    there = [NamedSharding(mesh, jax.P(*(over or free for over in x.sharding.spec))) for x in ctx.avals_out]
+    """Lowers what makes results lie on explicit mesh axes as their types say, and on others where they may."""
+    given = on_mesh(*ctx.avals_in, *ctx.avals_out).mesh
+    there = [NamedSharding(given, x.sharding.spec) for x in ctx.avals_out]
 
     def lying(*xs: jax.Array) -> list[jax.Array]:
-        with jax.sharding.use_abstract_mesh(mesh):
-            return list(map(lax.with_sharding_constraint, xs, there))
+        with jax.sharding.use_abstract_mesh(given):
+            return list(map(jax.reshard, xs, there))
 
     nowhere = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_out]
     return mlir.lower_fun(lying, multiple_results=True)(ctx.replace(avals_in=nowhere, tokens_out=None), *outs)

@@ -201,3 +201,20 @@ def test_several_weights_on_a_mixed_mesh():
         expected = jax.jit(lambda x, a, b: (x @ a) * (x @ b))(x, a, b)
         assert jax.typeof(got) == jax.typeof(expected)
         np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.versions
+def test_what_is_whole_on_an_explicit_axis_lies_whole_beside_an_automatic_one():
+    """The gradient of a whole w where x is divided, and a result that something divides later."""
+    mesh = jax.make_mesh((2, 4), ("d", "m"), axis_types=(jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit))
+
+    def program(f, x, w):
+        y = f(w, w)
+        return jax.grad(lambda w: jnp.sin(f(x, w)).sum())(w), y, jax.reshard(y, P("m"))
+
+    with jax.set_mesh(mesh):
+        args = jax.device_put(integers(0, (2, 8)), P(None, "m")), jax.device_put(integers(1, (8, 8)), P())
+        for f in (cutjax.gemm, lambda x, w: cutjax.gemm(x, w, epilogue=jnp.sin)):
+            gradient, whole, divided = jax.jit(functools.partial(program, f))(*args)
+            assert not any((*gradient.sharding.spec, *whole.sharding.spec))
+            assert divided.sharding.spec == P("m", None)
