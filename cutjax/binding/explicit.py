@@ -17,15 +17,21 @@ from jax.sharding import AxisType, NamedSharding
 
 from cutjax.binding.rules import any_divided, any_reduced, names_of
 
+_FUNCTIONS = {"epilogue", "activation"}  # arguments that may capture arrays
+
 Axes = Any  # of one axis of an array: the mesh axes it is divided over, a name, several or None
 
 
-def automatic(lies: Callable[..., Callable[[Any], list[Axes]]]) -> Callable[..., Any]:
+def automatic(
+    lies: Callable[..., Callable[[Any], list[Axes]]], captured: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """Decorates an operation so that it takes arrays divided over explicit mesh axes.
 
     Args:
       lies: of the operation's arguments, by name: returns a function of a result, abstract, which says over which mesh
         axes each of its axes is divided. Of mesh axes named twice the first counts.
+      captured: ``epilogue.captured.on_automatic_axes`` of an operation with an epilogue or an activation: makes of that
+        function one of arrays on automatic axes, whatever it captures.
     """
 
     def decorate(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,6 +51,9 @@ def automatic(lies: Callable[..., Callable[[Any], list[Axes]]]) -> Callable[...,
                 for i, x in zip(places, arrays, strict=True):
                     found[i] = x
                 args, kwargs = jax.tree.unflatten(tree, found)
+                for name in _FUNCTIONS & kwargs.keys():
+                    if captured and callable(kwargs[name]):
+                        kwargs[name] = captured(kwargs[name], mesh, lambda x: once(of_result(x)))
                 return operation(*args, **kwargs)
 
             avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type) for x in arrays]

@@ -76,6 +76,12 @@ def bind_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def placed_anywhere(eqn: Any) -> Any:
+    """Returns an equation that does not say how its results lie on explicit axes."""
+    said = {name: None for name in ("sharding", "out_sharding") if eqn.params.get(name) is not None}
+    return eqn.replace(params={**eqn.params, **said}) if said else eqn
+
+
 def evaluate(
     jaxpr: Any, consts: Iterable[Any], args: Iterable[Any], step: Callable[..., list[Any]] = bind_equation
 ) -> list[Any]:

@@ -14,7 +14,7 @@ from jax import lax
 
 from cutjax.binding import rules
 from cutjax.binding.rules import explicit_axes
-from cutjax.epilogue.jaxpr import any_equation, bind_equation, has_rule, reverse_only
+from cutjax.epilogue.jaxpr import any_equation, bind_equation, has_rule, placed_anywhere, reverse_only
 from cutjax.fusion.contraction import RAGGED
 from cutjax.fusion.jaxprs import Graph, bodies, is_literal, opened, variables, with_bodies, with_equations
 from cutjax.fusion.region import Region
@@ -81,7 +81,7 @@ def placed(made: Template, inputs: Sequence[Any], outvars: Sequence[Any], site: 
 def function(graph: Graph, region: Region) -> Callable[..., list[Any]]:
     """Returns the function of a region. It keeps equations alive, not the program."""
     members = [graph.eqns[i] for i in region.members]
-    eqns = [_placed_anywhere(graph.eqns[i]) for i in region.tail]
+    eqns = [placed_anywhere(graph.eqns[i]) for i in region.tail]
     makers = [graph.eqns[graph.producer[x]] for x in region.results]
     factors_of = [graph.eqns[i].invars for i in region.products]
     inputs, results, accumulators = region.inputs, region.results, region.accumulators
@@ -176,12 +176,6 @@ def _automatic(call: Callable[..., list[Any]], outs: Sequence[Any]) -> Callable[
             return placed(*args)
 
     return automatic
-
-
-def _placed_anywhere(eqn: Any) -> Any:
-    """Returns an equation that does not say how its results lie on explicit axes."""
-    said = {name: None for name in ("sharding", "out_sharding") if eqn.params.get(name) is not None}
-    return eqn.replace(params={**eqn.params, **said}) if said else eqn
 
 
 def product_of(eqn: Any) -> Any:

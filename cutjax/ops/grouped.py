@@ -11,6 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
 from cutjax.binding.explicit import automatic, axes, rows_by_columns
+from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.kernels.families import AnyConfig
 from cutjax.ops.arguments import (
     check_batch,
@@ -33,7 +34,7 @@ from cutjax.runtime import backends
 LAYOUTS = ("nn", "nt")
 
 
-@automatic(lambda x, w, layout="nn", **_: rows_by_columns(x, w, layout))
+@automatic(lambda x, w, layout="nn", **_: rows_by_columns(x, w, layout), on_automatic_axes)
 def grouped_gemm(
     x: ArrayLike,
     w: Weights | tuple[Weights, ...],

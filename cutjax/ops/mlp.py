@@ -16,6 +16,7 @@ from cutjax import dot_precision
 from cutjax.binding.explicit import automatic, rows_by_columns
 from cutjax.binding.rules import match_varying, with_rank
 from cutjax.dtypes import are_narrow
+from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.ops.arguments import check_batch, contracted, group_sizes_of, local_sizes, promote, result_of, travel_dtype
 from cutjax.ops.quantized import Weights, is_quantized, scales_of, times, values_of
 from cutjax.parallel.fused import divided_mlp
@@ -123,7 +124,7 @@ def mlp(
     return _chained("mlp", Dense(layout), hidden, a, ws, v, (), biases, last, scales, **params)
 
 
-@automatic(lambda x, w2, layout="nn", **_: rows_by_columns(x, w2, layout))
+@automatic(lambda x, w2, layout="nn", **_: rows_by_columns(x, w2, layout), on_automatic_axes)
 def grouped_mlp(
     x: ArrayLike,
     w1: Weights,

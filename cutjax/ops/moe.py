@@ -18,6 +18,7 @@ from cutjax import dot_precision
 from cutjax.binding.explicit import automatic, axes
 from cutjax.binding.rules import match_varying
 from cutjax.dtypes import are_narrow
+from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.ops.arguments import contracted, integer
 from cutjax.ops.mlp import check_activation, grouped_mlp
 from cutjax.ops.quantized import Weights, values_of
@@ -30,7 +31,7 @@ from cutjax.primitives.routing import Routing
 from cutjax.runtime import backends
 
 
-@automatic(lambda x, **_: lambda out: [axes(x, i - out.ndim) for i in range(out.ndim)])
+@automatic(lambda x, **_: lambda out: [axes(x, i - out.ndim) for i in range(out.ndim)], on_automatic_axes)
 def moe(
     x: ArrayLike,
     router_logits: ArrayLike,

@@ -272,7 +272,8 @@ def _transpose(g: Any, *values: Any, chain: Chain, present: tuple[bool, ...]) ->
         """Returns the cotangents of the inputs with tangents, from that of h before it was rounded."""
         acc_dots = [None if dot is None else jnp.zeros(acc.shape, dot.dtype) for dot in like[:n]]
         along, at = derivative.restrict(wide, acc.shape, accs, _shaped(operands, like[n:]), acc_dots, like[n:])
-        found = jax.vjp(lambda *args: along(*args)[0], *at)[1](acc)
+        dot, pull = jax.vjp(lambda *args: along(*args)[0], *at)
+        found = pull(lying_as(acc, jax.typeof(dot)))
         return [x.astype(dot.dtype) for x, dot in zip(found, (d for d in like if d is not None), strict=True)]
 
     arithmetic = chain.arithmetic

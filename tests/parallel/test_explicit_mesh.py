@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import normal
 from operations import OPERATIONS, M, arrays, differentiable, operands, uses
 
 import cutjax
@@ -112,3 +113,33 @@ def test_results_lie_as_the_operands():
         assert outer.sharding.spec == jax.P(None, "y", "x")
         layer = jax.jit(lambda x: cutjax.moe(x, put(found["logits"], "x"), found["g"], found["u"], found["d"]))(x)
         assert layer.sharding.spec == jax.P("x", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"), [("grouped_gemm", False), ("grouped_mlp", False), ("moe", False), ("moe", True)]
+)
+def test_captured_arrays(name, whole):
+    """What a function captures may lie on explicit axes too; its gradient lies alike."""
+    shapes = (8, 16), (3, 16, 8), (3, 8, 16), (8,), (8, 8)
+    given = [normal(i, shape) / 4 for i, shape in enumerate(shapes)]
+    specs = [*(() if whole else ("x",), () if whole else (None, None, "y"), (), ("y",), () if whole else ("x", "y"))]
+    sizes = np.array([3, 2, 1])
+
+    def program(x, w, v, bias, mask):
+        activation = lambda acc: jax.nn.softplus(acc + jnp.tanh(bias))  # noqa: E731
+        masked = lambda acc: jnp.where(mask > 0, activation(acc), acc * mask)  # noqa: E731
+        y = {
+            "grouped_gemm": lambda: cutjax.grouped_gemm(x, w, sizes, epilogue=masked),
+            "grouped_mlp": lambda: cutjax.grouped_mlp(x, w, v, sizes, activation=activation),
+            "moe": lambda: cutjax.moe(x, x[:, :3], w, w, v, activation=activation),
+        }[name]()
+        return jnp.sin(y).sum()
+
+    both = jax.value_and_grad(program, (0, 1, 3, 4))
+    without = jax.jit(both)(*given)
+    with jax.set_mesh(jax.make_mesh((2, 2), ("x", "y"), axis_types=(EXPLICIT, EXPLICIT), devices=jax.devices()[:4])):
+        there = [jax.device_put(x, jax.P(*spec)) for x, spec in zip(given, specs, strict=True)]
+        got = jax.jit(both)(*there)
+        for i, gradient in zip((0, 1, 3, 4), got[1], strict=True):
+            assert jax.typeof(gradient) == jax.typeof(there[i])
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), got, without)
