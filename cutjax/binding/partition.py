@@ -23,7 +23,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 from jaxlib.mlir import ir
 
-from cutjax.binding.placement import Labels, Placement, Rule, place
+from cutjax.binding.placement import Arrays, Labels, Placement, Rule, place
 from cutjax.binding.rules import explicit_axes, on_mesh
 from cutjax.runtime.backends import partial_sums
 
@@ -153,7 +153,7 @@ def lower(
         shapes = [x.shape for x in (*operands, *ctx.avals_out)]
         found = [[_axes(x, i) for i in range(len(x.shape))] for x in (*operands, *results)]
         n = len(operands)
-        return place(rule, dict(mesh.shape), shapes, found[:n], found[n:], avals[0].dtype.itemsize)
+        return place(Arrays(rule, dict(mesh.shape), shapes, found[:n], found[n:], avals[0].dtype.itemsize))
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         placement = placed(mesh, operands, results)

@@ -99,55 +99,79 @@ class Placement:
         return jax.P(*(of(label) or None for label in labels))
 
 
-def place(
-    rule: Rule,
-    mesh: Mapping[str, int],
-    shapes: Sequence[Sequence[int]],
-    operands: Sequence[Any],
-    results: Sequence[Any],
-    itemsize: int = 4,
-) -> Placement:
-    """Returns the placement of an operation that moves the fewest bytes, told how XLA places its arrays.
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """The arrays of an operation that is to be divided, as XLA places them.
 
-    Where operands want one mesh axis for different axes, either goes first, and summed axes that they divide
-    differently are divided as far as they agree, or whole: of these the one that moves the fewest bytes.
-
-    Args:
+    Attributes:
       rule: the names of the axes.
       mesh: the sizes of the mesh axes by name.
       shapes: of the operands and the results.
       operands, results: the mesh axes of each axis of each array, tuples; no results where nothing is known of them.
       itemsize: bytes of an element of an operand.
     """
-    given = rule, mesh, shapes, operands, results, itemsize
-    factors = tuple(range(rule.factors))
-    first = _placed(*given, factors, "agreed")
-    if all(have == need for have, need in _needs(rule, first, operands)) and not rule.early(first):
+
+    rule: Rule
+    mesh: Mapping[str, int]
+    shapes: Sequence[Sequence[int]]
+    operands: Sequence[Any]
+    results: Sequence[Any]
+    itemsize: int = 4
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis that has a name."""
+        named = zip((*self.rule.operands, *self.rule.results), self.shapes, strict=True)
+        return {label: size for labels, shape in named for label, size in zip(labels, shape, strict=True) if label}
+
+    @functools.cached_property
+    def wanted(self) -> dict[str, tuple[str, ...]]:
+        """The mesh axes over which each axis of a result is to be divided, the first result's that are any."""
+        wanted: dict[str, tuple[str, ...]] = {}
+        for labels, spec in zip(self.rule.results, self.results, strict=False):
+            for label, over in zip(labels, spec, strict=True):
+                if label and over:
+                    wanted.setdefault(label, over)
+        return wanted
+
+    def asked(self, factors: Sequence[int]) -> dict[str, list[tuple[str, ...]]]:
+        """Returns the mesh axes over which factors, in an order, divide each axis."""
+        asked: dict[str, list[tuple[str, ...]]] = {}
+        for i in factors:
+            for label, over in zip(self.rule.operands[i], self.operands[i], strict=True):
+                if label:
+                    asked.setdefault(label, []).append(over)
+        return asked
+
+
+def place(arrays: Arrays) -> Placement:
+    """Returns the placement of an operation that moves the fewest bytes.
+
+    Where operands want one mesh axis for different axes, either goes first, and summed axes that they divide
+    differently are divided as far as they agree, or whole: of these the one that moves the fewest bytes.
+    """
+    factors = tuple(range(arrays.rule.factors))
+    first = _placed(arrays, factors, "agreed")
+    if all(have == need for have, need in _needs(arrays, first)) and not arrays.rule.early(first):
         return first  # nothing moves
     others = [(order, sums) for order in (factors, factors[::-1]) for sums in SUMS]
-    return min((first, *(_placed(*given, *x) for x in others)), key=lambda placement: _moved(placement, *given))
+    return min((first, *(_placed(arrays, *x) for x in others)), key=lambda placement: _moved(placement, arrays))
 
 
 SUMS = ("agreed", "whole", "first")  # divided as far as operands agree, not at all, as in the first of them
 
 
-def _needs(rule: Rule, placement: Placement, operands: Sequence[Any]) -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
+def _needs(arrays: Arrays, placement: Placement) -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
     """Returns the mesh axes that divide each axis of each factor, as it lies and as it is needed."""
-    for labels, have in zip(rule.operands[: rule.factors], operands, strict=False):
+    rule = arrays.rule
+    for labels, have in zip(rule.operands[: rule.factors], arrays.operands, strict=False):
         whole = (None, *rule.gathered)
         yield have, [() if label in whole else placement.axes.get(label or "", ()) for label in labels]
 
 
-def _moved(
-    placement: Placement,
-    rule: Rule,
-    mesh: Mapping[str, int],
-    shapes: Sequence[Sequence[int]],
-    operands: Sequence[Any],
-    results: Sequence[Any],
-    itemsize: int,
-) -> int:
+def _moved(placement: Placement, arrays: Arrays) -> int:
     """Returns the bytes that a device is sent: of operands, of sums, and of results that are wanted elsewhere."""
+    rule, mesh, shapes, itemsize = arrays.rule, arrays.mesh, arrays.shapes, arrays.itemsize
 
     def moved(shape: Sequence[int], have: Sequence[Any], need: Sequence[Any]) -> int:
         before, after = ({axis: i for i, over in enumerate(spec) for axis in over} for spec in (have, need))
@@ -157,10 +181,10 @@ def _moved(
         return 0
 
     total = 0
-    for (have, need), shape in zip(_needs(rule, placement, operands), shapes, strict=False):
+    for (have, need), shape in zip(_needs(arrays, placement), shapes, strict=False):
         total += itemsize * moved(shape, have, need)
     late = rule.early(placement)
-    for labels, shape, wanted in zip(rule.results, shapes[len(rule.operands) :], results, strict=False):
+    for labels, shape, wanted in zip(rule.results, shapes[len(rule.operands) :], arrays.results, strict=False):
         have = [placement.over(label) for label in labels]
         total += itemsize * moved(shape, have, wanted)
         passes = 1 if any(placement.scattered.values()) else 2
@@ -169,33 +193,12 @@ def _moved(
     return total
 
 
-def _placed(
-    rule: Rule,
-    mesh: Mapping[str, int],
-    shapes: Sequence[Sequence[int]],
-    operands: Sequence[Any],
-    results: Sequence[Any],
-    itemsize: int,
-    factors: Sequence[int],
-    sums: str,
-) -> Placement:
+def _placed(arrays: Arrays, factors: Sequence[int], sums: str) -> Placement:
     """Returns the placement of an operation where the first factor in that order counts most.
 
     ``sums`` says it of a summed axis that not all operands divide alike: one of ``SUMS``.
     """
-    sizes: dict[str, int] = {}
-    asked: dict[str, list[tuple[str, ...]]] = {}
-    for labels, shape in zip((*rule.operands, *rule.results), shapes, strict=True):
-        sizes |= {label: size for label, size in zip(labels, shape, strict=True) if label}
-    for i in factors:
-        for label, over in zip(rule.operands[i], operands[i], strict=True):
-            if label:
-                asked.setdefault(label, []).append(over)
-    wanted: dict[str, tuple[str, ...]] = {}
-    for labels, spec in zip(rule.results, results, strict=False):
-        for label, over in zip(labels, spec, strict=True):
-            if label and over:
-                wanted.setdefault(label, over)
+    rule, mesh, sizes, wanted, asked = arrays.rule, arrays.mesh, arrays.sizes, arrays.wanted, arrays.asked(factors)
     axes: dict[str, tuple[str, ...]] = {}
     scattered: dict[str, tuple[str, ...]] = {}
     taken: set[str] = set()
@@ -220,7 +223,7 @@ def _placed(
             exact = exact or bool(specs[0])
         elif found := functools.reduce(_common, specs):
             extend(label, found)
-        elif found := _one_side(factors, rule, label, mesh, sizes, asked, wanted, itemsize):
+        elif found := _one_side(arrays, factors, label):
             extend(label, found)
             exact = True
     summed = set(taken)
@@ -249,21 +252,13 @@ def _placed(
     return Placement(dict(mesh), axes, scattered, exact)
 
 
-def _one_side(
-    factors: Sequence[int],
-    rule: Rule,
-    label: str,
-    mesh: Mapping[str, int],
-    sizes: Mapping[str, int],
-    asked: Mapping[str, list[tuple[str, ...]]],
-    wanted: Mapping[str, tuple[str, ...]],
-    itemsize: int,
-) -> tuple[str, ...]:
+def _one_side(arrays: Arrays, factors: Sequence[int], label: str) -> tuple[str, ...]:
     """Returns the mesh axes over which one operand alone divides a summed axis, if sums move less than the operand.
 
     The others are whole there, so that each device has its part of them; or another axis of theirs is divided alike,
     and an all-to-all moves them.
     """
+    rule, mesh, sizes, wanted, asked = arrays.rule, arrays.mesh, arrays.sizes, arrays.wanted, arrays.asked(factors)
     found = [axes for axes in asked.get(label, ()) if axes]
     if len(found) != 1:
         return ()
@@ -286,8 +281,8 @@ def _one_side(
     moving = [labels for labels in holders if elsewhere.keys() & {*labels}]
     # What adds up in f32 passes twice over each link, once where the result keeps its part; what gathers passes once.
     passes = 1 if any({*summed} <= {*wanted.get(name or "", ())} for name in rule.results[0]) else 2
-    sums = passes * 4 * elements(rule.results[0], summed) + sum(itemsize * elements(x) for x in moving)
-    return summed if sums <= itemsize * elements(operand, summed) else ()
+    sums = passes * 4 * elements(rule.results[0], summed) + sum(arrays.itemsize * elements(x) for x in moving)
+    return summed if sums <= arrays.itemsize * elements(operand, summed) else ()
 
 
 def _common(p: tuple[str, ...], q: tuple[str, ...]) -> tuple[str, ...]:

@@ -404,7 +404,7 @@ def test_programs_with_other_epilogues_have_other_texts():
 
 
 def placed(rule, shapes, operands, results=(), itemsize=4):
-    return placement.place(rule, {D: 2, T: 4}, shapes, operands, results, itemsize)
+    return placement.place(placement.Arrays(rule, {D: 2, T: 4}, shapes, operands, results, itemsize))
 
 
 RULE = placement.Rule((("m", "k"), ("k", "n")), (("m", "n"),), 2, ("k",))
