@@ -143,12 +143,7 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
                 return partition.lower(ctx, args, primitive, rules, params, devices, asked)
             zeros = [functools.partial(jnp.zeros, x.shape, x.dtype) for x in ctx.avals_out]
             return mlir.lower_fun(lambda *_: [zero() for zero in zeros])(ctx, *args)
-        programs = ctx.module_context.platforms
-        if len(programs) > 1 and getattr(params.get("product"), "loops", False) and any(map(symbolic, ctx.avals_in)):
-            # Of a conditional between loops over symbolic sizes XLA's compiler for CPUs ends the process (jax 0.12).
-            why = f"groups of rows of symbolic sizes are exported for one platform at a time, not for {programs}"
-            raise NotImplementedError(f"{params['product'].where}: {why}")
-        platform = ", ".join(ctx.platforms or programs)
+        platform = ", ".join(ctx.platforms or ctx.module_context.platforms)
         decision = decide(primitive, ctx.avals_in, params, platform=platform, divided=divided)
         later = rules and devices and platform == "cuda" and rules.later(**params)
         if decision.runs == "error" and not later:

@@ -38,7 +38,6 @@ class Product:
 
     Attributes:
       where: the operation, as errors name it.
-      loops: whether the reference is a loop over blocks of data's number.
       unary: whether the product is of a alone, and there is no b.
       axes: how many axes of its own a has, b has unless the product is unary, and each array of the context.
       primitive: the primitive that ``define_product`` made.
@@ -46,7 +45,6 @@ class Product:
     """
 
     where: ClassVar[str]
-    loops: ClassVar[bool] = False
     unary: ClassVar[bool] = False
     axes: ClassVar[tuple[int, ...]]
     primitive: ClassVar[core.Primitive]

@@ -44,7 +44,6 @@ class _InGroups(Product):
     """
 
     leading: bool
-    loops = True
 
     def window(self, placement: Placement, sizes: jax.Array, m: int) -> tuple[bool, jax.Array]:
         """The sizes of a device's groups in its ``m`` rows, and True if they start with the rows before the first."""

@@ -38,7 +38,7 @@ class _Blocks:
         if not jax.export.is_symbolic_dim(m):
             self.block = min(m, widest, max(8, 1 << (m // self.groups).bit_length()))
         counts = (ends - starts + (self.block - 1)) // self.block
-        lasts = jnp.cumsum(counts, dtype=jnp.int32)
+        lasts = _sums(counts) if jax.export.is_symbolic_dim(m) else jnp.cumsum(counts, dtype=jnp.int32)
         self.count, self.bound = lasts[-1], math.prod(batch) * (m // self.block + self.groups)
         # All groups in a row, one of no rows at the end; and whose visit each is: the group's before which as many end.
         self.starts, self.ends, self.firsts = (jnp.pad(x, (0, 1)) for x in (starts, ends, lasts - counts))
@@ -57,6 +57,16 @@ class _Blocks:
         # On CUDA a number of blocks that is data would come to the host after each of them.
         known = self.on_cuda and not jax.export.is_symbolic_dim(self.bound)
         return lax.fori_loop(0, self.bound if known else self.count, body, init)
+
+
+def _sums(x: jax.Array) -> jax.Array:
+    """Returns the cumulative sums of integers.
+
+    What ``jnp.cumsum`` becomes in a program that is exported for several platforms, with symbolic sizes, XLA's compiler
+    for CPUs cannot compile, and ends the process (jax 0.12).
+    """
+    (size,) = x.shape
+    return lax.reduce_window(x, np.zeros((), x.dtype), lax.add, (size,), (1,), [(size - 1, 0)])
 
 
 def _flat_index(batch: Sequence[int], full: Sequence[int]) -> jax.Array:
