@@ -73,7 +73,11 @@ def define(
         with jax.disable_jit(False):  # or the jit below would bind, hence come back here, without end
             return compiled(tuple(params))(*args, **params)
 
-    batching.primitive_batchers[primitive] = batch
+    def batched(args: Any, dims: Any, **params: Any) -> Any:
+        # What spmd_axis_name maps in a shard_map varies over that mesh axis, the other arguments do not yet.
+        return batch(rules.match_varying(*args), dims, **params)
+
+    batching.primitive_batchers[primitive] = batched
     if jvp is not None:
         ad.primitive_jvps[primitive] = jvp
     if transpose is not None:
