@@ -23,8 +23,8 @@ class Argument:
     Attributes:
       declaration: as the signature has it.
       value: what a launch passes.
-      to: which part of the kernel takes it: "" the kernel itself, "b" and "d" its lists of tensor maps, "splits" what
-        counts those, or a constructor's, "extras", "partials", "scheduler" or "rows".
+      to: which part of the kernel takes it: "" the kernel itself, "a" and "b" what loads those operands, "d" the list of
+        its tensor maps, "splits" what counts those, or a constructor, "extras", "partials", "scheduler" or "rows".
     """
 
     declaration: str

@@ -40,8 +40,8 @@ def _signature(staging: Staging, arguments: Sequence[Argument]) -> str:
     strided = any(argument.name == "d_step0" for argument in arguments)
     result = "i(d_step0, d_step1, d_step2)" if strided else "work.result"
     return f"""#define PARAMETERS {", ".join(argument.declaration for argument in arguments)}
-#define MAPS_A {{{passed("a")[2:]}}}
-#define MAPS_B {{{passed("b")[2:]}}}
+#define SOURCE_A {{{passed("a")[2:]}}}
+#define SOURCE_B {{{passed("b")[2:]}}}
 #define MAPS_D {{{", ".join(maps)}}}
 #define EXTRAS_ARGUMENTS {passed("extras")}
 #define PARTIALS_ARGUMENTS {passed("partials")}

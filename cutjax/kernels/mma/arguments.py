@@ -73,7 +73,7 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
         for i, buffer in enumerate(buffers[1:]):
             yield _map(f"map_b{i}", _operand_map(kernel, buffer, p.bs[i], p.n, of_b, c.bn), "b")
     else:
-        yield Argument("const char* base_a", Pointer(buffers[0]))
+        yield Argument("const char* base_a", Pointer(buffers[0]), "a")
         for i, buffer in enumerate(buffers[1:]):
             yield Argument(f"const char* base_b{i}", Pointer(buffer), "b")
     scalars = {"m": p.m, "n": p.n, "k": p.k, "raster": c.raster, "batch": p.batch_size}
@@ -83,9 +83,9 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
         if not c.tma:
             scalars[f"{name}_pitch"] = operand.elements(of.row_bytes)
     for name, value in scalars.items():
-        yield integer(name, value)
+        yield integer(name, value, {"a_pitch": "a", "b_pitch": "b"}.get(name, ""))
     for name, of, operand in (("a", of_a, p.a), ("b", of_b, p.bs[0])) if not c.tma else ():
-        yield Argument(f"i64 {name}_apart", Int64(operand.elements(of.bytes)))
+        yield Argument(f"i64 {name}_apart", Int64(operand.elements(of.bytes)), name)
     if p.order:
         of_d = matrices(p, p.batch, p.m, p.n, p.order)  # in elements: results of any size lie alike
         for j, step in enumerate(of_d.steps):

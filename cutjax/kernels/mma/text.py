@@ -89,7 +89,6 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "mma/instruction.cuh",
             *_multiply(kernel),
             epilogue_text(kernel.staging, arguments, problem.divided),
-            f"#define BASES_B {{{', '.join(f'base_b{i}' for i in range(problem.products))}}}\n" * (not config.tma),
             "mma/epilogue.cuh",
             "mma/gemm.cuh",
         ],
@@ -106,8 +105,15 @@ def _multiply(kernel: Resolved) -> list[str]:
     if kernel.config.slim:
         constant += f"#define NARROW_B {int(narrow)}\n"
         constant += f"constexpr Dtype OPERAND = Dtype::{DTYPES[problem.a.dtype.name].stored};\n"
-        return [constant, "mma/layout.cuh", "mma/tile.cuh", *["mma/narrow.cuh"] * narrow, "mma/slim.cuh"]
+        slim = ["mma/layout.cuh", "mma/tile.cuh", "mma/operands.cuh", *["mma/narrow.cuh"] * narrow, "mma/slim.cuh"]
+        return [constant, *_views(kernel), *slim]
     tma = kernel.config.tma
     tiles = [] if fragments == "fma" else ["mma/layout.cuh", "mma/boxes.cuh" if tma else "mma/tile.cuh"]
-    feed = "mma/tma_feed.cuh" if tma else "mma/feed.cuh"
-    return [constant, *tiles, *FRAGMENTS[fragments], f"mma/{fragments}.cuh", feed, "mma/mainloop.cuh"]
+    feed = ["mma/tma_feed.cuh"] if tma else ["mma/operands.cuh", "mma/feed.cuh"]
+    multiply = [*FRAGMENTS[fragments], f"mma/{fragments}.cuh", *feed, "mma/mainloop.cuh"]
+    return [constant, *_views(kernel), *tiles, *multiply]
+
+
+def _views(kernel: Resolved) -> list[str]:
+    """Returns the files of the operands' views, and which is whose."""
+    return [f"mma/load_plain{'_tma' * kernel.config.tma}.cuh", "using ViewA = Plain;\nusing ViewB = Plain;\n"]

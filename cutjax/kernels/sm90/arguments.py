@@ -115,7 +115,7 @@ def _part_of(buffer: int, part: int, parts: int, first_more: int) -> int:
 def _operand_map(
     buffer: int, operand: Operand, rows: int, k: int, of: Matrices, tile: int, chunk: int, config: Config, share: int
 ) -> TensorMap:
-    """The tensor map of an operand whose m or n axis is `rows` long, as Operand in mainloop.cuh loads it."""
+    """The tensor map of an operand whose m or n axis is `rows` long, as Plain in load_plain.cuh loads it."""
     # Rows off the lines of memory: fetching 256 bytes at once costs 15% more than 128 there.
     l2_bytes = 256 if of.on_lines else 128
     if operand.contiguous == "k":

@@ -3,8 +3,8 @@
 //   a[2 t], a[2 t + 1]       rows g, g + 8 at k 4 t + q
 //   b[t]                     column g at k 4 t + q
 
-using TileA = Operand<BM, ELEMENT, A_K_MAJOR, A_UNIT, Read::words>;
-using TileB = Operand<BN, ELEMENT, B_K_MAJOR, B_UNIT, Read::words>;
+using TileA = Operand<BM, ELEMENT, A_K_MAJOR, A_UNIT, Read::words, ViewA>;
+using TileB = Operand<BN, ELEMENT, B_K_MAJOR, B_UNIT, Read::words, ViewB>;
 
 // What an instruction takes: a float64, or the bits of a TF32.
 template <Math>

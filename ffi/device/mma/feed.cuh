@@ -3,11 +3,7 @@
 
 constexpr int STAGE_BYTES = TileA::BYTES + PRODUCTS * TileB::BYTES;
 
-struct Loads {
-  TileA a;
-  TileB b[PRODUCTS];
-  int blocks;  // that are left to load
-
+struct Loads : Operands<TileA, TileB> {
   // Starts to load a part of the next block: the PART-th of PARTS.
   template <int PART = 0, int PARTS = 1>
   DEVICE void load(u32 stage) {

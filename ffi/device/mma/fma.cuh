@@ -26,8 +26,8 @@ DEVICE void multiply_parts(Complex<R>& d, R a, R b) {
 }
 
 // 16 bytes after each line put other lines in other banks.
-using TileA = ElementTile<BM, A_K_MAJOR, true>;
-using TileB = ElementTile<BN, B_K_MAJOR, false>;
+using TileA = ElementTile<BM, A_K_MAJOR, true, ViewA>;
+using TileB = ElementTile<BN, B_K_MAJOR, false, ViewB>;
 
 struct Fragments {
   Part a[PARTS][2 * M_FRAGMENTS], b[PRODUCTS][PARTS][2 * N_FRAGMENTS];

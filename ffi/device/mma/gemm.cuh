@@ -19,28 +19,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   Partials partials(m, n PARTIALS_ARGUMENTS);
   Rows rows_d{m, n ROWS_ARGUMENTS};
   int matrices = batch * (RAGGED_K ? batch2 : 1);  // of a split's results
-#if TMA
-  Loads loads{MAPS_A, MAPS_B};
-#else
-  const char* const b_of[PRODUCTS] = BASES_B;
   Loads loads;
-#endif
 
   auto begin = [&](const Work& work) {
     BatchIndex i(work.batch, batch1, batch2);
-    loads.blocks = work.k_blocks;
-#if TMA
-    loads.m = work.m, loads.n = work.n, loads.k = work.k;
-    loads.matrix_a = i(a_step0, a_step1, a_step2), loads.matrix_b = i(b_step0, b_step1, b_step2);
-#else
     int rows = RAGGED_M ? min(m, work.m + work.rows) : m;
-    loads.a.begin(base_a + i(a_step0, a_step1, a_step2) * a_apart * ELEMENT, static_cast<i64>(a_pitch) * ELEMENT,
-                  work.m, rows, work.k, work.k_end);
-#pragma unroll
-    for (int p = 0; p < PRODUCTS; ++p)
-      loads.b[p].begin(b_of[p] + i(b_step0, b_step1, b_step2) * b_apart * ELEMENT_B,
-                       static_cast<i64>(b_pitch) * ELEMENT_B, work.n, n, work.k, work.k_end);
-#endif
+    loads.begin_a(SOURCE_A, work, i(a_step0, a_step1, a_step2), rows);
+    loads.begin_b(SOURCE_B, work, i(b_step0, b_step1, b_step2), n);
     pipe.begin(loads);
   };
 

@@ -2,8 +2,8 @@
 // may lie along either axis, and so may those of 32, then read one by one; those of 8 bits lie along k.
 
 DEVICE constexpr Read read_of(bool k_major) { return ELEMENT == 4 && !k_major ? Read::words : Read::matrices; }
-using TileA = Operand<BM, ELEMENT, A_K_MAJOR, A_UNIT, read_of(A_K_MAJOR)>;
-using TileB = Operand<BN, ELEMENT_B, B_K_MAJOR, B_UNIT, read_of(B_K_MAJOR)>;
+using TileA = Operand<BM, ELEMENT, A_K_MAJOR, A_UNIT, read_of(A_K_MAJOR), ViewA>;
+using TileB = Operand<BN, ELEMENT_B, B_K_MAJOR, B_UNIT, read_of(B_K_MAJOR), ViewB>;
 
 // Where in a tile this lane's row of a matrix of ldmatrix lies, and what it gives: ROWS_FIRST says whether matrices
 // beside each other in registers follow each other along rows first, else along k.

@@ -44,7 +44,7 @@ DEVICE constexpr int row_at(int p) {
 
 // One operand, whose parts threads load one by one: neighbours in memory lie apart in a line, or in different lines.
 // ACROSS threads beside each other load a row's neighbours along k, or a line's.
-template <int ROWS, bool K_MAJOR, bool OF_A>
+template <int ROWS, bool K_MAJOR, bool OF_A, typename View>
 struct ElementTile {
   static constexpr int PITCH = PARTS * ROWS * PART + 16;
   static constexpr int BYTES = BK * PITCH;
@@ -55,10 +55,11 @@ struct ElementTile {
   static constexpr int FIRST = K_MAJOR ? ROWS / ALONG > 1 ? ROWS / ALONG : 1 : ROWS / ACROSS;  // loads along the rows
   static_assert((ROWS & (ROWS - 1)) == 0 && BK % 8 == 0, "what a load adds to a place is known to the compiler");
 
-  const char* next;  // this thread's first element of the block of k that is loaded next
-  i64 pitch;         // bytes between lines in memory
-  int rows, depth;   // of the whole tile, and of k, that are left
-  u32 offset;        // of the first element in a tile
+  static constexpr int OWN_LINES = K_MAJOR ? FIRST : LOADS;  // that a thread copies of
+  typename View::template Lines<OWN_LINES>
+      memory;       // from this thread's first element of the block that is loaded next on
+  int rows, depth;  // of the whole tile, and of k, that are left
+  u32 offset;       // of the first element in a tile
   u32 held[HAS_CP_ASYNC ? 1 : LOADS][ELEMENT / 4];
 
   static DEVICE int across() { return threadIdx.x % ACROSS; }
@@ -70,10 +71,13 @@ struct ElementTile {
   static DEVICE constexpr int k_of(int i) { return K_MAJOR ? i * ALONG / ROWS * ACROSS : i / FIRST * ALONG; }
   static DEVICE constexpr int row_of(int i) { return K_MAJOR ? row_at<OF_A>(i * ALONG % ROWS) : i % FIRST * ACROSS; }
 
-  DEVICE void begin(const char* matrix, i64 pitch_bytes, int row, int rows_end, int k, int k_end) {
-    pitch = pitch_bytes;
+  static DEVICE constexpr int line_of(int i) { return K_MAJOR ? row_of(i) : k_of(i); }
+
+  template <typename Source>
+  DEVICE void begin(const Source& source, const char* matrix, int row, int rows_end, int k, int k_end) {
     int r = row + own_row(), first = k + own_k();
-    next = matrix + (K_MAJOR ? r : first) * pitch + (K_MAJOR ? first : r) * ELEMENT;
+    memory.template begin<ELEMENT>(source, matrix, K_MAJOR ? r : first, K_MAJOR ? rows_end : k_end, line_of);
+    memory.advance((K_MAJOR ? first : r) * ELEMENT);
     rows = rows_end - row;
     depth = k_end - k;
     offset = own_k() * PITCH + position<OF_A>(own_row()) * PART;
@@ -90,8 +94,8 @@ struct ElementTile {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
       if (!mine(i)) break;
-      const char* p = next + (K_MAJOR ? row_of(i) : k_of(i)) * pitch + (K_MAJOR ? k_of(i) : row_of(i)) * ELEMENT;
-      bool there = !EDGE || (rows_left > row_of(i) && depth_left > k_of(i));
+      const char* p = memory.at(i % OWN_LINES, line_of(i)) + (K_MAJOR ? k_of(i) : row_of(i)) * ELEMENT;
+      bool there = (!EDGE || (rows_left > row_of(i) && depth_left > k_of(i))) && memory.there(i % OWN_LINES);
       if constexpr (HAS_CP_ASYNC) {
 #pragma unroll
         for (int z = 0; z < PARTS; ++z) cp_async<PART>(place(tile, i) + z * ROWS * PART, p + z * PART, there);
@@ -112,7 +116,11 @@ struct ElementTile {
   }
 
   DEVICE void advance() {
-    next += K_MAJOR ? BK * ELEMENT : BK * pitch;
+    if constexpr (K_MAJOR) {
+      memory.advance(BK * ELEMENT);
+    } else {
+      memory.advance_lines(BK);
+    }
     depth -= BK;
   }
 

@@ -36,28 +36,28 @@ DEVICE Acc element_b(const u32 (&word)[4], int i) {
 #endif
 }
 
-// Where a tile's part of an operand lies.
+// Where a tile's part of an operand lies, whose elements have SIZE bytes.
+template <int SIZE>
 struct Matrix {
   const char* first;
   i64 pitch;
   int row, rows, k, k_end;
 
-  DEVICE void begin(const char* matrix, i64 pitch_bytes, int its_row, int its_rows, int its_k, int its_end) {
-    first = matrix, pitch = pitch_bytes, row = its_row, rows = its_rows, k = its_k, k_end = its_end;
+  template <typename Source>
+  DEVICE void begin(const Source& source, const char* matrix, int its_row, int its_rows, int its_k, int its_end) {
+    first = matrix, pitch = static_cast<i64>(source.pitch) * SIZE;
+    row = its_row, rows = its_rows, k = its_k, k_end = its_end;
   }
 };
 
-struct Loads {
-  Matrix a, b[PRODUCTS];
-  int blocks;
-};
+using Loads = Operands<Matrix<ELEMENT>, Matrix<ELEMENT_B>>;
 
 // DEPTH neighbours along k of each row of a.
 struct Left {
   u32 word[BM][A_K_MAJOR ? DEPTH / A_ELEMENTS : 1][4];
   Acc value[BM][A_K_MAJOR ? 1 : DEPTH];
 
-  DEVICE void load(const Matrix& a, int k, int k_end) {
+  DEVICE void load(const Matrix<ELEMENT>& a, int k, int k_end) {
 #pragma unroll
     for (int r = 0; r < BM; ++r) {
       bool there = a.row + r < a.rows;
@@ -113,7 +113,7 @@ struct Pipeline {
   }
 
   DEVICE void run(Accumulators& d, const Loads& loads, const Multiplier&, const Warp& warp, int k_blocks) const {
-    const Matrix& a = loads.a;
+    const auto& a = loads.a;
     int lane = threadIdx.x % 32, its_warp = threadIdx.x / 32, k_end = min(a.k_end, a.k + k_blocks * BK);
     int part = its_warp / COLUMN_WARPS, column = its_warp % COLUMN_WARPS * AT_ONCE + lane % ACROSS * THREAD_COLUMNS;
     Acc sums[PRODUCTS * BM * THREAD_COLUMNS];
@@ -131,7 +131,7 @@ struct Pipeline {
       left.load(a, k, k_end);
 #pragma unroll
       for (int p = 0; p < PRODUCTS; ++p) {
-        const Matrix& b = loads.b[p];
+        const auto& b = loads.b[p];
         int first = b.row + column, columns = b.rows - first;
         if constexpr (B_K_MAJOR) {
           u32 x[AT_ONCE][4];

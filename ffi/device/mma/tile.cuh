@@ -1,4 +1,4 @@
-// One operand's tile, filled by all threads from an array whose rows begin anywhere.
+// One operand's tile, filled by all threads from lines that begin anywhere.
 
 // 16 bytes on their way through registers, as the words that hold them: where rows begin anywhere the first may begin
 // before them, and a fifth end behind. A word is loaded if it has a byte that may be; arrays lie in whole words. There
@@ -41,8 +41,8 @@ struct Held {
   }
 };
 
-// Rows in memory begin at multiples of UNIT bytes.
-template <int ROWS, int ELEMENT, bool K_MAJOR, int UNIT, Read READ>
+// Lines in memory begin at multiples of UNIT bytes.
+template <int ROWS, int ELEMENT, bool K_MAJOR, int UNIT, Read READ, typename View>
 struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
   using Tile = Panels<ROWS, ELEMENT, K_MAJOR>;
   using Tile::BYTES, Tile::LINES, Tile::PANEL, Tile::SPAN;
@@ -52,21 +52,22 @@ struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
   static constexpr int LOADS = (BYTES / 16 + THREADS - 1) / THREADS;
   static constexpr bool EVEN = BYTES / 16 % THREADS == 0;
   static constexpr bool ASYNC = HAS_CP_ASYNC && UNIT >= 4;
+  static constexpr int OWN_LINES = STEP < LINES ? LINES / STEP : 1;  // that a thread copies of
   static_assert(LINES % STEP == 0 || STEP % LINES == 0, "each load is of the same unit of a line");
 
-  const char* next;  // this thread's first unit of the block of k that is loaded next
-  i64 pitch;         // bytes between neighbouring lines in memory
-  int lines, bytes;  // that are left, from this thread's first unit on
+  typename View::template Lines<OWN_LINES> memory;  // from this thread's first unit of the block that is loaded next on
+  int lines, bytes;                                 // that are left from there on
   Held<UNIT> held[ASYNC ? 1 : LOADS];
   int held_lines, held_bytes;  // what was left of both when that was loaded
 
-  // `matrix` is the first byte of the operand's matrix, whose rows are `pitch` bytes apart; the tile begins at row
-  // `row` of `rows` and at `k`.
-  DEVICE void begin(const char* matrix, i64 pitch_bytes, int row, int rows, int k, int k_end) {
+  // The tile begins at row `row` of `rows` of a matrix, and at `k`.
+  template <typename Source>
+  DEVICE void begin(const Source& source, const char* matrix, int row, int rows, int k, int k_end) {
     int line = threadIdx.x / ACROSS % LINES, byte = column();
-    pitch = pitch_bytes;
     int first = K_MAJOR ? row : k, of_line = (K_MAJOR ? k : row) * ELEMENT;
-    next = matrix + (first + line) * pitch + of_line + byte;
+    memory.template begin<ELEMENT>(source, matrix, first + line, K_MAJOR ? rows : k_end, line_of);
+    memory.advance(of_line);
+    memory.advance(byte);
     lines = (K_MAJOR ? rows - row : k_end - k) - line;
     bytes = (K_MAJOR ? k_end - k : rows - row) * ELEMENT - byte;
   }
@@ -78,6 +79,7 @@ struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
   static DEVICE constexpr int line_of(int i) { return i * STEP % LINES; }
   static DEVICE constexpr int byte_of(int i) { return i * STEP / LINES * SPAN; }
 
+  DEVICE const char* from(int i) const { return memory.at(i % OWN_LINES, line_of(i)) + byte_of(i); }
   DEVICE bool mine(int i) const { return EVEN || threadIdx.x + i * THREADS < BYTES / 16; }
 
   static DEVICE u32 place(u32 tile, int i) {
@@ -92,8 +94,8 @@ struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
 #pragma unroll
     for (int i = LOADS * PART / PARTS; i < LOADS * (PART + 1) / PARTS; ++i) {
       if (!mine(i)) break;
-      const char* p = next + line_of(i) * pitch + byte_of(i);
-      int valid = lines > line_of(i) ? bytes - byte_of(i) : 0;
+      const char* p = from(i);
+      int valid = lines > line_of(i) && memory.there(i % OWN_LINES) ? bytes - byte_of(i) : 0;
       if constexpr (ASYNC) {
         u32 to = place(tile, i);
 #pragma unroll
@@ -106,7 +108,11 @@ struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
 
   DEVICE void advance() {
     held_lines = lines, held_bytes = bytes;
-    next += K_MAJOR ? BK * ELEMENT : BK * pitch;
+    if constexpr (K_MAJOR) {
+      memory.advance(BK * ELEMENT);
+    } else {
+      memory.advance_lines(BK);
+    }
     (K_MAJOR ? bytes : lines) -= K_MAJOR ? BK * ELEMENT : BK;
   }
 
@@ -116,8 +122,8 @@ struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
     if constexpr (!ASYNC) {
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) {
-        int valid = held_lines > line_of(i) ? held_bytes - byte_of(i) : 0;
-        if (mine(i)) held[i].store(place(tile, i), Held<UNIT>::skew_of(next + line_of(i) * pitch + byte_of(i)), valid);
+        int valid = held_lines > line_of(i) && memory.there(i % OWN_LINES) ? held_bytes - byte_of(i) : 0;
+        if (mine(i)) held[i].store(place(tile, i), Held<UNIT>::skew_of(from(i)), valid);
       }
     }
   }

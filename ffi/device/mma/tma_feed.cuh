@@ -6,19 +6,31 @@ constexpr int STAGE_BYTES = TileA::BYTES + PRODUCTS * TileB::BYTES;
 constexpr int WARPS = THREADS / 32;
 
 struct Loads {
-  const TensorMap* map_a;
-  const TensorMap* maps_b[PRODUCTS];
+  ViewA::Source<1> source_a;
+  ViewB::Source<PRODUCTS> source_b;
   int m, n, k;             // of the block that is loaded next
   int matrix_a, matrix_b;  // of each array
   int blocks;              // that are left to load
 
+  DEVICE void begin_a(const ViewA::Source<1>& source, const Work& work, int matrix, int) {
+    source_a = source;
+    blocks = work.k_blocks;
+    m = work.m, k = work.k;
+    matrix_a = matrix;
+  }
+
+  DEVICE void begin_b(const ViewB::Source<PRODUCTS>& source, const Work& work, int matrix, int) {
+    source_b = source;
+    n = work.n, matrix_b = matrix;
+  }
+
   // One thread.
   DEVICE void load(u32 stage, u32 barrier) const {
     mbarrier_arrive_expect_tx(barrier, STAGE_BYTES);
-    TileA::load(stage, map_a, barrier, m, k, matrix_a);
+    TileA::load(stage, source_a.maps[0], barrier, m, k, matrix_a);
 #pragma unroll
     for (int p = 0; p < PRODUCTS; ++p)
-      TileB::load(stage + TileA::BYTES + p * TileB::BYTES, maps_b[p], barrier, n, k, matrix_b);
+      TileB::load(stage + TileA::BYTES + p * TileB::BYTES, source_b.maps[p], barrier, n, k, matrix_b);
   }
 };
 

@@ -2,7 +2,7 @@
 // operands), accumulating in f32 or, of integers, in 32 bits, persistent, warp-specialised. Plain products are the case
 // of one b, one d, and the identity.
 //
-// One producer warpgroup (one thread of it issues TMA) and CONSUMERS warpgroups that multiply.
+// One producer warpgroup (producer.cuh: one thread of it issues TMA) and CONSUMERS warpgroups that multiply.
 //   cooperative: all consumers share each tile, BM / CONSUMERS rows each.
 //   ping-pong:   two consumers take whole tiles in turn, so that one's epilogue runs beside the other's mainloop.
 // A cluster of CLUSTER_M x CLUSTER_N CTAs computes neighbouring tiles and multicasts the operand tile they share.
@@ -25,8 +25,8 @@ constexpr int EPILOGUE_BARRIER = 1;
 constexpr int TURN_BARRIER = 1 + CONSUMERS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARAMETERS) {
-  const TensorMap* const maps_a[PARTS] = MAPS_A;
-  const TensorMap* const map_b[PARTS * PRODUCTS] = MAPS_B;
+  const SourceA source_a = SOURCE_A;
+  const SourceB source_b = SOURCE_B;
   const TensorMap* const map_d[OUTPUTS] = MAPS_D;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   SharedTiles shared{pinned(shared_address(shared_memory))};
@@ -38,12 +38,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   u32 rank = CTAS > 1 ? cluster_ctarank() : 0;
   u32 rank_m = CLUSTER_M > 1 ? rank : 0, rank_n = CLUSTER_N > 1 ? rank : 0, rank_k = CLUSTER_K > 1 ? rank : 0;
   if (threadIdx.x == 0) {
-    for (const TensorMap* map : maps_a) prefetch_tensormap(map);
-    for (const TensorMap* map : map_b) prefetch_tensormap(map);
+    source_a.prefetch();
+    source_b.prefetch();
     for (const TensorMap* map : map_d)
       if (map != nullptr) prefetch_tensormap(map);
     for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(pipe.full + stage * 8, 1);
+      mbarrier_init(pipe.full + stage * 8, FULL_ARRIVALS);
       mbarrier_init(pipe.empty + stage * 8, CONSUMERS_PER_TILE * CLUSTER);
     }
     if constexpr (EXTRAS_BYTES > 0)
@@ -61,15 +61,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
 
   if (warpgroup == 0) {
     if constexpr (CONSUMERS == 2) setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (thread < 32) {
+    if (thread < PRODUCERS) {
       Scheduler scheduler(m, n, k, raster, batch, SPLITS, batch1, batch2 SCHEDULER_ARGUMENTS);
       for (int index = blockIdx.x / CTAS; scheduler.has(index); index += step) {
         Work work = part(scheduler.work(index, rank_m, rank_n), rank_k, SPLITS, matrices);
         BatchIndex i(work.batch, batch1, batch2);
-        fill(pipe, shared, maps_a, map_b, work, i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2), rank_m,
-             rank_n);
+        fill(pipe, shared, source_a, source_b, work, m, i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2),
+             rank_m, rank_n);
       }
-      if constexpr (CLUSTER > 1) finish(pipe);
+      if constexpr (CLUSTER > 1) wait_for_readers(pipe);
     }
     if constexpr (CLUSTER_K > 1) share_nothing();
   } else {

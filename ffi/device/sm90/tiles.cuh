@@ -1,0 +1,77 @@
+// Operand tiles and their pipeline in shared memory, which a producer (producer.cuh) fills and consumers (mainloop.cuh)
+// drain. Each of STAGES has a full barrier (what was asked for has landed) and an empty one (its readers are done).
+//
+// Operand tiles, ROWS = BM or PRODUCTS * BN:
+//   K-major:  [BK/CHUNK][ROWS][CHUNK]      128-byte swizzle; CHUNK of k are 128 bytes
+//   MN-major: [ROWS/CHUNK][BK][CHUNK]      16-bit elements; swizzle span of 2*CHUNK bytes; a line of CHUNK rows or
+//             columns. The last chunk may be wider than the tile: what is loaded too much costs less than a narrower
+//             swizzle.
+// Several b beside each other in one tile are multiplied as if they were one matrix, so a is read once.
+
+constexpr int ROWS_PER_CONSUMER = M_BLOCKS * 64;
+constexpr int CONSUMERS_PER_TILE = BM / ROWS_PER_CONSUMER;
+constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
+
+struct Pipeline {
+  u32 full, empty;  // addresses of the first barriers
+  int stage;
+  u32 phase;
+
+  DEVICE u32 full_barrier() const { return full + stage * 8; }
+  DEVICE u32 empty_barrier() const { return empty + stage * 8; }
+
+  DEVICE void advance() {
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+
+  DEVICE void advance(int k_blocks) {
+    int position = stage + k_blocks;
+    phase ^= (position / STAGES) & 1;
+    stage = position % STAGES;
+  }
+};
+
+// One operand: HEIGHT of its m or n axis per tile, of which each of MATRICES has an equal number, needed by SHARED CTAs
+// of the cluster, each of which may load 1/SHARED of every matrix for all. Elements have SIZE bytes.
+template <int HEIGHT, int SIZE, int MATRICES, bool ALONG_K, int WIDTH, int SHARED>
+struct Operand {
+  static constexpr bool K_MAJOR = ALONG_K;
+  static constexpr int ROWS = HEIGHT, CHUNK = WIDTH, ELEMENT = SIZE, SHARE = SHARED;
+  static constexpr int ROWS_EACH = ROWS / MATRICES;
+  static constexpr int CHUNKS_EACH = (ROWS_EACH + CHUNK - 1) / CHUNK;
+  static constexpr int SPAN = CHUNK * SIZE;
+  static constexpr int BYTES = (K_MAJOR ? ROWS : MATRICES * CHUNKS_EACH * CHUNK) * BK * SIZE;
+  static_assert(K_MAJOR ? SPAN == 128 : SIZE == 2);
+
+  // Of a tile's rows from a multiple of 64 on. K-major, both offsets are ignored but that of 8 rows.
+  using Descriptor = WgmmaDescriptor<SPAN, K_MAJOR ? 16 : BK * SPAN, 8 * SPAN>;
+
+  // Bytes from a tile's begin to its row `row` (a multiple of 64), and from there to a slice of k, of 32 bytes each.
+  DEVICE static u32 row_offset(int row) { return K_MAJOR ? row * SPAN : row / CHUNK * BK * SPAN; }
+  DEVICE static u32 slice_offset(int slice) {
+    return K_MAJOR ? slice / 4 * ROWS * SPAN + slice % 4 * 32 : slice * 16 * SPAN;
+  }
+
+  // Zeroes what an MN-major tile holds of `rows` rows or columns from `row` on, in k from `depth` on.
+  DEVICE static void clear(u32 tile, int row, int rows, int depth, int thread) {
+    static_assert(!K_MAJOR || !RAGGED_K);
+    int span = (BK - depth) * SPAN;
+    for (int chunk = row / CHUNK; chunk < (row + rows + CHUNK - 1) / CHUNK; ++chunk)
+      for (int i = thread * 16; i < span; i += 128 * 16)
+        st_shared_v4(tile + (chunk * BK + depth) * SPAN + i, 0, 0, 0, 0);
+  }
+};
+
+using OperandA = Operand<BM, A_BYTES, 1, A_K_MAJOR, 128 / A_BYTES, CLUSTER_N>;
+using OperandB = Operand<PRODUCTS * BN, B_BYTES, PRODUCTS, B_K_MAJOR, B_CHUNK, CLUSTER_M>;
+
+constexpr int STAGE_BYTES = OperandA::BYTES + OperandB::BYTES;
+
+struct SharedTiles {
+  u32 base;  // [STAGES] of A, then [STAGES] of B
+  DEVICE u32 a(int stage) const { return base + stage * OperandA::BYTES; }
+  DEVICE u32 b(int stage) const { return base + STAGES * OperandA::BYTES + stage * OperandB::BYTES; }
+};
