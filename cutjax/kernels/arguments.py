@@ -23,8 +23,9 @@ class Argument:
     Attributes:
       declaration: as the signature has it.
       value: what a launch passes.
-      to: which part of the kernel takes it: "" the kernel itself, "a" and "b" what loads those operands, "d" the list of
-        its tensor maps, "splits" what counts those, or a constructor, "extras", "partials", "scheduler" or "rows".
+      to: which part of the kernel takes it: "" the kernel itself, "a" and "b" what loads those operands, "d" the list
+        of its tensor maps, "splits" what counts those, or a constructor, "extras", "partials", "scheduler", "rows" or
+        "promotion".
     """
 
     declaration: str

@@ -48,6 +48,7 @@ def _signature(staging: Staging, arguments: Sequence[Argument]) -> str:
 #define SPLITS {passed("splits")[2:] or 1}
 #define SCHEDULER_ARGUMENTS {passed("scheduler")}
 #define ROWS_ARGUMENTS {passed("rows")}
+#define PROMOTION_ARGUMENTS {passed("promotion")[2:]}
 #define RESULT {result}
 """
 

@@ -10,14 +10,14 @@ from cutjax.kernels.epilogue_text import epilogue_text
 from cutjax.kernels.mma.resolved import Resolved
 from cutjax.runtime import sources
 
-# What each way to read fragments needs before its own file, beside tiles.
+# The files of each way to read fragments and multiply them, behind those of tiles.
 _LANES = ("mma/words.cuh", "mma/lanes.cuh")
 FRAGMENTS = {
-    "fma": ("mma/planes.cuh",),
-    "double": ("mma/words.cuh",),
-    "tensor": _LANES,
-    "split": _LANES,
-    "decode": (*_LANES, "mma/narrow.cuh"),
+    "fma": ("mma/planes.cuh", "mma/fma.cuh"),
+    "double": ("mma/words.cuh", "mma/double.cuh"),
+    "tensor": (*_LANES, "mma/decode_none.cuh", "mma/tensor.cuh"),
+    "split": (*_LANES, "mma/split.cuh"),
+    "decode": (*_LANES, "mma/narrow.cuh", "mma/decode_bytes.cuh", "mma/tensor.cuh"),
 }
 
 
@@ -105,12 +105,13 @@ def _multiply(kernel: Resolved) -> list[str]:
     if kernel.config.slim:
         constant += f"#define NARROW_B {int(narrow)}\n"
         constant += f"constexpr Dtype OPERAND = Dtype::{DTYPES[problem.a.dtype.name].stored};\n"
-        slim = ["mma/layout.cuh", "mma/tile.cuh", "mma/operands.cuh", *["mma/narrow.cuh"] * narrow, "mma/slim.cuh"]
+        slim = ["mma/layout.cuh", "mma/tile.cuh", "mma/operands.cuh", *["mma/narrow.cuh"] * narrow]
+        slim += ["mma/promote_never.cuh", "mma/slim.cuh"]
         return [constant, *_views(kernel), *slim]
     tma = kernel.config.tma
     tiles = [] if fragments == "fma" else ["mma/layout.cuh", "mma/boxes.cuh" if tma else "mma/tile.cuh"]
     feed = ["mma/tma_feed.cuh"] if tma else ["mma/operands.cuh", "mma/feed.cuh"]
-    multiply = [*FRAGMENTS[fragments], f"mma/{fragments}.cuh", *feed, "mma/mainloop.cuh"]
+    multiply = [*FRAGMENTS[fragments], *feed, "mma/promote_never.cuh", "mma/mainloop.cuh"]
     return [constant, *_views(kernel), *tiles, *multiply]
 
 

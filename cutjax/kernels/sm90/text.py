@@ -86,6 +86,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "sm90/load_plain.cuh",
             "using ViewA = Plain;\nusing ViewB = Plain;\n",
             "sm90/producer.cuh",
+            "sm90/promote_blocks.cuh" if way.promoted else "sm90/promote_never.cuh",
             "sm90/mainloop.cuh",
             "sm90/stream.cuh",
             epilogue_text(kernel.staging, arguments, problem.divided),

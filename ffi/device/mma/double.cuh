@@ -104,5 +104,5 @@ struct Multiplier {
           }
   }
 
-  static DEVICE void finish(Accumulators&) {}
+  static DEVICE void arrange(Accumulators&) {}
 };

@@ -92,7 +92,7 @@ struct Multiplier {
   // After the last slice. The epilogue stores pairs of neighbours, and the compiler would have them in pairs of
   // registers in the whole loop, where half of the multiply-adds would read two registers of one bank then: words of
   // different rows are pairs first.
-  DEVICE void finish(Accumulators& d) const {
+  DEVICE void arrange(Accumulators& d) const {
     if constexpr (PART == 4 && SLICES_AT_ONCE * SLICE * WARPS_K < BK) {
       constexpr int COUNT = PRODUCTS * M_FRAGMENTS * N_FRAGMENTS, HALF = sizeof(AccFragment) / 8;
       u32(&words)[COUNT][2 * HALF] = reinterpret_cast<u32(&)[COUNT][2 * HALF]>(d);

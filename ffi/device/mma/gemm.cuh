@@ -14,6 +14,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   u32 buffer = stages + STAGES * STAGE_BYTES + threadIdx.x / 32 % (WARPS_M * WARPS_N) * D_BUFFER_BYTES;
   Pipeline pipe(stages);
   Multiplier multiplier(warp.row, warp.column);
+  Promotion promotion{PROMOTION_ARGUMENTS};
   Scheduler scheduler(m, n, k, raster, batch, SPLITS, batch1, batch2 SCHEDULER_ARGUMENTS);
   Extras extras(m, n EXTRAS_ARGUMENTS);
   Partials partials(m, n PARTIALS_ARGUMENTS);
@@ -36,7 +37,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   while (true) {
     Accumulators d;
     clear(d);
-    if (!RAGGED_M || work.k_blocks > 0) pipe.run(d, loads, multiplier, warp, work.k_blocks);
+    if (!RAGGED_M || work.k_blocks > 0) {
+      promotion.begin(work, warp);
+      pipe.run(d, loads, multiplier, promotion, warp, work.k_blocks);
+    }
     add_slices(d, stages, warp);
     index += gridDim.x;
     bool more = scheduler.has(index);

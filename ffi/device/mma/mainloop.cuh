@@ -9,8 +9,10 @@ struct Pipeline : Feed {
 
   // Adds a tile's products to the accumulators. When it returns, all warps have read every stage.
   template <typename Multiplier>
-  DEVICE void run(Accumulators& d, Loads& loads, const Multiplier& multiplier, const Warp& warp, int k_blocks) {
+  DEVICE void run(Accumulators& d, Loads& loads, const Multiplier& multiplier, Promotion& promotion, const Warp& warp,
+                  int k_blocks) {
     Fragments x[2];
+    Accumulators& sums = promotion.sums(d);
     wait();
     multiplier.load(x[0], read, read + TileA::BYTES, warp.slice * SLICES);
 #pragma unroll 1
@@ -24,16 +26,17 @@ struct Pipeline : Feed {
 #pragma unroll
           for (int t = 0; t < SLICES_AT_ONCE; ++t) {
             multiplier.load(x[(t + 1) % 2], tile_a, tiles_b, warp.slice * SLICES + t + 1);
-            multiplier.multiply(d, x[t % 2]);
+            multiplier.multiply(sums, x[t % 2]);
           }
           multiplier.skip(tile_a, tiles_b);
         }
-        slices<SLICES - SLICES_AT_ONCE, 0>(x, d, loads, multiplier, warp, last);
+        slices<SLICES - SLICES_AT_ONCE, 0>(x, sums, loads, multiplier, warp, last);
       } else {
-        slices<0, LOAD_PARTS>(x, d, loads, multiplier, warp, last);
+        slices<0, LOAD_PARTS>(x, sums, loads, multiplier, warp, last);
       }
+      promotion.end_block(d);
     }
-    multiplier.finish(d);
+    multiplier.arrange(d);
   }
 
   // The slices of a block from S on. Beside the first LOADED_IN a later block is loaded; beside each, the fragments of

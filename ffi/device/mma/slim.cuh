@@ -112,7 +112,8 @@ struct Pipeline {
     for (int i = 0; i < COUNT; ++i) held[i].get(x[i], Held<B_UNIT>::skew_of(address(i)), B_K_MAJOR ? valid(i) : 16);
   }
 
-  DEVICE void run(Accumulators& d, const Loads& loads, const Multiplier&, const Warp& warp, int k_blocks) const {
+  DEVICE void run(Accumulators& d, const Loads& loads, const Multiplier&, const Promotion&, const Warp& warp,
+                  int k_blocks) const {
     const auto& a = loads.a;
     int lane = threadIdx.x % 32, its_warp = threadIdx.x / 32, k_end = min(a.k_end, a.k + k_blocks * BK);
     int part = its_warp / COLUMN_WARPS, column = its_warp % COLUMN_WARPS * AT_ONCE + lane % ACROSS * THREAD_COLUMNS;

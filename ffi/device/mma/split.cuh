@@ -149,5 +149,5 @@ struct Multiplier {
     }
   }
 
-  static DEVICE void finish(Accumulators&) {}
+  static DEVICE void arrange(Accumulators&) {}
 };

@@ -1,4 +1,4 @@
-// Products of elements as they are, on the tensor cores.
+// Products on the tensor cores, of elements of a as they are and those of b as a decoder (decode_none.cuh) gives them.
 
 // To the nearest, in place: the instruction would cut off bits.
 template <typename T>
@@ -27,22 +27,21 @@ DEVICE void multiply_one(AccFragment& d, const u32 (&a)[4], const u32 (&b)[2]) {
 }
 
 struct Fragments {
-  u32 a[M_FRAGMENTS][4], b[PRODUCTS][N_FRAGMENTS / 2][4];
+  u32 a[M_FRAGMENTS][4];
+  Decoder::Fragments b[PRODUCTS];
 };
 
 struct Multiplier {
   Lane<TileA, A_K_MAJOR, true> lane_a;
-  Lane<TileB, B_K_MAJOR, false> lane_b;
+  Decoder decoder;
 
-  DEVICE Multiplier(int row, int column) : lane_a(row), lane_b(column) {}
+  DEVICE Multiplier(int row, int column) : lane_a(row), decoder(column) {}
 
   DEVICE void load(Fragments& to, u32 tile_a, u32 tiles_b, int slice) const {
 #pragma unroll
     for (int i = 0; i < M_FRAGMENTS; ++i) lane_a.load(to.a[i], tile_a, i, slice);
 #pragma unroll
-    for (int p = 0; p < PRODUCTS; ++p)
-#pragma unroll
-      for (int j = 0; j < N_FRAGMENTS / 2; ++j) lane_b.load(to.b[p][j], tiles_b + p * TileB::BYTES, j, slice);
+    for (int p = 0; p < PRODUCTS; ++p) decoder.load(to.b[p], tiles_b + p * TileB::BYTES, slice);
   }
 
   // Every other column of instructions goes up, so that each shares a fragment with the one before.
@@ -54,14 +53,16 @@ struct Multiplier {
 #pragma unroll
     for (int p = 0; p < PRODUCTS; ++p)
 #pragma unroll
-      for (int j = 0; j < N_FRAGMENTS; ++j)
+      for (int j = 0; j < N_FRAGMENTS; ++j) {
+        u32 b[2];
+        decoder.get(b, x.b[p], j);
 #pragma unroll
         for (int step = 0; step < M_FRAGMENTS; ++step) {
           int i = j % 2 ? M_FRAGMENTS - 1 - step : step;
-          const u32 b[2] = {x.b[p][j / 2][j % 2 * 2], x.b[p][j / 2][j % 2 * 2 + 1]};
           multiply_one(d[p][i][j], x.a[i], b);
         }
+      }
   }
 
-  static DEVICE void finish(Accumulators&) {}
+  static DEVICE void arrange(Accumulators& d) { Decoder::put_in_order(d); }
 };

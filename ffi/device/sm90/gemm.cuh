@@ -82,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     Extras extras(m, n EXTRAS_ARGUMENTS);
     Partials partials(m, n PARTIALS_ARGUMENTS);
     Rows rows_d{m, n ROWS_ARGUMENTS};
+    Promotion promotion{PROMOTION_ARGUMENTS};
     Accumulators accumulators;
     int first_row = PING_PONG ? 0 : consumer * ROWS_PER_CONSUMER;
     int index = blockIdx.x / CTAS, turn = 0;
@@ -123,9 +124,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
         continue;
       }
       if (RAGGED_M && M_BLOCKS > 1 && rows <= 64) {
-        drain<1>(accumulators, pipe, shared, first_row, work, thread, epilogue.barrier, begun, issued);
+        drain<1>(accumulators, promotion, pipe, shared, first_row, work, thread, epilogue.barrier, begun, issued);
       } else {
-        drain<M_BLOCKS>(accumulators, pipe, shared, first_row, work, thread, epilogue.barrier, begun, issued);
+        drain<M_BLOCKS>(accumulators, promotion, pipe, shared, first_row, work, thread, epilogue.barrier, begun,
+                        issued);
       }
       if constexpr (PING_PONG && EVEN_DEPTH) pipe.advance(k_blocks);
       if (STREAM_K && work.parts > 1) {

@@ -18,8 +18,6 @@ DEVICE void clear(SharedTiles shared, int stage, int row, int depth, int thread,
   bar_sync(barrier, 128);
 }
 
-using Accumulators = Acc[M_BLOCKS][PRODUCTS * BN / 2];
-
 // One warpgroup: sums [M_BLOCKS][64 x PRODUCTS * BN] of the tile's rows from `row` on, or of the first BLOCKS of them,
 // over `count` of its k blocks, from `first` on, of which there is at least one. `begun` is called early, beside the
 // first of them, `issued` when all of them are multiplying.
@@ -59,15 +57,14 @@ DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int
   release(previous, thread);
 }
 
-// One warpgroup: accumulators, over all k blocks and pairs of parts.
-//
-// Where sums are promoted, accumulators are sums of sums: of all pairs of parts but the last, and then of every
-// PROMOTED_BLOCKS k blocks. Of the former, what is not finite counts as zero: a highest part was not, and says so.
-template <int BLOCKS, typename Begun, typename Issued>
-DEVICE void drain(Accumulators& accumulators, Pipeline& pipe, SharedTiles shared, int row, const Work& work, int thread,
-                  int barrier, Begun begun, Issued issued) {
-  static_assert(PROMOTED_BLOCKS > 0 || PAIRS == 1);
-  if constexpr (PROMOTED_BLOCKS == 0) {
+// One warpgroup: accumulators, over all k blocks and pairs of parts. Where sums are promoted, accumulators are sums of
+// sums.
+template <int BLOCKS, typename Promotes, typename Begun, typename Issued>
+DEVICE void drain(Accumulators& accumulators, Promotes& promotion, Pipeline& pipe, SharedTiles shared, int row,
+                  const Work& work, int thread, int barrier, Begun begun, Issued issued) {
+  static_assert(Promotes::EVER || PAIRS == 1);
+  promotion.begin(work, row, thread);
+  if constexpr (!Promotes::EVER) {
     multiply<BLOCKS>(accumulators, pipe, shared, row, work, 0, work.k_blocks, thread, barrier, begun, issued);
   } else {
     Accumulators sums = {};  // undefined, few of them would be moved between wgmmas, which then wait for each other
@@ -75,10 +72,10 @@ DEVICE void drain(Accumulators& accumulators, Pipeline& pipe, SharedTiles shared
     for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
       for (int i = 0; i < PRODUCTS * BN / 2; ++i) accumulators[block][i] = 0;
-    int k_blocks = PAIRS * work.k_blocks, count = PAIRS > 1 ? k_blocks - work.k_blocks : PROMOTED_BLOCKS;
+    int k_blocks = PAIRS * work.k_blocks, count = promotion.first(k_blocks, work.k_blocks);
 #pragma unroll 1
     for (int k = 0; k < k_blocks; k += count) {
-      if (k > 0 || PAIRS == 1) count = min(PROMOTED_BLOCKS, k_blocks - k);
+      count = promotion.count(count, k, k_blocks);
       auto begun_once = [&] {
         if (k == 0) begun();
       };
@@ -86,15 +83,7 @@ DEVICE void drain(Accumulators& accumulators, Pipeline& pipe, SharedTiles shared
         if (k + count == k_blocks) issued();
       };
       multiply<BLOCKS>(sums, pipe, shared, row, work, k, count, thread, barrier, begun_once, issued_once);
-#pragma unroll
-      for (int block = 0; block < BLOCKS; ++block) {
-#pragma unroll
-        for (int i = 0; i < PRODUCTS * BN / 2; ++i) {
-          Acc x = sums[block][i];
-          if (PAIRS > 1 && k == 0) x = (word_of(x) & 0x7f800000) == 0x7f800000 ? 0 : x;
-          accumulators[block][i] += x;
-        }
-      }
+      promotion.template add<BLOCKS>(accumulators, sums, k);
     }
   }
 }

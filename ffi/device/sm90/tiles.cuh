@@ -12,6 +12,9 @@ constexpr int ROWS_PER_CONSUMER = M_BLOCKS * 64;
 constexpr int CONSUMERS_PER_TILE = BM / ROWS_PER_CONSUMER;
 constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
 
+// Of a warpgroup.
+using Accumulators = Acc[M_BLOCKS][PRODUCTS * BN / 2];
+
 struct Pipeline {
   u32 full, empty;  // addresses of the first barriers
   int stage;

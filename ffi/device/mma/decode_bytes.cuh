@@ -1,4 +1,4 @@
-// Products of 16-bit floats by elements of 8 bits, which become such floats in registers. Of 8 columns and 16 of k a
+// Decoding (decode_none.cuh) of elements of 8 bits, which become floats of 16 in registers. Of 8 columns and 16 of k a
 // lane holds 4 bytes.
 //
 //   b k-major    lane l has column l / 4 at k 2 q, 2 q + 1, 2 q + 8, 2 q + 9, with q = l % 4
@@ -8,10 +8,6 @@
 
 constexpr bool TO_BF16 = MATH == Math::bf16;
 static_assert(B_K_MAJOR || N_FRAGMENTS % 4 == 0, "of b[k, n] a warp reads 32 columns at a time");
-
-struct Fragments {
-  u32 a[M_FRAGMENTS][4], b[PRODUCTS][N_FRAGMENTS];
-};
 
 template <bool K_MAJOR>
 struct Bytes {
@@ -80,34 +76,7 @@ struct Bytes<false> {
   }
 };
 
-struct Multiplier {
-  Lane<TileA, A_K_MAJOR, true> lane_a;
-  Bytes<B_K_MAJOR> bytes_b;
-
-  DEVICE Multiplier(int row, int column) : lane_a(row), bytes_b(column) {}
-
-  DEVICE void load(Fragments& to, u32 tile_a, u32 tiles_b, int slice) const {
-#pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; ++i) lane_a.load(to.a[i], tile_a, i, slice);
-#pragma unroll
-    for (int p = 0; p < PRODUCTS; ++p) bytes_b.load(to.b[p], tiles_b + p * TileB::BYTES, slice);
-  }
-
-  // In the order of tensor.cuh.
-  DEVICE void multiply(Accumulators& d, const Fragments& x) const {
-#pragma unroll
-    for (int p = 0; p < PRODUCTS; ++p)
-#pragma unroll
-      for (int j = 0; j < N_FRAGMENTS; ++j) {
-        u32 b[2];
-        bytes_b.get(b, x.b[p], j);
-#pragma unroll
-        for (int step = 0; step < M_FRAGMENTS; ++step) {
-          int i = j % 2 ? M_FRAGMENTS - 1 - step : step;
-          mma<MATH>(d[p][i][j], x.a[i], b);
-        }
-      }
-  }
-
-  static DEVICE void finish(Accumulators& d) { Bytes<B_K_MAJOR>::put_in_order(d); }
+struct Decoder : Bytes<B_K_MAJOR> {
+  using Fragments = u32[N_FRAGMENTS];
+  using Bytes::Bytes;
 };
