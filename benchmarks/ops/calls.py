@@ -24,7 +24,7 @@ from benchmarks.record import Figures, Row
 from benchmarks.suite import Run, Suite
 from cutjax.epilogue import trace
 from cutjax.kernels import epilogue_text
-from cutjax.kernels.staging import Staging, stage
+from cutjax.kernels.staging import Staging, plan_staging
 
 REPS = 40
 FORMS = {"inlined": False, "called": True}
@@ -85,7 +85,7 @@ def ships(name: str) -> str:
     """The form that cutjax has of an epilogue."""
     accs, arrays = [jax.ShapeDtypeStruct((256, 384), jnp.float32)], [jax.random.key(0), jnp.zeros((256, 384))]
     epilogue = trace.trace(lambda *args: EPILOGUES[name](*args).astype(jnp.bfloat16), accs, arrays).epilogue
-    return "called" if stage(epilogue.primal).called else "inlined"
+    return "called" if plan_staging(epilogue.primal).called else "inlined"
 
 
 def compile_forms(sizes: Sizes) -> dict[tuple[str, str], Callable[..., Any]]:

@@ -124,7 +124,7 @@ def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
     by_piece = lines(staged, 4) + loop("j", "PIECE / 8", pieces, clip)
     loaded = sum(np.dtype(epilogue.operands[i].dtype).itemsize for i in by_tma)
     return f"""#line 1 "extras (generated)"
-constexpr int EXTRAS_BYTES = STAGE_ROWS * D_CHUNK * {loaded};  // that TMA loads for a chunk
+constexpr int EXTRAS_BYTES = STAGING_ROWS * D_CHUNK * {loaded};  // that TMA loads for a chunk
 struct Extras {{
   int m, n;{lines(fields, 2)}
 
@@ -383,7 +383,7 @@ struct Rows {{
 
   // So many rows, or as many as there are, of a staged chunk, to row y and column x on of a matrix of each result.
   DEVICE void store(bool whole, u32 buffer, int x, int y, int batch, int rows, int thread) const {{
-    rows = min(min(rows, STAGE_ROWS), m - y);{lines(stores)}
+    rows = min(min(rows, STAGING_ROWS), m - y);{lines(stores)}
   }}
   // Zeroes rows of the tile's columns.
   DEVICE void clear(int x, int y, int batch, int rows, int thread) const {{{lines(clears if ragged == "m" else [])}
@@ -394,4 +394,4 @@ struct Rows {{
 
 def _at(slot: int) -> str:
     """Returns the offset of a tile in a staging buffer, as device text."""
-    return f"STAGE_ROWS * D_CHUNK * {slot}"
+    return f"STAGING_ROWS * D_CHUNK * {slot}"

@@ -50,40 +50,40 @@ class Convert:
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
-    """Float32 as a sum of parts of fewer bits.
+class Terms:
+    """Float32 as a sum of terms of fewer bits.
 
     Attributes:
-      parts: how many.
-      rounded: bits of the mantissa of a part.
-      dtype: of a part.
+      count: how many.
+      rounded: bits of the mantissa of a term.
+      dtype: of a term.
     """
 
-    parts: int
+    count: int
     rounded: int
     dtype: np.dtype
 
     @property
     def note(self) -> str:
         """The words of explain for it."""
-        return f"split into {self.parts}" if self.parts > 1 else "rounded"
+        return f"split into {self.count}" if self.count > 1 else "rounded"
 
     def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the parts, each the nearest to what those before it leave of the number.
+        """Returns the terms, each the nearest to what those before it leave of the number.
 
         Three of bf16, of 8 bits each, are exactly the number. The others of one that is not finite are NaN, which the
         kernels count as zero, as XLA does.
         """
         found = []
-        for i in range(self.parts):
+        for i in range(self.count):
             # Not by conversion there and back, which XLA takes for the number itself.
-            part = lax.reduce_precision(x, 8, self.rounded)
-            if i == 0 and self.parts > 1:  # what would be rounded to infinity is cut off
+            term = lax.reduce_precision(x, 8, self.rounded)
+            if i == 0 and self.count > 1:  # what would be rounded to infinity is cut off
                 mask = np.uint32(2**32 - 2 ** (23 - self.rounded))
                 cut = lax.bitcast_convert_type(lax.bitcast_convert_type(x, np.uint32) & mask, np.float32)
-                part = lax.select(lax.is_finite(x) & ~lax.is_finite(part), cut, part)
-            found.append(part.astype(self.dtype))
-            x = x - part
+                term = lax.select(lax.is_finite(x) & ~lax.is_finite(term), cut, term)
+            found.append(term.astype(self.dtype))
+            x = x - term
         return tuple(found)
 
 

@@ -146,7 +146,7 @@ class Staging:
 
 
 @functools.lru_cache(maxsize=256)
-def stage(
+def plan_staging(
     epilogue: Epilogue,
     symmetric: bool = False,
     swap: bool = False,

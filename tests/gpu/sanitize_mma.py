@@ -28,7 +28,7 @@ LAYOUTS = ("nn", "nt", "tn", "tt")
 # Ways to multiply, by the file that reads their fragments (ffi/device/mma).
 FILES = {
     "tensor": ("bf16", "f32tf32", "s8", "f16f16", "f8_e4m3fn", "f16", "u8", "s8xu8", "f8_e5m2xf8_e4m3fn"),
-    "split": ("f32bf16x3", "f32tf32x3", "f32bf16x9", "f32bf16"),
+    "terms": ("f32bf16x3", "f32tf32x3", "f32bf16x9", "f32bf16"),
     "decode": ("bf16xs8", "f16xf8_e4m3fn", "bf16xu8", "bf16xf8_e5m2"),
     "double": ("f64", "c64tf32", "c128"),
     "fma": ("f32", "c64", "s32", "s64"),
@@ -48,7 +48,7 @@ def mma_cases() -> Iterator[Case]:
                 if case is not None:
                     yield case
     for number, kind in enumerate(("dense", "operands", "rows", "sliced", "symmetric", "strided"), start=1):
-        for file in ("tensor", "split", "double"):
+        for file in ("tensor", "terms", "double"):
             case = _mma(file, kind, 16, number, tma=True)
             if case is not None:
                 yield case

@@ -21,7 +21,7 @@ from cutjax.epilogue.trace import trace
 from cutjax.kernels import base, epilogue_text
 from cutjax.kernels.arguments import place_steps
 from cutjax.kernels.sm90 import kernel as sm90
-from cutjax.kernels.staging import stage
+from cutjax.kernels.staging import plan_staging
 from cutjax.runtime import compiler, sources
 from cutjax.runtime.launch import TensorMap
 
@@ -127,7 +127,7 @@ LONG = {
 @pytest.mark.parametrize("name", LONG)
 def test_long_epilogues_compile_lean(name):
     asked = problem(*LONG[name])
-    assert stage(asked.epilogue).called
+    assert plan_staging(asked.epilogue).called
     configs = [config for config in cutjax.candidates(asked) if config.cluster == 1]
     check_lean(asked, in_turns(telling(configs, 64), list(LONG).index(name)), 56 << 10)  # 43 KB at most
 
@@ -158,7 +158,7 @@ HOST = """
 #define __device__
 #define __noinline__ __attribute__((noinline))
 using Acc = float;
-constexpr int PRODUCTS = 2, D_CHUNK = 32, PIECE = 16, STAGE_ROWS = 64;
+constexpr int PRODUCTS = 2, D_CHUNK = 32, PIECE = 16, STAGING_ROWS = 64;
 struct Partials {};
 double* kept;
 template <Dtype D>
@@ -215,7 +215,7 @@ def test_a_call_computes_what_inlining_does(tmp_path):
     staging = sources._file("common/elements.cuh")
     text = f'#include "{host.SHIM}"\n{sources._file("common/math.cuh")}{staging}{HOST}'
     for name, called in (("one", False), ("two", True)):
-        piece = epilogue_text._piece(dataclasses.replace(stage(epilogue), called=called))
+        piece = epilogue_text._piece(dataclasses.replace(plan_staging(epilogue), called=called))
         assert ("epilogue_four" in piece) == called
         text += f"namespace {name} {{\n{emit.emit(epilogue)}{piece}}}\n"
     library = host.build(tmp_path, text + RUN)
@@ -228,7 +228,7 @@ def test_a_call_computes_what_inlining_does(tmp_path):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_are_inlined(name):
     fn = ACTIVATIONS[name][0]
-    assert not stage(problem(lambda acc: fn(acc).astype(BF16)).epilogue).called
+    assert not plan_staging(problem(lambda acc: fn(acc).astype(BF16)).epilogue).called
 
 
 def parameters(text):
@@ -279,7 +279,7 @@ def test_operands_share_the_staging_of_results(results, operands, columns, bytes
         return tuple(total.astype(dtype) for dtype in results)
 
     asked = problem(fn, operands=[((M, N), dtype) for dtype in operands])
-    staging = stage(asked.epilogue)
+    staging = plan_staging(asked.epilogue)
     assert [i for i, _ in staging.operands] == by_tma
     assert (staging.chunk(256), staging.column_bytes) == (columns, bytes_of_a_column)
 

@@ -166,7 +166,7 @@ def test_a_program_splits_and_launches(monkeypatch):
 
 def split(x, math):
     way = operands._WAYS[math]
-    return [np.asarray(part) for part in jax.jit(prepared.Split(way.parts, way.rounded, way.dtype).made)(x)]
+    return [np.asarray(term) for term in jax.jit(prepared.Terms(way.terms, way.rounded, way.dtype).made)(x)]
 
 
 def numbers():
@@ -177,11 +177,11 @@ def numbers():
 
 
 @pytest.mark.parametrize(("math", "most"), [("bf16x9", 0), ("bf16x6", 0), ("bf16x3", 2.0**-17), ("tf32x3", 2.0**-23)])
-def test_parts_add_up_to_the_number(math, most):
+def test_terms_add_up_to_the_number(math, most):
     x = numbers()
     parts = split(x, math)
     total = sum(part.astype(np.float64) for part in parts)
-    assert len(parts) == operands._WAYS[math].parts
+    assert len(parts) == operands._WAYS[math].terms
     assert np.abs((total - x) / x.astype(np.float64)).max() <= most
     assert all(np.isfinite(part.astype(np.float32)).all() for part in parts)
     if math == "tf32x3":
@@ -203,7 +203,7 @@ def test_pairs_come_with_the_smallest_products_first():
         orders = [a + b for a, b in way.pairs]
         assert orders == sorted(orders, reverse=True)
         assert len(set(way.pairs)) == len(way.pairs)
-        assert {a for a, _ in way.pairs} == set(range(way.parts))
+        assert {a for a, _ in way.pairs} == set(range(way.terms))
 
 
 # ---- what it compiles to

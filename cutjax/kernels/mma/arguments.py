@@ -121,4 +121,4 @@ def _operand_map(kernel: Resolved, buffer: int, operand: Operand, length: int, o
         span,
         256 if of.on_lines else 128,
     )
-    return dataclasses.replace(found, element="tfloat32" if kernel.math.name == "tf32" else "")
+    return dataclasses.replace(found, element="tfloat32" if kernel.way.name == "tf32" else "")

@@ -70,11 +70,11 @@ def predict(kernel: Resolved, device: Device, fit: Fit | None = None) -> float:
     """
     p, c = kernel.problem, kernel.config
     if fit is None:
-        fragments = kernel.math.fragments
-        names = f"{fragments} {p.math}", f"{fragments} {kernel.math.accumulator}", fragments
+        fragments = kernel.way.fragments
+        names = f"{fragments} {p.math}", f"{fragments} {kernel.way.accumulator}", fragments
         fit = next((FITS[name] for name in names if name in FITS), FIT)
-    rate = dict(device.flops).get(kernel.math.rate, 0.0)
-    if kernel.math.rate not in ("float32", "float64") and 90 <= number(device.arch) < 120:
+    rate = dict(device.flops).get(kernel.way.rate, 0.0)
+    if kernel.way.rate not in ("float32", "float64") and 90 <= number(device.arch) < 120:
         rate *= SM90_SHARE
     if not rate or not device.sms:
         return math.inf
@@ -84,7 +84,7 @@ def predict(kernel: Resolved, device: Device, fit: Fit | None = None) -> float:
     if rest:
         time += _wave(kernel, device, math.ceil(rest / device.sms), k_blocks, rate, fit)
     memory = p.bytes / device.bytes_per_second * 1e6
-    gains = kernel.math.fragments == "tensor" and p.a.bytes(c.bk) == 128
+    gains = kernel.way.fragments == "tensor" and p.a.bytes(c.bk) == 128
     gain = 1.0 if not c.tma else TMA_GAIN if gains else TMA_OTHERWISE
     time = fit.launch + (max(time, memory) + 0.1 * min(time, memory)) / gain
     copied = sum(operand.moved for operand in kernel.prepared)  # in launches of their own
@@ -104,7 +104,7 @@ def _wave(kernel: Resolved, device: Device, blocks: int, k_blocks: int, rate: fl
     p, c = kernel.problem, kernel.config
     share = fit.peak / (1 + fit.reads * (32 / c.wm + 32 / c.wn))
     share *= min(1.0, blocks * c.threads / 256) ** fit.warps / (1 + fit.shared * (blocks > 1))
-    multiply = 2 * c.bm * c.bn * c.bk * p.products * kernel.math.instructions / (rate / device.sms / 1e6 * share)
+    multiply = 2 * c.bm * c.bn * c.bk * p.products * kernel.way.instructions / (rate / device.sms / 1e6 * share)
     load = (p.a.bytes(c.bm) + p.products * p.bs[0].bytes(c.bn)) * c.bk / fit.l2 / 1e3
     load *= 1 + fit.narrow * math.log2(16 / min(kernel.units))
     written = sum(out.reduce is None for out in p.epilogue.outputs)

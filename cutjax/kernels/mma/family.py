@@ -64,8 +64,8 @@ NARROW_TILES = (
     (64, 32, 32, 32, 2, 2),
     (16, 128, 16, 32, 1, 3),
 )
-# Of fragments in parts, which take the room of accumulators.
-SPLIT_TILES = (
+# Of fragments in terms, which take the room of accumulators.
+TERM_TILES = (
     (128, 64, 64, 32, 1, 2),
     (64, 64, 32, 32, 1, 2),
     (128, 64, 32, 32, 1, 1),
@@ -119,28 +119,28 @@ def stores_in_order(problem: Problem) -> bool:
     return True
 
 
-def tiles_for(how: Math) -> tuple[tuple[int, ...], ...]:
+def tiles_for(way: Math) -> tuple[tuple[int, ...], ...]:
     """Returns the tiles of a way to multiply."""
-    if how.words == 8 and how.name == "dmma":
+    if way.words == 8 and way.name == "dmma":
         return DMMA_TILES
-    if how.words > 4:
-        return WIDE_TILES if how.words == 8 else WIDEST_TILES
-    return {"fma": ELEMENT_TILES, "split": SPLIT_TILES, "decode": NARROW_TILES}.get(how.fragments, TILES)
+    if way.words > 4:
+        return WIDE_TILES if way.words == 8 else WIDEST_TILES
+    return {"fma": ELEMENT_TILES, "terms": TERM_TILES, "decode": NARROW_TILES}.get(way.fragments, TILES)
 
 
 def configs(problem: Problem) -> Iterator[Config]:
     """Yields the shipped tiles, each as deep and in the order that suits the problem, and ways to divide k."""
-    how = math_of(problem)
-    if how is None:
+    way = math_of(problem)
+    if way is None:
         return
     size, device, staged = problem.a.bytes(1), problem.device, staging_of(problem)
-    by_tma = not tma_reasons(along_k(problem) if how.along_k else problem, how)
-    for bm, bn, wm, wn, sliced_k, blocks in tiles_for(how):
-        for bk in how.depths:
-            slices = bk // how.k // sliced_k
+    by_tma = not tma_reasons(along_k(problem) if way.along_k else problem, way)
+    for bm, bn, wm, wn, sliced_k, blocks in tiles_for(way):
+        for bk in way.depths:
+            slices = bk // way.k // sliced_k
             if slices < 2 or slices % 2:
                 continue
-            stage = how.stage_bytes(bm, bn, bk, problem.products, size)
+            stage = way.stage_bytes(bm, bn, bk, problem.products, size)
             staging = (bm // wm) * (bn // wn) * 16 * chunk_of(staged, wn) * staged.column_bytes
             # As many blocks as an SM has room for with two stages each, which on some is less than on others.
             fitting = min(blocks, device.shared_bytes_per_sm // (staging + 2 * stage + 1024)) or 1

@@ -19,10 +19,10 @@ from cutjax.kernels.mma.math import Math, math_of
 from cutjax.kernels.mma.resolved import Resolved
 from cutjax.kernels.prepared import Prepared, Transpose, along_k
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.staging import STORED, Staging, stage
+from cutjax.kernels.staging import STORED, Staging, plan_staging
 from cutjax.runtime.architectures import number
 
-STAGED = 8192  # bytes of a warp's staging buffer, at most where fewer columns make it so
+STAGING_BYTES = 8192  # bytes of a warp's staging buffer, at most where fewer columns make it so
 BARRIER_BYTES = 16  # of a stage that TMA loads
 BESIDE = 56  # registers of a thread beside accumulators and fragments, calibrated on the compiler's report
 BESIDE_TMA = 31  # the same of float64 and TF32 whose tiles TMA loads: others have no larger tile to gain
@@ -33,7 +33,7 @@ def staging_of(problem: Problem, swap: bool = False) -> Staging:
     """Returns the staging of a problem's epilogue, with the operands as they are or swapped."""
     multiplied = problem.transposed if swap else problem
     layout = swap, math.gcd(problem.n, 16), multiplied.n % 2 == 0
-    return stage(multiplied.epilogue, problem.symmetric, *layout, tma=False)
+    return plan_staging(multiplied.epilogue, problem.symmetric, *layout, tma=False)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -44,12 +44,12 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     if number(problem.arch) < 75:
         return (f"architecture {problem.arch}: the kernels are for sm_75 and later",)
     found += shared.of_operands(problem)
-    how = math_of(problem)
-    if how is None:
+    way = math_of(problem)
+    if way is None:
         by = f" as {problem.math}" if problem.math else ""
         found.append(f"{short(problem.a.dtype.name)} x {short(problem.bs[0].dtype.name)}{by} on {problem.arch}")
-    elif problem.epilogue.accumulator.name != how.accumulator:
-        added = f"{short(problem.epilogue.accumulator.name)}: its products are added up in {short(how.accumulator)}"
+    elif problem.epilogue.accumulator.name != way.accumulator:
+        added = f"{short(problem.epilogue.accumulator.name)}: its products are added up in {short(way.accumulator)}"
         found.append(f"{short(problem.a.dtype.name)} added up in {added}")
     if problem.plain and staging.reasons:
         names = ", ".join(map(short, STORED))
@@ -102,23 +102,23 @@ def prepared(asked: Problem, taken: Problem) -> tuple[Prepared, ...]:
     return tuple(found)
 
 
-def registers(problem: Problem, config: Config, how: Math, units: tuple[int, int]) -> int:
+def registers(problem: Problem, config: Config, way: Math, units: tuple[int, int]) -> int:
     """Estimates the registers of a thread."""
     tile = config.wm // 16 * (config.wn // 8)
-    fragments = how.read[0] * (config.wm // 16) + how.read[1] * problem.products * (config.wn // 8)
-    fragments *= how.slice(config.bk // config.sliced_k, problem.arch) // how.k
+    fragments = way.read[0] * (config.wm // 16) + way.read[1] * problem.products * (config.wn // 8)
+    fragments *= way.slice(config.bk // config.sliced_k, problem.arch) // way.k
     of_a, of_b = problem.a.bytes(config.bm), problem.bs[0].bytes(problem.products * config.bn)
     loads = [row * config.bk // 16 // config.threads for row in (of_a, of_b)]
     held = sum(5 * count + 8 for count, unit in zip(loads, units, strict=True) if unit < 4)
     apart = 0
-    if how.rate.startswith("float8") and config.wm * config.wn >= 2048:
+    if way.rate.startswith("float8") and config.wm * config.wn >= 2048:
         # Of sums that are added apart, and on sm_90 of operands that are converted to 16 bits: calibrated too.
         apart = 72 if number(problem.arch) == 90 or config.wn > config.wm else 36 * (held > 0)
-    if how.fragments == "fma" and number(problem.arch) < 80:  # half of what is loaded, calibrated as BESIDE
+    if way.fragments == "fma" and number(problem.arch) < 80:  # half of what is loaded, calibrated as BESIDE
         held = 2 * sum(loads)
-    if how.fragments == "tensor" and number(problem.arch) < 80:
+    if way.fragments == "tensor" and number(problem.arch) < 80:
         apart += 8  # all loads go through registers
-    if how.name == "tf32x3" and number(problem.arch) >= 100:
+    if way.name == "tf32x3" and number(problem.arch) >= 100:
         apart += 48  # calibrated too: warp tiles of 64 x 32 spill there
     if problem.divided == "k" and config.bk == 128 and held:
         apart += 32  # calibrated too, where rows begin anywhere
@@ -128,24 +128,24 @@ def registers(problem: Problem, config: Config, how: Math, units: tuple[int, int
         across = wide and problem.bs[0].contiguous == "mn"
         apart += 8 * bool(across or problem.groups or problem.products > 1 or number(problem.arch) < 80)
         apart += (16 if config.bk == 32 else 56) * (min(units) < 4)
-    beside = BESIDE + how.beside
-    if config.tma and (how.name, how.accumulator) in (("dmma", "float64"), ("tf32", "float32")):
+    beside = BESIDE + way.beside
+    if config.tma and (way.name, way.accumulator) in (("dmma", "float64"), ("tf32", "float32")):
         beside = BESIDE_TMA
-    return problem.products * tile * how.words + 2 * fragments + held + beside + apart
+    return problem.products * tile * way.words + 2 * fragments + held + beside + apart
 
 
-def tma_reasons(problem: Problem, how: Math, units: tuple[int, int] = (16, 16)) -> list[str]:
+def tma_reasons(problem: Problem, way: Math, units: tuple[int, int] = (16, 16)) -> list[str]:
     """Returns the reasons against loads by TMA of a problem whose rows begin at multiples of so many bytes."""
     found, a, b = [], problem.a, problem.bs[0]
     if number(problem.arch) < 90:
         found.append(f"tma on {problem.arch}: sm_90 and later have it")
-    if how.fragments == "fma":
+    if way.fragments == "fma":
         found.append(f"tma of {short(a.dtype.name)} by FMA: elements are permuted one by one on their way")
     if b.narrow_beside(a):
         found.append(f"tma with b in {short(b.dtype.name)}: tiles that are decoded are loaded by all threads")
     if problem.divided == "k":
         found.append("tma with groups of k: it clears what is past the array, not what is past a group")
-    if how.fragments != "fma" and a.bits == 32 and a.contiguous != b.contiguous:
+    if way.fragments != "fma" and a.bits == 32 and a.contiguous != b.contiguous:
         found.append(f"tma of {short(a.dtype.name)} in layout {problem.layout}: a and b lie along k, or both across it")
     for name, step in zip("ab", units, strict=True):
         if step < 16:
@@ -156,16 +156,16 @@ def tma_reasons(problem: Problem, how: Math, units: tuple[int, int] = (16, 16)) 
 def chunk_of(staging: Staging, wn: int) -> int:
     """Returns the columns of a warp's staging buffer, of so many that it computes."""
     fitting = [c for c in (64, 32, 16) if wn % c == 0]
-    return next((c for c in fitting if 16 * c * staging.column_bytes <= STAGED), fitting[-1])
+    return next((c for c in fitting if 16 * c * staging.column_bytes <= STAGING_BYTES), fitting[-1])
 
 
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     """Returns the kernel, or every reason why the config cannot serve the problem."""
     asked, found = problem, list(reasons(problem))
-    how = math_of(problem)
-    if how is None or found:
+    way = math_of(problem)
+    if way is None or found:
         return tuple(found)
-    problem = along_k(problem) if how.along_k and not config.slim else problem
+    problem = along_k(problem) if way.along_k and not config.slim else problem
     if config.splits > 1:
         problem = problem.bare
         if problem.divided == "m":
@@ -174,14 +174,14 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         return (*found, *why)
     staging, device, size = staging_of(problem, config.swap), problem.device, problem.a.bytes(1)
     bare, problem = problem, problem.transposed if config.swap else problem
-    slices = config.bk // how.k // config.sliced_k
+    slices = config.bk // way.k // config.sliced_k
     if config.slim:
-        found += slim.reasons(problem, config, how, staging)
-    elif config.bk not in how.depths:
-        found.append(f"bk={config.bk}: one of {', '.join(map(str, how.depths))}")
+        found += slim.reasons(problem, config, way, staging)
+    elif config.bk not in way.depths:
+        found.append(f"bk={config.bk}: one of {', '.join(map(str, way.depths))}")
     elif slices < 2 or slices % 2:
         found.append(
-            f"bk={config.bk} with sliced_k={config.sliced_k}: an even number of slices of {how.k} for each warp"
+            f"bk={config.bk} with sliced_k={config.sliced_k}: an even number of slices of {way.k} for each warp"
         )
     if (
         problem.bs[0].narrow_beside(problem.a)
@@ -193,9 +193,9 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     if problem.symmetric and (config.bm % 64 or config.bn % 64):
         found.append(f"a tile of {config.bm}x{config.bn}: symmetric results are mirrored in blocks of 64x64")
     chunk = chunk_of(staging, config.wn)
-    stage_bytes = how.stage_bytes(config.bm, config.bn, config.bk, problem.products, size)
+    stage_bytes = way.stage_bytes(config.bm, config.bn, config.bk, problem.products, size)
     if config.slim:
-        stage_bytes = slim.stage_bytes(problem, config, how)
+        stage_bytes = slim.stage_bytes(problem, config, way)
     buffer_bytes = 16 * chunk * staging.column_bytes
     warps_m, warps_n, _ = config.warps
     shared = config.stages * (stage_bytes + BARRIER_BYTES * config.tma) + warps_m * warps_n * buffer_bytes
@@ -205,15 +205,15 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
             f"{config.stages} stages of {stage_bytes} bytes and staging of {buffer_bytes} a warp: {shared} bytes of "
             f"shared memory, at most {most} with {config.blocks} blocks an SM"
         )
-    accumulators = 4 * problem.products * config.bm * config.bn // 4 * how.words
+    accumulators = 4 * problem.products * config.bm * config.bn // 4 * way.words
     if config.sliced_k > 1 and not config.slim and accumulators > config.stages * stage_bytes:
         found.append(f"sliced_k={config.sliced_k}: {accumulators} bytes of accumulators take the place of the stages")
     of_a, of_b = operands_of(problem)
     units = unit(problem, problem.a, problem.m, of_a), unit(problem, problem.bs[0], problem.n, of_b)
     if config.tma:
-        found += tma_reasons(problem, how, units)
+        found += tma_reasons(problem, way, units)
     limit = min(255, device.registers_per_sm // (config.threads * config.blocks) // 8 * 8)
-    need = slim.registers(problem, config, how) if config.slim else registers(problem, config, how, units)
+    need = slim.registers(problem, config, way) if config.slim else registers(problem, config, way, units)
     if need > limit:
         found.append(f"a warp tile of {config.wm}x{config.wn}: about {need} registers a thread, at most {limit}")
     if config.blocks > device.max_blocks_per_sm or config.blocks * config.threads > device.max_threads_per_sm:
@@ -228,9 +228,9 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         config=config,
         asked=asked,
         multiplied=problem,
-        math=how,
+        way=way,
         staging=staging,
-        prepared=prepared(asked, bare) if how.along_k else (),
+        prepared=prepared(asked, bare) if way.along_k else (),
         units=units,
         chunk=chunk,
         stage_bytes=stage_bytes,

@@ -63,8 +63,8 @@ def _fma(accumulator: str, rate: str, words: int, instructions: int = 1, beside:
     return Math("fma", accumulator, "fma", _ALL, rate, 1, (8, 16), read, 4 * words, instructions, beside=beside)
 
 
-def _split(name: str, instructions: int) -> Math:
-    return Math(name, "float32", "split", _AMPERE, "bfloat16", 16, (32,), (8, 4), 4, instructions, beside=40)
+def _terms(name: str, instructions: int) -> Math:
+    return Math(name, "float32", "terms", _AMPERE, "bfloat16", 16, (32,), (8, 4), 4, instructions, beside=40)
 
 
 def _bytes(name: str, accumulator: str, archs: Container[int], rate: str, depths=(64, 128), beside: int = 0) -> Math:
@@ -79,12 +79,12 @@ MATHS = {
     ("float32", ""): (_fma("float32", "float32", 1),),
     ("float32", "tf32"): (Math("tf32", "float32", "tensor", _AMPERE, "tf32", 8, (16, 32), beside=8),),
     ("float32", "tf32x3"): (
-        Math("tf32x3", "float32", "split", _AMPERE, "tf32", 8, (16, 32), instructions=3, beside=40),
+        Math("tf32x3", "float32", "terms", _AMPERE, "tf32", 8, (16, 32), instructions=3, beside=40),
     ),
-    ("float32", "bf16"): (_split("bf16x1", 1),),
-    ("float32", "bf16x3"): (_split("bf16x3", 3),),
-    ("float32", "bf16x6"): (_split("bf16x6", 6),),
-    ("float32", "bf16x9"): (_split("bf16x9", 9),),
+    ("float32", "bf16"): (_terms("bf16x1", 1),),
+    ("float32", "bf16x3"): (_terms("bf16x3", 3),),
+    ("float32", "bf16x6"): (_terms("bf16x6", 6),),
+    ("float32", "bf16x9"): (_terms("bf16x9", 9),),
     ("float64", ""): (
         Math("dmma", "float64", "double", DMMA, "float64", 8, (16, 32), (8, 4), 8),
         _fma("float64", "float64", 2, beside=8),
@@ -124,6 +124,6 @@ def math_of(problem: Problem) -> Math | None:
         ways = MATHS.get((a, problem.math), ())
     else:
         ways = () if problem.math else MIXED.get((a, b), ())
-    found = next((math for math in ways if number(problem.arch) in math.archs), None)
+    found = next((way for way in ways if number(problem.arch) in way.archs), None)
     # Of a narrow b fragments are bytes until they are multiplied.
     return dataclasses.replace(found, fragments="decode", read=(4, 1), beside=16) if found and narrow else found

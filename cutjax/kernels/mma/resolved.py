@@ -14,12 +14,12 @@ class Resolved(base.Resolved):
     """One config resolved for one problem.
 
     Attributes:
-      math: how the operands are multiplied.
+      way: how the operands are multiplied.
       units: bytes that rows of a, and of b, begin at multiples of.
     """
 
     config: Config
-    math: Math
+    way: Math
     units: tuple[int, int]
 
     @property
@@ -50,12 +50,12 @@ class Resolved(base.Resolved):
     def slices(self) -> int:
         """Slices of a stage that one warp multiplies."""
         depth = self.config.bk // self.config.sliced_k
-        return depth // self.math.slice(depth, self.problem.arch)
+        return depth // self.way.slice(depth, self.problem.arch)
 
     @property
-    def load_parts(self) -> int:
-        """Slices of a stage beside which a part of a later stage is loaded."""
-        if self.math.fragments == "fma":
+    def load_turns(self) -> int:
+        """Slices of a stage beside which a later stage is loaded, a turn of its loads each."""
+        if self.way.fragments == "fma":
             return 1  # a block is loaded at once, without tests of what of it is there
         if self.config.tma:
             return self.slices // 2  # those before the one beside which it is loaded
@@ -72,7 +72,7 @@ class Resolved(base.Resolved):
 
         Of FMA it is few: about 256 products. The compiler finds registers in different banks for what each reads then.
         """
-        if self.math.fragments != "fma":
+        if self.way.fragments != "fma":
             return self.slices
-        products = self.config.wm * self.config.wn // 32 * self.problem.products * self.math.instructions
+        products = self.config.wm * self.config.wn // 32 * self.problem.products * self.way.instructions
         return next(n for n in (2, 4, 8) if n * products >= 256 or n == 8)

@@ -24,11 +24,11 @@ def columns_of(problem: Problem) -> int:
     return AT_ONCE if problem.bs[0].contiguous == "k" else problem.bs[0].elements(16)
 
 
-def reasons(problem: Problem, config: Config, how: Math, staging: Staging) -> list[str]:
+def reasons(problem: Problem, config: Config, way: Math, staging: Staging) -> list[str]:
     """Returns the reasons against a slim kernel of a config."""
     found, b = [], problem.bs[0]
-    if how.words < 4:
-        found.append(f"bm={config.bm}: slim kernels add up in {how.accumulator}")
+    if way.words < 4:
+        found.append(f"bm={config.bm}: slim kernels add up in {way.accumulator}")
     if problem.bs[0].contiguous == "k":
         warps, needed = config.threads // 32, config.bn // AT_ONCE
         if warps % needed:
@@ -58,18 +58,18 @@ def swap_reasons(problem: Problem) -> list[str]:
     return found
 
 
-def stage_bytes(problem: Problem, config: Config, how: Math) -> int:
+def stage_bytes(problem: Problem, config: Config, way: Math) -> int:
     """Returns the bytes of shared memory in which warps add up their sums."""
     warps = config.threads // 32
     parts = warps // max(1, config.bn // AT_ONCE) if problem.bs[0].contiguous == "k" else warps
-    return parts * problem.products * config.bm * config.bn * how.words
+    return parts * problem.products * config.bm * config.bn * way.words
 
 
-def registers(problem: Problem, config: Config, how: Math) -> int:
+def registers(problem: Problem, config: Config, way: Math) -> int:
     """Estimates the registers of a thread."""
-    sums = problem.products * config.bm * columns_of(problem) * how.words // 4
+    sums = problem.products * config.bm * columns_of(problem) * way.words // 4
     a, b, narrow = problem.a, problem.bs[0], problem.bs[0].narrow_beside(problem.a)
-    left = config.bm * (4 if a.contiguous == "k" else AT_ONCE * how.words // 4)
+    left = config.bm * (4 if a.contiguous == "k" else AT_ONCE * way.words // 4)
     if narrow:  # twice as many at once, and those of a that does not lie along k as floats
         left *= 2 if a.contiguous == "k" else 4
     # Of rows of b that begin anywhere each load has a shift of its own: with 4 rows of a that spills.
@@ -117,7 +117,7 @@ def predict(kernel: Resolved, device: Device) -> float:
     line = min(1.0, b.bytes(c.bn) / 128) if b.contiguous == "mn" else 1.0
     narrow = 1 + 0.5 * math.log2(16 / kernel.units[1])
     memory = p.bytes / speed / (0.8 + 0.2 * line) * narrow
-    rate = dict(device.flops).get("float64" if kernel.math.words > 4 else "float32", 0.0)
+    rate = dict(device.flops).get("float64" if kernel.way.words > 4 else "float32", 0.0)
     if not rate or not device.sms:
         return math.inf
     of_tile = p.products * c.bn * k

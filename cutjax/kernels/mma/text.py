@@ -16,14 +16,14 @@ FRAGMENTS = {
     "fma": ("mma/planes.cuh", "mma/fma.cuh"),
     "double": ("mma/words.cuh", "mma/double.cuh"),
     "tensor": (*_LANES, "mma/decode_none.cuh", "mma/tensor.cuh"),
-    "split": (*_LANES, "mma/split.cuh"),
+    "terms": (*_LANES, "mma/terms.cuh"),
     "decode": (*_LANES, "mma/narrow.cuh", "mma/decode_bytes.cuh", "mma/tensor.cuh"),
 }
 
 
 def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     """Returns the device text of a kernel, complete: constants, the generated epilogue, and the files of ffi/device."""
-    problem, config, math = kernel.multiplied, kernel.config, kernel.math
+    problem, config, way = kernel.multiplied, kernel.config, kernel.way
     m, n, k = config.warps
     constants = {
         "BM": config.bm,
@@ -40,8 +40,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "N_FRAGMENTS": config.wn // 8,
         "STAGES": config.stages,
         "SLIM": config.slim,
-        "SLICE": math.slice(config.bk // config.sliced_k, problem.arch),
-        "LOAD_PARTS": kernel.load_parts,
+        "SLICE": way.slice(config.bk // config.sliced_k, problem.arch),
+        "LOAD_TURNS": kernel.load_turns,
         "SLICES_AT_ONCE": kernel.slices_at_once,
         "ELEMENT": problem.a.bytes(1),
         "ELEMENT_B": problem.bs[0].bytes(1),
@@ -62,12 +62,12 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "PIECE": 8 if kernel.chunk % 16 else 16,
         "D_BUFFER_BYTES": kernel.buffer_bytes,
         "OUTPUTS": len(kernel.staging.results),
-        "STAGE_ROWS": 16,
-        "STAGE_THREADS": 32,
+        "STAGING_ROWS": 16,
+        "STAGING_THREADS": 32,
     }
     scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
-    carrier = DTYPES[math.accumulator].carrier
-    accumulator = f"#define F16_ACCUMULATORS {int(math.name == 'f16_f16')}\n#define ACCUMULATOR {carrier}\n"
+    carrier = DTYPES[way.accumulator].carrier
+    accumulator = f"#define F16_ACCUMULATORS {int(way.name == 'f16_f16')}\n#define ACCUMULATOR {carrier}\n"
     accumulator += f"#define TMA {int(config.tma)}\n"
     return sources.source(
         kernel.name,
@@ -97,8 +97,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
 
 def _multiply(kernel: Resolved) -> list[str]:
     """Returns the files that load and multiply, and the constants they read."""
-    problem, fragments = kernel.multiplied, kernel.math.fragments
-    constant = f'#line 1 "math (generated)"\nconstexpr Math MATH = Math::{kernel.math.name};\n'
+    problem, fragments = kernel.multiplied, kernel.way.fragments
+    constant = f'#line 1 "math (generated)"\nconstexpr Math MATH = Math::{kernel.way.name};\n'
     narrow = problem.bs[0].narrow_beside(problem.a)
     if narrow:
         constant += f"constexpr Dtype NARROW = Dtype::{DTYPES[problem.bs[0].dtype.name].stored};\n"

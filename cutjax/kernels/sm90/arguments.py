@@ -46,7 +46,7 @@ def result_matrices(p: Problem, dtype: np.dtype) -> Matrices:
 def arguments(kernel: Resolved) -> tuple[Argument, ...]:
     """Returns the arguments of a kernel, in order.
 
-    Buffers are a, the bs (none where b is a), sizes of groups, the epilogue's operands, further parts of a and of the
+    Buffers are a, the bs (none where b is a), sizes of groups, the epilogue's operands, further terms of a and of the
     bs, and results, in order.
     """
     return tuple(_arguments(kernel))
@@ -56,21 +56,21 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
     p, c, staging = kernel.multiplied, kernel.config, kernel.staging
     epilogue = p.epilogue
     (sizes, moves), steps = batch_moves(p), array_steps(p)
-    more, parts = sum(operand.copies - 1 for operand in kernel.prepared), kernel.way.parts
+    more, terms = sum(operand.copies - 1 for operand in kernel.prepared), kernel.way.terms
     first_more = p.arrays + len(epilogue.operands)
     first_result = first_more + more + c.stream_k  # tickets are an argument too
     results = [(first_result + i, out) for i, out in staging.results]
     maps = [(place, buffer, np.dtype(out.dtype)) for place, (buffer, out) in enumerate(results) if staging.by_tma(out)]
 
     of_a = matrices_of(p, p.a, p.m, p.matrices[0], tuple(steps[0]))
-    for part in range(parts):
-        buffer = _part_of(int(c.swap), part, parts, first_more)
+    for term in range(terms):
+        buffer = _buffer_of(int(c.swap), term, terms, first_more)
         value = _operand_map(buffer, p.a, p.m, p.k, of_a, c.bm, 64, c, c.cluster_n)
-        yield _map(f"map_a{part}" if part else "map_a", value, "a")
+        yield _map(f"map_a{term}" if term else "map_a", value, "a")
     b_matrices = p.matrices[1]
     of_b = matrices_of(p, p.bs[0], p.n, b_matrices, tuple(steps[1]))
-    for i, (part, b) in enumerate((part, i) for part in range(parts) for i in range(p.products)):
-        buffer = _part_of(0 if p.symmetric or c.swap else 1 + b, part, parts, first_more)
+    for i, (term, b) in enumerate((term, i) for term in range(terms) for i in range(p.products)):
+        buffer = _buffer_of(0 if p.symmetric or c.swap else 1 + b, term, terms, first_more)
         chunk = c.chunk(p.bs[0], p.products)
         yield _map(f"map_b{i}", _operand_map(buffer, p.bs[0], p.n, p.k, of_b, c.bn, chunk, c, c.cluster_m), "b")
     d_matrices = c.splits * p.results
@@ -107,9 +107,9 @@ def _map(name: str, value: TensorMap, to: str = "") -> Argument:
     return Argument(f"const __grid_constant__ TensorMap {name}", value, to)
 
 
-def _part_of(buffer: int, part: int, parts: int, first_more: int) -> int:
-    """Returns the buffer of a part of the array that is an argument of the kernel: the first, or one of the others."""
-    return buffer if part == 0 else first_more + buffer * (parts - 1) + part - 1
+def _buffer_of(buffer: int, term: int, terms: int, first_more: int) -> int:
+    """Returns the buffer of a term of the array that is an argument of the kernel: the first, or one of the others."""
+    return buffer if term == 0 else first_more + buffer * (terms - 1) + term - 1
 
 
 def _operand_map(

@@ -131,7 +131,7 @@ def predict(kernel: Resolved, device: Device) -> float:
 
     ragged = 1.1 if c.bn * p.out_dtype.itemsize % 128 else 1.0  # stores of less than a cache line
     speed = device.bytes_per_second / dense_cost.FITTED_ON.bytes_per_second
-    reads = (p.bytes - p.result_bytes) * kernel.way.parts / (READ_BYTES_PER_US * speed)
+    reads = (p.bytes - p.result_bytes) * kernel.way.terms / (READ_BYTES_PER_US * speed)
     writes = ragged * c.splits * p.result_bytes / (WRITTEN_BYTES_PER_US * speed)
     twins = fit.twins if p.groups else -0.04 * (p.k <= 64)
     memory = (reads + writes) * (1 + 0.11 * c.bm * c.bn / 32768 + twins * (resident == 2) + fit.short * (c.bm == 64))

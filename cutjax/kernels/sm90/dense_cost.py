@@ -168,7 +168,7 @@ class Features(NamedTuple):
       multicasts: the cluster is one that multicasts.
       cluster, cluster_m, cluster_n, cluster_k, splits, stream: of the config.
       bm, bn, bk, stages, pingpong, halves: of the config; bn of all products, `halves` where two warpgroups share one.
-      k_blocks: of a part; of each pair of parts of the operands as many.
+      k_blocks: of a part; of each pair of terms of the operands as many.
       stage_bytes: of one stage.
       own: the part of a tile's columns that one CTA stores.
       a_off, b_off: rows in memory are off its lines.
@@ -283,7 +283,7 @@ def _of_problem(kernel: Resolved, device: Device) -> dict[str, Any]:
             "threads": 0 if result_row % 16 == 0 else 1 if result_row % 4 == 0 else PAIRLESS,
             "fused": _instructions(kernel),
             "few_rows": kernel.asked.few_rows,
-            "reads": (p.bytes - p.result_bytes) * kernel.way.parts,
+            "reads": (p.bytes - p.result_bytes) * kernel.way.terms,
             "result": p.result_bytes,
             "asked": kernel.asked.bytes - kernel.problem.bytes + 2 * p.result_bytes,
             "copied": sum(operand.moved for operand in kernel.prepared),

@@ -15,7 +15,7 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import operands
 from cutjax.kernels.sm90.arguments import matrices_of, result_matrices
 from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Config
-from cutjax.kernels.staging import STORED_BY_TMA, Staging, stage
+from cutjax.kernels.staging import STORED_BY_TMA, Staging, plan_staging
 
 ARCH = "sm_90a"
 
@@ -100,7 +100,7 @@ def facts_of(problem: Problem, swap: bool = False) -> Facts:
     stored = multiplied if of_pairs else problem
     multiplied = multiplied.transposed if swap and not unswappable else multiplied
     layout = swap, math.gcd(stored.n, 16), multiplied.n % 2 == 0
-    staging, epilogue = stage(multiplied.epilogue, problem.symmetric, *layout), multiplied.epilogue
+    staging, epilogue = plan_staging(multiplied.epilogue, problem.symmetric, *layout), multiplied.epilogue
     heavy = (
         bool(staging.reductions)
         or any(spec.row and spec.col for spec in epilogue.operands)

@@ -1,4 +1,4 @@
-"""Operands as wgmma takes them: dtypes, parts of float32, rows that TMA walks."""
+"""Operands as wgmma takes them: dtypes, terms of float32, rows that TMA walks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 from cutjax.dtypes import DTYPES, FLOAT8, short
 from cutjax.epilogue.expression import identity
 from cutjax.kernels.operand import Operand
-from cutjax.kernels.prepared import Pad, Pairs, Prepared, Split, Step, Transpose
+from cutjax.kernels.prepared import Pad, Pairs, Prepared, Step, Terms, Transpose
 from cutjax.kernels.problem import BF16, Problem
 
 F32, C64 = np.dtype(np.float32), np.dtype(np.complex64)
 INT8 = ("int8", "uint8")
 
-# Pairs of parts (of a, of b) that are multiplied, in this order: the smallest products first, those of the highest
-# parts last. Parts beyond the pairs of a number are products too small for it.
+# Pairs of terms (of a, of b) that are multiplied, in this order: the smallest products first, those of the highest
+# terms last. Terms beyond the pairs of a number are products too small for it.
 _THREE = ((1, 0), (0, 1), (0, 0))
 _SIX = ((2, 0), (1, 1), (0, 2), *_THREE)
 PAIRS = {1: ((0, 0),), 3: _THREE, 6: _SIX, 9: ((2, 2), (2, 1), (1, 2), *_SIX)}
@@ -28,22 +28,22 @@ class Way:
     """A way in which wgmma multiplies operands.
 
     Attributes:
-      parts: matrices that an operand is the sum of.
-      pairs: of parts, those that are multiplied, in order.
-      rounded: bits of the mantissa of a part of f32; 0 where operands are as they are.
-      dtype: of a part of f32; None where operands are as they are.
+      terms: matrices that an operand is the sum of.
+      pairs: of terms, those that are multiplied, in order.
+      rounded: bits of the mantissa of a term of f32; 0 where operands are as they are.
+      dtype: of a term of f32; None where operands are as they are.
       promoted: 128 bytes of k after which accumulators are added to others in registers, as the tensor cores add with
         fewer bits than f32 has, or round towards zero; 0 for never.
     """
 
-    parts: int = 1
+    terms: int = 1
     pairs: tuple[tuple[int, int], ...] = PAIRS[1]
     rounded: int = 0
     dtype: np.dtype | None = None
     promoted: int = 0
 
 
-# Sums of float8 products have 14 bits: 128 of k are added up in f32. Of the full products of float32 by parts, the
+# Sums of float8 products have 14 bits: 128 of k are added up in f32. Of the full products of float32 by terms, the
 # tensor cores' own rounding, towards zero at every 16 of k, would be the largest error: 512 of k.
 _WAYS = {
     "tf32": Way(),
@@ -99,7 +99,7 @@ def reasons(problem: Problem) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def as_multiplied(problem: Problem) -> Problem:
-    """Returns the problem of the copies that kernels take of the arrays: parts of float32, and rows along k.
+    """Returns the problem of the copies that kernels take of the arrays: terms of float32, and rows along k.
 
     Complex numbers are pairs of real ones, in rows twice as long. Two rows of b make the two columns of a pair: (real,
     -imag) the real ones, (imag, real) the imaginary ones.
@@ -122,7 +122,7 @@ def as_multiplied(problem: Problem) -> Problem:
 @functools.lru_cache(maxsize=1024)
 def prepared(problem: Problem) -> tuple[Prepared, ...]:
     """Returns the operands of which kernels read copies: other numbers, rows along k, rows that TMA walks."""
-    p, how, found = as_multiplied(problem), way(problem), []
+    p, taken, found = as_multiplied(problem), way(problem), []
     b_matrices = p.matrices[1]
     arrays = [("a", p.a, problem.a, p.m, p.matrices[0])]
     arrays += [("b", b, given, p.n, b_matrices) for b, given in zip(p.bs, problem.bs, strict=True)]
@@ -132,14 +132,14 @@ def prepared(problem: Problem) -> tuple[Prepared, ...]:
         columns = operand.elements(pitch) - size
         transposed = operand.contiguous != given.contiguous
         pairs = 1 if given.dtype != C64 else 4 if buffer else 2  # numbers that a complex one makes
-        steps: list[Step] = [] if how.dtype is None else [Split(how.parts, how.rounded, how.dtype)]
+        steps: list[Step] = [] if taken.dtype is None else [Terms(taken.terms, taken.rounded, taken.dtype)]
         steps += [Transpose()] * transposed + [Pairs()] * (pairs == 4)
         steps += [Pad(columns // 2 if pairs == 2 else columns, pitch)] * (columns > 0)
         if steps:
             rows *= matrices
-            whole = transposed or how.dtype is not None or pairs > 1
+            whole = transposed or taken.dtype is not None or pairs > 1
             read = given.bytes(size * rows) // pairs if whole else rows * pitch
-            found.append(Prepared(name, buffer, tuple(steps), read, how.parts * rows * pitch, how.parts))
+            found.append(Prepared(name, buffer, tuple(steps), read, taken.terms * rows * pitch, taken.terms))
     return tuple(found)
 
 

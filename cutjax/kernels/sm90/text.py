@@ -30,7 +30,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "BK": config.depth(problem.a),
         "A_BYTES": problem.a.bytes(1),
         "B_BYTES": problem.bs[0].bytes(1),
-        "PARTS": way.parts,
+        "TERMS": way.terms,
         "PAIRS": len(way.pairs),
         "PAIRS_OF_A": _packed(a for a, _ in way.pairs),
         "PAIRS_OF_B": _packed(b for _, b in way.pairs),
@@ -60,8 +60,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "D_CHUNK": kernel.chunk,
         "PIECE": 8 if kernel.chunk % 16 else 16,
         "D_BUFFER_BYTES": kernel.buffer_bytes,
-        "STAGE_ROWS": 64,
-        "STAGE_THREADS": 128,
+        "STAGING_ROWS": 64,
+        "STAGING_THREADS": 128,
     }
     scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
     scheduler = "stream" if config.stream_k else scheduler
@@ -92,15 +92,15 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             epilogue_text(kernel.staging, arguments, problem.divided),
             "sm90/epilogue.cuh",
             "common/parts.cuh",
-            "sm90/split.cuh",
+            "sm90/cluster_sum.cuh",
             "sm90/gemm.cuh",
         ],
     )
 
 
-def _packed(parts: Iterable[int]) -> int:
+def _packed(terms: Iterable[int]) -> int:
     """Returns small numbers in two bits each, the first lowest."""
-    return sum(part << 2 * i for i, part in enumerate(parts))
+    return sum(term << 2 * i for i, term in enumerate(terms))
 
 
 def wgmma(n: int, a: np.dtype, b: np.dtype, a_k_major: bool, b_k_major: bool) -> str:

@@ -1,5 +1,5 @@
-// A staging tile of one result or operand: [SUBTILES][STAGE_ROWS][COLUMNS], rows of SPAN bytes, swizzled as TMA does
-// it. STAGE_THREADS fill and empty it, each warp 16 rows.
+// A staging tile of one result or operand: [SUBTILES][STAGING_ROWS][COLUMNS], rows of SPAN bytes, swizzled as TMA does
+// it. STAGING_THREADS fill and empty it, each warp 16 rows.
 constexpr bool HAS_STMATRIX = __CUDA_ARCH__ >= 900;
 
 template <Dtype D>
@@ -10,7 +10,7 @@ struct Staging {
 
   // The address of a byte of a row, given as a part known to the compiler and a part within 32 bytes of it.
   static DEVICE u32 at(u32 tile, int row, int byte, int more) {
-    return tile + byte / SPAN * (STAGE_ROWS * SPAN) + swizzle<SPAN>(row * SPAN + byte % SPAN + more);
+    return tile + byte / SPAN * (STAGING_ROWS * SPAN) + swizzle<SPAN>(row * SPAN + byte % SPAN + more);
   }
 
   // PIECE columns from PIECE * piece on: value 4 j + 2 h + e is of column 8 j + 2 (lane % 4) + e and of the warp's row
@@ -53,7 +53,7 @@ struct Staging {
   // The address of 16 bytes of a lane's two elements of 8 or 16 bytes, of those of four lanes beside each other.
   static DEVICE u32 pair(u32 tile, int row, int byte, int lane) {
     int of_row = byte + lane % 4 * 2 * SIZE<D>;
-    return tile + of_row / SPAN * (STAGE_ROWS * SPAN) + swizzle<SPAN>(row * SPAN + of_row % SPAN);
+    return tile + of_row / SPAN * (STAGING_ROWS * SPAN) + swizzle<SPAN>(row * SPAN + of_row % SPAN);
   }
 
   // The same of an operand, to x[j][h], e being a part of the pair.
@@ -83,7 +83,7 @@ struct Staging {
   static DEVICE void store_rows(char* matrix, int, int n, int pitch, u32 tile, int x, int y, int rows, int thread) {
     constexpr int UNITS = D_CHUNK / UNIT;
 #pragma unroll 1
-    for (int i = thread; i < rows * UNITS; i += STAGE_THREADS) {
+    for (int i = thread; i < rows * UNITS; i += STAGING_THREADS) {
       int row = i / UNITS, column = i % UNITS * UNIT, byte = column * SIZE<D>;
       if (x + column < n)
         copy_to_global<UNIT * SIZE<D>>(matrix + ((y + row) * static_cast<i64>(pitch) + x + column) * SIZE<D>,
@@ -94,9 +94,9 @@ struct Staging {
   // The transpose of the first rows, gathered, to row x and column y of a matrix of n columns.
   template <int UNIT>
   static DEVICE void store_columns(char* matrix, int, int n, int pitch, u32 tile, int x, int y, int rows, int thread) {
-    constexpr int UNITS = STAGE_ROWS / UNIT, EACH = SIZE<D> < 4 ? 4 / SIZE<D> : 1;  // elements of a word, if any
+    constexpr int UNITS = STAGING_ROWS / UNIT, EACH = SIZE<D> < 4 ? 4 / SIZE<D> : 1;  // elements of a word, if any
 #pragma unroll 1
-    for (int i = thread; i < D_CHUNK * UNITS; i += STAGE_THREADS) {
+    for (int i = thread; i < D_CHUNK * UNITS; i += STAGING_THREADS) {
       int column = i / UNITS, row = i % UNITS * UNIT;
       if (x + column >= n || row >= rows) continue;
       char* to = matrix + ((x + column) * static_cast<i64>(pitch) + y + row) * SIZE<D>;
@@ -121,7 +121,7 @@ struct Staging {
   static DEVICE void clear_rows(char* matrix, int n, int pitch, int x, int y, int rows, int columns, int thread) {
     const int units = columns / UNIT;
 #pragma unroll 1
-    for (int i = thread; i < rows * units; i += STAGE_THREADS) {
+    for (int i = thread; i < rows * units; i += STAGING_THREADS) {
       int row = i / units, column = i % units * UNIT;
       if (x + column < n)
         st_global<UNIT * SIZE<D>>(matrix + ((y + row) * static_cast<i64>(pitch) + x + column) * SIZE<D>, Bytes16{});

@@ -8,48 +8,48 @@ using TileB = Operand<BN, ELEMENT, B_K_MAJOR, B_UNIT, Read::words, ViewB>;
 
 // What an instruction takes: a float64, or the bits of a TF32.
 template <Math>
-struct PartOf {
+struct ComponentOf {
   using Type = double;
 };
 template <>
-struct PartOf<Math::tf32> {
+struct ComponentOf<Math::tf32> {
   using Type = u32;
 };
-using Part = PartOf<MATH>::Type;
-constexpr int PARTS = ELEMENT / sizeof(Part);  // of an element: they lie apart in registers
+using Component = ComponentOf<MATH>::Type;
+constexpr int COMPONENTS = ELEMENT / sizeof(Component);  // of an element: they lie apart in registers
 
 struct Fragments {
-  Part a[PARTS][M_FRAGMENTS][SLICE / 2], b[PARTS][PRODUCTS][N_FRAGMENTS][SLICE / 4];
+  Component a[COMPONENTS][M_FRAGMENTS][SLICE / 2], b[COMPONENTS][PRODUCTS][N_FRAGMENTS][SLICE / 4];
 };
 
 DEVICE double negative(double x) { return -x; }
 DEVICE u32 negative(u32 tf32) { return tf32 ^ 0x80000000; }
-DEVICE void round_part(double&) {}
-DEVICE void round_part(u32& x) {
+DEVICE void round_component(double&) {}
+DEVICE void round_component(u32& x) {
   if constexpr (!TMA) x = cvt_rna_tf32(__uint_as_float(x));  // TMA rounds too
 }
 
-DEVICE void multiply_parts(double (&d)[4], const double (&a)[SLICE / 2], const double (&b)[SLICE / 4]) {
+DEVICE void multiply_components(double (&d)[4], const double (&a)[SLICE / 2], const double (&b)[SLICE / 4]) {
   dmma(d[0], d[1], d[2], d[3], a, b);
 }
-DEVICE void multiply_parts(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) { mma<MATH>(d, a, b); }
+DEVICE void multiply_components(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) { mma<MATH>(d, a, b); }
 
 template <typename R>
 DEVICE void multiply_one(R (&d)[4], const Fragments& x, int, int p, int i, int j) {
-  multiply_parts(d, x.a[0][i], x.b[0][p][j]);
+  multiply_components(d, x.a[0][i], x.b[0][p][j]);
 }
 
 // Of the real parts of a (z = 0), or of the imaginary ones.
 template <typename R>
 DEVICE void multiply_one(Complex<R> (&d)[4], const Fragments& x, int z, int p, int i, int j) {
-  Part b[SLICE / 4];
+  Component b[SLICE / 4];
 #pragma unroll
   for (int t = 0; t < SLICE / 4; ++t) b[t] = z ? negative(x.b[1][p][j][t]) : x.b[0][p][j][t];
   R real[4], imag[4];
 #pragma unroll
   for (int e = 0; e < 4; ++e) real[e] = d[e].real, imag[e] = d[e].imag;
-  multiply_parts(real, x.a[z][i], b);
-  multiply_parts(imag, x.a[z][i], x.b[1 - z][p][j]);
+  multiply_components(real, x.a[z][i], b);
+  multiply_components(imag, x.a[z][i], x.b[1 - z][p][j]);
 #pragma unroll
   for (int e = 0; e < 4; ++e) d[e] = {real[e], imag[e]};
 }
@@ -62,7 +62,7 @@ struct Multiplier {
 
   template <typename To>
   static DEVICE void load(u32 address, To to) {
-    if constexpr (PARTS == 2) {
+    if constexpr (COMPONENTS == 2) {
       ld_shared_v2(address, to(0), to(1));
     } else {
       to(0) = ld_shared_f64(address);
@@ -75,12 +75,12 @@ struct Multiplier {
       int depth = slice * (SLICE / 4) + t;
 #pragma unroll
       for (int i = 0; i < 2 * M_FRAGMENTS; ++i)
-        load(lane_a.at(tile_a, i, depth), [&](int z) -> Part& { return to.a[z][i / 2][2 * t + i % 2]; });
+        load(lane_a.at(tile_a, i, depth), [&](int z) -> Component& { return to.a[z][i / 2][2 * t + i % 2]; });
 #pragma unroll
       for (int p = 0; p < PRODUCTS; ++p)
 #pragma unroll
         for (int j = 0; j < N_FRAGMENTS; ++j)
-          load(lane_b.at(tiles_b + p * TileB::BYTES, j, depth), [&](int z) -> Part& { return to.b[z][p][j][t]; });
+          load(lane_b.at(tiles_b + p * TileB::BYTES, j, depth), [&](int z) -> Component& { return to.b[z][p][j][t]; });
     }
   }
 
@@ -88,11 +88,11 @@ struct Multiplier {
   // different accumulators.
   DEVICE void multiply(Accumulators& d, Fragments& x) const {
 #pragma unroll
-    for (int i = 0; i < PARTS * M_FRAGMENTS * (SLICE / 2); ++i) round_part((&x.a[0][0][0])[i]);
+    for (int i = 0; i < COMPONENTS * M_FRAGMENTS * (SLICE / 2); ++i) round_component((&x.a[0][0][0])[i]);
 #pragma unroll
-    for (int i = 0; i < PARTS * PRODUCTS * N_FRAGMENTS * (SLICE / 4); ++i) round_part((&x.b[0][0][0][0])[i]);
+    for (int i = 0; i < COMPONENTS * PRODUCTS * N_FRAGMENTS * (SLICE / 4); ++i) round_component((&x.b[0][0][0][0])[i]);
 #pragma unroll
-    for (int z = 0; z < PARTS; ++z)
+    for (int z = 0; z < COMPONENTS; ++z)
 #pragma unroll
       for (int p = 0; p < PRODUCTS; ++p)
 #pragma unroll

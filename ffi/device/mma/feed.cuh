@@ -4,21 +4,21 @@
 constexpr int STAGE_BYTES = TileA::BYTES + PRODUCTS * TileB::BYTES;
 
 struct Loads : Operands<TileA, TileB> {
-  // Starts to load a part of the next block: the PART-th of PARTS.
-  template <int PART = 0, int PARTS = 1>
+  // Starts to load a part of the next block: the TURN-th of TURNS.
+  template <int TURN = 0, int TURNS = 1>
   DEVICE void load(u32 stage) {
     if (blocks > 0) {
-      a.template load<PART, PARTS>(stage);
+      a.template load<TURN, TURNS>(stage);
 #pragma unroll
-      for (int p = 0; p < PRODUCTS; ++p) b[p].template load<PART, PARTS>(stage + TileA::BYTES + p * TileB::BYTES);
-      if constexpr (PART == PARTS - 1) {
+      for (int p = 0; p < PRODUCTS; ++p) b[p].template load<TURN, TURNS>(stage + TileA::BYTES + p * TileB::BYTES);
+      if constexpr (TURN == TURNS - 1) {
         a.advance();
 #pragma unroll
         for (int p = 0; p < PRODUCTS; ++p) b[p].advance();
         --blocks;
       }
     }
-    if constexpr (PART == PARTS - 1) cp_async_commit_group();
+    if constexpr (TURN == TURNS - 1) cp_async_commit_group();
   }
 
   DEVICE void deposit(u32 stage) const {
@@ -58,10 +58,10 @@ struct Feed {
   // Starts to load a later block.
   DEVICE void load(Loads& loads) { loads.load(write); }
 
-  // Beside slice S of a block: of the first PARTS, each loads a part of a later block.
-  template <int S, int PARTS>
+  // Beside slice S of a block: of the first TURNS, each loads a part of a later block.
+  template <int S, int TURNS>
   DEVICE void beside(Loads& loads) {
-    if constexpr (S < PARTS) loads.load<S, PARTS>(write);
+    if constexpr (S < TURNS) loads.load<S, TURNS>(write);
   }
 
   // Goes on to the next block, when this one's last fragments are read.

@@ -1,5 +1,5 @@
 // Products by fused multiply-adds of one element each, of any dtype of 4, 8 or 16 bytes: Acc is the elements' type too.
-// Complex numbers are four products of their parts.
+// Complex numbers are four products of their components.
 //
 // A thread has rows l / 4 + 8 i of a and columns 2 (l % 4) + e + 8 j of b, as the accumulators lie.
 
@@ -15,13 +15,13 @@ DEVICE void multiply_add(i64& d, i64 a, i64 b) {
   d = static_cast<i64>(static_cast<u64>(d) + static_cast<u64>(a) * static_cast<u64>(b));
 }
 
-// The same of part Z_A of a and part Z_B of b.
+// The same of component Z_A of a and component Z_B of b.
 template <int Z_A, int Z_B, typename T>
-DEVICE void multiply_parts(T& d, T a, T b) {
+DEVICE void multiply_components(T& d, T a, T b) {
   multiply_add(d, a, b);
 }
 template <int Z_A, int Z_B, typename R>
-DEVICE void multiply_parts(Complex<R>& d, R a, R b) {
+DEVICE void multiply_components(Complex<R>& d, R a, R b) {
   multiply_add(Z_A == Z_B ? d.real : d.imag, Z_A && Z_B ? -a : a, b);
 }
 
@@ -30,33 +30,33 @@ using TileA = ElementTile<BM, A_K_MAJOR, true, ViewA>;
 using TileB = ElementTile<BN, B_K_MAJOR, false, ViewB>;
 
 struct Fragments {
-  Part a[PARTS][2 * M_FRAGMENTS], b[PRODUCTS][PARTS][2 * N_FRAGMENTS];
+  Component a[COMPONENTS][2 * M_FRAGMENTS], b[PRODUCTS][COMPONENTS][2 * N_FRAGMENTS];
 };
 
 struct Multiplier {
   u32 offset_a, offset_b;  // of this lane's first row and column in a line
 
   DEVICE Multiplier(int row, int column)
-      : offset_a(position<true>(row + threadIdx.x % 32 / 4) * PART),
-        offset_b(position<false>(column + threadIdx.x % 4 * 2) * PART) {}
+      : offset_a(position<true>(row + threadIdx.x % 32 / 4) * COMPONENT_BYTES),
+        offset_b(position<false>(column + threadIdx.x % 4 * 2) * COMPONENT_BYTES) {}
 
   DEVICE void load(Fragments& to, u32 tile_a, u32 tiles_b, int k) const {
     constexpr int ROWS = VECTOR < 2 * M_FRAGMENTS ? VECTOR : 2 * M_FRAGMENTS;  // at once
     tile_a += offset_a + k * TileA::PITCH;
     tiles_b += offset_b + k * TileB::PITCH;
 #pragma unroll
-    for (int z = 0; z < PARTS; ++z)
+    for (int z = 0; z < COMPONENTS; ++z)
 #pragma unroll
       for (int i = 0; i < 2 * M_FRAGMENTS; i += ROWS)
-        load_parts<ROWS>(to.a[z] + i, tile_a + (z * BM + position<true>(8 * i)) * PART);
+        load_components<ROWS>(to.a[z] + i, tile_a + (z * BM + position<true>(8 * i)) * COMPONENT_BYTES);
 #pragma unroll
     for (int p = 0; p < PRODUCTS; ++p)
 #pragma unroll
-      for (int z = 0; z < PARTS; ++z)
+      for (int z = 0; z < COMPONENTS; ++z)
 #pragma unroll
         for (int j = 0; j < 2 * N_FRAGMENTS; j += VECTOR)
-          load_parts<VECTOR>(to.b[p][z] + j,
-                             tiles_b + p * TileB::BYTES + (z * BN + position<false>(j / 2 * 8 + j % 2)) * PART);
+          load_components<VECTOR>(to.b[p][z] + j, tiles_b + p * TileB::BYTES +
+                                                      (z * BN + position<false>(j / 2 * 8 + j % 2)) * COMPONENT_BYTES);
   }
 
   // Moves both to the slices after those whose code is repeated.
@@ -65,14 +65,14 @@ struct Multiplier {
     tiles_b += SLICES_AT_ONCE * TileB::PITCH;
   }
 
-  // Every other column goes up, so that each product shares a part with the one before.
+  // Every other column goes up, so that each product shares a component with the one before.
   DEVICE void multiply(Accumulators& d, const Fragments& x) const {
 #pragma unroll
     for (int p = 0; p < PRODUCTS; ++p)
 #pragma unroll
       for (int j = 0; j < 2 * N_FRAGMENTS; ++j) {
         multiply_column<0, 0>(d[p], x, p, j);
-        if constexpr (PARTS == 2) {
+        if constexpr (COMPONENTS == 2) {
           multiply_column<1, 0>(d[p], x, p, j);
           multiply_column<0, 1>(d[p], x, p, j);
           multiply_column<1, 1>(d[p], x, p, j);
@@ -84,8 +84,8 @@ struct Multiplier {
   static DEVICE void multiply_column(AccFragment (&d)[M_FRAGMENTS][N_FRAGMENTS], const Fragments& x, int p, int j) {
 #pragma unroll
     for (int step = 0; step < 2 * M_FRAGMENTS; ++step) {
-      int i = (PARTS == 1 ? j : Z_A) % 2 ? 2 * M_FRAGMENTS - 1 - step : step;
-      multiply_parts<Z_A, Z_B>(d[i / 2][j / 2][i % 2 * 2 + j % 2], x.a[Z_A][i], x.b[p][Z_B][j]);
+      int i = (COMPONENTS == 1 ? j : Z_A) % 2 ? 2 * M_FRAGMENTS - 1 - step : step;
+      multiply_components<Z_A, Z_B>(d[i / 2][j / 2][i % 2 * 2 + j % 2], x.a[Z_A][i], x.b[p][Z_B][j]);
     }
   }
 
@@ -93,7 +93,7 @@ struct Multiplier {
   // registers in the whole loop, where half of the multiply-adds would read two registers of one bank then: words of
   // different rows are pairs first.
   DEVICE void arrange(Accumulators& d) const {
-    if constexpr (PART == 4 && SLICES_AT_ONCE * SLICE * WARPS_K < BK) {
+    if constexpr (COMPONENT_BYTES == 4 && SLICES_AT_ONCE * SLICE * WARPS_K < BK) {
       constexpr int COUNT = PRODUCTS * M_FRAGMENTS * N_FRAGMENTS, HALF = sizeof(AccFragment) / 8;
       u32(&words)[COUNT][2 * HALF] = reinterpret_cast<u32(&)[COUNT][2 * HALF]>(d);
       u32 zero = pinned(0);

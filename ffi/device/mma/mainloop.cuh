@@ -2,7 +2,7 @@
 // those along k add up what they have when the tile is done. Feed (feed.cuh, tma_feed.cuh) brings the blocks.
 
 constexpr int SLICES = BK / SLICE / WARPS_K;  // of a block, that one warp multiplies
-static_assert(SLICES % 2 == 0 && LOAD_PARTS < SLICES);
+static_assert(SLICES % 2 == 0 && LOAD_TURNS < SLICES);
 
 struct Pipeline : Feed {
   using Feed::Feed;
@@ -32,7 +32,7 @@ struct Pipeline : Feed {
         }
         slices<SLICES - SLICES_AT_ONCE, 0>(x, sums, loads, multiplier, warp, last);
       } else {
-        slices<0, LOAD_PARTS>(x, sums, loads, multiplier, warp, last);
+        slices<0, LOAD_TURNS>(x, sums, loads, multiplier, warp, last);
       }
       promotion.end_block(d);
     }

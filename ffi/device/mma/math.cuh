@@ -1,4 +1,4 @@
-// How operands are multiplied: as elements are; float32 in parts (split.cuh); float64 (double.cuh); one by one
+// How operands are multiplied: as elements are; float32 as sums of terms (terms.cuh); float64 (double.cuh); one by one
 // (fma.cuh).
 enum class Math {
   bf16,

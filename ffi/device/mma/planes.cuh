@@ -1,22 +1,22 @@
-// One operand whose elements threads copy one by one, the parts of complex numbers apart, so that those which a thread
-// multiplies are neighbours in shared memory.
+// One operand whose elements threads copy one by one, the components of complex numbers apart, so that those which a
+// thread multiplies are neighbours in shared memory.
 //
-//   [BK][PARTS][ROWS], 16 bytes   a line is one k
+//   [BK][COMPONENTS][ROWS], 16 bytes   a line is one k
 //
 // Rows are permuted in a line: VECTOR of a thread's are loaded at once.
 
 template <typename T>
-struct PartOf {
+struct ComponentOf {
   using Type = T;
 };
 template <typename R>
-struct PartOf<Complex<R>> {
+struct ComponentOf<Complex<R>> {
   using Type = R;
 };
-using Part = PartOf<Acc>::Type;
-constexpr int PARTS = sizeof(Acc) / sizeof(Part);
-constexpr int PART = sizeof(Part);
-constexpr int VECTOR = 16 / PART;                               // parts that a thread loads from shared memory at once
+using Component = ComponentOf<Acc>::Type;
+constexpr int COMPONENTS = sizeof(Acc) / sizeof(Component);
+constexpr int COMPONENT_BYTES = sizeof(Component);
+constexpr int VECTOR = 16 / COMPONENT_BYTES;                    // components that a thread loads at once
 constexpr int ROWS_VECTOR = VECTOR < BM / 8 ? VECTOR : BM / 8;  // of a
 
 DEVICE void from_words(float& x, const u32* words) { x = __uint_as_float(words[0]); }
@@ -42,11 +42,11 @@ DEVICE constexpr int row_at(int p) {
   return VECTOR == 4 ? p % 2 + p / 2 % 2 * 8 + p / 4 % 4 * 2 + p / 16 * 16 : p;
 }
 
-// One operand, whose parts threads load one by one: neighbours in memory lie apart in a line, or in different lines.
-// ACROSS threads beside each other load a row's neighbours along k, or a line's.
+// One operand, whose components threads load one by one: neighbours in memory lie apart in a line, or in different
+// lines. ACROSS threads beside each other load a row's neighbours along k, or a line's.
 template <int ROWS, bool K_MAJOR, bool OF_A, typename View>
 struct ElementTile {
-  static constexpr int PITCH = PARTS * ROWS * PART + 16;
+  static constexpr int PITCH = COMPONENTS * ROWS * COMPONENT_BYTES + 16;
   static constexpr int BYTES = BK * PITCH;
   static constexpr int WIDE = THREADS / BK > 32 ? THREADS / BK : 32;
   static constexpr int ACROSS = K_MAJOR ? 8 : WIDE < ROWS ? WIDE : ROWS;
@@ -80,12 +80,14 @@ struct ElementTile {
     memory.advance((K_MAJOR ? first : r) * ELEMENT);
     rows = rows_end - row;
     depth = k_end - k;
-    offset = own_k() * PITCH + position<OF_A>(own_row()) * PART;
+    offset = own_k() * PITCH + position<OF_A>(own_row()) * COMPONENT_BYTES;
   }
 
   static DEVICE bool mine(int i) { return BK * ROWS % THREADS == 0 || threadIdx.x + i * THREADS < BK * ROWS; }
 
-  DEVICE u32 place(u32 tile, int i) const { return tile + offset + k_of(i) * PITCH + position<OF_A>(row_of(i)) * PART; }
+  DEVICE u32 place(u32 tile, int i) const {
+    return tile + offset + k_of(i) * PITCH + position<OF_A>(row_of(i)) * COMPONENT_BYTES;
+  }
 
   // Starts to load a block of k, all of which is there unless it is an `edge`.
   template <bool EDGE>
@@ -98,7 +100,8 @@ struct ElementTile {
       bool there = (!EDGE || (rows_left > row_of(i) && depth_left > k_of(i))) && memory.there(i % OWN_LINES);
       if constexpr (HAS_CP_ASYNC) {
 #pragma unroll
-        for (int z = 0; z < PARTS; ++z) cp_async<PART>(place(tile, i) + z * ROWS * PART, p + z * PART, there);
+        for (int z = 0; z < COMPONENTS; ++z)
+          cp_async<COMPONENT_BYTES>(place(tile, i) + z * ROWS * COMPONENT_BYTES, p + z * COMPONENT_BYTES, there);
       } else {
 #pragma unroll
         for (int word = 0; word < ELEMENT / 4; ++word) held[i][word] = ld_global_u32_if(there, p + 4 * word);
@@ -131,23 +134,25 @@ struct ElementTile {
         if (mine(i))
 #pragma unroll
           for (int word = 0; word < ELEMENT / 4; ++word)
-            st_shared_u32(place(tile, i) + (word / (PART / 4) * ROWS * PART + word % (PART / 4) * 4), held[i][word]);
+            st_shared_u32(place(tile, i) + (word / (COMPONENT_BYTES / 4) * ROWS * COMPONENT_BYTES +
+                                            word % (COMPONENT_BYTES / 4) * 4),
+                          held[i][word]);
     }
   }
 };
 
 // N neighbours in shared memory, of 4, 8 or 16 bytes together.
 template <int N>
-DEVICE void load_parts(Part* to, u32 address) {
+DEVICE void load_components(Component* to, u32 address) {
   u32 words[4];
-  if constexpr (N * PART == 16) {
+  if constexpr (N * COMPONENT_BYTES == 16) {
     Bytes16 v = ld_shared_v4(address);
     words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
-  } else if constexpr (N * PART == 8) {
+  } else if constexpr (N * COMPONENT_BYTES == 8) {
     ld_shared_v2(address, words[0], words[1]);
   } else {
     words[0] = ld_shared_u32(address);
   }
 #pragma unroll
-  for (int i = 0; i < N; ++i) from_words(to[i], words + i * (PART / 4));
+  for (int i = 0; i < N; ++i) from_words(to[i], words + i * (COMPONENT_BYTES / 4));
 }

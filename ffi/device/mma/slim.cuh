@@ -9,11 +9,11 @@ constexpr int A_ELEMENTS = 16 / ELEMENT, UNIT_ELEMENTS = 16 / ELEMENT_B;  // of 
 constexpr int AT_ONCE = 8;                                                // loads that a thread waits for
 constexpr int DEPTH = B_K_MAJOR || UNIT_ELEMENTS > AT_ONCE ? UNIT_ELEMENTS : ELEMENT < 8 ? AT_ONCE : AT_ONCE / 2;
 constexpr int THREAD_COLUMNS = B_K_MAJOR ? AT_ONCE : UNIT_ELEMENTS;
-constexpr int ACROSS = B_K_MAJOR ? 1 : BN / UNIT_ELEMENTS;             // lanes that have other columns
-constexpr int COLUMN_WARPS = B_K_MAJOR ? BN / AT_ONCE : 1;             // warps that have
-constexpr int PARTS = THREADS / 32 / COLUMN_WARPS;                     // warps of the same columns
-constexpr int STAGE_BYTES = PARTS * PRODUCTS * BM * BN * sizeof(Acc);  // what they have, as they are added up
-static_assert(ACROSS <= 32 && 32 % ACROSS == 0 && PARTS >= 1);
+constexpr int ACROSS = B_K_MAJOR ? 1 : BN / UNIT_ELEMENTS;                  // lanes that have other columns
+constexpr int COLUMN_WARPS = B_K_MAJOR ? BN / AT_ONCE : 1;                  // warps that have
+constexpr int WARPS_EACH = THREADS / 32 / COLUMN_WARPS;                     // warps of the same columns
+constexpr int STAGE_BYTES = WARPS_EACH * PRODUCTS * BM * BN * sizeof(Acc);  // what they have, as they are added up
+static_assert(ACROSS <= 32 && 32 % ACROSS == 0 && WARPS_EACH >= 1);
 
 // The i-th element of a unit of 16 bytes of a, and of b.
 DEVICE Acc element(const u32 (&word)[4], int i) {
@@ -116,7 +116,8 @@ struct Pipeline {
                   int k_blocks) const {
     const auto& a = loads.a;
     int lane = threadIdx.x % 32, its_warp = threadIdx.x / 32, k_end = min(a.k_end, a.k + k_blocks * BK);
-    int part = its_warp / COLUMN_WARPS, column = its_warp % COLUMN_WARPS * AT_ONCE + lane % ACROSS * THREAD_COLUMNS;
+    int warp_along = its_warp / COLUMN_WARPS,
+        column = its_warp % COLUMN_WARPS * AT_ONCE + lane % ACROSS * THREAD_COLUMNS;
     Acc sums[PRODUCTS * BM * THREAD_COLUMNS];
 #pragma unroll
     for (Acc& sum : sums) sum = Acc{};
@@ -124,8 +125,8 @@ struct Pipeline {
       Acc& sum = sums[(p * BM + r) * THREAD_COLUMNS + c];
       sum = sum + x * y;
     };
-    int turn = B_K_MAJOR ? part * 32 + lane : threadIdx.x / ACROSS;
-    constexpr int TURNS = B_K_MAJOR ? PARTS * 32 : THREADS / ACROSS;
+    int turn = B_K_MAJOR ? warp_along * 32 + lane : threadIdx.x / ACROSS;
+    constexpr int TURNS = B_K_MAJOR ? WARPS_EACH * 32 : THREADS / ACROSS;
 #pragma unroll 1
     for (int k = a.k + turn * DEPTH; k < k_end; k += TURNS * DEPTH) {
       Left left;
@@ -162,14 +163,14 @@ struct Pipeline {
         }
       }
     }
-    Acc* parts = static_cast<Acc*>(__cvta_shared_to_generic(base));  // [PARTS][PRODUCTS * BM][BN]
+    Acc* warps = static_cast<Acc*>(__cvta_shared_to_generic(base));  // [WARPS_EACH][PRODUCTS * BM][BN]
     __syncthreads();                                                 // those of the last tile have been read
 #pragma unroll
     for (int i = 0; i < PRODUCTS * BM * THREAD_COLUMNS; ++i) {
 #pragma unroll
       for (int other = ACROSS; other < 32; other *= 2) sums[i] = sums[i] + __shfl_xor_sync(~0u, sums[i], other);
       if (lane < ACROSS)
-        parts[(part * PRODUCTS * BM + i / THREAD_COLUMNS) * BN + column + i % THREAD_COLUMNS] = sums[i];
+        warps[(warp_along * PRODUCTS * BM + i / THREAD_COLUMNS) * BN + column + i % THREAD_COLUMNS] = sums[i];
     }
     __syncthreads();
     if (warp.slice > 0) return;
@@ -180,7 +181,8 @@ struct Pipeline {
       Acc sum{};
       if (row < BM) {
 #pragma unroll 1
-        for (int other = 0; other < PARTS; ++other) sum = sum + parts[(other * PRODUCTS * BM + p * BM + row) * BN + at];
+        for (int other = 0; other < WARPS_EACH; ++other)
+          sum = sum + warps[(other * PRODUCTS * BM + p * BM + row) * BN + at];
       }
       d[p][0][j][i % 2] = sum;
     }

@@ -87,12 +87,12 @@ struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
     return tile + byte / SPAN * PANEL + permuted<SPAN, READ>(line, byte % SPAN);
   }
 
-  // Starts to load a part of a block of k into a tile: the PART-th of PARTS. What is past the matrix, or k_end, is
+  // Starts to load a part of a block of k into a tile: the TURN-th of TURNS. What is past the matrix, or k_end, is
   // zero.
-  template <int PART, int PARTS>
+  template <int TURN, int TURNS>
   DEVICE void load(u32 tile) {
 #pragma unroll
-    for (int i = LOADS * PART / PARTS; i < LOADS * (PART + 1) / PARTS; ++i) {
+    for (int i = LOADS * TURN / TURNS; i < LOADS * (TURN + 1) / TURNS; ++i) {
       if (!mine(i)) break;
       const char* p = from(i);
       int valid = lines > line_of(i) && memory.there(i % OWN_LINES) ? bytes - byte_of(i) : 0;

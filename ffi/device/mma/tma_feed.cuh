@@ -87,9 +87,9 @@ struct Feed {
   DEVICE void wait() const { mbarrier_wait(full + reads.stage * 8, reads.phase); }
 
   // Beside slice S of a block: in the middle, when the other warps are likely to have read the block before it.
-  template <int S, int PARTS>
+  template <int S, int TURNS>
   DEVICE void beside(Loads& loads) {
-    if constexpr (S == PARTS) load(loads);
+    if constexpr (S == TURNS) load(loads);
   }
 
   // Goes on to the next block, when this one's last fragments are read.

@@ -107,7 +107,7 @@ struct Epilogue {
     }
   }
 
-  DEVICE void finish() const {
+  DEVICE void wait_for_stores() const {
     if (thread == 0) cp_async_bulk_wait_group();
   }
 };

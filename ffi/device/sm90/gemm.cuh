@@ -7,7 +7,7 @@
 //   ping-pong:   two consumers take whole tiles in turn, so that one's epilogue runs beside the other's mainloop.
 // A cluster of CLUSTER_M x CLUSTER_N CTAs computes neighbouring tiles and multicasts the operand tile they share.
 // STREAM_K: tiles of what would be an unfilled last wave are computed in parts (stream_scheduler.cuh).
-// CLUSTER_K CTAs that share a tile, and splits, divide the contraction (split.cuh): such a CTA has one tile.
+// CLUSTER_K CTAs that share a tile, and splits, divide the contraction (cluster_sum.cuh): such a CTA has one tile.
 // RAGGED_M, RAGGED_K: the rows, or the contraction, are divided in groups (group_scheduler.cuh).
 //
 // PARAMETERS and what is made of them: cutjax/kernels/sm90/arguments.py.
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       epilogue.store(values, extras, partials, map_d, rows_d, work.m + first_row, column, rows, RESULT, i);
       if constexpr (CLUSTER_K > 1) break;  // the only one
     }
-    epilogue.finish();
+    epilogue.wait_for_stores();
   }
   if constexpr (CLUSTER_K > 1) wait_cluster();
 }

@@ -5,16 +5,16 @@
 // stage's full barrier, and how many bytes it awaits, the producer (producer.cuh) takes from here.
 
 struct Plain {
-  // COUNT arrays alike: of each part those of all products.
+  // COUNT arrays alike: of each term those of all products.
   template <int COUNT>
   struct Source {
     const TensorMap* maps[COUNT];
 
-    DEVICE const TensorMap* map(int part, int product) const {
+    DEVICE const TensorMap* map(int term, int product) const {
       const TensorMap* found = maps[product];
 #pragma unroll
-      for (int i = 1; i < PARTS; ++i)
-        if (part == i) found = maps[i * (COUNT / PARTS) + product];
+      for (int i = 1; i < TERMS; ++i)
+        if (term == i) found = maps[i * (COUNT / TERMS) + product];
       return found;
     }
 
@@ -35,10 +35,10 @@ struct Plain {
     // One thread: what of a tile is the `product`-th array's, from `row` and `k` on. Of what CTAs of the cluster share,
     // it loads the `share`-th part for all.
     template <int COUNT>
-    DEVICE void issue(const Source<COUNT>& source, int part, int product, u32 tile, u32 barrier, int row, int k,
+    DEVICE void issue(const Source<COUNT>& source, int term, int product, u32 tile, u32 barrier, int row, int k,
                       int matrix, u32 share) const {
       constexpr int EACH = Operand::ROWS_EACH, CHUNK = Operand::CHUNK, SPAN = Operand::SPAN, SHARE = Operand::SHARE;
-      const TensorMap* map = source.map(part, product);
+      const TensorMap* map = source.map(term, product);
       if constexpr (Operand::K_MAJOR) {
         int first = share * (EACH / SHARE);
         for (int panel = 0; panel < BK / CHUNK; ++panel)

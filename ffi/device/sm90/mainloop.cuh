@@ -57,7 +57,7 @@ DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int
   release(previous, thread);
 }
 
-// One warpgroup: accumulators, over all k blocks and pairs of parts. Where sums are promoted, accumulators are sums of
+// One warpgroup: accumulators, over all k blocks and pairs of terms. Where sums are promoted, accumulators are sums of
 // sums.
 template <int BLOCKS, typename Promotes, typename Begun, typename Issued>
 DEVICE void drain(Accumulators& accumulators, Promotes& promotion, Pipeline& pipe, SharedTiles shared, int row,

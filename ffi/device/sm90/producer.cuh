@@ -1,7 +1,7 @@
 // The producer fills the pipeline: PRODUCERS threads of its warpgroup, one warp, of which one thread issues TMA, or,
 // where a view is copied by threads, all of them, and one issues TMA for the other operand.
 //
-// Operands that are sums of PARTS matrices are multiplied in PAIRS of those, one after the other, each over the whole
+// Operands that are sums of TERMS matrices are multiplied in PAIRS of those, one after the other, each over the whole
 // contraction: those of the smallest products first.
 
 using LoaderA = ViewA::Loader<OperandA>;
@@ -11,12 +11,12 @@ constexpr int PRODUCERS = COPIERS > 0 ? COPIERS : 32;
 constexpr u32 TMA_BYTES = LoaderA::TMA_BYTES + LoaderB::TMA_BYTES;
 constexpr int FULL_ARRIVALS = COPIERS + (TMA_BYTES > 0);  // on the full barrier of a stage
 
-using SourceA = ViewA::Source<PARTS>;
-using SourceB = ViewB::Source<PARTS * PRODUCTS>;
+using SourceA = ViewA::Source<TERMS>;
+using SourceB = ViewB::Source<TERMS * PRODUCTS>;
 
-// Which part of a, and of b, the pairs are of.
-DEVICE int part_of_a(int pair) { return PAIRS_OF_A >> 2 * pair & 3; }
-DEVICE int part_of_b(int pair) { return PAIRS_OF_B >> 2 * pair & 3; }
+// Which term of a, and of b, the pairs are of.
+DEVICE int term_of_a(int pair) { return PAIRS_OF_A >> 2 * pair & 3; }
+DEVICE int term_of_b(int pair) { return PAIRS_OF_B >> 2 * pair & 3; }
 
 // Loads all k blocks of a tile. What else of a tile than its group's rows is loaded ends in rows not stored.
 DEVICE void fill(Pipeline& pipe, SharedTiles shared, const SourceA& source_a, const SourceB& source_b, const Work& work,
@@ -26,17 +26,17 @@ DEVICE void fill(Pipeline& pipe, SharedTiles shared, const SourceA& source_a, co
   a.begin(source_a, work.m, RAGGED_M ? min(m, work.m + work.rows) : m);
 #pragma unroll 1
   for (int pair = 0; pair < PAIRS; ++pair) {
-    int part_a = part_of_a(pair), part_b = part_of_b(pair);
+    int term_a = term_of_a(pair), term_b = term_of_b(pair);
 #pragma unroll 1  // unrolled, it needs more registers than a producer has
     for (int i = 0; i < work.k_blocks; ++i) {
       int k = work.k + i * BK;
       mbarrier_wait(pipe.empty_barrier(), pipe.phase ^ 1);
       if ((PRODUCERS == 32 || uniform(threadIdx.x / 32) == 0) && elect()) {
         mbarrier_arrive_expect_tx(pipe.full_barrier(), TMA_BYTES);
-        a.issue(source_a, part_a, 0, shared.a(pipe.stage), pipe.full_barrier(), work.m, k, matrix_a, rank_n);
+        a.issue(source_a, term_a, 0, shared.a(pipe.stage), pipe.full_barrier(), work.m, k, matrix_a, rank_n);
 #pragma unroll
         for (int p = 0; p < PRODUCTS; ++p)
-          b.issue(source_b, part_b, p, shared.b(pipe.stage), pipe.full_barrier(), work.n, k, matrix_b, rank_m);
+          b.issue(source_b, term_b, p, shared.b(pipe.stage), pipe.full_barrier(), work.n, k, matrix_b, rank_m);
       }
       __syncwarp();
       pipe.advance();

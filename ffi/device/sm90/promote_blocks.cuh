@@ -1,5 +1,5 @@
-// Promotion (promote_never.cuh) of sums as they are: of all pairs of parts but the last, and then of every
-// PROMOTED_BLOCKS k blocks. Of the former, what is not finite counts as zero: a highest part was not, and says so.
+// Promotion (promote_never.cuh) of sums as they are: of all pairs of terms but the last, and then of every
+// PROMOTED_BLOCKS k blocks. Of the former, what is not finite counts as zero: a highest term was not, and says so.
 
 struct Promotion {
   static constexpr bool EVER = true;

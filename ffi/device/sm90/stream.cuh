@@ -24,10 +24,10 @@ DEVICE bool join(Acc (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2], const Stream&
                  int row, int thread, int barrier) {
   if constexpr (STREAM_K) {
     constexpr int QUADS = PRODUCTS * BN / 8;  // of a block of 64 rows
-    int share = row / (M_BLOCKS * 64);        // which of the tile's warpgroups
+    int consumer = row / (M_BLOCKS * 64);     // which of the tile's warpgroups
     auto quads = [&](int cluster) {
       i64 slot = scheduler.slot(cluster, work.tile) * CLUSTER + rank;
-      return scheduler.scratch + ((slot * CONSUMERS_PER_TILE + share) * (M_BLOCKS * QUADS) * 128 + thread) * 4;
+      return scheduler.scratch + ((slot * CONSUMERS_PER_TILE + consumer) * (M_BLOCKS * QUADS) * 128 + thread) * 4;
     };
     Acc* own = quads(scheduler.cluster());
 #pragma unroll
@@ -38,7 +38,7 @@ DEVICE bool join(Acc (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2], const Stream&
     bar_sync(barrier, 128);
     bool last = false;
     if (thread == 0) {
-      int* ticket = scheduler.tickets + (work.tile * CLUSTER + rank) * CONSUMERS_PER_TILE + share;
+      int* ticket = scheduler.tickets + (work.tile * CLUSTER + rank) * CONSUMERS_PER_TILE + consumer;
       last = take_ticket(ticket) == work.parts - 1;
     }
     if (!bar_any(barrier, 128, last)) return false;

@@ -1,43 +1,43 @@
-// Products of f32 on the tensor cores by parts: each number is a sum of bf16, or tf32, parts, the first the nearest to
-// it, the next the nearest to what is left. Pairs of parts are multiplied, the smallest products first.
+// Products of f32 on the tensor cores by terms: each number is a sum of bf16, or tf32, terms, the first the nearest to
+// it, the next the nearest to what is left. Pairs of terms are multiplied, the smallest products first.
 
 constexpr bool TF32 = MATH == Math::tf32x3;
-constexpr int PARTS = MATH == Math::bf16x1 ? 1 : MATH == Math::bf16x6 || MATH == Math::bf16x9 ? 3 : 2;
+constexpr int TERMS = MATH == Math::bf16x1 ? 1 : MATH == Math::bf16x6 || MATH == Math::bf16x9 ? 3 : 2;
 constexpr int PAIRS = MATH == Math::bf16x1 ? 1 : MATH == Math::bf16x9 ? 9 : MATH == Math::bf16x6 ? 6 : 3;
 constexpr int HALVES = TF32 ? 1 : 2;                  // of a slice, of 8 elements of k, that fragments have apart
-constexpr u32 KEPT = TF32 ? 0xffffe000 : 0xffff0000;  // bits of f32 that a part has
+constexpr u32 KEPT = TF32 ? 0xffffe000 : 0xffff0000;  // bits of f32 that a term has
 
-// Which parts of a and b the pair is of.
-DEVICE constexpr int part_of_a(int pair) {
+// Which terms of a and b the pair is of.
+DEVICE constexpr int term_of_a(int pair) {
   constexpr int OF_A[] = {2, 2, 1, 2, 1, 0, 1, 0, 0};
   return OF_A[pair + 9 - PAIRS];
 }
-DEVICE constexpr int part_of_b(int pair) {
+DEVICE constexpr int term_of_b(int pair) {
   constexpr int OF_B[] = {2, 1, 2, 0, 1, 2, 0, 1, 0};
   return OF_B[pair + 9 - PAIRS];
 }
 
-// The first part of two numbers, as the instruction takes them, and what is left of each.
-DEVICE u32 take_part(float& x, float& y, bool cut) {
+// The first term of two numbers, as the instruction takes them, and what is left of each.
+DEVICE u32 take_term(float& x, float& y, bool cut) {
   float first = x, second = y;
-  u32 part;
+  u32 term;
   if constexpr (TF32) {
-    part = (cut ? __float_as_uint(x) : cvt_rna_tf32(x)) & KEPT;
-    first = __uint_as_float(part);
+    term = (cut ? __float_as_uint(x) : cvt_rna_tf32(x)) & KEPT;
+    first = __uint_as_float(term);
   } else {
-    part = cut ? __byte_perm(__float_as_uint(x), __float_as_uint(y), 0x7632) : cvt_bf16x2(x, y);
-    first = __uint_as_float(part << 16), second = __uint_as_float(part & KEPT);
+    term = cut ? __byte_perm(__float_as_uint(x), __float_as_uint(y), 0x7632) : cvt_bf16x2(x, y);
+    first = __uint_as_float(term << 16), second = __uint_as_float(term & KEPT);
   }
   x -= first, y -= second;
-  return part;
+  return term;
 }
 
-// Fragments of 16 rows (OF_A), or of two times 8 columns, in parts.
+// Fragments of 16 rows (OF_A), or of two times 8 columns, in terms.
 template <bool OF_A>
-struct Split {
-  u32 parts[PARTS][4];
+struct Terms {
+  u32 terms[TERMS][4];
 
-  // Word `w` of a part is of one number, or of two: 4 of k apart.
+  // Word `w` of a term is of one number, or of two: 4 of k apart.
   static DEVICE float number(const u32 (&x)[HALVES][4], int w, int which) {
     if constexpr (TF32) return __uint_as_float(x[0][w]);
     if constexpr (OF_A) return __uint_as_float(x[w / 2][w % 2 + 2 * which]);
@@ -51,24 +51,24 @@ struct Split {
     for (int w = 0; w < 4; ++w) {
       float a = number(x, w, 0), b = number(x, w, 1);
 #pragma unroll
-      for (int i = 0; i < PARTS; ++i) {
-        if (i > 0 && i == PARTS - 1) left += TF32 ? a : a + b;
-        parts[i][w] = take_part(a, b, cut);
+      for (int i = 0; i < TERMS; ++i) {
+        if (i > 0 && i == TERMS - 1) left += TF32 ? a : a + b;
+        terms[i][w] = take_term(a, b, cut);
       }
     }
     return is_finite(left);
   }
 
-  // Clears what is not finite, and the parts after it.
+  // Clears what is not finite, and the terms after it.
   DEVICE void clear_infinite() {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       constexpr u32 EXPONENT = 0x7f800000;
-      bool low = (TF32 ? parts[0][w] : parts[0][w] << 16) << 1 >= EXPONENT << 1;
-      bool high = TF32 ? low : (parts[0][w] & KEPT) << 1 >= EXPONENT << 1;
+      bool low = (TF32 ? terms[0][w] : terms[0][w] << 16) << 1 >= EXPONENT << 1;
+      bool high = TF32 ? low : (terms[0][w] & KEPT) << 1 >= EXPONENT << 1;
       u32 kept = (low ? 0 : 0xffff) | (high ? 0 : 0xffff0000);
 #pragma unroll
-      for (int i = 0; i < PARTS; ++i) parts[i][w] &= kept;
+      for (int i = 0; i < TERMS; ++i) terms[i][w] &= kept;
     }
   }
 };
@@ -96,32 +96,32 @@ struct Multiplier {
     }
   }
 
-  static DEVICE void multiply_pair(AccFragment (&d)[N_FRAGMENTS], const Split<true>& a,
-                                   const Split<false> (&b)[N_FRAGMENTS / 2], int pair) {
+  static DEVICE void multiply_pair(AccFragment (&d)[N_FRAGMENTS], const Terms<true>& a,
+                                   const Terms<false> (&b)[N_FRAGMENTS / 2], int pair) {
 #pragma unroll
     for (int j = 0; j < N_FRAGMENTS; ++j) {
-      const u32(&of_b)[4] = b[j / 2].parts[part_of_b(pair)];
+      const u32(&of_b)[4] = b[j / 2].terms[term_of_b(pair)];
       const u32 columns[2] = {of_b[j % 2 * 2], of_b[j % 2 * 2 + 1]};
-      mma<TF32 ? Math::tf32 : Math::bf16>(d[j], a.parts[part_of_a(pair)], columns);
+      mma<TF32 ? Math::tf32 : Math::bf16>(d[j], a.terms[term_of_a(pair)], columns);
     }
   }
 
   // The tensor cores add with a few bits more than f32 has and round towards zero, which would be the largest error:
   // they add up a slice's products, and the slices are added to the nearest. What is infinite is multiplied by first
-  // parts alone, since others may be zero.
+  // terms alone, since others may be zero.
   DEVICE void multiply(Accumulators& d, const Fragments& x) const {
 #pragma unroll
     for (int p = 0; p < PRODUCTS; ++p) {
-      Split<false> b[N_FRAGMENTS / 2];
+      Terms<false> b[N_FRAGMENTS / 2];
       bool finite = true;
 #pragma unroll
       for (int j = 0; j < N_FRAGMENTS / 2; ++j) finite &= b[j].make(x.b[p][j], false);
-      bool all_b = PARTS == 1 || __all_sync(~0u, finite);
+      bool all_b = TERMS == 1 || __all_sync(~0u, finite);
 #pragma unroll
       for (int i = 0; i < M_FRAGMENTS; ++i) {
-        Split<true> a;
+        Terms<true> a;
         bool all = a.make(x.a[i], false);
-        if constexpr (PARTS == 1) {
+        if constexpr (TERMS == 1) {
           multiply_pair(d[p][i], a, b, 0);
           continue;
         }
