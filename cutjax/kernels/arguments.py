@@ -10,7 +10,7 @@ import numpy as np
 
 from cutjax.dtypes import DTYPES
 from cutjax.epilogue import emit
-from cutjax.kernels.operand import Order, strides
+from cutjax.kernels.operand import Gathered, Order, strides
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import Staging
 from cutjax.runtime.launch import Int32, Param, Pointer, TensorMap
@@ -162,6 +162,13 @@ def groups(problem: Problem) -> Iterator[Argument]:
         yield integer("leading", problem.groups.leading, "scheduler")
         for j, step in enumerate(array_steps(problem)[-1][:2]):
             yield integer(f"sizes_step{j}", step, "scheduler")
+
+
+def gathered(problem: Problem) -> Iterator[Argument]:
+    """Yields the indices of the rows of a, and how many rows there are, where they are gathered."""
+    if isinstance(problem.a.view, Gathered):
+        yield Argument("const int* index_a", Pointer(problem.arrays - 1), "a")
+        yield integer("rows_a", problem.a.view.rows, "a")
 
 
 def place_steps(problem: Problem) -> list[tuple[int, int]]:

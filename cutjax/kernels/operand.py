@@ -30,7 +30,15 @@ class Scale:
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """Rows of the array in an order that is data: an index for each row of the matrix."""
+    """Rows of the array in an order that is data: ``int32[m]``, an index of the array for each row of the matrix.
+
+    An index that is no row's, such as -1, makes a row of zeros.
+
+    Attributes:
+      rows: of the array.
+    """
+
+    rows: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +85,11 @@ class Operand:
             object.__setattr__(self, "bits", 8 * self.dtype.itemsize)
         if self.contiguous not in ("k", "mn"):
             raise ValueError(f"Operand: contiguous={self.contiguous!r}, expected 'k' or 'mn'")
+
+    @property
+    def gathered(self) -> bool:
+        """True if its rows are in an order that is data."""
+        return isinstance(self.view, Gathered)
 
     @property
     def plain(self) -> bool:

@@ -14,7 +14,7 @@ from cutjax.dot_precision import accumulator
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue, Node, Output, identity
 from cutjax.kernels.device import Device, reference
-from cutjax.kernels.operand import Groups, Operand, Order, floors, merged, strides
+from cutjax.kernels.operand import Gathered, Groups, Operand, Order, floors, merged, strides
 from cutjax.runtime.architectures import DEFAULT
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -320,8 +320,8 @@ class Problem:
 
     @functools.cached_property
     def arrays(self) -> int:
-        """Number of arrays before the epilogue's operands: those that are multiplied, and the sizes of groups."""
-        return 1 + (0 if self.symmetric else self.products) + bool(self.groups)
+        """Number of arrays before the epilogue's operands: those multiplied, sizes of groups, the indices of rows."""
+        return 1 + (0 if self.symmetric else self.products) + bool(self.groups) + self.a.gathered
 
     @functools.cached_property
     def flops(self) -> int:
@@ -395,4 +395,5 @@ class Problem:
         symmetric = " symmetric" if self.symmetric else ""
         named = [name for name, order in zip("abd", self.orders, strict=True) if order]
         strided = f", {' and '.join(named)} by strides" if named else ""
-        return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}{groups}{symmetric}{strided}"
+        gathered = f", rows of a gathered of {self.a.view.rows}" if isinstance(self.a.view, Gathered) else ""
+        return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}{groups}{symmetric}{strided}{gathered}"

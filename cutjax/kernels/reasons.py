@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from cutjax.kernels.arguments import place_steps
+from cutjax.kernels.operand import Gathered
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import Staging
 
@@ -21,12 +22,14 @@ def of_groups(problem: Problem, staging: Staging) -> list[str]:
 
 def of_sizes(problem: Problem) -> list[str]:
     """Returns the reasons against a problem's sizes and batch axes, whatever the kernel."""
-    found = []
-    if 0 in (problem.m, problem.n, problem.k, problem.batch_size) or (problem.groups and not problem.groups.count):
+    found, rows = [], problem.a.view.rows if isinstance(problem.a.view, Gathered) else problem.m
+    if 0 in (problem.m, problem.n, problem.k, problem.batch_size, rows) or (
+        problem.groups and not problem.groups.count
+    ):
         found.append("a size is 0: nothing to launch")
     if len(problem.batch_groups) > 3:
         found.append(f"batch {problem.batch}: operands alternate in more than 3 groups of batch axes")
-    elif max(problem.m, problem.n, problem.k) >= 2**31:
+    elif max(problem.m, problem.n, problem.k, rows) >= 2**31:
         found.append("a size is 2^31 or more: kernels count with 32 bits")
     return found
 
@@ -70,7 +73,7 @@ def _places(p: Problem) -> int:
 
 def of_swap(problem: Problem) -> list[str]:
     """Returns the reasons against swapping the operands."""
-    found = []
+    found = ["swap with gathered rows: they are those of the first operand"] * problem.a.gathered
     if problem.products > 1:
         found.append(f"swap with {problem.products} products: of several b, none can be the one operand of the rows")
     if problem.groups:
@@ -81,15 +84,22 @@ def of_swap(problem: Problem) -> list[str]:
 
 
 def of_operands(problem: Problem) -> list[str]:
-    """Returns the reasons against loading the operands as they are: kernels read whole elements, all b alike."""
+    """Returns the reasons against loading the operands as they are: kernels read whole elements, all b alike.
+
+    Rows of a may be gathered, of one matrix.
+    """
     found = []
     for name, operand in (("a", problem.a), *(("b", b) for b in problem.bs)):
         if operand.bits != 8 * operand.dtype.itemsize:
             found.append(f"{name} in {operand.bits} bits an element: kernels load whole ones")
         if (scale := operand.scale) is not None:
             found.append(f"{name} with scales of {scale.mn} x {scale.k} elements: kernels multiply operands alone")
-        if operand.view is not None:
+        if operand.view is not None and not (name == "a" and operand.gathered):
             found.append(f"{name} as {type(operand.view).__name__.lower()}: kernels load rows of the array")
+    if problem.a.gathered and problem.a.contiguous != "k":
+        found.append(f"gathered rows of a in layout {problem.layout}: they lie along k")
+    if problem.a.gathered and (problem.batch or problem.divided == "k" or problem.symmetric or problem.strided):
+        found.append("gathered rows of a in a batch, groups of k, a symmetric product or an order of their own")
     if len(set(problem.bs)) > 1:
         found.append("matrices b of several kinds: one kernel loads all in one way")
     return list(dict.fromkeys(found))

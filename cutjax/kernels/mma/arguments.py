@@ -15,6 +15,7 @@ from cutjax.kernels.arguments import (
     array_steps,
     batch_moves,
     extras,
+    gathered,
     groups,
     integer,
     matrices,
@@ -57,7 +58,8 @@ def unit(p: Problem, operand: Operand, length: int, of: Matrices) -> int:
 def arguments(kernel: Resolved) -> tuple[Argument, ...]:
     """Returns the arguments of a kernel, in order.
 
-    Buffers are a, the bs (none where b is a), sizes of groups, the epilogue's operands and results, in order.
+    Buffers are a, the bs (none where b is a), sizes of groups, indices of rows, the epilogue's operands and results, in
+    order.
     """
     return tuple(_arguments(kernel))
 
@@ -86,6 +88,7 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
         yield integer(name, value, {"a_pitch": "a", "b_pitch": "b"}.get(name, ""))
     for name, of, operand in (("a", of_a, p.a), ("b", of_b, p.bs[0])) if not c.tma else ():
         yield Argument(f"i64 {name}_apart", Int64(operand.elements(of.bytes)), name)
+    yield from gathered(p)
     if p.order:
         of_d = matrices(p, p.batch, p.m, p.n, p.order)  # in elements: results of any size lie alike
         for j, step in enumerate(of_d.steps):

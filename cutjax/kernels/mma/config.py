@@ -132,6 +132,7 @@ class Config:
         ragged = f"_groups_{problem.divided}" if problem.divided else ""
         symmetric = "_symmetric" if problem.symmetric else ""
         strided = "_strided" if problem.order else ""
+        strided += "_gathered" * problem.a.gathered
         name = f"mma_{dtypes}{problem.math}_{problem.layout}_{tile}{ragged}{symmetric}{strided}"
         return name if problem.plain else f"{name}_e{_digest(problem.epilogue)}"
 

@@ -143,6 +143,8 @@ def tma_reasons(problem: Problem, way: Math, units: tuple[int, int] = (16, 16)) 
         found.append(f"tma of {short(a.dtype.name)} by FMA: elements are permuted one by one on their way")
     if b.narrow_beside(a):
         found.append(f"tma with b in {short(b.dtype.name)}: tiles that are decoded are loaded by all threads")
+    if a.gathered:
+        found.append("tma of gathered rows: its boxes are of rows that follow each other")
     if problem.divided == "k":
         found.append("tma with groups of k: it clears what is past the array, not what is past a group")
     if way.fragments != "fma" and a.bits == 32 and a.contiguous != b.contiguous:

@@ -117,4 +117,7 @@ def _multiply(kernel: Resolved) -> list[str]:
 
 def _views(kernel: Resolved) -> list[str]:
     """Returns the files of the operands' views, and which is whose."""
-    return [f"mma/load_plain{'_tma' * kernel.config.tma}.cuh", "using ViewA = Plain;\nusing ViewB = Plain;\n"]
+    plain = f"mma/load_plain{'_tma' * kernel.config.tma}.cuh"
+    if kernel.multiplied.a.gathered:
+        return [plain, "mma/load_gather.cuh", "using ViewA = Gathered;\nusing ViewB = Plain;\n"]
+    return [plain, "using ViewA = Plain;\nusing ViewB = Plain;\n"]

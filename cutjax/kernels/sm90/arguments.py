@@ -15,6 +15,7 @@ from cutjax.kernels.arguments import (
     array_steps,
     batch_moves,
     extras,
+    gathered,
     groups,
     integer,
     matrices,
@@ -26,7 +27,7 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.operands import row_bytes
 from cutjax.kernels.sm90.resolved import Resolved
-from cutjax.runtime.launch import Pointer, TensorMap
+from cutjax.runtime.launch import Int64, Pointer, TensorMap
 
 
 @functools.lru_cache(maxsize=1024)
@@ -46,8 +47,8 @@ def result_matrices(p: Problem, dtype: np.dtype) -> Matrices:
 def arguments(kernel: Resolved) -> tuple[Argument, ...]:
     """Returns the arguments of a kernel, in order.
 
-    Buffers are a, the bs (none where b is a), sizes of groups, the epilogue's operands, further terms of a and of the
-    bs, and results, in order.
+    Buffers are a, the bs (none where b is a), sizes of groups, indices of rows, the epilogue's operands, further
+    terms of a and of the bs, and results, in order.
     """
     return tuple(_arguments(kernel))
 
@@ -63,7 +64,12 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
     maps = [(place, buffer, np.dtype(out.dtype)) for place, (buffer, out) in enumerate(results) if staging.by_tma(out)]
 
     of_a = matrices_of(p, p.a, p.m, p.matrices[0], tuple(steps[0]))
-    for term in range(terms):
+    if p.a.gathered:
+        yield Argument("const char* base_a", Pointer(int(c.swap)), "a")
+        yield Argument("i64 a_row_bytes", Int64(of_a.row_bytes), "a")
+        yield integer("a_valid_bytes", p.a.bytes(p.k), "a")
+        yield from gathered(p)
+    for term in range(0 if p.a.gathered else terms):
         buffer = _buffer_of(int(c.swap), term, terms, first_more)
         value = _operand_map(buffer, p.a, p.m, p.k, of_a, c.bm, 64, c, c.cluster_n)
         yield _map(f"map_a{term}" if term else "map_a", value, "a")

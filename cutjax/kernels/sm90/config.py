@@ -185,6 +185,7 @@ class Config:
         ragged = f"_groups_{problem.divided}" if problem.divided else ""
         symmetric = "_symmetric" if problem.symmetric else ""
         strided = "_strided" if problem.order else ""  # other text
+        strided += "_gathered" * problem.a.gathered
         name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}{symmetric}{strided}"
         if not problem.plain:
             name += f"_e{_digest(problem.epilogue)}"

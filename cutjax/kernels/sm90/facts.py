@@ -65,6 +65,8 @@ class Facts:
         (tests/kernels/test_fusion.py, tests/kernels/test_swapped_kernels.py).
         """
         problem, epilogue = self.problem, self.problem.epilogue
+        if problem.a.gathered:
+            return 128  # fewer registers are left beside a producer that copies
         # The addresses of transposes take registers too.
         beside = problem.symmetric and (
             config.schedule == "pingpong" or sum(dtype.itemsize for dtype in self.staging.result_dtypes) > 2

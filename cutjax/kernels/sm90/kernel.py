@@ -85,6 +85,8 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         reasons.append(
             f"cluster_k={config.cluster_k}, splits={config.splits}: the contraction of groups of rows is whole"
         )
+    if problem.a.gathered and config.cluster_m * config.cluster_n > 1:
+        reasons.append("a cluster with gathered rows: threads copy to their own block")
     if config.stream_k and (problem.groups or problem.symmetric):
         reasons.append("stream_k=True: only the tiles of a dense product are all as deep")
     if (need := tile.bytes(config.stages)) > tile.most:
@@ -151,6 +153,8 @@ def _counted(facts: Facts, config: Config, tiles: int) -> list[str]:
     more = {}
     if config.stream_k:  # of the tiles that are computed in parts, two waves at most
         more["k_blocks_of_two_waves"] = min(tiles, 4 * p.device.sms) * (-(-p.k // depth) + 1)
+    if p.a.gathered:
+        more["bytes_of_rows"] = p.a.bytes(p.k + (config.parts + 1) * depth)
     tile = *cluster_tile(config), depth
     counted = {"tiles": tiles * config.splits, "raster": config.raster, "parts": config.parts}
     return shared.of_counts(p, tile, **counted, **more)

@@ -9,7 +9,7 @@ import numpy as np
 
 from cutjax.dtypes import DTYPES, FLOAT8, short
 from cutjax.epilogue.expression import identity
-from cutjax.kernels.operand import Operand
+from cutjax.kernels.operand import Gathered, Operand
 from cutjax.kernels.prepared import Pad, Pairs, Prepared, Step, Terms, Transpose
 from cutjax.kernels.problem import BF16, Problem
 
@@ -91,6 +91,8 @@ def reasons(problem: Problem) -> list[str]:
     of_integers = acc.name in ("int32", "uint32")
     if (a in INT8) != of_integers and (of_integers or a in INT8):
         return [f"{both} added up in {short(acc.name)}: wgmma adds up integers in 32 bits, and floats in f32"]
+    if problem.a.gathered and (way(problem).dtype or problem.a.bits > 16):
+        return [f"gathered rows of {both}: threads copy elements as they are, of 8 and 16 bits"]
     if problem.divided == "k" and k_major(way(problem).dtype or problem.a.dtype):
         # On an H200 a box that begins elsewhere along its rows is an illegal instruction.
         return [f"{both} in groups of k: groups begin anywhere along rows of k, TMA at multiples of 16 bytes"]
@@ -124,7 +126,8 @@ def prepared(problem: Problem) -> tuple[Prepared, ...]:
     """Returns the operands of which kernels read copies: other numbers, rows along k, rows that TMA walks."""
     p, taken, found = as_multiplied(problem), way(problem), []
     b_matrices = p.matrices[1]
-    arrays = [("a", p.a, problem.a, p.m, p.matrices[0])]
+    of_a = p.a.view.rows if isinstance(p.a.view, Gathered) else p.m
+    arrays = [("a", p.a, problem.a, of_a, p.matrices[0])]
     arrays += [("b", b, given, p.n, b_matrices) for b, given in zip(p.bs, problem.bs, strict=True)]
     for buffer, (name, operand, given, length, matrices) in enumerate(arrays[:1] if p.symmetric else arrays):
         size, rows = (p.k, length) if operand.contiguous == "k" else (length, p.k)

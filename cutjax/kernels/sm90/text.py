@@ -13,16 +13,16 @@ from cutjax.kernels.sm90 import operands
 from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.runtime import sources
 
-# Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168. A producer that walks groups of k
-# spills in 40.
-REGISTERS = {"": (40, 232), "m": (40, 232), "k": (40, 232)}
+# Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168. A producer that copies rows has
+# indices and addresses of 16 of them.
+REGISTERS, COPIER_REGISTERS = (40, 232), (72, 216)
 
 
 def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     """Returns the device text of a kernel, complete: constants, the generated epilogue, and the files of ffi/device."""
     problem, config = kernel.multiplied, kernel.config
     a_k_major, b_k_major = problem.a.contiguous == "k", problem.bs[0].contiguous == "k"
-    producer, consumer = REGISTERS[problem.divided]
+    producer, consumer = COPIER_REGISTERS if problem.a.gathered else REGISTERS
     way, acc = kernel.way, DTYPES[problem.accumulator.name].carrier
     constants = {
         "BM": config.bm,
@@ -84,7 +84,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             wgmma(config.bn * problem.products, problem.a.dtype, problem.bs[0].dtype, a_k_major, b_k_major),
             "sm90/tiles.cuh",
             "sm90/load_plain.cuh",
-            "using ViewA = Plain;\nusing ViewB = Plain;\n",
+            *(["sm90/load_gather.cuh"] if problem.a.gathered else []),
+            f"using ViewA = {'Gathered' if problem.a.gathered else 'Plain'};\nusing ViewB = Plain;\n",
             "sm90/producer.cuh",
             "sm90/promote_blocks.cuh" if way.promoted else "sm90/promote_never.cuh",
             "sm90/mainloop.cuh",

@@ -69,6 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
         fill(pipe, shared, source_a, source_b, work, m, i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2),
              rank_m, rank_n);
       }
+      LoaderA::end();
       if constexpr (CLUSTER > 1) wait_for_readers(pipe);
     }
     if constexpr (CLUSTER_K > 1) share_nothing();

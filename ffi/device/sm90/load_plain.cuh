@@ -56,7 +56,9 @@ struct Plain {
     }
 
     // The threads that copy.
-    DEVICE void copy(u32, int) const {}
+    template <int COUNT>
+    DEVICE void copy(const Source<COUNT>&, u32, u32, int) const {}
+    DEVICE static void end() {}
   };
 
  private:

@@ -31,6 +31,7 @@ DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int
       int depth = work.k_end - work.k - (PAIRS > 1 ? (first + k) % work.k_blocks : first + k) * BK;
       if (depth < BK) clear(shared, pipe.stage, row, depth, thread, barrier);
     }
+    if constexpr (COPIERS > 0) fence_proxy_async();
     OperandA::Descriptor a(shared.a(pipe.stage) + offset);
     OperandB::Descriptor b(shared.b(pipe.stage));
     wgmma_fence();

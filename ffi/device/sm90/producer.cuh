@@ -6,7 +6,8 @@
 
 using LoaderA = ViewA::Loader<OperandA>;
 using LoaderB = ViewB::Loader<OperandB>;
-constexpr int COPIERS = LoaderA::COPIERS > LoaderB::COPIERS ? LoaderA::COPIERS : LoaderB::COPIERS;
+constexpr int COPIERS = LoaderA::COPIERS;  // b is plain
+static_assert(LoaderB::COPIERS == 0);
 constexpr int PRODUCERS = COPIERS > 0 ? COPIERS : 32;
 constexpr u32 TMA_BYTES = LoaderA::TMA_BYTES + LoaderB::TMA_BYTES;
 constexpr int FULL_ARRIVALS = COPIERS + (TMA_BYTES > 0);  // on the full barrier of a stage
@@ -39,6 +40,7 @@ DEVICE void fill(Pipeline& pipe, SharedTiles shared, const SourceA& source_a, co
           b.issue(source_b, term_b, p, shared.b(pipe.stage), pipe.full_barrier(), work.n, k, matrix_b, rank_m);
       }
       __syncwarp();
+      a.copy(source_a, shared.a(pipe.stage), pipe.full_barrier(), k);
       pipe.advance();
     }
   }
