@@ -20,6 +20,7 @@ from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.dense import Dense
+from cutjax.primitives.factors import Factors
 from cutjax.runtime import backends
 
 
@@ -105,5 +106,5 @@ def gemm(
     epilogue, operands = scaled(epilogue, tuple(operands), scales)
     if epilogue is not None:
         out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, operands)
-        return products.call(product, epilogue, x, ys, (), operands, out_dtype=out, save=save, **params)
+        return products.call(product, epilogue, Factors(x, ys), operands, out_dtype=out, save=save, **params)
     return converted(products.multiply(product, x, ys[0], out_dtype=dtype, **params), dtype, weak)

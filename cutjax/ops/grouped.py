@@ -28,6 +28,7 @@ from cutjax.ops.quantized import Weights, is_quantized, scaled, scales_of, value
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.arrays import matrix, unwrapped
+from cutjax.primitives.factors import Factors
 from cutjax.primitives.ragged import Depth, Rows
 from cutjax.runtime import backends
 
@@ -128,7 +129,8 @@ def grouped_gemm(
     if epilogue is None:
         return products.multiply(product, rows, ws[0], sizes, out_dtype=dtype, **params)
     out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, operands)
-    return products.call(product, epilogue, rows, ws, (sizes,), operands, out_dtype=out, save=save, **params)
+    factors = Factors(rows, ws, (sizes,))
+    return products.call(product, epilogue, factors, operands, out_dtype=out, save=save, **params)
 
 
 @automatic(lambda x, dy, **_: lambda out: [*[None] * (out.ndim - 2), axes(x, -1), axes(dy, -1)])
@@ -209,7 +211,8 @@ def grouped_outer(
         return total if wide == acc.dtype else total.astype(to.dtype)  # one in acc's dtype is rounded by out_dtype
 
     # Each tile of what is added to is read just before it is written.
-    return products.call(product, add, a, [b], (sizes,), (to,), out_dtype=to.dtype, in_place=((0, 0),), **params)
+    params |= {"out_dtype": to.dtype, "in_place": ((0, 0),)}
+    return products.call(product, add, Factors(a, [b], (sizes,)), (to,), **params)
 
 
 def _resolve(backend: str | None, config: Any, where: str) -> str:

@@ -26,7 +26,8 @@ from cutjax.primitives.accumulators import accumulator, converted
 from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.chain import Chain, apart, block
 from cutjax.primitives.dense import Dense
-from cutjax.primitives.product import Product, abstract_accumulator, aligned, trace_with_dtype
+from cutjax.primitives.factors import Factors
+from cutjax.primitives.product import Product, abstract_accumulator, trace_with_dtype
 from cutjax.primitives.ragged import Rows
 from cutjax.runtime import backends
 
@@ -223,27 +224,23 @@ def _chained(
     save: str,
 ) -> jax.Array:
     """Returns ``hidden(x @ w, ..., given) @ v``, times ``scales`` and with ``last`` added, an array or none each."""
-    a, *rest = match_varying(*aligned(product, a, [*ws, v], context), *given.values(), *scales, *last)
-    ws, v, rest = rest[: len(ws)], rest[len(ws)], rest[len(ws) + 1 :]
-    context, rest = rest[: len(context)], rest[len(context) :]
-    given, rest = dict(zip(given, rest, strict=False)), rest[len(given) :]
-    scales, last = rest[: len(scales)], rest[len(scales) :]
-    acc = abstract_accumulator(a.dtype, product.tile(*map(jax.typeof, (a, *ws, *context))))
+    factors = product.aligned(Factors(a, [*ws, v], context))
+    factors, given, scales, last = match_varying(factors, given, scales, last)
+    *ws, v = factors.bs
+    factors = dataclasses.replace(factors, bs=ws)
+    acc = abstract_accumulator(a.dtype, product.tile(*map(jax.typeof, factors.arrays)))
     traced = trace_with_dtype(where, hidden, [acc] * len(ws), (given,), (dtype,), product.groups(ws))
     chain = Chain(product, traced.epilogue, out_dtype, precision, backend, save)
     if traced.outside is not None or traced.names or scales:
-        return apart(chain, context, hidden, a, ws, v, given, last, scales)
-    a, v, *rest = match_varying(a, v, *ws, *context, *last, *traced.operands)
-    ws, rest = rest[: len(ws)], rest[len(ws) :]
-    context, rest = rest[: len(context)], rest[len(context) :]
-    last, operands = rest[: len(last)], rest[len(last) :]
-    folded = product.fold(chain.hidden, a, [*ws, v], [*last, *operands])
+        return apart(chain, hidden, factors, v, given, last, scales)
+    factors, v, last, operands = match_varying(factors, v, last, list(traced.operands))
+    folded = product.fold(chain.hidden, dataclasses.replace(factors, bs=[*factors.bs, v]), [*last, *operands])
     if folded is None:
-        return block(chain, context, a, ws, v, operands, last)
+        return block(chain, factors, v, operands, last)
     chain = dataclasses.replace(chain, hidden=folded.epilogue)
-    *ws, v = folded.bs
+    *ws, v = folded.factors.bs
     last, operands = folded.operands[: len(last)], folded.operands[len(last) :]
-    return folded.unfold(block(chain, context, folded.a, ws, v, operands, last))
+    return folded.unfold(block(chain, dataclasses.replace(folded.factors, bs=ws), v, operands, last))
 
 
 def _arrays(
