@@ -303,7 +303,7 @@ def call(
             product.seen(leaf, factors.context, acc.shape[-2], arithmetic) if of_groups else leaf
             for leaf, of_groups in zip(leaves, outside.groups, strict=True)
         ]
-        results = _with_result_dtype(outside.function(found, seen), acc, out_dtype)
+        results = with_result_dtype(outside.function(found, seen), acc, out_dtype)
         return product.finished(results, acc, factors.context, outside.why)
 
     return derivative.outside(outside.reverse_only, fused, plain, factors, outside.leaves)
@@ -345,7 +345,7 @@ def trace_with_dtype(
     return traced._replace(epilogue=derivative.rounded_once(traced.epilogue, out_dtype))
 
 
-def _with_result_dtype(results: Any, acc: Any, out_dtype: Any) -> Any:
+def with_result_dtype(results: Any, acc: Any, out_dtype: Any) -> Any:
     """Returns results with those of full size and the accumulators' dtype in ``out_dtype``, as a kernel has them."""
     if out_dtype is None or isinstance(out_dtype, tuple):
         return results
