@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from cutjax.primitives.product import batch_axes
+from cutjax.primitives.factors import batch_axes
 
 
 def dots_saveable(prim: Any, *avals: Any, **params: Any) -> bool:

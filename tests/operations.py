@@ -71,6 +71,7 @@ def arrays() -> dict[str, jax.Array]:
         "q": integers(15, (K, N), jnp.int8),
         "qg": integers(16, (EXPERTS, K, N), jnp.int8),
         "qd": integers(17, (EXPERTS, N, K), jnp.int8),
+        "qx": integers(18, (M, K), jnp.int8),
     }
 
 
@@ -125,6 +126,11 @@ OPERATIONS: dict[str, Operation] = {
         lambda x, q, b: cutjax.gemm(x, cutjax.Quantized(q, b)),
         "x q b",
         lambda x, q, b: x @ (q.astype(b.dtype) * b),
+    ),
+    "gemm, quantized rows": Operation(
+        lambda qx, s, q, b: cutjax.gemm(cutjax.Quantized(qx, s), cutjax.Quantized(q, b)),
+        "qx s q b",
+        lambda qx, s, q, b: (qx.astype(s.dtype) @ q.astype(s.dtype)) * s * b,
     ),
     "gemm, layout": Operation(lambda x, v: cutjax.gemm(x, v, layout="nt"), "x v", lambda x, v: x @ v.T, linear="x v"),
     "gemm, epilogue": Operation(
@@ -191,6 +197,15 @@ OPERATIONS: dict[str, Operation] = {
         ),
         "x g sizes s of_groups",
         _grouped(lambda a, has, s, b: jnp.where(has, _scaled(a, s, b), 0)),
+    ),
+    "grouped_gemm, quantized rows": Operation(
+        lambda qx, s, qg, of_groups, sizes: cutjax.grouped_gemm(
+            cutjax.Quantized(qx, s), cutjax.Quantized(qg, of_groups), sizes
+        ),
+        "qx s qg of_groups sizes",
+        lambda qx, s, qg, of_groups, sizes: oracles.masked_multiply(
+            qx.astype(s.dtype) * s, qg.astype(s.dtype) * of_groups, sizes
+        ),
     ),
     "grouped_outer": Operation(cutjax.grouped_outer, "x dy sizes", oracles.masked_outer, linear="x dy"),
     "grouped_outer, accumulate": Operation(

@@ -107,7 +107,8 @@ def rows_by_columns(x: Any, w: Any, layout: str) -> Callable[[Any], list[Axes]]:
 
     Results of any other shape, an epilogue's reductions, are whole everywhere.
     """
-    w, at = jax.tree.leaves(w)[0], -1 if layout[-1] == "n" else -2
+    x, w = (jax.tree.leaves(operand)[0] for operand in (x, w))  # the values of quantized ones
+    at = -1 if layout[-1] == "n" else -2
 
     def lies(out: Any) -> list[Axes]:
         if out.ndim < 2 or out.shape[-2:] != (x.shape[-2], w.shape[at]):

@@ -64,11 +64,13 @@ def varying_axes(aval: Any) -> frozenset[Any]:
     return aval.mat.varying
 
 
-def match_varying(*args: jax.Array) -> list[jax.Array]:
-    """Returns the arrays, each varying over the axes any of them varies over, as shard_map(check_vma=True) asks."""
-    varying = [varying_axes(jax.typeof(x)) for x in args]
+def match_varying(*trees: Any) -> list[Any]:
+    """Returns arrays, or pytrees of them, each varying over all axes any does, as shard_map(check_vma=True) asks."""
+    leaves, tree = jax.tree.flatten(list(trees))
+    varying = [varying_axes(jax.typeof(x)) for x in leaves]
     missing = [tuple(frozenset().union(*varying) - axes) for axes in varying]
-    return [lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(args, missing, strict=True)]
+    found = [lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(leaves, missing, strict=True)]
+    return tree.unflatten(found)
 
 
 def check_varying(where: str, avals: Sequence[Any]) -> None:

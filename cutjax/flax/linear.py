@@ -23,6 +23,7 @@ from cutjax.ops.dot_general import permuted
 from cutjax.ops.einsum import einsum as our_einsum
 from cutjax.ops.mlp import mlp
 from cutjax.primitives.dense import Dense
+from cutjax.primitives.factors import Factors
 from cutjax.primitives.product import call
 from cutjax.runtime import backends
 
@@ -111,9 +112,7 @@ def linear(
         call(
             Dense(plan.layout, plan.orders),
             functools.partial(_finished, activation),
-            a,
-            [b],
-            (),
+            Factors(a, [b]),
             () if bias is None else (_merged(bias, shape, permutation, plan.axes),),
             out_dtype=dtype if bias is None else promoted(dtype, bias.dtype),
             save="default",

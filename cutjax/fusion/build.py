@@ -23,6 +23,7 @@ from cutjax.ops.arguments import group_sizes_of
 from cutjax.ops.ragged_dot import ragged_dot_general
 from cutjax.primitives import product as products
 from cutjax.primitives.derivative import outside
+from cutjax.primitives.factors import Factors
 
 NAME = "cutjax_fused"  # of the call, as the profiler and jaxprs show it
 
@@ -111,8 +112,8 @@ def function(graph: Graph, region: Region) -> Callable[..., list[Any]]:
             return found
 
         params: dict[str, Any] = {"precision": form.precision, "backend": "auto", "config": None}
-        params |= {"out_dtype": (None,) * len(results), "save": "default"}
-        outs = products.call(form.product, epilogue, a, bs, context, (), **params)
+        params |= {"out_dtype": (None,) * len(results), "save": "default", "hints": form.hints}
+        outs = products.call(form.product, epilogue, Factors(a, bs, context), (), **params)
         outs = [lax.reshape(y, x.aval.shape) for y, x in zip(outs, results, strict=True)]
         return [
             maker.primitive.bind(y, **maker.params) if maker.primitive.name == "name" else y
@@ -156,7 +157,8 @@ def plain_function(eqn: Any, found: Any) -> Callable[..., list[Any]]:
             names = "ragged_dot_dimension_numbers", "precision", "preferred_element_type"
             return [ragged_dot_general(lhs, rhs, sizes, *(eqn.params[name] for name in names))]
         a, b = found.operands(*factors)
-        d = products.multiply(found.product, a, b, out_dtype=out.dtype, precision=found.precision, backend="auto")
+        params: dict[str, Any] = {"precision": found.precision, "backend": "auto", "hints": found.hints}
+        d = products.multiply(found.product, a, b, out_dtype=out.dtype, **params)
         return [lax.reshape(d, out.shape) if found.plan is None else found.plan.result(d)]
 
     return _automatic(call, [out])

@@ -20,6 +20,7 @@ from cutjax.fusion.jaxprs import is_marked
 from cutjax.ops.contraction import Contraction as Plan
 from cutjax.ops.contraction import contraction as contraction_plan
 from cutjax.primitives.dense import FLIP, Dense
+from cutjax.primitives.hints import NO_HINTS, Hints
 from cutjax.primitives.product import Product
 from cutjax.primitives.ragged import Rows
 
@@ -39,6 +40,7 @@ class Contraction:
       swapped: whether a is the equation's right operand, as where the result is transposed.
       precision: as ``dot_general`` has it, of a and b.
       plan: what makes the operands, where it takes more than a reshape: memory is walked in another order.
+      hints: what policy and explain were told of it.
     """
 
     layout: str
@@ -49,6 +51,7 @@ class Contraction:
     precision: Any
 
     plan: Plan | None = None
+    hints: Hints = NO_HINTS
     grouped: ClassVar[bool] = False
 
     @property
@@ -134,7 +137,8 @@ def _own(eqn: Any) -> Own | str:
     if 0 in (*a.shape, *b.shape):
         return "it is empty"
     product = params["product"]
-    return Own(product.layout, a.shape, b.shape, out.shape, False, params["precision"], dense=product)
+    how: dict[str, Any] = {"hints": params["hints"], "dense": product}
+    return Own(product.layout, a.shape, b.shape, out.shape, False, params["precision"], **how)
 
 
 def _grouped(eqn: Any) -> Grouped | str:

@@ -9,7 +9,7 @@ from typing import Any
 from jax import lax
 
 from cutjax.primitives.dense import Dense
-from cutjax.primitives.product import batch_axes
+from cutjax.primitives.factors import batch_axes
 
 
 @dataclasses.dataclass(frozen=True)

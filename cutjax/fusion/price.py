@@ -22,7 +22,7 @@ from cutjax.kernels.device import Device, device_of
 from cutjax.kernels.families import fastest
 from cutjax.kernels.problem import Problem
 from cutjax.ops.dot_general import LEAD
-from cutjax.primitives.product import Product, split
+from cutjax.primitives.product import Product
 
 # Faster than XLA by less stays XLA's; of a product alone LEAD, as of a drop-in. Of 144 recorded fused products, the
 # decisions give 1.138 over XLA with 7 slower at 1.01, 1.134 with 4 at 1.03.
@@ -98,7 +98,7 @@ def of_product(found: Contraction, eqn: Any) -> Price:
 def _problem(found: Contraction, device: Device, left: Any, right: Any, out: Any) -> Problem | choose.Choice:
     """Returns the same problem each time, which is hashed once, or the choice of XLA; told the arrays' dtypes."""
     product, _, avals = _merged(found.product, identity(out), found.avals(left, right))
-    problem = product.problem(*avals, out_dtype=out, device=device)
+    problem = product.problem(*avals, out_dtype=out, device=found.hints.device(device))
     return choose.in_precision(product.in_order(problem), found.precision)
 
 
@@ -113,13 +113,12 @@ def _merged(product: Product, epilogue: Epilogue, avals: Sequence[Any]) -> tuple
 
     def fold(*arrays: Any) -> list[Any]:
         nonlocal found
-        a, bs, _, operands = split(arrays, product, epilogue)
-        folded = product.fold(epilogue, a, bs, operands)
+        folded = product.fold(epilogue, *product.unpack(arrays, epilogue))
         if folded is None:
             return list(arrays)
-        specs = folded.product.specs(folded.a, folded.operands)
+        specs = folded.product.specs(folded.factors.a, folded.operands)
         found = folded.product, dataclasses.replace(folded.epilogue, operands=specs)
-        return [folded.a, *folded.bs, *folded.operands]
+        return [*folded.factors.arrays, *folded.operands]
 
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         avals = jax.make_jaxpr(fold)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)).out_avals

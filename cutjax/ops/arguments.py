@@ -106,22 +106,19 @@ def promote(
     out_dtype: DTypeLike | None,
     where: str = "gemm",
     narrow: bool = False,
-    quantized: bool = False,
 ) -> tuple[Any, ...]:
     """Returns the operands as they are multiplied, the dtype of the result, ``jnp.matmul``'s, and True if it is weak.
 
     They are in one dtype, which holds the values of both. With ``narrow``, the bs stay in a dtype of 8 bits whose
-    values are all in a's, float8 too. Where they are ``quantized``, it is not for JAX's promotion to say that they
-    stand for numbers of a's dtype.
+    values are all in a's, float8 too.
     """
     b = bs[0]
     if {a.dtype, b.dtype} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
         raise TypeError(f"{where}: a is {a.dtype}, b is {b.dtype}: no 16-bit dtype holds both, cast one of them")
     stay = narrow and are_narrow(a.dtype, b.dtype) and not a.weak_type
-    quantized = quantized and jnp.issubdtype(a.dtype, jnp.floating)
     if out_dtype is not None:  # then jnp.matmul asks for no promotion
         out = result_of(out_dtype, where, a.dtype, b.dtype)
-    elif quantized or (stay and jnp.issubdtype(b.dtype, jnp.floating)):
+    elif stay and jnp.issubdtype(b.dtype, jnp.floating):
         out = a.dtype
     else:
         out = jnp.result_type(a, b)

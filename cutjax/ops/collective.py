@@ -22,7 +22,7 @@ from cutjax.parallel.ring import ring_of
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.dense import Dense
-from cutjax.primitives.product import aligned
+from cutjax.primitives.factors import Factors
 from cutjax.runtime import backends
 
 
@@ -94,7 +94,7 @@ def all_gather_gemm(
     several = isinstance(out_dtype, tuple)
     a, *ws, dtype, _ = promote(matrix(x, "x", where), weights_of(w, "w", where), None if several else out_dtype, where)
     check_shapes(a, ws[0], layout, where, ("x", "w"))
-    a, *ws = match_varying(*aligned(Dense(layout), ring.varying(a), ws, ()))
+    a, *ws = match_varying(*Dense(layout).aligned(Factors(ring.varying(a), ws)).arrays)
     ring = ring.chosen(Dense(layout), jax.typeof(a), [jax.typeof(x) for x in ws])
     spec = Gathered(
         ring,
@@ -172,7 +172,7 @@ def gemm_reduce_scatter(
         raise ValueError(
             f"{where}: x is {a.shape}: its rows do not divide over the {ring.size} devices of {axis_name!r}"
         )
-    a, b = match_varying(*aligned(Dense(layout), ring.varying(a), [b], ()))
+    a, b = match_varying(*Dense(layout).aligned(Factors(ring.varying(a), [b])).arrays)
     travel = travel_dtype(reduce_dtype, accumulator(a.dtype, dtype), where)
     share = jax.typeof(a)
     shape = list(share.shape)

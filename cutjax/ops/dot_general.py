@@ -19,6 +19,7 @@ from cutjax.ops.contraction import contraction
 from cutjax.primitives.accumulators import converted, widened
 from cutjax.primitives.arrays import is_array_like, unwrapped
 from cutjax.primitives.dense import Dense
+from cutjax.primitives.hints import Hints
 from cutjax.primitives.product import multiply
 from cutjax.runtime import backends
 
@@ -118,9 +119,9 @@ def permuted(
         copies = "; ".join(filter(None, (copies[0], why))), *copies[1:]
     a, b = widened(a, b)
     lies = plan.lies(out.sharding.spec, permutation) if explicit else None
-    product = Dense(plan.layout, plan.orders, copies, LEAD, lies=lies)
+    product, hints = Dense(plan.layout, plan.orders, lies=lies), Hints(copies, LEAD)
     precision = dot_precision.swapped(precision) if plan.swapped else precision
-    d = multiply(product, a, b, out_dtype=out.dtype, precision=precision, backend=backend, config=None)
+    d = multiply(product, a, b, out_dtype=out.dtype, precision=precision, backend=backend, hints=hints)
     return converted(plan.result(d), out.dtype, out.weak_type)
 
 

@@ -7,24 +7,36 @@ from typing import Any
 
 import jax
 import jax.export
+import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from cutjax import dot_precision
 from cutjax.binding.explicit import as_matmul
+from cutjax.dtypes import are_narrow
 from cutjax.kernels.families import AnyConfig
 from cutjax.kernels.problem import LAYOUTS
-from cutjax.ops.arguments import check_config, check_epilogue, check_shapes, promote, weights
-from cutjax.ops.quantized import Weights, is_quantized, scaled, scales_of, values_of
+from cutjax.ops.arguments import check_config, check_epilogue, check_shapes, weights
+from cutjax.ops.quantized import (
+    TURNED,
+    Weights,
+    converted_rows,
+    few_columns,
+    is_quantized,
+    promote_values,
+    scales_of,
+    values_of,
+)
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.arrays import matrix, unwrapped
-from cutjax.primitives.dense import Dense
+from cutjax.primitives.dense import FLIP, Dense
+from cutjax.primitives.factors import Factors
 from cutjax.runtime import backends
 
 
 def gemm(
-    a: ArrayLike,
+    a: Weights,
     b: Weights | tuple[Weights, ...],
     *,
     epilogue: Callable[..., Any] | None = None,
@@ -49,7 +61,7 @@ def gemm(
     columns or both.
 
     Args:
-      a: ``[..., m, k]``, or ``[..., k, m]`` where ``layout[0]`` is "t".
+      a: ``[..., m, k]``, or ``[..., k, m]`` where ``layout[0]`` is "t"; or `cutjax.Quantized`, a scale for each row.
       b: ``[..., k, n]``, or ``[..., n, k]`` where ``layout[1]`` is "t". Batch axes broadcast and dtypes promote as in
         ``jnp.matmul``, but bfloat16 with float16 is refused, and beside those a kernel reads 8-bit integers and
         float8 as they are, and multiplies them exactly; or `cutjax.Quantized`. With an epilogue also a tuple of two or
@@ -57,9 +69,10 @@ def gemm(
       epilogue: a function ``(acc, *operands)`` that returns an array or a pytree of them.
       operands: its further arguments: scalars, ``[n]``, ``[m, 1]``, ``[m, n]``, batched or not.
       layout: "nn", "nt", "tn" or "tt".
-      out_dtype: dtype of the result; the dtype of a and b by default. With an epilogue: that of every ``[..., m, n]``
-        result which the function returns in float32, the accumulator's dtype. Results in another dtype keep it, and so
-        do reductions. A tuple says it for each result, None there keeps the function's.
+      out_dtype: dtype of the result; by default the dtype of a and b, of two `cutjax.Quantized` that of the scales.
+        With an epilogue: that of every ``[..., m, n]`` result which the function returns in float32, the accumulator's
+        dtype. Results in another dtype keep it, and so do reductions. A tuple says it for each result, None there keeps
+        the function's.
       precision: as in ``jax.lax.dot``; None is what ``jax.default_matmul_precision`` says. The kernels accumulate
         16-bit operands in float32; XLA runs any other algorithm.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
@@ -96,14 +109,24 @@ def gemm(
     params: dict[str, Any] = {"backend": backend, "config": config}
     params["precision"] = dot_precision.canonical(precision, "gemm")
     check_epilogue(b, epilogue, operands, out_dtype, save)
-    x, ys = matrix(a, "a"), weights(values_of(b), "b")
-    scales = scales_of(b, layout[1], "b", "gemm")
+    x, ys = matrix(values_of(a), "a"), weights(values_of(b), "b")
+    scales = scales_of(a, b, layout, "gemm")
     several = isinstance(out_dtype, tuple)
-    x, *ys, dtype, weak = promote(x, ys, None if several else out_dtype, "gemm", True, is_quantized(b))
     check_shapes(x, ys[0], layout, "gemm")
+    narrow = is_quantized(a) and are_narrow(ys[0].dtype, x.dtype)
+    turned = narrow and backend != "xla" and few_columns(ys[0], layout)
+    turned = turned and all(x is None for x in (epilogue, config, out_sharding))
+    if narrow:
+        params["hints"] = TURNED if turned else converted_rows(ys[0].dtype)
+    if turned:  # kernels decode b: the transposed product has a there
+        x, ys, scales, layout = ys[0], [x], scales.turned, FLIP[layout[1]] + FLIP[layout[0]]
+        params["precision"] = dot_precision.swapped(params["precision"])
+    x, *ys, dtype, weak = promote_values((a, b), x, ys, None if several else out_dtype, "gemm")
     product = Dense(layout, lies=as_matmul(x, ys, layout, out_sharding, "gemm"))
-    epilogue, operands = scaled(epilogue, tuple(operands), scales)
+    out = out_dtype if several else dtype
+    epilogue, operands, out = scales.before(epilogue, tuple(operands), x.dtype, out)
     if epilogue is not None:
-        out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, operands)
-        return products.call(product, epilogue, x, ys, (), operands, out_dtype=out, save=save, **params)
+        operands = jax.tree.map(unwrapped, operands)
+        d = products.call(product, epilogue, Factors(x, ys), operands, out_dtype=out, save=save, **params)
+        return jnp.matrix_transpose(d) if turned else d
     return converted(products.multiply(product, x, ys[0], out_dtype=dtype, **params), dtype, weak)

@@ -24,10 +24,11 @@ from cutjax.ops.arguments import (
     promote,
     weights,
 )
-from cutjax.ops.quantized import Weights, is_quantized, scaled, scales_of, values_of
+from cutjax.ops.quantized import Weights, promote_values, scales_of, values_of
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.arrays import matrix, unwrapped
+from cutjax.primitives.factors import Factors
 from cutjax.primitives.ragged import Depth, Rows
 from cutjax.runtime import backends
 
@@ -36,7 +37,7 @@ LAYOUTS = ("nn", "nt")
 
 @automatic(lambda x, w, layout="nn", **_: rows_by_columns(x, w, layout), on_automatic_axes)
 def grouped_gemm(
-    x: ArrayLike,
+    x: Weights,
     w: Weights | tuple[Weights, ...],
     group_sizes: ArrayLike,
     *,
@@ -63,7 +64,7 @@ def grouped_gemm(
     zero all the same, and are left out of its reductions.
 
     Args:
-      x: ``[..., m, k]``. Batch axes broadcast and dtypes promote as in ``cutjax.gemm``.
+      x: ``[..., m, k]``, or `cutjax.Quantized`. Batch axes broadcast and dtypes promote as in ``cutjax.gemm``.
       w: ``[..., g, k, n]``, or ``[..., g, n, k]`` where layout is "nt", or `cutjax.Quantized`. With an epilogue also a
         tuple of two or three.
       group_sizes: ``[..., g]``, of any integer dtype.
@@ -72,7 +73,7 @@ def grouped_gemm(
       operands: its further arguments: those of ``cutjax.gemm``, and with one axis more than the result those of which
         each group has its own, ``[..., g, 1, n]`` or ``[..., g, 1, 1]``. The function sees what the rows have of such a
         one: ``[..., m, n]`` or ``[..., m, 1]``.
-      out_dtype: dtype of the result; the dtype of x and w by default. With an epilogue as in ``cutjax.gemm``.
+      out_dtype: dtype of the result; as in ``cutjax.gemm``, with an epilogue and without.
       precision: as in ``cutjax.gemm``.
       group_offset: a scalar or ``[1]``, data too: the group that ``w[0]`` is of, where ``group_sizes`` has all groups
         and w some, as under expert parallelism. Rows of the other groups are zero.
@@ -105,8 +106,8 @@ def grouped_gemm(
     out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
     check_epilogue(w, epilogue, operands, out_dtype, save, where, "w")
     several = isinstance(out_dtype, tuple)
-    arrays = matrix(x, "x", where), weights(values_of(w), "w", where)
-    rows, *ws, dtype, _ = promote(*arrays, None if several else out_dtype, where, True, is_quantized(w))
+    arrays = matrix(values_of(x), "x", where), weights(values_of(w), "w", where)
+    rows, *ws, dtype, _ = promote_values((x, w), *arrays, None if several else out_dtype, where)
     shape = ws[0].shape
     if len(shape) < 3:
         raise ValueError(f"{where}: w must have rank 3 or more, got shape {shape}; [..., g, k, n] is expected")
@@ -123,12 +124,14 @@ def grouped_gemm(
     sizes, leading = local_sizes(sizes, group_offset, groups, rows.shape[-2], where)
     product, params = Rows(leading, layout), {"backend": backend, "config": config}
     params["precision"] = dot_precision.canonical(precision, where)
-    scales = scales_of(w, layout[1], "w", where, max(rows.ndim, len(shape) - 1, sizes.ndim + 1))
-    epilogue, operands = scaled(epilogue, tuple(operands), scales)
+    rank = max(rows.ndim, len(shape) - 1, sizes.ndim + 1)
+    scales, out = scales_of(x, w, layout, where, ("x", "w"), rank), out_dtype if several else dtype
+    epilogue, operands, out = scales.before(epilogue, tuple(operands), rows.dtype, out)
     if epilogue is None:
         return products.multiply(product, rows, ws[0], sizes, out_dtype=dtype, **params)
-    out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, operands)
-    return products.call(product, epilogue, rows, ws, (sizes,), operands, out_dtype=out, save=save, **params)
+    operands = jax.tree.map(unwrapped, operands)
+    factors = Factors(rows, ws, (sizes,))
+    return products.call(product, epilogue, factors, operands, out_dtype=out, save=save, **params)
 
 
 @automatic(lambda x, dy, **_: lambda out: [*[None] * (out.ndim - 2), axes(x, -1), axes(dy, -1)])
@@ -209,7 +212,8 @@ def grouped_outer(
         return total if wide == acc.dtype else total.astype(to.dtype)  # one in acc's dtype is rounded by out_dtype
 
     # Each tile of what is added to is read just before it is written.
-    return products.call(product, add, a, [b], (sizes,), (to,), out_dtype=to.dtype, in_place=((0, 0),), **params)
+    params |= {"out_dtype": to.dtype, "in_place": ((0, 0),)}
+    return products.call(product, add, Factors(a, [b], (sizes,)), (to,), **params)
 
 
 def _resolve(backend: str | None, config: Any, where: str) -> str:

@@ -17,8 +17,8 @@ from cutjax.binding.explicit import automatic, rows_by_columns
 from cutjax.binding.rules import match_varying, with_rank
 from cutjax.dtypes import are_narrow
 from cutjax.epilogue.captured import on_automatic_axes
-from cutjax.ops.arguments import check_batch, contracted, group_sizes_of, local_sizes, promote, result_of, travel_dtype
-from cutjax.ops.quantized import Weights, is_quantized, scales_of, times, values_of
+from cutjax.ops.arguments import check_batch, contracted, group_sizes_of, local_sizes, result_of, travel_dtype
+from cutjax.ops.quantized import Weights, is_quantized, promote_values, scales_of, times, values_of
 from cutjax.parallel.fused import divided_mlp
 from cutjax.parallel.ring import ring_of
 from cutjax.primitives import derivative
@@ -26,13 +26,14 @@ from cutjax.primitives.accumulators import accumulator, converted
 from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.chain import Chain, apart, block
 from cutjax.primitives.dense import Dense
-from cutjax.primitives.product import Product, abstract_accumulator, aligned, trace_with_dtype
+from cutjax.primitives.factors import Factors
+from cutjax.primitives.product import Product, abstract_accumulator, trace_with_dtype
 from cutjax.primitives.ragged import Rows
 from cutjax.runtime import backends
 
 
 def mlp(
-    x: ArrayLike,
+    x: Weights,
     w1: Weights,
     w2: Weights,
     *,
@@ -62,7 +63,7 @@ def mlp(
     in ``cutjax.gemm_reduce_scatter``, beside the products, and what lies between is never put together.
 
     Args:
-      x: ``[..., m, k]``.
+      x: ``[..., m, k]``, or `cutjax.Quantized`; not with an axis_name.
       w1: ``[..., k, h]``, or ``[..., h, k]`` in the layout "nt". Weights may be narrow, or `cutjax.Quantized`, as in
         ``cutjax.gemm``; not with an axis_name.
       w2: ``[..., h, n]``, or ``[..., n, h]`` in the layout "nt".
@@ -96,8 +97,8 @@ def mlp(
     """
     backend = backends.resolve(backend, "mlp")
     precision = dot_precision.canonical(precision, "mlp")
-    if axis_name is not None and is_quantized((w1, w2, gate)):
-        raise ValueError("mlp: weights that an axis_name divides are arrays, got cutjax.Quantized: dequantize them")
+    if axis_name is not None and is_quantized((x, w1, w2, gate)):
+        raise ValueError("mlp: what an axis_name divides are arrays, got cutjax.Quantized: dequantize them")
     a, ws, v, dtype = _arrays("mlp", x, w1, w2, gate, layout, save, axis_name is None)
     shapes = f"x is {a.shape}, w1 is {ws[0].shape}, w2 is {v.shape}"
     batch = check_batch("mlp", shapes, a.shape[:-2], ws[0].shape[:-2], v.shape[:-2])
@@ -112,7 +113,7 @@ def mlp(
         if b is not None
     }
     last = [with_rank(biases.pop("b2"), len(batch) + 2)] if b2 is not None else []
-    scales = _scales(biases, w1, w2, gate, layout, "mlp")
+    scales = _scales(biases, x, w1, w2, gate, layout, "mlp")
     hidden = _hidden("mlp", activation, gate is not None)
     out = dtype if out_dtype is None else result_of(out_dtype, "mlp", dtype)
     params = {"dtype": dtype, "out_dtype": out, "precision": precision, "backend": backend, "save": save}
@@ -126,7 +127,7 @@ def mlp(
 
 @automatic(lambda x, w2, layout="nn", **_: rows_by_columns(x, w2, layout), on_automatic_axes)
 def grouped_mlp(
-    x: ArrayLike,
+    x: Weights,
     w1: Weights,
     w2: Weights,
     group_sizes: ArrayLike,
@@ -151,7 +152,7 @@ def grouped_mlp(
     products, in the first one's epilogue: there the gradient of the scale takes nothing saved for it.
 
     Args:
-      x: ``[..., m, k]``, rows sorted by group, as in ``cutjax.grouped_gemm``.
+      x: ``[..., m, k]``, rows sorted by group, as in ``cutjax.grouped_gemm``; or `cutjax.Quantized`.
       w1: ``[..., g, k, h]``, or ``[..., g, h, k]`` in the layout "nt". Weights may be narrow, or `cutjax.Quantized`.
       w2: ``[..., g, h, n]``, or ``[..., g, n, h]`` in the layout "nt".
       group_sizes: integers ``[..., g]``.
@@ -197,7 +198,8 @@ def grouped_mlp(
     if row_scale is not None:
         shape = (*lax.broadcast_shapes(*batches), a.shape[-2], 1)
         scale["row_scale"] = _broadcasting(where, row_scale, "row_scale", shape)
-    scales = _scales(scale, w1, w2, gate, layout, where, max(sizes.ndim + 1, *(len(batch) + 2 for batch in batches)))
+    rank = max(sizes.ndim + 1, *(len(batch) + 2 for batch in batches))
+    scales = _scales(scale, x, w1, w2, gate, layout, where, rank)
     hidden = _hidden(where, activation, gate is not None)
     out = dtype if out_dtype is None else result_of(out_dtype, where, dtype)
     params = {"dtype": dtype, "out_dtype": out, "precision": precision, "backend": backend, "save": save}
@@ -223,27 +225,23 @@ def _chained(
     save: str,
 ) -> jax.Array:
     """Returns ``hidden(x @ w, ..., given) @ v``, times ``scales`` and with ``last`` added, an array or none each."""
-    a, *rest = match_varying(*aligned(product, a, [*ws, v], context), *given.values(), *scales, *last)
-    ws, v, rest = rest[: len(ws)], rest[len(ws)], rest[len(ws) + 1 :]
-    context, rest = rest[: len(context)], rest[len(context) :]
-    given, rest = dict(zip(given, rest, strict=False)), rest[len(given) :]
-    scales, last = rest[: len(scales)], rest[len(scales) :]
-    acc = abstract_accumulator(a.dtype, product.tile(*map(jax.typeof, (a, *ws, *context))))
+    factors = product.aligned(Factors(a, [*ws, v], context))
+    factors, given, scales, last = match_varying(factors, given, scales, last)
+    *ws, v = factors.bs
+    factors = dataclasses.replace(factors, bs=ws)
+    acc = abstract_accumulator(a.dtype, product.tile(*map(jax.typeof, factors.arrays)))
     traced = trace_with_dtype(where, hidden, [acc] * len(ws), (given,), (dtype,), product.groups(ws))
     chain = Chain(product, traced.epilogue, out_dtype, precision, backend, save)
     if traced.outside is not None or traced.names or scales:
-        return apart(chain, context, hidden, a, ws, v, given, last, scales)
-    a, v, *rest = match_varying(a, v, *ws, *context, *last, *traced.operands)
-    ws, rest = rest[: len(ws)], rest[len(ws) :]
-    context, rest = rest[: len(context)], rest[len(context) :]
-    last, operands = rest[: len(last)], rest[len(last) :]
-    folded = product.fold(chain.hidden, a, [*ws, v], [*last, *operands])
+        return apart(chain, hidden, factors, v, given, last, scales)
+    factors, v, last, operands = match_varying(factors, v, last, list(traced.operands))
+    folded = product.fold(chain.hidden, dataclasses.replace(factors, bs=[*factors.bs, v]), [*last, *operands])
     if folded is None:
-        return block(chain, context, a, ws, v, operands, last)
+        return block(chain, factors, v, operands, last)
     chain = dataclasses.replace(chain, hidden=folded.epilogue)
-    *ws, v = folded.bs
+    *ws, v = folded.factors.bs
     last, operands = folded.operands[: len(last)], folded.operands[len(last) :]
-    return folded.unfold(block(chain, context, folded.a, ws, v, operands, last))
+    return folded.unfold(block(chain, dataclasses.replace(folded.factors, bs=ws), v, operands, last))
 
 
 def _arrays(
@@ -254,12 +252,13 @@ def _arrays(
         raise ValueError(f"{where}: unknown layout {layout!r}, expected 'nn' or 'nt'")
     if save not in derivative.SAVE:
         raise ValueError(f"{where}: unknown save {save!r}, expected one of {derivative.SAVE}")
-    a, v = matrix(x, "x", where), matrix(values_of(w2), "w2", where)
+    a, v = matrix(values_of(x), "x", where), matrix(values_of(w2), "w2", where)
     ws = [] if gate is None else [matrix(values_of(gate), "gate", where)]
     ws.append(matrix(values_of(w1), "w1", where))
     if ws[0].shape != ws[-1].shape or ws[0].dtype != ws[-1].dtype:
         raise ValueError(f"{where}: gate is {jax.typeof(ws[0]).str_short()}, but w1 is {jax.typeof(ws[1]).str_short()}")
-    a, *ws, dtype, _ = promote(a, ws, None, where, narrow, is_quantized((w1, gate)))
+    given = (x, gate, w1, w2) if is_quantized((x, gate, w1)) else ()
+    a, *ws, dtype, _ = promote_values(given, a, ws, None, where, narrow)
     if is_quantized(w2) and not are_narrow(dtype, v.dtype):
         v = converted(v, dtype)
     if v.dtype != dtype and not (narrow and are_narrow(dtype, v.dtype)):
@@ -274,13 +273,16 @@ def _arrays(
 
 
 def _scales(
-    given: dict[str, jax.Array], w1: Any, w2: Any, gate: Any, layout: str, where: str, rank: int = 0
+    given: dict[str, jax.Array], x: Any, w1: Any, w2: Any, gate: Any, layout: str, where: str, rank: int = 0
 ) -> list[jax.Array]:
-    """Adds the scales of the first weights to the inputs of the function between the products; returns that of w2."""
-    for name, w, scale in (("w1", w1, "scale"), ("gate", gate, "gate_scale")):
-        (found,) = scales_of(w, layout[1], name, where, rank)
-        given |= {} if found is None else {scale: found}
-    return [x for x in scales_of(w2, layout[1], "w2", where, rank) if x is not None]
+    """Adds the scales of the first product to the inputs of the function between the products; returns that of w2."""
+    first = scales_of(x, w1, layout, where, ("x", "w1"), rank)
+    (of_gate,), (second,) = (
+        scales_of(None, w, layout, where, ("x", name), rank).columns for w, name in ((gate, "gate"), (w2, "w2"))
+    )
+    found = {"x_scale": first.rows, "scale": first.columns[0], "gate_scale": of_gate}
+    given |= {name: scale for name, scale in found.items() if scale is not None}
+    return [] if second is None else [second]
 
 
 def _hidden(where: str, activation: Callable[[jax.Array], jax.Array], gated: bool) -> Callable[..., jax.Array]:
@@ -290,7 +292,8 @@ def _hidden(where: str, activation: Callable[[jax.Array], jax.Array], gated: boo
     def hidden(*args: Any) -> jax.Array:
         *accs, given = args
         given = {name: with_rank(x, accs[0].ndim) for name, x in given.items()}
-        first, last = times(accs[0], given.get("gate_scale")), times(accs[-1], given.get("scale"))
+        rows = given.get("x_scale")
+        first, last = times(accs[0], rows, given.get("gate_scale")), times(accs[-1], rows, given.get("scale"))
         z = last + given["b1"].astype(last.dtype) if "b1" in given else last
         h = activation(first if gated else z)
         if not isinstance(h, jax.Array) or h.shape != z.shape:

@@ -1,33 +1,46 @@
-"""Quantized weights: narrow values, and a scale for each column that multiplies the sums of their products."""
+"""Quantized operands: narrow values, and scales of rows or columns, which multiply the sums of their products.
+
+Scales are taken off here, and become operands of the epilogue: nothing below an operation knows of them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax.binding.rules import with_rank
-from cutjax.dtypes import promoted
+from cutjax.dtypes import NARROW, are_alike, promoted
+from cutjax.ops import arguments
+from cutjax.ops.arguments import contracted
+from cutjax.primitives.accumulators import converted
 from cutjax.primitives.arrays import matrix, unwrapped
+from cutjax.primitives.hints import Hints
+from cutjax.primitives.product import with_result_dtype
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """Weights ``values * scale``: what ``gemm``, ``grouped_gemm``, ``mlp``, ``grouped_mlp`` and ``moe`` take as one.
+    """An operand ``values * scale``: either of ``gemm`` and ``grouped_gemm``, weights and x of ``mlp`` and
+    ``grouped_mlp``, weights of ``moe``.
 
-    A kernel reads the values as they are, of 8 bits, and multiplies them, exactly, in the dtype of the other operand.
-    The scale multiplies the sums in its epilogue, before they are rounded. A pytree: gradients are those of both
-    arrays, of integer values float0.
+    A kernel reads weights' values as they are, of 8 bits, and multiplies them, exactly, in the dtype of the other
+    operand. Where both are quantized, integers of one dtype are multiplied in integers, and float8 by float8 in
+    float32. The scales multiply the sums in its epilogue, before they are rounded. A pytree: gradients are those of
+    both arrays, of integer values float0.
 
     Attributes:
-      values: the weights' matrices, of int8, uint8, float8_e4m3fn or float8_e5m2.
-      scale: what broadcasts to the values, of size 1 along the contracted axis.
+      values: matrices of int8, uint8, float8_e4m3fn or float8_e5m2.
+      scale: what broadcasts to the values, of size 1 along the contracted axis: one a column of weights, or one a row
+        of the first operand.
 
     Example:
       >>> import cutjax, jax, jax.numpy as jnp
@@ -37,6 +50,9 @@ class Quantized:
       (dtype('int8'), (1, 32))
       >>> cutjax.gemm(x, q).dtype
       dtype(bfloat16)
+      >>> rows = cutjax.Quantized.of(x, layout="t")  # k is x's last axis
+      >>> rows.scale.shape, cutjax.gemm(rows, q, out_dtype=jnp.bfloat16).dtype
+      ((4, 1), dtype(bfloat16))
     """
 
     values: Any
@@ -44,12 +60,13 @@ class Quantized:
 
     @classmethod
     def of(cls, w: ArrayLike, dtype: DTypeLike = jnp.int8, *, layout: str = "n") -> Quantized:
-        """Quantizes symmetrically: the largest magnitude of each column becomes the dtype's largest.
+        """Quantizes symmetrically: the largest magnitude along the contracted axis becomes the dtype's largest.
 
         Args:
           w: ``[..., k, n]``, or ``[..., n, k]`` where layout is "t".
           dtype: int8, float8_e4m3fn or float8_e5m2.
-          layout: "n" or "t"; the second letter of that of the product.
+          layout: "n" or "t": whether the contracted axis is the last but one, or the last. The second letter of the
+            product's layout of weights; for rows of the first operand the other one, "t" in the layouts "nn" and "nt".
 
         Raises:
           TypeError: if w is no array, or the dtype is none of these.
@@ -76,73 +93,151 @@ class Quantized:
         return (jnp.asarray(self.values).astype(wide) * jnp.asarray(self.scale).astype(wide)).astype(dtype)
 
 
-Weights = ArrayLike | Quantized  # what operations take as weights, of one product or each of several
+Weights = ArrayLike | Quantized  # what operations take as an operand, or as each of several weights
+# A product of a quantized a with so few columns is computed transposed, so that a kernel reads a as it is: for as many
+# rows XLA takes 1.2 to 2.2 times as long (benchmarks/results/quantized-h200.json). The result is transposed once more.
+COLUMNS = 16
+TURNED = Hints(("", "", "the result is transposed: kernels read narrow columns, not rows"), lead=1.08)
+
+
+def converted_rows(dtype: np.dtype) -> Hints:
+    """Returns the hints for a product of a narrow a that is converted to a dtype before."""
+    return Hints((f"a is converted to {dtype}: kernels read narrow columns, not rows", "", ""))
+
+
+def few_columns(b: jax.Array, layout: str) -> bool:
+    """True if b has columns known to be few."""
+    n = contracted(b, layout[1] == "n")
+    return not jax.export.is_symbolic_dim(n) and n <= COLUMNS
 
 
 def is_quantized(w: Any) -> bool:
-    """True of quantized weights, and of a tuple with some."""
+    """True of a quantized operand, and of a tuple with some."""
     return any(isinstance(x, Quantized) for x in (w if isinstance(w, tuple) else (w,)))
 
 
 def values_of(w: Any) -> Any:
-    """Returns the values of quantized weights, or of each of a tuple's; all else as it is."""
+    """Returns the values of a quantized operand, or of each of a tuple's; all else as it is."""
     if isinstance(w, tuple):
         return tuple(values_of(x) for x in w)
     return w.values if isinstance(w, Quantized) else w
 
 
-def scales_of(w: Any, layout: str, name: str, where: str, rank: int = 0) -> list[jax.Array | None]:
-    """Returns the scale of each of the weights as the accumulators have it, ``[..., 1, n or 1]``; None without one.
+def promote_values(
+    given: Sequence[Any], a: jax.Array, bs: Sequence[jax.Array], out_dtype: Any, where: str, narrow: bool = True
+) -> tuple[Any, ...]:
+    """``arguments.promote`` of the values of operands, of which some were ``given`` with scales.
+
+    The result is then in the dtype of the first floating-point array given, else in that of the scales. Values of one
+    dtype, or both of float8, are multiplied as they are: integers in integers. Of two that differ, a becomes bfloat16,
+    which holds either's.
+    """
+    flat = [x for w in given for x in (w if isinstance(w, tuple) else (w,)) if x is not None]
+    scales = [jnp.result_type(unwrapped(x.scale)) for x in flat if isinstance(x, Quantized)]
+    if scales:
+        arrays = (np.dtype(unwrapped(x).dtype) for x in flat if not isinstance(x, Quantized))
+        floats = (dtype for dtype in arrays if jnp.issubdtype(dtype, jnp.inexact))
+        out_dtype = (next(floats, None) or functools.reduce(promoted, scales)) if out_dtype is None else out_dtype
+        if a.dtype.name in NARROW and bs[0].dtype.name in NARROW and not are_alike(a.dtype, bs[0].dtype):
+            a = converted(a, np.dtype(jnp.bfloat16))
+    return arguments.promote(a, bs, out_dtype, where, narrow)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scales:
+    """The scales of a product's operands, as its accumulators have them; None of an operand without.
+
+    Attributes:
+      rows: that of a, ``[..., m or 1, 1]``.
+      columns: those of the bs, ``[..., 1, n or 1]``.
+    """
+
+    rows: jax.Array | None
+    columns: list[jax.Array | None]
+
+    def __bool__(self) -> bool:
+        return self.rows is not None or any(scale is not None for scale in self.columns)
+
+    @property
+    def turned(self) -> Scales:
+        """The scales of the transposed product, of an a that has one by a b without."""
+        assert self.rows is not None
+        return Scales(None, [jnp.matrix_transpose(self.rows)])
+
+    def before(
+        self, epilogue: Callable[..., Any] | None, operands: Sequence[Any], values: np.dtype, out_dtype: Any
+    ) -> tuple[Callable[..., Any] | None, Sequence[Any], Any]:
+        """Returns the epilogue of accumulators that are scaled first, its operands, and the results' dtype to ask for.
+
+        All as they are without scales. Integers are added up in integers whatever the result's dtype, which is then
+        for the epilogue to make.
+        """
+        if not self:
+            return epilogue, operands, out_dtype
+        exact = jnp.issubdtype(values, jnp.integer) and not isinstance(out_dtype, tuple)
+
+        def of_scaled(*args: Any) -> Any:
+            count = len(self.columns)
+            rows, columns = args[count]
+            accs = [times(acc, rows, scale) for acc, scale in zip(args[:count], columns, strict=True)]
+            out = accs[0] if epilogue is None else epilogue(*accs, *args[count + 1 :])
+            return with_result_dtype(out, accs[0], out_dtype) if exact else out
+
+        return of_scaled, ((self.rows, self.columns), *operands), None if exact else out_dtype
+
+
+def scales_of(a: Any, b: Any, layout: str, where: str, names: tuple[str, str] = ("a", "b"), rank: int = 0) -> Scales:
+    """Returns the scales of a product's operands.
 
     Args:
-      w: what a caller gave: an array, quantized weights, or a tuple of these.
-      layout: "n" or "t", how the matrices lie.
-      name, where: the argument and the operation, as errors name them.
-      rank: of the result where rows have groups: a scale then has one axis more, with all groups before its last two.
+      a, b: what a caller gave: an array or one with a scale; of b also a tuple of these.
+      layout: how the matrices lie.
+      where, names: the operation and the arguments, as errors name them.
+      rank: of the result where rows have groups: a scale of b then has one axis more, with all groups before its last
+        two.
     """
-    found = []
-    for i, x in enumerate(w if isinstance(w, tuple) else (w,)):
-        if not isinstance(x, Quantized):
-            found.append(None)
-            continue
-        of, scale = f"{name}[{i}]" if isinstance(w, tuple) else name, unwrapped(x.scale)
-        shape = np.shape(unwrapped(x.values))
-        if not isinstance(scale, jax.Array | np.ndarray | np.generic | float) or not jnp.issubdtype(
-            jnp.result_type(scale), jnp.floating
-        ):
-            raise TypeError(f"{where}: the scale of {of} must be an array of floating-point numbers, got {scale!r}")
-        scale = jnp.asarray(scale)
-        fits = scale.ndim <= len(shape) and all(
-            n in (1, size) for n, size in zip(scale.shape[::-1], shape[::-1], strict=False)
+    rows = scale_of(a, -1 if layout[0] == "n" else -2, names[0], where)
+    several = isinstance(b, tuple)
+    columns = []
+    for i, x in enumerate(b if several else (b,)):
+        scale = scale_of(x, -2 if layout[1] == "n" else -1, f"{names[1]}[{i}]" if several else names[1], where)
+        scale = scale if scale is None or layout[1] == "n" else jnp.matrix_transpose(scale)
+        if rank and scale is not None:
+            groups = np.shape(unwrapped(x.values))[-3]
+            scale = with_rank(jnp.broadcast_to(scale, (*scale.shape[:-3], groups, *scale.shape[-2:])), rank + 1)
+        columns.append(scale)
+    return Scales(rows if rows is None or layout[0] == "n" else jnp.matrix_transpose(rows), columns)
+
+
+def scale_of(x: Any, k: int, name: str, where: str) -> jax.Array | None:
+    """Returns the scale of a quantized operand, of the rank of its values; None of an array.
+
+    Raises:
+      TypeError, ValueError: if it is no array of floats that broadcasts to the values, of size 1 along axis ``k``.
+    """
+    if not isinstance(x, Quantized):
+        return None
+    scale, shape = unwrapped(x.scale), np.shape(unwrapped(x.values))
+    if not isinstance(scale, jax.Array | np.ndarray | np.generic | float) or not jnp.issubdtype(
+        jnp.result_type(scale), jnp.floating
+    ):
+        raise TypeError(f"{where}: the scale of {name} must be an array of floating-point numbers, got {scale!r}")
+    scale = jnp.asarray(scale)
+    fits = scale.ndim <= len(shape) and all(
+        n in (1, size) for n, size in zip(scale.shape[::-1], shape[::-1], strict=False)
+    )
+    scale = with_rank(scale, len(shape)) if fits else scale
+    if not fits or scale.shape[k] != 1:
+        raise ValueError(
+            f"{where}: the scale of {name} is {scale.shape}, but its values are {shape}: expected one a row of the "
+            f"first operand, or one a column of the second, of size 1 along k, which is axis {k}"
         )
-        scale = with_rank(scale, len(shape)) if fits else scale
-        if not fits or scale.shape[-2 if layout == "n" else -1] != 1:
-            raise ValueError(
-                f"{where}: the scale of {of} is {scale.shape}, but its values are {shape}: expected one a column, of "
-                f"size 1 along k, which is axis {-2 if layout == 'n' else -1}"
-            )
-        scale = scale if layout == "n" else jnp.matrix_transpose(scale)
-        if rank:
-            scale = with_rank(jnp.broadcast_to(scale, (*scale.shape[:-3], shape[-3], *scale.shape[-2:])), rank + 1)
-        found.append(scale)
-    return found
+    return scale
 
 
-def scaled(
-    epilogue: Callable[..., Any] | None, operands: Sequence[Any], scales: Sequence[jax.Array | None]
-) -> tuple[Callable[..., Any] | None, Sequence[Any]]:
-    """Returns the epilogue of accumulators that are scaled first, and its operands; both as they are without scales."""
-    if all(scale is None for scale in scales):
-        return epilogue, operands
-
-    def of_scaled(*args: Any) -> Any:
-        count = len(scales)
-        accs = [times(acc, scale) for acc, scale in zip(args[:count], args[count], strict=True)]
-        return accs[0] if epilogue is None else epilogue(*accs, *args[count + 1 :])
-
-    return of_scaled, (list(scales), *operands)
-
-
-def times(acc: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Returns accumulators times a scale, in their own dtype."""
-    return acc if scale is None else acc * scale.astype(acc.dtype)
+def times(acc: jax.Array, *scales: jax.Array | None) -> jax.Array:
+    """Returns accumulators times scales, in their own dtype; integers in float32, or in the scales' wider one."""
+    known = [scale for scale in scales if scale is not None]
+    if known and jnp.issubdtype(acc.dtype, jnp.integer):
+        acc = acc.astype(functools.reduce(promoted, (scale.dtype for scale in known), np.dtype(np.float32)))
+    return functools.reduce(lambda acc, scale: acc * scale.astype(acc.dtype), known, acc)

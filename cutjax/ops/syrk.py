@@ -15,6 +15,7 @@ from cutjax.ops.arguments import check_config, check_epilogue, promote
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.arrays import matrix, unwrapped
+from cutjax.primitives.factors import Factors
 from cutjax.primitives.symmetric import Symmetric
 from cutjax.runtime import backends
 
@@ -86,4 +87,4 @@ def syrk(
     if epilogue is None:
         return converted(products.multiply(product, x, out_dtype=dtype, **params), dtype, weak)
     out, operands = out_dtype if several else dtype, jax.tree.map(unwrapped, tuple(operands))
-    return products.call(product, epilogue, x, [], (), operands, out_dtype=out, save=save, **params)
+    return products.call(product, epilogue, Factors(x), operands, out_dtype=out, save=save, **params)

@@ -17,7 +17,8 @@ from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.chain import Chain
 from cutjax.primitives.dense import Dense
-from cutjax.primitives.product import abstract_accumulator, aligned, trace_with_dtype
+from cutjax.primitives.factors import Factors
+from cutjax.primitives.product import abstract_accumulator, trace_with_dtype
 
 
 def fused(
@@ -41,8 +42,8 @@ def fused(
         params = {"out_dtype": out_dtype, "config": spec.config, "save": spec.save, **spec.params}
         leaves, tree = jax.tree.flatten(given)
         outs = [
-            products.call(product, fn, chunk, ws, (), tree.unflatten(mine), **params)
-            for chunk, mine, product in zip(chunks, by_chunk(ring, leaves, acc.shape[-2]), spec.each, strict=True)
+            products.call(spec.product, fn, Factors(chunk, ws), tree.unflatten(mine), hints=hints, **params)
+            for chunk, mine, hints in zip(chunks, by_chunk(ring, leaves, acc.shape[-2]), spec.each, strict=True)
         ]
         return jax.tree.map(lambda *parts: ring.assembled(parts, parts[0].ndim - acc.ndim - 2), *outs)
     x, *rest = match_varying(x, *ws, *traced.operands)
@@ -72,8 +73,8 @@ def divided_mlp(
 ) -> jax.Array:
     """Returns ``hidden(x @ w, ..., given) @ w2`` over the devices of a ring, with ``last``, an array or none, added."""
     where, product = "mlp", Dense(layout)
-    x, *rest = match_varying(*aligned(product, ring.varying(x), [*ws, w2], ()), *given.values())
-    ws, w2, given = rest[: len(ws)], rest[len(ws)], dict(zip(given, rest[len(ws) + 1 :], strict=True))
+    factors, given = match_varying(product.aligned(Factors(ring.varying(x), [*ws, w2])), given)
+    x, *ws, w2 = factors.arrays
     tile = product.tile(*map(jax.typeof, (x, *ws)))
     m = ring.size * x.shape[-2]
     acc = abstract_accumulator(x.dtype, tile.update(shape=(*tile.shape[:-2], m, tile.shape[-1])))
@@ -87,8 +88,10 @@ def divided_mlp(
         more = {"out_dtype": (dtype,), "save": chain.save, **first.params}
         names = list(given)
         hs = [
-            products.call(each, hidden, chunk, ws, (), (dict(zip(names, mine, strict=True)),), **more)
-            for chunk, mine, each in zip(
+            products.call(
+                product, hidden, Factors(chunk, ws), (dict(zip(names, mine, strict=True)),), hints=hints, **more
+            )
+            for chunk, mine, hints in zip(
                 ring.gather(x), by_chunk(ring, list(given.values()), m), first.each, strict=True
             )
         ]

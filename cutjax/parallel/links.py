@@ -10,6 +10,7 @@ import numpy as np
 from cutjax.binding import lowering
 from cutjax.kernels.choose import choose
 from cutjax.kernels.device import device_of
+from cutjax.primitives.hints import Hints
 from cutjax.primitives.product import Product
 
 # GB/s that one of 4 H200s sends, by what 134 MB take more than 8 MB, and that its memory copies. Measured:
@@ -24,10 +25,10 @@ PIECES_HIDDEN, PIECE_US = (0.0, 0.6), 8.0
 PIECES_LEAD = 1.04
 
 
-def product_us(product: Product, *avals: Any, dtype: np.dtype) -> float:
+def product_us(product: Product, hints: Hints, *avals: Any, dtype: np.dtype) -> float:
     """Returns the time predicted for a product on the GPU that programs are lowered for, 0 where none is."""
     target = lowering.target()
-    device = device_of(target)
+    device = hints.device(device_of(target))
     return choose(product.problem(*avals, out_dtype=dtype, device=device), backend="cuda").time_us or 0.0
 
 

@@ -22,6 +22,8 @@ from cutjax.parallel.wide import wide
 from cutjax.primitives import derivative
 from cutjax.primitives import product as products
 from cutjax.primitives.chain import HIDDEN, Chain, tangent_of_second
+from cutjax.primitives.factors import Factors
+from cutjax.primitives.hints import Hints
 from cutjax.primitives.product import Product, abstract_accumulator, multiply
 
 GATHERED = "cutjax_gathered"  # the name jax.checkpoint policies see, of the rows of other devices
@@ -53,13 +55,14 @@ class Gathered:
         return {"precision": self.precision, "backend": self.backend}
 
     @property
-    def each(self) -> list[Product]:
-        """The product of each chunk."""
-        return self.ring.products(self.product)
+    def each(self) -> list[Hints]:
+        """The hints for each chunk's product."""
+        return self.ring.hints
 
-    def bind(self, product: Product, epilogue: Epilogue, x: jax.Array, ws: Any, operands: Sequence[jax.Array]) -> Any:
+    def bind(self, hints: Hints, epilogue: Epilogue, factors: Factors, operands: Sequence[jax.Array]) -> Any:
         """Binds the products of one chunk."""
-        return products.bind(product, epilogue, x, ws, (), operands, config=self.config, save=self.save, **self.params)
+        params = {"hints": hints, "config": self.config, "save": self.save, **self.params}
+        return products.bind(self.product, epilogue, factors, operands, **params)
 
     def accumulator(self, x: jax.Array, ws: Sequence[jax.Array]) -> jax.ShapeDtypeStruct:
         """Returns an accumulator of one device's rows, abstract."""
@@ -75,7 +78,8 @@ class Gathered:
         found: list[list[Any]] = [[None] * len(ws) for _ in xs]
         if x_dot is not None:
             dots = self.ring.gather(x_dot.astype(self.travel), self.rows)
-            of = lambda dot, each: [wide(each, dot, w, out_dtype=dtype, **self.params) for w in ws]  # noqa: E731
+            params = {"out_dtype": dtype, **self.params}
+            of = lambda dot, hints: [wide(self.product, dot, w, hints=hints, **params) for w in ws]  # noqa: E731
             found = self.ring.paced(of, dots, self.each)
         for j, w_dot in enumerate(w_dots):
             if w_dot is None:
@@ -103,7 +107,7 @@ def one_product(product: Product, xs: Sequence[jax.Array], w: jax.Array, dtype: 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def gathered(spec: Gathered, x: jax.Array, ws: Any, operands: Any) -> list[list[jax.Array]]:
     """Returns the results of the epilogue for each chunk."""
-    bind = lambda chunk, mine, product: spec.bind(product, spec.epilogue, chunk, ws, mine)  # noqa: E731
+    bind = lambda chunk, mine, hints: spec.bind(hints, spec.epilogue, Factors(chunk, ws), mine)  # noqa: E731
     return spec.ring.arriving(bind, x, spec.rows, operands, spec.each)[1]
 
 
@@ -111,7 +115,7 @@ def _gathered_jvp(spec: Gathered, primals: Any, tangents: Any) -> Any:
     x, ws, operands = primals
     x_dot, w_dots, operand_dots = without_zeros(tangents)
     epilogue = spec.epilogue
-    of = lambda chunk, product: spec.bind(product, epilogue, chunk, ws, ()) if epilogue.plain else ()  # noqa: E731
+    of = lambda chunk, hints: spec.bind(hints, epilogue, Factors(chunk, ws), ()) if epilogue.plain else ()  # noqa: E731
     xs, plain_outs = spec.ring.arriving(of, x, spec.rows, spec.each, keep=named)
     plain = np.dtype(epilogue.outputs[0].dtype) if epilogue.plain else derivative.saved_dtype(epilogue, x.dtype)
     acc_dots = spec.tangents(xs, ws, x_dot, w_dots, plain)
@@ -126,19 +130,20 @@ def _gathered_jvp(spec: Gathered, primals: Any, tangents: Any) -> Any:
     return outs, dots
 
 
-def _one(
-    spec: Gathered, ws: Any, x: jax.Array, operands: Any, acc_dots: Any, operand_dots: Any, product: Product
-) -> Any:
+def _one(spec: Gathered, ws: Any, x: jax.Array, operands: Any, acc_dots: Any, operand_dots: Any, hints: Hints) -> Any:
     """Returns results and tangents of one chunk."""
-    acc = spec.accumulator(x, ws)
+    acc, factors = spec.accumulator(x, ws), Factors(x, ws)
     return derivative.derivative(
         spec.epilogue,
-        (x, ws, operands),
+        factors,
+        operands,
         operand_dots,
         acc,
-        bind=lambda epilogue, operands: spec.bind(product, epilogue, x, ws, operands),
+        bind=lambda epilogue, operands: spec.bind(hints, epilogue, factors, operands),
         tangents=lambda dtype: acc_dots,
-        multiply=lambda x, ws, dtype: products.plain_products(product, x, ws, (), dtype, **spec.params),
+        multiply=lambda factors, dtype: products.plain_products(
+            spec.product, factors, dtype, hints=hints, **spec.params
+        ),
         pushed=functools.partial(derivative.push, spec.epilogue, acc.shape),
         save=spec.save,
     )
@@ -189,8 +194,8 @@ class Scattered:
 def scattered(spec: Scattered, xs: Any, w: jax.Array) -> jax.Array:
     """Returns this device's rows of the sum, in the accumulators' dtype."""
     params = {"precision": spec.precision, "backend": spec.backend, "config": spec.config}
-    of = lambda x, dtype, product: multiply(product, x, w, out_dtype=dtype, **params)  # noqa: E731
-    return spec.ring.summed(of, xs, spec.product, spec.dtype, spec.travel)
+    of = lambda x, dtype, hints: multiply(spec.product, x, w, out_dtype=dtype, hints=hints, **params)  # noqa: E731
+    return spec.ring.summed(of, xs, spec.dtype, spec.travel)
 
 
 def _scattered_jvp(spec: Scattered, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
@@ -208,12 +213,12 @@ def _scattered_jvp(spec: Scattered, primals: Any, tangents: Any) -> tuple[jax.Ar
     if all(dot is None for dot in x_dots):
         return out, spec.ring.scatter(parts, narrow).astype(out.dtype)
 
-    def term(dot: jax.Array, part: Any, product: Product) -> jax.Array:
-        found = multiply(product, dot, w, out_dtype=narrow, **params)
+    def term(dot: jax.Array, part: Any, hints: Hints) -> jax.Array:
+        found = multiply(spec.product, dot, w, out_dtype=narrow, hints=hints, **params)
         return found if part is None else found + part
 
     full = [jnp.zeros_like(x) if dot is None else dot for x, dot in zip(xs, x_dots, strict=True)]
-    return out, spec.ring.leaving(term, narrow, full, parts, spec.ring.products(spec.product)).astype(out.dtype)
+    return out, spec.ring.leaving(term, narrow, full, parts, spec.ring.hints).astype(out.dtype)
 
 
 scattered.defjvp(_scattered_jvp, symbolic_zeros=True)
@@ -247,16 +252,16 @@ class Overlapped:
 def overlapped(spec: Overlapped, x: jax.Array, ws: Any, w2: jax.Array, operands: Any) -> jax.Array:
     """Returns this device's rows, in the accumulators' dtype."""
     first = spec.first
-    bind = lambda chunk, mine, product: first.bind(product, first.epilogue, chunk, ws, mine)  # noqa: E731
+    bind = lambda chunk, mine, hints: first.bind(hints, first.epilogue, Factors(chunk, ws), mine)  # noqa: E731
     _, hs = spec.ring.arriving(bind, x, -2, operands, first.each)
     return _summed(spec, [h for (h,) in hs], w2)
 
 
 def _summed(spec: Overlapped, hs: Sequence[jax.Array], w2: jax.Array) -> jax.Array:
-    def of(h: jax.Array, dtype: np.dtype, product: Product) -> jax.Array:
-        return dataclasses.replace(spec.chain, product=product, out_dtype=dtype).second(h, w2, ())
+    def of(h: jax.Array, dtype: np.dtype, hints: Hints) -> jax.Array:
+        return dataclasses.replace(spec.chain, hints=hints, out_dtype=dtype).second(h, w2, ())
 
-    return spec.ring.summed(of, hs, spec.chain.product, spec.chain.out_dtype, spec.travel)
+    return spec.ring.summed(of, hs, spec.chain.out_dtype, spec.travel)
 
 
 def _overlapped_jvp(spec: Overlapped, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
@@ -269,12 +274,12 @@ def _overlapped_jvp(spec: Overlapped, primals: Any, tangents: Any) -> tuple[jax.
     dtype = derivative.saved_dtype(hidden, x.dtype)
     acc_moves = tuple(x_dot is not None or w_dot is not None for w_dot in w_dots)
 
-    def one(ws: Any, chunk: Any, mine: Any, dots: Any, product: Product) -> tuple[jax.Array, list[Any]]:
+    def one(ws: Any, chunk: Any, mine: Any, dots: Any, hints: Hints) -> tuple[jax.Array, list[Any]]:
         moves, acc = (acc_moves, derivative.moving(dots)), first.accumulator(chunk, ws)
         needed = derivative.accumulators_needed(hidden, *moves)
         traced = derivative.differentiated(hidden, acc, mine, *moves)
         extended, places = derivative.with_accumulators(traced.epilogue, needed, dtype)
-        outs = first.bind(product, extended, chunk, ws, traced.operands)
+        outs = first.bind(hints, extended, Factors(chunk, ws), traced.operands)
         kept = [None if i is None else checkpoint_name(outs[i], derivative.PREACTIVATION) for i in places]
         return checkpoint_name(outs[0], HIDDEN), kept
 
@@ -282,9 +287,9 @@ def _overlapped_jvp(spec: Overlapped, primals: Any, tangents: Any) -> tuple[jax.
         """Returns the terms of the second matrix, by chunk; None is zero."""
         return [None] * len(hs) if w2_dot is None else one_product(chain.product, hs, w2_dot, narrow, **chain.params)
 
-    def term(dots: Any, part: Any, h: jax.Array, accs: Any, mine: Any, product: Product, w2: jax.Array) -> Any:
+    def term(dots: Any, part: Any, h: jax.Array, accs: Any, mine: Any, hints: Hints, w2: jax.Array) -> Any:
         """Returns the tangent of one chunk's rows of the second product."""
-        own = dataclasses.replace(chain, product=product)
+        own = dataclasses.replace(chain, hints=hints)
         found = tangent_of_second(own, (), h.shape, accs, mine, w2, *dots)
         return part if found is None else found if part is None else found + part
 

@@ -19,6 +19,7 @@ from cutjax.binding.rules import match_varying, varying_axes
 from cutjax.parallel.chunks import assemble_p, divide_p
 from cutjax.parallel.links import direct_us, pieces_us, product_us, whole_us
 from cutjax.primitives.accumulators import accumulator
+from cutjax.primitives.hints import NO_HINTS, Hints
 from cutjax.primitives.product import Product
 
 ROUTES = ("auto", "whole", "pieces", "direct")
@@ -58,12 +59,13 @@ class Ring:
         """The number of chunks."""
         return self.pieces if self.collective else self.size
 
-    def products(self, product: Any) -> list[Any]:
-        """Returns a dense product as it runs for each chunk: beside transfers, which take SMs, but for the last.
+    @property
+    def hints(self) -> list[Hints]:
+        """The hints for each chunk's product: it runs beside transfers, which take SMs, but for the last.
 
         That one is the last to arrive, and the first whose part of a sum is computed.
         """
-        return [dataclasses.replace(product, beside=True, lead=0.0)] * (self.chunks - 1) + [product]
+        return [Hints(lead=0.0, beside=True)] * (self.chunks - 1) + [NO_HINTS]
 
     def chosen(self, product: Product, x: Any, ws: Sequence[Any], then: Any = None, travel: Any = None) -> Ring:
         """Returns the ring with a route: that predicted to be the fastest of products of one device's rows.
@@ -88,12 +90,12 @@ class Ring:
             """Returns the times of a chunk's products, beside transfers and alone, and the last one's result."""
             shape = list(x.shape)
             shape[rows] = shape[rows] * self.size // ring.chunks
-            aval, kinds = x.update(shape=tuple(shape)), (ring.products(product)[0], product)
+            aval, kinds = x.update(shape=tuple(shape)), (ring.hints[0], NO_HINTS)
             last, tile = travel or x.dtype, product.tile(aval, *ws)
             dtype = last if then is None else x.dtype
-            found = [[sum(product_us(kind, aval, w, dtype=dtype) for w in ws) for kind in kinds]]
+            found = [[sum(product_us(product, kind, aval, w, dtype=dtype) for w in ws) for kind in kinds]]
             if then is not None:
-                found.append([product_us(kind, tile, then, dtype=last) for kind in kinds])
+                found.append([product_us(product, kind, tile, then, dtype=last) for kind in kinds])
                 tile = product.tile(tile, then)
             return found, tile
 
@@ -204,10 +206,10 @@ class Ring:
             sums.append(lax.psum_scatter(x, self.axis, scatter_dimension=x.ndim - 2, tiled=True))
         return lax.concatenate(sums[::-1], sums[0].ndim - 2).astype(accumulator(dtype))
 
-    def summed(self, f: Any, chunks: Sequence[Any], product: Product, wide: np.dtype, travel: np.dtype) -> jax.Array:
+    def summed(self, f: Any, chunks: Sequence[Any], wide: np.dtype, travel: np.dtype) -> jax.Array:
         """Applies ``f`` to each chunk and adds the results up over devices, each device's part on that device."""
         dtypes = self.part_dtypes(wide, travel)
-        parts = self.paced(f, chunks[::-1], dtypes[::-1], self.products(product)[::-1])
+        parts = self.paced(f, chunks[::-1], dtypes[::-1], self.hints[::-1])
         return self.scatter(parts[::-1], travel)
 
     def scatter(self, chunks: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:

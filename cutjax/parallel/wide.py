@@ -14,15 +14,16 @@ from cutjax import dot_precision
 from cutjax.binding.define import define
 from cutjax.binding.rules import is_linear, is_zero, match_varying, with_rank, zero_tangent
 from cutjax.primitives.accumulators import accumulator, with_cotangent
-from cutjax.primitives.product import Product, aligned, multiply, sum_to
+from cutjax.primitives.factors import Factors, sum_to
+from cutjax.primitives.hints import Hints
+from cutjax.primitives.product import Product, multiply
 
 
-def wide(product: Product, x: jax.Array, w: jax.Array, *, out_dtype: np.dtype, precision: Any, backend: str) -> Any:
-    """Computes ``x @ w`` of an x in the accumulator's dtype, which is rounded to that of w."""
+def wide(product: Product, x: jax.Array, w: jax.Array, **params: Any) -> Any:
+    """Computes ``x @ w`` of an x in the accumulator's dtype, which is rounded to that of w; told what multiply is."""
     if x.dtype == w.dtype:
-        return multiply(product, x, w, out_dtype=out_dtype, precision=precision, backend=backend)
-    x, w = match_varying(*aligned(product, x, [w], ()))
-    return wide_p.bind(x, w, product=product, out_dtype=out_dtype, precision=precision, backend=backend)
+        return multiply(product, x, w, **params)
+    return wide_p.bind(*match_varying(*product.aligned(Factors(x, [w])).arrays), product=product, **params)
 
 
 def _wide(x: jax.Array, w: jax.Array, *, product: Product, **params: Any) -> jax.Array:
@@ -50,7 +51,9 @@ def _wide_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, An
     return out, functools.reduce(lax.add, terms) if terms else zero_tangent(out)
 
 
-def _wide_transpose(g: Any, x: Any, w: Any, *, product: Product, precision: Any, backend: str, **_: Any) -> list[Any]:
+def _wide_transpose(
+    g: Any, x: Any, w: Any, *, product: Product, precision: Any, backend: str, hints: Hints, **_: Any
+) -> list[Any]:
     if is_zero(g):
         return [None, None]
     i, to, other = (0, x.aval, w) if is_linear(x) else (1, w.aval, x.astype(w.aval.dtype))
@@ -58,7 +61,8 @@ def _wide_transpose(g: Any, x: Any, w: Any, *, product: Product, precision: Any,
     g, other = with_cotangent(g, other, other.dtype)
     precision = dot_precision.of_cotangents(precision, g.dtype, product.where)
     back, factors, precision = product.cotangent(i, g, other, precision)
-    d = sum_to(multiply(back, *factors, out_dtype=wide, precision=precision, backend=backend), to)
+    params: dict[str, Any] = {"out_dtype": wide, "precision": precision, "backend": backend}
+    d = sum_to(multiply(back, *factors, hints=hints.of_cotangent(i, factors[0] is g), **params), to)
     return [None if j != i else d for j in range(2)]
 
 

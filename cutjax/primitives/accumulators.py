@@ -33,8 +33,11 @@ def as_wide(b: jax.Array, dtype: np.dtype) -> jax.Array:
 def cotangent_dtype(dtype: np.dtype, g: np.dtype) -> np.dtype:
     """Returns the dtype in which a cotangent in dtype ``g`` is multiplied by an operand in ``dtype``: the operand's.
 
-    Where that has fewer than 16 bits, too few to hold a cotangent, one that holds the values of both.
+    Where that has fewer than 16 bits, too few to hold a cotangent, one that holds the values of both; where it is of
+    integers, which hold none, the cotangent's.
     """
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(g, jnp.inexact):
+        return g if g.itemsize > 1 else np.dtype(jnp.bfloat16)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 1:
         return dtype
     return np.dtype(jnp.bfloat16 if g.itemsize == 1 or g == jnp.bfloat16 else np.float32)

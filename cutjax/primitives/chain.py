@@ -28,6 +28,8 @@ from cutjax.epilogue.trace import Traced
 from cutjax.primitives import derivative
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator, with_cotangent
+from cutjax.primitives.factors import Factors
+from cutjax.primitives.hints import NO_HINTS, Hints
 from cutjax.primitives.product import Arithmetic, Product, abstract_accumulator
 
 HIDDEN = "cutjax_hidden"  # the name jax.checkpoint policies see, of what the second product reads
@@ -42,6 +44,7 @@ class Chain:
       hidden: the epilogue of the first.
       out_dtype: of the result.
       precision, backend, save: as gemm's.
+      hints: of both.
     """
 
     product: Product
@@ -50,11 +53,12 @@ class Chain:
     precision: Canonical
     backend: str
     save: str
+    hints: Hints = NO_HINTS
 
     @property
     def params(self) -> dict[str, Any]:
         """The parameters of both products."""
-        return {"precision": self.precision, "backend": self.backend}
+        return {"precision": self.precision, "backend": self.backend, "hints": self.hints}
 
     @property
     def dtype(self) -> np.dtype:
@@ -72,23 +76,21 @@ class Chain:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def block(chain: Chain, context: Any, x: Any, ws: Any, w2: Any, operands: Any, b2: Any) -> jax.Array:
-    """Returns the result; b2 is a list of one array or none."""
-    (h,) = products.bind(chain.product, chain.hidden, x, ws, context, operands, save=chain.save, **chain.params)
-    return _second(chain, context, h, w2, b2)
+def block(chain: Chain, factors: Factors, w2: Any, operands: Any, b2: Any) -> jax.Array:
+    """Returns the result, told the factors of the first product; b2 is a list of one array or none."""
+    (h,) = products.bind(chain.product, chain.hidden, factors, operands, save=chain.save, **chain.params)
+    return _second(chain, factors.context, h, w2, b2)
 
 
-def apart(
-    chain: Chain, context: Any, hidden: Any, x: Any, ws: Any, w2: Any, given: Any, b2: Any, scales: Any
-) -> jax.Array:
+def apart(chain: Chain, hidden: Any, factors: Factors, w2: Any, given: Any, b2: Any, scales: Any) -> jax.Array:
     """Returns the result of two operations, each with its own derivative: of what no kernel can differentiate.
 
     Or where the second product is scaled.
     """
     (out,) = chain.hidden.outputs
     params = {"out_dtype": (out.dtype,), "save": chain.save, **chain.params}
-    h = products.call(chain.product, hidden, x, ws, context, (given,), **params)
-    return _second(chain, context, h, w2, b2, scales)
+    h = products.call(chain.product, hidden, factors, (given,), **params)
+    return _second(chain, factors.context, h, w2, b2, scales)
 
 
 def _second(
@@ -102,33 +104,33 @@ def _second(
         return functools.reduce(lambda acc, b: acc + b.astype(acc.dtype), b2, acc)
 
     params = {"out_dtype": chain.out_dtype, "save": chain.save, **chain.params}
-    return products.call(chain.product, finished, h, [w2], context, (list(scales), list(b2)), **params)
+    return products.call(chain.product, finished, Factors(h, [w2], context), (list(scales), list(b2)), **params)
 
 
 def _block_jvp(chain: Chain, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     """y' = h' @ w2 + h @ w2' + b2', where h' @ w2 is one operation, because its transpose is one kernel."""
-    context, x, ws, w2, operands, b2 = primals
-    _, x_dot, w_dots, w2_dot, operand_dots, b2_dot = jax.tree.map(
+    factors, w2, operands, b2 = primals
+    dots, w2_dot, operand_dots, b2_dot = jax.tree.map(
         _none_if_zero, tangents, is_leaf=lambda t: isinstance(t, SymbolicZero)
     )
-    product, hidden = chain.product, chain.hidden
-    dtype = derivative.saved_dtype(hidden, x.dtype)
+    product, hidden, context = chain.product, chain.hidden, factors.context
+    dtype = derivative.saved_dtype(hidden, factors.a.dtype)
 
-    def multiply(of: Product, *factors: jax.Array) -> jax.Array:
-        return products.multiply(of, *factors, *context, out_dtype=dtype, **chain.params)
+    def multiply(of: Product, *arrays: jax.Array) -> jax.Array:
+        return products.multiply(of, *arrays, *context, out_dtype=dtype, **chain.params)
 
-    acc_dots = product.tangents(multiply, x, ws, x_dot, w_dots)
+    acc_dots = product.tangents(multiply, factors, dots)
     moves = derivative.moving(acc_dots), derivative.moving(operand_dots)
     needed = derivative.accumulators_needed(hidden, *moves)
-    acc = abstract_accumulator(x.dtype, product.tile(*map(jax.typeof, (x, *ws, *context))))
+    acc = abstract_accumulator(factors.a.dtype, product.tile(*map(jax.typeof, factors.arrays)))
 
     def values(operands: Any) -> Traced:
-        return derivative.differentiated(hidden, acc, operands, *moves, product.groups(ws))
+        return derivative.differentiated(hidden, acc, operands, *moves, product.groups(factors.bs))
 
-    def forward(x: Any, ws: Any, operands: Any) -> tuple[jax.Array, list[Any]]:
+    def forward(factors: Factors, operands: Any) -> tuple[jax.Array, list[Any]]:
         traced = values(operands)
         extended, places = derivative.with_accumulators(traced.epilogue, needed, dtype)
-        outs = products.bind(product, extended, x, ws, context, traced.operands, save=chain.save, **chain.params)
+        outs = products.bind(product, extended, factors, traced.operands, save=chain.save, **chain.params)
         kept = [None if i is None else checkpoint_name(outs[i], derivative.PREACTIVATION) for i in places]
         return checkpoint_name(outs[0], HIDDEN), kept
 
@@ -142,14 +144,14 @@ def _block_jvp(chain: Chain, primals: Any, tangents: Any) -> tuple[jax.Array, ja
     if chain.save == "recompute":
         traced = values(operands)
         again = dataclasses.replace(chain, hidden=traced.epilogue)
-        y = block(again, context, x, ws, w2, list(traced.operands), b2)
+        y = block(again, factors, w2, list(traced.operands), b2)
 
-        def recomputed(x: Any, ws: Any, w2: Any, operands: Any, *dots: Any) -> list[Any]:
-            return tangent(*forward(x, ws, operands), w2, operands, *dots)
+        def recomputed(factors: Factors, w2: Any, operands: Any, *dots: Any) -> list[Any]:
+            return tangent(*forward(factors, operands), w2, operands, *dots)
 
-        terms = jax.checkpoint(recomputed)(x, ws, w2, operands, acc_dots, operand_dots, w2_dot)
+        terms = jax.checkpoint(recomputed)(factors, w2, operands, acc_dots, operand_dots, w2_dot)
     else:
-        h, kept = forward(x, ws, operands)
+        h, kept = forward(factors, operands)
         y = _second(chain, context, h, w2, b2)
         terms = tangent(h, kept, w2, operands, acc_dots, operand_dots, w2_dot)
     wide = accumulator(y.dtype)  # the transpose sums over rows in it
@@ -280,6 +282,7 @@ def _transpose(g: Any, *values: Any, chain: Chain, present: tuple[bool, ...]) ->
     g, w2 = with_cotangent(g, w2, chain.dtype)
     back, factors, _ = chain.product.cotangent(0, g, w2, None)
     params: dict[str, Any] = {"backend": chain.backend, "out_dtype": accumulator(chain.dtype)}
+    params["hints"] = chain.hints.of_cotangent(0, factors[0] is g)
     params["precision"] = dot_precision.of_cotangents(chain.precision, g.dtype, "mlp")
     shape = next(dot.shape for dot in like if dot is not None)
     hidden = next((jax.typeof(x) for x in accs if x is not None), None) or next(filter(None, like))
@@ -289,7 +292,7 @@ def _transpose(g: Any, *values: Any, chain: Chain, present: tuple[bool, ...]) ->
     try:
         if axes:
             raise NotImplementedError
-        found = products.call(back, pulled, g, [w2], context, (accs, operands), **params)
+        found = products.call(back, pulled, Factors(g, [w2], context), (accs, operands), **params)
     except NotImplementedError:  # a sum over batch axes: no kernel makes it
         acc = products.multiply(back, g, w2, *context, **params)
         operands = [back.seen(x, context, acc.shape[-2], arithmetic) for x in operands]
@@ -311,7 +314,7 @@ def _batch(args: Any, dims: Any, *, chain: Chain, present: tuple[bool, ...]) -> 
     alike = all(dot in (None, x) for x, dot in zip(operands, dots[n:], strict=True))
     if not grouped and not w2_batched and whole and alike and args[0].ndim == 2:
         tile = next(dot for dot in _parts(moved, chain, present).dots if dot is not None)
-        folded = chain.product.fold(chain.hidden, tile, moved[:1], moved[1:])
+        folded = chain.product.fold(chain.hidden, Factors(tile, moved[:1]), moved[1:])
         if folded is not None:
             return folded.unfold(_bind(args[0], *folded.operands, chain=chain, present=present)), 0
     return jax.vmap(functools.partial(_composed, chain=chain, present=present), dims)(*args), 0

@@ -20,6 +20,7 @@ from cutjax.kernels.device import Device
 from cutjax.kernels.families import in_order
 from cutjax.kernels.problem import Problem
 from cutjax.primitives.accumulators import accumulator, as_wide, is_half
+from cutjax.primitives.factors import Factors
 from cutjax.primitives.product import Folded, Product
 from cutjax.primitives.product_rules import define_product
 
@@ -36,21 +37,15 @@ class Dense(Product):
       orders: hints, of a, b and the result: the order in which the array's axes lie in memory, the slowest first and
         the last axis last; () is row-major. Axes in front of those named are slower. A kernel reads and writes arrays
         in that order, so that transposes beside it move no data. Values and shapes are the same whatever the hints.
-      copies: sentences for explain, of a, b and the result: that a transpose beside the product copies it, "" if not.
-      lead: how many times as fast as XLA's product a kernel must be to run under "auto"; of its cotangents too.
       added: batch axes over which the products of matrices are added up, counted from the rows outwards. The result has
         size 1 there.
-      beside: whether it runs beside transfers, which take SMs; its cotangent in the first operand does too.
       lies: over which explicit mesh axes the last axes of the result are divided, as many as it names. Where it is
         None, and along an axis that is UNCONSTRAINED there, the result lies as the operand that has the axis.
     """
 
     layout: str
     orders: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = ((), (), ())
-    copies: tuple[str, str, str] = ("", "", "")
-    lead: float = Product.lead
     added: tuple[int, ...] = ()
-    beside: bool = False
     lies: jax.P | None = None
 
     where = "gemm"
@@ -113,20 +108,9 @@ class Dense(Product):
         return reference(*arrays, layout=self.layout, added=self.added, sharding=sharding, **params)
 
     def problem(self, *avals: Any, out_dtype: Any, device: Device) -> Problem:
-        device = device.beside_transfers() if self.beside else device
         return Problem.of_arrays(*avals, layout=self.layout, out_dtype=out_dtype, device=device)
 
     def cotangent(
-        self, i: int, g: jax.Array, other: jax.Array, precision: Canonical
-    ) -> tuple[Product, tuple[jax.Array, jax.Array], Canonical]:
-        product, factors, precision = self._cotangent(i, g, other, precision)
-        of_factor, of_d = (text and f"the cotangent of {text}" for text in (self.copies[i], self.copies[2]))
-        copies = (of_d, "", of_factor) if factors[0] is g else ("", of_d, of_factor)
-        if self.beside and i > 0:
-            return dataclasses.replace(product, copies=copies), factors, precision
-        return dataclasses.replace(product, copies=copies, lead=self.lead, beside=self.beside), factors, precision
-
-    def _cotangent(
         self, i: int, g: jax.Array, other: jax.Array, precision: Canonical
     ) -> tuple[Dense, tuple[jax.Array, jax.Array], Canonical]:
         (of_a, of_b), (order_a, order_b, order_g) = self.layout, self.orders
@@ -141,10 +125,8 @@ class Dense(Product):
             return Dense(FLIP[of_a] + "n", g_last), (other, g), dot_precision.swapped(precision)
         return Dense("t" + of_a, g_first), (g, other), precision  # [n, k] = g [n, m] @ a [m, k]
 
-    def shard(
-        self, placement: Placement, a: Any, bs: Sequence[Any], context: Sequence[Any]
-    ) -> tuple[Product, Any, Sequence[Any], Sequence[Any]]:
-        return dataclasses.replace(self, lies=None), a, bs, context
+    def shard(self, placement: Placement, factors: Factors) -> tuple[Product, Factors]:
+        return dataclasses.replace(self, lies=None), factors
 
     def laid(self, like: Any, *avals: Any) -> Dense:
         if not any_divided(like, *avals):
@@ -156,9 +138,6 @@ class Dense(Product):
 
     def why_not(self) -> str:
         return "products of a batch are added up" if self.added else ""
-
-    def notes(self) -> tuple[str, ...]:
-        return tuple(text for text in self.copies if text)
 
     def in_order(self, problem: Problem) -> Problem:
         return in_order(problem, self.orders) if any(self.orders) else problem
@@ -184,10 +163,9 @@ class Dense(Product):
         product = dataclasses.replace(self, added=tuple(a.ndim - 3 - i for i in axes))
         return product if on_devices(*avals) or product._merges else self
 
-    def fold(
-        self, epilogue: Epilogue, a: jax.Array, bs: Sequence[jax.Array], operands: Sequence[jax.Array]
-    ) -> Folded | None:
+    def fold(self, epilogue: Epilogue, factors: Factors, operands: Sequence[jax.Array]) -> Folded | None:
         """Merges batch axes into rows where one matrix b is for all of a: every gradient is a plain GEMM too."""
+        a, bs = factors.a, factors.bs
         if self.lies is not None or on_devices(a, *bs, *operands) or any_divided(a, *bs, *operands):
             return None
         if self.added:
@@ -208,7 +186,7 @@ class Dense(Product):
             epilogue = dataclasses.replace(epilogue, nodes=nodes)
         a, *operands = (lax.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1])) for x in (a, *operands))
         matrices = [lax.reshape(b, b.shape[-2:]) for b in bs]
-        return Folded(self, epilogue, a, matrices, operands, lambda x: lax.reshape(x, (*rows, *x.shape[1:])))
+        return Folded(self, epilogue, Factors(a, matrices), operands, lambda x: lax.reshape(x, (*rows, *x.shape[1:])))
 
     @property
     def _merges(self) -> bool:
@@ -221,11 +199,11 @@ class Dense(Product):
         product, at = dataclasses.replace(self, added=()), a.ndim - 2 - count
         if self._merges and a.shape[at:-2] == b.shape[at:-2]:
             a, b = (lax.reshape(x, (*x.shape[:at], math.prod(x.shape[at:-1]), x.shape[-1])) for x in (a, b))
-            return Folded(product, epilogue, a, [b], [], lambda d: lax.expand_dims(d, range(at, at + count)))
+            return Folded(product, epilogue, Factors(a, [b]), [], lambda d: lax.expand_dims(d, range(at, at + count)))
         (out,), axes = epilogue.outputs, [a.ndim - 3 - i for i in self.added]
         wide = accumulator(a.dtype, np.dtype(out.dtype))
         apart = identity(wide, wide)
-        return Folded(product, apart, a, [b], [], lambda d: d.sum(axes, keepdims=True).astype(out.dtype))
+        return Folded(product, apart, Factors(a, [b]), [], lambda d: d.sum(axes, keepdims=True).astype(out.dtype))
 
 
 def _order(order: Sequence[int]) -> tuple[int, ...]:

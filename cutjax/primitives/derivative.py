@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from cutjax.binding.rules import reads, zero_tangent
 from cutjax.epilogue.expression import ACC, Epilogue, Node, Output, normal
 from cutjax.epilogue.trace import Traced, trace
+from cutjax.primitives.factors import Factors
 
 SAVE = ("default", "recompute")
 PREACTIVATION = "cutjax_preactivation"  # the name jax.checkpoint policies see
@@ -35,13 +36,14 @@ def saved_dtype(epilogue: Epilogue, dtype: np.dtype) -> np.dtype:
 
 def derivative(
     epilogue: Epilogue,
-    primals: tuple[Any, Sequence[Any], Sequence[Any]],
+    factors: Factors,
+    operands: Sequence[Any],
     operand_dots: Sequence[Any],
     acc: jax.ShapeDtypeStruct,
     *,
     bind: Callable[[Epilogue, Sequence[jax.Array]], list[jax.Array]],
     tangents: Callable[[np.dtype], list[jax.Array | None]],
-    multiply: Callable[[Any, Sequence[Any], np.dtype], list[jax.Array]],
+    multiply: Callable[[Factors, np.dtype], list[jax.Array]],
     pushed: Callable[..., Any],
     save: str,
     groups: int | None = None,
@@ -54,18 +56,18 @@ def derivative(
 
     Args:
       epilogue: what runs on the accumulators.
-      primals: a, the bs and the operands.
+      factors: what is multiplied.
+      operands: those of the epilogue.
       operand_dots: tangents of the operands; None is zero.
       acc: an accumulator, abstract.
-      bind: the fused product of a and the bs with another epilogue and its operands.
+      bind: the fused product of the factors with another epilogue and its operands.
       tangents: the tangents of the products in a dtype; None is zero.
-      multiply: the plain products, ``(a, bs, dtype)``.
+      multiply: the plain products, ``(factors, dtype)``.
       pushed: ``push`` without its first two arguments.
       save: as gemm's.
       groups: the number of groups of rows, None where there are none.
     """
-    a, bs, operands = primals
-    dtype = saved_dtype(epilogue, a.dtype)
+    dtype = saved_dtype(epilogue, factors.a.dtype)
     acc_dots = tangents(dtype)
     moves = moving(acc_dots), moving(operand_dots)
     needed = accumulators_needed(epilogue, *moves)
@@ -73,11 +75,10 @@ def derivative(
 
     if save == "recompute":
         outs = values.finish(bind(values.epilogue, values.operands))
-        kept = (a, bs)
+        kept = factors
 
         def accumulators(kept: Any) -> list[Any]:
-            a, bs = kept
-            accs = multiply(a, bs, dtype)  # what is not needed is not lowered
+            accs = multiply(kept, dtype)  # what is not needed is not lowered
             return [acc if need else None for acc, need in zip(accs, needed, strict=True)]
 
     else:

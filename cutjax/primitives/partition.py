@@ -20,14 +20,14 @@ from cutjax.binding.partition import Rules, narrow_sums
 from cutjax.binding.placement import Labels, Placement, Rule
 from cutjax.epilogue.expression import Epilogue, Node, OperandSpec, const, normal
 from cutjax.primitives.accumulators import accumulator, is_half
-from cutjax.primitives.product import Arithmetic, Product, bind, factors_of, multiply, split
+from cutjax.primitives.product import Arithmetic, Product, bind, multiply
 
 _ADDED = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
 
 
 def _rule(*avals: Any, product: Product, epilogue: Epilogue, **_: Any) -> Rule:
-    a, bs, context, operands = split(avals, product, epilogue)
-    own, tile = product.labels(a, *bs, *context)
+    factors, operands = product.unpack(avals, epilogue)
+    own, tile = product.labels(*factors.arrays)
     others = [product.operand_labels(x, tile) for x in operands]
     results = []
     for out in epilogue.outputs:
@@ -57,33 +57,34 @@ def _shard(
     mark: Any,
     **params: Any,
 ) -> list[jax.Array]:
-    whole = split(avals, product, epilogue)
-    full = product.tile(whole[0], *whole[1], *whole[2]).shape
-    own, tile = product.labels(whole[0], *whole[1], *whole[2])
-    a, bs, context, operands = split(arrays, product, epilogue)
+    whole, _ = product.unpack(avals, epilogue)
+    full = product.tile(*whole.arrays).shape
+    own, tile = product.labels(*whole.arrays)
+    factors, operands = product.unpack(arrays, epilogue)
     rule = _rule(*avals, product=product, epilogue=epilogue)
     early = rule.early(placement)
     over = [axis for label in product.summed for axis in placement.axes.get(label, ())]
-    of_sums = [_kept(x, labels, placement) for x, labels in zip(context, own[1 + len(bs) :], strict=True)]
-    after = product.after(placement, a, of_sums)
-    local, a, bs, context = product.shard(placement, a, bs, context)
+    labels = factors.like(own).context
+    of_sums = [_kept(x, names, placement) for x, names in zip(factors.context, labels, strict=True)]
+    after = product.after(placement, dataclasses.replace(factors, context=of_sums))
+    local, factors = product.shard(placement, factors)
     known = placement if early else dataclasses.replace(placement, scattered={})
     epilogue, more = located(epilogue, full, tile, known)
     operands = [*operands, *more]
     if early:
-        shared = {name: params[name] for name in ("precision", "backend", "config")}
+        shared = {name: params[name] for name in ("precision", "backend", "hints", "config")}
         dtype = np.dtype(epilogue.outputs[0].dtype) if epilogue.plain else epilogue.accumulator
-        wide = _sums(epilogue, a.dtype, narrow_sums(mark) and not placement.exact)
-        accs = [multiply(local, *x, *context, out_dtype=wide, **shared) for x in factors_of(local, a, bs)]
+        wide = _sums(epilogue, factors.a.dtype, narrow_sums(mark) and not placement.exact)
+        accs = [multiply(local, *x, out_dtype=wide, **shared) for x in factors.each]
         accs = [x.astype(dtype) for x in _added(accs, over, tile, placement)]
         if epilogue.plain:
             return accs
         product, context = after
-        arithmetic = Arithmetic(a.dtype, params["precision"], params["backend"])
+        arithmetic = Arithmetic.of(factors, params)
         outs = list(product.applied(epilogue.primal, context, arithmetic).apply(accs, operands))
         over = []
     else:
-        outs = bind(local, epilogue, a, bs, context, operands, in_place=in_place, **params)
+        outs = bind(local, epilogue, factors, operands, in_place=in_place, **params)
     return _finished(outs, epilogue, tile, placement, over)
 
 

@@ -20,17 +20,15 @@ from cutjax.kernels.choose import Choice, choose, in_precision
 from cutjax.kernels.device import device_of
 from cutjax.primitives import derivative, partition
 from cutjax.primitives.accumulators import accumulator, widened, with_cotangent
+from cutjax.primitives.factors import sum_to
+from cutjax.primitives.hints import Hints
 from cutjax.primitives.product import (
     Arithmetic,
     Product,
     abstract_accumulator,
     bind_as_is,
-    factors_of,
     multiply,
-    own_axes,
     plain_products,
-    split,
-    sum_to,
 )
 
 P = TypeVar("P", bound=type[Product])
@@ -59,15 +57,15 @@ def define_product(name: str) -> Callable[[P], P]:
 
 
 def _evaluated(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns the parameters without the rules of functions: nothing is differentiated any more."""
-    return {**params, "epilogue": params["epilogue"].primal}
+    """Returns the parameters without the rules of functions and what explain prints: no rule asks for them any more."""
+    return {**params, "epilogue": params["epilogue"].primal, "hints": params["hints"].silent}
 
 
 def _abstract(*avals: Any, product: Product, epilogue: Epilogue, **_: Any) -> list[Any]:
-    a, bs, context, _operands = split(avals, product, epilogue)
+    factors = product.unpack(avals, epilogue)[0]
     product.check(*avals)
     product.check_epilogue(epilogue)
-    full = product.tile(a, *bs, *context)
+    full = product.tile(*factors.arrays)
     results = []
     for out in epilogue.outputs:
         gone = [{"row": -2, "col": -1}[axis] + full.ndim for axis in out.axes]
@@ -82,14 +80,15 @@ def _abstract(*avals: Any, product: Product, epilogue: Epilogue, **_: Any) -> li
 def _reference(
     *args: jax.Array, product: Product, epilogue: Epilogue, precision: Canonical, backend: str, on_cuda: bool, **_: Any
 ) -> Sequence[jax.Array]:
-    a, bs, context, operands = split(args, product, epilogue)
+    factors, operands = product.unpack(args, epilogue)
     epilogue = epilogue.primal
     dtype = np.dtype(epilogue.outputs[0].dtype) if epilogue.plain else epilogue.accumulator
     params: dict[str, Any] = {"out_dtype": dtype, "precision": precision, "on_cuda": on_cuda}
-    accs = [product.reference(*factors, *context, **params) for factors in factors_of(product, a, bs)]
+    accs = [product.reference(*arrays, **params) for arrays in factors.each]
     if epilogue.plain:
         return accs
-    return product.applied(epilogue, context, Arithmetic(a.dtype, precision, backend)).apply(accs, operands)
+    arithmetic = Arithmetic(factors.a.dtype, precision, backend)
+    return product.applied(epilogue, factors.context, arithmetic).apply(accs, operands)
 
 
 def _choose(
@@ -97,100 +96,103 @@ def _choose(
     product: Product,
     epilogue: Epilogue,
     precision: Canonical,
+    hints: Hints,
     config: Any,
     in_place: tuple[tuple[int, int], ...],
     backend: str,
     target: Target,
     **_: Any,
 ) -> Choice:
-    a, bs, context, operands = split(avals, product, epilogue)
+    factors, operands = product.unpack(avals, epilogue)
     epilogue = epilogue.primal
-    out_dtype = next((out.dtype for out in epilogue.outputs if out.reduce is None), a.dtype)
-    device = device_of(target)
-    problem = product.problem(*factors_of(product, a, bs)[0], *context, out_dtype=out_dtype, device=device)
+    out_dtype = next((out.dtype for out in epilogue.outputs if out.reduce is None), factors.a.dtype)
+    problem = product.problem(*factors.each[0], out_dtype=out_dtype, device=hints.device(device_of(target)))
     if why := product.why_not():
         return Choice(problem, None, (why,))
-    if len({b.shape for b in bs}) > 1:
+    if len({b.shape for b in factors.bs}) > 1:
         return Choice(problem, None, ("the matrices that share one differ in their batch axes",))
     if not epilogue.plain:
-        full = product.tile(a, *bs, *context).shape  # one that is broadcast over the batch has other memory
+        full = product.tile(*factors.arrays).shape  # one that is broadcast over the batch has other memory
         in_place = tuple((i, j) for i, j in in_place if operands[i].shape == full)
         problem = problem.fused(epilogue, in_place)
     problem = in_precision(product.in_order(problem), precision)
-    choice = problem if isinstance(problem, Choice) else choose(problem, config, backend=backend, lead=product.lead)
-    notes = product.notes()
-    return dataclasses.replace(choice, reasons=(*choice.reasons, *notes)) if notes else choice
+    choice = problem if isinstance(problem, Choice) else choose(problem, config, backend=backend, lead=hints.lead)
+    return dataclasses.replace(choice, reasons=(*choice.reasons, *hints.notes)) if hints.notes else choice
 
 
 def _batch(
     args: Any, dims: Any, *, product: Product, epilogue: Epilogue, **params: Any
 ) -> tuple[list[jax.Array], list[int]]:
-    a, bs, context, operands = split(args, product, epilogue)
-    a_dim, b_dims, context_dims, operand_dims = split(dims, product, epilogue)
-    shared = all(dim is None for dim in (*b_dims, *context_dims))
-    if a_dim is not None and shared and a.ndim - product.axes[0] == 1 and a_dim < a.ndim - 1:
+    factors, operands = product.unpack(args, epilogue)
+    of, of_operands = product.unpack(dims, epilogue)
+    a, shared = factors.a, all(dim is None for dim in (*of.bs, *of.context))
+    if of.a is not None and shared and a.ndim - product.axes[0] == 1 and of.a < a.ndim - 1:
         # One matrix b for all of a: the batch may be more rows, wherever among the rows it lies.
-        moved = [with_rank(b, b.ndim + 1) for b in bs], batch_axis(operands, operand_dims, a_dim)
-        folded = product.fold(epilogue, a, *moved)
+        moved = dataclasses.replace(factors, bs=[with_rank(b, b.ndim + 1) for b in factors.bs])
+        folded = product.fold(epilogue, moved, batch_axis(operands, of_operands, of.a))
         if folded is not None:
-            outs = bind_as_is(folded.product, folded.epilogue, folded.a, folded.bs, context, folded.operands, **params)
-            return [folded.unfold(x) for x in outs], [a_dim] * len(outs)
+            outs = bind_as_is(folded.product, folded.epilogue, folded.factors, folded.operands, **params)
+            return [folded.unfold(x) for x in outs], [of.a] * len(outs)
     # A batch axis where one has it already, so that only an axis among the arrays' own must move. But batch positions
     # are counted from the rows outwards, so an epilogue that uses them wants a new axis outermost.
-    rank = a.ndim - (a_dim is not None) - product.axes[0]
+    rank = a.ndim - (of.a is not None) - product.axes[0]
     places = (dim for dim in dims if dim is not None and dim <= rank)
     at = 0 if "batch" in epilogue.positions else next(places, 0)
-    a, bs, context, operands = split(batch_axis(args, dims, at), product, epilogue)
+    factors, operands = product.unpack(batch_axis(args, dims, at), epilogue)
     product = product.batched(at, rank)
-    if a_dim is not None or not shared:
-        outs = bind_as_is(product, epilogue, a, bs, context, operands, **params)
+    if of.a is not None or not shared:
+        outs = bind_as_is(product, epilogue, factors, operands, **params)
     else:  # only operands differ: one product serves them all
-        accs = plain_products(product, a, bs, context, epilogue.accumulator, **params)
-        arithmetic = Arithmetic(a.dtype, params["precision"], params["backend"])
-        outs = list(product.applied(epilogue, context, arithmetic).apply(accs, operands))
+        accs = plain_products(product, factors, epilogue.accumulator, **params)
+        outs = list(product.applied(epilogue, factors.context, Arithmetic.of(factors, params)).apply(accs, operands))
     return outs, [at] * len(outs)
 
 
 def _jvp(primals: Any, tangents: Any, *, product: Product, epilogue: Epilogue, save: str, **params: Any) -> Any:
-    a, bs, context, operands = split(primals, product, epilogue)
-    a_dot, b_dots, _, operand_dots = split(none_if_zero(tangents), product, epilogue)
-    shared = {name: params[name] for name in ("precision", "backend")}
+    factors, operands = product.unpack(primals, epilogue)
+    dots, operand_dots = product.unpack(none_if_zero(tangents), epilogue)
+    shared = _shared(params)
     if epilogue.plain:
-        outs = bind_as_is(product, epilogue, a, bs, context, operands, save=save, **params)
+        outs = bind_as_is(product, epilogue, factors, operands, save=save, **params)
 
-        def alike(of: Product, *factors: Any) -> jax.Array:
+        def alike(of: Product, *arrays: Any) -> jax.Array:
             config = params["config"] if of is product else None  # a pinned kernel is for the product it was pinned to
-            return multiply(of, *factors, *context, out_dtype=outs[0].dtype, config=config, **shared)
+            return multiply(of, *arrays, *factors.context, out_dtype=outs[0].dtype, config=config, **shared)
 
-        dots = product.tangents(alike, a, bs, a_dot, b_dots)
-        return outs, [zero_tangent(out) if dot is None else dot for out, dot in zip(outs, dots, strict=True)]
-    acc = abstract_accumulator(epilogue.accumulator, product.tile(*map(jax.typeof, (a, *bs, *context))))
-    applied = product.applied(epilogue, context, Arithmetic(a.dtype, **shared))
+        found = product.tangents(alike, factors, dots)
+        return outs, [zero_tangent(out) if dot is None else dot for out, dot in zip(outs, found, strict=True)]
+    acc = abstract_accumulator(epilogue.accumulator, product.tile(*map(jax.typeof, factors.arrays)))
+    applied = product.applied(epilogue, factors.context, Arithmetic.of(factors, params))
 
     def rebind(like: Epilogue, operands: Sequence[jax.Array]) -> list[jax.Array]:
         # Where it saves more, its operands are needed afterwards, and numbered anew.
         in_place = params["in_place"] if like is epilogue else ()
-        more = {**params, "save": save, "in_place": in_place}
-        return bind_as_is(product, like, a, bs, context, operands, **more)
+        return bind_as_is(product, like, factors, operands, **{**params, "save": save, "in_place": in_place})
 
     def dots_in(dtype: np.dtype) -> list[jax.Array | None]:
-        def plain(of: Product, *factors: Any) -> jax.Array:
-            return multiply(of, *factors, *context, out_dtype=dtype, **shared)
+        def plain(of: Product, *arrays: Any) -> jax.Array:
+            return multiply(of, *arrays, *factors.context, out_dtype=dtype, **shared)
 
-        return product.tangents(plain, a, bs, a_dot, b_dots)
+        return product.tangents(plain, factors, dots)
 
     return derivative.derivative(
         epilogue,
-        (a, bs, operands),
+        factors,
+        operands,
         operand_dots,
         acc,
         bind=rebind,
         tangents=dots_in,
-        multiply=lambda a, bs, dtype: plain_products(product, a, bs, context, dtype, **shared),
+        multiply=lambda factors, dtype: plain_products(product, factors, dtype, **shared),
         pushed=functools.partial(derivative.push, applied, acc.shape),
-        groups=product.groups(bs),
+        groups=product.groups(factors.bs),
         save=save,
     )
+
+
+def _shared(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parameters of a product that the others of its derivatives have too."""
+    return {name: params[name] for name in ("precision", "backend", "hints")}
 
 
 def _transpose(cotangents: Any, *args: Any, product: Product, epilogue: Epilogue, **params: Any) -> list[Any]:
@@ -198,7 +200,7 @@ def _transpose(cotangents: Any, *args: Any, product: Product, epilogue: Epilogue
     found: list[Any] = [None] * len(args)
     if not places or all(map(is_zero, cotangents)):
         return found
-    shared = {name: params[name] for name in ("precision", "backend")}
+    shared = _shared(params)
     if epilogue.plain and places in ([0], [1]) and not product.unary:
         found[places[0]] = _cotangent(cotangents[0], args, places[0], product, **shared)
         return found
@@ -209,9 +211,9 @@ def _transpose(cotangents: Any, *args: Any, product: Product, epilogue: Epilogue
     def function(*linear: jax.Array) -> list[jax.Array]:
         given = iter(linear)
         full = [next(given) if is_linear(x) else x for x in args]
-        a, bs, context, operands = split(full, product, epilogue)
-        accs = plain_products(product, a, bs, context, epilogue.accumulator, **shared)
-        return list(product.applied(live, context, Arithmetic(a.dtype, **shared)).apply(accs, operands))
+        factors, operands = product.unpack(full, epilogue)
+        accs = plain_products(product, factors, epilogue.accumulator, **shared)
+        return list(product.applied(live, factors.context, Arithmetic.of(factors, shared)).apply(accs, operands))
 
     try:
         if epilogue.plain or (product.unary and 0 in places):
@@ -235,7 +237,7 @@ def _struct(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def _cotangent(
-    g: Any, args: Sequence[Any], i: int, product: Product, *, precision: Canonical, backend: str
+    g: Any, args: Sequence[Any], i: int, product: Product, *, precision: Canonical, backend: str, hints: Hints
 ) -> jax.Array:
     """Computes the cotangent of a (i = 0) or b (1) of a plain product."""
     a, b, *sizes = args
@@ -243,20 +245,21 @@ def _cotangent(
     g, other = with_cotangent(g, other, to.dtype if i == 0 else other.dtype)
     precision = dot_precision.of_cotangents(precision, g.dtype, product.where)
     back, factors, precision = product.cotangent(i, g, other, precision)
+    hints = hints.of_cotangent(i, factors[0] is g)
     factors = widened(*factors)
     back = back.adding(to.shape, *factors).laid(to, *map(jax.typeof, factors))
     # Terms narrower than 32 bits are added in f32, and rounded once. One of 8 bits is made of f32 that a kernel writes.
     full = back.tile(*map(jax.typeof, (*factors, *sizes)))
     dtype = to.dtype if full.shape == to.shape and to.dtype.itemsize > 1 else accumulator(to.dtype)
     # No config: a pinned kernel is for the product it was pinned to.
-    d = multiply(back, *factors, *sizes, out_dtype=dtype, precision=precision, backend=backend)
+    d = multiply(back, *factors, *sizes, out_dtype=dtype, precision=precision, backend=backend, hints=hints)
     return sum_to(d, to)
 
 
 def _dce(
     used: Sequence[bool], *, product: Product, epilogue: Epilogue, in_place: tuple[tuple[int, int], ...], **params: Any
 ) -> tuple[list[bool], dict[str, Any]]:
-    reading = [True] * len(own_axes(product, epilogue.products))
+    reading = [True] * len(product.own_axes(epilogue.products))
     epilogue, kept = without(used, epilogue)
     in_place = tuple((sum(kept[:i]), sum(used[:j])) for i, j in in_place if kept[i] and used[j])
     return reading + kept, {"product": product, "epilogue": epilogue, "in_place": in_place, **params}

@@ -30,8 +30,9 @@ from cutjax.kernels.problem import Problem
 from cutjax.primitives import ragged_reference
 from cutjax.primitives.accumulators import accumulator, cotangent_dtype
 from cutjax.primitives.dense import FLIP
+from cutjax.primitives.factors import Factors, sum_to
 from cutjax.primitives.groups import group_of_row, in_some_group, rows_of_groups
-from cutjax.primitives.product import Arithmetic, Product, multiply, sum_to
+from cutjax.primitives.product import Arithmetic, Product, multiply
 from cutjax.primitives.product_rules import define_product
 
 
@@ -60,6 +61,10 @@ class _InGroups(Product):
         leading = self.leading or bool(over_groups)
         before = [starts[..., :1]] if leading else []
         return leading, jnp.concatenate([*before, ends - starts], -1)
+
+    def shard(self, placement: Placement, factors: Factors) -> tuple[Product, Factors]:
+        leading, sizes = self.window(placement, factors.context[0], factors.a.shape[-2])
+        return dataclasses.replace(self, leading=leading), dataclasses.replace(factors, context=[sizes])
 
 
 def _tile(a: Any, shape: Sequence[int], *avals: Any) -> Any:
@@ -107,17 +112,11 @@ class Rows(_InGroups):
         labels = (*tile[:-2], "g", None, tile[-1])
         return tuple(label if size != 1 else None for label, size in zip(labels, x.shape, strict=True))
 
-    def shard(
-        self, placement: Placement, a: Any, bs: Sequence[Any], context: Sequence[Any]
-    ) -> tuple[Product, Any, Sequence[Any], Sequence[Any]]:
-        leading, sizes = self.window(placement, context[0], a.shape[-2])
-        return dataclasses.replace(self, leading=leading), a, bs, [sizes]
-
-    def after(self, placement: Placement, a: Any, context: Sequence[Any]) -> tuple[Product, Sequence[Any]]:
+    def after(self, placement: Placement, factors: Factors) -> tuple[Product, Sequence[Any]]:
         # Sums are of all groups, and a device may keep some of its rows alone.
         kept = dataclasses.replace(placement, axes={"m": placement.over("m")})
-        rows = a.shape[-2] // placement.count(placement.scattered.get("m", ()))
-        leading, sizes = self.window(kept, context[0], rows)
+        rows = factors.a.shape[-2] // placement.count(placement.scattered.get("m", ()))
+        leading, sizes = self.window(kept, factors.context[0], rows)
         return dataclasses.replace(self, leading=leading), [sizes]
 
     def reference(self, *arrays: jax.Array, **params: Any) -> jax.Array:
@@ -214,12 +213,6 @@ class Depth(_InGroups):
         shapes, matrices = (a.shape[:-2], b.shape[:-2], sizes.shape[:-1]), (("m", "k"), ("m", "n"), (None,))
         own: list[Labels] = [(*batch_labels(x, full), *y) for x, y in zip(shapes, matrices, strict=True)]
         return own, (*batch_labels(full[:-3], full), "g", "k", "n")
-
-    def shard(
-        self, placement: Placement, a: Any, bs: Sequence[Any], context: Sequence[Any]
-    ) -> tuple[Product, Any, Sequence[Any], Sequence[Any]]:
-        leading, sizes = self.window(placement, context[0], a.shape[-2])
-        return Depth(leading), a, bs, [sizes]
 
     def reference(self, *arrays: jax.Array, **params: Any) -> jax.Array:
         return ragged_reference.reference_outer(*arrays, leading=self.leading, **params)

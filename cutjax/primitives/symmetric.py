@@ -16,6 +16,7 @@ from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem
 from cutjax.primitives import dense
 from cutjax.primitives.accumulators import accumulator
+from cutjax.primitives.factors import Factors
 from cutjax.primitives.product import Product
 from cutjax.primitives.product_rules import define_product
 
@@ -65,20 +66,19 @@ class Symmetric(Product):
         batch = batch_labels(a.shape[:-2], a.shape)
         return [(*batch, *("mk" if self.layout == "n" else "km"))], (*batch, "m", "n")
 
-    def shard(
-        self, placement: Placement, a: Any, bs: Sequence[Any], context: Sequence[Any]
-    ) -> tuple[Product, Any, Sequence[Any], Sequence[Any]]:
+    def shard(self, placement: Placement, factors: Factors) -> tuple[Product, Factors]:
         """Returns the product of two parts of the rows, where a device has not the whole result."""
         over_rows, over_columns = placement.axes.get("m", ()), placement.axes.get("n", ())
         if not over_rows and not over_columns:
-            return self, a, bs, context
+            return self, factors
+        a = factors.a
         at = a.ndim - (2 if self.layout == "n" else 1)
 
         def part(axes: Sequence[str]) -> jax.Array:
             size = a.shape[at] // placement.count(axes)
             return lax.dynamic_slice_in_dim(a, placement.index(axes) * size, size, at)
 
-        return self.full, part(over_rows), [part(over_columns)], context
+        return self.full, Factors(part(over_rows), [part(over_columns)])
 
     def reference(self, *arrays: jax.Array, **params: Any) -> jax.Array:
         return self.full.reference(*arrays, *arrays, **params)
@@ -87,14 +87,9 @@ class Symmetric(Product):
         problem = self.full.problem(*avals, *avals, out_dtype=out_dtype, device=device)
         return dataclasses.replace(problem, symmetric=True)
 
-    def tangents(
-        self, multiply: Callable[..., jax.Array], a: Any, bs: Sequence[Any], a_dot: Any, b_dots: Sequence[Any]
-    ) -> list[jax.Array | None]:
+    def tangents(self, multiply: Callable[..., jax.Array], factors: Factors, dots: Factors) -> list[jax.Array | None]:
         """Returns a' a^T plus its transpose, so that the gradient is one product with g + g^T."""
-        if a_dot is None:
-            return [None]
-        dot = multiply(self.full, a_dot, a)
-        return [_symmetrized(dot)]
+        return [None if dots.a is None else _symmetrized(multiply(self.full, dots.a, factors.a))]
 
 
 def _symmetrized(dot: jax.Array) -> jax.Array:

@@ -23,7 +23,6 @@ from cutjax.kernels.families import fields_of
 from cutjax.kernels.keys import key
 from cutjax.kernels.problem import Problem
 from cutjax.primitives.accumulators import accumulator
-from cutjax.primitives.product import split
 from cutjax.runtime import compiler, tuning_file
 from cutjax.tuning import measure
 from cutjax.tuning.progress import Progress
@@ -158,12 +157,12 @@ class Task:
     def inputs(self, key: jax.Array, integers: bool) -> list[jax.Array]:
         """Returns random arrays: normal numbers or -2 to 2, groups of even sizes."""
         params, avals = self.product.eqn.params, self.product.avals
-        factors, bs, context, operands = split([*range(len(avals))], params["product"], params["epilogue"])
+        factors, _ = params["product"].unpack([*range(len(avals))], params["epilogue"])
         keys, arrays = jax.random.split(key, len(avals)), []
         orders = self._orders(avals)
-        for i in (factors, *bs, *context, *operands):
+        for i in range(len(avals)):
             aval, shape = avals[i], [avals[i].shape[axis] for axis in orders[i]]
-            arrays.append(self._sizes(aval) if i in context else _random(keys[i], shape, aval.dtype, integers))
+            arrays.append(self._sizes(aval) if i in factors.context else _random(keys[i], shape, aval.dtype, integers))
         return arrays
 
     def _sizes(self, aval: Any) -> jax.Array:

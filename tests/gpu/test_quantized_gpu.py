@@ -145,6 +145,22 @@ def test_gradients():
         np.testing.assert_array_equal(np.asarray(ds)[0], (wide[2] * (wide[0] @ wide[1])).sum(0))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("narrow", ["int8", "float8_e4m3fn"])
+def test_rows_with_scales(narrow, layout):
+    """Both operands quantized, then the first alone, beside few columns and many; scales are powers of 2."""
+    rng = np.random.default_rng([problems.SEED, 36])
+    run = jax.jit(functools.partial(cutjax.gemm, layout=layout, out_dtype=jnp.float32, backend="cuda"))
+    for m, n, k in (*SIZES, (512, 4, 1024)):
+        a, b = (rng.integers(-2, 3, shape).astype(jnp.dtype(narrow)) for shape in ((m, k), (k, n)))
+        s, t = (2.0 ** rng.integers(-2, 3, shape) for shape in ((m, 1), (1, n)))
+        rows = Quantized(stored(a, layout[0]), stored(s.astype(np.float32), layout[0]))
+        columns = Quantized(stored(b, layout[1]), stored(t.astype(np.float32), layout[1]))
+        exact = a.astype(np.float64) @ b.astype(np.float64) * s
+        np.testing.assert_array_equal(np.asarray(run(rows, columns)), exact * t)
+        np.testing.assert_array_equal(np.asarray(run(rows, columns.values.astype(jnp.bfloat16))), exact)
+
+
 @pytest.mark.parametrize("m", [7, 120])
 def test_grouped_and_layers(m):
     """Groups of a few rows and of many, with a scale of each; two layers against those of dequantized weights."""

@@ -16,6 +16,7 @@ import cutjax
 from benchmarks import oracle
 from cutjax.kernels.families import in_order
 from cutjax.primitives.dense import Dense
+from cutjax.primitives.factors import Factors
 from cutjax.primitives.product import call, multiply
 
 pytestmark = pytest.mark.gpu
@@ -231,7 +232,7 @@ def test_with_an_epilogue(layout):
     def fn(a, b, bias, scale):
         product = Dense(layout, (HEADS,) * 3)
         epilogue = lambda acc, bias, scale: (jnp.maximum(acc * scale + bias, 0), acc.sum(-1))  # noqa: E731
-        return call(product, epilogue, a, [b], (), (bias, scale), out_dtype=H, **CUDA)
+        return call(product, epilogue, Factors(a, [b]), (bias, scale), out_dtype=H, **CUDA)
 
     lying = jax.jit(lambda a, b, *more: fn(a.transpose(HEADS), b.transpose(HEADS), *more))
     got, sums = lying(_in_memory(a, HEADS), _in_memory(b, HEADS), bias, scale)

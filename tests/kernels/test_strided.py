@@ -25,6 +25,7 @@ from cutjax.kernels.keys import key
 from cutjax.kernels.problem import LAYOUTS, strides
 from cutjax.kernels.sm90 import kernel as sm90
 from cutjax.primitives.dense import Dense
+from cutjax.primitives.factors import Factors
 from cutjax.primitives.product import call, multiply
 from cutjax.runtime import compiler
 from cutjax.tuning import autotune, measure
@@ -89,7 +90,7 @@ def test_with_an_epilogue():
         product = Dense("nt", orders)
         bias = integers(5, (6,))
         return lambda q, k: call(
-            product, lambda acc: jnp.maximum(acc + bias, 0), heads(q), [heads(k)], (), (), out_dtype=F32, **AUTO
+            product, lambda acc: jnp.maximum(acc + bias, 0), Factors(heads(q), [heads(k)]), (), out_dtype=F32, **AUTO
         )
 
     compare(lambda f: jax.grad(squares(f), (0, 1)), (fused((HEADS, HEADS, HEADS)), fused(NONE)), (Q, K))
@@ -346,7 +347,7 @@ def test_arrays_that_are_prepared_or_finished_have_orders_too():
     def summed(q, k):
         product = Dense("nt", (HEADS,) * 3)
         fn = lambda acc: (acc, acc.sum(-1))  # noqa: E731
-        return call(product, fn, heads(q), [heads(k)], (), (), out_dtype=H, **CUDA)
+        return call(product, fn, Factors(heads(q), [heads(k)]), (), out_dtype=H, **CUDA)
 
     found, _ = calls(summed, *even)
     assert found[0][1] == [HEADS, HEADS, HEADS, ROWS]

@@ -34,6 +34,9 @@ def quantized(x: jax.Array, w: jax.Array) -> jax.Array:
     y = cutjax.gemm(x, (q, q), epilogue=lambda a, b: jax.nn.silu(a) * b)
     y = cutjax.gemm(x, narrow, layout="nt")
     y = cutjax.mlp(x, q, q, gate=q)
+    rows = cutjax.Quantized.of(x, layout="t")
+    y = cutjax.gemm(rows, q, out_dtype=jnp.bfloat16) + cutjax.gemm(rows, w) + cutjax.mlp(rows, q, w)
+    y += cutjax.grouped_gemm(rows, q, jnp.array([2, 2]))
     return y + q.dequantize(jnp.bfloat16)
 
 

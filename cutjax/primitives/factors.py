@@ -1,0 +1,55 @@
+"""The arrays of a product as one value: what travels from an operation to the primitive, and from rule to rule."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from cutjax.primitives.accumulators import converted
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """The arrays of a product, or what stands for each: an aval, a tangent, the axis of a batch. A pytree.
+
+    Attributes:
+      a: the first factor.
+      bs: the second factor of each of the products that an epilogue takes; none of a unary product.
+      context: what the product is told beside them.
+    """
+
+    a: Any
+    bs: Sequence[Any] = ()
+    context: Sequence[Any] = ()
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """All of them in the primitive's order."""
+        return (self.a, *self.bs, *self.context)
+
+    @property
+    def each(self) -> list[tuple[Any, ...]]:
+        """The arrays of each of the products, a and one b, and the context."""
+        return [(self.a, b, *self.context) for b in self.bs] or [(self.a, *self.context)]
+
+    def like(self, values: Sequence[Any]) -> Factors:
+        """Returns other values, one for each array."""
+        of_a, *rest = values
+        return Factors(of_a, tuple(rest[: len(self.bs)]), tuple(rest[len(self.bs) :]))
+
+
+def batch_axes(a: Any, b: Any) -> tuple[int, ...]:
+    """Returns the batch axes of a product that are both operands'."""
+    batches = zip(*(x.shape[: a.ndim - 2] for x in (a, b)), strict=True)
+    return tuple(i for i, (p, q) in enumerate(batches) if p != 1 != q)
+
+
+def sum_to(d: jax.Array, to: Any) -> jax.Array:
+    """Returns a cotangent added up over the batch axes that its operand broadcast over, in the operand's dtype."""
+    axes = [i for i, (size, full) in enumerate(zip(to.shape, d.shape, strict=True)) if size == 1 != full]
+    d = d.sum(axes, keepdims=True) if axes else d
+    return d if d.dtype == to.dtype else converted(d, to.dtype, to.weak_type)
