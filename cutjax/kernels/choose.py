@@ -83,10 +83,10 @@ def candidates(problem: Problem) -> tuple[Any, ...]:
 def in_precision(problem: Problem, precision: Canonical) -> Problem | Choice:
     """Returns the problem with its products computed as a precision says, or the choice of XLA where no kernel does."""
     both = problem.bs[0].dtype == problem.a.dtype
-    math = dot_precision.math(precision, problem.a.dtype, problem.accumulator, problem.device.tf32, both)
-    if isinstance(math, tuple):
-        return Choice(problem, None, (*_problem_reasons(problem), *math))
-    return problem if math == problem.math else dataclasses.replace(problem, math=math)
+    way = dot_precision.math(precision, problem.a.dtype, problem.accumulator, problem.device.tf32, both)
+    if isinstance(way, tuple):
+        return Choice(problem, None, (*_problem_reasons(problem), *way))
+    return problem if way == problem.math else dataclasses.replace(problem, math=way)
 
 
 def choose(
