@@ -150,21 +150,20 @@ def moe(
     if expert_axis is None:
         out = layer(x, logits, selection_bias)
     else:
-        x, logits, *bias = match_varying(x, logits, *([] if selection_bias is None else [selection_bias]))
+        tokens, logits, bias = match_varying(x, logits, selection_bias)
         widths = x.shape[-1], contracted(down, layout[1] == "t"), out_width(down, layout)
-        form = Sizes(count, k, devices, *widths, room, x.dtype.itemsize).form() if form == "auto" else form
+        form = Sizes(count, k, devices, *widths, room, tokens.dtype.itemsize).form() if form == "auto" else form
         if form == "gather":
             offset = lax.axis_index(expert_axis) * gate.shape[0]
             run = functools.partial(layer, group_offset=offset)
-            out = everywhere(x, logits, bias[0] if bias else None, run, expert_axis)
+            out = everywhere(tokens, logits, bias, run, expert_axis)
         else:
             # Before they are exchanged: gradients of weights are then added over devices once, for all parts, and not
             # in a branch that some devices do not take.
-            leaves, tree = jax.tree.flatten((x, logits, bias, given))
-            tokens, logits, bias, given = tree.unflatten(match_varying(*leaves))
+            tokens, logits, bias, given = match_varying(tokens, logits, bias, given)
             found = []
             for part in _slices(count, parts):
-                found.append((tokens[part], route(logits[part], bias=bias[0][part] if bias else None)))
+                found.append((tokens[part], route(logits[part], bias=None if bias is None else bias[part])))
             run = functools.partial(local, given=given)
             outs = exchanged(found, run, expert_axis, room, form == "ragged")
             out = jnp.concatenate(outs)
