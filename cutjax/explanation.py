@@ -133,6 +133,8 @@ def explain(
 ) -> Callable[..., Explanation]:
     """Returns a function that reports, for every product in ``fn``, what runs, why, and its predicted time.
 
+    Gathers of rows (``cutjax.Routing.dispatch``) are there too, and kernels of the user's own.
+
     It is what ``jax.jit`` would lower: the same function decides, what nothing uses is left out, and the program is for
     as many devices. The function is not run, and is compiled only where jit divides it over devices, with zeros for the
     products: each row is then of what one device computes, and says what moves between devices. To see the products of

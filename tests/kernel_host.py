@@ -1,4 +1,4 @@
-"""Runs kernels of the mma family on the host: their text over tests/native/kernel_shim.h, compiled by g++."""
+"""Runs the mma family's kernels and the gather on the host: their text over tests/native/kernel_shim.h, by g++."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cutjax.epilogue.expression import identity
+from cutjax.kernels import gather
 from cutjax.kernels.mma import kernel as mma
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.math import MATHS
@@ -25,7 +26,7 @@ NATIVE = pathlib.Path(__file__).parent / "native"
 DEVICE = pathlib.Path(__file__).parents[1] / "ffi" / "device"
 MATH = "mma/math.cuh"  # which the shim needs before its own
 # What the shim has instead, and what goes before it.
-REPLACED = ("common/atoms.cuh", "common/tma.cuh", "mma/atoms.cuh", "mma/instruction.cuh", MATH)
+REPLACED = ("common/atoms.cuh", "common/tma.cuh", "sm90/atoms.cuh", "mma/atoms.cuh", "mma/instruction.cuh", MATH)
 _LOAD = re.compile(r'asm volatile\("ld\.global\.nc\.(?:v\d\.)?u(\d+)[^"]*"\s*:([^;]*?):\s*"l"\(([^;]*)\)\);')
 
 
@@ -52,7 +53,7 @@ static void thread() {{
   done[threadIdx.x] = true;
   while (true) wait_for_others();
 }}
-extern "C" void launch(int blocks, int from, int count, const char** firsts, const i64* sizes,
+extern "C" void launch(int blocks, int from, int count, const char** firsts, const long long* sizes,
                        const Arguments* arguments) {{
   constexpr size_t STACK = 1 << 18;
   static std::vector<char> stacks(STACK * THREADS);
@@ -99,7 +100,7 @@ def _load(found: re.Match[str]) -> str:
     return f"load_words<u{bits}>({place}, {', '.join(re.findall(r'=.*?[(](.*?)[)]', outputs))});"
 
 
-def text(kernel: mma.Kernel) -> str:
+def text(kernel: mma.Kernel | gather.Kernel) -> str:
     """The text that g++ compiles."""
     parts = re.split(r'^(?=#line 1 ")', kernel.source, flags=re.M)
     kept = [part for part in parts if not part.startswith(tuple(f'#line 1 "{name}"' for name in REPLACED))]
@@ -112,7 +113,7 @@ def text(kernel: mma.Kernel) -> str:
         values=", ".join(f"given->{name}" for name in names),
     )
     shims = [path.read_text() for path in (NATIVE / "device_shim.h", DEVICE / MATH, NATIVE / "kernel_shim.h")]
-    return "\n".join([f"#define __CUDA_ARCH__ {number(kernel.problem.arch)}0", *shims, body, launch])
+    return "\n".join([f"#define __CUDA_ARCH__ {number(kernel.problem.device.arch)}0", *shims, body, launch])
 
 
 # Instead of the sanitizer's own library.
@@ -123,7 +124,7 @@ _OVERFLOWS = "".join(
 
 
 def run(
-    kernel: mma.Kernel,
+    kernel: mma.Kernel | gather.Kernel,
     arrays: Sequence[np.ndarray],
     folder: pathlib.Path,
     blocks: int = 2,

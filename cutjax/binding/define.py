@@ -21,6 +21,7 @@ def define(
     reference: Callable[..., Any],
     batch: Callable[..., Any],
     choose: Callable[..., lowering.Choice] | None = None,
+    required: bool = True,
     jvp: Callable[..., Any] | None = None,
     transpose: Callable[..., Any] | None = None,
     dce: Callable[..., Any] | None = None,
@@ -40,6 +41,7 @@ def define(
       batch: ``(args, dims, **params) -> (result(s), dim(s))``.
       choose: ``(*avals, target, **params) -> lowering.Choice``, the kernel for CUDA, or why there is none. An operation
         without is its reference on every platform: a composition of others.
+      required: whether it is an error that no kernel serves under the backend "cuda"; else XLA runs then.
       jvp: ``(primals, tangents, **params) -> (result(s), tangent(s))``.
       transpose: ``(cotangent(s), *args, **params) -> cotangents`` of an operation that is linear in some operands:
         those of which only the aval is known.
@@ -103,6 +105,8 @@ def define(
     mlir.register_lowering(primitive, lower)
     mlir.register_lowering(primitive, lower, platform="cuda")
     lowering.choosers[primitive] = choose
+    if not required:
+        lowering.optional.add(primitive)
     if divided is not None:
         lowering.partitions[primitive] = divided
     return primitive

@@ -59,6 +59,8 @@ class Choice(Protocol):
 
 # The kernel CUDA has, or why none, for each primitive: (*avals, target, **params) -> Choice.
 choosers: dict[core.Primitive, Callable[..., Choice]] = {}
+# The primitives that XLA runs where no kernel does, under the backend "cuda" too: what multiplies nothing.
+optional: set[core.Primitive] = set()
 # How a primitive is divided over devices, where it can be.
 partitions: dict[core.Primitive, partition.Rules] = {}
 # The primitives that are others in disguise: (*arrays, **params) -> result(s).
@@ -102,14 +104,15 @@ def decide(
       divided: whether XLA's partitioner divides the program at this place over several devices.
     """
     backend, config = params["backend"], params.get("config")
+    insists = backend == "cuda" and primitive not in optional
     if platform != "cuda":
-        if backend != "cuda":
+        if not insists:
             return Decision("XLA", f"platform {platform}")
         why = f"backend 'cuda' needs an NVIDIA GPU, but the program is compiled for {platform}"
         return Decision("error", f"{why}; 'auto' and 'xla' run on any platform")
     if backend == "xla":
         return Decision("XLA", "backend 'xla'")
-    strict = backend == "cuda" or config is not None  # who pins a kernel wants that one
+    strict = insists or config is not None  # who pins a kernel wants that one
     if divided and not strict:
         return Decision("XLA", PARTITIONED)
     if unknown := ", ".join(str(x.shape) for x in avals if symbolic(x)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 from cutjax.kernels.arguments import place_steps
 from cutjax.kernels.operand import Gathered
@@ -59,10 +60,15 @@ def of_counts(
         "places": _places(p),
         **more,
     }
+    return of_counters(counts, ", in whole tiles")
+
+
+def of_counters(counts: Mapping[str, int], how: str = "") -> list[str]:
+    """Returns the reasons against counters that would pass 32 bits, told the most that each counts."""
     if max(counts.values()) < 2**31:
         return []
     past = [f"{name.replace('_', ' ')} of up to {count:,}" for name, count in counts.items() if count >= 2**31]
-    return [f"{' and '.join(past)}, in whole tiles: kernels count with 32 bits"]
+    return [f"{' and '.join(past)}{how}: kernels count with 32 bits"]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -147,26 +147,27 @@ def moe(
         rows = checkpoint_name(routing.dispatch(tokens), ROWS)
         return routing.combine(local(rows, routing, group_offset))
 
-    if expert_axis is None:
-        out = layer(x, logits, selection_bias)
-    else:
-        tokens, logits, bias = match_varying(x, logits, selection_bias)
-        widths = x.shape[-1], contracted(down, layout[1] == "t"), out_width(down, layout)
-        form = Sizes(count, k, devices, *widths, room, tokens.dtype.itemsize).form() if form == "auto" else form
-        if form == "gather":
-            offset = lax.axis_index(expert_axis) * gate.shape[0]
-            run = functools.partial(layer, group_offset=offset)
-            out = everywhere(tokens, logits, bias, run, expert_axis)
+    with backends.use_backend(backend):  # the gathers of rows have no argument of their own
+        if expert_axis is None:
+            out = layer(x, logits, selection_bias)
         else:
-            # Before they are exchanged: gradients of weights are then added over devices once, for all parts, and not
-            # in a branch that some devices do not take.
-            tokens, logits, bias, given = match_varying(tokens, logits, bias, given)
-            found = []
-            for part in _slices(count, parts):
-                found.append((tokens[part], route(logits[part], bias=None if bias is None else bias[part])))
-            run = functools.partial(local, given=given)
-            outs = exchanged(found, run, expert_axis, room, form == "ragged")
-            out = jnp.concatenate(outs)
+            tokens, logits, bias = match_varying(x, logits, selection_bias)
+            widths = x.shape[-1], contracted(down, layout[1] == "t"), out_width(down, layout)
+            form = Sizes(count, k, devices, *widths, room, tokens.dtype.itemsize).form() if form == "auto" else form
+            if form == "gather":
+                offset = lax.axis_index(expert_axis) * gate.shape[0]
+                run = functools.partial(layer, group_offset=offset)
+                out = everywhere(tokens, logits, bias, run, expert_axis)
+            else:
+                # Before they are exchanged: gradients of weights are then added over devices once, for all parts, and
+                # not in a branch that some devices do not take.
+                tokens, logits, bias, given = match_varying(tokens, logits, bias, given)
+                found = []
+                for part in _slices(count, parts):
+                    found.append((tokens[part], route(logits[part], bias=None if bias is None else bias[part])))
+                run = functools.partial(local, given=given)
+                outs = exchanged(found, run, expert_axis, room, form == "ragged")
+                out = jnp.concatenate(outs)
     return out.reshape(*shape, out.shape[-1])
 
 

@@ -15,9 +15,13 @@ from jax.typing import ArrayLike
 
 from cutjax.binding.define import define
 from cutjax.binding.explicit import automatic, axes
+from cutjax.binding.lowering import Target
 from cutjax.binding.rules import is_zero, match_varying, zero_tangent
+from cutjax.kernels import gather
+from cutjax.kernels.device import device_of
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.arrays import matrix
+from cutjax.runtime import backends
 
 ROUTING = "cutjax_routing"  # the name jax.checkpoint policies see
 
@@ -57,7 +61,8 @@ class Routing(NamedTuple):
     def dispatch(self, x: ArrayLike) -> jax.Array:
         """Returns each token's row for each of its experts, by expert: ``[..., tokens, d] -> [..., tokens * k, d]``.
 
-        A gather, whose transpose is ``combine``.
+        A gather, whose transpose is ``combine``. On Hopper there is a kernel for rows of whole 16 bytes, which
+        ``cutjax.use_backend("cuda")`` chooses; all else is XLA's.
         """
         return _bind(dispatch_p, matrix(x, "x", "dispatch"), self.permutation, self.inverse, self.inverse.shape[:-1])
 
@@ -121,24 +126,26 @@ def to_slots(x: jax.Array, pairs: jax.Array, slots: jax.Array) -> jax.Array:
 
     ``pairs [slots]`` and ``slots [tokens, k]`` are each other's inverses, past the end where there is none.
     """
-    return dispatch_p.bind(*match_varying(x, pairs, slots), fill=True)
+    return dispatch_p.bind(*match_varying(x, pairs, slots), fill=True, backend=backends.resolve(None, "dispatch"))
 
 
 def from_slots(rows: jax.Array, pairs: jax.Array, slots: jax.Array) -> jax.Array:
     """Computes the sum of each token's rows: the transpose of ``to_slots``."""
-    return combine_p.bind(*match_varying(rows, pairs, slots), fill=True)
+    return combine_p.bind(*match_varying(rows, pairs, slots), fill=True, backend=backends.resolve(None, "combine"))
 
 
 # Dispatch and combine: linear in their rows, and each the transpose of the other. JAX's own transpose of a gather is a
 # scatter-add, which on a GPU adds with float atomics, in any order. Operands: rows, permutation [*B, rows], inverse
-# [*B, tokens, k], of equal rank and with batch axes equal or 1. With fill, an index past the end means zeros.
+# [*B, tokens, k], of equal rank and with batch axes equal or 1. With fill, an index past the end means zeros. Dispatch
+# has a kernel, and combine the backend for the dispatch that is its transpose.
 
 
 def _bind(primitive: Primitive, x: jax.Array, permutation: jax.Array, inverse: jax.Array, rows: tuple[int, ...]) -> Any:
     if x.shape[:-1] != rows:
         name = "dispatch" if primitive is dispatch_p else "combine"
         raise ValueError(f"{name}: the routing is for rows [{', '.join(map(str, rows))}, d], got {x.shape}")
-    return primitive.bind(*match_varying(x, permutation, inverse), fill=False)
+    backend = backends.resolve(None, primitive.name)
+    return primitive.bind(*match_varying(x, permutation, inverse), fill=False, backend=backend)
 
 
 def _gather(x: jax.Array, indices: jax.Array, fill: bool) -> jax.Array:
@@ -146,46 +153,61 @@ def _gather(x: jax.Array, indices: jax.Array, fill: bool) -> jax.Array:
     return jnp.take_along_axis(x, indices[..., None], -2, **how)
 
 
-def _dispatch(x: jax.Array, permutation: jax.Array, inverse: jax.Array, *, fill: bool) -> jax.Array:
+def _dispatch(x: jax.Array, permutation: jax.Array, inverse: jax.Array, *, fill: bool, **_: Any) -> jax.Array:
     return _gather(x, permutation // inverse.shape[-1], fill)
 
 
-def _combine(rows: jax.Array, permutation: jax.Array, inverse: jax.Array, *, fill: bool) -> jax.Array:
+def _combine(rows: jax.Array, permutation: jax.Array, inverse: jax.Array, *, fill: bool, **_: Any) -> jax.Array:
     wide = accumulator(rows.dtype)
     # A term for each choice and not a reduction: elementwise, so that XLA fuses the gathers and the sum into one loop.
     terms = [_gather(rows, inverse[..., i], fill).astype(wide) for i in range(inverse.shape[-1])]
     return functools.reduce(lax.add, terms).astype(rows.dtype)
 
 
-def _define(name: str, apply: Callable[..., jax.Array], transposed: Callable[[], Primitive]) -> Primitive:
-    def abstract(x: Any, permutation: Any, inverse: Any, *, fill: bool) -> Any:
+def _choose(x: Any, permutation: Any, inverse: Any, *, backend: str, target: Target, **_: Any) -> gather.Choice:
+    return gather.choose(gather.Problem.of(x, permutation, inverse, device_of(target)), backend)
+
+
+def _define(
+    name: str, apply: Callable[..., jax.Array], transposed: Callable[[], Primitive], choose: Any = None
+) -> Primitive:
+    def abstract(x: Any, permutation: Any, inverse: Any, **_: Any) -> Any:
         batch = lax.broadcast_shapes(x.shape[:-2], permutation.shape[:-1])
         rows = (permutation.shape if apply is _dispatch else inverse.shape[:-1])[-1]
         return x.update(shape=(*batch, rows, x.shape[-1]), weak_type=False)
 
-    def batch(args: Any, dims: Any, *, fill: bool) -> tuple[jax.Array, int]:
+    def batch(args: Any, dims: Any, **params: Any) -> tuple[jax.Array, int]:
         moved = [
             lax.expand_dims(x, [0]) if dim is None else jnp.moveaxis(x, dim, 0)
             for x, dim in zip(args, dims, strict=True)
         ]
-        return primitive.bind(*moved, fill=fill), 0
+        return primitive.bind(*moved, **params), 0
 
-    def jvp(primals: Any, tangents: Any, *, fill: bool) -> tuple[jax.Array, Any]:
-        out, dot = primitive.bind(*primals, fill=fill), tangents[0]
-        return out, zero_tangent(out) if is_zero(dot) else primitive.bind(dot, *primals[1:], fill=fill)
+    def jvp(primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, Any]:
+        out, dot = primitive.bind(*primals, **params), tangents[0]
+        return out, zero_tangent(out) if is_zero(dot) else primitive.bind(dot, *primals[1:], **params)
 
-    def transpose(g: Any, x: Any, permutation: jax.Array, inverse: jax.Array, *, fill: bool) -> list[Any]:
+    def transpose(g: Any, x: Any, permutation: jax.Array, inverse: jax.Array, **params: Any) -> list[Any]:
         if is_zero(g):
             return [None] * 3
-        d = transposed().bind(g, permutation, inverse, fill=fill)
+        d = transposed().bind(g, permutation, inverse, **params)
         shared = [i for i in range(d.ndim - 2) if x.aval.shape[i] == 1 != d.shape[i]]
         if shared:  # rows shared by several routings
             d = d.astype(accumulator(d.dtype)).sum(shared, keepdims=True).astype(d.dtype)
         return [d, None, None]
 
-    primitive = define(name, abstract=abstract, reference=apply, batch=batch, jvp=jvp, transpose=transpose)
+    primitive = define(
+        name,
+        abstract=abstract,
+        reference=apply,
+        batch=batch,
+        choose=choose,
+        required=False,
+        jvp=jvp,
+        transpose=transpose,
+    )
     return primitive
 
 
-dispatch_p = _define("cutjax_dispatch", _dispatch, lambda: combine_p)
+dispatch_p = _define("cutjax_dispatch", _dispatch, lambda: combine_p, _choose)
 combine_p = _define("cutjax_combine", _combine, lambda: dispatch_p)

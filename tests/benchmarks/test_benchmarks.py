@@ -17,7 +17,7 @@ from fake_benchmarks import ROOFLINE, FakeRaggedDot, FakeTorch, fake_clock
 
 import cutjax
 from benchmarks import cases, oracle, peers, report, run, suite, tables, timing
-from benchmarks.ops import calls, compile_cost, fused, gemm, grouped, launch, models, moe, syrk
+from benchmarks.ops import calls, compile_cost, fused, gather, gemm, grouped, launch, models, moe, syrk
 from benchmarks.record import Roofline
 from cutjax.runtime import compiler
 
@@ -223,6 +223,7 @@ SMALL_CASES: dict[str, Any] = {
     "fused": (fused.Fused("gated", (64, 48, 32), 1.1, 1.03), fused.Fused("layer", (32, 48, 16), 1.2)),
     "grouped": (GROUPED,),
     "moe": (LAYER,),
+    "gather": (gather.Gather("small", 16, 2, 64, 4),),
     "syrk": (syrk.Symmetric(48, 32, (2,), target=1.3), syrk.Symmetric(64, 16)),
     "models": (cases.Dense(24, 16, 32, "tn", of="a model"),),
     "compile": (compile_cost.Epilogue("dropout", "bfloat16"),),
@@ -232,6 +233,7 @@ NAMES = {
     "fused": ["64x48x32 silu(x@wg)*(x@wu)", "32x48x16 bias+gelu layer, fwd+bwd"],
     "grouped": [f"{GROUPED.name} {product}" for product in PRODUCTS],
     "moe": ["small fwd+bwd"],
+    "gather": [f"small {name}" for name in ("rows", "2x4x8192", "4x4x8192", "6x4x4096", "4x6x2048")],
     "syrk": ["2x48x32", "64x16"],
     "models": ["24x16x32 tn"],
     "compile": ["dropout bfloat16", "dropout bfloat16"],

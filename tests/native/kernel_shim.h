@@ -1,6 +1,6 @@
 // Host stand-ins for what a kernel of ffi/device/mma takes from PTX and from CUDA, after device_shim.h: threads of a
 // block are contexts that switch where they wait for each other, so that g++ runs a kernel, slowly, with every address
-// checked. Copies that are asynchronous on a device are done at once.
+// checked. Copies that are asynchronous on a device are done at once, but bulk copies as late as a device may.
 
 #include <ucontext.h>
 
@@ -289,6 +289,42 @@ struct Mbarrier {
 };
 static std::map<u32, Mbarrier> mbarriers;
 
+// Bulk copies to shared memory are done when a thread waits for their barrier, with NaN there until then; those from it
+// when their thread waits for their group, or never, where it does not.
+struct Bulk {
+  void* to;
+  const void* from;
+  u32 bytes;
+};
+static std::map<u32, std::vector<Bulk>> bulk_loads;
+static std::map<unsigned, std::vector<std::vector<Bulk>>> bulk_stores;  // of a thread, by groups; the last is open
+
+template <typename Copies>
+void carry_out(Copies& copies) {
+  for (auto [to, from, bytes] : copies) std::memcpy(to, from, bytes);
+  copies.clear();
+}
+inline void check_bulk(u32 address, const void* p, u32 bytes) {
+  if (!bytes || bytes % 16) fail("a bulk copy of no whole 16 bytes");
+  for (u32 i = 0; i < bytes; i += 16) shared_at<16>(address + i), check_global<16>(static_cast<const char*>(p) + i);
+}
+static void cp_async_bulk_store(void* p, u32 address, u32 bytes) {
+  check_bulk(address, p, bytes);
+  auto& groups = bulk_stores[threadIdx.x];
+  if (groups.empty()) groups.emplace_back();
+  groups.back().push_back({p, shared_memory + address, bytes});
+}
+static void cp_async_bulk_commit_group() {
+  auto& groups = bulk_stores[threadIdx.x];
+  groups.resize(std::max<size_t>(groups.size(), 1) + 1);
+}
+template <int PENDING>
+void cp_async_bulk_wait_group_read() {
+  auto& groups = bulk_stores[threadIdx.x];
+  while (static_cast<int>(groups.size()) > PENDING + 1) carry_out(groups.front()), groups.erase(groups.begin());
+}
+static void cp_async_bulk_wait_group() { cp_async_bulk_wait_group_read<0>(); }
+
 static bool elect() { return lane() == 0; }
 static void mbarrier_init(u32 barrier, u32 arrivals) {
   shared_at<8>(barrier);
@@ -299,7 +335,18 @@ static void fence_proxy_async() {}
 static void mbarrier_arrive(u32 barrier) { mbarriers.at(barrier).update(1, 0); }
 static void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) { mbarriers.at(barrier).update(1, bytes); }
 static void mbarrier_wait(u32 barrier, u32 parity) {
+  if (auto& loads = bulk_loads[barrier]; !loads.empty()) {
+    int bytes = 0;
+    for (auto& load : loads) bytes += load.bytes;
+    carry_out(loads);
+    mbarriers.at(barrier).update(0, -bytes);
+  }
   while (mbarriers.at(barrier).phase == parity) wait_for_others();
+}
+static void cp_async_bulk_load(u32 address, const void* p, u32 bytes, u32 barrier) {
+  check_bulk(address, p, bytes);
+  std::memset(shared_memory + address, 0xff, bytes);
+  bulk_loads[barrier].push_back({shared_memory + address, p, bytes});
 }
 
 static void tma_load(u32 destination, const TensorMap* map, u32 barrier, int x, int y, int z) {

@@ -15,6 +15,7 @@ from jax import lax
 from oracles import moe as dense
 
 import cutjax
+from cutjax.kernels import gather
 
 T, D, H, N, E = 10, 8, 12, 6, 4
 P = jax.P
@@ -211,6 +212,8 @@ def test_every_product_has_a_kernel():
     found = []
     for row in cutjax.explain(fn)(*args).rows:
         p = row.choice.problem
+        if isinstance(p, gather.Problem):  # of rows, which are not multiplied
+            continue
         assert row.choice.config is not None, row.choice.reasons
         found += [(p.divided, p.m, p.n, p.k, p.layout, len(row.outputs))] * row.count
     assert sorted(found) == sorted(

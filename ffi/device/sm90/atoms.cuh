@@ -52,6 +52,19 @@ DEVICE void tma_store(const TensorMap* map, u32 source, int x, int y, int z) {
                : "memory");
 }
 
+// Bytes as they are, without a tensor map: addresses and sizes are multiples of 16.
+DEVICE void cp_async_bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+DEVICE void cp_async_bulk_store(void* destination, u32 source, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
+               : "memory");
+}
+
 DEVICE void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Until at most PENDING of the newest groups may still be reading shared memory.
