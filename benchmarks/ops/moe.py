@@ -208,8 +208,10 @@ def _ours(case: Moe, row: Row, compiled: Any, i: Inputs, method: str) -> Row:
     device_mib = _device_mib()
     took = _time(compiled, i, REPS, method)
     parts = sorted(zip(took.kernels, took.kernel_us, strict=False), key=lambda part: -part[1])
-    # What are not our kernels: routing, gathers, sums.
-    rest_us = sum(us for kernel, us in parts if not kernel.startswith("sm90_")) if parts else math.nan
+    # What are not products: routing, gathers, sums.
+    rest_us = (
+        sum(us for kernel, us in parts if not kernel.startswith("sm90_") or "gather" in kernel) if parts else math.nan
+    )
     return dataclasses.replace(
         row,
         us=took.us,

@@ -55,8 +55,8 @@ def both(fn, *args):
 def test_rows(case):
     tokens, k, d, dtype = case
     with jax.enable_x64(dtype == "complex128"):
-        logits = jax.random.normal(jax.random.key(0), (tokens, 64), jnp.float32)
-        same(*both(lambda x: cutjax.route(logits, k).dispatch(x), bits((tokens, d), jnp.dtype(dtype))))
+        routing = cutjax.route(jax.random.normal(jax.random.key(0), (tokens, 64), jnp.float32), k)
+        same(*both(lambda x, routing: routing.dispatch(x), bits((tokens, d), jnp.dtype(dtype)), routing))
 
 
 @pytest.mark.parametrize("mapped", [(0, None), (None, 0), (0, 0)], ids=str)
@@ -103,13 +103,12 @@ def test_it_repeats():
 
 def test_gradient():
     """That of a dispatch is a combine, and the other way round."""
-    logits, x = jax.random.normal(jax.random.key(0), (300, 16), jnp.float32), bits((300, 64), jnp.int8)
-    x = x.astype(jnp.float32)
+    routing = cutjax.route(jax.random.normal(jax.random.key(0), (300, 16), jnp.float32), 4)
+    x = bits((300, 64), jnp.int8).astype(jnp.float32)
 
-    def pulled(x):
-        routing = cutjax.route(logits, 4)
+    def pulled(x, routing):
         out, pull = jax.vjp(lambda x: routing.combine(routing.dispatch(x) ** 2), x)
         return out, *pull(x)
 
-    for got, expected in zip(*both(pulled, x), strict=True):
+    for got, expected in zip(*both(pulled, x, routing), strict=True):
         same(got, expected)
