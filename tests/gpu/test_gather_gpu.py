@@ -37,8 +37,8 @@ def bits(shape, dtype, seed=0):
 
 
 def same(got, expected):
-    raw = [np.ascontiguousarray(x).view(np.uint8) for x in (got, expected)]
-    np.testing.assert_array_equal(*raw)
+    got, expected = (np.ascontiguousarray(x).view(np.uint8) for x in (got, expected))
+    np.testing.assert_array_equal(got, expected)
 
 
 def both(fn, *args):
