@@ -341,6 +341,7 @@ class Builder:
         if word >= 0:
             x = jax.random.key_data(x)[..., word]
         x = jnp.asarray(x)
+        x = lax.convert_element_type(x, x.dtype)  # not weakly typed; the transposition makes its cotangent so again
         if i in self.grouped:
             return x
         axes = sorted((axis, d) for d, axis in enumerate(labels) if axis is not None)

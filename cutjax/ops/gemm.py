@@ -121,7 +121,8 @@ def gemm(
     if turned:  # kernels decode b: the transposed product has a there
         x, ys, scales, layout = ys[0], [x], scales.turned, FLIP[layout[1]] + FLIP[layout[0]]
         params["precision"] = dot_precision.swapped(params["precision"])
-    x, *ys, dtype, weak = promote_values((a, b), x, ys, None if several else out_dtype, "gemm")
+    asked = None if several else out_dtype
+    x, *ys, dtype, weak = promote_values((a, b), x, ys, asked, "gemm", last=layout[0] == "n")
     product = Dense(layout, lies=as_matmul(x, ys, layout, out_sharding, "gemm"))
     out = out_dtype if several else dtype
     epilogue, operands, out = scales.before(epilogue, tuple(operands), x.dtype, out)

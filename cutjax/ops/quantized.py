@@ -20,7 +20,7 @@ from cutjax.binding.rules import with_rank
 from cutjax.dtypes import NARROW, are_alike, promoted
 from cutjax.ops import arguments
 from cutjax.ops.arguments import contracted
-from cutjax.primitives.accumulators import converted
+from cutjax.primitives.accumulators import accumulator, converted
 from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.hints import Hints
 from cutjax.primitives.product import with_result_dtype
@@ -124,13 +124,22 @@ def values_of(w: Any) -> Any:
 
 
 def promote_values(
-    given: Sequence[Any], a: jax.Array, bs: Sequence[jax.Array], out_dtype: Any, where: str, narrow: bool = True
+    given: Sequence[Any],
+    a: jax.Array,
+    bs: Sequence[jax.Array],
+    out_dtype: Any,
+    where: str,
+    narrow: bool = True,
+    last: bool = True,
 ) -> tuple[Any, ...]:
     """``arguments.promote`` of the values of operands, of which some were ``given`` with scales.
 
     The result is then in the dtype of the first floating-point array given, else in that of the scales. Values of one
-    dtype, or both of float8, are multiplied as they are: integers in integers. Of two that differ, a becomes bfloat16,
-    which holds either's.
+    dtype, or both of float8, are multiplied as they are: integers in integers, where no sum can wrap. Of two of 8 bits
+    that differ, or whose sums are too long, a becomes bfloat16, which holds either's; of wider integers, float32.
+
+    Args:
+      last: whether a's last axis is the contracted one.
     """
     flat = [x for w in given for x in (w if isinstance(w, tuple) else (w,)) if x is not None]
     scales = [jnp.result_type(unwrapped(x.scale)) for x in flat if isinstance(x, Quantized)]
@@ -138,9 +147,23 @@ def promote_values(
         arrays = (np.dtype(unwrapped(x).dtype) for x in flat if not isinstance(x, Quantized))
         floats = (dtype for dtype in arrays if jnp.issubdtype(dtype, jnp.inexact))
         out_dtype = (next(floats, None) or functools.reduce(promoted, scales)) if out_dtype is None else out_dtype
-        if a.dtype.name in NARROW and bs[0].dtype.name in NARROW and not are_alike(a.dtype, bs[0].dtype):
-            a = converted(a, np.dtype(jnp.bfloat16))
+        both_narrow = a.dtype.name in NARROW and bs[0].dtype.name in NARROW
+        apart = both_narrow and not are_alike(a.dtype, bs[0].dtype)
+        if apart or _may_wrap(a.dtype, bs[0].dtype, contracted(a, last)):
+            wide = jnp.bfloat16 if both_narrow else functools.reduce(promoted, scales, np.dtype(np.float32))
+            a = converted(a, np.dtype(wide))
     return arguments.promote(a, bs, out_dtype, where, narrow)
+
+
+def _may_wrap(a: np.dtype, b: np.dtype, k: Any) -> bool:
+    """True if sums of k products of two dtypes of integers may pass what they are added up in."""
+    if not all(jnp.issubdtype(dtype, jnp.integer) for dtype in (a, b)):
+        return False
+    if jax.export.is_symbolic_dim(k):
+        return True
+    of_a, of_b, of_sum = (jnp.iinfo(dtype) for dtype in (a, b, accumulator(promoted(a, b))))
+    edges = [int(x) * int(y) for x in (of_a.min, of_a.max) for y in (of_b.min, of_b.max)]
+    return k * max(edges) > of_sum.max or k * min(edges) < of_sum.min
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +244,8 @@ def scale_of(x: Any, k: int, name: str, where: str) -> jax.Array | None:
     if not isinstance(scale, jax.Array | np.ndarray | np.generic | float) or not jnp.issubdtype(
         jnp.result_type(scale), jnp.floating
     ):
-        raise TypeError(f"{where}: the scale of {name} must be an array of floating-point numbers, got {scale!r}")
+        got = jax.typeof(jnp.asarray(scale)).str_short() if isinstance(scale, jax.Array | np.ndarray) else repr(scale)
+        raise TypeError(f"{where}: the scale of {name} must be an array of floating-point numbers, got {got}")
     scale = jnp.asarray(scale)
     fits = scale.ndim <= len(shape) and all(
         n in (1, size) for n, size in zip(scale.shape[::-1], shape[::-1], strict=False)

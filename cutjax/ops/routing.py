@@ -40,9 +40,9 @@ def route(
     """Chooses the k best experts of each token, and sorts the (token, expert) pairs by expert.
 
     Every token keeps all its k experts, whatever the sizes of the groups become. Computed in float32. Deterministic:
-    the choice is that of ``jax.lax.top_k``, of equal scores the first expert (it may put 0.0 before -0.0), and the sort
-    is stable. The weights are differentiable in the logits, without a scatter in the backward pass; the choice itself
-    has no derivative.
+    the choice is that of ``jax.lax.top_k``, of the logits or, with a bias, of the scores plus it: of equal ones the
+    first expert (it may put 0.0 before -0.0), and the sort is stable. The weights are differentiable in the logits,
+    without a scatter in the backward pass; the choice itself has no derivative.
 
     The default is the softmax over the chosen experts of Mixtral, Qwen3-MoE and gpt-oss. Switch Transformer and
     DeepSeek-V2 do without ``renormalize``. DeepSeek-V3 has the ``scoring`` "sigmoid" and a ``selection_bias``.

@@ -81,6 +81,22 @@ def test_integers_by_quantized_ones():
     close(mixed, exact(a, columns(F8)), 1e-6)
 
 
+@pytest.mark.parametrize(("a", "b", "k"), [("int8", "int8", 2**17), ("uint8", "uint8", 66100), ("int16", "int8", 600)])
+def test_sums_that_would_wrap(a, b, k):
+    """They did: integers were added up in 32 bits whatever became of the sums."""
+    low, one = jnp.iinfo(a).min or jnp.iinfo(a).max, jnp.ones((1, 1))
+    x, w = jnp.full((2, k), low, a), jnp.full((k, 3), jnp.iinfo(b).min or jnp.iinfo(b).max, b)
+    expected = jnp.full((2, 3), float(int(x[0, 0]) * int(w[0, 0]) * k))
+    quantized = cutjax.Quantized(x, one), cutjax.Quantized(w, one)
+    for args in (quantized, (x, quantized[1])):
+        close(cutjax.gemm(*args), expected, 1e-4)  # of sums in float32, as long as they are
+        close(cutjax.gemm(*args, epilogue=lambda acc: (acc, -acc), out_dtype=(F32, None))[1], -expected, 1e-4)
+    close(cutjax.gemm(turned(quantized[0]), quantized[1], layout="tn"), expected, 1e-4)
+    grouped = cutjax.Quantized(w[None], one[None])
+    close(cutjax.grouped_gemm(quantized[0], grouped, jnp.array([2])), expected, 1e-4)
+    close(cutjax.mlp(*quantized, jnp.ones((3, 1)), activation=lambda v: v), 3 * expected[:, :1], 1e-4)
+
+
 def test_batches_and_several_weights():
     a, b, c = rows(shape=(3, M, K)), columns(shape=(3, K, N)), columns(seed=2)
     close(jax.vmap(cutjax.gemm)(a, b), exact(a, b), 1e-6)

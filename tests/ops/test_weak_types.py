@@ -102,3 +102,30 @@ def test_a_following_product_promotes_as_after_matmul():
     x, w, v = jnp.ones((2, 2), jnp.int8), jnp.broadcast_to(1.0, (2, 2)), jnp.ones((2, 2), jnp.bfloat16)
     with jax.numpy_dtype_promotion("standard"):
         assert cutjax.gemm(cutjax.gemm(x, w), v).dtype == jnp.matmul(jnp.matmul(x, w), v).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_gradients_of_numbers_in_epilogues(captured):
+    """They were strong, so that what was updated by them was in another dtype."""
+    x = jnp.ones((2, 2))
+
+    def loss(product):
+        def of(c):
+            fn = (lambda acc: jnp.tanh(acc * c)) if captured else lambda acc, c: jnp.tanh(acc * c)
+            return product(fn, () if captured else (c,)).sum()
+
+        return of
+
+    def types_of(product):
+        first = jax.grad(loss(product))
+        of_weak = jax.eval_shape(lambda c: (first(c), jax.grad(first)(c)), 2.0)
+        return [(y.dtype, y.weak_type) for y in (*of_weak, jax.eval_shape(first, jnp.float32(2)))]
+
+    expected = types_of(lambda fn, operands: fn(x @ x, *operands))
+    products = {
+        "gemm": lambda fn, operands: cutjax.gemm(x, x, epilogue=fn, operands=operands),
+        "syrk": lambda fn, operands: cutjax.syrk(x, epilogue=fn, operands=operands),
+        "groups": lambda fn, operands: cutjax.grouped_gemm(x, x[None], jnp.array([2]), epilogue=fn, operands=operands),
+    }
+    for name, product in products.items():
+        assert types_of(product) == expected, name
