@@ -123,7 +123,7 @@ def test_linear_functions_transpose(name):
     close(got, expected, 1e-5)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))  # after a change of transposition: 100
 def test_random_linear_functions_transpose(seed):
     """Products and what is linear around them, under fuse: the transpose, and the transpose of that."""
 
