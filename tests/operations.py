@@ -9,6 +9,7 @@ test_settings_of_jax, test_explicit_mesh, test_varying and test_arguments use it
   linear    operands in each of which the function is linear: jax.linear_transpose
   dtypes    the floats other than float32 of which there may be operands; none where results do not depend on them
   symbolic  True if programs are exported for any number of rows; otherwise they are refused, naming the function
+An entry with a comma in its name is an option of the operation before it, and is transformed in fewer ways.
 Refusals that are special to an operation stay in its own test file; test_battery_refusals makes those that all share.
 """
 
