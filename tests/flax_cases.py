@@ -54,10 +54,14 @@ def kernels(fn: Callable[..., Any], *args: Any) -> tuple[list[str], str]:
 
 def experts(x: jax.Array, params: dict[str, jax.Array], choose: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """A mixture by its definition: every expert computes every token, ``choose(logits)`` are the weights."""
-    weights = choose(x @ params["router"])
-    g, u = (jnp.einsum("btd,edh->bteh", x, params[name]) for name in ("gate_kernel", "up_kernel"))
-    y = jnp.einsum("bteh,ehn->bten", jax.nn.silu(g) * u, params["down_kernel"])
-    return (weights[..., None] * y).sum(-2)
+
+    @jax.jit
+    def mixture(x, params, weights):
+        g, u = (jnp.einsum("btd,edh->bteh", x, params[name]) for name in ("gate_kernel", "up_kernel"))
+        y = jnp.einsum("bteh,ehn->bten", jax.nn.silu(g) * u, params["down_kernel"])
+        return (weights[..., None] * y).sum(-2)
+
+    return mixture(x, params, choose(x @ params["router"]))
 
 
 def of_groups(logits: jax.Array, bias: jax.Array, k: int, groups: int, of_token: int, scale: float) -> jax.Array:

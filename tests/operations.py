@@ -9,12 +9,14 @@ test_settings_of_jax, test_explicit_mesh, test_varying and test_arguments use it
   linear    operands in each of which the function is linear: jax.linear_transpose
   dtypes    the floats other than float32 of which there may be operands; none where results do not depend on them
   symbolic  True if programs are exported for any number of rows; otherwise they are refused, naming the function
+An entry with a comma in its name is an option of the operation before it, and is transformed in fewer ways.
 Refusals that are special to an operation stay in its own test file; test_battery_refusals makes those that all share.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -303,6 +305,11 @@ def telling(form: tuple[str, str]) -> bool:
     return layout == next(iter(op.layouts), "") or " " in op.linear or " " not in op.operands
 
 
+def main(name: str) -> bool:
+    """True if the entry is its operation's first, of which the others are options."""
+    return "," not in name
+
+
 def operands(name: str) -> list[jax.Array]:
     found = arrays()
     return [found[x] for x in OPERATIONS[name].operands.split()]
@@ -331,6 +338,18 @@ def of_floats(fn: Callable[..., Any], args) -> tuple[Callable[..., Any], tuple[j
         return fn(*(found.get(i, x) for i, x in enumerate(args)))
 
     return of, tuple(args[i] for i in wrt)
+
+
+def both(name: str):
+    """Values and gradients, under jit."""
+    found = uses(name)
+    return jax.jit(lambda *args: (found["value"](*args), found["gradient"](*args)))
+
+
+@functools.cache
+def expected(name: str) -> Any:
+    """Values and gradients of the entry's operands, on one device: compiled for once by all that compare with them."""
+    return both(name)(*operands(name))
 
 
 def uses(name: str) -> dict[str, Callable[..., Any]]:

@@ -129,12 +129,12 @@ def check(seed):
     assert names(inside, *args) == names(gradient, *args)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))  # after a change of what fusion keeps: 100
 def test_random_programs(seed):
     check(seed)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))  # as many
 def test_forward_mode_of_random_programs(seed):
     fn, args = program(100 + seed, forward=True), arguments()
     dots = tuple(jnp.cos(x) for x in args)
@@ -183,8 +183,9 @@ def test_gradients(fn, policy):
     gradient = lambda fn: jax.grad(lambda *args: fn(*args).astype(jnp.float32).sum(), (0, 1))  # noqa: E731
     expected = jax.jit(gradient(fn))(x, w)
     same(jax.jit(fuse(fn))(x, w), jax.jit(fn)(x, w))
-    for got in (gradient(fuse(fn)), fuse(gradient(fn)), fuse(gradient(fuse(fn)))):
-        same(got(x, w), expected)
+    ways = gradient(fuse(fn)), fuse(gradient(fn)), fuse(gradient(fuse(fn)))
+    for got in jax.jit(lambda x, w: [way(x, w) for way in ways])(x, w):
+        same(got, expected)
 
 
 def primitives(fn, *args):

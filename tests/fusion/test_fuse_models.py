@@ -21,7 +21,7 @@ def bert():
     config = transformers.BertConfig(
         vocab_size=64,
         hidden_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=64,
         max_position_embeddings=16,
@@ -32,7 +32,7 @@ def bert():
 
 
 def gpt2():
-    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=16)
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16)
     return transformers.FlaxGPT2LMHeadModel(config, input_shape=(1, 8))
 
 
@@ -48,7 +48,7 @@ def of_transformers(make):
 
 
 def nnx_attention():
-    """Two blocks of flax.nnx.MultiHeadAttention and an MLP."""
+    """A block of flax.nnx.MultiHeadAttention and an MLP."""
 
     class Block(flax.nnx.Module):
         def __init__(self, rngs):
@@ -61,7 +61,7 @@ def nnx_attention():
             return x + self.down(flax.nnx.gelu(self.up(x)))
 
     rngs = flax.nnx.Rngs(0)
-    graph, params = flax.nnx.split(flax.nnx.List([Block(rngs), Block(rngs)]))
+    graph, params = flax.nnx.split(flax.nnx.List([Block(rngs)]))
     x = jax.random.normal(jax.random.key(1), (2, 8, 16))
 
     def loss(params, key):
@@ -87,9 +87,9 @@ def equinox_models():
 
 
 MODELS = {
-    "bert": (functools.partial(of_transformers, bert), (36, 52)),
-    "gpt2": (functools.partial(of_transformers, gpt2), (24, 39)),
-    "nnx": (nnx_attention, (34, 48)),
+    "bert": (functools.partial(of_transformers, bert), (18, 26)),
+    "gpt2": (functools.partial(of_transformers, gpt2), (13, 21)),
+    "nnx": (nnx_attention, (17, 24)),
     "equinox": (equinox_models, (14, 24)),
 }
 

@@ -76,7 +76,7 @@ def draw(seed):
     return fn, ints(seed, x), ints(seed + 1000, y)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))  # after a change of what moves: 500
 def test_random_transpositions(seed, kernels_win):
     """Small integers: any order of summation gives the same."""
     fn, x, y = draw(seed)

@@ -10,8 +10,6 @@ from checks import close, scaled
 
 import cutjax
 
-pytestmark = pytest.mark.versions
-
 B, S, N = 2, 3, 4
 UNARY = [jnp.tanh, jax.nn.gelu, jax.nn.silu, jax.nn.relu, jnp.square, lambda x: -x, lambda x: x * 0.5]
 BINARY = [jnp.add, jnp.multiply, jnp.subtract, jnp.maximum, lambda x, y: jnp.where(x > 0, x, y)]
@@ -56,7 +54,7 @@ def loss(fn):
     return lambda *args: sum(jnp.mean(jnp.sin(x)) for x in jax.tree.leaves(fn(*args)))
 
 
-@pytest.mark.parametrize("seed", range(20))  # after a change of cutjax.fuse: 600
+@pytest.mark.parametrize("seed", range(10))  # after a change of cutjax.fuse: 600
 def test_random_programs_equal_themselves(seed):
     ws = [scaled(i, (N, N)) for i in range(2)]
     args = scaled(5, (B, S, N)), ws, scaled(6, (N,)), scaled(7, (B, S, 1))

@@ -9,8 +9,6 @@ from fuse_cases import initial, step
 import cutjax
 from cutjax.binding import walk
 
-pytestmark = pytest.mark.versions
-
 BF16, F32 = jnp.bfloat16, jnp.float32
 BIG = {"w": jax.ShapeDtypeStruct((4096, 14336), F32), "v": jax.ShapeDtypeStruct((4096, 14336), F32)}
 
@@ -37,6 +35,7 @@ def on_h200(function, *args):
     return cutjax.explain(function, platform="cuda", device="NVIDIA H200")(*args).fusion
 
 
+@pytest.mark.versions
 def test_an_update_is_one_kernel_with_the_gradient():
     state, x = made()
     fused = cutjax.fuse(step, policy="always", donate_argnums=0)
@@ -49,6 +48,7 @@ def test_an_update_is_one_kernel_with_the_gradient():
     close(results, expected, 2e-2)
 
 
+@pytest.mark.versions
 def test_parameters_that_are_the_callers_are_not_written_over():
     state, x = made()
     assert updates(cutjax.fuse(step, policy="always"), state, x) == [(), ()]
@@ -73,6 +73,7 @@ def test_float32_states_are_updated_by_kernels_only_where_they_may_be(donated):
     assert len(found) == (2 if donated != () else 0)
 
 
+@pytest.mark.versions
 def test_each_result_takes_the_memory_that_jit_gives_it():
     """jax.jit pairs what is donated with results in order; a kernel that paired them otherwise would cost copies."""
 
@@ -105,6 +106,7 @@ def test_a_loop_gives_what_it_carries():
     assert [len(pairs) for pairs in updates(fused, state, x)] == [3, 3]
 
 
+@pytest.mark.versions
 def test_donated_arguments_are_gone():
     state, x = made()
     fused = cutjax.fuse(step, policy="always", donate_argnums=(0,))

@@ -58,8 +58,9 @@ def check(kind, args, kwargs, shape, dtypes, activation=jax.nn.relu):
         same_numbers(results(layer, None, x, c), results(flaxs, activation, x, c))
 
 
-@pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("name", ["Linear", "LinearGeneral, batch"])
+@pytest.mark.parametrize(
+    ("name", "dtypes"), [(("Linear", "LinearGeneral, batch")[i % 2], dtypes) for i, dtypes in enumerate(DTYPES)]
+)
 def test_equals_flax_in_every_dtype(name, dtypes):
     check(*LAYERS[name], dtypes)
 
@@ -69,8 +70,11 @@ def test_equals_flax(name):
     check(*LAYERS[name], "bf16")
 
 
-@pytest.mark.parametrize("activation", [None, jax.nn.relu], ids=["", "relu"])
-@pytest.mark.parametrize(("equation", "x", "kernel", "bias"), EINSUMS, ids=[x[0] for x in EINSUMS])
+@pytest.mark.parametrize(
+    ("equation", "x", "kernel", "bias", "activation"),
+    [(*einsum, jax.nn.relu if i % 2 else None) for i, einsum in enumerate(EINSUMS)],
+    ids=[x[0] for x in EINSUMS],
+)
 def test_einsum_equals_flax(equation, x, kernel, bias, activation):
     check("Einsum", (equation, kernel, bias), {}, x, "bf16", activation)
 
@@ -126,9 +130,10 @@ def blocks():
 BLOCKS = blocks()
 
 
-@pytest.mark.parametrize("use_bias", [False, True])
-@pytest.mark.parametrize("kind", ["MLP", "GatedMLP"])
-def test_mlp(kind, use_bias):
+@pytest.mark.parametrize(
+    ("kind", "use_bias", "batch"), [("MLP", True, (2, 3)), ("GatedMLP", True, (2, 3)), ("GatedMLP", False, ())]
+)
+def test_mlp(kind, use_bias, batch):
     block = getattr(ours, kind)(8, 16, 5, use_bias=use_bias, bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(0))
     graph, state = nnx.split(block)
 
@@ -141,12 +146,11 @@ def test_mlp(kind, use_bias):
         y = fn(nnx.merge(graph, state), x)
         return (y**2).sum(), y
 
-    for x in (normal(0, (2, 3, 8)), normal(0, (8,))):
-        found = [
-            jax.jit(jax.value_and_grad(functools.partial(loss, fn), (0, 1), has_aux=True))(state, x)
-            for fn in (lambda block, x: block(x), layers)
-        ]
-        close(*map(jax.tree.leaves, found), tolerance=1e-5)
+    found = [
+        jax.jit(jax.value_and_grad(functools.partial(loss, fn), (0, 1), has_aux=True))(state, normal(0, (*batch, 8)))
+        for fn in (lambda block, x: block(x), layers)
+    ]
+    close(*map(jax.tree.leaves, found), tolerance=1e-5)
 
 
 def test_moe_is_its_definition():
@@ -180,7 +184,7 @@ def test_experts_in_groups():
     names = "gate_kernel", "up_kernel", "down_kernel"
     params = {"router": layer.router.kernel[...]} | {name: getattr(layer, name)[...] for name in names}
     weights = functools.partial(flax_cases.of_groups, bias=layer.selection_bias[...], k=3, groups=4, of_token=2)
-    y, aux = layer(x, return_aux=True)
+    y, aux = nnx.jit(lambda layer, x: layer(x, return_aux=True))(layer, x)
     close(y, flax_cases.experts(x, params, functools.partial(weights, scale=2.5)))
     counts = (weights(layer.router(x), scale=1.0) > 0).sum((0, 1))
     assert aux["tokens_per_expert"].tolist() == counts.tolist()
@@ -191,7 +195,7 @@ def test_experts_in_groups():
 def test_groups_of_softmax_scores_count_their_best_expert():
     """Experts 0 and 1 have the largest sum, 2 the best score."""
     layer = ours.MoE(4, 8, 4, 1, num_groups=2, router_kernel_init=lambda *_: jnp.eye(4), rngs=nnx.Rngs(0))
-    _, aux = layer(jnp.array([[2.0, 2.0, 2.5, -9.0]]), return_aux=True)
+    _, aux = nnx.jit(lambda layer, x: layer(x, return_aux=True))(layer, jnp.array([[2.0, 2.0, 2.5, -9.0]]))
     assert aux["tokens_per_expert"].tolist() == [0, 0, 1, 0]
 
 
@@ -207,7 +211,7 @@ def test_losses_have_gradients_under_nnx():
     close(grads.down_kernel[...], without.down_kernel[...])
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", ["Linear", "MoE"])
 def test_transformations(kind):
     """vmap of an ensemble, and its layers one after the other in a scan with remat, against a loop."""
     x, each = normal(0, (2, 3, 8)), [blocks()[kind] for _ in range(2)]

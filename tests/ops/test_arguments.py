@@ -44,14 +44,11 @@ def wrappers():
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_objects_that_stand_for_arrays(name, wrapper):
     args, fn = operands(name), OPERATIONS[name].fn
-    expected = jax.eval_shape(fn, *args)
 
     def wrapped(*args):
         return fn(*(wrappers()[wrapper](x) for x in args))
 
-    assert jax.eval_shape(wrapped, *args) == expected
-    if wrapper == "class":
-        jax.tree.map(np.testing.assert_array_equal, jax.jit(wrapped)(*args), jax.jit(fn)(*args))
+    assert str(jax.make_jaxpr(wrapped)(*args)) == str(jax.make_jaxpr(fn)(*args))
 
 
 def test_a_group_offset_that_stands_for_an_array():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import close, compare, inexact, normal, same
-from operations import FORMS, NARROW, OPERATIONS, differentiable, of_floats, operands, telling
+from checks import close, inexact, normal, same
+from operations import FORMS, NARROW, OPERATIONS, differentiable, expected, main, of_floats, operands, telling
 
 import cutjax
 
@@ -29,31 +31,44 @@ def floats(fn):
 
 @forms
 def test_derivatives(name, layout):
-    """Values, tangents, gradients; second derivatives in three ways, of products' other layouts in one."""
-    op = OPERATIONS[name]
-    first = layout == next(iter(op.layouts), "")
+    """Values, tangents, gradients; second derivatives in three ways, of many operands in two, of options in one.
 
-    def take(fn):
-        def of(*args):
-            f, xs = of_floats(floats(fn), args)
-            dots, g = tangents(xs), cotangents(f, xs)
+    The Hessian is symmetric, so plain JAX's is what each way must give.
+    """
+    op, args = OPERATIONS[name], operands(name)
+    first = main(name) and layout == next(iter(op.layouts), "")
+    xs = of_floats(op.fn, args)[1]
+    dots = tangents(xs)
 
-            def gradient(*xs):
-                return jax.vjp(f, *xs)[1](g)
+    def forward_over_reverse(fn, args):
+        f, xs = of_floats(floats(fn), args)
+        g = cotangents(f, xs)
 
-            def tangent(*xs):
-                return jax.jvp(f, xs, dots)[1]
+        def both(*xs):
+            y, pull = jax.vjp(f, *xs)
+            return y, pull(g)
 
-            found = [jax.jvp(f, xs, dots)]
-            found.append(jax.jvp(gradient, xs, dots) if telling((name, layout)) else gradient(*xs))
-            if first:
-                found += [jax.vjp(gradient, *xs)[1](dots), jax.vjp(tangent, *xs)[1](g)]
-            return found
+        return jax.jvp(both, xs, dots) if telling((name, layout)) else (both(*xs), None)
 
-        return of
+    def over_reverse(fn, args):
+        f, xs = of_floats(floats(fn), args)
+        g = cotangents(f, xs)
+        found = [jax.vjp(lambda *xs: jax.vjp(f, *xs)[1](g), *xs)[1](dots)]
+        if len(args) < 4:
+            found.append(jax.vjp(lambda *xs: jax.jvp(f, xs, dots)[1], *xs)[1](g))
+        return found
 
+    @jax.jit
+    def program(*args):
+        ours = op.of_layout(layout)
+        found = over_reverse(ours, args) if first else ()
+        return found, forward_over_reverse(ours, args), forward_over_reverse(op.plain, args)
+
+    seconds, got, wanted = program(*args)
     # f32 sums of up to 16 products in another order, through up to three products and their second derivatives.
-    compare(take, (op.of_layout(layout), op.plain), operands(name), 1e-4)
+    close(got, wanted, 1e-4)
+    for second in seconds:
+        close(second, wanted[1][1], 1e-4)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -61,50 +76,52 @@ def test_each_operand_alone(name):
     """What the others need is not made: gradients, the transpose where it is linear; of few operands Jacobians."""
     op, args = OPERATIONS[name], operands(name)
     linear = [i for i, x in enumerate(op.operands.split()) if x in op.linear.split()]
-
-    def take(fn):
-        def of(*args):
-            def alone(i):
-                return lambda x: floats(fn)(*args[:i], x, *args[i + 1 :])
-
-            found = []
-            for i in differentiable(args):
-                g = cotangents(alone(i), (args[i],))
-                found += [jax.vjp(alone(i), args[i])[1](g), jax.jvp(alone(i), (args[i],), (args[i],))]
-                if i in linear:
-                    found.append(jax.linear_transpose(alone(i), args[i])(g))
-            if len(args) < 4:
-                first = differentiable(args)[0]
-                found += [jax.jacfwd(alone(first))(args[first]), jax.jacrev(alone(first))(args[first])]
-            return found
-
-        return of
-
     assert len(linear) == len(op.linear.split())
-    compare(take, (op.fn, op.plain), args, 1e-5)
+
+    first, *_ = wrt = differentiable(args)
+
+    @jax.jit
+    def program(*args):
+        def alone(fn, i):
+            return lambda x: floats(fn)(*args[:i], x, *args[i + 1 :])
+
+        f, xs = of_floats(floats(op.plain), args)
+        g = cotangents(f, xs)
+        gradients = [jax.vjp(alone(op.fn, i), args[i])[1](g)[0] for i in wrt]
+        transposes = [jax.linear_transpose(alone(op.fn, i), args[i])(g)[0] for i in linear]
+        take = (jax.jacfwd, op.fn), (jax.jacrev, op.fn), (jax.jacrev, op.plain)
+        few = main(name) and len(args) < 4
+        jacobians = [of(alone(fn, first))(args[first]) for of, fn in take if few]
+        return gradients, transposes, jax.vjp(f, *xs)[1](g), jacobians
+
+    gradients, transposes, wanted, jacobians = program(*args)
+    close(gradients, list(wanted), 1e-5)
+    close(transposes, [wanted[wrt.index(i)] for i in linear], 1e-5)
+    for jacobian in jacobians:
+        close(jacobian, jacobians[-1], 1e-5)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_eager(name):
-    """Outside jit, of arrays of numpy, and with no jit at all."""
+    """Outside jit, of arrays of numpy, and but for options with no jit at all."""
     op, args = OPERATIONS[name], operands(name)
-    expected = op.fn(*args)
-    close(jax.jit(op.fn)(*args), expected)
-    same(op.fn(*map(np.asarray, args)), expected)
-    with jax.disable_jit():
-        close(op.fn(*args), expected)
+    eager = op.fn(*args)
+    close(eager, expected(name)[0])
+    same(op.fn(*map(np.asarray, args)), eager)
+    if main(name):
+        with jax.disable_jit():
+            close(op.fn(*args), eager)
 
 
 # Roundings of the operands' dtype at each of up to three products and of what lies between them, each of the largest.
 TOLERANCES = {"bfloat16": 2**-5, "float16": 2**-8, "float64": 1e-12}
 
 
-# Of the two dtypes of 16 bits an operation has one, in turn: they differ in how they round.
+# Of the two dtypes of 16 bits an operation has one, in turn: they differ in how they round. Options have one dtype.
 DTYPES = [
     (name, dtype)
     for turn, (name, op) in enumerate(OPERATIONS.items())
-    for dtype in op.dtypes
-    if dtype != NARROW[turn % 2]
+    for dtype in [x for x in op.dtypes if x != NARROW[turn % 2]][: None if main(name) else 1]
 ]
 
 
@@ -130,37 +147,45 @@ def test_dtypes(name, dtype):
 @pytest.mark.versions
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_checkpoint_and_control_flow(name):
-    """Gradients through jax.checkpoint, and of it a scan whose steps branch; tangents through a while_loop."""
+    """Gradients through a scan whose steps are recomputed and branch; tangents through a while_loop, but of options."""
     op, args = OPERATIONS[name], operands(name)
+    policy = cutjax.checkpoint_policies.dots_saveable if main(name) else None
+    pairs = [jnp.stack([x, x[::-1]]) for x in args]  # of which one takes the branch
 
-    def take(fn):
-        def kept(f):
-            return f if fn is op.plain else jax.checkpoint(f, policy=cutjax.checkpoint_policies.dots_saveable)
+    def chosen(*xs):
+        return xs[0][0].sum() > xs[0][-1].sum()
 
-        def of(*args):
-            def gradient(f):
-                f, xs = of_floats(f, args)
-                return jax.grad(lambda *xs: sum(jnp.sin(y).sum() for y in f(*xs)), range(len(xs)))(*xs)
+    def zeros(f, *xs):
+        return [jnp.zeros(y.shape, y.dtype) for y in jax.eval_shape(f, *xs)]
 
-            def branch(*xs):
-                return jax.lax.cond(xs[0].sum() > 0, floats(fn), lambda *xs: [2 * y for y in floats(fn)(*xs)], *xs)
+    def gradient(f, args):
+        f, xs = of_floats(f, args)
+        return jax.grad(lambda *xs: sum(jnp.sin(y).sum() for y in f(*xs)), range(len(xs)))(*xs)
 
-            def scanned(*args):
-                pairs = [jnp.stack([x, x[::-1]]) for x in args]
-                return jax.lax.scan(lambda c, xs: (c + 1, branch(*xs)), 0, pairs)[1]
+    @jax.jit
+    def ours(args, pairs):
+        @functools.partial(jax.checkpoint, policy=policy)
+        def step(count, xs):
+            f = floats(op.fn)
+            return count + 1, jax.lax.cond(chosen(*xs), f, functools.partial(zeros, f), *xs)
 
-            f, xs = of_floats(floats(fn), args)
+        def loop(*xs):
+            def again(state):
+                return state[0] + 1, [a + y for a, y in zip(state[1], f(*xs), strict=True)]
 
-            def loop(*xs):
-                zeros = [jnp.zeros(y.shape, y.dtype) for y in jax.eval_shape(f, *xs)]
+            return jax.lax.while_loop(lambda state: state[0] < 2, again, (0, zeros(f, *xs)))[1]
 
-                def step(state):
-                    return state[0] + 1, [a + y for a, y in zip(state[1], f(*xs), strict=True)]
+        f, xs = of_floats(floats(op.fn), args)
+        found = gradient(lambda *pairs: jax.lax.scan(step, 0, pairs)[1], pairs)
+        return found, jax.jvp(loop, xs, tangents(xs)) if main(name) else ()
 
-                return jax.lax.while_loop(lambda state: state[0] < 2, step, (0, zeros))[1]
+    @jax.jit
+    def plain(args, pairs):
+        def step(*xs):
+            return [jnp.where(chosen(*xs), y, 0) for y in floats(op.plain)(*xs)]
 
-            return gradient(kept(floats(fn))), gradient(jax.checkpoint(scanned)), jax.jvp(loop, xs, tangents(xs))
+        f, xs = of_floats(floats(op.plain), args)
+        found = gradient(jax.vmap(step), pairs)
+        return found, jax.jvp(lambda *xs: [2 * y for y in f(*xs)], xs, tangents(xs)) if main(name) else ()
 
-        return of
-
-    compare(take, (op.fn, op.plain), args, 1e-4)
+    close(ours(args, pairs), plain(args, pairs), 1e-4)

@@ -9,8 +9,6 @@ from jax import lax
 
 from cutjax.ops.contraction import contraction
 
-pytestmark = pytest.mark.versions
-
 
 def moved(move, x):
     """The move by numpy, which compiles nothing."""
@@ -144,6 +142,7 @@ def test_the_smaller_operand_is_copied_and_the_reason_names_it():
     assert of("hk,kef->hfe", SIZES).copies == ("", "", result)
 
 
+@pytest.mark.versions
 def test_the_plan_on_jax_arrays_is_lax_dot_general():
     dims = (((2, 1), (0, 2)), ((0,), (1,)))
     x, y = exactly((3, 4, 5), 0).astype(np.float32), exactly((5, 3, 4), 1).astype(np.float32)

@@ -16,8 +16,6 @@ import cutjax
 from cutjax.ops import cuda_launch
 from cutjax.runtime import compiler, cubin
 
-pytestmark = pytest.mark.versions
-
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "cuda-kernel.md"
 needs_nvrtc = pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
 
@@ -90,6 +88,7 @@ def test_where_the_tutorials_kernel_does_not_serve_the_reference_runs():
 # Transformations, on the reference.
 
 
+@pytest.mark.versions
 def test_values_jit_and_eager():
     axpy = make()
     expected = axpy_reference(X, Y, 2.0)
@@ -117,6 +116,7 @@ def derivatives(fn, *args):
     return jvp, pull(out * 3), jax.jvp(lambda *xs: jax.vjp(fn, *xs)[1](out), args, args)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
 def test_derivatives_are_the_references(wrap):
     source = 'extern "C" __global__ void gate(const float* x, const float* y, float* z) {}'
@@ -136,6 +136,7 @@ def test_an_operand_and_a_result_that_are_integers_have_no_derivative():
     assert jax.jvp(lambda x: kernel(x, i), (X,), (X,))[1][1].dtype == jax.dtypes.float0
 
 
+@pytest.mark.versions
 def test_a_jvp_rule():
     def jvp(primals, tangents, a):
         return axpy(*primals, a=a), 100.0 * tangents[0]
@@ -146,6 +147,7 @@ def test_a_jvp_rule():
     np.testing.assert_array_equal(jax.vmap(jax.grad(lambda x, y: f(x, y).sum()))(X[None], Y[None]), 0 * X[None] + 100)
 
 
+@pytest.mark.versions
 def test_a_vjp_rule():
     def forward(x, y, a):
         return axpy(x, y, a=a), x
@@ -175,6 +177,7 @@ VMAPS = [  # axes of the vmaps, the innermost last, and shapes of two operands, 
 ]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("vmap", ["grid", "reference"])
 @pytest.mark.parametrize(("axes", "x", "y"), VMAPS, ids=str)
 def test_vmap(axes, x, y, vmap):
@@ -218,6 +221,7 @@ def test_vmap_by_the_reference_launches_nothing_and_says_so():
         lowered(f, x, x)
 
 
+@pytest.mark.versions
 @needs_nvrtc
 def test_scan_and_shard_map():
     axpy = functools.partial(make(), a=2.0)
@@ -240,6 +244,7 @@ def test_scan_and_shard_map():
     assert "cutjax_launch" not in lowered(lambda x, y: axpy(x, y), divided, Y)  # XLA cannot divide a kernel
 
 
+@pytest.mark.versions
 @needs_nvrtc
 def test_export():
     f = jax.jit(functools.partial(make(), a=2.0))

@@ -16,7 +16,7 @@ from benchmarks.ops import fused as cases
 from cutjax.kernels.sm90 import kernel as sm90
 
 H = jnp.bfloat16
-RANDOM = 12
+RANDOM = 6  # after a change of what an epilogue becomes: 60
 
 
 def lowered(fn, *args) -> str:
@@ -53,8 +53,7 @@ def test_random_epilogues_are_one_kernel(index):
     assert spills(row.choice) == 0
 
 
-@pytest.mark.parametrize("weights", [(), (2, 3), (2, 1)], ids=str)
-@pytest.mark.parametrize("name", ["dropout", "places", "rows"])
+@pytest.mark.parametrize(("name", "weights"), [("dropout", (2, 3)), ("places", (2, 1)), ("rows", ())], ids=str)
 def test_places_in_the_batch_are_one_kernel(name, weights):
     def epilogue(acc, key):
         if name == "dropout":
@@ -67,7 +66,7 @@ def test_places_in_the_batch_are_one_kernel(name, weights):
         return cutjax.gemm(x, w, epilogue=epilogue, operands=(key,), backend="cuda")
 
     args = jax.ShapeDtypeStruct((2, 3, 136, 72), H), jax.ShapeDtypeStruct((*weights, 72, 264), H), jax.random.key(0)
-    for f in (fn, jax.vmap(fn, (0, None, None)) if not weights else fn):
+    for f in (fn,) if weights else (fn, jax.vmap(fn, (0, None, None))):
         text = lowered(f, *args)
         assert len(kernels(text)) == 1
         assert "dot_general" not in text
@@ -75,8 +74,8 @@ def test_places_in_the_batch_are_one_kernel(name, weights):
     assert spills(row.choice) == 0
 
 
-# A third of them: the others have the same epilogues at other sizes.
-BENCHMARKS = [(case, i) for case in cases.FUSED for i in range(len(fused.pairs(case)))][::3]
+# A fifth of them: the others have the same epilogues at other sizes.
+BENCHMARKS = [(case, i) for case in cases.FUSED for i in range(len(fused.pairs(case)))][::5]
 
 
 @pytest.mark.parametrize(

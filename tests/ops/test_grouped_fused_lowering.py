@@ -13,7 +13,7 @@ import cutjax
 from cutjax.kernels.sm90 import kernel as sm90
 
 H = jnp.bfloat16
-RANDOM = 8
+RANDOM = 4  # after a change of what an epilogue becomes: 40
 M, N, K, G = 136, 264, 72, 5
 # Of which "batch" is one value for each group and "batch_col" one for each column of each group: (G, 1, 1), (G, 1, N).
 KINDS = ("batch", "batch_col", "col", "full", "row", "scalar")
@@ -61,7 +61,7 @@ def test_random_epilogues_are_one_kernel(index):
     check_kernels(fn, shape(M, K), (w,) * case.products, SIZES, operands, count=1)
 
 
-@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+@pytest.mark.parametrize("batch", [(2,)], ids=str)
 def test_gradients_are_kernels(batch):
     def loss(x, w, v, b, s, sizes):
         y = cutjax.grouped_gemm(
@@ -75,7 +75,7 @@ def test_gradients_are_kernels(batch):
     check_kernels(jax.value_and_grad(loss, (0, 1, 2, 3, 4)), *args, count=1 + 4 + 1)
 
 
-@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+@pytest.mark.parametrize("batch", [()], ids=str)
 def test_a_gated_mlp_and_its_gradient_are_kernels(batch):
     def loss(x, w1, w2, gate, scale, sizes):
         y = cutjax.grouped_mlp(

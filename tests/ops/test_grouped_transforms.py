@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from checks import compare, integers, same
-from jax.test_util import check_grads
+from checks import integers, same
 from oracles import masked_multiply, masked_outer
 
 import cutjax
-
-pytestmark = pytest.mark.versions
 
 M, K, N, G = 24, 8, 6, 4
 SIZES = jnp.array([5, 0, 10, 6], jnp.int32)  # three rows have no group
@@ -22,20 +16,6 @@ SIZES = jnp.array([5, 0, 10, 6], jnp.int32)  # three rows have no group
 
 def operands(layout: str, dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
     return integers(0, (M, K), dtype), integers(1, (G, *((K, N) if layout == "nn" else (N, K))), dtype)
-
-
-def pair(layout: str):
-    """The operation and its oracle."""
-    return tuple(functools.partial(f, layout=layout) for f in (cutjax.grouped_gemm, masked_multiply))
-
-
-@pytest.mark.parametrize("function", [cutjax.grouped_gemm, cutjax.grouped_outer])
-def test_numerical_derivatives(function):
-    """Against differences of values, where every other test has plain JAX's derivatives to compare with."""
-    with jax.enable_x64(True):
-        x, w = (x[..., :2].astype(np.float64) / 4 for x in operands("nt"))
-        args = (x, w.mT) if function is cutjax.grouped_gemm else (x, integers(2, (M, 2), np.float64) / 4)
-        check_grads(lambda x, y: jnp.tanh(function(x, y, SIZES)), args, order=2, modes=["fwd", "rev"])
 
 
 SOME_AXES = [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, None), (1, None, 1), (None, 2, 0), (0, 1, 0)]
@@ -52,6 +32,7 @@ def primitives(fn, *args) -> list[str]:
     return sorted(eqn.primitive.name for eqn in jaxpr.eqns)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("axes", SOME_AXES, ids=str)
 def test_vmap_never_copies_the_weights(axes):
     """A batch axis of the operation, of size 1 where an operand is shared; in the backward pass, too."""
@@ -67,6 +48,7 @@ def test_vmap_never_copies_the_weights(axes):
                 assert eqn.invars[0].aval.size == eqn.outvars[0].aval.size
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("layout", ["nn", "nt"])
 def test_backward_is_two_products_and_no_transpose(layout):
     x, w = operands(layout)
@@ -106,25 +88,7 @@ def test_gradients_have_the_operands_dtype():
     assert {row.choice.problem.a.dtype.name for row in rows} == {"bfloat16"}  # a kernel can serve it
 
 
-def test_scan_over_layers():
-    """x through three layers of experts, each with its own weights and sizes."""
-    x, w = integers(0, (M, K)), integers(1, (3, G, K, K)) % 2
-    sizes = jnp.array([[5, 0, 10, 6], [24, 0, 0, 0], [1, 2, 3, 4]], jnp.int32)
-
-    def take(f):
-        def loss(x, w):
-            def layer(h, of_layer):
-                h = f(h, *of_layer)
-                return h, h.sum()
-
-            h, sums = jax.lax.scan(layer, x, (w, sizes))
-            return (h * sums[0]).sum()
-
-        return jax.value_and_grad(loss, (0, 1))
-
-    compare(take, pair("nn"), (x, w))
-
-
+@pytest.mark.versions
 def test_sizes_are_data(caplog):
     """No size is read by the host: one program serves all of them, and they may come from the device."""
     x, w = operands("nn")
@@ -138,6 +102,7 @@ def test_sizes_are_data(caplog):
     same(y, masked_multiply(x, w, jnp.full(G, M // G)))
 
 
+@pytest.mark.versions
 def test_disable_jit_and_donation():
     x, w = operands("nn")
     expected = masked_multiply(x, w, SIZES)
@@ -150,6 +115,7 @@ def test_disable_jit_and_donation():
     assert to.is_deleted()
 
 
+@pytest.mark.versions
 def test_sizes_have_no_tangent():
     x, w = operands("nn")
     _, vjp = jax.vjp(cutjax.grouped_gemm, x, w, SIZES)

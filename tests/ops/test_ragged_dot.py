@@ -16,8 +16,6 @@ from jax import lax
 
 import cutjax
 
-pytestmark = pytest.mark.versions
-
 M, K, N, G = 20, 8, 6, 4
 X, W, S = integers(0, (M, K)), integers(1, (G, K, N)), jnp.array([5, 0, 7, 6], jnp.int32)
 Dims = lax.RaggedDotDimensionNumbers
@@ -30,6 +28,7 @@ def check(lhs, rhs, sizes, dims, **options):
     compare(take, (cutjax.ragged_dot_general, lax.ragged_dot_general), (lhs, rhs, sizes))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", ["ragged_dot", "ragged_dot_general"])
 def test_signature(name):
     """jax's, whose older versions have no out_sharding."""
@@ -38,6 +37,7 @@ def test_signature(name):
     assert [p.name for p in ours[len(theirs) :]] in ([], ["out_sharding"])
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("sizes", [(5, 0, 7, 6), (20, 0, 0, 0), (0, 0, 0, 0), (1, 18, 0, 1)], ids=str)
 def test_values_and_gradients(sizes):
     def take(f):
@@ -60,8 +60,8 @@ def array(seed: int, letters: str) -> jax.Array:
 
 
 def some_orders(lhs: str, rhs: str) -> list[tuple[str, str]]:
-    """The given orders, in which nothing moves, and twelve others."""
-    pairs = [(ORDERS[i * 149 % 720], ORDERS[i * 331 % 720]) for i in range(13)]
+    """The given orders, in which nothing moves, and five others: 100 after a change of how they are moved."""
+    pairs = [(ORDERS[i * 149 % 720], ORDERS[i * 331 % 720]) for i in range(6)]
     return [tuple("".join(x[i] for i in order) for x, order in zip((lhs, rhs), pair, strict=True)) for pair in pairs]
 
 
@@ -89,6 +89,7 @@ def test_ragged_contraction(lhs, rhs):
         check(array(0, lhs), array(1, rhs), sizes, numbers(lhs, rhs, contracted))
 
 
+@pytest.mark.versions
 def test_ragged_batch():
     """As in jax the sizes change nothing."""
     dims = Dims((([2], [1]), ([0], [0])), [0], [])
@@ -126,6 +127,7 @@ DTYPES = [
 ]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("lhs", "rhs", "preferred"), DTYPES, ids=str)
 def test_dtypes(lhs, rhs, preferred):
     x, w = (x.astype(t) for x, t in ((X, lhs), (W, rhs)))
@@ -142,6 +144,7 @@ def test_dtypes(lhs, rhs, preferred):
 PRECISIONS = [None, "highest", lax.Precision.HIGH, ("high", "default"), ["default", "high"], "F32_F32_F32"]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 def test_precision(precision):
     """That of XLA's product, forward and backward."""
@@ -175,6 +178,7 @@ def test_group_offset():
     np.testing.assert_array_equal(shifted, jnp.concatenate([dw[1:], jnp.zeros_like(dw[:1])]))
 
 
+@pytest.mark.versions
 def test_inside_shard_map():
     mesh = mesh_of(i=8)
     specs = jax.P(None, "i"), jax.P(None, "i")
@@ -199,10 +203,10 @@ def test_second_mode_has_gradients():
         return (cutjax.ragged_dot_general(x, y, S, dims) ** 2).sum()
 
     def plain(x, y):
-        ends = np.cumsum(S)
-        return sum((jnp.einsum("rik,rin->kn", x[a:b], y[a:b]) ** 2).sum() for a, b in zip(ends - S, ends, strict=True))
+        ends = [0, *np.cumsum(np.asarray(S))]
+        return sum((jnp.einsum("rik,rin->kn", x[a:b], y[a:b]) ** 2).sum() for a, b in itertools.pairwise(ends))
 
-    jax.tree.map(np.testing.assert_array_equal, jax.grad(loss, (0, 1))(x, y), jax.grad(plain, (0, 1))(x, y))
+    compare(lambda f: jax.grad(f, (0, 1)), (loss, plain), (x, y))
 
 
 def test_scope_decides_who_runs():
@@ -233,6 +237,7 @@ BAD = [
 ]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("error", "match", "lhs", "rhs", "sizes", "dims"), BAD, ids=[case[1][:30] for case in BAD])
 def test_refused(error, match, lhs, rhs, sizes, dims):
     """jax says what is wrong with the dimension numbers."""
@@ -240,6 +245,7 @@ def test_refused(error, match, lhs, rhs, sizes, dims):
         cutjax.ragged_dot_general(lhs, rhs, sizes, dims)
 
 
+@pytest.mark.versions
 def test_out_sharding_is_refused():
     with pytest.raises(
         NotImplementedError, match=r"ragged_dot_general: out_sharding must be None, got .*jax.shard_map"
@@ -252,8 +258,8 @@ def test_out_sharding_is_refused():
 CONTRACTED = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
 
-@pytest.mark.parametrize("backend", ["auto", "xla"])
-@pytest.mark.parametrize("kind", ["ragged_dot", "contracted", "gradient"])
+@pytest.mark.versions
+@pytest.mark.parametrize(("kind", "backend"), [("ragged_dot", "xla"), ("contracted", "auto"), ("gradient", "auto")])
 def test_symbolic_sizes(kind, backend):
     """A program exported for any number of rows."""
     functions = {

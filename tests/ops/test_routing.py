@@ -28,9 +28,18 @@ close = functools.partial(checks.close, tolerance=1e-6)
 LOGITS = normal(0, T, E)
 
 
-@pytest.mark.parametrize(("k", "bias"), [(2, None), (1, (E,)), (2, (T, E)), (E, (T, 1))], ids=str)
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(
+    ("k", "bias", "scoring", "renormalize"),
+    [
+        (2, None, "softmax", True),
+        (1, (E,), "sigmoid", False),
+        (2, (T, E), "softmax", False),
+        (E, (T, 1), "sigmoid", True),
+        (1, None, "softmax", False),
+        (2, (E,), "sigmoid", True),
+    ],
+    ids=str,
+)
 def test_experts_and_weights(k, scoring, renormalize, bias):
     bias = None if bias is None else normal(1, *bias)
     how = {"scoring": scoring, "renormalize": renormalize}
@@ -52,7 +61,7 @@ def test_experts_and_weights(k, scoring, renormalize, bias):
     compare(take, functions, (LOGITS,), 1e-6)
 
 
-@pytest.mark.parametrize("batch", [(), (3,), (2, 3)], ids=str)
+@pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
 def test_rows_are_sorted_by_expert(batch):
     k = 3
     logits = normal(0, *batch, T, E)
@@ -135,12 +144,11 @@ def test_gather_and_sum(name):
 
         return of
 
-    close(got(x), expected(x))
     compare(take, (got, expected), (x,), 1e-5)
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("mapped", [(0, None), (1, None), (2, None), (None, 0), (0, 0), (2, 0)], ids=str)
+@pytest.mark.parametrize("mapped", [(1, None), (None, 0), (2, 0)], ids=str)
 def test_vmap(name, mapped):
     x = PAIRS[name][2]
     r = ROUTING if mapped[1] is None else cutjax.route(normal(3, 4, T, E), 3)
@@ -212,8 +220,7 @@ def test_on_explicit_axes():
 # The losses.
 
 
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize(("k", "scoring"), [(1, "sigmoid"), (2, "softmax")])
 def test_load_balance_loss(k, scoring):
     got, expected = (functools.partial(f, k=k, scoring=scoring) for f in (cutjax.load_balance_loss, plain_loss))
     compare(lambda f: lambda x: (jax.value_and_grad(f)(x), jax.hessian(f)(x)), (got, expected), (LOGITS,), 1e-6)

@@ -17,8 +17,6 @@ from jax import lax
 
 import cutjax
 
-pytestmark = pytest.mark.versions
-
 LAYOUTS = ("n", "t")
 M, K = 6, 5
 A, H = jnp.ones((M, K)), jnp.bfloat16
@@ -55,6 +53,7 @@ def test_forward_is_one_kernel(layout, batch):
         assert operations(mapped, a) == [f"{KERNEL[layout]}_symmetric"]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("batch", [(), (2,)], ids=str)
 def test_gradient_is_one_product(layout, batch):
@@ -73,6 +72,7 @@ def test_newton_schulz_is_one_kernel():
     assert operations(f, jax.ShapeDtypeStruct((4, 64, 64), H)) == ["sm90_bf16_nt_symmetric"]
 
 
+@pytest.mark.versions
 def test_derivative_of_an_epilogue_keeps_accumulators_of_the_same_kernel():
     f = functools.partial(cutjax.syrk, epilogue=lambda acc, s: jnp.tanh(acc * s), operands=(jnp.float32(2),))
     found = operations(jax.grad(lambda a: f(a).astype(jnp.float32).sum()), shape())
@@ -82,6 +82,7 @@ def test_derivative_of_an_epilogue_keeps_accumulators_of_the_same_kernel():
     assert "dot_general" not in found
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda")], ids=str)
 def test_export_round_trip(platforms):
     a = shape("t", 2)
@@ -115,6 +116,7 @@ def test_pinned_config_is_of_the_forward_product_alone(kernels_run):
     assert ["_64x64x64_s2_" in name for name in kernels] == [True, False]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("precision", [None, "highest", "high", "BF16_BF16_F32_X3"])
 def test_precision(precision):
     """Every product of the value and of the gradient has that of plain JAX."""

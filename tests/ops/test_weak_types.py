@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,13 @@ def operands(x64: bool) -> list[jax.Array]:
     return [*strong, *weak]
 
 
+def pairs(x64: bool) -> list[tuple[jax.Array, jax.Array]]:
+    """Each dtype by itself, and 60 pairs of the 225 to 324: all of them after a change of how dtypes are promoted."""
+    found = operands(x64)
+    drawn = random.Random(int(x64)).sample([*itertools.product(found, repeat=2)], 60)
+    return [*zip(found, found, strict=True), *drawn]
+
+
 def types(fn: Callable[..., Any], *args: jax.Array) -> Any:
     """Dtype and weak type of the result, and of the gradients where there are some; None where it is refused."""
 
@@ -53,7 +61,7 @@ def types(fn: Callable[..., Any], *args: jax.Array) -> Any:
 def test_gemm_as_matmul(x64, out):
     compared = 0
     with jax.enable_x64(x64), jax.numpy_dtype_promotion("standard"):
-        for a, b in itertools.product(operands(x64), repeat=2):
+        for a, b in pairs(x64):
             if {a.dtype.name, b.dtype.name} == {"bfloat16", "float16"}:
                 continue  # refused
             expected = types(lambda a, b: jnp.matmul(a, b, preferred_element_type=out), a, b)
@@ -66,7 +74,7 @@ def test_gemm_as_matmul(x64, out):
             assert got[0] == expected[0], case
             assert [dtype for dtype, _ in got[1]] == [dtype for dtype, _ in expected[1]], case
             compared += 1
-    assert compared > 60
+    assert compared > 30
 
 
 @pytest.mark.parametrize("out", [None, "float32"])
@@ -75,7 +83,7 @@ def test_groups_as_ragged_dot(x64, out):
     """Results are strong, for the sizes are; the gradients' dtypes are the operands'."""
     compared, sizes = 0, jnp.array([2])
     with jax.enable_x64(x64), jax.numpy_dtype_promotion("standard"):
-        for a, b in itertools.product(operands(x64), repeat=2):
+        for a, b in pairs(x64):
             expected = types(lambda a, b: lax.ragged_dot(a, b[None], sizes, preferred_element_type=out), a, b)
             if expected is None:
                 continue
@@ -86,7 +94,7 @@ def test_groups_as_ragged_dot(x64, out):
             if a.dtype == b.dtype and (got := types(lambda a, b: cutjax.grouped_gemm(a, b[None], sizes), a, b)):
                 assert not got[0][1], case
             compared += 1
-    assert compared > 60
+    assert compared > 30
 
 
 def test_cotangents_of_numpy():

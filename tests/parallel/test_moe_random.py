@@ -1,6 +1,6 @@
 """Random layers of experts over devices, in every form: values and gradients are those of one device.
 
-DRAWS in the environment says how many are drawn.
+DRAWS in the environment says how many are drawn: 40 after a change of how experts lie over devices.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def layer(seed):
     return fn, divided, args, f"{dict(mesh.shape)} {[x.shape for x in args]} {over} {options} {more}"
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("DRAWS", "2"))))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("DRAWS", "1"))))
 def test_layers(seed):
     fn, divided, args, what = layer(seed)
 

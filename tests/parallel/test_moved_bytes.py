@@ -15,7 +15,7 @@ from partitions import MESH, D, T, laid, moved
 
 import cutjax
 
-DRAWS = 5  # of each seed; 30 were drawn after the last change
+DRAWS = 3  # of each seed; 30 were drawn after the last change
 # Of gradients: XLA makes one of jnp's two equal gathers, forward and backward, and divides by what lies further away.
 SLACK = 2
 

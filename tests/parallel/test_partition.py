@@ -8,6 +8,7 @@ is divided well.
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -176,9 +177,13 @@ def _loss(fn, *args):
     return sum((y * (lax.stop_gradient(y) % 3 - 1)).sum() for y in jax.tree.leaves(outs)), outs
 
 
+SHARE = 2  # one in so many ways of each product, at least one; all, 1, after a change of how products are divided
+
+
 def _ways():
     for name, case in CASES.items():
-        for i, specs in enumerate(case.specs):
+        ways = random.Random(name).sample(range(len(case.specs)), -(-len(case.specs) // SHARE))
+        for i, specs in ((i, case.specs[i]) for i in sorted(ways)):
             yield pytest.param(case, specs, case.results[i : i + 1], id=f"{name} {specs}{case.results[i : i + 1]}")
 
 

@@ -58,10 +58,10 @@ def tangent(args):
     return jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), args)
 
 
+GRADIENT = {"grad": lambda f: lambda *args: jax.grad(f, range(len(args)))(*args)}
 DERIVATIVES = {
-    "grad": lambda f: lambda *args: jax.grad(f, range(len(args)))(*args),
     "jvp": lambda f: lambda *args: jax.jvp(f, args, tangent(args))[1],
-    "forward over reverse": lambda f: lambda *args: jax.jvp(jax.grad(f, range(len(args))), args, tangent(args))[1],
+    "forward over reverse": lambda f: lambda *args: jax.jvp(jax.grad(f, range(len(args))), args, tangent(args)),
     "reverse over reverse": lambda f: jax.grad(lambda *args: sum(jnp.vdot(*p) for p in _pairs(jax.grad(f), args))),
     "jit of checkpoint": lambda f: jax.jit(jax.grad(jax.checkpoint(f))),
 }
@@ -100,7 +100,7 @@ def all_of(takes, fused, plain, args):
         found = jax.jit(lambda *args: {k: [take(f)(*args) for f in (fused, plain)] for k, take in takes.items()})(*args)
     except (TypeError, NotImplementedError):
         if len(takes) > 1:
-            for name, take in takes.items():
+            for name, take in (GRADIENT | takes).items():  # else forward over reverse has the gradient in it
                 both(take, fused, plain, args, name)
             return
         found = {name: [derivative(take, f, *args) for f in (fused, plain)] for name, take in takes.items()}
@@ -154,7 +154,7 @@ def test_the_derivative_of_captured_arrays():
     agree(jax.grad(fused, (0, 1))(X[0], B), jax.grad(plain, (0, 1))(X[0], B))
 
 
-@pytest.mark.parametrize("name", [*ELEMENTWISE, *OTHERS])
+@pytest.mark.parametrize("name", [*list(ELEMENTWISE)[::2], *OTHERS])
 def test_vmap_and_batch_axes(name):
     fn, operands = OTHERS.get(name) or (ELEMENTWISE[name], ())
 
@@ -183,7 +183,7 @@ def test_vmap_and_batch_axes(name):
 
 @pytest.mark.parametrize(
     ("name", "gated"),
-    [*((name, i % 3 == 0) for i, name in enumerate(ELEMENTWISE)), *(("forward rule with a mean", x) for x in (0, 1))],
+    [*((name, i % 2 == 0) for i, name in enumerate(list(ELEMENTWISE)[::2])), ("forward rule with a mean", True)],
 )
 def test_layers_of_two_products(name, gated):
     fn = ELEMENTWISE.get(name) or normed
@@ -198,16 +198,11 @@ def test_layers_of_two_products(name, gated):
         lambda x, w, v: cutjax.mlp(x, w, v, activation=fn, gate=0.5 * w if gated else None, save="recompute")
     )
 
-    def twice(take):
-        """Of rows, and of a batch of them."""
-        return lambda f: lambda x, w, v: (take(f)(x[0], w, v), take(f)(x, w, v))
-
-    takes = {how: twice(DERIVATIVES[how]) for how in ("grad", "forward over reverse")}
-    all_of(takes, fused, plain, (X, W, v))
-    both(DERIVATIVES["grad"], recomputed, plain, (X, W, v))
+    both(DERIVATIVES["forward over reverse"], fused, plain, (X, W, v))
+    both(GRADIENT["grad"], recomputed, plain, (X[0], W, v))
 
 
-@pytest.mark.parametrize("name", [*ELEMENTWISE, *OTHERS])
+@pytest.mark.parametrize("name", [*list(ELEMENTWISE)[1::2], *OTHERS])
 def test_groups(name):
     fn, operands = OTHERS.get(name) or (ELEMENTWISE[name], ())
     inside = jnp.arange(5)[:, None] < 4  # the last row is of no group
@@ -223,7 +218,7 @@ def test_groups(name):
         return lambda *args: jnp.sum(jnp.sin(3 * product(*args)))
 
     take = "forward over reverse" if name in OTHERS else "grad"  # the one has the other in it
-    both(DERIVATIVES[take], loss(fused), loss(plain), (X[0], W2, *operands), take)
+    both((GRADIENT | DERIVATIVES)[take], loss(fused), loss(plain), (X[0], W2, *operands), take)
 
 
 def test_operands_of_groups():
@@ -380,14 +375,14 @@ def random_epilogue(choose):
     return epilogue
 
 
-@pytest.mark.parametrize("seed", range(10))  # after a change of how rules are traced: 300
+@pytest.mark.parametrize("seed", range(5))  # after a change of how rules are traced: 300
 def test_random_rules(seed):
     fn = random_epilogue(random.Random(seed))
     try:
         check(fn, B)
     except NotImplementedError as error:
         assert "no second derivative, since custom_vjp" in str(error)  # noqa: PT017
-        check(fn, B, takes={"grad": DERIVATIVES["grad"]})
+        check(fn, B, takes=GRADIENT)
 
 
 def test_second_derivatives_that_are_refused_by_name():

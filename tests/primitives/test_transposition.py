@@ -123,7 +123,7 @@ def test_linear_functions_transpose(name):
     close(got, expected, 1e-5)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))  # after a change of transposition: 100
 def test_random_linear_functions_transpose(seed):
     """Products and what is linear around them, under fuse: the transpose, and the transpose of that."""
 
@@ -196,7 +196,7 @@ def test_inside_shard_map(check_vma):
         def mapped(a, x):
             return jax.linear_transpose(matvec(a), x)(x)[0]
 
-        return mapped(A, B)
+        return jax.jit(mapped)(A, B)
 
     for matvec in MATVECS.values():
         close(of(matvec), of(lambda a: lambda x: x @ a * 2 + x), 1e-5)
