@@ -44,7 +44,7 @@ def disassembly(image: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(image)
         file.flush()
-        command = [str(nvdisasm()), "-c", file.name]
+        command = [str(nvdisasm()), "-c", "-ndf", file.name]  # no analysis of branches: a quarter of the time
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -71,10 +71,11 @@ def telling(configs: Sequence[cutjax.Config], every: int) -> list[cutjax.Config]
     return list(dict.fromkeys([*alone, *widest.values(), *others[::every]]))
 
 
-def in_turns(configs: Sequence[Any], turn: int, every: int = 8) -> list[Any]:
-    """Every eighth of them, others in the next turn, and one with the most accumulators, which is the first to spill.
+def in_turns(configs: Sequence[Any], turn: int, every: int) -> list[Any]:
+    """One of so many, others in the next turn, and one with the most accumulators, which is the first to spill.
 
-    All tiles compile in plain products; what else there is, epilogues and layouts, each has a turn.
+    `python -m tests.compile_all` compiles all; here all tiles are compiled in some plain product, and each epilogue and
+    layout has a turn.
     """
     most = max(configs, key=lambda config: config.accumulator_registers)
     return list(dict.fromkeys([most, *configs[turn % every :: every]]))

@@ -59,7 +59,7 @@ def test_every_way_has_an_instruction():
 def test_instructions(dtype, math, arch, opcode):
     asked = problem(dtype, math, "nn", arch)
     way = math_of(asked)
-    config = Config(32, 32, way.depths[0], 32, 16 if way.words > 8 else 32, stages=2)
+    config = Config(16, 32, way.depths[0], 16, 16 if way.words > 8 else 32, stages=2)
     kernel = mma.resolved(asked, config)
     cubin = compiler.compile_source(kernel.source, name=kernel.name, arch=arch)
     assert "warning" not in cubin.log

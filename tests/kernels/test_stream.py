@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from checks import changed
 from cubin import check_lean, in_turns
-from epilogue_host import SHIM, build
+from epilogue_host import SHIM
+from gxx import build
 from test_fusion import CASES, problem
 
 import cutjax
@@ -37,10 +38,10 @@ CONFIGS = (PING_PONG, COOP, TALL, SWAPPED, STREAM(64, 64, 64, 6), STREAM(128, 24
 @needs_nvrtc
 @pytest.mark.parametrize("layout", ["nt", "tn"])
 def test_plain_kernels_compile_lean(layout):
-    """Two where each operand is K-major and where neither is; these have other addresses in the mainloop."""
+    """Some where each operand is K-major and others where neither is; these have other addresses in the mainloop."""
     configs = [config for config in CONFIGS if not cutjax.reasons(config, changed(SQUARE, layout=layout))]
     assert len(configs) >= 5
-    check_lean(changed(SQUARE, layout=layout), configs, 32 << 10)
+    check_lean(changed(SQUARE, layout=layout), configs[layout == "tn" :: 2], 32 << 10)
 
 
 @needs_nvrtc
@@ -50,7 +51,7 @@ def test_fused_kernels_compile_lean(name):
     narrow = (STREAM(128, 128, 64, 4), STREAM(64, 64, 64, 4, schedule="pingpong"), STREAM(128, 64, 64, 4, cluster_m=2))
     configs = [config for config in (*CONFIGS, *narrow) if not cutjax.reasons(config, asked)]
     assert len(configs) >= 3
-    check_lean(asked, in_turns(configs, list(CASES).index(name)), 52 << 10)
+    check_lean(asked, in_turns(configs, list(CASES).index(name), 8), 52 << 10)
 
 
 @needs_nvrtc
