@@ -19,8 +19,8 @@ CASES = {case.name: case for case in collective.SUITE.cases}
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Some rounds of turns, and four devices."""
-    monkeypatch.setattr("benchmarks.ops.programs.ROUNDS", 2)
+    """One round of turns, and four devices."""
+    monkeypatch.setattr("benchmarks.ops.programs.ROUNDS", 1)
     monkeypatch.setattr("benchmarks.ops.programs.ROUND_S", 1e-3)
     monkeypatch.setattr("benchmarks.ops.collective.BURST_S", 1e-3)
     monkeypatch.setattr("benchmarks.ops.collective.REST_S", 1e-3)
