@@ -114,12 +114,14 @@ def test_gpt2_is_that_of_transformers():
     sizes = gpt2.Sizes(64, 4, 2, 32, 101)
     config = transformers.GPT2Config(vocab_size=101, n_positions=32, n_embd=64, n_layer=2, n_head=4)
     with jax.numpy_dtype_promotion("standard"):
-        theirs = transformers.FlaxGPT2LMHeadModel(config, seed=0, input_shape=(1, 8), dtype=dtype)
+        theirs = transformers.FlaxGPT2LMHeadModel(config, seed=0, input_shape=(1, 8), dtype=dtype, _do_init=False)
         tokens = jax.random.randint(jax.random.key(0), (2, 16), 0, 101)
         ours = gpt2.GPT2(sizes, ways.way("jax"), dtype)
-        params = ours.init(jax.random.key(1), tokens)["params"]
-        assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, theirs.params)
-        got, expected = ours.apply({"params": theirs.params}, tokens), theirs(tokens).logits
+        key, rng = jax.random.key(1), np.random.default_rng(1)
+        shapes = jax.eval_shape(lambda: ours.init(key, tokens)["params"])
+        assert shapes == jax.eval_shape(lambda: theirs.init_weights(key, (1, 8)))
+        params = jax.tree.map(lambda x: (0.1 * rng.standard_normal(x.shape)).astype(x.dtype), shapes)
+        got, expected = jax.jit(lambda p: (ours.apply({"params": p}, tokens), theirs(tokens, params=p).logits))(params)
     assert got.dtype == expected.dtype == dtype
     # Equal to the bit where it was written; the logits are at most 0.8.
     np.testing.assert_allclose(got.astype(jnp.float32), expected.astype(jnp.float32), rtol=0, atol=1e-6)
