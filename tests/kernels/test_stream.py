@@ -184,12 +184,12 @@ def test_every_k_block_is_multiplied_once(walks, cluster):
     rng = np.random.default_rng(1)
     total = 0
     for clusters, k_blocks in itertools.product((1, 2, 3, 5, 7, 8, 13), (1, 2, 3, 4, 7, 16, 31, 100)):
-        for _ in range(6):
+        for _ in range(2):  # 6 are worth it after a change
             m, n = (int(rng.integers(1, 8 * tile)) for tile in (BM, BN))
             k = k_blocks * BK - int(rng.integers(BK))
             raster = int(rng.choice([-3, -1, 1, 2, 8]))
             total += check_walk(walks, cluster, (m, n, k), raster, int(rng.integers(1, 4)), clusters)
-    assert total > 1000
+    assert total > 300
 
 
 @pytest.mark.parametrize("clusters", [66, 132])
