@@ -70,7 +70,7 @@ def instructions(image: bytes) -> collections.Counter[str]:
 
 
 def instructions_of_all(images: Sequence[bytes], arch: str) -> list[collections.Counter[str]]:
-    """The same of each cubin of an architecture: nvdisasm takes longer to start than to read one."""
+    """Counts those of each cubin of an architecture: nvdisasm takes longer to start than to read one."""
     codes = [code(image) for image in images]
     opcodes = iter(_opcodes(_disassembled(b"".join(codes), "-b", arch.upper().replace("_", "").replace("A", "a"))))
     found = [collections.Counter(itertools.islice(opcodes, len(each) // 16)) for each in codes]
