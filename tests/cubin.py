@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import pathlib
 import re
 import struct
@@ -19,14 +20,21 @@ from cutjax.kernels.sm90 import kernel as sm90
 from cutjax.runtime import compiler
 
 
-def code_bytes(image: bytes) -> int:
-    """Bytes of instructions, 16 each: the sections .text* of an ELF file of 64 bits."""
+def code(image: bytes) -> bytes:
+    """The instructions, 16 bytes each: the sections .text* of an ELF file of 64 bits."""
     (table,) = struct.unpack_from("<Q", image, 0x28)
     size, count, names = struct.unpack_from("<HHH", image, 0x3A)
     # Of each section: where its name is, ..., where it lies, how long it is.
     sections = [struct.unpack_from("<I20xQQ", image, table + i * size) for i in range(count)]
     at = sections[names][1]
-    return sum(length for name, _, length in sections if image[at + name :].startswith(b".text"))
+    return b"".join(
+        image[first : first + length] for name, first, length in sections if image[at + name :].startswith(b".text")
+    )
+
+
+def code_bytes(image: bytes) -> int:
+    """Bytes of instructions."""
+    return len(code(image))
 
 
 @functools.cache
@@ -39,19 +47,35 @@ def nvdisasm() -> str | None:
     return next((str(pathlib.Path(f.locate())) for f in files if f.name == "nvdisasm"), None)
 
 
+def _disassembled(data: bytes, *flags: str) -> str:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        command = [str(nvdisasm()), *flags, "-ndf", file.name]  # no analysis of branches: a quarter of the time
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def disassembly(image: bytes) -> str:
     """The machine code of a cubin as text."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(image)
-        file.flush()
-        command = [str(nvdisasm()), "-c", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return _disassembled(image, "-c")
+
+
+def _opcodes(text: str) -> list[str]:
+    return re.findall(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text)
 
 
 def instructions(image: bytes) -> collections.Counter[str]:
     """Counts each opcode of a cubin, with its modifiers."""
-    found = re.finditer(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", disassembly(image))
-    return collections.Counter(match[1] for match in found)
+    return collections.Counter(_opcodes(disassembly(image)))
+
+
+def instructions_of_all(images: Sequence[bytes], arch: str) -> list[collections.Counter[str]]:
+    """Counts those of each cubin of an architecture: nvdisasm takes longer to start than to read one."""
+    codes = [code(image) for image in images]
+    opcodes = iter(_opcodes(_disassembled(b"".join(codes), "-b", arch.upper().replace("_", "").replace("A", "a"))))
+    found = [collections.Counter(itertools.islice(opcodes, len(each) // 16)) for each in codes]
+    assert next(opcodes, None) is None
+    return found
 
 
 def multiplies(opcode: str) -> bool:
@@ -71,10 +95,11 @@ def telling(configs: Sequence[cutjax.Config], every: int) -> list[cutjax.Config]
     return list(dict.fromkeys([*alone, *widest.values(), *others[::every]]))
 
 
-def in_turns(configs: Sequence[Any], turn: int, every: int = 8) -> list[Any]:
-    """Every eighth of them, others in the next turn, and one with the most accumulators, which is the first to spill.
+def in_turns(configs: Sequence[Any], turn: int, every: int) -> list[Any]:
+    """One of so many, others in the next turn, and one with the most accumulators, which is the first to spill.
 
-    All tiles compile in plain products; what else there is, epilogues and layouts, each has a turn.
+    `python -m tests.compile_all` compiles all; here all tiles are compiled in some plain product, and each epilogue and
+    layout has a turn.
     """
     most = max(configs, key=lambda config: config.accumulator_registers)
     return list(dict.fromkeys([most, *configs[turn % every :: every]]))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import pathlib
-import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import gxx
 import numpy as np
 
 from cutjax.epilogue import emit
 from cutjax.epilogue.expression import Epilogue, Node, OperandSpec, Output, normal
 from cutjax.runtime import sources
 
-SHIM = pathlib.Path(__file__).parent / "native" / "device_shim.h"
+SHIM = gxx.NATIVE / "device_shim.h"
 # The numpy type of a carrier.
 TYPES = {"float": np.float32, "int": np.int32, "u32": np.uint32, "i64": np.int64, "u64": np.uint64, "bool": np.bool_}
 TYPES |= {"double": np.float64, "Complex<float>": np.complex64, "Complex<double>": np.complex128}
@@ -69,25 +69,6 @@ def _function(epilogue: Epilogue, number: int) -> str:
     )
 
 
-def build(folder: pathlib.Path, text: str) -> ctypes.CDLL:
-    """A library of C++ text."""
-    source, library = folder / "epilogues.cc", folder / "epilogues.so"
-    source.write_text(text)
-    # nvcc may fuse a multiplication and an addition; here nothing may, so that bits can be compared.
-    flags = [
-        "-std=c++20",
-        "-O1",
-        "-ffp-contract=off",
-        "-shared",
-        "-fPIC",
-        "-Wall",
-        "-Wno-unused",
-        "-Wno-unknown-pragmas",
-    ]
-    subprocess.run(["g++", *flags, source, "-o", library], check=True)
-    return ctypes.CDLL(str(library))
-
-
 class Host:
     """Epilogues compiled into one library; ``host(i, arrays)`` runs the i-th; ``raw``: outputs not yet rounded."""
 
@@ -95,7 +76,7 @@ class Host:
         self._epilogues = list(epilogues)
         text = f'#include "{SHIM}"\n{sources._file("common/math.cuh")}#define EXPORT extern "C"\n'
         text += "".join(_function(epilogue, i) for i, epilogue in enumerate(epilogues))
-        self._library = build(folder, text)
+        self._library = gxx.build(folder, text, "-Wno-unknown-pragmas")
 
     def __call__(
         self, i: int, *operands: np.ndarray, accs: Sequence[np.ndarray] = (), raw: bool = False

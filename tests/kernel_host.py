@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import pathlib
 import re
-import subprocess
 from collections.abc import Sequence
 from typing import Any
 
+import gxx
 import jax.numpy as jnp
 import numpy as np
 
@@ -22,7 +21,6 @@ from cutjax.kernels.problem import Problem
 from cutjax.runtime.architectures import number
 from cutjax.runtime.launch import Int32, Int64, Param, Pointer, TensorMap
 
-NATIVE = pathlib.Path(__file__).parent / "native"
 DEVICE = pathlib.Path(__file__).parents[1] / "ffi" / "device"
 MATH = "mma/math.cuh"  # which the shim needs before its own
 # What the shim has instead, and what goes before it.
@@ -112,7 +110,7 @@ def text(kernel: mma.Kernel | gather.Kernel) -> str:
         name=kernel.name,
         values=", ".join(f"given->{name}" for name in names),
     )
-    shims = [path.read_text() for path in (NATIVE / "device_shim.h", DEVICE / MATH, NATIVE / "kernel_shim.h")]
+    shims = [path.read_text() for path in (gxx.NATIVE / "device_shim.h", DEVICE / MATH, gxx.NATIVE / "kernel_shim.h")]
     return "\n".join([f"#define __CUDA_ARCH__ {number(kernel.problem.device.arch)}0", *shims, body, launch])
 
 
@@ -135,11 +133,8 @@ def run(
 
     Where it is sanitized, a signed integer that overflows ends the process, as an address outside of arrays does.
     """
-    source, library = folder / f"{kernel.name}.cpp", folder / f"{kernel.name}.so"
-    source.write_text(text(kernel) + _OVERFLOWS * sanitized)
-    command = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-o", str(library), str(source)]
-    command += ["-fsanitize=signed-integer-overflow"] * sanitized
-    subprocess.run(command, check=True, timeout=300)
+    flags = ["-w", *["-fsanitize=signed-integer-overflow"] * sanitized]
+    library = gxx.build(folder, text(kernel) + _OVERFLOWS * sanitized, *flags, name=kernel.name)
     types = {Pointer: ctypes.c_void_p, Int32: ctypes.c_int, Int64: ctypes.c_longlong, TensorMap: Map}
     values = [argument.value for argument in kernel.arguments]
     fields = [(f"field{i}", types[type(value)]) for i, value in enumerate(values)]
@@ -147,7 +142,7 @@ def run(
     given = structure(*(_passed(value, arrays) for value in values))
     firsts = (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in arrays))
     sizes = (ctypes.c_longlong * len(arrays))(*(x.nbytes for x in arrays))
-    ctypes.CDLL(str(library)).launch(blocks, first, len(arrays), firsts, sizes, ctypes.byref(given))
+    library.launch(blocks, first, len(arrays), firsts, sizes, ctypes.byref(given))
 
 
 def _passed(value: Param, arrays: Sequence[np.ndarray]) -> Any:
@@ -193,10 +188,6 @@ def check_small_integers(asked: Problem, config: Config, folder: pathlib.Path) -
     np.testing.assert_array_equal(found.astype(a.dtype), a @ b)
 
 
-@functools.cache
 def installed() -> bool:
     """True where there is a g++, and a checkout's device text."""
-    try:
-        return subprocess.run(["g++", "--version"], capture_output=True).returncode == 0 and DEVICE.exists()
-    except FileNotFoundError:
-        return False
+    return gxx.installed() and DEVICE.exists()

@@ -17,7 +17,7 @@ def test_parts_are_in_the_text(part):
         assert any(shipped in text for text in texts), shipped
 
 
-@pytest.mark.parametrize("cube", mma_parts.CASES[::4], ids=lambda cube: cube.name)
+@pytest.mark.parametrize("cube", mma_parts.CASES[:1], ids=lambda cube: cube.name)
 def test_kernels_are_others_without_a_part(cube):
     with jax.enable_x64(True):
         kernel = cube.kernel()

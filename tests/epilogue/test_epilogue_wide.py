@@ -8,6 +8,7 @@ import shutil
 
 import epilogue_cases as cases
 import epilogue_host as host
+import gxx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -229,7 +230,7 @@ def test_reductions_combine(tmp_path):
             f"  for (int t = 0; t < n; ++t) all = {combined.format('all', 'x[t]')};\n  *y = all;\n}}\n"
         )
     text = f'#include "{host.SHIM}"\n{sources._file("common/math.cuh")}' + "".join(functions)
-    library = host.build(tmp_path, text)
+    library = gxx.build(tmp_path, text)
     for i, out in enumerate(REDUCTIONS):
         x = (
             np.arange(-3, 9).astype(out.dtype)

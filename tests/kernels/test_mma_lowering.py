@@ -70,7 +70,7 @@ def test_every_operation_and_its_gradient_are_kernels(texts):
         for use in ("value", "gradient", "batch of values"):
             assert kernels(lowered(uses(name)[use], *args)), f"{name}, {use}"
     assert len(texts) > 45
-    compile_all(dict(list(texts.items())[::5]))
+    compile_all(dict(list(texts.items())[::10]))
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [("sm_75", "float16"), ("sm_89", "bfloat16"), ("sm_120a", "float16")])
@@ -92,9 +92,9 @@ def test_symmetric_results_of_any_size_of_elements(out):
     asked = symmetric(out=out)
     configs = cutjax.candidates(asked)
     assert all(config.bm % 64 == config.bn % 64 == 0 for config in configs)
-    found = [mma.resolved(asked, config) for config in (configs[0], max(configs, key=lambda config: config.wn))]
+    widest = mma.resolved(asked, max(configs, key=lambda config: config.wn))
     odd = mma.resolved(symmetric(1001, out=out), configs[0])
-    compile_all({(kernel.name, "sm_80"): kernel.source for kernel in (*found, odd)})
+    compile_all({(kernel.name, "sm_80"): kernel.source for kernel in (widest, odd)})
 
 
 def test_symmetric_tiles_are_those_of_a_triangle():

@@ -181,12 +181,10 @@ def test_what_a_launch_is_told():
     ("dtype", "math", "layout", "arch", "opcode", "config"),
     [
         ("float64", "", "nn", "sm_90a", "DMMA.16x8x8", Config(128, 128, 16, 64, 32, stages=6, tma=True)),
-        ("float64", "", "tn", "sm_90a", "DMMA.16x8x16", Config(128, 64, 32, 32, 32, stages=4, tma=True)),
         ("float64", "", "tt", "sm_100a", "DMMA", Config(64, 128, 16, 32, 64, stages=3, blocks=2, tma=True)),
         ("bfloat16", "", "nt", "sm_90a", "HMMA.16816.F32.BF16", Config(128, 256, 64, 64, 64, stages=4, tma=True)),
         ("float16", "", "nn", "sm_120a", "HMMA.16816.F32", Config(128, 128, 32, 64, 64, stages=3, tma=True)),
         ("float32", "tf32", "tn", "sm_120a", "HMMA.1688.F32.TF32", Config(128, 128, 16, 64, 64, stages=3, tma=True)),
-        ("complex128", "", "nt", "sm_90a", "DMMA", Config(64, 64, 16, 32, 16, stages=4, tma=True)),
         ("int8", "", "nt", "sm_100a", "IMMA.16832.S8.S8", Config(128, 128, 64, 64, 32, stages=4, tma=True)),
     ],
 )

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from checks import changed
 from cubin import check_lean, in_turns
-from epilogue_host import SHIM, build
+from epilogue_host import SHIM
+from gxx import build
 from test_fusion import CASES, problem
 
 import cutjax
@@ -37,10 +38,10 @@ CONFIGS = (PING_PONG, COOP, TALL, SWAPPED, STREAM(64, 64, 64, 6), STREAM(128, 24
 @needs_nvrtc
 @pytest.mark.parametrize("layout", ["nt", "tn"])
 def test_plain_kernels_compile_lean(layout):
-    """Two where each operand is K-major and where neither is; these have other addresses in the mainloop."""
+    """Some where each operand is K-major and others where neither is; these have other addresses in the mainloop."""
     configs = [config for config in CONFIGS if not cutjax.reasons(config, changed(SQUARE, layout=layout))]
     assert len(configs) >= 5
-    check_lean(changed(SQUARE, layout=layout), configs, 32 << 10)
+    check_lean(changed(SQUARE, layout=layout), configs[layout == "tn" :: 2], 32 << 10)
 
 
 @needs_nvrtc
@@ -50,7 +51,7 @@ def test_fused_kernels_compile_lean(name):
     narrow = (STREAM(128, 128, 64, 4), STREAM(64, 64, 64, 4, schedule="pingpong"), STREAM(128, 64, 64, 4, cluster_m=2))
     configs = [config for config in (*CONFIGS, *narrow) if not cutjax.reasons(config, asked)]
     assert len(configs) >= 3
-    check_lean(asked, in_turns(configs, list(CASES).index(name)), 52 << 10)
+    check_lean(asked, in_turns(configs, list(CASES).index(name), 8), 52 << 10)
 
 
 @needs_nvrtc
@@ -183,12 +184,12 @@ def test_every_k_block_is_multiplied_once(walks, cluster):
     rng = np.random.default_rng(1)
     total = 0
     for clusters, k_blocks in itertools.product((1, 2, 3, 5, 7, 8, 13), (1, 2, 3, 4, 7, 16, 31, 100)):
-        for _ in range(6):
+        for _ in range(2):  # 6 are worth it after a change
             m, n = (int(rng.integers(1, 8 * tile)) for tile in (BM, BN))
             k = k_blocks * BK - int(rng.integers(BK))
             raster = int(rng.choice([-3, -1, 1, 2, 8]))
             total += check_walk(walks, cluster, (m, n, k), raster, int(rng.integers(1, 4)), clusters)
-    assert total > 1000
+    assert total > 300
 
 
 @pytest.mark.parametrize("clusters", [66, 132])

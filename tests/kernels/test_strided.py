@@ -372,14 +372,15 @@ CONFIGS = [
 @pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn"])
 def test_kernels_compile_lean(layout):
-    """What stores by strides spills nothing: every kind of config, at the most accumulators that each may have."""
+    """What stores by strides spills nothing: every kind in one layout, at the most accumulators it may have."""
     asked = batched(4, 16, k=1024, layout=layout, orders=(HEADS,) * 3)
     assert {config.schedule for config in candidates(asked)} == {"coop", "pingpong"}
-    check_lean(asked, CONFIGS if layout == "nn" else CONFIGS[1::3], 34 << 10)
+    turn = ["nn", "nt", "tn"].index(layout)
+    check_lean(asked, CONFIGS[turn::3], 34 << 10)
     acc = jax.ShapeDtypeStruct((2048, 2048), F32)
     bias = trace(lambda acc, x, y: jax.nn.relu(acc * y + x).astype(H), [acc], [jnp.ones(2048), jnp.ones((2048, 1))])
     fused = dataclasses.replace(asked, epilogue=bias.epilogue.primal)
-    check_lean(fused, [CONFIGS[0], dataclasses.replace(CONFIGS[1], bn=160)], 34 << 10)
+    check_lean(fused, [CONFIGS[0] if turn else dataclasses.replace(CONFIGS[1], bn=160)], 34 << 10)
 
 
 def test_the_result_is_the_same_where_nothing_is_launched():

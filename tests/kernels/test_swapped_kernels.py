@@ -37,7 +37,7 @@ def traced(fn, shape, *operands):
     return trace(fn, [jax.ShapeDtypeStruct(shape, F32)], operands)
 
 
-@pytest.mark.parametrize("shape", [(5, 7), (3, 5, 7), (2, 3, 5, 7)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 7), (2, 3, 5, 7)], ids=str)
 def test_the_transposed_epilogue_is_the_epilogue_of_what_is_transposed(shape):
     rng = np.random.default_rng(0)
 
@@ -231,37 +231,34 @@ TILES = [
     [*(("plain", sizes) for sizes in SIZES[1:]), *zip(EPILOGUES, itertools.cycle(SIZES), strict=False)],
 )
 def test_swapped_kernels_compile_lean(name, sizes):
-    """Two of the tiles with as many accumulators as the epilogue may have, or fewer, in each case."""
+    """A tile with as many accumulators as the epilogue may have, and in every fifth case one with fewer."""
     asked = fused(*EPILOGUES[name], "nt", sizes)
     configs = [cutjax.Config(bm, bn, 64, stages, 1, 1, schedule, swap=True) for schedule, bm, bn, stages in TILES]
     serving = sorted((c for c in configs if not cutjax.reasons(c, asked)), key=lambda c: -c.accumulator_registers)
     assert len(serving) >= 4
-    others = serving[1:]
-    check_lean(asked, [serving[0], others[sum(map(ord, name)) % len(others)]], 96 << 10)
+    turn = list(EPILOGUES).index(name)
+    check_lean(asked, [serving[0], *([] if turn % 5 else [serving[1 + turn % (len(serving) - 1)]])], 96 << 10)
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("layout", ["nn", "tn", "tt"])
 def test_layouts_and_clusters_compile_lean(layout):
-    for dtype, out in (("bfloat16", "bfloat16"), ("float16", "float32")):
+    for i, (dtype, out) in enumerate((("bfloat16", "bfloat16"), ("float16", "float32"))):
         asked = cutjax.Problem.of(4096, 4096, 4096, layout, jnp.dtype(dtype), jnp.dtype(dtype), jnp.dtype(out))
         configs = [
             cutjax.Config(128, 192, stages=3, schedule="pingpong", swap=True),
             cutjax.Config(256, 160, stages=2, cluster_m=2, swap=True),
             cutjax.Config(64, 16 if layout[0] == "t" else 8, stages=8, cluster_n=2, schedule="pingpong", swap=True),
         ]
-        check_lean(asked, configs, 20 << 10)
+        check_lean(asked, configs[i::2], 20 << 10)
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("name", ["plain", "f32", "residual", "dropout", "all reductions"])
 def test_rows_that_tma_cannot_store_compile_lean(name):
-    for sizes in ((4096, 4095, 4096), (4096, 4100, 4096)):
-        asked = fused(*EPILOGUES[name], "nt", sizes)
-        most = max(
-            cutjax.candidates(asked), key=lambda config: (config.accumulator_registers, config.bm, config.stages)
-        )
-        check_lean(asked, [most, cutjax.candidates(asked)[0]], 96 << 10)
+    asked = fused(*EPILOGUES[name], "nt", (4096, 4095 if name in ("plain", "residual") else 4100, 4096))
+    most = max(cutjax.candidates(asked), key=lambda config: (config.accumulator_registers, config.bm, config.stages))
+    check_lean(asked, [most, cutjax.candidates(asked)[0]][: 1 + (name == "plain")], 96 << 10)
 
 
 @needs_nvrtc

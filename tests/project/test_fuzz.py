@@ -15,7 +15,7 @@ needs_compilers = pytest.mark.skipif(
 
 @needs_compilers
 @pytest.mark.parametrize(("arch", "indices"), [("sm_75", (0, 24)), ("sm_80", (8,)), ("sm_89", (16,))])
-def test_random_problems_on_the_host(arch, indices, tmp_path):
+def test_random_problems_on_the_host(arch, indices, tmp_path, compile_nothing):
     space = fuzz.Space(seed=1, family="mma", arch=arch, most=60)
     for index in indices:
         case = space.case(index)
@@ -23,7 +23,7 @@ def test_random_problems_on_the_host(arch, indices, tmp_path):
 
 
 @needs_compilers
-def test_what_is_wrong_is_found_and_repeated(monkeypatch, capsys):
+def test_what_is_wrong_is_found_and_repeated(monkeypatch, capsys, compile_nothing):
     def data(self):
         arrays, results = real(self)
         results[0].flat[-1] += 1
@@ -39,10 +39,10 @@ def test_what_is_wrong_is_found_and_repeated(monkeypatch, capsys):
 
 
 def test_problems_are_of_every_kind():
-    """Those of a seed are always the same, and 400 of them have every way to multiply, and every kind and epilogue."""
-    space = fuzz.Space(seed=0)
-    cases = [space.case(index) for index in range(0, 3200, 8)]
-    assert [str(fuzz.Space(seed=0).case(index)) for index in (80, 800)] == [str(cases[i]) for i in (10, 100)]
+    """Those of a seed are always the same, and 180 of them have every way to multiply, and every kind and epilogue."""
+    space = fuzz.Space(seed=1)
+    cases = [space.case(index) for index in range(0, 1440, 8)]
+    assert [str(fuzz.Space(seed=1).case(index)) for index in (80, 800)] == [str(cases[i]) for i in (10, 100)]
     assert {case.kernel.name.split("_")[0] for case in cases} == {"mma", "sm90"}
     assert {case.label.rsplit(", ", 1)[1] for case in cases} == products.EPILOGUES.keys()
     asked = [case.problem for case in cases]

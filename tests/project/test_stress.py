@@ -58,13 +58,13 @@ def test_equal_values_of_other_bits_differ():
 @needs_nvrtc
 def test_programs_have_kernels(capsys):
     """A few of them; `python -m tests.gpu.stress --lower` compiles all."""
-    found = some(["gemm bias gradient", "grouped add", "mlp biases nn default silu"], tiny=False)
+    found = some(["gemm bias gradient", "grouped add"], tiny=False)
     assert stress.lower(found) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["1", "1", "6"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["1", "1"]
 
 
 @needs_nvrtc
 def test_compilation(tmp_path, capsys):
-    command = ["--minutes", "0.1", "--threads", "2", "--processes", "2", "--kernels", "3", "--folder", str(tmp_path)]
+    command = ["--minutes", "0.02", "--threads", "2", "--processes", "2", "--kernels", "2", "--folder", str(tmp_path)]
     assert stress_compile.main(command) == 0, capsys.readouterr().out
     assert "ok: in fewer than one in" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """The words: docstrings open with their subject, public ones say all, and files that are named exist."""
 
 import ast
+import functools
 import inspect
 import io
 import pathlib
@@ -44,9 +45,15 @@ POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable")
 SHORT = {"candidates", "reasons"}
 
 
+@functools.cache
+def parsed(path):
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
 def docstrings(path):
     """Yields name, line and docstring of everything in a file that has one."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         if documented and (text := ast.get_docstring(node)):
             yield getattr(node, "name", path.stem), getattr(node, "lineno", 1), text
@@ -86,7 +93,7 @@ def test_riddles(text, riddle):
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
 def test_modules_say_what_they_own(package):
     """A package's empty __init__ owns nothing."""
-    trees = {path: ast.parse(path.read_text()) for path in package.rglob("*.py")}
+    trees = {path: parsed(path) for path in package.rglob("*.py")}
     assert not [str(path) for path, tree in trees.items() if tree.body and not ast.get_docstring(tree)]
 
 
@@ -110,6 +117,7 @@ def test_policies_are_documented(name):
     assert inspect.getdoc(getattr(cutjax.checkpoint_policies, name))
 
 
+@functools.cache
 def files():
     """Returns what may be named: every file of the sources, and those beside them."""
     found = [path for folder in SOURCES for path in (REPOSITORY / folder).rglob("*") if path.is_file()]
@@ -118,7 +126,7 @@ def files():
 
 def named(name):
     """Returns the files whose path ends in a name."""
-    return [path for path in files() if f"/{path.relative_to(REPOSITORY).as_posix()}".endswith(f"/{name}")]
+    return [path for path in files() if path.as_posix().endswith(f"/{name}")]
 
 
 def prose():
@@ -181,7 +189,7 @@ def test_names_of_files(text, found):
 
 def defines(path, names):
     """True if a Python file defines a name, or a dotted name in classes."""
-    body = ast.parse(path.read_text()).body
+    body = parsed(path).body
     for name in names:
         nodes = [node for node in body if getattr(node, "name", None) == name]
         if not nodes:

@@ -320,14 +320,15 @@ def hammer(folder, seed, rounds):
 
 
 def test_many_processes(folder):
+    """Of 200 turns; four of 600 are worth it after a change."""
     program = (
         "import pathlib, sys, warnings; warnings.simplefilter('error'); sys.path.insert(0, sys.argv[1]);"
-        "import test_cache; test_cache.hammer(pathlib.Path(sys.argv[2]), int(sys.argv[3]), 600)"
+        "import test_cache; test_cache.hammer(pathlib.Path(sys.argv[2]), int(sys.argv[3]), 200)"
     )
     command = [sys.executable, "-c", program, os.path.dirname(__file__), str(folder)]
-    processes = [subprocess.Popen([*command, str(seed)], stderr=subprocess.PIPE, text=True) for seed in range(4)]
+    processes = [subprocess.Popen([*command, str(seed)], stderr=subprocess.PIPE, text=True) for seed in range(2)]
     outputs = [process.communicate(timeout=1800)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4, outputs
+    assert [process.returncode for process in processes] == [0] * 2, outputs
     assert not [name for name in os.listdir(folder) if name.endswith(".tmp")]
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 40_000
 

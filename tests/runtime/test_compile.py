@@ -288,10 +288,10 @@ def test_many_processes(folder):
     command = [sys.executable, "-c", program, SOURCE]
     processes = [
         subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
+        for _ in range(2)
     ]
     outputs = [process.communicate(timeout=1800) for process in processes]
-    assert [process.returncode for process in processes] == [0] * 3, outputs
+    assert [process.returncode for process in processes] == [0] * 2, outputs
     assert len({out for out, _ in outputs}) == 1
     assert len(list(folder.iterdir())) == 3
     assert all(build(name=f"k{index}").cached for index in range(3))
