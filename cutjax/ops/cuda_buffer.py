@@ -131,7 +131,10 @@ class Buffer:
           pixel_strides: for each axis of an image, 1 to 8: the strides of the convolution; by default 1.
           wide: "w" or "w128" keeps columns in a row, see ``cp.async.bulk.tensor`` in PTX (from sm_100 on); the corners
             are then of the w axis alone.
-          element, swizzle, fill, l2_bytes: as for ``tensor_map``.
+          element: as for ``tensor_map``, and so are the next.
+          swizzle: bytes, see there.
+          fill: of what lies outside.
+          l2_bytes: prefetched into L2.
 
         Raises:
           ValueError: if TMA cannot move such columns, with the rule it breaks.
