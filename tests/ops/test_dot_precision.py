@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import multiplied
 from jax import lax
 
 import cutjax
@@ -309,12 +310,13 @@ def test_what_kernels_serve(name, kernels_run):
     explain = functools.partial(cutjax.explain, platform="cuda")
     turn = list(KERNELS).index(name) % 3 if name != "gemm" else None  # all of gemm, a third of the others
     for precision in SERVED[turn :: 1 if turn is None else 3]:
-        assert all("sm90" in row.runs for row in explain(lambda p=precision: KERNELS[name](precision=p))().rows)
+        rows = explain(lambda p=precision: KERNELS[name](precision=p))().rows
+        assert all("sm90" in row.runs for row in multiplied(rows))
     for precision in OTHERS[turn :: 1 if turn is None else 3]:
         reason = f"precision {dot_precision.canonical(precision, '')}: kernels have no such products of bfloat16, "
         reason += "added up in float32"
         for backend, runs in (("auto", "XLA"), ("cuda", "error")):
-            rows = explain(lambda p=precision, b=backend: KERNELS[name](precision=p, backend=b))().rows
+            rows = multiplied(explain(lambda p=precision, b=backend: KERNELS[name](precision=p, backend=b))().rows)
             assert rows
             assert all(row.runs == runs and row.why.endswith(reason) for row in rows)
 

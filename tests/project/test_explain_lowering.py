@@ -9,12 +9,11 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from checks import mesh_of
+from checks import mesh_of, multiplied
 from jax import lax
 
 import cutjax
 from cutjax.binding import lowering
-from cutjax.kernels import gather
 from cutjax.runtime import compiler
 
 H = jnp.bfloat16
@@ -81,11 +80,6 @@ def agree(fn, *args):
     kernels = {row.runs for row in rows} - {"XLA"}
     assert kernels == lowered_kernels(fn, *args)
     return kernels, rows
-
-
-def multiplied(rows):
-    """The rows of products: not those of gathers, which XLA runs where no kernel does, whatever the backend."""
-    return [row for row in rows if not isinstance(row.choice.problem, gather.Problem)]
 
 
 def divided(fn, *args):
