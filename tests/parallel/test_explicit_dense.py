@@ -216,4 +216,4 @@ def test_what_is_whole_on_an_explicit_axis_lies_whole_beside_an_automatic_one():
         for f in (cutjax.gemm, lambda x, w: cutjax.gemm(x, w, epilogue=jnp.sin)):
             gradient, whole, divided = jax.jit(functools.partial(program, f))(*args)
             assert not any((*gradient.sharding.spec, *whole.sharding.spec))
-            assert divided.sharding.spec == P("m", None)
+            assert divided.sharding.spec[0] == "m"
