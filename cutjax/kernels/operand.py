@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -43,17 +44,94 @@ class Gathered:
 
 @dataclasses.dataclass(frozen=True)
 class Im2col:
-    """The windows of an image, one for each row of the matrix.
+    """The windows of images with channels last, ``[images, *image, groups * channels]``: those of a convolution.
+
+    The matrix has a row for each window and a column for each element of one, in the order ``(*tap, channel)``: along k
+    of a forward convolution (``contiguous="k"``), along m of a weight gradient, whose k are windows (``"mn"``). Element
+    ``(tap, channel)`` of the window at place p of the grid is the image's at ``(strides * p + dilation * tap - low) /
+    spread``: zero outside of it, and where that is no whole number.
+
+    With groups, rows are as many, and a column of the result has those channels of the image that are its group's: of n
+    columns the first ``n / groups`` have the first ``channels``.
 
     Attributes:
-      window, strides, dilation: along each axis of the image.
-      padding: elements of zero before and after each axis.
+      images: how many.
+      image: sizes along the one to three axes of an image.
+      grid: sizes of the grid of windows.
+      window, strides, dilation: along each axis.
+      spread: steps between the image's elements along each axis, with zeros between: lax's ``lhs_dilation``.
+      low: elements of zero before each axis; negative where so many elements are left out.
+      channels: of a pixel, in one group.
+      groups: of channels (lax's ``feature_group_count``).
     """
 
+    images: int
+    image: tuple[int, ...]
+    grid: tuple[int, ...]
     window: tuple[int, ...]
     strides: tuple[int, ...]
     dilation: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
+    spread: tuple[int, ...]
+    low: tuple[int, ...]
+    channels: int
+    groups: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Windows of all images."""
+        return self.images * math.prod(self.grid)
+
+    @property
+    def taps(self) -> int:
+        """Places of a window."""
+        return math.prod(self.window)
+
+    @property
+    def columns(self) -> int:
+        """Elements of a window."""
+        return self.taps * self.channels
+
+    @property
+    def elements(self) -> int:
+        """Elements of the images."""
+        return self.images * math.prod(self.image) * self.groups * self.channels
+
+
+@dataclasses.dataclass(frozen=True)
+class Taps:
+    """The weights of a convolution, some of the taps of an array or all of them in another order.
+
+    The array is ``[*stored, channels, n]`` (``contiguous="mn"``) or ``[*stored, n / groups, groups * channels]``
+    (``"k"``), channels being those of a group that are summed over. k counts ``(*tap, channel)``, and tap t along an
+    axis is at place ``first + step * t`` of it. Weights in order, with ``contiguous="mn"``, are a plain matrix.
+
+    Attributes:
+      stored: sizes of the array along the window's axes.
+      window: taps along each axis.
+      first: the place of the first one.
+      step: places from one to the next, negative where they are flipped.
+    """
+
+    stored: tuple[int, ...]
+    window: tuple[int, ...]
+    first: tuple[int, ...]
+    step: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pixels:
+    """Rows of the result that lie apart: row ``(image, *i)`` of the grid is pixel ``first + step * i`` of an image.
+
+    Attributes:
+      grid: sizes of the grid that rows count, after the images.
+      image: sizes of an image of the result.
+      first, step: along each axis.
+    """
+
+    grid: tuple[int, ...]
+    image: tuple[int, ...]
+    first: tuple[int, ...]
+    step: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +154,7 @@ class Operand:
     order: Order = ()
     bits: int = 0
     scale: Scale | None = None
-    view: Gathered | Im2col | None = None
+    view: Gathered | Im2col | Taps | None = None
 
     def __post_init__(self):
         if type(self.dtype) is not np.dtype:
