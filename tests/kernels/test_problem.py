@@ -18,7 +18,7 @@ from cutjax.epilogue.trace import trace
 from cutjax.kernels import device, keys
 from cutjax.kernels.choose import choose
 from cutjax.kernels.keys import key
-from cutjax.kernels.operand import Im2col, Operand, Scale
+from cutjax.kernels.operand import Operand, Scale, Taps
 from cutjax.kernels.problem import Problem
 
 BF16, F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
@@ -106,7 +106,7 @@ def test_operands():
 # Operands that no family loads yet, and the reason.
 BEYOND = {
     "scales": ({"scale": Scale(F32, 1, 128)}, "with scales of 1 x 128 elements"),
-    "windows": ({"view": Im2col((3, 3), (1, 1), (1, 1), ((1, 1), (1, 1)))}, "as im2col"),
+    "windows": ({"view": Taps((3, 3), (3, 3), (0, 0), (1, 1))}, "as taps"),
     "four bits": ({"bits": 4}, "in 4 bits an element"),
 }
 
