@@ -47,8 +47,8 @@ def forward(
       epilogue: as the problem's.
       device: as the problem's.
     """
-    in_order = Taps(view.window, view.window, (0,) * len(view.window), (1,) * len(view.window))
-    taps = taps or in_order
+    in_order = Taps(view.window, view.window, (0,) * len(view.window), (1,) * len(view.window), view.groups)
+    taps = dataclasses.replace(taps or in_order, groups=view.groups)
     if taps == in_order and not transposed:
         b = Operand(np.dtype(dtype), "mn")
     else:
@@ -96,9 +96,10 @@ def phases(view: Im2col, taps: Taps) -> Iterator[tuple[Im2col, Taps, Pixels]]:
         part = dataclasses.replace(
             view, grid=grid, window=window, strides=strides, dilation=dilation, spread=(1,) * len(grid), low=low
         )
-        places = zip(taps.first, taps.step, tap, tap_step, strict=True)
-        chosen = [(start + by * t, by * every) for start, by, t, every in places]
-        of = Taps(taps.stored, window, tuple(x for x, _ in chosen), tuple(x for _, x in chosen))
+        along_axes = zip(taps.first, taps.step, tap, tap_step, strict=True)
+        chosen = [(start + by * t, by * every) for start, by, t, every in along_axes]
+        places, steps = tuple(x for x, _ in chosen), tuple(x for _, x in chosen)
+        of = dataclasses.replace(taps, window=window, first=places, step=steps)
         yield part, of, Pixels(grid, view.grid, first, step)
 
 

@@ -41,6 +41,10 @@ class Gathered:
 
     rows: int
 
+    def text(self, name: str) -> str:
+        """Returns the words for the operand of that name."""
+        return f"rows of {name} gathered of {self.rows}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Im2col:
@@ -96,6 +100,14 @@ class Im2col:
         """Elements of the images."""
         return self.images * math.prod(self.image) * self.groups * self.channels
 
+    def text(self, name: str) -> str:
+        """Returns the words for the operand of that name."""
+        sizes = self.images, *self.image, self.groups * self.channels
+        along = {"strides": self.strides, "dilation": self.dilation, "spread": self.spread}
+        more = "".join(f" {word} {_by(steps)}" for word, steps in along.items() if set(steps) != {1})
+        more += f" in {self.groups} groups" if self.groups > 1 else ""
+        return f"windows {_by(self.window)}{more} of {name} {_by(sizes)}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Taps:
@@ -110,12 +122,18 @@ class Taps:
       window: taps along each axis.
       first: the place of the first one.
       step: places from one to the next, negative where they are flipped.
+      groups: of channels.
     """
 
     stored: tuple[int, ...]
     window: tuple[int, ...]
     first: tuple[int, ...]
     step: tuple[int, ...]
+    groups: int = 1
+
+    def text(self, name: str) -> str:
+        """Returns the words for the operand of that name."""
+        return f"taps {_by(self.window)} of {name} {_by(self.stored)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +150,10 @@ class Pixels:
     image: tuple[int, ...]
     first: tuple[int, ...]
     step: tuple[int, ...]
+
+
+def _by(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +195,27 @@ class Operand:
     def plain(self) -> bool:
         """True if the matrix is an array of whole elements as they are."""
         return self.bits == 8 * self.dtype.itemsize and self.scale is None and self.view is None
+
+    def array(self, length: int, k: int) -> tuple[int, int]:
+        """Returns the rows, and the elements of each, of the array of a matrix whose m or n axis is so long."""
+        view = self.view
+        if isinstance(view, Gathered):
+            return view.rows, k
+        if isinstance(view, Im2col):
+            return view.images * math.prod(view.image), view.groups * view.channels
+        if isinstance(view, Taps):
+            channels, stored = k // math.prod(view.window), math.prod(view.stored)
+            if self.contiguous == "mn":
+                return stored * channels, length
+            return stored * (length // view.groups), view.groups * channels
+        return (length, k) if self.contiguous == "k" else (k, length)
+
+    def read(self, length: int, k: int) -> int:
+        """Returns the bytes of the array that are read at least, for a matrix whose m or n axis is so long."""
+        view, elements = self.view, length * k
+        if isinstance(view, Im2col):  # strides may leave pixels out
+            elements = min(view.elements, view.rows * view.columns * view.groups)
+        return self.bytes(elements)
 
     def bytes(self, elements: int) -> int:
         """Returns the memory that so many neighbours take."""

@@ -14,7 +14,7 @@ from cutjax.dot_precision import accumulator
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue, Node, Output, identity
 from cutjax.kernels.device import Device, reference
-from cutjax.kernels.operand import Gathered, Groups, Operand, Order, floors, merged, strides
+from cutjax.kernels.operand import Groups, Operand, Order, floors, merged, strides
 from cutjax.runtime.architectures import DEFAULT
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -348,8 +348,8 @@ class Problem:
     def bytes(self) -> int:
         """The fewest bytes device memory must move: each operand read once, each result written once."""
         of_a, *of_bs = self.matrices
-        a = self.a.bytes(self.m * self.k * of_a)
-        b = 0 if self.symmetric else sum(b.bytes(self.k * self.n * x) for b, x in zip(self.bs, of_bs, strict=True))
+        a = of_a * self.a.read(self.m, self.k)
+        b = 0 if self.symmetric else sum(x * b.read(self.n, self.k) for b, x in zip(self.bs, of_bs, strict=True))
         operands = 0
         for i, spec in enumerate(self.epilogue.operands):
             matrices = math.prod(size for size, *moves in self.batch_groups if moves[2 + i])
@@ -395,5 +395,5 @@ class Problem:
         symmetric = " symmetric" if self.symmetric else ""
         named = [name for name, order in zip("abd", self.orders, strict=True) if order]
         strided = f", {' and '.join(named)} by strides" if named else ""
-        gathered = f", rows of a gathered of {self.a.view.rows}" if isinstance(self.a.view, Gathered) else ""
-        return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}{groups}{symmetric}{strided}{gathered}"
+        views = "".join(f", {x.view.text(name)}" for name, x in (("a", self.a), ("b", self.bs[0])) if x.view)
+        return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}{groups}{symmetric}{strided}{views}"

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 
 from cutjax.kernels.arguments import place_steps
-from cutjax.kernels.operand import Gathered
+from cutjax.kernels.operand import Gathered, Im2col
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import Staging
 
@@ -89,23 +89,29 @@ def of_swap(problem: Problem) -> list[str]:
     return found
 
 
-def of_operands(problem: Problem) -> list[str]:
+def of_operands(problem: Problem, a: tuple[type, ...], b: tuple[type, ...] = ()) -> list[str]:
     """Returns the reasons against loading the operands as they are: kernels read whole elements, all b alike.
 
-    Rows of a may be gathered, of one matrix.
+    Args:
+      problem: whose operands.
+      a, b: the views that a family's kernels read each by. Rows of a may be gathered, and those of windows be, of one
+        matrix.
     """
     found = []
-    for name, operand in (("a", problem.a), *(("b", b) for b in problem.bs)):
+    for name, operand, views in (("a", problem.a, a), *(("b", x, b) for x in problem.bs)):
         if operand.bits != 8 * operand.dtype.itemsize:
             found.append(f"{name} in {operand.bits} bits an element: kernels load whole ones")
         if (scale := operand.scale) is not None:
             found.append(f"{name} with scales of {scale.mn} x {scale.k} elements: kernels multiply operands alone")
-        if operand.view is not None and not (name == "a" and operand.gathered):
+        if operand.view is not None and not isinstance(operand.view, views):
             found.append(f"{name} as {type(operand.view).__name__.lower()}: kernels load rows of the array")
     if problem.a.gathered and problem.a.contiguous != "k":
         found.append(f"gathered rows of a in layout {problem.layout}: they lie along k")
     if problem.a.gathered and (problem.batch or problem.divided == "k" or problem.symmetric or problem.strided):
         found.append("gathered rows of a in a batch, groups of k, a symmetric product or an order of their own")
+    of_images = isinstance(problem.a.view, Im2col)
+    if of_images and (problem.batch or problem.groups or problem.symmetric or problem.strided):
+        found.append("windows of images in a batch, groups, a symmetric product or an order of their own")
     if len(set(problem.bs)) > 1:
         found.append("matrices b of several kinds: one kernel loads all in one way")
     return list(dict.fromkeys(found))

@@ -15,10 +15,10 @@ import pytest
 import cutjax
 from cutjax.epilogue.expression import identity
 from cutjax.epilogue.trace import trace
-from cutjax.kernels import device, keys
+from cutjax.kernels import convolution, device, keys
 from cutjax.kernels.choose import choose
 from cutjax.kernels.keys import key
-from cutjax.kernels.operand import Operand, Scale, Taps
+from cutjax.kernels.operand import Im2col, Operand, Scale, Taps
 from cutjax.kernels.problem import Problem
 
 BF16, F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
@@ -185,3 +185,16 @@ def test_a_device_says_the_architecture():
     assert problem().on(old) == problem(device=old) == problem(device=old, arch="sm_80")
     with pytest.raises(ValueError, match="arch='sm_90a', but NVIDIA A100-SXM4-40GB is sm_80"):
         problem(device=old, arch="sm_90a")
+
+
+def test_bytes_of_a_convolution_are_those_of_its_arrays():
+    view = Im2col(8, (56, 56), (28, 28), (3, 3), (2, 2), (1, 1), (1, 1), (1, 1), 64)
+    arrays = 2 * (8 * 56 * 56 * 64 + 9 * 64 * 128 + 8 * 28 * 28 * 128)
+    turned = convolution.forward(view, 128, Taps((3, 3), (3, 3), (2, 2), (-1, -1)), transposed=True)
+    asked = convolution.forward(view, 128), turned, convolution.weight_gradient(view, 128)
+    assert [p.bytes for p in asked] == [arrays] * 3
+    assert [p.bs[0].array(p.n, p.k) for p in asked] == [(576, 128), (9 * 128, 64), (6272, 128)]
+    assert all(p.a.array(p.m, p.k) == (8 * 56 * 56, 64) for p in asked)
+    assert str(turned).endswith("nt bf16 x bf16 -> bf16, windows 3x3 strides 2x2 of a 8x56x56x64, taps 3x3 of b 3x3")
+    apart = dataclasses.replace(view, window=(1, 1), grid=(14, 14), strides=(4, 4), low=(0, 0))
+    assert convolution.forward(apart, 128).bytes == 2 * (8 * 14 * 14 * (64 + 128) + 64 * 128)

@@ -31,7 +31,7 @@ from cutjax.runtime.launch import Int64, Pointer, TensorMap
 @functools.lru_cache(maxsize=1024)
 def matrices_of(p: Problem, operand: Operand, length: int, count: int = 1, steps: tuple[int, ...] = ()) -> Matrices:
     """Returns the matrices of an operand whose m or n axis is so long; count and steps are those of dense ones."""
-    rows, columns = (length, p.k) if operand.contiguous == "k" else (p.k, length)
+    rows, columns = operand.array(length, p.k)
     row_bytes = operand.bytes(columns)
     if p.strided:
         return matrices(p, operand.batch, rows, row_bytes, operand.order)
@@ -51,7 +51,7 @@ def unit(p: Problem, operand: Operand, length: int, of: Matrices) -> int:
     """Returns the largest power of two of bytes, at most 16, that divides the rows' offsets and lengths."""
     if p.divided == "k" and operand.contiguous == "k":  # groups begin anywhere
         return operand.bytes(1)
-    row = operand.bytes(p.k if operand.contiguous == "k" else length)
+    row = operand.bytes(operand.array(length, p.k)[1])
     return math.gcd(16, row, of.row_bytes, of.bytes if of.count > 1 else 0)
 
 

@@ -17,6 +17,7 @@ from cutjax.kernels.mma.arguments import arguments, operands_of, unit
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.math import Math, math_of
 from cutjax.kernels.mma.resolved import Resolved
+from cutjax.kernels.operand import Gathered
 from cutjax.kernels.prepared import Prepared, Transpose, along_k
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import STORED, Staging, plan_staging
@@ -43,7 +44,7 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     found = [] if problem.plain else list(staging.reasons)
     if number(problem.arch) < 75:
         return (f"architecture {problem.arch}: the kernels are for sm_75 and later",)
-    found += shared.of_operands(problem)
+    found += shared.of_operands(problem, (Gathered,))
     way = math_of(problem)
     if way is None:
         by = f" as {problem.math}" if problem.math else ""

@@ -33,7 +33,7 @@ from cutjax.runtime.launch import Int64, Pointer, TensorMap
 @functools.lru_cache(maxsize=1024)
 def matrices_of(p: Problem, operand: Operand, length: int, count: int = 1, steps: tuple[int, ...] = ()) -> Matrices:
     """Returns the matrices of an operand whose m or n axis is so long; count and steps are those of dense ones."""
-    rows, pitch = length if operand.contiguous == "k" else p.k, row_bytes(operand, length, p.k)
+    rows, pitch = operand.array(length, p.k)[0], row_bytes(operand, length, p.k)
     if p.strided:
         return matrices(p, operand.batch, rows, pitch, operand.order)
     return Matrices(pitch, pitch * rows, count, steps)

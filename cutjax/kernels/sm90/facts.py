@@ -10,6 +10,7 @@ import numpy as np
 
 from cutjax.dtypes import short
 from cutjax.kernels import reasons as shared
+from cutjax.kernels.operand import Gathered
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import operands
@@ -93,7 +94,7 @@ class Facts:
 @functools.lru_cache(maxsize=1024)
 def facts_of(problem: Problem, swap: bool = False) -> Facts:
     """Returns the facts that all kernels of a problem share, with its operands as they are or swapped."""
-    why = [*shared.of_operands(problem), *operands.reasons(problem)]
+    why = [*shared.of_operands(problem, (Gathered,)), *operands.reasons(problem)]
     unswappable = shared.of_swap(problem) if swap else []
     multiplied = problem if why else operands.as_multiplied(problem)
     of_pairs = problem.a.dtype == operands.C64

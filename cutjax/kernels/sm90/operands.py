@@ -9,7 +9,7 @@ import numpy as np
 
 from cutjax.dtypes import DTYPES, FLOAT8, short
 from cutjax.epilogue.expression import identity
-from cutjax.kernels.operand import Gathered, Operand
+from cutjax.kernels.operand import Operand
 from cutjax.kernels.prepared import Pad, Pairs, Prepared, Step, Terms, Transpose
 from cutjax.kernels.problem import BF16, Problem
 
@@ -126,11 +126,10 @@ def prepared(problem: Problem) -> tuple[Prepared, ...]:
     """Returns the operands of which kernels read copies: other numbers, rows along k, rows that TMA walks."""
     p, taken, found = as_multiplied(problem), way(problem), []
     b_matrices = p.matrices[1]
-    of_a = p.a.view.rows if isinstance(p.a.view, Gathered) else p.m
-    arrays = [("a", p.a, problem.a, of_a, p.matrices[0])]
+    arrays = [("a", p.a, problem.a, p.m, p.matrices[0])]
     arrays += [("b", b, given, p.n, b_matrices) for b, given in zip(p.bs, problem.bs, strict=True)]
     for buffer, (name, operand, given, length, matrices) in enumerate(arrays[:1] if p.symmetric else arrays):
-        size, rows = (p.k, length) if operand.contiguous == "k" else (length, p.k)
+        rows, size = operand.array(length, p.k)
         pitch = row_bytes(operand, length, p.k)
         columns = operand.elements(pitch) - size
         transposed = operand.contiguous != given.contiguous
@@ -152,7 +151,7 @@ def row_bytes(operand: Operand, rows: int, k: int) -> int:
     TMA walks rows that start at multiples of 16 bytes. Copies of others start on lines of memory, or as even as adds a
     fiftieth at most.
     """
-    size = operand.bytes(k if operand.contiguous == "k" else rows)
+    size = operand.bytes(operand.array(rows, k)[1])
     if size % 16 == 0:
         return size
     return next(x for unit in (128, 64, 32, 16) if (x := -(-size // unit) * unit) <= 1.02 * size or unit == 16)
