@@ -98,11 +98,6 @@ def shapes(case: Grouped) -> dict[str, tuple[int, ...]]:
     return {"x": (m, k), "w": (g, k, n), "dy": (m, n), "v": (k, n), "sizes": (g,)}
 
 
-def result_shape(case: Grouped, product: str) -> tuple[int, ...]:
-    """The shape of a product."""
-    return {"forward": (case.m, case.n), "dx": (case.m, case.k), "dw": (case.groups, case.k, case.n)}[product]
-
-
 def avals(case: Grouped) -> tuple[dict[str, jax.ShapeDtypeStruct]]:
     """The inputs of a case as avals."""
     dtypes = {"sizes": jnp.int32}

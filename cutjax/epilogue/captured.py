@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend import source_info_util
 
 from cutjax.binding.rules import explicit_axes
 from cutjax.epilogue.jaxpr import CALLS, bind_equation, callee, evaluate, has_rule, is_open, placed_anywhere
@@ -34,8 +35,8 @@ def on_automatic_axes(fn: Callable[..., Any], mesh: Any, lies: Callable[[Any], j
                 with jax.sharding.use_abstract_mesh(mesh):
                     traced = jax.make_jaxpr(lambda *xs: fn(*tree.unflatten(xs)), return_shape=True)
                     closed, shapes = traced(*given)
-            except Exception:  # an operation that cannot be of arrays that lie so, or the function's own
-                continue
+            except Exception:  # of any type, where an operation refuses arrays that lie so
+                continue  # the function's own error is raised below, where it runs as it stands
             explicit = [bool(explicit_axes(jax.typeof(x).sharding.mesh)) for x in closed.consts]
             if not any(explicit):
                 break
@@ -54,7 +55,12 @@ def _struct(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def _bind(eqn: Any, args: list[Any], mesh: Any) -> list[Any]:
-    """Computes an equation that was traced on the explicit axes of a mesh."""
+    """Computes an equation that was traced on the explicit axes of a mesh, as of the line it was traced at."""
+    with source_info_util.user_context(eqn.source_info.traceback):
+        return _bound(eqn, args, mesh)
+
+
+def _bound(eqn: Any, args: list[Any], mesh: Any) -> list[Any]:
     name = eqn.primitive.name
     if has_rule(eqn):
         try:

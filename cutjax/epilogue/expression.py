@@ -81,23 +81,6 @@ class Epilogue:
         return frozenset("batch" if node.params[1:] else node.params[0] for node in self.nodes if node.op == "iota")
 
     @functools.cached_property
-    def varies(self) -> tuple[tuple[bool, bool], ...]:
-        """Returns, for each node, whether it varies along rows and along columns."""
-        found: list[tuple[bool, bool]] = []
-        for node in self.nodes:
-            if node.op == "acc":
-                found.append((True, True))
-            elif node.op == "operand":
-                spec = self.operands[node.params[0]]
-                found.append((spec.row or spec.group, spec.col))
-            elif node.op == "iota":
-                found.append((node.params[0] == "row", node.params[0] == "col"))
-            else:
-                args = node.args[:1] if node.op == "rule" else node.args
-                found.append((any(found[i][0] for i in args), any(found[i][1] for i in args)))
-        return tuple(found)
-
-    @functools.cached_property
     def rules(self) -> bool:
         """True if any function in it has a derivative of its own."""
         return any(node.op == "rule" for node in self.nodes)

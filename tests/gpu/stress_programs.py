@@ -112,10 +112,6 @@ def dense(tiny: bool) -> Iterator[Program]:
         )
 
 
-def _outer_added(a: Any, b: Any, sizes: Any, to: Any, **params: Any) -> jax.Array:
-    return cutjax.grouped_outer(a, b, sizes, accumulate=to, **params)
-
-
 def symmetric(tiny: bool) -> Iterator[Program]:
     """Symmetric products in both layouts and every schedule and cluster."""
     k, batch = (8, 2) if tiny else (136, 70)

@@ -129,3 +129,16 @@ def test_captured_arrays(name, whole):
         for i, gradient in zip((0, 1, 3, 4), got[1], strict=True):
             assert jax.typeof(gradient) == jax.typeof(there[i])
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), got, without)
+
+
+def test_a_refusal_names_the_line_of_a_function_that_captures():
+    given = [normal(i, shape) for i, shape in enumerate(((8, 16), (3, 16, 8), (8,)))]
+
+    def program(x, w, bias):
+        chosen = lambda acc: jax.lax.cond(bias.sum() > 0, jnp.sin, jnp.cos, acc + bias)  # noqa: E731
+        return cutjax.grouped_gemm(x, w, np.array([3, 2, 1]), epilogue=chosen)
+
+    with jax.set_mesh(mesh()):
+        there = [jax.device_put(x, jax.P(*[None] * (x.ndim - 1), "x")) for x in given]
+        with pytest.raises(NotImplementedError, match=r"cond at \S*test_explicit_mesh.py:"):
+            jax.eval_shape(program, *there)

@@ -104,7 +104,8 @@ def predict(kernel: Resolved, device: Device) -> float:
     cycles_share += fit.narrow * (
         p.bs[0].contiguous == "mn" and c.bn % 64 != 0
     )  # narrower swizzle, so more bank conflicts
-    multiply = sharing * cycles_share * 2 * c.bm * columns * c.bk / dense_cost.flop_us(kernel, device) * filled
+    flop_us = dense_cost.flop_us(p, kernel.stored, kernel.way, device)
+    multiply = sharing * cycles_share * 2 * c.bm * columns * c.bk / flop_us * filled
     a_rows, b_rows = _short_rows(kernel) if fit.rows else (1, 1)
     saved = a_rows * c.bm * (c.cluster_n - 1) / c.cluster_n + b_rows * columns * (c.cluster_m - 1) / c.cluster_m
     loaded = (a_rows * c.bm + b_rows * columns) * c.bk * 2

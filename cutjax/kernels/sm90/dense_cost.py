@@ -6,6 +6,7 @@ The formula takes numbers or arrays of them, so the constants are fitted by the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,8 +16,10 @@ import numpy as np
 from cutjax.kernels import staging
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.operand import Operand
-from cutjax.kernels.prepared import COPIED_BYTES_PER_US
+from cutjax.kernels.prepared import COPIED_BYTES_PER_US, Prepared
+from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.arguments import matrices_of
+from cutjax.kernels.sm90.operands import Way
 from cutjax.kernels.sm90.resolved import Resolved
 
 FITTED_ON = reference("sm_90a")  # an H200: bandwidths of memory scale from there, those within an SM do not
@@ -230,9 +233,10 @@ PAIRLESS = 1.6
 def features(kernel: Resolved, device: Device) -> Features:
     """Returns a kernel's features, the inputs of the model."""
     p, c = kernel.multiplied, kernel.config
-    b = p.bs[0]
+    b, staged = p.bs[0], kernel.staging
+    common = _of_problem(kernel.asked, kernel.problem, p, kernel.stored, kernel.way, staged, kernel.prepared, device)
     return Features(
-        **_of_problem(kernel, device),
+        **common,
         items=kernel.rows * kernel.columns * p.batch_size * c.splits,
         in_flight=max(1, device.clusters_at_once(c.cluster) * kernel.blocks_per_sm),
         resident=kernel.blocks_per_sm,
@@ -256,61 +260,61 @@ def features(kernel: Resolved, device: Device) -> Features:
         b_short=128 // b.bytes(c.chunk(b, p.products)) - 1,
         ragged=(c.bm if c.swap else c.bn) * p.out_dtype.itemsize % 128 != 0,
         swap=c.swap,
-        fetches=c.m_blocks * c.epilogue_columns // kernel.chunk if kernel.staging.operands else 0,
+        fetches=c.m_blocks * c.epilogue_columns // kernel.chunk if staged.operands else 0,
     )
 
 
-def _of_problem(kernel: Resolved, device: Device) -> dict[str, Any]:
+@functools.lru_cache(maxsize=64)
+def _of_problem(
+    asked: Problem,
+    problem: Problem,
+    multiplied: Problem,
+    stored: Problem,
+    way: Way,
+    staged: staging.Staging,
+    prepared: tuple[Prepared, ...],
+    device: Device,
+) -> dict[str, Any]:
     """Returns those features that all kernels of a problem have in common; some hundred are predicted in a row."""
-    key = kernel.asked, kernel.problem, kernel.multiplied, device
-    if key not in _SHARED:
-        if len(_SHARED) >= 64:
-            _SHARED.clear()
-        p = kernel.multiplied
 
-        def off(operand: Operand, rows: int) -> int:
-            return not matrices_of(p, operand, rows).on_lines
+    def off(operand: Operand, rows: int) -> int:
+        return not matrices_of(multiplied, operand, rows).on_lines
 
-        result_row = kernel.stored.n * p.out_dtype.itemsize
-        _SHARED[key] = {
-            "ideal": 1e6 * p.flops / device.peak(kernel.stored.a.dtype, kernel.stored.math),
-            "flop_us": flop_us(kernel, device),
-            "speed": device.bytes_per_second / FITTED_ON.bytes_per_second,
-            "sms": device.sms,
-            "a_off": off(p.a, p.m),
-            "b_off": off(p.bs[0], p.n),
-            "pitch": result_row % 128 != 0,
-            "threads": 0 if result_row % 16 == 0 else 1 if result_row % 4 == 0 else PAIRLESS,
-            "fused": _instructions(kernel),
-            "few_rows": kernel.asked.few_rows,
-            "reads": (p.bytes - p.result_bytes) * kernel.way.terms,
-            "result": p.result_bytes,
-            "asked": kernel.asked.bytes - kernel.problem.bytes + 2 * p.result_bytes,
-            "copied": sum(operand.moved for operand in kernel.prepared),
-            "copies": len(kernel.prepared),
-        }
-    return _SHARED[key]
+    result_row = stored.n * multiplied.out_dtype.itemsize
+    return {
+        "ideal": 1e6 * multiplied.flops / device.peak(stored.a.dtype, stored.math),
+        "flop_us": flop_us(multiplied, stored, way, device),
+        "speed": device.bytes_per_second / FITTED_ON.bytes_per_second,
+        "sms": device.sms,
+        "a_off": off(multiplied.a, multiplied.m),
+        "b_off": off(multiplied.bs[0], multiplied.n),
+        "pitch": result_row % 128 != 0,
+        "threads": 0 if result_row % 16 == 0 else 1 if result_row % 4 == 0 else PAIRLESS,
+        "fused": _instructions(multiplied, staged),
+        "few_rows": asked.few_rows,
+        "reads": (multiplied.bytes - multiplied.result_bytes) * way.terms,
+        "result": multiplied.result_bytes,
+        "asked": asked.bytes - problem.bytes + 2 * multiplied.result_bytes,
+        "copied": sum(operand.moved for operand in prepared),
+        "copies": len(prepared),
+    }
 
 
-_SHARED: dict[tuple[Any, ...], dict[str, Any]] = {}
-
-
-def flop_us(kernel: Resolved, device: Device) -> float:
+def flop_us(multiplied: Problem, stored: Problem, way: Way, device: Device) -> float:
     """Returns the flops a microsecond of one SM, of as many elements of 16 bits as the operands' are long.
 
     A stage has so many bytes of k, whatever the dtype, which multiply in about the same time.
     """
-    peak = device.peak(kernel.stored.a.dtype, kernel.stored.math) * len(kernel.way.pairs)
-    return peak / device.sms / 1e6 * kernel.multiplied.a.bits / 16
+    peak = device.peak(stored.a.dtype, stored.math) * len(way.pairs)
+    return peak / device.sms / 1e6 * multiplied.a.bits / 16
 
 
-def _instructions(kernel: Resolved) -> float:
-    """Returns the instructions of a kernel's epilogue for an accumulator, loads of operands and stores included."""
-    p = kernel.multiplied
+def _instructions(p: Problem, staged: staging.Staging) -> float:
+    """Returns the instructions of an epilogue for an accumulator, loads of operands and stores included."""
     if p.plain:
         return 0
     epilogue, most = p.epilogue, 60
-    computed = 9 if kernel.staging.called else min(staging.instructions(epilogue), most)
+    computed = 9 if staged.called else min(staging.instructions(epilogue), most)
     wide = lambda array: np.dtype(array.dtype).itemsize / 2  # noqa: E731
     loaded = sum(wide(spec) for spec in epilogue.operands if spec.row and spec.col)
     stored = sum(wide(out) for out in epilogue.outputs if not out.axes)
