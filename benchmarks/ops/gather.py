@@ -2,7 +2,7 @@
 
 The product "rows" is the kernel that ships; "4x4x8192" and the like are others: warps that copy, stages of each, bytes
 of a stage. A row's ratio "copy" is the share of the rate of a plain copy that it reaches, each token's row read once
-and each result's written; that of "rows" goes into `SHARE` of cutjax/kernels/gather.py, by which "auto" chooses.
+and each result's written; the shares in cutjax/kernels/gather.py, by which "auto" chooses, are read off these.
 """
 
 from __future__ import annotations

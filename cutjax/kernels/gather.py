@@ -22,11 +22,12 @@ ARCH = "sm_90a"
 THREADS = 256
 LANES = 32  # a lane of a warp stores a token's row for one of its k pairs
 LAUNCH_US = 2.0
-# The shares of a copy's rate at which XLA's gather and the kernel move what they read and write. XLA's: 3.76 GB in 1.46
-# ms on an H200. The kernel's is None until `python -m benchmarks run --op gather` has measured it; "auto" leaves
-# gathers to XLA until then.
-XLA_SHARE = 0.6
-SHARE: float | None = None
+# The shares of a copy's rate at which XLA's gather and the kernel move what they read and write, on an H200
+# (benchmarks/results/gather-h200.json): XLA's 0.67 to 0.75, the kernel's 0.79 to 0.90.
+XLA_SHARE = 0.72
+SHARE = 0.84
+STORE_US = 0.028  # of an SM, for a bulk store however short
+SHORT_BYTES = 1024  # of rows for which more warps copy, whose number stores wait for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Kernel:
     """A config for a problem that it serves: text, arguments and launch."""
 
     problem: Problem
-    config: Config = Config()
+    config: Config
 
     @property
     def name(self) -> str:
@@ -239,17 +240,19 @@ def choose(problem: Problem, backend: str) -> Choice:
     """Returns the kernel that runs under a backend, or the reasons why XLA does."""
     if against := why_not(problem):
         return Choice(problem, None, tuple(against))
-    kernel = Kernel(problem)
-    if SHARE is None:
-        if backend == "cuda":
-            return Choice(problem, kernel, ("bulk copies",))
-        return Choice(problem, None, ("gathers by bulk copies are not measured yet",))
+    kernel = shipped(problem)
     least_us = 1e6 * problem.bytes / problem.device.bytes_per_second
-    us = LAUNCH_US + least_us / SHARE
+    stores = problem.size * problem.tokens * kernel.pieces * problem.k
+    us = LAUNCH_US + max(least_us / SHARE, STORE_US * stores / problem.device.sms)
     if backend != "cuda" and problem.xla_us < LEAD * us:
         why = f"XLA's gather is predicted to take {problem.xla_us:.1f} us, bulk copies {us:.1f}"
         return Choice(problem, None, (why,))
     return Choice(problem, kernel, ("bulk copies",), us, least_us / us)
+
+
+def shipped(problem: Problem) -> Kernel:
+    """Returns the kernel that ships for a problem."""
+    return Kernel(problem, Config(warps=6 if problem.row_bytes <= SHORT_BYTES else 4))
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -270,4 +273,4 @@ def why_not(problem: Problem) -> list[str]:
         found.append(f"k = {p.k}: a row is stored up to {LANES} times")
     if any(count not in (1, p.size) for count in p.counts):
         found.append(f"batch {p.batch}: of x, the permutation and its inverse, each has all of it or none")
-    return [*found, *Kernel(p).reasons()]
+    return [*found, *shipped(p).reasons()]
