@@ -11,6 +11,7 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.tuned import use_tuning
 from cutjax.ops.collective import all_gather_gemm, gemm_reduce_scatter
+from cutjax.ops.conv import conv, conv_general_dilated, conv_transpose
 from cutjax.ops.cuda_kernel import cuda_kernel
 from cutjax.ops.cuda_launch import CudaLaunch
 from cutjax.ops.dot_general import dot_general
@@ -39,6 +40,9 @@ __all__ = [
     "autotune",
     "candidates",
     "checkpoint_policies",
+    "conv",
+    "conv_general_dilated",
+    "conv_transpose",
     "cuda_kernel",
     "dot",
     "dot_general",

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax
 import jax.ffi
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 from jax.interpreters import mlir
 
@@ -170,7 +171,11 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
             )
             return lowering(ctx, *args, **called.attributes())
 
-        return mlir.lower_fun(functools.partial(launch, called, results))(ctx, *args)
+        def launched(*xs: jax.Array) -> list[jax.Array]:
+            found = launch(called, results, *xs)
+            return [lax.reshape(x, aval.shape) for x, aval in zip(found, ctx.avals_out, strict=True)]
+
+        return mlir.lower_fun(launched)(ctx, *args)
 
     return lower
 

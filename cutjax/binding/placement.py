@@ -120,9 +120,14 @@ class Arrays:
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """The size of each axis that has a name."""
+        """The size of each axis that has a name; of several sizes, what divides all."""
         named = zip((*self.rule.operands, *self.rule.results), self.shapes, strict=True)
-        return {label: size for labels, shape in named for label, size in zip(labels, shape, strict=True) if label}
+        found: dict[str, int] = {}
+        for labels, shape in named:
+            for label, size in zip(labels, shape, strict=True):
+                if label:
+                    found[label] = math.gcd(found.get(label, 0), size)
+        return found
 
     @functools.cached_property
     def wanted(self) -> dict[str, tuple[str, ...]]:

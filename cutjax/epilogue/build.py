@@ -20,6 +20,7 @@ from cutjax.epilogue import expression
 from cutjax.epilogue.expression import Epilogue, Node, OperandSpec, Output
 from cutjax.epilogue.flatten import INLINABLE, OUTSIDE, POST, REDUCTIONS, TILE, Flat, Step, line_of
 from cutjax.epilogue.jaxpr import UNIT_MOVES
+from cutjax.epilogue.merge import names
 
 Labels = tuple[int | None, ...]  # of each axis of a value: the result's axis it lies on, None where it has size 1
 
@@ -27,9 +28,19 @@ Labels = tuple[int | None, ...]  # of each axis of a value: the result's axis it
 class Builder:
     """Finds what the results need, from the last step to the first, and builds nodes from the first to the last."""
 
-    def __init__(self, flat: Flat, products: int, outs: list[int], tree: Any, name: str, grouped: frozenset[int]):
+    def __init__(
+        self,
+        flat: Flat,
+        products: int,
+        outs: list[int],
+        tree: Any,
+        name: str,
+        grouped: frozenset[int],
+        rows: int = 1,
+    ):
         self.flat, self.products, self.outs, self.tree = flat, products, outs, tree
         self.grouped = grouped  # operands of groups
+        self.rows = rows  # axes of the rows
         self.rank = len(flat.shape)
         self.standard: Labels = tuple(i if size != 1 else None for i, size in enumerate(flat.shape))
         self.demands: dict[int, set[Labels]] = {}
@@ -140,7 +151,8 @@ class Builder:
             moved = _labels_across_unit_axes(flat.shape, shape, self.standard)
             labels = moved if moved is not None else ()
             reduced = {labels[axis] for axis in step.params["axes"] if labels[axis] is not None} if labels else set()
-        axes = tuple(name for name, at in (("row", self.rank - 2), ("col", self.rank - 1)) if at in reduced)
+        axes = (*names({self.rank - 2 - at for at in reduced if 0 <= self.rank - 2 - at < self.rows}),)
+        axes += ("col",) * (self.rank - 1 in reduced)
         if not axes or len(axes) != len(reduced):
             raise NotImplementedError(
                 f"epilogue: {step.name} at {line_of(step.site)} reduces {shape} over axes "

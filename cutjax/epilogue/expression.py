@@ -61,7 +61,7 @@ class Epilogue:
         for out in self.outputs:
             value = jnp.broadcast_to(values[out.node], shape)
             if out.reduce:
-                value = REDUCTIONS[out.reduce](value, [{"row": rank - 2, "col": rank - 1}[axis] for axis in out.axes])
+                value = REDUCTIONS[out.reduce](value, out.places(rank))
             results.append(value.astype(out.dtype))
         return tuple(results)
 

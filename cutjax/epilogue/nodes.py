@@ -54,6 +54,9 @@ class OperandSpec:
 class Output:
     """One result: ``[..., m, n]``, or that reduced along "row" (over m), "col" (over n) or both.
 
+    Where the rows of a product are several axes, the outer ones among them are batch axes here: "b0" is the first one
+    from the rows outwards.
+
     Attributes:
       node: the value, or what is reduced.
       dtype: the result's.
@@ -65,3 +68,7 @@ class Output:
     dtype: str
     reduce: str | None = None
     axes: tuple[str, ...] = ()
+
+    def places(self, rank: int) -> list[int]:
+        """Returns the axes that are reduced away, of a result of that rank."""
+        return [rank - {"row": 2, "col": 1}[axis] if axis in ("row", "col") else rank - 3 - int(axis[1:]) for axis in self.axes]

@@ -69,6 +69,7 @@ def trace(
     operands: Sequence[Any] = (),
     groups: int | None = None,
     refusing: bool = False,
+    rows: int = 1,
 ) -> Traced:
     """Traces ``fn(*accs, *operands)`` once.
 
@@ -78,6 +79,7 @@ def trace(
       operands: arrays, or pytrees of them.
       groups: of a grouped GEMM, the number of groups. An operand with one axis more than the result is then one of
         groups, ``[..., groups, 1, n or 1]``, and the function sees what each row has of it: ``[..., m, n or 1]``.
+      rows: how many axes before the last are rows of the product, over which the function may reduce.
       refusing: whether a derivative that is no elementwise function is refused when it is taken, not taken outside.
 
     Raises:
@@ -116,7 +118,7 @@ def trace(
     flat.group_values.update(group_inputs)
     outs = flat.inline(closed.jaxpr, consts, [*accumulators, *inputs])
     tree = jax.tree.structure(shapes)
-    epilogue, arrays, finish = Builder(flat, len(accs), outs, tree, name, group_inputs).build()
+    epilogue, arrays, finish = Builder(flat, len(accs), outs, tree, name, group_inputs, rows).build()
     traced = Traced(epilogue, arrays, _naming(finish, names) if named else finish, names=bool(named))
     if any(over is not None for x in closed.out_avals for over in x.sharding.spec):
         traced = traced._replace(finish=functools.partial(_lying, traced.finish, tree.unflatten(closed.out_avals)))

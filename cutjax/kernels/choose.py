@@ -12,7 +12,7 @@ from typing import Any
 
 from cutjax import dot_precision
 from cutjax.dot_precision import Canonical
-from cutjax.kernels import tuned, xla
+from cutjax.kernels import convolution, tuned, xla
 from cutjax.kernels.families import FAMILIES, config_of, fastest, ranked, resolve
 from cutjax.kernels.family import Kernel
 from cutjax.kernels.problem import Problem
@@ -37,6 +37,7 @@ class Choice:
       roofline: share of the roofline at that time, 0 to 1; None when XLA runs.
       resolved: the kernel; None when XLA runs.
       xla_us: predicted time of XLA's own product in microseconds; None where nobody asked, or none is known.
+      of_matrices: whether the operation's arrays are matrices of other shapes, in the same order, to the kernel.
     """
 
     problem: Problem
@@ -46,6 +47,7 @@ class Choice:
     roofline: float | None = None
     resolved: Kernel | None = dataclasses.field(default=None, repr=False, compare=False)
     xla_us: float | None = None
+    of_matrices: bool = False
 
     @property
     def served(self) -> bool:
@@ -65,7 +67,15 @@ class Choice:
         """
         if self.resolved is None:
             raise ValueError(f"no kernel for {self.problem}: {'; '.join(self.reasons)}")
-        return self.resolved.call()
+        call = self.resolved.call()
+        if not self.of_matrices or (call.prepare is None and call.finish is None):
+            return call
+        prepare, finish, as_matrices = call.prepare, call.finish, functools.partial(convolution.as_read, self.problem)
+        return dataclasses.replace(
+            call,
+            prepare=lambda xs: as_matrices(xs) if prepare is None else prepare(as_matrices(xs)),
+            finish=finish and (lambda written, xs: finish(written, as_matrices(xs))),
+        )
 
 
 def reasons(config: Any, problem: Problem) -> tuple[str, ...]:

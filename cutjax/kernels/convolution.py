@@ -13,10 +13,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax import lax
 
 from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.device import Device
@@ -47,13 +49,12 @@ def forward(
       epilogue: as the problem's.
       device: as the problem's.
     """
+    view, taps = normal(view, taps)
     in_order = Taps(view.window, view.window, (0,) * len(view.window), (1,) * len(view.window), view.groups)
     taps = dataclasses.replace(taps or in_order, groups=view.groups)
-    if taps == in_order and not transposed:
-        b = Operand(np.dtype(dtype), "mn")
-    else:
-        b = Operand(np.dtype(dtype), "k" if transposed else "mn", view=taps)
-    a = Operand(np.dtype(dtype), "k", view=view)
+    plain = (view.groups == 1 and math.prod(taps.stored) == 1) if transposed else taps == in_order
+    b = Operand(np.dtype(dtype), "k" if transposed else "mn", view=None if plain else taps)
+    a = Operand(np.dtype(dtype), "k", view=None if is_plain(view) else view)
     return _problem(view.rows, n, view.columns, a, b, out_dtype, epilogue, device)
 
 
@@ -67,7 +68,8 @@ def weight_gradient(
     device: Device | None = None,
 ) -> Problem:
     """Returns the problem of ``d [taps * channels, n] = im2col(x)^T @ g``, of g ``[images * grid, n]``."""
-    a = Operand(np.dtype(dtype), "mn", view=view)
+    view, _ = normal(view)
+    a = Operand(np.dtype(dtype), "mn", view=None if is_plain(view) else view)
     return _problem(view.columns, n, view.rows, a, Operand(np.dtype(dtype), "mn"), out_dtype, epilogue, device)
 
 
@@ -78,6 +80,63 @@ def _problem(
         return Problem(m, n, k, a, (b,) * epilogue.products, epilogue=epilogue, device=device)  # pyright: ignore
     plain = Problem.of(m, n, k, "nn", a.dtype, b.dtype, out_dtype, device=device)
     return dataclasses.replace(plain, a=a, bs=(b,))
+
+
+def is_plain(view: Im2col) -> bool:
+    """True if the matrix of windows is the array of the images: each is one pixel, and each pixel one of them."""
+    return view.groups == 1 and all(map(_is_single, _axes(view)))
+
+
+def normal(view: Im2col, taps: Taps | None = None) -> tuple[Im2col, Taps | None]:
+    """Returns the view of the same matrix and memory that has the fewest axes, and the taps of weights along those.
+
+    Where windows lie side by side along the last axis, as patches do, that becomes channels. Axes along which windows
+    are single places are images before all others, and one axis between and behind them.
+    """
+    axes, images, channels = _axes(view), view.images, view.channels
+    places = [None] * len(axes) if taps is None else [*zip(taps.stored, taps.window, taps.first, taps.step, strict=True)]
+    image, grid, window, *rest = axes[-1]
+    if window > 1 and rest == [window, 1, 1, 0] and image == grid * window and taps is None and view.groups == 1:
+        axes[-1], channels = (grid, grid, 1, 1, 1, 1, 0), channels * window
+    kept: list[tuple[Any, Any]] = []
+    for i, (axis, place) in enumerate(zip(axes, places, strict=True)):
+        if _is_single(axis) and not kept and i < len(axes) - 1:
+            images *= axis[0]
+        elif _is_single(axis) and kept and _is_single(kept[-1][0]):
+            before = kept[-1][0]
+            kept[-1] = (before[0] * axis[0], before[1] * axis[1], *axis[2:]), place
+        else:
+            kept.append((axis, place))
+    sizes = (tuple(x) for x in zip(*(axis for axis, _ in kept), strict=True))
+    view = dataclasses.replace(view, images=images, channels=channels, **dict(zip(_AXES, sizes, strict=True)))
+    if taps is None:
+        return view, None
+    return view, Taps(*(tuple(x) for x in zip(*(place for _, place in kept), strict=True)), taps.groups)
+
+
+_AXES = ("image", "grid", "window", "strides", "dilation", "spread", "low")
+
+
+def _axes(view: Im2col) -> list[Any]:
+    """Returns the sizes of each axis of a view."""
+    return list(zip(*(getattr(view, name) for name in _AXES), strict=True))
+
+
+def _is_single(axis: Sequence[int]) -> bool:
+    """True if windows are single places along an axis, all in order."""
+    image, grid, window, stride, _, spread, low = axis
+    return window == spread == 1 and low == 0 and image == grid and (stride == 1 or grid == 1)
+
+
+def as_read(problem: Problem, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the arrays of an operation as a problem's matrices, and as the arrays of their views."""
+    p, shapes = problem, [(*problem.a.batch, *problem.a.array(problem.m, problem.k))]
+    shapes += [(*b.batch, *b.array(p.n, p.k)) for b in p.bs]
+    for spec in p.epilogue.operands:
+        moves = (*(False,) * (len(p.batch) - len(spec.batch)), *spec.batch)
+        batch = (size if moving else 1 for size, moving in zip(p.batch, moves, strict=True))
+        shapes.append((*batch, p.m if spec.row else 1, p.n if spec.col else 1))
+    return [lax.reshape(x, shape) for x, shape in zip(arrays, shapes, strict=True)]
 
 
 def phases(view: Im2col, taps: Taps) -> Iterator[tuple[Im2col, Taps, Pixels]]:

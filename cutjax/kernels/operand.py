@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from itertools import starmap
 from typing import Literal
 
 import numpy as np
@@ -96,6 +97,12 @@ class Im2col:
         return self.taps * self.channels
 
     @property
+    def pairs(self) -> int:
+        """Pairs of a window's place in the grid and a tap, but for those that ``spread`` makes zero."""
+        axes = zip(self.grid, self.window, self.strides, self.dilation, self.spread, self.low, strict=True)
+        return math.prod(starmap(_pairs, axes))
+
+    @property
     def elements(self) -> int:
         """Elements of the images."""
         return self.images * math.prod(self.image) * self.groups * self.channels
@@ -150,6 +157,15 @@ class Pixels:
     image: tuple[int, ...]
     first: tuple[int, ...]
     step: tuple[int, ...]
+
+
+def _pairs(grid: int, window: int, stride: int, dilation: int, spread: int, low: int) -> int:
+    """Returns the pairs of a place and a tap along one axis that meet an element, or the zeros around the image."""
+
+    def first(places: int) -> int:
+        return sum((stride * p + dilation * t - low) % spread == 0 for p in range(places) for t in range(window))
+
+    return grid // spread * first(spread) + first(grid % spread) if spread > 1 else grid * window
 
 
 def _by(sizes: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from cutjax.dot_precision import accumulator
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue, Node, Output, identity
 from cutjax.kernels.device import Device, reference
-from cutjax.kernels.operand import Groups, Operand, Order, floors, merged, strides
+from cutjax.kernels.operand import Groups, Im2col, Operand, Order, floors, merged, strides
 from cutjax.runtime.architectures import DEFAULT
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -333,6 +333,8 @@ class Problem:
             return self.m * (self.m + 1) * self.k * self.batch_size
         if self.groups and not self.groups.count:
             return 0
+        if isinstance(self.a.view, Im2col):
+            return 2 * self.n * self.a.view.images * self.a.view.pairs * self.a.view.channels * self.batch_size * self.products
         return 2 * self.m * self.n * self.k * self.batch_size * self.products
 
     @functools.cached_property

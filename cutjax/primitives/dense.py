@@ -15,7 +15,8 @@ from cutjax import dot_precision
 from cutjax.binding.placement import Labels, Placement, batch_labels
 from cutjax.binding.rules import any_divided, names_of, on_devices, on_mesh
 from cutjax.dot_precision import Canonical
-from cutjax.epilogue.expression import Epilogue, Node, identity
+from cutjax.epilogue.expression import Epilogue, identity
+from cutjax.epilogue.merge import merged
 from cutjax.kernels.device import Device
 from cutjax.kernels.families import in_order
 from cutjax.kernels.problem import Problem
@@ -174,19 +175,13 @@ class Dense(Product):
             return None
         if any(self.orders):
             return None
-        rows, all_rows = a.shape[:-1], ("row", a.ndim - 2)
-        places = {node.params for node in epilogue.nodes if node.op == "iota"}
-        if any("row" in out.axes for out in epilogue.outputs) or places - {("col",), all_rows}:
+        rows = a.shape[:-1]
+        found = merged(epilogue, a.ndim - 2)
+        if found is None or any(x.shape[:-1] not in (rows, (1,) * len(rows)) for x in operands):
             return None
-        if any(x.shape[:-1] not in (rows, (1,) * len(rows)) for x in operands):
-            return None
-        if places:
-            row = Node("iota", (), "int32", ("row",))
-            nodes = tuple(row if node.params == all_rows else node for node in epilogue.nodes)
-            epilogue = dataclasses.replace(epilogue, nodes=nodes)
         a, *operands = (lax.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1])) for x in (a, *operands))
         matrices = [lax.reshape(b, b.shape[-2:]) for b in bs]
-        return Folded(self, epilogue, Factors(a, matrices), operands, lambda x: lax.reshape(x, (*rows, *x.shape[1:])))
+        return Folded(self, found, Factors(a, matrices), operands, lambda x: lax.reshape(x, (*rows, *x.shape[1:])))
 
     @property
     def _merges(self) -> bool:

@@ -47,6 +47,7 @@ def derivative(
     pushed: Callable[..., Any],
     save: str,
     groups: int | None = None,
+    rows: int = 1,
 ) -> tuple[list[jax.Array], list[Any]]:
     """Returns results and tangents of a fused product, dense or grouped.
 
@@ -66,12 +67,13 @@ def derivative(
       pushed: ``push`` without its first two arguments.
       save: as gemm's.
       groups: the number of groups of rows, None where there are none.
+      rows: the axes of the rows, as ``trace`` takes them.
     """
     dtype = saved_dtype(epilogue, factors.a.dtype)
     acc_dots = tangents(dtype)
     moves = moving(acc_dots), moving(operand_dots)
     needed = accumulators_needed(epilogue, *moves)
-    values = differentiated(epilogue, acc, operands, *moves, groups)
+    values = differentiated(epilogue, acc, operands, *moves, groups, rows)
 
     if save == "recompute":
         outs = values.finish(bind(values.epilogue, values.operands))
@@ -110,6 +112,7 @@ def differentiated(
     moving_accs: tuple[bool, ...],
     moving_operands: tuple[bool, ...],
     groups: int | None = None,
+    rows: int = 1,
 ) -> Traced:
     """Returns the epilogue with the values that JAX computes beside a derivative in the inputs that move.
 
@@ -127,7 +130,7 @@ def differentiated(
 
         return jax.vjp(along, *(x for x, moves in zip(args, moves, strict=True) if moves))[0]
 
-    traced = trace(values, [acc] * epilogue.products, operands, groups, refusing=True)
+    traced = trace(values, [acc] * epilogue.products, operands, groups, refusing=True, rows=rows)
     return traced._replace(epilogue=rounded_once(traced.epilogue))
 
 
@@ -281,6 +284,7 @@ def _accumulators_needed(
 ) -> tuple[bool, ...]:
     ranks = [len(spec.batch) for spec in epilogue.operands]
     ranks += [1 + node.params[1] for node in epilogue.nodes if node.op == "iota" and len(node.params) > 1]
+    ranks += [-min(out.places(0)) - 2 for out in epilogue.outputs if out.axes]
     shape = (2,) * (2 + max(ranks, default=0))
     accs = [jax.ShapeDtypeStruct(shape, epilogue.accumulator)] * epilogue.products
     operands = [

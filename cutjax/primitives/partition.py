@@ -31,7 +31,7 @@ def _rule(*avals: Any, product: Product, epilogue: Epilogue, **_: Any) -> Rule:
     others = [product.operand_labels(x, tile) for x in operands]
     results = []
     for out in epilogue.outputs:
-        gone = [_axis(axis, len(tile)) for axis in out.axes]
+        gone = out.places(len(tile))
         results.append(tuple(label for i, label in enumerate(tile) if i not in gone))
     return Rule((*own, *others), tuple(results), len(own), product.summed, product.late, product.gathered)
 
@@ -97,7 +97,7 @@ def _finished(
         if out.reduce is None:
             results += _added([x], late, tile, placement) if late else [x]
             continue
-        gone = [tile[_axis(axis, len(tile))] for axis in out.axes]
+        gone = [tile[i] for i in out.places(len(tile))]
         axes = tuple(axis for label in gone for axis in placement.axes.get(label or "", ()))
         if not late:
             axes += tuple(axis for label in gone for axis in placement.scattered.get(label or "", ()))
@@ -183,10 +183,6 @@ def _axes_of(node: Node) -> list[int]:
         return []
     axis, *i = node.params
     return [-3 - i[0]] if axis == "batch" else [{"row": -2, "col": -1}[axis], *range(-3, -3 - sum(i), -1)]
-
-
-def _axis(name: str, rank: int) -> int:
-    return rank - {"row": 2, "col": 1}[name]
 
 
 RULES = Rules(_rule, _shard, lambda product, **_: bool(product.why_not()))

@@ -42,12 +42,15 @@ class Product:
       where: the operation, as errors name it.
       unary: whether the product is of a alone, and there is no b.
       axes: how many axes of its own a has, b has unless the product is unary, and each array of the context.
+      rows: how many axes before the last of the accumulators are their rows; the outer ones are batch axes to an
+        epilogue, but that it may reduce over them. A kernel has them as one.
       primitive: the primitive that ``define_product`` made.
     """
 
     where: ClassVar[str]
     unary: ClassVar[bool] = False
-    axes: ClassVar[tuple[int, ...]]
+    axes: Any
+    rows: Any = 1
     primitive: ClassVar[core.Primitive]
 
     # What each product says.
@@ -116,6 +119,10 @@ class Product:
     def batched(self, at: int, rank: int) -> Product:
         """Returns the product of arrays with one more batch axis, at that place before or among so many."""
         return self
+
+    def written(self, accumulator: np.dtype, dtype: np.dtype, on_cuda: bool) -> np.dtype:
+        """Returns the dtype in which XLA writes the accumulators of operands in ``dtype``, for an epilogue to read."""
+        return accumulator
 
     def fold(self, epilogue: Epilogue, factors: Factors, operands: Sequence[jax.Array]) -> Folded | None:
         """Returns the same product with batch axes merged into rows, None where there is none or that moves data."""
@@ -286,7 +293,7 @@ def call(
     product.check(*avals)
     accs = [abstract_accumulator(factors.a.dtype, product.tile(*avals), out_dtype)] * len(factors.each)
     groups = product.groups(factors.bs)
-    traced = trace_with_dtype(product.where, fn, accs, operands, out_dtype, groups)
+    traced = trace_with_dtype(product.where, fn, accs, operands, out_dtype, groups, product.rows)
     if traced.outside is None:
         return traced.finish(bind(product, traced.epilogue, factors, traced.operands, **params))
     outside, acc = traced.outside, accs[0]
@@ -294,7 +301,7 @@ def call(
 
     def fused(factors: Factors, leaves: Sequence[Any]) -> Any:
         function = lambda *xs: outside.function(xs[:-1], xs[-1])  # noqa: E731
-        again = trace_with_dtype(product.where, function, accs, (tuple(leaves),), out_dtype, groups)
+        again = trace_with_dtype(product.where, function, accs, (tuple(leaves),), out_dtype, groups, product.rows)
         return again.finish(bind(product, again.epilogue.primal, factors, again.operands, **params))
 
     def plain(factors: Factors, leaves: Sequence[Any]) -> Any:
@@ -337,11 +344,12 @@ def trace_with_dtype(
     operands: Sequence[Any],
     out_dtype: Any,
     groups: int | None = None,
+    rows: int = 1,
 ) -> Traced:
     """Traces a function; its results in the accumulators' dtype are in ``out_dtype``, or each in that of a tuple."""
     if isinstance(out_dtype, tuple):
         fn, out_dtype = _casting(where, fn, out_dtype), None
-    traced = trace(fn, accs, operands, groups)
+    traced = trace(fn, accs, operands, groups, rows=rows)
     return traced._replace(epilogue=derivative.rounded_once(traced.epilogue, out_dtype))
 
 

@@ -15,7 +15,8 @@ from cutjax.binding.define import define
 from cutjax.binding.lowering import Target
 from cutjax.binding.rules import batch_axis, is_linear, is_zero, none_if_zero, with_rank, zero_tangent
 from cutjax.dot_precision import Canonical
-from cutjax.epilogue.expression import Epilogue, Node, normal
+from cutjax.epilogue.expression import Epilogue, Node, OperandSpec, normal
+from cutjax.epilogue.merge import merged
 from cutjax.kernels.choose import Choice, choose, in_precision
 from cutjax.kernels.device import device_of
 from cutjax.primitives import derivative, partition
@@ -68,7 +69,7 @@ def _abstract(*avals: Any, product: Product, epilogue: Epilogue, **_: Any) -> li
     full = product.tile(*factors.arrays)
     results = []
     for out in epilogue.outputs:
-        gone = [{"row": -2, "col": -1}[axis] + full.ndim for axis in out.axes]
+        gone = out.places(full.ndim)
         shape, spec = ([x for i, x in enumerate(y) if i not in gone] for y in (full.shape, full.sharding.spec))
         sharding = full.sharding.update(spec=jax.P(*spec))
         weak = full.weak_type and epilogue.plain
@@ -82,7 +83,10 @@ def _reference(
 ) -> Sequence[jax.Array]:
     factors, operands = product.unpack(args, epilogue)
     epilogue = epilogue.primal
-    dtype = np.dtype(epilogue.outputs[0].dtype) if epilogue.plain else epilogue.accumulator
+    if epilogue.plain:
+        dtype = np.dtype(epilogue.outputs[0].dtype)
+    else:
+        dtype = product.written(epilogue.accumulator, factors.a.dtype, on_cuda)
     params: dict[str, Any] = {"out_dtype": dtype, "precision": precision, "on_cuda": on_cuda}
     accs = [product.reference(*arrays, **params) for arrays in factors.each]
     if epilogue.plain:
@@ -114,10 +118,19 @@ def _choose(
     if not epilogue.plain:
         full = product.tile(*factors.arrays).shape  # one that is broadcast over the batch has other memory
         in_place = tuple((i, j) for i, j in in_place if operands[i].shape == full)
-        problem = problem.fused(epilogue, in_place)
+        of_rows = merged(epilogue, product.rows - 1)
+        if of_rows is None or any(_partial(spec, product.rows) for spec in epilogue.operands):
+            return Choice(problem, None, ("its epilogue depends on single axes of the rows, which a kernel has as one",))
+        problem = problem.fused(of_rows, in_place)
     problem = in_precision(product.in_order(problem), precision)
     choice = problem if isinstance(problem, Choice) else choose(problem, config, backend=backend, lead=hints.lead)
+    choice = dataclasses.replace(choice, of_matrices=True) if product.rows > 1 else choice
     return dataclasses.replace(choice, reasons=(*choice.reasons, *hints.notes)) if hints.notes else choice
+
+
+def _partial(spec: OperandSpec, rows: int) -> bool:
+    """True if an operand varies along some of so many axes of rows, and not along others."""
+    return len({spec.row, *(spec.batch[1 - rows :] if rows > 1 else ())}) > 1
 
 
 def _batch(
@@ -126,7 +139,7 @@ def _batch(
     factors, operands = product.unpack(args, epilogue)
     of, of_operands = product.unpack(dims, epilogue)
     a, shared = factors.a, all(dim is None for dim in (*of.bs, *of.context))
-    if of.a is not None and shared and a.ndim - product.axes[0] == 1 and of.a < a.ndim - 1:
+    if of.a is not None and shared and a.ndim - product.axes[0] == 1 and of.a < 2:
         # One matrix b for all of a: the batch may be more rows, wherever among the rows it lies.
         moved = dataclasses.replace(factors, bs=[with_rank(b, b.ndim + 1) for b in factors.bs])
         folded = product.fold(epilogue, moved, batch_axis(operands, of_operands, of.a))
@@ -186,6 +199,7 @@ def _jvp(primals: Any, tangents: Any, *, product: Product, epilogue: Epilogue, s
         multiply=lambda factors, dtype: plain_products(product, factors, dtype, **shared),
         pushed=functools.partial(derivative.push, applied, acc.shape),
         groups=product.groups(factors.bs),
+        rows=product.rows,
         save=save,
     )
 

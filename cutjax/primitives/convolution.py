@@ -1,0 +1,312 @@
+"""The convolution: windows of images by weights, and the two products that are its gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cutjax import dot_precision
+from cutjax.binding.placement import Labels, Placement, batch_labels
+from cutjax.binding.rules import on_devices, on_mesh
+from cutjax.dot_precision import Canonical
+from cutjax.epilogue.expression import Epilogue, OperandSpec
+from cutjax.epilogue.merge import merged
+from cutjax.kernels import convolution
+from cutjax.kernels.device import Device
+from cutjax.kernels.operand import Im2col, Taps
+from cutjax.kernels.problem import Problem
+from cutjax.primitives.accumulators import accumulator, as_wide, is_half
+from cutjax.primitives.factors import Factors
+from cutjax.primitives.product import Folded, Product
+from cutjax.primitives.product_rules import define_product
+
+Sizes = tuple[int, ...]  # along each axis of an image
+
+
+@define_product("cutjax_conv")
+@dataclasses.dataclass(frozen=True)
+class Convolution(Product):
+    """One of the products of images ``a [..., images, *image, channels]``, of which windows are taken.
+
+      "forward"     by weights ``b [..., *window, channels / groups, n]``
+      "transposed"  by weights ``b [..., *window, n / groups, channels]`` whose taps are flipped
+      "weights"     by images ``b [..., images, *grid, n]``: the gradient of weights
+
+    The first two are ``[..., images, *grid, n]``, the last one is ``[..., *window, channels / groups, n]``. Window p has
+    at tap t the image's element at place ``(strides * p + dilation * t - low) / spread``, where there is one.
+
+    Attributes:
+      form: one of the three.
+      image, window, strides, dilation, spread: as those of ``kernels.operand.Im2col``.
+      padding: elements of zero before and after each axis of the images as they are spread, ``(low, high)``.
+      groups: of channels; the first ``n / groups`` columns have the first ``channels / groups``.
+    """
+
+    form: str
+    image: Sizes
+    window: Sizes
+    strides: Sizes
+    dilation: Sizes
+    spread: Sizes
+    padding: tuple[tuple[int, int], ...]
+    groups: int = 1
+
+    where = "conv"
+
+    @property
+    def axes(self) -> tuple[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The axes of images, and of weights."""
+        return len(self.image) + 2, len(self.image) + 2
+
+    @property
+    def rows(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The axes of images without channels, and of weights without their last."""
+        return len(self.image) + 1
+
+    @functools.cached_property
+    def grid(self) -> Sizes:
+        """The windows along each axis."""
+        sizes = zip(self._extents, self._reaches, self.strides, self.padding, strict=True)
+        return tuple(max(0, (extent + sum(pads) - reach) // stride + 1) for extent, reach, stride, pads in sizes)
+
+    @property
+    def _extents(self) -> Sizes:
+        """The sizes of an image that is spread."""
+        return tuple(_reach(size, spread) for size, spread in zip(self.image, self.spread, strict=True))
+
+    @property
+    def _reaches(self) -> Sizes:
+        """The places from the first to the last tap of a window, along each axis."""
+        return tuple(_reach(size, step) for size, step in zip(self.window, self.dilation, strict=True))
+
+    def _with_form(self, form: str) -> Convolution:
+        return dataclasses.replace(self, form=form)
+
+    def _inverse(self, form: str) -> Convolution:
+        """Returns the product that takes windows of what this one's windows make, to where those were taken."""
+        sizes = zip(self._extents, self._reaches, self.grid, self.strides, self.padding, strict=True)
+        padding = []
+        for extent, reach, grid, stride, (low, _) in sizes:
+            before = reach - 1 - low
+            padding.append((before, extent + reach - 1 - _reach(grid, stride) - before))
+        return Convolution(
+            form, self.grid, self.window, self.spread, self.dilation, self.strides, tuple(padding), self.groups
+        )
+
+    def tile(self, a: Any, *rest: Any) -> Any:
+        b, own = rest[0], self.rows + 1
+        batch = lax.broadcast_shapes(a.shape[:-own], *(x.shape[:-own] for x in rest))
+        if self.form == "weights":
+            shape = (*self.window, a.shape[-1] // self.groups, b.shape[-1])
+        else:
+            n = b.shape[-1] if self.form == "forward" else self.groups * b.shape[-2]
+            shape = (a.shape[-own], *self.grid, n)
+        sharding = on_mesh(a, *rest)
+        sharding = sharding.update(spec=jax.P(*(None for _ in (*batch, *shape))))
+        weak = all(x.weak_type for x in (a, *rest))
+        return a.update(shape=(*batch, *shape), weak_type=weak, sharding=sharding)
+
+    def labels(self, a: Any, *rest: Any) -> tuple[list[Labels], Labels]:
+        own, whole = self.rows + 1, (None,) * len(self.image)
+        full = self.tile(a, *rest).shape
+        if self.groups == 1:
+            k, m, n = "k", "m", "n"
+            of_weights = (k, n) if self.form == "forward" else (n, k)
+        else:
+            # Channels of both sides are divided alike, and only between groups: what divides both divides the groups.
+            apart = math.gcd(a.shape[-1] // self.groups, full[-1] // self.groups) == 1
+            k = m = n = "n" if apart else None
+            of_weights = (None, n)
+        if self.form == "weights":
+            of_a, of_b = ("k", *whole, m), ("k", *whole, n)
+            tile = (*whole, m if self.groups == 1 else None, n)
+        else:
+            of_a, of_b, tile = ("m", *whole, k), (*whole, *of_weights), ("m", *whole, n)
+        labels = [batch_labels(x.shape[:-own], full) + of for x, of in zip((a, *rest), (of_a, *[of_b] * len(rest)), strict=True)]
+        return labels, batch_labels(full[:-own], full) + tile
+
+    def shard(self, placement: Placement, factors: Factors) -> tuple[Product, Factors]:
+        parts = placement.count(placement.axes.get("n", ())) if self.groups > 1 else 1
+        return dataclasses.replace(self, groups=self.groups // parts), factors
+
+    def specs(self, a: jax.Array, operands: Sequence[jax.Array]) -> tuple[OperandSpec, ...]:
+        """Returns the specs, in which an axis of size 1 of the result varies as the other rows do."""
+        found = []
+        for spec, x in zip(super().specs(a, operands), operands, strict=True):
+            sizes = self._row_sizes(a)
+            of_rows = [size != 1 for size in x.shape[-1 - len(sizes) : -1]]
+            of_rows = [any(of_rows) if size == 1 else moves for size, moves in zip(sizes, of_rows, strict=True)]
+            batch = (*spec.batch[: 1 - len(sizes)], *of_rows[:-1])
+            found.append(dataclasses.replace(spec, row=of_rows[-1], batch=batch))
+        return tuple(found)
+
+    def _row_sizes(self, a: Any) -> tuple[int, ...]:
+        """Returns the sizes of the accumulators' axes that are rows."""
+        if self.form == "weights":
+            return (*self.window, a.shape[-1] // self.groups)
+        return (a.shape[-1 - self.rows], *self.grid)
+
+    def fold(self, epilogue: Epilogue, factors: Factors, operands: Sequence[jax.Array]) -> Folded | None:
+        """Merges batch axes into images where weights are for all, and broadcasts operands of parts of the rows."""
+        a, bs, own = factors.a, factors.bs, self.rows + 1
+        count, found = a.ndim - own, None
+        shared = self.form != "weights" and all(math.prod(b.shape[:count]) == 1 for b in bs)
+        if count and shared and not on_devices(a, *bs, *operands):
+            found = merged(epilogue, count, self.rows - 1)
+        merging = count if found is not None else 0
+        rows = (*a.shape[count - merging : count], *self._row_sizes(a))
+        spread = [_along_all(x, rows) for x in operands]
+        if found is None:
+            alike = all(x is y for x, y in zip(spread, operands, strict=True))
+            return None if alike else Folded(self, epilogue, factors, spread, lambda d: d)
+        lead = a.shape[: count + 1]
+        a = lax.reshape(a, (math.prod(lead), *a.shape[count + 1 :]))
+        matrices = [lax.reshape(b, b.shape[count:]) for b in bs]
+        spread = [lax.reshape(x, (math.prod(x.shape[: count + 1]), *x.shape[count + 1 :])) for x in spread]
+        return Folded(self, found, Factors(a, matrices), spread, lambda d: lax.reshape(d, (*lead, *d.shape[1:])))
+
+    def problem(self, *avals: Any, out_dtype: Any, device: Device) -> Problem:
+        a, b, own = avals[0], avals[1], self.rows + 1
+        n, low = self.tile(a, b).shape[-1], tuple(low for low, _ in self.padding)
+        images, channels = a.shape[-own], a.shape[-1] // self.groups
+        geometry = self.window, self.strides, self.dilation, self.spread, low
+        view = Im2col(images, self.image, self.grid, *geometry, channels, self.groups)
+        how: dict[str, Any] = {"dtype": a.dtype, "out_dtype": out_dtype, "device": device}
+        if self.form == "weights":
+            found = convolution.weight_gradient(view, n, **how)
+        elif self.form == "forward":
+            found = convolution.forward(view, n, **how)
+        else:
+            flipped = Taps(self.window, self.window, tuple(size - 1 for size in self.window), (-1,) * len(self.window))
+            found = convolution.forward(view, n, flipped, transposed=True, **how)
+        of_a, of_b = (x.shape[:-own] for x in (a, b))
+        matrices = dataclasses.replace(found.bs[0].of(b.dtype), batch=of_b)
+        batch = lax.broadcast_shapes(of_a, of_b)
+        return dataclasses.replace(found, a=dataclasses.replace(found.a, batch=of_a), bs=(matrices,), batch=batch)
+
+    def cotangent(
+        self, i: int, g: jax.Array, other: jax.Array, precision: Canonical
+    ) -> tuple[Convolution, tuple[jax.Array, jax.Array], Canonical]:
+        if self.form == "weights":  # g is of weights
+            if i == 1:
+                return self._with_form("forward"), (other, g), precision
+            return self._inverse("transposed"), (other, g), precision
+        if i == 0:
+            return self._inverse("transposed" if self.form == "forward" else "forward"), (g, other), precision
+        if self.form == "forward":
+            return self._with_form("weights"), (other, g), precision
+        return self._inverse("weights"), (g, other), precision
+
+    def written(self, accumulator: np.dtype, dtype: np.dtype, on_cuda: bool) -> np.dtype:
+        """Returns the operands' dtype where they have 16 bits: cuDNN has no such convolution with a wider result."""
+        return dtype if on_cuda and is_half(dtype) and accumulator.itemsize == 4 else accumulator
+
+    def reference(
+        self, *arrays: jax.Array, out_dtype: np.dtype, precision: Canonical, on_cuda: bool
+    ) -> jax.Array:
+        """Computes the product by one of lax's convolutions, batch axes as ``jax.vmap`` does."""
+        params: dict[str, Any] = {"out_dtype": out_dtype, "precision": precision, "on_cuda": on_cuda}
+        a, b = arrays
+        if a.ndim > self.rows + 1:
+            moved = [None if x.shape[0] == 1 else 0 for x in arrays]
+            given = [lax.squeeze(x, [0]) if axis is None else x for x, axis in zip(arrays, moved, strict=True)]
+            one = functools.partial(self.reference, **params)
+            return one(*given)[None] if moved == [None, None] else jax.vmap(one, moved)(*given)
+        full = self.tile(*map(jax.typeof, arrays))
+        if 0 in (*a.shape, *b.shape, *full.shape):
+            return jnp.zeros(full.shape, out_dtype)
+        b = as_wide(b, a.dtype)
+        preferred = accumulator(a.dtype, out_dtype)
+        if on_cuda and out_dtype in (a.dtype, accumulator(a.dtype)):
+            preferred = out_dtype  # as lax's own
+        elif not on_cuda or preferred != accumulator(a.dtype):
+            a, b = a.astype(preferred), b.astype(preferred)
+        product = self._exactly_padded() if self.form == "weights" else self
+        beyond = any(-min(pads) > extent for pads, extent in zip(product.padding, product._extents, strict=True))
+        if not on_cuda or beyond:  # lax refuses padding beyond, which gradients may have
+            a, product = product._cropped(a)
+            if 0 in a.shape:
+                return jnp.zeros(full.shape, out_dtype)
+        convolve = functools.partial(
+            lax.conv_general_dilated, precision=precision or dot_precision.DEFAULT, preferred_element_type=preferred
+        )
+        return product._by_lax(convolve, a, b).astype(out_dtype)
+
+    def _exactly_padded(self) -> Convolution:
+        """Returns the same product with the padding after each axis that ends with the last window."""
+        sizes = zip(self.padding, self.grid, self.strides, self._reaches, self._extents, strict=True)
+        padding = [
+            (low, _reach(grid, stride) + reach - 1 - extent - low) for (low, _), grid, stride, reach, extent in sizes
+        ]
+        return dataclasses.replace(self, padding=tuple(padding))
+
+    def _cropped(self, a: jax.Array) -> tuple[jax.Array, Convolution]:
+        """Returns the images without what negative padding leaves out, and the product of those.
+
+        XLA's CPU backend reads outside of its operand for some such (jax 0.10.2).
+        """
+        padding, image = [], []
+        for i, ((low, high), spread, size) in enumerate(zip(self.padding, self.spread, self.image, strict=True)):
+            before, after = (-(min(pad, 0) // spread) for pad in (low, high))
+            before, after = min(before, size), min(after, size)
+            kept = max(size - before - after, 0)
+            if kept < size:
+                a = lax.slice_in_dim(a, before, before + kept, axis=1 + i)
+            padding.append((low + spread * before, high + spread * after))
+            image.append(kept)
+        return a, dataclasses.replace(self, padding=tuple(padding), image=tuple(image))
+
+    def _by_lax(self, convolve: Any, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Computes the product of arrays without batch axes by lax's function, as lax's own derivatives would."""
+        d, spatial = len(self.image), tuple(range(1, len(self.image) + 1))
+        images, taps = (0, d + 1, *spatial), tuple(range(d))
+        if self.form == "weights":
+            swapped, weights = (d + 1, 0, *spatial), (d, d + 1, *taps)
+            return convolve(
+                a,
+                b,
+                window_strides=self.dilation,
+                padding=self.padding,
+                lhs_dilation=self.spread,
+                rhs_dilation=self.strides,
+                dimension_numbers=lax.ConvDimensionNumbers(swapped, swapped, weights),
+                batch_group_count=self.groups,
+            )
+        weights = (d + 1, d, *taps)
+        if self.form == "transposed":
+            if self.groups > 1:  # [*window, n / groups, groups * channels] as [*window, groups * (n / groups), channels]
+                *window, n, channels = b.shape
+                b = b.reshape(*window, n, self.groups, channels // self.groups)
+                b = jnp.moveaxis(b, d + 1, d).reshape(*window, self.groups * n, channels // self.groups)
+            b, weights = lax.rev(b, taps), (d, d + 1, *taps)
+        return convolve(
+            a,
+            b,
+            window_strides=self.strides,
+            padding=self.padding,
+            lhs_dilation=self.spread,
+            rhs_dilation=self.dilation,
+            dimension_numbers=lax.ConvDimensionNumbers(images, weights, images),
+            feature_group_count=self.groups,
+        )
+
+
+def _reach(size: int, step: int) -> int:
+    """Returns the places from the first to the last of so many that lie a step apart."""
+    return max(0, (size - 1) * step + 1) if size else 0
+
+
+def _along_all(x: jax.Array, rows: tuple[int, ...]) -> jax.Array:
+    """Returns an operand that varies along some of the rows' axes, broadcast along all of them."""
+    own = x.shape[-1 - len(rows) : -1]
+    if own == rows or all(size == 1 for size in own):
+        return x
+    return jnp.broadcast_to(x, (*x.shape[: -1 - len(rows)], *rows, x.shape[-1]))
