@@ -10,10 +10,10 @@ import numpy as np
 
 from cutjax.dtypes import short
 from cutjax.kernels import reasons as shared
-from cutjax.kernels.operand import Gathered
+from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import operands
+from cutjax.kernels.sm90 import operands, windows
 from cutjax.kernels.sm90.arguments import matrices_of, result_matrices
 from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Config
 from cutjax.kernels.staging import STORED_BY_TMA, Staging, plan_staging
@@ -94,8 +94,9 @@ class Facts:
 @functools.lru_cache(maxsize=1024)
 def facts_of(problem: Problem, swap: bool = False) -> Facts:
     """Returns the facts that all kernels of a problem share, with its operands as they are or swapped."""
-    why = [*shared.of_operands(problem, (Gathered,)), *operands.reasons(problem)]
+    why = [*shared.of_operands(problem, (Gathered, Im2col), (Taps,)), *operands.reasons(problem)]
     unswappable = shared.of_swap(problem) if swap else []
+    unswappable += ["swap with windows of images: they are the rows"] * (swap and windows.view_of(problem) is not None)
     multiplied = problem if why else operands.as_multiplied(problem)
     of_pairs = problem.a.dtype == operands.C64
     if swap and of_pairs:
