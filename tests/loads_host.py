@@ -30,8 +30,9 @@ template <typename Operand>
 static double element(u32 tile, int row, int k) {{
   constexpr int ROWS = Operand::ROWS, CHUNK = Operand::CHUNK;
   int product = row / Operand::ROWS_EACH, lines = row % Operand::ROWS_EACH;
+  int chunk = product * Operand::CHUNKS_EACH + lines / CHUNK;
   int place = Operand::K_MAJOR ? k / CHUNK * ROWS * CHUNK + row * CHUNK + k % CHUNK
-                               : (product * Operand::CHUNKS_EACH + lines / CHUNK) * BK * CHUNK + k * CHUNK + lines % CHUNK;
+                               : chunk * BK * CHUNK + k * CHUNK + lines % CHUNK;
   return reinterpret_cast<Element*>(&shared_memory[current][tile])[place];
 }}
 
@@ -78,7 +79,9 @@ def _map(name: str, x: TensorMap) -> str:
         return "{" + ", ".join(map(str, values)) + "}"
 
     walk, size = x.box, x.dtype.itemsize
-    box, lower, upper = ((walk.channels, walk.pixels), walk.lower, walk.upper) if isinstance(walk, Im2col) else (walk, (), ())
+    box, lower, upper = (
+        ((walk.channels, walk.pixels), walk.lower, walk.upper) if isinstance(walk, Im2col) else (walk, (), ())
+    )
     steps = x.element_strides[1:-1]
     fields = f"{size}, {len(x.dims)}, {listed(x.dims)}, {listed((size, *x.strides))}, {listed(box)}"
     corners = f"{str(isinstance(walk, Im2col)).lower()}, {listed(lower)}, {listed(upper)}, {listed(steps)}"
@@ -87,11 +90,10 @@ def _map(name: str, x: TensorMap) -> str:
 
 def multiplied(kernel: Kernel, arrays: Sequence[np.ndarray], folder: pathlib.Path, clusters: int = 3) -> np.ndarray:
     """The product ``float64[m, n]`` of the arrays that a kernel loads, all parts of k added up."""
-    p, c = kernel.multiplied, kernel.config
+    p = kernel.multiplied
     parts = re.split(r'^(?=#line 1 ")', kernel.source, flags=re.M)
     kept = [part for part in parts if part.startswith(tuple(f'#line 1 "{name}' for name in _KEPT))]
     body = re.sub(r"^#line.*$", "", "".join(kept), flags=re.M)
-    body = re.sub(r"STAGES = \\d+;", f"STAGES = {max(2, kernel.k_blocks)};", body)
     body = re.sub(r"constexpr int STAGES = \d+;", f"constexpr int STAGES = {max(2, kernel.k_blocks)};", body)
     defined = re.findall(r"^#define (?:SOURCE_\w|SPLITS|SCHEDULER_ARGUMENTS) .*$", kernel.source, flags=re.M)
     defined += ["#define IMAGES IMAGE_AXES"] * ("IMAGE_AXES" in body)
@@ -103,8 +105,7 @@ def multiplied(kernel: Kernel, arrays: Sequence[np.ndarray], folder: pathlib.Pat
             values.append(f"static const long long {argument.name} = {argument.value.value};")
     scratch = "static float* scratch; static int* tickets;"
     shim = (gxx.NATIVE / "loads_shim.h").read_text()
-    first, *rest = re.split(r"(?=constexpr)", body, maxsplit=1)
-    constants, code = re.split(r"(?=^// Which tile next)", "".join([first, *rest]), maxsplit=1, flags=re.M)
+    constants, code = re.split(r"(?=^// Which tile next)", body, maxsplit=1, flags=re.M)
     element = _ELEMENTS[p.a.dtype.itemsize]
     run = _RUN.format(element=element, maps="\n  ".join(maps))
     text = "\n".join([constants, *defined, shim, "using Acc = float;", code, *values, scratch, run])
