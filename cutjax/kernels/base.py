@@ -59,6 +59,11 @@ class Resolved:
     rows: int
     columns: int
 
+    @property
+    def in_parts(self) -> bool:
+        """True if its results are sums that XLA takes further: those of splits."""
+        return self.config.splits > 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
@@ -142,14 +147,15 @@ class Kernel(Resolved, abc.ABC):
         aliases = tuple((problem.arrays + operand, result) for operand, result in problem.in_place)
         taken, written, finish, scratch = problem.arrays + len(problem.epilogue.operands), (), None, self.scratch()
         more = sum(operand.copies - 1 for operand in self.prepared)
-        if config.splits > 1:
-            written, finish = results.parts(problem, config.splits), functools.partial(results.finish_parts, self.asked)
+        if self.in_parts:
+            written = results.parts(self.multiplied, config.splits)
+            finish = functools.partial(results.finish_parts, self.asked)
         elif self.staging.reductions or scratch:
             written = (*results.written(self.multiplied, config.epilogue_columns, config.swap), *scratch)
             finish = functools.partial(results.finish, outputs)
         if scratch:
             aliases += ((taken + more, len(written) - 1),)
-        changed = config.splits > 1 or self.prepared or self.converted or scratch
+        changed = self.in_parts or self.prepared or self.converted or scratch
         return Call(
             (self._launch(self.compile().image),),
             results=written,

@@ -89,13 +89,18 @@ class Terms:
 
 @dataclasses.dataclass(frozen=True)
 class Transpose:
-    """Rows and columns in each other's place."""
+    """Rows and columns in each other's place.
 
+    Attributes:
+      shape: what the array is taken as; () for as it is.
+    """
+
+    shape: tuple[int, ...] = ()
     note: str = "transposed"
 
     def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the transposed matrices."""
-        return (jnp.matrix_transpose(x),)
+        return (jnp.matrix_transpose(x.reshape(self.shape) if self.shape else x),)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,8 +22,9 @@ from cutjax.kernels.arguments import (
     matrix_map,
     partials,
 )
-from cutjax.kernels.operand import Operand
+from cutjax.kernels.operand import Operand, Taps
 from cutjax.kernels.problem import Problem
+from cutjax.kernels.sm90 import windows
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.operands import row_bytes
 from cutjax.kernels.sm90.resolved import Resolved
@@ -69,16 +70,28 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
         yield Argument("i64 a_row_bytes", Int64(of_a.row_bytes), "a")
         yield integer("a_valid_bytes", p.a.bytes(p.k), "a")
         yield from gathered(p)
+    view = windows.view_of(p)
     for term in range(0 if p.a.gathered else terms):
         buffer = _buffer_of(int(c.swap), term, terms, first_more)
-        value = _operand_map(buffer, p.a, p.m, p.k, of_a, c.bm, 64, c, c.cluster_n)
+        if view:
+            value = _windows_map(buffer, kernel)
+        else:
+            value = _operand_map(buffer, p.a, p.m, p.k, of_a, c.bm, 64, c, c.cluster_n)
         yield _map(f"map_a{term}" if term else "map_a", value, "a")
+    if view:
+        yield from windows.of_windows(p, c.depth(p.a))
     b_matrices = p.matrices[1]
     of_b = matrices_of(p, p.bs[0], p.n, b_matrices, tuple(steps[1]))
     for i, (term, b) in enumerate((term, i) for term in range(terms) for i in range(p.products)):
         buffer = _buffer_of(0 if p.symmetric or c.swap else 1 + b, term, terms, first_more)
-        chunk = c.chunk(p.bs[0], p.products)
-        yield _map(f"map_b{i}", _operand_map(buffer, p.bs[0], p.n, p.k, of_b, c.bn, chunk, c, c.cluster_m), "b")
+        if isinstance(p.bs[0].view, Taps):
+            value = _taps_map(buffer, kernel)
+        else:
+            chunk = c.chunk(p.bs[0], p.products)
+            value = _operand_map(buffer, p.bs[0], p.n, p.k, of_b, c.bn, chunk, c, c.cluster_m)
+        yield _map(f"map_b{i}", value, "b")
+    if isinstance(p.bs[0].view, Taps):
+        yield from windows.of_taps(p)
     d_matrices = c.splits * p.results
     in_order = [result_matrices(kernel.problem, dtype) for _, _, dtype in maps if p.order]
     for i, (place, buffer, dtype) in enumerate(maps):
@@ -130,6 +143,36 @@ def _operand_map(
         return dataclasses.replace(found, element="tfloat32" if operand.dtype == np.float32 else "")
     depth = config.bk if -(-tile // chunk) % share == 0 else config.bk // share
     return matrix_map(buffer, operand.dtype, (rows, k), of, (chunk, depth), chunk * 2, l2_bytes)
+
+
+def _windows_map(buffer: int, kernel: Resolved) -> TensorMap:
+    """The tensor map of a's windows, as Im2col in load_im2col.cuh loads it."""
+    p, c, k = kernel.multiplied, kernel.config, kernel.problem.k
+    view, tile, depth = windows.view_of(p), c.bm, c.depth(p.a)
+    assert view is not None
+    if p.a.contiguous == "mn":
+        chunks = c.bm // windows.chunk(view, p.a.bytes(1))
+        tile = depth if chunks % c.cluster_n == 0 else depth // c.cluster_n
+    else:
+        tile //= c.cluster_n
+    pitch = row_bytes(p.a, p.m, k)
+    found = windows.windows_map(buffer, p, pitch, tile, 256 if pitch % 128 == 0 else 128)
+    return dataclasses.replace(found, element="tfloat32" if p.a.dtype == np.float32 else "")
+
+
+def _taps_map(buffer: int, kernel: Resolved) -> TensorMap:
+    """The tensor map of weights, as Taps in load_taps.cuh loads it."""
+    p, c, b, k = kernel.multiplied, kernel.config, kernel.multiplied.bs[0], kernel.problem.k
+    view = windows.view_of(p)
+    assert view is not None
+    length, pitch = windows.chunk(view, p.a.bytes(1)), row_bytes(b, p.n, k)
+    l2_bytes = 256 if pitch % 128 == 0 else 128
+    if b.contiguous == "k":
+        found = windows.taps_map(buffer, p, b, pitch, (length, c.bn // c.cluster_m), b.bytes(length), l2_bytes)
+        return dataclasses.replace(found, element="tfloat32" if b.dtype == np.float32 else "")
+    chunk = c.chunk(b, p.products)
+    depth = length if -(-c.bn // chunk) % c.cluster_m == 0 else length // c.cluster_m
+    return windows.taps_map(buffer, p, b, pitch, (chunk, depth), b.bytes(chunk), l2_bytes)
 
 
 def _tile_map(buffer: int, dtype: np.dtype, kernel: Resolved, of: Matrices | int, transposed: bool) -> TensorMap:

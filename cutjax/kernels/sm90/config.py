@@ -14,6 +14,7 @@ from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.operand import Operand
 from cutjax.kernels.problem import Problem
+from cutjax.kernels.sm90 import windows
 
 SCHEDULES = ("coop", "pingpong")
 
@@ -171,7 +172,7 @@ class Config:
 
     def name(self, problem: Problem) -> str:
         """Returns the name of the kernel wherever it is seen: HLO, profiler, explain, benchmark rows."""
-        if self.splits > 1:
+        if windows.in_parts(problem, self.splits):
             problem = problem.bare
         dtypes = short(problem.a.dtype.name) + problem.math
         if problem.bs[0].dtype != problem.a.dtype:
@@ -185,7 +186,7 @@ class Config:
         ragged = f"_groups_{problem.divided}" if problem.divided else ""
         symmetric = "_symmetric" if problem.symmetric else ""
         strided = "_strided" if problem.order else ""  # other text
-        strided += "_gathered" * problem.a.gathered
+        strided += "_gathered" * problem.a.gathered + windows.name(problem)
         name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}{symmetric}{strided}"
         if not problem.plain:
             name += f"_e{_digest(problem.epilogue)}"

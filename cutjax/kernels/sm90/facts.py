@@ -10,10 +10,10 @@ import numpy as np
 
 from cutjax.dtypes import short
 from cutjax.kernels import reasons as shared
-from cutjax.kernels.operand import Gathered
+from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import operands
+from cutjax.kernels.sm90 import operands, windows
 from cutjax.kernels.sm90.arguments import matrices_of, result_matrices
 from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Config
 from cutjax.kernels.staging import STORED_BY_TMA, Staging, plan_staging
@@ -66,6 +66,8 @@ class Facts:
         (tests/kernels/test_fusion.py, tests/kernels/test_swapped_kernels.py).
         """
         problem, epilogue = self.problem, self.problem.epilogue
+        if windows.view_of(problem) and config.stream_k:
+            return 128  # of 192, some spill
         if problem.a.gathered:
             return 128  # fewer registers are left beside a producer that copies
         # The addresses of transposes take registers too.
@@ -94,8 +96,9 @@ class Facts:
 @functools.lru_cache(maxsize=1024)
 def facts_of(problem: Problem, swap: bool = False) -> Facts:
     """Returns the facts that all kernels of a problem share, with its operands as they are or swapped."""
-    why = [*shared.of_operands(problem, (Gathered,)), *operands.reasons(problem)]
+    why = [*shared.of_operands(problem, (Gathered, Im2col), (Taps,)), *operands.reasons(problem)]
     unswappable = shared.of_swap(problem) if swap else []
+    unswappable += ["swap with windows of images: they are the rows"] * (swap and windows.view_of(problem) is not None)
     multiplied = problem if why else operands.as_multiplied(problem)
     of_pairs = problem.a.dtype == operands.C64
     if swap and of_pairs:

@@ -12,7 +12,7 @@ from cutjax.kernels import base
 from cutjax.kernels import reasons as shared
 from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import cost, operands, text
+from cutjax.kernels.sm90 import cost, operands, text, windows
 from cutjax.kernels.sm90.arguments import Argument, arguments
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.facts import ARCH, Facts, facts_of, footprint
@@ -76,7 +76,7 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     reasons = list(facts.reasons)
     if problem.a.dtype == operands.C64 and (config.splits > 1 or config.stream_k):
         return (*reasons, f"splits={config.splits}, stream_k={config.stream_k}: parts of complex numbers")
-    if config.splits > 1:
+    if windows.in_parts(problem, config.splits):
         problem = problem.bare
         facts = facts_of(problem, config.swap)
     tile = footprint(facts, config)
@@ -113,6 +113,7 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         reasons.append(f"{products * config.bn} columns: wgmma of integers takes 8, 24 and multiples of 16")
     if config.bk == 128 and facts.way.promoted == 1:
         reasons.append("bk=128 of float8: sums of 128 bytes of k are added up in f32, which are one stage of bk=64")
+    reasons += windows.tile_reasons(problem, config.bn * config.cluster_n)
     if config.bn % 16 and facts.problem.bs[0].contiguous == "mn":
         reasons.append(f"bn={config.bn} where rows in memory lie along it: the narrowest swizzle spans 16 elements")
     if not config.swap and tile.chunk * facts.staging.narrowest < 32:

@@ -12,6 +12,7 @@ from cutjax.epilogue.expression import identity
 from cutjax.kernels.operand import Operand
 from cutjax.kernels.prepared import Pad, Pairs, Prepared, Step, Terms, Transpose
 from cutjax.kernels.problem import BF16, Problem
+from cutjax.kernels.sm90 import windows
 
 F32, C64 = np.dtype(np.float32), np.dtype(np.complex64)
 INT8 = ("int8", "uint8")
@@ -93,10 +94,12 @@ def reasons(problem: Problem) -> list[str]:
         return [f"{both} added up in {short(acc.name)}: wgmma adds up integers in 32 bits, and floats in f32"]
     if problem.a.gathered and (way(problem).dtype or problem.a.bits > 16):
         return [f"gathered rows of {both}: threads copy elements as they are, of 8 and 16 bits"]
+    if windows.view_of(problem) and problem.a.contiguous == "mn" and k_major(way(problem).dtype or problem.a.dtype):
+        return [f"{both} in a weight gradient: wgmma reads these along pixels, which are apart in memory"]
     if problem.divided == "k" and k_major(way(problem).dtype or problem.a.dtype):
         # On an H200 a box that begins elsewhere along its rows is an illegal instruction.
         return [f"{both} in groups of k: groups begin anywhere along rows of k, TMA at multiples of 16 bytes"]
-    return []
+    return windows.reasons(problem)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -113,29 +116,35 @@ def as_multiplied(problem: Problem) -> Problem:
 
     def taken(operand: Operand) -> Operand:
         operand = operand.of(dtype or operand.dtype)
-        return operand.along_k if k_major(operand.dtype) else operand
+        if not k_major(operand.dtype) or operand.contiguous == "k":
+            return operand
+        if view := windows.view_of(problem):
+            operand = dataclasses.replace(operand, view=operand.view or windows.in_order(view))
+        return operand.along_k
 
     a, bs = taken(problem.a), tuple(map(taken, problem.bs))
-    if (a, bs) == (problem.a, problem.bs):
-        return problem
-    return dataclasses.replace(problem, a=a, bs=bs, math="" if a.dtype == BF16 else problem.math)
+    if (a, bs) != (problem.a, problem.bs):
+        problem = dataclasses.replace(problem, a=a, bs=bs, math="" if a.dtype == BF16 else problem.math)
+    view = windows.view_of(problem)
+    return windows.as_multiplied(problem, view) if view else problem
 
 
 @functools.lru_cache(maxsize=1024)
 def prepared(problem: Problem) -> tuple[Prepared, ...]:
     """Returns the operands of which kernels read copies: other numbers, rows along k, rows that TMA walks."""
     p, taken, found = as_multiplied(problem), way(problem), []
-    b_matrices = p.matrices[1]
+    b_matrices, view = p.matrices[1], windows.view_of(problem)
+    k = problem.k if view else p.k  # that of the arrays
     arrays = [("a", p.a, problem.a, p.m, p.matrices[0])]
     arrays += [("b", b, given, p.n, b_matrices) for b, given in zip(p.bs, problem.bs, strict=True)]
     for buffer, (name, operand, given, length, matrices) in enumerate(arrays[:1] if p.symmetric else arrays):
-        rows, size = operand.array(length, p.k)
-        pitch = row_bytes(operand, length, p.k)
+        rows, size = operand.array(length, k)
+        pitch = row_bytes(operand, length, k)
         columns = operand.elements(pitch) - size
         transposed = operand.contiguous != given.contiguous
         pairs = 1 if given.dtype != C64 else 4 if buffer else 2  # numbers that a complex one makes
         steps: list[Step] = [] if taken.dtype is None else [Terms(taken.terms, taken.rounded, taken.dtype)]
-        steps += [Transpose()] * transposed + [Pairs()] * (pairs == 4)
+        steps += [Transpose((-1, view.channels, length) if view else ())] * transposed + [Pairs()] * (pairs == 4)
         steps += [Pad(columns // 2 if pairs == 2 else columns, pitch)] * (columns > 0)
         if steps:
             rows *= matrices

@@ -6,7 +6,7 @@ import dataclasses
 
 from cutjax.kernels import base
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import operands
+from cutjax.kernels.sm90 import operands, windows
 from cutjax.kernels.sm90.config import Config
 
 
@@ -31,9 +31,15 @@ class Resolved(base.Resolved):
         return self.config.name(self.problem)
 
     @property
+    def in_parts(self) -> bool:
+        """True if its results are sums that XLA takes further."""
+        return windows.in_parts(self.problem, self.config.splits)
+
+    @property
     def stored(self) -> Problem:
-        """The problem as results are stored: `problem`, or, of complex numbers, that of their parts."""
-        return self.multiplied if self.problem.a.dtype == operands.C64 else self.problem
+        """The problem as results are stored: `problem`, or that of complex numbers' parts, or of padded channels."""
+        own = self.problem.a.dtype == operands.C64 or windows.view_of(self.problem)
+        return self.multiplied if own else self.problem
 
     @property
     def k_blocks(self) -> int:

@@ -9,7 +9,9 @@ import numpy as np
 from cutjax.dtypes import DTYPES
 from cutjax.kernels.arguments import Argument
 from cutjax.kernels.epilogue_text import epilogue_text
-from cutjax.kernels.sm90 import operands
+from cutjax.kernels.operand import Gathered, Im2col, Taps
+from cutjax.kernels.problem import Problem
+from cutjax.kernels.sm90 import operands, windows
 from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.runtime import sources
 
@@ -24,6 +26,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     a_k_major, b_k_major = problem.a.contiguous == "k", problem.bs[0].contiguous == "k"
     producer, consumer = COPIER_REGISTERS if problem.a.gathered else REGISTERS
     way, acc = kernel.way, DTYPES[problem.accumulator.name].carrier
+    view, taps = windows.view_of(problem), isinstance(problem.bs[0].view, Taps)
+    of_windows = windows.chunk(view, problem.a.bytes(1)) if view else 0
     constants = {
         "BM": config.bm,
         "BN": config.bn,
@@ -49,7 +53,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "CONSUMER_REGISTERS": consumer,
         "A_K_MAJOR": a_k_major,
         "B_K_MAJOR": b_k_major,
-        "B_CHUNK": config.chunk(problem.bs[0], problem.products),
+        "A_CHUNK": of_windows or problem.a.elements(128),
+        "B_CHUNK": of_windows if taps and b_k_major else config.chunk(problem.bs[0], problem.products),
         "STREAM_K": config.stream_k,
         "GROUPED": bool(problem.groups),
         "RAGGED_M": problem.divided == "m",
@@ -63,6 +68,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "STAGING_ROWS": 64,
         "STAGING_THREADS": 128,
     }
+    if view:
+        constants |= {"IMAGE_AXES": len(view.image), "IMAGE_GROUPS": view.groups > 1, "WINDOW_CHUNK": of_windows}
     scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
     scheduler = "stream" if config.stream_k else scheduler
     return sources.source(
@@ -85,7 +92,9 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "sm90/tiles.cuh",
             "sm90/load_plain.cuh",
             *(["sm90/load_gather.cuh"] if problem.a.gathered else []),
-            f"using ViewA = {'Gathered' if problem.a.gathered else 'Plain'};\nusing ViewB = Plain;\n",
+            *(["sm90/im2col.cuh", "sm90/load_im2col.cuh"] if view else []),
+            *(["sm90/load_taps.cuh"] if taps else []),
+            _views(problem),
             "sm90/producer.cuh",
             "sm90/promote_blocks.cuh" if way.promoted else "sm90/promote_never.cuh",
             "sm90/mainloop.cuh",
@@ -97,6 +106,14 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "sm90/gemm.cuh",
         ],
     )
+
+
+def _views(problem: Problem) -> str:
+    """Returns the names of the views that operands are loaded by, and of how k is walked."""
+    views = {Gathered: "Gathered", Im2col: "Im2col", Taps: "Taps"}
+    a, b = (views.get(type(x.view), "Plain") for x in (problem.a, problem.bs[0]))
+    walk = "Depth" if a != "Im2col" else "Im2col::Elements" if problem.a.contiguous == "k" else "Im2col::Columns"
+    return f"using ViewA = {a};\nusing ViewB = {b};\nusing Walk = {walk};\n"
 
 
 def _packed(terms: Iterable[int]) -> int:

@@ -42,7 +42,7 @@ struct Gathered {
 
     // The tile's rows of the matrix begin at `first` and end before `end`.
     template <int COUNT>
-    DEVICE void begin(const Source<COUNT>& source, int first, int end) {
+    DEVICE void begin(const Source<COUNT>& source, int first, int end, u32) {
 #pragma unroll
       for (int i = 0; i < COUNT_ROWS; ++i) {
         int place = first + threadIdx.x / UNITS + i * STEP;
@@ -52,7 +52,7 @@ struct Gathered {
     }
 
     template <int COUNT>
-    DEVICE void issue(const Source<COUNT>&, int, int, u32, u32, int, int, int, u32) const {}
+    DEVICE void issue(const Source<COUNT>&, int, int, u32, u32, int, const Depth&, int, u32) const {}
 
     template <int COUNT>
     DEVICE void copy(const Source<COUNT>& source, u32 tile, u32 barrier, int k) const {

@@ -6,8 +6,8 @@
 
 using LoaderA = ViewA::Loader<OperandA>;
 using LoaderB = ViewB::Loader<OperandB>;
-constexpr int COPIERS = LoaderA::COPIERS;  // b is plain
-static_assert(LoaderB::COPIERS == 0);
+constexpr int COPIERS = LoaderA::COPIERS;
+static_assert(LoaderB::COPIERS == 0, "b is loaded by TMA");
 constexpr int PRODUCERS = COPIERS > 0 ? COPIERS : 32;
 constexpr u32 TMA_BYTES = LoaderA::TMA_BYTES + LoaderB::TMA_BYTES;
 constexpr int FULL_ARRIVALS = COPIERS + (TMA_BYTES > 0);  // on the full barrier of a stage
@@ -24,23 +24,25 @@ DEVICE void fill(Pipeline& pipe, SharedTiles shared, const SourceA& source_a, co
                  int m, int matrix_a, int matrix_b, u32 rank_m, u32 rank_n) {
   LoaderA a;
   LoaderB b;
-  a.begin(source_a, work.m, RAGGED_M ? min(m, work.m + work.rows) : m);
+  Walk walk(source_a, work.n);
+  a.begin(source_a, work.m, RAGGED_M ? min(m, work.m + work.rows) : m, rank_n);
 #pragma unroll 1
   for (int pair = 0; pair < PAIRS; ++pair) {
     int term_a = term_of_a(pair), term_b = term_of_b(pair);
+    walk.begin(work.k, rank_n);
 #pragma unroll 1  // unrolled, it needs more registers than a producer has
     for (int i = 0; i < work.k_blocks; ++i) {
-      int k = work.k + i * BK;
       mbarrier_wait(pipe.empty_barrier(), pipe.phase ^ 1);
       if ((PRODUCERS == 32 || uniform(threadIdx.x / 32) == 0) && elect()) {
         mbarrier_arrive_expect_tx(pipe.full_barrier(), TMA_BYTES);
-        a.issue(source_a, term_a, 0, shared.a(pipe.stage), pipe.full_barrier(), work.m, k, matrix_a, rank_n);
+        a.issue(source_a, term_a, 0, shared.a(pipe.stage), pipe.full_barrier(), work.m, walk, matrix_a, rank_n);
 #pragma unroll
         for (int p = 0; p < PRODUCTS; ++p)
-          b.issue(source_b, term_b, p, shared.b(pipe.stage), pipe.full_barrier(), work.n, k, matrix_b, rank_m);
+          b.issue(source_b, term_b, p, shared.b(pipe.stage), pipe.full_barrier(), work.n, walk, matrix_b, rank_m);
       }
       __syncwarp();
-      a.copy(source_a, shared.a(pipe.stage), pipe.full_barrier(), k);
+      a.copy(source_a, shared.a(pipe.stage), pipe.full_barrier(), walk.k);
+      walk.next();
       pipe.advance();
     }
   }

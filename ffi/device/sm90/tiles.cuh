@@ -2,7 +2,7 @@
 // drain. Each of STAGES has a full barrier (what was asked for has landed) and an empty one (its readers are done).
 //
 // Operand tiles, ROWS = BM or PRODUCTS * BN:
-//   K-major:  [BK/CHUNK][ROWS][CHUNK]      128-byte swizzle; CHUNK of k are 128 bytes
+//   K-major:  [BK/CHUNK][ROWS][CHUNK]      swizzled in rows of CHUNK, which are 128 bytes unless a view needs fewer
 //   MN-major: [ROWS/CHUNK][BK][CHUNK]      16-bit elements; swizzle span of 2*CHUNK bytes; a line of CHUNK rows or
 //             columns. The last chunk may be wider than the tile: what is loaded too much costs less than a narrower
 //             swizzle.
@@ -47,7 +47,15 @@ struct Operand {
   static constexpr int CHUNKS_EACH = (ROWS_EACH + CHUNK - 1) / CHUNK;
   static constexpr int SPAN = CHUNK * SIZE;
   static constexpr int BYTES = (K_MAJOR ? ROWS : MATRICES * CHUNKS_EACH * CHUNK) * BK * SIZE;
-  static_assert(K_MAJOR ? SPAN == 128 : SIZE == 2);
+  static_assert(SPAN == 128 || SPAN == 64 || SPAN == 32);
+  static_assert(K_MAJOR || SIZE == 2);
+
+  // MN-major, of what CTAs share: whole chunks are divided among them where their number allows it, else the k rows of
+  // each chunk.
+  static constexpr bool BY_CHUNK = CHUNKS_EACH % SHARE == 0;
+  static constexpr int CHUNKS_LOADED = CHUNKS_EACH / (BY_CHUNK ? SHARE : 1), DEPTH_LOADED = BK / (BY_CHUNK ? 1 : SHARE);
+  DEVICE static int first_chunk(u32 share) { return BY_CHUNK ? share * CHUNKS_LOADED : 0; }
+  DEVICE static int first_depth(u32 share) { return BY_CHUNK ? 0 : share * DEPTH_LOADED; }
 
   // Of a tile's rows from a multiple of 64 on. K-major, both offsets are ignored but that of 8 rows.
   using Descriptor = WgmmaDescriptor<SPAN, K_MAJOR ? 16 : BK * SPAN, 8 * SPAN>;
@@ -55,7 +63,8 @@ struct Operand {
   // Bytes from a tile's begin to its row `row` (a multiple of 64), and from there to a slice of k, of 32 bytes each.
   DEVICE static u32 row_offset(int row) { return K_MAJOR ? row * SPAN : row / CHUNK * BK * SPAN; }
   DEVICE static u32 slice_offset(int slice) {
-    return K_MAJOR ? slice / 4 * ROWS * SPAN + slice % 4 * 32 : slice * 16 * SPAN;
+    constexpr int SLICES = SPAN / 32;  // of a row
+    return K_MAJOR ? slice / SLICES * ROWS * SPAN + slice % SLICES * 32 : slice * 16 * SPAN;
   }
 
   // Zeroes what an MN-major tile holds of `rows` rows or columns from `row` on, in k from `depth` on.
@@ -68,7 +77,7 @@ struct Operand {
   }
 };
 
-using OperandA = Operand<BM, A_BYTES, 1, A_K_MAJOR, 128 / A_BYTES, CLUSTER_N>;
+using OperandA = Operand<BM, A_BYTES, 1, A_K_MAJOR, A_CHUNK, CLUSTER_N>;
 using OperandB = Operand<PRODUCTS * BN, B_BYTES, PRODUCTS, B_K_MAJOR, B_CHUNK, CLUSTER_M>;
 
 constexpr int STAGE_BYTES = OperandA::BYTES + OperandB::BYTES;

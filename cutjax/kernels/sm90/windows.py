@@ -1,0 +1,195 @@
+"""Windows of images, and taps of weights, as TMA loads them: pieces of channels, tensor maps, what a kernel is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+from cutjax.kernels.arguments import Argument, integer
+from cutjax.kernels.operand import Im2col, Operand, Taps
+from cutjax.kernels.problem import Problem
+from cutjax.runtime import tensor_map
+from cutjax.runtime.launch import TensorMap
+
+# Bytes of a row in shared memory, and what those of fewer channels cost over as many in rows of 128: not fitted yet.
+_SPANS = {128: 1.0, 64: 1.08, 32: 1.3}
+_OFFSETS = {1: 2**16, 2: 2**8, 3: 2**5}  # of a load, by the axes of an image: the first that do not fit
+_CORNERS = {1: 2**15, 2: 2**7, 3: 2**4}  # of the box that windows begin in, either way
+_STRIDES = 8
+
+
+def view_of(problem: Problem) -> Im2col | None:
+    """Returns the windows that a problem's a is of; None of any other."""
+    return problem.a.view if isinstance(problem.a.view, Im2col) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def chunk(view: Im2col, size: int) -> int:
+    """Returns the channels of a piece, elements having so many bytes."""
+    spans = [span for span in _SPANS if view.groups == 1 or view.channels * size % span == 0]
+    cost = {span // size: _SPANS[span] * _padded(view.channels, span // size) for span in spans or [32]}
+    return min(cost, key=lambda length: cost[length])
+
+
+def _padded(channels: int, length: int) -> int:
+    return -(-channels // length) * length
+
+
+def padded(view: Im2col, size: int) -> int:
+    """Returns the channels of whole pieces: those that there are, and zeros."""
+    return _padded(view.channels, chunk(view, size))
+
+
+def in_parts(problem: Problem, splits: int) -> bool:
+    """True if a kernel's results are sums that XLA takes further: of splits, or with rows of channels of zeros."""
+    view = view_of(problem)
+    rows = view is not None and problem.a.contiguous == "mn"
+    return splits > 1 or (rows and problem.m != view.taps * padded(view, problem.a.bytes(1)))
+
+
+def as_multiplied(problem: Problem, view: Im2col) -> Problem:
+    """Returns the problem of whole pieces of channels, and of weights that are read so."""
+    channels, taps = padded(view, problem.a.bytes(1)), view.taps
+    if problem.a.contiguous == "mn":
+        return dataclasses.replace(problem, m=taps * channels)
+    (b, *_), k = problem.bs, taps * channels
+    if k != problem.k and b.view is None:
+        b = dataclasses.replace(b, view=in_order(view))
+    return dataclasses.replace(problem, k=k, bs=(b,) * len(problem.bs))
+
+
+def in_order(view: Im2col) -> Taps:
+    """Returns all taps of weights as they lie."""
+    axes = len(view.window)
+    return Taps(view.window, view.window, (0,) * axes, (1,) * axes, view.groups)
+
+
+def name(problem: Problem) -> str:
+    """Returns what a kernel's name says of the views that it reads by."""
+    view = view_of(problem)
+    if view is None:
+        return ""
+    axes, length = len(view.image), chunk(view, problem.a.bytes(1))
+    filled = problem.a.contiguous == "k" and padded(view, problem.a.bytes(1)) != view.channels
+    taps = isinstance(problem.bs[0].view, Taps) or filled
+    return f"_im2col{axes}d_c{length}" + "_taps" * taps + "_grouped" * (view.groups > 1)
+
+
+def reasons(problem: Problem) -> list[str]:
+    """Returns the reasons against TMA for the windows of a problem."""
+    view = view_of(problem)
+    if view is None:
+        return []
+    found, axes, size = [], len(view.image), problem.a.bytes(1)
+    if any(isinstance(b.view, Taps) for b in problem.bs) and problem.a.contiguous == "mn":
+        found.append("taps of b in a weight gradient, whose b is the result's")
+    if set(view.spread) != {1}:
+        found.append("images with zeros between their elements")
+    if min(view.grid) < 1 or min(view.image) < 1 or min(view.window) < 1:
+        return [*found, "a size of the windows is 0: nothing to launch"]
+    offsets = [(window - 1) * dilation for window, dilation in zip(view.window, view.dilation, strict=True)]
+    if max(offsets) >= _OFFSETS[axes]:
+        found.append(f"windows that reach {max(offsets)} pixels: TMA's offsets are below {_OFFSETS[axes]}")
+    corners = [x for pair in zip(*_corners(view), strict=True) for x in pair]
+    if not all(-_CORNERS[axes] <= x < _CORNERS[axes] for x in corners):
+        found.append(f"windows that begin {corners} pixels from the images' edges: TMA's corners have {_CORNERS[axes]}")
+    if max(_strides(view)) > _STRIDES:
+        found.append(f"strides of {max(view.strides)}: TMA's are up to {_STRIDES}")
+    if view.groups > 1 and view.channels * size % 32:
+        found.append(f"groups of {view.channels * size} bytes of channels: TMA loads multiples of 32")
+    return found
+
+
+def tile_reasons(problem: Problem, columns: int) -> list[str]:
+    """Returns the reasons against tiles of so many columns, of CTAs that share windows: each has those of a group."""
+    view = view_of(problem)
+    if view is None or view.groups == 1 or problem.n // view.groups % columns == 0:
+        return []
+    return [f"tiles of {columns} columns of groups of {problem.n // view.groups}: a tile has channels of one group"]
+
+
+def _strides(view: Im2col) -> tuple[int, ...]:
+    return tuple(stride if grid > 1 else 1 for stride, grid in zip(view.strides, view.grid, strict=True))
+
+
+def _corners(view: Im2col) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns where windows begin: the first from an image's first pixel, the last from its last."""
+    along = zip(_strides(view), view.grid, view.low, view.image, strict=True)
+    upper = [stride * (grid - 1) - low - (image - 1) for stride, grid, low, image in along]
+    return tuple(-low for low in view.low), tuple(upper)
+
+
+def windows_map(buffer: int, problem: Problem, pitch: int, rows: int, l2_bytes: int) -> TensorMap:
+    """Returns the tensor map of a's windows, of which a load takes so many pixels; the pitch of one is in bytes."""
+    view, a = view_of(problem), problem.a
+    assert view is not None
+    inner, strides = view.image[::-1], [pitch]
+    for size in inner:
+        strides.append(strides[-1] * size)
+    lower, upper = (corner[::-1] for corner in _corners(view))
+    return TensorMap(
+        buffer=buffer,
+        dtype=a.dtype,
+        dims=(view.groups * view.channels, *inner, view.images),
+        strides=tuple(strides),
+        box=tensor_map.Im2col(lower, upper, chunk(view, a.bytes(1)), rows),
+        swizzle=a.bytes(chunk(view, a.bytes(1))),
+        l2_bytes=l2_bytes,
+        element_strides=(1, *_strides(view)[::-1], 1),
+    )
+
+
+def taps_map(
+    buffer: int, problem: Problem, b: Operand, pitch: int, box: tuple[int, int], span: int, l2_bytes: int
+) -> TensorMap:
+    """Returns the tensor map of weights as taps, of which a load takes a box of one; the pitch of a row is in bytes."""
+    view = view_of(problem)
+    assert view is not None
+    assert isinstance(b.view, Taps)
+    dims = view.groups * view.channels, problem.n // view.groups
+    dims = dims if b.contiguous == "k" else (problem.n, view.channels)
+    taps = math.prod(b.view.stored)
+    return TensorMap(
+        buffer=buffer,
+        dtype=b.dtype,
+        dims=(*dims, taps),
+        strides=(pitch, pitch * dims[1]),
+        box=(*box, 1),
+        swizzle=span,
+        l2_bytes=l2_bytes,
+    )
+
+
+def of_windows(problem: Problem, depth: int) -> Iterator[Argument]:
+    """Yields what a kernel is told of a's windows beside their map, whose k blocks are so deep."""
+    view = view_of(problem)
+    assert view is not None
+    size = problem.a.bytes(1)
+    yield integer("a_pieces", padded(view, size) // chunk(view, size), "a")
+    yield integer("a_channels", view.groups * view.channels, "a")
+    yield integer("a_group_channels", view.channels, "a")
+    yield integer("a_group_columns", problem.n // view.groups, "a")
+    for name in ("grid", "window", "strides", "low", "dilation"):
+        for i, value in enumerate(reversed(getattr(view, name))):
+            yield integer(f"a_{name}{i}", value, "a")
+    for i, size in enumerate((*view.grid[::-1], 0)):
+        yield integer(f"a_block{i}", depth % size if size else depth, "a")
+        depth //= size or 1
+
+
+def of_taps(problem: Problem) -> Iterator[Argument]:
+    """Yields what a kernel is told of b's taps beside their maps."""
+    view, b = view_of(problem), problem.bs[0]
+    assert view is not None
+    assert isinstance(b.view, Taps)
+    yield integer("b_channels", view.channels * (view.groups if b.contiguous == "k" else 1), "b")
+    place, step, steps = 0, 1, []
+    for stored, first, by in zip(b.view.stored[::-1], b.view.first[::-1], b.view.step[::-1], strict=True):
+        place += first * step
+        steps.append(by * step)
+        step *= stored
+    yield integer("b_first", place, "b")
+    for i, by in enumerate(steps):
+        yield integer(f"b_tap_step{i}", by, "b")

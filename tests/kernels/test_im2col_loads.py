@@ -1,0 +1,55 @@
+"""Windows of images and taps of weights, as the sm_90 kernels load them: on the host, TMA being a stand-in."""
+
+import gxx
+import loads_host
+import numpy as np
+import pytest
+from windows_cases import KINDS, asked, product, shapes, view
+
+from cutjax.kernels.sm90 import kernel as sm90
+from cutjax.kernels.sm90.config import Config
+
+pytestmark = pytest.mark.skipif(not gxx.installed(), reason="needs g++")
+
+CONFIGS = {
+    "alone": Config(64, 64, 64, 4),
+    "deep": Config(64, 64, 128, 3),
+    "beside": Config(64, 64, 64, 4, cluster_n=2),
+    "below": Config(64, 64, 64, 4, cluster_m=2),
+    "wide": Config(128, 96, 64, 4),
+    "streamed": Config(64, 64, 64, 4, stream_k=True),
+    "in a cluster": Config(64, 64, 64, 8, cluster_k=3),
+    "split": Config(64, 64, 64, 4, splits=3),
+}
+PIECES = view(2, (7, 9), (3, 2), 96, low=(1, 0), high=(1, 2))
+CASES = [
+    ("in order", "beside", view(3, (50,), (3,), 64, low=(1,), high=(1,))),
+    ("weights", "below", view(2, (70,), (2,), 32, dilation=(40,), low=(40,))),
+    ("flipped", "deep", view(2, (61,), (5,), 16, (3,), low=(2,), high=(1,))),
+    ("in order", "streamed", PIECES),
+    ("some taps", "split", PIECES),
+    ("weights", "split", PIECES),
+    ("flipped", "in a cluster", PIECES),
+    ("weights", "beside", view(3, (15, 12), (3, 3), 32, (2, 3), (2, 1), low=(-1, 2), high=(3, -2))),
+    ("some taps", "below", view(3, (15, 12), (3, 3), 32, (2, 3), (2, 1), low=(-1, 2), high=(3, -2))),
+    ("in order", "wide", view(2, (6, 7), (2, 3), 24, low=(1, 1), high=(0, 1))),
+    ("weights", "alone", view(2, (6, 7), (2, 3), 24, low=(1, 1), high=(0, 1))),
+    ("flipped", "beside", view(2, (4, 5, 6), (2, 3, 2), 16, (1, 2, 1), low=(1, 1, 0), high=(0, 1, 1))),
+    ("weights", "streamed", view(2, (4, 5, 6), (2, 3, 2), 64, (1, 2, 1), low=(1, 1, 0), high=(0, 1, 1))),
+    *((kind, "beside", view(2, (7, 9), (3, 3), 32, low=(1, 1), high=(1, 1), groups=3)) for kind in KINDS[::-2]),
+]
+
+
+@pytest.mark.parametrize(("kind", "config", "of"), CASES, ids=lambda x: x if isinstance(x, str) else "")
+def test_all_that_tiles_multiply(kind, config, of, tmp_path):
+    n = 384 if of.groups > 1 else 136
+    problem = asked(of, n, kind)
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(-9, 10, shape).astype(np.int16) for shape in shapes(problem)]
+    found = loads_host.multiplied(sm90.resolved(problem, CONFIGS[config]), arrays, tmp_path)
+    expected = product(problem, *arrays, np.float64)
+    if len(found) > len(expected):  # channels of zeros
+        found = found.reshape(of.taps, -1, n)
+        assert not found[:, of.channels :].any()
+        found = found[:, : of.channels].reshape(-1, n)
+    np.testing.assert_array_equal(found, expected)
