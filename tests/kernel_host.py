@@ -148,7 +148,7 @@ def run(
 def _passed(value: Param, arrays: Sequence[np.ndarray]) -> Any:
     """Returns a parameter as the library takes it."""
     if isinstance(value, Pointer):
-        return arrays[value.buffer].ctypes.data
+        return arrays[value.buffer].ctypes.data + value.byte_offset
     if not isinstance(value, TensorMap):
         return value.value
     found = Map(arrays[value.buffer].ctypes.data, value.dims, value.strides, value.box)

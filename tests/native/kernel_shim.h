@@ -252,6 +252,10 @@ inline u32 ld_global_u16(const char* p) { return load_global<u16>(p); }
 inline u32 ld_global_u8(const char* p) { return load_global<unsigned char>(p); }
 inline Bytes16 ld_global_v4(const char* p) { return load_global<Bytes16>(p); }
 inline u32 ld_global_u32_if(bool there, const char* p) { return there ? ld_global_u32(p) : 0; }
+template <int BYTES>
+u32 ld_global_if(bool there, const char* p) {
+  return !there ? 0 : BYTES == 4 ? ld_global_u32(p) : BYTES == 2 ? ld_global_u16(p) : ld_global_u8(p);
+}
 inline void ld_global_v4_if(bool there, const char* p, u32 (&x)[4]) {
   Bytes16 v = there ? ld_global_v4(p) : Bytes16{};
   x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;

@@ -22,6 +22,7 @@ from cutjax.kernels.arguments import (
     matrix_map,
     partials,
 )
+from cutjax.kernels.mma import views
 from cutjax.kernels.mma.resolved import Resolved
 from cutjax.kernels.operand import Operand
 from cutjax.kernels.problem import Problem
@@ -35,6 +36,8 @@ def matrices_of(p: Problem, operand: Operand, length: int, count: int = 1, steps
     row_bytes = operand.bytes(columns)
     if p.strided:
         return matrices(p, operand.batch, rows, row_bytes, operand.order)
+    if of_groups := views.matrices(p, operand, row_bytes):
+        return of_groups
     return Matrices(row_bytes, row_bytes * rows, count, steps)
 
 
@@ -51,6 +54,8 @@ def unit(p: Problem, operand: Operand, length: int, of: Matrices) -> int:
     """Returns the largest power of two of bytes, at most 16, that divides the rows' offsets and lengths."""
     if p.divided == "k" and operand.contiguous == "k":  # groups begin anywhere
         return operand.bytes(1)
+    if views.axes(p):
+        return views.unit(p, operand)
     row = operand.bytes(operand.array(length, p.k)[1])
     return math.gcd(16, row, of.row_bytes, of.bytes if of.count > 1 else 0)
 
@@ -77,9 +82,10 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
     else:
         yield Argument("const char* base_a", Pointer(buffers[0]), "a")
         for i, buffer in enumerate(buffers[1:]):
-            yield Argument(f"const char* base_b{i}", Pointer(buffer), "b")
-    scalars = {"m": p.m, "n": p.n, "k": p.k, "raster": c.raster, "batch": p.batch_size}
-    scalars |= {"batch1": sizes[1], "batch2": sizes[2]}
+            yield Argument(f"const char* base_b{i}", Pointer(buffer, views.first_byte(p, p.bs[i])), "b")
+    column_groups = views.groups(p)
+    scalars = {"m": p.m, "n": p.n, "k": p.k, "raster": c.raster, "batch": p.batch_size * column_groups}
+    scalars |= {"batch1": sizes[1], "batch2": sizes[2] * column_groups}
     for name, of, operand in (("a", of_a, p.a), ("b", of_b, p.bs[0])):
         scalars |= {f"{name}_step{j}": step for j, step in enumerate(of.steps)}
         if not c.tma:
@@ -89,6 +95,12 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
     for name, of, operand in (("a", of_a, p.a), ("b", of_b, p.bs[0])) if not c.tma else ():
         yield Argument(f"i64 {name}_apart", Int64(operand.elements(of.bytes)), name)
     yield from gathered(p)
+    for name, operand in (("a", p.a), ("b", p.bs[0])):
+        yield from views.arguments(p, operand, name, c.bk)
+    if column_groups > 1:
+        yield integer("columns", views.columns(p))
+        yield integer("d_pitch", p.n, "rows")
+        yield Argument("i64 d_apart", Int64(p.m * p.n), "rows")
     if p.order:
         of_d = matrices(p, p.batch, p.m, p.n, p.order)  # in elements: results of any size lie alike
         for j, step in enumerate(of_d.steps):

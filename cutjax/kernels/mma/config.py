@@ -6,11 +6,13 @@ import dataclasses
 import functools
 import hashlib
 import operator
+from collections.abc import Iterator
 
 import numpy as np
 
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue
+from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.problem import Problem
 
 
@@ -132,9 +134,22 @@ class Config:
         ragged = f"_groups_{problem.divided}" if problem.divided else ""
         symmetric = "_symmetric" if problem.symmetric else ""
         strided = "_strided" if problem.order else ""
-        strided += "_gathered" * problem.a.gathered
+        strided += "".join(f"_{word}" for word in _views(problem))
         name = f"mma_{dtypes}{problem.math}_{problem.layout}_{tile}{ragged}{symmetric}{strided}"
         return name if problem.plain else f"{name}_e{_digest(problem.epilogue)}"
+
+
+def _views(problem: Problem) -> Iterator[str]:
+    """Yields the words of the operands' views."""
+    view = problem.a.view
+    if isinstance(view, Gathered):
+        yield "gathered"
+    if isinstance(view, Im2col):
+        yield f"im2col{len(view.image)}d"
+        if isinstance(problem.bs[0].view, Taps):
+            yield "taps"
+        if view.groups > 1:
+            yield "groups_n"
 
 
 @functools.lru_cache(maxsize=1024)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
-from cutjax.kernels.mma import slim
+from cutjax.kernels.mma import slim, views
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.kernel import BARRIER_BYTES, chunk_of, reasons, resolve, staging_of, tma_reasons
 from cutjax.kernels.mma.math import Math, math_of
@@ -146,7 +146,7 @@ def configs(problem: Problem) -> Iterator[Config]:
             fitting = min(blocks, device.shared_bytes_per_sm // (staging + 2 * stage + 1024)) or 1
             limit = min(device.shared_bytes, device.shared_bytes_per_sm // fitting - 1024)
             stages = max(2, min(6, (limit - staging) // stage, max(2, -(-problem.k // bk) + 1)))
-            raster = band(problem.tiles(bm, bn)[0], device.sms * fitting, bm, bn)
+            raster = band(views.tiles(problem, bm, bn)[0], device.sms * fitting, bm, bn)
             whole = _config(bm, bn, bk, wm, wn, sliced_k, stages, 1, raster, fitting)
             yield whole
             yield from _divided(problem, whole)
@@ -162,7 +162,7 @@ def _divided(problem: Problem, config: Config) -> Iterator[Config]:
     groups = problem.groups_along("k")
     k_blocks = -(-problem.k // (config.bk * groups))
     slots = problem.device.sms * config.blocks
-    if problem.divided == "m" or (tiles := problem.most_tiles(config.bm, config.bn)) >= slots:
+    if problem.divided == "m" or (tiles := views.most_tiles(problem, config.bm, config.bn)) >= slots:
         return
     most = min(k_blocks // LEAST_K_BLOCKS, slots // tiles)
     for splits in SPLITS:

@@ -12,12 +12,12 @@ from cutjax.kernels import base
 from cutjax.kernels import reasons as shared
 from cutjax.kernels.arguments import Argument, Matrices
 from cutjax.kernels.device import Device
-from cutjax.kernels.mma import cost, slim, text
+from cutjax.kernels.mma import cost, slim, text, views
 from cutjax.kernels.mma.arguments import arguments, operands_of, unit
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.math import Math, math_of
 from cutjax.kernels.mma.resolved import Resolved
-from cutjax.kernels.operand import Gathered
+from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.prepared import Prepared, Transpose, along_k
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import STORED, Staging, plan_staging
@@ -33,7 +33,7 @@ BESIDE_TMA = 31  # the same of float64 and TF32 whose tiles TMA loads: others ha
 def staging_of(problem: Problem, swap: bool = False) -> Staging:
     """Returns the staging of a problem's epilogue, with the operands as they are or swapped."""
     multiplied = problem.transposed if swap else problem
-    layout = swap, math.gcd(problem.n, 16), multiplied.n % 2 == 0
+    layout = swap, math.gcd(views.columns(problem), 16), views.columns(multiplied) % 2 == 0
     return plan_staging(multiplied.epilogue, problem.symmetric, *layout, tma=False)
 
 
@@ -44,8 +44,9 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     found = [] if problem.plain else list(staging.reasons)
     if number(problem.arch) < 75:
         return (f"architecture {problem.arch}: the kernels are for sm_75 and later",)
-    found += shared.of_operands(problem, (Gathered,))
+    found += shared.of_operands(problem, (Gathered, Im2col), (Taps,))
     way = math_of(problem)
+    found += views.reasons(problem, way)
     if way is None:
         by = f" as {problem.math}" if problem.math else ""
         found.append(f"{short(problem.a.dtype.name)} x {short(problem.bs[0].dtype.name)}{by} on {problem.arch}")
@@ -146,6 +147,8 @@ def tma_reasons(problem: Problem, way: Math, units: tuple[int, int] = (16, 16)) 
         found.append(f"tma with b in {short(b.dtype.name)}: tiles that are decoded are loaded by all threads")
     if a.gathered:
         found.append("tma of gathered rows: its boxes are of rows that follow each other")
+    if views.axes(problem):
+        found.append("tma of windows of images: their addresses are computed by all threads")
     if problem.divided == "k":
         found.append("tma with groups of k: it clears what is past the array, not what is past a group")
     if way.fragments != "fma" and a.bits == 32 and a.contiguous != b.contiguous:
@@ -221,8 +224,8 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         found.append(f"a warp tile of {config.wm}x{config.wn}: about {need} registers a thread, at most {limit}")
     if config.blocks > device.max_blocks_per_sm or config.blocks * config.threads > device.max_threads_per_sm:
         found.append(f"blocks={config.blocks} of {config.threads} threads: more than an SM of {device.name} holds")
-    rows, columns = problem.tiles(config.bm, config.bn)
-    tiles = problem.most_tiles(config.bm, config.bn)
+    rows, columns = views.tiles(problem, config.bm, config.bn)
+    tiles = views.most_tiles(problem, config.bm, config.bn)
     found += _counted(problem, config, tiles * config.splits, (of_a, of_b))
     if found:
         return tuple(found)
@@ -261,6 +264,7 @@ def _counted(p: Problem, config: Config, tiles: int, operands: tuple[Matrices, M
         parts=config.splits,
         bytes_of_rows=max(lines),
         places_of_matrices=max(of.count for of in operands),
+        **views.counts(p),
     )
 
 

@@ -41,7 +41,7 @@ def reasons(problem: Problem, config: Config, way: Math, staging: Staging) -> li
         found.append(f"bm={config.bm}: of {problem.m} rows, reductions are of 16 rows at a time")
     if problem.symmetric:
         found.append("a symmetric product")
-    if problem.a.gathered:
+    if problem.a.view is not None:
         found.append(f"bm={config.bm}: slim kernels read rows of a that follow each other")
     if (problem.a.dtype.name, problem.bs[0].dtype.name) in MIXED:
         found.append(f"bm={config.bm}: slim kernels multiply operands of one dtype")

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from cutjax.dtypes import DTYPES
 from cutjax.kernels.arguments import Argument
 from cutjax.kernels.epilogue_text import epilogue_text
+from cutjax.kernels.mma import views
 from cutjax.kernels.mma.resolved import Resolved
+from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.runtime import sources
 
 # The files of each way to read fragments and multiply them, behind those of tiles.
@@ -19,6 +21,8 @@ FRAGMENTS = {
     "terms": (*_LANES, "mma/terms.cuh"),
     "decode": (*_LANES, "mma/narrow.cuh", "mma/decode_bytes.cuh", "mma/tensor.cuh"),
 }
+
+_FILES = {Gathered: "gather", Im2col: "im2col", Taps: "taps"}  # of the views that are not plain
 
 
 def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
@@ -57,6 +61,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "IN_PARTS": config.splits > 1,
         "RAGGED_M": problem.divided == "m",
         "RAGGED_K": problem.divided == "k",
+        "AXES": views.axes(problem),
+        "COLUMN_GROUPS": views.groups(problem) > 1,
         "EPILOGUE_COLUMNS": config.wn,
         "D_CHUNK": kernel.chunk,
         "PIECE": 8 if kernel.chunk % 16 else 16,
@@ -69,6 +75,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     carrier = DTYPES[way.accumulator].carrier
     accumulator = f"#define F16_ACCUMULATORS {int(way.name == 'f16_f16')}\n#define ACCUMULATOR {carrier}\n"
     accumulator += f"#define TMA {int(config.tma)}\n"
+    accumulator += f"#define COLUMNS {'columns' if views.groups(problem) > 1 else 'n'}\n"
     return sources.source(
         kernel.name,
         constants,
@@ -118,6 +125,7 @@ def _multiply(kernel: Resolved) -> list[str]:
 def _views(kernel: Resolved) -> list[str]:
     """Returns the files of the operands' views, and which is whose."""
     plain = f"mma/load_plain{'_tma' * kernel.config.tma}.cuh"
-    if kernel.multiplied.a.gathered:
-        return [plain, "mma/load_gather.cuh", "using ViewA = Gathered;\nusing ViewB = Plain;\n"]
-    return [plain, "using ViewA = Plain;\nusing ViewB = Plain;\n"]
+    found = [type(operand.view) for operand in (kernel.multiplied.a, kernel.multiplied.bs[0])]
+    files = [f"mma/load_{_FILES[view]}.cuh" for view in found if view in _FILES]
+    names = [view.__name__ if view in _FILES else "Plain" for view in found]
+    return [plain, *files, f"using ViewA = {names[0]};\nusing ViewB = {names[1]};\n"]

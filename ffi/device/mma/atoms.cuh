@@ -45,6 +45,23 @@ DEVICE u32 ld_global_u32_if(bool there, const char* p) {
   return x;
 }
 
+// The same of BYTES, up to a word.
+template <int BYTES>
+DEVICE u32 ld_global_if(bool there, const char* p) {
+  if constexpr (BYTES == 4) return ld_global_u32_if(there, p);
+  u16 x;
+  if constexpr (BYTES == 2) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\nmov.u16 %0, 0;\n@p ld.global.nc.u16 %0, [%1];\n}"
+                 : "=&h"(x)
+                 : "l"(p), "r"(static_cast<u32>(there)));
+  } else {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\nmov.u16 %0, 0;\n@p ld.global.nc.u8 %0, [%1];\n}"
+                 : "=&h"(x)
+                 : "l"(p), "r"(static_cast<u32>(there)));
+  }
+  return x;
+}
+
 DEVICE void ld_global_v4_if(bool there, const char* p, u32 (&x)[4]) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"

@@ -2,6 +2,8 @@
 // of the array's is zero. Lines are rows: the operand lies along k.
 
 struct Gathered {
+  static constexpr bool APART = false;
+
   template <int COUNT>
   struct Source {
     const char* bases[COUNT];
@@ -16,16 +18,19 @@ struct Gathered {
     }
   };
 
-  template <int COUNT>
+  template <int COUNT, int PLACES, bool K_MAJOR, int SIZE>
   struct Lines {
-    const char* first[COUNT];
-    i64 moved;  // from there to this thread's place
-    u32 found;  // which lines there are
-    static_assert(COUNT <= 32);
+    using Along = int;
 
-    template <int SIZE, int PRODUCTS, typename LineOf>
-    DEVICE void begin(const Source<PRODUCTS>& source, const char* matrix, int line, int lines, LineOf line_of) {
-      moved = 0, found = 0;
+    const char* first[COUNT];
+    i64 moved;  // from there to this thread's first place
+    u32 found;  // which lines there are
+    static_assert(COUNT <= 32 && K_MAJOR);
+
+    template <int PRODUCTS, typename LineOf, typename ByteOf>
+    DEVICE void begin(const Source<PRODUCTS>& source, const char* matrix, int line, int lines, int byte, LineOf line_of,
+                      ByteOf byte_of) {
+      moved = byte, found = 0;
 #pragma unroll
       for (int i = 0; i < COUNT; ++i) {
         int place = line + line_of(i), row = place < lines ? ld_global(source.index + place) : -1;
@@ -35,8 +40,9 @@ struct Gathered {
       }
     }
 
-    DEVICE void advance(i64 bytes) { moved += bytes; }
-    DEVICE const char* at(int i, int) const { return first[i] + moved; }
-    DEVICE bool there(int i) const { return found >> i & 1; }
+    DEVICE void advance() { moved += BK * SIZE; }
+    DEVICE Along along(int, int byte) const { return byte; }
+    DEVICE void skip(Along& along, int bytes) const { along += bytes; }
+    DEVICE Spot at(int i, int, Along along) const { return {first[i] + moved + along, (found >> i & 1) != 0}; }
   };
 };

@@ -1,10 +1,18 @@
 // The plain view of an operand, of which threads copy: lines of the array in their order.
 //
-// A view, in a file of its own, says what a kernel is told of an operand, `Source`, and where lines of its matrices
-// begin, `Lines`. Tiles are made of lines (tile.cuh, planes.cuh); neither the pipeline nor the multiplication knows the
-// view.
+// A view, in a file of its own, says what a kernel is told of an operand, `Source`, and where what a thread copies
+// lies, `Lines`: on some lines of a tile, on each at some places along it. Tiles are made of lines (tile.cuh,
+// planes.cuh); neither the pipeline nor the multiplication knows the view.
+
+// What is copied, and whether the array has it: it is zero otherwise, and not read.
+struct Spot {
+  const char* p;
+  bool there;
+};
 
 struct Plain {
+  static constexpr bool APART = false;  // whether 16 bytes of a line may be pieces that lie apart in memory
+
   // COUNT arrays alike: lines are `pitch` elements from each other, matrices `apart`.
   template <int COUNT>
   struct Source {
@@ -19,25 +27,31 @@ struct Plain {
     }
   };
 
-  // Of up to COUNT lines that a thread copies of.
-  template <int COUNT>
+  // Of up to COUNT lines that a thread copies of, each at PLACES, in elements of SIZE bytes.
+  template <int COUNT, int PLACES, bool K_MAJOR, int SIZE>
   struct Lines {
-    const char* next;  // this thread's place in its first line
+    using Along = int;  // bytes from the first place
+
+    const char* next;  // the first place in this thread's first line
     i64 pitch;         // bytes between neighbouring lines
 
-    // The first line is `line` of the matrix, which has `lines`; the i-th is `line_of(i)` further on.
-    template <int SIZE, int PRODUCTS, typename LineOf>
-    DEVICE void begin(const Source<PRODUCTS>& source, const char* matrix, int line, int lines, LineOf line_of) {
+    // The first line is `line` of the matrix, which has `lines`; the i-th is `line_of(i)` further on. The first place
+    // is at `byte` of a line, the i-th `byte_of(i)` further on.
+    template <int PRODUCTS, typename LineOf, typename ByteOf>
+    DEVICE void begin(const Source<PRODUCTS>& source, const char* matrix, int line, int lines, int byte, LineOf line_of,
+                      ByteOf byte_of) {
       pitch = static_cast<i64>(source.pitch) * SIZE;
-      next = matrix + line * pitch;
+      next = matrix + line * pitch + byte;
     }
 
-    // Moves the place along all lines by so many bytes, and to later lines.
-    DEVICE void advance(i64 bytes) { next += bytes; }
-    DEVICE void advance_lines(int lines) { next += lines * pitch; }
+    // Goes on to the next block of k.
+    DEVICE void advance() { next += K_MAJOR ? BK * SIZE : BK * pitch; }
 
-    // The place in the i-th line, which is so many lines below the first; whether the array has that line.
-    DEVICE const char* at(int i, int line) const { return next + line * pitch; }
-    DEVICE bool there(int i) const { return true; }
+    // A place, which is so many bytes from the first; a piece further on from there.
+    DEVICE Along along(int, int byte) const { return byte; }
+    DEVICE void skip(Along& along, int bytes) const { along += bytes; }
+
+    // A place in the i-th line, which is so many lines below the first.
+    DEVICE Spot at(int i, int line, Along along) const { return {next + line * pitch + along, true}; }
   };
 };

@@ -55,9 +55,11 @@ struct ElementTile {
   static constexpr int FIRST = K_MAJOR ? ROWS / ALONG > 1 ? ROWS / ALONG : 1 : ROWS / ACROSS;  // loads along the rows
   static_assert((ROWS & (ROWS - 1)) == 0 && BK % 8 == 0, "what a load adds to a place is known to the compiler");
 
-  static constexpr int OWN_LINES = K_MAJOR ? FIRST : LOADS;  // that a thread copies of
-  typename View::template Lines<OWN_LINES>
-      memory;       // from this thread's first element of the block that is loaded next on
+  static constexpr int OWN_LINES = K_MAJOR ? FIRST : (LOADS + FIRST - 1) / FIRST;  // that a thread copies of
+  static constexpr int PLACES = (LOADS + OWN_LINES - 1) / OWN_LINES;               // of each
+
+  // Of the block that is loaded next.
+  typename View::template Lines<OWN_LINES, PLACES, K_MAJOR, ELEMENT> memory;
   int rows, depth;  // of the whole tile, and of k, that are left
   u32 offset;       // of the first element in a tile
   u32 held[HAS_CP_ASYNC ? 1 : LOADS][ELEMENT / 4];
@@ -71,13 +73,17 @@ struct ElementTile {
   static DEVICE constexpr int k_of(int i) { return K_MAJOR ? i * ALONG / ROWS * ACROSS : i / FIRST * ALONG; }
   static DEVICE constexpr int row_of(int i) { return K_MAJOR ? row_at<OF_A>(i * ALONG % ROWS) : i % FIRST * ACROSS; }
 
-  static DEVICE constexpr int line_of(int i) { return K_MAJOR ? row_of(i) : k_of(i); }
+  // The lines and the places of the loads: of K_MAJOR ones lines first.
+  static DEVICE constexpr int line(int i) { return K_MAJOR ? i % FIRST : i / FIRST; }
+  static DEVICE constexpr int place(int i) { return K_MAJOR ? i / FIRST : i % FIRST; }
+  static DEVICE constexpr int line_of(int line) { return K_MAJOR ? row_of(line) : k_of(line * FIRST); }
+  static DEVICE constexpr int byte_of(int place) { return (K_MAJOR ? k_of(place * FIRST) : row_of(place)) * ELEMENT; }
 
   template <typename Source>
   DEVICE void begin(const Source& source, const char* matrix, int row, int rows_end, int k, int k_end) {
     int r = row + own_row(), first = k + own_k();
-    memory.template begin<ELEMENT>(source, matrix, K_MAJOR ? r : first, K_MAJOR ? rows_end : k_end, line_of);
-    memory.advance((K_MAJOR ? first : r) * ELEMENT);
+    memory.begin(source, matrix, K_MAJOR ? r : first, K_MAJOR ? rows_end : k_end, (K_MAJOR ? first : r) * ELEMENT,
+                 line_of, byte_of);
     rows = rows_end - row;
     depth = k_end - k;
     offset = own_k() * PITCH + position<OF_A>(own_row()) * COMPONENT_BYTES;
@@ -85,7 +91,7 @@ struct ElementTile {
 
   static DEVICE bool mine(int i) { return BK * ROWS % THREADS == 0 || threadIdx.x + i * THREADS < BK * ROWS; }
 
-  DEVICE u32 place(u32 tile, int i) const {
+  DEVICE u32 place_of(u32 tile, int i) const {
     return tile + offset + k_of(i) * PITCH + position<OF_A>(row_of(i)) * COMPONENT_BYTES;
   }
 
@@ -96,12 +102,13 @@ struct ElementTile {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
       if (!mine(i)) break;
-      const char* p = memory.at(i % OWN_LINES, line_of(i)) + (K_MAJOR ? k_of(i) : row_of(i)) * ELEMENT;
-      bool there = (!EDGE || (rows_left > row_of(i) && depth_left > k_of(i))) && memory.there(i % OWN_LINES);
+      auto along = memory.along(place(i), byte_of(place(i)));
+      auto [p, inside] = memory.at(line(i), line_of(line(i)), along);
+      bool there = (!EDGE || (rows_left > row_of(i) && depth_left > k_of(i))) && inside;
       if constexpr (HAS_CP_ASYNC) {
 #pragma unroll
         for (int z = 0; z < COMPONENTS; ++z)
-          cp_async<COMPONENT_BYTES>(place(tile, i) + z * ROWS * COMPONENT_BYTES, p + z * COMPONENT_BYTES, there);
+          cp_async<COMPONENT_BYTES>(place_of(tile, i) + z * ROWS * COMPONENT_BYTES, p + z * COMPONENT_BYTES, there);
       } else {
 #pragma unroll
         for (int word = 0; word < ELEMENT / 4; ++word) held[i][word] = ld_global_u32_if(there, p + 4 * word);
@@ -119,11 +126,7 @@ struct ElementTile {
   }
 
   DEVICE void advance() {
-    if constexpr (K_MAJOR) {
-      memory.advance(BK * ELEMENT);
-    } else {
-      memory.advance_lines(BK);
-    }
+    memory.advance();
     depth -= BK;
   }
 
@@ -134,7 +137,7 @@ struct ElementTile {
         if (mine(i))
 #pragma unroll
           for (int word = 0; word < ELEMENT / 4; ++word)
-            st_shared_u32(place(tile, i) + (word / (COMPONENT_BYTES / 4) * ROWS * COMPONENT_BYTES +
+            st_shared_u32(place_of(tile, i) + (word / (COMPONENT_BYTES / 4) * ROWS * COMPONENT_BYTES +
                                             word % (COMPONENT_BYTES / 4) * 4),
                           held[i][word]);
     }

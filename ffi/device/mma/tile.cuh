@@ -3,7 +3,7 @@
 // 16 bytes on their way through registers, as the words that hold them: where rows begin anywhere the first may begin
 // before them, and a fifth end behind. A word is loaded if it has a byte that may be; arrays lie in whole words. There
 // is no branch, so that all loads are on their way at once.
-template <int UNIT>
+template <int UNIT, bool APART = false>
 struct Held {
   u32 word[UNIT < 4 ? 5 : 4];
 
@@ -41,6 +41,31 @@ struct Held {
   }
 };
 
+// The same of pieces of UNIT bytes that lie apart.
+template <int UNIT>
+struct Held<UNIT, true> {
+  static constexpr int WORD = UNIT < 4 ? UNIT : 4;  // bytes that are loaded to a register
+
+  u32 word[16 / WORD];
+
+  // The piece that is `byte` bytes into the 16.
+  DEVICE void load(int byte, const char* p, bool there) {
+    if constexpr (UNIT == 16) {
+      ld_global_v4_if(there, p, word);
+    } else {
+#pragma unroll
+      for (int i = 0; i < UNIT / WORD; ++i) word[byte / WORD + i] = ld_global_if<WORD>(there, p + WORD * i);
+    }
+  }
+
+  DEVICE void store(u32 address) const {
+    u32 x[4] = {};
+#pragma unroll
+    for (int i = 0; i < 16 / WORD; ++i) x[i * WORD / 4] |= word[i] << i * WORD % 4 * 8;
+    st_shared_v4(address, x[0], x[1], x[2], x[3]);
+  }
+};
+
 // Lines in memory begin at multiples of UNIT bytes.
 template <int ROWS, int ELEMENT, bool K_MAJOR, int UNIT, Read READ, typename View>
 struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
@@ -55,9 +80,13 @@ struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
   static constexpr int OWN_LINES = STEP < LINES ? LINES / STEP : 1;  // that a thread copies of
   static_assert(LINES % STEP == 0 || STEP % LINES == 0, "each load is of the same unit of a line");
 
-  typename View::template Lines<OWN_LINES> memory;  // from this thread's first unit of the block that is loaded next on
-  int lines, bytes;                                 // that are left from there on
-  Held<UNIT> held[ASYNC ? 1 : LOADS];
+  static constexpr int PLACES = LOADS / OWN_LINES;               // of each
+  static constexpr int PIECE = ASYNC || View::APART ? UNIT : 16;
+
+  // Of the block that is loaded next.
+  typename View::template Lines<OWN_LINES, PLACES, K_MAJOR, ELEMENT> memory;
+  int lines, bytes;  // that are left from this thread's first unit on
+  Held<UNIT, View::APART> held[ASYNC ? 1 : LOADS];
   int held_lines, held_bytes;  // what was left of both when that was loaded
 
   // The tile begins at row `row` of `rows` of a matrix, and at `k`.
@@ -65,9 +94,8 @@ struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
   DEVICE void begin(const Source& source, const char* matrix, int row, int rows, int k, int k_end) {
     int line = threadIdx.x / ACROSS % LINES, byte = column();
     int first = K_MAJOR ? row : k, of_line = (K_MAJOR ? k : row) * ELEMENT;
-    memory.template begin<ELEMENT>(source, matrix, first + line, K_MAJOR ? rows : k_end, line_of);
-    memory.advance(of_line);
-    memory.advance(byte);
+    memory.begin(source, matrix, first + line, K_MAJOR ? rows : k_end, of_line + byte, line_of,
+                 [](int i) { return byte_of(i * OWN_LINES); });
     lines = (K_MAJOR ? rows - row : k_end - k) - line;
     bytes = (K_MAJOR ? k_end - k : rows - row) * ELEMENT - byte;
   }
@@ -79,10 +107,9 @@ struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
   static DEVICE constexpr int line_of(int i) { return i * STEP % LINES; }
   static DEVICE constexpr int byte_of(int i) { return i * STEP / LINES * SPAN; }
 
-  DEVICE const char* from(int i) const { return memory.at(i % OWN_LINES, line_of(i)) + byte_of(i); }
   DEVICE bool mine(int i) const { return EVEN || threadIdx.x + i * THREADS < BYTES / 16; }
 
-  static DEVICE u32 place(u32 tile, int i) {
+  static DEVICE u32 place_of(u32 tile, int i) {
     int line = threadIdx.x / ACROSS % LINES + line_of(i), byte = column() + byte_of(i);
     return tile + byte / SPAN * PANEL + permuted<SPAN, READ>(line, byte % SPAN);
   }
@@ -91,28 +118,33 @@ struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
   // zero.
   template <int TURN, int TURNS>
   DEVICE void load(u32 tile) {
+    constexpr int FIRST = LOADS * TURN / TURNS, END = LOADS * (TURN + 1) / TURNS;
 #pragma unroll
-    for (int i = LOADS * TURN / TURNS; i < LOADS * (TURN + 1) / TURNS; ++i) {
-      if (!mine(i)) break;
-      const char* p = from(i);
-      int valid = lines > line_of(i) && memory.there(i % OWN_LINES) ? bytes - byte_of(i) : 0;
-      if constexpr (ASYNC) {
-        u32 to = place(tile, i);
+    for (int place = FIRST / OWN_LINES; place * OWN_LINES < END; ++place) {
+      auto along = memory.along(place, byte_of(place * OWN_LINES));
 #pragma unroll
-        for (int j = 0; j < 16; j += UNIT) cp_async<UNIT>(to + j, p + j, valid > j);
-      } else {
-        held[i].load(p, valid);
+      for (int j = 0; j < 16; j += PIECE) {
+        if (j > 0) memory.skip(along, PIECE);
+#pragma unroll
+        for (int i = place * OWN_LINES; i < (place + 1) * OWN_LINES; ++i) {
+          if (i < FIRST || i >= END || !mine(i)) continue;
+          Spot from = memory.at(i % OWN_LINES, line_of(i), along);
+          int valid = lines > line_of(i) && from.there ? bytes - byte_of(i) : 0;
+          if constexpr (ASYNC) {
+            cp_async<UNIT>(place_of(tile, i) + j, from.p, valid > j);
+          } else if constexpr (View::APART) {
+            held[i].load(j, from.p, valid > j);
+          } else {
+            held[i].load(from.p, valid);
+          }
+        }
       }
     }
   }
 
   DEVICE void advance() {
     held_lines = lines, held_bytes = bytes;
-    if constexpr (K_MAJOR) {
-      memory.advance(BK * ELEMENT);
-    } else {
-      memory.advance_lines(BK);
-    }
+    memory.advance();
     (K_MAJOR ? bytes : lines) -= K_MAJOR ? BK * ELEMENT : BK;
   }
 
@@ -122,8 +154,14 @@ struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
     if constexpr (!ASYNC) {
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) {
-        int valid = held_lines > line_of(i) && memory.there(i % OWN_LINES) ? held_bytes - byte_of(i) : 0;
-        if (mine(i)) held[i].store(place(tile, i), Held<UNIT>::skew_of(from(i)), valid);
+        if (!mine(i)) continue;
+        if constexpr (View::APART) {
+          held[i].store(place_of(tile, i));
+        } else {
+          Spot from = memory.at(i % OWN_LINES, line_of(i), memory.along(i / OWN_LINES, byte_of(i)));
+          int valid = held_lines > line_of(i) && from.there ? held_bytes - byte_of(i) : 0;
+          held[i].store(place_of(tile, i), Held<UNIT>::skew_of(from.p), valid);
+        }
       }
     }
   }

@@ -1,0 +1,158 @@
+"""The views of a convolution's operands as kernels of the family read them: their arguments, matrices and reasons."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from cutjax.kernels.arguments import Argument, Matrices
+from cutjax.kernels.mma.math import Math
+from cutjax.kernels.operand import Im2col, Operand, Taps
+from cutjax.kernels.problem import Problem
+from cutjax.runtime.launch import Int64
+
+
+def axes(problem: Problem) -> int:
+    """Returns the axes of the images whose windows a is; 0 of any other a."""
+    return len(problem.a.view.image) if isinstance(problem.a.view, Im2col) else 0
+
+
+def groups(problem: Problem) -> int:
+    """Returns the groups of channels, each with its own columns of the result."""
+    return problem.a.view.groups if isinstance(problem.a.view, Im2col) else 1
+
+
+def columns(problem: Problem) -> int:
+    """Returns the columns of a group."""
+    return problem.n // groups(problem)
+
+
+def tiles(problem: Problem, bm: int, bn: int) -> tuple[int, int]:
+    """Returns the tiles along m and n, each of one group of columns."""
+    rows, of_group = problem.tiles(bm, bn)
+    return (rows, groups(problem) * -(-columns(problem) // bn)) if groups(problem) > 1 else (rows, of_group)
+
+
+def most_tiles(problem: Problem, bm: int, bn: int) -> int:
+    """Returns the number of tiles in all results, or the most there may be."""
+    return math.prod(tiles(problem, bm, bn)) if groups(problem) > 1 else problem.most_tiles(bm, bn)
+
+
+def matrices(problem: Problem, operand: Operand, row_bytes: int) -> Matrices | None:
+    """Returns the matrices of the groups in an operand with such rows; None where one serves all."""
+    view, count = operand.view, groups(problem)
+    if count > 1 and isinstance(view, Im2col):
+        return Matrices(row_bytes, operand.bytes(view.channels), count, (0, 0, 1))
+    if count > 1 and isinstance(view, Taps) and operand.contiguous == "k" and view.groups > 1:
+        # The columns count on through the groups.
+        apart = operand.bytes(_channels(problem, operand)) - columns(problem) * row_bytes
+        return Matrices(row_bytes, apart, count, (0, 0, 1))
+    return None
+
+
+def unit(problem: Problem, operand: Operand) -> int:
+    """Returns the largest power of two of bytes, at most 16, that divides what a kernel copies in one piece."""
+    if isinstance(operand.view, Im2col) or (isinstance(operand.view, Taps) and operand.contiguous == "k"):
+        return math.gcd(16, operand.bytes(_channels(problem, operand)))
+    if operand.contiguous == "k":
+        return math.gcd(16, operand.bytes(problem.k))
+    return math.gcd(16, operand.bytes(columns(problem)))
+
+
+def arguments(problem: Problem, operand: Operand, name: str, bk: int) -> Iterator[Argument]:
+    """Yields the arguments of an operand's view, in the order of its `Source`, of blocks of so many elements of k."""
+    view, channels = operand.view, _channels(problem, operand)
+    if isinstance(view, Im2col):
+        along_k = operand.contiguous == "k"
+        *digits, last = _digits(bk, (*view.window, channels) if along_k else (view.images, *view.grid))
+        yield _two(f"{name}_channels", channels, last, name)
+        for i, size in enumerate(view.image):
+            yield _two(f"{name}_sizes{i}", size, view.grid[i], name)
+            yield _two(f"{name}_window{i}", view.window[i], -view.low[i], name)
+            yield _two(f"{name}_steps{i}", view.strides[i], view.dilation[i], name)
+        for i in range(0, len(digits), 2):
+            yield _two(f"{name}_block{i}", *(*digits, 0)[i : i + 2], name)
+    if isinstance(view, Taps):
+        *digits, last = _digits(bk, (*view.window, channels))
+        yield _two(f"{name}_channels", channels, last, name)
+        for i, (size, digit, step) in enumerate(zip(view.window, digits, _tap_steps(problem, operand), strict=True)):
+            yield _two(f"{name}_window{i}", size, digit, name)
+            yield Argument(f"i64 {name}_tap{i}", Int64(view.step[i] * step), name)
+
+
+def first_byte(problem: Problem, operand: Operand) -> int:
+    """Returns the place of an operand's first tap in its array, in bytes."""
+    if not isinstance(operand.view, Taps):
+        return 0
+    steps = _tap_steps(problem, operand)
+    return operand.bytes(sum(x * step for x, step in zip(operand.view.first, steps, strict=True)))
+
+
+def counts(problem: Problem) -> dict[str, int]:
+    """Returns the most that a kernel counts of a convolution, by name."""
+    view = problem.a.view
+    if not isinstance(view, Im2col):
+        return {}
+    reach = [
+        stride * grid + dilation * window + abs(low) + size
+        for stride, grid, dilation, window, low, size in zip(
+            view.strides, view.grid, view.dilation, view.window, view.low, view.image, strict=True
+        )
+    ]
+    return {
+        "pixels": view.images * math.prod(view.image),
+        "places_of_windows": max(reach),
+        "bytes_of_a_pixel": problem.a.bytes(view.groups * view.channels),
+    }
+
+
+def reasons(problem: Problem, way: Math | None) -> list[str]:
+    """Returns the reasons against a convolution."""
+    found, view = [], problem.a.view
+    if not isinstance(view, Im2col):
+        return [f"{name} by taps: those of windows" for name in "b" if isinstance(problem.bs[0].view, Taps)]
+    if not 1 <= len(view.image) <= 3:
+        found.append(f"windows along {len(view.image)} axes: kernels read those along 1 to 3")
+    if set(view.spread) != {1}:
+        found.append(f"windows of images spread by {'x'.join(map(str, view.spread))}")
+    if way and way.along_k and problem.a.contiguous != "k":
+        found.append(f"windows in layout {problem.layout}: operands of 8 bits lie along k")
+    if view.groups > 1 and problem.n % view.groups:
+        found.append(f"{problem.n} columns in {view.groups} groups")
+    return found
+
+
+def _channels(problem: Problem, operand: Operand) -> int:
+    """Returns the channels of a tap, in one group."""
+    view = operand.view
+    if isinstance(view, Taps):
+        return problem.k // math.prod(view.window)
+    return view.channels if isinstance(view, Im2col) else 0
+
+
+def _tap_steps(problem: Problem, operand: Operand) -> list[int]:
+    """Returns the elements from a tap to its neighbours in the array along each axis."""
+    assert isinstance(operand.view, Taps)
+    rows, pitch = operand.array(problem.n, problem.k)
+    step, found = rows * pitch, []
+    for size in operand.view.stored:
+        step //= size
+        found.append(step)
+    return found
+
+
+def _digits(number: int, sizes: Sequence[int]) -> list[int]:
+    """Returns a number by its digits, the last the fastest, of which each but the first begins again at its size."""
+    found = []
+    for size in reversed(sizes[1:]):
+        number, digit = divmod(number, size)
+        found.append(digit)
+    return [number, *reversed(found)]
+
+
+def _two(name: str, x: int, y: int, to: str) -> Argument:
+    """Returns an argument of two integers of 32 bits, with a sign."""
+    for value in (x, y):
+        if not -(2**31) <= value < 2**31:
+            raise ValueError(f"{name} = {value:,} does not fit 32 bits")
+    return Argument(f"Two {name}", Int64(y * 2**32 + x % 2**32), to)
