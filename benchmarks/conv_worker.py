@@ -72,7 +72,7 @@ def batches(names: Sequence[str]) -> Iterator[Sequence[str]]:
 def work(plan: Plan, log: Log) -> None:
     """Measures until all is done, or time is up."""
     from benchmarks import networks, report
-    from benchmarks.ops import conv
+    from benchmarks.conv_programs import Programs
 
     log.write({"head": report.environment()})
     cases = {case.name: case for case in networks.sample(plan.count, plan.salt)}
@@ -80,18 +80,19 @@ def work(plan: Plan, log: Log) -> None:
     ours = concurrent.futures.ThreadPoolExecutor(max(1, cores - plan.threads))
     theirs = concurrent.futures.ThreadPoolExecutor(plan.threads)
 
-    def compiled(programs: conv.Programs, name: str) -> None:
+    def compiled(programs: Programs, name: str) -> None:
+        start = time.time()
         programs.compile(name)
-        log.write({"compiled": [programs.case.name, name]})
+        log.write({"compiled": [programs.case.name, name], "seconds": time.time() - start})
 
-    def prepare(programs: conv.Programs) -> None:
+    def prepare(programs: Programs) -> None:
         programs.lower(plan.candidates, plan.skip.get(programs.case.name, ()))
         for name in programs.by_us:
             compiled(programs, name)
         log.write({"prepared": programs.case.name})
 
-    def ahead(names: Sequence[str]) -> list[tuple[conv.Programs, concurrent.futures.Future]]:
-        found = [conv.Programs(cases[name]) for name in names]
+    def ahead(names: Sequence[str]) -> list[tuple[Programs, concurrent.futures.Future]]:
+        found = [Programs(cases[name]) for name in names]
         return [(programs, ours.submit(prepare, programs)) for programs in found]
 
     todo = [ahead(batch) for batch in itertools.islice(batches(plan.names), 1)]
@@ -117,6 +118,7 @@ def work(plan: Plan, log: Log) -> None:
 
 def _measure(programs: Any, log: Log) -> None:
     from benchmarks import measure
+    from benchmarks.conv_programs import XLA
     from benchmarks.ops import conv
 
     case, start = programs.case, time.time()
@@ -126,8 +128,11 @@ def _measure(programs: Any, log: Log) -> None:
 
     try:
         results = conv.timed(programs, begin)
+    except conv.DeviceLost as error:
+        print(f"{case.name}: {error}", file=sys.stderr, flush=True)
+        os._exit(3)  # the line of what had begun says what is to blame
     except Exception as error:
-        results = {conv.XLA: {"failure": measure.reason(error)}}
+        results = {XLA: {"failure": measure.reason(error)}}
     log.write({"case": case.name, "results": results, "predicted": programs.choices, "seconds": time.time() - start})
     programs.compiled.clear()
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks import conv_report, networks, report, sweep
+from benchmarks.conv_programs import KERNEL, OURS, XLA
 from benchmarks.conv_worker import Plan
 from benchmarks.ops import conv
 from benchmarks.record import Row
@@ -72,12 +73,12 @@ def blame(path: pathlib.Path) -> list[tuple[str, str]]:
     for line in sweep.lines(path):
         begun = line.get("begin", begun)
         batch = line.get("compiling", [] if "compile_s" in line else batch)
-        ready |= {(line["prepared"], conv.OURS)} if "prepared" in line else set()
+        ready |= {(line["prepared"], OURS)} if "prepared" in line else set()
         ready |= {tuple(line["compiled"])} if "compiled" in line else set()
     if begun:
         return [(begun[0], begun[1])]
-    unready = [(name, conv.OURS) for name in batch if (name, conv.OURS) not in ready]
-    return unready or [(name, conv.XLA) for name in batch if (name, conv.XLA) not in ready]
+    unready = [(name, OURS) for name in batch if (name, OURS) not in ready]
+    return unready or [(name, XLA) for name in batch if (name, XLA) not in ready]
 
 
 def rows(path: pathlib.Path, cases: Iterable[networks.Conv]) -> list[Row]:
@@ -99,7 +100,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--candidates", type=int, default=conv.CANDIDATES, help="kernels that are timed of each")
     parser.add_argument("--threads", type=int, default=4, help="in which XLA compiles")
     parser.add_argument("--out", type=pathlib.Path, help="JSON to write, and JSON lines beside it")
-    parser.add_argument("--show", action="store_true", help="measure nothing: show what is there")
+    parser.add_argument("--show", action="store_true", help="measure nothing: of the JSON lines that are there")
     parser.add_argument("--plot", action="store_true", help="also draw a picture beside the JSON")
     parser.add_argument("--commit", help="commit measured, where git cannot tell")
     return parser.parse_args(argv)
@@ -117,12 +118,12 @@ def main(argv: Sequence[str]) -> int:
         names = tuple(case.name for case in cases)
         plan = Plan(args.salt, args.count, names, {}, until, args.candidates, args.threads)
         watch(plan, path)
-        write(out, path, cases, args)
+    write(out, path, cases, args)
     _, found = report.read(out)
     print(conv_report.text(found, {case.name: case for case in cases}))
     if args.plot:
         print(f"wrote {conv_report.draw(out)}")
-    return int(any(row.failure or row.peers[conv.KERNEL].failure.startswith("wrong") for row in found))
+    return int(any(row.failure or row.peers[KERNEL].failure.startswith("wrong") for row in found))
 
 
 def write(out: pathlib.Path, path: pathlib.Path, cases: Sequence[networks.Conv], args: Any) -> None:

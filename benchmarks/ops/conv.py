@@ -11,10 +11,6 @@ import contextlib
 import functools
 import itertools
 import math
-import pathlib
-import re
-import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,22 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import cutjax
 from benchmarks import measure, networks, timing
-from benchmarks.cases import operands
+from benchmarks.conv_programs import AUTO, KERNEL, OURS, XLA, Programs, product
 from benchmarks.networks import Conv
 from benchmarks.record import Figures, Row
 from benchmarks.suite import Function, Run, Suite
-from cutjax.binding import lowering, walk
-from cutjax.kernels import families, keys, tuned
-from cutjax.kernels.choose import Choice, candidates
-from cutjax.runtime import tuning_file
-from cutjax.runtime.launch import TARGET
+from cutjax.kernels import families, tuned
 
-XLA, AUTO, KERNEL = "xla", "auto", "kernel"
-OURS = "ours"  # every way but XLA's
 FAMILIES = tuple(f"{family.name}_" for family in families.FAMILIES)  # what their kernels' names begin with
-ENDED = "ended its process: crashed, or took too long"
 CANDIDATES = 4  # kernels of the cost model's that are timed
 COUNT, SALT = 20, "public"
 BOUND = 4.5e-3  # ||ours - XLA's|| / ||XLA's|| of two results in bf16, each rounded once: 2.4e-3 on Gaussian data
@@ -48,210 +36,18 @@ SLOW_US, SLOW_REPS = 10e3, 2
 FAR = 1.3  # a candidate is timed in turns where it took no longer than this many times the fastest, once
 
 
-def product(case: Conv, convolve: Function, dtype: Any = jnp.bfloat16) -> Function:
-    """Returns the case's product of its two arrays, by a function with the signature of ``conv_general_dilated``."""
-    avals = avals_of(case, dtype)
-
-    def conv(x: Any, w: Any) -> Any:
-        return convolve(x, w, **case.options)
-
-    def dx(y: Any, w: Any) -> Any:
-        return jax.linear_transpose(lambda x: conv(x, w), avals["x"])(y)[0]
-
-    def dw(x: Any, y: Any) -> Any:
-        return jax.linear_transpose(lambda w: conv(x, w), avals["w"])(y)[0]
-
-    return {"fwd": conv, "dx": dx, "dw": dw}[case.kind]
-
-
-def avals_of(case: Conv, dtype: Any = jnp.bfloat16) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of the case's three arrays."""
-    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in case.shapes.items()}
-
-
-def arguments(case: Conv) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of the two arrays that are given."""
-    avals = avals_of(case)
-    return [avals[name] for name in case.operands]
-
-
-def inputs(case: Conv) -> Callable[[Any], Any]:
-    """Returns what makes them of a seed, of random normal numbers."""
-    return operands(tuple(case.shapes[name] for name in case.operands), ("bfloat16",) * 2)
-
-
-def ours(case: Conv) -> Function:
-    """Returns our product."""
-    return product(case, cutjax.conv_general_dilated)
-
-
-def chosen(case: Conv, backend: str) -> Choice | None:
-    """Returns the choice for the case's product on this process's device; None where it is not one product."""
-    with cutjax.use_backend(backend):
-        found, _ = walk.products(ours(case), arguments(case), {}, "cuda")
-    choices = [lowering.choosers[x.eqn.primitive](*x.avals, target=lowering.target(), **x.eqn.params) for x in found]
-    return choices[0] if len(choices) == 1 and isinstance(choices[0], Choice) else None
-
-
-def ways(case: Conv, most: int) -> dict[str, Function]:
-    """Returns our ways to a case's product, by name, and of the candidates at most so many."""
-    found: dict[str, Function] = {AUTO: scoped(ours(case), AUTO), KERNEL: scoped(ours(case), "cuda")}
-    choice = chosen(case, "cuda")
-    if choice is None or not choice.served:
-        return found
-    others = [config for config in candidates(choice.problem) if config != choice.config]
-    for i, config in enumerate(others[: most - 1], 1):
-        found[f"{KERNEL} {i}"] = scoped(ours(case), "cuda", pinned(choice.problem, config))
-    return found
-
-
-def pinned(problem: Any, config: Any) -> pathlib.Path:
-    """Returns a tuning file by which a config is what runs for a problem, as if it had been measured to be fast."""
-    path = pathlib.Path(tempfile.mkstemp(suffix=".json", dir=_folder())[1])
-    path.unlink()
-    entry = tuned.Entry(tuple(sorted(families.fields_of(config).items())), 1e-3, None)
-    tuning_file.merge(path, {problem.device.name: {keys.key(problem): entry.encoded()}})
-    return path
-
-
-@functools.cache
-def _folder() -> str:
-    return tempfile.mkdtemp()
-
-
-def scoped(fn: Function, backend: str, tuning: pathlib.Path | None = None) -> Function:
-    """Returns a function under a backend, and by a tuning file."""
-
-    def call(*arrays: Any) -> Any:
-        with contextlib.ExitStack() as scopes:
-            scopes.enter_context(cutjax.use_backend(backend))
-            if tuning:
-                scopes.enter_context(cutjax.use_tuning(tuning))
-            return fn(*arrays)
-
-    return call
-
-
-def difference(out: jax.Array, reference: jax.Array) -> jax.Array:
-    """Returns ||out - reference|| / ||reference||."""
-    wide = reference.astype(jnp.float32)
-    apart = out.astype(jnp.float32) - wide
-    return jnp.sqrt(jnp.sum(apart * apart) / jnp.maximum(jnp.sum(wide * wide), 1e-30))
-
-
-class Programs:
-    """The compiled programs of a case.
-
-    Attributes:
-      case: whose.
-      compiled: by way; a way whose program is another's is not there.
-      same: which other way it is then.
-      failures: why a way has no program.
-      choices: what the cost model says, for the record.
-    """
-
-    def __init__(self, case: Conv):
-        self.case = case
-        self.compiled: dict[str, Any] = {}
-        self.same: dict[str, str] = {}
-        self.failures: dict[str, str] = {}
-        self.choices: dict[str, Any] = {}
-        self._texts: dict[str, str] = {}
-        self._lowered: dict[str, Any] = {}
-        self._lock = threading.Lock()
-
-    def lower(self, most: int, skip: Sequence[str] = ()) -> None:
-        """Lowers XLA's program and ours; to be called before the rest, in any thread."""
-        case = self.case
-        self._lower(XLA, product(case, lax.conv_general_dilated), skip)
-        if OURS in skip:
-            self.failures |= dict.fromkeys((AUTO, KERNEL), ENDED)
-            return
-        try:
-            self.choices = predicted(case)
-            for name, fn in ways(case, most).items():
-                self._lower(name, fn, skip)
-        except Exception as error:
-            self.failures |= dict.fromkeys((AUTO, KERNEL), measure.reason(error))
-
-    def _lower(self, name: str, fn: Function, skip: Sequence[str]) -> None:
-        if name in skip:
-            self.failures[name] = ENDED
-            return
-        try:
-            lowered = measure.jit(named(fn)).lower(*arguments(self.case))
-        except Exception as error:
-            self.failures[name] = measure.reason(error)
-            return
-        text = lowered.as_text()
-        if TARGET not in text:  # XLA runs: the programs are the same where their operations are
-            text = " ".join(re.findall(r"stablehlo\.(\w+)", text))
-        twin = next((other for other, known in self._texts.items() if known == text), None)
-        if twin:
-            self.same[name] = twin
-        else:
-            self._texts[name], self._lowered[name] = text, lowered
-
-    @property
-    def by_xla(self) -> list[str]:
-        """The ways that XLA tunes on the device, to be compiled while nothing is timed."""
-        return [name for name, lowered in self._lowered.items() if TARGET not in self._texts[name]]
-
-    @property
-    def by_us(self) -> list[str]:
-        """The others, which may be compiled at any time, and what makes inputs and looks at results."""
-        return [*(name for name in self._lowered if name not in self.by_xla), "inputs", "look"]
-
-    def compile(self, name: str) -> None:
-        """Compiles one of them; a failure is kept."""
-        try:
-            if name == "inputs":
-                compiled = inputs(self.case).lower(jax.ShapeDtypeStruct((), jnp.int32)).compile()
-            elif name == "look":
-                out = avals_of(self.case)[self.case.result]
-                compiled = measure.jit(difference).lower(out, out).compile()
-            else:
-                compiled = self._lowered[name].compile()
-        except Exception as error:
-            self.failures[name] = measure.reason(error)
-            return
-        with self._lock:
-            self.compiled[name] = compiled
-
-
-def named(fn: Function) -> Function:
-    """Returns the function under a name that all share: equal programs are equal texts."""
-
-    def convolution(*arrays: Any) -> Any:
-        return fn(*arrays)
-
-    return convolution
-
-
-def predicted(case: Conv) -> dict[str, Any]:
-    """Returns what the cost model says of a case: the problem, the kernel, its time and XLA's, and why."""
-    auto, kernel = chosen(case, "auto"), chosen(case, "cuda")
-    if auto is None or kernel is None:
-        return {}
-    return {
-        "problem": str(auto.problem),
-        "why": "; ".join(auto.reasons),
-        "auto": auto.kernel,
-        "kernel": kernel.kernel,
-        "kernel_us": kernel.time_us,
-        "xla_us": auto.xla_us,
-    }
-
-
 def timed(programs: Programs, begin: Callable[[str], None] = lambda way: None) -> dict[str, dict[str, Any]]:
     """Checks every way's result, then times those that are right in turns.
 
     Args:
       programs: of a case, compiled.
-      begin: told a way before it first runs, and "" when all have.
+      begin: told a way before it first runs, "ours" before they run in turns, and "" when they have.
 
     Returns:
       by way, its time and spread in microseconds, its kernels, and its distance from XLA's result; or its failure.
+
+    Raises:
+      DeviceLost: after an illegal access, say: this process can compute nothing more.
     """
     case, found = programs.case, programs.compiled
     if why := programs.failures.get("inputs") or programs.failures.get("look"):
@@ -265,6 +61,7 @@ def timed(programs: Programs, begin: Callable[[str], None] = lambda way: None) -
         try:
             out = jax.block_until_ready(functions[name](*sets[-1]))
         except Exception as error:
+            _require_device(error)
             results[name] = {"failure": measure.reason(error)}
             del functions[name]
             continue
@@ -277,13 +74,25 @@ def timed(programs: Programs, begin: Callable[[str], None] = lambda way: None) -
                 results[name]["failure"] = why
                 del functions[name]
     del reference, out
-    begin("")
+    begin(OURS)
     for name, time in in_turns(functions, sets).items():
         results[name] = results.get(name, {}) | time
+    begin("")
     for name, twin in programs.same.items():
         if twin in results:
             results[name] = results[twin] | {"same": twin}
     return results
+
+
+class DeviceLost(RuntimeError):
+    """A kernel left the device in a state that no process gets over."""
+
+
+def _require_device(error: Exception) -> None:
+    try:
+        jax.block_until_ready(jnp.zeros(8) + 1)
+    except Exception:
+        raise DeviceLost(measure.reason(error)) from error
 
 
 _second_opinions = itertools.repeat(None, 8)  # a program in float32 takes seconds
@@ -314,6 +123,7 @@ def in_turns(functions: Mapping[str, Function], sets: Sequence[tuple]) -> dict[s
         try:
             seen[name] = timing.records([(function, sets[0])])
         except Exception as error:  # of the profiler
+            _require_device(error)
             results[name] = {"failure": f"not timed: {measure.reason(error)}"}
     once = {name: sum(us for _, us in kernels) for name, kernels in seen.items()}
     least = min((us for name, us in once.items() if name != XLA), default=math.inf)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from benchmarks import conv_report, conv_worker, convolutions, networks, report, sweep, timing
+from benchmarks import conv_programs, conv_report, conv_worker, convolutions, networks, report, sweep, timing
 from benchmarks.ops import conv
 
 ONE = networks.Conv("net 3x3 n2 fwd", "fwd", 2, (6, 7), 4, 8, (3, 3), (2, 2), "SAME", (1, 1), 1, False)
@@ -42,7 +42,9 @@ def test_a_sample_is_the_same_for_a_salt_and_names_are_unique():
 def test_sizes_are_those_of_jax():
     for case in cases_of_layers():
         x, w = (jax.ShapeDtypeStruct(case.shapes[name], jnp.bfloat16) for name in "xw")
-        assert jax.eval_shape(conv.product(case, lax.conv_general_dilated), x, w).shape == case.shapes["y"], case.name
+        assert jax.eval_shape(conv_programs.product(case, lax.conv_general_dilated), x, w).shape == case.shapes["y"], (
+            case.name
+        )
     ways = {(case.padding, case.strides, case.kernel) for case in cases_of_layers() if case.transposed}
     for padding, strides, kernel in ways:
         found = {"spatial": (5,) * len(kernel), "padding": padding, "strides": strides, "kernel": kernel}
@@ -62,19 +64,19 @@ def test_a_product_is_that_of_its_kind(case):
     forward = of_kind(case, "fwd")
     rng = np.random.default_rng(0)
     x, w, y = (rng.integers(-2, 3, case.shapes[name]).astype(np.float32) for name in "xwy")
-    product = conv.product(case, lax.conv_general_dilated, jnp.float32)
+    product = conv_programs.product(case, lax.conv_general_dilated, jnp.float32)
     given = {"x": x, "w": w, "y": y}
     got = product(*(given[name] for name in case.operands))
     assert got.shape == case.shapes[case.result]
-    out, pull = jax.vjp(conv.product(forward, lax.conv_general_dilated, jnp.float32), x, w)
+    out, pull = jax.vjp(conv_programs.product(forward, lax.conv_general_dilated, jnp.float32), x, w)
     np.testing.assert_array_equal(got, {"y": out, "x": pull(y)[0], "w": pull(y)[1]}[case.result])
 
 
 def fake(monkeypatch, us):
     """Kernels of made-up names and times: XLA's takes ``us``, others half as long."""
-    monkeypatch.setattr(conv.cutjax, "conv_general_dilated", lax.conv_general_dilated, raising=False)
-    monkeypatch.setattr(conv, "ways", lambda case, most: {"auto": conv.ours(case), "kernel": doubled(case)})
-    monkeypatch.setattr(conv, "predicted", lambda case: {"kernel_us": 1.0, "xla_us": 2.0})
+    monkeypatch.setattr(conv_programs.cutjax, "conv_general_dilated", lax.conv_general_dilated, raising=False)
+    monkeypatch.setattr(conv_programs, "ways", lambda case, most: ways_of(case, doubled(case)))
+    monkeypatch.setattr(conv_programs, "predicted", lambda case: {"kernel_us": 1.0, "xla_us": 2.0})
     monkeypatch.setattr(timing, "input_sets", lambda make: [make(0), make(1)])
 
     def records(calls, warm_up=None):
@@ -88,9 +90,14 @@ def fake(monkeypatch, us):
     monkeypatch.setattr(timing, "records", records)
 
 
+def ways_of(case, kernel):
+    fn = conv_programs.ours(case)
+    return {"xla": conv_programs.Way(fn), "auto": conv_programs.Way(fn), "kernel": conv_programs.Way(kernel)}
+
+
 def doubled(case, by=2):
     """The same product, told apart from XLA's by its text."""
-    fn = conv.ours(case)
+    fn = conv_programs.ours(case)
     return lambda *arrays: fn(arrays[0] * by, arrays[1]) * (0.5 if by == 2 else 1)
 
 
@@ -105,7 +112,7 @@ def test_worker_and_report(monkeypatch, tmp_path):
     assert [row.case for row in rows] == [case.name for case in CASES]
     assert convolutions.progress(path) == ({case.name for case in CASES}, {})
     skipped, *rest = rows
-    assert skipped.peers["kernel"].failure == conv.ENDED
+    assert skipped.peers["kernel"].failure == conv_programs.ENDED
     assert skipped.peers["tuned"].us == 10
     for row in rest:
         assert (row.us, row.peers["xla"].us, row.peers["kernel"].us, row.peers["tuned"].us) == (10, 10, 5, 5)
@@ -126,7 +133,7 @@ def test_worker_and_report(monkeypatch, tmp_path):
 
 def test_a_wrong_result_is_not_timed(monkeypatch):
     fake(monkeypatch, 10.0)
-    monkeypatch.setattr(conv, "ways", lambda case, most: {"auto": conv.ours(case), "kernel": doubled(case, 3)})
+    monkeypatch.setattr(conv_programs, "ways", lambda case, most: ways_of(case, doubled(case, 3)))
     (row,) = conv.measure_case(of_kind(ONE, "dw"), None)  # pyright: ignore
     assert row.us == 10
     assert row.peers["kernel"].failure.startswith("wrong: ")
