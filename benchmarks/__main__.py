@@ -17,13 +17,14 @@ COMMANDS = (
     "fit",
     "sweep",
     "fused_sweep",
+    "convolutions",
     "performance",
     "numerics",
     "scale",
     "reference",
     "trace_overhead",
 )
-STARTED = ("direct_worker", "children")  # by others, in processes of their own
+STARTED = ("direct_worker", "conv_worker", "children")  # by others, in processes of their own
 
 
 def usage() -> str:

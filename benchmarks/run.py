@@ -17,6 +17,7 @@ from benchmarks.ops import (
     calls,
     collective,
     compile_cost,
+    conv,
     dtypes,
     fused,
     gather,
@@ -43,6 +44,7 @@ _MODULES = (
     gather,
     syrk,
     models,
+    conv,
     programs,
     sharded,
     collective,
@@ -144,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--method", choices=["cupti", "host"], help="default: kernel times where they can be read")
     parser.add_argument("--peers", help='only these, joined by commas: xla, pallas, tokamax, torch; none: ""')
     parser.add_argument("--commit", help="commit measured, where git cannot tell")
-    parser.add_argument("--salt", default=models.SALT, help="of --op models: draws the sample of shapes")
-    parser.add_argument("--count", type=int, default=models.COUNT, help="of --op models: how many shapes")
+    parser.add_argument("--salt", default=models.SALT, help="of --op models and conv: draws the sample of shapes")
+    parser.add_argument("--count", type=int, default=models.COUNT, help="of --op models and conv: how many shapes")
     args = parser.parse_args(argv)
     return run_suite(SUITES[args.op], args)

@@ -87,25 +87,25 @@ def watch(
         left, _ = unfinished(items, path)
         if not left:
             break
-        _append(path, {"begin": []})
+        append(path, {"begin": []})
         todo.write_text(json.dumps([dataclasses.asdict(item) for item in left]))
         worker = subprocess.Popen([*command, str(todo), str(path)])
-        ending = _until_silent(worker, path, compile_s, step_s)
+        ending = until_silent(worker, path, compile_s, step_s)
         with path.open("a") as file:
             file.write("\n")  # ends a line cut short
         after, begun = unfinished(items, path)
         if len(begun) == 1:
-            _append(path, {**dataclasses.asdict(begun[0]), "failure": ending})
+            append(path, {**dataclasses.asdict(begun[0]), "failure": ending})
         elif begun:  # a group whose members all passed the check: which one is to blame is not known
             for item in begun:
-                _append(path, {**dataclasses.asdict(item), "failure": f"timed with others: {ending}"})
+                append(path, {**dataclasses.asdict(item), "failure": f"timed with others: {ending}"})
         idle = idle + 1 if len(after) == len(left) and not begun else 0
         if idle == 3:
             raise RuntimeError(f"three workers in a row measured nothing: {ending}")
     todo.unlink(missing_ok=True)
 
 
-def _until_silent(worker: subprocess.Popen, path: pathlib.Path, compile_s: float, step_s: float) -> str:
+def until_silent(worker: subprocess.Popen, path: pathlib.Path, compile_s: float, step_s: float) -> str:
     size, since = -1, time.monotonic()
     while worker.poll() is None:
         now = path.stat().st_size
@@ -120,7 +120,7 @@ def _until_silent(worker: subprocess.Popen, path: pathlib.Path, compile_s: float
     return f"the process ended with status {worker.returncode}"
 
 
-def _append(path: pathlib.Path, line: dict[str, Any]) -> None:
+def append(path: pathlib.Path, line: dict[str, Any]) -> None:
     with path.open("a") as file:
         file.write(json.dumps(report.finite(line)) + "\n")
         file.flush()
@@ -197,10 +197,10 @@ def work(items: Sequence[Item], path: pathlib.Path) -> None:
 
 def _work_case(case: Subject, items: list[Item], path: pathlib.Path, method: str) -> None:
     def begin(begun: Sequence[Item]):
-        _append(path, {"begin": [item.key for item in begun]})
+        append(path, {"begin": [item.key for item in begun]})
 
     def failed(item: Item, why: str):
-        _append(path, {**dataclasses.asdict(item), "failure": why})
+        append(path, {**dataclasses.asdict(item), "failure": why})
 
     def build(item: Item):
         return jax.jit(case.build(cutjax.Config(**item.config)))
@@ -243,7 +243,7 @@ def _work_case(case: Subject, items: list[Item], path: pathlib.Path, method: str
         for item, _ in group:
             ours = times[item.key]
             row = {"us": ours.us, "iqr_us": ours.iqr_us, "xla_us": base_us, "ratio": base_us / ours.us}
-            _append(path, {**dataclasses.asdict(item), "kernel": " + ".join(ours.kernels), **row})
+            append(path, {**dataclasses.asdict(item), "kernel": " + ".join(ours.kernels), **row})
     begin([])
 
 

@@ -7,7 +7,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -91,25 +91,38 @@ def cupti_works() -> bool:
 
 
 def _measure_cupti(functions: dict[str, Callable], sets: Sequence[tuple], reps: int) -> dict[str, Timing]:
-    kernels = {name: [kernel for kernel, _ in records([(f, sets[0])])] for name, f in functions.items()}
+    once = {name: records([(f, sets[0])]) for name, f in functions.items()}
     rotation = itertools.cycle(sets)
-    calls = [(name, (function, next(rotation))) for _ in range(reps) for name, function in functions.items()]
-    seen = records([call for _, call in calls])
-    samples: dict[str, list[list[float]]] = {name: [] for name in functions}  # of each call, each kernel's
+    return samples([(name, f, next(rotation)) for _ in range(reps) for name, f in functions.items()], once)
+
+
+def samples(
+    turns: Sequence[tuple[str, Callable, tuple]], once: Mapping[str, Sequence[tuple[str, float]]]
+) -> dict[str, Timing]:
+    """Times functions by their kernels.
+
+    Args:
+      turns: (name, function, arguments) of each call, in order.
+      once: the records of a single call of each function, by name.
+    """
+    kernels = {name: [kernel for kernel, _ in once[name]] for name, _, _ in turns}
+    calls = [(function, args) for _, function, args in turns]
+    seen = records(calls)
+    taken: dict[str, list[list[float]]] = {name: [] for name in kernels}  # of each call, each kernel's
     at = 0
-    for name, _ in calls:
+    for name, _, _ in turns:
         part = seen[at : at + len(kernels[name])]
         at += len(part)
         if [kernel for kernel, _ in part] != kernels[name]:
             raise RuntimeError(f"{name}: expected the kernels {kernels[name]}, the profiler saw {part}")
-        samples[name].append([us for _, us in part])
+        taken[name].append([us for _, us in part])
     if at != len(seen):
         raise RuntimeError(f"the profiler saw {len(seen)} kernels, expected {at}")
     return {
         name: Timing(
             tuple(map(sum, calls)), tuple(kernels[name]), "cupti", tuple(float(x) for x in np.median(calls, axis=0))
         )
-        for name, calls in samples.items()
+        for name, calls in taken.items()
     }
 
 
