@@ -16,29 +16,31 @@ from cutjax.kernels.problem import Problem
 KINDS = ("in order", "flipped", "some taps", "weights")
 
 
-def view(images, image, window, channels, strides=None, dilation=None, low=None, high=None, groups=1) -> Im2col:
+def view(images, image, window, channels, strides=None, dilation=None, low=None, high=None, groups=1, spread=None):
     """The windows of images with so much padding."""
     ones, zeros = (1,) * len(image), (0,) * len(image)
-    strides, dilation, low, high = strides or ones, dilation or ones, low or zeros, high or zeros
-    along = zip(image, window, strides, dilation, low, high, strict=True)
-    grid = tuple((size + lo + hi - (w - 1) * d - 1) // s + 1 for size, w, s, d, lo, hi in along)
-    return Im2col(images, image, grid, window, strides, dilation, ones, low, channels, groups)
+    strides, dilation, spread = strides or ones, dilation or ones, spread or ones
+    low, high = low or zeros, high or zeros
+    along = zip(image, window, strides, dilation, spread, low, high, strict=True)
+    grid = tuple(((n - 1) * by + lo + hi - (w - 1) * d) // s + 1 for n, w, s, d, by, lo, hi in along)
+    return Im2col(images, image, grid, window, strides, dilation, spread, low, channels, groups)
 
 
 def windows(x: np.ndarray, of: Im2col) -> np.ndarray:
     """The windows ``[images * grid, groups, taps, channels]`` of images."""
+    sizes = [(size - 1) * by + 1 for size, by in zip(of.image, of.spread, strict=True)]
+    apart = np.zeros((of.images, *sizes, x.shape[-1]), x.dtype)
+    apart[(slice(None), *(slice(None, None, by) for by in of.spread))] = x
     found = np.zeros((of.images, *of.grid, of.taps, of.groups * of.channels), x.dtype)
     for t, tap in enumerate(itertools.product(*map(range, of.window))):
         inside, read = [], []
-        for grid, stride, step, i, low, size in zip(
-            of.grid, of.strides, of.dilation, tap, of.low, of.image, strict=True
-        ):
+        for grid, stride, step, i, low, size in zip(of.grid, of.strides, of.dilation, tap, of.low, sizes, strict=True):
             at = stride * np.arange(grid) + step * i - low
             kept = np.flatnonzero((at >= 0) & (at < size))
             inside.append(kept)
             read.append(at[kept])
         images = np.arange(of.images)
-        found[(*np.ix_(images, *inside), t)] = x[np.ix_(images, *read)]
+        found[(*np.ix_(images, *inside), t)] = apart[np.ix_(images, *read)]
     return found.reshape(of.rows, of.taps, of.groups, of.channels).swapaxes(1, 2)
 
 

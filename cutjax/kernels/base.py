@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -132,7 +132,7 @@ class Kernel(Resolved, abc.ABC):
     def unlaunchable(self) -> tuple[str, ...]:
         """Returns the reasons against a launch: its parameters have a limit."""
         try:
-            self._launch(b"-")
+            self._launches(lambda _: b"-")
         except ValueError as error:
             return (f"operands and results are too many or too large for one launch ({error})",)
         return ()
@@ -157,7 +157,7 @@ class Kernel(Resolved, abc.ABC):
             aliases += ((taken + more, len(written) - 1),)
         changed = self.in_parts or self.prepared or self.converted or scratch
         return Call(
-            (self._launch(self.compile().image),),
+            self._launches(lambda kernel: kernel.compile().image),
             results=written,
             finish=finish,
             prepare=functools.partial(self._prepare, taken, scratch[-1:]) if changed else None,
@@ -166,7 +166,12 @@ class Kernel(Resolved, abc.ABC):
             result_orders=tuple(() if out.reduce else problem.order for out in outputs),
         )
 
+    def _launches(self, compiled: Callable[[Kernel], bytes]) -> tuple[Launch, ...]:
+        """Returns the launches of a call, told what makes the code of a kernel."""
+        return (self._launch(compiled(self)),)
+
     def _launch(self, cubin: bytes) -> Launch:
+        """Returns the launch of the kernel, whose code is given."""
         grid = self.grid
         return Launch(
             kernel=self.name,

@@ -71,7 +71,8 @@ def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
             fields.append(f"const TensorMap* map{i};\n  int {steps};\n  Pair<{dtype}> x{i}[PIECE / 8][2];")
             initial.append(f"map{i}(map_x{i}){copied}")
             fetched.append(
-                f"{staging.by_tma_tile}<{dtype}>::load(map{i}, buffer + {_at(by_tma[i])}, barrier, x, y, i({steps}));"
+                f"{staging.by_tma_tile}<{dtype}>::load(map{i}, buffer + {_at(by_tma[i])}, barrier, x, y, "
+                f"{'pixels' if staging.pixels else f'i({steps})'});"
             )
             staged.append(f"{staging.tile}<{dtype}>::read(buffer + {_at(by_tma[i])}, thread, piece, x{i});")
             continue
@@ -101,6 +102,10 @@ def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
             pieces.append(f"  x{i}[j][h].load_each({both});")
             pieces.append("}")
 
+    if staging.pixels:
+        fields.append("Pixels pixels;")
+        grid = ", ".join(argument.name for argument in arguments if argument.name.startswith("pixels_grid"))
+        initial.append(f"pixels{{{grid}}}")
     for axis, i in emit.places(epilogue):
         name = f"{axis}{i}"
         fields.append(f"int {name}_stride, {name}_size, {name};")
@@ -317,9 +322,11 @@ def _call_four(epilogue: Epilogue, full: Sequence[str]) -> str:
 
 
 def _store(staging: Staging) -> str:
+    last = "extras.pixels" if staging.pixels else "z"
+
     def calls(struct: str, slots: Sequence[int], first: int) -> str:
         return "\n  ".join(
-            f"{struct}<Dtype::{DTYPES[out.dtype].stored}>::store(map_d[{place}], buffer + {_at(slot)}, x, y, z);"
+            f"{struct}<Dtype::{DTYPES[out.dtype].stored}>::store(map_d[{place}], buffer + {_at(slot)}, x, y, {last});"
             for place, (slot, (_, out)) in enumerate(zip(slots, staging.results, strict=True), first)
             if staging.by_tma(out)
         )
@@ -331,7 +338,8 @@ def _store(staging: Staging) -> str:
   {stores}
   if (right == 0) return;
   {calls("Transposed", staging.mirror_slots, len(staging.results))}"""
-    return f"""DEVICE void epilogue_store(const TensorMap* const (&map_d)[OUTPUTS], u32 buffer, int x, int y, int z) {{
+    return f"""DEVICE void epilogue_store(const Extras& extras, const TensorMap* const (&map_d)[OUTPUTS], u32 buffer,
+                           int x, int y, int z) {{
   {stores}
 }}
 """

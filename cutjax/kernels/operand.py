@@ -220,7 +220,7 @@ class Operand:
         if isinstance(view, Im2col):
             return view.images * math.prod(view.image), view.groups * view.channels
         if isinstance(view, Taps):
-            channels, stored = k // math.prod(view.window), math.prod(view.stored)
+            channels, stored = k // max(1, math.prod(view.window)), math.prod(view.stored)
             if self.contiguous == "mn":
                 return stored * channels, length
             return stored * (length // view.groups), view.groups * channels

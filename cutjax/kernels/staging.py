@@ -57,6 +57,7 @@ class Staging:
       column_bytes: of one row, of all tiles together.
       narrowest: bytes of an element of the narrowest result.
       tma: whether TMA loads and stores tiles where it can, rather than threads.
+      pixels: whether rows are pixels apart in images.
       called: whether the kernel calls a function for four elements at a time, instead of 64 to 192 copies of what it
         computes. A call costs 3 instructions an element (docs/fused-epilogues.md).
     """
@@ -75,6 +76,7 @@ class Staging:
     narrowest: int
     called: bool
     tma: bool
+    pixels: bool
 
     @functools.cached_property
     def result_dtypes(self) -> tuple[np.dtype, ...]:
@@ -89,7 +91,7 @@ class Staging:
     @property
     def by_tma_tile(self) -> str:
         """The struct by which TMA stores and loads them."""
-        return "Transposed" if self.swap else "TmaStaging"
+        return "Transposed" if self.swap else "PixelStaging" if self.pixels else "TmaStaging"
 
     @property
     def apart(self) -> bool:
@@ -130,6 +132,20 @@ class Staging:
         return tuple(found)
 
     @functools.cached_property
+    def pixel_reasons(self) -> tuple[str, ...]:
+        """The reasons against an epilogue whose rows are pixels apart: TMA alone finds them in memory."""
+        found = []
+        if any(node.op == "iota" and node.params[0] == "row" for node in self.epilogue.nodes):
+            found.append("a result in phases that depends on where its rows lie")
+        if any(spec.row and not (spec.col and self.by_tma(spec)) for spec in self.epilogue.operands):
+            found.append("a result in phases with operands that vary along rows and are no whole units of 16 bytes")
+        if self.reductions:
+            found.append("a reduction of a result in phases")
+        if not all(self.by_tma(out) for _, out in self.results):
+            found.append("a result in phases whose rows are no whole units of 16 bytes")
+        return tuple(found)
+
+    @functools.cached_property
     def reasons(self) -> tuple[str, ...]:
         """The reasons why no kernel can have this epilogue; empty where one can."""
         found = list(emit.reasons(self.epilogue))
@@ -153,6 +169,7 @@ def plan_staging(
     pitch: int = 16,
     even: bool = True,
     tma: bool = True,
+    pixels: bool = False,
 ) -> Staging:
     """Plans the staging of an epilogue's operands and results in shared memory."""
     # Transposed tiles of 8 columns begin at whole units of 1024 bytes only if elements take at least two each.
@@ -182,7 +199,7 @@ def plan_staging(
         total += _size(out) if tma else 0
     slots = tuple(result_slots), tuple(operand_slots), tuple(mirror_slots)
     layout = epilogue, swap, pitch, even, results, reductions, operands
-    return Staging(*layout, *slots, total, narrowest, _called(epilogue), tma)
+    return Staging(*layout, *slots, total, narrowest, _called(epilogue), tma, pixels)
 
 
 def _size(array: Output | OperandSpec) -> int:

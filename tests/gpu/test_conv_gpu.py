@@ -48,6 +48,16 @@ GEOMETRIES = {
     "3d causal /2": view(1, (6, 13, 12), (3, 3, 3), 64, (2, 1, 2), low=(2, 1, 1), high=(0, 1, 1)),
     "3d 16 channels": view(2, (6, 7, 8), (2, 3, 2), 16, (1, 2, 1), (1, 1, 2), low=(1, 1, 0), high=(0, 1, 1)),
 }
+SPREAD = {
+    "1d up 8": view(2, (201,), (16,), 64, low=(11,), high=(11,), spread=(8,)),
+    "1d up 4, windows of 2": view(3, (100,), (2,), 32, low=(1,), high=(3,), spread=(4,)),
+    "1d up 3 of strides 2": view(2, (100,), (5,), 32, (2,), (2,), low=(4,), high=(5,), spread=(3,)),
+    "2d up 2": view(3, (17, 15), (3, 3), 64, low=(2, 2), high=(1, 2), spread=(2, 2)),
+    "2d up 2, windows of 1": view(3, (17, 15), (1, 1), 64, low=(0, 0), high=(1, 0), spread=(2, 2)),
+    "2d up 2, k4": view(2, (8, 8), (4, 4), 128, low=(2, 2), high=(2, 2), spread=(2, 2)),
+    "2d up 1 and 3 of 24 channels": view(2, (8, 9), (3, 2), 24, low=(2, -1), high=(2, 2), spread=(1, 3)),
+    "3d up 2": view(2, (5, 6, 4), (3, 3, 3), 32, low=(2, 1, 2), high=(1, 2, 2), spread=(2, 2, 2)),
+}
 CONFIGS = [
     Config(64, 64, 64, 6),
     Config(128, 128, 64, 4),
@@ -138,6 +148,18 @@ def _configs() -> list[Item]:
     return found
 
 
+def _spread() -> list[Item]:
+    found = []
+    for i, (name, of) in enumerate(SPREAD.items()):
+        for j, kind in enumerate(KINDS[:3]):
+            problem = asked(of, (136, 72, 200)[(i + j) % 3], kind, out_dtype=(H, F32)[j % 2])
+            found.append(Item(problem, _config(problem, i + j), f"{kind}: {name}", 1 + i % 3))
+    for i, config in enumerate(config for config in CONFIGS if config.splits == 1 and not config.stream_k):
+        problem = asked(SPREAD["2d up 2"], 264, KINDS[i % 3])
+        found.append(Item(problem, config, f"phases: {config.name(problem)}", 3 if config.cluster_k == 1 else 1))
+    return found
+
+
 def _dtypes() -> list[Item]:
     of, found = GEOMETRIES["2d strided, cut"], []
     for dtype, out, math in (
@@ -164,7 +186,7 @@ def _groups() -> list[Item]:
     return found
 
 
-EXACT = _geometries() + _configs() + _dtypes() + _groups()
+EXACT = _geometries() + _configs() + _spread() + _dtypes() + _groups()
 prefetch = problems.prefetching(EXACT, Item.prepare)
 
 
@@ -200,10 +222,13 @@ def test_gaussian(item, prefetch_gaussian):
     assert np.array_equal(first.view(np.uint8), second.view(np.uint8))
 
 
+@pytest.mark.parametrize("name", ["2d 3x3 /2", "2d up 2"])
 @pytest.mark.parametrize("config", [CONFIGS[1], CONFIGS[2], CONFIGS[12], CONFIGS[15]], ids=str)
-def test_epilogue(config, gpus):
+def test_epilogue(config, name, gpus):
     """Bias, activation and a residual image."""
-    of, n = GEOMETRIES["2d 3x3 /2"], 264
+    of, n = (GEOMETRIES | SPREAD)[name], 264
+    if name in SPREAD and (config.splits > 1 or config.stream_k):
+        config = dataclasses.replace(config, splits=1, stream_k=False)
 
     def fused(acc, bias, x):
         return jax.nn.relu(acc + bias + x.astype(F32)).astype(H)

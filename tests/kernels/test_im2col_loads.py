@@ -36,6 +36,9 @@ CASES = [
     ("weights", "alone", view(2, (6, 7), (2, 3), 24, low=(1, 1), high=(0, 1))),
     ("flipped", "beside", view(2, (4, 5, 6), (2, 3, 2), 16, (1, 2, 1), low=(1, 1, 0), high=(0, 1, 1))),
     ("weights", "streamed", view(2, (4, 5, 6), (2, 3, 2), 64, (1, 2, 1), low=(1, 1, 0), high=(0, 1, 1))),
+    ("flipped", "beside", view(2, (9, 8), (3, 3), 64, low=(2, 2), high=(1, 2), spread=(2, 2))),
+    ("in order", "alone", view(2, (5, 4), (3, 2), 24, (3, 1), low=(1, 0), high=(1, 1), spread=(2, 3))),
+    ("some taps", "below", view(2, (23,), (2,), 32, dilation=(3,), low=(3,), high=(2,), spread=(4,))),
     *((kind, "beside", view(2, (7, 9), (3, 3), 32, low=(1, 1), high=(1, 1), groups=3)) for kind in KINDS[::-2]),
 ]
 
@@ -46,8 +49,19 @@ def test_all_that_tiles_multiply(kind, config, of, tmp_path):
     problem = asked(of, n, kind)
     rng = np.random.default_rng(0)
     arrays = [rng.integers(-9, 10, shape).astype(np.int16) for shape in shapes(problem)]
-    found = loads_host.multiplied(sm90.resolved(problem, CONFIGS[config]), arrays, tmp_path)
+    kernel = sm90.resolved(problem, CONFIGS[config])
     expected = product(problem, *arrays, np.float64)
+    if not kernel.phases:
+        found = loads_host.multiplied(kernel, arrays, tmp_path)
+    else:
+        found = np.full((of.images, *of.grid, n), np.nan)
+        for i, phase in enumerate(kernel.phases):
+            folder = tmp_path / str(i)
+            folder.mkdir()
+            places = zip(phase.pixels.first, phase.pixels.step, strict=True)
+            into = found[(slice(None), *(slice(first, None, step) for first, step in places))]
+            into[...] = loads_host.multiplied(phase, arrays, folder).reshape(into.shape)
+        found = found.reshape(-1, n)
     if len(found) > len(expected):  # channels of zeros
         found = found.reshape(of.taps, -1, n)
         assert not found[:, of.channels :].any()

@@ -112,6 +112,8 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
     if c.splits > 1:
         yield integer("splits", c.splits, "splits")
     yield from extras(p, loaded=dict(staging.operands))
+    for i, size in enumerate(kernel.pixels.grid[::-1] if kernel.pixels else ()):
+        yield integer(f"pixels_grid{i}", size, "extras")
     yield from partials(staging, first_result)
     if c.stream_k:  # after the results
         yield Argument("Acc* scratch", Pointer(first_result + len(epilogue.outputs)), "scheduler")
@@ -181,6 +183,9 @@ def _tile_map(buffer: int, dtype: np.dtype, kernel: Resolved, of: Matrices | int
     `of` is its matrices, or how many dense ones there are.
     """
     p, columns, rows = kernel.stored, kernel.chunk, 64
+    if kernel.pixels:
+        span = min(128, columns * dtype.itemsize)
+        return windows.pixels_map(buffer, p, kernel.pixels, dtype, span // dtype.itemsize)
     if transposed:
         columns, rows = rows, columns
     if isinstance(of, int):

@@ -94,8 +94,11 @@ class Facts:
 
 
 @functools.lru_cache(maxsize=1024)
-def facts_of(problem: Problem, swap: bool = False) -> Facts:
-    """Returns the facts that all kernels of a problem share, with its operands as they are or swapped."""
+def facts_of(problem: Problem, swap: bool = False, pixels: bool = False) -> Facts:
+    """Returns the facts that all kernels of a problem share, with its operands as they are or swapped.
+
+    Its rows may be pixels apart in the images of the result.
+    """
     why = [*shared.of_operands(problem, (Gathered, Im2col), (Taps,)), *operands.reasons(problem)]
     unswappable = shared.of_swap(problem) if swap else []
     unswappable += ["swap with windows of images: they are the rows"] * (swap and windows.view_of(problem) is not None)
@@ -106,7 +109,8 @@ def facts_of(problem: Problem, swap: bool = False) -> Facts:
     stored = multiplied if of_pairs else problem
     multiplied = multiplied.transposed if swap and not unswappable else multiplied
     layout = swap, math.gcd(stored.n, 16), multiplied.n % 2 == 0
-    staging, epilogue = plan_staging(multiplied.epilogue, problem.symmetric, *layout), multiplied.epilogue
+    epilogue = multiplied.epilogue
+    staging = plan_staging(epilogue, problem.symmetric, *layout, pixels=pixels)
     heavy = (
         bool(staging.reductions)
         or any(spec.row and spec.col for spec in epilogue.operands)
@@ -123,6 +127,8 @@ def _problem_reasons(problem: Problem, staging: Staging) -> list[str]:
     reasons += shared.of_groups(problem, staging)
     if problem.symmetric:
         reasons += staging.symmetric_reasons
+    if staging.pixels:
+        reasons += staging.pixel_reasons
     if problem.arch != ARCH:
         reasons.append(f"architecture {problem.arch}: the kernels are for {ARCH}")
     if problem.plain and staging.reasons:

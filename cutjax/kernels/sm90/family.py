@@ -11,6 +11,7 @@ import numpy as np
 
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.raster import band
+from cutjax.kernels.sm90 import windows
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint
 from cutjax.kernels.sm90.kernel import resolve
@@ -55,7 +56,17 @@ _divide = functools.lru_cache(maxsize=1 << 14)(dataclasses.replace)
 def reasons(problem: Problem) -> tuple[str, ...]:
     """Returns the reasons against every kernel of this family for a problem; empty when one can serve it."""
     unmeasured = ("gathered rows by cp.async are not measured yet: a kernel is pinned by config=",)
+    if parts := _phases(problem):
+        return tuple(dict.fromkeys(reason for part in parts for reason in facts_of(part, pixels=True).reasons))
     return facts_of(problem).reasons + unmeasured * problem.a.gathered
+
+
+def _phases(problem: Problem) -> list[Problem]:
+    """Returns the phases of a forward convolution whose images are spread, the deepest first."""
+    view = windows.view_of(problem)
+    if view is None or not windows.spread(view) or problem.a.contiguous == "mn":
+        return []
+    return sorted((part for part, _ in windows.phases(problem)), key=lambda part: -part.k)
 
 
 def competes(problem: Problem) -> bool:
@@ -71,6 +82,10 @@ def stores_in_order(problem: Problem) -> bool:
 
 def configs(problem: Problem) -> Iterator[Config]:
     """Yields the shipped tiles, each as deep and in the order that suits the problem, and ways to divide k."""
+    if parts := _phases(problem):
+        found = _configs(facts_of(parts[0], pixels=True), swap=False)
+        yield from (config for config in found if config.splits == 1 and not config.stream_k)
+        return
     yield from _configs(facts_of(problem), swap=False)
     if not (swapped := facts_of(problem, True)).reasons:
         yield from _configs(swapped, swap=True)
@@ -129,7 +144,8 @@ def _divided(problem: Problem, config: Config) -> Iterator[Config]:
             if size <= most and tiles <= problem.device.clusters_at_once(size):
                 yield _divide(config, cluster_k=size)
     most = min(most, sms * 17 // 16 // tiles)
-    for splits in SPLITS:
+    windowed = windows.view_of(problem) is not None and 8 <= most <= 128 and most not in SPLITS
+    for splits in (*SPLITS, *[most] * windowed):
         if most >= 8 and most // 2 < splits <= most and config.cluster == 1:
             yield _divide(config, splits=splits)
         if config.schedule == "coop" and config.cluster == 1 and most // 16 < splits <= most // 8:

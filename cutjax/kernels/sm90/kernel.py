@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -11,18 +13,26 @@ from cutjax.dtypes import short
 from cutjax.kernels import base
 from cutjax.kernels import reasons as shared
 from cutjax.kernels.device import Device
+from cutjax.kernels.operand import Pixels
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import cost, operands, text, windows
 from cutjax.kernels.sm90.arguments import Argument, arguments
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.facts import ARCH, Facts, facts_of, footprint
 from cutjax.kernels.sm90.resolved import Resolved, cluster_tile
+from cutjax.runtime.launch import MAX_LAUNCHES, Launch
 
 
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Kernel(Resolved, base.Kernel):
-    """One config resolved for one problem."""
+    """One config resolved for one problem.
+
+    Attributes:
+      phases: the kernels of the parts of a convolution whose images are spread, of which this is the first.
+    """
 
     family = "sm90"
+    phases: tuple[Kernel, ...] = ()
 
     @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:
@@ -36,7 +46,12 @@ class Kernel(Resolved, base.Kernel):
 
     def launch_us(self, device: Device) -> float:
         """Returns the predicted time of one launch, and of preparing its operands."""
-        return cost.predict(self, device.with_sms(min(self.config.sms or device.sms, device.sms)))
+        device = device.with_sms(min(self.config.sms or device.sms, device.sms))
+        return sum(cost.predict(kernel, device) for kernel in self.phases or (self,))
+
+    def _launches(self, compiled: Callable[[base.Kernel], bytes]) -> tuple[Launch, ...]:
+        """Returns the launches of all phases."""
+        return tuple(kernel._launch(compiled(kernel)) for kernel in self.phases or (self,))
 
     @property
     def grid(self) -> base.Grid:
@@ -70,7 +85,28 @@ class Kernel(Resolved, base.Kernel):
 
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     """Returns the kernel, or every reason why the config cannot serve the problem."""
-    asked, facts = problem, facts_of(problem, config.swap)
+    view = windows.view_of(problem)
+    if view is None or not windows.spread(view):
+        return _resolve(problem, config, problem)
+    if problem.a.contiguous == "mn":
+        return facts_of(problem).reasons
+    if config.splits > 1 or config.stream_k:
+        return (f"splits={config.splits}, stream_k={config.stream_k}: parts of phases",)
+    parts = windows.phases(problem)
+    if not 1 <= len(parts) <= MAX_LAUNCHES:
+        return (f"{len(parts)} phases: a call has 1 to {MAX_LAUNCHES} launches",)
+    found = [_resolve(part, config, problem, pixels) for part, pixels in parts]
+    kernels = tuple(kernel for kernel in found if isinstance(kernel, Kernel))
+    if len(kernels) < len(found):
+        return tuple(dict.fromkeys(reason for kernel in found if isinstance(kernel, tuple) for reason in kernel))
+    return dataclasses.replace(kernels[0], phases=kernels)
+
+
+def _resolve(
+    problem: Problem, config: Config, asked: Problem, pixels: Pixels | None = None
+) -> Kernel | tuple[str, ...]:
+    """Returns the kernel of a problem, which may be a phase of the one asked."""
+    facts = facts_of(problem, config.swap, pixels is not None)
     if problem.arch != ARCH:  # another device's memory says nothing of this family's tiles
         return facts.reasons
     reasons = list(facts.reasons)
@@ -142,6 +178,7 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         buffers=buffers,
         shared_bytes=tile.bytes(config.stages, buffers),
         blocks_per_sm=1 if limit == tile.most else 2,
+        pixels=pixels,
         tiles=tiles,
         rows=rows,
         columns=columns,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from cutjax.kernels import base
+from cutjax.kernels.operand import Pixels
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import operands, windows
 from cutjax.kernels.sm90.config import Config
@@ -18,17 +19,19 @@ class Resolved(base.Resolved):
       way: how its operands are multiplied.
       buffers: staging buffers a warpgroup: as many as there is room for, up to the whole of its accumulators.
       blocks_per_sm: thread blocks that share an SM.
+      pixels: where its rows are in the images of the result; None where they follow each other.
     """
 
     config: Config
     way: operands.Way
     buffers: int
     blocks_per_sm: int
+    pixels: Pixels | None = None
 
     @property
     def name(self) -> str:
         """The entry symbol, which is the same wherever the kernel is seen."""
-        return self.config.name(self.problem)
+        return self.config.name(self.asked if self.pixels else self.problem)
 
     @property
     def in_parts(self) -> bool:

@@ -7,8 +7,11 @@ import functools
 import math
 from collections.abc import Iterator
 
+import numpy as np
+
+from cutjax.kernels import convolution
 from cutjax.kernels.arguments import Argument, integer
-from cutjax.kernels.operand import Im2col, Operand, Taps
+from cutjax.kernels.operand import Im2col, Operand, Pixels, Taps
 from cutjax.kernels.problem import Problem
 from cutjax.runtime import tensor_map
 from cutjax.runtime.launch import TensorMap
@@ -51,7 +54,7 @@ def in_parts(problem: Problem, splits: int) -> bool:
 
 def as_multiplied(problem: Problem, view: Im2col) -> Problem:
     """Returns the problem of whole pieces of channels, and of weights that are read so."""
-    channels, taps = padded(view, problem.a.bytes(1)), view.taps
+    channels, taps = padded(view, problem.a.bytes(1)), max(1, view.taps)  # without a tap, one of zeros
     if problem.a.contiguous == "mn":
         return dataclasses.replace(problem, m=taps * channels)
     (b, *_), k = problem.bs, taps * channels
@@ -73,8 +76,55 @@ def name(problem: Problem) -> str:
         return ""
     axes, length = len(view.image), chunk(view, problem.a.bytes(1))
     filled = problem.a.contiguous == "k" and padded(view, problem.a.bytes(1)) != view.channels
-    taps = isinstance(problem.bs[0].view, Taps) or filled
-    return f"_im2col{axes}d_c{length}" + "_taps" * taps + "_grouped" * (view.groups > 1)
+    taps = isinstance(problem.bs[0].view, Taps) or filled or spread(view)
+    return f"_im2col{axes}d_c{length}" + "_taps" * taps + "_grouped" * (view.groups > 1) + "_phases" * spread(view)
+
+
+def spread(view: Im2col) -> bool:
+    """True if there are zeros between the elements of images."""
+    return set(view.spread) != {1}
+
+
+def phases(problem: Problem) -> tuple[tuple[Problem, Pixels], ...]:
+    """Returns the parts of a problem whose images are spread, and the pixels that their rows are."""
+    view, b = view_of(problem), problem.bs[0]
+    assert view is not None
+    taps, found = b.view if isinstance(b.view, Taps) else in_order(view), []
+    for of, chosen, pixels in convolution.phases(view, taps):
+        if of.taps == 0:  # without a tap, along one axis or more
+            of = dataclasses.replace(of, window=(0,) + (1,) * (len(of.window) - 1))
+            chosen = dataclasses.replace(chosen, window=of.window, first=(0,) * len(of.window))
+        if of.rows == 0:
+            continue
+        a, bs = dataclasses.replace(problem.a, view=of), (dataclasses.replace(b, view=chosen),) * len(problem.bs)
+        k = max(1, of.taps) * of.channels
+        found.append((dataclasses.replace(problem, m=of.rows, k=k, a=a, bs=bs), pixels))
+    return tuple(found)
+
+
+def pixels_map(buffer: int, problem: Problem, pixels: Pixels, dtype: np.dtype, columns: int) -> TensorMap:
+    """Returns the tensor map of a result, or an operand of its shape, whose rows are pixels apart.
+
+    A load or store takes 64 of them, of so many columns.
+    """
+    view, pitch = view_of(problem), problem.n * dtype.itemsize
+    assert view is not None
+    strides, first = [], 0
+    for size, begin, step in zip(pixels.image[::-1], pixels.first[::-1], pixels.step[::-1], strict=True):
+        first += begin * pitch
+        strides.append(step * pitch)
+        pitch *= size
+    none = (0,) * len(pixels.grid)
+    return TensorMap(
+        buffer=buffer,
+        dtype=dtype,
+        dims=(problem.n, *pixels.grid[::-1], view.images),
+        strides=(*strides, pitch),
+        box=tensor_map.Im2col(none, none, columns, 64),
+        swizzle=columns * dtype.itemsize,
+        byte_offset=first,
+        l2_bytes=256,
+    )
 
 
 def reasons(problem: Problem) -> list[str]:
@@ -85,11 +135,11 @@ def reasons(problem: Problem) -> list[str]:
     found, axes, size = [], len(view.image), problem.a.bytes(1)
     if any(isinstance(b.view, Taps) for b in problem.bs) and problem.a.contiguous == "mn":
         found.append("taps of b in a weight gradient, whose b is the result's")
-    if set(view.spread) != {1}:
-        found.append("images with zeros between their elements")
-    if min(view.grid) < 1 or min(view.image) < 1 or min(view.window) < 1:
+    if spread(view):
+        found.append("images with zeros between their elements: kernels compute phases of their result")
+    if min(view.grid) < 1 or min(view.image) < 1:
         return [*found, "a size of the windows is 0: nothing to launch"]
-    offsets = [(window - 1) * dilation for window, dilation in zip(view.window, view.dilation, strict=True)]
+    offsets = [max(window - 1, 0) * dilation for window, dilation in zip(view.window, view.dilation, strict=True)]
     if max(offsets) >= _OFFSETS[axes]:
         found.append(f"windows that reach {max(offsets)} pixels: TMA's offsets are below {_OFFSETS[axes]}")
     corners = [x for pair in zip(*_corners(view), strict=True) for x in pair]

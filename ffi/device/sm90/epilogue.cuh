@@ -93,7 +93,7 @@ struct Epilogue {
           if constexpr (EXTRAS_BYTES > 0) bar_sync(barrier, 128);
         }
         if (thread == 0) {
-          if (whole) epilogue_store(map_d, buffer, n + chunk * D_CHUNK, m + block * 64, batch);
+          if (whole) epilogue_store(extras, map_d, buffer, n + chunk * D_CHUNK, m + block * 64, batch);
           cp_async_bulk_commit_group();  // of nothing, where rows are stored: groups are counted as buffers are
           // The chunk before this one has left its buffer, which takes the operands of another.
           int done = block * CHUNKS + chunk, later = done - 1 + STORE_BUFFERS;
