@@ -130,7 +130,10 @@ class Convolution(Product):
             tile = (*whole, m if self.feature_groups == 1 else None, n)
         else:
             of_a, of_b, tile = ("m", *whole, k), (*whole, *of_weights), ("m", *whole, n)
-        labels = [batch_labels(x.shape[:-own], full) + of for x, of in zip((a, *rest), (of_a, *[of_b] * len(rest)), strict=True)]
+        labels = [
+            batch_labels(x.shape[:-own], full) + of
+            for x, of in zip((a, *rest), (of_a, *[of_b] * len(rest)), strict=True)
+        ]
         return labels, batch_labels(full[:-own], full) + tile
 
     def shard(self, placement: Placement, factors: Factors) -> tuple[Product, Factors]:
@@ -208,9 +211,7 @@ class Convolution(Product):
         """Returns the operands' dtype where they have 16 bits: cuDNN has no such convolution with a wider result."""
         return dtype if on_cuda and is_half(dtype) and accumulator.itemsize == 4 else accumulator
 
-    def reference(
-        self, *arrays: jax.Array, out_dtype: np.dtype, precision: Canonical, on_cuda: bool
-    ) -> jax.Array:
+    def reference(self, *arrays: jax.Array, out_dtype: np.dtype, precision: Canonical, on_cuda: bool) -> jax.Array:
         """Computes the product by one of lax's convolutions, batch axes as ``jax.vmap`` does."""
         params: dict[str, Any] = {"out_dtype": out_dtype, "precision": precision, "on_cuda": on_cuda}
         a, b = arrays
@@ -281,7 +282,9 @@ class Convolution(Product):
             )
         weights = (d + 1, d, *taps)
         if self.form == "transposed":
-            if self.feature_groups > 1:  # [*window, n / groups, groups * channels] as [*window, groups * (n / groups), channels]
+            if (
+                self.feature_groups > 1
+            ):  # [*window, n / groups, groups * channels] as [*window, groups * (n / groups), channels]
                 *window, n, channels = b.shape
                 b = b.reshape(*window, n, self.feature_groups, channels // self.feature_groups)
                 b = jnp.moveaxis(b, d + 1, d).reshape(*window, self.feature_groups * n, channels // self.feature_groups)
