@@ -74,6 +74,10 @@ def arrays() -> dict[str, jax.Array]:
         "qg": integers(16, (EXPERTS, K, N), jnp.int8),
         "qd": integers(17, (EXPERTS, N, K), jnp.int8),
         "qx": integers(18, (M, K), jnp.int8),
+        "im": normal(19, (M, 5, 4)) / 2,
+        "cw": normal(20, (3, 4, N)) / 2,
+        "gw": normal(21, (2, 2, N)) / 2,
+        "tw": normal(22, (3, N, 4)) / 2,
     }
 
 
@@ -87,6 +91,18 @@ def _shrunk(acc, t):
 
 def _scaled(acc, s, b):
     return jnp.tanh(acc * s.astype(acc.dtype) + b.astype(acc.dtype))
+
+
+def _silu(acc, b):
+    return jax.nn.silu(acc + b[None, None, :].astype(acc.dtype))
+
+
+def _sums(acc, s):
+    return jnp.tanh(acc * s.astype(acc.dtype)), acc.sum((0, 1)), (acc * acc).sum(1), acc.max(-1)
+
+
+def _windows(im, cw, strides):
+    return lax.conv_general_dilated(im, cw, strides, "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
 
 
 def _contracted(x, dy, sizes):
@@ -252,6 +268,30 @@ OPERATIONS: dict[str, Operation] = {
         "x g u",
         lambda x, g, u: jnp.stack([x @ y @ z.T for y, z in zip(g, u, strict=True)], 1),
         linear="x g u",
+    ),
+    "conv": Operation(cutjax.conv, "im cw", lambda im, cw: _windows(im, cw, (1,)), linear="im cw"),
+    "conv, epilogue": Operation(
+        lambda im, cw, b, **how: cutjax.conv(im, cw, window_strides=2, epilogue=_silu, operands=(b,), **how),
+        "im cw b",
+        lambda im, cw, b: _silu(_windows(im, cw, (2,)), b),
+    ),
+    "conv, reductions": Operation(
+        lambda im, cw, s: cutjax.conv(im, cw, epilogue=_sums, operands=(s[:, :, None],), save="recompute"),
+        "im cw s",
+        lambda im, cw, s: _sums(_windows(im, cw, (1,)), s[:, :, None]),
+        dtypes=("float64",),
+    ),
+    "conv_general_dilated": Operation(  # in groups, with dilation
+        lambda im, gw: cutjax.conv_general_dilated(im, gw, (2,), ((1, 3),), (2,), (3,), ("NWC", "WIO", "NCW"), 2),
+        "im gw",
+        lambda im, gw: lax.conv_general_dilated(im, gw, (2,), ((1, 3),), (2,), (3,), ("NWC", "WIO", "NCW"), 2),
+        linear="im gw",
+    ),
+    "conv_transpose": Operation(
+        lambda im, tw: cutjax.conv_transpose(im, tw, (2,), "SAME", transpose_kernel=True),
+        "im tw",
+        lambda im, tw: lax.conv_transpose(im, tw, (2,), "SAME", transpose_kernel=True),
+        linear="im tw",
     ),
     "ragged_dot": Operation(cutjax.ragged_dot, "x g sizes", oracles.masked_multiply, linear="x g"),
     "ragged_dot_general": Operation(_contracted, "x dy sizes", oracles.masked_outer, linear="x dy"),

@@ -94,7 +94,9 @@ def normal(view: Im2col, taps: Taps | None = None) -> tuple[Im2col, Taps | None]
     are single places are images before all others, and one axis between and behind them.
     """
     axes, images, channels = _axes(view), view.images, view.channels
-    places = [None] * len(axes) if taps is None else [*zip(taps.stored, taps.window, taps.first, taps.step, strict=True)]
+    places = (
+        [None] * len(axes) if taps is None else [*zip(taps.stored, taps.window, taps.first, taps.step, strict=True)]
+    )
     image, grid, window, *rest = axes[-1]
     if window > 1 and rest == [window, 1, 1, 0] and image == grid * window and taps is None and view.groups == 1:
         axes[-1], channels = (grid, grid, 1, 1, 1, 1, 0), channels * window

@@ -73,7 +73,7 @@ class Plan(NamedTuple):
         for name, array, order in zip((*names, "the result"), (x, w, out), (self.lhs, self.rhs, self.out), strict=True):
             moving = [axis for axis in order if array.shape[axis] != 1]
             size = math.prod(array.shape) * array.dtype.itemsize
-            found.append("" if moving == sorted(moving) else f"{name} is transposed, of {size:,} bytes")
+            found.append("" if moving == sorted(moving) else f"{name} is transposed, of {size} bytes")
         if self.batches > 1:
             found[0] = f"{names[0]} is transposed for groups of its batch"
         return found[0], found[1], found[2]
@@ -250,7 +250,9 @@ def _padding(given: Any, count: int) -> Any:
         return ((integer(given, "padding", "conv"),) * 2,) * count
     if len(given) != count:
         raise ValueError(f"conv: padding must be a string, an int, or {count} of ints or pairs, got {given!r}")
-    return tuple(tuple(x) if isinstance(x, Sequence | np.ndarray) else (integer(x, "padding", "conv"),) * 2 for x in given)
+    return tuple(
+        tuple(x) if isinstance(x, Sequence | np.ndarray) else (integer(x, "padding", "conv"),) * 2 for x in given
+    )
 
 
 def planned(params: Any, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int], flipped: bool = False) -> Plan:

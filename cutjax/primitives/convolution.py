@@ -47,7 +47,7 @@ class Convolution(Product):
       form: one of the three.
       image, window, strides, dilation, spread: as those of ``kernels.operand.Im2col``.
       padding: elements of zero before and after each axis of the images as they are spread, ``(low, high)``.
-      groups: of channels; the first ``n / groups`` columns have the first ``channels / groups``.
+      feature_groups: of channels; the first ``n / feature_groups`` columns have the first ``channels / feature_groups``.
     """
 
     form: str
@@ -57,7 +57,7 @@ class Convolution(Product):
     dilation: Sizes
     spread: Sizes
     padding: tuple[tuple[int, int], ...]
-    groups: int = 1
+    feature_groups: int = 1
 
     where = "conv"
 
@@ -98,16 +98,16 @@ class Convolution(Product):
             before = reach - 1 - low
             padding.append((before, extent + reach - 1 - _reach(grid, stride) - before))
         return Convolution(
-            form, self.grid, self.window, self.spread, self.dilation, self.strides, tuple(padding), self.groups
+            form, self.grid, self.window, self.spread, self.dilation, self.strides, tuple(padding), self.feature_groups
         )
 
     def tile(self, a: Any, *rest: Any) -> Any:
         b, own = rest[0], self.rows + 1
         batch = lax.broadcast_shapes(a.shape[:-own], *(x.shape[:-own] for x in rest))
         if self.form == "weights":
-            shape = (*self.window, a.shape[-1] // self.groups, b.shape[-1])
+            shape = (*self.window, a.shape[-1] // self.feature_groups, b.shape[-1])
         else:
-            n = b.shape[-1] if self.form == "forward" else self.groups * b.shape[-2]
+            n = b.shape[-1] if self.form == "forward" else self.feature_groups * b.shape[-2]
             shape = (a.shape[-own], *self.grid, n)
         sharding = on_mesh(a, *rest)
         sharding = sharding.update(spec=jax.P(*(None for _ in (*batch, *shape))))
@@ -117,25 +117,28 @@ class Convolution(Product):
     def labels(self, a: Any, *rest: Any) -> tuple[list[Labels], Labels]:
         own, whole = self.rows + 1, (None,) * len(self.image)
         full = self.tile(a, *rest).shape
-        if self.groups == 1:
+        if self.feature_groups == 1:
             k, m, n = "k", "m", "n"
             of_weights = (k, n) if self.form == "forward" else (n, k)
         else:
             # Channels of both sides are divided alike, and only between groups: what divides both divides the groups.
-            apart = math.gcd(a.shape[-1] // self.groups, full[-1] // self.groups) == 1
+            apart = math.gcd(a.shape[-1] // self.feature_groups, full[-1] // self.feature_groups) == 1
             k = m = n = "n" if apart else None
             of_weights = (None, n)
         if self.form == "weights":
             of_a, of_b = ("k", *whole, m), ("k", *whole, n)
-            tile = (*whole, m if self.groups == 1 else None, n)
+            tile = (*whole, m if self.feature_groups == 1 else None, n)
         else:
             of_a, of_b, tile = ("m", *whole, k), (*whole, *of_weights), ("m", *whole, n)
-        labels = [batch_labels(x.shape[:-own], full) + of for x, of in zip((a, *rest), (of_a, *[of_b] * len(rest)), strict=True)]
+        labels = [
+            batch_labels(x.shape[:-own], full) + of
+            for x, of in zip((a, *rest), (of_a, *[of_b] * len(rest)), strict=True)
+        ]
         return labels, batch_labels(full[:-own], full) + tile
 
     def shard(self, placement: Placement, factors: Factors) -> tuple[Product, Factors]:
-        parts = placement.count(placement.axes.get("n", ())) if self.groups > 1 else 1
-        return dataclasses.replace(self, groups=self.groups // parts), factors
+        parts = placement.count(placement.axes.get("n", ())) if self.feature_groups > 1 else 1
+        return dataclasses.replace(self, feature_groups=self.feature_groups // parts), factors
 
     def specs(self, a: jax.Array, operands: Sequence[jax.Array]) -> tuple[OperandSpec, ...]:
         """Returns the specs, in which an axis of size 1 of the result varies as the other rows do."""
@@ -151,23 +154,22 @@ class Convolution(Product):
     def _row_sizes(self, a: Any) -> tuple[int, ...]:
         """Returns the sizes of the accumulators' axes that are rows."""
         if self.form == "weights":
-            return (*self.window, a.shape[-1] // self.groups)
+            return (*self.window, a.shape[-1] // self.feature_groups)
         return (a.shape[-1 - self.rows], *self.grid)
 
+    def along_rows(self, a: jax.Array, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        return [_along_all(x, self._row_sizes(a)) for x in operands]
+
     def fold(self, epilogue: Epilogue, factors: Factors, operands: Sequence[jax.Array]) -> Folded | None:
-        """Merges batch axes into images where weights are for all, and broadcasts operands of parts of the rows."""
-        a, bs, own = factors.a, factors.bs, self.rows + 1
-        count, found = a.ndim - own, None
+        """Merges batch axes into images where weights are for all."""
+        a, bs, count = factors.a, factors.bs, factors.a.ndim - self.rows - 1
         shared = self.form != "weights" and all(math.prod(b.shape[:count]) == 1 for b in bs)
-        if count and shared and not on_devices(a, *bs, *operands):
-            found = merged(epilogue, count, self.rows - 1)
-        merging = count if found is not None else 0
-        rows = (*a.shape[count - merging : count], *self._row_sizes(a))
-        spread = [_along_all(x, rows) for x in operands]
+        if not count or not shared or on_devices(a, *bs, *operands):
+            return None
+        found, lead = merged(epilogue, count, self.rows - 1), a.shape[: count + 1]
         if found is None:
-            alike = all(x is y for x, y in zip(spread, operands, strict=True))
-            return None if alike else Folded(self, epilogue, factors, spread, lambda d: d)
-        lead = a.shape[: count + 1]
+            return None
+        spread = [_along_all(x, (*lead, *self.grid)) for x in operands]
         a = lax.reshape(a, (math.prod(lead), *a.shape[count + 1 :]))
         matrices = [lax.reshape(b, b.shape[count:]) for b in bs]
         spread = [lax.reshape(x, (math.prod(x.shape[: count + 1]), *x.shape[count + 1 :])) for x in spread]
@@ -176,9 +178,9 @@ class Convolution(Product):
     def problem(self, *avals: Any, out_dtype: Any, device: Device) -> Problem:
         a, b, own = avals[0], avals[1], self.rows + 1
         n, low = self.tile(a, b).shape[-1], tuple(low for low, _ in self.padding)
-        images, channels = a.shape[-own], a.shape[-1] // self.groups
+        images, channels = a.shape[-own], a.shape[-1] // self.feature_groups
         geometry = self.window, self.strides, self.dilation, self.spread, low
-        view = Im2col(images, self.image, self.grid, *geometry, channels, self.groups)
+        view = Im2col(images, self.image, self.grid, *geometry, channels, self.feature_groups)
         how: dict[str, Any] = {"dtype": a.dtype, "out_dtype": out_dtype, "device": device}
         if self.form == "weights":
             found = convolution.weight_gradient(view, n, **how)
@@ -209,9 +211,7 @@ class Convolution(Product):
         """Returns the operands' dtype where they have 16 bits: cuDNN has no such convolution with a wider result."""
         return dtype if on_cuda and is_half(dtype) and accumulator.itemsize == 4 else accumulator
 
-    def reference(
-        self, *arrays: jax.Array, out_dtype: np.dtype, precision: Canonical, on_cuda: bool
-    ) -> jax.Array:
+    def reference(self, *arrays: jax.Array, out_dtype: np.dtype, precision: Canonical, on_cuda: bool) -> jax.Array:
         """Computes the product by one of lax's convolutions, batch axes as ``jax.vmap`` does."""
         params: dict[str, Any] = {"out_dtype": out_dtype, "precision": precision, "on_cuda": on_cuda}
         a, b = arrays
@@ -278,14 +278,16 @@ class Convolution(Product):
                 lhs_dilation=self.spread,
                 rhs_dilation=self.strides,
                 dimension_numbers=lax.ConvDimensionNumbers(swapped, swapped, weights),
-                batch_group_count=self.groups,
+                batch_group_count=self.feature_groups,
             )
         weights = (d + 1, d, *taps)
         if self.form == "transposed":
-            if self.groups > 1:  # [*window, n / groups, groups * channels] as [*window, groups * (n / groups), channels]
+            if (
+                self.feature_groups > 1
+            ):  # [*window, n / groups, groups * channels] as [*window, groups * (n / groups), channels]
                 *window, n, channels = b.shape
-                b = b.reshape(*window, n, self.groups, channels // self.groups)
-                b = jnp.moveaxis(b, d + 1, d).reshape(*window, self.groups * n, channels // self.groups)
+                b = b.reshape(*window, n, self.feature_groups, channels // self.feature_groups)
+                b = jnp.moveaxis(b, d + 1, d).reshape(*window, self.feature_groups * n, channels // self.feature_groups)
             b, weights = lax.rev(b, taps), (d, d + 1, *taps)
         return convolve(
             a,
@@ -295,7 +297,7 @@ class Convolution(Product):
             lhs_dilation=self.spread,
             rhs_dilation=self.dilation,
             dimension_numbers=lax.ConvDimensionNumbers(images, weights, images),
-            feature_group_count=self.groups,
+            feature_group_count=self.feature_groups,
         )
 
 

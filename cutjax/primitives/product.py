@@ -167,6 +167,10 @@ class Product:
             for x in operands
         )
 
+    def along_rows(self, a: jax.Array, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Returns an epilogue's operands, those that vary along some axes of the rows broadcast along all of them."""
+        return operands
+
     def groups(self, bs: Sequence[Any]) -> int | None:
         """Returns the number of groups that the rows have, None where they have none."""
         return None
@@ -249,6 +253,7 @@ def bind(
 ) -> list[jax.Array]:
     """Binds a product with an epilogue; where the bs have no batch of their own, its batch axes become rows."""
     factors, operands = match_varying(factors, operands)
+    operands = product.along_rows(factors.a, operands)
     folded = product.fold(epilogue, factors, operands)
     if folded is None:
         return bind_as_is(product, epilogue, factors, operands, **params)

@@ -120,7 +120,9 @@ def _choose(
         in_place = tuple((i, j) for i, j in in_place if operands[i].shape == full)
         of_rows = merged(epilogue, product.rows - 1)
         if of_rows is None or any(_partial(spec, product.rows) for spec in epilogue.operands):
-            return Choice(problem, None, ("its epilogue depends on single axes of the rows, which a kernel has as one",))
+            return Choice(
+                problem, None, ("its epilogue depends on single axes of the rows, which a kernel has as one",)
+            )
         problem = problem.fused(of_rows, in_place)
     problem = in_precision(product.in_order(problem), precision)
     choice = problem if isinstance(problem, Choice) else choose(problem, config, backend=backend, lead=hints.lead)

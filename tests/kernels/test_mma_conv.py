@@ -71,7 +71,9 @@ def check_weights(view, n, dtype, math_, arch, config, tmp_path):
 
 def view_of(images, image, window, channels, strides=1, dilation=1, low=0, high=0, groups=1):
     """A convolution of lax's arguments: those that are numbers are of all axes."""
-    strides, dilation, low, high = (x if isinstance(x, tuple) else (x,) * len(image) for x in (strides, dilation, low, high))
+    strides, dilation, low, high = (
+        x if isinstance(x, tuple) else (x,) * len(image) for x in (strides, dilation, low, high)
+    )
     grid = tuple(
         (size + before + after - by * (taps - 1) - 1) // step + 1
         for size, before, after, by, taps, step in zip(image, low, high, dilation, window, strides, strict=True)
