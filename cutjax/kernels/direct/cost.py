@@ -14,9 +14,9 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import instructions
 
 WEIGHT_REGISTERS = 40  # up to which weights are in registers, not in shared memory
-BESIDE = 44  # registers of a thread beside sums, pixels and weights, calibrated on the compiler's report
+BESIDE = 24  # registers of a thread beside sums, pixels and weights, calibrated on the compiler's report
 REDUCED_BYTES = 32768  # of shared memory in which a block adds up a weight gradient
-MOST_SUMS = 112  # of a thread of a weight gradient, about
+MOST_SUMS = 72  # of a thread of a weight gradient, about
 LATENCY_US, LAUNCH_US, SUM_US = 1.0, 2.0, 3.0
 ISSUED = 0.75  # share of the instructions that an SM could start
 

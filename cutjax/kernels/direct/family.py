@@ -63,7 +63,7 @@ def _configs(problem: Problem, geometry: Geometry, pairs: int, strip: int) -> It
         fitting = [b for b in (8, 6, 4, 3, 2, 1) if device.registers_per_sm // (256 * b) >= shape.registers]
         blocks = next(iter(fitting), 1)
         if geometry.gradient:
-            rows = min(geometry.rows.places, 32)
+            rows = min(geometry.lines(strip), 32)
             items = geometry.items(strip, rows)
             slots = device.sms * blocks
             parts = max(1, min(slots // (shape.tiles * shape.slices), -(-items // shape.across), 2048))

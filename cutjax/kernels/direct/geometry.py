@@ -105,17 +105,26 @@ class Geometry:
         """Taps of a window."""
         return self.view.taps
 
-    def strips(self, strip: int) -> int:
-        """Returns the number of strips of a row."""
-        return self.columns.every * -(-self.columns.places // strip)
+    @property
+    def along(self) -> bool:
+        """True where a thread goes along a row, strip by strip, since images have but one."""
+        return self.gradient and self.rows.grid == self.rows.window == 1
 
-    def chunks(self, rows: int) -> int:
-        """Returns the number of chunks of so many rows."""
-        return self.rows.every * -(-self.rows.places // rows)
+    def strips(self, strip: int) -> int:
+        """Returns the number of strips beside each other."""
+        return self.columns.every * (1 if self.along else -(-self.columns.places // strip))
+
+    def lines(self, strip: int) -> int:
+        """Returns the number of rows, or strips, that a thread could go through."""
+        return -(-self.columns.places // strip) if self.along else self.rows.places
+
+    def chunks(self, strip: int, rows: int) -> int:
+        """Returns the number of chunks of so many rows, or of so many strips of a row."""
+        return self.rows.every * -(-self.lines(strip) // rows)
 
     def items(self, strip: int, rows: int) -> int:
         """Returns the number of chunks of strips."""
-        return self.strips(strip) * self.chunks(rows) * self.planes.grid * self.view.images
+        return self.strips(strip) * self.chunks(strip, rows) * self.planes.grid * self.view.images
 
 
 @functools.lru_cache(maxsize=1024)

@@ -246,6 +246,7 @@ class Kernel:
             "LOW_W": w.low,
             "EVERY_H": h.every,
             "EVERY_W": w.every,
+            "ALONG": g.along,
         }
 
     def _sizes(self) -> Iterator[Argument]:
@@ -254,7 +255,7 @@ class Kernel:
         sizes = {
             "items": g.items(c.strip, c.rows),
             "strips": g.strips(c.strip),
-            "chunks": g.chunks(c.rows),
+            "chunks": g.chunks(c.strip, c.rows),
             "rows": c.rows,
             **{f"grid_{name}": axis.grid for name, axis in zip("dhw", (d, h, w), strict=True)},
             **{f"image_{name}": axis.image for name, axis in zip("dhw", (d, h, w), strict=True)},

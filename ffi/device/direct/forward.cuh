@@ -66,12 +66,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   Extras extras(of.items, columns EXTRAS_ARGUMENTS);
   extras.begin(first_column(pair));
   x += static_cast<i64>(first_input(pair)) * SIZE<OPERAND>;
-  const Inside inside = item.inside(of);
+  const Inside inside = item.inside(0, of);
+  const int left = item.left(0, of), first_place = item.column(0);
 
+  const char* plane = item.plane_of(x, 0, of);
   auto load = [&](Rows& rows, int q, int d) {
-    int plane = item.plane_at(d, of);
+    if (WINDOW_D > 1) plane = item.plane_of(x, d, of);
 #pragma unroll
-    for (int i = 0; i < UNROLL * IMAGE_ROWS; ++i) item.load(rows.strip[i], x, plane, IMAGE_ROWS * q + i, inside, of);
+    for (int i = 0; i < UNROLL * IMAGE_ROWS; ++i) item.load(rows.strip[i], plane, IMAGE_ROWS * q + i, left, inside, of);
   };
 
   Acc sums[ROWS_OPEN][STRIP][PAIRS] = {};
@@ -90,6 +92,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
       int first = RESULT_ROWS * (q + i) + FIRST_OPEN;
+      Acc pixel[IMAGE_ROWS][COUNT][INPUTS];
+#pragma unroll
+      for (int j = 0; j < IMAGE_ROWS * COUNT * INPUTS; ++j) {
+        int v = j / INPUTS % COUNT, s = j / INPUTS / COUNT;
+        if (!is_read(v)) continue;
+        pixel[s][v][j % INPUTS] = static_cast<Acc>(now.strip[i * IMAGE_ROWS + s].pixel[v][j % INPUTS]);
+        keep(pixel[s][v][j % INPUTS]);
+      }
 #pragma unroll
       for (int a = 0; a < ROWS_OPEN; ++a) {
         if (first + a < item.first_row || first + a >= end) continue;
@@ -101,8 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
         }
 #pragma unroll
         for (int s = 0; s < IMAGE_ROWS; ++s) {
-          const Strip& strip = now.strip[i * IMAGE_ROWS + s];
-          if (tap_of(s, a) < 0 || !strip.there) continue;
+          if (tap_of(s, a) < 0 || !now.strip[i * IMAGE_ROWS + s].there) continue;
 #pragma unroll
           for (int k = 0; k < WINDOW_W; ++k) {
             int at = tap_of(s, a) * WINDOW_W + k;
@@ -112,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
               if (pixel_of(t, k) < 0) continue;
 #pragma unroll
               for (int p = 0; p < PAIRS; ++p)
-                sums[a][t][p] += static_cast<Acc>(strip.pixel[pixel_of(t, k)][input_of(p)]) * tap.weight[p];
+                sums[a][t][p] += pixel[s][pixel_of(t, k)][input_of(p)] * tap.weight[p];
             }
           }
         }
@@ -121,11 +130,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
         int place = ((item.image * of.grid_d + item.plane) * of.grid_h + row) * of.grid_w;
 #pragma unroll
         for (int t = 0; t < STRIP; ++t) {
-          int column = item.column + EVERY_W * t;
+          int column = first_place + EVERY_W * t;
           if (column >= of.grid_w) continue;
-          Done done{};
+          Done done;
 #pragma unroll
-          for (int p = 0; p < PAIRS; ++p) done.acc[column_of(p)] += sums[a][t][p];
+          for (int p = 0; p < PAIRS; ++p) {
+            bool one_of_several = p > 0 && column_of(p - 1) == column_of(p);
+            done.acc[column_of(p)] = one_of_several ? done.acc[column_of(p)] + sums[a][t][p] : sums[a][t][p];
+          }
           finish(extras, done, place + column, first_column(pair));
         }
       }

@@ -22,22 +22,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
 #pragma unroll 1
     for (int index = part * ITEMS + at_item; index < of.items; index += parts * ITEMS) {
       const Item item(index, of);
-      const Inside inside = item.inside(of);
-      int plane = item.plane_at(d, of);
-      if (plane < 0 || !inside) continue;
+      const Inside inside = item.inside(0, of);
+      const char* plane = item.plane_of(x, d, of);
+      if (!plane || (!ALONG && !inside)) continue;
       auto load = [&](Strip& strip, int i, int k) {
-        int at = STRIDE_H * i + DILATION_H * (first_tap + k) - LOW_H;
+        int at = STRIDE_H * (ALONG ? 0 : i) + DILATION_H * (first_tap + k) - LOW_H;
         bool there = first_tap + k < WINDOW_H && at >= 0 && at % SPREAD_H == 0;
-        item.load(strip, x, there ? plane : -1, at / SPREAD_H, inside, of);
+        Inside bits = ALONG ? item.inside(i, of) : inside;
+        item.load(strip, there ? plane : nullptr, at / SPREAD_H, item.left(i, of), bits, of);
       };
       auto load_result = [&](Result(&result)[STRIP], int i) {
-        int row = item.row_remainder + EVERY_H * i;
-        i64 place = (static_cast<i64>(item.image * of.grid_d + item.plane) * of.grid_h + row) * of.grid_w + item.column;
+        int row = item.row_remainder + EVERY_H * (ALONG ? 0 : i), column = item.column(i);
+        i64 place = (static_cast<i64>(item.image * of.grid_d + item.plane) * of.grid_h + row) * of.grid_w + column;
         const char* from = g + place * columns * SIZE<OPERAND>;
 #pragma unroll
-        for (int t = 0; t < STRIP; ++t)
-          result[t].load(from + static_cast<i64>(EVERY_W * t) * columns * SIZE<OPERAND>,
-                         item.column + EVERY_W * t < of.grid_w);
+        for (int t = 0; t < STRIP; ++t, from = next_to(from, EVERY_W * columns * SIZE<OPERAND>))
+          result[t].load(from, column + EVERY_W * t < of.grid_w);
       };
       Strip next;
       Result next_result[STRIP];

@@ -2,6 +2,23 @@
 
 using Acc = ACCUMULATOR;
 
+// What is `step` bytes behind. The compiler would rather keep the distance of each from the first, in registers.
+DEVICE const char* next_to(const char* p, int step) {
+  p += step;
+#ifndef HOST_EMULATION
+  asm volatile("" : "+l"(p));
+#endif
+  return p;
+}
+
+// A value that is computed here: the compiler would rather do so again in each branch that reads it.
+#ifdef HOST_EMULATION
+DEVICE void keep(Acc&) {}
+#else
+DEVICE void keep(float& x) { asm volatile("" : "+f"(x)); }
+DEVICE void keep(double& x) { asm volatile("" : "+d"(x)); }
+#endif
+
 // COUNT neighbours of a dtype, in units of as many bytes as theirs are a multiple of.
 template <Dtype D, int COUNT>
 struct Vector {

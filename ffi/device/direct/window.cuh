@@ -57,55 +57,65 @@ struct Strip {
   bool there;
 
   // The v-th is `step` bytes behind the one before it, and zero unless the image has it.
-  DEVICE void load(const char* first, int step, Inside inside, bool in_rows) {
+  DEVICE void load(const char* at, int step, Inside inside, bool in_rows) {
     there = in_rows && inside;
 #pragma unroll
-    for (int v = 0; v < COUNT; ++v)
-      if (is_read(v)) pixel[v].load(first + v * static_cast<i64>(step), there && inside >> v & 1);
+    for (int v = 0; v < COUNT; ++v, at = next_to(at, step))
+      if (is_read(v)) pixel[v].load(at, there && inside >> v & 1);
   }
 };
 
-// The work of a thread: a strip of a chunk of rows, those that have a remainder by EVERY_H.
+// The work of a thread: a strip of a chunk of rows, those that have a remainder by EVERY_H. Where a row is all that an
+// image has, ALONG, a chunk is of strips that follow each other.
 struct Item {
   int image, plane;
   int first_row, rows, row_remainder;  // row_remainder + EVERY_H i for so many i from first_row on
-  int column, left;                    // of the first place, and of the pixel v = 0
+  int strip, remainder;                // the strip's places are remainder + EVERY_W (STRIP strip + t)
 
   DEVICE Item(int item, const Sizes& of) {
-    int strip = item % of.strips;
+    strip = item % of.strips;
     item /= of.strips;
     int chunk = item % of.chunks;
     item /= of.chunks;
     plane = item % of.grid_d;
     image = item / of.grid_d;
-    int remainder = strip % EVERY_W, before = strip / EVERY_W * STRIP;
-    column = remainder + EVERY_W * before;
-    left = of.first_w + remainder + EVERY_W * (before * STRIDE_W / SPREAD_W);
+    remainder = strip % EVERY_W, strip /= EVERY_W;
     row_remainder = chunk % EVERY_H;
     first_row = chunk / EVERY_H * of.rows;
-    rows = min(of.rows, (of.grid_h - row_remainder + EVERY_H - 1) / EVERY_H - first_row);
+    int strips = ((of.grid_w + EVERY_W - 1) / EVERY_W + STRIP - 1) / STRIP;
+    rows = min(of.rows, (ALONG ? strips : (of.grid_h - row_remainder + EVERY_H - 1) / EVERY_H) - first_row);
   }
 
-  DEVICE Inside inside(const Sizes& of) const {
+  // Of the strip of a row: its first place, and where its pixel v = 0 lies.
+  DEVICE int column(int row) const { return remainder + EVERY_W * STRIP * (ALONG ? row : strip); }
+  DEVICE int left(int row, const Sizes& of) const {
+    return of.first_w + remainder + EVERY_W * (STRIDE_W * STRIP / SPREAD_W) * (ALONG ? row : strip);
+  }
+
+  // Which pixels the image has.
+  DEVICE Inside inside(int row, const Sizes& of) const {
+    int first = left(row, of);
+    if (ALONG && first >= 0 && first + EVERY_W * (COUNT - 1) < of.image_w) return ~Inside{};
     Inside bits = 0;
 #pragma unroll
     for (int v = 0; v < COUNT; ++v)
-      if (static_cast<u32>(left + EVERY_W * v) < static_cast<u32>(of.image_w)) bits |= Inside{1} << v;
+      if (static_cast<u32>(first + EVERY_W * v) < static_cast<u32>(of.image_w)) bits |= Inside{1} << v;
     return bits;
   }
 
-  // The plane of the image under a tap; -1 where there is none.
-  DEVICE int plane_at(int tap, const Sizes& of) const {
+  // The image's plane under a tap; null where there is none.
+  DEVICE const char* plane_of(const char* x, int tap, const Sizes& of) const {
     int at = STRIDE_D * plane + DILATION_D * tap - of.low_d;
-    return at >= 0 && at % SPREAD_D == 0 && at / SPREAD_D < of.image_d ? at / SPREAD_D : -1;
+    if (at < 0 || at % SPREAD_D || at / SPREAD_D >= of.image_d) return nullptr;
+    i64 rows = static_cast<i64>(image * of.image_d + at / SPREAD_D) * of.image_h;
+    return x + rows * of.image_w * (of.channels * SIZE<OPERAND>);
   }
 
   // The pixels of element u of the rows, in a plane of the image.
-  DEVICE void load(Strip& strip, const char* x, int in_plane, int u, Inside bits, const Sizes& of) const {
-    int row = of.first_h + row_remainder + EVERY_H * u;
-    bool there = in_plane >= 0 && static_cast<u32>(row) < static_cast<u32>(of.image_h);
-    int pixel_bytes = of.channels * SIZE<OPERAND>;
-    i64 pixels = (static_cast<i64>(image * of.image_d + max(in_plane, 0)) * of.image_h + row) * of.image_w + left;
-    strip.load(x + pixels * pixel_bytes, EVERY_W * pixel_bytes, bits, there);
+  DEVICE void load(Strip& pixels, const char* in_plane, int u, int left, Inside bits, const Sizes& of) const {
+    int row = of.first_h + row_remainder + EVERY_H * u, pixel_bytes = of.channels * SIZE<OPERAND>;
+    bool there = in_plane && static_cast<u32>(row) < static_cast<u32>(of.image_h);
+    i64 place = static_cast<i64>(row) * of.image_w + left;
+    pixels.load(in_plane + place * pixel_bytes, EVERY_W * pixel_bytes, bits, there);
   }
 };
