@@ -54,6 +54,29 @@ def weight_gradient(x: np.ndarray, g: np.ndarray, view: Im2col, n: int) -> np.nd
     return np.einsum("rtgc,rgj->tcgj", windows(x, view), g).reshape(view.columns, n)
 
 
+def forward_view(
+    images: int,
+    image: tuple[int, ...],
+    window: tuple[int, ...],
+    groups: int,
+    strides: tuple[int, ...] = (),
+    dilation: tuple[int, ...] = (),
+    spread: tuple[int, ...] = (),
+    low: tuple[int, ...] | None = None,
+    high: tuple[int, ...] | None = None,
+    channels: int = 1,
+) -> Im2col:
+    """A view; without padding said, of that after which as many windows as pixels lie beside each other."""
+    ones = (1,) * len(image)
+    strides, dilation, spread = strides or ones, dilation or ones, spread or ones
+    reach = [d * (w - 1) for d, w in zip(dilation, window, strict=True)]
+    low = tuple(x // 2 for x in reach) if low is None else low
+    high = tuple(x - x // 2 for x in reach) if high is None else high
+    sizes = zip(image, spread, low, high, reach, strides, strict=True)
+    grid = tuple(((i - 1) * u + a + b - x) // s + 1 for i, u, a, b, x, s in sizes)
+    return Im2col(images, image, grid, window, strides, dilation, spread, low, channels, groups)
+
+
 def random_view(rng: np.random.Generator, channels: int, groups: int, rank: int = 0, spread: bool = True) -> Im2col:
     """A view of small images of random sizes, strides, dilation, spread and padding, negative too."""
     rank = rank or int(rng.integers(1, 4))
@@ -63,8 +86,7 @@ def random_view(rng: np.random.Generator, channels: int, groups: int, rank: int 
         window = tuple(rng.integers(1, 6 if rank < 3 else 4, rank).tolist())
         strides, dilation, steps = (tuple(rng.choice([1, 1, 1, 2, 3], rank).tolist()) for _ in range(3))
         steps = steps if spread else (1,) * rank
-        low, high = (rng.integers(-2, 5, rank).tolist() for _ in range(2))
-        sizes = zip(image, steps, low, high, dilation, window, strides, strict=True)
-        grid = [((i - 1) * u + 1 + a + b - (d * (w - 1) + 1)) // s + 1 for i, u, a, b, d, w, s in sizes]
-        if min(grid) > 0 and math.prod(grid) < 2000:
-            return Im2col(2, image, tuple(grid), window, strides, dilation, steps, tuple(low), channels, groups)
+        low, high = (tuple(rng.integers(-2, 5, rank).tolist()) for _ in range(2))
+        view = forward_view(2, image, window, groups, strides, dilation, steps, low, high, channels)
+        if min(view.grid) > 0 and math.prod(view.grid) < 2000:
+            return view
