@@ -7,6 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cutjax.kernels.direct import family as direct
 from cutjax.kernels.family import Family, Kernel
 from cutjax.kernels.mma import family as mma
 from cutjax.kernels.operand import Order
@@ -14,10 +15,10 @@ from cutjax.kernels.prepared import converted_us, wide, widened
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import family as sm90
 
-FAMILIES: tuple[Family, ...] = (sm90, mma)  # those that serve a problem the best first
+FAMILIES: tuple[Family, ...] = (sm90, mma, direct)  # those that serve a problem the best first
 CONFIGS = tuple(family.Config for family in FAMILIES)
 Config = sm90.Config  # the public one
-AnyConfig = sm90.Config | mma.Config  # what pins a kernel
+AnyConfig = sm90.Config | mma.Config | direct.Config  # what pins a kernel
 
 
 def resolve(problem: Problem, config: Any) -> Kernel | tuple[str, ...]:

@@ -1,0 +1,51 @@
+"""The config of a direct convolution: what a thread has, and what a block."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One kernel of the direct family: products a thread adds up, places of a row, rows, threads of a block.
+
+    Attributes:
+      pairs: of channels, an input and a result's each, that a thread multiplies: neighbours in memory.
+      strip: places along the last axis that it has at once.
+      rows: that it goes down, at most.
+      lanes: threads of a block that have other channels.
+      threads: of a block, about: `lanes` of them for each strip.
+      ahead: rows of a result for which pixels are loaded at once; of a weight gradient 1.
+      blocks: that share an SM: registers are divided among them.
+      parts: of a weight gradient, sums over so many parts of the places, which are added up in order; 0 of a result.
+
+    Raises:
+      ValueError: a field is outside its range; lists every reason.
+    """
+
+    pairs: int = 2
+    strip: int = 4
+    rows: int = 16
+    lanes: int = 32
+    threads: int = 256
+    ahead: int = 1
+    blocks: int = 2
+    parts: int = 0
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"DirectConfig: {field.name}={value!r}, expected an int")
+        bounds = {"pairs": 32, "strip": 32, "rows": 1 << 20, "lanes": 256, "threads": 1024, "ahead": 16, "blocks": 32}
+        found = [
+            f"{name}={getattr(self, name)}, expected 1 to {most}"
+            for name, most in bounds.items()
+            if not 1 <= getattr(self, name) <= most
+        ]
+        if self.lanes > self.threads:
+            found.append(f"lanes={self.lanes} of threads={self.threads}")
+        if not 0 <= self.parts <= 4096:
+            found.append(f"parts={self.parts}, expected 0 to 4096")
+        if found:
+            raise ValueError(f"DirectConfig: {'; '.join(found)}")

@@ -1,0 +1,229 @@
+"""The sizes of a kernel, of a thread's registers, and its predicted time: of the bytes, or of the instructions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from cutjax.kernels import reasons
+from cutjax.kernels.device import Device
+from cutjax.kernels.direct.config import Config
+from cutjax.kernels.direct.geometry import Geometry
+from cutjax.kernels.problem import Problem
+from cutjax.kernels.staging import instructions
+
+WEIGHT_REGISTERS = 40  # up to which weights are in registers, not in shared memory
+BESIDE = 24  # registers of a thread beside sums, pixels and weights, calibrated on the compiler's report
+REDUCED_BYTES = 32768  # of shared memory in which a block adds up a weight gradient
+MOST_SUMS = 72  # of a thread of a weight gradient, about
+LATENCY_US, LAUNCH_US, SUM_US = 1.0, 2.0, 3.0
+ISSUED = 0.75  # share of the instructions that an SM could start
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shape:
+    """The sizes of a thread's work and of a launch."""
+
+    problem: Problem
+    config: Config
+    geometry: Geometry
+
+    @functools.cached_property
+    def lanes(self) -> int:
+        """Threads of a block along channels: no more than there is work for, in equal tiles."""
+        threads = -(-self.geometry.pairs // self.config.pairs)
+        return -(-threads // -(-threads // self.config.lanes))
+
+    @property
+    def across(self) -> int:
+        """Strips of a block."""
+        return max(1, self.config.threads // self.lanes)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.lanes * self.across
+
+    @property
+    def tiles(self) -> int:
+        """Blocks along channels."""
+        return -(-self.geometry.pairs // (self.config.pairs * self.lanes))
+
+    @property
+    def words(self) -> int:
+        """Words of a sum."""
+        return self.problem.accumulator.itemsize // 4
+
+    @property
+    def inputs(self) -> int:
+        """Channels of the image that a thread reads."""
+        c, g = self.config, self.geometry
+        return c.pairs // g.multiplier if c.pairs % g.multiplier == 0 else 1
+
+    @property
+    def columns(self) -> int:
+        """Columns of the result that a thread has."""
+        return self.config.pairs // self.geometry.channels
+
+    @functools.cached_property
+    def read(self) -> int:
+        """Pixels of a strip."""
+        axis, strip = self.geometry.columns, self.config.strip
+        used = {axis.stride * t + axis.dilation * k - axis.low for t in range(strip) for k in range(axis.window)}
+        return sum(at >= 0 and at % axis.spread == 0 for at in used)
+
+    @property
+    def in_registers(self) -> bool:
+        """Whether weights are in registers."""
+        g = self.geometry
+        return g.planes.window == 1 and g.taps * self.config.pairs * self.words <= WEIGHT_REGISTERS
+
+    # ---- of a weight gradient ----
+
+    @functools.cached_property
+    def window_rows(self) -> int:
+        """Rows of taps that a thread has."""
+        h, w = self.geometry.rows.window, self.geometry.columns.window
+        most = max(1, MOST_SUMS // (w * self.config.pairs * self.words))
+        return -(-h // -(-h // most))
+
+    @property
+    def row_slices(self) -> int:
+        """Parts of a window's rows."""
+        return -(-self.geometry.rows.window // self.window_rows)
+
+    @property
+    def slices(self) -> int:
+        """Parts of a window."""
+        return self.geometry.planes.window * self.row_slices
+
+    @functools.cached_property
+    def parts(self) -> int:
+        """Parts of the places: no more than blocks find strips for."""
+        return max(1, min(self.config.parts, -(-self.items // self.across)))
+
+    @property
+    def taps_at_once(self) -> int:
+        """Taps that a block adds up at once."""
+        taps = self.window_rows * self.geometry.columns.window
+        return max(1, min(taps, REDUCED_BYTES // (self.threads * self.config.pairs * 4 * self.words)))
+
+    # ---- of a launch ----
+
+    @functools.cached_property
+    def items(self) -> int:
+        """Chunks of strips."""
+        return self.geometry.items(self.config.strip, self.config.rows)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the launch."""
+        if self.geometry.gradient:
+            return self.tiles * self.slices * self.parts
+        return self.tiles * -(-self.items // self.across)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block."""
+        if self.geometry.gradient:
+            return self.taps_at_once * self.threads * self.config.pairs * 4 * self.words
+        return 0 if self.in_registers else self.geometry.taps * self.lanes * self.config.pairs * 4 * self.words
+
+    @property
+    def products(self) -> int:
+        """Products of a thread in one turn of its loop."""
+        c, g = self.config, self.geometry
+        if g.gradient:
+            return self.window_rows * g.columns.window * c.strip * c.pairs
+        return c.ahead * g.rows.window * g.rows.steps[1] * g.columns.window * c.strip * c.pairs // g.columns.spread
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread, about."""
+        c, g, size = self.config, self.geometry, self.problem.a.dtype.itemsize
+        pixel, strip = -(-self.inputs * size // 4), self.read
+        if g.gradient:
+            sums = self.window_rows * g.columns.window * c.pairs
+            result = c.strip * self.columns
+            held = (sums + result) * self.words + 2 * strip * pixel + c.strip * -(-self.columns * size // 4)
+            return held + 2 * self.inputs * self.words + BESIDE
+        sums = g.rows.open[1] * c.strip * c.pairs * self.words
+        ahead = c.ahead * g.rows.steps[0] * strip * pixel
+        weights = g.taps * c.pairs * self.words if self.in_registers else 2 * c.pairs * self.words
+        return sums + 2 * ahead + min(strip, 8) * self.inputs * self.words + weights + BESIDE
+
+    def reasons(self) -> list[str]:
+        """Returns the reasons against these sizes."""
+        c, g, device = self.config, self.geometry, self.problem.device
+        found = []
+        if g.pairs % c.pairs or c.pairs % g.channels or (c.pairs % g.multiplier and g.multiplier % c.pairs):
+            found.append(
+                f"pairs={c.pairs} of {g.view.groups} groups of {g.channels} channels to {g.multiplier}: a thread has "
+                "whole channels"
+            )
+        if c.strip % g.columns.steps[1]:
+            found.append(f"strip={c.strip}: pixels repeat every {g.columns.steps[1]} places")
+        if c.rows % g.rows.steps[1]:
+            found.append(f"rows={c.rows}: the image's rows repeat every {g.rows.steps[1]}")
+        if c.ahead > 1 and (g.gradient or g.planes.window > 1):
+            found.append(f"ahead={c.ahead}: of a result alone, without planes")
+        if g.columns.count(c.strip) > 64:
+            found.append(f"a strip of {c.strip} reads {g.columns.count(c.strip)} pixels, at most 64")
+        if bool(c.parts) != g.gradient:
+            found.append(f"parts={c.parts}: those of a weight gradient, and of no other")
+        if g.gradient and self.row_slices > 1 and g.rows.spread > 1:
+            found.append("a window of a spread image that one thread cannot hold")
+        limit = min(255, device.registers_per_sm // (-(-self.threads // 32) * 32 * c.blocks) // 8 * 8)
+        if self.registers > limit:
+            found.append(f"about {self.registers} registers a thread, at most {limit}")
+        if c.blocks * self.threads > device.max_threads_per_sm or c.blocks > device.max_blocks_per_sm:
+            found.append(f"blocks={c.blocks} of {self.threads} threads: more than an SM of {device.name} holds")
+        most = min(device.shared_bytes, device.shared_bytes_per_sm // c.blocks - 1024)
+        if self.shared_bytes > most:
+            found.append(f"{self.shared_bytes} bytes of shared memory, at most {most} with {c.blocks} blocks an SM")
+        counts = {
+            "blocks": self.blocks,
+            "items": (self.parts + 1) * self.across + self.items,
+            "pairs": g.pairs + c.pairs * self.lanes,
+            "bytes of a pixel": g.view.groups * g.channels * self.problem.a.dtype.itemsize * g.columns.every,
+            "pixels": g.view.images * math.prod(g.view.image),
+            "taps": g.taps * g.pairs,
+            "steps": max(axis.stride * (axis.grid + 64) + axis.dilation * axis.every * axis.window for axis in g.axes),
+        }
+        return found + reasons.of_counters(counts)
+
+
+def predict(shape: Shape, device: Device) -> float:
+    """Returns the predicted microseconds of a call."""
+    p, c, g = shape.problem, shape.config, shape.geometry
+    rate = dict(device.flops).get("float64" if shape.words > 1 else "float32", 0.0) / 2
+    if not rate or not device.sms:
+        return math.inf
+    d, h, w = g.planes, g.rows, g.columns
+    convert = 1 if p.a.dtype.itemsize < 4 else 0
+    strip = shape.read * (3 + shape.inputs * convert)
+    if g.gradient:
+        taps = shape.window_rows * w.window / (h.spread * w.spread)
+        row = taps * c.strip * c.pairs + shape.window_rows / h.spread * (strip + 8)
+        row += c.strip * (3 + shape.columns * convert) + 10
+        threads = shape.tiles * shape.lanes * shape.items * shape.slices
+        written = 8.0 * shape.parts * g.taps * g.pairs * shape.words
+        more_us = SUM_US
+    else:
+        taps = d.window * h.window * w.window / (d.spread * h.spread * w.spread)
+        loads = 0 if shape.in_registers else -(-c.pairs * shape.words // 4)
+        halo = 1 + (h.open[1] - 1) / c.rows
+        rows = h.stride / h.spread * d.window / d.spread * halo
+        row = taps * (c.strip * c.pairs + loads) + rows * (strip + 12 + 2 * h.open[1])
+        row += c.strip * (5 + shape.columns * (1 + instructions(p.epilogue)))
+        threads, written, more_us = shape.tiles * shape.lanes * shape.items, 0.0, 0.0
+    issued = 1e6 * threads * (c.rows * row + 60) / (rate * ISSUED)
+    # Of the last of the waves that all SMs take blocks in, each has a part.
+    waves = shape.blocks / (device.sms * c.blocks)
+    issued *= max(1.0, math.ceil(waves) / waves if waves < 8 else 1.0)
+    resident = min(shape.blocks, device.sms * c.blocks) * shape.threads
+    ahead = shape.read * shape.inputs * p.a.dtype.itemsize * c.ahead * h.steps[0]
+    speed = min(device.bytes_per_second / 1e6, resident * ahead / LATENCY_US)
+    memory = (p.bytes + written) / speed
+    return LAUNCH_US + more_us + max(issued, memory) + 0.15 * min(issued, memory)

@@ -1,0 +1,77 @@
+"""The direct family: convolutions of each channel by itself, for every architecture from sm_75 on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cutjax.kernels.direct.config import Config
+from cutjax.kernels.direct.cost import Shape
+from cutjax.kernels.direct.geometry import Geometry, geometry_of
+from cutjax.kernels.direct.kernel import reasons, resolve
+from cutjax.kernels.problem import Problem
+
+__all__ = ["Config", "competes", "configs", "name", "reasons", "resolve", "stores_in_order"]
+
+name = "direct"
+
+STRIPS = (1, 2, 4, 7, 8)
+THREADS = 256
+
+
+def competes(problem: Problem) -> bool:
+    """Returns True: of what it serves others multiply zeros."""
+    return True
+
+
+def stores_in_order(problem: Problem) -> bool:
+    """True of what it does not serve: results of convolutions are row-major."""
+    return geometry_of(problem) is None
+
+
+def configs(problem: Problem) -> Iterator[Config]:
+    """Yields the shipped ways to divide a problem among threads."""
+    geometry = geometry_of(problem)
+    if geometry is None:
+        return
+    size = problem.a.dtype.itemsize
+    for pairs in (8, 4, 2, 1):
+        pairs *= geometry.channels
+        if pairs * size > 16 * geometry.channels or geometry.pairs % pairs:
+            continue
+        if pairs % geometry.multiplier and geometry.multiplier % pairs:
+            continue
+        for strip in _strips(geometry):
+            yield from _configs(problem, geometry, pairs, strip)
+
+
+def _strips(geometry: Geometry) -> Iterator[int]:
+    axis = geometry.columns
+    unit = axis.steps[1]
+    for strip in dict.fromkeys(-(-strip // unit) * unit for strip in STRIPS):
+        if strip == unit or strip < axis.places + max(1, strip // 4):
+            yield strip
+
+
+def _configs(problem: Problem, geometry: Geometry, pairs: int, strip: int) -> Iterator[Config]:
+    """Yields the kernels of a thread's products and places: as many blocks on an SM as its registers let."""
+    device, done = problem.device, geometry.rows.steps[1]
+    lanes = max(8, min(64, 512 // (pairs * problem.a.dtype.itemsize)))
+    aheads = (1, 4) if geometry.columns.window == 1 and not geometry.gradient else (1,)
+    for ahead in aheads:
+        config = Config(pairs, strip, done, lanes, THREADS, ahead, 1, int(geometry.gradient))
+        shape = Shape(problem, config, geometry)
+        fitting = [b for b in (8, 6, 4, 3, 2, 1) if device.registers_per_sm // (256 * b) >= shape.registers]
+        blocks = next(iter(fitting), 1)
+        if geometry.gradient:
+            rows = min(geometry.lines(strip), 32)
+            items = geometry.items(strip, rows)
+            slots = device.sms * blocks
+            parts = max(1, min(slots // (shape.tiles * shape.slices), -(-items // shape.across), 2048))
+            yield Config(pairs, strip, -(-rows // done) * done, lanes, THREADS, ahead, blocks, parts)
+            continue
+        # Rows in chunks that let all SMs have blocks, about four times; those at a chunk's ends are read twice.
+        others = geometry.items(strip, 1 << 20) // geometry.rows.every * shape.tiles
+        wanted = 4 * device.sms * blocks * shape.across
+        chunks = max(1, min(-(-wanted // max(1, others * geometry.rows.every)), geometry.rows.places))
+        rows = max(-(-geometry.rows.places // chunks), min(2 * geometry.rows.open[1], geometry.rows.places))
+        yield Config(pairs, strip, -(-rows // done) * done, lanes, THREADS, ahead, blocks)

@@ -1,0 +1,94 @@
+"""The device text of the kernels: constants, the generated epilogue, and the family's files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cutjax.dtypes import DTYPES
+from cutjax.epilogue import emit
+from cutjax.epilogue.expression import Epilogue
+from cutjax.kernels.arguments import Argument
+from cutjax.runtime import sources
+
+COMMON = ("common/atoms.cuh", "common/math.cuh", "common/elements.cuh")
+
+
+def source(
+    name: str, dtype: str, accumulator: str, constants: dict[str, int], arguments: Sequence[Argument], files: Sequence[str]
+) -> str:
+    """Returns the text of a kernel: what all share, its arguments, and its own parts."""
+    head = f"#define ACCUMULATOR {DTYPES[accumulator].carrier}\n"
+    operand = f"constexpr Dtype OPERAND = Dtype::{DTYPES[dtype].stored};\n"
+    return sources.source(name, constants, [*COMMON, head, operand, "direct/vector.cuh", _signature(arguments), *files])
+
+
+def _signature(arguments: Sequence[Argument]) -> str:
+    """Returns the parameters of a kernel, and those that it passes on."""
+
+    def passed(to: str) -> str:
+        return ", ".join(argument.passed for argument in arguments if argument.to == to)
+
+    extras = passed("extras")
+    return f"""#define PARAMETERS {", ".join(argument.declaration for argument in arguments)}
+#define SIZES {{{passed("sizes")}}}
+#define PLACES {{{passed("places")}}}
+#define EXTRAS_ARGUMENTS {", " * bool(extras)}{extras}
+"""
+
+
+def epilogue_text(epilogue: Epilogue, arguments: Sequence[Argument], count: str, called: bool) -> str:
+    """Returns the text of an epilogue of ``count`` neighbours of a row, with its operands' loads and results' stores.
+
+    Those of operands that rows share are loaded once. Where it is ``called`` the kernel has one copy of it.
+    """
+    fields, initial, first, loads, values = [], [], [], [], []
+    for i, spec in enumerate(epilogue.operands):
+        vector = f"Vector<Dtype::{DTYPES[spec.dtype].stored}, {count if spec.col else 1}>"
+        size = np.dtype(spec.dtype).itemsize
+        fields.append(f"const char* base{i};")
+        initial.append(f"base{i}(base{i})")
+        values.append(f"x{i}[{'i' if spec.col else '0'}]")
+        if spec.row:
+            at = f"(static_cast<i64>(row) * extras.n + column) * {size}" if spec.col else f"row * {size}ll"
+            loads.append(f"{vector} x{i};\n  x{i}.load(extras.base{i} + {at});")
+        else:
+            fields.append(f"{vector} x{i};")
+            first.append(f"x{i}.load(base{i}{f' + column * {size}ll' * spec.col});")
+            values[-1] = f"extras.{values[-1]}"
+    stores = []
+    for i, out in enumerate(epilogue.outputs):
+        fields.append(f"char* d{i};")
+        initial.append(f"d{i}(d{i})")
+        vector = f"Vector<Dtype::{DTYPES[out.dtype].stored}, {count}>"
+        at = f"(static_cast<i64>(row) * extras.n + column) * {np.dtype(out.dtype).itemsize}"
+        stores.append(f"{vector}::store(extras.d{i} + {at}, y{i});")
+    declared = [f"{DTYPES[out.dtype].carrier} y{i}[{count}];" for i, out in enumerate(epilogue.outputs)]
+    results = [f"y{i}[i]" for i in range(len(epilogue.outputs))]
+    taken = "".join(f", {argument.taken}" for argument in arguments if argument.to == "extras")
+
+    def lines(statements: list[str]) -> str:
+        return "".join("\n  " + statement for statement in statements)
+
+    qualifier = "__device__ __noinline__" if called else "DEVICE"
+    return f"""{emit.emit(epilogue)}#line 1 "extras (generated)"
+struct Extras {{
+  int m, n;{lines(fields)}
+
+  DEVICE Extras(int m, int n{taken}) : m(m), n(n){"".join(", " + x for x in initial)} {{}}
+  DEVICE void begin(int column) {{{lines(first)}
+  }}
+}};
+struct Done {{
+  Acc acc[{count}];
+}};
+{qualifier} void finish(const Extras& extras, const Done done, int row, int column) {{
+  {" ".join(declared)}{lines(loads)}
+#pragma unroll
+  for (int i = 0; i < {count}; ++i) {{
+    const Acc value[1] = {{done.acc[i]}};
+    epilogue_element({", ".join(["value", *values, "row", "column + i", *results])});
+  }}{lines(stores)}
+}}
+"""

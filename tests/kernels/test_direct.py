@@ -1,0 +1,195 @@
+"""Direct kernels: exact on the host, over random geometries; what is refused; that each compiles for every architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import kernel_host
+import numpy as np
+import pytest
+import windows
+from cubin import code_bytes
+from windows import forward_view
+
+import cutjax
+from cutjax.epilogue.trace import trace
+from cutjax.kernels import convolution
+from cutjax.kernels.direct import family, kernel
+from cutjax.kernels.direct.config import Config
+from cutjax.kernels.families import CONFIGS, config_of, fields_of
+from cutjax.kernels.operand import Taps
+from cutjax.runtime import compiler
+from cutjax.runtime.architectures import ARCHITECTURES
+
+needs_gxx = pytest.mark.skipif(not kernel_host.installed(), reason="needs g++")
+needs_nvrtc = pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
+
+GEOMETRIES = 8  # random ones; 200 are worth it after a change of the device text
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+OF_GROUPS = ((1, 1), (1, 1), (1, 2), (2, 1), (1, 3), (1, 4), (3, 1))  # channels of the image and of the result
+
+
+def kernels(problem):
+    found = [family.resolve(problem, config) for config in family.configs(problem)]
+    return [one for one in found if not isinstance(one, tuple)]
+
+
+def run(found, arrays, folder):
+    """What a kernel makes of arrays, on the host."""
+    p = found.problem
+    results = [np.full((p.m, p.n), 7).astype(out.dtype) for out in p.epilogue.outputs]
+    given = [kernel_host.aligned(x) for x in (*arrays, *results)]
+    if found.geometry.gradient:
+        given.append(kernel_host.aligned(np.full(found._scratch.shape, np.nan, found._scratch.dtype)))
+    for entry in found.entries:
+        kernel_host.run(entry, given, folder, blocks=entry.blocks)
+    return given[len(arrays) : len(arrays) + len(results)]
+
+
+def random_case(seed):
+    """A problem of a random geometry, arrays of small integers and what their product is."""
+    rng = np.random.default_rng([28, seed])
+    channels, multiplier = OF_GROUPS[rng.integers(len(OF_GROUPS))]
+    groups = int(rng.choice([2, 3, 8, 16, 24, 64]))
+    view, n = windows.random_view(rng, channels, groups), groups * multiplier
+    dtype = jnp.dtype(DTYPES[rng.integers(len(DTYPES))])
+    fields = {"dtype": dtype, "out_dtype": dtype if dtype.itemsize > 4 or rng.integers(2) else "float32"}
+    x = rng.integers(-3, 4, (view.images, *view.image, groups * channels))
+    if rng.integers(3) == 0:
+        g = rng.integers(-1, 2, (view.rows, n))
+        problem = convolution.weight_gradient(view, n, **fields)
+        return problem, (x.astype(dtype), g.astype(dtype)), windows.weight_gradient(x, g, view, n)
+    flipped = Taps(view.window, view.window, tuple(k - 1 for k in view.window), (-1,) * len(view.window), groups)
+    taps, transposed = (None, flipped)[rng.integers(2)], bool(rng.integers(2))
+    problem = convolution.forward(view, n, taps, transposed=transposed, **fields)
+    shape = (multiplier, groups * channels) if transposed else (channels, n)
+    w = rng.integers(-3, 4, (*view.window, *shape))
+    expected = windows.forward(x, w, view, n, taps, problem.bs[0].contiguous)
+    return problem, (x.astype(dtype), w.astype(dtype)), expected
+
+
+@needs_gxx
+@pytest.mark.parametrize("seed", range(GEOMETRIES))
+def test_small_integers_are_exact(seed, tmp_path):
+    problem, arrays, expected = random_case(seed)
+    found = kernels(problem)
+    (got,) = run(found[seed % len(found)], arrays, tmp_path)
+    np.testing.assert_array_equal(got, expected.astype(got.dtype))
+
+
+@needs_gxx
+@pytest.mark.parametrize("rows", [1, 5])
+def test_rows_ahead_and_chunks_that_end_anywhere(rows, tmp_path):
+    view = forward_view(2, (23,), (4,), 16, low=(3,), high=(0,))
+    x, w = np.random.default_rng(0).integers(-3, 4, (2, 23, 16)), np.arange(64).reshape(4, 1, 16) - 30
+    found = family.resolve(convolution.forward(view, 16), Config(4, 1, rows, 4, 64, 4, 1))
+    (got,) = run(found, (x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)), tmp_path)
+    np.testing.assert_array_equal(got, windows.forward(x, w, view, 16).astype(got.dtype))
+
+
+def epilogue(problem, function, *shapes):
+    acc = jax.ShapeDtypeStruct((problem.m, problem.n), jnp.float32)
+    traced = trace(function, [acc], [jnp.zeros(shape) for shape in shapes])
+    return problem.fused(traced.epilogue)
+
+
+@needs_gxx
+def test_an_epilogue_of_every_operand(tmp_path):
+    """Of rows, of columns, of both and of one value, and where an element lies; two results."""
+    view, n = forward_view(2, (5, 6), (3, 3), 8), 8
+    rng = np.random.default_rng(1)
+    asked = convolution.forward(view, n, dtype="float32", out_dtype="float32")
+    shapes = [(asked.m, 1), (1, n), (asked.m, n), (1, 1)]
+
+    def function(acc, row, column, both, one):
+        return acc * column + row + both * one, acc - jax.lax.broadcasted_iota(jnp.float32, acc.shape, 1)
+
+    x, w = rng.integers(-3, 4, (2, 5, 6, n)), rng.integers(-3, 4, (3, 3, 1, n))
+    operands = [rng.integers(-3, 4, shape).astype(np.float32) for shape in shapes]
+    for found in kernels(epilogue(asked, function, *shapes))[:3]:
+        arrays = [x.astype(np.float32), w.astype(np.float32), *operands]
+        row, column, both, one = operands
+        acc = windows.forward(x, w, view, n)
+        got = run(found, arrays, tmp_path)
+        np.testing.assert_array_equal(got[0], acc * column + row + both * one)
+        np.testing.assert_array_equal(got[1], acc - np.arange(n))
+
+
+def test_candidates_of_a_depthwise_convolution():
+    problem = convolution.forward(forward_view(64, (56, 56), (7, 7), 96), 96)
+    assert all(isinstance(config, Config) for config in cutjax.candidates(problem))
+    assert kernels(problem)
+    for config in cutjax.candidates(problem):
+        assert config_of(fields_of(config)) == config
+    assert Config in CONFIGS
+
+
+def of(**fields):
+    return dataclasses.replace(forward_view(2, (8, 8), (3, 3), 8), **fields)
+
+
+@pytest.mark.parametrize(
+    ("problem", "why"),
+    [
+        (cutjax.Problem(64, 64, 64), "no convolution"),
+        (convolution.forward(of(groups=1), 8), "in each of 1 groups"),
+        (convolution.forward(of(channels=2), 16), "2 channels to 2 in each of 8 groups"),
+        (convolution.forward(of(), 8, dtype="int8", out_dtype="int32"), "direct kernels multiply bf16, f16, f32, f64"),
+        (convolution.forward(of(images=0), 8), "a size is 0"),
+    ],
+)
+def test_what_is_refused(problem, why):
+    assert why in "; ".join(family.reasons(problem))
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"pairs": 3}, "whole channels"),
+        ({"ahead": 2, "parts": 0}, ""),
+        ({"parts": 1}, "those of a weight gradient"),
+        ({"strip": 32, "pairs": 8}, "registers a thread"),
+    ],
+)
+def test_what_a_config_is_refused_for(fields, why):
+    problem = convolution.forward(of(), 8)
+    found = family.resolve(problem, Config(**{"pairs": 2, "strip": 2} | fields))
+    assert isinstance(found, kernel.Kernel) if not why else why in "; ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"), [({"pairs": 0}, "pairs=0"), ({"lanes": 64, "threads": 32}, "lanes=64"), ({"rows": 1.5}, "an int")]
+)
+def test_fields_that_no_config_has(fields, why):
+    with pytest.raises(ValueError, match=why):
+        Config(**fields)
+
+
+# Of these the fastest, as predicted: 7x7 and 3x3 of images, strided, its input gradient, a causal one along a sequence, a
+# long one, and three axes.
+TELLING = {
+    "7x7": forward_view(64, (56, 56), (7, 7), 96),
+    "3x3": forward_view(64, (112, 112), (3, 3), 32),
+    "5x5 /2": forward_view(64, (56, 56), (5, 5), 144, strides=(2, 2)),
+    "5x5 spread": forward_view(64, (28, 28), (5, 5), 144, low=(2, 2), high=(3, 3), spread=(2, 2)),
+    "causal": forward_view(8, (2048,), (4,), 5120, low=(3,), high=(0,)),
+    "31": forward_view(16, (1024,), (31,), 512),
+    "3-D": forward_view(8, (16, 56, 56), (3, 3, 3), 54),
+}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", TELLING)
+@pytest.mark.parametrize("make", [convolution.forward, convolution.weight_gradient])
+def test_kernels_compile_without_spills(name, make):
+    view = TELLING[name]
+    arch = sorted(ARCHITECTURES)[list(TELLING).index(name) % len(ARCHITECTURES)]
+    problem = make(view, view.groups)
+    fastest = min(kernels(problem), key=lambda one: one.time_us(problem.device))
+    for entry in fastest.entries:
+        cubin = compiler.compile_source(entry.source, name=entry.name, arch=arch)
+        assert "warning" not in cubin.log
+        assert (cubin.resources.spill_store_bytes, cubin.resources.spill_load_bytes) == (0, 0), entry.name
+        assert code_bytes(cubin.image) < 44000, entry.name
