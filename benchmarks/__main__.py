@@ -18,6 +18,7 @@ COMMANDS = (
     "sweep",
     "fused_sweep",
     "convolutions",
+    "fit_convolutions",
     "performance",
     "numerics",
     "scale",

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cutjax.kernels import xla_convolution
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.families import fastest
+from cutjax.kernels.operand import Im2col
 from cutjax.kernels.prepared import Prepared, converted_us, copies_us, wide, widened
 from cutjax.kernels.problem import Problem
 from cutjax.runtime.architectures import number
@@ -72,6 +74,8 @@ def time_us(problem: Problem) -> float | None:
         return None
     if problem.bs[0].narrow_beside(problem.a) and fastest(wide(problem)):
         return _narrow_us(problem, device)
+    if isinstance(problem.a.view, Im2col):
+        return xla_convolution.time_us(problem)
     kernel, ours, _ = found
     if kernel.family == OURS:
         return _of_ours(problem, device, ours, kernel.prepared)

@@ -1,0 +1,161 @@
+"""The predicted time of XLA's convolutions, which are cuDNN's: the roofline, times what is true of their geometry."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+
+from cutjax.kernels.device import Device
+from cutjax.kernels.operand import Im2col
+from cutjax.kernels.problem import Problem
+from cutjax.runtime.architectures import number
+
+LAUNCH_US = 2.0
+# What XLA takes over the roofline, as its logarithm: a sum over what is true of a convolution, by its form. Fitted to
+# where XLA is fast, of 67 convolutions on an H200 (benchmarks/fit_convolutions.py): running a kernel where XLA leads
+# costs a user speed, running XLA where a kernel is faster only does not bring any.
+WEIGHTS: dict[str, dict[str, float]] = {
+    "forward": {
+        "always": -0.17,
+        "launch": 0.02,
+        "both": 0.51,
+        "multiplies": 0.055,
+        "thin": 0.23,
+        "narrow": -0.1,
+        "odd": 0.74,
+        "strided": 0.71,
+        "spread": 1.1,
+        "dilated": -0.028,
+        "line": -0.085,
+        "volume": 0.3,
+        "volume_spread": 0.77,
+        "groups": 0.057,
+        "depthwise": 0.059,
+        "depthwise_taps": 0.33,
+    },
+    "gradient": {
+        "always": 0.43,
+        "launch": -0.079,
+        "both": 0.014,
+        "multiplies": -0.54,
+        "thin": -0.33,
+        "narrow": 0.49,
+        "odd": 0.1,
+        "strided": -0.019,
+        "spread": 0.3,
+        "dilated": -0.037,
+        "line": 0.023,
+        "volume": 0.29,
+        "volume_spread": -1.1,
+        "groups": 0.073,
+        "depthwise": 0.58,
+        "depthwise_line": 0.86,
+        "depthwise_taps": 0.17,
+    },
+    "weights": {
+        "always": 0.26,
+        "launch": 0.048,
+        "both": 1.0,
+        "multiplies": -0.38,
+        "thin": 0.14,
+        "odd": 0.76,
+        "strided": 0.34,
+        "spread": 1.2,
+        "dilated": 1.8,
+        "dilated_line": 1.5,
+        "line": 0.86,
+        "volume": 0.35,
+        "volume_spread": 0.79,
+        "groups": -0.021,
+        "depthwise": 0.53,
+        "depthwise_line": 0.79,
+        "depthwise_taps": 0.15,
+        "few": -0.051,
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """A convolution as cuDNN sees it.
+
+    Attributes:
+      form: "forward"; "gradient" of the images, whose weights are read transposed; "weights", their gradient.
+      view: the windows.
+      n: columns of a group.
+      flops: operations without those of zeros between the pixels of spread images.
+      bytes: of each array once.
+    """
+
+    form: str
+    view: Im2col
+    n: int
+    flops: float
+    bytes: int
+
+    @classmethod
+    def of(cls, p: Problem) -> Geometry:
+        """Returns that of a problem whose a has a view of windows."""
+        view = p.a.view
+        assert isinstance(view, Im2col)
+        form = "weights" if p.a.contiguous == "mn" else "gradient" if p.bs[0].contiguous == "k" else "forward"
+        elements = view.elements + (view.columns + view.rows) * p.n
+        return cls(form, view, p.n // view.groups, p.flops / math.prod(view.spread), elements * p.a.dtype.itemsize)
+
+    def roofline_us(self, device: Device, dtype: np.dtype) -> tuple[float, float]:
+        """Returns the times of the operations, and of the bytes, at the device's rates."""
+        return 1e6 * self.flops / device.peak(dtype), 1e6 * self.bytes / device.bytes_per_second
+
+    def true(self, p: Problem) -> dict[str, float]:
+        """Returns what is true of it, or how far."""
+        view, device = self.view, p.device
+        flop_us, byte_us = self.roofline_us(device, p.a.dtype)
+        least, most = sorted((flop_us, byte_us))
+        depthwise = view.groups > 1 and view.channels == 1
+        dense = not depthwise
+        axes = sum(size > 1 for size in view.window)
+        rows, columns = (view.columns, self.n) if self.form == "weights" else (view.rows, self.n)
+        tiles = math.ceil(rows / 128) * math.ceil(columns / 128) * view.groups
+        dilated = any(step > 1 and size > 1 for step, size in zip(view.dilation, view.window, strict=True))
+        return {
+            "always": 1,
+            "launch": min(1.0, 4 / most),
+            "both": least / most,
+            "multiplies": flop_us / (flop_us + byte_us),
+            "thin": dense * _below(view.channels, 64),
+            "narrow": dense * _below(self.n, 64),
+            "odd": dense and (view.channels % 8 != 0 or self.n % 8 != 0),
+            "strided": max(view.strides) > 1,
+            "spread": math.log2(math.prod(view.spread)),
+            "dilated": dilated,
+            "dilated_line": dilated and axes == 1,
+            "line": axes == 1,
+            "volume": axes == 3,
+            "volume_spread": axes == 3 and math.prod(view.spread) > 1,
+            "groups": dense and view.groups > 1,
+            "depthwise": depthwise,
+            "depthwise_line": depthwise and axes == 1,
+            "depthwise_taps": depthwise * math.log2(view.taps),
+            "few": max(0.0, math.log2(device.sms / tiles)),
+        }
+
+
+def _below(size: int, of: int) -> float:
+    return max(0.0, math.log2(of / size))
+
+
+@functools.lru_cache(maxsize=4096)
+def time_us(p: Problem) -> float:
+    """Returns the time that XLA may take for a convolution, and for a pass over its result where an epilogue follows.
+
+    It was measured in 16 bits on an H200. Elsewhere, and in other dtypes, XLA is taken to reach the roofline.
+    """
+    device, of = p.device, Geometry.of(p)
+    us = LAUNCH_US + max(of.roofline_us(device, p.a.dtype))
+    if p.a.bits == 16 and number(device.arch) == 90:
+        true = of.true(p)
+        us *= math.exp(max(0.0, sum(weight * true[name] for name, weight in WEIGHTS[of.form].items())))
+    return us if p.plain else us + 1 + 1e6 * 2 * p.result_bytes / device.bytes_per_second

@@ -1,0 +1,97 @@
+"""The predicted time of XLA's convolutions: of what it is told, and where it counts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cutjax.epilogue.trace import trace
+from cutjax.kernels import convolution, xla, xla_convolution
+from cutjax.kernels.device import reference
+from cutjax.kernels.operand import Im2col, Taps
+from cutjax.kernels.xla_convolution import Geometry
+
+VIEW = Im2col(8, (28, 28), (28, 28), (3, 3), (1, 1), (1, 1), (1, 1), (1, 1), 128)
+STRIDED = dataclasses.replace(VIEW, image=(56, 56), strides=(2, 2))
+SPREAD = dataclasses.replace(VIEW, image=(14, 14), spread=(2, 2))
+FLIPPED = Taps((3, 3), (3, 3), (2, 2), (-1, -1))
+DEPTHWISE = dataclasses.replace(VIEW, channels=1, groups=128)
+
+
+def geometry(problem):
+    return Geometry.of(problem)
+
+
+def test_forms():
+    forms = [
+        geometry(problem).form
+        for problem in (
+            convolution.forward(VIEW, 64),
+            convolution.forward(VIEW, 64, FLIPPED, transposed=True),
+            convolution.weight_gradient(VIEW, 64),
+        )
+    ]
+    assert forms == ["forward", "gradient", "weights"]
+
+
+@pytest.mark.parametrize("view", [VIEW, STRIDED, DEPTHWISE], ids=["plain", "strided", "depthwise"])
+def test_a_gradient_of_weights_takes_the_flops_and_bytes_of_its_convolution(view):
+    of, gradient = (geometry(make(view, 128)) for make in (convolution.forward, convolution.weight_gradient))
+    rows = 8 * 28 * 28
+    assert of.flops == gradient.flops == 2 * rows * 9 * 128 * view.channels
+    arrays = view.elements + 9 * view.channels * 128 + rows * 128
+    assert of.bytes == gradient.bytes == 2 * arrays
+
+
+def test_zeros_between_pixels_are_not_counted():
+    assert geometry(convolution.forward(SPREAD, 64)).flops == geometry(convolution.forward(VIEW, 64)).flops / 4
+
+
+@pytest.mark.parametrize("make", [convolution.forward, convolution.weight_gradient])
+@pytest.mark.parametrize("view", [VIEW, STRIDED, SPREAD, DEPTHWISE], ids=["plain", "strided", "spread", "depthwise"])
+def test_xla_takes_the_roofline_at_least_and_just_that_where_nothing_was_measured(make, view):
+    problem = make(view, 128)
+    of = geometry(problem)
+    least = xla_convolution.LAUNCH_US + max(of.roofline_us(problem.device, problem.a.dtype))
+    assert xla_convolution.time_us(problem) >= least
+    other = problem.on(reference("sm_80"))
+    expected = xla_convolution.LAUNCH_US + max(of.roofline_us(other.device, other.a.dtype))
+    assert xla_convolution.time_us(other) == pytest.approx(expected)
+    wide = make(view, 128, dtype=np.float32, out_dtype=np.float32)
+    assert xla_convolution.time_us(wide) == pytest.approx(
+        xla_convolution.LAUNCH_US + max(geometry(wide).roofline_us(wide.device, wide.a.dtype))
+    )
+
+
+def test_depthwise_and_spread_convolutions_are_where_xla_is_slow():
+    def over(view, n=128):
+        problem = convolution.forward(view, n)
+        of = geometry(problem)
+        return xla_convolution.time_us(problem) / max(of.roofline_us(problem.device, problem.a.dtype))
+
+    assert over(DEPTHWISE) > 1.5 * over(VIEW)
+    assert over(SPREAD) > 1.5 * over(VIEW)
+
+
+def test_an_epilogue_is_a_pass_over_the_result():
+    accs = [jax.ShapeDtypeStruct((8 * 28 * 28, 64), jnp.float32)]
+    epilogue = trace(lambda acc: jax.nn.relu(acc).astype(jnp.bfloat16), accs).epilogue.primal
+    fused, plain = convolution.forward(VIEW, 64, epilogue=epilogue), convolution.forward(VIEW, 64)
+    passed_us = 1 + 1e6 * 2 * 2 * plain.m * plain.n / plain.device.bytes_per_second
+    assert xla_convolution.time_us(fused) == pytest.approx(xla_convolution.time_us(plain) + passed_us)
+
+
+def test_the_choice_of_a_convolution_asks_for_it(monkeypatch):
+    problem = convolution.forward(VIEW, 64)
+
+    class Kernel:
+        family, prepared = "sm90", ()
+
+    monkeypatch.setattr(xla, "fastest", lambda problem: (Kernel(), 1.0, 1))
+    assert xla.time_us(problem) == xla_convolution.time_us(problem)
+    monkeypatch.setattr(xla, "fastest", lambda problem: None)
+    assert xla.time_us(problem) is None
