@@ -60,6 +60,11 @@ class Resolved:
     columns: int
 
     @property
+    def stored(self) -> Problem:
+        """The problem as results are stored."""
+        return self.problem
+
+    @property
     def in_parts(self) -> bool:
         """True if its results are sums that XLA takes further: those of splits."""
         return self.config.splits > 1
@@ -148,8 +153,8 @@ class Kernel(Resolved, abc.ABC):
         taken, written, finish, scratch = problem.arrays + len(problem.epilogue.operands), (), None, self.scratch()
         more = sum(operand.copies - 1 for operand in self.prepared)
         if self.in_parts:
-            written = results.parts(self.multiplied, config.splits)
-            finish = functools.partial(results.finish_parts, self.asked)
+            written = results.parts(self.stored, config.splits)
+            finish = functools.partial(results.finish_parts, self.asked, self._summed)
         elif self.staging.reductions or scratch:
             written = (*results.written(self.multiplied, config.epilogue_columns, config.swap), *scratch)
             finish = functools.partial(results.finish, outputs)
@@ -165,6 +170,10 @@ class Kernel(Resolved, abc.ABC):
             operand_orders=self._operand_orders(taken),
             result_orders=tuple(() if out.reduce else problem.order for out in outputs),
         )
+
+    def _summed(self, x: jax.Array) -> jax.Array:
+        """Returns the product, of the sum of what a kernel makes for it in parts."""
+        return x
 
     def _launches(self, compiled: Callable[[Kernel], bytes]) -> tuple[Launch, ...]:
         """Returns the launches of a call, told what makes the code of a kernel."""

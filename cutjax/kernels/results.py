@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
 from cutjax.epilogue.expression import REDUCTIONS, Output
-from cutjax.kernels.operand import Im2col
 from cutjax.kernels.problem import Problem
 
 
@@ -45,15 +44,11 @@ def finish(outputs: Sequence[Output], written: Sequence[jax.Array], _: Sequence[
 
 
 def finish_parts(
-    problem: Problem, written: Sequence[jax.Array], arguments: Sequence[jax.Array]
+    problem: Problem,
+    summed: Callable[[jax.Array], jax.Array],
+    written: Sequence[jax.Array],
+    arguments: Sequence[jax.Array],
 ) -> tuple[jax.Array, ...]:
-    """Returns the results, of the parts of each product: they are added up in order.
-
-    Those of a convolution's weights may have more channels of each tap, which are left out.
-    """
+    """Returns the results, of the parts of each product: they are added up in order, and made the product."""
     sums = [functools.reduce(jax.lax.add, [parts[i] for i in range(parts.shape[0])]) for parts in written]
-    view = problem.a.view
-    if isinstance(view, Im2col) and sums[0].shape[-2] != problem.m:
-        of_taps = [x.reshape(view.taps, -1, problem.n)[:, : view.channels] for x in sums]
-        sums = [x.reshape(problem.m, problem.n) for x in of_taps]
-    return problem.epilogue.apply(sums, arguments[problem.arrays :])
+    return problem.epilogue.apply([summed(x) for x in sums], arguments[problem.arrays :])

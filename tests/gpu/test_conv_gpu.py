@@ -183,6 +183,12 @@ def _groups() -> list[Item]:
         for kind in KINDS:
             problem = asked(of, n, kind)
             found.append(Item(problem, Config(64, n // groups, 64, 4), f"{kind}: {groups} of {channels}", 2))
+    for channels, groups, n in ((4, 32, 128), (8, 16, 256), (16, 6, 96), (5, 3, 120), (32, 8, 256)):
+        of = view(2, (13, 14), (3, 3), channels, low=(1, 1), high=(1, 1), groups=groups)
+        for kind in KINDS:
+            problem = asked(of, n, kind)
+            label = f"{kind}: {groups} of {channels}"
+            found += [Item(problem, kernel.config, label, 2) for kernel, _ in ranked(problem)[:1]]
     return found
 
 

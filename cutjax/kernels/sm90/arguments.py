@@ -149,25 +149,22 @@ def _operand_map(
 
 def _windows_map(buffer: int, kernel: Resolved) -> TensorMap:
     """The tensor map of a's windows, as Im2col in load_im2col.cuh loads it."""
-    p, c, k = kernel.multiplied, kernel.config, kernel.problem.k
-    view, tile, depth = windows.view_of(p), c.bm, c.depth(p.a)
-    assert view is not None
+    p, c = kernel.multiplied, kernel.config
+    tile, depth = c.bm, c.depth(p.a)
     if p.a.contiguous == "mn":
-        chunks = c.bm // windows.chunk(view, p.a.bytes(1))
+        chunks = c.bm // windows.chunk(p)
         tile = depth if chunks % c.cluster_n == 0 else depth // c.cluster_n
     else:
         tile //= c.cluster_n
-    pitch = row_bytes(p.a, p.m, k)
+    pitch = row_bytes(p.a, p.m, p.k)
     found = windows.windows_map(buffer, p, pitch, tile, 256 if pitch % 128 == 0 else 128)
     return dataclasses.replace(found, element="tfloat32" if p.a.dtype == np.float32 else "")
 
 
 def _taps_map(buffer: int, kernel: Resolved) -> TensorMap:
     """The tensor map of weights, as Taps in load_taps.cuh loads it."""
-    p, c, b, k = kernel.multiplied, kernel.config, kernel.multiplied.bs[0], kernel.problem.k
-    view = windows.view_of(p)
-    assert view is not None
-    length, pitch = windows.chunk(view, p.a.bytes(1)), row_bytes(b, p.n, k)
+    p, c, b = kernel.multiplied, kernel.config, kernel.multiplied.bs[0]
+    length, pitch = windows.chunk(p), row_bytes(b, p.n, windows.depth(p))
     l2_bytes = 256 if pitch % 128 == 0 else 128
     if b.contiguous == "k":
         found = windows.taps_map(buffer, p, b, pitch, (length, c.bn // c.cluster_m), b.bytes(length), l2_bytes)

@@ -49,6 +49,9 @@ class Kernel(Resolved, base.Kernel):
         device = device.with_sms(min(self.config.sms or device.sms, device.sms))
         return sum(cost.predict(kernel, device) for kernel in self.phases or (self,))
 
+    def _summed(self, x: jax.Array) -> jax.Array:
+        return windows.weights(self.asked, x)
+
     def _launches(self, compiled: Callable[[base.Kernel], bytes]) -> tuple[Launch, ...]:
         """Returns the launches of all phases."""
         return tuple(kernel._launch(compiled(kernel)) for kernel in self.phases or (self,))
@@ -149,7 +152,7 @@ def _resolve(
         reasons.append(f"{products * config.bn} columns: wgmma of integers takes 8, 24 and multiples of 16")
     if config.bk == 128 and facts.way.promoted == 1:
         reasons.append("bk=128 of float8: sums of 128 bytes of k are added up in f32, which are one stage of bk=64")
-    reasons += windows.tile_reasons(problem, config.bn * config.cluster_n)
+    reasons += windows.tile_reasons(facts.problem, config.bn * config.cluster_n)
     if config.bn % 16 and facts.problem.bs[0].contiguous == "mn":
         reasons.append(f"bn={config.bn} where rows in memory lie along it: the narrowest swizzle spans 16 elements")
     if not config.swap and tile.chunk * facts.staging.narrowest < 32:

@@ -125,16 +125,14 @@ def as_multiplied(problem: Problem) -> Problem:
     a, bs = taken(problem.a), tuple(map(taken, problem.bs))
     if (a, bs) != (problem.a, problem.bs):
         problem = dataclasses.replace(problem, a=a, bs=bs, math="" if a.dtype == BF16 else problem.math)
-    view = windows.view_of(problem)
-    return windows.as_multiplied(problem, view) if view else problem
+    return windows.as_multiplied(problem)
 
 
 @functools.lru_cache(maxsize=1024)
 def prepared(problem: Problem) -> tuple[Prepared, ...]:
     """Returns the operands of which kernels read copies: other numbers, rows along k, rows that TMA walks."""
     p, taken, found = as_multiplied(problem), way(problem), []
-    b_matrices, view = p.matrices[1], windows.view_of(problem)
-    k = problem.k if view else p.k  # that of the arrays
+    b_matrices, view, k = p.matrices[1], windows.view_of(p), windows.depth(p)
     arrays = [("a", p.a, problem.a, p.m, p.matrices[0])]
     arrays += [("b", b, given, p.n, b_matrices) for b, given in zip(p.bs, problem.bs, strict=True)]
     for buffer, (name, operand, given, length, matrices) in enumerate(arrays[:1] if p.symmetric else arrays):
@@ -144,11 +142,13 @@ def prepared(problem: Problem) -> tuple[Prepared, ...]:
         transposed = operand.contiguous != given.contiguous
         pairs = 1 if given.dtype != C64 else 4 if buffer else 2  # numbers that a complex one makes
         steps: list[Step] = [] if taken.dtype is None else [Terms(taken.terms, taken.rounded, taken.dtype)]
+        joined = windows.join(problem) if name == "b" else []
+        steps += joined
         steps += [Transpose((-1, view.channels, length) if view else ())] * transposed + [Pairs()] * (pairs == 4)
         steps += [Pad(columns // 2 if pairs == 2 else columns, pitch)] * (columns > 0)
         if steps:
             rows *= matrices
-            whole = transposed or taken.dtype is not None or pairs > 1
+            whole = transposed or taken.dtype is not None or pairs > 1 or joined
             read = given.bytes(size * rows) // pairs if whole else rows * pitch
             found.append(Prepared(name, buffer, tuple(steps), read, taken.terms * rows * pitch, taken.terms))
     return tuple(found)

@@ -27,7 +27,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     producer, consumer = COPIER_REGISTERS if problem.a.gathered else REGISTERS
     way, acc = kernel.way, DTYPES[problem.accumulator.name].carrier
     view, taps = windows.view_of(problem), isinstance(problem.bs[0].view, Taps)
-    of_windows = windows.chunk(view, problem.a.bytes(1)) if view else 0
+    of_windows = windows.chunk(problem) if view else 0
     constants = {
         "BM": config.bm,
         "BN": config.bn,

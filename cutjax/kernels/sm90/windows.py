@@ -7,6 +7,8 @@ import functools
 import math
 from collections.abc import Iterator
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cutjax.kernels import convolution
@@ -21,6 +23,8 @@ _SPANS = {128: 1.0, 64: 1.08, 32: 1.3}
 _OFFSETS = {1: 2**16, 2: 2**8, 3: 2**5}  # of a load, by the axes of an image: the first that do not fit
 _CORNERS = {1: 2**15, 2: 2**7, 3: 2**4}  # of the box that windows begin in, either way
 _STRIDES = 8
+# Groups are as one up to so many bytes of channels, and columns: not fitted yet.
+_JOINED = 64, 32
 
 
 def view_of(problem: Problem) -> Im2col | None:
@@ -28,11 +32,21 @@ def view_of(problem: Problem) -> Im2col | None:
     return problem.a.view if isinstance(problem.a.view, Im2col) else None
 
 
+def _size(problem: Problem) -> int:
+    return 2 if problem.math.startswith("bf16") else problem.a.bytes(1)  # of an element, as it is multiplied
+
+
+def chunk(problem: Problem) -> int:
+    """Returns the channels of a piece."""
+    view = joined(problem)
+    assert view is not None
+    return _chunk(view, _size(problem))
+
+
 @functools.lru_cache(maxsize=1024)
-def chunk(view: Im2col, size: int) -> int:
-    """Returns the channels of a piece, elements having so many bytes."""
+def _chunk(view: Im2col, size: int) -> int:
     spans = [span for span in _SPANS if view.groups == 1 or view.channels * size % span == 0]
-    cost = {span // size: _SPANS[span] * _padded(view.channels, span // size) for span in spans or [32]}
+    cost = {span // size: _SPANS[span] * _padded(view.channels, span // size) for span in spans}
     return min(cost, key=lambda length: cost[length])
 
 
@@ -40,27 +54,102 @@ def _padded(channels: int, length: int) -> int:
     return -(-channels // length) * length
 
 
-def padded(view: Im2col, size: int) -> int:
-    """Returns the channels of whole pieces: those that there are, and zeros."""
-    return _padded(view.channels, chunk(view, size))
+def joined(problem: Problem) -> Im2col | None:
+    """Returns the windows with so many groups as one that TMA can load their channels, and that tiles have columns."""
+    view = view_of(problem)
+    if view is None or view.groups == 1:
+        return view
+    count = _joined(view, problem.n // view.groups, _size(problem))
+    return dataclasses.replace(view, channels=count * view.channels, groups=view.groups // count)
+
+
+@functools.lru_cache(maxsize=1024)
+def _joined(view: Im2col, columns: int, size: int) -> int:
+    def serves(count: int) -> bool:
+        least, row, width = min(_SPANS), count * view.channels * size, count * columns
+        return row % least == 0 and row >= _JOINED[0] and width >= _JOINED[1] and width % 16 == 0
+
+    counts = (count for count in range(1, view.groups) if view.groups % count == 0)
+    return next(filter(serves, counts), view.groups)
 
 
 def in_parts(problem: Problem, splits: int) -> bool:
-    """True if a kernel's results are sums that XLA takes further: of splits, or with rows of channels of zeros."""
-    view = view_of(problem)
+    """True if a kernel's results are sums that XLA takes further: of splits, or with rows that are none of weights."""
+    view = joined(problem)
     rows = view is not None and problem.a.contiguous == "mn"
-    return splits > 1 or (rows and problem.m != view.taps * padded(view, problem.a.bytes(1)))
+    return splits > 1 or (rows and problem.m != view.taps * _padded(view.channels, chunk(problem)))
 
 
-def as_multiplied(problem: Problem, view: Im2col) -> Problem:
-    """Returns the problem of whole pieces of channels, and of weights that are read so."""
-    channels, taps = padded(view, problem.a.bytes(1)), max(1, view.taps)  # without a tap, one of zeros
+def as_multiplied(problem: Problem) -> Problem:
+    """Returns the problem of whole pieces of channels, of groups that are joined, and of weights that are read so."""
+    view = joined(problem)
+    if view is None:
+        return problem
+    taps = max(1, view.taps)  # without a tap, one of zeros
+    length, a = taps * _padded(view.channels, chunk(problem)), dataclasses.replace(problem.a, view=view)
     if problem.a.contiguous == "mn":
-        return dataclasses.replace(problem, m=taps * channels)
-    (b, *_), k = problem.bs, taps * channels
-    if k != problem.k and b.view is None:
-        b = dataclasses.replace(b, view=in_order(view))
-    return dataclasses.replace(problem, k=k, bs=(b,) * len(problem.bs))
+        return dataclasses.replace(problem, m=length, a=a)
+    b = problem.bs[0]
+    if b.view or length != taps * view.channels:
+        of = b.view if isinstance(b.view, Taps) else in_order(view)
+        b = dataclasses.replace(b, view=dataclasses.replace(of, groups=view.groups))
+    return dataclasses.replace(problem, k=length, a=a, bs=(b,) * len(problem.bs))
+
+
+def depth(multiplied: Problem) -> int:
+    """Returns the elements of a window that there are, along k of a problem as it is multiplied."""
+    view = view_of(multiplied)
+    if view is None or multiplied.a.contiguous == "mn":
+        return multiplied.k
+    return max(1, view.taps) * view.channels
+
+
+@dataclasses.dataclass(frozen=True)
+class Join:
+    """Weights of joined groups: zero where a row is of another group than a column.
+
+    Attributes:
+      rows: of a tap, in a group.
+      groups: after it.
+      count: of groups in one.
+    """
+
+    rows: int
+    groups: int
+    count: int
+
+    @property
+    def note(self) -> str:
+        """The words of explain for it."""
+        return f"with {self.count} groups as one"
+
+    def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the weights ``[taps, count * rows, columns of all groups]``."""
+        x = x.reshape(-1, 1, self.rows, self.groups, self.count, x.shape[-1] // (self.groups * self.count))
+        own = np.eye(self.count, dtype=bool).reshape(1, self.count, 1, 1, self.count, 1)
+        x = jnp.where(own, x, np.zeros((), x.dtype))
+        return (x.reshape(x.shape[0], self.count * self.rows, -1),)
+
+
+def join(problem: Problem) -> list[Join]:
+    """Returns the step that makes a forward convolution's weights those of joined groups, where it has such."""
+    view, taken = view_of(problem), joined(problem)
+    if view is None or taken is None or view == taken or problem.a.contiguous == "mn":
+        return []
+    rows = view.channels if problem.bs[0].contiguous == "mn" else problem.n // view.groups
+    return [Join(rows, taken.groups, view.groups // taken.groups)]
+
+
+def weights(problem: Problem, x: jax.Array) -> jax.Array:
+    """Returns the gradient of weights, of the sums that a kernel makes for it."""
+    view, taken = view_of(problem), joined(problem)
+    if view is None or taken is None or x.shape[-2] == problem.m:
+        return x
+    x = x.reshape(view.taps, -1, problem.n)[:, : taken.channels]
+    count, columns = view.groups // taken.groups, problem.n // view.groups
+    x = x.reshape(view.taps, count, view.channels, taken.groups, count, columns)
+    x = jnp.moveaxis(jnp.diagonal(x, axis1=1, axis2=4), -1, 3)  # [taps, channels, groups, count, columns]
+    return x.reshape(problem.m, problem.n)
 
 
 def in_order(view: Im2col) -> Taps:
@@ -74,10 +163,11 @@ def name(problem: Problem) -> str:
     view = view_of(problem)
     if view is None:
         return ""
-    axes, length = len(view.image), chunk(view, problem.a.bytes(1))
-    filled = problem.a.contiguous == "k" and padded(view, problem.a.bytes(1)) != view.channels
-    taps = isinstance(problem.bs[0].view, Taps) or filled or spread(view)
-    return f"_im2col{axes}d_c{length}" + "_taps" * taps + "_grouped" * (view.groups > 1) + "_phases" * spread(view)
+    axes, length, taken = len(view.image), chunk(problem), as_multiplied(problem)
+    taps = problem.a.contiguous == "k" and (isinstance(taken.bs[0].view, Taps) or spread(view))
+    of = joined(problem)
+    grouped = of is not None and of.groups > 1
+    return f"_im2col{axes}d_c{length}" + "_taps" * taps + "_grouped" * grouped + "_phases" * spread(view)
 
 
 def spread(view: Im2col) -> bool:
@@ -132,7 +222,9 @@ def reasons(problem: Problem) -> list[str]:
     view = view_of(problem)
     if view is None:
         return []
-    found, axes, size = [], len(view.image), problem.a.bytes(1)
+    found, axes = [], len(view.image)
+    if problem.a.dtype.kind == "c":
+        found.append("windows of complex numbers")
     if any(isinstance(b.view, Taps) for b in problem.bs) and problem.a.contiguous == "mn":
         found.append("taps of b in a weight gradient, whose b is the result's")
     if spread(view):
@@ -147,8 +239,6 @@ def reasons(problem: Problem) -> list[str]:
         found.append(f"windows that begin {corners} pixels from the images' edges: TMA's corners have {_CORNERS[axes]}")
     if max(_strides(view)) > _STRIDES:
         found.append(f"strides of {max(view.strides)}: TMA's are up to {_STRIDES}")
-    if view.groups > 1 and view.channels * size % 32:
-        found.append(f"groups of {view.channels * size} bytes of channels: TMA loads multiples of 32")
     return found
 
 
@@ -184,8 +274,8 @@ def windows_map(buffer: int, problem: Problem, pitch: int, rows: int, l2_bytes: 
         dtype=a.dtype,
         dims=(view.groups * view.channels, *inner, view.images),
         strides=tuple(strides),
-        box=tensor_map.Im2col(lower, upper, chunk(view, a.bytes(1)), rows),
-        swizzle=a.bytes(chunk(view, a.bytes(1))),
+        box=tensor_map.Im2col(lower, upper, chunk(problem), rows),
+        swizzle=a.bytes(chunk(problem)),
         l2_bytes=l2_bytes,
         element_strides=(1, *_strides(view)[::-1], 1),
     )
@@ -216,8 +306,7 @@ def of_windows(problem: Problem, depth: int) -> Iterator[Argument]:
     """Yields what a kernel is told of a's windows beside their map, whose k blocks are so deep."""
     view = view_of(problem)
     assert view is not None
-    size = problem.a.bytes(1)
-    yield integer("a_pieces", padded(view, size) // chunk(view, size), "a")
+    yield integer("a_pieces", -(-view.channels // chunk(problem)), "a")
     yield integer("a_channels", view.groups * view.channels, "a")
     yield integer("a_group_channels", view.channels, "a")
     yield integer("a_group_columns", problem.n // view.groups, "a")
