@@ -15,14 +15,9 @@ from cutjax.kernels.staging import Staging
 
 def epilogue_text(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
     """Returns the epilogue's device text, with the loads of its operands and the stores of its results."""
-    parts = [_extras(staging, arguments), _partials(staging, arguments), _piece(staging)]
-    parts += [_store(staging)] if staging.tma else []
-    return (
-        emit.emit(staging.epilogue)
-        + _signature(staging, arguments)
-        + "".join(parts)
-        + _rows(staging, arguments, ragged)
-    )
+    parts = [emit.emit(staging.epilogue), _signature(staging, arguments), _extras(staging, arguments)]
+    parts += [_partials(staging, arguments), _piece(staging), *([_store(staging)] if staging.tma else [])]
+    return "".join([*parts, _rows(staging, arguments, ragged)])
 
 
 def _signature(staging: Staging, arguments: Sequence[Argument]) -> str:
@@ -70,9 +65,9 @@ def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
         if i in by_tma:
             fields.append(f"const TensorMap* map{i};\n  int {steps};\n  Pair<{dtype}> x{i}[PIECE / 8][2];")
             initial.append(f"map{i}(map_x{i}){copied}")
+            place = f"x, y, {'pixels' if staging.pixels else f'i({steps})'}"
             fetched.append(
-                f"{staging.by_tma_tile}<{dtype}>::load(map{i}, buffer + {_at(by_tma[i])}, barrier, x, y, "
-                f"{'pixels' if staging.pixels else f'i({steps})'});"
+                f"{staging.by_tma_tile}<{dtype}>::load(map{i}, buffer + {_at(by_tma[i])}, barrier, {place});"
             )
             staged.append(f"{staging.tile}<{dtype}>::read(buffer + {_at(by_tma[i])}, thread, piece, x{i});")
             continue
@@ -103,9 +98,9 @@ def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
             pieces.append("}")
 
     if staging.pixels:
+        grid = [argument.name for argument in arguments if argument.name.startswith("pixels_grid")]
         fields.append("Pixels pixels;")
-        grid = ", ".join(argument.name for argument in arguments if argument.name.startswith("pixels_grid"))
-        initial.append(f"pixels{{{grid}}}")
+        initial.append(f"pixels{{{', '.join(grid)}}}")
     for axis, i in emit.places(epilogue):
         name = f"{axis}{i}"
         fields.append(f"int {name}_stride, {name}_size, {name};")

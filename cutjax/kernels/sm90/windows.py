@@ -76,8 +76,9 @@ def _joined(view: Im2col, columns: int, size: int) -> int:
 def in_parts(problem: Problem, splits: int) -> bool:
     """True if a kernel's results are sums that XLA takes further: of splits, or with rows that are none of weights."""
     view = joined(problem)
-    rows = view is not None and problem.a.contiguous == "mn"
-    return splits > 1 or (rows and problem.m != view.taps * _padded(view.channels, chunk(problem)))
+    if splits > 1 or view is None or problem.a.contiguous == "k":
+        return splits > 1
+    return problem.m != view.taps * _padded(view.channels, chunk(problem))
 
 
 def as_multiplied(problem: Problem) -> Problem:

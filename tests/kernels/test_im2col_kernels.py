@@ -1,0 +1,141 @@
+"""Kernels of convolutions: they compile without a spill, what a launch is told, what is refused, and what is read."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cubin import check_lean
+from windows_cases import KINDS, asked, view
+
+import cutjax
+from cutjax.epilogue.trace import trace
+from cutjax.kernels import families, keys
+from cutjax.kernels.operand import Pixels
+from cutjax.kernels.sm90 import family, windows
+from cutjax.kernels.sm90 import kernel as sm90
+from cutjax.runtime import compiler
+from cutjax.runtime.tensor_map import Im2col
+
+needs_nvrtc = pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
+Config = cutjax.Config
+
+SAME = view(4, (20, 21), (3, 3), 64, low=(1, 1), high=(1, 1))
+UP = view(2, (9, 9, 9), (4, 4, 4), 24, low=(2, 2, 2), high=(2, 2, 2), spread=(2, 2, 2))
+LEAN = [
+    ("in order", SAME, Config(128, 256, 64, 4, cluster_m=2)),
+    ("flipped", UP, Config(128, 192, 64, 4, schedule="pingpong")),
+    ("some taps", UP, Config(64, 64, 64, 4, schedule="pingpong", cluster_n=2)),
+    ("weights", SAME, Config(256, 128, 64, 4, cluster_n=2)),
+    ("weights", dataclasses.replace(SAME, channels=16, groups=6), Config(64, 128, 64, 4, cluster_k=4)),
+    ("in order", dataclasses.replace(SAME, channels=96), Config(128, 128, 64, 4, stream_k=True, schedule="pingpong")),
+]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("kind", "of", "config"), LEAN, ids=lambda x: x if isinstance(x, str) else "")
+def test_kernels_compile_lean(kind, of, config):
+    check_lean(asked(of, 768, kind), [config], 40 << 10)
+
+
+def arguments(problem, config):
+    return {argument.name: argument.value for argument in sm90.resolved(problem, config).arguments}
+
+
+def test_windows_of_a_launch():
+    of = view(3, (45, 42), (3, 2), 96, (2, 3), (2, 1), low=(-1, 2), high=(3, -2))
+    assert of.grid == (22, 14)
+    given = arguments(asked(of, 256, "in order"), Config(128, 128, 64, 4, cluster_n=2))
+    images = given["map_a"]
+    assert images.dims == (96, 42, 45, 3)
+    assert images.strides == (192, 192 * 42, 192 * 42 * 45)
+    assert images.box == Im2col((-2, 1), (3 * 13 - 2 - 41, 2 * 21 + 1 - 44), 32, 64)
+    assert (images.element_strides, images.swizzle) == ((1, 3, 2, 1), 64)
+    told = (
+        "a_pieces",
+        "a_channels",
+        "a_window0",
+        "a_window1",
+        "a_low0",
+        "a_dilation1",
+        "a_block0",
+        "a_block1",
+        "a_block2",
+    )
+    assert [given[name].value for name in told] == [3, 96, 2, 3, 2, 2, 64 % 14, 64 // 14, 0]
+    assert (given["map_b0"].dims, given["map_b0"].box) == ((256, 6 * 96, 1), (64, 64, 1))
+
+
+def test_taps_of_a_launch():
+    given = arguments(asked(SAME, 256, "flipped"), Config(128, 128, 64, 4, cluster_m=2))
+    assert (given["map_b0"].dims, given["map_b0"].box) == ((64, 256, 36), (64, 64, 1))
+    assert [given[name].value for name in ("b_first", "b_tap_step0", "b_tap_step1")] == [5 * 6, 2, -12]
+
+
+def test_phases_of_a_launch():
+    """3 x 3 of stride 2 backwards: windows of 4, 2, 2 and 1 taps, whose rows are every other pixel."""
+    of = view(2, (8, 8), (3, 3), 64, low=(2, 2), high=(1, 1), spread=(2, 2))
+    kernel = sm90.resolved(asked(of, 128, "in order"), Config(64, 64, 64, 4))
+    assert [phase.multiplied.k // 64 for phase in kernel.phases] == [4, 2, 2, 1]
+    assert kernel.phases[1].pixels == Pixels((8, 8), (16, 16), (0, 1), (2, 2))
+    given = {argument.name: argument.value for argument in kernel.phases[1].arguments}
+    assert given["map_d0"].dims == (128, 8, 8, 2)
+    assert given["map_d0"].strides == (2 * 256, 2 * 16 * 256, 16 * 16 * 256)
+    assert (given["map_d0"].byte_offset, given["map_d0"].box) == (256, Im2col((0, 0), (0, 0), 64, 64))
+    assert kernel.name.endswith("_taps_phases")
+    assert {phase.name for phase in kernel.phases} == {kernel.name}
+
+
+def test_channels_are_in_pieces_with_few_zeros():
+    found = {
+        channels: (windows.chunk(problem), windows.as_multiplied(problem).k // 9)
+        for channels in (3, 16, 24, 40, 64, 72, 96, 144, 320)
+        for problem in [asked(dataclasses.replace(SAME, channels=channels), 64, "in order")]
+    }
+    assert found[3] == found[16] == (16, 16)
+    assert (found[24], found[96]) == ((32, 32), (32, 96))
+    assert (found[64], found[320]) == ((64, 64), (64, 320))
+    assert (found[40], found[72], found[144]) == ((16, 48), (32, 96), (32, 160))
+
+
+def test_every_kind_is_served_and_named():
+    names = [sm90.resolved(asked(SAME, 128, kind), Config(64, 64, 64, 4)).name for kind in KINDS]
+    assert len(set(names)) == 4
+    assert all("_im2col2d_c64" in name for name in names)
+    for kind in KINDS:
+        problem = asked(SAME, 128, kind)
+        (kernel, _), *_ = families.ranked(problem)
+        assert kernel.config.name(problem) == kernel.name
+        assert "Im2col" in keys.key(problem)
+
+
+@pytest.mark.parametrize(
+    ("of", "kind", "why"),
+    [
+        (view(1, (400, 400), (2, 2), 64, dilation=(256, 1)), "in order", "windows that reach 256 pixels"),
+        (view(1, (64,) * 3, (3,) * 3, 64, dilation=(16, 1, 1)), "in order", "windows that reach 32 pixels"),
+        (view(1, (64,) * 3, (20,) * 3, 64), "in order", "TMA's corners have 16"),
+        (view(1, (400,), (3,), 64, (9,)), "weights", "strides of 9"),
+        (view(0, (400,), (3,), 64), "in order", "a size is 0"),
+        (view(2, (8, 8), (3, 3), 64, spread=(2, 2)), "weights", "phases of their result"),
+    ],
+)
+def test_what_is_refused(of, kind, why):
+    problem = asked(of, 64, kind)
+    assert any(why in reason for reason in family.reasons(problem)), family.reasons(problem)
+    assert isinstance(sm90.resolve(problem, Config(64, 64, 64, 4)), tuple)
+
+
+def test_configs_that_are_refused():
+    up = view(2, (8, 8), (3, 3), 64, low=(2, 2), high=(1, 1), spread=(2, 2))
+    for problem, config, why in (
+        (asked(up, 64, "in order"), Config(64, 64, 64, 4, splits=2), "parts of phases"),
+        (asked(SAME, 64, "in order"), Config(64, 64, 64, 4, swap=True), "swap with windows"),
+        (asked(dataclasses.replace(SAME, groups=2), 192, "in order"), Config(64, 64, 64, 4), "channels of one group"),
+    ):
+        assert any(why in reason for reason in sm90.resolve(problem, config))
+    rows = trace(
+        lambda acc, x: acc + x, [jax.ShapeDtypeStruct((up.rows, 64), np.float32)], [jnp.zeros((up.rows, 1))]
+    ).epilogue.primal
+    assert "vary along rows" in " ".join(family.reasons(asked(up, 64, "in order", epilogue=rows)))
