@@ -65,10 +65,8 @@ def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
         if i in by_tma:
             fields.append(f"const TensorMap* map{i};\n  int {steps};\n  Pair<{dtype}> x{i}[PIECE / 8][2];")
             initial.append(f"map{i}(map_x{i}){copied}")
-            place = f"x, y, {'pixels' if staging.pixels else f'i({steps})'}"
-            fetched.append(
-                f"{staging.by_tma_tile}<{dtype}>::load(map{i}, buffer + {_at(by_tma[i])}, barrier, {place});"
-            )
+            at = f"x, y, {'pixels' if staging.pixels else f'i({steps})'}"
+            fetched.append(f"{staging.by_tma_tile}<{dtype}>::load(map{i}, buffer + {_at(by_tma[i])}, barrier, {at});")
             staged.append(f"{staging.tile}<{dtype}>::read(buffer + {_at(by_tma[i])}, thread, piece, x{i});")
             continue
         size = np.dtype(spec.dtype).itemsize
