@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 
 from cutjax.kernels.arguments import place_steps
-from cutjax.kernels.operand import Gathered, Im2col
+from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import Staging
 
@@ -113,6 +113,8 @@ def of_operands(problem: Problem, a: tuple[type, ...], b: tuple[type, ...] = ())
     of_images = isinstance(problem.a.view, Im2col)
     if of_images and (problem.batch or problem.groups or problem.symmetric or problem.strided):
         found.append("windows of images in a batch, groups, a symmetric product or an order of their own")
+    if not of_images and any(isinstance(x.view, Taps) for x in problem.bs):
+        found.append("b as taps, but a as no windows of images: kernels count taps as elements of windows")
     if len(set(problem.bs)) > 1:
         found.append("matrices b of several kinds: one kernel loads all in one way")
     return list(dict.fromkeys(found))

@@ -229,7 +229,7 @@ def test_gaussian(item, prefetch_gaussian):
 
 
 @pytest.mark.parametrize("name", ["2d 3x3 /2", "2d up 2"])
-@pytest.mark.parametrize("config", [CONFIGS[1], CONFIGS[2], CONFIGS[12], CONFIGS[15]], ids=str)
+@pytest.mark.parametrize("config", [CONFIGS[1], CONFIGS[3], CONFIGS[12], CONFIGS[15]], ids=str)
 def test_epilogue(config, name, gpus):
     """Bias, activation and a residual image."""
     of, n = (GEOMETRIES | SPREAD)[name], 264
