@@ -111,8 +111,8 @@ def conv(
 
     Args:
       x: images ``[n, *spatial, c]``.
-      w: weights ``[*window, c / groups, channels]``. dtypes promote as in ``cutjax.gemm``. With an epilogue also a tuple
-        of two or three of equal shape and dtype; the epilogue then takes as many accumulators.
+      w: weights ``[*window, c / groups, channels]``. dtypes promote as in ``cutjax.gemm``. With an epilogue also a
+        tuple of two or three of equal shape and dtype; the epilogue then takes as many accumulators.
       window_strides: an int, or one for each axis.
       padding: "SAME", "SAME_LOWER", "VALID", or for each axis a pair ``(low, high)``, negative too; an int, and an int
         for each axis, pads both sides alike.

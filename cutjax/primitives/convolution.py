@@ -40,14 +40,14 @@ class Convolution(Product):
       "transposed"  by weights ``b [..., *window, n / groups, channels]`` whose taps are flipped
       "weights"     by images ``b [..., images, *grid, n]``: the gradient of weights
 
-    The first two are ``[..., images, *grid, n]``, the last one is ``[..., *window, channels / groups, n]``. Window p has
-    at tap t the image's element at place ``(strides * p + dilation * t - low) / spread``, where there is one.
+    The first two are ``[..., images, *grid, n]``, the last one is ``[..., *window, channels / groups, n]``. A window's
+    place p and tap t meet the image's element ``(strides * p + dilation * t - low) / spread``, where there is one.
 
     Attributes:
       form: one of the three.
       image, window, strides, dilation, spread: as those of ``kernels.operand.Im2col``.
       padding: elements of zero before and after each axis of the images as they are spread, ``(low, high)``.
-      feature_groups: of channels; the first ``n / feature_groups`` columns have the first ``channels / feature_groups``.
+      feature_groups: of channels; the first ``n / groups`` columns have the first ``channels / groups``.
     """
 
     form: str
