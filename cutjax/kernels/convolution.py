@@ -113,7 +113,8 @@ def normal(view: Im2col, taps: Taps | None = None) -> tuple[Im2col, Taps | None]
     view = dataclasses.replace(view, images=images, channels=channels, **dict(zip(_AXES, sizes, strict=True)))
     if taps is None:
         return view, None
-    return view, Taps(*(tuple(x) for x in zip(*(place for _, place in kept), strict=True)), taps.groups)
+    stored, window, first, step = (tuple(x) for x in zip(*(place for _, place in kept), strict=True))
+    return view, Taps(stored, window, first, step, taps.groups)
 
 
 _AXES = ("image", "grid", "window", "strides", "dilation", "spread", "low")
