@@ -117,6 +117,29 @@ def normal(view: Im2col, taps: Taps | None = None) -> tuple[Im2col, Taps | None]
     return view, Taps(stored, window, first, step, taps.groups)
 
 
+def with_patches(problem: Problem) -> Problem:
+    """Returns the problem of a plain product in which patches that do not overlap are columns, along the last axis.
+
+    That is where the result is spread by as much as its windows are long, as the gradient of patches and what
+    transposed convolutions of such make: each of its pixels along the axis is one of a column, in the same memory.
+    """
+    view, taps = problem.a.view, problem.bs[0].view
+    if not isinstance(view, Im2col) or not isinstance(taps, Taps) or view.groups > 1:
+        return problem
+    image, grid, window, *rest = _axes(view)[-1]
+    flipped = (taps.stored[-1], taps.first[-1], taps.step[-1]) == (window, window - 1, -1)
+    if not flipped or problem.bs[0].contiguous == "mn" or rest != [1, 1, window, window - 1] or grid != image * window:
+        return problem
+    axes = [*_axes(view)[:-1], (image, image, 1, 1, 1, 1, 0)]
+    view = dataclasses.replace(view, **dict(zip(_AXES, map(tuple, zip(*axes, strict=True)), strict=True)))
+    fields = {name: getattr(taps, name)[:-1] for name in ("stored", "window", "first", "step")}
+    taps = Taps(*(places + (last,) for places, last in zip(fields.values(), (1, 1, 0, -1), strict=True)))
+    how: dict[str, Any] = {"out_dtype": problem.out_dtype, "device": problem.device}
+    found = forward(view, problem.n * window, taps, transposed=True, dtype=problem.a.dtype, **how)
+    a, bs = (dataclasses.replace(x, batch=y.batch) for x, y in ((found.a, problem.a), (found.bs[0], problem.bs[0])))
+    return dataclasses.replace(found, a=a, bs=(bs.of(problem.bs[0].dtype),), batch=problem.batch, epilogue=problem.epilogue)
+
+
 _AXES = ("image", "grid", "window", "strides", "dilation", "spread", "low")
 
 
