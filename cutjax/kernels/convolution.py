@@ -132,12 +132,13 @@ def with_patches(problem: Problem) -> Problem:
         return problem
     axes = [*_axes(view)[:-1], (image, image, 1, 1, 1, 1, 0)]
     view = dataclasses.replace(view, **dict(zip(_AXES, map(tuple, zip(*axes, strict=True)), strict=True)))
-    fields = {name: getattr(taps, name)[:-1] for name in ("stored", "window", "first", "step")}
-    taps = Taps(*(places + (last,) for places, last in zip(fields.values(), (1, 1, 0, -1), strict=True)))
+    stored, window_of, first, step = (x[:-1] for x in (taps.stored, taps.window, taps.first, taps.step))
+    taps = Taps((*stored, 1), (*window_of, 1), (*first, 0), (*step, -1))
     how: dict[str, Any] = {"out_dtype": problem.out_dtype, "device": problem.device}
     found = forward(view, problem.n * window, taps, transposed=True, dtype=problem.a.dtype, **how)
     a, bs = (dataclasses.replace(x, batch=y.batch) for x, y in ((found.a, problem.a), (found.bs[0], problem.bs[0])))
-    return dataclasses.replace(found, a=a, bs=(bs.of(problem.bs[0].dtype),), batch=problem.batch, epilogue=problem.epilogue)
+    bs = (bs.of(problem.bs[0].dtype),)
+    return dataclasses.replace(found, a=a, bs=bs, batch=problem.batch, epilogue=problem.epilogue)
 
 
 _AXES = ("image", "grid", "window", "strides", "dilation", "spread", "low")
