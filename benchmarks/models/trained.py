@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 
-from benchmarks.models import gpt2, llama, vit
+from benchmarks.models import classifiers, generators, gpt2, llama, vit
+from benchmarks.models.layers import Maker
 from benchmarks.models.ways import way
 
 
@@ -123,6 +126,89 @@ def decoding(sequences: int, context: int, steps: int, layers: int, vocabulary: 
             return jax.lax.scan(step, caches, jnp.arange(steps))[1].mean()
 
         return decode
+
+    return Model(init, loss)
+
+
+def classifier(kind: str, batch: int, side: int, **sizes: Any) -> Model:
+    """Returns a model of classifiers.py with the loss of classifying random images."""
+
+    def inputs(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        images = jax.random.normal(key, (batch, side, side, 3), jnp.bfloat16)
+        return images, jax.random.randint(key, (batch,), 0, sizes.get("classes", 1000))
+
+    return _of_nnx(lambda make: getattr(classifiers, kind)(make, **sizes), 2, inputs, _cross_entropy)
+
+
+def vocoder(batch: int, frames: int, **sizes: Any) -> Model:
+    """Returns HiFi-GAN's generator with its distance from random samples."""
+    bands, rate = sizes.get("bands", 80), math.prod(sizes.get("rates", (8, 8, 2, 2)))
+
+    def inputs(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        spectra = jax.random.normal(key, (batch, frames, bands), jnp.bfloat16)
+        return spectra, jax.random.uniform(key, (batch, frames * rate), jnp.float32, -1, 1)
+
+    def loss(model: Any, given: Any) -> jax.Array:
+        spectra, samples = given
+        return jnp.abs(model(spectra).astype(jnp.float32) - samples).mean()
+
+    return _of_nnx(lambda make: generators.HiFiGAN(make, **sizes), 1, inputs, loss)
+
+
+def diffusion(batch: int, side: int, **sizes: Any) -> Model:
+    """Returns a diffusion U-Net with its squared distance from random noise."""
+
+    def inputs(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        keys = jax.random.split(key)
+        latents, noise = (jax.random.normal(k, (batch, side, side, 4), jnp.bfloat16) for k in keys)
+        return latents, jax.random.uniform(key, (batch,), jnp.float32, 0, 1000), noise
+
+    def loss(model: Any, given: Any) -> jax.Array:
+        latents, times, noise = given
+        return jnp.square(model(latents, times).astype(jnp.float32) - noise.astype(jnp.float32)).mean()
+
+    return _of_nnx(lambda make: generators.DiffusionUNet(make, **sizes), 2, inputs, loss)
+
+
+def segmenter(batch: int, side: int, **sizes: Any) -> Model:
+    """Returns a 3-D U-Net with the loss of classifying random voxels."""
+
+    def inputs(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        volumes = jax.random.normal(key, (batch, side, side, side, 1), jnp.bfloat16)
+        return volumes, jax.random.randint(key, volumes.shape[:-1], 0, 3)
+
+    return _of_nnx(lambda make: generators.UNet3D(make, **sizes), 3, inputs, _cross_entropy)
+
+
+def _cross_entropy(model: Any, given: tuple[jax.Array, jax.Array]) -> jax.Array:
+    x, labels = given
+    return optax.softmax_cross_entropy_with_integer_labels(model(x).astype(jnp.float32), labels).mean()
+
+
+def _of_nnx(
+    build: Callable[[Maker], nnx.Module],
+    rank: int,
+    inputs: Callable[[jax.Array], Any],
+    loss_of: Callable[[Any, Any], jax.Array],
+) -> Model:
+    """Returns a model of NNX. The running averages of its norms are not kept from step to step."""
+
+    def built(found: Any, key: jax.Array) -> nnx.Module:
+        return build(Maker(found.layers, nnx.Rngs(key), rank))
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        of_params, of_inputs = jax.random.split(key)
+        return nnx.state(built(way("jax"), of_params), nnx.Param), inputs(of_inputs)
+
+    def loss(found: Any) -> Callable[[Any, Any], jax.Array]:
+        abstract = nnx.eval_shape(lambda: built(found, jax.random.key(0)))
+        graph, _, averages = nnx.split(abstract, nnx.Param, ...)
+
+        def value(params: Any, given: Any) -> jax.Array:
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), averages)
+            return loss_of(nnx.merge(graph, params, zeros), given)
+
+        return value
 
     return Model(init, loss)
 

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import cutjax
+from benchmarks.models.layers import Layers, drop_ins, ours, plain
 
 WAYS = ("jax", "dropin", "fuse", "step", "flax")
 Array = jax.Array
 
 
 class Way(NamedTuple):
-    """Name, modules by role, products outside of modules, and the transformations around.
+    """Name, Linen's modules by role, products outside of modules, layers of NNX, and the transformations around.
 
     Those are of the differentiated function, and of the whole step, which overwrites its first argument.
     """
@@ -32,6 +33,7 @@ class Way(NamedTuple):
     moe: Callable[..., Any]
     dot_general: Callable[..., Array]
     einsum: Callable[..., Array]
+    layers: Layers
     transform: Callable[[Callable], Callable] = lambda function: function
     of_step: Callable[[Callable], Callable] = lambda function: function
 
@@ -39,7 +41,7 @@ class Way(NamedTuple):
 def way(name: str) -> Way:
     """Returns the way of that name; "onehot" is "jax" with every expert for every token."""
     if name == "jax":
-        return Way(name, Dense, nn.DenseGeneral, GatedMLP, MoE, jax.lax.dot_general, jnp.einsum)
+        return Way(name, Dense, nn.DenseGeneral, GatedMLP, MoE, jax.lax.dot_general, jnp.einsum, plain())
     if name == "onehot":
         return way("jax")._replace(name=name, moe=EveryExpert)
     if name == "dropin":
@@ -52,6 +54,7 @@ def way(name: str) -> Way:
             functools.partial(MoE, dense=dense, ragged_dot=cutjax.ragged_dot),
             cutjax.dot_general,
             cutjax.einsum,
+            drop_ins(),
         )
     if name == "fuse":
         return way("jax")._replace(name=name, transform=cutjax.fuse)
@@ -60,8 +63,8 @@ def way(name: str) -> Way:
     if name == "flax":
         from cutjax.flax import linen
 
-        products = cutjax.dot_general, cutjax.einsum
-        return Way(name, linen.Dense, linen.DenseGeneral, linen.GatedMLP, linen.MoE, *products)
+        modules = linen.Dense, linen.DenseGeneral, linen.GatedMLP, linen.MoE
+        return Way(name, *modules, cutjax.dot_general, cutjax.einsum, ours())
     raise ValueError(f"unknown way {name!r}, expected one of {WAYS}")
 
 

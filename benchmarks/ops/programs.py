@@ -41,7 +41,7 @@ class Program:
 
     Attributes:
       name: a short unique name.
-      tags: its letter, "suite" for the sizes that are reported, "tiny" for small ones.
+      tags: its letter, "suite" for the sizes that are reported, "conv" for those of convolutions, "tiny" for small ones.
       model: a function of benchmarks/models/trained.py.
       sizes: its arguments.
       target: the least ratio of plain JAX's time to that of fuse and of cutjax.flax.
@@ -76,12 +76,32 @@ SMALL_GPT2 = {"width": 64, "heads": 4, "layers": 1, "context": 32, "vocabulary":
 SMALL_VIT = {"width": 64, "heads": 4, "hidden": 96, "layers": 1, "patch": 4, "classes": 10}
 
 
+# As published, and batches as one device trains them.
+IMAGES, SMALL_IMAGES = {"batch": 256, "side": 224}, {"batch": 8, "side": 32, "classes": 10}
+SMALL_NETS = {
+    "ResNet": {"width": 8, "depths": (1, 1)},
+    "ConvNeXt": {"width": 8, "depths": (1, 1)},
+    "EfficientNet": {"width": 8, "stages": ((1, 8, 1, 1, 3), (6, 16, 2, 2, 5)), "last": 32},
+}
+SMALL_VOICE = {"batch": 2, "frames": 8, "bands": 16, "width": 16, "rates": (4, 2), "sizes": (3, 5), "dilations": (1, 3)}
+SMALL_UNET = {"batch": 2, "side": 8, "width": 32, "multiples": (1, 2), "blocks": 1, "attention": (False, True)}
+
+
 def _both(
     letter: str, name: str, model: str, target: float, sizes: Mapping[str, Any], tiny: Mapping[str, Any], **fields: Any
 ) -> list[Program]:
     """Returns a program as it is reported, and small."""
-    reported = Program(name, ("suite", letter), model, sizes, target, **fields)
+    reported = Program(name, ("conv" if model in CONVOLUTIONAL else "suite", letter), model, sizes, target, **fields)
     return [reported, Program(f"tiny {name}", ("tiny", f"tiny-{letter}"), model, tiny, target, **fields)]
+
+
+CONVOLUTIONAL = ("classifier", "vocoder", "diffusion", "segmenter")
+
+
+def _classifier(letter: str, name: str, kind: str, target: float, batch: int) -> list[Program]:
+    """Returns a program of a model of classifiers.py."""
+    sizes, tiny = IMAGES | {"batch": batch}, SMALL_IMAGES | SMALL_NETS[kind]
+    return _both(letter, name, "classifier", target, {"kind": kind} | sizes, {"kind": kind} | tiny)
 
 
 PROGRAMS = (
@@ -90,6 +110,12 @@ PROGRAMS = (
     *_both("c", "gpt2 medium", "gpt2_model", 1.03, {"batch": 8, "length": 1024}, FEW | SMALL_GPT2),
     *_both("d", "vit b16", "vit_model", 1.03, {"batch": 64, "side": 224}, {"batch": 8, "side": 8} | SMALL_VIT),
     *_both("e", "decoding", "decoding", 1.10, SERVED | LLAMA, SMALL_SERVED | SMALL, trains=False),
+    *_classifier("f", "resnet50", "ResNet", 1.15, 256),
+    *_classifier("g", "convnext-t", "ConvNeXt", 1.6, 128),
+    *_both("h", "hifi-gan", "vocoder", 2.5, {"batch": 16, "frames": 32}, SMALL_VOICE),
+    *_both("i", "diffusion u-net", "diffusion", 1.15, {"batch": 8, "side": 64}, SMALL_UNET),
+    *_both("j", "3-d u-net", "segmenter", 2.5, {"batch": 2, "side": 128}, {"batch": 1, "side": 8, "widths": (8, 16)}),
+    *_classifier("k", "efficientnet-b0", "EfficientNet", 1.4, 256),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from cutjax.epilogue.expression import Epilogue
-from cutjax.epilogue.nodes import Node, OperandSpec, Output
+from cutjax.epilogue.nodes import OperandSpec, Output
 
 # Axes are counted from the rows outwards: the rows are axis 0, batch axis i is axis 1 + i.
 

@@ -71,7 +71,5 @@ class Output:
 
     def places(self, rank: int) -> list[int]:
         """Returns the axes that are reduced away, of a result of that rank."""
-        return [
-            rank - {"row": 2, "col": 1}[axis] if axis in ("row", "col") else rank - 3 - int(axis[1:])
-            for axis in self.axes
-        ]
+        last = {"row": rank - 2, "col": rank - 1}
+        return [last[axis] if axis in last else rank - 3 - int(axis[1:]) for axis in self.axes]

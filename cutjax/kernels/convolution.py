@@ -113,7 +113,32 @@ def normal(view: Im2col, taps: Taps | None = None) -> tuple[Im2col, Taps | None]
     view = dataclasses.replace(view, images=images, channels=channels, **dict(zip(_AXES, sizes, strict=True)))
     if taps is None:
         return view, None
-    return view, Taps(*(tuple(x) for x in zip(*(place for _, place in kept), strict=True)), taps.groups)
+    stored, window, first, step = (tuple(x) for x in zip(*(place for _, place in kept), strict=True))
+    return view, Taps(stored, window, first, step, taps.groups)
+
+
+def with_patches(problem: Problem) -> Problem:
+    """Returns the problem of a plain product in which patches that do not overlap are columns, along the last axis.
+
+    That is where the result is spread by as much as its windows are long, as the gradient of patches and what
+    transposed convolutions of such make: each of its pixels along the axis is one of a column, in the same memory.
+    """
+    view, taps = problem.a.view, problem.bs[0].view
+    if not isinstance(view, Im2col) or not isinstance(taps, Taps) or view.groups > 1:
+        return problem
+    image, grid, window, *rest = _axes(view)[-1]
+    flipped = (taps.stored[-1], taps.first[-1], taps.step[-1]) == (window, window - 1, -1)
+    if not flipped or problem.bs[0].contiguous == "mn" or rest != [1, 1, window, window - 1] or grid != image * window:
+        return problem
+    axes = [*_axes(view)[:-1], (image, image, 1, 1, 1, 1, 0)]
+    view = dataclasses.replace(view, **dict(zip(_AXES, map(tuple, zip(*axes, strict=True)), strict=True)))
+    stored, window_of, first, step = (x[:-1] for x in (taps.stored, taps.window, taps.first, taps.step))
+    taps = Taps((*stored, 1), (*window_of, 1), (*first, 0), (*step, -1))
+    how: dict[str, Any] = {"out_dtype": problem.out_dtype, "device": problem.device}
+    found = forward(view, problem.n * window, taps, transposed=True, dtype=problem.a.dtype, **how)
+    a, bs = (dataclasses.replace(x, batch=y.batch) for x, y in ((found.a, problem.a), (found.bs[0], problem.bs[0])))
+    bs = (bs.of(problem.bs[0].dtype),)
+    return dataclasses.replace(found, a=a, bs=bs, batch=problem.batch, epilogue=problem.epilogue)
 
 
 _AXES = ("image", "grid", "window", "strides", "dilation", "spread", "low")

@@ -334,15 +334,8 @@ class Problem:
         if self.groups and not self.groups.count:
             return 0
         if isinstance(self.a.view, Im2col):
-            return (
-                2
-                * self.n
-                * self.a.view.images
-                * self.a.view.pairs
-                * self.a.view.channels
-                * self.batch_size
-                * self.products
-            )
+            multiplied = self.a.view.images * self.a.view.pairs * self.a.view.channels
+            return 2 * self.n * multiplied * self.batch_size * self.products
         return 2 * self.m * self.n * self.k * self.batch_size * self.products
 
     @functools.cached_property

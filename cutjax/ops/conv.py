@@ -16,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
 from cutjax.binding.explicit import automatic, axes
-from cutjax.binding.rules import any_divided
+from cutjax.binding.rules import any_reduced
 from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.kernels.families import AnyConfig
 from cutjax.ops.arguments import check_config, check_epilogue, integer, promote, weights
@@ -111,8 +111,8 @@ def conv(
 
     Args:
       x: images ``[n, *spatial, c]``.
-      w: weights ``[*window, c / groups, channels]``. dtypes promote as in ``cutjax.gemm``. With an epilogue also a tuple
-        of two or three of equal shape and dtype; the epilogue then takes as many accumulators.
+      w: weights ``[*window, c / groups, channels]``. dtypes promote as in ``cutjax.gemm``. With an epilogue also a
+        tuple of two or three of equal shape and dtype; the epilogue then takes as many accumulators.
       window_strides: an int, or one for each axis.
       padding: "SAME", "SAME_LOWER", "VALID", or for each axis a pair ``(low, high)``, negative too; an int, and an int
         for each axis, pads both sides alike.
@@ -216,9 +216,8 @@ def _conv(
     where, several = "conv", isinstance(out_dtype, tuple)
     x, *bs, dtype, weak = promote(x, ws, None if several else out_dtype, where, narrow=True)
     try:
-        found = jax.make_jaxpr(functools.partial(lax.conv_general_dilated, **given))(
-            *(jax.ShapeDtypeStruct(y.shape, x.dtype) for y in (x, bs[0]))
-        )
+        avals = (jax.ShapeDtypeStruct(y.shape, x.dtype) for y in (x, bs[0]))
+        found = _by_lax("conv_general_dilated", given)[1].trace(*avals).jaxpr
     except Exception as error:
         raise type(error)(f"{where}: {error}") from None
     plan = planned(found.eqns[-1].params, x.shape, bs[0].shape, found.out_avals[0].shape)
@@ -300,7 +299,7 @@ def conv_general_dilated(
 
     Arrays that do not have their channels last are transposed around the product; ``explain`` says which. What no
     kernel could ever compute is left to ``jax.lax.conv_general_dilated``: no spatial axes or more than three, sizes but
-    that of the batch that are symbolic (``jax.export``), and operands on explicit mesh axes.
+    that of the batch that are symbolic (``jax.export``), and images that are divided over explicit mesh axes.
 
     Args:
       lhs: images.
@@ -334,7 +333,7 @@ def conv_general_dilated(
         "preferred_element_type": preferred_element_type,
         "out_sharding": out_sharding,
     }
-    return _drop_in("conv_general_dilated", lhs, rhs, functools.partial(lax.conv_general_dilated, **given))
+    return _drop_in("conv_general_dilated", lhs, rhs, given)
 
 
 def conv_transpose(
@@ -380,31 +379,35 @@ def conv_transpose(
         "precision": precision,
         "preferred_element_type": preferred_element_type,
         "use_consistent_padding": use_consistent_padding,
+        "transpose_kernel": transpose_kernel,
     }
-    of_lax = functools.partial(lax.conv_transpose, **given)
-    if not transpose_kernel:
-        return _drop_in("conv_transpose", lhs, rhs, of_lax)
-    return _drop_in("conv_transpose", lhs, rhs, functools.partial(of_lax, transpose_kernel=True), flipped=True)
+    return _drop_in("conv_transpose", lhs, rhs, given, flipped=bool(transpose_kernel))
 
 
-def _drop_in(where: str, lhs: Any, rhs: Any, of_lax: Callable[..., Any], flipped: bool = False) -> jax.Array:
+def _drop_in(where: str, lhs: Any, rhs: Any, given: dict[str, Any], flipped: bool = False) -> jax.Array:
     """Computes one of lax's functions of two arrays as a product, or by that function where there is no product."""
     lhs, rhs = unwrapped(lhs), unwrapped(rhs)
+    of_lax, traced = _by_lax(where, given)
     if not (is_array_like(lhs) and is_array_like(rhs)):
         return of_lax(lhs, rhs)  # says what is wrong
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    closed = jax.make_jaxpr(of_lax)(lhs, rhs)  # says what is wrong with the rest
-    (out,), eqn = closed.out_avals, closed.eqns[-1]
+    found = traced.trace(lhs, rhs).jaxpr  # says what is wrong with the rest
+    (out,), params = found.out_avals, found.eqns[-1].params
     backend = backends.resolve(None, where)
-    if 0 in (*lhs.shape, *rhs.shape, *out.shape):
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    if 0 in (*lhs.shape, *rhs.shape, *out.shape):  # zeros, or nothing at all
         return of_lax(lhs, rhs)
-    params = eqn.params
-    if (reason := _left_to_lax(lhs, rhs, params)) is not None:
+    if reason := _left_to_lax(lhs, rhs, params, out):
         if backend == "cuda":
             raise NotImplementedError(f"{where}: backend 'cuda' has no kernel: {reason}")
         return of_lax(lhs, rhs)
+    return _product(lhs, rhs, where=where, params=params, out=out, flipped=flipped, backend=backend)
+
+
+@automatic(lambda out, **_: lambda result: list(out.sharding.spec))
+def _product(
+    lhs: jax.Array, rhs: jax.Array, *, where: str, params: Any, out: Any, flipped: bool, backend: str
+) -> jax.Array:
     plan = planned(params, lhs.shape, rhs.shape, out.shape, flipped)
-    hints = Hints(plan.copies(lhs, rhs, out, ("lhs", "rhs")))
     d = products.multiply(
         plan.product,
         plan.images(lhs),
@@ -412,20 +415,42 @@ def _drop_in(where: str, lhs: Any, rhs: Any, of_lax: Callable[..., Any], flipped
         out_dtype=out.dtype,
         precision=dot_precision.canonical(params["precision"], where),
         backend=backend,
-        hints=hints,
+        hints=Hints(plan.copies(lhs, rhs, out, ("lhs", "rhs"))),
     )
     return converted(plan.result(d), out.dtype, out.weak_type)
 
 
-def _left_to_lax(lhs: jax.Array, rhs: jax.Array, params: Any) -> str | None:
-    """Returns the reason against a kernel whatever the sizes; None where there is none."""
+def _by_lax(name: str, given: dict[str, Any]) -> tuple[Callable[..., Any], Any]:
+    """Returns lax's function with arguments, and the same one jitted; the same objects for the same."""
+    arguments = tuple(sorted((key, _as_tuples(value)) for key, value in given.items()))
+    try:
+        return _kept(name, arguments, repr(arguments))
+    except TypeError:  # not hashable, so nothing that lax takes
+        return _kept.__wrapped__(name, arguments, "")
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept(name: str, arguments: tuple[tuple[str, Any], ...], shown: str) -> tuple[Callable[..., Any], Any]:
+    """Returns the same objects for the same arguments, ``shown`` too, since 1, 1.0 and True are equal."""
+    function = functools.partial(getattr(lax, name), **dict(arguments))
+    return function, jax.jit(function)
+
+
+def _as_tuples(value: Any) -> Any:
+    """Returns sequences as tuples."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) or type(value) is tuple else value
+
+
+def _left_to_lax(lhs: jax.Array, rhs: jax.Array, params: Any, out: Any) -> str:
+    """Returns the reason against a kernel whatever the sizes; "" where there is none."""
     if not 3 <= lhs.ndim <= 5:
         return f"images have one to three axes, got {lhs.ndim - 2}"
-    batch = params["dimension_numbers"].lhs_spec[0]
-    sizes = (*(size for axis, size in enumerate(lhs.shape) if axis != batch), *rhs.shape)
-    several = params["batch_group_count"] > 1
-    if any(map(jax.export.is_symbolic_dim, (*sizes, *(lhs.shape if several else ())))):
+    batch, _, *image = params["dimension_numbers"].lhs_spec
+    known = (*(size for axis, size in enumerate(lhs.shape) if axis != batch or params["batch_group_count"] > 1),)
+    if any(map(jax.export.is_symbolic_dim, (*known, *rhs.shape))):
         return f"it needs known sizes but that of the batch, got {lhs.shape}, {rhs.shape}"
-    if any_divided(lhs, rhs) or params.get("out_sharding") is not None:
-        return "operands on explicit mesh axes are jax.lax's"
-    return None
+    if any_reduced(lhs, rhs, out):
+        return "operands and results that are reduced, or not yet, over mesh axes are jax.lax's"
+    if any(jax.typeof(lhs).sharding.spec[axis] is not None for axis in image):
+        return "images that are divided over explicit mesh axes are jax.lax's"
+    return ""

@@ -40,14 +40,14 @@ class Convolution(Product):
       "transposed"  by weights ``b [..., *window, n / groups, channels]`` whose taps are flipped
       "weights"     by images ``b [..., images, *grid, n]``: the gradient of weights
 
-    The first two are ``[..., images, *grid, n]``, the last one is ``[..., *window, channels / groups, n]``. Window p has
-    at tap t the image's element at place ``(strides * p + dilation * t - low) / spread``, where there is one.
+    The first two are ``[..., images, *grid, n]``, the last one is ``[..., *window, channels / groups, n]``. A window's
+    place p and tap t meet the image's element ``(strides * p + dilation * t - low) / spread``, where there is one.
 
     Attributes:
       form: one of the three.
       image, window, strides, dilation, spread: as those of ``kernels.operand.Im2col``.
       padding: elements of zero before and after each axis of the images as they are spread, ``(low, high)``.
-      feature_groups: of channels; the first ``n / feature_groups`` columns have the first ``channels / feature_groups``.
+      feature_groups: of channels; the first ``n / groups`` columns have the first ``channels / groups``.
     """
 
     form: str
@@ -194,6 +194,9 @@ class Convolution(Product):
         batch = lax.broadcast_shapes(of_a, of_b)
         return dataclasses.replace(found, a=dataclasses.replace(found.a, batch=of_a), bs=(matrices,), batch=batch)
 
+    def in_order(self, problem: Problem) -> Problem:
+        return convolution.with_patches(problem) if problem.plain else problem
+
     def cotangent(
         self, i: int, g: jax.Array, other: jax.Array, precision: Canonical
     ) -> tuple[Convolution, tuple[jax.Array, jax.Array], Canonical]:
@@ -203,9 +206,23 @@ class Convolution(Product):
             return self._inverse("transposed"), (other, g), precision
         if i == 0:
             return self._inverse("transposed" if self.form == "forward" else "forward"), (g, other), precision
-        if self.form == "forward":
+        if self.form == "forward" and not self._is_spread:
             return self._with_form("weights"), (other, g), precision
         return self._inverse("weights"), (g, other), precision
+
+    @property
+    def _is_spread(self) -> bool:
+        """True if the gradient of weights is of the result's windows: those of the images would be of zeros mostly."""
+        return set(self.strides) == {1} and set(self.spread) != {1}
+
+    def restored(self, i: int, d: jax.Array) -> jax.Array:
+        """Returns weights from those of the inverse product: taps in order, and channels in each other's place."""
+        if i == 0 or self.form != "forward" or not self._is_spread:
+            return d
+        *_, n, channels = d.shape
+        groups, at = self.feature_groups, d.ndim - 2  # [.., n / groups, channels] to [.., channels / groups, n]
+        d = lax.rev(d, range(at - len(self.window), at)).reshape(*d.shape[:at], n, groups, channels // groups)
+        return jnp.moveaxis(d, at + 2, at).swapaxes(-1, -2).reshape(*d.shape[:at], channels // groups, groups * n)
 
     def written(self, accumulator: np.dtype, dtype: np.dtype, on_cuda: bool) -> np.dtype:
         """Returns the operands' dtype where they have 16 bits: cuDNN has no such convolution with a wider result."""

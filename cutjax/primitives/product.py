@@ -76,6 +76,10 @@ class Product:
         """
         raise NotImplementedError
 
+    def restored(self, i: int, d: jax.Array) -> jax.Array:
+        """Returns the cotangent of a (i = 0) or b (1), of the product that ``cotangent`` returns."""
+        return d
+
     def labels(self, a: Any, *rest: Any) -> tuple[list[Labels], Labels]:
         """Returns the names of the axes of a, the bs and the context, and those of the accumulators.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -266,10 +267,11 @@ def _cotangent(
     back = back.adding(to.shape, *factors).laid(to, *map(jax.typeof, factors))
     # Terms narrower than 32 bits are added in f32, and rounded once. One of 8 bits is made of f32 that a kernel writes.
     full = back.tile(*map(jax.typeof, (*factors, *sizes)))
-    dtype = to.dtype if full.shape == to.shape and to.dtype.itemsize > 1 else accumulator(to.dtype)
+    alone = math.prod(full.shape) == math.prod(to.shape)
+    dtype = to.dtype if alone and to.dtype.itemsize > 1 else accumulator(to.dtype)
     # No config: a pinned kernel is for the product it was pinned to.
     d = multiply(back, *factors, *sizes, out_dtype=dtype, precision=precision, backend=backend, hints=hints)
-    return sum_to(d, to)
+    return sum_to(product.restored(i, d), to)
 
 
 def _dce(
