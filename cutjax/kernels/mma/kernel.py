@@ -133,6 +133,7 @@ def registers(problem: Problem, config: Config, way: Math, units: tuple[int, int
     beside = BESIDE + way.beside
     if config.tma and (way.name, way.accumulator) in (("dmma", "float64"), ("tf32", "float32")):
         beside = BESIDE_TMA
+    apart += views.registers(problem, config, way, units)
     return problem.products * tile * way.words + 2 * fragments + held + beside + apart
 
 

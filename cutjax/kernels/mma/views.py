@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from cutjax.kernels.arguments import Argument, Matrices
+from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.math import Math
 from cutjax.kernels.operand import Im2col, Operand, Taps
 from cutjax.kernels.problem import Problem
@@ -120,6 +121,44 @@ def reasons(problem: Problem, way: Math | None) -> list[str]:
     if view.groups > 1 and problem.n % view.groups:
         found.append(f"{problem.n} columns in {view.groups} groups")
     return found
+
+
+def registers(problem: Problem, config: Config, way: Math, units: tuple[int, int]) -> int:
+    """Estimates the registers that a thread has beside those of a product of plain operands.
+
+    It holds digits of what goes on with k, and places of what does not, for each of its lines and for each place along
+    them. Calibrated on the compiler's report: some 28 find room.
+    """
+    count = axes(problem)
+    if not count:
+        return 0
+    held = more = 0
+    for operand, tile, unit in ((problem.a, config.bm, units[0]), (problem.bs[0], config.bn, units[1])):
+        if not isinstance(operand.view, Im2col | Taps):
+            continue
+        lines, places = _loads(operand, tile, config, way)
+        along_k = operand.contiguous == "k"
+        of_taps = places if along_k else lines
+        held += (count + 1) * (lines + places if isinstance(operand.view, Im2col) else of_taps)
+        if way.fragments != "fma" and unit < 16:
+            more = max(more, 10 if unit > 4 else 14)
+        if way.fragments != "fma" and unit < 4:  # each piece is loaded to a register of its own
+            held += lines * places * (16 // unit - 5) + 40 * (count == 3 and not along_k)
+    return max(0, held + 4 * count + more - 28)
+
+
+def _loads(operand: Operand, tile: int, config: Config, way: Math) -> tuple[int, int]:
+    """Returns the lines that a thread copies of, and on each the places, as planes.cuh and tile.cuh have them."""
+    along_k, threads, size = operand.contiguous == "k", config.threads, operand.bytes(1)
+    if way.fragments == "fma":
+        count = -(-config.bk * tile // threads)
+        across = 8 if along_k else min(tile, max(32, threads // config.bk))
+        lines = max(1, tile // (threads // across)) if along_k else -(-count // (tile // across))
+    else:
+        rows, line = (tile, config.bk * size) if along_k else (config.bk, tile * size)
+        count = -(-rows * line // 16 // threads)
+        lines = max(1, rows // (threads // (math.gcd(128, line) // 16)))
+    return lines, -(-count // lines)
 
 
 def _channels(problem: Problem, operand: Operand) -> int:
