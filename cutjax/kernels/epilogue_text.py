@@ -58,6 +58,7 @@ def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
     epilogue = staging.epilogue
     fields, initial, tile, rows, chunks, pieces, fetched, staged = [], [], [], [], [], [], [], []
     by_tma = {i: slot for (i, _), slot in zip(staging.operands, staging.operand_slots, strict=True)}
+    at_row = "at[h]" if staging.places else "min(row + 8 * h, m - 1)"
     for i, spec in enumerate(epilogue.operands):
         dtype = f"Dtype::{DTYPES[spec.dtype].stored}"
         steps = f"step{i}_0, step{i}_1, step{i}_2"
@@ -79,23 +80,25 @@ def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
         if not spec.row and not spec.col:
             tile.append(f"x{i}.load_one(matrix{i});")
         elif not spec.col:
-            rows.append(f"x{i}[h].load_one(matrix{i} + min(row + 8 * h, m - 1) * {size}ll);")
+            rows.append(f"x{i}[h].load_one(matrix{i} + {at_row} * {size}ll);")
         elif not spec.row and staging.even:
             pieces.append(f"x{i}[j].load(matrix{i} + c * {size}ll);")
         elif not spec.row:
             pieces.append(f"x{i}[j].load_each(matrix{i} + c * {size}ll, matrix{i} + c1 * {size}ll);")
         elif not staging.apart:
-            at = f"matrix{i} + (min(row + 8 * h, m - 1) * static_cast<i64>(n) + c) * {size}"
+            at = f"matrix{i} + ({at_row} * static_cast<i64>(n) + c) * {size}"
             chunks.append(f"for (int h = 0; h < 2; ++h) x{i}[j][h].load({at});")
         else:
             place = "{} * static_cast<i64>(m) + r" if staging.swap else "r * static_cast<i64>(n) + {}"
             both = ", ".join(f"matrix{i} + ({place.format(c)}) * {size}" for c in ("c", "c1"))
             pieces.append("for (int h = 0; h < 2; ++h) {")
-            pieces.append("  int r = min(row + 8 * h, m - 1);")
+            pieces.append(f"  int r = {at_row};")
             pieces.append(f"  x{i}[j][h].load_each({both});")
             pieces.append("}")
 
-    if staging.pixels:
+    if staging.places:
+        fields.append("int at[2];  // of this lane's rows, where they lie")
+    elif staging.pixels:
         grid = [argument.name for argument in arguments if argument.name.startswith("pixels_grid")]
         fields.append("Pixels pixels;")
         initial.append(f"pixels{{{', '.join(grid)}}}")
@@ -358,7 +361,14 @@ def _rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
 
         partly = "if (!whole) " if staging.by_tma(out) else ""
         rows = f"store_columns<{unit}>" if gathered else f"store_rows<{unit}>"
-        stores.append(partly + call(staging.tile, staging.result_slots[place], rows))
+        if staging.places:
+            tile = f"buffer + {_at(staging.result_slots[place])}"
+            stores.append(
+                f"Staging<Dtype::{dtype}>::store_rows_at<{unit}>({matrix}, n, {pitch}, {tile}, x, y, rows, thread, "
+                "[this](int row) { return place(row); });"
+            )
+        else:
+            stores.append(partly + call(staging.tile, staging.result_slots[place], rows))
         mirror = ("Transposed",) if staging.tma else ("Staging", f"store_columns<{unit}>")
         mirrored += [call(mirror[0], slot, *mirror[1:]) for slot in staging.mirror_slots[place : place + 1]]
         clears.append(
@@ -376,12 +386,16 @@ def _rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
     def lines(statements: list[str]) -> str:
         return "".join("\n    " + statement for statement in statements)
 
+    pixels = [argument.name for argument in arguments if argument.name.startswith("pixels_")]
+    placed = f"""
+  // Where a row lies; of those past the last one, that.
+  DEVICE int place(int row) const {{ return Pixels{{{{{", ".join(pixels)}}}}}(min(row, m - 1)); }}"""
     by_threads = not all(staging.by_tma(out) for _, out in staging.results)
     return f"""#line 1 "rows (generated)"
 constexpr bool BY_THREADS = {str(by_threads).lower()};
 struct Rows {{
   int m, n;{"".join(f"{chr(10)}  {x};" for x in pointers)}
-
+{placed if staging.places else ""}
   // So many rows, or as many as there are, of a staged chunk, to row y and column x on of a matrix of each result.
   DEVICE void store(bool whole, u32 buffer, int x, int y, int batch, int rows, int thread) const {{
     rows = min(min(rows, STAGING_ROWS), m - y);{lines(stores)}

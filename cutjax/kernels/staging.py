@@ -94,6 +94,11 @@ class Staging:
         return "Transposed" if self.swap else "PixelStaging" if self.pixels else "TmaStaging"
 
     @property
+    def places(self) -> bool:
+        """True if threads store rows that are pixels apart, and find where each of them lies."""
+        return self.pixels and not self.tma
+
+    @property
     def apart(self) -> bool:
         """True if two neighbours of a row, in an array of full size, may not be loaded together."""
         return self.swap or not self.even
@@ -133,14 +138,16 @@ class Staging:
 
     @functools.cached_property
     def pixel_reasons(self) -> tuple[str, ...]:
-        """The reasons against an epilogue whose rows are pixels apart: TMA alone finds them in memory."""
+        """The reasons against an epilogue whose rows are pixels apart."""
         found = []
         if any(node.op == "iota" and node.params[0] == "row" for node in self.epilogue.nodes):
             found.append("a result in phases that depends on where its rows lie")
-        if any(spec.row and not (spec.col and self.by_tma(spec)) for spec in self.epilogue.operands):
-            found.append("a result in phases with operands that vary along rows and are no whole units of 16 bytes")
         if self.reductions:
             found.append("a reduction of a result in phases")
+        if self.places:
+            return tuple(found)
+        if any(spec.row and not (spec.col and self.by_tma(spec)) for spec in self.epilogue.operands):
+            found.append("a result in phases with operands that vary along rows and are no whole units of 16 bytes")
         if not all(self.by_tma(out) for _, out in self.results):
             found.append("a result in phases whose rows are no whole units of 16 bytes")
         return tuple(found)

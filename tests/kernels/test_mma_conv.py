@@ -3,128 +3,155 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import itertools
+from collections.abc import Sequence
+from typing import Any
 
-import conv_oracle
+import jax
 import jax.numpy as jnp
 import kernel_host
 import numpy as np
 import pytest
+import windows_cases
+from windows_cases import KINDS, view
 
 from cutjax.epilogue.expression import identity
-from cutjax.kernels import convolution
+from cutjax.epilogue.trace import trace
+from cutjax.kernels import convolution, prepared
 from cutjax.kernels.device import reference
 from cutjax.kernels.mma import kernel as mma
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.math import MATHS
-from cutjax.kernels.operand import Im2col, Taps
+from cutjax.kernels.operand import Im2col
 from cutjax.kernels.problem import Problem
 from cutjax.runtime.architectures import number
 
 needs_gxx = pytest.mark.skipif(not kernel_host.installed(), reason="needs g++")
 
 
-def problem_of(make, dtype: str, math_: str, arch: str, *args, **fields) -> Problem:
+def problem(of: Im2col, n: int, kind: str, dtype: str = "bfloat16", math: str = "", arch: str = "sm_80") -> Problem:
     """A convolution whose result is in the dtype that its products are added up in."""
-    of = next(x for x in MATHS[dtype, math_] if number(arch) in x.archs)
-    acc = np.dtype(of.accumulator)
-    asked = make(*args, dtype=jnp.dtype(dtype), epilogue=identity(acc, acc), device=reference(arch), **fields)
-    return dataclasses.replace(asked, math=math_)
+    way = next(x for x in MATHS[dtype, math] if number(arch) in x.archs)
+    acc = np.dtype(way.accumulator)
+    more: Any = {"dtype": jnp.dtype(dtype), "epilogue": identity(acc, acc), "device": reference(arch)}
+    return dataclasses.replace(windows_cases.asked(of, n, kind, **more), math=math)
 
 
-def integers(rng, shape, dtype):
-    low = 0 if dtype.startswith("uint") else -3
-    x = rng.integers(low, 4, shape).astype(np.float64)
-    return x + 1j * rng.integers(-3, 4, shape) if dtype.startswith("complex") else x
+def integers(asked: Problem, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    """Arrays of small integers, whose sums are exact."""
+    rng, dtype = np.random.default_rng(0), asked.a.dtype
+    found = [rng.integers(0 if dtype.kind == "u" else -2, 3, shape).astype(np.float64) for shape in shapes]
+    if dtype.kind == "c":
+        found = [x + 1j * rng.integers(-2, 3, x.shape) for x in found]
+    return [x.astype(dtype) for x in found]
 
 
-def run(asked: Problem, config: Config, arrays, tmp_path):
+def launched(asked: Problem, config: Config, arrays: list[np.ndarray], tmp_path) -> np.ndarray:
+    """What the kernels of a call make of arrays, in a result full of another number."""
     kernel = mma.resolved(asked, config)
-    result = kernel_host.aligned(np.full((asked.m, asked.n), 7).astype(asked.out_dtype))
-    kernel_host.run(kernel, [*map(kernel_host.aligned, arrays), result], tmp_path)
-    return result
+    given, _ = prepared.make(kernel.prepared, convolution.as_read(asked, list(map(jnp.asarray, arrays))))
+    shape = (config.splits, asked.m, asked.n) if config.splits > 1 else (asked.m, asked.n)
+    result = kernel_host.aligned(np.full(shape, 7).astype(asked.accumulator if config.splits > 1 else asked.out_dtype))
+    given = [kernel_host.aligned(np.asarray(x)) for x in given]
+    for phase in kernel.phases or (kernel,):
+        kernel_host.run(phase, [*given, result], tmp_path)
+    return result.sum(0) if config.splits > 1 else result
 
 
-def check_forward(view, n, dtype, math_, arch, config, tmp_path, taps=None, transposed=False):
-    rng = np.random.default_rng(0)
-    asked = problem_of(convolution.forward, dtype, math_, arch, view, n, taps, transposed=transposed)
-    taps = taps or Taps(view.window, view.window, (0,) * len(view.window), (1,) * len(view.window))
-    x = integers(rng, (view.images, *view.image, view.groups * view.channels), dtype)
-    shape = (n // view.groups, view.groups * view.channels) if transposed else (view.channels, n)
-    w = integers(rng, (*taps.stored, *shape), dtype)
-    found = run(asked, config, [x.astype(jnp.dtype(dtype)), w.astype(jnp.dtype(dtype))], tmp_path)
-    b = conv_oracle.weights(w, taps, "k" if transposed else "mn", view.groups, n)
-    expected = conv_oracle.in_columns(conv_oracle.windows(x, view) @ b)
-    np.testing.assert_array_equal(found.astype(x.dtype), expected)
+def check(asked: Problem, config: Config, of: Im2col, tmp_path) -> None:
+    """Asserts that a convolution of small integers is exact: ``asked`` is that of the view, maybe with fewer axes."""
+    whole = dataclasses.replace(asked, a=dataclasses.replace(asked.a, view=of))
+    shapes = windows_cases.shapes(whole)
+    with jax.enable_x64(asked.a.bits > 32):
+        x, w = integers(asked, *shapes)
+        found = launched(asked, config, [x, w], tmp_path)
+    wide = np.complex128 if asked.a.dtype.kind == "c" else np.float64
+    np.testing.assert_array_equal(found.astype(wide), windows_cases.product(whole, x, w, wide))
 
 
-def check_weights(view, n, dtype, math_, arch, config, tmp_path):
-    rng = np.random.default_rng(0)
-    asked = problem_of(convolution.weight_gradient, dtype, math_, arch, view, n)
-    x = integers(rng, (view.images, *view.image, view.groups * view.channels), dtype)
-    g = integers(rng, (view.rows, n), dtype)
-    found = run(asked, config, [x.astype(jnp.dtype(dtype)), g.astype(jnp.dtype(dtype))], tmp_path)
-    of_groups = np.moveaxis(g.reshape(view.rows, view.groups, -1), 1, 0)
-    expected = conv_oracle.in_columns(np.swapaxes(conv_oracle.windows(x, view), 1, 2) @ of_groups)
-    np.testing.assert_array_equal(found.astype(x.dtype), expected)
-
-
-def view_of(images, image, window, channels, strides=1, dilation=1, low=0, high=0, groups=1):
-    """A convolution of lax's arguments: those that are numbers are of all axes."""
-    strides, dilation, low, high = (
-        x if isinstance(x, tuple) else (x,) * len(image) for x in (strides, dilation, low, high)
-    )
-    grid = tuple(
-        (size + before + after - by * (taps - 1) - 1) // step + 1
-        for size, before, after, by, taps, step in zip(image, low, high, dilation, window, strides, strict=True)
-    )
-    assert min(grid) > 0
-    return Im2col(images, image, grid, window, strides, dilation, (1,) * len(image), low, channels, groups)
-
-
-# What a view is of; n; dtype, math, architecture; (bm, bn, bk, wm, wn, sliced_k, stages)
+VIEWS = {
+    "3x3": view(2, (7, 6), (3, 3), 8, low=(1, 1), high=(1, 1)),
+    "strided": view(3, (9, 11), (3, 5), 16, (2, 3), low=(1, 2), high=(0, 2)),
+    "dilated": view(1, (40,), (5,), 24, dilation=(3,), low=(6,), high=(6,)),
+    "cut": view(2, (12, 9), (2, 3), 8, low=(-2, 1), high=(1, -2)),
+    "causal": view(2, (33,), (4,), 2, low=(3,)),
+    "3-D": view(2, (5, 4, 6), (3, 2, 3), 4, (1, 2, 1), (1, 1, 2), low=(1, 0, 2), high=(1, 1, 2)),
+    "stem": view(1, (15, 14), (7, 7), 3, (2, 2), low=(3, 3), high=(3, 3)),
+    "one channel": view(2, (17,), (9,), 1, low=(4,), high=(4,)),
+    "groups": view(2, (6, 5), (3, 3), 8, low=(1, 1), high=(1, 1), groups=3),
+}
+# (dtype, math, architecture), (bm, bn, bk, wm, wn, sliced_k, stages)
 BF16 = ("bfloat16", "", "sm_80"), (64, 64, 32, 32, 32, 1, 3)
 F32 = ("float32", "", "sm_80"), (64, 64, 8, 32, 32, 1, 3)
-VIEWS = {
-    "3x3": view_of(2, (7, 6), (3, 3), 8, low=1, high=1),
-    "strided": view_of(3, (9, 11), (3, 5), 16, strides=(2, 3), low=(1, 2), high=(0, 2)),
-    "dilated": view_of(1, (40,), (5,), 24, dilation=3, low=6, high=6),
-    "cut": view_of(2, (12, 9), (2, 3), 8, low=(-2, 1), high=(1, -2)),
-    "causal": view_of(2, (33,), (4,), 2, low=3),
-    "3-D": view_of(2, (5, 4, 6), (3, 2, 3), 4, strides=(1, 2, 1), dilation=(1, 1, 2), low=(1, 0, 2), high=(1, 1, 2)),
-    "stem": view_of(1, (15, 14), (7, 7), 3, strides=2, low=3, high=3),
-    "one": view_of(2, (17,), (9,), 1, low=4, high=4),
-    "groups": view_of(2, (6, 5), (3, 3), 8, low=1, high=1, groups=3),
+
+
+def columns(of: Im2col) -> int:
+    return 24 if of.groups > 1 else 20
+
+
+def each(views: dict[str, Im2col], kinds: Sequence[str]):
+    """Every view with every kind of product, in one dtype or the other."""
+    names = itertools.product(enumerate(views), enumerate(kinds))
+    cases = [(name, kind, *(BF16, F32)[(i + j) % 2]) for (i, name), (j, kind) in names]
+    return pytest.mark.parametrize(
+        ("name", "kind", "way", "config"), cases, ids=lambda x: x if isinstance(x, str) else ""
+    )
+
+
+@needs_gxx
+@each(VIEWS, KINDS)
+def test_geometries(name, kind, way, config, tmp_path):
+    of = VIEWS[name]
+    check(problem(of, columns(of), kind, *way), Config(*config), of, tmp_path)
+
+
+SPREAD = {
+    "1-D": view(2, (9,), (4,), 8, spread=(2,), low=(2,), high=(2,)),
+    "fewer taps than phases": view(2, (7,), (2,), 8, spread=(3,), low=(1,), high=(2,)),
+    "2-D": view(2, (4, 5), (3, 2), 8, (1, 3), spread=(2, 2), low=(1, 1), high=(2, 1)),
+    "dilated": view(1, (5, 4), (3, 3), 6, dilation=(1, 2), spread=(2, 3), low=(2, 2), high=(1, 3)),
+    "3-D": view(1, (3, 3, 2), (3, 2, 2), 4, spread=(2, 1, 2), low=(1, 1, 0), high=(1, 0, 1)),
+    "groups": view(2, (4, 3), (3, 3), 8, spread=(2, 2), low=(1, 1), high=(2, 2), groups=3),
 }
 
 
 @needs_gxx
-@pytest.mark.parametrize("name", VIEWS)
-@pytest.mark.parametrize(("way", "config"), [BF16, F32], ids=["bf16", "f32"])
-def test_forward(name, way, config, tmp_path):
-    view = VIEWS[name]
-    check_forward(view, 24 if view.groups > 1 else 20, *way, Config(*config), tmp_path)
+@each(SPREAD, KINDS[:3])
+def test_phases(name, kind, way, config, tmp_path):
+    of = SPREAD[name]
+    check(problem(of, columns(of), kind, *way), Config(*config), of, tmp_path)
+
+
+WAYS = [
+    (("float16", "", "sm_75"), (32, 32, 32, 16, 16, 1, 2)),
+    (("float32", "", "sm_75"), (32, 32, 8, 16, 16, 1, 2)),
+    (("float32", "tf32", "sm_90a"), (64, 32, 16, 32, 16, 1, 3)),
+    (("float32", "tf32x3", "sm_80"), (32, 32, 16, 32, 32, 1, 3)),
+    (("float32", "bf16x3", "sm_80"), (32, 64, 32, 32, 32, 1, 3)),
+    (("float64", "", "sm_80"), (32, 32, 32, 16, 16, 1, 3)),
+    (("complex64", "", "sm_80"), (32, 32, 8, 16, 16, 1, 2)),
+    (("complex64", "tf32", "sm_80"), (32, 32, 16, 32, 16, 1, 2)),
+    (("int32", "", "sm_80"), (32, 64, 8, 32, 32, 1, 2)),
+    (("bfloat16", "", "sm_90a"), (32, 64, 64, 32, 32, 2, 2)),
+    (("int8", "", "sm_80"), (32, 64, 64, 32, 32, 1, 3)),
+    (("int8", "", "sm_75"), (32, 64, 128, 32, 32, 2, 2)),
+    (("float8_e4m3fn", "", "sm_89"), (32, 64, 64, 32, 32, 1, 3)),
+]
 
 
 @needs_gxx
-@pytest.mark.parametrize("name", VIEWS)
-@pytest.mark.parametrize(("way", "config"), [BF16, F32], ids=["bf16", "f32"])
-def test_weight_gradient(name, way, config, tmp_path):
-    view = VIEWS[name]
-    check_weights(view, 24 if view.groups > 1 else 20, *way, Config(*config), tmp_path)
-
-
-# How weights lie; the taps that are stored, the first of each axis and the step to the next.
-FLIPPED = Taps((3, 3), (3, 3), (2, 2), (-1, -1))
-SOME = Taps((5, 7), (3, 3), (0, 5), (2, -2))
+@pytest.mark.parametrize("i", [0, 1])
+@pytest.mark.parametrize(("way", "config"), WAYS, ids=lambda x: "-".join(map(str, x)))
+def test_dtypes(way, config, i, tmp_path):
+    j = WAYS.index((way, config)) + 2 * i
+    of = (VIEWS["strided"], VIEWS["stem"], VIEWS["groups"], SPREAD["2-D"])[j % 4]
+    kind = KINDS[j // 2 % (3 if way[0] in ("int8", "float8_e4m3fn") or j % 4 == 3 else 4)]
+    check(problem(of, columns(of), kind, *way), Config(*config), of, tmp_path)
 
 
 @needs_gxx
-@pytest.mark.parametrize("name", ["3x3", "groups"])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("taps", [FLIPPED, SOME], ids=["flipped", "some"])
-@pytest.mark.parametrize(("way", "config"), [BF16, F32], ids=["bf16", "f32"])
-def test_taps(name, transposed, taps, way, config, tmp_path):
-    view = VIEWS[name]
-    n = 24 if view.groups > 1 else 20
-    check_forward(view, n, *way, Config(*config), tmp_path, dataclasses.replace(taps, groups=view.groups), transposed)
+@pytest.mark.parametrize("kind", ["in order", "weights"])
+def test_splits(kind, tmp_path):
+    of = VIEWS["groups"]
+    config = Config(*BF16[1], splits=3)
+    check(problem(of, columns(of), kind, *BF16[0]), config, of, tmp_path)

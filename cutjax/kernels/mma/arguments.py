@@ -90,6 +90,8 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
         scalars |= {f"{name}_step{j}": step for j, step in enumerate(of.steps)}
         if not c.tma:
             scalars[f"{name}_pitch"] = operand.elements(of.row_bytes)
+    for name in views.constants(p):
+        del scalars[name]
     for name, value in scalars.items():
         yield integer(name, value, {"a_pitch": "a", "b_pitch": "b"}.get(name, ""))
     for name, of, operand in (("a", of_a, p.a), ("b", of_b, p.bs[0])) if not c.tma else ():
@@ -97,6 +99,7 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
     yield from gathered(p)
     for name, operand in (("a", p.a), ("b", p.bs[0])):
         yield from views.arguments(p, operand, name, c.bk)
+    yield from views.pixels(kernel.pixels)
     if column_groups > 1:
         yield integer("columns", views.columns(p))
         yield integer("d_pitch", p.n, "rows")

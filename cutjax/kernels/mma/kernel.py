@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -17,11 +19,12 @@ from cutjax.kernels.mma.arguments import arguments, operands_of, unit
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.math import Math, math_of
 from cutjax.kernels.mma.resolved import Resolved
-from cutjax.kernels.operand import Gathered, Im2col, Taps
-from cutjax.kernels.prepared import Prepared, Transpose, along_k
+from cutjax.kernels.operand import Gathered, Im2col, Pixels, Taps
+from cutjax.kernels.prepared import Prepared, Transpose
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import STORED, Staging, plan_staging
 from cutjax.runtime.architectures import number
+from cutjax.runtime.launch import MAX_LAUNCHES, Launch
 
 STAGING_BYTES = 8192  # bytes of a warp's staging buffer, at most where fewer columns make it so
 BARRIER_BYTES = 16  # of a stage that TMA loads
@@ -30,18 +33,22 @@ BESIDE_TMA = 31  # the same of float64 and TF32 whose tiles TMA loads: others ha
 
 
 @functools.lru_cache(maxsize=1024)
-def staging_of(problem: Problem, swap: bool = False) -> Staging:
-    """Returns the staging of a problem's epilogue, with the operands as they are or swapped."""
+def staging_of(problem: Problem, swap: bool = False, pixels: bool = False) -> Staging:
+    """Returns the staging of a problem's epilogue, with the operands as they are or swapped.
+
+    Rows may be pixels apart in the images of the result.
+    """
     multiplied = problem.transposed if swap else problem
     layout = swap, math.gcd(views.columns(problem), 16), views.columns(multiplied) % 2 == 0
-    return plan_staging(multiplied.epilogue, problem.symmetric, *layout, tma=False)
+    return plan_staging(multiplied.epilogue, problem.symmetric, *layout, tma=False, pixels=pixels)
 
 
 @functools.lru_cache(maxsize=1024)
 def reasons(problem: Problem) -> tuple[str, ...]:
     """Returns the reasons against every kernel of this family; empty when one serves."""
-    staging = staging_of(problem)
+    staging = staging_of(problem, pixels=views.spread(problem))
     found = [] if problem.plain else list(staging.reasons)
+    found += staging.pixel_reasons if staging.pixels else ()
     if number(problem.arch) < 75:
         return (f"architecture {problem.arch}: the kernels are for sm_75 and later",)
     found += shared.of_operands(problem, (Gathered, Im2col), (Taps,))
@@ -65,10 +72,16 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     return tuple(found)
 
 
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Kernel(Resolved, base.Kernel):
-    """One config resolved for one problem."""
+    """One config resolved for one problem.
+
+    Attributes:
+      phases: the kernels of the parts of a convolution whose images are spread, of which this is the first.
+    """
 
     family = "mma"
+    phases: tuple[Kernel, ...] = ()
 
     @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:
@@ -82,7 +95,13 @@ class Kernel(Resolved, base.Kernel):
 
     def launch_us(self, device: Device) -> float:
         """Returns the predicted time of one launch, and of preparing its operands."""
-        return slim.predict(self, device) if self.config.slim else cost.predict(self, device)
+        predict = slim.predict if self.config.slim else cost.predict
+        return sum(predict(kernel, device) for kernel in self.phases or (self,))
+
+    def _launches(self, compiled: Callable[[base.Kernel], bytes]) -> tuple[Launch, ...]:
+        """Returns the launches of all phases, which have one text."""
+        code = compiled(self)
+        return tuple(kernel._launch(code) for kernel in self.phases or (self,))
 
     @property
     def grid(self) -> base.Grid:
@@ -93,14 +112,16 @@ class Kernel(Resolved, base.Kernel):
 def prepared(asked: Problem, taken: Problem) -> tuple[Prepared, ...]:
     """Returns the operands that are transposed before the launch, as they lie otherwise than a kernel takes them."""
     matrices = asked.matrices[1]
-    arrays = [("a", asked.a, taken.a, asked.m * asked.matrices[0])]
+    arrays = [("a", asked.a, taken.a, asked.m, asked.matrices[0])]
     if not asked.symmetric:
-        arrays += [("b", b, of, asked.n * matrices) for b, of in zip(asked.bs, taken.bs, strict=True)]
+        arrays += [("b", b, of, asked.n, matrices) for b, of in zip(asked.bs, taken.bs, strict=True)]
     found = []
-    for i, (name, given, of, rows) in enumerate(arrays):
+    for i, (name, given, of, length, count) in enumerate(arrays):
         if given != of:
-            size = given.bytes(rows * asked.k)
-            found.append(Prepared(name, i, (Transpose(),), size, size))
+            rows, columns = given.array(length, asked.k)
+            size = given.bytes(count * rows * columns)
+            shape = (math.prod(given.view.stored), -1, columns) if isinstance(given.view, Taps) else ()
+            found.append(Prepared(name, i, (Transpose(shape),), size, size))
     return tuple(found)
 
 
@@ -133,6 +154,7 @@ def registers(problem: Problem, config: Config, way: Math, units: tuple[int, int
     beside = BESIDE + way.beside
     if config.tma and (way.name, way.accumulator) in (("dmma", "float64"), ("tf32", "float32")):
         beside = BESIDE_TMA
+    apart += views.registers(problem, config, way, units)
     return problem.products * tile * way.words + 2 * fragments + held + beside + apart
 
 
@@ -167,18 +189,38 @@ def chunk_of(staging: Staging, wn: int) -> int:
 
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     """Returns the kernel, or every reason why the config cannot serve the problem."""
-    asked, found = problem, list(reasons(problem))
-    way = math_of(problem)
-    if way is None or found:
-        return tuple(found)
-    problem = along_k(problem) if way.along_k and not config.slim else problem
+    if found := reasons(problem):
+        return found
+    if not views.spread(problem):
+        return _resolve(problem, config)
+    if config.splits > 1:
+        return (f"splits={config.splits}: parts of phases",)
+    parts = views.phases(problem)
+    if len(parts) > MAX_LAUNCHES:
+        return (f"{len(parts)} phases: a call has at most {MAX_LAUNCHES} launches",)
+    kernels = []
+    for part, pixels in parts:
+        kernel = _resolve(part, config, pixels)
+        if isinstance(kernel, tuple):
+            return kernel
+        # One copy of an operand serves all.
+        kernels.append(dataclasses.replace(kernel, prepared=()) if kernels else kernel)
+    return dataclasses.replace(kernels[0], phases=tuple(kernels))
+
+
+def _resolve(problem: Problem, config: Config, pixels: Pixels | None = None) -> Kernel | tuple[str, ...]:
+    """Returns the kernel of a problem, which may be a phase of one."""
+    asked, way, found = problem, math_of(problem), []
+    assert way is not None
+    problem = views.along_k(problem) if way.along_k and not config.slim else problem
     if config.splits > 1:
         problem = problem.bare
         if problem.divided == "m":
             found.append(f"splits={config.splits}: the contraction of groups of rows is whole")
     if config.swap and (why := slim.swap_reasons(problem)):
         return (*found, *why)
-    staging, device, size = staging_of(problem, config.swap), problem.device, problem.a.bytes(1)
+    staging, device = staging_of(problem, config.swap, pixels is not None), problem.device
+    size = problem.a.bytes(1)
     bare, problem = problem, problem.transposed if config.swap else problem
     slices = config.bk // way.k // config.sliced_k
     if config.slim:
@@ -238,6 +280,7 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         staging=staging,
         prepared=prepared(asked, bare) if way.along_k else (),
         units=units,
+        pixels=pixels,
         chunk=chunk,
         stage_bytes=stage_bytes,
         buffer_bytes=buffer_bytes,

@@ -7,6 +7,7 @@ import dataclasses
 from cutjax.kernels import base
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.math import Math
+from cutjax.kernels.operand import Pixels
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -16,11 +17,13 @@ class Resolved(base.Resolved):
     Attributes:
       way: how the operands are multiplied.
       units: bytes that rows of a, and of b, begin at multiples of.
+      pixels: what rows of the result are, where it is that of a phase.
     """
 
     config: Config
     way: Math
     units: tuple[int, int]
+    pixels: Pixels | None = None
 
     @property
     def name(self) -> str:
@@ -29,6 +32,7 @@ class Resolved(base.Resolved):
         units = "" if self.units == (16, 16) else f"_u{self.units[0]}_{self.units[1]}"
         pitch = self.staging.pitch
         odd = "_odd" * (self.config.swap and not self.staging.even)
+        units += "_phases" * (self.pixels is not None)
         return name + units + (f"_pitch{pitch}" if pitch < 16 else "") + odd
 
     @property

@@ -63,6 +63,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "RAGGED_K": problem.divided == "k",
         "AXES": views.axes(problem),
         "COLUMN_GROUPS": views.groups(problem) > 1,
+        **views.constants(problem),
         "EPILOGUE_COLUMNS": config.wn,
         "D_CHUNK": kernel.chunk,
         "PIECE": 8 if kernel.chunk % 16 else 16,
@@ -76,6 +77,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     accumulator = f"#define F16_ACCUMULATORS {int(way.name == 'f16_f16')}\n#define ACCUMULATOR {carrier}\n"
     accumulator += f"#define TMA {int(config.tma)}\n"
     accumulator += f"#define COLUMNS {'columns' if views.groups(problem) > 1 else 'n'}\n"
+    accumulator += f"#define PIXELS {int(kernel.staging.places)}\n"
     return sources.source(
         kernel.name,
         constants,
@@ -95,6 +97,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "mma/math.cuh",
             "mma/instruction.cuh",
             *_multiply(kernel),
+            *["mma/pixels.cuh"] * kernel.staging.places,
             epilogue_text(kernel.staging, arguments, problem.divided),
             "mma/epilogue.cuh",
             "mma/gemm.cuh",
@@ -126,6 +129,7 @@ def _views(kernel: Resolved) -> list[str]:
     """Returns the files of the operands' views, and which is whose."""
     plain = f"mma/load_plain{'_tma' * kernel.config.tma}.cuh"
     found = [type(operand.view) for operand in (kernel.multiplied.a, kernel.multiplied.bs[0])]
-    files = [f"mma/load_{_FILES[view]}.cuh" for view in found if view in _FILES]
+    files = ["mma/digits.cuh"] if views.axes(kernel.multiplied) else []
+    files += [f"mma/load_{_FILES[view]}.cuh" for view in found if view in _FILES]
     names = [view.__name__ if view in _FILES else "Plain" for view in found]
     return [plain, *files, f"using ViewA = {names[0]};\nusing ViewB = {names[1]};\n"]

@@ -2,19 +2,69 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
+from cutjax.kernels import convolution, prepared
 from cutjax.kernels.arguments import Argument, Matrices
+from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.math import Math
-from cutjax.kernels.operand import Im2col, Operand, Taps
+from cutjax.kernels.operand import Im2col, Operand, Pixels, Taps
 from cutjax.kernels.problem import Problem
 from cutjax.runtime.launch import Int64
 
 
 def axes(problem: Problem) -> int:
-    """Returns the axes of the images whose windows a is; 0 of any other a."""
-    return len(problem.a.view.image) if isinstance(problem.a.view, Im2col) else 0
+    """Returns the axes of the images whose windows a is, or of the taps that b is; 0 of any other operands."""
+    if isinstance(problem.a.view, Im2col):
+        return len(problem.a.view.image)
+    return len(problem.bs[0].view.window) if isinstance(problem.bs[0].view, Taps) else 0
+
+
+def spread(problem: Problem) -> bool:
+    """True if there are zeros between the elements of the images whose windows a is."""
+    return isinstance(problem.a.view, Im2col) and set(problem.a.view.spread) != {1}
+
+
+def phases(problem: Problem) -> list[tuple[Problem, Pixels]]:
+    """Returns the parts of a forward convolution whose images are spread, and the pixels that their rows are.
+
+    One that has no tap has a contraction of length 0.
+    """
+    view, b = problem.a.view, problem.bs[0]
+    assert isinstance(view, Im2col)
+    axes, found = len(view.window), []
+    in_order = Taps(view.window, view.window, (0,) * axes, (1,) * axes, view.groups)
+    for of, taps, pixels in convolution.phases(view, b.view if isinstance(b.view, Taps) else in_order):
+        k = of.columns
+        if k == 0:
+            of = dataclasses.replace(of, window=(1,) * axes)
+            taps = dataclasses.replace(taps, window=of.window, first=(0,) * axes)
+        a, bs = dataclasses.replace(problem.a, view=of), (dataclasses.replace(b, view=taps),) * len(problem.bs)
+        if of.rows > 0:
+            found.append((dataclasses.replace(problem, m=of.rows, k=k, a=a, bs=bs), pixels))
+    return found
+
+
+def along_k(problem: Problem) -> Problem:
+    """Returns the problem of operands along the contraction; taps are transposed in one group."""
+    taken = prepared.along_k(problem)
+    bs = [
+        dataclasses.replace(b, view=dataclasses.replace(b.view, groups=1))
+        if isinstance(b.view, Taps) and b != given
+        else b
+        for b, given in zip(taken.bs, problem.bs, strict=True)
+    ]
+    return dataclasses.replace(taken, bs=tuple(bs))
+
+
+def constants(problem: Problem) -> dict[str, int]:
+    """Returns what kernels of other problems are told in arguments, of which a launch has a limited number."""
+    if not axes(problem):
+        return {}
+    found = {"batch1": 1, "a_step0": 0, "a_step1": 0, "b_step0": 0, "b_step1": 0}
+    return found if groups(problem) > 1 else {**found, "batch": 1, "batch2": 1, "a_step2": 0, "b_step2": 0}
 
 
 def groups(problem: Problem) -> int:
@@ -45,7 +95,7 @@ def matrices(problem: Problem, operand: Operand, row_bytes: int) -> Matrices | N
         return Matrices(row_bytes, operand.bytes(view.channels), count, (0, 0, 1))
     if count > 1 and isinstance(view, Taps) and operand.contiguous == "k" and view.groups > 1:
         # The columns count on through the groups.
-        apart = operand.bytes(_channels(problem, operand)) - columns(problem) * row_bytes
+        apart = operand.bytes(_channels(problem)) - columns(problem) * row_bytes
         return Matrices(row_bytes, apart, count, (0, 0, 1))
     return None
 
@@ -53,7 +103,7 @@ def matrices(problem: Problem, operand: Operand, row_bytes: int) -> Matrices | N
 def unit(problem: Problem, operand: Operand) -> int:
     """Returns the largest power of two of bytes, at most 16, that divides what a kernel copies in one piece."""
     if isinstance(operand.view, Im2col) or (isinstance(operand.view, Taps) and operand.contiguous == "k"):
-        return math.gcd(16, operand.bytes(_channels(problem, operand)))
+        return math.gcd(16, operand.bytes(_channels(problem)))
     if operand.contiguous == "k":
         return math.gcd(16, operand.bytes(problem.k))
     return math.gcd(16, operand.bytes(columns(problem)))
@@ -61,7 +111,7 @@ def unit(problem: Problem, operand: Operand) -> int:
 
 def arguments(problem: Problem, operand: Operand, name: str, bk: int) -> Iterator[Argument]:
     """Yields the arguments of an operand's view, in the order of its `Source`, of blocks of so many elements of k."""
-    view, channels = operand.view, _channels(problem, operand)
+    view, channels = operand.view, _channels(problem)
     if isinstance(view, Im2col):
         along_k = operand.contiguous == "k"
         *digits, last = _digits(bk, (*view.window, channels) if along_k else (view.images, *view.grid))
@@ -78,6 +128,13 @@ def arguments(problem: Problem, operand: Operand, name: str, bk: int) -> Iterato
         for i, (size, digit, step) in enumerate(zip(view.window, digits, _tap_steps(problem, operand), strict=True)):
             yield _two(f"{name}_window{i}", size, digit, name)
             yield Argument(f"i64 {name}_tap{i}", Int64(view.step[i] * step), name)
+
+
+def pixels(of: Pixels | None) -> Iterator[Argument]:
+    """Yields the arguments of the pixels that rows of the result are."""
+    for i, size in enumerate(of.grid if of else ()):
+        yield _two(f"pixels_sizes{i}", size, of.image[i], "rows")
+        yield _two(f"pixels_places{i}", of.first[i], of.step[i], "rows")
 
 
 def first_byte(problem: Problem, operand: Operand) -> int:
@@ -109,12 +166,12 @@ def counts(problem: Problem) -> dict[str, int]:
 def reasons(problem: Problem, way: Math | None) -> list[str]:
     """Returns the reasons against a convolution."""
     found, view = [], problem.a.view
+    if isinstance(problem.bs[0].view, Taps) and (problem.a.contiguous == "mn" or problem.batch or problem.groups):
+        found.append(f"taps of b in layout {problem.layout}, a batch or groups: they are weights of windows")
     if not isinstance(view, Im2col):
-        return [f"{name} by taps: those of windows" for name in "b" if isinstance(problem.bs[0].view, Taps)]
-    if not 1 <= len(view.image) <= 3:
-        found.append(f"windows along {len(view.image)} axes: kernels read those along 1 to 3")
-    if set(view.spread) != {1}:
-        found.append(f"windows of images spread by {'x'.join(map(str, view.spread))}")
+        return found
+    if spread(problem) and problem.a.contiguous == "mn":
+        found.append(f"windows of images spread by {'x'.join(map(str, view.spread))} along the rows of the result")
     if way and way.along_k and problem.a.contiguous != "k":
         found.append(f"windows in layout {problem.layout}: operands of 8 bits lie along k")
     if view.groups > 1 and problem.n % view.groups:
@@ -122,12 +179,50 @@ def reasons(problem: Problem, way: Math | None) -> list[str]:
     return found
 
 
-def _channels(problem: Problem, operand: Operand) -> int:
-    """Returns the channels of a tap, in one group."""
-    view = operand.view
-    if isinstance(view, Taps):
-        return problem.k // math.prod(view.window)
-    return view.channels if isinstance(view, Im2col) else 0
+def registers(problem: Problem, config: Config, way: Math, units: tuple[int, int]) -> int:
+    """Estimates the registers that a thread has beside those of a product of plain operands.
+
+    It holds digits of what goes on with k, and places of what does not, for each of its lines and for each place along
+    them. Calibrated on the compiler's report: some 28 find room.
+    """
+    count = axes(problem)
+    if not count:
+        return 0
+    held = more = 0
+    for operand, tile, unit in ((problem.a, config.bm, units[0]), (problem.bs[0], config.bn, units[1])):
+        if not isinstance(operand.view, Im2col | Taps):
+            continue
+        lines, places = _loads(operand, tile, config, way)
+        along_k = operand.contiguous == "k"
+        of_taps = places if along_k else lines
+        held += (count + 1) * (lines + places if isinstance(operand.view, Im2col) else of_taps)
+        if way.fragments != "fma" and unit < 16:
+            more = max(more, 10 if unit > 4 else 14)
+        if way.fragments != "fma" and unit < 4:  # each piece is loaded to a register of its own
+            held += lines * places * (16 // unit - 5) + 40 * (count == 3 and not along_k)
+    return max(0, held + 4 * count + more - 28)
+
+
+def _loads(operand: Operand, tile: int, config: Config, way: Math) -> tuple[int, int]:
+    """Returns the lines that a thread copies of, and on each the places, as planes.cuh and tile.cuh have them."""
+    along_k, threads, size = operand.contiguous == "k", config.threads, operand.bytes(1)
+    if way.fragments == "fma":
+        count = -(-config.bk * tile // threads)
+        across = 8 if along_k else min(tile, max(32, threads // config.bk))
+        lines = max(1, tile // (threads // across)) if along_k else -(-count // (tile // across))
+    else:
+        rows, line = (tile, config.bk * size) if along_k else (config.bk, tile * size)
+        count = -(-rows * line // 16 // threads)
+        lines = max(1, rows // (threads // (math.gcd(128, line) // 16)))
+    return lines, -(-count // lines)
+
+
+def _channels(problem: Problem) -> int:
+    """Returns the channels of a tap, in one group; 0 where neither operand has taps."""
+    a, b = problem.a.view, problem.bs[0].view
+    if isinstance(a, Im2col):
+        return a.channels
+    return problem.k // math.prod(b.window) if isinstance(b, Taps) else 0
 
 
 def _tap_steps(problem: Problem, operand: Operand) -> list[int]:

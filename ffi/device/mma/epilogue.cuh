@@ -40,6 +40,9 @@ DEVICE void store(const Accumulators& d, Extras& extras, Partials& partials, con
   for (int i = 0; i < M_FRAGMENTS; ++i) {
     int rows = min(work.rows, BM) - warp.row - i * 16, y = work.m + warp.row + i * 16, row = y + lane / 4;
     if (RAGGED_M && rows <= 0) return;
+#if PIXELS
+    extras.at[0] = rows_d.place(row), extras.at[1] = rows_d.place(row + 8);
+#endif
     extras.begin_rows(row);
     partials.begin_block();
 #pragma unroll

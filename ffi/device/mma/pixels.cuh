@@ -1,0 +1,21 @@
+// Rows of the result that are pixels of its images, some apart (cutjax/kernels/operand.py: Pixels).
+
+struct Pixels {
+  struct Axis {
+    Two sizes;   // of the grid that rows count, and of an image
+    Two places;  // of the first pixel, and steps to the next
+  };
+
+  Axis axes[AXES];
+
+  // The pixel, of those of all images, that a row is.
+  DEVICE int operator()(int row) const {
+    Digits place;
+    place.set(row, [this](int i) -> u32 { return axes[i - 1].sizes.x; });
+    int pixel = place.digit[0];
+#pragma unroll
+    for (int i = 0; i < AXES; ++i)
+      pixel = pixel * axes[i].sizes.y + axes[i].places.x + place.digit[i + 1] * axes[i].places.y;
+    return pixel;
+  }
+};
