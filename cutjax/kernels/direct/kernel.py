@@ -31,7 +31,6 @@ from cutjax.runtime.launch import Call, Launch, Pointer
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 ACCUMULATORS = {"float64": "float64"}  # of others float32
-MOST_PRODUCTS = 1600  # of a thread in one turn of its loop, which is unrolled: code that compiles in a second
 SUM_THREADS, SUM_SLICES = 512, 16
 MOST_INLINED = 40  # instructions of an epilogue, of which a kernel has a copy for each place of a strip
 
@@ -157,7 +156,7 @@ class Kernel:
 
     @functools.cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """What is launched, in order."""
+        """The launches, in order."""
         if self.geometry.gradient:
             return self._parts(), self._sum()
         return (self._forward(),)
@@ -214,7 +213,7 @@ class Kernel:
 
     @property
     def _epilogue(self) -> tuple[str, bool]:
-        """How many neighbours the epilogue computes at once, and whether it is called."""
+        """The neighbours that the epilogue computes at once, as device text, and whether it is called."""
         if self.geometry.gradient:
             return "1", False
         return "COLUMNS", instructions(self.problem.epilogue) > MOST_INLINED
@@ -305,7 +304,7 @@ class Kernel:
         return self._entry(self.name, constants, arguments(), files, shape.blocks, shape.threads, shape.shared_bytes)
 
     def _parts(self) -> Entry:
-        p, shape = self.problem, self.shape
+        shape = self.shape
 
         def arguments() -> Iterator[Argument]:
             yield Argument("const char* x", Pointer(0))
@@ -351,8 +350,5 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     found, geometry = list(reasons(problem)), geometry_of(problem)
     if found or geometry is None:
         return tuple(found)
-    shape = cost.Shape(problem, config, geometry)
-    found += shape.reasons()
-    if shape.products > MOST_PRODUCTS:
-        found.append(f"{shape.products} products of a thread in a turn, at most {MOST_PRODUCTS}")
+    found += cost.Shape(problem, config, geometry).reasons()
     return tuple(found) if found else Kernel(problem=problem, config=config, geometry=geometry)

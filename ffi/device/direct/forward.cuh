@@ -1,10 +1,10 @@
 // A convolution of each channel by itself, as fast as memory. A thread has a few neighbouring channels and a strip of
 // STRIP places of a row. It goes down the rows of the image: one of them, whose pixels it loads once, is added to the
-// ROWS_OPEN rows of the result that it takes part in, under a tap each. RESULT_ROWS rows are done after every IMAGE_ROWS.
-// UNROLL times as many are loaded ahead.
+// ROWS_OPEN rows of the result that it takes part in, under a tap each. RESULT_ROWS rows are done after every
+// IMAGE_ROWS. UNROLL times as many are loaded ahead.
 //
-// Row FIRST_OPEN + a of those from RESULT_ROWS q on has, in step q, its sums in sums[a], so that from step to step a sum
-// moves by RESULT_ROWS places, as its first addition of a step is made.
+// Row FIRST_OPEN + a of those from RESULT_ROWS q on has, in step q, its sums in sums[a], so that from step to step a
+// sum moves by RESULT_ROWS places, as its first addition of a step is made.
 
 constexpr int TAPS = WINDOW_D * WINDOW_H * WINDOW_W;
 
@@ -120,8 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
             for (int t = 0; t < STRIP; ++t) {
               if (pixel_of(t, k) < 0) continue;
 #pragma unroll
-              for (int p = 0; p < PAIRS; ++p)
-                sums[a][t][p] += pixel[s][pixel_of(t, k)][input_of(p)] * tap.weight[p];
+              for (int p = 0; p < PAIRS; ++p) sums[a][t][p] += pixel[s][pixel_of(t, k)][input_of(p)] * tap.weight[p];
             }
           }
         }
