@@ -14,7 +14,7 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import instructions
 
 WEIGHT_REGISTERS = 40  # up to which weights are in registers, not in shared memory
-BESIDE = 26  # registers of a thread beside sums, pixels and weights, calibrated on the compiler's report
+BESIDE = 24  # registers of a thread beside sums, pixels and weights, calibrated on the compiler's report
 REDUCED_BYTES = 32768  # of shared memory in which a block adds up a weight gradient
 MOST_SUMS = 72  # of a thread of a weight gradient, about
 MOST_PRODUCTS = (800, 400)  # of a thread in one turn of its loop, which is unrolled: code that compiles in a second

@@ -133,11 +133,17 @@ class Kernel:
         window = "x".join(map(str, axes.window))
         dtypes = short(p.a.dtype.name) + ("" if p.out_dtype == p.a.dtype else short(p.out_dtype.name))
         of = f"_c{g.channels}" * (g.channels > 1) + f"_m{g.multiplier}" * (g.multiplier > 1)
-        kind = "weights" if g.gradient else "conv" + "_k" * (p.bs[0].contiguous == "k")
+        kind = "weights" if g.gradient else "conv" + "_k" * self._k_major
         thread = f"{c.pairs}x{c.strip}_a{c.ahead}_l{self.shape.lanes}x{self.shape.across}_b{c.blocks}"
         low = f"_r{g.rows.low}x{g.columns.low}" * bool(g.rows.low or g.columns.low)
         digest = "" if p.plain else f"_e{hashlib.sha256(repr(p.epilogue).encode()).hexdigest()[:8]}"
         return f"direct_{dtypes}_{kind}_{window}{steps}{low}{of}_{thread}{digest}"
+
+    @property
+    def _k_major(self) -> bool:
+        """True if the weights' channels of the result lie before those of the image, and there are several of either."""
+        several = self.geometry.channels * self.geometry.multiplier > 1
+        return several and self.problem.bs[0].contiguous == "k"
 
     @property
     def prepared(self) -> tuple[Prepared, ...]:
@@ -292,7 +298,7 @@ class Kernel:
         read, done = g.rows.steps
         first, count = g.rows.open
         constants = self._constants() | {
-            "B_K_MAJOR": p.bs[0].contiguous == "k",
+            "B_K_MAJOR": self._k_major,
             "IN_REGISTERS": shape.in_registers,
             "UNROLL": c.ahead,
             "IMAGE_ROWS": read,
