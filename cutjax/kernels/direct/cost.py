@@ -150,9 +150,9 @@ class Shape:
             held = (sums + result) * self.words + 2 * strip * pixel + c.strip * -(-self.columns * size // 4)
             return held + 2 * self.inputs * self.words + BESIDE + 6 * self.window_rows
         sums = g.rows.open[1] * c.strip * c.pairs * self.words
-        ahead = c.ahead * g.rows.steps[0] * strip * pixel
+        ahead = (c.ahead + 1) * g.rows.steps[0] * strip * pixel
         weights = g.taps * c.pairs * self.words if self.in_registers else 2 * c.pairs * self.words
-        return sums + 2 * ahead + g.rows.steps[0] * strip * self.inputs * self.words + weights + BESIDE
+        return sums + ahead + g.rows.steps[0] * strip * self.inputs * self.words + weights + BESIDE
 
     def reasons(self) -> list[str]:
         """Returns the reasons against these sizes."""
