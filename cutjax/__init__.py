@@ -6,6 +6,7 @@ from cutjax import checkpoint_policies
 from cutjax.explanation import explain
 from cutjax.fusion.fuse import fuse
 from cutjax.kernels.choose import candidates, reasons
+from cutjax.kernels.direct.config import Config as DirectConfig
 from cutjax.kernels.mma.config import Config as MmaConfig
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Config
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "CudaLaunch",
+    "DirectConfig",
     "MmaConfig",
     "Problem",
     "Quantized",

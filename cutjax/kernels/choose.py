@@ -13,7 +13,7 @@ from typing import Any
 from cutjax import dot_precision
 from cutjax.dot_precision import Canonical
 from cutjax.kernels import convolution, tuned, xla
-from cutjax.kernels.families import FAMILIES, config_of, fastest, ranked, resolve
+from cutjax.kernels.families import concerned, config_of, fastest, ranked, resolve
 from cutjax.kernels.family import Kernel
 from cutjax.kernels.problem import Problem
 from cutjax.runtime.launch import Call
@@ -176,13 +176,13 @@ def _tuned(problem: Problem, entry: tuned.Entry, lead: float) -> Choice | None:
 
 def _problem_reasons(problem: Problem) -> tuple[str, ...]:
     """Returns the families' reasons against a problem."""
-    return tuple(dict.fromkeys(reason for family in FAMILIES for reason in family.reasons(problem)))
+    return tuple(dict.fromkeys(reason for family in concerned(problem) for reason in family.reasons(problem)))
 
 
 def _config_reasons(problem: Problem) -> tuple[str, ...]:
     """Returns the reasons against every config: each family's, or those of its first config, the smallest."""
     found = []
-    for family in FAMILIES:
+    for family in concerned(problem):
         first = () if (why := family.reasons(problem)) else itertools.islice(family.configs(problem), 1)
         found += why or (reason for config in first for reason in reasons(config, problem))
     return tuple(dict.fromkeys(found))

@@ -10,7 +10,7 @@ from typing import Any
 from cutjax.kernels.direct import family as direct
 from cutjax.kernels.family import Family, Kernel
 from cutjax.kernels.mma import family as mma
-from cutjax.kernels.operand import Order
+from cutjax.kernels.operand import Im2col, Order
 from cutjax.kernels.prepared import converted_us, wide, widened
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import family as sm90
@@ -19,6 +19,11 @@ FAMILIES: tuple[Family, ...] = (sm90, mma, direct)  # those that serve a problem
 CONFIGS = tuple(family.Config for family in FAMILIES)
 Config = sm90.Config  # the public one
 AnyConfig = sm90.Config | mma.Config | direct.Config  # what pins a kernel
+
+
+def concerned(problem: Problem) -> tuple[Family, ...]:
+    """Returns the families whose reasons say something of a problem: direct kernels are of convolutions alone."""
+    return FAMILIES if isinstance(problem.a.view, Im2col) else FAMILIES[:-1]
 
 
 def resolve(problem: Problem, config: Any) -> Kernel | tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Convolutions of each channel by itself on the device, by direct kernels: small integers exactly, and normal numbers."""
+"""Convolutions of each channel by itself on the device, by direct kernels: of small integers, and of normal numbers."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ def test_weight_gradients(name, dtype):
     expected = windows.weight_gradient(x, g, view, n)
     for one in kernels(problem):
         assert not launches.wrong(launches.run(problem, one.call(), [x, g]), [expected]), one.name
-    normal = [rng.standard_normal(of.shape, np.float32).astype(dtype) for of in (x, g)]
+    x, g = (rng.standard_normal(of.shape, np.float32).astype(dtype) for of in (x, g))
     call = kernels(problem)[0].call()
-    first, second = (launches.run(problem, call, normal)[0] for _ in range(2))
+    first, second = (launches.run(problem, call, [x, g])[0] for _ in range(2))
     np.testing.assert_array_equal(first, second)
-    expected = windows.weight_gradient(*normal, view, n)
+    expected = windows.weight_gradient(x, g, view, n)
     np.testing.assert_allclose(first, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 

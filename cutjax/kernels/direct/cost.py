@@ -17,6 +17,7 @@ WEIGHT_REGISTERS = 40  # up to which weights are in registers, not in shared mem
 BESIDE = 24  # registers of a thread beside sums, pixels and weights, calibrated on the compiler's report
 REDUCED_BYTES = 32768  # of shared memory in which a block adds up a weight gradient
 MOST_SUMS = 72  # of a thread of a weight gradient, about
+MOST_PRODUCTS = (800, 400)  # of a thread in one turn of its loop, which is unrolled: code that compiles in a second
 LATENCY_US, LAUNCH_US, SUM_US = 1.0, 2.0, 3.0
 ISSUED = 0.75  # share of the instructions that an SM could start
 
@@ -75,7 +76,7 @@ class Shape:
 
     @property
     def in_registers(self) -> bool:
-        """Whether weights are in registers."""
+        """True if weights are in registers, not in shared memory."""
         g = self.geometry
         return g.planes.window == 1 and g.taps * self.config.pairs * self.words <= WEIGHT_REGISTERS
 
@@ -147,11 +148,11 @@ class Shape:
             sums = self.window_rows * g.columns.window * c.pairs
             result = c.strip * self.columns
             held = (sums + result) * self.words + 2 * strip * pixel + c.strip * -(-self.columns * size // 4)
-            return held + 2 * self.inputs * self.words + BESIDE
+            return held + 2 * self.inputs * self.words + BESIDE + 6 * self.window_rows
         sums = g.rows.open[1] * c.strip * c.pairs * self.words
-        ahead = c.ahead * g.rows.steps[0] * strip * pixel
+        ahead = (c.ahead + 1) * g.rows.steps[0] * strip * pixel
         weights = g.taps * c.pairs * self.words if self.in_registers else 2 * c.pairs * self.words
-        return sums + 2 * ahead + min(strip, 8) * self.inputs * self.words + weights + BESIDE
+        return sums + ahead + g.rows.steps[0] * strip * self.inputs * self.words + weights + BESIDE
 
     def reasons(self) -> list[str]:
         """Returns the reasons against these sizes."""
@@ -170,6 +171,8 @@ class Shape:
             found.append(f"ahead={c.ahead}: of a result alone, without planes")
         if g.columns.count(c.strip) > 64:
             found.append(f"a strip of {c.strip} reads {g.columns.count(c.strip)} pixels, at most 64")
+        if self.products > (most := MOST_PRODUCTS[g.gradient]):
+            found.append(f"{self.products} products of a thread in a turn, at most {most}")
         if bool(c.parts) != g.gradient:
             found.append(f"parts={c.parts}: those of a weight gradient, and of no other")
         if g.gradient and self.row_slices > 1 and g.rows.spread > 1:

@@ -56,7 +56,7 @@ def _configs(problem: Problem, geometry: Geometry, pairs: int, strip: int) -> It
     """Yields the kernels of a thread's products and places: as many blocks on an SM as its registers let."""
     device, done = problem.device, geometry.rows.steps[1]
     lanes = max(8, min(64, 512 // (pairs * problem.a.dtype.itemsize)))
-    aheads = (1, 4) if geometry.columns.window == 1 and not geometry.gradient else (1,)
+    aheads = (1, 2, 4) if geometry.columns.window == 1 and not geometry.gradient else (1,)
     for ahead in aheads:
         config = Config(pairs, strip, done, lanes, THREADS, ahead, 1, int(geometry.gradient))
         shape = Shape(problem, config, geometry)

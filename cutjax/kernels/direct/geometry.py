@@ -146,7 +146,7 @@ def geometry_of(problem: Problem) -> Geometry | None:
 
 
 def places_of(problem: Problem) -> tuple[int, int, int, int]:
-    """Returns where the weights of the first tap are, counted in taps of the array, and the steps along each axis."""
+    """Returns the place of the first tap's weights, counted in taps of the array, and the steps along each axis."""
     b, view = problem.bs[0], problem.a.view
     assert isinstance(view, Im2col)
     taps = b.view if isinstance(b.view, Taps) else None

@@ -31,7 +31,6 @@ from cutjax.runtime.launch import Call, Launch, Pointer
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 ACCUMULATORS = {"float64": "float64"}  # of others float32
-MOST_PRODUCTS = 1600  # of a thread in one turn of its loop, which is unrolled: code that compiles in a second
 SUM_THREADS, SUM_SLICES = 512, 16
 MOST_INLINED = 40  # instructions of an epilogue, of which a kernel has a copy for each place of a strip
 
@@ -134,11 +133,17 @@ class Kernel:
         window = "x".join(map(str, axes.window))
         dtypes = short(p.a.dtype.name) + ("" if p.out_dtype == p.a.dtype else short(p.out_dtype.name))
         of = f"_c{g.channels}" * (g.channels > 1) + f"_m{g.multiplier}" * (g.multiplier > 1)
-        kind = "weights" if g.gradient else "conv" + "_k" * (p.bs[0].contiguous == "k")
+        kind = "weights" if g.gradient else "conv" + "_k" * self._k_major
         thread = f"{c.pairs}x{c.strip}_a{c.ahead}_l{self.shape.lanes}x{self.shape.across}_b{c.blocks}"
         low = f"_r{g.rows.low}x{g.columns.low}" * bool(g.rows.low or g.columns.low)
         digest = "" if p.plain else f"_e{hashlib.sha256(repr(p.epilogue).encode()).hexdigest()[:8]}"
         return f"direct_{dtypes}_{kind}_{window}{steps}{low}{of}_{thread}{digest}"
+
+    @property
+    def _k_major(self) -> bool:
+        """True if the weights' channels of the result lie before those of the image, and there are several of either."""
+        several = self.geometry.channels * self.geometry.multiplier > 1
+        return several and self.problem.bs[0].contiguous == "k"
 
     @property
     def prepared(self) -> tuple[Prepared, ...]:
@@ -157,7 +162,7 @@ class Kernel:
 
     @functools.cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """What is launched, in order."""
+        """The launches, in order."""
         if self.geometry.gradient:
             return self._parts(), self._sum()
         return (self._forward(),)
@@ -214,7 +219,7 @@ class Kernel:
 
     @property
     def _epilogue(self) -> tuple[str, bool]:
-        """How many neighbours the epilogue computes at once, and whether it is called."""
+        """The neighbours that the epilogue computes at once, as device text, and whether it is called."""
         if self.geometry.gradient:
             return "1", False
         return "COLUMNS", instructions(self.problem.epilogue) > MOST_INLINED
@@ -293,7 +298,7 @@ class Kernel:
         read, done = g.rows.steps
         first, count = g.rows.open
         constants = self._constants() | {
-            "B_K_MAJOR": p.bs[0].contiguous == "k",
+            "B_K_MAJOR": self._k_major,
             "IN_REGISTERS": shape.in_registers,
             "UNROLL": c.ahead,
             "IMAGE_ROWS": read,
@@ -305,7 +310,7 @@ class Kernel:
         return self._entry(self.name, constants, arguments(), files, shape.blocks, shape.threads, shape.shared_bytes)
 
     def _parts(self) -> Entry:
-        p, shape = self.problem, self.shape
+        shape = self.shape
 
         def arguments() -> Iterator[Argument]:
             yield Argument("const char* x", Pointer(0))
@@ -351,8 +356,5 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     found, geometry = list(reasons(problem)), geometry_of(problem)
     if found or geometry is None:
         return tuple(found)
-    shape = cost.Shape(problem, config, geometry)
-    found += shape.reasons()
-    if shape.products > MOST_PRODUCTS:
-        found.append(f"{shape.products} products of a thread in a turn, at most {MOST_PRODUCTS}")
+    found += cost.Shape(problem, config, geometry).reasons()
     return tuple(found) if found else Kernel(problem=problem, config=config, geometry=geometry)

@@ -16,7 +16,12 @@ COMMON = ("common/atoms.cuh", "common/math.cuh", "common/elements.cuh")
 
 
 def source(
-    name: str, dtype: str, accumulator: str, constants: dict[str, int], arguments: Sequence[Argument], files: Sequence[str]
+    name: str,
+    dtype: str,
+    accumulator: str,
+    constants: dict[str, int],
+    arguments: Sequence[Argument],
+    files: Sequence[str],
 ) -> str:
     """Returns the text of a kernel: what all share, its arguments, and its own parts."""
     head = f"#define ACCUMULATOR {DTYPES[accumulator].carrier}\n"

@@ -1,10 +1,10 @@
 // A convolution of each channel by itself, as fast as memory. A thread has a few neighbouring channels and a strip of
 // STRIP places of a row. It goes down the rows of the image: one of them, whose pixels it loads once, is added to the
-// ROWS_OPEN rows of the result that it takes part in, under a tap each. RESULT_ROWS rows are done after every IMAGE_ROWS.
-// UNROLL times as many are loaded ahead.
+// ROWS_OPEN rows of the result that it takes part in, under a tap each. RESULT_ROWS rows are done after every
+// IMAGE_ROWS. UNROLL times as many are loaded ahead.
 //
-// Row FIRST_OPEN + a of those from RESULT_ROWS q on has, in step q, its sums in sums[a], so that from step to step a sum
-// moves by RESULT_ROWS places, as its first addition of a step is made.
+// Row FIRST_OPEN + a of those from RESULT_ROWS q on has, in step q, its sums in sums[a], so that from step to step a
+// sum moves by RESULT_ROWS places, as its first addition of a step is made.
 
 constexpr int TAPS = WINDOW_D * WINDOW_H * WINDOW_W;
 
@@ -37,10 +37,6 @@ DEVICE constexpr int tap_of(int s, int a) {
   return at >= 0 && at % DILATION_H == 0 && at / DILATION_H < WINDOW_H ? at / DILATION_H : -1;
 }
 
-struct Rows {
-  Strip strip[UNROLL * IMAGE_ROWS];
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARAMETERS) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   Tap* shared_taps = reinterpret_cast<Tap*>(shared_memory);
@@ -70,10 +66,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   const int left = item.left(0, of), first_place = item.column(0);
 
   const char* plane = item.plane_of(x, 0, of);
-  auto load = [&](Rows& rows, int q, int d) {
+  auto load = [&](Strip(&rows)[IMAGE_ROWS], int q, int d) {
     if (WINDOW_D > 1) plane = item.plane_of(x, d, of);
 #pragma unroll
-    for (int i = 0; i < UNROLL * IMAGE_ROWS; ++i) item.load(rows.strip[i], plane, IMAGE_ROWS * q + i, left, inside, of);
+    for (int s = 0; s < IMAGE_ROWS; ++s) item.load(rows[s], plane, IMAGE_ROWS * q + s, left, inside, of);
   };
 
   Acc sums[ROWS_OPEN][STRIP][PAIRS] = {};
@@ -81,25 +77,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   // From the first step that has the first row open to the one that ends the last.
   int q = floor_div(item.first_row - FIRST_OPEN - ROWS_OPEN + RESULT_ROWS, RESULT_ROWS), d = 0;
   int last = floor_div(end - 1 - FIRST_OPEN, RESULT_ROWS);
-  Rows now, next;
-  load(next, q, 0);
+  Strip ahead[UNROLL][IMAGE_ROWS];
+#pragma unroll
+  for (int i = 0; i < UNROLL; ++i) load(ahead[i], q + i, 0);
 #pragma unroll 1
   while (q <= last) {
-    now = next;
     bool of_step_last = d == WINDOW_D - 1;
     int after_q = of_step_last ? q + UNROLL : q, after_d = of_step_last ? 0 : d + 1;
-    if (after_q <= last) load(next, after_q, after_d);
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
       int first = RESULT_ROWS * (q + i) + FIRST_OPEN;
       Acc pixel[IMAGE_ROWS][COUNT][INPUTS];
+      bool there[IMAGE_ROWS];
 #pragma unroll
       for (int j = 0; j < IMAGE_ROWS * COUNT * INPUTS; ++j) {
         int v = j / INPUTS % COUNT, s = j / INPUTS / COUNT;
+        there[s] = ahead[i][s].there;
         if (!is_read(v)) continue;
-        pixel[s][v][j % INPUTS] = static_cast<Acc>(now.strip[i * IMAGE_ROWS + s].pixel[v][j % INPUTS]);
+        pixel[s][v][j % INPUTS] = static_cast<Acc>(ahead[i][s].pixel[v][j % INPUTS]);
         keep(pixel[s][v][j % INPUTS]);
       }
+      if (after_q + i <= last) load(ahead[i], after_q + i, after_d);
 #pragma unroll
       for (int a = 0; a < ROWS_OPEN; ++a) {
         if (first + a < item.first_row || first + a >= end) continue;
@@ -111,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
         }
 #pragma unroll
         for (int s = 0; s < IMAGE_ROWS; ++s) {
-          if (tap_of(s, a) < 0 || !now.strip[i * IMAGE_ROWS + s].there) continue;
+          if (tap_of(s, a) < 0 || !there[s]) continue;
 #pragma unroll
           for (int k = 0; k < WINDOW_W; ++k) {
             int at = tap_of(s, a) * WINDOW_W + k;
@@ -120,8 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
             for (int t = 0; t < STRIP; ++t) {
               if (pixel_of(t, k) < 0) continue;
 #pragma unroll
-              for (int p = 0; p < PAIRS; ++p)
-                sums[a][t][p] += pixel[s][pixel_of(t, k)][input_of(p)] * tap.weight[p];
+              for (int p = 0; p < PAIRS; ++p) sums[a][t][p] += pixel[s][pixel_of(t, k)][input_of(p)] * tap.weight[p];
             }
           }
         }

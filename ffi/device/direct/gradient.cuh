@@ -1,6 +1,6 @@
 // The weight gradient: for each tap and pair of channels the sum, over all places, of a pixel of the image and one of
-// the result's gradient. A thread has PAIRS of them and WINDOW_ROWS rows of taps of one plane of the window; it goes down
-// chunks of strips, and a block's threads add up what they have in order. A block writes one of the parts, which
+// the result's gradient. A thread has PAIRS of them and WINDOW_ROWS rows of taps of one plane of the window; it goes
+// down chunks of strips, and a block's threads add up what they have in order. A block writes one of the parts, which
 // sum.cuh adds up.
 
 constexpr int TAPS = WINDOW_ROWS * WINDOW_W, ITEMS = THREADS / LANES;

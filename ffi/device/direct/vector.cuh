@@ -85,7 +85,7 @@ struct Vector {
     }
 #pragma unroll
     for (int at = 0; at < BYTES; at += UNIT)
-      st_global<UNIT>(p + at, Bytes16{packed[at / 4] >> at % 4 * 8, packed[at / 4 + 1], packed[at / 4 + 2],
-                                      packed[at / 4 + 3]});
+      st_global<UNIT>(
+          p + at, Bytes16{packed[at / 4] >> at % 4 * 8, packed[at / 4 + 1], packed[at / 4 + 2], packed[at / 4 + 3]});
   }
 };

@@ -1,5 +1,5 @@
-// How places of a grid lie in an image: what the kernels of a convolution share. The last two axes are those of rows (h)
-// and of their pixels (w); an axis before them (d) has planes. Steps along an axis are constants:
+// How places of a grid lie in an image: what the kernels of a convolution share. The last two axes are those of rows
+// (h) and of their pixels (w); an axis before them (d) has planes. Steps along an axis are constants:
 //
 //   SPREAD u = STRIDE i + DILATION k - LOW    the u-th element of the image that place i reads under tap k
 //
