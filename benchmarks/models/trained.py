@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.models import gpt2, llama, vit
+from benchmarks.models import gpt2, llama, vision, vit
 from benchmarks.models.ways import way
 
 
@@ -70,21 +70,42 @@ def gpt2_model(batch: int, length: int, **sizes: int) -> Model:
 
 
 def vit_model(batch: int, side: int, **sizes: int) -> Model:
-    """Returns a vision transformer with the loss of classifying random images."""
+    """Returns a vision transformer."""
+    of = vit.Sizes(**sizes)
+    return _classifier(lambda way: vit.ViT(of, way), batch, side, of.classes)
 
-    def module(way: Any) -> Any:
-        return vit.ViT(vit.Sizes(**sizes), way)
+
+def resnet_model(batch: int, side: int, **sizes: Any) -> Model:
+    """Returns a ResNet of bottlenecks."""
+    of = vision.Sizes(**sizes)
+    return _classifier(lambda way: vision.ResNet(of, way), batch, side, of.classes)
+
+
+def convnext_model(batch: int, side: int, **sizes: Any) -> Model:
+    """Returns a ConvNeXt."""
+    of = vision.Sizes(**sizes)
+    return _classifier(lambda way: vision.ConvNeXt(of, way), batch, side, of.classes)
+
+
+def efficientnet_model(batch: int, side: int, classes: int = 1000, **sizes: Any) -> Model:
+    """Returns an EfficientNet; B0 without further sizes."""
+    of = {"stages": vision.EFFICIENTNET_B0, "first": 32, "last": 1280, **sizes}
+    return _classifier(lambda way: vision.EfficientNet(**of, classes=classes, way=way), batch, side, classes)
+
+
+def _classifier(module: Callable[[Any], Any], batch: int, side: int, classes: int) -> Model:
+    """Returns a model with the loss of classifying random images; norms take the statistics of the batch."""
 
     def init(key: jax.Array) -> tuple[Any, Any]:
         images = jax.random.normal(key, (batch, side, side, 3), jnp.bfloat16)
-        labels = jax.random.randint(key, (batch,), 0, vit.Sizes(**sizes).classes)
-        return _init(module, key, images[:1]), (images, labels)
+        labels = jax.random.randint(key, (batch,), 0, classes)
+        return {"params": _init(module, key, images[:1])["params"]}, (images, labels)
 
     def loss(way: Any) -> Callable[[Any, Any], jax.Array]:
         def cross_entropy(params: Any, inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
             images, labels = inputs
-            logits = module(way).apply(params, images).astype(jnp.float32)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+            logits, _ = module(way).apply(params, images, mutable=["batch_stats"])
+            return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
 
         return cross_entropy
 

@@ -32,6 +32,7 @@ class Way(NamedTuple):
     moe: Callable[..., Any]
     dot_general: Callable[..., Array]
     einsum: Callable[..., Array]
+    conv: Callable[..., Any]
     transform: Callable[[Callable], Callable] = lambda function: function
     of_step: Callable[[Callable], Callable] = lambda function: function
 
@@ -39,7 +40,7 @@ class Way(NamedTuple):
 def way(name: str) -> Way:
     """Returns the way of that name; "onehot" is "jax" with every expert for every token."""
     if name == "jax":
-        return Way(name, Dense, nn.DenseGeneral, GatedMLP, MoE, jax.lax.dot_general, jnp.einsum)
+        return Way(name, Dense, nn.DenseGeneral, GatedMLP, MoE, jax.lax.dot_general, jnp.einsum, nn.Conv)
     if name == "onehot":
         return way("jax")._replace(name=name, moe=EveryExpert)
     if name == "dropin":
@@ -52,6 +53,7 @@ def way(name: str) -> Way:
             functools.partial(MoE, dense=dense, ragged_dot=cutjax.ragged_dot),
             cutjax.dot_general,
             cutjax.einsum,
+            functools.partial(nn.Conv, conv_general_dilated=cutjax.conv_general_dilated),
         )
     if name == "fuse":
         return way("jax")._replace(name=name, transform=cutjax.fuse)
@@ -60,7 +62,7 @@ def way(name: str) -> Way:
     if name == "flax":
         from cutjax.flax import linen
 
-        products = cutjax.dot_general, cutjax.einsum
+        products = cutjax.dot_general, cutjax.einsum, way("dropin").conv
         return Way(name, linen.Dense, linen.DenseGeneral, linen.GatedMLP, linen.MoE, *products)
     raise ValueError(f"unknown way {name!r}, expected one of {WAYS}")
 

@@ -31,6 +31,8 @@ CHECKED, ROUNDS, ROUND_S = 4, 12, 0.08  # steps whose losses are compared; round
 # Ways round to bf16 in different places. On a CPU the small models' losses then differ by at most 6e-3 of the first,
 # and their gradients by at most 2.1e-2 of their norm; without the gradient of one of 24 equal layers, by 0.2.
 LOSSES, GRADIENTS = 1e-2, 5e-2
+# Of networks with norms of the batch: plain JAX's gradient in bf16 is 0.17 of its norm from that in float32.
+NORMED = 0.3
 OPTIMIZER = optax.adamw(1e-4)
 State = Any
 
@@ -47,6 +49,7 @@ class Program:
       target: the least ratio of plain JAX's time to that of fuse and of cutjax.flax.
       trains: whether a step is one of AdamW's; else it is the loss alone.
       baselines: ways of plain JAX, of which the fastest counts.
+      gradients: the most that gradients may differ by, of their norm.
     """
 
     name: str
@@ -56,6 +59,7 @@ class Program:
     target: float
     trains: bool = True
     baselines: tuple[str, ...] = ("jax",)
+    gradients: float = GRADIENTS
 
     def make(self) -> Any:
         """Returns the model; imports Flax, which the other benchmarks do without."""
@@ -74,6 +78,11 @@ SERVED = {"sequences": 16, "context": 1024, "steps": 16, "layers": 4, "vocabular
 SMALL_SERVED = {"sequences": 4, "context": 16, "steps": 4, "layers": 1, "vocabulary": 101}
 SMALL_GPT2 = {"width": 64, "heads": 4, "layers": 1, "context": 32, "vocabulary": 101}
 SMALL_VIT = {"width": 64, "heads": 4, "hidden": 96, "layers": 1, "patch": 4, "classes": 10}
+IMAGES, FEW_IMAGES = {"batch": 128, "side": 224}, {"batch": 4, "side": 32}
+RESNET = {"blocks": (3, 4, 6, 3), "widths": (64, 128, 256, 512)}
+CONVNEXT = {"blocks": (3, 3, 9, 3), "widths": (96, 192, 384, 768)}
+SMALL_IMAGES = {"blocks": (1, 1), "widths": (8, 16), "classes": 10}
+SMALL_EFFICIENTNET = {"stages": ((1, 3, 1, 1, 8), (2, 5, 2, 2, 8)), "first": 8, "last": 16, "classes": 10}
 
 
 def _both(
@@ -89,6 +98,11 @@ PROGRAMS = (
     *_both("b", "deepseek block", "block", 3.0, TOKENS | DEEPSEEK, FEW | EXPERTS, baselines=("jax", "onehot")),
     *_both("c", "gpt2 medium", "gpt2_model", 1.03, {"batch": 8, "length": 1024}, FEW | SMALL_GPT2),
     *_both("d", "vit b16", "vit_model", 1.03, {"batch": 64, "side": 224}, {"batch": 8, "side": 8} | SMALL_VIT),
+    *_both("f", "resnet50", "resnet_model", 1.15, IMAGES | RESNET, FEW_IMAGES | SMALL_IMAGES, gradients=NORMED),
+    *_both("g", "convnext tiny", "convnext_model", 1.6, IMAGES | CONVNEXT, FEW_IMAGES | SMALL_IMAGES),
+    *_both(
+        "h", "efficientnet b0", "efficientnet_model", 1.4, IMAGES, FEW_IMAGES | SMALL_EFFICIENTNET, gradients=NORMED
+    ),
     *_both("e", "decoding", "decoding", 1.10, SERVED | LLAMA, SMALL_SERVED | SMALL, trains=False),
 )
 
@@ -253,7 +267,7 @@ def measure_case(program: Program, run: Run) -> list[Row]:
             peak_mib=peak_mib(compiled.step),
             error=error,
             figures={**figures, "compile_s": compiled.compile_s},
-            failure=_wrong(error, difference),
+            failure=_wrong(error, difference, program.gradients),
         )
         running[name] = step
     del expected
@@ -270,13 +284,11 @@ def measure_case(program: Program, run: Run) -> list[Row]:
     return list(rows.values())
 
 
-def _wrong(losses: float, gradients: float) -> str:
+def _wrong(losses: float, gradients: float, most: float) -> str:
     """Says that a way's results are too far from plain JAX's; "" if they are not."""
-    if losses <= LOSSES and gradients <= GRADIENTS:
+    if losses <= LOSSES and gradients <= most:
         return ""
-    return (
-        f"wrong: losses differ by {losses:.3g} (at most {LOSSES}), gradients by {gradients:.3g} (at most {GRADIENTS})"
-    )
+    return f"wrong: losses differ by {losses:.3g} (at most {LOSSES}), gradients by {gradients:.3g} (at most {most})"
 
 
 def _compared(
