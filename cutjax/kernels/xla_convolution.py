@@ -129,6 +129,7 @@ class Geometry:
             "narrow": dense * _below(self.n, 64),
             "odd": dense and (view.channels % 8 != 0 or self.n % 8 != 0),
             "strided": max(view.strides) > 1,
+            "apart": view.taps > 1 and all(step >= size for step, size in zip(view.strides, view.window, strict=True)),
             "spread": math.log2(math.prod(view.spread)),
             "dilated": dilated,
             "dilated_line": dilated and axes == 1,
