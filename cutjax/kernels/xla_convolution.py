@@ -86,7 +86,7 @@ class Geometry:
       form: "forward"; "gradient" of the images, whose weights are read transposed; "weights", their gradient.
       view: the windows.
       n: columns of a group.
-      flops: operations without those of zeros between the pixels of spread images.
+      flops: operations, those of padding too, without those of zeros between the pixels of spread images.
       bytes: of each array once.
     """
 
@@ -103,7 +103,9 @@ class Geometry:
         assert isinstance(view, Im2col)
         form = "weights" if p.a.contiguous == "mn" else "gradient" if p.bs[0].contiguous == "k" else "forward"
         elements = view.elements + (view.columns + view.rows) * p.n
-        return cls(form, view, p.n // view.groups, p.flops / math.prod(view.spread), elements * p.a.dtype.itemsize)
+        return cls(
+            form, view, p.n // view.groups, 2 * p.m * p.n * p.k / math.prod(view.spread), elements * p.a.dtype.itemsize
+        )
 
     def roofline_us(self, device: Device, dtype: np.dtype) -> tuple[float, float]:
         """Returns the times of the operations, and of the bytes, at the device's rates."""
