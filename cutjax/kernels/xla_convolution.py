@@ -102,10 +102,9 @@ class Geometry:
         view = p.a.view
         assert isinstance(view, Im2col)
         form = "weights" if p.a.contiguous == "mn" else "gradient" if p.bs[0].contiguous == "k" else "forward"
-        elements = view.elements + (view.columns + view.rows) * p.n
-        return cls(
-            form, view, p.n // view.groups, 2 * p.m * p.n * p.k / math.prod(view.spread), elements * p.a.dtype.itemsize
-        )
+        flops = 2 * p.m * p.n * p.k * p.batch_size / math.prod(view.spread)
+        elements = (view.elements + (view.columns + view.rows) * p.n) * p.batch_size
+        return cls(form, view, p.n // view.groups, flops, elements * p.a.dtype.itemsize)
 
     def roofline_us(self, device: Device, dtype: np.dtype) -> tuple[float, float]:
         """Returns the times of the operations, and of the bytes, at the device's rates."""
