@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.models import gpt2, llama, vision, vit
+from benchmarks.models import gpt2, llama, signals, vision, vit
 from benchmarks.models.ways import way
 
 
@@ -106,6 +107,51 @@ def _classifier(module: Callable[[Any], Any], batch: int, side: int, classes: in
             images, labels = inputs
             logits, _ = module(way).apply(params, images, mutable=["batch_stats"])
             return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+
+        return cross_entropy
+
+    return Model(init, loss)
+
+
+def hifigan_model(batch: int, frames: int, **sizes: Any) -> Model:
+    """Returns HiFi-GAN's generator, whose signals are compared with random ones."""
+    of = signals.Generator(**sizes)
+
+    def module(way: Any) -> Any:
+        return signals.HiFiGAN(of, way)
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        x = jax.random.normal(key, (batch, frames, of.bands), jnp.bfloat16)
+        y = jax.random.uniform(key, (batch, frames * math.prod(of.strides), 1), jnp.bfloat16, -1)
+        return _init(module, key, x[:1, :8]), (x, y)
+
+    def loss(way: Any) -> Callable[[Any, Any], jax.Array]:
+        def distance(params: Any, inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
+            x, y = inputs
+            return jnp.abs(module(way).apply(params, x).astype(jnp.float32) - y).mean()
+
+        return distance
+
+    return Model(init, loss)
+
+
+def unet3d_model(batch: int, side: int, widths: tuple[int, ...], classes: int = 3) -> Model:
+    """Returns a 3-D U-Net with the loss of classifying the points of random volumes."""
+
+    def module(way: Any) -> Any:
+        return signals.UNet3D(widths, classes, way)
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        volumes = jax.random.normal(key, (batch, side, side, side, 4), jnp.bfloat16)
+        labels = jax.random.randint(key, (batch, side, side, side), 0, classes)
+        least = 2 ** (len(widths) - 1)
+        return _init(module, key, volumes[:1, :least, :least, :least]), (volumes, labels)
+
+    def loss(way: Any) -> Callable[[Any, Any], jax.Array]:
+        def cross_entropy(params: Any, inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
+            volumes, labels = inputs
+            logits = module(way).apply(params, volumes).astype(jnp.float32)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
         return cross_entropy
 

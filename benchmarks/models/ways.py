@@ -33,6 +33,7 @@ class Way(NamedTuple):
     dot_general: Callable[..., Array]
     einsum: Callable[..., Array]
     conv: Callable[..., Any]
+    conv_transpose: Callable[..., Any]
     transform: Callable[[Callable], Callable] = lambda function: function
     of_step: Callable[[Callable], Callable] = lambda function: function
 
@@ -40,7 +41,9 @@ class Way(NamedTuple):
 def way(name: str) -> Way:
     """Returns the way of that name; "onehot" is "jax" with every expert for every token."""
     if name == "jax":
-        return Way(name, Dense, nn.DenseGeneral, GatedMLP, MoE, jax.lax.dot_general, jnp.einsum, nn.Conv)
+        return Way(
+            name, Dense, nn.DenseGeneral, GatedMLP, MoE, jax.lax.dot_general, jnp.einsum, nn.Conv, nn.ConvTranspose
+        )
     if name == "onehot":
         return way("jax")._replace(name=name, moe=EveryExpert)
     if name == "dropin":
@@ -54,6 +57,7 @@ def way(name: str) -> Way:
             cutjax.dot_general,
             cutjax.einsum,
             functools.partial(nn.Conv, conv_general_dilated=cutjax.conv_general_dilated),
+            nn.ConvTranspose,  # takes no function
         )
     if name == "fuse":
         return way("jax")._replace(name=name, transform=cutjax.fuse)
@@ -62,7 +66,7 @@ def way(name: str) -> Way:
     if name == "flax":
         from cutjax.flax import linen
 
-        products = cutjax.dot_general, cutjax.einsum, way("dropin").conv
+        products = cutjax.dot_general, cutjax.einsum, way("dropin").conv, nn.ConvTranspose
         return Way(name, linen.Dense, linen.DenseGeneral, linen.GatedMLP, linen.MoE, *products)
     raise ValueError(f"unknown way {name!r}, expected one of {WAYS}")
 

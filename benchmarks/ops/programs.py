@@ -83,6 +83,7 @@ RESNET = {"blocks": (3, 4, 6, 3), "widths": (64, 128, 256, 512)}
 CONVNEXT = {"blocks": (3, 3, 9, 3), "widths": (96, 192, 384, 768)}
 SMALL_IMAGES = {"blocks": (1, 1), "widths": (8, 16), "classes": 10}
 SMALL_EFFICIENTNET = {"stages": ((1, 3, 1, 1, 8), (2, 5, 2, 2, 8)), "first": 8, "last": 16, "classes": 10}
+SMALL_HIFIGAN = {"width": 16, "strides": (4, 2), "windows": (3,), "dilations": (1, 3), "bands": 8}
 
 
 def _both(
@@ -102,6 +103,17 @@ PROGRAMS = (
     *_both("g", "convnext tiny", "convnext_model", 1.6, IMAGES | CONVNEXT, FEW_IMAGES | SMALL_IMAGES),
     *_both(
         "h", "efficientnet b0", "efficientnet_model", 1.4, IMAGES, FEW_IMAGES | SMALL_EFFICIENTNET, gradients=NORMED
+    ),
+    *_both(
+        "i", "hifigan", "hifigan_model", 2.5, {"batch": 16, "frames": 128}, {"batch": 2, "frames": 16} | SMALL_HIFIGAN
+    ),
+    *_both(
+        "j",
+        "unet 3d",
+        "unet3d_model",
+        2.5,
+        {"batch": 2, "side": 128, "widths": (32, 64, 128, 256)},
+        {"batch": 1, "side": 8, "widths": (8, 16)},
     ),
     *_both("e", "decoding", "decoding", 1.10, SERVED | LLAMA, SMALL_SERVED | SMALL, trains=False),
 )

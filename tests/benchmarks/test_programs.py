@@ -95,6 +95,13 @@ SIZES = {
     "resnet50": 25_557_032,  # as published
     "convnext tiny": 28_589_128,  # as published
     "efficientnet b0": 5_288_548,  # as published
+    "hifigan": 13_926_017,  # as published
+    # Windows of 27 on the way down and up, of 8 between; norms; the head.
+    "unet 3d": 27 * (128 + 1024 + 2048 + 4096 + 8192 + 16384 + 32768 + 65536 + 49152 + 12288 + 3072)
+    + 8 * (32768 + 8192 + 2048)
+    + 224
+    + 4 * 704
+    + 99,
     "decoding": 4 * (2 * 4096 + 4096 * 128 * 80 + 3 * 4096 * 14336) + 2 * 32000 * 4096 + 4096,
 }
 
