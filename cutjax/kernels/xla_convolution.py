@@ -86,7 +86,7 @@ class Geometry:
       form: "forward"; "gradient" of the images, whose weights are read transposed; "weights", their gradient.
       view: the windows.
       n: columns of a group.
-      flops: operations without those of zeros between the pixels of spread images.
+      flops: operations, those of padding too, without those of zeros between the pixels of spread images.
       bytes: of each array once.
     """
 
@@ -102,8 +102,9 @@ class Geometry:
         view = p.a.view
         assert isinstance(view, Im2col)
         form = "weights" if p.a.contiguous == "mn" else "gradient" if p.bs[0].contiguous == "k" else "forward"
-        elements = view.elements + (view.columns + view.rows) * p.n
-        return cls(form, view, p.n // view.groups, p.flops / math.prod(view.spread), elements * p.a.dtype.itemsize)
+        flops = 2 * p.m * p.n * p.k * p.batch_size / math.prod(view.spread)
+        elements = (view.elements + (view.columns + view.rows) * p.n) * p.batch_size
+        return cls(form, view, p.n // view.groups, flops, elements * p.a.dtype.itemsize)
 
     def roofline_us(self, device: Device, dtype: np.dtype) -> tuple[float, float]:
         """Returns the times of the operations, and of the bytes, at the device's rates."""
@@ -129,6 +130,7 @@ class Geometry:
             "narrow": dense * _below(self.n, 64),
             "odd": dense and (view.channels % 8 != 0 or self.n % 8 != 0),
             "strided": max(view.strides) > 1,
+            "apart": view.taps > 1 and all(step >= size for step, size in zip(view.strides, view.window, strict=True)),
             "spread": math.log2(math.prod(view.spread)),
             "dilated": dilated,
             "dilated_line": dilated and axes == 1,
