@@ -15,19 +15,22 @@ import cutjax
 from cutjax.kernels import gather, keys
 from cutjax.kernels.problem import Problem
 
+# Operands are made by numpy and put on a device: jnp would compile a program for each of their shapes.
+
 
 def integers(seed: int, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
     """-2..2: every order of summation is exact, so results must be equal."""
-    return jnp.asarray(np.random.default_rng(seed).integers(-2, 3, tuple(shape)).astype(dtype))
+    return jax.device_put(np.random.default_rng(seed).integers(-2, 3, tuple(shape)).astype(dtype))
 
 
 def normal(seed: int, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(tuple(shape)).astype(dtype))
+    return jax.device_put(np.random.default_rng(seed).standard_normal(tuple(shape)).astype(dtype))
 
 
 def scaled(seed: int, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
     """Normal numbers of which a product with the next to last axis as depth has values of about one."""
-    return (normal(seed, shape) / (shape[-2] if len(shape) > 1 else 1) ** 0.5).astype(dtype)
+    found = np.random.default_rng(seed).standard_normal(tuple(shape)).astype(np.float32)
+    return jax.device_put((found / (shape[-2] if len(shape) > 1 else 1) ** 0.5).astype(dtype))
 
 
 def same(got: Any, expected: Any) -> None:
