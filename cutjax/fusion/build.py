@@ -84,7 +84,7 @@ def function(graph: Graph, region: Region) -> Callable[..., list[Any]]:
     members = [graph.eqns[i] for i in region.members]
     eqns = [placed_anywhere(graph.eqns[i]) for i in region.tail]
     makers = [graph.eqns[graph.producer[x]] for x in region.results]
-    factors_of = [graph.eqns[i].invars for i in region.products]
+    factors_of = [graph.product(i).invars for i in region.products]
     inputs, results, accumulators = region.inputs, region.results, region.accumulators
     form = region.found
 
@@ -100,7 +100,7 @@ def function(graph: Graph, region: Region) -> Callable[..., list[Any]]:
         a, bs = factors[0][0], [b for _, b in factors]
 
         def epilogue(*accs: Any) -> list[Any]:
-            tail, values = Tail(form.shape), dict(env)
+            tail, values = Tail(form.shape, form.rows), dict(env)
             values |= {x: Tile(acc) for x, acc in zip(accumulators, accs, strict=True)}
             tail.evaluate(eqns, values)
             found = []
@@ -159,7 +159,7 @@ def plain_function(eqn: Any, found: Any) -> Callable[..., list[Any]]:
         a, b = found.operands(*factors)
         params: dict[str, Any] = {"precision": found.precision, "backend": "auto", "hints": found.hints}
         d = products.multiply(found.product, a, b, out_dtype=out.dtype, **params)
-        return [lax.reshape(d, out.shape) if found.plan is None else found.plan.result(d)]
+        return [found.result(d, out.shape)]
 
     return _automatic(call, [out])
 

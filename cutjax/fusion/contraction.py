@@ -8,75 +8,62 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
 from cutjax import dot_precision
 from cutjax.binding.rules import leaves_axes
-from cutjax.dtypes import are_narrow
+from cutjax.fusion.convolved import Convolved, convolved
+from cutjax.fusion.flips import CONVOLUTION
+from cutjax.fusion.form import Form, unfit_dtypes
 from cutjax.fusion.jaxprs import is_marked
 from cutjax.ops.contraction import Contraction as Plan
 from cutjax.ops.contraction import contraction as contraction_plan
+from cutjax.primitives.convolution import Convolution
 from cutjax.primitives.dense import FLIP, Dense
-from cutjax.primitives.hints import NO_HINTS, Hints
 from cutjax.primitives.product import Product
 from cutjax.primitives.ragged import Rows
 
 RAGGED = "ragged_dot_general"
-OWN = "cutjax_gemm"
-_PRODUCTS = ("dot_general", RAGGED)
+OWN = ("cutjax_gemm", "cutjax_conv")
+_PRODUCTS = ("dot_general", RAGGED, CONVOLUTION)
 
 
 @dataclasses.dataclass(frozen=True)
-class Contraction:
-    """A product of an equation, in the form of a kernel.
+class Contraction(Form):
+    """A product of matrices of an equation.
 
     Attributes:
       layout: "nn", "nt", "tn" or "tt".
-      a, b: the shapes to which the operands are reshaped.
-      shape: that of the result, ``(*batch, m, n)``, to which the equation's is reshaped.
-      swapped: whether a is the equation's right operand, as where the result is transposed.
-      precision: as ``dot_general`` has it, of a and b.
       plan: what makes the operands, where it takes more than a reshape: memory is walked in another order.
-      hints: what policy and explain were told of it.
     """
 
     layout: str
-    a: tuple[int, ...]
-    b: tuple[int, ...]
-    shape: tuple[int, ...]
-    swapped: bool
-    precision: Any
-
     plan: Plan | None = None
-    hints: Hints = NO_HINTS
-    grouped: ClassVar[bool] = False
 
     @property
     def product(self) -> Product:
-        """The product that is bound."""
         return Dense(self.layout) if self.plan is None else Dense(self.layout, self.plan.orders)
 
     def operands(self, left: Any, right: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns a and b of the left operand and the right one."""
         if self.plan is not None:
             return self.plan.operands(left, right)
         x, y = (right, left) if self.swapped else (left, right)
         return lax.reshape(x, self.a), lax.reshape(y, self.b)
 
+    def result(self, d: jax.Array, shape: Sequence[int]) -> jax.Array:
+        return super().result(d, shape) if self.plan is None else self.plan.result(d)
+
     def avals(self, left: Any, right: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Returns the shapes and dtypes of a and b, told the dtypes of the operands."""
         x, y = (right, left) if self.swapped else (left, right)
-        return jax.ShapeDtypeStruct(self.a, x), jax.ShapeDtypeStruct(self.b, y)
+        return super().avals(x, y)
 
     @property
     def transposed(self) -> Contraction:
         """The product whose result is transposed; of one without batch axes."""
         layout = FLIP[self.layout[1]] + FLIP[self.layout[0]]
         precision = dot_precision.swapped(self.precision)
-        return Contraction(layout, self.b, self.a, self.shape[::-1], not self.swapped, precision)
+        return Contraction(self.b, self.a, self.shape[::-1], precision, layout, swapped=not self.swapped)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +77,6 @@ class Grouped(Contraction):
 
     @property
     def product(self) -> Product:
-        """The product that is bound."""
         return Rows(False, self.layout)
 
 
@@ -106,11 +92,9 @@ class Own(Contraction):
 
     @property
     def product(self) -> Product:
-        """The product that is bound."""
         return self.dense
 
     def operands(self, left: Any, right: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns a and b, which they are."""
         return left, right
 
 
@@ -119,26 +103,28 @@ def is_product(eqn: Any) -> bool:
     name, params = eqn.primitive.name, eqn.params
     if is_marked(eqn):
         return False
-    if name != OWN:
+    if name not in OWN:
         return name in _PRODUCTS
     plain = params["epilogue"].primal.plain and not params["in_place"]
     return plain and params["backend"] == "auto" and params["config"] is None
 
 
-def contraction(eqn: Any) -> Contraction | str:
+def contraction(eqn: Any) -> Form | str:
     """Returns a product as a kernel has it, or why none has."""
-    return {RAGGED: _grouped, OWN: _own}.get(eqn.primitive.name, _dense)(eqn)
+    of = {RAGGED: _grouped, CONVOLUTION: convolved} | dict.fromkeys(OWN, _own)
+    return of.get(eqn.primitive.name, _dense)(eqn)
 
 
-def _own(eqn: Any) -> Own | str:
+def _own(eqn: Any) -> Form | str:
     (a, b), (out,), params = (x.aval for x in eqn.invars), (x.aval for x in eqn.outvars), eqn.params
     if why := unfit_dtypes(a, b, out):
         return why
-    if 0 in (*a.shape, *b.shape):
+    if 0 in (*a.shape, *b.shape, *out.shape):
         return "it is empty"
-    product = params["product"]
-    how: dict[str, Any] = {"hints": params["hints"], "dense": product}
-    return Own(product.layout, a.shape, b.shape, out.shape, False, params["precision"], **how)
+    product, same = params["product"], (a.shape, b.shape, out.shape, params["precision"])
+    if isinstance(product, Convolution):
+        return Convolved(*same, product, hints=params["hints"])
+    return Own(*same, product.layout, hints=params["hints"], dense=product)
 
 
 def _grouped(eqn: Any) -> Grouped | str:
@@ -155,18 +141,7 @@ def _grouped(eqn: Any) -> Grouped | str:
         return why
     layout = "nn" if tuple(map(tuple, contracted)) == ((1,), (1,)) else "nt"
     n = right.shape[2 if layout == "nn" else 1]
-    return Grouped(layout, left.shape, right.shape, (left.shape[0], n), False, params["precision"])
-
-
-def unfit_dtypes(left: Any, right: Any, out: Any) -> str:
-    """Returns the reason against a kernel for operands and a result of these dtypes, and sums that lie so, or ""."""
-    alike = left.dtype == right.dtype or are_narrow(left.dtype, right.dtype)
-    if not alike or not jnp.issubdtype(left.dtype, jnp.floating):
-        return f"operands {left.dtype} and {right.dtype}: of one floating dtype they would have a kernel"
-    if out.dtype not in (left.dtype, np.dtype(np.float32)):
-        return f"a result in {out.dtype} of operands in {left.dtype}"
-    partial = any(x.sharding.spec.unreduced or x.sharding.spec.reduced for x in (left, right, out))
-    return "an array is a sum that no device has" if partial else ""
+    return Grouped(left.shape, right.shape, (left.shape[0], n), params["precision"], layout)
 
 
 def _dense(eqn: Any) -> Contraction | str:
@@ -185,7 +160,7 @@ def _dense(eqn: Any) -> Contraction | str:
     if a is None or b is None:
         return planned(eqn)
     (of_a, a_shape, m), (of_b, b_shape, n) = a, b
-    return Contraction(of_a + of_b, a_shape, b_shape, (*left.shape[:batch], m, n), False, eqn.params["precision"])
+    return Contraction(a_shape, b_shape, (*left.shape[:batch], m, n), eqn.params["precision"], of_a + of_b)
 
 
 def _unfit(eqn: Any) -> str:
@@ -218,7 +193,7 @@ def planned(eqn: Any, permutation: Sequence[int] | None = None) -> Contraction |
             return "its rows and columns are no neighbours in the result"
         shape = tuple(math.prod(shape[i] for i in axes) for axes in plan.axes)
     precision = dot_precision.swapped(params["precision"]) if plan.swapped else params["precision"]
-    return Contraction(plan.layout, plan.a.shape, plan.b.shape, shape, plan.swapped, precision, plan)
+    return Contraction(plan.a.shape, plan.b.shape, shape, precision, plan.layout, plan, swapped=plan.swapped)
 
 
 def _are_divided(*avals: Any) -> bool:
@@ -261,23 +236,3 @@ def _matrix(
 def transposes(eqn: Any, rank: int, left: int) -> bool:
     """True if an equation swaps rows and columns of a result of that rank, whose first ``left`` axes are its rows."""
     return eqn.primitive.name == "transpose" and tuple(eqn.params["permutation"]) == (*range(left, rank), *range(left))
-
-
-def axes_of(shape: Sequence[int], form: Sequence[int]) -> list[list[int]] | None:
-    """Returns the axes of a shape that each axis of another merges, in their order; None where that is not so."""
-    found: list[list[int]] = []
-    at = 0
-    for size in form:
-        axes: list[int] = []
-        product = 1
-        while product < size and at < len(shape):
-            axes.append(at)
-            product *= shape[at]
-            at += 1
-        if product != size:
-            return None
-        found.append(axes)
-    if any(size != 1 for size in shape[at:]):
-        return None
-    found[-1] += range(at, len(shape))
-    return found

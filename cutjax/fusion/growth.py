@@ -8,7 +8,8 @@ from typing import Any
 
 from cutjax.binding.rules import varying_axes
 from cutjax.epilogue.flatten import REDUCTIONS
-from cutjax.fusion.contraction import Contraction, axes_of, is_sharded, transposes
+from cutjax.fusion.contraction import Contraction, is_sharded, transposes
+from cutjax.fusion.form import Form, axes_of
 from cutjax.fusion.jaxprs import MOVES, Graph, byte_count, full_size, is_literal
 from cutjax.fusion.region import Region, Stop
 from cutjax.fusion.tail import reduced_axes
@@ -23,13 +24,13 @@ _MOST_COPIED = 64  # equations that make an operand, computed again in the kerne
 class Finder:
     """Finds the region of one product, or of several that share their left operand."""
 
-    def __init__(self, graph: Graph, products: dict[int, Contraction]):
+    def __init__(self, graph: Graph, products: dict[int, Form]):
         self.graph = graph
         self.products = products  # those that no region has taken
         self.settled: set[int] = set()  # those of them that stay as they are
         self.siblings: dict[Any, list[int]] = {}
         for i, found in products.items():
-            left, right, *sizes = graph.eqns[i].invars
+            left, right, *sizes = graph.product(i).invars
             if not any(map(is_literal, (left, right, *sizes))) and not found.swapped:
                 out = graph.eqns[i].outvars[0].aval
                 key = (
@@ -56,7 +57,7 @@ class Finder:
 
     def together(self, products: tuple[int, ...]) -> Region | None:
         """Returns the region of products alone that share their left operand; None where one depends on another."""
-        eqns = [self.graph.eqns[i] for i in products]
+        eqns = [self.graph.product(i) for i in products]
         results = [eqn.outvars[0] for eqn in eqns]
         inputs = list(dict.fromkeys([eqns[0].invars[0], *(x for eqn in eqns for x in eqn.invars[1:])]))
         if self.graph.reaches(inputs, results):
@@ -77,7 +78,7 @@ class _Growth:
         self.mask = 0
         self.accumulators: list[Any] = []
         self.tiles: dict[Any, int] = {}  # variables, and the equation that makes each
-        self.moves: set[int] = set()  # the transpositions of a product
+        self.moves: set[int] = set()  # the transpositions of a product, and what flips its weights
         self.reductions: list[int] = []
         self.stops: list[str | Stop] = []
         self.joint: list[int] = []  # equations that read several products
@@ -89,13 +90,18 @@ class _Growth:
             out, equation = graph.eqns[i].outvars[0], i
             for move in self._transpositions(i) if len(products) == 1 else ():
                 out, equation = graph.eqns[move].outvars[0], move
-                self.inside.add(move)
                 self.mask |= 1 << move
                 self.moves.add(move)
-                self.found = self.found.transposed
+                self.found = self.found.transposed  # pyright: ignore[reportAttributeAccessIssue]
+            self.moves.update(graph.flips[i].members if i in graph.flips else ())
             self.accumulators.append(out)
-            self._add(out, equation)
+            if self.found.tailless:
+                self.tiles[out] = equation
+            else:
+                self._add(out, equation)
             roots[out] = 1 << k
+        self.inside |= self.moves
+        self.stops += filter(None, [self.found.tailless])
         self.size = full_size(self.accumulators[0].aval)
         self._roots = roots
         while self._candidates:
@@ -118,7 +124,8 @@ class _Growth:
     def _transpositions(self, i: int) -> list[int]:
         """Returns the equations that transpose a product, one after the other, where nothing else reads it."""
         graph, eqn, found = self.graph, self.graph.eqns[i], []
-        if eqn.primitive.name != "dot_general" or self.found.plan is not None or len(self.found.shape) != 2:
+        plain = isinstance(self.found, Contraction) and self.found.plan is None
+        if eqn.primitive.name != "dot_general" or not plain or len(self.found.shape) != 2:
             return []
         (lc, _), _ = eqn.params["dimension_numbers"]
         out, rows = eqn.outvars[0], eqn.invars[0].aval.ndim - len(lc)
@@ -172,7 +179,8 @@ class _Growth:
             x = eqn.invars[0]
             if is_sharded(eqn.params.get("out_sharding")) or x not in self.tiles or self.found.grouped:
                 return ""
-            return None if reduced_axes(x.aval.shape, form, set(eqn.params["axes"])) else ": not all rows, or columns"
+            axes = set(eqn.params["axes"])
+            return None if reduced_axes(x.aval.shape, form, axes, self.found.rows) else ": not all rows, or columns"
         if not graph.is_pointwise(i):
             return ""
         for out in eqn.outvars:
@@ -186,14 +194,24 @@ class _Growth:
                 continue
             if graph.depends_on(x, self.mask):
                 return ": an operand of it is made of the product by what no kernel computes"
-            if (
-                not moves
-                and x.aval.ndim
-                and full_size(x.aval) != self.size
-                and axes_of(eqn.outvars[0].aval.shape, form) is None
-            ):
+            if not moves and x.aval.ndim and not self._is_along(eqn, x):
                 return f": an operand of shape {tuple(x.aval.shape)} is not along rows or columns"
         return None
+
+    def _is_along(self, eqn: Any, x: Any) -> bool:
+        """True if an operand is of full size, or along rows or columns; along several axes of rows, along all of them."""
+        graph, found = self.graph, self.found
+        while full_size(x.aval) == self.size:
+            i = graph.producer.get(x, -1)
+            if found.rows == 1 or i < 0 or not graph.is_pointwise(i) or len(graph.inputs[i]) != 1:
+                return True
+            eqn, (x,) = graph.eqns[i], graph.inputs[i]  # XLA would write what it broadcasts
+        groups = axes_of(eqn.outvars[0].aval.shape, found.shape)
+        if groups is None or found.rows == 1 or x.aval.ndim == 0:
+            return groups is not None
+        sizes = dict(zip(eqn.params.get("broadcast_dimensions", range(x.aval.ndim)), x.aval.shape, strict=True))
+        rows = zip(groups[-1 - found.rows : -1], found.shape[-1 - found.rows : -1], strict=True)
+        return len({any(sizes.get(axis, 1) != 1 for axis in axes) for axes, size in rows if size != 1}) < 2
 
     def joins(self) -> int | None:
         """Returns another product of the same left operand whose tail meets this one's."""
@@ -315,7 +333,9 @@ class _Growth:
             if i in needed:
                 continue
             needed.add(i)
-            if i not in self.products:
+            if i in self.products:
+                needed.update(graph.flips[i].members if i in graph.flips else ())
+            else:
                 stack += [self.tiles[x] for x in graph.inputs[i] if x in self.tiles]
                 if i in self.moves:
                     stack += (*self.moves, *self.products)
@@ -324,7 +344,7 @@ class _Growth:
     def _inputs(self, members: list[int]) -> list[Any]:
         """Returns the inputs of some equations, taken together; the operands of the products first."""
         graph = self.graph
-        eqns = [graph.eqns[i] for i in self.products]
+        eqns = [graph.product(i) for i in self.products]
         first = [eqns[0].invars[0], *(eqn.invars[1] for eqn in eqns)]
         made = {x for i in members for x in graph.eqns[i].outvars}
         found = [x for x in first if not is_literal(x)]
@@ -377,6 +397,8 @@ class _Growth:
             return False
         out = eqn.outvars[0].aval.shape
         small = [x for x in graph.inputs[i] if x.aval.ndim and full_size(x.aval) != self.size]
-        if (small or eqn.primitive.name == "iota") and axes_of(out, self.found.shape) is None:
+        if eqn.primitive.name == "iota" and (self.found.rows > 1 or axes_of(out, self.found.shape) is None):
+            return False
+        if not all(self._is_along(eqn, x) for x in small):
             return False
         return not any(graph.in_memory(x) for x in eqn.outvars)

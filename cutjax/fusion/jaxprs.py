@@ -159,6 +159,7 @@ class Graph:
       consumers: of each variable, the nodes alive that read it.
       regions: what was put in the place of equations: ``inputs``, ``results``, ``equation()``.
       given: the program's arguments, and whether each is known to be donated: a result may take its memory.
+      flips: the convolutions of weights that are flipped before, each as a ``Flip``.
       takes: of those donated, the result that is to take it: as jax.jit pairs them, in their order, by what they are.
     """
 
@@ -166,6 +167,7 @@ class Graph:
         self.eqns = list(jaxpr.eqns)
         self.outvars = {x for x in jaxpr.outvars if not is_literal(x)}
         self.given: dict[Any, bool] = dict(itertools.zip_longest(jaxpr.invars, donated, fillvalue=False))
+        self.flips: dict[int, Any] = {}
         self.takes: dict[Any, Any] = {}
         free: dict[Any, collections.deque[Any]] = collections.defaultdict(collections.deque)
         for x, flag in self.given.items():
@@ -200,6 +202,10 @@ class Graph:
                 needed.update(self.inputs[i])
                 for x in self.inputs[i]:
                     self.consumers[x].add(i)
+
+    def product(self, i: int) -> Any:
+        """Returns the equation of a product, of the arrays that a kernel reads."""
+        return self.flips[i].eqn if i in self.flips else self.eqns[i]
 
     def used(self, x: Any) -> bool:
         """True if anything alive, or the result, needs a variable."""

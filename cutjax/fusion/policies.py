@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax import lax
 
+from cutjax.primitives.convolution import Convolution
 from cutjax.primitives.dense import Dense
 from cutjax.primitives.factors import batch_axes
 
 
 @dataclasses.dataclass(frozen=True)
 class AsDotGeneral:
-    """A policy that is asked about a dense product of ours as about the ``dot_general`` that it is."""
+    """A policy that is asked about a product of ours as about the ``dot_general`` or the convolution that it is."""
 
     policy: Callable[..., Any]
 
@@ -26,6 +29,11 @@ class AsDotGeneral:
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
         """Returns the policy's answer for an equation: True, False, or where to offload its results."""
         product = params.get("product")
+        if isinstance(product, Convolution):
+            how = {"out_dtype": avals[0].dtype, "precision": params["precision"], "on_cuda": True}
+            plain = jax.make_jaxpr(functools.partial(product.reference, **how))(*avals[:2])
+            found = (eqn for eqn in plain.eqns if eqn.primitive is lax.conv_general_dilated_p)
+            return all(self.policy(prim, *(x.aval for x in eqn.invars), **eqn.params) for eqn in found)
         if not isinstance(product, Dense):
             return self.policy(prim, *avals, **params)
         (a, b), batch = avals[:2], batch_axes(*avals[:2])

@@ -15,13 +15,14 @@ import jax
 
 from cutjax.binding import lowering
 from cutjax.epilogue.expression import Epilogue, identity
-from cutjax.fusion.contraction import Contraction
+from cutjax.fusion.form import Form
 from cutjax.fusion.jaxprs import byte_count
 from cutjax.kernels import choose, tuned, xla
 from cutjax.kernels.device import Device, device_of
 from cutjax.kernels.families import fastest
 from cutjax.kernels.problem import Problem
 from cutjax.ops.dot_general import LEAD
+from cutjax.primitives.convolution import Convolution
 from cutjax.primitives.product import Product
 
 # Faster than XLA by less stays XLA's; of a product alone LEAD, as of a drop-in. Of 144 recorded fused products, the
@@ -67,6 +68,14 @@ class Price:
         runs = "kernel" if choose.leads(self.plain_us, xla_us, LEAD) else "XLA"
         return dataclasses.replace(self, runs=runs, xla_us=xla_us, merged=merged)
 
+    def after(self, us: float) -> Price:
+        """Returns the price where arrays are transposed for the kernel, which takes so long."""
+        if self.xla_us is None or self.plain_us is None:
+            return self
+        plain_us = self.plain_us + us
+        runs = "kernel" if choose.leads(plain_us, self.xla_us, LEAD) else "XLA"
+        return dataclasses.replace(self, runs=runs, plain_us=plain_us)
+
     def in_a_row(self, count: int, one: Price) -> Price:
         """Returns the price of one of so many equal products, told that of the one product of all their columns.
 
@@ -85,17 +94,18 @@ class Price:
         return f"{text} (XLA's share of {self.merged} products merged)" if self.merged > 1 else text
 
 
-def of_product(found: Contraction, eqn: Any) -> Price:
+def of_product(found: Form, eqn: Any) -> Price:
     """Returns the predicted times of an equation's product, by XLA and by a kernel."""
     dtypes = (x.aval.dtype for x in (*eqn.invars, *eqn.outvars))
     chosen = _problem(found, device_of(lowering.target()), *dtypes)
     if isinstance(chosen, choose.Choice):
         return _by_xla(chosen)
-    return _of_problem(chosen, tuned.find(chosen))
+    price = _of_problem(chosen, tuned.find(chosen))
+    return price.after(_pass_us(2 * found.moved, chosen.device)) if found.moved else price
 
 
 @functools.lru_cache(maxsize=4096)
-def _problem(found: Contraction, device: Device, left: Any, right: Any, out: Any) -> Problem | choose.Choice:
+def _problem(found: Form, device: Device, left: Any, right: Any, out: Any) -> Problem | choose.Choice:
     """Returns the same problem each time, which is hashed once, or the choice of XLA; told the arrays' dtypes."""
     product, _, avals = _merged(found.product, identity(out), found.avals(left, right))
     problem = product.problem(*avals, out_dtype=out, device=found.hints.device(device))
@@ -174,13 +184,14 @@ def of_region(plain: Price, eqn: Any, passes: int, moved: int, copied: int) -> P
     choice = _choice(eqn)
     problem, epilogue = choice.problem, eqn.params["epilogue"].primal
     read = sum(map(byte_count, eqn.invars[len(eqn.invars) - len(epilogue.operands) :]))
-    pass_us = 1e6 * (moved + read) / (problem.device.bytes_per_second * _PASS_BANDWIDTH) + passes * _PASS_US
+    pass_us = _pass_us(moved + read, problem.device) + passes * _PASS_US
     plain_us = problem.products * plain.plain_us + pass_us
     xla_us = None
     if plain.xla_us is not None:
-        by_cublas = problem.products == 1 and _is_cublas(epilogue)
-        xla_us = problem.products * plain.xla_us * (1.0 if plain.measured_xla else _EXPECTED)
-        xla_us += 1e6 * read / problem.device.bytes_per_second if by_cublas else pass_us
+        windows = eqn.params["product"] if isinstance(eqn.params["product"], Convolution) else None
+        by_library = problem.products == 1 and _is_of_library(epilogue, windows)
+        xla_us = problem.products * plain.xla_us * (1.0 if plain.measured_xla or windows else _EXPECTED)
+        xla_us += 1e6 * read / problem.device.bytes_per_second if by_library else pass_us
     alone = "kernel" if choose.leads(plain_us, xla_us, LEAD) else "XLA"
     if not choice.served or choice.time_us is None:
         why = f"no kernel has its tail: {'; '.join(choice.reasons)}"
@@ -189,7 +200,7 @@ def of_region(plain: Price, eqn: Any, passes: int, moved: int, copied: int) -> P
     # that was faster may not be the one that the tail gets. Nor is that of several products: over 17 recorded gates the
     # fastest takes 0.98 of what is predicted, give or take 6%.
     fused_us = choice.time_us * (max(plain.measured, 1.0) if problem.products == 1 else 1.0)
-    fused_us += 1e6 * copied / (problem.device.bytes_per_second * _PASS_BANDWIDTH)
+    fused_us += _pass_us(copied, problem.device)
     fused = choose.leads(fused_us, xla_us, GAIN) and (alone == "XLA" or fused_us <= plain_us)
     return Price("fused" if fused else alone, xla_us, plain_us, fused_us, merged=plain.merged)
 
@@ -209,17 +220,24 @@ def of_several(alone: Sequence[Price], eqn: Any) -> Price:
     return Price(runs, xla_us, plain_us, fused_us, merged=alone[0].merged)
 
 
-def _is_cublas(epilogue: Epilogue) -> bool:
-    """True if XLA has it computed by cuBLAS, and needs no pass: a bias of columns, a matrix that is added, then relu.
+def _pass_us(nbytes: int, device: Device) -> float:
+    """Returns the time in which a pass of XLA's moves so many bytes."""
+    return 1e6 * nbytes / (device.bytes_per_second * _PASS_BANDWIDTH)
 
-    The matrix may be in place or not: of 34 recorded ones that something else read, none took XLA a pass.
+
+def _is_of_library(epilogue: Epilogue, windows: Convolution | None) -> bool:
+    """True if XLA has it computed by cuBLAS, or by cuDNN in a convolution, and needs no pass.
+
+    That is a bias of columns or a matrix that is added, beside a convolution both, then relu. It has nothing beside a
+    gradient of a convolution. The matrix may be in place or not: of 34 recorded ones that something else read, none
+    took XLA a pass.
     """
     ops = [node.op for node in epilogue.nodes if node.op not in ("acc", "operand", "const", "convert_element_type")]
     matrices = [spec for spec in epilogue.operands if spec.row]
     biases = [spec for spec in epilogue.operands if not spec.row]
     if max(len(matrices), len(biases), len(epilogue.outputs)) > 1 or any(out.reduce for out in epilogue.outputs):
         return False
-    if not all(spec.col for spec in epilogue.operands):
+    if not all(spec.col for spec in epilogue.operands) or (windows and windows.form != "forward"):
         return False
     adds = ["add"] * len(epilogue.operands)
-    return bool(ops) and ops in (adds, [*adds, "max"] if not matrices else adds)
+    return bool(ops) and ops in (adds, [*adds, "max"] if windows or not matrices else adds)

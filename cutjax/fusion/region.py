@@ -8,7 +8,7 @@ import math
 from typing import Any, NamedTuple
 
 from cutjax.epilogue.flatten import line_of
-from cutjax.fusion.contraction import Contraction
+from cutjax.fusion.form import Form
 
 
 class Stop(NamedTuple):
@@ -38,7 +38,7 @@ class Region:
 
     products: tuple[int, ...]
     moves: set[int]
-    found: Contraction
+    found: Form
     accumulators: tuple[Any, ...]
     members: list[int]
     inputs: list[Any]

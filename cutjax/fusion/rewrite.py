@@ -14,6 +14,8 @@ from cutjax.binding import lowering, rules
 from cutjax.fusion import memory, price
 from cutjax.fusion.build import Template, function, placed, plain_function, product_of, template, with_product
 from cutjax.fusion.contraction import OWN, RAGGED, Contraction, contraction, is_divided, is_product, planned
+from cutjax.fusion.flips import flip
+from cutjax.fusion.form import Form
 from cutjax.fusion.growth import MOST_PRODUCTS, NOTHING, Finder
 from cutjax.fusion.inline import inlined
 from cutjax.fusion.jaxprs import BODIES, MOVES, Graph, bodies, is_literal, opened, with_bodies, with_equations
@@ -85,7 +87,7 @@ class Rewriter:
             if why := self._refuses(opened(jaxpr)):
                 graph = Graph(opened(jaxpr))
                 products = (graph.eqns[i] for i in sorted(graph.live) if is_product(graph.eqns[i]))
-                self.reports += (Report(eqn, "XLA", why) for eqn in products if eqn.primitive.name != OWN)
+                self.reports += (Report(eqn, "XLA", why) for eqn in products if eqn.primitive.name not in OWN)
                 return jaxpr
             jaxpr = narrowed(cancelled(jaxpr))
             eqns = self._fused(opened(jaxpr), donated)
@@ -125,13 +127,15 @@ class Rewriter:
     def _fused(self, jaxpr: Any, donated: tuple[bool, ...]) -> list[Any]:
         """Returns the equations of a program with its own products fused."""
         graph = Graph(jaxpr, donated)
-        found: dict[int, Contraction] = {}
+        found: dict[int, Form] = {}
         reports: dict[int, Report] = {}
         prices: dict[int, price.Price] = {}
         for i, eqn in enumerate(graph.eqns):
             if i not in graph.live or not is_product(eqn):
                 continue
-            form = self._form(eqn)
+            if (flipped := flip(graph, i)) is not None:
+                graph.flips[i] = flipped
+            form = self._form(graph.product(i))
             reports[i] = _report(eqn, form)
             ragged = eqn.primitive.name == RAGGED
             if isinstance(form, str) and not (ragged and self.policy == "auto"):
@@ -158,7 +162,7 @@ class Rewriter:
                 self._moved(graph, i, reports[i])
         self._alone(graph, finder, reports, prices)
         # A product of ours that stays as it is needs no report: explain shows it anyway.
-        self.reports += (x for x in reports.values() if x.eqn.primitive.name != OWN or x.runs == "fused")
+        self.reports += (x for x in reports.values() if x.eqn.primitive.name not in OWN or x.runs == "fused")
         for node, region in enumerate(graph.regions, len(graph.eqns)):
             region.made = self._in_place(graph, node, region.made)
         return graph.equations()
@@ -209,8 +213,8 @@ class Rewriter:
             for at in range(0, len(left), MOST_PRODUCTS):
                 self._several(graph, finder, tuple(left[at : at + MOST_PRODUCTS]), reports, prices)
         for i in sorted(free & set(finder.products), reverse=True):
-            if prices[i].runs == "kernel" and graph.eqns[i].primitive.name != OWN:
-                self._replace_product(graph, [i], finder.products.pop(i), reports[i], prices[i], graph.eqns[i])
+            if prices[i].runs == "kernel" and graph.eqns[i].primitive.name not in OWN:
+                self._replace_product(graph, [i], finder.products.pop(i), reports[i], prices[i], graph.product(i))
 
     def _several(
         self,
@@ -221,7 +225,8 @@ class Rewriter:
         prices: dict[int, price.Price],
     ) -> None:
         """Puts one kernel in the place of products of one left operand, where that is worth it."""
-        if len(products) < 2 or finder.products[products[0]].grouped:
+        found = finder.products[products[0]]
+        if len(products) < 2 or found.grouped or not isinstance(found, Contraction):
             return
         region = finder.together(products)
         if region is None:
@@ -239,7 +244,7 @@ class Rewriter:
 
     def _moved(self, graph: Graph, i: int, report: Report) -> bool:
         """Puts a kernel in the place of a product and of transpositions around it; True if it is priced with these."""
-        if graph.eqns[i].primitive.name in (RAGGED, OWN):
+        if graph.eqns[i].primitive.name != "dot_general":
             return False
         # An axis of rows that is walked as one of the batch would fix the order of a result that XLA is free to choose:
         # beside grouped queries' scores, its softmax then took four times as long as the product gained.
@@ -276,7 +281,7 @@ class Rewriter:
         graph.replace(Region((members[0],), set(), form, (), members, inputs, list(eqn.outvars), [], made))
         report.runs, report.reason = "kernel", cost
 
-    def _form(self, eqn: Any, permutation: tuple[int, ...] | None = None) -> Contraction | str:
+    def _form(self, eqn: Any, permutation: tuple[int, ...] | None = None) -> Form | str:
         """Returns a product as a kernel has it, or why none has; equal ones are one object."""
         avals = [x.aval for x in (*eqn.invars, *eqn.outvars)]
         key = permutation, eqn.primitive, self._keys.params(eqn), *avals
@@ -286,7 +291,7 @@ class Rewriter:
             form = self._forms[key] = self._forms.setdefault(form, form)
         return form
 
-    def _price(self, form: Contraction, eqn: Any) -> price.Price:
+    def _price(self, form: Form, eqn: Any) -> price.Price:
         """Returns the price of a dense product; its form is one of those of `_form`."""
         key = id(form), *[x.aval for x in (*eqn.invars, *eqn.outvars)]
         found = self._prices.get(key)
@@ -294,7 +299,7 @@ class Rewriter:
             found = self._prices[key] = price.of_product(form, eqn)
         return found
 
-    def _price_beside(self, form: Contraction, eqn: Any) -> price.Price:
+    def _price_beside(self, form: Form, eqn: Any) -> price.Price:
         """Returns the price of several products merged into one."""
         return self._price(self._forms.setdefault(form, form), eqn)
 
@@ -314,14 +319,15 @@ class Rewriter:
         eqn, inner = placed(made, region.inputs, region.results, graph.eqns[region.products[-1]])
         if plain is None:
             return eqn, inner, None
-        count = len(region.products)
-        if count > 1 and not region.found.grouped and region.found.plan is None:
-            one = self._price_beside(beside(0, [region.found] * count), graph.eqns[region.products[0]])
+        count, found = len(region.products), region.found
+        if count > 1 and isinstance(found, Contraction) and not found.grouped and found.plan is None:
+            one = self._price_beside(beside(0, [found] * count), graph.eqns[region.products[0]])
             plain = plain.in_a_row(count, one)
-        key = id(inner), memory.passes(graph, region), plain
+        passes, nbytes, copied = memory.passes(graph, region)
+        key = id(inner), passes, nbytes, copied + 2 * found.moved, plain
         cost = self._costs.get(key)
         if cost is None:
-            cost = self._costs[key] = price.of_region(plain, inner, *key[1])
+            cost = self._costs[key] = price.of_region(plain, inner, *key[1:4])
         return eqn, inner, cost
 
     def _template(self, key: Hashable, make: Callable[[], Any], inputs: Sequence[Any]) -> Template:
@@ -343,5 +349,5 @@ class Rewriter:
         return made
 
 
-def _report(eqn: Any, form: Contraction | str) -> Report:
+def _report(eqn: Any, form: Form | str) -> Report:
     return Report(eqn, runs="XLA", reason=form if isinstance(form, str) else "")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cutjax.fusion.contraction import Contraction
+from cutjax.fusion.form import Form
 from cutjax.fusion.jaxprs import Graph, byte_count, is_literal
 from cutjax.fusion.price import Price
 
@@ -18,7 +19,7 @@ _MERGED_BYTES = 32 << 20
 
 def merged_by_xla(
     graph: Graph,
-    found: Mapping[int, Contraction],
+    found: Mapping[int, Form],
     prices: Mapping[int, Price],
     price: Callable[[Contraction, Any], Price],
 ) -> dict[int, Price]:
@@ -36,12 +37,13 @@ def merged_by_xla(
     return shares
 
 
-def _merged(graph: Graph, found: Mapping[int, Contraction]) -> Iterator[tuple[Contraction, list[int]]]:
+def _merged(graph: Graph, found: Mapping[int, Form]) -> Iterator[tuple[Contraction, list[int]]]:
     """Yields the products that XLA makes, in the form of a kernel, and the equations of which."""
     taken: set[int] = set()
+    dense = {i: form for i, form in found.items() if isinstance(form, Contraction)}
     for side in (0, 1):
         groups: dict[Any, list[int]] = {}
-        for i, form in found.items():
+        for i, form in dense.items():
             operands = graph.eqns[i].invars[:2]
             shared = operands[side != form.swapped]
             if graph.eqns[i].primitive.name != "dot_general" or form.plan is not None or is_literal(shared):
@@ -63,7 +65,7 @@ def _merged(graph: Graph, found: Mapping[int, Contraction]) -> Iterator[tuple[Co
                         rest.append(i)
                 if len(members) > 1:
                     taken.update(members)
-                    yield beside(side, [found[i] for i in members]), members
+                    yield beside(side, [dense[i] for i in members]), members
                 left = rest
 
 

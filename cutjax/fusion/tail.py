@@ -20,7 +20,7 @@ from cutjax.binding.rules import match_varying
 from cutjax.epilogue.flatten import REDUCTIONS, line_of
 from cutjax.epilogue.jaxpr import CALLS, IDENTITIES, UNIT_MOVES, bind_equation, callee, has_rule, needed_equations
 from cutjax.epilogue.rules import Irregular, Rule
-from cutjax.fusion.contraction import axes_of
+from cutjax.fusion.form import axes_of
 from cutjax.fusion.jaxprs import is_literal
 from cutjax.primitives.accumulators import is_half
 
@@ -43,10 +43,10 @@ class Unfit(NotImplementedError):
 
 
 class Tail:
-    """Evaluates equations in the form of a result."""
+    """Evaluates equations in the form of a result, told how many of its axes are rows."""
 
-    def __init__(self, form: tuple[int, ...]):
-        self.form = form
+    def __init__(self, form: tuple[int, ...], rows: int):
+        self.form, self.rows = form, rows
         self.size = math.prod(form)
         self._lifted: dict[tuple[int, tuple[int, ...]], tuple[Any, jax.Array]] = {}
 
@@ -184,7 +184,7 @@ class Tail:
         out = eqn.outvars[0].aval
         groups = axes_of(eqn.invars[0].aval.shape, self.form)
         reduced = set(eqn.params["axes"])
-        wanted = reduced_axes(eqn.invars[0].aval.shape, self.form, reduced)
+        wanted = reduced_axes(eqn.invars[0].aval.shape, self.form, reduced, self.rows)
         if groups is None or wanted is None:
             raise Unfit(f"{eqn.primitive.name} at {line_of(eqn)} is not along all rows, or all columns")
         full = jnp.broadcast_to(x, self.form)
@@ -192,18 +192,25 @@ class Tail:
         return lax.reshape(result.astype(out.dtype), out.shape)
 
 
-def reduced_axes(shape: Sequence[int], form: Sequence[int], axes: set[int]) -> tuple[int, ...] | None:
-    """Returns the rows, the columns or both, as axes of the form, that axes of a shape are; None where they are not."""
+def reduced_axes(shape: Sequence[int], form: Sequence[int], axes: set[int], rows: int) -> tuple[int, ...] | None:
+    """Returns the rows, the columns or both, as axes of the form, that axes of a shape are; None where they are not.
+
+    Of a form whose last axis but so many ``rows`` are batch axes. Rows of several axes are reduced over all of these.
+    """
     groups = axes_of(shape, form)
     if groups is None:
         return None
-    found = []
+    found, of_rows = [], range(len(form) - 1 - rows, len(form) - 1)
     for i, group in enumerate(groups):
         real = {axis for axis in group if shape[axis] != 1}
         if real & axes:
-            if not real <= axes or i < len(form) - 2:
+            if not real <= axes or i < of_rows.start:
                 return None
             found.append(i)
+    if rows > 1 and not {*of_rows}.isdisjoint(found):
+        if any(i not in found and form[i] != 1 for i in of_rows):
+            return None
+        found = sorted({*found, *of_rows})
     return tuple(found) or None
 
 

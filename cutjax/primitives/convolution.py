@@ -246,7 +246,7 @@ class Convolution(Product):
             preferred = out_dtype  # as lax's own
         elif not on_cuda or preferred != accumulator(a.dtype):
             a, b = a.astype(preferred), b.astype(preferred)
-        product = self._exactly_padded() if self.form == "weights" else self
+        product = self.exactly_padded(self.grid) if self.form == "weights" else self
         beyond = any(-min(pads) > extent for pads, extent in zip(product.padding, product._extents, strict=True))
         if not on_cuda or beyond:  # lax refuses padding beyond, which gradients may have
             a, product = product._cropped(a)
@@ -257,9 +257,9 @@ class Convolution(Product):
         )
         return product._by_lax(convolve, a, b).astype(out_dtype)
 
-    def _exactly_padded(self) -> Convolution:
-        """Returns the same product with the padding after each axis that ends with the last window."""
-        sizes = zip(self.padding, self.grid, self.strides, self._reaches, self._extents, strict=True)
+    def exactly_padded(self, grid: Sizes) -> Convolution:
+        """Returns the product of so many windows along each axis, with the padding that ends with the last of them."""
+        sizes = zip(self.padding, grid, self.strides, self._reaches, self._extents, strict=True)
         padding = [
             (low, _reach(grid, stride) + reach - 1 - extent - low) for (low, _), grid, stride, reach, extent in sizes
         ]
