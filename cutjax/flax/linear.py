@@ -111,7 +111,7 @@ def linear(
     return plan.result(
         call(
             Dense(plan.layout, plan.orders),
-            functools.partial(_finished, activation),
+            functools.partial(finished, activation),
             Factors(a, [b]),
             () if bias is None else (_merged(bias, shape, permutation, plan.axes),),
             out_dtype=dtype if bias is None else promoted(dtype, bias.dtype),
@@ -246,7 +246,7 @@ def _merged(bias: jax.Array, shape: Axes, permutation: Axes | None, groups: tupl
     return lax.reshape(bias, found[leading:])
 
 
-def _finished(activation: Activation | None, acc: jax.Array, *bias: jax.Array) -> jax.Array:
+def finished(activation: Activation | None, acc: jax.Array, *bias: jax.Array) -> jax.Array:
     """The epilogue: on accumulators, before they are rounded."""
     y = acc + with_rank(bias[0].astype(acc.dtype), acc.ndim) if bias else acc
     return y if activation is None else activation(y)

@@ -14,12 +14,13 @@ import cutjax.flax.nnx as ours
 pytestmark = pytest.mark.gpu
 
 H = jnp.bfloat16
-# Our layer and Flax's, and the shape of the inputs. The contraction is 64 long: sums of -2..2 are exact in bfloat16.
+# Our layer and Flax's, and the shape of the inputs. Contractions are at most 64 long: sums of -2..2 are exact in bf16.
 LAYERS = {
     "Linear": ("Linear", (64, 200), {}, (3, 88, 64)),
     "LinearGeneral": ("LinearGeneral", (64, (5, 40)), {}, (3, 88, 64)),
     "two axes": ("LinearGeneral", ((4, 16), 72), {"axis": (-2, -1)}, (3, 88, 4, 16)),
     "batch": ("LinearGeneral", (64, 72), {"batch_axis": {0: 3}}, (3, 88, 64)),
+    "Conv": ("Conv", (16, 72, (3,)), {}, (3, 88, 16)),
     "Einsum": ("Einsum", ("btd,dhk->bhtk", (64, 5, 40), (5, 40)), {}, (3, 88, 64)),
 }
 

@@ -29,6 +29,17 @@ class Block(nnx.Module):
         return self.last(self.mix(self.out(self.heads(x))))
 
 
+class Convolutions(nnx.Module):
+    """Down and up again, of groups."""
+
+    def __init__(self, layers, rngs):
+        self.down = layers.Conv(8, 4, (3,), strides=2, feature_group_count=2, rngs=rngs, **INITS)
+        self.up = layers.ConvTranspose(4, 8, (4,), (2,), transpose_kernel=True, rngs=rngs, **INITS)
+
+    def __call__(self, x):
+        return self.up(self.down(x))
+
+
 class FeedForward(nnx.Module):
     """A gated block of Flax's own layers."""
 
@@ -42,6 +53,10 @@ class FeedForward(nnx.Module):
 
 PAIRS = {
     "layers": (lambda rngs: Block(cutjax.flax.nnx, rngs), lambda rngs: Block(nnx, rngs)),
+    "convolutions": (
+        lambda rngs: Convolutions(cutjax.flax.nnx, rngs),
+        lambda rngs: Convolutions(nnx, rngs),
+    ),
     "gated": (lambda rngs: cutjax.flax.nnx.GatedMLP(8, 16, rngs=rngs), FeedForward),
     "mlp": (lambda rngs: cutjax.flax.nnx.MLP(8, 16, rngs=rngs, **INITS),) * 2,
     "moe": (lambda rngs: cutjax.flax.nnx.MoE(8, 16, 4, use_selection_bias=True, rngs=rngs),) * 2,
@@ -88,6 +103,17 @@ class LinenBlock(nn.Module):
         return self.layers.Dense(5, name="last", **INITS)(x)
 
 
+class LinenConvolutions(nn.Module):
+    """The convolutions of above in linen."""
+
+    layers: object
+
+    @nn.compact
+    def __call__(self, x):
+        x = self.layers.Conv(4, (3,), strides=2, feature_group_count=2, name="down", **INITS)(x)
+        return self.layers.ConvTranspose(8, (4,), (2,), transpose_kernel=True, name="up", **INITS)(x)
+
+
 class LinenFeedForward(nn.Module):
     """A gated block of Flax's own layers."""
 
@@ -99,6 +125,7 @@ class LinenFeedForward(nn.Module):
 
 LINEN = {
     "layers": (LinenBlock(cutjax.flax.linen), LinenBlock(nn)),
+    "convolutions": (LinenConvolutions(cutjax.flax.linen), LinenConvolutions(nn)),
     "gated": (cutjax.flax.linen.GatedMLP(16), LinenFeedForward()),
     "mlp": (cutjax.flax.linen.MLP(16, **INITS),) * 2,
     "moe": (cutjax.flax.linen.MoE(16, 4, use_selection_bias=True),) * 2,

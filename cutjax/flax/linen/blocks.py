@@ -1,165 +1,23 @@
-"""Layers of Flax Linen on cutjax's kernels: Flax's own with a fused activation, and MLP, GatedMLP and MoE."""
+"""Blocks of several products for Flax Linen: MLP, GatedMLP and MoE."""
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.core import meta
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from cutjax.flax.experts import check_experts, experts
-from cutjax.flax.linear import (
-    Activation,
-    einsum,
-    einsum_bias_shapes,
-    feed_forward,
-    is_product,
-    linear,
-    named_arguments,
-    places,
-)
-
-__all__ = ["MLP", "Dense", "DenseGeneral", "Einsum", "GatedMLP", "MoE"]
+from cutjax.flax.linear import Activation, feed_forward, named_arguments, places
+from cutjax.flax.linen.linear import Dense, promoted
 
 _KERNEL_INIT = nn.initializers.lecun_normal()
 _EXPERTS_INIT = nn.initializers.lecun_normal(batch_axis=(0,))  # of [experts, k, n]: the variance is that of one expert
-
-
-@named_arguments
-class Dense(nn.Dense):
-    """``flax.linen.Dense`` with ``activation(inputs @ kernel + bias)`` in one kernel.
-
-    Takes all arguments of ``flax.linen.Dense``, and has its parameters.
-
-    Attributes:
-      activation: any elementwise function written in JAX, run in float32 before the result is rounded; or None.
-
-    Example:
-      >>> import cutjax.flax.linen, jax, jax.numpy as jnp
-      >>> layer = cutjax.flax.linen.Dense(32, activation=jax.nn.gelu)
-      >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 8, 16)))
-      >>> y.shape, jax.tree.map(jnp.shape, variables)
-      ((2, 8, 32), {'params': {'bias': (32,), 'kernel': (16, 32)}})
-    """
-
-    activation: Activation | None = None
-
-    @nn.compact
-    def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Returns ``activation(inputs @ kernel + bias)``, of ``[..., k]``."""
-        features, shape = (self.features,), jnp.shape(inputs)
-        axis = places("Dense", (-1,), shape)
-        kernel = self.param("kernel", self.kernel_init, (shape[-1], *features), self.param_dtype)
-        bias = self.param("bias", self.bias_init, features, self.param_dtype) if self.use_bias else None
-        x, kernel, bias = _promoted(self, inputs, kernel, bias)
-        return linear(
-            "Dense",
-            x,
-            kernel,
-            bias if bias is None else bias.reshape((1,) * (x.ndim - 1) + features),
-            ((axis, (0,)), ((), ())),
-            activation=self.activation,
-            dot_general=self.dot_general if self.dot_general_cls is None else self.dot_general_cls(),
-            precision=self.precision,
-        )
-
-
-@named_arguments
-class DenseGeneral(nn.DenseGeneral):
-    """``flax.linen.DenseGeneral`` with bias and activation in the kernel.
-
-    Takes all arguments of ``flax.linen.DenseGeneral``, and has its parameters.
-
-    Attributes:
-      activation: as of ``Dense``.
-
-    Example:
-      >>> import cutjax.flax.linen, jax, jax.numpy as jnp
-      >>> layer = cutjax.flax.linen.DenseGeneral((4, 8), axis=(-2, -1))
-      >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 3, 16)))
-      >>> y.shape, jax.tree.map(jnp.shape, variables)
-      ((2, 4, 8), {'params': {'bias': (4, 8), 'kernel': (3, 16, 4, 8)}})
-    """
-
-    activation: Activation | None = None
-
-    @nn.compact
-    def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Returns the inputs with the axes of features, the last, in place of those that the kernel multiplies."""
-        features, axis, batch = _axes(self.features), _axes(self.axis), tuple(sorted(_axes(self.batch_dims)))
-        if batch != tuple(range(len(batch))):
-            return super().__call__(inputs)  # which says what is wrong with them
-        axis = places("DenseGeneral", axis, inputs.shape)
-        size = tuple(inputs.shape[i] for i in batch)
-        depth = tuple(inputs.shape[i] for i in axis)
-        groups = (math.prod(size) * math.prod(depth), math.prod(features))
-        kernel = self.param("kernel", _flat(self.kernel_init, groups), (*size, *depth, *features), self.param_dtype)
-        bias = None
-        if self.use_bias:
-            init = _flat(self.bias_init, (math.prod(size) * math.prod(features),))
-            bias = self.param("bias", init, (*size, *features), self.param_dtype)
-        x, kernel, bias = _promoted(self, inputs, kernel, bias)
-        rows = tuple(x.shape[i] if i in batch else 1 for i in range(x.ndim) if i not in axis)
-        return linear(
-            "DenseGeneral",
-            x,
-            kernel,
-            bias if bias is None else bias.reshape(*rows, *features),
-            ((axis, tuple(range(len(batch), len(batch) + len(axis)))), (batch, batch)),
-            activation=self.activation,
-            dot_general=self.dot_general if self.dot_general_cls is None else self.dot_general_cls(),
-            precision=self.precision,
-        )
-
-
-@named_arguments
-class Einsum(nn.Einsum):
-    """``flax.linen.Einsum`` with bias and activation in the kernel, where the equation is one product of matrices.
-
-    Takes all arguments of ``flax.linen.Einsum``, and has its parameters.
-
-    Attributes:
-      activation: as of ``Dense``.
-
-    Example:
-      >>> import cutjax.flax.linen, jax, jax.numpy as jnp
-      >>> layer = cutjax.flax.linen.Einsum((16, 4, 8), "btd,dhk->bthk", activation=jax.nn.relu)
-      >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 5, 16)))
-      >>> y.shape, jax.tree.map(jnp.shape, variables)
-      ((2, 5, 4, 8), {'params': {'bias': (4, 8), 'kernel': (16, 4, 8)}})
-    """
-
-    activation: Activation | None = None
-
-    @nn.compact
-    def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
-        """Returns the activation of the equation's result and the bias; the equation is given here or there."""
-        equation = nn.merge_param("einsum_str", self.einsum_str, einsum_str).replace(" ", "")
-        if not is_product(equation):
-            return super().__call__(inputs, einsum_str)  # which says what is wrong with it
-        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
-        bias, shape = None, ()
-        if self.use_bias:
-            own, shape = einsum_bias_shapes(equation, inputs, kernel)
-            bias = self.param("bias", self.bias_init, own, self.param_dtype)
-        x, kernel, bias = _promoted(self, inputs, kernel, bias)
-        return einsum(
-            "Einsum",
-            equation,
-            x,
-            kernel,
-            bias if bias is None else bias.reshape(shape),
-            activation=self.activation,
-            precision=self.precision,
-            preferred_element_type=self.preferred_element_type,
-        )
 
 
 class _Linear(nn.Module):
@@ -235,7 +93,7 @@ class MLP(nn.Module):
                 inits = self.down_kernel_init or inits[0], self.down_bias_init or inits[1]
             kernel, bias = _Linear(shape, self.use_bias, self.param_dtype, *inits, name=name)()
             kernels, biases = [*kernels, kernel], [*biases, bias]
-        x, *arrays = _promoted(self, inputs, *kernels, *biases)
+        x, *arrays = promoted(self, inputs, *kernels, *biases)
         options = {"activation": self.activation, "precision": self.precision, "save": self.save}
         return feed_forward(type(self).__name__, x, arrays[: len(kernels)], arrays[len(kernels) :], **options)
 
@@ -348,7 +206,7 @@ class MoE(nn.Module):
         bias = None
         if self.use_selection_bias:
             bias = self.variable("router_state", "selection_bias", jnp.zeros, self.num_experts, jnp.float32).value
-        x, *kernels = _promoted(self, inputs, *kernels)
+        x, *kernels = promoted(self, inputs, *kernels)
         sows = not self.is_initializing() and any(map(self.is_mutable_collection, ("losses", "intermediates")))
         names = "k", "activation", "scoring", "renormalize", "num_groups", "groups_per_token", "scale"
         options = {name: getattr(self, name) for name in (*names, "precision", "save")}
@@ -357,24 +215,3 @@ class MoE(nn.Module):
             collection = "losses" if name.endswith("_loss") else "intermediates"
             self.sow(collection, name, value, init_fn=lambda value=value: jnp.zeros_like(value), reduce_fn=operator.add)
         return y
-
-
-def _promoted(layer: Any, *arrays: Any) -> Any:
-    """Returns arrays in the dtype that the layer computes in."""
-    return layer.promote_dtype(*arrays, dtype=layer.dtype)
-
-
-def _axes(axes: int | Iterable[int]) -> tuple[int, ...]:
-    return tuple(axes) if isinstance(axes, Iterable) else (axes,)
-
-
-def _flat(init: Initializer, flat: tuple[int, ...]) -> Callable[..., Any]:
-    """Returns the initializer of a flat shape, its array reshaped, in its box of metadata if it has one."""
-
-    def reshaped(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-        value = init(key, flat, dtype)
-        if isinstance(value, meta.AxisMetadata):
-            return meta.replace_boxed(value, value.unbox().reshape(shape))
-        return value.reshape(shape)
-
-    return reshaped
