@@ -68,7 +68,10 @@ def progress(path: pathlib.Path) -> tuple[set[str], dict[str, list[str]]]:
 
 
 def blame(path: pathlib.Path) -> list[tuple[str, str]]:
-    """Returns what a worker had begun when it ended: a way that ran, else programs that were being compiled."""
+    """Returns what a worker had begun when it ended: a way that ran, else programs that were being compiled.
+
+    Where one of our kernels ended it, the case's others are not tried: they are likely to do so too.
+    """
     begun, batch, ready = [], [], set()
     for line in sweep.lines(path):
         begun = line.get("begin", begun)
@@ -76,7 +79,8 @@ def blame(path: pathlib.Path) -> list[tuple[str, str]]:
         ready |= {(line["prepared"], OURS)} if "prepared" in line else set()
         ready |= {tuple(line["compiled"])} if "compiled" in line else set()
     if begun:
-        return [(begun[0], begun[1])]
+        name, way = begun
+        return [(name, XLA if way == XLA else OURS)]
     unready = [(name, OURS) for name in batch if (name, OURS) not in ready]
     return unready or [(name, XLA) for name in batch if (name, XLA) not in ready]
 

@@ -15,65 +15,59 @@ from cutjax.runtime.architectures import number
 
 LAUNCH_US = 2.0
 # What XLA takes over the roofline, as its logarithm: a sum over what is true of a convolution, by its form. Fitted to
-# where XLA is fast, of 67 convolutions on an H200 (benchmarks/fit_convolutions.py): running a kernel where XLA leads
+# where XLA is fast, of 142 convolutions on an H200 (benchmarks/fit_convolutions.py): running a kernel where XLA leads
 # costs a user speed, running XLA where a kernel is faster only does not bring any.
 WEIGHTS: dict[str, dict[str, float]] = {
     "forward": {
-        "always": -0.17,
-        "launch": 0.02,
-        "both": 0.51,
-        "multiplies": 0.055,
-        "thin": 0.23,
-        "narrow": -0.1,
-        "odd": 0.74,
-        "strided": 0.71,
-        "spread": 1.1,
-        "dilated": -0.028,
-        "line": -0.085,
-        "volume": 0.3,
-        "volume_spread": 0.77,
-        "groups": 0.057,
-        "depthwise": 0.059,
-        "depthwise_taps": 0.33,
+        "always": -0.63,
+        "launch": 0.013,
+        "both": 0.62,
+        "multiplies": 0.7,
+        "thin": 0.42,
+        "narrow": 0.0056,
+        "apart": 0.96,
+        "spread": 0.51,
+        "line": 0.52,
+        "volume": 0.25,
+        "volume_spread": 0.64,
+        "groups": 0.11,
+        "depthwise_line": 1.2,
+        "depthwise_taps": 0.43,
+        "uneven": 0.82,
+        "far": 0.04,
+        "few": 0.29,
     },
     "gradient": {
-        "always": 0.43,
-        "launch": -0.079,
-        "both": 0.014,
-        "multiplies": -0.54,
-        "thin": -0.33,
-        "narrow": 0.49,
-        "odd": 0.1,
-        "strided": -0.019,
-        "spread": 0.3,
-        "dilated": -0.037,
-        "line": 0.023,
-        "volume": 0.29,
-        "volume_spread": -1.1,
-        "groups": 0.073,
-        "depthwise": 0.58,
-        "depthwise_line": 0.86,
-        "depthwise_taps": 0.17,
+        "always": -0.29,
+        "launch": 0.67,
+        "both": 0.45,
+        "multiplies": 0.3,
+        "thin": 0.33,
+        "spread": 0.18,
+        "dilated_line": 0.12,
+        "volume": 0.28,
+        "groups": 0.077,
+        "depthwise_line": 2.5,
+        "depthwise_taps": 0.27,
+        "uneven": 0.64,
+        "few": 0.089,
     },
     "weights": {
-        "always": 0.26,
-        "launch": 0.048,
-        "both": 1.0,
-        "multiplies": -0.38,
-        "thin": 0.14,
-        "odd": 0.76,
-        "strided": 0.34,
-        "spread": 1.2,
-        "dilated": 1.8,
-        "dilated_line": 1.5,
-        "line": 0.86,
-        "volume": 0.35,
-        "volume_spread": 0.79,
-        "groups": -0.021,
-        "depthwise": 0.53,
-        "depthwise_line": 0.79,
-        "depthwise_taps": 0.15,
-        "few": -0.051,
+        "always": -0.12,
+        "launch": 0.29,
+        "both": 0.52,
+        "multiplies": 0.25,
+        "thin": 0.18,
+        "odd": 0.83,
+        "apart": 0.56,
+        "dilated": 1.7,
+        "dilated_line": 2.5,
+        "volume": 0.26,
+        "groups": 0.049,
+        "depthwise_line": 1.3,
+        "depthwise_taps": 0.29,
+        "uneven": 0.32,
+        "far": 1.6,
     },
 }
 
@@ -120,6 +114,8 @@ class Geometry:
         axes = sum(size > 1 for size in view.window)
         rows, columns = (view.columns, self.n) if self.form == "weights" else (view.rows, self.n)
         tiles = math.ceil(rows / 128) * math.ceil(columns / 128) * view.groups
+        reaches = [step * (size - 1) for step, size in zip(view.dilation, view.window, strict=True)]
+        pads = [*zip(view.low, _high(view), strict=True)]
         dilated = any(step > 1 and size > 1 for step, size in zip(view.dilation, view.window, strict=True))
         return {
             "always": 1,
@@ -141,8 +137,22 @@ class Geometry:
             "depthwise": depthwise,
             "depthwise_line": depthwise and axes == 1,
             "depthwise_taps": depthwise * math.log2(view.taps),
+            "uneven": any(
+                max(0, low) != high for low, high in pads
+            ),  # cuDNN pads both sides alike: XLA copies the images
+            # Beyond what TMA's maps of images of three axes reach cuDNN takes kernels of sm_80.
+            "far": max(reaches) > 31 or max(map(max, pads)) > 16,
             "few": max(0.0, math.log2(device.sms / tiles)),
         }
+
+
+def _high(view: Im2col) -> list[int]:
+    """Returns the elements of zero after each axis, as the last window has them."""
+    last = [step * (size - 1) for step, size in zip(view.strides, view.grid, strict=True)]
+    reaches = [step * (size - 1) for step, size in zip(view.dilation, view.window, strict=True)]
+    sizes = [step * (size - 1) for step, size in zip(view.spread, view.image, strict=True)]
+    pads = zip(last, reaches, view.low, sizes, strict=True)
+    return [max(0, at + reach - low - size) for at, reach, low, size in pads]
 
 
 def _below(size: int, of: int) -> float:

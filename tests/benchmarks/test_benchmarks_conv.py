@@ -161,7 +161,7 @@ def test_blame(tmp_path):
     both = [started, {"prepared": "a"}, {"prepared": "b"}, {"compiled": ["b", "xla"]}]
     assert convolutions.blame(write(path, *both)) == [("a", "xla")]
     running = [*both, {"compile_s": 1.0}, {"begin": ["a", "kernel"]}]
-    assert convolutions.blame(write(path, *running)) == [("a", "kernel")]
+    assert convolutions.blame(write(path, *running)) == [("a", "ours")]
     assert convolutions.blame(write(path, *running, {"begin": []})) == []
 
 
@@ -199,7 +199,7 @@ def test_a_worker_that_dies_is_followed_by_one_that_skips(monkeypatch, tmp_path)
     plan = conv_worker.Plan("s", 3, ("a", "b", "c"), {}, time.time() + 100, 1, 1)
     convolutions.watch(plan, path)
     assert [worker.plan["names"] for worker in made] == [["a", "b", "c"], ["b", "c"]]
-    assert made[1].skip == {"b": ["kernel"]}
+    assert made[1].skip == {"b": ["ours"]}
     assert convolutions.progress(path)[0] == {"a", "b", "c"}
     assert any("status 1" in line.get("why", "") for line in sweep.lines(path))
 
