@@ -233,12 +233,12 @@ def _conv(
 
 
 def _along(given: Any, count: int, name: str) -> tuple[int, ...]:
-    """Returns an integer for each axis, of one for all or a sequence."""
-    if not isinstance(given, Sequence | np.ndarray):
-        return (integer(given, name, "conv"),) * count
-    if len(given) != count:
-        raise ValueError(f"conv: {name} must be an int or {count} of them, one a spatial axis, got {given}")
-    return tuple(integer(x, name, "conv") for x in given)
+    """Returns a positive integer for each axis, of one for all or a sequence."""
+    found = given if isinstance(given, Sequence | np.ndarray) else (given,) * count
+    found = tuple(integer(x, name, "conv") for x in found)
+    if len(found) != count or min(found) < 1:
+        raise ValueError(f"conv: {name} must be positive, an int or {count} of them, one a spatial axis, got {given}")
+    return found
 
 
 def _padding(given: Any, count: int) -> Any:
@@ -449,6 +449,8 @@ def _left_to_lax(lhs: jax.Array, rhs: jax.Array, params: Any, out: Any) -> str:
     known = (*(size for axis, size in enumerate(lhs.shape) if axis != batch or params["batch_group_count"] > 1),)
     if any(map(jax.export.is_symbolic_dim, (*known, *rhs.shape))):
         return f"it needs known sizes but that of the batch, got {lhs.shape}, {rhs.shape}"
+    if min(*params["window_strides"], *params["lhs_dilation"], *params["rhs_dilation"]) < 1:
+        return "steps must be positive"
     if any_reduced(lhs, rhs, out):
         return "operands and results that are reduced, or not yet, over mesh axes are jax.lax's"
     if any(jax.typeof(lhs).sharding.spec[axis] is not None for axis in image):
