@@ -12,7 +12,8 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.tuned import use_tuning
 from cutjax.ops.collective import all_gather_gemm, gemm_reduce_scatter
-from cutjax.ops.conv import conv, conv_general_dilated, conv_transpose
+from cutjax.ops.conv import conv
+from cutjax.ops.conv_general_dilated import conv_general_dilated, conv_transpose
 from cutjax.ops.cuda_kernel import cuda_kernel
 from cutjax.ops.cuda_launch import CudaLaunch
 from cutjax.ops.dot_general import dot_general

@@ -64,7 +64,7 @@ def _drawn(r: random.Random) -> Convolution:
 
 
 def equation(conv: Convolution) -> Any:
-    """lax's equation: what it makes of the arguments, and the shape of its result."""
+    """The equation that lax makes of the arguments."""
     avals = [jax.ShapeDtypeStruct(shape, np.float32) for shape in (conv.lhs, conv.rhs)]
     (eqn,) = jax.make_jaxpr(lambda x, w: lax.conv_general_dilated(x, w, **conv.arguments))(*avals).eqns
     return eqn

@@ -97,10 +97,10 @@ class Im2col:
         return self.taps * self.channels
 
     @property
-    def pairs(self) -> int:
-        """Pairs of a window's place in the grid and a tap, but for those that ``spread`` makes zero."""
+    def multiplied(self) -> int:
+        """Elements of the matrix in one group, but for those that ``spread`` makes zero."""
         axes = zip(self.grid, self.window, self.strides, self.dilation, self.spread, self.low, strict=True)
-        return math.prod(starmap(_pairs, axes))
+        return self.images * math.prod(starmap(_pairs, axes)) * self.channels
 
     @property
     def elements(self) -> int:

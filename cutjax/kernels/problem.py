@@ -333,10 +333,8 @@ class Problem:
             return self.m * (self.m + 1) * self.k * self.batch_size
         if self.groups and not self.groups.count:
             return 0
-        if isinstance(self.a.view, Im2col):
-            multiplied = self.a.view.images * self.a.view.pairs * self.a.view.channels
-            return 2 * self.n * multiplied * self.batch_size * self.products
-        return 2 * self.m * self.n * self.k * self.batch_size * self.products
+        elements = self.a.view.multiplied if isinstance(self.a.view, Im2col) else self.m * self.k
+        return 2 * elements * self.n * self.batch_size * self.products
 
     @functools.cached_property
     def result_bytes(self) -> int:

@@ -1,28 +1,24 @@
-"""The operation conv: its arguments, checked, and the product that they become; lax's convolutions are its drop-ins."""
+"""The operation conv: its arguments, checked, and the product that they become."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.export
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
 from cutjax.binding.explicit import automatic, axes
-from cutjax.binding.rules import any_reduced
 from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.kernels.families import AnyConfig
 from cutjax.ops.arguments import check_config, check_epilogue, integer, promote, weights
-from cutjax.ops.convolution_plan import planned
+from cutjax.ops.convolution_plan import by_lax, planned
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted
-from cutjax.primitives.arrays import is_array_like, matrix, unwrapped
+from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.factors import Factors
 from cutjax.primitives.hints import Hints
 from cutjax.runtime import backends
@@ -168,7 +164,7 @@ def _conv(
     x, *bs, dtype, weak = promote(x, ws, None if several else out_dtype, where, narrow=True)
     try:
         avals = (jax.ShapeDtypeStruct(y.shape, x.dtype) for y in (x, bs[0]))
-        found = _by_lax("conv_general_dilated", given)[1].trace(*avals).jaxpr
+        found = by_lax("conv_general_dilated", given)[1].trace(*avals).jaxpr
     except Exception as error:
         raise type(error)(f"{where}: {error}") from None
     plan = planned(found.eqns[-1].params, x.shape, bs[0].shape, found.out_avals[0].shape)
@@ -184,12 +180,12 @@ def _conv(
 
 
 def _along(given: Any, count: int, name: str) -> tuple[int, ...]:
-    """Returns an integer for each axis, of one for all or a sequence."""
-    if not isinstance(given, Sequence | np.ndarray):
-        return (integer(given, name, "conv"),) * count
-    if len(given) != count:
-        raise ValueError(f"conv: {name} must be an int or {count} of them, one a spatial axis, got {given}")
-    return tuple(integer(x, name, "conv") for x in given)
+    """Returns a positive integer for each axis, of one for all or a sequence."""
+    found = given if isinstance(given, Sequence | np.ndarray) else (given,) * count
+    found = tuple(integer(x, name, "conv") for x in found)
+    if len(found) != count or min(found) < 1:
+        raise ValueError(f"conv: {name} must be positive, an int or {count} of them, one a spatial axis, got {given}")
+    return found
 
 
 def _padding(given: Any, count: int) -> Any:
@@ -203,182 +199,3 @@ def _padding(given: Any, count: int) -> Any:
     return tuple(
         tuple(x) if isinstance(x, Sequence | np.ndarray) else (integer(x, "padding", "conv"),) * 2 for x in given
     )
-
-
-def conv_general_dilated(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
-    window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-    lhs_dilation: Sequence[int] | None = None,
-    rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None,
-    feature_group_count: int = 1,
-    batch_group_count: int = 1,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
-    out_sharding: Any = None,
-) -> jax.Array:
-    """``jax.lax.conv_general_dilated``, to which it is equal to rounding: ``cutjax.conv`` in that function's signature.
-
-    Arrays that do not have their channels last are transposed around the product; ``explain`` says which. What no
-    kernel could ever compute is left to ``jax.lax.conv_general_dilated``: no spatial axes or more than three, sizes but
-    that of the batch that are symbolic (``jax.export``), and images that are divided over explicit mesh axes.
-
-    Args:
-      lhs: images.
-      rhs: weights.
-      window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers: as ``jax.lax.conv_general_dilated``.
-      feature_group_count, batch_group_count, precision, preferred_element_type, out_sharding: as there.
-
-    Returns:
-      The array that ``jax.lax.conv_general_dilated`` returns.
-
-    Raises:
-      TypeError, ValueError: as ``jax.lax.conv_general_dilated``.
-      NotImplementedError: where the backend is "cuda" and ``jax.lax.conv_general_dilated`` would run; and when
-        compiled, as ``cutjax.conv``.
-
-    Example:
-      >>> import cutjax, jax.numpy as jnp
-      >>> x, w = jnp.ones((2, 3, 8, 8)), jnp.ones((16, 3, 3, 3))  # lax's default layouts
-      >>> cutjax.conv_general_dilated(x, w, (1, 1), "SAME").shape
-      (2, 16, 8, 8)
-    """
-    given = {
-        "window_strides": window_strides,
-        "padding": padding,
-        "lhs_dilation": lhs_dilation,
-        "rhs_dilation": rhs_dilation,
-        "dimension_numbers": dimension_numbers,
-        "feature_group_count": feature_group_count,
-        "batch_group_count": batch_group_count,
-        "precision": precision,
-        "preferred_element_type": preferred_element_type,
-        "out_sharding": out_sharding,
-    }
-    return _drop_in("conv_general_dilated", lhs, rhs, given)
-
-
-def conv_transpose(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
-    strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-    rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None,
-    transpose_kernel: bool = False,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
-    use_consistent_padding: bool = False,
-) -> jax.Array:
-    """``jax.lax.conv_transpose``, to which it is equal to rounding; see ``cutjax.conv_general_dilated``.
-
-    Weights of a transposed kernel are read as they lie, and neither flipped nor copied.
-
-    Args:
-      lhs: images, with channels last by default.
-      rhs: weights.
-      strides, padding, rhs_dilation, dimension_numbers, transpose_kernel: as ``jax.lax.conv_transpose``.
-      precision, preferred_element_type, use_consistent_padding: as there.
-
-    Returns:
-      The array that ``jax.lax.conv_transpose`` returns.
-
-    Raises:
-      TypeError, ValueError: as ``jax.lax.conv_transpose``.
-      NotImplementedError: as ``cutjax.conv_general_dilated``.
-
-    Example:
-      >>> import cutjax, jax.numpy as jnp
-      >>> x, w = jnp.ones((2, 8, 8, 3)), jnp.ones((2, 2, 3, 16))
-      >>> cutjax.conv_transpose(x, w, (2, 2), "SAME").shape
-      (2, 16, 16, 16)
-    """
-    given = {
-        "strides": strides,
-        "padding": padding,
-        "rhs_dilation": rhs_dilation,
-        "dimension_numbers": dimension_numbers,
-        "precision": precision,
-        "preferred_element_type": preferred_element_type,
-        "use_consistent_padding": use_consistent_padding,
-        "transpose_kernel": transpose_kernel,
-    }
-    return _drop_in("conv_transpose", lhs, rhs, given, flipped=bool(transpose_kernel))
-
-
-def _drop_in(where: str, lhs: Any, rhs: Any, given: dict[str, Any], flipped: bool = False) -> jax.Array:
-    """Computes one of lax's functions of two arrays as a product, or by that function where there is no product."""
-    lhs, rhs = unwrapped(lhs), unwrapped(rhs)
-    of_lax, traced = _by_lax(where, given)
-    if not (is_array_like(lhs) and is_array_like(rhs)):
-        return of_lax(lhs, rhs)  # says what is wrong
-    found = traced.trace(lhs, rhs).jaxpr  # says what is wrong with the rest
-    (out,), params = found.out_avals, found.eqns[-1].params
-    backend = backends.resolve(None, where)
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    if 0 in (*lhs.shape, *rhs.shape, *out.shape):  # zeros, or nothing at all
-        return of_lax(lhs, rhs)
-    if reason := _left_to_lax(lhs, rhs, params, out):
-        if backend == "cuda":
-            raise NotImplementedError(f"{where}: backend 'cuda' has no kernel: {reason}")
-        return of_lax(lhs, rhs)
-    return _product(lhs, rhs, where=where, params=params, out=out, flipped=flipped, backend=backend)
-
-
-@automatic(lambda out, **_: lambda result: list(out.sharding.spec))
-def _product(
-    lhs: jax.Array, rhs: jax.Array, *, where: str, params: Any, out: Any, flipped: bool, backend: str
-) -> jax.Array:
-    if flipped:  # and with axes "I" and "O" in each other's place
-        numbers = params["dimension_numbers"]
-        o, i, *taps = numbers.rhs_spec
-        params = {**params, "dimension_numbers": numbers._replace(rhs_spec=(i, o, *taps))}
-    plan = planned(params, lhs.shape, rhs.shape, out.shape, flipped)
-    d = products.multiply(
-        plan.product,
-        plan.images(lhs),
-        plan.weights(rhs),
-        out_dtype=out.dtype,
-        precision=dot_precision.canonical(params["precision"], where),
-        backend=backend,
-        hints=Hints(plan.copies(lhs, rhs, out, ("lhs", "rhs"))),
-    )
-    return converted(plan.result(d), out.dtype, out.weak_type)
-
-
-def _by_lax(name: str, given: dict[str, Any]) -> tuple[Callable[..., Any], Any]:
-    """Returns lax's function with arguments, and the same one jitted; the same objects for the same."""
-    arguments = tuple(sorted((key, _as_tuples(value)) for key, value in given.items()))
-    try:
-        return _kept(name, arguments, repr(arguments))
-    except TypeError:  # not hashable, so nothing that lax takes
-        return _kept.__wrapped__(name, arguments, "")
-
-
-@functools.lru_cache(maxsize=4096)
-def _kept(name: str, arguments: tuple[tuple[str, Any], ...], shown: str) -> tuple[Callable[..., Any], Any]:
-    """Returns the same objects for the same arguments, ``shown`` too, since 1, 1.0 and True are equal."""
-    function = functools.partial(getattr(lax, name), **dict(arguments))
-    return function, jax.jit(function)
-
-
-def _as_tuples(value: Any) -> Any:
-    """Returns sequences as tuples."""
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) or type(value) is tuple else value
-
-
-def _left_to_lax(lhs: jax.Array, rhs: jax.Array, params: Any, out: Any) -> str:
-    """Returns the reason against a kernel whatever the sizes; "" where there is none."""
-    if not 3 <= lhs.ndim <= 5:
-        return f"images have one to three axes, got {lhs.ndim - 2}"
-    batch, _, *image = params["dimension_numbers"].lhs_spec
-    known = (*(size for axis, size in enumerate(lhs.shape) if axis != batch or params["batch_group_count"] > 1),)
-    if any(map(jax.export.is_symbolic_dim, (*known, *rhs.shape))):
-        return f"it needs known sizes but that of the batch, got {lhs.shape}, {rhs.shape}"
-    if any_reduced(lhs, rhs, out):
-        return "operands and results that are reduced, or not yet, over mesh axes are jax.lax's"
-    if any(jax.typeof(lhs).sharding.spec[axis] is not None for axis in image):
-        return "images that are divided over explicit mesh axes are jax.lax's"
-    return ""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -123,3 +124,24 @@ def _moves(shape: Sequence[int], order: Axes) -> bool:
     """True if axes in an order are not as they lie in memory."""
     moving = [axis for axis in order if shape[axis] != 1]
     return moving != sorted(moving)
+
+
+def by_lax(name: str, given: dict[str, Any]) -> tuple[Callable[..., Any], Any]:
+    """Returns lax's function with arguments, and the same one jitted; the same objects for the same."""
+    arguments = tuple(sorted((key, _as_tuples(value)) for key, value in given.items()))
+    try:
+        return _kept(name, arguments, repr(arguments))
+    except TypeError:  # not hashable, so nothing that lax takes
+        return _kept.__wrapped__(name, arguments, "")
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept(name: str, arguments: tuple[tuple[str, Any], ...], shown: str) -> tuple[Callable[..., Any], Any]:
+    """Returns the same objects for the same arguments, ``shown`` too, since 1, 1.0 and True are equal."""
+    function = functools.partial(getattr(lax, name), **dict(arguments))
+    return function, jax.jit(function)
+
+
+def _as_tuples(value: Any) -> Any:
+    """Returns sequences as tuples."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) or type(value) is tuple else value

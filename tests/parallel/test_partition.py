@@ -27,6 +27,7 @@ pytestmark = pytest.mark.versions
 X, W, V, B = integers(0, (8, 16)), integers(1, (16, 32)), integers(2, (32, 16)), integers(3, (32,))
 XS = integers(4, (4, 8, 16))
 ROWS, G, DY = integers(5, (16, 16)), integers(6, (8, 16, 32)), integers(7, (16, 32))
+IMAGES = integers(17, (8, 6, 16))
 SIZES = jnp.array([3, 0, 4, 1, 2, 0, 1, 2], jnp.int32)  # three rows are of no group
 TO, OF_GROUPS, SCALE = integers(8, (8, 16, 32)), integers(9, (8, 1, 32)), integers(10, (16, 1))
 
@@ -47,6 +48,19 @@ def grouped_positions(acc, s, b):
     row = lax.broadcasted_iota(jnp.int32, acc.shape, 0)
     y = (acc + b) * s * (row % 3).astype(acc.dtype)
     return y, (acc * s).sum(0), y.max(1), acc.sum()
+
+
+def _convolved(x, w, stride):
+    return lax.conv_general_dilated(x, w, (stride,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+
+
+def _moments(acc, b):
+    return square(acc + b), acc.sum((0, 1)), acc.sum(1), acc.sum(-1)
+
+
+def _depthwise(x, w):
+    padded = jnp.repeat(jnp.pad(x, ((0, 0), (1, 1), (0, 0))), w.shape[-1] // x.shape[-1], -1)
+    return sum(padded[:, t : t + x.shape[1]] * w[t] for t in range(3))
 
 
 class Case(NamedTuple):
@@ -159,6 +173,30 @@ CASES = {
         lambda x, w, o: jnp.einsum("bshk,hkd->bsd", jnp.einsum("bsd,dhk->bshk", x, w), o),
         (XS, integers(14, (16, 4, 8)), integers(15, (4, 8, 16))),
         (((D,), (None, T), (T,)), ((D, T), (), ())),
+    ),
+    "conv": Case(
+        lambda x, w: cutjax.conv(x, w, window_strides=2),
+        lambda x, w: _convolved(x, w, 2),
+        (IMAGES, integers(18, (3, 16, 32))),
+        (
+            ((D,), (None, None, T)),
+            (((D, T),), ()),
+            ((D, None, T), (None, T)),
+            ((None, None, T), (None, T, D)),
+            ((D,), (None, D, T)),
+        ),
+    ),
+    "conv, fused": Case(
+        lambda x, w, b: cutjax.conv(x, w, epilogue=_moments, operands=(b,)),
+        lambda x, w, b: _moments(_convolved(x, w, 1), b),
+        (IMAGES, integers(19, (3, 16, 32)), B),
+        (((D,), (None, None, T), (T,)), ((D, None, T), (None, T), ()), (((D, T),), (), ())),
+    ),
+    "conv, depthwise": Case(
+        lambda x, w: cutjax.conv(x, w, feature_group_count=16),
+        _depthwise,  # lax's own is wrong where images alone are divided, on CPUs
+        (IMAGES, integers(20, (3, 1, 32))),
+        (((D, None, T), (None, None, T)), ((D,), ()), ((None, None, (D, T)), (None, None, (D, T)))),
     ),
     "dot_general": Case(lambda x, w: cutjax.dot_general(x, w, (((2,), (0,)), ((), ()))), jnp.matmul, (XS, W), BATCHED),
 }

@@ -27,6 +27,14 @@ def dense(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
     return cutjax.syrk(y) + cutjax.mlp(x, w, w, b1=bias, gate=w, activation=jax.nn.silu) + total[0]
 
 
+def convolutions(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
+    y: jax.Array = cutjax.conv(x, w)
+    y = cutjax.conv(x, w, window_strides=2, padding=((1, 1), (0, 2)), rhs_dilation=(2, 1), feature_group_count=4)
+    y = cutjax.conv(x, w, epilogue=lambda acc, b: jax.nn.silu(acc + b), operands=(bias,), out_dtype=jnp.bfloat16)
+    y += cutjax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return y + cutjax.conv_transpose(x, w, (2, 2), "SAME", transpose_kernel=True)
+
+
 def quantized(x: jax.Array, w: jax.Array) -> jax.Array:
     q = cutjax.Quantized.of(w)
     narrow = cutjax.Quantized.of(w, jnp.float8_e4m3fn, layout="t")
