@@ -252,7 +252,7 @@ def of_windows(problem: Problem, depth: int) -> Iterator[Argument]:
     assert view is not None
     yield integer("a_pieces", -(-view.channels // chunk(problem)), "a")
     # TMA begins at multiples of 16 bytes of a row, outside of it too; elsewhere is an illegal instruction on an H200.
-    yield integer("a_channels", view.groups * _padded(view.channels, chunk(problem)), "a")
+    yield integer("a_channels", view.groups * padded_to(view.channels, chunk(problem)), "a")
     yield integer("a_group_channels", view.channels, "a")
     yield integer("a_group_columns", problem.n // view.groups, "a")
     for name in ("grid", "window", "strides", "low", "dilation"):
@@ -268,7 +268,7 @@ def of_taps(problem: Problem) -> Iterator[Argument]:
     view, b = view_of(problem), problem.bs[0]
     assert view is not None
     assert isinstance(b.view, Taps)
-    of_all = view.groups * _padded(view.channels, chunk(problem))  # a multiple of 16 bytes, as a's
+    of_all = view.groups * padded_to(view.channels, chunk(problem))  # a multiple of 16 bytes, as a's
     yield integer("b_channels", of_all if b.contiguous == "k" else view.channels, "b")
     place, step, steps = 0, 1, []
     for stored, first, by in zip(b.view.stored[::-1], b.view.first[::-1], b.view.step[::-1], strict=True):
