@@ -109,7 +109,7 @@ def multiplied(kernel: Kernel, arrays: Sequence[np.ndarray], folder: pathlib.Pat
     element = _ELEMENTS[p.a.dtype.itemsize]
     run = _RUN.format(element=element, maps="\n  ".join(maps))
     text = "\n".join([constants, *defined, shim, "using Acc = float;", code, *values, scratch, run])
-    library = gxx.build(folder, text, "-O1", "-Wno-narrowing")
+    library = gxx.build(folder, text, "-Wno-narrowing")
     d = np.zeros((p.m, p.n), np.float64)
     pointers = (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in arrays))
     library.run(pointers, d.ctypes.data_as(ctypes.c_void_p), clusters)

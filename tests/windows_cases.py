@@ -11,6 +11,7 @@ from cutjax.kernels import convolution
 from cutjax.kernels.operand import Im2col, Taps
 from cutjax.kernels.problem import Problem
 
+# Beside these, "backwards": all taps, flipped, along their columns.
 # "in order": the weights as they lie; "flipped": along their columns, flipped, and of every other tap; "some taps": of
 # every other one; "weights": their gradient.
 KINDS = ("in order", "flipped", "some taps", "weights")
@@ -50,6 +51,9 @@ def asked(of: Im2col, n: int, kind: str, **more: Any) -> Problem:
         return convolution.weight_gradient(of, n, **more)
     if kind == "in order":
         return convolution.forward(of, n, **more)
+    if kind == "backwards":
+        taps = Taps(of.window, of.window, tuple(size - 1 for size in of.window), (-1,) * len(of.window))
+        return convolution.forward(of, n, taps, transposed=True, **more)
     stored = tuple(2 * size for size in of.window)
     taps = Taps(stored, of.window, (stored[0] - 1, *(0 for _ in stored[1:])), (-2, *(2 for _ in stored[1:])))
     return convolution.forward(of, n, taps, transposed=kind == "flipped", **more)

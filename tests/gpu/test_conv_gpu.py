@@ -137,6 +137,18 @@ def _geometries() -> list[Item]:
     return found
 
 
+def _few_channels() -> list[Item]:
+    found, few = [], {"1d of 1 channel": view(3, (5000,), (7,), 1, (4,), low=(3,), high=(3,))}
+    few |= {"2d stem": view(2, (37, 35), (7, 7), 3, (2, 2), low=(3, 3), high=(3, 3))}
+    few |= {"2d of 4": view(2, (33, 34), (3, 3), 4, low=(1, 1), high=(1, 1))}
+    few |= {"3d of 2": view(2, (9, 8, 11), (3, 2, 3), 2, (1, 2, 1), low=(1, 1, 1), high=(1, -1, 1))}
+    for i, (name, of) in enumerate(few.items()):
+        for j, kind in enumerate(("in order", "backwards", "weights")):
+            problem = asked(of, (136, 72, 20)[(i + j) % 3], kind, out_dtype=(H, F32)[j % 2])
+            found.append(Item(problem, _config(problem, i + j), f"{kind}: {name}", 1 + i % 3))
+    return found
+
+
 def _configs() -> list[Item]:
     names = ("2d 3x3 /2", "2d in pieces", "3d 3x3x3")
     found = []
@@ -192,7 +204,7 @@ def _groups() -> list[Item]:
     return found
 
 
-EXACT = _geometries() + _configs() + _spread() + _dtypes() + _groups()
+EXACT = _geometries() + _few_channels() + _configs() + _spread() + _dtypes() + _groups()
 prefetch = problems.prefetching(EXACT, Item.prepare)
 
 

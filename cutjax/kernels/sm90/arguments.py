@@ -156,8 +156,15 @@ def _windows_map(buffer: int, kernel: Resolved) -> TensorMap:
         tile = depth if chunks % c.cluster_n == 0 else depth // c.cluster_n
     else:
         tile //= c.cluster_n
-    pitch = row_bytes(p.a, p.m, p.k)
-    found = windows.windows_map(buffer, p, pitch, tile, 256 if pitch % 128 == 0 else 128)
+    if packing := windows.packed(kernel.problem):
+        strides = packing.strides(p.a.bytes(1))
+    else:
+        view = windows.view_of(p)
+        assert view is not None
+        strides = [row_bytes(p.a, p.m, p.k)]
+        for size in view.image[::-1]:
+            strides.append(strides[-1] * size)
+    found = windows.windows_map(buffer, p, strides, tile)
     return dataclasses.replace(found, element="tfloat32" if p.a.dtype == np.float32 else "")
 
 

@@ -102,6 +102,8 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     kernels = tuple(kernel for kernel in found if isinstance(kernel, Kernel))
     if len(kernels) < len(found):
         return tuple(dict.fromkeys(reason for kernel in found if isinstance(kernel, tuple) for reason in kernel))
+    if len({kernel.prepared for kernel in kernels}) > 1:
+        return ("phases that read different copies of the images",)
     return dataclasses.replace(kernels[0], phases=kernels)
 
 

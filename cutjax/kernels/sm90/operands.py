@@ -136,22 +136,35 @@ def prepared(problem: Problem) -> tuple[Prepared, ...]:
     arrays = [("a", p.a, problem.a, p.m, p.matrices[0])]
     arrays += [("b", b, given, p.n, b_matrices) for b, given in zip(p.bs, problem.bs, strict=True)]
     for buffer, (name, operand, given, length, matrices) in enumerate(arrays[:1] if p.symmetric else arrays):
+        own = windows.steps(problem, name)
+        if own and name == "a":  # of images, which are larger then
+            found.append(_images(problem, taken))
+            continue
         rows, size = operand.array(length, k)
         pitch = row_bytes(operand, length, k)
         columns = operand.elements(pitch) - size
-        transposed = operand.contiguous != given.contiguous
+        transposed = operand.contiguous != ("mn" if windows.packed(problem) else given.contiguous)
         pairs = 1 if given.dtype != C64 else 4 if buffer else 2  # numbers that a complex one makes
         steps: list[Step] = [] if taken.dtype is None else [Terms(taken.terms, taken.rounded, taken.dtype)]
-        joined = windows.join(problem) if name == "b" else []
-        steps += joined
+        steps += own
         steps += [Transpose((-1, view.channels, length) if view else ())] * transposed + [Pairs()] * (pairs == 4)
         steps += [Pad(columns // 2 if pairs == 2 else columns, pitch)] * (columns > 0)
         if steps:
             rows *= matrices
-            whole = transposed or taken.dtype is not None or pairs > 1 or joined
+            whole = transposed or taken.dtype is not None or pairs > 1 or own
             read = given.bytes(size * rows) // pairs if whole else rows * pitch
             found.append(Prepared(name, buffer, tuple(steps), read, taken.terms * rows * pitch, taken.terms))
     return tuple(found)
+
+
+def _images(problem: Problem, way: Way) -> Prepared:
+    """Returns the images of a convolution, padded for windows of few channels."""
+    packing, given = windows.packed(problem), problem.a
+    assert packing is not None
+    of, steps = packing.of, windows.steps(problem, "a")
+    terms: list[Step] = [] if way.dtype is None else [Terms(way.terms, way.rounded, way.dtype)]
+    written = of.images * packing.strides((way.dtype or given.dtype).itemsize)[-1]
+    return Prepared("a", 0, (*terms, *steps), given.bytes(of.elements), way.terms * written, way.terms)
 
 
 def row_bytes(operand: Operand, rows: int, k: int) -> int:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,83 +13,56 @@ import numpy as np
 from cutjax.kernels import convolution
 from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.operand import Im2col, Operand, Pixels, Taps
+from cutjax.kernels.prepared import Step
 from cutjax.kernels.problem import Problem
+from cutjax.kernels.sm90.packed import (
+    Join,
+    PackWeights,
+    PadImages,
+    chunk_of,
+    in_order,
+    packed,
+    padded_to,
+    size_of,
+    spread,
+    taken,
+    view_of,
+)
 from cutjax.runtime import tensor_map
 from cutjax.runtime.launch import TensorMap
 
-# Bytes of a row in shared memory, and what those of fewer channels cost over as many in rows of 128: not fitted yet.
-_SPANS = {128: 1.0, 64: 1.08, 32: 1.3}
 _OFFSETS = {1: 2**16, 2: 2**8, 3: 2**5}  # of a load, by the axes of an image: the first that do not fit
 _CORNERS = {1: 2**15, 2: 2**7, 3: 2**4}  # of the box that windows begin in, either way
 _STRIDES = 8
-# Groups are as one up to so many bytes of channels, and columns: not fitted yet.
-_JOINED = 64, 32
-
-
-def view_of(problem: Problem) -> Im2col | None:
-    """Returns the windows that a problem's a is of; None of any other."""
-    return problem.a.view if isinstance(problem.a.view, Im2col) else None
-
-
-def _size(problem: Problem) -> int:
-    return 2 if problem.math.startswith("bf16") else problem.a.bytes(1)  # of an element, as it is multiplied
 
 
 def chunk(problem: Problem) -> int:
     """Returns the channels of a piece."""
-    view = joined(problem)
+    view = taken(problem)
     assert view is not None
-    return _chunk(view, _size(problem))
-
-
-@functools.lru_cache(maxsize=1024)
-def _chunk(view: Im2col, size: int) -> int:
-    spans = [span for span in _SPANS if view.groups == 1 or view.channels * size % span == 0]
-    cost = {span // size: _SPANS[span] * _padded(view.channels, span // size) for span in spans}
-    return min(cost, key=lambda length: cost[length])
-
-
-def _padded(channels: int, length: int) -> int:
-    return -(-channels // length) * length
-
-
-def joined(problem: Problem) -> Im2col | None:
-    """Returns the windows with so many groups as one that TMA can load their channels, and that tiles have columns."""
-    view = view_of(problem)
-    if view is None or view.groups == 1:
-        return view
-    count = _joined(view, problem.n // view.groups, _size(problem))
-    return dataclasses.replace(view, channels=count * view.channels, groups=view.groups // count)
-
-
-@functools.lru_cache(maxsize=1024)
-def _joined(view: Im2col, columns: int, size: int) -> int:
-    def serves(count: int) -> bool:
-        least, row, width = min(_SPANS), count * view.channels * size, count * columns
-        return row % least == 0 and row >= _JOINED[0] and width >= _JOINED[1] and width % 16 == 0
-
-    counts = (count for count in range(1, view.groups) if view.groups % count == 0)
-    return next(filter(serves, counts), view.groups)
+    return chunk_of(view, size_of(problem))
 
 
 def in_parts(problem: Problem, splits: int) -> bool:
     """True if a kernel's results are sums that XLA takes further: of splits, or with rows that are none of weights."""
-    view = joined(problem)
+    view = taken(problem)
     if splits > 1 or view is None or problem.a.contiguous == "k":
         return splits > 1
-    return problem.m != view.taps * _padded(view.channels, chunk(problem))
+    return problem.m != view.taps * padded_to(view.channels, chunk(problem))
 
 
 def as_multiplied(problem: Problem) -> Problem:
     """Returns the problem of whole pieces of channels, of groups that are joined, and of weights that are read so."""
-    view = joined(problem)
+    view = taken(problem)
     if view is None:
         return problem
     taps = max(1, view.taps)  # without a tap, one of zeros
-    length, a = taps * _padded(view.channels, chunk(problem)), dataclasses.replace(problem.a, view=view)
+    length, a = taps * padded_to(view.channels, chunk(problem)), dataclasses.replace(problem.a, view=view)
     if problem.a.contiguous == "mn":
         return dataclasses.replace(problem, m=length, a=a)
     b = problem.bs[0]
+    if packed(problem):
+        b = dataclasses.replace(b, view=in_order(view) if b.contiguous == "k" else None)
     if b.view or length != taps * view.channels:
         of = b.view if isinstance(b.view, Taps) else in_order(view)
         b = dataclasses.replace(b, view=dataclasses.replace(of, groups=view.groups))
@@ -105,58 +77,35 @@ def depth(multiplied: Problem) -> int:
     return max(1, view.taps) * view.channels
 
 
-@dataclasses.dataclass(frozen=True)
-class Join:
-    """Weights of joined groups: zero where a row is of another group than a column.
-
-    Attributes:
-      rows: of a tap, in a group.
-      groups: after it.
-      count: of groups in one.
-    """
-
-    rows: int
-    groups: int
-    count: int
-
-    @property
-    def note(self) -> str:
-        """The words of explain for it."""
-        return f"with {self.count} groups as one"
-
-    def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the weights ``[taps, count * rows, columns of all groups]``."""
-        x = x.reshape(-1, 1, self.rows, self.groups, self.count, x.shape[-1] // (self.groups * self.count))
-        own = np.eye(self.count, dtype=bool).reshape(1, self.count, 1, 1, self.count, 1)
-        x = jnp.where(own, x, np.zeros((), x.dtype))
-        return (x.reshape(x.shape[0], self.count * self.rows, -1),)
-
-
-def join(problem: Problem) -> list[Join]:
-    """Returns the step that makes a forward convolution's weights those of joined groups, where it has such."""
-    view, taken = view_of(problem), joined(problem)
-    if view is None or taken is None or view == taken or problem.a.contiguous == "mn":
+def steps(problem: Problem, name: str) -> list[Step]:
+    """Returns the steps that make an operand what a kernel reads, of packed images or joined groups."""
+    view, of, b = view_of(problem), taken(problem), problem.bs[0]
+    if view is None or of is None or view == of:
         return []
-    rows = view.channels if problem.bs[0].contiguous == "mn" else problem.n // view.groups
-    return [Join(rows, taken.groups, view.groups // taken.groups)]
+    if packing := packed(problem):
+        if name == "a":
+            return [PadImages(packing)]
+        taps = b.view if isinstance(b.view, Taps) else in_order(view)
+        return [PackWeights(packing, taps, b.contiguous == "k")] if problem.a.contiguous == "k" else []
+    if name == "a" or problem.a.contiguous == "mn":
+        return []
+    rows = view.channels if b.contiguous == "mn" else problem.n // view.groups
+    return [Join(rows, of.groups, view.groups // of.groups)]
 
 
 def weights(problem: Problem, x: jax.Array) -> jax.Array:
     """Returns the gradient of weights, of the sums that a kernel makes for it."""
-    view, taken = view_of(problem), joined(problem)
-    if view is None or taken is None or x.shape[-2] == problem.m:
+    view, of = view_of(problem), taken(problem)
+    if view is None or of is None or x.shape[-2] == problem.m:
         return x
-    x = x.reshape(view.taps, -1, problem.n)[:, : taken.channels]
-    count, columns = view.groups // taken.groups, problem.n // view.groups
-    x = x.reshape(view.taps, count, view.channels, taken.groups, count, columns)
-    x = jnp.moveaxis(jnp.diagonal(x, axis1=1, axis2=4), -1, 3)  # [taps, channels, groups, count, columns]
+    x = x.reshape(of.taps, -1, problem.n)[:, : of.channels]
+    if packing := packed(problem):
+        x = x.reshape(view.taps, packing.channels, problem.n)[:, : view.channels]
+    if view.groups > 1:
+        count, columns = view.groups // of.groups, problem.n // view.groups
+        x = x.reshape(view.taps, count, view.channels, of.groups, count, columns)
+        x = jnp.moveaxis(jnp.diagonal(x, axis1=1, axis2=4), -1, 3)  # [taps, channels, groups, count, columns]
     return x.reshape(problem.m, problem.n)
-
-
-def in_order(view: Im2col) -> Taps:
-    """Returns all taps of weights as they lie."""
-    axes = len(view.window)
-    return Taps(view.window, view.window, (0,) * axes, (1,) * axes, view.groups)
 
 
 def name(problem: Problem) -> str:
@@ -164,16 +113,10 @@ def name(problem: Problem) -> str:
     view = view_of(problem)
     if view is None:
         return ""
-    axes, length, taken = len(view.image), chunk(problem), as_multiplied(problem)
-    taps = problem.a.contiguous == "k" and (isinstance(taken.bs[0].view, Taps) or spread(view))
-    of = joined(problem)
-    grouped = of is not None and of.groups > 1
+    axes, length, of = len(view.image), chunk(problem), as_multiplied(problem)
+    taps = problem.a.contiguous == "k" and (isinstance(of.bs[0].view, Taps) or spread(view))
+    grouped = isinstance(of.a.view, Im2col) and of.a.view.groups > 1
     return f"_im2col{axes}d_c{length}" + "_taps" * taps + "_grouped" * grouped + "_phases" * spread(view)
-
-
-def spread(view: Im2col) -> bool:
-    """True if there are zeros between the elements of images."""
-    return set(view.spread) != {1}
 
 
 def phases(problem: Problem) -> tuple[tuple[Problem, Pixels], ...]:
@@ -262,22 +205,22 @@ def _corners(view: Im2col) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(-low for low in view.low), tuple(upper)
 
 
-def windows_map(buffer: int, problem: Problem, pitch: int, rows: int, l2_bytes: int) -> TensorMap:
-    """Returns the tensor map of a's windows, of which a load takes so many pixels; the pitch of one is in bytes."""
+def windows_map(buffer: int, problem: Problem, strides: Sequence[int], rows: int) -> TensorMap:
+    """Returns the tensor map of a's windows, of which a load takes so many pixels.
+
+    Strides are the bytes between neighbours along the axes of an image, the innermost first, and images.
+    """
     view, a = view_of(problem), problem.a
     assert view is not None
-    inner, strides = view.image[::-1], [pitch]
-    for size in inner:
-        strides.append(strides[-1] * size)
     lower, upper = (corner[::-1] for corner in _corners(view))
     return TensorMap(
         buffer=buffer,
         dtype=a.dtype,
-        dims=(view.groups * view.channels, *inner, view.images),
+        dims=(view.groups * view.channels, *view.image[::-1], view.images),
         strides=tuple(strides),
         box=tensor_map.Im2col(lower, upper, chunk(problem), rows),
         swizzle=a.bytes(chunk(problem)),
-        l2_bytes=l2_bytes,
+        l2_bytes=256 if strides[0] % 128 == 0 else 128,
         element_strides=(1, *_strides(view)[::-1], 1),
     )
 
@@ -309,7 +252,7 @@ def of_windows(problem: Problem, depth: int) -> Iterator[Argument]:
     assert view is not None
     yield integer("a_pieces", -(-view.channels // chunk(problem)), "a")
     # TMA begins at multiples of 16 bytes of a row, outside of it too; elsewhere is an illegal instruction on an H200.
-    yield integer("a_channels", view.groups * _padded(view.channels, chunk(problem)), "a")
+    yield integer("a_channels", view.groups * padded_to(view.channels, chunk(problem)), "a")
     yield integer("a_group_channels", view.channels, "a")
     yield integer("a_group_columns", problem.n // view.groups, "a")
     for name in ("grid", "window", "strides", "low", "dilation"):
@@ -325,7 +268,7 @@ def of_taps(problem: Problem) -> Iterator[Argument]:
     view, b = view_of(problem), problem.bs[0]
     assert view is not None
     assert isinstance(b.view, Taps)
-    of_all = view.groups * _padded(view.channels, chunk(problem))  # a multiple of 16 bytes, as a's
+    of_all = view.groups * padded_to(view.channels, chunk(problem))  # a multiple of 16 bytes, as a's
     yield integer("b_channels", of_all if b.contiguous == "k" else view.channels, "b")
     place, step, steps = 0, 1, []
     for stored, first, by in zip(b.view.stored[::-1], b.view.first[::-1], b.view.step[::-1], strict=True):
