@@ -120,7 +120,8 @@ def prepared(asked: Problem, taken: Problem) -> tuple[Prepared, ...]:
         if given != of:
             rows, columns = given.array(length, asked.k)
             size = given.bytes(count * rows * columns)
-            shape = (math.prod(given.view.stored), -1, columns) if isinstance(given.view, Taps) else ()
+            taps = math.prod(given.view.stored) if isinstance(given.view, Taps) else 1
+            shape = (taps, -1, columns) if views.axes(asked) else ()
             found.append(Prepared(name, i, (Transpose(shape),), size, size))
     return tuple(found)
 
