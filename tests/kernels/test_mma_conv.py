@@ -116,12 +116,14 @@ SPREAD = {
     "3-D": view(1, (3, 3, 2), (3, 2, 2), 4, spread=(2, 1, 2), low=(1, 1, 0), high=(1, 0, 1)),
     "groups": view(2, (4, 3), (3, 3), 8, spread=(2, 2), low=(1, 1), high=(2, 2), groups=3),
 }
+# More phases than a call has launches. Those of weights are never any.
+MANY = view(1, (3, 2), (6, 5), 8, spread=(5, 4), low=(2, 3), high=(2, 1))
 
 
 @needs_gxx
-@each(SPREAD, KINDS[:3])
-def test_phases(name, kind, way, config, tmp_path):
-    of = SPREAD[name]
+@each(SPREAD | {"many": MANY}, KINDS)
+def test_spread(name, kind, way, config, tmp_path):
+    of = (SPREAD | {"many": MANY})[name]
     check(problem(of, columns(of), kind, *way), Config(*config), of, tmp_path)
 
 
@@ -181,15 +183,12 @@ def test_epilogues(name, n, tmp_path):
 
 
 BIG, HUGE = view(8, (56, 56), (3, 3), 64, low=(1, 1), high=(1, 1)), view(1, (2**16, 2**16), (2, 2), 64, (64, 64))
-UP = view(8, (56, 56), (3, 3), 64, spread=(5, 5))
 TILE = Config(64, 64, 32, 32, 32, stages=3)
 REFUSED = [
     (BIG, "in order", "bfloat16", dataclasses.replace(TILE, tma=True), "tma of windows of images"),
     (BIG, "in order", "bfloat16", Config(4, 32, 128, 4, 32, stages=1), "slim kernels read rows of a that follow"),
     (BIG, "weights", "int8", Config(64, 64, 64, 32, 32, stages=3), "operands of 8 bits lie along k"),
     (HUGE, "in order", "bfloat16", TILE, "pixels of up to 4,294,967,296"),
-    (UP, "in order", "bfloat16", TILE, "25 phases: a call has at most 16 launches"),
-    (UP, "weights", "bfloat16", TILE, "windows of images spread by 5x5 along the rows of the result"),
     (SPREAD["2-D"], "in order", "bfloat16", dataclasses.replace(TILE, splits=2), "splits=2: parts of phases"),
 ]
 
