@@ -19,12 +19,15 @@ from cutjax.epilogue.expression import identity
 from cutjax.epilogue.trace import trace
 from cutjax.kernels import convolution, prepared
 from cutjax.kernels.device import reference
+from cutjax.kernels.mma import family
 from cutjax.kernels.mma import kernel as mma
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.math import MATHS
 from cutjax.kernels.operand import Im2col
 from cutjax.kernels.problem import Problem
+from cutjax.runtime import compiler
 from cutjax.runtime.architectures import number
+from cutjax.runtime.launch import Pointer
 
 needs_gxx = pytest.mark.skipif(not kernel_host.installed(), reason="needs g++")
 
@@ -39,7 +42,7 @@ def problem(of: Im2col, n: int, kind: str, dtype: str = "bfloat16", math: str = 
 
 def integers(asked: Problem, *shapes: tuple[int, ...]) -> list[np.ndarray]:
     """Arrays of small integers, whose sums are exact."""
-    rng, dtype = np.random.default_rng(0), asked.a.dtype
+    rng, dtype = np.random.default_rng(len(shapes)), asked.a.dtype
     found = [rng.integers(0 if dtype.kind == "u" else -2, 3, shape).astype(np.float64) for shape in shapes]
     if dtype.kind == "c":
         found = [x + 1j * rng.integers(-2, 3, x.shape) for x in found]
@@ -113,12 +116,14 @@ SPREAD = {
     "3-D": view(1, (3, 3, 2), (3, 2, 2), 4, spread=(2, 1, 2), low=(1, 1, 0), high=(1, 0, 1)),
     "groups": view(2, (4, 3), (3, 3), 8, spread=(2, 2), low=(1, 1), high=(2, 2), groups=3),
 }
+# More phases than a call has launches. Those of weights are never any.
+MANY = view(1, (3, 2), (6, 5), 8, spread=(5, 4), low=(2, 3), high=(2, 1))
 
 
 @needs_gxx
-@each(SPREAD, KINDS[:3])
-def test_phases(name, kind, way, config, tmp_path):
-    of = SPREAD[name]
+@each(SPREAD | {"many": MANY}, KINDS)
+def test_spread(name, kind, way, config, tmp_path):
+    of = (SPREAD | {"many": MANY})[name]
     check(problem(of, columns(of), kind, *way), Config(*config), of, tmp_path)
 
 
@@ -155,3 +160,72 @@ def test_splits(kind, tmp_path):
     of = VIEWS["groups"]
     config = Config(*BF16[1], splits=3)
     check(problem(of, columns(of), kind, *BF16[0]), config, of, tmp_path)
+
+
+@needs_gxx
+@pytest.mark.parametrize("n", [24, 21])
+@pytest.mark.parametrize("name", ["groups", "2-D", "strided"])
+def test_epilogues(name, n, tmp_path):
+    """A row's operand, a column's and an image beside the result, whose rows may be pixels apart."""
+    of = (VIEWS if name == "strided" else SPREAD)[name]
+    n = n if n % of.groups == 0 else 27
+
+    def function(acc, row, column, image):
+        return acc * row + column - image
+
+    asked = problem(of, n, "flipped", *F32[0])
+    x, w, *rest = integers(asked, *windows_cases.shapes(asked), (of.rows, 1), (1, n), (of.rows, n))
+    traced = trace(function, [jax.ShapeDtypeStruct((of.rows, n), jnp.float32)], rest)
+    asked = dataclasses.replace(asked, epilogue=traced.epilogue)
+    found = launched(asked, Config(*F32[1]), [x, w, *rest], tmp_path)
+    expected = function(windows_cases.product(asked, x, w, np.float64), *rest)
+    np.testing.assert_array_equal(found, expected)
+
+
+BIG, HUGE = view(8, (56, 56), (3, 3), 64, low=(1, 1), high=(1, 1)), view(1, (2**16, 2**16), (2, 2), 64, (64, 64))
+TILE = Config(64, 64, 32, 32, 32, stages=3)
+REFUSED = [
+    (BIG, "in order", "bfloat16", dataclasses.replace(TILE, tma=True), "tma of windows of images"),
+    (BIG, "in order", "bfloat16", Config(4, 32, 128, 4, 32, stages=1), "slim kernels read rows of a that follow"),
+    (BIG, "weights", "int8", Config(64, 64, 64, 32, 32, stages=3), "operands of 8 bits lie along k"),
+    (HUGE, "in order", "bfloat16", TILE, "pixels of up to 4,294,967,296"),
+    (SPREAD["2-D"], "in order", "bfloat16", dataclasses.replace(TILE, splits=2), "splits=2: parts of phases"),
+]
+
+
+@pytest.mark.parametrize(("of", "kind", "dtype", "config", "why"), REFUSED, ids=[why for *_, why in REFUSED])
+def test_what_is_refused(of, kind, dtype, config, why):
+    found = mma.resolve(problem(of, 64, kind, dtype), config)
+    assert isinstance(found, tuple)
+    assert why in "; ".join(found)
+
+
+def test_what_a_launch_is_told():
+    kernel = mma.resolved(problem(BIG, 128, "flipped"), TILE)
+    assert kernel.name == "mma_bf16f32_nt_64x64x32_w32x32_s3_im2col2d_taps"
+    pointers = [x.value for x in kernel.arguments if isinstance(x.value, Pointer)]
+    assert pointers == [Pointer(0), Pointer(1, 2 * 128 * 64 * 5 * 6), Pointer(2)]  # the last row of 6 taps by 6
+    up = mma.resolved(problem(SPREAD["2-D"], 128, "in order"), TILE)
+    assert [(kernel.multiplied.m, kernel.multiplied.k) for kernel in up.phases] == [
+        (16, 8),
+        (16, 8),
+        (16, 16),
+        (16, 16),
+    ]
+    assert len({kernel.source for kernel in up.phases}) == 1
+    assert convolution.forward(BIG, 128).bytes == 2 * (BIG.elements + 9 * 64 * 128 + BIG.rows * 128)
+
+
+@pytest.mark.skipif(compiler.compiler_missing() is not None, reason="needs NVRTC")
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
+def test_machine_code(arch):
+    """The largest tiles that a problem is offered do not spill."""
+    three = view(2, (9, 8, 7), (3, 3, 3), 32, low=(1, 1, 1), high=(1, 1, 1))
+    dtype = "float16" if arch == "sm_75" else "bfloat16"
+    for of, kind in ((BIG, "in order"), (three, "flipped"), (VIEWS["stem"], "weights"), (SPREAD["2-D"], "in order")):
+        asked = problem(of, 128, kind, dtype, arch=arch)
+        kernels = (mma.resolve(asked, config) for config in family.configs(asked))
+        kernel = next(kernel for kernel in kernels if not isinstance(kernel, tuple))
+        cubin = compiler.compile_source(kernel.source, name=kernel.name, arch=arch)
+        assert "warning" not in cubin.log
+        assert (cubin.resources.spill_store_bytes, cubin.resources.spill_load_bytes) == (0, 0), kernel.name

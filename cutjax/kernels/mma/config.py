@@ -146,6 +146,8 @@ def _views(problem: Problem) -> Iterator[str]:
         yield "gathered"
     if isinstance(view, Im2col):
         yield f"im2col{len(view.image)}d"
+        if set(view.spread) != {1}:
+            yield "spread"
         if isinstance(problem.bs[0].view, Taps):
             yield "taps"
         if view.groups > 1:

@@ -162,11 +162,8 @@ def _divided(problem: Problem, config: Config) -> Iterator[Config]:
     groups = problem.groups_along("k")
     k_blocks = -(-problem.k // (config.bk * groups))
     slots = problem.device.sms * config.blocks
-    if (
-        problem.divided == "m"
-        or views.spread(problem)
-        or (tiles := views.most_tiles(problem, config.bm, config.bn)) >= slots
-    ):
+    whole = problem.divided == "m" or views.phases(problem)
+    if whole or (tiles := views.most_tiles(problem, config.bm, config.bn)) >= slots:
         return
     most = min(k_blocks // LEAST_K_BLOCKS, slots // tiles)
     for splits in SPLITS:

@@ -24,7 +24,7 @@ from cutjax.kernels.prepared import Prepared, Transpose
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import STORED, Staging, plan_staging
 from cutjax.runtime.architectures import number
-from cutjax.runtime.launch import MAX_LAUNCHES, Launch
+from cutjax.runtime.launch import Launch
 
 STAGING_BYTES = 8192  # bytes of a warp's staging buffer, at most where fewer columns make it so
 BARRIER_BYTES = 16  # of a stage that TMA loads
@@ -46,7 +46,7 @@ def staging_of(problem: Problem, swap: bool = False, pixels: bool = False) -> St
 @functools.lru_cache(maxsize=1024)
 def reasons(problem: Problem) -> tuple[str, ...]:
     """Returns the reasons against every kernel of this family; empty when one serves."""
-    staging = staging_of(problem, pixels=views.spread(problem))
+    staging = staging_of(problem, pixels=bool(views.phases(problem)))
     found = [] if problem.plain else list(staging.reasons)
     found += staging.pixel_reasons if staging.pixels else ()
     if number(problem.arch) < 75:
@@ -120,7 +120,8 @@ def prepared(asked: Problem, taken: Problem) -> tuple[Prepared, ...]:
         if given != of:
             rows, columns = given.array(length, asked.k)
             size = given.bytes(count * rows * columns)
-            shape = (math.prod(given.view.stored), -1, columns) if isinstance(given.view, Taps) else ()
+            taps = math.prod(given.view.stored) if isinstance(given.view, Taps) else 1
+            shape = (taps, -1, columns) if views.axes(asked) else ()
             found.append(Prepared(name, i, (Transpose(shape),), size, size))
     return tuple(found)
 
@@ -191,14 +192,11 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     """Returns the kernel, or every reason why the config cannot serve the problem."""
     if found := reasons(problem):
         return found
-    if not views.spread(problem):
+    parts, kernels = views.phases(problem), []
+    if not parts:
         return _resolve(problem, config)
     if config.splits > 1:
         return (f"splits={config.splits}: parts of phases",)
-    parts = views.phases(problem)
-    if len(parts) > MAX_LAUNCHES:
-        return (f"{len(parts)} phases: a call has at most {MAX_LAUNCHES} launches",)
-    kernels = []
     for part, pixels in parts:
         kernel = _resolve(part, config, pixels)
         if isinstance(kernel, tuple):

@@ -63,6 +63,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "RAGGED_K": problem.divided == "k",
         "AXES": views.axes(problem),
         "COLUMN_GROUPS": views.groups(problem) > 1,
+        "SPREAD": views.spread(problem),
         **views.constants(problem),
         "EPILOGUE_COLUMNS": config.wn,
         "D_CHUNK": kernel.chunk,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +13,7 @@ from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.math import Math
 from cutjax.kernels.operand import Im2col, Operand, Pixels, Taps
 from cutjax.kernels.problem import Problem
-from cutjax.runtime.launch import Int64
+from cutjax.runtime.launch import MAX_LAUNCHES, Int64
 
 
 def axes(problem: Problem) -> int:
@@ -27,13 +28,15 @@ def spread(problem: Problem) -> bool:
     return isinstance(problem.a.view, Im2col) and set(problem.a.view.spread) != {1}
 
 
-def phases(problem: Problem) -> list[tuple[Problem, Pixels]]:
+@functools.lru_cache(maxsize=1024)
+def phases(problem: Problem) -> tuple[tuple[Problem, Pixels], ...]:
     """Returns the parts of a forward convolution whose images are spread, and the pixels that their rows are.
 
-    One that has no tap has a contraction of length 0.
+    One that has no tap has a contraction of length 0. There are none where they were too many for a call.
     """
     view, b = problem.a.view, problem.bs[0]
-    assert isinstance(view, Im2col)
+    if not isinstance(view, Im2col) or not spread(problem) or problem.a.contiguous == "mn":
+        return ()
     axes, found = len(view.window), []
     in_order = Taps(view.window, view.window, (0,) * axes, (1,) * axes, view.groups)
     for of, taps, pixels in convolution.phases(view, b.view if isinstance(b.view, Taps) else in_order):
@@ -44,7 +47,7 @@ def phases(problem: Problem) -> list[tuple[Problem, Pixels]]:
         a, bs = dataclasses.replace(problem.a, view=of), (dataclasses.replace(b, view=taps),) * len(problem.bs)
         if of.rows > 0:
             found.append((dataclasses.replace(problem, m=of.rows, k=k, a=a, bs=bs), pixels))
-    return found
+    return tuple(found) if len(found) <= MAX_LAUNCHES else ()
 
 
 def along_k(problem: Problem) -> Problem:
@@ -120,8 +123,9 @@ def arguments(problem: Problem, operand: Operand, name: str, bk: int) -> Iterato
             yield _two(f"{name}_sizes{i}", size, view.grid[i], name)
             yield _two(f"{name}_window{i}", view.window[i], -view.low[i], name)
             yield _two(f"{name}_steps{i}", view.strides[i], view.dilation[i], name)
-        for i in range(0, len(digits), 2):
-            yield _two(f"{name}_block{i}", *(*digits, 0)[i : i + 2], name)
+        for word, values in (("block", digits), ("spread", view.spread if spread(problem) else ())):
+            for i in range(0, len(values), 2):
+                yield _two(f"{name}_{word}{i}", *(*values, 0)[i : i + 2], name)
     if isinstance(view, Taps):
         *digits, last = _digits(bk, (*view.window, channels))
         yield _two(f"{name}_channels", channels, last, name)
@@ -151,9 +155,9 @@ def counts(problem: Problem) -> dict[str, int]:
     if not isinstance(view, Im2col):
         return {}
     reach = [
-        stride * grid + dilation * window + abs(low) + size
-        for stride, grid, dilation, window, low, size in zip(
-            view.strides, view.grid, view.dilation, view.window, view.low, view.image, strict=True
+        stride * grid + dilation * window + abs(low) + spread * size
+        for stride, grid, dilation, window, low, spread, size in zip(
+            view.strides, view.grid, view.dilation, view.window, view.low, view.spread, view.image, strict=True
         )
     ]
     return {
@@ -170,8 +174,6 @@ def reasons(problem: Problem, way: Math | None) -> list[str]:
         found.append(f"taps of b in layout {problem.layout}, a batch or groups: they are weights of windows")
     if not isinstance(view, Im2col):
         return found
-    if spread(problem) and problem.a.contiguous == "mn":
-        found.append(f"windows of images spread by {'x'.join(map(str, view.spread))} along the rows of the result")
     if way and way.along_k and problem.a.contiguous != "k":
         found.append(f"windows in layout {problem.layout}: operands of 8 bits lie along k")
     if view.groups > 1 and problem.n % view.groups:

@@ -1,6 +1,9 @@
 // The windows of images (cutjax/kernels/operand.py): a line is a window, and along it lie the channels of each tap. An
 // address is computed of two parts, which are added up: what of it is the window's, and what the tap's. Of these one
 // stays as it is through a tile, and the other goes on with each block of k.
+//
+// SPREAD: there are zeros between the elements of images, and places are divided to be those of elements. Kernels
+// compute phases of the result instead where they can (cutjax/kernels/mma/views.py).
 
 struct Im2col {
   static constexpr bool APART = true;
@@ -19,7 +22,8 @@ struct Im2col {
     i64 apart;
     Two channels;  // of a pixel in a group, and the last digit of BK
     Axis axes[AXES];
-    Two blocks[(AXES + 1) / 2];  // the other digits of BK
+    Two blocks[(AXES + 1) / 2];   // the other digits of BK
+    Two spreads[(AXES + 1) / 2];  // along each axis; only where SPREAD
 
     template <int SIZE>
     DEVICE const char* matrix(int product, int number) const {
@@ -47,8 +51,8 @@ struct Im2col {
     Digits windows[K_MAJOR ? 1 : COUNT];
     Pixel firsts[K_MAJOR ? COUNT : 1];  // of windows
 
-    DEVICE u32 step(int i) const { return i == AXES ? source.channels.y : i % 2 ? blocks(i).y : blocks(i).x; }
-    DEVICE const Two& blocks(int i) const { return source.blocks[i / 2]; }
+    static DEVICE u32 of(const Two (&twos)[(AXES + 1) / 2], int i) { return i % 2 ? twos[i / 2].y : twos[i / 2].x; }
+    DEVICE u32 step(int i) const { return i == AXES ? source.channels.y : of(source.blocks, i); }
 
     DEVICE auto of_taps() const {
       return [this](int i) -> u32 { return i == AXES ? source.channels.x : source.axes[i].window.x; };
@@ -82,8 +86,10 @@ struct Im2col {
       }
     }
 
+    // The number of the pixel at a place, or, where places are not yet those of pixels, of the image.
     DEVICE void number(Pixel& pixel, u32 image) const {
       pixel.number = image;
+      if constexpr (SPREAD) return;
 #pragma unroll
       for (int i = 0; i < AXES; ++i) pixel.number = pixel.number * source.axes[i].sizes.x + pixel.at[i];
     }
@@ -116,12 +122,20 @@ struct Im2col {
 
     DEVICE Spot at(int i, int, const Along& along) const {
       Pixel window = K_MAJOR ? firsts[i] : first_of(windows[i]);
+      u32 number = window.number + along.pixel.number;
       bool there = true;
 #pragma unroll
-      for (int axis = 0; axis < AXES; ++axis)
-        there &= window.at[axis] + along.pixel.at[axis] < static_cast<u32>(source.axes[axis].sizes.x);
-      u64 pixel = window.number + along.pixel.number;
-      return {along.channel + pixel * static_cast<u32>(source.pitch * SIZE), there};
+      for (int axis = 0; axis < AXES; ++axis) {
+        u32 place = window.at[axis] + along.pixel.at[axis], size = source.axes[axis].sizes.x;
+        if constexpr (SPREAD) {
+          u32 spread = of(source.spreads, axis), element = place / spread;
+          there &= place < size * spread && element * spread == place;
+          number = number * size + element;
+        } else {
+          there &= place < size;
+        }
+      }
+      return {along.channel + static_cast<u64>(number) * static_cast<u32>(source.pitch * SIZE), there};
     }
   };
 };
