@@ -11,6 +11,7 @@ from cutjax.kernels.mma.config import Config as MmaConfig
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.tuned import use_tuning
+from cutjax.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
 from cutjax.ops.collective import all_gather_gemm, gemm_reduce_scatter
 from cutjax.ops.conv import conv
 from cutjax.ops.conv_general_dilated import conv_general_dilated, conv_transpose
@@ -42,6 +43,8 @@ __all__ = [
     "all_gather_gemm",
     "autotune",
     "candidates",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "checkpoint_policies",
     "conv",
     "conv_general_dilated",

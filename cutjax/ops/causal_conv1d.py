@@ -1,0 +1,188 @@
+"""The operations causal_conv1d and causal_conv1d_update: each channel of a sequence convolved with its own past."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from cutjax import dot_precision
+from cutjax.kernels.families import AnyConfig
+from cutjax.ops.arguments import promote
+from cutjax.ops.conv import conv
+from cutjax.primitives.arrays import matrix, unwrapped
+
+Activation = str | Callable[[jax.Array], jax.Array] | None
+_NAMED = {"silu": jax.nn.silu, "swish": jax.nn.silu}
+
+
+def causal_conv1d(
+    x: ArrayLike,
+    w: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    state: ArrayLike | None = None,
+    activation: Activation = None,
+    return_state: bool = False,
+    precision: lax.PrecisionLike = None,
+    backend: str | None = None,
+    config: AnyConfig | None = None,
+    save: str = "recompute",
+) -> Any:
+    """Convolves each channel of sequences with its own weights over the past, as state-space models do.
+
+    ``y[..., t, c] = activation(sum_k w[k, c] x[..., t - (width - 1) + k, c] + bias[c])``, accumulated in float32 and
+    rounded once, bias and activation in the kernel's epilogue. What is before a sequence is its state, or zero.
+    Differentiable and batchable like any JAX function. That is ``causal_conv1d_fn`` of Mamba's package causal-conv1d
+    (github.com/Dao-AILab/causal-conv1d), with channels last and the axis of the width first: any width, any activation.
+
+    Args:
+      x: sequences ``[..., length, channels]``.
+      w: weights ``[width, channels]``; dtypes promote as in ``cutjax.conv``. ``w[-1]`` is that of the same time.
+      bias: ``[channels]``.
+      state: what is before each sequence, ``[..., width - 1, channels]``; zero by default.
+      activation: None, "silu" (or "swish"), or an elementwise function written in JAX.
+      return_state: whether the state after the sequences is returned too: the last width - 1 inputs.
+      precision: as in ``cutjax.conv``.
+      backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
+      config: pins the kernel, as in ``cutjax.conv``.
+      save: what the derivative keeps, see ``cutjax.conv``. By default the sums before the activation are made again:
+        reading x takes no longer than reading them.
+
+    Returns:
+      ``[..., length, channels]`` in the promoted dtype of x and w, or with ``return_state`` a pair of that and the new
+      state, ``[..., width - 1, channels]`` in x's dtype: that of ``causal_conv1d_update``, and of the next call.
+
+    Raises:
+      TypeError, ValueError: shapes that are none of these, or an unknown activation; as ``cutjax.conv``.
+
+    Example:
+      >>> import cutjax, jax.numpy as jnp
+      >>> x, w, bias = jnp.ones((2, 10, 8)), jnp.ones((4, 8)), jnp.zeros(8)
+      >>> y, state = cutjax.causal_conv1d(x, w, bias, activation="silu", return_state=True)
+      >>> y.shape, state.shape
+      ((2, 10, 8), (2, 3, 8))
+    """
+    where = "causal_conv1d"
+    function, x, w = _activation(activation, where), matrix(x, "x", where), matrix(w, "w", where)
+    *batch, length, channels = x.shape
+    width = _width(w, channels, where, f"x is {x.shape}")
+    bias = None if bias is None else _checked(bias, "bias", (channels,), where)
+    state = None if state is None else _checked(state, "state", (*batch, width - 1, channels), where)
+    _, _, dtype, _ = promote(x, [w], None, where)
+
+    def convolved(x: jax.Array, before: int) -> jax.Array:
+        return conv(
+            x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]),
+            w[:, None],
+            padding=[(before, 0)],
+            feature_group_count=channels,
+            precision=precision,
+            epilogue=lambda acc, *bias: function(_plus(acc, *bias)),
+            operands=() if bias is None else (bias,),
+            out_dtype=dtype,
+            backend=backend,
+            config=config,
+            save=save,
+        ).reshape(*batch, -1, channels)
+
+    y = convolved(x, width - 1)
+    before = jnp.zeros((*batch, width - 1, channels), x.dtype) if state is None else state.astype(x.dtype)
+    if state is not None and width > 1 and length:
+        # Only the first results know the state: they are made apart, of few rows, and the others in place.
+        head = jnp.concatenate([before, x[..., : width - 1, :]], -2)
+        y = lax.dynamic_update_slice(y, convolved(head, 0), (0,) * y.ndim)
+    if not return_state:
+        return y
+    kept = min(width - 1, length)
+    return y, jnp.concatenate([before[..., kept:, :], x[..., length - kept :, :]], -2)
+
+
+def causal_conv1d_update(
+    x: ArrayLike,
+    state: ArrayLike,
+    w: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    activation: Activation = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Takes one step of ``causal_conv1d``, as decoding does: the next result, and the state after it.
+
+    It is elementwise JAX, which XLA compiles to what moves the state once: no kernel could be faster. That is
+    ``causal_conv1d_update`` of Mamba's package, but that the new state is returned: donate the old one, and XLA
+    writes it in place.
+
+    Args:
+      x: the next inputs, ``[..., channels]``.
+      state: the width - 1 inputs before, ``[..., width - 1, channels]``, the last one the latest.
+      w: weights ``[width, channels]``.
+      bias: ``[channels]``.
+      activation: as in ``causal_conv1d``.
+
+    Returns:
+      The result ``[..., channels]`` in the promoted dtype of x and w, and the new state, in the old one's dtype.
+
+    Raises:
+      TypeError, ValueError: as ``causal_conv1d``.
+
+    Example:
+      >>> import cutjax, jax.numpy as jnp
+      >>> state, w = jnp.zeros((2, 3, 8)), jnp.ones((4, 8))
+      >>> y, state = cutjax.causal_conv1d_update(jnp.ones((2, 8)), state, w, activation="silu")
+      >>> y.shape, state.shape
+      ((2, 8), (2, 3, 8))
+    """
+    where = "causal_conv1d_update"
+    function, state, w = _activation(activation, where), matrix(state, "state", where), matrix(w, "w", where)
+    width = _width(w, state.shape[-1], where, f"state is {state.shape}")
+    x = _checked(x, "x", (*state.shape[:-2], state.shape[-1]), where)
+    bias = None if bias is None else _checked(bias, "bias", x.shape[-1:], where)
+    _checked(state, "state", (*x.shape[:-1], width - 1, x.shape[-1]), where)
+    _, _, dtype, _ = promote(x, [w], None, where)
+    wide = dot_precision.accumulator(dtype, dtype)
+    acc = x.astype(wide) * w[-1].astype(wide)
+    for k in range(width - 1):
+        acc = acc + state[..., k, :].astype(wide) * w[k].astype(wide)
+    y = function(acc if bias is None else _plus(acc, bias)).astype(dtype)
+    after = jnp.concatenate([state, x.astype(state.dtype)[..., None, :]], -2)[..., 1:, :]
+    return y, after
+
+
+def _plus(acc: jax.Array, *bias: jax.Array) -> jax.Array:
+    return acc + bias[0].astype(acc.dtype) if bias else acc
+
+
+def _activation(activation: Activation, where: str) -> Callable[[jax.Array], jax.Array]:
+    if activation is None:
+        return lambda acc: acc
+    if isinstance(activation, str):
+        if activation not in _NAMED:
+            known = ", ".join(repr(name) for name in (None, *_NAMED))
+            raise ValueError(f"{where}: unknown activation {activation!r}, expected one of {known}, or a function")
+        return _NAMED[activation]
+    if not callable(activation):
+        raise TypeError(f"{where}: activation must be a name, a function or None, got {type(activation).__name__}")
+    return activation
+
+
+def _width(w: jax.Array, channels: int, where: str, of_x: str) -> int:
+    if w.ndim != 2 or w.shape[1] != channels or not w.shape[0]:
+        raise ValueError(
+            f"{where}: {of_x}, w is {w.shape}: expected weights [width, {channels}], of a width of 1 or more"
+        )
+    return w.shape[0]
+
+
+def _checked(x: Any, name: str, shape: tuple[int, ...], where: str) -> jax.Array:
+    x = unwrapped(x)
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"{where}: {name} must be an array, got {type(x).__name__}")
+    if x.shape != shape:
+        raise ValueError(f"{where}: {name} is {x.shape}, expected {shape}")
+    return jnp.asarray(x)
