@@ -1,12 +1,13 @@
 """The process that measures a sample of convolutions: ``python -m benchmarks conv_worker PLAN ROWS``.
 
-XLA tunes its convolutions on the device, seconds each, so those of a batch are compiled first, several at once (XLA
-lets one of them on the device at a time), and then timed with nothing else running there. Our programs, inputs and
-checks, which need cores only, are compiled meanwhile for the batch after it.
+XLA tunes its convolutions on the device, a second each, so those of a batch are compiled first, and then timed with
+nothing else running there. Our programs, inputs and checks, which need cores only, are compiled meanwhile for the
+batches after it, on half of the cores: XLA's tuning needs some to be exact.
 """
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import itertools
@@ -19,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-FIRST, BATCH = 4, 12  # convolutions of the first batch, and of the others
+FIRST, BATCH, AHEAD = 4, 12, 2  # convolutions of the first batch, and of the others; batches that are prepared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +77,7 @@ def work(plan: Plan, log: Log) -> None:
 
     log.write({"head": report.environment()})
     cases = {case.name: case for case in networks.sample(plan.count, plan.salt)}
-    cores = os.cpu_count() or 1
-    ours = concurrent.futures.ThreadPoolExecutor(max(1, cores - plan.threads))
+    ours = concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2))
     theirs = concurrent.futures.ThreadPoolExecutor(plan.threads)
 
     def compiled(programs: Programs, name: str) -> None:
@@ -95,11 +95,11 @@ def work(plan: Plan, log: Log) -> None:
         found = [Programs(cases[name]) for name in names]
         return [(programs, ours.submit(prepare, programs)) for programs in found]
 
-    todo = [ahead(batch) for batch in itertools.islice(batches(plan.names), 1)]
-    rest = itertools.islice(batches(plan.names), 1, None)
+    rest = batches(plan.names)
+    todo = collections.deque(ahead(batch) for batch in itertools.islice(rest, 1 + AHEAD))
     each_s = 0.0
     while todo:
-        batch = todo.pop()
+        batch = todo.popleft()
         start = time.time()
         if start + each_s * len(batch) > plan.until:
             break

@@ -75,6 +75,7 @@ def blame(path: pathlib.Path) -> list[tuple[str, str]]:
     begun, batch, ready = [], [], set()
     for line in sweep.lines(path):
         begun = line.get("begin", begun)
+        ready = set() if "head" in line else ready  # another process began
         batch = line.get("compiling", [] if "compile_s" in line else batch)
         ready |= {(line["prepared"], OURS)} if "prepared" in line else set()
         ready |= {tuple(line["compiled"])} if "compiled" in line else set()
@@ -102,7 +103,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=160, help="how many convolutions")
     parser.add_argument("--seconds", type=float, default=300, help="after which it ends, whatever is left")
     parser.add_argument("--candidates", type=int, default=conv.CANDIDATES, help="kernels that are timed of each")
-    parser.add_argument("--threads", type=int, default=4, help="in which XLA compiles")
+    parser.add_argument("--threads", type=int, default=1, help="in which XLA compiles")
     parser.add_argument("--out", type=pathlib.Path, help="JSON to write, and JSON lines beside it")
     parser.add_argument("--show", action="store_true", help="measure nothing: of the JSON lines that are there")
     parser.add_argument("--plot", action="store_true", help="also draw a picture beside the JSON")

@@ -246,6 +246,8 @@ class Convolution(Product):
             preferred = out_dtype  # as lax's own
         elif not on_cuda or preferred != accumulator(a.dtype):
             a, b = a.astype(preferred), b.astype(preferred)
+        if on_cuda and self._is_of_pixels:
+            return self._by_dot(a, b, precision or dot_precision.DEFAULT, preferred).astype(out_dtype)
         product = self.exactly_padded(self.grid) if self.form == "weights" else self
         beyond = any(-min(pads) > extent for pads, extent in zip(product.padding, product._extents, strict=True))
         if not on_cuda or beyond:  # lax refuses padding beyond, which gradients may have
@@ -256,6 +258,22 @@ class Convolution(Product):
             lax.conv_general_dilated, precision=precision or dot_precision.DEFAULT, preferred_element_type=preferred
         )
         return product._by_lax(convolve, a, b).astype(out_dtype)
+
+    @property
+    def _is_of_pixels(self) -> bool:
+        """True if each window is a pixel of its own, in order: a product of matrices."""
+        ones = {*self.window, *self.strides, *self.spread, self.feature_groups} == {1}
+        return ones and not any(map(any, self.padding))
+
+    def _by_dot(self, a: jax.Array, b: jax.Array, precision: Any, preferred: Any) -> jax.Array:
+        """Computes the product of pixels as one of matrices, as XLA does too, but it transposes weights for that."""
+        last, how = a.ndim - 1, {"precision": precision, "preferred_element_type": preferred}
+        if self.form == "weights":
+            pixels = tuple(range(last))
+            d = lax.dot_general(a, b, ((pixels, pixels), ((), ())), **how)
+            return d.reshape(*self.window, *d.shape)
+        contracted = 0 if self.form == "forward" else 1
+        return lax.dot_general(a, b.reshape(b.shape[-2:]), (((last,), (contracted,)), ((), ())), **how)
 
     def exactly_padded(self, grid: Sizes) -> Convolution:
         """Returns the product of so many windows along each axis, with the padding that ends with the last of them."""
