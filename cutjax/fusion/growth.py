@@ -267,8 +267,10 @@ class _Growth:
             inside = self.inside - (set(self.reductions) - set(reductions))
             outside = self._used_outside(inside)
             written = list(dict.fromkeys(self._narrow(x) for x in outside if graph.in_memory(x)))
+            if reductions and self.found.rows > 1:  # of a norm over the batch: with its operand, in the same pass
+                written = self._cut(written, outside)
             reduced = [graph.eqns[i].outvars[0] for i in reductions]
-            if all(self._narrow(x) in written for x in outside) and written:
+            if written and (reductions and self.found.rows > 1 or all(self._narrow(x) in written for x in outside)):
                 break
             if not reductions:
                 written = self._cut(written, outside)
