@@ -45,14 +45,17 @@ class Finder:
                 self.siblings.setdefault(key, []).append(i)
         self.sibling_of = {i: group for group in self.siblings.values() for i in group if len(group) > 1}
 
-    def region(self, i: int) -> Region | list[str | Stop]:
-        """Returns the region of a product; where there is nothing to fuse, what stopped it."""
+    def region(self, i: int, sums: bool = True) -> Region | list[str | Stop]:
+        """Returns the region of a product, with reductions or without; where there is nothing to fuse, what stopped it."""
         growth = _Growth(self, (i,))
         while len(growth.products) < MOST_PRODUCTS and (other := growth.joins()) is not None:
             wider = _Growth(self, (*growth.products, other))
             if not wider.whole:
                 break
             growth = wider
+        if not sums:
+            growth.inside.difference_update(growth.reductions)
+            growth.reductions = []
         return growth.region()
 
     def together(self, products: tuple[int, ...]) -> Region | None:
