@@ -28,5 +28,6 @@ def dots_with_no_batch_dims_saveable(prim: Any, *avals: Any, **params: Any) -> b
     """
     if "product" not in params:
         return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *avals, **params)
-    factors = avals[:1] * 2 if params["product"].unary else avals[:2]
-    return not batch_axes(*factors)
+    product = params["product"]
+    a, b = avals[:1] * 2 if product.unary else avals[:2]
+    return not batch_axes(a, b, product.axes[0])

@@ -126,6 +126,56 @@ def grouped_bias(x, w, b):
     return lax.ragged_dot(x, w, jnp.array(SIZES)) + b
 
 
+IMAGES, GRID = (B, 6, 5, 4), (B, 3, 3, N)  # of windows 3 x 3 at strides of 2
+
+
+def conv(x, w, strides=(2, 2), numbers=("NHWC", "HWIO", "NHWC"), groups=1):
+    sizes = {"dimension_numbers": numbers, "feature_group_count": groups}
+    return lax.conv_general_dilated(x, w, strides, "SAME", **sizes)
+
+
+def images(*shape: int) -> jax.Array:
+    return scaled(5, shape or IMAGES, BF16)
+
+
+def kernel(*shape: int) -> jax.Array:
+    return scaled(6, shape or (3, 3, 4, N), BF16) / BF16(3)
+
+
+def folded(x, w, mean, scale, bias):
+    """A norm over the batch in inference."""
+    return jax.nn.relu((conv(x, w) - mean) * scale + bias)
+
+
+def normed(x, w, scale):
+    y = conv(x, w)
+    wide = y.astype(jnp.float32)
+    mean = wide.mean((0, 1, 2))
+    variance = (wide * wide).mean((0, 1, 2)) - mean * mean
+    return ((wide - mean) * lax.rsqrt(variance + 1e-5)).astype(BF16) * scale
+
+
+def of_images(x, w, g, scale):
+    """The gradient of images, of a convolution by groups: weights are neither flipped nor moved."""
+    (gradient,) = jax.linear_transpose(lambda x: conv(x, w, groups=2), x)(g)
+    return gradient * jax.nn.sigmoid(scale)
+
+
+def of_weights(x, w, g):
+    """The step of a convolution's weights."""
+    (gradient,) = jax.linear_transpose(lambda w: conv(x, w), w)(g)
+    return w - BF16(0.1) * gradient
+
+
+def embedded(x, w, b, time):
+    return jax.nn.silu(conv(x, w) + b + time[:, None, None])
+
+
+def pooled(x, w):
+    y = jax.nn.relu(conv(x, w))
+    return y, y.sum((1, 2))
+
+
 def integers(x, w):
     return jnp.ones((4, 4), int) @ jnp.ones((4, 4), int) + 1
 
@@ -208,6 +258,49 @@ CASES = {
         (),
     ),
     "grouped bias": Case(grouped_bias, (x(8, K), w(3, K, N), b()), (), ("add makes rows of no group other than zero",)),
+    "convolution": Case(
+        lambda x, w, b, r: jax.nn.silu(conv(x, w) + b) + r,
+        (images(), kernel(), b(), images(*GRID)),
+        ("t0 = acc + f32(x0); bf16((t0 * logistic(t0)) + f32(x1))",),
+    ),
+    "folded norm": Case(
+        folded,
+        (images(), kernel(), b(), b() * BF16(2), b() + BF16(1)),
+        ("bf16(f32(max(bf16(((acc - f32(x0)) * f32(x1)) + f32(x2)), 0)))",),
+    ),
+    "norm of a batch": Case(
+        normed,
+        (images(), kernel(), b()),
+        ("bf16(acc), sum(acc, b1+b0+row), sum(acc * acc, b1+b0+row)",),
+        ("sub at",),
+    ),
+    "gradient of images": Case(
+        of_images, (images(), kernel(3, 3, 2, N), images(*GRID), images()), ("bf16(acc * logistic(f32(x0)))",)
+    ),
+    "gradient of a window": Case(
+        of_weights, (images(), kernel(), images(*GRID)), ("bf16(f32(x0) - (0.100098 * acc))",)
+    ),
+    "gate of windows": Case(
+        lambda x, w, v: jnp.tanh(conv(x, w)) * jax.nn.sigmoid(conv(x, v)),
+        (images(), kernel(), kernel() * BF16(0.5)),
+        ("bf16(tanh(acc1) * logistic(acc0))",) * 2,
+    ),
+    "patches": Case(
+        lambda x, w, b: conv(x, w, (3, 5)) + b, (images(), kernel(3, 5, 4, N), b()), ("bf16(acc + f32(x0))",)
+    ),
+    "embedded": Case(
+        embedded,
+        (images(), kernel(), b(), x(B, N)),
+        ("bf16(acc + f32(x0))",),
+        (f"an operand of shape {(B, 1, 1, N)} is not along rows or columns",),
+    ),
+    "pooled": Case(pooled, (images(), kernel()), ("bf16(f32(max(bf16(acc), 0)))",), ("not all rows, or columns",)),
+    "channels first": Case(
+        lambda x, w: jnp.tanh(conv(x, w, numbers=None)),
+        (images(B, 4, 6, 5), kernel(N, 4, 3, 3)),
+        (),
+        ("its result does not have its channels last",),
+    ),
     "integers": Case(integers, (x(), w()), (), ("operands int32 and int32",)),
 }
 

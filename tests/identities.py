@@ -9,7 +9,8 @@ from jax.extend import core
 from cutjax.binding.rules import live
 
 policies = jax.checkpoint_policies
-OF_OURS = {f"cutjax_{x}" for x in ("gemm", "grouped_gemm", "grouped_outer")}
+OF_OURS = {f"cutjax_{x}" for x in ("gemm", "conv", "grouped_gemm", "grouped_outer")}
+OF_LAX = "dot_general", "conv_general_dilated", "ragged_dot_general"
 MESH = jax.make_mesh((1,), ("one",), axis_types=(jax.sharding.AxisType.Auto,))
 SHARDING = jax.NamedSharding(MESH, jax.P())
 
@@ -29,7 +30,7 @@ def lowered(fn, *args):
 
 def products(fn, *args):
     """Returns the number of products in a program."""
-    return sum(eqn.primitive.name in ("dot_general", "ragged_dot_general", *OF_OURS) for eqn in lowered(fn, *args))
+    return sum(eqn.primitive.name in (*OF_LAX, *OF_OURS) for eqn in lowered(fn, *args))
 
 
 def names(fn, *args):

@@ -54,7 +54,7 @@ class Contraction(Form):
     def result(self, d: jax.Array, shape: Sequence[int]) -> jax.Array:
         return super().result(d, shape) if self.plan is None else self.plan.result(d)
 
-    def avals(self, left: Any, right: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    def avals(self, left: Any, right: Any) -> tuple[Any, Any]:
         x, y = (right, left) if self.swapped else (left, right)
         return super().avals(x, y)
 

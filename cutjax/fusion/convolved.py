@@ -39,6 +39,11 @@ class Convolved(Form):
     def result(self, d: jax.Array, shape: Sequence[int]) -> jax.Array:
         return d if self.plan is None else self.plan.result(d)
 
+    def avals(self, left: Any, right: Any) -> tuple[Any, Any]:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            a, b = jax.make_jaxpr(lambda *arrays: arrays)(*super().avals(left, right)).in_avals
+        return a, b
+
 
 def convolved(eqn: Any) -> Convolved | str:
     """Returns the product of a convolution of lax's, or why a kernel has none. Of a ``Flip``'s too."""

@@ -59,8 +59,8 @@ class Form:
         """Returns the equation's result, of that shape, of the product's."""
         return lax.reshape(d, shape)
 
-    def avals(self, left: Any, right: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Returns the shapes and dtypes of a and b, told the dtypes of the operands."""
+    def avals(self, left: Any, right: Any) -> tuple[Any, Any]:
+        """Returns the avals of a and b, told the dtypes of the operands."""
         return jax.ShapeDtypeStruct(self.a, left), jax.ShapeDtypeStruct(self.b, right)
 
 

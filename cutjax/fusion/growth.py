@@ -45,14 +45,17 @@ class Finder:
                 self.siblings.setdefault(key, []).append(i)
         self.sibling_of = {i: group for group in self.siblings.values() for i in group if len(group) > 1}
 
-    def region(self, i: int) -> Region | list[str | Stop]:
-        """Returns the region of a product; where there is nothing to fuse, what stopped it."""
+    def region(self, i: int, sums: bool = True) -> Region | list[str | Stop]:
+        """Returns the region of a product, with reductions or without; where there is nothing to fuse, what stopped it."""
         growth = _Growth(self, (i,))
         while len(growth.products) < MOST_PRODUCTS and (other := growth.joins()) is not None:
             wider = _Growth(self, (*growth.products, other))
             if not wider.whole:
                 break
             growth = wider
+        if not sums:
+            growth.inside.difference_update(growth.reductions)
+            growth.reductions = []
         return growth.region()
 
     def together(self, products: tuple[int, ...]) -> Region | None:
@@ -267,8 +270,10 @@ class _Growth:
             inside = self.inside - (set(self.reductions) - set(reductions))
             outside = self._used_outside(inside)
             written = list(dict.fromkeys(self._narrow(x) for x in outside if graph.in_memory(x)))
+            if reductions and self.found.rows > 1:  # of a norm over the batch: with its operand, in the same pass
+                written = self._cut(written, outside)
             reduced = [graph.eqns[i].outvars[0] for i in reductions]
-            if all(self._narrow(x) in written for x in outside) and written:
+            if written and (reductions and self.found.rows > 1 or all(self._narrow(x) in written for x in outside)):
                 break
             if not reductions:
                 written = self._cut(written, outside)

@@ -131,5 +131,7 @@ def passes(graph: Graph, region: Region) -> tuple[int, int, int]:
     written = [x for x in made if graph.in_memory(x, before=True)]
     if written:
         return 1, products + sum(map(byte_count, written)), copies
+    if region.found.rows > 1 and region.reduces:
+        return 1, products, copies
     # What reads the result reads the product instead, and the operands of the tail with it.
     return 0, sum(byte_count(x) for x in made if len(graph.consumers.get(x, ())) > 1), copies

@@ -56,6 +56,11 @@ class Region:
         return math.prod(self.found.shape)
 
     @property
+    def reduces(self) -> bool:
+        """True if the kernel makes a reduction too."""
+        return any(math.prod(x.aval.shape) != self.size for x in self.results)
+
+    @property
     def tail(self) -> list[int]:
         """The members that are no products, nor transpose one."""
         return [i for i in self.members if i not in self.products and i not in self.moves]

@@ -168,13 +168,20 @@ class Rewriter:
         return graph.equations()
 
     def _product(
-        self, graph: Graph, finder: Finder, i: int, reports: dict[int, Report], prices: dict[int, price.Price]
+        self,
+        graph: Graph,
+        finder: Finder,
+        i: int,
+        reports: dict[int, Report],
+        prices: dict[int, price.Price],
+        sums: bool = True,
     ) -> None:
         """Puts a region in the place of a product and what is around it, where that is worth it.
 
-        What has a region that is not worth it, or transpositions around it, is settled with that.
+        What has a region that is not worth it, or transpositions around it, is settled with that. Where no kernel has
+        the region, one without ``sums`` is tried.
         """
-        region = finder.region(i)
+        region = finder.region(i, sums)
         report, plain = reports[i], prices.get(i)
         if isinstance(region, Region) and all(graph.eqns[j].primitive.name in MOVES for j in region.tail):
             region = region.stops or [NOTHING]
@@ -194,6 +201,9 @@ class Rewriter:
                     for j in region.products:
                         del finder.products[j]
                         reports[j].fused(region, inner, report.reason)
+                    return
+                if cost.why and sums and region.reduces:
+                    self._product(graph, finder, i, reports, prices, sums=False)
                     return
                 if cost.runs == "XLA":
                     finder.settled.add(i)

@@ -42,9 +42,9 @@ class Factors:
         return Factors(of_a, tuple(rest[: len(self.bs)]), tuple(rest[len(self.bs) :]))
 
 
-def batch_axes(a: Any, b: Any) -> tuple[int, ...]:
-    """Returns the batch axes of a product that are both operands'."""
-    batches = zip(*(x.shape[: a.ndim - 2] for x in (a, b)), strict=True)
+def batch_axes(a: Any, b: Any, own: int = 2) -> tuple[int, ...]:
+    """Returns the batch axes of a product that are both operands', told how many of a's axes are its own."""
+    batches = zip(*(x.shape[: a.ndim - own] for x in (a, b)), strict=True)
     return tuple(i for i, (p, q) in enumerate(batches) if p != 1 != q)
 
 

@@ -38,11 +38,13 @@ def program(seed, forward=False):
             return values[rng.integers(len(values))]
 
         def product(y):
-            kind = rng.integers(2 + seed % 2)
+            kind = rng.integers(3 + seed % 2)
             if kind == 0:
                 return y @ w
             if kind == 1:
                 return jnp.einsum("bsk,bkn->bsn", y, w * g[:B])
+            if kind == 2:  # windows of rows
+                return lax.conv_general_dilated(y, g, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
             return lax.ragged_dot(y.reshape(B * S, N), g, SIZES).reshape(B, S, N)
 
         values = [x, product(x)]
