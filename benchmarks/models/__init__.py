@@ -1,1 +1,1 @@
-"""Models that benchmarks/ops/programs.py times: written once, in flax.linen, for each of the ways of ways.py."""
+"""Models that benchmarks/ops/programs.py times: written once, in Flax, for each of the ways of ways.py."""

@@ -41,8 +41,7 @@ class Program:
 
     Attributes:
       name: a short unique name.
-      tags: its letter, "suite" for the sizes that are reported, "conv" for those of convolutions, "tiny" for
-        small ones.
+      tags: its letter, "suite" for the sizes that are reported, "conv" for convolutional ones, "tiny" for small ones.
       model: a function of benchmarks/models/trained.py.
       sizes: its arguments.
       target: the least ratio of plain JAX's time to that of fuse and of cutjax.flax.

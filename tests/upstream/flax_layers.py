@@ -15,8 +15,13 @@ import numpy as np
 import cutjax.flax.linen
 import cutjax.flax.nnx
 
-OURS = {getattr(flax.nnx, name): getattr(cutjax.flax.nnx, name) for name in ("Linear", "LinearGeneral", "Einsum")} | {
-    getattr(flax.linen, name): getattr(cutjax.flax.linen, name) for name in ("Dense", "DenseGeneral", "Einsum")
+OURS = {
+    getattr(theirs, name): getattr(ours, name)
+    for theirs, ours, names in (
+        (flax.nnx, cutjax.flax.nnx, ("Linear", "LinearGeneral", "Einsum", "Conv", "ConvTranspose")),
+        (flax.linen, cutjax.flax.linen, ("Dense", "DenseGeneral", "Einsum", "Conv", "ConvTranspose")),
+    )
+    for name in names
 }
 
 

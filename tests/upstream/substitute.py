@@ -46,11 +46,11 @@ def _counted(name: str) -> Any:
     return called
 
 
-OURS = {name: _counted(name) for name in ("dot_general", "dot", "matmul", "tensordot", "einsum")}
-LAX = Like(lax, {"dot_general": OURS["dot_general"]})
-NUMPY = Like(jnp, {name: OURS[name] for name in ("dot", "matmul", "tensordot", "einsum")})
+NAMES = {lax: ("dot_general", "conv_general_dilated", "conv_transpose"), jnp: ("dot", "matmul", "tensordot", "einsum")}
+OURS = {module: {name: _counted(name) for name in names} for module, names in NAMES.items()}
+LAX, NUMPY = (Like(module, ours) for module, ours in OURS.items())
 PLACES = {id(jax): Like(jax, {"lax": LAX, "numpy": NUMPY}), id(lax): LAX, id(jnp): NUMPY}
-PLACES |= {id(getattr(jnp if name != "dot_general" else lax, name)): ours for name, ours in OURS.items()}
+PLACES |= {id(getattr(module, name)): ours for module, found in OURS.items() for name, ours in found.items()}
 
 
 def substitute(module: types.ModuleType) -> None:

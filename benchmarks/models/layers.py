@@ -1,0 +1,135 @@
+"""Layers of Flax NNX by way: Flax's own with an activation after them, with cutjax's drop-ins, and those of cutjax."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import cutjax
+
+Array = jax.Array
+
+
+class Layers(NamedTuple):
+    """The classes of layers, each with Flax's arguments and ``activation``."""
+
+    linear: Callable[..., Any]
+    conv: Callable[..., Any]
+    conv_transpose: Callable[..., Any]
+
+
+class Linear(nnx.Linear):
+    """Flax's own, and an activation after it."""
+
+    def __init__(self, *args: Any, activation: Any = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.activation = activation
+
+    def __call__(self, inputs: Array) -> Array:
+        """Returns ``activation(inputs @ kernel + bias)``."""
+        y = super().__call__(inputs)
+        return y if self.activation is None else self.activation(y)
+
+
+class Conv(nnx.Conv):
+    """Flax's own, and an activation after it."""
+
+    def __init__(self, *args: Any, activation: Any = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.activation = activation
+
+    def __call__(self, inputs: Array) -> Array:
+        """Returns ``activation(conv(inputs, kernel) + bias)``."""
+        y = super().__call__(inputs)
+        return y if self.activation is None else self.activation(y)
+
+
+class ConvTranspose(nnx.ConvTranspose):
+    """Flax's own, and an activation after it."""
+
+    def __init__(self, *args: Any, activation: Any = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.activation = activation
+
+    def __call__(self, inputs: Array) -> Array:
+        """Returns ``activation(conv_transpose(inputs, kernel) + bias)``."""
+        y = super().__call__(inputs)
+        return y if self.activation is None else self.activation(y)
+
+
+class DropInTranspose(ConvTranspose):
+    """A transposed convolution by the drop-in, for which Flax's layer has no argument; with strings as padding."""
+
+    def __call__(self, inputs: Array) -> Array:
+        """Returns ``activation(conv_transpose(inputs, kernel) + bias)``."""
+        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], self.bias[...]), dtype=self.dtype)
+        y = cutjax.conv_transpose(x, kernel, self.strides, self.padding) + bias
+        return y if self.activation is None else self.activation(y)
+
+
+def plain() -> Layers:
+    """Returns Flax's own."""
+    return Layers(Linear, Conv, ConvTranspose)
+
+
+def drop_ins() -> Layers:
+    """Returns Flax's own with cutjax's drop-ins."""
+    return Layers(
+        functools.partial(Linear, dot_general=cutjax.dot_general),
+        functools.partial(Conv, conv_general_dilated=cutjax.conv_general_dilated),
+        DropInTranspose,
+    )
+
+
+def ours() -> Layers:
+    """Returns those of cutjax.flax."""
+    from cutjax.flax import nnx as layers
+
+    return Layers(layers.Linear, layers.Conv, layers.ConvTranspose)
+
+
+class Maker(NamedTuple):
+    """Makes layers that compute in one dtype, of square windows with Flax's padding "SAME".
+
+    Attributes:
+      layers: the classes.
+      rngs: of the parameters.
+      rank: the axes of an image.
+      dtype: of the computation; parameters are float32.
+    """
+
+    layers: Layers
+    rngs: nnx.Rngs
+    rank: int = 2
+    dtype: Any = jnp.bfloat16
+
+    def linear(self, cin: int, cout: int, **how: Any) -> Any:
+        """Returns a linear layer."""
+        return self.layers.linear(cin, cout, dtype=self.dtype, rngs=self.rngs, **how)
+
+    def conv(self, cin: int, cout: int, size: int, stride: int = 1, **how: Any) -> Any:
+        """Returns a convolution."""
+        how = {"strides": stride, "dtype": self.dtype, "rngs": self.rngs, **how}
+        return self.layers.conv(cin, cout, (size,) * self.rank, **how)
+
+    def up(self, cin: int, cout: int, size: int, stride: int, **how: Any) -> Any:
+        """Returns a transposed convolution, whose result is so many times as large along each axis."""
+        how = {"strides": (stride,) * self.rank, "dtype": self.dtype, "rngs": self.rngs, **how}
+        return self.layers.conv_transpose(cin, cout, (size,) * self.rank, **how)
+
+    def batch_norm(self, channels: int) -> nnx.BatchNorm:
+        """Returns the norm of each channel over a batch."""
+        return nnx.BatchNorm(channels, use_running_average=False, dtype=self.dtype, rngs=self.rngs)
+
+    def group_norm(self, channels: int, groups: int = 32) -> nnx.GroupNorm:
+        """Returns the norm of groups of an image's channels."""
+        return nnx.GroupNorm(channels, min(groups, channels), dtype=self.dtype, rngs=self.rngs)
+
+    def layer_norm(self, channels: int) -> nnx.LayerNorm:
+        """Returns the norm of a pixel's channels."""
+        return nnx.LayerNorm(channels, epsilon=1e-6, dtype=self.dtype, rngs=self.rngs)
