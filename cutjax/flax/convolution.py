@@ -15,7 +15,9 @@ from cutjax import dot_precision
 from cutjax.binding.rules import sharded, with_rank
 from cutjax.dtypes import promoted
 from cutjax.flax.linear import Activation, check_activation, finished
-from cutjax.ops.conv import CHANNELS_LAST, conv_general_dilated, conv_transpose, planned
+from cutjax.ops.conv import CHANNELS_LAST
+from cutjax.ops.conv_general_dilated import conv_general_dilated, conv_transpose
+from cutjax.ops.convolution_plan import planned
 from cutjax.primitives.factors import Factors
 from cutjax.primitives.product import call
 from cutjax.runtime import backends
