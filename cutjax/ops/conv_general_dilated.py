@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from cutjax import dot_precision
 from cutjax.binding.explicit import automatic
 from cutjax.binding.rules import any_reduced
-from cutjax.ops.convolution_plan import by_lax, planned
+from cutjax.ops.convolution_plan import by_lax, planned, swapped
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.arrays import is_array_like, unwrapped
 from cutjax.primitives.hints import Hints
@@ -148,11 +148,7 @@ def _drop_in(where: str, lhs: Any, rhs: Any, given: dict[str, Any], flipped: boo
 def _product(
     lhs: jax.Array, rhs: jax.Array, *, where: str, params: Any, out: Any, flipped: bool, backend: str
 ) -> jax.Array:
-    if flipped:  # and with axes "I" and "O" in each other's place
-        numbers = params["dimension_numbers"]
-        o, i, *taps = numbers.rhs_spec
-        params = {**params, "dimension_numbers": numbers._replace(rhs_spec=(i, o, *taps))}
-    plan = planned(params, lhs.shape, rhs.shape, out.shape, flipped)
+    plan = planned(swapped(params) if flipped else params, lhs.shape, rhs.shape, out.shape, flipped)
     d = multiply(
         plan.product,
         plan.images(lhs),

@@ -126,6 +126,13 @@ def _moves(shape: Sequence[int], order: Axes) -> bool:
     return moving != sorted(moving)
 
 
+def swapped(params: Any) -> Any:
+    """Returns an equation's parameters with the weights' axes "I" and "O" in each other's place."""
+    numbers = params["dimension_numbers"]
+    o, i, *taps = numbers.rhs_spec
+    return {**params, "dimension_numbers": numbers._replace(rhs_spec=(i, o, *taps))}
+
+
 def by_lax(name: str, given: dict[str, Any]) -> tuple[Callable[..., Any], Any]:
     """Returns lax's function with arguments, and the same one jitted; the same objects for the same."""
     arguments = tuple(sorted((key, _as_tuples(value)) for key, value in given.items()))
