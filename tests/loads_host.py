@@ -36,7 +36,7 @@ static double element(u32 tile, int row, int k) {{
   return reinterpret_cast<Element*>(&shared_memory[current][tile])[place];
 }}
 
-extern "C" void run(const char* const* buffers, double* d, int clusters) {{
+extern "C" void run(const char* const* buffers, double* results, int clusters) {{
   {maps}
   const SourceA source_a = SOURCE_A;
   const SourceB source_b = SOURCE_B;
@@ -51,14 +51,19 @@ extern "C" void run(const char* const* buffers, double* d, int clusters) {{
         for (auto& bytes : landed) bytes.assign(2 * STAGES, 0);
         for (current = 0; current < CLUSTER; ++current) {{
           u32 rank_m = CLUSTER_M > 1 ? current : 0, rank_n = CLUSTER_N > 1 ? current : 0;
-          Work work = part(scheduler.work(index, rank_m, rank_n), rank_k, SPLITS, batch);
+          Work work = scheduler.work(index, rank_m, rank_n);
+          ViewA::limit(source_a, work);
+          work = part(work, rank_k, SPLITS, batch);
           if (work.k_blocks * PAIRS > STAGES) fail("too few stages");
           Pipeline pipe{{0, STAGES * 8, 0, 0}};
           fill(pipe, SharedTiles{{0}}, source_a, source_b, work, m, 0, 0, rank_m, rank_n);
         }}
         for (current = 0; current < CLUSTER; ++current) {{
           u32 rank_m = CLUSTER_M > 1 ? current : 0, rank_n = CLUSTER_N > 1 ? current : 0;
-          Work work = part(scheduler.work(index, rank_m, rank_n), rank_k, SPLITS, batch);
+          Work work = scheduler.work(index, rank_m, rank_n);
+          ViewA::limit(source_a, work);
+          work = part(work, rank_k, SPLITS, batch);
+          double* d = results + (PHASED ? i64(work.result) * m * n : 0);
           for (i64 bytes : landed[current])
             if (bytes) fail("a barrier waits for other bytes than those that land");
           for (int stage = 0; stage < work.k_blocks; ++stage)
@@ -89,17 +94,18 @@ def _map(name: str, x: TensorMap) -> str:
 
 
 def multiplied(kernel: Kernel, arrays: Sequence[np.ndarray], folder: pathlib.Path, clusters: int = 3) -> np.ndarray:
-    """The product ``float64[m, n]`` of the arrays that a kernel loads, all parts of k added up."""
+    """The products ``float64[phases, m, n]`` of the arrays that a kernel loads, all parts of k added up."""
     p = kernel.multiplied
+    stages = 1 + -(-p.k // kernel.config.depth(p.a))
     parts = re.split(r'^(?=#line 1 ")', kernel.source, flags=re.M)
     kept = [part for part in parts if part.startswith(tuple(f'#line 1 "{name}' for name in _KEPT))]
     body = re.sub(r"^#line.*$", "", "".join(kept), flags=re.M)
-    body = re.sub(r"constexpr int STAGES = \d+;", f"constexpr int STAGES = {max(2, kernel.k_blocks)};", body)
+    body = re.sub(r"constexpr int STAGES = \d+;", f"constexpr int STAGES = {stages};", body)
     defined = re.findall(r"^#define (?:SOURCE_\w|SPLITS|SCHEDULER_ARGUMENTS) .*$", kernel.source, flags=re.M)
     defined += ["#define IMAGES IMAGE_AXES"] * ("IMAGE_AXES" in body)
     values, maps = [], []
     for argument in kernel.arguments:
-        if isinstance(argument.value, TensorMap) and argument.to in "ab":
+        if isinstance(argument.value, TensorMap) and argument.to in ("a", "b"):
             maps.append(_map(argument.name, argument.value))
         elif isinstance(argument.value, (Int32, Int64)):
             values.append(f"static const long long {argument.name} = {argument.value.value};")
@@ -110,7 +116,7 @@ def multiplied(kernel: Kernel, arrays: Sequence[np.ndarray], folder: pathlib.Pat
     run = _RUN.format(element=element, maps="\n  ".join(maps))
     text = "\n".join([constants, *defined, shim, "using Acc = float;", code, *values, scratch, run])
     library = gxx.build(folder, text, "-Wno-narrowing")
-    d = np.zeros((p.m, p.n), np.float64)
+    d = np.zeros((kernel.matrices, p.m, p.n), np.float64)
     pointers = (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in arrays))
     library.run(pointers, d.ctypes.data_as(ctypes.c_void_p), clusters)
     return d

@@ -25,7 +25,7 @@ class Argument:
       value: what a launch passes.
       to: which part of the kernel takes it: "" the kernel itself, "a" and "b" what loads those operands, "d" the list
         of its tensor maps, "splits" what counts those, or a constructor, "extras", "partials", "scheduler", "rows" or
-        "promotion".
+        "promotion"; or two of these.
     """
 
     declaration: str

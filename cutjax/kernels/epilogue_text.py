@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,8 +31,10 @@ def _signature(staging: Staging, arguments: Sequence[Argument]) -> str:
     ]
 
     def passed(to: str) -> str:
-        return "".join(f", {argument.passed}" for argument in arguments if argument.to == to)
+        return "".join(f", {argument.passed}" for argument in arguments if to in argument.to.split())
 
+    if staging.pixels and staging.tma:  # those of all phases
+        maps = [argument.passed for argument in arguments if argument.to == "d"]
     strided = any(argument.name == "d_step0" for argument in arguments)
     result = "i(d_step0, d_step1, d_step2)" if strided else "work.result"
     return f"""#define PARAMETERS {", ".join(argument.declaration for argument in arguments)}
@@ -50,7 +53,7 @@ def _signature(staging: Staging, arguments: Sequence[Argument]) -> str:
 
 def _taken(arguments: Sequence[Argument], to: str) -> str:
     """Parameters of a constructor, each behind a comma."""
-    return "".join(f", {argument.taken}" for argument in arguments if argument.to == to)
+    return "".join(f", {argument.taken}" for argument in arguments if to in argument.to.split())
 
 
 def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
@@ -64,9 +67,11 @@ def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
         steps = f"step{i}_0, step{i}_1, step{i}_2"
         copied = "".join(f", {step}({step})" for step in steps.split(", "))
         if i in by_tma:
-            fields.append(f"const TensorMap* map{i};\n  int {steps};\n  Pair<{dtype}> x{i}[PIECE / 8][2];")
-            initial.append(f"map{i}(map_x{i}){copied}")
-            at = f"x, y, {'pixels' if staging.pixels else f'i({steps})'}"
+            maps = [argument.name for argument in arguments if re.fullmatch(rf"map_x{i}(_\d+)?", argument.name)]
+            sizes = f"[{len(maps)}]" * staging.pixels
+            fields.append(f"const TensorMap* map{i}{sizes};\n  int {steps};\n  Pair<{dtype}> x{i}[PIECE / 8][2];")
+            initial.append(f"map{i}{{{', '.join(maps)}}}{copied}")
+            at = f"x, y, {'i.i2, pixels' if staging.pixels else f'i({steps})'}"
             fetched.append(f"{staging.by_tma_tile}<{dtype}>::load(map{i}, buffer + {_at(by_tma[i])}, barrier, {at});")
             staged.append(f"{staging.tile}<{dtype}>::read(buffer + {_at(by_tma[i])}, thread, piece, x{i});")
             continue
@@ -99,7 +104,7 @@ def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
     if staging.places:
         fields.append("int at[2];  // of this lane's rows, where they lie")
     elif staging.pixels:
-        grid = [argument.name for argument in arguments if argument.name.startswith("pixels_grid")]
+        grid = [argument.name for argument in arguments if argument.to == "a extras"]
         fields.append("Pixels pixels;")
         initial.append(f"pixels{{{', '.join(grid)}}}")
     for axis, i in emit.places(epilogue):
@@ -318,11 +323,12 @@ def _call_four(epilogue: Epilogue, full: Sequence[str]) -> str:
 
 
 def _store(staging: Staging) -> str:
-    last = "extras.pixels" if staging.pixels else "z"
+    maps, last = ("map_d + {} * PHASES", "z, extras.pixels") if staging.pixels else ("map_d[{}]", "z")
 
     def calls(struct: str, slots: Sequence[int], first: int) -> str:
+        store = "{}<Dtype::{}>::store({}, buffer + {}, x, y, {});"
         return "\n  ".join(
-            f"{struct}<Dtype::{DTYPES[out.dtype].stored}>::store(map_d[{place}], buffer + {_at(slot)}, x, y, {last});"
+            store.format(struct, DTYPES[out.dtype].stored, maps.format(place), _at(slot), last)
             for place, (slot, (_, out)) in enumerate(zip(slots, staging.results, strict=True), first)
             if staging.by_tma(out)
         )

@@ -52,19 +52,16 @@ def test_windows_of_a_launch():
     assert images.strides == (192, 192 * 42, 192 * 42 * 45)
     assert images.box == Im2col((-2, 1), (3 * 13 - 2 - 41, 2 * 21 + 1 - 44), 32, 64)
     assert (images.element_strides, images.swizzle) == ((1, 3, 2, 1), 64)
-    told = (
-        "a_pieces",
-        "a_channels",
-        "a_window0",
-        "a_window1",
-        "a_low0",
-        "a_dilation1",
-        "a_block0",
-        "a_block1",
-        "a_block2",
-    )
-    assert [given[name].value for name in told] == [3, 96, 2, 3, 2, 2, 64 % 14, 64 // 14, 0]
+    told = ("pieces", "channels", "window0", "window1", "low0", "dilation1")
+    assert [given[f"a_{name}"].value for name in told] == [3, 96, 2, 3, 2, 2]
     assert (given["map_b0"].dims, given["map_b0"].box) == ((256, 6 * 96, 1), (64, 64, 1))
+
+
+def test_windows_of_a_weight_gradient():
+    """The box is of windows, which the next k block has so many of after those of this one."""
+    given = arguments(asked(SAME, 256, "weights"), Config(128, 128, 64, 4))
+    assert given["map_a"].box == Im2col((-1, -1), (-1, -1), 64, 64)
+    assert [given[f"a_block{i}"].value for i in range(3)] == [64 % 21, 64 // 21, 0]
 
 
 def test_taps_of_a_launch():
@@ -77,14 +74,15 @@ def test_phases_of_a_launch():
     """3 x 3 of stride 2 backwards: windows of 4, 2, 2 and 1 taps, whose rows are every other pixel."""
     of = view(2, (8, 8), (3, 3), 64, low=(2, 2), high=(1, 1), spread=(2, 2))
     kernel = sm90.resolved(asked(of, 128, "in order"), Config(64, 64, 64, 4))
-    assert [phase.multiplied.k // 64 for phase in kernel.phases] == [4, 2, 2, 1]
-    assert kernel.phases[1].pixels == Pixels((8, 8), (16, 16), (0, 1), (2, 2))
-    given = {argument.name: argument.value for argument in kernel.phases[1].arguments}
-    assert given["map_d0"].dims == (128, 8, 8, 2)
-    assert given["map_d0"].strides == (2 * 256, 2 * 16 * 256, 16 * 16 * 256)
-    assert (given["map_d0"].byte_offset, given["map_d0"].box) == (256, Im2col((0, 0), (0, 0), 64, 64))
-    assert kernel.name.endswith("_taps_phases")
-    assert {phase.name for phase in kernel.phases} == {kernel.name}
+    assert kernel.phases.taps == (4, 2, 2, 1)
+    assert kernel.phases.pixels[1] == Pixels((8, 8), (16, 16), (0, 1), (2, 2))
+    given = {argument.name: argument.value for argument in kernel.arguments}
+    assert given["map_d0_1"].dims == (128, 8, 8, 2)
+    assert given["map_d0_1"].strides == (2 * 256, 2 * 16 * 256, 16 * 16 * 256)
+    assert (given["map_d0_1"].byte_offset, given["map_d0_1"].box) == (256, Im2col((0, 0), (0, 0), 64, 64))
+    assert [given[f"a_phase0_{i}"].value for i in range(2)] == [2, 1 | 1 << 16 | 1 << 32]
+    assert kernel.name.endswith("_taps_phases2x2")
+    assert len(kernel.call().launches) == 1
 
 
 def test_channels_are_in_pieces_with_few_zeros():
@@ -153,3 +151,13 @@ def test_configs_that_are_refused():
         lambda acc, x: acc + x, [jax.ShapeDtypeStruct((up.rows, 64), np.float32)], [jnp.zeros((up.rows, 1))]
     ).epilogue.primal
     assert "vary along rows" in " ".join(family.reasons(asked(up, 64, "in order", epilogue=rows)))
+
+
+def test_phases_of_uneven_results():
+    """17 x 15 pixels by twos: all phases count 9 x 8 rows, of which those past an image are of no pixel."""
+    of = view(2, (9, 8), (3, 3), 64, low=(1, 1), high=(1, 1), spread=(2, 2))
+    kernel = sm90.resolved(asked(of, 128, "flipped"), Config(64, 64, 64, 4))
+    assert kernel.multiplied.m == 2 * 9 * 8
+    given = {argument.name: argument.value for argument in kernel.arguments}
+    assert (given["map_d0_3"].dims, given["map_d0_3"].box) == ((128, 7, 8, 2), Im2col((0, 0), (1, 1), 64, 64))
+    assert (given["map_d0_0"].dims, given["map_d0_0"].box) == ((128, 8, 9, 2), Im2col((0, 0), (0, 0), 64, 64))

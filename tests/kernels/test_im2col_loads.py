@@ -62,15 +62,15 @@ def test_all_that_tiles_multiply(kind, config, of, tmp_path):
     kernel = sm90.resolved(problem, CONFIGS[config])
     expected = product(problem, *arrays, np.float64)
     arrays = [np.asarray(x) for x in make(kernel.prepared, [jnp.asarray(x) for x in arrays])[0]]
-    if not kernel.phases:
-        found = loads_host.multiplied(kernel, arrays, tmp_path)
+    found = loads_host.multiplied(kernel, arrays, tmp_path)
+    if kernel.phases is None:
+        found = found[0]
     else:
-        found = np.full((of.images, *of.grid, n), np.nan)
-        for i, phase in enumerate(kernel.phases):
-            folder = tmp_path / str(i)
-            folder.mkdir()
-            places = zip(phase.pixels.first, phase.pixels.step, strict=True)
+        rows = kernel.multiplied.a.view.grid
+        matrices, found = found, np.full((of.images, *of.grid, n), np.nan)
+        for matrix, pixels in zip(matrices, kernel.phases.pixels, strict=True):
+            places = zip(pixels.first, pixels.step, strict=True)
             into = found[(slice(None), *(slice(first, None, step) for first, step in places))]
-            into[...] = loads_host.multiplied(phase, arrays, folder).reshape(into.shape)
+            into[...] = matrix.reshape(of.images, *rows, n)[(slice(None), *map(slice, pixels.grid))]
         found = found.reshape(-1, n)
     np.testing.assert_array_equal(kernel._summed(jnp.asarray(found.astype(np.float32))), expected)

@@ -79,7 +79,7 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
             value = _operand_map(buffer, p.a, p.m, p.k, of_a, c.bm, 64, c, c.cluster_n)
         yield _map(f"map_a{term}" if term else "map_a", value, "a")
     if view:
-        yield from windows.of_windows(p, c.depth(p.a))
+        yield from windows.of_windows(p, c.depth(p.a), kernel.phases)
     b_matrices = p.matrices[1]
     of_b = matrices_of(p, p.bs[0], p.n, b_matrices, tuple(steps[1]))
     for i, (term, b) in enumerate((term, i) for term in range(terms) for i in range(p.products)):
@@ -96,24 +96,31 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
     in_order = [result_matrices(kernel.problem, dtype) for _, _, dtype in maps if p.order]
     for i, (place, buffer, dtype) in enumerate(maps):
         of_d = in_order[i] if in_order else d_matrices
+        if kernel.phases:
+            yield from _pixel_maps(f"map_d{place}", buffer, dtype, kernel, "d")
+            continue
         yield _map(f"map_d{place}", _tile_map(buffer, dtype, kernel, of_d, c.swap), "d")
     for place, buffer, dtype in maps if p.symmetric else ():
         yield _map(f"map_t{place}", _tile_map(buffer, dtype, kernel, d_matrices, transposed=True), "d")
     for i, spec in staging.operands:
         count = math.prod(size for size, move in zip(sizes, moves[2 + i], strict=True) if move)
+        if kernel.phases:
+            yield from _pixel_maps(f"map_x{i}", p.arrays + i, np.dtype(spec.dtype), kernel, "extras")
+            continue
         yield _map(f"map_x{i}", _tile_map(p.arrays + i, np.dtype(spec.dtype), kernel, count, c.swap), "extras")
 
     scalars = {"m": p.m, "n": p.n, "k": p.k, "raster": c.raster, "batch": p.batch_size}
     scalars |= {"batch1": sizes[1], "batch2": sizes[2]}
-    for name, of in (("a", of_a), ("b", of_b), *(("d", of) for of in in_order[:1])):
+    if kernel.phases:
+        scalars |= {"batch": kernel.matrices, "batch2": kernel.matrices}
+    moving = [] if view else [("a", of_a), ("b", of_b)]  # images and their weights have no batch
+    for name, of in (*moving, *(("d", of) for of in in_order[:1])):
         scalars |= {f"{name}_step{j}": step for j, step in enumerate(of.steps)}
     for name, value in scalars.items():
         yield integer(name, value)
     if c.splits > 1:
         yield integer("splits", c.splits, "splits")
     yield from extras(p, loaded=dict(staging.operands))
-    for i, size in enumerate(kernel.pixels.grid[::-1] if kernel.pixels else ()):
-        yield integer(f"pixels_grid{i}", size, "extras")
     yield from partials(staging, first_result)
     if c.stream_k:  # after the results
         yield Argument("Acc* scratch", Pointer(first_result + len(epilogue.outputs)), "scheduler")
@@ -181,15 +188,20 @@ def _taps_map(buffer: int, kernel: Resolved) -> TensorMap:
     return windows.taps_map(buffer, p, b, pitch, (chunk, depth), b.bytes(chunk), l2_bytes)
 
 
+def _pixel_maps(name: str, buffer: int, dtype: np.dtype, kernel: Resolved, to: str) -> Iterator[Argument]:
+    """The tensor maps of the phases of a result, or of an operand of its shape, as pixels.cuh stores and loads it."""
+    assert kernel.phases is not None
+    columns = min(128, kernel.chunk * dtype.itemsize) // dtype.itemsize
+    for i, pixels in enumerate(kernel.phases.pixels):
+        yield _map(f"{name}_{i}", windows.pixels_map(buffer, kernel.stored, pixels, dtype, columns), to)
+
+
 def _tile_map(buffer: int, dtype: np.dtype, kernel: Resolved, of: Matrices | int, transposed: bool) -> TensorMap:
     """The tensor map of a result, or an operand of its shape, as staging.cuh or transposed.cuh stores and loads it.
 
     `of` is its matrices, or how many dense ones there are.
     """
     p, columns, rows = kernel.stored, kernel.chunk, 64
-    if kernel.pixels:
-        span = min(128, columns * dtype.itemsize)
-        return windows.pixels_map(buffer, p, kernel.pixels, dtype, span // dtype.itemsize)
     if transposed:
         columns, rows = rows, columns
     if isinstance(of, int):

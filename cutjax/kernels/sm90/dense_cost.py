@@ -238,7 +238,7 @@ def features(kernel: Resolved, device: Device) -> Features:
     common = _of_problem(kernel.asked, kernel.problem, p, kernel.stored, kernel.way, staged, kernel.prepared, device)
     return Features(
         **common,
-        items=kernel.rows * kernel.columns * p.batch_size * c.splits,
+        items=kernel.rows * kernel.columns * p.batch_size * c.splits * kernel.matrices,
         in_flight=max(1, device.clusters_at_once(c.cluster) * kernel.blocks_per_sm),
         resident=kernel.blocks_per_sm,
         multicasts=c.cluster > c.cluster_k,
@@ -282,7 +282,9 @@ def _of_problem(
         return not matrices_of(multiplied, operand, rows).on_lines
 
     result_row = stored.n * multiplied.out_dtype.itemsize
-    read = problem if windows.view_of(problem) else multiplied  # windows may share more than their views say
+    phased = (view := windows.view_of(asked)) is not None and windows.spread(view)
+    whole = asked if phased else multiplied  # and not one phase
+    read = asked if phased else problem if view else multiplied  # windows may share more than their views say
     return {
         "ideal": 1e6 * multiplied.flops / device.peak(stored.a.dtype, stored.math),
         "flop_us": flop_us(multiplied, stored, way, device),
@@ -295,7 +297,7 @@ def _of_problem(
         "fused": _instructions(multiplied, staged),
         "few_rows": asked.few_rows,
         "reads": (read.bytes - read.result_bytes) * way.terms,
-        "result": multiplied.result_bytes,
+        "result": whole.result_bytes,
         "asked": asked.bytes - problem.bytes + 2 * multiplied.result_bytes,
         "copied": sum(operand.moved for operand in prepared),
         "copies": len(prepared),

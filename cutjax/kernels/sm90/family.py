@@ -15,6 +15,7 @@ from cutjax.kernels.sm90 import windows
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint
 from cutjax.kernels.sm90.kernel import resolve
+from cutjax.kernels.sm90.phases import phases
 from cutjax.kernels.sm90.resolved import cluster_tile
 
 __all__ = ["Config", "competes", "configs", "name", "reasons", "resolve", "stores_in_order"]
@@ -56,17 +57,17 @@ _divide = functools.lru_cache(maxsize=1 << 14)(dataclasses.replace)
 def reasons(problem: Problem) -> tuple[str, ...]:
     """Returns the reasons against every kernel of this family for a problem; empty when one can serve it."""
     unmeasured = ("gathered rows by cp.async are not measured yet: a kernel is pinned by config=",)
-    if parts := _phases(problem):
-        return tuple(dict.fromkeys(reason for part in parts for reason in facts_of(part, pixels=True).reasons))
+    if part := _phases(problem):
+        return facts_of(part, pixels=True).reasons
     return facts_of(problem).reasons + unmeasured * problem.a.gathered
 
 
-def _phases(problem: Problem) -> list[Problem]:
-    """Returns the phases of a forward convolution whose images are spread, the deepest first."""
+def _phases(problem: Problem) -> Problem | None:
+    """Returns the deepest phase of a forward convolution whose images are spread; None of any other."""
     view = windows.view_of(problem)
-    if view is None or not windows.spread(view) or problem.a.contiguous == "mn":
-        return []
-    return sorted((part for part, _ in windows.phases(problem)), key=lambda part: -part.k)
+    if view is None or not windows.spread(view) or problem.a.contiguous == "mn" or 0 in (*view.grid, *view.image):
+        return None
+    return phases(problem)[0]
 
 
 def competes(problem: Problem) -> bool:
@@ -82,8 +83,8 @@ def stores_in_order(problem: Problem) -> bool:
 
 def configs(problem: Problem) -> Iterator[Config]:
     """Yields the shipped tiles, each as deep and in the order that suits the problem, and ways to divide k."""
-    if parts := _phases(problem):
-        found = _configs(facts_of(parts[0], pixels=True), swap=False)
+    if part := _phases(problem):
+        found = _configs(facts_of(part, pixels=True), swap=False)
         yield from (config for config in found if config.splits == 1 and not config.stream_k)
         return
     yield from _configs(facts_of(problem), swap=False)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -13,26 +11,19 @@ from cutjax.dtypes import short
 from cutjax.kernels import base
 from cutjax.kernels import reasons as shared
 from cutjax.kernels.device import Device
-from cutjax.kernels.operand import Pixels
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import cost, operands, text, windows
 from cutjax.kernels.sm90.arguments import Argument, arguments
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.facts import ARCH, Facts, facts_of, footprint
+from cutjax.kernels.sm90.phases import Phases, phases
 from cutjax.kernels.sm90.resolved import Resolved, cluster_tile
-from cutjax.runtime.launch import MAX_LAUNCHES, Launch
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Kernel(Resolved, base.Kernel):
-    """One config resolved for one problem.
-
-    Attributes:
-      phases: the kernels of the parts of a convolution whose images are spread, of which this is the first.
-    """
+    """One config resolved for one problem."""
 
     family = "sm90"
-    phases: tuple[Kernel, ...] = ()
 
     @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:
@@ -46,15 +37,10 @@ class Kernel(Resolved, base.Kernel):
 
     def launch_us(self, device: Device) -> float:
         """Returns the predicted time of one launch, and of preparing its operands."""
-        device = device.with_sms(min(self.config.sms or device.sms, device.sms))
-        return sum(cost.predict(kernel, device) for kernel in self.phases or (self,))
+        return cost.predict(self, device.with_sms(min(self.config.sms or device.sms, device.sms)))
 
     def _summed(self, x: jax.Array) -> jax.Array:
         return windows.weights(self.asked, x)
-
-    def _launches(self, compiled: Callable[[base.Kernel], bytes]) -> tuple[Launch, ...]:
-        """Returns the launches of all phases."""
-        return tuple(kernel._launch(compiled(kernel)) for kernel in self.phases or (self,))
 
     @property
     def grid(self) -> base.Grid:
@@ -90,28 +76,17 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     """Returns the kernel, or every reason why the config cannot serve the problem."""
     view = windows.view_of(problem)
     if view is None or not windows.spread(view):
-        return _resolve(problem, config, problem)
+        return _resolve(problem, None, config, problem)
     if problem.a.contiguous == "mn":
         return facts_of(problem).reasons
     if config.splits > 1 or config.stream_k:
         return (f"splits={config.splits}, stream_k={config.stream_k}: parts of phases",)
-    parts = windows.phases(problem)
-    if not 1 <= len(parts) <= MAX_LAUNCHES:
-        return (f"{len(parts)} phases: a call has 1 to {MAX_LAUNCHES} launches",)
-    found = [_resolve(part, config, problem, pixels) for part, pixels in parts]
-    kernels = tuple(kernel for kernel in found if isinstance(kernel, Kernel))
-    if len(kernels) < len(found):
-        return tuple(dict.fromkeys(reason for kernel in found if isinstance(kernel, tuple) for reason in kernel))
-    if len({kernel.prepared for kernel in kernels}) > 1:
-        return ("phases that read different copies of the images",)
-    return dataclasses.replace(kernels[0], phases=kernels)
+    return _resolve(*phases(problem), config, problem)
 
 
-def _resolve(
-    problem: Problem, config: Config, asked: Problem, pixels: Pixels | None = None
-) -> Kernel | tuple[str, ...]:
-    """Returns the kernel of a problem, which may be a phase of the one asked."""
-    facts = facts_of(problem, config.swap, pixels is not None)
+def _resolve(problem: Problem, of: Phases | None, config: Config, asked: Problem) -> Kernel | tuple[str, ...]:
+    """Returns the kernel of a problem, which may be of the phases of the one asked."""
+    facts = facts_of(problem, config.swap, of is not None)
     if problem.arch != ARCH:  # another device's memory says nothing of this family's tiles
         return facts.reasons
     reasons = list(facts.reasons)
@@ -154,6 +129,7 @@ def _resolve(
         reasons.append(f"{products * config.bn} columns: wgmma of integers takes 8, 24 and multiples of 16")
     if config.bk == 128 and facts.way.promoted == 1:
         reasons.append("bk=128 of float8: sums of 128 bytes of k are added up in f32, which are one stage of bk=64")
+    reasons += windows.phase_reasons(problem, of)
     reasons += windows.tile_reasons(facts.problem, config.bn * config.cluster_n)
     if config.bn % 16 and facts.problem.bs[0].contiguous == "mn":
         reasons.append(f"bn={config.bn} where rows in memory lie along it: the narrowest swizzle spans 16 elements")
@@ -162,7 +138,7 @@ def _resolve(
         reasons.append(
             f"{config.epilogue_columns} columns make staging rows of less than 32 bytes in {short(narrow.name)}"
         )
-    tiles = facts.problem.most_tiles(*cluster_tile(config))
+    tiles = facts.problem.most_tiles(*cluster_tile(config)) * (len(of.pixels) if of else 1)
     reasons += _counted(facts, config, tiles)
     if reasons:
         return tuple(reasons)
@@ -183,7 +159,7 @@ def _resolve(
         buffers=buffers,
         shared_bytes=tile.bytes(config.stages, buffers),
         blocks_per_sm=1 if limit == tile.most else 2,
-        pixels=pixels,
+        phases=of,
         tiles=tiles,
         rows=rows,
         columns=columns,

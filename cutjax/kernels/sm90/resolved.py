@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from cutjax.kernels import base
-from cutjax.kernels.operand import Pixels
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import operands, windows
 from cutjax.kernels.sm90.config import Config
+from cutjax.kernels.sm90.phases import Phases
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -19,19 +19,19 @@ class Resolved(base.Resolved):
       way: how its operands are multiplied.
       buffers: staging buffers a warpgroup: as many as there is room for, up to the whole of its accumulators.
       blocks_per_sm: thread blocks that share an SM.
-      pixels: where its rows are in the images of the result; None where they follow each other.
+      phases: of a convolution whose images are spread; None of any other. A phase is a matrix of the result.
     """
 
     config: Config
     way: operands.Way
     buffers: int
     blocks_per_sm: int
-    pixels: Pixels | None = None
+    phases: Phases | None = None
 
     @property
     def name(self) -> str:
         """The entry symbol, which is the same wherever the kernel is seen."""
-        return self.config.name(self.asked if self.pixels else self.problem)
+        return self.config.name(self.asked if self.phases else self.problem)
 
     @property
     def in_parts(self) -> bool:
@@ -45,8 +45,17 @@ class Resolved(base.Resolved):
         return self.multiplied if own else self.problem
 
     @property
+    def matrices(self) -> int:
+        """Matrices of each result: its phases, where it is computed in such, and those of a batch."""
+        return len(self.phases.pixels) if self.phases else 1
+
+    @property
     def k_blocks(self) -> int:
-        """Stages that a tile of the whole contraction takes."""
+        """Stages that a tile of the whole contraction takes; of phases, on average."""
+        if self.phases:
+            p = self.multiplied
+            pieces = [-(-max(1, taps) * p.k // windows.taps(p) // self.config.depth(p.a)) for taps in self.phases.taps]
+            return max(1, round(sum(pieces) / len(pieces)))
         return -(-self.multiplied.k // self.config.depth(self.multiplied.a)) * len(self.way.pairs)
 
 

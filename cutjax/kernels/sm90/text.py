@@ -60,7 +60,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "RAGGED_M": problem.divided == "m",
         "RAGGED_K": problem.divided == "k",
         "PRODUCTS": problem.products,
-        "OUTPUTS": len(kernel.staging.results) + len(kernel.staging.mirror_slots),
+        "PHASED": kernel.phases is not None,
+        "OUTPUTS": (len(kernel.staging.results) + len(kernel.staging.mirror_slots)) * kernel.matrices,
         "EPILOGUE_COLUMNS": config.epilogue_columns,
         "D_CHUNK": kernel.chunk,
         "PIECE": 8 if kernel.chunk % 16 else 16,
@@ -69,6 +70,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "STAGING_THREADS": 128,
     }
     if view:
+        counts = [len(axis) for axis in reversed(kernel.phases.along)] if kernel.phases else []
+        constants |= {f"PHASES{i}": count for i, count in enumerate([*counts, 1, 1, 1][:3])}
         constants |= {"IMAGE_AXES": len(view.image), "IMAGE_GROUPS": view.groups > 1, "WINDOW_CHUNK": of_windows}
     scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
     scheduler = "stream" if config.stream_k else scheduler
@@ -85,7 +88,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "common/staging.cuh",
             "sm90/staging.cuh",
             *(["sm90/im2col.cuh"] if view else []),
-            *(["sm90/pixels.cuh"] if kernel.pixels else []),
+            *(["sm90/pixels.cuh"] if kernel.phases else []),
             *(["sm90/transposed.cuh"] if problem.symmetric or config.swap else []),
             *(["common/mirror.cuh"] if problem.symmetric else []),
             "common/scheduler.cuh",
@@ -115,7 +118,9 @@ def _views(problem: Problem) -> str:
     views = {Gathered: "Gathered", Im2col: "Im2col", Taps: "Taps"}
     a, b = (views.get(type(x.view), "Plain") for x in (problem.a, problem.bs[0]))
     walk = "Depth" if a != "Im2col" else "Im2col::Elements" if problem.a.contiguous == "k" else "Im2col::Columns"
-    return f"using ViewA = {a};\nusing ViewB = {b};\nusing Walk = {walk};\n"
+    steps = ", ".join(f"{x}_step{i} = 0" for x in "ab" for i in range(3))
+    still = f"constexpr int {steps};  // no batch\n" if a == "Im2col" else ""
+    return f"using ViewA = {a};\nusing ViewB = {b};\nusing Walk = {walk};\n{still}"
 
 
 def _packed(terms: Iterable[int]) -> int:

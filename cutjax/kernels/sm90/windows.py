@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cutjax.kernels import convolution
 from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.operand import Im2col, Operand, Pixels, Taps
 from cutjax.kernels.prepared import Step
@@ -28,8 +27,9 @@ from cutjax.kernels.sm90.packed import (
     taken,
     view_of,
 )
+from cutjax.kernels.sm90.phases import Phases, counts
 from cutjax.runtime import tensor_map
-from cutjax.runtime.launch import TensorMap
+from cutjax.runtime.launch import Int64, TensorMap
 
 _OFFSETS = {1: 2**16, 2: 2**8, 3: 2**5}  # of a load, by the axes of an image: the first that do not fit
 _CORNERS = {1: 2**15, 2: 2**7, 3: 2**4}  # of the box that windows begin in, either way
@@ -67,6 +67,13 @@ def as_multiplied(problem: Problem) -> Problem:
         of = b.view if isinstance(b.view, Taps) else in_order(view)
         b = dataclasses.replace(b, view=dataclasses.replace(of, groups=view.groups))
     return dataclasses.replace(problem, k=length, a=a, bs=(b,) * len(problem.bs))
+
+
+def taps(multiplied: Problem) -> int:
+    """Returns the taps of windows along k."""
+    view = view_of(multiplied)
+    assert view is not None
+    return view.taps
 
 
 def depth(multiplied: Problem) -> int:
@@ -115,25 +122,9 @@ def name(problem: Problem) -> str:
         return ""
     axes, length, of = len(view.image), chunk(problem), as_multiplied(problem)
     taps = problem.a.contiguous == "k" and (isinstance(of.bs[0].view, Taps) or spread(view))
+    phases = f"_phases{'x'.join(map(str, counts(view)))}" * spread(view)
     grouped = isinstance(of.a.view, Im2col) and of.a.view.groups > 1
-    return f"_im2col{axes}d_c{length}" + "_taps" * taps + "_grouped" * grouped + "_phases" * spread(view)
-
-
-def phases(problem: Problem) -> tuple[tuple[Problem, Pixels], ...]:
-    """Returns the parts of a problem whose images are spread, and the pixels that their rows are."""
-    view, b = view_of(problem), problem.bs[0]
-    assert view is not None
-    taps, found = b.view if isinstance(b.view, Taps) else in_order(view), []
-    for of, chosen, pixels in convolution.phases(view, taps):
-        if of.taps == 0:  # without a tap, along one axis or more
-            of = dataclasses.replace(of, window=(0,) + (1,) * (len(of.window) - 1))
-            chosen = dataclasses.replace(chosen, window=of.window, first=(0,) * len(of.window))
-        if of.rows == 0:
-            continue
-        a, bs = dataclasses.replace(problem.a, view=of), (dataclasses.replace(b, view=chosen),) * len(problem.bs)
-        k = max(1, of.taps) * of.channels
-        found.append((dataclasses.replace(problem, m=of.rows, k=k, a=a, bs=bs), pixels))
-    return tuple(found)
+    return f"_im2col{axes}d_c{length}" + "_taps" * taps + "_grouped" * grouped + phases
 
 
 def pixels_map(buffer: int, problem: Problem, pixels: Pixels, dtype: np.dtype, columns: int) -> TensorMap:
@@ -148,13 +139,14 @@ def pixels_map(buffer: int, problem: Problem, pixels: Pixels, dtype: np.dtype, c
         first += begin * pitch
         strides.append(step * pitch)
         pitch *= size
-    none = (0,) * len(pixels.grid)
+    box = zip(view.grid[::-1], pixels.grid[::-1], strict=True)  # of as many rows as there are: some are of no pixel
+    none, more = (0,) * len(pixels.grid), tuple(rows - own for rows, own in box)
     return TensorMap(
         buffer=buffer,
         dtype=dtype,
         dims=(problem.n, *pixels.grid[::-1], view.images),
         strides=(*strides, pitch),
-        box=tensor_map.Im2col(none, none, columns, 64),
+        box=tensor_map.Im2col(none, more, columns, 64),
         swizzle=columns * dtype.itemsize,
         byte_offset=first,
         l2_bytes=256,
@@ -183,6 +175,19 @@ def reasons(problem: Problem) -> list[str]:
         found.append(f"windows that begin {corners} pixels from the images' edges: TMA's corners have {_CORNERS[axes]}")
     if max(_strides(view)) > _STRIDES:
         found.append(f"strides of {max(view.strides)}: TMA's are up to {_STRIDES}")
+    return found
+
+
+def phase_reasons(problem: Problem, phases: Phases | None) -> list[str]:
+    """Returns the reasons against the phases of a problem."""
+    view = view_of(problem)
+    if view is None or phases is None:
+        return []
+    found, most = [], _OFFSETS[len(view.image)]
+    if (reach := phases.reach(view.dilation)) >= most:
+        found.append(f"phases whose windows reach {reach} pixels: TMA's offsets are below {most}")
+    if packed(problem):
+        found.append("phases of windows of few channels")
     return found
 
 
@@ -246,21 +251,29 @@ def taps_map(
     )
 
 
-def of_windows(problem: Problem, depth: int) -> Iterator[Argument]:
+def of_windows(problem: Problem, depth: int, phases: Phases | None) -> Iterator[Argument]:
     """Yields what a kernel is told of a's windows beside their map, whose k blocks are so deep."""
     view = view_of(problem)
     assert view is not None
     yield integer("a_pieces", -(-view.channels // chunk(problem)), "a")
     # TMA begins at multiples of 16 bytes of a row, outside of it too; elsewhere is an illegal instruction on an H200.
     yield integer("a_channels", view.groups * padded_to(view.channels, chunk(problem)), "a")
-    yield integer("a_group_channels", view.channels, "a")
-    yield integer("a_group_columns", problem.n // view.groups, "a")
-    for name in ("grid", "window", "strides", "low", "dilation"):
+    for name in ("grid", "strides", "low", "dilation"):
         for i, value in enumerate(reversed(getattr(view, name))):
-            yield integer(f"a_{name}{i}", value, "a")
-    for i, size in enumerate((*view.grid[::-1], 0)):
-        yield integer(f"a_block{i}", depth % size if size else depth, "a")
-        depth //= size or 1
+            yield integer(f"a_{name}{i}", value, "a extras" if name == "grid" and phases else "a")
+    for i, axis in enumerate(reversed(phases.along) if phases else ()):
+        for j, (taps, offset, place) in enumerate(axis):
+            entry = taps | offset << 16 | (place & 0xFFFFFFFF) << 32
+            yield Argument(f"u64 a_phase{i}_{j}", Int64(entry - (entry >> 63 << 64)), "a")
+    for i, value in enumerate(() if phases else reversed(view.window)):
+        yield integer(f"a_window{i}", value, "a")
+    if view.groups > 1 or problem.a.contiguous == "mn":  # what others do not read
+        yield integer("a_group_channels", view.channels, "a")
+        yield integer("a_group_columns", problem.n // view.groups, "a")
+    if problem.a.contiguous == "mn":
+        for i, size in enumerate((*view.grid[::-1], 0)):
+            yield integer(f"a_block{i}", depth % size if size else depth, "a")
+            depth //= size or 1
 
 
 def of_taps(problem: Problem) -> Iterator[Argument]:

@@ -17,7 +17,7 @@
 
 constexpr int THREADS = 128 * (1 + CONSUMERS);
 constexpr int CTAS = CLUSTER * CLUSTER_K;           // of a cluster; CLUSTER is those that load for each other
-constexpr bool EVEN_DEPTH = !GROUPED && !STREAM_K;  // all work items have as many k blocks
+constexpr bool EVEN_DEPTH = !GROUPED && !STREAM_K && !PHASED;  // all work items have as many k blocks
 
 // Named barriers: 0 is __syncthreads, then one for each consumer's epilogue, then whose turn the mainloop is
 // (ping-pong), or that it is over (CLUSTER_K).
@@ -58,13 +58,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   Scheduler early(m, n, k, raster, batch, SPLITS, batch1, batch2 SCHEDULER_ARGUMENTS);
   int step = gridDim.x / CTAS, k_blocks = PAIRS * part_blocks((k + BK - 1) / BK, SPLITS);
   int matrices = batch * (RAGGED_K ? batch2 : 1);  // of a split's results
+  auto work_of = [&](const Scheduler& scheduler, int index) {
+    Work work = scheduler.work(index, rank_m, rank_n);
+    ViewA::limit(source_a, work);
+    return part(work, rank_k, SPLITS, matrices);
+  };
 
   if (warpgroup == 0) {
     if constexpr (CONSUMERS == 2) setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (thread < PRODUCERS) {
       Scheduler scheduler(m, n, k, raster, batch, SPLITS, batch1, batch2 SCHEDULER_ARGUMENTS);
       for (int index = blockIdx.x / CTAS; scheduler.has(index); index += step) {
-        Work work = part(scheduler.work(index, rank_m, rank_n), rank_k, SPLITS, matrices);
+        Work work = work_of(scheduler, index);
         BatchIndex i(work.batch, batch1, batch2);
         fill(pipe, shared, source_a, source_b, work, m, i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2),
              rank_m, rank_n);
@@ -97,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       }
     }
     for (; scheduler.has(index); index += step) {
-      Work work = part(scheduler.work(index, rank_m, rank_n), rank_k, SPLITS, matrices);
+      Work work = work_of(scheduler, index);
       if constexpr (PING_PONG && !EVEN_DEPTH) {
         turn ^= 1;
         if (turn == consumer) {

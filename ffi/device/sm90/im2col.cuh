@@ -1,6 +1,8 @@
 // Columns of pixels, which TMA loads and stores, of images of IMAGE_AXES axes.
 
 constexpr int AXES = IMAGE_AXES;
+constexpr int PHASES_OF[3] = {PHASES0, PHASES1, PHASES2};  // of a result, along each axis
+constexpr int PHASES = PHASES0 * PHASES1 * PHASES2;
 
 // One column of pixels, at `first` and of image first[AXES], from channel c on.
 template <int SHARE>

@@ -29,6 +29,9 @@ struct Gathered {
     DEVICE void prefetch() const {}
   };
 
+  template <int COUNT>
+  DEVICE static void limit(const Source<COUNT>&, Work&) {}
+
   template <typename Operand>
   struct Loader {
     static constexpr int COPIERS = 128;

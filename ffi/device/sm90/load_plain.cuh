@@ -39,7 +39,7 @@ struct Depth {
   int k;
 
   template <typename Source>
-  DEVICE Depth(const Source&, int) {}
+  DEVICE Depth(const Source&, const Work&) {}
   DEVICE void begin(int first, u32) { k = first; }
   DEVICE void next() { k += BK; }
 };
@@ -47,6 +47,10 @@ struct Depth {
 struct Plain {
   template <int COUNT>
   using Source = Maps<COUNT>;
+
+  // Of a view of a: cuts the contraction of a work item to what there is of it.
+  template <int COUNT>
+  DEVICE static void limit(const Source<COUNT>&, Work&) {}
 
   template <typename Operand>
   struct Loader {

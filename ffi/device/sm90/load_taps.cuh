@@ -25,7 +25,7 @@ struct Taps {
       const TensorMap* map = source.map(term, product);
       Im2col::Piece piece = walk.piece;
       for (int panel = 0; panel < BK / WINDOW_CHUNK; ++panel) {
-        int k = piece.past(walk.windows) ? source.channels : piece.piece * WINDOW_CHUNK, tap = source.first;
+        int k = piece.past(walk.taps) ? source.channels : piece.piece * WINDOW_CHUNK, tap = source.first + walk.taps.first;
 #pragma unroll
         for (int i = 0; i < AXES; ++i) tap += piece.tap[i] * source.steps[i];
         if constexpr (Operand::K_MAJOR) {
@@ -40,7 +40,7 @@ struct Taps {
             tma_box<SHARE>(tile + ((product * Operand::CHUNKS_EACH + chunk) * BK + panel * WINDOW_CHUNK + depth) * SPAN,
                            map, barrier, row + chunk * Operand::CHUNK, k + depth, tap);
         }
-        piece.next(walk.windows);
+        piece.next(walk.windows, walk.taps);
       }
     }
   };

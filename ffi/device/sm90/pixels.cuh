@@ -1,5 +1,6 @@
 // Rows of the result that are pixels apart in images (cutjax/kernels/operand.py: Pixels), and operands of the epilogue
-// that lie as it does: their tensor maps have those pixels alone, of which TMA stores and loads columns.
+// that lie as it does: of each phase a tensor map has those pixels alone, of which TMA stores and loads columns. The
+// phases have as many rows; what lies outside of an image is of none.
 
 struct Pixels {
   int grid[AXES];
@@ -16,18 +17,29 @@ struct Pixels {
   }
 };
 
+DEVICE const TensorMap* of_phase(const TensorMap* const* maps, int phase) {
+  const TensorMap* found = maps[0];
+#pragma unroll
+  for (int i = 1; i < PHASES; ++i)
+    if (phase == i) found = maps[i];
+  return found;
+}
+
 template <Dtype D>
 struct PixelStaging : Staging<D> {
   using Staging<D>::ROW, Staging<D>::SPAN, Staging<D>::COLUMNS;
 
-  static DEVICE void store(const TensorMap* map, u32 tile, int x, int y, const Pixels& pixels) {
+  static DEVICE void store(const TensorMap* const* maps, u32 tile, int x, int y, int phase, const Pixels& pixels) {
+    const TensorMap* map = of_phase(maps, phase);
     int at[AXES + 1];
     pixels.place(y, at);
 #pragma unroll
     for (int i = 0; i < ROW / SPAN; ++i) tma_store_im2col(map, tile + i * STAGING_ROWS * SPAN, x + i * COLUMNS, at);
   }
 
-  static DEVICE void load(const TensorMap* map, u32 tile, u32 barrier, int x, int y, const Pixels& pixels) {
+  static DEVICE void load(const TensorMap* const* maps, u32 tile, u32 barrier, int x, int y, int phase,
+                          const Pixels& pixels) {
+    const TensorMap* map = of_phase(maps, phase);
     int at[AXES + 1];
     pixels.place(y, at);
     const u16 offset[AXES] = {};

@@ -24,7 +24,7 @@ DEVICE void fill(Pipeline& pipe, SharedTiles shared, const SourceA& source_a, co
                  int m, int matrix_a, int matrix_b, u32 rank_m, u32 rank_n) {
   LoaderA a;
   LoaderB b;
-  Walk walk(source_a, work.n);
+  Walk walk(source_a, work);
   a.begin(source_a, work.m, RAGGED_M ? min(m, work.m + work.rows) : m, rank_n);
 #pragma unroll 1
   for (int pair = 0; pair < PAIRS; ++pair) {
