@@ -36,8 +36,10 @@ clone flax https://github.com/google/flax v
 run "$folder/jax" -W ignore tests/lax_test.py tests/lax_numpy_test.py tests/lax_numpy_einsum_test.py \
     tests/lax_vmap_test.py tests/lax_autodiff_test.py \
     -k "(einsum or dot or matmul) and not mixed_precision and not MixedPrecisionDot and not test_preferred_element_type"
+run "$folder/jax" -W ignore tests/lax_test.py tests/lax_vmap_test.py tests/lax_autodiff_test.py \
+    -k "(Conv and not Convert and not Patches and not Local) or conv_general"
 run "$folder/flax" tests/linen/linen_linear_test.py tests/linen/linen_attention_test.py \
-    tests/nnx/nn/linear_test.py tests/nnx/nn/attention_test.py
+    tests/nnx/nn/linear_test.py tests/nnx/nn/attention_test.py tests/nnx/nn/conv_test.py
 # The layers of cutjax.flax in place of Flax's own. Left out: a test of what a layer prints, which has one attribute more.
 plugin=flax_layers
 run "$folder/flax" tests/linen/linen_linear_test.py tests/linen/linen_attention_test.py \

@@ -46,11 +46,27 @@ def _counted(name: str) -> Any:
     return called
 
 
-NAMES = {lax: ("dot_general", "conv_general_dilated", "conv_transpose"), jnp: ("dot", "matmul", "tensordot", "einsum")}
-OURS = {module: {name: _counted(name) for name in names} for module, names in NAMES.items()}
-LAX, NUMPY = (Like(module, ours) for module, ours in OURS.items())
+def conv(
+    lhs: Any, rhs: Any, window_strides: Any, padding: Any, precision: Any = None, preferred_element_type: Any = None
+):
+    """Computes jax.lax.conv by ours."""
+    how = {"precision": precision, "preferred_element_type": preferred_element_type}
+    return OF_LAX["conv_general_dilated"](lhs, rhs, window_strides, padding, **how)
+
+
+def conv_with_general_padding(
+    lhs: Any, rhs: Any, window_strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any, **how: Any
+):
+    """Computes jax.lax.conv_with_general_padding by ours."""
+    return OF_LAX["conv_general_dilated"](lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, **how)
+
+
+OF_LAX = {name: _counted(name) for name in ("dot_general", "conv_general_dilated", "conv_transpose")}
+OF_LAX |= {"conv": conv, "conv_with_general_padding": conv_with_general_padding}
+OF_NUMPY = {name: _counted(name) for name in ("dot", "matmul", "tensordot", "einsum")}
+LAX, NUMPY = Like(lax, OF_LAX), Like(jnp, OF_NUMPY)
 PLACES = {id(jax): Like(jax, {"lax": LAX, "numpy": NUMPY}), id(lax): LAX, id(jnp): NUMPY}
-PLACES |= {id(getattr(module, name)): ours for module, found in OURS.items() for name, ours in found.items()}
+PLACES |= {id(getattr(of, name)): f for of, ours in ((lax, OF_LAX), (jnp, OF_NUMPY)) for name, f in ours.items()}
 
 
 def substitute(module: types.ModuleType) -> None:
