@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   Scheduler early(m, n, k, raster, batch, SPLITS, batch1, batch2 SCHEDULER_ARGUMENTS);
   int step = gridDim.x / CTAS, k_blocks = PAIRS * part_blocks((k + BK - 1) / BK, SPLITS);
   int matrices = batch * (RAGGED_K ? batch2 : 1);  // of a split's results
-  auto work_of = [&](const Scheduler& scheduler, int index) {
+  auto work_of = [&](Scheduler& scheduler, int index) {
     Work work = scheduler.work(index, rank_m, rank_n);
     ViewA::limit(source_a, work);
     return part(work, rank_k, SPLITS, matrices);
