@@ -284,6 +284,16 @@ def test_zero_sizes(shape):
     assert not any(np.asarray(g).any() for g in grads)
 
 
+def test_windows_of_zeros_alone():
+    """Between the elements of a spread image, say: there is no kernel, and nothing to compute."""
+    x, w = jnp.ones((2, 8, 1)), jnp.ones((1, 1, 1))
+    arguments = {"window_strides": 3, "padding": 4, "lhs_dilation": 3}
+    assert not np.asarray(cutjax.conv(x, w, **arguments)).any()
+    with cutjax.use_backend("cuda"):
+        (row,) = cutjax.explain(lambda x, w: cutjax.conv(x, w, **arguments), arch="sm_90a")(x, w).rows
+    assert (row.runs, row.choice.problem.flops) == ("XLA", 0)
+
+
 def test_xla_reads_nothing_outside():
     """jax 0.10.2 on CPUs: errors of 1e11."""
     x, w = integers(0, (1, 9, 3)), integers(1, (3, 3, 1))
