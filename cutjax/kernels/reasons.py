@@ -28,6 +28,8 @@ def of_sizes(problem: Problem) -> list[str]:
         problem.groups and not problem.groups.count
     ):
         found.append("a size is 0: nothing to launch")
+    elif not problem.flops:
+        found.append("windows meet zeros alone: nothing to launch")
     if len(problem.batch_groups) > 3:
         found.append(f"batch {problem.batch}: operands alternate in more than 3 groups of batch axes")
     elif max(problem.m, problem.n, problem.k, rows) >= 2**31:

@@ -24,10 +24,7 @@ COUNT = 24  # a second each; 1,000 after a change of the product: convolutions o
 
 @pytest.mark.parametrize("seed", range(COUNT))
 def test_random(seed):
-    """Values, both gradients, mixed second derivatives and each vmap, in integers: exact in any order.
-
-    A gradient is known by its product with a direction, which is the result's of that direction.
-    """
+    """Values, both gradients, mixed second derivatives and each vmap, in integers: exact in any order."""
     conv = convolutions.drawn(seed)
     x, dx, w, dw = (integers(4 * seed + i, (conv.lhs, conv.rhs)[i > 1]) for i in range(4))
 
@@ -40,19 +37,19 @@ def test_random(seed):
         mixed = jax.jvp(lambda x: jax.vjp(fn, x, w)[1](g)[1], (x,), (dx,))[1]
         xs, ws = jnp.stack([x, dx]), jnp.stack([w, dw], -1)
         batches = jax.vmap(fn, (0, None))(xs, w), jax.vmap(fn, (None, -1))(x, ws), jax.vmap(fn, (0, -1))(xs, ws)
-        return y, pull(g), mixed, batches
+        return y, *pull(g), mixed, batches
 
-    expected = {
-        (i, j): convolutions.convolved(a, b, conv) for i, a in enumerate((x, dx)) for j, b in enumerate((w, dw))
-    }
-    g = integers(seed, expected[0, 0].shape)
-    y, gradients, mixed, batches = program(x, dx, w, dw, g)
-    np.testing.assert_array_equal(y, expected[0, 0])
-    assert np.vdot(gradients[0], dx) == np.vdot(g, expected[1, 0])
-    assert np.vdot(gradients[1], dw) == np.vdot(g, expected[0, 1])
-    assert np.vdot(mixed, dw) == np.vdot(g, expected[1, 1])
-    for got, places in zip(batches, (((0, 0), (1, 0)), ((0, 0), (0, 1)), ((0, 0), (1, 1))), strict=True):
-        np.testing.assert_array_equal(got, np.stack([expected[at] for at in places]))
+    places = ((0, 0), (0, 1), (1, 0), (1, 1))
+    values = {(i, j): convolutions.convolved((x, dx)[i], (w, dw)[j], conv) for i, j in places}
+    g = integers(seed, values[0, 0].shape)
+    batches = (((0, 0), (1, 0)), ((0, 0), (0, 1)), ((0, 0), (1, 1)))
+    expected = (
+        values[0, 0],
+        *convolutions.gradients(x, w, g, conv),
+        convolutions.gradients(dx, w, g, conv)[1],
+        tuple(np.stack([values[at] for at in pair]) for pair in batches),
+    )
+    jax.tree.map(np.testing.assert_array_equal, program(x, dx, w, dw, g), expected)
 
 
 DTYPES = [
@@ -282,6 +279,16 @@ def test_zero_sizes(shape):
     assert not np.asarray(got).any()
     grads = jax.grad(lambda x, w: cutjax.conv(x, w).sum(), (0, 1))(x, w)
     assert not any(np.asarray(g).any() for g in grads)
+
+
+def test_windows_of_zeros_alone():
+    """Between the elements of a spread image, say: there is no kernel, and nothing to compute."""
+    x, w = jnp.ones((2, 8, 1)), jnp.ones((1, 1, 1))
+    arguments = {"window_strides": 3, "padding": 4, "lhs_dilation": 3}
+    assert not np.asarray(cutjax.conv(x, w, **arguments)).any()
+    with cutjax.use_backend("cuda"):
+        (row,) = cutjax.explain(lambda x, w: cutjax.conv(x, w, **arguments), arch="sm_90a")(x, w).rows
+    assert (row.runs, row.choice.problem.flops) == ("XLA", 0)
 
 
 def test_xla_reads_nothing_outside():

@@ -36,7 +36,7 @@ def configs(problem: Problem) -> Iterator[Config]:
     size = problem.a.dtype.itemsize
     for pairs in (8, 4, 2, 1):
         pairs *= geometry.channels
-        if pairs * size > 16 * geometry.channels or geometry.pairs % pairs:
+        if pairs > 32 or pairs * size > 16 * geometry.channels or geometry.pairs % pairs:
             continue
         if pairs % geometry.multiplier and geometry.multiplier % pairs:
             continue
