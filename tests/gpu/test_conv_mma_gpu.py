@@ -100,7 +100,7 @@ class Item:
         arrays = self.arrays()
         wide = np.complex128 if self.problem.a.dtype.kind == "c" else np.float64
         whole = dataclasses.replace(self.problem, a=dataclasses.replace(self.problem.a, view=self.of))
-        return kernel.call(), arrays, product(whole, *arrays, wide)
+        return kernel.call(), arrays, product(whole, arrays[0], arrays[1], wide)
 
 
 def configs(asked: cutjax.Problem) -> list[Any]:

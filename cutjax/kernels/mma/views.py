@@ -125,7 +125,8 @@ def arguments(problem: Problem, operand: Operand, name: str, bk: int) -> Iterato
             yield _two(f"{name}_steps{i}", view.strides[i], view.dilation[i], name)
         for word, values in (("block", digits), ("spread", view.spread if spread(problem) else ())):
             for i in range(0, len(values), 2):
-                yield _two(f"{name}_{word}{i}", *(*values, 0)[i : i + 2], name)
+                x, y = (*values, 0)[i : i + 2]
+                yield _two(f"{name}_{word}{i}", x, y, name)
     if isinstance(view, Taps):
         *digits, last = _digits(bk, (*view.window, channels))
         yield _two(f"{name}_channels", channels, last, name)
@@ -136,9 +137,10 @@ def arguments(problem: Problem, operand: Operand, name: str, bk: int) -> Iterato
 
 def pixels(of: Pixels | None) -> Iterator[Argument]:
     """Yields the arguments of the pixels that rows of the result are."""
-    for i, size in enumerate(of.grid if of else ()):
-        yield _two(f"pixels_sizes{i}", size, of.image[i], "rows")
-        yield _two(f"pixels_places{i}", of.first[i], of.step[i], "rows")
+    along = zip(of.grid, of.image, of.first, of.step, strict=True) if of else ()
+    for i, (grid, image, first, step) in enumerate(along):
+        yield _two(f"pixels_sizes{i}", grid, image, "rows")
+        yield _two(f"pixels_places{i}", first, step, "rows")
 
 
 def first_byte(problem: Problem, operand: Operand) -> int:
