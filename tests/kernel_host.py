@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import pathlib
 import re
 from collections.abc import Sequence
@@ -55,7 +56,7 @@ extern "C" void launch(int blocks, int from, int count, const char** firsts, con
                        const Arguments* arguments) {{
   constexpr size_t STACK = 1 << 18;
   static std::vector<char> stacks(STACK * THREADS);
-  given = arguments, block_threads = THREADS, gridDim.x = blocks;
+  given = arguments, block_threads = THREADS, gridDim.x = blocks, arrays.clear();
   for (int i = 0; i < count; ++i) arrays.push_back({{firsts[i], static_cast<size_t>(sizes[i])}});
   for (blockIdx.x = from; blockIdx.x < blocks; ++blockIdx.x) {{
     std::memset(shared_memory, 0xff, sizeof shared_memory);  // NaN
@@ -121,6 +122,12 @@ _OVERFLOWS = "".join(
 )
 
 
+@functools.lru_cache(maxsize=16)
+def _library(folder: pathlib.Path, name: str, text: str, sanitized: bool) -> ctypes.CDLL:
+    flags = ["-w", *["-fsanitize=signed-integer-overflow"] * sanitized]
+    return gxx.build(folder, text + _OVERFLOWS * sanitized, *flags, name=name)
+
+
 def run(
     kernel: mma.Kernel | gather.Kernel,
     arrays: Sequence[np.ndarray],
@@ -133,8 +140,7 @@ def run(
 
     Where it is sanitized, a signed integer that overflows ends the process, as an address outside of arrays does.
     """
-    flags = ["-w", *["-fsanitize=signed-integer-overflow"] * sanitized]
-    library = gxx.build(folder, text(kernel) + _OVERFLOWS * sanitized, *flags, name=kernel.name)
+    library = _library(folder, kernel.name, text(kernel), sanitized)
     types = {Pointer: ctypes.c_void_p, Int32: ctypes.c_int, Int64: ctypes.c_longlong, TensorMap: Map}
     values = [argument.value for argument in kernel.arguments]
     fields = [(f"field{i}", types[type(value)]) for i, value in enumerate(values)]

@@ -127,6 +127,29 @@ def test_spread(name, kind, way, config, tmp_path):
     check(problem(of, columns(of), kind, *way), Config(*config), of, tmp_path)
 
 
+def random_view(rng: np.random.Generator, axes: int) -> Im2col:
+    """Any geometry of few elements."""
+    while True:
+        image, window, strides, dilation, spread, low, high = (
+            tuple(rng.integers(least, most + 1, axes).tolist())
+            for least, most in ((1, 9 - 2 * axes), (1, 4), (1, 3), (1, 3), (1, 2), (-2, 4), (-2, 4))
+        )
+        of = view(3, image, window, 4, strides, dilation, low, high, int(rng.integers(1, 4)), spread)
+        if min(of.grid) > 0 and max(of.grid) < 12:
+            return of
+
+
+@needs_gxx
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_geometry(axes, kind, tmp_path):
+    rng = np.random.default_rng([axes, KINDS.index(kind)])
+    way, config = (BF16, F32)[(axes + KINDS.index(kind)) % 2]
+    for _ in range(4):
+        of = random_view(rng, axes)
+        check(problem(of, 12 * of.groups, kind, *way), Config(*config), of, tmp_path)
+
+
 WAYS = [
     (("float16", "", "sm_75"), (32, 32, 32, 16, 16, 1, 2)),
     (("float32", "", "sm_75"), (32, 32, 8, 16, 16, 1, 2)),
