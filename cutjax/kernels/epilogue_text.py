@@ -74,7 +74,9 @@ def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
             fields.append(f"const TensorMap* map{i}{sizes};\n  int {steps};\n  Pair<{dtype}> x{i}[PIECE / 8][2];")
             initial.append(f"map{i}{{{', '.join(maps)}}}{copied}")
             at = f"x, y, {'i.i2, pixels' if staging.pixels else f'i({steps})'}"
-            fetched.append(f"{staging.by_tma_tile}<{dtype}>::load(map{i}, buffer + {place_of(by_tma[i])}, barrier, {at});")
+            fetched.append(
+                f"{staging.by_tma_tile}<{dtype}>::load(map{i}, buffer + {place_of(by_tma[i])}, barrier, {at});"
+            )
             staged.append(f"{staging.tile}<{dtype}>::read(buffer + {place_of(by_tma[i])}, thread, piece, x{i});")
             continue
         size = np.dtype(spec.dtype).itemsize

@@ -16,11 +16,12 @@ def by_tma(staging: Staging) -> str:
     maps, last = ("map_d + {} * PHASES", "z, extras.pixels") if staging.pixels else ("map_d[{}]", "z")
 
     def calls(struct: str, slots: Sequence[int], first: int) -> str:
-        found = []
-        for place, (slot, (_, out)) in enumerate(zip(slots, staging.results, strict=True), first):
-            where = f"{maps.format(place)}, buffer + {place_of(slot)}, x, y, {last}"
-            found += [f"{struct}<Dtype::{DTYPES[out.dtype].stored}>::store({where});"] * staging.by_tma(out)
-        return "\n  ".join(found)
+        store = "{}<Dtype::{}>::store({}, buffer + {}, x, y, {});"
+        return "\n  ".join(
+            store.format(struct, DTYPES[out.dtype].stored, maps.format(place), place_of(slot), last)
+            for place, (slot, (_, out)) in enumerate(zip(slots, staging.results, strict=True), first)
+            if staging.by_tma(out)
+        )
 
     stores = calls(staging.by_tma_tile, staging.result_slots, 0)
     if staging.mirror_slots:

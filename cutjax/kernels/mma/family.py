@@ -104,6 +104,7 @@ WIDEST_TILES = (
     (64, 16, 16, 16, 1, 2),
 )
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+MOST_SPLITS = 128
 LEAST_K_BLOCKS = 8  # of a part
 
 _config = functools.lru_cache(maxsize=None)(Config)
@@ -166,6 +167,8 @@ def _divided(problem: Problem, config: Config) -> Iterator[Config]:
     if whole or (tiles := views.most_tiles(problem, config.bm, config.bn)) >= slots:
         return
     most = min(k_blocks // LEAST_K_BLOCKS, slots // tiles)
-    for splits in SPLITS:
-        if most // 2 < splits <= most:
+    # Weights of a convolution are few, and the pixels that are added up many.
+    of_pixels = bool(views.axes(problem)) and most > SPLITS[-1]
+    for splits in (*SPLITS, *[min(most, MOST_SPLITS)] * of_pixels):
+        if most // 2 < splits <= most or splits == MOST_SPLITS:
             yield dataclasses.replace(config, splits=splits)

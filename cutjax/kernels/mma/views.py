@@ -17,10 +17,8 @@ from cutjax.runtime.launch import MAX_LAUNCHES, Int64
 
 
 def axes(problem: Problem) -> int:
-    """Returns the axes of the images whose windows a is, or of the taps that b is; 0 of any other operands."""
-    if isinstance(problem.a.view, Im2col):
-        return len(problem.a.view.image)
-    return len(problem.bs[0].view.window) if isinstance(problem.bs[0].view, Taps) else 0
+    """Returns the axes of the images whose windows a is; 0 of any other a."""
+    return len(problem.a.view.image) if isinstance(problem.a.view, Im2col) else 0
 
 
 def spread(problem: Problem) -> bool:
@@ -98,7 +96,7 @@ def matrices(problem: Problem, operand: Operand, row_bytes: int) -> Matrices | N
         return Matrices(row_bytes, operand.bytes(view.channels), count, (0, 0, 1))
     if count > 1 and isinstance(view, Taps) and operand.contiguous == "k" and view.groups > 1:
         # The columns count on through the groups.
-        apart = operand.bytes(_channels(problem)) - columns(problem) * row_bytes
+        apart = operand.bytes(_windows(problem).channels) - columns(problem) * row_bytes
         return Matrices(row_bytes, apart, count, (0, 0, 1))
     return None
 
@@ -106,7 +104,7 @@ def matrices(problem: Problem, operand: Operand, row_bytes: int) -> Matrices | N
 def unit(problem: Problem, operand: Operand) -> int:
     """Returns the largest power of two of bytes, at most 16, that divides what a kernel copies in one piece."""
     if isinstance(operand.view, Im2col) or (isinstance(operand.view, Taps) and operand.contiguous == "k"):
-        return math.gcd(16, operand.bytes(_channels(problem)))
+        return math.gcd(16, operand.bytes(_windows(problem).channels))
     if operand.contiguous == "k":
         return math.gcd(16, operand.bytes(problem.k))
     return math.gcd(16, operand.bytes(columns(problem)))
@@ -114,8 +112,9 @@ def unit(problem: Problem, operand: Operand) -> int:
 
 def arguments(problem: Problem, operand: Operand, name: str, bk: int) -> Iterator[Argument]:
     """Yields the arguments of an operand's view, in the order of its `Source`, of blocks of so many elements of k."""
-    view, channels = operand.view, _channels(problem)
+    view = operand.view
     if isinstance(view, Im2col):
+        channels = view.channels
         along_k = operand.contiguous == "k"
         *digits, last = _digits(bk, (*view.window, channels) if along_k else (view.images, *view.grid))
         yield _two(f"{name}_channels", channels, last, name)
@@ -128,6 +127,7 @@ def arguments(problem: Problem, operand: Operand, name: str, bk: int) -> Iterato
                 x, y = (*values, 0)[i : i + 2]
                 yield _two(f"{name}_{word}{i}", x, y, name)
     if isinstance(view, Taps):
+        channels = _windows(problem).channels
         *digits, last = _digits(bk, (*view.window, channels))
         yield _two(f"{name}_channels", channels, last, name)
         for i, (size, digit, step) in enumerate(zip(view.window, digits, _tap_steps(problem, operand), strict=True)):
@@ -172,10 +172,10 @@ def counts(problem: Problem) -> dict[str, int]:
 def reasons(problem: Problem, way: Math | None) -> list[str]:
     """Returns the reasons against a convolution."""
     found, view = [], problem.a.view
-    if isinstance(problem.bs[0].view, Taps) and (problem.a.contiguous == "mn" or problem.batch or problem.groups):
-        found.append(f"taps of b in layout {problem.layout}, a batch or groups: they are weights of windows")
     if not isinstance(view, Im2col):
-        return found
+        return []
+    if isinstance(problem.bs[0].view, Taps) and problem.a.contiguous == "mn":
+        found.append(f"taps of b in layout {problem.layout}: they lie along a contraction of channels")
     if way and way.along_k and problem.a.contiguous != "k":
         found.append(f"windows in layout {problem.layout}: operands of 8 bits lie along k")
     if view.groups > 1 and problem.n % view.groups:
@@ -221,12 +221,10 @@ def _loads(operand: Operand, tile: int, config: Config, way: Math) -> tuple[int,
     return lines, -(-count // lines)
 
 
-def _channels(problem: Problem) -> int:
-    """Returns the channels of a tap, in one group; 0 where neither operand has taps."""
-    a, b = problem.a.view, problem.bs[0].view
-    if isinstance(a, Im2col):
-        return a.channels
-    return problem.k // math.prod(b.window) if isinstance(b, Taps) else 0
+def _windows(problem: Problem) -> Im2col:
+    """Returns the view of a, which is one of windows."""
+    assert isinstance(problem.a.view, Im2col)
+    return problem.a.view
 
 
 def _tap_steps(problem: Problem, operand: Operand) -> list[int]:
