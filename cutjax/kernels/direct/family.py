@@ -84,7 +84,7 @@ def _toeplitz(problem: Problem, geometry: Geometry) -> Iterator[Config]:
     if geometry.gradient or min(geometry.rows.window, geometry.columns.window) < 3:
         return
     device, grid = problem.device, geometry.rows.grid
-    for warps, blocks in ((8, 2), (16, 1), (4, 4)):
+    for warps, blocks in ((8, 2), (16, 1), (4, 4), (8, 1), (8, 3)):
         whole = toeplitz.Shape(problem, Config(2, 8, grid, warps, 32 * warps, 4, blocks, 0, True), geometry)
         wanted = 3 * device.sms * blocks
         chunks = max(1, min(-(-wanted // whole.blocks), -(-grid // (2 * geometry.rows.window))))

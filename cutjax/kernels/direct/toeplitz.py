@@ -99,7 +99,7 @@ class Shape:
     @property
     def registers(self) -> int:
         """Registers of a thread, about."""
-        return 12 * self.geometry.rows.window + 3 * self.loads + BESIDE
+        return 12 * self.geometry.rows.window + 2 * self.loads + BESIDE
 
     def reasons(self) -> list[str]:
         """Returns the reasons against these sizes."""
