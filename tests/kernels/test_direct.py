@@ -79,6 +79,27 @@ def test_small_integers_are_exact(seed, tmp_path):
     np.testing.assert_array_equal(got, expected.astype(got.dtype))
 
 
+# Images, their size and a window; configs' warps, rows and stages: strips of two images and of 16, parts of wide rows.
+TOEPLITZ = [
+    (3, (11, 20), (7, 7), 24, (2, 4, 3)),
+    (18, (7, 7), (5, 9), 16, (4, 7, 2)),
+    (1, (5, 140), (3, 4), 10, (1, 5, 4)),
+]
+
+
+@needs_gxx
+@pytest.mark.parametrize(("images", "image", "window", "channels", "config"), TOEPLITZ)
+def test_toeplitz_matrices_are_exact(images, image, window, channels, config, tmp_path):
+    rng, (warps, rows, stages) = np.random.default_rng(2), config
+    view = forward_view(images, image, window, channels)
+    x, w = (rng.integers(-3, 4, shape) for shape in ((images, *image, channels), (*window, 1, channels)))
+    flipped = Taps(window, window, tuple(k - 1 for k in window), (-1, -1), channels)
+    problem = convolution.forward(view, channels, flipped, transposed=True, out_dtype="float32")
+    found = family.resolve(problem, Config(2, 8, rows, warps, 32 * warps, stages, 1, 0, True))
+    (got,) = run(found, (x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)), tmp_path)
+    np.testing.assert_array_equal(got, windows.forward(x, w, view, channels, flipped, "k"))
+
+
 @needs_gxx
 @pytest.mark.parametrize("rows", [1, 5])
 def test_rows_ahead_and_chunks_that_end_anywhere(rows, tmp_path):
@@ -151,6 +172,7 @@ def test_what_is_refused(problem, why):
         ({"ahead": 2, "parts": 0}, ""),
         ({"parts": 1}, "those of a weight gradient"),
         ({"strip": 32, "pairs": 8}, "registers a thread"),
+        ({"toeplitz": True}, "2 channels and strips of 8 places"),
     ],
 )
 def test_what_a_config_is_refused_for(fields, why):

@@ -17,6 +17,8 @@ class Config:
       threads: of a block, about: `lanes` of them for each strip.
       ahead: rows of a result for which pixels are loaded at once; of a weight gradient 1.
       blocks: that share an SM: registers are divided among them.
+      toeplitz: whether the tensor cores multiply, by Toeplitz matrices: ``pairs`` is 2, ``strip`` is 8, ``lanes`` are
+        warps of a block, and ``ahead`` rows of pixels in shared memory.
       parts: of a weight gradient, sums over so many parts of the places, which are added up in order; 0 of a result.
 
     Raises:
@@ -31,12 +33,14 @@ class Config:
     ahead: int = 1
     blocks: int = 2
     parts: int = 0
+    toeplitz: bool = False
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"DirectConfig: {field.name}={value!r}, expected an int")
+            expected = bool if field.name == "toeplitz" else int
+            if type(value) is not expected:
+                raise ValueError(f"DirectConfig: {field.name}={value!r}, expected {expected.__name__}")
         bounds = {"pairs": 32, "strip": 32, "rows": 1 << 20, "lanes": 256, "threads": 1024, "ahead": 16, "blocks": 32}
         found = [
             f"{name}={getattr(self, name)}, expected 1 to {most}"

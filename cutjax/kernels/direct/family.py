@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cutjax.kernels.direct import toeplitz
 from cutjax.kernels.direct.config import Config
 from cutjax.kernels.direct.cost import Shape
 from cutjax.kernels.direct.geometry import Geometry, geometry_of
@@ -34,6 +35,7 @@ def configs(problem: Problem) -> Iterator[Config]:
     if geometry is None:
         return
     size = problem.a.dtype.itemsize
+    yield from _toeplitz(problem, geometry)
     for pairs in (8, 4, 2, 1):
         pairs *= geometry.channels
         if pairs > 32 or pairs * size > 16 * geometry.channels or geometry.pairs % pairs:
@@ -75,3 +77,15 @@ def _configs(problem: Problem, geometry: Geometry, pairs: int, strip: int) -> It
         chunks = max(1, min(-(-wanted // max(1, others * geometry.rows.every)), geometry.rows.places))
         rows = max(-(-geometry.rows.places // chunks), min(2 * geometry.rows.open[1], geometry.rows.places))
         yield Config(pairs, strip, -(-rows // done) * done, lanes, THREADS, ahead, blocks)
+
+
+def _toeplitz(problem: Problem, geometry: Geometry) -> Iterator[Config]:
+    """Yields kernels on the tensor cores, for windows of images that are wide enough to be worth it."""
+    if geometry.gradient or min(geometry.rows.window, geometry.columns.window) < 3:
+        return
+    device, grid = problem.device, geometry.rows.grid
+    for warps, blocks in ((8, 2), (16, 1), (4, 4), (8, 1), (8, 3)):
+        whole = toeplitz.Shape(problem, Config(2, 8, grid, warps, 32 * warps, 4, blocks, 0, True), geometry)
+        wanted = 3 * device.sms * blocks
+        chunks = max(1, min(-(-wanted // whole.blocks), -(-grid // (2 * geometry.rows.window))))
+        yield Config(2, 8, -(-grid // chunks), warps, 32 * warps, 4, blocks, 0, True)

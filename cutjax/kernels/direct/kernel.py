@@ -17,7 +17,7 @@ from cutjax.kernels import reasons as shared
 from cutjax.kernels import results
 from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.device import Device
-from cutjax.kernels.direct import cost
+from cutjax.kernels.direct import cost, toeplitz
 from cutjax.kernels.direct.config import Config
 from cutjax.kernels.direct.geometry import Geometry, geometry_of, places_of
 from cutjax.kernels.direct.text import epilogue_text, source
@@ -123,6 +123,11 @@ class Kernel:
         """The sizes of a thread's work and of the launch."""
         return cost.Shape(self.problem, self.config, self.geometry)
 
+    @functools.cached_property
+    def tensor(self) -> toeplitz.Shape:
+        """The same of one by Toeplitz matrices."""
+        return toeplitz.Shape(self.problem, self.config, self.geometry)
+
     @property
     def name(self) -> str:
         """The entry symbol of the first launch, which says what is compiled into it."""
@@ -134,14 +139,18 @@ class Kernel:
         dtypes = short(p.a.dtype.name) + ("" if p.out_dtype == p.a.dtype else short(p.out_dtype.name))
         of = f"_c{g.channels}" * (g.channels > 1) + f"_m{g.multiplier}" * (g.multiplier > 1)
         kind = "weights" if g.gradient else "conv" + "_k" * self._k_major
-        thread = f"{c.pairs}x{c.strip}_a{c.ahead}_l{self.shape.lanes}x{self.shape.across}_b{c.blocks}"
+        if c.toeplitz:
+            kind = "toeplitz"
+            thread = f"{self.tensor.strips}x{self.tensor.subs}_w{c.lanes}_s{c.ahead}_b{c.blocks}"
+        else:
+            thread = f"{c.pairs}x{c.strip}_a{c.ahead}_l{self.shape.lanes}x{self.shape.across}_b{c.blocks}"
         low = f"_r{g.rows.low}x{g.columns.low}" * bool(g.rows.low or g.columns.low)
         digest = "" if p.plain else f"_e{hashlib.sha256(repr(p.epilogue).encode()).hexdigest()[:8]}"
         return f"direct_{dtypes}_{kind}_{window}{steps}{low}{of}_{thread}{digest}"
 
     @property
     def _k_major(self) -> bool:
-        """True if the weights' channels of the result lie before those of the image, and there are several of either."""
+        """True if the weights' channels of the result lie before those of the image, of which there are several."""
         several = self.geometry.channels * self.geometry.multiplier > 1
         return several and self.problem.bs[0].contiguous == "k"
 
@@ -165,11 +174,12 @@ class Kernel:
         """The launches, in order."""
         if self.geometry.gradient:
             return self._parts(), self._sum()
-        return (self._forward(),)
+        return (self._toeplitz() if self.config.toeplitz else self._forward(),)
 
     def time_us(self, device: Device) -> float:
         """Returns the predicted time of one call."""
-        us = cost.predict(self.shape, device)
+        c = self.config
+        us = toeplitz.predict(self.tensor, device) if c.toeplitz else cost.predict(self.shape, device)
         return us + copies.converted_us(self.converted, device) if self.converted else us
 
     def after(self, converted: tuple[Prepared, ...]) -> Kernel:
@@ -218,11 +228,12 @@ class Kernel:
         return Entry(p, name, text, taken, *sizes)
 
     @property
-    def _epilogue(self) -> tuple[str, bool]:
-        """The neighbours that the epilogue computes at once, as device text, and whether it is called."""
+    def _epilogue(self) -> tuple[str, bool, bool]:
+        """The neighbours that the epilogue computes at once, as device text; whether it is called, and by stages."""
         if self.geometry.gradient:
-            return "1", False
-        return "COLUMNS", instructions(self.problem.epilogue) > MOST_INLINED
+            return "1", False, False
+        toeplitz = self.config.toeplitz
+        return "2" if toeplitz else "COLUMNS", instructions(self.problem.epilogue) > MOST_INLINED, toeplitz
 
     def _constants(self) -> dict[str, int]:
         c, g = self.config, self.geometry
@@ -309,6 +320,39 @@ class Kernel:
         files = ("direct/window.cuh", "epilogue", "direct/forward.cuh")
         return self._entry(self.name, constants, arguments(), files, shape.blocks, shape.threads, shape.shared_bytes)
 
+    def _toeplitz(self) -> Entry:
+        p, c, g, shape = self.problem, self.config, self.geometry, self.tensor
+
+        def arguments() -> Iterator[Argument]:
+            yield Argument("const char* x", Pointer(0))
+            yield Argument("const char* w", Pointer(1))
+            sizes = {"rows": c.rows, "chunks": shape.chunks, "subs": shape.items, "pieces": shape.pieces}
+            sizes |= {"grid_h": g.rows.grid, "grid_w": g.columns.grid}
+            sizes |= {"image_h": g.rows.image, "image_w": g.columns.image}
+            sizes |= {"low_h": -g.rows.first, "low_w": -g.columns.first, "channels": g.pairs}
+            for name, value in sizes.items():
+                yield integer(name, value, "sizes")
+            yield integer("tiles", shape.tiles)
+            first, _, *steps = places_of(p)
+            for name, value in zip(("first", "step_h", "step_w"), (first, *steps), strict=True):
+                yield integer(f"tap_{name}", value)
+            yield from self._extras()
+
+        constants = {
+            "WINDOW_H": g.rows.window,
+            "WINDOW_W": g.columns.window,
+            "STRIPS": shape.strips,
+            "SUBS": shape.subs,
+            "WARPS": shape.lanes,
+            "THREADS": shape.threads,
+            "BLOCKS_PER_SM": c.blocks,
+            "STAGES": c.ahead,
+            "UNIT": shape.unit,
+        }
+        files = ["mma/atoms.cuh", "mma/math.cuh", "mma/instruction.cuh", "direct/staged.cuh", "epilogue"]
+        files.append("direct/toeplitz.cuh")
+        return self._entry(self.name, constants, arguments(), files, shape.blocks, shape.threads, shape.shared_bytes)
+
     def _parts(self) -> Entry:
         shape = self.shape
 
@@ -356,5 +400,6 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     found, geometry = list(reasons(problem)), geometry_of(problem)
     if found or geometry is None:
         return tuple(found)
-    found += cost.Shape(problem, config, geometry).reasons()
+    of = toeplitz.Shape if config.toeplitz else cost.Shape
+    found += of(problem, config, geometry).reasons()
     return tuple(found) if found else Kernel(problem=problem, config=config, geometry=geometry)

@@ -38,15 +38,18 @@ def _signature(arguments: Sequence[Argument]) -> str:
     extras = passed("extras")
     return f"""#define PARAMETERS {", ".join(argument.declaration for argument in arguments)}
 #define SIZES {{{passed("sizes")}}}
-#define PLACES {{{passed("places")}}}
+#define TAP_PLACES {{{passed("places")}}}
 #define EXTRAS_ARGUMENTS {", " * bool(extras)}{extras}
 """
 
 
-def epilogue_text(epilogue: Epilogue, arguments: Sequence[Argument], count: str, called: bool) -> str:
+def epilogue_text(
+    epilogue: Epilogue, arguments: Sequence[Argument], count: str, called: bool, by_stages: bool = False
+) -> str:
     """Returns the text of an epilogue of ``count`` neighbours of a row, with its operands' loads and results' stores.
 
-    Those of operands that rows share are loaded once. Where it is ``called`` the kernel has one copy of it.
+    Those of operands that rows share are loaded once. Where it is ``called`` the kernel has one copy of it;
+    ``by_stages`` results go through shared memory.
     """
     fields, initial, first, loads, values = [], [], [], [], []
     for i, spec in enumerate(epilogue.operands):
@@ -62,22 +65,28 @@ def epilogue_text(epilogue: Epilogue, arguments: Sequence[Argument], count: str,
             fields.append(f"{vector} x{i};")
             first.append(f"x{i}.load(base{i}{f' + column * {size}ll' * spec.col});")
             values[-1] = f"extras.{values[-1]}"
-    stores = []
+    at = "(static_cast<i64>(row) * extras.n + column)"
+    stores, staged, copied, slots = [], [], [], ["0"]
     for i, out in enumerate(epilogue.outputs):
         fields.append(f"char* d{i};")
         initial.append(f"d{i}(d{i})")
-        vector = f"Vector<Dtype::{DTYPES[out.dtype].stored}, {count}>"
-        at = f"(static_cast<i64>(row) * extras.n + column) * {np.dtype(out.dtype).itemsize}"
-        stores.append(f"{vector}::store(extras.d{i} + {at}, y{i});")
+        dtype = f"Dtype::{DTYPES[out.dtype].stored}"
+        stores.append(
+            f"Vector<{dtype}, {count}>::store(extras.d{i} + {at} * {np.dtype(out.dtype).itemsize}, found.y{i});"
+        )
+        slot = f"buffer + {' + '.join(slots)}"
+        staged.append(f"Staged<{dtype}>::stage({slot}, warp, place, found.y{i});")
+        copied.append(f"Staged<{dtype}>::copy({slot}, extras.d{i}, first, channels, at);")
+        slots.append(f"Staged<{dtype}>::BUFFER_WORDS")
     declared = [f"{DTYPES[out.dtype].carrier} y{i}[{count}];" for i, out in enumerate(epilogue.outputs)]
-    results = [f"y{i}[i]" for i in range(len(epilogue.outputs))]
+    results = [f"found.y{i}[i]" for i in range(len(epilogue.outputs))]
     taken = "".join(f", {argument.taken}" for argument in arguments if argument.to == "extras")
 
     def lines(statements: list[str]) -> str:
         return "".join("\n  " + statement for statement in statements)
 
     qualifier = "__device__ __noinline__" if called else "DEVICE"
-    return f"""{emit.emit(epilogue)}#line 1 "extras (generated)"
+    text = f"""{emit.emit(epilogue)}#line 1 "extras (generated)"
 struct Extras {{
   int m, n;{lines(fields)}
 
@@ -88,12 +97,30 @@ struct Extras {{
 struct Done {{
   Acc acc[{count}];
 }};
-{qualifier} void finish(const Extras& extras, const Done done, int row, int column) {{
-  {" ".join(declared)}{lines(loads)}
+struct Found {{
+  {" ".join(declared)}
+}};
+{qualifier} Found results_of(const Extras& extras, const Done done, int row, int column) {{
+  Found found;{lines(loads)}
 #pragma unroll
   for (int i = 0; i < {count}; ++i) {{
     const Acc value[1] = {{done.acc[i]}};
     epilogue_element({", ".join(["value", *values, "row", "column + i", *results])});
-  }}{lines(stores)}
+  }}
+  return found;
+}}
+"""
+    if not by_stages:
+        return f"""{text}DEVICE void finish(const Extras& extras, const Done done, int row, int column) {{
+  const Found found = results_of(extras, done, row, column);{lines(stores)}
+}}
+"""
+    return f"""{text}constexpr int STAGED_WORDS = {" + ".join(slots)};
+DEVICE void stage_results(const Extras& extras, const Done done, int row, int column, u32* buffer, int warp,
+                          int place) {{
+  const Found found = results_of(extras, done, row, column);{lines(staged)}
+}}
+template <typename At>
+DEVICE void copy_results(const Extras& extras, const u32* buffer, int first, int channels, At at) {{{lines(copied)}
 }}
 """

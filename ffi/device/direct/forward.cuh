@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   extern __shared__ __align__(128) unsigned char shared_memory[];
   Tap* shared_taps = reinterpret_cast<Tap*>(shared_memory);
   const Sizes of SIZES;
-  const Places places PLACES;
+  const Places places TAP_PLACES;
   int lane = threadIdx.x % LANES, first_pair = blockIdx.x % tiles * LANES * PAIRS, pair = first_pair + lane * PAIRS;
   Tap own[IN_REGISTERS ? TAPS : 1];
   if constexpr (IN_REGISTERS) {

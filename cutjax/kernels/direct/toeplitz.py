@@ -1,0 +1,153 @@
+"""The sizes and the predicted time of a convolution by Toeplitz matrices: wide windows, on the tensor cores."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+
+from cutjax.kernels import reasons
+from cutjax.kernels.device import Device
+from cutjax.kernels.direct.config import Config
+from cutjax.kernels.direct.geometry import Geometry
+from cutjax.kernels.problem import Problem
+from cutjax.kernels.staging import instructions
+from cutjax.runtime.architectures import number
+
+PLACES, STRIP, FRAGMENT = 8, 8, 16  # of a strip; and strips of a fragment
+WIDEST = 9  # window: 16 pixels are read for 8 places
+DTYPES = ("bfloat16", "float16")
+BESIDE = 28  # registers of a thread beside sums, matrices and the places of its copies
+LAUNCH_US = 2.5
+MMA_CLOCKS = 6.5  # of m16n8k16 on a quarter of an SM of sm_90
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shape:
+    """The sizes of a launch. A block has ``lanes`` warps of two channels each, and `subs` chunks of images."""
+
+    problem: Problem
+    config: Config
+    geometry: Geometry
+
+    @property
+    def lanes(self) -> int:
+        """Warps of a block, each of two channels."""
+        return self.config.lanes
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.lanes
+
+    @property
+    def tiles(self) -> int:
+        """Blocks along channels."""
+        return -(-self.geometry.pairs // (2 * self.lanes))
+
+    @property
+    def pieces(self) -> int:
+        """Parts of a row of the result."""
+        return -(-self.geometry.columns.grid // (STRIP * FRAGMENT))
+
+    @property
+    def strips(self) -> int:
+        """Strips of a part of a row."""
+        return -(-self.geometry.columns.grid // (STRIP * self.pieces))
+
+    @property
+    def subs(self) -> int:
+        """Chunks of images that share a fragment."""
+        return FRAGMENT // self.strips
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of an image."""
+        return -(-self.geometry.rows.grid // self.config.rows)
+
+    @property
+    def items(self) -> int:
+        """Chunks of all images."""
+        return self.chunks * self.geometry.view.images
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the launch."""
+        return self.tiles * self.pieces * -(-self.items // self.subs)
+
+    @property
+    def loads(self) -> int:
+        """Words that a thread copies of each row."""
+        return -(-self.subs * (STRIP * self.strips + 8) * self.lanes // self.threads)
+
+    @property
+    def unit(self) -> int:
+        """Channels that are stored at once."""
+        return math.gcd(8, self.geometry.pairs, 2 * self.lanes)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: stages of pixels, and two of results."""
+        pixels, places = self.subs * (STRIP * self.strips + 8), self.subs * self.strips * STRIP
+        pitch = (pixels + 27) // 32 * 32 + 4
+        of_place = (places + 7) // 8 * 8 + (2 if self.lanes > 8 else 4)
+        words = sum(np.dtype(out.dtype).itemsize // 2 for out in self.problem.epilogue.outputs)
+        return 4 * self.lanes * (self.config.ahead * pitch + 2 * of_place * words)
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread, about."""
+        return 12 * self.geometry.rows.window + 2 * self.loads + BESIDE
+
+    def reasons(self) -> list[str]:
+        """Returns the reasons against these sizes."""
+        p, c, g, device, found = self.problem, self.config, self.geometry, self.problem.device, []
+        if number(p.arch) < 80:
+            found.append(f"architecture {p.arch}: Toeplitz matrices are for sm_80 and later")
+        if p.a.dtype.name not in DTYPES:
+            found.append(f"{p.a.dtype.name}: Toeplitz matrices are of elements of 16 bits")
+        plain = all(axis.stride == axis.dilation == axis.spread == axis.every == 1 for axis in (g.rows, g.columns))
+        if not plain or g.planes.window != 1 or g.planes.grid != 1 or g.channels * g.multiplier > 1 or g.gradient:
+            found.append("Toeplitz matrices are of one channel to one, of images without steps, forward")
+        if g.pairs % 2:
+            found.append(f"{g.pairs} channels: a warp has two")
+        if not 2 <= max(g.columns.window, g.rows.window) <= WIDEST:
+            found.append(f"a window of {g.rows.window} x {g.columns.window}: up to {WIDEST} along both axes")
+        if any(np.dtype(out.dtype).itemsize not in (2, 4) for out in p.epilogue.outputs):
+            found.append("results of other than 16 and 32 bits")
+        if (c.pairs, c.strip, c.parts, c.threads) != (2, STRIP, 0, self.threads) or c.lanes > 16 or c.ahead < 2:
+            found.append("a block has up to 16 warps of 2 channels and strips of 8 places, two rows or more ahead")
+        limit = min(255, device.registers_per_sm // (self.threads * c.blocks) // 8 * 8)
+        if self.registers > limit:
+            found.append(f"about {self.registers} registers a thread, at most {limit}")
+        if c.blocks * self.threads > device.max_threads_per_sm:
+            found.append(f"blocks={c.blocks} of {self.threads} threads: more than an SM of {device.name} holds")
+        most = min(device.shared_bytes, device.shared_bytes_per_sm // c.blocks - 1024)
+        if self.shared_bytes > most:
+            found.append(f"{self.shared_bytes} bytes of shared memory, at most {most} with {c.blocks} blocks an SM")
+        sizes = {"blocks": self.blocks, "pixels": (g.rows.image + g.rows.grid + 64) * self.items * (g.columns.image + 128)}
+        return found + reasons.of_counters(sizes)
+
+    @functools.cached_property
+    def steps(self) -> int:
+        """Rows of pixels that a block goes through."""
+        return self.config.rows + self.geometry.rows.window - 1
+
+
+def predict(shape: Shape, device: Device) -> float:
+    """Returns the predicted microseconds of a launch."""
+    p, c, g = shape.problem, shape.config, shape.geometry
+    rate = dict(device.flops).get("float32", 0.0)
+    if not rate or not device.sms:
+        return math.inf
+    clock = rate / device.sms / 256  # of an SM
+    multiply = 2 * g.rows.window * MMA_CLOCKS * c.rows / shape.steps
+    issue = 90 + 10 * shape.loads + 8 * instructions(p.epilogue)
+    steps = shape.blocks * shape.lanes * shape.steps / (4 * device.sms)
+    waves = shape.blocks / (device.sms * c.blocks)
+    steps *= math.ceil(waves) / waves if waves < 8 else 1.0
+    busy = 1e6 * steps * max(multiply, issue) / clock / 0.7
+    memory = 1e6 * p.bytes / device.bytes_per_second
+    return LAUNCH_US + max(busy, memory) + 0.25 * min(busy, memory)
