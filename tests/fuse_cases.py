@@ -299,7 +299,7 @@ CASES = {
         lambda x, w: jnp.tanh(conv(x, w, numbers=None)),
         (images(B, 4, 6, 5), kernel(N, 4, 3, 3)),
         (),
-        ("its result does not have its channels last",),
+        ("XLA transposes its result",),
     ),
     "integers": Case(integers, (x(), w()), (), ("operands int32 and int32",)),
 }
