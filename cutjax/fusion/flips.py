@@ -33,7 +33,11 @@ def flip(graph: Graph, i: int) -> Flip | None:
     x, members = eqn.invars[1], []
     while eqn.primitive.name == CONVOLUTION and not is_literal(x) and x not in graph.definition:
         maker = graph.producer.get(x, -1)
-        if maker < 0 or len(members) == _MOST or graph.eqns[maker].primitive.name not in ("rev", "transpose", "reshape"):
+        if (
+            maker < 0
+            or len(members) == _MOST
+            or graph.eqns[maker].primitive.name not in ("rev", "transpose", "reshape")
+        ):
             break
         members.insert(0, maker)
         (x,) = graph.eqns[maker].invars
