@@ -249,6 +249,9 @@ CASES = {
         ),
         (),
     ),
+    "reordered": Case(
+        lambda x, w: jnp.tanh(lax.reshape(x @ w, (B, S, N), (1, 2, 0))), (x(), w()), (), ("nothing is computed",)
+    ),
     "nothing": Case(lambda x, w: x @ w, (x(), w()), (), ("nothing is computed",)),
     "softmax": Case(lambda x, w: jax.nn.softmax(x @ w), (x(), w()), (), ("sub at",)),
     "moe": Case(
