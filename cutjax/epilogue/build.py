@@ -198,7 +198,7 @@ class Builder:
             return [tuple(labels[at[d]] if size != 1 else None for d, size in enumerate(shapes[0]))]
         if name in UNIT_MOVES:
             moved = _labels_across_unit_axes(out, shapes[0], labels)
-            return None if moved is None else [moved]
+            return None if moved is None or params.get("dimensions") is not None else [moved]
         if name == "transpose":
             back = params["permutation"]
             return [tuple(labels[back.index(d)] for d in range(len(back)))]

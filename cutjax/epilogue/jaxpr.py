@@ -42,6 +42,11 @@ def is_open(eqn: Any) -> bool:
     return not params["compiler_options_kvs"]
 
 
+def reorders(eqn: Any) -> bool:
+    """True if an equation is a reshape of axes in another order, which ``lax.reshape`` has too."""
+    return eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None
+
+
 def has_rule(eqn: Any) -> bool:
     """True if an equation has a derivative of its own, not that of what it computes."""
     return eqn.primitive.name.startswith("custom_") or eqn.primitive.name == HIGHER_PRIMITIVE

@@ -29,6 +29,7 @@ from cutjax.epilogue.jaxpr import (
     evaluate,
     has_rule,
     needed_equations,
+    reorders,
     reverse_only,
 )
 
@@ -80,7 +81,8 @@ def _check_elementwise(jaxpr: Any, consts: Sequence[Any], full: tuple[int, ...])
             raise Irregular(f"has {type(eqn.params['_prim']).__name__}, whose rules are JAX's own")
         if name in CALLS:
             _check_elementwise(*callee(eqn), full)
-        elif name not in _POINTWISE and eqn.primitive is not pull_p and name not in ("broadcast_in_dim", *UNIT_MOVES):
+        moves = name in ("broadcast_in_dim", *UNIT_MOVES) and not reorders(eqn)
+        if name not in CALLS and name not in _POINTWISE and eqn.primitive is not pull_p and not moves:
             raise Irregular(f"has {name}, which is no elementwise operation")
         for x in (*eqn.invars, *eqn.outvars):
             if tuple(x.aval.shape) != full and not _is_unit(x.aval.shape):

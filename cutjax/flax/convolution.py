@@ -17,7 +17,7 @@ from cutjax.dtypes import promoted
 from cutjax.flax.linear import Activation, check_activation, finished
 from cutjax.ops.conv import CHANNELS_LAST
 from cutjax.ops.conv_general_dilated import conv_general_dilated, conv_transpose
-from cutjax.ops.convolution_plan import planned, swapped
+from cutjax.ops.convolution_plan import planned
 from cutjax.primitives.factors import Factors
 from cutjax.primitives.product import call
 from cutjax.runtime import backends
@@ -156,8 +156,7 @@ def _activated(
         found = jax.make_jaxpr(functools.partial(functions[0], **how))(x, kernel)
         (out,) = found.out_avals
         if 0 not in out.shape:
-            params = found.eqns[-1].params
-            plan = planned(swapped(params) if flipped else params, x.shape, kernel.shape, out.shape, flipped)
+            plan = planned(found.eqns[-1].params, x.shape, kernel.shape, out.shape, flipped)
             y = call(
                 plan.product,
                 functools.partial(finished, activation),

@@ -34,7 +34,7 @@ class Convolved(Form):
         return self.convolution
 
     def operands(self, left: Any, right: Any) -> tuple[jax.Array, jax.Array]:
-        return (left, right) if self.plan is None else (self.plan.images(left), self.plan.weights(right))
+        return (left, right) if self.plan is None else self.plan.operands(left, right)
 
     def result(self, d: jax.Array, shape: Sequence[int]) -> jax.Array:
         return d if self.plan is None else self.plan.result(d)
@@ -54,8 +54,8 @@ def convolved(eqn: Any) -> Convolved | str:
         return f"images of {left.ndim - 2} axes: of one to three they would have a kernel"
     if 0 in (*left.shape, *right.shape, *out.shape):
         return "it is empty"
-    plan = planned(params, left.shape, right.shape, out.shape, params.get(FLIPPED, False))
-    a, b = (jax.eval_shape(of, x).shape for of, x in ((plan.images, left), (plan.weights, right)))
+    plan = planned(params, left.shape, right.shape, out.shape, params.get(FLIPPED, False), gradients=True)
+    a, b = (x.shape for x in jax.eval_shape(plan.operands, left, right))
     moved = plan.moved(left, right, out)
     nbytes = (math.prod(x.shape) * x.dtype.itemsize for x in (left, right, out))
     return Convolved(
@@ -67,5 +67,5 @@ def convolved(eqn: Any) -> Convolved | str:
         plan,
         hints=Hints(plan.copies(left, right, out, ("lhs", "rhs"))),
         moved=sum(size for size, moves in zip(nbytes, moved, strict=True) if moves),
-        tailless="its result does not have its channels last" if moved[2] else "",
+        tailless="XLA transposes its result" if moved[2] else "",
     )

@@ -19,7 +19,7 @@ class Flip(NamedTuple):
     """A convolution of weights that are flipped before it.
 
     Attributes:
-      eqn: its equation, but of the weights as they lie: ``rhs_spec`` names their axes, as ``planned`` takes them.
+      eqn: its equation, but of the weights as they lie, as ``planned`` takes flipped ones.
       members: the equations that make the weights that it reads.
     """
 
@@ -50,9 +50,9 @@ def flip(graph: Graph, i: int) -> Flip | None:
 
 
 def _lies(shape: Sequence[int], eqns: Sequence[Any], params: Any) -> tuple[int, ...] | None:
-    """Returns the axes of weights that become lax's "O", "I" and taps, flipped; None where equations do else.
+    """Returns the axes of weights that become lax's "I", "O" and taps, flipped; None where equations do else.
 
-    Where there are groups, "O" becomes the groups of the one axis and all of the other.
+    Where there are groups, "O" becomes the groups of the one axis, which has "I" of all groups, and all of the other.
     """
     if all(eqn.primitive.name != "rev" for eqn in eqns):
         return None
@@ -81,7 +81,8 @@ def _lies(shape: Sequence[int], eqns: Sequence[Any], params: Any) -> tuple[int, 
     if flipped != {axis for axis in found[2:] if axis >= 0}:
         return None
     rest = iter(axis for axis in range(len(shape)) if axis not in found)  # of size 1, so each may be any
-    return tuple(next(rest) if axis < 0 else axis for axis in found)
+    o, i, *of_taps = (next(rest) if axis < 0 else axis for axis in found)
+    return i, o, *of_taps
 
 
 def _parts(axis: int, size: int) -> list[_Part]:

@@ -15,7 +15,7 @@ from jax.extend import core
 
 from cutjax.binding.walk import opened
 from cutjax.epilogue.flatten import INLINABLE, REDUCTIONS
-from cutjax.epilogue.jaxpr import CALLS, is_open, needed_equations
+from cutjax.epilogue.jaxpr import CALLS, is_open, needed_equations, reorders
 from cutjax.fusion.policies import AsDotGeneral
 
 # The parameters that hold the programs of an equation. Of a custom rule only what runs without a derivative.
@@ -110,7 +110,7 @@ def pointwise(eqn: Any) -> bool:
 
     A barrier is none of these: XLA must see the very value.
     """
-    if eqn.effects or is_marked(eqn):
+    if eqn.effects or is_marked(eqn) or reorders(eqn):
         return False
     name = eqn.primitive.name
     if name in CALLS:
@@ -130,7 +130,7 @@ def is_marked(eqn: Any) -> bool:
 def in_one_pass(eqn: Any) -> bool:
     """True if XLA computes an equation in one pass with what it reads, which then need not lie in memory."""
     name = eqn.primitive.name
-    if name in _IN_ONE_PASS or name == "transpose" or pointwise(eqn):
+    if name in _IN_ONE_PASS or name == "transpose" or reorders(eqn) or pointwise(eqn):
         return True
     return name in ("jit", "pjit") and all(in_one_pass(inner) for inner in opened(eqn.params["jaxpr"]).eqns)
 
@@ -220,7 +220,7 @@ class Graph:
         shape = x.aval.shape
         while x in self.producer and x not in self.definition:
             eqn = self.eqns[self.producer[x]]
-            if eqn.primitive.name != "reshape" or is_literal(eqn.invars[0]):
+            if eqn.primitive.name != "reshape" or reorders(eqn) or is_literal(eqn.invars[0]):
                 break
             x = eqn.invars[0]
         return x, shape

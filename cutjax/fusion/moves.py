@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from cutjax.fusion.contraction import Contraction
+from cutjax.fusion.form import Form
 from cutjax.fusion.jaxprs import Graph, is_literal
 
 
@@ -97,6 +97,6 @@ def _only_reader(graph: Graph, x: Any) -> int | None:
     return readers[0] if eqn.primitive.name == "transpose" and eqn.outvars[0] not in graph.definition else None
 
 
-def matrices(form: Contraction) -> int:
+def matrices(form: Form) -> int:
     """Returns the number of products of matrices that a form is a batch of."""
     return math.prod(map(max, zip(form.a[:-2], form.b[:-2], strict=True)))

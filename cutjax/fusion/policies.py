@@ -33,7 +33,7 @@ class AsDotGeneral:
             how = {"out_dtype": avals[0].dtype, "precision": params["precision"], "on_cuda": True}
             plain = jax.make_jaxpr(functools.partial(product.reference, **how))(*avals[:2])
             found = (eqn for eqn in plain.eqns if eqn.primitive is lax.conv_general_dilated_p)
-            return all(self.policy(prim, *(x.aval for x in eqn.invars), **eqn.params) for eqn in found)
+            return all(self.policy(eqn.primitive, *(x.aval for x in eqn.invars), **eqn.params) for eqn in found)
         if not isinstance(product, Dense):
             return self.policy(prim, *avals, **params)
         (a, b), batch = avals[:2], batch_axes(*avals[:2])

@@ -167,13 +167,14 @@ def _conv(
         found = by_lax("conv_general_dilated", given)[1].trace(*avals).jaxpr
     except Exception as error:
         raise type(error)(f"{where}: {error}") from None
-    plan = planned(found.eqns[-1].params, x.shape, bs[0].shape, found.out_avals[0].shape)
+    shapes = x.shape, bs[0].shape, found.out_avals[0].shape
+    plan = planned(found.eqns[-1].params, *shapes, gradients=epilogue is None)
     hints = Hints(plan.copies(x, bs[0], found.out_avals[0], ("x", "w")))
     params: dict[str, Any] = {"precision": precision, "backend": backend, "hints": hints, "config": config}
-    a, *bs = plan.images(x), *map(plan.weights, bs)
     if epilogue is None:
-        d = products.multiply(plan.product, a, bs[0], out_dtype=dtype, **params)
+        d = products.multiply(plan.product, *plan.operands(x, bs[0]), out_dtype=dtype, **params)
         return converted(plan.result(d), dtype, weak)
+    a, *bs = plan.images(x), *map(plan.weights, bs)
     operands, out = jax.tree.map(unwrapped, operands), out_dtype if several else dtype
     d = products.call(plan.product, epilogue, Factors(a, bs), operands, out_dtype=out, save=save, **params)
     return jax.tree.map(plan.result, d)

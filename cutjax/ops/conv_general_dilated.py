@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from cutjax import dot_precision
 from cutjax.binding.explicit import automatic
 from cutjax.binding.rules import any_reduced
-from cutjax.ops.convolution_plan import by_lax, planned, swapped
+from cutjax.ops.convolution_plan import by_lax, planned
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.arrays import is_array_like, unwrapped
 from cutjax.primitives.hints import Hints
@@ -148,11 +148,10 @@ def _drop_in(where: str, lhs: Any, rhs: Any, given: dict[str, Any], flipped: boo
 def _product(
     lhs: jax.Array, rhs: jax.Array, *, where: str, params: Any, out: Any, flipped: bool, backend: str
 ) -> jax.Array:
-    plan = planned(swapped(params) if flipped else params, lhs.shape, rhs.shape, out.shape, flipped)
+    plan = planned(params, lhs.shape, rhs.shape, out.shape, flipped, gradients=True)
     d = multiply(
         plan.product,
-        plan.images(lhs),
-        plan.weights(rhs),
+        *plan.operands(lhs, rhs),
         out_dtype=out.dtype,
         precision=dot_precision.canonical(params["precision"], where),
         backend=backend,

@@ -26,6 +26,8 @@ class Plan(NamedTuple):
       lhs, rhs, out: the axes of each array in the product's order.
       parts: groups of the images, that of lax's batch or of its features, which come among the channels.
       sizes: of the result in the product's order.
+      spread: the convolution of spread images of whose weights this is the gradient, where it is computed by windows of
+        the other images: the product's arrays are in each other's place, and its result is flipped.
     """
 
     product: Convolution
@@ -34,6 +36,12 @@ class Plan(NamedTuple):
     out: Axes
     parts: int
     sizes: tuple[int, ...]
+    spread: Convolution | None = None
+
+    def operands(self, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the product's arrays."""
+        a, b = self.images(x), self.weights(w)
+        return (a, b) if self.spread is None else (b, a)
 
     def images(self, x: jax.Array) -> jax.Array:
         """Returns the images with channels last, their groups beside each other among the channels."""
@@ -50,14 +58,15 @@ class Plan(NamedTuple):
 
     def result(self, d: jax.Array) -> jax.Array:
         """Returns a result of full size with its axes as lax's."""
+        d = d if self.spread is None else self.spread.restored(1, d)
         if d.shape != self.sizes:
             return d
         return lax.transpose(d, np.argsort(self.out))
 
     def moved(self, x: Any, w: Any, out: Any) -> tuple[bool, bool, bool]:
         """Returns True for each of the arrays that is transposed around the product."""
-        triples = zip((x, w, out), (self.lhs, self.rhs, self.out), (self.parts > 1, False, False), strict=True)
-        return tuple(grouped or _moves(array.shape, order) for array, order, grouped in triples)  # pyright: ignore
+        lhs, rhs, result = map(_moves, (x.shape, w.shape, out.shape), (self.lhs, self.rhs, self.out))
+        return lhs or self.parts > 1, rhs, result or self.spread is not None
 
     def copies(self, x: Any, w: Any, out: Any, names: tuple[str, str]) -> tuple[str, str, str]:
         """Returns the notes for explain of arrays that are transposed around the product."""
@@ -70,18 +79,26 @@ class Plan(NamedTuple):
         return found[0], found[1], found[2]
 
 
-def planned(params: Any, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int], flipped: bool = False) -> Plan:
+def planned(
+    params: Any,
+    lhs: Sequence[int],
+    rhs: Sequence[int],
+    out: Sequence[int],
+    flipped: bool = False,
+    *,
+    gradients: bool = False,
+) -> Plan:
     """Returns the product of one of lax's equations, told its parameters and the shapes of its arrays.
 
-    A weight gradient is a convolution to lax too, of which batch and features are in each other's place, and the window
-    is an image. So the product is that of which the arrays lie so that the fewest elements are transposed, and then
-    that of the smaller window.
+    A gradient of weights is a convolution to lax too, of which batch and features are in each other's place, and the
+    window is an image. So the product is that of which the arrays lie so that the fewest elements are transposed, and
+    then that of the smaller window.
 
     Args:
       params: the parameters.
       lhs, rhs, out: the shapes.
-      flipped: whether lax's weights are ``rhs`` with taps flipped. The axes that ``rhs_spec`` names are then those of
-        ``rhs`` that become lax's "O" and "I"; where there are groups, "I" has those of all of them and "O" of one.
+      flipped: whether the equation is of the weights with taps flipped and axes "I" and "O" in each other's place.
+      gradients: whether it may be the gradient of weights, whose rows are taps: an epilogue's are windows.
     """
 
     def cost(plan: Plan) -> tuple[int, int]:
@@ -89,7 +106,8 @@ def planned(params: Any, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[i
         moved = sum(math.prod(shape) for shape, order in triples if _moves(shape, order))
         return moved + (plan.parts > 1) * math.prod(lhs), math.prod(plan.product.window)
 
-    return min(_plans(params, lhs, rhs, out, flipped), key=cost)
+    plans = _plans(params, lhs, rhs, out, flipped)
+    return min((plan for plan in plans if gradients or plan.product.form != "weights"), key=cost)
 
 
 def _plans(params: Any, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int], flipped: bool) -> Iterator[Plan]:
@@ -111,26 +129,22 @@ def _plans(params: Any, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[in
 
     product = Convolution("forward", image, window, strides, dilation, spread, padding, every)
     of_lhs, of_out = (n, *places, c), (of_n, *windows, of_c)
+    transposed = dataclasses.replace(product, form="transposed")
+    yield plan(transposed if flipped else product, of_lhs, (*taps, i, o), of_out, batches)
+    if not flipped and every == math.prod(window) == 1:
+        yield plan(transposed, of_lhs, (*taps, o, i), of_out, batches)
     if not flipped:
-        yield plan(product, of_lhs, (*taps, i, o), of_out, batches)
-    if flipped or (every == math.prod(window) == 1):
-        yield plan(dataclasses.replace(product, form="transposed"), of_lhs, (*taps, o, i), of_out, batches)
-    if not flipped:
-        gradient = Convolution("weights", image, grid, dilation, strides, spread, padding, every).exactly_padded(window)
-        yield plan(gradient, (c, *places, n), (i, *taps, o), (*windows, of_n, of_c), groups)
+        product = Convolution("forward", image, grid, dilation, strides, spread, padding, every).exactly_padded(window)
+        of_product = product if product.is_spread else None
+        gradient = product.inverse("weights") if of_product else dataclasses.replace(product, form="weights")
+        found = plan(gradient, (c, *places, n), (i, *taps, o), (*windows, of_n, of_c), groups)
+        yield found._replace(spread=of_product)
 
 
 def _moves(shape: Sequence[int], order: Axes) -> bool:
     """True if axes in an order are not as they lie in memory."""
     moving = [axis for axis in order if shape[axis] != 1]
     return moving != sorted(moving)
-
-
-def swapped(params: Any) -> Any:
-    """Returns an equation's parameters with the weights' axes "I" and "O" in each other's place."""
-    numbers = params["dimension_numbers"]
-    o, i, *taps = numbers.rhs_spec
-    return {**params, "dimension_numbers": numbers._replace(rhs_spec=(i, o, *taps))}
 
 
 def by_lax(name: str, given: dict[str, Any]) -> tuple[Callable[..., Any], Any]:

@@ -90,7 +90,7 @@ class Convolution(Product):
     def _with_form(self, form: str) -> Convolution:
         return dataclasses.replace(self, form=form)
 
-    def _inverse(self, form: str) -> Convolution:
+    def inverse(self, form: str) -> Convolution:
         """Returns the product that takes windows of what this one's windows make, to where those were taken."""
         sizes = zip(self._extents, self._reaches, self.grid, self.strides, self.padding, strict=True)
         padding = []
@@ -203,21 +203,21 @@ class Convolution(Product):
         if self.form == "weights":  # g is of weights
             if i == 1:
                 return self._with_form("forward"), (other, g), precision
-            return self._inverse("transposed"), (other, g), precision
+            return self.inverse("transposed"), (other, g), precision
         if i == 0:
-            return self._inverse("transposed" if self.form == "forward" else "forward"), (g, other), precision
-        if self.form == "forward" and not self._is_spread:
+            return self.inverse("transposed" if self.form == "forward" else "forward"), (g, other), precision
+        if self.form == "forward" and not self.is_spread:
             return self._with_form("weights"), (other, g), precision
-        return self._inverse("weights"), (g, other), precision
+        return self.inverse("weights"), (g, other), precision
 
     @property
-    def _is_spread(self) -> bool:
+    def is_spread(self) -> bool:
         """True if the gradient of weights is of the result's windows: those of the images would be of zeros mostly."""
         return set(self.strides) == {1} and set(self.spread) != {1}
 
     def restored(self, i: int, d: jax.Array) -> jax.Array:
         """Returns weights from those of the inverse product: taps in order, and channels in each other's place."""
-        if i == 0 or self.form != "forward" or not self._is_spread:
+        if i == 0 or self.form != "forward" or not self.is_spread:
             return d
         *_, n, channels = d.shape
         groups, at = self.feature_groups, d.ndim - 2  # [.., n / groups, channels] to [.., channels / groups, n]

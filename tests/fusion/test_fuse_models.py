@@ -71,6 +71,49 @@ def nnx_attention():
     return loss, params
 
 
+def nnx_images():
+    """Blocks like those of a ResNet, in training, ConvNeXt and a U-Net, over one another."""
+    rngs = flax.nnx.Rngs(0)
+    conv = functools.partial(flax.nnx.Conv, rngs=rngs)
+
+    class Residual(flax.nnx.Module):
+        def __init__(self):
+            self.first, self.second = conv(8, 4, (1, 1), use_bias=False), conv(4, 8, (3, 3), use_bias=False)
+            self.norms = flax.nnx.List([flax.nnx.BatchNorm(n, rngs=rngs) for n in (4, 8)])
+
+        def __call__(self, x):
+            y = flax.nnx.relu(self.norms[0](self.first(x)))
+            return flax.nnx.relu(x + self.norms[1](self.second(y)))
+
+    class Wide(flax.nnx.Module):
+        def __init__(self):
+            self.depthwise, self.norm = conv(8, 8, (5, 5), feature_group_count=8), flax.nnx.LayerNorm(8, rngs=rngs)
+            self.up, self.down = flax.nnx.Linear(8, 16, rngs=rngs), flax.nnx.Linear(16, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.down(flax.nnx.gelu(self.up(self.norm(self.depthwise(x)))))
+
+    class Down(flax.nnx.Module):
+        def __init__(self):
+            self.norm, self.half = flax.nnx.GroupNorm(8, num_groups=2, rngs=rngs), conv(8, 8, (3, 3), strides=2)
+            self.twice = flax.nnx.ConvTranspose(8, 8, (2, 2), strides=(2, 2), rngs=rngs)
+            self.last = conv(16, 8, (3, 3))
+
+        def __call__(self, x):
+            y = self.twice(flax.nnx.silu(self.half(flax.nnx.silu(self.norm(x)))))
+            return self.last(jnp.concatenate([x, y], -1))
+
+    model = flax.nnx.List([Residual(), Wide(), Down()])
+    graph, params, state = flax.nnx.split(model, flax.nnx.Param, ...)
+    x = jax.random.normal(jax.random.key(1), (2, 6, 6, 8))
+
+    def loss(params, key):
+        y = functools.reduce(lambda y, block: block(y), flax.nnx.merge(graph, params, jax.tree.map(jnp.copy, state)), x)
+        return ((y - jnp.cos(x)) ** 2).mean()
+
+    return loss, params
+
+
 def equinox_models():
     """An MLP on the result of an attention, by vmap, as equinox has it."""
     keys = jax.random.split(jax.random.key(0), 3)
@@ -90,6 +133,7 @@ MODELS = {
     "bert": (functools.partial(of_transformers, bert), (18, 26)),
     "gpt2": (functools.partial(of_transformers, gpt2), (13, 21)),
     "nnx": (nnx_attention, (17, 24)),
+    "images": (nnx_images, (20, 23)),
     "equinox": (equinox_models, (14, 24)),
 }
 
