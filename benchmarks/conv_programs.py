@@ -60,7 +60,7 @@ def arguments(case: Conv) -> list[jax.ShapeDtypeStruct]:
 
 
 def inputs(case: Conv) -> Callable[[Any], Any]:
-    """Returns what makes them of a seed, of random normal numbers."""
+    """Returns the function that makes these arrays of a seed, of random normal numbers."""
     return operands(tuple(case.shapes[name] for name in case.operands), ("bfloat16",) * 2)
 
 
@@ -217,7 +217,7 @@ class Programs:
 
 
 def predicted(case: Conv) -> dict[str, Any]:
-    """Returns what the cost model says of a case: the problem, the kernel, its time and XLA's, and why."""
+    """Returns the cost model's choice for a case: the problem, the kernel, its time and XLA's, and why."""
     auto, kernel = chosen(case, "auto"), chosen(case, "cuda")
     if auto is None or kernel is None:
         return {}

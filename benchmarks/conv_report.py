@@ -25,7 +25,7 @@ class Line(NamedTuple):
     us: dict[str, float]
 
     def ratio(self, way: str) -> float:
-        """XLA's time over a way's."""
+        """The ratio of XLA's time to a way's."""
         return self.us["xla"] / self.us[way]
 
 
@@ -113,7 +113,7 @@ def each(found: Sequence[Line]) -> Iterator[str]:
 
 
 def failures(found: Sequence[Line]) -> Iterator[str]:
-    """Yields what failed, the convolutions that have it in common in a line."""
+    """Yields the failures, each with the convolutions that have it in common."""
     why: dict[str, list[str]] = {}
     for line in found:
         told = {"auto": line.row.failure} | {way: line.row.peers[way].failure for way in ("xla", "kernel")}

@@ -25,7 +25,7 @@ FIRST, BATCH, AHEAD = 4, 12, 2  # convolutions of the first batch, and of the ot
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """The work that a process is given.
 
     Attributes:
       salt, count: the sample.

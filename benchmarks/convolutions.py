@@ -68,7 +68,7 @@ def progress(path: pathlib.Path) -> tuple[set[str], dict[str, list[str]]]:
 
 
 def blame(path: pathlib.Path) -> list[tuple[str, str]]:
-    """Returns what a worker had begun when it ended: a way that ran, else programs that were being compiled.
+    """Returns the ways that a worker had begun when it ended: one that ran, else those that were being compiled.
 
     Where one of our kernels ended it, the case's others are not tried: they are likely to do so too.
     """

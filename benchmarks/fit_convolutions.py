@@ -54,7 +54,7 @@ class Sample:
 
 
 def load(paths: Sequence[pathlib.Path]) -> list[Sample]:
-    """Returns what was measured, with the problems of today."""
+    """Returns the samples of some files, with the problems of today."""
     found = []
     for path in paths:
         content, rows = report.read(path)
@@ -118,7 +118,7 @@ def by_form(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
 
 
 def weights(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
-    """Returns what `xla_convolution.WEIGHTS` is to be."""
+    """Returns the fitted value of `xla_convolution.WEIGHTS`."""
     found = {}
     for form, of_form in sorted(by_form(samples).items()):
         names, x, y = features(of_form)

@@ -100,12 +100,12 @@ class Conv:
 
     @property
     def operands(self) -> tuple[str, str]:
-        """Which of the three arrays are given; the third is the result."""
+        """The names of the two arrays that are given; the third is the result."""
         return {"fwd": ("x", "w"), "dx": ("y", "w"), "dw": ("x", "y")}[self.kind]
 
     @property
     def result(self) -> str:
-        """Which of the three arrays is computed."""
+        """The name of the array that is computed."""
         return {"fwd": "y", "dx": "x", "dw": "w"}[self.kind]
 
     @property

@@ -99,7 +99,7 @@ _second_opinions = itertools.repeat(None, 8)  # a program in float32 takes secon
 
 
 def _judged(case: Conv, arrays: tuple, out: jax.Array, reference: jax.Array, look: Function) -> str:
-    """Returns what is wrong with a result that is not XLA's, by float32; "" where it is XLA's that is wrong."""
+    """Returns the fault of a result that is not XLA's, by float32; "" where it is XLA's that is wrong."""
     if next(_second_opinions, "none") == "none":
         return "differs from XLA's; not compared with float32"
     exact = product(case, functools.partial(lax.conv_general_dilated, precision=lax.Precision.HIGHEST), jnp.float32)

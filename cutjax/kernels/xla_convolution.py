@@ -105,7 +105,7 @@ class Geometry:
         return 1e6 * self.flops / device.peak(dtype), 1e6 * self.bytes / device.bytes_per_second
 
     def true(self, p: Problem) -> dict[str, float]:
-        """Returns what is true of it, or how far."""
+        """Returns the facts that the model adds up: 0 or 1, or how far one holds."""
         view, device = self.view, p.device
         flop_us, byte_us = self.roofline_us(device, p.a.dtype)
         least, most = sorted((flop_us, byte_us))
