@@ -90,7 +90,15 @@ SMALL_NETS = {
 }
 SMALL_VOICE = {"batch": 2, "frames": 8, "bands": 16, "width": 16, "rates": (4, 2), "sizes": (3, 5), "dilations": (1, 3)}
 SMALL_VOLUMES = {"batch": 1, "side": 8, "widths": (8, 16)}
-SMALL_UNET = {"batch": 2, "side": 8, "width": 32, "multiples": (1, 2), "blocks": 1, "attention": (False, True)}
+SMALL_UNET = {
+    "batch": 2,
+    "side": 8,
+    "width": 32,
+    "multiples": (1, 2),
+    "blocks": 1,
+    "attention": (False, True),
+    "head": 16,
+}
 
 
 def _both(
