@@ -47,6 +47,7 @@ class Program:
       target: the least ratio of plain JAX's time to that of fuse and of cutjax.flax.
       trains: whether a step is one of AdamW's; else it is the loss alone.
       baselines: ways of plain JAX, of which the fastest counts.
+      gradients: how far the first step's gradients may be from plain JAX's, as a share of their norm.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Program:
     target: float
     trains: bool = True
     baselines: tuple[str, ...] = ("jax",)
+    gradients: float = GRADIENTS
 
     def make(self) -> Any:
         """Returns the model; imports Flax, which the other benchmarks do without."""
@@ -76,6 +78,9 @@ SMALL_GPT2 = {"width": 64, "heads": 4, "layers": 1, "context": 32, "vocabulary":
 SMALL_VIT = {"width": 64, "heads": 4, "hidden": 96, "layers": 1, "patch": 4, "classes": 10}
 
 
+# Norms of a batch or an image amplify rounding: plain JAX's own gradients of the small ResNet in bf16 are 0.19 of their
+# norm from those in f32, and so are ours. Those of another network would be 1.4 from them.
+OF_NORMS, OF_BATCHES = {"gradients": 0.15}, {"gradients": 0.5}
 # As published, and batches as one device trains them.
 IMAGES, SMALL_IMAGES = {"batch": 256, "side": 224}, {"batch": 8, "side": 32, "classes": 10}
 SMALL_NETS = {
@@ -84,7 +89,16 @@ SMALL_NETS = {
     "EfficientNet": {"width": 8, "stages": ((1, 8, 1, 1, 3), (6, 16, 2, 2, 5)), "last": 32},
 }
 SMALL_VOICE = {"batch": 2, "frames": 8, "bands": 16, "width": 16, "rates": (4, 2), "sizes": (3, 5), "dilations": (1, 3)}
-SMALL_UNET = {"batch": 2, "side": 8, "width": 32, "multiples": (1, 2), "blocks": 1, "attention": (False, True)}
+SMALL_VOLUMES = {"batch": 1, "side": 8, "widths": (8, 16)}
+SMALL_UNET = {
+    "batch": 2,
+    "side": 8,
+    "width": 32,
+    "multiples": (1, 2),
+    "blocks": 1,
+    "attention": (False, True),
+    "head": 16,
+}
 
 
 def _both(
@@ -98,10 +112,10 @@ def _both(
 CONVOLUTIONAL = ("classifier", "vocoder", "diffusion", "segmenter")
 
 
-def _classifier(letter: str, name: str, kind: str, target: float, batch: int) -> list[Program]:
+def _classifier(letter: str, name: str, kind: str, target: float, batch: int, **fields: Any) -> list[Program]:
     """Returns a program of a model of classifiers.py."""
     sizes, tiny = IMAGES | {"batch": batch}, SMALL_IMAGES | SMALL_NETS[kind]
-    return _both(letter, name, "classifier", target, {"kind": kind} | sizes, {"kind": kind} | tiny)
+    return _both(letter, name, "classifier", target, {"kind": kind} | sizes, {"kind": kind} | tiny, **fields)
 
 
 PROGRAMS = (
@@ -110,12 +124,12 @@ PROGRAMS = (
     *_both("c", "gpt2 medium", "gpt2_model", 1.03, {"batch": 8, "length": 1024}, FEW | SMALL_GPT2),
     *_both("d", "vit b16", "vit_model", 1.03, {"batch": 64, "side": 224}, {"batch": 8, "side": 8} | SMALL_VIT),
     *_both("e", "decoding", "decoding", 1.10, SERVED | LLAMA, SMALL_SERVED | SMALL, trains=False),
-    *_classifier("f", "resnet50", "ResNet", 1.15, 256),
-    *_classifier("g", "convnext-t", "ConvNeXt", 1.6, 128),
-    *_both("h", "hifi-gan", "vocoder", 2.5, {"batch": 16, "frames": 32}, SMALL_VOICE),
-    *_both("i", "diffusion u-net", "diffusion", 1.15, {"batch": 8, "side": 64}, SMALL_UNET),
-    *_both("j", "3-d u-net", "segmenter", 2.5, {"batch": 2, "side": 128}, {"batch": 1, "side": 8, "widths": (8, 16)}),
-    *_classifier("k", "efficientnet-b0", "EfficientNet", 1.4, 256),
+    *_classifier("f", "resnet50", "ResNet", 1.15, 256, **OF_BATCHES),
+    *_classifier("g", "convnext-t", "ConvNeXt", 1.6, 128, **OF_NORMS),
+    *_both("h", "hifi-gan", "vocoder", 2.5, {"batch": 16, "frames": 32}, SMALL_VOICE, **OF_NORMS),
+    *_both("i", "diffusion u-net", "diffusion", 1.15, {"batch": 8, "side": 64}, SMALL_UNET, **OF_NORMS),
+    *_both("j", "3-d u-net", "segmenter", 2.5, {"batch": 2, "side": 128}, SMALL_VOLUMES, **OF_NORMS),
+    *_classifier("k", "efficientnet-b0", "EfficientNet", 1.4, 256, **OF_BATCHES),
 )
 
 
@@ -279,7 +293,7 @@ def measure_case(program: Program, run: Run) -> list[Row]:
             peak_mib=peak_mib(compiled.step),
             error=error,
             figures={**figures, "compile_s": compiled.compile_s},
-            failure=_wrong(error, difference),
+            failure=_wrong(error, difference, program.gradients),
         )
         running[name] = step
     del expected
@@ -296,13 +310,11 @@ def measure_case(program: Program, run: Run) -> list[Row]:
     return list(rows.values())
 
 
-def _wrong(losses: float, gradients: float) -> str:
+def _wrong(losses: float, gradients: float, most: float) -> str:
     """Says that a way's results are too far from plain JAX's; "" if they are not."""
-    if losses <= LOSSES and gradients <= GRADIENTS:
+    if losses <= LOSSES and gradients <= most:
         return ""
-    return (
-        f"wrong: losses differ by {losses:.3g} (at most {LOSSES}), gradients by {gradients:.3g} (at most {GRADIENTS})"
-    )
+    return f"wrong: losses differ by {losses:.3g} (at most {LOSSES}), gradients by {gradients:.3g} (at most {most})"
 
 
 def _compared(

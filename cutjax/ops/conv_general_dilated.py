@@ -45,8 +45,16 @@ def conv_general_dilated(
     Args:
       lhs: images.
       rhs: weights.
-      window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers: as ``jax.lax.conv_general_dilated``.
-      feature_group_count, batch_group_count, precision, preferred_element_type, out_sharding: as there.
+      window_strides: as in ``jax.lax.conv_general_dilated``.
+      padding: as in ``jax.lax.conv_general_dilated``.
+      lhs_dilation: as in ``jax.lax.conv_general_dilated``.
+      rhs_dilation: as in ``jax.lax.conv_general_dilated``.
+      dimension_numbers: as in ``jax.lax.conv_general_dilated``.
+      feature_group_count: as in ``jax.lax.conv_general_dilated``.
+      batch_group_count: as in ``jax.lax.conv_general_dilated``.
+      precision: as in ``jax.lax.conv_general_dilated``.
+      preferred_element_type: as in ``jax.lax.conv_general_dilated``.
+      out_sharding: as in ``jax.lax.conv_general_dilated``.
 
     Returns:
       The array that ``jax.lax.conv_general_dilated`` returns.
@@ -96,8 +104,14 @@ def conv_transpose(
     Args:
       lhs: images, with channels last by default.
       rhs: weights.
-      strides, padding, rhs_dilation, dimension_numbers, transpose_kernel: as ``jax.lax.conv_transpose``.
-      precision, preferred_element_type, use_consistent_padding: as there.
+      strides: as in ``jax.lax.conv_transpose``.
+      padding: as in ``jax.lax.conv_transpose``.
+      rhs_dilation: as in ``jax.lax.conv_transpose``.
+      dimension_numbers: as in ``jax.lax.conv_transpose``.
+      transpose_kernel: as in ``jax.lax.conv_transpose``.
+      precision: as in ``jax.lax.conv_transpose``.
+      preferred_element_type: as in ``jax.lax.conv_transpose``.
+      use_consistent_padding: as in ``jax.lax.conv_transpose``.
 
     Returns:
       The array that ``jax.lax.conv_transpose`` returns.

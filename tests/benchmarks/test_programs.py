@@ -22,6 +22,12 @@ TINY = {
     "tiny deepseek block": ("fuse",),
     "tiny gpt2 medium": ("step",),
     "tiny vit b16": ("flax",),
+    "tiny resnet50": ("flax",),
+    "tiny convnext-t": (),
+    "tiny hifi-gan": ("dropin",),
+    "tiny diffusion u-net": (),
+    "tiny 3-d u-net": ("fuse",),
+    "tiny efficientnet-b0": (),
 }
 RUN = suite.Run("host", Roofline(math.nan, math.nan))
 
@@ -91,6 +97,10 @@ SIZES = {
     "deepseek block": 2 * 2048 + 2048 * 128 * 64 + 3 * 2048 * (64 * 1408 + 2816) + 64 * 2048,
     "gpt2 medium": 354_823_168,  # as published
     "vit b16": 86_567_656,  # as published
+    "resnet50": 25_557_032,  # as published, as are the others
+    "convnext-t": 28_589_128,
+    "efficientnet-b0": 5_288_548,
+    "hifi-gan": 13_926_017,
     "decoding": 4 * (2 * 4096 + 4096 * 128 * 80 + 3 * 4096 * 14336) + 2 * 32000 * 4096 + 4096,
 }
 

@@ -44,6 +44,6 @@ run "$folder/flax" tests/linen/linen_linear_test.py tests/linen/linen_attention_
 plugin=flax_layers
 run "$folder/flax" tests/linen/linen_linear_test.py tests/linen/linen_attention_test.py \
     tests/linen/linen_recurrent_test.py tests/linen/linen_transforms_test.py tests/linen/partitioning_test.py \
-    tests/linen/linen_module_test.py tests/nnx/nn/linear_test.py tests/nnx/nn/attention_test.py \
+    tests/linen/linen_module_test.py tests/nnx/nn/linear_test.py tests/nnx/nn/conv_test.py tests/nnx/nn/attention_test.py \
     tests/nnx/nn/lora_test.py tests/nnx/nn/recurrent_test.py -k "not test_module_trace and not cloudpickle"
 exit "$failed"
