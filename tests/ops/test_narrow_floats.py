@@ -23,7 +23,7 @@ S = jnp.array([M])
 
 def values(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
     """Numbers that every dtype here holds; float8_e8m0fnu has neither zero nor sign."""
-    return jnp.asarray(np.random.default_rng(seed).choice([1.0, 2.0, 4.0], shape)).astype(dtype)
+    return jax.device_put(np.random.default_rng(seed).choice([1.0, 2.0, 4.0], shape).astype(dtype))
 
 
 def plain(x, w, out):
