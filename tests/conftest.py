@@ -52,9 +52,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
         _file = item.path
         # A file's programs serve no other, and those of all files are gigabytes, which each search for leaks goes over.
         jax.clear_caches()
-        gc.unfreeze()
         gc.collect()
-        gc.freeze()  # what remains, modules above all, is not searched again before the next file
+        gc.freeze()  # what remains, modules above all, is not searched again: that took a third of a second a file
     return (yield)
 
 

@@ -159,4 +159,4 @@ def arguments(case: Case) -> list[jax.Array]:
             shape.insert(at, 2)
     of = [*((x.shape, x.dtype) for x in (*avals, out)), *zip(map(tuple, shapes), case.dtypes, strict=True)]
     rng = np.random.default_rng(case.seed)
-    return [jnp.asarray(rng.integers(0 if str(t)[0] in "ub" else -2, 3, shape).astype(t)) for shape, t in of]
+    return [jax.device_put(rng.integers(0 if str(t)[0] in "ub" else -2, 3, shape).astype(t)) for shape, t in of]

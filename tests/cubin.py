@@ -114,7 +114,7 @@ def check_lean(asked: cutjax.Problem, configs: Sequence[cutjax.Config], most_byt
 
     def compile_one(config: cutjax.Config) -> tuple[str, compiler.Cubin]:
         kernel = sm90.resolved(asked, config)
-        return kernel.name, compiler.compile_source(kernel.source, name=kernel.name, arch=asked.arch)
+        return kernel.name, compiler.compile_kernel(kernel.source, name=kernel.name, arch=asked.arch)
 
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(compile_one, configs))

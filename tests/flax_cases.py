@@ -34,7 +34,7 @@ EINSUMS = (
 
 def whole(key: Any, shape: Any, dtype: Any, **how: Any) -> jax.Array:
     """An initializer of -2..2, of which all sums here are exact."""
-    return integers(sum(shape), shape).astype(dtype)
+    return integers(sum(shape), shape, dtype)
 
 
 def same_numbers(got: Any, expected: Any) -> None:
@@ -73,4 +73,4 @@ def of_groups(logits: jax.Array, bias: jax.Array, k: int, groups: int, of_token:
         masked = np.where(np.isin(np.arange(groups), np.argsort(-best)[:of_token])[:, None], biased, -np.inf).ravel()
         chosen = np.argsort(-masked)[:k]
         out[at][chosen] = scale * scores[at][chosen] / scores[at][chosen].sum()
-    return jnp.asarray(out, jnp.float32)
+    return jax.device_put(out.astype(np.float32))

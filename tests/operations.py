@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import oracles
 from checks import integers, normal
 from jax import lax
@@ -51,23 +52,27 @@ class Operation:
         return lambda *args: self.fn(*(x.mT if t else x for x, t in zip(args, turned, strict=True)), layout=layout)
 
 
-def arrays() -> dict[str, jax.Array]:
-    """The operands by name; a function, because tests make them under other settings."""
-    return {
-        "x": normal(0, (M, K)) / 2,
-        "w": normal(1, (K, N)) / 2,
-        "v": normal(2, (N, K)) / 2,
+def _half(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+    return np.asarray(normal(seed, shape)) / 2
+
+
+@functools.cache
+def _numbers() -> dict[str, np.ndarray]:
+    found = {
+        "x": _half(0, (M, K)),
+        "w": _half(1, (K, N)),
+        "v": _half(2, (N, K)),
         "b": normal(3, (N,)),
         "c": normal(4, (K,)),
-        "g": normal(5, (EXPERTS, K, N)) / 2,
-        "u": normal(6, (EXPERTS, K, N)) / 2,
-        "d": normal(7, (EXPERTS, N, K)) / 2,
+        "g": _half(5, (EXPERTS, K, N)),
+        "u": _half(6, (EXPERTS, K, N)),
+        "d": _half(7, (EXPERTS, N, K)),
         "s": normal(8, (M, 1)),
         "of_groups": normal(9, (EXPERTS, 1, N)),
         "dy": normal(10, (M, N)),
         "to": normal(11, (EXPERTS, K, N)),
         "t": normal(14, (1, 1)),
-        "sizes": jnp.array([5, 0, 4, 2], jnp.int32),
+        "sizes": np.array([5, 0, 4, 2], np.int32),
         "logits": normal(12, (M, EXPERTS)),
         "bias": normal(13, (EXPERTS,)),
         "q": integers(15, (K, N), jnp.int8),
@@ -79,6 +84,12 @@ def arrays() -> dict[str, jax.Array]:
         "gw": normal(21, (2, 2, N)) / 2,
         "tw": normal(22, (3, N, 4)) / 2,
     }
+    return {name: np.asarray(x) for name, x in found.items()}
+
+
+def arrays() -> dict[str, jax.Array]:
+    """The operands by name; a function, because tests make them under other settings."""
+    return {name: jax.device_put(x) for name, x in _numbers().items()}
 
 
 def _biased(acc, b):
@@ -351,8 +362,7 @@ def main(name: str) -> bool:
 
 
 def operands(name: str) -> list[jax.Array]:
-    found = arrays()
-    return [found[x] for x in OPERATIONS[name].operands.split()]
+    return [jax.device_put(_numbers()[x]) for x in OPERATIONS[name].operands.split()]
 
 
 def loss(name: str):

@@ -1,12 +1,20 @@
-"""The operations in plain JAX: rows in groups by masks, layers of experts, routing. See grouped_oracle for numpy."""
+"""The operations in plain JAX: rows in groups by masks, layers of experts, routing. See grouped_oracle for numpy.
+
+Each is one program where it is called outside jit, and its equations within.
+"""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+program = functools.partial(jax.jit, inline=True)
 
+
+@functools.partial(program, static_argnames="m")
 def rows(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
     """The group of each row, [m], and if it has one, [m, 1], for sizes that are not hostile."""
     ends, at = jnp.cumsum(sizes), jnp.arange(m, dtype=sizes.dtype)
@@ -20,17 +28,20 @@ def _mask(sizes: jax.Array, m: int) -> jax.Array:
     return (rows >= (ends - sizes)[..., None, :]) & (rows < ends[..., None, :])  # [*B, m, g]
 
 
+@functools.partial(program, static_argnames="layout")
 def masked_multiply(x: jax.Array, w: jax.Array, sizes: jax.Array, layout: str = "nn") -> jax.Array:
     """grouped_gemm as one masked product, for sizes that are not hostile."""
     mask = _mask(sizes, x.shape[-2]).astype(x.dtype)
     return jnp.einsum("...mg,...mk,...gkn->...mn", mask, x, w if layout == "nn" else w.mT)
 
 
+@program
 def masked_outer(a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
     """grouped_outer as one masked product, for sizes that are not hostile."""
     return jnp.einsum("...mg,...mk,...mn->...gkn", _mask(sizes, a.shape[-2]).astype(a.dtype), a, b)
 
 
+@functools.partial(program, static_argnames="activation")
 def grouped_mlp(x, w1, w2, sizes, gate=None, row_scale=None, activation=jax.nn.gelu):
     """Rows gather their weights; only those that have a group count."""
     group, has = rows(sizes, x.shape[0])
@@ -49,6 +60,7 @@ def _scores(logits, scoring):
     return jax.nn.softmax(logits) if scoring == "softmax" else jax.nn.sigmoid(logits)
 
 
+@functools.partial(program, static_argnames=("k", "scoring", "renormalize"))
 def route(logits, k=2, scoring="softmax", renormalize=True, bias=None):
     """Indices and weights by definition: scores of all experts, the k best by score and bias, divided by their sum."""
     scores = _scores(logits, scoring)
@@ -57,6 +69,7 @@ def route(logits, k=2, scoring="softmax", renormalize=True, bias=None):
     return best, weights / weights.sum(-1, keepdims=True) if renormalize else weights
 
 
+@functools.partial(program, static_argnames=("k", "activation", "scoring", "renormalize"))
 def moe(
     x, logits, gate, up, down, k=2, *, activation=jax.nn.silu, scoring="softmax", renormalize=True, selection_bias=None
 ):
@@ -71,6 +84,7 @@ def moe(
     return jnp.einsum("...te,...teh,ehn->...tn", weights, h, down)
 
 
+@functools.partial(program, static_argnames=("k", "scoring"))
 def load_balance_loss(logits, k=2, scoring="softmax", bias=None):
     experts = logits.shape[-1]
     indices = route(logits, k, scoring, False, bias)[0]

@@ -255,7 +255,7 @@ def device_source(epilogues):
 
 def compiled(epilogues):
     pytest.importorskip("cuda.bindings", reason="NVRTC's bindings are not installed")
-    cubin = compiler.compile_source(device_source(epilogues), name="elements", arch="sm_90a")
+    cubin = compiler.compile_kernel(device_source(epilogues), name="elements", arch="sm_90a")
     assert "warning" not in cubin.log, cubin.log
     assert (cubin.resources.spill_store_bytes, cubin.resources.spill_load_bytes) == (0, 0)
     return cubin

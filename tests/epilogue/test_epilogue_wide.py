@@ -268,5 +268,5 @@ def test_all_compile_for_the_device():
         calls.append(f"  if (which == -{i + 1}) {{ auto x = static_cast<{carrier}*>(p[0]) + t; *x = {combined}; }}\n")
     body = "".join(calls)
     parts.append(f'extern "C" __global__ void elements(int which, void** p) {{\n  int t = threadIdx.x;\n{body}}}\n')
-    cubin = compiler.compile_source("".join(parts), name="elements", arch="sm_90a")
+    cubin = compiler.compile_kernel("".join(parts), name="elements", arch="sm_90a")
     assert "warning" not in cubin.log, cubin.log

@@ -30,7 +30,7 @@ def xla_us(report):
 
 
 def ints(seed, shape):
-    return jnp.asarray(np.random.default_rng(seed).integers(-2, 3, shape), BF16)
+    return jax.device_put(np.random.default_rng(seed).integers(-2, 3, shape).astype(BF16))
 
 
 def projections(x, q, k, v):

@@ -118,7 +118,7 @@ def test_batches_and_slots_on_the_host(shared, tmp_path):
 def test_machine_code():
     for config in (gather.Config(), gather.Config(7, 4, 4096)):
         kernel = gather.Kernel(problem(), config)
-        cubin = compiler.compile_source(kernel.source, name=kernel.name, arch=gather.ARCH)
+        cubin = compiler.compile_kernel(kernel.source, name=kernel.name, arch=gather.ARCH)
         assert "warning" not in cubin.log
         assert cubin.resources.spill_store_bytes == cubin.resources.stack_bytes == 0
         assert code_bytes(cubin.image) <= 16_000

@@ -123,7 +123,7 @@ def test_what_a_launch_is_told(config, source):
 def test_machine_code_of_sm90():
     """The producer copies the rows, 16 bytes a thread, and TMA still brings b; the widest tile does not spill."""
     kernel = sm90.resolved(gathered(BF16, 900), cutjax.Config(256, 128))
-    cubin = compiler.compile_source(kernel.source, name=kernel.name, arch="sm_90a")
+    cubin = compiler.compile_kernel(kernel.source, name=kernel.name, arch="sm_90a")
     assert "warning" not in cubin.log
     assert (cubin.resources.spill_store_bytes, cubin.resources.spill_load_bytes) == (0, 0)
     found = instructions(cubin.image)

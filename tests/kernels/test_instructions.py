@@ -46,13 +46,13 @@ extern "C" __global__ void one({result[0]}* y, {factor[0]}* x) {{
 def multiplying(texts, arch):
     """The instructions that multiply, of kernels in one cubin: the disassembler takes longer to start than to run."""
     names = [text.replace("void one(", f"void k{i}(") for i, text in enumerate(texts)]
-    found = instructions(compiler.compile_source("\n".join(names), name="all", arch=arch).image)
+    found = instructions(compiler.compile_kernel("\n".join(names), name="all", arch=arch).image)
     return sorted(code for code, count in found.items() for _ in range(count) if multiplies(code))
 
 
 def compiles(text, arch):
     try:
-        compiler.compile_source(text, name="one", arch=arch)
+        compiler.compile_kernel(text, name="one", arch=arch)
     except compiler.CompileError as error:
         if "sm_" not in error.log:  # "Feature ... requires .target sm_80 or higher"
             raise

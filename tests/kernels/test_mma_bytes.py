@@ -54,7 +54,7 @@ def test_products_are_exact(way, kind, layout, arch, sizes, tmp_path, compile_no
 @pytest.mark.parametrize(("way", "arch", "opcode"), INSTRUCTIONS)
 def test_instructions_of_two_dtypes(way, arch, opcode):
     kernel = mma.resolved(products.Item(way, "dense", "nt", 64, 64, 64, arch=arch).problem, Config(32, 32, 64, 32, 32))
-    cubin = compiler.compile_source(kernel.source, name=kernel.name, arch=arch)
+    cubin = compiler.compile_kernel(kernel.source, name=kernel.name, arch=arch)
     assert cubin.resources.spill_store_bytes == 0
     assert [code for code in instructions(cubin.image) if code.startswith(opcode)]
 
@@ -68,7 +68,7 @@ def test_groups_of_k_do_not_spill(way, arch):
     whole = [config for config in served if not config.slim and config.splits == 1]
     kernel = mma.resolved(asked, max(whole, key=lambda config: config.wm * config.wn * config.bk))
     assert kernel.units == (1, 1)
-    cubin = compiler.compile_source(kernel.source, name=kernel.name, arch=arch)
+    cubin = compiler.compile_kernel(kernel.source, name=kernel.name, arch=arch)
     assert cubin.resources.spill_store_bytes == 0, f"{kernel.name}: {cubin.resources}"
 
 

@@ -71,7 +71,7 @@ def compiled(dtype, math, arch):
     way = math_of(asked)
     config = Config(16, 32, way.depths[0], 16, 16 if way.words > 8 else 32, stages=2)
     kernel = mma.resolved(asked, config)
-    cubin = compiler.compile_source(kernel.source, name=kernel.name, arch=arch)
+    cubin = compiler.compile_kernel(kernel.source, name=kernel.name, arch=arch)
     assert "warning" not in cubin.log
     assert cubin.resources.spill_store_bytes == 0
     return cubin.image

@@ -55,7 +55,7 @@ def kernels(text):
 def compile_all(texts):
     def one(item):
         (name, arch), source = item
-        return name, compiler.compile_source(source, name=name, arch=arch)
+        return name, compiler.compile_kernel(source, name=name, arch=arch)
 
     with ThreadPoolExecutor(2) as pool:
         for name, cubin in pool.map(one, texts.items()):

@@ -111,7 +111,7 @@ def test_configs_compile_without_spills(layout):
         served = [config for config in slim.configs(asked) if not cutjax.reasons(config, asked)]
         for config in [served[0], served[-1]][i:]:
             kernel = mma.resolved(asked, config)
-            cubin = compiler.compile_source(kernel.source, name=kernel.name, arch="sm_80")
+            cubin = compiler.compile_kernel(kernel.source, name=kernel.name, arch="sm_80")
             assert cubin.resources.spill_store_bytes == 0, f"{kernel.name}: {cubin.resources}"
 
 

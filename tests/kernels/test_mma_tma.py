@@ -191,7 +191,7 @@ def test_what_a_launch_is_told():
 def test_machine_code(dtype, math, layout, arch, opcode, config):
     """One instruction brings a box; no thread computes an address, or waits for all others, for each block of k."""
     kernel = mma.resolved(kernel_host.problem(dtype, math, layout, arch, 512, 512, 512), config)
-    cubin = compiler.compile_source(kernel.source, name=kernel.name, arch=arch)
+    cubin = compiler.compile_kernel(kernel.source, name=kernel.name, arch=arch)
     assert "warning" not in cubin.log
     assert (cubin.resources.spill_store_bytes, cubin.resources.spill_load_bytes) == (0, 0)
     found = instructions(cubin.image)

@@ -106,7 +106,7 @@ def test_kernels_do_not_spill(arch, wide, narrow, layout):
     m = 2 if ARCHS.index(arch) % 2 else 4096
     kernels = list(served(problem(wide, narrow, layout, arch, m, 4096, 4096, np.dtype(wide))).values())
     kernel = kernels[-1] if m == 2 else kernels[0]
-    cubin = compiler.compile_source(kernel.source, name=kernel.name, arch=arch)
+    cubin = compiler.compile_kernel(kernel.source, name=kernel.name, arch=arch)
     assert "warning" not in cubin.log
     assert cubin.resources.spill_store_bytes == 0, f"{kernel.name}: {cubin.resources}"
     assert kernel.config.slim or [code for code in instructions(cubin.image) if code.startswith("HMMA")]

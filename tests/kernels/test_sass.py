@@ -46,7 +46,7 @@ CONFIGS = [
 )
 def test_the_mainloop_is_uniform(config, layout):
     kernel = sm90.resolved(cutjax.Problem.of(4096, 4096, 4096, layout), config)
-    cubin = compiler.compile_source(kernel.source, name=kernel.name, arch="sm_90a")
+    cubin = compiler.compile_kernel(kernel.source, name=kernel.name, arch="sm_90a")
     text = disassembly(cubin.image)
     loop = innermost_loop(text)
     counts = collections.Counter(opcode.split(".")[0] for opcode in loop)

@@ -149,10 +149,10 @@ def test_what_xla_makes_of_parts(name, compile_nothing):
     asked = problem(*CASES[name], sizes=(64, 128, 4096))
     plan = sm90.resolved(asked, Config(64, 32, 64, 4, splits=3)).call()
     rng = np.random.default_rng(1)
-    parts = [jnp.asarray(rng.integers(-2, 3, (3, 64, 128)), jnp.float32) for _ in range(asked.products)]
+    parts = [jax.device_put(rng.integers(-2, 3, (3, 64, 128)).astype(np.float32)) for _ in range(asked.products)]
     shapes = [(64 if spec.row else 1, 128 if spec.col else 1) for spec in asked.epilogue.operands]
     operands = [
-        jnp.asarray(rng.integers(-2, 3, shape), spec.dtype)
+        jax.device_put(rng.integers(-2, 3, shape).astype(spec.dtype))
         for shape, spec in zip(shapes, asked.epilogue.operands, strict=True)
     ]
     assert plan.finish is not None

@@ -42,7 +42,7 @@ def test_the_transposed_epilogue_is_the_epilogue_of_what_is_transposed(shape):
     rng = np.random.default_rng(0)
 
     def array(*of):
-        return jnp.asarray(rng.integers(-9, 10, of), F32)
+        return jax.device_put(rng.integers(-9, 10, of).astype(F32))
 
     def fn(acc, s, r, c, x):
         y = places(acc * s + x, acc.shape) * r - c
@@ -54,8 +54,12 @@ def test_the_transposed_epilogue_is_the_epilogue_of_what_is_transposed(shape):
     assert epilogue.transposed != epilogue
     assert epilogue.transposed.transposed == epilogue
     assert {spec.row for spec in epilogue.operands} == {False, True}
-    turned = epilogue.transposed.apply([acc.mT], [x.mT for x in found.operands])
-    for out, there, here in zip(epilogue.outputs, turned, epilogue.apply([acc], found.operands), strict=True):
+
+    @jax.jit
+    def both(acc, xs):
+        return epilogue.transposed.apply([acc.mT], [x.mT for x in xs]), epilogue.apply([acc], xs)
+
+    for out, there, here in zip(epilogue.outputs, *both(acc, found.operands), strict=True):
         np.testing.assert_array_equal(there if out.reduce else there.mT, here)
 
 

@@ -241,7 +241,7 @@ OPCODES |= {"s8xu8": "IGMMA.64x128x32.S8.U8", "e4m3xe5m2": "QGMMA.64x128x32.F32.
 def test_the_mainloop_multiplies_and_little_else(kind):
     config = Config(128, 128)
     kernel = sm90.resolved(problem(kind, 4096, 4096, 4096, "nt"), config)
-    cubin = compiler.compile_source(kernel.source, name=kernel.name, arch="sm_90a")
+    cubin = compiler.compile_kernel(kernel.source, name=kernel.name, arch="sm_90a")
     loop = innermost_loop(disassembly(cubin.image))
     multiplied = [opcode for opcode in loop if "GMMA" in opcode]
     assert {opcode.removesuffix(".gsb0") for opcode in multiplied} == {OPCODES[kind]}

@@ -7,6 +7,7 @@ import functools
 import flax_cases
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from checks import close, normal, run_docstring
 from flax import linen as nn
@@ -44,14 +45,18 @@ def results(layer, activation, variables, x):
     return jax.tree.leaves((y, grads))
 
 
+def both(layer, layers, activation=None):
+    """The results of our layer and of Flax's, in one program."""
+    return jax.jit(lambda *args: (results(layer, None, *args), results(layers, activation, *args)))
+
+
 def check(kind, args, kwargs, shape, dtypes, activation=jax.nn.relu):
     x_dtype, dtype, param_dtype, _ = DTYPES[dtypes]
     kwargs |= {"kernel_init": whole, "bias_init": whole, "dtype": dtype, "param_dtype": param_dtype}
     layer, flaxs = pair(kind, args, **kwargs)
     layer, x = layer.copy(activation=activation), whole(None, shape, x_dtype)
     with jax.numpy_dtype_promotion("standard"):
-        variables = layer.init(KEY, x)
-        same_numbers(results(layer, None, variables, x), results(flaxs, activation, variables, x))
+        same_numbers(*both(layer, flaxs, activation)(jax.jit(layer.init)(KEY, x), x))
 
 
 @pytest.mark.parametrize(
@@ -75,8 +80,14 @@ def test_einsum_equals_flax(equation, x, kernel, bias):
 def test_einsum_of_the_call():
     layer, flaxs = pair("Einsum", ((8, 5),))
     x = normal(0, (3, 8))
-    variables = layer.init(KEY, x, "ab,bc->ac")
-    close(layer.apply(variables, x, " a b, b c -> a c"), flaxs.apply(variables, x, "ab,bc->ac"))
+
+    @jax.jit
+    def program(x):
+        variables = layer.init(KEY, x, "ab,bc->ac")
+        return variables, layer.apply(variables, x, " a b, b c -> a c"), flaxs.apply(variables, x, "ab,bc->ac")
+
+    variables, *found = program(x)
+    close(*found)
     with pytest.raises(ValueError, match="exactly two operands"):
         layer.apply(variables, x, "ab->a")
 
@@ -95,7 +106,7 @@ def test_parameters_are_those_of_flax(kind, args, shape, boxed):
     init = nn.initializers.lecun_normal()
     init = nn.with_partitioning(init, ("x", "y")) if boxed else init
     layers = pair(kind, args, kernel_init=init, bias_init=nn.initializers.normal(), param_dtype=jnp.bfloat16)
-    got, expected = (layer.init(KEY, normal(0, shape, jnp.bfloat16)) for layer in layers)
+    got, expected = jax.jit(lambda x: [layer.init(KEY, x) for layer in layers])(normal(0, shape, jnp.bfloat16))
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     assert isinstance(got["params"]["kernel"], nn.Partitioned) == boxed
     same_numbers(*map(jax.tree.leaves, (got, expected)))
@@ -118,9 +129,9 @@ class Layers(nn.Module):
 def test_mlp(kind, use_bias):
     block = getattr(ours, kind)(16, 5, use_bias=use_bias, bias_init=nn.initializers.normal())
     layers, x = Layers(kind == "GatedMLP", use_bias), normal(0, (2, 3, 8))
-    variables = layers.init(KEY, x)
-    same_numbers(*(jax.tree.leaves(layer.init(KEY, x)) for layer in (block, layers)))
-    close(results(block, None, variables, x), results(layers, None, variables, x))
+    got, variables = jax.jit(lambda x: [layer.init(KEY, x) for layer in (block, layers)])(x)
+    same_numbers(*map(jax.tree.leaves, (got, variables)))
+    close(*both(block, layers)(variables, x))
 
 
 def moe(**how):
@@ -129,21 +140,27 @@ def moe(**how):
 
 def test_moe_is_its_definition_and_sows_its_losses():
     layer, x = moe(), normal(1, (2, 3, 8))
-    variables = layer.init(KEY, x)
+    variables = jax.jit(layer.init)(KEY, x)
     assert list(variables) == ["params"]
     params = variables["params"] | {"router": variables["params"]["router"]["kernel"]}
-    logits = x @ params["router"]
 
+    @jax.jit
     def choose(logits):
         best, at = jax.lax.top_k(logits, 2)
         return (jax.nn.one_hot(at, 4) * jax.nn.softmax(best)[..., None]).sum(-2)
 
     y, state = jax.jit(functools.partial(layer.apply, mutable=["losses", "intermediates"]))(variables, x)
-    close(y, flax_cases.experts(x, params, choose))
-    close(state["losses"]["router_z_loss"], (jax.nn.logsumexp(logits, -1) ** 2).mean())
-    share = (choose(logits) > 0).reshape(-1, 4).mean(0) / 2
-    close(state["losses"]["load_balance_loss"], 4 * (share * jax.nn.softmax(logits).reshape(-1, 4).mean(0)).sum())
-    assert state["intermediates"]["tokens_per_expert"].tolist() == (share * 12).tolist()
+
+    @jax.jit
+    def expected(x, params):
+        logits = x @ params["router"]
+        share = (choose(logits) > 0).reshape(-1, 4).mean(0) / 2
+        balance = 4 * (share * jax.nn.softmax(logits).reshape(-1, 4).mean(0)).sum()
+        return flax_cases.experts(x, params, choose), (jax.nn.logsumexp(logits, -1) ** 2).mean(), balance, share
+
+    *found, share = expected(x, params)
+    close([y, state["losses"]["router_z_loss"], state["losses"]["load_balance_loss"]], found)
+    assert state["intermediates"]["tokens_per_expert"].tolist() == (np.asarray(share) * 12).tolist()
     close(jax.jit(layer.apply)(variables, x), y)
 
 
@@ -151,8 +168,8 @@ def test_experts_in_groups():
     """DeepSeek-V3's choice, with a bias that changes it, which is no parameter."""
     how = {"scoring": "sigmoid", "num_groups": 4, "groups_per_token": 2, "scale": 2.5, "use_selection_bias": True}
     layer, x = ours.MoE(16, 8, 3, **how), normal(1, (2, 6, 8))
-    variables = layer.init(KEY, x)
-    variables["router_state"]["selection_bias"] = bias = 0.3 * normal(2, (8,))
+    variables = jax.jit(layer.init)(KEY, x)
+    variables["router_state"]["selection_bias"] = bias = 0.3 * np.asarray(normal(2, (8,)))
     params = variables["params"] | {"router": variables["params"]["router"]["kernel"]}
     choose = functools.partial(flax_cases.of_groups, bias=bias, k=3, groups=4, of_token=2, scale=2.5)
     close(jax.jit(layer.apply)(variables, x), flax_cases.experts(x, params, choose))
@@ -242,9 +259,8 @@ def test_a_dot_general_of_the_user(kind):
 
     for how in ({"dot_general": twice}, {"dot_general_cls": lambda: twice}):
         layer, flaxs = pair(kind, (5,), **how)
-        variables = layer.init(KEY, normal(0, (3, 8)))
-        got = layer.copy(activation=jax.nn.gelu).apply(variables, normal(0, (3, 8)))
-        close(got, jax.nn.gelu(flaxs.apply(variables, normal(0, (3, 8)))))
+        variables = jax.jit(layer.init)(KEY, normal(0, (3, 8)))
+        close(*both(layer.copy(activation=jax.nn.gelu), flaxs, jax.nn.gelu)(variables, normal(0, (3, 8))))
 
 
 @pytest.mark.parametrize(

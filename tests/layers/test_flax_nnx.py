@@ -47,6 +47,11 @@ def results(layer, activation, x, c):
     return jax.tree.leaves((y, grads))
 
 
+def both(layer, flaxs, activation):
+    """The results of our layer and of Flax's, in one program."""
+    return jax.jit(lambda *args: (results(layer, None, *args), results(flaxs, activation, *args)))
+
+
 def check(kind, args, kwargs, shape, dtypes, activation=jax.nn.relu):
     x_dtype, dtype, param_dtype, wide = DTYPES[dtypes]
     kwargs |= {"kernel_init": whole, "bias_init": whole, "dtype": dtype, "param_dtype": param_dtype}
@@ -55,7 +60,7 @@ def check(kind, args, kwargs, shape, dtypes, activation=jax.nn.relu):
     x = whole(None, shape, x_dtype)
     with jax.numpy_dtype_promotion("standard"):
         c = whole(None, jax.eval_shape(layer, x).shape, jnp.float32)
-        same_numbers(results(layer, None, x, c), results(flaxs, activation, x, c))
+        same_numbers(*both(layer, flaxs, activation)(x, c))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +87,7 @@ def test_einsum_equals_flax(equation, x, kernel, bias, activation):
 def test_einsum_of_the_call():
     layer, flaxs = pair("Einsum", ("ab,bc->ac", (8, 5), (5,)))
     x = normal(0, (3, 8))
-    close(layer(x, " a b, b c -> c a"), flaxs(x, "ab,bc->ca"))
+    close(*jax.jit(lambda x: (layer(x, " a b, b c -> c a"), flaxs(x, "ab,bc->ca")))(x))
     with pytest.raises(ValueError, match="exactly two operands"):
         layer(x, "ab->a")
 
@@ -93,8 +98,7 @@ def test_gelu_is_flax_s_to_rounding(dtype, tolerance):
     layer, flaxs = pair("Linear", (64, 32), dtype=dtype, bias_init=nnx.initializers.normal())
     layer.activation, x = jax.nn.gelu, normal(1, (4, 64))
     with jax.numpy_dtype_promotion("standard"):
-        got = results(layer, None, x, normal(2, (4, 32)))
-        close(got, results(flaxs, jax.nn.gelu, x, normal(2, (4, 32))), tolerance)
+        close(*both(layer, flaxs, jax.nn.gelu)(x, normal(2, (4, 32))), tolerance)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +131,7 @@ def blocks():
     }
 
 
-BLOCKS = blocks()
+BLOCKS = nnx.jit(blocks)()
 
 
 @pytest.mark.parametrize(
@@ -211,13 +215,17 @@ def test_losses_have_gradients_under_nnx():
     close(grads.down_kernel[...], without.down_kernel[...])
 
 
+def stacked(state):
+    """A state and its half: both as one, and each."""
+    return jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), state), state, jax.tree.map(lambda x: 0.5 * x, state)
+
+
 @pytest.mark.parametrize("kind", ["Linear", "MoE"])
 def test_transformations(kind):
     """vmap of an ensemble, and its layers one after the other in a scan with remat, against a loop."""
-    x, each = normal(0, (2, 3, 8)), [blocks()[kind] for _ in range(2)]
-    graph, _ = nnx.split(each[0])
-    stack = nnx.merge(graph, jax.tree.map(lambda *xs: jnp.stack([xs[0], 0.5 * xs[1]]), *map(nnx.state, each)))
-    each = [nnx.merge(graph, jax.tree.map(lambda v, i=i: v[i], nnx.state(stack))) for i in range(2)]
+    x = normal(0, (2, 3, 8))
+    graph, state = nnx.split(BLOCKS[kind])
+    stack, *each = (nnx.merge(graph, state) for state in jax.jit(stacked)(state))
 
     @nnx.jit
     def programs(stack, each, x):
@@ -276,9 +284,14 @@ def test_activation_of_a_module():
     prelu = nnx.PReLU()
     layer, x = ours.Linear(8, 5, activation=prelu, rngs=nnx.Rngs(0)), normal(0, (3, 8))
     flaxs = nnx.Linear(8, 5, rngs=nnx.Rngs(0))
-    close(layer(x), prelu(flaxs(x)))
-    got = nnx.grad(lambda layer: layer(x).sum())(layer).activation.negative_slope[...]
-    close(got, nnx.grad(lambda prelu: prelu(flaxs(x)).sum())(prelu).negative_slope[...])
+
+    @nnx.jit
+    def program(layer, prelu):
+        got = nnx.grad(lambda layer: layer(x).sum())(layer).activation.negative_slope[...]
+        wanted = nnx.grad(lambda prelu: prelu(flaxs(x)).sum())(prelu).negative_slope[...]
+        return (layer(x), got), (prelu(flaxs(x)), wanted)
+
+    close(*program(layer, prelu))
 
 
 @pytest.mark.parametrize("where", ["dot_general", "sharded"])

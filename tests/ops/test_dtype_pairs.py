@@ -30,16 +30,16 @@ def values(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
     """Numbers that the dtype holds and others do not: of its own largest magnitudes, and of its last bits."""
     rng, kind = np.random.default_rng(seed), jnp.dtype(dtype)
     if dtype == "bool":
-        return jnp.asarray(rng.integers(0, 2, shape).astype(bool))
+        return jax.device_put(rng.integers(0, 2, shape).astype(bool))
     if jnp.issubdtype(kind, jnp.integer):
         most, least = min(int(jnp.iinfo(dtype).max), 200), max(int(jnp.iinfo(dtype).min), -200)
-        return jnp.asarray(rng.integers(least, most + 1, shape)).astype(dtype)
+        return jax.device_put(rng.integers(least, most + 1, shape).astype(dtype))
     last = 2.0 ** -min(jnp.finfo(dtype).nmant, 7)
     found = rng.choice([0.5, 1.0, 2.0, 4.0], shape) * (1 + last * rng.integers(0, 2, shape))
     found *= 1 if dtype == "float8_e8m0fnu" else rng.choice([-1, 1], shape)
     if kind.kind == "c":
         found = found + 1j * rng.choice([-1.0, 0.5, 2.0], shape)
-    return jnp.asarray(found).astype(dtype)
+    return jax.device_put(found.astype(dtype))
 
 
 def products(out: Any) -> dict[str, tuple[Function, Function]]:

@@ -22,7 +22,7 @@ DTYPES = ("bfloat16", "float16", "float32", "int8", "uint8", "int32", "complex64
 def test_every_dtype_as_matmul(dtype, on_cuda):
     """Both forms of the reference: the one other platforms lower, and XLA's on CUDA."""
     rng = np.random.default_rng(0)
-    a, b = (jnp.asarray(rng.integers(0, 3, shape)).astype(dtype) for shape in ((2, 4, 8), (8, 6)))
+    a, b = (jax.device_put(rng.integers(0, 3, shape).astype(dtype)) for shape in ((2, 4, 8), (8, 6)))
     got = cutjax.gemm(a, b)
     if on_cuda:
         got = reference(a[:, None], b[None, None], layout="nn", out_dtype=a.dtype, on_cuda=True)[:, 0]

@@ -177,7 +177,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "uint8", "i
 def test_every_dtype(dtype, on_cuda):
     """Both forms of the reference: the one other platforms lower, and XLA's on CUDA."""
     rng = np.random.default_rng(0)
-    x, w, dy = (jnp.asarray(rng.integers(0, 2, s)).astype(dtype) for s in ((20, K), (3, K, N), (20, N)))
+    x, w, dy = (jax.device_put(rng.integers(0, 2, s).astype(dtype)) for s in ((20, K), (3, K, N), (20, N)))
     sizes = jnp.array([4, 0, 9])
     if on_cuda and dtype in ("float8_e4m3fn", "int8"):
         pytest.skip("XLA's CPU backend has no such product, which the form for CUDA leaves to XLA")

@@ -23,7 +23,7 @@ S = jnp.array([M])
 
 def values(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
     """Numbers that every dtype here holds; float8_e8m0fnu has neither zero nor sign."""
-    return jnp.asarray(np.random.default_rng(seed).choice([1.0, 2.0, 4.0], shape)).astype(dtype)
+    return jax.device_put(np.random.default_rng(seed).choice([1.0, 2.0, 4.0], shape).astype(dtype))
 
 
 def plain(x, w, out):
@@ -153,20 +153,19 @@ def moe(x, w, v, b, b2):
 def test_layers(layer, dtype):
     """Near those of the same numbers in float32, where a cotangent is beyond the operands' range."""
     rng = np.random.default_rng(0)
-    x, w, v = (jnp.asarray(rng.standard_normal(s) / 4).astype(dtype) for s in ((M, K), (K, N), (N, K)))
+    x, w, v = (jax.device_put((rng.standard_normal(s) / 4).astype(dtype)) for s in ((M, K), (K, N), (N, K)))
     b, b2 = jnp.full(N, 0.5), jnp.full(K, 0.25)
 
     def gradients(x, w, v, b, b2):
         return jax.grad(lambda *args: (layer(*args) * 2000).sum() / 2000, (0, 1, 2, 3, 4))(x, w, v, b, b2)
 
     got = jax.jit(gradients)(x, w, v, b, b2)
-    expected = jax.jit(gradients)(*(y.astype(jnp.float32) for y in (x, w, v)), b, b2)
-    for y, z in zip(got, expected, strict=True):
-        assert np.isfinite(y.astype(jnp.float32)).all()
+    expected = jax.jit(gradients)(*(np.asarray(y).astype(np.float32) for y in (x, w, v)), b, b2)
+    for y, z in zip(jax.tree.map(lambda y: np.asarray(y).astype(np.float32), got), expected, strict=True):
+        assert np.isfinite(y).all()
         # The cotangent of what lies between the products may be of the operands' dtype, as in plain JAX.
         # float8_e5m2 rounds by 2^-3, and the terms of a sum cancel: 0.27, or less where XLA leaves a rounding out.
-        scale = float(jnp.abs(z).max())
-        np.testing.assert_allclose(y.astype(jnp.float32), z, atol=scale * 0.35)
+        np.testing.assert_allclose(y, z, atol=np.abs(z).max() * 0.35)
 
 
 @pytest.mark.parametrize("dtype", ["int4", "uint4"])

@@ -61,14 +61,21 @@ def test_values_and_gradients_are_those_of_converted_weights(wide, dtype):
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
 def test_quantized_is_within_a_step(dtype):
     """Steps of int8 are the largest magnitude over 127; those of float8 2^-3 or 2^-2 of a number. Half either way."""
-    w = normal(0, (K, N)).at[:, 3].set(0)
-    q = Quantized.of(w, dtype)
+    w = np.array(normal(0, (K, N)))
+    w[:, 3] = 0
+
+    @jax.jit
+    def program(w):
+        q = Quantized.of(w, dtype)
+        return q, Quantized.of(w.mT, dtype, layout="t"), q.dequantize(), q.dequantize(BF16)
+
+    q, turned, wide, rounded = program(w)
     assert (q.values.dtype, q.values.shape, q.scale.shape) == (jnp.dtype(dtype), (K, N), (1, N))
-    step = jnp.abs(w).max(0) / 127 if dtype == "int8" else jnp.abs(w) * 2.0 ** (-3 if "e4m3" in dtype else -2)
-    least = jnp.abs(w).max(0) * 2**-12  # of float8, numbers below the smallest normal one
-    assert (jnp.abs(q.dequantize() - w) <= step * 0.5001 + least).all()
-    same(Quantized.of(w.mT, dtype, layout="t").values, q.values.mT)
-    assert q.dequantize(BF16).dtype == BF16
+    step = np.abs(w).max(0) / 127 if dtype == "int8" else np.abs(w) * 2.0 ** (-3 if "e4m3" in dtype else -2)
+    least = np.abs(w).max(0) * 2**-12  # of float8, numbers below the smallest normal one
+    assert (np.abs(np.asarray(wide) - w) <= step * 0.5001 + least).all()
+    same(turned.values, np.asarray(q.values).T)
+    assert rounded.dtype == BF16
 
 
 def test_the_scale_multiplies_what_is_added_up():
@@ -131,9 +138,8 @@ def test_gradients_of_quantized_weights():
 
 
 def test_layers_of_quantized_weights():
-    x, sizes = scaled(0, (M, K), BF16), jnp.array([5, 0, 6], jnp.int32)
-    gate, up, down = (Quantized.of(scaled(i, shape)) for i, shape in enumerate(((K, N), (K, N), (N, K)), 1))
-    wide = [w.dequantize() for w in (gate, up, down)]
+    x = scaled(0, (M, K), BF16)
+    given = [scaled(i, shape) for i, shape in enumerate(((K, N), (K, N), (N, K)), 1)]
 
     def ours(x, gate, up, down):
         return cutjax.mlp(x, up, down, gate=gate, activation=jax.nn.silu, b2=jnp.ones(K))
@@ -142,32 +148,55 @@ def test_layers_of_quantized_weights():
         x = x.astype(F32)
         return (jax.nn.silu(x @ gate) * (x @ up)) @ down + 1
 
-    close(ours(x, gate, up, down).astype(F32), plain(x, *wide), 2 * ROUNDING)
-    dx, dx_plain = (
-        jax.grad(lambda x, f=f, ws=ws: (f(x, *ws).astype(F32) ** 2).mean())(x)
-        for f, ws in ((ours, (gate, up, down)), (plain, wide))
-    )
-    close(dx, dx_plain, 4 * ROUNDING)
+    @jax.jit
+    def both(x, given):
+        weights = [Quantized.of(w) for w in given]
+        wide = [w.dequantize() for w in weights]
+        values = ours(x, *weights).astype(F32), plain(x, *wide)
+        gradients = [
+            jax.grad(lambda x, f=f, ws=ws: (f(x, *ws).astype(F32) ** 2).mean())(x)
+            for f, ws in ((ours, weights), (plain, wide))
+        ]
+        return values, gradients
 
-    gate, up, down = (Quantized.of(scaled(i, (3, *shape))) for i, shape in enumerate(((K, N), (K, N), (N, K)), 4))
-    wide = [w.dequantize() for w in (gate, up, down)]
-    got = cutjax.grouped_mlp(x, up, down, sizes, gate=gate)
-    close(got.astype(F32), oracles.grouped_mlp(x.astype(F32), wide[1], wide[2], sizes, wide[0]), 2 * ROUNDING)
-    logits = normal(7, (M, 3))
-    got = cutjax.moe(x, logits, gate, up, down)
-    close(got.astype(F32), oracles.moe(x.astype(F32), logits, *wide), 2 * ROUNDING)
-    rows = cutjax.grouped_gemm(x, Quantized(up.values, up.scale[:1]), sizes)
-    close(rows.astype(F32), oracles.masked_multiply(x.astype(F32), up.values * up.scale[:1], sizes), ROUNDING)
+    values, gradients = both(x, given)
+    close(*values, 2 * ROUNDING)
+    close(*gradients, 4 * ROUNDING)
+
+
+def test_layers_of_quantized_weights_in_groups():
+    x, logits = scaled(0, (M, K), BF16), normal(7, (M, 3))
+    given = [scaled(i, (3, *shape)) for i, shape in enumerate(((K, N), (K, N), (N, K)), 4)]
+
+    @jax.jit
+    def both(x, logits, sizes, given):
+        gate, up, down = weights = [Quantized.of(w) for w in given]
+        wide, wide_x = [w.dequantize() for w in weights], x.astype(F32)
+        rows = cutjax.grouped_gemm(x, Quantized(up.values, up.scale[:1]), sizes)
+        got = cutjax.grouped_mlp(x, up, down, sizes, gate=gate), cutjax.moe(x, logits, *weights), rows
+        expected = (
+            oracles.grouped_mlp(wide_x, wide[1], wide[2], sizes, wide[0]),
+            oracles.moe(wide_x, logits, *wide),
+            oracles.masked_multiply(wide_x, up.values * up.scale[:1], sizes),
+        )
+        return [y.astype(F32) for y in got], expected
+
+    *layers, rows = zip(*both(x, logits, np.array([5, 0, 6], np.int32), given), strict=True)
+    for layer in layers:
+        close(*layer, 2 * ROUNDING)
+    close(*rows, ROUNDING)
 
 
 def test_float32_takes_quantized_weights_too():
-    x, w = normal(0, (M, K)), Quantized.of(normal(1, (K, N)))
-    close(cutjax.gemm(x, w), x @ w.dequantize(), 1e-5)
-    close(
-        cutjax.mlp(x, w, Quantized.of(normal(2, (N, K)))),
-        cutjax.mlp(x, w.dequantize(), Quantized.of(normal(2, (N, K))).dequantize()),
-        1e-4,
-    )
+    @jax.jit
+    def both(x, *given):
+        w, v = map(Quantized.of, given)
+        products = cutjax.gemm(x, w), x @ w.dequantize()
+        return products, (cutjax.mlp(x, w, v), cutjax.mlp(x, w.dequantize(), v.dequantize()))
+
+    products, layers = both(normal(0, (M, K)), normal(1, (K, N)), normal(2, (N, K)))
+    close(*products, 1e-5)
+    close(*layers, 1e-4)
 
 
 # What a kernel reads.

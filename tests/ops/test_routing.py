@@ -26,6 +26,7 @@ def normal(seed, *shape):
 
 close = functools.partial(checks.close, tolerance=1e-6)
 LOGITS = normal(0, T, E)
+route = jax.jit(cutjax.route, static_argnames=("k", "scoring", "renormalize"))  # one program, not one an operation
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ LOGITS = normal(0, T, E)
 def test_experts_and_weights(k, scoring, renormalize, bias):
     bias = None if bias is None else normal(1, *bias)
     how = {"scoring": scoring, "renormalize": renormalize}
-    got = cutjax.route(LOGITS, k, selection_bias=bias, **how)
+    got = route(LOGITS, k, selection_bias=bias, **how)
     best = weights_of(LOGITS, k, bias=bias, **how)[0]
     assert got.indices.dtype == got.permutation.dtype == got.inverse.dtype == got.group_sizes.dtype == jnp.int32
     np.testing.assert_array_equal(got.indices, best)
@@ -65,16 +66,16 @@ def test_experts_and_weights(k, scoring, renormalize, bias):
 def test_rows_are_sorted_by_expert(batch):
     k = 3
     logits = normal(0, *batch, T, E)
-    got = cutjax.route(logits, k)
-    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(batch) :]), got)
+    got = route(logits, k)
+    flat = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[len(batch) :]), got)
     for indices, _, permutation, inverse, sizes in zip(*flat, strict=True):
         np.testing.assert_array_equal(permutation, np.argsort(indices.ravel(), kind="stable"))
         np.testing.assert_array_equal(inverse.ravel()[permutation], np.arange(T * k))
         np.testing.assert_array_equal(sizes, np.bincount(indices.ravel(), minlength=E))
-    mapped = cutjax.route
+    mapped = functools.partial(cutjax.route, k=k)
     for _ in batch:
-        mapped = jax.vmap(mapped, (0, None))
-    close(mapped(logits, k), got)
+        mapped = jax.vmap(mapped)
+    close(jax.jit(mapped)(logits), got)
 
 
 def test_of_equal_scores_the_first_expert_wins():
@@ -82,16 +83,17 @@ def test_of_equal_scores_the_first_expert_wins():
 
 
 def test_excluded_experts_and_nan():
-    logits = LOGITS.at[0].set(jnp.array([-jnp.inf, 1, -jnp.inf, 2, -jnp.inf, 3])).at[1, 4].set(jnp.nan)
+    logits = np.array(LOGITS)
+    logits[0], logits[1, 4] = [-np.inf, 1, -np.inf, 2, -np.inf, 3], np.nan
     for scoring in routing.SCORING:
-        got = cutjax.route(logits, 3, scoring=scoring)
+        got = route(logits, 3, scoring=scoring)
         assert got.indices[0].tolist() == [5, 3, 1]
         assert got.indices[1, 0] == 4
-        np.testing.assert_array_equal(jnp.isnan(got.weights).any(-1), jnp.arange(T) == 1)
-        gradient = jax.grad(lambda x, s=scoring: cutjax.route(x, 3, scoring=s).weights[:, 0].sum())(logits)
-        np.testing.assert_array_equal(jnp.isnan(gradient).any(-1), jnp.arange(T) == 1)
-    groups = jnp.array([0, 0, 0, -jnp.inf, -jnp.inf, -jnp.inf])  # the last three experts are out of reach
-    got = cutjax.route(LOGITS, 3, scoring="sigmoid", selection_bias=groups)
+        np.testing.assert_array_equal(np.isnan(got.weights).any(-1), np.arange(T) == 1)
+        gradient = jax.jit(jax.grad(lambda x, s=scoring: cutjax.route(x, 3, scoring=s).weights[:, 0].sum()))(logits)
+        np.testing.assert_array_equal(np.isnan(gradient).any(-1), np.arange(T) == 1)
+    groups = np.array([0, 0, 0, -np.inf, -np.inf, -np.inf], np.float32)  # the last three experts are out of reach
+    got = route(LOGITS, 3, scoring="sigmoid", selection_bias=groups)
     assert int(got.indices.max()) == 2
 
 
@@ -102,19 +104,20 @@ def test_sigmoids_that_underflow_have_weights():
 
 def test_weights_are_float32():
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
-        assert cutjax.route(LOGITS.astype(dtype)).weights.dtype == jnp.float32
-    close(cutjax.route(LOGITS.astype(jnp.bfloat16)), cutjax.route(LOGITS.astype(jnp.bfloat16).astype(jnp.float32)))
+        assert jax.eval_shape(cutjax.route, LOGITS.astype(dtype)).weights.dtype == jnp.float32
+    rounded = np.asarray(LOGITS).astype(jnp.bfloat16)
+    close(route(rounded), route(rounded.astype(np.float32)))
 
 
 def test_no_token():
-    got = cutjax.route(jnp.zeros((0, E)))
+    got = route(np.zeros((0, E), np.float32))
     assert got.group_sizes.tolist() == [0] * E
     assert got.dispatch(jnp.zeros((0, D))).shape == got.combine(jnp.zeros((0, D))).shape == (0, D)
 
 
 # Dispatch and combine.
 
-ROUTING = cutjax.route(LOGITS, 3)
+ROUTING = route(LOGITS, 3)
 X, ROWS = normal(1, T, D), normal(2, 3 * T, D)
 
 
@@ -151,8 +154,9 @@ def test_gather_and_sum(name):
 @pytest.mark.parametrize("mapped", [(1, None), (None, 0), (2, 0)], ids=str)
 def test_vmap(name, mapped):
     x = PAIRS[name][2]
-    r = ROUTING if mapped[1] is None else cutjax.route(normal(3, 4, T, E), 3)
-    x = x if mapped[0] is None else jnp.stack([x, -x, x + 1, 2 * x], mapped[0])
+    r = ROUTING if mapped[1] is None else route(normal(3, 4, T, E), 3)
+    x = np.asarray(x)
+    x = x if mapped[0] is None else np.stack([x, -x, x + 1, 2 * x], mapped[0])
 
     def gradient(f):
         return jax.grad(lambda x, r: (f(x, r) ** 3).sum())
@@ -170,8 +174,8 @@ def test_vmap(name, mapped):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32])
 def test_sum_is_rounded_once(dtype):
-    rows = (100 * ROWS).astype(dtype)
-    expected = rows[ROUTING.inverse].astype(jnp.float32).sum(-2).astype(dtype)
+    rows = (100 * np.asarray(ROWS)).astype(dtype)
+    expected = rows[np.asarray(ROUTING.inverse)].astype(np.float32).sum(-2).astype(dtype)
     np.testing.assert_array_equal(ROUTING.combine(rows), expected)
     assert ROUTING.dispatch(X.astype(dtype)).dtype == dtype
 
@@ -224,24 +228,26 @@ def test_on_explicit_axes():
 def test_load_balance_loss(k, scoring):
     got, expected = (functools.partial(f, k=k, scoring=scoring) for f in (cutjax.load_balance_loss, plain_loss))
     compare(lambda f: lambda x: (jax.value_and_grad(f)(x), jax.hessian(f)(x)), (got, expected), (LOGITS,), 1e-6)
-    close(got(LOGITS.reshape(3, -1, E)), got(LOGITS))
-    assert got(LOGITS.astype(jnp.bfloat16)).dtype == jnp.float32
+    close(jax.jit(got)(LOGITS.reshape(3, -1, E)), jax.jit(got)(LOGITS))
+    assert jax.eval_shape(got, LOGITS.astype(jnp.bfloat16)).dtype == jnp.float32
 
 
 def test_load_balance_loss_at_its_ends():
-    assert cutjax.load_balance_loss(100 * jnp.tile(jnp.eye(E), (2, 1)), k=1) == 1  # even
-    assert cutjax.load_balance_loss(100 * jnp.eye(E)[jnp.zeros(T, int)], k=1) == E  # all tokens to one expert
-    away = jnp.array([-2.0] + [0.0] * (E - 1))  # what counts is what was chosen: here never the expert of high score
-    assert cutjax.load_balance_loss(100 * jnp.eye(E)[jnp.zeros(T, int)], k=1, selection_bias=away) < 1e-6
+    loss = jax.jit(functools.partial(cutjax.load_balance_loss, k=1))
+    sure = 100 * np.eye(E, dtype=np.float32)
+    assert loss(np.tile(sure, (2, 1))) == 1  # even
+    assert loss(sure[np.zeros(T, int)]) == E  # all tokens to one expert
+    away = np.array([-2.0] + [0.0] * (E - 1), np.float32)  # what counts is what was chosen: never that of high score
+    assert loss(sure[np.zeros(T, int)], selection_bias=away) < 1e-6
 
 
 def test_router_z_loss():
     def expected(logits):
         return (jnp.log(jnp.exp(logits).sum(-1)) ** 2).mean()
 
-    close(jax.value_and_grad(cutjax.router_z_loss)(LOGITS), jax.value_and_grad(expected)(LOGITS))
-    assert cutjax.router_z_loss(LOGITS.astype(jnp.bfloat16)).dtype == jnp.float32
-    assert jnp.isfinite(cutjax.router_z_loss(1000 * LOGITS))
+    compare(jax.value_and_grad, (cutjax.router_z_loss, expected), (LOGITS,), 1e-6)
+    assert jax.eval_shape(cutjax.router_z_loss, LOGITS.astype(jnp.bfloat16)).dtype == jnp.float32
+    assert np.isfinite(jax.jit(cutjax.router_z_loss)(1000 * np.asarray(LOGITS)))
 
 
 REFUSED = [

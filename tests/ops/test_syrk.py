@@ -27,12 +27,12 @@ NEAR = {"float32": 4e-6, "float64": 1e-15}
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
 
 
 def integers(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
     """-2..2: every order of summation is exact, so results must be equal."""
-    return jnp.asarray(np.random.default_rng(seed).integers(-2, 3, shape)).astype(dtype)
+    return jax.device_put(np.random.default_rng(seed).integers(-2, 3, shape).astype(dtype))
 
 
 def symmetric(seed: int, *batch: int) -> jax.Array:

@@ -97,7 +97,7 @@ def test_export_round_trip(platforms):
     launch = re.compile(r"@cutjax_launch.*")
     assert launch.findall(restored.mlir_module()) == launch.findall(exported.mlir_module()) != []
     if "cpu" in platforms:
-        x = jnp.asarray(np.random.default_rng(0).integers(-2, 3, a.shape)).astype(H)
+        x = jax.device_put(np.random.default_rng(0).integers(-2, 3, a.shape).astype(H))
         np.testing.assert_array_equal(jax.jit(restored.call)(x), f(x))
 
 

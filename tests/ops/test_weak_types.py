@@ -23,7 +23,7 @@ WIDE = ("int64", "float64", "complex128")
 
 def operands(x64: bool) -> list[jax.Array]:
     """A matrix of every dtype, strong, and weak where there is a weak one: also made without x64, used with it."""
-    strong = [jnp.ones((2, 2), dtype) for dtype in (*DTYPES, *(WIDE if x64 else ()))]
+    strong = [jax.device_put(np.ones((2, 2), dtype)) for dtype in (*DTYPES, *(WIDE if x64 else ()))]
     weak = [jnp.broadcast_to(value, (2, 2)) for value in (1, 1.0, 1j)]
     with jax.enable_x64(False):
         weak += [jnp.broadcast_to(value, (2, 2)) for value in (1, 1.0, 1j)] if x64 else []

@@ -58,7 +58,7 @@ class Drawing:
 
     def array(self, *shape: int) -> int:
         """Adds an operand, and returns its number."""
-        self.args.append(jnp.asarray(self.rng.integers(-2, 3, shape).astype(np.float32)))
+        self.args.append(jax.device_put(self.rng.integers(-2, 3, shape).astype(np.float32)))
         return len(self.args) - 1
 
     def sizes(self, groups: int) -> jax.Array:
@@ -70,7 +70,7 @@ class Drawing:
         )
         if self.some(0.2):
             sizes[self.rng.integers(groups)] = self.pick([-3, 0, 2 * self.m])
-        return jnp.asarray(np.broadcast_to(sizes, (*(self.batch if self.some() else ()), groups)).astype(np.int32))
+        return jax.device_put(np.broadcast_to(sizes, (*(self.batch if self.some() else ()), groups)).astype(np.int32))
 
     def options(self, groups: int) -> tuple[jax.Array, dict[str, Any]]:
         """Sizes of all groups, and the group that the first of so many is."""
@@ -194,7 +194,7 @@ class Drawing:
         k, h, n = self.k, self.h, self.n
         batch = self.batched()
         self.array(*batch, self.m, k)
-        logits = jnp.asarray(self.rng.standard_normal((*batch, self.m, self.g)).astype(np.float32))
+        logits = jax.device_put(self.rng.standard_normal((*batch, self.m, self.g)).astype(np.float32))
         self.args.append(logits)
         self.array(self.g, k, h), self.array(self.g, k, h), self.array(self.g, h, n)
         chosen = int(self.rng.integers(1, self.g + 1))
