@@ -42,7 +42,8 @@ def run(found, arrays, folder):
     results = [np.full((p.m, p.n), 7).astype(out.dtype) for out in p.epilogue.outputs]
     given = [kernel_host.aligned(x) for x in (*arrays, *results)]
     if found.geometry.gradient:
-        given.append(kernel_host.aligned(np.full(found._scratch.shape, np.nan, found._scratch.dtype)))
+        scratch = found.scratch
+        given.append(kernel_host.aligned(np.full(scratch.shape, np.nan, scratch.dtype)))
     for entry in found.entries:
         kernel_host.run(entry, given, folder, blocks=entry.blocks)
     return given[len(arrays) : len(arrays) + len(results)]
@@ -98,6 +99,11 @@ def test_toeplitz_matrices_are_exact(images, image, window, channels, config, tm
     found = family.resolve(problem, Config(2, 8, rows, warps, 32 * warps, stages, 1, 0, True))
     (got,) = run(found, (x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)), tmp_path)
     np.testing.assert_array_equal(got, windows.forward(x, w, view, channels, flipped, "k"))
+    g = rng.integers(-1, 2, (view.rows, channels))
+    problem = convolution.weight_gradient(view, channels, out_dtype="float32")
+    found = family.resolve(problem, Config(2, 8, rows, warps, 32 * warps, stages, 1, 2, True))
+    (got,) = run(found, (x.astype(jnp.bfloat16), g.astype(jnp.bfloat16)), tmp_path)
+    np.testing.assert_array_equal(got, windows.weight_gradient(x, g, view, channels))
 
 
 @needs_gxx
@@ -183,7 +189,7 @@ def test_what_a_config_is_refused_for(fields, why):
 
 @pytest.mark.parametrize(
     ("fields", "why"),
-    [({"pairs": 0}, "pairs=0"), ({"lanes": 64, "threads": 32}, "lanes=64"), ({"rows": 1.5}, "an int")],
+    [({"pairs": 0}, "pairs=0"), ({"lanes": 64, "threads": 32}, "lanes=64"), ({"rows": 1.5}, "expected int")],
 )
 def test_fields_that_no_config_has(fields, why):
     with pytest.raises(ValueError, match=why):

@@ -65,9 +65,11 @@ def _configs(problem: Problem, geometry: Geometry, pairs: int, strip: int) -> It
         fitting = [b for b in (8, 6, 4, 3, 2, 1) if device.registers_per_sm // (256 * b) >= shape.registers]
         blocks = next(iter(fitting), 1)
         if geometry.gradient:
-            rows = min(geometry.lines(strip), 32)
-            items = geometry.items(strip, rows)
             slots = device.sms * blocks
+            each = geometry.items(strip, 1) * shape.tiles * shape.slices // (slots * shape.across)
+            least = 4 if geometry.rows.window > 1 else 1  # others read the same rows of pixels
+            rows = max(least, min(geometry.lines(strip), 32, each))
+            items = geometry.items(strip, rows)
             parts = max(1, min(slots // (shape.tiles * shape.slices), -(-items // shape.across), 2048))
             yield Config(pairs, strip, -(-rows // done) * done, lanes, THREADS, ahead, blocks, parts)
             continue
@@ -81,11 +83,14 @@ def _configs(problem: Problem, geometry: Geometry, pairs: int, strip: int) -> It
 
 def _toeplitz(problem: Problem, geometry: Geometry) -> Iterator[Config]:
     """Yields kernels on the tensor cores, for windows of images that are wide enough to be worth it."""
-    if geometry.gradient or min(geometry.rows.window, geometry.columns.window) < 3:
+    if min(geometry.rows.window, geometry.columns.window) < 3:
         return
     device, grid = problem.device, geometry.rows.grid
     for warps, blocks in ((8, 2), (16, 1), (4, 4), (8, 1), (8, 3)):
-        whole = toeplitz.Shape(problem, Config(2, 8, grid, warps, 32 * warps, 4, blocks, 0, True), geometry)
-        wanted = 3 * device.sms * blocks
-        chunks = max(1, min(-(-wanted // whole.blocks), -(-grid // (2 * geometry.rows.window))))
-        yield Config(2, 8, -(-grid // chunks), warps, 32 * warps, 4, blocks, 0, True)
+        gradient = geometry.gradient
+        whole = toeplitz.Shape(problem, Config(2, 8, grid, warps, 32 * warps, 4, blocks, int(gradient), True), geometry)
+        wanted = (1 if gradient else 3) * device.sms * blocks
+        groups = whole.tiles * whole.groups
+        chunks = max(1, min(-(-wanted // groups), -(-grid // (2 * geometry.rows.window))))
+        parts = max(1, wanted // whole.tiles) if gradient else 0
+        yield Config(2, 8, -(-grid // chunks), warps, 32 * warps, 4, blocks, parts, True)

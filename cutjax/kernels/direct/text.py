@@ -30,17 +30,16 @@ def source(
 
 
 def _signature(arguments: Sequence[Argument]) -> str:
-    """Returns the parameters of a kernel, and those that it passes on."""
+    """Returns the parameters of a kernel, and those that it passes on: as a struct's, or an epilogue's."""
 
     def passed(to: str) -> str:
         return ", ".join(argument.passed for argument in arguments if argument.to == to)
 
+    structs = dict.fromkeys(argument.to for argument in arguments if argument.to not in ("", "extras"))
+    lines = [f"#define PARAMETERS {', '.join(argument.declaration for argument in arguments)}"]
+    lines += [f"#define {to.upper()} {{{passed(to)}}}" for to in structs]
     extras = passed("extras")
-    return f"""#define PARAMETERS {", ".join(argument.declaration for argument in arguments)}
-#define SIZES {{{passed("sizes")}}}
-#define TAP_PLACES {{{passed("places")}}}
-#define EXTRAS_ARGUMENTS {", " * bool(extras)}{extras}
-"""
+    return "\n".join([*lines, f"#define EXTRAS_ARGUMENTS {', ' * bool(extras)}{extras}", ""])
 
 
 def epilogue_text(

@@ -19,8 +19,8 @@ from cutjax.runtime.architectures import number
 PLACES, STRIP, FRAGMENT = 8, 8, 16  # of a strip; and strips of a fragment
 WIDEST = 9  # window: 16 pixels are read for 8 places
 DTYPES = ("bfloat16", "float16")
-BESIDE = 28  # registers of a thread beside sums, matrices and the places of its copies
-LAUNCH_US = 2.5
+BESIDE = 20  # registers of a thread beside sums, matrices and the places of its copies
+LAUNCH_US, SUM_US = 2.5, 3.0
 MMA_CLOCKS = 6.5  # of m16n8k16 on a quarter of an SM of sm_90
 
 
@@ -75,12 +75,28 @@ class Shape:
     @property
     def blocks(self) -> int:
         """Blocks of the launch."""
-        return self.tiles * self.pieces * -(-self.items // self.subs)
+        return self.tiles * (self.parts if self.geometry.gradient else self.groups)
+
+    @property
+    def groups(self) -> int:
+        """What blocks go through: chunks that share fragments, of each part of a row."""
+        return self.pieces * -(-self.items // self.subs)
+
+    @property
+    def parts(self) -> int:
+        """Parts of a weight gradient: no more than there are groups."""
+        return min(self.config.parts, self.groups)
+
+    @property
+    def pixels(self) -> tuple[int, int]:
+        """Pixels of a row of all chunks that share fragments: under windows, and of places."""
+        places = self.subs * STRIP * self.strips
+        return places + 8 * self.subs, places
 
     @property
     def loads(self) -> int:
         """Words that a thread copies of each row."""
-        return -(-self.subs * (STRIP * self.strips + 8) * self.lanes // self.threads)
+        return sum(-(-x // 32) for x in self.pixels[: 1 + self.geometry.gradient])
 
     @property
     def unit(self) -> int:
@@ -89,17 +105,20 @@ class Shape:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: stages of pixels, and two of results."""
-        pixels, places = self.subs * (STRIP * self.strips + 8), self.subs * self.strips * STRIP
-        pitch = (pixels + 27) // 32 * 32 + 4
+        """Shared memory of a block: stages of pixels, and of a result two rows."""
+        pitches = [(x + 27) // 32 * 32 + 4 for x in self.pixels]
+        if self.geometry.gradient:
+            return 4 * self.lanes * max(self.config.ahead * sum(pitches), 16 * 9)
+        places = self.pixels[1]
         of_place = (places + 7) // 8 * 8 + (2 if self.lanes > 8 else 4)
         words = sum(np.dtype(out.dtype).itemsize // 2 for out in self.problem.epilogue.outputs)
-        return 4 * self.lanes * (self.config.ahead * pitch + 2 * of_place * words)
+        return 4 * self.lanes * (self.config.ahead * pitches[0] + 2 * of_place * words) + 8 * places
 
     @property
     def registers(self) -> int:
         """Registers of a thread, about."""
-        return 12 * self.geometry.rows.window + 2 * self.loads + BESIDE
+        older = 8 * (number(self.problem.arch) < 90)
+        return 12 * self.geometry.rows.window + 2 * self.loads + BESIDE + older
 
     def reasons(self) -> list[str]:
         """Returns the reasons against these sizes."""
@@ -109,15 +128,17 @@ class Shape:
         if p.a.dtype.name not in DTYPES:
             found.append(f"{p.a.dtype.name}: Toeplitz matrices are of elements of 16 bits")
         plain = all(axis.stride == axis.dilation == axis.spread == axis.every == 1 for axis in (g.rows, g.columns))
-        if not plain or g.planes.window != 1 or g.planes.grid != 1 or g.channels * g.multiplier > 1 or g.gradient:
-            found.append("Toeplitz matrices are of one channel to one, of images without steps, forward")
+        if not plain or g.planes.window != 1 or g.planes.grid != 1 or g.channels * g.multiplier > 1:
+            found.append("Toeplitz matrices are of one channel to one, of images without steps")
         if g.pairs % 2:
             found.append(f"{g.pairs} channels: a warp has two")
         if not 2 <= max(g.columns.window, g.rows.window) <= WIDEST:
             found.append(f"a window of {g.rows.window} x {g.columns.window}: up to {WIDEST} along both axes")
         if any(np.dtype(out.dtype).itemsize not in (2, 4) for out in p.epilogue.outputs):
             found.append("results of other than 16 and 32 bits")
-        if (c.pairs, c.strip, c.parts, c.threads) != (2, STRIP, 0, self.threads) or c.lanes > 16 or c.ahead < 2:
+        if bool(c.parts) != g.gradient:
+            found.append(f"parts={c.parts}: those of a weight gradient, and of no other")
+        if (c.pairs, c.strip, c.threads) != (2, STRIP, self.threads) or c.lanes > 16 or c.ahead < 2:
             found.append("a block has up to 16 warps of 2 channels and strips of 8 places, two rows or more ahead")
         limit = min(255, device.registers_per_sm // (self.threads * c.blocks) // 8 * 8)
         if self.registers > limit:
@@ -127,7 +148,10 @@ class Shape:
         most = min(device.shared_bytes, device.shared_bytes_per_sm // c.blocks - 1024)
         if self.shared_bytes > most:
             found.append(f"{self.shared_bytes} bytes of shared memory, at most {most} with {c.blocks} blocks an SM")
-        sizes = {"blocks": self.blocks, "pixels": (g.rows.image + g.rows.grid + 64) * self.items * (g.columns.image + 128)}
+        sizes = {
+            "blocks": self.blocks,
+            "pixels": (g.rows.image + g.rows.grid + 64) * self.items * (g.columns.image + 128),
+        }
         return found + reasons.of_counters(sizes)
 
     @functools.cached_property
@@ -145,9 +169,11 @@ def predict(shape: Shape, device: Device) -> float:
     clock = rate / device.sms / 256  # of an SM
     multiply = 2 * g.rows.window * MMA_CLOCKS * c.rows / shape.steps
     issue = 90 + 10 * shape.loads + 8 * instructions(p.epilogue)
-    steps = shape.blocks * shape.lanes * shape.steps / (4 * device.sms)
+    rounds = math.ceil(shape.groups / shape.parts) if g.gradient else 1
+    steps = rounds * shape.blocks * shape.lanes * shape.steps / (4 * device.sms)
     waves = shape.blocks / (device.sms * c.blocks)
     steps *= math.ceil(waves) / waves if waves < 8 else 1.0
     busy = 1e6 * steps * max(multiply, issue) / clock / 0.7
-    memory = 1e6 * p.bytes / device.bytes_per_second
-    return LAUNCH_US + max(busy, memory) + 0.25 * min(busy, memory)
+    written = 8 * shape.parts * g.taps * g.pairs if g.gradient else 0
+    memory = 1e6 * (p.bytes + written) / device.bytes_per_second
+    return LAUNCH_US + SUM_US * g.gradient + max(busy, memory) + 0.25 * min(busy, memory)
