@@ -14,12 +14,14 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import instructions
 
 WEIGHT_REGISTERS = 40  # up to which weights are in registers, not in shared memory
-BESIDE = 24  # registers of a thread beside sums, pixels and weights, calibrated on the compiler's report
+BESIDE = 25  # registers of a thread beside sums, pixels and weights, calibrated on the compiler's report
 REDUCED_BYTES = 32768  # of shared memory in which a block adds up a weight gradient
 MOST_SUMS = 72  # of a thread of a weight gradient, about
 MOST_PRODUCTS = (800, 400)  # of a thread in one turn of its loop, which is unrolled: code that compiles in a second
-LATENCY_US, LAUNCH_US, SUM_US = 1.0, 2.0, 3.0
-ISSUED = 0.75  # share of the instructions that an SM could start
+LATENCY_US, LAUNCH_US, SUM_US = 0.6, 2.0, 3.0
+# Shares of the instructions that an SM could start, of a result and of a weight gradient, and of a copy's rate: 17
+# kernels on an H200 (benchmarks/results/conv-tune-1-h200.json).
+ISSUED, MOVED = (0.52, 0.62), 0.88
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -221,12 +223,12 @@ def predict(shape: Shape, device: Device) -> float:
         row = taps * (c.strip * c.pairs + loads) + rows * (strip + 12 + 2 * h.open[1])
         row += c.strip * (5 + shape.columns * (1 + instructions(p.epilogue)))
         threads, written, more_us = shape.tiles * shape.lanes * shape.items, 0.0, 0.0
-    issued = 1e6 * threads * (c.rows * row + 60) / (rate * ISSUED)
+    issued = 1e6 * threads * (c.rows * row + 60) / (rate * ISSUED[g.gradient])
     # Of the last of the waves that all SMs take blocks in, each has a part.
     waves = shape.blocks / (device.sms * c.blocks)
     issued *= max(1.0, math.ceil(waves) / waves if waves < 8 else 1.0)
     resident = min(shape.blocks, device.sms * c.blocks) * shape.threads
     ahead = shape.read * shape.inputs * p.a.dtype.itemsize * c.ahead * h.steps[0]
-    speed = min(device.bytes_per_second / 1e6, resident * ahead / LATENCY_US)
+    speed = min(MOVED * device.bytes_per_second / 1e6, resident * ahead / LATENCY_US)
     memory = (p.bytes + written) / speed
     return LAUNCH_US + more_us + max(issued, memory) + 0.15 * min(issued, memory)

@@ -16,7 +16,8 @@ __all__ = ["Config", "competes", "configs", "name", "reasons", "resolve", "store
 name = "direct"
 
 STRIPS = (1, 2, 4, 7, 8)
-THREADS = 256
+# Of a block. Of results it is so few that an SM has several, of which one begins while others end.
+THREADS, OF_WEIGHTS = 128, 256
 
 
 def competes(problem: Problem) -> bool:
@@ -57,12 +58,14 @@ def _strips(geometry: Geometry) -> Iterator[int]:
 def _configs(problem: Problem, geometry: Geometry, pairs: int, strip: int) -> Iterator[Config]:
     """Yields the kernels of a thread's products and places: as many blocks on an SM as its registers let."""
     device, done = problem.device, geometry.rows.steps[1]
+    threads = OF_WEIGHTS if geometry.gradient else THREADS
     lanes = max(8, min(64, 512 // (pairs * problem.a.dtype.itemsize)))
     aheads = (1, 2, 4) if geometry.columns.window == 1 and not geometry.gradient else (1,)
     for ahead in aheads:
-        config = Config(pairs, strip, done, lanes, THREADS, ahead, 1, int(geometry.gradient))
+        config = Config(pairs, strip, done, lanes, threads, ahead, 1, int(geometry.gradient))
         shape = Shape(problem, config, geometry)
-        fitting = [b for b in (8, 6, 4, 3, 2, 1) if device.registers_per_sm // (256 * b) >= shape.registers]
+        limits = {b: device.registers_per_sm // (threads * b) // 8 * 8 for b in (12, 10, 8, 7, 6, 5, 4, 3, 2, 1)}
+        fitting = [b for b, limit in limits.items() if limit >= shape.registers]
         blocks = next(iter(fitting), 1)
         if geometry.gradient:
             slots = device.sms * blocks
@@ -71,14 +74,14 @@ def _configs(problem: Problem, geometry: Geometry, pairs: int, strip: int) -> It
             rows = max(least, min(geometry.lines(strip), 32, each))
             items = geometry.items(strip, rows)
             parts = max(1, min(slots // (shape.tiles * shape.slices), -(-items // shape.across), 2048))
-            yield Config(pairs, strip, -(-rows // done) * done, lanes, THREADS, ahead, blocks, parts)
+            yield Config(pairs, strip, -(-rows // done) * done, lanes, threads, ahead, blocks, parts)
             continue
         # Rows in chunks that let all SMs have blocks, about four times; those at a chunk's ends are read twice.
         others = geometry.items(strip, 1 << 20) // geometry.rows.every * shape.tiles
         wanted = 4 * device.sms * blocks * shape.across
         chunks = max(1, min(-(-wanted // max(1, others * geometry.rows.every)), geometry.rows.places))
         rows = max(-(-geometry.rows.places // chunks), min(2 * geometry.rows.open[1], geometry.rows.places))
-        yield Config(pairs, strip, -(-rows // done) * done, lanes, THREADS, ahead, blocks)
+        yield Config(pairs, strip, -(-rows // done) * done, lanes, threads, ahead, blocks)
 
 
 def _toeplitz(problem: Problem, geometry: Geometry) -> Iterator[Config]:

@@ -21,6 +21,7 @@ WIDEST = 9  # window: 16 pixels are read for 8 places
 DTYPES = ("bfloat16", "float16")
 BESIDE = 20  # registers of a thread beside sums, matrices and the places of its copies
 LAUNCH_US, SUM_US = 2.5, 3.0
+ISSUED, MOVED = 0.6, 0.88  # shares of an SM's instructions, a guess, and of a copy's rate
 MMA_CLOCKS = 6.5  # of m16n8k16 on a quarter of an SM of sm_90
 
 
@@ -79,7 +80,7 @@ class Shape:
 
     @property
     def groups(self) -> int:
-        """What blocks go through: chunks that share fragments, of each part of a row."""
+        """The groups of chunks that share fragments, of each part of a row: blocks go through them."""
         return self.pieces * -(-self.items // self.subs)
 
     @property
@@ -173,7 +174,7 @@ def predict(shape: Shape, device: Device) -> float:
     steps = rounds * shape.blocks * shape.lanes * shape.steps / (4 * device.sms)
     waves = shape.blocks / (device.sms * c.blocks)
     steps *= math.ceil(waves) / waves if waves < 8 else 1.0
-    busy = 1e6 * steps * max(multiply, issue) / clock / 0.7
+    busy = 1e6 * steps * max(multiply, issue) / clock / ISSUED
     written = 8 * shape.parts * g.taps * g.pairs if g.gradient else 0
-    memory = 1e6 * (p.bytes + written) / device.bytes_per_second
+    memory = 1e6 * (p.bytes + written) / (MOVED * device.bytes_per_second)
     return LAUNCH_US + SUM_US * g.gradient + max(busy, memory) + 0.25 * min(busy, memory)
