@@ -4,7 +4,8 @@
 // of one, of STRIPS strips each). It goes down the rows: fragments of one are multiplied by the matrices of all
 // WINDOW_H rows of taps, each for the row of the result in which it takes part.
 //
-// Elements of k are permuted, so that a lane's are four pixels in a row.
+// Elements of k are permuted, so that a lane's are four pixels in a row. A pixel that is not finite reaches all 8
+// places of the strips that read it, since most of a matrix is zeros.
 
 // A place of row 0: which pixel of the result it is, and how many rows there are from there on.
 struct Place {
