@@ -361,6 +361,12 @@ def main(name: str) -> bool:
     return "," not in name
 
 
+def in_turn(turn: int) -> list[str]:
+    """The operations, and every other option: of two tests that repeat much, each has one half of the options."""
+    options = [name for name in OPERATIONS if not main(name)]
+    return [name for name in OPERATIONS if main(name) or options.index(name) % 2 == turn]
+
+
 def operands(name: str) -> list[jax.Array]:
     return [jax.device_put(_numbers()[x]) for x in OPERATIONS[name].operands.split()]
 

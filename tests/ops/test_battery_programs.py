@@ -8,9 +8,10 @@ import re
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from checks import close, inexact, mesh_of, multiplied, stacked
-from operations import OPERATIONS, both, expected, main, of_floats, operands
+from operations import OPERATIONS, both, expected, in_turn, main, of_floats, operands
 
 import cutjax
 
@@ -67,7 +68,7 @@ def test_shard_map(name):
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", in_turn(0))
 def test_export(name):
     """A program with its gradient, written and read again."""
     args = operands(name)
@@ -117,7 +118,8 @@ def test_a_kernel_that_is_asked_for_needs_known_sizes():
 def test_cuda(name, compile_nothing):
     """In 16 bits: the kernels of the program are those that explain names; all else has its reason."""
     del compile_nothing
-    args = [x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in operands(name)]
+    args = [np.asarray(x) for x in operands(name)]
+    args = [x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in args]
     if "bfloat16" not in OPERATIONS[name].dtypes:
         args = operands(name)
 
@@ -132,7 +134,7 @@ def test_cuda(name, compile_nothing):
     assert all(row.why or row.choice.reasons for row in rows if row.runs == "XLA")
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", in_turn(1))
 def test_backends(name):
     """In a scope, which is part of what jit keeps; the strict one says why it refuses."""
     op, args = OPERATIONS[name], operands(name)

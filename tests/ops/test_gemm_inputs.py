@@ -12,7 +12,11 @@ from checks import run_docstring
 import cutjax
 from cutjax.primitives.dense import reference
 
-F = jnp.ones
+
+def ones(shape, dtype=jnp.float32):
+    return jax.device_put(np.ones(shape, dtype))
+
+
 STANDARD = jax.numpy_dtype_promotion("standard")
 DTYPES = ("bfloat16", "float16", "float32", "int8", "uint8", "int32", "complex64", "bool")
 
@@ -53,12 +57,12 @@ def test_promotion_and_out_dtype(a, b, out):
 def test_accumulates_in_float32():
     """256 + 1 is lost in bfloat16, 2048 + 1 in float16."""
     for dtype, big in ((jnp.bfloat16, 256), (jnp.float16, 2048)):
-        a = jnp.concatenate([jnp.full((1, 1), big, dtype), F((1, 64), dtype)], 1)
-        assert cutjax.gemm(a, F((65, 1), dtype), out_dtype=jnp.float32)[0, 0] == big + 64
+        a = jnp.concatenate([jnp.full((1, 1), big, dtype), ones((1, 64), dtype)], 1)
+        assert cutjax.gemm(a, ones((65, 1), dtype), out_dtype=jnp.float32)[0, 0] == big + 64
 
 
 def test_gradients_have_the_operands_dtype():
-    a, b = F((4, 8), jnp.bfloat16), F((8, 6), jnp.bfloat16)
+    a, b = ones((4, 8), jnp.bfloat16), ones((8, 6), jnp.bfloat16)
     da, db = jax.grad(lambda a, b: cutjax.gemm(a, b, out_dtype=jnp.float32).sum(), (0, 1))(a, b)
     assert da.dtype == db.dtype == jnp.bfloat16
     problems = [
@@ -71,7 +75,7 @@ def test_gradients_have_the_operands_dtype():
 def test_broadcast_gradient_is_rounded_once():
     """The terms of a batch sum stay in float32: 257 is none of bfloat16's numbers, yet 257 - 256 is 1."""
     a = jnp.array([[[256, 1]], [[-256, 0]]], jnp.bfloat16)
-    b = F((1, 1), jnp.bfloat16)
+    b = ones((1, 1), jnp.bfloat16)
     db = jax.grad(lambda b: cutjax.gemm(a, b, layout="tn", out_dtype=jnp.float32).sum())(b)
     assert db[0, 0] == 1
 
@@ -79,7 +83,7 @@ def test_broadcast_gradient_is_rounded_once():
 def test_weak_types():
     w = jnp.broadcast_to(jax.jit(lambda x: x)(2.0), (2, 2))
     assert w.weak_type
-    strong = F((2, 2), jnp.bfloat16)
+    strong = ones((2, 2), jnp.bfloat16)
     for x, y in ((w, strong), (strong, w), (w, w)):
         got, expected = cutjax.gemm(x, y), jnp.matmul(x, y)
         assert (got.dtype, got.weak_type) == (expected.dtype, expected.weak_type)
@@ -92,29 +96,35 @@ def test_numpy_arrays_and_objects_with_a_jax_array():
 
     class Parameter:
         def __jax_array__(self):
-            return F((3, 4))
+            return ones((3, 4))
 
     np.testing.assert_array_equal(cutjax.gemm(a, Parameter()), np.full((2, 4), 3))
 
 
 def test_integer_operands_have_no_gradient():
-    x, w = F((2, 3), jnp.int8), F((3, 4))
+    x, w = ones((2, 3), jnp.int8), ones((3, 4))
     with STANDARD:
         assert jax.grad(lambda w: cutjax.gemm(x, w).sum())(w).shape == (3, 4)
 
 
-S, HALF, HALF2, C = F((2, 2)), F((2, 2), jnp.bfloat16), F((2, 2), jnp.float16), F((2, 2), jnp.complex64)
+S, HALF, HALF2, C = ones((2, 2)), ones((2, 2), jnp.bfloat16), ones((2, 2), jnp.float16), ones((2, 2), jnp.complex64)
 DIFFER = r"gemm: contracting dimensions differ: a is \(8, 16\), b is "
 RANK = r"gemm: {} must have rank 2 or more, got "
 BAD = [
-    (ValueError, DIFFER + r"\(12, 4\), layout 'nn'", F((8, 16)), F((12, 4)), {}),
-    (ValueError, DIFFER + r"\(16, 4\), layout 'tt'", F((8, 16)), F((16, 4)), {"layout": "tt"}),
-    (ValueError, r"batch axes do not broadcast: a is \(2, 4, 8\), b is \(3, 8, 4\)", F((2, 4, 8)), F((3, 8, 4)), {}),
-    (ValueError, RANK.format("a") + r"shape \(8,\)", F(8), F((8, 4)), {}),
-    (ValueError, RANK.format("b") + r"shape \(8,\)", F((4, 8)), F(8), {}),
+    (ValueError, DIFFER + r"\(12, 4\), layout 'nn'", ones((8, 16)), ones((12, 4)), {}),
+    (ValueError, DIFFER + r"\(16, 4\), layout 'tt'", ones((8, 16)), ones((16, 4)), {"layout": "tt"}),
+    (
+        ValueError,
+        r"batch axes do not broadcast: a is \(2, 4, 8\), b is \(3, 8, 4\)",
+        ones((2, 4, 8)),
+        ones((3, 8, 4)),
+        {},
+    ),
+    (ValueError, RANK.format("a") + r"shape \(8,\)", ones(8), ones((8, 4)), {}),
+    (ValueError, RANK.format("b") + r"shape \(8,\)", ones((4, 8)), ones(8), {}),
     (ValueError, RANK.format("a") + r"the scalar 3.0", 3.0, S, {}),
     (ValueError, RANK.format("b") + r"the scalar", S, np.float32(2), {}),
-    (TypeError, r"a must be an array, got list", [[1.0]], F((1, 4)), {}),
+    (TypeError, r"a must be an array, got list", [[1.0]], ones((1, 4)), {}),
     (TypeError, r"b must be an array, got NoneType", S, None, {}),
     (TypeError, r"b must be an array, got ShapeDtypeStruct", S, jax.ShapeDtypeStruct((2, 2), jnp.float32), {}),
     (
@@ -154,7 +164,7 @@ def test_unknown_config_field():
 
 def test_strict_promotion_is_respected():
     with pytest.raises(Exception, match=r"[Pp]romotion"):
-        cutjax.gemm(F((2, 2), jnp.bfloat16), F((2, 2)))
+        cutjax.gemm(ones((2, 2), jnp.bfloat16), ones((2, 2)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

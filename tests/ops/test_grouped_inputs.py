@@ -11,25 +11,29 @@ from checks import run_docstring
 
 import cutjax
 
-F = jnp.ones
-X, W, DY, S = F((8, 16)), F((3, 16, 4)), F((8, 4)), jnp.array([2, 3, 1], jnp.int32)
+
+def ones(shape, dtype=jnp.float32):
+    return jax.device_put(np.ones(shape, dtype))
+
+
+X, W, DY, S = ones((8, 16)), ones((3, 16, 4)), ones((8, 4)), jnp.array([2, 3, 1], jnp.int32)
 H = jnp.bfloat16
 DIFFER = r"grouped_gemm: contracting dimensions differ: x is \(8, 16\), w is "
 BAD_GEMM = [
-    (ValueError, DIFFER + r"\(3, 4, 16\), layout 'nn'", X, F((3, 4, 16)), S, {}),
+    (ValueError, DIFFER + r"\(3, 4, 16\), layout 'nn'", X, ones((3, 4, 16)), S, {}),
     (ValueError, DIFFER + r"\(3, 16, 4\), layout 'nt'", X, W, S, {"layout": "nt"}),
     (ValueError, r"unknown layout 'tn', expected one of \('nn', 'nt'\)", X, W, S, {"layout": "tn"}),
-    (ValueError, r"grouped_gemm: x must have rank 2 or more, got shape \(16,\)", F(16), W, S, {}),
-    (ValueError, r"grouped_gemm: w must have rank 3 or more, got shape \(16, 4\)", X, F((16, 4)), S, {}),
+    (ValueError, r"grouped_gemm: x must have rank 2 or more, got shape \(16,\)", ones(16), W, S, {}),
+    (ValueError, r"grouped_gemm: w must have rank 3 or more, got shape \(16, 4\)", X, ones((16, 4)), S, {}),
     (ValueError, r"numbers of groups differ: group_sizes is \(2,\), w is \(3, 16, 4\); group_offset=", X, W, S[:2], {}),
     (TypeError, r"group_sizes must be an array of integers, got list", X, W, [2, 3, 1], {}),
-    (TypeError, r"group_sizes must be integers \[..., g\], got float32\[3\]", X, W, F(3), {}),
+    (TypeError, r"group_sizes must be integers \[..., g\], got float32\[3\]", X, W, ones(3), {}),
     (TypeError, r"group_sizes must be integers \[..., g\], got bool\[3\]", X, W, S > 1, {}),
     (TypeError, r"group_sizes must be integers \[..., g\], got int32\[\]", X, W, S[0], {}),
     (
         ValueError,
         r"batch axes do not broadcast: x is \(2, 8, 16\), w is \(3, 16, 4\), group_sizes is \(5, 3\)",
-        F((2, 8, 16)),
+        ones((2, 8, 16)),
         W,
         jnp.zeros((5, 3), jnp.int32),
         {},
@@ -66,19 +70,19 @@ def test_grouped_gemm_refuses(error, match, x, w, sizes, options):
 LIKE = r"accumulate must be \(3, 16, 4\), like the result, got \({}\): x is \(8, 16\), dy is \(8, 4\), group_sizes"
 BAD_OUTER = [
     (ValueError, r"grouped_outer: the numbers of rows differ: x is \(8, 16\), dy is \(7, 4\)", X, DY[:7], S, {}),
-    (ValueError, r"grouped_outer: dy must have rank 2 or more, got shape \(8,\)", X, F(8), S, {}),
+    (ValueError, r"grouped_outer: dy must have rank 2 or more, got shape \(8,\)", X, ones(8), S, {}),
     (
         ValueError,
         r"batch axes do not broadcast: x is \(2, 8, 16\), dy is \(3, 8, 4\)",
-        F((2, 8, 16)),
-        F((3, 8, 4)),
+        ones((2, 8, 16)),
+        ones((3, 8, 4)),
         S,
         {},
     ),
     (ValueError, r"groups=2 without group_offset", X, DY, S, {"groups": 2}),
     (ValueError, r"groups must be an int of at least 0, got -1", X, DY, S, {"groups": -1, "group_offset": 0}),
-    (ValueError, LIKE.format("3, 4, 16"), X, DY, S, {"accumulate": F((3, 4, 16))}),
-    (ValueError, LIKE.format("1, 16, 4"), X, DY, S, {"accumulate": F((1, 16, 4))}),
+    (ValueError, LIKE.format("3, 4, 16"), X, DY, S, {"accumulate": ones((3, 4, 16))}),
+    (ValueError, LIKE.format("1, 16, 4"), X, DY, S, {"accumulate": ones((1, 16, 4))}),
     (ValueError, r"out_dtype and accumulate, whose dtype is the result's", X, DY, S, {"accumulate": W, "out_dtype": H}),
     (TypeError, r"grouped_outer: accumulate must be an array, got list", X, DY, S, {"accumulate": [1.0]}),
     (TypeError, r"product of float32 has no meaning as out_dtype int32", X, DY, S, {"accumulate": W.astype(jnp.int32)}),
@@ -128,7 +132,7 @@ def test_weak_types():
     sizes = jnp.array([1, 1])
     assert not cutjax.grouped_gemm(weak, weak[None], sizes[:1]).weak_type  # as jax.lax.ragged_dot
     assert not cutjax.grouped_gemm(weak, weak[None], sizes[:1], out_dtype=jnp.float32).weak_type
-    got = cutjax.grouped_gemm(weak, F((2, 2, 2), H), sizes)
+    got = cutjax.grouped_gemm(weak, ones((2, 2, 2), H), sizes)
     assert (got.dtype, got.weak_type) == (H, False)
     grads = jax.grad(lambda x, w: cutjax.grouped_gemm(cutjax.grouped_gemm(x, w, sizes[:1]), w, sizes[:1]).sum(), (0, 1))
     assert [g.shape for g in grads(weak, weak[None])] == [(2, 2), (1, 2, 2)]

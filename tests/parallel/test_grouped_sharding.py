@@ -27,7 +27,7 @@ def loss(f, x, w):
     return (f(x, w) ** 2).sum()
 
 
-EXPECTED = jax.value_and_grad(functools.partial(loss, lambda x, w: masked_multiply(x, w, SIZES)), (0, 1))(X, W)
+EXPECTED = jax.jit(jax.value_and_grad(functools.partial(loss, lambda x, w: masked_multiply(x, w, SIZES)), (0, 1)))(X, W)
 
 
 def expert_parallel(x, w):

@@ -160,7 +160,7 @@ def test_random_linear_functions_transpose(seed):
     close(got, expected, 2**-6 if seed % 4 == 0 else 1e-4)  # what is rounded to 16 bits; the order of sums
 
 
-A, B = scaled(7, (K, K)) / 4 + 2 * jnp.eye(K), scaled(8, (M, K))
+A, B = np.asarray(scaled(7, (K, K))) / 4 + 2 * np.eye(K, dtype=np.float32), scaled(8, (M, K))
 MATVECS = {
     "fuse": lambda a: always(lambda x: x @ a * 2 + x),
     "gemm": lambda a: lambda x: cutjax.gemm(x, a, epilogue=lambda acc, r: acc * 2 + r, operands=(x,)),
