@@ -1,4 +1,4 @@
-"""The form of a product as a kernel has it: its arrays, by reshapes that move nothing, and its result's rows and columns."""
+"""The form of a product as a kernel has it: what its arrays become, and the rows and columns of its result."""
 
 from __future__ import annotations
 

@@ -88,10 +88,10 @@ def _looks_for_nan() -> bool:
 def fuse(fn: Callable[P, R], *, donate_argnums: int | Sequence[int] = (), policy: str = "auto") -> Callable[P, R]:
     """Returns the same function with each product and the elementwise operations around it as one kernel.
 
-    The function is traced; each product in it, and what is made of its result element by element (a bias, an
-    activation, a residual, a mask, dropout, a gate by a second product of the same left operand, sums for the gradient
-    of a bias), become one kernel where that is predicted to be faster by 1% than XLA. All else stays as it was.
-    Between the operations of one kernel 16-bit values are not rounded; what it writes is, to the dtype that it had.
+    The function is traced; each product in it, each convolution, and what is made of its result element by element (a
+    bias, an activation, a residual, a mask, dropout, a gate by a second product of the same left operand, sums for the
+    gradient of a bias), become one kernel where that is predicted to be faster by 1% than XLA. All else stays. Between
+    the operations of one kernel 16-bit values are not rounded; what it writes is, to the dtype that it had.
     Products are found in ``jit``, ``scan``, ``while_loop``, ``cond``, ``checkpoint``, custom rules and ``shard_map``;
     those of a backward pass where the gradient is what is fused: ``jax.jit(cutjax.fuse(jax.value_and_grad(loss)))``.
 

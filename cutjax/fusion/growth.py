@@ -46,7 +46,7 @@ class Finder:
         self.sibling_of = {i: group for group in self.siblings.values() for i in group if len(group) > 1}
 
     def region(self, i: int, sums: bool = True) -> Region | list[str | Stop]:
-        """Returns the region of a product, with reductions or without; where there is nothing to fuse, what stopped it."""
+        """Returns the region of a product, with sums or without; where there is nothing to fuse, what stopped it."""
         growth = _Growth(self, (i,))
         while len(growth.products) < MOST_PRODUCTS and (other := growth.joins()) is not None:
             wider = _Growth(self, (*growth.products, other))
@@ -202,7 +202,7 @@ class _Growth:
         return None
 
     def _is_along(self, eqn: Any, x: Any) -> bool:
-        """True if an operand is of full size, or along rows or columns; along several axes of rows, along all of them."""
+        """True if an operand is of full size, or along rows or columns; if along an axis of the rows, along all."""
         graph, found = self.graph, self.found
         while full_size(x.aval) == self.size:
             i = graph.producer.get(x, -1)
@@ -270,10 +270,11 @@ class _Growth:
             inside = self.inside - (set(self.reductions) - set(reductions))
             outside = self._used_outside(inside)
             written = list(dict.fromkeys(self._narrow(x) for x in outside if graph.in_memory(x)))
-            if reductions and self.found.rows > 1:  # of a norm over the batch: with its operand, in the same pass
+            several = bool(reductions) and self.found.rows > 1
+            if several:  # as of a norm over the batch: beside what they are of, in the same pass
                 written = self._cut(written, outside)
             reduced = [graph.eqns[i].outvars[0] for i in reductions]
-            if written and (reductions and self.found.rows > 1 or all(self._narrow(x) in written for x in outside)):
+            if written and (several or all(self._narrow(x) in written for x in outside)):
                 break
             if not reductions:
                 written = self._cut(written, outside)

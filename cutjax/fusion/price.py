@@ -21,6 +21,7 @@ from cutjax.kernels import choose, tuned, xla
 from cutjax.kernels.device import Device, device_of
 from cutjax.kernels.families import fastest
 from cutjax.kernels.problem import Problem
+from cutjax.kernels.xla_tails import library_has
 from cutjax.ops.dot_general import LEAD
 from cutjax.primitives.convolution import Convolution
 from cutjax.primitives.product import Product
@@ -189,7 +190,7 @@ def of_region(plain: Price, eqn: Any, passes: int, moved: int, copied: int) -> P
     xla_us = None
     if plain.xla_us is not None:
         windows = eqn.params["product"] if isinstance(eqn.params["product"], Convolution) else None
-        by_library = problem.products == 1 and _is_of_library(epilogue, windows)
+        by_library = problem.products == 1 and library_has(epilogue, windows.form if windows else "")
         xla_us = problem.products * plain.xla_us * (1.0 if plain.measured_xla or windows else _EXPECTED)
         xla_us += 1e6 * read / problem.device.bytes_per_second if by_library else pass_us
     alone = "kernel" if choose.leads(plain_us, xla_us, LEAD) else "XLA"
@@ -223,21 +224,3 @@ def of_several(alone: Sequence[Price], eqn: Any) -> Price:
 def _pass_us(nbytes: int, device: Device) -> float:
     """Returns the time in which a pass of XLA's moves so many bytes."""
     return 1e6 * nbytes / (device.bytes_per_second * _PASS_BANDWIDTH)
-
-
-def _is_of_library(epilogue: Epilogue, windows: Convolution | None) -> bool:
-    """True if XLA has it computed by cuBLAS, or by cuDNN in a convolution, and needs no pass.
-
-    That is a bias of columns or a matrix that is added, beside a convolution both, then relu. It has nothing beside a
-    gradient of a convolution. The matrix may be in place or not: of 34 recorded ones that something else read, none
-    took XLA a pass.
-    """
-    ops = [node.op for node in epilogue.nodes if node.op not in ("acc", "operand", "const", "convert_element_type")]
-    matrices = [spec for spec in epilogue.operands if spec.row]
-    biases = [spec for spec in epilogue.operands if not spec.row]
-    if max(len(matrices), len(biases), len(epilogue.outputs)) > 1 or any(out.reduce for out in epilogue.outputs):
-        return False
-    if not all(spec.col for spec in epilogue.operands) or (windows and windows.form != "forward"):
-        return False
-    adds = ["add"] * len(epilogue.operands)
-    return bool(ops) and ops in (adds, [*adds, "max"] if windows or not matrices else adds)

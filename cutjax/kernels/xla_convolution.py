@@ -11,6 +11,7 @@ import numpy as np
 from cutjax.kernels.device import Device
 from cutjax.kernels.operand import Im2col
 from cutjax.kernels.problem import Problem
+from cutjax.kernels.xla_tails import library_has
 from cutjax.runtime.architectures import number
 
 LAUNCH_US = 2.0
@@ -170,4 +171,10 @@ def time_us(p: Problem) -> float:
     if p.a.bits == 16 and number(device.arch) == 90:
         true = of.true(p)
         us *= math.exp(max(0.0, sum(weight * true[name] for name, weight in WEIGHTS[of.form].items())))
-    return us if p.plain else us + 1 + 1e6 * 2 * p.result_bytes / device.bytes_per_second
+    if p.plain:
+        return us
+    product, operands = p.m * p.n * p.products * p.a.dtype.itemsize, p.bytes - p.result_bytes - p.bare.bytes
+    operands += p.bare.result_bytes
+    if p.products == 1 and library_has(p.epilogue, of.form):
+        return us + 1e6 * operands / device.bytes_per_second
+    return us + 1 + 1e6 * (product + operands + p.result_bytes) / device.bytes_per_second

@@ -42,7 +42,9 @@ def test_dropout_drops_the_same_elements():
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("name", ["gate", "bias gradient", "heads", "dropout", "moe", "convolution", "norm of a batch", "gate of windows"])
+@pytest.mark.parametrize(
+    "name", ["gate", "bias gradient", "heads", "dropout", "moe", "convolution", "norm of a batch", "gate of windows"]
+)
 def test_gradients_on_either_side(name):
     case = fuse_cases.CASES[name]
     floats = tuple(i for i, x in enumerate(case.args) if x.dtype == BF16)
