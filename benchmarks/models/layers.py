@@ -24,7 +24,7 @@ class Layers(NamedTuple):
 
 
 class Linear(nnx.Linear):
-    """Flax's own, and an activation after it."""
+    """The layer of Flax, and an activation after it."""
 
     def __init__(self, *args: Any, activation: Any = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -37,7 +37,7 @@ class Linear(nnx.Linear):
 
 
 class Conv(nnx.Conv):
-    """Flax's own, and an activation after it."""
+    """The layer of Flax, and an activation after it."""
 
     def __init__(self, *args: Any, activation: Any = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -50,7 +50,7 @@ class Conv(nnx.Conv):
 
 
 class ConvTranspose(nnx.ConvTranspose):
-    """Flax's own, and an activation after it."""
+    """The layer of Flax, and an activation after it."""
 
     def __init__(self, *args: Any, activation: Any = None, **kwargs: Any):
         super().__init__(*args, **kwargs)

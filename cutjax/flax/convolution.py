@@ -17,7 +17,7 @@ from cutjax.dtypes import promoted
 from cutjax.flax.linear import Activation, check_activation, finished
 from cutjax.ops.conv import CHANNELS_LAST
 from cutjax.ops.conv_general_dilated import conv_general_dilated, conv_transpose
-from cutjax.ops.convolution_plan import planned
+from cutjax.ops.convolution_plan import by_lax, planned
 from cutjax.primitives.factors import Factors
 from cutjax.primitives.product import call
 from cutjax.runtime import backends
@@ -91,9 +91,8 @@ def convolve(
         "preferred_element_type": getattr(layer, "preferred_element_type", None),
         "out_sharding": out_sharding,
     }
-    functions = lax.conv_general_dilated, conv_general_dilated
     convolution = None if convolution is lax.conv_general_dilated else convolution
-    y = _activated(where, functions, convolution, x, kernel, bias, how, activation=layer.activation)
+    y = _activated(where, conv_general_dilated, convolution, x, kernel, bias, how, activation=layer.activation)
     return y if len(batch) == 1 else y.reshape(*batch, *y.shape[1:])
 
 
@@ -121,19 +120,18 @@ def convolve_transposed(layer: Any, x: jax.Array, kernel: jax.Array, bias: jax.A
         "precision": layer.precision,
         "preferred_element_type": layer.preferred_element_type,
     }
-    functions = lax.conv_transpose, conv_transpose
     if circular:  # bias and activation are of the sum of what lies a period apart
-        y = _activated(where, functions, None, x, kernel, None, how, activation=None)
+        y = _activated(where, conv_transpose, None, x, kernel, None, how, activation=None)
         y = _wrapped(y, [size * stride for size, stride in zip(x.shape[1:], strides, strict=False)], flipped)
         y = _followed(y, bias, layer.activation)
     else:
-        y = _activated(where, functions, None, x, kernel, bias, how, activation=layer.activation, flipped=flipped)
+        y = _activated(where, conv_transpose, None, x, kernel, bias, how, activation=layer.activation, flipped=flipped)
     return y if len(batch) == 1 else y.reshape(*batch, *y.shape[1:])
 
 
 def _activated(
     where: str,
-    functions: tuple[Callable[..., jax.Array], Callable[..., jax.Array]],
+    drop_in: Callable[..., jax.Array],
     users: Callable[..., jax.Array] | None,
     x: jax.Array,
     kernel: jax.Array,
@@ -143,7 +141,7 @@ def _activated(
     activation: Activation | None,
     flipped: bool = False,
 ) -> jax.Array:
-    """Computes a function of lax's, of which ours is the drop-in, and what follows it.
+    """Computes the function of lax's that a drop-in is of, and what follows it.
 
     There are steps with a function of the user's, and where the drop-in leaves the convolution to lax.
     """
@@ -153,7 +151,7 @@ def _activated(
     known = not any(jax.export.is_symbolic_dim(n) or n == 0 for n in sizes) and x.ndim in CHANNELS_LAST
     whole = how.get("out_sharding") is None and not any(map(sharded, arrays))
     if users is None and known and whole and x.dtype == kernel.dtype and len(arrays) + callable(activation) > 2:
-        found = jax.make_jaxpr(functools.partial(functions[0], **how))(x, kernel)
+        found = by_lax(drop_in.__name__, how)[1].trace(x, kernel).jaxpr
         (out,) = found.out_avals
         if 0 not in out.shape:
             plan = planned(found.eqns[-1].params, x.shape, kernel.shape, out.shape, flipped)
@@ -172,7 +170,7 @@ def _activated(
     if users is not None:  # which may have no such arguments
         optional = "preferred_element_type", "out_sharding"
         how = {name: value for name, value in how.items() if value is not None or name not in optional}
-    return _followed((users or functions[1])(x, kernel, **how), bias, activation)
+    return _followed((users or drop_in)(x, kernel, **how), bias, activation)
 
 
 def _followed(y: jax.Array, bias: jax.Array | None, activation: Activation | None) -> jax.Array:

@@ -21,6 +21,7 @@ LAYERS = {
     "two axes": ("LinearGeneral", ((4, 16), 72), {"axis": (-2, -1)}, (3, 88, 4, 16)),
     "batch": ("LinearGeneral", (64, 72), {"batch_axis": {0: 3}}, (3, 88, 64)),
     "Conv": ("Conv", (16, 72, (3,)), {}, (3, 88, 16)),
+    "ConvTranspose": ("ConvTranspose", (16, 72, (4,)), {"strides": (2,)}, (3, 44, 16)),
     "Einsum": ("Einsum", ("btd,dhk->bhtk", (64, 5, 40), (5, 40)), {}, (3, 88, 64)),
 }
 

@@ -159,7 +159,7 @@ ONE = {
     "3x3": ("Conv", (64, 128, (3, 3)), {}, (8, 14, 14, 64)),
     "strides": ("Conv", (64, 128, (3, 3)), {"strides": 2}, (8, 14, 14, 64)),
     "a patch": ("Conv", (64, 128, (2, 2)), {"strides": 2, "padding": "VALID"}, (8, 14, 14, 64)),
-    "transposed": ("ConvTranspose", (64, 128, (4, 4)), {"transpose_kernel": True}, (8, 14, 14, 64)),
+    "transposed": ("ConvTranspose", (64, 128, (4, 4)), {"strides": (2, 2), "transpose_kernel": True}, (8, 14, 14, 64)),
 }
 
 

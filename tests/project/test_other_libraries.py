@@ -33,7 +33,9 @@ def programs():
 
 def test_blocks_about_flax(programs):
     names, results = programs("flax.md")
-    assert [y.shape for y in results] == [(4, 128, 2048)] * 2 + [(4, 128, 512)] * 5 + [(2, 16, 64)] * 2
+    linear, images = [(4, 128, 512)], [(2, 16, 16, 64)]
+    shapes = [(4, 128, 2048)] * 2 + linear * 2 + images + linear * 3 + [(2, 16, 64)] * 2
+    assert [y.shape for y in results] == shapes
     assert float(abs(names["moe"].selection_bias[...]).max()) == np.float32(0.001)
     kernel = names["swiglu"].down.kernel
     assert kernel[...].sharding.spec == jax.P("model", None)
