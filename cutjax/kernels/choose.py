@@ -15,6 +15,7 @@ from cutjax.dot_precision import Canonical
 from cutjax.kernels import convolution, tuned, xla
 from cutjax.kernels.families import concerned, config_of, fastest, ranked, resolve
 from cutjax.kernels.family import Kernel
+from cutjax.kernels.prepared import moved_us
 from cutjax.kernels.problem import Problem
 from cutjax.runtime.launch import Call
 
@@ -105,33 +106,39 @@ def choose(
     platform: str = "cuda",
     backend: str = "auto",
     lead: float = LEAD,
+    moved: int = 0,
 ) -> Choice:
     """Picks what runs: a pinned config if it serves, else a tuned one, else the cost model's first, else XLA.
 
     Where XLA was measured to be faster than every kernel, or no kernel is predicted to be ``lead`` times as fast, it
-    runs, but for the backend "cuda". A larger lead than `LEAD` is asked of what was measured, too.
+    runs, but for the backend "cuda". A larger lead than `LEAD` is asked of what was measured, too. So many bytes are
+    moved beside a kernel, and not by XLA's product.
     """
     if platform != "cuda":
         return Choice(problem, None, (f"platform {platform}: the kernels are for cuda",))
     entries = tuned.find(problem) if config is None else ()
-    return _choose(problem, config, 0.0 if backend == "cuda" else lead, entries)
+    more_us = moved_us(moved, problem.device)
+    return _choose(problem, config, 0.0 if backend == "cuda" else lead, entries, more_us)
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose(problem: Problem, config: Any, lead: float, entries: tuple[tuned.Entry, ...]) -> Choice:
+def _choose(
+    problem: Problem, config: Any, lead: float, entries: tuple[tuned.Entry, ...], more_us: float = 0.0
+) -> Choice:
     if config is not None:
         kernel = resolve(problem, config)
         if isinstance(kernel, tuple):
             return Choice(problem, None, kernel)
         return _chosen(problem, kernel, kernel.time_us(problem.device), "pinned by config=")
     for entry in entries:
-        if choice := _tuned(problem, entry, lead):
+        if choice := _tuned(problem, entry, lead, more_us):
             return choice
     if found := fastest(problem):
         kernel, time_us, count = found
         of_xla = xla.time_us(problem)
-        if not leads(time_us, of_xla, lead):
-            why = f"predicted: XLA {of_xla:.1f} us, the fastest of {count} kernels {time_us:.1f} us"
+        if not leads(time_us + more_us, of_xla, lead):
+            more = f", and {more_us:.1f} us of transposes" if more_us else ""
+            why = f"predicted: XLA {of_xla:.1f} us, the fastest of {count} kernels {time_us:.1f} us{more}"
             return Choice(problem, None, (why, *_of_lead(lead)), xla_us=of_xla)
         return _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs", of_xla)
     return Choice(problem, None, _config_reasons(problem))
@@ -159,7 +166,7 @@ def _of_lead(lead: float) -> tuple[str, ...]:
     return (f"a kernel must be {lead} times as fast: XLA may fuse its product with what is around it",) * (lead > LEAD)
 
 
-def _tuned(problem: Problem, entry: tuned.Entry, lead: float) -> Choice | None:
+def _tuned(problem: Problem, entry: tuned.Entry, lead: float, more_us: float) -> Choice | None:
     """Returns the choice of a measured entry; None if its kernel is gone, or it is XLA and a kernel must run."""
     kernel = None
     if entry.config:
@@ -169,7 +176,8 @@ def _tuned(problem: Problem, entry: tuned.Entry, lead: float) -> Choice | None:
             return None
     if lead and entry.xla_wins:
         return Choice(problem, None, (entry.why,))
-    if lead > LEAD and entry.time_us and not leads(entry.time_us, entry.xla_us, lead):
+    asks = lead > LEAD or (lead and more_us)
+    if asks and entry.time_us and not leads(entry.time_us + more_us, entry.xla_us, lead):
         return Choice(problem, None, (entry.why, *_of_lead(lead)))
     return None if kernel is None or entry.time_us is None else _chosen(problem, kernel, entry.time_us, entry.why)
 

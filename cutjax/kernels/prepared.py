@@ -197,8 +197,15 @@ def notes(prepared: Iterable[Prepared]) -> tuple[str, ...]:
 
 def copies_us(prepared: Sequence[Prepared], device: Device) -> float:
     """Returns the microseconds of copying a dense product's operands, each in a launch of its own."""
+    return moved_us(sum(operand.moved for operand in prepared), device) + len(prepared)
+
+
+def moved_us(size: int, device: Device) -> float:
+    """Returns the microseconds of copying so many bytes, read and written."""
+    if not size:  # a device may have no rates
+        return 0.0
     speed = device.bytes_per_second / reference("sm_90a").bytes_per_second
-    return sum(operand.moved for operand in prepared) / (COPIED_BYTES_PER_US * speed) + len(prepared)
+    return size / (COPIED_BYTES_PER_US * speed)
 
 
 def along_k(problem: Problem) -> Problem:

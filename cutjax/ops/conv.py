@@ -20,7 +20,6 @@ from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.factors import Factors
-from cutjax.primitives.hints import Hints
 from cutjax.runtime import backends
 
 CHANNELS_LAST = {3: ("NWC", "WIO", "NWC"), 4: ("NHWC", "HWIO", "NHWC"), 5: ("NDHWC", "DHWIO", "NDHWC")}
@@ -169,7 +168,7 @@ def _conv(
         raise type(error)(f"{where}: {error}") from None
     shapes = x.shape, bs[0].shape, found.out_avals[0].shape
     plan = planned(found.eqns[-1].params, *shapes, gradients=epilogue is None)
-    hints = Hints(plan.copies(x, bs[0], found.out_avals[0], ("x", "w")))
+    hints = plan.hints(x, bs[0], found.out_avals[0], ("x", "w"))
     params: dict[str, Any] = {"precision": precision, "backend": backend, "hints": hints, "config": config}
     if epilogue is None:
         d = products.multiply(plan.product, *plan.operands(x, bs[0]), out_dtype=dtype, **params)

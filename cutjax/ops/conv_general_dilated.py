@@ -17,7 +17,6 @@ from cutjax.binding.rules import any_reduced
 from cutjax.ops.convolution_plan import by_lax, planned
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.arrays import is_array_like, unwrapped
-from cutjax.primitives.hints import Hints
 from cutjax.primitives.product import multiply
 from cutjax.runtime import backends
 
@@ -169,7 +168,7 @@ def _product(
         out_dtype=out.dtype,
         precision=dot_precision.canonical(params["precision"], where),
         backend=backend,
-        hints=Hints(plan.copies(lhs, rhs, out, ("lhs", "rhs"))),
+        hints=plan.hints(lhs, rhs, out, ("lhs", "rhs")),
     )
     return converted(plan.result(d), out.dtype, out.weak_type)
 

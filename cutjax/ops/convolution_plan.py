@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from cutjax.primitives.convolution import Convolution
+from cutjax.primitives.hints import Hints
 
 Axes = tuple[int, ...]
 
@@ -77,6 +78,18 @@ class Plan(NamedTuple):
         if self.parts > 1:
             found[0] = f"{names[0]} is transposed for groups of its batch"
         return found[0], found[1], found[2]
+
+    def hints(self, x: Any, w: Any, out: Any, names: tuple[str, str]) -> Hints:
+        """Returns the hints of the product: what is transposed around it, and how many bytes of that for it alone.
+
+        XLA has cuDNN convolve images of two axes in 16 bits with channels last too, and transposes them itself.
+        """
+        arrays = x, w, out
+        alike = out.ndim == 4 and x.dtype.itemsize == 2
+        sizes = (
+            math.prod(y.shape) * y.dtype.itemsize for y, moved in zip(arrays, self.moved(*arrays), strict=True) if moved
+        )
+        return Hints(self.copies(*arrays, names), moved=0 if alike else sum(sizes))
 
 
 def planned(

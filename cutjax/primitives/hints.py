@@ -21,11 +21,13 @@ class Hints:
       copies: sentences for explain, of a, b and the result: that a transpose beside the product copies it, "" if not.
       lead: how many times as fast as XLA's product a kernel must be to run under "auto"; of its cotangents too.
       beside: whether it runs beside transfers, which take SMs; its cotangent in the first operand does too.
+      moved: bytes that transposes around the product move, where XLA's own needs none.
     """
 
     copies: tuple[str, str, str] = ("", "", "")
     lead: float = LEAD
     beside: bool = False
+    moved: int = 0
 
     @property
     def notes(self) -> tuple[str, ...]:

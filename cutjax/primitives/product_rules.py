@@ -126,7 +126,10 @@ def _choose(
             )
         problem = problem.fused(of_rows, in_place)
     problem = in_precision(product.in_order(problem), precision)
-    choice = problem if isinstance(problem, Choice) else choose(problem, config, backend=backend, lead=hints.lead)
+    if isinstance(problem, Choice):
+        choice = problem
+    else:
+        choice = choose(problem, config, backend=backend, lead=hints.lead, moved=hints.moved)
     choice = dataclasses.replace(choice, of_matrices=True) if product.rows > 1 else choice
     return dataclasses.replace(choice, reasons=(*choice.reasons, *hints.notes)) if hints.notes else choice
 

@@ -17,6 +17,7 @@ from checks import close, integers, normal, run_docstring, same
 from jax import lax
 
 import cutjax
+from cutjax.kernels.choose import choose
 
 LAST = ("NHWC", "HWIO", "NHWC")
 COUNT = 24  # a second each; 1,000 after a change of the product: convolutions of seeds on from any
@@ -251,6 +252,26 @@ def test_copies_are_explained():
     ).rows
     assert "lhs is transposed, of 1152 bytes" in row.why
     assert "the result is transposed" in row.why
+
+
+def test_copies_count():
+    """What XLA's own convolution need not transpose: it does so too in 16 bits, of images of two axes."""
+
+    def moved(dtype, *shapes):
+        avals = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        one = (1,) * (len(shapes[0]) - 2)
+        jaxpr = jax.make_jaxpr(lambda x, w: cutjax.conv_general_dilated(x, w, one, "SAME"))(*avals)
+        (found,) = [eqn.params["hints"].moved for eqn in jaxpr.eqns if "hints" in eqn.params]
+        return found
+
+    assert moved("bfloat16", (4, 64, 16, 16), (64, 64, 3, 3)) == 0
+    assert moved("float32", (4, 64, 16, 16), (64, 64, 3, 3)) == 4 * (2 * 4 * 64 * 256 + 64 * 64 * 9)
+    assert moved("bfloat16", (4, 64, 256), (64, 64, 3)) == 2 * (2 * 4 * 64 * 256 + 64 * 64 * 3)
+    problem = cutjax.Problem(4096, 4096, 4104)
+    much = {"lead": 0.5, "moved": 1 << 40}
+    kernel, xla, asked = choose(problem, lead=0.5), choose(problem, **much), choose(problem, backend="cuda", **much)
+    assert (kernel.served, xla.served, asked.served) == (True, False, True)
+    assert "us of transposes" in xla.reasons[0]
 
 
 def test_lowering_for_cuda():
