@@ -15,7 +15,7 @@ from cutjax.kernels.operand import Im2col, Taps
 from cutjax.kernels.problem import Problem
 
 # Bytes of a row in shared memory, and what those of fewer channels cost over as many in rows of 128: not fitted yet.
-_SPANS = {128: 1.0, 64: 1.08, 32: 1.3}
+_SPANS = {128: 1.0, 64: 1.08, 32: 1.6}
 # Groups are as one up to so many bytes of channels, and columns: not fitted yet.
 _JOINED = 64, 32
 # Where pieces of rows of windows have at most so many times the elements of pieces of channels, rows are channels.
