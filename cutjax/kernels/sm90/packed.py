@@ -146,6 +146,8 @@ def packed(problem: Problem) -> Packing | None:
     view, b, size = view_of(problem), problem.bs[0].view, size_of(problem)
     if view is None or view.groups > 1 or spread(view) or min(view.window) == 0 or view.window[-1] == 1:
         return None
+    if view.channels * size > min(_SPANS):  # copying the images would take longer than it saves
+        return None
     if view.dilation[-1] > 1 or (isinstance(b, Taps) and (b.stored != view.window or {*map(abs, b.step)} != {1})):
         return None
     stride, channels = view.strides[-1], view.channels
