@@ -94,7 +94,7 @@ def test_channels_are_in_pieces_with_few_zeros():
     assert found[16] == (16, 16)
     assert (found[24], found[96]) == ((32, 32), (32, 96))
     assert (found[64], found[320]) == ((64, 64), (64, 320))
-    assert (found[40], found[72], found[144]) == ((16, 48), (32, 96), (32, 160))
+    assert (found[40], found[72], found[144]) == ((64, 64), (32, 96), (32, 160))
 
 
 def test_rows_of_few_channels_are_channels():

@@ -145,9 +145,12 @@ def _divided(problem: Problem, config: Config) -> Iterator[Config]:
             if size <= most and tiles <= problem.device.clusters_at_once(size):
                 yield _divide(config, cluster_k=size)
     most = min(most, sms * 17 // 16 // tiles)
-    windowed = windows.view_of(problem) is not None and 8 <= most <= 128 and most not in SPLITS
-    for splits in (*SPLITS, *[most] * windowed):
-        if most >= 8 and most // 2 < splits <= most and config.cluster == 1:
+    # Windows of weight gradients are many more than they have elements: every SM wants a part, and parts are small.
+    windowed = windows.view_of(problem) is not None
+    fill = {min(splits, k_blocks // LEAST_K_BLOCKS, 128) for splits in (most, int(sms // tiles))} if windowed else set()
+    least = 2 if windowed else 8
+    for splits in sorted({*SPLITS, *fill}):
+        if most >= least and most // 2 < splits <= most and config.cluster == 1:
             yield _divide(config, splits=splits)
         if config.schedule == "coop" and config.cluster == 1 and most // 16 < splits <= most // 8:
             yield _divide(config, cluster_k=8, splits=splits)

@@ -15,7 +15,7 @@ from cutjax.kernels.operand import Im2col, Taps
 from cutjax.kernels.problem import Problem
 
 # Bytes of a row in shared memory, and what those of fewer channels cost over as many in rows of 128: not fitted yet.
-_SPANS = {128: 1.0, 64: 1.08, 32: 1.3}
+_SPANS = {128: 1.0, 64: 1.08, 32: 1.6}
 # Groups are as one up to so many bytes of channels, and columns: not fitted yet.
 _JOINED = 64, 32
 # Where pieces of rows of windows have at most so many times the elements of pieces of channels, rows are channels.
@@ -145,6 +145,8 @@ def packed(problem: Problem) -> Packing | None:
     """Returns how rows of windows are made channels, where that makes pieces with fewer zeros; else None."""
     view, b, size = view_of(problem), problem.bs[0].view, size_of(problem)
     if view is None or view.groups > 1 or spread(view) or min(view.window) == 0 or view.window[-1] == 1:
+        return None
+    if view.channels * size > min(_SPANS):  # copying the images would take longer than it saves
         return None
     if view.dilation[-1] > 1 or (isinstance(b, Taps) and (b.stored != view.window or {*map(abs, b.step)} != {1})):
         return None
