@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,9 +92,11 @@ def columns(of: Im2col) -> int:
 
 
 def each(views: dict[str, Im2col], kinds: Sequence[str]):
-    """Every view with every kind of product, in one dtype or the other."""
-    names = itertools.product(enumerate(views), enumerate(kinds))
-    cases = [(name, kind, *(BF16, F32)[(i + j) % 2]) for (i, name), (j, kind) in names]
+    """Every view with two kinds of product, one in each dtype."""
+    cases = []
+    for i, name in enumerate(views):
+        for j, (way, config) in enumerate((BF16, F32)):
+            cases.append((name, kinds[(i + i // 2 * j + 2 * j) % len(kinds)], way, config))
     return pytest.mark.parametrize(
         ("name", "kind", "way", "config"), cases, ids=lambda x: x if isinstance(x, str) else ""
     )
@@ -168,13 +169,15 @@ WAYS = [
 
 
 @needs_gxx
-@pytest.mark.parametrize("i", [0, 1])
 @pytest.mark.parametrize(("way", "config"), WAYS, ids=lambda x: "-".join(map(str, x)))
-def test_dtypes(way, config, i, tmp_path):
-    j = WAYS.index((way, config)) + 2 * i
-    of = (VIEWS["strided"], VIEWS["stem"], VIEWS["groups"], SPREAD["2-D"])[j % 4]
-    kind = KINDS[j // 2 % (3 if way[0] in ("int8", "float8_e4m3fn") or j % 4 == 3 else 4)]
-    check(problem(of, columns(of), kind, *way), Config(*config), of, tmp_path)
+def test_dtypes(way, config, tmp_path):
+    """Each of one view, and those whose elements are copied one by one of odd channels."""
+    i = WAYS.index((way, config))
+    along_k = way[0] in ("int8", "float8_e4m3fn")
+    for of in (VIEWS["strided"], VIEWS["groups"], SPREAD["2-D"])[i % 3], VIEWS["stem"]:
+        kind = KINDS[i // 2 % (3 if along_k or of is SPREAD["2-D"] else 4)]
+        if of is not VIEWS["stem"] or jnp.dtype(way[0]).itemsize < 4:
+            check(problem(of, columns(of), kind, *way), Config(*config), of, tmp_path)
 
 
 @needs_gxx
@@ -240,7 +243,7 @@ def test_what_a_launch_is_told():
 
 
 @pytest.mark.skipif(compiler.compiler_missing() is not None, reason="needs NVRTC")
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90a", "sm_120a"])
 def test_machine_code(arch):
     """The largest tiles that a problem is offered do not spill."""
     three = view(2, (9, 8, 7), (3, 3, 3), 32, low=(1, 1, 1), high=(1, 1, 1))
