@@ -246,9 +246,10 @@ def test_what_a_launch_is_told():
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90a", "sm_120a"])
 def test_machine_code(arch):
     """The largest tiles that a problem is offered do not spill."""
-    three = view(2, (9, 8, 7), (3, 3, 3), 32, low=(1, 1, 1), high=(1, 1, 1))
+    three, up = view(2, (9, 8, 7), (3, 3, 3), 32, low=(1, 1, 1), high=(1, 1, 1)), SPREAD["2-D"]
     dtype = "float16" if arch == "sm_75" else "bfloat16"
-    for of, kind in ((BIG, "in order"), (three, "flipped"), (VIEWS["stem"], "weights"), (SPREAD["2-D"], "in order")):
+    stem = VIEWS["stem"]
+    for of, kind in (BIG, "in order"), (three, "flipped"), (stem, "weights"), (up, "in order"), (up, "weights"):
         asked = problem(of, 128, kind, dtype, arch=arch)
         kernels = (mma.resolve(asked, config) for config in family.configs(asked))
         kernel = next(kernel for kernel in kernels if not isinstance(kernel, tuple))
