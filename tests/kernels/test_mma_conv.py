@@ -208,6 +208,35 @@ def test_epilogues(name, n, tmp_path):
     np.testing.assert_array_equal(found, expected)
 
 
+@needs_gxx
+@pytest.mark.parametrize("kind", ["in order", "flipped"])
+def test_weights_of_bytes(kind, tmp_path):
+    """They are decoded where they are multiplied."""
+    of = VIEWS["strided"]
+    asked = problem(of, 32, kind, *BF16[0])
+    asked = dataclasses.replace(asked, bs=tuple(b.of(np.dtype(np.int8)) for b in asked.bs))
+    x, w = integers(asked, *windows_cases.shapes(asked))
+    found = launched(asked, Config(64, 64, 32, 32, 32, stages=3), [x, w.astype(np.int8)], tmp_path)
+    np.testing.assert_array_equal(found, windows_cases.product(asked, x, w, np.float64))
+
+
+@needs_gxx
+def test_sums_by_channel(tmp_path):
+    """Those of a norm: over each 16 rows of the result."""
+    of, n = VIEWS["groups"], 96
+    traced = trace(lambda acc: (acc, acc.sum(-2)), [jax.ShapeDtypeStruct((of.rows, n), jnp.float32)], [])
+    asked = dataclasses.replace(problem(of, n, "in order", *BF16[0]), epilogue=traced.epilogue)
+    assert "columns are of whole tiles" in "; ".join(mma.resolve(asked, TILE))  # pyright: ignore
+    kernel = mma.resolved(asked, Config(64, 32, 32, 32, 32, stages=3))
+    x, w = integers(asked, *windows_cases.shapes(asked))
+    arrays = [x, w, np.full((of.rows, n), 7, np.float32), np.full((-(-of.rows // 16), n), 7, np.float32)]
+    arrays = [kernel_host.aligned(y) for y in arrays]
+    kernel_host.run(kernel, arrays, tmp_path)
+    expected = windows_cases.product(asked, x, w, np.float64)
+    np.testing.assert_array_equal(arrays[2], expected)
+    np.testing.assert_array_equal(arrays[3].sum(0), expected.sum(0))
+
+
 BIG, HUGE = view(8, (56, 56), (3, 3), 64, low=(1, 1), high=(1, 1)), view(1, (2**16, 2**16), (2, 2), 64, (64, 64))
 TILE = Config(64, 64, 32, 32, 32, stages=3)
 REFUSED = [
