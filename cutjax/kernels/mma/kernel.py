@@ -236,6 +236,8 @@ def _resolve(problem: Problem, config: Config, pixels: Pixels | None = None) -> 
         and config.wn % 32
     ):
         found.append(f"wn={config.wn}: a warp reads 32 columns of b[k, n] at once, of 8 bits each")
+    if staging.reductions and views.groups(problem) > 1 and views.columns(problem) % config.bn:
+        found.append(f"bn={config.bn}: reductions of groups of {views.columns(problem)} columns are of whole tiles")
     if problem.symmetric and (config.bm % 64 or config.bn % 64):
         found.append(f"a tile of {config.bm}x{config.bn}: symmetric results are mirrored in blocks of 64x64")
     chunk = chunk_of(staging, config.wn)

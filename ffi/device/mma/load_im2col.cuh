@@ -89,9 +89,10 @@ struct Im2col {
     // The number of the pixel at a place, or, where places are not yet those of pixels, of the image.
     DEVICE void number(Pixel& pixel, u32 image) const {
       pixel.number = image;
-      if constexpr (SPREAD) return;
+      if constexpr (!SPREAD) {
 #pragma unroll
-      for (int i = 0; i < AXES; ++i) pixel.number = pixel.number * source.axes[i].sizes.x + pixel.at[i];
+        for (int i = 0; i < AXES; ++i) pixel.number = pixel.number * source.axes[i].sizes.x + pixel.at[i];
+      }
     }
 
     DEVICE Pixel first_of(const Digits& window) const {
