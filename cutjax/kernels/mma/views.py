@@ -204,6 +204,9 @@ def registers(problem: Problem, config: Config, way: Math, units: tuple[int, int
             more = max(more, 10 if unit > 4 else 14)
         if way.fragments != "fma" and unit < 4:  # each piece is loaded to a register of its own
             held += lines * places * (16 // unit - 5) + 40 * (count == 3 and not along_k)
+    if min(units) >= 4:
+        more += 8 * (groups(problem) > 1) + 4 * (problem.a.bits == 8)
+    more += 45 * (way.name == "tf32x3" and config.wm * config.wn >= 2048)
     return max(0, held + 4 * count + more - 28)
 
 
