@@ -1,6 +1,7 @@
 """The cost model: the predicted time of a resolved kernel on a device. It reads fields, and computes no geometry.
 
-Dense products have a model of their own (dense_cost.py); here are those of groups, and symmetric ones.
+Dense products have a model of their own (dense_cost.py), which convolutions take longer than (windows_cost.py); here
+are those of groups, and symmetric ones.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import dataclasses
 import math
 
 from cutjax.kernels.device import Device
-from cutjax.kernels.sm90 import dense_cost
+from cutjax.kernels.sm90 import dense_cost, windows, windows_cost
 from cutjax.kernels.sm90.operands import row_bytes
 from cutjax.kernels.sm90.resolved import Resolved
 
@@ -75,7 +76,11 @@ def predict(kernel: Resolved, device: Device) -> float:
     """
     c, p = kernel.config, kernel.multiplied
     if not (p.groups or p.symmetric):
-        return dense_cost.time_us(dense_cost.features(kernel, device), dense_cost.CONSTANTS)
+        us = dense_cost.time_us(dense_cost.features(kernel, device), dense_cost.CONSTANTS)
+        if windows.view_of(kernel.asked) is None:
+            return us
+        us, stored_us = us * windows_cost.over(kernel), windows_cost.stored_us(kernel, device)
+        return (us**3 + stored_us**3) ** (1 / 3)
     fit, sms = _FITS["symmetric" if p.symmetric else p.divided], device.sms
     resident, rows, tiles = kernel.blocks_per_sm, kernel.rows, kernel.columns
     items, k, filled = float(kernel.tiles if p.symmetric else rows * tiles * p.batch_size), float(p.k), 1.0
