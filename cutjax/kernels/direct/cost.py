@@ -18,10 +18,12 @@ BESIDE = 25  # registers of a thread beside sums, pixels and weights, calibrated
 REDUCED_BYTES = 32768  # of shared memory in which a block adds up a weight gradient
 MOST_SUMS = 72  # of a thread of a weight gradient, about
 MOST_PRODUCTS = (800, 400)  # of a thread in one turn of its loop, which is unrolled: code that compiles in a second
-LATENCY_US, LAUNCH_US, SUM_US = 0.6, 2.0, 3.0
-# Shares of the instructions that an SM could start, of a result and of a weight gradient, and of a copy's rate: 17
-# kernels on an H200 (benchmarks/results/conv-tune-1-h200.json).
-ISSUED, MOVED = (0.52, 0.62), 0.88
+LATENCY_US, LAUNCH_US, SUM_US = 1.0, 2.0, 3.0
+ISSUED = 0.75  # share of the instructions that an SM could start
+# The logarithm of what was measured over what these instructions and bytes take, as a sum over what is true of a
+# kernel: 97 kernels of 31 depthwise convolutions on an H200 (benchmarks/results, conv-tune-1 and conv-tune-2). "strip"
+# is of each time that a strip is half of 4 places, where no image of several rows is on its way.
+OVER = {"always": 0.1, "shared": 0.25, "strip": 0.2, "blocks": -0.17, "ahead": -0.22, "spread": -0.53, "small": 0.3}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -223,12 +225,22 @@ def predict(shape: Shape, device: Device) -> float:
         row = taps * (c.strip * c.pairs + loads) + rows * (strip + 12 + 2 * h.open[1])
         row += c.strip * (5 + shape.columns * (1 + instructions(p.epilogue)))
         threads, written, more_us = shape.tiles * shape.lanes * shape.items, 0.0, 0.0
-    issued = 1e6 * threads * (c.rows * row + 60) / (rate * ISSUED[g.gradient])
+    issued = 1e6 * threads * (c.rows * row + 60) / (rate * ISSUED)
     # Of the last of the waves that all SMs take blocks in, each has a part.
     waves = shape.blocks / (device.sms * c.blocks)
     issued *= max(1.0, math.ceil(waves) / waves if waves < 8 else 1.0)
     resident = min(shape.blocks, device.sms * c.blocks) * shape.threads
     ahead = shape.read * shape.inputs * p.a.dtype.itemsize * c.ahead * h.steps[0]
-    speed = min(MOVED * device.bytes_per_second / 1e6, resident * ahead / LATENCY_US)
+    speed = min(device.bytes_per_second / 1e6, resident * ahead / LATENCY_US)
     memory = (p.bytes + written) / speed
-    return LAUNCH_US + more_us + max(issued, memory) + 0.15 * min(issued, memory)
+    us = LAUNCH_US + more_us + max(issued, memory) + 0.15 * min(issued, memory)
+    true = {
+        "always": 1,
+        "shared": not shape.in_registers,
+        "strip": max(0.0, 2 - math.log2(c.strip)) * (c.ahead == 1),
+        "blocks": c.blocks > 1,
+        "ahead": c.ahead > 1,
+        "spread": h.spread > 1,
+        "small": not g.gradient and w.grid <= 8,  # images of 7 x 7 took 1.4 to 1.9 times as long
+    }
+    return us * math.exp(sum(weight * true[name] for name, weight in OVER.items()))

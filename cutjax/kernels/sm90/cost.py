@@ -1,6 +1,7 @@
 """The cost model: the predicted time of a resolved kernel on a device. It reads fields, and computes no geometry.
 
-Dense products have a model of their own (dense_cost.py); here are those of groups, and symmetric ones.
+Dense products have a model of their own (dense_cost.py), which convolutions take longer than (windows_cost.py); here
+are those of groups, and symmetric ones.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import dataclasses
 import math
 
 from cutjax.kernels.device import Device
-from cutjax.kernels.sm90 import dense_cost, windows
+from cutjax.kernels.sm90 import dense_cost, windows, windows_cost
 from cutjax.kernels.sm90.operands import row_bytes
 from cutjax.kernels.sm90.resolved import Resolved
 
@@ -75,7 +76,11 @@ def predict(kernel: Resolved, device: Device) -> float:
     """
     c, p = kernel.config, kernel.multiplied
     if not (p.groups or p.symmetric):
-        return _of_windows(kernel) * dense_cost.time_us(dense_cost.features(kernel, device), dense_cost.CONSTANTS)
+        us = dense_cost.time_us(dense_cost.features(kernel, device), dense_cost.CONSTANTS)
+        if windows.view_of(kernel.asked) is None:
+            return us
+        us, stored_us = us * windows_cost.over(kernel), windows_cost.stored_us(kernel, device)
+        return (us**3 + stored_us**3) ** (1 / 3)
     fit, sms = _FITS["symmetric" if p.symmetric else p.divided], device.sms
     resident, rows, tiles = kernel.blocks_per_sm, kernel.rows, kernel.columns
     items, k, filled = float(kernel.tiles if p.symmetric else rows * tiles * p.batch_size), float(p.k), 1.0
@@ -143,25 +148,6 @@ def predict(kernel: Resolved, device: Device) -> float:
         return time_us
     outside = kernel.asked.bytes - kernel.problem.bytes + p.result_bytes  # what XLA moves, beside the parts
     return time_us + 3 + (c.splits * p.result_bytes + outside) / (ADDED_BYTES_PER_US * speed)
-
-
-def _of_windows(kernel: Resolved) -> float:
-    """Returns how many times as long a kernel takes whose rows are windows of images.
-
-    Of 80 kernels on an H200, benchmarks/results/conv-tune-1-h200.json.
-    """
-    p, c = kernel.multiplied, kernel.config
-    if windows.view_of(p) is None:
-        return 1
-    thin = p.a.bytes(windows.chunk(p)) == 32  # TMA takes as long for a row of 32 bytes as for one of 128
-    found = 1.06 if c.cluster_m == 2 and not c.stream_k else 1.0
-    if p.a.contiguous == "k":
-        return found * (1.05 if c.schedule == "coop" else 1.0) * (1.5 if thin else 1.0)
-    if c.bn <= 64:
-        found *= {64: 0.75, 128: 1.0, 256: 1.3}[c.bm]
-    elif (c.bm, c.bn) == (128, 128):
-        found *= 0.9
-    return found * (2.5 if thin else 1.0)
 
 
 def _short_rows(kernel: Resolved) -> tuple[int, int]:

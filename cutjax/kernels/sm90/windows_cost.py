@@ -1,0 +1,63 @@
+"""What kernels of convolutions take over the model of dense products, which was fitted to none of them."""
+
+from __future__ import annotations
+
+import math
+
+from cutjax.kernels.device import Device
+from cutjax.kernels.sm90 import windows
+from cutjax.kernels.sm90.resolved import Resolved
+
+# The logarithm of measured over predicted times, as a sum over what is true of a kernel. Fitted to 321 kernels of 81
+# convolutions and gradients of images, and to 221 of 58 gradients of weights, on an H200 (benchmarks/results,
+# conv-tune-1 and conv-tune-2): 80% are within 0.89 and 1.12, and within 0.87 and 1.19, of it.
+IMAGES = {"always": 0.035, "narrow": 0.24, "short": 0.17, "wasted": 0.2}
+WEIGHTS = {
+    "always": 0.02,
+    "narrow": 0.27,
+    "short": -0.21,
+    "wasted": 0.05,
+    "tall": 0.18,  # 256 rows of windows, each loaded for few columns: 256 x 64 lost to 128 x 64 by up to 1.6
+    "clusters": 0.22,  # 8 CTAs along k, whose sums meet in shared memory, of few columns
+    "line": -0.1,
+    "stream": -0.11,
+    "grouped": 0.16,
+}
+# What has not been timed takes so much more: rows of windows that are packed as channels, and phases in one launch.
+PACKED = 1.15
+# Of phases, TMA stores each row of a result's box by itself: microseconds an SM takes for a row of 128 bytes and for a
+# shorter one. 13 convolutions with a launch for each phase took 9 to 15 and 8 to 10 ns. Phases without taps, which
+# only store, took 26 to 75 ns.
+ROW_US, SHORT_ROW_US, EMPTY = 0.011, 0.008, 3.0
+
+
+def over(kernel: Resolved) -> float:
+    """Returns how many times as long as a dense product a convolution takes."""
+    p, c = kernel.asked, kernel.config
+    view = windows.view_of(p)
+    assert view is not None
+    weights = p.a.contiguous == "mn"
+    true = {
+        "always": 1,
+        "narrow": c.bn <= 32,
+        "short": c.bm == 64 and c.bn <= 64,
+        "wasted": math.log2(math.ceil(p.n / c.bn) * c.bn / p.n),
+        "tall": c.bm == 256 and c.bn <= 96,
+        "clusters": c.cluster_k == 8 and c.bn <= 64,
+        "line": len(view.window) == 1,
+        "stream": c.stream_k,
+        "grouped": view.groups > 1,
+    }
+    found = sum(weight * true[name] for name, weight in (WEIGHTS if weights else IMAGES).items())
+    return math.exp(found) * (PACKED if windows.packed(p) else 1.0)
+
+
+def stored_us(kernel: Resolved, device: Device) -> float:
+    """Returns the microseconds of storing the rows of phases, 0 of any other kernel."""
+    if kernel.phases is None:
+        return 0.0
+    p = kernel.multiplied
+    whole, rest = divmod(p.n * p.out_dtype.itemsize, 128)
+    row_us = whole * ROW_US + (ROW_US if rest > 64 else SHORT_ROW_US if rest else 0.0)
+    rows = sum(EMPTY if taps == 0 else 1.0 for taps in kernel.phases.taps) * p.m
+    return rows * row_us / device.sms
