@@ -1,5 +1,5 @@
-// Host stand-ins for what the loads of the sm_90 kernels take from PTX: TMA copies at once, of tensor maps in the clear,
-// and without a swizzle. Each CTA of a cluster has shared memory of its own.
+// Host stand-ins for what the loads of the sm_90 kernels take from PTX: TMA copies at once, of tensor maps in the
+// clear, and without a swizzle. Each CTA of a cluster has shared memory of its own.
 
 #include <cstdio>
 #include <cstdlib>
