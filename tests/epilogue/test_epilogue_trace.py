@@ -51,8 +51,8 @@ def check(fn, *operands, shape=SHAPE, count=1, exact=False):
     for spec, x in zip(t.epilogue.operands, t.operands, strict=True):
         assert x.shape == tuple(n if v else 1 for n, v in zip(shape, (*spec.batch, spec.row, spec.col), strict=True))
         assert x.dtype == spec.dtype
-    run = jax.jit(lambda accs, operands: t.finish(t.epilogue.apply(accs, operands)))
-    same(run(accs, t.operands), jax.jit(fn)(*accs, *operands), exact)
+    both = jax.jit(lambda accs, found, operands: (t.finish(t.epilogue.apply(accs, found)), fn(*accs, *operands)))
+    same(*both(accs, t.operands, operands), exact)
     assert str(t.epilogue)
     return t.epilogue
 

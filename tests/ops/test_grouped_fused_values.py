@@ -36,9 +36,13 @@ def plain(fn, x, ws, operands=(), sizes=SIZES):
             return v[group, 0]
         return v[:rows] if v.ndim == 2 and v.shape[0] != 1 else v
 
-    accs = [jnp.einsum("mk,mkn->mn", x[:rows], w[group]) for w in ws]
-    results = fn(*accs, *map(row_operand, operands))
-    return jax.tree.map(lambda y: jnp.pad(y, ((0, x.shape[0] - rows), (0, 0))), results)
+    @jax.jit
+    def program(x, ws, operands):
+        accs = [jnp.einsum("mk,mkn->mn", x[:rows], w[group]) for w in ws]
+        results = fn(*accs, *map(row_operand, operands))
+        return jax.tree.map(lambda y: jnp.pad(y, ((0, x.shape[0] - rows), (0, 0))), results)
+
+    return program(x, ws, operands)
 
 
 def bias_relu(acc, b):

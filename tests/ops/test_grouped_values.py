@@ -49,14 +49,18 @@ def test_any_sizes(drawn, layout):
 @hypothesis.given(some_sizes())
 def test_rows_of_groups(drawn):
     m, sizes = drawn
-    for leading in (False, True):
-        starts, ends = groups.rows_of_groups(jnp.array(sizes, jnp.int32), m, leading)
+
+    @jax.jit
+    def both(sizes):
+        of = groups.rows_of_groups, groups.group_of_row
+        return [[f(sizes, m, leading) for f in of] for leading in (False, True)]
+
+    for leading, ((starts, ends), (group, has)) in enumerate(both(np.array(sizes, np.int32))):
         spans = oracle.spans(sizes, m, leading)
         assert list(zip(starts.tolist(), ends.tolist(), strict=True)) == spans
         expected = np.full(m, -1)
         for i, (start, end) in enumerate(spans):
             expected[start:end] = i
-        group, has = groups.group_of_row(jnp.array(sizes, jnp.int32), m, leading)
         np.testing.assert_array_equal(np.where(has, group, -1), expected)
         np.testing.assert_array_equal(np.where(has, 0, group), 0)
 
@@ -240,16 +244,22 @@ def test_accumulate():
 )
 @pytest.mark.parametrize(("layout", "offset"), [("nn", 1), ("nt", None)])
 def test_zero_sizes(m, k, n, groups, layout, offset):
-    x, w = jnp.ones((m, k)), jnp.ones((groups, *((k, n) if layout == "nn" else (n, k))))
-    sizes = jnp.full(groups, 2, jnp.int32)
-    y, vjp = jax.vjp(lambda x, w: cutjax.grouped_gemm(x, w, sizes, layout=layout, group_offset=offset), x, w)
+    x = np.ones((m, k), np.float32)
+    w = np.ones((groups, *((k, n) if layout == "nn" else (n, k))), np.float32)
+    sizes = np.full(groups, 2, np.int32)
+
+    @jax.jit
+    def program(x, w):
+        y, pull = jax.vjp(lambda x, w: cutjax.grouped_gemm(x, w, sizes, layout=layout, group_offset=offset), x, w)
+        return y, pull(jnp.ones_like(y))
+
+    y, (dx, dw) = program(x, w)
     assert y.shape == (m, n)
     assert not np.any(y)
-    dx, dw = vjp(jnp.ones_like(y))
     assert (dx.shape, dw.shape) == (x.shape, w.shape)
     if k:
         assert not np.any(dw) or (m, n, groups) == (6, 3, 2)
-    batched = cutjax.grouped_gemm(jnp.ones((0, m, k)), w, sizes, layout=layout)
+    batched = cutjax.grouped_gemm(np.ones((0, m, k), np.float32), w, sizes, layout=layout)
     assert batched.shape == (0, m, n)
 
 
