@@ -90,8 +90,9 @@ def is_plain(view: Im2col) -> bool:
 def normal(view: Im2col, taps: Taps | None = None) -> tuple[Im2col, Taps | None]:
     """Returns the view of the same matrix and memory that has the fewest axes, and the taps of weights along those.
 
-    Where windows lie side by side along the last axis, as patches do, that becomes channels. Axes along which windows
-    are single places are images before all others, and one axis between and behind them.
+    Where windows lie side by side along the last axis, as patches do, that becomes channels; along the first one, each
+    is of an image of its own. Axes along which windows are single places are images before all others, and one axis
+    between and behind them.
     """
     axes, images, channels = _axes(view), view.images, view.channels
     places = (
@@ -104,6 +105,9 @@ def normal(view: Im2col, taps: Taps | None = None) -> tuple[Im2col, Taps | None]
     for i, (axis, place) in enumerate(zip(axes, places, strict=True)):
         if _is_single(axis) and not kept and i < len(axes) - 1:
             images *= axis[0]
+        elif taps is None and not kept and axis[0] == axis[1] * axis[2] and axis[3:] == (axis[2], 1, 1, 0):
+            images *= axis[1]
+            kept.append(((axis[2], 1, axis[2], 1, 1, 1, 0), place))
         elif _is_single(axis) and kept and _is_single(kept[-1][0]):
             before = kept[-1][0]
             kept[-1] = (before[0] * axis[0], before[1] * axis[1], *axis[2:]), place

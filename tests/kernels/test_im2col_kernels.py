@@ -161,3 +161,13 @@ def test_phases_of_uneven_results():
     given = {argument.name: argument.value for argument in kernel.arguments}
     assert (given["map_d0_3"].dims, given["map_d0_3"].box) == ((128, 7, 8, 2), Im2col((0, 0), (1, 1), 64, 64))
     assert (given["map_d0_0"].dims, given["map_d0_0"].box) == ((128, 8, 9, 2), Im2col((0, 0), (0, 0), 64, 64))
+
+
+def test_patches_are_windows_of_images_of_their_own():
+    """16 x 16 of 3 channels side by side: columns become channels, rows of patches images, and TMA meets no stride."""
+    of = view(8, (224, 224), (16, 16), 3, (16, 16))
+    problem = asked(of, 768, "in order")
+    taken = problem.a.view
+    assert (taken.images, taken.image, taken.grid, taken.channels) == (8 * 14, (16, 14), (1, 14), 48)
+    assert (taken.window, taken.strides, taken.rows) == ((16, 1), (1, 1), of.rows)
+    assert not family.reasons(problem)
