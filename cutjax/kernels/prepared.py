@@ -93,14 +93,21 @@ class Transpose:
 
     Attributes:
       shape: what the array is taken as; () for as it is.
+      groups: of the columns, each of which is transposed by itself; the transposes lie beside each other.
     """
 
     shape: tuple[int, ...] = ()
     note: str = "transposed"
+    groups: int = 1
 
     def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the transposed matrices."""
-        return (jnp.matrix_transpose(x.reshape(self.shape) if self.shape else x),)
+        x = x.reshape(self.shape) if self.shape else x
+        if self.groups == 1:
+            return (jnp.matrix_transpose(x),)
+        *lead, rows, columns = x.shape
+        x = x.reshape(*lead, rows, self.groups, columns // self.groups).swapaxes(-1, -3)
+        return (x.reshape(*lead, columns // self.groups, self.groups * rows),)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -185,6 +185,10 @@ def _dtypes() -> list[Item]:
             problem = asked(of, 144, kind, dtype=jnp.dtype(dtype), out_dtype=jnp.dtype(out))
             problem = dataclasses.replace(problem, math=math)
             found.append(Item(problem, FEW[0], f"{kind}: {dtype} {math}"))
+        of_groups = view(2, (13, 14), (3, 3), 64, low=(1, 1), high=(1, 1), groups=4)
+        problem = asked(of_groups, 256, "in order", dtype=jnp.dtype(dtype), out_dtype=jnp.dtype(out))
+        problem = dataclasses.replace(problem, math=math)
+        found += [Item(problem, kernel.config, f"groups: {dtype} {math}") for kernel, _ in ranked(problem)[:1]]
     return found
 
 

@@ -13,7 +13,8 @@ import cutjax
 from cutjax.epilogue.trace import trace
 from cutjax.kernels import families, keys
 from cutjax.kernels.operand import Pixels
-from cutjax.kernels.sm90 import family, windows
+from cutjax.kernels.prepared import Transpose
+from cutjax.kernels.sm90 import family, operands, windows
 from cutjax.kernels.sm90 import kernel as sm90
 from cutjax.runtime import compiler
 from cutjax.runtime.tensor_map import Im2col
@@ -109,6 +110,17 @@ def test_rows_of_few_channels_are_channels():
     assert a.made(jnp.ones((2, 37, 35, 3)))[0].shape == (2 * 37, 42, 4)
     assert b.made(jnp.ones((7, 7, 3, 64)))[0].shape == (7, 28, 64)
     assert (a.read, a.written) == (2 * 37 * 35 * 3 * 2, 2 * 37 * 42 * 4 * 2)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
+def test_weights_of_groups_are_transposed_group_by_group(dtype):
+    """Kernels that read along k find a group's columns beside those of the others: ``[taps, n / groups, channels]``."""
+    of = view(1, (9, 9), (3, 2), 128, groups=2)
+    (b,) = (x for x in operands.prepared(asked(of, 64, "in order", dtype=dtype)) if x.name == "b")
+    w = np.arange(6 * 128 * 64, dtype=np.int32).reshape(6 * 128, 64)
+    (got,) = dataclasses.replace(b, steps=tuple(x for x in b.steps if isinstance(x, Transpose))).made(w)
+    expected = w.reshape(6, 128, 2, 32).transpose(0, 3, 2, 1)
+    np.testing.assert_array_equal(np.asarray(got).reshape(expected.shape), expected)
 
 
 def test_every_kind_is_served_and_named():

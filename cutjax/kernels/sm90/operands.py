@@ -147,7 +147,8 @@ def prepared(problem: Problem) -> tuple[Prepared, ...]:
         pairs = 1 if given.dtype != C64 else 4 if buffer else 2  # numbers that a complex one makes
         steps: list[Step] = [] if taken.dtype is None else [Terms(taken.terms, taken.rounded, taken.dtype)]
         steps += own
-        steps += [Transpose((-1, view.channels, length) if view else ())] * transposed + [Pairs()] * (pairs == 4)
+        turn = Transpose((-1, view.channels, length), groups=view.groups) if view else Transpose()
+        steps += [turn] * transposed + [Pairs()] * (pairs == 4)
         steps += [Pad(columns // 2 if pairs == 2 else columns, pitch)] * (columns > 0)
         if steps:
             rows *= matrices
