@@ -227,6 +227,19 @@ _OTHERS = {
 }
 
 
+# cuBLAS multiplies float8 only where rows of both operands lie along k; XLA transposes the others before, and reaches
+# this share of the memory's bandwidth: 0.06 and 0.07 of 4096 x 7168 x 16384 and 4096 x 24576 x 1536 nn on an H200,
+# which took 1372 and 473 us where nt took 674 and 203; more here, as no smaller ones were measured. A fusion that
+# multiplies them as they lie takes this many times as long, or longer: there it was not chosen.
+_TURNED_SHARE, _FUSED_FLOAT8 = 0.12, 2.0
+
+
+def _turned_bytes(p: Problem) -> int:
+    """Returns the bytes of the operands whose rows do not lie along k."""
+    sizes = [(p.a, p.m * p.k), *((b, p.k * p.n) for b in p.bs)]
+    return p.batch_size * sum(operand.bytes(size) for operand, size in sizes if operand.contiguous != "k")
+
+
 def _others_us(p: Problem, device: Device) -> float | None:
     """Returns the time of XLA's products of float32 in the problem's math, or of 8 bits; None where none was measured.
 
@@ -240,6 +253,9 @@ def _others_us(p: Problem, device: Device) -> float | None:
     multiplied, split = _OTHERS[name]
     multiply_us = multiplied * 1e6 * p.flops / device.peak(np.dtype(np.float32), "tf32")
     us = 2 + max(multiply_us + split * p.bytes / 1e6, 1e6 * p.bytes / device.bytes_per_second)
+    if name == "float8" and (turned := _turned_bytes(p)):
+        fused_us = FUSED_US + 1e6 * p.bytes / (FUSED_BYTES * device.bytes_per_second) + _FUSED_FLOAT8 * multiply_us
+        us = min(us + 1e6 * 2 * turned / (_TURNED_SHARE * device.bytes_per_second), fused_us)
     return us if p.plain else us + 1 + 1e6 * 2 * p.result_bytes / device.bytes_per_second
 
 

@@ -11,7 +11,13 @@ from cutjax.kernels.sm90.resolved import Resolved
 # The logarithm of measured over predicted times, as a sum over what is true of a kernel. Fitted to 321 kernels of 81
 # convolutions and gradients of images, and to 221 of 58 gradients of weights, on an H200 (benchmarks/results,
 # conv-tune-1 and conv-tune-2): 80% are within 0.89 and 1.12, and within 0.87 and 1.19, of it.
-IMAGES = {"always": 0.035, "narrow": 0.24, "short": 0.17, "wasted": 0.2}
+IMAGES = {
+    "always": 0.035,
+    "narrow": 0.24,
+    "short": 0.17,
+    "wasted": 0.2,
+    "pairs": 0.06,  # of CTAs that share weights, ping-pong: 50 of the same tiles alone took 6% less
+}
 WEIGHTS = {
     "always": 0.02,
     "narrow": 0.27,
@@ -22,6 +28,7 @@ WEIGHTS = {
     "line": -0.1,
     "stream": -0.11,
     "grouped": 0.16,
+    "few_pairs": 0.22,
 }
 # What has not been timed takes so much more: rows of windows that are packed as channels, and phases in one launch.
 PACKED = 1.15
@@ -47,6 +54,8 @@ def over(kernel: Resolved) -> float:
         "line": len(view.window) == 1,
         "stream": c.stream_k,
         "grouped": view.groups > 1,
+        "pairs": c.cluster_m > 1 and c.schedule == "pingpong" and c.bn >= 64 and windows.chunk(p) >= 64,
+        "few_pairs": c.cluster_m > 1 and c.bn <= 64,
     }
     found = sum(weight * true[name] for name, weight in (WEIGHTS if weights else IMAGES).items())
     return math.exp(found) * (PACKED if windows.packed(p) else 1.0)
