@@ -48,7 +48,7 @@ class Form:
 
     @property
     def rows(self) -> int:
-        """How many axes before the last of the shape are rows."""
+        """The number of axes before the last of the shape that are rows."""
         return self.product.rows
 
     def operands(self, left: Any, right: Any) -> tuple[jax.Array, jax.Array]:

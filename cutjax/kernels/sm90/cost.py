@@ -146,7 +146,7 @@ def predict(kernel: Resolved, device: Device) -> float:
 
 
 def _of_windows(kernel: Resolved) -> float:
-    """Returns how many times as long a kernel takes whose rows are windows of images.
+    """The factor by which a kernel takes longer whose rows are windows of images.
 
     Of 80 kernels on an H200, benchmarks/results/conv-tune-1-h200.json.
     """

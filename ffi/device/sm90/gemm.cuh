@@ -16,7 +16,7 @@
 // multiple of the cluster; a is K-major where rows are divided, a and b are MN-major where the contraction is.
 
 constexpr int THREADS = 128 * (1 + CONSUMERS);
-constexpr int CTAS = CLUSTER * CLUSTER_K;           // of a cluster; CLUSTER is those that load for each other
+constexpr int CTAS = CLUSTER * CLUSTER_K;  // of a cluster; CLUSTER is those that load for each other
 constexpr bool EVEN_DEPTH = !GROUPED && !STREAM_K && !PHASED;  // all work items have as many k blocks
 
 // Named barriers: 0 is __syncthreads, then one for each consumer's epilogue, then whose turn the mainloop is

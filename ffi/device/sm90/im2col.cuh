@@ -24,11 +24,11 @@ DEVICE void tma_load_im2col(u32 destination, const TensorMap* map, u32 barrier, 
     }
   } else if constexpr (AXES == 2) {
     if constexpr (SHARE > 1) {
-      asm volatile(IM2COL("4", ".multicast::cluster") "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8}, %9;" ::"r"(
-                       destination),
-                   "l"(p), "r"(barrier), "r"(c), "r"(first[0]), "r"(first[1]), "r"(first[2]), "h"(offset[0]),
-                   "h"(offset[1]), "h"(mask)
-                   : "memory");
+      asm volatile(
+          IM2COL("4", ".multicast::cluster") "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8}, %9;" ::"r"(destination),
+          "l"(p), "r"(barrier), "r"(c), "r"(first[0]), "r"(first[1]), "r"(first[2]), "h"(offset[0]), "h"(offset[1]),
+          "h"(mask)
+          : "memory");
     } else {
       asm volatile(IM2COL("4", "") "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(destination), "l"(p),
                    "r"(barrier), "r"(c), "r"(first[0]), "r"(first[1]), "r"(first[2]), "h"(offset[0]), "h"(offset[1])
@@ -36,11 +36,12 @@ DEVICE void tma_load_im2col(u32 destination, const TensorMap* map, u32 barrier, 
     }
   } else {
     if constexpr (SHARE > 1) {
-      asm volatile(IM2COL("5", ".multicast::cluster") "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], {%8, %9, %10}, %11;" ::"r"(
-                       destination),
-                   "l"(p), "r"(barrier), "r"(c), "r"(first[0]), "r"(first[1]), "r"(first[2]), "r"(first[3]),
-                   "h"(offset[0]), "h"(offset[1]), "h"(offset[2]), "h"(mask)
-                   : "memory");
+      asm volatile(
+          IM2COL("5", ".multicast::cluster") "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], {%8, %9, %10}, %11;" ::"r"(
+              destination),
+          "l"(p), "r"(barrier), "r"(c), "r"(first[0]), "r"(first[1]), "r"(first[2]), "r"(first[3]), "h"(offset[0]),
+          "h"(offset[1]), "h"(offset[2]), "h"(mask)
+          : "memory");
     } else {
       asm volatile(IM2COL("5", "") "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], {%8, %9, %10};" ::"r"(destination), "l"(p),
                    "r"(barrier), "r"(c), "r"(first[0]), "r"(first[1]), "r"(first[2]), "r"(first[3]), "h"(offset[0]),

@@ -155,8 +155,8 @@ struct Im2col {
     DEVICE bool past(const Tapped& taps) const { return tap[AXES - 1] >= taps.window[AXES - 1]; }
 
     template <int SHARE>
-    DEVICE void load(const Windows& source, const Tapped& taps, const TensorMap* map, u32 destination, u32 barrier, int group,
-                     const int (&at)[AXES + 1]) const {
+    DEVICE void load(const Windows& source, const Tapped& taps, const TensorMap* map, u32 destination, u32 barrier,
+                     int group, const int (&at)[AXES + 1]) const {
       bool none = past(taps);
       int c = group * source.group_channels + piece * WINDOW_CHUNK;
       u16 offset[AXES];
@@ -232,8 +232,8 @@ struct Im2col {
       u32 first = tile + share * (Operand::ROWS / Operand::SHARE) * Operand::SPAN;
       Piece of_k = walk.piece;
       for (int panel = 0; panel < BK / Operand::CHUNK; ++panel) {
-        of_k.template load<Operand::SHARE>(source, walk.taps, map, first + panel * Operand::ROWS * Operand::SPAN, barrier, walk.group,
-                                            at);
+        of_k.template load<Operand::SHARE>(source, walk.taps, map, first + panel * Operand::ROWS * Operand::SPAN,
+                                           barrier, walk.group, at);
         of_k.next(source, walk.taps);
       }
     }
@@ -256,4 +256,3 @@ struct Im2col {
     DEVICE static void end() {}
   };
 };
-

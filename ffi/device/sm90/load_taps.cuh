@@ -5,7 +5,7 @@ struct Taps {
   template <int COUNT>
   struct Source {
     Maps<COUNT> maps;
-    int channels;  // of a tap, of all groups where they lie along k: there is nothing from there on
+    int channels;            // of a tap, of all groups where they lie along k: there is nothing from there on
     int first, steps[AXES];  // the place of the first tap, and from one to the next along each axis
 
     DEVICE const TensorMap* map(int term, int product) const { return maps.map(term, product); }
@@ -25,7 +25,8 @@ struct Taps {
       const TensorMap* map = source.map(term, product);
       Im2col::Piece piece = walk.piece;
       for (int panel = 0; panel < BK / WINDOW_CHUNK; ++panel) {
-        int k = piece.past(walk.taps) ? source.channels : piece.piece * WINDOW_CHUNK, tap = source.first + walk.taps.first;
+        int k = piece.past(walk.taps) ? source.channels : piece.piece * WINDOW_CHUNK,
+            tap = source.first + walk.taps.first;
 #pragma unroll
         for (int i = 0; i < AXES; ++i) tap += piece.tap[i] * source.steps[i];
         if constexpr (Operand::K_MAJOR) {
