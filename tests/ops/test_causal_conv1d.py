@@ -1,4 +1,4 @@
-"""Causal convolutions of sequences: numpy by hand, lax, the state from call to call and from step to step, gradients."""
+"""Causal convolutions of sequences: numpy by hand, lax, state from call to call and from step to step, gradients."""
 
 import jax
 import jax.numpy as jnp

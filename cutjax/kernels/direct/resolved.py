@@ -46,7 +46,7 @@ class Resolved:
 
     @functools.cached_property
     def tensor(self) -> toeplitz.Shape:
-        """Those of a kernel by Toeplitz matrices."""
+        """The sizes of the same of a kernel by Toeplitz matrices."""
         return toeplitz.Shape(self.problem, self.config, self.geometry)
 
     @property

@@ -61,7 +61,7 @@ def along_k(problem: Problem) -> Problem:
 
 
 def constants(problem: Problem) -> dict[str, int]:
-    """Returns what kernels of other problems are told in arguments, of which a launch has a limited number."""
+    """Returns constants for what kernels of other problems take as arguments, whose number a launch limits."""
     if not axes(problem):
         return {}
     found = {"batch1": 1, "a_step0": 0, "a_step1": 0, "b_step0": 0, "b_step1": 0}

@@ -142,7 +142,7 @@ class Packing:
 
 @functools.lru_cache(maxsize=1024)
 def packed(problem: Problem) -> Packing | None:
-    """Returns how rows of windows are made channels, where that makes pieces with fewer zeros; else None."""
+    """Returns the packing of rows of windows to channels, where that makes pieces with fewer zeros; else None."""
     view, b, size = view_of(problem), problem.bs[0].view, size_of(problem)
     if view is None or view.groups > 1 or spread(view) or min(view.window) == 0 or view.window[-1] == 1:
         return None

@@ -14,7 +14,7 @@ from cutjax.kernels.sm90.packed import in_order, view_of
 
 @dataclasses.dataclass(frozen=True)
 class Phases:
-    """What differs from phase to phase.
+    """The differences from phase to phase.
 
     Attributes:
       along: of each axis, and each phase along it: its taps, how many pixels further on the first one is than that of

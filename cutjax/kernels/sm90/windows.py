@@ -116,7 +116,7 @@ def weights(problem: Problem, x: jax.Array) -> jax.Array:
 
 
 def name(problem: Problem) -> str:
-    """Returns what a kernel's name says of the views that it reads by."""
+    """Returns the part of a kernel's name about the views that it reads by."""
     view = view_of(problem)
     if view is None:
         return ""
@@ -204,7 +204,7 @@ def _strides(view: Im2col) -> tuple[int, ...]:
 
 
 def _corners(view: Im2col) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns where windows begin: the first from an image's first pixel, the last from its last."""
+    """Returns the places that windows begin at: the first from an image's first pixel, the last from its last."""
     along = zip(_strides(view), view.grid, view.low, view.image, strict=True)
     upper = [stride * (grid - 1) - low - (image - 1) for stride, grid, low, image in along]
     return tuple(-low for low in view.low), tuple(upper)
@@ -252,7 +252,7 @@ def taps_map(
 
 
 def of_windows(problem: Problem, depth: int, phases: Phases | None) -> Iterator[Argument]:
-    """Yields what a kernel is told of a's windows beside their map, whose k blocks are so deep."""
+    """Yields the arguments of a's windows beside their map, for k blocks of so many elements."""
     view = view_of(problem)
     assert view is not None
     yield integer("a_pieces", -(-view.channels // chunk(problem)), "a")
@@ -277,7 +277,7 @@ def of_windows(problem: Problem, depth: int, phases: Phases | None) -> Iterator[
 
 
 def of_taps(problem: Problem) -> Iterator[Argument]:
-    """Yields what a kernel is told of b's taps beside their maps."""
+    """Yields the arguments of b's taps beside their maps."""
     view, b = view_of(problem), problem.bs[0]
     assert view is not None
     assert isinstance(b.view, Taps)

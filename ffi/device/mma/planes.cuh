@@ -138,7 +138,7 @@ struct ElementTile {
 #pragma unroll
           for (int word = 0; word < ELEMENT / 4; ++word)
             st_shared_u32(place_of(tile, i) + (word / (COMPONENT_BYTES / 4) * ROWS * COMPONENT_BYTES +
-                                            word % (COMPONENT_BYTES / 4) * 4),
+                                               word % (COMPONENT_BYTES / 4) * 4),
                           held[i][word]);
     }
   }

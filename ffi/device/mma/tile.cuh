@@ -80,7 +80,7 @@ struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
   static constexpr int OWN_LINES = STEP < LINES ? LINES / STEP : 1;  // that a thread copies of
   static_assert(LINES % STEP == 0 || STEP % LINES == 0, "each load is of the same unit of a line");
 
-  static constexpr int PLACES = LOADS / OWN_LINES;               // of each
+  static constexpr int PLACES = LOADS / OWN_LINES;  // of each
   static constexpr int PIECE = ASYNC || View::APART ? UNIT : 16;
 
   // Of the block that is loaded next.
