@@ -23,7 +23,7 @@ ISSUED = 0.75  # share of the instructions that an SM could start
 # The logarithm of what was measured over what these instructions and bytes take, as a sum over what is true of a
 # kernel: 97 kernels of 31 depthwise convolutions on an H200 (benchmarks/results, conv-tune-1 and conv-tune-2). "strip"
 # is of each time that a strip is half of 4 places, where no image of several rows is on its way.
-OVER = {"always": 0.1, "shared": 0.25, "strip": 0.2, "blocks": -0.17, "ahead": -0.22, "spread": -0.53, "small": 0.3}
+OVER = {"always": 0.06, "shared": 0.28, "strip": 0.15, "ahead": -0.29, "spread": -0.57, "small": 0.3}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -238,7 +238,6 @@ def predict(shape: Shape, device: Device) -> float:
         "always": 1,
         "shared": not shape.in_registers,
         "strip": max(0.0, 2 - math.log2(c.strip)) * (c.ahead == 1),
-        "blocks": c.blocks > 1,
         "ahead": c.ahead > 1,
         "spread": h.spread > 1,
         "small": not g.gradient and w.grid <= 8,  # images of 7 x 7 took 1.4 to 1.9 times as long
