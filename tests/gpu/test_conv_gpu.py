@@ -52,11 +52,11 @@ SPREAD = {
     "1d up 8": view(2, (201,), (16,), 64, low=(11,), high=(11,), spread=(8,)),
     "1d up 4, windows of 2": view(3, (100,), (2,), 32, low=(1,), high=(3,), spread=(4,)),
     "1d up 3 of strides 2": view(2, (100,), (5,), 32, (2,), (2,), low=(4,), high=(5,), spread=(3,)),
-    "2d up 2": view(3, (17, 15), (3, 3), 64, low=(2, 2), high=(1, 2), spread=(2, 2)),
-    "2d up 2, windows of 1": view(3, (17, 15), (1, 1), 64, low=(0, 0), high=(1, 0), spread=(2, 2)),
+    "2d up 2": view(3, (17, 15), (3, 3), 64, low=(2, 2), high=(1, 1), spread=(2, 2)),
+    "2d up 2, windows of 1": view(3, (17, 15), (1, 1), 64, low=(0, 0), high=(1, 1), spread=(2, 2)),
     "2d up 2, k4": view(2, (8, 8), (4, 4), 128, low=(2, 2), high=(2, 2), spread=(2, 2)),
-    "2d up 1 and 3 of 24 channels": view(2, (8, 9), (3, 2), 24, low=(2, -1), high=(2, 2), spread=(1, 3)),
-    "3d up 2": view(2, (5, 6, 4), (3, 3, 3), 32, low=(2, 1, 2), high=(1, 2, 2), spread=(2, 2, 2)),
+    "2d up 1 and 3 of 24 channels": view(2, (8, 9), (3, 2), 24, low=(2, -1), high=(2, 4), spread=(1, 3)),
+    "3d up 2": view(2, (5, 6, 4), (3, 3, 3), 32, low=(2, 1, 2), high=(1, 2, 1), spread=(2, 2, 2)),
 }
 CONFIGS = [
     Config(64, 64, 64, 6),

@@ -175,6 +175,8 @@ def reasons(problem: Problem) -> list[str]:
         found.append(f"windows that begin {corners} pixels from the images' edges: TMA's corners have {_CORNERS[axes]}")
     if max(_strides(view)) > _STRIDES:
         found.append(f"strides of {max(view.strides)}: TMA's are up to {_STRIDES}")
+    if packed(as_multiplied(problem)):
+        found.append(f"{view.groups} groups of {view.channels} channels: as one they are few, and rows of them packed")
     return found
 
 
@@ -188,6 +190,9 @@ def phase_reasons(problem: Problem, phases: Phases | None) -> list[str]:
         found.append(f"phases whose windows reach {reach} pixels: TMA's offsets are below {most}")
     if packed(problem):
         found.append("phases of windows of few channels")
+    if len({pixels.grid for pixels in phases.pixels}) > 1:
+        # One launch stores them as if all were as large, and on an H200 that has ended in an illegal instruction.
+        found.append("phases of several sizes: kernels store as many rows of each")
     return found
 
 
