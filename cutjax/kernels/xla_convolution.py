@@ -127,7 +127,7 @@ class Geometry:
             "narrow": dense * _below(self.n, 64),
             "odd": dense and (view.channels % 8 != 0 or self.n % 8 != 0),
             "strided": max(view.strides) > 1,
-            "apart": view.taps > 1 and all(step >= size for step, size in zip(view.strides, view.window, strict=True)),
+            "apart": view.taps > 1 and all(map(_apart, view.strides, view.window, view.grid)),
             "spread": math.log2(math.prod(view.spread)),
             "dilated": dilated,
             "dilated_line": dilated and axes == 1,
@@ -154,6 +154,11 @@ def _high(view: Im2col) -> list[int]:
     sizes = [step * (size - 1) for step, size in zip(view.spread, view.image, strict=True)]
     pads = zip(last, reaches, view.low, sizes, strict=True)
     return [max(0, at + reach - low - size) for at, reach, low, size in pads]
+
+
+def _apart(stride: int, window: int, grid: int) -> bool:
+    """True if windows share no element along an axis."""
+    return stride >= window or grid == 1
 
 
 def _below(size: int, of: int) -> float:
