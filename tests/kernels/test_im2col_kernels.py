@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cubin import check_lean
-from windows_cases import KINDS, asked, view
+from windows import KINDS, asked, view
 
 import cutjax
 from cutjax.epilogue.trace import trace

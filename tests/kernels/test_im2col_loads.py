@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import loads_host
 import numpy as np
 import pytest
-from windows_cases import KINDS, asked, product, shapes, view
+from windows import KINDS, asked, product, shapes, view
 
 from cutjax.kernels.prepared import make
 from cutjax.kernels.sm90 import kernel as sm90
@@ -60,7 +60,7 @@ def test_all_that_tiles_multiply(kind, config, of, tmp_path):
     rng = np.random.default_rng(0)
     arrays = [rng.integers(-9, 10, shape).astype(np.int16) for shape in shapes(problem)]
     kernel = sm90.resolved(problem, CONFIGS[config])
-    expected = product(problem, *arrays, np.float64)
+    expected = product(problem, *arrays)
     arrays = [np.asarray(x) for x in make(kernel.prepared, [jnp.asarray(x) for x in arrays])[0]]
     found = loads_host.multiplied(kernel, arrays, tmp_path)
     if kernel.phases is None:

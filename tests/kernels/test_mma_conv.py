@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import kernel_host
 import numpy as np
 import pytest
-import windows_cases
-from windows_cases import KINDS, view
+import windows
+from windows import KINDS, view
 
 from cutjax.epilogue.expression import identity
 from cutjax.epilogue.trace import trace
@@ -36,7 +36,7 @@ def problem(of: Im2col, n: int, kind: str, dtype: str = "bfloat16", math: str = 
     way = next(x for x in MATHS[dtype, math] if number(arch) in x.archs)
     acc = np.dtype(way.accumulator)
     more: Any = {"dtype": jnp.dtype(dtype), "epilogue": identity(acc, acc), "device": reference(arch)}
-    return dataclasses.replace(windows_cases.asked(of, n, kind, **more), math=math)
+    return dataclasses.replace(windows.asked(of, n, kind, **more), math=math)
 
 
 def integers(asked: Problem, *shapes: tuple[int, ...]) -> list[np.ndarray]:
@@ -63,12 +63,12 @@ def launched(asked: Problem, config: Config, arrays: list[np.ndarray], tmp_path)
 def check(asked: Problem, config: Config, of: Im2col, tmp_path) -> None:
     """Asserts that a convolution of small integers is exact: ``asked`` is that of the view, maybe with fewer axes."""
     whole = dataclasses.replace(asked, a=dataclasses.replace(asked.a, view=of))
-    shapes = windows_cases.shapes(whole)
+    shapes = windows.shapes(whole)
     with jax.enable_x64(asked.a.bits > 32):
         x, w = integers(asked, *shapes)
         found = launched(asked, config, [x, w], tmp_path)
     wide = np.complex128 if asked.a.dtype.kind == "c" else np.float64
-    np.testing.assert_array_equal(found.astype(wide), windows_cases.product(whole, x, w, wide))
+    np.testing.assert_array_equal(found.astype(wide), windows.product(whole, x, w))
 
 
 VIEWS = {
@@ -200,11 +200,11 @@ def test_epilogues(name, n, tmp_path):
         return acc * row + column - image
 
     asked = problem(of, n, "flipped", *F32[0])
-    x, w, *rest = integers(asked, *windows_cases.shapes(asked), (of.rows, 1), (1, n), (of.rows, n))
+    x, w, *rest = integers(asked, *windows.shapes(asked), (of.rows, 1), (1, n), (of.rows, n))
     traced = trace(function, [jax.ShapeDtypeStruct((of.rows, n), jnp.float32)], rest)
     asked = dataclasses.replace(asked, epilogue=traced.epilogue)
     found = launched(asked, Config(*F32[1]), [x, w, *rest], tmp_path)
-    expected = function(windows_cases.product(asked, x, w, np.float64), *rest)
+    expected = function(windows.product(asked, x, w), *rest)
     np.testing.assert_array_equal(found, expected)
 
 
@@ -215,9 +215,9 @@ def test_weights_of_bytes(kind, tmp_path):
     of = VIEWS["strided"]
     asked = problem(of, 32, kind, *BF16[0])
     asked = dataclasses.replace(asked, bs=tuple(b.of(np.dtype(np.int8)) for b in asked.bs))
-    x, w = integers(asked, *windows_cases.shapes(asked))
+    x, w = integers(asked, *windows.shapes(asked))
     found = launched(asked, Config(64, 64, 32, 32, 32, stages=3), [x, w.astype(np.int8)], tmp_path)
-    np.testing.assert_array_equal(found, windows_cases.product(asked, x, w, np.float64))
+    np.testing.assert_array_equal(found, windows.product(asked, x, w))
 
 
 @needs_gxx
@@ -228,11 +228,11 @@ def test_sums_by_channel(tmp_path):
     asked = dataclasses.replace(problem(of, n, "in order", *BF16[0]), epilogue=traced.epilogue)
     assert "columns are of whole tiles" in "; ".join(mma.resolve(asked, TILE))  # pyright: ignore
     kernel = mma.resolved(asked, Config(64, 32, 32, 32, 32, stages=3))
-    x, w = integers(asked, *windows_cases.shapes(asked))
+    x, w = integers(asked, *windows.shapes(asked))
     arrays = [x, w, np.full((of.rows, n), 7, np.float32), np.full((-(-of.rows // 16), n), 7, np.float32)]
     arrays = [kernel_host.aligned(y) for y in arrays]
     kernel_host.run(kernel, arrays, tmp_path)
-    expected = windows_cases.product(asked, x, w, np.float64)
+    expected = windows.product(asked, x, w)
     np.testing.assert_array_equal(arrays[2], expected)
     np.testing.assert_array_equal(arrays[3].sum(0), expected.sum(0))
 
