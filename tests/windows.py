@@ -50,7 +50,10 @@ def forward_view(
 def random_view(
     rng: np.random.Generator, channels: int, groups: int, rank: int = 0, spread: bool = True, grid: int = 2000
 ) -> Im2col:
-    """A view of small images of random sizes, strides, dilation, spread and padding, negative too, of fewer windows."""
+    """A view of small images of random sizes, strides, dilation, spread and padding, negative too.
+
+    An image has fewer windows than ``grid``, and some meet elements.
+    """
     rank = rank or int(rng.integers(1, 4))
     most = {1: 40, 2: 13, 3: 6}[rank]
     while True:
@@ -60,7 +63,7 @@ def random_view(
         steps = steps if spread else (1,) * rank
         low, high = (tuple(rng.integers(-2, 5, rank).tolist()) for _ in range(2))
         found = view(2, image, window, channels, strides, dilation, low, high, groups, steps)
-        if min(found.grid) > 0 and math.prod(found.grid) < grid:
+        if min(found.grid) > 0 and math.prod(found.grid) < grid and found.multiplied:
             return found
 
 

@@ -12,7 +12,7 @@ import kernel_host
 import numpy as np
 import pytest
 import windows
-from windows import KINDS, view
+from windows import KINDS, random_view, view
 
 from cutjax.epilogue.expression import identity
 from cutjax.epilogue.trace import trace
@@ -92,11 +92,8 @@ def columns(of: Im2col) -> int:
 
 
 def each(views: dict[str, Im2col], kinds: Sequence[str]):
-    """Every view with two kinds of product, one in each dtype."""
-    cases = []
-    for i, name in enumerate(views):
-        for j, (way, config) in enumerate((BF16, F32)):
-            cases.append((name, kinds[(i + i // 2 * j + 2 * j) % len(kinds)], way, config))
+    """Every view with one kind of product, in one of two dtypes: each kind is in both."""
+    cases = [(name, kinds[i % len(kinds)], *(BF16, F32)[(i + i // len(kinds)) % 2]) for i, name in enumerate(views)]
     return pytest.mark.parametrize(
         ("name", "kind", "way", "config"), cases, ids=lambda x: x if isinstance(x, str) else ""
     )
@@ -128,37 +125,20 @@ def test_spread(name, kind, way, config, tmp_path):
     check(problem(of, columns(of), kind, *way), Config(*config), of, tmp_path)
 
 
-def random_view(rng: np.random.Generator, axes: int) -> Im2col:
-    """Any geometry of few elements."""
-    while True:
-        image, window, strides, dilation, spread, low, high = (
-            tuple(rng.integers(least, most + 1, axes).tolist())
-            for least, most in ((1, 9 - 2 * axes), (1, 4), (1, 3), (1, 3), (1, 2), (-2, 4), (-2, 4))
-        )
-        of = view(3, image, window, 4, strides, dilation, low, high, int(rng.integers(1, 4)), spread)
-        if min(of.grid) > 0 and max(of.grid) < 12:
-            return of
-
-
 @needs_gxx
-@pytest.mark.parametrize("axes", [1, 2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("axes", "kind"), [(1, "weights"), (2, "some taps"), (2, "in order"), (3, "flipped")])
 def test_any_geometry(axes, kind, tmp_path):
     rng = np.random.default_rng([axes, KINDS.index(kind)])
-    way, config = (BF16, F32)[(axes + KINDS.index(kind)) % 2]
-    for _ in range(4):
-        of = random_view(rng, axes)
-        check(problem(of, 12 * of.groups, kind, *way), Config(*config), of, tmp_path)
+    of = random_view(rng, 4, int(rng.integers(1, 4)), axes, grid=150)
+    way, config = (BF16, F32)[axes % 2]
+    check(problem(of, 12 * of.groups, kind, *way), Config(*config), of, tmp_path)
 
 
 WAYS = [
     (("float16", "", "sm_75"), (32, 32, 32, 16, 16, 1, 2)),
     (("float32", "", "sm_75"), (32, 32, 8, 16, 16, 1, 2)),
-    (("float32", "tf32", "sm_90a"), (64, 32, 16, 32, 16, 1, 3)),
     (("float32", "tf32x3", "sm_80"), (32, 32, 16, 32, 32, 1, 3)),
-    (("float32", "bf16x3", "sm_80"), (32, 64, 32, 32, 32, 1, 3)),
     (("float64", "", "sm_80"), (32, 32, 32, 16, 16, 1, 3)),
-    (("complex64", "", "sm_80"), (32, 32, 8, 16, 16, 1, 2)),
     (("complex64", "tf32", "sm_80"), (32, 32, 16, 32, 16, 1, 2)),
     (("int32", "", "sm_80"), (32, 64, 8, 32, 32, 1, 2)),
     (("bfloat16", "", "sm_90a"), (32, 64, 64, 32, 32, 2, 2)),
@@ -171,13 +151,12 @@ WAYS = [
 @needs_gxx
 @pytest.mark.parametrize(("way", "config"), WAYS, ids=lambda x: "-".join(map(str, x)))
 def test_dtypes(way, config, tmp_path):
-    """Each of one view, and those whose elements are copied one by one of odd channels."""
+    """Each of one view: those whose elements are copied one by one of odd channels too."""
     i = WAYS.index((way, config))
-    along_k = way[0] in ("int8", "float8_e4m3fn")
-    for of in (VIEWS["strided"], VIEWS["groups"], SPREAD["2-D"])[i % 3], VIEWS["stem"]:
-        kind = KINDS[i // 2 % (3 if along_k or of is SPREAD["2-D"] else 4)]
-        if of is not VIEWS["stem"] or jnp.dtype(way[0]).itemsize < 4:
-            check(problem(of, columns(of), kind, *way), Config(*config), of, tmp_path)
+    small = jnp.dtype(way[0]).itemsize < 4
+    of = (VIEWS["strided"], VIEWS["groups"], VIEWS["stem"] if small else SPREAD["2-D"])[i % 3]
+    kind = KINDS[i // 2 % (3 if way[0] in ("int8", "float8_e4m3fn") or of is SPREAD["2-D"] else 4)]
+    check(problem(of, columns(of), kind, *way), Config(*config), of, tmp_path)
 
 
 @needs_gxx
@@ -189,12 +168,10 @@ def test_splits(kind, tmp_path):
 
 
 @needs_gxx
-@pytest.mark.parametrize("n", [24, 21])
-@pytest.mark.parametrize("name", ["groups", "2-D", "strided"])
+@pytest.mark.parametrize(("name", "n"), [("groups", 27), ("2-D", 24), ("strided", 21)])
 def test_epilogues(name, n, tmp_path):
     """A row's operand, a column's and an image beside the result, whose rows may be pixels apart."""
     of = (VIEWS if name == "strided" else SPREAD)[name]
-    n = n if n % of.groups == 0 else 27
 
     def function(acc, row, column, image):
         return acc * row + column - image
@@ -272,7 +249,7 @@ def test_what_a_launch_is_told():
 
 
 @pytest.mark.skipif(compiler.compiler_missing() is not None, reason="needs NVRTC")
-@pytest.mark.parametrize("arch", ["sm_75", "sm_90a", "sm_120a"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])
 def test_machine_code(arch):
     """The largest tiles that a problem is offered do not spill."""
     three, up = view(2, (9, 8, 7), (3, 3, 3), 32, low=(1, 1, 1), high=(1, 1, 1)), SPREAD["2-D"]
