@@ -72,9 +72,7 @@ def check(asked: Problem, config: Config, of: Im2col, tmp_path) -> None:
 
 
 VIEWS = {
-    "3x3": view(2, (7, 6), (3, 3), 8, low=(1, 1), high=(1, 1)),
     "strided": view(3, (9, 11), (3, 5), 16, (2, 3), low=(1, 2), high=(0, 2)),
-    "dilated": view(1, (40,), (5,), 24, dilation=(3,), low=(6,), high=(6,)),
     "cut": view(2, (12, 9), (2, 3), 8, low=(-2, 1), high=(1, -2)),
     "causal": view(2, (33,), (4,), 2, low=(3,)),
     "3-D": view(2, (5, 4, 6), (3, 2, 3), 4, (1, 2, 1), (1, 1, 2), low=(1, 0, 2), high=(1, 1, 2)),
@@ -107,7 +105,6 @@ def test_geometries(name, kind, way, config, tmp_path):
 
 
 SPREAD = {
-    "1-D": view(2, (9,), (4,), 8, spread=(2,), low=(2,), high=(2,)),
     "fewer taps than phases": view(2, (7,), (2,), 8, spread=(3,), low=(1,), high=(2,)),
     "2-D": view(2, (4, 5), (3, 2), 8, (1, 3), spread=(2, 2), low=(1, 1), high=(2, 1)),
     "dilated": view(1, (5, 4), (3, 3), 6, dilation=(1, 2), spread=(2, 3), low=(2, 2), high=(1, 3)),
@@ -126,7 +123,7 @@ def test_spread(name, kind, way, config, tmp_path):
 
 
 @needs_gxx
-@pytest.mark.parametrize(("axes", "kind"), [(1, "weights"), (2, "some taps"), (2, "in order"), (3, "flipped")])
+@pytest.mark.parametrize(("axes", "kind"), [(1, "weights"), (2, "some taps"), (3, "flipped")])
 def test_any_geometry(axes, kind, tmp_path):
     rng = np.random.default_rng([axes, KINDS.index(kind)])
     of = random_view(rng, 4, int(rng.integers(1, 4)), axes, grid=150)
@@ -136,12 +133,10 @@ def test_any_geometry(axes, kind, tmp_path):
 
 WAYS = [
     (("float16", "", "sm_75"), (32, 32, 32, 16, 16, 1, 2)),
-    (("float32", "", "sm_75"), (32, 32, 8, 16, 16, 1, 2)),
     (("float32", "tf32x3", "sm_80"), (32, 32, 16, 32, 32, 1, 3)),
     (("float64", "", "sm_80"), (32, 32, 32, 16, 16, 1, 3)),
     (("complex64", "tf32", "sm_80"), (32, 32, 16, 32, 16, 1, 2)),
     (("int32", "", "sm_80"), (32, 64, 8, 32, 32, 1, 2)),
-    (("bfloat16", "", "sm_90a"), (32, 64, 64, 32, 32, 2, 2)),
     (("int8", "", "sm_80"), (32, 64, 64, 32, 32, 1, 3)),
     (("int8", "", "sm_75"), (32, 64, 128, 32, 32, 2, 2)),
     (("float8_e4m3fn", "", "sm_89"), (32, 64, 64, 32, 32, 1, 3)),
@@ -186,11 +181,10 @@ def test_epilogues(name, n, tmp_path):
 
 
 @needs_gxx
-@pytest.mark.parametrize("kind", ["in order", "flipped"])
-def test_weights_of_bytes(kind, tmp_path):
+def test_weights_of_bytes(tmp_path):
     """They are decoded where they are multiplied."""
     of = VIEWS["strided"]
-    asked = problem(of, 32, kind, *BF16[0])
+    asked = problem(of, 32, "flipped", *BF16[0])
     asked = dataclasses.replace(asked, bs=tuple(b.of(np.dtype(np.int8)) for b in asked.bs))
     x, w = integers(asked, *windows.shapes(asked))
     found = launched(asked, Config(64, 64, 32, 32, 32, stages=3), [x, w.astype(np.int8)], tmp_path)
@@ -255,7 +249,7 @@ def test_machine_code(arch):
     three, up = view(2, (9, 8, 7), (3, 3, 3), 32, low=(1, 1, 1), high=(1, 1, 1)), SPREAD["2-D"]
     dtype = "float16" if arch == "sm_75" else "bfloat16"
     stem = VIEWS["stem"]
-    for of, kind in (BIG, "in order"), (three, "flipped"), (stem, "weights"), (up, "in order"), (up, "weights"):
+    for of, kind in (three, "flipped"), (stem, "weights"), (up, "in order"):
         asked = problem(of, 128, kind, dtype, arch=arch)
         kernels = (mma.resolve(asked, config) for config in family.configs(asked))
         kernel = next(kernel for kernel in kernels if not isinstance(kernel, tuple))
