@@ -114,7 +114,7 @@ def forward(x: Any, w: Any, view: Im2col, n: int, taps: Taps | None = None, cont
 
 def weight_gradient(x: Any, g: Any, view: Im2col, n: int) -> np.ndarray:
     """``im2col(x)^T @ g``, ``[taps * channels, n]``."""
-    g = np.moveaxis(_wide(g).reshape(view.rows, view.groups, -1), 1, 0)
+    g = np.moveaxis(_wide(g).reshape(view.rows, view.groups, n // view.groups), 1, 0)
     return np.moveaxis(_rows(x, view).swapaxes(1, 2) @ g, 0, 1).reshape(view.columns, n)
 
 
