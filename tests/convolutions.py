@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import windows
 from jax import lax
+
+from cutjax.kernels.operand import Im2col
 
 
 class Convolution(NamedTuple):
@@ -75,80 +78,63 @@ def equation(conv: Convolution) -> Any:
     return eqn
 
 
-class Pieces(NamedTuple):
-    """The arrays of a convolution with channels last, and the order of the result's axes.
+class _Parts(NamedTuple):
+    """A convolution with channels last, as products of windows: one of all images, or each of a block of the batch.
 
     Attributes:
-      x, w: images ``[n, *spatial, c]`` and weights ``[*window, c / groups, columns]``.
+      x, w: images ``[blocks, n, *spatial, c]`` and weights ``[blocks, *window, c / groups, columns]``.
+      view: the windows of a block's images.
       orders: the axes of images, weights and the result in lax's arrays.
-      shape: of the result.
-      groups: of channels, or of the batch.
-      of_batch: whether they are of the batch.
-      meetings: index of a place of the result, a tap, and the image's pixel that meet.
+      shape: of the result, with channels last.
     """
 
     x: np.ndarray
     w: np.ndarray
+    view: Im2col
     orders: tuple[tuple[int, ...], ...]
     shape: tuple[int, ...]
-    groups: int
-    of_batch: bool
-    meetings: list[tuple[Any, Any, Any]]
 
-    def parts(self, g: int) -> tuple[Any, Any]:
-        """The columns of a group, and its images and channels."""
-        columns, channels, images = (size // self.groups for size in (self.w.shape[-1], self.x.shape[-1], len(self.x)))
-        of_columns = slice(g * columns, (g + 1) * columns)
-        if self.of_batch:
-            return of_columns, (slice(g * images, (g + 1) * images), slice(None))
-        return of_columns, (slice(None), slice(g * channels, (g + 1) * channels))
+    def of_blocks(self, y: Any) -> np.ndarray:
+        """The rows ``[blocks, rows, columns]`` of an array of the result's shape."""
+        y = np.transpose(np.asarray(y, np.float64), self.orders[2])
+        return np.moveaxis(y.reshape(self.view.rows, len(self.x), self.w.shape[-1]), 1, 0)
 
 
-def _pieces(x: Any, w: Any, conv: Convolution) -> Pieces:
+def _parts(x: Any, w: Any, conv: Convolution) -> _Parts:
     eqn = equation(conv)
     p, (out,) = eqn.params, [y.aval for y in eqn.outvars]
-    (n, c, *image), (o, i, *window), (rows, columns, *grid) = p["dimension_numbers"]
-    of_images, of_weights, of_result = (n, *image, c), (*window, i, o), (rows, *grid, columns)
-    x, w = (np.transpose(np.asarray(y, np.float64), order) for y, order in ((x, of_images), (w, of_weights)))
-    shape = tuple(out.shape[axis] for axis in of_result)
-    steps = list(
-        zip(p["window_strides"], p["rhs_dilation"], p["lhs_dilation"], p["padding"], x.shape[1:-1], strict=True)
-    )
-    meetings = []
-    for place in itertools.product(*map(range, shape[1:-1])):
-        for tap in itertools.product(*map(range, w.shape[:-2])):
-            at = [
-                (*divmod(stride * q + dilation * t - low, spread), size)
-                for q, t, (stride, dilation, spread, (low, _), size) in zip(place, tap, steps, strict=True)
-            ]
-            if all(rest == 0 and 0 <= q < size for q, rest, size in at):
-                meetings.append((place, tap, tuple(q for q, _, _ in at)))
-    blocks = p["batch_group_count"]
-    return Pieces(
-        x, w, (of_images, of_weights, of_result), shape, blocks * p["feature_group_count"], blocks > 1, meetings
-    )
+    orders = tuple((n, *axes, c) for n, c, *axes in p["dimension_numbers"])
+    o, i, *window = p["dimension_numbers"][1]
+    orders = orders[0], (*window, i, o), orders[2]
+    x, w = (np.transpose(np.asarray(y, np.float64), order) for y, order in zip((x, w), orders, strict=False))
+    shape, blocks = tuple(out.shape[axis] for axis in orders[2]), p["batch_group_count"]
+    x = x.reshape(blocks, len(x) // blocks, *x.shape[1:])
+    w = np.moveaxis(w.reshape(*w.shape[:-1], blocks, -1), -2, 0)
+    strides, dilation, spread = (p[name] for name in ("window_strides", "rhs_dilation", "lhs_dilation"))
+    low, groups = tuple(low for low, _ in p["padding"]), p["feature_group_count"]
+    sizes = x.shape[1], x.shape[2:-1], shape[1:-1], w.shape[1:-2]
+    view = Im2col(*sizes, strides, dilation, spread, low, x.shape[-1] // groups, groups)
+    return _Parts(x, w, view, orders, shape)
 
 
 def convolved(x: Any, w: Any, conv: Convolution) -> np.ndarray:
     """The convolution by hand, in float64."""
-    p = _pieces(x, w, conv)
-    found = np.zeros(p.shape)
-    for place, tap, at in p.meetings:
-        for g in range(p.groups):
-            columns, (rows, channels) = p.parts(g)
-            found[(slice(None), *place, columns)] += p.x[(rows, *at, channels)] @ p.w[tap][:, columns]
-    return np.transpose(found, np.argsort(p.orders[2]))
+    p = _parts(x, w, conv)
+    blocks = [windows.forward(images, taps, p.view, taps.shape[-1]) for images, taps in zip(p.x, p.w, strict=True)]
+    return np.transpose(np.concatenate(blocks, -1).reshape(p.shape), np.argsort(p.orders[2]))
 
 
 def gradients(x: Any, w: Any, cotangent: Any, conv: Convolution) -> tuple[np.ndarray, np.ndarray]:
     """Both gradients by hand, in float64."""
-    p = _pieces(x, w, conv)
-    of_x, of_w = np.zeros(p.x.shape), np.zeros(p.w.shape)
-    cotangent = np.transpose(np.asarray(cotangent, np.float64), p.orders[2])
-    for place, tap, at in p.meetings:
-        for g in range(p.groups):
-            columns, (rows, channels) = p.parts(g)
-            given = cotangent[(slice(None), *place, columns)]
-            of_x[(rows, *at, channels)] += given @ p.w[tap][:, columns].T
-            of_w[tap][:, columns] += p.x[(rows, *at, channels)].T @ given
+    p = _parts(x, w, conv)
+    of_x, of_w, view = [], [], p.view
+    for images, taps, rows in zip(p.x, p.w, p.of_blocks(cotangent), strict=True):
+        columns = taps.shape[-1]
+        of_w.append(windows.weight_gradient(images, rows, view, columns).reshape(taps.shape))
+        # Which element of the images one of a window is: numbered from 1, as 0 is outside.
+        elements = windows.windows(1 + np.arange(images.size).reshape(images.shape), view).astype(int)
+        by = windows.weights(taps, view, columns, None, "mn")
+        given = np.einsum("rgj,tgcj->rtgc", rows.reshape(view.rows, view.groups, columns // view.groups), by)
+        of_x.append(np.bincount(elements.ravel(), given.ravel(), images.size + 1)[1:].reshape(images.shape))
+    of_x, of_w = np.concatenate(of_x), np.concatenate(of_w, -1)
     return np.transpose(of_x, np.argsort(p.orders[0])), np.transpose(of_w, np.argsort(p.orders[1]))

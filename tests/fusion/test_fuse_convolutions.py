@@ -169,7 +169,17 @@ def test_layouts_are_part_of_the_price(kernels_win):
     assert first.plain_us > last.plain_us
 
 
-def test_what_xla_runs_is_what_it_was():
+@pytest.fixture
+def xla_wins(monkeypatch):
+    """No kernel is faster by enough."""
+    for name in ("LEAD", "GAIN"):
+        monkeypatch.setattr(price, name, 100.0)
+    price._of_problem.cache_clear()
+    yield
+    price._of_problem.cache_clear()
+
+
+def test_what_xla_runs_is_what_it_was(xla_wins):
     args = avals((64, 56, 56, 64), (3, 3, 64, 64), (64,))
 
     def fn(x, w, b):

@@ -15,7 +15,7 @@ import launches
 import numpy as np
 import problems
 import pytest
-from windows_cases import KINDS, asked, product, shapes, view
+from windows import KINDS, asked, product, shapes, view
 
 import cutjax
 from benchmarks import oracle
@@ -121,7 +121,7 @@ class Item:
             call = dataclasses.replace(call, launches=tuple(cut))
         arrays = self.arrays()
         wide = np.float64 if self.gaussian else F32  # which holds sums of small integers exactly
-        return call, arrays, product(self.problem, *arrays, wide)
+        return call, arrays, product(self.problem, *arrays).astype(wide)
 
 
 def _config(problem: cutjax.Problem, i: int) -> Config:
@@ -264,7 +264,7 @@ def test_epilogue(config, name, gpus):
     rng = np.random.default_rng(3)
     a, b = (rng.integers(-2, 3, shape).astype(H) for shape in shapes(problem))
     bias, x = rng.integers(-9, 10, (1, n)).astype(F32), rng.integers(-9, 10, (of.rows, n)).astype(H)
-    expected = np.maximum(product(problem, a, b, F32) + bias + x.astype(F32), 0)
+    expected = np.maximum(product(problem, a, b).astype(F32) + bias + x.astype(F32), 0)
     wrong = launches.wrong(launches.run(problem, kernel.call(), [a, b, bias, x]), [expected])
     assert wrong is None, wrong
 
@@ -279,7 +279,7 @@ def test_what_is_not_a_number_stays_where_it_is(gpus):
         a[-1, -1, -1] = a[0, 0, 0] = np.nan
         b[(-1,) * (b.ndim - 1)] = np.inf
         with np.errstate(invalid="ignore"):
-            expected = product(problem, a, b, F32)
+            expected = product(problem, a, b).astype(F32)
         for config in FEW[:2]:
             call = cutjax.kernels.families.resolve(problem, config).call()
             (out,) = launches.run(problem, call, [a.astype(H), b.astype(H)])

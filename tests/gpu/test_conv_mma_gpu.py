@@ -14,7 +14,7 @@ import launches
 import numpy as np
 import problems
 import pytest
-from windows_cases import KINDS, asked, product, shapes, view
+from windows import KINDS, asked, product, shapes, view
 
 import cutjax
 from benchmarks import oracle
@@ -100,7 +100,7 @@ class Item:
         arrays = self.arrays()
         wide = np.complex128 if self.problem.a.dtype.kind == "c" else np.float64
         whole = dataclasses.replace(self.problem, a=dataclasses.replace(self.problem.a, view=self.of))
-        return kernel.call(), arrays, product(whole, arrays[0], arrays[1], wide)
+        return kernel.call(), arrays, product(whole, arrays[0], arrays[1]).astype(wide)
 
 
 def configs(asked: cutjax.Problem) -> list[Any]:
@@ -184,6 +184,6 @@ def test_epilogue(name, gpus):
     kernel = family.resolve(found, configs(found)[-1])
     assert not isinstance(kernel, tuple), kernel
     a, b = (rng.integers(-1, 2, shape).astype(h) for shape in shapes(found))
-    expected = np.maximum((product(found, a, b, F32) + bias) * row + x.astype(F32), 0).astype(h)
+    expected = np.maximum((product(found, a, b).astype(F32) + bias) * row + x.astype(F32), 0).astype(h)
     wrong = launches.wrong(launches.run(found, kernel.call(), [a, b, bias, row, x]), [expected])
     assert wrong is None, wrong

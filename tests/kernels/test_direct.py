@@ -26,7 +26,7 @@ from cutjax.runtime.architectures import ARCHITECTURES
 needs_gxx = pytest.mark.skipif(not kernel_host.installed(), reason="needs g++")
 needs_nvrtc = pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
 
-GEOMETRIES = 8  # random ones; 200 are worth it after a change of the device text
+GEOMETRIES = 5  # random ones; 200 are worth it after a change of the device text
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 OF_GROUPS = ((1, 1), (1, 1), (1, 2), (2, 1), (1, 3), (1, 4), (3, 1))  # channels of the image and of the result
 
@@ -135,7 +135,7 @@ def test_an_epilogue_of_every_operand(tmp_path):
 
     x, w = rng.integers(-3, 4, (2, 5, 6, n)), rng.integers(-3, 4, (3, 3, 1, n))
     operands = [rng.integers(-3, 4, shape).astype(np.float32) for shape in shapes]
-    for found in kernels(epilogue(asked, function, *shapes))[:3]:
+    for found in kernels(epilogue(asked, function, *shapes))[:2]:
         arrays = [x.astype(np.float32), w.astype(np.float32), *operands]
         row, column, both, one = operands
         acc = windows.forward(x, w, view, n)

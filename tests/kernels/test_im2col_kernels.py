@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cubin import check_lean
-from windows_cases import KINDS, asked, view
+from windows import KINDS, asked, view
 
 import cutjax
 from cutjax.epilogue.trace import trace
@@ -130,7 +130,8 @@ def test_kernels_load_the_pieces_that_they_are_told():
     for seed in range(400):
         draw = random.Random(seed)
         axes, groups = draw.randint(1, 3), draw.choice([1, 2, 3, 8])
-        sizes = [[draw.randint(low, high) for _ in range(axes)] for low, high in ((4, 12), (1, 4), (1, 3), (0, 2), (0, 2))]
+        bounds = (4, 12), (1, 4), (1, 3), (0, 2), (0, 2)
+        sizes = [[draw.randint(least, most) for _ in range(axes)] for least, most in bounds]
         spread = [draw.choice([1, 1, 2]) for _ in range(axes)]
         image, window, strides, low, high, spread = map(tuple, (*sizes, spread))
         of = view(2, image, window, draw.choice([1, 2, 4, 8, 24, 32]), strides, None, low, high, groups, spread)

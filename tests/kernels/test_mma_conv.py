@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import kernel_host
 import numpy as np
 import pytest
-import windows_cases
-from windows_cases import KINDS, view
+import windows
+from windows import KINDS, random_view, view
 
 from cutjax.epilogue.expression import identity
 from cutjax.epilogue.trace import trace
@@ -36,7 +36,7 @@ def problem(of: Im2col, n: int, kind: str, dtype: str = "bfloat16", math: str = 
     way = next(x for x in MATHS[dtype, math] if number(arch) in x.archs)
     acc = np.dtype(way.accumulator)
     more: Any = {"dtype": jnp.dtype(dtype), "epilogue": identity(acc, acc), "device": reference(arch)}
-    return dataclasses.replace(windows_cases.asked(of, n, kind, **more), math=math)
+    return dataclasses.replace(windows.asked(of, n, kind, **more), math=math)
 
 
 def integers(asked: Problem, *shapes: tuple[int, ...]) -> list[np.ndarray]:
@@ -63,18 +63,16 @@ def launched(asked: Problem, config: Config, arrays: list[np.ndarray], tmp_path)
 def check(asked: Problem, config: Config, of: Im2col, tmp_path) -> None:
     """Asserts that a convolution of small integers is exact: ``asked`` is that of the view, maybe with fewer axes."""
     whole = dataclasses.replace(asked, a=dataclasses.replace(asked.a, view=of))
-    shapes = windows_cases.shapes(whole)
+    shapes = windows.shapes(whole)
     with jax.enable_x64(asked.a.bits > 32):
         x, w = integers(asked, *shapes)
         found = launched(asked, config, [x, w], tmp_path)
     wide = np.complex128 if asked.a.dtype.kind == "c" else np.float64
-    np.testing.assert_array_equal(found.astype(wide), windows_cases.product(whole, x, w, wide))
+    np.testing.assert_array_equal(found.astype(wide), windows.product(whole, x, w))
 
 
 VIEWS = {
-    "3x3": view(2, (7, 6), (3, 3), 8, low=(1, 1), high=(1, 1)),
     "strided": view(3, (9, 11), (3, 5), 16, (2, 3), low=(1, 2), high=(0, 2)),
-    "dilated": view(1, (40,), (5,), 24, dilation=(3,), low=(6,), high=(6,)),
     "cut": view(2, (12, 9), (2, 3), 8, low=(-2, 1), high=(1, -2)),
     "causal": view(2, (33,), (4,), 2, low=(3,)),
     "3-D": view(2, (5, 4, 6), (3, 2, 3), 4, (1, 2, 1), (1, 1, 2), low=(1, 0, 2), high=(1, 1, 2)),
@@ -92,11 +90,8 @@ def columns(of: Im2col) -> int:
 
 
 def each(views: dict[str, Im2col], kinds: Sequence[str]):
-    """Every view with two kinds of product, one in each dtype."""
-    cases = []
-    for i, name in enumerate(views):
-        for j, (way, config) in enumerate((BF16, F32)):
-            cases.append((name, kinds[(i + i // 2 * j + 2 * j) % len(kinds)], way, config))
+    """Every view with one kind of product, in one of two dtypes: each kind is in both."""
+    cases = [(name, kinds[i % len(kinds)], *(BF16, F32)[(i + i // len(kinds)) % 2]) for i, name in enumerate(views)]
     return pytest.mark.parametrize(
         ("name", "kind", "way", "config"), cases, ids=lambda x: x if isinstance(x, str) else ""
     )
@@ -110,7 +105,6 @@ def test_geometries(name, kind, way, config, tmp_path):
 
 
 SPREAD = {
-    "1-D": view(2, (9,), (4,), 8, spread=(2,), low=(2,), high=(2,)),
     "fewer taps than phases": view(2, (7,), (2,), 8, spread=(3,), low=(1,), high=(2,)),
     "2-D": view(2, (4, 5), (3, 2), 8, (1, 3), spread=(2, 2), low=(1, 1), high=(2, 1)),
     "dilated": view(1, (5, 4), (3, 3), 6, dilation=(1, 2), spread=(2, 3), low=(2, 2), high=(1, 3)),
@@ -128,40 +122,21 @@ def test_spread(name, kind, way, config, tmp_path):
     check(problem(of, columns(of), kind, *way), Config(*config), of, tmp_path)
 
 
-def random_view(rng: np.random.Generator, axes: int) -> Im2col:
-    """Any geometry of few elements."""
-    while True:
-        image, window, strides, dilation, spread, low, high = (
-            tuple(rng.integers(least, most + 1, axes).tolist())
-            for least, most in ((1, 9 - 2 * axes), (1, 4), (1, 3), (1, 3), (1, 2), (-2, 4), (-2, 4))
-        )
-        of = view(3, image, window, 4, strides, dilation, low, high, int(rng.integers(1, 4)), spread)
-        if min(of.grid) > 0 and max(of.grid) < 12:
-            return of
-
-
 @needs_gxx
-@pytest.mark.parametrize("axes", [1, 2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("axes", "kind"), [(1, "weights"), (2, "some taps"), (3, "flipped")])
 def test_any_geometry(axes, kind, tmp_path):
     rng = np.random.default_rng([axes, KINDS.index(kind)])
-    way, config = (BF16, F32)[(axes + KINDS.index(kind)) % 2]
-    for _ in range(4):
-        of = random_view(rng, axes)
-        check(problem(of, 12 * of.groups, kind, *way), Config(*config), of, tmp_path)
+    of = random_view(rng, 4, int(rng.integers(1, 4)), axes, grid=150)
+    way, config = (BF16, F32)[axes % 2]
+    check(problem(of, 12 * of.groups, kind, *way), Config(*config), of, tmp_path)
 
 
 WAYS = [
     (("float16", "", "sm_75"), (32, 32, 32, 16, 16, 1, 2)),
-    (("float32", "", "sm_75"), (32, 32, 8, 16, 16, 1, 2)),
-    (("float32", "tf32", "sm_90a"), (64, 32, 16, 32, 16, 1, 3)),
     (("float32", "tf32x3", "sm_80"), (32, 32, 16, 32, 32, 1, 3)),
-    (("float32", "bf16x3", "sm_80"), (32, 64, 32, 32, 32, 1, 3)),
     (("float64", "", "sm_80"), (32, 32, 32, 16, 16, 1, 3)),
-    (("complex64", "", "sm_80"), (32, 32, 8, 16, 16, 1, 2)),
     (("complex64", "tf32", "sm_80"), (32, 32, 16, 32, 16, 1, 2)),
     (("int32", "", "sm_80"), (32, 64, 8, 32, 32, 1, 2)),
-    (("bfloat16", "", "sm_90a"), (32, 64, 64, 32, 32, 2, 2)),
     (("int8", "", "sm_80"), (32, 64, 64, 32, 32, 1, 3)),
     (("int8", "", "sm_75"), (32, 64, 128, 32, 32, 2, 2)),
     (("float8_e4m3fn", "", "sm_89"), (32, 64, 64, 32, 32, 1, 3)),
@@ -171,13 +146,12 @@ WAYS = [
 @needs_gxx
 @pytest.mark.parametrize(("way", "config"), WAYS, ids=lambda x: "-".join(map(str, x)))
 def test_dtypes(way, config, tmp_path):
-    """Each of one view, and those whose elements are copied one by one of odd channels."""
+    """Each of one view: those whose elements are copied one by one of odd channels too."""
     i = WAYS.index((way, config))
-    along_k = way[0] in ("int8", "float8_e4m3fn")
-    for of in (VIEWS["strided"], VIEWS["groups"], SPREAD["2-D"])[i % 3], VIEWS["stem"]:
-        kind = KINDS[i // 2 % (3 if along_k or of is SPREAD["2-D"] else 4)]
-        if of is not VIEWS["stem"] or jnp.dtype(way[0]).itemsize < 4:
-            check(problem(of, columns(of), kind, *way), Config(*config), of, tmp_path)
+    small = jnp.dtype(way[0]).itemsize < 4
+    of = (VIEWS["strided"], VIEWS["groups"], VIEWS["stem"] if small else SPREAD["2-D"])[i % 3]
+    kind = KINDS[i // 2 % (3 if way[0] in ("int8", "float8_e4m3fn") or of is SPREAD["2-D"] else 4)]
+    check(problem(of, columns(of), kind, *way), Config(*config), of, tmp_path)
 
 
 @needs_gxx
@@ -189,35 +163,32 @@ def test_splits(kind, tmp_path):
 
 
 @needs_gxx
-@pytest.mark.parametrize("n", [24, 21])
-@pytest.mark.parametrize("name", ["groups", "2-D", "strided"])
+@pytest.mark.parametrize(("name", "n"), [("groups", 27), ("2-D", 24), ("strided", 21)])
 def test_epilogues(name, n, tmp_path):
     """A row's operand, a column's and an image beside the result, whose rows may be pixels apart."""
     of = (VIEWS if name == "strided" else SPREAD)[name]
-    n = n if n % of.groups == 0 else 27
 
     def function(acc, row, column, image):
         return acc * row + column - image
 
     asked = problem(of, n, "flipped", *F32[0])
-    x, w, *rest = integers(asked, *windows_cases.shapes(asked), (of.rows, 1), (1, n), (of.rows, n))
+    x, w, *rest = integers(asked, *windows.shapes(asked), (of.rows, 1), (1, n), (of.rows, n))
     traced = trace(function, [jax.ShapeDtypeStruct((of.rows, n), jnp.float32)], rest)
     asked = dataclasses.replace(asked, epilogue=traced.epilogue)
     found = launched(asked, Config(*F32[1]), [x, w, *rest], tmp_path)
-    expected = function(windows_cases.product(asked, x, w, np.float64), *rest)
+    expected = function(windows.product(asked, x, w), *rest)
     np.testing.assert_array_equal(found, expected)
 
 
 @needs_gxx
-@pytest.mark.parametrize("kind", ["in order", "flipped"])
-def test_weights_of_bytes(kind, tmp_path):
+def test_weights_of_bytes(tmp_path):
     """They are decoded where they are multiplied."""
     of = VIEWS["strided"]
-    asked = problem(of, 32, kind, *BF16[0])
+    asked = problem(of, 32, "flipped", *BF16[0])
     asked = dataclasses.replace(asked, bs=tuple(b.of(np.dtype(np.int8)) for b in asked.bs))
-    x, w = integers(asked, *windows_cases.shapes(asked))
+    x, w = integers(asked, *windows.shapes(asked))
     found = launched(asked, Config(64, 64, 32, 32, 32, stages=3), [x, w.astype(np.int8)], tmp_path)
-    np.testing.assert_array_equal(found, windows_cases.product(asked, x, w, np.float64))
+    np.testing.assert_array_equal(found, windows.product(asked, x, w))
 
 
 @needs_gxx
@@ -228,11 +199,11 @@ def test_sums_by_channel(tmp_path):
     asked = dataclasses.replace(problem(of, n, "in order", *BF16[0]), epilogue=traced.epilogue)
     assert "columns are of whole tiles" in "; ".join(mma.resolve(asked, TILE))  # pyright: ignore
     kernel = mma.resolved(asked, Config(64, 32, 32, 32, 32, stages=3))
-    x, w = integers(asked, *windows_cases.shapes(asked))
+    x, w = integers(asked, *windows.shapes(asked))
     arrays = [x, w, np.full((of.rows, n), 7, np.float32), np.full((-(-of.rows // 16), n), 7, np.float32)]
     arrays = [kernel_host.aligned(y) for y in arrays]
     kernel_host.run(kernel, arrays, tmp_path)
-    expected = windows_cases.product(asked, x, w, np.float64)
+    expected = windows.product(asked, x, w)
     np.testing.assert_array_equal(arrays[2], expected)
     np.testing.assert_array_equal(arrays[3].sum(0), expected.sum(0))
 
@@ -272,13 +243,13 @@ def test_what_a_launch_is_told():
 
 
 @pytest.mark.skipif(compiler.compiler_missing() is not None, reason="needs NVRTC")
-@pytest.mark.parametrize("arch", ["sm_75", "sm_90a", "sm_120a"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])
 def test_machine_code(arch):
     """The largest tiles that a problem is offered do not spill."""
     three, up = view(2, (9, 8, 7), (3, 3, 3), 32, low=(1, 1, 1), high=(1, 1, 1)), SPREAD["2-D"]
     dtype = "float16" if arch == "sm_75" else "bfloat16"
     stem = VIEWS["stem"]
-    for of, kind in (BIG, "in order"), (three, "flipped"), (stem, "weights"), (up, "in order"), (up, "weights"):
+    for of, kind in (three, "flipped"), (stem, "weights"), (up, "in order"):
         asked = problem(of, 128, kind, dtype, arch=arch)
         kernels = (mma.resolve(asked, config) for config in family.configs(asked))
         kernel = next(kernel for kernel in kernels if not isinstance(kernel, tuple))

@@ -1,4 +1,4 @@
-"""What kernels of convolutions take over the model of dense products, which was fitted to none of them."""
+"""The time of kernels of convolutions over the model of dense products, which was fitted to none of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ROW_US, SHORT_ROW_US, EMPTY = 0.011, 0.008, 3.0
 
 
 def over(kernel: Resolved) -> float:
-    """Returns how many times as long as a dense product a convolution takes."""
+    """The factor by which a convolution takes longer than a dense product."""
     p, c = kernel.asked, kernel.config
     view = windows.view_of(p)
     assert view is not None
