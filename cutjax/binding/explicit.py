@@ -25,7 +25,7 @@ Axes = Any  # of one axis of an array: the mesh axes it is divided over, a name,
 def automatic(
     lies: Callable[..., Callable[[Any], list[Axes]]], captured: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """Decorates an operation so that it takes arrays divided over explicit mesh axes.
+    """Decorates an operation so that it takes arrays divided over explicit mesh axes, or an aval that is to be.
 
     Args:
       lies: of the operation's arguments, by name: returns a function of a result, abstract, which says over which mesh
@@ -42,7 +42,8 @@ def automatic(
             leaves, tree = jax.tree.flatten((args, kwargs))
             places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
             arrays = [leaves[i] for i in places]
-            mesh = next((jax.typeof(x).sharding.mesh for x in arrays if any(_spec(x))), None)
+            wanted = [x for x in leaves if isinstance(x, jax.core.ShapedArray)]  # results, of whole operands too
+            mesh = next((x.sharding.mesh for x in (*map(jax.typeof, arrays), *wanted) if any(x.sharding.spec)), None)
             if mesh is None:
                 return operation(*args, **kwargs)
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend import core
 from jax.interpreters import mlir
@@ -156,6 +158,7 @@ def lower(
         return place(Arrays(rule, dict(mesh.shape), shapes, found[:n], found[n:], avals[0].dtype.itemsize))
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        operands, results = ([_named(x, mesh) for x in xs] for xs in (operands, results))
         placement = placed(mesh, operands, results)
         specs = [placement.spec(_without(rule.gathered, labels)) for labels in rule.operands[: rule.factors]]
         early = rule.early(placement)  # what is computed of sums is computed of those that this device keeps
@@ -175,12 +178,18 @@ def lower(
         return devices.mesh or mesh, shard, outs, tuple(NamedSharding(mesh, spec) for spec in specs)
 
     def infer(mesh: Any, operands: Any, _: Any) -> list[NamedSharding]:
-        placement = placed(mesh, operands, ())
+        placement = placed(mesh, [_named(x, mesh) for x in operands], ())
         return [NamedSharding(mesh, placement.spec(labels)) for labels in rule.results]
 
     divided = custom_partitioning(lambda *xs: primitive.bind(*xs, **params))
     text, kinds = rule.shardy()
-    divided.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=text, **_given(kinds))
+    divided.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=infer,
+        decode_shardings=False,
+        sharding_rule=text,
+        **_given(kinds),
+    )
     ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=devices.context))
     outs = mlir.lower_fun(divided, multiple_results=True)(ctx, *args)
     # Jax's cache of compiled programs may leave the callback out of its key, so that says what it does.
@@ -226,3 +235,19 @@ def _axes(x: Any, i: int) -> tuple[str, ...]:
     spec = x.sharding.spec
     axes = spec[i] if i < len(spec) else None
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _named(x: Any, mesh: Any) -> jax.ShapeDtypeStruct:
+    """Returns an abstract array with its sharding by names of mesh axes; axes that a part of one divides are whole.
+
+    A reshape may leave a part of a mesh axis on an axis, which jax's own decoding of shardings fails at.
+    """
+    found = x.sharding.devices_indices_map((mesh.size,) * len(x.shape))  # sizes that any sharding divides
+    spec: list[tuple[str, ...] | None] = []
+    for i in range(len(x.shape)):
+        starts = np.array([found[device][i].start or 0 for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+        steps = {name: np.abs(np.diff(starts, axis=k)) for k, name in enumerate(mesh.axis_names)}
+        steps = {name: step.min() for name, step in steps.items() if step.any()}
+        whole = len(np.unique(starts)) == math.prod(mesh.shape[name] for name in steps)
+        spec.append(tuple(sorted(steps, key=lambda name: -steps[name])) or None if whole else None)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, jax.P(*spec)))

@@ -90,7 +90,7 @@ def causal_conv1d(
             backend=backend,
             config=config,
             save=save,
-        ).reshape(*batch, -1, channels)
+        ).reshape(*batch, x.shape[-2] + before - width + 1, channels)
 
     y = convolved(x, width - 1)
     before = jnp.zeros((*batch, width - 1, channels), x.dtype) if state is None else state.astype(x.dtype)

@@ -181,6 +181,8 @@ def _left_to_lax(lhs: jax.Array, rhs: jax.Array, params: Any, out: Any) -> str:
     known = (*(size for axis, size in enumerate(lhs.shape) if axis != batch or params["batch_group_count"] > 1),)
     if any(map(jax.export.is_symbolic_dim, (*known, *rhs.shape))):
         return f"it needs known sizes but that of the batch, got {lhs.shape}, {rhs.shape}"
+    if not len(image) == len(params["lhs_dilation"]) == len(params["rhs_dilation"]):
+        return "steps must be given for each axis"
     if min(*params["window_strides"], *params["lhs_dilation"], *params["rhs_dilation"]) < 1:
         return "steps must be positive"
     if any_reduced(lhs, rhs, out):

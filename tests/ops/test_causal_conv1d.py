@@ -51,6 +51,13 @@ def test_one_sequence_without_bias():
     np.testing.assert_array_equal(cutjax.causal_conv1d(x, w), by_hand(x, w))
 
 
+@pytest.mark.parametrize("length", [0, 2, 5])
+def test_no_sequences(length):
+    x, w, state = jnp.zeros((0, length, 3)), integers(1, (4, 3)), jnp.zeros((0, 3, 3))
+    y, after = cutjax.causal_conv1d(x, w, state=state, return_state=True)
+    assert (y.shape, after.shape) == (x.shape, state.shape)
+
+
 @pytest.mark.parametrize("activation", ["silu", None])
 def test_derivatives_are_those_of_lax(activation):
     """Of all four arguments, forward and reverse, and of the reverse again."""

@@ -345,6 +345,13 @@ def test_refusals_name_the_function(what):
         cutjax.conv(**{"x": X, "w": W, **given})
 
 
+@pytest.mark.parametrize("name", ["lhs_dilation", "rhs_dilation"])
+def test_dilations_of_another_length_are_errors_of_lax(name):
+    for module in (lax, cutjax):
+        with pytest.raises(ValueError, match="dilation factors to have same dimension-size"):
+            module.conv_general_dilated(X, W, (1, 1), [(1, 1), (1, 1)], dimension_numbers=LAST, **{name: (2,)})
+
+
 @pytest.mark.parametrize("what", ["channels", "groups", "padding", "strides", "dtypes"])
 def test_errors_of_drop_ins_are_those_of_lax(what):
     arguments = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": LAST}

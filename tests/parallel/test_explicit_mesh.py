@@ -142,3 +142,26 @@ def test_a_refusal_names_the_line_of_a_function_that_captures():
         there = [jax.device_put(x, jax.P(*[None] * (x.ndim - 1), "x")) for x in given]
         with pytest.raises(NotImplementedError, match=r"cond at \S*test_explicit_mesh.py:"):
             jax.eval_shape(program, *there)
+
+
+@pytest.mark.parametrize("spec", [jax.P("x"), jax.P(None, "x"), jax.P(None, None, None, "x")])
+def test_convolution_of_whole_operands_is_divided_as_asked(spec):
+    """Its gradients are whole, as the operands are."""
+    over = jax.NamedSharding(mesh(), spec)
+    whole = [
+        jax.device_put(normal(i, s), jax.NamedSharding(mesh(), jax.P()))
+        for i, s in enumerate(((2, 4, 6, 3), (3, 3, 3, 4)))
+    ]
+    last = {"padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC"), "out_sharding": over}
+
+    def all_of(module):
+        def conv(x, w):
+            return module.conv_general_dilated(x, w, (1, 1), **last)
+
+        return jax.jit(lambda x, w: (conv(x, w), *jax.grad(lambda x, w: jnp.sum(conv(x, w) ** 2), (0, 1))(x, w)))(
+            *whole
+        )
+
+    for ours, theirs in zip(all_of(cutjax), all_of(jax.lax), strict=True):
+        assert jax.typeof(ours) == jax.typeof(theirs)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)

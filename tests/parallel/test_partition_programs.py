@@ -490,3 +490,18 @@ def test_rule_of_shardy():
     text, kinds = placement.Rule((("m", "k"), ("k", None)), (("m", None),), 2, ("k",)).shardy()
     assert text == "m k, k whole0 -> m whole1"
     assert kinds == {"need_replication_factors": ("whole0", "whole1"), "reduction_factors": ("k",)}
+
+
+@pytest.mark.parametrize("shape", [(8, 1), (2, 4)])
+def test_reshape_leaves_a_part_of_a_mesh_axis(shape):
+    """As [8, k] that 8 devices divide becomes [2, 4, k], and a batch its groups: XLA's sharding names no mesh axis."""
+    mesh = jax.make_mesh(shape, ("x", "y"), axis_types=2 * (jax.sharding.AxisType.Auto,))
+    over = jax.NamedSharding(mesh, jax.P("x" if shape[1] == 1 else "y"))
+    x, w = jnp.arange(32.0).reshape(8, 4), jnp.arange(8.0).reshape(2, 4)
+    got = jax.jit(lambda x, w: cutjax.gemm(x.reshape(2, 4, 4), w[:, :, None]))(jax.device_put(x, over), w)
+    np.testing.assert_array_equal(got[..., 0], np.einsum("gmk,gk->gm", x.reshape(2, 4, 4), w))
+    taps = jnp.arange(8.0).reshape(1, 4, 2)
+    fn = jax.jit(lambda x: cutjax.conv(x, taps, batch_group_count=2))
+    np.testing.assert_array_equal(
+        fn(jax.device_put(x[:, None], over)), cutjax.conv(x[:, None], taps, batch_group_count=2)
+    )
