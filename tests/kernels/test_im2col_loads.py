@@ -39,7 +39,7 @@ CASES = [
     ("weights", "alone", view(2, (6, 7), (2, 3), 24, low=(1, 1), high=(0, 1))),
     ("flipped", "beside", view(2, (4, 5, 6), (2, 3, 2), 16, (1, 2, 1), low=(1, 1, 0), high=(0, 1, 1))),
     ("weights", "streamed", view(2, (4, 5, 6), (2, 3, 2), 64, (1, 2, 1), low=(1, 1, 0), high=(0, 1, 1))),
-    ("flipped", "beside", view(2, (9, 8), (3, 3), 64, low=(2, 2), high=(1, 2), spread=(2, 2))),
+    ("flipped", "beside", view(2, (9, 8), (3, 3), 64, low=(2, 2), high=(1, 1), spread=(2, 2))),
     ("in order", "alone", view(2, (5, 4), (3, 2), 24, (3, 1), low=(1, 0), high=(4, 3), spread=(2, 3))),
     ("some taps", "below", view(2, (23,), (2,), 32, dilation=(3,), low=(3,), high=(3,), spread=(4,))),
     ("in order", "alone", view(2, (13, 12), (5, 5), 3, (2, 2), low=(2, 2), high=(2, 2))),
