@@ -47,6 +47,8 @@ class Answer:
 
     def own(self, row: Row) -> bool:
         """True if a kernel ran in a row, and not XLA."""
+        if "predicted" in row.figures:  # of convolutions
+            return row.figures["predicted"].get("auto") != "XLA"
         return row.figures.get(self._choice, {}).get("config") != "XLA"
 
     def commit(self, folder: pathlib.Path) -> str:
@@ -61,7 +63,7 @@ class Answer:
         """Returns the number of products, and their range, or the mean of those that kernels run."""
         rows = self.rows(folder)
         ratios = [row.ratios[self.key] for row in rows]
-        if self._choice in rows[0].figures:  # of a run in which XLA is one of the choices
+        if {self._choice, "predicted"} & {*rows[0].figures}:  # of a run in which XLA is one of the choices
             own = [row.ratios[self.key] for row in rows if self.own(row)]
             left = f"{len(rows)}, of which {len(rows) - len(own)} are left to XLA"
             return f"{left}; {report.geometric_mean(own):.2f} over the {len(own)} its kernels run"
@@ -82,6 +84,10 @@ def _of(*words: str) -> Callable[[Row], bool]:
     return lambda row: any(word in row.name for word in words)
 
 
+def _kind(kind: str) -> Callable[[Row], bool]:
+    return lambda row: row.figures["kind"] == kind
+
+
 def _ends(*words: str) -> Callable[[Row], bool]:
     return lambda row: row.name.endswith(words)
 
@@ -97,6 +103,7 @@ def _few(row: Row) -> bool:
 LEVEL = 0.995  # nearer to 1 than this, two runs disagree
 XLA, JAX, TORCH = "XLA", "plain JAX", "torch's `grouped_mm`"
 _H200, _FUSED, _GROUPED = "products-h200", "fused-59dab49-h200", "grouped-torch-h200"
+_CONV = "conv-report-1-h200"
 _EPILOGUES, _MODELS = "fused-epilogues.md", "#whole-models"
 ANSWERS = (
     Answer(
@@ -144,11 +151,36 @@ ANSWERS = (
         more="#layers-of-experts",
     ),
     Answer(
+        "rows gathered by expert",
+        "XLA's gather",
+        "gather-h200",
+        _ends(" rows"),
+        more="moe.md#how-the-block-is-built",
+    ),
+    Answer(
+        "convolutions of real networks, nothing tuned",
+        XLA,
+        _CONV,
+        _any,
+        more="#convolutions",
+        brief="convolutions of real networks",
+        label="convolutions",
+    ),
+    Answer("of them, forward", XLA, _CONV, _kind("fwd"), more="#convolutions"),
+    Answer("of them, gradients of images", XLA, _CONV, _kind("dx"), more="#convolutions"),
+    Answer(
+        "of them, gradients of weights",
+        XLA,
+        _CONV,
+        _kind("dw"),
+        more="#convolutions",
+        label="convolutions' weight gradients",
+    ),
+    Answer(
         "`cutjax.syrk`, from 1024 rows on; tuned to some of the sizes",
         "XLA's full product",
         "syrk-h200",
         _any,
-        brief="`x @ x.T` by `syrk`, some sizes tuned",
         label="x @ x.T",
     ),
     Answer(
@@ -215,6 +247,7 @@ LOSES = (
     Answer("attention's products, nothing tuned", XLA, "attention-h200", _any, brief="one of attention"),
     Answer("bias and ReLU in the kernel", XLA, _FUSED, _ends("relu"), more=_EPILOGUES),
     Answer("rows in groups", TORCH, _GROUPED, _any, "torch", "grouped-kernels.md"),
+    Answer("convolutions of real networks, nothing tuned", XLA, _CONV, _any, more="#convolutions", brief="a convolution"),
     Answer(
         'float32 "highest", float64, complex128, by kernels ("auto" leaves them to XLA)',
         XLA,
