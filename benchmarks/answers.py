@@ -247,7 +247,9 @@ LOSES = (
     Answer("attention's products, nothing tuned", XLA, "attention-h200", _any, brief="one of attention"),
     Answer("bias and ReLU in the kernel", XLA, _FUSED, _ends("relu"), more=_EPILOGUES),
     Answer("rows in groups", TORCH, _GROUPED, _any, "torch", "grouped-kernels.md"),
-    Answer("convolutions of real networks, nothing tuned", XLA, _CONV, _any, more="#convolutions", brief="a convolution"),
+    Answer(
+        "convolutions of real networks, nothing tuned", XLA, _CONV, _any, more="#convolutions", brief="a convolution"
+    ),
     Answer(
         'float32 "highest", float64, complex128, by kernels ("auto" leaves them to XLA)',
         XLA,

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.sharding import AxisType, NamedSharding
 
 from cutjax.binding.rules import any_divided, any_reduced, names_of
@@ -42,7 +43,7 @@ def automatic(
             leaves, tree = jax.tree.flatten((args, kwargs))
             places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
             arrays = [leaves[i] for i in places]
-            wanted = [x for x in leaves if isinstance(x, jax.core.ShapedArray)]  # results, of whole operands too
+            wanted = [x for x in leaves if isinstance(x, ShapedArray)]  # results, of whole operands too
             mesh = next((x.sharding.mesh for x in (*map(jax.typeof, arrays), *wanted) if any(x.sharding.spec)), None)
             if mesh is None:
                 return operation(*args, **kwargs)
