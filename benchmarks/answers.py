@@ -174,14 +174,12 @@ ANSWERS = (
         _CONV,
         _kind("dw"),
         more="#convolutions",
-        label="convolutions' weight gradients",
     ),
     Answer(
         "`cutjax.syrk`, from 1024 rows on; tuned to some of the sizes",
         "XLA's full product",
         "syrk-h200",
         _any,
-        label="x @ x.T",
     ),
     Answer(
         "8-bit weights by 1 to 16 rows",

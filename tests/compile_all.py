@@ -32,7 +32,7 @@ from cubin import code_bytes, instructions, multiplies  # noqa: E402
 from instructions import expected  # noqa: E402
 
 import cutjax  # noqa: E402
-from cutjax.kernels import choose  # noqa: E402
+from cutjax.kernels import families  # noqa: E402
 from cutjax.kernels.device import reference  # noqa: E402
 from cutjax.kernels.problem import LAYOUTS, Problem  # noqa: E402
 from cutjax.runtime import compiler  # noqa: E402
@@ -141,7 +141,7 @@ def kernels(arch: str, every: int = 1) -> list[list[tuple[Any, Problem, Any]]]:
     """For each problem of an architecture that a family serves, every kernel: the family, the problem, the config."""
     found = []
     for problem in (problem.on(reference(arch)) for problem in problems(every)):
-        for family in choose.FAMILIES:
+        for family in families.FAMILIES:
             if not family.reasons(problem):
                 found.append([(family, problem, config) for config in family.configs(problem)])
     return found

@@ -198,7 +198,8 @@ class Builder:
             return [tuple(labels[at[d]] if size != 1 else None for d, size in enumerate(shapes[0]))]
         if name in UNIT_MOVES:
             moved = _labels_across_unit_axes(out, shapes[0], labels)
-            return None if moved is None or params.get("dimensions") is not None else [moved]
+            reorders = name == "reshape" and params["dimensions"] is not None
+            return None if moved is None or reorders else [moved]
         if name == "transpose":
             back = params["permutation"]
             return [tuple(labels[back.index(d)] for d in range(len(back)))]

@@ -23,7 +23,8 @@ AnyConfig = sm90.Config | mma.Config | direct.Config  # what pins a kernel
 
 def concerned(problem: Problem) -> tuple[Family, ...]:
     """Returns the families whose reasons say something of a problem: direct kernels are of convolutions alone."""
-    return FAMILIES if isinstance(problem.a.view, Im2col) else FAMILIES[:-1]
+    of_windows = isinstance(problem.a.view, Im2col)
+    return tuple(family for family in FAMILIES if of_windows or family is not direct)
 
 
 def resolve(problem: Problem, config: Any) -> Kernel | tuple[str, ...]:

@@ -62,6 +62,7 @@ FORMS = {  # of the columns of each table, by the fields of rows as recorded: in
 FORMS["dtypes"] = FORMS["syrk"]
 FORMS["sharded"] = FORMS["programs"]
 FORMS["fused"] = {key: form for key, form in FORMS["syrk"].items() if key != "case"}  # with the product behind it
+FORMS["conv"] = {"us": ".1f", "xla us": ".1f", "xla ratio": ".3f"}
 FORMS["gather"] = {"us": ".1f", "xla us": ".1f", "xla ratio": ".3f"}
 FORMS["mma_parts"] = {"case": "", "us": ".1f", "without us": ".1f", "without ratio": ".3f"}
 RECORDED = sorted(report.RESULTS.glob("*.json"))
