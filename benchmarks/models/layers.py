@@ -23,43 +23,32 @@ class Layers(NamedTuple):
     conv_transpose: Callable[..., Any]
 
 
-class Linear(nnx.Linear):
-    """The layer of Flax, and an activation after it."""
+class Activated:
+    """An activation after a layer of Flax, before which it stands among the bases."""
 
     def __init__(self, *args: Any, activation: Any = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.activation = activation
 
     def __call__(self, inputs: Array) -> Array:
-        """Returns ``activation(inputs @ kernel + bias)``."""
-        y = super().__call__(inputs)
+        """Returns ``activation(layer(inputs))``."""
+        return self.activated(super().__call__(inputs))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def activated(self, y: Array) -> Array:
+        """Returns what the activation makes of the layer's result."""
         return y if self.activation is None else self.activation(y)
 
 
-class Conv(nnx.Conv):
-    """The layer of Flax, and an activation after it."""
-
-    def __init__(self, *args: Any, activation: Any = None, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.activation = activation
-
-    def __call__(self, inputs: Array) -> Array:
-        """Returns ``activation(conv(inputs, kernel) + bias)``."""
-        y = super().__call__(inputs)
-        return y if self.activation is None else self.activation(y)
+class Linear(Activated, nnx.Linear):
+    """``activation(inputs @ kernel + bias)``."""
 
 
-class ConvTranspose(nnx.ConvTranspose):
-    """The layer of Flax, and an activation after it."""
+class Conv(Activated, nnx.Conv):
+    """``activation(conv(inputs, kernel) + bias)``."""
 
-    def __init__(self, *args: Any, activation: Any = None, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.activation = activation
 
-    def __call__(self, inputs: Array) -> Array:
-        """Returns ``activation(conv_transpose(inputs, kernel) + bias)``."""
-        y = super().__call__(inputs)
-        return y if self.activation is None else self.activation(y)
+class ConvTranspose(Activated, nnx.ConvTranspose):
+    """``activation(conv_transpose(inputs, kernel) + bias)``."""
 
 
 class DropInTranspose(ConvTranspose):
@@ -68,8 +57,7 @@ class DropInTranspose(ConvTranspose):
     def __call__(self, inputs: Array) -> Array:
         """Returns ``activation(conv_transpose(inputs, kernel) + bias)``."""
         x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], self.bias[...]), dtype=self.dtype)
-        y = cutjax.conv_transpose(x, kernel, self.strides, self.padding) + bias
-        return y if self.activation is None else self.activation(y)
+        return self.activated(cutjax.conv_transpose(x, kernel, self.strides, self.padding) + bias)
 
 
 def plain() -> Layers:
