@@ -19,7 +19,7 @@ class Phases:
     Attributes:
       along: of each axis, and each phase along it: its taps, how many pixels further on the first one is than that of
         the phase where that is the least, and where its weights are in the array, as a sum over axes.
-      pixels: of each phase, where its rows are in the images of the result; a row of none is none.
+      pixels: of each phase, where its rows are in the images of the result.
     """
 
     along: tuple[tuple[tuple[int, int, int], ...], ...]

@@ -139,14 +139,13 @@ def pixels_map(buffer: int, problem: Problem, pixels: Pixels, dtype: np.dtype, c
         first += begin * pitch
         strides.append(step * pitch)
         pitch *= size
-    box = zip(view.grid[::-1], pixels.grid[::-1], strict=True)  # of as many rows as there are: some are of no pixel
-    none, more = (0,) * len(pixels.grid), tuple(rows - own for rows, own in box)
+    whole = (0,) * len(pixels.grid)  # corners: columns begin at any pixel
     return TensorMap(
         buffer=buffer,
         dtype=dtype,
         dims=(problem.n, *pixels.grid[::-1], view.images),
         strides=(*strides, pitch),
-        box=tensor_map.Im2col(none, more, columns, 64),
+        box=tensor_map.Im2col(whole, whole, columns, 64),
         swizzle=columns * dtype.itemsize,
         byte_offset=first,
         l2_bytes=256,

@@ -1,6 +1,6 @@
 // Rows of the result that are pixels apart in images (cutjax/kernels/operand.py: Pixels), and operands of the epilogue
-// that lie as it does: of each phase a tensor map has those pixels alone, of which TMA stores and loads columns. The
-// phases have as many rows; what lies outside of an image is of none.
+// that lie as it does: of each phase a tensor map has those pixels alone, of which TMA stores and loads columns. All
+// phases have as many rows.
 
 struct Pixels {
   int grid[AXES];
