@@ -35,7 +35,7 @@ class Activated:
         return self.activated(super().__call__(inputs))  # pyright: ignore[reportAttributeAccessIssue]
 
     def activated(self, y: Array) -> Array:
-        """Returns what the activation makes of the layer's result."""
+        """Returns a layer's result with the activation after it."""
         return y if self.activation is None else self.activation(y)
 
 

@@ -26,6 +26,7 @@ from benchmarks.record import Figures, Row
 from benchmarks.suite import Function, Run, Suite
 from cutjax.kernels import families, tuned
 
+CUDNN = "sm90_xmma"  # the names of cuDNN's kernels that begin as ours do
 FAMILIES = tuple(f"{family.name}_" for family in families.FAMILIES)  # what their kernels' names begin with
 CANDIDATES = 4  # kernels of the cost model's that are timed
 COUNT, SALT = 20, "public"
@@ -184,7 +185,8 @@ def fastest(results: Mapping[str, Mapping[str, Any]]) -> str:
 def runs(results: Mapping[str, Any]) -> str:
     """Returns "kernel" where one of ours ran, else "XLA"; "" where nothing did."""
     names = results.get("kernels", ())
-    return ("kernel" if any(name.startswith(FAMILIES) for name in names) else "XLA") if names else ""
+    own = any(name.startswith(FAMILIES) and not name.startswith(CUDNN) for name in names)
+    return ("kernel" if own else "XLA") if names else ""
 
 
 def _figures(of: Mapping[str, Any]) -> Figures:

@@ -147,15 +147,6 @@ def avals(*shapes):
     return [jax.ShapeDtypeStruct(shape, BF16) for shape in shapes]
 
 
-@pytest.fixture
-def kernels_win(monkeypatch):
-    """Every convolution that has a kernel becomes one."""
-    monkeypatch.setattr(price, "LEAD", 0.0)
-    price._of_problem.cache_clear()
-    yield
-    price._of_problem.cache_clear()
-
-
 def test_layouts_are_part_of_the_price(kernels_win):
     """XLA's time is that of channels last, and what it would transpose for a kernel is the kernel's."""
     reasons = []

@@ -12,20 +12,10 @@ import pytest
 from jax import lax
 
 import cutjax
-from cutjax.fusion import price
 from cutjax.fusion.build import NAME
 from cutjax.fusion.jaxprs import bodies, opened
 
 BF16 = jnp.bfloat16
-
-
-@pytest.fixture
-def kernels_win(monkeypatch):
-    """Every product that has a kernel becomes one."""
-    monkeypatch.setattr(price, "LEAD", 0.0)
-    price._of_problem.cache_clear()
-    yield
-    price._of_problem.cache_clear()
 
 
 def runs(fn, *args):
