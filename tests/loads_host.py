@@ -20,7 +20,14 @@ from cutjax.runtime.tensor_map import Im2col
 
 # Of a kernel's text, by the names of its files.
 _KEPT = ("constants of", "common/scheduler", "common/dense_scheduler", "common/stream_scheduler", "common/parts")
-_KEPT += ("sm90/tiles", "sm90/load_plain", "sm90/load_im2col", "sm90/load_taps", "sm90/producer")
+_KEPT += (
+    "sm90/phase_scheduler",
+    "sm90/tiles",
+    "sm90/load_plain",
+    "sm90/load_im2col",
+    "sm90/load_taps",
+    "sm90/producer",
+)
 _ELEMENTS = {1: "signed char", 2: "short", 4: "float"}
 
 _RUN = """

@@ -1,5 +1,7 @@
 """Windows of images and taps of weights, as the sm_90 kernels load them: on the host, TMA being a stand-in."""
 
+import itertools
+
 import gxx
 import jax.numpy as jnp
 import loads_host
@@ -40,6 +42,8 @@ CASES = [
     ("flipped", "beside", view(2, (4, 5, 6), (2, 3, 2), 16, (1, 2, 1), low=(1, 1, 0), high=(0, 1, 1))),
     ("weights", "streamed", view(2, (4, 5, 6), (2, 3, 2), 64, (1, 2, 1), low=(1, 1, 0), high=(0, 1, 1))),
     ("flipped", "beside", view(2, (9, 8), (3, 3), 64, low=(2, 2), high=(1, 1), spread=(2, 2))),
+    ("flipped", "alone", view(2, (9, 8), (3, 3), 64, low=(1, 1), high=(1, 1), spread=(2, 2))),
+    ("in order", "below", view(2, (5, 9), (1, 2), 32, low=(1, 0), high=(1, 1), spread=(2, 3))),
     ("in order", "alone", view(2, (5, 4), (3, 2), 24, (3, 1), low=(1, 0), high=(4, 3), spread=(2, 3))),
     ("some taps", "below", view(2, (23,), (2,), 32, dilation=(3,), low=(3,), high=(3,), spread=(4,))),
     ("in order", "alone", view(2, (13, 12), (5, 5), 3, (2, 2), low=(2, 2), high=(2, 2))),
@@ -68,9 +72,9 @@ def test_all_that_tiles_multiply(kind, config, of, tmp_path):
     else:
         rows = kernel.multiplied.a.view.grid
         matrices, found = found, np.full((of.images, *of.grid, n), np.nan)
-        for matrix, pixels in zip(matrices, kernel.phases.pixels, strict=True):
-            places = zip(pixels.first, pixels.step, strict=True)
-            into = found[(slice(None), *(slice(first, None, step) for first, step in places))]
-            into[...] = matrix.reshape(of.images, *rows, n)[(slice(None), *map(slice, pixels.grid))]
+        for matrix, axes in zip(matrices, itertools.product(*kernel.phases.along), strict=True):
+            places = zip(axes, kernel.phases.step, strict=True)
+            into = found[(slice(None), *(slice(phase.first, None, step) for phase, step in places))]
+            into[...] = matrix.reshape(of.images, *rows, n)[(slice(None), *map(slice, into.shape[1:-1]))]
         found = found.reshape(-1, n)
     np.testing.assert_array_equal(kernel._summed(jnp.asarray(found.astype(np.float32))), expected)

@@ -96,23 +96,18 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
     in_order = [result_matrices(kernel.problem, dtype) for _, _, dtype in maps if p.order]
     for i, (place, buffer, dtype) in enumerate(maps):
         of_d = in_order[i] if in_order else d_matrices
-        if kernel.phases:
-            yield from _pixel_maps(f"map_d{place}", buffer, dtype, kernel, "d")
-            continue
         yield _map(f"map_d{place}", _tile_map(buffer, dtype, kernel, of_d, c.swap), "d")
     for place, buffer, dtype in maps if p.symmetric else ():
         yield _map(f"map_t{place}", _tile_map(buffer, dtype, kernel, d_matrices, transposed=True), "d")
     for i, spec in staging.operands:
         count = math.prod(size for size, move in zip(sizes, moves[2 + i], strict=True) if move)
-        if kernel.phases:
-            yield from _pixel_maps(f"map_x{i}", p.arrays + i, np.dtype(spec.dtype), kernel, "extras")
-            continue
         yield _map(f"map_x{i}", _tile_map(p.arrays + i, np.dtype(spec.dtype), kernel, count, c.swap), "extras")
 
     scalars = {"m": p.m, "n": p.n, "k": p.k, "raster": c.raster, "batch": p.batch_size}
     scalars |= {"batch1": sizes[1], "batch2": sizes[2]}
     if kernel.phases:
         scalars |= {"batch": kernel.matrices, "batch2": kernel.matrices}
+        yield from windows.of_pixels(kernel.phases)
     moving = [] if view else [("a", of_a), ("b", of_b)]  # images and their weights have no batch
     for name, of in (*moving, *(("d", of) for of in in_order[:1])):
         scalars |= {f"{name}_step{j}": step for j, step in enumerate(of.steps)}
@@ -186,14 +181,6 @@ def _taps_map(buffer: int, kernel: Resolved) -> TensorMap:
     chunk = c.chunk(b, p.products)
     depth = length if -(-c.bn // chunk) % c.cluster_m == 0 else length // c.cluster_m
     return windows.taps_map(buffer, p, b, pitch, (chunk, depth), b.bytes(chunk), l2_bytes)
-
-
-def _pixel_maps(name: str, buffer: int, dtype: np.dtype, kernel: Resolved, to: str) -> Iterator[Argument]:
-    """The tensor maps of the phases of a result, or of an operand of its shape, as pixels.cuh stores and loads it."""
-    assert kernel.phases is not None
-    columns = min(128, kernel.chunk * dtype.itemsize) // dtype.itemsize
-    for i, pixels in enumerate(kernel.phases.pixels):
-        yield _map(f"{name}_{i}", windows.pixels_map(buffer, kernel.stored, pixels, dtype, columns), to)
 
 
 def _tile_map(buffer: int, dtype: np.dtype, kernel: Resolved, of: Matrices | int, transposed: bool) -> TensorMap:

@@ -52,7 +52,7 @@ class Facts:
     @functools.cached_property
     def addressed(self) -> bool:
         """True if threads store a result, each by addresses of its own, and not TMA."""
-        return not all(self.staging.by_tma(out) for _, out in self.staging.results)
+        return not self.staging.pixels and not all(self.staging.by_tma(out) for _, out in self.staging.results)
 
     def accumulators(self, config: Config) -> int:
         """Returns the accumulator registers of a thread, all products together, and those they are promoted to."""

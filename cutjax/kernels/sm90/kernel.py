@@ -138,7 +138,7 @@ def _resolve(problem: Problem, of: Phases | None, config: Config, asked: Problem
         reasons.append(
             f"{config.epilogue_columns} columns make staging rows of less than 32 bytes in {short(narrow.name)}"
         )
-    tiles = facts.problem.most_tiles(*cluster_tile(config)) * (len(of.pixels) if of else 1)
+    tiles = facts.problem.most_tiles(*cluster_tile(config)) * (of.count if of else 1)
     reasons += _counted(facts, config, tiles)
     if reasons:
         return tuple(reasons)

@@ -47,7 +47,7 @@ class Resolved(base.Resolved):
     @property
     def matrices(self) -> int:
         """Matrices of each result: its phases, where it is computed in such, and those of a batch."""
-        return len(self.phases.pixels) if self.phases else 1
+        return self.phases.count if self.phases else 1
 
     @property
     def k_blocks(self) -> int:

@@ -61,7 +61,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "RAGGED_K": problem.divided == "k",
         "PRODUCTS": problem.products,
         "PHASED": kernel.phases is not None,
-        "OUTPUTS": (len(kernel.staging.results) + len(kernel.staging.mirror_slots)) * kernel.matrices,
+        "OUTPUTS": len(kernel.staging.results) + len(kernel.staging.mirror_slots),
         "EPILOGUE_COLUMNS": config.epilogue_columns,
         "D_CHUNK": kernel.chunk,
         "PIECE": 8 if kernel.chunk % 16 else 16,
@@ -75,6 +75,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         constants |= {"IMAGE_AXES": len(view.image), "IMAGE_GROUPS": view.groups > 1, "WINDOW_CHUNK": of_windows}
     scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
     scheduler = "stream" if config.stream_k else scheduler
+    scheduler = "sm90/phase" if kernel.phases else f"common/{scheduler}"
     return sources.source(
         kernel.name,
         constants,
@@ -92,7 +93,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             *(["sm90/transposed.cuh"] if problem.symmetric or config.swap else []),
             *(["common/mirror.cuh"] if problem.symmetric else []),
             "common/scheduler.cuh",
-            f"common/{scheduler}_scheduler.cuh",
+            f"{scheduler}_scheduler.cuh",
             wgmma(config.bn * problem.products, problem.a.dtype, problem.bs[0].dtype, a_k_major, b_k_major),
             "sm90/tiles.cuh",
             "sm90/load_plain.cuh",

@@ -9,7 +9,7 @@ struct Pixels {
   Axis axes[AXES];
 
   // The pixel, of those of all images, that a row is.
-  DEVICE int operator()(int row) const {
+  DEVICE int operator()(int row, int) const {
     Digits place;
     place.set(row, [this](int i) -> u32 { return axes[i - 1].sizes.x; });
     int pixel = place.digit[0];

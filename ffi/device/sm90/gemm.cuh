@@ -145,7 +145,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       if (!stores) break;
       extras.begin_tile(i, work.result);
       partials.begin_tile(work.result);
-      epilogue.store(values, extras, partials, map_d, rows_d, work.m + first_row, column, rows, RESULT, i);
+      epilogue.store(values, extras, partials, map_d, rows_d, work.m + first_row, column, rows, RESULT, i,
+                     work.k_blocks == 0);
       if constexpr (CLUSTER_K > 1) break;  // the only one
     }
     epilogue.wait_for_stores();

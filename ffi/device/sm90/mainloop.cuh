@@ -19,8 +19,8 @@ DEVICE void clear(SharedTiles shared, int stage, int row, int depth, int thread,
 }
 
 // One warpgroup: sums [M_BLOCKS][64 x PRODUCTS * BN] of the tile's rows from `row` on, or of the first BLOCKS of them,
-// over `count` of its k blocks, from `first` on, of which there is at least one. `begun` is called early, beside the
-// first of them, `issued` when all of them are multiplying.
+// over `count` of its k blocks, from `first` on; of none, which a phase without taps has, sums are undefined. `begun`
+// is called early, beside the first of them, `issued` when all of them are multiplying.
 template <int BLOCKS, typename Begun, typename Issued>
 DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int row, const Work& work, int first,
                      int count, int thread, int barrier, Begun begun, Issued issued) {
@@ -55,7 +55,7 @@ DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int
   wgmma_wait_group<0>();
 #pragma unroll
   for (int block = 0; block < BLOCKS; ++block) wgmma_done(sums[block]);
-  release(previous, thread);
+  if (!PHASED || count > 0) release(previous, thread);
 }
 
 // One warpgroup: accumulators, over all k blocks and pairs of terms. Where sums are promoted, accumulators are sums of
@@ -73,6 +73,7 @@ DEVICE void drain(Accumulators& accumulators, Promotes& promotion, Pipeline& pip
     for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
       for (int i = 0; i < PRODUCTS * BN / 2; ++i) accumulators[block][i] = 0;
+    if (PHASED && work.k_blocks == 0) issued();
     int k_blocks = PAIRS * work.k_blocks, count = promotion.first(k_blocks, work.k_blocks);
 #pragma unroll 1
     for (int k = 0; k < k_blocks; k += count) {
