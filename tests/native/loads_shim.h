@@ -45,6 +45,7 @@ inline void __syncwarp() {}
 inline void mbarrier_wait(u32, u32) {}
 inline void prefetch_tensormap(const TensorMap*) {}
 inline int uniform(int x) { return x; }
+inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 

@@ -1,7 +1,6 @@
 // A work item is the block of tiles that one cluster computes together. Phases of a result (load_im2col.cuh) read the
-// same images and store neighbouring pixels, which L2 keeps where they follow each other: clusters compute one tile of
-// each phase, those of the deepest one first, before they go on to the next ones. Where that leaves few for all, the
-// clusters that had the first of a turn have the last of the next.
+// same images and store neighbouring pixels, which L2 keeps where they follow each other: clusters compute a tile each
+// of the deepest phase, then the same tiles of the next one, and so on, before they go on to other tiles.
 
 struct Scheduler {
   int k_end, raster;
@@ -15,10 +14,11 @@ struct Scheduler {
     total = tiles * phases;
   }
 
-  // Every second turn of the clusters is the other way round.
+  // Of the last tiles, a turn of the clusters may have some of one phase and some of the next. Turns are in order or
+  // the other way round as the Thue-Morse sequence has it, so that a cluster has deep ones and others.
   DEVICE int item(int index) const {
     int turn = index / clusters;
-    return turn % 2 == 0 ? index : (2 * turn + 1) * clusters - 1 - index;
+    return __popc(turn) % 2 == 0 ? index : (2 * turn + 1) * clusters - 1 - index;
   }
 
   DEVICE bool has(int index) const { return item(index) < total; }
