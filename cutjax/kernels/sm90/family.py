@@ -15,7 +15,7 @@ from cutjax.kernels.sm90 import windows
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint
 from cutjax.kernels.sm90.kernel import resolve
-from cutjax.kernels.sm90.phases import phases
+from cutjax.kernels.sm90.phases import parts
 from cutjax.kernels.sm90.resolved import cluster_tile
 
 __all__ = ["Config", "competes", "configs", "name", "reasons", "resolve", "stores_in_order"]
@@ -57,17 +57,18 @@ _divide = functools.lru_cache(maxsize=1 << 14)(dataclasses.replace)
 def reasons(problem: Problem) -> tuple[str, ...]:
     """Returns the reasons against every kernel of this family for a problem; empty when one can serve it."""
     unmeasured = ("gathered rows by cp.async are not measured yet: a kernel is pinned by config=",)
-    if part := _phases(problem):
-        return facts_of(part, pixels=True).reasons
+    if part := _parts(problem):
+        return part.reasons
     return facts_of(problem).reasons + unmeasured * problem.a.gathered
 
 
-def _phases(problem: Problem) -> Problem | None:
-    """Returns the deepest phase of a forward convolution whose images are spread; None of any other."""
+def _parts(problem: Problem) -> Facts | None:
+    """Returns the facts of what a forward convolution whose images are spread is computed as; None of any other."""
     view = windows.view_of(problem)
     if view is None or not windows.spread(view) or problem.a.contiguous == "mn" or 0 in (*view.grid, *view.image):
         return None
-    return phases(problem)[0]
+    part, of, _ = parts(problem)
+    return facts_of(part, pixels=of is not None)
 
 
 def competes(problem: Problem) -> bool:
@@ -83,8 +84,8 @@ def stores_in_order(problem: Problem) -> bool:
 
 def configs(problem: Problem) -> Iterator[Config]:
     """Yields the shipped tiles, each as deep and in the order that suits the problem, and ways to divide k."""
-    if part := _phases(problem):
-        found = _configs(facts_of(part, pixels=True), swap=False)
+    if part := _parts(problem):
+        found = _configs(part, swap=False)
         yield from (config for config in found if config.splits == 1 and not config.stream_k)
         return
     yield from _configs(facts_of(problem), swap=False)

@@ -1,19 +1,28 @@
 """Convolutions of spread images in phases, which one kernel computes as matrices of their own, of as many rows each.
 
-Where a phase has fewer places than another, what is past them is computed too, and stored nowhere.
+Where a phase has fewer places than another, what is past them is computed too, and stored nowhere. Where pixels are
+no longer than a line of memory, phases along the last axis are columns beside each other instead: neighbouring pixels.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from cutjax.kernels import convolution
 from cutjax.kernels.operand import Im2col, Taps
+from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90.packed import in_order, view_of
+from cutjax.kernels.sm90.packed import in_order, spread, view_of
+
+_LINE = 128  # bytes of memory: pixels of no more are columns beside each other, of two lines at most
 
 
 class Along(NamedTuple):
@@ -101,3 +110,80 @@ def phases(problem: Problem) -> tuple[Problem, Phases]:
     a, bs = dataclasses.replace(problem.a, view=whole), (dataclasses.replace(b, view=chosen),) * len(problem.bs)
     part = dataclasses.replace(problem, m=whole.rows, k=whole.columns, a=a, bs=bs)
     return part, Phases(tuple(found), view.grid, parts[0][2].step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """Weights whose columns are those of several phases.
+
+    Attributes:
+      stored: sizes of the array along the window's axes.
+      places: of each tap, and each phase, where that is along the last of them; -1 where the phase has no such tap.
+      along_k: whether weights lie along the channels.
+    """
+
+    stored: tuple[int, ...]
+    places: tuple[tuple[int, ...], ...]
+    along_k: bool
+
+    @property
+    def note(self) -> str:
+        """The words of explain for it."""
+        return f"of {len(self.places[0])} pixels beside each other"
+
+    def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the weights of all taps, zero where a phase has none."""
+        places, axis = np.asarray(self.places), len(self.stored) - 1
+        x = x.reshape(*self.stored, -1, x.shape[-1])
+        x = jnp.take(x, np.maximum(places, 0), axis)  # [.., taps, phases, rows, columns]
+        x = jnp.where((places >= 0)[..., None, None], x, np.zeros((), x.dtype))
+        if not self.along_k:
+            x = jnp.swapaxes(x, -2, -3)
+        return (x.reshape(-1, x.shape[-1] if self.along_k else x.shape[-1] * x.shape[-2]),)
+
+
+def parts(problem: Problem) -> tuple[Problem, Phases | None, tuple[Prepared, ...]]:
+    """Returns a problem without spread, or of the deepest phase, the phases, and weights that are prepared for it."""
+    problem, weights = beside(problem)
+    view = view_of(problem)
+    if view is None or not spread(view):
+        return problem, None, weights
+    return *phases(problem), weights
+
+
+@functools.lru_cache(maxsize=1024)
+def beside(problem: Problem) -> tuple[Problem, tuple[Prepared, ...]]:
+    """Returns the problem in which short pixels beside each other are one row, and the weights as that reads them."""
+    view, b = view_of(problem), problem.bs[0]
+    pixel = problem.n * problem.out_dtype.itemsize
+    if view is None or view.spread[-1] == 1 or view.groups > 1 or not problem.plain or pixel > _LINE:
+        return problem, ()
+    taps = b.view if isinstance(b.view, Taps) else in_order(view)
+    last = {name: getattr(view, name)[-1:] for name in ("grid", "window", "strides", "dilation", "spread", "low")}
+    of_taps = {name: getattr(taps, name)[-1:] for name in ("stored", "window", "first", "step")}
+    found = list(convolution.phases(dataclasses.replace(view, image=view.image[-1:], **last), Taps(**of_taps)))
+    count, met = len(found), [part for part, _, _ in found if part.window[0]]
+    even = count == found[0][2].step[0] and view.grid[-1] % count == 0
+    if not met or not even or count * pixel > 2 * _LINE or {part.dilation for part in met} != {(1,)}:
+        return problem, ()
+    low = max(part.low[0] for part in met)
+    window = max(low - part.low[0] + part.window[0] for part in met)
+
+    def place(tap: int, part: Im2col, chosen: Taps) -> int:
+        tap -= low - part.low[0]
+        return chosen.first[0] + tap * chosen.step[0] if 0 <= tap < part.window[0] else -1
+
+    places = tuple(tuple(place(tap, part, chosen) for part, chosen, _ in found) for tap in range(window))
+    of_last = {"grid": view.grid[-1] // count, "window": window, "strides": met[0].strides[0], "dilation": 1}
+    of_last |= {"spread": 1, "low": low}
+    whole = dataclasses.replace(view, **{name: (*getattr(view, name)[:-1], size) for name, size in of_last.items()})
+    of_last = {"stored": window, "window": window, "first": 0, "step": 1}
+    chosen = dataclasses.replace(taps, **{name: (*getattr(taps, name)[:-1], size) for name, size in of_last.items()})
+    along_k, n = b.contiguous == "k", problem.n * count
+    plain = not along_k and chosen == in_order(whole)
+    a, b = dataclasses.replace(problem.a, view=whole), dataclasses.replace(b, view=None if plain else chosen)
+    sizes = [
+        b.bytes(math.prod(of.stored) * view.channels * columns) for of, columns in ((taps, problem.n), (chosen, n))
+    ]
+    weights = Prepared("b", 1, (Beside(taps.stored, places, along_k),), *sizes)
+    return dataclasses.replace(problem, m=whole.rows, n=n, k=whole.columns, a=a, bs=(b,)), (weights,)

@@ -27,7 +27,7 @@ from cutjax.kernels.sm90.packed import (
     taken,
     view_of,
 )
-from cutjax.kernels.sm90.phases import Phases, counts
+from cutjax.kernels.sm90.phases import Phases, beside, counts
 from cutjax.runtime import tensor_map
 from cutjax.runtime.launch import Int64, TensorMap
 
@@ -118,6 +118,7 @@ def weights(problem: Problem, x: jax.Array) -> jax.Array:
 
 def name(problem: Problem) -> str:
     """Returns the part of a kernel's name about the views that it reads by."""
+    problem, _ = beside(problem)
     view = view_of(problem)
     if view is None:
         return ""
