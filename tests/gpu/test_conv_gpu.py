@@ -53,10 +53,13 @@ SPREAD = {
     "1d up 4, windows of 2": view(3, (100,), (2,), 32, low=(1,), high=(3,), spread=(4,)),
     "1d up 3 of strides 2": view(2, (100,), (5,), 32, (2,), (2,), low=(4,), high=(5,), spread=(3,)),
     "2d up 2": view(3, (17, 15), (3, 3), 64, low=(2, 2), high=(1, 1), spread=(2, 2)),
-    "2d up 2, windows of 1": view(3, (17, 15), (1, 1), 64, low=(0, 0), high=(1, 1), spread=(2, 2)),
+    "2d up 2 to odd sizes": view(3, (17, 15), (3, 3), 64, low=(2, 1), high=(2, 1), spread=(2, 2)),
+    "2d up 2, windows of 1": view(3, (17, 15), (1, 1), 64, low=(0, 0), high=(1, 0), spread=(2, 2)),
     "2d up 2, k4": view(2, (8, 8), (4, 4), 128, low=(2, 2), high=(2, 2), spread=(2, 2)),
-    "2d up 1 and 3 of 24 channels": view(2, (8, 9), (3, 2), 24, low=(2, -1), high=(2, 4), spread=(1, 3)),
+    "2d up 1 and 3 of 24 channels": view(2, (8, 9), (3, 2), 24, low=(2, -1), high=(2, 2), spread=(1, 3)),
+    "2d up 3 of strides 2": view(2, (11, 12), (3, 4), 96, (2, 1), low=(3, 1), high=(2, 4), spread=(3, 2)),
     "3d up 2": view(2, (5, 6, 4), (3, 3, 3), 32, low=(2, 1, 2), high=(1, 2, 1), spread=(2, 2, 2)),
+    "3d up 2 to odd sizes": view(2, (5, 6, 4), (3, 3, 3), 32, low=(2, 2, 2), high=(2, 2, 2), spread=(2, 2, 2)),
 }
 CONFIGS = [
     Config(64, 64, 64, 6),
@@ -166,8 +169,11 @@ def _spread() -> list[Item]:
         for j, kind in enumerate(KINDS[:3]):
             problem = asked(of, (136, 72, 200)[(i + j) % 3], kind, out_dtype=(H, F32)[j % 2])
             found.append(Item(problem, _config(problem, i + j), f"{kind}: {name}", 1 + i % 3))
+        # Pixels shorter than a line of memory, or of an odd number of channels.
+        problem = asked(of, (16, 32, 64, 33)[i % 4], KINDS[i % 3], out_dtype=(H, F32)[i // 4 % 2])
+        found.append(Item(problem, _config(problem, i), f"short pixels: {name}", 1 + i % 3))
     for i, config in enumerate(config for config in CONFIGS if config.splits == 1 and not config.stream_k):
-        problem = asked(SPREAD["2d up 2"], 264, KINDS[i % 3])
+        problem = asked(SPREAD["2d up 2 to odd sizes"], 264, KINDS[i % 3])
         found.append(Item(problem, config, f"phases: {config.name(problem)}", 3 if config.cluster_k == 1 else 1))
     return found
 

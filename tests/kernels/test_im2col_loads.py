@@ -1,7 +1,5 @@
 """Windows of images and taps of weights, as the sm_90 kernels load them: on the host, TMA being a stand-in."""
 
-import itertools
-
 import gxx
 import jax.numpy as jnp
 import loads_host
@@ -72,16 +70,6 @@ def test_all_that_tiles_multiply(kind, config, of, tmp_path):
     expected = product(problem, *arrays)
     arrays = [np.asarray(x) for x in make(kernel.prepared, [jnp.asarray(x) for x in arrays])[0]]
     found = loads_host.multiplied(kernel, arrays, tmp_path)
-    if kernel.phases is None:
-        found = found[0]
-    else:
-        rows = kernel.multiplied.a.view.grid
-        n = kernel.multiplied.n  # of several pixels, where those are short
-        matrices, found = found, np.full((of.images, *kernel.phases.image, n), np.nan)
-        for matrix, axes in zip(matrices, itertools.product(*kernel.phases.along), strict=True):
-            places = zip(axes, kernel.phases.step, strict=True)
-            into = found[(slice(None), *(slice(phase.first, None, step) for phase, step in places))]
-            into[...] = matrix.reshape(of.images, *rows, n)[(slice(None), *map(slice, into.shape[1:-1]))]
     if kind != "weights":
         found = found.reshape(expected.shape)
     np.testing.assert_array_equal(kernel._summed(jnp.asarray(found.astype(np.float32))), expected)

@@ -89,7 +89,7 @@ inline void tma_load(u32 destination, const TensorMap* map, u32 barrier, int x, 
 }
 
 #ifdef IMAGES
-constexpr int AXES = IMAGES, PHASES_OF[3] = {PHASES0, PHASES1, PHASES2};
+constexpr int AXES = IMAGES, PHASES_OF[3] = {PHASES0, PHASES1, PHASES2}, PHASES = PHASES0 * PHASES1 * PHASES2;
 
 template <int SHARE>
 void tma_load_im2col(u32 destination, const TensorMap* map, u32 barrier, int c, const int (&first)[AXES + 1],
