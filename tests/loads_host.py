@@ -7,7 +7,6 @@ is a stand-in (tests/native/loads_shim.h), without swizzles; there is no wgmma a
 from __future__ import annotations
 
 import ctypes
-import math
 import pathlib
 import re
 from collections.abc import Sequence
@@ -135,6 +134,6 @@ def multiplied(kernel: Kernel, arrays: Sequence[np.ndarray], folder: pathlib.Pat
         return d[0]
     places = np.empty((kernel.matrices, p.m), np.int32)
     library.places(places.ctypes.data_as(ctypes.c_void_p))
-    found = np.full((p.a.view.images * math.prod(kernel.phases.image), p.n), np.nan)
+    found = np.full((kernel.asked.m * kernel.asked.n // p.n, p.n), np.nan)
     found[places[places >= 0]] = d[places >= 0]
     return found

@@ -250,13 +250,13 @@ def test_gaussian(item, prefetch_gaussian):
     assert np.array_equal(first.view(np.uint8), second.view(np.uint8))
 
 
-@pytest.mark.parametrize("name", ["2d 3x3 /2", "2d up 2"])
+@pytest.mark.parametrize("name", ["2d 3x3 /2", "2d up 2 to odd sizes"])
 @pytest.mark.parametrize("config", [CONFIGS[1], CONFIGS[3], CONFIGS[12], CONFIGS[15]], ids=str)
 def test_epilogue(config, name, gpus):
     """Bias, activation and a residual image."""
     of, n = (GEOMETRIES | SPREAD)[name], 264
-    if name in SPREAD and (config.splits > 1 or config.stream_k):
-        config = dataclasses.replace(config, splits=1, stream_k=False)
+    if name in SPREAD:  # more accumulators spill beside the residual's addresses
+        config = dataclasses.replace(config, splits=1, stream_k=False, bn=min(config.bn, 128))
 
     def fused(acc, bias, x):
         return jax.nn.relu(acc + bias + x.astype(F32)).astype(H)
