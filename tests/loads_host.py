@@ -134,6 +134,8 @@ def multiplied(kernel: Kernel, arrays: Sequence[np.ndarray], folder: pathlib.Pat
         return d[0]
     places = np.empty((kernel.matrices, p.m), np.int32)
     library.places(places.ctypes.data_as(ctypes.c_void_p))
-    found = np.full((kernel.asked.m * kernel.asked.n // p.n, p.n), np.nan)
-    found[places[places >= 0]] = d[places >= 0]
+    runs, apart = kernel.phases.runs, kernel.phases.image[-1]
+    found = np.full((kernel.asked.m * kernel.asked.n * runs // p.n, p.n // runs), np.nan)
+    for run, values in enumerate(np.split(d, runs, axis=-1)):
+        found[places[places >= 0] + run * apart] = values[places >= 0]
     return found

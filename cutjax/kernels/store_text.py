@@ -59,7 +59,8 @@ def rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
         if staging.pixels:
             tile = f"buffer + {place_of(staging.result_slots[place])}"
             stores.append(
-                f"Staging<Dtype::{dtype}>::store_rows_at<{unit}>(d{place}, n, {pitch}, {tile}, x, pixel, thread);"
+                f"Staging<Dtype::{dtype}>::store_rows_at<{unit}, Pixels::RUNS>(d{place}, n, {pitch}, apart, {tile}, x, "
+                "pixel, thread);"
             )
         else:
             stores.append(partly + call(staging.tile, staging.result_slots[place], rows))
@@ -82,12 +83,15 @@ def rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
 
     pixels = [argument.name for argument in arguments if argument.name.startswith("pixels_")]
     placed = f"""
+  int apart;  // pixels from a run of a row's columns to the next
   int pixel;  // where a row lies, of the 16 that a warp stores that of this lane modulo 16; -1 where there is none
 
   // Of the rows from `row` on, and of a phase.
   DEVICE void begin_rows(int row, int phase) {{
+    Pixels pixels{{{", ".join(pixels)}}};
     row += threadIdx.x % 16;
-    pixel = row < m ? Pixels{{{", ".join(pixels)}}}(row, phase) : -1;
+    pixel = row < m ? pixels(row, phase) : -1;
+    apart = pixels.apart();
   }}
   DEVICE int pixel_of(int row) const {{ return max(0, __shfl_sync(~0u, pixel, row)); }}"""
     by_threads = not all(staging.by_tma(out) for _, out in staging.results)

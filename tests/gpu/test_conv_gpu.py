@@ -170,8 +170,9 @@ def _spread() -> list[Item]:
             problem = asked(of, (136, 72, 200)[(i + j) % 3], kind, out_dtype=(H, F32)[j % 2])
             found.append(Item(problem, _config(problem, i + j), f"{kind}: {name}", 1 + i % 3))
         # Pixels shorter than a line of memory, or of an odd number of channels.
-        problem = asked(of, (16, 32, 64, 33)[i % 4], KINDS[i % 3], out_dtype=(H, F32)[i // 4 % 2])
-        found.append(Item(problem, _config(problem, i), f"short pixels: {name}", 1 + i % 3))
+        for j, (n, out) in enumerate(((16, H), ((32, 64, 33)[i % 3], (H, F32)[i % 2]))):
+            problem = asked(of, n, KINDS[(i + j) % 3], out_dtype=out)
+            found.append(Item(problem, _config(problem, i + j), f"pixels of {n} channels: {name}", 1 + i % 3))
     for i, config in enumerate(config for config in CONFIGS if config.splits == 1 and not config.stream_k):
         problem = asked(SPREAD["2d up 2 to odd sizes"], 264, KINDS[i % 3])
         found.append(Item(problem, config, f"phases: {config.name(problem)}", 3 if config.cluster_k == 1 else 1))

@@ -44,6 +44,9 @@ CASES = [
     ("in order", "below", view(2, (5, 9), (1, 2), 32, low=(1, 0), high=(1, 1), spread=(2, 3))),
     ("flipped", "alone", view(2, (9, 8), (3, 3), 56, low=(1, 2), high=(1, 1), spread=(2, 2))),
     ("in order", "beside", view(2, (9, 8), (3, 4), 56, low=(1, 2), high=(1, 2), spread=(2, 2))),
+    ("flipped", "beside", view(2, (9, 8), (3, 3), 88, low=(1, 2), high=(2, 1), spread=(2, 2))),
+    ("some taps", "alone", view(2, (3, 4, 8), (3, 3, 2), 88, low=(1, 1, 1), high=(1, 2, 1), spread=(2, 2, 2))),
+    ("in order", "below", view(2, (5, 4, 6), (2, 4, 1), 88, low=(1, 1, 0), high=(0, 2, 1), spread=(1, 2, 2))),
     ("some taps", "deep", view(2, (40,), (4,), 56, low=(3,), high=(2,), spread=(2,))),
     ("in order", "alone", view(2, (19,), (1,), 56, low=(0,), high=(1,), spread=(2,))),
     ("in order", "alone", view(2, (5, 4), (3, 2), 24, (3, 1), low=(1, 0), high=(4, 3), spread=(2, 3))),
@@ -62,7 +65,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "config", "of"), CASES, ids=lambda x: x if isinstance(x, str) else "")
 def test_all_that_tiles_multiply(kind, config, of, tmp_path):
     n = {1: 136, 3: 384}.get(of.groups, 64)
-    n = 32 if of.channels == 56 else n  # short pixels
+    n = {56: 32, 88: 16}.get(of.channels, n)  # short pixels
     problem = asked(of, n, kind)
     rng = np.random.default_rng(0)
     arrays = [rng.integers(-9, 10, shape).astype(np.int16) for shape in shapes(problem)]

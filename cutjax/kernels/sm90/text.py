@@ -72,6 +72,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     if view:
         counts = [len(axis) for axis in reversed(kernel.phases.along)] if kernel.phases else []
         constants |= {f"PHASES{i}": count for i, count in enumerate([*counts, 1, 1, 1][:3])}
+        constants |= {"PIXEL_RUNS": kernel.phases.runs} if kernel.phases else {}
         constants |= {"IMAGE_AXES": len(view.image), "IMAGE_GROUPS": view.groups > 1, "WINDOW_CHUNK": of_windows}
     scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
     scheduler = "stream" if config.stream_k else scheduler

@@ -118,13 +118,13 @@ def weights(problem: Problem, x: jax.Array) -> jax.Array:
 
 def name(problem: Problem) -> str:
     """Returns the part of a kernel's name about the views that it reads by."""
-    problem, _ = beside(problem)
+    problem, _, runs = beside(problem)
     view = view_of(problem)
     if view is None:
         return ""
     axes, length, of = len(view.image), chunk(problem), as_multiplied(problem)
     taps = problem.a.contiguous == "k" and (isinstance(of.bs[0].view, Taps) or spread(view))
-    phases = f"_phases{'x'.join(map(str, counts(view)))}" * spread(view)
+    phases = f"_phases{'x'.join(map(str, counts(view)))}" * spread(view) + f"_runs{runs}" * (runs > 1)
     grouped = isinstance(of.a.view, Im2col) and of.a.view.groups > 1
     return f"_im2col{axes}d_c{length}" + "_taps" * taps + "_grouped" * grouped + phases
 

@@ -91,16 +91,19 @@ struct Staging {
     }
   }
 
-  // The 16 rows that a warp has staged, each to a row of the matrix that a lane of the same number tells, if any.
-  template <int UNIT>
-  static DEVICE void store_rows_at(char* matrix, int n, int pitch, u32 tile, int x, int place, int thread) {
+  // The 16 rows that a warp has staged, each to a row of the matrix that a lane of the same number tells, if any. Of the
+  // `pitch` columns of a row, equal runs may lie so many runs apart.
+  template <int UNIT, int RUNS>
+  static DEVICE void store_rows_at(char* matrix, int n, int pitch, int apart, u32 tile, int x, int place, int thread) {
     constexpr int UNITS = D_CHUNK / UNIT;
+    const int length = pitch / RUNS;
 #pragma unroll
     for (int first = 0; first < 16 * UNITS; first += 32) {
       int i = first + thread % 32, row = i / UNITS, column = i % UNITS * UNIT;
-      int to = __shfl_sync(~0u, place, row % 16);
+      int run = RUNS > 1 ? (x + column) / length : 0, to = __shfl_sync(~0u, place, row % 16);
+      i64 begin = (to + run * (apart - 1)) * static_cast<i64>(length);
       if (row < 16 && to >= 0 && x + column < n)
-        copy_to_global<UNIT * SIZE<D>>(matrix + (to * static_cast<i64>(pitch) + x + column) * SIZE<D>,
+        copy_to_global<UNIT * SIZE<D>>(matrix + (begin + x + column) * SIZE<D>,
                                        at(tile, thread / 32 * 16 + row, column * SIZE<D>, 0));
     }
   }

@@ -1,12 +1,16 @@
 // Rows of the result that are pixels of its images, some apart (cutjax/kernels/operand.py: Pixels).
 
 struct Pixels {
+  static constexpr int RUNS = 1;  // of a row's columns, in memory
+
   struct Axis {
     Two sizes;   // of the grid that rows count, and of an image
     Two places;  // of the first pixel, and steps to the next
   };
 
   Axis axes[AXES];
+
+  DEVICE int apart() const { return 0; }
 
   // The pixel, of those of all images, that a row is.
   DEVICE int operator()(int row, int) const {

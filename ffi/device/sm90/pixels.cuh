@@ -2,9 +2,14 @@
 // rows: of one that has fewer places along an axis, some are past an image.
 
 struct Pixels {
+  static constexpr int RUNS = PIXEL_RUNS;  // of a row's columns, in memory
+
   int grid[AXES];    // that rows count, the innermost axis first
   u64 image[AXES];   // the size, and, 32 bits up, the steps from one pixel to the next
   u64 firsts[AXES];  // pixels, of each phase along an axis, in 4 bits each
+
+  // How many pixels on the next run of a row is.
+  DEVICE int apart() const { return static_cast<int>(image[0]); }
 
   // The pixel, of those of all images, that a row is; -1 where it is none.
   DEVICE int operator()(int row, int phase) const {
