@@ -86,6 +86,10 @@ def rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
     placed = f"""
   // Where a row lies; of those past the last one, that.
   DEVICE int place(int row) const {{ return Pixels{{{{{", ".join(pixels)}}}}}(min(row, m - 1)); }}"""
+    if not pixels:  # those of a tile, which the kernel tells
+        placed = """
+  Pixels pixels;
+  DEVICE int place(int row) const { return pixels(row); }"""
     by_threads = not all(staging.by_tma(out) for _, out in staging.results)
     return f"""#line 1 "rows (generated)"
 constexpr bool BY_THREADS = {str(by_threads).lower()};

@@ -84,7 +84,7 @@ struct Staging {
     store_rows_at<UNIT>(matrix, n, pitch, tile, x, y, rows, thread, [](int row) { return row; });
   }
 
-  // The same to rows of the matrix that `place` tells of each row.
+  // The same to rows of the matrix that `place` tells of each row, of which those below 0 are none.
   template <int UNIT, typename Place>
   static DEVICE void store_rows_at(char* matrix, int n, int pitch, u32 tile, int x, int y, int rows, int thread,
                                    Place place) {
@@ -92,9 +92,9 @@ struct Staging {
 #pragma unroll 1
     for (int i = thread; i < rows * UNITS; i += STAGING_THREADS) {
       int row = i / UNITS, column = i % UNITS * UNIT, byte = column * SIZE<D>;
-      if (x + column < n)
-        copy_to_global<UNIT * SIZE<D>>(matrix + (place(y + row) * static_cast<i64>(pitch) + x + column) * SIZE<D>,
-                                       at(tile, row, byte, 0));
+      i64 to = place(y + row);
+      if (x + column < n && to >= 0)
+        copy_to_global<UNIT * SIZE<D>>(matrix + (to * pitch + x + column) * SIZE<D>, at(tile, row, byte, 0));
     }
   }
 
