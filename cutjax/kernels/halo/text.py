@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from cutjax.kernels.arguments import Argument
 from cutjax.kernels.epilogue_text import epilogue_text
 from cutjax.kernels.halo.resolved import Resolved
@@ -27,6 +29,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "CHUNK": of.chunk,
         "N_CHUNK": of.n_chunk,
         "GROUP_AXIS": of.group_axis,
+        "F16": a.dtype == np.float16,
         "B_K_MAJOR": b.contiguous == "k",
         "PRODUCER_REGISTERS": 56,
         "CONSUMER_REGISTERS": REGISTERS[config.consumers],
@@ -54,6 +57,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "common/scheduler.cuh",
             wgmma(of.stacked * config.bn, a.dtype, b.dtype, True, b.contiguous == "k"),
             "halo/tile.cuh",
+            "halo/atoms.cuh",
             "halo/load.cuh",
             epilogue_text(kernel.staging, arguments, ""),
             "halo/kernel.cuh",

@@ -112,7 +112,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(PARAMETERS) {
     Run run(images, index);
 #pragma unroll
     for (int i = 0; i < TAPS * BN / 2; ++i) sums[i] = 0;
-    for (int at = 0; at < run.steps; ++at) {
+    int steps = uniform(run.steps);
+    for (int at = 0; at < steps; ++at) {
       for (int piece = 0; piece < images.pieces; ++piece) {
         mbarrier_wait(pipe.full_barrier(), pipe.phase);
         multiply(sums, images, pipe.boxes + pipe.stage * images.stage_bytes, kept + piece * piece_bytes);

@@ -59,7 +59,7 @@ struct Run {
     at[MARCH] += index - image * images.apart;
     at[AXES] = image * size_along(AXES);
     steps = min(images.steps, (images.grid[MARCH] - at[MARCH] + images.step - 1) / images.step);
-    steps = uniform(steps > 0 ? steps + TAPS - 1 : 0);
+    steps = steps > 0 ? steps + TAPS - 1 : 0;
   }
 };
 
