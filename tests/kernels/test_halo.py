@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from cutjax.kernels import convolution
 from cutjax.kernels.families import CONFIGS, config_of, fields_of
 from cutjax.kernels.halo import family, kernel
 from cutjax.kernels.halo.config import Config
+from cutjax.kernels.halo.geometry import view_of
 from cutjax.kernels.operand import Taps
 from cutjax.runtime import compiler
 from cutjax.runtime.launch import Int32
@@ -52,7 +54,7 @@ def random_case(seed):
     n = int(rng.choice([8, 16, 24, 40]))
     problem = windows.asked(of, n, ("in order", "backwards", "flipped", "some taps")[rng.integers(4)])
     config = Config(
-        int(rng.choice([16, 32])), 2, 2, str(rng.choice(ALONG[len(problem.a.view.window)])), int(rng.integers(1, 40))
+        int(rng.choice([16, 32])), 2, 2, str(rng.choice(ALONG[len(view_of(problem).window)])), int(rng.integers(1, 40))
     )
     return problem, config, rng
 
@@ -94,9 +96,10 @@ def test_configs():
     assert Config in CONFIGS
     config = Config(16, 3, 4, "grid", 7)
     assert config_of(fields_of(config)) == config
-    for fields in ({"bn": 12}, {"consumers": 5}, {"stages": 1}, {"along": "column"}, {"steps": 0}, {"bn": 16.0}):
-        with pytest.raises(ValueError, match=f"HaloConfig: {next(iter(fields))}="):
-            Config(**fields)
+    wrong: dict[str, Any] = {"bn": 12, "consumers": 5, "stages": 1, "along": "column", "steps": 0}
+    for name, value in (*wrong.items(), ("bn", 16.0)):
+        with pytest.raises(ValueError, match=f"HaloConfig: {name}="):
+            Config(**dict[str, Any]({name: value}))
     wide = kernel.resolve(convolution.forward(of(), 128), Config(128))
     assert isinstance(wide, tuple)
     assert any("registers" in reason or "at most 256" in reason for reason in wide)
