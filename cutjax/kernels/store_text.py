@@ -82,18 +82,23 @@ def rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
         return "".join("\n    " + statement for statement in statements)
 
     pixels = [argument.name for argument in arguments if argument.name.startswith("pixels_")]
-    placed = f"""
-  int apart;  // pixels from a run of a row's columns to the next
-  int pixel;  // where a row lies, of the 16 that a warp stores that of this lane modulo 16; -1 where there is none
-
+    begin = f"""
   // Of the rows from `row` on, and of a phase.
   DEVICE void begin_rows(int row, int phase) {{
     Pixels pixels{{{", ".join(pixels)}}};
     row += threadIdx.x % 16;
     pixel = row < m ? pixels(row, phase) : -1;
     apart = pixels.apart();
-  }}
-  DEVICE int pixel_of(int row) const {{ return max(0, __shfl_sync(~0u, pixel, row)); }}"""
+  }}"""
+    if not pixels:  # those of a tile, which the kernel tells
+        begin = """
+  Pixels pixels;
+  DEVICE void begin_rows(int row) { pixel = pixels(row + threadIdx.x % 16); }"""
+    placed = f"""
+  int apart = 1;  // pixels from a run of a row's columns to the next
+  int pixel = -1;  // where a row lies, of the 16 that a warp stores that of this lane modulo 16; -1 where there is none
+  DEVICE int pixel_of(int row) const {{ return max(0, __shfl_sync(~0u, pixel, row)); }}
+{begin}"""
     by_threads = not all(staging.by_tma(out) for _, out in staging.results)
     return f"""#line 1 "rows (generated)"
 constexpr bool BY_THREADS = {str(by_threads).lower()};

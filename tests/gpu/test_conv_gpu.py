@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import itertools
 from typing import Any
 
 import jax
@@ -96,7 +97,7 @@ class Item:
     """One kernel of one convolution, made beforehand by threads."""
 
     problem: cutjax.Problem
-    config: Config
+    config: Any
     label: str
     walks: int = 1
     gaussian: bool = False
@@ -215,7 +216,23 @@ def _groups() -> list[Item]:
     return found
 
 
-EXACT = _geometries() + _few_channels() + _configs() + _spread() + _dtypes() + _groups()
+def _halos() -> list[Item]:
+    """The halo kernels of every number of warpgroups, of whole runs and short ones."""
+    found = []
+    for i, (name, of) in enumerate(GEOMETRIES.items()):
+        for j, kind in enumerate((*KINDS[:3], "backwards")):
+            dtype = (H, np.dtype(np.float16))[(i + j) % 2]
+            problem = asked(of, (32, 72, 136, 24)[(i + j) % 4], kind, dtype=dtype, out_dtype=(dtype, F32)[i % 2])
+            served = [kernel.config for kernel, _ in ranked(problem) if kernel.family == "halo"]
+            shapes = {(config.bn, config.consumers, config.along): config for config in reversed(served)}
+            for config in [*shapes.values()][(i + j) % 3 :: 3]:
+                found.append(Item(problem, config, f"{kind}: {name} {config}", 1 + j % 3))
+                short = dataclasses.replace(config, steps=2, stages=2)
+                found.append(Item(problem, short, f"{kind}: {name} {short}", 1 + i % 3))
+    return found
+
+
+EXACT = _geometries() + _few_channels() + _configs() + _spread() + _dtypes() + _groups() + _halos()
 prefetch = problems.prefetching(EXACT, Item.prepare)
 
 
@@ -251,8 +268,11 @@ def test_gaussian(item, prefetch_gaussian):
     assert np.array_equal(first.view(np.uint8), second.view(np.uint8))
 
 
-@pytest.mark.parametrize("name", ["2d 3x3 /2", "2d up 2 to odd sizes"])
-@pytest.mark.parametrize("config", [CONFIGS[1], CONFIGS[3], CONFIGS[12], CONFIGS[15]], ids=str)
+HALOS = [("1d k11 d5", cutjax.HaloConfig(32, 3, 4)), ("3d 3x3x3", cutjax.HaloConfig(32, 2, 4, "grid"))]
+PLAIN = [CONFIGS[1], CONFIGS[3], CONFIGS[12], CONFIGS[15]]
+
+
+@pytest.mark.parametrize(("name", "config"), [*itertools.product(["2d 3x3 /2", "2d up 2 to odd sizes"], PLAIN), *HALOS], ids=str)
 def test_epilogue(config, name, gpus):
     """Bias, activation and a residual image."""
     of, n = (GEOMETRIES | SPREAD)[name], 264
@@ -287,7 +307,7 @@ def test_what_is_not_a_number_stays_where_it_is(gpus):
         b[(-1,) * (b.ndim - 1)] = np.inf
         with np.errstate(invalid="ignore"):
             expected = product(problem, a, b).astype(F32)
-        for config in FEW[:2]:
+        for config in (*FEW[:2], *([cutjax.HaloConfig(16, 2, 4)] if kind != "weights" else [])):
             call = cutjax.kernels.families.resolve(problem, config).call()
             (out,) = launches.run(problem, call, [a.astype(H), b.astype(H)])
             assert np.array_equal(out, expected, equal_nan=True), (kind, problems.mismatch(out, expected))
