@@ -14,8 +14,7 @@ from cutjax.kernels.problem import Problem
 __all__ = ["Config", "competes", "configs", "name", "reasons", "resolve", "stores_in_order"]
 
 name = "direct"
-# Windows from which on both axes Toeplitz matrices are tried: of 3 x 3 they took 224 us where the others took 166.
-WORTH = 4
+WORTH = 3  # windows from which on both axes Toeplitz matrices are tried
 
 STRIPS = (1, 2, 4, 7, 8)
 # Of a block. Of results it is so few that an SM has several, of which one begins while others end.
@@ -87,15 +86,18 @@ def _configs(problem: Problem, geometry: Geometry, pairs: int, strip: int) -> It
 
 
 def _toeplitz(problem: Problem, geometry: Geometry) -> Iterator[Config]:
-    """Yields kernels on the tensor cores, for windows of images that are wide enough to be worth it."""
+    """Yields kernels on the tensor cores: rows whole, or in chunks that let all SMs have blocks."""
     if min(geometry.rows.window, geometry.columns.window) < WORTH:
         return
     device, grid = problem.device, geometry.rows.grid
-    for warps, blocks in ((8, 2), (16, 1), (4, 4), (8, 1), (8, 3)):
-        gradient = geometry.gradient
-        whole = toeplitz.Shape(problem, Config(2, 8, grid, warps, 32 * warps, 4, blocks, int(gradient), True), geometry)
-        wanted = (1 if gradient else 3) * device.sms * blocks
-        groups = whole.tiles * whole.groups
-        chunks = max(1, min(-(-wanted // groups), -(-grid // (2 * geometry.rows.window))))
-        parts = max(1, wanted // whole.tiles) if gradient else 0
-        yield Config(2, 8, -(-grid // chunks), warps, 32 * warps, 4, blocks, parts, True)
+    for warps, blocks, stages in ((8, 2, 8), (16, 1, 8), (8, 3, 6), (4, 4, 8), (4, 6, 6)):
+        config = Config(2, 8, grid, warps, 32 * warps, stages, blocks, 1, True)
+        whole = toeplitz.Shape(problem, config, geometry)
+        slots = max(1, device.sms * blocks // whole.tiles)  # of the same channels
+        wanted = min(-(-slots // (whole.groups * whole.pieces)), -(-grid // (2 * geometry.rows.window)))
+        for rows in dict.fromkeys(-(-grid // chunks) for chunks in (1, max(1, wanted))):
+            kinds = whole.pieces * -(-grid // rows)
+            for most in dict.fromkeys((slots, 2 * slots) if not geometry.gradient else (slots,)):
+                rounds = -(-whole.groups * kinds // most)
+                parts = kinds * -(-whole.groups // rounds)
+                yield Config(2, 8, rows, warps, 32 * warps, stages, blocks, parts, True)

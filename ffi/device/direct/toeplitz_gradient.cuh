@@ -1,81 +1,90 @@
-// The weight gradient of a convolution of each channel by itself on the tensor cores, for wide windows of images: along
-// a row, what 16 pixels from the first of a strip on and its 8 places have in common is a matrix, of whose diagonals
-// each is a tap. It is added up over 16 strips at once, which are the contraction, and over all rows, for each row of
-// taps. A warp has two neighbouring channels; a block goes through every parts-th group of chunks and writes one of the
-// parts, which sum.cuh adds up.
+// The weight gradient of a convolution of each channel by itself on the tensor cores: along a row, what 16 pixels from
+// the first of a strip on and its 8 places have in common is a matrix, of whose diagonals each is a tap. It is added up
+// over 16 strips at once, which are the contraction, and over all rows, for each row of taps. A warp has two
+// neighbouring channels. It goes down the rows of pixels and has the last WINDOW_H rows of the gradient in registers;
+// steps are unrolled, so that none of them moves. A block writes one of the parts, which sum.cuh adds up.
 
-using Gradients = Tile<STRIPS * 8>;
+using Gradients = Tile<READ_PLACES, SUB_PLACES>;
 
 constexpr int MATRIX_PITCH = 9;  // of a row of 8 places, in shared memory
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARAMETERS) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
+  constexpr int STAGE_BYTES = 4 * (Pixels::WORDS + Gradients::WORDS);
   u32 base = shared_address(shared_memory);
   const Chunks of CHUNKS;
   const Images images IMAGES, gradients GRADIENTS;
+  const Work work(of, tiles, gradients.height);
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, part = lane % 4;
-  int first_channel = blockIdx.x % tiles * WARPS * 2, own_part = blockIdx.x / tiles;
-  int steps = of.rows + WINDOW_H - 1;
-  float sums[WINDOW_H][2][4] = {};
+  clear(base, STAGES * STAGE_BYTES);
+  __syncthreads();
 
+  // Rows of pixels, of which each comes with the last row of the gradient that it takes part in.
+  int first = work.row - images.low_h, end = min(images.height, work.end - images.low_h + WINDOW_H - 1);
+  Pixels rows;
+  Gradients results;
+  rows.begin(x, images, work, of.images, first, end - first);
+  results.begin(g, gradients, work, of.images, work.row, end - first);
+  int row_of_load = first, rounds_of_load = end > first ? work.rounds : 0;
+  u32 to = base, from = base;
+  auto load = [&] {
+    if (rounds_of_load > 0) {
+      if (static_cast<u32>(row_of_load) < static_cast<u32>(images.height)) rows.load(to);
+      if (row_of_load + images.low_h < work.end) results.load(to + 4 * Pixels::WORDS);
+      rows.to_next_row(), results.to_next_row();
+      if (++row_of_load == end)
+        row_of_load = first, --rounds_of_load, rows.to_next_group(), results.to_next_group();
+    }
+    cp_async_commit_group();
+    to = to + STAGE_BYTES < base + STAGES * STAGE_BYTES ? to + STAGE_BYTES : base;
+  };
+
+  // Elements of k are permuted, so that lanes read strips beside each other: those of this one.
+  u32 pixels[4], places[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    int strip = part + 4 * i < TAKEN ? part + 4 * i : 0;
+    pixels[i] = 4 * (warp * Pixels::PITCH + quad + Pixels::at(strip));
+    places[i] = 4 * (Pixels::WORDS + warp * Gradients::PITCH + quad + Gradients::at(strip));
+  }
+  float sums[WINDOW_H][2][4] = {};
+  u32 b[WINDOW_H][2][2] = {};  // of which each step replaces one row
+  int row = first, left = rounds_of_load * (end - first);
 #pragma unroll 1
-  for (int group = own_part; group < groups; group += parts) {
-    int first_sub = group / of.pieces * SUBS, first_place = group % of.pieces * STRIPS * 8;
-    Pixels rows;
-    Gradients results;
-    rows.begin(x, images, of, first_channel, first_sub, first_place);
-    results.begin(g, gradients, of, first_channel, first_sub, first_place);
-    auto load = [&](int step) {
-      u32 stage = base + 4 * (step % STAGES * (Pixels::WORDS + Gradients::WORDS));
-      if (step < steps) {
-        rows.load(stage, step);
-        if (step < of.rows) results.load(stage + 4 * Pixels::WORDS, step);
-      }
-      cp_async_commit_group();
-    };
-    __syncthreads();  // the last group's stages have been read
+  for (int step = 0; step < STAGES - 1; ++step) load();
 #pragma unroll 1
-    for (int step = 0; step < STAGES - 1; ++step) load(step);
-    u32 b[WINDOW_H][2][2] = {};  // of row `step - h` of the gradient
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
+  while (left > 0) {
+#pragma unroll
+    for (int phase = 0; phase < WINDOW_H; ++phase) {
+      if (left == 0) break;
       cp_async_wait_group<STAGES - 2>();
       __syncthreads();
-      load(step + STAGES - 1);
-      u32 stage = base + 4 * (step % STAGES * (Pixels::WORDS + Gradients::WORDS));
-      u32 pixels = stage + 4 * (warp * Pixels::PITCH + quad);
-      u32 places = stage + 4 * (Pixels::WORDS + warp * Gradients::PITCH + quad);
-      // Elements of k are permuted, so that lanes read strips beside each other: those of this one.
-      u32 x_words[4][2], g_words[4];
+      load();
+      bool there = row + images.low_h < work.end;
+      u32 words[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        int strip = part + 4 * i;
-        bool there = strip < TAKEN;
-        u32 from = pixels + 4 * Pixels::at(there ? strip : 0);
-        x_words[i][0] = ld_shared_u32(from), x_words[i][1] = ld_shared_u32(from + 32);
-        g_words[i] = there && step < of.rows ? ld_shared_u32(places + 4 * Gradients::at(strip)) : 0;
+      for (int i = 0; i < 4; ++i) words[i] = there && part + 4 * i < TAKEN ? ld_shared_u32(from + places[i]) : 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        b[phase][j / 2][j % 2] = __byte_perm(words[j % 2 * 2], words[j % 2 * 2 + 1], j / 2 ? 0x7632 : 0x5410);
+      if (static_cast<u32>(row) < static_cast<u32>(images.height)) {
+        u32 a[2][4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          u32 low = ld_shared_u32(from + pixels[i / 2 * 2] + 32 * (i % 2));
+          u32 high = ld_shared_u32(from + pixels[i / 2 * 2 + 1] + 32 * (i % 2));
+          a[0][i] = __byte_perm(low, high, 0x5410), a[1][i] = __byte_perm(low, high, 0x7632);
+        }
+#pragma unroll
+        for (int h = 0; h < WINDOW_H; ++h) {
+          if (row + images.low_h - h < work.row) continue;  // which b has of another chunk
+#pragma unroll
+          for (int c = 0; c < 2; ++c) mma<MATH>(sums[h][c], a[c], b[(phase + WINDOW_H - h) % WINDOW_H][c]);
+        }
       }
-#pragma unroll
-      for (int h = WINDOW_H - 1; h > 0; --h)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) b[h][i / 2][i % 2] = b[h - 1][i / 2][i % 2];
-      u32 a[2][4];
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        u32 halves = c ? 0x7632 : 0x5410;
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          a[c][i] = __byte_perm(x_words[i / 2 * 2][i % 2], x_words[i / 2 * 2 + 1][i % 2], halves);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) b[0][c][i] = __byte_perm(g_words[2 * i], g_words[2 * i + 1], halves);
-      }
-      if (of.chunks == 1 && static_cast<u32>(step - images.low_h) >= static_cast<u32>(images.height)) continue;
-#pragma unroll
-      for (int h = 0; h < WINDOW_H; ++h) {
-        if (step - h < 0 || step - h >= of.rows) continue;
-#pragma unroll
-        for (int c = 0; c < 2; ++c) mma<MATH>(sums[h][c], a[c], b[h][c]);
-      }
+      from = from + STAGE_BYTES < base + STAGES * STAGE_BYTES ? from + STAGE_BYTES : base;
+      --left;
+      if (++row == end) row = first;
     }
   }
   cp_async_wait_group<0>();
@@ -85,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   float* matrix = reinterpret_cast<float*>(shared_memory) + warp * 16 * MATRIX_PITCH;
 #pragma unroll
   for (int i = 0; i < 2 * WINDOW_H; ++i) {
-    int h = i / 2, c = i % 2, channel = first_channel + 2 * warp + c;
+    int h = i / 2, c = i % 2, channel = work.channel + 2 * warp + c;
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < 4; ++j) matrix[(quad + j / 2 * 8) * MATRIX_PITCH + 2 * part + j % 2] = sums[h][c][j];
@@ -94,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       float sum = 0;
 #pragma unroll
       for (int place = 0; place < 8; ++place) sum += matrix[(place + lane) * MATRIX_PITCH + place];
-      i64 row = (static_cast<i64>(own_part) * WINDOW_H + h) * WINDOW_W + lane;
+      i64 row = (static_cast<i64>(work.part) * WINDOW_H + h) * WINDOW_W + lane;
       sum_of_parts[row * images.channels + channel] = sum;
     }
   }
