@@ -17,6 +17,7 @@ name = "direct"
 WORTH = 3  # windows from which on both axes Toeplitz matrices are tried
 
 STRIPS = (1, 2, 4, 7, 8)
+BEGUN = 2  # rows that take as long as a chunk to begin
 # Of a block. Of results it is so few that an SM has several, of which one begins while others end.
 THREADS, OF_WEIGHTS = 128, 256
 
@@ -69,12 +70,9 @@ def _configs(problem: Problem, geometry: Geometry, pairs: int, strip: int) -> It
         fitting = [b for b, limit in limits.items() if limit >= shape.registers]
         blocks = next(iter(fitting), 1)
         if geometry.gradient:
-            slots = device.sms * blocks
-            each = geometry.items(strip, 1) * shape.tiles * shape.slices // (slots * shape.across)
-            least = 4 if geometry.rows.window > 1 else 1  # others read the same rows of pixels
-            rows = max(least, min(geometry.lines(strip), 32, each))
-            items = geometry.items(strip, rows)
-            parts = max(1, min(slots // (shape.tiles * shape.slices), -(-items // shape.across), 2048))
+            parts = max(1, min(device.sms * blocks // (shape.tiles * shape.slices), 2048))
+            rows = _rows(geometry, strip, parts * shape.across)
+            parts = max(1, min(parts, -(-geometry.items(strip, rows) // shape.across)))
             yield Config(pairs, strip, -(-rows // done) * done, lanes, threads, ahead, blocks, parts)
             continue
         # Rows in chunks that let all SMs have blocks, about four times; those at a chunk's ends are read twice.
@@ -83,6 +81,17 @@ def _configs(problem: Problem, geometry: Geometry, pairs: int, strip: int) -> It
         chunks = max(1, min(-(-wanted // max(1, others * geometry.rows.every)), geometry.rows.places))
         rows = max(-(-geometry.rows.places // chunks), min(2 * geometry.rows.open[1], geometry.rows.places))
         yield Config(pairs, strip, -(-rows // done) * done, lanes, threads, ahead, blocks)
+
+
+def _rows(geometry: Geometry, strip: int, threads: int) -> int:
+    """Returns the rows of a chunk with which the last of so many threads of a weight gradient is done first."""
+    least = 4 if geometry.rows.window > 1 else 1  # others read the same rows of pixels
+    most = min(max(least, geometry.lines(strip)), 64)
+
+    def took(rows: int) -> float:
+        return -(-geometry.items(strip, rows) // threads) * (rows + BEGUN)
+
+    return min(range(min(least, most), most + 1), key=took)
 
 
 def _toeplitz(problem: Problem, geometry: Geometry) -> Iterator[Config]:

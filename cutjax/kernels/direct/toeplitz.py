@@ -56,11 +56,6 @@ class Shape:
         return -(-self.geometry.columns.grid // (STRIP * FRAGMENT))
 
     @property
-    def pieces(self) -> int:
-        """Parts of a row of the result."""
-        return -(-self.geometry.columns.grid // (STRIP * FRAGMENT))
-
-    @property
     def strips(self) -> int:
         """Strips of a part of a row."""
         return -(-self.geometry.columns.grid // (STRIP * self.pieces))

@@ -20,21 +20,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, part = lane % 4;
   int channel = work.channel + 2 * warp;
 
-  // Of each row of taps, 16 pixels by 8 places: this lane's four pixels, of one place.
-  u32 matrix[WINDOW_H][2][2];
+  Vector<OPERAND, 2> taps[WINDOW_H][4];  // four in a row, of this lane's place
 #pragma unroll
-  for (int h = 0; h < WINDOW_H; ++h) {
-    Vector<OPERAND, 2> taps[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      int tap = 4 * part + i - quad, at = tap_first + h * tap_step_h + tap * tap_step_w;
-      taps[i].load(w + (static_cast<i64>(at) * images.channels + channel) * SIZE<OPERAND>,
-                   tap >= 0 && tap < WINDOW_W && channel < images.channels);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      matrix[h][i / 2][i % 2] =
-          __byte_perm(taps[i % 2 * 2].words[0], taps[i % 2 * 2 + 1].words[0], i / 2 ? 0x7632 : 0x5410);
+  for (int i = 0; i < 4 * WINDOW_H; ++i) {
+    int tap = 4 * part + i % 4 - quad, at = tap_first + i / 4 * tap_step_h + tap * tap_step_w;
+    taps[i / 4][i % 4].load(w + (static_cast<i64>(at) * images.channels + channel) * SIZE<OPERAND>,
+                            tap >= 0 && tap < WINDOW_W && channel < images.channels);
   }
   clear(base, STAGES * STAGE_BYTES);
   __syncthreads();
@@ -44,17 +35,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   int end = work.end - images.low_h + WINDOW_H - 1;
   Pixels rows;
   rows.begin(x, images, work, of.images, first, end - first);
-  int row_of_load = first, rounds_of_load = work.rounds;
-  u32 to = base, from = base;
-  auto load = [&] {
-    if (rounds_of_load > 0) {
-      if (static_cast<u32>(row_of_load) < static_cast<u32>(images.height)) rows.load(to);
+  int row_of_load = first, left = work.rounds * (end - first);  // steps
+  auto load = [&](u32 stage, bool there) {
+    if (there) {
+      if (static_cast<u32>(row_of_load) < static_cast<u32>(images.height)) rows.load(stage);
       rows.to_next_row();
-      if (++row_of_load == end) row_of_load = first, --rounds_of_load, rows.to_next_group();
+      if (++row_of_load == end) row_of_load = first, rows.to_next_group();
     }
     cp_async_commit_group();
-    to = to + STAGE_BYTES < base + STAGES * STAGE_BYTES ? to + STAGE_BYTES : base;
   };
+#pragma unroll 1
+  for (int step = 0; step < STAGES - 1; ++step) load(base + step * STAGE_BYTES, step < left);
+
+  // Of each row of taps, 16 pixels by 8 places: this lane's four pixels, of one place.
+  u32 matrix[WINDOW_H][2][2];
+#pragma unroll
+  for (int i = 0; i < 4 * WINDOW_H; ++i) {
+    const auto& two = taps[i / 4];
+    matrix[i / 4][i / 2 % 2][i % 2] =
+        __byte_perm(two[i % 2 * 2].words[0], two[i % 2 * 2 + 1].words[0], i / 2 % 2 ? 0x7632 : 0x5410);
+  }
 
   int pixels = of.images * grid_h * grid_w;
   Extras extras(pixels, images.channels EXTRAS_ARGUMENTS);
@@ -72,10 +72,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   for (int h = 0; h < 2; ++h)
     strips[h] = 4 * (warp * Pixels::PITCH + 4 * part + Pixels::at(min(quad + 8 * h, TAKEN - 1)));
   float sums[WINDOW_H][2][4] = {};
-  int row = first, group = work.group, left = work.rounds * (end - first), copied = work.row, buffer = 0;
+  int row = first, group = work.group, buffer = 0;
+  u32 from = base, to = base + (STAGES - 1) * STAGE_BYTES;
   bool done = false;  // whether the last step ended a row of the result
-#pragma unroll 1
-  for (int step = 0; step < STAGES - 1; ++step) load();
 #pragma unroll 1
   while (true) {
 #pragma unroll
@@ -85,10 +84,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       if (done) {
         if (own_image < of.images) copy_results(extras, staged + (buffer ^ STAGED_WORDS), own);
         own.at += result_row;
-        if (++copied == work.end) copied = work.row, own.at += result_jump, own_image += work.by * SUBS;
+        if (row == first) own.at += result_jump, own_image += work.by * SUBS;
       }
       if (left == 0) return;
-      load();
+      load(to, left >= STAGES);
       int result = row + images.low_h - (WINDOW_H - 1);  // the row that this step ends
       if (static_cast<u32>(row) < static_cast<u32>(images.height)) {
         u32 a[2][4];
@@ -113,14 +112,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
           int strip = quad + j / 2 * 8, column = strip % STRIPS * 8 + 2 * part + j % 2;
           int pixel = ((group * SUBS + strip / STRIPS) * grid_h + result) * grid_w + work.column + column;
           const Done values{{sums[phase][0][j], sums[phase][1][j]}};
-          if (channel < images.channels)
-            stage_results(extras, values, min(pixel, pixels - 1), channel, staged + buffer, warp, 8 * strip + column % 8);
+          if (channel >= images.channels) continue;
+          stage_results(extras, values, min(pixel, pixels - 1), channel, staged + buffer, warp, 8 * strip + column % 8);
         }
       }
 #pragma unroll
       for (int j = 0; j < 8; ++j) sums[phase][j / 4][j % 4] = 0;
       buffer ^= STAGED_WORDS;
-      from = from + STAGE_BYTES < base + STAGES * STAGE_BYTES ? from + STAGE_BYTES : base;
+      to = from, from = from + STAGE_BYTES < base + STAGES * STAGE_BYTES ? from + STAGE_BYTES : base;
       --left;
       if (++row == end) row = first, group += work.by;
     }

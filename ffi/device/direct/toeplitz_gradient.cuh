@@ -25,19 +25,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   Gradients results;
   rows.begin(x, images, work, of.images, first, end - first);
   results.begin(g, gradients, work, of.images, work.row, end - first);
-  int row_of_load = first, rounds_of_load = end > first ? work.rounds : 0;
-  u32 to = base, from = base;
-  auto load = [&] {
-    if (rounds_of_load > 0) {
-      if (static_cast<u32>(row_of_load) < static_cast<u32>(images.height)) rows.load(to);
-      if (row_of_load + images.low_h < work.end) results.load(to + 4 * Pixels::WORDS);
+  int row_of_load = first, left = work.rounds * max(end - first, 0);  // steps
+  auto load = [&](u32 stage, bool there) {
+    if (there) {
+      if (static_cast<u32>(row_of_load) < static_cast<u32>(images.height)) rows.load(stage);
+      if (row_of_load + images.low_h < work.end) results.load(stage + 4 * Pixels::WORDS);
       rows.to_next_row(), results.to_next_row();
-      if (++row_of_load == end)
-        row_of_load = first, --rounds_of_load, rows.to_next_group(), results.to_next_group();
+      if (++row_of_load == end) row_of_load = first, rows.to_next_group(), results.to_next_group();
     }
     cp_async_commit_group();
-    to = to + STAGE_BYTES < base + STAGES * STAGE_BYTES ? to + STAGE_BYTES : base;
   };
+#pragma unroll 1
+  for (int step = 0; step < STAGES - 1; ++step) load(base + step * STAGE_BYTES, step < left);
 
   // Elements of k are permuted, so that lanes read strips beside each other: those of this one.
   u32 pixels[4], places[4];
@@ -49,9 +48,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   }
   float sums[WINDOW_H][2][4] = {};
   u32 b[WINDOW_H][2][2] = {};  // of which each step replaces one row
-  int row = first, left = rounds_of_load * (end - first);
-#pragma unroll 1
-  for (int step = 0; step < STAGES - 1; ++step) load();
+  int row = first;
+  u32 from = base, to = base + (STAGES - 1) * STAGE_BYTES;
 #pragma unroll 1
   while (left > 0) {
 #pragma unroll
@@ -59,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       if (left == 0) break;
       cp_async_wait_group<STAGES - 2>();
       __syncthreads();
-      load();
+      load(to, left >= STAGES);
       bool there = row + images.low_h < work.end;
       u32 words[4];
 #pragma unroll
@@ -82,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
           for (int c = 0; c < 2; ++c) mma<MATH>(sums[h][c], a[c], b[(phase + WINDOW_H - h) % WINDOW_H][c]);
         }
       }
-      from = from + STAGE_BYTES < base + STAGES * STAGE_BYTES ? from + STAGE_BYTES : base;
+      to = from, from = from + STAGE_BYTES < base + STAGES * STAGE_BYTES ? from + STAGE_BYTES : base;
       --left;
       if (++row == end) row = first;
     }
