@@ -222,4 +222,4 @@ def test_kernels_compile_without_spills(name, make):
         cubin = compiler.compile_source(entry.source, name=entry.name, arch=arch)
         assert "warning" not in cubin.log
         assert (cubin.resources.spill_store_bytes, cubin.resources.spill_load_bytes) == (0, 0), entry.name
-        assert code_bytes(cubin.image) < 44000, entry.name
+        assert code_bytes(cubin.image) < 48000, entry.name

@@ -200,6 +200,7 @@ def _of_tensor(kernel: Resolved) -> dict[str, int]:
         "WINDOW_W": g.columns.window,
         "STRIPS": shape.strips,
         "SUBS": shape.subs,
+        "PIECES": shape.pieces,
         "READ_PIXELS": shape.read[0],
         "READ_PLACES": shape.read[1],
         "WARPS": shape.lanes,

@@ -99,7 +99,7 @@ def _toeplitz(problem: Problem, geometry: Geometry) -> Iterator[Config]:
     if min(geometry.rows.window, geometry.columns.window) < WORTH:
         return
     device, grid = problem.device, geometry.rows.grid
-    for warps, blocks, stages in ((8, 2, 8), (16, 1, 8), (8, 3, 6), (4, 4, 8), (4, 6, 6)):
+    for warps, blocks, stages in ((8, 2, 4), (16, 1, 4), (8, 3, 3), (4, 4, 4), (4, 6, 3)):
         config = Config(2, 8, grid, warps, 32 * warps, stages, blocks, 1, True)
         whole = toeplitz.Shape(problem, config, geometry)
         slots = max(1, device.sms * blocks // whole.tiles)  # of the same channels

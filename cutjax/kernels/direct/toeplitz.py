@@ -15,14 +15,15 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import instructions
 from cutjax.runtime.architectures import number
 
-PLACES, STRIP, FRAGMENT = 8, 8, 16  # of a strip; and strips of a fragment
+STRIP, FRAGMENT = 8, 16  # places of a strip; and strips of a fragment
+STEP = 2  # rows of pixels of a stage
 WIDEST = 9  # window: 16 pixels are read for 8 places
 DTYPES = ("bfloat16", "float16")
 LANES = (4, 8, 16)  # warps of a block
 BESIDE = 40  # registers of a thread beside sums and matrices
 LAUNCH_US, SUM_US = 2.0, 3.0
 ISSUED, MOVED = 0.7, 0.88  # shares of an SM's instructions, a guess, and of a copy's rate
-STEP_CLOCKS, PROLOGUE_CLOCKS = 450, 4500  # of a row of pixels, from the barrier to the next one; of a block
+ROW_CLOCKS, PROLOGUE_CLOCKS = 270, 4000  # of a row of pixels, at least; of a block before its first
 MMA_CLOCKS = 6.5  # of m16n8k16 on a quarter of an SM of sm_90
 UNMEASURED = 1.2  # none of these has been timed: direct kernels took 1.1 to 1.5 of such a count
 
@@ -100,9 +101,9 @@ class Shape:
 
     @property
     def steps(self) -> int:
-        """Rows of pixels that a block goes through in a round."""
-        g, rows = self.geometry.rows, self.config.rows
-        return rows + g.window - 1 - (-g.first if self.chunks == 1 else 0)
+        """Rows of pixels that a block goes through in a round, those behind an image too."""
+        rows = self.geometry.rows
+        return self.config.rows + rows.window - 1 + (rows.first if self.chunks == 1 else 0)
 
     @property
     def loads(self) -> int:
@@ -116,14 +117,14 @@ class Shape:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: stages of pixels, and of a result two rows."""
+        """Shared memory of a block: stages of pixels, and of a result two steps' rows."""
         places = STRIP * self.strips
         pitches = [(self.subs * x + 27) // 32 * 32 + 4 for x in (places + STRIP, places)]
         if self.geometry.gradient:
-            return 4 * self.lanes * max(self.config.ahead * sum(pitches), FRAGMENT * 9)
+            return 4 * self.lanes * max(self.config.ahead * STEP * sum(pitches), 2 * FRAGMENT * 9)
         of_result = STRIP * FRAGMENT + (2 if self.lanes > 8 else 4)
         words = sum(np.dtype(out.dtype).itemsize // 2 for out in self.problem.epilogue.outputs)
-        return 4 * self.lanes * (self.config.ahead * pitches[0] + 2 * of_result * words)
+        return 4 * self.lanes * STEP * (self.config.ahead * pitches[0] + 2 * of_result * words)
 
     @property
     def registers(self) -> int:
@@ -176,12 +177,12 @@ def predict(shape: Shape, device: Device) -> float:
         return math.inf
     clock = rate / device.sms / 256  # of an SM
     multiply = 2 * g.rows.window * MMA_CLOCKS
-    issue = 60 + 3 * shape.loads + 2 * g.rows.window + 20 * g.gradient + 4 * instructions(p.epilogue)
-    # Blocks of an SM share it; a block alone waits for each row in turn.
+    issue = 80 + 3 * shape.loads + 2 * g.rows.window + 10 * g.gradient + 4 * instructions(p.epilogue)
+    # Blocks of an SM share it; one alone waits for each row in turn.
     waves = -(-shape.blocks // (device.sms * c.blocks))
     resident = min(c.blocks, -(-shape.blocks // device.sms))
-    step = max(max(multiply, issue / ISSUED) * resident * shape.lanes / 4, STEP_CLOCKS)
-    of_block = PROLOGUE_CLOCKS + shape.rounds * shape.steps * step
+    row = max(max(multiply, issue / ISSUED) * resident * shape.lanes / 4, ROW_CLOCKS)
+    of_block = PROLOGUE_CLOCKS + shape.rounds * shape.steps * row
     busy = 1e6 * waves * of_block / clock
     written = 8 * shape.parts * g.taps * g.pairs if g.gradient else 0
     memory = 1e6 * (p.bytes + written) / (MOVED * device.bytes_per_second)

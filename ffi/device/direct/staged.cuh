@@ -2,6 +2,7 @@
 // as far down as each other's, and of them a piece of STRIPS strips of 8 places. Rows of pixels are copied into shared
 // memory well ahead, as words of two channels, one plane of them a warp; so are results on their way out.
 
+constexpr int STEP = 2;  // rows of pixels between two barriers
 constexpr int SUB_PLACES = STRIPS * 8, SUB_PIXELS = SUB_PLACES + 8, TAKEN = SUBS * STRIPS;
 constexpr Math MATH = OPERAND == Dtype::bf16 ? Math::bf16 : Math::f16;
 
@@ -35,6 +36,7 @@ template <int READ, int SUB>
 struct Tile {
   static constexpr int PITCH = (SUBS * SUB + 27) / 32 * 32 + 4;
   static constexpr int WORDS = WARPS * PITCH, AT_ONCE = 32 / SUBS, LOADS = (READ + AT_ONCE - 1) / AT_ONCE;
+  static constexpr int ALL = PIECES > 1 ? 1 : READ / AT_ONCE;  // loads of every thread that has any
   const char* next;
   i64 row_bytes, step, jump;
   u32 to;
@@ -57,9 +59,10 @@ struct Tile {
 
   // Of an image that is not there zeros.
   DEVICE void load(u32 stage) const {
+    if (loads == 0) return;
 #pragma unroll
     for (int i = 0; i < LOADS; ++i)
-      if (i < loads) cp_async<4>(stage + to + 4 * AT_ONCE * i, next + i * step, image < images);
+      if (i < ALL || i < loads) cp_async<4>(stage + to + 4 * AT_ONCE * i, next + i * step, image < images);
   }
   DEVICE void to_next_row() { next += row_bytes; }
   DEVICE void to_next_group() { next += jump, image += by; }
@@ -69,6 +72,21 @@ struct Tile {
 };
 
 using Pixels = Tile<READ_PIXELS, SUB_PIXELS>;  // under the windows of all places
+
+// The steps of a loop that is unrolled by WINDOW_H of them, so that what moves by STEP rows at each stays in its
+// registers: step(Phase<i>{}) of every i-th, until one returns false.
+template <int I>
+struct Phase {
+  static constexpr int row = I * STEP;
+};
+template <int I = 0, typename Step>
+DEVICE bool in_turn(Step& step) {
+  if constexpr (I == WINDOW_H) {
+    return true;
+  } else {
+    return step(Phase<I>{}) && in_turn<I + 1>(step);
+  }
+}
 
 // Shared memory of so many bytes, a multiple of 16, as zeros.
 DEVICE void clear(u32 base, int bytes) {

@@ -10,9 +10,9 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARAMETERS) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  constexpr int STAGE_BYTES = 4 * Pixels::WORDS;
+  constexpr int ROW_BYTES = 4 * Pixels::WORDS, STAGE_BYTES = STEP * ROW_BYTES;
   u32 base = shared_address(shared_memory);
-  u32* staged = reinterpret_cast<u32*>(shared_memory) + STAGES * Pixels::WORDS;
+  u32* staged = reinterpret_cast<u32*>(shared_memory) + STAGES * STEP * Pixels::WORDS;
   const Chunks of CHUNKS;
   const Images images IMAGES;
   const Work work(of, tiles, grid_h);
@@ -32,15 +32,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
 
   // Rows of pixels, from the first that the image has on; as the last of them is added, a chunk ends.
   int before = work.row - images.low_h, first = min(max(before, 0), before + WINDOW_H - 1);
-  int end = work.end - images.low_h + WINDOW_H - 1;
+  int steps = (work.end - images.low_h + WINDOW_H - 1 - first + STEP - 1) / STEP, end = first + STEP * steps;
   Pixels rows;
   rows.begin(x, images, work, of.images, first, end - first);
-  int row_of_load = first, left = work.rounds * (end - first);  // steps
+  int row_of_load = first, left = work.rounds * steps;
   auto load = [&](u32 stage, bool there) {
     if (there) {
-      if (static_cast<u32>(row_of_load) < static_cast<u32>(images.height)) rows.load(stage);
-      rows.to_next_row();
-      if (++row_of_load == end) row_of_load = first, rows.to_next_group();
+#pragma unroll
+      for (int r = 0; r < STEP; ++r) {
+        if (static_cast<u32>(row_of_load + r) < static_cast<u32>(images.height)) rows.load(stage + r * ROW_BYTES);
+        rows.to_next_row();
+      }
+      if ((row_of_load += STEP) == end) row_of_load = first, rows.to_next_group();
     }
     cp_async_commit_group();
   };
@@ -71,57 +74,71 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
 #pragma unroll
   for (int h = 0; h < 2; ++h)
     strips[h] = 4 * (warp * Pixels::PITCH + 4 * part + Pixels::at(min(quad + 8 * h, TAKEN - 1)));
-  float sums[WINDOW_H][2][4] = {};
+  float sums[WINDOW_H][2][4];
   int row = first, group = work.group, buffer = 0;
+  int ended = work.row - STEP;  // of the rows of the result, the first that the last step ended
   u32 from = base, to = base + (STAGES - 1) * STAGE_BYTES;
-  bool done = false;  // whether the last step ended a row of the result
-#pragma unroll 1
-  while (true) {
+  auto copy = [&] {
 #pragma unroll
-    for (int phase = 0; phase < WINDOW_H; ++phase) {
-      cp_async_wait_group<STAGES - 2>();
-      __syncthreads();
-      if (done) {
-        if (own_image < of.images) copy_results(extras, staged + (buffer ^ STAGED_WORDS), own);
-        own.at += result_row;
-        if (row == first) own.at += result_jump, own_image += work.by * SUBS;
+    for (int r = 0; r < STEP; ++r) {
+      if (ended + r < work.row || ended + r >= work.end) continue;
+      if (own_image < of.images) copy_results(extras, staged + (STEP - buffer + r) * STAGED_WORDS, own);
+      own.at += result_row;
+    }
+    if (ended + STEP >= work.end) own.at += result_jump, own_image += work.by * SUBS;
+  };
+  auto step = [&](auto phase) {
+    cp_async_wait_group<STAGES - 2>();
+    __syncthreads();
+    copy();
+    load(to, left >= STAGES);
+    ended = row + images.low_h - (WINDOW_H - 1);
+#pragma unroll
+    for (int r = 0; r < STEP; ++r) {
+      float(&newest)[2][4] = sums[(phase.row + r + WINDOW_H - 1) % WINDOW_H];
+      u32 a[2][4];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        Bytes16 four = ld_shared_v4(from + r * ROW_BYTES + strips[h]);
+        a[0][h] = __byte_perm(four.x, four.y, 0x5410), a[0][h + 2] = __byte_perm(four.z, four.w, 0x5410);
+        a[1][h] = __byte_perm(four.x, four.y, 0x7632), a[1][h + 2] = __byte_perm(four.z, four.w, 0x7632);
       }
-      if (left == 0) return;
-      load(to, left >= STAGES);
-      int result = row + images.low_h - (WINDOW_H - 1);  // the row that this step ends
-      if (static_cast<u32>(row) < static_cast<u32>(images.height)) {
-        u32 a[2][4];
+      // Of the rows that are open, the i-th has this row of pixels under its tap WINDOW_H - 1 - i.
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          Bytes16 four = ld_shared_v4(from + strips[h]);
-          a[0][h] = __byte_perm(four.x, four.y, 0x5410), a[0][h + 2] = __byte_perm(four.z, four.w, 0x5410);
-          a[1][h] = __byte_perm(four.x, four.y, 0x7632), a[1][h + 2] = __byte_perm(four.z, four.w, 0x7632);
-        }
-        // Of the rows that are open, the i-th has this row of pixels under its tap WINDOW_H - 1 - i.
+      for (int j = 0; j < 8; ++j) newest[j / 4][j % 4] = 0;
+      if (static_cast<u32>(row + r) < static_cast<u32>(images.height)) {
 #pragma unroll
-        for (int i = 0; i < WINDOW_H; ++i) {
-          if (result + i >= work.end) continue;  // sums are zero as a chunk ends
+        for (int i = 0; i < WINDOW_H; ++i)
 #pragma unroll
-          for (int c = 0; c < 2; ++c) mma<MATH>(sums[(phase + i) % WINDOW_H][c], a[c], matrix[WINDOW_H - 1 - i][c]);
-        }
+          for (int c = 0; c < 2; ++c)
+            mma<MATH>(sums[(phase.row + r + i) % WINDOW_H][c], a[c], matrix[WINDOW_H - 1 - i][c]);
       }
-      done = result >= work.row;
-      if (done) {
+      const float(&sum)[2][4] = sums[(phase.row + r) % WINDOW_H];
+      if (ended + r >= work.row && ended + r < work.end) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           int strip = quad + j / 2 * 8, column = strip % STRIPS * 8 + 2 * part + j % 2;
-          int pixel = ((group * SUBS + strip / STRIPS) * grid_h + result) * grid_w + work.column + column;
-          const Done values{{sums[phase][0][j], sums[phase][1][j]}};
+          int pixel = ((group * SUBS + strip / STRIPS) * grid_h + ended + r) * grid_w + work.column + column;
+          const Done values{{sum[0][j], sum[1][j]}};
           if (channel >= images.channels) continue;
-          stage_results(extras, values, min(pixel, pixels - 1), channel, staged + buffer, warp, 8 * strip + column % 8);
+          u32* of_row = staged + (buffer + r) * STAGED_WORDS;
+          stage_results(extras, values, min(pixel, pixels - 1), channel, of_row, warp, 8 * strip + column % 8);
         }
       }
+    }
+    buffer = STEP - buffer;
+    to = from, from = from + STAGE_BYTES < base + STAGES * STAGE_BYTES ? from + STAGE_BYTES : base;
+    --left, row += STEP;
+    return row != end;
+  };
+#pragma unroll 1
+  for (; left > 0; row = first, group += work.by) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) sums[phase][j / 4][j % 4] = 0;
-      buffer ^= STAGED_WORDS;
-      to = from, from = from + STAGE_BYTES < base + STAGES * STAGE_BYTES ? from + STAGE_BYTES : base;
-      --left;
-      if (++row == end) row = first, group += work.by;
+    for (int j = 0; j < 8 * WINDOW_H; ++j) sums[j / 8][j / 4 % 2][j % 4] = 0;
+#pragma unroll 1
+    while (in_turn(step)) {
     }
   }
+  __syncthreads();
+  copy();
 }
