@@ -106,7 +106,7 @@ struct Own {
 // The results of 16 strips of a dtype, two channels each, on their way to memory.
 template <Dtype D>
 struct Staged {
-  static constexpr int EACH = 2 * SIZE<D> / 4;                       // words of two channels
+  static constexpr int EACH = 2 * SIZE<D> / 4;                      // words of two channels
   static constexpr int PITCH = (128 + (WARPS > 8 ? 2 : 4)) * EACH;  // few lanes meet in a bank
   static constexpr int WORDS = WARPS * PITCH;
   static constexpr int BYTES = UNIT * SIZE<D> < 16 ? UNIT * SIZE<D> : 16, CHANNELS_EACH = BYTES / SIZE<D>;

@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     ended = row + images.low_h - (WINDOW_H - 1);
 #pragma unroll
     for (int r = 0; r < STEP; ++r) {
-      float(&newest)[2][4] = sums[(phase.row + r + WINDOW_H - 1) % WINDOW_H];
+      float (&newest)[2][4] = sums[(phase.row + r + WINDOW_H - 1) % WINDOW_H];
       u32 a[2][4];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
           for (int c = 0; c < 2; ++c)
             mma<MATH>(sums[(phase.row + r + i) % WINDOW_H][c], a[c], matrix[WINDOW_H - 1 - i][c]);
       }
-      const float(&sum)[2][4] = sums[(phase.row + r) % WINDOW_H];
+      const float (&sum)[2][4] = sums[(phase.row + r) % WINDOW_H];
       if (ended + r >= work.row && ended + r < work.end) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
