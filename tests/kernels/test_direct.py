@@ -81,20 +81,20 @@ def test_small_integers_are_exact(seed, tmp_path):
 
 
 # Images, their size and a window; configs' warps, rows, stages and parts: strips of five images and of 16, rows in
-# parts, of which a block has one of several images; chunks of rows; channels that fill no block.
+# parts, of which a block has one of several images; chunks of rows; channels that fill no block; pixels cut off.
 TOEPLITZ = [
-    (7, (11, 20), (7, 7), 24, (8, 4, 3, 3)),
-    (34, (7, 7), (5, 9), 16, (4, 7, 2, 2)),
-    (3, (5, 140), (3, 4), 10, (4, 5, 4, 4)),
-    (2, (9, 13), (3, 3), 36, (16, 9, 4, 1)),
+    (7, (11, 20), (7, 7), 24, None, (8, 4, 3, 3)),
+    (34, (7, 7), (5, 9), 16, None, (4, 7, 2, 2)),
+    (3, (5, 140), (3, 4), 10, None, (4, 5, 4, 4)),
+    (13, (12, 16), (3, 4), 36, (2, -1), (16, 9, 4, 1)),
 ]
 
 
 @needs_gxx
-@pytest.mark.parametrize(("images", "image", "window", "channels", "config"), TOEPLITZ)
-def test_toeplitz_matrices_are_exact(images, image, window, channels, config, tmp_path):
+@pytest.mark.parametrize(("images", "image", "window", "channels", "low", "config"), TOEPLITZ)
+def test_toeplitz_matrices_are_exact(images, image, window, channels, low, config, tmp_path):
     rng, (warps, rows, stages, parts) = np.random.default_rng(2), config
-    view = forward_view(images, image, window, channels)
+    view = forward_view(images, image, window, channels, low=low)
     x, w = (rng.integers(-3, 4, shape) for shape in ((images, *image, channels), (*window, 1, channels)))
     flipped = Taps(window, window, tuple(k - 1 for k in window), (-1, -1), channels)
     problem = convolution.forward(view, channels, flipped, transposed=True, out_dtype="float32")

@@ -68,10 +68,11 @@ class Shape:
 
     @property
     def read(self) -> tuple[int, int]:
-        """Pixels, and places, of a part of a row that an image has at most."""
-        places = STRIP * self.strips
-        columns = self.geometry.columns
-        return min(columns.image, places + STRIP), min(columns.grid, places)
+        """Pixels, and places, of a part of a row: as many as an image has in the only one, or at most in one."""
+        places, columns = STRIP * self.strips, self.geometry.columns
+        left, right = max(columns.first, 0), min(columns.first + places + STRIP, columns.image)
+        pixels = right - left if self.pieces == 1 else min(places + STRIP, columns.image)
+        return max(pixels, 1), min(columns.grid, places)
 
     @property
     def chunks(self) -> int:
