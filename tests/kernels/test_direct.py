@@ -80,28 +80,30 @@ def test_small_integers_are_exact(seed, tmp_path):
     np.testing.assert_array_equal(got, expected.astype(got.dtype))
 
 
-# Images, their size and a window; configs' warps, rows and stages: strips of two images and of 16, parts of wide rows.
+# Images, their size and a window; configs' warps, rows, stages and parts: strips of five images and of 16, rows in
+# parts, of which a block has one of several images; chunks of rows; channels that fill no block; pixels cut off.
 TOEPLITZ = [
-    (3, (11, 20), (7, 7), 24, (2, 4, 3)),
-    (18, (7, 7), (5, 9), 16, (4, 7, 2)),
-    (1, (5, 140), (3, 4), 10, (1, 5, 4)),
+    (7, (11, 20), (7, 7), 24, None, (8, 4, 3, 3)),
+    (34, (7, 7), (5, 9), 16, None, (4, 7, 2, 2)),
+    (3, (5, 140), (3, 4), 10, None, (4, 5, 4, 4)),
+    (13, (12, 16), (3, 4), 36, (2, -1), (16, 9, 4, 1)),
 ]
 
 
 @needs_gxx
-@pytest.mark.parametrize(("images", "image", "window", "channels", "config"), TOEPLITZ)
-def test_toeplitz_matrices_are_exact(images, image, window, channels, config, tmp_path):
-    rng, (warps, rows, stages) = np.random.default_rng(2), config
-    view = forward_view(images, image, window, channels)
+@pytest.mark.parametrize(("images", "image", "window", "channels", "low", "config"), TOEPLITZ)
+def test_toeplitz_matrices_are_exact(images, image, window, channels, low, config, tmp_path):
+    rng, (warps, rows, stages, parts) = np.random.default_rng(2), config
+    view = forward_view(images, image, window, channels, low=low)
     x, w = (rng.integers(-3, 4, shape) for shape in ((images, *image, channels), (*window, 1, channels)))
     flipped = Taps(window, window, tuple(k - 1 for k in window), (-1, -1), channels)
     problem = convolution.forward(view, channels, flipped, transposed=True, out_dtype="float32")
-    found = family.resolve(problem, Config(2, 8, rows, warps, 32 * warps, stages, 1, 0, True))
+    found = family.resolve(problem, Config(2, 8, rows, warps, 32 * warps, stages, 1, parts, True))
     (got,) = run(found, (x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)), tmp_path)
     np.testing.assert_array_equal(got, windows.forward(x, w, view, channels, flipped, "k"))
     g = rng.integers(-1, 2, (view.rows, channels))
     problem = convolution.weight_gradient(view, channels, out_dtype="float32")
-    found = family.resolve(problem, Config(2, 8, rows, warps, 32 * warps, stages, 1, 2, True))
+    found = family.resolve(problem, Config(2, 8, rows, warps, 32 * warps, stages, 1, parts, True))
     (got,) = run(found, (x.astype(jnp.bfloat16), g.astype(jnp.bfloat16)), tmp_path)
     np.testing.assert_array_equal(got, windows.weight_gradient(x, g, view, channels))
 
@@ -220,4 +222,4 @@ def test_kernels_compile_without_spills(name, make):
         cubin = compiler.compile_source(entry.source, name=entry.name, arch=arch)
         assert "warning" not in cubin.log
         assert (cubin.resources.spill_store_bytes, cubin.resources.spill_load_bytes) == (0, 0), entry.name
-        assert code_bytes(cubin.image) < 44000, entry.name
+        assert code_bytes(cubin.image) < 48000, entry.name

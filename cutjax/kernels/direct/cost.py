@@ -229,6 +229,9 @@ def predict(shape: Shape, device: Device) -> float:
     # Of the last of the waves that all SMs take blocks in, each has a part.
     waves = shape.blocks / (device.sms * c.blocks)
     issued *= max(1.0, math.ceil(waves) / waves if waves < 8 else 1.0)
+    if g.gradient:  # threads go through chunks in rounds, of which the last is of fewer
+        at_once = shape.parts * shape.across
+        issued *= -(-shape.items // at_once) * at_once / shape.items
     resident = min(shape.blocks, device.sms * c.blocks) * shape.threads
     ahead = shape.read * shape.inputs * p.a.dtype.itemsize * c.ahead * h.steps[0]
     speed = min(device.bytes_per_second / 1e6, resident * ahead / LATENCY_US)
