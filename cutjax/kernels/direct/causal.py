@@ -294,7 +294,7 @@ DEVICE void finish(const Extras& extras, const Done done, int row, int column) {
 
     @property
     def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What the launches write: the gradients, and the parts of those that are sums."""
+        """The arrays that the launches write: the gradients, and the parts of those that are sums."""
         p = self.problem
         shapes = ((p.width, p.channels), (p.channels,))
         sums = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, p.sums, strict=False)]

@@ -171,7 +171,9 @@ def _forward(kernel: Resolved) -> Entry:
         "FIRST_OPEN": first,
         "ROWS_OPEN": count,
     }
-    files = ("direct/window.cuh", "epilogue", "direct/forward.cuh")
+    if shape.slides:
+        constants["ACROSS"] = g.pairs
+    files = ("direct/window.cuh", "epilogue", "direct/slide.cuh" if shape.slides else "direct/forward.cuh")
     return _entry(kernel, kernel.name, constants, arguments(), files, shape.blocks, shape.threads, shape.shared_bytes)
 
 
