@@ -196,11 +196,13 @@ class Kernel:
         waves = self.tiles * self.parts / (device.sms * c.blocks)
         uneven = math.ceil(waves) / waves if waves < 8 else 1.0
         parts = 8.0 * self.parts * (p.width + 1) * p.channels
-        resident = min(self.tiles * self.parts, device.sms * c.blocks) * self.threads
+        working = self.tiles * self.lanes * self.chunks * p.images
+        resident = min(working, device.sms * c.blocks * self.threads)
         ahead = 2 * c.ahead * c.pairs * p.dtype.itemsize
         speed = min(MOVED * device.bytes_per_second / 1e6, 1.5 * resident * ahead)
         memory = (p.bytes * read + parts) / speed
-        return LAUNCH_US + SUM_US + uneven * (max(issue, memory) + 0.25 * min(issue, memory))
+        issue, memory = issue * uneven, memory * (uneven if waves > 1 else 1.0)
+        return LAUNCH_US + SUM_US + max(issue, memory) + 0.25 * min(issue, memory)
 
     @functools.cached_property
     def entries(self) -> tuple[Entry, Entry]:

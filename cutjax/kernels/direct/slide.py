@@ -45,10 +45,11 @@ def predict(shape: Shape, device: Device) -> float:
     halo, chunks = axis.window - 1, -(-axis.grid // c.rows)
     elements = g.view.images * chunks * (c.rows + 0.5 * halo) * g.pairs
     issued = 1e6 * elements * (axis.window + 3 + instructions(p.epilogue) + 10 / c.pairs) / (rate * ISSUED)
-    resident = min(shape.blocks, device.sms * c.blocks) * shape.threads
+    resident = min(shape.tiles * shape.lanes * shape.items, device.sms * c.blocks * shape.threads)
     # About half of the bytes are read, and bytes in flight are those.
     speed = min(MOVED * device.bytes_per_second / 1e6, 2 * resident * c.ahead * c.pairs * size / LATENCY_US)
     memory = (p.bytes + g.view.images * chunks * halo * g.pairs * size) / speed
     waves = shape.blocks / (device.sms * c.blocks)
     uneven = math.ceil(waves) / waves if waves < 8 else 1.0
-    return LAUNCH_US + uneven * (max(issued, memory) + 0.25 * min(issued, memory))
+    issued, memory = issued * uneven, memory * (uneven if waves > 1 else 1.0)
+    return LAUNCH_US + max(issued, memory) + 0.25 * min(issued, memory)
