@@ -53,15 +53,14 @@ class Causal:
     @property
     def params(self) -> dict[str, Any]:
         """The parameters of the primitives."""
-        of_product = {"activation": self.activation, "dtype": self.dtype, "precision": self.precision}
-        return of_product | {"backend": self.backend, "mark": mark_of(self.backend)}
+        names = "activation", "dtype", "precision", "backend"
+        return {name: getattr(self, name) for name in names}
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def convolved(of: Causal, x: jax.Array, w: jax.Array, bias: list[jax.Array]) -> jax.Array:
     """Returns the activation of the convolution plus a bias, a list of one or none; of what came before x is zero."""
-    params = {name: value for name, value in of.params.items() if name != "mark"}
-    return _forward(x, w, *bias, config=of.config, **params)
+    return _forward(x, w, *bias, config=of.config, **of.params)
 
 
 def _convolved_jvp(of: Causal, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
@@ -72,7 +71,7 @@ def _convolved_jvp(of: Causal, primals: Any, tangents: Any) -> tuple[jax.Array, 
     if not any(moving):
         return y, jnp.zeros_like(y)
     values = match_varying(x, w, *bias, *(dot for dot, moves in zip(dots, moving, strict=True) if moves))
-    return y, tangent_p.bind(*values, moving=moving, **of.params)
+    return y, _bind_tangent(*values, moving=moving, **of.params)
 
 
 convolved.defjvp(_convolved_jvp, symbolic_zeros=True)
@@ -112,6 +111,10 @@ def _along(fn: Callable[..., Any], args: Sequence[Any], places: Sequence[int]) -
 # The tangent of the result: x, w, the bias, and the tangents of those that are ``moving``.
 
 
+def _bind_tangent(*values: jax.Array, **params: Any) -> jax.Array:
+    return tangent_p.bind(*values, **params, mark=mark_of(params["backend"]))
+
+
 def _tangent(*values: jax.Array, moving: tuple[bool, ...], **params: Any) -> jax.Array:
     primals, dots = values[: len(moving)], values[len(moving) :]
     places = [i for i, moves in enumerate(moving) if moves]
@@ -146,21 +149,22 @@ def _tangent_batch(args: Any, dims: Any, *, moving: tuple[bool, ...], **params: 
         (x,) = batch_axis([args[i]], [dims[i]], 0)
         x = jnp.broadcast_to(x, (size, *x.shape[1:]))
         merged[i], (images, *rest) = x.reshape(-1, *x.shape[2:]), x.shape[1:]
-    y = tangent_p.bind(*merged, moving=moving, mark=mark_of(params["backend"]), **params)
+    y = _bind_tangent(*merged, moving=moving, **params)
     return y.reshape(size, images, *rest), 0
 
 
 def _tangent_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, jax.Array]:
-    return _composed_jvp(tangent_p, _tangent, primals, tangents, params)
+    return _composed_jvp(_bind_tangent, _tangent, primals, tangents, params)
 
 
-def _composed_jvp(primitive: Any, composed: Callable[..., Any], primals: Any, tangents: Any, params: Any) -> Any:
+def _composed_jvp(
+    bind: Callable[..., Any], composed: Callable[..., Any], primals: Any, tangents: Any, params: Any
+) -> Any:
     """Returns results and tangents, those of the operation as it is composed of products."""
     places = [i for i, dot in enumerate(tangents) if not is_zero(dot)]
-    own = {name: value for name, value in params.items() if name != "mark"}
-    along = _along(functools.partial(composed, **own), primals, places)
+    along = _along(functools.partial(composed, **params), primals, places)
     _, dots = jax.jvp(along, tuple(primals[i] for i in places), tuple(tangents[i] for i in places))
-    return primitive.bind(*primals, mark=mark_of(params["backend"]), **own), dots
+    return bind(*primals, **params), dots
 
 
 tangent_p = define(
@@ -177,7 +181,8 @@ tangent_p = define(
 
 
 def _bind_gradients(*values: jax.Array, wide: bool = False, **params: Any) -> list[jax.Array]:
-    return gradients_p.bind(*values, wide=wide, **{**params, "mark": mark_of(params["backend"])})
+    """Binds the primitive; ``wide`` gradients of w and the bias are in float32."""
+    return gradients_p.bind(*values, wide=wide, **params, mark=mark_of(params["backend"]))
 
 
 @functools.lru_cache(maxsize=256)
@@ -238,7 +243,7 @@ def _gradients_batch(args: Any, dims: Any, **params: Any) -> tuple[Sequence[jax.
 
 
 def _gradients_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    return _composed_jvp(gradients_p, _gradients, primals, tangents, params)
+    return _composed_jvp(_bind_gradients, _gradients, primals, tangents, params)
 
 
 def _rule(*avals: Any, **_: Any) -> Rule:
@@ -246,7 +251,9 @@ def _rule(*avals: Any, **_: Any) -> Rule:
     return Rule((of_sequences, *of_sums, of_sequences), (of_sequences, *of_sums), len(avals), ())
 
 
-def _shard(placement: Placement, *shards: jax.Array, avals: Any, wide: bool, **params: Any) -> Sequence[jax.Array]:
+def _shard(
+    placement: Placement, *shards: jax.Array, avals: Any, wide: bool, mark: Any, **params: Any
+) -> Sequence[jax.Array]:
     over = placement.axes.get("m", ())
     dx, *sums = _bind_gradients(*shards, wide=wide or bool(over), **params)
     if over:
