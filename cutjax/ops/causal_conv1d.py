@@ -175,8 +175,8 @@ def _convolved(
     """Convolves ``[images, length, channels]`` with so many zeros before."""
     where, channels = "causal_conv1d", x.shape[-1]
     a, b, dtype, _ = promote(x, [w], None, where)
-    length = max(x.shape[1] + before - len(w) + 1, 0)
-    acc = abstract_accumulator(a.dtype, jax.typeof(a).update(shape=(len(x), length, channels)), dtype)
+    length = x.shape[1] + before - len(w) + 1
+    acc = abstract_accumulator(a.dtype, jax.typeof(a).update(shape=(x.shape[0], length, channels)), dtype)
     function, traced = _elementwise(activation, acc, where)
     if not channels:
         return jnp.zeros(acc.shape, dtype)

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -140,6 +141,15 @@ def test_the_gradients_are_one_operation():
     rows = cutjax.explain(step, platform="cuda", arch="sm_90a")(x, w, bias).rows
     assert [row.runs.split("_")[0] for row in rows] == ["direct", "direct"]
     assert "causal_gradients" in rows[1].runs
+
+
+def test_a_number_of_sequences_that_is_not_known():
+    x, w, bias = normal(0, (3, 6, 4)), normal(1, (4, 4)), normal(2, (4,))
+    gradients = jax.jit(TRANSFORMED["grad"], static_argnums=0)
+    step = functools.partial(gradients, functools.partial(cutjax.causal_conv1d, activation="silu"))
+    some = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 6, 4"), x.dtype)
+    exported = jax.export.export(jax.jit(step))(some, w, bias)
+    close(exported.call(x, w, bias), step(x, w, bias), 1e-6)
 
 
 def test_a_batch_of_weights():
