@@ -107,7 +107,7 @@ TRANSFORMED = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMED)
-@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.relu, jnp.tanh])
+@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.relu])
 def test_derivatives_are_those_of_the_formula(name, activation):
     args = normal(0, (2, 7, 3)), normal(1, (3, 3)), normal(2, (3,))
     found, wanted = (
