@@ -108,14 +108,32 @@ def test_toeplitz_matrices_are_exact(images, image, window, channels, low, confi
     np.testing.assert_array_equal(got, windows.weight_gradient(x, g, view, channels))
 
 
+# Channels, window, padding, dtype, a config's channels of a thread, rows and rows ahead; whether taps are flipped.
+SLIDES = [
+    (16, 4, (3, 0), "bfloat16", (4, 5, 4), False),
+    (16, 4, (0, 3), "bfloat16", (8, 1, 1), True),
+    (6, 4, (1, 2), "float16", (2, 12, 4), True),
+    (5, 3, (-2, 4), "float32", (1, 7, 2), False),
+    (8, 2, (6, -1), "float32", (4, 64, 3), True),
+    (8, 8, (7, 0), "bfloat16", (8, 9, 2), False),
+]
+
+
 @needs_gxx
-@pytest.mark.parametrize("rows", [1, 5])
-def test_rows_ahead_and_chunks_that_end_anywhere(rows, tmp_path):
-    view = forward_view(2, (23,), (4,), 16, low=(3,), high=(0,))
-    x, w = np.random.default_rng(0).integers(-3, 4, (2, 23, 16)), np.arange(64).reshape(4, 1, 16) - 30
-    found = family.resolve(convolution.forward(view, 16), Config(4, 1, rows, 4, 64, 4, 1))
-    (got,) = run(found, (x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)), tmp_path)
-    np.testing.assert_array_equal(got, windows.forward(x, w, view, 16).astype(got.dtype))
+@pytest.mark.parametrize("case", SLIDES)
+def test_windows_that_slide_are_exact(case, tmp_path):
+    """Rows ahead, and chunks that end anywhere; of taps as they lie and of flipped ones, as input gradients have."""
+    channels, window, (low, high), dtype, (pairs, rows, ahead), flip = case
+    view = forward_view(2, (23,), (window,), channels, low=(low,), high=(high,))
+    rng = np.random.default_rng(window)
+    x, w = rng.integers(-3, 4, (2, 23, channels)), rng.integers(-3, 4, (window, 1, channels))
+    taps = Taps((window,), (window,), (window - 1,), (-1,), channels) if flip else None
+    problem = convolution.forward(view, channels, taps, transposed=flip, dtype=dtype, out_dtype=dtype)
+    found = family.resolve(problem, Config(pairs, 1, rows, 4, 32, ahead, 1))
+    assert found.shape.slides
+    (got,) = run(found, (x.astype(dtype), w.astype(dtype)), tmp_path)
+    contiguous = problem.bs[0].contiguous
+    np.testing.assert_array_equal(got, windows.forward(x, w, view, channels, taps, contiguous).astype(got.dtype))
 
 
 def epilogue(problem, function, *shapes):

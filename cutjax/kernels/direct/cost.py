@@ -79,10 +79,15 @@ class Shape:
         return sum(at >= 0 and at % axis.spread == 0 for at in used)
 
     @property
+    def slides(self) -> bool:
+        """True if a thread goes along the one axis with a window of pixels in registers."""
+        return self.geometry.slides and self.words == 1 and self.config.strip == 1
+
+    @property
     def in_registers(self) -> bool:
         """True if weights are in registers, not in shared memory."""
         g = self.geometry
-        return g.planes.window == 1 and g.taps * self.config.pairs * self.words <= WEIGHT_REGISTERS
+        return self.slides or (g.planes.window == 1 and g.taps * self.config.pairs * self.words <= WEIGHT_REGISTERS)
 
     # ---- of a weight gradient ----
 
@@ -148,6 +153,8 @@ class Shape:
         """Registers of a thread, about."""
         c, g, size = self.config, self.geometry, self.problem.a.dtype.itemsize
         pixel, strip = -(-self.inputs * size // 4), self.read
+        if self.slides:
+            return c.pairs * (2 * g.rows.window + 3) + c.ahead * pixel + BESIDE - 1
         if g.gradient:
             sums = self.window_rows * g.columns.window * c.pairs
             result = c.strip * self.columns

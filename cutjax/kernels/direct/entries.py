@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.direct.geometry import places_of
 from cutjax.kernels.direct.resolved import Resolved, accumulator_of
 from cutjax.kernels.direct.text import epilogue_text, source
-from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import instructions
 from cutjax.runtime.compiler import Cubin, compile_kernel
 from cutjax.runtime.launch import Launch, Pointer
@@ -24,7 +24,7 @@ class Entry:
     """One launch: a device function, and what it is given.
 
     Attributes:
-      problem: whose.
+      problem: whose, a `Problem` or what else has a device.
       name: the entry symbol.
       source: the device text.
       arguments: that it takes, in order.
@@ -32,7 +32,7 @@ class Entry:
       shared_bytes: of a block.
     """
 
-    problem: Problem
+    problem: Any
     name: str
     source: str
     arguments: tuple[Argument, ...]
@@ -172,7 +172,9 @@ def _forward(kernel: Resolved) -> Entry:
         "FIRST_OPEN": first,
         "ROWS_OPEN": count,
     }
-    files = ("direct/window.cuh", "epilogue", "direct/forward.cuh")
+    if shape.slides:
+        constants["ACROSS"] = g.pairs
+    files = ("direct/window.cuh", "epilogue", "direct/slide.cuh" if shape.slides else "direct/forward.cuh")
     return _entry(kernel, kernel.name, constants, arguments(), files, shape.blocks, shape.threads, shape.shared_bytes)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cutjax.kernels.direct import toeplitz
+from cutjax.kernels.direct import slide, toeplitz
 from cutjax.kernels.direct.config import Config
 from cutjax.kernels.direct.cost import Shape
 from cutjax.kernels.direct.geometry import Geometry, geometry_of
@@ -38,6 +38,9 @@ def configs(problem: Problem) -> Iterator[Config]:
     if geometry is None:
         return
     size = problem.a.dtype.itemsize
+    if geometry.slides and problem.accumulator.itemsize == 4:
+        yield from slide.configs(problem, geometry)
+        return
     yield from _toeplitz(problem, geometry)
     for pairs in (8, 4, 2, 1):
         pairs *= geometry.channels
