@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from cutjax import dot_precision
 from cutjax.binding.placement import Labels, Placement
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, OperandSpec
@@ -151,8 +152,9 @@ class Scaled(Product):
         found = self.product.tile(*self._factors((a, *rest)).unscaled.arrays)
         return found.update(dtype=self.dtype, weak_type=False)
 
-    def reference(self, *arrays: jax.Array, **params: Any) -> jax.Array:
+    def reference(self, *arrays: jax.Array, precision: Canonical = None, **params: Any) -> jax.Array:
         factors = self._factors(arrays)
+        params["precision"] = dot_precision.of_wider(precision)
         of_a, of_b = factors.scales
         a, b = dequantized(factors.a, of_a, self.dtype), dequantized(factors.bs[0], of_b, self.dtype)
         return self.product.reference(a, b, *factors.context, **params)
