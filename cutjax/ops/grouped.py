@@ -14,6 +14,7 @@ from cutjax.binding.explicit import automatic, axes, rows_by_columns
 from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.kernels.families import AnyConfig
 from cutjax.ops.arguments import (
+    check_accumulate,
     check_batch,
     check_config,
     check_epilogue,
@@ -24,7 +25,8 @@ from cutjax.ops.arguments import (
     promote,
     weights,
 )
-from cutjax.ops.quantized import Weights, promote_values, scales_of, values_of
+from cutjax.ops.quantized import Weights, as_quantized, values_of
+from cutjax.ops.scales import promote_values, scales_of
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.arrays import matrix, unwrapped
@@ -46,6 +48,7 @@ def grouped_gemm(
     operands: Sequence[Any] = (),
     out_dtype: DTypeLike | tuple[DTypeLike | None, ...] | None = None,
     precision: lax.PrecisionLike = None,
+    accumulate: str = "f32",
     group_offset: ArrayLike | None = None,
     backend: str | None = None,
     config: AnyConfig | None = None,
@@ -75,6 +78,7 @@ def grouped_gemm(
         one: ``[..., m, n]`` or ``[..., m, 1]``.
       out_dtype: dtype of the result; as in ``cutjax.gemm``, with an epilogue and without.
       precision: as in ``cutjax.gemm``.
+      accumulate: as in ``cutjax.gemm``.
       group_offset: a scalar or ``[1]``, data too: the group that ``w[0]`` is of, where ``group_sizes`` has all groups
         and w some, as under expert parallelism. Rows of the other groups are zero.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
@@ -103,11 +107,12 @@ def grouped_gemm(
     if layout not in LAYOUTS:
         raise ValueError(f"{where}: unknown layout {layout!r}, expected one of {LAYOUTS}")
     backend = _resolve(backend, config, where)
+    check_accumulate(accumulate, where)
     out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
     check_epilogue(w, epilogue, operands, out_dtype, save, where, "w")
     several = isinstance(out_dtype, tuple)
-    arrays = matrix(values_of(x), "x", where), weights(values_of(w), "w", where)
-    rows, *ws, dtype, _ = promote_values((x, w), *arrays, None if several else out_dtype, where)
+    x, w = as_quantized(x), as_quantized(w)
+    rows, ws = matrix(values_of(x), "x", where), weights(values_of(w), "w", where)
     shape = ws[0].shape
     if len(shape) < 3:
         raise ValueError(f"{where}: w must have rank 3 or more, got shape {shape}; [..., g, k, n] is expected")
@@ -125,12 +130,15 @@ def grouped_gemm(
     product, params = Rows(leading, layout), {"backend": backend, "config": config}
     params["precision"] = dot_precision.canonical(precision, where)
     rank = max(rows.ndim, len(shape) - 1, sizes.ndim + 1)
-    scales, out = scales_of(x, w, layout, where, ("x", "w"), rank), out_dtype if several else dtype
-    epilogue, operands, out = scales.before(epilogue, tuple(operands), rows.dtype, out)
+    scales = scales_of(x, w, layout, where, ("x", "w"), rank)
+    rows, *ws, dtype, _ = promote_values((x, w), scales, rows, ws, None if several else out_dtype, where)
+    params["precision"] = dot_precision.accumulated(params["precision"], accumulate, rows.dtype, ws[0].dtype)
+    product, factors = scales.factored(product, rows, ws, (sizes,))
+    out = out_dtype if several else dtype
+    epilogue, operands, out = scales.before(epilogue, tuple(operands), product.multiplied(rows.dtype), out)
     if epilogue is None:
-        return products.multiply(product, rows, ws[0], sizes, out_dtype=dtype, **params)
+        return products.multiply(product, *factors.arrays, out_dtype=dtype, **params)
     operands = jax.tree.map(unwrapped, operands)
-    factors = Factors(rows, ws, (sizes,))
     return products.call(product, epilogue, factors, operands, out_dtype=out, save=save, **params)
 
 
