@@ -174,8 +174,8 @@ def gathered(problem: Problem) -> Iterator[Argument]:
 def scales(problem: Problem, swap: bool = False) -> Iterator[Argument]:
     """Yields the pointers to scales and zero points, and the elements between rows and between matrices of either.
 
-    Those of a are ``scale_a``, ``zero_a``, ``scale_row_a``, ``scale_matrix_a``, those of the first b ``scale_b0`` and so
-    on. A matrix of scales has the number of the operand's.
+    Those of a are ``scale_a``, ``zero_a``, ``scale_row_a``, ``scale_matrix_a``; of the first b ``scale_b0`` and so on.
+    A matrix of scales has the number of the operand's.
 
     Args:
       problem: as it is multiplied.

@@ -48,6 +48,15 @@ def along(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     return jax.numpy.broadcast_to(x, shape)
 
 
+def scaled(
+    product: Product, factors: Factors, scales: Sequence[Sequence[jax.Array]], dtype: np.dtype
+) -> tuple[Product, Factors]:
+    """Returns the product of factors with scales of blocks, multiplied in a dtype; as it is where none has any."""
+    if not any(scales):
+        return product, factors
+    return Scaled(product, (len(scales[0]), len(scales[1])), dtype), dataclasses.replace(factors, scales=tuple(scales))
+
+
 @define_product("cutjax_scaled")
 @dataclasses.dataclass(frozen=True)
 class Scaled(Product):
@@ -237,9 +246,10 @@ class Scaled(Product):
             return dot
 
         def function(*moving: jax.Array) -> jax.Array:
-            new = dict(zip(places, moving, strict=True))
-            first, *rest = (new[i] if i in new else x for i, x in enumerate(given))
-            return dequantized(first, rest, self.dtype)
+            full = list(given)
+            for i, x in zip(places, moving, strict=True):
+                full[i] = x
+            return dequantized(full[0], full[1:], self.dtype)
 
         return jax.jvp(function, tuple(given[i] for i in places), tuple(moved[i] for i in places))[1]
 

@@ -89,7 +89,7 @@ def test_gaussian(wide, narrow):
     rng = np.random.default_rng([problems.SEED, 32, NARROW.index(narrow)])
     for m, n, k in ((260, 190, 515), (3, 512, 1024), (20, 256, 768)):
         x = rng.standard_normal((m, k)).astype(jnp.dtype(wide))
-        w = Quantized.of(rng.standard_normal((k, n)).astype(np.float32), narrow)
+        w = cutjax.quantize(rng.standard_normal((k, n)).astype(np.float32), narrow, block=(-1, 1))
         a, b = x.astype(np.float64), np.asarray(w.values).astype(np.float64) * np.asarray(w.scale).astype(np.float64)
         exact, size = a @ b, np.abs(a) @ np.abs(b)
         out = jax.jit(functools.partial(cutjax.gemm, backend="cuda"))(x, w)
@@ -179,7 +179,7 @@ def test_grouped_and_layers(m):
     np.testing.assert_array_equal(out, expected)
 
     up, down = (
-        Quantized.of(rng.standard_normal(shape).astype(np.float32) / shape[-2] ** 0.5)
+        cutjax.quantize(rng.standard_normal(shape).astype(np.float32) / shape[-2] ** 0.5, jnp.int8, block=(-1, 1))
         for shape in ((4, 96, 128), (4, 128, 96))
     )
     logits = rng.standard_normal((m, 4)).astype(np.float32)
