@@ -6,6 +6,7 @@ do not, and elsewhere, formulas of their own.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -16,7 +17,7 @@ from cutjax.kernels.device import Device, reference
 from cutjax.kernels.families import fastest
 from cutjax.kernels.operand import Im2col
 from cutjax.kernels.prepared import Prepared, converted_us, copies_us, wide, widened
-from cutjax.kernels.problem import Problem
+from cutjax.kernels.problem import BF16, Problem
 from cutjax.runtime.architectures import number
 
 OURS = "sm90"  # the family of wgmma, as cuBLAS's kernels on Hopper are
@@ -72,6 +73,9 @@ def time_us(problem: Problem) -> float | None:
     found, device = fastest(problem), problem.device
     if found is None:
         return None
+    if any(x.scale for x in (problem.a, *problem.bs)):  # not counting the time in which it multiplies by the scales
+        a, *bs = (x.dequantized(BF16) if x.bits < 16 else x for x in (problem.a, *problem.bs))
+        return time_us(dataclasses.replace(problem, a=a, bs=tuple(bs)))
     if problem.bs[0].narrow_beside(problem.a) and fastest(wide(problem)):
         return _narrow_us(problem, device)
     if isinstance(problem.a.view, Im2col):

@@ -27,16 +27,13 @@ class Sums:
       columns: parts of the tile's columns. Blocks of 64 rows are parts of their own.
       buffers: parts whose sums are kept at a time: 2 where one is added while the next is multiplied.
       registers: that the sums take, of a thread.
+      group: blocks of k that are promoted beside each other, and whose scales are copied at once.
     """
 
     columns: int
     buffers: int
     registers: int
-
-    @property
-    def group(self) -> int:
-        """Blocks of k that are promoted beside each other, and whose scales are copied at once."""
-        return 4 if self.buffers == 2 else 2
+    group: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +159,8 @@ class Config:
         columns = 2 if self.m_blocks == 1 and width % 16 == 0 and (width >= 128 or alone) else 1
         parts = self.m_blocks * columns
         buffers = 2 if parts > 1 and 2 * accumulators <= MAX_ACCUMULATORS else 1
-        return Sums(columns, buffers, buffers * accumulators // parts)
+        # With one buffer, scales of fewer blocks leave room for a stage more.
+        return Sums(columns, buffers, buffers * accumulators // parts, 4 if buffers == 2 else 2 // self.m_blocks)
 
     @property
     def cluster(self) -> int:
