@@ -176,3 +176,22 @@ def test_kernels_compile_lean(of_b):
     configs = [config for config in CONFIGS if not isinstance(sm90.resolve(asked, config), tuple)]
     assert len(configs) >= 7
     check_lean(asked, configs, 48 << 10)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"k": 64}, "a with scales of 64 elements of k: sums of 128 are promoted"),
+        ({"dtype": np.dtype(jnp.bfloat16)}, "bf16 scales: kernels multiply by f32 scales alone"),
+        ({"zero": np.dtype(jnp.bfloat16)}, "zero points: kernels multiply by f32 scales alone"),
+    ],
+)
+def test_what_no_kernel_reads(change, match):
+    asked = problem(256, 256, 512)
+    a = dataclasses.replace(asked.a, scale=dataclasses.replace(asked.a.scale, **change))
+    assert match in "; ".join(cutjax.reasons(cutjax.Config(), dataclasses.replace(asked, a=a)))
+
+
+def test_scales_of_other_dtypes():
+    asked = problem(256, 256, 512, a=jnp.bfloat16, b=jnp.bfloat16)
+    assert "kernels promote sums of float8" in "; ".join(cutjax.reasons(cutjax.Config(), asked))

@@ -1,5 +1,5 @@
-// Host stand-ins for what a promotion by scales takes from PTX. Threads take turns between barriers, so that copies have
-// landed and barriers wait for nobody.
+// Host stand-ins for what a promotion by scales takes from PTX. Threads take turns between barriers, so that copies
+// have landed and barriers wait for nobody.
 
 #include <array>
 #include <cmath>

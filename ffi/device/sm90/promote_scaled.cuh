@@ -12,10 +12,10 @@ struct Promotion {
   static constexpr int MN = OF_B ? B_SCALE_MN : 1, SHARING = gcd(BN, MN);
   static constexpr bool BY_COLUMN = OF_B && SHARING % 8 != 0;
   static constexpr int B_EACH = BY_COLUMN ? BN : (BN - SHARING + MN - SHARING) / MN + 1;  // entries of a product
-  static constexpr int COLUMNS = B_EACH == 1 ? BN : SHARING;  // of a run that has one scale
+  static constexpr int COLUMNS = B_EACH == 1 ? BN : SHARING;                              // of a run that has one scale
   static constexpr int A_ENTRIES = OF_A ? ROWS_PER_CONSUMER : 0, B_ENTRIES = OF_B ? PRODUCTS * B_EACH : 0;
-  static constexpr u32 SLOT = (A_ENTRIES + B_ENTRIES + 1) / 2 * 8;  // bytes of one block of k
-  static constexpr u32 BYTES = (2 * GROUP * SLOT + 15) / 16 * 16;   // of a warpgroup
+  static constexpr u32 SLOT = (A_ENTRIES + B_ENTRIES + 1) / 2 * 8;                        // bytes of one block of k
+  static constexpr u32 BYTES = (2 * GROUP * SLOT + 15) / 16 * 16;                         // of a warpgroup
   static constexpr int RUNS = BY_COLUMN || !OF_B ? 1 : (PART_COLUMNS - 1) / COLUMNS + 2;  // in a part, at most
 
   struct Scales {
@@ -25,9 +25,9 @@ struct Promotion {
 
   u32 memory;
   int thread;
-  const float *a, *b[PRODUCTS];           // of the tile's matrix
-  int first_row, last_row, first, last;   // rows, and columns
-  int block, last_block;                  // of k
+  const float *a, *b[PRODUCTS];          // of the tile's matrix
+  int first_row, last_row, first, last;  // rows, and columns
+  int block, last_block;                 // of k
 
   struct Factors {
     float a[2], b[RUNS];
@@ -77,9 +77,8 @@ struct Promotion {
 #pragma unroll
       for (int p = 0; p < PRODUCTS; ++p)
         copy_entries<B_SCALE_K_MAJOR, B_EACH>(
-            to + (A_ENTRIES + p * B_EACH) * 4, b[p], of[OF_A + p].row, k, [&](int entry) {
-              return BY_COLUMN ? min(first + entry, last) / MN : min(first / MN + entry, last / MN);
-            });
+            to + (A_ENTRIES + p * B_EACH) * 4, b[p], of[OF_A + p].row, k,
+            [&](int entry) { return BY_COLUMN ? min(first + entry, last) / MN : min(first / MN + entry, last / MN); });
   }
 
   // Before the first sums of a GROUP, from block `k` of `count` on, are added.
