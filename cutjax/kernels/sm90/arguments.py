@@ -24,7 +24,7 @@ from cutjax.kernels.arguments import (
 )
 from cutjax.kernels.operand import Operand, Taps
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import windows
+from cutjax.kernels.sm90 import scales, windows
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.operands import row_bytes
 from cutjax.kernels.sm90.resolved import Resolved
@@ -115,6 +115,7 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
         yield integer(name, value)
     if c.splits > 1:
         yield integer("splits", c.splits, "splits")
+    yield from scales.of_scales(kernel.given, c.swap)
     yield from extras(p, loaded=dict(staging.operands))
     yield from partials(staging, first_result)
     if c.stream_k:  # after the results

@@ -32,6 +32,13 @@ TILES = {  # where two are predicted equal, the first is taken
 }
 # Symmetric products have half as many tiles: steps of 16 are worth 3.5% over 34 sizes, up to 22%, where b is K-major.
 SYMMETRIC_TILES = TILES | {("coop", 128): tuple(range(64, 257, 16))}
+# Of float8, whose sums are promoted: accumulators and sums share the registers, and every other width is one more wave.
+PROMOTED_TILES = TILES | {
+    ("pingpong", 64): (64, 96, 128, 160, 192),
+    ("pingpong", 128): (64, 96),
+    ("coop", 128): (64, 96, 112, 128, 144, 160, 176, 192, 256),
+    ("coop", 256): (64, 96, 112, 128),
+}
 # Of the transposed result: bn lies along m, which may be a few tokens, and any width is as good where a is K-major.
 SWAPPED_TILES = {
     ("pingpong", 64): (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 208, 224, 256),
@@ -95,13 +102,13 @@ def configs(problem: Problem) -> Iterator[Config]:
 
 def _configs(facts: Facts, swap: bool) -> Iterator[Config]:
     problem = facts.problem
-    tiles = SYMMETRIC_TILES if problem.symmetric and problem.layout == "nt" else SWAPPED_TILES if swap else TILES
+    tiles = PROMOTED_TILES if facts.way.each else TILES
+    tiles = SYMMETRIC_TILES if problem.symmetric and problem.layout == "nt" else SWAPPED_TILES if swap else tiles
     any_width = problem.bs[0].contiguous == "k"
     few = _even_widths(problem.n) if swap and any_width and problem.n <= FEW_COLUMNS else ()
     for (schedule, bm), widths in tiles.items():
-        # With ping-pong one warpgroup multiplies at a time: nothing hides that each stage's sums are added up, and of a
-        # block's one tile there is nothing for the other.
-        if schedule == "pingpong" and (facts.way.promoted == 1 or problem.device.shared):
+        # With ping-pong, of a block's one tile there is nothing for the other warpgroup.
+        if schedule == "pingpong" and problem.device.shared:
             continue
         widths = [bn for bn in few if bn <= widths[-1]] if few else widths
         for bk, bns, clusters in ((64, widths, CLUSTERS), (128, DEEP_TILES.get((schedule, bm), ()), CLUSTERS[:1])):

@@ -130,7 +130,9 @@ def _resolve(
         reasons.append(f"{products} products of {config.bn} columns: wgmma multiplies at most 256 at once")
     if facts.integers and products * config.bn > 24 and products * config.bn % 16:
         reasons.append(f"{products * config.bn} columns: wgmma of integers takes 8, 24 and multiples of 16")
-    if config.bk == 128 and facts.way.promoted == 1:
+    if facts.way.each and config.schedule == "pingpong" and facts.sums(config).buffers == 1:
+        reasons.append("pingpong of float8 with one buffer of sums: nothing is multiplied while they are added up")
+    if config.bk == 128 and facts.way.each:
         reasons.append("bk=128 of float8: sums of 128 bytes of k are added up in f32, which are one stage of bk=64")
     reasons += windows.phase_reasons(problem, of)
     reasons += windows.tile_reasons(facts.problem, config.bn * config.cluster_n)
@@ -154,6 +156,7 @@ def _resolve(
         asked=asked,
         multiplied=facts.problem,
         way=facts.way,
+        sums=facts.sums(config),
         staging=facts.staging,
         prepared=(*weights, *facts.prepared),
         chunk=tile.chunk,

@@ -43,6 +43,11 @@ class Way:
     dtype: np.dtype | None = None
     promoted: int = 0
 
+    @property
+    def each(self) -> bool:
+        """True if the sums of each stage are promoted, in parts."""
+        return self.promoted == 1
+
 
 # Sums of float8 products have 14 bits: 128 of k are added up in f32. Of the full products of float32 by terms, the
 # tensor cores' own rounding, towards zero at every 16 of k, would be the largest error: 512 of k.

@@ -7,7 +7,7 @@ import dataclasses
 from cutjax.kernels import base
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import operands, windows
-from cutjax.kernels.sm90.config import Config
+from cutjax.kernels.sm90.config import Config, Sums
 from cutjax.kernels.sm90.phases import Phases
 
 
@@ -17,6 +17,7 @@ class Resolved(base.Resolved):
 
     Attributes:
       way: how its operands are multiplied.
+      sums: in which the products of a stage are added up before they are promoted.
       buffers: staging buffers a warpgroup: as many as there is room for, up to the whole of its accumulators.
       blocks_per_sm: thread blocks that share an SM.
       phases: of a convolution whose images are spread; None of any other. A phase is a matrix of the result.
@@ -24,6 +25,7 @@ class Resolved(base.Resolved):
 
     config: Config
     way: operands.Way
+    sums: Sums
     buffers: int
     blocks_per_sm: int
     phases: Phases | None = None
@@ -43,6 +45,11 @@ class Resolved(base.Resolved):
         """The problem as results are stored: `problem`, or that of complex numbers' parts, or of padded channels."""
         own = self.problem.a.dtype == operands.C64 or windows.view_of(self.problem)
         return self.multiplied if own else self.problem
+
+    @property
+    def given(self) -> Problem:
+        """The problem of the arrays as they are given, in the order in which they are multiplied."""
+        return self.problem.transposed if self.config.swap else self.problem
 
     @property
     def matrices(self) -> int:

@@ -11,7 +11,7 @@ from cutjax.kernels.arguments import Argument
 from cutjax.kernels.epilogue_text import epilogue_text
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import operands, windows
+from cutjax.kernels.sm90 import operands, scales, windows
 from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.runtime import sources
 
@@ -28,6 +28,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     way, acc = kernel.way, DTYPES[problem.accumulator.name].carrier
     view, taps = windows.view_of(problem), isinstance(problem.bs[0].view, Taps)
     of_windows = windows.chunk(problem) if view else 0
+    parts, scaled = kernel.sums, scales.scaled(problem)
+    each = "sm90/promote_scaled.cuh" if scaled else "sm90/promote_each.cuh"
     constants = {
         "BM": config.bm,
         "BN": config.bn,
@@ -39,6 +41,9 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "PAIRS_OF_A": _packed(a for a, _ in way.pairs),
         "PAIRS_OF_B": _packed(b for _, b in way.pairs),
         "PROMOTED_BLOCKS": way.promoted * 64 // config.bk,
+        "COLUMN_PARTS": parts.columns,
+        "SUM_BUFFERS": parts.buffers,
+        "GROUP": parts.group,
         "STAGES": config.stages,
         "CLUSTER_M": config.cluster_m,
         "CLUSTER_N": config.cluster_n,
@@ -74,6 +79,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         constants |= {f"PHASES{i}": count for i, count in enumerate([*counts, 1, 1, 1][:3])}
         constants |= {"PIXEL_RUNS": kernel.phases.runs} if kernel.phases else {}
         constants |= {"IMAGE_AXES": len(view.image), "IMAGE_GROUPS": view.groups > 1, "WINDOW_CHUNK": of_windows}
+    if scaled:
+        constants |= scales.constants(kernel.given)
     scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
     scheduler = "stream" if config.stream_k else scheduler
     scheduler = "sm90/phase" if kernel.phases else f"common/{scheduler}"
@@ -95,7 +102,13 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             *(["common/mirror.cuh"] if problem.symmetric else []),
             "common/scheduler.cuh",
             f"{scheduler}_scheduler.cuh",
-            wgmma(config.bn * problem.products, problem.a.dtype, problem.bs[0].dtype, a_k_major, b_k_major),
+            wgmma(
+                config.bn * problem.products // parts.columns,
+                problem.a.dtype,
+                problem.bs[0].dtype,
+                a_k_major,
+                b_k_major,
+            ),
             "sm90/tiles.cuh",
             "sm90/load_plain.cuh",
             *(["sm90/load_gather.cuh"] if problem.a.gathered else []),
@@ -103,7 +116,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             *(["sm90/load_taps.cuh"] if taps else []),
             _views(problem),
             "sm90/producer.cuh",
-            "sm90/promote_blocks.cuh" if way.promoted else "sm90/promote_never.cuh",
+            each if way.each else "sm90/promote_blocks.cuh" if way.promoted else "sm90/promote_never.cuh",
             "sm90/mainloop.cuh",
             "sm90/stream.cuh",
             epilogue_text(kernel.staging, arguments, problem.divided),

@@ -75,6 +75,16 @@ DEVICE void cp_async_bulk_wait_group_read() {
 
 DEVICE void cp_async_bulk_wait_group() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+// ---- cp.async ----
+
+// Copies 4 bytes.
+DEVICE void cp_async_word(u32 destination, const void* p) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(p) : "memory");
+}
+
+// Until all that this thread has copied has landed.
+DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // ---- wgmma ----
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
