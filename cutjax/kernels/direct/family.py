@@ -98,7 +98,7 @@ def _rows(geometry: Geometry, strip: int, threads: int) -> int:
 
 
 def _toeplitz(problem: Problem, geometry: Geometry) -> Iterator[Config]:
-    """Yields kernels on the tensor cores: rows whole, or in chunks that let all SMs have blocks."""
+    """Yields kernels on the tensor cores: images whole, or chunks of their rows, of which all SMs have some."""
     if min(geometry.rows.window, geometry.columns.window) < WORTH:
         return
     device, grid = problem.device, geometry.rows.grid
@@ -107,7 +107,7 @@ def _toeplitz(problem: Problem, geometry: Geometry) -> Iterator[Config]:
         whole = toeplitz.Shape(problem, config, geometry)
         slots = max(1, device.sms * blocks // whole.tiles)  # of the same channels
         wanted = min(-(-slots // (whole.groups * whole.pieces)), -(-grid // (2 * geometry.rows.window)))
-        for rows in dict.fromkeys(-(-grid // chunks) for chunks in (1, max(1, wanted))):
+        for rows in dict.fromkeys(-(-grid // chunks) for chunks in (1, 2, 4, max(1, wanted))):
             kinds = whole.pieces * -(-grid // rows)
             for most in dict.fromkeys((slots, 2 * slots) if not geometry.gradient else (slots,)):
                 rounds = -(-whole.groups * kinds // most)

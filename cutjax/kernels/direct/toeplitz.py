@@ -23,6 +23,7 @@ LANES = (4, 8, 16)  # warps of a block
 BESIDE = 40  # registers of a thread beside sums and matrices
 LAUNCH_US, SUM_US = 2.0, 3.0
 ISSUED, MOVED = 0.7, 0.88  # shares of an SM's instructions, a guess, and of a copy's rate
+OF_HALVES = 1.25  # a guess
 ROW_CLOCKS, PROLOGUE_CLOCKS = 270, 4000  # of a row of pixels, at least; of a block before its first
 MMA_CLOCKS = 6.5  # of m16n8k16 on a quarter of an SM of sm_90
 UNMEASURED = 1.2  # none of these has been timed: direct kernels took 1.1 to 1.5 of such a count
@@ -187,4 +188,6 @@ def predict(shape: Shape, device: Device) -> float:
     busy = 1e6 * waves * of_block / clock
     written = 8 * shape.parts * g.taps * g.pairs if g.gradient else 0
     memory = 1e6 * (p.bytes + written) / (MOVED * device.bytes_per_second)
+    if c.lanes < 8:  # of each sector of L2 a block reads half
+        memory *= OF_HALVES
     return UNMEASURED * (LAUNCH_US + SUM_US * g.gradient + max(busy, memory) + 0.2 * min(busy, memory))

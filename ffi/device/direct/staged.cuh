@@ -95,7 +95,7 @@ DEVICE void clear(u32 base, int bytes) {
 
 // The place, and the 8 channels of it, that a thread copies of each row of results; from which element on.
 struct Own {
-  int place, pair, channels;  // that there are, of 8
+  int place, pair, channels;  // of 8 those that there are; none or less of a place that is not there
   i64 at;
 
   DEVICE Own(const Work& work, int channels) : place(threadIdx.x / (WARPS / 4)), pair(threadIdx.x % (WARPS / 4) * 4) {
@@ -128,7 +128,7 @@ struct Staged {
     const u32* from = buffer + own.pair * PITCH + own.place * EACH;
 #pragma unroll
     for (int v = 0; v < 8; v += CHANNELS_EACH) {
-      if (v >= own.channels) break;
+      if (UNIT < 8 && v >= own.channels) break;  // others are there as one
       u32 words[4] = {};
 #pragma unroll
       for (int i = 0; i < BYTES / 4; ++i) words[i] = from[(v / 2 + i / EACH) * PITCH + i % EACH];

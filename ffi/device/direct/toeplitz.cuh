@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   if (channel < images.channels) extras.begin(channel);
   Own own(work, images.channels);
   int own_column = work.column + own.place % SUB_PLACES, own_image = work.group * SUBS + own.place / SUB_PLACES;
-  if (own_column >= grid_w) own.channels = 0;
+  if (own_column >= grid_w || own.channels <= 0) own_image = 1 << 30;  // of no row
   i64 result_row = static_cast<i64>(grid_w) * images.channels;
   own.at = (static_cast<i64>(own_image) * grid_h + work.row) * result_row +
            static_cast<i64>(own_column) * images.channels + work.channel + 2 * own.pair;
