@@ -20,7 +20,7 @@ from cutjax.kernels import convolution
 from cutjax.kernels.operand import Im2col, Taps
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90.packed import in_order, spread, view_of
+from cutjax.kernels.sm90.packed import are_few, in_order, size_of, spread, view_of
 
 _LINE = 128  # bytes of memory: pixels of no more are columns beside each other, of two lines at most
 
@@ -177,7 +177,9 @@ def beside(problem: Problem) -> tuple[Problem, tuple[Prepared, ...], int]:
     for axis in reversed(range(max(0, len(view.image) - 2), len(view.image))):
         n = problem.n * math.prod(counts)
         found = _along(view, taps, axis)
-        if found is None or len(found[2][0]) * n * problem.out_dtype.itemsize > 2 * _LINE or (counts and n % 16):
+        if found is None or len(found[2][0]) * n * problem.out_dtype.itemsize > 2 * _LINE:
+            break
+        if counts and (n % 16 or are_few(view, size_of(problem))):  # runs are whole units, of windows as they are
             break
         of_view, of_taps = _with(of_view, axis, found[0]), _with(of_taps, axis, found[1])
         counts, places = [len(found[2][0]), *counts], [found[2], *places]

@@ -91,8 +91,8 @@ struct Staging {
     }
   }
 
-  // The 16 rows that a warp has staged, each to a row of the matrix that a lane of the same number tells, if any. Of the
-  // `pitch` columns of a row, equal runs may lie so many runs apart.
+  // The 16 rows that a warp has staged, each to a row of the matrix that a lane of the same number tells, if any. Of
+  // the `pitch` columns of a row, equal runs may lie so many runs apart.
   template <int UNIT, int RUNS>
   static DEVICE void store_rows_at(char* matrix, int n, int pitch, int apart, u32 tile, int x, int place, int thread) {
     constexpr int UNITS = D_CHUNK / UNIT;
