@@ -127,7 +127,7 @@ def test_kernels_have_no_spills(rank, kind):
         rows = view.rows
         beside = [jnp.zeros((1, n), np.float32), jnp.zeros((rows, 1), np.float32), jnp.zeros((rows, n), dtype)]
         epilogue = trace(fused, [jax.ShapeDtypeStruct((rows, n), np.float32)], beside).epilogue.primal
-        for problem in (plain, dataclasses.replace(plain, epilogue=epilogue)):
+        for problem in [dataclasses.replace(plain, epilogue=epilogue), *[plain] * (consumers == 2)]:
             for how in ALONG[rank]:
                 found = kernel.resolve(problem, Config(min(n, 64), consumers, 2, how, 20))
                 if rank < 3 or channels < 64:

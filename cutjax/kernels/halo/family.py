@@ -50,9 +50,7 @@ def _runs(problem: Problem, config: Config) -> Iterator[Config]:
     of = Geometry(problem, dataclasses.replace(config, steps=1 << 20))
     most = -(-of.view.grid[0] // of.step)
     workers = max(1, problem.device.sms // of.columns) * config.consumers
-    for count in range(1, RUNS + 1):
-        pieces = count * workers // of.runs
-        if pieces >= 1 and -(-most // pieces) >= of.stacked:
-            yield dataclasses.replace(config, steps=-(-most // pieces))
-        elif pieces < 1:
-            yield dataclasses.replace(config, steps=most)
+    pieces = {max(1, count * workers // of.runs) for count in range(1, RUNS + 1)}
+    lengths = {min(most, max(of.stacked, -(-most // count))) for count in pieces}
+    for steps in sorted(lengths):
+        yield dataclasses.replace(config, steps=steps)
