@@ -15,7 +15,7 @@ from cutjax.dot_precision import Canonical
 from cutjax.kernels import convolution, tuned, xla
 from cutjax.kernels.families import concerned, config_of, fastest, ranked, resolve
 from cutjax.kernels.family import Kernel
-from cutjax.kernels.prepared import moved_us
+from cutjax.kernels.prepared import moved_us, wide
 from cutjax.kernels.problem import Problem
 from cutjax.runtime.launch import Call
 
@@ -93,8 +93,9 @@ def candidates(problem: Problem) -> tuple[Any, ...]:
 @functools.lru_cache(maxsize=4096)
 def in_precision(problem: Problem, precision: Canonical) -> Problem | Choice:
     """Returns the problem with its products computed as a precision says, or the choice of XLA where no kernel does."""
-    both = problem.bs[0].dtype == problem.a.dtype
-    way = dot_precision.math(precision, problem.a.dtype, problem.accumulator, problem.device.tf32, both)
+    into = wide(problem) or problem  # a narrow a is multiplied as b is
+    both = problem.bs[0].dtype == problem.a.dtype and problem.a.scale is None  # sums of blocks are added in float32
+    way = dot_precision.math(precision, into.a.dtype, problem.accumulator, problem.device.tf32, both)
     if isinstance(way, tuple):
         return Choice(problem, None, (*_problem_reasons(problem), *way))
     return problem if way == problem.math else dataclasses.replace(problem, math=way)
@@ -139,9 +140,15 @@ def _choose(
         if not leads(time_us + more_us, of_xla, lead):
             more = f", and {more_us:.1f} us of transposes" if more_us else ""
             why = f"predicted: XLA {of_xla:.1f} us, the fastest of {count} kernels {time_us:.1f} us{more}"
-            return Choice(problem, None, (why, *_of_lead(lead)), xla_us=of_xla)
+            return Choice(problem, None, (why, *_of_lead(lead), *_dequantized(problem)), xla_us=of_xla)
         return _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs", of_xla)
-    return Choice(problem, None, _config_reasons(problem))
+    return Choice(problem, None, (*_config_reasons(problem), *_dequantized(problem)))
+
+
+def _dequantized(problem: Problem) -> tuple[str, ...]:
+    """Returns a sentence for each operand with scales, which XLA multiplies into it before its product."""
+    named = ("a", problem.a), *(("b", b) for b in problem.bs)
+    return tuple(dict.fromkeys(f"XLA multiplies {name} dequantized" for name, operand in named if operand.scale))
 
 
 def _chosen(problem: Problem, kernel: Kernel, time_us: float, why: str, xla_us: float | None = None) -> Choice:

@@ -14,6 +14,7 @@ from cutjax.binding.explicit import automatic, axes, rows_by_columns
 from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.kernels.families import AnyConfig
 from cutjax.ops.arguments import (
+    check_accumulate,
     check_batch,
     check_config,
     check_epilogue,
@@ -47,6 +48,7 @@ def grouped_gemm(
     operands: Sequence[Any] = (),
     out_dtype: DTypeLike | tuple[DTypeLike | None, ...] | None = None,
     precision: lax.PrecisionLike = None,
+    accumulate: str = "f32",
     group_offset: ArrayLike | None = None,
     backend: str | None = None,
     config: AnyConfig | None = None,
@@ -76,6 +78,7 @@ def grouped_gemm(
         one: ``[..., m, n]`` or ``[..., m, 1]``.
       out_dtype: dtype of the result; as in ``cutjax.gemm``, with an epilogue and without.
       precision: as in ``cutjax.gemm``.
+      accumulate: as in ``cutjax.gemm``.
       group_offset: a scalar or ``[1]``, data too: the group that ``w[0]`` is of, where ``group_sizes`` has all groups
         and w some, as under expert parallelism. Rows of the other groups are zero.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
@@ -104,6 +107,7 @@ def grouped_gemm(
     if layout not in LAYOUTS:
         raise ValueError(f"{where}: unknown layout {layout!r}, expected one of {LAYOUTS}")
     backend = _resolve(backend, config, where)
+    check_accumulate(accumulate, where)
     out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
     check_epilogue(w, epilogue, operands, out_dtype, save, where, "w")
     several = isinstance(out_dtype, tuple)
@@ -128,6 +132,7 @@ def grouped_gemm(
     rank = max(rows.ndim, len(shape) - 1, sizes.ndim + 1)
     scales = scales_of(x, w, layout, where, ("x", "w"), rank)
     rows, *ws, dtype, _ = promote_values((x, w), scales, rows, ws, None if several else out_dtype, where)
+    params["precision"] = dot_precision.accumulated(params["precision"], accumulate, rows.dtype, ws[0].dtype)
     product, factors = scales.factored(product, rows, ws, (sizes,))
     out = out_dtype if several else dtype
     epilogue, operands, out = scales.before(epilogue, tuple(operands), product.multiplied(rows.dtype), out)

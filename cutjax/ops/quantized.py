@@ -14,9 +14,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cutjax.binding.rules import with_rank
 from cutjax.dtypes import NARROW, promoted
+from cutjax.kernels.prepared import along, dequantized
 from cutjax.ops.arguments import integer
 from cutjax.primitives.arrays import matrix, unwrapped
-from cutjax.primitives.scaled import along, dequantized
 
 SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn")
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from cutjax.binding.rules import with_rank
 from cutjax.dtypes import FOUR_BITS, NARROW, are_alike, promoted
+from cutjax.kernels.prepared import along
 from cutjax.ops import arguments
 from cutjax.ops.arguments import contracted
 from cutjax.ops.quantized import Quantized, blocked, is_quantized
@@ -26,7 +27,7 @@ from cutjax.primitives.arrays import unwrapped
 from cutjax.primitives.factors import Factors
 from cutjax.primitives.hints import Hints
 from cutjax.primitives.product import Product, with_result_dtype
-from cutjax.primitives.scaled import along, scaled
+from cutjax.primitives.scaled import scaled
 
 # A product of a quantized a with so few columns is computed transposed, so that a kernel reads a as it is: for as many
 # rows XLA takes 1.2 to 2.2 times as long (benchmarks/results/quantized-h200.json). The result is transposed once more.

@@ -10,42 +10,19 @@ from typing import Any
 import jax
 import numpy as np
 
+from cutjax import dot_precision
 from cutjax.binding.placement import Labels, Placement
 from cutjax.dot_precision import Canonical
-from cutjax.dtypes import promoted
 from cutjax.epilogue.expression import Epilogue, OperandSpec
 from cutjax.kernels.device import Device
 from cutjax.kernels.operand import Operand, Scale
+from cutjax.kernels.prepared import dequantized
 from cutjax.kernels.problem import Problem
 from cutjax.primitives import derivative
 from cutjax.primitives.accumulators import converted, cotangent_dtype
 from cutjax.primitives.factors import Factors
 from cutjax.primitives.product import Arithmetic, Folded, Product
 from cutjax.primitives.product_rules import define_product
-
-
-def dequantized(values: jax.Array, arrays: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
-    """Returns ``(values - zero) * scale`` in float32, or a wider dtype, rounded once to a dtype.
-
-    Args:
-      values: ``[..., r, c]``.
-      arrays: the scale and, where there are some, the zero points. Each axis of either is 1, or divides the values'.
-      dtype: of the result. Values without arrays are converted.
-    """
-    if not arrays:
-        return values.astype(dtype)
-    wide = promoted(dtype, np.float32)
-    scale, *zeros = (along(x.astype(wide), values.shape) for x in arrays)
-    found = functools.reduce(jax.lax.sub, zeros, values.astype(wide)) * scale
-    return found.astype(dtype)
-
-
-def along(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Returns an array that has an element for each block as one of a shape, with one for each of its own."""
-    for axis, (count, size) in enumerate(zip(x.shape, shape, strict=True)):
-        if count not in (1, size):
-            x = jax.numpy.repeat(x, size // count, axis, total_repeat_length=size)
-    return jax.numpy.broadcast_to(x, shape)
 
 
 def scaled(
@@ -175,8 +152,9 @@ class Scaled(Product):
         found = self.product.tile(*self._factors((a, *rest)).unscaled.arrays)
         return found.update(dtype=self.dtype, weak_type=False)
 
-    def reference(self, *arrays: jax.Array, **params: Any) -> jax.Array:
+    def reference(self, *arrays: jax.Array, precision: Canonical = None, **params: Any) -> jax.Array:
         factors = self._factors(arrays)
+        params["precision"] = dot_precision.of_wider(precision)
         of_a, of_b = factors.scales
         a, b = dequantized(factors.a, of_a, self.dtype), dequantized(factors.bs[0], of_b, self.dtype)
         return self.product.reference(a, b, *factors.context, **params)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ import cutjax
 from cutjax import Quantized
 from cutjax.dtypes import NARROW
 from cutjax.primitives.scaled import Scaled
+from cutjax.runtime import settings
 
 P, BF16, F32, F8 = jax.P, jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn
 ROUNDING = 2**-7  # of results in bfloat16, and of weights that are rounded to it
@@ -74,6 +77,10 @@ def test_products(dtype, name):
     close((in_float32, first), (expected.astype(F32),) * 2, 2e-6)
     rounded = (np.asarray(x, F32) @ wide.astype(F32).astype(BF16).astype(F32)).astype(BF16)
     close(narrow[0], rounded, 2**-8)
+
+
+def aval(*shape, dtype=BF16):
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 PAIRS = {
@@ -323,10 +330,38 @@ def test_explain_says_why_no_kernel_reads_it():
     x, q = jax.ShapeDtypeStruct((64, 512), BF16), weights("int4", (128, 1), shape=(512, 512), zero_point=True)
     (row,) = cutjax.explain(cutjax.gemm, arch="sm_80")(x, q).rows
     assert row.runs == "XLA"
-    assert "b with scales and zero points of 1 x 128 elements" in row.why
+    assert "XLA multiplies b dequantized" in row.why
     assert str(row.choice.problem).endswith("b in blocks of 1 x 128, f32 scales and s4 zero points")
     operand = row.choice.problem.bs[0]
     assert (operand.bits, operand.scale.k, operand.scale.zero) == (4, 128, jnp.int4)
+
+
+DEQUANTIZED = {
+    "groups": (cutjax.grouped_gemm, (4,), (aval(4, dtype=jnp.int32),), ["1024x512xbf16", "4x512x512xbf16", "4xi32"]),
+    "reduction": (
+        lambda x, q: cutjax.gemm(x, q, epilogue=lambda acc: (acc, acc.max(-1)), backend="cuda"),
+        (),
+        (),
+        ["1024x512xbf16", "512x512xbf16"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEQUANTIZED)
+def test_kernels_multiply_what_was_dequantized_before(name, compile_nothing):
+    """Where none reads blocks, and its product is the faster one for the pass over the weights."""
+    del compile_nothing
+    fn, batch, more, read = DEQUANTIZED[name]
+    q = weights("int4", (128, 1), shape=(*batch, 512, 512), zero_point=True)
+    args = aval(1024, 512), q, *more
+    (row,) = cutjax.explain(fn, arch="sm_80")(*args).rows
+    assert row.runs.startswith("mma_bf16")
+    assert "b dequantized to bf16" in row.why
+    with settings.override(target_arch="sm_80"):
+        text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = [line for line in text.splitlines() if "@cutjax_launch" in line]
+    types = call.split(" : (")[1].split(") ->")[0]
+    assert re.findall(r"tensor<(\w+)>", types) == read
 
 
 W = weights("int8", (16, 1))

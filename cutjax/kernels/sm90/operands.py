@@ -58,6 +58,7 @@ _WAYS = {
     "bf16x3": Way(2, PAIRS[3], 7, BF16, 8),
     "bf16x6": Way(3, PAIRS[6], 7, BF16, 8),
     "bf16x9": Way(3, PAIRS[9], 7, BF16, 8),
+    "fast": Way(),
 }
 _AS_THEY_ARE, _FLOAT8 = Way(), Way(promoted=1)
 
@@ -88,9 +89,9 @@ def reasons(problem: Problem) -> list[str]:
             return [f"{both} by tf32: wgmma multiplies their parts, in dense products without an epilogue"]
         return []
     if a == b == "float32":
-        if problem.math not in _WAYS:
-            return [f"{both}: wgmma multiplies float32 as one of {', '.join(_WAYS)}"]
-    elif problem.math:
+        if problem.math not in (ways := [name for name in _WAYS if name != "fast"]):
+            return [f"{both}: wgmma multiplies float32 as one of {', '.join(ways)}"]
+    elif problem.math not in ("", "fast"):
         return [f"{both} by {problem.math}: wgmma computes these products as they are"]
     elif not ((a == b and a in ("bfloat16", "float16")) or {a, b} <= {*FLOAT8} or {a, b} <= {*INT8}):
         return [f"{both}: both operands are bf16, f16, f32, of float8 or of 8-bit integers"]
