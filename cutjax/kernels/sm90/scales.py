@@ -36,6 +36,8 @@ def reasons(problem: Problem) -> list[str]:
             found.append(f"{name} with scales of {scale.k} elements of k: sums of {BLOCK} are promoted")
         if scale.dtype != np.float32 or scale.zero is not None:
             found.append(f"{name} in blocks of {scale.text}: kernels multiply by f32 scales alone")
+    if problem.math:
+        found.append(f"scales beside {problem.math}: sums of each block are promoted by them")
     if problem.strided or problem.symmetric or problem.a.view is not None or problem.bs[0].view is not None:
         found.append("scales in an order of their own, of a symmetric product, or of rows that are no array's")
     return found
