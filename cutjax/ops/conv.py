@@ -19,7 +19,7 @@ from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.kernels.families import AnyConfig
 from cutjax.ops.arguments import check_config, check_epilogue, integer, promote, weights
 from cutjax.ops.convolution_plan import by_lax, planned
-from cutjax.ops.quantized import Quantized, Weights, as_quantized, is_quantized, values_of
+from cutjax.ops.quantized import Quantized, Weights, as_quantized, is_quantized
 from cutjax.ops.scales import Scales, wide_dtype
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted
@@ -171,7 +171,7 @@ def _conv(
 ) -> Any:
     where, several = "conv", isinstance(out_dtype, tuple)
     x, *bs, dtype, weak = promote(x, ws, None if several else out_dtype, where, narrow=True)
-    epilogue, operands, out = scales.before(epilogue, operands, x.dtype, out_dtype if several else dtype)
+    epilogue, taken, out = scales.before(epilogue, operands, x.dtype, out_dtype if several else dtype)
     try:
         avals = (jax.ShapeDtypeStruct(y.shape, x.dtype) for y in (x, bs[0]))
         found = by_lax("conv_general_dilated", given)[1].trace(*avals).jaxpr
@@ -185,8 +185,8 @@ def _conv(
         d = products.multiply(plan.product, *plan.operands(x, bs[0]), out_dtype=dtype, **params)
         return converted(plan.result(d), dtype, weak)
     a, *bs = plan.images(x), *map(plan.weights, bs)
-    operands = jax.tree.map(unwrapped, operands)
-    d = products.call(plan.product, epilogue, Factors(a, bs), operands, out_dtype=out, save=save, **params)
+    taken = jax.tree.map(unwrapped, taken)
+    d = products.call(plan.product, epilogue, Factors(a, bs), taken, out_dtype=out, save=save, **params)
     return jax.tree.map(plan.result, d)
 
 
@@ -202,17 +202,23 @@ def _dequantized(x: Any, w: Any, channels_last: bool) -> tuple[Any, Any, Scales]
     x = x.dequantize(dtype) if isinstance(x, Quantized) else x
     found, columns = [], []
     for y in ws:
-        scale = unwrapped(y.scale) if isinstance(y, Quantized) else None
-        rank, size = np.ndim(values_of(y)), np.shape(values_of(y))[-1]
-        of_channels = scale is not None and y.zero_point is None and channels_last
-        of_channels = of_channels and np.shape(scale)[-1:] in ((), (1,), (size,)) and np.size(scale) in (1, size)
-        columns.append(with_rank(jnp.reshape(scale, (-1,)), rank).astype(wide_dtype(scale)) if of_channels else None)
-        if of_channels:
+        scale = _of_channels(y) if channels_last and isinstance(y, Quantized) else None
+        columns.append(scale)
+        if scale is not None:
             values = jnp.asarray(unwrapped(y.values))
             found.append(values if are_narrow(dtype, values.dtype) else values.astype(dtype))
         else:
             found.append(y.dequantize(dtype) if isinstance(y, Quantized) else y)
     return x, tuple(found) if several else found[0], Scales(None, columns)
+
+
+def _of_channels(w: Quantized) -> jax.Array | None:
+    """Returns the scales of the channels of the result, or the one of all, as the sums have them; None of others."""
+    scale, shape = unwrapped(w.scale), np.shape(unwrapped(w.values))
+    last = np.shape(scale)[-1:]
+    if w.zero_point is not None or last not in ((), (1,), shape[-1:]) or np.size(scale) not in (1, shape[-1]):
+        return None
+    return with_rank(jnp.reshape(jnp.asarray(scale), (-1,)).astype(wide_dtype(scale)), len(shape))
 
 
 def _along(given: Any, count: int, name: str) -> tuple[int, ...]:

@@ -228,6 +228,7 @@ def grouped_outer(
 
     # Each tile of what is added to is read just before it is written.
     epilogue, operands, out = before(add, (to,), out_dtype=to.dtype)
+    assert epilogue is not None
     in_place = ((len(jax.tree.leaves(operands)) - 1, 0),)
     return products.call(product, epilogue, factors, operands, out_dtype=out, in_place=in_place, **params)
 
