@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cutjax import dot_precision
@@ -180,6 +181,16 @@ class Scaled(Product):
 
     def batched(self, at: int, rank: int) -> Product:
         return self._of(self.product.batched(at, rank))
+
+    def matched(self, factors: Factors) -> Factors:
+        """Returns factors of as many matrices of values as of scales."""
+        values, scales = [], []
+        for x, of in zip((factors.a, *factors.bs), factors.scales, strict=True):
+            batch = jax.lax.broadcast_shapes(*(y.shape[:-2] for y in (x, *of)))
+            x, *of = (jnp.broadcast_to(y, (*batch, *y.shape[-2:])) for y in (x, *of))
+            values.append(x)
+            scales.append(tuple(of))
+        return dataclasses.replace(factors, a=values[0], bs=tuple(values[1:]), scales=tuple(scales))
 
     def laid(self, like: Any, *avals: Any) -> Product:
         return self._of(self.product.laid(like, *avals))
