@@ -272,7 +272,9 @@ HALOS = [("1d k11 d5", cutjax.HaloConfig(32, 3, 4)), ("3d 3x3x3", cutjax.HaloCon
 PLAIN = [CONFIGS[1], CONFIGS[3], CONFIGS[12], CONFIGS[15]]
 
 
-@pytest.mark.parametrize(("name", "config"), [*itertools.product(["2d 3x3 /2", "2d up 2 to odd sizes"], PLAIN), *HALOS], ids=str)
+@pytest.mark.parametrize(
+    ("name", "config"), [*itertools.product(["2d 3x3 /2", "2d up 2 to odd sizes"], PLAIN), *HALOS], ids=str
+)
 def test_epilogue(config, name, gpus):
     """Bias, activation and a residual image."""
     of, n = (GEOMETRIES | SPREAD)[name], 264
