@@ -12,7 +12,16 @@ from flax import linen as nn
 from flax.core import meta
 from flax.typing import Initializer
 
-from cutjax.flax.linear import Activation, einsum, einsum_bias_shapes, is_product, linear, named_arguments, places
+from cutjax.flax.linear import (
+    Activation,
+    einsum,
+    einsum_bias_shapes,
+    is_product,
+    linear,
+    named_arguments,
+    places,
+    without_quantized,
+)
 
 
 @named_arguments
@@ -146,8 +155,8 @@ class Einsum(nn.Einsum):
 
 
 def promoted(layer: Any, *arrays: Any) -> Any:
-    """Returns arrays in the dtype that the layer computes in."""
-    return layer.promote_dtype(*arrays, dtype=layer.dtype)
+    """Returns arrays in the dtype that the layer computes in; quantized kernels as they are."""
+    return without_quantized(lambda xs: layer.promote_dtype(*xs, dtype=layer.dtype), arrays)
 
 
 def _axes(axes: int | Iterable[int]) -> tuple[int, ...]:
