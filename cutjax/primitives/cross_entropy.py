@@ -1,0 +1,380 @@
+"""Cross-entropy of logits that are a product: its losses and gradients, of chunks of rows, whose logits no one writes.
+
+A chunk is one product, whose epilogue sums ``exp(l - c)`` over the vocabulary for a shift c of each row. Where gradients
+are wanted it writes those exponentials too, in the dtype of x. They are what the gradient of the logits is before it is
+scaled by row, but at the label, where one element a row is set. So the other two products read them as they are: that
+of x scales its rows in its epilogue, and that of w reads rows of x that are scaled.
+
+The shift is known before the product: the largest of some logits, plus a constant. Exponentials of float32 and bfloat16
+reach over e^±87, so that any shift near the largest logit will do, and sums are as exact as with the largest itself.
+Where it is not near, which the product tells, the chunk is multiplied again, with the largest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from cutjax import dot_precision
+from cutjax.binding.rules import match_varying, on_devices, symbolic
+from cutjax.dot_precision import Canonical
+from cutjax.primitives import product as products
+from cutjax.primitives.accumulators import accumulator
+from cutjax.primitives.dense import FLIP, Dense
+from cutjax.primitives.factors import Factors
+
+CHUNK_BYTES = 320 * 2**20  # of the exponentials of a chunk of rows
+SAMPLE = 256  # columns, of which the largest logit is taken for a shift
+ABOVE = 32.0  # how far the shift is above it: logits may be larger than those of the sample, and none is smaller
+LOW, HIGH = -60.0, 50.0  # the largest logit less the shift: sums, and what is scaled by their inverse, fit float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """The parameters of a linear cross-entropy.
+
+    Attributes:
+      layout: of x and w, "nn" or "nt".
+      label_smoothing, z_loss, softcap: as linear_cross_entropy's.
+      axis_name: the mesh axis over which the vocabulary is divided.
+      precision, backend: of all products.
+    """
+
+    layout: str
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    axis_name: str | None
+    precision: Canonical
+    backend: str
+
+    def vocabulary(self, w: Any) -> int:
+        """Returns the number of columns of the logits on this device."""
+        return w.shape[1 if self.layout[1] == "n" else 0]
+
+    def logits(self, acc: jax.Array, b: Sequence[jax.Array]) -> jax.Array:
+        """Returns the logits, of accumulators and of the bias, a list of one array or none."""
+        logits = functools.reduce(lambda x, b: x + b.astype(x.dtype), b, acc)
+        return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
+
+    def slope(self, logits: jax.Array) -> jax.Array | float:
+        """Returns the derivative of logits in what they were before they were capped."""
+        return 1.0 if self.softcap is None else 1 - (logits / self.softcap) ** 2
+
+    def loss(self, lse: jax.Array, picked: jax.Array, total: Any, size: int) -> jax.Array:
+        """Returns the loss of rows, of their log-sum-exp, their label's logit and the sum of the logits of ``size``."""
+        at = picked if total is None else (1 - self.label_smoothing) * picked + self.label_smoothing / size * total
+        return lse - at + self.z_loss * lse**2 if self.z_loss else lse - at
+
+    def over(self, reduce: Callable[..., Any], x: Any) -> Any:
+        """Returns a sum or maximum over the devices that share the vocabulary."""
+        return x if self.axis_name is None else reduce(x, self.axis_name)
+
+    def local(self, labels: jax.Array, w: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the columns of labels on this device, and for each label whether it is among them."""
+        size = self.vocabulary(w)
+        at = labels if self.axis_name is None else labels - lax.axis_index(self.axis_name) * size
+        return at, (at >= 0) & (at < size)
+
+    def size(self, w: Any) -> int:
+        """Returns the size of the vocabulary on all devices."""
+        return self.vocabulary(w) * (1 if self.axis_name is None else lax.axis_size(self.axis_name))
+
+    def multiply(
+        self, layout: str, a: jax.Array, b: jax.Array, fn: Callable[..., Any], operands: Any, dtype: Any, **params: Any
+    ) -> Any:
+        """Returns what an epilogue makes of a product."""
+        params |= {"precision": self.precision, "backend": self.backend}
+        return products.call(Dense(layout), fn, Factors(a, [b]), operands, out_dtype=dtype, **params)
+
+    @property
+    def backward(self) -> Head:
+        """The head with the precision of products of cotangents."""
+        precision = dot_precision.of_cotangents(self.precision, np.dtype(np.float32), "linear_cross_entropy")
+        return dataclasses.replace(self, precision=precision)
+
+
+class Rows(NamedTuple):
+    """What a product finds of each row of the logits.
+
+    Attributes:
+      sums: of ``exp(l - shift)``.
+      most: the largest logit.
+      picked: the label's logit, NaN where the label is outside of the vocabulary.
+      total: the sum of the logits, where labels are smoothed, else None.
+      kept: ``exp(l - shift)`` times the slope of softcap, ``[rows, vocabulary]`` in the dtype of x, or None.
+    """
+
+    sums: jax.Array
+    most: jax.Array
+    picked: jax.Array
+    total: jax.Array | None
+    kept: jax.Array | None
+
+
+# The losses of rows, and their derivative in plain JAX on products.
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def token_losses(head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array], labels: jax.Array) -> jax.Array:
+    """Returns the loss of each row of x; labels outside of the vocabulary give NaN."""
+
+    def step(_: None, chunk: Sequence[jax.Array]) -> tuple[None, jax.Array]:
+        shift, rows = _rows(head, chunk[0], w, b, chunk[1], keep=False)
+        return None, head.loss(shift + jnp.log(rows.sums), rows.picked, rows.total, head.size(w))
+
+    return _in_chunks(step, head, w, x.dtype.itemsize, x, labels)[1]
+
+
+def _token_losses_jvp(head: Head, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    *floats, labels = primals
+    return _along(lambda x, w, b: _recomputed(head, x, w, b, labels), floats, tangents[:-1])
+
+
+token_losses.defjvp(_token_losses_jvp, symbolic_zeros=True)
+
+
+def _recomputed(head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array], labels: jax.Array) -> jax.Array:
+    """Returns the losses by logits in memory, which a derivative makes again chunk by chunk."""
+    wide = accumulator(x.dtype)
+
+    @jax.checkpoint
+    def losses(x: jax.Array, w: jax.Array, b: list[jax.Array], labels: jax.Array) -> jax.Array:
+        acc = products.multiply(
+            Dense(head.layout), x, w, out_dtype=wide, precision=head.precision, backend=head.backend
+        )
+        logits = head.logits(acc, b)
+        most = head.over(lax.pmax, lax.stop_gradient(logits).max(1))
+        most = jnp.where(jnp.isfinite(most), most, 0)
+        lse = most + jnp.log(head.over(lax.psum, jnp.exp(logits - most[:, None]).sum(1)))
+        at, _ = head.local(labels, w)
+        column = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        picked = head.over(lax.psum, jnp.where(column == at[:, None], logits, 0).sum(1))
+        total = head.over(lax.psum, logits.sum(1)) if head.label_smoothing else None
+        return head.loss(lse, _known(head, picked, labels, w), total, head.size(w))
+
+    def step(_: None, chunk: Sequence[jax.Array]) -> tuple[None, jax.Array]:
+        return None, losses(chunk[0], w, b, chunk[1])
+
+    return _in_chunks(step, head, w, wide.itemsize, x, labels)[1]
+
+
+def _known(head: Head, picked: jax.Array, labels: jax.Array, w: jax.Array) -> jax.Array:
+    """Returns the labels' logits, NaN where a label is outside of the vocabulary."""
+    known = head.over(lax.psum, head.local(labels, w)[1].astype(jnp.int32)) > 0
+    return jnp.where(known, picked, jnp.nan)
+
+
+def _along(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    """Returns the results of a function and their tangents, along those of its arguments that are not zero."""
+    leaves, tree = jax.tree.flatten(list(primals))
+    dots = jax.tree.leaves(list(tangents), is_leaf=lambda x: isinstance(x, SymbolicZero))
+    moved = [i for i, dot in enumerate(dots) if not isinstance(dot, SymbolicZero)]
+
+    def along(*values: jax.Array) -> Any:
+        given = dict(zip(moved, values, strict=True))
+        return fn(*tree.unflatten(given.get(i, x) for i, x in enumerate(leaves)))
+
+    return jax.jvp(along, tuple(leaves[i] for i in moved), tuple(dots[i] for i in moved))
+
+
+# A weighted sum of losses, whose gradients are made beside it, by three products in all.
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def weighted_loss(
+    head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array], labels: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """Returns the sum of the rows' losses, each times a weight, which has no derivative."""
+    return (weights * token_losses(head, x, w, b, labels)).sum()
+
+
+def _weighted_loss_jvp(head: Head, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    x, w, b, labels, weights = primals
+    dots = jax.tree.leaves(list(tangents[:3]), is_leaf=lambda x: isinstance(x, SymbolicZero))
+    wanted = tuple(not isinstance(dot, SymbolicZero) for dot in dots)
+    losses, *found = gradients(head, wanted, x, w, b, labels, weights)
+    moved = [dot for dot in dots if not isinstance(dot, SymbolicZero)]
+    terms = [(g.astype(losses.dtype) * dot.astype(losses.dtype)).sum() for g, dot in zip(found, moved, strict=True)]
+    total = (weights * losses).sum()
+    return total, head.over(lax.psum, sum(terms)) if terms else jnp.zeros_like(total)
+
+
+weighted_loss.defjvp(_weighted_loss_jvp, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def gradients(
+    head: Head,
+    wanted: tuple[bool, ...],
+    x: jax.Array,
+    w: jax.Array,
+    b: list[jax.Array],
+    labels: jax.Array,
+    weights: jax.Array,
+) -> list[jax.Array]:
+    """Returns the rows' losses, and the gradients of their weighted sum: those wanted of x, w and b, on this device."""
+
+    def step(sums: Any, chunk: Sequence[jax.Array]) -> tuple[Any, Any]:
+        x, labels, weights = chunk
+        shift, rows = _rows(head, x, w, b, labels, keep=True)
+        lse = shift + jnp.log(rows.sums)
+        scale = (1 + 2 * head.z_loss * lse) / rows.sums
+        kept = _at_labels(head, w, labels, rows, shift, scale)
+        scale = (weights * scale)[:, None]
+        of_x = _of_x(head, kept, w, scale) if wanted[0] else None
+        loss = head.loss(lse, rows.picked, rows.total, head.size(w))
+        return _sums(head, wanted, sums, kept, x, b, scale), (loss, of_x)
+
+    sums, (losses, of_x) = _in_chunks(step, head, w, x.dtype.itemsize, x, labels, weights)
+    found = [of_x, *sums]
+    found[2:] = [g.astype(b[0].dtype) for g in found[2:] if g is not None]
+    return [losses, *(g for g in found if g is not None)]
+
+
+def _gradients_jvp(head: Head, wanted: tuple[bool, ...], primals: Any, tangents: Any) -> tuple[Any, Any]:
+    x, w, b, labels, weights = primals
+
+    def again(x: jax.Array, w: jax.Array, b: list[jax.Array], weights: jax.Array) -> list[jax.Array]:
+        leaves, tree = jax.tree.flatten([x, w, b])
+        places = [i for i, asked in enumerate(wanted) if asked]
+
+        def of(*values: jax.Array) -> jax.Array:
+            given = dict(zip(places, values, strict=True))
+            return token_losses(head, *tree.unflatten(given.get(i, x) for i, x in enumerate(leaves)), labels)
+
+        losses, pull = jax.vjp(of, *(leaves[i] for i in places))
+        return [losses, *pull(weights)]
+
+    return _along(again, (x, w, b, weights), (*tangents[:3], tangents[4]))
+
+
+gradients.defjvp(_gradients_jvp, symbolic_zeros=True)
+
+
+def _at_labels(
+    head: Head, w: jax.Array, labels: jax.Array, rows: Rows, shift: jax.Array, scale: jax.Array
+) -> jax.Array:
+    """Returns what was kept, less the inverse of the scale at the labels: the difference is rounded, not its terms."""
+    assert rows.kept is not None
+    at, here = head.local(labels, w)
+    value = head.slope(rows.picked) * (jnp.exp(rows.picked - shift) - 1 / scale)
+    column = jnp.where(here, at, rows.kept.shape[1])  # past the end nothing is set
+    where = jnp.arange(rows.kept.shape[0], dtype=jnp.int32), column
+    options: dict[str, Any] = {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
+    return rows.kept.at[where].set(value.astype(rows.kept.dtype), **options)
+
+
+def _of_x(head: Head, kept: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns the gradient of rows of x."""
+    layout = "n" + FLIP[head.layout[1]]
+    return head.backward.multiply(layout, kept, w, lambda acc, s: acc * s.astype(acc.dtype), (scale,), w.dtype)
+
+
+def _sums(
+    head: Head, wanted: tuple[bool, ...], sums: Any, kept: jax.Array, x: jax.Array, b: list[jax.Array], scale: jax.Array
+) -> Any:
+    """Returns the gradients of w and b, each None or of the rows so far."""
+    of_w, of_b = (None, None) if sums is None else sums
+    if wanted[1]:
+        scaled = (x * scale).astype(x.dtype)
+        factors = (scaled, kept) if head.layout[1] == "n" else (kept, scaled)
+        before, in_place = ((), ()) if of_w is None else ((of_w,), ((0, 0),))
+
+        def added(acc: jax.Array, *before: jax.Array) -> jax.Array:
+            return functools.reduce(lambda acc, to: acc + to.astype(acc.dtype), before, acc)
+
+        of_w = head.backward.multiply("tn", *factors, added, before, x.dtype, in_place=in_place)
+    if b and wanted[2]:
+        new = (kept.astype(scale.dtype) * scale).sum(0)
+        of_b = new if of_b is None else of_b + new
+    return of_w, of_b
+
+
+# One chunk of rows.
+
+
+def _rows(
+    head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array], labels: jax.Array, *, keep: bool
+) -> tuple[jax.Array, Rows]:
+    """Returns the shift of each row, and what the product finds with it."""
+    at, _ = head.local(labels, w)
+
+    def multiplied(shift: jax.Array) -> Rows:
+        def epilogue(acc: jax.Array, at: jax.Array, shift: jax.Array, b: list[jax.Array]) -> Rows:
+            logits = head.logits(acc, b)
+            exps = jnp.exp(logits - shift)
+            column = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+            picked = jnp.where(column == at, logits, 0).sum(1)
+            total = logits.sum(1) if head.label_smoothing else None
+            return Rows(exps.sum(1), logits.max(1), picked, total, exps * head.slope(logits) if keep else None)
+
+        found = head.multiply(head.layout, x, w, epilogue, (at[:, None], shift[:, None], b), x.dtype)
+        summed = [None if v is None else head.over(lax.psum, v) for v in (found.sums, found.picked, found.total)]
+        return Rows(summed[0], head.over(lax.pmax, found.most), _known(head, summed[1], labels, w), *summed[2:], found.kept)
+
+    def far(shift: jax.Array, rows: Rows) -> jax.Array:
+        off = rows.most - shift
+        return jnp.any(jnp.isfinite(rows.most) & ((off < LOW) | (off > HIGH)))
+
+    def again(state: Any) -> Any:
+        shift = jnp.where(jnp.isfinite(state[2].most), state[2].most, 0)
+        return state[0] & ~state[0], shift, multiplied(shift)
+
+    shift = _shift(head, x, w, b)
+    rows = multiplied(shift)
+    _, shift, rows = lax.while_loop(lambda state: state[0], again, (far(shift, rows), shift, rows))
+    return shift, rows
+
+
+def _shift(head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array]) -> jax.Array:
+    """Returns a number for each row that is near its largest logit, and little smaller, by the first columns of w."""
+    n = min(SAMPLE, head.vocabulary(w))
+    some = w[:, :n] if head.layout[1] == "n" else w[:n]
+    most = head.multiply(
+        head.layout, x, some, lambda acc, b: head.logits(acc, b).max(1), ([v[:n] for v in b],), x.dtype
+    )
+    most = head.over(lax.pmax, most)
+    return jnp.where(jnp.isfinite(most), most + ABOVE, 0)
+
+
+def _in_chunks(step: Callable[..., Any], head: Head, w: jax.Array, itemsize: int, *arrays: jax.Array) -> tuple[Any, Any]:
+    """Returns ``step(sums, chunk)`` of all rows: sums that go from chunk to chunk, and what each row has.
+
+    The first chunk's sums are None, so that nothing is zeroed for it.
+    """
+    rows = arrays[0].shape[0]
+    each = rows_of_chunk(rows, head.vocabulary(w), itemsize, arrays[0], w)
+    if each == rows:
+        return step(None, arrays)
+    count = -(-rows // each)
+    padded = [jnp.pad(x, [(0, count * each - rows)] + [(0, 0)] * (x.ndim - 1)) for x in arrays]
+    chunks = [x.reshape(count, each, *x.shape[1:]) for x in padded]
+    sums, first = step(None, [x[0] for x in chunks])
+    sums, others = lax.scan(step, sums, [x[1:] for x in chunks])
+
+    def joined(first: jax.Array, others: jax.Array) -> jax.Array:
+        whole = jnp.concatenate([first[None], others])
+        return whole.reshape(count * each, *first.shape[1:])[:rows]
+
+    return sums, jax.tree.map(joined, first, others)
+
+
+def rows_of_chunk(rows: int, columns: int, itemsize: int, *arrays: jax.Array) -> int:
+    """Returns the number of rows whose logits are made at once.
+
+    All rows, where arrays lie on a mesh over which XLA divides: rows beside each other lie on one device.
+    """
+    if any(map(symbolic, arrays)) or on_devices(*arrays) or rows * columns * itemsize <= CHUNK_BYTES:
+        return rows
+    most = max(CHUNK_BYTES // (columns * itemsize) // 128, 1) * 128
+    count = -(-rows // most)
+    return min(rows, -(-rows // (count * 128)) * 128)
