@@ -1,19 +1,20 @@
 """Cross-entropy of logits that are a product: its losses and gradients, of chunks of rows, whose logits no one writes.
 
 A chunk is one product, whose epilogue sums ``exp(l - c)`` over the vocabulary for a shift c of each row. Where gradients
-are wanted it writes those exponentials too, in the dtype of x. They are what the gradient of the logits is before it is
-scaled by row, but at the label, where one element a row is set. So the other two products read them as they are: that
-of x scales its rows in its epilogue, and that of w reads rows of x that are scaled.
+are wanted it writes those powers too, in the dtype of x. They are what the gradient of the logits is before it is scaled
+by row, but at the label, where one element a row is set. So the other two products read them as they are: that of x
+scales its rows in its epilogue, and that of w reads rows of x that are scaled.
 
-The shift is known before the product: the largest of some logits, plus a constant. Exponentials of float32 and bfloat16
-reach over e^±87, so that any shift near the largest logit will do, and sums are as exact as with the largest itself.
-Where it is not near, which the product tells, the chunk is multiplied again, with the largest.
+The shift is known before the product: the largest of some logits, plus a constant. Powers in float32 and bfloat16 reach
+from 2^-126 to 2^127, so that any shift near the largest logit will do, and sums are as exact as with the largest itself.
+Where it is not near, which the sums tell, the chunk is multiplied again, with the largest.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,10 +32,11 @@ from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.dense import FLIP, Dense
 from cutjax.primitives.factors import Factors
 
-CHUNK_BYTES = 320 * 2**20  # of the exponentials of a chunk of rows
+CHUNK_BYTES = 320 * 2**20  # of what is kept of a chunk of rows
+LOG2_E = math.log2(math.e)
 SAMPLE = 256  # columns, of which the largest logit is taken for a shift
-ABOVE = 32.0  # how far the shift is above it: logits may be larger than those of the sample, and none is smaller
-LOW, HIGH = -60.0, 50.0  # the largest logit less the shift: sums, and what is scaled by their inverse, fit float32
+ABOVE = 24.0  # how far the shift is above it, in units of log(2): no row's largest logit is below that of the sample
+REACH = 88  # sums of 2^-88 to 2^88 are kept: powers, and what is scaled by the inverse of a sum, fit float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,18 +108,20 @@ class Rows(NamedTuple):
     """What a product finds of each row of the logits.
 
     Attributes:
-      sums: of ``exp(l - shift)``.
-      most: the largest logit.
+      sums: of ``2^(l log2(e) - shift)``.
       picked: the label's logit, NaN where the label is outside of the vocabulary.
       total: the sum of the logits, where labels are smoothed, else None.
-      kept: ``exp(l - shift)`` times the slope of softcap, ``[rows, vocabulary]`` in the dtype of x, or None.
+      kept: those powers times the slope of softcap, ``[rows, vocabulary]`` in the dtype of x, or None.
     """
 
     sums: jax.Array
-    most: jax.Array
     picked: jax.Array
     total: jax.Array | None
     kept: jax.Array | None
+
+    def lse(self, shift: jax.Array) -> jax.Array:
+        """Returns the log-sum-exp of each row."""
+        return (shift + jnp.log2(self.sums)) / LOG2_E
 
 
 # The losses of rows, and their derivative in plain JAX on products.
@@ -129,7 +133,7 @@ def token_losses(head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array], lab
 
     def step(_: None, chunk: Sequence[jax.Array]) -> tuple[None, jax.Array]:
         shift, rows = _rows(head, chunk[0], w, b, chunk[1], keep=False)
-        return None, head.loss(shift + jnp.log(rows.sums), rows.picked, rows.total, head.size(w))
+        return None, head.loss(rows.lse(shift), rows.picked, rows.total, head.size(w))
 
     return _in_chunks(step, head, w, x.dtype.itemsize, x, labels)[1]
 
@@ -226,7 +230,7 @@ def gradients(
     def step(sums: Any, chunk: Sequence[jax.Array]) -> tuple[Any, Any]:
         x, labels, weights = chunk
         shift, rows = _rows(head, x, w, b, labels, keep=True)
-        lse = shift + jnp.log(rows.sums)
+        lse = rows.lse(shift)
         scale = (1 + 2 * head.z_loss * lse) / rows.sums
         kept = _at_labels(head, w, labels, rows, shift, scale)
         scale = (weights * scale)[:, None]
@@ -266,7 +270,7 @@ def _at_labels(
     """Returns what was kept, less the inverse of the scale at the labels: the difference is rounded, not its terms."""
     assert rows.kept is not None
     at, here = head.local(labels, w)
-    value = head.slope(rows.picked) * (jnp.exp(rows.picked - shift) - 1 / scale)
+    value = head.slope(rows.picked) * (jnp.exp2(rows.picked * LOG2_E - shift) - 1 / scale)
     column = jnp.where(here, at, rows.kept.shape[1])  # past the end nothing is set
     where = jnp.arange(rows.kept.shape[0], dtype=jnp.int32), column
     options: dict[str, Any] = {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
@@ -305,45 +309,42 @@ def _sums(
 def _rows(
     head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array], labels: jax.Array, *, keep: bool
 ) -> tuple[jax.Array, Rows]:
-    """Returns the shift of each row, and what the product finds with it."""
+    """Returns the shift of each row, in units of log(2), and what the product finds with it."""
     at, _ = head.local(labels, w)
 
     def multiplied(shift: jax.Array) -> Rows:
         def epilogue(acc: jax.Array, at: jax.Array, shift: jax.Array, b: list[jax.Array]) -> Rows:
             logits = head.logits(acc, b)
-            exps = jnp.exp(logits - shift)
+            powers = jnp.exp2(logits * LOG2_E - shift)
             column = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
             picked = jnp.where(column == at, logits, 0).sum(1)
             total = logits.sum(1) if head.label_smoothing else None
-            return Rows(exps.sum(1), logits.max(1), picked, total, exps * head.slope(logits) if keep else None)
+            return Rows(powers.sum(1), picked, total, powers * head.slope(logits) if keep else None)
 
-        found = head.multiply(head.layout, x, w, epilogue, (at[:, None], shift[:, None], b), x.dtype)
-        summed = [None if v is None else head.over(lax.psum, v) for v in (found.sums, found.picked, found.total)]
-        return Rows(summed[0], head.over(lax.pmax, found.most), _known(head, summed[1], labels, w), *summed[2:], found.kept)
+        rows = head.multiply(head.layout, x, w, epilogue, (at[:, None], shift[:, None], b), x.dtype)
+        sums, picked, total = (None if v is None else head.over(lax.psum, v) for v in rows[:3])
+        return Rows(sums, _known(head, picked, labels, w), total, rows.kept)
 
-    def far(shift: jax.Array, rows: Rows) -> jax.Array:
-        off = rows.most - shift
-        return jnp.any(jnp.isfinite(rows.most) & ((off < LOW) | (off > HIGH)))
+    def far(rows: Rows) -> jax.Array:
+        return jnp.any((rows.sums < 2.0**-REACH) | (rows.sums > 2.0**REACH))
 
     def again(state: Any) -> Any:
-        shift = jnp.where(jnp.isfinite(state[2].most), state[2].most, 0)
+        shift = _largest(head, x, w, b)
         return state[0] & ~state[0], shift, multiplied(shift)
 
-    shift = _shift(head, x, w, b)
+    n = min(SAMPLE, head.vocabulary(w))
+    some = w[:, :n] if head.layout[1] == "n" else w[:n]
+    shift = _largest(head, x, some, [v[:n] for v in b]) + ABOVE
     rows = multiplied(shift)
-    _, shift, rows = lax.while_loop(lambda state: state[0], again, (far(shift, rows), shift, rows))
+    _, shift, rows = lax.while_loop(lambda state: state[0], again, (far(rows), shift, rows))
     return shift, rows
 
 
-def _shift(head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array]) -> jax.Array:
-    """Returns a number for each row that is near its largest logit, and little smaller, by the first columns of w."""
-    n = min(SAMPLE, head.vocabulary(w))
-    some = w[:, :n] if head.layout[1] == "n" else w[:n]
-    most = head.multiply(
-        head.layout, x, some, lambda acc, b: head.logits(acc, b).max(1), ([v[:n] for v in b],), x.dtype
-    )
+def _largest(head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array]) -> jax.Array:
+    """Returns the largest logit of each row in units of log(2); 0 where it is not finite."""
+    most = head.multiply(head.layout, x, w, lambda acc, b: head.logits(acc, b).max(1), (b,), x.dtype)
     most = head.over(lax.pmax, most)
-    return jnp.where(jnp.isfinite(most), most + ABOVE, 0)
+    return jnp.where(jnp.isfinite(most), most * LOG2_E, 0)
 
 
 def _in_chunks(step: Callable[..., Any], head: Head, w: jax.Array, itemsize: int, *arrays: jax.Array) -> tuple[Any, Any]:
