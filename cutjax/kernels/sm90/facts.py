@@ -92,8 +92,7 @@ class Facts:
         # Where TMA cannot load an operand, its elements have addresses of their own.
         apart = any(spec.row and spec.col and not self.staging.by_tma(spec) for spec in epilogue.operands)
         if self.staging.reductions:
-            wide = config.bn % 128 == 0 and (self.staging.results or config.schedule == "coop")  # others spill a word
-            return 128 if wide and self._few_sums_of_rows and not apart else 64
+            return 128 if self._few_sums_of_rows and not apart else 64
         if apart or (self.staging.called and not self.staging.even):
             return 96
         varying = any(spec.row or spec.col for spec in epilogue.operands)
