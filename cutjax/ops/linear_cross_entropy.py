@@ -172,13 +172,14 @@ def _labels(labels: Any, tokens: tuple[int, ...], size: int) -> jax.Array:
 
 
 def _bias(bias: Any, size: int, axis_name: str | None) -> jax.Array:
+    """Returns the bias as one row."""
     b = _array(bias, "bias", "numbers")
     if b.shape != (size,):
         part = "" if axis_name is None else f" on this device of the axis {axis_name!r}"
         raise ValueError(f"{_WHERE}: bias must be {(size,)}, one for each column of the logits{part}, got {b.shape}")
     if not jnp.issubdtype(b.dtype, jnp.floating):
         raise TypeError(f"{_WHERE}: bias must be floating-point numbers, got {b.dtype}")
-    return b
+    return b[None]
 
 
 def _counted(where: Any, tokens: tuple[int, ...]) -> jax.Array:

@@ -160,8 +160,7 @@ def _recomputed(head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array], labe
         most = jnp.where(jnp.isfinite(most), most, 0)
         lse = most + jnp.log(head.over(lax.psum, jnp.exp(logits - most[:, None]).sum(1)))
         at, _ = head.local(labels, w)
-        column = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        picked = head.over(lax.psum, jnp.where(column == at[:, None], logits, 0).sum(1))
+        picked = head.over(lax.psum, _picked(logits, at[:, None]))
         total = head.over(lax.psum, logits.sum(1)) if head.label_smoothing else None
         return head.loss(lse, _known(head, picked, labels, w), total, head.size(w))
 
@@ -169,6 +168,12 @@ def _recomputed(head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array], labe
         return None, losses(chunk[0], w, b, chunk[1])
 
     return _in_chunks(step, head, w, wide.itemsize, x, labels)[1]
+
+
+def _picked(logits: jax.Array, at: jax.Array) -> jax.Array:
+    """Returns of each row the logit at one column, 0 where that is not there."""
+    there = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == at
+    return lax.select(there, logits, jnp.zeros_like(logits)).sum(1)
 
 
 def _known(head: Head, picked: jax.Array, labels: jax.Array, w: jax.Array) -> jax.Array:
@@ -298,7 +303,7 @@ def _sums(
 
         of_w = head.backward.multiply("tn", *factors, added, before, x.dtype, in_place=in_place)
     if b and wanted[2]:
-        new = (kept.astype(scale.dtype) * scale).sum(0)
+        new = (kept.astype(scale.dtype) * scale).sum(0, keepdims=True)
         of_b = new if of_b is None else of_b + new
     return of_w, of_b
 
@@ -316,8 +321,7 @@ def _rows(
         def epilogue(acc: jax.Array, at: jax.Array, shift: jax.Array, b: list[jax.Array]) -> Rows:
             logits = head.logits(acc, b)
             powers = jnp.exp2(logits * LOG2_E - shift)
-            column = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-            picked = jnp.where(column == at, logits, 0).sum(1)
+            picked = _picked(logits, at)
             total = logits.sum(1) if head.label_smoothing else None
             return Rows(powers.sum(1), picked, total, powers * head.slope(logits) if keep else None)
 
@@ -334,7 +338,7 @@ def _rows(
 
     n = min(SAMPLE, head.vocabulary(w))
     some = w[:, :n] if head.layout[1] == "n" else w[:n]
-    shift = _largest(head, x, some, [v[:n] for v in b]) + ABOVE
+    shift = _largest(head, x, some, [v[:, :n] for v in b]) + ABOVE
     rows = multiplied(shift)
     _, shift, rows = lax.while_loop(lambda state: state[0], again, (far(rows), shift, rows))
     return shift, rows
