@@ -103,7 +103,8 @@ def linear_cross_entropy(
     logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
     lse = jax.nn.logsumexp(logits, -1)
     picked = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
-    losses = lse - (1 - label_smoothing) * picked - label_smoothing * logits.mean(-1) + z_loss * lse**2
+    smooth = label_smoothing * logits.mean(-1) if label_smoothing else 0.0
+    losses = lse - (1 - label_smoothing) * picked - smooth + z_loss * lse**2
     losses = losses if where is None else jnp.where(where, losses, 0)
-    count = losses.size if where is None else jnp.broadcast_to(where, losses.shape).sum()
+    count = losses.size if where is None else jnp.broadcast_to(where, losses.shape).sum(dtype=losses.dtype)
     return (losses if reduction == "none" else losses.sum() / (count if reduction == "mean" else 1)).astype(x.dtype)

@@ -187,7 +187,8 @@ def _partials(staging: Staging, arguments: Sequence[Argument]) -> str:
 struct Partials {{
   int m, n, batch;{lines(fields, 2)}
 
-  DEVICE Partials(int m, int n{_taken(arguments, "partials")}) : m(m), n(n), batch(0){"".join(initial)} {{}}{lines(places, 2)}
+  DEVICE Partials(int m, int n{_taken(arguments, "partials")}) : m(m), n(n), batch(0){"".join(initial)} {{}}
+{lines(places, 2)[1:]}
   DEVICE void begin_tile(int of) {{ batch = of; }}
   DEVICE void begin_block() {{{lines(begin)}
   }}

@@ -51,14 +51,15 @@ def linear_cross_entropy(
     The loss of a token with the logits l and the label y is ``logsumexp(l) - l[y]``, in float32, as
     ``optax.softmax_cross_entropy_with_integer_labels`` computes it of float32 logits. What a pass over the logits would
     do runs in the products' epilogues, chunk by chunk of the tokens. The gradients of a mean or a sum are made in the
-    forward pass, by three products in all; those of "none", of float16 and of smoothed labels multiply the logits again.
+    forward pass, by three products in all; those of "none", of float16, of float64 and of smoothed labels multiply the
+    logits again.
 
     Args:
       x: ``[..., tokens, d]``.
       w: ``[d, vocabulary]``, or ``[vocabulary, d]`` in the layout "nt", such as an embedding. Dtypes promote as in
         ``cutjax.gemm``.
-      labels: integers ``[..., tokens]``. As in optax, those from ``-vocabulary`` to -1 count from the end, and any other
-        outside of the vocabulary makes its loss NaN: leave padding out by ``where``.
+      labels: integers ``[..., tokens]``. As in optax, those from ``-vocabulary`` to -1 count from the end, and any
+        other outside of the vocabulary makes its loss NaN: leave padding out by ``where``.
       layout: "nn" or "nt".
       bias: ``[vocabulary]``.
       where: booleans that broadcast against labels: the tokens that count. Of others, x and labels may be anything.
@@ -94,7 +95,9 @@ def linear_cross_entropy(
     backend = backends.resolve(backend, _WHERE)
     a, v, dtype, _ = promote(matrix(x, "x", _WHERE), [matrix(w, "w", _WHERE)], None, _WHERE)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-        raise TypeError(f"{_WHERE}: x and w must be floating-point numbers of 16 bits or more, got a product of {dtype}")
+        raise TypeError(
+            f"{_WHERE}: x and w must be floating-point numbers of 16 bits or more, got a product of {dtype}"
+        )
     if v.ndim != 2:
         raise ValueError(f"{_WHERE}: w must have rank 2, got shape {v.shape}; use jax.vmap for several")
     check_shapes(a, v, layout, _WHERE, ("x", "w"))
@@ -146,7 +149,9 @@ def _number(x: Any, name: str, least: float = -math.inf, most: float = math.inf,
         raise TypeError(f"{_WHERE}: {name} must be a number, got {type(x).__name__}")
     if not (least <= x <= most and above < x < math.inf):
         expected = f"above {above}" if above > -math.inf else f"at least {least}"
-        raise ValueError(f"{_WHERE}: {name} must be {expected}{f', at most {most}' if most < math.inf else ''}, got {x}")
+        raise ValueError(
+            f"{_WHERE}: {name} must be {expected}{f', at most {most}' if most < math.inf else ''}, got {x}"
+        )
     return float(x)
 
 

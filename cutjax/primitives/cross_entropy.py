@@ -1,13 +1,13 @@
 """Cross-entropy of logits that are a product: its losses and gradients, of chunks of rows, whose logits no one writes.
 
-A chunk is one product, whose epilogue sums ``exp(l - c)`` over the vocabulary for a shift c of each row. Where gradients
-are wanted it writes those powers too, in the dtype of x. They are what the gradient of the logits is before it is scaled
-by row, but at the label, where one element a row is set. So the other two products read them as they are: that of x
-scales its rows in its epilogue, and that of w reads rows of x that are scaled.
+A chunk is one product, whose epilogue sums ``exp(l - c)`` over the vocabulary for a shift c of each row. Where
+gradients are wanted it writes those powers too, in the dtype of x. They are what the gradient of the logits is before
+it is scaled by row, but at the label, where one element a row is set. So the other two products read them as they are:
+that of x scales its rows in its epilogue, and that of w reads rows of x that are scaled.
 
 The shift is known before the product: the largest of some logits, plus a constant. Powers in float32 and bfloat16 reach
-from 2^-126 to 2^127, so that any shift near the largest logit will do, and sums are as exact as with the largest itself.
-Where it is not near, which the sums tell, the chunk is multiplied again, with the largest.
+from 2^-126 to 2^127: any shift near the largest logit will do, and sums are as exact as with the largest itself. Where
+it is not near, which the sums tell, the chunk is multiplied again, with the largest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from cutjax import dot_precision
-from cutjax.binding.rules import match_varying, on_devices, symbolic
+from cutjax.binding.rules import on_devices, symbolic
 from cutjax.dot_precision import Canonical
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator
@@ -294,7 +294,7 @@ def _sums(
     """Returns the gradients of w and b, each None or of the rows so far."""
     of_w, of_b = (None, None) if sums is None else sums
     if wanted[1]:
-        scaled = (x * scale).astype(x.dtype)
+        scaled = (x.astype(scale.dtype) * scale).astype(x.dtype)
         factors = (scaled, kept) if head.layout[1] == "n" else (kept, scaled)
         before, in_place = ((), ()) if of_w is None else ((of_w,), ((0, 0),))
 
@@ -326,7 +326,8 @@ def _rows(
             return Rows(powers.sum(1), picked, total, powers * head.slope(logits) if keep else None)
 
         rows = head.multiply(head.layout, x, w, epilogue, (at[:, None], shift[:, None], b), x.dtype)
-        sums, picked, total = (None if v is None else head.over(lax.psum, v) for v in rows[:3])
+        sums, picked = (head.over(lax.psum, v) for v in rows[:2])
+        total = None if rows.total is None else head.over(lax.psum, rows.total)
         return Rows(sums, _known(head, picked, labels, w), total, rows.kept)
 
     def far(rows: Rows) -> jax.Array:
@@ -351,7 +352,9 @@ def _largest(head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array]) -> jax.
     return jnp.where(jnp.isfinite(most), most * LOG2_E, 0)
 
 
-def _in_chunks(step: Callable[..., Any], head: Head, w: jax.Array, itemsize: int, *arrays: jax.Array) -> tuple[Any, Any]:
+def _in_chunks(
+    step: Callable[..., Any], head: Head, w: jax.Array, itemsize: int, *arrays: jax.Array
+) -> tuple[Any, Any]:
     """Returns ``step(sums, chunk)`` of all rows: sums that go from chunk to chunk, and what each row has.
 
     The first chunk's sums are None, so that nothing is zeroed for it.
