@@ -317,7 +317,7 @@ def _rows(
     """Returns the shift of each row, in units of log(2), and what the product finds with it."""
     at, _ = head.local(labels, w)
 
-    def multiplied(shift: jax.Array) -> Rows:
+    def multiplied(x: jax.Array, shift: jax.Array) -> Rows:
         def epilogue(acc: jax.Array, at: jax.Array, shift: jax.Array, b: list[jax.Array]) -> Rows:
             logits = head.logits(acc, b)
             powers = jnp.exp2(logits * LOG2_E - shift)
@@ -334,13 +334,14 @@ def _rows(
         return jnp.any((rows.sums < 2.0**-REACH) | (rows.sums > 2.0**REACH))
 
     def again(state: Any) -> Any:
-        shift = _largest(head, x, w, b)
-        return state[0] & ~state[0], shift, multiplied(shift)
+        once = lax.select(jnp.broadcast_to(state[0], x.shape), x, jnp.zeros_like(x))  # or XLA multiplies before the loop
+        shift = _largest(head, once, w, b)
+        return state[0] & ~state[0], shift, multiplied(once, shift)
 
     n = min(SAMPLE, head.vocabulary(w))
     some = w[:, :n] if head.layout[1] == "n" else w[:n]
     shift = _largest(head, x, some, [v[:, :n] for v in b]) + ABOVE
-    rows = multiplied(shift)
+    rows = multiplied(x, shift)
     _, shift, rows = lax.while_loop(lambda state: state[0], again, (far(rows), shift, rows))
     return shift, rows
 
