@@ -93,7 +93,7 @@ class Head:
     def multiply(
         self, layout: str, a: jax.Array, b: jax.Array, fn: Callable[..., Any], operands: Any, dtype: Any, **params: Any
     ) -> Any:
-        """Returns what an epilogue makes of a product."""
+        """Returns the results of a product with an epilogue."""
         params |= {"precision": self.precision, "backend": self.backend}
         return products.call(Dense(layout), fn, Factors(a, [b]), operands, out_dtype=dtype, **params)
 
@@ -105,7 +105,7 @@ class Head:
 
 
 class Rows(NamedTuple):
-    """What a product finds of each row of the logits.
+    """The sums over rows of the logits that a product makes, and the powers that it keeps.
 
     Attributes:
       sums: of ``2^(l log2(e) - shift)``.
@@ -272,7 +272,7 @@ gradients.defjvp(_gradients_jvp, symbolic_zeros=True)
 def _at_labels(
     head: Head, w: jax.Array, labels: jax.Array, rows: Rows, shift: jax.Array, scale: jax.Array
 ) -> jax.Array:
-    """Returns what was kept, less the inverse of the scale at the labels: the difference is rounded, not its terms."""
+    """Returns the powers, less the inverse of the scale at the labels: the difference is rounded, not its terms."""
     assert rows.kept is not None
     at, here = head.local(labels, w)
     value = head.slope(rows.picked) * (jnp.exp2(rows.picked * LOG2_E - shift) - 1 / scale)
