@@ -334,7 +334,9 @@ def _rows(
         return jnp.any((rows.sums < 2.0**-REACH) | (rows.sums > 2.0**REACH))
 
     def again(state: Any) -> Any:
-        once = lax.select(jnp.broadcast_to(state[0], x.shape), x, jnp.zeros_like(x))  # or XLA multiplies before the loop
+        once = lax.select(
+            jnp.broadcast_to(state[0], x.shape), x, jnp.zeros_like(x)
+        )  # or XLA multiplies before the loop
         shift = _largest(head, once, w, b)
         return state[0] & ~state[0], shift, multiplied(once, shift)
 
