@@ -20,7 +20,7 @@ from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.device import Device
 from cutjax.kernels.direct import slide
 from cutjax.kernels.direct.config import Config
-from cutjax.kernels.direct.entries import SUM_SLICES, SUM_THREADS, Entry
+from cutjax.kernels.direct.entries import SUM_THREADS, Entry, slices_of
 from cutjax.kernels.direct.text import source
 from cutjax.kernels.staging import instructions
 from cutjax.runtime.architectures import number
@@ -271,8 +271,11 @@ DEVICE void finish(const Extras& extras, const Done done, int row, int column) {
   }}{of_bias}
 }}
 """
-        constants = {"THREADS": SUM_THREADS, "SLICES": SUM_SLICES, "CHANNELS": 1}
-        return self._entry(f"{self.name}_sum", constants, arguments(), [text, "direct/sum.cuh"], 4 * SUM_THREADS)
+        slices = slices_of(self.parts)
+        constants = {"THREADS": SUM_THREADS, "SLICES": slices, "CHANNELS": 1}
+        return self._entry(
+            f"{self.name}_{slices}_sum", constants, arguments(), [text, "direct/sum.cuh"], 4 * SUM_THREADS
+        )
 
     def _entry(
         self, name: str, constants: dict[str, int], arguments: Iterator[Argument], parts: list[str], shared_bytes: int
@@ -280,7 +283,7 @@ DEVICE void finish(const Extras& extras, const Done done, int row, int column) {
         taken, last = tuple(arguments), name.endswith("_sum")
         text = source(name, self.problem.dtype.name, "float32", constants, taken, parts)
         elements = (self.problem.width + 1) * self.problem.channels
-        blocks = -(-elements // (SUM_THREADS // SUM_SLICES)) if last else self.tiles * self.parts
+        blocks = -(-elements * constants["SLICES"] // SUM_THREADS) if last else self.tiles * self.parts
         return Entry(self.problem, name, text, taken, blocks, constants["THREADS"], shared_bytes)
 
     @property
