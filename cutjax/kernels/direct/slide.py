@@ -15,7 +15,7 @@ from cutjax.kernels.staging import instructions
 THREADS = 128
 ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 512)  # of a chunk, about
 AHEAD_BYTES = 64  # of a thread, at most
-# Of a pass over memory row by row, fitted to 72 kernels of causal convolutions, forward and backward, on an H200.
+# Of a pass over memory row by row, fitted to 68 kernels of causal convolutions, forward and backward, on an H200.
 LAUNCH_US = 2.0
 ISSUED, MOVED = 0.8, 1.08  # shares of an SM's instructions, and of a copy's rate: each where nothing else holds it up
 OVERLAPPED = 0.19  # of bytes' or instructions' time, the shorter one, that is added

@@ -21,7 +21,7 @@ WIDEST = 9  # window: 16 pixels are read for 8 places
 DTYPES = ("bfloat16", "float16")
 LANES = (8, 16)  # warps of a block; 4 would read half of each sector of L2
 BESIDE = 40  # registers of a thread beside sums and matrices
-# Fitted to 104 kernels of 10 layers on an H200. Clocks are those of a row of pixels: of a warp on a quarter of an SM,
+# Fitted to 107 kernels of 10 layers on an H200. Clocks are those of a row of pixels: of a warp on a quarter of an SM,
 # beside its products, and more of a weight gradient; of a block that is alone, at least. A block has others before its
 # first row.
 LAUNCH_US, SUM_US = 4.4, 4.1
