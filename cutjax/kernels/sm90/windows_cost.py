@@ -29,6 +29,7 @@ WEIGHTS = {
     "stream": -0.11,
     "grouped": 0.16,
     "few_pairs": 0.22,
+    "one_column": 0.26,  # of such tiles, in images: 3 kernels
 }
 # What has not been timed takes so much more: rows of windows that are packed as channels, and phases in one launch.
 PACKED = 1.15
@@ -55,6 +56,7 @@ def over(kernel: Resolved) -> float:
         "grouped": view.groups > 1,
         "pairs": c.cluster_m > 1 and c.schedule == "pingpong" and c.bn >= 64 and windows.chunk(p) >= 64,
         "few_pairs": c.cluster_m > 1 and c.bn <= 64,
+        "one_column": c.bm == 256 and c.bn == n == 128 and len(view.window) > 1,
     }
     found = sum(weight * true[name] for name, weight in (WEIGHTS if weights else IMAGES).items())
     return math.exp(found) * (PACKED if windows.packed(p) else 1.0)
