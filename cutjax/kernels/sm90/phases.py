@@ -59,7 +59,7 @@ class Phases:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of phases."""
         return math.prod(map(len, self.along))
 
     @property
