@@ -71,7 +71,7 @@ def of_phases(kernel: Resolved, us: float, device: Device) -> float:
     of, p = dense_cost.features(kernel, device), kernel.multiplied
     taps = kernel.phases.taps
     deepest = of._replace(
-        k_blocks=math.ceil(of.k_blocks * max(taps) * len(taps) / sum(taps)),
+        k_blocks=math.ceil(of.k_blocks * max(taps) * len(taps) / max(1, sum(taps))),
         items=min(of.in_flight, math.ceil(of.items / len(taps))),
     )
     us = max(us, dense_cost.time_us(deepest, dense_cost.CONSTANTS))
