@@ -150,9 +150,14 @@ class Config:
         owners = (owners for owners in (8, 4, 2) if owners <= self.cluster_k and self.bn % (least * owners) == 0)
         return self.bn // next(owners, 1)
 
-    def depth(self, operand: Operand) -> int:
-        """Returns the elements of k in a stage."""
-        return operand.elements(2 * self.bk)
+    def depth(self, problem: Problem) -> int:
+        """Returns the elements of k in a stage: as many as the wider operand has in its rows there."""
+        return min(problem.a.elements(2 * self.bk), problem.bs[0].elements(2 * self.bk))
+
+    def decoded_chunk(self, problem: Problem) -> int:
+        """Returns the elements of a row of a's tile in shared memory, where a is decoded: 128 bytes, or all."""
+        length = self.depth(problem) if problem.a.contiguous == "k" else self.bm
+        return min(length, problem.a.elements(128))
 
     def chunk(self, b: Operand, products: int = 1) -> int:
         """Returns the elements of a row of b's tile in shared memory, which its swizzle spans.

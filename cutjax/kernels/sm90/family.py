@@ -57,6 +57,9 @@ _divide = functools.lru_cache(maxsize=1 << 14)(dataclasses.replace)
 def reasons(problem: Problem) -> tuple[str, ...]:
     """Returns the reasons against every kernel of this family for a problem; empty when one can serve it."""
     unmeasured = ("gathered rows by cp.async are not measured yet: a kernel is pinned by config=",)
+    if problem.bs[0].narrow_beside(problem.a):
+        undecided = ("weights decoded in front of wgmma are not measured yet: a kernel is pinned by config=",)
+        return facts_of(problem, True).reasons + undecided
     if part := _phases(problem):
         return facts_of(part, pixels=True).reasons
     return facts_of(problem).reasons + unmeasured * problem.a.gathered
@@ -87,7 +90,8 @@ def configs(problem: Problem) -> Iterator[Config]:
         found = _configs(facts_of(part, pixels=True), swap=False)
         yield from (config for config in found if config.splits == 1 and not config.stream_k)
         return
-    yield from _configs(facts_of(problem), swap=False)
+    if not (own := facts_of(problem)).reasons:
+        yield from _configs(own, swap=False)
     if not (swapped := facts_of(problem, True)).reasons:
         yield from _configs(swapped, swap=True)
 
@@ -108,7 +112,7 @@ def _configs(facts: Facts, swap: bool) -> Iterator[Config]:
                 if swap and not any_width and bn % 16:
                     continue
                 thin = _config(bm, bn, bk, 2, 1, 1, schedule, 1, swap)
-                stages = _stages(facts, footprint(facts, thin), thin.depth(problem.a))
+                stages = _stages(facts, footprint(facts, thin), thin.depth(problem))
                 for cluster in clusters:
                     if swap and bn % 16 and cluster[0] > 1:
                         continue
@@ -128,7 +132,7 @@ def _even_widths(columns: int) -> tuple[int, ...]:
 
 def _divided(problem: Problem, config: Config) -> Iterator[Config]:
     """Yields the ways to divide the contraction of a config's tiles among as many CTAs as there are SMs, about."""
-    k_blocks = -(-problem.k // config.depth(problem.a))
+    k_blocks = -(-problem.k // config.depth(problem))
     if problem.divided == "m" or problem.symmetric or k_blocks < 2 * LEAST_K_BLOCKS:
         return
     rows, columns = problem.tiles(*cluster_tile(config))

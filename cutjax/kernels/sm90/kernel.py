@@ -168,7 +168,7 @@ def _resolve(problem: Problem, of: Phases | None, config: Config, asked: Problem
 
 def _counted(facts: Facts, config: Config, tiles: int) -> list[str]:
     """Returns the reasons against a kernel whose counters would pass 32 bits."""
-    p, depth = facts.problem, config.depth(facts.problem.a)
+    p, depth = facts.problem, config.depth(facts.problem)
     more = {}
     if config.stream_k:  # of the tiles that are computed in parts, two waves at most
         more["k_blocks_of_two_waves"] = min(tiles, 4 * p.device.sms) * (-(-p.k // depth) + 1)

@@ -69,6 +69,11 @@ def instruction(dtype: np.dtype) -> str:
     return "tf32" if dtype == F32 else DTYPES[dtype.name].stored
 
 
+def decoded(problem: Problem) -> bool:
+    """True if a is decoded in registers, in front of wgmma; so are weights where operands are swapped."""
+    return problem.a.narrow_beside(problem.bs[0])
+
+
 def k_major(dtype: np.dtype) -> bool:
     """True if wgmma reads operands of a dtype along k alone."""
     return dtype.itemsize != 2
@@ -87,6 +92,8 @@ def reasons(problem: Problem) -> list[str]:
             return [f"{both}: wgmma multiplies float32 as one of {', '.join(_WAYS)}"]
     elif problem.math:
         return [f"{both} by {problem.math}: wgmma computes these products as they are"]
+    elif problem.bs[0].narrow_beside(problem.a):
+        return []
     elif not ((a == b and a in ("bfloat16", "float16")) or {a, b} <= {*FLOAT8} or {a, b} <= {*INT8}):
         return [f"{both}: both operands are bf16, f16, f32, of float8 or of 8-bit integers"]
     of_integers = acc.name in ("int32", "uint32")
@@ -116,7 +123,7 @@ def as_multiplied(problem: Problem) -> Problem:
 
     def taken(operand: Operand) -> Operand:
         operand = operand.of(dtype or operand.dtype)
-        if not k_major(operand.dtype) or operand.contiguous == "k":
+        if not k_major(operand.dtype) or operand.contiguous == "k" or operand.narrow_beside(problem.a):
             return operand
         if view := windows.view_of(problem):
             operand = dataclasses.replace(operand, view=operand.view or windows.in_order(view))

@@ -28,10 +28,11 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     way, acc = kernel.way, DTYPES[problem.accumulator.name].carrier
     view, taps = windows.view_of(problem), isinstance(problem.bs[0].view, Taps)
     of_windows = windows.chunk(problem) if view else 0
+    decoded = operands.decoded(problem)
     constants = {
         "BM": config.bm,
         "BN": config.bn,
-        "BK": config.depth(problem.a),
+        "BK": config.depth(problem),
         "A_BYTES": problem.a.bytes(1),
         "B_BYTES": problem.bs[0].bytes(1),
         "TERMS": way.terms,
@@ -53,7 +54,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "CONSUMER_REGISTERS": consumer,
         "A_K_MAJOR": a_k_major,
         "B_K_MAJOR": b_k_major,
-        "A_CHUNK": of_windows or problem.a.elements(128),
+        "A_CHUNK": of_windows or (config.decoded_chunk(problem) if decoded else problem.a.elements(128)),
         "B_CHUNK": of_windows if taps and b_k_major else config.chunk(problem.bs[0], problem.products),
         "STREAM_K": config.stream_k,
         "GROUPED": bool(problem.groups),
@@ -93,7 +94,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             *(["common/mirror.cuh"] if problem.symmetric else []),
             "common/scheduler.cuh",
             f"common/{scheduler}_scheduler.cuh",
-            wgmma(config.bn * problem.products, problem.a.dtype, problem.bs[0].dtype, a_k_major, b_k_major),
+            wgmma(config.bn * problem.products, problem.a.dtype, problem.bs[0].dtype, a_k_major, b_k_major, decoded),
             "sm90/tiles.cuh",
             "sm90/load_plain.cuh",
             *(["sm90/load_gather.cuh"] if problem.a.gathered else []),
@@ -102,6 +103,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             _views(problem),
             "sm90/producer.cuh",
             "sm90/promote_blocks.cuh" if way.promoted else "sm90/promote_never.cuh",
+            *([_narrow(problem), "sm90/decode.cuh", "sm90/multiply_registers.cuh"] if decoded else ["sm90/multiply.cuh"]),
             "sm90/mainloop.cuh",
             "sm90/stream.cuh",
             epilogue_text(kernel.staging, arguments, problem.divided),
@@ -128,24 +130,37 @@ def _packed(terms: Iterable[int]) -> int:
     return sum(term << 2 * i for i, term in enumerate(terms))
 
 
-def wgmma(n: int, a: np.dtype, b: np.dtype, a_k_major: bool, b_k_major: bool) -> str:
-    """Returns ``wgmma.mma_async`` of 64 x n and 32 bytes of k, with both operands in shared memory.
+def _narrow(problem: Problem) -> str:
+    """Returns the dtypes of weights in memory and as they are multiplied."""
+    narrow, wide = (DTYPES[x.dtype.name].stored for x in (problem.a, problem.bs[0]))
+    return f"constexpr Dtype NARROW = Dtype::{narrow}, WIDE = Dtype::{wide};\n"
 
-    It accumulates in f32, or integers in 32 bits.
+
+def wgmma(n: int, a: np.dtype, b: np.dtype, a_k_major: bool, b_k_major: bool, decoded: bool = False) -> str:
+    """Returns ``wgmma.mma_async`` of 64 x n and 32 bytes of k, with both operands in shared memory, or a in registers.
+
+    It accumulates in f32, or integers in 32 bits. An a that is decoded is of b's dtype then, in four registers.
     """
+    if decoded:
+        a = b
     count, k, integers = n // 2, 32 // a.itemsize, a.name in operands.INT8
     registers = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+{"r" if integers else "f"}"(d[{i}])' for i in range(count))
     types = f"{'s32' if integers else 'f32'}.{operands.instruction(a)}.{operands.instruction(b)}"
     modes = "" if integers else ", 1, 1"  # signs
-    modes += "" if operands.k_major(a) else f", {int(not a_k_major)}, {int(not b_k_major)}"
+    modes += "" if operands.k_major(a) else f", {int(not a_k_major)}" * (not decoded) + f", {int(not b_k_major)}"
+    of_a, first, inputs = "u64 a", f"%{count}", '"l"(a)'
+    if decoded:
+        of_a, inputs = "const u32 (&a)[4]", ", ".join(f'"r"(a[{i}])' for i in range(4))
+        first = f"{{{', '.join(f'%{count + i}' for i in range(4))}}}"
+    last = count + (4 if decoded else 1)
     return f"""#line 1 "wgmma (generated)"
-DEVICE void wgmma(Acc (&d)[{count}], u64 a, u64 b, int accumulate) {{
+DEVICE void wgmma(Acc (&d)[{count}], {of_a}, u64 b, int accumulate) {{
   asm volatile(
-      "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
+      "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{last + 1}, 0;\\n"
       "wgmma.mma_async.sync.aligned.m64n{n}k{k}.{types} "
-      "{{{registers}}}, %{count}, %{count + 1}, p{modes};\\n}}"
+      "{{{registers}}}, {first}, %{last}, p{modes};\\n}}"
       : {outputs}
-      : "l"(a), "l"(b), "r"(accumulate));
+      : {inputs}, "l"(b), "r"(accumulate));
 }}
 """

@@ -3,7 +3,7 @@
 //
 // Operand tiles, ROWS = BM or PRODUCTS * BN:
 //   K-major:  [BK/CHUNK][ROWS][CHUNK]      swizzled in rows of CHUNK, which are 128 bytes unless a view needs fewer
-//   MN-major: [ROWS/CHUNK][BK][CHUNK]      16-bit elements; swizzle span of 2*CHUNK bytes; a line of CHUNK rows or
+//   MN-major: [ROWS/CHUNK][BK][CHUNK]      wgmma reads those of 16 bits; swizzle span of CHUNK; a line of CHUNK rows or
 //             columns. The last chunk may be wider than the tile: what is loaded too much costs less than a narrower
 //             swizzle.
 // Several b beside each other in one tile are multiplied as if they were one matrix, so a is read once.
@@ -48,7 +48,6 @@ struct Operand {
   static constexpr int SPAN = CHUNK * SIZE;
   static constexpr int BYTES = (K_MAJOR ? ROWS : MATRICES * CHUNKS_EACH * CHUNK) * BK * SIZE;
   static_assert(SPAN == 128 || SPAN == 64 || SPAN == 32);
-  static_assert(K_MAJOR || SIZE == 2);
 
   // MN-major, of what CTAs share: whole chunks are divided among them where their number allows it, else the k rows of
   // each chunk.
@@ -87,3 +86,12 @@ struct SharedTiles {
   DEVICE u32 a(int stage) const { return base + stage * OperandA::BYTES; }
   DEVICE u32 b(int stage) const { return base + STAGES * OperandA::BYTES + stage * OperandB::BYTES; }
 };
+
+// One warpgroup tells every CTA that writes this stage that it has read it.
+DEVICE void release(u32 empty_barrier, int thread) {
+  if constexpr (CLUSTER_M * CLUSTER_N == 1) {
+    if (thread == 0) mbarrier_arrive(empty_barrier);
+  } else {
+    if (thread < CLUSTER_M * CLUSTER_N) mbarrier_arrive_cluster(empty_barrier, thread);
+  }
+}
