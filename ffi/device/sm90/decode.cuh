@@ -1,17 +1,5 @@
 // Weights of 8 bits as floats of 16, exactly. NARROW is their dtype in memory, WIDE the one they are multiplied in.
 
-DEVICE u32 sub_bf16x2(u32 a, u32 b) {
-  u32 d;
-  asm("sub.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-
-DEVICE u32 add_f16x2(u32 a, u32 b) {
-  u32 d;
-  asm("add.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-
 // The bytes `odd` and `odd` + 2 of a word, the first in the low half.
 DEVICE u32 decode(u32 word, int odd) {
   constexpr bool BF16 = WIDE == Dtype::bf16;
@@ -20,8 +8,8 @@ DEVICE u32 decode(u32 word, int odd) {
     if constexpr (BF16) {
       // The low 7 bits in the mantissa of 128, and the 8th in the exponent, which makes 256 of 128.
       u32 low = (x & 0x007f007f) | 0x43004300, high = (x & 0x00800080) | 0x43004300;
-      if constexpr (NARROW == Dtype::s8) return sub_bf16x2(low, high);
-      return sub_bf16x2(low, sub_bf16x2(0x43804380, high));
+      if constexpr (NARROW == Dtype::s8) return fma_bf16x2(high, 0xbf80bf80, low);
+      return fma_bf16x2(fma_bf16x2(high, 0x3f803f80, 0xc380c380), 0x3f803f80, low);
     } else {
       // 1024 + x are x in the mantissa: of a signed one 128 more, and 128 less again.
       if constexpr (NARROW == Dtype::s8) return add_f16x2((x & 0x00ff00ff) ^ 0x64806480, 0xe480e480);

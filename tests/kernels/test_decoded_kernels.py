@@ -1,0 +1,172 @@
+"""Weights that are decoded in registers in front of wgmma: the main loop on the host, its kernels, what is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+import gxx
+import jax.numpy as jnp
+import kernel_host
+import numpy as np
+import pytest
+from cubin import check_lean
+
+import cutjax
+from cutjax import Config
+from cutjax.dtypes import NARROW
+from cutjax.kernels.sm90 import family
+from cutjax.kernels.sm90 import kernel as sm90
+from cutjax.runtime import compiler
+
+needs_nvrtc = pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
+needs_host = pytest.mark.skipif(not kernel_host.installed(), reason="needs g++")
+BM, BK, K_BLOCKS = 128, 128, 2
+
+# wgmma is computed by what each lane shows: rows of A are those of the PTX ISA's register fragment, of 16 k each.
+_WGMMA = """
+struct Work {};
+template <int SPAN, u32 LEADING, u32 STRIDE>
+struct WgmmaDescriptor {
+  u32 base;
+  u32 at(u32 bytes) const { return base + bytes; }
+};
+static void wgmma_fence() {}
+static void wgmma_commit_group() {}
+template <int PENDING>
+void wgmma_wait_group() {}
+template <typename T>
+void wgmma_done(T&) {}
+static void mbarrier_arrive_cluster(u32, u32) {}
+static float wide(u32 half) { return WIDE == Dtype::bf16 ? __uint_as_float(half << 16) : f16_to_f32(half); }
+template <int COUNT>
+void wgmma(float (&d)[COUNT], const u32 (&a)[4], u32 b, int) {
+  for (int q = 0; q < 4; ++q)
+    for (int i = 0; i < 4; ++i) {
+      u32 pair = __shfl_sync(~0u, a[i], lane() / 4 * 4 + q);
+      for (int e = 0; e < 2; ++e)
+        for (int column = 0; column < 2 * COUNT; ++column) {
+          int k = i / 2 * 8 + 2 * q + e;
+          if (column % 8 / 2 != lane() % 4) continue;
+          d[column / 8 * 4 + i % 2 * 2 + column % 2] +=
+              wide(pair >> 16 * e & 0xffff) * wide(load_shared<u16>(swizzle<128>(b + column * 128 + k * 2)));
+        }
+    }
+}
+"""
+_RUN = """
+static float* found;
+static int done;
+static void thread() {
+  Accumulators sums;
+  for (auto& block : sums) std::fill(block, block + BN / 2, NAN);
+  Pipeline pipe{STAGES * STAGE_BYTES, STAGES * STAGE_BYTES + STAGES * 8, 0, 0};
+  int warpgroup = threadIdx.x / 128, row = warpgroup * ROWS_PER_CONSUMER, t = threadIdx.x % 128;
+  multiply<M_BLOCKS>(sums, pipe, SharedTiles{0}, row, Work{}, 0, STAGES, t, 0, [] {}, [] {});
+  for (int i = 0; i < M_BLOCKS * BN / 2; ++i) {
+    int j = i % (BN / 2), at = row + i / (BN / 2) * 64 + t / 32 * 16 + t % 32 / 4 + j / 2 % 2 * 8;
+    found[at * BN + j / 4 * 8 + t % 4 * 2 + j % 2] = sums[i / (BN / 2)][j];
+  }
+  ++done;
+  while (true) wait_for_others();
+}
+extern "C" void run(const void* tiles, float* to) {
+  constexpr int COUNT = CONSUMERS * 128;
+  std::vector<char> stacks(COUNT << 18);
+  std::memcpy(shared_memory, tiles, STAGES * STAGE_BYTES);
+  found = to, done = 0, block_threads = COUNT, contexts.assign(COUNT, {}), mbarriers.clear();
+  for (int i = 0; i < STAGES; ++i) {
+    mbarrier_init(STAGES * STAGE_BYTES + i * 8, 1);
+    mbarrier_init(STAGES * STAGE_BYTES + (STAGES + i) * 8, CONSUMERS);
+    mbarrier_arrive(STAGES * STAGE_BYTES + i * 8);
+  }
+  for (int i = 0; i < COUNT; ++i) {
+    getcontext(&contexts[i]);
+    contexts[i].uc_stack.ss_sp = &stacks[i << 18], contexts[i].uc_stack.ss_size = 1 << 18;
+    makecontext(&contexts[i], thread, 0);
+  }
+  while (done < COUNT)
+    for (threadIdx.x = 0; threadIdx.x < COUNT; ++threadIdx.x) swapcontext(&outside, &contexts[threadIdx.x]);
+}
+"""
+_KEPT = ("common/math", "common/elements", "sm90/tiles", "sm90/decode", "sm90/multiply_registers")
+
+
+def kernel(narrow="int8", layout="nn", wide="bfloat16", sizes=(16, 512, 1024), **fields):
+    problem = cutjax.Problem.of(*sizes, layout, wide, narrow, np.float32)
+    return sm90.resolved(problem, Config(**{"bm": BM, "bn": 16, "bk": BK, "stages": K_BLOCKS, "swap": True} | fields))
+
+
+def swizzled(rows, span):
+    """Rows of so many bytes as TMA lays them."""
+    flat = np.ascontiguousarray(rows).view(np.uint8).reshape(-1)
+    at = np.arange(flat.size)
+    out = np.empty_like(flat)
+    out[at ^ ((at >> 7) & (span // 16 - 1)) << 4] = flat
+    return out
+
+
+def tiles(kernel, w, x):
+    """The stages of ``w[n, k]`` and ``x[m, k]``, those of a before those of b."""
+    p, c = kernel.multiplied, kernel.config
+    depth, chunk, found = c.depth(p), c.decoded_chunk(p), []
+    for k in range(0, w.shape[1], depth):
+        part = w[:, k : k + depth]
+        pieces = np.split(part.T, c.bm // chunk, 1) if p.a.contiguous == "mn" else [part]
+        found.append(np.concatenate([swizzled(piece, chunk) for piece in pieces]))
+    for k in range(0, w.shape[1], 64):
+        found.append(swizzled(x[:, k : k + 64], 128))
+    return np.concatenate(found)
+
+
+def multiplied(kernel, w, x, folder):
+    """The sums ``float32[n, m]`` that the main loop of a kernel makes of one tile."""
+    parts = re.split(r'^(?=#line 1 ")', kernel.source, flags=re.M)
+    kept = [part for part in parts if part.startswith(tuple(f'#line 1 "{name}' for name in _KEPT))]
+    constants = "\n".join(re.findall(r"^constexpr (?:int|bool|Dtype) [A-Z_]+ = .*;.*$", parts[0] + parts[1], re.M))
+    narrow = re.search(r"^constexpr Dtype NARROW.*$", kernel.source, re.M)
+    assert narrow is not None
+    device = gxx.NATIVE / "device_shim.h", kernel_host.DEVICE / kernel_host.MATH, gxx.NATIVE / "kernel_shim.h"
+    shims = "\n".join(path.read_text() for path in device)
+    ahead = next(i for i, part in enumerate(kept) if part.startswith('#line 1 "sm90/tiles'))
+    text = "\n".join([
+        "#define __CUDA_ARCH__ 900", shims, constants, "using Acc = float; constexpr int COPIERS = 0;", *kept[:ahead],
+        narrow.group(), _WGMMA, *kept[ahead:], _RUN,
+    ])  # fmt: skip
+    text = re.sub(r"^#line.*$", "", text, flags=re.M)
+    library = gxx.build(folder, text, "-w")
+    found = np.zeros((kernel.config.bm, kernel.config.bn), np.float32)
+    given = kernel_host.aligned(tiles(kernel, w, x))
+    library.run(ctypes.c_void_p(given.ctypes.data), found.ctypes.data_as(ctypes.c_void_p))
+    return found
+
+
+def every_value(narrow):
+    found = np.arange(256, dtype=np.uint8).view(jnp.dtype(narrow))
+    return found[np.isfinite(found.astype(np.float32))]
+
+
+@needs_host
+@pytest.mark.parametrize("layout", ["nn", "nt"])
+@pytest.mark.parametrize(
+    ("narrow", "wide", "fields"),
+    [
+        ("int8", "bfloat16", {}),
+        ("uint8", "bfloat16", {"bm": 64}),
+        ("float8_e4m3fn", "bfloat16", {"bm": 256, "bk": 64}),
+        ("float8_e5m2", "bfloat16", {"bk": 64, "bn": 32}),
+        ("int8", "float16", {"bm": 256}),
+        ("uint8", "float16", {"bn": 8}),
+        ("float8_e4m3fn", "float16", {"bm": 64, "bk": 64}),
+    ],
+    ids=str,
+)
+def test_a_tile_is_exact(narrow, wide, fields, layout, tmp_path):
+    rng, of = np.random.default_rng(1), kernel(narrow, layout, wide, **fields)
+    c, k = of.config, K_BLOCKS * of.config.depth(of.multiplied)
+    w = rng.permutation(np.resize(every_value(narrow), c.bm * k)).reshape(c.bm, k)
+    x = np.zeros((c.bn, k), jnp.dtype(wide))  # each row picks some k: nothing is rounded
+    several = [1, 2, -1] if narrow != "float8_e5m2" else [2]
+    x[np.arange(c.bn)[:, None], rng.permutation(k)[: c.bn * len(several)].reshape(c.bn, -1)] = several
+    expected = (w.astype(np.float64) @ x.astype(np.float64).T).astype(np.float32)
+    np.testing.assert_array_equal(multiplied(of, w, x, tmp_path), expected)
