@@ -36,6 +36,10 @@ _ROWS = (
     Dtype("float32", "f32", "f32", "float", tma=7),
     Dtype("float8_e4m3fn", "f8_e4m3fn", "e4m3", "float", tma=0),
     Dtype("float8_e5m2", "f8_e5m2", "e5m2", "float", tma=0),
+    Dtype("float8_e8m0fnu", "f8_e8m0fnu", tma=0),
+    Dtype("float4_e2m1fn", "f4_e2m1fn"),
+    Dtype("int4", "s4"),
+    Dtype("uint4", "u4"),
     Dtype("int8", "s8", "s8", "int", "signed char", 0),
     Dtype("uint8", "u8", "u8", "u32", "unsigned char", 0),
     Dtype("int16", "s16", "s16", "int", "short", 1),
@@ -53,12 +57,18 @@ DTYPES = {row.name: row for row in _ROWS}
 
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-NARROW = ("int8", "uint8", *FLOAT8)  # every value is one of bfloat16, and of float16
+FOUR_BITS = ("int4", "uint4", "float4_e2m1fn")
+NARROW = ("int8", "uint8", *FLOAT8, *FOUR_BITS)  # every value is one of bfloat16, and of float16
+
+
+def bits_of(dtype: Any) -> int:
+    """Returns the bits of an element in the memory of a device."""
+    return 4 if dtype.name in FOUR_BITS else 8 * dtype.itemsize
 
 
 @functools.cache
 def are_narrow(a: Any, b: Any) -> bool:
-    """True if elements in b have 8 bits and each is one of those of 16 in a: kernels multiply them as these."""
+    """True if elements in b have 8 bits or 4 and each is one of those of 16 in a: kernels multiply them as these."""
     return a.name in ("bfloat16", "float16") and b.name in NARROW
 
 

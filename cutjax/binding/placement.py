@@ -26,6 +26,8 @@ class Rule:
         divided alike.
       late: those of them over which finished results are added, not the partial sums.
       gathered: names of axes that are whole in every shard of an operand, and may be divided in the results.
+      following: how many of the last factors say nothing, and lie as the others ask: scales, with an element for several
+        of an axis.
     """
 
     operands: tuple[Labels, ...]
@@ -34,6 +36,7 @@ class Rule:
     summed: tuple[str, ...]
     late: tuple[str, ...] = ()
     gathered: tuple[str, ...] = ()
+    following: int = 0
 
     def early(self, placement: Placement) -> bool:
         """True if partial sums are added over devices, before anything else is computed of them."""
@@ -48,18 +51,21 @@ class Rule:
         """
         whole: list[str] = []
 
-        def names(labels: Labels) -> str:
+        def names(labels: Labels, follows: bool = False) -> str:
             found = []
             shared = labels[:1] == (None,)
             for label in labels:
                 if label is None:
                     whole.append(f"whole{len(whole)}")
-                found.append(f"{label}_shared" if label in self.summed and shared else label or whole[-1])
+                alone = follows or (label in self.summed and shared)
+                found.append(f"{label}_{'blocks' if follows else 'shared'}" if label and alone else label or whole[-1])
             return " ".join(found)
 
-        operands, results = (", ".join(map(names, arrays)) for arrays in (self.operands, self.results))
+        places = range(self.factors - self.following, self.factors)
+        operands = ", ".join(names(labels, i in places) for i, labels in enumerate(self.operands))
+        results = ", ".join(map(names, self.results))
         order = dict.fromkeys(operands.replace(",", "").split())  # Shardy's order of names
-        summed = tuple(name for name in order if name.removesuffix("_shared") in self.summed)
+        summed = tuple(name for name in order if name.split("_")[0] in self.summed)
         return f"{operands} -> {results}", {"need_replication_factors": tuple(whole), "reduction_factors": summed}
 
 
@@ -155,7 +161,7 @@ def place(arrays: Arrays) -> Placement:
     Where operands want one mesh axis for different axes, either goes first, and summed axes that they divide
     differently are divided as far as they agree, or whole: of these the one that moves the fewest bytes.
     """
-    factors = tuple(range(arrays.rule.factors))
+    factors = tuple(range(arrays.rule.factors - arrays.rule.following))
     first = _placed(arrays, factors, "agreed")
     if all(have == need for have, need in _needs(arrays, first)) and not arrays.rule.early(first):
         return first  # nothing moves

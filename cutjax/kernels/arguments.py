@@ -167,8 +167,31 @@ def groups(problem: Problem) -> Iterator[Argument]:
 def gathered(problem: Problem) -> Iterator[Argument]:
     """Yields the indices of the rows of a, and how many rows there are, where they are gathered."""
     if isinstance(problem.a.view, Gathered):
-        yield Argument("const int* index_a", Pointer(problem.arrays - 1), "a")
+        yield Argument("const int* index_a", Pointer(problem.told - 1), "a")
         yield integer("rows_a", problem.a.view.rows, "a")
+
+
+def scales(problem: Problem, swap: bool = False) -> Iterator[Argument]:
+    """Yields the pointers to scales and zero points, and the elements between rows and between matrices of either.
+
+    Those of a are ``scale_a``, ``zero_a``, ``scale_row_a``, ``scale_matrix_a``, those of the first b ``scale_b0`` and so
+    on. A matrix of scales has the number of the operand's.
+
+    Args:
+      problem: as it is multiplied.
+      swap: whether its operands are swapped: arrays come in the order of the problem that was asked.
+    """
+    buffer, operands = problem.told, list(enumerate((problem.a, *problem.bs)))
+    for i, operand in operands[::-1] if swap else operands:
+        if operand.scale is None:
+            continue
+        name, to = (f"b{i - 1}", "b") if i else ("a", "a")
+        for what in ("scale", "zero")[: len(operand.scale.arrays)]:
+            yield Argument(f"const char* {what}_{name}", Pointer(buffer), to)
+            buffer += 1
+        rows, columns = operand.blocks(problem.n if i else problem.m, problem.k)
+        yield integer(f"scale_row_{name}", columns, to)
+        yield integer(f"scale_matrix_{name}", rows * columns, to)
 
 
 def place_steps(problem: Problem) -> list[tuple[int, int]]:

@@ -29,7 +29,7 @@ def key(problem: Problem) -> str:
     """Returns the name of a problem on any device, the same in every process and version of Python.
 
     It is the fields that are not their defaults. Version 1, which does not say so, names operands by dtypes, a layout
-    and orders. Version 2 adds the operands one by one, where that is not all of them.
+    and orders. Version 2 adds the operands one by one, where that is not all of them: with bits, scales and views.
     """
     found = fields(problem)
     if not problem.strided:
@@ -66,6 +66,8 @@ def recorded(text: str) -> str:
 
 
 def _described(operand: Operand) -> list[Any]:
-    scale = operand.scale and (operand.scale.dtype.name, operand.scale.mn, operand.scale.k)
+    scale: Any = operand.scale
+    if scale is not None:
+        scale = (scale.dtype.name, scale.mn, scale.k, scale.zero and scale.zero.name)
     view = operand.view and (type(operand.view).__name__, dataclasses.astuple(operand.view))
     return [operand.dtype.name, operand.contiguous, operand.batch, operand.order, operand.bits, scale, view]

@@ -10,24 +10,40 @@ from typing import Literal
 
 import numpy as np
 
-from cutjax.dtypes import are_narrow
+from cutjax.dtypes import are_narrow, bits_of, short
 
 Order = tuple[int, ...]  # an array's axes as they lie in memory, the slowest first; () is row-major
 
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """Factors of the blocks of an operand, by which its products are multiplied.
+    """The factors of an operand's blocks: it is ``(values - zero) * factor``, with one of each for a block.
+
+    They are arrays that lie in memory as the values do, ``[.., m / mn, k / k]`` beside values ``[.., m, k]``, with as
+    many matrices.
 
     Attributes:
       dtype: of a factor.
       mn: rows of a, or columns of b, that share one.
       k: elements along the contraction that share one.
+      zero: dtype of the zero points; None where there are none.
     """
 
     dtype: np.dtype
     mn: int
     k: int
+    zero: np.dtype | None = None
+
+    @property
+    def arrays(self) -> tuple[np.dtype, ...]:
+        """The dtypes of its arrays: the factors, and the zero points where there are some."""
+        return (self.dtype,) if self.zero is None else (self.dtype, self.zero)
+
+    @property
+    def text(self) -> str:
+        """The words for its blocks."""
+        zero = "" if self.zero is None else f" and {short(self.zero.name)} zero points"
+        return f"{self.mn} x {self.k}, {short(self.dtype.name)} scales{zero}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +214,7 @@ class Operand:
         if type(self.dtype) is not np.dtype:
             object.__setattr__(self, "dtype", np.dtype(self.dtype))
         if not self.bits:
-            object.__setattr__(self, "bits", 8 * self.dtype.itemsize)
+            object.__setattr__(self, "bits", bits_of(self.dtype))
         if self.contiguous not in ("k", "mn"):
             raise ValueError(f"Operand: contiguous={self.contiguous!r}, expected 'k' or 'mn'")
 
@@ -227,11 +243,24 @@ class Operand:
         return (length, k) if self.contiguous == "k" else (k, length)
 
     def read(self, length: int, k: int) -> int:
-        """Returns the bytes of the array that are read at least, for a matrix whose m or n axis is so long."""
+        """Returns the bytes that are read at least, scales too, for a matrix whose m or n axis is so long."""
         view, elements = self.view, length * k
         if isinstance(view, Im2col):  # strides may leave pixels out
             elements = min(view.elements, view.rows * view.columns * view.groups)
-        return self.bytes(elements)
+        blocks, arrays = math.prod(self.blocks(length, k)), self.scale.arrays if self.scale else ()
+        return self.bytes(elements) + sum(-(-blocks * bits_of(dtype) // 8) for dtype in arrays)
+
+    def text(self, name: str) -> str:
+        """Returns the words for the view and the blocks of the operand of that name, each after a comma."""
+        view = f", {self.view.text(name)}" if self.view else ""
+        return f"{view}, {name} in blocks of {self.scale.text}" if self.scale else view
+
+    def blocks(self, length: int, k: int) -> tuple[int, int]:
+        """Returns the rows, and the elements of each, of a matrix of its scales; (0, 0) where it has none."""
+        if self.scale is None:
+            return 0, 0
+        of_mn, of_k = -(-length // self.scale.mn), -(-k // self.scale.k)
+        return (of_mn, of_k) if self.contiguous == "k" else (of_k, of_mn)
 
     def bytes(self, elements: int) -> int:
         """Returns the memory that so many neighbours take."""
@@ -245,14 +274,18 @@ class Operand:
         """Returns the same matrix in another dtype."""
         return self if dtype == self.dtype else dataclasses.replace(self, dtype=dtype, bits=0)
 
+    def dequantized(self, dtype: np.dtype) -> Operand:
+        """Returns the same matrix in a dtype that its factors are multiplied into."""
+        return dataclasses.replace(self, dtype=dtype, bits=0, scale=None)
+
     @property
     def along_k(self) -> Operand:
         """This matrix along the contraction; one that lies otherwise is copied, in row-major order."""
         return self if self.contiguous == "k" else dataclasses.replace(self, contiguous="k", order=())
 
     def narrow_beside(self, other: Operand) -> bool:
-        """True if its elements of 8 bits are multiplied as the other's of 16."""
-        return are_narrow(other.dtype, self.dtype)
+        """True if its elements of 8 bits or 4, without scales, are multiplied as the other's of 16."""
+        return self.scale is None and are_narrow(other.dtype, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

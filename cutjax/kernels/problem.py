@@ -320,7 +320,12 @@ class Problem:
 
     @functools.cached_property
     def arrays(self) -> int:
-        """Number of arrays before the epilogue's operands: those multiplied, sizes of groups, the indices of rows."""
+        """Number of arrays before the epilogue's operands: those told, then scales and zero points of operands."""
+        return self.told + sum(len(x.scale.arrays) for x in (self.a, *self.bs) if x.scale)
+
+    @property
+    def told(self) -> int:
+        """Number of arrays that are multiplied, or told beside them: sizes of groups, the indices of rows."""
         return 1 + (0 if self.symmetric else self.products) + bool(self.groups) + self.a.gathered
 
     @functools.cached_property
@@ -396,5 +401,5 @@ class Problem:
         symmetric = " symmetric" if self.symmetric else ""
         named = [name for name, order in zip("abd", self.orders, strict=True) if order]
         strided = f", {' and '.join(named)} by strides" if named else ""
-        views = "".join(f", {x.view.text(name)}" for name, x in (("a", self.a), ("b", self.bs[0])) if x.view)
+        views = "".join(x.text(name) for name, x in (("a", self.a), ("b", self.bs[0])))
         return f"{self.m}x{self.n}x{self.k} {self.layout} {dtypes}{batch}{groups}{symmetric}{strided}{views}"

@@ -105,7 +105,8 @@ def of_operands(problem: Problem, a: tuple[type, ...], b: tuple[type, ...] = ())
         if operand.bits != 8 * operand.dtype.itemsize:
             found.append(f"{name} in {operand.bits} bits an element: kernels load whole ones")
         if (scale := operand.scale) is not None:
-            found.append(f"{name} with scales of {scale.mn} x {scale.k} elements: kernels multiply operands alone")
+            what = "scales" if scale.zero is None else "scales and zero points"
+            found.append(f"{name} with {what} of {scale.mn} x {scale.k} elements: kernels multiply operands alone")
         if operand.view is not None and not isinstance(operand.view, views):
             found.append(f"{name} as {type(operand.view).__name__.lower()}: kernels load rows of the array")
     if problem.a.gathered and problem.a.contiguous != "k":

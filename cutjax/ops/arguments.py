@@ -118,7 +118,7 @@ def promote(
     stay = narrow and are_narrow(a.dtype, b.dtype) and not a.weak_type
     if out_dtype is not None:  # then jnp.matmul asks for no promotion
         out = result_of(out_dtype, where, a.dtype, b.dtype)
-    elif stay and jnp.issubdtype(b.dtype, jnp.floating):
+    elif stay:
         out = a.dtype
     else:
         out = jnp.result_type(a, b)

@@ -45,6 +45,7 @@ def derivative(
     tangents: Callable[[np.dtype], list[jax.Array | None]],
     multiply: Callable[[Factors, np.dtype], list[jax.Array]],
     pushed: Callable[..., Any],
+    dtype: np.dtype,
     save: str,
     groups: int | None = None,
     rows: int = 1,
@@ -65,11 +66,11 @@ def derivative(
       tangents: the tangents of the products in a dtype; None is zero.
       multiply: the plain products, ``(factors, dtype)``.
       pushed: ``push`` without its first two arguments.
+      dtype: in which accumulators are kept, the ``saved_dtype``.
       save: as gemm's.
       groups: the number of groups of rows, None where there are none.
       rows: the axes of the rows, as ``trace`` takes them.
     """
-    dtype = saved_dtype(epilogue, factors.a.dtype)
     acc_dots = tangents(dtype)
     moves = moving(acc_dots), moving(operand_dots)
     needed = accumulators_needed(epilogue, *moves)

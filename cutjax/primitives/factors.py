@@ -20,26 +20,38 @@ class Factors:
       a: the first factor.
       bs: the second factor of each of the products that an epilogue takes; none of a unary product.
       context: what the product is told beside them.
+      scales: of a, and then of each b, the scales of its blocks and their zero points, as far as it has them; () where
+        none has any.
     """
 
     a: Any
     bs: Sequence[Any] = ()
     context: Sequence[Any] = ()
+    scales: Sequence[Sequence[Any]] = ()
 
     @property
     def arrays(self) -> tuple[Any, ...]:
         """All of them in the primitive's order."""
-        return (self.a, *self.bs, *self.context)
+        return (self.a, *self.bs, *self.context, *(x for of in self.scales for x in of))
 
     @property
     def each(self) -> list[tuple[Any, ...]]:
-        """The arrays of each of the products, a and one b, and the context."""
-        return [(self.a, b, *self.context) for b in self.bs] or [(self.a, *self.context)]
+        """The arrays of each of the products, a and one b, the context, and the scales of the two."""
+        of_a, *of_bs = self.scales or ((),) * (1 + len(self.bs))
+        pairs = zip(self.bs, of_bs, strict=True)
+        return [(self.a, b, *self.context, *of_a, *of_b) for b, of_b in pairs] or [(self.a, *self.context)]
+
+    @property
+    def unscaled(self) -> Factors:
+        """The factors without their scales."""
+        return dataclasses.replace(self, scales=()) if self.scales else self
 
     def like(self, values: Sequence[Any]) -> Factors:
         """Returns other values, one for each array."""
         of_a, *rest = values
-        return Factors(of_a, tuple(rest[: len(self.bs)]), tuple(rest[len(self.bs) :]))
+        it = iter(rest)
+        bs, context, *scales = (tuple(next(it) for _ in of) for of in (self.bs, self.context, *self.scales))
+        return Factors(of_a, bs, context, tuple(scales))
 
 
 def batch_axes(a: Any, b: Any, own: int = 2) -> tuple[int, ...]:

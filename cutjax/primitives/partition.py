@@ -33,7 +33,8 @@ def _rule(*avals: Any, product: Product, epilogue: Epilogue, **_: Any) -> Rule:
     for out in epilogue.outputs:
         gone = out.places(len(tile))
         results.append(tuple(label for i, label in enumerate(tile) if i not in gone))
-    return Rule((*own, *others), tuple(results), len(own), product.summed, product.late, product.gathered)
+    following = sum(map(len, factors.scales))
+    return Rule((*own, *others), tuple(results), len(own), product.summed, product.late, product.gathered, following)
 
 
 def _sums(epilogue: Epilogue, operand: np.dtype, narrow: bool) -> np.dtype:
@@ -74,13 +75,13 @@ def _shard(
     if early:
         shared = {name: params[name] for name in ("precision", "backend", "hints", "config")}
         dtype = np.dtype(epilogue.outputs[0].dtype) if epilogue.plain else epilogue.accumulator
-        wide = _sums(epilogue, factors.a.dtype, narrow_sums(mark) and not placement.exact)
+        wide = _sums(epilogue, product.multiplied(factors.a.dtype), narrow_sums(mark) and not placement.exact)
         accs = [multiply(local, *x, out_dtype=wide, **shared) for x in factors.each]
         accs = [x.astype(dtype) for x in _added(accs, over, tile, placement)]
         if epilogue.plain:
             return accs
         product, context = after
-        arithmetic = Arithmetic.of(factors, params)
+        arithmetic = Arithmetic.of(product, factors, params)
         outs = list(product.applied(epilogue.primal, context, arithmetic).apply(accs, operands))
         over = []
     else:

@@ -26,7 +26,7 @@ from cutjax.epilogue.trace import Traced, trace
 from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem
 from cutjax.primitives import derivative
-from cutjax.primitives.accumulators import accumulator
+from cutjax.primitives.accumulators import accumulator, widened, with_cotangent
 from cutjax.primitives.factors import Factors
 from cutjax.primitives.hints import NO_HINTS, Hints
 
@@ -47,7 +47,7 @@ class Product:
       primitive: the primitive that ``define_product`` made.
     """
 
-    where: ClassVar[str]
+    where: Any
     unary: ClassVar[bool] = False
     axes: Any
     rows: Any = 1
@@ -67,6 +67,10 @@ class Product:
         """Returns the problem of a kernel, from the avals of a, b and the context."""
         raise NotImplementedError
 
+    def multiplied(self, a: np.dtype) -> np.dtype:
+        """Returns the dtype in which factors are multiplied, told a's: that of the wider one."""
+        return a
+
     def cotangent(
         self, i: int, g: jax.Array, other: jax.Array, precision: Canonical
     ) -> tuple[Product, tuple[jax.Array, jax.Array], Canonical]:
@@ -75,6 +79,14 @@ class Product:
         And its precision. Layouts are permuted, data never. A unary product has ``tangents`` instead.
         """
         raise NotImplementedError
+
+    def with_cotangent(self, g: jax.Array, other: jax.Array, of: np.dtype) -> tuple[jax.Array, jax.Array]:
+        """Returns a cotangent and the factor beside it as they are multiplied, of a product in dtype ``of``."""
+        return with_cotangent(g, other, of)
+
+    def widened(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns a and b, one of which may be narrow, as the product takes them."""
+        return widened(a, b)
 
     def restored(self, i: int, d: jax.Array) -> jax.Array:
         """Returns the cotangent of a (i = 0) or b (1), of the product that ``cotangent`` returns."""
@@ -105,7 +117,7 @@ class Product:
     def tangents(self, multiply: Callable[..., jax.Array], factors: Factors, dots: Factors) -> list[jax.Array | None]:
         """Returns tangents of the products; None is zero, here as among those of the factors.
 
-        ``multiply`` is ``(product, a, b) -> d``, with the context of this one.
+        ``multiply`` is ``(product, a, b, *scales) -> d``, with the context of this one.
         """
         found = []
         for b, b_dot in zip(factors.bs, dots.bs, strict=True):
@@ -143,8 +155,8 @@ class Product:
         """The names of the axes over which the product sums."""
         return ("k",)
 
-    late: ClassVar[tuple[str, ...]] = ()  # those of them of which each result has one term alone
-    gathered: ClassVar[tuple[str, ...]] = ()  # names of axes whose every part meets every other
+    late: Any = ()  # those of them of which each result has one term alone
+    gathered: Any = ()  # names of axes whose every part meets every other
 
     def shard(self, placement: Placement, factors: Factors) -> tuple[Product, Factors]:
         """Returns the product that a device computes of its shards, from those."""
@@ -237,9 +249,9 @@ class Arithmetic(NamedTuple):
     backend: str
 
     @classmethod
-    def of(cls, factors: Factors, params: Mapping[str, Any]) -> Arithmetic:
-        """Returns that of a product's factors and of its primitive's parameters."""
-        return cls(factors.a.dtype, params["precision"], params["backend"])
+    def of(cls, product: Product, factors: Factors, params: Mapping[str, Any]) -> Arithmetic:
+        """Returns that of a product, of its factors and of its primitive's parameters."""
+        return cls(product.multiplied(factors.a.dtype), params["precision"], params["backend"])
 
 
 # Binding one.
@@ -247,7 +259,7 @@ class Arithmetic(NamedTuple):
 
 def multiply(product: Product, *arrays: Any, out_dtype: np.dtype, **params: Any) -> jax.Array:
     """Binds the plain product of a, b and the context, rounded to a dtype; batch axes broadcast."""
-    epilogue = identity(out_dtype, accumulator(arrays[0].dtype, out_dtype))
+    epilogue = identity(out_dtype, accumulator(product.multiplied(arrays[0].dtype), out_dtype))
     factors, _ = product.unpack(arrays, epilogue)
     return bind(product, epilogue, product.aligned(factors), (), **params)[0]
 
@@ -300,13 +312,14 @@ def call(
     (factors,) = match_varying(product.aligned(factors))
     avals = [jax.typeof(x) for x in factors.arrays]
     product.check(*avals)
-    accs = [abstract_accumulator(factors.a.dtype, product.tile(*avals), out_dtype)] * len(factors.each)
+    dtype = product.multiplied(factors.a.dtype)
+    accs = [abstract_accumulator(dtype, product.tile(*avals), out_dtype)] * len(factors.each)
     groups = product.groups(factors.bs)
     traced = trace_with_dtype(product.where, fn, accs, operands, out_dtype, groups, product.rows)
     if traced.outside is None:
         return traced.finish(bind(product, traced.epilogue, factors, traced.operands, **params))
     outside, acc = traced.outside, accs[0]
-    arithmetic = Arithmetic.of(factors, params)
+    arithmetic = Arithmetic.of(product, factors, params)
 
     def fused(factors: Factors, leaves: Sequence[Any]) -> Any:
         function = lambda *xs: outside.function(xs[:-1], xs[-1])  # noqa: E731

@@ -21,7 +21,7 @@ from cutjax.epilogue.merge import merged
 from cutjax.kernels.choose import Choice, choose, in_precision
 from cutjax.kernels.device import device_of
 from cutjax.primitives import derivative, partition
-from cutjax.primitives.accumulators import accumulator, widened, with_cotangent
+from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.factors import sum_to
 from cutjax.primitives.hints import Hints
 from cutjax.primitives.product import (
@@ -87,12 +87,12 @@ def _reference(
     if epilogue.plain:
         dtype = np.dtype(epilogue.outputs[0].dtype)
     else:
-        dtype = product.written(epilogue.accumulator, factors.a.dtype, on_cuda)
+        dtype = product.written(epilogue.accumulator, product.multiplied(factors.a.dtype), on_cuda)
     params: dict[str, Any] = {"out_dtype": dtype, "precision": precision, "on_cuda": on_cuda}
     accs = [product.reference(*arrays, **params) for arrays in factors.each]
     if epilogue.plain:
         return accs
-    arithmetic = Arithmetic(factors.a.dtype, precision, backend)
+    arithmetic = Arithmetic(product.multiplied(factors.a.dtype), precision, backend)
     return product.applied(epilogue, factors.context, arithmetic).apply(accs, operands)
 
 
@@ -110,7 +110,8 @@ def _choose(
 ) -> Choice:
     factors, operands = product.unpack(avals, epilogue)
     epilogue = epilogue.primal
-    out_dtype = next((out.dtype for out in epilogue.outputs if out.reduce is None), factors.a.dtype)
+    dtype = product.multiplied(factors.a.dtype)
+    out_dtype = next((out.dtype for out in epilogue.outputs if out.reduce is None), dtype)
     problem = product.problem(*factors.each[0], out_dtype=out_dtype, device=hints.device(device_of(target)))
     if why := product.why_not():
         return Choice(problem, None, (why,))
@@ -144,10 +145,12 @@ def _batch(
 ) -> tuple[list[jax.Array], list[int]]:
     factors, operands = product.unpack(args, epilogue)
     of, of_operands = product.unpack(dims, epilogue)
-    a, shared = factors.a, all(dim is None for dim in (*of.bs, *of.context))
-    if of.a is not None and shared and a.ndim - product.axes[0] == 1 and of.a < 2:
+    of_a, *of_bs = factors.scales or ((),)
+    a, shared = factors.a, all(dim is None for dim in of.arrays[1:])
+    if of.a is not None and shared and a.ndim - product.axes[0] == 1 and of.a < 2 and not of_a:
         # One matrix b for all of a: the batch may be more rows, wherever among the rows it lies.
-        moved = dataclasses.replace(factors, bs=[with_rank(b, b.ndim + 1) for b in factors.bs])
+        bs, of_bs = jax.tree.map(lambda x: with_rank(x, x.ndim + 1), (list(factors.bs), of_bs))
+        moved = dataclasses.replace(factors, bs=bs, scales=[(), *of_bs] if of_bs else ())
         folded = product.fold(epilogue, moved, batch_axis(operands, of_operands, of.a))
         if folded is not None:
             outs = bind_as_is(folded.product, folded.epilogue, folded.factors, folded.operands, **params)
@@ -163,7 +166,8 @@ def _batch(
         outs = bind_as_is(product, epilogue, factors, operands, **params)
     else:  # only operands differ: one product serves them all
         accs = plain_products(product, factors, epilogue.accumulator, **params)
-        outs = list(product.applied(epilogue, factors.context, Arithmetic.of(factors, params)).apply(accs, operands))
+        applied = product.applied(epilogue, factors.context, Arithmetic.of(product, factors, params))
+        outs = list(applied.apply(accs, operands))
     return outs, [at] * len(outs)
 
 
@@ -174,14 +178,14 @@ def _jvp(primals: Any, tangents: Any, *, product: Product, epilogue: Epilogue, s
     if epilogue.plain:
         outs = bind_as_is(product, epilogue, factors, operands, save=save, **params)
 
-        def alike(of: Product, *arrays: Any) -> jax.Array:
+        def alike(of: Product, a: Any, b: Any, *scales: Any) -> jax.Array:
             config = params["config"] if of is product else None  # a pinned kernel is for the product it was pinned to
-            return multiply(of, *arrays, *factors.context, out_dtype=outs[0].dtype, config=config, **shared)
+            return multiply(of, a, b, *factors.context, *scales, out_dtype=outs[0].dtype, config=config, **shared)
 
         found = product.tangents(alike, factors, dots)
         return outs, [zero_tangent(out) if dot is None else dot for out, dot in zip(outs, found, strict=True)]
     acc = abstract_accumulator(epilogue.accumulator, product.tile(*map(jax.typeof, factors.arrays)))
-    applied = product.applied(epilogue, factors.context, Arithmetic.of(factors, params))
+    applied = product.applied(epilogue, factors.context, Arithmetic.of(product, factors, params))
 
     def rebind(like: Epilogue, operands: Sequence[jax.Array]) -> list[jax.Array]:
         # Where it saves more, its operands are needed afterwards, and numbered anew.
@@ -189,8 +193,8 @@ def _jvp(primals: Any, tangents: Any, *, product: Product, epilogue: Epilogue, s
         return bind_as_is(product, like, factors, operands, **{**params, "save": save, "in_place": in_place})
 
     def dots_in(dtype: np.dtype) -> list[jax.Array | None]:
-        def plain(of: Product, *arrays: Any) -> jax.Array:
-            return multiply(of, *arrays, *factors.context, out_dtype=dtype, **shared)
+        def plain(of: Product, a: Any, b: Any, *scales: Any) -> jax.Array:
+            return multiply(of, a, b, *factors.context, *scales, out_dtype=dtype, **shared)
 
         return product.tangents(plain, factors, dots)
 
@@ -204,6 +208,7 @@ def _jvp(primals: Any, tangents: Any, *, product: Product, epilogue: Epilogue, s
         tangents=dots_in,
         multiply=lambda factors, dtype: plain_products(product, factors, dtype, **shared),
         pushed=functools.partial(derivative.push, applied, acc.shape),
+        dtype=derivative.saved_dtype(epilogue, product.multiplied(factors.a.dtype)),
         groups=product.groups(factors.bs),
         rows=product.rows,
         save=save,
@@ -233,7 +238,8 @@ def _transpose(cotangents: Any, *args: Any, product: Product, epilogue: Epilogue
         full = [next(given) if is_linear(x) else x for x in args]
         factors, operands = product.unpack(full, epilogue)
         accs = plain_products(product, factors, epilogue.accumulator, **shared)
-        return list(product.applied(live, factors.context, Arithmetic.of(factors, shared)).apply(accs, operands))
+        applied = product.applied(live, factors.context, Arithmetic.of(product, factors, shared))
+        return list(applied.apply(accs, operands))
 
     try:
         if epilogue.plain or (product.unary and 0 in places):
@@ -260,20 +266,20 @@ def _cotangent(
     g: Any, args: Sequence[Any], i: int, product: Product, *, precision: Canonical, backend: str, hints: Hints
 ) -> jax.Array:
     """Computes the cotangent of a (i = 0) or b (1) of a plain product."""
-    a, b, *sizes = args
+    a, b, *rest = args  # the context, and the scales of the other factor: what is linear has none
     to, other = (a.aval, b) if i == 0 else (b.aval, a)
-    g, other = with_cotangent(g, other, to.dtype if i == 0 else other.dtype)
+    g, other = product.with_cotangent(g, other, product.multiplied(to.dtype if i == 0 else other.dtype))
     precision = dot_precision.of_cotangents(precision, g.dtype, product.where)
     back, factors, precision = product.cotangent(i, g, other, precision)
     hints = hints.of_cotangent(i, factors[0] is g)
-    factors = widened(*factors)
+    factors = back.widened(*factors)
     back = back.adding(to.shape, *factors).laid(to, *map(jax.typeof, factors))
     # Terms narrower than 32 bits are added in f32, and rounded once. One of 8 bits is made of f32 that a kernel writes.
-    full = back.tile(*map(jax.typeof, (*factors, *sizes)))
+    full = back.tile(*map(jax.typeof, (*factors, *rest)))
     alone = math.prod(full.shape) == math.prod(to.shape)
     dtype = to.dtype if alone and to.dtype.itemsize > 1 else accumulator(to.dtype)
     # No config: a pinned kernel is for the product it was pinned to.
-    d = multiply(back, *factors, *sizes, out_dtype=dtype, precision=precision, backend=backend, hints=hints)
+    d = multiply(back, *factors, *rest, out_dtype=dtype, precision=precision, backend=backend, hints=hints)
     return sum_to(product.restored(i, d), to)
 
 

@@ -15,7 +15,7 @@ import pytest
 import cutjax
 from cutjax.epilogue.expression import identity
 from cutjax.epilogue.trace import trace
-from cutjax.kernels import convolution, device, keys
+from cutjax.kernels import arguments, convolution, device, keys
 from cutjax.kernels.choose import choose
 from cutjax.kernels.keys import key
 from cutjax.kernels.operand import Im2col, Operand, Scale, Taps
@@ -106,6 +106,7 @@ def test_operands():
 # Operands that no family loads yet, and the reason.
 BEYOND = {
     "scales": ({"scale": Scale(F32, 1, 128)}, "with scales of 1 x 128 elements"),
+    "zero points": ({"scale": Scale(BF16, 1, 64, np.dtype(np.int8))}, "with scales and zero points of 1 x 64 elements"),
     "windows": ({"view": Taps((3, 3), (3, 3), (0, 0), (1, 1))}, "as taps"),
     "four bits": ({"bits": 4}, "in 4 bits an element"),
 }
@@ -145,6 +146,25 @@ def test_keys_say_what_operands_are():
     found += [key(dataclasses.replace(p, bs=(dataclasses.replace(p.bs[0], scale=Scale(F32, 1, 128)),)))]
     assert len({key(p), *found}) == 1 + len(found)
     assert all(json.loads(text)["version"] == 2 for text in found)
+
+
+def test_scales_come_after_what_is_multiplied_and_told():
+    """Of a, then of each b, as launches name their pointers; swapped operands' arrays stay where they are."""
+    p = problem(m=256, n=512, k=384, layout="nt")
+    of_a = dataclasses.replace(p.a, dtype=np.dtype(jnp.float8_e4m3fn), bits=0, scale=Scale(F32, 1, 128))
+    of_b = dataclasses.replace(p.bs[0], dtype=np.dtype(jnp.int4), bits=0, scale=Scale(BF16, 1, 32, np.dtype(jnp.int4)))
+    p = dataclasses.replace(p, a=of_a, bs=(of_b,))
+    assert (p.arrays, of_b.bits, of_b.blocks(512, 384)) == (5, 4, (512, 12))
+    assert of_b.read(512, 384) == 512 * 384 // 2 + 512 * 12 * 2 + 512 * 12 // 2
+    found = {x.name: x.value for x in arguments.scales(p)}
+    names = ("scale_a", "scale_b0", "zero_b0")
+    assert [found[name].buffer for name in names] == [2, 3, 4]
+    assert (found["scale_row_a"].value, found["scale_matrix_a"].value, found["scale_row_b0"].value) == (3, 768, 12)
+    turned = {x.name: x.value for x in arguments.scales(p.transposed, swap=True)}
+    assert [turned[name].buffer for name in ("scale_b0", "scale_a", "zero_a")] == [2, 3, 4]
+    grouped = problem(groups=4, ragged="m")
+    grouped = dataclasses.replace(grouped, bs=(dataclasses.replace(grouped.bs[0], scale=Scale(F32, 128, 128)),))
+    assert next(arguments.scales(grouped)).value.buffer == 3  # after a, b and the sizes of groups
 
 
 def test_fields_of_a_key_make_the_problem_again():

@@ -1,0 +1,274 @@
+"""A product of factors in blocks with scales: any other product, of matrices ``(values - zero) * scale``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from cutjax.binding.placement import Labels, Placement
+from cutjax.dot_precision import Canonical
+from cutjax.dtypes import promoted
+from cutjax.epilogue.expression import Epilogue, OperandSpec
+from cutjax.kernels.device import Device
+from cutjax.kernels.operand import Operand, Scale
+from cutjax.kernels.problem import Problem
+from cutjax.primitives import derivative
+from cutjax.primitives.accumulators import converted, cotangent_dtype
+from cutjax.primitives.factors import Factors
+from cutjax.primitives.product import Arithmetic, Folded, Product
+from cutjax.primitives.product_rules import define_product
+
+
+def dequantized(values: jax.Array, arrays: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+    """Returns ``(values - zero) * scale`` in float32, or a wider dtype, rounded once to a dtype.
+
+    Args:
+      values: ``[..., r, c]``.
+      arrays: the scale and, where there are some, the zero points. Each axis of either is 1, or divides the values'.
+      dtype: of the result. Values without arrays are converted.
+    """
+    if not arrays:
+        return values.astype(dtype)
+    wide = promoted(dtype, np.float32)
+    scale, *zeros = (along(x.astype(wide), values.shape) for x in arrays)
+    found = functools.reduce(jax.lax.sub, zeros, values.astype(wide)) * scale
+    return found.astype(dtype)
+
+
+def along(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Returns an array that has an element for each block as one of a shape, with one for each of its own."""
+    for axis, (count, size) in enumerate(zip(x.shape, shape, strict=True)):
+        if count not in (1, size):
+            x = jax.numpy.repeat(x, size // count, axis, total_repeat_length=size)
+    return jax.numpy.broadcast_to(x, shape)
+
+
+@define_product("cutjax_scaled")
+@dataclasses.dataclass(frozen=True)
+class Scaled(Product):
+    """Another product, of which a, or each b, has a scale for each of its blocks.
+
+    The arrays are those of the other product, then the scales and the zero points of a, and those of each b.
+
+    Attributes:
+      product: the other one.
+      counts: of the arrays that a has beside its values, and that each b has: 0, a scale, or a scale and zero points.
+      dtype: in which factors are multiplied. ``(values - zero) * scale`` is rounded to it, where a kernel does not
+        multiply the sums of each block by scales instead, which rounds less.
+    """
+
+    product: Product
+    counts: tuple[int, int]
+    dtype: np.dtype
+
+    # What it has of the other product.
+
+    @property
+    def where(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The operation."""
+        return self.product.where
+
+    @property
+    def axes(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The axes of the other product's arrays."""
+        return self.product.axes
+
+    @property
+    def rows(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The axes of the accumulators' rows."""
+        return self.product.rows
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        return self.product.summed
+
+    @property
+    def late(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The axes of which each result has one term."""
+        return self.product.late
+
+    @property
+    def gathered(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The axes whose every part meets every other."""
+        return self.product.gathered
+
+    def check_epilogue(self, epilogue: Epilogue) -> None:
+        self.product.check_epilogue(epilogue)
+
+    def why_not(self) -> str:
+        return self.product.why_not()
+
+    def operand_labels(self, x: Any, tile: Labels) -> Labels:
+        return self.product.operand_labels(x, tile)
+
+    def specs(self, a: jax.Array, operands: Sequence[jax.Array]) -> tuple[OperandSpec, ...]:
+        return self.product.specs(a, operands)
+
+    def along_rows(self, a: jax.Array, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        return self.product.along_rows(a, operands)
+
+    def groups(self, bs: Sequence[Any]) -> int | None:
+        return self.product.groups(bs)
+
+    def seen(self, x: jax.Array, context: Sequence[jax.Array], m: int, arithmetic: Arithmetic) -> jax.Array:
+        return self.product.seen(x, context, m, arithmetic)
+
+    def whole(
+        self, x: jax.Array, context: Sequence[jax.Array], shape: tuple[int, ...], arithmetic: Arithmetic
+    ) -> jax.Array:
+        return self.product.whole(x, context, shape, arithmetic)
+
+    def applied(self, epilogue: Epilogue, context: Sequence[jax.Array], arithmetic: Arithmetic) -> derivative.Applied:
+        return self.product.applied(epilogue, context, arithmetic)
+
+    def finished(self, results: Any, acc: Any, context: Sequence[jax.Array], why: str) -> Any:
+        return self.product.finished(results, acc, context, why)
+
+    def written(self, accumulator: np.dtype, dtype: np.dtype, on_cuda: bool) -> np.dtype:
+        return self.product.written(accumulator, dtype, on_cuda)
+
+    def after(self, placement: Placement, factors: Factors) -> tuple[Product, Sequence[Any]]:
+        return self.product.after(placement, factors.unscaled)
+
+    def restored(self, i: int, d: jax.Array) -> jax.Array:
+        return self.product.restored(i, d)
+
+    # What scales add.
+
+    def own_axes(self, products: int) -> list[int]:
+        own, (of_a, of_b) = self.product.own_axes(products), self.counts
+        return [*own, *own[:1] * of_a, *own[1:2] * (products * of_b)]
+
+    def unpack(self, args: Sequence[Any], epilogue: Epilogue) -> tuple[Factors, tuple[Any, ...]]:
+        return self._unpack(args, epilogue.products)
+
+    def _unpack(self, args: Sequence[Any], products: int) -> tuple[Factors, tuple[Any, ...]]:
+        of_a, of_b = self.counts
+        own, it = len(self.product.own_axes(products)), iter(args)
+        a, *rest = (next(it) for _ in range(own))
+        scales = [tuple(next(it) for _ in range(count)) for count in (of_a, *[of_b] * products)]
+        return Factors(a, tuple(rest[:products]), tuple(rest[products:]), tuple(scales)), tuple(it)
+
+    def _factors(self, arrays: Sequence[Any]) -> Factors:
+        """Returns the factors of all arrays in order."""
+        context, (of_a, of_b) = len(self.product.axes) - 2, self.counts
+        return self._unpack(arrays, (len(arrays) - 1 - context - of_a) // (1 + of_b))[0]
+
+    def multiplied(self, a: np.dtype) -> np.dtype:
+        return self.dtype
+
+    def tile(self, a: Any, *rest: Any) -> Any:
+        found = self.product.tile(*self._factors((a, *rest)).unscaled.arrays)
+        return found.update(dtype=self.dtype, weak_type=False)
+
+    def reference(self, *arrays: jax.Array, **params: Any) -> jax.Array:
+        factors = self._factors(arrays)
+        of_a, of_b = factors.scales
+        a, b = dequantized(factors.a, of_a, self.dtype), dequantized(factors.bs[0], of_b, self.dtype)
+        return self.product.reference(a, b, *factors.context, **params)
+
+    def problem(self, *avals: Any, out_dtype: Any, device: Device) -> Problem:
+        factors = self._factors(avals)
+        (b,), (of_a, of_b) = factors.bs, factors.scales
+        wide = (factors.a.update(dtype=self.dtype), b.update(dtype=self.dtype), *factors.context)
+        problem = self.product.problem(*wide, out_dtype=out_dtype, device=device)
+        a, of = _operand(problem.a, factors.a, of_a), _operand(problem.bs[0], b, of_b)
+        return dataclasses.replace(problem, a=a, bs=(of,) * problem.products)
+
+    def labels(self, a: Any, *rest: Any) -> tuple[list[Labels], Labels]:
+        factors = self._factors((a, *rest))
+        own, tile = self.product.labels(*factors.unscaled.arrays)
+        values = zip(own, factors.arrays, factors.scales, strict=False)
+        blocks = [_of_blocks(labels, x, of) for labels, x, scales in values for of in scales]
+        return [*own, *blocks], tile
+
+    def shard(self, placement: Placement, factors: Factors) -> tuple[Product, Factors]:
+        product, found = self.product.shard(placement, factors.unscaled)
+        return self._of(product), dataclasses.replace(found, scales=factors.scales)
+
+    def batched(self, at: int, rank: int) -> Product:
+        return self._of(self.product.batched(at, rank))
+
+    def laid(self, like: Any, *avals: Any) -> Product:
+        return self._of(self.product.laid(like, *avals))
+
+    def fold(self, epilogue: Epilogue, factors: Factors, operands: Sequence[jax.Array]) -> Folded | None:
+        of_a, *of_bs = factors.scales
+        if of_a:
+            return None
+        folded = self.product.fold(epilogue, factors.unscaled, operands)
+        if folded is None:
+            return None
+        axes = self.product.axes[1]  # weights are for all: their batch axes are of size 1
+        merged = [tuple(x.reshape(x.shape[x.ndim - axes :]) for x in of) for of in of_bs]
+        found = dataclasses.replace(folded.factors, scales=((), *merged))
+        return folded._replace(product=self._of(folded.product), factors=found)
+
+    def _of(self, product: Product, *counts: int) -> Product:
+        """Returns another product of factors with these scales, or with some of them."""
+        found = counts or self.counts
+        return dataclasses.replace(self, product=product, counts=found)
+
+    # Its derivatives: in scales, and in values and zero points of floats, they are those of ``dequantized``.
+
+    def tangents(self, multiply: Callable[..., jax.Array], factors: Factors, dots: Factors) -> list[jax.Array | None]:
+        (own, *of_bs), (own_dots, *of_dots), (of_a, of_b) = factors.scales, dots.scales, self.counts
+        a_dot = self._dot(factors.a, own, dots.a, own_dots)
+        found = []
+        for b, scales, dot, scale_dots in zip(factors.bs, of_bs, dots.bs, of_dots, strict=True):
+            terms = []
+            if a_dot is not None:
+                terms.append(multiply(self._of(self.product, 0, of_b), a_dot, b, *scales))
+            if (b_dot := self._dot(b, scales, dot, scale_dots)) is not None:
+                terms.append(multiply(self._of(self.product, of_a, 0), factors.a, b_dot, *own))
+            found.append(functools.reduce(jax.lax.add, terms) if terms else None)
+        return found
+
+    def _dot(self, values: Any, arrays: Sequence[Any], dot: Any, dots: Sequence[Any]) -> jax.Array | None:
+        """Returns the tangent of a dequantized factor, in the dtype that is multiplied; None is zero."""
+        given, moved = (values, *arrays), (dot, *dots)
+        places = [i for i, x in enumerate(moved) if x is not None]
+        if not arrays or not places:
+            return dot
+
+        def function(*moving: jax.Array) -> jax.Array:
+            new = dict(zip(places, moving, strict=True))
+            first, *rest = (new[i] if i in new else x for i, x in enumerate(given))
+            return dequantized(first, rest, self.dtype)
+
+        return jax.jvp(function, tuple(given[i] for i in places), tuple(moved[i] for i in places))[1]
+
+    def cotangent(
+        self, i: int, g: jax.Array, other: jax.Array, precision: Canonical
+    ) -> tuple[Product, tuple[jax.Array, jax.Array], Canonical]:
+        back, factors, precision = self.product.cotangent(i, g, other, precision)
+        count = self.counts[1 - i]
+        counts = (0, count) if factors[0] is g else (count, 0)
+        return Scaled(back, counts, g.dtype), factors, precision
+
+    def with_cotangent(self, g: jax.Array, other: jax.Array, of: np.dtype) -> tuple[jax.Array, jax.Array]:
+        return converted(g, cotangent_dtype(of, g.dtype)), other
+
+    def widened(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return a, b
+
+
+def _operand(like: Operand, values: Any, arrays: Sequence[Any]) -> Operand:
+    """Returns the operand of a kernel's problem that is like another, of values with scales."""
+    scale = None
+    if arrays:
+        sizes = [size // max(1, count) for size, count in zip(values.shape[-2:], arrays[0].shape[-2:], strict=True)]
+        mn, k = sizes if like.contiguous == "k" else sizes[::-1]
+        scale = Scale(arrays[0].dtype, mn, k, arrays[1].dtype if len(arrays) > 1 else None)
+    return dataclasses.replace(like, dtype=values.dtype, bits=0, scale=scale)
+
+
+def _of_blocks(labels: Labels, values: Any, blocks: Any) -> Labels:
+    """Returns the names of the axes of scales; one that is for the whole axis of the values is whole."""
+    sizes = zip(labels, values.shape, blocks.shape, strict=True)
+    return tuple(None if count == 1 != size else label for label, size, count in sizes)
