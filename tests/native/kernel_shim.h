@@ -122,6 +122,9 @@ inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
 inline u32 add_f16x2(u32 a, u32 b) {
   return cvt_f16x2(f16_to_f32(a & 0xffff) + f16_to_f32(b & 0xffff), f16_to_f32(a >> 16) + f16_to_f32(b >> 16));
 }
+inline u32 mul_f16x2(u32 a, u32 b) {
+  return cvt_f16x2(f16_to_f32(a & 0xffff) * f16_to_f32(b & 0xffff), f16_to_f32(a >> 16) * f16_to_f32(b >> 16));
+}
 inline u32 cvt_rna_tf32(float x) {  // leaves the bits that it has rounded
   u32 bits = __float_as_uint(x);
   return (bits & 0x7f800000) == 0x7f800000 ? bits : bits + 0x1000;

@@ -76,9 +76,11 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
         if view:
             value = _windows_map(buffer, kernel)
         else:
-            chunk = c.decoded_chunk(p) if decoded(p) else p.a.elements(128)
+            chunk = c.decoded_chunk(p) if decoded(p.a, p.bs[0]) else p.a.elements(128)
             value = _operand_map(buffer, p.a, p.m, p, of_a, c.bm, chunk, c, c.cluster_n)
         yield _map(f"map_a{term}" if term else "map_a", value, "a")
+    if p.a.scale:
+        yield _map("map_factors", _factor_map(kernel), "a")
     if view:
         yield from windows.of_windows(p, c.depth(p), kernel.phases)
     b_matrices = p.matrices[1]
@@ -147,11 +149,23 @@ def _operand_map(
     """The tensor map of an operand whose m or n axis is `rows` long, as Plain in load_plain.cuh loads it."""
     # Rows off the lines of memory: fetching 256 bytes at once costs 15% more than 128 there.
     l2_bytes, span = 256 if of.on_lines else 128, operand.bytes(chunk)
+    if operand.bits < 8:  # as bytes
+        box = operand.bytes(chunk), config.depth(p) // (1 if -(-tile // chunk) % share == 0 else share)
+        return matrix_map(buffer, np.dtype(np.uint8), (operand.bytes(rows), p.k), of, box, span, l2_bytes)
     if operand.contiguous == "k":
         found = matrix_map(buffer, operand.dtype, (p.k, rows), of, (chunk, tile // share), span, l2_bytes)
         return dataclasses.replace(found, element="tfloat32" if operand.dtype == np.float32 else "")
     depth = config.depth(p) // (1 if -(-tile // chunk) % share == 0 else share)
     return matrix_map(buffer, operand.dtype, (rows, p.k), of, (chunk, depth), span, l2_bytes)
+
+
+def _factor_map(kernel: Resolved) -> TensorMap:
+    """The tensor map of the factors of a's elements, as Scaled in load_scaled.cuh loads it."""
+    p, scale = kernel.multiplied, kernel.multiplied.a.scale
+    assert scale is not None
+    row, rows = p.m * scale.dtype.itemsize, -(-p.k // scale.k)
+    of, box = Matrices(row, row * rows, 1, ()), (kernel.config.bm, kernel.config.factor_rows(p))
+    return matrix_map(p.told, scale.dtype, (p.m, rows), of, box, 0, 256)
 
 
 def _windows_map(buffer: int, kernel: Resolved) -> TensorMap:

@@ -159,6 +159,16 @@ class Config:
         length = self.depth(problem) if problem.a.contiguous == "k" else self.bm
         return min(length, problem.a.elements(128))
 
+    def factor_rows(self, problem: Problem) -> int:
+        """Returns the rows of a's factors that a stage has, each along bm."""
+        return max(1, self.depth(problem) // problem.a.scale.k) if problem.a.scale else 0
+
+    def factor_bytes(self, problem: Problem) -> int:
+        """Returns the memory of a stage's factors, in units in which swizzled tiles begin."""
+        if not problem.a.scale:
+            return 0
+        return -(-self.factor_rows(problem) * self.bm * problem.a.scale.dtype.itemsize // 1024) * 1024
+
     def chunk(self, b: Operand, products: int = 1) -> int:
         """Returns the elements of a row of b's tile in shared memory, which its swizzle spans.
 
@@ -182,6 +192,8 @@ class Config:
         dtypes = short(problem.a.dtype.name) + problem.math
         if problem.bs[0].dtype != problem.a.dtype:
             dtypes += f"x{short(problem.bs[0].dtype.name)}"
+        if scale := problem.bs[0].scale:
+            dtypes += f"by{scale.k}{short(scale.dtype.name)}"
         if problem.plain and problem.out_dtype != problem.a.dtype:
             dtypes += short(problem.out_dtype.name)
         tile = f"{self.bm}x{self.bn}x{self.bk}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}_{self.schedule}"

@@ -11,7 +11,7 @@ import numpy as np
 
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.raster import band
-from cutjax.kernels.sm90 import windows
+from cutjax.kernels.sm90 import operands, windows
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint
 from cutjax.kernels.sm90.kernel import resolve
@@ -57,7 +57,7 @@ _divide = functools.lru_cache(maxsize=1 << 14)(dataclasses.replace)
 def reasons(problem: Problem) -> tuple[str, ...]:
     """Returns the reasons against every kernel of this family for a problem; empty when one can serve it."""
     unmeasured = ("gathered rows by cp.async are not measured yet: a kernel is pinned by config=",)
-    if problem.bs[0].narrow_beside(problem.a):
+    if operands.decoded(problem.bs[0], problem.a):
         undecided = ("weights decoded in front of wgmma are not measured yet: a kernel is pinned by config=",)
         return facts_of(problem, True).reasons + undecided
     if part := _phases(problem):

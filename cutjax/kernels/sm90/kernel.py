@@ -129,6 +129,10 @@ def _resolve(problem: Problem, of: Phases | None, config: Config, asked: Problem
         reasons.append(f"{products * config.bn} columns: wgmma of integers takes 8, 24 and multiples of 16")
     if config.bk == 128 and facts.way.promoted == 1:
         reasons.append("bk=128 of float8: sums of 128 bytes of k are added up in f32, which are one stage of bk=64")
+    if facts.problem.a.bits == 4 and config.m_blocks != 2:
+        reasons.append(f"{config.bm}x{config.bn} {config.schedule} with weights of 4 bits: a warpgroup holds 128 rows")
+    if facts.problem.a.bits == 4 and facts.staging.reductions:
+        reasons.append("reductions of a product of weights of 4 bits: two warps store 64 rows")
     reasons += windows.phase_reasons(problem, of)
     reasons += windows.tile_reasons(facts.problem, config.bn * config.cluster_n)
     if config.bn % 16 and facts.problem.bs[0].contiguous == "mn":

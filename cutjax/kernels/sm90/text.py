@@ -12,12 +12,15 @@ from cutjax.kernels.epilogue_text import epilogue_text
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import operands, windows
+from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.runtime import sources
 
 # Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168. A producer that copies rows has
 # indices and addresses of 16 of them.
 REGISTERS, COPIER_REGISTERS = (40, 232), (72, 216)
+NARROW = {"int8": "s8", "uint8": "u8", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+NARROW |= {"int4": "s4", "uint4": "u4", "float4_e2m1fn": "e2m1"}
 
 
 def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
@@ -28,13 +31,15 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     way, acc = kernel.way, DTYPES[problem.accumulator.name].carrier
     view, taps = windows.view_of(problem), isinstance(problem.bs[0].view, Taps)
     of_windows = windows.chunk(problem) if view else 0
-    decoded = operands.decoded(problem)
+    decoded = operands.decoded(problem.a, problem.bs[0])
     constants = {
         "BM": config.bm,
         "BN": config.bn,
         "BK": config.depth(problem),
-        "A_BYTES": problem.a.bytes(1),
-        "B_BYTES": problem.bs[0].bytes(1),
+        "A_BITS": problem.a.bits,
+        "B_BITS": problem.bs[0].bits,
+        "FACTOR_BYTES": config.factor_bytes(problem),
+        "WARP_ROWS": 32 if decoded and problem.a.bits == 4 else 16,
         "TERMS": way.terms,
         "PAIRS": len(way.pairs),
         "PAIRS_OF_A": _packed(a for a, _ in way.pairs),
@@ -90,6 +95,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "sm90/staging.cuh",
             *(["sm90/im2col.cuh"] if view else []),
             *(["sm90/pixels.cuh"] if kernel.phases else []),
+            *([_narrow(problem, config)] if decoded else []),
             *(["sm90/transposed.cuh"] if problem.symmetric or config.swap else []),
             *(["common/mirror.cuh"] if problem.symmetric else []),
             "common/scheduler.cuh",
@@ -97,13 +103,14 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             wgmma(config.bn * problem.products, problem.a.dtype, problem.bs[0].dtype, a_k_major, b_k_major, decoded),
             "sm90/tiles.cuh",
             "sm90/load_plain.cuh",
+            *(["sm90/load_scaled.cuh"] if problem.a.scale else []),
             *(["sm90/load_gather.cuh"] if problem.a.gathered else []),
             *(["sm90/load_im2col.cuh"] if view else []),
             *(["sm90/load_taps.cuh"] if taps else []),
             _views(problem),
             "sm90/producer.cuh",
             "sm90/promote_blocks.cuh" if way.promoted else "sm90/promote_never.cuh",
-            *([_narrow(problem), "sm90/decode.cuh", "sm90/multiply_registers.cuh"] if decoded else ["sm90/multiply.cuh"]),
+            *(["sm90/decode.cuh", "sm90/multiply_registers.cuh"] if decoded else ["sm90/multiply.cuh"]),
             "sm90/mainloop.cuh",
             "sm90/stream.cuh",
             epilogue_text(kernel.staging, arguments, problem.divided),
@@ -119,6 +126,7 @@ def _views(problem: Problem) -> str:
     """Returns the names of the views that operands are loaded by, and of how k is walked."""
     views = {Gathered: "Gathered", Im2col: "Im2col", Taps: "Taps"}
     a, b = (views.get(type(x.view), "Plain") for x in (problem.a, problem.bs[0]))
+    a = "Scaled" if problem.a.scale else a
     walk = "Depth" if a != "Im2col" else "Im2col::Elements" if problem.a.contiguous == "k" else "Im2col::Columns"
     steps = ", ".join(f"{x}_step{i} = 0" for x in "ab" for i in range(3))
     still = f"constexpr int {steps};  // no batch\n" if a == "Im2col" else ""
@@ -130,10 +138,19 @@ def _packed(terms: Iterable[int]) -> int:
     return sum(term << 2 * i for i, term in enumerate(terms))
 
 
-def _narrow(problem: Problem) -> str:
-    """Returns the dtypes of weights in memory and as they are multiplied."""
-    narrow, wide = (DTYPES[x.dtype.name].stored for x in (problem.a, problem.bs[0]))
-    return f"constexpr Dtype NARROW = Dtype::{narrow}, WIDE = Dtype::{wide};\n"
+def _narrow(problem: Problem, config: Config) -> str:
+    """Returns what weights are in memory, as they are multiplied, and their factors."""
+    scale, wide = problem.a.scale, DTYPES[problem.bs[0].dtype.name].stored
+    rows, k, factor = config.factor_rows(problem), scale.k if scale else config.depth(problem), wide
+    size = scale.dtype.itemsize if scale else 2
+    if scale:
+        factor = DTYPES[scale.dtype.name].stored
+    return f"""#line 1 "narrow (generated)"
+enum class Narrow {{ {", ".join(NARROW.values())} }};
+constexpr Narrow NARROW = Narrow::{NARROW[problem.a.dtype.name]};
+constexpr Dtype WIDE = Dtype::{wide}, FACTOR = Dtype::{factor};
+constexpr int FACTOR_ROWS = {rows}, FACTOR_K = {k}, FACTOR_SIZE = {size};
+"""
 
 
 def wgmma(n: int, a: np.dtype, b: np.dtype, a_k_major: bool, b_k_major: bool, decoded: bool = False) -> str:

@@ -27,7 +27,7 @@ DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int
     OperandB::Descriptor b(shared.b(pipe.stage));
     wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < BK * A_BYTES / 32; ++slice) {
+    for (int slice = 0; slice < BK * A_BITS / 256; ++slice) {
 #pragma unroll
       for (int block = 0; block < BLOCKS; ++block)
         wgmma(sums[block], a.at(OperandA::slice_offset(slice) + OperandA::row_offset(block * 64)),
