@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import re
 
 import gxx
@@ -14,8 +15,7 @@ from cubin import check_lean
 
 import cutjax
 from cutjax import Config
-from cutjax.dtypes import NARROW
-from cutjax.kernels.sm90 import family
+from cutjax.kernels.operand import Scale
 from cutjax.kernels.sm90 import kernel as sm90
 from cutjax.runtime import compiler
 
@@ -71,13 +71,13 @@ static void thread() {
   while (true) wait_for_others();
 }
 extern "C" void run(const void* tiles, float* to) {
-  constexpr int COUNT = CONSUMERS * 128;
+  constexpr int COUNT = CONSUMERS_PER_TILE * 128;
   std::vector<char> stacks(COUNT << 18);
   std::memcpy(shared_memory, tiles, STAGES * STAGE_BYTES);
   found = to, done = 0, block_threads = COUNT, contexts.assign(COUNT, {}), mbarriers.clear();
   for (int i = 0; i < STAGES; ++i) {
     mbarrier_init(STAGES * STAGE_BYTES + i * 8, 1);
-    mbarrier_init(STAGES * STAGE_BYTES + (STAGES + i) * 8, CONSUMERS);
+    mbarrier_init(STAGES * STAGE_BYTES + (STAGES + i) * 8, CONSUMERS_PER_TILE);
     mbarrier_arrive(STAGES * STAGE_BYTES + i * 8);
   }
   for (int i = 0; i < COUNT; ++i) {
@@ -89,11 +89,14 @@ extern "C" void run(const void* tiles, float* to) {
     for (threadIdx.x = 0; threadIdx.x < COUNT; ++threadIdx.x) swapcontext(&outside, &contexts[threadIdx.x]);
 }
 """
-_KEPT = ("common/math", "common/elements", "sm90/tiles", "sm90/decode", "sm90/multiply_registers")
+_KEPT = ("common/math", "common/elements", "narrow", "sm90/tiles", "sm90/decode", "sm90/multiply_registers")
 
 
-def kernel(narrow="int8", layout="nn", wide="bfloat16", sizes=(16, 512, 1024), **fields):
+def kernel(narrow="int8", layout="nn", wide="bfloat16", scale=None, sizes=(16, 512, 1024), **fields):
     problem = cutjax.Problem.of(*sizes, layout, wide, narrow, np.float32)
+    if scale:
+        b = dataclasses.replace(problem.bs[0], scale=Scale(np.dtype(jnp.dtype(scale[0])), 1, scale[1]))
+        problem = dataclasses.replace(problem, bs=(b,))
     return sm90.resolved(problem, Config(**{"bm": BM, "bn": 16, "bk": BK, "stages": K_BLOCKS, "swap": True} | fields))
 
 
@@ -106,43 +109,55 @@ def swizzled(rows, span):
     return out
 
 
-def tiles(kernel, w, x):
-    """The stages of ``w[n, k]`` and ``x[m, k]``, those of a before those of b."""
+def packed(x):
+    """Elements of 4 bits as they lie in memory, two a byte, the first in the low half."""
+    nibbles = x.view(np.uint8) & 15
+    return nibbles[..., ::2] | nibbles[..., 1::2] << 4
+
+
+def tiles(kernel, w, x, factors):
+    """The stages of ``w[n, k]`` and its factors ``[n, groups]``, then those of ``x[m, k]``."""
     p, c = kernel.multiplied, kernel.config
     depth, chunk, found = c.depth(p), c.decoded_chunk(p), []
     for k in range(0, w.shape[1], depth):
         part = w[:, k : k + depth]
         pieces = np.split(part.T, c.bm // chunk, 1) if p.a.contiguous == "mn" else [part]
-        found.append(np.concatenate([swizzled(piece, chunk) for piece in pieces]))
+        pieces = [packed(np.ascontiguousarray(piece)) if p.a.bits == 4 else piece for piece in pieces]
+        found.append(np.concatenate([swizzled(piece, p.a.bytes(chunk)) for piece in pieces]))
+        if p.a.scale:
+            of_stage = factors[:, k // p.a.scale.k :][:, : c.factor_rows(p)].T
+            behind = np.zeros(c.factor_bytes(p), np.uint8)
+            behind[: of_stage.nbytes] = np.ascontiguousarray(of_stage).view(np.uint8).reshape(-1)
+            found.append(behind)
     for k in range(0, w.shape[1], 64):
         found.append(swizzled(x[:, k : k + 64], 128))
     return np.concatenate(found)
 
 
-def multiplied(kernel, w, x, folder):
+def multiplied(kernel, w, x, folder, factors=None):
     """The sums ``float32[n, m]`` that the main loop of a kernel makes of one tile."""
     parts = re.split(r'^(?=#line 1 ")', kernel.source, flags=re.M)
     kept = [part for part in parts if part.startswith(tuple(f'#line 1 "{name}' for name in _KEPT))]
     constants = "\n".join(re.findall(r"^constexpr (?:int|bool|Dtype) [A-Z_]+ = .*;.*$", parts[0] + parts[1], re.M))
-    narrow = re.search(r"^constexpr Dtype NARROW.*$", kernel.source, re.M)
-    assert narrow is not None
     device = gxx.NATIVE / "device_shim.h", kernel_host.DEVICE / kernel_host.MATH, gxx.NATIVE / "kernel_shim.h"
     shims = "\n".join(path.read_text() for path in device)
     ahead = next(i for i, part in enumerate(kept) if part.startswith('#line 1 "sm90/tiles'))
     text = "\n".join([
         "#define __CUDA_ARCH__ 900", shims, constants, "using Acc = float; constexpr int COPIERS = 0;", *kept[:ahead],
-        narrow.group(), _WGMMA, *kept[ahead:], _RUN,
+        _WGMMA, *kept[ahead:], _RUN,
     ])  # fmt: skip
     text = re.sub(r"^#line.*$", "", text, flags=re.M)
     library = gxx.build(folder, text, "-w")
     found = np.zeros((kernel.config.bm, kernel.config.bn), np.float32)
-    given = kernel_host.aligned(tiles(kernel, w, x))
+    given = kernel_host.aligned(tiles(kernel, w, x, factors))
     library.run(ctypes.c_void_p(given.ctypes.data), found.ctypes.data_as(ctypes.c_void_p))
     return found
 
 
 def every_value(narrow):
-    found = np.arange(256, dtype=np.uint8).view(jnp.dtype(narrow))
+    if narrow.endswith("int4"):
+        return np.arange(-8 if narrow == "int4" else 0, 8 if narrow == "int4" else 16).astype(jnp.dtype(narrow))
+    found = np.arange(16 if "float4" in narrow else 256, dtype=np.uint8).view(jnp.dtype(narrow))
     return found[np.isfinite(found.astype(np.float32))]
 
 
@@ -170,3 +185,38 @@ def test_a_tile_is_exact(narrow, wide, fields, layout, tmp_path):
     x[np.arange(c.bn)[:, None], rng.permutation(k)[: c.bn * len(several)].reshape(c.bn, -1)] = several
     expected = (w.astype(np.float64) @ x.astype(np.float64).T).astype(np.float32)
     np.testing.assert_array_equal(multiplied(of, w, x, tmp_path), expected)
+
+
+@needs_host
+@pytest.mark.parametrize(
+    ("narrow", "wide", "scale", "fields"),
+    [
+        ("int4", "bfloat16", None, {"bm": 256}),
+        ("uint4", "float16", None, {"schedule": "pingpong", "bk": 64, "bn": 24}),
+        ("float4_e2m1fn", "bfloat16", ("bfloat16", 32), {"bm": 256}),
+        ("float4_e2m1fn", "float16", ("float16", 128), {"bm": 256}),
+        ("int4", "bfloat16", ("bfloat16", 128), {"bm": 256, "bk": 64}),
+        ("uint4", "bfloat16", ("float32", 64), {"schedule": "pingpong"}),
+        ("int4", "float16", ("float32", 32), {"schedule": "pingpong", "bk": 64}),
+        ("int8", "bfloat16", ("bfloat16", 32), {}),
+        ("float8_e4m3fn", "bfloat16", ("float32", 64), {"bm": 64}),
+        ("int8", "bfloat16", ("bfloat16", 128), {"bm": 256, "bk": 64}),
+    ],
+    ids=str,
+)
+def test_a_tile_with_factors_is_rounded_once(narrow, wide, scale, fields, tmp_path):
+    rng, of = np.random.default_rng(2), kernel(narrow, "nn", wide, scale, **fields)
+    c, p = of.config, of.multiplied
+    k, rows = K_BLOCKS * c.depth(p), c.bm // (2 if c.schedule == "pingpong" else 1)
+    w = rng.permutation(np.resize(every_value(narrow), c.bm * k)).reshape(c.bm, k)
+    wide_w, factors = w.astype(np.float32), None
+    if scale:
+        factors = rng.standard_normal((c.bm, -(-k // scale[1]))).astype(jnp.dtype(scale[0]))
+        wide_w = (wide_w * np.repeat(factors.astype(np.float32), scale[1], 1)[:, :k]).astype(jnp.dtype(wide))
+    x = np.zeros((c.bn, k), jnp.dtype(wide))
+    x[np.arange(c.bn), rng.permutation(k)[: c.bn]] = 2
+    expected = (wide_w.astype(np.float64) @ x.astype(np.float64).T).astype(np.float32)
+    found = multiplied(of, w, x, tmp_path, factors)
+    if p.a.bits == 4:  # both blocks of a warp are rows beside each other
+        found = found.reshape(-1, 2, 4, 16, c.bn).swapaxes(1, 2).reshape(c.bm, c.bn)
+    np.testing.assert_array_equal(found, expected)
