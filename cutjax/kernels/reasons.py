@@ -92,9 +92,7 @@ def of_swap(problem: Problem) -> list[str]:
     return found
 
 
-def of_operands(
-    problem: Problem, a: tuple[type, ...], b: tuple[type, ...] = (), decoded: bool = False
-) -> list[str]:
+def of_operands(problem: Problem, a: tuple[type, ...], b: tuple[type, ...] = (), decoded: bool = False) -> list[str]:
     """Returns the reasons against loading the operands as they are: kernels read whole elements, all b alike.
 
     Args:

@@ -207,7 +207,7 @@ def test_a_tile_is_exact(narrow, wide, fields, layout, tmp_path):
 def test_a_tile_with_factors_is_rounded_once(narrow, wide, scale, fields, tmp_path):
     rng, of = np.random.default_rng(2), kernel(narrow, "nn", wide, scale, **fields)
     c, p = of.config, of.multiplied
-    k, rows = K_BLOCKS * c.depth(p), c.bm // (2 if c.schedule == "pingpong" else 1)
+    k = K_BLOCKS * c.depth(p)
     w = rng.permutation(np.resize(every_value(narrow), c.bm * k)).reshape(c.bm, k)
     wide_w, factors = w.astype(np.float32), None
     if scale:
@@ -220,3 +220,38 @@ def test_a_tile_with_factors_is_rounded_once(narrow, wide, scale, fields, tmp_pa
     if p.a.bits == 4:  # both blocks of a warp are rows beside each other
         found = found.reshape(-1, 2, 4, 16, c.bn).swapaxes(1, 2).reshape(c.bm, c.bn)
     np.testing.assert_array_equal(found, expected)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("narrow", "layout", "scale", "fields"),
+    [
+        ("int8", "nt", None, {"bn": 256, "bk": 64, "stages": 4}),
+        ("float8_e4m3fn", "nn", None, {"bm": 64, "bn": 64, "stages": 4}),
+        ("int4", "nn", ("bfloat16", 128), {"bm": 256, "bn": 128, "bk": 64, "stages": 5, "stream_k": True}),
+    ],
+    ids=str,
+)
+def test_wgmmas_do_not_wait_for_each_other(narrow, layout, scale, fields):
+    of = kernel(narrow, layout, "bfloat16", scale, (512, 4096, 4096), **fields)
+    check_lean(of.problem, [of.config], 50_000)
+
+
+def test_what_is_refused():
+    def why(narrow, layout="nn", scale=None, sizes=(16, 512, 1024), zero=None, **fields):
+        problem = cutjax.Problem.of(*sizes, layout, "bfloat16", narrow, np.float32)
+        if scale:
+            scale = Scale(np.dtype(jnp.dtype(scale[0])), scale[1], scale[2], zero)
+            problem = dataclasses.replace(problem, bs=(dataclasses.replace(problem.bs[0], scale=scale),))
+        config = Config(**{"bm": 256, "bn": 16, "bk": BK, "stages": 2, "swap": True} | fields)
+        return "; ".join(sm90.resolve(problem, config) or ())
+
+    assert "operands are swapped" in why("int8", swap=False)
+    assert "rows along n" in why("int4", "nt")
+    assert "rows along n" in why("int8", "nt", ("float32", 1, 128))
+    assert "whole units of 16 bytes" in why("int4", sizes=(16, 528, 1024))
+    assert "a warpgroup holds 128 rows" in why("int4", bm=128)
+    assert "scales of 1 x 96" in why("int4", scale=("float32", 1, 96), sizes=(16, 512, 960))
+    assert "scales of 2 x 128" in why("int4", scale=("float32", 2, 128))
+    assert "zero points" in why("uint4", scale=("float32", 1, 128), zero=np.dtype(np.float32))
+    assert "scales in f16" in why("int4", scale=("float16", 1, 128))

@@ -144,7 +144,15 @@ def _buffer_of(buffer: int, term: int, terms: int, first_more: int) -> int:
 
 
 def _operand_map(
-    buffer: int, operand: Operand, rows: int, p: Problem, of: Matrices, tile: int, chunk: int, config: Config, share: int
+    buffer: int,
+    operand: Operand,
+    rows: int,
+    p: Problem,
+    of: Matrices,
+    tile: int,
+    chunk: int,
+    config: Config,
+    share: int,
 ) -> TensorMap:
     """The tensor map of an operand whose m or n axis is `rows` long, as Plain in load_plain.cuh loads it."""
     # Rows off the lines of memory: fetching 256 bytes at once costs 15% more than 128 there.

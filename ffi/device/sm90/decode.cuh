@@ -23,14 +23,14 @@ DEVICE u32 decode(u32 word, int i) {
   } else if constexpr (NARROW == Narrow::u4) {
     if constexpr (BF16) return fma_bf16x2((x & 0x000f000f) | 0x43004300, 0x3f803f80, 0xc300c300);
     return add_f16x2((x & 0x000f000f) | 0x64006400, 0xe400e400);
-  } else if constexpr (NARROW == Narrow::e2m1) {  // the bits in their places, times what the exponents' biases differ by
+  } else if constexpr (NARROW ==
+                       Narrow::e2m1) {  // the bits in their places, times what the exponents' biases differ by
     u32 sign = (x & 0x00080008) << 12;
     if constexpr (BF16) return fma_bf16x2((x & 0x00070007) << 6 | sign, 0x7e807e80, 0x80008000);
     return mul_f16x2((x & 0x00070007) << 9 | sign, 0x74007400);
   } else {
-    u32 halves = NARROW == Narrow::e5m2
-                     ? (i ? word : word << 8) & 0xff00ff00  // high bytes of f16
-                     : cvt_f16x2_e4m3x2(static_cast<u16>(__byte_perm(word, 0, i ? 0x4431 : 0x4420)));
+    u32 halves = NARROW == Narrow::e5m2 ? (i ? word : word << 8) & 0xff00ff00  // high bytes of f16
+                                        : cvt_f16x2_e4m3x2(static_cast<u16>(__byte_perm(word, 0, i ? 0x4431 : 0x4420)));
     return BF16 ? cvt_bf16x2(f16_to_f32(halves & 0xffff), f16_to_f32(halves >> 16)) : halves;
   }
 }

@@ -47,8 +47,8 @@ struct Epilogue {
   }
 
   // In 64 rows of accumulators, lane l of warp w holds, for each 8 columns j, rows 16 w + l / 4 (+ 8) and columns
-  // 8 j + 2 (l % 4) (+ 1): values 4 j + {0, 1} and, 8 rows down, {2, 3}. Where WARP_ROWS are 32, two blocks of a warp are
-  // rows beside each other: two warps store each 64 rows, as four would.
+  // 8 j + 2 (l % 4) (+ 1): values 4 j + {0, 1} and, 8 rows down, {2, 3}. Where WARP_ROWS are 32, two blocks of a warp
+  // are rows beside each other: two warps store each 64 rows, as four would.
   DEVICE void store(const Acc (&accumulators)[M_BLOCKS][PRODUCTS * EPILOGUE_COLUMNS / 2], Extras& extras,
                     Partials& partials, const TensorMap* const (&map_d)[OUTPUTS], const Rows& rows_d, int m, int n,
                     int rows, int batch, const BatchIndex& i) {

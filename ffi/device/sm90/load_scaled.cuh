@@ -1,5 +1,5 @@
-// The view of an operand along m whose elements have factors, one for each FACTOR_K of k and each row: TMA loads those of
-// a stage behind its tile, [FACTOR_ROWS][ROWS].
+// The view of an operand along m whose elements have factors, one for each FACTOR_K of k and each row: TMA loads those
+// of a stage behind its tile, [FACTOR_ROWS][ROWS].
 
 struct Scaled : Plain {
   template <int COUNT>

@@ -1,12 +1,14 @@
-// Multiplies what the pipeline (tiles.cuh) holds by wgmma, A from registers, where its elements are decoded (decode.cuh).
+// Multiplies what the pipeline (tiles.cuh) holds by wgmma, A from registers, where its elements are decoded
+// (decode.cuh).
 //
 // In a slice of 16 of k, lane l of warp w has rows r = 16 w + l / 4 and r + 8 of each block of 64, at k 2 q, 2 q + 1,
 // 2 q + 8 and 2 q + 9, with q = l % 4. In a tile that is:
 //
 //   K-major      two bytes of a row at 2 q and two at 2 q + 8
-//   MN-major     ldmatrix transposes pairs of bytes: of 8 bits, a lane has rows 2 (l / 4) and 2 (l / 4) + 1 of its warp's
-//                16; of 4 bits, rows 4 (l / 4) to 4 (l / 4) + 3 of 32, two in each of two blocks. The accumulators are put
-//                in order when all is added up; of 4 bits, both blocks of a warp are 32 rows beside each other then
+//   MN-major     ldmatrix transposes pairs of bytes: of 8 bits, a lane has rows 2 (l / 4) and 2 (l / 4) + 1 of its
+//   warp's
+//                16; of 4 bits, rows 4 (l / 4) to 4 (l / 4) + 3 of 32, two in each of two blocks. The accumulators are
+//                put in order when all is added up; of 4 bits, both blocks of a warp are 32 rows beside each other then
 //                (WARP_ROWS).
 //
 // While the tensor cores multiply a step of SLICES, the next one is decoded to other registers.
@@ -129,8 +131,8 @@ struct Weights<false> {
             second = even ? y : x;
           }
     } else {
-      // Rows 4 g + i of 32 go to lane (4 g + i) % 8 as its g / 2-th. In turn t a lane gives its row i = t + g / 2, modulo
-      // 4, so that each gets one.
+      // Rows 4 g + i of 32 go to lane (4 g + i) % 8 as its g / 2-th. In turn t a lane gives its row i = t + g / 2,
+      // modulo 4, so that each gets one.
 #pragma unroll
       for (int i = 0; i < PRODUCTS * BN / 2; i += 4)
 #pragma unroll
