@@ -88,6 +88,7 @@ inline u32 __shfl_up_sync(unsigned, u32 x, int down) {
   return together({x}, [&] { return lanes()[lane() < down ? lane() : lane() - down][0]; });
 }
 inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+inline u32 in_register(u32 x) { return x; }
 inline bool __all_sync(unsigned, bool x) {
   return together({x}, [] { return std::all_of(lanes(), lanes() + 32, [](auto& words) { return words[0] != 0; }); });
 }

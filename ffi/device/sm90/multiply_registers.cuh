@@ -24,6 +24,7 @@ using Fragments = u32[M_BLOCKS][SLICES][4];                 // what wgmma takes
 
 template <bool K_MAJOR>
 struct Weights {
+  u32 magic = in_register(MAGIC);
   u32 offset, swizzled;  // of a lane's first row, and of what its slices are exclusive-ored with
 
   DEVICE Weights(int row, int thread) {
@@ -50,10 +51,11 @@ struct Weights {
 
   DEVICE void load(Factors&, u32, int) const {}
 
-  static DEVICE void get(Fragments& to, const Words& x, const Factors&) {
+  DEVICE void get(Fragments& to, const Words& x, const Factors&) const {
 #pragma unroll
     for (int i = 0; i < M_BLOCKS * SLICES * 4; ++i)
-      to[i / 4 / SLICES][i / 4 % SLICES][i % 4] = decode(x[i / 4 / SLICES][i / 4 % SLICES * 2 + i % 2], i % 4 / 2);
+      to[i / 4 / SLICES][i / 4 % SLICES][i % 4] =
+          decode(x[i / 4 / SLICES][i / 4 % SLICES * 2 + i % 2], i % 4 / 2, magic);
   }
 
   static DEVICE void put_in_order(Accumulators&) {}
@@ -62,6 +64,7 @@ struct Weights {
 template <>
 struct Weights<false> {
   static constexpr int SPAN = OperandA::SPAN, LANE_ROWS = 16 / A_BITS, LOADS = A_BITS == 4 ? 1 : M_BLOCKS;
+  u32 magic = in_register(MAGIC);
   u32 offset[LOADS], factor;
 
   DEVICE Weights(int row, int thread) {
@@ -101,13 +104,13 @@ struct Weights<false> {
     }
   }
 
-  static DEVICE void get(Fragments& to, const Words& x, const Factors& factors) {
+  DEVICE void get(Fragments& to, const Words& x, const Factors& factors) const {
 #pragma unroll
     for (int block = 0; block < M_BLOCKS; ++block)
 #pragma unroll
       for (int i = 0; i < SLICES * 4; ++i) {
         u32 word = x[A_BITS == 4 ? 0 : block][i / 2];
-        u32 found = decode(word, (A_BITS == 4 ? 2 * block : 0) + i % 2);
+        u32 found = decode(word, (A_BITS == 4 ? 2 * block : 0) + i % 2, magic);
         to[block][i / 4][i % 4] = FACTOR_ROWS > 0 ? scaled(found, factors[block][i % 2]) : found;
       }
   }
