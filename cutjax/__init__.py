@@ -23,7 +23,7 @@ from cutjax.ops.gemm import gemm
 from cutjax.ops.grouped import grouped_gemm, grouped_outer
 from cutjax.ops.mlp import grouped_mlp, mlp
 from cutjax.ops.moe import moe
-from cutjax.ops.quantized import Quantized
+from cutjax.ops.quantized import Quantized, quantize
 from cutjax.ops.ragged_dot import ragged_dot, ragged_dot_general
 from cutjax.ops.routing import load_balance_loss, route, router_z_loss
 from cutjax.ops.syrk import syrk
@@ -64,6 +64,7 @@ __all__ = [
     "matmul",
     "mlp",
     "moe",
+    "quantize",
     "ragged_dot",
     "ragged_dot_general",
     "reasons",

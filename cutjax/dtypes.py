@@ -58,7 +58,8 @@ DTYPES = {row.name: row for row in _ROWS}
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 FOUR_BITS = ("int4", "uint4", "float4_e2m1fn")
-NARROW = ("int8", "uint8", *FLOAT8, *FOUR_BITS)  # every value is one of bfloat16, and of float16
+EIGHT_BITS = ("int8", "uint8", *FLOAT8)
+NARROW = EIGHT_BITS + FOUR_BITS  # every value is one of bfloat16, and of float16
 
 
 def bits_of(dtype: Any) -> int:

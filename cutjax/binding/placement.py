@@ -26,8 +26,8 @@ class Rule:
         divided alike.
       late: those of them over which finished results are added, not the partial sums.
       gathered: names of axes that are whole in every shard of an operand, and may be divided in the results.
-      following: how many of the last factors say nothing, and lie as the others ask: scales, with an element for several
-        of an axis.
+      following: how many of the last factors say nothing, and lie as the others ask: scales, with one element for
+        several.
     """
 
     operands: tuple[Labels, ...]

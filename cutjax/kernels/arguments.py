@@ -171,24 +171,31 @@ def gathered(problem: Problem) -> Iterator[Argument]:
         yield integer("rows_a", problem.a.view.rows, "a")
 
 
+def scale_buffers(problem: Problem, swap: bool = False) -> dict[int, tuple[int, ...]]:
+    """Returns the arguments that are scales and zero points, by operand, 0 for a; told as ``scales`` is."""
+    found, first, operands = {}, problem.told, list(enumerate((problem.a, *problem.bs)))
+    for i, operand in operands[::-1] if swap else operands:
+        if operand.scale is not None:
+            found[i] = tuple(range(first, first + len(operand.scale.arrays)))
+            first += len(operand.scale.arrays)
+    return found
+
+
 def scales(problem: Problem, swap: bool = False) -> Iterator[Argument]:
     """Yields the pointers to scales and zero points, and the elements between rows and between matrices of either.
 
-    Those of a are ``scale_a``, ``zero_a``, ``scale_row_a``, ``scale_matrix_a``, those of the first b ``scale_b0`` and so
-    on. A matrix of scales has the number of the operand's.
+    Those of a are ``scale_a``, ``zero_a``, ``scale_row_a``, ``scale_matrix_a``; of the first b ``scale_b0`` and so on.
+    A matrix of scales has the number of the operand's.
 
     Args:
       problem: as it is multiplied.
       swap: whether its operands are swapped: arrays come in the order of the problem that was asked.
     """
-    buffer, operands = problem.told, list(enumerate((problem.a, *problem.bs)))
-    for i, operand in operands[::-1] if swap else operands:
-        if operand.scale is None:
-            continue
-        name, to = (f"b{i - 1}", "b") if i else ("a", "a")
-        for what in ("scale", "zero")[: len(operand.scale.arrays)]:
+    operands = problem.a, *problem.bs
+    for i, buffers in scale_buffers(problem, swap).items():
+        operand, (name, to) = operands[i], (f"b{i - 1}", "b") if i else ("a", "a")
+        for what, buffer in zip(("scale", "zero"), buffers, strict=False):
             yield Argument(f"const char* {what}_{name}", Pointer(buffer), to)
-            buffer += 1
         rows, columns = operand.blocks(problem.n if i else problem.m, problem.k)
         yield integer(f"scale_row_{name}", columns, to)
         yield integer(f"scale_matrix_{name}", rows * columns, to)

@@ -158,6 +158,8 @@ class Kernel(Resolved, abc.ABC):
         elif self.staging.reductions or scratch:
             written = (*results.written(self.multiplied, config.epilogue_columns, config.swap), *scratch)
             finish = functools.partial(results.finish, outputs)
+        if self.converted and finish is not None:
+            finish = functools.partial(self._finish, finish)
         if scratch:
             aliases += ((taken + more, len(written) - 1),)
         changed = self.in_parts or self.prepared or self.converted or scratch
@@ -193,13 +195,19 @@ class Kernel(Resolved, abc.ABC):
             params=tuple(argument.value for argument in self.arguments),
         )
 
+    def _finish(self, finish: Callable[..., Any], written: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> Any:
+        return finish(written, self._given(arrays))
+
     def _prepare(
         self, taken: int, zeros: tuple[jax.ShapeDtypeStruct, ...], arrays: Sequence[jax.Array]
     ) -> list[jax.Array]:
         """Returns the kernel's arguments: the first ones, some of them copies, more copies of those, and zeros."""
-        given, _ = prepared.make(self.converted, arrays[:taken])
-        found, more = prepared.make(self.prepared, given)
+        found, more = prepared.make(self.prepared, self._given(arrays)[:taken])
         return [*found, *more, *(lax.full(x.shape, 0, x.dtype) for x in zeros)]
+
+    def _given(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the arguments of ``problem``, of those of the one whose operands are converted to its."""
+        return prepared.make(self.converted, arrays)[0]
 
     def _operand_orders(self, taken: int) -> tuple[tuple[int, ...], ...]:
         """Returns the order in memory of each argument's axes; a copy lies as the first of its array."""

@@ -139,9 +139,15 @@ def _choose(
         if not leads(time_us + more_us, of_xla, lead):
             more = f", and {more_us:.1f} us of transposes" if more_us else ""
             why = f"predicted: XLA {of_xla:.1f} us, the fastest of {count} kernels {time_us:.1f} us{more}"
-            return Choice(problem, None, (why, *_of_lead(lead)), xla_us=of_xla)
+            return Choice(problem, None, (why, *_of_lead(lead), *_dequantized(problem)), xla_us=of_xla)
         return _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs", of_xla)
-    return Choice(problem, None, _config_reasons(problem))
+    return Choice(problem, None, (*_config_reasons(problem), *_dequantized(problem)))
+
+
+def _dequantized(problem: Problem) -> tuple[str, ...]:
+    """Returns a sentence for each operand with scales, which XLA multiplies into it before its product."""
+    named = ("a", problem.a), *(("b", b) for b in problem.bs)
+    return tuple(dict.fromkeys(f"XLA multiplies {name} dequantized" for name, operand in named if operand.scale))
 
 
 def _chosen(problem: Problem, kernel: Kernel, time_us: float, why: str, xla_us: float | None = None) -> Choice:

@@ -35,9 +35,9 @@ def resolve(problem: Problem, config: Any) -> Kernel | tuple[str, ...]:
         raise TypeError(f"{config!r} is no config of a kernel; expected one of {known}")
     found = family.resolve(problem, config)
     found = found if isinstance(found, tuple) else found.unlaunchable() or found
-    if isinstance(found, tuple) and problem.bs[0].narrow_beside(problem.a):
-        kernel = resolve(wide(problem), config)
-        found = found if isinstance(kernel, tuple) else kernel.after(widened(problem))
+    if isinstance(found, tuple) and (into := wide(problem)):
+        kernel = resolve(into, config)
+        found = found if isinstance(kernel, tuple) else kernel.after(widened(problem, into))
     return found
 
 
@@ -51,10 +51,10 @@ def ranked(problem: Problem) -> list[tuple[Kernel, float]]:
         kernels = [kernel for kernel in found if not isinstance(kernel, tuple)]
         if kernels and not kernels[0].unlaunchable():  # the first is told least: parts of tiles take more
             serving += [(kernel, kernel.time_us(problem.device)) for kernel in kernels]
-    if problem.bs[0].narrow_beside(problem.a):
-        converted = widened(problem)
+    if into := wide(problem):
+        converted = widened(problem, into)
         more = converted_us(converted, problem.device)
-        serving += [(kernel.after(converted), time_us + more) for kernel, time_us in ranked(wide(problem))]
+        serving += [(kernel.after(converted), time_us + more) for kernel, time_us in ranked(into)]
     return sorted(serving, key=lambda entry: entry[1])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -11,13 +12,38 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cutjax.dtypes import short
+from cutjax.dtypes import are_narrow, promoted, short
+from cutjax.kernels.arguments import scale_buffers
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.problem import Problem
 
 COPIED_BYTES_PER_US = 3e6  # read and written, of an H200: other devices' speed is in proportion to their memory's
 CONVERTED_US = 2.0  # of a conversion, beside moving its bytes
 CONVERTED_SHARE = 0.52  # of the memory's bandwidth, at which XLA converts 8 bits to 16
+
+
+def dequantized(values: jax.Array, arrays: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+    """Returns ``(values - zero) * scale`` in float32, or a wider dtype, rounded once to a dtype.
+
+    Args:
+      values: ``[..., r, c]``.
+      arrays: the scale and, where there are some, the zero points. Each axis of either is 1, or divides the values'.
+      dtype: of the result. Values without arrays are converted.
+    """
+    if not arrays:
+        return values.astype(dtype)
+    wide = promoted(dtype, np.float32)
+    scale, *zeros = (along(x.astype(wide), values.shape) for x in arrays)
+    found = functools.reduce(lax.sub, zeros, values.astype(wide)) * scale
+    return found.astype(dtype)
+
+
+def along(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Returns an array that has an element for each block as one of a shape, with one for each of its own."""
+    for axis, (count, size) in enumerate(zip(x.shape, shape, strict=True)):
+        if count not in (1, size):
+            x = jnp.repeat(x, size // count, axis, total_repeat_length=size)
+    return jnp.broadcast_to(x, shape)
 
 
 class Step(Protocol):
@@ -28,8 +54,8 @@ class Step(Protocol):
         """The word of explain for it."""
         ...
 
-    def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the array or arrays that take the place of one."""
+    def made(self, x: jax.Array, *scales: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the array or arrays that take the place of one, told its scales and zero points."""
         ...
 
 
@@ -44,9 +70,25 @@ class Convert:
         """The word of explain for it."""
         return f"converted to {short(self.dtype.name)}"
 
-    def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
+    def made(self, x: jax.Array, *_: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the array in that dtype."""
         return (x.astype(self.dtype),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dequantize:
+    """Elements of another dtype, times the scales of their blocks."""
+
+    dtype: np.dtype
+
+    @property
+    def note(self) -> str:
+        """The word of explain for it."""
+        return f"dequantized to {short(self.dtype.name)}"
+
+    def made(self, x: jax.Array, *scales: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the array in that dtype."""
+        return (dequantized(x, scales, self.dtype),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +110,7 @@ class Terms:
         """The words of explain for it."""
         return f"split into {self.count}" if self.count > 1 else "rounded"
 
-    def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
+    def made(self, x: jax.Array, *_: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the terms, each the nearest to what those before it leave of the number.
 
         Three of bf16, of 8 bits each, are exactly the number. The others of one that is not finite are NaN, which the
@@ -100,7 +142,7 @@ class Transpose:
     note: str = "transposed"
     groups: int = 1
 
-    def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
+    def made(self, x: jax.Array, *_: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the transposed matrices."""
         x = x.reshape(self.shape) if self.shape else x
         if self.groups == 1:
@@ -116,7 +158,7 @@ class Pairs:
 
     note: str = "made real"
 
-    def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
+    def made(self, x: jax.Array, *_: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the real matrices."""
         real, imag = jnp.real(x), jnp.imag(x)
         rows = [jnp.stack([real, -imag], -1), jnp.stack([imag, real], -1)]  # each [.., n, k, 2]
@@ -140,7 +182,7 @@ class Pad:
         """The words of explain for it."""
         return f"padded to rows of {self.row_bytes} bytes"
 
-    def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
+    def made(self, x: jax.Array, *_: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the longer rows."""
         return (lax.pad(x, np.zeros((), x.dtype), [*((0, 0, 0) for _ in x.shape[1:]), (0, self.columns, 0)]),)
 
@@ -156,6 +198,7 @@ class Prepared:
       read: bytes of the array.
       written: bytes of the copies.
       copies: how many there are.
+      scales: which arguments are its scales and zero points, where they are multiplied into it.
     """
 
     name: str
@@ -164,6 +207,7 @@ class Prepared:
     read: int
     written: int
     copies: int = 1
+    scales: tuple[int, ...] = ()
 
     @property
     def moved(self) -> int:
@@ -180,21 +224,25 @@ class Prepared:
         """The words of explain for it."""
         return f"{self.name} {' and '.join(step.note for step in self.steps)}"
 
-    def made(self, x: jax.Array) -> list[jax.Array]:
+    def made(self, x: jax.Array, *scales: jax.Array) -> list[jax.Array]:
         """Returns the copies."""
         found = [x]
         for step in self.steps:
-            found = [made for one in found for made in step.made(one)]
+            found = [made for one in found for made in step.made(one, *scales)]
         return found
 
 
 def make(prepared: Iterable[Prepared], arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns the arrays, each that is prepared as its first copy, and then the other copies of all."""
-    found, more = list(arrays), []
+    """Returns the arrays, each that is prepared as its first copy, and then the other copies of all.
+
+    Scales that were multiplied into an array are left out.
+    """
+    found, more, gone = list(arrays), [], set()
     for operand in prepared:
-        found[operand.buffer], *others = operand.made(found[operand.buffer])
+        found[operand.buffer], *others = operand.made(found[operand.buffer], *(arrays[i] for i in operand.scales))
         more += others
-    return found, more
+        gone |= {*operand.scales}
+    return [x for i, x in enumerate(found) if i not in gone], more
 
 
 def notes(prepared: Iterable[Prepared]) -> tuple[str, ...]:
@@ -220,17 +268,36 @@ def along_k(problem: Problem) -> Problem:
     return dataclasses.replace(problem, a=problem.a.along_k, bs=tuple(b.along_k for b in problem.bs))
 
 
-def wide(problem: Problem) -> Problem:
-    """Returns the problem of each b in a's dtype."""
-    return dataclasses.replace(problem, bs=tuple(b.of(problem.a.dtype) for b in problem.bs))
+def wide(problem: Problem) -> Problem | None:
+    """Returns the problem of operands in the dtype of 16 bits that one of them has, without scales; None of another."""
+    operands = problem.a, problem.bs[0]
+    half = (x.dtype for x in operands if x.scale is None and x.dtype.name in ("bfloat16", "float16"))
+    dtype = next(half, None)
+    if dtype is None or not any(x.scale or are_narrow(dtype, x.dtype) for x in operands):
+        return None
+    return _all_in(problem, dtype)
 
 
-def widened(problem: Problem) -> tuple[Prepared, ...]:
-    """Returns each b converted to a's dtype: what kernels of the `wide` problem read of a narrow one."""
-    found, a = [], problem.a
-    for i, (b, matrices) in enumerate(zip(problem.bs, problem.matrices[1:], strict=True)):
-        elements = problem.k * problem.n * matrices
-        found.append(Prepared("b", 1 + i, (Convert(a.dtype),), b.bytes(elements), a.bytes(elements)))
+def widest(problem: Problem) -> Problem:
+    """Returns the problem of operands in float32, without scales."""
+    return _all_in(problem, np.dtype(np.float32))
+
+
+def _all_in(problem: Problem, dtype: np.dtype) -> Problem:
+    a, *bs = (x.dequantized(dtype) if x.scale or x.dtype != dtype else x for x in (problem.a, *problem.bs))
+    return dataclasses.replace(problem, a=a, bs=tuple(bs))
+
+
+def widened(problem: Problem, into: Problem) -> tuple[Prepared, ...]:
+    """Returns the operands that are converted to what kernels of another problem read, the `wide` one."""
+    found, buffers = [], scale_buffers(problem)
+    lengths, given = (problem.m, *[problem.n] * problem.products), (problem.a, *problem.bs)
+    of_all = zip(given, (into.a, *into.bs), problem.matrices, lengths, strict=True)
+    for i, (operand, made, matrices, length) in enumerate(of_all):
+        if operand != made:
+            step = Convert(made.dtype) if operand.scale is None else Dequantize(made.dtype)
+            read, written = (matrices * x.bytes(length * problem.k) for x in (operand, made))
+            found.append(Prepared("b" if i else "a", i, (step,), read, written, scales=buffers.get(i, ())))
     return tuple(found)
 
 

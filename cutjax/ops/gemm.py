@@ -17,21 +17,12 @@ from cutjax.dtypes import are_narrow
 from cutjax.kernels.families import AnyConfig
 from cutjax.kernels.problem import LAYOUTS
 from cutjax.ops.arguments import check_config, check_epilogue, check_shapes, weights
-from cutjax.ops.quantized import (
-    TURNED,
-    Weights,
-    converted_rows,
-    few_columns,
-    is_quantized,
-    promote_values,
-    scales_of,
-    values_of,
-)
+from cutjax.ops.quantized import Weights, as_quantized, is_quantized, values_of
+from cutjax.ops.scales import TURNED, converted_rows, few_columns, promote_values, scales_of
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.dense import FLIP, Dense
-from cutjax.primitives.factors import Factors
 from cutjax.runtime import backends
 
 
@@ -109,11 +100,12 @@ def gemm(
     params: dict[str, Any] = {"backend": backend, "config": config}
     params["precision"] = dot_precision.canonical(precision, "gemm")
     check_epilogue(b, epilogue, operands, out_dtype, save)
+    a, b = as_quantized(a), as_quantized(b)
     x, ys = matrix(values_of(a), "a"), weights(values_of(b), "b")
     scales = scales_of(a, b, layout, "gemm")
     several = isinstance(out_dtype, tuple)
     check_shapes(x, ys[0], layout, "gemm")
-    narrow = is_quantized(a) and are_narrow(ys[0].dtype, x.dtype)
+    narrow = is_quantized(a) and are_narrow(ys[0].dtype, x.dtype) and not scales.blocks
     turned = narrow and backend != "xla" and few_columns(ys[0], layout)
     turned = turned and all(x is None for x in (epilogue, config, out_sharding))
     if narrow:
@@ -122,12 +114,13 @@ def gemm(
         x, ys, scales, layout = ys[0], [x], scales.turned, FLIP[layout[1]] + FLIP[layout[0]]
         params["precision"] = dot_precision.swapped(params["precision"])
     asked = None if several else out_dtype
-    x, *ys, dtype, weak = promote_values((a, b), x, ys, asked, "gemm", last=layout[0] == "n")
+    x, *ys, dtype, weak = promote_values((a, b), scales, x, ys, asked, "gemm", last=layout[0] == "n")
     product = Dense(layout, lies=as_matmul(x, ys, layout, out_sharding, "gemm"))
+    product, factors = scales.factored(product, x, ys)
     out = out_dtype if several else dtype
-    epilogue, operands, out = scales.before(epilogue, tuple(operands), x.dtype, out)
+    epilogue, operands, out = scales.before(epilogue, tuple(operands), product.multiplied(x.dtype), out)
     if epilogue is not None:
         operands = jax.tree.map(unwrapped, operands)
-        d = products.call(product, epilogue, Factors(x, ys), operands, out_dtype=out, save=save, **params)
+        d = products.call(product, epilogue, factors, operands, out_dtype=out, save=save, **params)
         return jnp.matrix_transpose(d) if turned else d
-    return converted(products.multiply(product, x, ys[0], out_dtype=dtype, **params), dtype, weak)
+    return converted(products.multiply(product, *factors.arrays, out_dtype=dtype, **params), dtype, weak)

@@ -24,7 +24,8 @@ from cutjax.ops.arguments import (
     promote,
     weights,
 )
-from cutjax.ops.quantized import Weights, promote_values, scales_of, values_of
+from cutjax.ops.quantized import Weights, as_quantized, values_of
+from cutjax.ops.scales import promote_values, scales_of
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.arrays import matrix, unwrapped
@@ -106,8 +107,8 @@ def grouped_gemm(
     out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
     check_epilogue(w, epilogue, operands, out_dtype, save, where, "w")
     several = isinstance(out_dtype, tuple)
-    arrays = matrix(values_of(x), "x", where), weights(values_of(w), "w", where)
-    rows, *ws, dtype, _ = promote_values((x, w), *arrays, None if several else out_dtype, where)
+    x, w = as_quantized(x), as_quantized(w)
+    rows, ws = matrix(values_of(x), "x", where), weights(values_of(w), "w", where)
     shape = ws[0].shape
     if len(shape) < 3:
         raise ValueError(f"{where}: w must have rank 3 or more, got shape {shape}; [..., g, k, n] is expected")
@@ -125,12 +126,14 @@ def grouped_gemm(
     product, params = Rows(leading, layout), {"backend": backend, "config": config}
     params["precision"] = dot_precision.canonical(precision, where)
     rank = max(rows.ndim, len(shape) - 1, sizes.ndim + 1)
-    scales, out = scales_of(x, w, layout, where, ("x", "w"), rank), out_dtype if several else dtype
-    epilogue, operands, out = scales.before(epilogue, tuple(operands), rows.dtype, out)
+    scales = scales_of(x, w, layout, where, ("x", "w"), rank)
+    rows, *ws, dtype, _ = promote_values((x, w), scales, rows, ws, None if several else out_dtype, where)
+    product, factors = scales.factored(product, rows, ws, (sizes,))
+    out = out_dtype if several else dtype
+    epilogue, operands, out = scales.before(epilogue, tuple(operands), product.multiplied(rows.dtype), out)
     if epilogue is None:
-        return products.multiply(product, rows, ws[0], sizes, out_dtype=dtype, **params)
+        return products.multiply(product, *factors.arrays, out_dtype=dtype, **params)
     operands = jax.tree.map(unwrapped, operands)
-    factors = Factors(rows, ws, (sizes,))
     return products.call(product, epilogue, factors, operands, out_dtype=out, save=save, **params)
 
 

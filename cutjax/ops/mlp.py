@@ -18,7 +18,8 @@ from cutjax.binding.rules import match_varying, with_rank
 from cutjax.dtypes import are_narrow
 from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.ops.arguments import check_batch, contracted, group_sizes_of, local_sizes, result_of, travel_dtype
-from cutjax.ops.quantized import Weights, is_quantized, promote_values, scales_of, times, values_of
+from cutjax.ops.quantized import Weights, as_quantized, is_quantized, values_of
+from cutjax.ops.scales import Scales, promote_values, scales_of, times
 from cutjax.parallel.fused import divided_mlp
 from cutjax.parallel.ring import ring_of
 from cutjax.primitives import derivative
@@ -97,9 +98,11 @@ def mlp(
     """
     backend = backends.resolve(backend, "mlp")
     precision = dot_precision.canonical(precision, "mlp")
+    x, w1, w2, gate = as_quantized((x, w1, w2, gate))
     if axis_name is not None and is_quantized((x, w1, w2, gate)):
         raise ValueError("mlp: what an axis_name divides are arrays, got cutjax.Quantized: dequantize them")
-    a, ws, v, dtype = _arrays("mlp", x, w1, w2, gate, layout, save, axis_name is None)
+    both = _scales(x, w1, w2, gate, layout, "mlp")
+    a, ws, v, dtype = _arrays("mlp", x, w1, w2, gate, both, layout, save, axis_name is None)
     shapes = f"x is {a.shape}, w1 is {ws[0].shape}, w2 is {v.shape}"
     batch = check_batch("mlp", shapes, a.shape[:-2], ws[0].shape[:-2], v.shape[:-2])
 
@@ -113,7 +116,7 @@ def mlp(
         if b is not None
     }
     last = [with_rank(biases.pop("b2"), len(batch) + 2)] if b2 is not None else []
-    scales = _scales(biases, x, w1, w2, gate, layout, "mlp")
+    biases |= _of_hidden(both[0])
     hidden = _hidden("mlp", activation, gate is not None)
     out = dtype if out_dtype is None else result_of(out_dtype, "mlp", dtype)
     params = {"dtype": dtype, "out_dtype": out, "precision": precision, "backend": backend, "save": save}
@@ -122,7 +125,7 @@ def mlp(
         return divided_mlp(ring, layout, hidden, a, ws, v, biases, last, travel=travel, **params)
     if reduce_dtype is not None:
         raise ValueError("mlp: reduce_dtype without an axis_name: nothing is added up over devices")
-    return _chained("mlp", Dense(layout), hidden, a, ws, v, (), biases, last, scales, **params)
+    return _chained("mlp", Dense(layout), hidden, a, ws, v, (), biases, last, both, **params)
 
 
 @automatic(lambda x, w2, layout="nn", **_: rows_by_columns(x, w2, layout), on_automatic_axes)
@@ -181,11 +184,16 @@ def grouped_mlp(
     where = "grouped_mlp"
     backend = backends.resolve(backend, where)
     precision = dot_precision.canonical(precision, where)
-    a, ws, v, dtype = _arrays(where, x, w1, w2, gate, layout, save)
+    x, w1, w2, gate = as_quantized((x, w1, w2, gate))
+    sizes = group_sizes_of(group_sizes, where)
+    ranks = (np.ndim(unwrapped(w)) for w in values_of((w1, w2)))
+    rank = max(sizes.ndim + 1, np.ndim(unwrapped(values_of(x))), *(rank - 1 for rank in ranks))
+    both = _scales(x, w1, w2, gate, layout, where, rank)
+    a, ws, v, dtype = _arrays(where, x, w1, w2, gate, both, layout, save)
     shapes = f"x is {a.shape}, w1 is {ws[-1].shape}, w2 is {v.shape}"
     if min(v.ndim, ws[0].ndim) < 3 or v.shape[-3] != ws[0].shape[-3]:
         raise ValueError(f"{where}: w1 and w2 must be of as many groups, [..., g, k, h] and [..., g, h, n]: {shapes}")
-    sizes, groups = group_sizes_of(group_sizes, where), v.shape[-3]
+    groups = v.shape[-3]
     if group_offset is None and sizes.shape[-1] != groups:
         raise ValueError(
             f"{where}: the numbers of groups differ: group_sizes is {sizes.shape}, w1 is {ws[-1].shape}; group_offset= "
@@ -198,12 +206,11 @@ def grouped_mlp(
     if row_scale is not None:
         shape = (*lax.broadcast_shapes(*batches), a.shape[-2], 1)
         scale["row_scale"] = _broadcasting(where, row_scale, "row_scale", shape)
-    rank = max(sizes.ndim + 1, *(len(batch) + 2 for batch in batches))
-    scales = _scales(scale, x, w1, w2, gate, layout, where, rank)
+    scale |= _of_hidden(both[0])
     hidden = _hidden(where, activation, gate is not None)
     out = dtype if out_dtype is None else result_of(out_dtype, where, dtype)
     params = {"dtype": dtype, "out_dtype": out, "precision": precision, "backend": backend, "save": save}
-    return _chained(where, Rows(leading, layout), hidden, a, ws, v, (sizes,), scale, [], scales, **params)
+    return _chained(where, Rows(leading, layout), hidden, a, ws, v, (sizes,), scale, [], both, **params)
 
 
 def _chained(
@@ -216,7 +223,7 @@ def _chained(
     context: Sequence[jax.Array],
     given: dict[str, jax.Array],
     last: Sequence[jax.Array],
-    scales: Sequence[jax.Array] = (),
+    both: tuple[Scales, Scales],
     *,
     dtype: np.dtype,
     out_dtype: np.dtype,
@@ -224,16 +231,23 @@ def _chained(
     backend: str,
     save: str,
 ) -> jax.Array:
-    """Returns ``hidden(x @ w, ..., given) @ v``, times ``scales`` and with ``last`` added, an array or none each."""
+    """Returns ``hidden(x @ w, ..., given) @ v``, with ``last`` added, an array or none, told all scales."""
+    first, second = both
+    scales = [scale for scale in second.columns if scale is not None]
     factors = product.aligned(Factors(a, [*ws, v], context))
     factors, given, scales, last = match_varying(factors, given, scales, last)
     *ws, v = factors.bs
     factors = dataclasses.replace(factors, bs=ws)
-    acc = abstract_accumulator(a.dtype, product.tile(*map(jax.typeof, factors.arrays)))
+    multiplied, of_first = first.factored(product, a, ws, context)
+    acc = abstract_accumulator(multiplied.multiplied(a.dtype), product.tile(*map(jax.typeof, factors.arrays)))
     traced = trace_with_dtype(where, hidden, [acc] * len(ws), (given,), (dtype,), product.groups(ws))
     chain = Chain(product, traced.epilogue, out_dtype, precision, backend, save)
-    if traced.outside is not None or traced.names or scales:
-        return apart(chain, hidden, factors, v, given, last, scales)
+    if traced.outside is not None or traced.names or scales or first.blocks or second.blocks:
+
+        def of_second(h: jax.Array) -> tuple[Product, Factors]:
+            return dataclasses.replace(second, dtype=h.dtype).factored(product, h, [v], context)
+
+        return apart(chain, (multiplied, of_first), of_second, hidden, given, last, scales)
     factors, v, last, operands = match_varying(factors, v, last, list(traced.operands))
     folded = product.fold(chain.hidden, dataclasses.replace(factors, bs=[*factors.bs, v]), [*last, *operands])
     if folded is None:
@@ -245,7 +259,15 @@ def _chained(
 
 
 def _arrays(
-    where: str, x: Any, w1: Any, w2: Any, gate: Any, layout: str, save: str, narrow: bool = True
+    where: str,
+    x: Any,
+    w1: Any,
+    w2: Any,
+    gate: Any,
+    both: tuple[Scales, Scales],
+    layout: str,
+    save: str,
+    narrow: bool = True,
 ) -> tuple[jax.Array, list[jax.Array], jax.Array, np.dtype]:
     """Returns x, the weights of the first product, the gate's first, those of the second, and the products' dtype."""
     if layout not in ("nn", "nt"):
@@ -258,10 +280,11 @@ def _arrays(
     if ws[0].shape != ws[-1].shape or ws[0].dtype != ws[-1].dtype:
         raise ValueError(f"{where}: gate is {jax.typeof(ws[0]).str_short()}, but w1 is {jax.typeof(ws[1]).str_short()}")
     given = (x, gate, w1, w2) if is_quantized((x, gate, w1)) else ()
-    a, *ws, dtype, _ = promote_values(given, a, ws, None, where, narrow)
-    if is_quantized(w2) and not are_narrow(dtype, v.dtype):
+    first, second = both
+    a, *ws, dtype, _ = promote_values(given, first, a, ws, None, where, narrow)
+    if is_quantized(w2) and not second.blocks and not are_narrow(dtype, v.dtype):
         v = converted(v, dtype)
-    if v.dtype != dtype and not (narrow and are_narrow(dtype, v.dtype)):
+    if v.dtype != dtype and not second.blocks and not (narrow and are_narrow(dtype, v.dtype)):
         raise TypeError(f"{where}: w2 is {v.dtype}, but the product of x and w1 is {dtype}: cast one of them")
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(f"{where}: x and the weights must be floating-point numbers, got {dtype}")
@@ -272,17 +295,17 @@ def _arrays(
     return a, ws, v, dtype
 
 
-def _scales(
-    given: dict[str, jax.Array], x: Any, w1: Any, w2: Any, gate: Any, layout: str, where: str, rank: int = 0
-) -> list[jax.Array]:
-    """Adds the scales of the first product to the inputs of the function between the products; returns that of w2."""
-    first = scales_of(x, w1, layout, where, ("x", "w1"), rank)
-    (of_gate,), (second,) = (
-        scales_of(None, w, layout, where, ("x", name), rank).columns for w, name in ((gate, "gate"), (w2, "w2"))
-    )
-    found = {"x_scale": first.rows, "scale": first.columns[0], "gate_scale": of_gate}
-    given |= {name: scale for name, scale in found.items() if scale is not None}
-    return [] if second is None else [second]
+def _scales(x: Any, w1: Any, w2: Any, gate: Any, layout: str, where: str, rank: int = 0) -> tuple[Scales, Scales]:
+    """Returns the scales of the first product, whose weights are the gate, if any, and w1; and those of the second."""
+    names, ws = (("gate", "w1"), (gate, w1)) if gate is not None else (("w1",), w1)
+    return scales_of(x, ws, layout, where, ("x", *names), rank), scales_of(None, w2, layout, where, ("x", "w2"), rank)
+
+
+def _of_hidden(first: Scales) -> dict[str, jax.Array]:
+    """Returns the scales of rows and columns of the first product, as inputs of the function between the products."""
+    *of_gate, columns = first.columns
+    found = {"x_scale": first.rows, "scale": columns, "gate_scale": of_gate[0] if of_gate else None}
+    return {name: scale for name, scale in found.items() if scale is not None}
 
 
 def _hidden(where: str, activation: Callable[[jax.Array], jax.Array], gated: bool) -> Callable[..., jax.Array]:

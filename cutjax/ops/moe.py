@@ -21,7 +21,7 @@ from cutjax.dtypes import are_narrow
 from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.ops.arguments import contracted, integer
 from cutjax.ops.mlp import check_activation, grouped_mlp
-from cutjax.ops.quantized import Weights, values_of
+from cutjax.ops.quantized import Weights, as_quantized, values_of
 from cutjax.ops.routing import broadcastable, routed
 from cutjax.parallel.exchange import FORMS, ROOM, ROWS, Sizes, everywhere, exchanged
 from cutjax.parallel.ring import ROUTES, ring_of
@@ -117,7 +117,7 @@ def moe(
     x, logits = matrix(x, "x", "moe"), matrix(router_logits, "router_logits", "moe")
     if x.shape[:-1] != logits.shape[:-1]:
         raise ValueError(f"moe: x is {x.shape}, router_logits is {logits.shape}: all axes but the last must be equal")
-    given = tuple(unwrapped(w) for w in (w_gate, w_up, w_down))
+    given = tuple(unwrapped(as_quantized(w)) for w in (w_gate, w_up, w_down))
     names = "w_gate", "w_up", "w_down"
     gate, up, down = (_weights(values_of(w), name) for w, name in zip(given, names, strict=True))
     count, experts = math.prod(x.shape[:-1]), logits.shape[-1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -82,29 +82,46 @@ def block(chain: Chain, factors: Factors, w2: Any, operands: Any, b2: Any) -> ja
     return _second(chain, factors.context, h, w2, b2)
 
 
-def apart(chain: Chain, hidden: Any, factors: Factors, w2: Any, given: Any, b2: Any, scales: Any) -> jax.Array:
+def apart(
+    chain: Chain,
+    first: tuple[Product, Factors],
+    second: Callable[[jax.Array], tuple[Product, Factors]],
+    hidden: Callable[..., jax.Array],
+    given: Any,
+    b2: Sequence[jax.Array],
+    scales: Sequence[jax.Array],
+) -> jax.Array:
     """Returns the result of two operations, each with its own derivative: of what no kernel can differentiate.
 
-    Or where the second product is scaled.
+    Or where factors, or the second product, have scales.
     """
     (out,) = chain.hidden.outputs
     params = {"out_dtype": (out.dtype,), "save": chain.save, **chain.params}
-    h = products.call(chain.product, hidden, factors, (given,), **params)
-    return _second(chain, factors.context, h, w2, b2, scales)
+    product, factors = first
+    return _finished(chain, *second(products.call(product, hidden, factors, (given,), **params)), b2, scales)
 
 
-def _second(
-    chain: Chain, context: Any, h: jax.Array, w2: jax.Array, b2: Sequence[jax.Array], scales: Sequence[jax.Array] = ()
+def _second(chain: Chain, context: Any, h: jax.Array, w2: jax.Array, b2: Sequence[jax.Array]) -> jax.Array:
+    return _finished(chain, chain.product, Factors(h, [w2], context), b2)
+
+
+def _finished(
+    chain: Chain,
+    product: Product,
+    factors: Factors,
+    b2: Sequence[jax.Array],
+    scales: Sequence[jax.Array] = (),
 ) -> jax.Array:
+    """Returns the second product, times its scales and with the bias added, one or none each."""
     if not b2 and not scales:
-        return chain.second(h, w2, context)
+        return products.multiply(product, *factors.arrays, out_dtype=chain.out_dtype, **chain.params)
 
     def finished(acc: jax.Array, scales: Sequence[jax.Array], b2: Sequence[jax.Array]) -> jax.Array:
         acc = functools.reduce(lambda acc, scale: acc * scale.astype(acc.dtype), scales, acc)
         return functools.reduce(lambda acc, b: acc + b.astype(acc.dtype), b2, acc)
 
     params = {"out_dtype": chain.out_dtype, "save": chain.save, **chain.params}
-    return products.call(chain.product, finished, Factors(h, [w2], context), (list(scales), list(b2)), **params)
+    return products.call(product, finished, factors, (list(scales), list(b2)), **params)
 
 
 def _block_jvp(chain: Chain, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:

@@ -12,10 +12,10 @@ import numpy as np
 
 from cutjax.binding.placement import Labels, Placement
 from cutjax.dot_precision import Canonical
-from cutjax.dtypes import promoted
 from cutjax.epilogue.expression import Epilogue, OperandSpec
 from cutjax.kernels.device import Device
 from cutjax.kernels.operand import Operand, Scale
+from cutjax.kernels.prepared import dequantized
 from cutjax.kernels.problem import Problem
 from cutjax.primitives import derivative
 from cutjax.primitives.accumulators import converted, cotangent_dtype
@@ -24,28 +24,13 @@ from cutjax.primitives.product import Arithmetic, Folded, Product
 from cutjax.primitives.product_rules import define_product
 
 
-def dequantized(values: jax.Array, arrays: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
-    """Returns ``(values - zero) * scale`` in float32, or a wider dtype, rounded once to a dtype.
-
-    Args:
-      values: ``[..., r, c]``.
-      arrays: the scale and, where there are some, the zero points. Each axis of either is 1, or divides the values'.
-      dtype: of the result. Values without arrays are converted.
-    """
-    if not arrays:
-        return values.astype(dtype)
-    wide = promoted(dtype, np.float32)
-    scale, *zeros = (along(x.astype(wide), values.shape) for x in arrays)
-    found = functools.reduce(jax.lax.sub, zeros, values.astype(wide)) * scale
-    return found.astype(dtype)
-
-
-def along(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Returns an array that has an element for each block as one of a shape, with one for each of its own."""
-    for axis, (count, size) in enumerate(zip(x.shape, shape, strict=True)):
-        if count not in (1, size):
-            x = jax.numpy.repeat(x, size // count, axis, total_repeat_length=size)
-    return jax.numpy.broadcast_to(x, shape)
+def scaled(
+    product: Product, factors: Factors, scales: Sequence[Sequence[jax.Array]], dtype: np.dtype
+) -> tuple[Product, Factors]:
+    """Returns the product of factors with scales of blocks, multiplied in a dtype; as it is where none has any."""
+    if not any(scales):
+        return product, factors
+    return Scaled(product, (len(scales[0]), len(scales[1])), dtype), dataclasses.replace(factors, scales=tuple(scales))
 
 
 @define_product("cutjax_scaled")
@@ -237,9 +222,10 @@ class Scaled(Product):
             return dot
 
         def function(*moving: jax.Array) -> jax.Array:
-            new = dict(zip(places, moving, strict=True))
-            first, *rest = (new[i] if i in new else x for i, x in enumerate(given))
-            return dequantized(first, rest, self.dtype)
+            full = list(given)
+            for i, x in zip(places, moving, strict=True):
+                full[i] = x
+            return dequantized(full[0], full[1:], self.dtype)
 
         return jax.jvp(function, tuple(given[i] for i in places), tuple(moved[i] for i in places))[1]
 

@@ -16,7 +16,7 @@ import problems
 
 import cutjax
 from cutjax import dot_precision
-from cutjax.dtypes import NARROW, short
+from cutjax.dtypes import EIGHT_BITS, short
 from cutjax.epilogue.expression import identity
 from cutjax.epilogue.trace import Traced, trace
 from cutjax.kernels.mma.math import MATHS, MIXED
@@ -25,7 +25,7 @@ H, F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
 # Ways to multiply: the dtypes of a and b, and Problem.math.
 WAYS = {short(dtype) + math: (dtype, dtype, math) for dtype, math in MATHS}
 WAYS |= {f"{short(a)}x{short(b)}": (a, b, "") for a, b in MIXED}
-WAYS |= {f"{short(a)}x{short(b)}": (a, b, "") for a in ("bfloat16", "float16") for b in NARROW}
+WAYS |= {f"{short(a)}x{short(b)}": (a, b, "") for a in ("bfloat16", "float16") for b in EIGHT_BITS}
 
 KINDS = ("dense", "rows", "k", "symmetric")  # groups of rows and of k are those of docs/grouped.md
 GROUPS = 4

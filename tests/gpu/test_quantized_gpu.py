@@ -16,7 +16,7 @@ import pytest
 
 import cutjax
 from cutjax import Quantized
-from cutjax.dtypes import NARROW
+from cutjax.dtypes import EIGHT_BITS
 from cutjax.epilogue.expression import identity
 from cutjax.kernels import choose
 from cutjax.kernels.mma import family
@@ -60,10 +60,10 @@ def pinned(rng, problem, count):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("narrow", NARROW)
+@pytest.mark.parametrize("narrow", EIGHT_BITS)
 @pytest.mark.parametrize("wide", ["bfloat16", "float16"])
 def test_every_value_is_decoded_exactly(wide, narrow, layout):
-    rng = np.random.default_rng([problems.SEED, 31, NARROW.index(narrow), LAYOUTS.index(layout)])
+    rng = np.random.default_rng([problems.SEED, 31, EIGHT_BITS.index(narrow), LAYOUTS.index(layout)])
     for m, n, k in SIZES:
         problem = cutjax.Problem.of(m, n, k, layout, wide, narrow, F32, epilogue=identity(F32, F32), device=_device())
         a = rng.integers(-1, 2, (m, k)).astype(jnp.dtype(wide))
@@ -86,10 +86,10 @@ def _device():
 @pytest.mark.parametrize("wide", ERRORS)
 def test_gaussian(wide, narrow):
     """Quantized weights, the scale in the kernel, against the same numbers multiplied in float64."""
-    rng = np.random.default_rng([problems.SEED, 32, NARROW.index(narrow)])
+    rng = np.random.default_rng([problems.SEED, 32, EIGHT_BITS.index(narrow)])
     for m, n, k in ((260, 190, 515), (3, 512, 1024), (20, 256, 768)):
         x = rng.standard_normal((m, k)).astype(jnp.dtype(wide))
-        w = Quantized.of(rng.standard_normal((k, n)).astype(np.float32), narrow)
+        w = cutjax.quantize(rng.standard_normal((k, n)).astype(np.float32), narrow, block=(-1, 1))
         a, b = x.astype(np.float64), np.asarray(w.values).astype(np.float64) * np.asarray(w.scale).astype(np.float64)
         exact, size = a @ b, np.abs(a) @ np.abs(b)
         out = jax.jit(functools.partial(cutjax.gemm, backend="cuda"))(x, w)
@@ -98,7 +98,7 @@ def test_gaussian(wide, narrow):
         assert worst <= 1
 
 
-@pytest.mark.parametrize("narrow", NARROW)
+@pytest.mark.parametrize("narrow", EIGHT_BITS)
 @pytest.mark.parametrize("wide", ["bfloat16", "float16"])
 def test_every_pattern_of_bits(wide, narrow):
     """Subnormal numbers, infinities and NaN too: each the only one of its column that is not zero."""
@@ -179,7 +179,7 @@ def test_grouped_and_layers(m):
     np.testing.assert_array_equal(out, expected)
 
     up, down = (
-        Quantized.of(rng.standard_normal(shape).astype(np.float32) / shape[-2] ** 0.5)
+        cutjax.quantize(rng.standard_normal(shape).astype(np.float32) / shape[-2] ** 0.5, jnp.int8, block=(-1, 1))
         for shape in ((4, 96, 128), (4, 128, 96))
     )
     logits = rng.standard_normal((m, 4)).astype(np.float32)

@@ -11,7 +11,7 @@ import pytest
 from cubin import instructions, nvdisasm
 
 import cutjax
-from cutjax.dtypes import NARROW
+from cutjax.dtypes import EIGHT_BITS
 from cutjax.epilogue.expression import identity
 from cutjax.kernels import choose, prepared
 from cutjax.kernels.device import reference
@@ -94,7 +94,7 @@ ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm
 COMPILED = [
     (arch, "float16" if arch == "sm_75" else "bfloat16", narrow, layout)
     for arch, narrow, layout in zip(
-        ARCHS, itertools.cycle(NARROW), itertools.cycle(("nn", "nt", "nt", "nn")), strict=False
+        ARCHS, itertools.cycle(EIGHT_BITS), itertools.cycle(("nn", "nt", "nt", "nn")), strict=False
     )
 ]
 
@@ -116,7 +116,7 @@ def test_kernels_do_not_spill(arch, wide, narrow, layout):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_dtype_and_layout_has_kernels(arch):
     """But beside bfloat16 on sm_75, which has no such products."""
-    for wide, narrow, layout in itertools.product(("bfloat16", "float16"), NARROW, ("nn", "nt", "tn", "tt")):
+    for wide, narrow, layout in itertools.product(("bfloat16", "float16"), EIGHT_BITS, ("nn", "nt", "tn", "tt")):
         asked = problem(wide, narrow, layout, arch, 256, 256, 256)
         if (arch, wide) == ("sm_75", "bfloat16"):
             assert "on sm_75" in "; ".join(family.reasons(asked))

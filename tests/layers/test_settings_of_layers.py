@@ -17,7 +17,6 @@ from operations import OPERATIONS, main, of_floats, operands
 import cutjax
 import cutjax.flax.linen
 import cutjax.flax.nnx
-from cutjax import Quantized
 
 P = jax.P
 T, D, E, OUT = 6, 8, 4, 16
@@ -140,7 +139,7 @@ def test_layers(name, setting, options):
 
 
 def quantized(x: jax.Array, w: jax.Array) -> Any:
-    found = [Quantized.of(w, dtype) for dtype in (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)]
+    found = [cutjax.quantize(w, dtype, block=(-1, 1)) for dtype in (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)]
     return [(cutjax.gemm(x, q), q.dequantize(), q.dequantize(x.dtype)) for q in found]
 
 

@@ -36,13 +36,13 @@ def convolutions(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 def quantized(x: jax.Array, w: jax.Array) -> jax.Array:
-    q = cutjax.Quantized.of(w)
-    narrow = cutjax.Quantized.of(w, jnp.float8_e4m3fn, layout="t")
-    y: jax.Array = cutjax.gemm(x, cutjax.Quantized.of(w))
+    q = cutjax.quantize(w, jnp.int8, block=(-1, 1))
+    narrow = cutjax.quantize(w, jnp.float8_e4m3fn, block=(1, -1))
+    y: jax.Array = cutjax.gemm(x, cutjax.quantize(w, jnp.int8, block=(-1, 1)))
     y = cutjax.gemm(x, (q, q), epilogue=lambda a, b: jax.nn.silu(a) * b)
     y = cutjax.gemm(x, narrow, layout="nt")
     y = cutjax.mlp(x, q, q, gate=q)
-    rows = cutjax.Quantized.of(x, layout="t")
+    rows = cutjax.quantize(x, jnp.int8, block=(1, -1))
     y = cutjax.gemm(rows, q, out_dtype=jnp.bfloat16) + cutjax.gemm(rows, w) + cutjax.mlp(rows, q, w)
     y += cutjax.grouped_gemm(rows, q, jnp.array([2, 2]))
     return y + q.dequantize(jnp.bfloat16)
@@ -63,7 +63,7 @@ def drop_ins(x: jax.Array, w: jax.Array) -> list[jax.Array]:
 
 def groups(x: jax.Array, w: jax.Array, logits: jax.Array) -> jax.Array:
     sizes = jnp.array([2, 2])
-    q = cutjax.Quantized.of(w)
+    q = cutjax.quantize(w, jnp.int8, block=(-1, 1))
     y: jax.Array = cutjax.grouped_gemm(x, w, sizes)
     y = cutjax.grouped_gemm(x, q, sizes, epilogue=lambda acc, b: acc + b, operands=(x,))
     y = cutjax.grouped_mlp(x, q, q, sizes, gate=q)
