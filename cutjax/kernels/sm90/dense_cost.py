@@ -176,6 +176,7 @@ class Features(NamedTuple):
       stage_bytes: of one stage.
       own: the part of a tile's columns that one CTA stores.
       a_off, b_off: rows in memory are off its lines.
+      packed: bytes of an element of a over those of one of b: less than 1 where it is decoded.
       b_columns: loaded of b, of all products.
       b_short: how many more times than 1 its rows in shared memory are shorter than 64 elements.
       ragged, pitch, threads, swap: of the result.
@@ -209,6 +210,7 @@ class Features(NamedTuple):
     stage_bytes: Any
     own: Any
     a_off: Any
+    packed: Any
     b_off: Any
     b_columns: Any
     b_short: Any
@@ -291,6 +293,7 @@ def _of_problem(
         "speed": device.bytes_per_second / FITTED_ON.bytes_per_second,
         "sms": device.sms,
         "a_off": off(multiplied.a, multiplied.m),
+        "packed": multiplied.a.bits / multiplied.bs[0].bits,
         "b_off": off(multiplied.bs[0], multiplied.n),
         "pitch": result_row % 128 != 0,
         "threads": 0 if result_row % 16 == 0 else 1 if result_row % 4 == 0 else PAIRLESS,
@@ -310,7 +313,7 @@ def flop_us(multiplied: Problem, stored: Problem, way: Way, device: Device) -> f
     A stage has so many bytes of k, whatever the dtype, which multiply in about the same time.
     """
     peak = device.peak(stored.a.dtype, stored.math) * len(way.pairs)
-    return peak / device.sms / 1e6 * multiplied.a.bits / 16
+    return peak / device.sms / 1e6 * max(multiplied.a.bits, multiplied.bs[0].bits) / 16
 
 
 def _instructions(p: Problem, staged: staging.Staging) -> float:
@@ -336,7 +339,7 @@ def time_us(
     slower = slower + c.uneven * (f.bn % 64 > 0) + c.multicast * f.multicasts + c.along * (f.cluster_k > 1)
     operands = f.stage_bytes + (f.bm + f.bm / 64 * f.bn) * f.bk * 2  # written, and read: b once for each 64 rows of a
     multiply = sharing * (c.multiply * flops * (1 + slower) + c.shared * operands / 225e3 + c.k_block)
-    a_rows = f.bm * (1 + c.off * f.a_off) * (1 - c.saved * (f.cluster_n - 1) / f.cluster_n)
+    a_rows = f.packed * f.bm * (1 + c.off * f.a_off) * (1 - c.saved * (f.cluster_n - 1) / f.cluster_n)
     b_rows = f.b_columns * (1 + c.off * f.b_off) * (1 + c.short * f.b_short)
     loaded = (a_rows + b_rows * (1 - c.saved * (f.cluster_m - 1) / f.cluster_m)) * f.bk * 2
     load = sharing * loaded / (c.load * 1e3)
