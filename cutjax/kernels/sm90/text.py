@@ -139,7 +139,7 @@ def _packed(terms: Iterable[int]) -> int:
 
 
 def _narrow(problem: Problem, config: Config) -> str:
-    """Returns what weights are in memory, as they are multiplied, and their factors."""
+    """Returns the dtypes of weights in memory, as they are multiplied, and of their factors."""
     scale, wide = problem.a.scale, DTYPES[problem.bs[0].dtype.name].stored
     rows, k, factor = config.factor_rows(problem), scale.k if scale else config.depth(problem), wide
     size = scale.dtype.itemsize if scale else 2
