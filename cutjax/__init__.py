@@ -7,6 +7,7 @@ from cutjax.explanation import explain
 from cutjax.fusion.fuse import fuse
 from cutjax.kernels.choose import candidates, reasons
 from cutjax.kernels.direct.config import Config as DirectConfig
+from cutjax.kernels.halo.config import Config as HaloConfig
 from cutjax.kernels.mma.config import Config as MmaConfig
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Config
@@ -36,6 +37,7 @@ __all__ = [
     "Config",
     "CudaLaunch",
     "DirectConfig",
+    "HaloConfig",
     "MmaConfig",
     "Problem",
     "Quantized",

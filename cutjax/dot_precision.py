@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cutjax.dtypes import promoted
+from cutjax.dtypes import FLOAT8, promoted
 
 Canonical = None | tuple[lax.Precision, lax.Precision] | lax.DotAlgorithmPreset | lax.DotAlgorithm
 
@@ -46,6 +46,16 @@ def _canonical(precision: Any, shown: str, scope: str | None) -> Canonical:
     return eqn.params["precision"]
 
 
+ACCUMULATE = ("f32", "fast")
+
+
+def accumulated(precision: Canonical, accumulate: str, *dtypes: np.dtype) -> Canonical:
+    """Returns the precision of a product, of float8 that of sums as fast as the tensor cores have them where asked."""
+    if accumulate == "f32" or precision is not None or any(dtype.name not in FLOAT8 for dtype in dtypes):
+        return precision
+    return lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
+
+
 def swapped(precision: Canonical) -> Canonical:
     """Returns the precision of a product whose operands have changed places."""
     if isinstance(precision, lax.DotAlgorithm):
@@ -64,7 +74,12 @@ def of_cotangents(precision: Canonical, dtype: np.dtype, where: str) -> Canonica
 
     As in lax None is again what the scope says. A float8 algorithm takes no wider operands.
     """
-    return canonical(None if precision in _FLOAT8 and dtype.itemsize > 1 else precision, where)
+    return canonical(of_wider(precision) if dtype.itemsize > 1 else precision, where)
+
+
+def of_wider(precision: Canonical) -> Canonical:
+    """Returns the precision of the same product of wider operands: None in place of a float8 algorithm."""
+    return None if precision in _FLOAT8 else precision
 
 
 def math(
@@ -112,7 +127,9 @@ for _name in ("BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "TF32_
     _MATH[_name, "float32"] = _name.split("_")[0].lower() + (_name[-2:].lower() if "X" in _name else "")
     # Of fewer bits than TF32 has, or than two parts of bf16: products that are exact already.
     _MATH |= {(_name, dtype): "" for dtype in ("bfloat16", "float16") if (_name, dtype) not in _CLOSER}
-_MATH |= {(preset.name, name): "" for preset in _FLOAT8 for name in ("float8_e4m3fn", "float8_e5m2")}
+for _preset_of_8_bits in _FLOAT8:
+    _how = "fast" if "FAST" in _preset_of_8_bits.name else ""
+    _MATH |= {(_preset_of_8_bits.name, name): _how for name in ("float8_e4m3fn", "float8_e5m2")}
 _TF32 = (np.dtype(np.float32), np.dtype(np.complex64))
 
 

@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # the package of this checkout
 
 from cutjax import dot_precision  # noqa: E402
-from cutjax.dtypes import NARROW  # noqa: E402
+from cutjax.dtypes import EIGHT_BITS  # noqa: E402
 from cutjax.kernels.choose import Choice, in_precision  # noqa: E402
 from cutjax.kernels.families import FAMILIES  # noqa: E402
 from cutjax.kernels.mma.math import math_of  # noqa: E402
@@ -67,7 +67,7 @@ KINDS = (
     *(Kind("tf32", x, x) for x in ("float32", "complex64")),
     Kind("float8", "float8_e4m3fn", "float8_e4m3fn", "bfloat16"),
     Kind("float8", "float8_e5m2", "float8_e5m2", "bfloat16", _PRESETS.ANY_F8_ANY_F8_F32),
-    *(Kind("narrow", x, y) for x in ("bfloat16", "float16") for y in NARROW),
+    *(Kind("narrow", x, y) for x in ("bfloat16", "float16") for y in EIGHT_BITS),
     *(Kind("one by one", x, x, precision="highest") for x in ("float32", "complex64")),
     *(Kind("one by one", x, x) for x in ("int32", "uint32", "int64", "uint64")),
     *(Kind("wide", x, x) for x in ("float64", "complex128")),

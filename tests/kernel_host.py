@@ -1,4 +1,4 @@
-"""Runs the mma family's kernels and the gather on the host: their text over tests/native/kernel_shim.h, by g++."""
+"""Runs kernels of mma, direct and halo, and the gather, on the host: their text over tests/native/kernel_shim.h."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ DEVICE = pathlib.Path(__file__).parents[1] / "ffi" / "device"
 MATH = "mma/math.cuh"  # which the shim needs before its own
 # What the shim has instead, and what goes before it.
 REPLACED = ("common/atoms.cuh", "common/tma.cuh", "sm90/atoms.cuh", "mma/atoms.cuh", "mma/instruction.cuh", MATH)
+REPLACED += ("halo/atoms.cuh",)
 _LOAD = re.compile(r'asm volatile\("ld\.global\.nc\.(?:v\d\.)?u(\d+)[^"]*"\s*:([^;]*?):\s*"l"\(([^;]*)\)\);')
 
 
@@ -34,9 +35,9 @@ class Map(ctypes.Structure):
 
     _fields_ = (
         ("base", ctypes.c_void_p),
-        ("dims", ctypes.c_longlong * 3),
-        ("strides", ctypes.c_longlong * 2),
-        ("box", ctypes.c_int * 3),
+        ("dims", ctypes.c_longlong * 5),
+        ("strides", ctypes.c_longlong * 4),
+        ("box", ctypes.c_int * 5),
         ("bytes", ctypes.c_int),
         ("span", ctypes.c_int),
         ("tf32", ctypes.c_int),
@@ -103,6 +104,8 @@ def text(kernel: mma.Kernel | gather.Kernel) -> str:
     """The text that g++ compiles."""
     parts = re.split(r'^(?=#line 1 ")', kernel.source, flags=re.M)
     kept = [part for part in parts if not part.startswith(tuple(f'#line 1 "{name}"' for name in REPLACED))]
+    wgmma = (gxx.NATIVE / "wgmma_shim.h").read_text()
+    kept = [wgmma if part.startswith('#line 1 "wgmma (generated)"') else part for part in kept]
     body = re.sub(r"^#line.*$|^ *extern __shared__.*$", "", "".join(kept), flags=re.M)
     body = _LOAD.sub(_load, body)
     names = [argument.name for argument in kernel.arguments]

@@ -19,8 +19,9 @@ from cutjax.runtime.launch import Int32, Int64, TensorMap
 from cutjax.runtime.tensor_map import Im2col
 
 # Of a kernel's text, by the names of its files.
-_KEPT = ("constants of", "common/scheduler", "common/dense_scheduler", "common/stream_scheduler", "common/parts")
-_KEPT += ("sm90/tiles", "sm90/load_plain", "sm90/load_im2col", "sm90/load_taps", "sm90/producer")
+_KEPT = ("constants of", "common/scheduler", "common/dense_scheduler", "common/stream_scheduler")
+_KEPT += ("sm90/phase_scheduler", "common/parts", "sm90/tiles", "sm90/load_plain", "sm90/load_im2col")
+_KEPT += ("sm90/load_taps", "sm90/producer", "sm90/pixels")
 _ELEMENTS = {1: "signed char", 2: "short", 4: "float"}
 
 _RUN = """
@@ -79,6 +80,13 @@ extern "C" void run(const char* const* buffers, double* results, int clusters) {
 """
 
 
+_PLACES = """
+extern "C" void places(int* found) {{
+  for (int i = 0; i < PHASES * m; ++i) found[i] = Pixels{{{told}}}(i % m, i / m);
+}}
+"""
+
+
 def _map(name: str, x: TensorMap) -> str:
     def listed(values: Sequence[int]) -> str:
         return "{" + ", ".join(map(str, values)) + "}"
@@ -94,11 +102,12 @@ def _map(name: str, x: TensorMap) -> str:
 
 
 def multiplied(kernel: Kernel, arrays: Sequence[np.ndarray], folder: pathlib.Path, clusters: int = 3) -> np.ndarray:
-    """The products ``float64[phases, m, n]`` of the arrays that a kernel loads, all parts of k added up."""
+    """The product ``float64[m, n]`` of the arrays that a kernel loads, all parts of k added up."""
     p = kernel.multiplied
     stages = 1 + -(-p.k // kernel.config.depth(p))
     parts = re.split(r'^(?=#line 1 ")', kernel.source, flags=re.M)
     kept = [part for part in parts if part.startswith(tuple(f'#line 1 "{name}' for name in _KEPT))]
+    kept.sort(key=lambda part: part.startswith('#line 1 "sm90/pixels'))  # behind the shim that it needs
     body = re.sub(r"^#line.*$", "", "".join(kept), flags=re.M)
     body = re.sub(r"constexpr int STAGES = \d+;", f"constexpr int STAGES = {stages};", body)
     defined = re.findall(r"^#define (?:SOURCE_\w|SPLITS|SCHEDULER_ARGUMENTS) .*$", kernel.source, flags=re.M)
@@ -114,9 +123,19 @@ def multiplied(kernel: Kernel, arrays: Sequence[np.ndarray], folder: pathlib.Pat
     constants, code = re.split(r"(?=^// Which tile next)", body, maxsplit=1, flags=re.M)
     element = _ELEMENTS[p.a.dtype.itemsize]
     run = _RUN.format(element=element, maps="\n  ".join(maps))
+    if kernel.phases:
+        run += _PLACES.format(told=", ".join(x.name for x in kernel.arguments if x.name.startswith("pixels_")))
     text = "\n".join([constants, *defined, shim, "using Acc = float;", code, *values, scratch, run])
     library = gxx.build(folder, text, "-Wno-narrowing")
     d = np.zeros((kernel.matrices, p.m, p.n), np.float64)
     pointers = (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in arrays))
     library.run(pointers, d.ctypes.data_as(ctypes.c_void_p), clusters)
-    return d
+    if kernel.phases is None:
+        return d[0]
+    places = np.empty((kernel.matrices, p.m), np.int32)
+    library.places(places.ctypes.data_as(ctypes.c_void_p))
+    runs, apart = kernel.phases.runs, kernel.phases.image[-1]
+    found = np.full((kernel.asked.m * kernel.asked.n * runs // p.n, p.n // runs), np.nan)
+    for run, values in enumerate(np.split(d, runs, axis=-1)):
+        found[places[places >= 0] + run * apart] = values[places >= 0]
+    return found

@@ -83,6 +83,9 @@ def _numbers() -> dict[str, np.ndarray]:
         "cw": normal(20, (3, 4, N)) / 2,
         "gw": normal(21, (2, 2, N)) / 2,
         "tw": normal(22, (3, N, 4)) / 2,
+        "sk": _half(23, (K // 4, N)),
+        "zk": integers(24, (K // 4, N), jnp.int8),
+        "sgk": _half(25, (EXPERTS, K // 4, N)),
     }
     return {name: np.asarray(x) for name, x in found.items()}
 
@@ -94,6 +97,12 @@ def arrays() -> dict[str, jax.Array]:
 
 def _biased(acc, b):
     return jax.nn.gelu(acc + b[None, :].astype(acc.dtype))
+
+
+def _of_blocks(q, s, z=0):
+    """Values of blocks of 4 along k."""
+    z = z if isinstance(z, int) else jnp.repeat(z, 4, -2)
+    return (q - z).astype(s.dtype) * jnp.repeat(s, 4, -2)
 
 
 def _shrunk(acc, t):
@@ -160,6 +169,9 @@ OPERATIONS: dict[str, Operation] = {
         lambda qx, s, q, b: cutjax.gemm(cutjax.Quantized(qx, s), cutjax.Quantized(q, b)),
         "qx s q b",
         lambda qx, s, q, b: (qx.astype(s.dtype) @ q.astype(s.dtype)) * s * b,
+    ),
+    "gemm, blocks": Operation(
+        lambda x, q, sk, zk: cutjax.gemm(x, cutjax.Quantized(q, sk, zk)), "x q sk zk", lambda x, *q: x @ _of_blocks(*q)
     ),
     "gemm, layout": Operation(lambda x, v: cutjax.gemm(x, v, layout="nt"), "x v", lambda x, v: x @ v.T, linear="x v"),
     "gemm, epilogue": Operation(
@@ -235,6 +247,11 @@ OPERATIONS: dict[str, Operation] = {
         lambda qx, s, qg, of_groups, sizes: oracles.masked_multiply(
             qx.astype(s.dtype) * s, qg.astype(s.dtype) * of_groups, sizes
         ),
+    ),
+    "grouped_gemm, blocks": Operation(
+        lambda x, qg, sgk, sizes: cutjax.grouped_gemm(x, cutjax.Quantized(qg, sgk), sizes),
+        "x qg sgk sizes",
+        lambda x, qg, sgk, sizes: oracles.masked_multiply(x, _of_blocks(qg, sgk), sizes),
     ),
     "grouped_outer": Operation(cutjax.grouped_outer, "x dy sizes", oracles.masked_outer, linear="x dy"),
     "grouped_outer, accumulate": Operation(

@@ -164,6 +164,7 @@ def rewrite(
     1 + tanh(x) and 1 + erf(x), which cancel, become logistic and erfc, and a / (1 + exp(x)) becomes a * logistic(-x).
     Constant factors go into exp, logistic and erfc, whose ``params`` are ``(scale, factor)``: factor * f(scale * x).
     A quotient by one of the ``uniform`` operands, which have one number for all elements, becomes "div_uniform".
+    logistic(x) and logistic(-x), of derivatives, become "logistic_rising" and "logistic_falling": of one exponential.
     """
     nodes = list(nodes)
     uses = [0] * len(nodes)
@@ -179,6 +180,7 @@ def rewrite(
     nodes, outputs = _in_order(nodes, outputs)
     found = levels(nodes, outputs)
     bounds = intervals(nodes)
+    _pair_logistics(nodes, found)
     for i, node in enumerate(nodes):
         if node.op == "log1p" and found[i] >= Level.COARSE_F16:
             low, high = bounds[node.args[0]]
@@ -189,6 +191,19 @@ def rewrite(
             if divisor.op == "operand" and divisor.params[0] in uniform:
                 nodes[i] = dataclasses.replace(node, op="div_uniform")
     return nodes, outputs, found
+
+
+def _pair_logistics(nodes: list[Node], found: Sequence[Level]) -> None:
+    places = {
+        (node.args, *(node.params or (1.0, 1.0))): i
+        for i, node in enumerate(nodes)
+        if node.op == "logistic" and node.dtype == "float32" and found[i] >= Level.FINE
+    }
+    for (args, scale, factor), i in places.items():
+        j = places.get((args, -scale, factor))
+        if scale < 0 and j is not None:
+            nodes[i] = dataclasses.replace(nodes[j], op="logistic_falling")
+            nodes[j] = dataclasses.replace(nodes[j], op="logistic_rising")
 
 
 def _in_order(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[list[Node], list[Output]]:

@@ -342,7 +342,7 @@ def _fast_logistic(node: Node, level: Level, args: list[str], sources: list[Node
     scale, factor = node.params or (1.0, 1.0)
     # A coarse form with one multifunction instruction instead of two, and more of the others, was slower: what an
     # epilogue costs beside another tile's mainloop is its number of instructions (docs/fused-epilogues.md).
-    text = f"fine_logistic({args[0]}, {_float_literal(scale)})"
+    text = f"fine_{node.op}({args[0]}, {_float_literal(scale)})"
     return text if factor == 1 else f"{_float_literal(factor)} * {text}"
 
 
@@ -362,6 +362,8 @@ def _fast_exp(node: Node, level: Level, args: list[str], sources: list[Node]) ->
 _FAST_FLOAT_TEXT: dict[str, Callable[[Node, Level, list[str], list[Node]], str | None]] = {
     "div": _fast_div,
     "logistic": _fast_logistic,
+    "logistic_rising": _fast_logistic,
+    "logistic_falling": _fast_logistic,
     "erfc": _fast_erfc,
     "exp": _fast_exp,
     "exp2": lambda _, level, args, __: f"fine_exp2({args[0]})" if level >= Level.FINE else None,

@@ -13,13 +13,13 @@ import jax
 import jax.export
 import jax.numpy as jnp
 from jax import lax
-from opt_einsum import parser
 
 from cutjax import dot_precision
 from cutjax.binding.rules import sharded, with_rank
 from cutjax.dtypes import promoted
 from cutjax.ops.contraction import contraction
 from cutjax.ops.dot_general import permuted
+from cutjax.ops.einsum import Axes, Dimensions, letters_of, product_of
 from cutjax.ops.einsum import einsum as our_einsum
 from cutjax.ops.mlp import mlp
 from cutjax.primitives.dense import Dense
@@ -28,8 +28,6 @@ from cutjax.primitives.product import call
 from cutjax.runtime import backends
 
 Activation = Callable[[jax.Array], jax.Array]
-Axes = tuple[int, ...]
-Dimensions = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
 Class = TypeVar("Class", bound=type)
 
 
@@ -142,7 +140,7 @@ def einsum(
     """
     check_activation(where, activation)
     ours = einsum_op is jnp.einsum
-    found = _product(equation, x, kernel) if ours else None
+    found = product_of(equation, x, kernel) if ours else None
     if found is not None:
         dimensions, permutation = found
         options |= {"activation": activation, "permutation": permutation, "precision": precision}
@@ -155,7 +153,7 @@ def einsum(
 
 def einsum_bias_shapes(equation: str, x: jax.Array, kernel: jax.Array) -> tuple[Axes, Axes]:
     """Returns the shape of a bias, the kernel's axes in the order of the result, and its shape against the result."""
-    _, of_kernel, result = _letters(equation, x, kernel)
+    _, of_kernel, result = letters_of(equation, x, kernel)
     sizes = dict(zip(of_kernel, kernel.shape, strict=True))
     return tuple(sizes[c] for c in result if c in sizes), tuple(sizes.get(c, 1) for c in result)
 
@@ -181,29 +179,6 @@ def feed_forward(
 
 def _biased(activation: Activation, bias: jax.Array, z: jax.Array) -> jax.Array:
     return activation(z + with_rank(bias.astype(z.dtype), z.ndim))
-
-
-def _letters(equation: str, x: jax.Array, kernel: jax.Array) -> tuple[str, str, str]:
-    operands, result, _ = parser.parse_einsum_input((equation, x, kernel))
-    of_x, of_kernel = operands.split(",")
-    return of_x, of_kernel, result
-
-
-def _product(equation: str, x: jax.Array, kernel: jax.Array) -> tuple[Dimensions, Axes] | None:
-    """Returns the dimension numbers of the dot_general that an equation is, and the permutation after it."""
-    of_x, of_kernel, result = _letters(equation, x, kernel)
-    if any(len(set(letters)) < len(letters) for letters in (of_x, of_kernel, result)):
-        return None
-    if not set(of_x) ^ set(of_kernel) <= set(result):
-        return None
-    if any(x.shape[of_x.index(c)] != kernel.shape[of_kernel.index(c)] for c in of_x if c in of_kernel):
-        return None
-    batch = [c for c in of_x if c in of_kernel and c in result]
-    contracted = [c for c in of_x if c in of_kernel and c not in result]
-    both = (*batch, *contracted)
-    order = [*batch, *(c for c in of_x if c not in both), *(c for c in of_kernel if c not in both)]
-    numbers = tuple(tuple(tuple(map(of.index, group)) for of in (of_x, of_kernel)) for group in (contracted, batch))
-    return numbers, tuple(map(order.index, result))  # pyright: ignore[reportReturnType]
 
 
 def places(where: str, axes: Iterable[int], shape: Axes) -> Axes:

@@ -15,7 +15,7 @@ from cutjax.dot_precision import Canonical
 from cutjax.kernels import convolution, tuned, xla
 from cutjax.kernels.families import concerned, config_of, fastest, ranked, resolve
 from cutjax.kernels.family import Kernel
-from cutjax.kernels.prepared import moved_us
+from cutjax.kernels.prepared import moved_us, wide
 from cutjax.kernels.problem import Problem
 from cutjax.runtime.launch import Call
 
@@ -93,8 +93,9 @@ def candidates(problem: Problem) -> tuple[Any, ...]:
 @functools.lru_cache(maxsize=4096)
 def in_precision(problem: Problem, precision: Canonical) -> Problem | Choice:
     """Returns the problem with its products computed as a precision says, or the choice of XLA where no kernel does."""
-    both = problem.bs[0].dtype == problem.a.dtype
-    way = dot_precision.math(precision, problem.a.dtype, problem.accumulator, problem.device.tf32, both)
+    into = wide(problem) or problem  # a narrow a is multiplied as b is
+    both = problem.bs[0].dtype == problem.a.dtype and problem.a.scale is None  # sums of blocks are added in float32
+    way = dot_precision.math(precision, into.a.dtype, problem.accumulator, problem.device.tf32, both)
     if isinstance(way, tuple):
         return Choice(problem, None, (*_problem_reasons(problem), *way))
     return problem if way == problem.math else dataclasses.replace(problem, math=way)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,8 +34,6 @@ def _signature(staging: Staging, arguments: Sequence[Argument]) -> str:
     def passed(to: str) -> str:
         return "".join(f", {argument.passed}" for argument in arguments if to in argument.to.split())
 
-    if staging.pixels and staging.tma:  # those of all phases
-        maps = [argument.passed for argument in arguments if argument.to == "d"]
     strided = any(argument.name == "d_step0" for argument in arguments)
     result = "i(d_step0, d_step1, d_step2)" if strided else "work.result"
     return f"""#define PARAMETERS {", ".join(argument.declaration for argument in arguments)}
@@ -50,6 +47,7 @@ def _signature(staging: Staging, arguments: Sequence[Argument]) -> str:
 #define ROWS_ARGUMENTS {passed("rows")}
 #define PROMOTION_ARGUMENTS {passed("promotion")[2:]}
 #define RESULT {result}
+#define PIXELS {int(staging.pixels)}
 """
 
 
@@ -63,20 +61,16 @@ def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
     epilogue = staging.epilogue
     fields, initial, tile, rows, chunks, pieces, fetched, staged = [], [], [], [], [], [], [], []
     by_tma = {i: slot for (i, _), slot in zip(staging.operands, staging.operand_slots, strict=True)}
-    at_row = "at[h]" if staging.places else "min(row + 8 * h, m - 1)"
+    at_row = "at[h]" if staging.pixels else "min(row + 8 * h, m - 1)"
     for i, spec in enumerate(epilogue.operands):
         dtype = f"Dtype::{DTYPES[spec.dtype].stored}"
         steps = f"step{i}_0, step{i}_1, step{i}_2"
         copied = "".join(f", {step}({step})" for step in steps.split(", "))
         if i in by_tma:
-            maps = [argument.name for argument in arguments if re.fullmatch(rf"map_x{i}(_\d+)?", argument.name)]
-            sizes = f"[{len(maps)}]" * staging.pixels
-            fields.append(f"const TensorMap* map{i}{sizes};\n  int {steps};\n  Pair<{dtype}> x{i}[PIECE / 8][2];")
-            initial.append(f"map{i}{{{', '.join(maps)}}}{copied}")
-            at = f"x, y, {'i.i2, pixels' if staging.pixels else f'i({steps})'}"
-            fetched.append(
-                f"{staging.by_tma_tile}<{dtype}>::load(map{i}, buffer + {place_of(by_tma[i])}, barrier, {at});"
-            )
+            fields.append(f"const TensorMap* map{i};\n  int {steps};\n  Pair<{dtype}> x{i}[PIECE / 8][2];")
+            initial.append(f"map{i}(map_x{i}){copied}")
+            at = f"buffer + {place_of(by_tma[i])}, barrier, x, y, i({steps})"
+            fetched.append(f"{staging.by_tma_tile}<{dtype}>::load(map{i}, {at});")
             staged.append(f"{staging.tile}<{dtype}>::read(buffer + {place_of(by_tma[i])}, thread, piece, x{i});")
             continue
         size = np.dtype(spec.dtype).itemsize
@@ -105,12 +99,8 @@ def _extras(staging: Staging, arguments: Sequence[Argument]) -> str:
             pieces.append(f"  x{i}[j][h].load_each({both});")
             pieces.append("}")
 
-    if staging.places:
+    if staging.pixels:
         fields.append("int at[2];  // of this lane's rows, where they lie")
-    elif staging.pixels:
-        grid = [argument.name for argument in arguments if argument.to == "a extras"]
-        fields.append("Pixels pixels;")
-        initial.append(f"pixels{{{', '.join(grid)}}}")
     for axis, i in emit.places(epilogue):
         name = f"{axis}{i}"
         fields.append(f"int {name}_stride, {name}_size, {name};")

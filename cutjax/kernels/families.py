@@ -9,22 +9,23 @@ from typing import Any
 
 from cutjax.kernels.direct import family as direct
 from cutjax.kernels.family import Family, Kernel
+from cutjax.kernels.halo import family as halo
 from cutjax.kernels.mma import family as mma
 from cutjax.kernels.operand import Im2col, Order
 from cutjax.kernels.prepared import converted_us, wide, widened
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import family as sm90
 
-FAMILIES: tuple[Family, ...] = (sm90, mma, direct)  # those that serve a problem the best first
+FAMILIES: tuple[Family, ...] = (sm90, mma, direct, halo)  # those that serve a problem the best first
 CONFIGS = tuple(family.Config for family in FAMILIES)
 Config = sm90.Config  # the public one
-AnyConfig = sm90.Config | mma.Config | direct.Config  # what pins a kernel
+AnyConfig = sm90.Config | mma.Config | direct.Config | halo.Config  # what pins a kernel
 
 
 def concerned(problem: Problem) -> tuple[Family, ...]:
-    """Returns the families whose reasons say something of a problem: direct kernels are of convolutions alone."""
+    """Returns the families whose reasons say something of a problem: some are of convolutions alone."""
     of_windows = isinstance(problem.a.view, Im2col)
-    return tuple(family for family in FAMILIES if of_windows or family is not direct)
+    return tuple(family for family in FAMILIES if of_windows or family not in (direct, halo))
 
 
 def resolve(problem: Problem, config: Any) -> Kernel | tuple[str, ...]:
@@ -54,7 +55,9 @@ def ranked(problem: Problem) -> list[tuple[Kernel, float]]:
     if into := wide(problem):
         converted = widened(problem, into)
         more = converted_us(converted, problem.device)
-        serving += [(kernel.after(converted), time_us + more) for kernel, time_us in ranked(into)]
+        narrow = {kernel.config for kernel, _ in serving}  # of these a config means the kernel that converts nothing
+        of_wide = [entry for entry in ranked(into) if entry[0].config not in narrow]
+        serving += [(kernel.after(converted), time_us + more) for kernel, time_us in of_wide]
     return sorted(serving, key=lambda entry: entry[1])
 
 

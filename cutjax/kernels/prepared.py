@@ -42,7 +42,9 @@ def along(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     """Returns an array that has an element for each block as one of a shape, with one for each of its own."""
     for axis, (count, size) in enumerate(zip(x.shape, shape, strict=True)):
         if count not in (1, size):
-            x = jnp.repeat(x, size // count, axis, total_repeat_length=size)
+            each = (*x.shape[: axis + 1], size // count, *x.shape[axis + 1 :])
+            x = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), each)
+            x = x.reshape(*each[:axis], size, *each[axis + 2 :])
     return jnp.broadcast_to(x, shape)
 
 

@@ -20,8 +20,8 @@ from cutjax.runtime.architectures import DEFAULT
 BF16 = np.dtype(jnp.bfloat16)
 _A, _BS = Operand(BF16, "k"), (Operand(BF16, "mn"),)  # row-major
 LAYOUTS = ("nn", "nt", "tn", "tt")
-# Ways to multiply other than operands as they are: float32, and, last, float16 added up in float16.
-MATHS = ("tf32", "tf32x3", "bf16", "bf16x3", "bf16x6", "bf16x9", "f16")
+# Ways to multiply other than operands as they are: float32; float16 added up in float16; float8 in fewer bits.
+MATHS = ("tf32", "tf32x3", "bf16", "bf16x3", "bf16x6", "bf16x9", "f16", "fast")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Problem:
       math: how products are computed. "": those of the operands as they are, exactly or by the IEEE operations of their
         dtype, and added up in ``accumulator``. "tf32": of float32 (or complex64) rounded to TF32; "bf16": rounded to
         bfloat16; "tf32x3", "bf16x3", "bf16x6", "bf16x9": as so many products of parts. "f16": of float16, added up in
-        float16.
+        float16. "fast": of float8, added up in as many bits as the tensor cores have, if that is faster.
     """
 
     m: int

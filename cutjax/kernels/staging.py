@@ -57,7 +57,7 @@ class Staging:
       column_bytes: of one row, of all tiles together.
       narrowest: bytes of an element of the narrowest result.
       tma: whether TMA loads and stores tiles where it can, rather than threads.
-      pixels: whether rows are pixels apart in images.
+      pixels: whether rows are pixels apart in images: threads find where each of them lies, and load and store there.
       called: whether the kernel calls a function for four elements at a time, instead of 64 to 192 copies of what it
         computes. A call costs 3 instructions an element (docs/fused-epilogues.md).
     """
@@ -91,12 +91,7 @@ class Staging:
     @property
     def by_tma_tile(self) -> str:
         """The struct by which TMA stores and loads them."""
-        return "Transposed" if self.swap else "PixelStaging" if self.pixels else "TmaStaging"
-
-    @property
-    def places(self) -> bool:
-        """True if threads store rows that are pixels apart, and find where each of them lies."""
-        return self.pixels and not self.tma
+        return "Transposed" if self.swap else "TmaStaging"
 
     @property
     def apart(self) -> bool:
@@ -104,8 +99,8 @@ class Staging:
         return self.swap or not self.even
 
     def by_tma(self, array: Output | OperandSpec) -> bool:
-        """True if TMA can load or store an array of full size: its rows are of whole units of 16 bytes."""
-        return self.tma and _by_tma(array, self.pitch)
+        """True if TMA can load or store an array of full size: rows side by side, of whole units of 16 bytes."""
+        return self.tma and not self.pixels and _by_tma(array, self.pitch)
 
     def chunk(self, bn: int) -> int:
         """Columns staged at a time: as many as make a row of the narrowest result at most 128 bytes.
@@ -144,12 +139,6 @@ class Staging:
             found.append("a result in phases that depends on where its rows lie")
         if self.reductions:
             found.append("a reduction of a result in phases")
-        if self.places:
-            return tuple(found)
-        if any(spec.row and not (spec.col and self.by_tma(spec)) for spec in self.epilogue.operands):
-            found.append("a result in phases with operands that vary along rows and are no whole units of 16 bytes")
-        if not all(self.by_tma(out) for _, out in self.results):
-            found.append("a result in phases whose rows are no whole units of 16 bytes")
         return tuple(found)
 
     @functools.cached_property
@@ -185,7 +174,7 @@ def plan_staging(
     reductions = tuple((i, out) for i, out in enumerate(epilogue.outputs) if out.reduce)
     narrowest = min((_size(out) for _, out in results), default=4)
     full = ((i, spec) for i, spec in enumerate(epilogue.operands) if spec.row and spec.col)
-    aligned = ((i, spec) for i, spec in full if tma and _by_tma(spec, pitch))
+    aligned = ((i, spec) for i, spec in full if tma and not pixels and _by_tma(spec, pitch))
     operands = tuple((i, spec) for i, spec in aligned if swap or _size(spec) >= narrowest)
     result_slots, operand_slots, total, free = [], [], 0, []
     for _, out in results:

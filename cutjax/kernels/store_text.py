@@ -13,12 +13,11 @@ from cutjax.kernels.staging import Staging
 
 def by_tma(staging: Staging) -> str:
     """Returns the function by which TMA stores a chunk."""
-    maps, last = ("map_d + {} * PHASES", "z, extras.pixels") if staging.pixels else ("map_d[{}]", "z")
 
     def calls(struct: str, slots: Sequence[int], first: int) -> str:
-        store = "{}<Dtype::{}>::store({}, buffer + {}, x, y, {});"
+        store = "{}<Dtype::{}>::store(map_d[{}], buffer + {}, x, y, z);"
         return "\n  ".join(
-            store.format(struct, DTYPES[out.dtype].stored, maps.format(place), place_of(slot), last)
+            store.format(struct, DTYPES[out.dtype].stored, place, place_of(slot))
             for place, (slot, (_, out)) in enumerate(zip(slots, staging.results, strict=True), first)
             if staging.by_tma(out)
         )
@@ -39,7 +38,7 @@ def by_tma(staging: Staging) -> str:
 
 def rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
     """The struct that stores without TMA: where rows have groups, or are of no whole units of 16 bytes."""
-    pointers = [argument.declaration for argument in arguments if argument.to == "rows"]
+    pointers = [argument.declaration for argument in arguments if "rows" in argument.to.split()]
     stores, mirrored, clears = [], [], []
     strided = any(argument.name == "d_pitch" for argument in arguments)
     gathered = staging.swap and not staging.tma  # from the columns of a tile
@@ -57,11 +56,11 @@ def rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
 
         partly = "if (!whole) " if staging.by_tma(out) else ""
         rows = f"store_columns<{unit}>" if gathered else f"store_rows<{unit}>"
-        if staging.places:
+        if staging.pixels:
             tile = f"buffer + {place_of(staging.result_slots[place])}"
             stores.append(
-                f"Staging<Dtype::{dtype}>::store_rows_at<{unit}>({matrix}, n, {pitch}, {tile}, x, y, rows, thread, "
-                "[this](int row) { return place(row); });"
+                f"Staging<Dtype::{dtype}>::store_rows_at<{unit}, Pixels::RUNS>(d{place}, n, {pitch}, apart, {tile}, x, "
+                "pixel, thread);"
             )
         else:
             stores.append(partly + call(staging.tile, staging.result_slots[place], rows))
@@ -83,15 +82,29 @@ def rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
         return "".join("\n    " + statement for statement in statements)
 
     pixels = [argument.name for argument in arguments if argument.name.startswith("pixels_")]
+    begin = f"""
+  // Of the rows from `row` on, and of a phase.
+  DEVICE void begin_rows(int row, int phase) {{
+    Pixels pixels{{{", ".join(pixels)}}};
+    row += threadIdx.x % 16;
+    pixel = row < m ? pixels(row, phase) : -1;
+    apart = pixels.apart();
+  }}"""
+    if not pixels:  # those of a tile, which the kernel tells
+        begin = """
+  Pixels pixels;
+  DEVICE void begin_rows(int row) { pixel = pixels(row + threadIdx.x % 16); }"""
     placed = f"""
-  // Where a row lies; of those past the last one, that.
-  DEVICE int place(int row) const {{ return Pixels{{{{{", ".join(pixels)}}}}}(min(row, m - 1)); }}"""
+  int apart = 1;  // pixels from a run of a row's columns to the next
+  int pixel = -1;  // where a row lies, of the 16 that a warp stores that of this lane modulo 16; -1 where there is none
+  DEVICE int pixel_of(int row) const {{ return max(0, __shfl_sync(~0u, pixel, row)); }}
+{begin}"""
     by_threads = not all(staging.by_tma(out) for _, out in staging.results)
     return f"""#line 1 "rows (generated)"
 constexpr bool BY_THREADS = {str(by_threads).lower()};
 struct Rows {{
   int m, n;{"".join(f"{chr(10)}  {x};" for x in pointers)}
-{placed if staging.places else ""}
+{placed if staging.pixels else ""}
   // So many rows, or as many as there are, of a staged chunk, to row y and column x on of a matrix of each result.
   DEVICE void store(bool whole, u32 buffer, int x, int y, int batch, int rows, int thread) const {{
     rows = min(min(rows, STAGING_ROWS), m - y);{lines(stores)}

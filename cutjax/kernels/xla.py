@@ -261,7 +261,7 @@ def _others_us(p: Problem, device: Device) -> float | None:
 
     An epilogue is a pass over the results at the rate of a copy, which is the least it may take.
     """
-    name = p.a.dtype.name if p.a.dtype.kind == "c" else p.math or p.a.dtype.name
+    name = p.a.dtype.name if p.a.dtype.kind == "c" or p.math == "fast" else p.math or p.a.dtype.name
     if name.startswith("float8"):
         name = "float8_e5m2" if {p.a.dtype.name, p.bs[0].dtype.name} == {"float8_e5m2"} else "float8"
     if name not in _OTHERS:

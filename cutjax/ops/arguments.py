@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from cutjax import dot_precision
 from cutjax.dtypes import are_alike, are_narrow
 from cutjax.kernels.families import CONFIGS
 from cutjax.primitives import derivative
@@ -32,6 +33,12 @@ def check_config(config: Any, where: str) -> None:
     """Raises if a pinned config is none."""
     if config is not None and not isinstance(config, CONFIGS):
         raise TypeError(f"{where}: config must be a cutjax.Config or cutjax.MmaConfig, got {type(config).__name__}")
+
+
+def check_accumulate(accumulate: Any, where: str) -> None:
+    """Raises unless it says how sums are accumulated."""
+    if accumulate not in dot_precision.ACCUMULATE:
+        raise ValueError(f"{where}: unknown accumulate {accumulate!r}, expected one of {dot_precision.ACCUMULATE}")
 
 
 def check_epilogue(

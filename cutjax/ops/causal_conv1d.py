@@ -13,10 +13,17 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from cutjax import dot_precision
+from cutjax.binding.explicit import automatic, axes
+from cutjax.binding.rules import match_varying
+from cutjax.epilogue.captured import on_automatic_axes
+from cutjax.epilogue.trace import Traced, trace
 from cutjax.kernels.families import AnyConfig
-from cutjax.ops.arguments import promote
+from cutjax.ops.arguments import check_config, promote
 from cutjax.ops.conv import conv
+from cutjax.primitives import causal
 from cutjax.primitives.arrays import matrix, unwrapped
+from cutjax.primitives.product import abstract_accumulator
+from cutjax.runtime import backends
 
 Activation = str | Callable[[jax.Array], jax.Array] | None
 _NAMED = {"silu": jax.nn.silu, "swish": jax.nn.silu}
@@ -39,8 +46,9 @@ def causal_conv1d(
 
     ``y[..., t, c] = activation(sum_k w[k, c] x[..., t - (width - 1) + k, c] + bias[c])``, accumulated in float32 and
     rounded once, bias and activation in the kernel's epilogue. What is before a sequence is its state, or zero.
-    Differentiable and batchable like any JAX function. That is ``causal_conv1d_fn`` of Mamba's package causal-conv1d
-    (github.com/Dao-AILab/causal-conv1d), with channels last and the axis of the width first: any width, any activation.
+    Differentiable and batchable like any JAX function: the gradients of x, w and the bias are one pass over memory.
+    That is ``causal_conv1d_fn`` of Mamba's package causal-conv1d (github.com/Dao-AILab/causal-conv1d), with channels
+    last and the axis of the width first: any width, any activation.
 
     Args:
       x: sequences ``[..., length, channels]``.
@@ -75,22 +83,12 @@ def causal_conv1d(
     width = _width(w, channels, where, f"x is {x.shape}")
     bias = None if bias is None else _checked(bias, "bias", (channels,), where)
     state = None if state is None else _checked(state, "state", (*batch, width - 1, channels), where)
-    _, _, dtype, _ = promote(x, [w], None, where)
+    how: dict[str, Any] = {"activation": function, "precision": precision, "backend": backend, "config": config}
 
     def convolved(x: jax.Array, before: int) -> jax.Array:
-        return conv(
-            x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]),
-            w[:, None],
-            padding=[(before, 0)],
-            feature_group_count=channels,
-            precision=precision,
-            epilogue=lambda acc, *bias: function(_plus(acc, *bias)),
-            operands=() if bias is None else (bias,),
-            out_dtype=dtype,
-            backend=backend,
-            config=config,
-            save=save,
-        ).reshape(*batch, x.shape[-2] + before - width + 1, channels)
+        sequences = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+        y = _convolved(sequences, w, bias, before=before, save=save, **how)
+        return y.reshape(*batch, *y.shape[1:])
 
     y = convolved(x, width - 1)
     before = jnp.zeros((*batch, width - 1, channels), x.dtype) if state is None else state.astype(x.dtype)
@@ -149,9 +147,90 @@ def causal_conv1d_update(
     acc = x.astype(wide) * w[-1].astype(wide)
     for k in range(width - 1):
         acc = acc + state[..., k, :].astype(wide) * w[k].astype(wide)
-    y = function(acc if bias is None else _plus(acc, bias)).astype(dtype)
+    acc = acc if bias is None else _plus(acc, bias)
+    rows = acc if acc.ndim > 1 else acc[None]
+    function, _ = _elementwise(function, abstract_accumulator(wide, jax.typeof(rows)), where)
+    y = function(rows).reshape(acc.shape).astype(dtype)
     after = jnp.concatenate([state, x.astype(state.dtype)[..., None, :]], -2)[..., 1:, :]
     return y, after
+
+
+def _as_sequences(x: jax.Array, **_: Any) -> Callable[[Any], list[Any]]:
+    return lambda result: [axes(x, i) for i in range(-result.ndim, 0)]
+
+
+@automatic(_as_sequences, on_automatic_axes)
+def _convolved(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    *,
+    before: int,
+    activation: Callable[[jax.Array], jax.Array],
+    precision: lax.PrecisionLike,
+    backend: str | None,
+    config: AnyConfig | None,
+    save: str,
+) -> jax.Array:
+    """Convolves ``[images, length, channels]`` with so many zeros before."""
+    where, channels = "causal_conv1d", x.shape[-1]
+    a, b, dtype, _ = promote(x, [w], None, where)
+    length = x.shape[1] + before - len(w) + 1
+    acc = abstract_accumulator(a.dtype, jax.typeof(a).update(shape=(x.shape[0], length, channels)), dtype)
+    function, traced = _elementwise(activation, acc, where)
+    if not channels:
+        return jnp.zeros(acc.shape, dtype)
+    alone = not (traced.outside or traced.operands or traced.epilogue.positions)
+    if alone and save == "recompute" and before == len(w) - 1 and jnp.issubdtype(dtype, jnp.floating):
+        check_config(config, where)
+        named = backends.resolve(backend, where)
+        of = causal.Causal(traced.epilogue, dtype, dot_precision.canonical(precision, where), named, config)
+        a, b, *given = match_varying(a, b, *[bias] * (bias is not None))
+        return causal.convolved(of, a, b, given)
+    return conv(
+        x,
+        w[:, None],
+        padding=[(before, 0)],
+        feature_group_count=channels,
+        precision=precision,
+        epilogue=lambda acc, *bias: function(_plus(acc, *bias)),
+        operands=() if bias is None else (bias,),
+        out_dtype=dtype,
+        backend=backend,
+        config=config,
+        save=save,
+    )
+
+
+def _elementwise(
+    activation: Callable[[jax.Array], jax.Array], acc: Any, where: str
+) -> tuple[Callable[[jax.Array], jax.Array], Traced]:
+    """Returns an activation, its result in the dtype of its argument, and what it was traced to; raises if it is none.
+
+    ``acc`` is abstract.
+    """
+
+    def function(acc: jax.Array) -> jax.Array:
+        y = activation(acc)
+        is_array = isinstance(y, jax.Array | np.ndarray | np.generic)
+        if not is_array or y.shape != acc.shape:
+            came = f"shape {y.shape}" if is_array else type(y).__name__
+            raise ValueError(
+                f"{where}: activation must return one array of its argument's shape {acc.shape}, got {came}"
+            )
+        return jnp.asarray(y, acc.dtype if jnp.issubdtype(acc.dtype, jnp.floating) else None)
+
+    try:
+        traced = trace(function, [acc])
+    except (NotImplementedError, ValueError) as error:
+        message = str(error)
+        if not message.startswith("epilogue: "):
+            raise
+        told = message.removeprefix("epilogue: ").split("; ")[0]
+        raise type(error)(f"{where}: activation is no elementwise function: {told}") from None
+    if any(out.reduce for out in traced.epilogue.outputs):
+        raise NotImplementedError(f"{where}: activation is no elementwise function: it reduces its argument")
+    return function, traced
 
 
 def _plus(acc: jax.Array, *bias: jax.Array) -> jax.Array:

@@ -20,6 +20,8 @@ from typing import Any
 import jax
 from jax import lax
 
+from cutjax.kernels.prepared import along
+
 Axes = tuple[int, ...]
 
 
@@ -46,6 +48,54 @@ class Move:
         x = x if x.shape == self.split else lax.reshape(x, self.split)
         x = x if self.permutation == tuple(range(x.ndim)) else lax.transpose(x, self.permutation)
         return x if x.shape == self.shape else lax.reshape(x, self.shape)
+
+    def of_blocks(self, x: jax.Array, shape: Axes) -> jax.Array:
+        """Returns an array that has an element for each block of one of a shape, moved as that is.
+
+        Axes that are merged or split where that cuts blocks are repeated first.
+        """
+        x = _reshaped(x, shape, self.split)
+        x = lax.transpose(x, self.permutation)
+        return _reshaped(x, tuple(self.split[i] for i in self.permutation), self.shape)
+
+
+def _reshaped(x: jax.Array, before: Axes, after: Axes) -> jax.Array:
+    """Returns an array with an element for each block of one that is reshaped from a shape to another."""
+    whole, counts = list(x.shape), []
+    for of_before, of_after in _alike(before, after):
+        sizes, new = ([shape[i] for i in axes] for shape, axes in ((before, of_before), (after, of_after)))
+        given = [x.shape[i] for i in of_before]
+        last = max((i for i, count in enumerate(given) if count > 1), default=0)
+        blocks = math.prod(sizes[:last]) * given[last] if max(given, default=1) > 1 else 1
+        length, found, fits = math.prod(sizes) // blocks, [], True  # of a block: neighbours, all axes being one
+        for size in reversed(new):
+            step = math.gcd(length, size)
+            fits = fits and step in (length, size)
+            found.append(size // step)
+            length //= step
+        for i, size in zip(of_before, sizes, strict=True):
+            if blocks > 1 and (not fits or i - of_before.start < last):
+                whole[i] = size
+        counts += found[::-1] if fits else new
+    return lax.reshape(along(x, whole), counts)
+
+
+def _alike(before: Axes, after: Axes) -> Iterator[tuple[range, range]]:
+    """Yields neighbouring axes of two shapes that have as many elements, the fewest there are."""
+    i = j = 0
+    while i < len(before) or j < len(after):
+        first, second = i, j
+        sizes = [1, 1]
+        while True:
+            if i < len(before) and (sizes[0] <= sizes[1] or j == len(after)):
+                sizes[0] *= before[i]
+                i += 1
+            elif j < len(after):
+                sizes[1] *= after[j]
+                j += 1
+            if sizes[0] == sizes[1] and (i, j) != (first, second):
+                break
+        yield range(first, i), range(second, j)
 
 
 @dataclasses.dataclass(frozen=True)

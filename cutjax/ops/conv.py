@@ -6,16 +6,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from cutjax import dot_precision
 from cutjax.binding.explicit import automatic, axes
+from cutjax.binding.rules import with_rank
+from cutjax.dtypes import are_narrow
 from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.kernels.families import AnyConfig
 from cutjax.ops.arguments import check_config, check_epilogue, integer, promote, weights
 from cutjax.ops.convolution_plan import by_lax, planned
+from cutjax.ops.quantized import Quantized, Weights, as_quantized, is_quantized
+from cutjax.ops.scales import Scales, wide_dtype
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.arrays import matrix, unwrapped
@@ -26,8 +31,8 @@ CHANNELS_LAST = {3: ("NWC", "WIO", "NWC"), 4: ("NHWC", "HWIO", "NHWC"), 5: ("NDH
 
 
 def conv(
-    x: ArrayLike,
-    w: ArrayLike | tuple[ArrayLike, ...],
+    x: Weights,
+    w: Weights | tuple[Weights, ...],
     *,
     window_strides: int | Sequence[int] = 1,
     padding: str | int | Sequence[Any] = "SAME",
@@ -58,7 +63,9 @@ def conv(
     Args:
       x: images ``[n, *spatial, c]``.
       w: weights ``[*window, c / groups, channels]``. dtypes promote as in ``cutjax.gemm``. With an epilogue also a
-        tuple of two or three of equal shape and dtype; the epilogue then takes as many accumulators.
+        tuple of two or three of equal shape and dtype; the epilogue then takes as many accumulators. Scales of a
+        `cutjax.Quantized` w that are one for each of its channels, or one for all, multiply the sums; other operands
+        that are quantized are dequantized before, to the dtype of the arrays.
       window_strides: an int, or one for each axis.
       padding: "SAME", "SAME_LOWER", "VALID", or for each axis a pair ``(low, high)``, negative too; an int, and an int
         for each axis, pads both sides alike.
@@ -101,6 +108,7 @@ def conv(
     out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
     out_dtype = preferred_element_type if out_dtype is None else out_dtype
     check_epilogue(w, epilogue, operands, out_dtype, save, where, "w")
+    x, w, scales = _dequantized(as_quantized(x), as_quantized(w), dimension_numbers is None)
     x, ws = matrix(x, "x", where), weights(w, "w", where)
     rank = x.ndim
     if rank not in CHANNELS_LAST or ws[0].ndim != rank:
@@ -120,6 +128,7 @@ def conv(
     return _conv(
         x,
         tuple(ws),
+        scales=scales,
         given=given,
         precision=dot_precision.canonical(precision, where),
         epilogue=epilogue,
@@ -150,6 +159,7 @@ def _conv(
     x: jax.Array,
     ws: tuple[jax.Array, ...],
     *,
+    scales: Scales,
     given: dict[str, Any],
     precision: Any,
     epilogue: Callable[..., Any] | None,
@@ -161,6 +171,7 @@ def _conv(
 ) -> Any:
     where, several = "conv", isinstance(out_dtype, tuple)
     x, *bs, dtype, weak = promote(x, ws, None if several else out_dtype, where, narrow=True)
+    epilogue, taken, out = scales.before(epilogue, operands, x.dtype, out_dtype if several else dtype)
     try:
         avals = (jax.ShapeDtypeStruct(y.shape, x.dtype) for y in (x, bs[0]))
         found = by_lax("conv_general_dilated", given)[1].trace(*avals).jaxpr
@@ -174,9 +185,40 @@ def _conv(
         d = products.multiply(plan.product, *plan.operands(x, bs[0]), out_dtype=dtype, **params)
         return converted(plan.result(d), dtype, weak)
     a, *bs = plan.images(x), *map(plan.weights, bs)
-    operands, out = jax.tree.map(unwrapped, operands), out_dtype if several else dtype
-    d = products.call(plan.product, epilogue, Factors(a, bs), operands, out_dtype=out, save=save, **params)
+    taken = jax.tree.map(unwrapped, taken)
+    d = products.call(plan.product, epilogue, Factors(a, bs), taken, out_dtype=out, save=save, **params)
     return jax.tree.map(plan.result, d)
+
+
+def _dequantized(x: Any, w: Any, channels_last: bool) -> tuple[Any, Any, Scales]:
+    """Returns images and weights as arrays, and the scales that multiply the sums: those of channels of the result."""
+    several = isinstance(w, tuple)
+    ws = w if several else (w,)
+    if not is_quantized((x, *ws)):
+        return x, w, Scales(None, [None for _ in ws])
+    arrays = [np.dtype(unwrapped(y).dtype) for y in (x, *ws) if not isinstance(y, Quantized)]
+    floats = [dtype for dtype in arrays if jnp.issubdtype(dtype, jnp.inexact)]
+    dtype = floats[0] if floats else wide_dtype(x.scale if isinstance(x, Quantized) else ws[0].scale)
+    x = x.dequantize(dtype) if isinstance(x, Quantized) else x
+    found, columns = [], []
+    for y in ws:
+        scale = _of_channels(y) if channels_last and isinstance(y, Quantized) else None
+        columns.append(scale)
+        if scale is not None:
+            values = jnp.asarray(unwrapped(y.values))
+            found.append(values if are_narrow(dtype, values.dtype) else values.astype(dtype))
+        else:
+            found.append(y.dequantize(dtype) if isinstance(y, Quantized) else y)
+    return x, tuple(found) if several else found[0], Scales(None, columns)
+
+
+def _of_channels(w: Quantized) -> jax.Array | None:
+    """Returns the scales of the channels of the result, or the one of all, as the sums have them; None of others."""
+    scale, shape = unwrapped(w.scale), np.shape(unwrapped(w.values))
+    last = np.shape(scale)[-1:]
+    if w.zero_point is not None or last not in ((), (1,), shape[-1:]) or np.size(scale) not in (1, shape[-1]):
+        return None
+    return with_rank(jnp.reshape(jnp.asarray(scale), (-1,)).astype(wide_dtype(scale)), len(shape))
 
 
 def _along(given: Any, count: int, name: str) -> tuple[int, ...]:

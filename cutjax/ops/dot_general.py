@@ -9,13 +9,16 @@ from typing import Any
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from cutjax import dot_precision
 from cutjax.binding.rules import any_divided, any_reduced, on_devices
 from cutjax.dtypes import are_alike, are_narrow
-from cutjax.ops.contraction import contraction
+from cutjax.ops.contraction import Move, contraction
+from cutjax.ops.gemm import gemm
+from cutjax.ops.quantized import Quantized, Weights, as_quantized, blocked, values_of
 from cutjax.primitives.accumulators import converted, widened
 from cutjax.primitives.arrays import is_array_like, unwrapped
 from cutjax.primitives.dense import Dense
@@ -29,8 +32,8 @@ LEAD = 1.08
 
 
 def dot_general(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
+    lhs: Weights,
+    rhs: Weights,
     dimension_numbers: lax.DotDimensionNumbers,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -46,7 +49,7 @@ def dot_general(
     have to be merged.
 
     Args:
-      lhs: an array.
+      lhs: an array; or `cutjax.Quantized`, as rhs: the product is then that of ``cutjax.gemm``.
       rhs: an array.
       dimension_numbers: ``((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))``.
       precision: as in ``jax.lax.dot_general``; None is what ``jax.default_matmul_precision`` says. The kernels
@@ -81,7 +84,9 @@ def permuted(
     permutation: tuple[int, ...] | None = None,
 ) -> jax.Array:
     """Computes dot_general and a permutation of its result, which is planned with it: no second pass over memory."""
-    lhs, rhs = unwrapped(lhs), unwrapped(rhs)
+    lhs, rhs = unwrapped(as_quantized(lhs)), unwrapped(as_quantized(rhs))
+    if isinstance(lhs, Quantized) or isinstance(rhs, Quantized):
+        return _quantized(lhs, rhs, dimension_numbers, precision, preferred_element_type, permutation)
 
     how = precision, preferred_element_type, out_sharding, permutation
     try:
@@ -123,6 +128,31 @@ def permuted(
     precision = dot_precision.swapped(precision) if plan.swapped else precision
     d = multiply(product, a, b, out_dtype=out.dtype, precision=precision, backend=backend, hints=hints)
     return converted(plan.result(d), out.dtype, out.weak_type)
+
+
+def _quantized(
+    lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any, dtype: Any, permutation: tuple[int, ...] | None
+) -> jax.Array:
+    """Computes the product of operands of which one or both are quantized by ``gemm``."""
+    shapes = [np.shape(unwrapped(values_of(x))) for x in (lhs, rhs)]
+    given = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    jax.eval_shape(lambda x, y: lax.dot_general(x, y, dimension_numbers), *given)  # says what is wrong
+    (contract, batch), how = dimension_numbers, dot_precision.canonical(precision, "dot_general")
+    dims = tuple(map(tuple, contract)), tuple(map(tuple, batch))
+    plan = contraction(*shapes, dims, permutation)
+    a, b = (rhs, lhs) if plan.swapped else (lhs, rhs)
+    how = dot_precision.swapped(how) if plan.swapped else how
+    return plan.result(gemm(_moved(plan.a, a), _moved(plan.b, b), layout=plan.layout, out_dtype=dtype, precision=how))
+
+
+def _moved(move: Move, x: Any) -> Any:
+    """Returns an operand of dot_general as one of its product: values, scales and zero points moved alike."""
+    if not isinstance(x, Quantized):
+        return move(jnp.asarray(x))
+    scale, zero = blocked(x, "an operand", "dot_general")
+    values = jnp.asarray(unwrapped(x.values))
+    found = [move.of_blocks(y, values.shape) for y in (scale, *zero)]
+    return Quantized(move(values), *found)
 
 
 @functools.lru_cache(maxsize=4096)

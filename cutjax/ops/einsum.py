@@ -8,17 +8,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
+from opt_einsum import parser
 
 from cutjax.epilogue.jaxpr import bind_equation, evaluate
 from cutjax.ops.dot_general import permuted
+from cutjax.ops.gemm import gemm
+from cutjax.ops.quantized import Weights, as_quantized, is_quantized, values_of
 from cutjax.primitives.arrays import is_array_like, unwrapped
+
+Axes = tuple[int, ...]
+Dimensions = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
 
 
 def dot(
-    a: ArrayLike,
-    b: ArrayLike,
+    a: Weights,
+    b: Weights,
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -50,8 +57,8 @@ def dot(
 
 
 def matmul(
-    a: ArrayLike,
-    b: ArrayLike,
+    a: Weights,
+    b: Weights,
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -83,8 +90,8 @@ def matmul(
 
 
 def tensordot(
-    a: ArrayLike,
-    b: ArrayLike,
+    a: Weights,
+    b: Weights,
     axes: int | Sequence[int] | Sequence[Sequence[int]] = 2,
     *,
     precision: lax.PrecisionLike = None,
@@ -169,7 +176,9 @@ def einsum(
 
 def _run(fn: Callable[..., jax.Array], how: dict[str, Any], *args: Any) -> jax.Array:
     """Computes a function of jax.numpy: what it is made of, with our product in place of each dot_general."""
-    args = tuple(unwrapped(x) for x in args)
+    args = tuple(unwrapped(as_quantized(x)) for x in args)
+    if is_quantized(args):
+        return _quantized(fn, how, *args)
     arrays = [x for x in args if is_array_like(x)]
     others = tuple((i, x) for i, x in enumerate(args) if not is_array_like(x))
     try:
@@ -216,3 +225,52 @@ def _permutations(jaxpr: Any) -> tuple[dict[int, tuple[int, ...]], set[int]]:
             found[id(products[of])] = tuple(eqn.params["permutation"])
             done.add(id(eqn))
     return found, done
+
+
+def _quantized(fn: Callable[..., jax.Array], how: dict[str, Any], *args: Any) -> jax.Array:
+    """Computes one product of two operands of which one or both are quantized."""
+    where, given = fn.__name__, {name: how[name] for name in ("precision", "preferred_element_type")}
+    operands = [x for x in args if not isinstance(x, str)]
+    ranks = [np.ndim(unwrapped(values_of(x))) for x in operands]
+    if len(operands) == 2 and min(ranks) > 1 and how.get("out_sharding") is None:
+        a, b = operands
+        if fn is jnp.matmul:
+            return gemm(a, b, precision=given["precision"], out_dtype=given["preferred_element_type"])
+        if fn is jnp.dot:
+            return permuted(a, b, (((ranks[0] - 1,), (ranks[1] - 2,)), ((), ())), **given)
+        if fn is jnp.tensordot:
+            axes = how["axes"]
+            pair = (range(ranks[0] - axes, ranks[0]), range(axes)) if isinstance(axes, int) else axes
+            pair = tuple(tuple(i % n for i in np.atleast_1d(np.asarray(of))) for of, n in zip(pair, ranks, strict=True))
+            return permuted(a, b, (pair, ((), ())), **given)
+        found = product_of(args[0], *(unwrapped(values_of(x)) for x in operands)) if isinstance(args[0], str) else None
+        if found is not None:
+            return permuted(a, b, found[0], **given, permutation=found[1])
+    raise ValueError(
+        f"{where}: quantized operands are those of one product of two matrices or batches of them, on no explicit mesh "
+        "axes; dequantize them"
+    )
+
+
+def letters_of(equation: str, x: Any, kernel: Any) -> tuple[str, str, str]:
+    """Returns the letters of two operands' axes and of the result's."""
+    operands, result, _ = parser.parse_einsum_input((equation, x, kernel))
+    of_x, of_kernel = operands.split(",")
+    return of_x, of_kernel, result
+
+
+def product_of(equation: str, x: Any, kernel: Any) -> tuple[Dimensions, Axes] | None:
+    """Returns the dimension numbers of the dot_general that an equation is, and the permutation after it."""
+    of_x, of_kernel, result = letters_of(equation, x, kernel)
+    if any(len(set(letters)) < len(letters) for letters in (of_x, of_kernel, result)):
+        return None
+    if not set(of_x) ^ set(of_kernel) <= set(result):
+        return None
+    if any(x.shape[of_x.index(c)] != kernel.shape[of_kernel.index(c)] for c in of_x if c in of_kernel):
+        return None
+    batch = [c for c in of_x if c in of_kernel and c in result]
+    contracted = [c for c in of_x if c in of_kernel and c not in result]
+    both = (*batch, *contracted)
+    order = [*batch, *(c for c in of_x if c not in both), *(c for c in of_kernel if c not in both)]
+    numbers = tuple(tuple(tuple(map(of.index, group)) for of in (of_x, of_kernel)) for group in (contracted, batch))
+    return numbers, tuple(map(order.index, result))  # pyright: ignore[reportReturnType]

@@ -16,7 +16,7 @@ from cutjax.binding.explicit import as_matmul
 from cutjax.dtypes import are_narrow
 from cutjax.kernels.families import AnyConfig
 from cutjax.kernels.problem import LAYOUTS
-from cutjax.ops.arguments import check_config, check_epilogue, check_shapes, weights
+from cutjax.ops.arguments import check_accumulate, check_config, check_epilogue, check_shapes, weights
 from cutjax.ops.quantized import Weights, as_quantized, is_quantized, values_of
 from cutjax.ops.scales import TURNED, converted_rows, few_columns, promote_values, scales_of
 from cutjax.primitives import product as products
@@ -35,6 +35,7 @@ def gemm(
     layout: str = "nn",
     out_dtype: DTypeLike | tuple[DTypeLike | None, ...] | None = None,
     precision: lax.PrecisionLike = None,
+    accumulate: str = "f32",
     backend: str | None = None,
     config: AnyConfig | None = None,
     save: str = "default",
@@ -66,6 +67,8 @@ def gemm(
         the function's.
       precision: as in ``jax.lax.dot``; None is what ``jax.default_matmul_precision`` says. The kernels accumulate
         16-bit operands in float32; XLA runs any other algorithm.
+      accumulate: "f32", or "fast": products of float8 are then added up in as many bits as the tensor cores have (14 on
+        Hopper), by kernels and XLA alike, where no precision says otherwise. Of other dtypes it says nothing.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
       config: pins the kernel of this product. Its gradients choose their own.
       save: what the derivative of an epilogue keeps of the accumulators it needs. "default": their values, in the dtype
@@ -95,6 +98,7 @@ def gemm(
     if layout not in LAYOUTS:
         raise ValueError(f"gemm: unknown layout {layout!r}, expected one of {LAYOUTS}")
     check_config(config, "gemm")
+    check_accumulate(accumulate, "gemm")
     backend = backends.resolve(backend, "gemm")
     out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
     params: dict[str, Any] = {"backend": backend, "config": config}
@@ -115,6 +119,7 @@ def gemm(
         params["precision"] = dot_precision.swapped(params["precision"])
     asked = None if several else out_dtype
     x, *ys, dtype, weak = promote_values((a, b), scales, x, ys, asked, "gemm", last=layout[0] == "n")
+    params["precision"] = dot_precision.accumulated(params["precision"], accumulate, x.dtype, ys[0].dtype)
     product = Dense(layout, lies=as_matmul(x, ys, layout, out_sharding, "gemm"))
     product, factors = scales.factored(product, x, ys)
     out = out_dtype if several else dtype

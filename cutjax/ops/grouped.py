@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from cutjax.binding.explicit import automatic, axes, rows_by_columns
 from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.kernels.families import AnyConfig
 from cutjax.ops.arguments import (
+    check_accumulate,
     check_batch,
     check_config,
     check_epilogue,
@@ -21,7 +23,6 @@ from cutjax.ops.arguments import (
     group_sizes_of,
     integer,
     local_sizes,
-    promote,
     weights,
 )
 from cutjax.ops.quantized import Weights, as_quantized, values_of
@@ -29,7 +30,6 @@ from cutjax.ops.scales import promote_values, scales_of
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.arrays import matrix, unwrapped
-from cutjax.primitives.factors import Factors
 from cutjax.primitives.ragged import Depth, Rows
 from cutjax.runtime import backends
 
@@ -47,6 +47,7 @@ def grouped_gemm(
     operands: Sequence[Any] = (),
     out_dtype: DTypeLike | tuple[DTypeLike | None, ...] | None = None,
     precision: lax.PrecisionLike = None,
+    accumulate: str = "f32",
     group_offset: ArrayLike | None = None,
     backend: str | None = None,
     config: AnyConfig | None = None,
@@ -76,6 +77,7 @@ def grouped_gemm(
         one: ``[..., m, n]`` or ``[..., m, 1]``.
       out_dtype: dtype of the result; as in ``cutjax.gemm``, with an epilogue and without.
       precision: as in ``cutjax.gemm``.
+      accumulate: as in ``cutjax.gemm``.
       group_offset: a scalar or ``[1]``, data too: the group that ``w[0]`` is of, where ``group_sizes`` has all groups
         and w some, as under expert parallelism. Rows of the other groups are zero.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
@@ -104,6 +106,7 @@ def grouped_gemm(
     if layout not in LAYOUTS:
         raise ValueError(f"{where}: unknown layout {layout!r}, expected one of {LAYOUTS}")
     backend = _resolve(backend, config, where)
+    check_accumulate(accumulate, where)
     out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
     check_epilogue(w, epilogue, operands, out_dtype, save, where, "w")
     several = isinstance(out_dtype, tuple)
@@ -128,6 +131,7 @@ def grouped_gemm(
     rank = max(rows.ndim, len(shape) - 1, sizes.ndim + 1)
     scales = scales_of(x, w, layout, where, ("x", "w"), rank)
     rows, *ws, dtype, _ = promote_values((x, w), scales, rows, ws, None if several else out_dtype, where)
+    params["precision"] = dot_precision.accumulated(params["precision"], accumulate, rows.dtype, ws[0].dtype)
     product, factors = scales.factored(product, rows, ws, (sizes,))
     out = out_dtype if several else dtype
     epilogue, operands, out = scales.before(epilogue, tuple(operands), product.multiplied(rows.dtype), out)
@@ -139,8 +143,8 @@ def grouped_gemm(
 
 @automatic(lambda x, dy, **_: lambda out: [*[None] * (out.ndim - 2), axes(x, -1), axes(dy, -1)])
 def grouped_outer(
-    x: ArrayLike,
-    dy: ArrayLike,
+    x: Weights,
+    dy: Weights,
     group_sizes: ArrayLike,
     *,
     out_dtype: DTypeLike | None = None,
@@ -156,7 +160,7 @@ def grouped_outer(
     The gradient of ``grouped_gemm`` in w, and like it in all that is said of sizes, derivatives and batch axes there.
 
     Args:
-      x: ``[..., m, k]``, rows sorted by group.
+      x: ``[..., m, k]``, rows sorted by group; or `cutjax.Quantized`, as dy.
       dy: ``[..., m, n]``. Batch axes broadcast and dtypes promote as in ``cutjax.gemm``.
       group_sizes: ``[..., g]``, of any integer dtype.
       out_dtype: dtype of the result; the dtype of x and dy by default.
@@ -187,7 +191,8 @@ def grouped_outer(
     if to is not None and out_dtype is not None:
         raise ValueError(f"{where}: out_dtype and accumulate, whose dtype is the result's: leave out_dtype")
     out_dtype = out_dtype if to is None else to.dtype
-    a, b, dtype, _ = promote(matrix(x, "x", where), [matrix(dy, "dy", where)], out_dtype, where)
+    x, dy = as_quantized(x), as_quantized(dy)
+    a, b = matrix(values_of(x), "x", where), matrix(values_of(dy), "dy", where)
     shapes = f"x is {a.shape}, dy is {b.shape}"
     if a.shape[-2] != b.shape[-2]:
         raise ValueError(f"{where}: the numbers of rows differ: {shapes}")
@@ -201,10 +206,17 @@ def grouped_outer(
     shapes = f"{shapes}, group_sizes is {sizes.shape}"
     batch = check_batch(where, shapes, a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
     sizes, leading = local_sizes(sizes, group_offset, groups, a.shape[-2], where)
-    product, params = Depth(leading), {"backend": backend, "config": config}
+    params: dict[str, Any] = {"backend": backend, "config": config}
     params["precision"] = dot_precision.canonical(precision, where)
+    scales = scales_of(x, dy, "tn", where, ("x", "dy")).of_results()
+    a, b, dtype, _ = promote_values((x, dy), scales, a, [b], out_dtype, where, narrow=False, last=False)
+    product, factors = scales.factored(Depth(leading), a, [b], (sizes,))
+    before = functools.partial(scales.before, values=product.multiplied(a.dtype))
     if to is None:
-        return products.multiply(product, a, b, sizes, out_dtype=dtype, **params)
+        epilogue, operands, out = before(None, (), out_dtype=dtype)
+        if epilogue is None:
+            return products.multiply(product, *factors.arrays, out_dtype=dtype, **params)
+        return products.call(product, epilogue, factors, operands, out_dtype=out, **params)
     expected = (*batch, groups, a.shape[-1], b.shape[-1])
     if to.shape != expected:
         raise ValueError(f"{where}: accumulate must be {expected}, like the result, got {to.shape}: {shapes}")
@@ -215,8 +227,10 @@ def grouped_outer(
         return total if wide == acc.dtype else total.astype(to.dtype)  # one in acc's dtype is rounded by out_dtype
 
     # Each tile of what is added to is read just before it is written.
-    params |= {"out_dtype": to.dtype, "in_place": ((0, 0),)}
-    return products.call(product, add, Factors(a, [b], (sizes,)), (to,), **params)
+    epilogue, operands, out = before(add, (to,), out_dtype=to.dtype)
+    assert epilogue is not None
+    in_place = ((len(jax.tree.leaves(operands)) - 1, 0),)
+    return products.call(product, epilogue, factors, operands, out_dtype=out, in_place=in_place, **params)
 
 
 def _resolve(backend: str | None, config: Any, where: str) -> str:

@@ -71,7 +71,7 @@ def promote_values(
     flat = [x for w in given for x in (w if isinstance(w, tuple) else (w,)) if x is not None]
     if not is_quantized(tuple(flat)):
         return arguments.promote(a, bs, out_dtype, where, narrow)
-    of_scales = functools.reduce(promoted, [_wide(x.scale) for x in flat if isinstance(x, Quantized)])
+    of_scales = functools.reduce(promoted, [wide_dtype(x.scale) for x in flat if isinstance(x, Quantized)])
     arrays = (np.dtype(unwrapped(x).dtype) for x in flat if not isinstance(x, Quantized))
     floats = (dtype for dtype in arrays if jnp.issubdtype(dtype, jnp.inexact))
     out_dtype = (next(floats, None) or of_scales) if out_dtype is None else out_dtype
@@ -90,7 +90,7 @@ def promote_values(
     return arguments.promote(a, bs, out_dtype, where, narrow)
 
 
-def _wide(scale: Any) -> np.dtype:
+def wide_dtype(scale: Any) -> np.dtype:
     """Returns the dtype of a scale, of one of 8 bits float32."""
     dtype = np.dtype(jnp.result_type(unwrapped(scale)))
     return dtype if dtype.itemsize > 1 else np.dtype(np.float32)
@@ -135,6 +135,13 @@ class Scales:
     ) -> tuple[Product, Factors]:
         """Returns the product and its factors, with the scales of blocks."""
         return scaled(product, Factors(a, bs, context), self.blocks, self.dtype)
+
+    def of_results(self) -> Scales:
+        """Returns the same beside results of which each group has its own, an axis before the last two."""
+        rows, *columns = (
+            x if x is None else jnp.expand_dims(x, -3) if x.ndim > 2 else x for x in (self.rows, *self.columns)
+        )
+        return dataclasses.replace(self, rows=rows, columns=columns)
 
     @property
     def turned(self) -> Scales:

@@ -263,6 +263,7 @@ def reference(
         # XLA's CPU backend lacks some products of narrow operands with a wider result, depending on layout and batch;
         # on CUDA too those are added up in the result's dtype only where the operands have it.
         a, b = a.astype(preferred), b.astype(preferred)
+        precision = dot_precision.of_wider(precision)
     d = lax.dot_general(
         lax.squeeze(a, b_only),
         lax.squeeze(b, a_only),

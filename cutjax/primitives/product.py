@@ -136,6 +136,10 @@ class Product:
         """Returns the product of arrays with one more batch axis, at that place before or among so many."""
         return self
 
+    def matched(self, factors: Factors) -> Factors:
+        """Returns the factors of which some have one more batch axis, as the product takes them."""
+        return factors
+
     def written(self, accumulator: np.dtype, dtype: np.dtype, on_cuda: bool) -> np.dtype:
         """Returns the dtype in which XLA writes the accumulators of operands in ``dtype``, for an epilogue to read."""
         return accumulator

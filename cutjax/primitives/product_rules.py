@@ -161,7 +161,7 @@ def _batch(
     places = (dim for dim in dims if dim is not None and dim <= rank)
     at = 0 if "batch" in epilogue.positions else next(places, 0)
     factors, operands = product.unpack(batch_axis(args, dims, at), epilogue)
-    product = product.batched(at, rank)
+    factors, product = product.matched(factors), product.batched(at, rank)
     if of.a is not None or not shared:
         outs = bind_as_is(product, epilogue, factors, operands, **params)
     else:  # only operands differ: one product serves them all

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from cutjax import dot_precision
 from cutjax.binding.placement import Labels, Placement
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, OperandSpec
@@ -151,8 +153,9 @@ class Scaled(Product):
         found = self.product.tile(*self._factors((a, *rest)).unscaled.arrays)
         return found.update(dtype=self.dtype, weak_type=False)
 
-    def reference(self, *arrays: jax.Array, **params: Any) -> jax.Array:
+    def reference(self, *arrays: jax.Array, precision: Canonical = None, **params: Any) -> jax.Array:
         factors = self._factors(arrays)
+        params["precision"] = dot_precision.of_wider(precision)
         of_a, of_b = factors.scales
         a, b = dequantized(factors.a, of_a, self.dtype), dequantized(factors.bs[0], of_b, self.dtype)
         return self.product.reference(a, b, *factors.context, **params)
@@ -178,6 +181,16 @@ class Scaled(Product):
 
     def batched(self, at: int, rank: int) -> Product:
         return self._of(self.product.batched(at, rank))
+
+    def matched(self, factors: Factors) -> Factors:
+        """Returns factors of as many matrices of values as of scales."""
+        values, scales = [], []
+        for x, of in zip((factors.a, *factors.bs), factors.scales, strict=True):
+            batch = jax.lax.broadcast_shapes(*(y.shape[:-2] for y in (x, *of)))
+            x, *of = (jnp.broadcast_to(y, (*batch, *y.shape[-2:])) for y in (x, *of))
+            values.append(x)
+            scales.append(tuple(of))
+        return dataclasses.replace(factors, a=values[0], bs=tuple(values[1:]), scales=tuple(scales))
 
     def laid(self, like: Any, *avals: Any) -> Product:
         return self._of(self.product.laid(like, *avals))

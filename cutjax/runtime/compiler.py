@@ -20,7 +20,8 @@ from cutjax.runtime import disk_cache
 from cutjax.runtime.settings import settings
 
 _FORMAT = 1  # of a cache entry's metadata; part of the key
-_OPTIONS = ("--std=c++17", "--ptxas-options=-v")
+# By default NVRTC, 13.0 at least, takes generic lambdas in device functions for functions of the host.
+_OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--device-as-default-execution-space")
 _MEMORY_ENTRIES = 256  # a cubin is some 50 KB
 _INSTALL = 'pip install "cutjax[cuda13]"'
 

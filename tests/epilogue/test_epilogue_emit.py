@@ -117,6 +117,13 @@ def test_derivatives_of_activations(dtype, fast):
         assert np.max(np.abs(got - wanted) / unit) < 0.6, name
 
 
+def test_the_derivative_of_silu_far_from_zero(fast):
+    """Where the exponential that logistic(x) and logistic(-x) share overflows, or is zero."""
+    z = np.array([-200, -90, -88, 88, 90, 200, np.nan], jnp.bfloat16)
+    got = fast("silu-bfloat16", np.ones(z.size, np.float32), z)
+    np.testing.assert_allclose(got, [0, 0, 0, 1, 1, 1, np.nan], atol=1e-35, rtol=1e-6)
+
+
 # ---- which form is chosen ----
 
 
@@ -137,6 +144,12 @@ def test_derivatives_of_activations(dtype, fast):
         (lambda x: 1 - jnp.tanh(x), "bfloat16", "fine_logistic(acc[0], (-2.0f))", "tanh"),
         (lambda x: 1 - jax.lax.erf(x), "bfloat16", "coarse_erfc_bf16(acc[0])", "erff"),
         (lambda x: 1 - jax.nn.sigmoid(x), "bfloat16", "fine_logistic(acc[0], (-1.0f))", " - "),
+        (
+            lambda x: jax.nn.sigmoid(x) * (1 - jax.nn.sigmoid(x)),
+            "bfloat16",
+            "fine_logistic_falling(acc[0], 1.0f)",
+            "(-1",
+        ),
         (lambda x: jnp.sin(jnp.exp(x)), "bfloat16", "expf", "fine"),  # sin magnifies its argument's error
         (lambda x: jnp.where(jnp.exp(x) > 2, x, 0.0), "bfloat16", "expf", "fine"),  # so does a comparison
         (lambda x: jnp.exp(x).astype(jnp.int8).astype(jnp.float32), "bfloat16", "expf", "fine"),

@@ -12,9 +12,12 @@ import pytest
 import windows
 from windows import forward_view
 
+from cutjax.binding.lowering import target
 from cutjax.epilogue.trace import trace
 from cutjax.kernels import convolution
-from cutjax.kernels.direct import family
+from cutjax.kernels.device import device_of
+from cutjax.kernels.direct import causal, family
+from cutjax.primitives.causal import gradient_before
 
 pytestmark = pytest.mark.gpu
 
@@ -107,3 +110,32 @@ def test_bias_and_silu(name):
         got = np.asarray(launches.run(problem, one.call(), [x, w, bias])[0], np.float64)
         assert np.abs(got - expected).max() <= 2**-8 * np.abs(expected).max(), one.name
         np.testing.assert_allclose(got, expected, rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.parametrize("sizes", [(2, 513, 1280, 4), (3, 100, 37, 3), (1, 9, 64, 2), (2, 40, 24, 7)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_gradients_of_a_causal_convolution(sizes, dtype):
+    """By each way to divide it: small integers, of a square as the activation, and twice, bit for bit."""
+    images, length, channels, width = sizes
+    rng, dtype = np.random.default_rng(3), jnp.dtype(dtype)
+    f = trace(lambda acc: acc * acc * 0.5, [jax.ShapeDtypeStruct((2, 2), F32)]).epilogue
+    kinds = (dtype, (jnp.dtype(F32),) * 2, gradient_before(f, dtype), device_of(target()))
+    problem = causal.Gradients(images, length, channels, width, kinds[0], kinds[0], *kinds[1:])
+    x, dy = (rng.integers(-1, 2, (images, length, channels)).astype(dtype) for _ in range(2))
+    w, bias = rng.integers(-1, 2, (width, channels)).astype(dtype), rng.integers(-1, 2, channels).astype(dtype)
+
+    def half_squares(x, w, bias):
+        padded = jnp.pad(x, [(0, 0), (width - 1, 0), (0, 0)])
+        return (sum(padded[:, k : k + length] * w[k] for k in range(width)) + bias) ** 2 / 2
+
+    _, pull = jax.vjp(half_squares, *(jnp.asarray(each, F32) for each in (x, w, bias)))
+    expected = [np.asarray(each) for each in pull(jnp.asarray(dy, F32))]
+    found = [causal.resolve(problem, config) for config in causal.configs(problem)]
+    found = sorted((one for one in found if isinstance(one, causal.Kernel)), key=lambda one: one.time_us)
+    for one in [*found[:3], *found[3 :: max(1, len(found) // 4)]]:
+        call = one.call()
+        memory = [launches.poison(each.shape, each.dtype) for each in one.results]
+        first, second = (launches.on_device(call, [x, w, bias, dy], memory)[:3] for _ in range(2))
+        for got, again, exact in zip(first, second, expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(got, np.float32), exact.astype(got.dtype).astype(np.float32))
+            np.testing.assert_array_equal(got, again)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import itertools
 from typing import Any
 
 import jax
@@ -53,10 +54,13 @@ SPREAD = {
     "1d up 4, windows of 2": view(3, (100,), (2,), 32, low=(1,), high=(3,), spread=(4,)),
     "1d up 3 of strides 2": view(2, (100,), (5,), 32, (2,), (2,), low=(4,), high=(5,), spread=(3,)),
     "2d up 2": view(3, (17, 15), (3, 3), 64, low=(2, 2), high=(1, 1), spread=(2, 2)),
-    "2d up 2, windows of 1": view(3, (17, 15), (1, 1), 64, low=(0, 0), high=(1, 1), spread=(2, 2)),
+    "2d up 2 to odd sizes": view(3, (17, 15), (3, 3), 64, low=(2, 1), high=(2, 1), spread=(2, 2)),
+    "2d up 2, windows of 1": view(3, (17, 15), (1, 1), 64, low=(0, 0), high=(1, 0), spread=(2, 2)),
     "2d up 2, k4": view(2, (8, 8), (4, 4), 128, low=(2, 2), high=(2, 2), spread=(2, 2)),
-    "2d up 1 and 3 of 24 channels": view(2, (8, 9), (3, 2), 24, low=(2, -1), high=(2, 4), spread=(1, 3)),
+    "2d up 1 and 3 of 24 channels": view(2, (8, 9), (3, 2), 24, low=(2, -1), high=(2, 2), spread=(1, 3)),
+    "2d up 3 of strides 2": view(2, (11, 12), (3, 4), 96, (2, 1), low=(3, 1), high=(2, 4), spread=(3, 2)),
     "3d up 2": view(2, (5, 6, 4), (3, 3, 3), 32, low=(2, 1, 2), high=(1, 2, 1), spread=(2, 2, 2)),
+    "3d up 2 to odd sizes": view(2, (5, 6, 4), (3, 3, 3), 32, low=(2, 2, 2), high=(2, 2, 2), spread=(2, 2, 2)),
 }
 CONFIGS = [
     Config(64, 64, 64, 6),
@@ -93,7 +97,7 @@ class Item:
     """One kernel of one convolution, made beforehand by threads."""
 
     problem: cutjax.Problem
-    config: Config
+    config: Any
     label: str
     walks: int = 1
     gaussian: bool = False
@@ -166,8 +170,12 @@ def _spread() -> list[Item]:
         for j, kind in enumerate(KINDS[:3]):
             problem = asked(of, (136, 72, 200)[(i + j) % 3], kind, out_dtype=(H, F32)[j % 2])
             found.append(Item(problem, _config(problem, i + j), f"{kind}: {name}", 1 + i % 3))
+        # Pixels shorter than a line of memory, or of an odd number of channels.
+        for j, (n, out) in enumerate(((16, H), ((32, 64, 33)[i % 3], (H, F32)[i % 2]))):
+            problem = asked(of, n, KINDS[(i + j) % 3], out_dtype=out)
+            found.append(Item(problem, _config(problem, i + j), f"pixels of {n} channels: {name}", 1 + i % 3))
     for i, config in enumerate(config for config in CONFIGS if config.splits == 1 and not config.stream_k):
-        problem = asked(SPREAD["2d up 2"], 264, KINDS[i % 3])
+        problem = asked(SPREAD["2d up 2 to odd sizes"], 264, KINDS[i % 3])
         found.append(Item(problem, config, f"phases: {config.name(problem)}", 3 if config.cluster_k == 1 else 1))
     return found
 
@@ -208,7 +216,23 @@ def _groups() -> list[Item]:
     return found
 
 
-EXACT = _geometries() + _few_channels() + _configs() + _spread() + _dtypes() + _groups()
+def _halos() -> list[Item]:
+    """The halo kernels of every number of warpgroups, of whole runs and short ones."""
+    found = []
+    for i, (name, of) in enumerate(GEOMETRIES.items()):
+        for j, kind in enumerate((*KINDS[:3], "backwards")):
+            dtype = (H, np.dtype(np.float16))[(i + j) % 2]
+            problem = asked(of, (32, 72, 136, 24)[(i + j) % 4], kind, dtype=dtype, out_dtype=(dtype, F32)[i % 2])
+            served = [kernel.config for kernel, _ in ranked(problem) if kernel.family == "halo"]
+            shapes = {(config.bn, config.consumers, config.along): config for config in reversed(served)}
+            for config in [*shapes.values()][(i + j) % 3 :: 3]:
+                found.append(Item(problem, config, f"{kind}: {name} {config}", 1 + j % 3))
+                short = dataclasses.replace(config, steps=2, stages=2)
+                found.append(Item(problem, short, f"{kind}: {name} {short}", 1 + i % 3))
+    return found
+
+
+EXACT = _geometries() + _few_channels() + _configs() + _spread() + _dtypes() + _groups() + _halos()
 prefetch = problems.prefetching(EXACT, Item.prepare)
 
 
@@ -244,13 +268,18 @@ def test_gaussian(item, prefetch_gaussian):
     assert np.array_equal(first.view(np.uint8), second.view(np.uint8))
 
 
-@pytest.mark.parametrize("name", ["2d 3x3 /2", "2d up 2"])
-@pytest.mark.parametrize("config", [CONFIGS[1], CONFIGS[3], CONFIGS[12], CONFIGS[15]], ids=str)
+HALOS = [("1d k11 d5", cutjax.HaloConfig(32, 3, 4)), ("3d 3x3x3", cutjax.HaloConfig(32, 2, 4, "grid"))]
+PLAIN = [CONFIGS[1], CONFIGS[3], CONFIGS[12], CONFIGS[15]]
+
+
+@pytest.mark.parametrize(
+    ("name", "config"), [*itertools.product(["2d 3x3 /2", "2d up 2 to odd sizes"], PLAIN), *HALOS], ids=str
+)
 def test_epilogue(config, name, gpus):
     """Bias, activation and a residual image."""
     of, n = (GEOMETRIES | SPREAD)[name], 264
-    if name in SPREAD and (config.splits > 1 or config.stream_k):
-        config = dataclasses.replace(config, splits=1, stream_k=False)
+    if name in SPREAD:  # more accumulators spill beside the residual's addresses
+        config = dataclasses.replace(config, splits=1, stream_k=False, bn=min(config.bn, 128))
 
     def fused(acc, bias, x):
         return jax.nn.relu(acc + bias + x.astype(F32)).astype(H)
@@ -280,7 +309,7 @@ def test_what_is_not_a_number_stays_where_it_is(gpus):
         b[(-1,) * (b.ndim - 1)] = np.inf
         with np.errstate(invalid="ignore"):
             expected = product(problem, a, b).astype(F32)
-        for config in FEW[:2]:
+        for config in (*FEW[:2], *([cutjax.HaloConfig(16, 2, 4)] if kind != "weights" else [])):
             call = cutjax.kernels.families.resolve(problem, config).call()
             (out,) = launches.run(problem, call, [a.astype(H), b.astype(H)])
             assert np.array_equal(out, expected, equal_nan=True), (kind, problems.mismatch(out, expected))

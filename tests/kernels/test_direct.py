@@ -80,40 +80,60 @@ def test_small_integers_are_exact(seed, tmp_path):
     np.testing.assert_array_equal(got, expected.astype(got.dtype))
 
 
-# Images, their size and a window; configs' warps, rows and stages: strips of two images and of 16, parts of wide rows.
+# Images, their size and a window; configs' warps, rows, stages and parts: strips of five images and of 16, rows in
+# parts, of which a block has one of several images; chunks of rows; channels that fill no block; pixels cut off.
 TOEPLITZ = [
-    (3, (11, 20), (7, 7), 24, (2, 4, 3)),
-    (18, (7, 7), (5, 9), 16, (4, 7, 2)),
-    (1, (5, 140), (3, 4), 10, (1, 5, 4)),
+    (7, (11, 20), (7, 7), 24, None, (8, 4, 3, 3)),
+    (34, (7, 7), (5, 9), 16, None, (4, 7, 2, 2)),
+    (3, (5, 140), (3, 4), 10, None, (4, 5, 4, 4)),
+    (13, (12, 16), (3, 4), 36, (2, -1), (16, 9, 4, 1)),
 ]
 
 
 @needs_gxx
-@pytest.mark.parametrize(("images", "image", "window", "channels", "config"), TOEPLITZ)
-def test_toeplitz_matrices_are_exact(images, image, window, channels, config, tmp_path):
-    rng, (warps, rows, stages) = np.random.default_rng(2), config
-    view = forward_view(images, image, window, channels)
+@pytest.mark.parametrize(("images", "image", "window", "channels", "low", "config"), TOEPLITZ)
+def test_toeplitz_matrices_are_exact(images, image, window, channels, low, config, tmp_path):
+    rng, (warps, rows, stages, parts) = np.random.default_rng(2), config
+    view = forward_view(images, image, window, channels, low=low)
     x, w = (rng.integers(-3, 4, shape) for shape in ((images, *image, channels), (*window, 1, channels)))
     flipped = Taps(window, window, tuple(k - 1 for k in window), (-1, -1), channels)
     problem = convolution.forward(view, channels, flipped, transposed=True, out_dtype="float32")
-    found = family.resolve(problem, Config(2, 8, rows, warps, 32 * warps, stages, 1, 0, True))
+    found = family.resolve(problem, Config(2, 8, rows, warps, 32 * warps, stages, 1, parts, True))
     (got,) = run(found, (x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)), tmp_path)
     np.testing.assert_array_equal(got, windows.forward(x, w, view, channels, flipped, "k"))
     g = rng.integers(-1, 2, (view.rows, channels))
     problem = convolution.weight_gradient(view, channels, out_dtype="float32")
-    found = family.resolve(problem, Config(2, 8, rows, warps, 32 * warps, stages, 1, 2, True))
+    found = family.resolve(problem, Config(2, 8, rows, warps, 32 * warps, stages, 1, parts, True))
     (got,) = run(found, (x.astype(jnp.bfloat16), g.astype(jnp.bfloat16)), tmp_path)
     np.testing.assert_array_equal(got, windows.weight_gradient(x, g, view, channels))
 
 
+# Channels, window, padding, dtype, a config's channels of a thread, rows and rows ahead; whether taps are flipped.
+SLIDES = [
+    (16, 4, (3, 0), "bfloat16", (4, 5, 4), False),
+    (16, 4, (0, 3), "bfloat16", (8, 1, 1), True),
+    (6, 4, (1, 2), "float16", (2, 12, 4), True),
+    (5, 3, (-2, 4), "float32", (1, 7, 2), False),
+    (8, 2, (6, -1), "float32", (4, 64, 3), True),
+    (8, 8, (7, 0), "bfloat16", (8, 9, 2), False),
+]
+
+
 @needs_gxx
-@pytest.mark.parametrize("rows", [1, 5])
-def test_rows_ahead_and_chunks_that_end_anywhere(rows, tmp_path):
-    view = forward_view(2, (23,), (4,), 16, low=(3,), high=(0,))
-    x, w = np.random.default_rng(0).integers(-3, 4, (2, 23, 16)), np.arange(64).reshape(4, 1, 16) - 30
-    found = family.resolve(convolution.forward(view, 16), Config(4, 1, rows, 4, 64, 4, 1))
-    (got,) = run(found, (x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)), tmp_path)
-    np.testing.assert_array_equal(got, windows.forward(x, w, view, 16).astype(got.dtype))
+@pytest.mark.parametrize("case", SLIDES)
+def test_windows_that_slide_are_exact(case, tmp_path):
+    """Rows ahead, and chunks that end anywhere; of taps as they lie and of flipped ones, as input gradients have."""
+    channels, window, (low, high), dtype, (pairs, rows, ahead), flip = case
+    view = forward_view(2, (23,), (window,), channels, low=(low,), high=(high,))
+    rng = np.random.default_rng(window)
+    x, w = rng.integers(-3, 4, (2, 23, channels)), rng.integers(-3, 4, (window, 1, channels))
+    taps = Taps((window,), (window,), (window - 1,), (-1,), channels) if flip else None
+    problem = convolution.forward(view, channels, taps, transposed=flip, dtype=dtype, out_dtype=dtype)
+    found = family.resolve(problem, Config(pairs, 1, rows, 4, 32, ahead, 1))
+    assert found.shape.slides
+    (got,) = run(found, (x.astype(dtype), w.astype(dtype)), tmp_path)
+    contiguous = problem.bs[0].contiguous
+    np.testing.assert_array_equal(got, windows.forward(x, w, view, channels, taps, contiguous).astype(got.dtype))
 
 
 def epilogue(problem, function, *shapes):
@@ -220,4 +240,4 @@ def test_kernels_compile_without_spills(name, make):
         cubin = compiler.compile_source(entry.source, name=entry.name, arch=arch)
         assert "warning" not in cubin.log
         assert (cubin.resources.spill_store_bytes, cubin.resources.spill_load_bytes) == (0, 0), entry.name
-        assert code_bytes(cubin.image) < 44000, entry.name
+        assert code_bytes(cubin.image) < 48000, entry.name

@@ -13,7 +13,6 @@ from windows import KINDS, asked, view
 import cutjax
 from cutjax.epilogue.trace import trace
 from cutjax.kernels import families, keys
-from cutjax.kernels.operand import Pixels
 from cutjax.kernels.prepared import Transpose
 from cutjax.kernels.sm90 import family, operands, packed, windows
 from cutjax.kernels.sm90 import kernel as sm90
@@ -29,6 +28,7 @@ LEAN = [
     ("in order", SAME, Config(128, 256, 64, 4, cluster_m=2)),
     ("flipped", UP, Config(128, 192, 64, 4, schedule="pingpong")),
     ("some taps", UP, Config(64, 64, 64, 4, schedule="pingpong", cluster_n=2)),
+    ("flipped", UP, Config(128, 256, 64, 4)),
     ("weights", SAME, Config(256, 128, 64, 4, cluster_n=2)),
     ("weights", dataclasses.replace(SAME, channels=16, groups=6), Config(64, 128, 64, 4, cluster_k=4)),
     ("in order", dataclasses.replace(SAME, channels=96), Config(128, 128, 64, 4, stream_k=True, schedule="pingpong")),
@@ -73,16 +73,17 @@ def test_taps_of_a_launch():
 
 
 def test_phases_of_a_launch():
-    """3 x 3 of stride 2 backwards: windows of 4, 2, 2 and 1 taps, whose rows are every other pixel."""
-    of = view(2, (8, 8), (3, 3), 64, low=(2, 2), high=(1, 1), spread=(2, 2))
+    """3 x 3 of stride 2 backwards: windows of 4, 2, 2 and 1 taps, whose rows are every other pixel of 16 x 15."""
+    of = view(2, (8, 8), (3, 3), 64, low=(2, 1), high=(1, 1), spread=(2, 2))
     kernel = sm90.resolved(asked(of, 128, "in order"), Config(64, 64, 64, 4))
     assert kernel.phases.taps == (4, 2, 2, 1)
-    assert kernel.phases.pixels[1] == Pixels((8, 8), (16, 16), (0, 1), (2, 2))
+    assert kernel.multiplied.m == 2 * 8 * 8
     given = {argument.name: argument.value for argument in kernel.arguments}
-    assert given["map_d0_1"].dims == (128, 8, 8, 2)
-    assert given["map_d0_1"].strides == (2 * 256, 2 * 16 * 256, 16 * 16 * 256)
-    assert (given["map_d0_1"].byte_offset, given["map_d0_1"].box) == (256, Im2col((0, 0), (0, 0), 64, 64))
-    assert [given[f"a_phase0_{i}"].value for i in range(2)] == [2, 1 | 1 << 16 | 1 << 32]
+    assert [given[f"pixels_grid{i}"].value for i in range(2)] == [8, 8]
+    assert [given[f"pixels_image{i}"].value for i in range(2)] == [15 | 2 << 32, 16 | 2 << 32]
+    assert [given[f"pixels_first{i}"].value for i in range(2)] == [1, 1 << 4]  # the deepest one first
+    assert [given[f"a_phase0_{i}"].value for i in range(2)] == [2, 1 | 1 << 32]
+    assert [given[f"a_phase1_{i}"].value for i in range(2)] == [2, 1 | 1 << 16 | 3 << 32]
     assert kernel.name.endswith("_taps_phases2x2")
     assert len(kernel.call().launches) == 1
 
@@ -184,21 +185,13 @@ def test_configs_that_are_refused():
     up = view(2, (8, 8), (3, 3), 64, low=(2, 2), high=(1, 1), spread=(2, 2))
     for problem, config, why in (
         (asked(up, 64, "in order"), Config(64, 64, 64, 4, splits=2), "parts of phases"),
+        (asked(view(1, (40,), (40,), 64, spread=(17,)), 64, "in order"), Config(64, 64, 64, 4), "17 phases"),
         (asked(SAME, 64, "in order"), Config(64, 64, 64, 4, swap=True), "swap with windows"),
         (asked(dataclasses.replace(SAME, groups=2), 192, "in order"), Config(64, 64, 64, 4), "channels of one group"),
     ):
         assert any(why in reason for reason in sm90.resolve(problem, config))
-    rows = trace(
-        lambda acc, x: acc + x, [jax.ShapeDtypeStruct((up.rows, 64), np.float32)], [jnp.zeros((up.rows, 1))]
-    ).epilogue.primal
-    assert "vary along rows" in " ".join(family.reasons(asked(up, 64, "in order", epilogue=rows)))
-
-
-def test_phases_of_uneven_results():
-    """17 x 15 pixels by twos have phases of 9 x 8 and fewer, which one launch would store as if all had as many."""
-    of = view(2, (9, 8), (3, 3), 64, low=(1, 1), high=(1, 1), spread=(2, 2))
-    (why,) = sm90.resolve(asked(of, 128, "flipped"), Config(64, 64, 64, 4))
-    assert why.startswith("phases of several sizes")
+    sums = trace(lambda acc: (acc, acc.sum(0)), [jax.ShapeDtypeStruct((up.rows, 64), np.float32)], []).epilogue.primal
+    assert "a reduction of a result in phases" in family.reasons(asked(up, 64, "in order", epilogue=sums))
 
 
 def test_patches_are_windows_of_images_of_their_own():

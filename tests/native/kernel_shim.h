@@ -281,8 +281,8 @@ void cp_async_wait_group() {}
 // Of sizes, strides and boxes the innermost first; an element has `bytes`, a row of the box at most `span`.
 struct TensorMap {
   const char* base;
-  long long dims[3], strides[2];
-  int box[3], bytes, span, tf32;
+  long long dims[5], strides[4];
+  int box[5], bytes, span, tf32;
 };
 
 struct Mbarrier {
@@ -357,18 +357,23 @@ static void cp_async_bulk_load(u32 address, const void* p, u32 bytes, u32 barrie
   bulk_loads[barrier].push_back({shared_memory + address, p, bytes});
 }
 
-static void tma_load(u32 destination, const TensorMap* map, u32 barrier, int x, int y, int z) {
+template <int RANK>
+void tma_load(u32 destination, const TensorMap* map, u32 barrier, const long long (&from)[RANK]) {
   if (destination % (8 * map->span)) fail("a box that does not begin where its swizzle does");
-  long long from[3] = {x, y, z}, at[3];
-  int row = map->box[0] * map->bytes;
-  for (int line = 0; line < map->box[1] * map->box[2]; ++line)
+  int row = map->box[0] * map->bytes, lines = 1;
+  for (int d = 1; d < RANK; ++d) lines *= map->box[d];
+  for (int line = 0; line < lines; ++line)
     for (int i = 0; i < map->box[0]; ++i) {
       bool inside = true;
-      int steps[3] = {i, line % map->box[1], line / map->box[1]};
-      for (int d = 0; d < 3; ++d) at[d] = from[d] + steps[d], inside &= 0 <= at[d] && at[d] < map->dims[d];
+      const char* p = map->base;
+      for (int d = 0, rest = line; d < RANK; ++d) {
+        long long at = from[d] + (d == 0 ? i : rest % map->box[d]);
+        inside &= 0 <= at && at < map->dims[d];
+        p += at * (d == 0 ? map->bytes : map->strides[d - 1]);
+        if (d > 0) rest /= map->box[d];
+      }
       unsigned char element[8] = {};
       if (inside) {
-        const char* p = map->base + at[0] * map->bytes + at[1] * map->strides[0] + at[2] * map->strides[1];
         check_global<1>(p);
         std::memcpy(element, p, map->bytes);
         if (map->tf32) {
@@ -380,7 +385,10 @@ static void tma_load(u32 destination, const TensorMap* map, u32 barrier, int x, 
       offset ^= (offset >> 7 & (map->span / 16 - 1)) << 4;
       std::memcpy(shared_memory + offset, element, map->bytes);
     }
-  mbarriers.at(barrier).update(0, -row * map->box[1] * map->box[2]);
+  mbarriers.at(barrier).update(0, -row * lines);
+}
+static void tma_load(u32 destination, const TensorMap* map, u32 barrier, int x, int y, int z) {
+  tma_load<3>(destination, map, barrier, {x, y, z});
 }
 
 // ---- the tensor cores: fragments as PTX has them ----

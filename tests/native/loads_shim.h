@@ -47,6 +47,7 @@ inline void mbarrier_arrive(u32) {}
 inline void mbarrier_arrive_cluster(u32, u32) {}
 inline void prefetch_tensormap(const TensorMap*) {}
 inline int uniform(int x) { return x; }
+inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 
@@ -90,7 +91,7 @@ inline void tma_load(u32 destination, const TensorMap* map, u32 barrier, int x, 
 }
 
 #ifdef IMAGES
-constexpr int AXES = IMAGES, PHASES_OF[3] = {PHASES0, PHASES1, PHASES2};
+constexpr int AXES = IMAGES, PHASES_OF[3] = {PHASES0, PHASES1, PHASES2}, PHASES = PHASES0 * PHASES1 * PHASES2;
 
 template <int SHARE>
 void tma_load_im2col(u32 destination, const TensorMap* map, u32 barrier, int c, const int (&first)[AXES + 1],

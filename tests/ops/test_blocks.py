@@ -382,3 +382,101 @@ def test_refusals(name):
     fn, error, match = REFUSED[name]
     with pytest.raises(error, match=match):
         fn(jnp.ones((M, K), BF16))
+
+
+def test_outer_products_of_groups():
+    """Scales of columns multiply the results, others the rows before; sums are added to what is given."""
+    sizes, to = jnp.array([5, 0, 6], jnp.int32), normal(3, (3, K, N))
+    x, dy = normal(0, (M, K)), normal(1, (M, N))
+    kinds = {
+        "columns": (cutjax.quantize(x, "int8", block=(-1, 1)), cutjax.quantize(dy, "int8", block=(-1, 1))),
+        "rows": (cutjax.quantize(x, F8, block=(1, 16)), cutjax.quantize(dy, F8, block=(1, 16))),
+        "one": (x.astype(BF16), cutjax.quantize(dy, F8, block=(8, 8))),
+    }
+
+    @jax.jit
+    def all_of(kinds):
+        return {name: (cutjax.grouped_outer(*of, sizes), added(*of)) for name, of in kinds.items()}
+
+    def added(x, dy):
+        return cutjax.grouped_outer(x, dy, sizes, accumulate=to)
+
+    for name, (found, more) in all_of(kinds).items():
+        a, b = (np.asarray(y, np.float64) if isinstance(y, jax.Array) else exact(y) for y in kinds[name])
+        expected = np.stack([a[s : s + n].T @ b[s : s + n] for s, n in ((0, 5), (5, 0), (5, 6))])
+        tolerance = ROUNDING if name == "one" else 2e-6
+        close(found, expected.astype(found.dtype), tolerance)
+        close(more, (expected + np.asarray(to)).astype(F32), tolerance)
+
+
+def test_convolutions():
+    """Scales of the result's channels multiply the sums; all others the weights, or the images, before."""
+    x, w = normal(0, (2, 8, 8, 16)), normal(1, (3, 3, 16, 8))
+    channels = Quantized(jnp.round(w * 16).astype(jnp.int8), jnp.abs(normal(2, (1, 1, 1, 8))))
+    kinds = {
+        "channels": (x.astype(BF16), channels),
+        "float32": (x, channels),
+        "blocks": (x, cutjax.quantize(w, "int4", block=(16, 2))),
+        "images": (cutjax.quantize(x, "int8", block=(1, -1)), w),
+        "both": (cutjax.quantize(x, "int8"), channels),
+    }
+
+    @jax.jit
+    def all_of(kinds):
+        return {name: cutjax.conv(*of, window_strides=2).astype(F32) for name, of in kinds.items()}
+
+    for name, found in all_of(kinds).items():
+        wide = [y if isinstance(y, jax.Array) else y.dequantize() for y in kinds[name]]
+        close(
+            found, cutjax.conv(wide[0].astype(F32), wide[1], window_strides=2), ROUNDING if name == "channels" else 1e-5
+        )
+    program = jax.make_jaxpr(lambda x: cutjax.conv(x, channels))(x.astype(BF16))
+    (eqn,) = [eqn for eqn in program.jaxpr.eqns if "product" in eqn.params]
+    assert eqn.invars[1].aval.dtype == jnp.int8
+    fused = cutjax.conv(x, channels, epilogue=lambda acc, b: jax.nn.relu(acc + b), operands=(jnp.ones(8),))
+    close(fused, jax.nn.relu(cutjax.conv(x, channels.dequantize()) + 1), 1e-5)
+
+
+DROP_INS = {
+    "matmul": (cutjax.matmul, ("x", "q"), jnp.matmul),
+    "dot": (cutjax.dot, ("x", "q"), jnp.dot),
+    "tensordot": (lambda x, q: cutjax.tensordot(x, q, 1), ("x", "q"), lambda x, q: jnp.tensordot(x, q, 1)),
+    "heads": (
+        lambda x, q: cutjax.einsum("btd,dhk->bhtk", x, q),
+        ("tokens", "heads"),
+        lambda x, q: jnp.einsum("btd,dhk->bhtk", x, q),
+    ),
+    "out": (
+        lambda x, q: cutjax.einsum("bthk,hkd->btd", x, q),
+        ("of heads", "out"),
+        lambda x, q: jnp.einsum("bthk,hkd->btd", x, q),
+    ),
+    "first": (lambda x, q: cutjax.einsum("kn,bk->nb", q, x), ("x", "q"), lambda x, q: jnp.einsum("kn,bk->nb", q, x)),
+    "dot_general": (
+        lambda x, q: cutjax.dot_general(x, q, (((1,), (1,)), ((), ())), preferred_element_type=F32),
+        ("x", "turned"),
+        lambda x, q: jax.lax.dot_general(x, q, (((1,), (1,)), ((), ()))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DROP_INS)
+def test_drop_ins(name):
+    """Scales are moved as values are, and repeated where axes are merged across their blocks."""
+    ours, names, plain = DROP_INS[name]
+    heads = scaled(1, (K, 4, 8))
+    given = {
+        "x": normal(0, (M, K)),
+        "tokens": normal(0, (2, M, K)),
+        "of heads": normal(0, (2, M, 4, 8)),
+        "q": weights("int4", (16, 1)),
+        "turned": weights("int4", (1, 16), shape=(N, K)),
+        "heads": Quantized(jnp.round(heads * 64).astype(jnp.int8), jnp.abs(normal(2, (4, 2, 1)))),
+        "out": Quantized(jnp.round(heads * 64).astype(jnp.int8).reshape(4, 8, K), jnp.abs(normal(2, (4, 2, 1)))),
+    }
+    x, q = (given[name] for name in names)
+    assert "cutjax_scaled" in str(jax.make_jaxpr(ours)(x, q))
+    close(ours(x, q), plain(x, exact(q).astype(F32)), 1e-5)
+    if name == "out":
+        with pytest.raises(ValueError, match="dequantize them"):
+            cutjax.einsum("bthk,hkd,d->bt", x, q, jnp.ones(K))

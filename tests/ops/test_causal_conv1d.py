@@ -1,6 +1,9 @@
 """Causal convolutions of sequences: numpy by hand, lax, state from call to call and from step to step, gradients."""
 
+import functools
+
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -58,6 +61,16 @@ def test_no_sequences(length):
     assert (y.shape, after.shape) == (x.shape, state.shape)
 
 
+def plain(x, w, bias, activation):
+    padded = jnp.pad(x, [(0, 0), (len(w) - 1, 0), (0, 0)]).astype(jnp.float32)
+    acc = sum(padded[:, k : k + x.shape[1]] * w[k].astype(jnp.float32) for k in range(len(w)))
+    return activation(acc + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def loss(f):
+    return lambda *args: jnp.sum(f(*args).astype(jnp.float32) ** 2)
+
+
 @pytest.mark.parametrize("activation", ["silu", None])
 def test_derivatives_are_those_of_lax(activation):
     """Of all four arguments, forward and reverse, and of the reverse again."""
@@ -70,15 +83,73 @@ def test_derivatives_are_those_of_lax(activation):
     def theirs(x, w, bias, state):
         return by_lax(x, w, bias, state, activation)
 
-    def loss(f):
-        return lambda *args: jnp.sum(f(*args) ** 2)
-
     for transformed in (
         lambda f: jax.jvp(f, args, tangents),
         lambda f: jax.grad(loss(f), (0, 1, 2, 3))(*args),
         lambda f: jax.grad(lambda *args: sum(map(jnp.sum, jax.grad(loss(f), (0, 1, 2, 3))(*args))), (0, 1))(*args),
     ):
         close(transformed(ours), transformed(theirs), 1e-4)
+
+
+OF_TWO = (0, None, None)
+TRANSFORMED = {
+    "jvp": lambda f, *args: jax.jvp(f, args, args),
+    "grad": lambda f, *args: jax.grad(loss(f), (0, 1, 2))(*args),
+    "grad of w": lambda f, *args: jax.jit(jax.grad(loss(f), 1))(*args),
+    "remat": lambda f, *args: jax.grad(loss(jax.checkpoint(f)), (0, 1, 2))(*args),
+    "second": lambda f, *args: jax.grad(lambda *a: sum(map(jnp.sum, jax.grad(loss(f), (0, 1, 2))(*a))), (0, 1))(*args),
+    "hessian": lambda f, *args: jax.jacfwd(jax.grad(loss(f), 1), 2)(*args),
+    "jacrev": lambda f, *args: jax.jacrev(f, 1)(*args),
+    "grad of vmap": lambda f, x, *rest: jax.grad(loss(jax.vmap(f, OF_TWO)), (0, 1))(jnp.stack([x, -x]), *rest),
+    "vmap of grad": lambda f, x, *rest: jax.vmap(jax.grad(loss(f), (0, 1)), OF_TWO)(jnp.stack([x, -x]), *rest),
+    "weights": lambda f, x, w, b: jax.grad(loss(jax.vmap(f, (None, 0, None))), (0, 1))(x, jnp.stack([w, -w]), b),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.relu])
+def test_derivatives_are_those_of_the_formula(name, activation):
+    args = normal(0, (2, 7, 3)), normal(1, (3, 3)), normal(2, (3,))
+    found, wanted = (
+        TRANSFORMED[name](f, *args)
+        for f in (
+            lambda x, w, b: cutjax.causal_conv1d(x, w, b, activation=activation),
+            lambda x, w, b: plain(x, w, b, activation),
+        )
+    )
+    close(found, wanted, 1e-4)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_gradients_have_the_dtypes_of_what_they_are_of(dtype, width):
+    args = normal(0, (2, 5, 4), dtype), normal(1, (width, 4), dtype), normal(2, (4,))
+    found = TRANSFORMED["grad"](lambda *args: cutjax.causal_conv1d(*args, activation="silu"), *args)
+    assert [g.dtype for g in found] == [x.dtype for x in args]
+    wanted = TRANSFORMED["grad"](lambda x, w, b: plain(x, w, b, jax.nn.silu), *args)
+    close(found, wanted, 4 * float(jnp.finfo(dtype).eps))
+
+
+def test_the_gradients_are_one_operation():
+    """Of any number of sequences, in a batch or mapped; beside it the forward pass has the one product."""
+    x, w, bias = jnp.ones((3, 2, 8, 16), jnp.bfloat16), jnp.ones((4, 16), jnp.bfloat16), jnp.ones(16)
+
+    def step(x, w, bias):
+        one = functools.partial(cutjax.causal_conv1d, activation="silu")
+        return jax.grad(loss(jax.vmap(one, OF_TWO)), (0, 1, 2))(x, w, bias)
+
+    rows = cutjax.explain(step, platform="cuda", arch="sm_90a")(x, w, bias).rows
+    assert [row.runs.split("_")[0] for row in rows] == ["direct", "direct"]
+    assert "causal_gradients" in rows[1].runs
+
+
+def test_a_number_of_sequences_that_is_not_known():
+    x, w, bias = normal(0, (3, 6, 4)), normal(1, (4, 4)), normal(2, (4,))
+    gradients = jax.jit(TRANSFORMED["grad"], static_argnums=0)
+    step = functools.partial(gradients, functools.partial(cutjax.causal_conv1d, activation="silu"))
+    some = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 6, 4"), x.dtype)
+    exported = jax.export.export(jax.jit(step))(some, w, bias)
+    close(exported.call(x, w, bias), step(x, w, bias), 1e-6)
 
 
 def test_a_batch_of_weights():
@@ -111,6 +182,12 @@ def test_sequences_shorter_than_the_state(length):
     np.testing.assert_array_equal(after, np.concatenate([state, x], 1)[:, length:])
 
 
+def test_no_channels():
+    x, w, state = jnp.zeros((2, 5, 0)), jnp.zeros((4, 0)), jnp.zeros((2, 3, 0))
+    assert cutjax.causal_conv1d(x, w).shape == x.shape
+    assert cutjax.causal_conv1d_update(x[:, 0], state, w)[0].shape == (2, 0)
+
+
 X, W = jnp.ones((2, 6, 4)), jnp.ones((3, 4))
 
 
@@ -123,6 +200,21 @@ X, W = jnp.ones((2, 6, 4)), jnp.ones((3, 4))
         (ValueError, r"bias is \(3,\), expected \(4,\)", lambda: cutjax.causal_conv1d(X, W, jnp.ones(3))),
         (ValueError, r"state is \(2, 3, 4\), expected \(2, 2, 4\)", lambda: cutjax.causal_conv1d(X, W, state=X[:, :3])),
         (ValueError, "unknown activation 'relu6'", lambda: cutjax.causal_conv1d(X, W, activation="relu6")),
+        (
+            NotImplementedError,
+            "causal_conv1d: activation is no elementwise function: cumsum",
+            lambda: cutjax.causal_conv1d(X, W, activation=lambda a: jnp.cumsum(a, -1)),
+        ),
+        (
+            NotImplementedError,
+            "causal_conv1d_update: activation is no elementwise function: .* a reduction",
+            lambda: cutjax.causal_conv1d_update(X[:, 0], X[:, :2], W, activation=jax.nn.softmax),
+        ),
+        (
+            ValueError,
+            r"causal_conv1d_update: activation must return one array of its argument's shape \(2, 4\), got tuple",
+            lambda: cutjax.causal_conv1d_update(X[:, 0], X[:, :2], W, activation=lambda a: (a, a)),  # pyright: ignore
+        ),
         (TypeError, "a name, a function or None, got int", lambda: cutjax.causal_conv1d(X, W, activation=3)),  # pyright: ignore
         (TypeError, "bias must be an array, got float", lambda: cutjax.causal_conv1d(X, W, 1.0)),
         (ValueError, r"x is \(2, 5\), expected \(2, 4\)", lambda: cutjax.causal_conv1d_update(jnp.ones((2, 5)), X, W)),

@@ -353,15 +353,16 @@ def test_canonical_is_idempotent():
 
 PRESETS = ["F16_F16_F16", "F16_F16_F32", "BF16_BF16_F32", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9"]
 PRESETS += ["TF32_TF32_F32", "TF32_TF32_F32_X3", "F32_F32_F32", "F64_F64_F64", "BF16_BF16_BF16", "ANY_F8_ANY_F8_F32"]
+PRESETS += ["ANY_F8_ANY_F8_F32_FAST_ACCUM"]
 # For each of PRESETS; None where no kernel does as it says.
 MATH: dict[str, list[str | None]] = {
-    "bfloat16": [None, None, "", None, None, "", "", "", None, None, None, None],
-    "float16": ["f16", "", None, "", None, "", "", "", None, None, None, None],
-    "float32": [None, None, "bf16", "bf16x3", "bf16x6", "bf16x9", "tf32", "tf32x3", "", None, None, None],
-    "float64": [*[None] * 9, "", None, None],
-    "int8": [None] * 12,
-    "complex64": [None] * 12,
-    "float8_e5m2": [*[None] * 11, ""],
+    "bfloat16": [None, None, "", None, None, "", "", "", None, None, None, None, None],
+    "float16": ["f16", "", None, "", None, "", "", "", None, None, None, None, None],
+    "float32": [None, None, "bf16", "bf16x3", "bf16x6", "bf16x9", "tf32", "tf32x3", "", None, None, None, None],
+    "float64": [*[None] * 9, "", None, None, None],
+    "int8": [None] * 13,
+    "complex64": [None] * 13,
+    "float8_e5m2": [*[None] * 11, "", "fast"],
 }
 
 
@@ -391,6 +392,27 @@ def test_float8_e5m2_by_itself_needs_a_name():
     assert all(row.runs.startswith(("sm90_", "mma_")) for row in explain(f)(x, x).rows)
     f = functools.partial(cutjax.gemm, out_dtype=jnp.float32, backend="cuda")
     assert all(row.runs.startswith(("sm90_", "mma_")) for row in explain(f)(y, y).rows)
+
+
+def test_fast_sums_are_asked_for():
+    """Float8 alone has them; gradients, of wider cotangents, do not."""
+    x = jnp.ones((256, 256), jnp.float8_e4m3fn)
+    q = cutjax.Quantized(x, jnp.ones((1, 1)))
+
+    def maths(a, b, **how):
+        rows = cutjax.explain(functools.partial(cutjax.gemm, backend="cuda", **how), platform="cuda")(a, b).rows
+        return [(row.choice.problem.math, "fast" in row.runs) for row in rows]
+
+    assert maths(x, x) == maths(q, q) == maths(x, x, accumulate="f32") == [("", False)]
+    assert maths(x, x, accumulate="fast") == maths(q, q, accumulate="fast") == [("fast", True)]
+    assert maths(x.astype(jnp.bfloat16), x, accumulate="fast") == [("", False)]
+    assert maths(x, x, accumulate="fast", precision="ANY_F8_ANY_F8_F32") == [("", False)]
+    loss = jax.jit(jax.grad(lambda q: (cutjax.gemm(q, q, accumulate="fast") ** 2).sum()))
+    assert loss(q).scale.item() == 2.0**34
+    with pytest.raises(ValueError, match="unknown accumulate 'f16', expected one of"):
+        cutjax.gemm(x, x, accumulate="f16")
+    sizes = jnp.array([200])
+    assert cutjax.grouped_gemm(x, x[None], sizes, accumulate="fast", out_dtype=jnp.float32).sum() == 200 * 256 * 256
 
 
 def test_math_without_an_algorithm():

@@ -315,7 +315,6 @@ REFUSED = {
     "shape": (lambda x: cutjax.gemm(x, Quantized(W.values, jnp.ones(5))), ValueError, r"scale of b is \(5,\)"),
     "integers": (lambda x: cutjax.gemm(x, Quantized(W.values, jnp.ones(N, int))), TypeError, "floating-point"),
     "axis": (lambda x: cutjax.mlp(x, W, W, axis_name="i"), ValueError, "dequantize them"),
-    "outer": (lambda x: cutjax.grouped_outer(x, W, jnp.array([3])), TypeError, "dy must be an array"),
 }
 
 

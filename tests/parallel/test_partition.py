@@ -63,6 +63,11 @@ def _depthwise(x, w):
     return sum(padded[:, t : t + x.shape[1]] * w[t] for t in range(3))
 
 
+def _causal(x, w):
+    padded = jnp.pad(x, ((0, 0), (len(w) - 1, 0), (0, 0)))
+    return sum(padded[:, t : t + x.shape[1]] * w[t] for t in range(len(w)))
+
+
 class Case(NamedTuple):
     """A product: the function, plain jnp's, its operands, and in which ways they are divided."""
 
@@ -197,6 +202,17 @@ CASES = {
         _depthwise,  # lax's own is wrong where images alone are divided, on CPUs
         (IMAGES, integers(20, (3, 1, 32))),
         (((D, None, T), (None, None, T)), ((D,), ()), ((None, None, (D, T)), (None, None, (D, T)))),
+    ),
+    "causal": Case(
+        lambda x, w, b: cutjax.causal_conv1d(x, w, b, activation=square),
+        lambda x, w, b: square(_causal(x, w) + b),
+        (IMAGES, integers(21, (4, 16)), integers(22, (16,))),
+        (
+            ((D,), (), ()),
+            ((D, None, T), (None, T), (T,)),
+            ((None, None, (D, T)), (None, (D, T)), ()),
+            (((D, T),), (), ()),
+        ),
     ),
     "dot_general": Case(lambda x, w: cutjax.dot_general(x, w, (((2,), (0,)), ((), ()))), jnp.matmul, (XS, W), BATCHED),
 }

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "runtime": set(),
 }
 GROUND = {"dtypes", "dot_precision"}  # modules beside the folders that any of them may import, and that import none
-FAMILIES = {"mma", "sm90"}
+FAMILIES = {"halo", "mma", "sm90"}
 
 
 def modules(root=ROOT):

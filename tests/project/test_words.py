@@ -26,7 +26,7 @@ RIDDLE = re.compile(
 )
 # Public names that are no functions or classes, or whose class is a description of fields.
 PLAIN = {"checkpoint_policies"}
-FIELDS = {"Config", "DirectConfig", "MmaConfig", "CudaLaunch", "Problem", "Quantized", "Routing"}
+FIELDS = {"Config", "DirectConfig", "HaloConfig", "MmaConfig", "CudaLaunch", "Problem", "Quantized", "Routing"}
 # A file anywhere in prose: of the sources, or recorded. Not a part of a name ("-h200.json"), nor a pattern ("*.json").
 NAMED = re.compile(
     r"(?<![\w/.*{<>-])((?:[\w.-]+/)*\w[\w.-]*\.(?:py|cuh|cc|h|json|jsonl|md|png|svg|yml|toml|sh))(?![\w(/*]|\.\w)"

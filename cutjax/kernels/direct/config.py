@@ -18,8 +18,9 @@ class Config:
       ahead: rows of a result for which pixels are loaded at once; of a weight gradient 1.
       blocks: that share an SM: registers are divided among them.
       toeplitz: whether the tensor cores multiply, by Toeplitz matrices: ``pairs`` is 2, ``strip`` is 8, ``lanes`` are
-        warps of a block, and ``ahead`` rows of pixels in shared memory.
-      parts: of a weight gradient, sums over so many parts of the places, which are added up in order; 0 of a result.
+        warps of a block, and ``ahead`` times two rows of pixels in shared memory.
+      parts: of a weight gradient, sums over so many parts of the places, which are added up in order; of a result by
+        Toeplitz matrices, blocks that have the same channels; 0 of another result.
 
     Raises:
       ValueError: a field is outside its range; lists every reason.

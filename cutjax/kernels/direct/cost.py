@@ -79,10 +79,15 @@ class Shape:
         return sum(at >= 0 and at % axis.spread == 0 for at in used)
 
     @property
+    def slides(self) -> bool:
+        """True if a thread goes along the one axis with a window of pixels in registers."""
+        return self.geometry.slides and self.words == 1 and self.config.strip == 1
+
+    @property
     def in_registers(self) -> bool:
         """True if weights are in registers, not in shared memory."""
         g = self.geometry
-        return g.planes.window == 1 and g.taps * self.config.pairs * self.words <= WEIGHT_REGISTERS
+        return self.slides or (g.planes.window == 1 and g.taps * self.config.pairs * self.words <= WEIGHT_REGISTERS)
 
     # ---- of a weight gradient ----
 
@@ -148,6 +153,8 @@ class Shape:
         """Registers of a thread, about."""
         c, g, size = self.config, self.geometry, self.problem.a.dtype.itemsize
         pixel, strip = -(-self.inputs * size // 4), self.read
+        if self.slides:
+            return c.pairs * (2 * g.rows.window + 3) + c.ahead * pixel + BESIDE - 1
         if g.gradient:
             sums = self.window_rows * g.columns.window * c.pairs
             result = c.strip * self.columns
@@ -229,6 +236,9 @@ def predict(shape: Shape, device: Device) -> float:
     # Of the last of the waves that all SMs take blocks in, each has a part.
     waves = shape.blocks / (device.sms * c.blocks)
     issued *= max(1.0, math.ceil(waves) / waves if waves < 8 else 1.0)
+    if g.gradient:  # threads go through chunks in rounds, of which the last is of fewer
+        at_once = shape.parts * shape.across
+        issued *= -(-shape.items // at_once) * at_once / shape.items
     resident = min(shape.blocks, device.sms * c.blocks) * shape.threads
     ahead = shape.read * shape.inputs * p.a.dtype.itemsize * c.ahead * h.steps[0]
     speed = min(device.bytes_per_second / 1e6, resident * ahead / LATENCY_US)

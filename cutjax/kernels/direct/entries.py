@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.direct.geometry import places_of
 from cutjax.kernels.direct.resolved import Resolved, accumulator_of
 from cutjax.kernels.direct.text import epilogue_text, source
-from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import instructions
 from cutjax.runtime.compiler import Cubin, compile_kernel
 from cutjax.runtime.launch import Launch, Pointer
 
 SUM_THREADS, SUM_SLICES = 512, 16
-MOST_INLINED = 40  # instructions of an epilogue, of which a kernel has a copy for each place of a strip
+MOST_INLINED = 40  # instructions of an epilogue, of which a kernel has a copy for each place of a strip; of all steps
 _TENSOR = ("mma/atoms.cuh", "mma/math.cuh", "mma/instruction.cuh")
 
 
@@ -24,7 +24,7 @@ class Entry:
     """One launch: a device function, and what it is given.
 
     Attributes:
-      problem: whose.
+      problem: whose, a `Problem` or what else has a device.
       name: the entry symbol.
       source: the device text.
       arguments: that it takes, in order.
@@ -32,7 +32,7 @@ class Entry:
       shared_bytes: of a block.
     """
 
-    problem: Problem
+    problem: Any
     name: str
     source: str
     arguments: tuple[Argument, ...]
@@ -83,7 +83,8 @@ def _epilogue(kernel: Resolved) -> tuple[str, bool, bool]:
     if kernel.geometry.gradient:
         return "1", False, False
     toeplitz = kernel.config.toeplitz
-    return "2" if toeplitz else "COLUMNS", instructions(kernel.problem.epilogue) > MOST_INLINED, toeplitz
+    copies = kernel.geometry.rows.window if toeplitz else 1  # of the code of a step
+    return "2" if toeplitz else "COLUMNS", copies * instructions(kernel.problem.epilogue) > MOST_INLINED, toeplitz
 
 
 def _constants(kernel: Resolved) -> dict[str, int]:
@@ -171,23 +172,26 @@ def _forward(kernel: Resolved) -> Entry:
         "FIRST_OPEN": first,
         "ROWS_OPEN": count,
     }
-    files = ("direct/window.cuh", "epilogue", "direct/forward.cuh")
+    if shape.slides:
+        constants["ACROSS"] = g.pairs
+    files = ("direct/window.cuh", "epilogue", "direct/slide.cuh" if shape.slides else "direct/forward.cuh")
     return _entry(kernel, kernel.name, constants, arguments(), files, shape.blocks, shape.threads, shape.shared_bytes)
 
 
-def _images(kernel: Resolved, to: str, height: int, width: int, low_h: int = 0, low_w: int = 0) -> Iterator[Argument]:
-    sizes = {"height": height, "width": width, "channels": kernel.geometry.pairs, "low_h": low_h, "low_w": low_w}
+def _images(to: str, height: int, width: int, channels: int, low_h: int = 0, low_w: int = 0) -> Iterator[Argument]:
+    sizes = {"height": height, "width": width, "channels": channels, "low_h": low_h, "low_w": low_w}
     for name, value in sizes.items():
         yield integer(f"{to}_{name}", value, to)
 
 
 def _chunks(kernel: Resolved) -> Iterator[Argument]:
     """Yields the arguments of both kernels by Toeplitz matrices: how images are divided, and the images."""
-    shape, h, w = kernel.tensor, kernel.geometry.rows, kernel.geometry.columns
-    sizes = {"rows": kernel.config.rows, "chunks": shape.chunks, "subs": shape.items, "pieces": shape.pieces}
-    for name, value in sizes.items():
+    shape, g = kernel.tensor, kernel.geometry
+    h, w = g.rows, g.columns
+    sizes = {"images": g.view.images, "rows": kernel.config.rows, "chunks": shape.chunks, "pieces": shape.pieces}
+    for name, value in (sizes | {"parts": shape.parts}).items():
         yield integer(f"chunks_{name}", value, "chunks")
-    yield from _images(kernel, "images", h.image, w.image, -h.first, -w.first)
+    yield from _images("images", h.image, w.image, g.pairs, -h.first, -w.first)
     yield integer("tiles", shape.tiles)
 
 
@@ -198,6 +202,9 @@ def _of_tensor(kernel: Resolved) -> dict[str, int]:
         "WINDOW_W": g.columns.window,
         "STRIPS": shape.strips,
         "SUBS": shape.subs,
+        "PIECES": shape.pieces,
+        "READ_PIXELS": shape.read[0],
+        "READ_PLACES": shape.read[1],
         "WARPS": shape.lanes,
         "THREADS": shape.threads,
         "BLOCKS_PER_SM": c.blocks,
@@ -233,9 +240,7 @@ def _toeplitz_parts(kernel: Resolved) -> Entry:
         yield Argument("const char* g", Pointer(1))
         yield _sums(kernel, "")
         yield from _chunks(kernel)
-        yield from _images(kernel, "gradients", g.rows.grid, g.columns.grid)
-        yield integer("groups", shape.groups)
-        yield integer("parts", shape.parts)
+        yield from _images("gradients", g.rows.grid, g.columns.grid, g.pairs)
 
     files = [*_TENSOR, "direct/staged.cuh", "direct/toeplitz_gradient.cuh"]
     sizes = shape.blocks, shape.threads, shape.shared_bytes

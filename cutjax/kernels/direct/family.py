@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cutjax.kernels.direct import toeplitz
+from cutjax.kernels.direct import slide, toeplitz
 from cutjax.kernels.direct.config import Config
 from cutjax.kernels.direct.cost import Shape
 from cutjax.kernels.direct.geometry import Geometry, geometry_of
@@ -14,10 +14,10 @@ from cutjax.kernels.problem import Problem
 __all__ = ["Config", "competes", "configs", "name", "reasons", "resolve", "stores_in_order"]
 
 name = "direct"
-# Windows from which on both axes Toeplitz matrices are tried: of 3 x 3 they took 224 us where the others took 166.
-WORTH = 4
+WORTH = 3  # windows from which on both axes Toeplitz matrices are tried
 
 STRIPS = (1, 2, 4, 7, 8)
+BEGUN = 2  # rows that take as long as a chunk to begin
 # Of a block. Of results it is so few that an SM has several, of which one begins while others end.
 THREADS, OF_WEIGHTS = 128, 256
 
@@ -38,6 +38,9 @@ def configs(problem: Problem) -> Iterator[Config]:
     if geometry is None:
         return
     size = problem.a.dtype.itemsize
+    if geometry.slides and problem.accumulator.itemsize == 4:
+        yield from slide.configs(problem, geometry)
+        return
     yield from _toeplitz(problem, geometry)
     for pairs in (8, 4, 2, 1):
         pairs *= geometry.channels
@@ -70,12 +73,9 @@ def _configs(problem: Problem, geometry: Geometry, pairs: int, strip: int) -> It
         fitting = [b for b, limit in limits.items() if limit >= shape.registers]
         blocks = next(iter(fitting), 1)
         if geometry.gradient:
-            slots = device.sms * blocks
-            each = geometry.items(strip, 1) * shape.tiles * shape.slices // (slots * shape.across)
-            least = 4 if geometry.rows.window > 1 else 1  # others read the same rows of pixels
-            rows = max(least, min(geometry.lines(strip), 32, each))
-            items = geometry.items(strip, rows)
-            parts = max(1, min(slots // (shape.tiles * shape.slices), -(-items // shape.across), 2048))
+            parts = max(1, min(device.sms * blocks // (shape.tiles * shape.slices), 2048))
+            rows = _rows(geometry, strip, parts * shape.across)
+            parts = max(1, min(parts, -(-geometry.items(strip, rows) // shape.across)))
             yield Config(pairs, strip, -(-rows // done) * done, lanes, threads, ahead, blocks, parts)
             continue
         # Rows in chunks that let all SMs have blocks, about four times; those at a chunk's ends are read twice.
@@ -86,16 +86,30 @@ def _configs(problem: Problem, geometry: Geometry, pairs: int, strip: int) -> It
         yield Config(pairs, strip, -(-rows // done) * done, lanes, threads, ahead, blocks)
 
 
+def _rows(geometry: Geometry, strip: int, threads: int) -> int:
+    """Returns the rows of a chunk with which the last of so many threads of a weight gradient is done first."""
+    least = 4 if geometry.rows.window > 1 else 1  # others read the same rows of pixels
+    most = min(max(least, geometry.lines(strip)), 64)
+
+    def took(rows: int) -> float:
+        return -(-geometry.items(strip, rows) // threads) * (rows + BEGUN)
+
+    return min(range(min(least, most), most + 1), key=took)
+
+
 def _toeplitz(problem: Problem, geometry: Geometry) -> Iterator[Config]:
-    """Yields kernels on the tensor cores, for windows of images that are wide enough to be worth it."""
+    """Yields kernels on the tensor cores: images whole, or chunks of their rows, of which all SMs have some."""
     if min(geometry.rows.window, geometry.columns.window) < WORTH:
         return
     device, grid = problem.device, geometry.rows.grid
-    for warps, blocks in ((8, 2), (16, 1), (4, 4), (8, 1), (8, 3)):
-        gradient = geometry.gradient
-        whole = toeplitz.Shape(problem, Config(2, 8, grid, warps, 32 * warps, 4, blocks, int(gradient), True), geometry)
-        wanted = (1 if gradient else 3) * device.sms * blocks
-        groups = whole.tiles * whole.groups
-        chunks = max(1, min(-(-wanted // groups), -(-grid // (2 * geometry.rows.window))))
-        parts = max(1, wanted // whole.tiles) if gradient else 0
-        yield Config(2, 8, -(-grid // chunks), warps, 32 * warps, 4, blocks, parts, True)
+    for warps, blocks, stages in ((8, 2, 4), (16, 1, 4), (8, 3, 3), (4, 4, 4), (4, 6, 3)):
+        config = Config(2, 8, grid, warps, 32 * warps, stages, blocks, 1, True)
+        whole = toeplitz.Shape(problem, config, geometry)
+        slots = max(1, device.sms * blocks // whole.tiles)  # of the same channels
+        wanted = min(-(-slots // (whole.groups * whole.pieces)), -(-grid // (2 * geometry.rows.window)))
+        for rows in dict.fromkeys(-(-grid // chunks) for chunks in (1, 2, 4, max(1, wanted))):
+            kinds = whole.pieces * -(-grid // rows)
+            for most in dict.fromkeys((slots, 2 * slots) if not geometry.gradient else (slots,)):
+                rounds = -(-whole.groups * kinds // most)
+                parts = kinds * -(-whole.groups // rounds)
+                yield Config(2, 8, rows, warps, 32 * warps, stages, blocks, parts, True)

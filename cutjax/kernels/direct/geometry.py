@@ -11,6 +11,8 @@ import numpy as np
 from cutjax.kernels.operand import Im2col, Taps
 from cutjax.kernels.problem import Problem
 
+WIDEST_SLIDING = 8  # window whose pixels a thread has in registers
+
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
@@ -109,6 +111,14 @@ class Geometry:
     def along(self) -> bool:
         """True where a thread goes along a row, strip by strip, since images have but one."""
         return self.gradient and self.rows.grid == self.rows.window == 1
+
+    @property
+    def slides(self) -> bool:
+        """True if a window moves along one axis without steps, few taps of one channel to one."""
+        axis, others = self.rows, (self.planes, self.columns)
+        plain = axis.stride == axis.spread == axis.dilation == axis.every == 1 and axis.window <= WIDEST_SLIDING
+        alone = all(other.window == other.grid == other.image == 1 for other in others)
+        return plain and alone and not self.gradient and self.channels == self.multiplier == 1
 
     def strips(self, strip: int) -> int:
         """Returns the number of strips beside each other."""

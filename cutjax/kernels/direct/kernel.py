@@ -14,7 +14,7 @@ from cutjax.kernels import prepared as copies
 from cutjax.kernels import reasons as shared
 from cutjax.kernels import results
 from cutjax.kernels.device import Device
-from cutjax.kernels.direct import cost, toeplitz
+from cutjax.kernels.direct import cost, slide, toeplitz
 from cutjax.kernels.direct.config import Config
 from cutjax.kernels.direct.entries import Entry, entries
 from cutjax.kernels.direct.geometry import geometry_of
@@ -88,7 +88,10 @@ class Kernel(Resolved):
     def time_us(self, device: Device) -> float:
         """Returns the predicted time of one call."""
         c = self.config
-        us = toeplitz.predict(self.tensor, device) if c.toeplitz else cost.predict(self.shape, device)
+        if c.toeplitz:
+            us = toeplitz.predict(self.tensor, device)
+        else:
+            us = (slide if self.shape.slides else cost).predict(self.shape, device)
         return us + copies.converted_us(self.converted, device) if self.converted else us
 
     def after(self, converted: tuple[Prepared, ...]) -> Kernel:

@@ -62,7 +62,11 @@ class Resolved:
         kind = "weights" if g.gradient else "conv" + "_k" * self.k_major
         if c.toeplitz:
             kind = "toeplitz_weights" if g.gradient else "toeplitz"
-            thread = f"{self.tensor.strips}x{self.tensor.subs}_w{c.lanes}_s{c.ahead}_b{c.blocks}"
+            read = "x".join(map(str, dict.fromkeys(self.tensor.read)))
+            thread = f"{self.tensor.strips}x{self.tensor.subs}_x{read}_w{c.lanes}_s{c.ahead}_b{c.blocks}"
+        elif self.shape.slides:
+            kind = "slide"
+            thread = f"{c.pairs}_a{c.ahead}_l{self.shape.lanes}x{self.shape.across}_b{c.blocks}_n{g.pairs}"
         else:
             thread = f"{c.pairs}x{c.strip}_a{c.ahead}_l{self.shape.lanes}x{self.shape.across}_b{c.blocks}"
         low = f"_r{g.rows.low}x{g.columns.low}" * bool(g.rows.low or g.columns.low)

@@ -75,8 +75,8 @@ def epilogue_text(
         )
         slot = f"buffer + {' + '.join(slots)}"
         staged.append(f"Staged<{dtype}>::stage({slot}, warp, place, found.y{i});")
-        copied.append(f"Staged<{dtype}>::copy({slot}, extras.d{i}, first, channels, at);")
-        slots.append(f"Staged<{dtype}>::BUFFER_WORDS")
+        copied.append(f"Staged<{dtype}>::copy({slot}, extras.d{i}, own);")
+        slots.append(f"Staged<{dtype}>::WORDS")
     declared = [f"{DTYPES[out.dtype].carrier} y{i}[{count}];" for i, out in enumerate(epilogue.outputs)]
     results = [f"found.y{i}[i]" for i in range(len(epilogue.outputs))]
     taken = "".join(f", {argument.taken}" for argument in arguments if argument.to == "extras")
@@ -119,7 +119,6 @@ DEVICE void stage_results(const Extras& extras, const Done done, int row, int co
                           int place) {{
   const Found found = results_of(extras, done, row, column);{lines(staged)}
 }}
-template <typename At>
-DEVICE void copy_results(const Extras& extras, const u32* buffer, int first, int channels, At at) {{{lines(copied)}
+DEVICE void copy_results(const Extras& extras, const u32* buffer, const Own& own) {{{lines(copied)}
 }}
 """

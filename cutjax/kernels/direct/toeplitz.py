@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
 import numpy as np
@@ -16,19 +15,23 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import instructions
 from cutjax.runtime.architectures import number
 
-PLACES, STRIP, FRAGMENT = 8, 8, 16  # of a strip; and strips of a fragment
+STRIP, FRAGMENT = 8, 16  # places of a strip; and strips of a fragment
+STEP = 2  # rows of pixels of a stage
 WIDEST = 9  # window: 16 pixels are read for 8 places
 DTYPES = ("bfloat16", "float16")
-BESIDE = 20  # registers of a thread beside sums, matrices and the places of its copies
-LAUNCH_US, SUM_US = 2.5, 3.0
-ISSUED, MOVED = 0.6, 0.88  # shares of an SM's instructions, a guess, and of a copy's rate
+LANES = (4, 8, 16)  # warps of a block
+BESIDE = 40  # registers of a thread beside sums and matrices
+LAUNCH_US, SUM_US = 2.0, 3.0
+ISSUED, MOVED = 0.7, 0.88  # shares of an SM's instructions, a guess, and of a copy's rate
+OF_HALVES = 1.25  # a guess
+ROW_CLOCKS, PROLOGUE_CLOCKS = 270, 4000  # of a row of pixels, at least; of a block before its first
 MMA_CLOCKS = 6.5  # of m16n8k16 on a quarter of an SM of sm_90
-UNMEASURED = 1.15  # none of these has been timed: direct kernels took 1.1 to 1.5 of such a count
+UNMEASURED = 1.2  # none of these has been timed: direct kernels took 1.1 to 1.5 of such a count
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shape:
-    """The sizes of a launch. A block has ``lanes`` warps of two channels each, and `subs` chunks of images."""
+    """The sizes of a launch. A block has ``lanes`` warps of two channels each, and `subs` images at once."""
 
     problem: Problem
     config: Config
@@ -61,8 +64,16 @@ class Shape:
 
     @property
     def subs(self) -> int:
-        """Chunks of images that share a fragment."""
+        """Images that share a fragment."""
         return FRAGMENT // self.strips
+
+    @property
+    def read(self) -> tuple[int, int]:
+        """Pixels, and places, of a part of a row: as many as an image has in the only one, or at most in one."""
+        places, columns = STRIP * self.strips, self.geometry.columns
+        left, right = max(columns.first, 0), min(columns.first + places + STRIP, columns.image)
+        pixels = right - left if self.pieces == 1 else min(places + STRIP, columns.image)
+        return max(pixels, 1), min(columns.grid, places)
 
     @property
     def chunks(self) -> int:
@@ -70,57 +81,58 @@ class Shape:
         return -(-self.geometry.rows.grid // self.config.rows)
 
     @property
-    def items(self) -> int:
-        """Chunks of all images."""
-        return self.chunks * self.geometry.view.images
+    def groups(self) -> int:
+        """Groups of images that share fragments."""
+        return -(-self.geometry.view.images // self.subs)
+
+    @property
+    def parts(self) -> int:
+        """Blocks of the same channels: as many of each chunk and part of a row, and no more than there are groups."""
+        kinds = self.pieces * self.chunks
+        return kinds * max(1, min(self.config.parts // kinds, self.groups))
+
+    @property
+    def rounds(self) -> int:
+        """Groups that a block goes through, at most."""
+        return -(-self.groups * self.pieces * self.chunks // self.parts)
 
     @property
     def blocks(self) -> int:
         """Blocks of the launch."""
-        return self.tiles * (self.parts if self.geometry.gradient else self.groups)
+        return self.tiles * self.parts
 
     @property
-    def groups(self) -> int:
-        """The groups of chunks that share fragments, of each part of a row: blocks go through them."""
-        return self.pieces * -(-self.items // self.subs)
-
-    @property
-    def parts(self) -> int:
-        """Parts of a weight gradient: no more than there are groups."""
-        return min(self.config.parts, self.groups)
-
-    @property
-    def pixels(self) -> tuple[int, int]:
-        """Pixels of a row of all chunks that share fragments: under windows, and of places."""
-        places = self.subs * STRIP * self.strips
-        return places + 8 * self.subs, places
+    def steps(self) -> int:
+        """Rows of pixels that a block goes through in a round, those behind an image too."""
+        rows = self.geometry.rows
+        return self.config.rows + rows.window - 1 + (rows.first if self.chunks == 1 else 0)
 
     @property
     def loads(self) -> int:
         """Words that a thread copies of each row."""
-        return sum(-(-x // 32) for x in self.pixels[: 1 + self.geometry.gradient])
+        return sum(-(-x // (32 // self.subs)) for x in self.read[: 1 + self.geometry.gradient])
 
     @property
     def unit(self) -> int:
         """Channels that are stored at once."""
-        return math.gcd(8, self.geometry.pairs, 2 * self.lanes)
+        return math.gcd(8, self.geometry.pairs)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: stages of pixels, and of a result two rows."""
-        pitches = [(x + 27) // 32 * 32 + 4 for x in self.pixels]
+        """Shared memory of a block: stages of pixels, and of a result two steps' rows."""
+        places = STRIP * self.strips
+        pitches = [(self.subs * x + 27) // 32 * 32 + 4 for x in (places + STRIP, places)]
         if self.geometry.gradient:
-            return 4 * self.lanes * max(self.config.ahead * sum(pitches), 16 * 9)
-        places = self.pixels[1]
-        of_place = (places + 7) // 8 * 8 + (2 if self.lanes > 8 else 4)
+            return 4 * self.lanes * max(self.config.ahead * STEP * sum(pitches), 2 * FRAGMENT * 9)
+        of_result = STRIP * FRAGMENT + (2 if self.lanes > 8 else 4)
         words = sum(np.dtype(out.dtype).itemsize // 2 for out in self.problem.epilogue.outputs)
-        return 4 * self.lanes * (self.config.ahead * pitches[0] + 2 * of_place * words) + 8 * places
+        return 4 * self.lanes * STEP * (self.config.ahead * pitches[0] + 2 * of_result * words)
 
     @property
     def registers(self) -> int:
         """Registers of a thread, about."""
         older = 8 * (number(self.problem.arch) < 90)
-        return 12 * self.geometry.rows.window + 2 * self.loads + BESIDE + older
+        return 12 * self.geometry.rows.window + BESIDE + older
 
     def reasons(self) -> list[str]:
         """Returns the reasons against these sizes."""
@@ -138,10 +150,10 @@ class Shape:
             found.append(f"a window of {g.rows.window} x {g.columns.window}: up to {WIDEST} along both axes")
         if any(np.dtype(out.dtype).itemsize not in (2, 4) for out in p.epilogue.outputs):
             found.append("results of other than 16 and 32 bits")
-        if bool(c.parts) != g.gradient:
-            found.append(f"parts={c.parts}: those of a weight gradient, and of no other")
-        if (c.pairs, c.strip, c.threads) != (2, STRIP, self.threads) or c.lanes > 16 or c.ahead < 2:
-            found.append("a block has up to 16 warps of 2 channels and strips of 8 places, two rows or more ahead")
+        if not c.parts:
+            found.append("parts=0: blocks of the same channels")
+        if (c.pairs, c.strip, c.threads) != (2, STRIP, self.threads) or c.lanes not in LANES or c.ahead < 2:
+            found.append(f"a block has {LANES} warps of 2 channels and strips of 8 places, two rows or more ahead")
         limit = min(255, device.registers_per_sm // (self.threads * c.blocks) // 8 * 8)
         if self.registers > limit:
             found.append(f"about {self.registers} registers a thread, at most {limit}")
@@ -150,16 +162,13 @@ class Shape:
         most = min(device.shared_bytes, device.shared_bytes_per_sm // c.blocks - 1024)
         if self.shared_bytes > most:
             found.append(f"{self.shared_bytes} bytes of shared memory, at most {most} with {c.blocks} blocks an SM")
+        images = g.view.images + 2 * self.subs * self.parts
         sizes = {
             "blocks": self.blocks,
-            "pixels": (g.rows.image + g.rows.grid + 64) * self.items * (g.columns.image + 128),
+            "pixels": images * (g.rows.image + g.rows.grid + 64) * (g.columns.image + 128),
+            "steps": self.rounds * (self.steps + 64),
         }
         return found + reasons.of_counters(sizes)
-
-    @functools.cached_property
-    def steps(self) -> int:
-        """Rows of pixels that a block goes through."""
-        return self.config.rows + self.geometry.rows.window - 1
 
 
 def predict(shape: Shape, device: Device) -> float:
@@ -169,13 +178,16 @@ def predict(shape: Shape, device: Device) -> float:
     if not rate or not device.sms:
         return math.inf
     clock = rate / device.sms / 256  # of an SM
-    multiply = 2 * g.rows.window * MMA_CLOCKS * c.rows / shape.steps
-    issue = 90 + 10 * shape.loads + 8 * instructions(p.epilogue)
-    rounds = math.ceil(shape.groups / shape.parts) if g.gradient else 1
-    steps = rounds * shape.blocks * shape.lanes * shape.steps / (4 * device.sms)
-    waves = shape.blocks / (device.sms * c.blocks)
-    steps *= math.ceil(waves) / waves if waves < 8 else 1.0
-    busy = 1e6 * steps * max(multiply, issue) / clock / ISSUED
+    multiply = 2 * g.rows.window * MMA_CLOCKS
+    issue = 80 + 3 * shape.loads + 2 * g.rows.window + 10 * g.gradient + 4 * instructions(p.epilogue)
+    # Blocks of an SM share it; one alone waits for each row in turn.
+    waves = -(-shape.blocks // (device.sms * c.blocks))
+    resident = min(c.blocks, -(-shape.blocks // device.sms))
+    row = max(max(multiply, issue / ISSUED) * resident * shape.lanes / 4, ROW_CLOCKS)
+    of_block = PROLOGUE_CLOCKS + shape.rounds * shape.steps * row
+    busy = 1e6 * waves * of_block / clock
     written = 8 * shape.parts * g.taps * g.pairs if g.gradient else 0
     memory = 1e6 * (p.bytes + written) / (MOVED * device.bytes_per_second)
-    return UNMEASURED * (LAUNCH_US + SUM_US * g.gradient + max(busy, memory) + 0.25 * min(busy, memory))
+    if c.lanes < 8:  # of each sector of L2 a block reads half
+        memory *= OF_HALVES
+    return UNMEASURED * (LAUNCH_US + SUM_US * g.gradient + max(busy, memory) + 0.2 * min(busy, memory))

@@ -78,7 +78,6 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     accumulator = f"#define F16_ACCUMULATORS {int(way.name == 'f16_f16')}\n#define ACCUMULATOR {carrier}\n"
     accumulator += f"#define TMA {int(config.tma)}\n"
     accumulator += f"#define COLUMNS {'columns' if views.groups(problem) > 1 else 'n'}\n"
-    accumulator += f"#define PIXELS {int(kernel.staging.places)}\n"
     return sources.source(
         kernel.name,
         constants,
@@ -98,7 +97,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "mma/math.cuh",
             "mma/instruction.cuh",
             *_multiply(kernel),
-            *["mma/pixels.cuh"] * kernel.staging.places,
+            *["mma/pixels.cuh"] * kernel.staging.pixels,
             epilogue_text(kernel.staging, arguments, problem.divided),
             "mma/epilogue.cuh",
             "mma/gemm.cuh",

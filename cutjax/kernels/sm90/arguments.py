@@ -24,9 +24,9 @@ from cutjax.kernels.arguments import (
 )
 from cutjax.kernels.operand import Operand, Taps
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import windows
+from cutjax.kernels.sm90 import scales, windows
 from cutjax.kernels.sm90.config import Config
-from cutjax.kernels.sm90.operands import decoded, row_bytes
+from cutjax.kernels.sm90.operands import decoded, factors, row_bytes
 from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.runtime.launch import Int64, Pointer, TensorMap
 
@@ -79,7 +79,7 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
             chunk = c.decoded_chunk(p) if decoded(p.a, p.bs[0]) else p.a.elements(128)
             value = _operand_map(buffer, p.a, p.m, p, of_a, c.bm, chunk, c, c.cluster_n)
         yield _map(f"map_a{term}" if term else "map_a", value, "a")
-    if p.a.scale:
+    if factors(p):
         yield _map("map_factors", _factor_map(kernel), "a")
     if view:
         yield from windows.of_windows(p, c.depth(p), kernel.phases)
@@ -99,23 +99,18 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
     in_order = [result_matrices(kernel.problem, dtype) for _, _, dtype in maps if p.order]
     for i, (place, buffer, dtype) in enumerate(maps):
         of_d = in_order[i] if in_order else d_matrices
-        if kernel.phases:
-            yield from _pixel_maps(f"map_d{place}", buffer, dtype, kernel, "d")
-            continue
         yield _map(f"map_d{place}", _tile_map(buffer, dtype, kernel, of_d, c.swap), "d")
     for place, buffer, dtype in maps if p.symmetric else ():
         yield _map(f"map_t{place}", _tile_map(buffer, dtype, kernel, d_matrices, transposed=True), "d")
     for i, spec in staging.operands:
         count = math.prod(size for size, move in zip(sizes, moves[2 + i], strict=True) if move)
-        if kernel.phases:
-            yield from _pixel_maps(f"map_x{i}", p.arrays + i, np.dtype(spec.dtype), kernel, "extras")
-            continue
         yield _map(f"map_x{i}", _tile_map(p.arrays + i, np.dtype(spec.dtype), kernel, count, c.swap), "extras")
 
     scalars = {"m": p.m, "n": p.n, "k": p.k, "raster": c.raster, "batch": p.batch_size}
     scalars |= {"batch1": sizes[1], "batch2": sizes[2]}
     if kernel.phases:
         scalars |= {"batch": kernel.matrices, "batch2": kernel.matrices}
+        yield from windows.of_pixels(kernel.phases)
     moving = [] if view else [("a", of_a), ("b", of_b)]  # images and their weights have no batch
     for name, of in (*moving, *(("d", of) for of in in_order[:1])):
         scalars |= {f"{name}_step{j}": step for j, step in enumerate(of.steps)}
@@ -123,6 +118,7 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
         yield integer(name, value)
     if c.splits > 1:
         yield integer("splits", c.splits, "splits")
+    yield from scales.of_scales(kernel.given, c.swap)
     yield from extras(p, loaded=dict(staging.operands))
     yield from partials(staging, first_result)
     if c.stream_k:  # after the results
@@ -208,14 +204,6 @@ def _taps_map(buffer: int, kernel: Resolved) -> TensorMap:
     chunk = c.chunk(b, p.products)
     depth = length if -(-c.bn // chunk) % c.cluster_m == 0 else length // c.cluster_m
     return windows.taps_map(buffer, p, b, pitch, (chunk, depth), b.bytes(chunk), l2_bytes)
-
-
-def _pixel_maps(name: str, buffer: int, dtype: np.dtype, kernel: Resolved, to: str) -> Iterator[Argument]:
-    """The tensor maps of the phases of a result, or of an operand of its shape, as pixels.cuh stores and loads it."""
-    assert kernel.phases is not None
-    columns = min(128, kernel.chunk * dtype.itemsize) // dtype.itemsize
-    for i, pixels in enumerate(kernel.phases.pixels):
-        yield _map(f"{name}_{i}", windows.pixels_map(buffer, kernel.stored, pixels, dtype, columns), to)
 
 
 def _tile_map(buffer: int, dtype: np.dtype, kernel: Resolved, of: Matrices | int, transposed: bool) -> TensorMap:

@@ -14,9 +14,26 @@ from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.operand import Operand
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import windows
+from cutjax.kernels.sm90 import operands, windows
 
 SCHEDULES = ("coop", "pingpong")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """The parts in which a warpgroup multiplies a stage, where the sums of each are promoted (mainloop.cuh).
+
+    Attributes:
+      columns: parts of the tile's columns. Blocks of 64 rows are parts of their own.
+      buffers: parts whose sums are kept at a time: 2 where one is added while the next is multiplied.
+      registers: that the sums take, of a thread.
+      group: blocks of k that are promoted beside each other, and whose scales are copied at once.
+    """
+
+    columns: int
+    buffers: int
+    registers: int
+    group: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +148,20 @@ class Config:
         """f32 accumulators of one product that a thread holds."""
         return self.m_blocks * self.bn // 2
 
+    def sums(self, products: int) -> Sums:
+        """Returns the parts in which sums of float8 are promoted.
+
+        Two buffers where they fit, else one, of half a tile, so that the widest tiles fit. Parts of less than 64
+        columns take longer to read than to multiply: they are made where no other warpgroup multiplies beside.
+        """
+        width, accumulators = self.bn * products, self.accumulator_registers * products
+        alone = self.schedule == "pingpong" or self.consumers == 1
+        columns = 2 if self.m_blocks == 1 and width % 16 == 0 and (width >= 128 or alone) else 1
+        parts = self.m_blocks * columns
+        buffers = 2 if parts > 1 and 2 * accumulators <= MAX_ACCUMULATORS else 1
+        # With one buffer, scales of fewer blocks leave room for a stage more.
+        return Sums(columns, buffers, buffers * accumulators // parts, 4 if buffers == 2 else 2 // self.m_blocks)
+
     @property
     def cluster(self) -> int:
         """CTAs of a cluster."""
@@ -161,13 +192,13 @@ class Config:
 
     def factor_rows(self, problem: Problem) -> int:
         """Returns the rows of a's factors that a stage has, each along bm."""
-        return max(1, self.depth(problem) // problem.a.scale.k) if problem.a.scale else 0
+        scale = operands.factors(problem)
+        return max(1, self.depth(problem) // scale.k) if scale else 0
 
     def factor_bytes(self, problem: Problem) -> int:
         """Returns the memory of a stage's factors, in units in which swizzled tiles begin."""
-        if not problem.a.scale:
-            return 0
-        return -(-self.factor_rows(problem) * self.bm * problem.a.scale.dtype.itemsize // 1024) * 1024
+        scale = operands.factors(problem)
+        return -(-self.factor_rows(problem) * self.bm * scale.dtype.itemsize // 1024) * 1024 if scale else 0
 
     def chunk(self, b: Operand, products: int = 1) -> int:
         """Returns the elements of a row of b's tile in shared memory, which its swizzle spans.
@@ -203,6 +234,8 @@ class Config:
         ragged = f"_groups_{problem.divided}" if problem.divided else ""
         symmetric = "_symmetric" if problem.symmetric else ""
         strided = "_strided" if problem.order else ""  # other text
+        scales = [str(x.scale.mn if x.scale else 0) for x in (problem.a, problem.bs[0])]
+        strided += f"_scaled_{'x'.join(scales)}" if scales != ["0", "0"] else ""
         strided += "_gathered" * problem.a.gathered + windows.name(problem)
         name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}{symmetric}{strided}"
         if not problem.plain:

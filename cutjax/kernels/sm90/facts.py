@@ -13,9 +13,9 @@ from cutjax.kernels import reasons as shared
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import operands, windows
+from cutjax.kernels.sm90 import operands, scales, windows
 from cutjax.kernels.sm90.arguments import matrices_of, result_matrices
-from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Config
+from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Config, Sums
 from cutjax.kernels.staging import STORED_BY_TMA, Staging, plan_staging
 
 ARCH = "sm_90a"
@@ -52,11 +52,20 @@ class Facts:
     @functools.cached_property
     def addressed(self) -> bool:
         """True if threads store a result, each by addresses of its own, and not TMA."""
-        return not all(self.staging.by_tma(out) for _, out in self.staging.results)
+        return not self.staging.pixels and not all(self.staging.by_tma(out) for _, out in self.staging.results)
 
     def accumulators(self, config: Config) -> int:
         """Returns the accumulator registers of a thread, all products together, and those they are promoted to."""
-        return config.accumulator_registers * self.problem.products * (2 if self.way.promoted else 1)
+        accumulators = config.accumulator_registers * self.problem.products
+        if self.way.promoted:
+            return accumulators + self.sums(config).registers
+        return accumulators
+
+    def sums(self, config: Config) -> Sums:
+        """Returns the sums that are promoted, where some are."""
+        if self.way.each:
+            return config.sums(self.problem.products)
+        return Sums(1, 1, config.accumulator_registers * self.problem.products)
 
     def max_accumulators(self, config: Config) -> int:
         """Returns the accumulator registers a thread may have, all products together, beside what its epilogue keeps.
@@ -77,6 +86,8 @@ class Facts:
             config.schedule == "pingpong" or sum(dtype.itemsize for dtype in self.staging.result_dtypes) > 2
         )
         widest = 160 if beside or self.addressed else MAX_ACCUMULATORS
+        if scales.by_column(problem, config) and config.schedule == "coop" and self.sums(config).buffers == 2:
+            widest = min(widest, 176)  # 128x192 spills in a cluster
         if problem.plain:
             alone = config.schedule == "pingpong" and config.cluster == 1
             return 160 if problem.divided == "m" or (problem.groups and not alone) else widest
@@ -101,8 +112,8 @@ def facts_of(problem: Problem, swap: bool = False, pixels: bool = False) -> Fact
 
     Its rows may be pixels apart in the images of the result.
     """
-    own = swap and operands.decoded(problem.bs[0], problem.a)
-    why = [*shared.of_operands(problem, (Gathered, Im2col), (Taps,), own), *operands.reasons(problem)]
+    why = [*shared.of_operands(problem, (Gathered, Im2col), (Taps,), blocks=True), *operands.reasons(problem)]
+    why += scales.reasons(problem)
     unswappable = shared.of_swap(problem) if swap else []
     unswappable += ["swap with windows of images: they are the rows"] * (swap and windows.view_of(problem) is not None)
     if operands.decoded(problem.bs[0], problem.a) and not swap:
@@ -171,6 +182,7 @@ class Footprint:
       whole_result: staging buffers that hold all that a warpgroup stores of a tile.
       most: bytes that one block may take.
       half: bytes that each of two blocks on an SM may take; 0 where registers do not fit two.
+      scale_bytes: scales of the operands.
     """
 
     chunk: int
@@ -180,10 +192,11 @@ class Footprint:
     whole_result: int
     most: int
     half: int
+    scale_bytes: int = 0
 
     def bytes(self, stages: int, buffers: int = 2) -> int:
         """Returns the shared memory of so many stages and staging buffers a warpgroup."""
-        return stages * (self.stage_bytes + 16) + buffers * self.staging_bytes
+        return stages * (self.stage_bytes + 16) + buffers * self.staging_bytes + self.scale_bytes
 
     def limit(self, stages: int) -> int:
         """Returns the shared memory a block may take: half an SM's where two fit, each with two staging buffers."""
@@ -220,4 +233,5 @@ def _footprint(facts: Facts, config: Config) -> Footprint:
         whole_result=config.m_blocks * config.epilogue_columns // chunk,
         most=problem.device.shared_bytes,
         half=problem.device.shared_bytes_per_sm // 2 - 1024 if two else 0,
+        scale_bytes=scales.bytes_of(problem, config),
     )

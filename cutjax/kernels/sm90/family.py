@@ -15,7 +15,7 @@ from cutjax.kernels.sm90 import operands, windows
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint
 from cutjax.kernels.sm90.kernel import resolve
-from cutjax.kernels.sm90.phases import phases
+from cutjax.kernels.sm90.phases import parts
 from cutjax.kernels.sm90.resolved import cluster_tile
 
 __all__ = ["Config", "competes", "configs", "name", "reasons", "resolve", "stores_in_order"]
@@ -32,6 +32,13 @@ TILES = {  # where two are predicted equal, the first is taken
 }
 # Symmetric products have half as many tiles: steps of 16 are worth 3.5% over 34 sizes, up to 22%, where b is K-major.
 SYMMETRIC_TILES = TILES | {("coop", 128): tuple(range(64, 257, 16))}
+# Of float8, whose sums are promoted: accumulators and sums share the registers, and every other width is one more wave.
+PROMOTED_TILES = TILES | {
+    ("pingpong", 64): (64, 96, 128, 160, 192),
+    ("pingpong", 128): (64, 96),
+    ("coop", 128): (64, 96, 112, 128, 144, 160, 176, 192, 256),
+    ("coop", 256): (64, 96, 112, 128),
+}
 # Of the transposed result: bn lies along m, which may be a few tokens, and any width is as good where a is K-major.
 SWAPPED_TILES = {
     ("pingpong", 64): (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 208, 224, 256),
@@ -57,20 +64,20 @@ _divide = functools.lru_cache(maxsize=1 << 14)(dataclasses.replace)
 def reasons(problem: Problem) -> tuple[str, ...]:
     """Returns the reasons against every kernel of this family for a problem; empty when one can serve it."""
     unmeasured = ("gathered rows by cp.async are not measured yet: a kernel is pinned by config=",)
+    if part := _parts(problem):
+        return part.reasons
     if operands.decoded(problem.bs[0], problem.a):
-        undecided = ("weights decoded in front of wgmma are not measured yet: a kernel is pinned by config=",)
-        return facts_of(problem, True).reasons + undecided
-    if part := _phases(problem):
-        return facts_of(part, pixels=True).reasons
+        return facts_of(problem, True).reasons
     return facts_of(problem).reasons + unmeasured * problem.a.gathered
 
 
-def _phases(problem: Problem) -> Problem | None:
-    """Returns the deepest phase of a forward convolution whose images are spread; None of any other."""
+def _parts(problem: Problem) -> Facts | None:
+    """Returns the facts of what a forward convolution whose images are spread is computed as; None of any other."""
     view = windows.view_of(problem)
     if view is None or not windows.spread(view) or problem.a.contiguous == "mn" or 0 in (*view.grid, *view.image):
         return None
-    return phases(problem)[0]
+    part, of, _ = parts(problem)
+    return facts_of(part, pixels=of is not None)
 
 
 def competes(problem: Problem) -> bool:
@@ -86,8 +93,8 @@ def stores_in_order(problem: Problem) -> bool:
 
 def configs(problem: Problem) -> Iterator[Config]:
     """Yields the shipped tiles, each as deep and in the order that suits the problem, and ways to divide k."""
-    if part := _phases(problem):
-        found = _configs(facts_of(part, pixels=True), swap=False)
+    if part := _parts(problem):
+        found = _configs(part, swap=False)
         yield from (config for config in found if config.splits == 1 and not config.stream_k)
         return
     if not (own := facts_of(problem)).reasons:
@@ -98,13 +105,13 @@ def configs(problem: Problem) -> Iterator[Config]:
 
 def _configs(facts: Facts, swap: bool) -> Iterator[Config]:
     problem = facts.problem
-    tiles = SYMMETRIC_TILES if problem.symmetric and problem.layout == "nt" else SWAPPED_TILES if swap else TILES
+    tiles = PROMOTED_TILES if facts.way.each else TILES
+    tiles = SYMMETRIC_TILES if problem.symmetric and problem.layout == "nt" else SWAPPED_TILES if swap else tiles
     any_width = problem.bs[0].contiguous == "k"
     few = _even_widths(problem.n) if swap and any_width and problem.n <= FEW_COLUMNS else ()
     for (schedule, bm), widths in tiles.items():
-        # With ping-pong one warpgroup multiplies at a time: nothing hides that each stage's sums are added up, and of a
-        # block's one tile there is nothing for the other.
-        if schedule == "pingpong" and (facts.way.promoted == 1 or problem.device.shared):
+        # With ping-pong, of a block's one tile there is nothing for the other warpgroup.
+        if schedule == "pingpong" and problem.device.shared:
             continue
         widths = [bn for bn in few if bn <= widths[-1]] if few else widths
         for bk, bns, clusters in ((64, widths, CLUSTERS), (128, DEEP_TILES.get((schedule, bm), ()), CLUSTERS[:1])):

@@ -11,12 +11,13 @@ from cutjax.dtypes import short
 from cutjax.kernels import base
 from cutjax.kernels import reasons as shared
 from cutjax.kernels.device import Device
+from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import cost, operands, text, windows
 from cutjax.kernels.sm90.arguments import Argument, arguments
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.facts import ARCH, Facts, facts_of, footprint
-from cutjax.kernels.sm90.phases import Phases, phases
+from cutjax.kernels.sm90.phases import Phases, parts
 from cutjax.kernels.sm90.resolved import Resolved, cluster_tile
 
 
@@ -76,16 +77,18 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     """Returns the kernel, or every reason why the config cannot serve the problem."""
     view = windows.view_of(problem)
     if view is None or not windows.spread(view):
-        return _resolve(problem, None, config, problem)
+        return _resolve(problem, None, (), config, problem)
     if problem.a.contiguous == "mn":
         return facts_of(problem).reasons
     if config.splits > 1 or config.stream_k:
         return (f"splits={config.splits}, stream_k={config.stream_k}: parts of phases",)
-    return _resolve(*phases(problem), config, problem)
+    return _resolve(*parts(problem), config, problem)
 
 
-def _resolve(problem: Problem, of: Phases | None, config: Config, asked: Problem) -> Kernel | tuple[str, ...]:
-    """Returns the kernel of a problem, which may be of the phases of the one asked."""
+def _resolve(
+    problem: Problem, of: Phases | None, weights: tuple[Prepared, ...], config: Config, asked: Problem
+) -> Kernel | tuple[str, ...]:
+    """Returns the kernel of a problem, which may be of the phases of the one asked, with weights prepared for it."""
     facts = facts_of(problem, config.swap, of is not None)
     if problem.arch != ARCH:  # another device's memory says nothing of this family's tiles
         return facts.reasons
@@ -127,7 +130,9 @@ def _resolve(problem: Problem, of: Phases | None, config: Config, asked: Problem
         reasons.append(f"{products} products of {config.bn} columns: wgmma multiplies at most 256 at once")
     if facts.integers and products * config.bn > 24 and products * config.bn % 16:
         reasons.append(f"{products * config.bn} columns: wgmma of integers takes 8, 24 and multiples of 16")
-    if config.bk == 128 and facts.way.promoted == 1:
+    if facts.way.each and config.schedule == "pingpong" and facts.sums(config).buffers == 1:
+        reasons.append("pingpong of float8 with one buffer of sums: nothing is multiplied while they are added up")
+    if config.bk == 128 and facts.way.each:
         reasons.append("bk=128 of float8: sums of 128 bytes of k are added up in f32, which are one stage of bk=64")
     if facts.problem.a.bits == 4 and config.m_blocks != 2:
         reasons.append(f"{config.bm}x{config.bn} {config.schedule} with weights of 4 bits: a warpgroup holds 128 rows")
@@ -142,7 +147,7 @@ def _resolve(problem: Problem, of: Phases | None, config: Config, asked: Problem
         reasons.append(
             f"{config.epilogue_columns} columns make staging rows of less than 32 bytes in {short(narrow.name)}"
         )
-    tiles = facts.problem.most_tiles(*cluster_tile(config)) * (len(of.pixels) if of else 1)
+    tiles = facts.problem.most_tiles(*cluster_tile(config)) * (of.count if of else 1)
     reasons += _counted(facts, config, tiles)
     if reasons:
         return tuple(reasons)
@@ -155,8 +160,9 @@ def _resolve(problem: Problem, of: Phases | None, config: Config, asked: Problem
         asked=asked,
         multiplied=facts.problem,
         way=facts.way,
+        sums=facts.sums(config),
         staging=facts.staging,
-        prepared=facts.prepared,
+        prepared=(*weights, *facts.prepared),
         chunk=tile.chunk,
         stage_bytes=tile.stage_bytes,
         buffer_bytes=tile.buffer_bytes,

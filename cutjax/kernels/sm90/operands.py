@@ -9,7 +9,7 @@ import numpy as np
 
 from cutjax.dtypes import DTYPES, FLOAT8, are_narrow, short
 from cutjax.epilogue.expression import identity
-from cutjax.kernels.operand import Operand
+from cutjax.kernels.operand import Operand, Scale
 from cutjax.kernels.prepared import Pad, Pairs, Prepared, Step, Terms, Transpose
 from cutjax.kernels.problem import BF16, Problem
 from cutjax.kernels.sm90 import windows
@@ -43,6 +43,11 @@ class Way:
     dtype: np.dtype | None = None
     promoted: int = 0
 
+    @property
+    def each(self) -> bool:
+        """True if the sums of each stage are promoted, in parts."""
+        return self.promoted == 1
+
 
 # Sums of float8 products have 14 bits: 128 of k are added up in f32. Of the full products of float32 by terms, the
 # tensor cores' own rounding, towards zero at every 16 of k, would be the largest error: 512 of k.
@@ -53,6 +58,7 @@ _WAYS = {
     "bf16x3": Way(2, PAIRS[3], 7, BF16, 8),
     "bf16x6": Way(3, PAIRS[6], 7, BF16, 8),
     "bf16x9": Way(3, PAIRS[9], 7, BF16, 8),
+    "fast": Way(),
 }
 _AS_THEY_ARE, _FLOAT8 = Way(), Way(promoted=1)
 
@@ -74,6 +80,11 @@ def decoded(operand: Operand, other: Operand) -> bool:
     return are_narrow(other.dtype, operand.dtype)
 
 
+def factors(problem: Problem) -> Scale | None:
+    """Returns the scales that a problem's a is multiplied by as it is decoded; None where there are none."""
+    return problem.a.scale if decoded(problem.a, problem.bs[0]) else None
+
+
 def k_major(dtype: np.dtype) -> bool:
     """True if wgmma reads operands of a dtype along k alone."""
     return dtype.itemsize != 2
@@ -88,9 +99,9 @@ def reasons(problem: Problem) -> list[str]:
             return [f"{both} by tf32: wgmma multiplies their parts, in dense products without an epilogue"]
         return []
     if a == b == "float32":
-        if problem.math not in _WAYS:
-            return [f"{both}: wgmma multiplies float32 as one of {', '.join(_WAYS)}"]
-    elif problem.math:
+        if problem.math not in (ways := [name for name in _WAYS if name != "fast"]):
+            return [f"{both}: wgmma multiplies float32 as one of {', '.join(ways)}"]
+    elif problem.math not in ("", "fast"):
         return [f"{both} by {problem.math}: wgmma computes these products as they are"]
     elif decoded(problem.bs[0], problem.a):
         return _decoded_reasons(problem, problem.bs[0])
@@ -116,6 +127,10 @@ def _decoded_reasons(problem: Problem, b: Operand) -> list[str]:
         found.append(f"b in {b.bits} bits{' with scales' if scale else ''} along k: kernels decode rows along n")
     if b.bits == 4 and problem.n % 32:
         found.append(f"n = {problem.n}: rows of b in 4 bits are no whole units of 16 bytes")
+    if problem.a.scale:
+        found.append(
+            f"a with scales of {problem.a.scale.mn} x {problem.a.scale.k} elements: kernels multiply b by scales"
+        )
     if scale is None:
         return found
     if scale.mn != 1 or scale.k % 32 or (128 % scale.k and scale.k % 128) or problem.k % scale.k:

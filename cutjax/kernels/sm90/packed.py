@@ -40,6 +40,11 @@ def chunk_of(view: Im2col, size: int) -> int:
     return min(cost, key=lambda length: cost[length])
 
 
+def are_few(view: Im2col, size: int) -> bool:
+    """True if channels, of so many bytes an element, are so few that rows of windows may be packed."""
+    return view.channels * size <= min(_SPANS)
+
+
 def padded_to(channels: int, length: int) -> int:
     """Returns the channels of whole pieces."""
     return -(-channels // length) * length
@@ -146,7 +151,7 @@ def packed(problem: Problem) -> Packing | None:
     view, b, size = view_of(problem), problem.bs[0].view, size_of(problem)
     if view is None or view.groups > 1 or spread(view) or min(view.window) == 0 or view.window[-1] == 1:
         return None
-    if view.channels * size > min(_SPANS):  # copying the images would take longer than it saves
+    if not are_few(view, size):  # copying the images would take longer than it saves
         return None
     if view.dilation[-1] > 1 or (isinstance(b, Taps) and (b.stored != view.window or {*map(abs, b.step)} != {1})):
         return None

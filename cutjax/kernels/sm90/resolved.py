@@ -7,7 +7,7 @@ import dataclasses
 from cutjax.kernels import base
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import operands, windows
-from cutjax.kernels.sm90.config import Config
+from cutjax.kernels.sm90.config import Config, Sums
 from cutjax.kernels.sm90.phases import Phases
 
 
@@ -17,6 +17,7 @@ class Resolved(base.Resolved):
 
     Attributes:
       way: how its operands are multiplied.
+      sums: in which the products of a stage are added up before they are promoted.
       buffers: staging buffers a warpgroup: as many as there is room for, up to the whole of its accumulators.
       blocks_per_sm: thread blocks that share an SM.
       phases: of a convolution whose images are spread; None of any other. A phase is a matrix of the result.
@@ -24,6 +25,7 @@ class Resolved(base.Resolved):
 
     config: Config
     way: operands.Way
+    sums: Sums
     buffers: int
     blocks_per_sm: int
     phases: Phases | None = None
@@ -45,16 +47,21 @@ class Resolved(base.Resolved):
         return self.multiplied if own else self.problem
 
     @property
+    def given(self) -> Problem:
+        """The problem of the arrays as they are given, in the order in which they are multiplied."""
+        return self.problem.transposed if self.config.swap else self.problem
+
+    @property
     def matrices(self) -> int:
         """Matrices of each result: its phases, where it is computed in such, and those of a batch."""
-        return len(self.phases.pixels) if self.phases else 1
+        return self.phases.count if self.phases else 1
 
     @property
     def k_blocks(self) -> int:
         """Stages that a tile of the whole contraction takes; of phases, on average."""
         if self.phases:
             p = self.multiplied
-            pieces = [-(-max(1, taps) * p.k // windows.taps(p) // self.config.depth(p)) for taps in self.phases.taps]
+            pieces = [-(-taps * p.k // windows.taps(p) // self.config.depth(p)) for taps in self.phases.taps]
             return max(1, round(sum(pieces) / len(pieces)))
         return -(-self.multiplied.k // self.config.depth(self.multiplied)) * len(self.way.pairs)
 

@@ -11,7 +11,7 @@ from cutjax.kernels.arguments import Argument
 from cutjax.kernels.epilogue_text import epilogue_text
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import operands, windows
+from cutjax.kernels.sm90 import operands, scales, windows
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.runtime import sources
@@ -32,6 +32,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     view, taps = windows.view_of(problem), isinstance(problem.bs[0].view, Taps)
     of_windows = windows.chunk(problem) if view else 0
     decoded = operands.decoded(problem.a, problem.bs[0])
+    parts, scaled = kernel.sums, scales.scaled(problem)
+    each = "sm90/promote_scaled.cuh" if scaled else "sm90/promote_each.cuh"
     constants = {
         "BM": config.bm,
         "BN": config.bn,
@@ -45,6 +47,9 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "PAIRS_OF_A": _packed(a for a, _ in way.pairs),
         "PAIRS_OF_B": _packed(b for _, b in way.pairs),
         "PROMOTED_BLOCKS": way.promoted * 64 // config.bk,
+        "COLUMN_PARTS": parts.columns,
+        "SUM_BUFFERS": parts.buffers,
+        "GROUP": parts.group,
         "STAGES": config.stages,
         "CLUSTER_M": config.cluster_m,
         "CLUSTER_N": config.cluster_n,
@@ -67,7 +72,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "RAGGED_K": problem.divided == "k",
         "PRODUCTS": problem.products,
         "PHASED": kernel.phases is not None,
-        "OUTPUTS": (len(kernel.staging.results) + len(kernel.staging.mirror_slots)) * kernel.matrices,
+        "OUTPUTS": len(kernel.staging.results) + len(kernel.staging.mirror_slots),
         "EPILOGUE_COLUMNS": config.epilogue_columns,
         "D_CHUNK": kernel.chunk,
         "PIECE": 8 if kernel.chunk % 16 else 16,
@@ -78,9 +83,13 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     if view:
         counts = [len(axis) for axis in reversed(kernel.phases.along)] if kernel.phases else []
         constants |= {f"PHASES{i}": count for i, count in enumerate([*counts, 1, 1, 1][:3])}
+        constants |= {"PIXEL_RUNS": kernel.phases.runs} if kernel.phases else {}
         constants |= {"IMAGE_AXES": len(view.image), "IMAGE_GROUPS": view.groups > 1, "WINDOW_CHUNK": of_windows}
+    if scaled:
+        constants |= scales.constants(kernel.given)
     scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
     scheduler = "stream" if config.stream_k else scheduler
+    scheduler = "sm90/phase" if kernel.phases else f"common/{scheduler}"
     return sources.source(
         kernel.name,
         constants,
@@ -99,17 +108,24 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             *(["sm90/transposed.cuh"] if problem.symmetric or config.swap else []),
             *(["common/mirror.cuh"] if problem.symmetric else []),
             "common/scheduler.cuh",
-            f"common/{scheduler}_scheduler.cuh",
-            wgmma(config.bn * problem.products, problem.a.dtype, problem.bs[0].dtype, a_k_major, b_k_major, decoded),
+            f"{scheduler}_scheduler.cuh",
+            wgmma(
+                config.bn * problem.products // parts.columns,
+                problem.a.dtype,
+                problem.bs[0].dtype,
+                a_k_major,
+                b_k_major,
+                decoded,
+            ),
             "sm90/tiles.cuh",
             "sm90/load_plain.cuh",
-            *(["sm90/load_scaled.cuh"] if problem.a.scale else []),
+            *(["sm90/load_scaled.cuh"] if operands.factors(problem) else []),
             *(["sm90/load_gather.cuh"] if problem.a.gathered else []),
             *(["sm90/load_im2col.cuh"] if view else []),
             *(["sm90/load_taps.cuh"] if taps else []),
             _views(problem),
             "sm90/producer.cuh",
-            "sm90/promote_blocks.cuh" if way.promoted else "sm90/promote_never.cuh",
+            each if way.each else "sm90/promote_blocks.cuh" if way.promoted else "sm90/promote_never.cuh",
             *(["sm90/decode.cuh", "sm90/multiply_registers.cuh"] if decoded else ["sm90/multiply.cuh"]),
             "sm90/mainloop.cuh",
             "sm90/stream.cuh",
@@ -126,7 +142,7 @@ def _views(problem: Problem) -> str:
     """Returns the names of the views that operands are loaded by, and of how k is walked."""
     views = {Gathered: "Gathered", Im2col: "Im2col", Taps: "Taps"}
     a, b = (views.get(type(x.view), "Plain") for x in (problem.a, problem.bs[0]))
-    a = "Scaled" if problem.a.scale else a
+    a = "Scaled" if operands.factors(problem) else a
     walk = "Depth" if a != "Im2col" else "Im2col::Elements" if problem.a.contiguous == "k" else "Im2col::Columns"
     steps = ", ".join(f"{x}_step{i} = 0" for x in "ab" for i in range(3))
     still = f"constexpr int {steps};  // no batch\n" if a == "Im2col" else ""

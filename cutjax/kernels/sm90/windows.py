@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from cutjax.kernels import reasons as shared
 from cutjax.kernels.arguments import Argument, integer
-from cutjax.kernels.operand import Im2col, Operand, Pixels, Taps
+from cutjax.kernels.operand import Im2col, Operand, Taps
 from cutjax.kernels.prepared import Step
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.packed import (
@@ -27,13 +27,14 @@ from cutjax.kernels.sm90.packed import (
     taken,
     view_of,
 )
-from cutjax.kernels.sm90.phases import Phases, counts
+from cutjax.kernels.sm90.phases import Phases, beside, counts
 from cutjax.runtime import tensor_map
 from cutjax.runtime.launch import Int64, TensorMap
 
 _OFFSETS = {1: 2**16, 2: 2**8, 3: 2**5}  # of a load, by the axes of an image: the first that do not fit
 _CORNERS = {1: 2**15, 2: 2**7, 3: 2**4}  # of the box that windows begin in, either way
 _STRIDES = 8
+_ALONG = 16  # phases along all axes, each of which has a parameter
 
 
 def chunk(problem: Problem) -> int:
@@ -117,39 +118,23 @@ def weights(problem: Problem, x: jax.Array) -> jax.Array:
 
 def name(problem: Problem) -> str:
     """Returns the part of a kernel's name about the views that it reads by."""
+    problem, _, runs = beside(problem)
     view = view_of(problem)
     if view is None:
         return ""
     axes, length, of = len(view.image), chunk(problem), as_multiplied(problem)
     taps = problem.a.contiguous == "k" and (isinstance(of.bs[0].view, Taps) or spread(view))
-    phases = f"_phases{'x'.join(map(str, counts(view)))}" * spread(view)
+    phases = f"_phases{'x'.join(map(str, counts(view)))}" * spread(view) + f"_runs{runs}" * (runs > 1)
     grouped = isinstance(of.a.view, Im2col) and of.a.view.groups > 1
     return f"_im2col{axes}d_c{length}" + "_taps" * taps + "_grouped" * grouped + phases
 
 
-def pixels_map(buffer: int, problem: Problem, pixels: Pixels, dtype: np.dtype, columns: int) -> TensorMap:
-    """Returns the tensor map of a result, or an operand of its shape, whose rows are pixels apart.
-
-    A load or store takes 64 of them, of so many columns.
-    """
-    view, pitch = view_of(problem), problem.n * dtype.itemsize
-    assert view is not None
-    strides, first = [], 0
-    for size, begin, step in zip(pixels.image[::-1], pixels.first[::-1], pixels.step[::-1], strict=True):
-        first += begin * pitch
-        strides.append(step * pitch)
-        pitch *= size
-    whole = (0,) * len(pixels.grid)  # corners: columns begin at any pixel
-    return TensorMap(
-        buffer=buffer,
-        dtype=dtype,
-        dims=(problem.n, *pixels.grid[::-1], view.images),
-        strides=(*strides, pitch),
-        box=tensor_map.Im2col(whole, whole, columns, 64),
-        swizzle=columns * dtype.itemsize,
-        byte_offset=first,
-        l2_bytes=256,
-    )
+def of_pixels(phases: Phases) -> Iterator[Argument]:
+    """Yields the arguments of the pixels that rows of phases are, beside the grid that those count."""
+    for i, (image, step) in enumerate(zip(phases.image[::-1], phases.step[::-1], strict=True)):
+        yield _bits(f"pixels_image{i}", image | step << 32, "rows")
+    for i, axis in enumerate(reversed(phases.along)):
+        yield _bits(f"pixels_first{i}", sum(of.first << 4 * j for j, of in enumerate(axis)), "rows")
 
 
 def reasons(problem: Problem) -> list[str]:
@@ -189,10 +174,9 @@ def phase_reasons(problem: Problem, phases: Phases | None) -> list[str]:
         found.append(f"phases whose windows reach {reach} pixels: TMA's offsets are below {most}")
     if packed(problem):
         found.append("phases of windows of few channels")
-    if len({pixels.grid for pixels in phases.pixels}) > 1:
-        # One launch stores them as if all were as large, and on an H200 that has ended in an illegal instruction.
-        found.append("phases of several sizes: kernels store as many rows of each")
-    return found
+    if (along := sum(map(len, phases.along))) > _ALONG:
+        found.append(f"{along} phases along the axes: a launch has parameters for {_ALONG}")
+    return found + shared.of_counters({"pixels": view.images * math.prod(phases.image)})
 
 
 def tile_reasons(problem: Problem, columns: int) -> list[str]:
@@ -201,6 +185,11 @@ def tile_reasons(problem: Problem, columns: int) -> list[str]:
     if view is None or view.groups == 1 or problem.n // view.groups % columns == 0:
         return []
     return [f"tiles of {columns} columns of groups of {problem.n // view.groups}: a tile has channels of one group"]
+
+
+def _bits(name: str, bits: int, to: str) -> Argument:
+    """Returns an argument of 64 bits."""
+    return Argument(f"u64 {name}", Int64(bits - (bits >> 63 << 64)), to)
 
 
 def _strides(view: Im2col) -> tuple[int, ...]:
@@ -262,13 +251,14 @@ def of_windows(problem: Problem, depth: int, phases: Phases | None) -> Iterator[
     yield integer("a_pieces", -(-view.channels // chunk(problem)), "a")
     # TMA begins at multiples of 16 bytes of a row, outside of it too; elsewhere is an illegal instruction on an H200.
     yield integer("a_channels", view.groups * padded_to(view.channels, chunk(problem)), "a")
-    for name in ("grid", "strides", "low", "dilation"):
+    for i, value in enumerate(reversed(view.grid)):
+        yield integer(f"pixels_grid{i}", value, "a rows") if phases else integer(f"a_grid{i}", value, "a")
+    for name in ("strides", "low", "dilation"):
         for i, value in enumerate(reversed(getattr(view, name))):
-            yield integer(f"a_{name}{i}", value, "a extras" if name == "grid" and phases else "a")
+            yield integer(f"a_{name}{i}", value, "a")
     for i, axis in enumerate(reversed(phases.along) if phases else ()):
-        for j, (taps, offset, place) in enumerate(axis):
-            entry = taps | offset << 16 | (place & 0xFFFFFFFF) << 32
-            yield Argument(f"u64 a_phase{i}_{j}", Int64(entry - (entry >> 63 << 64)), "a")
+        for j, of in enumerate(axis):
+            yield _bits(f"a_phase{i}_{j}", of.taps | of.offset << 16 | (of.weights & 0xFFFFFFFF) << 32, "a")
     for i, value in enumerate(() if phases else reversed(view.window)):
         yield integer(f"a_window{i}", value, "a")
     if view.groups > 1 or problem.a.contiguous == "mn":  # what others do not read

@@ -32,15 +32,14 @@ WEIGHTS = {
 }
 # What has not been timed takes so much more: rows of windows that are packed as channels, and phases in one launch.
 PACKED = 1.15
-# Of phases, TMA stores each row of a result's box by itself: microseconds an SM takes for a row of 128 bytes and for a
-# shorter one. 13 convolutions with a launch for each phase took 9 to 15 and 8 to 10 ns. Phases without taps, which
-# only store, took 26 to 75 ns.
-ROW_US, SHORT_ROW_US, EMPTY = 0.011, 0.008, 3.0
+# Of phases, threads store each row to a place of its own: microseconds an SM takes for 128 bytes of one, and for less.
+# Not fitted yet: the rate of memory, which 132 SMs share.
+ROW_US, SHORT_ROW_US = 0.004, 0.003
 
 
 def over(kernel: Resolved) -> float:
     """The factor by which a convolution takes longer than a dense product."""
-    p, c = kernel.asked, kernel.config
+    p, c, n = kernel.asked, kernel.config, kernel.multiplied.n
     view = windows.view_of(p)
     assert view is not None
     weights = p.a.contiguous == "mn"
@@ -48,7 +47,7 @@ def over(kernel: Resolved) -> float:
         "always": 1,
         "narrow": c.bn <= 32,
         "short": c.bm == 64 and c.bn <= 64,
-        "wasted": math.log2(math.ceil(p.n / c.bn) * c.bn / p.n),
+        "wasted": math.log2(math.ceil(n / c.bn) * c.bn / n),
         "tall": c.bm == 256 and c.bn <= 96,
         "clusters": c.cluster_k == 8 and c.bn <= 64,
         "line": len(view.window) == 1,
@@ -68,5 +67,4 @@ def stored_us(kernel: Resolved, device: Device) -> float:
     p = kernel.multiplied
     whole, rest = divmod(p.n * p.out_dtype.itemsize, 128)
     row_us = whole * ROW_US + (ROW_US if rest > 64 else SHORT_ROW_US if rest else 0.0)
-    rows = sum(EMPTY if taps == 0 else 1.0 for taps in kernel.phases.taps) * p.m
-    return rows * row_us / device.sms
+    return kernel.matrices * p.m * row_us / device.sms

@@ -143,6 +143,8 @@ DEVICE u32 ld_shared_u32(u32 address) {
   return x;
 }
 
+DEVICE float ld_shared_f32(u32 address) { return __uint_as_float(ld_shared_u32(address)); }
+
 DEVICE u32 ld_shared_u8(u32 address) {
   u32 x;
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address) : "memory");

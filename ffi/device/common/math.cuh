@@ -176,6 +176,13 @@ DEVICE float fine_exp(float x, float scale) { return ex2_approx(x * (scale * LOG
 DEVICE float fine_exp2(float x) { return ex2_approx(x); }
 DEVICE float fine_logistic(float x, float scale) { return rcp_approx(1.0f + ex2_approx(x * (scale * -LOG2_E))); }
 
+// logistic(x) and logistic(-x) where an epilogue has both: the compiler makes the exponential and the inverse once.
+DEVICE float bounded_exp(float x, float scale) { return min_nan(ex2_approx(x * (scale * -LOG2_E)), 0x1p126f); }
+DEVICE float fine_logistic_rising(float x, float scale) { return rcp_approx(1.0f + bounded_exp(x, scale)); }
+DEVICE float fine_logistic_falling(float x, float scale) {
+  return bounded_exp(x, scale) * fine_logistic_rising(x, scale);
+}
+
 // ---- coarse: relative error below 2^-11, a quarter of what rounding to bf16 makes, or 2^-14 for f16 ----
 
 // Without cancellation: tanh(x / 2) = (exp(x) - 1) / (exp(x) + 1).

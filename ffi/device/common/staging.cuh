@@ -81,20 +81,30 @@ struct Staging {
   // are `pitch` elements apart.
   template <int UNIT>
   static DEVICE void store_rows(char* matrix, int, int n, int pitch, u32 tile, int x, int y, int rows, int thread) {
-    store_rows_at<UNIT>(matrix, n, pitch, tile, x, y, rows, thread, [](int row) { return row; });
-  }
-
-  // The same to rows of the matrix that `place` tells of each row.
-  template <int UNIT, typename Place>
-  static DEVICE void store_rows_at(char* matrix, int n, int pitch, u32 tile, int x, int y, int rows, int thread,
-                                   Place place) {
     constexpr int UNITS = D_CHUNK / UNIT;
 #pragma unroll 1
     for (int i = thread; i < rows * UNITS; i += STAGING_THREADS) {
       int row = i / UNITS, column = i % UNITS * UNIT, byte = column * SIZE<D>;
       if (x + column < n)
-        copy_to_global<UNIT * SIZE<D>>(matrix + (place(y + row) * static_cast<i64>(pitch) + x + column) * SIZE<D>,
+        copy_to_global<UNIT * SIZE<D>>(matrix + ((y + row) * static_cast<i64>(pitch) + x + column) * SIZE<D>,
                                        at(tile, row, byte, 0));
+    }
+  }
+
+  // The 16 rows that a warp has staged, each to a row of the matrix that a lane of the same number tells, if any. Of
+  // the `pitch` columns of a row, equal runs may lie so many runs apart.
+  template <int UNIT, int RUNS>
+  static DEVICE void store_rows_at(char* matrix, int n, int pitch, int apart, u32 tile, int x, int place, int thread) {
+    constexpr int UNITS = D_CHUNK / UNIT;
+    const int length = pitch / RUNS;
+#pragma unroll
+    for (int first = 0; first < 16 * UNITS; first += 32) {
+      int i = first + thread % 32, row = i / UNITS, column = i % UNITS * UNIT;
+      int run = RUNS > 1 ? (x + column) / length : 0, to = __shfl_sync(~0u, place, row % 16);
+      i64 begin = (to + run * (apart - 1)) * static_cast<i64>(length);
+      if (row < 16 && to >= 0 && x + column < n)
+        copy_to_global<UNIT * SIZE<D>>(matrix + (begin + x + column) * SIZE<D>,
+                                       at(tile, thread / 32 * 16 + row, column * SIZE<D>, 0));
     }
   }
 

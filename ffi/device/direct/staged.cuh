@@ -1,74 +1,119 @@
-// The tiles of convolutions by Toeplitz matrices in shared memory: rows of pixels, words of two channels each, that are
-// copied there, and results on their way out.
+// What convolutions by Toeplitz matrices share. A block has 2 * WARPS channels of SUBS images at once, whose rows are
+// as far down as each other's, and of them a piece of STRIPS strips of 8 places. Rows of pixels are copied into shared
+// memory well ahead, as words of two channels, one plane of them a warp; so are results on their way out.
 
-constexpr int PLACES = SUBS * STRIPS * 8, TAKEN = SUBS * STRIPS;  // places, and strips of them, of a row of all chunks
+constexpr int STEP = 2;  // rows of pixels between two barriers
+constexpr int SUB_PLACES = STRIPS * 8, SUB_PIXELS = SUB_PLACES + 8, TAKEN = SUBS * STRIPS;
 constexpr Math MATH = OPERAND == Dtype::bf16 ? Math::bf16 : Math::f16;
 
+// How the places of a launch are divided: PARTS blocks have the same channels.
 struct Chunks {
-  int rows, chunks, subs;  // of a chunk; chunks of an image; of all images
-  int pieces;              // of a row, of STRIPS strips each
+  int images, rows, chunks, pieces, parts;
 };
 
-// The sizes of images, and what lies before the first row and pixel of a block's.
+// The sizes of images, and what lies before their first row and pixel.
 struct Images {
   int height, width, channels, low_h, low_w;
 };
 
-// A row of SUBS chunks, SUB_PIXELS of each: [WARPS][PITCH] words, and how a thread copies its part of the next ones.
-template <int SUB_PIXELS>
-struct Tile {
-  static constexpr int PIXELS = SUBS * SUB_PIXELS;
-  static constexpr int PITCH = (PIXELS + 27) / 32 * 32 + 4;  // no two lanes of a copy meet in a bank
-  static constexpr int WORDS = WARPS * PITCH, LOADS = (PIXELS + 31) / 32;
-  const char* own;
-  int pixel_bytes, height, width;
-  int first_pixel[LOADS], first_row[LOADS];  // of all images; in its image, as far down as it is without
+// What a block goes through: of one chunk of rows, and one piece, every `by`-th group of images from the first on.
+struct Work {
+  int channel, part, column, row, end, group, by, rounds;
 
-  // Words of one pair of channels, of every 32nd pixel.
-  DEVICE void begin(const char* x, const Images& of, const Chunks& chunks, int channel, int sub, int place) {
-    int pair = threadIdx.x % WARPS;
-    own = x + static_cast<i64>(channel + 2 * pair) * SIZE<OPERAND>;
-    pixel_bytes = of.channels * SIZE<OPERAND>, height = of.height, width = of.width;
-#pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
-      int at = threadIdx.x / WARPS + 32 * i, its_sub = sub + at / SUB_PIXELS;
-      int column = place + at % SUB_PIXELS - of.low_w, image = its_sub / chunks.chunks;
-      int row = (its_sub - image * chunks.chunks) * chunks.rows - of.low_h;
-      bool there = its_sub < chunks.subs && static_cast<u32>(column) < static_cast<u32>(width);
-      first_row[i] = there && at < PIXELS && channel + 2 * pair < of.channels ? row : -(1 << 30);
-      first_pixel[i] = (image * height + row) * width + column;
-    }
+  DEVICE Work(const Chunks& of, int tiles, int height) {
+    channel = blockIdx.x % tiles * WARPS * 2, part = blockIdx.x / tiles;
+    column = part % of.pieces * SUB_PLACES, row = part / of.pieces % of.chunks * of.rows;
+    end = min(row + of.rows, height), group = part / of.pieces / of.chunks;
+    by = of.parts / of.pieces / of.chunks;
+    int groups = (of.images + SUBS - 1) / SUBS;
+    rounds = group < groups ? (groups - group + by - 1) / by : 0;
   }
-
-  // Of the step-th row; pixels that are in no image are zero.
-  DEVICE void load(u32 tile, int step) const {
-    u32 to = tile + 4 * (threadIdx.x % WARPS * PITCH + threadIdx.x / WARPS);
-#pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
-      if (PIXELS % 32 && threadIdx.x / WARPS + 32 * i >= PIXELS) break;
-      bool there = static_cast<u32>(first_row[i] + step) < static_cast<u32>(height);
-      int pixel = there ? first_pixel[i] + step * width : 0;
-      cp_async<4>(to + 128 * i, own + static_cast<i64>(pixel) * pixel_bytes, there);
-    }
-  }
-
-  // Where the first pixel of a strip is, in a pair's words.
-  static DEVICE int at(int strip) { return strip / STRIPS * SUB_PIXELS + strip % STRIPS * 8; }
 };
 
-using Pixels = Tile<STRIPS * 8 + 8>;  // under the windows of all places
+// A row of SUBS images, SUB words of each and up to READ of them pixels: [WARPS][PITCH] words, and how a thread copies
+// its part of the next one. Words that are no pixels are zero from the start.
+template <int READ, int SUB>
+struct Tile {
+  static constexpr int PITCH = (SUBS * SUB + 27) / 32 * 32 + 4;
+  static constexpr int WORDS = WARPS * PITCH, AT_ONCE = 32 / SUBS, LOADS = (READ + AT_ONCE - 1) / AT_ONCE;
+  static constexpr int ALL = PIECES > 1 ? 1 : READ / AT_ONCE;  // loads of every thread that has any
+  const char* next;
+  i64 row_bytes, step, jump;
+  u32 to;
+  int loads, image, images, by;
 
-// The results of PLACES of a dtype, two channels each, on their way to memory.
+  // From `row` on, `rows` of each group.
+  DEVICE void begin(const char* x, const Images& of, const Work& work, int all_images, int row, int rows) {
+    int pair = threadIdx.x % WARPS, slot = threadIdx.x / WARPS, sub = slot / AT_ONCE, column = slot % AT_ONCE;
+    int from = work.column - of.low_w, first = max(from, 0), count = min(from + SUB, of.width) - first;
+    int channel = work.channel + 2 * pair;
+    loads = sub < SUBS && channel < of.channels ? (max(count - column, 0) + AT_ONCE - 1) / AT_ONCE : 0;
+    to = 4 * (pair * PITCH + sub * SUB + first - from + column);
+    i64 pixel_bytes = of.channels * SIZE<OPERAND>;
+    image = work.group * SUBS + sub, images = all_images, by = work.by * SUBS;
+    row_bytes = of.width * pixel_bytes, step = AT_ONCE * pixel_bytes;
+    jump = (static_cast<i64>(by) * of.height - rows) * row_bytes;
+    next = x + (static_cast<i64>(image) * of.height + row) * row_bytes + (first + column) * pixel_bytes +
+           channel * SIZE<OPERAND>;
+  }
+
+  // Of an image that is not there zeros.
+  DEVICE void load(u32 stage) const {
+    if (loads == 0) return;
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i)
+      if (i < ALL || i < loads) cp_async<4>(stage + to + 4 * AT_ONCE * i, next + i * step, image < images);
+  }
+  DEVICE void to_next_row() { next += row_bytes; }
+  DEVICE void to_next_group() { next += jump, image += by; }
+
+  // Where the first pixel of a strip is, in a pair's words.
+  static DEVICE int at(int strip) { return strip / STRIPS * SUB + strip % STRIPS * 8; }
+};
+
+using Pixels = Tile<READ_PIXELS, SUB_PIXELS>;  // under the windows of all places
+
+// The steps of a loop that is unrolled by WINDOW_H of them, so that what moves by STEP rows at each stays in its
+// registers: step(Phase<i>{}) of every i-th, until one returns false.
+template <int I>
+struct Phase {
+  static constexpr int row = I * STEP;
+};
+template <int I = 0, typename Step>
+DEVICE bool in_turn(Step& step) {
+  if constexpr (I == WINDOW_H) {
+    return true;
+  } else {
+    return step(Phase<I>{}) && in_turn<I + 1>(step);
+  }
+}
+
+// Shared memory of so many bytes, a multiple of 16, as zeros.
+DEVICE void clear(u32 base, int bytes) {
+  for (int i = 16 * threadIdx.x; i < bytes; i += 16 * THREADS) st_shared_v4(base + i, 0, 0, 0, 0);
+}
+
+// The place, and the 8 channels of it, that a thread copies of each row of results; from which element on.
+struct Own {
+  int place, pair, channels;  // of 8 those that there are; none or less of a place that is not there
+  i64 at;
+
+  DEVICE Own(const Work& work, int channels) : place(threadIdx.x / (WARPS / 4)), pair(threadIdx.x % (WARPS / 4) * 4) {
+    this->channels = place < TAKEN * 8 ? channels - work.channel - 2 * pair : 0;
+  }
+};
+
+// The results of 16 strips of a dtype, two channels each, on their way to memory.
 template <Dtype D>
 struct Staged {
-  static constexpr int WORDS_EACH = 2 * SIZE<D> / 4;
-  static constexpr int PLACE_PITCH = (PLACES + 7) / 8 * 8 + (WARPS > 8 ? 2 : 4);
-  static constexpr int BUFFER_WORDS = WARPS * PLACE_PITCH * WORDS_EACH;
+  static constexpr int EACH = 2 * SIZE<D> / 4;                      // words of two channels
+  static constexpr int PITCH = (128 + (WARPS > 8 ? 2 : 4)) * EACH;  // few lanes meet in a bank
+  static constexpr int WORDS = WARPS * PITCH;
   static constexpr int BYTES = UNIT * SIZE<D> < 16 ? UNIT * SIZE<D> : 16, CHANNELS_EACH = BYTES / SIZE<D>;
 
   template <typename Carrier>
   static DEVICE void stage(u32* buffer, int warp, int place, const Carrier (&y)[2]) {
-    u32* to = buffer + (warp * PLACE_PITCH + place) * WORDS_EACH;
+    u32* to = buffer + warp * PITCH + place * EACH;
     if constexpr (SIZE<D> == 2) {
       *to = pack<D>(y[0], y[1]);
     } else {
@@ -79,23 +124,15 @@ struct Staged {
     }
   }
 
-  // All of a row, where `at` says which pixel of all images a place of it is, or -1.
-  template <typename At>
-  static DEVICE void copy(const u32* buffer, char* d, int first_channel, int channels, At at) {
-    constexpr int VECTORS = 2 * WARPS / CHANNELS_EACH;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < PLACES * VECTORS; i += THREADS) {
-      int place = i / VECTORS, channel = i % VECTORS * CHANNELS_EACH;
-      int pixel = at(place);
-      if (pixel < 0 || first_channel + channel >= channels) continue;
+  static DEVICE void copy(const u32* buffer, char* d, const Own& own) {
+    const u32* from = buffer + own.pair * PITCH + own.place * EACH;
+#pragma unroll
+    for (int v = 0; v < 8; v += CHANNELS_EACH) {
+      if (UNIT < 8 && v >= own.channels) break;  // others are there as one
       u32 words[4] = {};
 #pragma unroll
-      for (int w = 0; w < BYTES / 4; ++w) {
-        int pair = channel / 2 + w / WORDS_EACH;
-        words[w] = buffer[(pair * PLACE_PITCH + place) * WORDS_EACH + w % WORDS_EACH];
-      }
-      st_global<BYTES>(d + (static_cast<i64>(pixel) * channels + first_channel + channel) * SIZE<D>,
-                       Bytes16{words[0], words[1], words[2], words[3]});
+      for (int i = 0; i < BYTES / 4; ++i) words[i] = from[(v / 2 + i / EACH) * PITCH + i % EACH];
+      st_global<BYTES>(d + (own.at + v) * SIZE<D>, Bytes16{words[0], words[1], words[2], words[3]});
     }
   }
 };

@@ -1,114 +1,144 @@
-// A convolution of each channel by itself on the tensor cores, for wide windows of images: along a row, the weights of
-// a tap's row are a Toeplitz matrix of 16 pixels by 8 places, of which a window of 7 fills 7 / 16. A warp has two
-// neighbouring channels and 16 strips of 8 places, all of rows that are as far down their image (SUBS images or chunks
-// of one, of STRIPS strips each). It goes down the rows: fragments of one are multiplied by the matrices of all
-// WINDOW_H rows of taps, each for the row of the result in which it takes part.
+// A convolution of each channel by itself on the tensor cores: along a row, the weights of a tap's row are a Toeplitz
+// matrix of 16 pixels by 8 places, of which a window of 7 fills 7 / 16. A warp has two neighbouring channels and 16
+// strips of 8 places, all of rows that are as far down their image. It goes down the rows of pixels: fragments of one
+// are multiplied by the matrices of all WINDOW_H rows of taps, each for the row of the result in which it takes part.
+// Steps are unrolled, so that no sum moves; those before an image's first row of pixels, or behind its last one, only
+// end a row of the result.
 //
 // Elements of k are permuted, so that a lane's are four pixels in a row. A pixel that is not finite reaches all 8
 // places of the strips that read it, since most of a matrix is zeros.
 
-// A place of row 0: which pixel of the result it is, and how many rows there are from there on.
-struct Place {
-  int pixel, rows;
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARAMETERS) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
+  constexpr int ROW_BYTES = 4 * Pixels::WORDS, STAGE_BYTES = STEP * ROW_BYTES;
   u32 base = shared_address(shared_memory);
-  u32* staged = reinterpret_cast<u32*>(shared_memory) + STAGES * Pixels::WORDS;
-  Place* places = reinterpret_cast<Place*>(staged + 2 * STAGED_WORDS);
+  u32* staged = reinterpret_cast<u32*>(shared_memory) + STAGES * STEP * Pixels::WORDS;
   const Chunks of CHUNKS;
   const Images images IMAGES;
+  const Work work(of, tiles, grid_h);
+  if (work.rounds == 0) return;
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, part = lane % 4;
-  int block = blockIdx.x, first_channel = block % tiles * WARPS * 2;
-  block /= tiles;
-  int piece = block % of.pieces, first_sub = block / of.pieces * SUBS, first_place = piece * STRIPS * 8;
-  int channel = first_channel + 2 * warp;
+  int channel = work.channel + 2 * warp;
+
+  Vector<OPERAND, 2> taps[WINDOW_H][4];  // four in a row, of this lane's place
+#pragma unroll
+  for (int i = 0; i < 4 * WINDOW_H; ++i) {
+    int tap = 4 * part + i % 4 - quad, at = tap_first + i / 4 * tap_step_h + tap * tap_step_w;
+    taps[i / 4][i % 4].load(w + (static_cast<i64>(at) * images.channels + channel) * SIZE<OPERAND>,
+                            tap >= 0 && tap < WINDOW_W && channel < images.channels);
+  }
+  clear(base, STAGES * STAGE_BYTES);
+  __syncthreads();
+
+  // Rows of pixels, from the first that the image has on; as the last of them is added, a chunk ends.
+  int before = work.row - images.low_h, first = min(max(before, 0), before + WINDOW_H - 1);
+  int steps = (work.end - images.low_h + WINDOW_H - 1 - first + STEP - 1) / STEP, end = first + STEP * steps;
+  Pixels rows;
+  rows.begin(x, images, work, of.images, first, end - first);
+  int row_of_load = first, left = work.rounds * steps;
+  auto load = [&](u32 stage, bool there) {
+    if (there) {
+#pragma unroll
+      for (int r = 0; r < STEP; ++r) {
+        if (static_cast<u32>(row_of_load + r) < static_cast<u32>(images.height)) rows.load(stage + r * ROW_BYTES);
+        rows.to_next_row();
+      }
+      if ((row_of_load += STEP) == end) row_of_load = first, rows.to_next_group();
+    }
+    cp_async_commit_group();
+  };
+#pragma unroll 1
+  for (int step = 0; step < STAGES - 1; ++step) load(base + step * STAGE_BYTES, step < left);
 
   // Of each row of taps, 16 pixels by 8 places: this lane's four pixels, of one place.
   u32 matrix[WINDOW_H][2][2];
 #pragma unroll
-  for (int h = 0; h < WINDOW_H; ++h)
-#pragma unroll
-    for (int c = 0; c < 2; ++c)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        u32 both = 0;
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          int tap = 4 * part + 2 * i + e - quad;
-          Vector<OPERAND, 1> one;
-          int at = tap_first + h * tap_step_h + tap * tap_step_w;
-          one.load(w + (static_cast<i64>(at) * images.channels + channel + c) * SIZE<OPERAND>,
-                   tap >= 0 && tap < WINDOW_W && channel + c < images.channels);
-          both |= one.words[0] << 16 * e;
-        }
-        matrix[h][c][i] = both;
-      }
-
-  Pixels rows;
-  rows.begin(x, images, of, first_channel, first_sub, first_place);
-  int steps = of.rows + WINDOW_H - 1;
-  auto load = [&](int step) {
-    if (step < steps) rows.load(base + 4 * (step % STAGES * Pixels::WORDS), step);
-    cp_async_commit_group();
-  };
-  for (int i = threadIdx.x; i < PLACES; i += THREADS) {
-    int sub = first_sub + i / (STRIPS * 8), column = first_place + i % (STRIPS * 8), image = sub / of.chunks;
-    int row = (sub - image * of.chunks) * of.rows;
-    bool there = sub < of.subs && column < grid_w;
-    places[i] = {(image * grid_h + row) * grid_w + column, there ? grid_h - row : 0};
+  for (int i = 0; i < 4 * WINDOW_H; ++i) {
+    const auto& two = taps[i / 4];
+    matrix[i / 4][i / 2 % 2][i % 2] =
+        __byte_perm(two[i % 2 * 2].words[0], two[i % 2 * 2 + 1].words[0], i / 2 % 2 ? 0x7632 : 0x5410);
   }
-  auto pixel_of = [&](int place, int row) {
-    Place found = places[place];
-    return row < found.rows ? found.pixel + row * grid_w : -1;
-  };
 
-  Extras extras(of.rows, images.channels EXTRAS_ARGUMENTS);
+  int pixels = of.images * grid_h * grid_w;
+  Extras extras(pixels, images.channels EXTRAS_ARGUMENTS);
   if (channel < images.channels) extras.begin(channel);
-  float sums[WINDOW_H][2][4] = {};
-#pragma unroll 1
-  for (int step = 0; step < STAGES - 1; ++step) load(step);
-#pragma unroll 1
-  for (int step = 0; step <= steps; ++step) {
+  Own own(work, images.channels);
+  int own_column = work.column + own.place % SUB_PLACES, own_image = work.group * SUBS + own.place / SUB_PLACES;
+  if (own_column >= grid_w || own.channels <= 0) own_image = 1 << 30;  // of no row
+  i64 result_row = static_cast<i64>(grid_w) * images.channels;
+  own.at = (static_cast<i64>(own_image) * grid_h + work.row) * result_row +
+           static_cast<i64>(own_column) * images.channels + work.channel + 2 * own.pair;
+  i64 result_jump = (static_cast<i64>(work.by) * SUBS * grid_h - (work.end - work.row)) * result_row;
+
+  u32 strips[2];  // this lane's, of those in `from`
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    strips[h] = 4 * (warp * Pixels::PITCH + 4 * part + Pixels::at(min(quad + 8 * h, TAKEN - 1)));
+  float sums[WINDOW_H][2][4];
+  int row = first, group = work.group, buffer = 0;
+  int ended = work.row - STEP;  // of the rows of the result, the first that the last step ended
+  u32 from = base, to = base + (STAGES - 1) * STAGE_BYTES;
+  auto copy = [&] {
+#pragma unroll
+    for (int r = 0; r < STEP; ++r) {
+      if (ended + r < work.row || ended + r >= work.end) continue;
+      if (own_image < of.images) copy_results(extras, staged + (STEP - buffer + r) * STAGED_WORDS, own);
+      own.at += result_row;
+    }
+    if (ended + STEP >= work.end) own.at += result_jump, own_image += work.by * SUBS;
+  };
+  auto step = [&](auto phase) {
     cp_async_wait_group<STAGES - 2>();
     __syncthreads();
-    int row = step - WINDOW_H + 1;  // that this step ends
-    if (row > 0)
-      copy_results(extras, staged + (row - 1) % 2 * STAGED_WORDS, first_channel, images.channels,
-                   [&](int place) { return pixel_of(place, row - 1); });
-    if (step == steps) break;
-    load(step + STAGES - 1);
-    u32 pixels = base + 4 * (step % STAGES * Pixels::WORDS + warp * Pixels::PITCH + 4 * part);
-    u32 a[2][4];
+    copy();
+    load(to, left >= STAGES);
+    ended = row + images.low_h - (WINDOW_H - 1);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      Bytes16 four = ld_shared_v4(pixels + 4 * Pixels::at(min(quad + 8 * h, TAKEN - 1)));
-      a[0][h] = __byte_perm(four.x, four.y, 0x5410), a[0][h + 2] = __byte_perm(four.z, four.w, 0x5410);
-      a[1][h] = __byte_perm(four.x, four.y, 0x7632), a[1][h + 2] = __byte_perm(four.z, four.w, 0x7632);
-    }
-    bool there = of.chunks > 1 || static_cast<u32>(step - images.low_h) < static_cast<u32>(images.height);
-    // Row `row + i` of the result has its sums in sums[i], and this row of pixels under its tap WINDOW_H - 1 - i.
+    for (int r = 0; r < STEP; ++r) {
+      float (&newest)[2][4] = sums[(phase.row + r + WINDOW_H - 1) % WINDOW_H];
+      u32 a[2][4];
 #pragma unroll
-    for (int i = 0; i < WINDOW_H; ++i) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) sums[i][c][j] = i + 1 < WINDOW_H ? sums[i + 1][c][j] : 0.0f;
+      for (int h = 0; h < 2; ++h) {
+        Bytes16 four = ld_shared_v4(from + r * ROW_BYTES + strips[h]);
+        a[0][h] = __byte_perm(four.x, four.y, 0x5410), a[0][h + 2] = __byte_perm(four.z, four.w, 0x5410);
+        a[1][h] = __byte_perm(four.x, four.y, 0x7632), a[1][h + 2] = __byte_perm(four.z, four.w, 0x7632);
       }
-      if (!there || row + i < 0 || row + i >= of.rows) continue;
+      // Of the rows that are open, the i-th has this row of pixels under its tap WINDOW_H - 1 - i.
 #pragma unroll
-      for (int c = 0; c < 2; ++c) mma<MATH>(sums[i][c], a[c], matrix[WINDOW_H - 1 - i][c]);
+      for (int j = 0; j < 8; ++j) newest[j / 4][j % 4] = 0;
+      if (static_cast<u32>(row + r) < static_cast<u32>(images.height)) {
+#pragma unroll
+        for (int i = 0; i < WINDOW_H; ++i)
+#pragma unroll
+          for (int c = 0; c < 2; ++c)
+            mma<MATH>(sums[(phase.row + r + i) % WINDOW_H][c], a[c], matrix[WINDOW_H - 1 - i][c]);
+      }
+      const float (&sum)[2][4] = sums[(phase.row + r) % WINDOW_H];
+      if (ended + r >= work.row && ended + r < work.end) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          int strip = quad + j / 2 * 8, column = strip % STRIPS * 8 + 2 * part + j % 2;
+          int pixel = ((group * SUBS + strip / STRIPS) * grid_h + ended + r) * grid_w + work.column + column;
+          const Done values{{sum[0][j], sum[1][j]}};
+          if (channel >= images.channels) continue;
+          u32* of_row = staged + (buffer + r) * STAGED_WORDS;
+          stage_results(extras, values, min(pixel, pixels - 1), channel, of_row, warp, 8 * strip + column % 8);
+        }
+      }
     }
-    if (row < 0) continue;
+    buffer = STEP - buffer;
+    to = from, from = from + STAGE_BYTES < base + STAGES * STAGE_BYTES ? from + STAGE_BYTES : base;
+    --left, row += STEP;
+    return row != end;
+  };
+#pragma unroll 1
+  for (; left > 0; row = first, group += work.by) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      int strip = quad + j / 2 * 8, place = strip * 8 + 2 * part + j % 2;
-      if (strip >= TAKEN || channel >= images.channels) continue;
-      Done done{{sums[0][0][j], sums[0][1][j]}};
-      int pixel = pixel_of(place, row);
-      if (pixel < 0) continue;
-      stage_results(extras, done, pixel, channel, staged + row % 2 * STAGED_WORDS, warp, place);
+    for (int j = 0; j < 8 * WINDOW_H; ++j) sums[j / 8][j / 4 % 2][j % 4] = 0;
+#pragma unroll 1
+    while (in_turn(step)) {
     }
   }
+  __syncthreads();
+  copy();
 }

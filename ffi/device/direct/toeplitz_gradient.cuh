@@ -1,101 +1,120 @@
-// The weight gradient of a convolution of each channel by itself on the tensor cores, for wide windows of images: along
-// a row, what 16 pixels from the first of a strip on and its 8 places have in common is a matrix, of whose diagonals
-// each is a tap. It is added up over 16 strips at once, which are the contraction, and over all rows, for each row of
-// taps. A warp has two neighbouring channels; a block goes through every parts-th group of chunks and writes one of the
-// parts, which sum.cuh adds up.
+// The weight gradient of a convolution of each channel by itself on the tensor cores: along a row, what 16 pixels from
+// the first of a strip on and its 8 places have in common is a matrix, of whose diagonals each is a tap. It is added up
+// over 16 strips at once, which are the contraction, and over all rows, for each row of taps. A warp has two
+// neighbouring channels. It goes down the rows of pixels and has the last WINDOW_H rows of the gradient in registers;
+// steps are unrolled, so that none of them moves. A block writes one of the parts, which sum.cuh adds up.
 
-using Gradients = Tile<STRIPS * 8>;
+using Gradients = Tile<READ_PLACES, SUB_PLACES>;
 
-constexpr int MATRIX_PITCH = 9;  // of a row of 8 places, in shared memory
+constexpr int MATRIX_PITCH = 9, MATRIX_WORDS = 16 * MATRIX_PITCH;  // of 16 rows of 8 places, in shared memory
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARAMETERS) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
+  constexpr int ROW_BYTES = 4 * (Pixels::WORDS + Gradients::WORDS), STAGE_BYTES = STEP * ROW_BYTES;
   u32 base = shared_address(shared_memory);
   const Chunks of CHUNKS;
   const Images images IMAGES, gradients GRADIENTS;
+  const Work work(of, tiles, gradients.height);
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, part = lane % 4;
-  int first_channel = blockIdx.x % tiles * WARPS * 2, own_part = blockIdx.x / tiles;
-  int steps = of.rows + WINDOW_H - 1;
-  float sums[WINDOW_H][2][4] = {};
+  clear(base, STAGES * STAGE_BYTES);
+  __syncthreads();
 
-#pragma unroll 1
-  for (int group = own_part; group < groups; group += parts) {
-    int first_sub = group / of.pieces * SUBS, first_place = group % of.pieces * STRIPS * 8;
-    Pixels rows;
-    Gradients results;
-    rows.begin(x, images, of, first_channel, first_sub, first_place);
-    results.begin(g, gradients, of, first_channel, first_sub, first_place);
-    auto load = [&](int step) {
-      u32 stage = base + 4 * (step % STAGES * (Pixels::WORDS + Gradients::WORDS));
-      if (step < steps) {
-        rows.load(stage, step);
-        if (step < of.rows) results.load(stage + 4 * Pixels::WORDS, step);
+  // Rows of pixels, of which each comes with the last row of the gradient that it takes part in.
+  int first = work.row - images.low_h, count = min(images.height, work.end - images.low_h + WINDOW_H - 1) - first;
+  int steps = (max(count, 0) + STEP - 1) / STEP, end = first + STEP * steps;
+  Pixels rows;
+  Gradients results;
+  rows.begin(x, images, work, of.images, first, end - first);
+  results.begin(g, gradients, work, of.images, work.row, end - first);
+  int row_of_load = first, left = work.rounds * steps;
+  auto load = [&](u32 stage, bool there) {
+    if (there) {
+#pragma unroll
+      for (int r = 0; r < STEP; ++r) {
+        u32 of_row = stage + r * ROW_BYTES;
+        if (static_cast<u32>(row_of_load + r) < static_cast<u32>(images.height)) rows.load(of_row);
+        if (row_of_load + r + images.low_h < work.end) results.load(of_row + 4 * Pixels::WORDS);
+        rows.to_next_row(), results.to_next_row();
       }
-      cp_async_commit_group();
-    };
-    __syncthreads();  // the last group's stages have been read
+      if ((row_of_load += STEP) == end) row_of_load = first, rows.to_next_group(), results.to_next_group();
+    }
+    cp_async_commit_group();
+  };
 #pragma unroll 1
-    for (int step = 0; step < STAGES - 1; ++step) load(step);
-    u32 b[WINDOW_H][2][2] = {};  // of row `step - h` of the gradient
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-      cp_async_wait_group<STAGES - 2>();
-      __syncthreads();
-      load(step + STAGES - 1);
-      u32 stage = base + 4 * (step % STAGES * (Pixels::WORDS + Gradients::WORDS));
-      u32 pixels = stage + 4 * (warp * Pixels::PITCH + quad);
-      u32 places = stage + 4 * (Pixels::WORDS + warp * Gradients::PITCH + quad);
-      // Elements of k are permuted, so that lanes read strips beside each other: those of this one.
-      u32 x_words[4][2], g_words[4];
+  for (int step = 0; step < STAGES - 1; ++step) load(base + step * STAGE_BYTES, step < left);
+
+  // Elements of k are permuted, so that lanes read strips beside each other: those of this one.
+  u32 pixels[4], places[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        int strip = part + 4 * i;
-        bool there = strip < TAKEN;
-        u32 from = pixels + 4 * Pixels::at(there ? strip : 0);
-        x_words[i][0] = ld_shared_u32(from), x_words[i][1] = ld_shared_u32(from + 32);
-        g_words[i] = there && step < of.rows ? ld_shared_u32(places + 4 * Gradients::at(strip)) : 0;
-      }
+  for (int i = 0; i < 4; ++i) {
+    int strip = part + 4 * i < TAKEN ? part + 4 * i : 0;
+    pixels[i] = 4 * (warp * Pixels::PITCH + quad + Pixels::at(strip));
+    places[i] = 4 * (Pixels::WORDS + warp * Gradients::PITCH + quad + Gradients::at(strip));
+  }
+  float sums[WINDOW_H][2][4] = {};
+  u32 b[WINDOW_H][2][2];  // of which each step replaces one row
+  int row = first;
+  u32 from = base, to = base + (STAGES - 1) * STAGE_BYTES;
+  auto step = [&](auto phase) {
+    cp_async_wait_group<STAGES - 2>();
+    __syncthreads();
+    load(to, left >= STAGES);
 #pragma unroll
-      for (int h = WINDOW_H - 1; h > 0; --h)
+    for (int r = 0; r < STEP; ++r) {
+      u32 of_row = from + r * ROW_BYTES, words[4];
+      bool there = row + r + images.low_h < work.end;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) b[h][i / 2][i % 2] = b[h - 1][i / 2][i % 2];
+      for (int i = 0; i < 4; ++i) words[i] = there && part + 4 * i < TAKEN ? ld_shared_u32(of_row + places[i]) : 0;
+      u32(&last)[2][2] = b[(phase.row + r) % WINDOW_H];
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        last[j / 2][j % 2] = __byte_perm(words[j % 2 * 2], words[j % 2 * 2 + 1], j / 2 ? 0x7632 : 0x5410);
+      if (static_cast<u32>(row + r) >= static_cast<u32>(images.height)) continue;
       u32 a[2][4];
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        u32 halves = c ? 0x7632 : 0x5410;
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          a[c][i] = __byte_perm(x_words[i / 2 * 2][i % 2], x_words[i / 2 * 2 + 1][i % 2], halves);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) b[0][c][i] = __byte_perm(g_words[2 * i], g_words[2 * i + 1], halves);
+      for (int i = 0; i < 4; ++i) {
+        u32 low = ld_shared_u32(of_row + pixels[i / 2 * 2] + 32 * (i % 2));
+        u32 high = ld_shared_u32(of_row + pixels[i / 2 * 2 + 1] + 32 * (i % 2));
+        a[0][i] = __byte_perm(low, high, 0x5410), a[1][i] = __byte_perm(low, high, 0x7632);
       }
-      if (of.chunks == 1 && static_cast<u32>(step - images.low_h) >= static_cast<u32>(images.height)) continue;
 #pragma unroll
-      for (int h = 0; h < WINDOW_H; ++h) {
-        if (step - h < 0 || step - h >= of.rows) continue;
+      for (int h = 0; h < WINDOW_H; ++h)
 #pragma unroll
-        for (int c = 0; c < 2; ++c) mma<MATH>(sums[h][c], a[c], b[h][c]);
-      }
+        for (int c = 0; c < 2; ++c) mma<MATH>(sums[h][c], a[c], b[(phase.row + r + WINDOW_H - h) % WINDOW_H][c]);
+    }
+    to = from, from = from + STAGE_BYTES < base + STAGES * STAGE_BYTES ? from + STAGE_BYTES : base;
+    --left, row += STEP;
+    return row != end;
+  };
+#pragma unroll 1
+  for (; left > 0; row = first) {
+#pragma unroll
+    for (int j = 0; j < 4 * WINDOW_H; ++j) b[j / 4][j / 2 % 2][j % 2] = 0;
+#pragma unroll 1
+    while (in_turn(step)) {
     }
   }
   cp_async_wait_group<0>();
   __syncthreads();
 
-  // A lane has of each matrix pixels quad and quad + 8, and places 2 part and 2 part + 1. A tap is a diagonal.
-  float* matrix = reinterpret_cast<float*>(shared_memory) + warp * 16 * MATRIX_PITCH;
+  // A lane has of each matrix pixels quad and quad + 8, and places 2 part and 2 part + 1. A tap is a diagonal. Half of
+  // a warp adds up those of a channel.
+  float* matrix = reinterpret_cast<float*>(shared_memory) + warp * 2 * MATRIX_WORDS;
+  int tap = lane % 16, channel = work.channel + 2 * warp + lane / 16;
+  const float* diagonal = matrix + lane / 16 * MATRIX_WORDS + tap * MATRIX_PITCH;
+  i64 first_tap = static_cast<i64>(work.part) * WINDOW_H * WINDOW_W + tap;
+  float* sum_of_taps = sum_of_parts + first_tap * images.channels + channel;
 #pragma unroll
-  for (int i = 0; i < 2 * WINDOW_H; ++i) {
-    int h = i / 2, c = i % 2, channel = first_channel + 2 * warp + c;
+  for (int h = 0; h < WINDOW_H; ++h, sum_of_taps += WINDOW_W * images.channels) {
     __syncwarp();
 #pragma unroll
-    for (int j = 0; j < 4; ++j) matrix[(quad + j / 2 * 8) * MATRIX_PITCH + 2 * part + j % 2] = sums[h][c][j];
+    for (int j = 0; j < 8; ++j)
+      matrix[j / 4 * MATRIX_WORDS + (quad + j / 2 % 2 * 8) * MATRIX_PITCH + 2 * part + j % 2] = sums[h][j / 4][j % 4];
     __syncwarp();
-    if (lane < WINDOW_W && channel < images.channels) {
-      float sum = 0;
+    if (tap >= WINDOW_W || channel >= images.channels) continue;
+    float sum = 0;
 #pragma unroll
-      for (int place = 0; place < 8; ++place) sum += matrix[(place + lane) * MATRIX_PITCH + place];
-      i64 row = (static_cast<i64>(own_part) * WINDOW_H + h) * WINDOW_W + lane;
-      sum_of_parts[row * images.channels + channel] = sum;
-    }
+    for (int place = 0; place < 8; ++place) sum += diagonal[place * (MATRIX_PITCH + 1)];
+    *sum_of_taps = sum;
   }
 }

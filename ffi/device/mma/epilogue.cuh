@@ -33,15 +33,16 @@ DEVICE void add_slices(Accumulators& d, u32 stages, const Warp& warp) {
 }
 
 // In 16 rows of accumulators, lane l holds, for each 8 columns j, rows l / 4 (+ 8) and columns 8 j + 2 (l % 4) (+ 1).
-DEVICE void store(const Accumulators& d, Extras& extras, Partials& partials, const Rows& rows_d, u32 buffer,
-                  const Warp& warp, const Work& work, int n, int result) {
+DEVICE void store(const Accumulators& d, Extras& extras, Partials& partials, Rows& rows_d, u32 buffer, const Warp& warp,
+                  const Work& work, int n, int result) {
   int lane = threadIdx.x % 32, lane_column = lane % 4 * 2, column = work.n + warp.column;
 #pragma unroll
   for (int i = 0; i < M_FRAGMENTS; ++i) {
     int rows = min(work.rows, BM) - warp.row - i * 16, y = work.m + warp.row + i * 16, row = y + lane / 4;
     if (RAGGED_M && rows <= 0) return;
 #if PIXELS
-    extras.at[0] = rows_d.place(row), extras.at[1] = rows_d.place(row + 8);
+    rows_d.begin_rows(y, 0);
+    for (int h = 0; h < 2; ++h) extras.at[h] = rows_d.pixel_of(lane / 4 + 8 * h);
 #endif
     extras.begin_rows(row);
     partials.begin_block();

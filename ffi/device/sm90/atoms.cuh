@@ -82,6 +82,16 @@ DEVICE u32 in_register(u32 x) {
   return y;
 }
 
+// ---- cp.async ----
+
+// Copies 4 bytes.
+DEVICE void cp_async_word(u32 destination, const void* p) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(p) : "memory");
+}
+
+// Until all that this thread has copied has landed.
+DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // ---- wgmma ----
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -7,8 +7,9 @@
 //                    both; XLA reduces them further, in a fixed order
 //   epilogue_piece   computes and stages PIECE columns of every result
 //   epilogue_store   stores the staged chunk of every result, by TMA
-//   Rows             stores it without, where BY_THREADS: rows in memory are of no whole units of 16 bytes; and its
-//                    first rows alone, where those below belong to another group: TMA clips at the matrix
+//   Rows             stores it without, where BY_THREADS: rows in memory are of no whole units of 16 bytes, or PIXELS
+//                    of images, each with a place of its own; and its first rows alone, where those below belong to
+//                    another group: TMA clips at the matrix
 // A warpgroup owns STORE_BUFFERS staging buffers of D_CHUNK columns and overlaps filling one with storing the others.
 
 // Where operands come by TMA, a buffer that has its chunk's operands may be written. Elsewhere:
@@ -49,16 +50,22 @@ struct Epilogue {
   // In 64 rows of accumulators, lane l of warp w holds, for each 8 columns j, rows 16 w + l / 4 (+ 8) and columns
   // 8 j + 2 (l % 4) (+ 1): values 4 j + {0, 1} and, 8 rows down, {2, 3}. Where WARP_ROWS are 32, two blocks of a warp
   // are rows beside each other: two warps store each 64 rows, as four would.
+  // Of the accumulators, or of zeros.
   DEVICE void store(const Acc (&accumulators)[M_BLOCKS][PRODUCTS * EPILOGUE_COLUMNS / 2], Extras& extras,
-                    Partials& partials, const TensorMap* const (&map_d)[OUTPUTS], const Rows& rows_d, int m, int n,
-                    int rows, int batch, const BatchIndex& i) {
+                    Partials& partials, const TensorMap* const (&map_d)[OUTPUTS], Rows& rows_d, int m, int n, int rows,
+                    int batch, const BatchIndex& i, bool zeros) {
     constexpr bool TWO = WARP_ROWS == 32;
-    static_assert(!TWO || (M_BLOCKS == 2 && !RAGGED_M));
-    int lane_column = thread % 4 * 2;
+    static_assert(!TWO || (M_BLOCKS == 2 && !RAGGED_M && !PIXELS));
+    int lane_row = thread / 32 * 16 + thread % 32 / 4, lane_column = thread % 4 * 2;
 #pragma unroll
     for (int block = 0; block < M_BLOCKS; ++block) {
       if (RAGGED_M && rows <= block * 64) return;
-      int row = m + block * 64 + thread / 32 * 16 + thread % 32 / 4;
+      int row = m + block * 64 + lane_row;
+#if PIXELS
+      rows_d.begin_rows(m + block * 64 + thread / 32 * 16, batch);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) extras.at[h] = rows_d.pixel_of(thread % 32 / 4 + 8 * h);
+#endif
       if constexpr (!TWO) extras.begin_rows(row);
       partials.begin_block();
 #pragma unroll
@@ -72,7 +79,7 @@ struct Epilogue {
         }
         int column = n + chunk * D_CHUNK + lane_column;
         if constexpr (!TWO) extras.begin_chunk(row, column);
-        if constexpr (!ONE_BARRIER && EXTRAS_BYTES == 0) {
+        if constexpr (!ONE_BARRIER && EXTRAS_BYTES == 0 && !PIXELS) {
           if (thread == 0) cp_async_bulk_wait_group_read<STORE_BUFFERS - 1>();
           bar_sync(barrier, 128);
         }
@@ -90,12 +97,17 @@ struct Epilogue {
             constexpr int VALUES = PIECE / 2;
             Acc values[PRODUCTS][VALUES];
 #pragma unroll
-            for (int v = 0; v < PRODUCTS * VALUES; ++v)
-              values[v / VALUES][v % VALUES] =
-                  accumulators[TWO ? half : block]
-                              [(v / VALUES * EPILOGUE_COLUMNS + chunk * D_CHUNK + piece * PIECE) / 2 + v % VALUES];
+            for (int v = 0; v < PRODUCTS * VALUES; ++v) {
+              int place = (v / VALUES * EPILOGUE_COLUMNS + chunk * D_CHUNK + piece * PIECE) / 2 + v % VALUES;
+              values[v / VALUES][v % VALUES] = PHASED && zeros ? Acc(0) : accumulators[TWO ? half : block][place];
+            }
             epilogue_piece(extras, partials, values, piece, row, column + piece * PIECE, buffer, as);
           }
+        }
+        if constexpr (PIXELS) {  // a warp stores what it has staged, the chunk before the last one from this buffer
+          __syncwarp();
+          rows_d.store(false, buffer, n + chunk * D_CHUNK, m + block * 64, batch, rows - block * 64, thread);
+          continue;
         }
         fence_proxy_async();
         if (ONE_BARRIER && EXTRAS_BYTES == 0 && thread == 0) cp_async_bulk_wait_group_read<STORE_BUFFERS - 2>();

@@ -31,7 +31,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   SharedTiles shared{pinned(shared_address(shared_memory))};
   u32 staging = shared.base + STAGES * STAGE_BYTES;
-  u32 barriers = staging + CONSUMERS * STORE_BUFFERS * D_BUFFER_BYTES, operand_barriers = barriers + STAGES * 16;
+  u32 scales = staging + CONSUMERS * STORE_BUFFERS * D_BUFFER_BYTES;
+  u32 barriers = scales + CONSUMERS * Promotion::BYTES, operand_barriers = barriers + STAGES * 16;
   Pipeline pipe{barriers, barriers + STAGES * 8, 0, 0};
 
   int warpgroup = uniform(threadIdx.x / 128), thread = threadIdx.x % 128;
@@ -110,8 +111,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
           continue;
         }
       }
-      if constexpr (PING_PONG) bar_sync(TURN_BARRIER + consumer, 256);
       BatchIndex i(work.batch, batch1, batch2);
+      if (Promotion::BYTES > 0 && (!RAGGED_M || (work.k_blocks > 0 && work.rows > first_row)))
+        promotion.begin(work, m, n, first_row, i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2),
+                        scales + consumer * Promotion::BYTES, thread);
+      if constexpr (PING_PONG) bar_sync(TURN_BARRIER + consumer, 256);
       bool stores = CLUSTER_K == 1 || rank < OWNERS;
       int column = work.n + (CLUSTER_K > 1 ? rank * EPILOGUE_COLUMNS : 0);
       auto begin = [&] { epilogue.begin(extras, work.m + first_row, column, work.rows - first_row, i); };
@@ -145,7 +149,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       if (!stores) break;
       extras.begin_tile(i, work.result);
       partials.begin_tile(work.result);
-      epilogue.store(values, extras, partials, map_d, rows_d, work.m + first_row, column, rows, RESULT, i);
+      epilogue.store(values, extras, partials, map_d, rows_d, work.m + first_row, column, rows, RESULT, i,
+                     work.k_blocks == 0);
       if constexpr (CLUSTER_K > 1) break;  // the only one
     }
     epilogue.wait_for_stores();

@@ -1,4 +1,4 @@
-// Columns of pixels, which TMA loads and stores, of images of IMAGE_AXES axes.
+// Columns of pixels, which TMA loads, of images of IMAGE_AXES axes.
 
 constexpr int AXES = IMAGE_AXES;
 constexpr int PHASES_OF[3] = {PHASES0, PHASES1, PHASES2};  // of a result, along each axis
@@ -48,25 +48,6 @@ DEVICE void tma_load_im2col(u32 destination, const TensorMap* map, u32 barrier, 
                    "h"(offset[1]), "h"(offset[2])
                    : "memory");
     }
-  }
-#undef IM2COL
-}
-
-// One column to memory, what is past the last image excepted.
-DEVICE void tma_store_im2col(const TensorMap* map, u32 source, int c, const int (&first)[AXES + 1]) {
-  u64 p = reinterpret_cast<u64>(map);
-#define IM2COL(RANK) "cp.async.bulk.tensor." RANK "d.global.shared::cta.im2col_no_offs.bulk_group "
-  if constexpr (AXES == 1) {
-    asm volatile(IM2COL("3") "[%0, {%2, %3, %4}], [%1];" ::"l"(p), "r"(source), "r"(c), "r"(first[0]), "r"(first[1])
-                 : "memory");
-  } else if constexpr (AXES == 2) {
-    asm volatile(IM2COL("4") "[%0, {%2, %3, %4, %5}], [%1];" ::"l"(p), "r"(source), "r"(c), "r"(first[0]),
-                 "r"(first[1]), "r"(first[2])
-                 : "memory");
-  } else {
-    asm volatile(IM2COL("5") "[%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(p), "r"(source), "r"(c), "r"(first[0]),
-                 "r"(first[1]), "r"(first[2]), "r"(first[3])
-                 : "memory");
   }
 #undef IM2COL
 }

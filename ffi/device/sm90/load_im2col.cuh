@@ -79,14 +79,14 @@ struct Im2col {
     return IMAGE_GROUPS ? column / windows.group_columns : 0;
   }
 
-  // A tile of a phase is as deep as that has taps; without any, there is one piece of zeros.
+  // A tile of a phase is as deep as that has taps.
   DEVICE static void limit(const Windows& windows, Work& work) {
     if constexpr (PHASED) {
       Tapped taps = windows.sizes.of(work.result);
       int count = taps.window[0];
 #pragma unroll
       for (int i = 1; i < AXES; ++i) count *= taps.window[i];
-      work.k_blocks = uniform((max(1, count) * windows.pieces * WINDOW_CHUNK + BK - 1) / BK);
+      work.k_blocks = uniform((count * windows.pieces * WINDOW_CHUNK + BK - 1) / BK);
     }
   }
 

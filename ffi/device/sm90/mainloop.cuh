@@ -1,13 +1,95 @@
 // Drains the pipeline (tiles.cuh) by wgmma: multiply.cuh, or multiply_registers.cuh, does so for some k blocks.
 
+template <int VALUE>
+struct Constant {
+  static constexpr int value = VALUE;
+};
+
+// Calls a function with the constants 0 to COUNT - 1.
+template <int COUNT, int I = 0, typename F>
+DEVICE void each(F f) {
+  if constexpr (I < COUNT) {
+    f(Constant<I>());
+    each<COUNT, I + 1>(f);
+  }
+}
+
+// One warpgroup: accumulators, over all k blocks, the sums of each of which are promoted. They are made in parts, of 64
+// rows and PART_COLUMNS, one after the other. With two SUM_BUFFERS a part is added while the next is multiplied; with
+// one, while another warpgroup multiplies, and tiles may be larger.
+template <int BLOCKS, typename Promotes, typename Begun, typename Issued>
+DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pipeline& pipe, SharedTiles shared,
+                       int row, const Work& work, int thread, int barrier, Begun begun, Issued issued) {
+  constexpr int PARTS = BLOCKS * COLUMN_PARTS, BUFFERS = PARTS < SUM_BUFFERS ? PARTS : SUM_BUFFERS;
+  static_assert(BUFFERS <= 2 && PARTS % BUFFERS == 0 && PAIRS == 1 && !RAGGED_K);
+  PartSums sums[BUFFERS] = {};
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+    for (int i = 0; i < PRODUCTS * BN / 2; ++i) accumulators[block][i] = 0;
+  u32 offset = OperandA::row_offset(row);
+  auto issue = [&](auto part) {
+    constexpr int PART = decltype(part)::value;
+    OperandA::Descriptor a(shared.a(pipe.stage) + offset);
+    OperandB::Descriptor b(shared.b(pipe.stage));
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < BK * A_BITS / 256; ++slice)
+      wgmma(sums[PART % BUFFERS], a.at(OperandA::slice_offset(slice) + OperandA::row_offset(PART / COLUMN_PARTS * 64)),
+            b.at(OperandB::slice_offset(slice) + OperandB::row_offset(PART % COLUMN_PARTS * PART_COLUMNS)), slice != 0);
+    wgmma_commit_group();
+  };
+  // A part of block k, whose stage's empty barrier is given, when at most PENDING later ones are being multiplied.
+  auto add = [&](auto part, auto pending, int k, u32 empty_barrier) {
+    constexpr int PART = decltype(part)::value, COLUMNS = PART % COLUMN_PARTS;
+    auto factors = promotion.template factors<PART / COLUMN_PARTS, COLUMNS>(k);
+    wgmma_wait_group<decltype(pending)::value>();
+    wgmma_done(sums[PART % BUFFERS]);
+    if constexpr (PART == PARTS - 1) release(empty_barrier, thread);
+    promotion.template add<COLUMNS>(accumulators[PART / COLUMN_PARTS], sums[PART % BUFFERS], factors, k);
+  };
+  auto run = [&](auto blocks, int k) {  // so many, from k on
+    constexpr int STEPS = decltype(blocks)::value * PARTS;
+    u32 empty_barrier = 0;
+    each<STEPS>([&](auto step) {
+      constexpr int STEP = decltype(step)::value, PART = STEP % PARTS;
+      if constexpr (PART == 0) {
+        mbarrier_wait(pipe.full_barrier(), pipe.phase);
+        if constexpr (COPIERS > 0) fence_proxy_async();
+      }
+      issue(Constant<PART>());
+      if (STEP == STEPS - 1 && k + decltype(blocks)::value == work.k_blocks) issued();
+      if (STEP == BUFFERS - 1 && k % GROUP == 0) promotion.begin_group(k, work.k_blocks, barrier);
+      if constexpr (STEP >= BUFFERS - 1)
+        add(Constant<(STEP + 1 - BUFFERS) % PARTS>(), Constant<BUFFERS - 1>(), k + (STEP + 1 - BUFFERS) / PARTS,
+            BUFFERS == 1 ? pipe.empty_barrier() : empty_barrier);
+      if constexpr (PART == PARTS - 1) {
+        empty_barrier = pipe.empty_barrier();
+        pipe.advance();
+      }
+    });
+    if constexpr (BUFFERS == 2)
+      add(Constant<PARTS - 1>(), Constant<0>(), k + decltype(blocks)::value - 1, empty_barrier);
+    if (k == 0) begun();
+  };
+  // A loop at whose end a part were still being multiplied would make the compiler wait for each wgmma.
+  int k = 0;
+  if constexpr (BUFFERS == 2)
+#pragma unroll 1
+    for (; k + GROUP <= work.k_blocks; k += GROUP) run(Constant<GROUP>(), k);
+#pragma unroll 1
+  for (; k < work.k_blocks; ++k) run(Constant<1>(), k);
+}
+
 // One warpgroup: accumulators, over all k blocks and pairs of terms. Where sums are promoted, accumulators are sums of
 // sums.
 template <int BLOCKS, typename Promotes, typename Begun, typename Issued>
 DEVICE void drain(Accumulators& accumulators, Promotes& promotion, Pipeline& pipe, SharedTiles shared, int row,
                   const Work& work, int thread, int barrier, Begun begun, Issued issued) {
   static_assert(Promotes::EVER || PAIRS == 1);
-  promotion.begin(work, row, thread);
-  if constexpr (!Promotes::EVER) {
+  if constexpr (Promotes::EACH) {
+    drain_each<BLOCKS>(accumulators, promotion, pipe, shared, row, work, thread, barrier, begun, issued);
+  } else if constexpr (!Promotes::EVER) {
     multiply<BLOCKS>(accumulators, pipe, shared, row, work, 0, work.k_blocks, thread, barrier, begun, issued);
   } else {
     Accumulators sums = {};  // undefined, few of them would be moved between wgmmas, which then wait for each other
@@ -15,6 +97,7 @@ DEVICE void drain(Accumulators& accumulators, Promotes& promotion, Pipeline& pip
     for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
       for (int i = 0; i < PRODUCTS * BN / 2; ++i) accumulators[block][i] = 0;
+    if (PHASED && work.k_blocks == 0) issued();
     int k_blocks = PAIRS * work.k_blocks, count = promotion.first(k_blocks, work.k_blocks);
 #pragma unroll 1
     for (int k = 0; k < k_blocks; k += count) {

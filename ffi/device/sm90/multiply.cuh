@@ -10,8 +10,8 @@ DEVICE void clear(SharedTiles shared, int stage, int row, int depth, int thread,
 }
 
 // One warpgroup: sums [M_BLOCKS][64 x PRODUCTS * BN] of the tile's rows from `row` on, or of the first BLOCKS of them,
-// over `count` of its k blocks, from `first` on, of which there is at least one. `begun` is called early, beside the
-// first of them, `issued` when all of them are multiplying.
+// over `count` of its k blocks, from `first` on; of none, which a phase without taps has, sums are undefined. `begun`
+// is called early, beside the first of them, `issued` when all of them are multiplying.
 template <int BLOCKS, typename Begun, typename Issued>
 DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int row, const Work& work, int first,
                      int count, int thread, int barrier, Begun begun, Issued issued) {
@@ -46,5 +46,5 @@ DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int
   wgmma_wait_group<0>();
 #pragma unroll
   for (int block = 0; block < BLOCKS; ++block) wgmma_done(sums[block]);
-  release(previous, thread);
+  if (!PHASED || count > 0) release(previous, thread);
 }

@@ -1,50 +1,30 @@
-// Rows of the result that are pixels apart in images (cutjax/kernels/operand.py: Pixels), and operands of the epilogue
-// that lie as it does: of each phase a tensor map has those pixels alone, of which TMA stores and loads columns. All
-// phases have as many rows.
+// Rows of the result that are pixels apart in images (cutjax/kernels/operand.py: Pixels). All phases count as many
+// rows: of one that has fewer places along an axis, some are past an image.
 
 struct Pixels {
-  int grid[AXES];
+  static constexpr int RUNS = PIXEL_RUNS;  // of a row's columns, in memory
 
-  // Of a row: the pixel, the innermost axis first, and the image.
-  DEVICE void place(int row, int (&at)[AXES + 1]) const {
+  int grid[AXES];    // that rows count, the innermost axis first
+  u64 image[AXES];   // the size, and, 32 bits up, the steps from one pixel to the next
+  u64 firsts[AXES];  // pixels, of each phase along an axis, in 4 bits each
+
+  // How many pixels on the next run of a row is.
+  DEVICE int apart() const { return static_cast<int>(image[0]); }
+
+  // The pixel, of those of all images, that a row is; -1 where it is none.
+  DEVICE int operator()(int row, int phase) const {
+    int pixel = 0, apart = 1;
+    bool inside = true;
 #pragma unroll
     for (int i = 0; i < AXES; ++i) {
-      int next = row / grid[i];
-      at[i] = row - next * grid[i];
-      row = next;
+      int rows = row / grid[i], phases = phase / PHASES_OF[i], size = image[i], step = image[i] >> 32;
+      int first = firsts[i] >> (phase - phases * PHASES_OF[i]) * 4 & 15, at = first + (row - rows * grid[i]) * step;
+      inside = inside && at < size;
+      pixel += at * apart;
+      apart *= size;
+      row = rows;
+      phase = phases;
     }
-    at[AXES] = row;
-  }
-};
-
-DEVICE const TensorMap* of_phase(const TensorMap* const* maps, int phase) {
-  const TensorMap* found = maps[0];
-#pragma unroll
-  for (int i = 1; i < PHASES; ++i)
-    if (phase == i) found = maps[i];
-  return found;
-}
-
-template <Dtype D>
-struct PixelStaging : Staging<D> {
-  using Staging<D>::ROW, Staging<D>::SPAN, Staging<D>::COLUMNS;
-
-  static DEVICE void store(const TensorMap* const* maps, u32 tile, int x, int y, int phase, const Pixels& pixels) {
-    const TensorMap* map = of_phase(maps, phase);
-    int at[AXES + 1];
-    pixels.place(y, at);
-#pragma unroll
-    for (int i = 0; i < ROW / SPAN; ++i) tma_store_im2col(map, tile + i * STAGING_ROWS * SPAN, x + i * COLUMNS, at);
-  }
-
-  static DEVICE void load(const TensorMap* const* maps, u32 tile, u32 barrier, int x, int y, int phase,
-                          const Pixels& pixels) {
-    const TensorMap* map = of_phase(maps, phase);
-    int at[AXES + 1];
-    pixels.place(y, at);
-    const u16 offset[AXES] = {};
-#pragma unroll
-    for (int i = 0; i < ROW / SPAN; ++i)
-      tma_load_im2col<1>(tile + i * STAGING_ROWS * SPAN, map, barrier, x + i * COLUMNS, at, offset);
+    return inside ? pixel + row * apart : -1;
   }
 };

@@ -2,10 +2,11 @@
 // PROMOTED_BLOCKS k blocks. Of the former, what is not finite counts as zero: a highest term was not, and says so.
 
 struct Promotion {
-  static constexpr bool EVER = true;
-  static_assert(PROMOTED_BLOCKS > 0);
+  static constexpr bool EVER = true, EACH = false;
+  static constexpr u32 BYTES = 0;
 
-  DEVICE void begin(const Work&, int row, int thread) {}
+  DEVICE void begin(const Work&, int m, int n, int row, int matrix_a, int matrix_b, u32 memory, int thread) {}
+  static_assert(PROMOTED_BLOCKS > 0);
 
   // How many of the first k blocks are summed before they are added, of `blocks` in all pairs, `of_pair` in each.
   DEVICE int first(int blocks, int of_pair) const { return PAIRS > 1 ? blocks - of_pair : PROMOTED_BLOCKS; }

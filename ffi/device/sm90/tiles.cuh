@@ -15,6 +15,10 @@ constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
 // Of a warpgroup.
 using Accumulators = Acc[M_BLOCKS][PRODUCTS * BN / 2];
 
+// A part of them, whose sums are promoted at once, where those of each block of k are.
+constexpr int PART_COLUMNS = PRODUCTS * BN / COLUMN_PARTS;
+using PartSums = Acc[PART_COLUMNS / 2];
+
 struct Pipeline {
   u32 full, empty;  // addresses of the first barriers
   int stage;

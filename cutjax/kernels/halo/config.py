@@ -1,0 +1,59 @@
+"""The config of a convolution by halos: what a block has, and how pixels lie beside each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+ALONG = ("row", "grid", "images")
+# Of sums in a thread's registers, by the warpgroups that multiply, and of columns where operands vary along rows and
+# columns. Calibrated on the compiler's report: no spill below (tests/kernels/test_halo.py).
+MOST_SUMS = {2: 144, 3: 96, 4: 48}
+MOST_COLUMNS = {2: 64, 3: 48, 4: 48}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One kernel of the halo family.
+
+    Attributes:
+      bn: columns of a block.
+      consumers: warpgroups of a block that multiply, each for itself.
+      stages: boxes of pixels in shared memory for each of them.
+      along: the axis along which the 8 groups of 8 pixels lie that a warpgroup multiplies: "row" the innermost, "grid"
+        the next one, "images" that of images.
+      steps: of a run along the outermost axis, at most.
+
+    Raises:
+      ValueError: a field is outside its range; lists every reason.
+    """
+
+    bn: int = 32
+    consumers: int = 2
+    stages: int = 4
+    along: str = "row"
+    steps: int = 64
+
+    # What kernels of other families may have.
+    swap: ClassVar[bool] = False
+    splits: ClassVar[int] = 1
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not type(field.default):
+                expected = type(field.default).__name__
+                raise ValueError(f"HaloConfig: {field.name}={value!r}, expected {expected}")
+        found = []
+        if self.bn not in range(8, 257, 8):
+            found.append(f"bn={self.bn}: wgmma takes multiples of 8 columns, at most 256")
+        if not 2 <= self.consumers <= 4:
+            found.append(f"consumers={self.consumers}, expected 2 to 4")
+        if not 2 <= self.stages <= 16:
+            found.append(f"stages={self.stages}: loading one box while another is read takes 2, at most 16")
+        if self.along not in ALONG:
+            found.append(f"along={self.along!r}, expected one of {ALONG}")
+        if self.steps < 1:
+            found.append(f"steps={self.steps}, expected at least 1")
+        if found:
+            raise ValueError(f"HaloConfig: {'; '.join(found)}")

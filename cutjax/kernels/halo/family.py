@@ -1,0 +1,56 @@
+"""The halo family: convolutions of stride 1 of few channels, whose images are loaded once for all taps, on sm_90a."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from cutjax.kernels.halo.config import Config
+from cutjax.kernels.halo.geometry import Geometry, view_of
+from cutjax.kernels.halo.kernel import ARCH, reasons, resolve
+from cutjax.kernels.problem import Problem
+
+__all__ = ["Config", "competes", "configs", "name", "reasons", "resolve", "stores_in_order"]
+
+name = "halo"
+
+COLUMNS = (16, 32, 48, 64, 96, 128)
+STAGES = (8, 6, 4, 3, 2)
+RUNS = 6  # of a warpgroup, at most: longer ones read fewer pixels twice
+
+
+def competes(problem: Problem) -> bool:
+    """Returns True: others load images tap by tap."""
+    return True
+
+
+def stores_in_order(problem: Problem) -> bool:
+    """True of what it does not serve: results of convolutions are row-major."""
+    return problem.arch != ARCH or bool(reasons(problem))
+
+
+def configs(problem: Problem) -> Iterator[Config]:
+    """Yields the shipped tiles, each with as many stages as fit."""
+    if reasons(problem):
+        return
+    view = view_of(problem)
+    axes, width = len(view.window), -(-problem.n // 16) * 16
+    along = {1: ("row",), 2: ("row", "images"), 3: ("grid",)}[axes]
+    for bn in sorted({min(width, bn) for bn in COLUMNS}):
+        for consumers in (2, 3, 4):
+            for how in along:
+                deepest = (Config(bn, consumers, stages, how) for stages in STAGES)
+                fitting = (config for config in deepest if not isinstance(resolve(problem, config), tuple))
+                if config := next(fitting, None):
+                    yield from _runs(problem, config)
+
+
+def _runs(problem: Problem, config: Config) -> Iterator[Config]:
+    """Yields the lengths of runs by which all warpgroups have about as many steps."""
+    of = Geometry(problem, dataclasses.replace(config, steps=1 << 20))
+    most = -(-of.view.grid[0] // of.step)
+    workers = max(1, problem.device.sms // of.columns) * config.consumers
+    pieces = {max(1, count * workers // of.runs) for count in range(1, RUNS + 1)}
+    lengths = {min(most, max(of.stacked, -(-most // count))) for count in pieces}
+    for steps in sorted(lengths):
+        yield dataclasses.replace(config, steps=steps)

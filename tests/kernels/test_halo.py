@@ -1,0 +1,145 @@
+"""Halo kernels: exact on the host, over random geometries; what is refused; that they compile without spills."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import kernel_host
+import numpy as np
+import pytest
+import windows
+
+from cutjax.epilogue.trace import trace
+from cutjax.kernels import convolution
+from cutjax.kernels.families import CONFIGS, config_of, fields_of
+from cutjax.kernels.halo import family, kernel
+from cutjax.kernels.halo.config import Config
+from cutjax.kernels.halo.geometry import view_of
+from cutjax.kernels.operand import Taps
+from cutjax.runtime import compiler
+from cutjax.runtime.launch import Int32
+
+needs_gxx = pytest.mark.skipif(not kernel_host.installed(), reason="needs g++")
+needs_nvrtc = pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
+
+GEOMETRIES = 4  # random ones; 60 are worth it after a change of the device text
+DTYPES = np.dtype(jnp.bfloat16), np.dtype(np.float16)
+ALONG = {1: ("row",), 2: ("row", "images"), 3: ("grid",)}
+
+
+def run(found, arrays, folder):
+    """What a kernel makes of arrays, on the host, in two blocks for each column of them."""
+    p = found.problem
+    result = np.full((p.m, p.n), 7).astype(p.out_dtype)
+    given = [kernel_host.aligned(x) for x in (*arrays, result)]
+    kernel_host.run(found, given, folder, blocks=2 * found.columns)
+    return given[-1]
+
+
+def random_case(seed):
+    rng = np.random.default_rng([28, 8, seed])
+    rank = 1 + seed % 3
+    image = tuple(rng.integers(1, (300, 24, 9)[rank - 1], rank).tolist())
+    window = tuple(rng.integers(1, 4, rank).tolist())
+    dilation = tuple(rng.choice([1, 1, 2, 3], rank).tolist())
+    low, high = (tuple(rng.integers(-1, 4, rank).tolist()) for _ in range(2))
+    high = tuple(
+        max(h, (k - 1) * d + 1 - n - lo) for h, k, d, n, lo in zip(high, window, dilation, image, low, strict=True)
+    )
+    channels = int(rng.choice([8, 16, 32, 72, 96]))
+    of = windows.view(int(rng.integers(1, 10)), image, window, channels, None, dilation, low, high)
+    n = int(rng.choice([8, 16, 24, 40]))
+    problem = windows.asked(of, n, ("in order", "backwards", "flipped", "some taps")[rng.integers(4)])
+    config = Config(
+        int(rng.choice([16, 32])), 2, 2, str(rng.choice(ALONG[len(view_of(problem).window)])), int(rng.integers(1, 40))
+    )
+    return problem, config, rng
+
+
+@needs_gxx
+@pytest.mark.parametrize("seed", range(GEOMETRIES))
+def test_small_integers_are_exact(seed, tmp_path):
+    problem, config, rng = random_case(seed)
+    found = kernel.resolve(problem, config)
+    assert not isinstance(found, tuple), found
+    x, w = (rng.integers(-2, 3, shape).astype(problem.a.dtype) for shape in windows.shapes(problem))
+    expected = windows.product(problem, x, w)
+    np.testing.assert_array_equal(run(found, (x, w), tmp_path), expected.astype(problem.out_dtype))
+
+
+def of(images=2, image=(16, 16), window=(3, 3), channels=32, **more):
+    return windows.view(
+        images, image, window, channels, low=tuple(k // 2 for k in window), high=tuple(k // 2 for k in window), **more
+    )
+
+
+REFUSED = {
+    "stride": convolution.forward(of(strides=(2, 2)), 32),
+    "zeros between": convolution.forward(of(spread=(2, 2)), 32),
+    "groups": convolution.forward(of(channels=16, groups=2), 32),
+    "gradient of weights": convolution.weight_gradient(of(), 32),
+    "16 bytes": convolution.forward(of(channels=12), 32),
+    "halos are of bf16": convolution.forward(of(), 32, dtype=np.float32),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused_says_why(what):
+    assert any(what in reason for reason in family.reasons(REFUSED[what])), family.reasons(REFUSED[what])
+    assert not list(family.configs(REFUSED[what]))
+
+
+def test_configs():
+    assert Config in CONFIGS
+    config = Config(16, 3, 4, "grid", 7)
+    assert config_of(fields_of(config)) == config
+    wrong: dict[str, Any] = {"bn": 12, "consumers": 5, "stages": 1, "along": "column", "steps": 0}
+    for name, value in (*wrong.items(), ("bn", 16.0)):
+        with pytest.raises(ValueError, match=f"HaloConfig: {name}="):
+            Config(**dict[str, Any]({name: value}))
+    wide = kernel.resolve(convolution.forward(of(), 128), Config(128))
+    assert isinstance(wide, tuple)
+    assert any("registers" in reason or "at most 256" in reason for reason in wide)
+
+
+def fused(acc, bias, row, x):
+    return jax.nn.silu(acc + bias * row + x.astype(np.float32)).astype(x.dtype)
+
+
+def lean(found):
+    cubin = compiler.compile_source(found.source, name=found.name, arch="sm_90a")
+    assert cubin.resources.spill_store_bytes == 0, found.name
+    assert "serialized" not in cubin.log, (found.name, cubin.log)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["in order", "backwards"])
+def test_kernels_have_no_spills(rank, kind):
+    """Every number of warpgroups, of each width that it can have, of plain products and a long epilogue."""
+    dtype = (jnp.bfloat16, jnp.float16)[rank % 2]
+    for consumers, channels, n in ((2, 64, 64), (3, 32, 32), (4, 16, 16), (2, 32, 96)):
+        view = of(8, (20,) * rank, (3,) * rank, channels)
+        plain = windows.asked(view, n, kind, dtype=dtype, out_dtype=dtype)
+        rows = view.rows
+        beside = [jnp.zeros((1, n), np.float32), jnp.zeros((rows, 1), np.float32), jnp.zeros((rows, n), dtype)]
+        epilogue = trace(fused, [jax.ShapeDtypeStruct((rows, n), np.float32)], beside).epilogue.primal
+        for problem in [dataclasses.replace(plain, epilogue=epilogue), *[plain] * (consumers == 2)]:
+            for how in ALONG[rank]:
+                found = kernel.resolve(problem, Config(min(n, 64), consumers, 2, how, 20))
+                if rank < 3 or channels < 64:
+                    assert not isinstance(found, tuple), found
+                if not isinstance(found, tuple):
+                    lean(found)
+
+
+def test_all_taps_are_read_backwards_too():
+    view = of()
+    taps = Taps(view.window, view.window, (2, 2), (-1, -1))
+    found = kernel.resolve(convolution.forward(view, 32, taps, transposed=True), Config(32))
+    assert not isinstance(found, tuple)
+    of_b = {x.name: x.value.value for x in found.arguments if x.to == "b" and isinstance(x.value, Int32)}
+    assert (of_b["b_first"], of_b["b_step0"], of_b["b_stacked"]) == (8, -1, -3)
