@@ -190,6 +190,17 @@ class Config:
         length = self.depth(problem) if problem.a.contiguous == "k" else self.bm
         return min(length, problem.a.elements(128))
 
+    def slices(self, problem: Problem) -> int:
+        """Returns the slices of 16 of k that a warpgroup decodes at once; 0 where a is not decoded.
+
+        As many as registers take beside two sets of them: most of a step's time is its latency, not its instructions.
+        """
+        if not operands.decoded(problem.a, problem.bs[0]):
+            return 0
+        scale = operands.factors(problem)
+        deep = self.bk == 128 and (scale is None or scale.k % 64 == 0)
+        return 4 if deep and (self.m_blocks == 1 or self.bn <= FEW) else 2
+
     def factor_rows(self, problem: Problem) -> int:
         """Returns the rows of a's factors that a stage has, each along bm."""
         scale = operands.factors(problem)
@@ -223,7 +234,8 @@ class Config:
         dtypes = short(problem.a.dtype.name) + problem.math
         if problem.bs[0].dtype != problem.a.dtype:
             dtypes += f"x{short(problem.bs[0].dtype.name)}"
-        if scale := problem.bs[0].scale:
+        scale = problem.bs[0].scale
+        if decoded := scale and operands.decoded(problem.bs[0], problem.a):
             dtypes += f"by{scale.k}{short(scale.dtype.name)}"
         if problem.plain and problem.out_dtype != problem.a.dtype:
             dtypes += short(problem.out_dtype.name)
@@ -235,7 +247,7 @@ class Config:
         symmetric = "_symmetric" if problem.symmetric else ""
         strided = "_strided" if problem.order else ""  # other text
         scales = [str(x.scale.mn if x.scale else 0) for x in (problem.a, problem.bs[0])]
-        strided += f"_scaled_{'x'.join(scales)}" if scales != ["0", "0"] else ""
+        strided += f"_scaled_{'x'.join(scales)}" if scales != ["0", "0"] and not decoded else ""
         strided += "_gathered" * problem.a.gathered + windows.name(problem)
         name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}{symmetric}{strided}"
         if not problem.plain:
@@ -257,3 +269,4 @@ def _digest(epilogue: Epilogue) -> str:
 # 232 registers a consumer thread; what the mainloop and epilogue need beside the accumulators was read off the
 # compiler's report: every config up to here compiles without a spill (tests/kernels/test_kernels.py compiles them all).
 MAX_ACCUMULATORS = 192
+FEW = 64  # columns of a tile, beside which a warpgroup of 128 rows decodes twice as much at once

@@ -48,6 +48,9 @@ class Constants:
       turned: the part of that which a kernel of the transposed result does not take.
       fetch: microseconds of each chunk of the last tile that has operands, at least.
       few_rows: what a product of few rows adds to all but the launch.
+      step, fragment: microseconds of decoding: of each step of a warpgroup, and of each 64 x 16 elements of a block.
+      unpacked: what weights of 4 bits, and their scales, add to the latter.
+      beside: the exponent with which two warpgroups' decoding and multiplying add up; those of one do.
       exposed, twin, last: the parts of an epilogue that ping-pong, and two blocks on an SM, do not hide, and that the
         last tile costs where two warpgroups share it.
       threads, transposed: what stores without TMA, and transposed ones, add to it.
@@ -108,6 +111,10 @@ class Constants:
     turned: float
     fetch: float
     few_rows: float
+    step: float
+    fragment: float
+    unpacked: float
+    beside: float
 
 
 # On an H200: benchmarks/results/sweeps/products-h200.json.
@@ -155,6 +162,10 @@ CONSTANTS = Constants(
     fused=0.311,  # this and the next: 143 fused products, benchmarks/results/experiments/fused-sweep-h200.json
     turned=0.326,
     fetch=0.7,
+    step=0.0119,  # this and the next three: 64 kernels of weights of 8 and 4 bits, to 9%
+    fragment=0.00568,
+    unpacked=1.085,
+    beside=1.3,
     few_rows=0.07,  # this and XLA's time of them: 125 products of salts report12 to report20
 )
 
@@ -182,6 +193,7 @@ class Features(NamedTuple):
       ragged, pitch, threads, swap: of the result.
       fused: instructions of the epilogue, an accumulator; 0 of the identity.
       few_rows: it is a product of up to 64 rows.
+      steps: in which a warpgroup decodes a k block; 0 where it decodes none.
       reads, result, asked: bytes of the operands, of the results the kernel writes, and of those asked.
       copied, copies: bytes read and written, and number, of operands copied before the launch.
     """
@@ -221,6 +233,7 @@ class Features(NamedTuple):
     fused: Any
     fetches: Any
     few_rows: Any
+    steps: Any
     reads: Any
     result: Any
     asked: Any
@@ -254,6 +267,7 @@ def features(kernel: Resolved, device: Device) -> Features:
         bn=c.bn * p.products,
         bk=c.bk,
         stages=c.stages,
+        steps=c.bk // 16 // slices if (slices := c.slices(p)) else 0,
         pingpong=c.schedule == "pingpong",
         halves=c.schedule == "coop" and c.consumers == 2,
         k_blocks=math.ceil(kernel.k_blocks / c.parts),
@@ -339,6 +353,9 @@ def time_us(
     slower = slower + c.uneven * (f.bn % 64 > 0) + c.multicast * f.multicasts + c.along * (f.cluster_k > 1)
     operands = f.stage_bytes + (f.bm + f.bm / 64 * f.bn) * f.bk * 2  # written, and read: b once for each 64 rows of a
     multiply = sharing * (c.multiply * flops * (1 + slower) + c.shared * operands / 225e3 + c.k_block)
+    decode = c.step * f.steps + c.fragment * f.bm * f.bk / 1024 * (f.steps > 0) * (1 + c.unpacked * (f.packed < 0.5))
+    power = 1 + (c.beside - 1) * f.halves
+    multiply = multiply * (1 + (decode / multiply) ** power) ** (1 / power)
     a_rows = f.packed * f.bm * (1 + c.off * f.a_off) * (1 - c.saved * (f.cluster_n - 1) / f.cluster_n)
     b_rows = f.b_columns * (1 + c.off * f.b_off) * (1 + c.short * f.b_short)
     loaded = (a_rows + b_rows * (1 - c.saved * (f.cluster_m - 1) / f.cluster_m)) * f.bk * 2

@@ -51,6 +51,8 @@ FEW_COLUMNS = 512  # of the transposed result: up to here, widths that divide th
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
 # The same with stages of 128: where k is 128, one stage is the whole contraction. Elsewhere 64 won by 2 to 10%.
 DEEP_TILES = {("pingpong", 64): (128, 256), ("coop", 128): (256,)}
+# Of weights that are decoded, stages of 128 take half as many barriers, and up to 128 columns won by 1 to 20%.
+DECODED_DEEP = 128
 # Ways to divide k, tried where tiles are few.
 CLUSTERS_K = (2, 3, 4, 5, 6, 8)
 SPLITS = (2, 3, 4, 6, 8, 16, 32, 64)
@@ -114,7 +116,10 @@ def _configs(facts: Facts, swap: bool) -> Iterator[Config]:
         if schedule == "pingpong" and problem.device.shared:
             continue
         widths = [bn for bn in few if bn <= widths[-1]] if few else widths
-        for bk, bns, clusters in ((64, widths, CLUSTERS), (128, DEEP_TILES.get((schedule, bm), ()), CLUSTERS[:1])):
+        deep = DEEP_TILES.get((schedule, bm), ())
+        if operands.decoded(problem.a, problem.bs[0]):
+            deep = [bn for bn in widths if bn <= DECODED_DEEP]
+        for bk, bns, clusters in ((64, widths, CLUSTERS), (128, deep, CLUSTERS[:1])):
             for bn in bns:
                 if swap and not any_width and bn % 16:
                     continue

@@ -41,6 +41,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "A_BITS": problem.a.bits,
         "B_BITS": problem.bs[0].bits,
         "FACTOR_BYTES": config.factor_bytes(problem),
+        "SLICES": config.slices(problem),
         "WARP_ROWS": 32 if decoded and problem.a.bits == 4 else 16,
         "TERMS": way.terms,
         "PAIRS": len(way.pairs),

@@ -13,7 +13,7 @@
 //
 // While the tensor cores multiply a step of SLICES, the next one is decoded to other registers.
 
-constexpr int SLICES = M_BLOCKS == 1 && BK == 128 && FACTOR_K % 64 == 0 ? 4 : 2, STEPS = BK / 16 / SLICES;
+constexpr int STEPS = BK / 16 / SLICES;
 static_assert(STEPS % 2 == 0, "the same registers in each k block");
 static_assert(!RAGGED_K && COPIERS == 0 && (A_BITS == 8 || (A_BITS == 4 && !A_K_MAJOR && M_BLOCKS == 2)));
 static_assert(FACTOR_ROWS == 0 || (!A_K_MAJOR && FACTOR_K % (16 * SLICES) == 0), "a step has one factor");
