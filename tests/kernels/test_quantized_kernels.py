@@ -140,7 +140,8 @@ def test_the_choice_is_between_reading_narrow_and_converting():
     """On Hopper weights are decoded in front of wgmma; those of 4 bits along k are converted before."""
     asked = cutjax.Problem.of(1, 8192, 8192, "nn", "bfloat16", "int8", "bfloat16", device=reference("sm_90a"))
     few = choose.choose(asked)
-    assert few.kernel.startswith("sm90_bf16xs8") and few.config.swap
+    assert few.kernel.startswith("sm90_bf16xs8")
+    assert few.config.swap
     assert few.time_us < choose.choose(prepared.wide(asked), backend="cuda").time_us
     assert few.xla_us > few.time_us
     many = choose.choose(

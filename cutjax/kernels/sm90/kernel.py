@@ -36,6 +36,13 @@ class Kernel(Resolved, base.Kernel):
         """The device text; sizes are arguments of the kernel, so one text serves every shape."""
         return text.source(self, self.arguments)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Reasons to add to those of a choice: weights that it decodes, and operands of which copies are made."""
+        narrow, wide = (short(x.dtype.name) for x in (self.multiplied.a, self.multiplied.bs[0]))
+        own = operands.decoded(self.multiplied.a, self.multiplied.bs[0])
+        return (f"b in {narrow} is decoded to {wide} in registers",) * own + super().notes
+
     def launch_us(self, device: Device) -> float:
         """Returns the predicted time of one launch, and of preparing its operands."""
         return cost.predict(self, device.with_sms(min(self.config.sms or device.sms, device.sms)))
