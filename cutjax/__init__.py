@@ -22,6 +22,7 @@ from cutjax.ops.dot_general import dot_general
 from cutjax.ops.einsum import dot, einsum, matmul, tensordot
 from cutjax.ops.gemm import gemm
 from cutjax.ops.grouped import grouped_gemm, grouped_outer
+from cutjax.ops.linear_cross_entropy import linear_cross_entropy
 from cutjax.ops.mlp import grouped_mlp, mlp
 from cutjax.ops.moe import moe
 from cutjax.ops.quantized import Quantized, quantize
@@ -62,6 +63,7 @@ __all__ = [
     "grouped_gemm",
     "grouped_mlp",
     "grouped_outer",
+    "linear_cross_entropy",
     "load_balance_loss",
     "matmul",
     "mlp",

@@ -210,7 +210,7 @@ def _row(product: walk.Found, platform: str) -> Row:
         epilogue=epilogue.primal,  # without rules: equal functions are equal
         operands=tuple(_array(x) for x in avals[first:]),
         outputs=tuple(_array(x.aval) for x in eqn.outvars),
-        saves=_saves(epilogue, avals[0].dtype, eqn.params["save"]),
+        saves=_saves(epilogue, params["product"].multiplied(avals[0].dtype), eqn.params["save"]),
     )
 
 

@@ -86,6 +86,7 @@ def _numbers() -> dict[str, np.ndarray]:
         "sk": _half(23, (K // 4, N)),
         "zk": integers(24, (K // 4, N), jnp.int8),
         "sgk": _half(25, (EXPERTS, K // 4, N)),
+        "labels": np.array([0, 15, 3, -1, 7, 7, 9, 14, 2, -16, 11, 5], np.int32),
     }
     return {name: np.asarray(x) for name, x in found.items()}
 
@@ -138,6 +139,9 @@ def _grouped(epilogue):
         return epilogue(oracles.masked_multiply(x, w, sizes), has, *of_rows)
 
     return plain
+
+
+_LOSS = {"where": np.ones(1, bool), "z_loss": 0.01, "softcap": 2.0, "reduction": "sum"}
 
 
 def _launch(x, s, y):
@@ -278,6 +282,25 @@ OPERATIONS: dict[str, Operation] = {
         lambda x, g, d, sizes: cutjax.grouped_mlp(x, g, d, sizes, save="recompute", group_offset=0),
         "x g d sizes",
         oracles.grouped_mlp,
+    ),
+    "linear_cross_entropy": Operation(
+        cutjax.linear_cross_entropy,
+        "x w labels",
+        oracles.linear_cross_entropy,
+        {"nn": "", "nt": "w"},
+        dtypes=("float64",),  # of others the loss is float32
+    ),
+    "linear_cross_entropy, sum": Operation(
+        lambda x, w, labels, b, **how: cutjax.linear_cross_entropy(x, w, labels, bias=b, **_LOSS, **how),
+        "x w labels b",
+        lambda x, w, labels, b: oracles.linear_cross_entropy(x, w, labels, b, **_LOSS),
+        dtypes=("float64",),
+    ),
+    "linear_cross_entropy, none": Operation(
+        lambda x, w, labels: cutjax.linear_cross_entropy(x, w, labels, label_smoothing=0.1, reduction="none"),
+        "x w labels",
+        lambda x, w, labels: oracles.linear_cross_entropy(x, w, labels, label_smoothing=0.1, reduction="none"),
+        dtypes=("float64",),
     ),
     "dot_general": Operation(
         lambda x, dy: cutjax.dot_general(x, dy, (((0,), (0,)), ((), ()))),

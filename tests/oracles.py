@@ -91,3 +91,20 @@ def load_balance_loss(logits, k=2, scoring="softmax", bias=None):
     share = jax.nn.one_hot(indices, experts).sum(-2).mean(0) / k
     scores = _scores(logits, scoring)
     return experts * (share * (scores / scores.sum(-1, keepdims=True)).mean(0)).sum()
+
+
+def linear_cross_entropy(
+    x, w, labels, bias=None, where=None, label_smoothing=0.0, z_loss=0.0, softcap=None, reduction="mean"
+):
+    """As optax has it, of logits in float32 or wider."""
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    logits = jnp.matmul(x.astype(wide), w.astype(wide))
+    logits = logits if bias is None else logits + bias.astype(wide)
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    lse = jax.nn.logsumexp(logits, -1)
+    picked = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    smooth = label_smoothing * logits.mean(-1) if label_smoothing else 0.0
+    losses = lse - (1 - label_smoothing) * picked - smooth + z_loss * lse**2
+    losses = losses if where is None else jnp.where(where, losses, 0)
+    count = losses.size if where is None else jnp.broadcast_to(where, losses.shape).sum(dtype=losses.dtype)
+    return (losses if reduction == "none" else losses.sum() / (count if reduction == "mean" else 1)).astype(x.dtype)

@@ -17,11 +17,12 @@ from jax import lax
 from cutjax import dot_precision
 from cutjax.binding.rules import sharded, with_rank
 from cutjax.dtypes import promoted
-from cutjax.ops.contraction import contraction
-from cutjax.ops.dot_general import permuted
+from cutjax.ops.contraction import Contraction, contraction
+from cutjax.ops.dot_general import permuted, quantized
 from cutjax.ops.einsum import Axes, Dimensions, letters_of, product_of
 from cutjax.ops.einsum import einsum as our_einsum
 from cutjax.ops.mlp import mlp
+from cutjax.ops.quantized import Quantized, as_quantized
 from cutjax.primitives.dense import Dense
 from cutjax.primitives.factors import Factors
 from cutjax.primitives.product import call
@@ -65,7 +66,7 @@ def check_activation(where: str, activation: Any) -> None:
 def linear(
     where: str,
     x: jax.Array,
-    kernel: jax.Array,
+    kernel: Any,
     bias: jax.Array | None,
     dimensions: Dimensions,
     *,
@@ -84,7 +85,9 @@ def linear(
     check_activation(where, activation)
     _check_shapes(where, x, kernel, dimensions)
     dot_general = None if dot_general is lax.dot_general else dot_general
-    arrays = [x, kernel] if bias is None else [x, kernel, bias]
+    if dot_general is None and isinstance(kernel, Quantized):
+        return _quantized(x, kernel, bias, dimensions, activation, precision, preferred_element_type, permutation)
+    arrays: list[Any] = [x, kernel] if bias is None else [x, kernel, bias]
     sizes = (*x.shape, *kernel.shape)
     known = not any(jax.export.is_symbolic_dim(n) or n == 0 for n in sizes)
     whole = out_sharding is None and not any(sharded(array) for array in arrays)
@@ -119,6 +122,36 @@ def linear(
             config=None,
         )
     )
+
+
+def _quantized(
+    x: jax.Array,
+    kernel: Quantized,
+    bias: jax.Array | None,
+    dimensions: Dimensions,
+    activation: Activation | None,
+    precision: Any,
+    dtype: Any,
+    permutation: Axes | None,
+) -> jax.Array:
+    """Computes ``linear`` of a quantized kernel."""
+    shape = _result(x.shape, kernel.shape, dimensions)
+
+    def epilogue(plan: Contraction) -> dict[str, Any]:
+        if bias is None and activation is None:
+            return {}
+        operands = () if bias is None else (_merged(bias, shape, permutation, plan.axes),)
+        return {"epilogue": functools.partial(finished, activation), "operands": operands}
+
+    dtype = dtype if dtype is not None or bias is None else promoted(x.dtype, bias.dtype)
+    return quantized(x, kernel, dimensions, precision, dtype, permutation, epilogue)
+
+
+def without_quantized(promote: Callable[[list[Any]], Sequence[Any]], arrays: Sequence[Any]) -> list[Any]:
+    """Returns arrays as a layer promotes them, and quantized kernels, duck-typed ones too, as they are."""
+    found = [as_quantized(x) for x in arrays]
+    rest = iter(promote([x for x in found if not isinstance(x, Quantized)]))
+    return [x if isinstance(x, Quantized) else next(rest) for x in found]
 
 
 def einsum(

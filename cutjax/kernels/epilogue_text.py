@@ -39,7 +39,7 @@ def _signature(staging: Staging, arguments: Sequence[Argument]) -> str:
     return f"""#define PARAMETERS {", ".join(argument.declaration for argument in arguments)}
 #define SOURCE_A {{{passed("a")[2:]}}}
 #define SOURCE_B {{{passed("b")[2:]}}}
-#define MAPS_D {{{", ".join(maps)}}}
+#define MAPS_D {{{", ".join(maps or ["nullptr"])}}}
 #define EXTRAS_ARGUMENTS {passed("extras")}
 #define PARTIALS_ARGUMENTS {passed("partials")}
 #define SPLITS {passed("splits")[2:] or 1}
@@ -157,18 +157,19 @@ def _shuffles(out: Output, value: str, lanes: Sequence[int]) -> list[str]:
 
 def _partials(staging: Staging, arguments: Sequence[Argument]) -> str:
     """The struct of the partial reductions over a block of 64 rows, and of the places that they are stored to."""
-    fields, initial, tile, begin, end = [], [], [], [], []
+    fields, initial, places, begin, end = [], [], [], [], []  # places: where a matrix's begin, from its number alone
     for i, out in staging.reductions:
         rows = "(m + 15) / 16" if "row" in out.axes else "m"
         columns = "(n + EPILOGUE_COLUMNS - 1) / EPILOGUE_COLUMNS" if "col" in out.axes else "n"
         carrier = DTYPES[out.dtype].carrier
-        fields.append(f"{carrier} *partial{i}, *matrix{i};\n  {carrier} r{i}[2];")
+        fields.append(f"{carrier}* partial{i};\n  {carrier} r{i}[2];")
         initial.append(f", partial{i}(partial{i})")
-        tile.append(f"matrix{i} = partial{i} + static_cast<i64>(batch) * ({rows}) * ({columns});")
+        matrix = f"partial{i} + static_cast<i64>(batch) * ({rows}) * ({columns})"
+        places.append(f"DEVICE {carrier}* matrix{i}() const {{ return {matrix}; }}")
         if out.axes == ("row",):
             continue  # stored by each piece
         begin.append(f"r{i}[0] = r{i}[1] = {emit.reduction(out)[0]};")
-        at = f"matrix{i}[static_cast<i64>({{}}) * ({columns}) + column / EPILOGUE_COLUMNS]"
+        at = f"matrix{i}()[static_cast<i64>({{}}) * ({columns}) + column / EPILOGUE_COLUMNS]"
         if out.axes == ("col",):
             end += [*_shuffles(out, f"r{i}[0]", (1, 2)), *_shuffles(out, f"r{i}[1]", (1, 2))]
             for h in range(2):
@@ -184,11 +185,11 @@ def _partials(staging: Staging, arguments: Sequence[Argument]) -> str:
 
     return f"""#line 1 "partials (generated)"
 struct Partials {{
-  int m, n;{lines(fields, 2)}
+  int m, n, batch;{lines(fields, 2)}
 
-  DEVICE Partials(int m, int n{_taken(arguments, "partials")}) : m(m), n(n){"".join(initial)} {{}}
-  DEVICE void begin_tile(int batch) {{{lines(tile)}
-  }}
+  DEVICE Partials(int m, int n{_taken(arguments, "partials")}) : m(m), n(n), batch(0){"".join(initial)} {{}}
+{lines(places, 2)[1:]}
+  DEVICE void begin_tile(int of) {{ batch = of; }}
   DEVICE void begin_block() {{{lines(begin)}
   }}
   // `row` is this lane's first, `column` that of the first of EPILOGUE_COLUMNS.
@@ -198,15 +199,27 @@ struct Partials {{
 """
 
 
-def _reduce_piece(i: int, out: Output, even: bool) -> str:
-    """Returns the text that adds a piece to a reduction; values past the matrix are replaced by the identity."""
-    identity = emit.reduction(out)[0]
+def _within(reductions: Sequence[tuple[int, Output]]) -> str:
+    """Returns the text that replaces values past the matrix by the identities of reductions."""
+    if not reductions:
+        return ""
     past = "row + i / 2 % 2 * 8 >= partials.m || column + i / 4 * 8 + i % 2 >= partials.n"
-    loop = "#pragma unroll\n  for (int i = 0; i < PIECE / 2; ++i)"
-    text = f"{loop}\n    if ({past}) y{i}[i] = {identity};\n"
+    identities = " ".join(f"y{i}[i] = {emit.reduction(out)[0]};" for i, out in reductions)
+    # Most pieces lie inside: one comparison for each is less than one for each value.
+    return f"""if (row + 8 >= partials.m || column + PIECE - 7 >= partials.n) {{
+#pragma unroll
+    for (int i = 0; i < PIECE / 2; ++i)
+      if ({past}) {{ {identities} }}
+  }}
+"""
+
+
+def _reduce_piece(i: int, out: Output, even: bool) -> str:
+    """Returns the text that adds a piece to a reduction."""
     if out.axes != ("row",):
-        return f"{text}{loop} {_combine(out, f'partials.r{i}[i / 2 % 2]', f'y{i}[i]')}\n"
-    at = f"{DTYPES[out.dtype].carrier}* at = partials.matrix{i}"
+        loop = "#pragma unroll\n  for (int i = 0; i < PIECE / 2; ++i)"
+        return f"{loop} {_combine(out, f'partials.r{i}[i / 2 % 2]', f'y{i}[i]')}\n"
+    at = f"{DTYPES[out.dtype].carrier}* at = partials.matrix{i}()"
     lines = [f"{at} + static_cast<i64>(row / 16) * partials.n + column + 8 * j;"]
     for e in range(2):
         value = f"y{i}[4 * j + {e}]"
@@ -217,7 +230,7 @@ def _reduce_piece(i: int, out: Output, even: bool) -> str:
     else:
         lines += [f"{inside} + {e} < partials.n) at[{e}] = y{i}[4 * j + {e}];" for e in range(2)]
     body = "".join(f"\n    {line}" for line in lines)
-    return f"{text}#pragma unroll\n  for (int j = 0; j < PIECE / 8; ++j) {{{body}\n  }}\n"
+    return f"#pragma unroll\n  for (int j = 0; j < PIECE / 8; ++j) {{{body}\n  }}\n"
 
 
 def _piece(staging: Staging) -> str:
@@ -233,7 +246,8 @@ def _piece(staging: Staging) -> str:
         f"\n  Transposed<Dtype::{DTYPES[out.dtype].stored}>::stage(buffer + {place_of(slot)}, thread, piece, y{i});"
         for slot, (i, out) in zip(staging.mirror_slots if staging.tma else (), staging.results, strict=False)
     )
-    reduced = "".join(_reduce_piece(i, out, staging.even) for i, out in staging.reductions)
+    reduced = _within(staging.reductions)
+    reduced += "".join(_reduce_piece(i, out, staging.even) for i, out in staging.reductions)
     by_tma = [i for i, _ in staging.operands]
     by_chunk = "piece * (PIECE / 8) + j"
     full = ["j" if i in by_tma or staging.apart else by_chunk for i in range(len(epilogue.operands))]

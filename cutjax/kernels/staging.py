@@ -145,8 +145,6 @@ class Staging:
     def reasons(self) -> tuple[str, ...]:
         """The reasons why no kernel can have this epilogue; empty where one can."""
         found = list(emit.reasons(self.epilogue))
-        if not self.results:
-            found.append("every result is a reduction: kernels store at least one of full size")
         for _, out in self.reductions:
             if self.tma and out.dtype != "float32":
                 found.append(f"a reduction in {out.dtype}: kernels reduce in float32")
@@ -193,6 +191,7 @@ def plan_staging(
     for slot, (_, out) in zip(result_slots, results, strict=True) if symmetric else ():
         mirror_slots.append(total if tma else slot)
         total += _size(out) if tma else 0
+    total = total or 1  # where every result is a reduction, a buffer that nothing is staged in
     slots = tuple(result_slots), tuple(operand_slots), tuple(mirror_slots)
     layout = epilogue, swap, pitch, even, results, reductions, operands
     return Staging(*layout, *slots, total, narrowest, _called(epilogue), tma, pixels)

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from cutjax import dot_precision
 from cutjax.binding.rules import any_divided, any_reduced, on_devices
 from cutjax.dtypes import are_alike, are_narrow
-from cutjax.ops.contraction import Move, contraction
+from cutjax.ops.contraction import Contraction, Move, contraction
 from cutjax.ops.gemm import gemm
 from cutjax.ops.quantized import Quantized, Weights, as_quantized, blocked, values_of
 from cutjax.primitives.accumulators import converted, widened
@@ -86,7 +86,7 @@ def permuted(
     """Computes dot_general and a permutation of its result, which is planned with it: no second pass over memory."""
     lhs, rhs = unwrapped(as_quantized(lhs)), unwrapped(as_quantized(rhs))
     if isinstance(lhs, Quantized) or isinstance(rhs, Quantized):
-        return _quantized(lhs, rhs, dimension_numbers, precision, preferred_element_type, permutation)
+        return quantized(lhs, rhs, dimension_numbers, precision, preferred_element_type, permutation)
 
     how = precision, preferred_element_type, out_sharding, permutation
     try:
@@ -130,10 +130,19 @@ def permuted(
     return converted(plan.result(d), out.dtype, out.weak_type)
 
 
-def _quantized(
-    lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any, dtype: Any, permutation: tuple[int, ...] | None
+def quantized(
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: Any,
+    precision: Any,
+    dtype: Any,
+    permutation: tuple[int, ...] | None,
+    epilogue: Callable[[Contraction], dict[str, Any]] = lambda _: {},
 ) -> jax.Array:
-    """Computes the product of operands of which one or both are quantized by ``gemm``."""
+    """Computes the product of operands of which one or both are quantized by ``gemm``.
+
+    With the epilogue, and its operands, that a function of the plan returns as ``gemm`` takes them.
+    """
     shapes = [np.shape(unwrapped(values_of(x))) for x in (lhs, rhs)]
     given = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     jax.eval_shape(lambda x, y: lax.dot_general(x, y, dimension_numbers), *given)  # says what is wrong
@@ -142,7 +151,8 @@ def _quantized(
     plan = contraction(*shapes, dims, permutation)
     a, b = (rhs, lhs) if plan.swapped else (lhs, rhs)
     how = dot_precision.swapped(how) if plan.swapped else how
-    return plan.result(gemm(_moved(plan.a, a), _moved(plan.b, b), layout=plan.layout, out_dtype=dtype, precision=how))
+    given = {"layout": plan.layout, "out_dtype": dtype, "precision": how, **epilogue(plan)}
+    return plan.result(gemm(_moved(plan.a, a), _moved(plan.b, b), **given))
 
 
 def _moved(move: Move, x: Any) -> Any:

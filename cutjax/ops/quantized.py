@@ -56,6 +56,28 @@ class Quantized:
     scale: Any
     zero_point: Any = None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the values."""
+        return np.shape(unwrapped(self.values))
+
+    @property
+    def ndim(self) -> int:
+        """The rank of the values."""
+        return len(self.shape)
+
+    def __getitem__(self, index: Any) -> Quantized:
+        """Returns the matrices at an index of the axes before the last two, such as those of a layer or of experts."""
+        if index is Ellipsis:
+            return self
+        if len(index if isinstance(index, tuple) else (index,)) > self.ndim - 2:
+            raise IndexError(
+                f"Quantized: {index} of values {self.shape}: expected an index of the axes before the last two"
+            )
+        scale, zero = blocked(self, "the operand", "Quantized")
+        found = (along(x, (*self.shape[:-2], *x.shape[-2:]))[index] for x in (scale, *zero))
+        return Quantized(jnp.asarray(unwrapped(self.values))[index], *found)
+
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """Returns ``(values - zero_point) * scale``, rounded once to a dtype."""
         scale, zero = blocked(self, "the operand", "dequantize")

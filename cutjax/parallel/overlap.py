@@ -145,6 +145,7 @@ def _one(spec: Gathered, ws: Any, x: jax.Array, operands: Any, acc_dots: Any, op
             spec.product, factors, dtype, hints=hints, **spec.params
         ),
         pushed=functools.partial(derivative.push, spec.epilogue, acc.shape),
+        dtype=derivative.saved_dtype(spec.epilogue, x.dtype),
         save=spec.save,
     )
 

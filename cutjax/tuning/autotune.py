@@ -176,6 +176,8 @@ class Task:
 def _random(key: jax.Array, shape: Sequence[int], dtype: Any, integers: bool) -> jax.Array:
     if dtype == np.bool_:
         return jax.random.bernoulli(key, shape=shape)
+    if dtype.name == "float8_e8m0fnu":  # powers of two alone
+        return jnp.exp2(jax.random.randint(key, shape, -2, 3, np.int8).astype(np.float32)).astype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         return jax.random.randint(key, shape, 0, 4, np.uint8).astype(dtype)
     if integers:

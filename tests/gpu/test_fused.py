@@ -515,7 +515,6 @@ def test_the_same_bits_every_time():
 
 
 REFUSED = {
-    "nothing but reductions": (lambda acc: acc.max((-2, -1)), "every result is a reduction"),
     "reduction of integers": (lambda acc: (acc, (acc > 0).astype(jnp.int32).sum(-2)), "a reduction in int32"),
 }
 
@@ -535,6 +534,8 @@ REDUCED = {
     "sums": lambda acc: (acc, acc.sum(-2), acc.sum(-1), acc.sum((-2, -1))),
     "largest": lambda acc: (acc.astype(jnp.float8_e4m3fn), jnp.abs(acc).max((-2, -1)), acc.max(-2)),
     "least": lambda acc: (acc, acc.min(-1), acc.min(-2)),
+    "nothing else": lambda acc: (acc.sum(-1), acc.max(-1)),
+    "one number": lambda acc: acc.max((-2, -1)),
 }
 
 

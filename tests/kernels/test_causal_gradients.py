@@ -90,6 +90,7 @@ def test_what_is_refused(asked, why):
     assert why in "; ".join(found.reasons)
 
 
+@pytest.mark.versions  # of NVRTC
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("asked", "arch"),

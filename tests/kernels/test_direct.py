@@ -84,8 +84,8 @@ def test_small_integers_are_exact(seed, tmp_path):
 # parts, of which a block has one of several images; chunks of rows; channels that fill no block; pixels cut off.
 TOEPLITZ = [
     (7, (11, 20), (7, 7), 24, None, (8, 4, 3, 3)),
-    (34, (7, 7), (5, 9), 16, None, (4, 7, 2, 2)),
-    (3, (5, 140), (3, 4), 10, None, (4, 5, 4, 4)),
+    (34, (7, 7), (5, 9), 16, None, (8, 7, 2, 2)),
+    (3, (5, 140), (3, 4), 10, None, (8, 5, 4, 4)),
     (13, (12, 16), (3, 4), 36, (2, -1), (16, 9, 4, 1)),
 ]
 

@@ -115,6 +115,7 @@ def lean(found):
     assert "serialized" not in cubin.log, (found.name, cubin.log)
 
 
+@pytest.mark.versions  # of NVRTC
 @needs_nvrtc
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["in order", "backwards"])

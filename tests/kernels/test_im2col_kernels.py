@@ -35,6 +35,7 @@ LEAN = [
 ]
 
 
+@pytest.mark.versions  # of NVRTC
 @needs_nvrtc
 @pytest.mark.parametrize(("kind", "of", "config"), LEAN, ids=lambda x: x if isinstance(x, str) else "")
 def test_kernels_compile_lean(kind, of, config):

@@ -168,6 +168,7 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.versions  # of NVRTC
 @compiled
 @pytest.mark.parametrize("of_b", [0, 1, 128])
 def test_kernels_compile_lean(of_b):

@@ -113,7 +113,11 @@ def test_no_circle(package):
         ("jax._src", set()),
         (
             "flax",
-            {f"cutjax.flax.{api}{x}" for api in ("linen", "nnx") for x in ("", ".linear", ".convolution", ".blocks")},
+            {
+                f"cutjax.flax.{api}{x}"
+                for api in ("linen", "nnx")
+                for x in ("", ".linear", ".head", ".convolution", ".blocks")
+            },
         ),
     ],
 )

@@ -34,7 +34,7 @@ def programs():
 def test_blocks_about_flax(programs):
     names, results = programs("flax.md")
     linear, images = [(4, 128, 512)], [(2, 16, 16, 64)]
-    shapes = [(4, 128, 2048)] * 2 + linear * 2 + images + linear * 3 + [(2, 16, 64)] * 2
+    shapes = [(4, 128, 2048)] * 3 + linear * 2 + images + linear * 3 + [(2, 16, 64)] * 2
     assert [y.shape for y in results] == shapes
     assert float(abs(names["moe"].selection_bias[...]).max()) == np.float32(0.001)
     kernel = names["swiglu"].down.kernel

@@ -12,7 +12,16 @@ from flax import linen as nn
 from flax.core import meta
 from flax.typing import Initializer
 
-from cutjax.flax.linear import Activation, einsum, einsum_bias_shapes, is_product, linear, named_arguments, places
+from cutjax.flax.linear import (
+    Activation,
+    einsum,
+    einsum_bias_shapes,
+    is_product,
+    linear,
+    named_arguments,
+    places,
+    without_quantized,
+)
 
 
 @named_arguments
@@ -37,21 +46,7 @@ class Dense(nn.Dense):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Returns ``activation(inputs @ kernel + bias)``, of ``[..., k]``."""
-        features, shape = (self.features,), jnp.shape(inputs)
-        axis = places("Dense", (-1,), shape)
-        kernel = self.param("kernel", self.kernel_init, (shape[-1], *features), self.param_dtype)
-        bias = self.param("bias", self.bias_init, features, self.param_dtype) if self.use_bias else None
-        x, kernel, bias = promoted(self, inputs, kernel, bias)
-        return linear(
-            "Dense",
-            x,
-            kernel,
-            bias if bias is None else bias.reshape((1,) * (x.ndim - 1) + features),
-            ((axis, (0,)), ((), ())),
-            activation=self.activation,
-            dot_general=self.dot_general if self.dot_general_cls is None else self.dot_general_cls(),
-            precision=self.precision,
-        )
+        return product(self, *parameters(self, inputs))
 
 
 @named_arguments
@@ -145,9 +140,32 @@ class Einsum(nn.Einsum):
         )
 
 
+def parameters(layer: Dense, inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns the inputs, the kernel and the bias of a layer in the dtype that it computes in."""
+    features, shape = (layer.features,), jnp.shape(inputs)
+    places("Dense", (-1,), shape)
+    kernel = layer.param("kernel", layer.kernel_init, (shape[-1], *features), layer.param_dtype)
+    bias = layer.param("bias", layer.bias_init, features, layer.param_dtype) if layer.use_bias else None
+    return promoted(layer, inputs, kernel, bias)
+
+
+def product(layer: Dense, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Returns the result of a layer."""
+    return linear(
+        "Dense",
+        x,
+        kernel,
+        bias if bias is None else bias.reshape((1,) * (x.ndim - 1) + bias.shape),
+        ((places("Dense", (-1,), x.shape), (0,)), ((), ())),
+        activation=layer.activation,
+        dot_general=layer.dot_general if layer.dot_general_cls is None else layer.dot_general_cls(),
+        precision=layer.precision,
+    )
+
+
 def promoted(layer: Any, *arrays: Any) -> Any:
-    """Returns arrays in the dtype that the layer computes in."""
-    return layer.promote_dtype(*arrays, dtype=layer.dtype)
+    """Returns arrays in the dtype that the layer computes in; quantized kernels as they are."""
+    return without_quantized(lambda xs: layer.promote_dtype(*xs, dtype=layer.dtype), arrays)
 
 
 def _axes(axes: int | Iterable[int]) -> tuple[int, ...]:

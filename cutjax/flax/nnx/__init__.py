@@ -2,6 +2,7 @@
 
 from cutjax.flax.nnx.blocks import MLP, GatedMLP, MoE, SelectionBias
 from cutjax.flax.nnx.convolution import Conv, ConvTranspose
+from cutjax.flax.nnx.head import Head
 from cutjax.flax.nnx.linear import Einsum, Linear, LinearGeneral
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "ConvTranspose",
     "Einsum",
     "GatedMLP",
+    "Head",
     "Linear",
     "LinearGeneral",
     "MoE",

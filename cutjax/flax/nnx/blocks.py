@@ -14,7 +14,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
 from cutjax.flax.experts import check_experts, experts
 from cutjax.flax.linear import Activation, check_activation, feed_forward, named_arguments
-from cutjax.flax.nnx.linear import Linear, value
+from cutjax.flax.nnx.linear import Linear, promoted, value
 
 _KERNEL_INIT = initializers.lecun_normal()
 _EXPERTS_INIT = initializers.lecun_normal(batch_axis=(0,))  # of [experts, k, n]: the variance is that of one expert
@@ -104,7 +104,7 @@ class MLP(nnx.Module):
         """Returns the result for inputs ``[..., in_features]``."""
         layers = (self.gate, self.up, self.down) if self._gated else (self.up, self.down)
         found = (inputs, *(x.kernel[...] for x in layers), *(value(x.bias) for x in layers))
-        x, *arrays = self.promote_dtype(found, dtype=self.dtype)
+        x, *arrays = promoted(self, *found)
         options = {"activation": self.activation, "precision": self.precision, "save": self.save}
         return feed_forward(type(self).__name__, x, arrays[: len(layers)], arrays[len(layers) :], **options)
 
@@ -263,7 +263,7 @@ class MoE(nnx.Module):
         added to the loss, and "tokens_per_expert", int32 ``[experts]``.
         """
         kernels = self.gate_kernel[...], self.up_kernel[...], self.down_kernel[...]
-        x, *kernels = self.promote_dtype((inputs, *kernels), dtype=self.dtype)
+        x, *kernels = promoted(self, inputs, *kernels)
         names = "k", "activation", "scoring", "renormalize", "num_groups", "groups_per_token", "scale"
         options = {name: getattr(self, name) for name in (*names, "precision", "save")}
         bias = value(self.selection_bias)

@@ -16,6 +16,7 @@ from cutjax.flax.linear import (
     linear,
     named_arguments,
     places,
+    without_quantized,
 )
 
 
@@ -43,7 +44,7 @@ class Linear(nnx.Linear):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Returns ``activation(inputs @ kernel + bias)``, of ``[..., in_features]``."""
-        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], value(self.bias)), dtype=self.dtype)
+        x, kernel, bias = promoted(self, inputs, self.kernel[...], value(self.bias))
         return linear(
             "Linear",
             x,
@@ -83,7 +84,7 @@ class LinearGeneral(nnx.LinearGeneral):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Returns the inputs with the axes of features, the last, in place of those that the kernel multiplies."""
-        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], value(self.bias)), dtype=self.dtype)
+        x, kernel, bias = promoted(self, inputs, self.kernel[...], value(self.bias))
         axis, batch = places("LinearGeneral", self.axis, x.shape), places("LinearGeneral", self.batch_axis, x.shape)
         if bias is not None:
             rows = tuple(x.shape[i] if i in batch else 1 for i in range(x.ndim) if i not in axis)
@@ -129,7 +130,7 @@ class Einsum(nnx.Einsum):
         equation = (self.einsum_str if einsum_str is None else einsum_str).replace(" ", "")
         if not is_product(equation):
             return super().__call__(inputs, einsum_str)  # which says what is wrong with it
-        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], value(self.bias)), dtype=self.dtype)
+        x, kernel, bias = promoted(self, inputs, self.kernel[...], value(self.bias))
         return einsum(
             "Einsum",
             equation,
@@ -142,6 +143,11 @@ class Einsum(nnx.Einsum):
             preferred_element_type=self.preferred_element_type,
             out_sharding=out_sharding,
         )
+
+
+def promoted(layer: Any, *arrays: Any) -> Any:
+    """Returns arrays in the dtype that the layer computes in; quantized kernels as they are."""
+    return without_quantized(lambda xs: layer.promote_dtype(tuple(xs), dtype=layer.dtype), arrays)
 
 
 def value(variable: Any) -> Any:

@@ -18,8 +18,9 @@ from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels import reasons
 from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.device import Device
+from cutjax.kernels.direct import slide
 from cutjax.kernels.direct.config import Config
-from cutjax.kernels.direct.entries import SUM_SLICES, SUM_THREADS, Entry
+from cutjax.kernels.direct.entries import SUM_THREADS, Entry, slices_of
 from cutjax.kernels.direct.text import source
 from cutjax.kernels.staging import instructions
 from cutjax.runtime.architectures import number
@@ -28,9 +29,7 @@ from cutjax.runtime.launch import Call, Pointer
 DTYPES = ("bfloat16", "float16", "float32")
 WIDEST = 8
 BESIDE = 30  # registers of a thread beside weights, sums and rows
-ISSUED, MOVED = 0.6, 0.88  # shares of an SM's instructions, a guess, and of a copy's rate
-LAUNCH_US, SUM_US = 2.0, 3.0
-ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 512)  # of a chunk, about
+SUM_US = 4.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,25 +183,19 @@ class Kernel:
     def time_us(self) -> float:
         """Predicted microseconds of both launches: of the bytes, or of the instructions."""
         p, c, device = self.problem, self.config, self.problem.device
-        rate = dict(device.flops).get("float32", 0.0) / 2
-        if not rate or not device.sms:
+        if not dict(device.flops).get("float32") or not device.sms:
             return math.inf
         halo = p.width - 1
         rows = self.chunks * c.rows / p.length  # of chunks that end behind their sequence
-        read = (3 + 3 * halo / c.rows) / 3
+        elements = rows * (1 + 2 * halo / c.rows) * p.images * p.length * p.channels
         each = 3 * p.width + 4 + instructions(p.gradient) + 12 / c.pairs
-        steps = rows * (1 + 2 * halo / c.rows) * p.images * p.length * p.channels
-        issue = 1e6 * steps * each / (rate * ISSUED)
-        waves = self.tiles * self.parts / (device.sms * c.blocks)
-        uneven = math.ceil(waves) / waves if waves < 8 else 1.0
-        parts = 8.0 * self.parts * (p.width + 1) * p.channels
+        blocks = self.tiles * self.parts
+        moved = p.bytes * (1 + halo / c.rows) + 8.0 * self.parts * (p.width + 1) * p.channels
         working = self.tiles * self.lanes * self.chunks * p.images
         resident = min(working, device.sms * c.blocks * self.threads)
-        ahead = 2 * c.ahead * c.pairs * p.dtype.itemsize
-        speed = min(MOVED * device.bytes_per_second / 1e6, 1.5 * resident * ahead)
-        memory = (p.bytes * read + parts) / speed
-        issue, memory = issue * uneven, memory * (uneven if waves > 1 else 1.0)
-        return LAUNCH_US + SUM_US + max(issue, memory) + 0.25 * min(issue, memory)
+        # Two of three arrays are read.
+        flying = 3 * resident * c.ahead * c.pairs * p.dtype.itemsize
+        return slide.LAUNCH_US + SUM_US + slide.pass_us(c, device, elements, each, moved, flying, blocks)
 
     @functools.cached_property
     def entries(self) -> tuple[Entry, Entry]:
@@ -278,8 +271,11 @@ DEVICE void finish(const Extras& extras, const Done done, int row, int column) {
   }}{of_bias}
 }}
 """
-        constants = {"THREADS": SUM_THREADS, "SLICES": SUM_SLICES, "CHANNELS": 1}
-        return self._entry(f"{self.name}_sum", constants, arguments(), [text, "direct/sum.cuh"], 4 * SUM_THREADS)
+        slices = slices_of(self.parts)
+        constants = {"THREADS": SUM_THREADS, "SLICES": slices, "CHANNELS": 1}
+        return self._entry(
+            f"{self.name}_{slices}_sum", constants, arguments(), [text, "direct/sum.cuh"], 4 * SUM_THREADS
+        )
 
     def _entry(
         self, name: str, constants: dict[str, int], arguments: Iterator[Argument], parts: list[str], shared_bytes: int
@@ -287,7 +283,7 @@ DEVICE void finish(const Extras& extras, const Done done, int row, int column) {
         taken, last = tuple(arguments), name.endswith("_sum")
         text = source(name, self.problem.dtype.name, "float32", constants, taken, parts)
         elements = (self.problem.width + 1) * self.problem.channels
-        blocks = -(-elements // (SUM_THREADS // SUM_SLICES)) if last else self.tiles * self.parts
+        blocks = -(-elements * constants["SLICES"] // SUM_THREADS) if last else self.tiles * self.parts
         return Entry(self.problem, name, text, taken, blocks, constants["THREADS"], shared_bytes)
 
     @property
@@ -362,7 +358,7 @@ def configs(problem: Gradients) -> Iterator[Config]:
                 continue
             registers = Kernel(problem, Config(pairs, 1, 1, 32, threads, ahead, 1)).registers
             fitting = [b for b in range(1, 13) if device.registers_per_sm // (threads * b) // 8 * 8 >= registers]
-            for chunks in sorted({-(-problem.length // rows) for rows in ROWS}):
+            for chunks in sorted({-(-problem.length // rows) for rows in slide.ROWS}):
                 rows = halo + -(-(-(-problem.length // chunks) - halo) // ahead) * ahead
                 yield Config(pairs, 1, rows, 32, threads, ahead, max(fitting, default=1))
 

@@ -14,7 +14,7 @@ from cutjax.kernels.staging import instructions
 from cutjax.runtime.compiler import Cubin, compile_kernel
 from cutjax.runtime.launch import Launch, Pointer
 
-SUM_THREADS, SUM_SLICES = 512, 16
+SUM_THREADS, MOST_SLICES = 512, 16
 MOST_INLINED = 40  # instructions of an epilogue, of which a kernel has a copy for each place of a strip; of all steps
 _TENSOR = ("mma/atoms.cuh", "mma/math.cuh", "mma/instruction.cuh")
 
@@ -276,12 +276,18 @@ def _sum(kernel: Resolved) -> Entry:
             yield integer(name, value)
         yield from _extras(kernel)
 
-    constants = {"THREADS": SUM_THREADS, "SLICES": SUM_SLICES, "CHANNELS": g.channels}
-    blocks = -(-g.taps * g.pairs // (SUM_THREADS // SUM_SLICES))
+    slices = slices_of(kernel.parts)
+    constants = {"THREADS": SUM_THREADS, "SLICES": slices, "CHANNELS": g.channels}
+    blocks = -(-g.taps * g.pairs // (SUM_THREADS // slices))
     shared_bytes = SUM_THREADS * kernel.scratch.dtype.itemsize
     files = ("epilogue", "direct/sum.cuh")
-    name = f"{kernel.name}_sum"
+    name = f"{kernel.name}_{slices}_sum"
     return _entry(kernel, name, constants, arguments(), files, blocks, SUM_THREADS, shared_bytes)
+
+
+def slices_of(parts: int) -> int:
+    """Returns the threads that add up one element of so many parts: a power of two, of which none is idle."""
+    return min(MOST_SLICES, 1 << (parts - 1).bit_length())
 
 
 def _sums(kernel: Resolved, const: str) -> Argument:

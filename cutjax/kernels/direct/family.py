@@ -15,6 +15,7 @@ __all__ = ["Config", "competes", "configs", "name", "reasons", "resolve", "store
 
 name = "direct"
 WORTH = 3  # windows from which on both axes Toeplitz matrices are tried
+MOST_PARTS = 4096  # of a config
 
 STRIPS = (1, 2, 4, 7, 8)
 BEGUN = 2  # rows that take as long as a chunk to begin
@@ -102,14 +103,14 @@ def _toeplitz(problem: Problem, geometry: Geometry) -> Iterator[Config]:
     if min(geometry.rows.window, geometry.columns.window) < WORTH:
         return
     device, grid = problem.device, geometry.rows.grid
-    for warps, blocks, stages in ((8, 2, 4), (16, 1, 4), (8, 3, 3), (4, 4, 4), (4, 6, 3)):
+    for warps, blocks, stages in ((8, 2, 4), (16, 1, 4), (8, 3, 3)):
         config = Config(2, 8, grid, warps, 32 * warps, stages, blocks, 1, True)
         whole = toeplitz.Shape(problem, config, geometry)
         slots = max(1, device.sms * blocks // whole.tiles)  # of the same channels
         wanted = min(-(-slots // (whole.groups * whole.pieces)), -(-grid // (2 * geometry.rows.window)))
         for rows in dict.fromkeys(-(-grid // chunks) for chunks in (1, 2, 4, max(1, wanted))):
             kinds = whole.pieces * -(-grid // rows)
-            for most in dict.fromkeys((slots, 2 * slots) if not geometry.gradient else (slots,)):
-                rounds = -(-whole.groups * kinds // most)
-                parts = kinds * -(-whole.groups // rounds)
-                yield Config(2, 8, rows, warps, 32 * warps, stages, blocks, parts, True)
+            rounds = [-(-whole.groups * kinds // (waves * slots)) for waves in (1, 2, 3)]
+            even = [-(-whole.groups // each) for each in rounds]  # of blocks with as many groups, none waits for others
+            for parts in dict.fromkeys([*even, min(max(1, slots // kinds), whole.groups)]):
+                yield Config(2, 8, rows, warps, 32 * warps, stages, blocks, min(kinds * parts, MOST_PARTS), True)

@@ -19,14 +19,17 @@ STRIP, FRAGMENT = 8, 16  # places of a strip; and strips of a fragment
 STEP = 2  # rows of pixels of a stage
 WIDEST = 9  # window: 16 pixels are read for 8 places
 DTYPES = ("bfloat16", "float16")
-LANES = (4, 8, 16)  # warps of a block
+LANES = (8, 16)  # warps of a block; 4 would read half of each sector of L2
 BESIDE = 40  # registers of a thread beside sums and matrices
-LAUNCH_US, SUM_US = 2.0, 3.0
-ISSUED, MOVED = 0.7, 0.88  # shares of an SM's instructions, a guess, and of a copy's rate
-OF_HALVES = 1.25  # a guess
-ROW_CLOCKS, PROLOGUE_CLOCKS = 270, 4000  # of a row of pixels, at least; of a block before its first
+# Fitted to 107 kernels of 10 layers on an H200. Clocks are those of a row of pixels: of a warp on a quarter of an SM,
+# beside its products, and more of a weight gradient; of a block that is alone, at least. A block has others before its
+# first row.
+LAUNCH_US, SUM_US = 4.4, 4.1
+WARP_CLOCKS, GRADIENT_CLOCKS, ROW_CLOCKS, PROLOGUE_CLOCKS = 72, 59, 270, 4200
 MMA_CLOCKS = 6.5  # of m16n8k16 on a quarter of an SM of sm_90
-UNMEASURED = 1.2  # none of these has been timed: direct kernels took 1.1 to 1.5 of such a count
+ELEMENTWISE_CLOCKS = 6  # of an instruction of an epilogue, a guess
+OF_EIGHT = 1.05  # blocks of 8 warps read 32 bytes in a row, those of 16 warps 64
+MOVED, OVERLAPPED = 0.81, 0.39  # shares: of a copy's rate; of bytes' or clocks' time, the shorter one, that is added
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,7 +97,12 @@ class Shape:
     @property
     def rounds(self) -> int:
         """Groups that a block goes through, at most."""
-        return -(-self.groups * self.pieces * self.chunks // self.parts)
+        return self.rounds_of(0)
+
+    def rounds_of(self, part: int) -> int:
+        """Returns the groups that a block of this part goes through: every so many-th, from its own on."""
+        kinds = self.pieces * self.chunks
+        return -(-(self.groups - part // kinds) // (self.parts // kinds))
 
     @property
     def blocks(self) -> int:
@@ -179,15 +187,19 @@ def predict(shape: Shape, device: Device) -> float:
         return math.inf
     clock = rate / device.sms / 256  # of an SM
     multiply = 2 * g.rows.window * MMA_CLOCKS
-    issue = 80 + 3 * shape.loads + 2 * g.rows.window + 10 * g.gradient + 4 * instructions(p.epilogue)
-    # Blocks of an SM share it; one alone waits for each row in turn.
-    waves = -(-shape.blocks // (device.sms * c.blocks))
-    resident = min(c.blocks, -(-shape.blocks // device.sms))
-    row = max(max(multiply, issue / ISSUED) * resident * shape.lanes / 4, ROW_CLOCKS)
-    of_block = PROLOGUE_CLOCKS + shape.rounds * shape.steps * row
-    busy = 1e6 * waves * of_block / clock
+    row = multiply + WARP_CLOCKS + GRADIENT_CLOCKS * g.gradient + ELEMENTWISE_CLOCKS * instructions(p.epilogue)
+    row *= shape.lanes / 4 * (OF_EIGHT if c.lanes == 8 else 1.0)
+    # Blocks of an SM share it; one alone waits for each row in turn. Behind the first wave SMs take blocks as they end
+    # others, and the last SM has half of a block more than the mean.
+    even, mean = shape.blocks / device.sms, shape.groups * shape.pieces * shape.chunks / shape.parts
+    if even <= c.blocks:
+        of_sm, alone = math.ceil(even), shape.rounds
+        rounds = sum(shape.rounds_of(i * device.sms // shape.tiles) for i in range(of_sm))
+    else:
+        of_sm = even + 0.5
+        rounds, alone = max(shape.rounds, of_sm * mean), of_sm / c.blocks * mean
+    rows = shape.steps * max(rounds * row, alone * ROW_CLOCKS)
+    busy = 1e6 * (max(1.0, of_sm / c.blocks) * PROLOGUE_CLOCKS + rows) / clock
     written = 8 * shape.parts * g.taps * g.pairs if g.gradient else 0
     memory = 1e6 * (p.bytes + written) / (MOVED * device.bytes_per_second)
-    if c.lanes < 8:  # of each sector of L2 a block reads half
-        memory *= OF_HALVES
-    return UNMEASURED * (LAUNCH_US + SUM_US * g.gradient + max(busy, memory) + 0.2 * min(busy, memory))
+    return LAUNCH_US + SUM_US * g.gradient + max(busy, memory) + OVERLAPPED * min(busy, memory)

@@ -93,8 +93,10 @@ class Facts:
             return 160 if problem.divided == "m" or (problem.groups and not alone) else widest
         # Where TMA cannot load an operand, its elements have addresses of their own.
         apart = any(spec.row and spec.col and not self.staging.by_tma(spec) for spec in epilogue.operands)
-        if self.staging.reductions or apart or (self.staging.called and not self.staging.even):
-            return 64 if self.staging.reductions else 96
+        if self.staging.reductions:
+            return 128 if self._few_sums_of_rows and not apart else 64
+        if apart or (self.staging.called and not self.staging.even):
+            return 96
         varying = any(spec.row or spec.col for spec in epilogue.operands)
         several = len(epilogue.outputs) > 1 and bool(epilogue.operands)
         # Beside 192 accumulators, random bits and others that are called spill; beside 128 nothing does.
@@ -104,6 +106,13 @@ class Facts:
         if several and config.swap and config.stream_k:  # of 128x96 and 64x256 some spill, though not of 128x160
             return 64
         return min(160, widest) if varying or several else widest
+
+    @property
+    def _few_sums_of_rows(self) -> bool:
+        """True if a lane keeps no more for reductions than a value or two for each of its rows."""
+        staging, operands = self.staging, self.problem.epilogue.operands
+        few = len(staging.reductions) <= 2 and len(staging.results) <= 1 and staging.even and not staging.called
+        return few and all(out.axes == ("col",) for _, out in staging.reductions) and not any(x.col for x in operands)
 
 
 @functools.lru_cache(maxsize=1024)

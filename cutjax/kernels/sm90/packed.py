@@ -105,7 +105,7 @@ class Join:
         """The words of explain for it."""
         return f"with {self.count} groups as one"
 
-    def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
+    def made(self, x: jax.Array, *_: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the weights ``[taps, count * rows, columns of all groups]``."""
         x = x.reshape(-1, 1, self.rows, self.groups, self.count, x.shape[-1] // (self.groups * self.count))
         own = np.eye(self.count, dtype=bool).reshape(1, self.count, 1, 1, self.count, 1)
@@ -177,7 +177,7 @@ class PadImages:
         """The words of explain for it."""
         return f"padded to rows of {self.packing.columns} pixels of {self.packing.channels}"
 
-    def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
+    def made(self, x: jax.Array, *_: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the images ``[rows, columns, channels]``."""
         of, packing = self.packing.of, self.packing
         x = x.reshape(-1, of.image[-1], of.channels)
@@ -205,7 +205,7 @@ class PackWeights:
         """The words of explain for it."""
         return "in rows of windows"
 
-    def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
+    def made(self, x: jax.Array, *_: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the weights ``[rows of a window, elements of one, n]``."""
         of, channels = self.packing.of, self.packing.channels
         if self.along_k:

@@ -59,7 +59,7 @@ class Phases:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of phases."""
         return math.prod(map(len, self.along))
 
     @property
@@ -134,7 +134,7 @@ class Beside:
         """The words of explain for it."""
         return f"of {'x'.join(str(len(axis[0])) for axis in self.places)} pixels beside each other"
 
-    def made(self, x: jax.Array) -> tuple[jax.Array, ...]:
+    def made(self, x: jax.Array, *_: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the weights of all taps, zero where a phase has none."""
         x, count = x.reshape(*self.stored, -1, x.shape[-1]), len(self.places)
         for i, axis in enumerate(reversed(range(len(self.stored) - count, len(self.stored)))):

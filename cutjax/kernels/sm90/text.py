@@ -73,7 +73,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "RAGGED_K": problem.divided == "k",
         "PRODUCTS": problem.products,
         "PHASED": kernel.phases is not None,
-        "OUTPUTS": len(kernel.staging.results) + len(kernel.staging.mirror_slots),
+        "OUTPUTS": max(len(kernel.staging.results) + len(kernel.staging.mirror_slots), 1),
         "EPILOGUE_COLUMNS": config.epilogue_columns,
         "D_CHUNK": kernel.chunk,
         "PIECE": 8 if kernel.chunk % 16 else 16,

@@ -42,8 +42,8 @@ DEVICE void multiply(Accumulators& sums, const Images& images, u32 box, u32 weig
 }
 
 // Warp by warp: 16 rows of D_CHUNK columns are computed, staged in the warp's own buffer and stored pixel by pixel.
-DEVICE void store(const Finished& sums, Extras& extras, Partials& partials, Rows& rows_d, u32 buffer, int column,
-                  int n, int thread) {
+DEVICE void store(const Finished& sums, Extras& extras, Partials& partials, Rows& rows_d, u32 buffer, int column, int n,
+                  int thread) {
   int lane = thread % 32, lane_column = lane % 4 * 2, y = thread / 32 * 16, row = y + lane / 4;
   rows_d.begin_rows(y);
 #pragma unroll

@@ -1,0 +1,236 @@
+"""What is special to linear_cross_entropy: chunks, shifts, labels, dtypes, devices, what it keeps and lowers to."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+from checks import close, mesh_of, normal
+
+import cutjax
+from cutjax.primitives import cross_entropy
+
+P = jax.P
+T, D, V = 300, 16, 260  # of which a shift is taken from the first 256 columns
+
+
+def inputs(dtype=jnp.float32, scale=1.0):
+    x, w, b = normal(0, (T, D)) * scale, normal(1, (D, V)) / 4, normal(2, (V,))
+    return x.astype(dtype), w.astype(dtype), b, jnp.arange(T, dtype=jnp.int32) * 7 % V
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Rows in chunks of 128: three, the last of which is not full."""
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 128 * V * 4)
+
+
+def both(fn, *args):
+    return jax.jit(jax.value_and_grad(fn, (0, 1, 2)))(*args)
+
+
+OPTIONS = {
+    "mean": {},
+    "sum": {"reduction": "sum", "z_loss": 1e-3},
+    "capped": {"softcap": 3.0, "z_loss": 1e-3},
+    "smoothed": {"label_smoothing": 0.1, "softcap": 3.0},
+}
+
+
+@pytest.mark.parametrize("scale", [1, 300], ids=["near", "far"])  # of logits, from those of the first columns
+@pytest.mark.parametrize("options", OPTIONS)
+def test_chunks(options, scale, small_chunks):
+    x, w, b, y = inputs(scale=scale)
+    w = w.at[:, 256:].multiply(4)
+    where = np.arange(T) % 3 > 0
+    ours, plain = (
+        both(lambda x, w, b, f=f: f(x, w, y, bias=b, where=where, **OPTIONS[options]), x, w, b)
+        for f in (cutjax.linear_cross_entropy, oracles.linear_cross_entropy)
+    )
+    close(ours, plain, 1e-5)
+
+
+def test_as_optax():
+    x, w, _, y = inputs()
+
+    def theirs(x, w, reduction):
+        losses = optax.softmax_cross_entropy_with_integer_labels(x @ w, y)
+        return losses.mean() if reduction == "mean" else losses
+
+    for reduction in ("mean", "none"):
+        mine = jax.jit(functools.partial(cutjax.linear_cross_entropy, reduction=reduction))(x, w, y)
+        close(mine, jax.jit(theirs, static_argnums=2)(x, w, reduction), 1e-6)
+    smooth = optax.softmax_cross_entropy(x @ w, optax.smooth_labels(jax.nn.one_hot(y, V), 0.2)).mean()
+    close(cutjax.linear_cross_entropy(x, w, y, label_smoothing=0.2), smooth, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8, jnp.uint8], ids=str)
+def test_labels_outside_of_the_vocabulary(dtype):
+    """Those from the end count, others are NaN, of loss and label alone: gradients are optax's."""
+    x, w, _, _ = inputs()
+    w = w[:, :100]
+    y = jnp.array([0, 99, 100, 127, *([-1, -100, -101] if dtype != jnp.uint8 else [255])]).astype(dtype)
+    x = x[: y.shape[0]]
+
+    def theirs(x, w):
+        return optax.softmax_cross_entropy_with_integer_labels(x @ w, y)
+
+    def ours(x, w):
+        return cutjax.linear_cross_entropy(x, w, y, reduction="none")
+
+    got, expected = jax.jit(ours)(x, w), jax.jit(theirs)(x, w)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    assert np.isnan(got).sum() == (2 if dtype == jnp.uint8 else 3) + (dtype == jnp.uint8)
+    total = lambda f: jax.jit(jax.grad(lambda *args: f(*args).sum(), (0, 1)))(x, w)  # noqa: E731
+    close(total(ours), total(theirs), 1e-5)
+    fast = total(lambda x, w: cutjax.linear_cross_entropy(x, w, y, reduction="sum"))
+    close(fast, total(theirs), 1e-5)
+
+
+def test_what_does_not_count_may_be_anything():
+    x, w, b, y = inputs()
+    where = jnp.arange(T) % 3 > 0
+    bad = jnp.where(where[:, None], x, jnp.nan), jnp.where(where, y, -100)
+
+    def loss(x, w, b, y):
+        return cutjax.linear_cross_entropy(x, w, y, bias=b, where=where)
+
+    got, expected = both(loss, bad[0], w, b, bad[1]), both(loss, x, w, b, y)
+    close(got, expected, 1e-6)
+    losses = cutjax.linear_cross_entropy(bad[0], w, bad[1], where=where, reduction="none")
+    assert (np.asarray(losses != 0) == np.asarray(where)).all()
+
+
+def test_columns_that_are_masked_by_the_bias():
+    """As padded vocabularies are, the first columns, of which the shift is taken, among them."""
+    x, w, b, y = inputs()
+    b = b.at[:257].set(-jnp.inf)
+    y = 257 + y % 3
+    got = both(lambda x, w, b: cutjax.linear_cross_entropy(x, w, y, bias=b), x, w, b)
+    expected = both(lambda x, w, b: oracles.linear_cross_entropy(x, w, y, b), x, w, b)
+    close(got, expected, 1e-5)
+    assert (np.asarray(got[1][1])[:, :257] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
+def test_sixteen_bits(dtype, small_chunks):
+    """The loss is that of the product in float32; gradients err as much as a rounding or two of each element."""
+    x, w, b, y = inputs(dtype)
+    got = both(lambda x, w, b: cutjax.linear_cross_entropy(x, w, y, bias=b), x, w, b)
+    expected = both(
+        lambda x, w, b: oracles.linear_cross_entropy(x, w, y, b), *(v.astype(jnp.float32) for v in (x, w, b))
+    )
+    assert [v.dtype for v in jax.tree.leaves(got)] == [jnp.float32, dtype, dtype, jnp.float32]
+    close(got[0], expected[0], 1e-6)
+    for mine, exact in zip(got[1], expected[1], strict=True):
+        error = np.asarray(mine.astype(jnp.float32) - exact)
+        assert np.linalg.norm(error) < 2 * float(jnp.finfo(dtype).eps) * np.linalg.norm(exact)
+
+
+def test_no_logits_in_memory(small_chunks):
+    """Under jit, forward and backward, nothing is as large as the logits; an operand that is frozen has no gradient."""
+    x, w, _, y = inputs()
+
+    def sizes(fn, *args):
+        text = jax.jit(fn).lower(*args).as_text()
+        return {tuple(map(int, shape.split("x")[:-1])) for shape in re.findall(r"tensor<([\dx]+x\w+)>", text)}
+
+    loss = lambda x, w: cutjax.linear_cross_entropy(x, w, y)  # noqa: E731
+    for fn in (loss, jax.grad(loss, (0, 1)), lambda *a: cutjax.linear_cross_entropy(*a, y, reduction="none")):
+        found = sizes(fn, x, w)
+        assert (128, V) in found
+        assert not found & {(T, V), (384, V), (3, 128, V)}
+    assert (D, V) in sizes(jax.grad(loss, 1), x, w)
+    assert not any(math.prod(shape) == D * V for shape in sizes(jax.grad(loss), x, w) - {(D, V)})
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt"])
+def test_cuda(layout):
+    """Three kernels of a chunk: the powers and their sums, the gradient of x, and that of w, added to where it is."""
+    of = jax.ShapeDtypeStruct
+    rows, d, vocabulary = 4096, 1024, 128256
+    shape = (d, vocabulary) if layout == "nn" else (vocabulary, d)
+    args = of((rows, d), jnp.bfloat16), of(shape, jnp.bfloat16), of((rows,), jnp.int32)
+    fn = jax.value_and_grad(functools.partial(cutjax.linear_cross_entropy, layout=layout), (0, 1))
+    found = {(row.choice.problem.m, row.choice.problem.n, row.choice.problem.k): row for row in explained(fn, *args)}
+    assert set(found) == {
+        (1024, 256, d),
+        (1024, vocabulary, d),
+        (1024, d, vocabulary),
+        (d, vocabulary, 1024) if layout == "nn" else (vocabulary, d, 1024),
+    }
+    assert found[1024, vocabulary, d].choice.served
+
+
+def explained(fn, *args):
+    return cutjax.explain(fn, platform="cuda")(*args).rows
+
+
+# Devices.
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("options", ["mean", "smoothed"])
+def test_vocabulary_over_an_axis(options, check_vma, small_chunks):
+    x, w, b, y = inputs()
+    w, b, y = w[:, :240], b[:240], (y % 240).at[3].set(-1)
+    mesh = mesh_of(i=2, v=4)
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("i"), P(None, "v"), P("v"), P("i")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    def divided(x, w, b, y):
+        total = cutjax.linear_cross_entropy(x, w, y, bias=b, axis_name="v", **OPTIONS[options])
+        return jax.lax.pmean(total, "i")
+
+    ours = both(lambda x, w, b: divided(x, w, b, y), x, w, b)
+    close(ours, both(lambda x, w, b: oracles.linear_cross_entropy(x, w, y, b, **OPTIONS[options]), x, w, b), 1e-5)
+
+
+@pytest.mark.parametrize("spec", [(P("i"), P()), (P(), P(None, "i")), (P("i"), P(None, "j"))], ids=str)
+def test_under_jit(spec):
+    x, w, b, y = inputs()
+    mesh = mesh_of(i=2, j=2)
+    x, w = (jax.device_put(v, jax.NamedSharding(mesh, s)) for v, s in zip((x, w), spec, strict=True))
+    with jax.set_mesh(mesh):
+        ours = both(lambda x, w, b: cutjax.linear_cross_entropy(x, w, y, bias=b), x, w, b)
+    x, w = map(np.asarray, (x, w))
+    close(ours, both(lambda x, w, b: oracles.linear_cross_entropy(x, w, y, b), x, w, b), 1e-5)
+
+
+# Refusals.
+
+REFUSED = {
+    "labels": (lambda x, w, y: (x, w, y[:-1]), {}, "one for each token"),
+    "floats": (lambda x, w, y: (x, w, y.astype(jnp.float32)), {}, "must be integers"),
+    "w": (lambda x, w, y: (x, w[None], y), {}, "must have rank 2"),
+    "sizes": (lambda x, w, y: (x, w.T, y), {}, "contracting dimensions differ"),
+    "integers": (lambda x, w, y: (x.astype(jnp.int32), w.astype(jnp.int32), y), {}, "floating-point"),
+    "bias": (None, {"bias": np.ones(3, np.float32)}, "one for each column"),
+    "where": (None, {"where": np.ones(T, np.float32)}, "must be booleans"),
+    "where's shape": (None, {"where": np.ones(7, bool)}, "does not broadcast"),
+    "smoothing": (None, {"label_smoothing": 1.5}, "at most 1"),
+    "softcap": (None, {"softcap": 0}, "above 0"),
+    "a traced option": (None, {"z_loss": np.ones(2)}, "must be a number"),
+    "reduction": (None, {"reduction": "max"}, "unknown reduction"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    change, options, why = REFUSED[name]
+    x, w, _, y = inputs()
+    args = change(x, w, y) if change else (x, w, y)
+    with pytest.raises((TypeError, ValueError), match=f"^linear_cross_entropy: .*{why}"):
+        cutjax.linear_cross_entropy(*args, **options)
