@@ -234,8 +234,8 @@ class Config:
         dtypes = short(problem.a.dtype.name) + problem.math
         if problem.bs[0].dtype != problem.a.dtype:
             dtypes += f"x{short(problem.bs[0].dtype.name)}"
-        scale = problem.bs[0].scale
-        if decoded := scale and operands.decoded(problem.bs[0], problem.a):
+        decoded = operands.decoded(problem.bs[0], problem.a)
+        if decoded and (scale := problem.bs[0].scale):
             dtypes += f"by{scale.k}{short(scale.dtype.name)}"
         if problem.plain and problem.out_dtype != problem.a.dtype:
             dtypes += short(problem.out_dtype.name)
