@@ -104,7 +104,7 @@ def _map(name: str, x: TensorMap) -> str:
 def multiplied(kernel: Kernel, arrays: Sequence[np.ndarray], folder: pathlib.Path, clusters: int = 3) -> np.ndarray:
     """The product ``float64[m, n]`` of the arrays that a kernel loads, all parts of k added up."""
     p = kernel.multiplied
-    stages = 1 + -(-p.k // kernel.config.depth(p.a))
+    stages = 1 + -(-p.k // kernel.config.depth(p))
     parts = re.split(r'^(?=#line 1 ")', kernel.source, flags=re.M)
     kept = [part for part in parts if part.startswith(tuple(f'#line 1 "{name}' for name in _KEPT))]
     kept.sort(key=lambda part: part.startswith('#line 1 "sm90/pixels'))  # behind the shim that it needs

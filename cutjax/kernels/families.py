@@ -55,7 +55,9 @@ def ranked(problem: Problem) -> list[tuple[Kernel, float]]:
     if into := wide(problem):
         converted = widened(problem, into)
         more = converted_us(converted, problem.device)
-        serving += [(kernel.after(converted), time_us + more) for kernel, time_us in ranked(into)]
+        narrow = {kernel.config for kernel, _ in serving}  # of these a config means the kernel that converts nothing
+        of_wide = [entry for entry in ranked(into) if entry[0].config not in narrow]
+        serving += [(kernel.after(converted), time_us + more) for kernel, time_us in of_wide]
     return sorted(serving, key=lambda entry: entry[1])
 
 

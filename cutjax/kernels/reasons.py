@@ -92,20 +92,20 @@ def of_swap(problem: Problem) -> list[str]:
     return found
 
 
-def of_operands(problem: Problem, a: tuple[type, ...], b: tuple[type, ...] = (), scales: bool = False) -> list[str]:
+def of_operands(problem: Problem, a: tuple[type, ...], b: tuple[type, ...] = (), blocks: bool = False) -> list[str]:
     """Returns the reasons against loading the operands as they are: kernels read whole elements, all b alike.
 
     Args:
       problem: whose operands.
       a, b: the views that a family's kernels read each by. Rows of a may be gathered, and those of windows be, of one
         matrix.
-      scales: whether its kernels multiply by scales, and say themselves by which.
+      blocks: whether the family says itself which elements of 4 bits, and which scales, its kernels read.
     """
     found = []
     for name, operand, views in (("a", problem.a, a), *(("b", x, b) for x in problem.bs)):
-        if operand.bits != 8 * operand.dtype.itemsize:
+        if not blocks and operand.bits != 8 * operand.dtype.itemsize:
             found.append(f"{name} in {operand.bits} bits an element: kernels load whole ones")
-        if (scale := operand.scale) is not None and not scales:
+        if (scale := operand.scale) is not None and not blocks:
             what = "scales" if scale.zero is None else "scales and zero points"
             found.append(f"{name} with {what} of {scale.mn} x {scale.k} elements: kernels multiply operands alone")
         if operand.view is not None and not isinstance(operand.view, views):

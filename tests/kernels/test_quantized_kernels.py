@@ -137,17 +137,18 @@ def test_refusals_say_why():
 
 
 def test_the_choice_is_between_reading_narrow_and_converting():
-    """On Hopper few rows are read as they are; many are multiplied by wgmma once they are converted."""
+    """On Hopper weights are decoded in front of wgmma; those of 4 bits along k are converted before."""
     asked = cutjax.Problem.of(1, 8192, 8192, "nn", "bfloat16", "int8", "bfloat16", device=reference("sm_90a"))
     few = choose.choose(asked)
-    assert few.kernel.startswith("mma_bf16xs8")
+    assert few.kernel.startswith("sm90_bf16xs8")
+    assert few.config.swap
     assert few.time_us < choose.choose(prepared.wide(asked), backend="cuda").time_us
     assert few.xla_us > few.time_us
     many = choose.choose(
-        cutjax.Problem.of(8192, 8192, 8192, "nn", "bfloat16", "int8", "bfloat16", device=reference("sm_90a")),
+        cutjax.Problem.of(8192, 8192, 8192, "nt", "bfloat16", "int4", "bfloat16", device=reference("sm_90a")),
         backend="cuda",
     )
-    assert many.kernel.startswith("sm90_bf16")
+    assert many.kernel.startswith("sm90_bf16_nt")
     assert "b converted to bf16" in many.reasons
     assert len(many.resolved.converted) == 1
     wide = choose.choose(prepared.wide(many.problem), backend="cuda")

@@ -88,6 +88,7 @@ inline u32 __shfl_up_sync(unsigned, u32 x, int down) {
   return together({x}, [&] { return lanes()[lane() < down ? lane() : lane() - down][0]; });
 }
 inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+inline u32 in_register(u32 x) { return x; }
 inline bool __all_sync(unsigned, bool x) {
   return together({x}, [] { return std::all_of(lanes(), lanes() + 32, [](auto& words) { return words[0] != 0; }); });
 }
@@ -121,6 +122,9 @@ inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
 }
 inline u32 add_f16x2(u32 a, u32 b) {
   return cvt_f16x2(f16_to_f32(a & 0xffff) + f16_to_f32(b & 0xffff), f16_to_f32(a >> 16) + f16_to_f32(b >> 16));
+}
+inline u32 mul_f16x2(u32 a, u32 b) {
+  return cvt_f16x2(f16_to_f32(a & 0xffff) * f16_to_f32(b & 0xffff), f16_to_f32(a >> 16) * f16_to_f32(b >> 16));
 }
 inline u32 cvt_rna_tf32(float x) {  // leaves the bits that it has rounded
   u32 bits = __float_as_uint(x);

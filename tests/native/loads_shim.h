@@ -43,6 +43,8 @@ inline void st_shared_v4(u32, u32, u32, u32, u32) {}
 inline bool elect() { return true; }
 inline void __syncwarp() {}
 inline void mbarrier_wait(u32, u32) {}
+inline void mbarrier_arrive(u32) {}
+inline void mbarrier_arrive_cluster(u32, u32) {}
 inline void prefetch_tensormap(const TensorMap*) {}
 inline int uniform(int x) { return x; }
 inline int __popc(u32 x) { return __builtin_popcount(x); }

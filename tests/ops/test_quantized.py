@@ -242,10 +242,12 @@ def test_kernels_read_narrow_weights(name):
     assert not re.search(r"convert .*\(tensor<[\dx]*x(ui?8|i8|f8E4M3FN)>\)", text)
 
 
-def test_many_rows_are_converted_on_hopper():
-    assert read(program(cutjax.gemm, aval(8192, 4096), aval(4096, 4096, dtype=jnp.int8), arch="sm_90a")) == [
-        ("bf16", "bf16")
-    ]
+def test_many_rows_are_decoded_on_hopper():
+    given = aval(8192, 4096), aval(4096, 4096, dtype=jnp.int8)
+    assert read(program(cutjax.gemm, *given, arch="sm_90a")) == [("bf16", "i8")]
+    (row,) = cutjax.explain(cutjax.gemm, arch="sm_90a")(*given).rows
+    assert row.choice.kernel.startswith("sm90_bf16xs8")
+    assert "b in s8 is decoded to bf16 in registers" in row.choice.reasons
 
 
 def test_narrow_rows_are_converted():

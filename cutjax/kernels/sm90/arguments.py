@@ -26,7 +26,7 @@ from cutjax.kernels.operand import Operand, Taps
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import scales, windows
 from cutjax.kernels.sm90.config import Config
-from cutjax.kernels.sm90.operands import row_bytes
+from cutjax.kernels.sm90.operands import decoded, factors, row_bytes
 from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.runtime.launch import Int64, Pointer, TensorMap
 
@@ -76,10 +76,13 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
         if view:
             value = _windows_map(buffer, kernel)
         else:
-            value = _operand_map(buffer, p.a, p.m, p.k, of_a, c.bm, 64, c, c.cluster_n)
+            chunk = c.decoded_chunk(p) if decoded(p.a, p.bs[0]) else p.a.elements(128)
+            value = _operand_map(buffer, p.a, p.m, p, of_a, c.bm, chunk, c, c.cluster_n)
         yield _map(f"map_a{term}" if term else "map_a", value, "a")
+    if factors(p):
+        yield _map("map_factors", _factor_map(kernel), "a")
     if view:
-        yield from windows.of_windows(p, c.depth(p.a), kernel.phases)
+        yield from windows.of_windows(p, c.depth(p), kernel.phases)
     b_matrices = p.matrices[1]
     of_b = matrices_of(p, p.bs[0], p.n, b_matrices, tuple(steps[1]))
     for i, (term, b) in enumerate((term, i) for term in range(terms) for i in range(p.products)):
@@ -88,7 +91,7 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
             value = _taps_map(buffer, kernel)
         else:
             chunk = c.chunk(p.bs[0], p.products)
-            value = _operand_map(buffer, p.bs[0], p.n, p.k, of_b, c.bn, chunk, c, c.cluster_m)
+            value = _operand_map(buffer, p.bs[0], p.n, p, of_b, c.bn, chunk, c, c.cluster_m)
         yield _map(f"map_b{i}", value, "b")
     if isinstance(p.bs[0].view, Taps):
         yield from windows.of_taps(p)
@@ -137,23 +140,42 @@ def _buffer_of(buffer: int, term: int, terms: int, first_more: int) -> int:
 
 
 def _operand_map(
-    buffer: int, operand: Operand, rows: int, k: int, of: Matrices, tile: int, chunk: int, config: Config, share: int
+    buffer: int,
+    operand: Operand,
+    rows: int,
+    p: Problem,
+    of: Matrices,
+    tile: int,
+    chunk: int,
+    config: Config,
+    share: int,
 ) -> TensorMap:
     """The tensor map of an operand whose m or n axis is `rows` long, as Plain in load_plain.cuh loads it."""
     # Rows off the lines of memory: fetching 256 bytes at once costs 15% more than 128 there.
-    l2_bytes = 256 if of.on_lines else 128
+    l2_bytes, span = 256 if of.on_lines else 128, operand.bytes(chunk)
+    if operand.bits < 8:  # as bytes
+        box = operand.bytes(chunk), config.depth(p) // (1 if -(-tile // chunk) % share == 0 else share)
+        return matrix_map(buffer, np.dtype(np.uint8), (operand.bytes(rows), p.k), of, box, span, l2_bytes)
     if operand.contiguous == "k":
-        box = operand.elements(128), tile // share
-        found = matrix_map(buffer, operand.dtype, (k, rows), of, box, 128, l2_bytes)
+        found = matrix_map(buffer, operand.dtype, (p.k, rows), of, (chunk, tile // share), span, l2_bytes)
         return dataclasses.replace(found, element="tfloat32" if operand.dtype == np.float32 else "")
-    depth = config.bk if -(-tile // chunk) % share == 0 else config.bk // share
-    return matrix_map(buffer, operand.dtype, (rows, k), of, (chunk, depth), chunk * 2, l2_bytes)
+    depth = config.depth(p) // (1 if -(-tile // chunk) % share == 0 else share)
+    return matrix_map(buffer, operand.dtype, (rows, p.k), of, (chunk, depth), span, l2_bytes)
+
+
+def _factor_map(kernel: Resolved) -> TensorMap:
+    """The tensor map of the factors of a's elements, as Scaled in load_scaled.cuh loads it."""
+    p, scale = kernel.multiplied, kernel.multiplied.a.scale
+    assert scale is not None
+    row, rows = p.m * scale.dtype.itemsize, -(-p.k // scale.k)
+    of, box = Matrices(row, row * rows, 1, ()), (kernel.config.bm, kernel.config.factor_rows(p))
+    return matrix_map(p.told, scale.dtype, (p.m, rows), of, box, 0, 256)
 
 
 def _windows_map(buffer: int, kernel: Resolved) -> TensorMap:
     """The tensor map of a's windows, as Im2col in load_im2col.cuh loads it."""
     p, c = kernel.multiplied, kernel.config
-    tile, depth = c.bm, c.depth(p.a)
+    tile, depth = c.bm, c.depth(p)
     if p.a.contiguous == "mn":
         chunks = c.bm // windows.chunk(p)
         tile = depth if chunks % c.cluster_n == 0 else depth // c.cluster_n

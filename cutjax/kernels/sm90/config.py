@@ -14,7 +14,7 @@ from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.operand import Operand
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import windows
+from cutjax.kernels.sm90 import operands, windows
 
 SCHEDULES = ("coop", "pingpong")
 
@@ -181,9 +181,35 @@ class Config:
         owners = (owners for owners in (8, 4, 2) if owners <= self.cluster_k and self.bn % (least * owners) == 0)
         return self.bn // next(owners, 1)
 
-    def depth(self, operand: Operand) -> int:
-        """Returns the elements of k in a stage."""
-        return operand.elements(2 * self.bk)
+    def depth(self, problem: Problem) -> int:
+        """Returns the elements of k in a stage: as many as the wider operand has in its rows there."""
+        return min(problem.a.elements(2 * self.bk), problem.bs[0].elements(2 * self.bk))
+
+    def decoded_chunk(self, problem: Problem) -> int:
+        """Returns the elements of a row of a's tile in shared memory, where a is decoded: 128 bytes, or all."""
+        length = self.depth(problem) if problem.a.contiguous == "k" else self.bm
+        return min(length, problem.a.elements(128))
+
+    def slices(self, problem: Problem) -> int:
+        """Returns the slices of 16 of k that a warpgroup decodes at once; 0 where a is not decoded.
+
+        As many as registers take beside two sets of them: most of a step's time is its latency, not its instructions.
+        """
+        if not operands.decoded(problem.a, problem.bs[0]):
+            return 0
+        scale = operands.factors(problem)
+        deep = self.bk == 128 and (scale is None or scale.k % 64 == 0)
+        return 4 if deep and (self.m_blocks == 1 or self.bn <= FEW) else 2
+
+    def factor_rows(self, problem: Problem) -> int:
+        """Returns the rows of a's factors that a stage has, each along bm."""
+        scale = operands.factors(problem)
+        return max(1, self.depth(problem) // scale.k) if scale else 0
+
+    def factor_bytes(self, problem: Problem) -> int:
+        """Returns the memory of a stage's factors, in units in which swizzled tiles begin."""
+        scale = operands.factors(problem)
+        return -(-self.factor_rows(problem) * self.bm * scale.dtype.itemsize // 1024) * 1024 if scale else 0
 
     def chunk(self, b: Operand, products: int = 1) -> int:
         """Returns the elements of a row of b's tile in shared memory, which its swizzle spans.
@@ -208,6 +234,9 @@ class Config:
         dtypes = short(problem.a.dtype.name) + problem.math
         if problem.bs[0].dtype != problem.a.dtype:
             dtypes += f"x{short(problem.bs[0].dtype.name)}"
+        decoded = operands.decoded(problem.bs[0], problem.a)
+        if decoded and (scale := problem.bs[0].scale):
+            dtypes += f"by{scale.k}{short(scale.dtype.name)}"
         if problem.plain and problem.out_dtype != problem.a.dtype:
             dtypes += short(problem.out_dtype.name)
         tile = f"{self.bm}x{self.bn}x{self.bk}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}_{self.schedule}"
@@ -218,7 +247,7 @@ class Config:
         symmetric = "_symmetric" if problem.symmetric else ""
         strided = "_strided" if problem.order else ""  # other text
         scales = [str(x.scale.mn if x.scale else 0) for x in (problem.a, problem.bs[0])]
-        strided += f"_scaled_{'x'.join(scales)}" if scales != ["0", "0"] else ""
+        strided += f"_scaled_{'x'.join(scales)}" if scales != ["0", "0"] and not decoded else ""
         strided += "_gathered" * problem.a.gathered + windows.name(problem)
         name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}{symmetric}{strided}"
         if not problem.plain:
@@ -240,3 +269,4 @@ def _digest(epilogue: Epilogue) -> str:
 # 232 registers a consumer thread; what the mainloop and epilogue need beside the accumulators was read off the
 # compiler's report: every config up to here compiles without a spill (tests/kernels/test_kernels.py compiles them all).
 MAX_ACCUMULATORS = 192
+FEW = 64  # columns of a tile, beside which a warpgroup of 128 rows decodes twice as much at once

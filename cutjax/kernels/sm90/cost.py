@@ -93,13 +93,13 @@ def predict(kernel: Resolved, device: Device) -> float:
         items = rows * tiles * p.batch_size
     elif p.divided == "k":
         groups = p.groups_along("k")
-        items, k = items * groups, p.k / groups + c.depth(p.a) / 2
+        items, k = items * groups, p.k / groups + c.depth(p) / 2
     items *= c.splits
     in_flight = max(1, sms * resident // c.cluster)
     waves = math.ceil(items / in_flight)
     sharing = min(resident, math.ceil(items * c.cluster / sms))  # blocks that really share an SM
 
-    k_blocks = math.ceil(math.ceil(k / c.depth(p.a)) * len(kernel.way.pairs) / c.parts)
+    k_blocks = math.ceil(math.ceil(k / c.depth(p)) * len(kernel.way.pairs) / c.parts)
     tile_bytes = kernel.stage_bytes
     columns = c.bn * p.products
     read_bytes = (c.bm + c.bm // 64 * columns) * c.bk * 2  # wgmma reads b once for each 64 rows of a

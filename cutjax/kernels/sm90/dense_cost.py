@@ -48,6 +48,9 @@ class Constants:
       turned: the part of that which a kernel of the transposed result does not take.
       fetch: microseconds of each chunk of the last tile that has operands, at least.
       few_rows: what a product of few rows adds to all but the launch.
+      step, fragment: microseconds of decoding: of each step of a warpgroup, and of each 64 x 16 elements of a block.
+      unpacked: what weights of 4 bits, and their scales, add to the latter.
+      beside: the exponent with which two warpgroups' decoding and multiplying add up; those of one do.
       exposed, twin, last: the parts of an epilogue that ping-pong, and two blocks on an SM, do not hide, and that the
         last tile costs where two warpgroups share it.
       threads, transposed: what stores without TMA, and transposed ones, add to it.
@@ -108,6 +111,10 @@ class Constants:
     turned: float
     fetch: float
     few_rows: float
+    step: float
+    fragment: float
+    unpacked: float
+    beside: float
 
 
 # On an H200: benchmarks/results/sweeps/products-h200.json.
@@ -155,6 +162,10 @@ CONSTANTS = Constants(
     fused=0.311,  # this and the next: 143 fused products, benchmarks/results/experiments/fused-sweep-h200.json
     turned=0.326,
     fetch=0.7,
+    step=0.0119,  # this and the next three: 64 kernels of weights of 8 and 4 bits, to 9%
+    fragment=0.00568,
+    unpacked=1.085,
+    beside=1.3,
     few_rows=0.07,  # this and XLA's time of them: 125 products of salts report12 to report20
 )
 
@@ -176,11 +187,13 @@ class Features(NamedTuple):
       stage_bytes: of one stage.
       own: the part of a tile's columns that one CTA stores.
       a_off, b_off: rows in memory are off its lines.
+      packed: bytes of an element of a over those of one of b: less than 1 where it is decoded.
       b_columns: loaded of b, of all products.
       b_short: how many more times than 1 its rows in shared memory are shorter than 64 elements.
       ragged, pitch, threads, swap: of the result.
       fused: instructions of the epilogue, an accumulator; 0 of the identity.
       few_rows: it is a product of up to 64 rows.
+      steps: in which a warpgroup decodes a k block; 0 where it decodes none.
       reads, result, asked: bytes of the operands, of the results the kernel writes, and of those asked.
       copied, copies: bytes read and written, and number, of operands copied before the launch.
     """
@@ -209,6 +222,7 @@ class Features(NamedTuple):
     stage_bytes: Any
     own: Any
     a_off: Any
+    packed: Any
     b_off: Any
     b_columns: Any
     b_short: Any
@@ -219,6 +233,7 @@ class Features(NamedTuple):
     fused: Any
     fetches: Any
     few_rows: Any
+    steps: Any
     reads: Any
     result: Any
     asked: Any
@@ -252,6 +267,7 @@ def features(kernel: Resolved, device: Device) -> Features:
         bn=c.bn * p.products,
         bk=c.bk,
         stages=c.stages,
+        steps=c.bk // 16 // slices if (slices := c.slices(p)) else 0,
         pingpong=c.schedule == "pingpong",
         halves=c.schedule == "coop" and c.consumers == 2,
         k_blocks=math.ceil(kernel.k_blocks / c.parts),
@@ -291,6 +307,7 @@ def _of_problem(
         "speed": device.bytes_per_second / FITTED_ON.bytes_per_second,
         "sms": device.sms,
         "a_off": off(multiplied.a, multiplied.m),
+        "packed": multiplied.a.bits / multiplied.bs[0].bits,
         "b_off": off(multiplied.bs[0], multiplied.n),
         "pitch": result_row % 128 != 0,
         "threads": 0 if result_row % 16 == 0 else 1 if result_row % 4 == 0 else PAIRLESS,
@@ -310,7 +327,7 @@ def flop_us(multiplied: Problem, stored: Problem, way: Way, device: Device) -> f
     A stage has so many bytes of k, whatever the dtype, which multiply in about the same time.
     """
     peak = device.peak(stored.a.dtype, stored.math) * len(way.pairs)
-    return peak / device.sms / 1e6 * multiplied.a.bits / 16
+    return peak / device.sms / 1e6 * max(multiplied.a.bits, multiplied.bs[0].bits) / 16
 
 
 def _instructions(p: Problem, staged: staging.Staging) -> float:
@@ -336,7 +353,10 @@ def time_us(
     slower = slower + c.uneven * (f.bn % 64 > 0) + c.multicast * f.multicasts + c.along * (f.cluster_k > 1)
     operands = f.stage_bytes + (f.bm + f.bm / 64 * f.bn) * f.bk * 2  # written, and read: b once for each 64 rows of a
     multiply = sharing * (c.multiply * flops * (1 + slower) + c.shared * operands / 225e3 + c.k_block)
-    a_rows = f.bm * (1 + c.off * f.a_off) * (1 - c.saved * (f.cluster_n - 1) / f.cluster_n)
+    decode = c.step * f.steps + c.fragment * f.bm * f.bk / 1024 * (f.steps > 0) * (1 + c.unpacked * (f.packed < 0.5))
+    power = 1 + (c.beside - 1) * f.halves
+    multiply = multiply * (1 + (decode / multiply) ** power) ** (1 / power)
+    a_rows = f.packed * f.bm * (1 + c.off * f.a_off) * (1 - c.saved * (f.cluster_n - 1) / f.cluster_n)
     b_rows = f.b_columns * (1 + c.off * f.b_off) * (1 + c.short * f.b_short)
     loaded = (a_rows + b_rows * (1 - c.saved * (f.cluster_m - 1) / f.cluster_m)) * f.bk * 2
     load = sharing * loaded / (c.load * 1e3)

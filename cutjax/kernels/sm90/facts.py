@@ -75,6 +75,8 @@ class Facts:
         (tests/kernels/test_fusion.py, tests/kernels/test_swapped_kernels.py).
         """
         problem, epilogue = self.problem, self.problem.epilogue
+        if operands.decoded(problem.a, problem.bs[0]):
+            return 64 if self.heavy else 128  # beside two sets of fragments
         if windows.view_of(problem) and config.stream_k:
             return 128  # of 192, some spill
         if problem.a.gathered:
@@ -119,10 +121,13 @@ def facts_of(problem: Problem, swap: bool = False, pixels: bool = False) -> Fact
 
     Its rows may be pixels apart in the images of the result.
     """
-    why = [*shared.of_operands(problem, (Gathered, Im2col), (Taps,), scales=True), *operands.reasons(problem)]
+    why = [*shared.of_operands(problem, (Gathered, Im2col), (Taps,), blocks=True), *operands.reasons(problem)]
     why += scales.reasons(problem)
     unswappable = shared.of_swap(problem) if swap else []
     unswappable += ["swap with windows of images: they are the rows"] * (swap and windows.view_of(problem) is not None)
+    if operands.decoded(problem.bs[0], problem.a) and not swap:
+        narrow = short(problem.bs[0].dtype.name)
+        unswappable.append(f"b in {narrow}: it is decoded as the operand of the rows, where operands are swapped")
     multiplied = problem if why else operands.as_multiplied(problem)
     of_pairs = problem.a.dtype == operands.C64
     if swap and of_pairs:
@@ -223,13 +228,15 @@ def _footprint(facts: Facts, config: Config) -> Footprint:
     problem, staging = facts.problem, facts.staging
     chunk = staging.chunk(config.epilogue_columns)
     loaded = config.loaded(problem.bs[0], problem.products) * problem.products
-    depth = config.depth(problem.a)
+    depth = config.depth(problem)
     buffer_bytes = 64 * chunk * staging.column_bytes
     # Registers fit two when each has 256 threads of 128, half of them accumulators.
     two = config.consumers == 1 and facts.accumulators(config) <= 64 and not facts.heavy
     return Footprint(
         chunk=chunk,
-        stage_bytes=problem.a.bytes(config.bm * depth) + problem.bs[0].bytes(loaded * depth),
+        stage_bytes=problem.a.bytes(config.bm * depth)
+        + config.factor_bytes(problem)
+        + problem.bs[0].bytes(loaded * depth),
         buffer_bytes=buffer_bytes,
         staging_bytes=config.consumers * (buffer_bytes + (8 if staging.operands else 0)),
         whole_result=config.m_blocks * config.epilogue_columns // chunk,

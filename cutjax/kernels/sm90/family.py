@@ -11,7 +11,7 @@ import numpy as np
 
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.raster import band
-from cutjax.kernels.sm90 import windows
+from cutjax.kernels.sm90 import operands, windows
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint
 from cutjax.kernels.sm90.kernel import resolve
@@ -51,6 +51,8 @@ FEW_COLUMNS = 512  # of the transposed result: up to here, widths that divide th
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
 # The same with stages of 128: where k is 128, one stage is the whole contraction. Elsewhere 64 won by 2 to 10%.
 DEEP_TILES = {("pingpong", 64): (128, 256), ("coop", 128): (256,)}
+# Of weights that are decoded, stages of 128 take half as many barriers, and up to 128 columns won by 1 to 20%.
+DECODED_DEEP = 128
 # Ways to divide k, tried where tiles are few.
 CLUSTERS_K = (2, 3, 4, 5, 6, 8)
 SPLITS = (2, 3, 4, 6, 8, 16, 32, 64)
@@ -66,6 +68,8 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     unmeasured = ("gathered rows by cp.async are not measured yet: a kernel is pinned by config=",)
     if part := _parts(problem):
         return part.reasons
+    if operands.decoded(problem.bs[0], problem.a):
+        return facts_of(problem, True).reasons
     return facts_of(problem).reasons + unmeasured * problem.a.gathered
 
 
@@ -95,7 +99,8 @@ def configs(problem: Problem) -> Iterator[Config]:
         found = _configs(part, swap=False)
         yield from (config for config in found if config.splits == 1 and not config.stream_k)
         return
-    yield from _configs(facts_of(problem), swap=False)
+    if not (own := facts_of(problem)).reasons:
+        yield from _configs(own, swap=False)
     if not (swapped := facts_of(problem, True)).reasons:
         yield from _configs(swapped, swap=True)
 
@@ -105,18 +110,23 @@ def _configs(facts: Facts, swap: bool) -> Iterator[Config]:
     tiles = PROMOTED_TILES if facts.way.each else TILES
     tiles = SYMMETRIC_TILES if problem.symmetric and problem.layout == "nt" else SWAPPED_TILES if swap else tiles
     any_width = problem.bs[0].contiguous == "k"
+    decoded = operands.decoded(problem.a, problem.bs[0])
     few = _even_widths(problem.n) if swap and any_width and problem.n <= FEW_COLUMNS else ()
     for (schedule, bm), widths in tiles.items():
         # With ping-pong, of a block's one tile there is nothing for the other warpgroup.
-        if schedule == "pingpong" and problem.device.shared:
+        # Of weights that are decoded, one warpgroup's at a time, it took 1.09 to 1.4 times as long wherever measured.
+        if schedule == "pingpong" and (problem.device.shared or decoded):
             continue
         widths = [bn for bn in few if bn <= widths[-1]] if few else widths
-        for bk, bns, clusters in ((64, widths, CLUSTERS), (128, DEEP_TILES.get((schedule, bm), ()), CLUSTERS[:1])):
+        deep = DEEP_TILES.get((schedule, bm), ())
+        if decoded:
+            deep = [bn for bn in widths if bn <= DECODED_DEEP]
+        for bk, bns, clusters in ((64, widths, CLUSTERS), (128, deep, CLUSTERS[:1])):
             for bn in bns:
                 if swap and not any_width and bn % 16:
                     continue
                 thin = _config(bm, bn, bk, 2, 1, 1, schedule, 1, swap)
-                stages = _stages(facts, footprint(facts, thin), thin.depth(problem.a))
+                stages = _stages(facts, footprint(facts, thin), thin.depth(problem))
                 for cluster in clusters:
                     if swap and bn % 16 and cluster[0] > 1:
                         continue
@@ -136,7 +146,7 @@ def _even_widths(columns: int) -> tuple[int, ...]:
 
 def _divided(problem: Problem, config: Config) -> Iterator[Config]:
     """Yields the ways to divide the contraction of a config's tiles among as many CTAs as there are SMs, about."""
-    k_blocks = -(-problem.k // config.depth(problem.a))
+    k_blocks = -(-problem.k // config.depth(problem))
     if problem.divided == "m" or problem.symmetric or k_blocks < 2 * LEAST_K_BLOCKS:
         return
     rows, columns = problem.tiles(*cluster_tile(config))

@@ -36,6 +36,13 @@ class Kernel(Resolved, base.Kernel):
         """The device text; sizes are arguments of the kernel, so one text serves every shape."""
         return text.source(self, self.arguments)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Reasons to add to those of a choice: weights that it decodes, and operands of which copies are made."""
+        narrow, wide = (short(x.dtype.name) for x in (self.multiplied.a, self.multiplied.bs[0]))
+        own = operands.decoded(self.multiplied.a, self.multiplied.bs[0])
+        return (f"b in {narrow} is decoded to {wide} in registers",) * own + super().notes
+
     def launch_us(self, device: Device) -> float:
         """Returns the predicted time of one launch, and of preparing its operands."""
         return cost.predict(self, device.with_sms(min(self.config.sms or device.sms, device.sms)))
@@ -134,6 +141,10 @@ def _resolve(
         reasons.append("pingpong of float8 with one buffer of sums: nothing is multiplied while they are added up")
     if config.bk == 128 and facts.way.each:
         reasons.append("bk=128 of float8: sums of 128 bytes of k are added up in f32, which are one stage of bk=64")
+    if facts.problem.a.bits == 4 and config.m_blocks != 2:
+        reasons.append(f"{config.bm}x{config.bn} {config.schedule} with weights of 4 bits: a warpgroup holds 128 rows")
+    if facts.problem.a.bits == 4 and facts.staging.reductions:
+        reasons.append("reductions of a product of weights of 4 bits: two warps store 64 rows")
     reasons += windows.phase_reasons(problem, of)
     reasons += windows.tile_reasons(facts.problem, config.bn * config.cluster_n)
     if config.bn % 16 and facts.problem.bs[0].contiguous == "mn":
@@ -174,7 +185,7 @@ def _resolve(
 
 def _counted(facts: Facts, config: Config, tiles: int) -> list[str]:
     """Returns the reasons against a kernel whose counters would pass 32 bits."""
-    p, depth = facts.problem, config.depth(facts.problem.a)
+    p, depth = facts.problem, config.depth(facts.problem)
     more = {}
     if config.stream_k:  # of the tiles that are computed in parts, two waves at most
         more["k_blocks_of_two_waves"] = min(tiles, 4 * p.device.sms) * (-(-p.k // depth) + 1)

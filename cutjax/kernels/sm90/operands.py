@@ -7,9 +7,9 @@ import functools
 
 import numpy as np
 
-from cutjax.dtypes import DTYPES, FLOAT8, short
+from cutjax.dtypes import DTYPES, FLOAT8, are_narrow, short
 from cutjax.epilogue.expression import identity
-from cutjax.kernels.operand import Operand
+from cutjax.kernels.operand import Operand, Scale
 from cutjax.kernels.prepared import Pad, Pairs, Prepared, Step, Terms, Transpose
 from cutjax.kernels.problem import BF16, Problem
 from cutjax.kernels.sm90 import windows
@@ -75,6 +75,16 @@ def instruction(dtype: np.dtype) -> str:
     return "tf32" if dtype == F32 else DTYPES[dtype.name].stored
 
 
+def decoded(operand: Operand, other: Operand) -> bool:
+    """True if an operand is decoded in registers, in front of wgmma, which multiplies the other one's dtype."""
+    return are_narrow(other.dtype, operand.dtype)
+
+
+def factors(problem: Problem) -> Scale | None:
+    """Returns the scales that a problem's a is multiplied by as it is decoded; None where there are none."""
+    return problem.a.scale if decoded(problem.a, problem.bs[0]) else None
+
+
 def k_major(dtype: np.dtype) -> bool:
     """True if wgmma reads operands of a dtype along k alone."""
     return dtype.itemsize != 2
@@ -93,6 +103,8 @@ def reasons(problem: Problem) -> list[str]:
             return [f"{both}: wgmma multiplies float32 as one of {', '.join(ways)}"]
     elif problem.math not in ("", "fast"):
         return [f"{both} by {problem.math}: wgmma computes these products as they are"]
+    elif decoded(problem.bs[0], problem.a):
+        return _decoded_reasons(problem, problem.bs[0])
     elif not ((a == b and a in ("bfloat16", "float16")) or {a, b} <= {*FLOAT8} or {a, b} <= {*INT8}):
         return [f"{both}: both operands are bf16, f16, f32, of float8 or of 8-bit integers"]
     of_integers = acc.name in ("int32", "uint32")
@@ -106,6 +118,32 @@ def reasons(problem: Problem) -> list[str]:
         # On an H200 a box that begins elsewhere along its rows is an illegal instruction.
         return [f"{both} in groups of k: groups begin anywhere along rows of k, TMA at multiples of 16 bytes"]
     return windows.reasons(problem)
+
+
+def _decoded_reasons(problem: Problem, b: Operand) -> list[str]:
+    """Returns the reasons against decoding b in front of wgmma."""
+    found, scale = [], b.scale
+    if b.contiguous == "k" and (b.bits == 4 or scale):
+        found.append(f"b in {b.bits} bits{' with scales' if scale else ''} along k: kernels decode rows along n")
+    if b.bits == 4 and problem.n % 32:
+        found.append(f"n = {problem.n}: rows of b in 4 bits are no whole units of 16 bytes")
+    if problem.a.scale:
+        found.append(
+            f"a with scales of {problem.a.scale.mn} x {problem.a.scale.k} elements: kernels multiply b by scales"
+        )
+    if scale is None:
+        return found
+    if scale.mn != 1 or scale.k % 32 or (128 % scale.k and scale.k % 128) or problem.k % scale.k:
+        found.append(f"scales of {scale.mn} x {scale.k} elements: kernels take one for 32, 64 or times 128 of k")
+    if scale.zero is not None:
+        found.append("zero points: kernels multiply values by scales alone")
+    if scale.dtype not in (F32, problem.a.dtype):
+        found.append(f"scales in {short(scale.dtype.name)}: kernels multiply by f32 and {short(problem.a.dtype.name)}")
+    if problem.n * scale.dtype.itemsize % 16:
+        found.append(f"n = {problem.n}: rows of scales are no whole units of 16 bytes")
+    if problem.batch_size > 1 or problem.strided:
+        found.append("weights with scales in a batch, or in an order of their own")
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -122,7 +160,7 @@ def as_multiplied(problem: Problem) -> Problem:
 
     def taken(operand: Operand) -> Operand:
         operand = operand.of(dtype or operand.dtype)
-        if not k_major(operand.dtype) or operand.contiguous == "k":
+        if not k_major(operand.dtype) or operand.contiguous == "k" or decoded(operand, problem.a):
             return operand
         if view := windows.view_of(problem):
             operand = dataclasses.replace(operand, view=operand.view or windows.in_order(view))

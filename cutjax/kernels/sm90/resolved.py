@@ -61,9 +61,9 @@ class Resolved(base.Resolved):
         """Stages that a tile of the whole contraction takes; of phases, on average."""
         if self.phases:
             p = self.multiplied
-            pieces = [-(-taps * p.k // windows.taps(p) // self.config.depth(p.a)) for taps in self.phases.taps]
+            pieces = [-(-taps * p.k // windows.taps(p) // self.config.depth(p)) for taps in self.phases.taps]
             return max(1, round(sum(pieces) / len(pieces)))
-        return -(-self.multiplied.k // self.config.depth(self.multiplied.a)) * len(self.way.pairs)
+        return -(-self.multiplied.k // self.config.depth(self.multiplied)) * len(self.way.pairs)
 
 
 def cluster_tile(config: Config) -> tuple[int, int]:

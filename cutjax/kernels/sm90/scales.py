@@ -13,13 +13,15 @@ from cutjax.kernels import arguments
 from cutjax.kernels.arguments import Argument
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Config
+from cutjax.kernels.sm90.operands import decoded
 
 BLOCK = 128  # elements of k, which a stage has of float8
 
 
 def scaled(problem: Problem) -> bool:
-    """True if an operand has scales."""
-    return any(x.scale for x in (problem.a, *problem.bs))
+    """True if an operand has scales, and neither is decoded: those of decoded ones are multiplied by before."""
+    a, b = problem.a, problem.bs[0]
+    return any(x.scale for x in (a, *problem.bs)) and not (decoded(a, b) or decoded(b, a))
 
 
 def reasons(problem: Problem) -> list[str]:
@@ -51,6 +53,8 @@ def by_column(problem: Problem, config: Config) -> bool:
 
 def bytes_of(problem: Problem, config: Config) -> int:
     """Returns the shared memory that the scales of a tile take, for a problem as it is multiplied."""
+    if not scaled(problem):
+        return 0
     entries = 0
     if problem.a.scale:
         entries += 64 * config.m_blocks
@@ -73,6 +77,8 @@ def constants(given: Problem) -> dict[str, int]:
 
 def of_scales(given: Problem, swap: bool) -> Iterator[Argument]:
     """Yields the arguments of the scales, those of a first, for a problem of arrays as they were given."""
+    if not scaled(given):
+        return
     found = list(arguments.scales(given, swap))
     for argument in sorted(found, key=lambda x: x.name.rsplit("_", 1)[-1]):
         yield dataclasses.replace(argument, to="promotion")

@@ -12,12 +12,15 @@ from cutjax.kernels.epilogue_text import epilogue_text
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import operands, scales, windows
+from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.runtime import sources
 
 # Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168. A producer that copies rows has
 # indices and addresses of 16 of them.
 REGISTERS, COPIER_REGISTERS = (40, 232), (72, 216)
+NARROW = {"int8": "s8", "uint8": "u8", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+NARROW |= {"int4": "s4", "uint4": "u4", "float4_e2m1fn": "e2m1"}
 
 
 def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
@@ -28,14 +31,18 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     way, acc = kernel.way, DTYPES[problem.accumulator.name].carrier
     view, taps = windows.view_of(problem), isinstance(problem.bs[0].view, Taps)
     of_windows = windows.chunk(problem) if view else 0
+    decoded = operands.decoded(problem.a, problem.bs[0])
     parts, scaled = kernel.sums, scales.scaled(problem)
     each = "sm90/promote_scaled.cuh" if scaled else "sm90/promote_each.cuh"
     constants = {
         "BM": config.bm,
         "BN": config.bn,
-        "BK": config.depth(problem.a),
-        "A_BYTES": problem.a.bytes(1),
-        "B_BYTES": problem.bs[0].bytes(1),
+        "BK": config.depth(problem),
+        "A_BITS": problem.a.bits,
+        "B_BITS": problem.bs[0].bits,
+        "FACTOR_BYTES": config.factor_bytes(problem),
+        "SLICES": config.slices(problem),
+        "WARP_ROWS": 32 if decoded and problem.a.bits == 4 else 16,
         "TERMS": way.terms,
         "PAIRS": len(way.pairs),
         "PAIRS_OF_A": _packed(a for a, _ in way.pairs),
@@ -58,7 +65,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "CONSUMER_REGISTERS": consumer,
         "A_K_MAJOR": a_k_major,
         "B_K_MAJOR": b_k_major,
-        "A_CHUNK": of_windows or problem.a.elements(128),
+        "A_CHUNK": of_windows or (config.decoded_chunk(problem) if decoded else problem.a.elements(128)),
         "B_CHUNK": of_windows if taps and b_k_major else config.chunk(problem.bs[0], problem.products),
         "STREAM_K": config.stream_k,
         "GROUPED": bool(problem.groups),
@@ -98,6 +105,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "sm90/staging.cuh",
             *(["sm90/im2col.cuh"] if view else []),
             *(["sm90/pixels.cuh"] if kernel.phases else []),
+            *([_narrow(problem, config)] if decoded else []),
             *(["sm90/transposed.cuh"] if problem.symmetric or config.swap else []),
             *(["common/mirror.cuh"] if problem.symmetric else []),
             "common/scheduler.cuh",
@@ -108,15 +116,18 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
                 problem.bs[0].dtype,
                 a_k_major,
                 b_k_major,
+                decoded,
             ),
             "sm90/tiles.cuh",
             "sm90/load_plain.cuh",
+            *(["sm90/load_scaled.cuh"] if operands.factors(problem) else []),
             *(["sm90/load_gather.cuh"] if problem.a.gathered else []),
             *(["sm90/load_im2col.cuh"] if view else []),
             *(["sm90/load_taps.cuh"] if taps else []),
             _views(problem),
             "sm90/producer.cuh",
             each if way.each else "sm90/promote_blocks.cuh" if way.promoted else "sm90/promote_never.cuh",
+            *(["sm90/decode.cuh", "sm90/multiply_registers.cuh"] if decoded else ["sm90/multiply.cuh"]),
             "sm90/mainloop.cuh",
             "sm90/stream.cuh",
             epilogue_text(kernel.staging, arguments, problem.divided),
@@ -132,6 +143,7 @@ def _views(problem: Problem) -> str:
     """Returns the names of the views that operands are loaded by, and of how k is walked."""
     views = {Gathered: "Gathered", Im2col: "Im2col", Taps: "Taps"}
     a, b = (views.get(type(x.view), "Plain") for x in (problem.a, problem.bs[0]))
+    a = "Scaled" if operands.factors(problem) else a
     walk = "Depth" if a != "Im2col" else "Im2col::Elements" if problem.a.contiguous == "k" else "Im2col::Columns"
     steps = ", ".join(f"{x}_step{i} = 0" for x in "ab" for i in range(3))
     still = f"constexpr int {steps};  // no batch\n" if a == "Im2col" else ""
@@ -143,24 +155,46 @@ def _packed(terms: Iterable[int]) -> int:
     return sum(term << 2 * i for i, term in enumerate(terms))
 
 
-def wgmma(n: int, a: np.dtype, b: np.dtype, a_k_major: bool, b_k_major: bool) -> str:
-    """Returns ``wgmma.mma_async`` of 64 x n and 32 bytes of k, with both operands in shared memory.
+def _narrow(problem: Problem, config: Config) -> str:
+    """Returns the dtypes of weights in memory, as they are multiplied, and of their factors."""
+    scale, wide = problem.a.scale, DTYPES[problem.bs[0].dtype.name].stored
+    rows, k, factor = config.factor_rows(problem), scale.k if scale else config.depth(problem), wide
+    size = scale.dtype.itemsize if scale else 2
+    if scale:
+        factor = DTYPES[scale.dtype.name].stored
+    return f"""#line 1 "narrow (generated)"
+enum class Narrow {{ {", ".join(NARROW.values())} }};
+constexpr Narrow NARROW = Narrow::{NARROW[problem.a.dtype.name]};
+constexpr Dtype WIDE = Dtype::{wide}, FACTOR = Dtype::{factor};
+constexpr int FACTOR_ROWS = {rows}, FACTOR_K = {k}, FACTOR_SIZE = {size};
+"""
 
-    It accumulates in f32, or integers in 32 bits.
+
+def wgmma(n: int, a: np.dtype, b: np.dtype, a_k_major: bool, b_k_major: bool, decoded: bool = False) -> str:
+    """Returns ``wgmma.mma_async`` of 64 x n and 32 bytes of k, with both operands in shared memory, or a in registers.
+
+    It accumulates in f32, or integers in 32 bits. An a that is decoded is of b's dtype then, in four registers.
     """
+    if decoded:
+        a = b
     count, k, integers = n // 2, 32 // a.itemsize, a.name in operands.INT8
     registers = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+{"r" if integers else "f"}"(d[{i}])' for i in range(count))
     types = f"{'s32' if integers else 'f32'}.{operands.instruction(a)}.{operands.instruction(b)}"
     modes = "" if integers else ", 1, 1"  # signs
-    modes += "" if operands.k_major(a) else f", {int(not a_k_major)}, {int(not b_k_major)}"
+    modes += "" if operands.k_major(a) else f", {int(not a_k_major)}" * (not decoded) + f", {int(not b_k_major)}"
+    of_a, first, inputs = "u64 a", f"%{count}", '"l"(a)'
+    if decoded:
+        of_a, inputs = "const u32 (&a)[4]", ", ".join(f'"r"(a[{i}])' for i in range(4))
+        first = f"{{{', '.join(f'%{count + i}' for i in range(4))}}}"
+    last = count + (4 if decoded else 1)
     return f"""#line 1 "wgmma (generated)"
-DEVICE void wgmma(Acc (&d)[{count}], u64 a, u64 b, int accumulate) {{
+DEVICE void wgmma(Acc (&d)[{count}], {of_a}, u64 b, int accumulate) {{
   asm volatile(
-      "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
+      "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{last + 1}, 0;\\n"
       "wgmma.mma_async.sync.aligned.m64n{n}k{k}.{types} "
-      "{{{registers}}}, %{count}, %{count + 1}, p{modes};\\n}}"
+      "{{{registers}}}, {first}, %{last}, p{modes};\\n}}"
       : {outputs}
-      : "l"(a), "l"(b), "r"(accumulate));
+      : {inputs}, "l"(b), "r"(accumulate));
 }}
 """

@@ -244,3 +244,22 @@ DEVICE u32 cvt_f16x2(float low, float high) {
   return x | static_cast<u32>(y) << 16;
 #endif
 }
+
+// a b + c, a + b, and a b, of each half.
+DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+DEVICE u32 add_f16x2(u32 a, u32 b) {
+  u32 d;
+  asm("add.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+DEVICE u32 mul_f16x2(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}

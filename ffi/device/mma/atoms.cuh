@@ -70,19 +70,6 @@ DEVICE void ld_global_v4_if(bool there, const char* p, u32 (&x)[4]) {
       : "l"(p), "r"(static_cast<u32>(there)));
 }
 
-// a b + c, and a + b, of each half.
-DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-
-DEVICE u32 add_f16x2(u32 a, u32 b) {
-  u32 d;
-  asm("add.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-
 // The nearest TF32. The 13 bits that it does not have may be any.
 DEVICE u32 cvt_rna_tf32(float x) {
   u32 y;

@@ -75,6 +75,13 @@ DEVICE void cp_async_bulk_wait_group_read() {
 
 DEVICE void cp_async_bulk_wait_group() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+// A constant in a register, which the compiler would rather move there each time: it is times the depth of a block, 1.
+DEVICE u32 in_register(u32 x) {
+  u32 y;
+  asm volatile("{\n.reg .b32 one;\nmov.u32 one, %%ntid.z;\nmul.lo.u32 %0, one, %1;\n}" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // ---- cp.async ----
 
 // Copies 4 bytes.

@@ -48,11 +48,14 @@ struct Epilogue {
   }
 
   // In 64 rows of accumulators, lane l of warp w holds, for each 8 columns j, rows 16 w + l / 4 (+ 8) and columns
-  // 8 j + 2 (l % 4) (+ 1): values 4 j + {0, 1} and, 8 rows down, {2, 3}.
+  // 8 j + 2 (l % 4) (+ 1): values 4 j + {0, 1} and, 8 rows down, {2, 3}. Where WARP_ROWS are 32, two blocks of a warp
+  // are rows beside each other: two warps store each 64 rows, as four would.
   // Of the accumulators, or of zeros.
   DEVICE void store(const Acc (&accumulators)[M_BLOCKS][PRODUCTS * EPILOGUE_COLUMNS / 2], Extras& extras,
                     Partials& partials, const TensorMap* const (&map_d)[OUTPUTS], Rows& rows_d, int m, int n, int rows,
                     int batch, const BatchIndex& i, bool zeros) {
+    constexpr bool TWO = WARP_ROWS == 32;
+    static_assert(!TWO || (M_BLOCKS == 2 && !RAGGED_M && !PIXELS));
     int lane_row = thread / 32 * 16 + thread % 32 / 4, lane_column = thread % 4 * 2;
 #pragma unroll
     for (int block = 0; block < M_BLOCKS; ++block) {
@@ -63,7 +66,7 @@ struct Epilogue {
 #pragma unroll
       for (int h = 0; h < 2; ++h) extras.at[h] = rows_d.pixel_of(thread % 32 / 4 + 8 * h);
 #endif
-      extras.begin_rows(row);
+      if constexpr (!TWO) extras.begin_rows(row);
       partials.begin_block();
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; ++chunk) {
@@ -75,21 +78,31 @@ struct Epilogue {
           phase ^= 1;
         }
         int column = n + chunk * D_CHUNK + lane_column;
-        extras.begin_chunk(row, column);
+        if constexpr (!TWO) extras.begin_chunk(row, column);
         if constexpr (!ONE_BARRIER && EXTRAS_BYTES == 0 && !PIXELS) {
           if (thread == 0) cp_async_bulk_wait_group_read<STORE_BUFFERS - 1>();
           bar_sync(barrier, 128);
         }
 #pragma unroll
-        for (int piece = 0; piece < D_CHUNK / PIECE; ++piece) {
-          constexpr int VALUES = PIECE / 2;
-          Acc values[PRODUCTS][VALUES];
-#pragma unroll
-          for (int v = 0; v < PRODUCTS * VALUES; ++v) {
-            int place = (v / VALUES * EPILOGUE_COLUMNS + chunk * D_CHUNK + piece * PIECE) / 2 + v % VALUES;
-            values[v / VALUES][v % VALUES] = PHASED && zeros ? Acc(0) : accumulators[block][place];
+        for (int half = 0; half < (TWO ? 2 : 1); ++half) {
+          int as = TWO ? (thread / 32 % 2 * 2 + half) * 32 + thread % 32 : thread;
+          if constexpr (TWO) {
+            if (thread / 64 != block) continue;
+            row = m + block * 64 + as / 32 * 16 + as % 32 / 4;
+            extras.begin_rows(row);
+            extras.begin_chunk(row, column);
           }
-          epilogue_piece(extras, partials, values, piece, row, column + piece * PIECE, buffer, thread);
+#pragma unroll
+          for (int piece = 0; piece < D_CHUNK / PIECE; ++piece) {
+            constexpr int VALUES = PIECE / 2;
+            Acc values[PRODUCTS][VALUES];
+#pragma unroll
+            for (int v = 0; v < PRODUCTS * VALUES; ++v) {
+              int place = (v / VALUES * EPILOGUE_COLUMNS + chunk * D_CHUNK + piece * PIECE) / 2 + v % VALUES;
+              values[v / VALUES][v % VALUES] = PHASED && zeros ? Acc(0) : accumulators[TWO ? half : block][place];
+            }
+            epilogue_piece(extras, partials, values, piece, row, column + piece * PIECE, buffer, as);
+          }
         }
         if constexpr (PIXELS) {  // a warp stores what it has staged, the chunk before the last one from this buffer
           __syncwarp();

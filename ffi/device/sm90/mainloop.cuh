@@ -1,4 +1,4 @@
-// Drains the pipeline (tiles.cuh) by wgmma.
+// Drains the pipeline (tiles.cuh) by wgmma: multiply.cuh, or multiply_registers.cuh, does so for some k blocks.
 
 template <int VALUE>
 struct Constant {
@@ -12,64 +12,6 @@ DEVICE void each(F f) {
     f(Constant<I>());
     each<COUNT, I + 1>(f);
   }
-}
-
-// One warpgroup tells every CTA that writes this stage that it has read it.
-DEVICE void release(u32 empty_barrier, int thread) {
-  if constexpr (CLUSTER_M * CLUSTER_N == 1) {
-    if (thread == 0) mbarrier_arrive(empty_barrier);
-  } else {
-    if (thread < CLUSTER_M * CLUSTER_N) mbarrier_arrive_cluster(empty_barrier, thread);
-  }
-}
-
-// One warpgroup: zeroes what of a stage lies past the contraction's end, where another group's begins: 0 * NaN is NaN.
-// Another warpgroup may read the same of B at the same time, having written the same zeros itself.
-DEVICE void clear(SharedTiles shared, int stage, int row, int depth, int thread, int barrier) {
-  OperandA::clear(shared.a(stage), row, M_BLOCKS * 64, depth, thread);
-  OperandB::clear(shared.b(stage), 0, PRODUCTS * BN, depth, thread);
-  fence_proxy_async();
-  bar_sync(barrier, 128);
-}
-
-// One warpgroup: sums [M_BLOCKS][64 x PRODUCTS * BN] of the tile's rows from `row` on, or of the first BLOCKS of them,
-// over `count` of its k blocks, from `first` on; of none, which a phase without taps has, sums are undefined. `begun`
-// is called early, beside the first of them, `issued` when all of them are multiplying.
-template <int BLOCKS, typename Begun, typename Issued>
-DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int row, const Work& work, int first,
-                     int count, int thread, int barrier, Begun begun, Issued issued) {
-  u32 previous = 0, offset = OperandA::row_offset(row);
-  for (int k = 0; k < count; ++k) {
-    mbarrier_wait(pipe.full_barrier(), pipe.phase);
-    if constexpr (RAGGED_K) {
-      int depth = work.k_end - work.k - (PAIRS > 1 ? (first + k) % work.k_blocks : first + k) * BK;
-      if (depth < BK) clear(shared, pipe.stage, row, depth, thread, barrier);
-    }
-    if constexpr (COPIERS > 0) fence_proxy_async();
-    OperandA::Descriptor a(shared.a(pipe.stage) + offset);
-    OperandB::Descriptor b(shared.b(pipe.stage));
-    wgmma_fence();
-#pragma unroll
-    for (int slice = 0; slice < BK * A_BYTES / 32; ++slice) {
-#pragma unroll
-      for (int block = 0; block < BLOCKS; ++block)
-        wgmma(sums[block], a.at(OperandA::slice_offset(slice) + OperandA::row_offset(block * 64)),
-              b.at(OperandB::slice_offset(slice)), (k | slice) != 0);
-    }
-    wgmma_commit_group();
-    if (k > 0) {  // the group before this one is done, so its stage is free
-      wgmma_wait_group<1>();
-      release(previous, thread);
-    }
-    previous = pipe.empty_barrier();
-    pipe.advance();
-    if (k == min(2, count - 1)) begun();
-  }
-  issued();
-  wgmma_wait_group<0>();
-#pragma unroll
-  for (int block = 0; block < BLOCKS; ++block) wgmma_done(sums[block]);
-  if (!PHASED || count > 0) release(previous, thread);
 }
 
 // One warpgroup: accumulators, over all k blocks, the sums of each of which are promoted. They are made in parts, of 64
@@ -92,7 +34,7 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
     OperandB::Descriptor b(shared.b(pipe.stage));
     wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < BK * A_BYTES / 32; ++slice)
+    for (int slice = 0; slice < BK * A_BITS / 256; ++slice)
       wgmma(sums[PART % BUFFERS], a.at(OperandA::slice_offset(slice) + OperandA::row_offset(PART / COLUMN_PARTS * 64)),
             b.at(OperandB::slice_offset(slice) + OperandB::row_offset(PART % COLUMN_PARTS * PART_COLUMNS)), slice != 0);
     wgmma_commit_group();

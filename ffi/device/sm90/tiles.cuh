@@ -3,7 +3,7 @@
 //
 // Operand tiles, ROWS = BM or PRODUCTS * BN:
 //   K-major:  [BK/CHUNK][ROWS][CHUNK]      swizzled in rows of CHUNK, which are 128 bytes unless a view needs fewer
-//   MN-major: [ROWS/CHUNK][BK][CHUNK]      16-bit elements; swizzle span of 2*CHUNK bytes; a line of CHUNK rows or
+//   MN-major: [ROWS/CHUNK][BK][CHUNK]      wgmma reads those of 16 bits; swizzle span of CHUNK; a line of CHUNK rows or
 //             columns. The last chunk may be wider than the tile: what is loaded too much costs less than a narrower
 //             swizzle.
 // Several b beside each other in one tile are multiplied as if they were one matrix, so a is read once.
@@ -42,17 +42,17 @@ struct Pipeline {
 };
 
 // One operand: HEIGHT of its m or n axis per tile, of which each of MATRICES has an equal number, needed by SHARED CTAs
-// of the cluster, each of which may load 1/SHARED of every matrix for all. Elements have SIZE bytes.
-template <int HEIGHT, int SIZE, int MATRICES, bool ALONG_K, int WIDTH, int SHARED>
+// of the cluster, each of which may load 1/SHARED of every matrix for all. Elements have BITS.
+template <int HEIGHT, int BITS, int MATRICES, bool ALONG_K, int WIDTH, int SHARED>
 struct Operand {
   static constexpr bool K_MAJOR = ALONG_K;
-  static constexpr int ROWS = HEIGHT, CHUNK = WIDTH, ELEMENT = SIZE, SHARE = SHARED;
+  static constexpr int ROWS = HEIGHT, CHUNK = WIDTH, ELEMENT = BITS / 8, SHARE = SHARED;
   static constexpr int ROWS_EACH = ROWS / MATRICES;
   static constexpr int CHUNKS_EACH = (ROWS_EACH + CHUNK - 1) / CHUNK;
-  static constexpr int SPAN = CHUNK * SIZE;
-  static constexpr int BYTES = (K_MAJOR ? ROWS : MATRICES * CHUNKS_EACH * CHUNK) * BK * SIZE;
+  static constexpr int SPAN = CHUNK * BITS / 8;
+  static constexpr int PACKED = BITS < 8 ? 8 / BITS : 1;  // elements in one of the tensor map's
+  static constexpr int BYTES = (K_MAJOR ? ROWS : MATRICES * CHUNKS_EACH * CHUNK) * BK * BITS / 8;
   static_assert(SPAN == 128 || SPAN == 64 || SPAN == 32);
-  static_assert(K_MAJOR || SIZE == 2);
 
   // MN-major, of what CTAs share: whole chunks are divided among them where their number allows it, else the k rows of
   // each chunk.
@@ -81,13 +81,23 @@ struct Operand {
   }
 };
 
-using OperandA = Operand<BM, A_BYTES, 1, A_K_MAJOR, A_CHUNK, CLUSTER_N>;
-using OperandB = Operand<PRODUCTS * BN, B_BYTES, PRODUCTS, B_K_MAJOR, B_CHUNK, CLUSTER_M>;
+using OperandA = Operand<BM, A_BITS, 1, A_K_MAJOR, A_CHUNK, CLUSTER_N>;
+using OperandB = Operand<PRODUCTS * BN, B_BITS, PRODUCTS, B_K_MAJOR, B_CHUNK, CLUSTER_M>;
 
-constexpr int STAGE_BYTES = OperandA::BYTES + OperandB::BYTES;
+// Behind each tile of A lie the factors of its elements, where it has some.
+constexpr int A_STAGE_BYTES = OperandA::BYTES + FACTOR_BYTES, STAGE_BYTES = A_STAGE_BYTES + OperandB::BYTES;
 
 struct SharedTiles {
   u32 base;  // [STAGES] of A, then [STAGES] of B
-  DEVICE u32 a(int stage) const { return base + stage * OperandA::BYTES; }
-  DEVICE u32 b(int stage) const { return base + STAGES * OperandA::BYTES + stage * OperandB::BYTES; }
+  DEVICE u32 a(int stage) const { return base + stage * A_STAGE_BYTES; }
+  DEVICE u32 b(int stage) const { return base + STAGES * A_STAGE_BYTES + stage * OperandB::BYTES; }
 };
+
+// One warpgroup tells every CTA that writes this stage that it has read it.
+DEVICE void release(u32 empty_barrier, int thread) {
+  if constexpr (CLUSTER_M * CLUSTER_N == 1) {
+    if (thread == 0) mbarrier_arrive(empty_barrier);
+  } else {
+    if (thread < CLUSTER_M * CLUSTER_N) mbarrier_arrive_cluster(empty_barrier, thread);
+  }
+}

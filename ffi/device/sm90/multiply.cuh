@@ -1,0 +1,50 @@
+// Multiplies what the pipeline (tiles.cuh) holds by wgmma, both operands in shared memory.
+
+// One warpgroup: zeroes what of a stage lies past the contraction's end, where another group's begins: 0 * NaN is NaN.
+// Another warpgroup may read the same of B at the same time, having written the same zeros itself.
+DEVICE void clear(SharedTiles shared, int stage, int row, int depth, int thread, int barrier) {
+  OperandA::clear(shared.a(stage), row, M_BLOCKS * 64, depth, thread);
+  OperandB::clear(shared.b(stage), 0, PRODUCTS * BN, depth, thread);
+  fence_proxy_async();
+  bar_sync(barrier, 128);
+}
+
+// One warpgroup: sums [M_BLOCKS][64 x PRODUCTS * BN] of the tile's rows from `row` on, or of the first BLOCKS of them,
+// over `count` of its k blocks, from `first` on; of none, which a phase without taps has, sums are undefined. `begun`
+// is called early, beside the first of them, `issued` when all of them are multiplying.
+template <int BLOCKS, typename Begun, typename Issued>
+DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int row, const Work& work, int first,
+                     int count, int thread, int barrier, Begun begun, Issued issued) {
+  u32 previous = 0, offset = OperandA::row_offset(row);
+  for (int k = 0; k < count; ++k) {
+    mbarrier_wait(pipe.full_barrier(), pipe.phase);
+    if constexpr (RAGGED_K) {
+      int depth = work.k_end - work.k - (PAIRS > 1 ? (first + k) % work.k_blocks : first + k) * BK;
+      if (depth < BK) clear(shared, pipe.stage, row, depth, thread, barrier);
+    }
+    if constexpr (COPIERS > 0) fence_proxy_async();
+    OperandA::Descriptor a(shared.a(pipe.stage) + offset);
+    OperandB::Descriptor b(shared.b(pipe.stage));
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < BK * A_BITS / 256; ++slice) {
+#pragma unroll
+      for (int block = 0; block < BLOCKS; ++block)
+        wgmma(sums[block], a.at(OperandA::slice_offset(slice) + OperandA::row_offset(block * 64)),
+              b.at(OperandB::slice_offset(slice)), (k | slice) != 0);
+    }
+    wgmma_commit_group();
+    if (k > 0) {  // the group before this one is done, so its stage is free
+      wgmma_wait_group<1>();
+      release(previous, thread);
+    }
+    previous = pipe.empty_barrier();
+    pipe.advance();
+    if (k == min(2, count - 1)) begun();
+  }
+  issued();
+  wgmma_wait_group<0>();
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block) wgmma_done(sums[block]);
+  if (!PHASED || count > 0) release(previous, thread);
+}

@@ -1,0 +1,220 @@
+// Multiplies what the pipeline (tiles.cuh) holds by wgmma, A from registers, where its elements are decoded
+// (decode.cuh).
+//
+// In a slice of 16 of k, lane l of warp w has rows r = 16 w + l / 4 and r + 8 of each block of 64, at k 2 q, 2 q + 1,
+// 2 q + 8 and 2 q + 9, with q = l % 4. In a tile that is:
+//
+//   K-major      two bytes of a row at 2 q and two at 2 q + 8
+//   MN-major     ldmatrix transposes pairs of bytes: of 8 bits, a lane has rows 2 (l / 4) and 2 (l / 4) + 1 of its
+//   warp's
+//                16; of 4 bits, rows 4 (l / 4) to 4 (l / 4) + 3 of 32, two in each of two blocks. The accumulators are
+//                put in order when all is added up; of 4 bits, both blocks of a warp are 32 rows beside each other then
+//                (WARP_ROWS).
+//
+// While the tensor cores multiply a step of SLICES, the next one is decoded to other registers.
+
+constexpr int STEPS = BK / 16 / SLICES;
+static_assert(STEPS % 2 == 0, "the same registers in each k block");
+static_assert(!RAGGED_K && COPIERS == 0 && (A_BITS == 8 || (A_BITS == 4 && !A_K_MAJOR && M_BLOCKS == 2)));
+static_assert(FACTOR_ROWS == 0 || (!A_K_MAJOR && FACTOR_K % (16 * SLICES) == 0), "a step has one factor");
+
+using Words = u32[A_BITS == 4 ? 1 : M_BLOCKS][2 * SLICES];  // of a tile
+using Factors = u32[M_BLOCKS][2];                           // of a lane's rows
+using Fragments = u32[M_BLOCKS][SLICES][4];                 // what wgmma takes
+
+template <bool K_MAJOR>
+struct Weights {
+  u32 magic = in_register(MAGIC);
+  u32 offset, swizzled;  // of a lane's first row, and of what its slices are exclusive-ored with
+
+  DEVICE Weights(int row, int thread) {
+    constexpr int SPAN = OperandA::SPAN;
+    int first = row + thread / 32 * 16 + thread % 32 / 4;
+    offset = first * SPAN + thread % 4 * 2;
+    swizzled = swizzle<SPAN>(first * SPAN) - first * SPAN;
+  }
+
+  // Of a step, which is known to the compiler.
+  DEVICE void load(Words& x, u32 tile, int step) const {
+#pragma unroll
+    for (int slice = 0; slice < SLICES; ++slice) {
+      u32 at = tile + offset + (swizzled ^ (step * SLICES + slice) * 16);
+#pragma unroll
+      for (int block = 0; block < M_BLOCKS; ++block)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          u32 row = at + (block * 64 + half * 8) * OperandA::SPAN;
+          x[block][2 * slice + half] = __byte_perm(ld_shared_u16(row), ld_shared_u16(row + 8), 0x5140);
+        }
+    }
+  }
+
+  DEVICE void load(Factors&, u32, int) const {}
+
+  DEVICE void get(Fragments& to, const Words& x, const Factors&) const {
+#pragma unroll
+    for (int i = 0; i < M_BLOCKS * SLICES * 4; ++i)
+      to[i / 4 / SLICES][i / 4 % SLICES][i % 4] =
+          decode(x[i / 4 / SLICES][i / 4 % SLICES * 2 + i % 2], i % 4 / 2, magic);
+  }
+
+  static DEVICE void put_in_order(Accumulators&) {}
+};
+
+template <>
+struct Weights<false> {
+  static constexpr int SPAN = OperandA::SPAN, LANE_ROWS = 16 / A_BITS, LOADS = A_BITS == 4 ? 1 : M_BLOCKS;
+  u32 magic = in_register(MAGIC);
+  u32 offset[LOADS], factor;
+
+  DEVICE Weights(int row, int thread) {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+      int first = (row + i * 64 + thread / 32 * WARP_ROWS) * A_BITS / 8;
+      offset[i] = first / SPAN * (BK * SPAN) + swizzle<SPAN>(thread % 32 * SPAN + first % SPAN);
+    }
+    factor = OperandA::BYTES + (row + thread / 32 * WARP_ROWS + thread % 32 / 4 * LANE_ROWS) * FACTOR_SIZE;
+  }
+
+  DEVICE void load(Words& x, u32 tile, int step) const {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i)
+#pragma unroll
+      for (int j = 0; j < SLICES / 2; ++j)  // a lane of ldmatrix has a row of k of two slices
+        ldmatrix_x4_trans(tile + offset[i] + (step * SLICES + 2 * j) * 16 * SPAN, x[i][4 * j], x[i][4 * j + 1],
+                          x[i][4 * j + 2], x[i][4 * j + 3]);
+  }
+
+  // Those of a step, where they are others than of the step before.
+  DEVICE void load(Factors& x, u32 tile, int step) const {
+    if constexpr (FACTOR_ROWS > 0) {
+      int k = step * SLICES * 16;
+      if (k % FACTOR_K != 0) return;
+      u32 at = tile + factor + k / FACTOR_K * (OperandA::ROWS * FACTOR_SIZE);
+#pragma unroll
+      for (int block = 0; block < M_BLOCKS; ++block) {
+        u32 of_block = at + (A_BITS == 4 ? 2 * block : 64 * block) * FACTOR_SIZE;
+        if constexpr (FACTOR == Dtype::f32) {
+          ld_shared_v2(of_block, x[block][0], x[block][1]);
+        } else {
+          u32 both = ld_shared_u32(of_block);
+          x[block][0] = __byte_perm(both, 0, 0x1010), x[block][1] = __byte_perm(both, 0, 0x3232);
+        }
+      }
+    }
+  }
+
+  DEVICE void get(Fragments& to, const Words& x, const Factors& factors) const {
+#pragma unroll
+    for (int block = 0; block < M_BLOCKS; ++block)
+#pragma unroll
+      for (int i = 0; i < SLICES * 4; ++i) {
+        u32 word = x[A_BITS == 4 ? 0 : block][i / 2];
+        u32 found = decode(word, (A_BITS == 4 ? 2 * block : 0) + i % 2, magic);
+        to[block][i / 4][i % 4] = FACTOR_ROWS > 0 ? scaled(found, factors[block][i % 2]) : found;
+      }
+  }
+
+  static DEVICE void put_in_order(Accumulators& sums) {
+    int lane = threadIdx.x % 32, row = lane / 4;
+    if constexpr (A_BITS == 8) {
+      // Rows 2 g and 2 g + 1 of 16. Each lane gives one of even g and one of odd g a row.
+      int near = row / 2 * 4 + lane % 4, far = near ^ 16;
+      bool low = row < 4, even = row % 2 == 0;
+#pragma unroll
+      for (int block = 0; block < M_BLOCKS; ++block)
+#pragma unroll
+        for (int i = 0; i < PRODUCTS * BN / 2; i += 4)
+#pragma unroll
+          for (int e = i; e < i + 2; ++e) {
+            Acc &first = sums[block][e], &second = sums[block][e + 2];
+            Acc x = __shfl_sync(~0u, low ? first : second, even ? near : far);
+            Acc y = __shfl_sync(~0u, low ? second : first, even ? far : near);
+            first = even ? x : y;
+            second = even ? y : x;
+          }
+    } else {
+      // Rows 4 g + i of 32 go to lane (4 g + i) % 8 as its g / 2-th. In turn t a lane gives its row i = t + g / 2,
+      // modulo 4, so that each gets one.
+#pragma unroll
+      for (int i = 0; i < PRODUCTS * BN / 2; i += 4)
+#pragma unroll
+        for (int e = i; e < i + 2; ++e) {
+          Acc x[4] = {sums[0][e], sums[0][e + 2], sums[1][e], sums[1][e + 2]}, y[4];
+          rotate(x, row / 2);
+#pragma unroll
+          for (int t = 0; t < 4; ++t) {
+            int place = (row - t) & 3;  // of the row that comes
+            y[(4 - t) % 4] = __shfl_sync(~0u, x[t], (2 * place + row / 4) * 4 + lane % 4);
+          }
+          rotate(y, -row & 3);
+          sums[0][e] = y[0], sums[0][e + 2] = y[1], sums[1][e] = y[2], sums[1][e + 2] = y[3];
+        }
+    }
+  }
+
+  // Element i becomes the one that was i + by, modulo 4.
+  static DEVICE void rotate(Acc (&x)[4], int by) {
+    Acc once[4], found[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) once[i] = by & 1 ? x[(i + 1) % 4] : x[i];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) found[i] = by & 2 ? once[(i + 2) % 4] : once[i];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = found[i];
+  }
+};
+
+// One warpgroup: what multiply in multiply.cuh computes.
+template <int BLOCKS, typename Begun, typename Issued>
+DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int row, const Work&, int, int count,
+                     int thread, int, Begun begun, Issued issued) {
+  Weights<A_K_MAJOR> weights(row, thread);
+  Words words;
+  Factors factors;
+  Fragments fragments;
+  u32 previous = 0;
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+    for (int i = 0; i < PRODUCTS * BN / 2; ++i) sums[block][i] = 0;  // undefined, wgmmas would wait for each other
+  mbarrier_wait(pipe.full_barrier(), pipe.phase);
+  weights.load(words, shared.a(pipe.stage), 0);
+  weights.load(factors, shared.a(pipe.stage), 0);
+  weights.get(fragments, words, factors);
+#pragma unroll 1
+  for (int k = 0; k < count; ++k) {
+    u32 tile = shared.a(pipe.stage), empty = pipe.empty_barrier();
+    OperandB::Descriptor b(shared.b(pipe.stage));
+    pipe.advance();
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      wgmma_fence();
+#pragma unroll
+      for (int slice = 0; slice < SLICES; ++slice)
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block)
+          wgmma(sums[block], fragments[block][slice], b.at(OperandB::slice_offset(step * SLICES + slice)), 1);
+      wgmma_commit_group();
+      if (step + 1 < STEPS) {
+        weights.load(words, tile, step + 1);
+        weights.load(factors, tile, step + 1);
+      } else if (k + 1 < count) {
+        mbarrier_wait(pipe.full_barrier(), pipe.phase);
+        weights.load(words, shared.a(pipe.stage), 0);
+        weights.load(factors, shared.a(pipe.stage), 0);
+      }
+      wgmma_wait_group<1>();  // the registers of the step before are free
+      if (step == 0 && k > 0) release(previous, thread);
+      weights.get(fragments, words, factors);  // after the last one of nothing new: a branch would move the registers
+    }
+    previous = empty;
+    if (k == min(2, count - 1)) begun();
+  }
+  issued();
+  wgmma_wait_group<0>();
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block) wgmma_done(sums[block]);
+  release(previous, thread);
+  weights.put_in_order(sums);
+}

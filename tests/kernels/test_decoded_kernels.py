@@ -1,0 +1,257 @@
+"""Weights that are decoded in registers in front of wgmma: the main loop on the host, its kernels, what is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import re
+
+import gxx
+import jax.numpy as jnp
+import kernel_host
+import numpy as np
+import pytest
+from cubin import check_lean
+
+import cutjax
+from cutjax import Config
+from cutjax.kernels.operand import Scale
+from cutjax.kernels.sm90 import kernel as sm90
+from cutjax.runtime import compiler
+
+needs_nvrtc = pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
+needs_host = pytest.mark.skipif(not kernel_host.installed(), reason="needs g++")
+BM, BK, K_BLOCKS = 128, 128, 2
+
+# wgmma is computed by what each lane shows: rows of A are those of the PTX ISA's register fragment, of 16 k each.
+_WGMMA = """
+struct Work {};
+template <int SPAN, u32 LEADING, u32 STRIDE>
+struct WgmmaDescriptor {
+  u32 base;
+  u32 at(u32 bytes) const { return base + bytes; }
+};
+static void wgmma_fence() {}
+static void wgmma_commit_group() {}
+template <int PENDING>
+void wgmma_wait_group() {}
+template <typename T>
+void wgmma_done(T&) {}
+static void mbarrier_arrive_cluster(u32, u32) {}
+static float wide(u32 half) { return WIDE == Dtype::bf16 ? __uint_as_float(half << 16) : f16_to_f32(half); }
+template <int COUNT>
+void wgmma(float (&d)[COUNT], const u32 (&a)[4], u32 b, int) {
+  for (int q = 0; q < 4; ++q)
+    for (int i = 0; i < 4; ++i) {
+      u32 pair = __shfl_sync(~0u, a[i], lane() / 4 * 4 + q);
+      for (int e = 0; e < 2; ++e)
+        for (int column = 0; column < 2 * COUNT; ++column) {
+          int k = i / 2 * 8 + 2 * q + e;
+          if (column % 8 / 2 != lane() % 4) continue;
+          d[column / 8 * 4 + i % 2 * 2 + column % 2] +=
+              wide(pair >> 16 * e & 0xffff) * wide(load_shared<u16>(swizzle<128>(b + column * 128 + k * 2)));
+        }
+    }
+}
+"""
+_RUN = """
+static float* found;
+static int done;
+static void thread() {
+  Accumulators sums;
+  for (auto& block : sums) std::fill(block, block + BN / 2, NAN);
+  Pipeline pipe{STAGES * STAGE_BYTES, STAGES * STAGE_BYTES + STAGES * 8, 0, 0};
+  int warpgroup = threadIdx.x / 128, row = warpgroup * ROWS_PER_CONSUMER, t = threadIdx.x % 128;
+  multiply<M_BLOCKS>(sums, pipe, SharedTiles{0}, row, Work{}, 0, STAGES, t, 0, [] {}, [] {});
+  for (int i = 0; i < M_BLOCKS * BN / 2; ++i) {
+    int j = i % (BN / 2), at = row + i / (BN / 2) * 64 + t / 32 * 16 + t % 32 / 4 + j / 2 % 2 * 8;
+    found[at * BN + j / 4 * 8 + t % 4 * 2 + j % 2] = sums[i / (BN / 2)][j];
+  }
+  ++done;
+  while (true) wait_for_others();
+}
+extern "C" void run(const void* tiles, float* to) {
+  constexpr int COUNT = CONSUMERS_PER_TILE * 128;
+  std::vector<char> stacks(COUNT << 18);
+  std::memcpy(shared_memory, tiles, STAGES * STAGE_BYTES);
+  found = to, done = 0, block_threads = COUNT, contexts.assign(COUNT, {}), mbarriers.clear();
+  for (int i = 0; i < STAGES; ++i) {
+    mbarrier_init(STAGES * STAGE_BYTES + i * 8, 1);
+    mbarrier_init(STAGES * STAGE_BYTES + (STAGES + i) * 8, CONSUMERS_PER_TILE);
+    mbarrier_arrive(STAGES * STAGE_BYTES + i * 8);
+  }
+  for (int i = 0; i < COUNT; ++i) {
+    getcontext(&contexts[i]);
+    contexts[i].uc_stack.ss_sp = &stacks[i << 18], contexts[i].uc_stack.ss_size = 1 << 18;
+    makecontext(&contexts[i], thread, 0);
+  }
+  while (done < COUNT)
+    for (threadIdx.x = 0; threadIdx.x < COUNT; ++threadIdx.x) swapcontext(&outside, &contexts[threadIdx.x]);
+}
+"""
+_KEPT = ("common/math", "common/elements", "narrow", "sm90/tiles", "sm90/decode", "sm90/multiply_registers")
+
+
+def kernel(narrow="int8", layout="nn", wide="bfloat16", scale=None, sizes=(16, 512, 1024), **fields):
+    problem = cutjax.Problem.of(*sizes, layout, wide, narrow, np.float32)
+    if scale:
+        b = dataclasses.replace(problem.bs[0], scale=Scale(np.dtype(jnp.dtype(scale[0])), 1, scale[1]))
+        problem = dataclasses.replace(problem, bs=(b,))
+    return sm90.resolved(problem, Config(**{"bm": BM, "bn": 16, "bk": BK, "stages": K_BLOCKS, "swap": True} | fields))
+
+
+def swizzled(rows, span):
+    """Rows of so many bytes as TMA lays them."""
+    flat = np.ascontiguousarray(rows).view(np.uint8).reshape(-1)
+    at = np.arange(flat.size)
+    out = np.empty_like(flat)
+    out[at ^ ((at >> 7) & (span // 16 - 1)) << 4] = flat
+    return out
+
+
+def packed(x):
+    """Elements of 4 bits as they lie in memory, two a byte, the first in the low half."""
+    nibbles = x.view(np.uint8) & 15
+    return nibbles[..., ::2] | nibbles[..., 1::2] << 4
+
+
+def tiles(kernel, w, x, factors):
+    """The stages of ``w[n, k]`` and its factors ``[n, groups]``, then those of ``x[m, k]``."""
+    p, c = kernel.multiplied, kernel.config
+    depth, chunk, found = c.depth(p), c.decoded_chunk(p), []
+    for k in range(0, w.shape[1], depth):
+        part = w[:, k : k + depth]
+        pieces = np.split(part.T, c.bm // chunk, 1) if p.a.contiguous == "mn" else [part]
+        pieces = [packed(np.ascontiguousarray(piece)) if p.a.bits == 4 else piece for piece in pieces]
+        found.append(np.concatenate([swizzled(piece, p.a.bytes(chunk)) for piece in pieces]))
+        if p.a.scale:
+            of_stage = factors[:, k // p.a.scale.k :][:, : c.factor_rows(p)].T
+            behind = np.zeros(c.factor_bytes(p), np.uint8)
+            behind[: of_stage.nbytes] = np.ascontiguousarray(of_stage).view(np.uint8).reshape(-1)
+            found.append(behind)
+    for k in range(0, w.shape[1], 64):
+        found.append(swizzled(x[:, k : k + 64], 128))
+    return np.concatenate(found)
+
+
+def multiplied(kernel, w, x, folder, factors=None):
+    """The sums ``float32[n, m]`` that the main loop of a kernel makes of one tile."""
+    parts = re.split(r'^(?=#line 1 ")', kernel.source, flags=re.M)
+    kept = [part for part in parts if part.startswith(tuple(f'#line 1 "{name}' for name in _KEPT))]
+    constants = "\n".join(re.findall(r"^constexpr (?:int|bool|Dtype) [A-Z_]+ = .*;.*$", parts[0] + parts[1], re.M))
+    device = gxx.NATIVE / "device_shim.h", kernel_host.DEVICE / kernel_host.MATH, gxx.NATIVE / "kernel_shim.h"
+    shims = "\n".join(path.read_text() for path in device)
+    ahead = next(i for i, part in enumerate(kept) if part.startswith('#line 1 "sm90/tiles'))
+    text = "\n".join([
+        "#define __CUDA_ARCH__ 900", shims, constants, "using Acc = float; constexpr int COPIERS = 0;", *kept[:ahead],
+        _WGMMA, *kept[ahead:], _RUN,
+    ])  # fmt: skip
+    text = re.sub(r"^#line.*$", "", text, flags=re.M)
+    library = gxx.build(folder, text, "-w")
+    found = np.zeros((kernel.config.bm, kernel.config.bn), np.float32)
+    given = kernel_host.aligned(tiles(kernel, w, x, factors))
+    library.run(ctypes.c_void_p(given.ctypes.data), found.ctypes.data_as(ctypes.c_void_p))
+    return found
+
+
+def every_value(narrow):
+    if narrow.endswith("int4"):
+        return np.arange(-8 if narrow == "int4" else 0, 8 if narrow == "int4" else 16).astype(jnp.dtype(narrow))
+    found = np.arange(16 if "float4" in narrow else 256, dtype=np.uint8).view(jnp.dtype(narrow))
+    return found[np.isfinite(found.astype(np.float32))]
+
+
+@needs_host
+@pytest.mark.parametrize("layout", ["nn", "nt"])
+@pytest.mark.parametrize(
+    ("narrow", "wide", "fields"),
+    [
+        ("int8", "bfloat16", {}),
+        ("uint8", "bfloat16", {"bm": 64}),
+        ("float8_e4m3fn", "bfloat16", {"bm": 256, "bk": 64}),
+        ("float8_e5m2", "bfloat16", {"bk": 64, "bn": 32}),
+        ("int8", "float16", {"bm": 256}),
+        ("uint8", "float16", {"bn": 8}),
+        ("float8_e4m3fn", "float16", {"bm": 64, "bk": 64}),
+    ],
+    ids=str,
+)
+def test_a_tile_is_exact(narrow, wide, fields, layout, tmp_path):
+    rng, of = np.random.default_rng(1), kernel(narrow, layout, wide, **fields)
+    c, k = of.config, K_BLOCKS * of.config.depth(of.multiplied)
+    w = rng.permutation(np.resize(every_value(narrow), c.bm * k)).reshape(c.bm, k)
+    x = np.zeros((c.bn, k), jnp.dtype(wide))  # each row picks some k: nothing is rounded
+    several = [1, 2, -1] if narrow != "float8_e5m2" else [2]
+    x[np.arange(c.bn)[:, None], rng.permutation(k)[: c.bn * len(several)].reshape(c.bn, -1)] = several
+    expected = (w.astype(np.float64) @ x.astype(np.float64).T).astype(np.float32)
+    np.testing.assert_array_equal(multiplied(of, w, x, tmp_path), expected)
+
+
+@needs_host
+@pytest.mark.parametrize(
+    ("narrow", "wide", "scale", "fields"),
+    [
+        ("int4", "bfloat16", None, {"bm": 256}),
+        ("uint4", "float16", None, {"schedule": "pingpong", "bk": 64, "bn": 24}),
+        ("float4_e2m1fn", "bfloat16", ("bfloat16", 32), {"bm": 256}),
+        ("float4_e2m1fn", "float16", ("float16", 128), {"bm": 256}),
+        ("int4", "bfloat16", ("bfloat16", 128), {"bm": 256, "bk": 64}),
+        ("uint4", "bfloat16", ("float32", 64), {"schedule": "pingpong"}),
+        ("int4", "float16", ("float32", 32), {"schedule": "pingpong", "bk": 64}),
+        ("int8", "bfloat16", ("bfloat16", 32), {}),
+        ("float8_e4m3fn", "bfloat16", ("float32", 64), {"bm": 64}),
+        ("int8", "bfloat16", ("bfloat16", 128), {"bm": 256, "bk": 64}),
+    ],
+    ids=str,
+)
+def test_a_tile_with_factors_is_rounded_once(narrow, wide, scale, fields, tmp_path):
+    rng, of = np.random.default_rng(2), kernel(narrow, "nn", wide, scale, **fields)
+    c, p = of.config, of.multiplied
+    k = K_BLOCKS * c.depth(p)
+    w = rng.permutation(np.resize(every_value(narrow), c.bm * k)).reshape(c.bm, k)
+    wide_w, factors = w.astype(np.float32), None
+    if scale:
+        factors = rng.standard_normal((c.bm, -(-k // scale[1]))).astype(jnp.dtype(scale[0]))
+        wide_w = (wide_w * np.repeat(factors.astype(np.float32), scale[1], 1)[:, :k]).astype(jnp.dtype(wide))
+    x = np.zeros((c.bn, k), jnp.dtype(wide))
+    x[np.arange(c.bn), rng.permutation(k)[: c.bn]] = 2
+    expected = (wide_w.astype(np.float64) @ x.astype(np.float64).T).astype(np.float32)
+    found = multiplied(of, w, x, tmp_path, factors)
+    if p.a.bits == 4:  # both blocks of a warp are rows beside each other
+        found = found.reshape(-1, 2, 4, 16, c.bn).swapaxes(1, 2).reshape(c.bm, c.bn)
+    np.testing.assert_array_equal(found, expected)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("narrow", "layout", "scale", "fields"),
+    [
+        ("int8", "nt", None, {"bn": 256, "bk": 64, "stages": 4}),
+        ("float8_e4m3fn", "nn", None, {"bm": 64, "bn": 64, "stages": 4}),
+        ("int4", "nn", ("bfloat16", 128), {"bm": 256, "bn": 128, "bk": 64, "stages": 5, "stream_k": True}),
+    ],
+    ids=str,
+)
+def test_wgmmas_do_not_wait_for_each_other(narrow, layout, scale, fields):
+    of = kernel(narrow, layout, "bfloat16", scale, (512, 4096, 4096), **fields)
+    check_lean(of.problem, [of.config], 56_000)
+
+
+def test_what_is_refused():
+    def why(narrow, layout="nn", scale=None, sizes=(16, 512, 1024), zero=None, **fields):
+        problem = cutjax.Problem.of(*sizes, layout, "bfloat16", narrow, np.float32)
+        if scale:
+            scale = Scale(np.dtype(jnp.dtype(scale[0])), scale[1], scale[2], zero)
+            problem = dataclasses.replace(problem, bs=(dataclasses.replace(problem.bs[0], scale=scale),))
+        config = Config(**{"bm": 256, "bn": 16, "bk": BK, "stages": 2, "swap": True} | fields)
+        return "; ".join(sm90.resolve(problem, config) or ())
+
+    assert "operands are swapped" in why("int8", swap=False)
+    assert "rows along n" in why("int4", "nt")
+    assert "rows along n" in why("int8", "nt", ("float32", 1, 128))
+    assert "whole units of 16 bytes" in why("int4", sizes=(16, 528, 1024))
+    assert "a warpgroup holds 128 rows" in why("int4", bm=128)
+    assert "scales of 1 x 96" in why("int4", scale=("float32", 1, 96), sizes=(16, 512, 960))
+    assert "scales of 2 x 128" in why("int4", scale=("float32", 2, 128))
+    assert "zero points" in why("uint4", scale=("float32", 1, 128), zero=np.dtype(np.float32))
+    assert "scales in f16" in why("int4", scale=("float16", 1, 128))
