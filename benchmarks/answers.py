@@ -47,8 +47,8 @@ class Answer:
 
     def own(self, row: Row) -> bool:
         """True if a kernel ran in a row, and not XLA."""
-        if "predicted" in row.figures:  # of convolutions
-            return row.figures["predicted"].get("auto") != "XLA"
+        if "runs" in row.figures:  # of convolutions
+            return row.figures["runs"] == "kernel"
         return row.figures.get(self._choice, {}).get("config") != "XLA"
 
     def commit(self, folder: pathlib.Path) -> str:
@@ -63,7 +63,7 @@ class Answer:
         """Returns the number of products, and their range, or the mean of those that kernels run."""
         rows = self.rows(folder)
         ratios = [row.ratios[self.key] for row in rows]
-        if {self._choice, "predicted"} & {*rows[0].figures}:  # of a run in which XLA is one of the choices
+        if {self._choice, "runs"} & {*rows[0].figures}:  # of a run in which XLA is one of the choices
             own = [row.ratios[self.key] for row in rows if self.own(row)]
             left = f"{len(rows)}, of which {len(rows) - len(own)} are left to XLA"
             return f"{left}; {report.geometric_mean(own):.2f} over the {len(own)} its kernels run"

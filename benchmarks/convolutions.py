@@ -96,11 +96,26 @@ def rows(path: pathlib.Path, cases: Iterable[networks.Conv]) -> list[Row]:
     return found
 
 
+def unseen(count: int, salt: str, files: Sequence[pathlib.Path]) -> list[networks.Conv]:
+    """Returns the convolutions of a sample but those that files hold."""
+    seen = {row.case for path in files for row in report.read(path)[1]}
+    return [case for case in networks.sample(count, salt) if case.name not in seen]
+
+
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks convolutions", description=__doc__)
     parser.add_argument("--salt", default=conv.SALT, help="draws the sample")
     parser.add_argument("--count", type=int, default=160, help="how many convolutions")
+    parser.add_argument(
+        "--except",
+        dest="without",
+        type=pathlib.Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="JSON of runs whose convolutions are left out",
+    )
     parser.add_argument("--seconds", type=float, default=300, help="after which it ends, whatever is left")
     parser.add_argument("--candidates", type=int, default=conv.CANDIDATES, help="kernels that are timed of each")
     parser.add_argument("--threads", type=int, default=1, help="in which XLA compiles")
@@ -117,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
     until = time.time() + args.seconds
     out = args.out or report.RESULTS / f"conv-{args.salt}.json"
     path = out.with_suffix(".jsonl")
-    cases = networks.sample(args.count, args.salt)
+    cases = unseen(args.count, args.salt, args.without)
     if not args.show:
         path.parent.mkdir(parents=True, exist_ok=True)
         names = tuple(case.name for case in cases)

@@ -20,6 +20,7 @@ from cutjax.ops.cuda_kernel import cuda_kernel
 from cutjax.ops.cuda_launch import CudaLaunch
 from cutjax.ops.dot_general import dot_general
 from cutjax.ops.einsum import dot, einsum, matmul, tensordot
+from cutjax.ops.fp8 import fp8_dot_general
 from cutjax.ops.gemm import gemm
 from cutjax.ops.grouped import grouped_gemm, grouped_outer
 from cutjax.ops.linear_cross_entropy import linear_cross_entropy
@@ -57,6 +58,7 @@ __all__ = [
     "dot_general",
     "einsum",
     "explain",
+    "fp8_dot_general",
     "fuse",
     "gemm",
     "gemm_reduce_scatter",

@@ -22,6 +22,7 @@ TITLES = {  # of runs, by the first word of their files' names
     "calls": "Epilogues called and inlined",
     "collective": "Layers over devices, transfers beside products",
     "compile": "Compiling epilogues",
+    "cross_entropy": "Heads and their losses",
     "dtypes": "Products of other dtypes",
     "fused": "Products with epilogues",
     "gemm": "Dense products of chosen sizes",

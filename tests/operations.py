@@ -297,9 +297,9 @@ OPERATIONS: dict[str, Operation] = {
         dtypes=("float64",),
     ),
     "linear_cross_entropy, none": Operation(
-        lambda x, w, labels: cutjax.linear_cross_entropy(x, w, labels, label_smoothing=0.1, reduction="none"),
+        lambda x, w, labels: cutjax.linear_cross_entropy(x, w, labels, reduction="none"),
         "x w labels",
-        lambda x, w, labels: oracles.linear_cross_entropy(x, w, labels, label_smoothing=0.1, reduction="none"),
+        lambda x, w, labels: oracles.linear_cross_entropy(x, w, labels, reduction="none"),
         dtypes=("float64",),
     ),
     "dot_general": Operation(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cutjax.dtypes import are_narrow
+from cutjax.dtypes import FLOAT8, are_alike, are_narrow
 from cutjax.primitives.hints import NO_HINTS, Hints
 from cutjax.primitives.product import Product
 
@@ -66,10 +66,11 @@ class Form:
 
 def unfit_dtypes(left: Any, right: Any, out: Any) -> str:
     """Returns the reason against a kernel for operands and a result of these dtypes, and sums that lie so, or ""."""
-    alike = left.dtype == right.dtype or are_narrow(left.dtype, right.dtype)
+    of_8_bits = left.dtype.name in FLOAT8 and are_alike(left.dtype, right.dtype)  # as Flax's own layers multiply
+    alike = left.dtype == right.dtype or are_narrow(left.dtype, right.dtype) or of_8_bits
     if not alike or not jnp.issubdtype(left.dtype, jnp.floating):
         return f"operands {left.dtype} and {right.dtype}: of one floating dtype they would have a kernel"
-    if out.dtype not in (left.dtype, np.dtype(np.float32)):
+    if out.dtype not in (left.dtype, np.dtype(np.float32)) and not (of_8_bits and out.dtype.itemsize == 2):
         return f"a result in {out.dtype} of operands in {left.dtype}"
     partial = any(x.sharding.spec.unreduced or x.sharding.spec.reduced for x in (left, right, out))
     return "an array is a sum that no device has" if partial else ""

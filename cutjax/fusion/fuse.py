@@ -14,6 +14,7 @@ from jax.core import Tracer
 
 from cutjax.binding import walk
 from cutjax.epilogue.jaxpr import bind_equation
+from cutjax.fusion.fp8 import Recipes, recipe_of
 from cutjax.fusion.jaxprs import is_literal
 from cutjax.fusion.rewrite import POLICIES, Rewriter
 
@@ -85,7 +86,13 @@ def _looks_for_nan() -> bool:
     return (config.jax_debug_nans or config.jax_debug_infs) and not isinstance(jnp.zeros(()), Tracer)
 
 
-def fuse(fn: Callable[P, R], *, donate_argnums: int | Sequence[int] = (), policy: str = "auto") -> Callable[P, R]:
+def fuse(
+    fn: Callable[P, R],
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    policy: str = "auto",
+    fp8: Recipes = None,
+) -> Callable[P, R]:
     """Returns the same function with each product and the elementwise operations around it as one kernel.
 
     The function is traced; each product in it, each convolution, and what is made of its result element by element (a
@@ -106,13 +113,18 @@ def fuse(fn: Callable[P, R], *, donate_argnums: int | Sequence[int] = (), policy
         known that they may be overwritten: said here, or as what a loop carries on.
       policy: "auto", or "always": wherever a kernel can have what is around a product, whatever it costs, and on
         operands of any floating dtype. That is for tests.
+      fp8: a recipe of ``cutjax.fp8_dot_general``, or what that returns: dense products without batch axes, of 16-bit
+        operands, are computed so where that is predicted to be faster; those of a backward pass with a gradient for
+        their first operand. Asked for in a higher precision than the default, as logits by ``precision="highest"``,
+        they stay. Or a function of both operands, which have ``shape`` and ``dtype``, that returns one of these, or
+        None for a product that stays.
 
     Returns:
       A function of the same arguments. ``cutjax.explain(fuse(fn))(*args)`` lists what became of each product.
 
     Raises:
-      TypeError: if ``fn`` is not callable, or ``donate_argnums`` are no integers. When called, if an argument is
-        neither an array nor hashable.
+      TypeError: if ``fn`` is not callable, ``donate_argnums`` are no integers, or ``fp8`` is none of these. When
+        called, if an argument is neither an array nor hashable.
       ValueError: if the policy is unknown. When called, if a donated argument did not come; and whatever tracing
         ``fn`` raises, with a note that names it.
 
@@ -127,6 +139,8 @@ def fuse(fn: Callable[P, R], *, donate_argnums: int | Sequence[int] = (), policy
         raise ValueError(f"fuse: unknown policy {policy!r}, expected one of {POLICIES}")
     if not callable(fn):
         raise TypeError(f"fuse: expected a function, got {type(fn).__name__}")
+    if not callable(fp8):
+        fp8 = recipe_of(fp8, None, None)
     name, called = getattr(fn, "__name__", type(fn).__name__), cast("Callable[..., R]", fn)
 
     argnums = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
@@ -159,7 +173,7 @@ def fuse(fn: Callable[P, R], *, donate_argnums: int | Sequence[int] = (), policy
         env = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*closed.consts, *arrays), strict=True))
         own = {x for x, flag in zip(closed.jaxpr.invars, flags, strict=True) if flag}
         for eqn in closed.eqns:  # the call of flat, and nothing else
-            rewriter = Rewriter(policy)
+            rewriter = Rewriter(policy, fp8)
             program = rewriter.rewrite(eqn.params["jaxpr"], tuple(x in own for x in eqn.invars))
             walk.annotate(program, tuple(rewriter.reports))
             eqn = eqn.replace(params={**eqn.params, "jaxpr": program})

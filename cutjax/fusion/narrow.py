@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -48,9 +49,14 @@ def _made(eqn: Any, sources: dict[Any, Any]) -> list[Any] | None:
         invars = [sources[left], right]
     else:
         return None
-    of_product = jax.make_jaxpr(lambda *xs: permuted(*xs, **eqn.params))(*(x.aval for x in invars))
-    body = opened(of_product)
-    if of_product.consts:
+    return in_place_of(eqn, lambda *xs: permuted(*xs, **eqn.params), invars)
+
+
+def in_place_of(eqn: Any, function: Callable[..., Any], invars: Sequence[Any]) -> list[Any] | None:
+    """Returns the equations of a function of variables that take the place of another; None where it has constants."""
+    made = jax.make_jaxpr(function)(*(x.aval for x in invars))
+    body = opened(made)
+    if made.consts:
         return None
     names = dict(zip(body.invars, invars, strict=True)) | dict(zip(body.outvars, eqn.outvars, strict=True))
 

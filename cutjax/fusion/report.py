@@ -17,11 +17,12 @@ class Report:
 
     Attributes:
       eqn: its equation.
-      runs: "fused", "kernel" where the product alone became one, or "XLA".
+      runs: "fused", "kernel" where the product alone became one, "float8", or "XLA".
       reason: the price, or why there is no kernel.
       ends: what ends its tail.
       kernel: our product's equation where it was fused, else None.
       products: how many products became one.
+      wide: why it is no product of float8, where such were asked for.
     """
 
     eqn: Any
@@ -30,6 +31,7 @@ class Report:
     ends: Sequence[Any] = ()
     kernel: Any = None
     products: int = 1
+    wide: str = ""
 
     @property
     def why(self) -> str:
@@ -66,4 +68,6 @@ class Report:
             parts.append(f"stopped by {', '.join(self.stops)}")
         if self.why:
             parts.append(self.why)
+        if self.wide:
+            parts.append(f"not float8: {self.wide}")
         return "; ".join(parts)

@@ -16,6 +16,7 @@ from cutjax.fusion.build import Template, function, placed, plain_function, prod
 from cutjax.fusion.contraction import OWN, RAGGED, Contraction, contraction, is_divided, is_product, planned
 from cutjax.fusion.flips import flip
 from cutjax.fusion.form import Form
+from cutjax.fusion.fp8 import Recipes, quantized
 from cutjax.fusion.growth import MOST_PRODUCTS, NOTHING, Finder
 from cutjax.fusion.inline import inlined
 from cutjax.fusion.jaxprs import BODIES, MOVES, Graph, bodies, is_literal, opened, with_bodies, with_equations
@@ -38,12 +39,14 @@ class Rewriter:
       reports: one for each product found, in their order.
     """
 
-    def __init__(self, policy: str):
-        self.policy = policy
+    def __init__(self, policy: str, fp8: Recipes = None):
+        self.policy, self.fp8 = policy, fp8
+        self._scope = ""  # the names of the scopes that the program is in
+        self._wide: dict[Any, str] = {}  # by the result of a product: why it is none of float8
         self.reports: list[Report] = []
         mesh = jax.sharding.get_abstract_mesh()
         self.divided = is_divided(mesh, ())
-        self._done: dict[tuple[int, tuple[bool, ...]], tuple[Any, Any]] = {}  # by the program's id, which is kept
+        self._done: dict[tuple[int, tuple[bool, ...], str], tuple[Any, Any]] = {}  # by the program's id, which is kept
         self._costs: dict[Hashable, price.Price] = {}
         self._templates: dict[Hashable, Template | Exception] = {}
         self._reusing: dict[tuple[Any, tuple[tuple[int, int], ...]], Any] = {}
@@ -69,7 +72,7 @@ class Rewriter:
           jaxpr: the program.
           donated: of its first arguments, whether a result may take their memory.
         """
-        key = id(jaxpr), donated
+        key = id(jaxpr), donated, self._scope if self.fp8 else ""
         if key not in self._done:
             self._done[key] = jaxpr, self._rewritten(jaxpr, donated)
         return self._done[key][1]
@@ -90,13 +93,23 @@ class Rewriter:
                 self.reports += (Report(eqn, "XLA", why) for eqn in products if eqn.primitive.name not in OWN)
                 return jaxpr
             jaxpr = narrowed(cancelled(jaxpr))
+            if self.fp8 is not None:
+                jaxpr, reports, wide = quantized(jaxpr, self.fp8, self._scope)
+                self.reports += reports
+                self._wide |= wide
             eqns = self._fused(opened(jaxpr), donated)
         return with_equations(jaxpr, eqns)
 
     def _inside(self, eqn: Any) -> Any:
         """Returns an equation with its programs rewritten."""
-        if eqn.primitive.name != "shard_map":
-            return with_bodies(eqn, self.rewrite)
+        scope, self._scope = self._scope, f"{self._scope}/{eqn.source_info.name_stack}"
+        try:
+            return self._mapped(eqn) if eqn.primitive.name == "shard_map" else with_bodies(eqn, self.rewrite)
+        finally:
+            self._scope = scope
+
+    def _mapped(self, eqn: Any) -> Any:
+        """Returns the equation of a shard_map with its program rewritten."""
         params, found = eqn.params, []
 
         axes = params.get("newly_manual_axes", params.get("manual_axes"))  # renamed after jax 0.10
@@ -137,6 +150,7 @@ class Rewriter:
                 graph.flips[i] = flipped
             form = self._form(graph.product(i))
             reports[i] = _report(eqn, form)
+            reports[i].wide = self._wide.get(eqn.outvars[0], "")
             ragged = eqn.primitive.name == RAGGED
             if isinstance(form, str) and not (ragged and self.policy == "auto"):
                 continue

@@ -15,60 +15,60 @@ from cutjax.kernels.xla_tails import library_has
 from cutjax.runtime.architectures import number
 
 LAUNCH_US = 2.0
-# What XLA takes over the roofline, as its logarithm: a sum over what is true of a convolution, by its form. Fitted to
-# where XLA is fast, of 194 convolutions on an H200 (benchmarks/fit_convolutions.py): running a kernel where XLA leads
-# costs a user speed, running XLA where a kernel is faster only does not bring any.
+LAUNCHES_US = 4.0  # of a convolution, with the transposed weights
+DEPTHWISE_FLOPS = 12e12  # a second, of the kernels for groups of one channel
+# What XLA takes over the time of its steps, as a logarithm: a sum over what is true of a convolution, by its form.
+# Fitted to where XLA is fast, of 298 convolutions on an H200 (benchmarks/fit_convolutions.py): running a kernel where
+# XLA leads costs a user speed, running XLA where a kernel is faster only does not bring any.
 WEIGHTS: dict[str, dict[str, float]] = {
     "forward": {
-        "always": -0.12,
-        "launch": 0.11,
-        "both": 0.79,
-        "multiplies": 0.22,
-        "thin": 0.36,
-        "apart": 1.0,
-        "spread": 0.57,
-        "line": 0.091,
-        "volume": 0.39,
-        "depthwise_line": 2.7,
-        "depthwise_taps": 0.3,
-        "uneven": 0.42,
-        "far": 0.29,
-        "few": 0.17,
+        "always": -0.328,
+        "launch": 0.249,
+        "both": 0.231,
+        "multiplies": 0.428,
+        "thin": 0.074,
+        "narrow": 0.208,
+        "apart": 0.079,
+        "line": 0.035,
+        "volume_spread": 0.27,
+        "depthwise_line": 1.89,
+        "uneven": 0.187,
+        "colours": 0.934,
+        "far": 0.411,
+        "few": 0.022,
     },
     "gradient": {
-        "always": -0.23,
-        "launch": 0.38,
-        "both": 0.34,
-        "multiplies": 0.28,
-        "thin": 0.1,
-        "narrow": 0.33,
-        "odd": 1.1,
-        "strided": 0.044,
-        "apart": 1.8,
-        "spread": 0.0085,
-        "line": 0.11,
-        "depthwise_line": 2.2,
-        "depthwise_taps": 0.3,
-        "uneven": 0.8,
-        "far": 0.49,
-        "few": 0.29,
+        "always": -0.348,
+        "launch": 0.318,
+        "both": 0.387,
+        "multiplies": 0.387,
+        "thin": 0.219,
+        "narrow": 0.069,
+        "odd": 0.664,
+        "line": 0.051,
+        "groups": 0.021,
+        "depthwise_line": 1.89,
+        "uneven": 0.299,
+        "far": 0.18,
+        "few": 0.048,
     },
     "weights": {
-        "always": 0.14,
-        "launch": 0.77,
-        "both": 0.16,
-        "multiplies": 0.04,
-        "thin": 0.072,
-        "narrow": 0.17,
-        "odd": 0.45,
-        "apart": 0.77,
-        "dilated": 2.2,
-        "dilated_line": 2.4,
-        "volume": 0.52,
-        "depthwise": 0.09,
-        "depthwise_line": 2.2,
-        "depthwise_taps": 0.17,
-        "uneven": 0.32,
+        "always": -0.485,
+        "launch": 0.384,
+        "both": 0.31,
+        "multiplies": 0.53,
+        "thin": 0.182,
+        "narrow": 0.113,
+        "odd": 0.033,
+        "apart": 0.093,
+        "dilated": 2.35,
+        "dilated_line": 1.64,
+        "line": 0.049,
+        "groups": 0.016,
+        "depthwise_line": 2.43,
+        "uneven": 0.129,
+        "far": 0.039,
+        "few": 0.05,
     },
 }
 
@@ -105,12 +105,82 @@ class Geometry:
         """Returns the times of the operations, and of the bytes, at the device's rates."""
         return 1e6 * self.flops / device.peak(dtype), 1e6 * self.bytes / device.bytes_per_second
 
+    def steps_us(self, device: Device, dtype: np.dtype) -> float:
+        """Returns the time of all that XLA does, as its programs show it: what it multiplies, and each pass it makes.
+
+        Tiles multiply zeros for channels that they have and a convolution has not, and forward those between pixels.
+        The weights are transposed beforehand, or their gradient afterwards; images that are padded unevenly or spread
+        are written so; those of three axes are transposed to channels first and back.
+        """
+        view, size = self.view, dtype.itemsize
+        flop_us, byte_us = self.roofline_us(device, dtype)
+        images, weights = view.elements * size, view.columns * view.groups * self.n * size
+        result = self.bytes - images - weights
+        copied = 2 * weights
+        spread = math.prod(view.spread)
+        if self.depthwise:
+            flop_us *= spread * device.peak(dtype) / DEPTHWISE_FLOPS
+        else:
+            flop_us *= self.wasted * (spread if self.form == "forward" else 1)
+        if self.uneven and self.form == "gradient" and spread > 1:
+            copied += 2 * result  # cut out of a larger one
+        elif self.uneven or (spread > 1 and (self.form == "forward" or self.depthwise)):
+            along = zip(view.image, view.spread, view.low, _high(view), strict=True)
+            pixels = math.prod((extent - 1) * step + 1 + max(0, low) + high for extent, step, low, high in along)
+            copied += 2 * view.images * pixels * view.channels * view.groups * size
+        if len(view.window) == 3:
+            copied += 4 * (images + result)
+        if self.few_colours:
+            copied += 2 * images * 8 // self.colours
+        copy_us = 1e6 * copied / device.bytes_per_second
+        return LAUNCHES_US + copy_us + (flop_us + byte_us if self.depthwise else max(flop_us, byte_us))
+
+    @property
+    def depthwise(self) -> bool:
+        """True if each channel is a group."""
+        return self.view.groups > 1 and self.view.channels == 1
+
+    @property
+    def wasted(self) -> float:
+        """Flops of tiles over those of the convolution."""
+        view = self.view
+        if view.groups > 1:
+            return max(1.0, 64 / self.n)
+        channels = self.colours if self.few_colours else view.channels
+        tile = 8 if channels < 8 else 64 if self.form == "weights" else 32
+        return math.ceil(self.n / 64) * 64 / self.n * math.ceil(channels / tile) * tile / channels
+
+    @property
+    def colours(self) -> int:
+        """Channels of a pixel: patches have those of a row of them, square ones of as many as there are rows."""
+        view = self.view
+        rows = view.window[0] if len(view.window) == 2 and view.window[1] == 1 else 1
+        return view.channels // rows if view.channels % rows == 0 else view.channels
+
+    @property
+    def few_colours(self) -> bool:
+        """True if windows are patches of pixels of few channels."""
+        return not self.depthwise and self.colours < 8 and self.colours < self.view.channels
+
+    @property
+    def uneven(self) -> bool:
+        """True if an axis is not padded alike at both ends: cuDNN pads so, XLA copies the images.
+
+        What the last stride leaves of an image counts as padding of either kind.
+        """
+        view = self.view
+        if self.form == "gradient" and max(view.spread) > 1:
+            left = zip(_high(view), view.low, view.spread, strict=True)
+        else:
+            left = zip(view.low, _high(view), view.strides, strict=True)
+        return any(not 0 <= max(0, one) - max(0, other) < step for one, other, step in left)
+
     def true(self, p: Problem) -> dict[str, float]:
         """Returns the facts that the model adds up: 0 or 1, or how far one holds."""
         view, device = self.view, p.device
         flop_us, byte_us = self.roofline_us(device, p.a.dtype)
         least, most = sorted((flop_us, byte_us))
-        depthwise = view.groups > 1 and view.channels == 1
+        depthwise = self.depthwise
         dense = not depthwise
         axes = sum(size > 1 for size in view.window)
         rows, columns = (view.columns, self.n) if self.form == "weights" else (view.rows, self.n)
@@ -126,21 +196,15 @@ class Geometry:
             "thin": dense * _below(view.channels, 64),
             "narrow": dense * _below(self.n, 64),
             "odd": dense and (view.channels % 8 != 0 or self.n % 8 != 0),
-            "strided": max(view.strides) > 1,
             "apart": view.taps > 1 and all(map(_apart, view.strides, view.window, view.grid)),
-            "spread": math.log2(math.prod(view.spread)),
             "dilated": dilated,
             "dilated_line": dilated and axes == 1,
             "line": axes == 1,
-            "volume": axes == 3,
             "volume_spread": axes == 3 and math.prod(view.spread) > 1,
             "groups": dense and view.groups > 1,
-            "depthwise": depthwise,
             "depthwise_line": depthwise and axes == 1,
-            "depthwise_taps": depthwise * math.log2(view.taps),
-            "uneven": any(
-                max(0, low) != high for low, high in pads
-            ),  # cuDNN pads both sides alike: XLA copies the images
+            "uneven": self.uneven,
+            "colours": self.few_colours,
             # Beyond what TMA's maps of images of three axes reach cuDNN takes kernels of sm_80.
             "far": max(reaches) > 31 or max(map(max, pads)) > 16,
             "few": max(0.0, math.log2(device.sms / tiles)),
@@ -175,7 +239,8 @@ def time_us(p: Problem) -> float:
     us = LAUNCH_US + max(of.roofline_us(device, p.a.dtype))
     if p.a.bits == 16 and number(device.arch) == 90:
         true = of.true(p)
-        us *= math.exp(max(0.0, sum(weight * true[name] for name, weight in WEIGHTS[of.form].items())))
+        over = sum(weight * true[name] for name, weight in WEIGHTS[of.form].items())
+        us = max(us, of.steps_us(device, p.a.dtype) * math.exp(over))
     if p.plain:
         return us
     product, operands = p.m * p.n * p.products * p.a.dtype.itemsize, p.bytes - p.result_bytes - p.bare.bytes

@@ -17,7 +17,8 @@ from cutjax.binding.rules import match_varying
 from cutjax.ops.arguments import check_shapes, promote, result_dtype
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.arrays import matrix, unwrapped
-from cutjax.primitives.cross_entropy import Head, token_losses, weighted_loss
+from cutjax.primitives.cross_entropy import token_losses, weighted_loss
+from cutjax.primitives.vocabulary import Head
 from cutjax.runtime import backends
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -125,8 +126,7 @@ def linear_cross_entropy(
         a, y = jnp.where(counted[..., None], a, 0), jnp.where(counted, y, 0)
     flat = a.reshape(-1, a.shape[-1])
     flat, v, b, y, _ = match_varying(flat, v, b, y.reshape(-1), [] if axis_name is None else lax.axis_index(axis_name))
-    kept_as_they_are = dtype in (jnp.float32, jnp.bfloat16)  # the range of whose exponents holds any row's
-    if reduction == "none" or label_smoothing or not kept_as_they_are:
+    if reduction == "none" or not head.keeps(dtype):
         losses = token_losses(head, flat, v, b, y).reshape(tokens)
         losses = losses if counted is None else jnp.where(counted, losses, 0)
         if reduction == "none":

@@ -1,128 +1,28 @@
-"""Cross-entropy of logits that are a product: its losses and gradients, of chunks of rows, whose logits no one writes.
+"""Cross-entropy of logits that are a product: its losses and gradients.
 
-A chunk is one product, whose epilogue sums ``exp(l - c)`` over the vocabulary for a shift c of each row. Where
-gradients are wanted it writes those powers too, in the dtype of x. They are what the gradient of the logits is before
-it is scaled by row, but at the label, where one element a row is set. So the other two products read them as they are:
-that of x scales its rows in its epilogue, and that of w reads rows of x that are scaled.
-
-The shift is known before the product: the largest of some logits, plus a constant. Powers in float32 and bfloat16 reach
-from 2^-126 to 2^127: any shift near the largest logit will do, and sums are as exact as with the largest itself. Where
-it is not near, which the sums tell, the chunk is multiplied again, with the largest.
+The gradients of a chunk are three products. The first keeps powers of its logits (`vocabulary`), in the dtype of x.
+They are what the gradient of the logits is before it is scaled by row, but at the label, where one element a row is
+set. So the other two products read them as they are: that of x scales its rows in its epilogue, and that of w reads
+rows of x that are scaled.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from cutjax import dot_precision
-from cutjax.binding.rules import on_devices, symbolic
-from cutjax.dot_precision import Canonical
+from cutjax.binding.define import define
+from cutjax.binding.rules import is_linear, is_zero
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.dense import FLIP, Dense
-from cutjax.primitives.factors import Factors
-
-CHUNK_BYTES = 320 * 2**20  # of what is kept of a chunk of rows
-LOG2_E = math.log2(math.e)
-SAMPLE = 256  # columns, of which the largest logit is taken for a shift
-ABOVE = 24.0  # how far the shift is above it, in units of log(2): no row's largest logit is below that of the sample
-REACH = 88  # sums of 2^-88 to 2^88 are kept: powers, and what is scaled by the inverse of a sum, fit float32
-
-
-@dataclasses.dataclass(frozen=True)
-class Head:
-    """The parameters of a linear cross-entropy.
-
-    Attributes:
-      layout: of x and w, "nn" or "nt".
-      label_smoothing, z_loss, softcap: as linear_cross_entropy's.
-      axis_name: the mesh axis over which the vocabulary is divided.
-      precision, backend: of all products.
-    """
-
-    layout: str
-    label_smoothing: float
-    z_loss: float
-    softcap: float | None
-    axis_name: str | None
-    precision: Canonical
-    backend: str
-
-    def vocabulary(self, w: Any) -> int:
-        """Returns the number of columns of the logits on this device."""
-        return w.shape[1 if self.layout[1] == "n" else 0]
-
-    def logits(self, acc: jax.Array, b: Sequence[jax.Array]) -> jax.Array:
-        """Returns the logits, of accumulators and of the bias, a list of one array or none."""
-        logits = functools.reduce(lambda x, b: x + b.astype(x.dtype), b, acc)
-        return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
-
-    def slope(self, logits: jax.Array) -> jax.Array | float:
-        """Returns the derivative of logits in what they were before they were capped."""
-        return 1.0 if self.softcap is None else 1 - (logits / self.softcap) ** 2
-
-    def loss(self, lse: jax.Array, picked: jax.Array, total: Any, size: int) -> jax.Array:
-        """Returns the loss of rows, of their log-sum-exp, their label's logit and the sum of the logits of ``size``."""
-        at = picked if total is None else (1 - self.label_smoothing) * picked + self.label_smoothing / size * total
-        return lse - at + self.z_loss * lse**2 if self.z_loss else lse - at
-
-    def over(self, reduce: Callable[..., Any], x: Any) -> Any:
-        """Returns a sum or maximum over the devices that share the vocabulary."""
-        return x if self.axis_name is None else reduce(x, self.axis_name)
-
-    def local(self, labels: jax.Array, w: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns the columns of labels on this device, and for each label whether it is among them."""
-        size = self.vocabulary(w)
-        at = labels if self.axis_name is None else labels - lax.axis_index(self.axis_name) * size
-        return at, (at >= 0) & (at < size)
-
-    def size(self, w: Any) -> int:
-        """Returns the size of the vocabulary on all devices."""
-        return self.vocabulary(w) * (1 if self.axis_name is None else lax.axis_size(self.axis_name))
-
-    def multiply(
-        self, layout: str, a: jax.Array, b: jax.Array, fn: Callable[..., Any], operands: Any, dtype: Any, **params: Any
-    ) -> Any:
-        """Returns the results of a product with an epilogue."""
-        params |= {"precision": self.precision, "backend": self.backend}
-        return products.call(Dense(layout), fn, Factors(a, [b]), operands, out_dtype=dtype, **params)
-
-    @property
-    def backward(self) -> Head:
-        """The head with the precision of products of cotangents."""
-        precision = dot_precision.of_cotangents(self.precision, np.dtype(np.float32), "linear_cross_entropy")
-        return dataclasses.replace(self, precision=precision)
-
-
-class Rows(NamedTuple):
-    """The sums over rows of the logits that a product makes, and the powers that it keeps.
-
-    Attributes:
-      sums: of ``2^(l log2(e) - shift)``.
-      picked: the label's logit, NaN where the label is outside of the vocabulary.
-      total: the sum of the logits, where labels are smoothed, else None.
-      kept: those powers times the slope of softcap, ``[rows, vocabulary]`` in the dtype of x, or None.
-    """
-
-    sums: jax.Array
-    picked: jax.Array
-    total: jax.Array | None
-    kept: jax.Array | None
-
-    def lse(self, shift: jax.Array) -> jax.Array:
-        """Returns the log-sum-exp of each row."""
-        return (shift + jnp.log2(self.sums)) / LOG2_E
-
+from cutjax.primitives.vocabulary import LOG2_E, Head, Rows, in_chunks, known, picked_at, rows_with_shift
 
 # The losses of rows, and their derivative in plain JAX on products.
 
@@ -132,15 +32,20 @@ def token_losses(head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array], lab
     """Returns the loss of each row of x; labels outside of the vocabulary give NaN."""
 
     def step(_: None, chunk: Sequence[jax.Array]) -> tuple[None, jax.Array]:
-        shift, rows = _rows(head, chunk[0], w, b, chunk[1], keep=False)
+        shift, rows = rows_with_shift(head, chunk[0], w, b, chunk[1], keep=False)
         return None, head.loss(rows.lse(shift), rows.picked, rows.total, head.size(w))
 
-    return _in_chunks(step, head, w, x.dtype.itemsize, x, labels)[1]
+    return in_chunks(step, head, w, x.dtype.itemsize, x, labels)[1]
 
 
 def _token_losses_jvp(head: Head, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    *floats, labels = primals
-    return _along(lambda x, w, b: _recomputed(head, x, w, b, labels), floats, tangents[:-1])
+    x, w, b, labels = primals
+    if head.axis_name is not None or not head.keeps(x.dtype):
+        return _along(lambda x, w, b: _recomputed(head, x, w, b, labels), (x, w, b), tangents[:3])
+    dots = jax.tree.leaves(list(tangents[:3]), is_leaf=lambda x: isinstance(x, SymbolicZero))
+    present = tuple(not isinstance(dot, SymbolicZero) for dot in dots)
+    moved = [dot for dot, given in zip(dots, present, strict=True) if given]
+    return token_losses(head, x, w, b, labels), dot_p.bind(x, w, *b, labels, *moved, head=head, present=present)
 
 
 token_losses.defjvp(_token_losses_jvp, symbolic_zeros=True)
@@ -160,26 +65,14 @@ def _recomputed(head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array], labe
         most = jnp.where(jnp.isfinite(most), most, 0)
         lse = most + jnp.log(head.over(lax.psum, jnp.exp(logits - most[:, None]).sum(1)))
         at, _ = head.local(labels, w)
-        picked = head.over(lax.psum, _picked(logits, at[:, None]))
+        picked = head.over(lax.psum, picked_at(logits, at[:, None]))
         total = head.over(lax.psum, logits.sum(1)) if head.label_smoothing else None
-        return head.loss(lse, _known(head, picked, labels, w), total, head.size(w))
+        return head.loss(lse, known(head, picked, labels, w), total, head.size(w))
 
     def step(_: None, chunk: Sequence[jax.Array]) -> tuple[None, jax.Array]:
         return None, losses(chunk[0], w, b, chunk[1])
 
-    return _in_chunks(step, head, w, wide.itemsize, x, labels)[1]
-
-
-def _picked(logits: jax.Array, at: jax.Array) -> jax.Array:
-    """Returns of each row the logit at one column, 0 where that is not there."""
-    there = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == at
-    return lax.select(there, logits, jnp.zeros_like(logits)).sum(1)
-
-
-def _known(head: Head, picked: jax.Array, labels: jax.Array, w: jax.Array) -> jax.Array:
-    """Returns the labels' logits, NaN where a label is outside of the vocabulary."""
-    known = head.over(lax.psum, head.local(labels, w)[1].astype(jnp.int32)) > 0
-    return jnp.where(known, picked, jnp.nan)
+    return in_chunks(step, head, w, wide.itemsize, x, labels)[1]
 
 
 def _along(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
@@ -189,10 +82,65 @@ def _along(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[An
     moved = [i for i, dot in enumerate(dots) if not isinstance(dot, SymbolicZero)]
 
     def along(*values: jax.Array) -> Any:
-        given = dict(zip(moved, values, strict=True))
+        given: dict[int, Any] = dict(zip(moved, values, strict=True))
         return fn(*tree.unflatten(given.get(i, x) for i, x in enumerate(leaves)))
 
     return jax.jvp(along, tuple(leaves[i] for i in moved), tuple(dots[i] for i in moved))
+
+
+# The tangent of the losses, along those of x, w and the bias that are ``present``: linear, and its transpose is the
+# three products of `gradients`.
+
+
+def _dot(*values: jax.Array, head: Head, present: tuple[bool, ...]) -> jax.Array:
+    n = len(present)
+    moved = [i for i, given in enumerate(present) if given]
+
+    def along(*moving: jax.Array) -> jax.Array:
+        given: dict[int, Any] = dict(zip(moved, moving, strict=True))
+        x, w, *b = (given.get(i, v) for i, v in enumerate(values[:n]))
+        return _recomputed(head, x, w, b, values[n])
+
+    return jax.jvp(along, tuple(values[i] for i in moved), values[n + 1 :])[1]
+
+
+def _dot_abstract(x: Any, *rest: Any, head: Head, present: tuple[bool, ...]) -> Any:
+    return rest[len(present) - 1].update(dtype=accumulator(x.dtype), weak_type=False)
+
+
+def _dot_batch(args: Any, dims: Any, **params: Any) -> tuple[jax.Array, int]:
+    return jax.vmap(functools.partial(_dot, **params), dims)(*args), 0
+
+
+def _dot_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, jax.Array]:
+    places = [i for i, dot in enumerate(tangents) if not is_zero(dot)]
+
+    def along(*values: jax.Array) -> jax.Array:
+        given: dict[int, Any] = dict(zip(places, values, strict=True))
+        return _dot(*(given.get(i, x) for i, x in enumerate(primals)), **params)
+
+    return jax.jvp(along, tuple(primals[i] for i in places), tuple(tangents[i] for i in places))
+
+
+def _dot_transpose(g: Any, *values: Any, head: Head, present: tuple[bool, ...]) -> list[Any]:
+    n = len(present)
+    if is_zero(g):
+        return [None] * len(values)
+    x, w, *b = values[:n]
+    linear = iter([is_linear(dot) for dot in values[n + 1 :]])
+    wanted = tuple(given and next(linear) for given in present)
+    found = iter(gradients(head, wanted, x, w, b, values[n], g)[1:])
+    return [None] * (n + 1) + [next(found) if is_linear(dot) else None for dot in values[n + 1 :]]
+
+
+dot_p = define(
+    "cutjax_token_losses_dot",
+    abstract=_dot_abstract,
+    reference=_dot,
+    batch=_dot_batch,
+    jvp=_dot_jvp,
+    transpose=_dot_transpose,
+)
 
 
 # A weighted sum of losses, whose gradients are made beside it, by three products in all.
@@ -234,7 +182,7 @@ def gradients(
 
     def step(sums: Any, chunk: Sequence[jax.Array]) -> tuple[Any, Any]:
         x, labels, weights = chunk
-        shift, rows = _rows(head, x, w, b, labels, keep=True)
+        shift, rows = rows_with_shift(head, x, w, b, labels, keep=True)
         lse = rows.lse(shift)
         scale = (1 + 2 * head.z_loss * lse) / rows.sums
         kept = _at_labels(head, w, labels, rows, shift, scale)
@@ -243,7 +191,7 @@ def gradients(
         loss = head.loss(lse, rows.picked, rows.total, head.size(w))
         return _sums(head, wanted, sums, kept, x, b, scale), (loss, of_x)
 
-    sums, (losses, of_x) = _in_chunks(step, head, w, x.dtype.itemsize, x, labels, weights)
+    sums, (losses, of_x) = in_chunks(step, head, w, x.dtype.itemsize, x, labels, weights)
     found = [of_x, *sums]
     found[2:] = [g.astype(b[0].dtype) for g in found[2:] if g is not None]
     return [losses, *(g for g in found if g is not None)]
@@ -257,8 +205,9 @@ def _gradients_jvp(head: Head, wanted: tuple[bool, ...], primals: Any, tangents:
         places = [i for i, asked in enumerate(wanted) if asked]
 
         def of(*values: jax.Array) -> jax.Array:
-            given = dict(zip(places, values, strict=True))
-            return token_losses(head, *tree.unflatten(given.get(i, x) for i, x in enumerate(leaves)), labels)
+            given: dict[int, Any] = dict(zip(places, values, strict=True))
+            x, w, b = tree.unflatten(given.get(i, x) for i, x in enumerate(leaves))
+            return _recomputed(head, x, w, b, labels)
 
         losses, pull = jax.vjp(of, *(leaves[i] for i in places))
         return [losses, *pull(weights)]
@@ -306,86 +255,3 @@ def _sums(
         new = (kept.astype(scale.dtype) * scale).sum(0, keepdims=True)
         of_b = new if of_b is None else of_b + new
     return of_w, of_b
-
-
-# One chunk of rows.
-
-
-def _rows(
-    head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array], labels: jax.Array, *, keep: bool
-) -> tuple[jax.Array, Rows]:
-    """Returns the shift of each row, in units of log(2), and what the product finds with it."""
-    at, _ = head.local(labels, w)
-
-    def multiplied(x: jax.Array, shift: jax.Array) -> Rows:
-        def epilogue(acc: jax.Array, at: jax.Array, shift: jax.Array, b: list[jax.Array]) -> Rows:
-            logits = head.logits(acc, b)
-            powers = jnp.exp2(logits * LOG2_E - shift)
-            picked = _picked(logits, at)
-            total = logits.sum(1) if head.label_smoothing else None
-            return Rows(powers.sum(1), picked, total, powers * head.slope(logits) if keep else None)
-
-        rows = head.multiply(head.layout, x, w, epilogue, (at[:, None], shift[:, None], b), x.dtype)
-        sums, picked = (head.over(lax.psum, v) for v in rows[:2])
-        total = None if rows.total is None else head.over(lax.psum, rows.total)
-        return Rows(sums, _known(head, picked, labels, w), total, rows.kept)
-
-    def far(rows: Rows) -> jax.Array:
-        return jnp.any((rows.sums < 2.0**-REACH) | (rows.sums > 2.0**REACH))
-
-    def again(state: Any) -> Any:
-        once = lax.select(
-            jnp.broadcast_to(state[0], x.shape), x, jnp.zeros_like(x)
-        )  # or XLA multiplies before the loop
-        shift = _largest(head, once, w, b)
-        return state[0] & ~state[0], shift, multiplied(once, shift)
-
-    n = min(SAMPLE, head.vocabulary(w))
-    some = w[:, :n] if head.layout[1] == "n" else w[:n]
-    shift = _largest(head, x, some, [v[:, :n] for v in b]) + ABOVE
-    rows = multiplied(x, shift)
-    _, shift, rows = lax.while_loop(lambda state: state[0], again, (far(rows), shift, rows))
-    return shift, rows
-
-
-def _largest(head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array]) -> jax.Array:
-    """Returns the largest logit of each row in units of log(2); 0 where it is not finite."""
-    most = head.multiply(head.layout, x, w, lambda acc, b: head.logits(acc, b).max(1), (b,), x.dtype)
-    most = head.over(lax.pmax, most)
-    return jnp.where(jnp.isfinite(most), most * LOG2_E, 0)
-
-
-def _in_chunks(
-    step: Callable[..., Any], head: Head, w: jax.Array, itemsize: int, *arrays: jax.Array
-) -> tuple[Any, Any]:
-    """Returns ``step(sums, chunk)`` of all rows: sums that go from chunk to chunk, and what each row has.
-
-    The first chunk's sums are None, so that nothing is zeroed for it.
-    """
-    rows = arrays[0].shape[0]
-    each = rows_of_chunk(rows, head.vocabulary(w), itemsize, arrays[0], w)
-    if each == rows:
-        return step(None, arrays)
-    count = -(-rows // each)
-    padded = [jnp.pad(x, [(0, count * each - rows)] + [(0, 0)] * (x.ndim - 1)) for x in arrays]
-    chunks = [x.reshape(count, each, *x.shape[1:]) for x in padded]
-    sums, first = step(None, [x[0] for x in chunks])
-    sums, others = lax.scan(step, sums, [x[1:] for x in chunks])
-
-    def joined(first: jax.Array, others: jax.Array) -> jax.Array:
-        whole = jnp.concatenate([first[None], others])
-        return whole.reshape(count * each, *first.shape[1:])[:rows]
-
-    return sums, jax.tree.map(joined, first, others)
-
-
-def rows_of_chunk(rows: int, columns: int, itemsize: int, *arrays: jax.Array) -> int:
-    """Returns the number of rows whose logits are made at once.
-
-    All rows, where arrays lie on a mesh over which XLA divides: rows beside each other lie on one device.
-    """
-    if any(map(symbolic, arrays)) or on_devices(*arrays) or rows * columns * itemsize <= CHUNK_BYTES:
-        return rows
-    most = max(CHUNK_BYTES // (columns * itemsize) // 128, 1) * 128
-    count = -(-rows // most)
-    return min(rows, -(-rows // (count * 128)) * 128)

@@ -128,6 +128,11 @@ def test_worker_and_report(monkeypatch, tmp_path):
     text = conv_report.text(read, {case.name: case for case in CASES})
     assert "| weight gradient (4.5) | 3 |" in text
     assert "9 of 9 measured" in text
+    names = {case.name for case in CASES}
+    (given,) = convolutions.arguments(["--except", str(out)]).without
+    sample = networks.sample(400, "s")
+    left = convolutions.unseen(400, "s", [given])
+    assert left == [case for case in sample if case.name not in names]
     assert conv_report.draw(out).stat().st_size > 10_000
 
 
@@ -138,6 +143,12 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     assert row.us == 10
     assert row.peers["kernel"].failure.startswith("wrong: ")
     assert row.peers["tuned"].us == 10
+
+
+def test_cudnn_s_kernels_are_not_taken_for_ours():
+    theirs = "sm90_xmma_dgrad_implicit_gemm_bf16bf16_bf16f32_f32"
+    for names, ran in (([theirs], "XLA"), ([theirs, "sm90_bf16_nn_128x64x64_s8"], "kernel"), ([], "")):
+        assert conv.runs({"kernels": names}) == ran
 
 
 def test_the_fastest_kernel_must_surely_lead():

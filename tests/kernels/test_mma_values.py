@@ -1,10 +1,16 @@
 """Kernels of every dtype on the host: fragments, layouts of shared memory, edges, and what is not finite."""
 
+import jax
+import jax.numpy as jnp
 import kernel_host
 import numpy as np
 import pytest
 
+from cutjax.epilogue.trace import trace
+from cutjax.kernels import results
+from cutjax.kernels.mma import kernel as mma
 from cutjax.kernels.mma.config import Config
+from cutjax.kernels.problem import Problem
 
 pytestmark = pytest.mark.skipif(not kernel_host.installed(), reason="needs g++")
 
@@ -60,3 +66,21 @@ def test_parts_multiply_what_is_not_finite(math, bk, error, tmp_path):
     finite = np.isfinite(expected)
     np.testing.assert_array_equal(found[~finite], expected[~finite])
     assert (np.abs(found[finite] - exact[finite]) <= bound[finite]).all()
+
+
+@pytest.mark.parametrize("sizes", [(70, 52, 45), (33, 51, 20)], ids=str)
+def test_reductions_alone(sizes, tmp_path):
+    """Of rows, columns and both, to the matrix's edges; the tiles' shares are in the order that XLA reduces them in."""
+    m, n, k = sizes
+    acc = jax.ShapeDtypeStruct((m, n), jnp.float32)
+    reduce = lambda acc: (acc.sum(1), acc.max(0), acc.min())  # noqa: E731
+    epilogue = trace(reduce, [acc], []).epilogue.primal
+    asked = Problem.of(m, n, k, "nn", jnp.float32, jnp.float32, epilogue=epilogue, arch="sm_80")
+    kernel = mma.resolved(asked, Config(32, 32, 8, 16, 16, 1, 3))
+    shares = results.written(kernel.multiplied, kernel.config.epilogue_columns, kernel.config.swap)
+    found = [kernel_host.aligned(np.full(x.shape, 7, x.dtype)) for x in shares]
+    a, b = (np.random.default_rng(i).integers(-8, 9, x).astype(np.float32) for i, x in enumerate(((m, k), (k, n))))
+    kernel_host.run(kernel, [*map(kernel_host.aligned, (a, b)), *found], tmp_path)
+    finished = results.finish(epilogue.outputs, [jnp.asarray(x) for x in found], ())
+    for got, expected in zip(finished, reduce(a @ b), strict=True):
+        np.testing.assert_array_equal(got, expected)

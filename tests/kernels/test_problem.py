@@ -104,25 +104,24 @@ def test_operands():
     assert problem(layout="nt").a.contiguous == problem(layout="nt").bs[0].contiguous == "k"
 
 
-# Operands of bf16 that no family loads, and the reason.
+# Operands that most families do not load, and the reason.
 BEYOND = {
     "scales": ({"scale": Scale(F32, 1, 128)}, "with scales of 1 x 128 elements"),
     "zero points": ({"scale": Scale(BF16, 1, 64, np.dtype(np.int8))}, "with scales and zero points of 1 x 64 elements"),
     "windows": ({"view": Taps((3, 3), (3, 3), (0, 0), (1, 1))}, "as taps"),
-    "four bits": ({"bits": 4}, "in 4 bits an element"),
+    "four bits": ({"dtype": np.dtype(jnp.int4), "bits": 4}, "in 4 bits an element"),
 }
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("which", ["a", "b"])
 @pytest.mark.parametrize("name", BEYOND)
-def test_operands_that_no_family_loads_are_told(name, which, arch):
+def test_operands_that_a_family_does_not_load_are_told(name, which, arch):
     fields, why = BEYOND[name]
     p = problem(arch=arch)
     found = dataclasses.replace(p.a if which == "a" else p.bs[0], **fields)
     p = dataclasses.replace(p, **({"a": found} if which == "a" else {"bs": (found,)}))
     refusals = [family.reasons(p) for family in concerned(p)]
-    assert all(refusals)
     assert any(reason.startswith(f"{which} {why}") for reasons in refusals for reason in reasons)
 
 

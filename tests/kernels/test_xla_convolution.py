@@ -51,6 +51,36 @@ def test_zeros_between_pixels_are_not_counted():
     assert geometry(convolution.forward(SPREAD, 64)).flops == geometry(convolution.forward(VIEW, 64)).flops / 4
 
 
+def test_steps_are_what_programs_of_xla_show():
+    """Tiles of 64 columns and 32 channels; padded and spread images are written, those of three axes transposed."""
+
+    def copied_us(view):
+        p = convolution.forward(view, 128)
+        of = geometry(p)
+        return of.steps_us(p.device, p.a.dtype) - of.wasted * of.roofline_us(p.device, p.a.dtype)[0]
+
+    assert geometry(convolution.forward(VIEW, 96)).wasted == pytest.approx(128 / 96)
+    assert geometry(convolution.forward(dataclasses.replace(VIEW, channels=97), 64)).wasted == pytest.approx(128 / 97)
+    uneven = dataclasses.replace(VIEW, image=(27, 27))  # as many windows, with two zeros at the end
+    us = 1e6 / reference("sm_90a").bytes_per_second
+    assert copied_us(uneven) - copied_us(VIEW) == pytest.approx(2 * us * 2 * 8 * 30 * 30 * 128)
+    ones, along = (1, 1, 1), {"image": (28, 28, 1), "grid": (28, 28, 1), "window": (3, 3, 1), "low": (1, 1, 0)}
+    volume = dataclasses.replace(VIEW, strides=ones, dilation=ones, spread=ones, **along)
+    assert copied_us(volume) - copied_us(VIEW) == pytest.approx(4 * us * 2 * 8 * 28 * 28 * (128 + 128))
+
+
+def test_what_a_stride_leaves_of_an_image_is_no_uneven_padding():
+    def uneven(low, image, form=convolution.forward, **options):
+        return geometry(form(dataclasses.replace(STRIDED, low=low, image=image), 64, **options)).uneven
+
+    assert not uneven((1, 1), (56, 56))
+    assert uneven((0, 0), (56, 56))  # "SAME"
+    gradient = dataclasses.replace(VIEW, image=(28, 28), grid=(56, 56), window=(1, 1), spread=(2, 2), low=(0, 0))
+    assert not geometry(convolution.forward(gradient, 64, transposed=True)).uneven
+    gradient = dataclasses.replace(gradient, window=(3, 3), low=(2, 2))
+    assert geometry(convolution.forward(gradient, 64, FLIPPED, transposed=True)).uneven
+
+
 @pytest.mark.parametrize("make", [convolution.forward, convolution.weight_gradient])
 @pytest.mark.parametrize("view", [VIEW, STRIDED, SPREAD, DEPTHWISE], ids=["plain", "strided", "spread", "depthwise"])
 def test_xla_takes_the_roofline_at_least_and_just_that_where_nothing_was_measured(make, view):

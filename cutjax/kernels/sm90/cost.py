@@ -79,8 +79,8 @@ def predict(kernel: Resolved, device: Device) -> float:
         us = dense_cost.time_us(dense_cost.features(kernel, device), dense_cost.CONSTANTS)
         if windows.view_of(kernel.asked) is None:
             return us
-        us, stored_us = us * windows_cost.over(kernel), windows_cost.stored_us(kernel, device)
-        return (us**3 + stored_us**3) ** (1 / 3)
+        us *= windows_cost.over(kernel)
+        return us if kernel.phases is None else windows_cost.of_phases(kernel, us, device)
     fit, sms = _FITS["symmetric" if p.symmetric else p.divided], device.sms
     resident, rows, tiles = kernel.blocks_per_sm, kernel.rows, kernel.columns
     items, k, filled = float(kernel.tiles if p.symmetric else rows * tiles * p.batch_size), float(p.k), 1.0

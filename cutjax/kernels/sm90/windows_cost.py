@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from cutjax.kernels.device import Device
-from cutjax.kernels.sm90 import windows
+from cutjax.kernels.sm90 import dense_cost, windows
 from cutjax.kernels.sm90.resolved import Resolved
 
 # The logarithm of measured over predicted times, as a sum over what is true of a kernel. Fitted to 321 kernels of 81
@@ -29,12 +29,13 @@ WEIGHTS = {
     "stream": -0.11,
     "grouped": 0.16,
     "few_pairs": 0.22,
+    "one_column": 0.26,  # of such tiles, in images: 3 kernels
 }
 # What has not been timed takes so much more: rows of windows that are packed as channels, and phases in one launch.
 PACKED = 1.15
-# Of phases, threads store each row to a place of its own: microseconds an SM takes for 128 bytes of one, and for less.
-# Not fitted yet: the rate of memory, which 132 SMs share.
-ROW_US, SHORT_ROW_US = 0.004, 0.003
+# Of phases, threads store each row to a place of its own: microseconds an SM takes for 128 bytes of one, and for less,
+# beside all else. Of 13 gradients and transposed convolutions on an H200, at 2 configs each.
+ROW_US, SHORT_ROW_US = 0.0032, 0.0021
 
 
 def over(kernel: Resolved) -> float:
@@ -55,16 +56,25 @@ def over(kernel: Resolved) -> float:
         "grouped": view.groups > 1,
         "pairs": c.cluster_m > 1 and c.schedule == "pingpong" and c.bn >= 64 and windows.chunk(p) >= 64,
         "few_pairs": c.cluster_m > 1 and c.bn <= 64,
+        "one_column": c.bm == 256 and c.bn == n == 128 and len(view.window) > 1,
     }
     found = sum(weight * true[name] for name, weight in (WEIGHTS if weights else IMAGES).items())
     return math.exp(found) * (PACKED if windows.packed(p) else 1.0)
 
 
-def stored_us(kernel: Resolved, device: Device) -> float:
-    """Returns the microseconds of storing the rows of phases, 0 of any other kernel."""
-    if kernel.phases is None:
-        return 0.0
-    p = kernel.multiplied
-    whole, rest = divmod(p.n * p.out_dtype.itemsize, 128)
-    row_us = whole * ROW_US + (ROW_US if rest > 64 else SHORT_ROW_US if rest else 0.0)
-    return kernel.matrices * p.m * row_us / device.sms
+def of_phases(kernel: Resolved, us: float, device: Device) -> float:
+    """Returns the microseconds of a kernel of phases, given those it would take were all alike and their rows in order.
+
+    A tile of the deepest phase takes its time, however little the others do beside it.
+    """
+    assert kernel.phases is not None
+    of, p = dense_cost.features(kernel, device), kernel.multiplied
+    taps = kernel.phases.taps
+    deepest = of._replace(
+        k_blocks=math.ceil(of.k_blocks * max(taps) * len(taps) / max(1, sum(taps))),
+        items=min(of.in_flight, math.ceil(of.items / len(taps))),
+    )
+    us = max(us, dense_cost.time_us(deepest, dense_cost.CONSTANTS))
+    whole, rest = divmod(p.n * p.out_dtype.itemsize // kernel.phases.runs, 128)
+    row_us = kernel.phases.runs * (whole * ROW_US + (ROW_US if rest > 64 else SHORT_ROW_US if rest else 0.0))
+    return us + kernel.matrices * p.m * row_us / device.sms
