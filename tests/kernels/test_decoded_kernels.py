@@ -229,6 +229,7 @@ def test_a_tile_with_factors_is_rounded_once(narrow, wide, scale, fields, tmp_pa
         ("int8", "nt", None, {"bn": 256, "bk": 64, "stages": 4}),
         ("float8_e4m3fn", "nn", None, {"bm": 64, "bn": 64, "stages": 4}),
         ("int4", "nn", ("bfloat16", 128), {"bm": 256, "bn": 128, "bk": 64, "stages": 5, "stream_k": True}),
+        ("int4", "nn", ("float32", 64), {"bm": 256, "bn": 64, "bk": 128, "stages": 5, "cluster_k": 2}),
     ],
     ids=str,
 )

@@ -36,7 +36,7 @@ class Constants:
       k_block: microseconds of each k block beside that.
       least: microseconds of a k block at least: its barriers and the latency of wgmma.
       coop, narrow, uneven, deep, multicast: what a cooperative schedule, chunks narrower than a swizzle, widths that
-        are no multiple of 64, stages of 128 and a cluster add to the time of wgmma.
+        are no multiple of 64, stages of 128 (but of decoded weights) and a cluster add to the time of wgmma.
       along: what a cluster along k adds.
       hot: what long products add, in which the card is limited by power.
       load: bytes a nanosecond that enter one SM.
@@ -162,10 +162,10 @@ CONSTANTS = Constants(
     fused=0.311,  # this and the next: 143 fused products, benchmarks/results/experiments/fused-sweep-h200.json
     turned=0.326,
     fetch=0.7,
-    step=0.0119,  # this and the next three: 64 kernels of weights of 8 and 4 bits, to 9%
-    fragment=0.00568,
-    unpacked=1.085,
-    beside=1.3,
+    step=0.0051,  # this and the next three: 64 kernels of weights of 8 and 4 bits, to 7%, the faster ones the more
+    fragment=0.00437,
+    unpacked=1.5,
+    beside=1.105,
     few_rows=0.07,  # this and XLA's time of them: 125 products of salts report12 to report20
 )
 
@@ -349,7 +349,7 @@ def time_us(
     # One k block of one tile: multiplying, loading, or waiting for a load.
     sharing = maximum(1.0, f.resident * (f.items * f.cluster > f.sms))  # blocks that really share an SM
     flops = 2 * f.bm * f.bn * f.bk / f.flop_us * (1 + c.hot * f.ideal / (f.ideal + 800))
-    slower = c.coop * (1 - f.pingpong) + c.deep * (f.bk == 128) + c.narrow * (f.b_short > 0)
+    slower = c.coop * (1 - f.pingpong) + c.deep * (f.bk == 128) * (f.steps == 0) + c.narrow * (f.b_short > 0)
     slower = slower + c.uneven * (f.bn % 64 > 0) + c.multicast * f.multicasts + c.along * (f.cluster_k > 1)
     operands = f.stage_bytes + (f.bm + f.bm / 64 * f.bn) * f.bk * 2  # written, and read: b once for each 64 rows of a
     multiply = sharing * (c.multiply * flops * (1 + slower) + c.shared * operands / 225e3 + c.k_block)
