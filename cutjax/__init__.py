@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cutjax import checkpoint_policies
+from cutjax import checkpoint_policies, formats
 from cutjax.explanation import explain
 from cutjax.fusion.fuse import fuse
 from cutjax.kernels.choose import candidates, reasons
@@ -58,6 +58,7 @@ __all__ = [
     "dot_general",
     "einsum",
     "explain",
+    "formats",
     "fp8_dot_general",
     "fuse",
     "gemm",

@@ -23,7 +23,7 @@ MAY_IMPORT = {
         "epilogue",
         "binding",
         "runtime",
-    },  # __init__, explanation, checkpoint_policies, __main__
+    },  # __init__, explanation, checkpoint_policies, formats, __main__
     "flax": {"tuning", "ops", "parallel", "primitives", "kernels", "epilogue", "binding", "runtime"},
     "fusion": {"ops", "parallel", "primitives", "kernels", "epilogue", "binding", "runtime"},
     "tuning": {"ops", "parallel", "primitives", "kernels", "epilogue", "binding", "runtime"},

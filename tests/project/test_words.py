@@ -25,7 +25,7 @@ RIDDLE = re.compile(
     re.IGNORECASE,
 )
 # Public names that are no functions or classes, or whose class is a description of fields.
-PLAIN = {"checkpoint_policies"}
+PLAIN = {"checkpoint_policies", "formats"}
 FIELDS = {"Config", "DirectConfig", "HaloConfig", "MmaConfig", "CudaLaunch", "Problem", "Quantized", "Routing"}
 # A file anywhere in prose: of the sources, or recorded. Not a part of a name ("-h200.json"), nor a pattern ("*.json").
 NAMED = re.compile(
