@@ -56,8 +56,8 @@ def gptq(
       >>> import cutjax, jax.numpy as jnp
       >>> words, scales = jnp.full((16, 32), 0x76543210, jnp.int32), jnp.ones((1, 32), jnp.float16)
       >>> q = cutjax.formats.gptq(words, scales, jnp.full((1, 4), 0x77777777, jnp.int32))
-      >>> q.values.dtype, q.shape, q.dequantize()[:8, 0].tolist()
-      (dtype('uint4'), (128, 32), [-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0])
+      >>> q.values.dtype.name, q.shape, q.dequantize()[:8, 0].tolist()
+      ('uint4', (128, 32), [-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0])
     """
     where = "formats.gptq"
     if version not in (1, 2):
