@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,3 +115,9 @@ def linear(tensors: Tensors, name: str, weights: str = "") -> tuple[Operand, str
         zeros = None if symmetric else found["qzeros"]
         return cutjax.formats.gptq(found["qweight"], found["scales"], zeros, found.get("g_idx")), "nn"
     return cutjax.formats.awq(found["qweight"], found["scales"], found["qzeros"]), "nn"
+
+
+def bytes_of(params: Any) -> int:
+    """Returns how many bytes parameters take where values of 4 bits are two in a byte, as on a GPU."""
+    four = ("int4", "uint4", "float4_e2m1fn")
+    return sum(x.size * (4 if x.dtype.name in four else 8 * x.dtype.itemsize) for x in jax.tree.leaves(params)) // 8

@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from checkpoints import bytes_of
 from data import TEXT, Batches, encode
-from serve_quantized import Params, Setup, bytes_of, logits, random_checkpoint, read
+from serve_quantized import Params, Setup, logits, random_checkpoint, read
 
 import cutjax
 

@@ -71,7 +71,7 @@ def test_serving(example, monkeypatch, tmp_path, capsys):
     np.testing.assert_array_equal(serving.main(arguments), tokens)
 
     params, layout = serving.read(checkpoints.load(path), setup)
-    assert serving.bytes_of(params["layers"][0]["mlp.up_proj"]) == 128 * 128 // 2 + 128 * 2 + 128 // 2
+    assert checkpoints.bytes_of(params["layers"][0]["mlp.up_proj"]) == 128 * 128 // 2 + 128 * 2 + 128 // 2
     wide = [{name: getattr(w, "dequantize", lambda w=w: w)() for name, w in params["layers"][0].items()}]
     prompts = jax.random.randint(jax.random.key(0), (2, 8), 0, setup.vocabulary)
     whole = jnp.concatenate([prompts, tokens], 1)

@@ -14,6 +14,8 @@ import pytest
 from flax import nnx
 from rich.progress import Progress
 
+import cutjax
+
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 TINY = {"width": 32, "heads": 2, "kv_heads": 1, "hidden": 48, "layers": 1, "context": 16, "batch": 4}
 
@@ -106,6 +108,30 @@ def test_serve_writes_what_the_model_finds_likeliest(lm, tmp_path, capsys):
         prompts = [lm.data.encode(prompt) for prompt in lm.serve.PROMPTS[:3]]  # as long as each other
         logits = model(jnp.asarray(np.concatenate([prompts, tokens], 1)))[0]
         np.testing.assert_array_equal(jnp.argmax(logits, -1)[:, len(prompts[0]) - 1 : -1], tokens)
+
+
+@pytest.mark.parametrize(("weights", "experts"), [("int4", 0), ("fp8", 0), ("mxfp4", 2)])
+def test_serving_narrow_weights(lm, tmp_path, capsys, weights, experts):
+    """Writes what the model of the dequantized weights finds likeliest; other ways than cutjax.flax take none."""
+    setup = dataclasses.replace(lm.setup, steps=2, experts=experts)
+    state, _ = train(lm, setup, tmp_path)
+    arguments = [str(tmp_path), "--weights", weights, "--sequences", "2", "--tokens", "4", "--temperature", "0"]
+    tokens = lm.serve.main(arguments)
+    assert "of 4 tokens with flax" in capsys.readouterr().out
+    narrow = lm.serve.narrowed(state.params, weights)
+    assert lm.serve.bytes_of(narrow) < 0.75 * lm.serve.bytes_of(state.params)  # half of the rest is the embedding
+
+    def wide(leaf):
+        w = leaf[...]
+        return leaf.replace(w.dequantize() if isinstance(w, cutjax.Quantized) else w)
+
+    leaves = [(path, wide(leaf)) for path, leaf in nnx.to_flat_state(narrow)]
+    model = nnx.jit(nnx.merge(lm.model.build(setup, "flax"), nnx.from_flat_state(leaves)))
+    prompts = [lm.data.encode(prompt) for prompt in lm.serve.PROMPTS[:2]]
+    logits = model(jnp.asarray(np.concatenate([prompts, tokens], 1)))[0]
+    np.testing.assert_array_equal(jnp.argmax(logits, -1)[:, len(prompts[0]) - 1 : -1], tokens)
+    with pytest.raises(SystemExit):
+        lm.serve.main([*arguments, "--with", "jax"])
 
 
 def test_the_command_line(lm, tmp_path):
