@@ -114,7 +114,9 @@ def test_serve_writes_what_the_model_finds_likeliest(lm, tmp_path, capsys):
 def test_serving_narrow_weights(lm, tmp_path, capsys, weights, experts):
     """Writes what the model of the dequantized weights finds likeliest; other ways than cutjax.flax take none."""
     setup = dataclasses.replace(lm.setup, steps=2, experts=experts)
-    state, _ = train(lm, setup, tmp_path)
+    checkpoints, state = lm.transformer.Checkpoints(tmp_path), lm.transformer.fresh_state(setup)
+    checkpoints.save(2, state, setup)
+    checkpoints.manager.wait_until_finished()
     arguments = [str(tmp_path), "--weights", weights, "--sequences", "2", "--tokens", "4", "--temperature", "0"]
     tokens = lm.serve.main(arguments)
     assert "of 4 tokens with flax" in capsys.readouterr().out
