@@ -1,7 +1,7 @@
 """Quantized operands of the arrays in checkpoints that others made: GPTQ, AWQ, gpt-oss's mxfp4, DeepSeek's float8.
 
-Functions of arrays, whatever read the file. Matrices stay as they lie, ``[k, n]`` or ``[n, k]``, which the layout of a
-product says; axes before them are layers or experts.
+Functions of arrays, whatever read the file. Matrices of 4 bits become ``[k, n]``, as kernels read them, those of float8
+stay ``[n, k]``; axes before them are layers or experts.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def gptq(
       qweight: int32 ``[..., k / 8, n]``: 8 neighbours along k in a word, the first in its lowest bits.
       scales: floats ``[..., k / group, n]``.
       qzeros: int32 ``[..., k / group, n / 8]``: zero points, 8 neighbours along n in a word. None says that all are 8,
-        as in symmetric checkpoints: the values become int4 without zero points, which is less to read and to compute.
+        as in symmetric checkpoints: the values become int4 without zero points, which kernels read.
       g_idx: int32 ``[..., k]``: the group of each row. They must be in order, and are looked at: no tracer is taken.
       version: of the format. 1 stores zero points less one, in 4 bits; 2 ("gptq_v2") as they are.
 
     Returns:
-      `Quantized` ``[..., k, n]``, for layout "nn": uint4 with zero points, or int4.
+      `Quantized` ``[..., k, n]``, for layout "nn": uint4 with zero points, or int4 with scales in float32 for float16.
 
     Raises:
       TypeError: if an array has another dtype.
@@ -78,7 +78,9 @@ def gptq(
             )
     values = _unpacked(words, -2, IN_ORDER)
     if qzeros is None:
-        return Quantized((values ^ jnp.uint4(8)).view(jnp.int4), scales)  # less 8, in two's complement
+        # Less 8, in two's complement. Kernels in bfloat16 read no scales in float16, which are float32 exactly.
+        wide = scales.astype(jnp.float32) if scales.dtype == jnp.float16 else scales
+        return Quantized((values ^ jnp.uint4(8)).view(jnp.int4), wide)
     return Quantized(values, scales, _zeros(qzeros, scales, IN_ORDER, version == 1, where))
 
 
@@ -114,12 +116,14 @@ def awq(qweight: ArrayLike, scales: ArrayLike, qzeros: ArrayLike) -> Quantized:
 def mxfp4(blocks: ArrayLike, scales: ArrayLike) -> Quantized:
     """Weights of float4_e2m1fn in groups of 32 along k, as gpt-oss has them; scales are powers of two.
 
+    The matrices are transposed, and the scales become bfloat16, which has the same exponents: kernels read that.
+
     Args:
       blocks: uint8 ``[..., n, k / 32, 16]``: two values in a byte, the first in its lower bits.
       scales: uint8 ``[..., n, k / 32]``: exponents plus 127.
 
     Returns:
-      `Quantized` ``[..., n, k]`` with scales in float8_e8m0fnu, for layout "nt".
+      `Quantized` ``[..., k, n]`` with scales in bfloat16, for layout "nn".
 
     Raises:
       TypeError: if an array has another dtype.
@@ -129,8 +133,8 @@ def mxfp4(blocks: ArrayLike, scales: ArrayLike) -> Quantized:
       >>> import cutjax, jax.numpy as jnp
       >>> blocks, scales = jnp.full((8, 2, 16), 0x42, jnp.uint8), jnp.full((8, 2), 128, jnp.uint8)
       >>> q = cutjax.formats.mxfp4(blocks, scales)
-      >>> q.shape, q.dequantize()[0, :4].tolist(), cutjax.gemm(jnp.ones((4, 64)), q, layout="nt").shape
-      ((8, 64), [2.0, 4.0, 2.0, 4.0], (4, 8))
+      >>> q.shape, q.dequantize()[:4, 0].tolist(), cutjax.gemm(jnp.ones((4, 64)), q).shape
+      ((64, 8), [2.0, 4.0, 2.0, 4.0], (4, 8))
     """
     where = "formats.mxfp4"
     data, scales = _array(blocks, "blocks", "uint8", where), _array(scales, "scales", "uint8", where)
@@ -138,8 +142,7 @@ def mxfp4(blocks: ArrayLike, scales: ArrayLike) -> Quantized:
         raise ValueError(
             f"{where}: blocks are {data.shape}, expected {(*scales.shape, 16)} beside scales {scales.shape}"
         )
-    values = jnp.stack((data & 15, data >> 4), -1).astype(jnp.uint4).view(jnp.float4_e2m1fn)
-    return Quantized(values.reshape(*scales.shape[:-1], -1), scales.view(jnp.float8_e8m0fnu))
+    return Quantized(*_of_mxfp4(data, scales))
 
 
 def deepseek_fp8(weight: ArrayLike, weight_scale_inv: ArrayLike) -> Quantized:
@@ -208,6 +211,14 @@ def _zeros(qzeros: ArrayLike, scales: jax.Array, order: tuple[int, ...], less_on
     if words.shape != expected or scales.shape[-1] % 8:
         raise ValueError(f"{where}: qzeros are {words.shape}, expected {expected} beside scales {scales.shape}")
     return _unpacked(words, -1, order, int(less_one))
+
+
+@jax.jit
+def _of_mxfp4(data: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns values ``[..., k, n]`` and scales."""
+    values = jnp.stack((data & 15, data >> 4), -1).astype(jnp.uint4).reshape(*scales.shape[:-1], -1)
+    scales = scales.view(jnp.float8_e8m0fnu).astype(jnp.bfloat16)
+    return jnp.matrix_transpose(values).view(jnp.float4_e2m1fn), jnp.matrix_transpose(scales)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))  # so that no array of 8 whole words is ever in memory

@@ -100,7 +100,7 @@ def linear(tensors: Tensors, name: str, weights: str = "") -> tuple[Operand, str
     """
     found = {key.removeprefix(name).lstrip("._"): x for key, x in tensors.items() if key.startswith(name)}
     if "blocks" in found:
-        return cutjax.formats.mxfp4(found["blocks"], found["scales"]), "nt"
+        return cutjax.formats.mxfp4(found["blocks"], found["scales"]), "nn"
     if "weight_scale_inv" in found:
         return cutjax.formats.deepseek_fp8(found["weight"], found["weight_scale_inv"]), "nt"
     if "qweight" not in found:

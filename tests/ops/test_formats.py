@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +55,7 @@ def test_gptq_without_zero_points_is_symmetric():
     """As with zero points of 8, and what is multiplied is int4; under jit, of several layers."""
     qweight, scales = words(2, K // 8, N), scales_of(2)
     q = jax.jit(formats.gptq)(qweight, scales)
-    assert (q.values.dtype, q.zero_point) == (jnp.int4, None)
+    assert (q.values.dtype, q.scale.dtype, q.zero_point) == (jnp.int4, jnp.float32, None)
     for layer in range(2):
         expected = gptq_decoded(qweight[layer], scales[layer], np.full((K // GROUP, N), 8))
         np.testing.assert_array_equal(q[layer].dequantize(), expected)
@@ -90,13 +92,14 @@ def test_mxfp4():
             value = E2M1[digit & 7] * (-1.0 if digit & 8 else 1.0)
             decoded[expert, row, 32 * group + 2 * byte + half] = np.ldexp(value, exponent)
     q = jax.jit(formats.mxfp4)(blocks, scales)
-    assert (q.values.dtype, q.scale.dtype) == (jnp.float4_e2m1fn, jnp.float8_e8m0fnu)
+    assert (q.values.dtype, q.scale.dtype) == (jnp.float4_e2m1fn, jnp.bfloat16)
+    decoded = decoded.swapaxes(1, 2)
     normal_ones = np.abs(decoded) >= np.finfo(np.float32).tiny  # XLA may flush others
     np.testing.assert_array_equal(np.where(normal_ones, q.dequantize(), 0), np.where(normal_ones, decoded, 0))
     assert np.isnan(formats.mxfp4(blocks[0], np.full_like(scales[0], 255)).dequantize()).all()
     x = normal(0, (3, K))
-    found = cutjax.grouped_gemm(x, q, jnp.array([1, 2], jnp.int32), layout="nt")
-    expected = np.concatenate([x[:1] @ decoded[0].T, x[1:] @ decoded[1].T])
+    found = cutjax.grouped_gemm(x, q, jnp.array([1, 2], jnp.int32))
+    expected = np.concatenate([x[:1] @ decoded[0], x[1:] @ decoded[1]])
     close(found[:, 1:], expected[:, 1:], 1e-5)  # row 0 has numbers as large as float32's
 
 
@@ -157,3 +160,17 @@ def test_errors(name):
 @pytest.mark.parametrize("name", ["gptq", "awq", "mxfp4", "deepseek_fp8"])
 def test_docstring_examples(name):
     run_docstring(getattr(formats, name), name)
+
+
+READ = {"gptq": lambda: formats.gptq(words(32, 128), np.ones((2, 128), np.float16))}
+READ["mxfp4"] = lambda: formats.mxfp4(np.zeros((128, 8, 16), np.uint8), np.zeros((128, 8), np.uint8))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gptq", "s4"), ("mxfp4", "f4_e2m1fn")])
+def test_kernels_read_what_is_made(name, kind):
+    """On Hopper, beside bfloat16, and where scales are float32 beside float16: no pass dequantizes the weights."""
+    q = READ[name]()
+    for dtype in (jnp.bfloat16, jnp.float16)[: 2 if q.scale.dtype == jnp.float32 else 1]:
+        x = jax.ShapeDtypeStruct((16, 256), dtype)
+        shown = str(cutjax.explain(lambda x, q: cutjax.gemm(x, q, backend="cuda"), platform="cuda")(x, q))
+        assert re.search(rf"sm90_b?f16x{kind}by.* is decoded to b?f16 in registers", shown), shown

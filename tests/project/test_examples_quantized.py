@@ -49,7 +49,7 @@ def test_weights_are_read_as_they_are(example, tmp_path, weights):
     kind = weights if weights in checkpoints.FILES else "bf16"
     checkpoints.save(tmp_path / "file", checkpoints.random_linear(rng, "layers.1.x", n, k, kind))
     w, layout = checkpoints.linear(checkpoints.load(tmp_path / "file"), "layers.1.x", weights)
-    assert layout == ("nn" if weights in ("gptq", "awq") else "nt")
+    assert layout == ("nn" if weights in ("gptq", "awq", "mxfp4") else "nt")
     assert w.shape == ((k, n) if layout == "nn" else (n, k))
     assert (w.dtype if weights == "bf16" else w.values.dtype) == DTYPES[weights]
     y = cutjax.gemm(jax.random.normal(jax.random.key(0), (4, k)), w, layout=layout)
