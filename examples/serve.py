@@ -57,7 +57,9 @@ def narrowed(params: nnx.State, weights: str) -> nnx.State:
         block = math.prod(k) if group is None else math.gcd(group, k[-1])
         q = cutjax.quantize(w.reshape(math.prod(k), -1), dtype, block=(block, 1), scale_dtype=scale_dtype)
         groups = (1,) * axes if group is None else (*k[:-1], k[-1] // block)
-        return cutjax.Quantized(q.values.reshape(w.shape), q.scale.reshape(*groups, *n))
+        return cutjax.Quantized(
+            q.values.reshape(w.shape), q.scale.reshape(*groups, *n).astype(jnp.float32)
+        )  # as kernels read it
 
     return nnx.from_flat_state(
         [(path, leaf.replace(kernel(path, leaf[...]))) for path, leaf in nnx.to_flat_state(params)]
