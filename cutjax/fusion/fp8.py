@@ -27,9 +27,7 @@ def recipe_of(fp8: Recipes, lhs: Any, rhs: Any) -> Fp8DotGeneral | None:
     if fp8 is None or isinstance(fp8, Fp8DotGeneral):
         return fp8
     if not isinstance(fp8, str):
-        raise TypeError(
-            f"fuse: fp8 is a recipe, cutjax.fp8_dot_general(...), or a function that returns one or None: {fp8!r}"
-        )
+        raise TypeError(f"fuse: fp8 must be a recipe, cutjax.fp8_dot_general(...) or a function of both, got {fp8!r}")
     return fp8_dot_general(fp8)
 
 
