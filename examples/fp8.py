@@ -1,6 +1,6 @@
 """Train the transformer of transformer.py in bfloat16, and in float8 by each recipe, and draw the curves.
 
-    python examples/fp8.py [--recipes tensor,row,block] [--config cpu|gpu] [--steps N] [--out fp8.png]
+    python examples/fp8.py [--recipes tensor,row,block] [--config cpu|gpu] [--steps N] [--out FILE]
 
 The program is that of Flax's own layers; ``cutjax.fuse(..., fp8=...)`` around its gradient is the only difference. All
 start from the same parameters and see the same batches. The logits stay in bfloat16. The program prints a table, draws
@@ -32,6 +32,7 @@ MORE = 0.05  # nats that the mean of the last tenth of the losses may be above b
 def check(curves: dict[str, Curves]) -> None:
     """Ends the program with an error if float8 does not train as bfloat16 does."""
     ends = {name: float(np.mean(curve.losses[-max(1, len(curve.losses) // 10) :])) for name, curve in curves.items()}
+    print(f"mean of the last tenth of the losses: {', '.join(f'{name} {end:.4f}' for name, end in ends.items())}")
     for name, end in ends.items():
         if not end <= ends[WIDE] + MORE:  # a NaN fails too
             sys.exit(f"FAILED: {name} ends with {end:.4f}, bfloat16 with {ends[WIDE]:.4f}")

@@ -79,7 +79,7 @@ def _made(eqn: Any, fp8: Recipes, scope: str) -> tuple[list[Any], str] | str | N
 
 
 def _roles(scope: str, numbers: Any) -> Roles:
-    """Returns what the operands of a product are, by the names that jax gives what it differentiates.
+    """Returns the roles of a product's operands, by the names that jax gives those it differentiates.
 
     In the transpose of a product jax puts the cotangent first. It contracts its rows, the first axis, for the gradient
     of weights, and its columns for that of activations.

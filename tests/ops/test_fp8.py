@@ -43,7 +43,7 @@ def rounded(x, recipe, dtype, weights=False):
 
 
 def close(got, wanted, tolerance=2e-6):
-    """By the largest number: sums in float32, and quotients that XLA rounds once more, differ by 4e-7."""
+    """By the largest number: sums in float32, and quotients that XLA rounds once more, differ by 5e-7."""
     got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
     np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance * np.abs(wanted).max())
 
@@ -129,10 +129,8 @@ def test_over_devices(kind):
     wanted = grad(x, w)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
     with jax.set_mesh(mesh):
-        put = [
-            jax.device_put(y, jax.NamedSharding(mesh, spec))
-            for y, spec in ((x, jax.P("data")), (w, jax.P(None, "model")))
-        ]
+        lies = (x, jax.P("data")), (w, jax.P(None, "model"))
+        put = [jax.device_put(y, jax.NamedSharding(mesh, spec)) for y, spec in lies]
         for a, b in zip(grad(*put), wanted, strict=True):
             close(a, b, 2**-7)
 
@@ -176,7 +174,7 @@ def test_refusals():
     with pytest.raises(TypeError, match="contract"):
         always("row")(jnp.ones((2, 3)), jnp.ones((2, 3)), DIMS)
     with pytest.raises(TypeError, match="fp8 must be a recipe"):
-        cutjax.fuse(jnp.dot, fp8=8)
+        cutjax.fuse(jnp.dot, fp8=8)  # pyright: ignore[reportArgumentType]
     assert hash(always("row")) == hash(always("row"))
     assert always("row") == always("row") != always("block")
 
@@ -194,7 +192,7 @@ def test_flax_layers():
     np.testing.assert_array_equal(dense.apply(params, x), layer(x))
     heads = linen.DenseGeneral((2, 8), use_bias=False, dtype=BF16, dot_general=dot)
     params = {"params": {"kernel": layer.kernel[...].reshape(32, 2, 8)}}
-    np.testing.assert_array_equal(heads.apply(params, x).reshape(4, 16), layer(x))
+    np.testing.assert_array_equal(np.reshape(heads.apply(params, x), (4, 16)), layer(x))
 
 
 @pytest.mark.versions

@@ -127,7 +127,7 @@ def test_float8_trains_as_bfloat16_does(lm, tmp_path):
     curves = lm.fp8.main(["--recipes", "block", "--steps", "6", "--set", sizes, "--out", str(tmp_path / "fp8.png")])
     wide, narrow = curves.values()
     assert (tmp_path / "fp8.png").stat().st_size > 0
-    # The first losses are of the same parameters: they differ by what float8 rounds, 3e-3 here, and not by more.
+    # The first losses are of the same parameters: they differ by what float8 rounds, 9e-3 here.
     assert 0 < abs(narrow.losses[0] - wide.losses[0]) < 0.05
     assert narrow.losses[-1] < narrow.losses[0]
     narrow.losses[-1] += 1
