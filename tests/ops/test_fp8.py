@@ -190,9 +190,9 @@ def test_flax_layers():
     dense = linen.Dense(16, use_bias=False, dtype=BF16, dot_general=dot)
     params = {"params": {"kernel": layer.kernel[...]}}
     np.testing.assert_array_equal(dense.apply(params, x), layer(x))
-    heads = linen.DenseGeneral((2, 8), use_bias=False, dtype=BF16, dot_general=dot)
-    params = {"params": {"kernel": layer.kernel[...].reshape(32, 2, 8)}}
-    np.testing.assert_array_equal(np.reshape(heads.apply(params, x), (4, 16)), layer(x))
+    heads = nnx.LinearGeneral(32, (2, 8), use_bias=False, dtype=BF16, dot_general=dot, rngs=nnx.Rngs(0))
+    kernel = heads.kernel[...].astype(BF16).reshape(32, 16)
+    np.testing.assert_array_equal(heads(x).reshape(4, 16), dot(x, kernel, DIMS))
 
 
 @pytest.mark.versions
