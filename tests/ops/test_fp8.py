@@ -197,7 +197,7 @@ def test_flax_layers():
 
 @pytest.mark.versions
 def test_fuse():
-    """A program of its own gradient is quantized as what is differentiated by us: gradients are known among operands."""
+    """The gradient of a program, fused, is quantized as the derivative of a fused one: gradients are known by name."""
 
     def loss(params, x):
         def layer(h, w):
