@@ -26,7 +26,7 @@ from transformer import Checkpoints, Curves, plot, table, train
 
 RECIPES = ("tensor", "row", "block")
 WIDE = "fuse"  # the way that float8 is compared with
-MORE = 0.05  # nats that the mean of the last tenth of the losses may be above bfloat16's; measured: at most 0.01
+MORE = 0.05  # nats that the mean of the last tenth of the losses may be above bfloat16's; 0.020 after 1000 steps
 
 
 def check(curves: dict[str, Curves]) -> None:
