@@ -1,6 +1,6 @@
-"""Makes the table of errors of docs/low-precision.md: products of quantized operands on the CPU, against float64.
+"""Makes the tables of errors of docs/low-precision.md: products in low precision on the CPU, against float64.
 
-``python docs/low_precision.py`` writes it into the page anew.
+``python docs/low_precision.py`` writes them into the page anew.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ import cutjax  # noqa: E402
 
 PAGE = ROOT / "docs" / "low-precision.md"
 BEGIN, END = "<!-- errors of recipes -->", "<!-- end of errors of recipes -->"
+BEGIN_TRAINING, END_TRAINING = "<!-- errors of training -->", "<!-- end of errors of training -->"
 M, K, N = 128, 1024, 256
 HEAD = "| recipe | x | w | normal: whole | its arithmetic | outliers: whole | its arithmetic |"
+
+HEAD_TRAINING = "| recipe | gradients | normal: y | dx | dw | outliers: y | dx | dw |"
+TRAINING = (
+    ("bfloat16", "bfloat16"),
+    *((recipe, f"float8_{kind}") for recipe in ("tensor", "row", "block") for kind in ("e4m3fn", "e5m2")),
+)
 
 
 class Recipe(NamedTuple):
@@ -114,10 +121,48 @@ def text() -> str:
     return "\n".join(lines)
 
 
+def cotangents(outliers: bool) -> np.ndarray:
+    """Returns dy: normal, or with rows whose magnitudes are log-normal, over some four decades, as of tokens."""
+    rng = np.random.default_rng(1)
+    dy = rng.standard_normal((M, N))
+    return (dy * np.exp(2 * rng.standard_normal((M, 1))) if outliers else dy).astype(np.float32)
+
+
+def of_training(recipe: str, gradients: str, outliers: bool) -> list[float]:
+    """Returns the relative errors of y, dx and dw, float32 at the end, of a product of float32 in a recipe."""
+    (x, w), dy = data(outliers), cotangents(outliers)
+    if recipe == "bfloat16":
+        dot: Any = jax.lax.dot_general
+        rounded = [jnp.asarray(y).astype(jnp.bfloat16).astype(jnp.float32) for y in (x, w, dy)]
+    else:
+        dot, rounded = cutjax.fp8_dot_general(recipe, gradients=gradients, policy="always"), [x, w, dy]
+
+    @jax.jit
+    def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+        y, back = jax.vjp(lambda x, w: dot(x, w, (((1,), (0,)), ((), ()))), x, w)
+        return y, *back(dy)
+
+    found = [np.asarray(y, np.float64) for y in run(*rounded)]
+    x, w, dy = (y.astype(np.float64) for y in (x, w, dy))
+    exact = (x @ w, dy @ w.T, x.T @ dy)
+    return [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(found, exact, strict=True)]
+
+
+def training() -> str:
+    """Returns the table of training."""
+    lines = [HEAD_TRAINING, "|---|---|--:|--:|--:|--:|--:|--:|"]
+    for recipe, gradients in TRAINING:
+        found = [error for outliers in (False, True) for error in of_training(recipe, gradients, outliers)]
+        lines.append(f"| {recipe} | {gradients} | {' | '.join(f'{error:.1e}' for error in found)} |")
+    return "\n".join(lines)
+
+
 def filled(page: str) -> str:
-    """Returns the page with the table between its marks."""
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n{text()}\n{END}{rest.split(END)[1]}"
+    """Returns the page with the tables between their marks."""
+    for begin, table, end in ((BEGIN, text, END), (BEGIN_TRAINING, training, END_TRAINING)):
+        before, rest = page.split(begin)
+        page = f"{before}{begin}\n{table()}\n{end}{rest.split(end)[1]}"
+    return page
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The switch of transformer.py and serve.py: four ways to run the same layers.
+"""The switch of transformer.py, serve.py and fp8.py: ways to run the same layers.
 
 - ``jax``: Flax's own layers, as anyone writes them.
 - ``dropin``: the same layers, given ``cutjax.dot_general``; ``cutjax.einsum`` and ``cutjax.ragged_dot`` beside them.
 - ``fuse``: the program of ``jax``, with ``cutjax.fuse`` around the function that is differentiated or served.
 - ``flax``: the layers of ``cutjax.flax.nnx``, which have the same parameters.
+- ``fp8-tensor``, ``fp8-row``, ``fp8-block``: as ``fuse``, with products in float8 by that recipe, but for the logits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from data import VOCABULARY
 from flax import nnx
 
 import cutjax
@@ -45,6 +47,13 @@ def way(name: str) -> Way:
         return Way(linear, linear_general, gated_mlp, moe, cutjax.einsum)
     if name == "fuse":
         return way("jax")._replace(transform=cutjax.fuse)
+    if name.startswith("fp8-"):
+        dot_general = cutjax.fp8_dot_general(name.removeprefix("fp8-"), policy="always")
+
+        def fp8(lhs: jax.ShapeDtypeStruct, rhs: jax.ShapeDtypeStruct) -> Any:
+            return None if VOCABULARY in (*lhs.shape, *rhs.shape) else dot_general
+
+        return way("jax")._replace(transform=functools.partial(cutjax.fuse, fp8=fp8))
     if name == "flax":
         from cutjax.flax import nnx as layers
 

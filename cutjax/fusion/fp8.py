@@ -27,9 +27,7 @@ def recipe_of(fp8: Recipes, lhs: Any, rhs: Any) -> Fp8DotGeneral | None:
     if fp8 is None or isinstance(fp8, Fp8DotGeneral):
         return fp8
     if not isinstance(fp8, str):
-        raise TypeError(
-            f"fuse: fp8 is a recipe, cutjax.fp8_dot_general(...), or a function that returns one or None: {fp8!r}"
-        )
+        raise TypeError(f"fuse: fp8 must be a recipe, cutjax.fp8_dot_general(...) or a function of both, got {fp8!r}")
     return fp8_dot_general(fp8)
 
 
@@ -81,7 +79,7 @@ def _made(eqn: Any, fp8: Recipes, scope: str) -> tuple[list[Any], str] | str | N
 
 
 def _roles(scope: str, numbers: Any) -> Roles:
-    """Returns what the operands of a product are, by the names that jax gives what it differentiates.
+    """Returns the roles of a product's operands, by the names that jax gives those it differentiates.
 
     In the transpose of a product jax puts the cotangent first. It contracts its rows, the first axis, for the gradient
     of weights, and its columns for that of activations.

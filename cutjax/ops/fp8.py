@@ -28,7 +28,7 @@ _WIDE = ("bfloat16", "float16", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class Fp8DotGeneral:
-    """What ``cutjax.fp8_dot_general`` returns: a function with the signature of ``jax.lax.dot_general``.
+    """A function with the signature of ``jax.lax.dot_general``; ``cutjax.fp8_dot_general`` makes it.
 
     Attributes:
       recipe: how operands are quantized.

@@ -38,7 +38,7 @@ SLOWER = {"block": 1.47, "row": 1.25, "tensor": 1.25}
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How operands are quantized.
+    """The way in which operands are quantized.
 
     Attributes:
       name: "tensor", "row" or "block".
