@@ -98,8 +98,10 @@ def causal_conv1d(
         y = lax.dynamic_update_slice(y, convolved(head, 0), (0,) * y.ndim)
     if not return_state:
         return y
-    kept = min(width - 1, length)
-    return y, jnp.concatenate([before[..., kept:, :], x[..., length - kept :, :]], -2)
+    if width == 1:
+        return y, before
+    last = jnp.concatenate([before, x[..., 1 - width :, :]], -2)  # a symbolic length is not compared with the width
+    return y, last[..., 1 - width :, :]
 
 
 def causal_conv1d_update(

@@ -124,7 +124,7 @@ def linear_cross_entropy(
     counted = None if where is None else _counted(where, tokens)
     if counted is not None:  # what does not count may be NaN: it is selected away, before the product and after it
         a, y = jnp.where(counted[..., None], a, 0), jnp.where(counted, y, 0)
-    flat = a.reshape(-1, a.shape[-1])
+    flat = a.reshape(math.prod(tokens), a.shape[-1])
     flat, v, b, y, _ = match_varying(flat, v, b, y.reshape(-1), [] if axis_name is None else lax.axis_index(axis_name))
     if reduction == "none" or not head.keeps(dtype):
         losses = token_losses(head, flat, v, b, y).reshape(tokens)
@@ -133,9 +133,10 @@ def linear_cross_entropy(
             return losses.astype(out)
         total = losses.sum()
         return (total if reduction == "sum" else total / _count(counted, tokens, wide)).astype(out)
-    weights = jnp.ones(tokens, wide) if counted is None else counted.astype(wide)
-    weights = weights if reduction == "sum" else weights / _count(counted, tokens, wide)
-    return weighted_loss(head, flat, v, b, y, weights.reshape(-1)).astype(out)
+    count = _count(counted, tokens, wide) if reduction == "mean" else jnp.ones((), wide)
+    weights = jnp.where(jnp.ones(tokens, bool) if counted is None else counted, 1 / count, 0)
+    loss = weighted_loss(head, flat, v, b, y, weights.reshape(math.prod(tokens)))
+    return (loss + 0 / count).astype(out)  # the mean of no token is NaN, as jnp.mean's, and its gradients are zeros
 
 
 def _count(counted: jax.Array | None, tokens: tuple[int, ...], dtype: np.dtype) -> jax.Array:
@@ -157,7 +158,7 @@ def _number(x: Any, name: str, least: float = -math.inf, most: float = math.inf,
 
 def _array(x: Any, name: str, what: str) -> jax.Array:
     x = unwrapped(x)
-    if not isinstance(x, jax.Array | np.ndarray):
+    if not isinstance(x, jax.Array | np.ndarray | np.bool_ | bool):
         raise TypeError(f"{_WHERE}: {name} must be an array of {what}, got {type(x).__name__}")
     return jnp.asarray(x)
 

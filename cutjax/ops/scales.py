@@ -145,9 +145,9 @@ class Scales:
 
     @property
     def turned(self) -> Scales:
-        """The scales of the transposed product, of an a that has one by a b without."""
-        assert self.rows is not None
-        return Scales(None, [jnp.matrix_transpose(self.rows)])
+        """The scales of the transposed product, of an a by one b."""
+        rows, columns = (x if x is None else jnp.matrix_transpose(x) for x in (*self.columns, self.rows))
+        return Scales(rows, [columns])
 
     def before(
         self, epilogue: Callable[..., Any] | None, operands: Sequence[Any], values: np.dtype, out_dtype: Any

@@ -152,6 +152,15 @@ def test_a_number_of_sequences_that_is_not_known():
     close(exported.call(x, w, bias), step(x, w, bias), 1e-6)
 
 
+def test_a_length_that_is_not_known():
+    x, w, state = normal(0, (3, 6, 4)), normal(1, (4, 4)), normal(2, (3, 3, 4))
+    step = jax.jit(functools.partial(cutjax.causal_conv1d, return_state=True))
+    some = jax.ShapeDtypeStruct(jax.export.symbolic_shape("3, t, 4"), x.dtype)
+    exported = jax.export.export(jax.jit(lambda x, w, state: step(x, w, state=state)))(some, w, state)
+    for length in (1, 2, 6):
+        close(exported.call(x[:, :length], w, state), step(x[:, :length], w, state=state), 1e-6)
+
+
 def test_a_batch_of_weights():
     x, ws = integers(0, (3, 2, 6, 4)), integers(1, (3, 4, 4))
     found = jax.vmap(cutjax.causal_conv1d)(x, ws)

@@ -113,6 +113,25 @@ def test_what_does_not_count_may_be_anything():
     assert (np.asarray(losses != 0) == np.asarray(where)).all()
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_mean_of_no_token_is_nan_and_its_gradients_zeros(smoothing):
+    for x, where in ((jnp.ones((4, 8)), np.zeros(4, bool)), (jnp.ones((4, 8)), False), (jnp.ones((0, 8)), None)):
+        y = jnp.zeros(len(x), jnp.int32)
+        loss, gradients = jax.value_and_grad(
+            lambda x, w, y=y, where=where: cutjax.linear_cross_entropy(x, w, y, where=where, label_smoothing=smoothing),
+            (0, 1),
+        )(x, jnp.ones((8, 12)))
+        assert jnp.isnan(loss)
+        assert not any(g.any() for g in gradients)
+
+
+def test_logits_of_no_product():
+    x, w, y, b = jnp.ones((4, 0)), jnp.ones((0, 12)), jnp.arange(4), normal(0, (12,))
+    loss, gradient = jax.value_and_grad(lambda b: cutjax.linear_cross_entropy(x, w, y, bias=b))(b)
+    close(loss, jax.nn.logsumexp(b) - b[:4].mean(), 1e-6)
+    close(gradient, jax.nn.softmax(b) - jax.nn.one_hot(y, 12).mean(0), 1e-6)
+
+
 def test_columns_that_are_masked_by_the_bias():
     """As padded vocabularies are, the first columns, of which the shift is taken, among them."""
     x, w, b, y = inputs()

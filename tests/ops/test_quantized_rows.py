@@ -73,6 +73,20 @@ def test_quantized_by_an_array(dtype):
     close(cutjax.gemm(a, b.astype(F32)), expected.astype(F32), ROUNDING)
 
 
+@pytest.mark.parametrize("n", [8, 24])  # of few columns the transposed product is computed
+@pytest.mark.parametrize("layout", ["nn", "tt"])
+def test_narrow_rows_by_wider_ones(layout, n):
+    def product(a, b):
+        return cutjax.gemm(a, b, layout=layout)
+
+    a, b = rows(), columns(BF16, (K, n))
+    exact = a.dequantize() @ b.dequantize()
+    a, b = (jax.tree.map(jnp.matrix_transpose, x) if layout == "tt" else x for x in (a, b))
+    close(product(a, b), exact, 1e-6)
+    gradient = jax.grad(lambda scale: product(a, Quantized(b.values, scale)).sum())(b.scale)
+    close(gradient.ravel() * b.scale.ravel(), exact.sum(0), 1e-5)
+
+
 def test_integers_by_quantized_ones():
     """Of integers no dtype of the scale's came out before, but zeros."""
     a, b = rows(), columns()
