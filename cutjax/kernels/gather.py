@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cutjax.dtypes import DTYPES, short
+from cutjax.dtypes import DTYPES, bits_of, short
 from cutjax.kernels import reasons
 from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.choose import LEAD
@@ -263,7 +263,7 @@ def why_not(problem: Problem) -> list[str]:
     found = []
     if p.device.arch != ARCH:
         found.append(f"{p.device.arch}: gathers by bulk copies are for {ARCH}")
-    if p.dtype.name not in DTYPES:
+    if p.dtype.name not in DTYPES or bits_of(p.dtype) % 8:
         found.append(f"elements of {p.dtype}: the kernel copies whole bytes")
     elif p.row_bytes % 16:
         found.append(f"rows of {p.row_bytes} bytes: bulk copies move multiples of 16")

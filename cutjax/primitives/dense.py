@@ -262,8 +262,9 @@ def reference(
     elif not on_cuda or preferred != accumulator(a.dtype):
         # XLA's CPU backend lacks some products of narrow operands with a wider result, depending on layout and batch;
         # on CUDA too those are added up in the result's dtype only where the operands have it.
+        if a.dtype.itemsize == 1:  # of wider operands lax refuses a float8 algorithm
+            precision = dot_precision.of_wider(precision)
         a, b = a.astype(preferred), b.astype(preferred)
-        precision = dot_precision.of_wider(precision)
     d = lax.dot_general(
         lax.squeeze(a, b_only),
         lax.squeeze(b, a_only),
