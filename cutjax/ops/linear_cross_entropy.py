@@ -73,7 +73,8 @@ def linear_cross_entropy(
         by ``jax.lax.psum`` of a "sum".
       out_dtype: of the result; float32 by default, float64 of float64.
       precision: of all products, as in ``cutjax.gemm``.
-      backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
+      backend: "cuda" for kernels, "xla", or "auto", which is XLA here until the kernels have been measured. See
+        ``cutjax.use_backend``, which sets the default.
 
     Returns:
       The loss: a scalar, or ``[..., tokens]`` of the reduction "none", zeros where tokens do not count.
@@ -94,6 +95,8 @@ def linear_cross_entropy(
     if reduction not in REDUCTIONS:
         raise ValueError(f"{_WHERE}: unknown reduction {reduction!r}, expected one of {REDUCTIONS}")
     backend = backends.resolve(backend, _WHERE)
+    if backend == "auto":  # its kernels have neither been timed nor checked on a device
+        backend = "xla"
     a, v, dtype, _ = promote(matrix(x, "x", _WHERE), [matrix(w, "w", _WHERE)], None, _WHERE)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise TypeError(

@@ -182,7 +182,7 @@ def test_cuda(layout):
     rows, d, vocabulary = 4096, 1024, 128256
     shape = (d, vocabulary) if layout == "nn" else (vocabulary, d)
     args = of((rows, d), jnp.bfloat16), of(shape, jnp.bfloat16), of((rows,), jnp.int32)
-    fn = jax.value_and_grad(functools.partial(cutjax.linear_cross_entropy, layout=layout), (0, 1))
+    fn = jax.value_and_grad(functools.partial(cutjax.linear_cross_entropy, layout=layout, backend="cuda"), (0, 1))
     found = {(row.choice.problem.m, row.choice.problem.n, row.choice.problem.k): row for row in explained(fn, *args)}
     assert set(found) == {
         (1024, 256, d),
