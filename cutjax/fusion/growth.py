@@ -32,16 +32,8 @@ class Finder:
         for i, found in products.items():
             left, right, *sizes = graph.product(i).invars
             if not any(map(is_literal, (left, right, *sizes))) and not found.swapped:
-                out = graph.eqns[i].outvars[0].aval
-                key = (
-                    graph.source(left),
-                    found,
-                    right.aval.shape,
-                    right.aval.dtype,
-                    out.dtype,
-                    varying_axes(out),
-                    *sizes,
-                )
+                b, out = right.aval, graph.eqns[i].outvars[0].aval
+                key = graph.source(left), found, b.shape, b.dtype, out.dtype, varying_axes(out), *sizes
                 self.siblings.setdefault(key, []).append(i)
         self.sibling_of = {i: group for group in self.siblings.values() for i in group if len(group) > 1}
 
@@ -78,7 +70,7 @@ class _Growth:
         graph = self.graph
         self.found = finder.products[products[0]]
         self.inside: set[int] = set(products)  # equations
-        self.mask = 0
+        self.mask = sum(1 << i for i in products)
         self.accumulators: list[Any] = []
         self.tiles: dict[Any, int] = {}  # variables, and the equation that makes each
         self.moves: set[int] = set()  # the transpositions of a product, and what flips its weights
@@ -87,8 +79,6 @@ class _Growth:
         self.joint: list[int] = []  # equations that read several products
         self._candidates: list[int] = []
         roots: dict[Any, int] = {}
-        for i in products:
-            self.mask |= 1 << i
         for k, i in enumerate(products):
             out, equation = graph.eqns[i].outvars[0], i
             for move in self._transpositions(i) if len(products) == 1 else ():
@@ -118,9 +108,7 @@ class _Growth:
     @property
     def whole(self) -> bool:
         """True if several products meet in one tail, and none of them depends on another's."""
-        before = 0
-        for i in self.products:
-            before |= 1 << i
+        before = sum(1 << i for i in self.products)
         operands = [x for i in self.products for x in self.graph.inputs[i]]
         return bool(self.joint) and not any(self.graph.depends_on(x, before) for x in operands)
 
