@@ -134,16 +134,22 @@ class Problem:
         """Makes a problem of a layout and dtypes, of plain operands.
 
         Args:
-          m, n, k: rows and columns of the result, and the length of the contraction.
-          layout: "nn", "nt", "tn" or "tt". Its first letter is that of a, whose last two axes are ``[m, k]`` ("n") or
-            ``[k, m]`` ("t"); its second that of b, ``[k, n]`` ("n") or ``[n, k]`` ("t").
-          a_dtype, b_dtype: of a, and of each b.
+          m: rows of the result.
+          n: columns of the result.
+          k: length of the contraction.
+          layout: two letters: of a, whose last two axes are ``[m, k]`` ("n") or ``[k, m]`` ("t"), and of b, ``[k, n]``
+            ("n") or ``[n, k]`` ("t").
+          a_dtype: of a.
+          b_dtype: of each b.
           out_dtype: of the result, where there is no epilogue.
           batch: batch shape of the result.
-          a_batch, b_batch: of a and of b, of the same rank.
+          a_batch: batch shape of a.
+          b_batch: batch shape of each b, of the rank of a's.
           arch: the architecture, e.g. "sm_80", instead of a device: its reference.
           epilogue: as the problem's.
-          groups, ragged, leading: of its ``Groups`` the count; the axis, "m" or "k", "" for none; and leading.
+          groups: how many groups; 0 for a dense product.
+          ragged: the axis that groups divide, "m" or "k"; "" for none.
+          leading: as in ``Groups``.
           sizes_batch: batch shape of their sizes.
           device: as the problem's.
           orders: how the axes of a, b and the results lie in memory, the slowest first; () is row-major.
