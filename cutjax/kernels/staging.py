@@ -136,9 +136,9 @@ class Staging:
         """The reasons against an epilogue whose rows are pixels apart."""
         found = []
         if any(node.op == "iota" and node.params[0] == "row" for node in self.epilogue.nodes):
-            found.append("a result in phases that depends on where its rows lie")
+            found.append("a result whose rows are pixels apart, which depends on where they lie")
         if self.reductions:
-            found.append("a reduction of a result in phases")
+            found.append("a reduction of a result whose rows are pixels apart")
         return tuple(found)
 
     @functools.cached_property

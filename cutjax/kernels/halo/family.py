@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from cutjax.kernels.halo.config import Config
+from cutjax.kernels.halo.config import ALONG, Config
 from cutjax.kernels.halo.geometry import Geometry, view_of
 from cutjax.kernels.halo.kernel import ARCH, reasons, resolve
 from cutjax.kernels.problem import Problem
@@ -35,10 +35,9 @@ def configs(problem: Problem) -> Iterator[Config]:
         return
     view = view_of(problem)
     axes, width = len(view.window), -(-problem.n // 16) * 16
-    along = {1: ("row",), 2: ("row", "images"), 3: ("grid",)}[axes]
     for bn in sorted({min(width, bn) for bn in COLUMNS}):
         for consumers in (2, 3, 4):
-            for how in along:
+            for how in ALONG[axes]:
                 deepest = (Config(bn, consumers, stages, how) for stages in STAGES)
                 fitting = (config for config in deepest if not isinstance(resolve(problem, config), tuple))
                 if config := next(fitting, None):
