@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cutjax import checkpoint_policies, formats
+from cutjax.binding import lowering as _lowering
 from cutjax.explanation import explain
 from cutjax.fusion.fuse import fuse
 from cutjax.kernels.choose import candidates, reasons
@@ -32,6 +33,7 @@ from cutjax.ops.routing import load_balance_loss, route, router_z_loss
 from cutjax.ops.syrk import syrk
 from cutjax.primitives.routing import Routing
 from cutjax.runtime.backends import use_backend, use_partial_sums
+from cutjax.tuning import first_sight as _first_sight
 from cutjax.tuning.autotune import autotune
 
 __version__ = "0.1.0"
@@ -83,6 +85,9 @@ __all__ = [
     "use_partial_sums",
     "use_tuning",
 ]
+
+
+_lowering.before_choice.append(_first_sight.look)  # times what is new, where that is asked for
 
 
 def __dir__() -> list[str]:
