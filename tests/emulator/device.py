@@ -4,7 +4,7 @@
         call = kernel.call()              # a launch plan whose code is PTX
     device.execute(call, arrays, memory)  # as tests/gpu/launches.py: on_device
 
-`emulated(programs=True)` runs whole programs of jax.jit: those products for which backend="cuda" asks.
+In the same block programs of jax.jit run as well: what backend="cuda" asks for, the rest by XLA on the CPU.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import os
 import pathlib
 import re
 import subprocess
@@ -28,6 +29,7 @@ import numpy as np
 from cutjax.binding import lowering
 from cutjax.kernels import base, gather
 from cutjax.kernels.direct import entries
+from cutjax.ops import cuda_launch
 from cutjax.runtime import compiler
 from cutjax.runtime.compiler import Cubin, Resources
 from cutjax.runtime.launch import Call, Float32, Float64, Int32, Int64, Launch, Pointer
@@ -35,7 +37,7 @@ from cutjax.runtime.tensor_map import ELEMENTS, Im2col, TensorMap
 from emulator import ptx
 
 _NATIVE = pathlib.Path(__file__).parent / "native"
-_FLAGS = ("-std=c++20", "-O2", "-ftree-vectorize", "-march=native", "-shared", "-fPIC", "-Wall")
+_FLAGS = ("-std=c++20", "-O2", "-ftree-vectorize", "-march=native", "-fPIC", "-Wall")
 _SPACE = 1 << 40  # buffer i begins at i + 1 of these: native/machine.h
 _SWIZZLES = {0: 0, 32: 32, 64: 64, 128: 128}
 SMS = 2  # of this device: few, so that blocks take several tiles
@@ -68,21 +70,24 @@ class _Request(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The interpreter, compiled by g++ once for its text, in the folder of temporary files."""
-    import os
-    if os.environ.get("DEVSO"): return ctypes.CDLL(os.environ["DEVSO"])
-    files = sorted(_NATIVE.glob("*.cc"))
-    text = b"".join(path.read_bytes() for path in (*files, _NATIVE / "machine.h"))
-    name = hashlib.sha256(text + " ".join(_FLAGS).encode()).hexdigest()[:16]
-    path = pathlib.Path(tempfile.gettempdir()) / f"cutjax-emulator-{name}.so"
+    """The interpreter, compiled by g++ once for its text: each file by itself, in a folder of temporary files."""
+    folder = pathlib.Path(tempfile.gettempdir()) / f"cutjax-emulator-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    header, objects = (_NATIVE / "machine.h").read_bytes(), []
+    for path in sorted(_NATIVE.glob("*.cc")):
+        objects.append(_made(folder, path.stem, ".o", header + path.read_bytes(), ["-c", str(path)]))
+    names = "".join(map(str, objects)).encode()
+    return ctypes.CDLL(str(_made(folder, "emulator", ".so", names, ["-shared", *map(str, objects)])))
+
+
+def _made(folder: pathlib.Path, name: str, suffix: str, text: bytes, arguments: Sequence[str]) -> pathlib.Path:
+    """What g++ makes of arguments, found by the text that they stand for."""
+    path = folder / f"{name}-{hashlib.sha256(text + ' '.join(_FLAGS).encode()).hexdigest()[:16]}{suffix}"
     if not path.exists():
-        with tempfile.TemporaryDirectory() as folder:
-            built = pathlib.Path(folder) / "emulator.so"
-            subprocess.run(["g++", *_FLAGS, *files, "-o", built], check=True, timeout=600)
-            temporary = path.with_suffix(f".{hash(folder) & 0xFFFFFF}.tmp")
-            temporary.write_bytes(built.read_bytes())
-            temporary.replace(path)
-    return ctypes.CDLL(str(path))
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        subprocess.run(["g++", *_FLAGS, *arguments, "-o", temporary], check=True, timeout=600)
+        temporary.replace(path)
+    return path
 
 
 def compile_ptx(source: str, *, name: str, arch: str) -> Cubin:
@@ -94,7 +99,11 @@ def compile_ptx(source: str, *, name: str, arch: str) -> Cubin:
 def _compiled(source: str, name: str, arch: str) -> Cubin:
     nvrtc = compiler._require_compiler().nvrtc
     status, program = nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], [])
-    options = (f"--gpu-architecture={arch.replace('sm_', 'compute_')}", "--std=c++17", "--device-as-default-execution-space")
+    options = (
+        f"--gpu-architecture={arch.replace('sm_', 'compute_')}",
+        "--std=c++17",
+        "--device-as-default-execution-space",
+    )
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     _, size = nvrtc.nvrtcGetProgramLogSize(program)
     log = bytearray(size)
@@ -199,7 +208,9 @@ def emulated(machine: Machine | None = None) -> Iterator[None]:
     decide = lowering.decide
 
     def decided(primitive: Any, avals: Any, params: Any, *, platform: str, divided: bool) -> Any:
-        return decide(primitive, avals, params, platform="cuda" if params["backend"] == "cuda" else platform, divided=divided)
+        return decide(
+            primitive, avals, params, platform="cuda" if params["backend"] == "cuda" else platform, divided=divided
+        )
 
     def launched(called: Call, results: Sequence[jax.ShapeDtypeStruct], *xs: jax.Array) -> Any:
         taken = called.prepare(xs) if called.prepare else xs
@@ -217,12 +228,24 @@ def emulated(machine: Machine | None = None) -> Iterator[None]:
         written = jax.pure_callback(run, list(results), *taken)
         return called.finish(written, xs) if called.finish else written
 
-    patches = [mock.patch.object(module, "compile_kernel", compile_ptx) for module in (base, gather, entries, compiler)]
-    patches += [mock.patch.object(lowering, "decide", _prepared(decided)), mock.patch.object(lowering, "launch", launched)]
+    # Of `cutjax.cuda_kernel`, which looks into the code.
+    patches = [mock.patch.object(cuda_launch.cubin, "kernels", _entries)]
+    patches += [
+        mock.patch.object(module, "compile_kernel", compile_ptx) for module in (base, gather, entries, compiler)
+    ]
+    patches += [
+        mock.patch.object(lowering, "decide", _prepared(decided)),
+        mock.patch.object(lowering, "launch", launched),
+    ]
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
         yield
+
+
+def _entries(image: bytes) -> dict[str, None]:
+    """The kernels of PTX, as `cutjax.runtime.cubin.kernels` has those of a cubin."""
+    return dict.fromkeys(re.findall(r"\.entry\s+([$\w]+)", image.decode()))
 
 
 def _prepared(decide: Any) -> Any:

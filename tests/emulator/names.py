@@ -44,8 +44,9 @@ def _plain(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[st
     each = [64 if bits == 64 else 32] * 8
     if words[0] in ("shl", "shr"):
         each[2] = 32
-    if words[0] == "cvt":
-        each = [32 if ptx._BITS[kinds[-1]] < 64 else 64] * 8
+    if words[0] in ("bfi", "bfe"):
+        each[-5:] = [32] * 5
+        each = [each[0]] * {"bfi": 3, "bfe": 2}[words[0]] + [32] * 2
     flat = _flat(operands)
     return name, [d.place(x, b) for x, b in zip(flat, each, strict=False)] if flat else [], []
 
@@ -118,6 +119,7 @@ def _based(d: Any, address: ptx.Address, bits: int = 64) -> tuple[Any, int, int]
 
 def _load(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
     space, _, kind = _memory(words)
+    space = ptx._SPACES["local"] if operands[1].base in d.locals else space
     to = operands[0] if isinstance(operands[0], list) else [operands[0]]
     place, displacement, wide = _based(d, operands[1], 32 if space in (2, 3) else 64)
     registers = next((d.bits(x) for x in to if x != "_"), 32)
@@ -128,6 +130,7 @@ def _load(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str
 
 def _store(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
     space, _, kind = _memory(words)
+    space = ptx._SPACES["local"] if operands[0].base in d.locals else space
     source = operands[1] if isinstance(operands[1], list) else [operands[1]]
     place, displacement, wide = _based(d, operands[0], 32 if space in (2, 3) else 64)
     size = max(ptx._BITS[kind] // 8, 1)
@@ -206,13 +209,17 @@ def _mbarrier(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple
         parity = int("parity" in words)
         place, displacement, wide = _based(d, operands[1], 32)
         state = d.place(operands[2], 32 if parity else 64)
-        return "mbarrier.wait", [d.place(operands[0], 1), place, state], [
-            parity,
-            int(kind == "try_wait"),
-            0,
-            displacement,
-            wide,
-        ]
+        return (
+            "mbarrier.wait",
+            [d.place(operands[0], 1), place, state],
+            [
+                parity,
+                int(kind == "try_wait"),
+                0,
+                displacement,
+                wide,
+            ],
+        )
     if kind in ("arrive", "arrive_drop"):
         if isinstance(operands[0], ptx.Address):
             operands = ["_", *operands]
@@ -325,7 +332,11 @@ def _branch(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[s
 
 
 def _return(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
-    return "ret", [], []
+    return ("return", [d.place(f"return {d.function}", 32)], []) if d.function else ("ret", [], [])
+
+
+def _call(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
+    return "call", [d.place(f"return {operands[0]}", 32)], [d.label(f"function {operands[0]}")]
 
 
 def _fence(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
@@ -343,7 +354,7 @@ _FORMS = {
     "mov": _move,
     "setp": _setp,
     "selp": _selp,
-    **{name: _typed for name in ("and", "or", "xor", "not")},
+    **dict.fromkeys(("and", "or", "xor", "not"), _typed),
     "mul.wide": _wide,
     "mad.wide": _wide,
     "shfl.sync": _shuffle,
@@ -366,6 +377,7 @@ _FORMS = {
     "bra": _branch,
     "brx": _branch,
     "ret": _return,
-    "exit": _return,
+    "call": _call,
+    "exit": lambda d, name, words, operands: ("ret", [], []),
     "fence.proxy.async": _fence,
 }
