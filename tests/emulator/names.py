@@ -1,4 +1,4 @@
-"""Instructions of PTX by the names of the emulator's table: what a modifier says, as numbers and an order of operands."""
+"""Instructions of PTX by the names of the emulator's table, and what their modifiers say, as numbers."""
 
 from __future__ import annotations
 

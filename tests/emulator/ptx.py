@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-# Registers that a warp begins with, in the order of native/schedule.cc: set_special. The last is where shared memory is.
+# Registers that a warp begins with, in the order of native/schedule.cc (set_special). The last says where shared memory
+# is.
 SPECIAL = (
     *(f"{name}.{axis}" for name in ("%tid", "%ntid", "%ctaid", "%nctaid") for axis in "xyz"),
     *("%laneid", "%warpid", "%cluster_ctarank", "%cluster_nctarank"),
@@ -120,15 +121,17 @@ class _Decoder:
         for name, function in self._functions.items():
             self._declare_function(name, function)
         self._body(text, found.end(), {})
-        for self.function, function in self._functions.items():
-            self._labels[f"function {self.function}"] = len(self._rows)
-            self._body(text, function.end(), {"func_retval0": f"func_retval0 {self.function}"})
+        for name, function in self._functions.items():
+            self.function = name
+            self._labels[f"function {name}"] = len(self._rows)
+            self._body(text, function.end(), {"func_retval0": f"func_retval0 {name}"})
 
     # ---- declarations ----
 
     def _variables(self, text: str, globals_at: int) -> bytes:
         data = bytearray()
-        pattern = r"(?<!\.extern )\.(global|const|shared)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([$\w]+)(?:\[(\d*)\])?\s*(?:=\s*([^;]*))?;"
+        pattern = r"(?<!\.extern )\.(global|const|shared)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([$\w]+)"
+        pattern += r"(?:\[(\d*)\])?\s*(?:=\s*([^;]*))?;"
         for space, align, kind, name, count, values in re.findall(pattern, text):
             size, alignment = _BITS[kind] // 8, int(align or 1)
             number = int(count or 1)
@@ -151,7 +154,8 @@ class _Decoder:
 
     def _parameters(self, text: str) -> tuple[tuple[int, int], ...]:
         found, at = [], 0
-        pattern = r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?([$\w]+)(?:\[(\d+)\])?"
+        pattern = r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?"
+        pattern += r"([$\w]+)(?:\[(\d+)\])?"
         for align, kind, name, count in re.findall(pattern, text):
             size = _BITS[kind] // 8 * int(count or 1)
             at += -at % int(align or _BITS[kind] // 8)
@@ -168,7 +172,7 @@ class _Decoder:
             self._declare(text.strip().replace("func_retval0", f"func_retval0 {name}").replace(".param", ".local"), {})
 
     def _called(self, text: str) -> dict[str, str]:
-        """Returns the names in a sequence that calls a function: its arguments and results are those of the function."""
+        """Returns the names in a sequence that calls a function: what its arguments and results are in the function."""
         if not (found := _CALL.search(text)):
             return {}
         names = dict.fromkeys(re.findall(r"[$\w]+", found[1] or ""), f"func_retval0 {found[2]}")
@@ -318,7 +322,7 @@ class _Decoder:
         return [("label", x) for x in self._tables[name]]
 
     def shared(self, operand: str) -> Any:
-        """Returns what stands for the place of a variable in shared memory, counted from its begin; None if it is none."""
+        """Returns what stands for a place in shared memory, counted from its begin; None where the name is of none."""
         symbol, _, more = operand.partition("+")
         if symbol == self._dynamic[0]:
             return ("dynamic", int(more or "0", 0))

@@ -16,7 +16,7 @@ from cutjax.runtime.launch import Launch, Pointer
 from cutjax.runtime.tensor_map import TensorMap
 from emulator import device
 
-# Each is the body of a kernel of float* x (32 elements) and const __grid_constant__ a map of it, and what is to be said.
+# Each is the body of a kernel of float* x, 32 elements, and a tensor map of it, and what is to be said.
 SMALL = {
     "fine": ("x[threadIdx.x % 32] = threadIdx.x;", None),
     "beyond a buffer": ("x[threadIdx.x + 1] = 0;", "of buffer 0, which has 128"),
@@ -47,7 +47,8 @@ SMALL = {
         "more threads arrive",
     ),
     "no proxy fence": (
-        'if (threadIdx.x == 0) { for (int i = 0; i < 32; ++i) s[i] = 1; store(); asm volatile("cp.async.bulk.wait_group 0;"); }',
+        "if (threadIdx.x == 0) { for (int i = 0; i < 32; ++i) s[i] = 1; store(); "
+        'asm volatile("cp.async.bulk.wait_group 0;"); }',
         "without fence.proxy.async",
     ),
     "store not awaited": ("if (threadIdx.x == 0) { fill(); store(); }", "exits while its bulk stores"),
