@@ -46,7 +46,7 @@ class Kernel(Protocol):
 
     @property
     def unmeasured(self) -> str:
-        """What of it has not run on a device yet, so that it is for backend="cuda" alone; "" where all has."""
+        """The part of it that has not run on a device, so that it is for backend="cuda" alone; "" where all has."""
         ...
 
     def time_us(self, device: Device) -> float:

@@ -45,7 +45,7 @@ class Kernel(Resolved, base.Kernel):
 
     @property
     def unmeasured(self) -> str:
-        """What of it has not run on a device yet; "" where all has."""
+        """The part of it that has not run on a device yet; "" where all has."""
         p = self.multiplied
         in_groups = "groups with operands swapped" * (p.divided == "n")
         in_groups += f"{short(p.a.dtype.name)} in groups of k" * (p.divided == "k" and p.a.contiguous == "k")
