@@ -1,0 +1,314 @@
+"""A device that is none: cutjax's kernels, compiled to PTX, interpreted on the CPU.
+
+    with device.emulated():
+        call = kernel.call()              # a launch plan whose code is PTX
+    device.execute(call, arrays, memory)  # as tests/gpu/launches.py: on_device
+
+`emulated(programs=True)` runs whole programs of jax.jit: those products for which backend="cuda" asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import pathlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+
+from cutjax.binding import lowering
+from cutjax.kernels import base, gather
+from cutjax.kernels.direct import entries
+from cutjax.runtime import compiler
+from cutjax.runtime.compiler import Cubin, Resources
+from cutjax.runtime.launch import Call, Float32, Float64, Int32, Int64, Launch, Pointer
+from cutjax.runtime.tensor_map import ELEMENTS, Im2col, TensorMap
+from emulator import ptx
+
+_NATIVE = pathlib.Path(__file__).parent / "native"
+_FLAGS = ("-std=c++20", "-O2", "-ftree-vectorize", "-march=native", "-shared", "-fPIC", "-Wall")
+_SPACE = 1 << 40  # buffer i begins at i + 1 of these: native/machine.h
+_SWIZZLES = {0: 0, 32: 32, 64: 64, 128: 128}
+SMS = 2  # of this device: few, so that blocks take several tiles
+LIMIT = 20_000_000_000  # instructions of threads, after which a kernel counts as one that does not end
+
+
+class Fault(RuntimeError):
+    """A kernel did what it may not, or cannot go on; the message says where."""
+
+
+class _Request(ctypes.Structure):
+    _fields_ = (
+        ("code", ctypes.c_void_p),
+        ("instructions", ctypes.c_int64),
+        ("pool", ctypes.c_void_p),
+        ("pooled", ctypes.c_int64),
+        ("constants", ctypes.c_char_p),
+        *((name, ctypes.c_int64) for name in ("constant_bytes", "register_bytes", "local_bytes", "shared_bytes")),
+        ("shape", ctypes.c_void_p),
+        ("params", ctypes.c_char_p),
+        ("param_bytes", ctypes.c_int64),
+        ("maps", ctypes.c_void_p),
+        ("map_count", ctypes.c_int64),
+        ("buffers", ctypes.c_void_p),
+        ("buffer_bytes", ctypes.c_void_p),
+        ("buffer_count", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("seed", "eagerness", "unwritten", "limit")),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The interpreter, compiled by g++ once for its text, in the folder of temporary files."""
+    import os
+    if os.environ.get("DEVSO"): return ctypes.CDLL(os.environ["DEVSO"])
+    files = sorted(_NATIVE.glob("*.cc"))
+    text = b"".join(path.read_bytes() for path in (*files, _NATIVE / "machine.h"))
+    name = hashlib.sha256(text + " ".join(_FLAGS).encode()).hexdigest()[:16]
+    path = pathlib.Path(tempfile.gettempdir()) / f"cutjax-emulator-{name}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            built = pathlib.Path(folder) / "emulator.so"
+            subprocess.run(["g++", *_FLAGS, *files, "-o", built], check=True, timeout=600)
+            temporary = path.with_suffix(f".{hash(folder) & 0xFFFFFF}.tmp")
+            temporary.write_bytes(built.read_bytes())
+            temporary.replace(path)
+    return ctypes.CDLL(str(path))
+
+
+def compile_ptx(source: str, *, name: str, arch: str) -> Cubin:
+    """Device text to PTX, in the place of `cutjax.runtime.compiler.compile_kernel`."""
+    return _compiled(source, name, arch)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(source: str, name: str, arch: str) -> Cubin:
+    nvrtc = compiler._require_compiler().nvrtc
+    status, program = nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], [])
+    options = (f"--gpu-architecture={arch.replace('sm_', 'compute_')}", "--std=c++17", "--device-as-default-execution-space")
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    _, size = nvrtc.nvrtcGetProgramLogSize(program)
+    log = bytearray(size)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    if int(status) != 0:
+        raise compiler.CompileError(f"{name}: NVRTC cannot compile it", log=log.decode(), source=source)
+    _, size = nvrtc.nvrtcGetPTXSize(program)
+    text = bytearray(size)
+    nvrtc.nvrtcGetPTX(program, text)
+    nvrtc.nvrtcDestroyProgram(program)
+    return Cubin(bytes(text).rstrip(b"\0"), Resources(0, 0, 0, 0, 0), "", 0.0, cached=False)
+
+
+@functools.lru_cache(maxsize=64)
+def decoded(text: bytes, entry: str, buffers: int) -> ptx.Kernel:
+    """A kernel of PTX, whose module's variables are behind so many buffers."""
+    opcode = library().emulator_opcode
+    return ptx.parse(text.decode(), lambda name: opcode(name.encode()), (buffers + 1) * _SPACE, entry)
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """How launches are run.
+
+    Attributes:
+      seed: of the order of threads and of what is asynchronous.
+      eagerness: 0 does what is asynchronous as late as can be; else one in so many is early.
+      unwritten: whether reading shared memory that nobody has written is a fault.
+      sms: on which a persistent grid's blocks are.
+      limit: of instructions of threads.
+    """
+
+    seed: int = 0
+    eagerness: int = 4
+    unwritten: bool = True
+    sms: int = SMS
+    limit: int = LIMIT
+
+    def launch(self, launch: Launch, buffers: Sequence[np.ndarray]) -> int:
+        """Runs one kernel on arrays, which it changes; returns how many instructions of threads it took.
+
+        Raises:
+          Fault: where the kernel does what it may not, or does not end.
+        """
+        kernel = decoded(launch.cubin, launch.kernel, len(buffers))
+        grid = launch.grid
+        if launch.blocks_per_sm:
+            size = launch.cluster[0]
+            grid = (max(min(grid[0], launch.blocks_per_sm * self.sms // size * size), size), *grid[1:])
+        arrays = [*buffers, np.frombuffer(bytearray(kernel.globals or b"\0"), np.uint8)]
+        params, maps = _parameters(kernel, launch, arrays)
+        shape = np.array([*grid, *launch.block, *launch.cluster], np.int64)
+        pointers = np.array([x.ctypes.data for x in arrays], np.uint64)
+        sizes = np.array([x.nbytes for x in arrays], np.int64)
+        request = _Request(
+            kernel.code.ctypes.data,
+            len(kernel.code),
+            kernel.pool.ctypes.data,
+            len(kernel.pool),
+            kernel.constants,
+            len(kernel.constants),
+            kernel.register_bytes,
+            kernel.local_bytes,
+            kernel.shared_bytes + launch.shared_bytes,
+            shape.ctypes.data,
+            params,
+            len(params),
+            maps.ctypes.data,
+            len(maps),
+            pointers.ctypes.data,
+            sizes.ctypes.data,
+            len(arrays),
+            self.seed,
+            self.eagerness,
+            int(self.unwritten),
+            self.limit,
+        )
+        message, executed = ctypes.create_string_buffer(1 << 16), ctypes.c_int64()
+        if library().emulator_run(ctypes.byref(request), message, ctypes.c_int64(1 << 16), ctypes.byref(executed)):
+            raise Fault(f"{launch.kernel}: {_with_lines(message.value.decode(), kernel)}")
+        return executed.value
+
+    def execute(self, call: Call, arrays: Sequence[np.ndarray], memory: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The results of a call's launches in the memory given for them: `launches.Execute` of tests/gpu."""
+        given = [np.array(x, order="C", copy=True) for x in (*arrays, *memory)]
+        for argument, result in call.aliases:
+            given[argument] = given[len(arrays) + result]
+        for launch in call.launches:
+            self.launch(launch, given)
+        return given[len(arrays) :]
+
+
+def execute(call: Call, arrays: Sequence[np.ndarray], memory: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The results of a call's launches, with seed 0."""
+    return Machine().execute(call, arrays, memory)
+
+
+@contextlib.contextmanager
+def emulated(machine: Machine | None = None) -> Iterator[None]:
+    """Compiles kernels to PTX in a ``with`` block; and programs of jax.jit run those that backend="cuda" asks for."""
+    machine = machine or Machine()
+    decide = lowering.decide
+
+    def decided(primitive: Any, avals: Any, params: Any, *, platform: str, divided: bool) -> Any:
+        return decide(primitive, avals, params, platform="cuda" if params["backend"] == "cuda" else platform, divided=divided)
+
+    def launched(called: Call, results: Sequence[jax.ShapeDtypeStruct], *xs: jax.Array) -> Any:
+        taken = called.prepare(xs) if called.prepare else xs
+        orders = [lowering._orders(called.operand_orders, taken), lowering._orders(called.result_orders, results)]
+
+        def run(*arrays: Any) -> list[np.ndarray]:
+            given = [np.asarray(x).transpose(order) for x, order in zip(arrays, orders[0], strict=True)]
+            shapes = [tuple(x.shape[i] for i in order) for x, order in zip(results, orders[1], strict=True)]
+            memory = [poison(shape, x.dtype) for shape, x in zip(shapes, results, strict=True)]
+            for argument, result in called.aliases:
+                memory[result] = given[argument]
+            got = machine.execute(called, given, memory)
+            return [x.transpose(np.argsort(order)) for x, order in zip(got, orders[1], strict=True)]
+
+        written = jax.pure_callback(run, list(results), *taken)
+        return called.finish(written, xs) if called.finish else written
+
+    patches = [mock.patch.object(module, "compile_kernel", compile_ptx) for module in (base, gather, entries, compiler)]
+    patches += [mock.patch.object(lowering, "decide", _prepared(decided)), mock.patch.object(lowering, "launch", launched)]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield
+
+
+def _prepared(decide: Any) -> Any:
+    """A decision whose call goes through `lowering.launch`."""
+
+    def decided(*args: Any, **how: Any) -> Any:
+        decision = decide(*args, **how)
+        if decision.choice is None or decision.runs in ("XLA", "error"):
+            return decision
+        return dataclasses.replace(decision, choice=_Choice(decision.choice))
+
+    return decided
+
+
+class _Choice:
+    def __init__(self, choice: Any):
+        self._choice = choice
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._choice, name)
+
+    def call(self) -> Call:
+        call = self._choice.call()
+        return call if call.prepare else dataclasses.replace(call, prepare=lambda arrays: list(arrays))
+
+
+def poison(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """NaN; of integers the greatest, whose bytes are all ones but for a sign."""
+    found = np.empty(shape, dtype)
+    found.reshape(-1).view(np.uint8)[...] = 0xFF
+    if np.issubdtype(found.dtype, np.signedinteger):
+        found[...] = np.iinfo(dtype).max
+    return found
+
+
+def _parameters(kernel: ptx.Kernel, launch: Launch, arrays: Sequence[np.ndarray]) -> tuple[bytes, np.ndarray]:
+    if len(kernel.params) != len(launch.params):
+        raise ValueError(f"{kernel.name} has {len(kernel.params)} parameters, the launch {len(launch.params)}")
+    size = max((at + size for at, size in kernel.params), default=0)
+    data, maps = bytearray(size + 8), []
+    for (at, size), param in zip(kernel.params, launch.params, strict=True):
+        match param:
+            case TensorMap():
+                maps.append([at, *_map(param, arrays)])
+                value = b"\xff" * 128
+            case Pointer(buffer, byte_offset):
+                value = ((buffer + 1) * _SPACE + byte_offset).to_bytes(8, "little")
+            case Int32(number):
+                value = (number & 0xFFFFFFFF).to_bytes(4, "little")
+            case Int64(number):
+                value = (number & (2**64 - 1)).to_bytes(8, "little")
+            case Float32(number):
+                value = np.float32(number).tobytes()
+            case Float64(number):
+                value = np.float64(number).tobytes()
+        if len(value) != size:
+            raise ValueError(f"{kernel.name}: the parameter at {at} has {size} bytes, the launch's {len(value)}")
+        data[at : at + size] = value
+    return bytes(data), np.array(maps or [[0]], np.int64)
+
+
+def _map(param: TensorMap, arrays: Sequence[np.ndarray]) -> list[int]:
+    """The fields of native/machine.h: TensorMap."""
+    if param.swizzle not in _SWIZZLES:
+        raise ptx.Unsupported(f"swizzle {param.swizzle}")
+    rank, walk = len(param.dims), param.box
+    kind = param.tma_dtype or 0
+    bits = tuple(ELEMENTS.values())[kind]
+    if bits < 8:
+        raise ptx.Unsupported(f"a tensor map of elements of {bits} bits")
+    steps = param.element_strides or (1,) * rank
+    box = (walk.channels, walk.pixels) if isinstance(walk, Im2col) else walk
+    lower, upper = (walk.lower, walk.upper) if isinstance(walk, Im2col) else ((), ())
+    if isinstance(walk, Im2col) and walk.wide:
+        raise ptx.Unsupported("wide im2col")
+
+    def padded(values: Sequence[int], count: int = 5) -> list[int]:
+        return [*values, *[0] * (count - len(values))]
+
+    address = (param.buffer + 1) * _SPACE + param.byte_offset
+    head = [address, bits // 8, rank, int(param.swizzle), int(isinstance(walk, Im2col)), param.interleave]
+    head += [int(param.fill == "nan"), kind]
+    sizes = [*padded(param.dims), *padded((bits // 8, *param.strides)), *padded(box), *padded(steps)]
+    return [*head, *sizes, *padded(lower, 3), *padded(upper, 3)]
+
+
+def _with_lines(message: str, kernel: ptx.Kernel) -> str:
+    """The message with the text of the instructions that it names by number."""
+    return re.sub(r"@(\d+)", lambda found: f"`{kernel.lines[int(found[1])]}` (instruction {found[1]})", message)
