@@ -138,7 +138,8 @@ def facts_of(problem: Problem, swap: bool = False, pixels: bool = False) -> Fact
         unswappable = ["swap of complex numbers"]
     stored = multiplied if of_pairs else problem
     multiplied = multiplied.transposed if swap and not unswappable else multiplied
-    layout = swap, math.gcd(stored.n, 16), multiplied.n % 2 == 0
+    even = multiplied.n % 2 == 0 and multiplied.divided != "n"  # groups of columns begin anywhere
+    layout = swap, math.gcd(stored.n, 16), even
     epilogue = multiplied.epilogue
     staging = plan_staging(epilogue, problem.symmetric, *layout, pixels=pixels)
     heavy = (

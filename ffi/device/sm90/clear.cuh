@@ -31,13 +31,13 @@ DEVICE void clear_tile(u32 tile, int row, int rows, int head, int depth, int thr
   }
 }
 
-// One warpgroup: zeroes what of a stage is of other groups than a contraction's: 0 * NaN is NaN. Another warpgroup may
-// read the same of B at the same time, having written the same zeros itself.
+// One warpgroup: zeroes what of a stage is of other groups than a contraction's: 0 * NaN is NaN. The first one of those
+// that share a tile does so in B, for all.
 DEVICE void clear(SharedTiles shared, int stage, int row, int head, int depth, int thread, int barrier) {
   clear_tile<OperandA>(shared.a(stage), row, M_BLOCKS * 64, head, depth, thread);
-  clear_tile<OperandB>(shared.b(stage), 0, PRODUCTS * BN, head, depth, thread);
+  if (row == 0) clear_tile<OperandB>(shared.b(stage), 0, PRODUCTS * BN, head, depth, thread);
   fence_proxy_async();
-  bar_sync(barrier, 128);
+  bar_sync(CONSUMERS_PER_TILE > 1 ? TURN_BARRIER : barrier, 128 * CONSUMERS_PER_TILE);
 }
 
 // The same of a k block of a work item, where there is anything to zero.

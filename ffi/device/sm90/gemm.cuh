@@ -20,11 +20,6 @@ constexpr int THREADS = 128 * (1 + CONSUMERS);
 constexpr int CTAS = CLUSTER * CLUSTER_K;  // of a cluster; CLUSTER is those that load for each other
 constexpr bool EVEN_DEPTH = !GROUPED && !STREAM_K && !PHASED;  // all work items have as many k blocks
 
-// Named barriers: 0 is __syncthreads, then one for each consumer's epilogue, then whose turn the mainloop is
-// (ping-pong), or that it is over (CLUSTER_K).
-constexpr int EPILOGUE_BARRIER = 1;
-constexpr int TURN_BARRIER = 1 + CONSUMERS;
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARAMETERS) {
   const SourceA source_a = SOURCE_A;
   const SourceB source_b = SOURCE_B;

@@ -15,6 +15,11 @@ constexpr int ROWS_PER_CONSUMER = M_BLOCKS * 64;
 constexpr int CONSUMERS_PER_TILE = BM / ROWS_PER_CONSUMER;
 constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
 
+// Named barriers: 0 is __syncthreads, then one for each consumer's epilogue, then whose turn the mainloop is
+// (ping-pong), that it is over (CLUSTER_K), or that all consumers have cleared their part of a stage (RAGGED_K).
+constexpr int EPILOGUE_BARRIER = 1;
+constexpr int TURN_BARRIER = 1 + CONSUMERS;
+
 // Of a warpgroup.
 using Accumulators = Acc[M_BLOCKS][PRODUCTS * BN / 2];
 
