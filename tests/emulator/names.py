@@ -68,6 +68,11 @@ def _move(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str
     if isinstance(source, str) and source.startswith("%") and source not in ptx.SPECIAL and source not in d._registers:
         raise ptx.Unsupported(f"the register {source}")
     bits = {1: 1, 64: 64}.get(bits, 32)
+    if (at := d.shared(source)) is not None:
+        base, at = d.place("shared memory", 32), ("constant", at, bits)
+        if bits == 64:
+            return "mad.wide.u32", [d.place(to, 64), base, d.constant(1, 32), at], []
+        return "add.s32", [d.place(to, 32), base, at], []
     if source in ptx.SPECIAL and bits == 64:
         return "cvt.u64.u32", [d.place(to, 64), d.place(source, 32)], []
     return f"mov.{'pred' if bits == 1 else f'b{bits}'}", [d.place(to, bits), d.place(source, bits)], []
@@ -103,6 +108,10 @@ def _memory(words: list[str]) -> tuple[int, int, str]:
 
 def _based(d: Any, address: ptx.Address, bits: int = 64) -> tuple[Any, int, int]:
     """Returns an address's register, its displacement and 1 where it has 64 bits."""
+    if (at := d.shared(address.base)) is not None:
+        if not isinstance(at, int):
+            raise ptx.Unsupported("dynamic shared memory by its name")
+        return d.place("shared memory", 32), at + address.displacement, 0
     wide = d.bits(address.base) == 64 if address.base in d._registers else bits == 64
     return d.place(address.base, 64 if wide else 32), address.displacement, int(wide)
 

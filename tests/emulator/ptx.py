@@ -22,7 +22,6 @@ SPECIAL = (
     *("%dynamic_smem_size", "%smid", "%gridid", "shared memory"),
 )
 LANES = 32
-SHARED_BASE = 1024
 _WIDE = 8 * LANES  # bytes of a register of 64 bits in a warp
 _CLOCKS = ("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi")
 _SPACES = {"": 0, "global": 1, "shared": 2, "shared::cta": 2, "shared::cluster": 3, "local": 4, "param": 5, "const": 1}
@@ -98,12 +97,14 @@ def parse(text: str, opcode: Callable[[str], int], globals_at: int, entry: str =
 class _Decoder:
     def __init__(self, text: str, found: re.Match[str], opcode: Callable[[str], int], globals_at: int):
         self._name, self._opcode = found[1], opcode
-        self._symbols: dict[str, int] = {}  # of variables: their addresses
+        self._symbols: dict[str, int] = {}  # of variables and parameters: their addresses
+        self._of_shared: dict[str, int] = {}  # of variables in shared memory: their places
         self._numbers: dict[str, int] = {}
         self._constants: dict[tuple[int, int], int] = {}
         self._constant_data = bytearray(4 * LANES * len(SPECIAL))
         self._registers: dict[str, tuple[int, int]] = {}  # place, counted from the end of the constants, and bits
         self._used, self._local, self._shared = 0, 0, 0
+        self._dynamic = "", 1  # the name of dynamic shared memory, which begins where static ends, and its alignment
         self._rows: list[tuple[int, Any, bool, list[Any], list[int], str]] = []
         self._labels: dict[str, int] = {}
         self._tables: dict[str, list[str]] = {}
@@ -128,14 +129,13 @@ class _Decoder:
             given = re.findall(r"[^\s,{}]+", values)
             raw = b"".join(_immediate(x, kind).to_bytes(8, "little")[:size] for x in given)
             data += raw.ljust(size * number, b"\0")
-        # Dynamic shared memory begins where static ends.
         for align, name in re.findall(r"\.extern\s+\.shared\s+\.align\s+(\d+)\s+\.\w+\s+([$\w]+)\[\]", text):
             self._dynamic = name, int(align)
         return bytes(data)
 
     def _place_shared(self, name: str, size: int, alignment: int) -> None:
         self._shared += -self._shared % alignment
-        self._symbols[name] = SHARED_BASE + self._shared
+        self._of_shared[name] = self._shared
         self._shared += size
 
     def _parameters(self, text: str) -> tuple[tuple[int, int], ...]:
@@ -270,8 +270,6 @@ class _Decoder:
         if operand == "WARP_SZ":
             return self.constant(32, bits)
         symbol, _, more = operand.partition("+")
-        if hasattr(self, "_dynamic") and symbol == self._dynamic[0]:
-            return ("dynamic", int(more or "0", 0), bits)
         if symbol in self._symbols:
             return self.constant(self._symbols[symbol] + int(more or "0", 0), bits)
         return self.constant(_immediate(operand, "b64"), bits)
@@ -294,21 +292,23 @@ class _Decoder:
         """Returns those of a table of labels."""
         return [("label", x) for x in self._tables[name]]
 
-    def is_shared(self, symbol: str) -> bool:
-        """True if a name is of shared memory."""
-        return hasattr(self, "_dynamic") and symbol == self._dynamic[0]
+    def shared(self, operand: str) -> Any:
+        """Returns what stands for the place of a variable in shared memory, counted from its begin; None if it is none."""
+        symbol, _, more = operand.partition("+")
+        if symbol == self._dynamic[0]:
+            return ("dynamic", int(more or "0", 0))
+        return self._of_shared[symbol] + int(more or "0", 0) if symbol in self._of_shared else None
 
     def kernel(self) -> Kernel:
-        dynamic = SHARED_BASE + self._shared
-        if hasattr(self, "_dynamic"):
-            dynamic += -dynamic % self._dynamic[1]
-            self._shared = dynamic - SHARED_BASE
+        self._shared += -self._shared % self._dynamic[1]
 
         def resolved(x: Any) -> int:
             if not isinstance(x, tuple):
                 return x
             if x[0] == "dynamic":
-                return self.constant(dynamic + x[1], x[2])
+                return self._shared + x[1]
+            if x[0] == "constant":
+                return self.constant(resolved(x[1]), x[2])
             if x[0] == "label":
                 return self._labels[x[1]]
             return -2 - self._registers[x[1]][0]  # a place behind the constants, whose number is not known yet
