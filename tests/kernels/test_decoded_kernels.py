@@ -227,6 +227,8 @@ def test_a_tile_is_exact(narrow, wide, fields, layout, tmp_path):
         ("int8", "bfloat16", ("bfloat16", 32), {"bm": 64, "zeros": True}),
         ("int8", "float16", ("float16", 128), {"zeros": True}),
         ("uint8", "float16", ("float8_e8m0fnu", 32), {"zeros": True}),
+        ("uint4", "bfloat16", ("float16", 64), {"bm": 256, "zeros": True}),
+        ("int8", "float16", ("bfloat16", 32), {"bm": 64}),
         ("float4_e2m1fn", "bfloat16", ("float8_e8m0fnu", 32), {"bm": 256}),
         ("uint4", "bfloat16", ("bfloat16", 128), {"bm": 256, "zeros": True, "products": 2}),
         ("float4_e2m1fn", "bfloat16", ("float8_e8m0fnu", 32), {"bm": 256, "products": 2, "bk": 64}),
@@ -305,4 +307,4 @@ def test_what_is_refused():
     assert "zero points" in why("uint4", scale=("float32", 1, 128), zero=np.dtype(np.float32))
     assert "zero points in s8 of u4" in why("uint4", scale=("float32", 1, 128), zero=np.dtype(np.int8))
     assert "zero points in f8_e4m3fn" in why("float8_e4m3fn", scale=("float32", 1, 128), zero=E4M3, bm=128)
-    assert "scales in f16" in why("int4", scale=("float16", 1, 128))
+    assert "scales in f8_e4m3fn" in why("int4", scale=("float8_e4m3fn", 1, 128))

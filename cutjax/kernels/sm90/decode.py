@@ -12,7 +12,7 @@ from cutjax.kernels.arguments import Argument, Matrices, matrix_map
 from cutjax.kernels.operand import Operand, Scale
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Config
-from cutjax.kernels.sm90.operands import E8M0, decoded, factors
+from cutjax.kernels.sm90.operands import decoded, factors
 
 # Of a dtype in memory: its name in text, and the file that decodes it.
 _NARROW = {
@@ -24,7 +24,14 @@ _NARROW = {
     "float8_e5m2": ("e5m2", "float8"),
     "float4_e2m1fn": ("e2m1", "float4"),
 }
+# Of a scale's dtype: the file that multiplies by it, where it is not the dtype that is multiplied.
+_FACTORS = {"float32": "f32", "bfloat16": "other", "float16": "other", "float8_e8m0fnu": "e8m0"}
 _TMA_ALIGNED = 128  # bytes at which TMA writes
+
+
+def _factor(scale: Scale, wide: np.dtype) -> str | None:
+    """Returns the file that multiplies elements of a dtype by a scale; None where there is none."""
+    return "halves" if scale.dtype == wide else _FACTORS.get(scale.dtype.name)
 
 
 def factor_rows(config: Config, problem: Problem) -> int:
@@ -62,7 +69,7 @@ def reasons(problem: Problem, b: Operand) -> list[str]:
 
 
 def _of_scale(problem: Problem, b: Operand, scale: Scale) -> list[str]:
-    found, wide = [], problem.a.dtype
+    found = []
     if scale.mn != 1 or scale.k % 32 or (128 % scale.k and scale.k % 128) or problem.k % scale.k:
         found.append(f"scales of {scale.mn} x {scale.k} elements: kernels take one for 32, 64 or times 128 of k")
     if scale.zero not in (None, b.dtype) or (scale.zero and not b.dtype.name.endswith(("int4", "int8"))):
@@ -70,10 +77,9 @@ def _of_scale(problem: Problem, b: Operand, scale: Scale) -> list[str]:
             f"zero points in {short(scale.zero.name)} of {short(b.dtype.name)}: kernels subtract those in the dtype of "
             "integers"
         )
-    if scale.dtype.name not in ("float32", wide.name, E8M0):
-        found.append(
-            f"scales in {short(scale.dtype.name)}: kernels multiply by f32, {short(wide.name)} and {short(E8M0)}"
-        )
+    if _factor(scale, problem.a.dtype) is None:
+        known = ", ".join(map(short, _FACTORS))
+        found.append(f"scales in {short(scale.dtype.name)}: kernels multiply by {known}")
     if any(problem.n * bits_of(dtype) % 128 for dtype in scale.arrays):
         found.append(f"n = {problem.n}: rows of scales are no whole units of 16 bytes")
     if problem.strided:
@@ -101,7 +107,6 @@ def text(config: Config, problem: Problem) -> list[str]:
     scale, wide = factors(problem), DTYPES[problem.bs[0].dtype.name]
     name, file = _NARROW[problem.a.dtype.name]
     of_scale, of_zero = (*(bits_of(dtype) for dtype in scale.arrays), 0)[:2] if scale else (0, 0)
-    kinds = {"float32": "f32", wide.name: "halves", E8M0: "e8m0"}
     places = factor_places(config, problem)
     narrow = f"""#line 1 "narrow (generated)"
 enum class Narrow {{ {", ".join(name for name, _ in _NARROW.values())} }};
@@ -111,7 +116,7 @@ constexpr int FACTOR_ROWS = {factor_rows(config, problem)}, FACTOR_K = {scale.k 
 constexpr int FACTOR_BITS = {of_scale}, ZERO_BITS = {of_zero};
 constexpr int FACTORS_EACH = {places[-1]}, ZERO_PLACE = {places[1] if of_zero else 0};
 """
-    factor = kinds[scale.dtype.name] if scale else "none"
+    factor = _factor(scale, problem.bs[0].dtype) if scale else "none"
     hooks = f"decode_{file}", f"factor_{factor}", f"zero_{'points' if of_zero else 'none'}"
     return [narrow, "sm90/halves.cuh", *(f"sm90/{hook}.cuh" for hook in hooks)]
 
@@ -125,6 +130,7 @@ def unmeasured(problem: Problem) -> str:
     found += ["of several products"] * (problem.products > 1)
     if scale:
         found += ["with zero points"] * (scale.zero is not None)
-        found += [f"with scales in {short(E8M0)}"] * (scale.dtype.name == E8M0)
+        ran = scale.dtype.name in ("float32", problem.bs[0].dtype.name)
+        found += [f"with scales in {short(scale.dtype.name)}"] * (not ran)
         found += ["with scales in a batch"] * (math.prod(problem.batch) > 1)
     return f"weights decoded {', '.join(found)}" if found else ""

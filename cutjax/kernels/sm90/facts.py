@@ -81,6 +81,8 @@ class Facts:
             return 128  # of 192, some spill
         if problem.a.gathered:
             return 128  # fewer registers are left beside a producer that copies
+        if problem.divided == "k" and self.way.each:  # blocks are cleared between wgmmas
+            return 128 if scales.scaled(problem) else 160
         # The addresses of transposes take registers too.
         beside = problem.symmetric and (
             config.schedule == "pingpong" or sum(dtype.itemsize for dtype in self.staging.result_dtypes) > 2

@@ -16,7 +16,6 @@ from cutjax.kernels.sm90 import windows
 
 F32, C64 = np.dtype(np.float32), np.dtype(np.complex64)
 INT8 = ("int8", "uint8")
-E8M0 = "float8_e8m0fnu"  # powers of two
 
 # Pairs of terms (of a, of b) that are multiplied, in this order: the smallest products first, those of the highest
 # terms last. Terms beyond the pairs of a number are products too small for it.
