@@ -167,7 +167,8 @@ def _dequantized(problem: Problem) -> tuple[str, ...]:
 
 def _chosen(problem: Problem, kernel: Kernel, time_us: float, why: str, xla_us: float | None = None) -> Choice:
     share = min(1.0, floor_us(problem) / time_us)
-    return Choice(problem, kernel.config, (why, *kernel.notes), time_us, share, kernel, xla_us)
+    new = (f"{kernel.unmeasured}: that has not run on a device yet",) * bool(kernel.unmeasured)
+    return Choice(problem, kernel.config, (why, *kernel.notes, *new), time_us, share, kernel, xla_us)
 
 
 def leads(time_us: float, xla_us: float | None, lead: float) -> bool:
