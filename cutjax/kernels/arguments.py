@@ -173,7 +173,7 @@ def gathered(problem: Problem) -> Iterator[Argument]:
 
 def scale_buffers(problem: Problem, swap: bool = False) -> dict[int, tuple[int, ...]]:
     """Returns the arguments that are scales and zero points, by operand, 0 for a; told as ``scales`` is."""
-    found, first, operands = {}, problem.told, list(enumerate((problem.a, *problem.bs)))
+    found, first, operands = {}, problem.told, list(enumerate(problem.factors))
     for i, operand in operands[::-1] if swap else operands:
         if operand.scale is not None:
             found[i] = tuple(range(first, first + len(operand.scale.arrays)))

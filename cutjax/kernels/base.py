@@ -125,6 +125,11 @@ class Kernel(Resolved, abc.ABC):
         """Reasons to add to those of a choice: operands of which copies are made before it."""
         return (*prepared.notes(self.converted), *prepared.notes(self.prepared))
 
+    @property
+    def unmeasured(self) -> str:
+        """The part of it that has not run on a device, so that it is for backend="cuda" alone; "" where all has."""
+        return ""
+
     def time_us(self, device: Device) -> float:
         """Returns the predicted time of one call."""
         us = self.launch_us(device)

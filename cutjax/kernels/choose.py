@@ -86,8 +86,11 @@ def reasons(config: Any, problem: Problem) -> tuple[str, ...]:
 
 
 def candidates(problem: Problem) -> tuple[Any, ...]:
-    """Returns all shipped configs that serve ``problem``, the predicted fastest first; empty when no kernel does."""
-    return tuple(dict.fromkeys(kernel.config for kernel, _ in ranked(problem)))
+    """Returns all shipped configs that serve ``problem``, the predicted fastest first; empty when no kernel does.
+
+    Those of kernels that have not run on a device yet are left out.
+    """
+    return tuple(dict.fromkeys(kernel.config for kernel, _ in ranked(problem) if not kernel.unmeasured))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -134,15 +137,26 @@ def _choose(
     for entry in entries:
         if choice := _tuned(problem, entry, lead, more_us):
             return choice
-    if found := fastest(problem):
+    if found := fastest(problem, unmeasured=not lead):
         kernel, time_us, count = found
         of_xla = xla.time_us(problem)
         if not leads(time_us + more_us, of_xla, lead):
             more = f", and {more_us:.1f} us of transposes" if more_us else ""
             why = f"predicted: XLA {of_xla:.1f} us, the fastest of {count} kernels {time_us:.1f} us{more}"
-            return Choice(problem, None, (why, *_of_lead(lead), *_dequantized(problem)), xla_us=of_xla)
-        return _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs", of_xla)
-    return Choice(problem, None, (*_config_reasons(problem), *_dequantized(problem)))
+            why = why, *_of_lead(lead), *_dequantized(problem), *_unmeasured(problem, kernel)
+            return Choice(problem, None, why, xla_us=of_xla)
+        found = _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs", of_xla)
+        return dataclasses.replace(found, reasons=(*found.reasons, *_unmeasured(problem, kernel)))
+    why = *_config_reasons(problem), *_dequantized(problem), *_unmeasured(problem)
+    return Choice(problem, None, why)
+
+
+def _unmeasured(problem: Problem, chosen: Kernel | None = None) -> tuple[str, ...]:
+    """Returns a sentence on the kernel that would be faster than the one chosen, had it run on a device."""
+    kernel, *_ = fastest(problem, unmeasured=True) or (None,)
+    if kernel is None or kernel is chosen or not kernel.unmeasured:
+        return ()
+    return (f'{kernel.unmeasured}: that has not run on a device yet, and is for backend="cuda"',)
 
 
 def _dequantized(problem: Problem) -> tuple[str, ...]:
@@ -153,7 +167,8 @@ def _dequantized(problem: Problem) -> tuple[str, ...]:
 
 def _chosen(problem: Problem, kernel: Kernel, time_us: float, why: str, xla_us: float | None = None) -> Choice:
     share = min(1.0, floor_us(problem) / time_us)
-    return Choice(problem, kernel.config, (why, *kernel.notes), time_us, share, kernel, xla_us)
+    new = (f"{kernel.unmeasured}: that has not run on a device yet",) * bool(kernel.unmeasured)
+    return Choice(problem, kernel.config, (why, *kernel.notes, *new), time_us, share, kernel, xla_us)
 
 
 def leads(time_us: float, xla_us: float | None, lead: float) -> bool:

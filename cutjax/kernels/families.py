@@ -42,7 +42,8 @@ def resolve(problem: Problem, config: Any) -> Kernel | tuple[str, ...]:
     return found
 
 
-def ranked(problem: Problem) -> list[tuple[Kernel, float]]:
+@functools.lru_cache(maxsize=16)
+def ranked(problem: Problem) -> tuple[tuple[Kernel, float], ...]:
     """Returns the kernels that serve a problem, with their predicted times, the fastest first."""
     serving = []
     for family in FAMILIES:
@@ -55,16 +56,20 @@ def ranked(problem: Problem) -> list[tuple[Kernel, float]]:
     if into := wide(problem):
         converted = widened(problem, into)
         more = converted_us(converted, problem.device)
-        narrow = {kernel.config for kernel, _ in serving}  # of these a config means the kernel that converts nothing
+        # Of these a config means the kernel that converts nothing.
+        narrow = {kernel.config for kernel, _ in serving if not kernel.unmeasured}
         of_wide = [entry for entry in ranked(into) if entry[0].config not in narrow]
         serving += [(kernel.after(converted), time_us + more) for kernel, time_us in of_wide]
-    return sorted(serving, key=lambda entry: entry[1])
+    return tuple(sorted(serving, key=lambda entry: entry[1]))
 
 
 @functools.lru_cache(maxsize=4096)
-def fastest(problem: Problem) -> tuple[Kernel, float, int] | None:
-    """Returns the kernel predicted fastest, its time and how many serve a problem; None where none does."""
-    found = ranked(problem)
+def fastest(problem: Problem, unmeasured: bool = False) -> tuple[Kernel, float, int] | None:
+    """Returns the kernel predicted fastest, its time and how many serve a problem; None where none does.
+
+    Those that have not run on a device yet are left out, unless asked for.
+    """
+    found = [entry for entry in ranked(problem) if unmeasured or not entry[0].unmeasured]
     if not found:
         return None
     kernel, time_us = next(entry for entry in found if not entry[0].unlaunchable())

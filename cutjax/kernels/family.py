@@ -44,6 +44,11 @@ class Kernel(Protocol):
         """Reasons to add to those of a choice: copies of operands that the kernel needs."""
         ...
 
+    @property
+    def unmeasured(self) -> str:
+        """The part of it that has not run on a device, so that it is for backend="cuda" alone; "" where all has."""
+        ...
+
     def time_us(self, device: Device) -> float:
         """Returns the predicted time of one launch."""
         ...

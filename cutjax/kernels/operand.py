@@ -296,19 +296,24 @@ class Groups:
       count: how many.
       axis: what they divide. "m": the rows of a, each group with its own matrix in ``b[..., groups, k, n]``; rows of no
         group are zero in the result. "k": the contraction, of operands ``a[..., k, m]`` and ``b[..., k, n]``, each
-        group with its own result in ``d[..., groups, m, n]``.
+        group with its own result in ``d[..., groups, m, n]``. "n": the columns, in the transpose of the first.
       leading: whether the sizes start with that of the rows before the first group: ``int32[..., leading + groups]``.
       batch: batch shape of the sizes.
     """
 
     count: int
-    axis: Literal["m", "k"]
+    axis: Literal["m", "k", "n"]
     leading: bool = False
     batch: tuple[int, ...] = ()
 
     def __post_init__(self):
-        if self.axis not in ("m", "k") or self.count < 0:
-            raise ValueError(f"Groups: {self.count} of axis={self.axis!r}, expected 'm' or 'k'")
+        if self.axis not in ("m", "k", "n") or self.count < 0:
+            raise ValueError(f"Groups: {self.count} of axis={self.axis!r}, expected 'm', 'k' or 'n'")
+
+    @property
+    def transposed(self) -> Groups:
+        """The groups of the transposed result."""
+        return dataclasses.replace(self, axis={"m": "n", "n": "m"}.get(self.axis, self.axis))
 
 
 def strides(shape: Sequence[int], order: Order = ()) -> list[int]:

@@ -14,7 +14,8 @@ from cutjax.dot_precision import accumulator
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue, Node, Output, identity
 from cutjax.kernels.device import Device, reference
-from cutjax.kernels.operand import Groups, Im2col, Operand, Order, floors, merged, strides
+from cutjax.kernels.operand import Groups, Operand, Order, floors, merged, strides
+from cutjax.kernels.work import Work
 from cutjax.runtime.architectures import DEFAULT
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -25,7 +26,7 @@ MATHS = ("tf32", "tf32x3", "bf16", "bf16x3", "bf16x6", "bf16x9", "f16", "fast")
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(Work):
     """One GEMM: ``d[..., m, n] = a @ b`` with batch axes that broadcast, and an epilogue.
 
     ``Problem(4096, 4096, 4096)`` is of bfloat16, of row-major a and b; ``Problem.of`` makes one of a layout and dtypes.
@@ -46,6 +47,8 @@ class Problem:
         dtype, and added up in ``accumulator``. "tf32": of float32 (or complex64) rounded to TF32; "bf16": rounded to
         bfloat16; "tf32x3", "bf16x3", "bf16x6", "bf16x9": as so many products of parts. "f16": of float16, added up in
         float16. "fast": of float8, added up in as many bits as the tensor cores have, if that is faster.
+      turned: whether it is the transpose of what was asked: of several products each has an a of its own then, all
+        alike, and all the same b.
     """
 
     m: int
@@ -61,6 +64,7 @@ class Problem:
     in_place: tuple[tuple[int, int], ...] = ()
     symmetric: bool = False
     math: str = ""
+    turned: bool = False
 
     def __post_init__(self):
         if not (isinstance(self.a, Operand) and self.bs and all(isinstance(b, Operand) for b in self.bs)):
@@ -244,25 +248,26 @@ class Problem:
 
     @functools.cached_property
     def transposed(self) -> Problem:
-        """The problem of the transposed result, ``d^T = b^T a^T``, of the same arrays; of one product, without groups.
+        """The problem of the transposed result, ``d^T = b^T a^T``, of the same arrays.
 
         Results, and operands of the epilogue that vary along rows and columns, lie in memory as they did.
 
         Raises:
-          ValueError: there are several products or groups, or the result is its own transpose.
+          ValueError: the result is its own transpose.
         """
-        if self.products > 1 or self.groups or self.symmetric:
-            raise ValueError(f"Problem: {self} has no transpose: one b, no groups, not symmetric")
+        if self.symmetric:
+            raise ValueError(f"Problem: {self} is its own transpose")
         rank = len(self.batch)
-        turned = {rank: rank + 1, rank + 1: rank}
-        order = tuple(turned.get(axis, axis) for axis in self.order)
-        a, bs, epilogue = self.bs[0], (self.a,), self.epilogue.transposed
-        return dataclasses.replace(self, m=self.n, n=self.m, a=a, bs=bs, epilogue=epilogue, order=order)
+        places = {rank: rank + 1, rank + 1: rank}
+        order = tuple(places.get(axis, axis) for axis in self.order)
+        a, bs, epilogue = self.bs[0], (self.a,) * self.products, self.epilogue.transposed
+        of = {"groups": self.groups and self.groups.transposed, "turned": not self.turned}
+        return dataclasses.replace(self, m=self.n, n=self.m, a=a, bs=bs, epilogue=epilogue, order=order, **of)
 
     def tiles(self, height: int, width: int) -> tuple[int, int]:
-        """Returns the tiles of that size along m and n; where rows have groups, those along m of an average group."""
-        m = -(-self.m // self.groups_along("m"))
-        return -(-m // height), -(-self.n // width)
+        """Returns the tiles of that size along m and n, of an average group along what groups divide."""
+        m, n = -(-self.m // self.groups_along("m")), -(-self.n // self.groups_along("n"))
+        return -(-m // height), -(-n // width)
 
     def most_tiles(self, height: int, width: int) -> int:
         """Returns the number of tiles of that size in all results; where there are groups, the most there may be.
@@ -272,10 +277,11 @@ class Problem:
         if self.symmetric:
             rows = -(-self.m // height)  # each ends at the tile with its last place on the diagonal
             return self.batch_size * (floors(rows - 1, height, height + width - 1, width) - (-self.m // width))
-        tiles_m = -(-self.m // height)
-        if self.divided == "m":  # every group, and what is of none before and after, may end in a tile of its own
-            tiles_m = min(tiles_m + self.groups_along("m") + 1, self.m)
-        return tiles_m * -(-self.n // width) * self.results
+        tiles = {"m": -(-self.m // height), "n": -(-self.n // width)}
+        if self.divided in tiles:  # every group, and what is of none before and after, may end in a tile of its own
+            size = self.m if self.divided == "m" else self.n
+            tiles[self.divided] = min(tiles[self.divided] + self.groups_along(self.divided) + 1, size)
+        return tiles["m"] * tiles["n"] * self.results
 
     @functools.cached_property
     def batch_size(self) -> int:
@@ -289,13 +295,13 @@ class Problem:
 
     @functools.cached_property
     def matrices(self) -> tuple[int, ...]:
-        """Number of matrices in a, and in each b: of each group one, where groups are of rows."""
-        of_rows = self.groups_along("m")
-        return (math.prod(self.a.batch), *(math.prod(b.batch) * of_rows for b in self.bs))
+        """Number of matrices in a, and in each b: of each group one, where groups are of the other's rows."""
+        of_rows, of_columns = self.groups_along("m"), self.groups_along("n")
+        return (math.prod(self.a.batch) * of_columns, *(math.prod(b.batch) * of_rows for b in self.bs))
 
     @property
     def divided(self) -> str:
-        """The axis that groups divide, "m" or "k"; "" where there are none."""
+        """The axis that groups divide, "m", "k" or "n"; "" where there are none."""
         return self.groups.axis if self.groups else ""
 
     def groups_along(self, axis: str) -> int:
@@ -306,6 +312,17 @@ class Problem:
     def products(self) -> int:
         """Number of matrices b that share a, each multiplied by it."""
         return self.epilogue.products
+
+    @functools.cached_property
+    def beside(self) -> tuple[int, int]:
+        """Numbers of matrices a, and b, that are multiplied with the same one of the other."""
+        return (self.products, 1) if self.turned else (1, self.products)
+
+    @functools.cached_property
+    def factors(self) -> tuple[Operand, ...]:
+        """The operands of all arrays that are multiplied, those of a first; a symmetric product has b too."""
+        of_a, of_b = self.beside
+        return (self.a,) * of_a + self.bs[:of_b]
 
     @property
     def few_rows(self) -> bool:
@@ -321,48 +338,12 @@ class Problem:
     @functools.cached_property
     def arrays(self) -> int:
         """Number of arrays before the epilogue's operands: those told, then scales and zero points of operands."""
-        return self.told + sum(len(x.scale.arrays) for x in (self.a, *self.bs) if x.scale)
+        return self.told + sum(len(x.scale.arrays) for x in self.factors if x.scale)
 
     @property
     def told(self) -> int:
         """Number of arrays that are multiplied, or told beside them: sizes of groups, the indices of rows."""
         return 1 + (0 if self.symmetric else self.products) + bool(self.groups) + self.a.gathered
-
-    @functools.cached_property
-    def flops(self) -> int:
-        """Floating-point operations of the products: 2 m n k for each matrix of the result.
-
-        Where that is symmetric, of what is on and below its diagonal.
-        """
-        if self.symmetric:
-            return self.m * (self.m + 1) * self.k * self.batch_size
-        if self.groups and not self.groups.count:
-            return 0
-        elements = self.a.view.multiplied if isinstance(self.a.view, Im2col) else self.m * self.k
-        return 2 * elements * self.n * self.batch_size * self.products
-
-    @functools.cached_property
-    def result_bytes(self) -> int:
-        """Bytes of all results."""
-        full = self.m * self.n * self.results
-        axes = {"row": self.m, "col": self.n}
-        return sum(
-            full // math.prod(axes[x] for x in out.axes) * np.dtype(out.dtype).itemsize for out in self.epilogue.outputs
-        )
-
-    @functools.cached_property
-    def bytes(self) -> int:
-        """The fewest bytes device memory must move: each operand read once, each result written once."""
-        of_a, *of_bs = self.matrices
-        a = of_a * self.a.read(self.m, self.k)
-        b = 0 if self.symmetric else sum(x * b.read(self.n, self.k) for b, x in zip(self.bs, of_bs, strict=True))
-        operands = 0
-        for i, spec in enumerate(self.epilogue.operands):
-            matrices = math.prod(size for size, *moves in self.batch_groups if moves[2 + i])
-            operands += (
-                matrices * (self.m if spec.row else 1) * (self.n if spec.col else 1) * np.dtype(spec.dtype).itemsize
-            )
-        return a + b + operands + self.result_bytes
 
     @functools.cached_property
     def batch_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -389,7 +370,8 @@ class Problem:
         found = merged(self.batch, moves, apart)
         if self.groups:
             of_group = [self.divided == "k" or spec.group for spec in self.epilogue.operands]
-            found.append((len(self.batch), (self.groups.count, False, self.divided == "m", *of_group, False)))
+            of_each = self.divided == "n", self.divided == "m", *of_group, False
+            found.append((len(self.batch), (self.groups.count, *of_each)))
         return tuple(found)
 
     def __str__(self) -> str:
@@ -397,7 +379,8 @@ class Problem:
         operands += f" by {self.math}" if self.math else ""
         dtypes = f"{operands} -> {', '.join(short(out.dtype) for out in self.epilogue.outputs)}"
         batch = f" batch {'x'.join(map(str, self.batch))}" if self.batch else ""
-        groups = f" in {self.groups.count} groups of {'rows' if self.divided == 'm' else 'k'}" if self.groups else ""
+        of = {"m": "rows", "n": "columns", "k": "k"}
+        groups = f" in {self.groups.count} groups of {of[self.divided]}" if self.groups else ""
         symmetric = " symmetric" if self.symmetric else ""
         named = [name for name, order in zip("abd", self.orders, strict=True) if order]
         strided = f", {' and '.join(named)} by strides" if named else ""

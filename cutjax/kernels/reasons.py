@@ -83,10 +83,8 @@ def of_swap(problem: Problem) -> list[str]:
     """Returns the reasons against swapping the operands."""
     found = ["swap with gathered rows: they are those of the first operand"] * problem.a.gathered
     found += ["swap with windows of images: they are those of the first operand"] * isinstance(problem.a.view, Im2col)
-    if problem.products > 1:
-        found.append(f"swap with {problem.products} products: of several b, none can be the one operand of the rows")
-    if problem.groups:
-        found.append("swap with groups: kernels divide the rows, or the contraction, of operands as they are")
+    if problem.divided == "k":
+        found.append("swap with groups of k: kernels divide the contraction of operands as they are")
     if problem.symmetric:
         found.append("swap of a symmetric product, which is its own transpose")
     return found

@@ -37,14 +37,16 @@ def by_tma(staging: Staging) -> str:
 
 
 def rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
-    """The struct that stores without TMA: where rows have groups, or are of no whole units of 16 bytes."""
+    """The struct that stores without TMA: where rows or columns have groups, or are of no whole units of 16 bytes."""
     pointers = [argument.declaration for argument in arguments if "rows" in argument.to.split()]
     stores, mirrored, clears = [], [], []
     strided = any(argument.name == "d_pitch" for argument in arguments)
     gathered = staging.swap and not staging.tma  # from the columns of a tile
     pitch = "d_pitch" if strided else "m" if gathered else "n"
+    of_d = ragged in ("m", "n")
+    end = "end" if ragged == "n" else "n"
     for place, (_, out) in enumerate(staging.results):
-        if ragged != "m" and staging.by_tma(out):
+        if not of_d and staging.by_tma(out):
             continue
         size, dtype = np.dtype(out.dtype).itemsize, DTYPES[out.dtype].stored
         unit = min(staging.pitch, 16 // size)
@@ -52,7 +54,7 @@ def rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
 
         def call(struct: str, slot: int, rows: str = f"store_rows<{unit}>", dtype=dtype, matrix=matrix) -> str:
             tile = f"buffer + {place_of(slot)}"
-            return f"{struct}<Dtype::{dtype}>::{rows}({matrix}, m, n, {pitch}, {tile}, x, y, rows, thread);"
+            return f"{struct}<Dtype::{dtype}>::{rows}({matrix}, m, {end}, {pitch}, {tile}, x, y, rows, thread);"
 
         partly = "if (!whole) " if staging.by_tma(out) else ""
         rows = f"store_columns<{unit}>" if gathered else f"store_rows<{unit}>"
@@ -66,9 +68,9 @@ def rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
             stores.append(partly + call(staging.tile, staging.result_slots[place], rows))
         mirror = ("Transposed",) if staging.tma else ("Staging", f"store_columns<{unit}>")
         mirrored += [call(mirror[0], slot, *mirror[1:]) for slot in staging.mirror_slots[place : place + 1]]
-        clears.append(
-            f"Staging<Dtype::{dtype}>::clear_rows<{unit}>({matrix}, n, n, x, y, rows, EPILOGUE_COLUMNS, thread);"
-        )
+        # Of the transposed result, which lies in memory as it did.
+        cleared = "m, m, y, x, min(end - x, BN), rows" if ragged == "n" else "n, n, x, y, rows, EPILOGUE_COLUMNS"
+        clears.append(f"Staging<Dtype::{dtype}>::clear_rows<{unit}>({matrix}, {cleared}, thread);")
     if mirrored:
         stores = [
             "int right = right_of_diagonal(y, x);",
@@ -104,13 +106,14 @@ def rows(staging: Staging, arguments: Sequence[Argument], ragged: str) -> str:
 constexpr bool BY_THREADS = {str(by_threads).lower()};
 struct Rows {{
   int m, n;{"".join(f"{chr(10)}  {x};" for x in pointers)}
+  int end = 0;  // of the columns of a tile's group, where columns have groups
 {placed if staging.pixels else ""}
   // So many rows, or as many as there are, of a staged chunk, to row y and column x on of a matrix of each result.
   DEVICE void store(bool whole, u32 buffer, int x, int y, int batch, int rows, int thread) const {{
     rows = min(min(rows, STAGING_ROWS), m - y);{lines(stores)}
   }}
   // Zeroes rows of the tile's columns.
-  DEVICE void clear(int x, int y, int batch, int rows, int thread) const {{{lines(clears if ragged == "m" else [])}
+  DEVICE void clear(int x, int y, int batch, int rows, int thread) const {{{lines(clears if of_d else [])}
   }}
 }};
 """

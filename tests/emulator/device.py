@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 from cutjax.binding import lowering
+from cutjax.dtypes import bits_of
 from cutjax.kernels import base, gather
 from cutjax.kernels.direct import entries
 from cutjax.ops import cuda_launch
@@ -188,7 +189,7 @@ class Machine:
 
     def execute(self, call: Call, arrays: Sequence[np.ndarray], memory: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The results of a call's launches in the memory given for them: `launches.Execute` of tests/gpu."""
-        given = [np.array(x, order="C", copy=True) for x in (*arrays, *memory)]
+        given = [stored(np.array(x, order="C", copy=True)) for x in (*arrays, *memory)]
         for argument, result in call.aliases:
             given[argument] = given[len(arrays) + result]
         for launch in call.launches:
@@ -270,6 +271,14 @@ class _Choice:
     def call(self) -> Call:
         call = self._choice.call()
         return call if call.prepare else dataclasses.replace(call, prepare=lambda arrays: list(arrays))
+
+
+def stored(x: np.ndarray) -> np.ndarray:
+    """An array as it lies on a device: elements of 4 bits two a byte, the first in its lower half."""
+    if bits_of(x.dtype) == 8 * x.itemsize:
+        return x
+    nibbles = x.reshape(-1, 2).view(np.uint8) & 15
+    return nibbles[:, 0] | nibbles[:, 1] << 4
 
 
 def poison(shape: Sequence[int], dtype: Any) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import re
 
 import gxx
@@ -15,7 +16,9 @@ from cubin import check_lean
 
 import cutjax
 from cutjax import Config
+from cutjax.epilogue.expression import Epilogue, Node, Output, identity
 from cutjax.kernels.operand import Scale
+from cutjax.kernels.sm90 import decode
 from cutjax.kernels.sm90 import kernel as sm90
 from cutjax.runtime import compiler
 
@@ -59,13 +62,14 @@ static float* found;
 static int done;
 static void thread() {
   Accumulators sums;
-  for (auto& block : sums) std::fill(block, block + BN / 2, NAN);
+  for (auto& block : sums) std::fill(block, block + PRODUCTS * BN / 2, NAN);
   Pipeline pipe{STAGES * STAGE_BYTES, STAGES * STAGE_BYTES + STAGES * 8, 0, 0};
   int warpgroup = threadIdx.x / 128, row = warpgroup * ROWS_PER_CONSUMER, t = threadIdx.x % 128;
   multiply<M_BLOCKS>(sums, pipe, SharedTiles{0}, row, Work{}, 0, STAGES, t, 0, [] {}, [] {});
-  for (int i = 0; i < M_BLOCKS * BN / 2; ++i) {
-    int j = i % (BN / 2), at = row + i / (BN / 2) * 64 + t / 32 * 16 + t % 32 / 4 + j / 2 % 2 * 8;
-    found[at * BN + j / 4 * 8 + t % 4 * 2 + j % 2] = sums[i / (BN / 2)][j];
+  constexpr int COLUMNS = PRODUCTS * BN;
+  for (int i = 0; i < M_BLOCKS * COLUMNS / 2; ++i) {
+    int j = i % (COLUMNS / 2), at = row + i / (COLUMNS / 2) * 64 + t / 32 * 16 + t % 32 / 4 + j / 2 % 2 * 8;
+    found[at * COLUMNS + j / 4 * 8 + t % 4 * 2 + j % 2] = sums[i / (COLUMNS / 2)][j];
   }
   ++done;
   while (true) wait_for_others();
@@ -89,14 +93,26 @@ extern "C" void run(const void* tiles, float* to) {
     for (threadIdx.x = 0; threadIdx.x < COUNT; ++threadIdx.x) swapcontext(&outside, &contexts[threadIdx.x]);
 }
 """
-_KEPT = ("common/math", "common/elements", "narrow", "sm90/tiles", "sm90/decode", "sm90/multiply_registers")
+_KEPT = ("common/math", "common/elements", "narrow", "sm90/halves", "sm90/decode", "sm90/factor", "sm90/zero")
+_KEPT += ("sm90/tiles", "sm90/multiply_registers")
+F32, E4M3 = np.dtype(np.float32), np.dtype(jnp.float8_e4m3fn)
+_ACCS = tuple(Node("acc", (), "float32", (i,)) for i in range(2))
+PAIR = Epilogue(2, (), _ACCS, (Output(0, "float32"), Output(1, "float32")))  # two products as they are
 
 
-def kernel(narrow="int8", layout="nn", wide="bfloat16", scale=None, sizes=(16, 512, 1024), **fields):
-    problem = cutjax.Problem.of(*sizes, layout, wide, narrow, np.float32)
+def problem_of(narrow, layout, wide, scale, sizes, zeros=False, products=1, groups=0):
+    """A product of weights with scales of a dtype and a depth, with zero points in the weights' dtype or without."""
+    more = {"groups": groups, "ragged": "m"} if groups else {}
+    epilogue = PAIR if products == 2 else identity(F32, F32)
+    problem = cutjax.Problem.of(*sizes, layout, wide, narrow, F32, epilogue=epilogue, **more)
     if scale:
-        b = dataclasses.replace(problem.bs[0], scale=Scale(np.dtype(jnp.dtype(scale[0])), 1, scale[1]))
-        problem = dataclasses.replace(problem, bs=(b,))
+        of = Scale(np.dtype(jnp.dtype(scale[0])), 1, scale[1], problem.bs[0].dtype if zeros else None)
+        problem = dataclasses.replace(problem, bs=(dataclasses.replace(problem.bs[0], scale=of),) * products)
+    return problem
+
+
+def kernel(narrow="int8", layout="nn", wide="bfloat16", scale=None, sizes=(16, 512, 1024), zeros=False, **fields):
+    problem = problem_of(narrow, layout, wide, scale, sizes, zeros, fields.pop("products", 1), fields.pop("groups", 0))
     return sm90.resolved(problem, Config(**{"bm": BM, "bn": 16, "bk": BK, "stages": K_BLOCKS, "swap": True} | fields))
 
 
@@ -115,27 +131,32 @@ def packed(x):
     return nibbles[..., ::2] | nibbles[..., 1::2] << 4
 
 
-def tiles(kernel, w, x, factors):
-    """The stages of ``w[n, k]`` and its factors ``[n, groups]``, then those of ``x[m, k]``."""
+def tiles(kernel, ws, x, factors):
+    """The stages of each ``w[n, k]`` and its factors and zero points ``[n, groups]``, then those of ``x[m, k]``."""
     p, c = kernel.multiplied, kernel.config
     depth, chunk, found = c.depth(p), c.decoded_chunk(p), []
-    for k in range(0, w.shape[1], depth):
-        part = w[:, k : k + depth]
-        pieces = np.split(part.T, c.bm // chunk, 1) if p.a.contiguous == "mn" else [part]
-        pieces = [packed(np.ascontiguousarray(piece)) if p.a.bits == 4 else piece for piece in pieces]
-        found.append(np.concatenate([swizzled(piece, p.a.bytes(chunk)) for piece in pieces]))
-        if p.a.scale:
-            of_stage = factors[:, k // p.a.scale.k :][:, : c.factor_rows(p)].T
-            behind = np.zeros(c.factor_bytes(p), np.uint8)
-            behind[: of_stage.nbytes] = np.ascontiguousarray(of_stage).view(np.uint8).reshape(-1)
-            found.append(behind)
-    for k in range(0, w.shape[1], 64):
+    places = decode.factor_places(c, p)
+    for k in range(0, ws[0].shape[1], depth):
+        for w in ws:
+            part = w[:, k : k + depth]
+            pieces = np.split(part.T, c.bm // chunk, 1) if p.a.contiguous == "mn" else [part]
+            pieces = [packed(np.ascontiguousarray(piece)) if p.a.bits == 4 else piece for piece in pieces]
+            found.append(np.concatenate([swizzled(piece, p.a.bytes(chunk)) for piece in pieces]))
+        behind = np.zeros(decode.factor_bytes(c, p), np.uint8)
+        for i, arrays in enumerate(factors if p.a.scale else ()):
+            for place, array in zip(places, arrays, strict=False):
+                of_stage = np.ascontiguousarray(array[:, k // p.a.scale.k :][:, : decode.factor_rows(c, p)].T)
+                of_stage = packed(of_stage) if array.dtype.name.endswith("int4") else of_stage.view(np.uint8)
+                at = i * places[-1] + place
+                behind[at : at + of_stage.size] = of_stage.reshape(-1)
+        found.append(behind)
+    for k in range(0, ws[0].shape[1], 64):
         found.append(swizzled(x[:, k : k + 64], 128))
     return np.concatenate(found)
 
 
-def multiplied(kernel, w, x, folder, factors=None):
-    """The sums ``float32[n, m]`` that the main loop of a kernel makes of one tile."""
+def multiplied(kernel, ws, x, folder, factors=None):
+    """The sums ``float32[n, products * m]`` that the main loop of a kernel makes of one tile."""
     parts = re.split(r'^(?=#line 1 ")', kernel.source, flags=re.M)
     kept = [part for part in parts if part.startswith(tuple(f'#line 1 "{name}' for name in _KEPT))]
     constants = "\n".join(re.findall(r"^constexpr (?:int|bool|Dtype) [A-Z_]+ = .*;.*$", parts[0] + parts[1], re.M))
@@ -148,8 +169,8 @@ def multiplied(kernel, w, x, folder, factors=None):
     ])  # fmt: skip
     text = re.sub(r"^#line.*$", "", text, flags=re.M)
     library = gxx.build(folder, text, "-w")
-    found = np.zeros((kernel.config.bm, kernel.config.bn), np.float32)
-    given = kernel_host.aligned(tiles(kernel, w, x, factors))
+    found = np.zeros((kernel.config.bm, len(ws) * kernel.config.bn), np.float32)
+    given = kernel_host.aligned(tiles(kernel, ws, x, factors))
     library.run(ctypes.c_void_p(given.ctypes.data), found.ctypes.data_as(ctypes.c_void_p))
     return found
 
@@ -184,7 +205,7 @@ def test_a_tile_is_exact(narrow, wide, fields, layout, tmp_path):
     several = [1, 2, -1] if narrow != "float8_e5m2" else [2]
     x[np.arange(c.bn)[:, None], rng.permutation(k)[: c.bn * len(several)].reshape(c.bn, -1)] = several
     expected = (w.astype(np.float64) @ x.astype(np.float64).T).astype(np.float32)
-    np.testing.assert_array_equal(multiplied(of, w, x, tmp_path), expected)
+    np.testing.assert_array_equal(multiplied(of, [w], x, tmp_path), expected)
 
 
 @needs_host
@@ -201,6 +222,17 @@ def test_a_tile_is_exact(narrow, wide, fields, layout, tmp_path):
         ("int8", "bfloat16", ("bfloat16", 32), {}),
         ("float8_e4m3fn", "bfloat16", ("float32", 64), {"bm": 64}),
         ("int8", "bfloat16", ("bfloat16", 128), {"bm": 256, "bk": 64}),
+        ("uint4", "bfloat16", ("bfloat16", 32), {"bm": 256, "zeros": True}),
+        ("int4", "float16", ("float32", 128), {"schedule": "pingpong", "zeros": True}),
+        ("int8", "bfloat16", ("bfloat16", 32), {"bm": 64, "zeros": True}),
+        ("int8", "float16", ("float16", 128), {"zeros": True}),
+        ("uint8", "float16", ("float8_e8m0fnu", 32), {"zeros": True}),
+        ("uint4", "bfloat16", ("float16", 64), {"bm": 256, "zeros": True}),
+        ("int8", "float16", ("bfloat16", 32), {"bm": 64}),
+        ("float4_e2m1fn", "bfloat16", ("float8_e8m0fnu", 32), {"bm": 256}),
+        ("uint4", "bfloat16", ("bfloat16", 128), {"bm": 256, "zeros": True, "products": 2}),
+        ("float4_e2m1fn", "bfloat16", ("float8_e8m0fnu", 32), {"bm": 256, "products": 2, "bk": 64}),
+        ("int8", "bfloat16", None, {"bm": 64, "products": 2}),
     ],
     ids=str,
 )
@@ -208,17 +240,32 @@ def test_a_tile_with_factors_is_rounded_once(narrow, wide, scale, fields, tmp_pa
     rng, of = np.random.default_rng(2), kernel(narrow, "nn", wide, scale, **fields)
     c, p = of.config, of.multiplied
     k = K_BLOCKS * c.depth(p)
-    w = rng.permutation(np.resize(every_value(narrow), c.bm * k)).reshape(c.bm, k)
-    wide_w, factors = w.astype(np.float32), None
-    if scale:
-        factors = rng.standard_normal((c.bm, -(-k // scale[1]))).astype(jnp.dtype(scale[0]))
-        wide_w = (wide_w * np.repeat(factors.astype(np.float32), scale[1], 1)[:, :k]).astype(jnp.dtype(wide))
     x = np.zeros((c.bn, k), jnp.dtype(wide))
     x[np.arange(c.bn), rng.permutation(k)[: c.bn]] = 2
-    expected = (wide_w.astype(np.float64) @ x.astype(np.float64).T).astype(np.float32)
-    found = multiplied(of, w, x, tmp_path, factors)
+    ws, factors, expected = [], [], []
+    for _ in range(p.products):
+        w = rng.permutation(np.resize(every_value(narrow), c.bm * k)).reshape(c.bm, k)
+        wide_w, shape = w.astype(np.float32), (c.bm, -(-k // scale[1]) if scale else 1)
+        along = functools.partial(np.repeat, repeats=scale[1] if scale else k, axis=1)
+        arrays = []
+        if scale:
+            powers = "e8m0" in scale[0]
+            by = 2.0 ** rng.integers(-6, 7, shape) if powers else rng.standard_normal(shape)
+            if powers:
+                by[:2, 0] = np.nan, 2.0**-127  # the last of its bits, and the least number
+            arrays.append(by.astype(jnp.dtype(scale[0])))
+        if fields.get("zeros"):
+            arrays.append(np.resize(every_value(narrow), shape))
+            wide_w = wide_w - along(arrays[1].astype(np.float32))[:, :k]
+        if scale:
+            wide_w = (wide_w * along(arrays[0].astype(np.float32))[:, :k]).astype(jnp.dtype(wide))
+        ws.append(w)
+        factors.append(arrays)
+        expected.append((wide_w.astype(np.float64) @ x.astype(np.float64).T).astype(np.float32))
+    expected = np.concatenate(expected, 1)
+    found = multiplied(of, ws, x, tmp_path, factors)
     if p.a.bits == 4:  # both blocks of a warp are rows beside each other
-        found = found.reshape(-1, 2, 4, 16, c.bn).swapaxes(1, 2).reshape(c.bm, c.bn)
+        found = found.reshape(-1, 2, 4, 16, found.shape[1]).swapaxes(1, 2).reshape(found.shape)
     np.testing.assert_array_equal(found, expected)
 
 
@@ -230,6 +277,9 @@ def test_a_tile_with_factors_is_rounded_once(narrow, wide, scale, fields, tmp_pa
         ("float8_e4m3fn", "nn", None, {"bm": 64, "bn": 64, "stages": 4}),
         ("int4", "nn", ("bfloat16", 128), {"bm": 256, "bn": 128, "bk": 64, "stages": 5, "stream_k": True}),
         ("int4", "nn", ("float32", 64), {"bm": 256, "bn": 64, "bk": 128, "stages": 5, "cluster_k": 2}),
+        ("uint4", "nn", ("bfloat16", 128), {"bm": 256, "bn": 32, "stages": 5, "zeros": True, "groups": 8}),
+        ("float4_e2m1fn", "nn", ("float8_e8m0fnu", 32), {"bm": 256, "bn": 16, "products": 2, "groups": 8, "stages": 4}),
+        ("int8", "nt", None, {"bn": 64, "stages": 3, "groups": 8, "cluster_m": 2, "products": 2}),
     ],
     ids=str,
 )
@@ -240,7 +290,7 @@ def test_wgmmas_do_not_wait_for_each_other(narrow, layout, scale, fields):
 
 def test_what_is_refused():
     def why(narrow, layout="nn", scale=None, sizes=(16, 512, 1024), zero=None, **fields):
-        problem = cutjax.Problem.of(*sizes, layout, "bfloat16", narrow, np.float32)
+        problem = problem_of(narrow, layout, "bfloat16", None, sizes)
         if scale:
             scale = Scale(np.dtype(jnp.dtype(scale[0])), scale[1], scale[2], zero)
             problem = dataclasses.replace(problem, bs=(dataclasses.replace(problem.bs[0], scale=scale),))
@@ -255,4 +305,6 @@ def test_what_is_refused():
     assert "scales of 1 x 96" in why("int4", scale=("float32", 1, 96), sizes=(16, 512, 960))
     assert "scales of 2 x 128" in why("int4", scale=("float32", 2, 128))
     assert "zero points" in why("uint4", scale=("float32", 1, 128), zero=np.dtype(np.float32))
-    assert "scales in f16" in why("int4", scale=("float16", 1, 128))
+    assert "zero points in s8 of u4" in why("uint4", scale=("float32", 1, 128), zero=np.dtype(np.int8))
+    assert "zero points in f8_e4m3fn" in why("float8_e4m3fn", scale=("float32", 1, 128), zero=E4M3, bm=128)
+    assert "scales in f8_e4m3fn" in why("int4", scale=("float8_e4m3fn", 1, 128))

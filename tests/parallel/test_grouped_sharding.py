@@ -127,3 +127,44 @@ def test_vmap_of_shard_map():
     sharded = jax.shard_map(expert_parallel, mesh=MESH, in_specs=(P(), P("i")), out_specs=P())
     got = jax.jit(jax.vmap(sharded, (0, None)))(jnp.stack([X, X + 1]), W)
     same(got, jax.vmap(lambda x: masked_multiply(x, W, SIZES))(jnp.stack([X, X + 1])))
+
+
+def quantized(zeros: bool) -> tuple[cutjax.Quantized, jax.Array]:
+    """Weights with a scale, and a zero point or none, for each column and 4 of k, and x beside them."""
+    k = 8 * K
+    values, scale = integers(4, (G, k, N), jnp.int4), jnp.exp2(integers(5, (G, k // 4, N)))
+    zero = integers(6, scale.shape, jnp.int4) if zeros else None
+    return cutjax.Quantized(values, scale, zero), integers(7, (M, k))
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@patterns
+def test_quantized_weights_divide_with_their_scales(fn, x_spec, w_spec, y_spec, zeros):
+    """Values, scales and zero points by one spec; the gradients in x and in the scales."""
+    q, x = quantized(zeros)
+
+    def run(multiply, x, scale):
+        return (multiply(x, cutjax.Quantized(q.values, scale, q.zero_point)) ** 2).sum()
+
+    def local(x, *arrays):
+        return fn(x, cutjax.Quantized(*arrays))
+
+    arrays = q.values, q.scale, *((q.zero_point,) if zeros else ())
+    specs = (w_spec,) * len(arrays)
+    sharded = jax.shard_map(local, mesh=MESH, in_specs=(x_spec, *specs), out_specs=y_spec)
+
+    def divided(x, q):
+        return sharded(x, q.values, q.scale, *((q.zero_point,) if zeros else ()))
+
+    got = jax.jit(jax.value_and_grad(functools.partial(run, divided), (0, 1)))(x, q.scale)
+    plain = functools.partial(run, lambda x, q: masked_multiply(x, q.dequantize(), SIZES))
+    same(got, jax.jit(jax.value_and_grad(plain, (0, 1)))(x, q.scale))
+
+
+@pytest.mark.parametrize("spec", [spec for _, _, spec, _ in PATTERNS.values()], ids=PATTERNS)
+def test_quantized_weights_divided_by_jit(spec):
+    q, x = quantized(True)
+    put = functools.partial(jax.device_put, device=jax.NamedSharding(MESH, spec))
+    there = jax.tree.map(put, q)
+    assert there.zero_point.sharding.shard_shape(q.scale.shape) != q.scale.shape
+    same(jax.jit(cutjax.grouped_gemm)(x, there, SIZES), masked_multiply(x, q.dequantize(), SIZES))

@@ -64,6 +64,7 @@ class Kernel(Resolved):
     """One config resolved for one problem: a launch, or, of a weight gradient, two."""
 
     family = "direct"
+    unmeasured = ""
 
     @property
     def prepared(self) -> tuple[Prepared, ...]:

@@ -51,6 +51,8 @@ def reasons(problem: Problem, config: Config, way: Math, staging: Staging) -> li
 def swap_reasons(problem: Problem) -> list[str]:
     """Returns the reasons against swapping the operands."""
     found = of_swap(problem)
+    if problem.products > 1 or problem.groups:
+        found.append("swap with several products, or in groups: slim kernels multiply one b, of all rows")
     if problem.bs[0].narrow_beside(problem.a):
         found.append(f"swap with b in {problem.bs[0].dtype.name}")
     if any(out.reduce for out in problem.epilogue.outputs):

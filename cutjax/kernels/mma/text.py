@@ -61,6 +61,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "IN_PARTS": config.splits > 1,
         "RAGGED_M": problem.divided == "m",
         "RAGGED_K": problem.divided == "k",
+        "RAGGED_N": False,
+        "K_ALIGNED": False,
         "AXES": views.axes(problem),
         "COLUMN_GROUPS": views.groups(problem) > 1,
         "SPREAD": views.spread(problem),

@@ -24,9 +24,9 @@ from cutjax.kernels.arguments import (
 )
 from cutjax.kernels.operand import Operand, Taps
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import scales, windows
+from cutjax.kernels.sm90 import decode, scales, windows
 from cutjax.kernels.sm90.config import Config
-from cutjax.kernels.sm90.operands import decoded, factors, row_bytes
+from cutjax.kernels.sm90.operands import decoded, row_bytes
 from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.runtime.launch import Int64, Pointer, TensorMap
 
@@ -59,6 +59,7 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
     epilogue = p.epilogue
     (sizes, moves), steps = batch_moves(p), array_steps(p)
     more, terms = sum(operand.copies - 1 for operand in kernel.prepared), kernel.way.terms
+    beside_a, beside_b = p.beside
     first_more = p.arrays + len(epilogue.operands)
     first_result = first_more + more + c.stream_k  # tickets are an argument too
     results = [(first_result + i, out) for i, out in staging.results]
@@ -71,26 +72,27 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
         yield integer("a_valid_bytes", p.a.bytes(p.k), "a")
         yield from gathered(p)
     view = windows.view_of(p)
-    for term in range(0 if p.a.gathered else terms):
-        buffer = _buffer_of(int(c.swap), term, terms, first_more)
+    for i, (term, a) in enumerate((term, a) for term in range(terms) for a in range(beside_a)):
+        if p.a.gathered:
+            break
+        buffer = _buffer_of(c.swap + a, term, terms, first_more)
         if view:
             value = _windows_map(buffer, kernel)
         else:
             chunk = c.decoded_chunk(p) if decoded(p.a, p.bs[0]) else p.a.elements(128)
             value = _operand_map(buffer, p.a, p.m, p, of_a, c.bm, chunk, c, c.cluster_n)
-        yield _map(f"map_a{term}" if term else "map_a", value, "a")
-    if factors(p):
-        yield _map("map_factors", _factor_map(kernel), "a")
+        yield _map(f"map_a{i}" if i else "map_a", value, "a")
+    yield from decode.arguments(c, p)
     if view:
         yield from windows.of_windows(p, c.depth(p), kernel.phases)
     b_matrices = p.matrices[1]
     of_b = matrices_of(p, p.bs[0], p.n, b_matrices, tuple(steps[1]))
-    for i, (term, b) in enumerate((term, i) for term in range(terms) for i in range(p.products)):
+    for i, (term, b) in enumerate((term, i) for term in range(terms) for i in range(beside_b)):
         buffer = _buffer_of(0 if p.symmetric or c.swap else 1 + b, term, terms, first_more)
         if isinstance(p.bs[0].view, Taps):
             value = _taps_map(buffer, kernel)
         else:
-            chunk = c.chunk(p.bs[0], p.products)
+            chunk = c.chunk(p.bs[0], beside_b)
             value = _operand_map(buffer, p.bs[0], p.n, p, of_b, c.bn, chunk, c, c.cluster_m)
         yield _map(f"map_b{i}", value, "b")
     if isinstance(p.bs[0].view, Taps):
@@ -126,7 +128,7 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
         yield Argument("int* tickets", Pointer(first_result + len(epilogue.outputs) + 1), "scheduler")
     yield from groups(p)
     for place, (buffer, out) in enumerate(results):
-        if p.divided == "m" or not staging.by_tma(out):  # TMA clips at the matrix, not at a group's last row
+        if p.divided in ("m", "n") or not staging.by_tma(out):  # TMA clips at the matrix, not at a group's end
             yield Argument(f"char* d{place}", Pointer(buffer), "rows")
 
 
@@ -161,15 +163,6 @@ def _operand_map(
         return dataclasses.replace(found, element="tfloat32" if operand.dtype == np.float32 else "")
     depth = config.depth(p) // (1 if -(-tile // chunk) % share == 0 else share)
     return matrix_map(buffer, operand.dtype, (rows, p.k), of, (chunk, depth), span, l2_bytes)
-
-
-def _factor_map(kernel: Resolved) -> TensorMap:
-    """The tensor map of the factors of a's elements, as Scaled in load_scaled.cuh loads it."""
-    p, scale = kernel.multiplied, kernel.multiplied.a.scale
-    assert scale is not None
-    row, rows = p.m * scale.dtype.itemsize, -(-p.k // scale.k)
-    of, box = Matrices(row, row * rows, 1, ()), (kernel.config.bm, kernel.config.factor_rows(p))
-    return matrix_map(p.told, scale.dtype, (p.m, rows), of, box, 0, 256)
 
 
 def _windows_map(buffer: int, kernel: Resolved) -> TensorMap:

@@ -201,16 +201,6 @@ class Config:
         deep = self.bk == 128 and (scale is None or scale.k % 64 == 0)
         return 4 if deep and (self.m_blocks == 1 or self.bn <= FEW) else 2
 
-    def factor_rows(self, problem: Problem) -> int:
-        """Returns the rows of a's factors that a stage has, each along bm."""
-        scale = operands.factors(problem)
-        return max(1, self.depth(problem) // scale.k) if scale else 0
-
-    def factor_bytes(self, problem: Problem) -> int:
-        """Returns the memory of a stage's factors, in units in which swizzled tiles begin."""
-        scale = operands.factors(problem)
-        return -(-self.factor_rows(problem) * self.bm * scale.dtype.itemsize // 1024) * 1024 if scale else 0
-
     def chunk(self, b: Operand, products: int = 1) -> int:
         """Returns the elements of a row of b's tile in shared memory, which its swizzle spans.
 
@@ -236,7 +226,7 @@ class Config:
             dtypes += f"x{short(problem.bs[0].dtype.name)}"
         decoded = operands.decoded(problem.bs[0], problem.a)
         if decoded and (scale := problem.bs[0].scale):
-            dtypes += f"by{scale.k}{short(scale.dtype.name)}"
+            dtypes += f"by{scale.k}{short(scale.dtype.name)}" + "z" * (scale.zero is not None)
         if problem.plain and problem.out_dtype != problem.a.dtype:
             dtypes += short(problem.out_dtype.name)
         tile = f"{self.bm}x{self.bn}x{self.bk}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}_{self.schedule}"

@@ -1,7 +1,7 @@
 """The cost model: the predicted time of a resolved kernel on a device. It reads fields, and computes no geometry.
 
-Dense products have a model of their own (dense_cost.py), which convolutions take longer than (windows_cost.py); here
-are those of groups, and symmetric ones.
+Dense products have a model of their own (dense_cost.py), which convolutions take longer than (windows_cost.py), and
+which those of groups are told by where operands are swapped; here are others of groups, and symmetric ones.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def predict(kernel: Resolved, device: Device) -> float:
     what they are good for is ranking, and tests/kernels/test_select.py holds them to that.
     """
     c, p = kernel.config, kernel.multiplied
-    if not (p.groups or p.symmetric):
+    if not (p.groups or p.symmetric) or p.divided == "n":
         us = dense_cost.time_us(dense_cost.features(kernel, device), dense_cost.CONSTANTS)
         if windows.view_of(kernel.asked) is None:
             return us

@@ -182,7 +182,8 @@ class Features(NamedTuple):
       resident: blocks on an SM.
       multicasts: the cluster is one that multicasts.
       cluster, cluster_m, cluster_n, cluster_k, splits, stream: of the config.
-      bm, bn, bk, stages, pingpong, halves: of the config; bn of all products, `halves` where two warpgroups share one.
+      bm, bn, bk, stages, pingpong, halves: of the config; bn of all products (bm where operands are swapped), `halves`
+        where two warpgroups share one.
       k_blocks: of a part; of each pair of terms of the operands as many.
       stage_bytes: of one stage.
       own: the part of a tile's columns that one CTA stores.
@@ -249,11 +250,11 @@ PAIRLESS = 1.6
 def features(kernel: Resolved, device: Device) -> Features:
     """Returns a kernel's features, the inputs of the model."""
     p, c = kernel.multiplied, kernel.config
-    b, staged = p.bs[0], kernel.staging
+    (of_a, of_b), b, staged = p.beside, p.bs[0], kernel.staging
     common = _of_problem(kernel.asked, kernel.problem, p, kernel.stored, kernel.way, staged, kernel.prepared, device)
     return Features(
         **common,
-        items=kernel.rows * kernel.columns * p.batch_size * c.splits * kernel.matrices,
+        items=kernel.rows * _columns(kernel) * p.batch_size * c.splits * kernel.matrices,
         in_flight=max(1, device.clusters_at_once(c.cluster) * kernel.blocks_per_sm),
         resident=kernel.blocks_per_sm,
         multicasts=c.cluster > c.cluster_k,
@@ -263,8 +264,8 @@ def features(kernel: Resolved, device: Device) -> Features:
         cluster_k=c.cluster_k,
         splits=c.splits,
         stream=c.stream_k,
-        bm=c.bm,
-        bn=c.bn * p.products,
+        bm=c.bm * of_a,
+        bn=c.bn * of_b,
         bk=c.bk,
         stages=c.stages,
         steps=c.bk // 16 // slices if (slices := c.slices(p)) else 0,
@@ -273,12 +274,18 @@ def features(kernel: Resolved, device: Device) -> Features:
         k_blocks=math.ceil(kernel.k_blocks / c.parts),
         stage_bytes=kernel.stage_bytes,
         own=c.epilogue_columns / c.bn,
-        b_columns=c.loaded(b, p.products) * p.products,
-        b_short=128 // b.bytes(c.chunk(b, p.products)) - 1,
+        b_columns=c.loaded(b, of_b) * of_b,
+        b_short=128 // b.bytes(c.chunk(b, of_b)) - 1,
         ragged=(c.bm if c.swap else c.bn) * p.out_dtype.itemsize % 128 != 0,
         swap=c.swap,
         fetches=c.m_blocks * c.epilogue_columns // kernel.chunk if staged.operands else 0,
     )
+
+
+def _columns(kernel: Resolved) -> float:
+    """Returns the tiles along n; of groups those of all, the last of each being half full."""
+    groups, width = kernel.multiplied.groups_along("n"), kernel.config.bn * kernel.config.cluster_n
+    return groups * max(1.0, kernel.multiplied.n / groups / width + 0.5) if groups > 1 else kernel.columns
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,7 +13,7 @@ from cutjax.kernels import reasons as shared
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import operands, scales, windows
+from cutjax.kernels.sm90 import decode, operands, scales, windows
 from cutjax.kernels.sm90.arguments import matrices_of, result_matrices
 from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Config, Sums
 from cutjax.kernels.staging import STORED_BY_TMA, Staging, plan_staging
@@ -81,6 +81,8 @@ class Facts:
             return 128  # of 192, some spill
         if problem.a.gathered:
             return 128  # fewer registers are left beside a producer that copies
+        if problem.divided == "k" and self.way.each:  # blocks are cleared between wgmmas
+            return 128 if scales.scaled(problem) else 160
         # The addresses of transposes take registers too.
         beside = problem.symmetric and (
             config.schedule == "pingpong" or sum(dtype.itemsize for dtype in self.staging.result_dtypes) > 2
@@ -123,18 +125,23 @@ def facts_of(problem: Problem, swap: bool = False, pixels: bool = False) -> Fact
     """
     why = [*shared.of_operands(problem, (Gathered, Im2col), (Taps,), blocks=True), *operands.reasons(problem)]
     why += scales.reasons(problem)
+    narrow = operands.decoded(problem.bs[0], problem.a)
+    why += decode.reasons(problem, problem.bs[0]) if narrow else []
     unswappable = shared.of_swap(problem) if swap else []
+    if swap and problem.products > 1 and not narrow:
+        unswappable.append(f"swap with {problem.products} products: several b are the operand of the columns")
     unswappable += ["swap with windows of images: they are the rows"] * (swap and windows.view_of(problem) is not None)
-    if operands.decoded(problem.bs[0], problem.a) and not swap:
-        narrow = short(problem.bs[0].dtype.name)
-        unswappable.append(f"b in {narrow}: it is decoded as the operand of the rows, where operands are swapped")
+    if narrow and not swap:
+        name = short(problem.bs[0].dtype.name)
+        unswappable.append(f"b in {name}: it is decoded as the operand of the rows, where operands are swapped")
     multiplied = problem if why else operands.as_multiplied(problem)
     of_pairs = problem.a.dtype == operands.C64
     if swap and of_pairs:
         unswappable = ["swap of complex numbers"]
     stored = multiplied if of_pairs else problem
     multiplied = multiplied.transposed if swap and not unswappable else multiplied
-    layout = swap, math.gcd(stored.n, 16), multiplied.n % 2 == 0
+    even = multiplied.n % 2 == 0 and multiplied.divided != "n"  # groups of columns begin anywhere
+    layout = swap, math.gcd(stored.n, 16), even
     epilogue = multiplied.epilogue
     staging = plan_staging(epilogue, problem.symmetric, *layout, pixels=pixels)
     heavy = (
@@ -227,15 +234,16 @@ def footprint(facts: Facts, config: Config) -> Footprint:
 def _footprint(facts: Facts, config: Config) -> Footprint:
     problem, staging = facts.problem, facts.staging
     chunk = staging.chunk(config.epilogue_columns)
-    loaded = config.loaded(problem.bs[0], problem.products) * problem.products
+    of_a, of_b = problem.beside
+    loaded = config.loaded(problem.bs[0], of_b) * of_b
     depth = config.depth(problem)
     buffer_bytes = 64 * chunk * staging.column_bytes
     # Registers fit two when each has 256 threads of 128, half of them accumulators.
     two = config.consumers == 1 and facts.accumulators(config) <= 64 and not facts.heavy
     return Footprint(
         chunk=chunk,
-        stage_bytes=problem.a.bytes(config.bm * depth)
-        + config.factor_bytes(problem)
+        stage_bytes=problem.a.bytes(of_a * config.bm * depth)
+        + decode.factor_bytes(config, problem)
         + problem.bs[0].bytes(loaded * depth),
         buffer_bytes=buffer_bytes,
         staging_bytes=config.consumers * (buffer_bytes + (8 if staging.operands else 0)),

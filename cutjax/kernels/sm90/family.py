@@ -101,6 +101,8 @@ def configs(problem: Problem) -> Iterator[Config]:
         return
     if not (own := facts_of(problem)).reasons:
         yield from _configs(own, swap=False)
+    if problem.groups and not operands.decoded(problem.bs[0], problem.a):
+        return  # nobody has timed groups of others with operands swapped
     if not (swapped := facts_of(problem, True)).reasons:
         yield from _configs(swapped, swap=True)
 
@@ -111,7 +113,9 @@ def _configs(facts: Facts, swap: bool) -> Iterator[Config]:
     tiles = SYMMETRIC_TILES if problem.symmetric and problem.layout == "nt" else SWAPPED_TILES if swap else tiles
     any_width = problem.bs[0].contiguous == "k"
     decoded = operands.decoded(problem.a, problem.bs[0])
-    few = _even_widths(problem.n) if swap and any_width and problem.n <= FEW_COLUMNS else ()
+    # Of groups, which are uneven, twice the average.
+    columns = 2 * -(-problem.n // groups) if (groups := problem.groups_along("n")) > 1 else problem.n
+    few = _even_widths(columns) if swap and any_width and columns <= FEW_COLUMNS else ()
     for (schedule, bm), widths in tiles.items():
         # With ping-pong, of a block's one tile there is nothing for the other warpgroup.
         # Of weights that are decoded, one warpgroup's at a time, it took 1.09 to 1.4 times as long wherever measured.
@@ -147,7 +151,7 @@ def _even_widths(columns: int) -> tuple[int, ...]:
 def _divided(problem: Problem, config: Config) -> Iterator[Config]:
     """Yields the ways to divide the contraction of a config's tiles among as many CTAs as there are SMs, about."""
     k_blocks = -(-problem.k // config.depth(problem))
-    if problem.divided == "m" or problem.symmetric or k_blocks < 2 * LEAST_K_BLOCKS:
+    if problem.divided in ("m", "n") or problem.symmetric or k_blocks < 2 * LEAST_K_BLOCKS:
         return
     rows, columns = problem.tiles(*cluster_tile(config))
     groups = problem.groups_along("k")

@@ -13,7 +13,7 @@ from cutjax.kernels import reasons as shared
 from cutjax.kernels.device import Device
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import cost, operands, text, windows
+from cutjax.kernels.sm90 import cost, decode, operands, text, windows
 from cutjax.kernels.sm90.arguments import Argument, arguments
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.facts import ARCH, Facts, facts_of, footprint
@@ -42,6 +42,14 @@ class Kernel(Resolved, base.Kernel):
         narrow, wide = (short(x.dtype.name) for x in (self.multiplied.a, self.multiplied.bs[0]))
         own = operands.decoded(self.multiplied.a, self.multiplied.bs[0])
         return (f"b in {narrow} is decoded to {wide} in registers",) * own + super().notes
+
+    @property
+    def unmeasured(self) -> str:
+        """The part of it that has not run on a device yet; "" where all has."""
+        p = self.multiplied
+        in_groups = "groups with operands swapped" * (p.divided == "n")
+        in_groups += f"{short(p.a.dtype.name)} in groups of k" * (p.divided == "k" and p.a.contiguous == "k")
+        return decode.unmeasured(p) or in_groups
 
     def launch_us(self, device: Device) -> float:
         """Returns the predicted time of one launch, and of preparing its operands."""
@@ -120,7 +128,7 @@ def _resolve(
             f"{config.stages} stages of {tile.stage_bytes} bytes and two staging buffers a warpgroup: "
             f"{need} bytes of shared memory, at most {tile.most}"
         )
-    products = problem.products
+    products, columns = problem.products, config.bn * facts.problem.beside[1]
     accumulators = 4 * config.bm * config.bn * products
     if config.cluster_k > 1 and accumulators > config.stages * tile.stage_bytes:
         reasons.append(
@@ -133,10 +141,10 @@ def _resolve(
             f"{products} products of {config.bm}x{config.bn} with this epilogue: {registers} accumulator "
             f"registers a thread, at most {most}"
         )
-    if products * config.bn > 256:
+    if columns > 256:
         reasons.append(f"{products} products of {config.bn} columns: wgmma multiplies at most 256 at once")
-    if facts.integers and products * config.bn > 24 and products * config.bn % 16:
-        reasons.append(f"{products * config.bn} columns: wgmma of integers takes 8, 24 and multiples of 16")
+    if facts.integers and columns > 24 and columns % 16:
+        reasons.append(f"{columns} columns: wgmma of integers takes 8, 24 and multiples of 16")
     if facts.way.each and config.schedule == "pingpong" and facts.sums(config).buffers == 1:
         reasons.append("pingpong of float8 with one buffer of sums: nothing is multiplied while they are added up")
     if config.bk == 128 and facts.way.each:

@@ -104,7 +104,7 @@ def reasons(problem: Problem) -> list[str]:
     elif problem.math not in ("", "fast"):
         return [f"{both} by {problem.math}: wgmma computes these products as they are"]
     elif decoded(problem.bs[0], problem.a):
-        return _decoded_reasons(problem, problem.bs[0])
+        return []  # decode.py
     elif not ((a == b and a in ("bfloat16", "float16")) or {a, b} <= {*FLOAT8} or {a, b} <= {*INT8}):
         return [f"{both}: both operands are bf16, f16, f32, of float8 or of 8-bit integers"]
     of_integers = acc.name in ("int32", "uint32")
@@ -114,36 +114,7 @@ def reasons(problem: Problem) -> list[str]:
         return [f"gathered rows of {both}: threads copy elements as they are, of 8 and 16 bits"]
     if windows.view_of(problem) and problem.a.contiguous == "mn" and k_major(way(problem).dtype or problem.a.dtype):
         return [f"{both} in a weight gradient: wgmma reads these along pixels, which are apart in memory"]
-    if problem.divided == "k" and k_major(way(problem).dtype or problem.a.dtype):
-        # On an H200 a box that begins elsewhere along its rows is an illegal instruction.
-        return [f"{both} in groups of k: groups begin anywhere along rows of k, TMA at multiples of 16 bytes"]
     return windows.reasons(problem)
-
-
-def _decoded_reasons(problem: Problem, b: Operand) -> list[str]:
-    """Returns the reasons against decoding b in front of wgmma."""
-    found, scale = [], b.scale
-    if b.contiguous == "k" and (b.bits == 4 or scale):
-        found.append(f"b in {b.bits} bits{' with scales' if scale else ''} along k: kernels decode rows along n")
-    if b.bits == 4 and problem.n % 32:
-        found.append(f"n = {problem.n}: rows of b in 4 bits are no whole units of 16 bytes")
-    if problem.a.scale:
-        found.append(
-            f"a with scales of {problem.a.scale.mn} x {problem.a.scale.k} elements: kernels multiply b by scales"
-        )
-    if scale is None:
-        return found
-    if scale.mn != 1 or scale.k % 32 or (128 % scale.k and scale.k % 128) or problem.k % scale.k:
-        found.append(f"scales of {scale.mn} x {scale.k} elements: kernels take one for 32, 64 or times 128 of k")
-    if scale.zero is not None:
-        found.append("zero points: kernels multiply values by scales alone")
-    if scale.dtype not in (F32, problem.a.dtype):
-        found.append(f"scales in {short(scale.dtype.name)}: kernels multiply by f32 and {short(problem.a.dtype.name)}")
-    if problem.n * scale.dtype.itemsize % 16:
-        found.append(f"n = {problem.n}: rows of scales are no whole units of 16 bytes")
-    if problem.batch_size > 1 or problem.strided:
-        found.append("weights with scales in a batch, or in an order of their own")
-    return found
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,16 +11,13 @@ from cutjax.kernels.arguments import Argument
 from cutjax.kernels.epilogue_text import epilogue_text
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import operands, scales, windows
-from cutjax.kernels.sm90.config import Config
+from cutjax.kernels.sm90 import decode, operands, scales, windows
 from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.runtime import sources
 
 # Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168. A producer that copies rows has
 # indices and addresses of 16 of them.
 REGISTERS, COPIER_REGISTERS = (40, 232), (72, 216)
-NARROW = {"int8": "s8", "uint8": "u8", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-NARROW |= {"int4": "s4", "uint4": "u4", "float4_e2m1fn": "e2m1"}
 
 
 def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
@@ -40,7 +37,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "BK": config.depth(problem),
         "A_BITS": problem.a.bits,
         "B_BITS": problem.bs[0].bits,
-        "FACTOR_BYTES": config.factor_bytes(problem),
+        "FACTOR_BYTES": decode.factor_bytes(config, problem),
         "SLICES": config.slices(problem),
         "WARP_ROWS": 32 if decoded and problem.a.bits == 4 else 16,
         "TERMS": way.terms,
@@ -66,12 +63,16 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "A_K_MAJOR": a_k_major,
         "B_K_MAJOR": b_k_major,
         "A_CHUNK": of_windows or (config.decoded_chunk(problem) if decoded else problem.a.elements(128)),
-        "B_CHUNK": of_windows if taps and b_k_major else config.chunk(problem.bs[0], problem.products),
+        "B_CHUNK": of_windows if taps and b_k_major else config.chunk(problem.bs[0], problem.beside[1]),
         "STREAM_K": config.stream_k,
         "GROUPED": bool(problem.groups),
         "RAGGED_M": problem.divided == "m",
+        "RAGGED_N": problem.divided == "n",
         "RAGGED_K": problem.divided == "k",
+        "K_ALIGNED": problem.divided == "k" and a_k_major,
         "PRODUCTS": problem.products,
+        "A_MATRICES": problem.beside[0],
+        "B_MATRICES": problem.beside[1],
         "PHASED": kernel.phases is not None,
         "OUTPUTS": max(len(kernel.staging.results) + len(kernel.staging.mirror_slots), 1),
         "EPILOGUE_COLUMNS": config.epilogue_columns,
@@ -105,13 +106,13 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "sm90/staging.cuh",
             *(["sm90/im2col.cuh"] if view else []),
             *(["sm90/pixels.cuh"] if kernel.phases else []),
-            *([_narrow(problem, config)] if decoded else []),
+            *(decode.text(config, problem) if decoded else []),
             *(["sm90/transposed.cuh"] if problem.symmetric or config.swap else []),
             *(["common/mirror.cuh"] if problem.symmetric else []),
             "common/scheduler.cuh",
             f"{scheduler}_scheduler.cuh",
             wgmma(
-                config.bn * problem.products // parts.columns,
+                config.bn * problem.beside[1] // parts.columns,
                 problem.a.dtype,
                 problem.bs[0].dtype,
                 a_k_major,
@@ -119,6 +120,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
                 decoded,
             ),
             "sm90/tiles.cuh",
+            "sm90/clear.cuh",
             "sm90/load_plain.cuh",
             *(["sm90/load_scaled.cuh"] if operands.factors(problem) else []),
             *(["sm90/load_gather.cuh"] if problem.a.gathered else []),
@@ -127,7 +129,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             _views(problem),
             "sm90/producer.cuh",
             each if way.each else "sm90/promote_blocks.cuh" if way.promoted else "sm90/promote_never.cuh",
-            *(["sm90/decode.cuh", "sm90/multiply_registers.cuh"] if decoded else ["sm90/multiply.cuh"]),
+            "sm90/multiply_registers.cuh" if decoded else "sm90/multiply.cuh",
             "sm90/mainloop.cuh",
             "sm90/stream.cuh",
             epilogue_text(kernel.staging, arguments, problem.divided),
@@ -153,21 +155,6 @@ def _views(problem: Problem) -> str:
 def _packed(terms: Iterable[int]) -> int:
     """Returns small numbers in two bits each, the first lowest."""
     return sum(term << 2 * i for i, term in enumerate(terms))
-
-
-def _narrow(problem: Problem, config: Config) -> str:
-    """Returns the dtypes of weights in memory, as they are multiplied, and of their factors."""
-    scale, wide = problem.a.scale, DTYPES[problem.bs[0].dtype.name].stored
-    rows, k, factor = config.factor_rows(problem), scale.k if scale else config.depth(problem), wide
-    size = scale.dtype.itemsize if scale else 2
-    if scale:
-        factor = DTYPES[scale.dtype.name].stored
-    return f"""#line 1 "narrow (generated)"
-enum class Narrow {{ {", ".join(NARROW.values())} }};
-constexpr Narrow NARROW = Narrow::{NARROW[problem.a.dtype.name]};
-constexpr Dtype WIDE = Dtype::{wide}, FACTOR = Dtype::{factor};
-constexpr int FACTOR_ROWS = {rows}, FACTOR_K = {k}, FACTOR_SIZE = {size};
-"""
 
 
 def wgmma(n: int, a: np.dtype, b: np.dtype, a_k_major: bool, b_k_major: bool, decoded: bool = False) -> str:

@@ -1,7 +1,9 @@
 // Tiles of groups whose sizes lie in device memory, and are whatever they are: negative ones count as 0, and together
 // they hold no more than there is.
 //   RAGGED_M: the rows of A and D are divided. What is left of them belongs to no group, and is one more at the end.
-//   RAGGED_K: the contraction is divided; every group has a matrix of D.
+//   RAGGED_N: the columns of B and D are, where operands are swapped.
+//   RAGGED_K: the contraction is divided; every group has a matrix of D. Where its blocks are K_ALIGNED they begin at
+//   multiples of BK, so that the first of a group may begin with what is of the one before.
 // Each warp walks the groups by itself, 32 at a time, one a lane: all of its lanes must call.
 //
 // Blocks take every step-th tile, so where tiles differ in depth, some blocks would get more to do than others. Of 32
@@ -9,7 +11,8 @@
 // of about the same depth stay in order: where all are shallow, it is the loads that want to be spread.
 
 struct Scheduler {
-  int extent;  // of what is divided
+  static constexpr bool OF_D = RAGGED_M || RAGGED_N;  // what is of no group is zeroed
+  int extent;                                         // of what is divided
   int k_all, raster, batch, splits, batch1, groups, leading, step0, step1;
   int tiles_m, tiles_n;
   const int* sizes;  // [.., leading + groups]
@@ -19,7 +22,9 @@ struct Scheduler {
 
   DEVICE Scheduler(int m, int n, int k, int raster, int batch, int splits, int batch1, int groups, const int* sizes,
                    int leading, int step0, int step1)
-      : extent(RAGGED_M ? m : k),
+      : extent(RAGGED_M   ? m
+               : RAGGED_N ? n
+                          : k),
         k_all(k),
         raster(raster),
         batch(batch),
@@ -30,7 +35,7 @@ struct Scheduler {
         step0(step0),
         step1(step1),
         sizes(sizes) {
-    tiles_m = tiles(m);
+    tiles_m = RAGGED_N ? (m + BM * CLUSTER_M - 1) / (BM * CLUSTER_M) : tiles(m);
     tiles_n = (n + BN * CLUSTER_N - 1) / (BN * CLUSTER_N);
   }
 
@@ -38,7 +43,7 @@ struct Scheduler {
   DEVICE bool has(int index) {
     while (index >= tile_end) {
       first += 32;
-      if (first >= leading + groups + RAGGED_M) {
+      if (first >= leading + groups + OF_D) {
         first = row = rows = 0;
         if (++z >= batch * splits) return false;
       }
@@ -52,22 +57,32 @@ struct Scheduler {
     int start = __shfl_sync(~0u, row, lane), count = __shfl_sync(~0u, rows, lane);
     index -= __shfl_sync(~0u, tile, lane);
     int group = first + lane - leading;
-    bool outside = RAGGED_M && (group < 0 || group >= groups);
-    Place at = place(index, RAGGED_M ? tiles(count) : tiles_m, tiles_n, raster);
+    bool outside = OF_D && (group < 0 || group >= groups);
+    Place at = place(index, RAGGED_M ? tiles(count) : tiles_m, RAGGED_N ? tiles(count) : tiles_n, raster);
     int m = (at.m * CLUSTER_M + rank_m) * BM, n = (at.n * CLUSTER_N + rank_n) * BN, matrix = z * groups + group;
-    if constexpr (RAGGED_M) {
+    if constexpr (OF_D) {
       int k_blocks = outside ? 0 : (k_all + BK - 1) / BK;
-      return {uniform(start + m), uniform(n), uniform(count - m), 0, k_all, uniform(k_blocks), z, matrix};
+      if constexpr (RAGGED_M)
+        return {uniform(start + m), uniform(n), uniform(count - m), 0, k_all, uniform(k_blocks), z, matrix};
+      return {uniform(m), uniform(start + n), BM, 0, k_all, uniform(k_blocks), z, matrix, uniform(count - n)};
     } else {
-      return {m, n, BM, start, start + count, uniform(max(1, (count + BK - 1) / BK)), matrix, matrix};
+      int head = K_ALIGNED ? start % BK : 0;
+      int k_blocks = uniform(max(1, (head + count + BK - 1) / BK));
+      return {m, n, BM, start - head, start + count, k_blocks, matrix, matrix, BN, head};
     }
   }
 
  private:
-  DEVICE static int tiles(int rows) { return (rows + BM * CLUSTER_M - 1) / (BM * CLUSTER_M); }
+  // Those of so many rows, or columns.
+  DEVICE static int tiles(int rows) {
+    constexpr int EACH = RAGGED_N ? BN * CLUSTER_N : BM * CLUSTER_M;
+    return (rows + EACH - 1) / EACH;
+  }
 
   // Of this lane's entry, if it has any.
-  DEVICE int own_tiles() const { return (RAGGED_M ? tiles(rows) : tiles_m) * tiles_n; }
+  DEVICE int own_tiles() const {
+    return RAGGED_N ? tiles_m * tiles(rows) : (RAGGED_M ? tiles(rows) : tiles_m) * tiles_n;
+  }
 
   DEVICE void load() {
     int lane = threadIdx.x % 32, entry = first + lane, entries = leading + groups;
@@ -75,7 +90,7 @@ struct Scheduler {
     if (entry < entries) {
       int own = (IN_PARTS ? z % batch : z) * groups;
       size = ld_global(sizes + static_cast<i64>(BatchIndex(own, batch1, groups)(step0, step1, 0)) * entries + entry);
-    } else if (RAGGED_M && entry == entries) {
+    } else if (OF_D && entry == entries) {
       size = extent;
     }
     u32 all = extent, end = min(max(size, 0), extent);
@@ -91,7 +106,7 @@ struct Scheduler {
     rows = end - row;
 
     int count = own_tiles();
-    if constexpr (RAGGED_M) {
+    if constexpr (OF_D) {
       int sum = count;
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) {

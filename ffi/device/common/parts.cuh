@@ -14,8 +14,11 @@ DEVICE Work part(Work work, u32 rank, int splits, int matrices) {
   work.batch -= split * matrices;
   int first = (split * CLUSTER_K + rank) * before;
   if constexpr (RAGGED_K) {  // past a group's end is the next one: a part of none has one block, all of it cleared
-    work.k = min(work.k + first * BK, work.k_end);
-    work.k_blocks = uniform(max(1, min(before, work.k_blocks - first)));
+    int left = work.k_blocks - first;
+    if (left <= 0) work.k_end = work.k;
+    if (left <= 0 || first > 0) work.head = 0;
+    if (left > 0) work.k += first * BK;
+    work.k_blocks = uniform(max(1, min(before, left)));
   } else {
     work.k = first * BK;
     work.k_blocks = before;

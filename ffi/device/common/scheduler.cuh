@@ -20,12 +20,14 @@ struct BatchIndex {
 
 // One CTA's tile.
 struct Work {
-  int m, n;      // its first row and column in the result
-  int rows;      // how many rows from there on belong to its group; fewer than BM only where rows have groups
-  int k, k_end;  // the part of the contraction that is its group's
-  int k_blocks;  // blocks of BK that this takes, where what is past k_end counts as zero; 0 for rows of no group
-  int result;    // which matrix of the results
-  int batch;     // which of the batch, groups being its last axis: a BatchIndex of it says which matrix of an array
+  int m, n;          // its first row and column in the result
+  int rows;          // how many rows from there on belong to its group; fewer than BM only where rows have groups
+  int k, k_end;      // the part of the contraction that is its group's
+  int k_blocks;      // blocks of BK that this takes, where what is past k_end counts as zero; 0 for rows of no group
+  int result;        // which matrix of the results
+  int batch;         // which of the batch, groups being its last axis: a BatchIndex of it says which matrix of an array
+  int columns = BN;  // how many from n on belong to its group; fewer than BN only where columns have groups
+  int head = 0;      // elements from k on that are another group's, where k blocks are K_ALIGNED
   // Where tiles are computed in parts: which tile, in how many, and the cluster of the first.
   int tile = 0, parts = 1, first = 0;
 };

@@ -89,6 +89,11 @@ DEVICE void cp_async_word(u32 destination, const void* p) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(p) : "memory");
 }
 
+// Copies `bytes`, up to 4, and zeroes the rest of 4.
+DEVICE void cp_async_word(u32 destination, const void* p, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(p), "r"(bytes) : "memory");
+}
+
 // Until all that this thread has copied has landed.
 DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

@@ -9,7 +9,7 @@
 //   epilogue_store   stores the staged chunk of every result, by TMA
 //   Rows             stores it without, where BY_THREADS: rows in memory are of no whole units of 16 bytes, or PIXELS
 //                    of images, each with a place of its own; and its first rows alone, where those below belong to
-//                    another group: TMA clips at the matrix
+//                    another group, or its first columns: TMA clips at the matrix
 // A warpgroup owns STORE_BUFFERS staging buffers of D_CHUNK columns and overlaps filling one with storing the others.
 
 // Where operands come by TMA, a buffer that has its chunk's operands may be written. Elsewhere:
@@ -50,10 +50,10 @@ struct Epilogue {
   // In 64 rows of accumulators, lane l of warp w holds, for each 8 columns j, rows 16 w + l / 4 (+ 8) and columns
   // 8 j + 2 (l % 4) (+ 1): values 4 j + {0, 1} and, 8 rows down, {2, 3}. Where WARP_ROWS are 32, two blocks of a warp
   // are rows beside each other: two warps store each 64 rows, as four would.
-  // Of the accumulators, or of zeros.
+  // Of the accumulators, or of zeros. So many rows, and columns, are the tile's group's.
   DEVICE void store(const Acc (&accumulators)[M_BLOCKS][PRODUCTS * EPILOGUE_COLUMNS / 2], Extras& extras,
                     Partials& partials, const TensorMap* const (&map_d)[OUTPUTS], Rows& rows_d, int m, int n, int rows,
-                    int batch, const BatchIndex& i, bool zeros) {
+                    int columns, int batch, const BatchIndex& i, bool zeros) {
     constexpr bool TWO = WARP_ROWS == 32;
     static_assert(!TWO || (M_BLOCKS == 2 && !RAGGED_M && !PIXELS));
     int lane_row = thread / 32 * 16 + thread % 32 / 4, lane_column = thread % 4 * 2;
@@ -112,7 +112,7 @@ struct Epilogue {
         fence_proxy_async();
         if (ONE_BARRIER && EXTRAS_BYTES == 0 && thread == 0) cp_async_bulk_wait_group_read<STORE_BUFFERS - 2>();
         bar_sync(barrier, 128);
-        bool whole = !RAGGED_M || rows >= block * 64 + 64;
+        bool whole = (!RAGGED_M || rows >= block * 64 + 64) && (!RAGGED_N || columns >= (chunk + 1) * D_CHUNK);
         // A buffer read here is written again only after the next chunk's barrier, or by TMA, after the one below.
         if (BY_THREADS || !whole) {
           rows_d.store(whole, buffer, n + chunk * D_CHUNK, m + block * 64, batch, rows - block * 64, thread);

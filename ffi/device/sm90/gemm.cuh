@@ -8,21 +8,17 @@
 // A cluster of CLUSTER_M x CLUSTER_N CTAs computes neighbouring tiles and multicasts the operand tile they share.
 // STREAM_K: tiles of what would be an unfilled last wave are computed in parts (stream_scheduler.cuh).
 // CLUSTER_K CTAs that share a tile, and splits, divide the contraction (cluster_sum.cuh): such a CTA has one tile.
-// RAGGED_M, RAGGED_K: the rows, or the contraction, are divided in groups (group_scheduler.cuh).
+// RAGGED_M, RAGGED_N, RAGGED_K: the rows, the columns or the contraction are divided in groups (group_scheduler.cuh).
 //
 // PARAMETERS and what is made of them: cutjax/kernels/sm90/arguments.py.
 //
 // Preconditions (checked in cutjax/kernels/sm90/kernel.py): k >= 1; rows of a and b start 16-byte aligned; grid.x a
-// multiple of the cluster; a is K-major where rows are divided, a and b are MN-major where the contraction is.
+// multiple of the cluster; a is K-major where rows are divided, b where columns are, and a and b are alike where the
+// contraction is.
 
 constexpr int THREADS = 128 * (1 + CONSUMERS);
 constexpr int CTAS = CLUSTER * CLUSTER_K;  // of a cluster; CLUSTER is those that load for each other
 constexpr bool EVEN_DEPTH = !GROUPED && !STREAM_K && !PHASED;  // all work items have as many k blocks
-
-// Named barriers: 0 is __syncthreads, then one for each consumer's epilogue, then whose turn the mainloop is
-// (ping-pong), or that it is over (CLUSTER_K).
-constexpr int EPILOGUE_BARRIER = 1;
-constexpr int TURN_BARRIER = 1 + CONSUMERS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARAMETERS) {
   const SourceA source_a = SOURCE_A;
@@ -112,7 +108,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
         }
       }
       BatchIndex i(work.batch, batch1, batch2);
-      if (Promotion::BYTES > 0 && (!RAGGED_M || (work.k_blocks > 0 && work.rows > first_row)))
+      int rows = work.rows - first_row;  // this warpgroup's, which may be none
+      bool none = (RAGGED_M || RAGGED_N) && (work.k_blocks == 0 || (RAGGED_M ? rows : work.columns) <= 0);
+      if (Promotion::BYTES > 0 && !none)
         promotion.begin(work, m, n, first_row, i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2),
                         scales + consumer * Promotion::BYTES, thread);
       if constexpr (PING_PONG) bar_sync(TURN_BARRIER + consumer, 256);
@@ -125,8 +123,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       auto issued = [&] {
         if constexpr (PING_PONG) bar_arrive(TURN_BARRIER + (consumer ^ 1), 256);
       };
-      int rows = work.rows - first_row;  // this warpgroup's, which may be none
-      if (RAGGED_M && (work.k_blocks == 0 || rows <= 0)) {
+      if constexpr (RAGGED_N) rows_d.end = min(n, work.n + work.columns);
+      if (none) {
         skip(pipe, work, thread);
         issued();
         if (work.k_blocks == 0 && rows > 0)  // of no group: zero, whatever the epilogue
@@ -149,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       if (!stores) break;
       extras.begin_tile(i, work.result);
       partials.begin_tile(work.result);
-      epilogue.store(values, extras, partials, map_d, rows_d, work.m + first_row, column, rows, RESULT, i,
+      epilogue.store(values, extras, partials, map_d, rows_d, work.m + first_row, column, rows, work.columns, RESULT, i,
                      work.k_blocks == 0);
       if constexpr (CLUSTER_K > 1) break;  // the only one
     }

@@ -21,7 +21,7 @@ template <int BLOCKS, typename Promotes, typename Begun, typename Issued>
 DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pipeline& pipe, SharedTiles shared,
                        int row, const Work& work, int thread, int barrier, Begun begun, Issued issued) {
   constexpr int PARTS = BLOCKS * COLUMN_PARTS, BUFFERS = PARTS < SUM_BUFFERS ? PARTS : SUM_BUFFERS;
-  static_assert(BUFFERS <= 2 && PARTS % BUFFERS == 0 && PAIRS == 1 && !RAGGED_K);
+  static_assert(BUFFERS <= 2 && PARTS % BUFFERS == 0 && PAIRS == 1);
   PartSums sums[BUFFERS] = {};
 #pragma unroll
   for (int block = 0; block < BLOCKS; ++block)
@@ -55,6 +55,7 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
       constexpr int STEP = decltype(step)::value, PART = STEP % PARTS;
       if constexpr (PART == 0) {
         mbarrier_wait(pipe.full_barrier(), pipe.phase);
+        if constexpr (RAGGED_K) clear_block(shared, pipe.stage, row, work, k + STEP / PARTS, thread, barrier);
         if constexpr (COPIERS > 0) fence_proxy_async();
       }
       issue(Constant<PART>());

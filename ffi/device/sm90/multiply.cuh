@@ -1,13 +1,6 @@
 // Multiplies what the pipeline (tiles.cuh) holds by wgmma, both operands in shared memory.
 
-// One warpgroup: zeroes what of a stage lies past the contraction's end, where another group's begins: 0 * NaN is NaN.
-// Another warpgroup may read the same of B at the same time, having written the same zeros itself.
-DEVICE void clear(SharedTiles shared, int stage, int row, int depth, int thread, int barrier) {
-  OperandA::clear(shared.a(stage), row, M_BLOCKS * 64, depth, thread);
-  OperandB::clear(shared.b(stage), 0, PRODUCTS * BN, depth, thread);
-  fence_proxy_async();
-  bar_sync(barrier, 128);
-}
+static_assert(A_MATRICES == 1);
 
 // One warpgroup: sums [M_BLOCKS][64 x PRODUCTS * BN] of the tile's rows from `row` on, or of the first BLOCKS of them,
 // over `count` of its k blocks, from `first` on; of none, which a phase without taps has, sums are undefined. `begun`
@@ -18,10 +11,8 @@ DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int
   u32 previous = 0, offset = OperandA::row_offset(row);
   for (int k = 0; k < count; ++k) {
     mbarrier_wait(pipe.full_barrier(), pipe.phase);
-    if constexpr (RAGGED_K) {
-      int depth = work.k_end - work.k - (PAIRS > 1 ? (first + k) % work.k_blocks : first + k) * BK;
-      if (depth < BK) clear(shared, pipe.stage, row, depth, thread, barrier);
-    }
+    if constexpr (RAGGED_K)
+      clear_block(shared, pipe.stage, row, work, PAIRS > 1 ? (first + k) % work.k_blocks : first + k, thread, barrier);
     if constexpr (COPIERS > 0) fence_proxy_async();
     OperandA::Descriptor a(shared.a(pipe.stage) + offset);
     OperandB::Descriptor b(shared.b(pipe.stage));

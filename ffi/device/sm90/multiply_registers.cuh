@@ -1,5 +1,8 @@
-// Multiplies what the pipeline (tiles.cuh) holds by wgmma, A from registers, where its elements are decoded
-// (decode.cuh).
+// Multiplies what the pipeline (tiles.cuh) holds by wgmma, A from registers, where its elements are decoded.
+//
+// Files of their own, of which a kernel has one of each kind, say how: of two elements of a word, in the two halves of
+// what `decode` returns (decode_*.cuh), what it subtracts for each row (zero_*.cuh), and by what they are multiplied
+// then (factor_*.cuh). A zero point and a factor are for a row and FACTOR_K of k.
 //
 // In a slice of 16 of k, lane l of warp w has rows r = 16 w + l / 4 and r + 8 of each block of 64, at k 2 q, 2 q + 1,
 // 2 q + 8 and 2 q + 9, with q = l % 4. In a tile that is:
@@ -11,16 +14,22 @@
 //                put in order when all is added up; of 4 bits, both blocks of a warp are 32 rows beside each other then
 //                (WARP_ROWS).
 //
-// While the tensor cores multiply a step of SLICES, the next one is decoded to other registers.
+// While the tensor cores multiply a step of SLICES, the next one is decoded to other registers. Of several matrices A
+// each has a step of the same k, one after the other.
 
-constexpr int STEPS = BK / 16 / SLICES;
+constexpr int STEPS = BK / 16 / SLICES * A_MATRICES;
 static_assert(STEPS % 2 == 0, "the same registers in each k block");
 static_assert(!RAGGED_K && COPIERS == 0 && (A_BITS == 8 || (A_BITS == 4 && !A_K_MAJOR && M_BLOCKS == 2)));
 static_assert(FACTOR_ROWS == 0 || (!A_K_MAJOR && FACTOR_K % (16 * SLICES) == 0), "a step has one factor");
 
 using Words = u32[A_BITS == 4 ? 1 : M_BLOCKS][2 * SLICES];  // of a tile
-using Factors = u32[M_BLOCKS][2];                           // of a lane's rows
-using Fragments = u32[M_BLOCKS][SLICES][4];                 // what wgmma takes
+
+struct Factors {  // of a lane's rows, and what is subtracted before
+  u32 by[M_BLOCKS][2], less[M_BLOCKS][2];
+};
+
+using ProductSums = Acc[B_MATRICES * BN / 2];  // of a block of 64 rows, by one A
+using Fragments = u32[M_BLOCKS][SLICES][4];    // what wgmma takes
 
 template <bool K_MAJOR>
 struct Weights {
@@ -34,11 +43,11 @@ struct Weights {
     swizzled = swizzle<SPAN>(first * SPAN) - first * SPAN;
   }
 
-  // Of a step, which is known to the compiler.
-  DEVICE void load(Words& x, u32 tile, int step) const {
+  // Of slices from the `first` on, which is known to the compiler.
+  DEVICE void load(Words& x, u32 tile, int first) const {
 #pragma unroll
     for (int slice = 0; slice < SLICES; ++slice) {
-      u32 at = tile + offset + (swizzled ^ (step * SLICES + slice) * 16);
+      u32 at = tile + offset + (swizzled ^ (first + slice) * 16);
 #pragma unroll
       for (int block = 0; block < M_BLOCKS; ++block)
 #pragma unroll
@@ -55,7 +64,7 @@ struct Weights {
 #pragma unroll
     for (int i = 0; i < M_BLOCKS * SLICES * 4; ++i)
       to[i / 4 / SLICES][i / 4 % SLICES][i % 4] =
-          decode(x[i / 4 / SLICES][i / 4 % SLICES * 2 + i % 2], i % 4 / 2, magic);
+          decode(x[i / 4 / SLICES][i / 4 % SLICES * 2 + i % 2], i % 4 / 2, magic, LESS);
   }
 
   static DEVICE void put_in_order(Accumulators&) {}
@@ -65,7 +74,8 @@ template <>
 struct Weights<false> {
   static constexpr int SPAN = OperandA::SPAN, LANE_ROWS = 16 / A_BITS, LOADS = A_BITS == 4 ? 1 : M_BLOCKS;
   u32 magic = in_register(MAGIC);
-  u32 offset[LOADS], factor;
+  u32 offset[LOADS];
+  int lane_row;
 
   DEVICE Weights(int row, int thread) {
 #pragma unroll
@@ -73,33 +83,28 @@ struct Weights<false> {
       int first = (row + i * 64 + thread / 32 * WARP_ROWS) * A_BITS / 8;
       offset[i] = first / SPAN * (BK * SPAN) + swizzle<SPAN>(thread % 32 * SPAN + first % SPAN);
     }
-    factor = OperandA::BYTES + (row + thread / 32 * WARP_ROWS + thread % 32 / 4 * LANE_ROWS) * FACTOR_SIZE;
+    lane_row = row + thread / 32 * WARP_ROWS + thread % 32 / 4 * LANE_ROWS;
   }
 
-  DEVICE void load(Words& x, u32 tile, int step) const {
+  DEVICE void load(Words& x, u32 tile, int first) const {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i)
 #pragma unroll
       for (int j = 0; j < SLICES / 2; ++j)  // a lane of ldmatrix has a row of k of two slices
-        ldmatrix_x4_trans(tile + offset[i] + (step * SLICES + 2 * j) * 16 * SPAN, x[i][4 * j], x[i][4 * j + 1],
-                          x[i][4 * j + 2], x[i][4 * j + 3]);
+        ldmatrix_x4_trans(tile + offset[i] + (first + 2 * j) * 16 * SPAN, x[i][4 * j], x[i][4 * j + 1], x[i][4 * j + 2],
+                          x[i][4 * j + 3]);
   }
 
-  // Those of a step, where they are others than of the step before.
-  DEVICE void load(Factors& x, u32 tile, int step) const {
+  // Those of slices from the `first` on, where they are others than of the step before.
+  DEVICE void load(Factors& x, u32 factors, int first) const {
     if constexpr (FACTOR_ROWS > 0) {
-      int k = step * SLICES * 16;
+      int k = first * 16;
       if (k % FACTOR_K != 0) return;
-      u32 at = tile + factor + k / FACTOR_K * (OperandA::ROWS * FACTOR_SIZE);
 #pragma unroll
       for (int block = 0; block < M_BLOCKS; ++block) {
-        u32 of_block = at + (A_BITS == 4 ? 2 * block : 64 * block) * FACTOR_SIZE;
-        if constexpr (FACTOR == Dtype::f32) {
-          ld_shared_v2(of_block, x[block][0], x[block][1]);
-        } else {
-          u32 both = ld_shared_u32(of_block);
-          x[block][0] = __byte_perm(both, 0, 0x1010), x[block][1] = __byte_perm(both, 0, 0x3232);
-        }
+        int place = k / FACTOR_K * OperandA::ROWS_EACH + lane_row + (A_BITS == 4 ? 2 * block : 64 * block);
+        load_factors(factors + place * FACTOR_BITS / 8, x.by[block]);
+        load_zeros(factors + ZERO_PLACE + place * ZERO_BITS / 8, x.less[block], magic);
       }
     }
   }
@@ -110,8 +115,9 @@ struct Weights<false> {
 #pragma unroll
       for (int i = 0; i < SLICES * 4; ++i) {
         u32 word = x[A_BITS == 4 ? 0 : block][i / 2];
-        u32 found = decode(word, (A_BITS == 4 ? 2 * block : 0) + i % 2, magic);
-        to[block][i / 4][i % 4] = FACTOR_ROWS > 0 ? scaled(found, factors[block][i % 2]) : found;
+        u32 less = ZERO_BITS > 0 ? factors.less[block][i % 2] : LESS;
+        u32 found = decode(word, (A_BITS == 4 ? 2 * block : 0) + i % 2, magic, less);
+        to[block][i / 4][i % 4] = scaled(found, factors.by[block][i % 2]);
       }
   }
 
@@ -171,17 +177,22 @@ DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int
                      int thread, int, Begun begun, Issued issued) {
   Weights<A_K_MAJOR> weights(row, thread);
   Words words;
-  Factors factors;
+  Factors factors[A_MATRICES];
   Fragments fragments;
+  // Of the matrix and the slices of a step.
+  auto load = [&](u32 tile, int step) {
+    int matrix = step % A_MATRICES, first = step / A_MATRICES * SLICES;
+    weights.load(words, tile + matrix * (OperandA::BYTES / A_MATRICES), first);
+    weights.load(factors[matrix], tile + OperandA::BYTES + matrix * FACTORS_EACH, first);
+  };
   u32 previous = 0;
 #pragma unroll
   for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
     for (int i = 0; i < PRODUCTS * BN / 2; ++i) sums[block][i] = 0;  // undefined, wgmmas would wait for each other
   mbarrier_wait(pipe.full_barrier(), pipe.phase);
-  weights.load(words, shared.a(pipe.stage), 0);
-  weights.load(factors, shared.a(pipe.stage), 0);
-  weights.get(fragments, words, factors);
+  load(shared.a(pipe.stage), 0);
+  weights.get(fragments, words, factors[0]);
 #pragma unroll 1
   for (int k = 0; k < count; ++k) {
     u32 tile = shared.a(pipe.stage), empty = pipe.empty_barrier();
@@ -194,19 +205,19 @@ DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int
       for (int slice = 0; slice < SLICES; ++slice)
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block)
-          wgmma(sums[block], fragments[block][slice], b.at(OperandB::slice_offset(step * SLICES + slice)), 1);
+          wgmma(reinterpret_cast<ProductSums&>(sums[block][step % A_MATRICES * (B_MATRICES * BN / 2)]),
+                fragments[block][slice], b.at(OperandB::slice_offset(step / A_MATRICES * SLICES + slice)), 1);
       wgmma_commit_group();
       if (step + 1 < STEPS) {
-        weights.load(words, tile, step + 1);
-        weights.load(factors, tile, step + 1);
+        load(tile, step + 1);
       } else if (k + 1 < count) {
         mbarrier_wait(pipe.full_barrier(), pipe.phase);
-        weights.load(words, shared.a(pipe.stage), 0);
-        weights.load(factors, shared.a(pipe.stage), 0);
+        load(shared.a(pipe.stage), 0);
       }
       wgmma_wait_group<1>();  // the registers of the step before are free
       if (step == 0 && k > 0) release(previous, thread);
-      weights.get(fragments, words, factors);  // after the last one of nothing new: a branch would move the registers
+      // After the last one of nothing new: a branch would move the registers.
+      weights.get(fragments, words, factors[(step + 1) % STEPS % A_MATRICES]);
     }
     previous = empty;
     if (k == min(2, count - 1)) begun();

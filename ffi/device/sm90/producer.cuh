@@ -12,8 +12,8 @@ constexpr int PRODUCERS = COPIERS > 0 ? COPIERS : 32;
 constexpr u32 TMA_BYTES = LoaderA::TMA_BYTES + LoaderB::TMA_BYTES;
 constexpr int FULL_ARRIVALS = COPIERS + (TMA_BYTES > 0);  // on the full barrier of a stage
 
-using SourceA = ViewA::Source<TERMS>;
-using SourceB = ViewB::Source<TERMS * PRODUCTS>;
+using SourceA = ViewA::Source<TERMS * A_MATRICES>;
+using SourceB = ViewB::Source<TERMS * B_MATRICES>;
 
 // Which term of a, and of b, the pairs are of.
 DEVICE int term_of_a(int pair) { return PAIRS_OF_A >> 2 * pair & 3; }
@@ -35,9 +35,11 @@ DEVICE void fill(Pipeline& pipe, SharedTiles shared, const SourceA& source_a, co
       mbarrier_wait(pipe.empty_barrier(), pipe.phase ^ 1);
       if ((PRODUCERS == 32 || uniform(threadIdx.x / 32) == 0) && elect()) {
         mbarrier_arrive_expect_tx(pipe.full_barrier(), TMA_BYTES);
-        a.issue(source_a, term_a, 0, shared.a(pipe.stage), pipe.full_barrier(), work.m, walk, matrix_a, rank_n);
 #pragma unroll
-        for (int p = 0; p < PRODUCTS; ++p)
+        for (int p = 0; p < A_MATRICES; ++p)
+          a.issue(source_a, term_a, p, shared.a(pipe.stage), pipe.full_barrier(), work.m, walk, matrix_a, rank_n);
+#pragma unroll
+        for (int p = 0; p < B_MATRICES; ++p)
           b.issue(source_b, term_b, p, shared.b(pipe.stage), pipe.full_barrier(), work.n, walk, matrix_b, rank_m);
       }
       __syncwarp();

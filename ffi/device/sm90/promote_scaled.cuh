@@ -28,6 +28,7 @@ struct Promotion {
   const float *a, *b[PRODUCTS];          // of the tile's matrix
   int first_row, last_row, first, last;  // rows, and columns
   int block, last_block;                 // of k
+  bool empty;                            // nothing is multiplied, and no scale that is another group's may be NaN
 
   struct Factors {
     float a[2], b[RUNS];
@@ -47,6 +48,7 @@ struct Promotion {
     last = n - 1;
     block = work.k / BK;
     last_block = (work.k_end - 1) / BK;
+    empty = RAGGED_K && work.k_end - work.k <= work.head;
     if constexpr (OF_A) a = matrix_of(of[0], matrix_a);
 #pragma unroll
     for (int p = 0; p < PRODUCTS; ++p)
@@ -64,7 +66,11 @@ struct Promotion {
       int entry = K_MAJOR ? x / GROUP : x % COUNT, q = K_MAJOR ? x % GROUP : x / COUNT;
       int y = min(block + k + q, last_block), mn = index(entry);
       i64 place = K_MAJOR ? static_cast<i64>(mn) * row + y : static_cast<i64>(y) * row + mn;
-      cp_async_word(to + q * SLOT + entry * 4, from + place);
+      if constexpr (RAGGED_K) {
+        cp_async_word(to + q * SLOT + entry * 4, from + place, empty ? 0 : 4);
+      } else {
+        cp_async_word(to + q * SLOT + entry * 4, from + place);
+      }
     }
   }
 

@@ -1,16 +1,24 @@
 // Operand tiles and their pipeline in shared memory, which a producer (producer.cuh) fills and consumers (mainloop.cuh)
 // drain. Each of STAGES has a full barrier (what was asked for has landed) and an empty one (its readers are done).
 //
-// Operand tiles, ROWS = BM or PRODUCTS * BN:
+// Operand tiles, ROWS = A_MATRICES * BM or B_MATRICES * BN:
 //   K-major:  [BK/CHUNK][ROWS][CHUNK]      swizzled in rows of CHUNK, which are 128 bytes unless a view needs fewer
 //   MN-major: [ROWS/CHUNK][BK][CHUNK]      wgmma reads those of 16 bits; swizzle span of CHUNK; a line of CHUNK rows or
 //             columns. The last chunk may be wider than the tile: what is loaded too much costs less than a narrower
 //             swizzle.
-// Several b beside each other in one tile are multiplied as if they were one matrix, so a is read once.
+// Several b beside each other in one tile are multiplied as if they were one matrix, so a is read once. Where operands
+// are swapped, there are several a.
+
+static_assert(A_MATRICES * B_MATRICES == PRODUCTS);
 
 constexpr int ROWS_PER_CONSUMER = M_BLOCKS * 64;
 constexpr int CONSUMERS_PER_TILE = BM / ROWS_PER_CONSUMER;
 constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
+
+// Named barriers: 0 is __syncthreads, then one for each consumer's epilogue, then whose turn the mainloop is
+// (ping-pong), that it is over (CLUSTER_K), or that all consumers have cleared their part of a stage (RAGGED_K).
+constexpr int EPILOGUE_BARRIER = 1;
+constexpr int TURN_BARRIER = 1 + CONSUMERS;
 
 // Of a warpgroup.
 using Accumulators = Acc[M_BLOCKS][PRODUCTS * BN / 2];
@@ -70,19 +78,10 @@ struct Operand {
     constexpr int SLICES = SPAN / 32;  // of a row
     return K_MAJOR ? slice / SLICES * ROWS * SPAN + slice % SLICES * 32 : slice * 16 * SPAN;
   }
-
-  // Zeroes what an MN-major tile holds of `rows` rows or columns from `row` on, in k from `depth` on.
-  DEVICE static void clear(u32 tile, int row, int rows, int depth, int thread) {
-    static_assert(!K_MAJOR || !RAGGED_K);
-    int span = (BK - depth) * SPAN;
-    for (int chunk = row / CHUNK; chunk < (row + rows + CHUNK - 1) / CHUNK; ++chunk)
-      for (int i = thread * 16; i < span; i += 128 * 16)
-        st_shared_v4(tile + (chunk * BK + depth) * SPAN + i, 0, 0, 0, 0);
-  }
 };
 
-using OperandA = Operand<BM, A_BITS, 1, A_K_MAJOR, A_CHUNK, CLUSTER_N>;
-using OperandB = Operand<PRODUCTS * BN, B_BITS, PRODUCTS, B_K_MAJOR, B_CHUNK, CLUSTER_M>;
+using OperandA = Operand<A_MATRICES * BM, A_BITS, A_MATRICES, A_K_MAJOR, A_CHUNK, CLUSTER_N>;
+using OperandB = Operand<B_MATRICES * BN, B_BITS, B_MATRICES, B_K_MAJOR, B_CHUNK, CLUSTER_M>;
 
 // Behind each tile of A lie the factors of its elements, where it has some.
 constexpr int A_STAGE_BYTES = OperandA::BYTES + FACTOR_BYTES, STAGE_BYTES = A_STAGE_BYTES + OperandB::BYTES;

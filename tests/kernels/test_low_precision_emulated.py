@@ -1,0 +1,144 @@
+"""Weights decoded in groups, and operands along k in groups of k: whole kernels on the emulated device, to the bit."""
+
+from __future__ import annotations
+
+import functools
+
+import gxx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import quantized_cases as cases
+from emulator import device
+from quantized_cases import Weights
+
+import cutjax
+from cutjax import Config, Quantized
+from cutjax.runtime import compiler
+
+pytestmark = [
+    pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing())),
+    pytest.mark.skipif(not gxx.installed(), reason="needs g++"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _promotion():
+    """Strict promotion, which other tests have, refuses integers beside floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def run(operation, *args, config, **more):
+    fn = functools.partial(operation, backend="cuda", config=Config(**config), **more)
+    with device.emulated():
+        return jax.tree.map(np.asarray, jax.jit(fn)(*args))
+
+
+SWAPPED = {"bm": 256, "bn": 16, "bk": 64, "stages": 3, "swap": True}
+ROWS = {
+    "int4": (Weights("int4", scale="bfloat16"), {"bk": 128}),
+    "zero points": (Weights("uint4", scale="float16", zeros=True), {"bn": 8}),
+    "mxfp4": (Weights("float4_e2m1fn", "float16", "float8_e8m0fnu"), {}),
+    "bytes": (Weights("uint8", scale="float32", zeros=True), {"bm": 64, "cluster_m": 2}),
+    "in turns, along k": (Weights("int8", "float16", layout="nt"), {"bm": 128, "schedule": "pingpong", "bn": 8}),
+    "in a cluster": (Weights("float8_e4m3fn"), {"bm": 128, "bn": 8, "cluster_n": 2}),
+    "of 16 bits": (Weights("bfloat16"), {"bm": 128, "bn": 8}),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_groups_of_rows(name):
+    weights, config = ROWS[name]
+    rng, sizes, (n, k) = np.random.default_rng(0), (3, 0, 18), (288 if "4" in weights.narrow else 80, 96)
+    x, (w, wide) = cases.rows(rng, sizes, k, weights.wide), weights.drawn(rng, len(sizes), k, n)
+    got = run(
+        cutjax.grouped_gemm,
+        x,
+        w,
+        np.array(sizes),
+        config=SWAPPED | config,
+        layout=weights.layout,
+        out_dtype=jnp.float32,
+    )
+    np.testing.assert_array_equal(got, cases.in_groups(x, sizes, wide))
+
+
+def test_an_epilogue_of_groups():
+    """Operands of groups, of rows and of full size beside two products; groups from the second on."""
+    rng, sizes, g, m, k, n = np.random.default_rng(1), np.array([2, 5, 0, 7, 3], np.int32), 3, 20, 64, 96
+    (v, _), (w, _) = (Weights("uint4", scale="bfloat16", zeros=True).drawn(rng, g, k, n) for _ in range(2))
+    x, residual = (
+        rng.integers(-2, 3, (2, m, k)).astype(jnp.bfloat16),
+        rng.integers(-4, 5, (2, m, n)).astype(jnp.bfloat16),
+    )
+    bias, by = rng.integers(-4, 5, (1, g, 1, n)).astype(np.float32), rng.integers(-2, 3, (m, 1)).astype(np.float32)
+
+    def fused(x, v, w, *operands, **how):
+        def epilogue(a, b, r, bias, by):
+            return (a - b) * by + bias + r.astype(a.dtype), a + bias
+
+        out = jnp.bfloat16, jnp.float32
+        return cutjax.grouped_gemm(
+            x, (v, w), sizes, group_offset=1, epilogue=epilogue, operands=operands, out_dtype=out, **how
+        )
+
+    args = x, v, w, residual, bias, by
+    expected = jax.jit(functools.partial(fused, backend="xla"))(*args)
+    for got, plain in zip(run(fused, *args, config=SWAPPED | {"bn": 8}), expected, strict=True):
+        np.testing.assert_array_equal(got, plain)
+
+
+def test_a_batch_of_three_products():
+    rng = np.random.default_rng(2)
+    ws = [Weights("int4", scale="bfloat16").drawn(rng, 2, 64, 96)[0] for _ in range(3)]
+    x = rng.integers(-2, 3, (2, 7, 64)).astype(jnp.bfloat16)
+
+    def fused(x, *ws, **how):
+        return jax.vmap(lambda x, *ws: cutjax.gemm(x, ws, epilogue=lambda a, b, c: a * b - c, **how))(x, *ws)
+
+    got = run(fused, x, *ws, config=SWAPPED | {"bn": 8})
+    np.testing.assert_array_equal(got, jax.jit(functools.partial(fused, backend="xla"))(x, *ws))
+
+
+F8 = "float8_e4m3fn"
+DEPTH = {
+    "in turns": (F8, True, True, Config(64, 64, stages=3, schedule="pingpong")),
+    "shared": (F8, True, False, Config(256, 64, stages=3)),
+    "in parts": (F8, True, True, Config(128, 64, stages=3, splits=3)),
+    "without scales": (F8, False, False, Config(128, 64, stages=3)),
+    "integers": ("int8", False, False, Config(128, 64, stages=3)),
+}
+
+
+@pytest.mark.parametrize("name", DEPTH)
+def test_groups_of_k(name):
+    """Groups begin and end within blocks of 128, some are empty; rows of no group, and their scales, are NaN."""
+    dtype, of_a, of_b, config = DEPTH[name]
+    rng, sizes = np.random.default_rng(3), (5, 0, 200, 51, 128, 0)
+    (a, wide_a), (b, wide_b) = (cases.depth(rng, sizes, n, dtype, of) for n, of in ((80, of_a), (48, of_b)))
+    fn = functools.partial(cutjax.grouped_outer, out_dtype=jnp.float32 if dtype == F8 else jnp.int32, backend="cuda")
+    with device.emulated():
+        got = jax.jit(functools.partial(fn, config=config))(a, b, np.array(sizes))
+    np.testing.assert_array_equal(np.asarray(got), cases.outer(sizes, wide_a, wide_b))
+
+
+def test_a_layer_of_experts():
+    """Its products by the kernels that backend="cuda" picks, against those by XLA."""
+    rng, weights = np.random.default_rng(4), Weights("int4", scale="bfloat16")
+    gate, up, down = (weights.drawn(rng, 3, *shape)[0] for shape in ((64, 96), (64, 96), (96, 64)))
+    x, logits = cases.rows(rng, (5, 6), 64, "bfloat16"), rng.standard_normal((14, 3)).astype(np.float32)
+
+    def layer(x, gate, up, down, backend):
+        gate, up, down = (Quantized(w.values, w.scale * jnp.bfloat16(2**-4)) for w in (gate, up, down))
+        return cutjax.moe(x, logits, gate, up, down, backend=backend)
+
+    args = x, gate, up, down
+    of_kernels = functools.partial(layer, backend="cuda")
+    runs = [row.runs for row in cutjax.explain(of_kernels, device="NVIDIA H200")(*args).rows]
+    assert sum("swap_groups_m" in name for name in runs) == 2, runs
+    with device.emulated():
+        got = np.asarray(jax.jit(of_kernels)(*args)).astype(np.float64)
+    plain = np.asarray(jax.jit(functools.partial(layer, backend="xla"))(*args)).astype(np.float64)
+    assert np.max(np.abs(got - plain)) <= 2**-7 * np.max(np.abs(plain))

@@ -1,0 +1,114 @@
+"""Kernels of low precision that have not run on a device: "auto" leaves them alone and says so, backend="cuda" asks."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import cutjax
+from cutjax import Quantized
+from cutjax.runtime import settings
+
+BF16, F32, F8, E8M0 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e8m0fnu
+SIZES = jax.ShapeDtypeStruct((8,), jnp.int32)
+
+
+@pytest.fixture(autouse=True)
+def _promotion():
+    """Strict promotion, which other tests have, refuses integers beside floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def aval(*shape, dtype=BF16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def weights(dtype, scale, group, *shape, zeros=False):
+    *batch, k, n = shape
+    blocks = (*batch, k // group, n)
+    zero = aval(*blocks, dtype=dtype) if zeros else None
+    return Quantized(aval(*shape, dtype=dtype), aval(*blocks, dtype=scale), zero)
+
+
+def gated(x, gate, up, sizes, **how):
+    return cutjax.grouped_gemm(x, (gate, up), sizes, epilogue=lambda a, b: jax.nn.silu(a) * b, **how)
+
+
+INT4 = weights(jnp.int4, BF16, 128, 8, 4096, 14336)
+UINT4 = weights(jnp.uint4, jnp.float16, 128, 8192, 8192, zeros=True)
+DEPTH = (Quantized(aval(8192, n, dtype=F8), aval(64, n, dtype=F32)) for n in (4096, 7168))
+# What is asked, its arguments, the kernel's name, why "auto" leaves it, and the types of the arguments of the launch.
+CASES = {
+    "groups": (
+        cutjax.grouped_gemm,
+        (aval(128, 4096), INT4, SIZES),
+        r"sm90_bf16xs4by128bf16_nn_256x\d+x\d+_s\d+_c\dx\d_coop_swap_groups_m$",
+        "weights decoded in groups",
+        ["128x4096xbf16", "8x4096x14336xi4", "8xi32", "8x32x14336xbf16"],
+    ),
+    "gate": (
+        gated,
+        (aval(128, 4096), INT4, INT4, SIZES),
+        r"sm90_bf16xs4by128bf16_nn_256x.*_swap_groups_m_e\w+$",
+        "weights decoded in groups, of several products",
+        ["128x4096xbf16", *["8x4096x14336xi4"] * 2, "8xi32", *["8x32x14336xbf16"] * 2],
+    ),
+    "zero points": (
+        cutjax.gemm,
+        (aval(16, 8192), UINT4),
+        r"sm90_bf16xu4by128f16z_nn_256x.*_swap",
+        "weights decoded with zero points, with scales in f16",
+        ["16x8192xbf16", "8192x8192xui4", "64x8192xf16", "64x8192xui4"],
+    ),
+    "mx": (
+        cutjax.grouped_gemm,
+        (aval(64, 4096), weights(jnp.float4_e2m1fn, E8M0, 32, 8, 4096, 4096), SIZES),
+        r"sm90_bf16xf4_e2m1fnby32f8_e8m0fnu_nn_256x.*_swap_groups_m$",
+        "weights decoded in groups, with scales in f8_e8m0fnu",
+        ["64x4096xbf16", "8x4096x4096xf4E2M1FN", "8xi32", "8x128x4096xf8E8M0FNU"],
+    ),
+    "groups of k": (
+        functools.partial(cutjax.grouped_outer, out_dtype=F32),
+        (*DEPTH, SIZES),
+        r"sm90_f8_e4m3fnf32_tn_.*_groups_k_scaled_1x1$",
+        "f8_e4m3fn in groups of k",
+        ["4096x8192xf8E4M3FN", "7168x8192xf8E4M3FN", "8xi32", "64x4096xf32", "64x7168xf32"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_has_not_run_is_asked_for(name, compile_nothing):
+    """The launch reads values, scales and zero points as they are given; float8 along n is transposed before."""
+    del compile_nothing
+    fn, args, kernel, why, taken = CASES[name]
+    (auto,) = cutjax.explain(fn, device="NVIDIA H200")(*args).rows
+    assert not re.match(kernel, auto.runs)
+    assert f'{why}: that has not run on a device yet, and is for backend="cuda"' in auto.why
+    asked = functools.partial(fn, backend="cuda")
+    (row,) = cutjax.explain(asked, device="NVIDIA H200")(*args).rows
+    assert re.match(kernel, row.runs), row.runs
+    assert f"{why}: that has not run on a device yet" in row.why
+    with settings.override(target_arch="sm_90a"):
+        text = jax.jit(asked).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = [line for line in text.splitlines() if "@cutjax_launch" in line]
+    assert re.findall(r"tensor<([\w]+)>", call.split(" : (")[1].split(") ->")[0]) == taken
+
+
+def test_gradients_past_weights_in_groups(compile_nothing):
+    """That in x reads the same array along the other axis, which no kernel decodes: it is dequantized for it."""
+    del compile_nothing
+
+    def loss(x, w, sizes):
+        return (cutjax.grouped_gemm(x, w, sizes, backend="cuda").astype(F32) ** 2).sum()
+
+    q = weights(jnp.int4, BF16, 128, 8, 4096, 1024)
+    forward, back = cutjax.explain(jax.grad(loss), device="NVIDIA H200")(aval(128, 4096), q, SIZES).rows
+    assert "swap_groups_m" in forward.runs
+    assert "groups_m" in back.runs
+    assert "b dequantized to bf16" in back.why
