@@ -16,7 +16,7 @@ from cutjax import dot_precision
 from cutjax.binding.explicit import automatic
 from cutjax.binding.rules import any_reduced, symbolic
 from cutjax.ops.contraction import contraction
-from cutjax.ops.fp8_product import ACTIVATIONS, WEIGHTS, Float8, Recipe, Roles, product, why_wide
+from cutjax.ops.fp8_product import ACTIVATIONS, WEIGHTS, Float8, Recipe, Roles, float8_product, why_wide
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.arrays import is_array_like, unwrapped
 from cutjax.primitives.dense import Dense
@@ -73,6 +73,27 @@ class Fp8DotGeneral:
         dims: Any = tuple(tuple(map(tuple, pair)) for pair in dimension_numbers)
         return _planned(lhs, rhs, dims, self.recipe, roles, out)
 
+    def product(
+        self,
+        product: Product,
+        a: Any,
+        b: Any,
+        groups: int,
+        precision: Any,
+        backend: str,
+        roles: Roles = (ACTIVATIONS, WEIGHTS),
+    ) -> Product | str:
+        """Returns a product, dense or of rows in groups, in float8, or the reason against it; told its factors."""
+        if a.dtype.name not in _WIDE or b.dtype.name not in _WIDE:
+            return f"float8 is made of {', '.join(_WIDE)}, got {a.dtype} and {b.dtype}"
+        if not _is_default(precision):
+            return f"precision {precision} asks for more than float8 has"
+        if any(symbolic(x) or 0 in x.shape for x in (a, b)):
+            return f"it needs known sizes above 0, got {a.shape}, {b.shape}"
+        shaped = ((tuple(x.shape), np.dtype(x.dtype)) for x in (a, b))
+        why = why_wide(self.recipe, roles, product, groups, *shaped, backend)
+        return why or Float8(product, self.recipe, roles, backend, groups)
+
     def why_not(self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any, out: Any, roles: Roles) -> str:
         """Returns the reason why a product of two arrays or avals is not quantized, or ""."""
         if lhs.dtype.name not in _WIDE or rhs.dtype.name not in _WIDE or out.dtype.name not in _WIDE:
@@ -123,14 +144,8 @@ def in_float8(
     if not isinstance(fp8, str | Fp8DotGeneral):
         raise TypeError(f"{where}: fp8 must be a recipe, or cutjax.fp8_dot_general(...), got {fp8!r}")
     function = fp8_dot_general(fp8) if isinstance(fp8, str) else fp8
-    for a, b in pairs:
-        known = not any(symbolic(x) or 0 in x.shape for x in (a, b))
-        if not known or a.dtype.name not in _WIDE or b.dtype.name not in _WIDE or not _is_default(precision):
-            return product
-        shaped = ((tuple(x.shape), np.dtype(x.dtype)) for x in (a, b))
-        if why_wide(function.recipe, (ACTIVATIONS, WEIGHTS), product, groups, *shaped, backend):
-            return product
-    return Float8(product, function.recipe, (ACTIVATIONS, WEIGHTS), backend, groups)
+    made = [function.product(product, a, b, groups, precision, backend) for a, b in pairs]
+    return product if any(isinstance(x, str) for x in made) else made[0]
 
 
 def _is_default(precision: Any) -> bool:
@@ -143,7 +158,7 @@ def _planned(lhs: jax.Array, rhs: jax.Array, dims: Any, recipe: Recipe, roles: R
     a, b = plan.operands(lhs, rhs)
     roles = (roles[1], roles[0]) if plan.swapped else roles
     backend = backends.resolve(None, "fp8_dot_general")
-    d = product(a, b, layout=plan.layout, recipe=recipe, roles=roles, out_dtype=out.dtype, backend=backend)
+    d = float8_product(a, b, layout=plan.layout, recipe=recipe, roles=roles, out_dtype=out.dtype, backend=backend)
     return converted(plan.result(d), out.dtype, out.weak_type)
 
 

@@ -216,7 +216,7 @@ def why_wide(recipe: Recipe, roles: Roles, product: Product, groups: int, a: Sha
 
 
 def _why_wide(recipe: Recipe, roles: Roles, product: Product, groups: int, a: Shaped, b: Shaped, device: Device) -> str:
-    layout = layout_of(product)
+    layout, (a, b) = layout_of(product), _aligned(product, a, b)
     sizes = [jax.ShapeDtypeStruct((*(1 for _ in a[0][:-2]), groups + product.leading), np.int32)] if groups else []  # pyright: ignore[reportAttributeAccessIssue]
     out = min((a[1], b[1]), key=lambda dtype: dtype.itemsize)
     wide = product.problem(*(jax.ShapeDtypeStruct(x[0], out) for x in (a, b)), *sizes, out_dtype=out, device=device)
@@ -255,12 +255,23 @@ def _why_wide(recipe: Recipe, roles: Roles, product: Product, groups: int, a: Sh
     return f"{wide_us:.1f} us in {a[1]}, {narrow_us:.1f} in float8 after {passes_us:.1f} that quantize"
 
 
+def _aligned(product: Product, a: Shaped, b: Shaped) -> tuple[Shaped, Shaped]:
+    """Returns shapes of as many batch axes each, those of a as more rows where one matrix is for all of them."""
+    (of_a, *_), (of_b, *_) = a, b
+    _, own = product.own_axes(1)[:2]
+    if isinstance(product, Dense) and product.layout[0] == "n" and math.prod(of_b[:-2]) == 1:
+        return ((math.prod(of_a[:-1]), of_a[-1]), a[1]), (of_b[-2:], b[1])
+    rank = max(len(of_a) - 2, len(of_b) - own)
+    of_a, of_b = (1,) * (rank + 2 - len(of_a)) + of_a, (1,) * (rank + own - len(of_b)) + of_b
+    return (of_a, a[1]), (of_b, b[1])
+
+
 def _quantized_us(size: int, itemsize: int, turned: bool, device: Device) -> float:
     """Returns the time in which XLA quantizes so many elements, and transposes the values where they do not lie so."""
     return 1e6 * size * (2 * itemsize + 1 + 2 * turned) / (device.bytes_per_second * PASS_BANDWIDTH)
 
 
-def product(
+def float8_product(
     a: jax.Array, b: jax.Array, *, layout: str, recipe: Recipe, roles: Roles, out_dtype: Any, backend: str
 ) -> jax.Array:
     """Returns ``a @ b``, in float8 where that is predicted to be faster, or the recipe says "always"."""

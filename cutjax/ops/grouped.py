@@ -81,8 +81,8 @@ def grouped_gemm(
       precision: as in ``cutjax.gemm``.
       accumulate: as in ``cutjax.gemm``.
       fp8: a recipe of ``cutjax.fp8_dot_general``, or what that returns: arrays are quantized to float8 and multiplied
-        so, in the backward pass too, where that is predicted to be faster. Groups share the scales that "tensor" has,
-        and in gradients of weights those of "row", and of 128 rows, "block". Quantized operands stay what they are.
+        so, in the backward pass too, where that is predicted to be faster. A matrix of w has scales of its own. Along
+        rows, as of x and for gradients of weights, scales are those of all groups: of all rows, or of 128 of them.
       group_offset: a scalar or ``[1]``, data too: the group that ``w[0]`` is of, where ``group_sizes`` has all groups
         and w some, as under expert parallelism. Rows of the other groups are zero.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.

@@ -24,7 +24,7 @@ from cutjax.ops.quantized import Quantized, Weights, as_quantized, is_quantized,
 from cutjax.primitives.accumulators import accumulator, converted, multiplied_in
 from cutjax.primitives.arrays import unwrapped
 from cutjax.primitives.groups import rows_of_groups
-from cutjax.primitives.product import multiply
+from cutjax.primitives.product import Product, multiply
 from cutjax.primitives.ragged import Depth, Rows
 from cutjax.runtime import backends
 
@@ -139,6 +139,22 @@ def ragged_dot_general(
     where = "ragged_dot_general"
     if out_sharding is not None:
         raise NotImplementedError(f"{where}: out_sharding must be None, got {out_sharding}; use jax.shard_map")
+    given = lhs, rhs, group_sizes, ragged_dot_dimension_numbers, precision, preferred_element_type, group_offset
+    return in_groups(*given)
+
+
+def in_groups(
+    lhs: Any,
+    rhs: Any,
+    group_sizes: Any,
+    ragged_dot_dimension_numbers: Any,
+    precision: Any,
+    preferred_element_type: Any,
+    group_offset: Any,
+    of: Callable[[Product, Any, Any], Product] = lambda product, *_: product,
+) -> jax.Array:
+    """Computes ragged_dot_general by the product that ``of`` makes of the one of rows in groups, told its factors."""
+    where = "ragged_dot_general"
     lhs, rhs = (x if isinstance(x, Quantized) else jnp.asarray(unwrapped(x)) for x in map(as_quantized, (lhs, rhs)))
     quantized = is_quantized((lhs, rhs))
     sizes, dims = group_sizes_of(group_sizes, where), ragged_dot_dimension_numbers
@@ -199,7 +215,7 @@ def ragged_dot_general(
             how = {"out_dtype": preferred_element_type, "names": ("lhs", "rhs"), **params}
             d = rows_product(product, x, w, sizes, where=where, **how)
         else:
-            d = multiply(product, x, w, sizes, out_dtype=out.dtype, **params)
+            d = multiply(of(product, x, w), x, w, sizes, out_dtype=out.dtype, **params)
         return d.reshape(out.shape)
 
     others = [r_contract[l_contract.index(i)] for i in divided]
@@ -212,7 +228,7 @@ def ragged_dot_general(
     else:
         dtype = out.dtype
         wide = accumulator(lhs.dtype, dtype) if before else dtype
-        d = multiply(Depth(leading), a, b, sizes, out_dtype=wide, **params)
+        d = multiply(of(Depth(leading), a, b), a, b, sizes, out_dtype=wide, **params)
     d = d.sum(range(len(batch), len(batch) + len(before)), dtype=d.dtype) if before else d
     return jnp.moveaxis(d, len(batch), 0).reshape(out.shape).astype(dtype)
 
