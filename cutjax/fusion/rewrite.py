@@ -14,6 +14,7 @@ from cutjax.binding import lowering, rules
 from cutjax.fusion import memory, price
 from cutjax.fusion.build import Template, function, placed, plain_function, product_of, template, with_product
 from cutjax.fusion.contraction import OWN, RAGGED, Contraction, contraction, is_divided, is_product, planned
+from cutjax.fusion.dequantized import requantized
 from cutjax.fusion.flips import flip
 from cutjax.fusion.form import Form
 from cutjax.fusion.fp8 import Recipes, may_be_float8, quantized
@@ -92,7 +93,7 @@ class Rewriter:
                 products = (graph.eqns[i] for i in sorted(graph.live) if is_product(graph.eqns[i]))
                 self.reports += (Report(eqn, "XLA", why) for eqn in products if eqn.primitive.name not in OWN)
                 return jaxpr
-            jaxpr = narrowed(cancelled(jaxpr))
+            jaxpr = narrowed(requantized(cancelled(jaxpr)))
             if self.fp8 is not None:
                 jaxpr, reports, wide = quantized(jaxpr, self.fp8, self._scope)
                 self.reports += reports

@@ -11,7 +11,6 @@ import collections
 import functools
 import importlib
 import sys
-import types
 from typing import Any
 
 import jax
