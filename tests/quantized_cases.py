@@ -45,6 +45,7 @@ def wide(q: Any) -> np.ndarray:
 
 def _repeated(x: Any, shape: Any) -> np.ndarray:
     x = np.asarray(x, np.float64)
+    x = x.reshape((1,) * (len(shape) - x.ndim) + x.shape)
     for axis, size in enumerate(shape):
         x = np.repeat(x, size // x.shape[axis], axis)
     return x
