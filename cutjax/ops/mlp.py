@@ -17,7 +17,16 @@ from cutjax.binding.explicit import automatic, rows_by_columns
 from cutjax.binding.rules import match_varying, with_rank
 from cutjax.dtypes import are_narrow
 from cutjax.epilogue.captured import on_automatic_axes
-from cutjax.ops.arguments import check_batch, contracted, group_sizes_of, local_sizes, result_of, travel_dtype
+from cutjax.ops.arguments import (
+    check_accumulate,
+    check_batch,
+    contracted,
+    group_sizes_of,
+    local_sizes,
+    result_of,
+    travel_dtype,
+)
+from cutjax.ops.fp8 import Float8Recipe, in_float8
 from cutjax.ops.quantized import Weights, as_quantized, is_quantized, values_of
 from cutjax.ops.scales import Scales, promote_values, scales_of, times
 from cutjax.parallel.fused import divided_mlp
@@ -45,6 +54,8 @@ def mlp(
     layout: str = "nn",
     out_dtype: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    accumulate: str = "f32",
+    fp8: Float8Recipe = None,
     backend: str | None = None,
     save: str = "default",
     axis_name: str | None = None,
@@ -75,6 +86,8 @@ def mlp(
       layout: "nn" or "nt", of the weights; see ``cutjax.gemm``.
       out_dtype: dtype of the result; that of x and the weights by default.
       precision: of both products, as in ``cutjax.gemm``.
+      accumulate: as in ``cutjax.gemm``.
+      fp8: of both products, as in ``cutjax.grouped_gemm``; not with an axis_name.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
       save: what is kept for the backward pass. "default": the accumulators which the activation's derivative needs,
         named "cutjax_preactivation" for ``jax.checkpoint`` policies, and the operand of the second product,
@@ -97,8 +110,11 @@ def mlp(
       (2, 8, 16)
     """
     backend = backends.resolve(backend, "mlp")
+    check_accumulate(accumulate, "mlp")
     precision = dot_precision.canonical(precision, "mlp")
     x, w1, w2, gate = as_quantized((x, w1, w2, gate))
+    if axis_name is not None and fp8 is not None:
+        raise ValueError("mlp: fp8 is of a layer on one device, or divided by jit: not with an axis_name")
     if axis_name is not None and is_quantized((x, w1, w2, gate)):
         raise ValueError("mlp: what an axis_name divides are arrays, got cutjax.Quantized: dequantize them")
     both = _scales(x, w1, w2, gate, layout, "mlp")
@@ -119,13 +135,23 @@ def mlp(
     biases |= _of_hidden(both[0])
     hidden = _hidden("mlp", activation, gate is not None)
     out = dtype if out_dtype is None else result_of(out_dtype, "mlp", dtype)
+    precision = dot_precision.accumulated(precision, accumulate, a.dtype, ws[0].dtype)
     params = {"dtype": dtype, "out_dtype": out, "precision": precision, "backend": backend, "save": save}
     if ring is not None:
         travel = travel_dtype(reduce_dtype, accumulator(dtype, out), "mlp")
         return divided_mlp(ring, layout, hidden, a, ws, v, biases, last, travel=travel, **params)
     if reduce_dtype is not None:
         raise ValueError("mlp: reduce_dtype without an axis_name: nothing is added up over devices")
-    return _chained("mlp", Dense(layout), hidden, a, ws, v, (), biases, last, both, **params)
+    product: Product = Dense(layout)
+    if not is_quantized((x, w1, w2, gate)):
+        product = in_float8(fp8, product, _pairs(a, ws[0], v, dtype, layout), 0, precision, backend, "mlp")
+    return _chained("mlp", product, hidden, a, ws, v, (), biases, last, both, **params)
+
+
+def _pairs(a: Any, w: Any, v: Any, dtype: np.dtype, layout: str) -> list[tuple[Any, Any]]:
+    """Returns the factors of both products of a layer, of what lies between them its shape and dtype."""
+    h = jax.ShapeDtypeStruct((*a.shape[:-1], contracted(w, layout[1] == "n")), dtype)
+    return [(a, w), (h, v)]
 
 
 @automatic(lambda x, w2, layout="nn", **_: rows_by_columns(x, w2, layout), on_automatic_axes)
@@ -141,6 +167,8 @@ def grouped_mlp(
     layout: str = "nn",
     out_dtype: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    accumulate: str = "f32",
+    fp8: Float8Recipe = None,
     group_offset: ArrayLike | None = None,
     backend: str | None = None,
     save: str = "default",
@@ -165,6 +193,8 @@ def grouped_mlp(
       layout: "nn" or "nt", of the weights.
       out_dtype: dtype of the result; that of x and the weights by default.
       precision: of both products, as in ``cutjax.gemm``.
+      accumulate: as in ``cutjax.gemm``.
+      fp8: of both products, as in ``cutjax.grouped_gemm``.
       group_offset: the group that ``w1[0]`` and ``w2[0]`` are of, as in ``cutjax.grouped_gemm``.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
       save: what is kept for the backward pass, as in ``cutjax.mlp``.
@@ -183,6 +213,7 @@ def grouped_mlp(
     """
     where = "grouped_mlp"
     backend = backends.resolve(backend, where)
+    check_accumulate(accumulate, where)
     precision = dot_precision.canonical(precision, where)
     x, w1, w2, gate = as_quantized((x, w1, w2, gate))
     sizes = group_sizes_of(group_sizes, where)
@@ -209,8 +240,12 @@ def grouped_mlp(
     scale |= _of_hidden(both[0])
     hidden = _hidden(where, activation, gate is not None)
     out = dtype if out_dtype is None else result_of(out_dtype, where, dtype)
+    precision = dot_precision.accumulated(precision, accumulate, a.dtype, ws[0].dtype)
     params = {"dtype": dtype, "out_dtype": out, "precision": precision, "backend": backend, "save": save}
-    return _chained(where, Rows(leading, layout), hidden, a, ws, v, (sizes,), scale, [], both, **params)
+    product: Product = Rows(leading, layout)
+    if not is_quantized((x, w1, w2, gate)):
+        product = in_float8(fp8, product, _pairs(a, ws[0], v, dtype, layout), groups, precision, backend, where)
+    return _chained(where, product, hidden, a, ws, v, (sizes,), scale, [], both, **params)
 
 
 def _chained(

@@ -85,7 +85,7 @@ def promote_values(
     if both_narrow:
         a, *bs = (_of_8_bits(x) for x in (a, *bs))
     apart = both_narrow and not are_alike(a.dtype, bs[0].dtype)
-    if apart or _may_wrap(a.dtype, bs[0].dtype, contracted(a, last)):
+    if apart or may_wrap(a.dtype, bs[0].dtype, contracted(a, last)):
         a = converted(a, np.dtype(jnp.bfloat16) if both_narrow else promoted(of_scales, np.float32))
     return arguments.promote(a, bs, out_dtype, where, narrow)
 
@@ -103,7 +103,7 @@ def _of_8_bits(x: jax.Array) -> jax.Array:
     return x.astype(jnp.int8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float8_e4m3fn)
 
 
-def _may_wrap(a: np.dtype, b: np.dtype, k: Any) -> bool:
+def may_wrap(a: np.dtype, b: np.dtype, k: Any) -> bool:
     """True if sums of k products of two dtypes of integers may pass what they are added up in."""
     if not all(jnp.issubdtype(dtype, jnp.integer) for dtype in (a, b)):
         return False

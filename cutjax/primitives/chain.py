@@ -61,6 +61,12 @@ class Chain:
         return {"precision": self.precision, "backend": self.backend, "hints": self.hints}
 
     @property
+    def of_second(self) -> dict[str, Any]:
+        """The parameters of the second product: a float8 algorithm is of the first alone, where that widens."""
+        precision = dot_precision.of_wider(self.precision) if self.dtype.itemsize > 1 else self.precision
+        return {**self.params, "precision": precision}
+
+    @property
     def dtype(self) -> np.dtype:
         """The dtype of what lies between the products, in which the second is."""
         return np.dtype(self.hidden.outputs[0].dtype)
@@ -68,11 +74,11 @@ class Chain:
     @property
     def arithmetic(self) -> Arithmetic:
         """The dtype of the second product, and its parameters."""
-        return Arithmetic(self.dtype, self.precision, self.backend)
+        return Arithmetic(self.dtype, self.of_second["precision"], self.backend)
 
     def second(self, h: jax.Array, w2: jax.Array, context: Sequence[jax.Array]) -> jax.Array:
         """Returns the second product, or one like it."""
-        return products.multiply(self.product, h, w2, *context, out_dtype=self.out_dtype, **self.params)
+        return products.multiply(self.product, h, w2, *context, out_dtype=self.out_dtype, **self.of_second)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -114,13 +120,13 @@ def _finished(
 ) -> jax.Array:
     """Returns the second product, times its scales and with the bias added, one or none each."""
     if not b2 and not scales:
-        return products.multiply(product, *factors.arrays, out_dtype=chain.out_dtype, **chain.params)
+        return products.multiply(product, *factors.arrays, out_dtype=chain.out_dtype, **chain.of_second)
 
     def finished(acc: jax.Array, scales: Sequence[jax.Array], b2: Sequence[jax.Array]) -> jax.Array:
         acc = functools.reduce(lambda acc, scale: acc * scale.astype(acc.dtype), scales, acc)
         return functools.reduce(lambda acc, b: acc + b.astype(acc.dtype), b2, acc)
 
-    params = {"out_dtype": chain.out_dtype, "save": chain.save, **chain.params}
+    params = {"out_dtype": chain.out_dtype, "save": chain.save, **chain.of_second}
     return products.call(product, finished, factors, (list(scales), list(b2)), **params)
 
 

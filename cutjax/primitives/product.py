@@ -67,6 +67,12 @@ class Product:
         """Returns the problem of a kernel, from the avals of a, b and the context."""
         raise NotImplementedError
 
+    def composed(
+        self, epilogue: Epilogue, factors: Factors, operands: Sequence[jax.Array], **params: Any
+    ) -> Sequence[jax.Array]:
+        """Computes the results by other products, those of one that is composed of others."""
+        raise NotImplementedError
+
     def multiplied(self, a: np.dtype) -> np.dtype:
         """Returns the dtype in which factors are multiplied, told a's: that of the wider one."""
         return a

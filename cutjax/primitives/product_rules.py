@@ -36,20 +36,20 @@ from cutjax.primitives.product import (
 P = TypeVar("P", bound=type[Product])
 
 
-def define_product(name: str) -> Callable[[P], P]:
-    """Gives a class of products its primitive, with every rule."""
+def define_product(name: str, *, composed: bool = False) -> Callable[[P], P]:
+    """Gives a class of products its primitive, with every rule; of one ``composed`` of others, that has no kernel."""
 
     def decorated(product: P) -> P:
         product.primitive = define(
             name,
             abstract=_abstract,
-            reference=_reference,
-            choose=_choose,
+            reference=_composed if composed else _reference,
+            choose=None if composed else _choose,
             batch=_batch,
             jvp=_jvp,
             transpose=_transpose,
             dce=_dce,
-            divided=partition.RULES,
+            divided=None if composed else partition.RULES,
             evaluated=_evaluated,
             multiple_results=True,
         )
@@ -94,6 +94,11 @@ def _reference(
         return accs
     arithmetic = Arithmetic(product.multiplied(factors.a.dtype), precision, backend)
     return product.applied(epilogue, factors.context, arithmetic).apply(accs, operands)
+
+
+def _composed(*args: jax.Array, product: Product, epilogue: Epilogue, **params: Any) -> Sequence[jax.Array]:
+    factors, operands = product.unpack(args, epilogue)
+    return product.composed(epilogue.primal, factors, operands, **params)
 
 
 def _choose(

@@ -14,16 +14,16 @@ import numpy as np
 from cutjax import dot_precision
 from cutjax.binding.placement import Labels, Placement
 from cutjax.dot_precision import Canonical
-from cutjax.epilogue.expression import Epilogue, OperandSpec
+from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.device import Device
 from cutjax.kernels.operand import Operand, Scale
 from cutjax.kernels.prepared import dequantized
 from cutjax.kernels.problem import Problem
-from cutjax.primitives import derivative
 from cutjax.primitives.accumulators import converted, cotangent_dtype
 from cutjax.primitives.factors import Factors
-from cutjax.primitives.product import Arithmetic, Folded, Product
+from cutjax.primitives.product import Folded, Product
 from cutjax.primitives.product_rules import define_product
+from cutjax.primitives.wrapped import Wrapped
 
 
 def scaled(
@@ -37,93 +37,19 @@ def scaled(
 
 @define_product("cutjax_scaled")
 @dataclasses.dataclass(frozen=True)
-class Scaled(Product):
+class Scaled(Wrapped):
     """Another product, of which a, or each b, has a scale for each of its blocks.
 
     The arrays are those of the other product, then the scales and the zero points of a, and those of each b.
 
     Attributes:
-      product: the other one.
       counts: of the arrays that a has beside its values, and that each b has: 0, a scale, or a scale and zero points.
       dtype: in which factors are multiplied. ``(values - zero) * scale`` is rounded to it, where a kernel does not
         multiply the sums of each block by scales instead, which rounds less.
     """
 
-    product: Product
     counts: tuple[int, int]
     dtype: np.dtype
-
-    # What it has of the other product.
-
-    @property
-    def where(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The operation."""
-        return self.product.where
-
-    @property
-    def axes(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The axes of the other product's arrays."""
-        return self.product.axes
-
-    @property
-    def rows(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The axes of the accumulators' rows."""
-        return self.product.rows
-
-    @property
-    def summed(self) -> tuple[str, ...]:
-        return self.product.summed
-
-    @property
-    def late(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The axes of which each result has one term."""
-        return self.product.late
-
-    @property
-    def gathered(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The axes whose every part meets every other."""
-        return self.product.gathered
-
-    def check_epilogue(self, epilogue: Epilogue) -> None:
-        self.product.check_epilogue(epilogue)
-
-    def why_not(self) -> str:
-        return self.product.why_not()
-
-    def operand_labels(self, x: Any, tile: Labels) -> Labels:
-        return self.product.operand_labels(x, tile)
-
-    def specs(self, a: jax.Array, operands: Sequence[jax.Array]) -> tuple[OperandSpec, ...]:
-        return self.product.specs(a, operands)
-
-    def along_rows(self, a: jax.Array, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        return self.product.along_rows(a, operands)
-
-    def groups(self, bs: Sequence[Any]) -> int | None:
-        return self.product.groups(bs)
-
-    def seen(self, x: jax.Array, context: Sequence[jax.Array], m: int, arithmetic: Arithmetic) -> jax.Array:
-        return self.product.seen(x, context, m, arithmetic)
-
-    def whole(
-        self, x: jax.Array, context: Sequence[jax.Array], shape: tuple[int, ...], arithmetic: Arithmetic
-    ) -> jax.Array:
-        return self.product.whole(x, context, shape, arithmetic)
-
-    def applied(self, epilogue: Epilogue, context: Sequence[jax.Array], arithmetic: Arithmetic) -> derivative.Applied:
-        return self.product.applied(epilogue, context, arithmetic)
-
-    def finished(self, results: Any, acc: Any, context: Sequence[jax.Array], why: str) -> Any:
-        return self.product.finished(results, acc, context, why)
-
-    def written(self, accumulator: np.dtype, dtype: np.dtype, on_cuda: bool) -> np.dtype:
-        return self.product.written(accumulator, dtype, on_cuda)
-
-    def after(self, placement: Placement, factors: Factors) -> tuple[Product, Sequence[Any]]:
-        return self.product.after(placement, factors.unscaled)
-
-    def restored(self, i: int, d: jax.Array) -> jax.Array:
-        return self.product.restored(i, d)
 
     # What scales add.
 
@@ -179,9 +105,6 @@ class Scaled(Product):
         product, found = self.product.shard(placement, factors.unscaled)
         return self._of(product), dataclasses.replace(found, scales=factors.scales)
 
-    def batched(self, at: int, rank: int) -> Product:
-        return self._of(self.product.batched(at, rank))
-
     def matched(self, factors: Factors) -> Factors:
         """Returns factors of as many matrices of values as of scales."""
         values, scales = [], []
@@ -191,9 +114,6 @@ class Scaled(Product):
             values.append(x)
             scales.append(tuple(of))
         return dataclasses.replace(factors, a=values[0], bs=tuple(values[1:]), scales=tuple(scales))
-
-    def laid(self, like: Any, *avals: Any) -> Product:
-        return self._of(self.product.laid(like, *avals))
 
     def fold(self, epilogue: Epilogue, factors: Factors, operands: Sequence[jax.Array]) -> Folded | None:
         of_a, *of_bs = factors.scales

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-import quantized_cases as cases
-from quantized_cases import Weights
+import grouped_weights as cases
+from grouped_weights import Weights
 from test_quantized_gpu import ERRORS
 
 import cutjax

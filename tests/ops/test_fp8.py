@@ -36,7 +36,7 @@ def rounded(x, recipe, dtype, weights=False):
     for i in range(0, x.shape[0], rows):
         for j in range(0, x.shape[1], columns):
             block = x[i : i + rows, j : j + columns]
-            scale = np.abs(block).max() / most
+            scale = (np.abs(block).max() or most) / most
             values = np.clip(block / scale, -most, most).astype(dtype)
             wide[i : i + rows, j : j + columns] = values.astype(np.float64) * np.float64(scale)
     return wide
