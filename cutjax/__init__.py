@@ -5,6 +5,7 @@ from __future__ import annotations
 from cutjax import checkpoint_policies, formats
 from cutjax.explanation import explain
 from cutjax.fusion.fuse import fuse
+from cutjax.fusion.patch import patch
 from cutjax.kernels.choose import candidates, reasons
 from cutjax.kernels.direct.config import Config as DirectConfig
 from cutjax.kernels.halo.config import Config as HaloConfig
@@ -71,6 +72,7 @@ __all__ = [
     "matmul",
     "mlp",
     "moe",
+    "patch",
     "quantize",
     "ragged_dot",
     "ragged_dot_general",

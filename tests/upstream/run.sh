@@ -46,4 +46,7 @@ run "$folder/flax" tests/linen/linen_linear_test.py tests/linen/linen_attention_
     tests/linen/linen_recurrent_test.py tests/linen/linen_transforms_test.py tests/linen/partitioning_test.py \
     tests/linen/linen_module_test.py tests/nnx/nn/linear_test.py tests/nnx/nn/conv_test.py tests/nnx/nn/attention_test.py \
     tests/nnx/nn/lora_test.py tests/nnx/nn/recurrent_test.py -k "not test_module_trace and not cloudpickle"
+# Programs of this package's documents that need packages which its own tests do not.
+JAX_PLATFORMS=cpu PYTHONPATH="$here/..:$here/../..${PYTHONPATH:+:$PYTHONPATH}" \
+    "$python" -m pytest -q -p no:cacheprovider -W default --rootdir "$here/../.." "$here/others.py" || failed=1
 exit "$failed"
