@@ -43,7 +43,7 @@ class Patched:
 
     @property
     def programs(self) -> list[Program]:
-        """Those with products that have been traced so far, by the order in which their functions were jitted."""
+        """The programs with products that have been traced so far, in the order in which functions were jitted."""
         return [program for programs in self._of_functions for program in programs]
 
     def add(self, programs: list[Program]) -> None:

@@ -34,7 +34,7 @@ NAMED = re.compile(
 # In documents, in code quotes: a file and what it defines, and the files of a folder.
 DEFINED = re.compile(r"`([\w./]*\w\.py): ([\w.]+)`")
 OF_FOLDER = re.compile(r"`([\w/]+/)`: (`[\w.]+\.\w+`(?:, `[\w.]+\.\w+`)*)")
-SOURCES = ("cutjax", "ffi", "benchmarks", "tests", "examples", "docs")
+SOURCES = ("cutjax", "ffi", "benchmarks", "tests", "examples", "docs", ".github")
 # What commands write, files of a user's own and of others, as they are named in prose; "X.json" is any.
 ELSEWHERE = re.compile(
     r"(build/|[A-Z]+\.)|(configs|cutjax-report|tuned|stress)\.json|(loss|transformer|tuning)\.png|floors\.svg|cuda\.h"
