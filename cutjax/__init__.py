@@ -6,6 +6,7 @@ from cutjax import checkpoint_policies, formats
 from cutjax.binding import lowering as _lowering
 from cutjax.explanation import explain
 from cutjax.fusion.fuse import fuse
+from cutjax.fusion.patch import patch
 from cutjax.kernels.choose import candidates, reasons
 from cutjax.kernels.direct.config import Config as DirectConfig
 from cutjax.kernels.halo.config import Config as HaloConfig
@@ -73,6 +74,7 @@ __all__ = [
     "matmul",
     "mlp",
     "moe",
+    "patch",
     "quantize",
     "ragged_dot",
     "ragged_dot_general",

@@ -56,4 +56,7 @@ run "$folder/jax" -W ignore tests/scaled_dot_test.py tests/nn_test.py tests/scal
 clone qwix https://github.com/google/qwix "" 0.1.8
 PYTHONPATH="$folder/qwix${PYTHONPATH:+:$PYTHONPATH}"
 run "$folder/qwix" tests/_src/core -k "not benchmark and not pallas and not sparsity and not stochastic"
+# Programs of this package's documents that need packages which its own tests do not.
+JAX_PLATFORMS=cpu PYTHONPATH="$here/..:$here/../..${PYTHONPATH:+:$PYTHONPATH}" \
+    "$python" -m pytest -q -p no:cacheprovider -W default --rootdir "$here/../.." "$here/others.py" || failed=1
 exit "$failed"
