@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import functools
 
+import grouped_weights as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-import grouped_weights as cases
 from grouped_weights import Weights
 from test_quantized_gpu import ERRORS
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 
+import grouped_weights as cases
 import gxx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import grouped_weights as cases
 from emulator import device
 from grouped_weights import Weights
 

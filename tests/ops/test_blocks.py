@@ -348,9 +348,8 @@ DEQUANTIZED = {
 
 
 @pytest.mark.parametrize("name", DEQUANTIZED)
-def test_kernels_multiply_what_was_dequantized_before(name, compile_nothing):
+def test_kernels_multiply_what_was_dequantized_before(name):
     """Where none reads blocks, and its product is the faster one for the pass over the weights."""
-    del compile_nothing
     fn, batch, more, read = DEQUANTIZED[name]
     q = weights("int4", (128, 1), shape=(*batch, 512, 512), zero_point=True)
     args = aval(1024, 512), q, *more

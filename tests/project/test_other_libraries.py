@@ -54,7 +54,6 @@ def test_equinox(programs):
     close(model, expected, 1e-6)
 
 
-@pytest.mark.usefixtures("compile_nothing")
 def test_equinox_runs_on_kernels_alone(programs):
     names, _ = programs("other-libraries.md")
     mlp = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if isinstance(x, jax.Array) else x, names["mlp"])

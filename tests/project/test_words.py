@@ -130,15 +130,19 @@ def named(name):
 
 
 def prose():
-    """Yields documents, and the docstrings and comments of sources, each with the place where it stands."""
+    """Yields documents, and docstrings and comments of sources that name files, each with the place where it stands."""
     for path in DOCUMENTS:
         yield path.name, path.read_text()
     for path in files():
         if path.suffix == ".py" and path != pathlib.Path(__file__):
-            yield from ((f"{path}:{line}", text) for _, line, text in docstrings(path))
-            for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-                if token.type == tokenize.COMMENT:
-                    yield f"{path}:{token.start[0]}", token.string
+            text = path.read_text()
+            if NAMED.search(text):
+                yield from ((f"{path}:{line}", text) for _, line, text in docstrings(path))
+            # To tell a comment from a string takes long.
+            if any(NAMED.search(line.partition("#")[2]) for line in text.splitlines()):
+                for token in tokenize.generate_tokens(io.StringIO(text).readline):
+                    if token.type == tokenize.COMMENT:
+                        yield f"{path}:{token.start[0]}", token.string
         elif path.suffix in (".cuh", ".cc", ".h"):
             for line, text in enumerate(path.read_text().splitlines(), 1):
                 yield f"{path}:{line}", text.partition("//")[2]

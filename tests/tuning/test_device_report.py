@@ -10,7 +10,6 @@ from cutjax.kernels import device
 from cutjax.tuning import autotune, command, device_report, measure
 from cutjax.tuning.device_report import SAMPLE, Case
 
-pytestmark = pytest.mark.usefixtures("compile_nothing")
 SMALL = (
     Case("bfloat16", "bfloat16", (256, 256, 256)),
     Case("float64", "float64", (64, 64, 64)),

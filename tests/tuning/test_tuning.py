@@ -23,8 +23,6 @@ from cutjax.kernels.keys import key
 from cutjax.runtime import settings, tuning_file
 from cutjax.tuning import autotune, first_sight, measure
 
-pytestmark = pytest.mark.usefixtures("compile_nothing")
-
 H = jnp.bfloat16
 H200 = "NVIDIA H200"
 PROBLEM = cutjax.Problem.of(256, 512, 512)

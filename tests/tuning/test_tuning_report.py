@@ -107,7 +107,7 @@ def test_no_progress(monkeypatch, stream, shown):
 
 
 @pytest.fixture
-def fake_device(monkeypatch, tmp_path, compile_nothing):
+def fake_device(monkeypatch, tmp_path):
     """A device on which the second candidate, and where there is none XLA, is the fastest."""
     monkeypatch.setattr(autotune, "require_device", lambda: None)
 
