@@ -40,6 +40,11 @@ class Kernel(Protocol):
         ...
 
     @property
+    def converted(self) -> tuple[Prepared, ...]:
+        """The operands that are converted before all that."""
+        ...
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Reasons to add to those of a choice: copies of operands that the kernel needs."""
         ...

@@ -337,8 +337,8 @@ class Problem(Work):
 
     @functools.cached_property
     def arrays(self) -> int:
-        """Number of arrays before the epilogue's operands: those told, then scales and zero points of operands."""
-        return self.told + sum(len(x.scale.arrays) for x in self.factors if x.scale)
+        """Number of arrays before the epilogue's operands: those told, then scales and operands of prologues."""
+        return self.told + sum(x.arrays for x in self.factors)
 
     @property
     def told(self) -> int:

@@ -83,6 +83,7 @@ def of_swap(problem: Problem) -> list[str]:
     """Returns the reasons against swapping the operands."""
     found = ["swap with gathered rows: they are those of the first operand"] * problem.a.gathered
     found += ["swap with windows of images: they are those of the first operand"] * isinstance(problem.a.view, Im2col)
+    found += ["swap with a prologue of a: it is that of the first operand"] * (problem.a.prologue is not None)
     if problem.divided == "k":
         found.append("swap with groups of k: kernels divide the contraction of operands as they are")
     if problem.symmetric:
@@ -90,7 +91,9 @@ def of_swap(problem: Problem) -> list[str]:
     return found
 
 
-def of_operands(problem: Problem, a: tuple[type, ...], b: tuple[type, ...] = (), blocks: bool = False) -> list[str]:
+def of_operands(
+    problem: Problem, a: tuple[type, ...], b: tuple[type, ...] = (), blocks: bool = False, prologues: bool = False
+) -> list[str]:
     """Returns the reasons against loading the operands as they are: kernels read whole elements, all b alike.
 
     Args:
@@ -98,6 +101,7 @@ def of_operands(problem: Problem, a: tuple[type, ...], b: tuple[type, ...] = (),
       a, b: the views that a family's kernels read each by. Rows of a may be gathered, and those of windows be, of one
         matrix.
       blocks: whether the family says itself which elements of 4 bits, and which scales, its kernels read.
+      prologues: whether it says itself which prologues of a they compute.
     """
     found = []
     for name, operand, views in (("a", problem.a, a), *(("b", x, b) for x in problem.bs)):
@@ -106,6 +110,8 @@ def of_operands(problem: Problem, a: tuple[type, ...], b: tuple[type, ...] = (),
         if (scale := operand.scale) is not None and not blocks:
             what = "scales" if scale.zero is None else "scales and zero points"
             found.append(f"{name} with {what} of {scale.mn} x {scale.k} elements: kernels multiply operands alone")
+        if operand.prologue is not None and not (prologues and name == "a"):
+            found.append(f"{name} with a prologue: kernels multiply elements as they are")
         if operand.view is not None and not isinstance(operand.view, views):
             found.append(f"{name} as {type(operand.view).__name__.lower()}: kernels load rows of the array")
     if problem.a.gathered and problem.a.contiguous != "k":

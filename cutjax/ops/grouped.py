@@ -26,11 +26,14 @@ from cutjax.ops.arguments import (
     weights,
 )
 from cutjax.ops.fp8 import Float8Recipe, in_float8
+from cutjax.ops.prologue import check_prologue, multiplied
 from cutjax.ops.quantized import Weights, as_quantized, is_quantized, values_of
 from cutjax.ops.scales import promote_values, scales_of
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.arrays import matrix, unwrapped
+from cutjax.primitives.factors import Factors
+from cutjax.primitives.product import Product
 from cutjax.primitives.ragged import Depth, Rows
 from cutjax.runtime import backends
 
@@ -46,6 +49,8 @@ def grouped_gemm(
     layout: str = "nn",
     epilogue: Callable[..., Any] | None = None,
     operands: Sequence[Any] = (),
+    prologue: Callable[..., Any] | None = None,
+    prologue_operands: Sequence[Any] = (),
     out_dtype: DTypeLike | tuple[DTypeLike | None, ...] | None = None,
     precision: lax.PrecisionLike = None,
     accumulate: str = "f32",
@@ -65,7 +70,8 @@ def grouped_gemm(
     transposed in memory, in the backward pass neither. Sums are accumulated as in ``cutjax.gemm``.
 
     With an epilogue the result is that of ``epilogue(acc, *operands)``, as in ``cutjax.gemm``; rows of no group are
-    zero all the same, and are left out of its reductions.
+    zero all the same, and are left out of its reductions. With a prologue it is of ``prologue(x, *prologue_operands)``,
+    as there too; rows of no group reach no derivative of it.
 
     Args:
       x: ``[..., m, k]``, or `cutjax.Quantized`. Batch axes broadcast and dtypes promote as in ``cutjax.gemm``.
@@ -77,6 +83,9 @@ def grouped_gemm(
       operands: its further arguments: those of ``cutjax.gemm``, and with one axis more than the result those of which
         each group has its own, ``[..., g, 1, n]`` or ``[..., g, 1, 1]``. The function sees what the rows have of such a
         one: ``[..., m, n]`` or ``[..., m, 1]``.
+      prologue: a function ``(x, *prologue_operands)``, as in ``cutjax.gemm``.
+      prologue_operands: its further arguments, which broadcast against x; with one axis more those of which each group
+        has its own, ``[..., g, 1, k]`` or ``[..., g, 1, 1]``.
       out_dtype: dtype of the result; as in ``cutjax.gemm``, with an epilogue and without.
       precision: as in ``cutjax.gemm``.
       accumulate: as in ``cutjax.gemm``.
@@ -114,6 +123,7 @@ def grouped_gemm(
     check_accumulate(accumulate, where)
     out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
     check_epilogue(w, epilogue, operands, out_dtype, save, where, "w")
+    check_prologue(x, prologue, prologue_operands, where, "x")
     x, w = as_quantized(x), as_quantized(w)
     rows, ws = matrix(values_of(x), "x", where), weights(values_of(w), "w", where)
     shape = ws[0].shape
@@ -133,6 +143,7 @@ def grouped_gemm(
     params: dict[str, Any] = {"backend": backend, "config": config, "accumulate": accumulate, "fp8": fp8}
     params["precision"] = dot_precision.canonical(precision, where)
     params |= {"epilogue": epilogue, "operands": operands, "save": save, "out_dtype": out_dtype}
+    params |= {"prologue": prologue, "prologue_operands": prologue_operands}
     return rows_product(Rows(leading, layout), x, w, sizes, where=where, **params)
 
 
@@ -148,6 +159,8 @@ def rows_product(
     fp8: Float8Recipe = None,
     epilogue: Callable[..., Any] | None = None,
     operands: Sequence[Any] = (),
+    prologue: Callable[..., Any] | None = None,
+    prologue_operands: Sequence[Any] = (),
     save: str = "default",
     out_dtype: Any,
     names: tuple[str, str] = ("x", "w"),
@@ -158,6 +171,7 @@ def rows_product(
     several = isinstance(out_dtype, tuple)
     rank = max(rows.ndim, ws[0].ndim - 1, sizes.ndim + 1)
     scales = scales_of(x, w, product.layout, where, names, rank)
+    given = rows
     rows, *ws, dtype, _ = promote_values((x, w), scales, rows, ws, None if several else out_dtype, where)
     params["precision"] = dot_precision.accumulated(precision, accumulate, rows.dtype, ws[0].dtype)
     if not is_quantized((x, w)):
@@ -166,10 +180,14 @@ def rows_product(
     found, factors = scales.factored(product, rows, ws, (sizes,))
     out = out_dtype if several else dtype
     epilogue, operands, out = scales.before(epilogue, tuple(operands), found.multiplied(rows.dtype), out)
-    if epilogue is None:
-        return products.multiply(found, *factors.arrays, out_dtype=dtype, **params)
     operands = jax.tree.map(unwrapped, operands)
-    return products.call(found, epilogue, factors, operands, out_dtype=out, save=save, **params)
+
+    def run(product: Product, factors: Factors) -> Any:
+        if epilogue is None:
+            return products.multiply(product, *factors.arrays, out_dtype=dtype, **params)
+        return products.call(product, epilogue, factors, operands, out_dtype=out, save=save, **params)
+
+    return multiplied(where, prologue, prologue_operands, given, found, factors, run, **params)
 
 
 @automatic(lambda x, dy, **_: lambda out: [*[None] * (out.ndim - 2), axes(x, -1), axes(dy, -1)])

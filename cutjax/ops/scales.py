@@ -26,8 +26,9 @@ from cutjax.primitives.accumulators import accumulator, converted
 from cutjax.primitives.arrays import unwrapped
 from cutjax.primitives.factors import Factors
 from cutjax.primitives.hints import Hints
-from cutjax.primitives.product import Product, with_result_dtype
+from cutjax.primitives.product import Product
 from cutjax.primitives.scaled import scaled
+from cutjax.primitives.tracing import with_result_dtype
 
 # A product of a quantized a with so few columns is computed transposed, so that a kernel reads a as it is: for as many
 # rows XLA takes 1.2 to 2.2 times as long (benchmarks/results/quantized-h200.json). The result is transposed once more.
