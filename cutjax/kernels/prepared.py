@@ -96,7 +96,7 @@ class Dequantize:
 
 @dataclasses.dataclass(frozen=True)
 class Prologue:
-    """What a prologue makes of elements and its operands."""
+    """A prologue of the elements and its operands, in JAX."""
 
     expression: Epilogue
 
@@ -106,7 +106,7 @@ class Prologue:
         return "made by its prologue before the product"
 
     def made(self, x: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns what it makes."""
+        """Returns its result."""
         return self.expression.apply([x], operands)
 
 

@@ -85,7 +85,7 @@ def multiplied(
 def applied(
     where: str, prologue: Callable[..., Any] | None, operands: Sequence[Any], x: jax.Array, dtype: np.dtype
 ) -> jax.Array:
-    """Returns what a prologue makes of an array, in plain JAX, in a dtype."""
+    """Returns the result of a prologue in plain JAX, in a dtype; the array as it is without one."""
     operands = jax.tree.map(unwrapped, tuple(operands))
     return x if prologue is None else _returning(where, prologue, dtype)(x, *operands)
 

@@ -66,7 +66,7 @@ class _InGroups(Product):
     def made(
         self, prologue: Epilogue, i: int, x: jax.Array, operands: Sequence[jax.Array], context: Sequence[Any]
     ) -> jax.Array:
-        """Returns what a prologue makes of rows; those of no group, where it may have no derivative, are zero."""
+        """Returns the result of a prologue of rows; those of no group, where it may have no derivative, are zero."""
         rows = functools.partial(in_some_group, sizes=context[0], m=x.shape[-2], leading=self.leading)
         return rows(prologue.apply([rows(x)], [rows(operand) for operand in operands])[0])
 

@@ -20,7 +20,7 @@ def abstract_accumulator(dtype: np.dtype, full: Any, out_dtype: Any = None) -> j
 
 
 def abstract(full: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
-    """Returns what a function of a whole array is traced with, from an aval, in its dtype or another."""
+    """Returns the shape and the dtype, that of an aval or another, with which a function of a whole array is traced."""
     return jax.ShapeDtypeStruct(full.shape, dtype or full.dtype, sharding=full.sharding, manual_axis_type=full.mat)
 
 

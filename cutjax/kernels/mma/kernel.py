@@ -14,7 +14,7 @@ from cutjax.kernels import base
 from cutjax.kernels import reasons as shared
 from cutjax.kernels.arguments import Argument, Matrices
 from cutjax.kernels.device import Device
-from cutjax.kernels.mma import cost, slim, text, views
+from cutjax.kernels.mma import cost, prologue, slim, text, views
 from cutjax.kernels.mma.arguments import arguments, operands_of, unit
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.math import Math, math_of
@@ -51,7 +51,8 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     found += staging.pixel_reasons if staging.pixels else ()
     if number(problem.arch) < 75:
         return (f"architecture {problem.arch}: the kernels are for sm_75 and later",)
-    found += shared.of_operands(problem, (Gathered, Im2col), (Taps,))
+    found += shared.of_operands(problem, (Gathered, Im2col), (Taps,), prologues=True)
+    found += prologue.reasons(problem)
     way = math_of(problem)
     found += views.reasons(problem, way)
     if way is None:
@@ -156,6 +157,7 @@ def registers(problem: Problem, config: Config, way: Math, units: tuple[int, int
     if config.tma and (way.name, way.accumulator) in (("dmma", "float64"), ("tf32", "float32")):
         beside = BESIDE_TMA
     apart += views.registers(problem, config, way, units)
+    apart += prologue.REGISTERS * (problem.a.prologue is not None)
     return problem.products * tile * way.words + 2 * fragments + held + beside + apart
 
 
@@ -168,6 +170,8 @@ def tma_reasons(problem: Problem, way: Math, units: tuple[int, int] = (16, 16)) 
         found.append(f"tma of {short(a.dtype.name)} by FMA: elements are permuted one by one on their way")
     if b.narrow_beside(a):
         found.append(f"tma with b in {short(b.dtype.name)}: tiles that are decoded are loaded by all threads")
+    if a.prologue is not None:
+        found.append("tma with a prologue: threads change what they copied themselves")
     if a.gathered:
         found.append("tma of gathered rows: its boxes are of rows that follow each other")
     if views.axes(problem):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from cutjax.kernels.device import Device
+from cutjax.kernels.mma import prologue
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.cost import parts_us
 from cutjax.kernels.mma.math import MIXED, Math
@@ -41,6 +42,7 @@ def reasons(problem: Problem, config: Config, way: Math, staging: Staging) -> li
         found.append(f"bm={config.bm}: of {problem.m} rows, reductions are of 16 rows at a time")
     if problem.symmetric:
         found.append("a symmetric product")
+    found += prologue.slim_reasons(problem)
     if problem.a.view is not None:
         found.append(f"bm={config.bm}: slim kernels read rows of a that follow each other")
     if (problem.a.dtype.name, problem.bs[0].dtype.name) in MIXED:
