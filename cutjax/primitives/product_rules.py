@@ -246,7 +246,8 @@ def _transpose(cotangents: Any, *args: Any, product: Product, epilogue: Epilogue
         return list(applied.apply(accs, operands))
 
     try:
-        if epilogue.plain or (product.unary and 0 in places):
+        made = not all(map(product.as_given, range(2)))
+        if (epilogue.plain and not made) or (product.unary and 0 in places):
             raise NotImplementedError("a product of two of them is not linear")
         transpose = jax.linear_transpose(function, *(_struct(args[i].aval) for i in places))
         linear = transpose([g for g in cotangents if not is_zero(g)])

@@ -51,6 +51,12 @@ def slim_reasons(problem: Problem) -> list[str]:
     return ["slim kernels compute prologues along k"] * across
 
 
+def slim_registers(problem: Problem) -> int:
+    """Returns the registers of a thread of a slim kernel beside others': for what operands are read along k."""
+    specs = problem.a.prologue.operands if problem.a.prologue else ()
+    return 8 * (sum(spec.col for spec in specs) > 1)
+
+
 def arguments(problem: Problem) -> Iterator[Argument]:
     """Yields the sizes of a's array and the operands of its prologue, in the order of ``Told``."""
     if problem.a.prologue is None:

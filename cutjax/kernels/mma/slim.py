@@ -81,6 +81,7 @@ def registers(problem: Problem, config: Config, way: Math) -> int:
     # Of rows of b that begin anywhere each load has a shift of its own: with 4 rows of a that spills.
     along_k = b.contiguous == "k"
     shifted = b.bytes(problem.k if along_k else problem.n) % 4 > 0
+    left += prologue.slim_registers(problem)
     more = (72 if narrow else 0) if along_k else 32  # of 8 bits, 16 elements are decoded at once
     return sums + left + 5 * AT_ONCE + BESIDE + more * config.bm * shifted
 

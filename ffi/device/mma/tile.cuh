@@ -151,9 +151,9 @@ struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
   }
 
   // Changes what this thread brought into the tile that is read next: nobody else has seen it. What is past k_end stays
-  // zero, as it came.
+  // zero, as it came. One unit at a time: the operands take registers.
   DEVICE void change(u32 tile) {
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < LOADS; ++i) {
       int valid = K_MAJOR ? unchanged - byte_of(i) : (unchanged - line_of(i)) * 16;
       if (!mine(i) || valid <= 0) continue;
