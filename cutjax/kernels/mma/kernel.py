@@ -90,6 +90,11 @@ class Kernel(Resolved, base.Kernel):
         return arguments(self)
 
     @property
+    def unmeasured(self) -> str:
+        """The part of it that has not run on a device yet; "" where all has."""
+        return "a prologue in the loads" * (self.multiplied.a.prologue is not None)
+
+    @property
     def source(self) -> str:
         """The device text; sizes are arguments of the kernel, so one text serves every shape."""
         return text.source(self, self.arguments)
