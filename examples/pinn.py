@@ -1,6 +1,6 @@
 """Solve Poisson's equation with a network on `cutjax.fused_mlp`, trained by its Laplacian, checked against plain JAX.
 
-    python examples/pinn.py [--steps N] [--backend auto|cuda|xla] [--out pinn.png]
+    python examples/pinn.py [--steps N] [--backend auto|cuda|xla] [--out FILE]
 
 On the unit square, ``-laplacian(u) = f`` and u = 0 on the edge, where f is made such that u is known. The network's
 result times ``x (1 - x) y (1 - y)`` is zero on the edge, so the loss is the equation's residual at random points alone.
