@@ -23,6 +23,7 @@ from cutjax.ops.cuda_launch import CudaLaunch
 from cutjax.ops.dot_general import dot_general
 from cutjax.ops.einsum import dot, einsum, matmul, tensordot
 from cutjax.ops.fp8 import fp8_dot_general
+from cutjax.ops.fused_mlp import fused_mlp
 from cutjax.ops.gemm import gemm
 from cutjax.ops.grouped import grouped_gemm, grouped_outer
 from cutjax.ops.linear_cross_entropy import linear_cross_entropy
@@ -64,6 +65,7 @@ __all__ = [
     "formats",
     "fp8_dot_general",
     "fuse",
+    "fused_mlp",
     "gemm",
     "gemm_reduce_scatter",
     "grouped_gemm",

@@ -155,6 +155,10 @@ def _grouped(epilogue):
     return plain
 
 
+def _network(x, w, v, b, c, **how):
+    return cutjax.fused_mlp(x, (w, v), (b, c), jnp.tanh, **how)
+
+
 _LOSS = {"where": np.ones(1, bool), "z_loss": 0.01, "softcap": 2.0, "reduction": "sum"}
 
 
@@ -251,6 +255,13 @@ OPERATIONS: dict[str, Operation] = {
         lambda x, w, v, b, s, c: cutjax.mlp(x, w, v, gate=w, b1=b, prologue=_normed, prologue_operands=(s, c)),
         "x w v b s c",
         lambda x, w, v, b, s, c: (jax.nn.gelu(_normed(x, s, c) @ w) * (_normed(x, s, c) @ w + b)) @ v,
+    ),
+    "fused_mlp": Operation(_network, "x w v b c", lambda x, w, v, b, c: jnp.tanh(x @ w + b) @ v + c),
+    "fused_mlp, kernel": Operation(
+        lambda x, w, v, b, c: _network(x, w, v, b, c, backend="cuda"),
+        "x w v b c",
+        lambda x, w, v, b, c: jnp.tanh(x @ w + b) @ v + c,
+        dtypes=NARROW,  # of float64 it is products
     ),
     "grouped_gemm": Operation(
         cutjax.grouped_gemm, "x g sizes", oracles.masked_multiply, {"nn": "", "nt": "g"}, linear="x g"
