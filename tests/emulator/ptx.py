@@ -107,7 +107,9 @@ class _Decoder:
         self.locals: set[str] = set()  # those in local memory
         self._constants: dict[tuple[int, int], int] = {}
         self._constant_data = bytearray(4 * LANES * len(SPECIAL))
-        self._registers: dict[str, tuple[int, int]] = {}  # place, counted from the end of the constants, and bits
+        self.registers: dict[str, tuple[int, int]] = {}  # place, counted from the end of the constants, and bits
+        self._before: list[tuple[str, list[Any]]] = []
+        self._after: list[tuple[str, list[Any]]] = []
         self._used, self._local, self._shared = 0, 0, 0
         self._dynamic = "", 1  # the name of dynamic shared memory, which begins where static ends, and its alignment
         self._rows: list[tuple[int, Any, bool, list[Any], list[int], str]] = []
@@ -166,7 +168,7 @@ class _Decoder:
 
     def _declare_function(self, name: str, found: re.Match[str]) -> None:
         """What a function takes and returns lies in local memory, at one place: none calls itself."""
-        self._registers[f"return {name}"] = (self._used, 32)
+        self.registers[f"return {name}"] = (self._used, 32)
         self._used += 4 * LANES
         for text in [x for part in (found[1], found[3]) if part for x in part.split(",") if x.strip()]:
             self._declare(text.strip().replace("func_retval0", f"func_retval0 {name}").replace(".param", ".local"), {})
@@ -187,9 +189,9 @@ class _Decoder:
                 name = name.strip()
                 many = re.fullmatch(r"(.*)<(\d+)>", name)
                 for own in [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [name]:
-                    unique = own if own not in self._registers else f"{own} {len(self._registers)}"
+                    unique = own if own not in self.registers else f"{own} {len(self.registers)}"
                     scope[own] = unique
-                    self._registers[unique] = (self._used, bits)
+                    self.registers[unique] = (self._used, bits)
                     self._used += bits // 8 * LANES
         elif words[0] in (".local", ".shared"):
             found = re.match(r"\.(local|shared)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([$\w ]+)(?:\[(\d+)\])?", text)
@@ -271,28 +273,54 @@ class _Decoder:
     def _add(self, name: str, operands: list[Any], guard: str | None, negated: bool, text: str) -> None:
         from emulator import names
 
+        self._before, self._after = [], []
         try:
             canonical, flat, modifiers = names.canonical(self, name, operands)
         except Unsupported as error:
             raise Unsupported(f"{self._name}: {text!r}: {error}") from None
+        before, after = self._before, self._after
+        for conversion in before:
+            self._add(*conversion, guard, negated, text)
         number = self._names.get(canonical)
         if number is None:
             number = self._names[canonical] = self._opcode(canonical)
             if number < 0:
                 raise Unsupported(f"{self._name}: {text!r} ({canonical})")
         self._rows.append((number, guard, negated, flat, modifiers, text))
+        for conversion in after:
+            self._add(*conversion, guard, negated, text)
+
+    def _temporary(self) -> str:
+        name = f"temporary {len(self.registers)}"
+        self.registers[name] = (self._used, 32)
+        self._used += 4 * LANES
+        return name
+
+    def before(self, name: str, source: str) -> str:
+        """Converts an operand of an instruction before it; returns the register of 32 bits that has it then."""
+        found = self._temporary()
+        self._before.append((name, [found, source]))
+        return found
+
+    def after(self, name: str, to: str) -> str:
+        """Converts the result of an instruction behind it; returns the register of 32 bits that it is to go to."""
+        found = self._temporary()
+        self._after.append((name, [to, found]))
+        return found
 
     # ---- operands ----
 
     def bits(self, name: str) -> int:
         """Returns the bits of a register, 64 of what is none."""
-        return self._registers[name][1] if name in self._registers else 64
+        return self.registers[name][1] if name in self.registers else 64
 
     def place(self, operand: Any, bits: int) -> Any:
         """Returns what stands for a register, or for a constant in a register of so many bits; -1 for none."""
         if operand == "_":
             return -1
-        if operand in self._registers:
+        if operand in self.registers:
+            if (self.bits(operand) == 64) != (bits == 64):
+                raise Unsupported(f"the register {operand} of {self.bits(operand)} bits")
             return ("register", operand)
         if operand in SPECIAL:
             return SPECIAL.index(operand) * 4 * LANES
@@ -340,7 +368,7 @@ class _Decoder:
                 return self.constant(resolved(x[1]), x[2])
             if x[0] == "label":
                 return self._labels[x[1]]
-            return -2 - self._registers[x[1]][0]  # a place behind the constants, whose number is not known yet
+            return -2 - self.registers[x[1]][0]  # a place behind the constants, whose number is not known yet
 
         pool: list[int] = []
         code = np.zeros((len(self._rows) + 1, 10), np.int64)
