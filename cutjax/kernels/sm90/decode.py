@@ -41,7 +41,7 @@ def factor_rows(config: Config, problem: Problem) -> int:
 
 
 def factor_places(config: Config, problem: Problem) -> tuple[int, ...]:
-    """Returns where the arrays of a matrix's factors begin in a stage, and where they end, in bytes."""
+    """Returns the places in a stage, in bytes, of the arrays of a matrix's factors, and of their end."""
     scale, found = factors(problem), [0]
     for dtype in scale.arrays if scale else ():
         size = factor_rows(config, problem) * config.bm * bits_of(dtype) // 8
