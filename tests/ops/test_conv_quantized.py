@@ -139,3 +139,12 @@ def test_integers_quantized_again():
     np.testing.assert_array_equal(dense, wanted(sums))
     np.testing.assert_array_equal(grouped, wanted(np.concatenate([sums[:10], -sums[10:]])))
     np.testing.assert_array_equal(convolved.reshape(32, 48), dense)
+
+
+def test_the_drop_in():
+    """In lax's own order of axes, by default."""
+    x, w = narrow(0, (2, 8, 6, 6), "int8"), narrow(1, (16, 8, 3, 3), "int8")
+    a, b = Quantized(x, jnp.float32(0.5)), Quantized(w, jnp.abs(normal(3, (16, 1, 1, 1))))
+    found = jax.jit(lambda a, b: cutjax.conv_general_dilated(a, b, (1, 1), "SAME"))(a, b)
+    wanted = exact(a.dequantize(), b.dequantize(), ("NCHW", "OIHW", "NCHW"))
+    np.testing.assert_allclose(found, wanted, rtol=2**-21, atol=2**-21 * np.abs(wanted).max())
