@@ -65,6 +65,8 @@ def examined(folder: pathlib.Path) -> tuple[collections.Counter[str], list[str]]
     content = tuning_file.examine(folder / "tuned.json")
     if content.problem:
         wrong.append(f"the file of tuned kernels: {content.problem}")
+    if len(parts := list(folder.glob("*.tmp"))) > 1:
+        wrong.append(f"{len(parts)} parts of files were left")
     for path in sorted((folder / "written").glob("*.jsonl")):
         possible: dict[str, list[object]] = {}  # entries that may stand there: the last one merged, and one begun since
         devices: dict[str, str] = {}
