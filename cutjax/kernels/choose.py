@@ -87,7 +87,7 @@ def reasons(config: Any, problem: Problem) -> tuple[str, ...]:
 
 def candidates(problem: Problem) -> tuple[Any, ...]:
     """Returns all shipped configs that serve ``problem``, the predicted fastest first; empty when no kernel does."""
-    return tuple(dict.fromkeys(kernel.config for kernel, _ in ranked(problem)))
+    return tuple(dict.fromkeys(offer.prices.config(i) for offer, i in ranked(problem)))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -13,6 +13,7 @@ import numpy as np
 from cutjax.dot_precision import accumulator
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue, Node, Output, identity
+from cutjax.kernels.columns import each, minimum
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.operand import Groups, Im2col, Operand, Order, floors, merged, strides
 from cutjax.runtime.architectures import DEFAULT
@@ -259,23 +260,26 @@ class Problem:
         a, bs, epilogue = self.bs[0], (self.a,), self.epilogue.transposed
         return dataclasses.replace(self, m=self.n, n=self.m, a=a, bs=bs, epilogue=epilogue, order=order)
 
-    def tiles(self, height: int, width: int) -> tuple[int, int]:
+    def tiles(self, height: Any, width: Any) -> tuple[Any, Any]:
         """Returns the tiles of that size along m and n; where rows have groups, those along m of an average group."""
         m = -(-self.m // self.groups_along("m"))
         return -(-m // height), -(-self.n // width)
 
-    def most_tiles(self, height: int, width: int) -> int:
+    def most_tiles(self, height: Any, width: Any) -> Any:
         """Returns the number of tiles of that size in all results; where there are groups, the most there may be.
 
         Of a symmetric result they are those with anything on or below the diagonal.
         """
         if self.symmetric:
-            rows = -(-self.m // height)  # each ends at the tile with its last place on the diagonal
-            return self.batch_size * (floors(rows - 1, height, height + width - 1, width) - (-self.m // width))
+            return self.batch_size * each(self._tiles_to_diagonal, height, width)
         tiles_m = -(-self.m // height)
         if self.divided == "m":  # every group, and what is of none before and after, may end in a tile of its own
-            tiles_m = min(tiles_m + self.groups_along("m") + 1, self.m)
+            tiles_m = minimum(tiles_m + self.groups_along("m") + 1, self.m)
         return tiles_m * -(-self.n // width) * self.results
+
+    def _tiles_to_diagonal(self, height: int, width: int) -> int:
+        rows = -(-self.m // height)  # each ends at the tile with its last place on the diagonal
+        return floors(rows - 1, height, height + width - 1, width) - (-self.m // width)
 
     @functools.cached_property
     def batch_size(self) -> int:
