@@ -56,32 +56,33 @@ class Offer:
       problem: that its kernels multiply.
       prices: of the configs, with those of conversions.
       converted: operands that are converted before.
-      kernels: those resolved so far.
+      kernels: those resolved so far, and whether each can be launched.
     """
 
     family: Family
     problem: Problem
     prices: Prices
     converted: tuple[Prepared, ...] = ()
-    kernels: dict[int, Kernel] = dataclasses.field(default_factory=dict, repr=False)
+    kernels: dict[int, tuple[Kernel, bool]] = dataclasses.field(default_factory=dict, repr=False)
 
-    def kernel(self, i: int) -> Kernel:
-        """Returns the kernel of the i-th config."""
+    def kernel(self, i: int) -> tuple[Kernel, bool]:
+        """Returns the kernel of the i-th config, and whether it can be launched."""
         if i not in self.kernels:
             found = self.family.resolve(self.problem, self.prices.config(i))
             assert not isinstance(found, tuple)
-            self.kernels[i] = found.after(self.converted) if self.converted else found
+            found = found.after(self.converted) if self.converted else found
+            self.kernels[i] = found, not found.unlaunchable()
         return self.kernels[i]
 
     @property
-    def launchable(self) -> bool:
+    def serves(self) -> bool:
         """True if some kernel can be launched: that of the fastest, or of the first, which is told least."""
         us = self.prices.us
-        return any(not self.kernel(i).unlaunchable() for i in ([int(us.argmin()), 0] if len(us) else ()))
+        return any(self.kernel(i)[1] for i in ([int(us.argmin()), 0] if len(us) else ()))
 
     def time_us(self, i: int) -> float:
         """Returns the predicted time of that kernel, as it is priced by itself."""
-        return self.kernel(i).time_us(self.problem.device)
+        return self.kernel(i)[0].time_us(self.problem.device)
 
 
 @functools.lru_cache(maxsize=16)
@@ -92,7 +93,7 @@ def offers(problem: Problem) -> tuple[Offer, ...]:
         if (found and not family.competes(problem)) or family.reasons(problem):
             continue
         offer = Offer(family, problem, family.prices(problem))
-        found += [offer] if offer.launchable else []
+        found += [offer] if offer.serves else []
     if into := wide(problem):
         converted = widened(problem, into)
         more = converted_us(converted, problem.device)
@@ -126,8 +127,8 @@ def ranked(problem: Problem) -> Iterator[tuple[Offer, int]]:
 def fastest(problem: Problem) -> tuple[Kernel, float, int] | None:
     """Returns the kernel predicted fastest, its time and how many serve a problem; None where none does."""
     for offer, i in ranked(problem):
-        kernel = offer.kernel(i)
-        if not kernel.unlaunchable():
+        kernel, launchable = offer.kernel(i)
+        if launchable:
             return kernel, kernel.time_us(problem.device), sum(len(offer.prices.us) for offer in offers(problem))
     return None
 

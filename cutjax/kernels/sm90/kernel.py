@@ -110,7 +110,7 @@ def _resolve(
         problem = problem.bare
         facts = facts_of(problem, config.swap)
     tile = footprint(facts, config)
-    found += [why() for refused, why in _checks(facts, config, tile, of) if refused]
+    found += [why() for refused, why in _checks(problem, facts, config, tile, of) if refused]
     return tuple(found) if found else Kernel(**_fields(problem, facts, config, tile, of, weights, asked))
 
 
@@ -128,13 +128,15 @@ def prices(
             continue
         some, facts = configs.take(rows), facts_of(bare, configs.swap, of is not None)
         tile = footprint(facts, some)
-        refused = functools.reduce(operator.or_, (found for found, _ in _checks(facts, some, tile, of)))
+        refused = functools.reduce(operator.or_, (found for found, _ in _checks(bare, facts, some, tile, of)))
         fields = _fields(bare, facts, some, tile, of, weights, asked)
         us[rows] = np.where(refused, np.inf, cost.predict(Resolved(**fields), problem.device))
     return us
 
 
-def _checks(facts: Facts, config: Sizes, tile: Footprint, of: Phases | None) -> Iterator[tuple[Any, Callable[[], str]]]:
+def _checks(
+    asked: Problem, facts: Facts, config: Sizes, tile: Footprint, of: Phases | None
+) -> Iterator[tuple[Any, Callable[[], str]]]:
     """Yields what is true of a config, or a column of that, where it cannot serve the problem, and says why not."""
     problem = facts.problem
     products, phases = problem.products, of.count if of else 1
@@ -201,7 +203,7 @@ def _checks(facts: Facts, config: Sizes, tile: Footprint, of: Phases | None) -> 
             bool(facts.staging.reductions),
             lambda: "reductions of a product of weights of 4 bits: two warps store 64 rows",
         )
-    for reason in windows.phase_reasons(problem, of):
+    for reason in windows.phase_reasons(asked, of):
         yield True, lambda reason=reason: reason
     if width := windows.group_width(problem):
         columns = config.bn * config.cluster_n
