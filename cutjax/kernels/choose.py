@@ -91,7 +91,7 @@ def candidates(problem: Problem) -> tuple[Any, ...]:
     Those of kernels that have not run on a device yet are left out.
     """
     into = applied(problem)
-    own = (kernel.config for kernel, _ in ranked(problem) if not kernel.unmeasured)
+    own = (offer.prices.config(i) for offer, i in ranked(problem))
     return tuple(dict.fromkeys((*own, *(candidates(into) if into else ()))))
 
 

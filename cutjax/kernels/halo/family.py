@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from cutjax.kernels.halo.config import ALONG, Config
 from cutjax.kernels.halo.geometry import Geometry, view_of
 from cutjax.kernels.halo.kernel import ARCH, reasons, resolve
+from cutjax.kernels.prices import Prices, one_by_one
 from cutjax.kernels.problem import Problem
 
-__all__ = ["Config", "competes", "configs", "name", "reasons", "resolve", "stores_in_order"]
+__all__ = ["Config", "competes", "configs", "name", "prices", "reasons", "resolve", "stores_in_order"]
 
 name = "halo"
 
@@ -27,6 +28,11 @@ def competes(problem: Problem) -> bool:
 def stores_in_order(problem: Problem) -> bool:
     """True of what it does not serve: results of convolutions are row-major."""
     return problem.arch != ARCH or bool(reasons(problem))
+
+
+def prices(problem: Problem) -> Prices:
+    """Returns the predicted times of the shipped configs that serve a problem."""
+    return one_by_one(problem, configs(problem), resolve)
 
 
 def configs(problem: Problem) -> Iterator[Config]:

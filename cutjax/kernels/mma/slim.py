@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ from cutjax.kernels.staging import Staging
 
 ROWS = (1, 2, 4)
 AT_ONCE = 8  # loads of 16 bytes that a thread waits for at once, as in slim.cuh
+_config = functools.lru_cache(maxsize=None)(Config)
 BESIDE = 40  # registers of a thread beside what it loads and adds up, calibrated on the compiler's report
 
 
@@ -105,7 +107,7 @@ def _configs(problem: Problem, swap: bool) -> Iterator[Config]:
         for warps, blocks in ((8, 2), (16, 1), (8, 1)):  # the last one for those that need registers
             sliced_k = warps * wn // bn
             if 1 <= sliced_k <= 16:
-                yield Config(rows, bn, 128, rows, wn, sliced_k, stages=1, raster=1, blocks=blocks, swap=swap)
+                yield _config(rows, bn, 128, rows, wn, sliced_k, stages=1, raster=1, blocks=blocks, swap=swap)
 
 
 def predict(kernel: Resolved, device: Device) -> float:
