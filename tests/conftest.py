@@ -124,3 +124,14 @@ def kernels_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     choose._choose.cache_clear()
     yield
     choose._choose.cache_clear()
+
+
+@pytest.fixture
+def kernels_win(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every product of a fused program that has a kernel becomes one."""
+    from cutjax.fusion import price
+
+    monkeypatch.setattr(price, "LEAD", 0.0)
+    price._of_problem.cache_clear()
+    yield
+    price._of_problem.cache_clear()

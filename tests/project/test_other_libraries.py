@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pathlib
 
+import equinox as eqx
 import flax_cases
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import close
+from flax import linen as nn
+from flax import nnx
 from pages import blocks
+
+import cutjax
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
@@ -69,3 +75,30 @@ def test_haiku(programs):
     close(line, expected, 1e-6)
     close(model, expected, 1e-6)
     assert "cutjax_gemm" in str(jax.make_jaxpr(names["apply"])(names["params"], names["x"]))
+
+
+MODELS = {
+    "nnx": lambda x: (nnx.Linear(64, 128, rngs=nnx.Rngs(0)), lambda layer, x: nnx.jit(lambda m, x: m(x))(layer, x)),
+    "linen": lambda x: (nn.Dense(128), lambda layer, x: jax.jit(layer.apply)(layer.init(jax.random.key(0), x), x)),
+    "equinox": lambda x: (
+        eqx.nn.Linear(64, 128, key=jax.random.key(0)),
+        lambda layer, x: eqx.filter_jit(lambda m, x: jax.vmap(m)(x))(layer, x),
+    ),
+    "haiku": lambda x: (
+        hk.without_apply_rng(hk.transform(lambda x: hk.Linear(128)(x))),
+        lambda layer, x: jax.jit(layer.apply)(layer.init(jax.random.key(0), x), x),
+    ),
+}
+
+
+@pytest.mark.usefixtures("kernels_win")
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_of_others_under_patch(name):
+    """Their layers as they are, jitted as each library does."""
+    x = jnp.ones((256, 64))
+    layer, run = MODELS[name](x)
+    with jax.numpy_dtype_promotion("standard"), cutjax.patch() as patched:
+        y = run(layer, x)
+    assert [(program.products, program.kernels) for program in patched.programs] == [(1, 1)]
+    with jax.numpy_dtype_promotion("standard"):
+        close(y, run(layer, x), 1e-6)

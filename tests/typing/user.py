@@ -27,6 +27,12 @@ def dense(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
     return cutjax.syrk(y) + cutjax.mlp(x, w, w, b1=bias, gate=w, activation=jax.nn.silu) + total[0]
 
 
+def programs_of_others(x: jax.Array) -> list[str]:
+    with cutjax.patch() as patched:
+        jax.jit(lambda x: x @ x)(x)
+    return [f"{program.name}: {program.kernels} of {program.products}" for program in patched.programs]
+
+
 def convolutions(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
     y: jax.Array = cutjax.conv(x, w)
     y = cutjax.conv(x, w, window_strides=2, padding=((1, 1), (0, 2)), rhs_dilation=(2, 1), feature_group_count=4)

@@ -15,7 +15,6 @@ from jax import lax
 from pages import blocks
 
 import cutjax
-from cutjax.fusion import price
 
 flags.FLAGS.mark_as_parsed()  # tokamax would read pytest's options
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "other-libraries.md"
@@ -31,12 +30,6 @@ def programs():
                 exec(block.code, names)
             results.append((names["y"], names["x"]))
     return names, results
-
-
-@pytest.fixture
-def kernels_win(monkeypatch):
-    """Every product that has a kernel becomes one."""
-    monkeypatch.setattr(price, "LEAD", 0.0)
 
 
 def test_ragged_dot(programs):
@@ -72,7 +65,8 @@ def test_qwix(programs):
     assert y.dtype == jnp.bfloat16
 
 
-def test_tokamax_under_patch(programs, kernels_win):
+@pytest.mark.usefixtures("kernels_win")
+def test_tokamax_under_patch(programs):
     names, _ = programs
     x, experts = jnp.ones((256, 128), jnp.bfloat16), names["experts"].astype(jnp.bfloat16)
 
