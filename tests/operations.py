@@ -113,7 +113,7 @@ def _normed(a, s, c):
 def _odd_rows(a, q):
     """A function of a mask of a's size, and of which row is which."""
     odd = lax.broadcasted_iota(jnp.int32, a.shape, a.ndim - 2) % 2
-    return jnp.where(q > 0, jnp.tanh(a), a) * (1 + odd).astype(a.dtype)
+    return jnp.where(jnp.greater(q, 0), jnp.tanh(a), a) * (1 + odd).astype(a.dtype)
 
 
 def _gated(p, q, b):

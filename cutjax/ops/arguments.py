@@ -185,6 +185,14 @@ def check_shapes(a: jax.Array, b: jax.Array, layout: str, where: str, names: tup
     check_batch(where, shapes, a.shape[:-2], b.shape[:-2])
 
 
+def broadcasting(where: str, x: Any, name: str, shape: tuple[int, ...]) -> jax.Array:
+    """Returns an argument of that name as an array; raises if it does not broadcast against a shape."""
+    x = jnp.asarray(unwrapped(x))
+    if x.ndim > len(shape) or any(n not in (1, size) for n, size in zip(x.shape[::-1], shape[::-1], strict=False)):
+        raise ValueError(f"{where}: {name} is {x.shape}, which does not broadcast against {shape}")
+    return x
+
+
 def group_sizes_of(sizes: Any, where: str) -> jax.Array:
     """Returns the group sizes as int32."""
     sizes = unwrapped(sizes)

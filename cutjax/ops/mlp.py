@@ -19,6 +19,7 @@ from cutjax.binding.rules import match_varying, with_rank
 from cutjax.dtypes import are_narrow
 from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.ops.arguments import (
+    broadcasting,
     check_accumulate,
     check_batch,
     contracted,
@@ -137,7 +138,7 @@ def mlp(
     all_rows = m if ring is None else ring.size * m
     columns = contracted(v, layout[1] == "t"), contracted(v, layout[1] == "n")
     biases = {
-        name: _broadcasting("mlp", b, name, (*batch, rows, n))
+        name: broadcasting("mlp", b, name, (*batch, rows, n))
         for b, name, rows, n in zip((b1, b2), ("b1", "b2"), (all_rows, m), columns, strict=True)
         if b is not None
     }
@@ -254,7 +255,7 @@ def grouped_mlp(
     scale = {}
     if row_scale is not None:
         shape = (*lax.broadcast_shapes(*batches), a.shape[-2], 1)
-        scale["row_scale"] = _broadcasting(where, row_scale, "row_scale", shape)
+        scale["row_scale"] = broadcasting(where, row_scale, "row_scale", shape)
     scale |= _of_hidden(both[0])
     hidden = _hidden(where, activation, gate is not None)
     out = dtype if out_dtype is None else result_of(out_dtype, where, dtype)
@@ -400,10 +401,3 @@ def check_activation(where: str, activation: Any) -> None:
     """Raises if it is none."""
     if not callable(activation):
         raise TypeError(f"{where}: activation must be a function, such as jax.nn.silu, got {activation!r}")
-
-
-def _broadcasting(where: str, x: Any, name: str, shape: tuple[int, ...]) -> jax.Array:
-    x = jnp.asarray(unwrapped(x))
-    if x.ndim > len(shape) or any(n not in (1, size) for n, size in zip(x.shape[::-1], shape[::-1], strict=False)):
-        raise ValueError(f"{where}: {name} is {x.shape}, which does not broadcast against {shape}")
-    return x

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import kernel_host
 import numpy as np
 import pytest
+from emulator import device
 
 import cutjax
 from cutjax.epilogue.trace import trace
@@ -16,6 +17,7 @@ from cutjax.kernels.mma import family
 from cutjax.kernels.mma import kernel as mma
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.problem import Problem
+from cutjax.runtime import compiler
 from cutjax.runtime.launch import Int32, Pointer
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -100,6 +102,42 @@ def test_groups_of_rows(tmp_path):
     np.testing.assert_array_equal(given[-1], expected)
 
 
+EMULATED = {
+    "rows": (24, Config(16, 32, 32, 16, 16, 1, 3)),
+    "slim": (3, Config(4, 64, 128, 4, 32, 4, 1, 1, 1)),
+    "in parts": (24, Config(16, 32, 32, 16, 16, 1, 3, splits=2)),
+    "gradients": (24, None),
+}
+
+
+@needs_gxx
+@pytest.mark.compiles
+@pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
+@pytest.mark.parametrize("name", EMULATED)
+def test_programs_on_the_emulated_device(name):
+    """Whole programs, to the bit; the weights' gradient has the prologue in its loads too."""
+    m, config = EMULATED[name]
+    rng, (n, k) = np.random.default_rng(0), (40, 96)
+    x, w = rng.integers(-2, 3, (m, k)).astype(BF16), rng.integers(-2, 3, (k, n)).astype(BF16)
+    r, g = rng.integers(1, 3, (m, 1)).astype(np.float32), rng.integers(-2, 3, k).astype(BF16)
+
+    def ours(x, w, r, g):
+        given = {"prologue": norm, "prologue_operands": (r, g), "out_dtype": F32}
+        return cutjax.gemm(x, w, backend="cuda", config=config, **given)
+
+    def plain(x, w, r, g):
+        return jnp.matmul(norm(x, r, g).astype(BF16), w, preferred_element_type=F32)
+
+    def program(f):
+        if name != "gradients":
+            return jax.jit(f)
+        return jax.jit(jax.grad(lambda *args: (f(*args) * 2).sum(), (0, 1)))
+
+    with device.emulated():
+        found = jax.tree.map(np.asarray, program(ours)(x, w, r, g))
+    jax.tree.map(np.testing.assert_array_equal, found, jax.tree.map(np.asarray, program(plain)(x, w, r, g)))
+
+
 def test_a_launch_is_told_the_operands():
     """They lie behind what is multiplied and told beside it, before those of the epilogue."""
     kernel = mma.resolved(problem(64, 64, 48), Config(32, 32, 32, 16, 16, 1, 3))
@@ -128,6 +166,7 @@ def test_other_families_and_loads_refuse_it():
     asked = problem(64, 64, 64, arch="sm_90a")
     assert any("kernels multiply elements as they are" in reason for reason in choose._problem_reasons(asked))
     found = mma.resolve(asked, Config(64, 64, 64, 32, 32, 1, 3, tma=True))
+    assert isinstance(found, tuple)
     assert "tma with a prologue: threads change what they copied themselves" in found
 
 
@@ -149,13 +188,13 @@ def rows(**given):
     return alone.rows[0], fused.rows[0]
 
 
-def test_auto_is_what_runs_for_the_plain_product(compile_nothing):
+def test_auto_is_what_runs_for_the_plain_product():
     alone, fused = rows()
     assert fused.runs == alone.runs
     assert ("the prologue runs before it" if alone.runs == "XLA" else "a made by its prologue") in fused.why
 
 
-def test_cuda_and_a_pinned_config_compute_it_in_the_kernel(compile_nothing):
+def test_cuda_and_a_pinned_config_compute_it_in_the_kernel():
     _, fused = rows(backend="cuda")
     assert re.match("mma_bf16.*_nn_.*_p", fused.runs)
     assert "with the prologue in its loads: 0.262 MB less are moved" in fused.why
@@ -166,11 +205,6 @@ def test_cuda_and_a_pinned_config_compute_it_in_the_kernel(compile_nothing):
     assert "a made by its prologue before the product" in before.why
 
 
-@pytest.fixture
-def compile_nothing(monkeypatch):
-    monkeypatch.setattr(mma.Kernel, "compile", None)
-
-
 def silu(a, r, g):
     return jax.nn.silu(a * r) * g
 
@@ -179,6 +213,7 @@ def silu(a, r, g):
     ("arch", "m", "layout"), [("sm_80", 16, "nn"), ("sm_89", 4, "nt"), ("sm_90a", 64, "nn"), ("sm_100a", 16, "nt")]
 )
 @pytest.mark.versions
+@pytest.mark.compiles
 def test_compiles_without_spills(arch, m, layout):
     """One kernel of each architecture, with many tiles tried by hand: all shipped ones of six shapes had none."""
     asked = problem(m, 4096, 4096, silu, layout, arch=arch, out_dtype=BF16)

@@ -50,9 +50,10 @@ struct Feed {
     }
   }
 
-  DEVICE void wait(Loads& loads) const {
+  // For the stage that is read next, if the tile has any more.
+  DEVICE void wait(Loads& loads, bool more = true) const {
     cp_async_wait_group<STAGES - 2>();
-    loads.arrived(read);
+    if (more) loads.arrived(read);
     __syncthreads();
   }
 
@@ -66,10 +67,10 @@ struct Feed {
   }
 
   // Goes on to the next block, when this one's last fragments are read.
-  DEVICE void next(Loads& loads, bool) {
+  DEVICE void next(Loads& loads, bool last) {
     loads.deposit(write);
     advance(write);
     advance(read);
-    wait(loads);
+    wait(loads, !last);
   }
 };
