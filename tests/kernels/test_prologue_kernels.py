@@ -149,13 +149,13 @@ def rows(**given):
     return alone.rows[0], fused.rows[0]
 
 
-def test_auto_is_what_runs_for_the_plain_product(compile_nothing):
+def test_auto_is_what_runs_for_the_plain_product():
     alone, fused = rows()
     assert fused.runs == alone.runs
     assert ("the prologue runs before it" if alone.runs == "XLA" else "a made by its prologue") in fused.why
 
 
-def test_cuda_and_a_pinned_config_compute_it_in_the_kernel(compile_nothing):
+def test_cuda_and_a_pinned_config_compute_it_in_the_kernel():
     _, fused = rows(backend="cuda")
     assert re.match("mma_bf16.*_nn_.*_p", fused.runs)
     assert "with the prologue in its loads: 0.262 MB less are moved" in fused.why
@@ -166,11 +166,6 @@ def test_cuda_and_a_pinned_config_compute_it_in_the_kernel(compile_nothing):
     assert "a made by its prologue before the product" in before.why
 
 
-@pytest.fixture
-def compile_nothing(monkeypatch):
-    monkeypatch.setattr(mma.Kernel, "compile", None)
-
-
 def silu(a, r, g):
     return jax.nn.silu(a * r) * g
 
@@ -179,6 +174,7 @@ def silu(a, r, g):
     ("arch", "m", "layout"), [("sm_80", 16, "nn"), ("sm_89", 4, "nt"), ("sm_90a", 64, "nn"), ("sm_100a", 16, "nt")]
 )
 @pytest.mark.versions
+@pytest.mark.compiles
 def test_compiles_without_spills(arch, m, layout):
     """One kernel of each architecture, with many tiles tried by hand: all shipped ones of six shapes had none."""
     asked = problem(m, 4096, 4096, silu, layout, arch=arch, out_dtype=BF16)
