@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> np.ndarray:
     checkpoints = Checkpoints(args.checkpoints)
     setup = checkpoints.setup()
     state, trained = checkpoints.restore(fresh_state(setup), setup)
-    params = narrowed(state.params, args.weights) if args.weights else state.params
+    params = jax.jit(narrowed, static_argnums=1)(state.params, args.weights) if args.weights else state.params
     prompts = jnp.asarray([encode(PROMPTS[i % len(PROMPTS)]) for i in range(args.sequences)])
     length = prompts.shape[1]
     count = args.tokens or setup.context - length

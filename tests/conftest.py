@@ -107,11 +107,12 @@ def compile_nothing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
         return
     from cutjax.kernels import base, gather
     from cutjax.kernels.direct import entries
+    from cutjax.kernels.network import kernel as network
     from cutjax.runtime import compiler
 
     # Without resources: a test that reads them has to be marked.
     cubin = compiler.Cubin(b"cubin", None, "", 0.0, False)  # pyright: ignore[reportArgumentType]
-    for module in (base, gather, entries):
+    for module in (base, gather, entries, network):
         monkeypatch.setattr(module, "compile_kernel", lambda *args, **kwargs: cubin)
 
 

@@ -231,6 +231,7 @@ def test_the_launch_has_an_argument_for_each_array():
 
 
 @needs_nvrtc
+@pytest.mark.compiles
 @pytest.mark.versions
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_no_spills(arch):

@@ -17,6 +17,8 @@ from cutjax.dtypes import NARROW
 from cutjax.primitives.scaled import Scaled
 from cutjax.runtime import settings
 
+# In one program, not one an operation; eagerly in test_quantize.
+quantize = jax.jit(cutjax.quantize, static_argnames=("dtype", "block", "scale_dtype", "zero_point"))
 P, BF16, F32, F8 = jax.P, jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn
 ROUNDING = 2**-7  # of results in bfloat16, and of weights that are rounded to it
 M, K, N = 16, 64, 32
@@ -48,7 +50,7 @@ def turned(q):
 
 def weights(dtype, block, seed=1, shape=(K, N), **how):
     how.setdefault("zero_point", dtype.startswith("u"))
-    return cutjax.quantize(scaled(seed, shape), dtype, block=block, **how)
+    return quantize(scaled(seed, shape), dtype, block=block, **how)
 
 
 BLOCKS = {"32": (32, 1), "16x16": (16, 16), "rows of k": (1, -1), "1x16": (1, 16), "zero points": (-1, 1)}
@@ -99,8 +101,8 @@ def test_of_two_quantized_operands(name):
     """Nothing is rounded but to float32: sums of blocks are multiplied by both scales."""
     of_a, block_a, of_b, block_b = PAIRS[name]
     scale = jnp.float8_e8m0fnu if name == "mx" else F8 if name == "fp4" else F32
-    a = cutjax.quantize(normal(0, (M, K)), of_a, block=block_a, scale_dtype=scale)
-    b = cutjax.quantize(normal(1, (K, N)), of_b, block=block_b, scale_dtype=scale)
+    a = quantize(normal(0, (M, K)), of_a, block=block_a, scale_dtype=scale)
+    b = quantize(normal(1, (K, N)), of_b, block=block_b, scale_dtype=scale)
     expected = exact(a) @ exact(b)
     found, turned_too, fused = jax.jit(
         lambda a, b: (
@@ -268,7 +270,7 @@ def test_over_devices(name):
     q, x = weights("int8", block, shape=(K, 32)), scaled(0, (M, K), BF16)
     mesh, spec = mesh_of(i=8), P(*SPECS[name])
     put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))  # noqa: E731
-    expected = cutjax.gemm(x, q)
+    expected = jax.jit(cutjax.gemm)(x, q)
     there = put(q.scale, P() if q.scale.shape[0] == 2 else spec)
     for scale in (put(q.scale, P()), there):
         divided = Quantized(put(q.values, spec), scale)
@@ -291,7 +293,7 @@ def test_over_devices(name):
 def test_groups():
     x, sizes = scaled(0, (M, K), BF16), jnp.array([5, 0, 6], jnp.int32)
     up, down = (weights("int4", (16, 1), i, (3, *shape)) for i, shape in enumerate(((K, N), (N, K)), 1))
-    rows = cutjax.quantize(x.astype(F32), F8, block=(1, 16))
+    rows = quantize(x.astype(F32), F8, block=(1, 16))
     logits = normal(7, (M, 3))
 
     @jax.jit
@@ -388,9 +390,9 @@ def test_outer_products_of_groups():
     sizes, to = jnp.array([5, 0, 6], jnp.int32), normal(3, (3, K, N))
     x, dy = normal(0, (M, K)), normal(1, (M, N))
     kinds = {
-        "columns": (cutjax.quantize(x, "int8", block=(-1, 1)), cutjax.quantize(dy, "int8", block=(-1, 1))),
-        "rows": (cutjax.quantize(x, F8, block=(1, 16)), cutjax.quantize(dy, F8, block=(1, 16))),
-        "one": (x.astype(BF16), cutjax.quantize(dy, F8, block=(8, 8))),
+        "columns": (quantize(x, "int8", block=(-1, 1)), quantize(dy, "int8", block=(-1, 1))),
+        "rows": (quantize(x, F8, block=(1, 16)), quantize(dy, F8, block=(1, 16))),
+        "one": (x.astype(BF16), quantize(dy, F8, block=(8, 8))),
     }
 
     @jax.jit
@@ -415,9 +417,9 @@ def test_convolutions():
     kinds = {
         "channels": (x.astype(BF16), channels),
         "float32": (x, channels),
-        "blocks": (x, cutjax.quantize(w, "int4", block=(16, 2))),
-        "images": (cutjax.quantize(x, "int8", block=(1, -1)), w),
-        "both": (cutjax.quantize(x, "int8"), channels),
+        "blocks": (x, quantize(w, "int4", block=(16, 2))),
+        "images": (quantize(x, "int8", block=(1, -1)), w),
+        "both": (quantize(x, "int8"), channels),
     }
 
     @jax.jit

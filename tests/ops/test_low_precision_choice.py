@@ -83,9 +83,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_has_not_run_is_asked_for(name, compile_nothing):
+def test_what_has_not_run_is_asked_for(name):
     """The launch reads values, scales and zero points as they are given; float8 along n is transposed before."""
-    del compile_nothing
     fn, args, kernel, why, taken = CASES[name]
     (auto,) = cutjax.explain(fn, device="NVIDIA H200")(*args).rows
     assert not re.match(kernel, auto.runs)
@@ -100,9 +99,8 @@ def test_what_has_not_run_is_asked_for(name, compile_nothing):
     assert re.findall(r"tensor<([\w]+)>", call.split(" : (")[1].split(") ->")[0]) == taken
 
 
-def test_gradients_past_weights_in_groups(compile_nothing):
+def test_gradients_past_weights_in_groups():
     """That in x reads the same array along the other axis, which no kernel decodes: it is dequantized for it."""
-    del compile_nothing
 
     def loss(x, w, sizes):
         return (cutjax.grouped_gemm(x, w, sizes, backend="cuda").astype(F32) ** 2).sum()
