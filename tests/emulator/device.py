@@ -37,6 +37,7 @@ from cutjax.runtime.compiler import Cubin, Resources
 from cutjax.runtime.launch import Call, Float32, Float64, Int32, Int64, Launch, Pointer
 from cutjax.runtime.tensor_map import ELEMENTS, Im2col, TensorMap
 from emulator import ptx
+from emulator.storage import Unsupported
 
 _NATIVE = pathlib.Path(__file__).parent / "native"
 _FLAGS = ("-std=c++20", "-O2", "-ftree-vectorize", "-march=native", "-fPIC", "-Wall")
@@ -323,17 +324,17 @@ def _parameters(kernel: ptx.Kernel, launch: Launch, arrays: Sequence[np.ndarray]
 def _map(param: TensorMap, arrays: Sequence[np.ndarray]) -> list[int]:
     """The fields of native/machine.h: TensorMap."""
     if param.swizzle not in _SWIZZLES:
-        raise ptx.Unsupported(f"swizzle {param.swizzle}")
+        raise Unsupported(f"swizzle {param.swizzle}")
     rank, walk = len(param.dims), param.box
     kind = param.tma_dtype or 0
     bits = tuple(ELEMENTS.values())[kind]
     if bits < 8:
-        raise ptx.Unsupported(f"a tensor map of elements of {bits} bits")
+        raise Unsupported(f"a tensor map of elements of {bits} bits")
     steps = param.element_strides or (1,) * rank
     box = (walk.channels, walk.pixels) if isinstance(walk, Im2col) else walk
     lower, upper = (walk.lower, walk.upper) if isinstance(walk, Im2col) else ((), ())
     if isinstance(walk, Im2col) and walk.wide:
-        raise ptx.Unsupported("wide im2col")
+        raise Unsupported("wide im2col")
 
     def padded(values: Sequence[int], count: int = 5) -> list[int]:
         return [*values, *[0] * (count - len(values))]

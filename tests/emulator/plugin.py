@@ -1,4 +1,4 @@
-"""Runs tests/gpu without a GPU, in so far as their sizes allow: python -m pytest -p emulator.plugin -m gpu tests/gpu/..."""
+"""Runs tests/gpu without a GPU, where sizes allow it: python -m pytest -p emulator.plugin -m gpu tests/gpu/..."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from unittest import mock
 import jax
 import launches
 import pytest
+
 from emulator import device
 
 _patches = contextlib.ExitStack()

@@ -16,7 +16,8 @@ import launches
 import products
 
 from cutjax.kernels import families
-from emulator import device, ptx
+from emulator import device
+from emulator.storage import Unsupported
 
 SIZES = (16, 64, 72, 100, 136, 200)
 LAYOUTS = {"dense": ("nn", "nt", "tn", "tt"), "rows": ("nn", "nt"), "k": ("tn",), "symmetric": ("nt", "tn")}
@@ -46,7 +47,7 @@ def outcome(item: products.Item, kernel: Any, machine: device.Machine) -> str | 
             call = kernel.call()
         arrays, expected = item.data()
         return launches.wrong(launches.run(item.problem, call, arrays, machine.execute), expected)
-    except (device.Fault, ptx.Unsupported) as error:
+    except (device.Fault, Unsupported) as error:
         return str(error)
 
 
