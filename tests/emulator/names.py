@@ -66,13 +66,6 @@ def _move(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str
         return "unpack", [*(d.place(x, 32) for x in to), d.place(source, bits)], [bits // len(to)]
     if source in storage.CLOCKS:
         return "clock", [d.place(to, bits)], [int(bits == 64)]
-    if (
-        isinstance(source, str)
-        and source.startswith("%")
-        and source not in storage.SPECIAL
-        and source not in d.registers
-    ):
-        raise storage.Unsupported(f"the register {source}")
     bits = {1: 1, 64: 64}.get(bits, 32)
     if (at := d.shared(source)) is not None:
         base, at = d.place("shared memory", 32), ("constant", at, bits)
