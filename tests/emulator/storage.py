@@ -97,7 +97,7 @@ class Storage:
 
     def _parameters(self, text: str) -> tuple[tuple[int, int], ...]:
         found, at = [], 0
-        pattern = r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?"
+        pattern = r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.(?!align)\w+\s+)?(?:\.align\s+\d+\s+)?)?"
         pattern += r"([$\w]+)(?:\[(\d+)\])?"
         for align, kind, name, count in re.findall(pattern, text):
             size = BITS[kind] // 8 * int(count or 1)

@@ -28,7 +28,9 @@ def drawn(rng: random.Random, arch: str) -> Iterator[tuple[products.Item, Any]]:
     while True:
         way, kind = rng.choice(list(products.WAYS)), rng.choice(products.KINDS)
         m, n, k = (rng.choice(SIZES) for _ in range(3))
-        n = m if kind == "symmetric" else n
+        if kind == "symmetric":
+            n, mixed = m, products.WAYS[way][0] != products.WAYS[way][1]
+            kind = "dense" if mixed else kind
         epilogue, layout = rng.choice(products.epilogues(way, kind)), rng.choice(LAYOUTS[kind])
         item = products.Item(way, kind, layout, m, n, k, epilogue, arch=arch, seed=rng.randrange(1000))
         for family in families.FAMILIES:
