@@ -85,7 +85,7 @@ def library() -> ctypes.CDLL:
 
 
 def _made(folder: pathlib.Path, name: str, suffix: str, text: bytes, arguments: Sequence[str]) -> pathlib.Path:
-    """What g++ makes of arguments, found by the text that they stand for."""
+    """Returns the file that g++ makes of arguments; its name has a hash of the text that they stand for."""
     path = folder / f"{name}-{hashlib.sha256(text + ' '.join(_FLAGS).encode()).hexdigest()[:16]}{suffix}"
     if not path.exists():
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
@@ -130,7 +130,7 @@ def decoded(text: bytes, entry: str, buffers: int) -> ptx.Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """How launches are run.
+    """A device with a seed.
 
     Attributes:
       seed: of the order of threads and of what is asynchronous.

@@ -38,7 +38,7 @@ def _flat(operands: list[Any]) -> list[Any]:
 
 
 def _plain(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
-    """Of instructions whose operands have the type that stands last, or nearly so."""
+    """Returns the same of instructions whose operands have the type that stands last."""
     kinds = [word for word in words[1:] if _TYPE.fullmatch(word)]
     bits = storage.BITS[kinds[-1]] if kinds else 32
     each = [64 if bits == 64 else 32] * 8
@@ -52,7 +52,7 @@ def _plain(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[st
 
 
 def _typed(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
-    """Of instructions that read bits, whatever their type: b of the same size stands for all."""
+    """Returns the same of instructions that read bits, whatever their type: b of the same size stands for all."""
     bits = storage.BITS[words[-1]]
     return f"{words[0]}.{'pred' if bits == 1 else f'b{bits}'}", [d.place(x, bits) for x in _flat(operands)], []
 

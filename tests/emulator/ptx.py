@@ -171,7 +171,7 @@ class _Decoder(Storage):
         return found
 
     def label(self, name: str) -> Any:
-        """Returns what stands for the number of the instruction at a label."""
+        """Returns a label, which becomes the number of the instruction there."""
         return ("label", name)
 
     def targets(self, name: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Where the registers, constants, variables and parameters of a kernel in PTX are."""
+"""The places of registers, constants, variables and parameters of a kernel in PTX."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Address:
 
 
 class Storage:
-    """What a kernel declares, and the places of operands.
+    """The places of operands, of a kernel's declarations.
 
     Args:
       text: PTX.
@@ -108,7 +108,7 @@ class Storage:
         return tuple(found)
 
     def _declare_function(self, name: str, found: re.Match[str]) -> None:
-        """What a function takes and returns lies in local memory, at one place: none calls itself."""
+        """Gives arguments and results of a function a place in local memory, one, since none calls itself."""
         self.registers[f"return {name}"] = (self._used, 32)
         self._used += 4 * LANES
         for text in [x for part in (found[1], found[3]) if part for x in part.split(",") if x.strip()]:
@@ -160,7 +160,7 @@ class Storage:
         return self.registers[name][1] if name in self.registers else 64
 
     def place(self, operand: Any, bits: int) -> Any:
-        """Returns what stands for a register, or for a constant in a register of so many bits; -1 for none."""
+        """Returns the place of a register, or of a constant in a register of so many bits; -1 for none."""
         if operand == "_":
             return -1
         if operand in self.registers:
@@ -187,7 +187,7 @@ class Storage:
         return at
 
     def shared(self, operand: str) -> Any:
-        """Returns what stands for a place in shared memory, counted from its begin; None where the name is of none."""
+        """Returns a place in shared memory, counted from its begin; None where the name is of none."""
         symbol, _, more = operand.partition("+")
         if symbol == self._dynamic[0]:
             return ("dynamic", int(more or "0", 0))
