@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import os
@@ -78,10 +79,12 @@ def library() -> ctypes.CDLL:
     folder = pathlib.Path(tempfile.gettempdir()) / f"cutjax-emulator-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     header, objects = (_NATIVE / "machine.h").read_bytes(), []
-    for path in sorted(_NATIVE.glob("*.cc")):
-        objects.append(_made(folder, path.stem, ".o", header + path.read_bytes(), ["-c", str(path)]))
-    names = "".join(map(str, objects)).encode()
-    return ctypes.CDLL(str(_made(folder, "emulator", ".so", names, ["-shared", *map(str, objects)])))
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other workers wait for what one of them compiles
+        for path in sorted(_NATIVE.glob("*.cc")):
+            objects.append(_made(folder, path.stem, ".o", header + path.read_bytes(), ["-c", str(path)]))
+        names = "".join(map(str, objects)).encode()
+        return ctypes.CDLL(str(_made(folder, "emulator", ".so", names, ["-shared", *map(str, objects)])))
 
 
 def _made(folder: pathlib.Path, name: str, suffix: str, text: bytes, arguments: Sequence[str]) -> pathlib.Path:
