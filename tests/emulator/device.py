@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import os
@@ -37,6 +38,7 @@ from cutjax.runtime.compiler import Cubin, Resources
 from cutjax.runtime.launch import Call, Float32, Float64, Int32, Int64, Launch, Pointer
 from cutjax.runtime.tensor_map import ELEMENTS, Im2col, TensorMap
 from emulator import ptx
+from emulator.storage import Unsupported
 
 _NATIVE = pathlib.Path(__file__).parent / "native"
 _FLAGS = ("-std=c++20", "-O2", "-ftree-vectorize", "-march=native", "-fPIC", "-Wall")
@@ -77,14 +79,16 @@ def library() -> ctypes.CDLL:
     folder = pathlib.Path(tempfile.gettempdir()) / f"cutjax-emulator-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     header, objects = (_NATIVE / "machine.h").read_bytes(), []
-    for path in sorted(_NATIVE.glob("*.cc")):
-        objects.append(_made(folder, path.stem, ".o", header + path.read_bytes(), ["-c", str(path)]))
-    names = "".join(map(str, objects)).encode()
-    return ctypes.CDLL(str(_made(folder, "emulator", ".so", names, ["-shared", *map(str, objects)])))
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other workers wait for what one of them compiles
+        for path in sorted(_NATIVE.glob("*.cc")):
+            objects.append(_made(folder, path.stem, ".o", header + path.read_bytes(), ["-c", str(path)]))
+        names = "".join(map(str, objects)).encode()
+        return ctypes.CDLL(str(_made(folder, "emulator", ".so", names, ["-shared", *map(str, objects)])))
 
 
 def _made(folder: pathlib.Path, name: str, suffix: str, text: bytes, arguments: Sequence[str]) -> pathlib.Path:
-    """What g++ makes of arguments, found by the text that they stand for."""
+    """Returns the file that g++ makes of arguments; its name has a hash of the text that they stand for."""
     path = folder / f"{name}-{hashlib.sha256(text + ' '.join(_FLAGS).encode()).hexdigest()[:16]}{suffix}"
     if not path.exists():
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
@@ -129,7 +133,7 @@ def decoded(text: bytes, entry: str, buffers: int) -> ptx.Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """How launches are run.
+    """A device with a seed.
 
     Attributes:
       seed: of the order of threads and of what is asynchronous.
@@ -228,7 +232,11 @@ def emulated(machine: Machine | None = None) -> Iterator[None]:
             got = machine.execute(called, given, memory)
             return [x.transpose(np.argsort(order)) for x, order in zip(got, orders[1], strict=True)]
 
-        written = jax.pure_callback(run, list(results), *taken)
+        def kernel(*arrays: jax.Array) -> Any:
+            return jax.pure_callback(run, list(results), *arrays)
+
+        kernel.__name__ = "_".join(launch.kernel for launch in called.launches)  # which programs show
+        written = jax.jit(kernel)(*taken)
         return called.finish(written, xs) if called.finish else written
 
     # Of `cutjax.cuda_kernel`, which looks into the code.
@@ -319,17 +327,17 @@ def _parameters(kernel: ptx.Kernel, launch: Launch, arrays: Sequence[np.ndarray]
 def _map(param: TensorMap, arrays: Sequence[np.ndarray]) -> list[int]:
     """The fields of native/machine.h: TensorMap."""
     if param.swizzle not in _SWIZZLES:
-        raise ptx.Unsupported(f"swizzle {param.swizzle}")
+        raise Unsupported(f"swizzle {param.swizzle}")
     rank, walk = len(param.dims), param.box
     kind = param.tma_dtype or 0
     bits = tuple(ELEMENTS.values())[kind]
     if bits < 8:
-        raise ptx.Unsupported(f"a tensor map of elements of {bits} bits")
+        raise Unsupported(f"a tensor map of elements of {bits} bits")
     steps = param.element_strides or (1,) * rank
     box = (walk.channels, walk.pixels) if isinstance(walk, Im2col) else walk
     lower, upper = (walk.lower, walk.upper) if isinstance(walk, Im2col) else ((), ())
     if isinstance(walk, Im2col) and walk.wide:
-        raise ptx.Unsupported("wide im2col")
+        raise Unsupported("wide im2col")
 
     def padded(values: Sequence[int], count: int = 5) -> list[int]:
         return [*values, *[0] * (count - len(values))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from emulator import ptx
+from emulator import storage
 
 # Fences and hints: what one thread writes all others see at once, and there is no cache.
 _NOTHING = re.compile(
@@ -38,9 +38,9 @@ def _flat(operands: list[Any]) -> list[Any]:
 
 
 def _plain(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
-    """Of instructions whose operands have the type that stands last, or nearly so."""
+    """Returns the same of instructions whose operands have the type that stands last."""
     kinds = [word for word in words[1:] if _TYPE.fullmatch(word)]
-    bits = ptx._BITS[kinds[-1]] if kinds else 32
+    bits = storage.BITS[kinds[-1]] if kinds else 32
     each = [64 if bits == 64 else 32] * 8
     if words[0] in ("shl", "shr"):
         each[2] = 32
@@ -52,29 +52,27 @@ def _plain(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[st
 
 
 def _typed(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
-    """Of instructions that read bits, whatever their type: b of the same size stands for all."""
-    bits = ptx._BITS[words[-1]]
+    """Returns the same of instructions that read bits, whatever their type: b of the same size stands for all."""
+    bits = storage.BITS[words[-1]]
     return f"{words[0]}.{'pred' if bits == 1 else f'b{bits}'}", [d.place(x, bits) for x in _flat(operands)], []
 
 
 def _move(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
-    bits = ptx._BITS[words[-1]]
+    bits = storage.BITS[words[-1]]
     to, source = operands
     if isinstance(source, list):
         return "pack", [d.place(to, bits), *(d.place(x, bits // len(source)) for x in source)], [bits // len(source)]
     if isinstance(to, list):
         return "unpack", [*(d.place(x, 32) for x in to), d.place(source, bits)], [bits // len(to)]
-    if source in ptx._CLOCKS:
+    if source in storage.CLOCKS:
         return "clock", [d.place(to, bits)], [int(bits == 64)]
-    if isinstance(source, str) and source.startswith("%") and source not in ptx.SPECIAL and source not in d.registers:
-        raise ptx.Unsupported(f"the register {source}")
     bits = {1: 1, 64: 64}.get(bits, 32)
     if (at := d.shared(source)) is not None:
         base, at = d.place("shared memory", 32), ("constant", at, bits)
         if bits == 64:
             return "mad.wide.u32", [d.place(to, 64), base, d.constant(1, 32), at], []
         return "add.s32", [d.place(to, 32), base, at], []
-    if source in ptx.SPECIAL and bits == 64:
+    if source in storage.SPECIAL and bits == 64:
         return "cvt.u64.u32", [d.place(to, 64), d.place(source, 32)], []
     return f"mov.{'pred' if bits == 1 else f'b{bits}'}", [d.place(to, bits), d.place(source, bits)], []
 
@@ -83,35 +81,35 @@ def _setp(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str
     if len(words) != 3 or isinstance(operands[0], list):
         words = [word for word in words if word != "ftz"]
         if len(words) != 3 or isinstance(operands[0], list):
-            raise ptx.Unsupported(name)
-    bits = ptx._BITS[words[-1]]
+            raise storage.Unsupported(name)
+    bits = storage.BITS[words[-1]]
     of = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(words[1], words[1])
     return f"setp.{of}.{words[2]}", [d.place(operands[0], 1), *(d.place(x, bits) for x in operands[1:])], []
 
 
 def _selp(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
-    bits = ptx._BITS[words[-1]]
+    bits = storage.BITS[words[-1]]
     return f"selp.b{bits}", [*(d.place(x, bits) for x in operands[:3]), d.place(operands[3], 1)], []
 
 
 def _wide(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
-    double = 2 * ptx._BITS[words[-1]]
+    double = 2 * storage.BITS[words[-1]]
     bits = (double, double // 2, double // 2, double)
     return name, [d.place(x, b) for x, b in zip(operands, bits, strict=False)], []
 
 
 def _memory(words: list[str]) -> tuple[int, int, str]:
     """Returns the space, the number of elements and their type."""
-    space = next((ptx._SPACES[word] for word in words if word in ptx._SPACES), 0)
+    space = next((storage.SPACES[word] for word in words if word in storage.SPACES), 0)
     count = next((int(word[1:]) for word in words if re.fullmatch(r"v[248]", word)), 1)
     return space, count, words[-1]
 
 
-def _based(d: Any, address: ptx.Address, bits: int = 64) -> tuple[Any, int, int]:
+def _based(d: Any, address: storage.Address, bits: int = 64) -> tuple[Any, int, int]:
     """Returns an address's register, its displacement and 1 where it has 64 bits."""
     if (at := d.shared(address.base)) is not None:
         if not isinstance(at, int):
-            raise ptx.Unsupported("dynamic shared memory by its name")
+            raise storage.Unsupported("dynamic shared memory by its name")
         return d.place("shared memory", 32), at + address.displacement, 0
     wide = d.bits(address.base) == 64 if address.base in d.registers else bits == 64
     return d.place(address.base, 64 if wide else 32), address.displacement, int(wide)
@@ -119,21 +117,21 @@ def _based(d: Any, address: ptx.Address, bits: int = 64) -> tuple[Any, int, int]
 
 def _load(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
     space, _, kind = _memory(words)
-    space = ptx._SPACES["local"] if operands[1].base in d.locals else space
+    space = storage.SPACES["local"] if operands[1].base in d.locals else space
     to = operands[0] if isinstance(operands[0], list) else [operands[0]]
     place, displacement, wide = _based(d, operands[1], 32 if space in (2, 3) else 64)
     registers = next((d.bits(x) for x in to if x != "_"), 32)
-    size = max(ptx._BITS[kind] // 8, 1)
+    size = max(storage.BITS[kind] // 8, 1)
     flags = wide | (2 if registers == 64 else 0)
     return "ld", [*(d.place(x, registers) for x in to), place], [space, size, int(kind[0] == "s"), displacement, flags]
 
 
 def _store(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
     space, _, kind = _memory(words)
-    space = ptx._SPACES["local"] if operands[0].base in d.locals else space
+    space = storage.SPACES["local"] if operands[0].base in d.locals else space
     source = operands[1] if isinstance(operands[1], list) else [operands[1]]
     place, displacement, wide = _based(d, operands[0], 32 if space in (2, 3) else 64)
-    size = max(ptx._BITS[kind] // 8, 1)
+    size = max(storage.BITS[kind] // 8, 1)
     bits = next((d.bits(x) for x in source if x in d.registers), 64 if size == 8 else 32)
     flags = wide | (2 if bits == 64 else 0)
     return "st", [place, *(d.place(x, bits) for x in source)], [space, size, 0, displacement, flags]
@@ -144,7 +142,7 @@ def _atomic(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[s
     of = next(x for x in words if x in ("add", "exch", "cas", "min", "max", "and", "or", "xor", "inc"))
     operands = operands if words[0] == "atom" else ["_", *operands]
     place, displacement, wide = _based(d, operands[1], 32 if space in (2, 3) else 64)
-    bits = ptx._BITS[kind]
+    bits = storage.BITS[kind]
     values = [d.place(x, bits) for x in operands[2:]]
     return f"atom.{of}.{kind}", [d.place(operands[0], bits), place, *values], [space, 0, 0, displacement, wide]
 
@@ -161,11 +159,11 @@ def _cvta(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str
 def _cvt(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
     """A register may be wider than what is converted: its low part counts, and is extended."""
     if "pack" in words or "relu" in words:
-        raise ptx.Unsupported(name)
+        raise storage.Unsupported(name)
     words = [word for word in words if word != "ftz"]
     kinds = [word for word in words if _TYPE.fullmatch(word)]
     to, *sources = _flat(operands)
-    into, of = (64 if ptx._BITS[kind] == 64 else 32 for kind in (kinds[0], kinds[-1]))
+    into, of = (64 if storage.BITS[kind] == 64 else 32 for kind in (kinds[0], kinds[-1]))
     if of == 32 and d.bits(sources[0]) == 64 and sources[0] in d.registers:
         sources = [d.before("cvt.u32.u64", sources[0])]
     if into == 32 and d.bits(to) == 64 and to in d.registers:
@@ -223,14 +221,14 @@ def _mbarrier(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple
             ],
         )
     if kind in ("arrive", "arrive_drop"):
-        if isinstance(operands[0], ptx.Address):
+        if isinstance(operands[0], storage.Address):
             operands = ["_", *operands]
         place, displacement, wide = _based(d, operands[1], 32)
         flat = [d.place(operands[0], 64), place, *(d.place(x, 32) for x in operands[2:])]
         return "mbarrier.arrive", flat, [0, int(expects), int(kind == "arrive_drop"), displacement, wide]
     place, displacement, wide = _based(d, operands[0], 32)
     if kind not in ("init", "inval", "expect_tx"):
-        raise ptx.Unsupported(name)
+        raise storage.Unsupported(name)
     return f"mbarrier.{kind}", [place, *(d.place(x, 32) for x in operands[1:])], [0, 0, 0, displacement, wide]
 
 
@@ -263,13 +261,13 @@ def _bulk(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str
     adds = 0
     if words[1] == "reduce":
         if "add" not in words:
-            raise ptx.Unsupported(name)
+            raise storage.Unsupported(name)
         adds = 1
     flat = []
     for operand in operands:
-        if isinstance(operand, ptx.Address):
+        if isinstance(operand, storage.Address):
             if operand.displacement:
-                raise ptx.Unsupported(f"{name} with a displacement")
+                raise storage.Unsupported(f"{name} with a displacement")
             flat += [d.place(operand.base, d.bits(operand.base)), *(d.place(x, 32) for x in operand.coordinates)]
         else:
             flat += [d.place(x, 32) for x in _flat([operand])]
@@ -287,12 +285,12 @@ def _bulk(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str
 
 def _matrix(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
     if words[-1] != "b16" or "m8n8" not in words:
-        raise ptx.Unsupported(name)
+        raise storage.Unsupported(name)
     at = 1 if words[0] == "ldmatrix" else 0
     place, displacement, wide = _based(d, operands[at], 32)
     registers = [d.place(x, 32) for x in _flat([operands[1 - at]])]
     if wide:
-        raise ptx.Unsupported(f"{name} of a generic address")
+        raise storage.Unsupported(f"{name} of a generic address")
     return words[0], [*registers, place] if at else [place, *registers], [int("trans" in words), displacement]
 
 
@@ -324,7 +322,7 @@ def _wgmma(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[st
     of_a_flat = [d.place(x, 32) for x in a] if isinstance(a, list) else [d.place(a, 64)]
     scale = {"true": "1", "false": "0"}.get(scale, scale)
     flat = [*(d.place(x, 32) for x in sums), *of_a_flat, d.place(b, 64), d.place(scale, 32)]
-    return "wgmma", flat, [n, ptx._ELEMENTS[of_a] | ptx._ELEMENTS[of_b] << 8, flags]
+    return "wgmma", flat, [n, storage.ELEMENTS[of_a] | storage.ELEMENTS[of_b] << 8, flags]
 
 
 def _branch(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:

@@ -16,7 +16,8 @@ import launches
 import products
 
 from cutjax.kernels import families
-from emulator import device, ptx
+from emulator import device
+from emulator.storage import Unsupported
 
 SIZES = (16, 64, 72, 100, 136, 200)
 LAYOUTS = {"dense": ("nn", "nt", "tn", "tt"), "rows": ("nn", "nt"), "k": ("tn",), "symmetric": ("nt", "tn")}
@@ -27,7 +28,9 @@ def drawn(rng: random.Random, arch: str) -> Iterator[tuple[products.Item, Any]]:
     while True:
         way, kind = rng.choice(list(products.WAYS)), rng.choice(products.KINDS)
         m, n, k = (rng.choice(SIZES) for _ in range(3))
-        n = m if kind == "symmetric" else n
+        if kind == "symmetric":
+            n, mixed = m, products.WAYS[way][0] != products.WAYS[way][1]
+            kind = "dense" if mixed else kind
         epilogue, layout = rng.choice(products.epilogues(way, kind)), rng.choice(LAYOUTS[kind])
         item = products.Item(way, kind, layout, m, n, k, epilogue, arch=arch, seed=rng.randrange(1000))
         for family in families.FAMILIES:
@@ -46,7 +49,7 @@ def outcome(item: products.Item, kernel: Any, machine: device.Machine) -> str | 
             call = kernel.call()
         arrays, expected = item.data()
         return launches.wrong(launches.run(item.problem, call, arrays, machine.execute), expected)
-    except (device.Fault, ptx.Unsupported) as error:
+    except (device.Fault, Unsupported) as error:
         return str(error)
 
 

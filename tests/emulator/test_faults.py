@@ -101,8 +101,13 @@ def test_small(name):
             machine.launch(launch, [np.zeros(32, np.float32)])
 
 
-DENSE = Item("bf16", "dense", "nn", 200, 128, 264, out="bfloat16"), Config(64, 64, 64, 2)
-# A line of the device text, what stands there then, and what is said: "" is a result that is wrong.
+DENSE = Item("bf16", "dense", "nn", 200, 128, 264, out="bfloat16")
+CONFIGS = {
+    "one": Config(64, 64, 64, 2),
+    "pair": Config(64, 64, 64, 2, cluster_m=2),
+    "turns": Config(64, 64, 64, 2, schedule="pingpong"),
+}
+# A line of the device text that is taken out, what stands there then, what is said of which kernel; "" is anything.
 BROKEN = {
     "nobody waits for loads": (
         "mbarrier_wait(pipe.full_barrier(), pipe.phase);",
@@ -116,26 +121,30 @@ BROKEN = {
     "no proxy fence": ("fence_proxy_async();\n        if (ONE", "if (ONE", "without fence.proxy.async"),
     "staging is not awaited": ("    if (thread == 0) cp_async_bulk_wait_group();", "", "exits while its bulk stores"),
     "no barrier before a store": ("bar_sync(barrier, 128);", "", "without fence|nobody has written|"),
+    "pair: a block leaves early": ("if constexpr (CLUSTER > 1) wait_for_readers(pipe);", "", "which has exited"),
+    "pair: nobody waits at first": ("if constexpr (CLUSTER > 1) barrier_cluster_relaxed();", "", "not initialised"),
+    "turns: nobody goes first": ("if (consumer == 1) bar_arrive(TURN_BARRIER, 256);", "", "deadlock"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken(name):
     line, instead, said = BROKEN[name]
-    item, config = DENSE
-    kernel = families.resolve(item.problem, config)
+    kernel = families.resolve(DENSE.problem, CONFIGS[name.split(":")[0] if ":" in name else "one"])
     assert line in kernel.source
     with device.emulated():
         (launch,) = kernel.call().launches
         image = device.compile_ptx(kernel.source.replace(line, instead or ";"), name=kernel.name, arch="sm_90a").image
         call = dataclasses.replace(kernel.call(), launches=(dataclasses.replace(launch, cubin=image),))
-    arrays, expected = item.data()
+    arrays, expected = DENSE.data()
     found = []
-    for seed in range(4):
+    for seed in range(24):  # orders of threads, of which one at least is to show it
+        machine = device.Machine(seed, (0, 1, 2, 8)[seed % 4])
         try:
-            found.append(
-                launches.wrong(launches.run(item.problem, call, arrays, device.Machine(seed, 2).execute), expected)
-            )
+            wrong = launches.wrong(launches.run(DENSE.problem, call, arrays, machine.execute), expected)
         except device.Fault as error:
-            found.append(str(error))
-    assert any(x and re.search(said, x) for x in found), found
+            wrong = str(error)
+        found.append(wrong)
+        if wrong and re.search(said, wrong):
+            return
+    raise AssertionError(found)

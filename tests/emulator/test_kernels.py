@@ -5,12 +5,16 @@ After a change of kernels, ``python -m emulator.sweep`` draws as many as one lik
 
 from __future__ import annotations
 
+import dataclasses
+
 import launches
+import numpy as np
 import pytest
 from products import Item
 
 from cutjax import Config
 from cutjax.kernels import families
+from cutjax.kernels.operand import Gathered
 from emulator import device
 
 CASES = {
@@ -54,6 +58,19 @@ def test_sm90(name):
     item, config = CASES[name]
     kernel = families.resolve(item.problem, config)
     check(item.problem, kernel, item.data(), [(0, 0), (1, 3)])
+
+
+def test_rows_by_index():
+    """As a mixture of experts reads its tokens: some more than once, some that are not there."""
+    asked = Item("bf16", "dense", "nn", 136, 64, 72).problem
+    problem = dataclasses.replace(asked, a=dataclasses.replace(asked.a, view=Gathered(37)))
+    rng = np.random.default_rng(0)
+    x, b = (rng.integers(-2, 3, shape).astype(asked.a.dtype) for shape in ((37, 72), (72, 64)))
+    index = rng.integers(0, 37, 136).astype(np.int32)
+    index[[0, 5, 135]] = -1, 37, np.iinfo(np.int32).min
+    rows = np.where(((index >= 0) & (index < 37))[:, None], x.astype(np.float64)[np.clip(index, 0, 36)], 0)
+    kernel = families.resolve(problem, Config(64, 64, 64, 3, schedule="pingpong"))
+    check(problem, kernel, ([x, b, index], [rows @ b.astype(np.float64)]), [(0, 0), (1, 3)])
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -102,7 +102,7 @@ def test_b_is_not_gathered():
 
 
 def test_sm90_is_pinned_alone():
-    """It has run nowhere yet."""
+    """It has run on no device yet, in the emulator alone."""
     asked = gathered(BF16, 900)
     assert {type(config) for config in choose.candidates(asked)} == {Config}
     assert choose.choose(asked, cutjax.Config(128, 128)).kernel == "sm90_bf16_nt_128x128x64_s4_c1x1_coop_gathered"

@@ -1,5 +1,7 @@
 // Loads, stores and atomics, and the addresses of all spaces.
 
+#include <algorithm>
+
 #include "machine.h"
 
 u8* global(Machine& m, u64 address, u64 bytes) {
@@ -53,6 +55,10 @@ void write_shared(Block& from, u32 address, u32 bytes, const void* data, bool as
   if (!async_proxy)
     for (u32 i = offset; i < offset + bytes; ++i)
       if (s.state[i] == Shared::IN_FLIGHT) fault("writes byte %u of shared memory, which a copy is about to write", i);
+  // What was there before is there whoever's write the async proxy sees.
+  const u8* state = s.state.data() + offset;
+  bool same = std::all_of(state, state + bytes, [](u8 x) { return x == Shared::WRITTEN; });
+  if (!async_proxy && same && memcmp(s.data.data() + offset, data, bytes) == 0) return;
   memcpy(s.data.data() + offset, data, bytes);
   memset(s.state.data() + offset, Shared::WRITTEN, bytes);
   for (u32 i = offset / 4; i <= (offset + bytes - 1) / 4; ++i) s.fenced[i] = async_proxy ? 0 : b.fences + 1;
