@@ -27,7 +27,7 @@ _CONVERT = "convert_element_type"
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a program dequantizes: variables, and the shapes in which they are an operand.
+    """The variables of an operand that a program dequantizes, and their shapes.
 
     Attributes:
       values: the narrow values.
@@ -174,7 +174,7 @@ class _Search:
         return eqn if eqn is not None and eqn.primitive.name == name and self.readers[x] == 1 else None
 
     def _through(self, x: Any, names: Sequence[str]) -> Any:
-        """Returns what a variable is made of by equations of some names, as long as nothing else reads one."""
+        """Returns the variable behind equations of some names, as long as nothing else reads their results."""
         while (eqn := self.makers.get(x)) is not None and eqn.primitive.name in names and self.readers[x] == 1:
             if eqn.params.get("dimensions") is not None or x.aval.dtype.name in NARROW:
                 break
