@@ -27,7 +27,7 @@ _CONVERT = "convert_element_type"
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a program dequantizes: variables, and the shapes in which they are an operand.
+    """The variables of an operand that a program dequantizes, and their shapes.
 
     Attributes:
       values: the narrow values.
@@ -160,14 +160,13 @@ class _Search:
             split = tuple(values.aval.shape)
             if inside.aval.dtype.name not in NARROW or inside is x:
                 continue
-            blocks = [self._blocks(y, split, shape) for y in (scale, zero) if y is not None]
-            if any(y is None for y in blocks):
+            of_scale = self._blocks(scale, split, shape)
+            of_zero = None if zero is None else self._blocks(zero, split, shape)
+            if of_scale is None or (zero is not None and of_zero is None):
                 continue
-            (of_scale, *of_zero) = blocks
-            leaves, counts = zip(of_scale, *of_zero, strict=True)  # pyright: ignore[reportArgumentType]
-            if not jnp.issubdtype(leaves[0].aval.dtype, jnp.floating):
-                continue
-            return Found(inside, leaves[0], leaves[1] if of_zero else None, shape, counts)
+            if jnp.issubdtype(of_scale[0].aval.dtype, jnp.floating):
+                point, *counts = of_zero or (None,)
+                return Found(inside, of_scale[0], point, shape, (of_scale[1], *counts))
         return None
 
     def _maker(self, x: Any, name: str) -> Any:
@@ -175,7 +174,7 @@ class _Search:
         return eqn if eqn is not None and eqn.primitive.name == name and self.readers[x] == 1 else None
 
     def _through(self, x: Any, names: Sequence[str]) -> Any:
-        """Returns what a variable is made of by equations of some names, as long as nothing else reads one."""
+        """Returns the variable behind equations of some names, as long as nothing else reads their results."""
         while (eqn := self.makers.get(x)) is not None and eqn.primitive.name in names and self.readers[x] == 1:
             if eqn.params.get("dimensions") is not None or x.aval.dtype.name in NARROW:
                 break

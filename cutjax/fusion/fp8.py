@@ -143,7 +143,9 @@ def _of_lax(eqn: Any, of: Callable[..., Product]) -> list[Any] | None:
     how, groups = [eqn.params[name] for name in names], sizes.shape[-1]
 
     def function(*xs: Any) -> Any:
-        return in_groups(*xs, *how, None, lambda product, a, b: of(product, a, b, groups))
+        lhs, rhs, sizes = xs
+        numbers, precision, dtype = how
+        return in_groups(lhs, rhs, sizes, numbers, precision, dtype, None, lambda *given: of(*given, groups))
 
     return in_place_of(eqn, function, eqn.invars)
 

@@ -87,9 +87,9 @@ def conv_general_dilated(
     if is_quantized((lhs, rhs)):
         if out_sharding is not None:
             raise NotImplementedError(f"conv_general_dilated: out_sharding of quantized operands, got {out_sharding}")
-        shapes = (jnp.shape(unwrapped(x)) for x in values_of((lhs, rhs)))
+        of_lhs, of_rhs = (jnp.shape(unwrapped(x)) for x in values_of((lhs, rhs)))
         del given["out_sharding"]
-        given["dimension_numbers"] = lax.conv_dimension_numbers(*shapes, dimension_numbers)
+        given["dimension_numbers"] = lax.conv_dimension_numbers(of_lhs, of_rhs, dimension_numbers)
         return conv(lhs, rhs, **given)
     return _drop_in("conv_general_dilated", lhs, rhs, given)
 

@@ -145,7 +145,8 @@ def in_float8(
         raise TypeError(f"{where}: fp8 must be a recipe, or cutjax.fp8_dot_general(...), got {fp8!r}")
     function = fp8_dot_general(fp8) if isinstance(fp8, str) else fp8
     made = [function.product(product, a, b, groups, precision, backend) for a, b in pairs]
-    return product if any(isinstance(x, str) for x in made) else made[0]
+    first, *_ = made  # each is the same product, of whatever shapes
+    return product if any(isinstance(x, str) for x in made) or isinstance(first, str) else first
 
 
 def _is_default(precision: Any) -> bool:

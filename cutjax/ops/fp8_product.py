@@ -102,7 +102,6 @@ class Float8(Wrapped):
             (out,) = epilogue.outputs
             before, taken, dtype = scales.before(None, (), values, np.dtype(out.dtype))
             if before is None:
-                params.pop("in_place"), params.pop("save")
                 return [products.multiply(found, *given.arrays, out_dtype=np.dtype(out.dtype), **params)]
             return [products.call(found, before, given, taken, out_dtype=dtype, **params)]
         count = epilogue.products
@@ -119,8 +118,7 @@ class Float8(Wrapped):
     def _quantized(self, factors: Factors) -> tuple[Product, list[Quantized]]:
         """Returns the product of factors whose contracted axis is last, where it can have them so, and these."""
         layout, product = layout_of(self.product), self.product
-        rows = [(x, last == "n") for x, last in ((factors.a, layout[0]),)]
-        rows += [(b, layout[1] == "t") for b in factors.bs]
+        rows = [(factors.a, layout[0] == "n"), *((b, layout[1] == "t") for b in factors.bs)]
         if isinstance(product, Dense):
             product, turned = Dense("nt", lies=product.lies), True
         elif isinstance(product, Rows):

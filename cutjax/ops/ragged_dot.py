@@ -161,8 +161,8 @@ def in_groups(
     precision = dot_precision.canonical(precision, where)
     if preferred_element_type is not None:
         preferred_element_type = result_dtype(preferred_element_type, where, "preferred_element_type")
-    given = [jax.ShapeDtypeStruct(x.shape, np.float32) for x in (lhs, rhs)] if quantized else (lhs, rhs)
-    out = _check(*given, sizes, dims, precision, None if quantized else preferred_element_type, group_offset)
+    x, w = (jax.ShapeDtypeStruct(x.shape, np.float32) if quantized else x for x in (lhs, rhs))
+    out = _check(x, w, sizes, dims, precision, None if quantized else preferred_element_type, group_offset)
     backend = backends.resolve(None, where)
     if any(jax.export.is_symbolic_dim(size) for x in (lhs, rhs, sizes) for size in x.shape):
         if backend == "cuda" or quantized or group_offset is not None:
@@ -233,7 +233,7 @@ def in_groups(
     return jnp.moveaxis(d, len(batch), 0).reshape(out.shape).astype(dtype)
 
 
-def _check(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, dims: Any, precision: Any, dtype: Any, offset: Any) -> Any:
+def _check(lhs: Any, rhs: Any, sizes: jax.Array, dims: Any, precision: Any, dtype: Any, offset: Any) -> Any:
     """Returns shape and dtype of the result; jax says what is wrong with the arguments."""
     if offset is not None and len(dims.rhs_group_dimensions) == 1:  # which says that rhs may have fewer groups
         group = dims.rhs_group_dimensions[0]

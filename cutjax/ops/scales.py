@@ -74,7 +74,7 @@ def promote_values(
         return arguments.promote(a, bs, out_dtype, where, narrow)
     of_scales = functools.reduce(promoted, [wide_dtype(x.scale) for x in flat if isinstance(x, Quantized)])
     arrays = (np.dtype(unwrapped(x).dtype) for x in flat if not isinstance(x, Quantized))
-    floats = (dtype for dtype in arrays if jnp.issubdtype(dtype, jnp.inexact))
+    floats = (dtype for dtype in arrays if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 1)
     out_dtype = (next(floats, None) or of_scales) if out_dtype is None else out_dtype
     if scales.blocks:
         found = [
@@ -205,7 +205,7 @@ def scales_of(a: Any, b: Any, layout: str, where: str, names: Sequence[str] = ("
     if any(kind != kinds[0] for kind in kinds):
         raise ValueError(f"{where}: the matrices of a tuple have scales of the same blocks and dtype, or none, along k")
     arrays = [np.dtype(unwrapped(x).dtype) for x in (a, *bs) if x is not None and not isinstance(x, Quantized)]
-    arrays = [dtype for dtype in arrays if jnp.issubdtype(dtype, jnp.inexact) and dtype.name not in NARROW]
+    arrays = [dtype for dtype in arrays if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 1]
     if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in arrays):
         raise TypeError(f"{where}: scales of blocks along k beside complex numbers: dequantize them")
     return Scales(rows, columns, tuple(blocks), functools.reduce(promoted, arrays) if arrays else np.dtype(np.float32))

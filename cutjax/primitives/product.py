@@ -67,9 +67,7 @@ class Product:
         """Returns the problem of a kernel, from the avals of a, b and the context."""
         raise NotImplementedError
 
-    def composed(
-        self, epilogue: Epilogue, factors: Factors, operands: Sequence[jax.Array], **params: Any
-    ) -> Sequence[jax.Array]:
+    def composed(self, epilogue: Epilogue, factors: Factors, operands: Any, **params: Any) -> Sequence[jax.Array]:
         """Computes the results by other products, those of one that is composed of others."""
         raise NotImplementedError
 

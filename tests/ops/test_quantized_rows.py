@@ -242,3 +242,16 @@ def test_refusals(name):
     fn, match = REFUSED[name]
     with pytest.raises(ValueError, match=match):
         fn(jnp.ones((K, N), BF16))
+
+
+@pytest.mark.parametrize("block", [(-1, 1), (16, 1)], ids=str)
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_float8_arrays_beside_quantized_ones(dtype, block):
+    """The result is in the scales' dtype: in float8, as the array is, it would be NaN past 448."""
+    x = jnp.full((4, 64), 20, jnp.float8_e4m3fn)
+    q = cutjax.quantize(jnp.full((64, 32), 3.0), dtype, block=block)
+    for found in (cutjax.gemm(x, q), cutjax.gemm(cutjax.Quantized(q.values.mT, q.scale.mT), x.mT).mT):
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, np.full((4, 32), 64 * 60.0), rtol=1e-5)
+    other = cutjax.gemm(x.astype(jnp.float8_e4m3), q)  # a kind that no kernel multiplies
+    np.testing.assert_allclose(other, np.full((4, 32), 64 * 60.0), rtol=1e-5)
