@@ -224,8 +224,8 @@ class Config:
         dtypes = short(problem.a.dtype.name) + problem.math
         if problem.bs[0].dtype != problem.a.dtype:
             dtypes += f"x{short(problem.bs[0].dtype.name)}"
-        decoded = operands.decoded(problem.bs[0], problem.a)
-        if decoded and (scale := problem.bs[0].scale):
+        halves = operands.in_halves(problem.bs[0], problem.a)
+        if halves and (scale := problem.bs[0].scale):
             dtypes += f"by{scale.k}{short(scale.dtype.name)}" + "z" * (scale.zero is not None)
         if problem.plain and problem.out_dtype != problem.a.dtype:
             dtypes += short(problem.out_dtype.name)
@@ -237,7 +237,7 @@ class Config:
         symmetric = "_symmetric" if problem.symmetric else ""
         strided = "_strided" if problem.order else ""  # other text
         scales = [str(x.scale.mn if x.scale else 0) for x in (problem.a, problem.bs[0])]
-        strided += f"_scaled_{'x'.join(scales)}" if scales != ["0", "0"] and not decoded else ""
+        strided += f"_scaled_{'x'.join(scales)}" if scales != ["0", "0"] and not halves else ""
         strided += "_gathered" * problem.a.gathered + windows.name(problem)
         name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}{symmetric}{strided}"
         if not problem.plain:
