@@ -148,19 +148,20 @@ class Config:
         """f32 accumulators of one product that a thread holds."""
         return self.m_blocks * self.bn // 2
 
-    def sums(self, products: int) -> Sums:
-        """Returns the parts in which sums of float8 are promoted.
+    def sums(self, problem: Problem) -> Sums:
+        """Returns the parts in which sums of float8 are promoted, for a problem as it is multiplied.
 
         Two buffers where they fit, else one, of half a tile, so that the widest tiles fit. Parts of less than 64
         columns take longer to read than to multiply: they are made where no other warpgroup multiplies beside.
         """
-        width, accumulators = self.bn * products, self.accumulator_registers * products
+        width, accumulators = self.bn * problem.products, self.accumulator_registers * problem.products
         alone = self.schedule == "pingpong" or self.consumers == 1
         columns = 2 if self.m_blocks == 1 and width % 16 == 0 and (width >= 128 or alone) else 1
         parts = self.m_blocks * columns
         buffers = 2 if parts > 1 and 2 * accumulators <= MAX_ACCUMULATORS else 1
-        # With one buffer, scales of fewer blocks leave room for a stage more.
-        return Sums(columns, buffers, buffers * accumulators // parts, 4 if buffers == 2 else 2 // self.m_blocks)
+        # With one buffer, scales of fewer blocks leave room for a stage more. Blocks that are decoded are longer text.
+        group = 2 if operands.in_bytes(problem.a, problem.bs[0]) else 4
+        return Sums(columns, buffers, buffers * accumulators // parts, group if buffers == 2 else 2 // self.m_blocks)
 
     @property
     def cluster(self) -> int:

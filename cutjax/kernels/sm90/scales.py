@@ -63,7 +63,7 @@ def bytes_of(problem: Problem, config: Config) -> int:
         sharing = math.gcd(bn, mn)
         entries += problem.products * (bn if by_column(problem, config) else (bn + mn - 2 * sharing) // mn + 1)
     slot = (entries + 1) // 2 * 8
-    return config.consumers * (-(-2 * config.sums(problem.products).group * slot // 16) * 16)
+    return config.consumers * (-(-2 * config.sums(problem).group * slot // 16) * 16)
 
 
 def constants(given: Problem) -> dict[str, int]:
