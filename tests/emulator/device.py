@@ -225,7 +225,11 @@ def emulated(machine: Machine | None = None) -> Iterator[None]:
             got = machine.execute(called, given, memory)
             return [x.transpose(np.argsort(order)) for x, order in zip(got, orders[1], strict=True)]
 
-        written = jax.pure_callback(run, list(results), *taken)
+        def kernel(*arrays: jax.Array) -> Any:
+            return jax.pure_callback(run, list(results), *arrays)
+
+        kernel.__name__ = "_".join(launch.kernel for launch in called.launches)  # which programs show
+        written = jax.jit(kernel)(*taken)
         return called.finish(written, xs) if called.finish else written
 
     # Of `cutjax.cuda_kernel`, which looks into the code.
