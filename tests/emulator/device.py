@@ -33,7 +33,7 @@ from cutjax.ops import cuda_launch
 from cutjax.runtime import compiler
 from cutjax.runtime.compiler import Cubin, Resources
 from cutjax.runtime.launch import Call, Float32, Float64, Int32, Int64, Launch, Pointer
-from cutjax.runtime.tensor_map import ELEMENTS, Im2col, TensorMap
+from cutjax.runtime.tensor_map import ELEMENTS, Im2col, TensorMap, bits_of
 from emulator import ptx
 
 _NATIVE = pathlib.Path(__file__).parent / "native"
@@ -188,7 +188,7 @@ class Machine:
 
     def execute(self, call: Call, arrays: Sequence[np.ndarray], memory: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The results of a call's launches in the memory given for them: `launches.Execute` of tests/gpu."""
-        given = [np.array(x, order="C", copy=True) for x in (*arrays, *memory)]
+        given = [_packed(x) for x in (*arrays, *memory)]
         for argument, result in call.aliases:
             given[argument] = given[len(arrays) + result]
         for launch in call.launches:
@@ -274,6 +274,17 @@ class _Choice:
     def call(self) -> Call:
         call = self._choice.call()
         return call if call.prepare else dataclasses.replace(call, prepare=lambda arrays: list(arrays))
+
+
+def _packed(x: np.ndarray) -> np.ndarray:
+    """A copy of an array as it lies on a device: elements of 4 bits two to a byte, the first in the low half."""
+    if x.dtype.itemsize > 1 or bits_of(x.dtype) == 8:
+        return np.array(x, order="C", copy=True)
+    if bits_of(x.dtype) != 4:
+        raise ptx.Unsupported(f"arrays of {x.dtype}")
+    raw = np.ascontiguousarray(x).reshape(-1).view(np.uint8) & 15
+    raw = np.append(raw, np.zeros(raw.size % 2, np.uint8))
+    return raw[::2] | raw[1::2] << 4
 
 
 def poison(shape: Sequence[int], dtype: Any) -> np.ndarray:
