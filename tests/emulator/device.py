@@ -4,7 +4,7 @@
         call = kernel.call()              # a launch plan whose code is PTX
     device.execute(call, arrays, memory)  # as tests/gpu/launches.py: on_device
 
-`emulated(programs=True)` runs whole programs of jax.jit: those products for which backend="cuda" asks.
+In the same block programs of jax.jit run as well: what backend="cuda" asks for, the rest by XLA on the CPU.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import os
 import pathlib
 import re
 import subprocess
@@ -26,17 +27,17 @@ import jax
 import numpy as np
 
 from cutjax.binding import lowering
-from cutjax.dtypes import bits_of
 from cutjax.kernels import base, gather
 from cutjax.kernels.direct import entries
+from cutjax.ops import cuda_launch
 from cutjax.runtime import compiler
 from cutjax.runtime.compiler import Cubin, Resources
 from cutjax.runtime.launch import Call, Float32, Float64, Int32, Int64, Launch, Pointer
-from cutjax.runtime.tensor_map import ELEMENTS, Im2col, TensorMap
+from cutjax.runtime.tensor_map import ELEMENTS, Im2col, TensorMap, bits_of
 from emulator import ptx
 
 _NATIVE = pathlib.Path(__file__).parent / "native"
-_FLAGS = ("-std=c++20", "-O2", "-ftree-vectorize", "-march=native", "-shared", "-fPIC", "-Wall")
+_FLAGS = ("-std=c++20", "-O2", "-ftree-vectorize", "-march=native", "-fPIC", "-Wall")
 _SPACE = 1 << 40  # buffer i begins at i + 1 of these: native/machine.h
 _SWIZZLES = {0: 0, 32: 32, 64: 64, 128: 128}
 SMS = 2  # of this device: few, so that blocks take several tiles
@@ -69,21 +70,24 @@ class _Request(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The interpreter, compiled by g++ once for its text, in the folder of temporary files."""
-    import os
-    if os.environ.get("DEVSO"): return ctypes.CDLL(os.environ["DEVSO"])
-    files = sorted(_NATIVE.glob("*.cc"))
-    text = b"".join(path.read_bytes() for path in (*files, _NATIVE / "machine.h"))
-    name = hashlib.sha256(text + " ".join(_FLAGS).encode()).hexdigest()[:16]
-    path = pathlib.Path(tempfile.gettempdir()) / f"cutjax-emulator-{name}.so"
+    """The interpreter, compiled by g++ once for its text: each file by itself, in a folder of temporary files."""
+    folder = pathlib.Path(tempfile.gettempdir()) / f"cutjax-emulator-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    header, objects = (_NATIVE / "machine.h").read_bytes(), []
+    for path in sorted(_NATIVE.glob("*.cc")):
+        objects.append(_made(folder, path.stem, ".o", header + path.read_bytes(), ["-c", str(path)]))
+    names = "".join(map(str, objects)).encode()
+    return ctypes.CDLL(str(_made(folder, "emulator", ".so", names, ["-shared", *map(str, objects)])))
+
+
+def _made(folder: pathlib.Path, name: str, suffix: str, text: bytes, arguments: Sequence[str]) -> pathlib.Path:
+    """What g++ makes of arguments, found by the text that they stand for."""
+    path = folder / f"{name}-{hashlib.sha256(text + ' '.join(_FLAGS).encode()).hexdigest()[:16]}{suffix}"
     if not path.exists():
-        with tempfile.TemporaryDirectory() as folder:
-            built = pathlib.Path(folder) / "emulator.so"
-            subprocess.run(["g++", *_FLAGS, *files, "-o", built], check=True, timeout=600)
-            temporary = path.with_suffix(f".{hash(folder) & 0xFFFFFF}.tmp")
-            temporary.write_bytes(built.read_bytes())
-            temporary.replace(path)
-    return ctypes.CDLL(str(path))
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        subprocess.run(["g++", *_FLAGS, *arguments, "-o", temporary], check=True, timeout=600)
+        temporary.replace(path)
+    return path
 
 
 def compile_ptx(source: str, *, name: str, arch: str) -> Cubin:
@@ -95,7 +99,11 @@ def compile_ptx(source: str, *, name: str, arch: str) -> Cubin:
 def _compiled(source: str, name: str, arch: str) -> Cubin:
     nvrtc = compiler._require_compiler().nvrtc
     status, program = nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], [])
-    options = (f"--gpu-architecture={arch.replace('sm_', 'compute_')}", "--std=c++17", "--device-as-default-execution-space")
+    options = (
+        f"--gpu-architecture={arch.replace('sm_', 'compute_')}",
+        "--std=c++17",
+        "--device-as-default-execution-space",
+    )
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     _, size = nvrtc.nvrtcGetProgramLogSize(program)
     log = bytearray(size)
@@ -180,7 +188,7 @@ class Machine:
 
     def execute(self, call: Call, arrays: Sequence[np.ndarray], memory: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The results of a call's launches in the memory given for them: `launches.Execute` of tests/gpu."""
-        given = [stored(np.array(x, order="C", copy=True)) for x in (*arrays, *memory)]
+        given = [_packed(x) for x in (*arrays, *memory)]
         for argument, result in call.aliases:
             given[argument] = given[len(arrays) + result]
         for launch in call.launches:
@@ -200,7 +208,9 @@ def emulated(machine: Machine | None = None) -> Iterator[None]:
     decide = lowering.decide
 
     def decided(primitive: Any, avals: Any, params: Any, *, platform: str, divided: bool) -> Any:
-        return decide(primitive, avals, params, platform="cuda" if params["backend"] == "cuda" else platform, divided=divided)
+        return decide(
+            primitive, avals, params, platform="cuda" if params["backend"] == "cuda" else platform, divided=divided
+        )
 
     def launched(called: Call, results: Sequence[jax.ShapeDtypeStruct], *xs: jax.Array) -> Any:
         taken = called.prepare(xs) if called.prepare else xs
@@ -215,15 +225,31 @@ def emulated(machine: Machine | None = None) -> Iterator[None]:
             got = machine.execute(called, given, memory)
             return [x.transpose(np.argsort(order)) for x, order in zip(got, orders[1], strict=True)]
 
-        written = jax.pure_callback(run, list(results), *taken)
+        def kernel(*arrays: jax.Array) -> Any:
+            return jax.pure_callback(run, list(results), *arrays)
+
+        kernel.__name__ = "_".join(launch.kernel for launch in called.launches)  # which programs show
+        written = jax.jit(kernel)(*taken)
         return called.finish(written, xs) if called.finish else written
 
-    patches = [mock.patch.object(module, "compile_kernel", compile_ptx) for module in (base, gather, entries, compiler)]
-    patches += [mock.patch.object(lowering, "decide", _prepared(decided)), mock.patch.object(lowering, "launch", launched)]
+    # Of `cutjax.cuda_kernel`, which looks into the code.
+    patches = [mock.patch.object(cuda_launch.cubin, "kernels", _entries)]
+    patches += [
+        mock.patch.object(module, "compile_kernel", compile_ptx) for module in (base, gather, entries, compiler)
+    ]
+    patches += [
+        mock.patch.object(lowering, "decide", _prepared(decided)),
+        mock.patch.object(lowering, "launch", launched),
+    ]
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
         yield
+
+
+def _entries(image: bytes) -> dict[str, None]:
+    """The kernels of PTX, as `cutjax.runtime.cubin.kernels` has those of a cubin."""
+    return dict.fromkeys(re.findall(r"\.entry\s+([$\w]+)", image.decode()))
 
 
 def _prepared(decide: Any) -> Any:
@@ -250,12 +276,15 @@ class _Choice:
         return call if call.prepare else dataclasses.replace(call, prepare=lambda arrays: list(arrays))
 
 
-def stored(x: np.ndarray) -> np.ndarray:
-    """An array as it lies on a device: elements of 4 bits two a byte, the first in its lower half."""
-    if bits_of(x.dtype) == 8 * x.itemsize:
-        return x
-    nibbles = x.reshape(-1, 2).view(np.uint8) & 15
-    return nibbles[:, 0] | nibbles[:, 1] << 4
+def _packed(x: np.ndarray) -> np.ndarray:
+    """A copy of an array as it lies on a device: elements of 4 bits two to a byte, the first in the low half."""
+    if x.dtype.itemsize > 1 or bits_of(x.dtype) == 8:
+        return np.array(x, order="C", copy=True)
+    if bits_of(x.dtype) != 4:
+        raise ptx.Unsupported(f"arrays of {x.dtype}")
+    raw = np.ascontiguousarray(x).reshape(-1).view(np.uint8) & 15
+    raw = np.append(raw, np.zeros(raw.size % 2, np.uint8))
+    return raw[::2] | raw[1::2] << 4
 
 
 def poison(shape: Sequence[int], dtype: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Instructions of PTX by the names of the emulator's table: what a modifier says, as numbers and an order of operands."""
+"""Instructions of PTX by the names of the emulator's table, and what their modifiers say, as numbers."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ def _plain(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[st
     each = [64 if bits == 64 else 32] * 8
     if words[0] in ("shl", "shr"):
         each[2] = 32
-    if words[0] == "cvt":
-        each = [32 if ptx._BITS[kinds[-1]] < 64 else 64] * 8
+    if words[0] in ("bfi", "bfe"):
+        each[-5:] = [32] * 5
+        each = [each[0]] * {"bfi": 3, "bfe": 2}[words[0]] + [32] * 2
     flat = _flat(operands)
     return name, [d.place(x, b) for x, b in zip(flat, each, strict=False)] if flat else [], []
 
@@ -65,7 +66,7 @@ def _move(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str
         return "unpack", [*(d.place(x, 32) for x in to), d.place(source, bits)], [bits // len(to)]
     if source in ptx._CLOCKS:
         return "clock", [d.place(to, bits)], [int(bits == 64)]
-    if isinstance(source, str) and source.startswith("%") and source not in ptx.SPECIAL and source not in d._registers:
+    if isinstance(source, str) and source.startswith("%") and source not in ptx.SPECIAL and source not in d.registers:
         raise ptx.Unsupported(f"the register {source}")
     bits = {1: 1, 64: 64}.get(bits, 32)
     if (at := d.shared(source)) is not None:
@@ -112,26 +113,28 @@ def _based(d: Any, address: ptx.Address, bits: int = 64) -> tuple[Any, int, int]
         if not isinstance(at, int):
             raise ptx.Unsupported("dynamic shared memory by its name")
         return d.place("shared memory", 32), at + address.displacement, 0
-    wide = d.bits(address.base) == 64 if address.base in d._registers else bits == 64
+    wide = d.bits(address.base) == 64 if address.base in d.registers else bits == 64
     return d.place(address.base, 64 if wide else 32), address.displacement, int(wide)
 
 
 def _load(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
     space, _, kind = _memory(words)
+    space = ptx._SPACES["local"] if operands[1].base in d.locals else space
     to = operands[0] if isinstance(operands[0], list) else [operands[0]]
     place, displacement, wide = _based(d, operands[1], 32 if space in (2, 3) else 64)
     registers = next((d.bits(x) for x in to if x != "_"), 32)
     size = max(ptx._BITS[kind] // 8, 1)
     flags = wide | (2 if registers == 64 else 0)
-    return "ld", [*(d.place(x, 32) for x in to), place], [space, size, int(kind[0] == "s"), displacement, flags]
+    return "ld", [*(d.place(x, registers) for x in to), place], [space, size, int(kind[0] == "s"), displacement, flags]
 
 
 def _store(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
     space, _, kind = _memory(words)
+    space = ptx._SPACES["local"] if operands[0].base in d.locals else space
     source = operands[1] if isinstance(operands[1], list) else [operands[1]]
     place, displacement, wide = _based(d, operands[0], 32 if space in (2, 3) else 64)
     size = max(ptx._BITS[kind] // 8, 1)
-    bits = max([d.bits(x) for x in source if x in d._registers], default=64 if size == 8 else 32)
+    bits = next((d.bits(x) for x in source if x in d.registers), 64 if size == 8 else 32)
     flags = wide | (2 if bits == 64 else 0)
     return "st", [place, *(d.place(x, bits) for x in source)], [space, size, 0, displacement, flags]
 
@@ -151,21 +154,23 @@ def _cvta(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str
     space = {"const": "global"}.get(space, space.split(":")[0])
     to = "to." if words[1] == "to" else ""
     wide = int(words[-1] == "u64")
-    source = d.place(operands[1], 64 if wide else 32)
-    return f"cvta.{to}{space}", [d.place(operands[0], 64), source], [int(d.bits(operands[1]) == 64), wide]
+    flat = [d.place(x, d.bits(x)) for x in operands]
+    return f"cvta.{to}{space}", flat, [int(d.bits(operands[1]) == 64), wide]
 
 
 def _cvt(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
+    """A register may be wider than what is converted: its low part counts, and is extended."""
     if "pack" in words or "relu" in words:
         raise ptx.Unsupported(name)
     words = [word for word in words if word != "ftz"]
-    bits = ptx._BITS[words[-1]]
-    return ".".join(words), [d.place(x, 64 if bits == 64 else 32) for x in _flat(operands)], []
-
-
-def _arithmetic(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
-    """Floats; neither flushing of subnormals (there are none in tests) nor rn, the default, is told apart."""
-    return _plain(d, name, words, operands)
+    kinds = [word for word in words if _TYPE.fullmatch(word)]
+    to, *sources = _flat(operands)
+    into, of = (64 if ptx._BITS[kind] == 64 else 32 for kind in (kinds[0], kinds[-1]))
+    if of == 32 and d.bits(sources[0]) == 64 and sources[0] in d.registers:
+        sources = [d.before("cvt.u32.u64", sources[0])]
+    if into == 32 and d.bits(to) == 64 and to in d.registers:
+        to = d.after("cvt.s64.s32" if kinds[0][0] == "s" else "cvt.u64.u32", to)
+    return ".".join(words), [d.place(to, into), *(d.place(x, of) for x in sources)], []
 
 
 def _shuffle(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
@@ -206,13 +211,17 @@ def _mbarrier(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple
         parity = int("parity" in words)
         place, displacement, wide = _based(d, operands[1], 32)
         state = d.place(operands[2], 32 if parity else 64)
-        return "mbarrier.wait", [d.place(operands[0], 1), place, state], [
-            parity,
-            int(kind == "try_wait"),
-            0,
-            displacement,
-            wide,
-        ]
+        return (
+            "mbarrier.wait",
+            [d.place(operands[0], 1), place, state],
+            [
+                parity,
+                int(kind == "try_wait"),
+                0,
+                displacement,
+                wide,
+            ],
+        )
     if kind in ("arrive", "arrive_drop"):
         if isinstance(operands[0], ptx.Address):
             operands = ["_", *operands]
@@ -325,7 +334,11 @@ def _branch(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[s
 
 
 def _return(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
-    return "ret", [], []
+    return ("return", [d.place(f"return {d.function}", 32)], []) if d.function else ("ret", [], [])
+
+
+def _call(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
+    return "call", [d.place(f"return {operands[0]}", 32)], [d.label(f"function {operands[0]}")]
 
 
 def _fence(d: Any, name: str, words: list[str], operands: list[Any]) -> tuple[str, list[Any], list[Any]]:
@@ -343,7 +356,7 @@ _FORMS = {
     "mov": _move,
     "setp": _setp,
     "selp": _selp,
-    **{name: _typed for name in ("and", "or", "xor", "not")},
+    **dict.fromkeys(("and", "or", "xor", "not"), _typed),
     "mul.wide": _wide,
     "mad.wide": _wide,
     "shfl.sync": _shuffle,
@@ -366,6 +379,7 @@ _FORMS = {
     "bra": _branch,
     "brx": _branch,
     "ret": _return,
-    "exit": _return,
+    "call": _call,
+    "exit": lambda d, name, words, operands: ("ret", [], []),
     "fence.proxy.async": _fence,
 }

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-# Registers that a warp begins with, in the order of native/schedule.cc: set_special. The last is where shared memory is.
+# Registers that a warp begins with, in the order of native/schedule.cc (set_special). The last says where shared memory
+# is.
 SPECIAL = (
     *(f"{name}.{axis}" for name in ("%tid", "%ntid", "%ctaid", "%nctaid") for axis in "xyz"),
     *("%laneid", "%warpid", "%cluster_ctarank", "%cluster_nctarank"),
@@ -25,7 +26,9 @@ LANES = 32
 _WIDE = 8 * LANES  # bytes of a register of 64 bits in a warp
 _CLOCKS = ("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi")
 _SPACES = {"": 0, "global": 1, "shared": 2, "shared::cta": 2, "shared::cluster": 3, "local": 4, "param": 5, "const": 1}
-_BITS = {"pred": 1} | {f"{kind}{bits}": bits for kind in "bsuf" for bits in (8, 16, 32, 64)} | {"f16x2": 32, "bf16x2": 32}
+_BITS = (
+    {"pred": 1} | {f"{kind}{bits}": bits for kind in "bsuf" for bits in (8, 16, 32, 64)} | {"f16x2": 32, "bf16x2": 32}
+)
 _BITS |= {"bf16": 16, "tf32": 32, "f16": 16, "e4m3x2": 16, "e5m2x2": 16}
 _ELEMENTS = {"f16": 0, "bf16": 1, "tf32": 2, "e4m3": 3, "e5m2": 4, "s8": 5, "u8": 6}  # native/wgmma.cc: Kind
 
@@ -73,6 +76,8 @@ class Address:
 
 
 _TOKEN = re.compile(r"\s*(?:(\{)|(\})|([$\w]+)\s*:(?!:)|([^;{}]*(?:\{[^{}]*\}[^;{}]*)*);)")
+_FUNCTION = re.compile(r"\.func\s*(?:\((.*?)\))?\s*([$\w]+)\s*\(([^)]*)\)\s*\{", re.DOTALL)
+_CALL = re.compile(r"\bcall(?:\.uni)?\s*(?:\(([^)]*)\)\s*,)?\s*([$\w]+)\s*(?:,\s*\(([^)]*)\))?\s*;")
 _PARTS = re.compile(r"(?:@(!?)([$%\w]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _OPERAND = re.compile(r"\s*\{[^}]*\}|\s*\[[^\]]*\]|[^,]+")
 
@@ -99,10 +104,12 @@ class _Decoder:
         self._name, self._opcode = found[1], opcode
         self._symbols: dict[str, int] = {}  # of variables and parameters: their addresses
         self._of_shared: dict[str, int] = {}  # of variables in shared memory: their places
-        self._numbers: dict[str, int] = {}
+        self.locals: set[str] = set()  # those in local memory
         self._constants: dict[tuple[int, int], int] = {}
         self._constant_data = bytearray(4 * LANES * len(SPECIAL))
-        self._registers: dict[str, tuple[int, int]] = {}  # place, counted from the end of the constants, and bits
+        self.registers: dict[str, tuple[int, int]] = {}  # place, counted from the end of the constants, and bits
+        self._before: list[tuple[str, list[Any]]] = []
+        self._after: list[tuple[str, list[Any]]] = []
         self._used, self._local, self._shared = 0, 0, 0
         self._dynamic = "", 1  # the name of dynamic shared memory, which begins where static ends, and its alignment
         self._rows: list[tuple[int, Any, bool, list[Any], list[int], str]] = []
@@ -111,13 +118,22 @@ class _Decoder:
         self._names: dict[str, int] = {}
         self._globals = self._variables(text[: found.start()], globals_at)
         self._params = self._parameters(found[2])
-        self._body(text, found.end())
+        self.function = ""  # whose body is decoded; "" is the kernel's
+        self._functions = {found[2]: found for found in _FUNCTION.finditer(text)}
+        for name, function in self._functions.items():
+            self._declare_function(name, function)
+        self._body(text, found.end(), {})
+        for name, function in self._functions.items():
+            self.function = name
+            self._labels[f"function {name}"] = len(self._rows)
+            self._body(text, function.end(), {"func_retval0": f"func_retval0 {name}"})
 
     # ---- declarations ----
 
     def _variables(self, text: str, globals_at: int) -> bytes:
         data = bytearray()
-        pattern = r"(?<!\.extern )\.(global|const|shared)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([$\w]+)(?:\[(\d*)\])?\s*(?:=\s*([^;]*))?;"
+        pattern = r"(?<!\.extern )\.(global|const|shared)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([$\w]+)"
+        pattern += r"(?:\[(\d*)\])?\s*(?:=\s*([^;]*))?;"
         for space, align, kind, name, count, values in re.findall(pattern, text):
             size, alignment = _BITS[kind] // 8, int(align or 1)
             number = int(count or 1)
@@ -140,7 +156,8 @@ class _Decoder:
 
     def _parameters(self, text: str) -> tuple[tuple[int, int], ...]:
         found, at = [], 0
-        pattern = r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?([$\w]+)(?:\[(\d+)\])?"
+        pattern = r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?"
+        pattern += r"([$\w]+)(?:\[(\d+)\])?"
         for align, kind, name, count in re.findall(pattern, text):
             size = _BITS[kind] // 8 * int(count or 1)
             at += -at % int(align or _BITS[kind] // 8)
@@ -148,6 +165,21 @@ class _Decoder:
             found.append((at, size))
             at += size
         return tuple(found)
+
+    def _declare_function(self, name: str, found: re.Match[str]) -> None:
+        """What a function takes and returns lies in local memory, at one place: none calls itself."""
+        self.registers[f"return {name}"] = (self._used, 32)
+        self._used += 4 * LANES
+        for text in [x for part in (found[1], found[3]) if part for x in part.split(",") if x.strip()]:
+            self._declare(text.strip().replace("func_retval0", f"func_retval0 {name}").replace(".param", ".local"), {})
+
+    def _called(self, text: str) -> dict[str, str]:
+        """Returns the names in a sequence that calls a function: what its arguments and results are in the function."""
+        if not (found := _CALL.search(text)):
+            return {}
+        names = dict.fromkeys(re.findall(r"[$\w]+", found[1] or ""), f"func_retval0 {found[2]}")
+        params = re.findall(r"\.param[^,]*?([$\w]+)(?:\[\d+\])?\s*(?:,|$)", self._functions[found[2]][3])
+        return names | dict(zip(re.findall(r"[$\w]+", found[3] or ""), params, strict=True))
 
     def _declare(self, text: str, scope: dict[str, str]) -> None:
         words = text.split(None, 2)
@@ -157,35 +189,39 @@ class _Decoder:
                 name = name.strip()
                 many = re.fullmatch(r"(.*)<(\d+)>", name)
                 for own in [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [name]:
-                    unique = own if own not in self._registers else f"{own} {len(self._registers)}"
+                    unique = own if own not in self.registers else f"{own} {len(self.registers)}"
                     scope[own] = unique
-                    self._registers[unique] = (self._used, bits)
+                    self.registers[unique] = (self._used, bits)
                     self._used += bits // 8 * LANES
         elif words[0] in (".local", ".shared"):
-            found = re.match(r"\.(local|shared)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([$\w]+)(?:\[(\d+)\])?", text)
+            found = re.match(r"\.(local|shared)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([$\w ]+)(?:\[(\d+)\])?", text)
             assert found, text
-            alignment, size = int(found[2] or 1), _BITS[found[3]] // 8 * int(found[5] or 1)
+            size = _BITS[found[3]] // 8
+            alignment, size = int(found[2] or size), size * int(found[5] or 1)
             if found[1] == "shared":
                 self._place_shared(found[4], size, alignment)
             else:
                 self._local += -self._local % alignment
                 self._symbols[found[4]] = self._local
+                self.locals.add(found[4])
                 self._local += size
-        else:
+        elif words[0] != ".param":  # of a call: `_called`
             raise Unsupported(text)
 
     # ---- the body ----
 
-    def _body(self, text: str, at: int) -> None:
-        scopes: list[dict[str, str]] = [{}]
+    def _body(self, text: str, at: int, names: dict[str, str]) -> None:
+        scopes: list[dict[str, str]] = [names]
         labels: list[dict[str, str]] = [{}]
         while True:
             token = _TOKEN.match(text, at)
             assert token, text[at : at + 100]
             at = token.end()
             if token[1]:
-                scopes.append(dict(scopes[-1]))
-                labels.append(self._scope_labels(text, at, labels[-1]))
+                inner = text[at : _end_of_scope(text, at)]
+                scopes.append({**scopes[-1], **self._called(inner)})
+                own = re.findall(r"(?:^|[;\n{])\s*(\w+)\s*:(?!:)", inner)
+                labels.append({**labels[-1], **{name: f"{name} {at}" for name in own}})
             elif token[2]:
                 scopes.pop(), labels.pop()
                 if not scopes:
@@ -203,17 +239,12 @@ class _Decoder:
                 else:
                     self._statement(statement, scopes[-1], labels[-1])
 
-    def _scope_labels(self, text: str, at: int, outer: dict[str, str]) -> dict[str, str]:
-        """Returns the labels of a scope, each with a name that no other has."""
-        end = text.index("}", at)
-        own = re.findall(r"(?:^|[;\n{])\s*(\w+)\s*:(?!:)", text[at:end])
-        return {**outer, **{name: f"{name} {at}" for name in own}}
-
     def _statement(self, text: str, scope: dict[str, str], labels: dict[str, str]) -> None:
         found = _PARTS.fullmatch(text)
         assert found, text
         negated, guard, name, rest = found[1] == "!", found[2], found[3], found[4]
-        operands = [self._operand(x.strip(), scope) for x in _OPERAND.findall(rest)]
+        call = _CALL.match(text + ";")
+        operands = [call[2]] if call else [self._operand(x.strip(), scope) for x in _OPERAND.findall(rest)]
         if name.startswith("bra") and name.split(".")[0] in ("bra", "brx"):
             operands = [labels.get(x, x) if isinstance(x, str) else x for x in operands]
         self._add(name, operands, scope.get(guard, guard) if guard else None, negated, text)
@@ -242,28 +273,54 @@ class _Decoder:
     def _add(self, name: str, operands: list[Any], guard: str | None, negated: bool, text: str) -> None:
         from emulator import names
 
+        self._before, self._after = [], []
         try:
             canonical, flat, modifiers = names.canonical(self, name, operands)
         except Unsupported as error:
             raise Unsupported(f"{self._name}: {text!r}: {error}") from None
+        before, after = self._before, self._after
+        for conversion in before:
+            self._add(*conversion, guard, negated, text)
         number = self._names.get(canonical)
         if number is None:
             number = self._names[canonical] = self._opcode(canonical)
             if number < 0:
                 raise Unsupported(f"{self._name}: {text!r} ({canonical})")
         self._rows.append((number, guard, negated, flat, modifiers, text))
+        for conversion in after:
+            self._add(*conversion, guard, negated, text)
+
+    def _temporary(self) -> str:
+        name = f"temporary {len(self.registers)}"
+        self.registers[name] = (self._used, 32)
+        self._used += 4 * LANES
+        return name
+
+    def before(self, name: str, source: str) -> str:
+        """Converts an operand of an instruction before it; returns the register of 32 bits that has it then."""
+        found = self._temporary()
+        self._before.append((name, [found, source]))
+        return found
+
+    def after(self, name: str, to: str) -> str:
+        """Converts the result of an instruction behind it; returns the register of 32 bits that it is to go to."""
+        found = self._temporary()
+        self._after.append((name, [to, found]))
+        return found
 
     # ---- operands ----
 
     def bits(self, name: str) -> int:
         """Returns the bits of a register, 64 of what is none."""
-        return self._registers[name][1] if name in self._registers else 64
+        return self.registers[name][1] if name in self.registers else 64
 
     def place(self, operand: Any, bits: int) -> Any:
         """Returns what stands for a register, or for a constant in a register of so many bits; -1 for none."""
         if operand == "_":
             return -1
-        if operand in self._registers:
+        if operand in self.registers:
+            if (self.bits(operand) == 64) != (bits == 64):
+                raise Unsupported(f"the register {operand} of {self.bits(operand)} bits")
             return ("register", operand)
         if operand in SPECIAL:
             return SPECIAL.index(operand) * 4 * LANES
@@ -293,7 +350,7 @@ class _Decoder:
         return [("label", x) for x in self._tables[name]]
 
     def shared(self, operand: str) -> Any:
-        """Returns what stands for the place of a variable in shared memory, counted from its begin; None if it is none."""
+        """Returns what stands for a place in shared memory, counted from its begin; None where the name is of none."""
         symbol, _, more = operand.partition("+")
         if symbol == self._dynamic[0]:
             return ("dynamic", int(more or "0", 0))
@@ -311,7 +368,7 @@ class _Decoder:
                 return self.constant(resolved(x[1]), x[2])
             if x[0] == "label":
                 return self._labels[x[1]]
-            return -2 - self._registers[x[1]][0]  # a place behind the constants, whose number is not known yet
+            return -2 - self.registers[x[1]][0]  # a place behind the constants, whose number is not known yet
 
         pool: list[int] = []
         code = np.zeros((len(self._rows) + 1, 10), np.int64)
@@ -339,6 +396,15 @@ class _Decoder:
             self._globals,
             lines,
         )
+
+
+def _end_of_scope(text: str, at: int) -> int:
+    depth = 1
+    for found in re.compile(r"[{}]").finditer(text, at):
+        depth += 1 if found[0] == "{" else -1
+        if not depth:
+            return found.start()
+    raise Unsupported("a scope without an end")
 
 
 def _immediate(text: str, kind: str) -> int:

@@ -2,14 +2,15 @@
 
 #include "machine.h"
 
-#define RUN [](Warp & w, const Instruction& i, u32 mask) -> Step
+#define RUN [](Warp& w, const Instruction& i, u32 mask)->Step
 
 Mbarrier& mbarrier(Block& from, u32 address) {
   Block& b = block_of(from, address);
   u32 offset = offset_of(address);
   check_shared(b.shared, offset, 8);
   if (offset % 8) fault("an mbarrier at 0x%x, no multiple of 8", address);
-  if (&b != &from && b.exited == static_cast<int>(b.warps.size())) fault("an mbarrier of block %u, which has exited", b.rank);
+  if (&b != &from && b.exited == static_cast<int>(b.warps.size()))
+    fault("an mbarrier of block %u, which has exited", b.rank);
   Mbarrier& found = b.shared.barriers[offset];
   if (!found.ready) fault("the mbarrier at byte %u of block %u is not initialised", offset, b.rank);
   return found;
@@ -26,16 +27,19 @@ namespace {
 
 u32 address_of(Warp& w, const Instruction& i, int operand, int lane) {
   // x[4] has 1 where the address is a generic one, of 64 bits.
-  return (i.x[4] & 1 ? static_cast<u32>(w.get64(i.list[operand], lane)) : w.get32(i.list[operand], lane)) + static_cast<u32>(i.x[3]);
+  return (i.x[4] & 1 ? static_cast<u32>(w.get64(i.list[operand], lane)) : w.get32(i.list[operand], lane)) +
+         static_cast<u32>(i.x[3]);
 }
 
 void arrive(Warp& w, Mbarrier& barrier, int count) {
-  if ((barrier.pending -= count) < 0) fault("more threads arrive on an mbarrier than the %d it expects", barrier.expected);
+  if ((barrier.pending -= count) < 0)
+    fault("more threads arrive on an mbarrier than the %d it expects", barrier.expected);
   complete(*w.machine, barrier);
 }
 
 void expect(Mbarrier& barrier, u32 bytes) {
-  if ((barrier.bytes += static_cast<int>(bytes)) >= 1 << 20) fault("an mbarrier expects %d bytes, over 2^20 - 1", barrier.bytes);
+  if ((barrier.bytes += static_cast<int>(bytes)) >= 1 << 20)
+    fault("an mbarrier expects %d bytes, over 2^20 - 1", barrier.bytes);
 }
 
 // state, address, count (or bytes): x[0] arrivals that are fixed, or 0; x[1] whether the value is bytes; x[2] dropping.
@@ -114,8 +118,8 @@ Step bar_arrive(Warp& w, const Instruction& i, u32 mask) {
   return NEXT;
 }
 
-// d, barrier, threads, predicate: x[0] is 0 of or, 1 of and, 2 of popc; x[1] whether there are threads; x[2] whether the
-// predicate is negated.
+// d, barrier, threads, predicate: x[0] is 0 of or, 1 of and, 2 of popc; x[1] whether there are threads; x[2] whether
+// the predicate is negated.
 Step bar_reduce(Warp& w, const Instruction& i, u32 mask) {
   if (mask != w.live) return PARK;
   int threads;
@@ -166,54 +170,61 @@ void add_barriers(Table& table) {
   table.push_back({"barrier.cluster.wait", cluster_wait});
   table.push_back({"mbarrier.init", RUN {
                      lanes(mask, [&](int l) {
-                       u32 address = address_of(w, i, 0, l), offset = offset_of(address);
-                       if (&block_of(*w.block, address) != w.block) fault("initialises an mbarrier of another block");
-                       check_shared(w.block->shared, offset, 8);
-                       int count = static_cast<int>(w.get32(i.list[1], l));
-                       w.block->shared.barriers[offset] = {true, count, count, 0, 0};
+    u32 address = address_of(w, i, 0, l), offset = offset_of(address);
+    if (&block_of(*w.block, address) != w.block) fault("initialises an mbarrier of another block");
+    check_shared(w.block->shared, offset, 8);
+    int count = static_cast<int>(w.get32(i.list[1], l));
+    w.block->shared.barriers[offset] = {true, count, count, 0, 0};
                      });
                      return NEXT;
-                   }});
+}
+});
   table.push_back({"mbarrier.inval", RUN {
-                     lanes(mask, [&](int l) { mbarrier(*w.block, address_of(w, i, 0, l)).ready = false; });
+                     lanes(mask, [&](int l) {
+  mbarrier(*w.block, address_of(w, i, 0, l)).ready = false; });
                      return NEXT;
-                   }});
+  }
+  });
   table.push_back({"mbarrier.expect_tx", RUN {
                      lanes(mask, [&](int l) {
-                       expect(mbarrier(*w.block, address_of(w, i, 0, l)), w.get32(i.list[1], l));
+  expect(mbarrier(*w.block, address_of(w, i, 0, l)), w.get32(i.list[1], l));
                      });
                      return NEXT;
-                   }});
+  }
+  });
   table.push_back({"mbarrier.arrive", mbarrier_arrive});
   table.push_back({"mbarrier.wait", mbarrier_wait});
   // When all that the thread has copied by cp.async has landed: x[0] whether the barrier expects that (noinc).
   table.push_back({"cp.async.mbarrier.arrive", RUN {
                      lanes(mask, [&](int l) {
-                       u32 address = address_of(w, i, 0, l);
-                       Mbarrier& barrier = mbarrier(*w.block, address);
-                       if (!i.x[0]) ++barrier.pending;
-                       auto copies = std::make_shared<std::vector<Copy>>();
-                       for (auto& group : w.copies[l])
-                         for (Copy& copy : group)
-                           if (copy.read) copies->push_back(std::move(copy)), copy.read = {};
-                       Warp* warp = &w;
-                       w.machine->flying.push_back({w.block, [=] {
-                                                      for (Copy& copy : *copies) copy.read();
-                                                      arrive(*warp, mbarrier(*warp->block, address), 1);
-                                                    }});
+  u32 address = address_of(w, i, 0, l);
+  Mbarrier& barrier = mbarrier(*w.block, address);
+  if (!i.x[0]) ++barrier.pending;
+  auto copies = std::make_shared<std::vector<Copy>>();
+  for (auto& group : w.copies[l])
+    for (Copy& copy : group)
+      if (copy.read) copies->push_back(std::move(copy)), copy.read = {};
+  Warp* warp = &w;
+  w.machine->flying.push_back({w.block, [=] {
+                                 for (Copy& copy : *copies) copy.read();
+                                 arrive(*warp, mbarrier(*warp->block, address), 1);
+                               }});
                      });
                      return NEXT;
-                   }});
+  }
+  });
   table.push_back({"mapa", RUN {
                      lanes(mask, [&](int l) {
-                       u32 rank = w.get32(i.o[2], l), at = w.get32(i.o[1], l);
-                       if (rank >= w.block->cluster->blocks.size()) fault("mapa to block %u of the cluster", rank);
-                       w.at<u32>(i.o[0])[l] = (at & ((1u << RANK_SHIFT) - 1)) | rank << RANK_SHIFT;
+  u32 rank = w.get32(i.o[2], l), at = w.get32(i.o[1], l);
+  if (rank >= w.block->cluster->blocks.size()) fault("mapa to block %u of the cluster", rank);
+  w.at<u32>(i.o[0])[l] = (at & ((1u << RANK_SHIFT) - 1)) | rank << RANK_SHIFT;
                      });
                      return NEXT;
-                   }});
+  }
+  });
   table.push_back({"fence.proxy.async", RUN {
                      for (auto& b : w.block->cluster->blocks) ++b->fences;
                      return NEXT;
-                   }});
-}
+  }
+  });
+  }

@@ -80,8 +80,8 @@ Step convert(Warp& w, const Instruction& i, u32 mask, F f) {
   lanes(mask, [&](int l) { d[l] = encode<D>(f(decode<A>(a[l]))); });
   return NEXT;
 }
-#define CVT(name, D, A, expression)                                                     \
-  table.push_back({"cvt." name, [](Warp& w, const Instruction& i, u32 mask) -> Step {   \
+#define CVT(name, D, A, expression)                                                         \
+  table.push_back({"cvt." name, [](Warp& w, const Instruction& i, u32 mask) -> Step {       \
                      return convert<D, A>(w, i, mask, [](A a) -> D { return expression; }); \
                    }})
 #define CVT2(name, D, A, expression)                                                                       \
@@ -104,25 +104,27 @@ void integer(Table& table, const char* plain, const char* saturating) {
                    }});
 }
 // 8-bit integers lie in registers that are wider, extended by their sign.
-#define INTEGERS_TO(d, D)                                                                                      \
-  integer<D, i8>(table, "cvt." d ".s8", "cvt.sat." d ".s8"), integer<D, u8>(table, "cvt." d ".u8", "cvt.sat." d ".u8"), \
-      integer<D, i16>(table, "cvt." d ".s16", "cvt.sat." d ".s16"),                                            \
-      integer<D, u16>(table, "cvt." d ".u16", "cvt.sat." d ".u16"),                                            \
-      integer<D, i32>(table, "cvt." d ".s32", "cvt.sat." d ".s32"),                                            \
-      integer<D, u32>(table, "cvt." d ".u32", "cvt.sat." d ".u32"),                                            \
-      integer<D, i64>(table, "cvt." d ".s64", "cvt.sat." d ".s64"),                                            \
+#define INTEGERS_TO(d, D)                                           \
+  integer<D, i8>(table, "cvt." d ".s8", "cvt.sat." d ".s8"),        \
+      integer<D, u8>(table, "cvt." d ".u8", "cvt.sat." d ".u8"),    \
+      integer<D, i16>(table, "cvt." d ".s16", "cvt.sat." d ".s16"), \
+      integer<D, u16>(table, "cvt." d ".u16", "cvt.sat." d ".u16"), \
+      integer<D, i32>(table, "cvt." d ".s32", "cvt.sat." d ".s32"), \
+      integer<D, u32>(table, "cvt." d ".u32", "cvt.sat." d ".u32"), \
+      integer<D, i64>(table, "cvt." d ".s64", "cvt.sat." d ".s64"), \
       integer<D, u64>(table, "cvt." d ".u64", "cvt.sat." d ".u64")
-#define INTEGERS_AND_FLOATS(name, I)                                                                             \
-  CVT("rn.f32." name, float, I, static_cast<float>(a)), CVT("rn.f64." name, double, I, static_cast<double>(a)),  \
-      CVT("rz.f32." name, float, I, static_cast<float>(a)), CVT("rzi." name ".f32", I, float, saturated<I>(std::trunc(a))), \
-      CVT("rni." name ".f32", I, float, saturated<I>(std::nearbyint(a))),                                        \
-      CVT("rmi." name ".f32", I, float, saturated<I>(std::floor(a))),                                            \
-      CVT("rpi." name ".f32", I, float, saturated<I>(std::ceil(a))),                                             \
-      CVT("rzi." name ".f64", I, double, saturated<I>(std::trunc(a))),                                           \
-      CVT("rni." name ".f64", I, double, saturated<I>(std::nearbyint(a))),                                       \
-      CVT("rn.f16." name, u16, I, to_half(static_cast<double>(a))),                                              \
-      CVT("rzi." name ".f16", I, u16, saturated<I>(std::trunc(of_half(a)))),                                     \
-      CVT("rni." name ".f16", I, u16, saturated<I>(std::nearbyint(of_half(a)))),                                 \
+#define INTEGERS_AND_FLOATS(name, I)                                                                            \
+  CVT("rn.f32." name, float, I, static_cast<float>(a)), CVT("rn.f64." name, double, I, static_cast<double>(a)), \
+      CVT("rz.f32." name, float, I, static_cast<float>(a)),                                                     \
+      CVT("rzi." name ".f32", I, float, saturated<I>(std::trunc(a))),                                           \
+      CVT("rni." name ".f32", I, float, saturated<I>(std::nearbyint(a))),                                       \
+      CVT("rmi." name ".f32", I, float, saturated<I>(std::floor(a))),                                           \
+      CVT("rpi." name ".f32", I, float, saturated<I>(std::ceil(a))),                                            \
+      CVT("rzi." name ".f64", I, double, saturated<I>(std::trunc(a))),                                          \
+      CVT("rni." name ".f64", I, double, saturated<I>(std::nearbyint(a))),                                      \
+      CVT("rn.f16." name, u16, I, to_half(static_cast<double>(a))),                                             \
+      CVT("rzi." name ".f16", I, u16, saturated<I>(std::trunc(of_half(a)))),                                    \
+      CVT("rni." name ".f16", I, u16, saturated<I>(std::nearbyint(of_half(a)))),                                \
       CVT("rn.bf16." name, u16, I, to_bfloat(static_cast<double>(a)))
 
 u16 pair8(const Format& f, double high, double low) {

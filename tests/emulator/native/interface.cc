@@ -1,4 +1,4 @@
-// What emulator.py calls.
+// What device.py calls.
 
 #include "machine.h"
 

@@ -109,7 +109,7 @@ struct Wgmma {
   int group;
   i64 number;  // of those that the warp has issued
   const Instruction* instruction;
-  u64 a, b;  // descriptors
+  u64 a, b;                   // descriptors
   std::function<void()> run;  // empty once it has
 };
 
@@ -205,8 +205,8 @@ void set_special(Warp& w);
 
 // Memory. `lane` is whose; faults say what is wrong with an address.
 u8* global(Machine& m, u64 address, u64 bytes);
-Block& block_of(Block& b, u32 address);            // of an address in shared::cluster
-u32 offset_of(u32 address);                        // in its block's Shared
+Block& block_of(Block& b, u32 address);               // of an address in shared::cluster
+u32 offset_of(u32 address);                           // in its block's Shared
 void check_shared(Shared& s, u32 offset, u32 bytes);  // bounds
 void read_shared(Block& b, u32 address, u32 bytes, void* to, bool async_proxy = false);
 void write_shared(Block& b, u32 address, u32 bytes, const void* from, bool async_proxy = false);

@@ -40,7 +40,8 @@ void read_shared(Block& from, u32 address, u32 bytes, void* to, bool async_proxy
   if (async_proxy)
     for (u32 i = offset / 4; i <= (offset + bytes - 1) / 4; ++i)
       if (s.fenced[i] > b.fences)
-        fault("reads byte %u of shared memory by the async proxy, which a thread wrote without fence.proxy.async", i * 4);
+        fault("reads byte %u of shared memory by the async proxy, which a thread wrote without fence.proxy.async",
+              i * 4);
   memcpy(to, s.data.data() + offset, bytes);
 }
 
@@ -79,8 +80,9 @@ u8* plain_memory(Warp& w, Space space, u64 address, u32 bytes, int lane) {
   if (space == GLOBAL) return global(*w.machine, address, bytes);
   std::vector<u8>& memory = space == PARAM ? w.machine->params : w.local[lane];
   address &= (1ull << SPACE_SHIFT) - 1;
-  if (address + bytes > memory.size()) fault("%u bytes at %lld of local memory or parameters, which have %zu", bytes,
-                                             static_cast<long long>(address), memory.size());
+  if (address + bytes > memory.size())
+    fault("%u bytes at %lld of local memory or parameters, which have %zu", bytes, static_cast<long long>(address),
+          memory.size());
   return memory.data() + address;
 }
 
@@ -93,35 +95,41 @@ u32 own(Warp& w, Space space, u64 address) {
 void load(Warp& w, Space space, u64 address, u32 bytes, int lane, u8* to) {
   if (address % bytes) fault("%u bytes are read at 0x%llx", bytes, static_cast<unsigned long long>(address));
   space = space_of(space, address);
-  if (space == SHARED || space == CLUSTER) read_shared(*w.block, own(w, space, address), bytes, to);
-  else memcpy(to, plain_memory(w, space, address, bytes, lane), bytes);
+  if (space == SHARED || space == CLUSTER)
+    read_shared(*w.block, own(w, space, address), bytes, to);
+  else
+    memcpy(to, plain_memory(w, space, address, bytes, lane), bytes);
 }
 
 void store(Warp& w, Space space, u64 address, u32 bytes, int lane, const u8* from) {
   if (address % bytes) fault("%u bytes are written at 0x%llx", bytes, static_cast<unsigned long long>(address));
   space = space_of(space, address);
   if (space == PARAM) fault("writes parameters");
-  if (space == SHARED || space == CLUSTER) write_shared(*w.block, own(w, space, address), bytes, from);
-  else memcpy(plain_memory(w, space, address, bytes, lane), from, bytes);
+  if (space == SHARED || space == CLUSTER)
+    write_shared(*w.block, own(w, space, address), bytes, from);
+  else
+    memcpy(plain_memory(w, space, address, bytes, lane), from, bytes);
 }
 
-// ld and st: x is space, bytes of an element, whether it has a sign, displacement, bits of the address and of registers.
-// The list is the registers, then the address; of st the address comes first.
+// ld and st: x is space, bytes of an element, whether it has a sign, displacement, bits of the address and of
+// registers. The list is the registers, then the address; of st the address comes first.
 constexpr int WIDE_ADDRESS = 1, WIDE_REGISTERS = 2;
 
 Step run_load(Warp& w, const Instruction& i, u32 mask) {
   int count = i.count - 1, bytes = static_cast<int>(i.x[1]);
   lanes(mask, [&](int l) {
     u8 data[32];
-    load(w, static_cast<Space>(i.x[0]), address_at(w, i.list[count], i.x[4] & WIDE_ADDRESS, i.x[3], l), bytes * count, l,
-         data);
+    load(w, static_cast<Space>(i.x[0]), address_at(w, i.list[count], i.x[4] & WIDE_ADDRESS, i.x[3], l), bytes * count,
+         l, data);
     for (int j = 0; j < count; ++j) {
       u64 x = 0;
       memcpy(&x, data + j * bytes, bytes);
       if (i.x[2]) x = static_cast<u64>(static_cast<i64>(x << (64 - 8 * bytes)) >> (64 - 8 * bytes));
       if (i.list[j] < 0) continue;
-      if (i.x[4] & WIDE_REGISTERS) w.at<u64>(i.list[j])[l] = x;
-      else w.at<u32>(i.list[j])[l] = static_cast<u32>(x);
+      if (i.x[4] & WIDE_REGISTERS)
+        w.at<u64>(i.list[j])[l] = x;
+      else
+        w.at<u32>(i.list[j])[l] = static_cast<u32>(x);
     }
   });
   return NEXT;
@@ -157,8 +165,8 @@ Step atomic(Warp& w, const Instruction& i, u32 mask, F f) {
   ++w.machine->changes;
   return NEXT;
 }
-#define ATOMIC(name, T, expression)                                                          \
-  table.push_back({"atom." name, [](Warp& w, const Instruction& i, u32 mask) -> Step {       \
+#define ATOMIC(name, T, expression)                                                                                \
+  table.push_back({"atom." name, [](Warp& w, const Instruction& i, u32 mask) -> Step {                             \
                      return atomic<T>(w, i, mask, [](T a, T b, [[maybe_unused]] T c) -> T { return expression; }); \
                    }})
 
@@ -166,14 +174,18 @@ Step cvta(Warp& w, const Instruction& i, u32 mask, u64 window, bool to_space) {
   lanes(mask, [&](int l) {
     u64 a = i.x[0] ? w.get64(i.o[1], l) : w.get32(i.o[1], l);
     u64 d = to_space ? (window ? a & ((1ull << SPACE_SHIFT) - 1) : a) : (window ? a | window << SPACE_SHIFT : a);
-    if (i.x[1]) w.at<u64>(i.o[0])[l] = d;
-    else w.at<u32>(i.o[0])[l] = static_cast<u32>(d);
+    if (i.x[1])
+      w.at<u64>(i.o[0])[l] = d;
+    else
+      w.at<u32>(i.o[0])[l] = static_cast<u32>(d);
   });
   return NEXT;
 }
-#define CVTA(name, window)                                                                                            \
-  table.push_back({"cvta." name, [](Warp& w, const Instruction& i, u32 mask) { return cvta(w, i, mask, window, false); }}), \
-      table.push_back({"cvta.to." name, [](Warp& w, const Instruction& i, u32 mask) { return cvta(w, i, mask, window, true); }})
+#define CVTA(name, window)                                                                                      \
+  table.push_back(                                                                                              \
+      {"cvta." name, [](Warp& w, const Instruction& i, u32 mask) { return cvta(w, i, mask, window, false); }}), \
+      table.push_back(                                                                                          \
+          {"cvta.to." name, [](Warp& w, const Instruction& i, u32 mask) { return cvta(w, i, mask, window, true); }})
 
 // cp.async: x is bytes, displacements of both addresses; a register says how many of them are read, or is -1.
 Step copy_async(Warp& w, const Instruction& i, u32 mask) {
@@ -183,7 +195,8 @@ Step copy_async(Warp& w, const Instruction& i, u32 mask) {
     u64 from = w.get64(i.o[1], l) + i.x[2];
     u32 there = i.o[2] >= 0 ? w.get32(i.o[2], l) : bytes;
     if (there > bytes) fault("cp.async of %u bytes is to read %u", bytes, there);
-    if (to % bytes || (there && from % bytes)) fault("cp.async of %u bytes from 0x%llx to 0x%x", bytes, static_cast<unsigned long long>(from), to);
+    if (to % bytes || (there && from % bytes))
+      fault("cp.async of %u bytes from 0x%llx to 0x%x", bytes, static_cast<unsigned long long>(from), to);
     Block* block = w.block;
     Machine* m = w.machine;
     if (there) global(*m, from, there);
@@ -223,7 +236,8 @@ void add_memory(Table& table) {
   ATOMIC("add.u32", u32, a + b), ATOMIC("add.s32", u32, a + b), ATOMIC("add.u64", u64, a + b);
   ATOMIC("add.f32", float, a + b), ATOMIC("add.f64", double, a + b), ATOMIC("exch.b32", u32, b);
   ATOMIC("exch.b64", u64, b), ATOMIC("cas.b32", u32, a == b ? c : a), ATOMIC("cas.b64", u64, a == b ? c : a);
-  ATOMIC("min.s32", i32, std::min(a, b)), ATOMIC("max.s32", i32, std::max(a, b)), ATOMIC("min.u32", u32, std::min(a, b));
+  ATOMIC("min.s32", i32, std::min(a, b)), ATOMIC("max.s32", i32, std::max(a, b)),
+      ATOMIC("min.u32", u32, std::min(a, b));
   ATOMIC("max.u32", u32, std::max(a, b)), ATOMIC("or.b32", u32, a | b), ATOMIC("and.b32", u32, a & b);
   ATOMIC("xor.b32", u32, a ^ b), ATOMIC("inc.u32", u32, a >= b ? 0 : a + 1);
   CVTA("global", 0), CVTA("shared", SHARED_WINDOW), CVTA("local", LOCAL_WINDOW), CVTA("param", PARAM_WINDOW);

@@ -24,17 +24,43 @@ void set_special(Warp& w) {
   for (u32 l = 0; l < LANES; ++l) {
     u32 thread = static_cast<u32>(w.index) * LANES + l, rank = b.rank;
     u32 values[] = {
-        thread % m.block[0], thread / m.block[0] % m.block[1], thread / m.block[0] / m.block[1],
-        m.block[0], m.block[1], m.block[2],
-        b.id[0], b.id[1], b.id[2],
-        m.grid[0], m.grid[1], m.grid[2],
-        l, static_cast<u32>(w.index), rank, m.cluster[0] * m.cluster[1] * m.cluster[2],
-        b.id[0] % m.cluster[0], b.id[1] % m.cluster[1], b.id[2] % m.cluster[2],
-        m.cluster[0], m.cluster[1], m.cluster[2],
-        b.id[0] / m.cluster[0], b.id[1] / m.cluster[1], b.id[2] / m.cluster[2],
-        m.grid[0] / m.cluster[0], m.grid[1] / m.cluster[1], m.grid[2] / m.cluster[2],
-        1u << l, (1u << l) - 1, (2u << l) - 1, ~((1u << l) - 1), ~((2u << l) - 1),
-        static_cast<u32>(m.shared_bytes), 0, 0, SHARED_BASE | rank << RANK_SHIFT,
+        thread % m.block[0],
+        thread / m.block[0] % m.block[1],
+        thread / m.block[0] / m.block[1],
+        m.block[0],
+        m.block[1],
+        m.block[2],
+        b.id[0],
+        b.id[1],
+        b.id[2],
+        m.grid[0],
+        m.grid[1],
+        m.grid[2],
+        l,
+        static_cast<u32>(w.index),
+        rank,
+        m.cluster[0] * m.cluster[1] * m.cluster[2],
+        b.id[0] % m.cluster[0],
+        b.id[1] % m.cluster[1],
+        b.id[2] % m.cluster[2],
+        m.cluster[0],
+        m.cluster[1],
+        m.cluster[2],
+        b.id[0] / m.cluster[0],
+        b.id[1] / m.cluster[1],
+        b.id[2] / m.cluster[2],
+        m.grid[0] / m.cluster[0],
+        m.grid[1] / m.cluster[1],
+        m.grid[2] / m.cluster[2],
+        1u << l,
+        (1u << l) - 1,
+        (2u << l) - 1,
+        ~((1u << l) - 1),
+        ~((2u << l) - 1),
+        static_cast<u32>(m.shared_bytes),
+        0,
+        0,
+        SHARED_BASE | rank << RANK_SHIFT,
     };
     for (size_t s = 0; s < std::size(values); ++s) w.at<u32>(static_cast<int>(s) * 4 * LANES)[l] = values[s];
   }
@@ -81,8 +107,10 @@ void Warp::run_slice(int budget) {
   u32 mask = 0;
   int next = std::numeric_limits<int>::max();  // where others are
   lanes(live, [&](int l) {
-    if (pc[l] == here) mask |= 1u << l;
-    else if (pc[l] > here) next = std::min(next, pc[l]);
+    if (pc[l] == here)
+      mask |= 1u << l;
+    else if (pc[l] > here)
+      next = std::min(next, pc[l]);
   });
   bool alone = mask == live;
   int at = here;
@@ -204,7 +232,9 @@ void Machine::run() {
         if (clusters[c]->live_warps()) continue;
         for (auto& b : clusters[c]->blocks) {
           for (auto& one : flying)
-            if (one.block == b.get()) fault("block (%u, %u, %u) exited while copies to its shared memory were in flight", b->id[0], b->id[1], b->id[2]);
+            if (one.block == b.get())
+              fault("block (%u, %u, %u) exited while copies to its shared memory were in flight", b->id[0], b->id[1],
+                    b->id[2]);
           for (auto& [offset, barrier] : b->shared.barriers)
             if (barrier.bytes) fault("the mbarrier at byte %u still awaits %d bytes at the end", offset, barrier.bytes);
         }
@@ -214,7 +244,9 @@ void Machine::run() {
       gather();
       if (clusters.empty()) break;
     }
-    if (executed > limit) fault("after %llu instructions of threads it still runs:\n%s", static_cast<unsigned long long>(executed), where().c_str());
+    if (executed > limit)
+      fault("after %llu instructions of threads it still runs:\n%s", static_cast<unsigned long long>(executed),
+            where().c_str());
     if (!flying.empty() && early()) land();
     if (!stores.empty() && early()) stores.back()(), stores.pop_back();
     turn = random() % warps.size();
@@ -226,7 +258,8 @@ void Machine::run() {
       } catch (Fault& found) {
         Warp& w = *warps[turn];
         char place[128];
-        snprintf(place, sizeof place, "block (%u, %u, %u), warp %d", w.block->id[0], w.block->id[1], w.block->id[2], w.index);
+        snprintf(place, sizeof place, "block (%u, %u, %u), warp %d", w.block->id[0], w.block->id[1], w.block->id[2],
+                 w.index);
         throw Fault{found.text + "\n  in " + place + found.where};
       }
     } else if (!flying.empty()) {
@@ -249,7 +282,8 @@ std::string Machine::where() const {
         lanes(w.live, [&](int l) { places[w.pc[l]] |= 1u << l; });
         for (auto [pc, mask] : places) {
           char line[160];
-          snprintf(line, sizeof line, "  block (%u, %u, %u), warp %d, threads 0x%08x at @%d\n", b->id[0], b->id[1], b->id[2], w.index, mask, pc);
+          snprintf(line, sizeof line, "  block (%u, %u, %u), warp %d, threads 0x%08x at @%d\n", b->id[0], b->id[1],
+                   b->id[2], w.index, mask, pc);
           text += line;
         }
       }
@@ -257,8 +291,9 @@ std::string Machine::where() const {
     for (auto& b : c->blocks)
       for (auto& [offset, barrier] : b->shared.barriers) {
         char line[200];
-        snprintf(line, sizeof line, "  block (%u, %u, %u), mbarrier at byte %u: phase %d, awaits %d of %d arrivals and %d bytes\n", b->id[0],
-                 b->id[1], b->id[2], offset, barrier.phase, barrier.pending, barrier.expected, barrier.bytes);
+        snprintf(line, sizeof line,
+                 "  block (%u, %u, %u), mbarrier at byte %u: phase %d, awaits %d of %d arrivals and %d bytes\n",
+                 b->id[0], b->id[1], b->id[2], offset, barrier.phase, barrier.pending, barrier.expected, barrier.bytes);
         text += line;
       }
   return text;

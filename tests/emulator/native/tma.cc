@@ -10,7 +10,8 @@ namespace {
 u64 generic(Warp& w, const Instruction& i, int operand, int lane) { return w.get64(i.list[operand], lane); }
 
 const TensorMap& map_at(Machine& m, u64 address) {
-  if (address >> SPACE_SHIFT != PARAM_WINDOW) fault("a tensor map at 0x%llx, which is no parameter", static_cast<unsigned long long>(address));
+  if (address >> SPACE_SHIFT != PARAM_WINDOW)
+    fault("a tensor map at 0x%llx, which is no parameter", static_cast<unsigned long long>(address));
   auto found = m.maps.find(static_cast<u32>(address));
   if (found == m.maps.end()) fault("byte %u of the parameters is no tensor map", static_cast<u32>(address));
   return found->second;
@@ -42,7 +43,8 @@ void walk(const TensorMap& map, const std::vector<i64>& at, const std::vector<i6
     std::vector<i64> pixel(at);
     for (i64 p = 0; p < map.box[1]; ++p) {
       i64 place[5];
-      for (int d = 0; d < map.rank; ++d) place[d] = pixel[d] + (d >= 1 && d <= static_cast<int>(offsets.size()) ? offsets[d - 1] : 0);
+      for (int d = 0; d < map.rank; ++d)
+        place[d] = pixel[d] + (d >= 1 && d <= static_cast<int>(offsets.size()) ? offsets[d - 1] : 0);
       emit(place);
       int d = 1;
       for (; d < map.rank - 1; ++d) {  // to the next pixel of the bounding box
@@ -62,8 +64,10 @@ void walk(const TensorMap& map, const std::vector<i64>& at, const std::vector<i6
     emit(place);
     more = false;
     for (int d = 1; d < map.rank && !more; ++d) {
-      if (++index[d] < sizes[d]) more = true;
-      else index[d] = 0;
+      if (++index[d] < sizes[d])
+        more = true;
+      else
+        index[d] = 0;
     }
   }
 }
@@ -89,14 +93,17 @@ void pieces(i64 inner, i64 bytes, F f) {
   }
 }
 
-void land(Machine& m, Block& b, const TensorMap& map, const std::vector<i64>& at, const std::vector<i64>& offsets, u32 to) {
+void land(Machine& m, Block& b, const TensorMap& map, const std::vector<i64>& at, const std::vector<i64>& offsets,
+          u32 to) {
   walk(map, at, offsets, [&](i64 from, i64 inner, i64 bytes) {
     const u8* data = from < 0 ? nullptr : global(m, static_cast<u64>(map.address + from), static_cast<u64>(bytes));
     i64 start = inner;
     pieces(inner, bytes, [&](i64 place, i64 n) {
       u8 piece[16] = {};
-      if (data) memcpy(piece, data + (place - start), static_cast<size_t>(n));
-      else if (map.fill_nan) memset(piece, 0xff, static_cast<size_t>(n));
+      if (data)
+        memcpy(piece, data + (place - start), static_cast<size_t>(n));
+      else if (map.fill_nan)
+        memset(piece, 0xff, static_cast<size_t>(n));
       if (map.element == 11 || map.element == 12)
         for (int e = 0; e + 4 <= n; e += 4) {  // tfloat32
           u32 x;
@@ -131,13 +138,16 @@ std::vector<std::pair<Block*, u32>> receivers(Block& own, u32 to, i64 mask) {
 void fly(Warp& w, u32 to, u32 barrier, i64 mask, i64 bytes, std::function<void(Block&, u32)> copy) {
   Machine& m = *w.machine;
   for (auto [block, address] : receivers(*w.block, to, mask)) {
-    u32 rank = address & ~((1u << RANK_SHIFT) - 1), theirs = mask < 0 ? barrier : (barrier & ((1u << RANK_SHIFT) - 1)) | rank;
+    u32 rank = address & ~((1u << RANK_SHIFT) - 1),
+        theirs = mask < 0 ? barrier : (barrier & ((1u << RANK_SHIFT) - 1)) | rank;
     Shared& s = block->shared;
     u32 offset = offset_of(address);
     check_shared(s, offset, static_cast<u32>(bytes));
-    if (block->exited == static_cast<int>(block->warps.size())) fault("copies to block %u, which has exited", block->rank);
+    if (block->exited == static_cast<int>(block->warps.size()))
+      fault("copies to block %u, which has exited", block->rank);
     for (u32 i = offset; i < offset + bytes; ++i) {
-      if (s.state[i] == Shared::IN_FLIGHT) fault("copies to byte %u of shared memory, which another copy is about to write", i);
+      if (s.state[i] == Shared::IN_FLIGHT)
+        fault("copies to byte %u of shared memory, which another copy is about to write", i);
       s.state[i] = Shared::IN_FLIGHT;
     }
     memset(s.data.data() + offset, 0xff, static_cast<size_t>(bytes));
@@ -166,7 +176,8 @@ Step load_tensor(Warp& w, const Instruction& i, u32 mask) {
     for (int d = 0; d < i.x[1]; ++d) offsets.push_back(w.get32(i.list[3 + rank + d], l) & 0xffff);
     i64 receivers = i.x[2] ? static_cast<i64>(w.get32(i.list[3 + rank + i.x[1]], l) & 0xffff) : -1;
     Machine& m = *w.machine;
-    fly(w, to, barrier, receivers, bytes_of(map), [&m, &map, at, offsets](Block& b, u32 address) { land(m, b, map, at, offsets, address); });
+    fly(w, to, barrier, receivers, bytes_of(map),
+        [&m, &map, at, offsets](Block& b, u32 address) { land(m, b, map, at, offsets, address); });
   });
   return NEXT;
 }
@@ -176,7 +187,8 @@ Step load_bytes(Warp& w, const Instruction& i, u32 mask) {
   lanes(mask, [&](int l) {
     u64 from = generic(w, i, 1, l);
     u32 to = w.get32(i.list[0], l), bytes = w.get32(i.list[2], l);
-    if (from % 16 || to % 16 || bytes % 16) fault("a bulk copy of %u bytes to 0x%x: all are to be multiples of 16", bytes, to);
+    if (from % 16 || to % 16 || bytes % 16)
+      fault("a bulk copy of %u bytes to 0x%x: all are to be multiples of 16", bytes, to);
     Machine& m = *w.machine;
     global(m, from, bytes);
     fly(w, to, w.get32(i.list[3], l), i.x[2] ? static_cast<i64>(w.get32(i.list[4], l) & 0xffff) : -1, bytes,
@@ -207,11 +219,18 @@ void add_to(u8* to, const u8* from, i64 bytes) {
 }
 void add_elements(i64 element, u8* to, const u8* from, i64 bytes) {
   switch (element) {  // CUtensorMapDataType
-    case 2: case 3: return add_to<u32>(to, from, bytes);
-    case 4: case 5: return add_to<u64>(to, from, bytes);
-    case 7: return add_to<float>(to, from, bytes);
-    case 8: return add_to<double>(to, from, bytes);
-    default: fault("cp.reduce of this type is not modelled");
+    case 2:
+    case 3:
+      return add_to<u32>(to, from, bytes);
+    case 4:
+    case 5:
+      return add_to<u64>(to, from, bytes);
+    case 7:
+      return add_to<float>(to, from, bytes);
+    case 8:
+      return add_to<double>(to, from, bytes);
+    default:
+      fault("cp.reduce of this type is not modelled");
   }
 }
 
@@ -232,15 +251,18 @@ Step store_tensor(Warp& w, const Instruction& i, u32 mask) {
       walk(map, at, {}, [&](i64 to, i64 inner, i64 bytes) {
         if (to < 0) return;
         pieces(inner, bytes, [&](i64 place, i64 n) {
-          read_shared(*b, swizzled(map, from + static_cast<u32>(place)), static_cast<u32>(n), data->data() + place, true);
+          read_shared(*b, swizzled(map, from + static_cast<u32>(place)), static_cast<u32>(n), data->data() + place,
+                      true);
         });
       });
       return [=, &map] {
         walk(map, at, {}, [&](i64 to, i64 inner, i64 bytes) {
           if (to < 0) return;
           u8* there = global(*m, static_cast<u64>(map.address + to), static_cast<u64>(bytes));
-          if (adds) add_elements(map.element, there, data->data() + inner, bytes);
-          else memcpy(there, data->data() + inner, static_cast<size_t>(bytes));
+          if (adds)
+            add_elements(map.element, there, data->data() + inner, bytes);
+          else
+            memcpy(there, data->data() + inner, static_cast<size_t>(bytes));
         });
       };
     });
@@ -253,7 +275,8 @@ Step store_bytes(Warp& w, const Instruction& i, u32 mask) {
   lanes(mask, [&](int l) {
     u64 to = generic(w, i, 0, l);
     u32 from = w.get32(i.list[1], l), bytes = w.get32(i.list[2], l);
-    if (from % 16 || to % 16 || bytes % 16) fault("a bulk copy of %u bytes from 0x%x: all are to be multiples of 16", bytes, from);
+    if (from % 16 || to % 16 || bytes % 16)
+      fault("a bulk copy of %u bytes from 0x%x: all are to be multiples of 16", bytes, from);
     Machine* m = w.machine;
     Block* b = w.block;
     global(*m, to, bytes);
@@ -262,8 +285,10 @@ Step store_bytes(Warp& w, const Instruction& i, u32 mask) {
       auto data = std::make_shared<std::vector<u8>>(bytes);
       read_shared(*b, from, bytes, data->data(), true);
       return [=] {
-        if (adds) add_elements(adds - 1, global(*m, to, bytes), data->data(), bytes);
-        else memcpy(global(*m, to, bytes), data->data(), bytes);
+        if (adds)
+          add_elements(adds - 1, global(*m, to, bytes), data->data(), bytes);
+        else
+          memcpy(global(*m, to, bytes), data->data(), bytes);
       };
     });
   });

@@ -4,7 +4,7 @@
 
 namespace {
 
-#define RUN [](Warp & w, const Instruction& i, u32 mask) -> Step
+#define RUN [](Warp& w, const Instruction& i, u32 mask)->Step
 
 // Threads of a mask wait for each other: returns false where some of those named are elsewhere.
 bool together(Warp& w, u32 mask, u32 members) {
@@ -57,8 +57,10 @@ Step reduce(Warp& w, const Instruction& i, u32 mask, F f) {
   lanes(members, [&](int l) { w.at<u32>(i.o[0])[l] = encode<T>(all); });
   return NEXT;
 }
-#define REDUCE(name, T, expression) \
-  table.push_back({"redux.sync." name, RUN { return reduce<T>(w, i, mask, [](T a, T b) -> T { return expression; }); }})
+#define REDUCE(name, T, expression)                                                                                  \
+  table.push_back({"redux.sync." name, RUN { return reduce<T>(w, i, mask, [](T a, T b) -> T { return expression; }); \
+  }                                                                                                                  \
+  })
 
 template <class T>
 Step match_any(Warp& w, const Instruction& i, u32 mask) {
@@ -66,7 +68,8 @@ Step match_any(Warp& w, const Instruction& i, u32 mask) {
   if (!together(w, mask, members)) return PARK;
   auto* a = w.at<T>(i.o[1]);
   u32 found[LANES] = {};
-  lanes(members, [&](int l) { lanes(members, [&](int other) { found[l] |= static_cast<u32>(a[l] == a[other]) << other; }); });
+  lanes(members,
+        [&](int l) { lanes(members, [&](int other) { found[l] |= static_cast<u32>(a[l] == a[other]) << other; }); });
   lanes(members, [&](int l) { w.at<u32>(i.o[0])[l] = found[l]; });
   return NEXT;
 }
@@ -115,6 +118,19 @@ Step branch(Warp& w, const Instruction& i, u32 mask) {
   return JUMP;
 }
 
+// A call keeps in a register where to go on.
+Step call(Warp& w, const Instruction& i, u32 mask) {
+  lanes(mask, [&](int l) {
+    w.at<u32>(i.o[0])[l] = static_cast<u32>(&i - w.machine->code.data()) + 1;
+    w.pc[l] = static_cast<int>(i.x[0]);
+  });
+  return JUMP;
+}
+Step come_back(Warp& w, const Instruction& i, u32 mask) {
+  lanes(mask, [&](int l) { w.pc[l] = static_cast<int>(w.get32(i.o[0], l)); });
+  return JUMP;
+}
+
 // brx.idx: the list is the index, then places; they are no registers.
 Step branch_by_index(Warp& w, const Instruction& i, u32 mask) {
   lanes(mask, [&](int l) {
@@ -134,8 +150,10 @@ Step pack(Warp& w, const Instruction& i, u32 mask) {
       u64 part = bits == 64 ? w.get64(i.list[1 + j], l) : w.get32(i.list[1 + j], l);
       x |= (bits < 64 ? part & ((1ull << bits) - 1) : part) << bits * j;
     }
-    if (bits * count == 64) w.at<u64>(i.list[0])[l] = x;
-    else w.at<u32>(i.list[0])[l] = static_cast<u32>(x);
+    if (bits * count == 64)
+      w.at<u64>(i.list[0])[l] = x;
+    else
+      w.at<u32>(i.list[0])[l] = static_cast<u32>(x);
   });
   return NEXT;
 }
@@ -153,11 +171,24 @@ Step unpack(Warp& w, const Instruction& i, u32 mask) {
 
 void add_warp(Table& table) {
   table.push_back({"shfl.sync", shuffle});
-  table.push_back({"vote.sync.all.pred", RUN { return vote(w, i, mask, [](u32 b, u32 m) { return b == m; }); }});
-  table.push_back({"vote.sync.any.pred", RUN { return vote(w, i, mask, [](u32 b, u32) { return b != 0; }); }});
-  table.push_back({"vote.sync.uni.pred", RUN { return vote(w, i, mask, [](u32 b, u32 m) { return b == 0 || b == m; }); }});
-  table.push_back({"vote.sync.ballot.b32", RUN { return vote(w, i, mask, [](u32 b, u32) { return b; }); }});
-  REDUCE("add.s32", u32, a + b), REDUCE("add.u32", u32, a + b), REDUCE("or.b32", u32, a | b), REDUCE("and.b32", u32, a & b);
+  table.push_back({"vote.sync.all.pred", RUN { return vote(w, i, mask, [](u32 b, u32 m) {
+    return b == m; });
+}
+});
+  table.push_back({"vote.sync.any.pred", RUN { return vote(w, i, mask, [](u32 b, u32) {
+  return b != 0; });
+  }
+  });
+  table.push_back({"vote.sync.uni.pred", RUN { return vote(w, i, mask, [](u32 b, u32 m) {
+  return b == 0 || b == m; });
+  }
+  });
+  table.push_back({"vote.sync.ballot.b32", RUN { return vote(w, i, mask, [](u32 b, u32) {
+  return b; });
+  }
+  });
+  REDUCE("add.s32", u32, a + b), REDUCE("add.u32", u32, a + b), REDUCE("or.b32", u32, a | b),
+      REDUCE("and.b32", u32, a& b);
   REDUCE("min.s32", i32, std::min(a, b)), REDUCE("max.s32", i32, std::max(a, b)), REDUCE("xor.b32", u32, a ^ b);
   REDUCE("min.u32", u32, std::min(a, b)), REDUCE("max.u32", u32, std::max(a, b));
   table.push_back({"match.any.sync.b32", match_any<u32>});
@@ -167,36 +198,50 @@ void add_warp(Table& table) {
                      if (!together(w, mask, members)) return PARK;
                      int leader = std::countr_zero(members);
                      lanes(members, [&](int l) {
-                       if (i.list[0] >= 0) w.at<u32>(i.list[0])[l] = leader;
-                       w.at<u32>(i.list[1])[l] = l == leader;
+  if (i.list[0] >= 0) w.at<u32>(i.list[0])[l] = leader;
+  w.at<u32>(i.list[1])[l] = l == leader;
                      });
                      return NEXT;
-                   }});
+  }
+  });
   table.push_back({"activemask.b32", RUN {
-                     lanes(mask, [&](int l) { w.at<u32>(i.o[0])[l] = mask; });
+                     lanes(mask, [&](int l) {
+  w.at<u32>(i.o[0])[l] = mask; });
                      return NEXT;
-                   }});
+  }
+  });
   table.push_back({"bar.warp.sync", RUN {
                      return together(w, mask, w.get32(i.o[0], std::countr_zero(mask))) ? NEXT : PARK;
-                   }});
+  }
+  });
   table.push_back({"ldmatrix", load_matrix});
   table.push_back({"stmatrix", store_matrix});
   table.push_back({"bra", branch});
   table.push_back({"brx.idx", branch_by_index});
+  table.push_back({"call", call});
+  table.push_back({"return", come_back});
   table.push_back({"ret", RUN {
                      w.live &= ~mask;
                      return JUMP;
-                   }});
-  table.push_back({"trap", RUN { fault("trap"); }});
+  }
+  });
+  table.push_back({"trap", RUN { fault("trap");
+  }
+  });
   table.push_back({"pack", pack});
   table.push_back({"unpack", unpack});
   // Which threads see what is ordered, since what one writes all others see at once.
-  table.push_back({"nop", RUN { return NEXT; }});
+  table.push_back({"nop", RUN { return NEXT;
+  }
+  });
   table.push_back({"clock", RUN {
                      lanes(mask, [&](int l) {
-                       if (i.x[0]) w.at<u64>(i.o[0])[l] = w.machine->executed;
-                       else w.at<u32>(i.o[0])[l] = static_cast<u32>(w.machine->executed);
+  if (i.x[0])
+    w.at<u64>(i.o[0])[l] = w.machine->executed;
+  else
+    w.at<u32>(i.o[0])[l] = static_cast<u32>(w.machine->executed);
                      });
                      return NEXT;
-                   }});
-}
+  }
+  });
+  }

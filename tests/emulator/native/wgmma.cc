@@ -11,19 +11,27 @@ constexpr u32 POISON = 0x7fffdead;  // NaN, of float16 too
 
 float value(Kind kind, u32 x) {
   switch (kind) {
-    case F16: return of_half(static_cast<u16>(x));
-    case BF16: return of_bfloat(static_cast<u16>(x));
-    case TF32: return to_tf32(std::bit_cast<float>(x));
-    case E4M3: return of_e4m3(static_cast<u8>(x));
-    case E5M2: return of_e5m2(static_cast<u8>(x));
-    case S8: return static_cast<i8>(x);
-    default: return static_cast<u8>(x);
+    case F16:
+      return of_half(static_cast<u16>(x));
+    case BF16:
+      return of_bfloat(static_cast<u16>(x));
+    case TF32:
+      return to_tf32(std::bit_cast<float>(x));
+    case E4M3:
+      return of_e4m3(static_cast<u8>(x));
+    case E5M2:
+      return of_e5m2(static_cast<u8>(x));
+    case S8:
+      return static_cast<i8>(x);
+    default:
+      return static_cast<u8>(x);
   }
 }
 
-// A matrix in shared memory, as its descriptor says: where the element (row, k) is. Offsets and swizzles are those of the
-// canonical layouts: K-major, groups of 8 rows `stride` bytes apart; MN-major, groups of 8 of k `stride` bytes apart, and
-// spans of the swizzle `leading` bytes apart. Without a swizzle the spans are 16 bytes, and both offsets change places.
+// A matrix in shared memory, as its descriptor says: where the element (row, k) is. Offsets and swizzles are those of
+// the canonical layouts: K-major, groups of 8 rows `stride` bytes apart; MN-major, groups of 8 of k `stride` bytes
+// apart, and spans of the swizzle `leading` bytes apart. Without a swizzle the spans are 16 bytes, and both offsets
+// change places.
 struct Descriptor {
   u32 start, leading, stride, span, mask;
   bool k_major;
@@ -47,7 +55,8 @@ struct Descriptor {
       address = r % 8 * span + r / 8 * stride + (span == 16 ? b / 16 * leading + b % 16 : b);
     } else {
       u32 each = span / bytes, p = static_cast<u32>(k);
-      address = r % each * bytes + r / each * (span == 16 ? stride : leading) + p % 8 * span + p / 8 * (span == 16 ? leading : stride);
+      address = r % each * bytes + r / each * (span == 16 ? stride : leading) + p % 8 * span +
+                p / 8 * (span == 16 ? leading : stride);
     }
     address += start;
     return address ^ (address >> 7 & mask) << 4;
@@ -81,13 +90,17 @@ void multiply(const float* a, const float* b, int n, int k, u32* sums, bool add,
       return sums[(halves ? r / 2 : r) * LANES + lane];
     };
     for (int j = 0; j < n; ++j)
-      row[j] = !add ? T{} : halves ? static_cast<T>(of_half(static_cast<u16>(place(j) >> 16 * (j % 2)))) : std::bit_cast<T>(place(j));
+      row[j] = !add     ? T{}
+               : halves ? static_cast<T>(of_half(static_cast<u16>(place(j) >> 16 * (j % 2))))
+                        : std::bit_cast<T>(place(j));
     for (int p = 0; p < k; ++p) {
       T x = static_cast<T>(a[m * k + p]);
       if (negated) x = -x;
       for (int j = 0; j < n; ++j) {
-        if constexpr (std::is_same_v<T, i32>) row[j] = static_cast<i32>(static_cast<u32>(row[j]) + static_cast<u32>(x * right[p * n + j]));
-        else row[j] += x * right[p * n + j];
+        if constexpr (std::is_same_v<T, i32>)
+          row[j] = static_cast<i32>(static_cast<u32>(row[j]) + static_cast<u32>(x * right[p * n + j]));
+        else
+          row[j] += x * right[p * n + j];
       }
     }
     for (int j = 0; j < n; ++j) {
@@ -109,15 +122,17 @@ void run_until(Warp& w, i64 number) {
     if (!one.run) continue;
     for (Warp* other = &w.block->warps[w.index / 4 * 4]; other < &w.block->warps[w.index / 4 * 4] + 4; ++other)
       for (Wgmma& theirs : other->wgmmas)
-        if (theirs.number == one.number && (theirs.instruction != one.instruction || theirs.a != one.a || theirs.b != one.b))
+        if (theirs.number == one.number &&
+            (theirs.instruction != one.instruction || theirs.a != one.a || theirs.b != one.b))
           fault("the warps of a warpgroup issue different wgmmas");
     one.run();
     one.run = {};
   }
 }
 
-// The list: d; a's descriptor or 4 registers; b's descriptor; scale-d. x[0] n, x[1] kinds of a (low byte) and b, x[2] is
-// 1 where a is in registers, 2 where sums are float16, 4 where a, 8 where b is MN-major, 16 where a is negated, 32 b.
+// The list: d; a's descriptor or 4 registers; b's descriptor; scale-d. x[0] n, x[1] kinds of a (low byte) and b, x[2]
+// is 1 where a is in registers, 2 where sums are float16, 4 where a, 8 where b is MN-major, 16 where a is negated, 32
+// b.
 Step run_wgmma(Warp& w, const Instruction& i, u32 mask) {
   if (mask != w.live || mask != ALL) return mask == w.live ? fault("threads have exited"), NEXT : PARK;
   int n = static_cast<int>(i.x[0]), flags = static_cast<int>(i.x[2]), count = n / 2 / (flags & 2 ? 2 : 1);
@@ -146,14 +161,17 @@ Step run_wgmma(Warp& w, const Instruction& i, u32 mask) {
       for (int l = 0; l < LANES; ++l)
         for (int r = 0; r < 4; ++r)
           for (int e = 0; e < each; ++e)
-            left[(l / 4 + r % 2 * 8) * k + (l % 4 + r / 2 * 4) * each + e] = value(of_a, w.get32(a[r], l) >> BITS_OF[of_a] % 32 * e);
+            left[(l / 4 + r % 2 * 8) * k + (l % 4 + r / 2 * 4) * each + e] =
+                value(of_a, w.get32(a[r], l) >> BITS_OF[of_a] % 32 * e);
     } else {
       read_tile(*w.block, Descriptor(bits_a, !(flags & 4), rank), of_a, 16 * warp, 16, k, left.data());
     }
     read_tile(*w.block, Descriptor(bits_b, !(flags & 8), rank), of_b, 0, n, k, right.data());
     bool negated = ((flags & 16) != 0) != ((flags & 32) != 0);
-    if (of_a >= S8) multiply<i32>(left.data(), right.data(), n, k, sums.values.data(), add, false, false);
-    else multiply<float>(left.data(), right.data(), n, k, sums.values.data(), add, flags & 2, negated);
+    if (of_a >= S8)
+      multiply<i32>(left.data(), right.data(), n, k, sums.values.data(), add, false, false);
+    else
+      multiply<float>(left.data(), right.data(), n, k, sums.values.data(), add, flags & 2, negated);
   };
   w.wgmmas.push_back({w.wgmma_group, w.wgmma_count++, &i, flags & 1 ? 0 : bits_a, bits_b, run});
   ++w.machine->changes;

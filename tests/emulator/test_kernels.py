@@ -1,0 +1,65 @@
+"""Kernels of every family, run on the CPU: small integers, equal to numpy bit for bit, or wrong.
+
+After a change of kernels, ``python -m emulator.sweep`` draws as many as one likes.
+"""
+
+from __future__ import annotations
+
+import launches
+import pytest
+from products import Item
+
+from cutjax import Config
+from cutjax.kernels import families
+from emulator import device
+
+CASES = {
+    "pingpong": (
+        Item("bf16", "dense", "nn", 136, 128, 136, out="bfloat16"),
+        Config(64, 64, 64, 3, schedule="pingpong"),
+    ),
+    "multicast": (Item("f16", "dense", "tn", 200, 72, 72, "operands"), Config(64, 64, 64, 4, cluster_m=2)),
+    "cluster k": (Item("bf16", "dense", "nt", 64, 64, 200, out="float32"), Config(64, 64, 64, 4, cluster_k=2)),
+    "stream k": (Item("f16", "dense", "nn", 200, 128, 264), Config(64, 64, 64, 4, stream_k=True)),
+    "groups of rows": (Item("bf16", "rows", "nn", 136, 64, 72, "residual"), Config(64, 64, 64, 4, schedule="pingpong")),
+    "groups of k": (Item("bf16", "k", "tn", 64, 72, 136), Config(64, 64, 64, 4)),
+    "registers": (Item("bf16xs8", "dense", "nt", 16, 128, 136), Config(128, 16, 64, 3, swap=True)),
+    "float8": (Item("f8_e4m3fn", "dense", "nt", 72, 64, 144, "sums"), Config(64, 64, 64, 3)),
+    "int8": (Item("s8", "dense", "nt", 72, 64, 80), Config(64, 64, 64, 3)),
+    "tf32": (Item("f32tf32", "dense", "tn", 64, 72, 72), Config(64, 32, 64, 3)),
+}
+PLAIN = {
+    "bf16": Item("bf16", "dense", "nt", 72, 72, 72, "extremes", arch="sm_80"),
+    "f64": Item("f64", "dense", "nn", 33, 24, 20, arch="sm_80"),
+    "s8": Item("s8", "rows", "nt", 72, 64, 64, arch="sm_80"),
+    "f16": Item("f16", "dense", "tn", 64, 64, 72, arch="sm_75"),
+    "tf32x3": Item("f32tf32x3", "symmetric", "nt", 40, 40, 40, "sum", arch="sm_80"),
+}
+
+
+def check(problem, kernel, data, seeds):
+    """That a kernel's results are exact, whatever order its threads have."""
+    assert not isinstance(kernel, tuple), kernel
+    with device.emulated():
+        call = kernel.call()
+    arrays, expected = data
+    for seed, eagerness in seeds:
+        machine = device.Machine(seed=seed, eagerness=eagerness)
+        wrong = launches.wrong(launches.run(problem, call, arrays, machine.execute), expected)
+        assert not wrong, (machine, kernel.name, wrong)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sm90(name):
+    item, config = CASES[name]
+    kernel = families.resolve(item.problem, config)
+    check(item.problem, kernel, item.data(), [(0, 0), (1, 3)])
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_mma(name):
+    item = PLAIN[name]
+    family = next(family for family in families.FAMILIES if family.name == "mma")
+    found = (family.resolve(item.problem, config) for config in family.configs(item.problem))
+    kernel = next(kernel for kernel in found if not isinstance(kernel, tuple) and not kernel.unlaunchable())
+    check(item.problem, kernel, item.data(), [(0, 0), (1, 3)])
