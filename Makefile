@@ -21,6 +21,9 @@ DEMO_ARGS ?=
 SITE ?= build/site
 BENCH_ARGS ?= --op gemm --tag layouts --plot --out build/bench.json
 
+# What is imported is compiled when it is: pip would compile 9,000 files, most of which nobody reads.
+export PIP_COMPILE ?= 0
+
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard ffi/launcher/*.cc ffi/launcher/*.h)
 FORMATTED := $(wildcard ffi/launcher/*.cc ffi/launcher/*.h ffi/device/*/*.cuh)
@@ -43,7 +46,7 @@ test-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 upstream: $(VENV)/.installed-test
-	$(BIN)/python -m pip install --quiet flax absl-py
+	$(BIN)/python -m pip install --quiet flax absl-py tokamax qwix
 	PYTHON=$(abspath $(BIN))/python tests/upstream/run.sh $(UPSTREAM)
 
 lint: $(VENV)/.installed-dev
@@ -76,9 +79,13 @@ $(BIN)/python:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 # The installation is editable: a change in Python or device text takes effect at once, one in the C++ or in pyproject.toml
-# installs again. One stamp per set of extras makes a second run start at once.
-$(VENV)/.installed-%: $(BIN)/python pyproject.toml $(NATIVE)
-	$(BIN)/python -m pip install --quiet "$(JAX)" --editable ".[$(EXTRAS_$*)$(CUDA)]"
+# installs again. One stamp per set of extras makes a second run start at once; another set builds nothing again.
+$(VENV)/.installed: $(BIN)/python pyproject.toml $(NATIVE)
+	$(BIN)/python -m pip install --quiet "$(JAX)" --editable .
+	@touch $@
+
+$(VENV)/.installed-%: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet "$(JAX)" "cutjax[$(EXTRAS_$*)$(CUDA)]"
 	@touch $@
 
 EXTRAS_demo := demo

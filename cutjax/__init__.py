@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from cutjax import checkpoint_policies, formats
+from cutjax.binding import lowering as _lowering
 from cutjax.explanation import explain
 from cutjax.fusion.fuse import fuse
+from cutjax.fusion.patch import patch
 from cutjax.kernels.choose import candidates, reasons
 from cutjax.kernels.direct.config import Config as DirectConfig
 from cutjax.kernels.halo.config import Config as HaloConfig
@@ -21,6 +23,7 @@ from cutjax.ops.cuda_launch import CudaLaunch
 from cutjax.ops.dot_general import dot_general
 from cutjax.ops.einsum import dot, einsum, matmul, tensordot
 from cutjax.ops.fp8 import fp8_dot_general
+from cutjax.ops.fused_mlp import fused_mlp
 from cutjax.ops.gemm import gemm
 from cutjax.ops.grouped import grouped_gemm, grouped_outer
 from cutjax.ops.linear_cross_entropy import linear_cross_entropy
@@ -32,6 +35,7 @@ from cutjax.ops.routing import load_balance_loss, route, router_z_loss
 from cutjax.ops.syrk import syrk
 from cutjax.primitives.routing import Routing
 from cutjax.runtime.backends import use_backend, use_partial_sums
+from cutjax.tuning import first_sight as _first_sight
 from cutjax.tuning.autotune import autotune
 
 __version__ = "0.1.0"
@@ -61,6 +65,7 @@ __all__ = [
     "formats",
     "fp8_dot_general",
     "fuse",
+    "fused_mlp",
     "gemm",
     "gemm_reduce_scatter",
     "grouped_gemm",
@@ -71,6 +76,7 @@ __all__ = [
     "matmul",
     "mlp",
     "moe",
+    "patch",
     "quantize",
     "ragged_dot",
     "ragged_dot_general",
@@ -83,6 +89,9 @@ __all__ = [
     "use_partial_sums",
     "use_tuning",
 ]
+
+
+_lowering.before_choice.append(_first_sight.look)  # times what is new, where that is asked for
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The command line: ``python -m cutjax info | tune | bench``."""
+"""The command line: ``python -m cutjax info | run | tune | bench``."""
 
 from __future__ import annotations
 

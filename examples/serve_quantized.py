@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from checkpoints import WEIGHTS, Tensors, bytes_of, linear, load, random_linear, save
+from model import rotate
 
 import cutjax
 
@@ -103,15 +104,6 @@ def normalized(x: Array, weight: Array) -> Array:
     return (wide * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def rotated(x: Array, positions: Array) -> Array:
-    """Rotary position embedding of x ``[batch, time, heads, size]``, in f32."""
-    half = x.shape[-1] // 2
-    angles = positions[:, None, None] * 10000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
-    turned = (a * jnp.cos(angles) - b * jnp.sin(angles), b * jnp.cos(angles) + a * jnp.sin(angles))
-    return jnp.concatenate(turned, -1).astype(x.dtype)
-
-
 def logits(params: Params, tokens: Array, cache: list | None, position: Any, setup: Setup, layout: str):
     """Returns f32 logits ``[batch, time, vocabulary]`` of tokens ``[batch, time]`` from a position on, and caches.
 
@@ -126,7 +118,7 @@ def logits(params: Params, tokens: Array, cache: list | None, position: Any, set
         q, k, v = (
             multiplied(y, w[f"self_attn.{name}_proj"], layout).reshape(batch, length, -1, size) for name in "qkv"
         )
-        q, k = rotated(q, positions), rotated(k, positions)
+        q, k = rotate(q, positions), rotate(k, positions)
         if cache is not None:
             pairs = zip(cache[i], (k, v), strict=True)
             k, v = (jax.lax.dynamic_update_slice_in_dim(old, new, position, 1) for old, new in pairs)

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import print_saved_residuals
 
 import cutjax
 from cutjax.kernels import gather, keys
+from cutjax.kernels.network import problem as network
 from cutjax.kernels.problem import Problem
 
 # Operands are made by numpy and put on a device: jnp would compile a program for each of their shapes.
@@ -123,8 +124,8 @@ def problems(fn: Callable[..., Any], *args: Any) -> list[tuple[Any, ...]]:
 
 
 def multiplied(rows: Sequence[Any]) -> list[Any]:
-    """The rows of products: not those of gathers, which XLA runs where no kernel does, whatever the backend."""
-    return [row for row in rows if not isinstance(row.choice.problem, gather.Problem)]
+    """The rows of products: not of gathers and networks, which XLA runs where no kernel does, whatever the backend."""
+    return [row for row in rows if not isinstance(row.choice.problem, gather.Problem | network.Problem)]
 
 
 def changed(problem: Problem, **fields: Any) -> Problem:

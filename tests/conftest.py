@@ -96,14 +96,23 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
     return True if left_out and collection_path == pathlib.Path(__file__).parent / "gpu" else None
 
 
-@pytest.fixture
-def compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lowering for CUDA names kernels and compiles none."""
-    from cutjax.kernels import base
+@pytest.fixture(autouse=True)
+def compile_nothing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lowering for CUDA names kernels and compiles none, but where a test is marked ``compiles`` or ``gpu``.
+
+    NVRTC takes half a second for each, and nothing looks at what it makes. Tests of kernels compile and check them by
+    themselves.
+    """
+    if any(request.node.get_closest_marker(name) for name in ("compiles", "gpu")):
+        return
+    from cutjax.kernels import base, gather
+    from cutjax.kernels.direct import entries
     from cutjax.runtime import compiler
 
-    cubin = compiler.Cubin(b"cubin", compiler.Resources(None, None, None, None, None), "", 0.0, False)
-    monkeypatch.setattr(base, "compile_kernel", lambda *args, **kwargs: cubin)
+    # Without resources: a test that reads them has to be marked.
+    cubin = compiler.Cubin(b"cubin", None, "", 0.0, False)  # pyright: ignore[reportArgumentType]
+    for module in (base, gather, entries):
+        monkeypatch.setattr(module, "compile_kernel", lambda *args, **kwargs: cubin)
 
 
 @pytest.fixture

@@ -98,8 +98,8 @@ def telling(configs: Sequence[cutjax.Config], every: int) -> list[cutjax.Config]
 def in_turns(configs: Sequence[Any], turn: int, every: int) -> list[Any]:
     """One of so many, others in the next turn, and one with the most accumulators, which is the first to spill.
 
-    `python -m tests.compile_all` compiles all; here all tiles are compiled in some plain product, and each epilogue and
-    layout has a turn.
+    `python -m tests.compile_all` compiles all; here half of the tiles are compiled in some plain product, and each
+    epilogue and layout has a turn.
     """
     most = max(configs, key=lambda config: config.accumulator_registers)
     return list(dict.fromkeys([most, *configs[turn % every :: every]]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import pathlib
 import re
 from collections.abc import Sequence
@@ -125,10 +124,14 @@ _OVERFLOWS = "".join(
 )
 
 
-@functools.lru_cache(maxsize=16)
+_libraries: dict[tuple[str, bool], ctypes.CDLL] = {}  # kernels of other sizes have the same text
+
+
 def _library(folder: pathlib.Path, name: str, text: str, sanitized: bool) -> ctypes.CDLL:
-    flags = ["-w", *["-fsanitize=signed-integer-overflow"] * sanitized]
-    return gxx.build(folder, text + _OVERFLOWS * sanitized, *flags, name=name)
+    if (text, sanitized) not in _libraries:
+        flags = ["-w", *["-fsanitize=signed-integer-overflow"] * sanitized]
+        _libraries[text, sanitized] = gxx.build(folder, text + _OVERFLOWS * sanitized, *flags, name=name)
+    return _libraries[text, sanitized]
 
 
 def run(

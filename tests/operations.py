@@ -106,6 +106,20 @@ def _of_blocks(q, s, z=0):
     return (q - z).astype(s.dtype) * jnp.repeat(s, 4, -2)
 
 
+def _normed(a, s, c):
+    return jax.nn.silu(a * s) * c
+
+
+def _odd_rows(a, q):
+    """A function of a mask of a's size, and of which row is which."""
+    odd = lax.broadcasted_iota(jnp.int32, a.shape, a.ndim - 2) % 2
+    return jnp.where(q > 0, jnp.tanh(a), a) * (1 + odd).astype(a.dtype)
+
+
+def _gated(p, q, b):
+    return jax.nn.silu(p) * q + b.astype(p.dtype)
+
+
 def _shrunk(acc, t):
     return jnp.tanh(acc) * t.astype(acc.dtype)
 
@@ -139,6 +153,10 @@ def _grouped(epilogue):
         return epilogue(oracles.masked_multiply(x, w, sizes), has, *of_rows)
 
     return plain
+
+
+def _network(x, w, v, b, c, **how):
+    return cutjax.fused_mlp(x, (w, v), (b, c), jnp.tanh, **how)
 
 
 _LOSS = {"where": np.ones(1, bool), "z_loss": 0.01, "softcap": 2.0, "reduction": "sum"}
@@ -200,6 +218,21 @@ OPERATIONS: dict[str, Operation] = {
         "x w b",
         lambda x, w, b: _biased(x @ w, b),
     ),
+    "gemm, prologue": Operation(
+        lambda x, w, s, c, layout="nn": cutjax.gemm(
+            x, w, prologue=_normed, prologue_operands=(s, c) if layout[0] == "n" else (s.mT, c[:, None]), layout=layout
+        ),
+        "x w s c",
+        lambda x, w, s, c: _normed(x, s, c) @ w,
+        LAYOUTS,
+    ),
+    "gemm, prologue and epilogue": Operation(
+        lambda x, w, g, b, qx: cutjax.gemm(
+            x, (w, g[0]), prologue=_odd_rows, prologue_operands=(qx,), epilogue=_gated, operands=(b,), save="recompute"
+        ),
+        "x w g b qx",
+        lambda x, w, g, b, qx: _gated(_odd_rows(x, qx) @ w, _odd_rows(x, qx) @ g[0], b),
+    ),
     "cuda_kernel": Operation(_own, "x s", lambda x, s: jnp.tanh(x) * s, symbolic=False),
     "syrk": Operation(cutjax.syrk, "x", lambda x: x @ x.mT, {"n": "", "t": "x"}),
     "syrk, epilogue": Operation(
@@ -217,6 +250,18 @@ OPERATIONS: dict[str, Operation] = {
         lambda x, w, v, b, c: cutjax.mlp(x, w, v, b1=b, b2=c, save="recompute"),
         "x w v b c",
         lambda x, w, v, b, c: jax.nn.gelu(x @ w + b) @ v + c,
+    ),
+    "mlp, prologue": Operation(
+        lambda x, w, v, b, s, c: cutjax.mlp(x, w, v, gate=w, b1=b, prologue=_normed, prologue_operands=(s, c)),
+        "x w v b s c",
+        lambda x, w, v, b, s, c: (jax.nn.gelu(_normed(x, s, c) @ w) * (_normed(x, s, c) @ w + b)) @ v,
+    ),
+    "fused_mlp": Operation(_network, "x w v b c", lambda x, w, v, b, c: jnp.tanh(x @ w + b) @ v + c),
+    "fused_mlp, kernel": Operation(
+        lambda x, w, v, b, c: _network(x, w, v, b, c, backend="cuda"),
+        "x w v b c",
+        lambda x, w, v, b, c: jnp.tanh(x @ w + b) @ v + c,
+        dtypes=NARROW,  # of float64 it is products
     ),
     "grouped_gemm": Operation(
         cutjax.grouped_gemm, "x g sizes", oracles.masked_multiply, {"nn": "", "nt": "g"}, linear="x g"
@@ -257,6 +302,13 @@ OPERATIONS: dict[str, Operation] = {
         "x qg sgk sizes",
         lambda x, qg, sgk, sizes: oracles.masked_multiply(x, _of_blocks(qg, sgk), sizes),
     ),
+    "grouped_gemm, prologue": Operation(
+        lambda x, g, sizes, s, d: cutjax.grouped_gemm(x, g, sizes, prologue=_normed, prologue_operands=(s, d[:, :1])),
+        "x g sizes s d",
+        lambda x, g, sizes, s, d: oracles.masked_multiply(
+            _normed(x, s, d[oracles.rows(sizes, x.shape[0])[0], 0]), g, sizes
+        ),
+    ),
     "grouped_outer": Operation(cutjax.grouped_outer, "x dy sizes", oracles.masked_outer, linear="x dy"),
     "grouped_outer, accumulate": Operation(
         lambda x, dy, sizes, to: cutjax.grouped_outer(x, dy, sizes, accumulate=to),
@@ -277,6 +329,11 @@ OPERATIONS: dict[str, Operation] = {
         lambda x, qg, of_groups, qd, c, sizes: oracles.grouped_mlp(
             x, qg.astype(x.dtype) * of_groups.astype(x.dtype), qd.astype(x.dtype) * c, sizes, activation=jnp.tanh
         ),
+    ),
+    "grouped_mlp, prologue": Operation(
+        lambda x, g, d, sizes, s, c: cutjax.grouped_mlp(x, g, d, sizes, prologue=_normed, prologue_operands=(s, c)),
+        "x g d sizes s c",
+        lambda x, g, d, sizes, s, c: oracles.grouped_mlp(_normed(x, s, c), g, d, sizes),
     ),
     "grouped_mlp, recompute": Operation(
         lambda x, g, d, sizes: cutjax.grouped_mlp(x, g, d, sizes, save="recompute", group_offset=0),

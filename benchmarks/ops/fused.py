@@ -33,7 +33,8 @@ class Fused:
     """Products with more around them, on the same inputs; bf16 throughout.
 
     Attributes:
-      kind: "epilogue" (several of one product), "gated" (two products), "layer" or "mlp" (forward and backward).
+      kind: "epilogue" (several of one product), "prologue" (the scale of a norm before one, of few rows), "gated" (two
+        products), "layer" or "mlp" (forward and backward).
       sizes: m, n, k; of an mlp tokens, hidden, model.
       target: the least ratio to XLA we ask for, or None where we only report.
       plain_target: the most time we allow over that of the plain product, or None.
@@ -66,6 +67,7 @@ FUSED = (
             ((16384, 1024, 1024), None),
         )
     ),
+    *(Fused("prologue", (rows, 14336, 4096)) for rows in (1, 4, 16, 64, 256)),
     *(Fused("gated", sizes, 1.10) for sizes in ((8192, 14336, 4096), (8192, 8192, 8192), (2048, 2048, 2048))),
     Fused("layer", (8192, 14336, 4096), 1.10),
     Fused("layer", (16384, 16384, 4096), 1.20),
@@ -128,6 +130,27 @@ def _mixed(kind: str) -> Callable[..., jax.Array]:
     return lambda acc, *operands: _epilogue(kind)(acc, *(x.astype(acc.dtype) for x in operands))
 
 
+def _prologue(case: Fused) -> Iterator[Pair]:
+    m, n, k = case.sizes
+
+    def norm(a, r, g):
+        return a.astype(jnp.float32) * r * g.astype(jnp.float32)
+
+    def ours(x):
+        return cutjax.gemm(x["x"], x["w"], prologue=norm, prologue_operands=(_rms(x["x"]), x["c"]), backend="cuda")
+
+    def xla(x, precision):
+        made = norm(x["x"], _rms(x["x"]), x["c"]).astype(x["x"].dtype)
+        return _matmul(precision)(made, x["w"])
+
+    yield Pair("rms norm", ours, xla, 2 * m * n * k, 2 * (m * k + k * n + m * n + k), case.target)
+
+
+def _rms(x: jax.Array) -> jax.Array:
+    """The factor of each row by which RMSNorm multiplies it."""
+    return lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) + 1e-6)
+
+
 def _gated(case: Fused) -> Iterator[Pair]:
     m, n, k = case.sizes
 
@@ -187,7 +210,7 @@ def _block(case: Fused) -> Iterator[Pair]:
     yield Pair("SwiGLU mlp, fwd+bwd", ours, xla, 18 * m * h * k, moved, case.target, plain=False)
 
 
-KINDS = {"epilogue": _forward, "gated": _gated, "layer": _layer, "mlp": _block}
+KINDS = {"epilogue": _forward, "prologue": _prologue, "gated": _gated, "layer": _layer, "mlp": _block}
 
 
 def pairs(case: Fused) -> list[Pair]:
@@ -207,6 +230,8 @@ def shapes(case: Fused) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {"x": (m, k), "w": (k, n)}
     if case.kind == "epilogue":
         found |= {"b": (n,), "r": (m, n), "s": ()}
+    elif case.kind == "prologue":
+        found |= {"c": (k,)}
     elif case.kind == "layer":
         found |= {"b": (n,), "g": (m, n)}
     else:

@@ -124,6 +124,7 @@ PROGRAMS = (
     *_both("c", "gpt2 medium", "gpt2_model", 1.03, {"batch": 8, "length": 1024}, FEW | SMALL_GPT2),
     *_both("d", "vit b16", "vit_model", 1.03, {"batch": 64, "side": 224}, {"batch": 8, "side": 8} | SMALL_VIT),
     *_both("e", "decoding", "decoding", 1.10, SERVED | LLAMA, SMALL_SERVED | SMALL, trains=False),
+    Program("decoding 64", ("suite", "e"), "decoding", SERVED | LLAMA | {"sequences": 64}, 1.10, trains=False),
     *_classifier("f", "resnet50", "ResNet", 1.15, 256, **OF_BATCHES),
     *_classifier("g", "convnext-t", "ConvNeXt", 1.6, 128, **OF_NORMS),
     *_both("h", "hifi-gan", "vocoder", 2.5, {"batch": 16, "frames": 32}, SMALL_VOICE, **OF_NORMS),

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from cutjax.binding.rules import any_divided, any_reduced, names_of
 
-_FUNCTIONS = {"epilogue", "activation"}  # arguments that may capture arrays
+_FUNCTIONS = {"epilogue", "activation", "output_activation", "prologue"}  # arguments that may capture arrays
 
 Axes = Any  # of one axis of an array: the mesh axes it is divided over, a name, several or None
 

@@ -62,6 +62,8 @@ class Choice(Protocol):
 choosers: dict[core.Primitive, Callable[..., Choice]] = {}
 # The primitives that XLA runs where no kernel does, under the backend "cuda" too: what multiplies nothing.
 optional: set[core.Primitive] = set()
+# Called with a primitive, avals and params before a product's kernel is chosen, in programs of one device.
+before_choice: list[Callable[[core.Primitive, Sequence[Any], dict[str, Any]], None]] = []
 # How a primitive is divided over devices, where it can be.
 partitions: dict[core.Primitive, partition.Rules] = {}
 # The primitives that are others in disguise: (*arrays, **params) -> result(s).
@@ -148,6 +150,11 @@ def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[.
             zeros = [functools.partial(jnp.zeros, x.shape, x.dtype) for x in ctx.avals_out]
             return mlir.lower_fun(lambda *_: [zero() for zero in zeros])(ctx, *args)
         platform = ", ".join(ctx.platforms or ctx.module_context.platforms)
+        # Shards are lowered while XLA compiles, in the context of a shard_map.
+        alone = not divided and not isinstance(ctx.module_context.axis_context, mlir.SPMDAxisContext)
+        if platform == "cuda" and alone:
+            for look in before_choice:
+                look(primitive, ctx.avals_in, params)
         decision = decide(primitive, ctx.avals_in, params, platform=platform, divided=divided)
         later = rules and devices and platform == "cuda" and rules.later(**params)
         if decision.runs == "error" and not later:

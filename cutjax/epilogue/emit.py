@@ -45,8 +45,10 @@ def places(epilogue: Epilogue) -> list[tuple[str, int]]:
     return sorted({node.params for node in epilogue.primal.nodes if node.op == "iota" and len(node.params) > 1})
 
 
-def emit(epilogue: Epilogue) -> str:
+def emit(epilogue: Epilogue, what: str = "epilogue") -> str:
     """Returns the text of ``epilogue_element``, the function which computes every output of one element.
+
+    Of a prologue, as ``what`` says, it is ``prologue_element``.
 
     ::
 
@@ -109,7 +111,7 @@ def emit(epilogue: Epilogue) -> str:
     parameters += ["int row", "int col", *(f"int {axis}{i}" for axis, i in places(epilogue))]
     parameters += [f"{CARRIERS[out.dtype]}& y{i}" for i, out in enumerate(epilogue.outputs)]
     body = "".join(f"  {line}\n" for line in lines)
-    return f'#line 1 "epilogue (generated)"\nDEVICE void epilogue_element({", ".join(parameters)}) {{\n{body}}}\n'
+    return f'#line 1 "{what} (generated)"\nDEVICE void {what}_element({", ".join(parameters)}) {{\n{body}}}\n'
 
 
 def reduction(out: Output) -> tuple[str, str]:

@@ -127,8 +127,12 @@ class Epilogue:
         return normal(self.products, self.operands, nodes, outputs)
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, name: str = "acc") -> str:
+        """Returns a line to read, in which the accumulators have that name."""
         primal = self.primal
-        return show(primal.products, primal.nodes, primal.outputs)
+        return show(primal.products, primal.nodes, primal.outputs, name)
 
 
 def needed_nodes(nodes: Sequence[Node], roots: Iterable[int]) -> set[int]:

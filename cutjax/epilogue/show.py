@@ -15,15 +15,15 @@ _INFIX = dict(
 _LEAVES = ("acc", "operand", "const", "iota")
 
 
-def show(products: int, nodes: Sequence[Node], outputs: Sequence[Output]) -> str:
-    """Returns the infix text; a value used twice gets a name, t0, t1, ..."""
+def show(products: int, nodes: Sequence[Node], outputs: Sequence[Output], name: str = "acc") -> str:
+    """Returns the infix text; a value used twice gets a name, t0, t1, ..., accumulators the one given."""
     uses = [0] * len(nodes)
     for i in itertools.chain(*(node.args for node in nodes), (out.node for out in outputs)):
         uses[i] += 1
     texts: list[str] = []
     lines: list[str] = []
     for node, count in zip(nodes, uses, strict=True):
-        text = _node_text(node, texts, products)
+        text = _node_text(node, texts, name if products == 1 else f"{name}{node.params[0]}" if node.op == "acc" else "")
         if count > 1 and node.op not in _LEAVES:
             lines.append(f"t{len(lines)} = {_without_parentheses(text)}")
             text = f"t{len(lines) - 1}"
@@ -40,11 +40,11 @@ def show(products: int, nodes: Sequence[Node], outputs: Sequence[Output]) -> str
     return "; ".join([*lines, ", ".join(results)])
 
 
-def _node_text(node: Node, texts: list[str], products: int) -> str:
+def _node_text(node: Node, texts: list[str], acc: str) -> str:
     args = [texts[i] for i in node.args]
     match node.op:
         case "acc":
-            return "acc" if products == 1 else f"acc{node.params[0]}"
+            return acc
         case "operand":
             return f"x{node.params[0]}"
         case "iota":

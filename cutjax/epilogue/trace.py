@@ -70,6 +70,7 @@ def trace(
     groups: int | None = None,
     refusing: bool = False,
     rows: int = 1,
+    what: str = "epilogue",
 ) -> Traced:
     """Traces ``fn(*accs, *operands)`` once.
 
@@ -80,6 +81,7 @@ def trace(
       groups: of a grouped GEMM, the number of groups. An operand with one axis more than the result is then one of
         groups, ``[..., groups, 1, n or 1]``, and the function sees what each row has of it: ``[..., m, n or 1]``.
       rows: how many axes before the last are rows of the product, over which the function may reduce.
+      what: what the function is to its user, an epilogue or a prologue.
       refusing: whether a derivative that is no elementwise function is refused when it is taken, not taken outside.
 
     Raises:
@@ -88,11 +90,12 @@ def trace(
       NotImplementedError: if it does to an accumulator what is not elementwise, or has side effects.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
+    of = "accumulator" if what == "epilogue" else "array"
     try:
         inspect.signature(fn).bind(*accs, *operands)
     except TypeError as error:
         raise TypeError(
-            f"epilogue: {name} is called with {len(accs)} accumulator(s) and {len(operands)} operand(s): {error}"
+            f"{what}: {name} is called with {len(accs)} {of}(s) and {len(operands)} operand(s): {error}"
         ) from None
     except ValueError:  # a builtin without a signature
         pass
@@ -106,7 +109,7 @@ def trace(
         closed, shapes = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*accs, *operands)
     except Exception as error:
         types = ", ".join(f"{x.dtype}{list(x.shape)}" for x in map(aval_of, jax.tree.leaves((accs, operands))))
-        error.add_note(f"while tracing the epilogue {name} with {len(accs)} accumulator(s), then operands: {types}")
+        error.add_note(f"while tracing the {what} {name} with {len(accs)} {of}(s), then operands: {types}")
         raise
     refuse_effects(closed.jaxpr)
     names, named = names_of_results(closed.jaxpr)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
+from cutjax.binding.rules import symbolic
+from cutjax.fusion.contraction import RAGGED, is_sharded
 from cutjax.fusion.jaxprs import is_literal, is_marked, opened, with_equations
 from cutjax.fusion.narrow import in_place_of
 from cutjax.fusion.report import Report
 from cutjax.ops.fp8 import Fp8DotGeneral, fp8_dot_general
-from cutjax.ops.fp8_product import ACTIVATIONS, GRADIENTS, WEIGHTS, Roles
+from cutjax.ops.fp8_product import ACTIVATIONS, GRADIENTS, WEIGHTS, Roles, layout_of
+from cutjax.ops.ragged_dot import in_groups
+from cutjax.primitives.dense import Dense
+from cutjax.primitives.product import Product
+from cutjax.primitives.ragged import Depth, Rows
+from cutjax.runtime import backends
 
+_LAX = ("dot_general", RAGGED)
 Recipes = str | Fp8DotGeneral | Callable[[Any, Any], Any] | None
 
 
@@ -31,11 +38,16 @@ def recipe_of(fp8: Recipes, lhs: Any, rhs: Any) -> Fp8DotGeneral | None:
     return fp8_dot_general(fp8)
 
 
+def may_be_float8(eqn: Any) -> bool:
+    """True if an equation is a product that may become one of float8: of lax, or ours with whatever epilogue."""
+    return eqn.primitive.name in _LAX or isinstance(eqn.params.get("product"), Dense | Rows | Depth)
+
+
 def quantized(jaxpr: Any, fp8: Recipes, scope: str) -> tuple[Any, list[Report], dict[Any, str]]:
     """Returns a program with float8 products in the place of some, a report of each, and why others are none.
 
-    These are dense products of two arrays of one dtype of 16 bits: batched ones, as attention's, have no weights, and
-    what is computed in float32 is so for a reason.
+    These are of two arrays of one dtype of 16 bits, dense or of rows in groups: batched ones, as attention's, have no
+    weights, and what is computed in float32 is so for a reason.
 
     Args:
       jaxpr: the program.
@@ -44,48 +56,123 @@ def quantized(jaxpr: Any, fp8: Recipes, scope: str) -> tuple[Any, list[Report], 
     """
     eqns: list[Any] = []
     reports, wide = [], {}
+    backward: set[Any] = set()  # what is made in backward passes
     for eqn in opened(jaxpr).eqns:
         made = None
-        if eqn.primitive is jax.lax.dot_general_p and not is_marked(eqn):
-            made = _made(eqn, fp8, scope)
+        is_backward = _is_backward(f"{scope}/{eqn.source_info.name_stack}")
+        if may_be_float8(eqn) and not is_marked(eqn):
+            made = _made(eqn, fp8, is_backward, backward)
             if isinstance(made, str):
                 wide[eqn.outvars[0]], made = made, None
             elif made is not None:
                 made, why = made
                 reports.append(Report(eqn, "float8", why))
+        if is_backward:
+            backward |= {*eqn.outvars}
         eqns += [eqn] if made is None else made
     return (with_equations(jaxpr, eqns) if reports else jaxpr), reports, wide
 
 
-def _made(eqn: Any, fp8: Recipes, scope: str) -> tuple[list[Any], str] | str | None:
+def _made(eqn: Any, fp8: Recipes, is_backward: bool, backward: set[Any]) -> tuple[list[Any], str] | str | None:
     """Returns the equations of a float8 product and its recipe, why it is none, or None of what is none of these."""
-    lhs, rhs = (x.aval for x in eqn.invars)
-    numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
+    lhs, rhs = (x.aval for x in eqn.invars[:2])
+    params = eqn.params
     if any(map(is_literal, eqn.invars)) or lhs.dtype != rhs.dtype or lhs.dtype.name not in ("bfloat16", "float16"):
         return None
-    if numbers[1][0] or min(lhs.ndim, rhs.ndim) < 2:
+    if min(lhs.ndim, rhs.ndim) < 2 or _is_batched(eqn, lhs, rhs):
         return None
     function = recipe_of(fp8, lhs, rhs)
     if function is None:
         return "kept out"
-    roles = _roles(f"{scope}/{eqn.source_info.name_stack}", numbers)
-    if why := function.why_not(lhs, rhs, numbers, eqn.params["precision"], out, roles):
-        return why
-    params = eqn.params
-    how = numbers, params["precision"], params["preferred_element_type"], params["out_sharding"], roles
-    made = in_place_of(eqn, lambda x, y: function.of_roles(x, y, *how), eqn.invars)
+    name = eqn.primitive.name
+    roles = _roles(eqn, backward) if is_backward else (ACTIVATIONS, WEIGHTS)
+    if name == "dot_general":
+        numbers, out = params["dimension_numbers"], eqn.outvars[0].aval
+        if why := function.why_not(lhs, rhs, numbers, params["precision"], out, roles):
+            return why
+        how = numbers, params["precision"], params["preferred_element_type"], params["out_sharding"], roles
+        made = in_place_of(eqn, lambda x, y: function.of_roles(x, y, *how), eqn.invars)
+    else:
+        found: list[str] = []
+
+        def of(product: Product, a: Any, b: Any, groups: int) -> Product:
+            precision, backend = params["precision"], params.get("backend", backends.resolve(None, "fuse"))
+            made = function.product(product, a, b, groups, precision, backend, roles)
+            if isinstance(made, str):
+                found.append(made)
+                return product
+            return made
+
+        made = _of_lax(eqn, of) if name == RAGGED else _of_ours(eqn, of)
+        if found:
+            return found[0]
     recipe = function.recipe
     return None if made is None else (made, f"{recipe.name}, {' by '.join(roles)}, gradients {recipe.gradients}")
 
 
-def _roles(scope: str, numbers: Any) -> Roles:
-    """Returns the roles of a product's operands, by the names that jax gives those it differentiates.
+def _is_batched(eqn: Any, lhs: Any, rhs: Any) -> bool:
+    """True if each of several matrices has another one: what has groups is of weights all the same."""
+    if eqn.primitive.name == "dot_general":
+        return bool(eqn.params["dimension_numbers"][1][0])
+    product = eqn.params.get("product")
+    return isinstance(product, Dense) and (math.prod(rhs.shape[:-2]) > 1 or bool(product.added))
 
-    In the transpose of a product jax puts the cotangent first. It contracts its rows, the first axis, for the gradient
-    of weights, and its columns for that of activations.
+
+def _of_ours(eqn: Any, of: Callable[..., Product]) -> list[Any] | None:
+    """Returns the equation of one of our products made another."""
+    params = eqn.params
+    if params["config"] is not None or any(is_sharded(x.aval.sharding) for x in eqn.invars):
+        return None
+    factors, _ = params["product"].unpack(eqn.invars, params["epilogue"])
+    groups = params["product"].groups([x.aval for x in factors.bs])
+    if groups is None and factors.context:
+        groups = factors.context[0].aval.shape[-1] - params["product"].leading
+    product = of(params["product"], factors.a.aval, factors.bs[0].aval, groups or 0)
+    params = {**params, "product": product, "in_place": ()}
+    return [eqn.replace(primitive=product.primitive, params=params)]
+
+
+def _of_lax(eqn: Any, of: Callable[..., Product]) -> list[Any] | None:
+    """Returns the equations of the product of lax's of rows in groups, as one of ours made another."""
+    if len(eqn.invars) != 3 or any(is_sharded(x.aval.sharding) for x in eqn.invars):
+        return None
+    lhs, rhs, sizes = (x.aval for x in eqn.invars)
+    if any(symbolic(x) or 0 in x.shape for x in (lhs, rhs, sizes)):
+        return None
+    names = "ragged_dot_dimension_numbers", "precision", "preferred_element_type"
+    how, groups = [eqn.params[name] for name in names], sizes.shape[-1]
+
+    def function(*xs: Any) -> Any:
+        return in_groups(*xs, *how, None, lambda product, a, b: of(product, a, b, groups))
+
+    return in_place_of(eqn, function, eqn.invars)
+
+
+def _is_backward(scope: str) -> bool:
+    """True of a scope in which jax transposes a program."""
+    return "transpose(jvp" in scope and "rematted_computation" not in scope
+
+
+def _roles(eqn: Any, backward: set[Any]) -> Roles:
+    """Returns the roles of a product's operands in a backward pass.
+
+    In the transpose of a product of lax's jax puts the cotangent first. Of ours either comes first; that is the
+    gradient which the backward pass has made. Where it is contracted over its rows, the other one is of activations,
+    for the gradient of weights, else of weights.
     """
-    backward = "transpose(jvp" in scope and "rematted_computation" not in scope
-    if not backward:
-        return ACTIVATIONS, WEIGHTS
-    ((contracted, _), _) = numbers
-    return GRADIENTS, ACTIVATIONS if 0 in contracted else WEIGHTS
+    params = eqn.params
+    if eqn.primitive.name == "dot_general":
+        ((contracted, _), _) = params["dimension_numbers"]
+        return GRADIENTS, ACTIVATIONS if 0 in contracted else WEIGHTS
+    if eqn.primitive.name == RAGGED:
+        dims = params["ragged_dot_dimension_numbers"]
+        of_weights = dims.lhs_ragged_dimensions[0] in dims.dot_dimension_numbers[0][0]
+        return (ACTIVATIONS, GRADIENTS) if of_weights else (GRADIENTS, WEIGHTS)
+    product = params["product"]
+    a, b = eqn.invars[:2]
+    first = a in backward or b not in backward
+    if isinstance(product, Depth):
+        first = a in backward and b not in backward
+    layout = layout_of(product)
+    other = ACTIVATIONS if (layout[0] == "t" if first else layout[1] == "n") else WEIGHTS
+    return (GRADIENTS, other) if first else (other, GRADIENTS)

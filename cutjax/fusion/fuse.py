@@ -16,6 +16,7 @@ from cutjax.binding import walk
 from cutjax.epilogue.jaxpr import bind_equation
 from cutjax.fusion.fp8 import Recipes, recipe_of
 from cutjax.fusion.jaxprs import is_literal
+from cutjax.fusion.report import tell
 from cutjax.fusion.rewrite import POLICIES, Rewriter
 
 P = ParamSpec("P")
@@ -176,6 +177,7 @@ def fuse(
             rewriter = Rewriter(policy, fp8)
             program = rewriter.rewrite(eqn.params["jaxpr"], tuple(x in own for x in eqn.invars))
             walk.annotate(program, tuple(rewriter.reports))
+            tell(rewriter.reports)
             eqn = eqn.replace(params={**eqn.params, "jaxpr": program})
             env.update(zip(eqn.outvars, bind_equation(eqn, [env[x] for x in eqn.invars]), strict=True))
         return jax.tree.unflatten(structure, [x.val if is_literal(x) else env[x] for x in closed.jaxpr.outvars])

@@ -29,6 +29,7 @@ BODIES = {
     "custom_jvp_call": ("call_jaxpr",),
     "custom_vjp_call": ("call_jaxpr",),
     "custom_vjp_call_jaxpr": ("fun_jaxpr",),
+    "custom_vmap_call": ("call",),
     "scan": ("jaxpr",),
     "while": ("cond_jaxpr", "body_jaxpr"),
     "cond": ("branches",),

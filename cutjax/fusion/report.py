@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cutjax.dtypes import short
@@ -71,3 +73,28 @@ class Report:
         if self.wide:
             parts.append(f"not float8: {self.wide}")
         return "; ".join(parts)
+
+
+class _Collectors(threading.local):
+    def __init__(self) -> None:
+        self.open: tuple[list[Report], ...] = ()
+
+
+_collectors = _Collectors()
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[Report]]:
+    """Gathers in a ``with`` block the reports of programs that this thread rewrites."""
+    before, found = _collectors.open, []
+    _collectors.open = (*before, found)
+    try:
+        yield found
+    finally:
+        _collectors.open = before
+
+
+def tell(reports: Sequence[Report]) -> None:
+    """Hands the reports of a program to all who gather them."""
+    for found in _collectors.open:
+        found += reports

@@ -14,9 +14,10 @@ from cutjax.binding import lowering, rules
 from cutjax.fusion import memory, price
 from cutjax.fusion.build import Template, function, placed, plain_function, product_of, template, with_product
 from cutjax.fusion.contraction import OWN, RAGGED, Contraction, contraction, is_divided, is_product, planned
+from cutjax.fusion.dequantized import requantized
 from cutjax.fusion.flips import flip
 from cutjax.fusion.form import Form
-from cutjax.fusion.fp8 import Recipes, quantized
+from cutjax.fusion.fp8 import Recipes, may_be_float8, quantized
 from cutjax.fusion.growth import MOST_PRODUCTS, NOTHING, Finder
 from cutjax.fusion.inline import inlined
 from cutjax.fusion.jaxprs import BODIES, MOVES, Graph, bodies, is_literal, opened, with_bodies, with_equations
@@ -85,14 +86,14 @@ class Rewriter:
             self._inside(eqn) if eqn.primitive.name in BODIES and any(map(self._multiplies, bodies(eqn))) else eqn
             for eqn in opened(jaxpr).eqns
         ]
-        if any(map(is_product, eqns)):
+        if any(map(self._is_product, eqns)):
             jaxpr = with_equations(jaxpr, eqns)
             if why := self._refuses(opened(jaxpr)):
                 graph = Graph(opened(jaxpr))
                 products = (graph.eqns[i] for i in sorted(graph.live) if is_product(graph.eqns[i]))
                 self.reports += (Report(eqn, "XLA", why) for eqn in products if eqn.primitive.name not in OWN)
                 return jaxpr
-            jaxpr = narrowed(cancelled(jaxpr))
+            jaxpr = narrowed(requantized(cancelled(jaxpr)))
             if self.fp8 is not None:
                 jaxpr, reports, wide = quantized(jaxpr, self.fp8, self._scope)
                 self.reports += reports
@@ -127,11 +128,15 @@ class Rewriter:
         jax.make_jaxpr(mapped)()
         return found[0]
 
+    def _is_product(self, eqn: Any) -> bool:
+        """True of a product that may be fused, or multiplied in float8 where that is asked for."""
+        return is_product(eqn) or (self.fp8 is not None and may_be_float8(eqn))
+
     def _multiplies(self, jaxpr: Any) -> bool:
         """True if there is a product in a program, however deep."""
         if id(jaxpr) not in self._has:
             found = any(
-                is_product(eqn) or (eqn.primitive.name in BODIES and any(map(self._multiplies, bodies(eqn))))
+                self._is_product(eqn) or (eqn.primitive.name in BODIES and any(map(self._multiplies, bodies(eqn))))
                 for eqn in opened(jaxpr).eqns
             )
             self._has[id(jaxpr)] = jaxpr, found

@@ -172,12 +172,15 @@ def gathered(problem: Problem) -> Iterator[Argument]:
 
 
 def scale_buffers(problem: Problem, swap: bool = False) -> dict[int, tuple[int, ...]]:
-    """Returns the arguments that are scales and zero points, by operand, 0 for a; told as ``scales`` is."""
+    """Returns the arguments beside operands, by operand, 0 for a: scales and zero points, or those of its prologue.
+
+    Told as ``scales`` is.
+    """
     found, first, operands = {}, problem.told, list(enumerate(problem.factors))
     for i, operand in operands[::-1] if swap else operands:
-        if operand.scale is not None:
-            found[i] = tuple(range(first, first + len(operand.scale.arrays)))
-            first += len(operand.scale.arrays)
+        if operand.arrays:
+            found[i] = tuple(range(first, first + operand.arrays))
+            first += operand.arrays
     return found
 
 
@@ -194,6 +197,8 @@ def scales(problem: Problem, swap: bool = False) -> Iterator[Argument]:
     operands = problem.a, *problem.bs
     for i, buffers in scale_buffers(problem, swap).items():
         operand, (name, to) = operands[i], (f"b{i - 1}", "b") if i else ("a", "a")
+        if operand.scale is None:
+            continue
         for what, buffer in zip(("scale", "zero"), buffers, strict=False):
             yield Argument(f"const char* {what}_{name}", Pointer(buffer), to)
         rows, columns = operand.blocks(problem.n if i else problem.m, problem.k)

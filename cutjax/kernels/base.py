@@ -36,7 +36,8 @@ class Resolved:
         result.
       staging: of its epilogue.
       prepared: the operands of which it reads copies.
-      converted: operands that are converted before all that, where it is the kernel of a narrow problem's wide one.
+      converted: operands that are converted before all that, where it is the kernel of a narrow problem's wide one, or
+        of what a prologue makes.
       chunk: columns of a staging buffer.
       stage_bytes, buffer_bytes: shared memory of one stage, and of one staging buffer.
       shared_bytes: of one block, all together.

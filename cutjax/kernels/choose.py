@@ -15,7 +15,7 @@ from cutjax.dot_precision import Canonical
 from cutjax.kernels import convolution, tuned, xla
 from cutjax.kernels.families import concerned, config_of, fastest, ranked, resolve
 from cutjax.kernels.family import Kernel
-from cutjax.kernels.prepared import moved_us, wide
+from cutjax.kernels.prepared import applied, converted_us, moved_us, wide, widened
 from cutjax.kernels.problem import Problem
 from cutjax.runtime.launch import Call
 
@@ -90,14 +90,17 @@ def candidates(problem: Problem) -> tuple[Any, ...]:
 
     Those of kernels that have not run on a device yet are left out.
     """
-    return tuple(dict.fromkeys(kernel.config for kernel, _ in ranked(problem) if not kernel.unmeasured))
+    into = applied(problem)
+    own = (offer.prices.config(i) for offer, i in ranked(problem))
+    return tuple(dict.fromkeys((*own, *(candidates(into) if into else ()))))
 
 
 @functools.lru_cache(maxsize=4096)
 def in_precision(problem: Problem, precision: Canonical) -> Problem | Choice:
     """Returns the problem with its products computed as a precision says, or the choice of XLA where no kernel does."""
-    into = wide(problem) or problem  # a narrow a is multiplied as b is
-    both = problem.bs[0].dtype == problem.a.dtype and problem.a.scale is None  # sums of blocks are added in float32
+    into = applied(problem) or problem
+    both = into.bs[0].dtype == into.a.dtype and into.a.scale is None  # sums of blocks are added in float32
+    into = wide(into) or into  # a narrow a is multiplied as b is
     way = dot_precision.math(precision, into.a.dtype, problem.accumulator, problem.device.tf32, both)
     if isinstance(way, tuple):
         return Choice(problem, None, (*_problem_reasons(problem), *way))
@@ -117,12 +120,66 @@ def choose(
     Where XLA was measured to be faster than every kernel, or no kernel is predicted to be ``lead`` times as fast, it
     runs, but for the backend "cuda". A larger lead than `LEAD` is asked of what was measured, too. So many bytes are
     moved beside a kernel, and not by XLA's product.
+
+    A prologue runs in JAX before the kernel that is chosen for what it makes. Kernels that compute it themselves were
+    not measured: the backend "cuda" takes them, and so do a pinned config and a tuned one.
     """
     if platform != "cuda":
         return Choice(problem, None, (f"platform {platform}: the kernels are for cuda",))
+    if (into := applied(problem)) is not None:
+        after = _after(problem, into, choose(into, config, platform, backend, lead, moved))
+        return _within(problem, config, after if backend == "cuda" else None) or after
     entries = tuned.find(problem) if config is None else ()
     more_us = moved_us(moved, problem.device)
     return _choose(problem, config, 0.0 if backend == "cuda" else lead, entries, more_us)
+
+
+def _within(problem: Problem, config: Any, insisted: Choice | None) -> Choice | None:
+    """Returns the choice of a kernel that computes prologues itself; None where there is none, or it is not asked for.
+
+    Where a kernel is insisted on, that is the choice of one that does not.
+    """
+    if config is not None:
+        kernel = resolve(problem, config)
+        if isinstance(kernel, tuple):
+            return None
+        return _chosen(problem, kernel, kernel.time_us(problem.device), f"pinned by config=, {_saved(problem)}")
+    for entry in tuned.find(problem):
+        if choice := _tuned(problem, entry, LEAD if insisted is None else 0.0, 0.0):
+            return choice
+    if insisted and (found := fastest(problem, unmeasured=True)):
+        kernel, time_us, count = found
+        if insisted.time_us is not None and insisted.time_us < time_us:
+            return None
+        return _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs, {_saved(problem)}")
+    return None
+
+
+def _saved(problem: Problem) -> str:
+    """Returns the words for what is not moved where a kernel computes prologues."""
+    size = sum(
+        count * made.bytes(length * problem.k)
+        for operand, count, length in zip(
+            (problem.a, *problem.bs), problem.matrices, (problem.m, *[problem.n] * problem.products), strict=False
+        )
+        if (made := operand.made) != operand
+    )
+    return f"with the prologue in its loads: {2 * size / 1e6:.3g} MB less are moved"
+
+
+def _after(problem: Problem, into: Problem, choice: Choice) -> Choice:
+    """Returns the choice for what prologues make of operands, with these before it."""
+    kernel = choice.resolved
+    if kernel is None:
+        return dataclasses.replace(choice, problem=problem, reasons=(*choice.reasons, "the prologue runs before it"))
+    made = widened(problem, (wide(into) or into) if kernel.converted else into)
+    time_us = (choice.time_us or 0.0) + converted_us(widened(problem, into), problem.device)
+    kernel = kernel.after(made)
+    share = min(1.0, floor_us(problem) / time_us)
+    reasons = dict.fromkeys((*choice.reasons, *kernel.notes))
+    return dataclasses.replace(
+        choice, problem=problem, reasons=tuple(reasons), time_us=time_us, roofline=share, resolved=kernel
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -179,7 +236,7 @@ def leads(time_us: float, xla_us: float | None, lead: float) -> bool:
 def floor_us(problem: Problem) -> float:
     """Returns the time at the device's roofline: of the multiplications, or of the bytes."""
     device = problem.device
-    multiplied = problem.flops / device.peak(problem.a.dtype, problem.math)
+    multiplied = problem.flops / device.peak(problem.a.made.dtype, problem.math)
     return 1e6 * max(multiplied, problem.bytes / device.bytes_per_second)
 
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from cutjax.kernels.direct import family as direct
 from cutjax.kernels.family import Family, Kernel
 from cutjax.kernels.halo import family as halo
 from cutjax.kernels.mma import family as mma
 from cutjax.kernels.operand import Im2col, Order
-from cutjax.kernels.prepared import converted_us, wide, widened
+from cutjax.kernels.prepared import Prepared, converted_us, wide, widened
+from cutjax.kernels.prices import Prices
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import family as sm90
 
 FAMILIES: tuple[Family, ...] = (sm90, mma, direct, halo)  # those that serve a problem the best first
 CONFIGS = tuple(family.Config for family in FAMILIES)
 Config = sm90.Config  # the public one
+SAME = 1e-12  # share of a time, by which rounding may have made it more
 AnyConfig = sm90.Config | mma.Config | direct.Config | halo.Config  # what pins a kernel
 
 
@@ -42,25 +47,86 @@ def resolve(problem: Problem, config: Any) -> Kernel | tuple[str, ...]:
     return found
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Offer:
+    """The configs of a family that serve a problem, or, where operands are converted before, the wide one.
+
+    Attributes:
+      family: whose.
+      problem: that its kernels multiply.
+      prices: of the configs, with those of conversions.
+      converted: operands that are converted before.
+      kernels: those resolved so far, and whether each can be launched.
+    """
+
+    family: Family
+    problem: Problem
+    prices: Prices
+    converted: tuple[Prepared, ...] = ()
+    kernels: dict[int, tuple[Kernel, bool]] = dataclasses.field(default_factory=dict, repr=False)
+
+    def kernel(self, i: int) -> tuple[Kernel, bool]:
+        """Returns the kernel of the i-th config, and whether it can be launched."""
+        if i not in self.kernels:
+            found = self.family.resolve(self.problem, self.prices.config(i))
+            assert not isinstance(found, tuple)
+            found = found.after(self.converted) if self.converted else found
+            self.kernels[i] = found, not found.unlaunchable()
+        return self.kernels[i]
+
+    @property
+    def serves(self) -> bool:
+        """True if some kernel can be launched: that of the fastest, or of the first, which is told least."""
+        us = self.prices.us
+        return any(self.kernel(i)[1] for i in ([int(us.argmin()), 0] if len(us) else ()))
+
+    def time_us(self, i: int) -> float:
+        """Returns the predicted time of that kernel, as it is priced by itself."""
+        return self.kernel(i)[0].time_us(self.problem.device)
+
+
 @functools.lru_cache(maxsize=16)
-def ranked(problem: Problem) -> tuple[tuple[Kernel, float], ...]:
-    """Returns the kernels that serve a problem, with their predicted times, the fastest first."""
-    serving = []
+def offers(problem: Problem) -> tuple[Offer, ...]:
+    """Returns the configs that serve a problem, family by family."""
+    found = []
     for family in FAMILIES:
-        if (serving and not family.competes(problem)) or family.reasons(problem):
+        if (found and not family.competes(problem)) or family.reasons(problem):
             continue
-        found = [family.resolve(problem, config) for config in family.configs(problem)]
-        kernels = [kernel for kernel in found if not isinstance(kernel, tuple)]
-        if kernels and not kernels[0].unlaunchable():  # the first is told least: parts of tiles take more
-            serving += [(kernel, kernel.time_us(problem.device)) for kernel in kernels]
+        offer = Offer(family, problem, family.prices(problem))
+        found += [offer] if offer.serves else []
     if into := wide(problem):
         converted = widened(problem, into)
         more = converted_us(converted, problem.device)
         # Of these a config means the kernel that converts nothing.
-        narrow = {kernel.config for kernel, _ in serving if not kernel.unmeasured}
-        of_wide = [entry for entry in ranked(into) if entry[0].config not in narrow]
-        serving += [(kernel.after(converted), time_us + more) for kernel, time_us in of_wide]
-    return tuple(sorted(serving, key=lambda entry: entry[1]))
+        served = (zip(offer.prices.rows(), offer.prices.new.tolist(), strict=True) for offer in found)
+        narrow = {row for row, new in itertools.chain(*served) if not new}
+        for offer in offers(into):
+            prices = offer.prices.without(narrow).after(more)
+            found.append(Offer(offer.family, into, prices, converted))
+    return tuple(found)
+
+
+def ranked(problem: Problem, unmeasured: bool = False) -> Iterator[tuple[Offer, int]]:
+    """Yields the configs that serve a problem, as places in offers, the predicted fastest first.
+
+    Those of kernels that have not run on a device yet are left out, unless asked for.
+
+    In columns the last bit of a time depends on the processor, so those that are as good as equal are priced again, one
+    by one: of equal ones the first is taken, everywhere.
+    """
+    if not (found := offers(problem)):
+        return
+    us = np.concatenate([offer.prices.us for offer in found])
+    if not unmeasured:
+        us[np.concatenate([offer.prices.new for offer in found])] = np.inf
+    firsts = np.cumsum([0, *(len(offer.prices.us) for offer in found)])
+    order = np.argsort(us, kind="stable")[: np.count_nonzero(us < np.inf)]
+    apart = np.flatnonzero(us[order][1:] > us[order][:-1] * (1 + SAME)) + 1
+    for first, last in itertools.pairwise([0, *apart.tolist(), len(order)]):
+        rows = np.sort(order[first:last])
+        of = np.searchsorted(firsts, rows, "right") - 1
+        equal = [(found[i], row) for i, row in zip(of.tolist(), (rows - firsts[of]).tolist(), strict=True)]
+        yield from sorted(equal, key=lambda place: place[0].time_us(place[1])) if len(equal) > 1 else equal
 
 
 @functools.lru_cache(maxsize=4096)
@@ -69,11 +135,12 @@ def fastest(problem: Problem, unmeasured: bool = False) -> tuple[Kernel, float, 
 
     Those that have not run on a device yet are left out, unless asked for.
     """
-    found = [entry for entry in ranked(problem) if unmeasured or not entry[0].unmeasured]
-    if not found:
-        return None
-    kernel, time_us = next(entry for entry in found if not entry[0].unlaunchable())
-    return kernel, time_us, len(found)
+    for offer, i in ranked(problem, unmeasured):
+        kernel, launchable = offer.kernel(i)
+        if launchable:
+            count = sum(len(x.prices.new) if unmeasured else int((~x.prices.new).sum()) for x in offers(problem))
+            return kernel, kernel.time_us(problem.device), count
+    return None
 
 
 def in_order(problem: Problem, orders: Sequence[Order]) -> Problem:

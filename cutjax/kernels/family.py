@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from cutjax.kernels.device import Device
 from cutjax.kernels.prepared import Prepared
+from cutjax.kernels.prices import Prices
 from cutjax.kernels.problem import Problem
 from cutjax.runtime.launch import Call
 
@@ -37,6 +38,11 @@ class Kernel(Protocol):
     @property
     def prepared(self) -> tuple[Prepared, ...]:
         """The operands of which it reads copies, made before the launch."""
+        ...
+
+    @property
+    def converted(self) -> tuple[Prepared, ...]:
+        """The operands that are converted before all that."""
         ...
 
     @property
@@ -93,6 +99,10 @@ class Family(Protocol):
 
     def configs(self, problem: Problem) -> Iterable[Any]:
         """Returns the shipped configs for a problem that the family serves, whether or not each of them can."""
+        ...
+
+    def prices(self, problem: Problem) -> Prices:
+        """Returns the predicted times of those of them that do."""
         ...
 
     def resolve(self, problem: Problem, config: Any) -> Kernel | tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.operand import Groups, Operand
 from cutjax.kernels.problem import Problem
 
@@ -29,14 +30,14 @@ def key(problem: Problem) -> str:
     """Returns the name of a problem on any device, the same in every process and version of Python.
 
     It is the fields that are not their defaults. Version 1, which does not say so, names operands by dtypes, a layout
-    and orders. Version 2 adds the operands one by one, where that is not all of them: with bits, scales and views.
+    and orders. Version 2 adds the operands one by one, where that is not all of them: with bits, scales, views,
+    prologues.
     """
     found = fields(problem)
     if not problem.strided:
         del found["orders"]
     if not problem.plain:
-        text = json.dumps(dataclasses.astuple(problem.epilogue), separators=(",", ":"), default=np.generic.item)
-        found["epilogue"] = hashlib.sha256(text.encode()).hexdigest()
+        found["epilogue"] = _hash(problem.epilogue)
     operands = problem.a, *problem.bs
     if len(set(problem.bs)) > 1 or not all(operand.plain for operand in operands):
         found |= {"version": 2, "operands": list(map(_described, operands))}
@@ -70,4 +71,10 @@ def _described(operand: Operand) -> list[Any]:
     if scale is not None:
         scale = (scale.dtype.name, scale.mn, scale.k, scale.zero and scale.zero.name)
     view = operand.view and (type(operand.view).__name__, dataclasses.astuple(operand.view))
-    return [operand.dtype.name, operand.contiguous, operand.batch, operand.order, operand.bits, scale, view]
+    prologue = [_hash(operand.prologue)] if operand.prologue else []
+    return [operand.dtype.name, operand.contiguous, operand.batch, operand.order, operand.bits, scale, view, *prologue]
+
+
+def _hash(expression: Epilogue) -> str:
+    text = json.dumps(dataclasses.astuple(expression), separators=(",", ":"), default=np.generic.item)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from cutjax.dtypes import are_narrow, bits_of, short
+from cutjax.epilogue.expression import Epilogue
 
 Order = tuple[int, ...]  # an array's axes as they lie in memory, the slowest first; () is row-major
 
@@ -200,6 +201,8 @@ class Operand:
       bits: that an element takes in memory; 0 stands for those of the dtype.
       scale: its factors; None where there are none.
       view: how the matrix is read of the array; None where it is the array.
+      prologue: what is made of the array's elements before they are multiplied, in the dtype of its result; rows and
+        columns of its operands are the array's. None where elements are multiplied as they are.
     """
 
     dtype: np.dtype
@@ -209,6 +212,7 @@ class Operand:
     bits: int = 0
     scale: Scale | None = None
     view: Gathered | Im2col | Taps | None = None
+    prologue: Epilogue | None = None
 
     def __post_init__(self):
         if type(self.dtype) is not np.dtype:
@@ -226,7 +230,8 @@ class Operand:
     @property
     def plain(self) -> bool:
         """True if the matrix is an array of whole elements as they are."""
-        return self.bits == 8 * self.dtype.itemsize and self.scale is None and self.view is None
+        beside = self.scale or self.view or self.prologue
+        return self.bits == 8 * self.dtype.itemsize and beside is None
 
     def array(self, length: int, k: int) -> tuple[int, int]:
         """Returns the rows, and the elements of each, of the array of a matrix whose m or n axis is so long."""
@@ -248,11 +253,23 @@ class Operand:
         if isinstance(view, Im2col):  # strides may leave pixels out
             elements = min(view.elements, view.rows * view.columns * view.groups)
         blocks, arrays = math.prod(self.blocks(length, k)), self.scale.arrays if self.scale else ()
-        return self.bytes(elements) + sum(-(-blocks * bits_of(dtype) // 8) for dtype in arrays)
+        return self.bytes(elements) + sum(-(-blocks * bits_of(dtype) // 8) for dtype in arrays) + self.beside(length, k)
+
+    def beside(self, length: int, k: int) -> int:
+        """Returns the bytes of a prologue's operands for one matrix."""
+        specs = self.prologue.operands if self.prologue else ()
+        rows, columns = self.array(length, k)
+        return sum((rows if x.row else 1) * (columns if x.col else 1) * bits_of(np.dtype(x.dtype)) // 8 for x in specs)
+
+    @property
+    def arrays(self) -> int:
+        """Number of arrays beside the elements: a scale and zero points, or a prologue's operands."""
+        return len(self.prologue.operands) if self.prologue else len(self.scale.arrays) if self.scale else 0
 
     def text(self, name: str) -> str:
         """Returns the words for the view and the blocks of the operand of that name, each after a comma."""
         view = f", {self.view.text(name)}" if self.view else ""
+        view += f", prologue {name} = {self.prologue.text(name)}" if self.prologue else ""
         return f"{view}, {name} in blocks of {self.scale.text}" if self.scale else view
 
     def blocks(self, length: int, k: int) -> tuple[int, int]:
@@ -277,6 +294,13 @@ class Operand:
     def dequantized(self, dtype: np.dtype) -> Operand:
         """Returns the same matrix in a dtype that its factors are multiplied into."""
         return dataclasses.replace(self, dtype=dtype, bits=0, scale=None)
+
+    @property
+    def made(self) -> Operand:
+        """The matrix that a prologue makes of this one."""
+        if self.prologue is None:
+            return self
+        return dataclasses.replace(self, dtype=np.dtype(self.prologue.outputs[0].dtype), bits=0, prologue=None)
 
     @property
     def along_k(self) -> Operand:

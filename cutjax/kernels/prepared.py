@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from cutjax.dtypes import are_narrow, promoted, short
+from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.arguments import scale_buffers
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.problem import Problem
@@ -57,7 +58,7 @@ class Step(Protocol):
         ...
 
     def made(self, x: jax.Array, *scales: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the array or arrays that take the place of one, told its scales and zero points."""
+        """Returns the array or arrays that take the place of one, told those beside it: scales, or operands."""
         ...
 
 
@@ -91,6 +92,22 @@ class Dequantize:
     def made(self, x: jax.Array, *scales: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the array in that dtype."""
         return (dequantized(x, scales, self.dtype),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prologue:
+    """A prologue of the elements and its operands, in JAX."""
+
+    expression: Epilogue
+
+    @property
+    def note(self) -> str:
+        """The words of explain for it."""
+        return "made by its prologue before the product"
+
+    def made(self, x: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns its result."""
+        return self.expression.apply([x], operands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +217,7 @@ class Prepared:
       read: bytes of the array.
       written: bytes of the copies.
       copies: how many there are.
-      scales: which arguments are its scales and zero points, where they are multiplied into it.
+      scales: which arguments are its scales and zero points, or its prologue's operands, where they go into it.
     """
 
     name: str
@@ -237,7 +254,7 @@ class Prepared:
 def make(prepared: Iterable[Prepared], arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
     """Returns the arrays, each that is prepared as its first copy, and then the other copies of all.
 
-    Scales that were multiplied into an array are left out.
+    What was beside an array and went into it, scales or a prologue's operands, is left out.
     """
     found, more, gone = list(arrays), [], set()
     for operand in prepared:
@@ -270,9 +287,20 @@ def along_k(problem: Problem) -> Problem:
     return dataclasses.replace(problem, a=problem.a.along_k, bs=tuple(b.along_k for b in problem.bs))
 
 
+def applied(problem: Problem) -> Problem | None:
+    """Returns the problem of what prologues make of the operands; None where there is no prologue."""
+    operands = problem.a, *problem.bs
+    if all(x.prologue is None for x in operands):
+        return None
+    a, *bs = (x.made for x in operands)
+    return dataclasses.replace(problem, a=a, bs=tuple(bs))
+
+
 def wide(problem: Problem) -> Problem | None:
     """Returns the problem of operands in the dtype of 16 bits that one of them has, without scales; None of another."""
     operands = problem.a, problem.bs[0]
+    if applied(problem) is not None:  # of what that is
+        return None
     half = (x.dtype for x in operands if x.scale is None and x.dtype.name in ("bfloat16", "float16"))
     dtype = next(half, None)
     if dtype is None or not any(x.scale or are_narrow(dtype, x.dtype) for x in operands):
@@ -291,15 +319,18 @@ def _all_in(problem: Problem, dtype: np.dtype) -> Problem:
 
 
 def widened(problem: Problem, into: Problem) -> tuple[Prepared, ...]:
-    """Returns the operands that are converted to what kernels of another problem read, the `wide` one."""
+    """Returns the operands that are converted to what kernels of another problem read, `wide` or `applied`."""
     found, buffers = [], scale_buffers(problem)
     lengths, given = (problem.m, *[problem.n] * problem.products), (problem.a, *problem.bs)
     of_all = zip(given, (into.a, *into.bs), problem.matrices, lengths, strict=True)
     for i, (operand, made, matrices, length) in enumerate(of_all):
         if operand != made:
-            step = Convert(made.dtype) if operand.scale is None else Dequantize(made.dtype)
+            steps: tuple[Step, ...] = (Convert(made.dtype) if operand.scale is None else Dequantize(made.dtype),)
+            if operand.prologue:
+                steps = (Prologue(operand.prologue), *steps * (operand.made.dtype != made.dtype))
             read, written = (matrices * x.bytes(length * problem.k) for x in (operand, made))
-            found.append(Prepared("b" if i else "a", i, (step,), read, written, scales=buffers.get(i, ())))
+            read += matrices * operand.beside(length, problem.k)
+            found.append(Prepared("b" if i else "a", i, steps, read, written, scales=buffers.get(i, ())))
     return tuple(found)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from cutjax.dot_precision import accumulator
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue, Node, Output, identity
+from cutjax.kernels.columns import each, minimum
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.operand import Groups, Operand, Order, floors, merged, strides
 from cutjax.kernels.work import Work
@@ -264,24 +265,27 @@ class Problem(Work):
         of = {"groups": self.groups and self.groups.transposed, "turned": not self.turned}
         return dataclasses.replace(self, m=self.n, n=self.m, a=a, bs=bs, epilogue=epilogue, order=order, **of)
 
-    def tiles(self, height: int, width: int) -> tuple[int, int]:
+    def tiles(self, height: Any, width: Any) -> tuple[Any, Any]:
         """Returns the tiles of that size along m and n, of an average group along what groups divide."""
         m, n = -(-self.m // self.groups_along("m")), -(-self.n // self.groups_along("n"))
         return -(-m // height), -(-n // width)
 
-    def most_tiles(self, height: int, width: int) -> int:
+    def most_tiles(self, height: Any, width: Any) -> Any:
         """Returns the number of tiles of that size in all results; where there are groups, the most there may be.
 
         Of a symmetric result they are those with anything on or below the diagonal.
         """
         if self.symmetric:
-            rows = -(-self.m // height)  # each ends at the tile with its last place on the diagonal
-            return self.batch_size * (floors(rows - 1, height, height + width - 1, width) - (-self.m // width))
+            return self.batch_size * each(self._tiles_to_diagonal, height, width)
         tiles = {"m": -(-self.m // height), "n": -(-self.n // width)}
         if self.divided in tiles:  # every group, and what is of none before and after, may end in a tile of its own
             size = self.m if self.divided == "m" else self.n
-            tiles[self.divided] = min(tiles[self.divided] + self.groups_along(self.divided) + 1, size)
+            tiles[self.divided] = minimum(tiles[self.divided] + self.groups_along(self.divided) + 1, size)
         return tiles["m"] * tiles["n"] * self.results
+
+    def _tiles_to_diagonal(self, height: int, width: int) -> int:
+        rows = -(-self.m // height)  # each ends at the tile with its last place on the diagonal
+        return floors(rows - 1, height, height + width - 1, width) - (-self.m // width)
 
     @functools.cached_property
     def batch_size(self) -> int:
@@ -337,8 +341,8 @@ class Problem(Work):
 
     @functools.cached_property
     def arrays(self) -> int:
-        """Number of arrays before the epilogue's operands: those told, then scales and zero points of operands."""
-        return self.told + sum(len(x.scale.arrays) for x in self.factors if x.scale)
+        """Number of arrays before the epilogue's operands: those told, then scales and operands of prologues."""
+        return self.told + sum(x.arrays for x in self.factors)
 
     @property
     def told(self) -> int:

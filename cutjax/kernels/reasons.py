@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping
+from typing import Any
 
 from cutjax.kernels.arguments import place_steps
+from cutjax.kernels.columns import maximum
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import Staging
@@ -37,10 +40,10 @@ def of_sizes(problem: Problem) -> list[str]:
     return found
 
 
-def of_counts(
-    problem: Problem, tile: tuple[int, int, int], *, tiles: int, raster: int, parts: int = 1, **more: int
-) -> list[str]:
-    """Returns the reasons against a kernel whose counters would pass 32 bits: it counts all but the bytes of arrays so.
+def counters(
+    problem: Problem, tile: tuple[Any, Any, Any], *, tiles: Any, raster: Any, parts: Any = 1, **more: Any
+) -> dict[str, Any]:
+    """Returns the most that a kernel counts, by name: all but the bytes of arrays in 32 bits.
 
     Args:
       problem: as it is multiplied.
@@ -52,22 +55,26 @@ def of_counts(
       more: what else a family counts, by name.
     """
     p, (height, width, depth) = problem, tile
-    counts = {
+    return {
         "rows": p.m + 2 * height,
         "columns": p.n + 2 * width,
         "depth": p.k + (parts + 1) * depth,
         "tiles": 4 * tiles,  # one that all blocks in flight have gone past, in turns of two
-        "tiles of a band": abs(raster) * max(-(-p.m // height), -(-p.n // width)),
+        "tiles of a band": abs(raster) * maximum(-(-p.m // height), -(-p.n // width)),
         "matrices": parts * p.batch_size * (p.groups.count + 64 if p.groups else 1),  # 32 are looked at at once
         "places": _places(p),
         **more,
     }
-    return of_counters(counts, ", in whole tiles")
+
+
+def pass_32_bits(counts: Mapping[str, Any]) -> Any:
+    """True if one of the counters would pass 32 bits."""
+    return functools.reduce(operator.or_, (count >= 2**31 for count in counts.values()))
 
 
 def of_counters(counts: Mapping[str, int], how: str = "") -> list[str]:
     """Returns the reasons against counters that would pass 32 bits, told the most that each counts."""
-    if max(counts.values()) < 2**31:
+    if not pass_32_bits(counts):
         return []
     past = [f"{name.replace('_', ' ')} of up to {count:,}" for name, count in counts.items() if count >= 2**31]
     return [f"{' and '.join(past)}{how}: kernels count with 32 bits"]
@@ -83,6 +90,7 @@ def of_swap(problem: Problem) -> list[str]:
     """Returns the reasons against swapping the operands."""
     found = ["swap with gathered rows: they are those of the first operand"] * problem.a.gathered
     found += ["swap with windows of images: they are those of the first operand"] * isinstance(problem.a.view, Im2col)
+    found += ["swap with a prologue of a: it is that of the first operand"] * (problem.a.prologue is not None)
     if problem.divided == "k":
         found.append("swap with groups of k: kernels divide the contraction of operands as they are")
     if problem.symmetric:
@@ -90,7 +98,9 @@ def of_swap(problem: Problem) -> list[str]:
     return found
 
 
-def of_operands(problem: Problem, a: tuple[type, ...], b: tuple[type, ...] = (), blocks: bool = False) -> list[str]:
+def of_operands(
+    problem: Problem, a: tuple[type, ...], b: tuple[type, ...] = (), blocks: bool = False, prologues: bool = False
+) -> list[str]:
     """Returns the reasons against loading the operands as they are: kernels read whole elements, all b alike.
 
     Args:
@@ -98,6 +108,7 @@ def of_operands(problem: Problem, a: tuple[type, ...], b: tuple[type, ...] = (),
       a, b: the views that a family's kernels read each by. Rows of a may be gathered, and those of windows be, of one
         matrix.
       blocks: whether the family says itself which elements of 4 bits, and which scales, its kernels read.
+      prologues: whether it says itself which prologues of a they compute.
     """
     found = []
     for name, operand, views in (("a", problem.a, a), *(("b", x, b) for x in problem.bs)):
@@ -106,6 +117,8 @@ def of_operands(problem: Problem, a: tuple[type, ...], b: tuple[type, ...] = (),
         if (scale := operand.scale) is not None and not blocks:
             what = "scales" if scale.zero is None else "scales and zero points"
             found.append(f"{name} with {what} of {scale.mn} x {scale.k} elements: kernels multiply operands alone")
+        if operand.prologue is not None and not (prologues and name == "a"):
+            found.append(f"{name} with a prologue: kernels multiply elements as they are")
         if operand.view is not None and not isinstance(operand.view, views):
             found.append(f"{name} as {type(operand.view).__name__.lower()}: kernels load rows of the array")
     if problem.a.gathered and problem.a.contiguous != "k":

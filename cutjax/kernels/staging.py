@@ -19,7 +19,7 @@ STORED_BY_TMA = tuple(name for name in STORED if np.dtype(name).itemsize <= 4)
 # About how many instructions of sm_90 code compute a device function or an operator; others are one. The long ones, of
 # 15 to 90 without the slow paths of rare arguments, are each reason enough for a call. No common activation in 16 bits
 # has one.
-_MOST_INLINED = 40
+MOST_INLINED = 40
 _LONG = (
     "acosf acoshf asinf asinhf atan2f atanf atanhf cbrtf cosf coshf erfcf erff erfinvf expm1f fmodf integer_div "
     "integer_rem log1pf logf nextafterf powf sinf sinhf tanf threefry2x32"
@@ -136,9 +136,9 @@ class Staging:
         """The reasons against an epilogue whose rows are pixels apart."""
         found = []
         if any(node.op == "iota" and node.params[0] == "row" for node in self.epilogue.nodes):
-            found.append("a result in phases that depends on where its rows lie")
+            found.append("a result whose rows are pixels apart, which depends on where they lie")
         if self.reductions:
-            found.append("a reduction of a result in phases")
+            found.append("a reduction of a result whose rows are pixels apart")
         return tuple(found)
 
     @functools.cached_property
@@ -210,7 +210,7 @@ def _called(epilogue: Epilogue) -> bool:
         return False
     if "coarse_erfc" in emit.emit(epilogue) and any(spec.row and not spec.col for spec in epilogue.operands):
         return True  # inlined, it spills beside 96 accumulators
-    return instructions(epilogue) > _MOST_INLINED
+    return instructions(epilogue) > MOST_INLINED
 
 
 @functools.lru_cache(maxsize=1024)

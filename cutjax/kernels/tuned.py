@@ -10,7 +10,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import jax
 from cutjax.kernels import keys
 from cutjax.kernels.problem import Problem
 from cutjax.runtime import tuning_file
+from cutjax.runtime.settings import settings
 
 SHIPPED = pathlib.Path(__file__).parent / "data"
 # How many times as fast as XLA a kernel was, at least, where it runs. Of 798 products measured twice, those that led by
@@ -106,23 +107,38 @@ def table(path: pathlib.Path) -> Table:
 # A JAX user context, as use_backend's: thread-local, part of jit's cache key, made once at import. The tables that
 # scopes add, the innermost last; None among them hides all before it.
 _scope = jax.make_user_context(())
+# How many kernels are timed for a new problem; None is what the environment says.
+_measured = jax.make_user_context(None)
+_NO_FILE = object()
 
 
-def use_tuning(path: str | os.PathLike[str] | None) -> contextlib.AbstractContextManager[None]:
-    """Chooses kernels in a ``with`` block by a file of measured ones too, before all other files.
+def use_tuning(
+    path: str | os.PathLike[str] | None = _NO_FILE,  # pyright: ignore[reportArgumentType]  # None hides files
+    *,
+    measure: int | None = None,
+    frozen: str | os.PathLike[str] | None = None,
+) -> contextlib.AbstractContextManager[None]:
+    """Chooses in a ``with`` block by which measurements kernels are chosen.
 
-    A file is what ``cutjax.autotune(fn, path=path)`` writes. It is read when this function is called. The choice holds
-    for the current thread, may be nested, and is part of ``jax.jit``'s cache key: a function that was jitted before is
-    compiled again.
+    The choice holds for the current thread, may be nested, and is part of ``jax.jit``'s cache key: a function that was
+    jitted before is compiled again.
 
     Args:
-      path: the file. None: the cost model alone chooses, whatever was measured.
+      path: a file that ``cutjax.autotune(fn, path=path)`` wrote, which goes before all others. It is read when this
+        function is called. None: the cost model alone chooses, whatever was measured.
+      measure: how many kernels are timed, beside XLA, when a problem is first lowered for this process's GPU; 0 is
+        none. They are those that the cost model expects to be fastest. What won goes to the user's file and is kept.
+        Programs for several devices, and jobs of several processes, time nothing. ``CUTJAX_MEASURE`` is the default.
+      frozen: a file as ``path``, by which alone kernels are chosen, and by the cost model where it has no entry:
+        whatever else was tuned or is tuned later, a program gets the same kernels of this version of cutjax.
 
     Returns:
       A context manager.
 
     Raises:
       FileNotFoundError: if there is no such file.
+      TypeError: if nothing is asked, ``frozen`` with either of the others, or measurements that ``None`` hides.
+      ValueError: if ``measure`` is no number of kernels.
 
     Example:
       >>> import cutjax
@@ -130,12 +146,45 @@ def use_tuning(path: str | os.PathLike[str] | None) -> contextlib.AbstractContex
       >>> with cutjax.use_tuning(None):
       ...     kernel = cutjax.candidates(problem)[0]
     """
+    named = path is not _NO_FILE
+    if frozen is not None:
+        if named or measure is not None:
+            raise TypeError("use_tuning: frozen= names the file that alone counts, without path and measure=")
+        return _scopes(_scope((None, _existing(frozen))), _measured(0))
+    if not named and measure is None:
+        raise TypeError("use_tuning: expected a file (None hides all), measure= or frozen=")
+    if path is None and measure:
+        raise TypeError("use_tuning: path=None hides what was measured, also by measure=")
+    found = []
     if path is None:
-        return _scope((None,))
+        found += [_scope((None,)), _measured(0)]
+    elif named:
+        found.append(_scope((*_scope.value, _existing(path))))
+    if measure is not None:
+        if isinstance(measure, bool) or not isinstance(measure, int) or measure < 0:
+            raise ValueError(f"use_tuning: measure must be a number of kernels, 0 or more, got {measure!r}")
+        found.append(_measured(measure))
+    return _scopes(*found)
+
+
+@contextlib.contextmanager
+def _scopes(*found: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for scope in found:
+            stack.enter_context(scope)
+        yield
+
+
+def _existing(path: str | os.PathLike[str]) -> Table:
     file = pathlib.Path(path).expanduser().absolute()
     if not file.exists():
         raise FileNotFoundError(f"use_tuning: expected a file that cutjax.autotune(fn, path=...) wrote, {file} is none")
-    return _scope((*_scope.value, table(file)))
+    return table(file)
+
+
+def measured() -> int:
+    """Returns how many kernels are timed here for a problem that is new; 0 is none."""
+    return settings().measure if _measured.value is None else _measured.value
 
 
 def tables() -> tuple[Table, ...]:

@@ -16,7 +16,7 @@ from cutjax.kernels import xla_convolution
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.families import fastest
 from cutjax.kernels.operand import Im2col
-from cutjax.kernels.prepared import Prepared, converted_us, copies_us, wide, widened, widest
+from cutjax.kernels.prepared import Prepared, applied, converted_us, copies_us, wide, widened, widest
 from cutjax.kernels.problem import Problem
 from cutjax.runtime.architectures import number
 
@@ -70,7 +70,11 @@ BATCHED = {
 
 def time_us(problem: Problem) -> float | None:
     """Returns the time that XLA may take for a problem on its device; None where unknown."""
-    found, device = fastest(problem), problem.device
+    device = problem.device
+    if made := applied(problem):
+        us = time_us(made)
+        return us and us + converted_us(widened(problem, made), device)
+    found = fastest(problem)
     if found is None:
         return None
     if (into := wide(problem)) and fastest(into):

@@ -22,7 +22,7 @@ from cutjax.ops.arguments import check_config, promote
 from cutjax.ops.conv import conv
 from cutjax.primitives import causal
 from cutjax.primitives.arrays import matrix, unwrapped
-from cutjax.primitives.product import abstract_accumulator
+from cutjax.primitives.tracing import abstract_accumulator
 from cutjax.runtime import backends
 
 Activation = str | Callable[[jax.Array], jax.Array] | None

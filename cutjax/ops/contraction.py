@@ -62,7 +62,7 @@ class Move:
 def _reshaped(x: jax.Array, before: Axes, after: Axes) -> jax.Array:
     """Returns an array with an element for each block of one that is reshaped from a shape to another."""
     whole, counts = list(x.shape), []
-    for of_before, of_after in _alike(before, after):
+    for of_before, of_after in alike(before, after):
         sizes, new = ([shape[i] for i in axes] for shape, axes in ((before, of_before), (after, of_after)))
         given = [x.shape[i] for i in of_before]
         last = max((i for i, count in enumerate(given) if count > 1), default=0)
@@ -80,7 +80,7 @@ def _reshaped(x: jax.Array, before: Axes, after: Axes) -> jax.Array:
     return lax.reshape(along(x, whole), counts)
 
 
-def _alike(before: Axes, after: Axes) -> Iterator[tuple[range, range]]:
+def alike(before: Axes, after: Axes) -> Iterator[tuple[range, range]]:
     """Yields neighbouring axes of two shapes that have as many elements, the fewest there are."""
     i = j = 0
     while i < len(before) or j < len(after):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,14 +14,14 @@ from jax.typing import DTypeLike
 
 from cutjax import dot_precision
 from cutjax.binding.explicit import automatic, axes
-from cutjax.binding.rules import with_rank
-from cutjax.dtypes import are_narrow
+from cutjax.dtypes import NARROW, are_narrow, holds, promoted
 from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.kernels.families import AnyConfig
+from cutjax.kernels.prepared import along
 from cutjax.ops.arguments import check_config, check_epilogue, integer, promote, weights
 from cutjax.ops.convolution_plan import by_lax, planned
-from cutjax.ops.quantized import Quantized, Weights, as_quantized, is_quantized
-from cutjax.ops.scales import Scales, wide_dtype
+from cutjax.ops.quantized import Quantized, Weights, as_quantized, blocked, is_quantized, values_of
+from cutjax.ops.scales import Scales, may_wrap, wide_dtype
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.arrays import matrix, unwrapped
@@ -63,9 +64,10 @@ def conv(
     Args:
       x: images ``[n, *spatial, c]``.
       w: weights ``[*window, c / groups, channels]``. dtypes promote as in ``cutjax.gemm``. With an epilogue also a
-        tuple of two or three of equal shape and dtype; the epilogue then takes as many accumulators. Scales of a
-        `cutjax.Quantized` w that are one for each of its channels, or one for all, multiply the sums; other operands
-        that are quantized are dequantized before, to the dtype of the arrays.
+        tuple of two or three of equal shape and dtype; the epilogue then takes as many accumulators. Either operand
+        may be `cutjax.Quantized`. Its scales multiply the sums where they are one for each image of x, or for each of
+        w's channels, or one for all; an operand with others is dequantized before, to the dtype of the other, or to
+        float32 where both are quantized.
       window_strides: an int, or one for each axis.
       padding: "SAME", "SAME_LOWER", "VALID", or for each axis a pair ``(low, high)``, negative too; an int, and an int
         for each axis, pads both sides alike.
@@ -108,12 +110,12 @@ def conv(
     out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
     out_dtype = preferred_element_type if out_dtype is None else out_dtype
     check_epilogue(w, epilogue, operands, out_dtype, save, where, "w")
-    x, w, scales = _dequantized(as_quantized(x), as_quantized(w), dimension_numbers is None)
-    x, ws = matrix(x, "x", where), weights(w, "w", where)
-    rank = x.ndim
+    x, w = as_quantized(x), as_quantized(w)
+    images, ws = matrix(values_of(x), "x", where), weights(values_of(w), "w", where)
+    rank = images.ndim
     if rank not in CHANNELS_LAST or ws[0].ndim != rank:
         raise ValueError(
-            f"{where}: x is {list(x.shape)}, w is {list(ws[0].shape)}: expected [n, *spatial, c] and "
+            f"{where}: x is {list(images.shape)}, w is {list(ws[0].shape)}: expected [n, *spatial, c] and "
             "[*window, c / groups, channels] of the same one to three spatial axes"
         )
     given = {
@@ -125,8 +127,13 @@ def conv(
         "feature_group_count": integer(feature_group_count, "feature_group_count", where),
         "batch_group_count": integer(batch_group_count, "batch_group_count", where),
     }
+    if is_quantized((x, w)):
+        images, ws, scales, of_values = _factors(x, w if isinstance(w, tuple) else (w,), images, ws, given)
+        out_dtype = of_values if out_dtype is None else out_dtype
+    else:
+        scales = Scales(None, [None for _ in ws])
     return _conv(
-        x,
+        images,
         tuple(ws),
         scales=scales,
         given=given,
@@ -190,35 +197,68 @@ def _conv(
     return jax.tree.map(plan.result, d)
 
 
-def _dequantized(x: Any, w: Any, channels_last: bool) -> tuple[Any, Any, Scales]:
-    """Returns images and weights as arrays, and the scales that multiply the sums: those of channels of the result."""
-    several = isinstance(w, tuple)
-    ws = w if several else (w,)
-    if not is_quantized((x, *ws)):
-        return x, w, Scales(None, [None for _ in ws])
-    arrays = [np.dtype(unwrapped(y).dtype) for y in (x, *ws) if not isinstance(y, Quantized)]
-    floats = [dtype for dtype in arrays if jnp.issubdtype(dtype, jnp.inexact)]
-    dtype = floats[0] if floats else wide_dtype(x.scale if isinstance(x, Quantized) else ws[0].scale)
-    x = x.dequantize(dtype) if isinstance(x, Quantized) else x
-    found, columns = [], []
-    for y in ws:
-        scale = _of_channels(y) if channels_last and isinstance(y, Quantized) else None
-        columns.append(scale)
-        if scale is not None:
-            values = jnp.asarray(unwrapped(y.values))
-            found.append(values if are_narrow(dtype, values.dtype) else values.astype(dtype))
-        else:
-            found.append(y.dequantize(dtype) if isinstance(y, Quantized) else y)
-    return x, tuple(found) if several else found[0], Scales(None, columns)
+def _factors(
+    x: Any, w: Sequence[Any], images: jax.Array, ws: Sequence[jax.Array], given: dict[str, Any]
+) -> tuple[jax.Array, list[jax.Array], Scales, np.dtype]:
+    """Returns images and weights as arrays, the scales that multiply the sums, and the result's dtype by default.
+
+    The scales are those of images and of channels of the result, or one for all. Operands with others are dequantized:
+    to the dtype of the arrays of floats, or to float32 where there are none.
+
+    Args:
+      x: as it was given.
+      w: the same of each matrix.
+      images: the values of x.
+      ws: those of each w.
+      given: the arguments of lax's function.
+    """
+    try:
+        lhs, rhs, _ = lax.conv_dimension_numbers(images.shape, ws[0].shape, given["dimension_numbers"])
+    except Exception as error:
+        raise type(error)(f"conv: {error}") from None
+    operands = [*zip((x, *w), (images, *ws), (lhs[0], *(rhs[0] for _ in w)), strict=True)]
+    scales = [_of_axis(y, axis, values) if isinstance(y, Quantized) else None for y, values, axis in operands]
+    if scales[0] is not None and scales[0].size > 1 and given["batch_group_count"] > 1:
+        scales[0] = None  # an image of the result is of several of x
+    quantized = [isinstance(y, Quantized) for y, *_ in operands]
+    dtypes = [values.dtype for _, values, _ in operands]
+    floats = [t for t, q in zip(dtypes, quantized, strict=True) if not q and jnp.issubdtype(t, jnp.inexact)]
+    dtype = out = floats[0] if floats else np.dtype(np.float32)
+    if not floats:
+        out = functools.reduce(promoted, (wide_dtype(y.scale) for y, *_ in operands if isinstance(y, Quantized)))
+        left = any(q and scale is None for q, scale in zip(quantized, scales, strict=True))
+        dtype = dtype if left else _of_values(dtypes, ws[0].size // ws[0].shape[rhs[0]])
+    found = []
+    for i, (y, values, _) in enumerate(operands):
+        if isinstance(y, Quantized) and (scales[i] is None or not holds(dtype, values.dtype)):
+            values, scales[i] = y.dequantize(dtype), None
+        found.append(values if floats and not quantized[i] else values.astype(dtype))
+    if all(q and scale is not None for q, scale in zip(quantized[1:], scales[1:], strict=True)):
+        found[1:] = [y if are_narrow(dtype, y.dtype) else z for y, z in zip(ws, found[1:], strict=True)]
+    ones = (1,) * (images.ndim - 1)
+    row, *columns = (x if x is None else x.reshape(1, *ones[1:], -1) for x in scales)
+    return found[0], found[1:], Scales(row if row is None else row.reshape(-1, *ones), columns), out
 
 
-def _of_channels(w: Quantized) -> jax.Array | None:
-    """Returns the scales of the channels of the result, or the one of all, as the sums have them; None of others."""
-    scale, shape = unwrapped(w.scale), np.shape(unwrapped(w.values))
-    last = np.shape(scale)[-1:]
-    if w.zero_point is not None or last not in ((), (1,), shape[-1:]) or np.size(scale) not in (1, shape[-1]):
+def _of_values(dtypes: Sequence[np.dtype], k: int) -> np.dtype:
+    """Returns the dtype in which values are multiplied, k of them, whose scales all multiply the sums."""
+    if any(dtype.name not in NARROW for dtype in dtypes):
+        return np.dtype(np.float32)
+    found = {np.dtype(np.int8) if dtype.name == "int4" else dtype for dtype in dtypes}
+    if len(found) == 1 and dtypes[0].name in ("int8", "uint8", "int4"):
+        (dtype,) = found
+        if not may_wrap(dtype, dtype, k):
+            return dtype
+    return np.dtype(jnp.bfloat16)  # which holds every value of 8 bits
+
+
+def _of_axis(q: Quantized, axis: int, values: jax.Array) -> jax.Array | None:
+    """Returns the scales, one for each place of an axis or one for all, of rank 1; None of an operand with others."""
+    scale, zero = blocked(q, "an operand", "conv")
+    if zero or any(count != 1 for i, count in enumerate(scale.shape) if i != axis):
         return None
-    return with_rank(jnp.reshape(jnp.asarray(scale), (-1,)).astype(wide_dtype(scale)), len(shape))
+    counts = [values.shape[axis] if i == axis and count > 1 else count for i, count in enumerate(scale.shape)]
+    return jnp.reshape(along(scale, counts), (-1,)).astype(wide_dtype(scale))
 
 
 def _along(given: Any, count: int, name: str) -> tuple[int, ...]:

@@ -14,7 +14,9 @@ from jax.typing import ArrayLike, DTypeLike
 from cutjax import dot_precision
 from cutjax.binding.explicit import automatic
 from cutjax.binding.rules import any_reduced
+from cutjax.ops.conv import conv
 from cutjax.ops.convolution_plan import by_lax, planned
+from cutjax.ops.quantized import Weights, as_quantized, is_quantized, values_of
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.arrays import is_array_like, unwrapped
 from cutjax.primitives.product import multiply
@@ -22,8 +24,8 @@ from cutjax.runtime import backends
 
 
 def conv_general_dilated(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
+    lhs: Weights,
+    rhs: Weights,
     window_strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None = None,
@@ -42,7 +44,7 @@ def conv_general_dilated(
     that of the batch that are symbolic (``jax.export``), and images that are divided over explicit mesh axes.
 
     Args:
-      lhs: images.
+      lhs: images; or `cutjax.Quantized`, as rhs: the convolution is then that of ``cutjax.conv``.
       rhs: weights.
       window_strides: as in ``jax.lax.conv_general_dilated``.
       padding: as in ``jax.lax.conv_general_dilated``.
@@ -81,6 +83,14 @@ def conv_general_dilated(
         "preferred_element_type": preferred_element_type,
         "out_sharding": out_sharding,
     }
+    lhs, rhs = as_quantized(lhs), as_quantized(rhs)
+    if is_quantized((lhs, rhs)):
+        if out_sharding is not None:
+            raise NotImplementedError(f"conv_general_dilated: out_sharding of quantized operands, got {out_sharding}")
+        shapes = (jnp.shape(unwrapped(x)) for x in values_of((lhs, rhs)))
+        del given["out_sharding"]
+        given["dimension_numbers"] = lax.conv_dimension_numbers(*shapes, dimension_numbers)
+        return conv(lhs, rhs, **given)
     return _drop_in("conv_general_dilated", lhs, rhs, given)
 
 

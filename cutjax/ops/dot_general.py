@@ -152,14 +152,14 @@ def quantized(
     a, b = (rhs, lhs) if plan.swapped else (lhs, rhs)
     how = dot_precision.swapped(how) if plan.swapped else how
     given = {"layout": plan.layout, "out_dtype": dtype, "precision": how, **epilogue(plan)}
-    return plan.result(gemm(_moved(plan.a, a), _moved(plan.b, b), **given))
+    return plan.result(gemm(moved(plan.a, a), moved(plan.b, b), **given))
 
 
-def _moved(move: Move, x: Any) -> Any:
-    """Returns an operand of dot_general as one of its product: values, scales and zero points moved alike."""
+def moved(move: Move, x: Any, where: str = "dot_general") -> Any:
+    """Returns an operand as one of a product: values, scales and zero points moved alike."""
     if not isinstance(x, Quantized):
         return move(jnp.asarray(x))
-    scale, zero = blocked(x, "an operand", "dot_general")
+    scale, zero = blocked(x, "an operand", where)
     values = jnp.asarray(unwrapped(x.values))
     found = [move.of_blocks(y, values.shape) for y in (scale, *zero)]
     return Quantized(move(values), *found)

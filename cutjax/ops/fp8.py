@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,9 +16,11 @@ from cutjax import dot_precision
 from cutjax.binding.explicit import automatic
 from cutjax.binding.rules import any_reduced, symbolic
 from cutjax.ops.contraction import contraction
-from cutjax.ops.fp8_product import ACTIVATIONS, WEIGHTS, Recipe, Roles, product, why_wide
+from cutjax.ops.fp8_product import ACTIVATIONS, WEIGHTS, Float8, Recipe, Roles, float8_product, why_wide
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.arrays import is_array_like, unwrapped
+from cutjax.primitives.dense import Dense
+from cutjax.primitives.product import Product
 from cutjax.runtime import backends
 
 # The dtype of gradients by default: with one scale for all of them the range of float8_e5m2 is wanted.
@@ -70,11 +73,32 @@ class Fp8DotGeneral:
         dims: Any = tuple(tuple(map(tuple, pair)) for pair in dimension_numbers)
         return _planned(lhs, rhs, dims, self.recipe, roles, out)
 
+    def product(
+        self,
+        product: Product,
+        a: Any,
+        b: Any,
+        groups: int,
+        precision: Any,
+        backend: str,
+        roles: Roles = (ACTIVATIONS, WEIGHTS),
+    ) -> Product | str:
+        """Returns a product, dense or of rows in groups, in float8, or the reason against it; told its factors."""
+        if a.dtype.name not in _WIDE or b.dtype.name not in _WIDE:
+            return f"float8 is made of {', '.join(_WIDE)}, got {a.dtype} and {b.dtype}"
+        if not _is_default(precision):
+            return f"precision {precision} asks for more than float8 has"
+        if any(symbolic(x) or 0 in x.shape for x in (a, b)):
+            return f"it needs known sizes above 0, got {a.shape}, {b.shape}"
+        shaped = ((tuple(x.shape), np.dtype(x.dtype)) for x in (a, b))
+        why = why_wide(self.recipe, roles, product, groups, *shaped, backend)
+        return why or Float8(product, self.recipe, roles, backend, groups)
+
     def why_not(self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any, out: Any, roles: Roles) -> str:
         """Returns the reason why a product of two arrays or avals is not quantized, or ""."""
         if lhs.dtype.name not in _WIDE or rhs.dtype.name not in _WIDE or out.dtype.name not in _WIDE:
             return f"float8 is made of {', '.join(_WIDE)}, got {lhs.dtype} and {rhs.dtype}"
-        if precision not in (None, dot_precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT):
+        if not _is_default(precision):
             return f"precision {precision} asks for more than float8 has"
         if any(symbolic(x) for x in (lhs, rhs)) or 0 in (*lhs.shape, *rhs.shape, *out.shape):
             return f"it needs known sizes above 0, got {lhs.shape}, {rhs.shape}"
@@ -85,8 +109,47 @@ class Fp8DotGeneral:
         a, b = (rhs, lhs) if plan.swapped else (lhs, rhs)
         roles = (roles[1], roles[0]) if plan.swapped else roles
         backend = backends.resolve(None, "fp8_dot_general")
-        dtypes = a.dtype, b.dtype, out.dtype
-        return why_wide(self.recipe, roles, plan.a.shape, plan.b.shape, plan.layout, dtypes, backend)
+        shaped = (plan.a.shape, np.dtype(a.dtype)), (plan.b.shape, np.dtype(b.dtype))
+        return why_wide(self.recipe, roles, Dense(plan.layout), 0, *shaped, backend)
+
+
+Float8Recipe = str | Fp8DotGeneral | None
+
+
+def in_float8(
+    fp8: Float8Recipe,
+    product: Product,
+    pairs: Sequence[tuple[Any, Any]],
+    groups: int,
+    precision: Any,
+    backend: str,
+    where: str,
+) -> Product:
+    """Returns a product of activations and weights in float8, where a recipe says so of all pairs; else as it is.
+
+    Args:
+      fp8: as ``cutjax.grouped_gemm`` takes it.
+      product: a dense one, or one of rows in groups.
+      pairs: the factors, or what has their shapes and dtypes, of each of the products that are made so.
+      groups: how many the rows have; 0 where they have none.
+      precision: as ``dot_precision.canonical`` returns it.
+      backend: as in ``cutjax.gemm``.
+      where: the operation, for errors.
+
+    Raises:
+      TypeError: if ``fp8`` is none.
+    """
+    if fp8 is None:
+        return product
+    if not isinstance(fp8, str | Fp8DotGeneral):
+        raise TypeError(f"{where}: fp8 must be a recipe, or cutjax.fp8_dot_general(...), got {fp8!r}")
+    function = fp8_dot_general(fp8) if isinstance(fp8, str) else fp8
+    made = [function.product(product, a, b, groups, precision, backend) for a, b in pairs]
+    return product if any(isinstance(x, str) for x in made) else made[0]
+
+
+def _is_default(precision: Any) -> bool:
+    return precision in (None, dot_precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
 
 
 @automatic(lambda out, **_: lambda result: list(out.sharding.spec))
@@ -95,7 +158,7 @@ def _planned(lhs: jax.Array, rhs: jax.Array, dims: Any, recipe: Recipe, roles: R
     a, b = plan.operands(lhs, rhs)
     roles = (roles[1], roles[0]) if plan.swapped else roles
     backend = backends.resolve(None, "fp8_dot_general")
-    d = product(a, b, layout=plan.layout, recipe=recipe, roles=roles, out_dtype=out.dtype, backend=backend)
+    d = float8_product(a, b, layout=plan.layout, recipe=recipe, roles=roles, out_dtype=out.dtype, backend=backend)
     return converted(plan.result(d), out.dtype, out.weak_type)
 
 

@@ -1,11 +1,14 @@
-"""A product in float8 of operands that it quantizes itself, and its derivatives, which are such products too."""
+"""Products in float8 of operands that they quantize themselves, dense and of rows in groups.
+
+Their derivatives are such products too, and they have epilogues as any other has.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,17 +17,23 @@ import numpy as np
 from jax import lax
 
 from cutjax.binding import lowering
-from cutjax.binding.define import define
-from cutjax.binding.partition import mark_of
-from cutjax.binding.rules import batch_axis, is_linear, is_zero, match_varying, zero_tangent
+from cutjax.binding.rules import match_varying
+from cutjax.dot_precision import Canonical
+from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels import choose, xla
 from cutjax.kernels.device import Device, device_of
 from cutjax.kernels.families import fastest
 from cutjax.kernels.operand import Scale
-from cutjax.kernels.problem import Problem
-from cutjax.ops.gemm import gemm
 from cutjax.ops.quantized import Quantized, quantize
-from cutjax.primitives.dense import FLIP
+from cutjax.ops.scales import scales_of
+from cutjax.primitives import product as products
+from cutjax.primitives.dense import Dense
+from cutjax.primitives.factors import Factors
+from cutjax.primitives.groups import in_some_group
+from cutjax.primitives.product import Folded, Product
+from cutjax.primitives.product_rules import define_product
+from cutjax.primitives.ragged import Depth, Rows
+from cutjax.primitives.wrapped import Wrapped
 
 BLOCK = 128
 ACTIVATIONS, WEIGHTS, GRADIENTS = "activations", "weights", "gradients"  # what an operand is, by which it is quantized
@@ -61,41 +70,175 @@ class Recipe:
         return (-1, -1) if self.name == "tensor" else (1, -1)
 
 
+@define_product("cutjax_fp8", composed=True)
+@dataclasses.dataclass(frozen=True)
+class Float8(Wrapped):
+    """Another product, dense or of rows in groups, of factors that are quantized first.
+
+    Attributes:
+      recipe: how.
+      roles: what a and b are.
+      backend: that of its derivatives, of which each is float8 where that is predicted to be faster.
+      count: of the groups that the rows have; 0 where they have none.
+    """
+
+    recipe: Recipe
+    roles: Roles
+    backend: str
+    count: int = 0
+
+    def composed(
+        self, epilogue: Epilogue, factors: Factors, operands: Sequence[jax.Array], **params: Any
+    ) -> Sequence[jax.Array]:
+        inner, (a, *bs) = self._quantized(factors)
+        layout = layout_of(inner)
+        of_results = isinstance(inner, Depth)
+        rank = factors.a.ndim if isinstance(inner, Rows) else 0
+        scales = scales_of(a, tuple(bs), layout, self.where, rank=rank)
+        scales = scales.of_results() if of_results else scales
+        found, given = scales.factored(inner, a.values, [b.values for b in bs], factors.context)
+        values, params = found.multiplied(a.values.dtype), {**params, "in_place": (), "config": None}
+        if epilogue.plain:
+            (out,) = epilogue.outputs
+            before, taken, dtype = scales.before(None, (), values, np.dtype(out.dtype))
+            if before is None:
+                params.pop("in_place"), params.pop("save")
+                return [products.multiply(found, *given.arrays, out_dtype=np.dtype(out.dtype), **params)]
+            return [products.call(found, before, given, taken, out_dtype=dtype, **params)]
+        count = epilogue.products
+
+        def applied(*args: jax.Array) -> list[jax.Array]:
+            return list(epilogue.apply(args[:count], args[count:]))
+
+        before, taken, _ = scales.before(applied, tuple(operands), values, None)
+        assert before is not None
+        if before is applied:
+            return products.bind(found, epilogue, given, operands, **params)
+        return products.call(found, before, given, taken, out_dtype=None, **params)
+
+    def _quantized(self, factors: Factors) -> tuple[Product, list[Quantized]]:
+        """Returns the product of factors whose contracted axis is last, where it can have them so, and these."""
+        layout, product = layout_of(self.product), self.product
+        rows = [(x, last == "n") for x, last in ((factors.a, layout[0]),)]
+        rows += [(b, layout[1] == "t") for b in factors.bs]
+        if isinstance(product, Dense):
+            product, turned = Dense("nt", lies=product.lies), True
+        elif isinstance(product, Rows):
+            product, turned = Rows(product.leading, "nt"), True
+        else:
+            turned = False
+        if factors.context:  # what lies in rows of no group reaches no scale
+            (sizes,), m = factors.context, factors.a.shape[-2]
+            of_rows = 1 + (len(rows) - 1) * isinstance(product, Depth)
+            rows[:of_rows] = [
+                (in_some_group(x, sizes, m, product.leading), last)  # pyright: ignore[reportAttributeAccessIssue]
+                for x, last in rows[:of_rows]
+            ]
+        roles = (self.roles[0], *(self.roles[1] for _ in factors.bs))
+        found = [quantized(x, self.recipe, role, last, turned) for (x, last), role in zip(rows, roles, strict=True)]
+        return product, found
+
+    def fold(self, epilogue: Epilogue, factors: Factors, operands: Sequence[jax.Array]) -> Folded | None:
+        folded = None if self.recipe.name == "tensor" else self.product.fold(epilogue, factors, operands)
+        return folded and folded._replace(product=dataclasses.replace(self, product=folded.product))
+
+    # Its derivatives: rounding has the derivative 1.
+
+    def tangents(self, multiply: Callable[..., jax.Array], factors: Factors, dots: Factors) -> list[jax.Array | None]:
+        found = []
+        for b, b_dot in zip(factors.bs, dots.bs, strict=True):
+            terms = []
+            if dots.a is not None:
+                terms.append(multiply(*self._of(self.product, (GRADIENTS, self.roles[1]), dots.a, b)))
+            if b_dot is not None:
+                terms.append(multiply(*self._of(self.product, (self.roles[0], GRADIENTS), factors.a, b_dot)))
+            found.append(functools.reduce(lax.add, terms) if terms else None)
+        return found
+
+    def cotangent(
+        self, i: int, g: jax.Array, other: jax.Array, precision: Canonical
+    ) -> tuple[Product, tuple[jax.Array, jax.Array], Canonical]:
+        back, (x, y), precision = self.product.cotangent(i, g, other, precision)
+        role = self.roles[1 - i]
+        back, x, y = self._of(back, (GRADIENTS, role) if x is g else (role, GRADIENTS), x, y)
+        return back, (x, y), precision
+
+    def with_cotangent(self, g: jax.Array, other: jax.Array, of: np.dtype) -> tuple[jax.Array, jax.Array]:
+        return g, other
+
+    def widened(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return a, b
+
+    def _of(self, product: Product, roles: Roles, a: jax.Array, b: jax.Array) -> tuple[Product, jax.Array, jax.Array]:
+        return float8(product, a, b, self.recipe, roles, self.backend, self.count)
+
+
+def float8(
+    product: Product, a: Any, b: Any, recipe: Recipe, roles: Roles, backend: str, groups: int = 0
+) -> tuple[Product, Any, Any]:
+    """Returns a product of two arrays as one of float8 where that is to be, and the arrays; else in one dtype."""
+    if not why_wide(recipe, roles, product, groups, _shaped(a), _shaped(b), backend):
+        return Float8(product, recipe, roles, backend, groups), a, b
+    dtype = a.dtype if a.dtype == b.dtype else np.dtype(np.float32)
+    return product, a.astype(dtype), b.astype(dtype)
+
+
+def _shaped(x: Any) -> tuple[tuple[int, ...], np.dtype]:
+    return tuple(x.shape), np.dtype(x.dtype)
+
+
+def layout_of(product: Product) -> str:
+    """Returns the layout of a product's factors: "n" or "t" of each, as of a dense one."""
+    return "tn" if isinstance(product, Depth) else product.layout  # pyright: ignore[reportAttributeAccessIssue]
+
+
+Shaped = tuple[tuple[int, ...], np.dtype]
+
+
 @functools.lru_cache(maxsize=4096)
-def why_wide(
-    recipe: Recipe, roles: Roles, a: Any, b: Any, layout: str, dtypes: tuple[Any, Any, Any], backend: str
-) -> str:
+def why_wide(recipe: Recipe, roles: Roles, product: Product, groups: int, a: Shaped, b: Shaped, backend: str) -> str:
     """Returns the reason why a product is not predicted to be faster in float8, or "".
 
     Args:
-      a, b: the operands' shapes, in a layout.
-      dtypes: those of a, b and the result.
+      recipe: how its factors would be quantized.
+      roles: what they are.
+      product: a dense one, or one of rows in groups.
+      groups: how many the rows have; 0 where they have none.
+      a: the shape and dtype of the first factor.
+      b: those of the second.
       backend: as in ``cutjax.gemm``.
     """
     if recipe.policy == "always":
         return ""
     if backend == "xla":
         return "XLA has no products of float8 with such scales" if recipe.name == "block" else ""
-    return _why_wide(recipe, roles, a, b, layout, dtypes, device_of(lowering.target()))
+    return _why_wide(recipe, roles, product, groups, a, b, device_of(lowering.target()))
 
 
-def _why_wide(
-    recipe: Recipe, roles: Roles, a: Any, b: Any, layout: str, dtypes: tuple[Any, Any, Any], device: Device
-) -> str:
-    m, k = a[-2:] if layout[0] == "n" else a[:-3:-1]
-    n = b[-1] if layout[1] == "n" else b[-2]
-    batch = np.broadcast_shapes(a[:-2], b[:-2])
-    of = functools.partial(Problem.of, out_dtype=dtypes[2], device=device)
-    lies: dict[str, Any] = {"batch": batch, "a_batch": a[:-2], "b_batch": b[:-2]}
-    wide = min(dtypes[:2], key=lambda dtype: dtype.itemsize)
-    wide_us = xla.time_us(of(m, n, k, layout, wide, wide, **lies))
+def _why_wide(recipe: Recipe, roles: Roles, product: Product, groups: int, a: Shaped, b: Shaped, device: Device) -> str:
+    layout, (a, b) = layout_of(product), _aligned(product, a, b)
+    sizes = [jax.ShapeDtypeStruct((*(1 for _ in a[0][:-2]), groups + product.leading), np.int32)] if groups else []  # pyright: ignore[reportAttributeAccessIssue]
+    out = min((a[1], b[1]), key=lambda dtype: dtype.itemsize)
+    wide = product.problem(*(jax.ShapeDtypeStruct(x[0], out) for x in (a, b)), *sizes, out_dtype=out, device=device)
+    wide_us = xla.time_us(wide)
+    if wide_us is None and groups and (ours := fastest(wide)):
+        wide_us = ours[1]
     if wide_us is None:
-        return f"nobody knows XLA's time of it in {dtypes[0]}"
-    blocks = recipe.name == "block"
-    n, k = (_padded(size, BLOCK if blocks else 1) for size in (n, k))
-    problem = of(m, n, k, "nt", recipe.dtype(roles[0]), recipe.dtype(roles[1]), **lies)
+        return f"nobody knows XLA's time of it in {a[1]}"
+    blocks, inner, avals = recipe.name == "block", product, []
+    lies = "nt" if not isinstance(product, Depth) else layout
+    if isinstance(product, Dense | Rows):
+        inner = Dense("nt") if isinstance(product, Dense) else Rows(product.leading, "nt")
+    for (shape, _), last, now, role in zip((a, b), (layout[0] == "n", layout[1] == "t"), lies, roles, strict=True):
+        mn, k = shape[-2:] if last else shape[:-3:-1]
+        k = _padded(k, BLOCK if blocks else 1)
+        k_last = (now == "n") == (len(avals) == 0)
+        avals.append(jax.ShapeDtypeStruct((*shape[:-2], *((mn, k) if k_last else (k, mn))), recipe.dtype(role)))
+    problem = inner.problem(*avals, *sizes, out_dtype=out, device=device)
     if blocks:
-        of_a, of_b = (Scale(np.dtype(np.float32), recipe.block(role)[0], BLOCK) for role in roles)
+        each = [recipe.block(role)[0] for role in roles]
+        each = [1 if size % step else step for size, step in zip((problem.m, problem.n), each, strict=True)]
+        of_a, of_b = (Scale(np.dtype(np.float32), step, BLOCK) for step in each)
         (rhs,) = problem.bs
         rhs = dataclasses.replace(rhs, scale=of_b)
         problem = dataclasses.replace(problem, a=dataclasses.replace(problem.a, scale=of_a), bs=(rhs,))
@@ -104,12 +247,23 @@ def _why_wide(
         return "; ".join(choose.choose(problem).reasons)
     passes_us = sum(
         _quantized_us(math.prod(shape), dtype.itemsize, turned, device)
-        for shape, dtype, turned in ((a, dtypes[0], layout[0] == "t"), (b, dtypes[1], layout[1] == "n"))
+        for (shape, dtype), turned in ((a, layout[0] == "t"), (b, layout[1] == "n"))
     )
     narrow_us = SLOWER[recipe.name] * found[1]
     if narrow_us + passes_us < wide_us:
         return ""
-    return f"{wide_us:.1f} us in {dtypes[0]}, {narrow_us:.1f} in float8 after {passes_us:.1f} that quantize"
+    return f"{wide_us:.1f} us in {a[1]}, {narrow_us:.1f} in float8 after {passes_us:.1f} that quantize"
+
+
+def _aligned(product: Product, a: Shaped, b: Shaped) -> tuple[Shaped, Shaped]:
+    """Returns shapes of as many batch axes each, those of a as more rows where one matrix is for all of them."""
+    (of_a, *_), (of_b, *_) = a, b
+    _, own = product.own_axes(1)[:2]
+    if isinstance(product, Dense) and product.layout[0] == "n" and math.prod(of_b[:-2]) == 1:
+        return ((math.prod(of_a[:-1]), of_a[-1]), a[1]), (of_b[-2:], b[1])
+    rank = max(len(of_a) - 2, len(of_b) - own)
+    of_a, of_b = (1,) * (rank + 2 - len(of_a)) + of_a, (1,) * (rank + own - len(of_b)) + of_b
+    return (of_a, a[1]), (of_b, b[1])
 
 
 def _quantized_us(size: int, itemsize: int, turned: bool, device: Device) -> float:
@@ -117,29 +271,28 @@ def _quantized_us(size: int, itemsize: int, turned: bool, device: Device) -> flo
     return 1e6 * size * (2 * itemsize + 1 + 2 * turned) / (device.bytes_per_second * PASS_BANDWIDTH)
 
 
-def product(
+def float8_product(
     a: jax.Array, b: jax.Array, *, layout: str, recipe: Recipe, roles: Roles, out_dtype: Any, backend: str
 ) -> jax.Array:
     """Returns ``a @ b``, in float8 where that is predicted to be faster, or the recipe says "always"."""
     a, b = match_varying(a, b)
-    dtypes = a.dtype, b.dtype, np.dtype(out_dtype)
-    if why_wide(recipe, roles, a.shape, b.shape, layout, dtypes, backend):
-        dtype = np.promote_types(a.dtype, b.dtype) if a.dtype == b.dtype else np.dtype(np.float32)
-        return gemm(a.astype(dtype), b.astype(dtype), layout=layout, out_dtype=out_dtype, backend=backend)
-    how = {"layout": layout, "recipe": recipe, "roles": roles, "out_dtype": dtypes[2], "backend": backend}
-    return fp8_p.bind(a, b, **how, mark=mark_of(backend))
+    found, a, b = float8(Dense(layout), a, b, recipe, roles, backend)
+    return products.multiply(found, a, b, out_dtype=np.dtype(out_dtype), precision=None, backend=backend)
 
 
-def quantized(x: jax.Array, recipe: Recipe, role: str, last: bool) -> Quantized:
-    """Returns an operand quantized as a recipe says, its contracted axis last.
+def quantized(x: jax.Array, recipe: Recipe, role: str, last: bool, turned: bool) -> Quantized:
+    """Returns an operand quantized as a recipe says.
 
     Values are quantized as they lie and transposed afterwards, in 8 bits: weights have the same values either way, so
-    XLA finds that a step quantizes them once. Of blocks axes are padded with zeros to whole ones.
+    XLA finds that a step quantizes them once. The contracted axis is padded with zeros to whole blocks; a block that
+    the other axis has a part of is one of each row, or column, in it.
 
     Args:
       x: ``[..., mn, k]``, or ``[..., k, mn]``.
-      recipe, role: how.
+      recipe: how.
+      role: what it is.
       last: whether its contracted axis is the last.
+      turned: whether that is to be the last.
     """
     block = recipe.block(role)
     sizes = x.shape[-2:] if last else x.shape[:-3:-1]
@@ -147,7 +300,11 @@ def quantized(x: jax.Array, recipe: Recipe, role: str, last: bool) -> Quantized:
     if any(pads):
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * (x.ndim - 2) + [(0, p, 0) for p in _turned(pads, last)])
     q = quantize(x, recipe.dtype(role), block=_turned(block, last))
-    return q if last else Quantized(q.values.mT, q.scale.mT)
+    if pads[0]:
+        at = x.ndim - (2 if last else 1)
+        scale = jnp.repeat(q.scale, block[0], at)
+        q = Quantized(*(lax.slice_in_dim(y, 0, sizes[0], axis=at) for y in (q.values, scale)))
+    return q if last or not turned else Quantized(q.values.mT, q.scale.mT)
 
 
 def _turned(pair: Sequence[int], last: bool) -> Sequence[int]:
@@ -156,82 +313,3 @@ def _turned(pair: Sequence[int], last: bool) -> Sequence[int]:
 
 def _padded(size: int, step: int) -> int:
     return size if step < 2 else -(-size // step) * step
-
-
-def _reference(
-    a: jax.Array, b: jax.Array, *, layout: str, recipe: Recipe, roles: Roles, out_dtype: Any, backend: str
-) -> jax.Array:
-    m = a.shape[-2 if layout[0] == "n" else -1]
-    n = b.shape[-1 if layout[1] == "n" else -2]
-    of_a = quantized(a, recipe, roles[0], layout[0] == "n")
-    of_b = quantized(b, recipe, roles[1], layout[1] == "t")
-    d = gemm(of_a, of_b, layout="nt", out_dtype=out_dtype, backend=backend)
-    return d if d.shape[-2:] == (m, n) else d[..., :m, :n]
-
-
-def _abstract(a: Any, b: Any, *, layout: str, out_dtype: Any, **_: Any) -> Any:
-    m = a.shape[-2 if layout[0] == "n" else -1]
-    n = b.shape[-1 if layout[1] == "n" else -2]
-    shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), m, n)
-    return a.update(shape=shape, dtype=out_dtype, weak_type=False)
-
-
-def _batch(args: Any, dims: Any, *, layout: str, recipe: Recipe, **how: Any) -> tuple[jax.Array, int]:
-    """Batches rows as rows where b is shared, unless one scale is for all of them."""
-    how |= {"layout": layout, "recipe": recipe}
-    a, b = batch_axis(args, dims, 0)
-    if dims[1] is None and a.ndim == 3 and layout[0] == "n" and recipe.name != "tensor":
-        d = _bound(lax.reshape(a, (a.shape[0] * a.shape[1], a.shape[2])), args[1], **how)
-        return lax.reshape(d, (*a.shape[:2], d.shape[1])), 0
-    return _bound(a, b, **how), 0
-
-
-def _bound(a: jax.Array, b: jax.Array, *, backend: str, **how: Any) -> jax.Array:
-    return fp8_p.bind(a, b, backend=backend, **how, mark=mark_of(backend))
-
-
-def _jvp(primals: Any, tangents: Any, *, roles: Roles, **how: Any) -> tuple[jax.Array, Any]:
-    """The tangent is that of the product itself, of a quantized tangent and the other operand, quantized."""
-    a, b = primals
-    d, (a_dot, b_dot) = _bound(a, b, roles=roles, **how), tangents
-    terms = []
-    if not is_zero(a_dot):
-        terms.append(product(a_dot, b, roles=(GRADIENTS, roles[1]), **how))
-    if not is_zero(b_dot):
-        terms.append(product(a, b_dot, roles=(roles[0], GRADIENTS), **how))
-    return d, functools.reduce(lax.add, terms) if terms else zero_tangent(d)
-
-
-def _transpose(g: Any, a: Any, b: Any, *, layout: str, roles: Roles, out_dtype: Any, **how: Any) -> list[Any]:
-    left = is_linear(a)
-    if is_zero(g):
-        return [None, None]
-    like, other = (a.aval, b) if left else (b.aval, a)
-    stays = layout[0 if left else 1] == "n"
-    letter = layout[1] if left else layout[0]
-    role = roles[1 if left else 0]
-    # Of d = a b: a' = g b^T and b' = a^T g, or the transposes of these where a or b lies transposed.
-    if left and stays:
-        x, y, way, of = g, other, "n" + FLIP[letter], (GRADIENTS, role)
-    elif left:
-        x, y, way, of = other, g, letter + "t", (role, GRADIENTS)
-    elif stays:
-        x, y, way, of = other, g, FLIP[letter] + "n", (role, GRADIENTS)
-    else:
-        x, y, way, of = g, other, "t" + letter, (GRADIENTS, role)
-    axes = [i for i, size in enumerate(like.shape[:-2]) if size == 1 != g.shape[i]]
-    dtype = np.dtype(np.float32) if axes else like.dtype
-    found = product(x, y, layout=way, roles=of, out_dtype=dtype, **how)
-    if axes:  # of an operand that was for a whole batch
-        found = found.sum(axes, keepdims=True).astype(like.dtype)
-    return [found, None] if left else [None, found]
-
-
-fp8_p = define(
-    "cutjax_fp8",
-    abstract=_abstract,
-    reference=_reference,
-    batch=_batch,
-    jvp=_jvp,
-    transpose=_transpose,
-)

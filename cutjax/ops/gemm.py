@@ -17,12 +17,15 @@ from cutjax.dtypes import are_narrow
 from cutjax.kernels.families import AnyConfig
 from cutjax.kernels.problem import LAYOUTS
 from cutjax.ops.arguments import check_accumulate, check_config, check_epilogue, check_shapes, weights
+from cutjax.ops.prologue import check_prologue, multiplied
 from cutjax.ops.quantized import Weights, as_quantized, is_quantized, values_of
 from cutjax.ops.scales import TURNED, converted_rows, few_columns, promote_values, scales_of
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.dense import FLIP, Dense
+from cutjax.primitives.factors import Factors
+from cutjax.primitives.product import Product
 from cutjax.runtime import backends
 
 
@@ -32,6 +35,8 @@ def gemm(
     *,
     epilogue: Callable[..., Any] | None = None,
     operands: Sequence[Any] = (),
+    prologue: Callable[..., Any] | None = None,
+    prologue_operands: Sequence[Any] = (),
     layout: str = "nn",
     out_dtype: DTypeLike | tuple[DTypeLike | None, ...] | None = None,
     precision: lax.PrecisionLike = None,
@@ -52,6 +57,10 @@ def gemm(
     that broadcast against it and of arrays it captures; and as further results sums, maxima and minima over rows,
     columns or both.
 
+    With a prologue the product is that of ``prologue(a, *prologue_operands)``, an elementwise function of a in its own
+    dtype whose result is rounded to the dtype in which ``gemm(a, b)`` would multiply: that of a, or the wider one of a
+    and b. Its derivative keeps a and the operands, not what it makes of them.
+
     Args:
       a: ``[..., m, k]``, or ``[..., k, m]`` where ``layout[0]`` is "t"; or `cutjax.Quantized`, a scale for each row.
       b: ``[..., k, n]``, or ``[..., n, k]`` where ``layout[1]`` is "t". Batch axes broadcast and dtypes promote as in
@@ -60,6 +69,9 @@ def gemm(
         three of equal shape and dtype; the epilogue then takes as many accumulators.
       epilogue: a function ``(acc, *operands)`` that returns an array or a pytree of them.
       operands: its further arguments: scalars, ``[n]``, ``[m, 1]``, ``[m, n]``, batched or not.
+      prologue: a function ``(a, *prologue_operands)`` that returns an array of a's shape.
+      prologue_operands: its further arguments, which broadcast against a: scalars, ``[k]``, ``[m, 1]``, ``[m, k]``,
+        batched or not; where ``layout[0]`` is "t" against ``[k, m]``, as a lies.
       layout: "nn", "nt", "tn" or "tt".
       out_dtype: dtype of the result; by default the dtype of a and b, of two `cutjax.Quantized` that of the scales.
         With an epilogue: that of every ``[..., m, n]`` result which the function returns in float32, the accumulator's
@@ -83,8 +95,8 @@ def gemm(
     Raises:
       TypeError: if an operand is no array, or the dtypes have no product.
       ValueError: if shapes do not fit, or the layout, the precision or the backend is unknown.
-      NotImplementedError: if the epilogue is no elementwise function; and when compiled, if backend is "cuda" and no
-        kernel serves the problem; lists every reason.
+      NotImplementedError: if the epilogue or the prologue is no elementwise function; and when compiled, if backend is
+        "cuda" and no kernel serves the problem; lists every reason.
 
     Example:
       >>> import cutjax, jax, jax.numpy as jnp
@@ -93,6 +105,9 @@ def gemm(
       (2, 8, 32)
       >>> bias = jnp.ones(32)
       >>> cutjax.gemm(x, w, layout="nt", epilogue=lambda acc, b: jax.nn.gelu(acc + b), operands=(bias,)).dtype
+      dtype(bfloat16)
+      >>> scale = jnp.ones((8, 1))
+      >>> cutjax.gemm(x, w, layout="nt", prologue=lambda a, r: a * r, prologue_operands=(scale,)).dtype
       dtype(bfloat16)
     """
     if layout not in LAYOUTS:
@@ -104,8 +119,10 @@ def gemm(
     params: dict[str, Any] = {"backend": backend, "config": config}
     params["precision"] = dot_precision.canonical(precision, "gemm")
     check_epilogue(b, epilogue, operands, out_dtype, save)
+    check_prologue(a, prologue, prologue_operands, "gemm")
     a, b = as_quantized(a), as_quantized(b)
     x, ys = matrix(values_of(a), "a"), weights(values_of(b), "b")
+    given = x
     scales = scales_of(a, b, layout, "gemm")
     several = isinstance(out_dtype, tuple)
     check_shapes(x, ys[0], layout, "gemm")
@@ -124,8 +141,12 @@ def gemm(
     product, factors = scales.factored(product, x, ys)
     out = out_dtype if several else dtype
     epilogue, operands, out = scales.before(epilogue, tuple(operands), product.multiplied(x.dtype), out)
-    if epilogue is not None:
-        operands = jax.tree.map(unwrapped, operands)
+    operands = jax.tree.map(unwrapped, operands)
+
+    def run(product: Product, factors: Factors) -> Any:
+        if epilogue is None:
+            return converted(products.multiply(product, *factors.arrays, out_dtype=dtype, **params), dtype, weak)
         d = products.call(product, epilogue, factors, operands, out_dtype=out, save=save, **params)
         return jnp.matrix_transpose(d) if turned else d
-    return converted(products.multiply(product, *factors.arrays, out_dtype=dtype, **params), dtype, weak)
+
+    return multiplied("gemm", prologue, prologue_operands, given, product, factors, run, **params)

@@ -25,11 +25,15 @@ from cutjax.ops.arguments import (
     local_sizes,
     weights,
 )
-from cutjax.ops.quantized import Weights, as_quantized, values_of
+from cutjax.ops.fp8 import Float8Recipe, in_float8
+from cutjax.ops.prologue import check_prologue, multiplied
+from cutjax.ops.quantized import Weights, as_quantized, is_quantized, values_of
 from cutjax.ops.scales import promote_values, scales_of
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.arrays import matrix, unwrapped
+from cutjax.primitives.factors import Factors
+from cutjax.primitives.product import Product
 from cutjax.primitives.ragged import Depth, Rows
 from cutjax.runtime import backends
 
@@ -45,9 +49,12 @@ def grouped_gemm(
     layout: str = "nn",
     epilogue: Callable[..., Any] | None = None,
     operands: Sequence[Any] = (),
+    prologue: Callable[..., Any] | None = None,
+    prologue_operands: Sequence[Any] = (),
     out_dtype: DTypeLike | tuple[DTypeLike | None, ...] | None = None,
     precision: lax.PrecisionLike = None,
     accumulate: str = "f32",
+    fp8: Float8Recipe = None,
     group_offset: ArrayLike | None = None,
     backend: str | None = None,
     config: AnyConfig | None = None,
@@ -63,7 +70,8 @@ def grouped_gemm(
     transposed in memory, in the backward pass neither. Sums are accumulated as in ``cutjax.gemm``.
 
     With an epilogue the result is that of ``epilogue(acc, *operands)``, as in ``cutjax.gemm``; rows of no group are
-    zero all the same, and are left out of its reductions.
+    zero all the same, and are left out of its reductions. With a prologue it is of ``prologue(x, *prologue_operands)``,
+    as there too; rows of no group reach no derivative of it.
 
     Args:
       x: ``[..., m, k]``, or `cutjax.Quantized`. Batch axes broadcast and dtypes promote as in ``cutjax.gemm``.
@@ -75,9 +83,15 @@ def grouped_gemm(
       operands: its further arguments: those of ``cutjax.gemm``, and with one axis more than the result those of which
         each group has its own, ``[..., g, 1, n]`` or ``[..., g, 1, 1]``. The function sees what the rows have of such a
         one: ``[..., m, n]`` or ``[..., m, 1]``.
+      prologue: a function ``(x, *prologue_operands)``, as in ``cutjax.gemm``.
+      prologue_operands: its further arguments, which broadcast against x; with one axis more those of which each group
+        has its own, ``[..., g, 1, k]`` or ``[..., g, 1, 1]``.
       out_dtype: dtype of the result; as in ``cutjax.gemm``, with an epilogue and without.
       precision: as in ``cutjax.gemm``.
       accumulate: as in ``cutjax.gemm``.
+      fp8: a recipe of ``cutjax.fp8_dot_general``, or what that returns: arrays are quantized to float8 and multiplied
+        so, in the backward pass too, where that is predicted to be faster. A matrix of w has scales of its own. Along
+        rows, as of x and for gradients of weights, scales are those of all groups: of all rows, or of 128 of them.
       group_offset: a scalar or ``[1]``, data too: the group that ``w[0]`` is of, where ``group_sizes`` has all groups
         and w some, as under expert parallelism. Rows of the other groups are zero.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
@@ -109,7 +123,7 @@ def grouped_gemm(
     check_accumulate(accumulate, where)
     out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
     check_epilogue(w, epilogue, operands, out_dtype, save, where, "w")
-    several = isinstance(out_dtype, tuple)
+    check_prologue(x, prologue, prologue_operands, where, "x")
     x, w = as_quantized(x), as_quantized(w)
     rows, ws = matrix(values_of(x), "x", where), weights(values_of(w), "w", where)
     shape = ws[0].shape
@@ -126,19 +140,54 @@ def grouped_gemm(
         )
     check_batch(where, f"{shapes}, group_sizes is {sizes.shape}", rows.shape[:-2], shape[:-3], sizes.shape[:-1])
     sizes, leading = local_sizes(sizes, group_offset, groups, rows.shape[-2], where)
-    product, params = Rows(leading, layout), {"backend": backend, "config": config}
+    params: dict[str, Any] = {"backend": backend, "config": config, "accumulate": accumulate, "fp8": fp8}
     params["precision"] = dot_precision.canonical(precision, where)
-    rank = max(rows.ndim, len(shape) - 1, sizes.ndim + 1)
-    scales = scales_of(x, w, layout, where, ("x", "w"), rank)
+    params |= {"epilogue": epilogue, "operands": operands, "save": save, "out_dtype": out_dtype}
+    params |= {"prologue": prologue, "prologue_operands": prologue_operands}
+    return rows_product(Rows(leading, layout), x, w, sizes, where=where, **params)
+
+
+def rows_product(
+    product: Rows,
+    x: Any,
+    w: Any,
+    sizes: jax.Array,
+    *,
+    where: str,
+    precision: Any,
+    accumulate: str = "f32",
+    fp8: Float8Recipe = None,
+    epilogue: Callable[..., Any] | None = None,
+    operands: Sequence[Any] = (),
+    prologue: Callable[..., Any] | None = None,
+    prologue_operands: Sequence[Any] = (),
+    save: str = "default",
+    out_dtype: Any,
+    names: tuple[str, str] = ("x", "w"),
+    **params: Any,
+) -> Any:
+    """Returns the product of checked operands, quantized or not; w may be a tuple."""
+    rows, ws = matrix(values_of(x), names[0], where), weights(values_of(w), names[1], where)
+    several = isinstance(out_dtype, tuple)
+    rank = max(rows.ndim, ws[0].ndim - 1, sizes.ndim + 1)
+    scales = scales_of(x, w, product.layout, where, names, rank)
+    given = rows
     rows, *ws, dtype, _ = promote_values((x, w), scales, rows, ws, None if several else out_dtype, where)
-    params["precision"] = dot_precision.accumulated(params["precision"], accumulate, rows.dtype, ws[0].dtype)
-    product, factors = scales.factored(product, rows, ws, (sizes,))
+    params["precision"] = dot_precision.accumulated(precision, accumulate, rows.dtype, ws[0].dtype)
+    if not is_quantized((x, w)):
+        pairs, groups = [(rows, ws[0])], ws[0].shape[-3]
+        product = in_float8(fp8, product, pairs, groups, params["precision"], params["backend"], where)  # pyright: ignore
+    found, factors = scales.factored(product, rows, ws, (sizes,))
     out = out_dtype if several else dtype
-    epilogue, operands, out = scales.before(epilogue, tuple(operands), product.multiplied(rows.dtype), out)
-    if epilogue is None:
-        return products.multiply(product, *factors.arrays, out_dtype=dtype, **params)
+    epilogue, operands, out = scales.before(epilogue, tuple(operands), found.multiplied(rows.dtype), out)
     operands = jax.tree.map(unwrapped, operands)
-    return products.call(product, epilogue, factors, operands, out_dtype=out, save=save, **params)
+
+    def run(product: Product, factors: Factors) -> Any:
+        if epilogue is None:
+            return products.multiply(product, *factors.arrays, out_dtype=dtype, **params)
+        return products.call(product, epilogue, factors, operands, out_dtype=out, save=save, **params)
+
+    return multiplied(where, prologue, prologue_operands, given, found, factors, run, **params)
 
 
 @automatic(lambda x, dy, **_: lambda out: [*[None] * (out.ndim - 2), axes(x, -1), axes(dy, -1)])
@@ -206,20 +255,37 @@ def grouped_outer(
     shapes = f"{shapes}, group_sizes is {sizes.shape}"
     batch = check_batch(where, shapes, a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
     sizes, leading = local_sizes(sizes, group_offset, groups, a.shape[-2], where)
-    params: dict[str, Any] = {"backend": backend, "config": config}
-    params["precision"] = dot_precision.canonical(precision, where)
-    scales = scales_of(x, dy, "tn", where, ("x", "dy")).of_results()
+    expected = (*batch, groups, a.shape[-1], b.shape[-1])
+    if to is not None and to.shape != expected:
+        raise ValueError(f"{where}: accumulate must be {expected}, like the result, got {to.shape}: {shapes}")
+    precision = dot_precision.canonical(precision, where)
+    how: dict[str, Any] = {"out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config}
+    return depth_product(Depth(leading), x, dy, sizes, where=where, to=to, **how)
+
+
+def depth_product(
+    product: Depth,
+    x: Any,
+    dy: Any,
+    sizes: jax.Array,
+    *,
+    where: str,
+    to: jax.Array | None = None,
+    out_dtype: Any,
+    names: tuple[str, str] = ("x", "dy"),
+    **params: Any,
+) -> Any:
+    """Returns the product of checked operands, quantized or not, added ``to`` an array or not."""
+    a, b = matrix(values_of(x), names[0], where), matrix(values_of(dy), names[1], where)
+    scales = scales_of(x, dy, "tn", where, names).of_results()
     a, b, dtype, _ = promote_values((x, dy), scales, a, [b], out_dtype, where, narrow=False, last=False)
-    product, factors = scales.factored(Depth(leading), a, [b], (sizes,))
-    before = functools.partial(scales.before, values=product.multiplied(a.dtype))
+    found, factors = scales.factored(product, a, [b], (sizes,))
+    before = functools.partial(scales.before, values=found.multiplied(a.dtype))
     if to is None:
         epilogue, operands, out = before(None, (), out_dtype=dtype)
         if epilogue is None:
-            return products.multiply(product, *factors.arrays, out_dtype=dtype, **params)
-        return products.call(product, epilogue, factors, operands, out_dtype=out, **params)
-    expected = (*batch, groups, a.shape[-1], b.shape[-1])
-    if to.shape != expected:
-        raise ValueError(f"{where}: accumulate must be {expected}, like the result, got {to.shape}: {shapes}")
+            return products.multiply(found, *factors.arrays, out_dtype=dtype, **params)
+        return products.call(found, epilogue, factors, operands, out_dtype=out, **params)
 
     def add(acc: jax.Array, to: jax.Array) -> jax.Array:
         wide = accumulator(to.dtype, acc.dtype)
@@ -230,7 +296,7 @@ def grouped_outer(
     epilogue, operands, out = before(add, (to,), out_dtype=to.dtype)
     assert epilogue is not None
     in_place = ((len(jax.tree.leaves(operands)) - 1, 0),)
-    return products.call(product, epilogue, factors, operands, out_dtype=out, in_place=in_place, **params)
+    return products.call(found, epilogue, factors, operands, out_dtype=out, in_place=in_place, **params)
 
 
 def _resolve(backend: str | None, config: Any, where: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,17 @@ from cutjax.binding.explicit import automatic, rows_by_columns
 from cutjax.binding.rules import match_varying, with_rank
 from cutjax.dtypes import are_narrow
 from cutjax.epilogue.captured import on_automatic_axes
-from cutjax.ops.arguments import check_batch, contracted, group_sizes_of, local_sizes, result_of, travel_dtype
+from cutjax.ops.arguments import (
+    check_accumulate,
+    check_batch,
+    contracted,
+    group_sizes_of,
+    local_sizes,
+    result_of,
+    travel_dtype,
+)
+from cutjax.ops.fp8 import Float8Recipe, in_float8
+from cutjax.ops.prologue import applied, check_prologue, multiplied
 from cutjax.ops.quantized import Weights, as_quantized, is_quantized, values_of
 from cutjax.ops.scales import Scales, promote_values, scales_of, times
 from cutjax.parallel.fused import divided_mlp
@@ -28,8 +39,9 @@ from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.chain import Chain, apart, block
 from cutjax.primitives.dense import Dense
 from cutjax.primitives.factors import Factors
-from cutjax.primitives.product import Product, abstract_accumulator, trace_with_dtype
+from cutjax.primitives.product import Product
 from cutjax.primitives.ragged import Rows
+from cutjax.primitives.tracing import abstract_accumulator, trace_with_dtype
 from cutjax.runtime import backends
 
 
@@ -42,9 +54,13 @@ def mlp(
     b1: ArrayLike | None = None,
     b2: ArrayLike | None = None,
     gate: Weights | None = None,
+    prologue: Callable[..., Any] | None = None,
+    prologue_operands: Sequence[Any] = (),
     layout: str = "nn",
     out_dtype: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    accumulate: str = "f32",
+    fp8: Float8Recipe = None,
     backend: str | None = None,
     save: str = "default",
     axis_name: str | None = None,
@@ -72,9 +88,14 @@ def mlp(
       b1: what broadcasts against ``[..., m, h]``, such as ``[h]``.
       b2: what broadcasts against ``[..., m, n]``.
       gate: like w1.
+      prologue: a function ``(x, *prologue_operands)`` of x before it is multiplied, as in ``cutjax.gemm``, such as the
+        last step of a norm.
+      prologue_operands: its further arguments, which broadcast against x.
       layout: "nn" or "nt", of the weights; see ``cutjax.gemm``.
       out_dtype: dtype of the result; that of x and the weights by default.
       precision: of both products, as in ``cutjax.gemm``.
+      accumulate: as in ``cutjax.gemm``.
+      fp8: of both products, as in ``cutjax.grouped_gemm``; not with an axis_name.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
       save: what is kept for the backward pass. "default": the accumulators which the activation's derivative needs,
         named "cutjax_preactivation" for ``jax.checkpoint`` policies, and the operand of the second product,
@@ -97,11 +118,16 @@ def mlp(
       (2, 8, 16)
     """
     backend = backends.resolve(backend, "mlp")
+    check_accumulate(accumulate, "mlp")
     precision = dot_precision.canonical(precision, "mlp")
     x, w1, w2, gate = as_quantized((x, w1, w2, gate))
+    if axis_name is not None and fp8 is not None:
+        raise ValueError("mlp: fp8 is of a layer on one device, or divided by jit: not with an axis_name")
+    check_prologue(x, prologue, prologue_operands, "mlp", "x")
     if axis_name is not None and is_quantized((x, w1, w2, gate)):
         raise ValueError("mlp: what an axis_name divides are arrays, got cutjax.Quantized: dequantize them")
     both = _scales(x, w1, w2, gate, layout, "mlp")
+    given = matrix(values_of(x), "x", "mlp")
     a, ws, v, dtype = _arrays("mlp", x, w1, w2, gate, both, layout, save, axis_name is None)
     shapes = f"x is {a.shape}, w1 is {ws[0].shape}, w2 is {v.shape}"
     batch = check_batch("mlp", shapes, a.shape[:-2], ws[0].shape[:-2], v.shape[:-2])
@@ -119,13 +145,25 @@ def mlp(
     biases |= _of_hidden(both[0])
     hidden = _hidden("mlp", activation, gate is not None)
     out = dtype if out_dtype is None else result_of(out_dtype, "mlp", dtype)
+    precision = dot_precision.accumulated(precision, accumulate, a.dtype, ws[0].dtype)
     params = {"dtype": dtype, "out_dtype": out, "precision": precision, "backend": backend, "save": save}
     if ring is not None:
+        a = applied("mlp", prologue, prologue_operands, given, dtype)
         travel = travel_dtype(reduce_dtype, accumulator(dtype, out), "mlp")
         return divided_mlp(ring, layout, hidden, a, ws, v, biases, last, travel=travel, **params)
     if reduce_dtype is not None:
         raise ValueError("mlp: reduce_dtype without an axis_name: nothing is added up over devices")
-    return _chained("mlp", Dense(layout), hidden, a, ws, v, (), biases, last, both, **params)
+    product: Product = Dense(layout)
+    if not is_quantized((x, w1, w2, gate)):
+        product = in_float8(fp8, product, _pairs(a, ws[0], v, dtype, layout), 0, precision, backend, "mlp")
+    of_x = functools.partial(multiplied, "mlp", prologue, prologue_operands, given)
+    return _chained("mlp", product, hidden, a, ws, v, (), biases, last, both, of_x, **params)
+
+
+def _pairs(a: Any, w: Any, v: Any, dtype: np.dtype, layout: str) -> list[tuple[Any, Any]]:
+    """Returns the factors of both products of a layer, of what lies between them its shape and dtype."""
+    h = jax.ShapeDtypeStruct((*a.shape[:-1], contracted(w, layout[1] == "n")), dtype)
+    return [(a, w), (h, v)]
 
 
 @automatic(lambda x, w2, layout="nn", **_: rows_by_columns(x, w2, layout), on_automatic_axes)
@@ -138,9 +176,13 @@ def grouped_mlp(
     activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu,
     gate: Weights | None = None,
     row_scale: ArrayLike | None = None,
+    prologue: Callable[..., Any] | None = None,
+    prologue_operands: Sequence[Any] = (),
     layout: str = "nn",
     out_dtype: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    accumulate: str = "f32",
+    fp8: Float8Recipe = None,
     group_offset: ArrayLike | None = None,
     backend: str | None = None,
     save: str = "default",
@@ -162,9 +204,13 @@ def grouped_mlp(
       activation: any elementwise function written in JAX.
       gate: like w1.
       row_scale: ``[..., m, 1]``, such as a router's weights.
+      prologue: a function ``(x, *prologue_operands)``, as in ``cutjax.grouped_gemm``.
+      prologue_operands: its further arguments, those of groups too.
       layout: "nn" or "nt", of the weights.
       out_dtype: dtype of the result; that of x and the weights by default.
       precision: of both products, as in ``cutjax.gemm``.
+      accumulate: as in ``cutjax.gemm``.
+      fp8: of both products, as in ``cutjax.grouped_gemm``.
       group_offset: the group that ``w1[0]`` and ``w2[0]`` are of, as in ``cutjax.grouped_gemm``.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
       save: what is kept for the backward pass, as in ``cutjax.mlp``.
@@ -183,12 +229,15 @@ def grouped_mlp(
     """
     where = "grouped_mlp"
     backend = backends.resolve(backend, where)
+    check_accumulate(accumulate, where)
     precision = dot_precision.canonical(precision, where)
     x, w1, w2, gate = as_quantized((x, w1, w2, gate))
     sizes = group_sizes_of(group_sizes, where)
     ranks = (np.ndim(unwrapped(w)) for w in values_of((w1, w2)))
     rank = max(sizes.ndim + 1, np.ndim(unwrapped(values_of(x))), *(rank - 1 for rank in ranks))
     both = _scales(x, w1, w2, gate, layout, where, rank)
+    check_prologue(x, prologue, prologue_operands, where, "x")
+    given = matrix(values_of(x), "x", where)
     a, ws, v, dtype = _arrays(where, x, w1, w2, gate, both, layout, save)
     shapes = f"x is {a.shape}, w1 is {ws[-1].shape}, w2 is {v.shape}"
     if min(v.ndim, ws[0].ndim) < 3 or v.shape[-3] != ws[0].shape[-3]:
@@ -209,8 +258,13 @@ def grouped_mlp(
     scale |= _of_hidden(both[0])
     hidden = _hidden(where, activation, gate is not None)
     out = dtype if out_dtype is None else result_of(out_dtype, where, dtype)
+    precision = dot_precision.accumulated(precision, accumulate, a.dtype, ws[0].dtype)
     params = {"dtype": dtype, "out_dtype": out, "precision": precision, "backend": backend, "save": save}
-    return _chained(where, Rows(leading, layout), hidden, a, ws, v, (sizes,), scale, [], both, **params)
+    product: Product = Rows(leading, layout)
+    if not is_quantized((x, w1, w2, gate)):
+        product = in_float8(fp8, product, _pairs(a, ws[0], v, dtype, layout), groups, precision, backend, where)
+    of_x = functools.partial(multiplied, where, prologue, prologue_operands, given)
+    return _chained(where, product, hidden, a, ws, v, (sizes,), scale, [], both, of_x, **params)
 
 
 def _chained(
@@ -224,6 +278,7 @@ def _chained(
     given: dict[str, jax.Array],
     last: Sequence[jax.Array],
     both: tuple[Scales, Scales],
+    of_x: Callable[..., jax.Array],
     *,
     dtype: np.dtype,
     out_dtype: np.dtype,
@@ -231,15 +286,18 @@ def _chained(
     backend: str,
     save: str,
 ) -> jax.Array:
-    """Returns ``hidden(x @ w, ..., given) @ v``, with ``last`` added, an array or none, told all scales."""
+    """Returns ``hidden(x @ w, ..., given) @ v``, with ``last`` added, an array or none, told all scales.
+
+    What runs a product ``of_x`` has its prologue.
+    """
     first, second = both
     scales = [scale for scale in second.columns if scale is not None]
     factors = product.aligned(Factors(a, [*ws, v], context))
     factors, given, scales, last = match_varying(factors, given, scales, last)
     *ws, v = factors.bs
     factors = dataclasses.replace(factors, bs=ws)
-    multiplied, of_first = first.factored(product, a, ws, context)
-    acc = abstract_accumulator(multiplied.multiplied(a.dtype), product.tile(*map(jax.typeof, factors.arrays)))
+    scaled, of_first = first.factored(product, a, ws, context)
+    acc = abstract_accumulator(scaled.multiplied(a.dtype), product.tile(*map(jax.typeof, factors.arrays)))
     traced = trace_with_dtype(where, hidden, [acc] * len(ws), (given,), (dtype,), product.groups(ws))
     chain = Chain(product, traced.epilogue, out_dtype, precision, backend, save)
     if traced.outside is not None or traced.names or scales or first.blocks or second.blocks:
@@ -247,15 +305,26 @@ def _chained(
         def of_second(h: jax.Array) -> tuple[Product, Factors]:
             return dataclasses.replace(second, dtype=h.dtype).factored(product, h, [v], context)
 
-        return apart(chain, (multiplied, of_first), of_second, hidden, given, last, scales)
-    factors, v, last, operands = match_varying(factors, v, last, list(traced.operands))
-    folded = product.fold(chain.hidden, dataclasses.replace(factors, bs=[*factors.bs, v]), [*last, *operands])
-    if folded is None:
-        return block(chain, factors, v, operands, last)
-    chain = dataclasses.replace(chain, hidden=folded.epilogue)
-    *ws, v = folded.factors.bs
-    last, operands = folded.operands[: len(last)], folded.operands[len(last) :]
-    return folded.unfold(block(chain, dataclasses.replace(folded.factors, bs=ws), v, operands, last))
+        def run_apart(product: Product, factors: Factors) -> jax.Array:
+            return apart(chain, (product, factors), of_second, hidden, given, last, scales)
+
+        return of_x(scaled, of_first, run_apart, precision=precision, backend=backend)
+
+    def run(first: Product, factors: Factors) -> jax.Array:
+        factors, w2, b2, operands = match_varying(first.aligned(factors), v, last, list(traced.operands))
+        both = dataclasses.replace(
+            factors, bs=[*factors.bs, w2], scales=[*factors.scales, ()] if factors.scales else ()
+        )
+        folded = first.fold(chain.hidden, both, [*b2, *operands])
+        if folded is None:
+            return block(dataclasses.replace(chain, first=first), factors, w2, operands, b2)
+        *ws, w2 = folded.factors.bs
+        own = dataclasses.replace(folded.factors, bs=ws, scales=folded.factors.scales[:-1])
+        b2, operands = folded.operands[: len(b2)], folded.operands[len(b2) :]
+        of_rows = dataclasses.replace(chain, hidden=folded.epilogue, first=folded.product)
+        return folded.unfold(block(of_rows, own, w2, operands, b2))
+
+    return of_x(product, factors, run, precision=precision, backend=backend)
 
 
 def _arrays(

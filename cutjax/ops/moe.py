@@ -19,7 +19,8 @@ from cutjax.binding.explicit import automatic, axes
 from cutjax.binding.rules import match_varying
 from cutjax.dtypes import are_narrow
 from cutjax.epilogue.captured import on_automatic_axes
-from cutjax.ops.arguments import contracted, integer
+from cutjax.ops.arguments import check_accumulate, contracted, integer
+from cutjax.ops.fp8 import Float8Recipe
 from cutjax.ops.mlp import check_activation, grouped_mlp
 from cutjax.ops.quantized import Weights, as_quantized, values_of
 from cutjax.ops.routing import broadcastable, routed
@@ -46,6 +47,8 @@ def moe(
     selection_bias: ArrayLike | None = None,
     layout: str = "nn",
     precision: lax.PrecisionLike = None,
+    accumulate: str = "f32",
+    fp8: Float8Recipe = None,
     group_offset: ArrayLike | None = None,
     expert_axis: str | None = None,
     form: str = "auto",
@@ -75,6 +78,8 @@ def moe(
       selection_bias: what is added to the scores to choose the experts, see ``cutjax.route``.
       layout: "nn" or "nt", of the weights; see ``cutjax.gemm``.
       precision: of the products with the weights, as in ``cutjax.gemm``.
+      accumulate: as in ``cutjax.gemm``.
+      fp8: of the products with the weights, as in ``cutjax.grouped_gemm``.
       group_offset: an integer, for expert parallelism: the weights are those of the experts from this one on, and the
         result is their part of the sum, zero for a token that chose none of them. In ``jax.shard_map``, with the
         experts divided over a mesh axis: ``jax.lax.axis_index(axis) * w_gate.shape[0]``, and then a
@@ -112,6 +117,7 @@ def moe(
     if save not in derivative.SAVE:
         raise ValueError(f"moe: unknown save {save!r}, expected one of {derivative.SAVE}")
     check_activation("moe", activation)
+    check_accumulate(accumulate, "moe")
     backend = backends.resolve(backend, "moe")
     precision = dot_precision.canonical(precision, "moe")
     x, logits = matrix(x, "x", "moe"), matrix(router_logits, "router_logits", "moe")
@@ -131,6 +137,7 @@ def moe(
     x, logits, shape = x.reshape(count, x.shape[-1]), logits.reshape(count, experts), x.shape[:-1]
     route = functools.partial(routed, k=k, scoring=scoring, renormalize=renormalize, where="moe")
     params = {"activation": activation, "layout": layout, "precision": precision, "backend": backend, "save": save}
+    params |= {"accumulate": accumulate, "fp8": fp8}
 
     def local(rows: jax.Array, routing: Routing, group_offset: Any = None, given: Any = given) -> jax.Array:
         """Applies the experts of this device to rows sorted by expert."""

@@ -32,7 +32,8 @@ class Quantized:
     rounded to the dtype of the other operand, or the sums of each block where both operands are narrow. A pytree:
     gradients are those of its arrays, of integer values float0.
 
-    An object with ``qvalue``, ``scale`` and ``zero_point``, such as Qwix's QArray, is taken for one.
+    An object with ``qvalue``, ``scale`` and ``zero_point``, such as Qwix's QArray, is taken for one; codes of its "nf4"
+    are read from the table first.
 
     Attributes:
       values: matrices of int8, uint8, int4, uint4, float8_e4m3fn, float8_e5m2 or float4_e2m1fn, or of any other dtype.
@@ -197,8 +198,32 @@ def as_quantized(x: Any) -> Any:
     if isinstance(x, tuple) and not isinstance(x, Quantized):
         return tuple(map(as_quantized, x))
     if not isinstance(x, Quantized) and hasattr(x, "qvalue") and hasattr(x, "scale"):
-        return Quantized(x.qvalue, x.scale, getattr(x, "zero_point", None))
+        return Quantized(_numbers(x), x.scale, getattr(x, "zero_point", None))
     return x
+
+
+# What the codes of Qwix's "nf4" stand for: Dettmers et al., QLoRA (arXiv 2305.14314), appendix E.
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634),
+    *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+# Names of numbers that the values themselves are: of fewer bits than their dtype, or with scales of some kind.
+_LINEAR = ("int2", "int3", "int5", "int6", "int7", "mxfp8", "mxfp8_16", "mxfp4", "nvfp4")
+
+
+def _numbers(x: Any) -> Any:
+    """Returns the values of an object that stands for a quantized operand, codes as the numbers they stand for."""
+    kind = getattr(x, "qtype", None)
+    if not isinstance(kind, str) or kind in _LINEAR:
+        return x.qvalue
+    if kind == "nf4":
+        return jnp.asarray(_NF4, jnp.result_type(unwrapped(x.scale)))[jnp.asarray(x.qvalue).astype(np.int32)]
+    try:
+        np.dtype(kind)
+    except TypeError:
+        raise TypeError(f"the values of an operand are codes of {kind!r}, which is unknown: dequantize it") from None
+    return x.qvalue
 
 
 def is_quantized(w: Any) -> bool:

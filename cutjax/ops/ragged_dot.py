@@ -17,10 +17,14 @@ from cutjax import dot_precision
 from cutjax.binding.explicit import automatic, axes
 from cutjax.dtypes import are_alike
 from cutjax.ops.arguments import check_rows, group_sizes_of, local_sizes, result_dtype
+from cutjax.ops.contraction import Move
+from cutjax.ops.dot_general import moved, permuted
+from cutjax.ops.grouped import depth_product, rows_product
+from cutjax.ops.quantized import Quantized, Weights, as_quantized, is_quantized, values_of
 from cutjax.primitives.accumulators import accumulator, converted, multiplied_in
 from cutjax.primitives.arrays import unwrapped
 from cutjax.primitives.groups import rows_of_groups
-from cutjax.primitives.product import multiply
+from cutjax.primitives.product import Product, multiply
 from cutjax.primitives.ragged import Depth, Rows
 from cutjax.runtime import backends
 
@@ -31,8 +35,8 @@ _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 def ragged_dot(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
+    lhs: Weights,
+    rhs: Weights,
     group_sizes: ArrayLike,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -45,7 +49,7 @@ def ragged_dot(
     no kernel can be compiled, are left to ``jax.lax.ragged_dot``.
 
     Args:
-      lhs: ``[m, k]``, rows sorted by group.
+      lhs: ``[m, k]``, rows sorted by group; or `cutjax.Quantized`, as rhs: see ``cutjax.grouped_gemm``.
       rhs: ``[g, k, n]``.
       group_sizes: integers ``[g]``, any: see ``cutjax.grouped_gemm``. With ``group_offset`` possibly more than g.
       precision: as in ``jax.lax.dot``; None is what ``jax.default_matmul_precision`` says. The kernels accumulate
@@ -75,7 +79,7 @@ def ragged_dot(
 
 def _as_operands(lhs: Any, rhs: Any, ragged_dot_dimension_numbers: Any, **_: Any) -> Callable[[Any], list[Any]]:
     """Returns the sharding of the result: each dimension lies as the operand's that it comes from."""
-    dims = ragged_dot_dimension_numbers
+    dims, lhs, rhs = ragged_dot_dimension_numbers, *values_of(as_quantized((lhs, rhs)))
     (l_contract, r_contract), (l_batch, r_batch) = dims.dot_dimension_numbers
     l_free = _others(lhs.ndim, l_contract, l_batch)
     r_free = _others(rhs.ndim, r_contract, r_batch, dims.rhs_group_dimensions)
@@ -85,8 +89,8 @@ def _as_operands(lhs: Any, rhs: Any, ragged_dot_dimension_numbers: Any, **_: Any
 
 @automatic(_as_operands)
 def ragged_dot_general(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
+    lhs: Weights,
+    rhs: Weights,
     group_sizes: ArrayLike,
     ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
     precision: lax.PrecisionLike = None,
@@ -107,7 +111,7 @@ def ragged_dot_general(
     memory if the order is one that ``cutjax.grouped_gemm`` and ``cutjax.grouped_outer`` take.
 
     Args:
-      lhs: an array.
+      lhs: an array; or `cutjax.Quantized`, as rhs: the result's dtype is then that of ``cutjax.grouped_gemm``.
       rhs: an array.
       group_sizes: integers, as above or ``[g]``; any, see ``cutjax.grouped_gemm``.
       ragged_dot_dimension_numbers: a ``jax.lax.RaggedDotDimensionNumbers``.
@@ -135,25 +139,46 @@ def ragged_dot_general(
     where = "ragged_dot_general"
     if out_sharding is not None:
         raise NotImplementedError(f"{where}: out_sharding must be None, got {out_sharding}; use jax.shard_map")
-    lhs, rhs = jnp.asarray(unwrapped(lhs)), jnp.asarray(unwrapped(rhs))
+    given = lhs, rhs, group_sizes, ragged_dot_dimension_numbers, precision, preferred_element_type, group_offset
+    return in_groups(*given)
+
+
+def in_groups(
+    lhs: Any,
+    rhs: Any,
+    group_sizes: Any,
+    ragged_dot_dimension_numbers: Any,
+    precision: Any,
+    preferred_element_type: Any,
+    group_offset: Any,
+    of: Callable[[Product, Any, Any], Product] = lambda product, *_: product,
+) -> jax.Array:
+    """Computes ragged_dot_general by the product that ``of`` makes of the one of rows in groups, told its factors."""
+    where = "ragged_dot_general"
+    lhs, rhs = (x if isinstance(x, Quantized) else jnp.asarray(unwrapped(x)) for x in map(as_quantized, (lhs, rhs)))
+    quantized = is_quantized((lhs, rhs))
     sizes, dims = group_sizes_of(group_sizes, where), ragged_dot_dimension_numbers
     precision = dot_precision.canonical(precision, where)
     if preferred_element_type is not None:
         preferred_element_type = result_dtype(preferred_element_type, where, "preferred_element_type")
-    out = _check(lhs, rhs, sizes, dims, precision, preferred_element_type, group_offset)
+    given = [jax.ShapeDtypeStruct(x.shape, np.float32) for x in (lhs, rhs)] if quantized else (lhs, rhs)
+    out = _check(*given, sizes, dims, precision, None if quantized else preferred_element_type, group_offset)
     backend = backends.resolve(None, where)
     if any(jax.export.is_symbolic_dim(size) for x in (lhs, rhs, sizes) for size in x.shape):
-        if backend == "cuda" or group_offset is not None:
-            what = "group_offset" if group_offset is not None else "backend 'cuda'"
+        if backend == "cuda" or quantized or group_offset is not None:
+            what = "group_offset" if group_offset is not None else "a quantized operand"
+            what = "backend 'cuda'" if backend == "cuda" else what
             raise NotImplementedError(f"{where}: {what} needs known sizes, got {lhs.shape}, {rhs.shape}, {sizes.shape}")
         return lax.ragged_dot_general(lhs, rhs, sizes, dims, precision, preferred_element_type)
     (l_contract, r_contract), (l_batch, r_batch) = dims.dot_dimension_numbers
     (ragged,) = dims.lhs_ragged_dimensions
     if ragged in l_batch:
-        return lax.dot_general(lhs, rhs, dims.dot_dimension_numbers, precision, preferred_element_type)
+        multiply_all = permuted if quantized else lax.dot_general
+        return multiply_all(lhs, rhs, dims.dot_dimension_numbers, precision, preferred_element_type)
 
     params: dict[str, Any] = {"backend": backend, "precision": precision, "config": None}
-    lhs, rhs = _alike(lhs, rhs, out.dtype)
+    if not quantized:
+        lhs, rhs = _alike(lhs, rhs, out.dtype)
     l_free = _others(lhs.ndim, l_contract, l_batch)
     r_free = _others(rhs.ndim, r_contract, r_batch, dims.rhs_group_dimensions)
     divided = l_contract if ragged in l_contract else l_free
@@ -169,30 +194,43 @@ def ragged_dot_general(
         starts, ends = rows_of_groups(sizes, lhs.shape[ragged], False)
         sizes = (ends - starts) * math.prod(_shape(lhs, after))
 
-    def merged(x: jax.Array, *parts: Sequence[int], keep: int) -> jax.Array:
-        """Returns the array with its dimensions in the order of the parts, those from ``keep`` on merged into one."""
-        shapes = [_shape(x, part) for part in parts]
-        x = lax.transpose(x, [i for part in parts for i in part])
-        return x.reshape(*(i for shape in shapes[:keep] for i in shape), *(math.prod(shape) for shape in shapes[keep:]))
+    def merged(x: Any, *parts: Sequence[int], keep: int, ones: int = 0) -> Any:
+        """Returns an operand with its dimensions in the order of the parts, those from ``keep`` on merged into one.
+
+        After those of the first part come so many of size 1.
+        """
+        first, *rest = ([x.shape[i] for i in part] for part in parts)
+        shapes = [first, [1] * ones, *rest]
+        shape = [i for sizes in shapes[: keep + 1] for i in sizes] + [math.prod(sizes) for sizes in shapes[keep + 1 :]]
+        return moved(Move(x.shape, tuple(i for part in parts for i in part), tuple(shape), (), 0), x, where)
 
     if divided is l_free:
         order = sorted(range(len(r_contract)), key=lambda i: r_contract[i])  # rhs is the larger
         k_of_l, k_of_r = [l_contract[i] for i in order], [r_contract[i] for i in order]
         x = merged(lhs, l_batch, before, [ragged, *after], k_of_l, keep=2)
         matrix = [k_of_r, r_free] if not r_free or k_of_r[:1] < r_free[:1] else [r_free, k_of_r]
-        w = merged(rhs, r_batch, dims.rhs_group_dimensions, *matrix, keep=2)
-        w = lax.expand_dims(w, range(len(batch), len(batch) + len(before)))
-        layout = "nn" if matrix[0] is k_of_r else "nt"
-        d = multiply(Rows(leading, layout), x, w, sizes, out_dtype=out.dtype, **params)
+        w = merged(rhs, r_batch, dims.rhs_group_dimensions, *matrix, keep=2, ones=len(before))
+        product = Rows(leading, "nn" if matrix[0] is k_of_r else "nt")
+        if quantized:
+            how = {"out_dtype": preferred_element_type, "names": ("lhs", "rhs"), **params}
+            d = rows_product(product, x, w, sizes, where=where, **how)
+        else:
+            d = multiply(of(product, x, w), x, w, sizes, out_dtype=out.dtype, **params)
         return d.reshape(out.shape)
 
     others = [r_contract[l_contract.index(i)] for i in divided]
     a = merged(lhs, l_batch, before, [ragged, *after], l_free, keep=2)
     b = merged(rhs, r_batch, others[:at], others[at:], r_free, keep=2)
-    wide = accumulator(lhs.dtype, out.dtype) if before else out.dtype
-    d = multiply(Depth(leading), a, b, sizes, out_dtype=wide, **params)
-    d = d.sum(range(len(batch), len(batch) + len(before)), dtype=wide) if before else d
-    return jnp.moveaxis(d, len(batch), 0).reshape(out.shape).astype(out.dtype)
+    if quantized:
+        how = {"out_dtype": np.float32 if before else preferred_element_type, "names": ("lhs", "rhs"), **params}
+        d = depth_product(Depth(leading), a, b, sizes, where=where, **how)
+        dtype = preferred_element_type or d.dtype
+    else:
+        dtype = out.dtype
+        wide = accumulator(lhs.dtype, dtype) if before else dtype
+        d = multiply(of(Depth(leading), a, b), a, b, sizes, out_dtype=wide, **params)
+    d = d.sum(range(len(batch), len(batch) + len(before)), dtype=d.dtype) if before else d
+    return jnp.moveaxis(d, len(batch), 0).reshape(out.shape).astype(dtype)
 
 
 def _check(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, dims: Any, precision: Any, dtype: Any, offset: Any) -> Any:

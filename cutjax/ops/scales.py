@@ -26,8 +26,9 @@ from cutjax.primitives.accumulators import accumulator, converted
 from cutjax.primitives.arrays import unwrapped
 from cutjax.primitives.factors import Factors
 from cutjax.primitives.hints import Hints
-from cutjax.primitives.product import Product, with_result_dtype
+from cutjax.primitives.product import Product
 from cutjax.primitives.scaled import scaled
+from cutjax.primitives.tracing import with_result_dtype
 
 # A product of a quantized a with so few columns is computed transposed, so that a kernel reads a as it is: for as many
 # rows XLA takes 1.2 to 2.2 times as long (benchmarks/results/quantized-h200.json). The result is transposed once more.
@@ -85,7 +86,7 @@ def promote_values(
     if both_narrow:
         a, *bs = (_of_8_bits(x) for x in (a, *bs))
     apart = both_narrow and not are_alike(a.dtype, bs[0].dtype)
-    if apart or _may_wrap(a.dtype, bs[0].dtype, contracted(a, last)):
+    if apart or may_wrap(a.dtype, bs[0].dtype, contracted(a, last)):
         a = converted(a, np.dtype(jnp.bfloat16) if both_narrow else promoted(of_scales, np.float32))
     return arguments.promote(a, bs, out_dtype, where, narrow)
 
@@ -103,7 +104,7 @@ def _of_8_bits(x: jax.Array) -> jax.Array:
     return x.astype(jnp.int8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float8_e4m3fn)
 
 
-def _may_wrap(a: np.dtype, b: np.dtype, k: Any) -> bool:
+def may_wrap(a: np.dtype, b: np.dtype, k: Any) -> bool:
     """True if sums of k products of two dtypes of integers may pass what they are added up in."""
     if not all(jnp.issubdtype(dtype, jnp.integer) for dtype in (a, b)):
         return False

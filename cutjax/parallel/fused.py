@@ -18,7 +18,7 @@ from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.chain import Chain
 from cutjax.primitives.dense import Dense
 from cutjax.primitives.factors import Factors
-from cutjax.primitives.product import abstract_accumulator, trace_with_dtype
+from cutjax.primitives.tracing import abstract_accumulator, trace_with_dtype
 
 
 def fused(

@@ -24,7 +24,8 @@ from cutjax.primitives import product as products
 from cutjax.primitives.chain import HIDDEN, Chain, tangent_of_second
 from cutjax.primitives.factors import Factors
 from cutjax.primitives.hints import Hints
-from cutjax.primitives.product import Product, abstract_accumulator, multiply
+from cutjax.primitives.product import Product, multiply
+from cutjax.primitives.tracing import abstract_accumulator
 
 GATHERED = "cutjax_gathered"  # the name jax.checkpoint policies see, of the rows of other devices
 

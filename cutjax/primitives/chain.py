@@ -30,7 +30,8 @@ from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator, with_cotangent
 from cutjax.primitives.factors import Factors
 from cutjax.primitives.hints import NO_HINTS, Hints
-from cutjax.primitives.product import Arithmetic, Product, abstract_accumulator
+from cutjax.primitives.product import Arithmetic, Product
+from cutjax.primitives.tracing import abstract_accumulator
 
 HIDDEN = "cutjax_hidden"  # the name jax.checkpoint policies see, of what the second product reads
 
@@ -41,6 +42,7 @@ class Chain:
 
     Attributes:
       product: which two: dense, or of rows in groups.
+      first: the first, where it is another: of what a prologue makes.
       hidden: the epilogue of the first.
       out_dtype: of the result.
       precision, backend, save: as gemm's.
@@ -54,11 +56,23 @@ class Chain:
     backend: str
     save: str
     hints: Hints = NO_HINTS
+    first: Product | None = None
+
+    @property
+    def of_hidden(self) -> Product:
+        """The first product."""
+        return self.first or self.product
 
     @property
     def params(self) -> dict[str, Any]:
         """The parameters of both products."""
         return {"precision": self.precision, "backend": self.backend, "hints": self.hints}
+
+    @property
+    def of_second(self) -> dict[str, Any]:
+        """The parameters of the second product: a float8 algorithm is of the first alone, where that widens."""
+        precision = dot_precision.of_wider(self.precision) if self.dtype.itemsize > 1 else self.precision
+        return {**self.params, "precision": precision}
 
     @property
     def dtype(self) -> np.dtype:
@@ -68,17 +82,17 @@ class Chain:
     @property
     def arithmetic(self) -> Arithmetic:
         """The dtype of the second product, and its parameters."""
-        return Arithmetic(self.dtype, self.precision, self.backend)
+        return Arithmetic(self.dtype, self.of_second["precision"], self.backend)
 
     def second(self, h: jax.Array, w2: jax.Array, context: Sequence[jax.Array]) -> jax.Array:
         """Returns the second product, or one like it."""
-        return products.multiply(self.product, h, w2, *context, out_dtype=self.out_dtype, **self.params)
+        return products.multiply(self.product, h, w2, *context, out_dtype=self.out_dtype, **self.of_second)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def block(chain: Chain, factors: Factors, w2: Any, operands: Any, b2: Any) -> jax.Array:
     """Returns the result, told the factors of the first product; b2 is a list of one array or none."""
-    (h,) = products.bind(chain.product, chain.hidden, factors, operands, save=chain.save, **chain.params)
+    (h,) = products.bind(chain.of_hidden, chain.hidden, factors, operands, save=chain.save, **chain.params)
     return _second(chain, factors.context, h, w2, b2)
 
 
@@ -114,13 +128,13 @@ def _finished(
 ) -> jax.Array:
     """Returns the second product, times its scales and with the bias added, one or none each."""
     if not b2 and not scales:
-        return products.multiply(product, *factors.arrays, out_dtype=chain.out_dtype, **chain.params)
+        return products.multiply(product, *factors.arrays, out_dtype=chain.out_dtype, **chain.of_second)
 
     def finished(acc: jax.Array, scales: Sequence[jax.Array], b2: Sequence[jax.Array]) -> jax.Array:
         acc = functools.reduce(lambda acc, scale: acc * scale.astype(acc.dtype), scales, acc)
         return functools.reduce(lambda acc, b: acc + b.astype(acc.dtype), b2, acc)
 
-    params = {"out_dtype": chain.out_dtype, "save": chain.save, **chain.params}
+    params = {"out_dtype": chain.out_dtype, "save": chain.save, **chain.of_second}
     return products.call(product, finished, factors, (list(scales), list(b2)), **params)
 
 
@@ -130,16 +144,18 @@ def _block_jvp(chain: Chain, primals: Any, tangents: Any) -> tuple[jax.Array, ja
     dots, w2_dot, operand_dots, b2_dot = jax.tree.map(
         _none_if_zero, tangents, is_leaf=lambda t: isinstance(t, SymbolicZero)
     )
-    product, hidden, context = chain.product, chain.hidden, factors.context
-    dtype = derivative.saved_dtype(hidden, factors.a.dtype)
+    product, hidden, context = chain.of_hidden, chain.hidden, factors.context
+    of_factors = product.multiplied(factors.a.dtype)
+    dtype = derivative.saved_dtype(hidden, of_factors)
 
-    def multiply(of: Product, *arrays: jax.Array) -> jax.Array:
-        return products.multiply(of, *arrays, *context, out_dtype=dtype, **chain.params)
+    def multiply(of: Product, a: jax.Array, b: jax.Array, *scales: jax.Array) -> jax.Array:
+        return products.multiply(of, a, b, *context, *scales, out_dtype=dtype, **chain.params)
 
     acc_dots = product.tangents(multiply, factors, dots)
     moves = derivative.moving(acc_dots), derivative.moving(operand_dots)
     needed = derivative.accumulators_needed(hidden, *moves)
-    acc = abstract_accumulator(factors.a.dtype, product.tile(*map(jax.typeof, factors.arrays)))
+    acc = abstract_accumulator(of_factors, product.tile(*map(jax.typeof, factors.arrays)))
+    valued, factors = product.beside(factors, dots)
 
     def values(operands: Any) -> Traced:
         return derivative.differentiated(hidden, acc, operands, *moves, product.groups(factors.bs))
@@ -147,7 +163,7 @@ def _block_jvp(chain: Chain, primals: Any, tangents: Any) -> tuple[jax.Array, ja
     def forward(factors: Factors, operands: Any) -> tuple[jax.Array, list[Any]]:
         traced = values(operands)
         extended, places = derivative.with_accumulators(traced.epilogue, needed, dtype)
-        outs = products.bind(product, extended, factors, traced.operands, save=chain.save, **chain.params)
+        outs = products.bind(valued, extended, factors, traced.operands, save=chain.save, **chain.params)
         kept = [None if i is None else checkpoint_name(outs[i], derivative.PREACTIVATION) for i in places]
         return checkpoint_name(outs[0], HIDDEN), kept
 
@@ -160,7 +176,7 @@ def _block_jvp(chain: Chain, primals: Any, tangents: Any) -> tuple[jax.Array, ja
 
     if chain.save == "recompute":
         traced = values(operands)
-        again = dataclasses.replace(chain, hidden=traced.epilogue)
+        again = dataclasses.replace(chain, hidden=traced.epilogue, first=valued)
         y = block(again, factors, w2, list(traced.operands), b2)
 
         def recomputed(factors: Factors, w2: Any, operands: Any, *dots: Any) -> list[Any]:

@@ -248,6 +248,11 @@ class Convolution(Product):
             a, b = a.astype(preferred), b.astype(preferred)
         if on_cuda and self._is_of_pixels:
             return self._by_dot(a, b, precision or dot_precision.DEFAULT, preferred).astype(out_dtype)
+        if on_cuda and {a.dtype.name, b.dtype.name} <= {"int8", "uint8"} and (parts := self._parts(a, b)):
+            wide = accumulator(a.dtype)
+            one = functools.partial(self.reference, out_dtype=np.dtype(np.float32), precision=None, on_cuda=True)
+            sums = (one(x, y).astype(wide) * (of_x * of_y) for x, of_x in parts[0] for y, of_y in parts[1])
+            return functools.reduce(lax.add, sums).astype(out_dtype)
         product = self.exactly_padded(self.grid) if self.form == "weights" else self
         beyond = any(-min(pads) > extent for pads, extent in zip(product.padding, product._extents, strict=True))
         if not on_cuda or beyond:  # lax refuses padding beyond, which gradients may have
@@ -258,6 +263,22 @@ class Convolution(Product):
             lax.conv_general_dilated, precision=precision or dot_precision.DEFAULT, preferred_element_type=preferred
         )
         return product._by_lax(convolve, a, b).astype(out_dtype)
+
+    def _parts(self, a: jax.Array, b: jax.Array) -> tuple[Any, Any] | None:
+        """Returns integers of 8 bits as few sums of float32 times powers of two, whose products' sums are all exact.
+
+        cuDNN adds up no integers in integers, and XLA refuses such a convolution on a GPU. None where k is too long.
+        """
+        taps = a.size // a.shape[-1] if self.form == "weights" else math.prod(self.window) * a.shape[-1]
+
+        def halves(x: jax.Array) -> list[tuple[jax.Array, int]]:
+            return [((x >> 4).astype(np.float32), 16), ((x & 15).astype(np.float32), 1)]
+
+        whole = [[(x.astype(np.float32), 1)] for x in (a, b)]
+        for found, most in ((whole, 2**16), ([halves(a), whole[1]], 2**12), ([halves(a), halves(b)], 2**8)):
+            if taps * most <= 2**24:
+                return found[0], found[1]
+        return None
 
     @property
     def _is_of_pixels(self) -> bool:

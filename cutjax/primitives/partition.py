@@ -68,6 +68,7 @@ def _shard(
     labels = factors.like(own).context
     of_sums = [_kept(x, names, placement) for x, names in zip(factors.context, labels, strict=True)]
     after = product.after(placement, dataclasses.replace(factors, context=of_sums))
+    product, factors = product.located(placement, whole, factors.like(own), factors)
     local, factors = product.shard(placement, factors)
     known = placement if early else dataclasses.replace(placement, scattered={})
     epilogue, more = located(epilogue, full, tile, known)

@@ -22,13 +22,13 @@ from cutjax.binding.placement import Labels, Placement
 from cutjax.binding.rules import check_varying, match_varying, with_rank
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, OperandSpec, identity
-from cutjax.epilogue.trace import Traced, trace
 from cutjax.kernels.device import Device
 from cutjax.kernels.problem import Problem
 from cutjax.primitives import derivative
 from cutjax.primitives.accumulators import accumulator, widened, with_cotangent
 from cutjax.primitives.factors import Factors
 from cutjax.primitives.hints import NO_HINTS, Hints
+from cutjax.primitives.tracing import abstract_accumulator, trace_with_dtype, with_result_dtype
 
 
 class Product:
@@ -65,6 +65,12 @@ class Product:
 
     def problem(self, *avals: Any, out_dtype: Any, device: Device) -> Problem:
         """Returns the problem of a kernel, from the avals of a, b and the context."""
+        raise NotImplementedError
+
+    def composed(
+        self, epilogue: Epilogue, factors: Factors, operands: Sequence[jax.Array], **params: Any
+    ) -> Sequence[jax.Array]:
+        """Computes the results by other products, those of one that is composed of others."""
         raise NotImplementedError
 
     def multiplied(self, a: np.dtype) -> np.dtype:
@@ -130,7 +136,35 @@ class Product:
         """Returns the product of two operands whose result is to be added up to a shape: itself, or one that adds."""
         return self
 
+    @property
+    def primal(self) -> Product:
+        """The product as it is computed, without what only derivatives need."""
+        return self
+
+    def made(
+        self, prologue: Epilogue, i: int, x: jax.Array, operands: Sequence[jax.Array], context: Sequence[Any]
+    ) -> jax.Array:
+        """Returns a (i = 0) or b (1) that a prologue makes of an array and of its operands."""
+        return prologue.apply([x], operands)[0]
+
+    def as_given(self, i: int) -> bool:
+        """True if a (i = 0) or b (1) is multiplied as it is."""
+        return True
+
+    def unmade(self, factors: Factors) -> tuple[Product, Factors]:
+        """Returns the product of factors as they are multiplied, which scales and prologues make in plain JAX."""
+        return self, factors
+
+    def beside(self, factors: Factors, dots: Factors) -> tuple[Product, Factors]:
+        """Returns the product with the values that JAX computes beside a derivative: a rule in a prologue says them."""
+        return self, factors
+
     # Its batch axes.
+
+    @property
+    def positions(self) -> frozenset[str]:
+        """The axes whose index a prologue uses, as ``Epilogue.positions``."""
+        return frozenset()
 
     def batched(self, at: int, rank: int) -> Product:
         """Returns the product of arrays with one more batch axis, at that place before or among so many."""
@@ -164,6 +198,12 @@ class Product:
 
     def shard(self, placement: Placement, factors: Factors) -> tuple[Product, Factors]:
         """Returns the product that a device computes of its shards, from those."""
+        return self, factors
+
+    def located(
+        self, placement: Placement, whole: Factors, labels: Factors, factors: Factors
+    ) -> tuple[Product, Factors]:
+        """Returns the product of shards whose prologues know where in the whole they are, and its factors."""
         return self, factors
 
     def after(self, placement: Placement, factors: Factors) -> tuple[Product, Sequence[Any]]:
@@ -355,45 +395,3 @@ def plain_products(
     """Binds the plain products beside one with an epilogue, whose parameters are given."""
     params: dict[str, Any] = {"out_dtype": dtype, "precision": precision, "backend": backend, "hints": hints}
     return [multiply(product, *arrays, **params) for arrays in factors.each]
-
-
-def abstract_accumulator(dtype: np.dtype, full: Any, out_dtype: Any = None) -> jax.ShapeDtypeStruct:
-    """Returns the accumulator that an epilogue is traced with: of a product of ``dtype``, with the shape of an aval."""
-    acc = accumulator(dtype, None if isinstance(out_dtype, tuple) else out_dtype)
-    return jax.ShapeDtypeStruct(full.shape, acc, sharding=full.sharding, manual_axis_type=full.mat)
-
-
-def trace_with_dtype(
-    where: str,
-    fn: Callable[..., Any],
-    accs: Sequence[Any],
-    operands: Sequence[Any],
-    out_dtype: Any,
-    groups: int | None = None,
-    rows: int = 1,
-) -> Traced:
-    """Traces a function; its results in the accumulators' dtype are in ``out_dtype``, or each in that of a tuple."""
-    if isinstance(out_dtype, tuple):
-        fn, out_dtype = _casting(where, fn, out_dtype), None
-    traced = trace(fn, accs, operands, groups, rows=rows)
-    return traced._replace(epilogue=derivative.rounded_once(traced.epilogue, out_dtype))
-
-
-def with_result_dtype(results: Any, acc: Any, out_dtype: Any) -> Any:
-    """Returns results with those of full size and the accumulators' dtype in ``out_dtype``, as a kernel has them."""
-    if out_dtype is None or isinstance(out_dtype, tuple):
-        return results
-    return jax.tree.map(lambda x: x.astype(out_dtype) if (x.shape, x.dtype) == (acc.shape, acc.dtype) else x, results)
-
-
-def _casting(where: str, fn: Callable[..., Any], dtypes: tuple[Any, ...]) -> Callable[..., Any]:
-    """Returns the function with each of its results in the dtype asked for."""
-
-    @functools.wraps(fn)
-    def casting(*args: Any) -> Any:
-        leaves, tree = jax.tree.flatten(fn(*args))
-        if len(leaves) != len(dtypes):
-            raise ValueError(f"{where}: out_dtype has {len(dtypes)} entries, the epilogue returns {len(leaves)} arrays")
-        return tree.unflatten(x if t is None else x.astype(t) for x, t in zip(leaves, dtypes, strict=True))
-
-    return casting

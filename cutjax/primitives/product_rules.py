@@ -24,32 +24,26 @@ from cutjax.primitives import derivative, partition
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.factors import sum_to
 from cutjax.primitives.hints import Hints
-from cutjax.primitives.product import (
-    Arithmetic,
-    Product,
-    abstract_accumulator,
-    bind_as_is,
-    multiply,
-    plain_products,
-)
+from cutjax.primitives.product import Arithmetic, Product, bind_as_is, multiply, plain_products
+from cutjax.primitives.tracing import abstract_accumulator
 
 P = TypeVar("P", bound=type[Product])
 
 
-def define_product(name: str) -> Callable[[P], P]:
-    """Gives a class of products its primitive, with every rule."""
+def define_product(name: str, *, composed: bool = False) -> Callable[[P], P]:
+    """Gives a class of products its primitive, with every rule; of one ``composed`` of others, that has no kernel."""
 
     def decorated(product: P) -> P:
         product.primitive = define(
             name,
             abstract=_abstract,
-            reference=_reference,
-            choose=_choose,
+            reference=_composed if composed else _reference,
+            choose=None if composed else _choose,
             batch=_batch,
             jvp=_jvp,
             transpose=_transpose,
             dce=_dce,
-            divided=partition.RULES,
+            divided=None if composed else partition.RULES,
             evaluated=_evaluated,
             multiple_results=True,
         )
@@ -60,7 +54,8 @@ def define_product(name: str) -> Callable[[P], P]:
 
 def _evaluated(params: dict[str, Any]) -> dict[str, Any]:
     """Returns the parameters without the rules of functions and what explain prints: no rule asks for them any more."""
-    return {**params, "epilogue": params["epilogue"].primal, "hints": params["hints"].silent}
+    product, epilogue = params["product"].primal, params["epilogue"].primal
+    return {**params, "product": product, "epilogue": epilogue, "hints": params["hints"].silent}
 
 
 def _abstract(*avals: Any, product: Product, epilogue: Epilogue, **_: Any) -> list[Any]:
@@ -94,6 +89,11 @@ def _reference(
         return accs
     arithmetic = Arithmetic(product.multiplied(factors.a.dtype), precision, backend)
     return product.applied(epilogue, factors.context, arithmetic).apply(accs, operands)
+
+
+def _composed(*args: jax.Array, product: Product, epilogue: Epilogue, **params: Any) -> Sequence[jax.Array]:
+    factors, operands = product.unpack(args, epilogue)
+    return product.composed(epilogue.primal, factors, operands, **params)
 
 
 def _choose(
@@ -146,11 +146,13 @@ def _batch(
     factors, operands = product.unpack(args, epilogue)
     of, of_operands = product.unpack(dims, epilogue)
     of_a, *of_bs = factors.scales or ((),)
-    a, shared = factors.a, all(dim is None for dim in of.arrays[1:])
-    if of.a is not None and shared and a.ndim - product.axes[0] == 1 and of.a < 2 and not of_a:
+    own, *beside = of.scales or ((),)
+    a, shared = factors.a, all(dim is None for dim in (*of.bs, *of.context, *(x for dims in beside for x in dims)))
+    if of.a is not None and shared and a.ndim - product.axes[0] == 1 and of.a < 2:
         # One matrix b for all of a: the batch may be more rows, wherever among the rows it lies.
         bs, of_bs = jax.tree.map(lambda x: with_rank(x, x.ndim + 1), (list(factors.bs), of_bs))
-        moved = dataclasses.replace(factors, bs=bs, scales=[(), *of_bs] if of_bs else ())
+        of_a = tuple(batch_axis(of_a, own, of.a))
+        moved = dataclasses.replace(factors, bs=bs, scales=[of_a, *of_bs] if of_bs else ())
         folded = product.fold(epilogue, moved, batch_axis(operands, of_operands, of.a))
         if folded is not None:
             outs = bind_as_is(folded.product, folded.epilogue, folded.factors, folded.operands, **params)
@@ -159,10 +161,10 @@ def _batch(
     # are counted from the rows outwards, so an epilogue that uses them wants a new axis outermost.
     rank = a.ndim - (of.a is not None) - product.axes[0]
     places = (dim for dim in dims if dim is not None and dim <= rank)
-    at = 0 if "batch" in epilogue.positions else next(places, 0)
+    at = 0 if "batch" in epilogue.positions | product.positions else next(places, 0)
     factors, operands = product.unpack(batch_axis(args, dims, at), epilogue)
     factors, product = product.matched(factors), product.batched(at, rank)
-    if of.a is not None or not shared:
+    if any(dim is not None for dim in of.arrays):
         outs = bind_as_is(product, epilogue, factors, operands, **params)
     else:  # only operands differ: one product serves them all
         accs = plain_products(product, factors, epilogue.accumulator, **params)
@@ -175,8 +177,9 @@ def _jvp(primals: Any, tangents: Any, *, product: Product, epilogue: Epilogue, s
     factors, operands = product.unpack(primals, epilogue)
     dots, operand_dots = product.unpack(none_if_zero(tangents), epilogue)
     shared = _shared(params)
+    valued, values = product.beside(factors, dots)
     if epilogue.plain:
-        outs = bind_as_is(product, epilogue, factors, operands, save=save, **params)
+        outs = bind_as_is(valued, epilogue, values, operands, save=save, **params)
 
         def alike(of: Product, a: Any, b: Any, *scales: Any) -> jax.Array:
             config = params["config"] if of is product else None  # a pinned kernel is for the product it was pinned to
@@ -190,7 +193,7 @@ def _jvp(primals: Any, tangents: Any, *, product: Product, epilogue: Epilogue, s
     def rebind(like: Epilogue, operands: Sequence[jax.Array]) -> list[jax.Array]:
         # Where it saves more, its operands are needed afterwards, and numbered anew.
         in_place = params["in_place"] if like is epilogue else ()
-        return bind_as_is(product, like, factors, operands, **{**params, "save": save, "in_place": in_place})
+        return bind_as_is(valued, like, values, operands, **{**params, "save": save, "in_place": in_place})
 
     def dots_in(dtype: np.dtype) -> list[jax.Array | None]:
         def plain(of: Product, a: Any, b: Any, *scales: Any) -> jax.Array:
@@ -200,13 +203,13 @@ def _jvp(primals: Any, tangents: Any, *, product: Product, epilogue: Epilogue, s
 
     return derivative.derivative(
         epilogue,
-        factors,
+        values,
         operands,
         operand_dots,
         acc,
         bind=rebind,
         tangents=dots_in,
-        multiply=lambda factors, dtype: plain_products(product, factors, dtype, **shared),
+        multiply=lambda factors, dtype: plain_products(valued, factors, dtype, **shared),
         pushed=functools.partial(derivative.push, applied, acc.shape),
         dtype=derivative.saved_dtype(epilogue, product.multiplied(factors.a.dtype)),
         groups=product.groups(factors.bs),
@@ -226,7 +229,7 @@ def _transpose(cotangents: Any, *args: Any, product: Product, epilogue: Epilogue
     if not places or all(map(is_zero, cotangents)):
         return found
     shared = _shared(params)
-    if epilogue.plain and places in ([0], [1]) and not product.unary:
+    if epilogue.plain and places in ([0], [1]) and not product.unary and product.as_given(places[0]):
         found[places[0]] = _cotangent(cotangents[0], args, places[0], product, **shared)
         return found
     # What is linear in products and operands, in plain JAX: of that a product alone is transposed as above.
@@ -237,12 +240,14 @@ def _transpose(cotangents: Any, *args: Any, product: Product, epilogue: Epilogue
         given = iter(linear)
         full = [next(given) if is_linear(x) else x for x in args]
         factors, operands = product.unpack(full, epilogue)
-        accs = plain_products(product, factors, epilogue.accumulator, **shared)
+        plain, factors = product.unmade(factors)
+        accs = plain_products(plain, factors, epilogue.accumulator, **shared)
         applied = product.applied(live, factors.context, Arithmetic.of(product, factors, shared))
         return list(applied.apply(accs, operands))
 
     try:
-        if epilogue.plain or (product.unary and 0 in places):
+        made = not all(map(product.as_given, range(2)))
+        if (epilogue.plain and not made) or (product.unary and 0 in places):
             raise NotImplementedError("a product of two of them is not linear")
         transpose = jax.linear_transpose(function, *(_struct(args[i].aval) for i in places))
         linear = transpose([g for g in cotangents if not is_zero(g)])

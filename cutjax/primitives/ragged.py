@@ -11,6 +11,7 @@ any derivative.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,6 +62,13 @@ class _InGroups(Product):
         leading = self.leading or bool(over_groups)
         before = [starts[..., :1]] if leading else []
         return leading, jnp.concatenate([*before, ends - starts], -1)
+
+    def made(
+        self, prologue: Epilogue, i: int, x: jax.Array, operands: Sequence[jax.Array], context: Sequence[Any]
+    ) -> jax.Array:
+        """Returns the result of a prologue of rows; those of no group, where it may have no derivative, are zero."""
+        rows = functools.partial(in_some_group, sizes=context[0], m=x.shape[-2], leading=self.leading)
+        return rows(prologue.apply([rows(x)], [rows(operand) for operand in operands])[0])
 
     def shard(self, placement: Placement, factors: Factors) -> tuple[Product, Factors]:
         leading, sizes = self.window(placement, factors.context[0], factors.a.shape[-2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ def of_capability(major: int, minor: int) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
+@functools.cache
 def number(arch: str) -> int:
     """Returns 80 for "sm_80", 90 for "sm_90a", 0 where there is none."""
     return int("".join(filter(str.isdigit, arch)) or 0)

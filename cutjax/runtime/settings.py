@@ -26,6 +26,7 @@ class Settings:
       dump_dir: where source, cubin and resource report of every kernel go (``CUTJAX_DUMP_DIR``); None is nowhere.
       target_arch: architecture when a program is lowered for CUDA without a device (``CUTJAX_TARGET_ARCH``).
       tuning_dir: folder of the tuned kernels (``CUTJAX_TUNING_DIR``); None is in the user's data folder.
+      measure: how many kernels are timed for a problem that is new (``CUTJAX_MEASURE``); 0 are by default.
     """
 
     cache_dir: pathlib.Path | None = None
@@ -33,6 +34,7 @@ class Settings:
     dump_dir: pathlib.Path | None = None
     target_arch: str = architectures.DEFAULT
     tuning_dir: pathlib.Path | None = None
+    measure: int = 0
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Settings:
@@ -51,6 +53,10 @@ class Settings:
                 fields["target_arch"] = architectures.canonical(value)
             except ValueError as error:
                 raise ValueError(f"CUTJAX_TARGET_ARCH: {error}") from None
+        if value := environ.get("CUTJAX_MEASURE"):
+            if not value.isdecimal():
+                raise ValueError(f"CUTJAX_MEASURE: expected a number of kernels, 0 or more, got {value!r}")
+            fields["measure"] = int(value)
         return cls(**fields)
 
 

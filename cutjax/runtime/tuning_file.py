@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import glob
 import json
 import os
 import pathlib
@@ -120,6 +121,8 @@ def merge(path: pathlib.Path, devices: Mapping[str, Mapping[str, Any]]) -> None:
             os.replace(path, aside)
             disk_cache.warn_once(aside, f"cutjax: {path} is set aside as {aside.name}: {content.problem}")
         merged = content.devices
+        for part in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
+            part.unlink(missing_ok=True)  # of a writer that was killed: who holds the lock is the only one
         for device, entries in devices.items():
             merged.setdefault(device, {}).update(entries)
         _replace(path, encoded(merged))

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import math
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
@@ -224,8 +225,19 @@ def _why_not(product: walk.Found, problem: Problem) -> str:
     return "" if choice.served else "; ".join(choice.reasons)
 
 
-def run(found: Iterable[walk.Found], most: int, path: pathlib.Path | None, progress: bool) -> Report:
-    """Measures products; the fastest of each goes to a file, none where ``path`` is None."""
+def run(
+    found: Iterable[walk.Found],
+    most: int,
+    path: pathlib.Path | None,
+    progress: bool,
+    *,
+    seconds: float = math.inf,
+    again: bool = True,
+) -> Report:
+    """Measures products; the fastest of each goes to a file, none where ``path`` is None.
+
+    A product is timed for about so many seconds. ``again``: functions that were jitted before are compiled again.
+    """
     todo, skipped = tasks(found, most)
     shown = Progress(sum(len(task.configs) for task in todo) + len(todo), progress)
     with shown:
@@ -235,7 +247,7 @@ def run(found: Iterable[walk.Found], most: int, path: pathlib.Path | None, progr
             for task in todo:
                 shown.step(f"timing {task.problem}")
                 try:
-                    times = timed(task)
+                    times = timed(task, seconds)
                 except Exception as error:  # this problem's: out of memory, say
                     skipped.append(Skipped(str(task.problem), measure.reason(error), task.count))
                     continue
@@ -248,7 +260,8 @@ def run(found: Iterable[walk.Found], most: int, path: pathlib.Path | None, progr
         finally:  # what was measured before an interruption counts
             if changed:
                 tuned.read_again()
-                jax.clear_caches()
+                if again:
+                    jax.clear_caches()
     return Report(tuple(rows), tuple(skipped), lowering.target().kind, path)
 
 
@@ -263,12 +276,12 @@ def compile_all(todo: Sequence[Task], shown: Progress) -> None:
     measure.parallel(lambda pair: compile_one(*pair), [(task, config) for task in todo for config in task.configs])
 
 
-def timed(task: Task) -> measure.Times:
-    """Times the candidates of a task on this device."""
+def timed(task: Task, seconds: float = math.inf) -> measure.Times:
+    """Times the candidates of a task on this device, for about so many seconds."""
     inputs = measure.Inputs(task.inputs, task.problem.device.l2_bytes)
     keep = [XLA, *([] if task.before.config is None else [task.before.config])]
     # XLA may add up parts in 16 bits: a product that users have anyway, and not exact.
-    return measure.times(task.functions, inputs, task.reference, task.problem.plain, keep, trusted=(XLA,))
+    return measure.times(task.functions, inputs, task.reference, task.problem.plain, keep, (XLA,), seconds)
 
 
 def _row(task: Task, times: measure.Times) -> tuple[Row, tuned.Entry | None]:

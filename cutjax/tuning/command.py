@@ -1,4 +1,4 @@
-"""The commands of ``python -m cutjax``: info, tune and bench."""
+"""The commands of ``python -m cutjax``: info, run, tune and bench."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import pathlib
 import re
+import runpy
 import sys
 from collections.abc import Sequence
 
@@ -80,6 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     other.add_argument("--arch", help="a GPU of this architecture instead, e.g. sm_80: its rates, and what runs on it")
     other.add_argument("--device", help="the same for one GPU, e.g. 'NVIDIA A100-SXM4-80GB'")
     other.add_argument("--report", type=pathlib.Path, help="the same for the GPU of a report, with the rates in it")
+    program = commands.add_parser("run", help="run a program under cutjax.patch: what it jits is fused")
+    program.add_argument("-m", dest="module", action="store_true", help="the program is a module, as of python -m")
+    program.add_argument("program", help="a file of Python, or a module")
+    program.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
     tune = commands.add_parser("tune", help="measure kernels for products, and keep the fastest")
     bench = commands.add_parser("bench", help="time what runs for products, and XLA; keeps nothing")
     for command, count in ((tune, "+"), (bench, "*")):
@@ -92,12 +97,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.command == "bench" and bool(given.products) == (given.report is not None):
         bench.error("expected products, or --report for those of the sample")
+    if given.command == "run":
+        if not given.module and not pathlib.Path(given.program).exists():
+            program.error(f"no such file: {given.program}")
+        run(given.program, given.arguments, given.module)
+        return 0
     try:
         print(_about(given) if given.command == "info" else _measured(given))
     except (RuntimeError, ValueError, OSError) as error:
         print(f"python -m cutjax {given.command}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def run(program: str, arguments: Sequence[str], module: bool = False) -> None:
+    """Runs a file or a module as Python would, under ``cutjax.patch``; says at its end, on stderr, what was fused."""
+    import cutjax
+
+    argv, path = sys.argv, sys.path
+    with cutjax.patch() as patched:
+        try:
+            if module:
+                sys.argv = [program, *arguments]
+                runpy.run_module(program, run_name="__main__", alter_sys=True)
+            else:  # the file's folder first, in place of this one's, as `python file` has it
+                sys.argv, sys.path = [program, *arguments], [str(pathlib.Path(program).resolve().parent), *path[1:]]
+                runpy.run_path(program, run_name="__main__")
+        finally:
+            sys.argv, sys.path = argv, path
+            print(patched, file=sys.stderr)
 
 
 def _about(given: argparse.Namespace) -> str:

@@ -63,6 +63,7 @@ def times(
     exact: bool,
     keep: Collection[Hashable] = (),
     trusted: Collection[Hashable] = (),
+    seconds: float = math.inf,
 ) -> Times:
     """Times functions in turns; all in a few rounds, then the fastest in more.
 
@@ -73,6 +74,7 @@ def times(
       exact: whether they must be equal.
       keep: functions that are in the last rounds however fast they are.
       trusted: functions whose results are right whatever they are.
+      seconds: after which no further round begins, once each function has been timed.
     """
     keys = iter(jax.random.split(jax.random.key(0), MOST_SETS + 1))
     make = jax.jit(inputs.make, static_argnums=1)
@@ -101,7 +103,7 @@ def times(
         except Exception as error:
             found.dropped[name] = reason(error)
     del expected
-    rounds = _Rounds(programs, chosen, calls, found)
+    rounds = _Rounds(programs, chosen, calls, found, time.monotonic() + seconds)
     rounds.play(list(programs), FIRST_ROUNDS)
     last = {*sorted(rounds.samples, key=rounds.us)[:FINALISTS], *keep}
     rounds.play([name for name in rounds.samples if name in last], LAST_ROUNDS)
@@ -117,8 +119,11 @@ def reason(error: BaseException) -> str:
 class _Rounds:
     """The samples of programs that run in turns; a program that fails is dropped."""
 
-    def __init__(self, programs: Mapping[Hashable, Any], chosen: Sequence[Any], calls: int, found: Times):
+    def __init__(
+        self, programs: Mapping[Hashable, Any], chosen: Sequence[Any], calls: int, found: Times, deadline: float
+    ):
         self._programs, self._chosen, self._calls, self._found = programs, chosen, calls, found
+        self._deadline = deadline
         self.samples: dict[Any, list[float]] = {name: [] for name in programs}
 
     def us(self, name: Hashable) -> float:
@@ -128,9 +133,13 @@ class _Rounds:
     def play(self, names: Sequence[Hashable], count: int) -> None:
         """Takes samples of some programs; of each only those of the last call count, so that they compare."""
         order = random.Random(0)  # a lazy neighbour leaves a cooler card: not always the same one
+        if time.monotonic() > self._deadline and all(self.samples[name] for name in names):
+            return
         for name in names:
             self.samples[name].clear()
-        for _ in range(count):
+        for done in range(count):
+            if done and time.monotonic() > self._deadline:
+                return
             for name in order.sample(list(names), len(names)):
                 if name in self.samples:
                     self._sample(name)

@@ -220,7 +220,11 @@ def other_libraries(monkeypatch):
 
 SMALL_CASES: dict[str, Any] = {
     "gemm": (SMALL,),
-    "fused": (fused.Fused("gated", (64, 48, 32), 1.1, 1.03), fused.Fused("layer", (32, 48, 16), 1.2)),
+    "fused": (
+        fused.Fused("gated", (64, 48, 32), 1.1, 1.03),
+        fused.Fused("layer", (32, 48, 16), 1.2),
+        fused.Fused("prologue", (8, 32, 48)),
+    ),
     "grouped": (GROUPED,),
     "moe": (LAYER,),
     "gather": (gather.Gather("small", 16, 2, 64, 4),),
@@ -231,7 +235,7 @@ SMALL_CASES: dict[str, Any] = {
 }
 NAMES = {
     "gemm": ["2x64x48x32 tn"],
-    "fused": ["64x48x32 silu(x@wg)*(x@wu)", "32x48x16 bias+gelu layer, fwd+bwd"],
+    "fused": ["64x48x32 silu(x@wg)*(x@wu)", "32x48x16 bias+gelu layer, fwd+bwd", "8x32x48 rms norm"],
     "grouped": [f"{GROUPED.name} {product}" for product in PRODUCTS],
     "moe": ["small fwd+bwd"],
     "gather": [f"small {name}" for name in ("rows", "2x4x8192", "4x4x8192", "6x4x4096", "4x6x2048")],

@@ -16,18 +16,15 @@ from benchmarks.ops import programs
 from benchmarks.record import Roofline
 
 PROGRAMS = {program.name: program for program in programs.SUITE.cases}
-# Each way in some program; the command line runs decoding. All in all of them: --tag tiny.
+# Each way in some program; the command line runs decoding, and others are traced. All in all of them: --tag tiny.
 TINY = {
     "tiny llama block": ("dropin", "fuse", "flax"),
     "tiny deepseek block": ("fuse",),
     "tiny gpt2 medium": ("step",),
     "tiny vit b16": ("flax",),
     "tiny resnet50": ("flax",),
-    "tiny convnext-t": (),
     "tiny hifi-gan": ("dropin",),
-    "tiny diffusion u-net": (),
     "tiny 3-d u-net": ("fuse",),
-    "tiny efficientnet-b0": (),
 }
 RUN = suite.Run("host", Roofline(math.nan, math.nan))
 
@@ -57,6 +54,17 @@ def test_the_ways_agree(quick, name):
         assert ("jax" in row.ratios) == (row.product not in PROGRAMS[name].baselines)
     if PROGRAMS[name].trains:
         assert rows["jax"].figures["losses"][0] > rows["jax"].figures["losses"][-1]
+
+
+@pytest.mark.parametrize("name", ["tiny convnext-t", "tiny diffusion u-net", "tiny efficientnet-b0"])
+def test_gradients_are_traced(name):
+    """In plain JAX and by fuse, of models like those that are run."""
+    model = PROGRAMS[name].make()
+    with jax.numpy_dtype_promotion("standard"):
+        params, inputs = jax.eval_shape(model.init, jax.random.key(0))
+        for way in ("jax", "fuse"):
+            gradients = jax.eval_shape(jax.grad(model.loss(ways.way(way))), params, inputs)
+            assert jax.tree.structure(gradients) == jax.tree.structure(params)
 
 
 def test_a_way_that_is_wrong_or_fails_is_told(quick, monkeypatch):
@@ -107,12 +115,11 @@ SIZES = {
 
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes(name):
-    """Of the parameters; and that plain JAX's loss can be traced at the sizes that are reported."""
+    """Of the parameters, at the sizes that are reported."""
     model = PROGRAMS[name].make()
     with jax.numpy_dtype_promotion("standard"):
-        params, inputs = jax.eval_shape(model.init, jax.random.key(0))
+        params, _ = jax.eval_shape(model.init, jax.random.key(0))
         assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) == SIZES[name]
-        assert jax.eval_shape(model.loss(ways.way("jax")), params, inputs).shape == ()
 
 
 @pytest.mark.filterwarnings("ignore")  # of the Flax classes, which transformers 5 has no more

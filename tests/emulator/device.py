@@ -29,6 +29,7 @@ import numpy as np
 from cutjax.binding import lowering
 from cutjax.kernels import base, gather
 from cutjax.kernels.direct import entries
+from cutjax.kernels.network import kernel as network
 from cutjax.ops import cuda_launch
 from cutjax.runtime import compiler
 from cutjax.runtime.compiler import Cubin, Resources
@@ -38,6 +39,7 @@ from emulator import ptx
 
 _NATIVE = pathlib.Path(__file__).parent / "native"
 _FLAGS = ("-std=c++20", "-O2", "-ftree-vectorize", "-march=native", "-fPIC", "-Wall")
+_COMPILING = base, gather, entries, network, compiler  # modules that compile kernels
 _SPACE = 1 << 40  # buffer i begins at i + 1 of these: native/machine.h
 _SWIZZLES = {0: 0, 32: 32, 64: 64, 128: 128}
 SMS = 2  # of this device: few, so that blocks take several tiles
@@ -234,9 +236,7 @@ def emulated(machine: Machine | None = None) -> Iterator[None]:
 
     # Of `cutjax.cuda_kernel`, which looks into the code.
     patches = [mock.patch.object(cuda_launch.cubin, "kernels", _entries)]
-    patches += [
-        mock.patch.object(module, "compile_kernel", compile_ptx) for module in (base, gather, entries, compiler)
-    ]
+    patches += [mock.patch.object(module, "compile_kernel", compile_ptx) for module in _COMPILING]
     patches += [
         mock.patch.object(lowering, "decide", _prepared(decided)),
         mock.patch.object(lowering, "launch", launched),

@@ -200,3 +200,22 @@ def test_second_derivatives():
     expected = jax.jit(jax.hessian(fn))(*args)
     close(jax.jit(jax.hessian(always(fn)))(*args), expected, 1e-4)
     close(always(jax.hessian(fn))(*args), expected, 1e-4)
+
+
+@pytest.mark.versions
+def test_functions_with_a_rule_for_vmap():
+    """Products in them are fused; vmapped, the rule runs as it is."""
+
+    @jax.custom_batching.custom_vmap
+    def layer(x, w):
+        return jax.nn.relu(x @ w)
+
+    @layer.def_vmap
+    def rule(size, batched, x, w):
+        assert batched == [True, False]
+        return 2 * jax.nn.relu(x @ w), True
+
+    fused, x, w = always(layer), jnp.ones((64, 32), BF16), jnp.ones((32, 128), BF16)
+    assert "cutjax_gemm" in str(jax.make_jaxpr(fused)(x, w))
+    close(fused(x, w), layer(x, w), ROUNDING)
+    close(jax.vmap(fused, (0, None))(x[None], w), 2 * layer(x, w)[None], ROUNDING)

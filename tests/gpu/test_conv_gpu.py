@@ -21,7 +21,7 @@ from windows import KINDS, asked, product, shapes, view
 import cutjax
 from benchmarks import oracle
 from cutjax.epilogue.trace import trace
-from cutjax.kernels.families import ranked
+from cutjax.kernels.halo import family as halo
 
 pytestmark = pytest.mark.gpu
 
@@ -196,7 +196,7 @@ def _dtypes() -> list[Item]:
         of_groups = view(2, (13, 14), (3, 3), 64, low=(1, 1), high=(1, 1), groups=4)
         problem = asked(of_groups, 256, "in order", dtype=jnp.dtype(dtype), out_dtype=jnp.dtype(out))
         problem = dataclasses.replace(problem, math=math)
-        found += [Item(problem, kernel.config, f"groups: {dtype} {math}") for kernel, _ in ranked(problem)[:1]]
+        found += [Item(problem, config, f"groups: {dtype} {math}") for config in cutjax.candidates(problem)[:1]]
     return found
 
 
@@ -212,7 +212,7 @@ def _groups() -> list[Item]:
         for kind in KINDS:
             problem = asked(of, n, kind)
             label = f"{kind}: {groups} of {channels}"
-            found += [Item(problem, kernel.config, label, 2) for kernel, _ in ranked(problem)[:1]]
+            found += [Item(problem, config, label, 2) for config in cutjax.candidates(problem)[:1]]
     return found
 
 
@@ -223,7 +223,7 @@ def _halos() -> list[Item]:
         for j, kind in enumerate((*KINDS[:3], "backwards")):
             dtype = (H, np.dtype(np.float16))[(i + j) % 2]
             problem = asked(of, (32, 72, 136, 24)[(i + j) % 4], kind, dtype=dtype, out_dtype=(dtype, F32)[i % 2])
-            served = [kernel.config for kernel, _ in ranked(problem) if kernel.family == "halo"]
+            served = [config for config in cutjax.candidates(problem) if isinstance(config, halo.Config)]
             shapes = {(config.bn, config.consumers, config.along): config for config in reversed(served)}
             for config in [*shapes.values()][(i + j) % 3 :: 3]:
                 found.append(Item(problem, config, f"{kind}: {name} {config}", 1 + j % 3))
@@ -249,7 +249,7 @@ def _gaussian() -> list[Item]:
     for name in ("1d k11 d5", "2d 3x3", "2d 3x3 /2", "3d 3x3x3"):
         for kind in KINDS:
             problem = asked(GEOMETRIES[name], 256, kind)
-            served = [kernel.config for kernel, _ in ranked(problem)]
+            served = cutjax.candidates(problem)
             picked = dict.fromkeys((served[0], served[len(served) // 3]))
             found += [Item(problem, config, f"{kind}: {name} {i}", 1, True) for i, config in enumerate(picked)]
     return found

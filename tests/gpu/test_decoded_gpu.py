@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-from test_quantized_gpu import ERRORS, F32, LAYOUTS, every_value, stored
+from test_quantized_gpu import ERRORS, F32, LAYOUTS, check_every_value
 
 import cutjax
 from cutjax import Quantized
@@ -44,17 +44,8 @@ def pinned(rng, problem, count):
 @pytest.mark.parametrize("narrow", EIGHT_BITS)
 @pytest.mark.parametrize("wide", ["bfloat16", "float16"])
 def test_every_value_is_exact(wide, narrow, layout):
-    rng = np.random.default_rng([problems.SEED, 41, EIGHT_BITS.index(narrow), LAYOUTS.index(layout)])
-    for m, n, k in SIZES:
-        m = -(-m // 8) * 8 if layout[0] == "t" else m
-        problem = cutjax.Problem.of(m, n, k, layout, wide, narrow, F32)
-        a = rng.integers(-1, 2, (m, k)).astype(jnp.dtype(wide))
-        b = rng.permutation(np.resize(every_value(narrow), k * n)).reshape(k, n)
-        expected = a.astype(np.float64) @ b.astype(np.float64)
-        for config in pinned(rng, problem, 2):
-            gemm = functools.partial(cutjax.gemm, layout=layout, out_dtype=F32, backend="cuda", config=config)
-            out = jax.jit(gemm)(stored(a, layout[0]), stored(b, layout[1]))
-            np.testing.assert_array_equal(np.asarray(out), expected, err_msg=str(config))
+    sizes = [(-(-m // 8) * 8 if layout[0] == "t" else m, n, k) for m, n, k in SIZES]
+    check_every_value(41, wide, narrow, layout, sizes, pinned)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

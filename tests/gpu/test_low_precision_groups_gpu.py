@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 
+import grouped_weights as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-import quantized_cases as cases
-from quantized_cases import Weights
+from grouped_weights import Weights
 from test_quantized_gpu import ERRORS
 
 import cutjax

@@ -59,12 +59,10 @@ def pinned(rng, problem, count):
     return [*chosen, *[config for config in serving if config.slim][:1]]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("narrow", EIGHT_BITS)
-@pytest.mark.parametrize("wide", ["bfloat16", "float16"])
-def test_every_value_is_decoded_exactly(wide, narrow, layout):
-    rng = np.random.default_rng([problems.SEED, 31, EIGHT_BITS.index(narrow), LAYOUTS.index(layout)])
-    for m, n, k in SIZES:
+def check_every_value(seed, wide, narrow, layout, sizes, pinned):
+    """Multiplies every value of 8 bits by -1, 0 and 1, by some configs of ``pinned(rng, problem, count)``."""
+    rng = np.random.default_rng([problems.SEED, seed, EIGHT_BITS.index(narrow), LAYOUTS.index(layout)])
+    for m, n, k in sizes:
         problem = cutjax.Problem.of(m, n, k, layout, wide, narrow, F32, epilogue=identity(F32, F32), device=_device())
         a = rng.integers(-1, 2, (m, k)).astype(jnp.dtype(wide))
         b = rng.permutation(np.resize(every_value(narrow), k * n)).reshape(k, n)
@@ -73,6 +71,13 @@ def test_every_value_is_decoded_exactly(wide, narrow, layout):
             gemm = functools.partial(cutjax.gemm, layout=layout, out_dtype=F32, backend="cuda", config=config)
             out = jax.jit(gemm)(stored(a, layout[0]), stored(b, layout[1]))
             np.testing.assert_array_equal(np.asarray(out), expected, err_msg=str(config))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("narrow", EIGHT_BITS)
+@pytest.mark.parametrize("wide", ["bfloat16", "float16"])
+def test_every_value_is_decoded_exactly(wide, narrow, layout):
+    check_every_value(31, wide, narrow, layout, SIZES, pinned)
 
 
 @functools.cache

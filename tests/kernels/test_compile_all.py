@@ -17,7 +17,7 @@ from cutjax.runtime.architectures import ARCHITECTURES
 pytestmark = pytest.mark.skipif(
     compiler.compiler_missing() is not None or nvdisasm() is None, reason="needs NVRTC and nvidia-cuda-nvdisasm"
 )
-EACH, EVERY = 1, 7
+EACH, EVERY = 1, 21
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

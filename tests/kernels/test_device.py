@@ -7,6 +7,7 @@ import pytest
 
 import cutjax
 from cutjax.kernels import choose, device, families
+from cutjax.kernels.prices import one_by_one
 from cutjax.runtime import architectures
 
 H200 = device.reference("sm_90a")
@@ -185,6 +186,9 @@ class Simplest:
 
     def configs(self, problem):
         return [Simple(1), Simple(10000), Simple(-1)]
+
+    def prices(self, problem):
+        return one_by_one(problem, self.configs(problem), self.resolve)
 
     def resolve(self, problem, config):
         if why := self.reasons(problem) or (("a negative width",) if config.width < 0 else ()):

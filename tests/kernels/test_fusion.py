@@ -19,7 +19,7 @@ import cutjax
 from cutjax.epilogue import emit
 from cutjax.epilogue.expression import Node, Output, normal
 from cutjax.epilogue.trace import trace
-from cutjax.kernels import base, epilogue_text
+from cutjax.kernels import epilogue_text
 from cutjax.kernels.arguments import place_steps
 from cutjax.kernels.sm90 import kernel as sm90
 from cutjax.kernels.staging import plan_staging
@@ -97,7 +97,7 @@ def test_every_tile_compiles_lean(name):
     configs = [config for config in cutjax.candidates(asked) if config.cluster == 1]
     configs = telling(configs, 32)
     assert len(configs) > 8
-    configs = in_turns(configs, 2 * list(CASES).index(name), 2 * len(CASES))
+    configs = in_turns(configs, 4 * list(CASES).index(name), 4 * len(CASES))
     # 83 KB at most: the derivative, inlined 96 times, and its sum. Of SPILLED a few of the widest tiles keep one number
     # of 4 bytes, or two, in memory: stored once a tile, or a chunk, never in the mainloop.
     check_lean(asked, configs, 96 << 10, most_spilled=SPILLED.get(name, 0))
@@ -142,7 +142,8 @@ def test_long_epilogues_compile_lean(name):
     asked = problem(*LONG[name])
     assert plan_staging(asked.epilogue).called
     configs = [config for config in cutjax.candidates(asked) if config.cluster == 1]
-    check_lean(asked, in_turns(telling(configs, 64), list(LONG).index(name), 48), 56 << 10)  # 43 KB at most
+    configs = in_turns(telling(configs, 64), list(LONG).index(name), 48)  # in one of two the widest alone
+    check_lean(asked, configs[: 1 + list(LONG).index(name) % 2], 56 << 10)  # 43 KB at most
 
 
 FUNCTIONS = {name: getattr(jax.lax, name) for name in cases.SMOOTH} | {
@@ -250,8 +251,7 @@ def parameters(text):
 
 
 @pytest.mark.parametrize("name", ["plain", *CASES])
-def test_the_plan_passes_what_the_kernel_takes(name, monkeypatch):
-    monkeypatch.setattr(base, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
+def test_the_plan_passes_what_the_kernel_takes(name):
     asked = cutjax.Problem.of(4096, 4096, 4096) if name == "plain" else problem(*CASES[name])
     config = cutjax.candidates(asked)[0]
     plan = sm90.resolved(asked, config).call().launches[0]
@@ -317,9 +317,8 @@ def test_what_no_kernel_of_wgmma_does(fn, operands, sizes, match):
 
 
 @pytest.mark.parametrize("batch", [(5,), (3, 5), (4, 1, 6)], ids=str)
-def test_places_in_the_batch(batch, monkeypatch):
+def test_places_in_the_batch(batch):
     """What the kernel makes of a result's number is its place, and the sizes are no part of the text."""
-    monkeypatch.setattr(base, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
     places = [(axis, i + (axis == "row")) for axis in ("batch", "row") for i in range(len(batch))]
     nodes, last = [Node("acc", params=(0,))], 0
     for place in places:
@@ -358,8 +357,7 @@ def test_a_long_epilogue_gets_small_tiles():
     assert "192 accumulator registers a thread, at most 128" in reason
 
 
-def test_partial_results_of_reductions(monkeypatch):
-    monkeypatch.setattr(base, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
+def test_partial_results_of_reductions():
     asked = problem(*CASES["all reductions"], sizes=(1000, 1160, 256))
     plan = sm90.resolved(asked, cutjax.Config(bm=128, bn=128, stages=2)).call()
     shapes = [x.shape for x in plan.results]

@@ -23,7 +23,7 @@ SIZES = (2**31 - 8, 2**31, 2**32 + 8)
 
 
 @pytest.fixture
-def compile_nothing_at_all(compile_nothing, monkeypatch):
+def compile_nothing_at_all(monkeypatch):
     monkeypatch.setattr(compiler, "compiler_missing", lambda: "")
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 
+import grouped_weights as cases
 import gxx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import quantized_cases as cases
 from emulator import device
-from quantized_cases import Weights
+from grouped_weights import Weights
 
 import cutjax
 from cutjax import Config, Quantized

@@ -40,7 +40,7 @@ INSTRUCTIONS = [
         ("f8_e5m2xf8_e4m3fn", "k", "tn", "sm_90a", (33, 20, 203)),
     ],
 )
-def test_products_are_exact(way, kind, layout, arch, sizes, tmp_path, compile_nothing):
+def test_products_are_exact(way, kind, layout, arch, sizes, tmp_path):
     item = products.Item(way, kind, layout, *sizes, arch=arch)
     bm = 64 if kind == "symmetric" else 32
     case = launches.Case(item.problem, Config(bm, 64, 64, 32, 32, stages=3), item.data, "")
@@ -72,7 +72,7 @@ def test_groups_of_k_do_not_spill(way, arch):
     assert cubin.resources.spill_store_bytes == 0, f"{kernel.name}: {cubin.resources}"
 
 
-def test_a_weights_gradient_of_int8_has_a_kernel(compile_nothing, monkeypatch):
+def test_a_weights_gradient_of_int8_has_a_kernel(monkeypatch):
     names = []
     cubin = compiler.Cubin(b"cubin", compiler.Resources(None, None, None, None, None), "", 0.0, False)
     monkeypatch.setattr(base, "compile_kernel", lambda source, *, name, arch: names.append(name) or cubin)

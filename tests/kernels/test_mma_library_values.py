@@ -23,7 +23,6 @@ def slim(bm, bn, sliced_k, swap=False, wn=0):
 
 # (dtype, layout, architecture, m, n, k, config): b along k and across it, elements of every size, rows of odd length.
 SLIM = [
-    ("float32", "nn", "sm_80", 1, 70, 300, slim(1, 32, 4)),
     ("float32", "nt", "sm_80", 3, 37, 131, slim(4, 16, 4)),
     ("float32", "tt", "sm_75", 4, 40, 77, slim(4, 32, 8)),
     ("float64", "tn", "sm_89", 2, 51, 67, slim(2, 16, 2)),
@@ -32,7 +31,6 @@ SLIM = [
     ("int8", "nn", "sm_80", 2, 67, 133, slim(2, 64, 2)),
     ("complex128", "nt", "sm_80", 3, 21, 19, slim(4, 16, 4)),
     ("bfloat16", "nn", "sm_80", 133, 3, 131, slim(4, 32, 4, True)),
-    ("float32", "nt", "sm_80", 70, 1, 64, slim(1, 32, 4, True)),
     ("complex64", "tt", "sm_80", 51, 2, 33, slim(2, 16, 2, True)),
 ]
 

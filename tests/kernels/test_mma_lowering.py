@@ -95,7 +95,8 @@ def test_symmetric_results_of_any_size_of_elements(out):
     assert all(config.bm % 64 == config.bn % 64 == 0 for config in configs)
     widest = mma.resolved(asked, max(configs, key=lambda config: config.wn))
     odd = mma.resolved(symmetric(1001, out=out), configs[0])
-    compile_all({(kernel.name, "sm_80"): kernel.source for kernel in (widest, odd)})
+    compiled = (widest, odd) if out == "bfloat16" else (widest,)
+    compile_all({(kernel.name, "sm_80"): kernel.source for kernel in compiled})
 
 
 def test_symmetric_tiles_are_those_of_a_triangle():

@@ -17,7 +17,7 @@ def grid(problem, config):
     return launch.grid[0]
 
 
-def test_the_grid_is_that_of_so_many_sms(compile_nothing):
+def test_the_grid_is_that_of_so_many_sms():
     config = cutjax.Config(128, 256, cluster_m=2)
     assert grid(SQUARE, config) == 512  # clipped where it runs
     assert grid(SQUARE, dataclasses.replace(config, sms=124)) == 124
@@ -42,7 +42,7 @@ def test_the_predicted_time_is_that_of_fewer_sms():
     assert 1.6 < times[3] / times[0] < 2.2
 
 
-def test_the_kernel_is_the_same(compile_nothing):
+def test_the_kernel_is_the_same():
     config = cutjax.Config(128, 256)
     fewer = dataclasses.replace(config, sms=120)
     assert config.name(SQUARE) == fewer.name(SQUARE)

@@ -36,7 +36,9 @@ AS_BATCH += [Config(128, 256, 64, 4, cluster_m=2, splits=3), Config(128, 192, 64
 def test_plain_kernels_compile_lean(layout):
     asked = cutjax.Problem.of(256, 256, 65536, layout)
     turn = LAYOUTS.index(layout)
-    check_lean(asked, [*IN_CLUSTERS[3 - turn :: 6], AS_BATCH[turn], *SWAPPED[turn : turn + 1]], 24 << 10)
+    check_lean(
+        asked, [*IN_CLUSTERS[3 - turn + 6 * (turn % 2) :: 12], AS_BATCH[turn], *SWAPPED[turn : turn + 1]], 24 << 10
+    )
 
 
 @needs_nvrtc
@@ -44,11 +46,11 @@ def test_plain_kernels_compile_lean(layout):
 def test_kernels_of_groups_and_of_symmetric_results_compile_lean(asked):
     configs = [config for config in IN_CLUSTERS[::2] + AS_BATCH if not cutjax.reasons(config, asked)]
     assert len(configs) >= 6
-    check_lean(asked, configs[1::4], 36 << 10)
+    check_lean(asked, configs[1::6], 36 << 10)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("name", ["gelu", "residual", "gated", "all reductions", "float8", "three products"])
+@pytest.mark.parametrize("name", ["residual", "gated", "all reductions", "three products"])
 def test_fused_kernels_compile_lean(name):
     asked = problem(*CASES[name], sizes=(256, 256, 65536))
     narrow = [Config(128, 64, 64, 4, cluster_k=k, splits=3 - k) for k in (1, 2)]
@@ -105,7 +107,7 @@ def test_owners(bn, cluster_k, columns):
     assert Config(64, bn, 64, 8, cluster_k=cluster_k).epilogue_columns == columns
 
 
-def test_the_plan_of_a_cluster(compile_nothing):
+def test_the_plan_of_a_cluster():
     plan = sm90.resolved(LONG, Config(128, 128, 64, 4, cluster_k=8)).call()
     (launch,) = plan.launches
     assert (plan.results, plan.finish) == ((), None)
@@ -121,13 +123,13 @@ def test_the_plan_of_a_cluster(compile_nothing):
     assert symmetric.grid == (3 * 2, 1, 1)
 
 
-def test_the_plan_of_reductions_in_a_cluster(compile_nothing):
+def test_the_plan_of_reductions_in_a_cluster():
     asked = problem(*CASES["all reductions"], sizes=(1000, 1160, 256))
     plan = sm90.resolved(asked, Config(128, 128, stages=4, cluster_k=4)).call()
     assert [x.shape for x in plan.results] == [(1000, 1160), (63, 1160), (1000, 37), (63, 37), (63, 1160)]
 
 
-def test_the_plan_of_splits(compile_nothing):
+def test_the_plan_of_splits():
     batch = cutjax.Problem.of(256, 256, 4096, batch=(3,), a_batch=(3,), b_batch=(1,))
     plan = sm90.resolved(batch, Config(128, 128, 64, 4, splits=5)).call()
     (launch,) = plan.launches
@@ -145,7 +147,7 @@ def test_the_plan_of_splits(compile_nothing):
 
 
 @pytest.mark.parametrize("name", ["gelu", "residual", "gated", "all reductions", "three products"])
-def test_what_xla_makes_of_parts(name, compile_nothing):
+def test_what_xla_makes_of_parts(name):
     asked = problem(*CASES[name], sizes=(64, 128, 4096))
     plan = sm90.resolved(asked, Config(64, 32, 64, 4, splits=3)).call()
     rng = np.random.default_rng(1)
@@ -166,7 +168,7 @@ def lowered(fn, *args) -> str:
     return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_lowering(compile_nothing):
+def test_lowering():
     a, b = jax.ShapeDtypeStruct((256, 65536), jnp.bfloat16), jax.ShapeDtypeStruct((65536, 256), jnp.bfloat16)
     bias = jax.ShapeDtypeStruct((256,), jnp.bfloat16)
 
@@ -185,7 +187,7 @@ def test_lowering(compile_nothing):
     assert parts.count("stablehlo.slice") == 3
 
 
-def test_lowering_of_a_sum_into_its_operand(compile_nothing):
+def test_lowering_of_a_sum_into_its_operand():
     """A result may take an operand's memory where the kernel writes the result, not where XLA does."""
     x, g, to = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 256), (4096, 256), (4, 256, 256)))
     sizes = jax.ShapeDtypeStruct((4,), jnp.int32)

@@ -230,7 +230,7 @@ def test_what_is_refused():
 
 @pytest.mark.parametrize("sizes", [(64, 128, 4096), (4096, 4096, 4096), (16384, 16384, 64)], ids=str)
 @pytest.mark.parametrize("config", [PING_PONG, COOP, TALL, SWAPPED, STREAM(64, 64, 64, 4)], ids=str)
-def test_the_plan(config, sizes, compile_nothing):
+def test_the_plan(config, sizes):
     """Every SM has a part, in whole clusters, however few tiles there are; scratch and tickets for two tiles each."""
     kernel = sm90.resolved(cutjax.Problem.of(*sizes), config)
     plan = kernel.call()
@@ -257,14 +257,14 @@ def test_the_plan(config, sizes, compile_nothing):
     assert out == 7
 
 
-def test_an_odd_number_of_sms(compile_nothing):
+def test_an_odd_number_of_sms():
     """Clusters of two are whole, and one SM is left."""
     device = dataclasses.replace(SQUARE.device, sms=131)
     (launch,) = sm90.resolved(dataclasses.replace(SQUARE, device=device), COOP).call().launches
     assert launch.grid == (130, 1, 1)
 
 
-def test_the_plan_of_an_epilogue(compile_nothing):
+def test_the_plan_of_an_epilogue():
     """Operands before the tickets; several results, and reductions, before the scratch; operands that are padded."""
     asked = problem(*CASES["all reductions"], sizes=(1000, 1160, 256))
     plan = sm90.resolved(asked, STREAM(128, 128, stages=4)).call()
@@ -281,7 +281,7 @@ def test_the_plan_of_an_epilogue(compile_nothing):
     assert (a.shape[1] % 8, b.shape[1] % 8, tickets.shape) == (0, 0, (528,))
 
 
-def test_lowering(compile_nothing):
+def test_lowering():
     """XLA writes the zeros that the tickets begin with, and the scratch is nobody's result."""
     a, b = jax.ShapeDtypeStruct((1000, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 1160), jnp.bfloat16)
 

@@ -13,7 +13,7 @@ from test_fusion import problem as fused
 
 import cutjax
 from cutjax.epilogue.trace import trace
-from cutjax.kernels import base, choose
+from cutjax.kernels import choose
 from cutjax.kernels.sm90 import kernel as sm90
 from cutjax.runtime import compiler
 from cutjax.runtime.launch import TensorMap
@@ -121,9 +121,8 @@ def test_names():
     assert SWAPPED.name(relu).endswith("_pitch1_odd")
 
 
-def test_the_plan(monkeypatch):
+def test_the_plan():
     """Buffers are as ever; a's map is of b, and the result's boxes are 64 of n by a chunk of m."""
-    monkeypatch.setattr(base, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
     asked = cutjax.Problem.of(256, 512, 64, "nn", batch=(4,), a_batch=(4,), b_batch=(1,))
     plan = sm90.resolved(asked, SWAPPED).call().launches[0]
     a, b, d, *rest = plan.params
@@ -139,8 +138,7 @@ def test_the_plan(monkeypatch):
     assert (d.box, d.swizzle) == ((64, 80, 1), 64)
 
 
-def test_what_is_written_of_reductions(monkeypatch):
-    monkeypatch.setattr(base, "compile_kernel", lambda *_, **__: type("Cubin", (), {"image": b"cubin"})())
+def test_what_is_written_of_reductions():
     asked = fused(*CASES["all reductions"], sizes=(200, 408, 64))
     call = sm90.resolved(asked, dataclasses.replace(SWAPPED, bn=64)).call()
     # acc, and of the transposed result: each row's sum, each column's maximum, one of all, each row's minimum.
@@ -232,7 +230,7 @@ TILES = [
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [*(("plain", sizes) for sizes in SIZES[1:]), *zip(EPILOGUES, itertools.cycle(SIZES), strict=False)],
+    [("plain", SIZES[2]), *zip(EPILOGUES, itertools.cycle(SIZES), strict=False)],
 )
 def test_swapped_kernels_compile_lean(name, sizes):
     """A tile with as many accumulators as the epilogue may have, and in every fifth case one with fewer."""
@@ -245,8 +243,8 @@ def test_swapped_kernels_compile_lean(name, sizes):
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("layout", ["nn", "tn", "tt"])
-def test_layouts_and_clusters_compile_lean(layout):
+@pytest.mark.parametrize(("turn", "layout"), [*enumerate(("nn", "tn", "tt"))])
+def test_layouts_and_clusters_compile_lean(turn, layout):
     for i, (dtype, out) in enumerate((("bfloat16", "bfloat16"), ("float16", "float32"))):
         asked = cutjax.Problem.of(4096, 4096, 4096, layout, jnp.dtype(dtype), jnp.dtype(dtype), jnp.dtype(out))
         configs = [
@@ -254,7 +252,7 @@ def test_layouts_and_clusters_compile_lean(layout):
             cutjax.Config(256, 160, stages=2, cluster_m=2, swap=True),
             cutjax.Config(64, 16 if layout[0] == "t" else 8, stages=8, cluster_n=2, schedule="pingpong", swap=True),
         ]
-        check_lean(asked, configs[i::2], 20 << 10)
+        check_lean(asked, configs[(i + turn) % 3 :: 3], 20 << 10)
 
 
 @needs_nvrtc

@@ -80,14 +80,15 @@ def round_trip(path, tree, abstract):
 @both_ways(PAIRS)
 def test_nnx(name, back, tmp_path):
     made, read = PAIRS[name][::-1] if back else PAIRS[name]
-    saved, x = made(nnx.Rngs(0)), normal(0, (3, 8))
+    saved, x = nnx.jit(lambda: made(nnx.Rngs(0)))(), normal(0, (3, 8))
     graph, abstract = nnx.split(nnx.eval_shape(lambda: read(nnx.Rngs(1))))
     restored = round_trip(tmp_path / "checkpoint", nnx.state(saved), abstract)
     assert [path for path, _ in nnx.to_flat_state(restored)] == [
         path for path, _ in nnx.to_flat_state(nnx.state(saved))
     ]
     same(*map(jax.tree.leaves, (restored, nnx.state(saved))))
-    close(nnx.merge(graph, restored)(x), saved(x))
+    run = nnx.jit(lambda model, x: model(x))
+    close(run(nnx.merge(graph, restored), x), run(saved, x))
 
 
 class LinenBlock(nn.Module):
@@ -136,9 +137,9 @@ LINEN = {
 def test_linen(name, back, tmp_path):
     made, read = LINEN[name][::-1] if back else LINEN[name]
     x = normal(0, (3, 8))
-    saved = made.init(jax.random.key(0), x)
+    saved = jax.jit(made.init)(jax.random.key(0), x)
     abstract = jax.eval_shape(read.init, jax.random.key(1), jax.ShapeDtypeStruct(x.shape, jnp.float32))
     restored = round_trip(tmp_path / "checkpoint", saved, abstract)
     assert jax.tree.structure(restored) == jax.tree.structure(saved)
     same(restored, saved)
-    close(read.apply(restored, x), made.apply(saved, x))
+    close(jax.jit(read.apply)(restored, x), jax.jit(made.apply)(saved, x))

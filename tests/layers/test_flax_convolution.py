@@ -163,7 +163,6 @@ ONE = {
 }
 
 
-@pytest.mark.usefixtures("compile_nothing")
 @pytest.mark.parametrize("name", ONE)
 def test_bias_and_activation_are_in_the_kernel(name):
     kind, args, how, shape = ONE[name]

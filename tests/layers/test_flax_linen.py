@@ -241,7 +241,6 @@ ONE = {
 }
 
 
-@pytest.mark.usefixtures("compile_nothing")
 @pytest.mark.parametrize("name", ONE)
 def test_bias_and_activation_are_in_the_kernel(name):
     layer, shape = ONE[name]

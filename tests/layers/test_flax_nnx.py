@@ -267,7 +267,6 @@ ONE = {
 }
 
 
-@pytest.mark.usefixtures("compile_nothing")
 @pytest.mark.parametrize("name", ONE)
 def test_bias_and_activation_are_in_the_kernel(name):
     make, shape = ONE[name]

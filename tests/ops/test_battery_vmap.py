@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from checks import compare, inexact, squares, stacked
-from operations import FORMS, OPERATIONS, differentiable, main, of_floats, operands, telling
+from operations import FORMS, OPERATIONS, differentiable, in_turn, main, of_floats, operands, telling
 
-forms = pytest.mark.parametrize(
-    ("name", "layout"), [form for form in FORMS if telling(form)], ids=lambda x: x or "only"
-)
+TELLING = [form for form in FORMS if telling(form)]
+
+
+def forms(found):
+    return pytest.mark.parametrize(("name", "layout"), found, ids=lambda x: x or "only")
 
 
 def floats(fn):
@@ -59,7 +61,7 @@ def tangents(fn, axes, args):
     return jax.jvp(f, xs, xs)
 
 
-@forms
+@forms(TELLING)
 def test_values(name, layout):
     """Results' axes last for every other, the first else; of options every other operand."""
     op, args = OPERATIONS[name], operands(name)
@@ -74,7 +76,7 @@ def test_values(name, layout):
     compare(take, (op.of_layout(layout), op.plain), args, 1e-4)
 
 
-@forms
+@forms([(name, layout) for name, layout in TELLING if name in in_turn(0)])
 def test_derivatives(name, layout):
     """Gradients of a sum with each operand batched, of many the first or the last; of each, and tangents, with all."""
     op, args = OPERATIONS[name], operands(name)
@@ -92,7 +94,7 @@ def test_derivatives(name, layout):
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", in_turn(1))
 def test_nested(name):
     """A vmap of a vmap: all operands with one again, or of products the same one twice; and the gradient of those."""
     op, args = OPERATIONS[name], operands(name)

@@ -348,9 +348,8 @@ DEQUANTIZED = {
 
 
 @pytest.mark.parametrize("name", DEQUANTIZED)
-def test_kernels_multiply_what_was_dequantized_before(name, compile_nothing):
+def test_kernels_multiply_what_was_dequantized_before(name):
     """Where none reads blocks, and its product is the faster one for the pass over the weights."""
-    del compile_nothing
     fn, batch, more, read = DEQUANTIZED[name]
     q = weights("int4", (128, 1), shape=(*batch, 512, 512), zero_point=True)
     args = aval(1024, 512), q, *more
@@ -480,3 +479,31 @@ def test_drop_ins(name):
     if name == "out":
         with pytest.raises(ValueError, match="dequantize them"):
             cutjax.einsum("bthk,hkd,d->bt", x, q, jnp.ones(K))
+
+
+@pytest.mark.parametrize("block", [(-1, 1), (16, 1), (16, 16)], ids=str)
+def test_special_scales_and_values(block):
+    """Zero scales make zeros, what is not finite reaches its own results alone, denormal values count."""
+    q = weights("float8_e4m3fn", block)
+    scale = np.array(q.scale)
+    scale[0, 0], scale[-1, -1] = 0, np.nan
+    values = np.array(q.values)
+    values[3, 20] = np.nan
+    values[:, 9] = np.float32(2**-9)  # the least denormal number of float8_e4m3fn
+    q = Quantized(jnp.asarray(values), jnp.asarray(scale))
+    x = normal(0, (M, K))
+    columns = block[1]
+    with np.errstate(invalid="ignore"):
+        expected = np.asarray(x, np.float64) @ exact(q)
+    bad = np.isnan(exact(q)).any(0)
+    assert bad[20]
+    assert bad[-columns:].all()
+    assert not bad[:16].any()
+    for found in (cutjax.gemm(x, q), cutjax.gemm(cutjax.quantize(x, "float8_e4m3fn", block=(1, -1)), q)):
+        np.testing.assert_array_equal(np.isnan(found).any(0), bad)
+        np.testing.assert_array_equal(np.isnan(found).all(0), bad)
+    found = np.asarray(cutjax.gemm(x, q))
+    close(jnp.asarray(found[:, ~bad]), expected[:, ~bad].astype(np.float32), 2e-6)
+    assert np.abs(found[:, 9]).max() > 0
+    if block[0] == -1:
+        assert not found[:, 0].any()

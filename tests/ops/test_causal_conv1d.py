@@ -7,7 +7,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import close, integers, normal
+from checks import close, compare, integers, normal
 from jax import lax
 
 import cutjax
@@ -83,12 +83,16 @@ def test_derivatives_are_those_of_lax(activation):
     def theirs(x, w, bias, state):
         return by_lax(x, w, bias, state, activation)
 
-    for transformed in (
-        lambda f: jax.jvp(f, args, tangents),
-        lambda f: jax.grad(loss(f), (0, 1, 2, 3))(*args),
-        lambda f: jax.grad(lambda *args: sum(map(jnp.sum, jax.grad(loss(f), (0, 1, 2, 3))(*args))), (0, 1))(*args),
-    ):
-        close(transformed(ours), transformed(theirs), 1e-4)
+    def transformed(f):
+        def gradients(*args):
+            return jax.grad(loss(f), (0, 1, 2, 3))(*args)
+
+        def sums(*args):
+            return sum(map(jnp.sum, gradients(*args)))
+
+        return lambda *args: (jax.jvp(f, args, tangents), gradients(*args), jax.grad(sums, (0, 1))(*args))
+
+    compare(transformed, (ours, theirs), args, 1e-4)
 
 
 OF_TWO = (0, None, None)
@@ -110,23 +114,23 @@ TRANSFORMED = {
 @pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.relu])
 def test_derivatives_are_those_of_the_formula(name, activation):
     args = normal(0, (2, 7, 3)), normal(1, (3, 3)), normal(2, (3,))
-    found, wanted = (
-        TRANSFORMED[name](f, *args)
-        for f in (
-            lambda x, w, b: cutjax.causal_conv1d(x, w, b, activation=activation),
-            lambda x, w, b: plain(x, w, b, activation),
-        )
+    functions = (
+        lambda x, w, b: cutjax.causal_conv1d(x, w, b, activation=activation),
+        lambda x, w, b: plain(x, w, b, activation),
     )
-    close(found, wanted, 1e-4)
+    compare(lambda f: functools.partial(TRANSFORMED[name], f), functions, args, 1e-4)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_gradients_have_the_dtypes_of_what_they_are_of(dtype, width):
     args = normal(0, (2, 5, 4), dtype), normal(1, (width, 4), dtype), normal(2, (4,))
-    found = TRANSFORMED["grad"](lambda *args: cutjax.causal_conv1d(*args, activation="silu"), *args)
+    functions = (
+        lambda *args: cutjax.causal_conv1d(*args, activation="silu"),
+        lambda x, w, b: plain(x, w, b, jax.nn.silu),
+    )
+    found, wanted = jax.jit(lambda *args: [TRANSFORMED["grad"](f, *args) for f in functions])(*args)
     assert [g.dtype for g in found] == [x.dtype for x in args]
-    wanted = TRANSFORMED["grad"](lambda x, w, b: plain(x, w, b, jax.nn.silu), *args)
     close(found, wanted, 4 * float(jnp.finfo(dtype).eps))
 
 

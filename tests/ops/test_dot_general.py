@@ -249,9 +249,8 @@ SIZES = {"b": 4, "s": 512, "t": 512, "m": 2048, "k": 1024, "n": 1024, "h": 16, "
 
 @pytest.mark.versions
 @pytest.mark.parametrize("equation", LOWERED)
-def test_kernels_and_copies(equation, compile_nothing):
+def test_kernels_and_copies(equation):
     """What runs on CUDA beside the kernel, forward and backward."""
-    del compile_nothing
     layout, transpositions = LOWERED[equation]
     sizes = SIZES | ({"k": 64} if "h" in equation and "d" not in equation else {})
     args = [jax.ShapeDtypeStruct([sizes[c] for c in x], H) for x in equation.split("->")[0].split(",")]

@@ -36,7 +36,7 @@ def rounded(x, recipe, dtype, weights=False):
     for i in range(0, x.shape[0], rows):
         for j in range(0, x.shape[1], columns):
             block = x[i : i + rows, j : j + columns]
-            scale = np.abs(block).max() / most
+            scale = (np.abs(block).max() or most) / most
             values = np.clip(block / scale, -most, most).astype(dtype)
             wide[i : i + rows, j : j + columns] = values.astype(np.float64) * np.float64(scale)
     return wide
@@ -72,6 +72,7 @@ def test_transformations(recipe):
     dot = always(recipe)
     xs, w = arrays((3, 16, K), (K, 24), dtype=BF16)
 
+    @jax.jit  # of which vmap, jvp and grad make one program each
     def f(x, w):
         return dot(x, w, DIMS)
 
@@ -87,9 +88,9 @@ def test_transformations(recipe):
     grad = jax.jit(jax.grad(loss, (0, 1)))
     wanted = grad(xs[0], w)
     np.testing.assert_array_equal(jax.jit(jax.grad(jax.checkpoint(loss), (0, 1)))(xs[0], w)[1], wanted[1])
-    _, scanned = jax.lax.scan(lambda _, x: (None, jax.grad(loss, 1)(x, w)), None, xs[:1])
+    _, scanned = jax.jit(lambda xs, w: jax.lax.scan(lambda _, x: (None, jax.grad(loss, 1)(x, w)), None, xs))(xs[:1], w)
     np.testing.assert_array_equal(scanned[0], wanted[1])
-    of_mapped = jax.grad(lambda w: jax.vmap(loss, (0, None))(xs[:1], w).sum())(w)
+    of_mapped = jax.jit(jax.grad(lambda w: jax.vmap(loss, (0, None))(xs[:1], w).sum()))(w)
     np.testing.assert_array_equal(of_mapped, wanted[1])
 
     # The tangent is a product of the quantized tangent, so is that of a gradient, which second order is made of.
@@ -102,7 +103,7 @@ def test_transformations(recipe):
         def inner(x):
             return jnp.sum(jnp.sin(product(x, w).astype(jnp.float32)))
 
-        found = jax.grad(lambda x: (jax.grad(inner)(x).astype(jnp.float32) ** 2).sum())(xs[0] * BF16(0.01))
+        found = jax.jit(jax.grad(lambda x: (jax.grad(inner)(x).astype(jnp.float32) ** 2).sum()))(xs[0] * BF16(0.01))
         return found.astype(jnp.float32)
 
     exact = second(jnp.matmul)
@@ -210,7 +211,7 @@ def test_fuse():
     params, dot = {"layers": layers * BF16(0.1), "head": head}, always("block", gradients=E5M2)
     step = jax.value_and_grad(loss)
     ours = cutjax.fuse(step, fp8=dot)
-    value, grads = ours(params, x)
+    value, grads = jax.jit(ours)(params, x)
     of_value, of_grads = jax.jit(jax.value_and_grad(cutjax.fuse(loss, fp8=dot)))(params, x)
     close(value, of_value, 1e-2)
     jax.tree.map(lambda a, b: close(a, b, 2**-6), grads, of_grads)

@@ -136,8 +136,7 @@ def test_captured_values_are_operands():
     def fused(x, w, fn):
         return cutjax.gemm(x, w, epilogue=fn)
 
-    close(both(fused), both(lambda x, w, fn: fn(x @ w)))
-    close(jax.jit(lambda: both(fused))(), both(lambda x, w, fn: fn(x @ w)))
+    close(*jax.jit(lambda: [both(f) for f in (fused, lambda x, w, fn: fn(x @ w))])())
 
 
 def test_random_bits():
@@ -145,8 +144,11 @@ def test_random_bits():
         return jnp.where(jax.random.bernoulli(key, 0.5, acc.shape), acc * 2, 0)
 
     key = jax.random.key(7)
-    got = jax.value_and_grad(lambda x: cutjax.gemm(x, W, epilogue=dropout, operands=(key,)).sum())(X)
-    close(got, jax.value_and_grad(lambda x: dropout(x @ W, key).sum())(X))
+    functions = (
+        lambda x: cutjax.gemm(x, W, epilogue=dropout, operands=(key,)).sum(),
+        lambda x: dropout(x @ W, key).sum(),
+    )
+    compare(jax.value_and_grad, functions, (X,), 1e-5)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -187,7 +189,7 @@ def test_integer_operands_have_no_gradient():
     def plain(w, mask):
         return jnp.where(mask == 1, jnp.exp(X @ w), X @ w)
 
-    close(jax.grad(functools.partial(loss, fused))(W, mask), jax.grad(functools.partial(loss, plain))(W, mask), 1e-4)
+    compare(lambda product: jax.grad(functools.partial(loss, product)), (fused, plain), (W, mask), 1e-4)
     got = jax.grad(functools.partial(loss, fused), 1, allow_int=True)(W, mask)
     assert got.dtype == jax.dtypes.float0
 

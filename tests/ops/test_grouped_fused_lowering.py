@@ -13,10 +13,12 @@ import cutjax
 from cutjax.kernels.sm90 import kernel as sm90
 
 H = jnp.bfloat16
-RANDOM = 4  # after a change of what an epilogue becomes: 40
+RANDOM = 2  # after a change of what an epilogue becomes: 40
 M, N, K, G = 136, 264, 72, 5
 # Of which "batch" is one value for each group and "batch_col" one for each column of each group: (G, 1, 1), (G, 1, N).
 KINDS = ("batch", "batch_col", "col", "full", "row", "scalar")
+
+pytestmark = pytest.mark.compiles
 
 
 def shape(*sizes: int, dtype=H) -> jax.ShapeDtypeStruct:

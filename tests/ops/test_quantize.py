@@ -145,3 +145,24 @@ def test_refusals(name):
     fn, error, match = REFUSED[name]
     with pytest.raises(error, match=match):
         fn()
+
+
+class Codes:
+    """What Qwix's QArray has."""
+
+    def __init__(self, qvalue, scale, qtype, zero_point=None):
+        self.qvalue, self.scale, self.qtype, self.zero_point = qvalue, scale, qtype, zero_point
+
+
+def test_codes_of_other_tools():
+    """Codes of "nf4" are read from its table: as numbers they would be silently wrong. Others are refused."""
+    codes, x = jnp.arange(16, dtype=jnp.uint8).astype(jnp.uint4).reshape(8, 2), jnp.eye(8)
+    found = cutjax.gemm(x, Codes(codes, jnp.full((1, 2), 2.0), "nf4"))
+    assert float(found[0, 0]) == -2.0
+    assert float(found[3, 1]) == 0.0
+    assert float(found[7, 1]) == 2.0
+    np.testing.assert_allclose(found[1], [2 * -0.5250730514526367, 2 * -0.39491748809814453], rtol=1e-6)
+    linear = Codes(jnp.ones((8, 2), jnp.float8_e4m3fn), jnp.ones((1, 2)), "mxfp8")
+    assert float(cutjax.gemm(x, linear)[0, 0]) == 1.0
+    with pytest.raises(TypeError, match="codes of 'lut4'"):
+        cutjax.gemm(x, Codes(codes, jnp.ones((1, 2)), "lut4"))

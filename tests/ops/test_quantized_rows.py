@@ -217,8 +217,7 @@ READ = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_kernels_read_values(name, compile_nothing):
-    del compile_nothing
+def test_kernels_read_values(name):
     fn, args, expected = READ[name]
     with cutjax.use_backend("cuda"):
         text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

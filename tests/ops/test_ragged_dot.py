@@ -285,3 +285,39 @@ def test_symbolic_sizes_have_no_kernel():
         jax.export.export(jax.jit(lambda *args: cutjax.ragged_dot(*args)), platforms=["cuda"])(*args)
     with pytest.raises(NotImplementedError, match=r"ragged_dot.*group_offset needs known sizes"):
         jax.export.export(jax.jit(lambda *args: cutjax.ragged_dot(*args, group_offset=0)))(*args)
+
+
+@pytest.mark.versions
+def test_quantized_operands():
+    """Either is, in every mode, with scales of groups, of columns and of blocks along the contraction."""
+    x, w, dy = (
+        np.random.default_rng(i).standard_normal(shape) for i, shape in enumerate(((12, 32), (3, 32, 8), (12, 8)))
+    )
+    sizes = jnp.array([5, 0, 6])
+    q = cutjax.quantize(jnp.asarray(w, jnp.float32), "int8", block=(16, 1))
+    rows = cutjax.quantize(jnp.asarray(x, jnp.float32), "float8_e4m3fn", block=(1, -1))
+    of_dy = cutjax.quantize(jnp.asarray(dy, jnp.float32), "float8_e4m3fn", block=(4, 1))
+    turned = cutjax.Quantized(q.values.mT, q.scale.mT)
+    numbers = jax.lax.RaggedDotDimensionNumbers(((([1], [2])), ([], [])), [0], [0])
+    outer = jax.lax.RaggedDotDimensionNumbers(((([0], [0])), ([], [])), [0], [])
+    batched = jax.lax.RaggedDotDimensionNumbers(((([2], [1])), ([0], [0])), [0], [])
+
+    @jax.jit
+    def run(rows, q, of_dy):
+        by_batch = jnp.stack([rows.dequantize()] * 3), q
+        return (
+            cutjax.ragged_dot(rows, q, sizes),
+            cutjax.ragged_dot_general(rows, turned, sizes, numbers),
+            cutjax.ragged_dot(rows.dequantize(), q, sizes),
+            cutjax.ragged_dot_general(rows, of_dy, sizes, outer),
+            cutjax.ragged_dot_general(*by_batch, sizes, batched),
+            cutjax.ragged_dot(rows, q, jnp.array([2, 5, 0, 5]), group_offset=jnp.array(1)),
+        )
+
+    a, b, c = (np.asarray(y.dequantize(), np.float64) for y in (rows, q, of_dy))
+    plain = np.concatenate([a[:5] @ b[0], a[5:11] @ b[2], np.zeros((1, 8))])
+    offset = np.concatenate([np.zeros((2, 8)), a[2:7] @ b[0], a[7:] @ b[2]])
+    by_group = np.stack([a[:5].T @ c[:5], np.zeros((32, 8)), a[5:11].T @ c[5:11]])
+    wanted = plain, plain, plain, by_group, np.stack([a @ y for y in b]), offset
+    for found, exact in zip(run(rows, q, of_dy), wanted, strict=True):
+        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())

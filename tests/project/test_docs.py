@@ -8,37 +8,16 @@ from __future__ import annotations
 
 import pathlib
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import pytest
+from pages import Block, blocks
 
 ROOT = pathlib.Path(__file__).parents[2]
 README, HOME = ROOT / "README.md", ROOT / "docs" / "index.md"
 BY_OTHERS = {ROOT / "docs" / name for name in ("flax.md", "other-libraries.md")}  # test_other_libraries.py runs them
 PAGES = sorted({*(ROOT / "docs").glob("*.md")} - {HOME, *BY_OTHERS})
-BLOCK = re.compile(
-    r"^<!-- before:\n(?P<hidden>.*?)^-->$"
-    r"|(?:^<!-- not run: (?P<reason>[^\n]+) -->\n+)?^```python\n(?P<shown>.*?)^```$",
-    re.DOTALL | re.MULTILINE,
-)
-
-
-class Block(NamedTuple):
-    """Code, the line of its page that it begins at, and why it is not run, or None."""
-
-    line: int
-    code: str
-    reason: str | None = None
-
-
-def blocks(text: str) -> list[Block]:
-    """Returns the blocks of a page."""
-    found = []
-    for match in BLOCK.finditer(text):
-        name = "hidden" if match["shown"] is None else "shown"
-        found.append(Block(text.count("\n", 0, match.start(name)) + 1, match[name], match["reason"]))
-    return found
 
 
 def run(page: pathlib.Path, text: str) -> dict[str, Any]:

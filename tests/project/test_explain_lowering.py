@@ -27,7 +27,7 @@ def ones(*shape, dtype=H):
 
 
 # Names of kernels are all that is looked at.
-pytestmark = [pytest.mark.usefixtures("compile_nothing", "kernels_run"), pytest.mark.versions]
+pytestmark = [pytest.mark.usefixtures("kernels_run"), pytest.mark.versions]
 X, W, V = ones(64, 64), ones(64, 128), ones(128, 64)
 G, U, D = ones(4, 64, 128), ones(4, 64, 128), ones(4, 128, 64)
 BIAS = jnp.ones(128)

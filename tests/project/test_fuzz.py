@@ -15,7 +15,7 @@ needs_compilers = pytest.mark.skipif(
 
 @needs_compilers
 @pytest.mark.parametrize(("arch", "indices"), [("sm_75", (0, 24)), ("sm_80", (8,)), ("sm_89", (16,))])
-def test_random_problems_on_the_host(arch, indices, tmp_path, compile_nothing):
+def test_random_problems_on_the_host(arch, indices, tmp_path):
     space = fuzz.Space(seed=1, family="mma", arch=arch, most=60)
     for index in indices:
         case = space.case(index)
@@ -23,7 +23,7 @@ def test_random_problems_on_the_host(arch, indices, tmp_path, compile_nothing):
 
 
 @needs_compilers
-def test_what_is_wrong_is_found_and_repeated(monkeypatch, capsys, compile_nothing):
+def test_what_is_wrong_is_found_and_repeated(monkeypatch, capsys):
     def data(self):
         arrays, results = real(self)
         results[0].flat[-1] += 1

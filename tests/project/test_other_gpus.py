@@ -59,7 +59,6 @@ def test_the_readme_has_the_table_of_what_runs_where(what_runs_where):
         what_runs_where.filled("")
 
 
-@pytest.mark.usefixtures("compile_nothing")
 @pytest.mark.parametrize("arch", device.REFERENCES)
 def test_what_runs_where_is_what_is_chosen(what_runs_where, arch):
     """Of a product of each kind, told by the families' reasons, and by the choice of a kernel when it is lowered."""

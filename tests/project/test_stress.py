@@ -55,6 +55,7 @@ def test_equal_values_of_other_bits_differ():
     assert int(stress._differing([jnp.array([0.0, jnp.nan])], [jnp.array([-0.0, jnp.nan])])) == 1
 
 
+@pytest.mark.compiles
 @needs_nvrtc
 def test_programs_have_kernels(capsys):
     """A few of them; `python -m tests.gpu.stress --lower` compiles all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -14,11 +15,9 @@ import cutjax
 from cutjax.binding import lowering
 from cutjax.runtime import compiler
 
-pytestmark = pytest.mark.versions
-
 X = jnp.ones((128, 128), jnp.bfloat16)
 LAUNCH = "stablehlo.custom_call @cutjax_launch"
-pytestmark = pytest.mark.usefixtures("kernels_run")
+pytestmark = [pytest.mark.versions, pytest.mark.usefixtures("kernels_run")]
 
 
 def lowered(fn, *args) -> str:
@@ -40,6 +39,23 @@ def test_auto_and_cuda_launch_a_kernel_and_xla_does_not():
     assert LAUNCH in lowered(square, X)
     assert LAUNCH in lowered(lambda x: square(x, backend="cuda"), X)
     assert LAUNCH not in lowered(lambda x: square(x, backend="xla"), X)
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(compiler.compiler_missing() is not None, reason="needs NVRTC")
+def test_lowering_compiles_the_kernels():
+    """Of products, the gather, and direct convolutions: their code is in the program."""
+    logits, images, taps = jnp.ones((128, 4)), jnp.ones((2, 16, 64), jnp.bfloat16), jnp.ones((3, 1, 64), jnp.bfloat16)
+
+    def fn(x, logits, images, taps):
+        conv = cutjax.conv_general_dilated(images, taps, (1,), "SAME", (1,), (1,), ("NWC", "WIO", "NWC"), 64)
+        return square(x), cutjax.route(logits, 2).dispatch(jnp.tile(x, 4)), conv
+
+    with cutjax.use_backend("cuda"):
+        text = lowered(fn, X, logits, images, taps)
+    kernels = re.findall(r'kernel = "([a-z0-9]+_[a-z0-9]+)', text)
+    assert sorted(kernels) == ["direct_bf16", "sm90_bf16", "sm90_gather"]
+    assert text.count(r"\7FELF") == 3
 
 
 def test_scope_nests_and_the_argument_wins():

@@ -186,6 +186,27 @@ def test_symlink_in_the_folders_place_is_refused(cache, folder, tmp_path):
     assert entries(target) == []
 
 
+def test_folder_that_is_swapped_after_the_check_is_not_used(cache, folder, tmp_path, monkeypatch):
+    """What was checked is what is used, whatever stands at its name since."""
+    theirs, aside = tmp_path / "theirs", tmp_path / "aside"
+    theirs.mkdir(mode=0o700)
+    check, swapped = disk_cache._is_private, []
+
+    def then_swap(status):
+        private = check(status)
+        if not swapped:
+            folder.rename(aside)
+            folder.symlink_to(theirs)
+            swapped.append(True)
+        return private
+
+    monkeypatch.setattr(disk_cache, "_is_private", then_swap)
+    cache.write(KEY, META, b"cubin")
+    assert swapped
+    assert entries(theirs) == []
+    assert len(entries(aside)) == 1
+
+
 def test_dangling_symlink_in_the_folders_place_is_refused(cache, folder, tmp_path):
     folder.parent.mkdir()
     folder.symlink_to(tmp_path / "nowhere")

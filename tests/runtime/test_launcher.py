@@ -309,6 +309,30 @@ def test_an_exported_program_of_format_1_runs(fake):
     assert old["params"][0] == MAP_ENCODED
 
 
+@pytest.mark.parametrize(
+    ("word", "value", "found"),
+    [
+        (2, 10**6, "cubin size is 1000000"),
+        (16, 2, "the plan uses 3 buffers"),
+        (17, 8192, "a tensor map reaches 8192 bytes from offset 8192"),
+        (25, 4096, "a tensor map reaches"),
+        (26, 33, "a tensor map reaches 8448 bytes"),
+        (27, 2**39, "a tensor map reaches"),
+        (34, 8193, "a pointer reaches 0 bytes from offset 8193"),
+    ],
+)
+def test_an_exported_program_that_was_altered_is_refused(fake, word, value, found):
+    """Sizes and places in the file itself."""
+    attributes = Call((make_launch(),)).attributes()
+    plan, program = attributes["plan"], exported(attributes)
+    at, plan = program.index(plan.tobytes()), plan.copy()
+    plan[word] = value
+    program[at : at + plan.nbytes] = plan.tobytes()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=found):
+        jax.block_until_ready(jax.export.deserialize(program).call(X))
+    assert fake.calls("cuLaunchKernelEx") == []
+
+
 def test_an_exported_program_of_this_format_runs(fake):
     program = jax.export.deserialize(exported(Call((make_launch(),)).attributes()))
     jax.block_until_ready(program.call(X))

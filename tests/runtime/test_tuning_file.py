@@ -31,6 +31,15 @@ def test_merge_keeps_what_is_there(tmp_path):
     assert sorted(p.name for p in path.parent.iterdir()) == ["tuned.json", "tuned.json.lock"]
 
 
+def test_what_a_killed_writer_left_goes(tmp_path):
+    path = tmp_path / "tuned[1].json"
+    part, others = tmp_path / "tuned[1].json.123.abcd.tmp", tmp_path / "tuned.json.123.abcd.tmp"
+    for left in (part, others):
+        left.write_text("{")
+    tuning_file.merge(path, {"device": {"key": {"time_us": 1.0}}})
+    assert sorted(x.name for x in tmp_path.iterdir()) == [others.name, path.name, f"{path.name}.lock"]
+
+
 CHILD = """
 import pathlib, sys
 from cutjax.runtime import tuning_file

@@ -6,6 +6,7 @@ The device is the one that programs are lowered for without a GPU, an H200; time
 from __future__ import annotations
 
 import functools
+import math
 import re
 
 import jax
@@ -16,12 +17,11 @@ from cuda_kernels import make
 from jax import lax
 
 import cutjax
+from cutjax.binding import lowering
 from cutjax.kernels import choose, device, families, tuned
 from cutjax.kernels.keys import key
 from cutjax.runtime import settings, tuning_file
-from cutjax.tuning import autotune, measure
-
-pytestmark = pytest.mark.usefixtures("compile_nothing")
+from cutjax.tuning import autotune, first_sight, measure
 
 H = jnp.bfloat16
 H200 = "NVIDIA H200"
@@ -211,7 +211,7 @@ class Fake:
         self.tasks = []
         monkeypatch.setattr(autotune, "require_device", lambda: None)
 
-        def timed(task):
+        def timed(task, seconds=math.inf):
             self.tasks.append(task)
             us = {config: kernel_us[min(i, len(kernel_us) - 1)] for i, config in enumerate(task.configs)}
             if autotune.XLA in task.functions:
@@ -298,7 +298,7 @@ def test_a_problem_that_fails_is_not_the_others(monkeypatch):
     Fake(monkeypatch)
     timed = autotune.timed
 
-    def failing(task):
+    def failing(task, seconds):
         if task.problem.n == 512:
             raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return timed(task)
@@ -315,7 +315,7 @@ def test_an_interruption_keeps_what_was_measured(monkeypatch):
     Fake(monkeypatch)
     timed = autotune.timed
 
-    def interrupted(task):
+    def interrupted(task, seconds):
         if task.problem.n == 256:
             raise KeyboardInterrupt
         return timed(task)
@@ -324,6 +324,101 @@ def test_an_interruption_keeps_what_was_measured(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         cutjax.autotune(lambda x, w: (cutjax.gemm(x, w), cutjax.gemm(x, w[:, :256])))(X, W)
     assert "tuned" in choose.choose(PROBLEM).reasons[0]
+
+
+# Measured as programs are lowered.
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """A process that could time kernels, once each in every test; the measurement is made up."""
+    monkeypatch.setattr(lowering, "on_cuda", lambda: True)
+    monkeypatch.setattr(first_sight, "_seen", set())
+    return Fake(monkeypatch)
+
+
+def test_a_new_problem_is_measured_when_it_is_lowered(on_gpu, tmp_path):
+    f = jax.jit(lambda x, w: cutjax.gemm(cutjax.gemm(x, w), w))
+    model, second = choose.choose(PROBLEM).kernel, SECOND.name(PROBLEM)
+    assert lowered(f, X, W) == [model] * 2
+    assert not on_gpu.tasks
+    with cutjax.use_tuning(measure=3):
+        assert lowered(f, X, W) == [second] * 2
+        lowered(jax.jit(lambda x, w: cutjax.gemm(x, w)), X, W)
+        with cutjax.use_tuning(None):
+            assert lowered(jax.jit(lambda x, w: cutjax.gemm(x, w[:, :256])), X, W) != []
+    (task,) = on_gpu.tasks
+    assert task.configs == list(cutjax.candidates(PROBLEM)[:3])
+    assert tuning_file.read(user_file())[H200][key(PROBLEM)]["time_us"] == 3.0
+    assert lowered(jax.jit(cutjax.gemm), X, W) == [second]  # from then on, whoever asks
+    write(tmp_path / "other.json", cutjax.candidates(PROBLEM)[2], 7.0, 9.0)
+    with cutjax.use_tuning(tmp_path / "other.json", measure=3):
+        assert lowered(jax.jit(cutjax.gemm), X, W) == [cutjax.candidates(PROBLEM)[2].name(PROBLEM)]
+    assert len(on_gpu.tasks) == 1
+
+
+def test_what_cannot_be_measured_runs_as_it_would(on_gpu, monkeypatch):
+    mesh = mesh_of(i=2)
+    sharded = jax.ShapeDtypeStruct(X.shape, H, sharding=jax.NamedSharding(mesh, jax.P("i")))
+    with cutjax.use_tuning(measure=2):
+        lowered(jax.jit(lambda x, w: cutjax.gemm(x, w, backend="xla")), X, W)
+        lowered(jax.jit(lambda x, w: cutjax.gemm(x, w, config=SECOND)), X, W)
+        lowered(jax.jit(lambda x, w: cutjax.gemm(x, w)), jax.ShapeDtypeStruct((0, 512), H), W)
+        lowered(jax.jit(cutjax.gemm), sharded, W)
+        by_hand = jax.shard_map(cutjax.gemm, mesh=mesh, in_specs=(jax.P("i"), jax.P()), out_specs=jax.P("i"))
+        assert lowered(jax.jit(by_hand), X, W)
+        assert not on_gpu.tasks
+        monkeypatch.setattr(autotune, "timed", lambda task, seconds: 1 / 0)
+        for _ in range(2):  # a failure is not tried again
+            lowered(jax.jit(lambda x, w: cutjax.gemm(x, w)), X, W)
+        monkeypatch.setattr(first_sight, "_seen", set())
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        first_sight._warn.cache_clear()
+        with pytest.warns(RuntimeWarning, match="a job of several processes times no kernels"):
+            lowered(jax.jit(lambda x, w: cutjax.gemm(x, w[:, :128])), X, W)
+
+
+def test_measuring_by_the_environment(on_gpu):
+    assert settings.Settings.of({"CUTJAX_MEASURE": "2"}).measure == 2
+    with pytest.raises(ValueError, match="CUTJAX_MEASURE: expected a number of kernels, 0 or more, got 'all'"):
+        settings.Settings.of({"CUTJAX_MEASURE": "all"})
+    with settings.override(measure=2):
+        lowered(jax.jit(lambda x, w: cutjax.gemm(x, w)), X, W)
+        with cutjax.use_tuning(measure=0):
+            lowered(jax.jit(lambda x, w: cutjax.gemm(x, w[:, :128])), X, W)
+    assert [task.configs for task in on_gpu.tasks] == [list(cutjax.candidates(PROBLEM)[:2])]
+
+
+def test_frozen(on_gpu, tmp_path):
+    """Whatever else is tuned, before, in scopes around, or later."""
+    path = write(tmp_path / "a.json", SECOND, 7.0, 9.0)
+    others = cutjax.candidates(PROBLEM)[2:4]
+    write(user_file(), others[0], 1.0, 9.0)
+    other = cutjax.Problem.of(256, 256, 512)
+    model = choose.choose(other).kernel
+    write(user_file(), cutjax.candidates(other)[3], 1.0, 9.0, other)
+    with cutjax.use_tuning(write(tmp_path / "b.json", others[1], 1.0, 9.0), measure=3):
+        with cutjax.use_tuning(frozen=path):
+            assert choose.choose(PROBLEM).config == SECOND
+            assert lowered(jax.jit(lambda x, w: cutjax.gemm(x, w[:, :256])), X, W) == [model]
+        assert choose.choose(PROBLEM).config == others[1]
+    assert not on_gpu.tasks
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({}, TypeError, "expected a file"),
+        ({"path": None, "measure": 3}, TypeError, "hides what was measured"),
+        ({"frozen": "a", "measure": 3}, TypeError, "without path and measure="),
+        ({"measure": -1}, ValueError, "a number of kernels, 0 or more, got -1"),
+        ({"measure": True}, ValueError, "got True"),
+        ({"frozen": "/nowhere/a.json"}, FileNotFoundError, "/nowhere/a.json is none"),
+    ],
+)
+def test_use_tuning_refuses(given, error, message):
+    with pytest.raises(error, match=message):
+        cutjax.use_tuning(**given)
 
 
 def test_without_a_gpu():

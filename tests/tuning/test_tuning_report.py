@@ -107,11 +107,11 @@ def test_no_progress(monkeypatch, stream, shown):
 
 
 @pytest.fixture
-def fake_device(monkeypatch, tmp_path, compile_nothing):
+def fake_device(monkeypatch, tmp_path):
     """A device on which the second candidate, and where there is none XLA, is the fastest."""
     monkeypatch.setattr(autotune, "require_device", lambda: None)
 
-    def timed(task):
+    def timed(task, seconds=0):
         names = [*task.configs, autotune.XLA]
         return measure.Times({name: (5.0, 3.0, 4.0)[min(i, 2)] for i, name in enumerate(names)}, {})
 

@@ -20,7 +20,10 @@ from jax import lax
 import cutjax
 
 CALLS: collections.Counter[str] = collections.Counter()
-FLAX = ("flax.linen.linear", "flax.linen.attention", "flax.nnx.nn.linear", "flax.nnx.nn.attention")
+FLAX = (
+    *("flax.linen.linear", "flax.linen.attention", "flax.linen.fp8_ops"),
+    *("flax.nnx.nn.linear", "flax.nnx.nn.attention"),
+)
 
 
 class Like(types.ModuleType):

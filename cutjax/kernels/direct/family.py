@@ -9,9 +9,10 @@ from cutjax.kernels.direct.config import Config
 from cutjax.kernels.direct.cost import Shape
 from cutjax.kernels.direct.geometry import Geometry, geometry_of
 from cutjax.kernels.direct.kernel import reasons, resolve
+from cutjax.kernels.prices import Prices, one_by_one
 from cutjax.kernels.problem import Problem
 
-__all__ = ["Config", "competes", "configs", "name", "reasons", "resolve", "stores_in_order"]
+__all__ = ["Config", "competes", "configs", "name", "prices", "reasons", "resolve", "stores_in_order"]
 
 name = "direct"
 WORTH = 3  # windows from which on both axes Toeplitz matrices are tried
@@ -31,6 +32,11 @@ def competes(problem: Problem) -> bool:
 def stores_in_order(problem: Problem) -> bool:
     """True of what it does not serve: results of convolutions are row-major."""
     return geometry_of(problem) is None
+
+
+def prices(problem: Problem) -> Prices:
+    """Returns the predicted times of the shipped configs that serve a problem."""
+    return one_by_one(problem, configs(problem), resolve)
 
 
 def configs(problem: Problem) -> Iterator[Config]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-ALONG = ("row", "grid", "images")
+ALONG = {1: ("row",), 2: ("row", "images"), 3: ("grid",)}  # by the axes of an image
 # Of sums in a thread's registers, by the warpgroups that multiply, and of columns where operands vary along rows and
 # columns. Calibrated on the compiler's report: no spill below (tests/kernels/test_halo.py).
 MOST_SUMS = {2: 144, 3: 96, 4: 48}
@@ -51,8 +51,8 @@ class Config:
             found.append(f"consumers={self.consumers}, expected 2 to 4")
         if not 2 <= self.stages <= 16:
             found.append(f"stages={self.stages}: loading one box while another is read takes 2, at most 16")
-        if self.along not in ALONG:
-            found.append(f"along={self.along!r}, expected one of {ALONG}")
+        if self.along not in (known := {how for hows in ALONG.values() for how in hows}):
+            found.append(f"along={self.along!r}, expected one of {sorted(known)}")
         if self.steps < 1:
             found.append(f"steps={self.steps}, expected at least 1")
         if found:

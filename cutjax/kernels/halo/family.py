@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from cutjax.kernels.halo.config import Config
+from cutjax.kernels.halo.config import ALONG, Config
 from cutjax.kernels.halo.geometry import Geometry, view_of
 from cutjax.kernels.halo.kernel import ARCH, reasons, resolve
+from cutjax.kernels.prices import Prices, one_by_one
 from cutjax.kernels.problem import Problem
 
-__all__ = ["Config", "competes", "configs", "name", "reasons", "resolve", "stores_in_order"]
+__all__ = ["Config", "competes", "configs", "name", "prices", "reasons", "resolve", "stores_in_order"]
 
 name = "halo"
 
@@ -29,16 +30,20 @@ def stores_in_order(problem: Problem) -> bool:
     return problem.arch != ARCH or bool(reasons(problem))
 
 
+def prices(problem: Problem) -> Prices:
+    """Returns the predicted times of the shipped configs that serve a problem."""
+    return one_by_one(problem, configs(problem), resolve)
+
+
 def configs(problem: Problem) -> Iterator[Config]:
     """Yields the shipped tiles, each with as many stages as fit."""
     if reasons(problem):
         return
     view = view_of(problem)
     axes, width = len(view.window), -(-problem.n // 16) * 16
-    along = {1: ("row",), 2: ("row", "images"), 3: ("grid",)}[axes]
     for bn in sorted({min(width, bn) for bn in COLUMNS}):
         for consumers in (2, 3, 4):
-            for how in along:
+            for how in ALONG[axes]:
                 deepest = (Config(bn, consumers, stages, how) for stages in STAGES)
                 fitting = (config for config in deepest if not isinstance(resolve(problem, config), tuple))
                 if config := next(fitting, None):

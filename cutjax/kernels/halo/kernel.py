@@ -12,7 +12,7 @@ from cutjax.kernels.arguments import Argument
 from cutjax.kernels.device import Device
 from cutjax.kernels.halo import cost, text
 from cutjax.kernels.halo.arguments import arguments
-from cutjax.kernels.halo.config import MOST_COLUMNS, MOST_SUMS, Config
+from cutjax.kernels.halo.config import ALONG, MOST_COLUMNS, MOST_SUMS, Config
 from cutjax.kernels.halo.geometry import BOX, Geometry, view_of
 from cutjax.kernels.halo.resolved import Resolved
 from cutjax.kernels.operand import Im2col, Taps
@@ -59,8 +59,7 @@ def reasons(problem: Problem) -> tuple[str, ...]:
         found.append(f"result {short(problem.out_dtype.name)}: one of {names}")
     elif not problem.plain:
         found += staging.reasons
-    found += [reason.replace("in phases", "in tiles of pixels") for reason in staging.pixel_reasons]
-    return (*found, *shared.of_sizes(problem))
+    return (*found, *staging.pixel_reasons, *shared.of_sizes(problem))
 
 
 class Kernel(Resolved, base.Kernel):
@@ -96,10 +95,8 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     of, staging = Geometry(problem, config), staging_of(problem)
     if problem.bs[0].contiguous == "mn" and config.bn % 16:
         found.append(f"bn={config.bn} where rows in memory lie along it: the narrowest swizzle spans 16 elements")
-    if of.group_axis > of.axes or (config.along == "grid") != (of.axes == 3):
-        found.append(f"along={config.along!r} of images of {of.axes} axes")
-    if config.along == "images" and of.axes != 2:
-        found.append(f"along={config.along!r} of images of {of.axes} axes")
+    if config.along not in ALONG[of.axes]:
+        found.append(f"along={config.along!r} of images of {of.axes} axes, expected one of {ALONG[of.axes]}")
     if of.stacked * config.bn > 256:
         found.append(f"{of.stacked} taps of {config.bn} columns: wgmma multiplies at most 256 at once")
     if (sums := (of.stacked + 1) * config.bn // 2) > MOST_SUMS[config.consumers]:

@@ -142,6 +142,8 @@ class Config:
 def _views(problem: Problem) -> Iterator[str]:
     """Yields the words of the operands' views."""
     view = problem.a.view
+    if problem.a.prologue is not None:
+        yield f"p{_digest(problem.a.prologue)}"
     if isinstance(view, Gathered):
         yield "gathered"
     if isinstance(view, Im2col):

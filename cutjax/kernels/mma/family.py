@@ -11,10 +11,11 @@ from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.kernel import BARRIER_BYTES, chunk_of, reasons, resolve, staging_of, tma_reasons
 from cutjax.kernels.mma.math import Math, math_of
 from cutjax.kernels.prepared import along_k
+from cutjax.kernels.prices import Prices, one_by_one
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.raster import band
 
-__all__ = ["Config", "competes", "configs", "name", "reasons", "resolve", "stores_in_order"]
+__all__ = ["Config", "competes", "configs", "name", "prices", "reasons", "resolve", "stores_in_order"]
 
 name = "mma"
 
@@ -108,6 +109,7 @@ MOST_SPLITS = 128
 LEAST_K_BLOCKS = 8  # of a part
 
 _config = functools.lru_cache(maxsize=None)(Config)
+_divide = functools.lru_cache(maxsize=1 << 14)(dataclasses.replace)
 
 
 def competes(problem: Problem) -> bool:
@@ -127,6 +129,11 @@ def tiles_for(way: Math) -> tuple[tuple[int, ...], ...]:
     if way.words > 4:
         return WIDE_TILES if way.words == 8 else WIDEST_TILES
     return {"fma": ELEMENT_TILES, "terms": TERM_TILES, "decode": NARROW_TILES}.get(way.fragments, TILES)
+
+
+def prices(problem: Problem) -> Prices:
+    """Returns the predicted times of the shipped configs that serve a problem."""
+    return one_by_one(problem, configs(problem), resolve)
 
 
 def configs(problem: Problem) -> Iterator[Config]:
@@ -171,4 +178,4 @@ def _divided(problem: Problem, config: Config) -> Iterator[Config]:
     of_pixels = bool(views.axes(problem)) and most > SPLITS[-1]
     for splits in (*SPLITS, *[min(most, MOST_SPLITS)] * of_pixels):
         if most // 2 < splits <= most or splits == MOST_SPLITS:
-            yield dataclasses.replace(config, splits=splits)
+            yield _divide(config, splits=splits)

@@ -14,7 +14,7 @@ from cutjax.kernels import base
 from cutjax.kernels import reasons as shared
 from cutjax.kernels.arguments import Argument, Matrices
 from cutjax.kernels.device import Device
-from cutjax.kernels.mma import cost, slim, text, views
+from cutjax.kernels.mma import cost, prologue, slim, text, views
 from cutjax.kernels.mma.arguments import arguments, operands_of, unit
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.math import Math, math_of
@@ -51,7 +51,8 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     found += staging.pixel_reasons if staging.pixels else ()
     if number(problem.arch) < 75:
         return (f"architecture {problem.arch}: the kernels are for sm_75 and later",)
-    found += shared.of_operands(problem, (Gathered, Im2col), (Taps,))
+    found += shared.of_operands(problem, (Gathered, Im2col), (Taps,), prologues=True)
+    found += prologue.reasons(problem)
     way = math_of(problem)
     found += views.reasons(problem, way)
     if way is None:
@@ -87,6 +88,11 @@ class Kernel(Resolved, base.Kernel):
     def arguments(self) -> tuple[Argument, ...]:
         """The arguments that the kernel takes, in order."""
         return arguments(self)
+
+    @property
+    def unmeasured(self) -> str:
+        """The part of it that has not run on a device yet; "" where all has."""
+        return "a prologue in the loads" * (self.multiplied.a.prologue is not None)
 
     @property
     def source(self) -> str:
@@ -156,6 +162,7 @@ def registers(problem: Problem, config: Config, way: Math, units: tuple[int, int
     if config.tma and (way.name, way.accumulator) in (("dmma", "float64"), ("tf32", "float32")):
         beside = BESIDE_TMA
     apart += views.registers(problem, config, way, units)
+    apart += prologue.REGISTERS * (problem.a.prologue is not None)
     return problem.products * tile * way.words + 2 * fragments + held + beside + apart
 
 
@@ -168,6 +175,8 @@ def tma_reasons(problem: Problem, way: Math, units: tuple[int, int] = (16, 16)) 
         found.append(f"tma of {short(a.dtype.name)} by FMA: elements are permuted one by one on their way")
     if b.narrow_beside(a):
         found.append(f"tma with b in {short(b.dtype.name)}: tiles that are decoded are loaded by all threads")
+    if a.prologue is not None:
+        found.append("tma with a prologue: threads change what they copied themselves")
     if a.gathered:
         found.append("tma of gathered rows: its boxes are of rows that follow each other")
     if views.axes(problem):
@@ -206,20 +215,53 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     return dataclasses.replace(kernels[0], phases=tuple(kernels))
 
 
-def _resolve(problem: Problem, config: Config, pixels: Pixels | None = None) -> Kernel | tuple[str, ...]:
-    """Returns the kernel of a problem, which may be a phase of one."""
-    asked, way, found = problem, math_of(problem), []
+@dataclasses.dataclass(frozen=True, eq=False)
+class Facts:
+    """Everything that kernels of a problem have in common, whose configs differ in tiles and their order alone.
+
+    Attributes:
+      problem: of operands as they are read, without its epilogue where k has splits.
+      multiplied: the same, transposed where operands are swapped.
+      way: how they are multiplied.
+      staging: of its epilogue.
+      operands: the matrices of a, and of each b.
+      units: bytes that their rows begin at multiples of.
+      prepared: the operands that are transposed before.
+    """
+
+    problem: Problem
+    multiplied: Problem
+    way: Math
+    staging: Staging
+    operands: tuple[Matrices, Matrices]
+    units: tuple[int, int]
+    prepared: tuple[Prepared, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def _facts(asked: Problem, divided: bool, slim: bool, swap: bool, pixels: bool) -> Facts:
+    """Returns the facts of kernels with splits or without, of few rows or more, of swapped operands or not."""
+    way = math_of(asked)
     assert way is not None
-    problem = views.along_k(problem) if way.along_k and not config.slim else problem
-    if config.splits > 1:
-        problem = problem.bare
-        if problem.divided == "m":
-            found.append(f"splits={config.splits}: the contraction of groups of rows is whole")
-    if config.swap and (why := slim.swap_reasons(problem)):
+    problem = views.along_k(asked) if way.along_k and not slim else asked
+    problem = problem.bare if divided else problem
+    p = problem.transposed if swap else problem
+    of_a, of_b = operands_of(p)
+    units = unit(p, p.a, p.m, of_a), unit(p, p.bs[0], p.n, of_b)
+    copies = prepared(asked, problem) if way.along_k else ()
+    return Facts(problem, p, way, staging_of(problem, swap, pixels), (of_a, of_b), units, copies)
+
+
+def _resolve(asked: Problem, config: Config, pixels: Pixels | None = None) -> Kernel | tuple[str, ...]:
+    """Returns the kernel of a problem, which may be a phase of one."""
+    found = []
+    if config.splits > 1 and asked.divided == "m":
+        found.append(f"splits={config.splits}: the contraction of groups of rows is whole")
+    if config.swap and (why := slim.swap_reasons(asked.bare if config.splits > 1 else asked)):
         return (*found, *why)
-    staging, device = staging_of(problem, config.swap, pixels is not None), problem.device
+    facts = _facts(asked, config.splits > 1, config.slim, config.swap, pixels is not None)
+    problem, way, staging, device = facts.multiplied, facts.way, facts.staging, asked.device
     size = problem.a.bytes(1)
-    bare, problem = problem, problem.transposed if config.swap else problem
     slices = config.bk // way.k // config.sliced_k
     if config.slim:
         found += slim.reasons(problem, config, way, staging)
@@ -256,8 +298,7 @@ def _resolve(problem: Problem, config: Config, pixels: Pixels | None = None) -> 
     accumulators = 4 * problem.products * config.bm * config.bn // 4 * way.words
     if config.sliced_k > 1 and not config.slim and accumulators > config.stages * stage_bytes:
         found.append(f"sliced_k={config.sliced_k}: {accumulators} bytes of accumulators take the place of the stages")
-    of_a, of_b = operands_of(problem)
-    units = unit(problem, problem.a, problem.m, of_a), unit(problem, problem.bs[0], problem.n, of_b)
+    units = facts.units
     if config.tma:
         found += tma_reasons(problem, way, units)
     limit = min(255, device.registers_per_sm // (config.threads * config.blocks) // 8 * 8)
@@ -268,17 +309,17 @@ def _resolve(problem: Problem, config: Config, pixels: Pixels | None = None) -> 
         found.append(f"blocks={config.blocks} of {config.threads} threads: more than an SM of {device.name} holds")
     rows, columns = views.tiles(problem, config.bm, config.bn)
     tiles = views.most_tiles(problem, config.bm, config.bn)
-    found += _counted(problem, config, tiles * config.splits, (of_a, of_b))
+    found += _counted(problem, config, tiles * config.splits, facts.operands)
     if found:
         return tuple(found)
     return Kernel(
-        problem=bare,
+        problem=facts.problem,
         config=config,
         asked=asked,
         multiplied=problem,
         way=way,
         staging=staging,
-        prepared=prepared(asked, bare) if way.along_k else (),
+        prepared=facts.prepared,
         units=units,
         pixels=pixels,
         chunk=chunk,
@@ -299,7 +340,7 @@ def _counted(p: Problem, config: Config, tiles: int, operands: tuple[Matrices, M
         numbers = 2 if operand.dtype.kind == "c" else 1  # TMA counts those of a line in memory, threads its bytes
         unit = numbers if config.tma else operand.dtype.itemsize
         lines.append(unit * (along_k if operand.contiguous == "k" else length))
-    return shared.of_counts(
+    counts = shared.counters(
         p,
         (config.bm, config.bn, depth),
         tiles=tiles,
@@ -309,6 +350,7 @@ def _counted(p: Problem, config: Config, tiles: int, operands: tuple[Matrices, M
         places_of_matrices=max(of.count for of in operands),
         **views.counts(p),
     )
+    return shared.of_counters(counts, ", in whole tiles")
 
 
 def resolved(problem: Problem, config: Config) -> Kernel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Container
 
 from cutjax.kernels.device import DMMA
@@ -116,6 +117,7 @@ MIXED = {
 }
 
 
+@functools.lru_cache(maxsize=1024)
 def math_of(problem: Problem) -> Math | None:
     """Returns the way to multiply a problem's operands on its architecture; None where the family has none."""
     a, b = problem.a.dtype.name, problem.bs[0].dtype.name

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 
 from cutjax.kernels.device import Device
+from cutjax.kernels.mma import prologue
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.mma.cost import parts_us
 from cutjax.kernels.mma.math import MIXED, Math
@@ -16,6 +18,7 @@ from cutjax.kernels.staging import Staging
 
 ROWS = (1, 2, 4)
 AT_ONCE = 8  # loads of 16 bytes that a thread waits for at once, as in slim.cuh
+_config = functools.lru_cache(maxsize=None)(Config)
 BESIDE = 40  # registers of a thread beside what it loads and adds up, calibrated on the compiler's report
 
 
@@ -41,6 +44,7 @@ def reasons(problem: Problem, config: Config, way: Math, staging: Staging) -> li
         found.append(f"bm={config.bm}: of {problem.m} rows, reductions are of 16 rows at a time")
     if problem.symmetric:
         found.append("a symmetric product")
+    found += prologue.slim_reasons(problem)
     if problem.a.view is not None:
         found.append(f"bm={config.bm}: slim kernels read rows of a that follow each other")
     if (problem.a.dtype.name, problem.bs[0].dtype.name) in MIXED:
@@ -79,6 +83,7 @@ def registers(problem: Problem, config: Config, way: Math) -> int:
     # Of rows of b that begin anywhere each load has a shift of its own: with 4 rows of a that spills.
     along_k = b.contiguous == "k"
     shifted = b.bytes(problem.k if along_k else problem.n) % 4 > 0
+    left += prologue.slim_registers(problem)
     more = (72 if narrow else 0) if along_k else 32  # of 8 bits, 16 elements are decoded at once
     return sums + left + 5 * AT_ONCE + BESIDE + more * config.bm * shifted
 
@@ -102,7 +107,7 @@ def _configs(problem: Problem, swap: bool) -> Iterator[Config]:
         for warps, blocks in ((8, 2), (16, 1), (8, 1)):  # the last one for those that need registers
             sliced_k = warps * wn // bn
             if 1 <= sliced_k <= 16:
-                yield Config(rows, bn, 128, rows, wn, sliced_k, stages=1, raster=1, blocks=blocks, swap=swap)
+                yield _config(rows, bn, 128, rows, wn, sliced_k, stages=1, raster=1, blocks=blocks, swap=swap)
 
 
 def predict(kernel: Resolved, device: Device) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cutjax.dtypes import DTYPES
 from cutjax.kernels.arguments import Argument
 from cutjax.kernels.epilogue_text import epilogue_text
-from cutjax.kernels.mma import views
+from cutjax.kernels.mma import prologue, views
 from cutjax.kernels.mma.resolved import Resolved
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.runtime import sources
@@ -134,4 +134,7 @@ def _views(kernel: Resolved) -> list[str]:
     files = ["mma/digits.cuh"] if views.axes(kernel.multiplied) else []
     files += [f"mma/load_{_FILES[view]}.cuh" for view in found if view in _FILES]
     names = [view.__name__ if view in _FILES else "Plain" for view in found]
+    if kernel.multiplied.a.prologue is not None:
+        files += [prologue.text(kernel.multiplied), "mma/load_changed.cuh"]
+        names[0] = "Changed"
     return [plain, *files, f"using ViewA = {names[0]};\nusing ViewB = {names[1]};\n"]

@@ -7,11 +7,14 @@ import functools
 import hashlib
 import math
 import operator
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue
+from cutjax.kernels.columns import minimum, where
 from cutjax.kernels.operand import Operand
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import operands, windows
@@ -30,14 +33,121 @@ class Sums:
       group: blocks of k that are promoted beside each other, and whose scales are copied at once.
     """
 
-    columns: int
-    buffers: int
-    registers: int
-    group: int = 1
+    columns: Any
+    buffers: Any
+    registers: Any
+    group: Any = 1
+
+
+class Sizes:
+    """The sizes that follow from the fields of a config, or from columns of those of many."""
+
+    bm: Any
+    bn: Any
+    bk: Any
+    stages: Any
+    cluster_m: Any
+    cluster_n: Any
+    schedule: Any
+    swap: Any
+    stream_k: Any
+    cluster_k: Any
+    splits: Any
+    raster: Any
+
+    @functools.cached_property
+    def coop(self) -> Any:
+        """True of the cooperative schedule."""
+        return self.schedule == "coop"
+
+    @functools.cached_property
+    def consumers(self) -> Any:
+        """Warpgroups that multiply."""
+        return 2 - (self.coop & (self.bm == 64))
+
+    @functools.cached_property
+    def m_blocks(self) -> Any:
+        """64-row blocks of the tile that one warpgroup holds."""
+        return self.bm // 64 // where(self.coop, self.consumers, 1)
+
+    @property
+    def accumulator_registers(self) -> Any:
+        """f32 accumulators of one product that a thread holds."""
+        return self.m_blocks * self.bn // 2
+
+    def sums(self, problem: Problem) -> Sums:
+        """Returns the parts in which sums of float8 are promoted, for a problem as it is multiplied.
+
+        Two buffers where they fit, else one, of half a tile, so that the widest tiles fit. Parts of less than 64
+        columns take longer to read than to multiply: they are made where no other warpgroup multiplies beside.
+        """
+        width, accumulators = self.bn * problem.products, self.accumulator_registers * problem.products
+        alone = (self.coop == 0) | (self.consumers == 1)
+        columns = where((self.m_blocks == 1) & (width % 16 == 0) & ((width >= 128) | alone), 2, 1)
+        parts = self.m_blocks * columns
+        buffers = where((parts > 1) & (2 * accumulators <= MAX_ACCUMULATORS), 2, 1)
+        # With one buffer, scales of fewer blocks leave room for a stage more. Blocks that are decoded are longer text.
+        most = 2 if operands.in_bytes(problem.a, problem.bs[0]) else 4
+        group = where(buffers == 2, most, 2 // self.m_blocks)
+        return Sums(columns, buffers, buffers * accumulators // parts, group)
+
+    @property
+    def cluster(self) -> Any:
+        """CTAs of a cluster."""
+        return self.cluster_m * self.cluster_n * self.cluster_k
+
+    @property
+    def parts(self) -> Any:
+        """Ranges that the contraction of a tile is cut into."""
+        return self.cluster_k * self.splits
+
+    @functools.cached_property
+    def epilogue_columns(self) -> Any:
+        """Columns of a tile that one CTA stores: of those that share one each has as many, or none."""
+        owners = 1
+        for count in (2, 4, 8):
+            even = self.bn % ((8 if self.swap else 16) * count) == 0
+            owners = where((count <= self.cluster_k) & even, count, owners)
+        return self.bn // owners
+
+    def depth(self, problem: Problem) -> Any:
+        """Returns the elements of k in a stage: as many as the wider operand has in its rows there."""
+        return 16 * self.bk // max(problem.a.bits, problem.bs[0].bits)
+
+    def decoded_chunk(self, problem: Problem) -> Any:
+        """Returns the elements of a row of a's tile in shared memory, where a is decoded: 128 bytes, or all."""
+        length = self.depth(problem) if problem.a.contiguous == "k" else self.bm
+        return minimum(length, problem.a.elements(128))
+
+    def slices(self, problem: Problem) -> Any:
+        """Returns the slices of 16 of k that a warpgroup decodes at once; 0 where a is not decoded.
+
+        As many as registers take beside two sets of them: most of a step's time is its latency, not its instructions.
+        """
+        if not operands.decoded(problem.a, problem.bs[0]):
+            return 0
+        scale = operands.factors(problem)
+        deep = (self.bk == 128) & (scale is None or scale.k % 64 == 0)
+        return where(deep & ((self.m_blocks == 1) | (self.bn <= FEW)), 4, 2)
+
+    def chunk(self, b: Operand, products: int = 1) -> Any:
+        """Returns the elements of a row of b's tile in shared memory, which its swizzle spans.
+
+        Where b's rows in memory lie along bn, chunks narrower than 64 have bank conflicts, so that of one product the
+        last may be wider than the tile, where it loads a third more at most.
+        """
+        if b.contiguous == "k":
+            return b.elements(128)
+        whole = (self.bn % 64 == 0) | ((3 * (-self.bn % 64) <= self.bn) & (products == 1))
+        return where(whole, 64, where(self.bn % 32 == 0, 32, 16))
+
+    def loaded(self, b: Operand, products: int = 1) -> Any:
+        """Returns the columns that are loaded for the bn of a tile."""
+        return self.bn if b.contiguous == "k" else self.bn + -self.bn % self.chunk(b, products)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """One kernel of the sm_90a GEMM family.
 
     Attributes:
@@ -133,91 +243,6 @@ class Config:
         if reasons:
             raise ValueError("Config: " + "; ".join(reasons))
 
-    @property
-    def consumers(self) -> int:
-        """Warpgroups that multiply."""
-        return 1 if self.schedule == "coop" and self.bm == 64 else 2
-
-    @property
-    def m_blocks(self) -> int:
-        """64-row blocks of the tile that one warpgroup holds."""
-        return self.bm // 64 // (self.consumers if self.schedule == "coop" else 1)
-
-    @property
-    def accumulator_registers(self) -> int:
-        """f32 accumulators of one product that a thread holds."""
-        return self.m_blocks * self.bn // 2
-
-    def sums(self, problem: Problem) -> Sums:
-        """Returns the parts in which sums of float8 are promoted, for a problem as it is multiplied.
-
-        Two buffers where they fit, else one, of half a tile, so that the widest tiles fit. Parts of less than 64
-        columns take longer to read than to multiply: they are made where no other warpgroup multiplies beside.
-        """
-        width, accumulators = self.bn * problem.products, self.accumulator_registers * problem.products
-        alone = self.schedule == "pingpong" or self.consumers == 1
-        columns = 2 if self.m_blocks == 1 and width % 16 == 0 and (width >= 128 or alone) else 1
-        parts = self.m_blocks * columns
-        buffers = 2 if parts > 1 and 2 * accumulators <= MAX_ACCUMULATORS else 1
-        # With one buffer, scales of fewer blocks leave room for a stage more. Blocks that are decoded are longer text.
-        group = 2 if operands.in_bytes(problem.a, problem.bs[0]) else 4
-        return Sums(columns, buffers, buffers * accumulators // parts, group if buffers == 2 else 2 // self.m_blocks)
-
-    @property
-    def cluster(self) -> int:
-        """CTAs of a cluster."""
-        return self.cluster_m * self.cluster_n * self.cluster_k
-
-    @property
-    def parts(self) -> int:
-        """Ranges that the contraction of a tile is cut into."""
-        return self.cluster_k * self.splits
-
-    @property
-    def epilogue_columns(self) -> int:
-        """Columns of a tile that one CTA stores: of those that share one each has as many, or none."""
-        if self.cluster_k == 1:
-            return self.bn
-        least = 8 if self.swap else 16
-        owners = (owners for owners in (8, 4, 2) if owners <= self.cluster_k and self.bn % (least * owners) == 0)
-        return self.bn // next(owners, 1)
-
-    def depth(self, problem: Problem) -> int:
-        """Returns the elements of k in a stage: as many as the wider operand has in its rows there."""
-        return min(problem.a.elements(2 * self.bk), problem.bs[0].elements(2 * self.bk))
-
-    def decoded_chunk(self, problem: Problem) -> int:
-        """Returns the elements of a row of a's tile in shared memory, where a is decoded: 128 bytes, or all."""
-        length = self.depth(problem) if problem.a.contiguous == "k" else self.bm
-        return min(length, problem.a.elements(128))
-
-    def slices(self, problem: Problem) -> int:
-        """Returns the slices of 16 of k that a warpgroup decodes at once; 0 where a is not decoded.
-
-        As many as registers take beside two sets of them: most of a step's time is its latency, not its instructions.
-        """
-        if not operands.decoded(problem.a, problem.bs[0]):
-            return 0
-        scale = operands.factors(problem)
-        deep = self.bk == 128 and (scale is None or scale.k % 64 == 0)
-        return 4 if deep and (self.m_blocks == 1 or self.bn <= FEW) else 2
-
-    def chunk(self, b: Operand, products: int = 1) -> int:
-        """Returns the elements of a row of b's tile in shared memory, which its swizzle spans.
-
-        Where b's rows in memory lie along bn, chunks narrower than 64 have bank conflicts, so that of one product the
-        last may be wider than the tile, where it loads a third more at most.
-        """
-        if b.contiguous == "k":
-            return b.elements(128)
-        if self.bn % 64 == 0 or (products == 1 and 3 * (-self.bn % 64) <= self.bn):
-            return 64
-        return 32 if self.bn % 32 == 0 else 16
-
-    def loaded(self, b: Operand, products: int = 1) -> int:
-        """Returns the columns that are loaded for the bn of a tile."""
-        return self.bn if b.contiguous == "k" else self.bn + -self.bn % self.chunk(b, products)
-
     def name(self, problem: Problem) -> str:
         """Returns the name of the kernel wherever it is seen: HLO, profiler, explain, benchmark rows."""
         if windows.in_parts(problem, self.splits):
@@ -250,6 +275,53 @@ class Config:
         if self.swap and problem.m % 2 and not problem.plain:
             name += "_odd"
         return name
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Configs(Sizes):
+    """Many configs: a column for each field that prices and limits read, but for what all have in common.
+
+    The order of tiles is none of these: a config has one when it is taken out.
+    """
+
+    bm: np.ndarray
+    bn: np.ndarray
+    bk: np.ndarray
+    stages: np.ndarray
+    cluster_m: np.ndarray
+    cluster_n: np.ndarray
+    schedule: np.ndarray
+    swap: bool
+    stream_k: np.ndarray
+    cluster_k: np.ndarray
+    splits: np.ndarray
+    raster: ClassVar[int] = 1
+    sms: ClassVar[int] = 0
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[Any, ...]], swap: bool) -> Configs:
+        """Makes those of rows (bm, bn, bk, cluster_m, cluster_n, schedule), whose contraction is whole."""
+        bm, bn, bk, cluster_m, cluster_n, schedule = map(np.array, zip(*rows, strict=True))
+        one = np.ones_like(bm)
+        return cls(bm, bn, bk, 2 * one, cluster_m, cluster_n, schedule, swap, one > 1, one, one)
+
+    def __len__(self) -> int:
+        return len(self.bm)
+
+    def take(self, rows: np.ndarray, **columns: np.ndarray) -> Configs:
+        """Returns the configs of some rows, with other columns."""
+        names = (field.name for field in dataclasses.fields(self) if field.name not in ("swap", *columns))
+        return Configs(**{name: getattr(self, name)[rows] for name in names}, **columns, swap=self.swap)
+
+    def rows(self, rows: np.ndarray) -> list[tuple[Any, ...]]:
+        """Returns the fields of some rows, as what tells their configs apart."""
+        columns = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "swap"]
+        return [(self.swap, *fields) for fields in zip(*(x[rows].tolist() for x in columns), strict=True)]
+
+    def fields(self, row: int) -> dict[str, Any]:
+        """Returns the fields of a config, but for the order of its tiles."""
+        columns = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: x if name == "swap" else x[row].item() for name, x in columns.items()}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
+from cutjax.kernels.columns import ceil, hypot, log2, maximum, minimum, where
 from cutjax.kernels.device import Device
 from cutjax.kernels.sm90 import dense_cost, windows, windows_cost
 from cutjax.kernels.sm90.operands import row_bytes
@@ -66,8 +68,10 @@ _FITS = {
 }
 
 
-def predict(kernel: Resolved, device: Device) -> float:
-    """Returns the predicted microseconds of one call, for groups of uneven sizes where there are groups.
+def predict(kernel: Resolved, device: Device) -> Any:
+    """Returns the predicted microseconds of one call, or a column of those of many kernels' calls.
+
+    Where there are groups, their sizes are taken to be uneven.
 
     The SMs walk the tiles in waves; a wave costs its mainloop and what of its epilogue is not hidden behind another.
     Beside that runs the memory, and the slower of the two decides. The constants were fitted to sweeps of the shipped
@@ -83,74 +87,70 @@ def predict(kernel: Resolved, device: Device) -> float:
         return us if kernel.phases is None else windows_cost.of_phases(kernel, us, device)
     fit, sms = _FITS["symmetric" if p.symmetric else p.divided], device.sms
     resident, rows, tiles = kernel.blocks_per_sm, kernel.rows, kernel.columns
-    items, k, filled = float(kernel.tiles if p.symmetric else rows * tiles * p.batch_size), float(p.k), 1.0
+    items, k, filled = 1.0 * (kernel.tiles if p.symmetric else rows * tiles * p.batch_size), float(p.k), 1.0
     if p.divided == "m":  # a group's last tile is half full; of it, blocks of 64 rows without any are skipped
         groups = p.groups_along("m")
         average, height = p.m / groups, c.bm * c.cluster_m
-        rows = groups * max(1.0, average / height + fit.last)
+        rows = groups * maximum(1.0, average / height + fit.last)
         filled = groups * max(1.0, average / 64 + 0.5) * 64 / (rows * height)
         filled += (1 - filled) * fit.idle
         items = rows * tiles * p.batch_size
     elif p.divided == "k":
         groups = p.groups_along("k")
         items, k = items * groups, p.k / groups + c.depth(p) / 2
-    items *= c.splits
-    in_flight = max(1, sms * resident // c.cluster)
-    waves = math.ceil(items / in_flight)
-    sharing = min(resident, math.ceil(items * c.cluster / sms))  # blocks that really share an SM
+    items = items * c.splits
+    in_flight = maximum(1, sms * resident // c.cluster)
+    waves = ceil(items / in_flight)
+    sharing = minimum(resident, ceil(items * c.cluster / sms))  # blocks that really share an SM
 
-    k_blocks = math.ceil(math.ceil(k / c.depth(p)) * len(kernel.way.pairs) / c.parts)
+    k_blocks = ceil(ceil(k / c.depth(p)) * len(kernel.way.pairs) / c.parts)
     tile_bytes = kernel.stage_bytes
     columns = c.bn * p.products
     read_bytes = (c.bm + c.bm // 64 * columns) * c.bk * 2  # wgmma reads b once for each 64 rows of a
     cycles_share = 0.97 + 0.2 * 16 * (tile_bytes + read_bytes) / (c.bm * columns * c.bk)
-    cycles_share += fit.coop * (c.schedule == "coop")
-    cycles_share += 0.04 * (c.bk == 128)
-    cycles_share += fit.narrow * (
-        p.bs[0].contiguous == "mn" and c.bn % 64 != 0
-    )  # narrower swizzle, so more bank conflicts
+    cycles_share = cycles_share + fit.coop * c.coop
+    cycles_share = cycles_share + 0.04 * (c.bk == 128)
+    narrow = (c.bn % 64 != 0) & (p.bs[0].contiguous == "mn")  # narrower swizzle, so more bank conflicts
+    cycles_share = cycles_share + fit.narrow * narrow
     flop_us = dense_cost.flop_us(p, kernel.stored, kernel.way, device)
     multiply = sharing * cycles_share * 2 * c.bm * columns * c.bk / flop_us * filled
     a_rows, b_rows = _short_rows(kernel) if fit.rows else (1, 1)
     saved = a_rows * c.bm * (c.cluster_n - 1) / c.cluster_n + b_rows * columns * (c.cluster_m - 1) / c.cluster_m
     loaded = (a_rows * c.bm + b_rows * columns) * c.bk * 2
     load = sharing * (loaded - fit.shared * saved * c.bk * 2) / (fit.load * 1e3)
-    both = max(multiply, load)
+    both = maximum(multiply, load)
     if fit.blend != math.inf:
         both = (multiply**fit.blend + load**fit.blend) ** (1 / fit.blend)
     refill = (fit.latency + multiply) / c.stages  # a stage's load, and its turn to be read
-    mainloop = k_blocks * max(both, refill)
+    mainloop = k_blocks * maximum(both, refill)
 
     tile_us = fit.tile + (0.0 if p.plain else 4.0)
     epilogue = sharing * (0.22 + tile_us * c.bm * columns * c.epilogue_columns / c.bn / 32768)
     hidden = 0.83 * epilogue
-    if c.schedule == "pingpong":
-        wave = max(mainloop + epilogue - hidden, (mainloop + epilogue) / 2)
-    else:
-        wave = mainloop + epilogue - (hidden if resident == 2 else 0)
-    last = epilogue * (fit.halves if c.schedule == "coop" and c.consumers == 2 else 1)
+    waiting = mainloop + epilogue - where(resident == 2, hidden, 0)
+    wave = where(c.coop, waiting, maximum(mainloop + epilogue - hidden, (mainloop + epilogue) / 2))
+    last = epilogue * where(c.coop & (c.consumers == 2), fit.halves, 1)
     compute = (waves - 1) * wave + mainloop + last + fit.cluster * (c.cluster > c.cluster_k)
-    if c.cluster_k > 1:
-        compute += waves * (2 + (c.cluster_k - 1) / c.cluster_k * 4 * c.bm * columns / SHARED_BYTES_PER_US)
+    exchange = 2 + (c.cluster_k - 1) / c.cluster_k * 4 * c.bm * columns / SHARED_BYTES_PER_US
+    compute = compute + (c.cluster_k > 1) * (waves * exchange)
     if p.divided == "m":
-        compute *= 1 + fit.tall * math.log2(c.bm * c.cluster_m / 64) / (1 + p.m / p.groups_along("m") / 512)
+        compute = compute * (1 + fit.tall * log2(c.bm * c.cluster_m / 64) / (1 + p.m / p.groups_along("m") / 512))
 
-    ragged = 1.1 if c.bn * p.out_dtype.itemsize % 128 else 1.0  # stores of less than a cache line
+    ragged = where(c.bn * p.out_dtype.itemsize % 128 != 0, 1.1, 1.0)  # stores of less than a cache line
     speed = device.bytes_per_second / dense_cost.FITTED_ON.bytes_per_second
     reads = (p.bytes - p.result_bytes) * kernel.way.terms / (READ_BYTES_PER_US * speed)
     writes = ragged * c.splits * p.result_bytes / (WRITTEN_BYTES_PER_US * speed)
     twins = fit.twins if p.groups else -0.04 * (p.k <= 64)
     memory = (reads + writes) * (1 + 0.11 * c.bm * c.bn / 32768 + twins * (resident == 2) + fit.short * (c.bm == 64))
-    time_us = fit.scale * math.hypot(compute**3, memory**3) ** (1 / 3) + 1.2  # a smooth maximum, and the launch
+    time_us = fit.scale * hypot(compute**3, memory**3) ** (1 / 3) + 1.2  # a smooth maximum, and the launch
     copied = sum(operand.moved for operand in kernel.prepared)  # in launches of their own
-    time_us += copied / (WRITTEN_BYTES_PER_US * speed) + 2 * len(kernel.prepared)
-    if c.splits == 1:
-        return time_us
+    time_us = time_us + (copied / (WRITTEN_BYTES_PER_US * speed) + 2 * len(kernel.prepared))
     outside = kernel.asked.bytes - kernel.problem.bytes + p.result_bytes  # what XLA moves, beside the parts
-    return time_us + 3 + (c.splits * p.result_bytes + outside) / (ADDED_BYTES_PER_US * speed)
+    added = 3 + (c.splits * p.result_bytes + outside) / (ADDED_BYTES_PER_US * speed)
+    return time_us + (c.splits > 1) * added
 
 
-def _short_rows(kernel: Resolved) -> tuple[int, int]:
+def _short_rows(kernel: Resolved) -> tuple[int, Any]:
     """Returns the rows of 128 bytes that the loads of a and of b take for each that they bring."""
     problem = kernel.multiplied
     lines = 1 if row_bytes(problem.a, problem.m, problem.k) % 128 == 0 else 2

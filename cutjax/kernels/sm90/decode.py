@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from cutjax.dtypes import DTYPES, bits_of, short
 from cutjax.kernels.arguments import Argument, Matrices, matrix_map
+from cutjax.kernels.columns import maximum
 from cutjax.kernels.operand import Operand, Scale
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90.config import Config
+from cutjax.kernels.sm90.config import Config, Sizes
 from cutjax.kernels.sm90.operands import decoded, factors, in_bytes
 
 # Of a dtype in memory: its name in text, and the file that decodes it.
@@ -34,13 +36,13 @@ def _factor(scale: Scale, wide: np.dtype) -> str | None:
     return "halves" if scale.dtype == wide else _FACTORS.get(scale.dtype.name)
 
 
-def factor_rows(config: Config, problem: Problem) -> int:
+def factor_rows(config: Sizes, problem: Problem) -> Any:
     """Returns the rows of a's factors that a stage has, each along bm; 0 where a has none."""
     scale = factors(problem)
-    return max(1, config.depth(problem) // scale.k) if scale else 0
+    return maximum(1, config.depth(problem) // scale.k) if scale else 0
 
 
-def factor_places(config: Config, problem: Problem) -> tuple[int, ...]:
+def factor_places(config: Sizes, problem: Problem) -> tuple[Any, ...]:
     """Returns the places in a stage, in bytes, of the arrays of a matrix's factors, and of their end."""
     scale, found = factors(problem), [0]
     for dtype in scale.arrays if scale else ():
@@ -49,7 +51,7 @@ def factor_places(config: Config, problem: Problem) -> tuple[int, ...]:
     return tuple(found)
 
 
-def factor_bytes(config: Config, problem: Problem) -> int:
+def factor_bytes(config: Sizes, problem: Problem) -> Any:
     """Returns the memory of a stage's factors, in units in which swizzled tiles begin."""
     return -(-problem.beside[0] * factor_places(config, problem)[-1] // 1024) * 1024
 

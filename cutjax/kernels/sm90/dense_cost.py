@@ -1,26 +1,26 @@
 """The predicted time of a dense product's kernel: what the model reads of it, and the time as a formula of that.
 
-The formula takes numbers or arrays of them, so the constants are fitted by the code that ships (benchmarks/fit.py).
+Both take one kernel's numbers or columns of those of many, so that a choice is made, and the constants are fitted
+(benchmarks/fit.py), by the same code.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cutjax.kernels import staging
+from cutjax.kernels.columns import ceil, each, maximum
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.operand import Operand
 from cutjax.kernels.prepared import COPIED_BYTES_PER_US, Prepared
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import windows
 from cutjax.kernels.sm90.arguments import matrices_of
-from cutjax.kernels.sm90.operands import Way
+from cutjax.kernels.sm90.operands import Way, decoded
 from cutjax.kernels.sm90.resolved import Resolved
 
 FITTED_ON = reference("sm_90a")  # an H200: bandwidths of memory scale from there, those within an SM do not
@@ -248,14 +248,14 @@ PAIRLESS = 1.6
 
 
 def features(kernel: Resolved, device: Device) -> Features:
-    """Returns a kernel's features, the inputs of the model."""
+    """Returns the features of a kernel, or columns of those of many: the inputs of the model."""
     p, c = kernel.multiplied, kernel.config
     (of_a, of_b), b, staged = p.beside, p.bs[0], kernel.staging
     common = _of_problem(kernel.asked, kernel.problem, p, kernel.stored, kernel.way, staged, kernel.prepared, device)
     return Features(
         **common,
         items=kernel.rows * _columns(kernel) * p.batch_size * c.splits * kernel.matrices,
-        in_flight=max(1, device.clusters_at_once(c.cluster) * kernel.blocks_per_sm),
+        in_flight=maximum(1, each(device.clusters_at_once, c.cluster) * kernel.blocks_per_sm),
         resident=kernel.blocks_per_sm,
         multicasts=c.cluster > c.cluster_k,
         cluster=c.cluster,
@@ -268,10 +268,10 @@ def features(kernel: Resolved, device: Device) -> Features:
         bn=c.bn * of_b,
         bk=c.bk,
         stages=c.stages,
-        steps=c.bk // 16 // slices if (slices := c.slices(p)) else 0,
-        pingpong=c.schedule == "pingpong",
-        halves=c.schedule == "coop" and c.consumers == 2,
-        k_blocks=math.ceil(kernel.k_blocks / c.parts),
+        steps=c.bk // 16 // c.slices(p) if decoded(p.a, b) else 0,
+        pingpong=1 - c.coop,
+        halves=c.coop & (c.consumers == 2),
+        k_blocks=ceil(kernel.k_blocks / c.parts),
         stage_bytes=kernel.stage_bytes,
         own=c.epilogue_columns / c.bn,
         b_columns=c.loaded(b, of_b) * of_b,
@@ -282,10 +282,10 @@ def features(kernel: Resolved, device: Device) -> Features:
     )
 
 
-def _columns(kernel: Resolved) -> float:
+def _columns(kernel: Resolved) -> Any:
     """Returns the tiles along n; of groups those of all, the last of each being half full."""
     groups, width = kernel.multiplied.groups_along("n"), kernel.config.bn * kernel.config.cluster_n
-    return groups * max(1.0, kernel.multiplied.n / groups / width + 0.5) if groups > 1 else kernel.columns
+    return groups * maximum(1.0, kernel.multiplied.n / groups / width + 0.5) if groups > 1 else kernel.columns
 
 
 @functools.lru_cache(maxsize=64)
@@ -349,10 +349,8 @@ def _instructions(p: Problem, staged: staging.Staging) -> float:
     return (1 + computed + 5 * loaded + 3 * max(stored - 1, 0)) / p.products
 
 
-def time_us(
-    f: Features, c: Constants, maximum: Callable[[Any, Any], Any] = max, ceil: Callable[[Any], Any] = math.ceil
-) -> Any:
-    """Returns the predicted microseconds of one call; of arrays, with numpy's functions."""
+def time_us(f: Features, c: Constants) -> Any:
+    """Returns the predicted microseconds of one call."""
     # One k block of one tile: multiplying, loading, or waiting for a load.
     sharing = maximum(1.0, f.resident * (f.items * f.cluster > f.sms))  # blocks that really share an SM
     flops = 2 * f.bm * f.bn * f.bk / f.flop_us * (1 + c.hot * f.ideal / (f.ideal + 800))

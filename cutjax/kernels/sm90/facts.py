@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import numpy as np
 
 from cutjax.dtypes import short
 from cutjax.kernels import reasons as shared
+from cutjax.kernels.columns import each, minimum, where
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import decode, operands, scales, windows
 from cutjax.kernels.sm90.arguments import matrices_of, result_matrices
-from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Config, Sums
+from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Sizes, Sums
 from cutjax.kernels.staging import STORED_BY_TMA, Staging, plan_staging
 
 ARCH = "sm_90a"
@@ -33,7 +35,6 @@ class Facts:
       staging: of its epilogue.
       heavy: whether the epilogue takes too many registers for two blocks beside each other.
       reasons: why no kernel can serve the problem; empty when one can.
-      footprints: of the tiles looked at so far.
     """
 
     problem: Problem
@@ -42,7 +43,6 @@ class Facts:
     staging: Staging
     heavy: bool
     reasons: tuple[str, ...]
-    footprints: dict[tuple[str, int, int, int, int], Footprint] = dataclasses.field(default_factory=dict, repr=False)
 
     @functools.cached_property
     def integers(self) -> bool:
@@ -54,45 +54,51 @@ class Facts:
         """True if threads store a result, each by addresses of its own, and not TMA."""
         return not self.staging.pixels and not all(self.staging.by_tma(out) for _, out in self.staging.results)
 
-    def accumulators(self, config: Config) -> int:
+    def accumulators(self, config: Sizes) -> Any:
         """Returns the accumulator registers of a thread, all products together, and those they are promoted to."""
         accumulators = config.accumulator_registers * self.problem.products
         if self.way.promoted:
             return accumulators + self.sums(config).registers
         return accumulators
 
-    def sums(self, config: Config) -> Sums:
+    def sums(self, config: Sizes) -> Sums:
         """Returns the sums that are promoted, where some are."""
         if self.way.each:
             return config.sums(self.problem)
         return Sums(1, 1, config.accumulator_registers * self.problem.products)
 
-    def max_accumulators(self, config: Config) -> int:
+    def max_accumulators(self, config: Sizes) -> Any:
         """Returns the accumulator registers a thread may have, all products together, beside what its epilogue keeps.
 
         Of every operand and every result, 8 values are held in registers; of an operand that varies along rows and
         columns, in elements too short for TMA, a chunk. Calibrated on the compiler's report: no spill below
         (tests/kernels/test_fusion.py, tests/kernels/test_swapped_kernels.py).
         """
-        problem, epilogue = self.problem, self.problem.epilogue
+        problem = self.problem
         if operands.decoded(problem.a, problem.bs[0]):
             return 64 if self.heavy else 128  # beside two sets of fragments
-        if windows.view_of(problem) and config.stream_k:
-            return 128  # of 192, some spill
         if problem.a.gathered:
             return 128  # fewer registers are left beside a producer that copies
         if problem.divided == "k" and self.way.each:  # blocks are cleared between wgmmas
             return 128 if scales.scaled(problem) else 160
         # The addresses of transposes take registers too.
-        beside = problem.symmetric and (
-            config.schedule == "pingpong" or sum(dtype.itemsize for dtype in self.staging.result_dtypes) > 2
-        )
-        widest = 160 if beside or self.addressed else MAX_ACCUMULATORS
-        if scales.by_column(problem, config) and config.schedule == "coop" and self.sums(config).buffers == 2:
-            widest = min(widest, 176)  # 128x192 spills in a cluster
+        wide = sum(dtype.itemsize for dtype in self.staging.result_dtypes) > 2
+        beside = problem.symmetric & ((config.coop == 0) | wide)
+        widest = where(beside, 160, 160 if self.addressed else MAX_ACCUMULATORS)
+        if problem.bs[0].scale:  # 128x192 spills in a cluster
+            tight = scales.by_column(problem, config) & config.coop & (self.sums(config).buffers == 2)
+            widest = where(tight, minimum(widest, 176), widest)
+        most = self._beside_epilogue(config, widest)
+        if windows.view_of(problem):
+            most = where(config.stream_k, 128, most)  # of 192, some spill
+        return most
+
+    def _beside_epilogue(self, config: Sizes, widest: Any) -> Any:
+        """Returns the accumulator registers beside an epilogue, of so many that there may be beside none."""
+        problem, epilogue = self.problem, self.problem.epilogue
         if problem.plain:
-            alone = config.schedule == "pingpong" and config.cluster == 1
-            return 160 if problem.divided == "m" or (problem.groups and not alone) else widest
+            alone = (config.coop == 0) & (config.cluster == 1)
+            return 160 if problem.divided == "m" else where(alone, widest, 160) if problem.groups else widest
         # Where TMA cannot load an operand, its elements have addresses of their own.
         apart = any(spec.row and spec.col and not self.staging.by_tma(spec) for spec in epilogue.operands)
         if self.staging.reductions:
@@ -100,14 +106,15 @@ class Facts:
         if apart or (self.staging.called and not self.staging.even):
             return 96
         varying = any(spec.row or spec.col for spec in epilogue.operands)
-        several = len(epilogue.outputs) > 1 and bool(epilogue.operands)
-        # Beside 192 accumulators, random bits and others that are called spill; beside 128 nothing does.
-        called = self.accumulators(config) > 128 and self.staging.called
-        if called or problem.groups or (varying and not self.staging.even):
+        if problem.groups or (varying and not self.staging.even):
             return 128
-        if several and config.swap and config.stream_k:  # of 128x96 and 64x256 some spill, though not of 128x160
-            return 64
-        return min(160, widest) if varying or several else widest
+        several = len(epilogue.outputs) > 1 and bool(epilogue.operands)
+        most = minimum(160, widest) if varying or several else widest
+        if several and config.swap:  # of 128x96 and 64x256 some spill, though not of 128x160
+            most = where(config.stream_k, 64, most)
+        if self.staging.called:  # random bits and others that are called spill beside 192 accumulators, not beside 128
+            most = where(self.accumulators(config) > 128, 128, most)
+        return most
 
     @property
     def _few_sums_of_rows(self) -> bool:
@@ -188,7 +195,7 @@ def _order_reasons(problem: Problem, staging: Staging) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Footprint:
-    """Shared memory that a tile takes, whatever the number of its stages.
+    """Shared memory that a tile takes, whatever the number of its stages; of many tiles columns of it.
 
     Attributes:
       chunk: columns of a staging buffer.
@@ -201,45 +208,38 @@ class Footprint:
       scale_bytes: scales of the operands.
     """
 
-    chunk: int
-    stage_bytes: int
-    buffer_bytes: int
-    staging_bytes: int
-    whole_result: int
+    chunk: Any
+    stage_bytes: Any
+    buffer_bytes: Any
+    staging_bytes: Any
+    whole_result: Any
     most: int
-    half: int
-    scale_bytes: int = 0
+    half: Any
+    scale_bytes: Any = 0
 
-    def bytes(self, stages: int, buffers: int = 2) -> int:
+    def bytes(self, stages: Any, buffers: Any = 2) -> Any:
         """Returns the shared memory of so many stages and staging buffers a warpgroup."""
         return stages * (self.stage_bytes + 16) + buffers * self.staging_bytes + self.scale_bytes
 
-    def limit(self, stages: int) -> int:
+    def limit(self, stages: Any) -> Any:
         """Returns the shared memory a block may take: half an SM's where two fit, each with two staging buffers."""
-        return self.half if self.bytes(stages) <= self.half else self.most
+        return where(self.bytes(stages) <= self.half, self.half, self.most)
 
-    def deepest(self, buffers: int = 2) -> int:
+    def deepest(self, buffers: Any = 2) -> Any:
         """Returns the most stages beside so many staging buffers a warpgroup."""
         return 2 + (self.limit(2) - self.bytes(2, buffers)) // (self.stage_bytes + 16)
 
 
-def footprint(facts: Facts, config: Config) -> Footprint:
+def footprint(facts: Facts, config: Sizes) -> Footprint:
     """Returns the shared memory that the tile of a config takes."""
-    tile = config.schedule, config.bm, config.bn, config.bk, config.epilogue_columns
-    if tile not in facts.footprints:
-        facts.footprints[tile] = _footprint(facts, config)
-    return facts.footprints[tile]
-
-
-def _footprint(facts: Facts, config: Config) -> Footprint:
     problem, staging = facts.problem, facts.staging
-    chunk = staging.chunk(config.epilogue_columns)
+    chunk = each(staging.chunk, config.epilogue_columns)
     of_a, of_b = problem.beside
     loaded = config.loaded(problem.bs[0], of_b) * of_b
     depth = config.depth(problem)
     buffer_bytes = 64 * chunk * staging.column_bytes
     # Registers fit two when each has 256 threads of 128, half of them accumulators.
-    two = config.consumers == 1 and facts.accumulators(config) <= 64 and not facts.heavy
+    two = (config.consumers == 1) & (facts.accumulators(config) <= 64) & (not facts.heavy)
     return Footprint(
         chunk=chunk,
         stage_bytes=problem.a.bytes(of_a * config.bm * depth)
@@ -249,6 +249,6 @@ def _footprint(facts: Facts, config: Config) -> Footprint:
         staging_bytes=config.consumers * (buffer_bytes + (8 if staging.operands else 0)),
         whole_result=config.m_blocks * config.epilogue_columns // chunk,
         most=problem.device.shared_bytes,
-        half=problem.device.shared_bytes_per_sm // 2 - 1024 if two else 0,
+        half=where(two, problem.device.shared_bytes_per_sm // 2 - 1024, 0),
         scale_bytes=scales.bytes_of(problem, config),
     )

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Iterator
+import itertools
+from collections.abc import Hashable, Iterator
+from typing import Any
 
 import numpy as np
 
+from cutjax.kernels.columns import ceil, maximum, minimum, where
+from cutjax.kernels.prices import Prices, one_by_one
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.raster import band
-from cutjax.kernels.sm90 import operands, windows
-from cutjax.kernels.sm90.config import Config
+from cutjax.kernels.sm90 import kernel, operands, windows
+from cutjax.kernels.sm90.config import Config, Configs
 from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint
 from cutjax.kernels.sm90.kernel import resolve
 from cutjax.kernels.sm90.phases import parts
 from cutjax.kernels.sm90.resolved import cluster_tile
 
-__all__ = ["Config", "competes", "configs", "name", "reasons", "resolve", "stores_in_order"]
+__all__ = ["Config", "competes", "configs", "name", "prices", "reasons", "resolve", "stores_in_order"]
 
 name = "sm90"
 
@@ -47,6 +50,7 @@ SWAPPED_TILES = {
     ("coop", 128): (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256),
     ("coop", 256): (64, 80, 96, 112, 128, 144, 160, 176, 192),
 }
+TILES_BY_NAME = {"plain": TILES, "symmetric": SYMMETRIC_TILES, "promoted": PROMOTED_TILES, "swapped": SWAPPED_TILES}
 FEW_COLUMNS = 512  # of the transposed result: up to here, widths that divide them evenly take the place of those above
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
 # The same with stages of 128: where k is 128, one stage is the whole contraction. Elsewhere 64 won by 2 to 10%.
@@ -60,7 +64,6 @@ LEAST_K_BLOCKS = 4  # of a part
 LEAST_IDLE = 0.06  # of the time of all SMs, where tiles in parts may pay
 
 _config = functools.lru_cache(maxsize=None)(Config)
-_divide = functools.lru_cache(maxsize=1 << 14)(dataclasses.replace)
 
 
 def reasons(problem: Problem) -> tuple[str, ...]:
@@ -95,49 +98,83 @@ def stores_in_order(problem: Problem) -> bool:
 
 def configs(problem: Problem) -> Iterator[Config]:
     """Yields the shipped tiles, each as deep and in the order that suits the problem, and ways to divide k."""
+    for facts, table in _tables(problem):
+        for row in range(len(table)):
+            yield _made(facts, table, row)
+
+
+def prices(problem: Problem) -> Prices:
+    """Returns the predicted times of the shipped configs that serve a problem, all from columns of their fields."""
+    if max(problem.flops, problem.bytes) >= 2**56 or max(problem.m, problem.n) >= 2**28:  # columns have 64 bits
+        return one_by_one(problem, configs(problem), resolve)
+    tables = _tables(problem)
+    given = parts(problem) if _parts(problem) else (problem, None, ())
+    us = [kernel.prices(*given, table, problem) for _, table in tables]
+    found = [np.flatnonzero(times < np.inf) for times in us]
+    times = np.concatenate([times[rows] for times, rows in zip(us, found, strict=True)])
+
+    def config(i: int) -> Config:
+        for side, served in zip(tables, found, strict=True):
+            if i < len(served):
+                return _made(*side, int(served[i]))
+            i -= len(served)
+        raise IndexError(i)
+
+    def rows() -> list[Hashable]:
+        return [row for (_, table), served in zip(tables, found, strict=True) for row in table.rows(served)]
+
+    new = [bool(kernel.unmeasured(facts.problem)) for facts, _ in tables]
+    return Prices(times, config, rows, np.repeat(new, [len(served) for served in found]))
+
+
+def _made(facts: Facts, table: Configs, row: int) -> Config:
+    config = _config(**table.fields(row))
+    return _config(**table.fields(row), raster=_raster(facts.problem, config))
+
+
+@functools.lru_cache(maxsize=16)
+def _tables(problem: Problem) -> list[tuple[Facts, Configs]]:
+    """Returns the shipped configs, as operands are and swapped, with what the kernels of each have in common."""
     if part := _parts(problem):
-        found = _configs(part, swap=False)
-        yield from (config for config in found if config.splits == 1 and not config.stream_k)
-        return
-    if not (own := facts_of(problem)).reasons:
-        yield from _configs(own, swap=False)
-    if problem.groups and not operands.decoded(problem.bs[0], problem.a):
-        return  # nobody has timed groups of others with operands swapped
-    if not (swapped := facts_of(problem, True)).reasons:
-        yield from _configs(swapped, swap=True)
+        table = _configs(part, swap=False)
+        return [(part, table.take((table.splits == 1) & ~table.stream_k))]
+    # Nobody has timed groups with operands swapped, but of weights that are decoded.
+    swaps = (False, True) if not problem.groups or operands.decoded(problem.bs[0], problem.a) else (False,)
+    sides = [(facts_of(problem, swap), swap) for swap in swaps]
+    return [(facts, _configs(facts, swap)) for facts, swap in sides if not facts.reasons]
 
 
-def _configs(facts: Facts, swap: bool) -> Iterator[Config]:
+def _configs(facts: Facts, swap: bool) -> Configs:
     problem = facts.problem
-    tiles = PROMOTED_TILES if facts.way.each else TILES
-    tiles = SYMMETRIC_TILES if problem.symmetric and problem.layout == "nt" else SWAPPED_TILES if swap else tiles
-    any_width = problem.bs[0].contiguous == "k"
-    decoded = operands.decoded(problem.a, problem.bs[0])
+    any_width, decoded = problem.bs[0].contiguous == "k", operands.decoded(problem.a, problem.bs[0])
+    name = "promoted" if facts.way.each else "plain"
+    name = "symmetric" if problem.symmetric and problem.layout == "nt" else "swapped" if swap else name
     # Of groups, which are uneven, twice the average.
     columns = 2 * -(-problem.n // groups) if (groups := problem.groups_along("n")) > 1 else problem.n
     few = _even_widths(columns) if swap and any_width and columns <= FEW_COLUMNS else ()
-    for (schedule, bm), widths in tiles.items():
+    whole = _whole(name, swap, any_width, decoded, problem.device.shared, few)
+    stages = _stages(facts, footprint(facts, whole), whole.depth(problem))
+    return _divided(problem, dataclasses.replace(whole, stages=stages))
+
+
+@functools.lru_cache(maxsize=256)
+def _whole(name: str, swap: bool, any_width: bool, decoded: bool, shared: bool, few: tuple[int, ...]) -> Configs:
+    """Returns the tiles of that name in clusters, of two stages, whose contraction is whole."""
+    rows = []
+    for (schedule, bm), widths in TILES_BY_NAME[name].items():
         # With ping-pong, of a block's one tile there is nothing for the other warpgroup.
         # Of weights that are decoded, one warpgroup's at a time, it took 1.09 to 1.4 times as long wherever measured.
-        if schedule == "pingpong" and (problem.device.shared or decoded):
+        if schedule == "pingpong" and (shared or decoded):
             continue
         widths = [bn for bn in few if bn <= widths[-1]] if few else widths
         deep = DEEP_TILES.get((schedule, bm), ())
         if decoded:
             deep = [bn for bn in widths if bn <= DECODED_DEEP]
         for bk, bns, clusters in ((64, widths, CLUSTERS), (128, deep, CLUSTERS[:1])):
-            for bn in bns:
-                if swap and not any_width and bn % 16:
-                    continue
-                thin = _config(bm, bn, bk, 2, 1, 1, schedule, 1, swap)
-                stages = _stages(facts, footprint(facts, thin), thin.depth(problem))
-                for cluster in clusters:
-                    if swap and bn % 16 and cluster[0] > 1:
-                        continue
-                    tile = _config(bm, bn, bk, 2, *cluster, schedule, 1, swap)
-                    whole = _config(bm, bn, bk, stages, *cluster, schedule, _raster(problem, tile), swap)
-                    yield whole
-                    yield from _divided(problem, whole)
+            for bn, cluster in itertools.product(bns, clusters):
+                if not (swap and bn % 16 and (cluster[0] > 1 or not any_width)):
+                    rows.append((bm, bn, bk, *cluster, schedule))
+    return Configs.of(rows, swap)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -148,55 +185,60 @@ def _even_widths(columns: int) -> tuple[int, ...]:
     return tuple(sorted({bn + 8 if bn // 8 in (17, 19, 23, 29, 31) else bn for bn in even if 8 <= bn <= 256}))
 
 
-def _divided(problem: Problem, config: Config) -> Iterator[Config]:
-    """Yields the ways to divide the contraction of a config's tiles among as many CTAs as there are SMs, about."""
-    k_blocks = -(-problem.k // config.depth(problem))
-    if problem.divided in ("m", "n") or problem.symmetric or k_blocks < 2 * LEAST_K_BLOCKS:
-        return
-    rows, columns = problem.tiles(*cluster_tile(config))
-    groups = problem.groups_along("k")
-    tiles, sms = rows * columns * problem.results, problem.device.sms // config.cluster
-    k_blocks = -(-k_blocks // groups)
+def _divided(problem: Problem, whole: Configs) -> Configs:
+    """Returns configs, each followed by the ways to divide its tiles' contraction among as many CTAs as SMs, about."""
+    k_blocks = -(-problem.k // whole.depth(problem))
+    if problem.divided in ("m", "n") or problem.symmetric or k_blocks.max() < 2 * LEAST_K_BLOCKS:
+        return whole
+    rows, columns = problem.tiles(*cluster_tile(whole))
+    device, deep = problem.device, k_blocks >= 2 * LEAST_K_BLOCKS
+    tiles, sms = rows * columns * problem.results, device.sms // whole.cluster
+    k_blocks = -(-k_blocks // problem.groups_along("k"))
     waves = tiles / sms
-    idle = 1 - waves / math.ceil(waves)  # of all SMs' time, in the last wave
-    if not problem.groups and idle > LEAST_IDLE and waves > 0.3 and k_blocks >= 16 and not problem.device.shared:
-        yield _divide(config, stream_k=True)
-    most = k_blocks // LEAST_K_BLOCKS
-    if config.schedule == "coop" and config.cluster == 1:
-        for size in CLUSTERS_K:
-            if size <= most and tiles <= problem.device.clusters_at_once(size):
-                yield _divide(config, cluster_k=size)
-    most = min(most, sms * 17 // 16 // tiles)
-    # Windows of weight gradients are many more than they have elements: every SM wants a part, and parts are small.
-    windowed = windows.view_of(problem) is not None
-    fill = {min(splits, k_blocks // LEAST_K_BLOCKS, 128) for splits in (most, int(sms // tiles))} if windowed else set()
-    least = 2 if windowed else 8
-    for splits in sorted({*SPLITS, *fill}):
-        if most >= least and most // 2 < splits <= most and config.cluster == 1:
-            yield _divide(config, splits=splits)
-        if config.schedule == "coop" and config.cluster == 1 and most // 16 < splits <= most // 8:
-            yield _divide(config, cluster_k=8, splits=splits)
+    idle = 1 - waves / ceil(waves)  # of all SMs' time, in the last wave
+    streams = deep & (idle > LEAST_IDLE) & (waves > 0.3) & (k_blocks >= 16)
+    streams &= not (problem.groups or device.shared)
+    # From here on a column of configs beside a row of ways.
+    deep, alone, shared, tiles = (x[:, None] for x in (deep, whole.cluster == 1, whole.coop, tiles))
+    most = k_blocks[:, None] // LEAST_K_BLOCKS
+    at_once = np.array([device.clusters_at_once(size) for size in CLUSTERS_K])
+    clustered = deep & alone & shared & (np.array(CLUSTERS_K) <= most) & (tiles <= at_once)
+    parts, few = most, sms[:, None] // tiles
+    most = np.minimum(most, sms[:, None] * 17 // 16 // tiles)
+    least, splits, offered = 8, np.array(SPLITS), True
+    if windows.view_of(problem):
+        # Windows of weight gradients are many more than they have elements: every SM wants a part, and parts are small.
+        fill = np.minimum(np.minimum(np.hstack([most, few]), parts), 128)
+        least, splits = 2, np.array(sorted({*SPLITS, *fill.ravel().tolist()}))
+        offered = np.isin(splits, SPLITS) | (splits == fill[:, :, None]).any(1)
+    split = deep & alone & offered & (most >= least) & (most // 2 < splits) & (splits <= most)
+    both = deep & alone & shared & offered & (most // 16 < splits) & (splits <= most // 8)
+    by_splits = np.stack([split, both], -1).reshape(len(whole), -1)
+    ways = np.hstack([np.ones_like(deep), streams[:, None], clustered, by_splits])
+    stream = np.arange(ways.shape[1]) == 1
+    cluster_k = np.concatenate([(1, 1), CLUSTERS_K, np.tile((1, 8), len(splits))])
+    split_by = np.concatenate([np.ones(2 + len(CLUSTERS_K), int), np.repeat(splits, 2)])
+    row, way = np.nonzero(ways)
+    return whole.take(row, stream_k=stream[way], cluster_k=cluster_k[way], splits=split_by[way])
 
 
-def _stages(facts: Facts, tile: Footprint, bk: int) -> int:
+def _stages(facts: Facts, tile: Footprint, bk: Any) -> Any:
     """As deep a pipeline as fits; shallower where k is so short that the result wants the memory more."""
-    k, whole = facts.problem.k * len(facts.way.pairs), max(2, tile.whole_result)
+    k, whole = facts.problem.k * len(facts.way.pairs), maximum(2, tile.whole_result)
     most = 8 if facts.problem.groups or facts.problem.symmetric else 16  # those were measured with 8
-    deepest = max(2, min(tile.deepest(), most))  # where 2 do not fit, resolve says so
-    if k <= bk:
-        two_blocks = tile.limit(2) != tile.most
-        return min(deepest, 2 if two_blocks else 3)
-    if k <= 2 * bk:
-        return min(deepest, max(4, tile.deepest(whole)))
-    if k <= 32 * bk and facts.staging.operands:
+    deepest = maximum(2, minimum(tile.deepest(), most))  # where 2 do not fit, resolve says so
+    stages = deepest
+    if facts.staging.operands:
         # They can all be on their way before the epilogue begins: worth a stage where k is short.
         fewer = tile.deepest(whole)
-        return fewer if 2 <= fewer == deepest - 1 else deepest
-    return deepest
+        stages = where((k <= 32 * bk) & (fewer >= 2) & (fewer == deepest - 1), fewer, deepest)
+    stages = where(k <= 2 * bk, minimum(deepest, maximum(4, tile.deepest(whole))), stages)
+    return where(k <= bk, minimum(deepest, where(tile.limit(2) != tile.most, 2, 3)), stages)
 
 
 def _raster(problem: Problem, config: Config) -> int:
     """Returns the width of a band of cluster tiles; narrow where bands end at the diagonal, having fewer columns."""
     height, width = cluster_tile(config)
     rows, _ = problem.tiles(height, width)
-    return band(rows, problem.device.sms / config.cluster, height, width, 1.0 if problem.symmetric else 1.4)
+    at_once = problem.device.sms / (config.cluster_m * config.cluster_n)
+    return band(rows, at_once, height, width, 1.0 if problem.symmetric else 1.4)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,13 +13,14 @@ import numpy as np
 from cutjax.dtypes import short
 from cutjax.kernels import base
 from cutjax.kernels import reasons as shared
+from cutjax.kernels.columns import maximum, minimum, where
 from cutjax.kernels.device import Device
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import cost, decode, operands, text, windows
 from cutjax.kernels.sm90.arguments import Argument, arguments
-from cutjax.kernels.sm90.config import Config
-from cutjax.kernels.sm90.facts import ARCH, Facts, facts_of, footprint
+from cutjax.kernels.sm90.config import Config, Configs, Sizes
+from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint
 from cutjax.kernels.sm90.phases import Phases, parts
 from cutjax.kernels.sm90.resolved import Resolved, cluster_tile
 
@@ -46,10 +50,7 @@ class Kernel(Resolved, base.Kernel):
     @property
     def unmeasured(self) -> str:
         """The part of it that has not run on a device yet; "" where all has."""
-        p = self.multiplied
-        in_groups = "groups with operands swapped" * (p.divided == "n")
-        in_groups += f"{short(p.a.dtype.name)} in groups of k" * (p.divided == "k" and p.a.contiguous == "k")
-        return decode.unmeasured(p) or in_groups
+        return unmeasured(self.multiplied)
 
     def launch_us(self, device: Device) -> float:
         """Returns the predicted time of one launch, and of preparing its operands."""
@@ -88,6 +89,13 @@ class Kernel(Resolved, base.Kernel):
         return jax.ShapeDtypeStruct(shape, p.accumulator), jax.ShapeDtypeStruct((tickets,), np.dtype(np.int32))
 
 
+def unmeasured(p: Problem) -> str:
+    """Returns the words for what of a problem, as it is multiplied, has not run on a device yet; "" where all has."""
+    in_groups = "groups with operands swapped" * (p.divided == "n")
+    in_groups += f"{short(p.a.dtype.name)} in groups of k" * (p.divided == "k" and p.a.contiguous == "k")
+    return decode.unmeasured(p) or in_groups
+
+
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     """Returns the kernel, or every reason why the config cannot serve the problem."""
     view = windows.view_of(problem)
@@ -107,101 +115,177 @@ def _resolve(
     facts = facts_of(problem, config.swap, of is not None)
     if problem.arch != ARCH:  # another device's memory says nothing of this family's tiles
         return facts.reasons
-    reasons = list(facts.reasons)
+    found = list(facts.reasons)
     if problem.a.dtype == operands.C64 and (config.splits > 1 or config.stream_k):
-        return (*reasons, f"splits={config.splits}, stream_k={config.stream_k}: parts of complex numbers")
+        return (*found, f"splits={config.splits}, stream_k={config.stream_k}: parts of complex numbers")
     if windows.in_parts(problem, config.splits):
         problem = problem.bare
         facts = facts_of(problem, config.swap)
     tile = footprint(facts, config)
-    limit = tile.limit(config.stages)
-    if config.parts > 1 and problem.divided == "m":
-        reasons.append(
-            f"cluster_k={config.cluster_k}, splits={config.splits}: the contraction of groups of rows is whole"
-        )
-    if problem.a.gathered and config.cluster_m * config.cluster_n > 1:
-        reasons.append("a cluster with gathered rows: threads copy to their own block")
-    if config.stream_k and (problem.groups or problem.symmetric):
-        reasons.append("stream_k=True: only the tiles of a dense product are all as deep")
-    if (need := tile.bytes(config.stages)) > tile.most:
-        reasons.append(
+    found += [why() for refused, why in _checks(problem, facts, config, tile, of) if refused]
+    return tuple(found) if found else Kernel(**_fields(problem, facts, config, tile, of, weights, asked))
+
+
+def prices(
+    problem: Problem, of: Phases | None, weights: tuple[Prepared, ...], configs: Configs, asked: Problem
+) -> np.ndarray:
+    """Returns the predicted microseconds of many configs, told as `_resolve` is; infinite where one cannot serve."""
+    us = np.full(len(configs), np.inf)
+    for divided in (False, True):  # parts of k are added up by XLA, which computes the epilogue
+        rows = np.flatnonzero((configs.splits > 1) == divided)
+        if problem.a.dtype == operands.C64:
+            rows = rows[(configs.parts[rows] == 1) & ~configs.stream_k[rows]]
+        bare = problem.bare if windows.in_parts(problem, 1 + divided) else problem
+        if not len(rows):
+            continue
+        some, facts = configs.take(rows), facts_of(bare, configs.swap, of is not None)
+        tile = footprint(facts, some)
+        refused = functools.reduce(operator.or_, (found for found, _ in _checks(bare, facts, some, tile, of)))
+        fields = _fields(bare, facts, some, tile, of, weights, asked)
+        us[rows] = np.where(refused, np.inf, cost.predict(Resolved(**fields), problem.device))
+    return us
+
+
+def _checks(
+    asked: Problem, facts: Facts, config: Sizes, tile: Footprint, of: Phases | None
+) -> Iterator[tuple[Any, Callable[[], str]]]:
+    """Yields what is true of a config, or a column of that, where it cannot serve the problem, and says why not."""
+    problem = facts.problem
+    products, phases = problem.products, of.count if of else 1
+    columns = config.bn * problem.beside[1]
+    yield (
+        (config.parts > 1) & (asked.divided == "m"),
+        lambda: f"cluster_k={config.cluster_k}, splits={config.splits}: the contraction of groups of rows is whole",
+    )
+    yield (
+        (config.cluster_m * config.cluster_n > 1) & problem.a.gathered,
+        lambda: "a cluster with gathered rows: threads copy to their own block",
+    )
+    yield (
+        config.stream_k & (problem.groups is not None or problem.symmetric),
+        lambda: "stream_k=True: only the tiles of a dense product are all as deep",
+    )
+    need = tile.bytes(config.stages)
+    yield (
+        need > tile.most,
+        lambda: (
             f"{config.stages} stages of {tile.stage_bytes} bytes and two staging buffers a warpgroup: "
             f"{need} bytes of shared memory, at most {tile.most}"
-        )
-    products, columns = problem.products, config.bn * facts.problem.beside[1]
+        ),
+    )
     accumulators = 4 * config.bm * config.bn * products
-    if config.cluster_k > 1 and accumulators > config.stages * tile.stage_bytes:
-        reasons.append(
+    yield (
+        (config.cluster_k > 1) & (accumulators > config.stages * tile.stage_bytes),
+        lambda: (
             f"cluster_k={config.cluster_k}: {accumulators} bytes of accumulators take the place of {config.stages} "
             f"stages of {tile.stage_bytes}"
-        )
+        ),
+    )
     registers, most = facts.accumulators(config), facts.max_accumulators(config)
-    if registers > most:
-        reasons.append(
+    yield (
+        registers > most,
+        lambda: (
             f"{products} products of {config.bm}x{config.bn} with this epilogue: {registers} accumulator "
             f"registers a thread, at most {most}"
-        )
-    if columns > 256:
-        reasons.append(f"{products} products of {config.bn} columns: wgmma multiplies at most 256 at once")
-    if facts.integers and columns > 24 and columns % 16:
-        reasons.append(f"{columns} columns: wgmma of integers takes 8, 24 and multiples of 16")
-    if facts.way.each and config.schedule == "pingpong" and facts.sums(config).buffers == 1:
-        reasons.append("pingpong of float8 with one buffer of sums: nothing is multiplied while they are added up")
-    if config.bk == 128 and facts.way.each:
-        reasons.append("bk=128 of float8: sums of 128 bytes of k are added up in f32, which are one stage of bk=64")
-    if facts.problem.a.bits == 4 and config.m_blocks != 2:
-        reasons.append(f"{config.bm}x{config.bn} {config.schedule} with weights of 4 bits: a warpgroup holds 128 rows")
-    if facts.problem.a.bits == 4 and facts.staging.reductions:
-        reasons.append("reductions of a product of weights of 4 bits: two warps store 64 rows")
-    reasons += windows.phase_reasons(problem, of)
-    reasons += windows.tile_reasons(facts.problem, config.bn * config.cluster_n)
-    if config.bn % 16 and facts.problem.bs[0].contiguous == "mn":
-        reasons.append(f"bn={config.bn} where rows in memory lie along it: the narrowest swizzle spans 16 elements")
-    if not config.swap and tile.chunk * facts.staging.narrowest < 32:
-        narrow = next(d for d in facts.staging.result_dtypes if tile.chunk * d.itemsize < 32)
-        reasons.append(
-            f"{config.epilogue_columns} columns make staging rows of less than 32 bytes in {short(narrow.name)}"
-        )
-    tiles = facts.problem.most_tiles(*cluster_tile(config)) * (of.count if of else 1)
-    reasons += _counted(facts, config, tiles)
-    if reasons:
-        return tuple(reasons)
-    spare = (limit - tile.bytes(config.stages, 0)) // tile.staging_bytes
-    buffers = max(2, min(spare, tile.whole_result))
-    rows, columns = facts.problem.tiles(*cluster_tile(config))
-    return Kernel(
-        problem=problem,
-        config=config,
-        asked=asked,
-        multiplied=facts.problem,
-        way=facts.way,
-        sums=facts.sums(config),
-        staging=facts.staging,
-        prepared=(*weights, *facts.prepared),
-        chunk=tile.chunk,
-        stage_bytes=tile.stage_bytes,
-        buffer_bytes=tile.buffer_bytes,
-        buffers=buffers,
-        shared_bytes=tile.bytes(config.stages, buffers),
-        blocks_per_sm=1 if limit == tile.most else 2,
-        phases=of,
-        tiles=tiles,
-        rows=rows,
-        columns=columns,
+        ),
     )
+    yield (
+        columns > 256,
+        lambda: f"{products} products of {config.bn} columns: wgmma multiplies at most 256 at once",
+    )
+    if facts.integers:
+        yield (
+            (columns > 24) & (columns % 16 != 0),
+            lambda: f"{columns} columns: wgmma of integers takes 8, 24 and multiples of 16",
+        )
+    if facts.way.each:
+        yield (
+            (config.coop == 0) & (facts.sums(config).buffers == 1),
+            lambda: "pingpong of float8 with one buffer of sums: nothing is multiplied while they are added up",
+        )
+        yield (
+            config.bk == 128,
+            lambda: "bk=128 of float8: sums of 128 bytes of k are added up in f32, which are one stage of bk=64",
+        )
+    if problem.a.bits == 4:
+        yield (
+            config.m_blocks != 2,
+            lambda: f"{config.bm}x{config.bn} {config.schedule} with weights of 4 bits: a warpgroup holds 128 rows",
+        )
+        yield (
+            bool(facts.staging.reductions),
+            lambda: "reductions of a product of weights of 4 bits: two warps store 64 rows",
+        )
+    for reason in windows.phase_reasons(asked, of):
+        yield True, lambda reason=reason: reason
+    if width := windows.group_width(problem):
+        beside = config.bn * config.cluster_n
+        yield (
+            width % beside != 0,
+            lambda: f"tiles of {beside} columns of groups of {width}: a tile has channels of one group",
+        )
+    yield (
+        (config.bn % 16 != 0) & (problem.bs[0].contiguous == "mn"),
+        lambda: f"bn={config.bn} where rows in memory lie along it: the narrowest swizzle spans 16 elements",
+    )
+    if not config.swap:
+        yield tile.chunk * facts.staging.narrowest < 32, lambda: _short_rows(facts, config, tile)
+    counters = _counters(facts, config, problem.most_tiles(*cluster_tile(config)) * phases)
+    yield shared.pass_32_bits(counters), lambda: shared.of_counters(counters, ", in whole tiles")[0]
 
 
-def _counted(facts: Facts, config: Config, tiles: int) -> list[str]:
-    """Returns the reasons against a kernel whose counters would pass 32 bits."""
+def _short_rows(facts: Facts, config: Sizes, tile: Footprint) -> str:
+    narrow = next(d for d in facts.staging.result_dtypes if tile.chunk * d.itemsize < 32)
+    return f"{config.epilogue_columns} columns make staging rows of less than 32 bytes in {short(narrow.name)}"
+
+
+def _fields(
+    problem: Problem,
+    facts: Facts,
+    config: Sizes,
+    tile: Footprint,
+    of: Phases | None,
+    weights: tuple[Prepared, ...],
+    asked: Problem,
+) -> dict[str, Any]:
+    """Returns the fields of the record of a config that serves a problem, or columns of those of many."""
+    limit = tile.limit(config.stages)
+    spare = (limit - tile.bytes(config.stages, 0)) // tile.staging_bytes
+    buffers = maximum(2, minimum(spare, tile.whole_result))
+    rows, columns = facts.problem.tiles(*cluster_tile(config))
+    return {
+        "problem": problem,
+        "config": config,
+        "asked": asked,
+        "multiplied": facts.problem,
+        "way": facts.way,
+        "sums": facts.sums(config),
+        "staging": facts.staging,
+        "prepared": (*weights, *facts.prepared),
+        "chunk": tile.chunk,
+        "stage_bytes": tile.stage_bytes,
+        "buffer_bytes": tile.buffer_bytes,
+        "buffers": buffers,
+        "shared_bytes": tile.bytes(config.stages, buffers),
+        "blocks_per_sm": where(limit == tile.most, 1, 2),
+        "phases": of,
+        "tiles": facts.problem.most_tiles(*cluster_tile(config)) * (of.count if of else 1),
+        "rows": rows,
+        "columns": columns,
+    }
+
+
+def _counters(facts: Facts, config: Sizes, tiles: Any) -> dict[str, Any]:
+    """Returns the most that a kernel counts in 32 bits, by name."""
     p, depth = facts.problem, config.depth(facts.problem)
-    more = {}
-    if config.stream_k:  # of the tiles that are computed in parts, two waves at most
-        more["k_blocks_of_two_waves"] = min(tiles, 4 * p.device.sms) * (-(-p.k // depth) + 1)
+    # Of the tiles that are computed in parts, two waves at most.
+    of_waves = minimum(tiles, 4 * p.device.sms) * (-(-p.k // depth) + 1)
+    more = {"k_blocks_of_two_waves": where(config.stream_k, of_waves, 0)}
     if p.a.gathered:
         more["bytes_of_rows"] = p.a.bytes(p.k + (config.parts + 1) * depth)
     tile = *cluster_tile(config), depth
     counted = {"tiles": tiles * config.splits, "raster": config.raster, "parts": config.parts}
-    return shared.of_counts(p, tile, **counted, **more)
+    return shared.counters(p, tile, **counted, **more)
 
 
 def resolved(problem: Problem, config: Config) -> Kernel:

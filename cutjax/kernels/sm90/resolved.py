@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from cutjax.kernels import base
+from cutjax.kernels.columns import each
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import operands, windows
-from cutjax.kernels.sm90.config import Config, Sums
+from cutjax.kernels.sm90.config import Sizes, Sums
 from cutjax.kernels.sm90.phases import Phases
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Resolved(base.Resolved):
-    """One config resolved for one problem.
+    """One config resolved for one problem, or many, with columns of what differs among them.
 
     Attributes:
       way: how its operands are multiplied.
@@ -23,11 +25,11 @@ class Resolved(base.Resolved):
       phases: of a convolution whose images are spread; None of any other. A phase is a matrix of the result.
     """
 
-    config: Config
+    config: Any
     way: operands.Way
     sums: Sums
-    buffers: int
-    blocks_per_sm: int
+    buffers: Any
+    blocks_per_sm: Any
     phases: Phases | None = None
 
     @property
@@ -57,15 +59,18 @@ class Resolved(base.Resolved):
         return self.phases.count if self.phases else 1
 
     @property
-    def k_blocks(self) -> int:
+    def k_blocks(self) -> Any:
         """Stages that a tile of the whole contraction takes; of phases, on average."""
-        if self.phases:
-            p = self.multiplied
-            pieces = [-(-taps * p.k // windows.taps(p) // self.config.depth(p)) for taps in self.phases.taps]
-            return max(1, round(sum(pieces) / len(pieces)))
-        return -(-self.multiplied.k // self.config.depth(self.multiplied)) * len(self.way.pairs)
+        depth = self.config.depth(self.multiplied)
+        return each(self._mean_pieces, depth) if self.phases else -(-self.multiplied.k // depth) * len(self.way.pairs)
+
+    def _mean_pieces(self, depth: int) -> int:
+        p = self.multiplied
+        assert self.phases is not None
+        pieces = [-(-taps * p.k // windows.taps(p) // depth) for taps in self.phases.taps]
+        return max(1, round(sum(pieces) / len(pieces)))
 
 
-def cluster_tile(config: Config) -> tuple[int, int]:
+def cluster_tile(config: Sizes) -> tuple[Any, Any]:
     """Returns the rows and columns that a cluster computes."""
     return config.bm * config.cluster_m, config.bn * config.cluster_n

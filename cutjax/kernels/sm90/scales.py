@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from cutjax.dtypes import FLOAT8, FOUR_BITS, short
 from cutjax.kernels import arguments
 from cutjax.kernels.arguments import Argument
+from cutjax.kernels.columns import each, where
+from cutjax.kernels.operand import Scale
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90.config import Config
+from cutjax.kernels.sm90.config import Sizes
 from cutjax.kernels.sm90.operands import in_halves
 
 BLOCK = 128  # elements of k, which a stage has of float8
@@ -45,23 +48,28 @@ def reasons(problem: Problem) -> list[str]:
     return found
 
 
-def by_column(problem: Problem, config: Config) -> bool:
+def by_column(problem: Problem, config: Sizes) -> Any:
     """True if each column of a tile has an entry of its own in shared memory, for a problem as it is multiplied."""
     scale = problem.bs[0].scale
-    return scale is not None and math.gcd(config.bn, scale.mn) % 8 != 0
+    return scale is not None and _sharing(config, scale) % 8 != 0
 
 
-def bytes_of(problem: Problem, config: Config) -> int:
+def _sharing(config: Sizes, scale: Scale) -> Any:
+    """Returns the columns of a tile whose scales are the same wherever in b they are."""
+    return each(math.gcd, config.bn, scale.mn)
+
+
+def bytes_of(problem: Problem, config: Sizes) -> Any:
     """Returns the shared memory that the scales of a tile take, for a problem as it is multiplied."""
     if not scaled(problem):
         return 0
     entries = 0
     if problem.a.scale:
-        entries += 64 * config.m_blocks
-    if problem.bs[0].scale:
-        mn, bn = problem.bs[0].scale.mn, config.bn
-        sharing = math.gcd(bn, mn)
-        entries += problem.products * (bn if by_column(problem, config) else (bn + mn - 2 * sharing) // mn + 1)
+        entries = 64 * config.m_blocks
+    if scale := problem.bs[0].scale:
+        mn, bn = scale.mn, config.bn
+        few = (bn + mn - 2 * _sharing(config, scale)) // mn + 1
+        entries = entries + problem.products * where(by_column(problem, config), bn, few)
     slot = (entries + 1) // 2 * 8
     return config.consumers * (-(-2 * config.sums(problem).group * slot // 16) * 16)
 

@@ -179,12 +179,10 @@ def phase_reasons(problem: Problem, phases: Phases | None) -> list[str]:
     return found + shared.of_counters({"pixels": view.images * math.prod(phases.image)})
 
 
-def tile_reasons(problem: Problem, columns: int) -> list[str]:
-    """Returns the reasons against tiles of so many columns, of CTAs that share windows: each has those of a group."""
+def group_width(problem: Problem) -> int:
+    """Returns the columns of a group of channels, of which CTAs that share windows have their tiles; 0 of one group."""
     view = view_of(problem)
-    if view is None or view.groups == 1 or problem.n // view.groups % columns == 0:
-        return []
-    return [f"tiles of {columns} columns of groups of {problem.n // view.groups}: a tile has channels of one group"]
+    return 0 if view is None or view.groups == 1 else problem.n // view.groups
 
 
 def _bits(name: str, bits: int, to: str) -> Argument:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
+from cutjax.kernels.columns import ceil, exp, log2, maximum, minimum
 from cutjax.kernels.device import Device
 from cutjax.kernels.sm90 import dense_cost, windows
 from cutjax.kernels.sm90.resolved import Resolved
@@ -38,7 +39,7 @@ PACKED = 1.15
 ROW_US, SHORT_ROW_US = 0.0032, 0.0021
 
 
-def over(kernel: Resolved) -> float:
+def over(kernel: Resolved) -> Any:
     """The factor by which a convolution takes longer than a dense product."""
     p, c, n = kernel.asked, kernel.config, kernel.multiplied.n
     view = windows.view_of(p)
@@ -47,22 +48,22 @@ def over(kernel: Resolved) -> float:
     true = {
         "always": 1,
         "narrow": c.bn <= 32,
-        "short": c.bm == 64 and c.bn <= 64,
-        "wasted": math.log2(math.ceil(n / c.bn) * c.bn / n),
-        "tall": c.bm == 256 and c.bn <= 96,
-        "clusters": c.cluster_k == 8 and c.bn <= 64,
+        "short": (c.bm == 64) & (c.bn <= 64),
+        "wasted": log2(ceil(n / c.bn) * c.bn / n),
+        "tall": (c.bm == 256) & (c.bn <= 96),
+        "clusters": (c.cluster_k == 8) & (c.bn <= 64),
         "line": len(view.window) == 1,
         "stream": c.stream_k,
         "grouped": view.groups > 1,
-        "pairs": c.cluster_m > 1 and c.schedule == "pingpong" and c.bn >= 64 and windows.chunk(p) >= 64,
-        "few_pairs": c.cluster_m > 1 and c.bn <= 64,
-        "one_column": c.bm == 256 and c.bn == n == 128 and len(view.window) > 1,
+        "pairs": (c.cluster_m > 1) & (c.coop == 0) & (c.bn >= 64) & (windows.chunk(p) >= 64),
+        "few_pairs": (c.cluster_m > 1) & (c.bn <= 64),
+        "one_column": (c.bm == 256) & (c.bn == 128) & (n == 128 and len(view.window) > 1),
     }
     found = sum(weight * true[name] for name, weight in (WEIGHTS if weights else IMAGES).items())
-    return math.exp(found) * (PACKED if windows.packed(p) else 1.0)
+    return exp(found) * (PACKED if windows.packed(p) else 1.0)
 
 
-def of_phases(kernel: Resolved, us: float, device: Device) -> float:
+def of_phases(kernel: Resolved, us: Any, device: Device) -> Any:
     """Returns the microseconds of a kernel of phases, given those it would take were all alike and their rows in order.
 
     A tile of the deepest phase takes its time, however little the others do beside it.
@@ -71,10 +72,10 @@ def of_phases(kernel: Resolved, us: float, device: Device) -> float:
     of, p = dense_cost.features(kernel, device), kernel.multiplied
     taps = kernel.phases.taps
     deepest = of._replace(
-        k_blocks=math.ceil(of.k_blocks * max(taps) * len(taps) / max(1, sum(taps))),
-        items=min(of.in_flight, math.ceil(of.items / len(taps))),
+        k_blocks=ceil(of.k_blocks * max(taps) * len(taps) / max(1, sum(taps))),
+        items=minimum(of.in_flight, ceil(of.items / len(taps))),
     )
-    us = max(us, dense_cost.time_us(deepest, dense_cost.CONSTANTS))
+    us = maximum(us, dense_cost.time_us(deepest, dense_cost.CONSTANTS))
     whole, rest = divmod(p.n * p.out_dtype.itemsize // kernel.phases.runs, 128)
     row_us = kernel.phases.runs * (whole * ROW_US + (ROW_US if rest > 64 else SHORT_ROW_US if rest else 0.0))
     return us + kernel.matrices * p.m * row_us / device.sms

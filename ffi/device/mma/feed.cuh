@@ -50,8 +50,9 @@ struct Feed {
     }
   }
 
-  DEVICE static void wait() {
+  DEVICE void wait(Loads& loads) const {
     cp_async_wait_group<STAGES - 2>();
+    loads.arrived(read);
     __syncthreads();
   }
 
@@ -69,6 +70,6 @@ struct Feed {
     loads.deposit(write);
     advance(write);
     advance(read);
-    wait();
+    wait(loads);
   }
 };

@@ -3,6 +3,7 @@
 
 struct Gathered {
   static constexpr bool APART = false;
+  static constexpr bool CHANGES = false;
 
   template <int COUNT>
   struct Source {

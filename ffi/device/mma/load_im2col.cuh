@@ -7,6 +7,7 @@
 
 struct Im2col {
   static constexpr bool APART = true;
+  static constexpr bool CHANGES = false;
 
   struct Axis {
     Two sizes;   // of an image, and of the grid

@@ -11,7 +11,15 @@ struct Spot {
 };
 
 struct Plain {
-  static constexpr bool APART = false;  // whether 16 bytes of a line may be pieces that lie apart in memory
+  static constexpr bool APART = false;    // whether 16 bytes of a line may be pieces that lie apart in memory
+  static constexpr bool CHANGES = false;  // whether what a thread copied is changed before it is read, by a prologue
+
+  // Changes 16 bytes of a line, of which so many are there.
+  struct Change {
+    template <typename Source>
+    DEVICE void begin(const Source&) {}
+    DEVICE void operator()(u32 (&)[4], int line, int element, int valid) const {}
+  };
 
   // COUNT arrays alike: lines are `pitch` elements from each other, matrices `apart`.
   template <int COUNT>

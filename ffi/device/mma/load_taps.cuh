@@ -3,6 +3,7 @@
 
 struct Taps {
   static constexpr bool APART = true;
+  static constexpr bool CHANGES = false;
 
   struct Axis {
     Two window;  // its size, and the digit of BK

@@ -13,7 +13,7 @@ struct Pipeline : Feed {
                   int k_blocks) {
     Fragments x[2];
     Accumulators& sums = promotion.sums(d);
-    wait();
+    wait(loads);
     multiplier.load(x[0], read, read + TileA::BYTES, warp.slice * SLICES);
 #pragma unroll 1
     for (int block = 0; block < k_blocks; ++block) {

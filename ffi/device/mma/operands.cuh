@@ -6,6 +6,11 @@ struct Operands {
   TileB b[PRODUCTS];
   int blocks;  // that are left to load
 
+  // What this thread brought of the stage that is read next is there.
+  DEVICE void arrived(u32 stage) {
+    if constexpr (ViewA::CHANGES) a.change(stage);
+  }
+
   // A tile of one matrix of the array, which ends before row `rows`; then the same of b, before column `columns`.
   DEVICE void begin_a(const ViewA::Source<1>& source_a, const Work& work, int matrix, int rows) {
     blocks = work.k_blocks;

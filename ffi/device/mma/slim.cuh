@@ -37,27 +37,30 @@ DEVICE Acc element_b(const u32 (&word)[4], int i) {
 }
 
 // Where a tile's part of an operand lies, whose elements have SIZE bytes.
-template <int SIZE>
+template <int SIZE, typename View>
 struct Matrix {
+  typename View::Change change;
   const char* first;
   i64 pitch;
   int row, rows, k, k_end;
 
   template <typename Source>
   DEVICE void begin(const Source& source, const char* matrix, int its_row, int its_rows, int its_k, int its_end) {
+    change.begin(source);
     first = matrix, pitch = static_cast<i64>(source.pitch) * SIZE;
     row = its_row, rows = its_rows, k = its_k, k_end = its_end;
   }
 };
 
-using Loads = Operands<Matrix<ELEMENT>, Matrix<ELEMENT_B>>;
+using MatrixA = Matrix<ELEMENT, ViewA>;
+using Loads = Operands<MatrixA, Matrix<ELEMENT_B, ViewB>>;
 
 // DEPTH neighbours along k of each row of a.
 struct Left {
   u32 word[BM][A_K_MAJOR ? DEPTH / A_ELEMENTS : 1][4];
   Acc value[BM][A_K_MAJOR ? 1 : DEPTH];
 
-  DEVICE void load(const Matrix<ELEMENT>& a, int k, int k_end) {
+  DEVICE void load(const MatrixA& a, int k, int k_end) {
 #pragma unroll
     for (int r = 0; r < BM; ++r) {
       bool there = a.row + r < a.rows;
@@ -70,6 +73,7 @@ struct Left {
           int valid = there ? (k_end - at) * ELEMENT : 0;
           held.load(p, valid);
           held.get(word[r][i], Held<A_UNIT>::skew_of(p), valid);
+          a.change(word[r][i], a.row + r, at, valid);
         }
       } else {
 #pragma unroll

@@ -86,6 +86,7 @@ struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
   // Of the block that is loaded next.
   typename View::template Lines<OWN_LINES, PLACES, K_MAJOR, ELEMENT> memory;
   int lines, bytes;  // that are left from this thread's first unit on
+  int unchanged;     // those along k that are left of the block that is changed next
   Held<UNIT, View::APART> held[ASYNC ? 1 : LOADS];
   int held_lines, held_bytes;  // what was left of both when that was loaded
 
@@ -98,6 +99,7 @@ struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
                  [](int i) { return byte_of(i * OWN_LINES); });
     lines = (K_MAJOR ? rows - row : k_end - k) - line;
     bytes = (K_MAJOR ? k_end - k : rows - row) * ELEMENT - byte;
+    unchanged = K_MAJOR ? bytes : lines;
   }
 
   // Of a line, in all panels: where this thread's unit of the first load lies.
@@ -146,6 +148,23 @@ struct Operand : Panels<ROWS, ELEMENT, K_MAJOR> {
     held_lines = lines, held_bytes = bytes;
     memory.advance();
     (K_MAJOR ? bytes : lines) -= K_MAJOR ? BK * ELEMENT : BK;
+  }
+
+  // Changes what this thread brought into the tile that is read next: nobody else has seen it. What is past k_end stays
+  // zero, as it came. One unit at a time: the operands take registers.
+  DEVICE void change(u32 tile) {
+#pragma unroll 1
+    for (int i = 0; i < LOADS; ++i) {
+      int valid = K_MAJOR ? unchanged - byte_of(i) : (unchanged - line_of(i)) * 16;
+      if (!mine(i) || valid <= 0) continue;
+      u32 at = place_of(tile, i);
+      Bytes16 v = ld_shared_v4(at);
+      u32 x[4] = {v.x, v.y, v.z, v.w};
+      memory.change(x, line_of(i), byte_of(i), valid);
+      st_shared_v4(at, x[0], x[1], x[2], x[3]);
+    }
+    memory.changed();
+    unchanged -= K_MAJOR ? BK * ELEMENT : BK;
   }
 
   // Puts into a tile what came through registers, after the advance, which does not change the skew.

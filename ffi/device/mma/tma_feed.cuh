@@ -84,7 +84,7 @@ struct Feed {
     for (int i = 0; i < STAGES - 1; ++i) load(loads);
   }
 
-  DEVICE void wait() const { mbarrier_wait(full + reads.stage * 8, reads.phase); }
+  DEVICE void wait(const Loads&) const { mbarrier_wait(full + reads.stage * 8, reads.phase); }
 
   // Beside slice S of a block: in the middle, when the other warps are likely to have read the block before it.
   template <int S, int TURNS>
@@ -93,11 +93,11 @@ struct Feed {
   }
 
   // Goes on to the next block, when this one's last fragments are read.
-  DEVICE void next(Loads&, bool last) {
+  DEVICE void next(Loads& loads, bool last) {
     __syncwarp();
     if (elect()) mbarrier_arrive(empty + reads.stage * 8);
     reads.advance();
     read = base + reads.stage * STAGE_BYTES;
-    if (!last) wait();
+    if (!last) wait(loads);
   }
 };

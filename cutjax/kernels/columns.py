@@ -1,0 +1,58 @@
+"""Arithmetic on numbers, or on columns of them: what follows from one config follows so from many at once.
+
+Code that takes either has no ``if``, ``and`` or ``not`` on what may be a column, but these functions, ``&`` and ``|``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+def where(true: Any, x: Any, y: Any) -> Any:
+    """Returns x where something is true, else y."""
+    return np.where(true, x, y) if isinstance(true, np.ndarray) else x if true else y
+
+
+def maximum(x: Any, y: Any) -> Any:
+    """Returns the larger one."""
+    return np.maximum(x, y) if isinstance(x, np.ndarray) or isinstance(y, np.ndarray) else max(x, y)
+
+
+def minimum(x: Any, y: Any) -> Any:
+    """Returns the smaller one."""
+    return np.minimum(x, y) if isinstance(x, np.ndarray) or isinstance(y, np.ndarray) else min(x, y)
+
+
+def ceil(x: Any) -> Any:
+    """Returns the next whole number."""
+    return np.ceil(x) if isinstance(x, np.ndarray) else math.ceil(x)
+
+
+def log2(x: Any) -> Any:
+    """Returns the logarithm to base 2."""
+    return np.log2(x) if isinstance(x, np.ndarray) else math.log2(x)
+
+
+def exp(x: Any) -> Any:
+    """Returns e to the power of x."""
+    return np.exp(x) if isinstance(x, np.ndarray) else math.exp(x)
+
+
+def hypot(x: Any, y: Any) -> Any:
+    """Returns the square root of the sum of squares."""
+    return np.hypot(x, y) if isinstance(x, np.ndarray) else math.hypot(x, y)
+
+
+def each(function: Callable[..., Any], *numbers: Any) -> Any:
+    """Returns what a function makes of each row of columns, calling it once for equal rows."""
+    if not any(isinstance(x, np.ndarray) for x in numbers):
+        return function(*numbers)
+    columns = np.broadcast_arrays(*numbers)
+    sizes = [int(column.max()) + 1 for column in columns]
+    distinct, places = np.unique(np.ravel_multi_index(columns, sizes), return_inverse=True)
+    rows = np.stack(np.unravel_index(distinct, sizes), -1)
+    return np.array([function(*row) for row in rows.tolist()])[places]

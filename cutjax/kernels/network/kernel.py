@@ -1,0 +1,147 @@
+"""The kernel of a network: its text, its launch, its predicted time, and the reasons against it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from cutjax.dtypes import short
+from cutjax.kernels import reasons
+from cutjax.kernels.network import text
+from cutjax.kernels.network.program import Affine, Outer
+from cutjax.kernels.network.resolved import PRODUCTS, Resolved
+from cutjax.kernels.network.schedule import padded
+from cutjax.runtime import sources
+from cutjax.runtime.compiler import Cubin, compile_kernel
+from cutjax.runtime.launch import Call, Launch
+
+FILES = (
+    "common/atoms.cuh",
+    "common/math.cuh",
+    "common/elements.cuh",
+    "mma/atoms.cuh",
+    "mma/math.cuh",
+    "mma/instruction.cuh",
+)
+OWN = ("network/fragments.cuh", "network/sums.cuh")
+LAUNCH_US = 3.0
+# Of a kernel, which then compiles for some seconds; and of one whose rows are chained, which is the longer.
+MOST_INSTRUCTIONS, MOST_CHAINED = 9_000, 12_000
+SHARE = 0.5  # of the rate of tensor cores that a warp's products reach where operands come from shared memory
+L2_SPEED = 1.5  # of a copy's rate, at which the stash moves where it is in memory
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kernel(Resolved):
+    """One config for one problem: its text, arguments and launch."""
+
+    @property
+    def name(self) -> str:
+        """The entry symbol: what is multiplied, the config, and a digest of the program."""
+        p, c = self.problem, self.config
+        digest = hashlib.sha256(repr((p.program, p.given, p.dtypes, p.networks > 1)).encode()).hexdigest()[:8]
+        widest = max((x for kind in p.program.kinds for x in kind.sizes), default=0)
+        flags = "c" * c.chained + "m" * c.memory + "s" * c.memory_sums
+        dtype = short(p.dtype.name)
+        math = self.math if self.math != dtype else ""
+        return f"network_{dtype}{'_' * bool(math)}{math}_{widest}_w{c.warps}x{c.tiles}{flags}_b{c.blocks}_e{digest}"
+
+    @functools.cached_property
+    def source(self) -> str:
+        """The device text; the number of rows is an argument, all widths are compiled in."""
+        c = self.config
+        constants = {"THREADS": self.threads, "M_TILES": c.tiles, "BLOCKS_PER_SM": c.blocks}
+        head = f"constexpr Dtype OPERAND = Dtype::{'f32' if self.problem.dtype.itemsize == 4 else self.math};\n"
+        head += f"constexpr Math MATH = Math::{self.math};\n"
+        return sources.source(
+            self.name, constants, ["#define ACCUMULATOR float\n", *FILES, head, *OWN, text.kernel_text(self)]
+        )
+
+    def reasons(self) -> list[str]:
+        """Returns the reasons against the config."""
+        p, c, device = self.problem, self.config, self.problem.device
+        found = []
+        most = min(device.shared_bytes, device.shared_bytes_per_sm // c.blocks - 1024)
+        if self.shared_bytes > most:
+            found.append(f"{self.shared_bytes} bytes of shared memory, at most {most} with {c.blocks} blocks an SM")
+        limit = min(255, device.registers_per_sm // (self.threads * c.blocks) // 8 * 8)
+        if self.registers > limit:
+            found.append(f"about {self.registers} registers a thread, at most {limit}")
+        longest = MOST_CHAINED if c.chained else MOST_INSTRUCTIONS
+        if self.instructions > longest:
+            found.append(f"about {self.instructions} instructions, at most {longest}: they would compile for long")
+        widest = max(kind.sizes[0] for kind in p.program.kinds if kind.name == "rows")
+        sizes = {"rows": p.rows + 2 * self.rows, "blocks": self.blocks * p.networks, "elements of a row": widest * 16}
+        found += reasons.of_counters(sizes)
+        if not found:
+            try:
+                self._launch(b"-")
+            except ValueError as error:
+                found.append(f"inputs and results are too many for one launch ({error})")
+        return found
+
+    def compile(self) -> Cubin:
+        """Compiles the kernel, or takes it from the cache."""
+        return compile_kernel(self.source, name=self.name, arch=self.problem.arch)
+
+    def call(self) -> Call:
+        """Returns the compiled kernel and the plan of its launch."""
+        return Call((self._launch(self.compile().image),), results=self.results, finish=self._finish)
+
+    def _launch(self, cubin: bytes) -> Launch:
+        return Launch(
+            kernel=self.name,
+            cubin=cubin,
+            grid=(self.blocks * self.problem.networks, 1, 1),
+            block=(self.threads, 1, 1),
+            shared_bytes=self.shared_bytes,
+            params=tuple(argument.value for argument in self.arguments),
+        )
+
+    def _finish(self, written: Sequence[jax.Array], _: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the results: rows as they are, and the sums of what each block has added up."""
+        p, found = self.problem, {}
+        for (i, _), x in zip(self.written, written, strict=False):
+            found[i] = x
+        if self.partials:
+            whole = written[len(self.written)].sum(1)
+            for i, x in enumerate(p.program.outputs):
+                if x in self.sums:
+                    sizes = p.program.kinds[x].sizes
+                    at, size = self.sums[x], int(np.prod(sizes))
+                    found[i] = whole[:, at : at + size].reshape(-1, *sizes).astype(p.dtypes[i])
+        return [found[i] for i in range(len(p.program.outputs))]
+
+    @property
+    def time_us(self) -> float:
+        """Predicted microseconds, of an unmeasured model: products, memory, and what the stash moves."""
+        p, c, device = self.problem, self.config, self.problem.device
+        kinds, rows = p.program.kinds, self.tiles * self.rows * p.networks
+        elements = 0
+        for step in p.program.steps:
+            pairs = [kinds[t.matrix].sizes for t in step.terms] if isinstance(step, Affine) else []
+            pairs += [(*kinds[a].sizes, *kinds[b].sizes) for a, b in step.pairs] if isinstance(step, Outer) else []
+            elements += sum(padded(a) * padded(b) for a, b in pairs)
+        rate = dict(device.flops).get({"tf32": "tf32", "f16": "float16"}.get(self.math, "bfloat16"), 0.0)
+        if not rate:
+            return float("inf")
+        resident = min(1.0, c.warps * c.blocks / 12)  # warps of an SM that hide each other's waits
+        reuse = 1.0 if c.tiles > 1 else 0.7  # of what is read of matrices in shared memory
+        us = 1e6 * 2.0 * rows * elements * PRODUCTS.get(self.math, 1) / (rate * SHARE * resident**0.5 * reuse)
+        moved = float(p.bytes)
+        if c.memory:
+            moved += 2.0 * self.stash_bytes * self.tiles * p.networks / L2_SPEED
+        if c.memory_sums:
+            moved += 8.0 * self.partials * self.tiles * p.networks / L2_SPEED
+        if not c.chained:
+            us *= 1.2
+        return (
+            LAUNCH_US
+            + max(us, 1e6 * moved / device.bytes_per_second)
+            + 0.25 * min(us, 1e6 * moved / device.bytes_per_second)
+        )

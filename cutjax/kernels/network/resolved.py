@@ -1,0 +1,263 @@
+"""A way to compute a network, resolved for a problem: where everything lies, and what a block needs of the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+from cutjax.kernels.arguments import Argument, integer
+from cutjax.kernels.network.problem import Problem
+from cutjax.kernels.network.schedule import OuterPhase, Schedule, Stage, padded
+from cutjax.kernels.staging import instructions
+from cutjax.runtime.launch import Pointer
+
+PARTS = {"bf16x3": 2, "bf16x6": 3, "bf16x9": 3}
+PRODUCTS = {"bf16x3": 3, "bf16x6": 6, "bf16x9": 9}
+OUTER_INSTRUCTIONS = 300  # of a pair of outer products
+BESIDE = 60  # registers of a thread beside fragments and accumulators
+MOST_AHEAD = 128  # registers of fragments that are loaded before the columns of a stage, not for each 16 of them again
+SMS = 132  # where the device does not say
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The way in which a network is computed.
+
+    Attributes:
+      warps: of a block.
+      tiles: of 16 rows, of a warp.
+      chained: whether rows go from a layer to the next in registers; else each thread stashes them.
+      memory: whether the stash is in global memory, not in shared.
+      memory_sums: whether sums of outer products are in global memory between tiles, not in registers.
+      blocks: on an SM.
+    """
+
+    warps: int
+    tiles: int
+    chained: bool = True
+    memory: bool = False
+    memory_sums: bool = False
+    blocks: int = 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Resolved:
+    """One config for one problem."""
+
+    problem: Problem
+    config: Config
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """The phases."""
+        return Schedule(self.problem.program, self.config.chained)
+
+    @property
+    def math(self) -> str:
+        """The name of how operands are multiplied, in device text."""
+        found = self.problem.math
+        assert isinstance(found, str)
+        return {"": {"bfloat16": "bf16", "float16": "f16"}.get(self.problem.dtype.name, ""), "bf16": "bf16"}.get(
+            found, found
+        )
+
+    @property
+    def parts(self) -> int:
+        """The parts of a number that is multiplied."""
+        return PARTS.get(self.math, 1)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of an operand in shared memory, of a part."""
+        return 4 if self.math == "tf32" else 2
+
+    @property
+    def words(self) -> int:
+        """Registers of a fragment of 16 rows and 16 columns."""
+        return 8 if self.math == "tf32" else 4 * self.parts
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.config.warps
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block's tile."""
+        return 16 * self.config.warps * self.config.tiles
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the rows of a network."""
+        return -(-self.problem.rows // self.rows)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a network: as many as are resident, all of them together."""
+        p = self.problem
+        resident = (p.device.sms or SMS) * self.config.blocks
+        return max(1, min(self.tiles, -(-resident // p.networks)))
+
+    # Shared memory: matrices, vectors, sums of columns, what is staged, the stash.
+
+    @functools.cached_property
+    def _shared(self) -> tuple[dict[int, int], int, int]:
+        """The places in shared memory of matrices, vectors and sums, by number; of what is staged; of the stash."""
+        at, found = 0, {}
+        for i, kind in enumerate(self.problem.program.inputs):
+            if kind.name == "rows":
+                continue
+            found[i] = at
+            if kind.name == "matrix":
+                k, n = map(padded, kind.sizes)
+                at += self.parts * k * (n * self.element_bytes + 16)
+            else:
+                at += 4 * padded(kind.sizes[0])
+        for _, x in self.schedule.sums:
+            found[x] = at
+            at += 4 * self.config.warps * padded(self.problem.program.kinds[x].sizes[0])
+        phases = [phase for phase in self.schedule.phases if isinstance(phase, OuterPhase)]
+        return found, at, at + max((sum(self._staged_bytes(x)) for x in phases), default=0)
+
+    def _staged_bytes(self, phase: OuterPhase) -> tuple[int, int]:
+        width = self.schedule.width
+        more = 32 if self.math == "tf32" else 16
+        a, b = (self.parts * self.rows * (padded(width(x)) * self.element_bytes + more) for x in (phase.a, phase.b))
+        return a, b
+
+    @property
+    def places(self) -> dict[int, int]:
+        """The places of matrices, vectors and sums of columns in shared memory, by number."""
+        return self._shared[0]
+
+    def staged(self, phase: OuterPhase) -> tuple[int, int]:
+        """Returns the places in shared memory of the factors of outer products."""
+        at = self._shared[1]
+        return at, at + self._staged_bytes(phase)[0]
+
+    @property
+    def stash_place(self) -> int:
+        """The place in shared memory at which the stash begins."""
+        return self._shared[2]
+
+    @functools.cached_property
+    def _slots(self) -> tuple[dict[int, int], int]:
+        return self.schedule.slots()
+
+    @property
+    def slots(self) -> dict[int, int]:
+        """The slices at which stashed values begin."""
+        return self._slots[0]
+
+    @property
+    def stash_bytes(self) -> int:
+        """Bytes of the stash of a block."""
+        vectors = self.config.tiles * (1 if self.problem.dtype.itemsize == 2 else 2)
+        return self._slots[1] * vectors * 16 * self.threads
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block."""
+        return self.stash_place + (0 if self.config.memory else self.stash_bytes)
+
+    # Registers.
+
+    @functools.cached_property
+    def ahead(self) -> tuple[bool, ...]:
+        """For each stage, whether what it multiplies and has not been handed on is loaded before its columns."""
+        return tuple(self._fragments(self.schedule.multiplied(stage)) <= MOST_AHEAD for stage in self.schedule.stages)
+
+    def _fragments(self, values: tuple[int, ...]) -> int:
+        slices = sum(padded(self.schedule.width(x)) // 16 for x in values)
+        return slices * self.words * self.config.tiles
+
+    def registers_of(self, place: int, stage: Stage) -> int:
+        """Returns an estimate of the registers that a thread needs in a stage."""
+        schedule, tiles = self.schedule, self.config.tiles
+        multiplied = schedule.multiplied(stage)
+        held = tuple(x for x in multiplied if self.ahead[place] or (place, x) in schedule.handed)
+        handed = tuple(x for i, x in schedule.handed if i == place + 1 and x in stage.makes)
+        more = len(set(multiplied) - set(held)) * self.words * tiles
+        read = {x for step, _ in stage.maps for x in step.values if x not in stage.makes}
+        chunks = 8 * tiles * min(len(stage.makes) + len(read), 2 * len(stage.affine) + 4)
+        return self._fragments(held) + self._fragments(handed) + more + chunks + self.words
+
+    @property
+    def registers(self) -> int:
+        """About how many registers a thread needs."""
+        most = max((self.registers_of(i, stage) for i, stage in enumerate(self.schedule.stages)), default=0)
+        return most + BESIDE + (0 if self.config.memory_sums else self.sum_registers)
+
+    @property
+    def sum_registers(self) -> int:
+        """Registers of a thread that have sums of outer products."""
+        kinds = self.problem.program.kinds
+        tiles = [padded(a) * padded(b) // 256 for a, b in (kinds[x].sizes for x in self.schedule.outers)]
+        return sum(8 * -(-x // self.config.warps) for x in tiles)
+
+    @functools.cached_property
+    def instructions(self) -> int:
+        """Instructions of a thread's text, about: of what is written out."""
+        schedule, tiles, found = self.schedule, self.config.tiles, 0
+        for stage in schedule.stages:
+            columns = padded(stage.width) // 16 if self.config.chained else 1
+            k = sum(
+                (2 + 2 * len(pairs) * tiles * PRODUCTS.get(self.math, 2 if self.math == "tf32" else 1) * 1.5)
+                * (padded(self.problem.program.kinds[matrix].sizes[int(transposed)]) // 16)
+                for (matrix, transposed), pairs in schedule.terms(stage).items()
+            )
+            function = schedule.function(stage)
+            of_map = 0 if function is None else instructions(function[0].function)
+            found += columns * (int(k) + 8 * tiles * of_map + 60)
+        return found + OUTER_INSTRUCTIONS * (len(schedule.phases) - len(schedule.stages))
+
+    # Arguments and results.
+
+    @property
+    def written(self) -> tuple[tuple[int, int], ...]:
+        """The results that are rows: their place among results, and number."""
+        program = self.problem.program
+        return tuple((i, x) for i, x in enumerate(program.outputs) if program.kinds[x].name == "rows")
+
+    @functools.cached_property
+    def sums(self) -> dict[int, int]:
+        """The place of each sum in a block's part of them, by number."""
+        found, at = {}, 0
+        for x in (*self.schedule.outers, *(x for _, x in self.schedule.sums)):
+            found[x] = at
+            at += int(np.prod(self.problem.program.kinds[x].sizes))
+        return found
+
+    @property
+    def partials(self) -> int:
+        """Elements of a block's part of all sums."""
+        return sum(int(np.prod(self.problem.program.kinds[x].sizes)) for x in self.sums)
+
+    @property
+    def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The arrays that the launch writes: rows, parts of sums, and the stash where it is in memory."""
+        p, blocks = self.problem, self.blocks * self.problem.networks
+        found = [
+            jax.ShapeDtypeStruct((p.networks, p.rows, self.schedule.width(x)), np.dtype(p.dtypes[i]))
+            for i, x in self.written
+        ]
+        if self.partials:
+            found.append(jax.ShapeDtypeStruct((p.networks, self.blocks, self.partials), np.dtype(np.float32)))
+        if self.config.memory and self.stash_bytes:
+            found.append(jax.ShapeDtypeStruct((blocks, self.stash_bytes), np.dtype(np.uint8)))
+        return tuple(found)
+
+    @functools.cached_property
+    def arguments(self) -> tuple[Argument, ...]:
+        """The arguments of the kernel, in order."""
+        count = len(self.problem.program.inputs)
+        found = [Argument(f"const char* in{i}", Pointer(i)) for i in range(count)]
+        names = [f"char* out{i}" for i, _ in self.written]
+        names += ["float* partials"] * bool(self.partials)
+        names += ["char* stashes"] * bool(self.config.memory and self.stash_bytes)
+        found += [Argument(name, Pointer(count + i)) for i, name in enumerate(names)]
+        sizes = {"rows": self.problem.rows, "tiles": self.tiles, "blocks": self.blocks}
+        return (*found, *(integer(name, value) for name, value in sizes.items()))

@@ -1,0 +1,205 @@
+"""The order in which a kernel computes a program: stages of one width, sums of outer products, and what is kept.
+
+A stage goes through the columns of its width, 16 at a time: products of rows that are whole, then elementwise functions
+of the sums as they are. What a later stage multiplies is handed on in registers where it is the next one; everything
+else that is read again is stashed, each thread its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from cutjax.kernels.network.program import Affine, Map, Outer, Program, Sum, merged
+
+
+def padded(width: int) -> int:
+    """Returns a width in whole slices of 16."""
+    return -(-width // 16) * 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Steps of one width.
+
+    Attributes:
+      width: of all its values.
+      affine: the numbers of what products and vectors add up to.
+      maps: the steps that are functions, in order.
+    """
+
+    width: int
+    affine: tuple[int, ...]
+    maps: tuple[tuple[Map, tuple[int, ...]], ...]
+
+    @property
+    def makes(self) -> tuple[int, ...]:
+        """The numbers of its values."""
+        return (*self.affine, *(x for _, values in self.maps for x in values))
+
+
+@dataclasses.dataclass(frozen=True)
+class OuterPhase:
+    """A pair of rows whose outer products are added to the sum of some number."""
+
+    result: int
+    a: int
+    b: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """The phases of a program, and where its values are.
+
+    Attributes:
+      program: whose.
+      chained: whether rows are handed on in registers.
+    """
+
+    program: Program
+    chained: bool
+
+    @functools.cached_property
+    def makers(self) -> dict[int, tuple[Affine | Map, tuple[int, ...]]]:
+        """By number of rows that are no input, the step that makes them, and its values."""
+        steps = [(x, values) for x, values in self.program.numbered if isinstance(x, Affine | Map)]
+        return {i: (step, values) for step, values in steps for i in values}
+
+    def width(self, x: int) -> int:
+        """Returns the width of rows."""
+        return self.program.kinds[x].sizes[0]
+
+    def is_input(self, x: int) -> bool:
+        """True if a value is an input."""
+        return x < len(self.program.inputs)
+
+    @functools.cached_property
+    def phases(self) -> tuple[Stage | OuterPhase, ...]:
+        """Stages in order, and outer products as soon as both factors are there."""
+        level = dict.fromkeys(range(len(self.program.inputs)), 0)
+        stages: dict[tuple[int, int], tuple[list[int], list[tuple[Map, tuple[int, ...]]]]] = {}
+        for step, values in self.program.numbered:
+            if not isinstance(step, Affine | Map):
+                continue
+            if isinstance(step, Affine):
+                at = 1 + max((level[t.rows] for t in step.terms), default=-1)
+            else:
+                at = max(level[x] for x in step.values)
+            level |= dict.fromkeys(values, at)
+            affine, maps = stages.setdefault((at, self.width(values[0])), ([], []))
+            if isinstance(step, Affine):
+                affine += values
+            else:
+                maps.append((step, values))
+        order = sorted(stages, key=lambda key: key[0])
+        made = {x: i for i, key in enumerate(order) for x in Stage(key[1], *map(tuple, stages[key])).makes}
+        after: dict[int, list[OuterPhase]] = {}
+        for step, (value, *_) in self.program.numbered:
+            for a, b in step.pairs if isinstance(step, Outer) else ():
+                after.setdefault(max(made.get(a, -1), made.get(b, -1)), []).append(OuterPhase(value, a, b))
+        found: list[Stage | OuterPhase] = list(after.get(-1, ()))
+        for i, key in enumerate(order):
+            affine, maps = stages[key]
+            found += [Stage(key[1], tuple(affine), tuple(maps)), *after.get(i, ())]
+        return tuple(found)
+
+    @functools.cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages in order."""
+        return tuple(x for x in self.phases if isinstance(x, Stage))
+
+    def terms(self, stage: Stage) -> dict[tuple[int, bool], list[tuple[int, int]]]:
+        """Returns the products of a stage by matrix, and whether it is transposed: pairs of a result and its rows."""
+        found: dict[tuple[int, bool], list[tuple[int, int]]] = {}
+        for x in stage.affine:
+            step, _ = self.makers[x]
+            for t in step.terms if isinstance(step, Affine) else ():
+                found.setdefault((t.matrix, t.transposed), []).append((x, t.rows))
+        return found
+
+    def multiplied(self, stage: Stage) -> tuple[int, ...]:
+        """Returns the numbers of the rows that a stage multiplies."""
+        return tuple(dict.fromkeys(x for pairs in self.terms(stage).values() for _, x in pairs))
+
+    def function(self, stage: Stage) -> tuple[Map, tuple[int, ...]] | None:
+        """Returns all functions of a stage as one, with the numbers of its results; None where there is none."""
+        read = {x for step in self.program.steps for x in step.reads if step not in (step for step, _ in stage.maps)}
+        return merged(stage.maps, [*read, *self.program.outputs]) if stage.maps else None
+
+    @functools.cached_property
+    def handed(self) -> frozenset[tuple[int, int]]:
+        """Values that go in registers to the next stage: pairs of that stage's place and a number."""
+        if not self.chained:
+            return frozenset()
+        pairs = enumerate(zip(self.stages, self.stages[1:], strict=False), 1)
+        return frozenset((i, x) for i, (last, stage) in pairs for x in self.multiplied(stage) if x in last.makes)
+
+    @functools.cached_property
+    def stashed(self) -> frozenset[int]:
+        """The numbers of values that are stashed."""
+        found: set[int] = set()
+        later: set[int] = set()  # what is multiplied later
+        for i, stage in enumerate(self.stages):
+            for step, _ in stage.maps:
+                found.update(x for x in step.values if not self.is_input(x) and x not in stage.makes)
+            later.update(x for x in self.multiplied(stage) if not self.is_input(x) and (i, x) not in self.handed)
+        for phase in self.phases:
+            if isinstance(phase, OuterPhase):
+                later.update(x for x in (phase.a, phase.b) if not self.is_input(x))
+        # A function of what is stashed anyhow is computed again.
+        return frozenset(found | {x for x in later if not self._made_again(x, found)})
+
+    @functools.cached_property
+    def made_again(self) -> tuple[int, ...]:
+        """The numbers of values that are computed again where they are read."""
+        read = [x for phase in self.phases if isinstance(phase, OuterPhase) for x in (phase.a, phase.b)]
+        read += [x for i, stage in enumerate(self.stages) for x in self.multiplied(stage) if (i, x) not in self.handed]
+        return tuple(dict.fromkeys(x for x in read if not self.is_input(x) and x not in self.stashed))
+
+    def _made_again(self, x: int, stashed: set[int]) -> bool:
+        step, _ = self.makers[x]
+        return x in stashed or (isinstance(step, Map) and all(self.is_input(y) or y in stashed for y in step.values))
+
+    def sources(self, x: int) -> tuple[int, ...]:
+        """Returns the stashed values of which a value is made where it is read again."""
+        if self.is_input(x):
+            return ()
+        return (x,) if x in self.stashed else tuple(y for y in self.makers[x][0].reads if not self.is_input(y))
+
+    @functools.cached_property
+    def lifetimes(self) -> dict[int, tuple[int, int]]:
+        """The places of the phases in which a stashed value is made, and read last."""
+        place, found = 0, {}
+        for at, phase in enumerate(self.phases):
+            if isinstance(phase, OuterPhase):
+                read = [phase.a, phase.b]
+            else:
+                read = [x for x in self.multiplied(phase) if (place, x) not in self.handed]
+                read += [x for step, _ in phase.maps for x in step.values if x not in phase.makes]
+                found |= {x: (at, at) for x in phase.makes if x in self.stashed}
+                place += 1
+            found |= {y: (found[y][0], at) for x in read for y in self.sources(x)}
+        return found
+
+    def slots(self) -> tuple[dict[int, int], int]:
+        """Returns the slice of 16 columns at which each stashed value begins, and the number of all slices."""
+        taken: list[tuple[int, int, int, int]] = []  # where it begins and ends, and its lifetime
+        found = {}
+        for x, (first, last) in sorted(self.lifetimes.items(), key=lambda item: item[1]):
+            size, at = padded(self.width(x)) // 16, 0
+            for begin, end, made, read in sorted(taken):
+                if made <= last and first <= read and begin < at + size and at < end:
+                    at = end
+            taken.append((at, at + size, first, last))
+            found[x] = at
+        return found, max((end for _, end, _, _ in taken), default=0)
+
+    @functools.cached_property
+    def sums(self) -> tuple[tuple[Sum, int], ...]:
+        """The sums over rows, with their numbers."""
+        return tuple((step, values[0]) for step, values in self.program.numbered if isinstance(step, Sum))
+
+    @functools.cached_property
+    def outers(self) -> tuple[int, ...]:
+        """The numbers of sums of outer products."""
+        return tuple(values[0] for step, values in self.program.numbered if isinstance(step, Outer))

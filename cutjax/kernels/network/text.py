@@ -1,0 +1,247 @@
+"""The device text of a network's kernel: its phases written out, on top of ffi/device/network/."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cutjax.dtypes import DTYPES
+from cutjax.epilogue import emit
+from cutjax.epilogue.expression import Epilogue
+from cutjax.kernels.network.program import Affine, Map
+from cutjax.kernels.network.resolved import Resolved
+from cutjax.kernels.network.schedule import OuterPhase, Stage, padded
+
+_UNROLL = {True: "#pragma unroll", False: "#pragma unroll 1"}
+
+
+def functions(of: Resolved) -> str:
+    """Returns the text of the elementwise functions, each a function of its values and its results."""
+    found = [emit.emit(function).replace("epilogue_element", f"function{i}") for function, i in numbers(of).items()]
+    return "".join(found)
+
+
+def numbers(of: Resolved) -> dict[Epilogue, int]:
+    """Returns the number of each elementwise function."""
+    found = [of.schedule.function(stage) for stage in of.schedule.stages]
+    again = [of.schedule.makers[x][0] for x in of.schedule.made_again]
+    used = [x[0].function for x in found if x] + [x.function for x in again if isinstance(x, Map)]
+    return {function: i for i, function in enumerate(dict.fromkeys(used))}
+
+
+class Body:
+    """The text of a kernel's body, phase by phase."""
+
+    def __init__(self, of: Resolved):
+        self.of, self.schedule, self.program = of, of.schedule, of.problem.program
+        self.functions = numbers(of)
+        self.place = 0  # of a stage
+
+    def text(self) -> str:
+        """Returns the text."""
+        lines = [*self._prologue(), "for (int tile = first; tile < tiles; tile += blocks) {", *self._tile(), "}"]
+        return "".join(f"  {line}\n" for line in [*lines, *self._finish()])
+
+    def _prologue(self) -> Iterator[str]:
+        of = self.of
+        yield "const int network = blockIdx.x / blocks, first = blockIdx.x % blocks;"
+        yield "extern __shared__ __align__(128) unsigned char shared_memory[];"
+        yield "const u32 shared = shared_address(shared_memory);"
+        for i, (kind, (dtype, own)) in enumerate(zip(self.program.inputs, of.problem.given, strict=True)):
+            size, elements = f"SIZE<Dtype::{DTYPES[dtype].stored}>", " * ".join(map(str, kind.sizes))
+            whole = f"static_cast<i64>(rows) * {elements}" if kind.name == "rows" else elements
+            if own:
+                yield f"in{i} += static_cast<i64>(network) * {whole} * {size};"
+            if kind.name == "matrix":
+                k, n = kind.sizes
+                yield f"Matrix<{padded(n)}, {padded(k)}>::load(shared + {of.places[i]}, in{i}, {k}, {n});"
+            elif kind.name == "vector":
+                (n,) = kind.sizes
+                yield f"float* const vector{i} = reinterpret_cast<float*>(shared_memory + {of.places[i]});"
+                yield f"load_vector<Dtype::{DTYPES[dtype].stored}>(vector{i}, in{i}, {n}, {padded(n)});"
+        for i, x in of.written:
+            yield f"out{i} += static_cast<i64>(network) * rows * {self.schedule.width(x)} * {self._size(i)};"
+        if of.partials:
+            yield f"partials += static_cast<i64>(blockIdx.x) * {of.partials};"
+        for _, x in self.schedule.sums:
+            width, at = padded(self.program.kinds[x].sizes[0]), of.places[x]
+            yield f"float* const sums{x} = reinterpret_cast<float*>(shared_memory + {at});"
+            yield f"for (int at = threadIdx.x; at < WARPS * {width}; at += THREADS) sums{x}[at] = 0.0f;"
+        if of.stash_bytes:
+            memory = f"stashes + static_cast<i64>(blockIdx.x) * {of.stash_bytes}"
+            begin = memory if of.config.memory else f"reinterpret_cast<char*>(shared_memory) + {of.stash_place}"
+            yield f"char* const own_stash = {begin} + threadIdx.x * 16;"
+        if not of.config.memory_sums:
+            for x in self.schedule.outers:
+                yield f"{self._products(x)} products{x};"
+                yield f"products{x}.clear();"
+        yield "__syncthreads();"
+
+    def _size(self, i: int) -> str:
+        return f"SIZE<Dtype::{DTYPES[self.of.problem.dtypes[i]].stored}>"
+
+    def _products(self, x: int) -> str:
+        a, b = self.program.kinds[x].sizes
+        return f"Products<{a}, {b}>"
+
+    def _tile(self) -> Iterator[str]:
+        yield "  const int row = tile * ROWS + threadIdx.x / 32 * (16 * M_TILES) + lane() / 4;"
+        for step, x in self.schedule.sums:
+            for value in filter(self.schedule.is_input, step.values):
+                yield from self._columns(value, [f"add_columns({self._sums(x)}, c{value}, row, rows, j);"])
+        for phase in self.schedule.phases:
+            if isinstance(phase, Stage):
+                yield from self._stage(phase)
+                self.place += 1
+            else:
+                yield from self._outer(phase)
+
+    def _sums(self, x: int) -> str:
+        return f"sums{x} + threadIdx.x / 32 * {padded(self.program.kinds[x].sizes[0])}"
+
+    def _columns(self, value: int, then: list[str], unroll: bool = False) -> Iterator[str]:
+        """Yields a loop over the columns of a value that is read again, in chunks ``c<value>``."""
+        yield f"  {_UNROLL[unroll]}"
+        yield f"  for (int j = 0; j < {padded(self.schedule.width(value)) // 16}; ++j) {{"
+        yield from (f"    {line}" for line in [*self._chunk(value, "j", set()), *then])
+        yield "  }"
+
+    def _chunk(self, x: int, j: str, known: set[int]) -> Iterator[str]:
+        """Yields the lines that make the chunk of a value that is read again, unless it is known already."""
+        if x in known:
+            return
+        known.add(x)
+        if self.schedule.is_input(x):
+            stored = DTYPES[self.of.problem.given[x][0]].stored
+            yield f"const Chunk c{x} = load_rows<Dtype::{stored}, {self.schedule.width(x)}>(in{x}, row, rows, {j});"
+        elif x in self.schedule.stashed:
+            yield f"const Chunk c{x} = unstash({self._stash(x, j)});"
+        else:
+            step, values = self.schedule.makers[x]
+            assert isinstance(step, Map)
+            for y in step.values:
+                yield from self._chunk(y, j, known)
+            known.update(values)
+            yield from self._map(step, values)
+            yield from self._cleared(x, j)
+
+    def _cleared(self, x: int, j: str) -> Iterator[str]:
+        width = self.schedule.width(x)
+        if width % 16:
+            yield f"clear_columns<{width}>(c{x}, {j});"
+
+    def _stash(self, x: int, j: str) -> str:
+        return f"own_stash + ({self.of.slots[x]} + {j}) * (STASH_VECTORS * 16 * THREADS)"
+
+    def _map(self, step: Map, values: tuple[int, ...]) -> Iterator[str]:
+        yield f"Chunk {', '.join(f'c{x}' for x in values)};"
+        given = ", ".join(f"c{x}.x[i][h][e]" for x in step.values)
+        made = ", ".join(f"c{x}.x[i][h][e]" for x in values)
+        yield "EACH_ELEMENT {"
+        yield f"  const float value[{len(step.values)}] = {{{given}}};"
+        yield f"  function{self.functions[step.function]}(value, 0, 0, {made});"
+        yield "}"
+
+    def _stage(self, stage: Stage) -> Iterator[str]:
+        schedule, chained = self.schedule, self.schedule.chained
+        multiplied = schedule.multiplied(stage)
+        slices = padded(stage.width) // 16
+        handed = [x for i, x in schedule.handed if i == self.place + 1 and x in stage.makes]
+        for x in handed:
+            yield f"  Fragment f{x}[{slices}];"
+        yield "  {"
+        ahead = [x for x in multiplied if (self.place, x) not in schedule.handed and self.of.ahead[self.place]]
+        for x in ahead:
+            yield f"    Fragment f{x}[{padded(schedule.width(x)) // 16}];"
+            yield from (f"  {line}" for line in self._columns(x, [f"f{x}[j] = packed(c{x});"], True))
+        yield f"    {_UNROLL[chained]}"
+        yield f"    for (int j = 0; j < {slices}; ++j) {{"
+        yield from (f"      {line}" for line in self._columns_of(stage, ahead, handed))
+        yield "    }"
+        yield "  }"
+
+    def _columns_of(self, stage: Stage, ahead: list[int], handed: list[int]) -> Iterator[str]:
+        schedule = self.schedule
+        for x in stage.affine:
+            step, _ = schedule.makers[x]
+            assert isinstance(step, Affine)
+            yield f"Chunk c{x}{{}};"
+            for vector in step.vectors:
+                yield f"add_vector(c{x}, vector{vector}, j);"
+        for (matrix, transposed), pairs in schedule.terms(stage).items():
+            k, n = self.program.kinds[matrix].sizes
+            there = f"Matrix<{padded(n)}, {padded(k)}>::columns<{str(transposed).lower()}>"
+            slices = padded(n if transposed else k) // 16
+            late = dict.fromkeys(x for _, x in pairs if x not in ahead and (self.place, x) not in schedule.handed)
+            yield _UNROLL[not late]
+            yield f"for (int k = 0; k < {slices}; ++k) {{"
+            yield f"  const Columns b = {there}(shared + {self.of.places[matrix]}, k, j);"
+            for x in late:
+                yield f"  Fragment f{x};"
+                yield "  {"
+                yield from (f"    {line}" for line in self._chunk(x, "k", set()))
+                yield f"    f{x} = packed(c{x});"
+                yield "  }"
+            for result, x in pairs:
+                yield f"  multiply_add(c{result}, f{x}{'' if x in late else '[k]'}, b);"
+            yield "}"
+        known = set(stage.makes)
+        if function := schedule.function(stage):
+            known -= {x for _, values in stage.maps for x in values}
+            for x in function[0].values:
+                yield from self._chunk(x, "j", known)
+            yield from self._map(*function)
+        for i, x in self.of.written:
+            if x in stage.makes:
+                dtype = DTYPES[self.of.problem.dtypes[i]].stored
+                yield f"store_rows<Dtype::{dtype}, {stage.width}>(out{i}, c{x}, row, rows, j);"
+        for step, x in schedule.sums:
+            for value in step.values:
+                if value in stage.makes:
+                    yield f"add_columns({self._sums(x)}, c{value}, row, rows, j);"
+        for x in stage.makes:
+            if x in handed or x in schedule.stashed:
+                yield from self._cleared(x, "j")
+        yield from (f"f{x}[j] = packed(c{x});" for x in handed)
+        for x in stage.makes:
+            if x in schedule.stashed:
+                yield f"stash({self._stash(x, 'j')}, c{x});"
+
+    def _outer(self, phase: OuterPhase) -> Iterator[str]:
+        yield "  __syncthreads();"
+        places = self.of.staged(phase)
+        for x, place in zip((phase.a, phase.b), places, strict=True):
+            width = padded(self.schedule.width(x))
+            yield from self._columns(x, [f"Staged<{width}>::store(shared + {place}, c{x}, row, rows, j);"])
+        yield "  __syncthreads();"
+        at = f"partials + {self.of.sums[phase.result]}"
+        if not self.of.config.memory_sums:
+            yield f"  products{phase.result}.add(shared + {places[0]}, shared + {places[1]});"
+            return
+        earlier = next(x for x in self.schedule.phases if isinstance(x, OuterPhase) and x.result == phase.result)
+        before = "true" if earlier is not phase else "tile != first"
+        sizes = ", ".join(map(str, self.program.kinds[phase.result].sizes))
+        yield f"  add_in_memory<{sizes}>({at}, {before}, shared + {places[0]}, shared + {places[1]});"
+
+    def _finish(self) -> Iterator[str]:
+        if not self.of.config.memory_sums:
+            for x in self.schedule.outers:
+                yield f"products{x}.store(partials + {self.of.sums[x]});"
+        if self.schedule.sums:
+            yield "__syncthreads();"
+        for _, x in self.schedule.sums:
+            (width,) = self.program.kinds[x].sizes
+            yield f"for (int at = threadIdx.x; at < {width}; at += THREADS) {{"
+            yield "  float sum = 0.0f;"
+            yield f"  for (int warp = 0; warp < WARPS; ++warp) sum += sums{x}[warp * {padded(width)} + at];"
+            yield f"  partials[{self.of.sums[x]} + at] = sum;"
+            yield "}"
+
+
+def kernel_text(of: Resolved) -> str:
+    """Returns the text of the kernel itself."""
+    parameters = ", ".join(argument.declaration for argument in of.arguments)
+    return f"""#line 1 "network (generated)"
+{functions(of)}#line 1 "body (generated)"
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL({parameters}) {{
+{Body(of).text()}}}
+"""

@@ -1,0 +1,146 @@
+// Sums over the rows of a block: of columns, and of outer products. Each is added up in an order of its own, whatever
+// the number of blocks that run at one time.
+
+constexpr int WARPS = THREADS / 32;
+constexpr int ROWS = WARPS * M_TILES * 16;  // of a block
+
+// Adds the columns of a chunk to the sums of this warp.
+DEVICE void add_columns(float* sums, Chunk c, int row, int rows, int j) {
+  clear_rows(c, row, rows);
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < M_TILES; ++i) sum += c.x[i][h][p] + c.x[i][h][2 + p];
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+      if (lane() < 4) sums[16 * j + 8 * h + lane() * 2 + p] += sum;
+    }
+}
+
+// A block's rows of COLUMNS as shared memory has them while their outer products are added up.
+template <int COLUMNS>
+struct Staged {
+  static constexpr int PITCH = COLUMNS * ELEMENT_BYTES + (TF32 ? 32 : 16);
+  static constexpr int PLANE = ROWS * PITCH;
+
+  static DEVICE void store(u32 to, Chunk c, int row, int rows, int j) {
+    clear_rows(c, row, rows);
+    const Fragment f = packed(c);
+    int l = lane(), first = threadIdx.x / 32 * (16 * M_TILES) + l / 4;
+#pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          u32 place = to + (first + 16 * i + 8 * half) * PITCH + (16 * j + 8 * h + l % 4 * 2) * ELEMENT_BYTES;
+          if constexpr (TF32) {
+            st_shared_v2(place, f.w[i][4 * h + half], f.w[i][4 * h + 2 + half]);
+          } else {
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p) st_shared_u32(place + p * PLANE, f.w[i][4 * p + 2 * h + half]);
+          }
+        }
+  }
+
+  // 16 columns of 16 rows, as the rows of an operand whose k are these rows.
+  static DEVICE Columns transposed(u32 from, int row, int column) {
+    Columns a;
+    int l = lane();
+    if constexpr (TF32) {
+#pragma unroll
+      for (int w = 0; w < 8; ++w)
+        a.w[w] =
+            ld_shared_u32(from + (row + w / 4 * 8 + w / 2 % 2 * 4 + l % 4) * PITCH + (column + w % 2 * 8 + l / 4) * 4);
+    } else {
+      u32 place = from + (row + l / 16 * 8 + l % 8) * PITCH + (column + l / 8 % 2 * 8) * 2;
+#pragma unroll
+      for (int p = 0; p < PARTS; ++p)
+        ldmatrix_x4_trans(place + p * PLANE, a.w[4 * p], a.w[4 * p + 1], a.w[4 * p + 2], a.w[4 * p + 3]);
+    }
+    return a;
+  }
+
+  // The same, as columns of an operand.
+  static DEVICE Columns columns(u32 from, int row, int column) {
+    Columns b;
+    int l = lane();
+    if constexpr (TF32) {
+#pragma unroll
+      for (int w = 0; w < 8; ++w)
+        b.w[w] =
+            ld_shared_u32(from + (row + w / 4 * 8 + w % 2 * 4 + l % 4) * PITCH + (column + w / 2 % 2 * 8 + l / 4) * 4);
+    } else {
+      u32 place = from + (row + l % 16) * PITCH + (column + l / 16 * 8) * 2;
+#pragma unroll
+      for (int p = 0; p < PARTS; ++p)
+        ldmatrix_x4_trans(place + p * PLANE, b.w[4 * p], b.w[4 * p + 1], b.w[4 * p + 2], b.w[4 * p + 3]);
+    }
+    return b;
+  }
+};
+
+// The sum of outer products of rows of A and of B columns: tiles of 16 x 16, one after the other to each warp.
+template <int A, int B>
+struct Products {
+  static constexpr int TILES = (A + 15) / 16 * ((B + 15) / 16);
+  static constexpr int OWN = (TILES + WARPS - 1) / WARPS;
+  float x[OWN][2][4];
+
+  DEVICE void clear() {
+#pragma unroll
+    for (int t = 0; t < OWN; ++t)
+#pragma unroll
+      for (int e = 0; e < 8; ++e) x[t][e / 4][e % 4] = 0.0f;
+  }
+
+  DEVICE void add(u32 of_a, u32 of_b) {
+#pragma unroll
+    for (int t = 0; t < OWN; ++t) {
+      int tile = threadIdx.x / 32 + t * WARPS;
+      if (tile >= TILES) break;
+      int m = tile / ((B + 15) / 16) * 16, n = tile % ((B + 15) / 16) * 16;
+#pragma unroll 2
+      for (int row = 0; row < ROWS; row += 16) {
+        const Columns a = Staged<(A + 15) / 16 * 16>::transposed(of_a, row, m);
+        const Columns b = Staged<(B + 15) / 16 * 16>::columns(of_b, row, n);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) multiply_add(x[t][h], a.w, b.w, h);
+      }
+    }
+  }
+
+  // Calls `each(element of memory, place)` for what lies within the matrix.
+  template <typename Each>
+  DEVICE void visit(const Each& each) {
+#pragma unroll
+    for (int t = 0; t < OWN; ++t) {
+      int tile = threadIdx.x / 32 + t * WARPS;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        int m = tile / ((B + 15) / 16) * 16 + lane() / 4 + e % 4 / 2 * 8;
+        int n = tile % ((B + 15) / 16) * 16 + e / 4 * 8 + lane() % 4 * 2 + e % 2;
+        if (tile < TILES && m < A && n < B) each(x[t][e / 4][e % 4], m * B + n);
+      }
+    }
+  }
+  DEVICE void load(const float* from) {
+    visit([&](float& x, int at) { x = from[at]; });
+  }
+  DEVICE void store(float* to) {
+    visit([&](float& x, int at) { to[at] = x; });
+  }
+};
+
+// The same where the sum is in memory between tiles; `before` says whether there is one.
+template <int A, int B>
+DEVICE void add_in_memory(float* sum, bool before, u32 of_a, u32 of_b) {
+  Products<A, B> products;
+  products.clear();
+  if (before) products.load(sum);
+  products.add(of_a, of_b);
+  products.store(sum);
+}
