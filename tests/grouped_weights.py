@@ -53,6 +53,13 @@ class Weights:
         return Quantized(stored, scale, zero), wide * np.repeat(scale.astype(np.float64), self.group, 1)
 
 
+def scaled_rows(rng: np.random.Generator, count: int, k: int, block: int) -> tuple[Quantized, np.ndarray]:
+    """Returns activations ``[count, k]`` in float8 with a scale for each row and so many of k, and in float64."""
+    values, scale = rng.integers(-2, 3, (count, k)), 2.0 ** rng.integers(-2, 3, (count, k // block))
+    of_values = values.astype(np.float32).astype(jnp.float8_e4m3fn)
+    return Quantized(of_values, scale.astype(np.float32)), values * np.repeat(scale, block, 1)
+
+
 def rows(rng: np.random.Generator, sizes: Sequence[int], k: int, dtype: str) -> np.ndarray:
     """Returns activations ``[sum(sizes) + REST, k]``."""
     return rng.integers(-2, 3, (sum(sizes) + REST, k)).astype(jnp.dtype(dtype))

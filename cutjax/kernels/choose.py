@@ -204,8 +204,8 @@ def _choose(
             return Choice(problem, None, why, xla_us=of_xla)
         found = _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs", of_xla)
         return dataclasses.replace(found, reasons=(*found.reasons, *_unmeasured(problem, kernel)))
-    why = *_config_reasons(problem), *_dequantized(problem), *_unmeasured(problem)
-    return Choice(problem, None, why)
+    why = _unmeasured(problem) or _config_reasons(problem)
+    return Choice(problem, None, (*why, *_dequantized(problem)))
 
 
 def _unmeasured(problem: Problem, chosen: Kernel | None = None) -> tuple[str, ...]:

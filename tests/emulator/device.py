@@ -28,7 +28,6 @@ import jax
 import numpy as np
 
 from cutjax.binding import lowering
-from cutjax.dtypes import bits_of
 from cutjax.kernels import base, gather
 from cutjax.kernels.direct import entries
 from cutjax.kernels.network import kernel as network
@@ -36,7 +35,7 @@ from cutjax.ops import cuda_launch
 from cutjax.runtime import compiler
 from cutjax.runtime.compiler import Cubin, Resources
 from cutjax.runtime.launch import Call, Float32, Float64, Int32, Int64, Launch, Pointer
-from cutjax.runtime.tensor_map import ELEMENTS, Im2col, TensorMap
+from cutjax.runtime.tensor_map import ELEMENTS, Im2col, TensorMap, bits_of
 from emulator import ptx
 from emulator.storage import Unsupported
 
@@ -195,7 +194,7 @@ class Machine:
 
     def execute(self, call: Call, arrays: Sequence[np.ndarray], memory: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The results of a call's launches in the memory given for them: `launches.Execute` of tests/gpu."""
-        given = [stored(np.array(x, order="C", copy=True)) for x in (*arrays, *memory)]
+        given = [_packed(x) for x in (*arrays, *memory)]
         for argument, result in call.aliases:
             given[argument] = given[len(arrays) + result]
         for launch in call.launches:
@@ -281,12 +280,15 @@ class _Choice:
         return call if call.prepare else dataclasses.replace(call, prepare=lambda arrays: list(arrays))
 
 
-def stored(x: np.ndarray) -> np.ndarray:
-    """An array as it lies on a device: elements of 4 bits two a byte, the first in its lower half."""
-    if bits_of(x.dtype) == 8 * x.itemsize:
-        return x
-    nibbles = x.reshape(-1, 2).view(np.uint8) & 15
-    return nibbles[:, 0] | nibbles[:, 1] << 4
+def _packed(x: np.ndarray) -> np.ndarray:
+    """A copy of an array as it lies on a device: elements of 4 bits two to a byte, the first in the low half."""
+    if x.dtype.itemsize > 1 or bits_of(x.dtype) == 8:
+        return np.array(x, order="C", copy=True)
+    if bits_of(x.dtype) != 4:
+        raise ptx.Unsupported(f"arrays of {x.dtype}")
+    raw = np.ascontiguousarray(x).reshape(-1).view(np.uint8) & 15
+    raw = np.append(raw, np.zeros(raw.size % 2, np.uint8))
+    return raw[::2] | raw[1::2] << 4
 
 
 def poison(shape: Sequence[int], dtype: Any) -> np.ndarray:

@@ -21,6 +21,7 @@ from cutjax import Config, Quantized
 
 pytestmark = pytest.mark.gpu
 
+F8, E5M2 = "float8_e4m3fn", "float8_e5m2"
 SIZES = {"few": (5, 0, 33, 1, 64, 0, 7, 18), "many": (300, 0, 513, 64, 0, 1, 129, 17), "one": (0, 0, 128, 0)}
 WEIGHTS = (
     Weights("int4", scale="bfloat16", group=128),
@@ -133,7 +134,41 @@ def test_a_layer_of_experts(weights):
     assert np.max(np.abs(got - plain)) <= 2**-6 * np.max(np.abs(plain))
 
 
-F8, E5M2 = "float8_e4m3fn", "float8_e5m2"
+BYTES_CONFIGS = {
+    "few": Config(256, 16, 64, 6, swap=True),
+    "wide": Config(256, 64, 64, 4, swap=True),
+    "pairs": Config(256, 32, 64, 4, cluster_m=2, swap=True),
+    "in turns": Config(128, 32, 64, 4, schedule="pingpong", swap=True),
+    "few SMs": Config(256, 48, 64, 4, sms=4, swap=True),
+}
+
+
+@pytest.mark.parametrize("name", BYTES_CONFIGS)
+@pytest.mark.parametrize("block", [128, 1024])
+@pytest.mark.parametrize("narrow", ["int4", "uint4", "float4_e2m1fn"])
+def test_weights_of_4_bits_beside_float8_are_exact(narrow, block, name):
+    rng, sizes, (k, n) = np.random.default_rng([problems.SEED, 68]), SIZES["few"], (1024, 736)
+    x, wide_x = cases.scaled_rows(rng, sum(sizes) + cases.REST, k, block)
+    w, wide = Weights(narrow, "float8_e4m3fn", "float32", 128).drawn(rng, len(sizes), k, n)
+    how = {"out_dtype": jnp.float32, "backend": "cuda", "config": BYTES_CONFIGS[name]}
+    got = jax.jit(functools.partial(cutjax.grouped_gemm, **how))(x, w, np.array(sizes))
+    np.testing.assert_array_equal(np.asarray(got), cases.in_groups(wide_x, sizes, wide))
+    got = jax.jit(functools.partial(cutjax.gemm, **how))(x, w[0])
+    np.testing.assert_array_equal(np.asarray(got), wide_x @ wide[0])
+
+
+def test_weights_of_4_bits_beside_float8_of_normal_numbers():
+    """Sums of 128 products have 14 bits: each of them, cut off, is at most 2^-13 of the largest off."""
+    rng = np.random.default_rng([problems.SEED, 69])
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((100, 4096), (4096, 512)))
+    a, b = cutjax.quantize(x, F8, block=(1, 128)), cutjax.quantize(w, "int4", block=(128, 1))
+    wide_a, wide_b = (np.asarray(q.dequantize(), np.float64) for q in (a, b))
+    for config in BYTES_CONFIGS.values():
+        run = functools.partial(cutjax.gemm, out_dtype=jnp.float32, backend="cuda", config=config)
+        got = np.asarray(jax.jit(run)(a, b)).astype(np.float64)
+        assert np.max(np.abs(got - wide_a @ wide_b) / (np.abs(wide_a) @ np.abs(wide_b))) < 2**-12
+
+
 DEPTH_CONFIGS = {
     "shared": Config(128, 96, stages=4),
     "two blocks": Config(256, 64, stages=4),

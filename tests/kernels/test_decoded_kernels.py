@@ -94,7 +94,7 @@ extern "C" void run(const void* tiles, float* to) {
 }
 """
 _KEPT = ("common/math", "common/elements", "narrow", "sm90/halves", "sm90/decode", "sm90/factor", "sm90/zero")
-_KEPT += ("sm90/tiles", "sm90/multiply_registers")
+_KEPT += ("sm90/tiles", "sm90/row_order", "sm90/multiply_registers")
 F32, E4M3 = np.dtype(np.float32), np.dtype(jnp.float8_e4m3fn)
 _ACCS = tuple(Node("acc", (), "float32", (i,)) for i in range(2))
 PAIR = Epilogue(2, (), _ACCS, (Output(0, "float32"), Output(1, "float32")))  # two products as they are
@@ -287,6 +287,24 @@ def test_wgmmas_do_not_wait_for_each_other(narrow, layout, scale, fields):
     check_lean(of.problem, [of.config], 56_000)
 
 
+def scaled_bytes(narrow="int4", products=1, groups=0, k_block=128, layout="nn"):
+    """Weights of 4 bits beside float8, with scales of both."""
+    problem = problem_of(narrow, layout, "float8_e4m3fn", None, (64, 512, 4096), products=products, groups=groups)
+    of = functools.partial(dataclasses.replace, scale=Scale(F32, 1, k_block))
+    return dataclasses.replace(problem, a=of(problem.a), bs=tuple(map(of, problem.bs)))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("groups", "fields"),
+    [(0, {"bn": 64, "stages": 4}), (8, {"bn": 32, "stages": 6}), (0, {"bm": 128, "bn": 32, "schedule": "pingpong"})],
+    ids=str,
+)
+def test_wgmmas_of_bytes_do_not_wait_for_each_other(groups, fields):
+    config = Config(**{"bm": 256, "bk": 64, "stages": 4, "swap": True} | fields)
+    check_lean(scaled_bytes(groups=groups), [config], 56_000)
+
+
 def test_what_is_refused():
     def why(narrow, layout="nn", scale=None, sizes=(16, 512, 1024), zero=None, **fields):
         problem = problem_of(narrow, layout, "bfloat16", None, sizes)
@@ -306,4 +324,7 @@ def test_what_is_refused():
     assert "zero points" in why("uint4", scale=("float32", 1, 128), zero=np.dtype(np.float32))
     assert "zero points in s8 of u4" in why("uint4", scale=("float32", 1, 128), zero=np.dtype(np.int8))
     assert "zero points in f8_e4m3fn" in why("float8_e4m3fn", scale=("float32", 1, 128), zero=E4M3, bm=128)
+    config = Config(256, 16, 64, 4, swap=True)
+    assert "2 products of weights in 4 bits beside float8" in "; ".join(sm90.resolve(scaled_bytes(products=2), config))
+    assert "b with scales of 64 elements" in "; ".join(sm90.resolve(scaled_bytes(k_block=64), config))
     assert "scales in f8_e4m3fn" in why("int4", scale=("float8_e4m3fn", 1, 128))

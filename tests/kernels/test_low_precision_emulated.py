@@ -102,6 +102,30 @@ def test_a_batch_of_three_products():
     np.testing.assert_array_equal(got, jax.jit(functools.partial(fused, backend="xla"))(x, *ws))
 
 
+# Weights, elements of k with one scale of x, in groups or without, and the config.
+BYTES = {
+    "int4": ("int4", 128, False, {}),
+    "in parts": ("uint4", 768, False, {"splits": 2}),
+    "in a cluster along k": ("float4_e2m1fn", 128, False, {"cluster_k": 2}),
+    "in turns": ("int4", 128, False, {"bm": 128, "schedule": "pingpong", "bn": 32}),
+    "groups": ("int4", 768, True, {"cluster_m": 2}),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_weights_of_4_bits_beside_float8(name):
+    narrow, block, grouped, config = BYTES[name]
+    rng, sizes, (k, n) = np.random.default_rng(5), (3, 0, 15), (768, 288)
+    x, wide_x = cases.scaled_rows(rng, sum(sizes) + cases.REST, k, block)
+    w, wide = Weights(narrow, "float8_e4m3fn", "float32", 128).drawn(rng, len(sizes) if grouped else 1, k, n)
+    how = {"config": SWAPPED | config, "out_dtype": jnp.float32}
+    if grouped:
+        got, expected = run(cutjax.grouped_gemm, x, w, np.array(sizes), **how), cases.in_groups(wide_x, sizes, wide)
+    else:
+        got, expected = run(cutjax.gemm, x, w[0], **how), wide_x @ wide[0]
+    np.testing.assert_array_equal(got, expected)
+
+
 F8 = "float8_e4m3fn"
 DEPTH = {
     "in turns": (F8, True, True, Config(64, 64, stages=3, schedule="pingpong")),

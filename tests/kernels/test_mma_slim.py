@@ -67,7 +67,7 @@ def summed(acc):
     [
         (problem(8), {"epilogue": summed}, "reductions are of 16 rows at a time"),
         (problem(4096, 4), {"epilogue": summed, "swap": True}, "swap with a reduction"),
-        (problem(64, 64, groups=16, ragged="m"), {"swap": True}, "swap with groups"),
+        (problem(64, 64, groups=16, ragged="m"), {"swap": True}, "in groups: slim kernels"),
         (problem(layout="nt"), {"bn": 256, "wn": 128, "sliced_k": 1}, "and 2 share 32 of them"),
         (problem(2, dtype=np.dtype("float16"), math="f16"), {}, "slim kernels add up in"),
     ],

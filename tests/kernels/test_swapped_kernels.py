@@ -75,15 +75,28 @@ def test_the_transposed_problem():
         assert (turned.flops, turned.bytes) == (asked.flops, asked.bytes)
         assert turned.epilogue.operands[0].row
         assert [(size, b, a, *moves) for size, a, b, *moves in asked.batch_groups] == list(turned.batch_groups)
-    with pytest.raises(ValueError, match="has no transpose"):
-        _ = cutjax.Problem.of(256, 512, 64, groups=4, ragged="m").transposed
+    with pytest.raises(ValueError, match="is its own transpose"):
+        _ = cutjax.Problem.of(256, 256, 64, "nt", symmetric=True).transposed
+
+
+def test_the_transposed_problem_of_groups_and_of_several_products():
+    """Rows in groups are columns then, and each group has an a; several products have an a each."""
+    gated = fused(*CASES["gated"])
+    for asked in (cutjax.Problem.of(256, 512, 64, groups=4, ragged="m"), gated):
+        turned = asked.transposed
+        assert turned.transposed == asked
+        assert (turned.flops, turned.bytes, turned.arrays) == (asked.flops, asked.bytes, asked.arrays)
+        assert turned.factors == asked.factors[::-1]
+        assert turned.matrices[:2] == asked.matrices[1::-1]
+        assert turned.most_tiles(64, 32) == asked.most_tiles(32, 64)
+    assert turned.beside == (2, 1)
 
 
 @pytest.mark.parametrize(
     ("problem", "config", "match"),
     [
         (fused(*CASES["gated"]), {"bn": 64}, "swap with 2 products"),
-        (cutjax.Problem.of(256, 256, 256, groups=4, ragged="m"), {}, "swap with groups"),
+        (cutjax.Problem.of(256, 256, 256, "tn", groups=4, ragged="k"), {}, "swap with groups of k"),
         (cutjax.Problem.of(256, 256, 256, "nt", symmetric=True), {}, "swap of a symmetric product"),
         (cutjax.Problem.of(256, 256, 256, "tn"), {"bn": 24}, "bn=24 where rows in memory lie along it"),
         (

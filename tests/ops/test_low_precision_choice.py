@@ -72,6 +72,16 @@ CASES = {
         "weights decoded in groups, with scales in f8_e8m0fnu",
         ["64x4096xbf16", "8x4096x4096xf4E2M1FN", "8xi32", "8x128x4096xf8E8M0FNU"],
     ),
+    "w4a8": (
+        cutjax.gemm,
+        (
+            Quantized(aval(16, 8192, dtype=F8), aval(16, 64, dtype=F32)),
+            weights(jnp.int4, F32, 128, 8192, 8192),
+        ),
+        r"sm90_f8_e4m3fnxs4f32_nn_256x.*_swap\w*_scaled_1x1$",
+        "weights decoded to f8_e4m3fn",
+        ["16x8192xf8E4M3FN", "8192x8192xi4", "16x64xf32", "64x8192xf32"],
+    ),
     "groups of k": (
         functools.partial(cutjax.grouped_outer, out_dtype=F32),
         (*DEPTH, SIZES),

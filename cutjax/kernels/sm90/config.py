@@ -75,19 +75,20 @@ class Sizes:
         """f32 accumulators of one product that a thread holds."""
         return self.m_blocks * self.bn // 2
 
-    def sums(self, products: int) -> Sums:
-        """Returns the parts in which sums of float8 are promoted.
+    def sums(self, problem: Problem) -> Sums:
+        """Returns the parts in which sums of float8 are promoted, for a problem as it is multiplied.
 
         Two buffers where they fit, else one, of half a tile, so that the widest tiles fit. Parts of less than 64
         columns take longer to read than to multiply: they are made where no other warpgroup multiplies beside.
         """
-        width, accumulators = self.bn * products, self.accumulator_registers * products
+        width, accumulators = self.bn * problem.products, self.accumulator_registers * problem.products
         alone = (self.coop == 0) | (self.consumers == 1)
         columns = where((self.m_blocks == 1) & (width % 16 == 0) & ((width >= 128) | alone), 2, 1)
         parts = self.m_blocks * columns
         buffers = where((parts > 1) & (2 * accumulators <= MAX_ACCUMULATORS), 2, 1)
-        # With one buffer, scales of fewer blocks leave room for a stage more.
-        group = where(buffers == 2, 4, 2 // self.m_blocks)
+        # With one buffer, scales of fewer blocks leave room for a stage more. Blocks that are decoded are longer text.
+        most = 2 if operands.in_bytes(problem.a, problem.bs[0]) else 4
+        group = where(buffers == 2, most, 2 // self.m_blocks)
         return Sums(columns, buffers, buffers * accumulators // parts, group)
 
     @property
@@ -249,8 +250,8 @@ class Config(Sizes):
         dtypes = short(problem.a.dtype.name) + problem.math
         if problem.bs[0].dtype != problem.a.dtype:
             dtypes += f"x{short(problem.bs[0].dtype.name)}"
-        decoded = operands.decoded(problem.bs[0], problem.a)
-        if decoded and (scale := problem.bs[0].scale):
+        halves = operands.in_halves(problem.bs[0], problem.a)
+        if halves and (scale := problem.bs[0].scale):
             dtypes += f"by{scale.k}{short(scale.dtype.name)}" + "z" * (scale.zero is not None)
         if problem.plain and problem.out_dtype != problem.a.dtype:
             dtypes += short(problem.out_dtype.name)
@@ -262,7 +263,7 @@ class Config(Sizes):
         symmetric = "_symmetric" if problem.symmetric else ""
         strided = "_strided" if problem.order else ""  # other text
         scales = [str(x.scale.mn if x.scale else 0) for x in (problem.a, problem.bs[0])]
-        strided += f"_scaled_{'x'.join(scales)}" if scales != ["0", "0"] and not decoded else ""
+        strided += f"_scaled_{'x'.join(scales)}" if scales != ["0", "0"] and not halves else ""
         strided += "_gathered" * problem.a.gathered + windows.name(problem)
         name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}{symmetric}{strided}"
         if not problem.plain:

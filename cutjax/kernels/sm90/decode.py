@@ -14,7 +14,7 @@ from cutjax.kernels.columns import maximum
 from cutjax.kernels.operand import Operand, Scale
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Config, Sizes
-from cutjax.kernels.sm90.operands import decoded, factors
+from cutjax.kernels.sm90.operands import decoded, factors, in_bytes
 
 # Of a dtype in memory: its name in text, and the file that decodes it.
 _NARROW = {
@@ -63,6 +63,9 @@ def reasons(problem: Problem, b: Operand) -> list[str]:
         found.append(f"b in {b.bits} bits{' with scales' if scale else ''} along k: kernels decode rows along n")
     if b.bits == 4 and problem.n % 32:
         found.append(f"n = {problem.n}: rows of b in 4 bits are no whole units of 16 bytes")
+    if in_bytes(b, problem.a):
+        several = f"{problem.products} products of weights in 4 bits beside float8: kernels decode those of one"
+        return found + [several] * (problem.products > 1)
     if problem.a.scale:
         found.append(
             f"a with scales of {problem.a.scale.mn} x {problem.a.scale.k} elements: kernels multiply b by scales"
@@ -104,8 +107,18 @@ def arguments(config: Config, problem: Problem) -> Iterator[Argument]:
             buffer += 1
 
 
+def multiply(problem: Problem) -> str:
+    """Returns the file that multiplies what is decoded."""
+    return f"sm90/multiply_{'bytes' if in_bytes(problem.a, problem.bs[0]) else 'registers'}.cuh"
+
+
 def text(config: Config, problem: Problem) -> list[str]:
     """Returns the files that decode, and the constants ahead of them: dtypes, and where the factors of a stage lie."""
+    if in_bytes(problem.a, problem.bs[0]):
+        numbers = np.arange(16, dtype=np.uint8).view(problem.a.dtype).astype(np.float32)
+        table = numbers.astype(problem.bs[0].dtype).view(np.uint32)
+        words = ", ".join(f"TABLE{i} = {word:#010x}" for i, word in enumerate(table))
+        return [f'#line 1 "narrow (generated)"\nconstexpr u32 {words};\n']
     scale, wide = factors(problem), DTYPES[problem.bs[0].dtype.name]
     name, file = _NARROW[problem.a.dtype.name]
     of_scale, of_zero = (*(bits_of(dtype) for dtype in scale.arrays), 0)[:2] if scale else (0, 0)
@@ -128,6 +141,7 @@ def unmeasured(problem: Problem) -> str:
     if not decoded(problem.a, problem.bs[0]):
         return ""
     scale, found = factors(problem), []
+    found += [f"to {short(problem.bs[0].dtype.name)}"] * in_bytes(problem.a, problem.bs[0])
     found += ["in groups"] * (problem.groups is not None)
     found += ["of several products"] * (problem.products > 1)
     if scale:

@@ -64,7 +64,7 @@ class Facts:
     def sums(self, config: Sizes) -> Sums:
         """Returns the sums that are promoted, where some are."""
         if self.way.each:
-            return config.sums(self.problem.products)
+            return config.sums(self.problem)
         return Sums(1, 1, config.accumulator_registers * self.problem.products)
 
     def max_accumulators(self, config: Sizes) -> Any:

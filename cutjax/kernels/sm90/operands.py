@@ -7,7 +7,7 @@ import functools
 
 import numpy as np
 
-from cutjax.dtypes import DTYPES, FLOAT8, are_narrow, short
+from cutjax.dtypes import DTYPES, FLOAT8, FOUR_BITS, are_narrow, short
 from cutjax.epilogue.expression import identity
 from cutjax.kernels.operand import Operand, Scale
 from cutjax.kernels.prepared import Pad, Pairs, Prepared, Step, Terms, Transpose
@@ -77,12 +77,22 @@ def instruction(dtype: np.dtype) -> str:
 
 def decoded(operand: Operand, other: Operand) -> bool:
     """True if an operand is decoded in registers, in front of wgmma, which multiplies the other one's dtype."""
+    return in_halves(operand, other) or in_bytes(operand, other)
+
+
+def in_halves(operand: Operand, other: Operand) -> bool:
+    """True if it is decoded to 16 bits, and multiplied by its scales before."""
     return are_narrow(other.dtype, operand.dtype)
+
+
+def in_bytes(operand: Operand, other: Operand) -> bool:
+    """True if it is decoded to float8, whose sums are multiplied by scales as they are promoted."""
+    return other.dtype.name == "float8_e4m3fn" and operand.dtype.name in FOUR_BITS
 
 
 def factors(problem: Problem) -> Scale | None:
     """Returns the scales that a problem's a is multiplied by as it is decoded; None where there are none."""
-    return problem.a.scale if decoded(problem.a, problem.bs[0]) else None
+    return problem.a.scale if in_halves(problem.a, problem.bs[0]) else None
 
 
 def k_major(dtype: np.dtype) -> bool:

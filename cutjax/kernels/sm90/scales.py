@@ -9,22 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from cutjax.dtypes import FLOAT8, short
+from cutjax.dtypes import FLOAT8, FOUR_BITS, short
 from cutjax.kernels import arguments
 from cutjax.kernels.arguments import Argument
 from cutjax.kernels.columns import each, where
 from cutjax.kernels.operand import Scale
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90.config import Sizes
-from cutjax.kernels.sm90.operands import decoded
+from cutjax.kernels.sm90.operands import in_halves
 
 BLOCK = 128  # elements of k, which a stage has of float8
 
 
 def scaled(problem: Problem) -> bool:
-    """True if an operand has scales, and neither is decoded: those of decoded ones are multiplied by before."""
+    """True if an operand has scales, and neither is decoded to 16 bits: such are multiplied by theirs before."""
     a, b = problem.a, problem.bs[0]
-    return any(x.scale for x in (a, *problem.bs)) and not (decoded(a, b) or decoded(b, a))
+    return any(x.scale for x in (a, *problem.bs)) and not (in_halves(a, b) or in_halves(b, a))
 
 
 def reasons(problem: Problem) -> list[str]:
@@ -33,7 +33,7 @@ def reasons(problem: Problem) -> list[str]:
         return []
     found = []
     for name, operand in (("a", problem.a), ("b", problem.bs[0])):
-        if operand.dtype.name not in FLOAT8:
+        if operand.dtype.name not in (*FLOAT8, *FOUR_BITS):
             found.append(f"{name} of {short(operand.dtype.name)} beside scales: kernels promote sums of float8 by them")
         if (scale := operand.scale) is None:
             continue
@@ -71,7 +71,7 @@ def bytes_of(problem: Problem, config: Sizes) -> Any:
         few = (bn + mn - 2 * _sharing(config, scale)) // mn + 1
         entries = entries + problem.products * where(by_column(problem, config), bn, few)
     slot = (entries + 1) // 2 * 8
-    return config.consumers * (-(-2 * config.sums(problem.products).group * slot // 16) * 16)
+    return config.consumers * (-(-2 * config.sums(problem).group * slot // 16) * 16)
 
 
 def constants(given: Problem) -> dict[str, int]:

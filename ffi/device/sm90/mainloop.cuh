@@ -27,15 +27,15 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
   for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
     for (int i = 0; i < PRODUCTS * BN / 2; ++i) accumulators[block][i] = 0;
-  u32 offset = OperandA::row_offset(row);
+  StageOfA a(row, thread);
   auto issue = [&](auto part) {
-    constexpr int PART = decltype(part)::value;
-    OperandA::Descriptor a(shared.a(pipe.stage) + offset);
+    constexpr int PART = decltype(part)::value, BLOCK = PART / COLUMN_PARTS;
+    if constexpr (PART % COLUMN_PARTS == 0) a.template begin<BLOCK>(shared.a(pipe.stage));
     OperandB::Descriptor b(shared.b(pipe.stage));
     wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < BK * A_BITS / 256; ++slice)
-      wgmma(sums[PART % BUFFERS], a.at(OperandA::slice_offset(slice) + OperandA::row_offset(PART / COLUMN_PARTS * 64)),
+    for (int slice = 0; slice < BK * B_BITS / 256; ++slice)
+      wgmma(sums[PART % BUFFERS], a.template at<BLOCK>(slice),
             b.at(OperandB::slice_offset(slice) + OperandB::row_offset(PART % COLUMN_PARTS * PART_COLUMNS)), slice != 0);
     wgmma_commit_group();
   };
@@ -80,6 +80,7 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
     for (; k + GROUP <= work.k_blocks; k += GROUP) run(Constant<GROUP>(), k);
 #pragma unroll 1
   for (; k < work.k_blocks; ++k) run(Constant<1>(), k);
+  StageOfA::finish(accumulators);
 }
 
 // One warpgroup: accumulators, over all k blocks and pairs of terms. Where sums are promoted, accumulators are sums of

@@ -2,6 +2,26 @@
 
 static_assert(A_MATRICES == 1);
 
+// The same of what drain_each (mainloop.cuh) multiplies of A.
+struct StageOfA {
+  u32 offset;
+  OperandA::Descriptor a{0};
+
+  DEVICE StageOfA(int row, int) : offset(OperandA::row_offset(row)) {}
+
+  template <int BLOCK>
+  DEVICE void begin(u32 tile) {
+    a = OperandA::Descriptor(tile + offset);
+  }
+
+  template <int BLOCK>
+  DEVICE u64 at(int slice) const {
+    return a.at(OperandA::slice_offset(slice) + OperandA::row_offset(BLOCK * 64));
+  }
+
+  DEVICE static void finish(Accumulators&) {}
+};
+
 // One warpgroup: sums [M_BLOCKS][64 x PRODUCTS * BN] of the tile's rows from `row` on, or of the first BLOCKS of them,
 // over `count` of its k blocks, from `first` on; of none, which a phase without taps has, sums are undefined. `begun`
 // is called early, beside the first of them, `issued` when all of them are multiplying.

@@ -66,8 +66,6 @@ struct Weights {
       to[i / 4 / SLICES][i / 4 % SLICES][i % 4] =
           decode(x[i / 4 / SLICES][i / 4 % SLICES * 2 + i % 2], i % 4 / 2, magic, LESS);
   }
-
-  static DEVICE void put_in_order(Accumulators&) {}
 };
 
 template <>
@@ -119,55 +117,6 @@ struct Weights<false> {
         u32 found = decode(word, (A_BITS == 4 ? 2 * block : 0) + i % 2, magic, less);
         to[block][i / 4][i % 4] = scaled(found, factors.by[block][i % 2]);
       }
-  }
-
-  static DEVICE void put_in_order(Accumulators& sums) {
-    int lane = threadIdx.x % 32, row = lane / 4;
-    if constexpr (A_BITS == 8) {
-      // Rows 2 g and 2 g + 1 of 16. Each lane gives one of even g and one of odd g a row.
-      int near = row / 2 * 4 + lane % 4, far = near ^ 16;
-      bool low = row < 4, even = row % 2 == 0;
-#pragma unroll
-      for (int block = 0; block < M_BLOCKS; ++block)
-#pragma unroll
-        for (int i = 0; i < PRODUCTS * BN / 2; i += 4)
-#pragma unroll
-          for (int e = i; e < i + 2; ++e) {
-            Acc &first = sums[block][e], &second = sums[block][e + 2];
-            Acc x = __shfl_sync(~0u, low ? first : second, even ? near : far);
-            Acc y = __shfl_sync(~0u, low ? second : first, even ? far : near);
-            first = even ? x : y;
-            second = even ? y : x;
-          }
-    } else {
-      // Rows 4 g + i of 32 go to lane (4 g + i) % 8 as its g / 2-th. In turn t a lane gives its row i = t + g / 2,
-      // modulo 4, so that each gets one.
-#pragma unroll
-      for (int i = 0; i < PRODUCTS * BN / 2; i += 4)
-#pragma unroll
-        for (int e = i; e < i + 2; ++e) {
-          Acc x[4] = {sums[0][e], sums[0][e + 2], sums[1][e], sums[1][e + 2]}, y[4];
-          rotate(x, row / 2);
-#pragma unroll
-          for (int t = 0; t < 4; ++t) {
-            int place = (row - t) & 3;  // of the row that comes
-            y[(4 - t) % 4] = __shfl_sync(~0u, x[t], (2 * place + row / 4) * 4 + lane % 4);
-          }
-          rotate(y, -row & 3);
-          sums[0][e] = y[0], sums[0][e + 2] = y[1], sums[1][e] = y[2], sums[1][e + 2] = y[3];
-        }
-    }
-  }
-
-  // Element i becomes the one that was i + by, modulo 4.
-  static DEVICE void rotate(Acc (&x)[4], int by) {
-    Acc once[4], found[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) once[i] = by & 1 ? x[(i + 1) % 4] : x[i];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) found[i] = by & 2 ? once[(i + 2) % 4] : once[i];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = found[i];
   }
 };
 
@@ -227,5 +176,5 @@ DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int
 #pragma unroll
   for (int block = 0; block < BLOCKS; ++block) wgmma_done(sums[block]);
   release(previous, thread);
-  weights.put_in_order(sums);
+  if constexpr (!A_K_MAJOR) put_in_order(sums);
 }

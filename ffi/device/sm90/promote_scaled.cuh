@@ -96,13 +96,19 @@ struct Promotion {
 
   DEVICE u32 slot(int k) const { return memory + k % (2 * GROUP) * SLOT; }
 
+  // A lane's h-th row of a block; of 32 rows of both beside each other (WARP_ROWS) it has four neighbours.
+  template <int BLOCK>
+  DEVICE int row(int h) const {
+    int warp = thread / 32, line = thread % 32 / 4;
+    return WARP_ROWS == 32 ? warp * 32 + line * 4 + BLOCK * 2 + h : BLOCK * 64 + warp * 16 + line + 8 * h;
+  }
+
   // Of rows BLOCK and columns PART, in block `k`.
   template <int BLOCK, int PART>
   DEVICE Factors factors(int k) const {
     Factors found;
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      found.a[h] = OF_A ? ld_shared_f32(slot(k) + (BLOCK * 64 + thread / 32 * 16 + thread % 32 / 4 + 8 * h) * 4) : 1;
+    for (int h = 0; h < 2; ++h) found.a[h] = OF_A ? ld_shared_f32(slot(k) + row<BLOCK>(h) * 4) : 1;
     constexpr int BEGIN = PART * PART_COLUMNS, END = BEGIN + PART_COLUMNS;
 #pragma unroll
     for (int run = 0; run < RUNS; ++run) {
