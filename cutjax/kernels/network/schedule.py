@@ -146,7 +146,7 @@ class Schedule:
         for phase in self.phases:
             if isinstance(phase, OuterPhase):
                 later.update(x for x in (phase.a, phase.b) if not self.is_input(x))
-        # A function of what is stashed anyhow is computed again.
+        # A function of one value that is stashed anyhow is computed again.
         return frozenset(found | {x for x in later if not self._made_again(x, found)})
 
     @functools.cached_property
@@ -158,7 +158,8 @@ class Schedule:
 
     def _made_again(self, x: int, stashed: set[int]) -> bool:
         step, _ = self.makers[x]
-        return x in stashed or (isinstance(step, Map) and all(self.is_input(y) or y in stashed for y in step.values))
+        alone = isinstance(step, Map) and len(step.values) == 1
+        return x in stashed or (alone and all(self.is_input(y) or y in stashed for y in step.reads))
 
     def sources(self, x: int) -> tuple[int, ...]:
         """Returns the stashed values of which a value is made where it is read again."""
