@@ -83,7 +83,7 @@ def laplacian(network: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
     def at(x: jax.Array, ws: Any, bs: Any) -> jax.Array:
         slope = jax.grad(lambda x: network(x, ws, bs)[0])
-        return sum(jax.jvp(slope, (x,), (e,))[1][i] for i, e in enumerate(jnp.eye(3, dtype=x.dtype)))
+        return jnp.trace(jnp.stack([jax.jvp(slope, (x,), (e,))[1] for e in jnp.eye(3, dtype=x.dtype)]))
 
     return jax.vmap(at, (0, None, None))
 
