@@ -17,7 +17,20 @@ from fake_benchmarks import ROOFLINE, FakeRaggedDot, FakeTorch, fake_clock
 
 import cutjax
 from benchmarks import cases, oracle, peers, report, run, suite, tables, timing
-from benchmarks.ops import calls, compile_cost, cross_entropy, fused, gather, gemm, grouped, launch, models, moe, syrk
+from benchmarks.ops import (
+    calls,
+    compile_cost,
+    cross_entropy,
+    fused,
+    gather,
+    gemm,
+    grouped,
+    launch,
+    models,
+    moe,
+    networks,
+    syrk,
+)
 from benchmarks.record import Roofline
 from cutjax.runtime import compiler
 
@@ -230,6 +243,7 @@ SMALL_CASES: dict[str, Any] = {
     "gather": (gather.Gather("small", 16, 2, 64, 4),),
     "syrk": (syrk.Symmetric(48, 32, (2,), target=1.3), syrk.Symmetric(64, 16)),
     "cross_entropy": (cross_entropy.Head(64, 16, 48, 1.1),),
+    "networks": (networks.Network(16, 2, 32, "float32", (1.1, 1.1, 1.1)),),
     "models": (cases.Dense(24, 16, 32, "tn", of="a model"),),
     "compile": (compile_cost.Epilogue("dropout", "bfloat16"),),
 }
@@ -241,6 +255,7 @@ NAMES = {
     "gather": [f"small {name}" for name in ("rows", "2x4x8192", "4x4x8192", "6x4x4096", "4x6x2048")],
     "syrk": ["2x48x32", "64x16"],
     "cross_entropy": ["64x16x48 fwd+bwd"],
+    "networks": [f"2x16 of 32 float32 {form}" for form in networks.FORMS],
     "models": ["24x16x32 tn"],
     "compile": ["dropout bfloat16", "dropout bfloat16"],
 }

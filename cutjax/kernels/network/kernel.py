@@ -105,9 +105,8 @@ class Kernel(Resolved):
 
     def _finish(self, written: Sequence[jax.Array], _: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the results: rows as they are, and the sums of what each block has added up."""
-        p, found = self.problem, {}
-        for (i, _), x in zip(self.written, written, strict=False):
-            found[i] = x
+        p = self.problem
+        found = {place[0]: x for place, x in zip(self.written, written, strict=False)}
         if self.partials:
             whole = written[len(self.written)].sum(1)
             for i, x in enumerate(p.program.outputs):

@@ -17,7 +17,8 @@ from cutjax.runtime.launch import Pointer
 PARTS = {"bf16x3": 2, "bf16x6": 3, "bf16x9": 3}
 PRODUCTS = {"bf16x3": 3, "bf16x6": 6, "bf16x9": 9}
 OUTER_INSTRUCTIONS = 300  # of a pair of outer products
-BESIDE = 60  # registers of a thread beside fragments and accumulators
+# Registers of a thread beside fragments and accumulators, and more of them.
+BESIDE, BESIDE_MEMORY, BESIDE_PARTS = 60, 72, 32
 MOST_AHEAD = 128  # registers of fragments that are loaded before the columns of a stage, not for each 16 of them again
 SMS = 132  # where the device does not say
 
@@ -189,7 +190,10 @@ class Resolved:
     def registers(self) -> int:
         """About how many registers a thread needs."""
         most = max((self.registers_of(i, stage) for i, stage in enumerate(self.schedule.stages)), default=0)
-        return most + BESIDE + (0 if self.config.memory_sums else self.sum_registers)
+        c = self.config
+        # Addresses of global memory are the longer ones, and parts are made of parts.
+        more = BESIDE_MEMORY * (c.memory and c.chained) + BESIDE_PARTS * (self.parts - 1)
+        return most + BESIDE + more + (0 if c.memory_sums else self.sum_registers)
 
     @property
     def sum_registers(self) -> int:

@@ -92,16 +92,16 @@ class Schedule:
             else:
                 maps.append((step, values))
         order = sorted(stages, key=lambda key: key[0])
-        made = {x: i for i, key in enumerate(order) for x in Stage(key[1], *map(tuple, stages[key])).makes}
+        found = {key: Stage(key[1], tuple(affine), tuple(maps)) for key, (affine, maps) in stages.items()}
+        made = {x: i for i, key in enumerate(order) for x in found[key].makes}
         after: dict[int, list[OuterPhase]] = {}
         for step, (value, *_) in self.program.numbered:
             for a, b in step.pairs if isinstance(step, Outer) else ():
                 after.setdefault(max(made.get(a, -1), made.get(b, -1)), []).append(OuterPhase(value, a, b))
-        found: list[Stage | OuterPhase] = list(after.get(-1, ()))
+        phases: list[Stage | OuterPhase] = list(after.get(-1, ()))
         for i, key in enumerate(order):
-            affine, maps = stages[key]
-            found += [Stage(key[1], tuple(affine), tuple(maps)), *after.get(i, ())]
-        return tuple(found)
+            phases += [found[key], *after.get(i, ())]
+        return tuple(phases)
 
     @functools.cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -123,7 +123,8 @@ class Schedule:
 
     def function(self, stage: Stage) -> tuple[Map, tuple[int, ...]] | None:
         """Returns all functions of a stage as one, with the numbers of its results; None where there is none."""
-        read = {x for step in self.program.steps for x in step.reads if step not in (step for step, _ in stage.maps)}
+        own = {values for _, values in stage.maps}
+        read = {x for step, values in self.program.numbered if values not in own for x in step.reads}
         return merged(stage.maps, [*read, *self.program.outputs]) if stage.maps else None
 
     @functools.cached_property
@@ -146,7 +147,7 @@ class Schedule:
         for phase in self.phases:
             if isinstance(phase, OuterPhase):
                 later.update(x for x in (phase.a, phase.b) if not self.is_input(x))
-        # A function of what is stashed anyhow is computed again.
+        # A function of one value that is stashed anyhow is computed again.
         return frozenset(found | {x for x in later if not self._made_again(x, found)})
 
     @functools.cached_property
@@ -158,7 +159,8 @@ class Schedule:
 
     def _made_again(self, x: int, stashed: set[int]) -> bool:
         step, _ = self.makers[x]
-        return x in stashed or (isinstance(step, Map) and all(self.is_input(y) or y in stashed for y in step.values))
+        alone = isinstance(step, Map) and len(step.values) == 1
+        return x in stashed or (alone and all(self.is_input(y) or y in stashed for y in step.reads))
 
     def sources(self, x: int) -> tuple[int, ...]:
         """Returns the stashed values of which a value is made where it is read again."""

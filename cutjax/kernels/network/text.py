@@ -81,7 +81,7 @@ class Body:
 
     def _products(self, x: int) -> str:
         a, b = self.program.kinds[x].sizes
-        return f"Products<{a}, {b}>"
+        return f"HeldProducts<{a}, {b}>"
 
     def _tile(self) -> Iterator[str]:
         yield "  const int row = tile * ROWS + threadIdx.x / 32 * (16 * M_TILES) + lane() / 4;"
@@ -220,7 +220,7 @@ class Body:
         earlier = next(x for x in self.schedule.phases if isinstance(x, OuterPhase) and x.result == phase.result)
         before = "true" if earlier is not phase else "tile != first"
         sizes = ", ".join(map(str, self.program.kinds[phase.result].sizes))
-        yield f"  add_in_memory<{sizes}>({at}, {before}, shared + {places[0]}, shared + {places[1]});"
+        yield f"  Products<{sizes}>::add_in_memory({at}, {before}, shared + {places[0]}, shared + {places[1]});"
 
     def _finish(self) -> Iterator[str]:
         if not self.of.config.memory_sums:

@@ -83,64 +83,69 @@ struct Staged {
   }
 };
 
-// The sum of outer products of rows of A and of B columns: tiles of 16 x 16, one after the other to each warp.
+// Sums of outer products of rows of A and of B columns: tiles of 16 x 16, one after the other to each warp.
 template <int A, int B>
 struct Products {
-  static constexpr int TILES = (A + 15) / 16 * ((B + 15) / 16);
+  static constexpr int ACROSS = (B + 15) / 16, TILES = (A + 15) / 16 * ACROSS;
   static constexpr int OWN = (TILES + WARPS - 1) / WARPS;
-  float x[OWN][2][4];
+
+  static DEVICE int own(int t) { return threadIdx.x / 32 + t * WARPS; }
+
+  static DEVICE void add(float (&x)[2][4], int tile, u32 of_a, u32 of_b) {
+#pragma unroll 2
+    for (int row = 0; row < ROWS; row += 16) {
+      const Columns a = Staged<(A + 15) / 16 * 16>::transposed(of_a, row, tile / ACROSS * 16);
+      const Columns b = Staged<(B + 15) / 16 * 16>::columns(of_b, row, tile % ACROSS * 16);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) multiply_add(x[h], a.w, b.w, h);
+    }
+  }
+
+  // Calls `each(element, place)` for what lies within the matrix.
+  template <typename Each>
+  static DEVICE void visit(float (&x)[2][4], int tile, const Each& each) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      int m = tile / ACROSS * 16 + lane() / 4 + e % 4 / 2 * 8;
+      int n = tile % ACROSS * 16 + e / 4 * 8 + lane() % 4 * 2 + e % 2;
+      if (m < A && n < B) each(x[e / 4][e % 4], m * B + n);
+    }
+  }
+
+  // To sums in memory; `before` says whether there are any.
+  static DEVICE void add_in_memory(float* sums, bool before, u32 of_a, u32 of_b) {
+#pragma unroll 1
+    for (int tile = own(0); tile < TILES; tile += WARPS) {
+      float x[2][4] = {};
+      if (before) visit(x, tile, [&](float& sum, int at) { sum = sums[at]; });
+      add(x, tile, of_a, of_b);
+      visit(x, tile, [&](float sum, int at) { sums[at] = sum; });
+    }
+  }
+};
+
+// The same in registers.
+template <int A, int B>
+struct HeldProducts : Products<A, B> {
+  using Base = Products<A, B>;
+  float x[Base::OWN][2][4];
 
   DEVICE void clear() {
 #pragma unroll
-    for (int t = 0; t < OWN; ++t)
+    for (int t = 0; t < Base::OWN; ++t)
 #pragma unroll
       for (int e = 0; e < 8; ++e) x[t][e / 4][e % 4] = 0.0f;
   }
 
   DEVICE void add(u32 of_a, u32 of_b) {
 #pragma unroll
-    for (int t = 0; t < OWN; ++t) {
-      int tile = threadIdx.x / 32 + t * WARPS;
-      if (tile >= TILES) break;
-      int m = tile / ((B + 15) / 16) * 16, n = tile % ((B + 15) / 16) * 16;
-#pragma unroll 2
-      for (int row = 0; row < ROWS; row += 16) {
-        const Columns a = Staged<(A + 15) / 16 * 16>::transposed(of_a, row, m);
-        const Columns b = Staged<(B + 15) / 16 * 16>::columns(of_b, row, n);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) multiply_add(x[t][h], a.w, b.w, h);
-      }
-    }
+    for (int t = 0; t < Base::OWN; ++t)
+      if (Base::own(t) < Base::TILES) Base::add(x[t], Base::own(t), of_a, of_b);
   }
 
-  // Calls `each(element of memory, place)` for what lies within the matrix.
-  template <typename Each>
-  DEVICE void visit(const Each& each) {
-#pragma unroll
-    for (int t = 0; t < OWN; ++t) {
-      int tile = threadIdx.x / 32 + t * WARPS;
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        int m = tile / ((B + 15) / 16) * 16 + lane() / 4 + e % 4 / 2 * 8;
-        int n = tile % ((B + 15) / 16) * 16 + e / 4 * 8 + lane() % 4 * 2 + e % 2;
-        if (tile < TILES && m < A && n < B) each(x[t][e / 4][e % 4], m * B + n);
-      }
-    }
-  }
-  DEVICE void load(const float* from) {
-    visit([&](float& x, int at) { x = from[at]; });
-  }
   DEVICE void store(float* to) {
-    visit([&](float& x, int at) { to[at] = x; });
+#pragma unroll
+    for (int t = 0; t < Base::OWN; ++t)
+      if (Base::own(t) < Base::TILES) Base::visit(x[t], Base::own(t), [&](float sum, int at) { to[at] = sum; });
   }
 };
-
-// The same where the sum is in memory between tiles; `before` says whether there is one.
-template <int A, int B>
-DEVICE void add_in_memory(float* sum, bool before, u32 of_a, u32 of_b) {
-  Products<A, B> products;
-  products.clear();
-  if (before) products.load(sum);
-  products.add(of_a, of_b);
-  products.store(sum);
-}
