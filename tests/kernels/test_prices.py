@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ def fused(function, products, *shapes):
     return make
 
 
-def dense(layout="nn", dtype=BF16, out=None, **more):
+def dense(layout="nn", dtype: Any = BF16, out: Any = None, **more):
     return lambda m, n, k: cutjax.Problem.of(m, n, k, layout, dtype, dtype, out or dtype, **more)
 
 
