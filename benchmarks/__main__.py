@@ -24,6 +24,7 @@ COMMANDS = (
     "scale",
     "reference",
     "trace_overhead",
+    "choosing",
 )
 STARTED = ("direct_worker", "conv_worker", "children")  # by others, in processes of their own
 

@@ -134,7 +134,7 @@ def prices(
     for divided in (False, True):  # parts of k are added up by XLA, which computes the epilogue
         rows = np.flatnonzero((configs.splits > 1) == divided)
         if problem.a.dtype == operands.C64:
-            rows = rows[(configs.parts[rows] == 1) & ~configs.stream_k[rows]]
+            rows = rows[(configs.splits[rows] == 1) & ~configs.stream_k[rows]]
         bare = problem.bare if windows.in_parts(problem, 1 + divided) else problem
         if not len(rows):
             continue

@@ -1,0 +1,92 @@
+"""CPU time of choosing a kernel for a problem not seen before: ``python -m benchmarks choosing [--out FILE]``.
+
+Milliseconds of this process, the median over problems of a kind, the least of some rounds of other problems each:
+other work on the machine only adds. No device is needed. What tracing with cutjax.fuse takes: trace_overhead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import pathlib
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import cutjax
+from benchmarks.ops.compile_cost import processor
+from cutjax.epilogue.expression import Epilogue, identity
+from cutjax.epilogue.trace import trace
+from cutjax.kernels import choose
+from cutjax.kernels.operand import Operand
+
+LAYOUTS = ("nn", "nt", "tn")
+
+
+def _size(draw: random.Random) -> int:
+    return 8 * draw.randint(16, 1024)
+
+
+def _gelu() -> Epilogue:
+    accumulator, bias = jax.ShapeDtypeStruct((64, 64), jnp.float32), np.zeros(64, np.float32)
+    return trace(lambda acc, b: jax.nn.gelu(acc + b).astype(jnp.bfloat16), [accumulator], [bias]).epilogue.primal
+
+
+def kinds() -> dict[str, Callable[[random.Random], cutjax.Problem]]:
+    """A maker of random problems for each kind."""
+    half, of, gelu = np.dtype(jnp.bfloat16), cutjax.Problem.of, _gelu()
+
+    def sizes(draw: random.Random) -> tuple[int, int, int]:
+        return _size(draw), _size(draw), _size(draw)
+
+    def weights(draw: random.Random) -> cutjax.Problem:
+        b, epilogue = Operand(np.dtype(np.int8), "mn"), identity(half, np.dtype(np.float32))
+        return cutjax.Problem(*sizes(draw), Operand(half), (b,), epilogue=epilogue)
+
+    return {
+        "dense": lambda draw: of(*sizes(draw), draw.choice(LAYOUTS)),
+        "bias and gelu": lambda draw: of(*sizes(draw), draw.choice(LAYOUTS), epilogue=gelu),
+        "groups of rows": lambda draw: of(*sizes(draw), "nn", groups=8, ragged="m"),
+        "weights of int8": weights,
+        "dense, sm_80": lambda draw: of(*sizes(draw), draw.choice(LAYOUTS), arch="sm_80"),
+    }
+
+
+def milliseconds(make: Callable[[random.Random], cutjax.Problem], seed: str, count: int) -> float:
+    """The median over new problems."""
+    draw, found = random.Random(seed), []
+    for _ in range(count):
+        problem = make(draw)
+        start = time.process_time()
+        choose.choose(problem)
+        found.append(1e3 * (time.process_time() - start))
+    return statistics.median(found)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks choosing", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--count", type=int, default=40, help="problems of a kind and round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=pathlib.Path, help="a JSON file to write")
+    options = parser.parse_args(argv)
+    makers = kinds()
+    for name, make in makers.items():
+        milliseconds(make, f"{name} warm", 5)
+    found: dict[str, list[float]] = {name: [] for name in makers}
+    for i in range(options.rounds):
+        for name, make in makers.items():
+            found[name].append(round(milliseconds(make, f"{name} {i}", options.count), 2))
+    for name, ms in found.items():
+        print(f"{name:16} {min(ms):6.2f} ms a problem")
+    if options.out:
+        versions = {name: importlib.metadata.version(name) for name in ("jax", "numpy")}
+        content = {"device": processor(), "versions": versions, "milliseconds": found}
+        options.out.write_text(json.dumps(content, indent=1) + "\n")
+    return 0
