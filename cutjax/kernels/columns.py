@@ -13,7 +13,7 @@ import numpy as np
 
 
 def where(true: Any, x: Any, y: Any) -> Any:
-    """Returns x where something is true, else y."""
+    """Returns x, or y, by a truth value or a column of them."""
     return np.where(true, x, y) if isinstance(true, np.ndarray) else x if true else y
 
 
@@ -48,7 +48,7 @@ def hypot(x: Any, y: Any) -> Any:
 
 
 def each(function: Callable[..., Any], *numbers: Any) -> Any:
-    """Returns what a function makes of each row of columns, calling it once for equal rows."""
+    """Returns the results of a function of each row of columns, which is called once for equal rows."""
     if not any(isinstance(x, np.ndarray) for x in numbers):
         return function(*numbers)
     columns = np.broadcast_arrays(*numbers)

@@ -183,7 +183,7 @@ def _existing(path: str | os.PathLike[str]) -> Table:
 
 
 def measured() -> int:
-    """Returns how many kernels are timed here for a problem that is new; 0 is none."""
+    """Returns the number of kernels that are timed here for a problem that is new; 0 is none."""
     return settings().measure if _measured.value is None else _measured.value
 
 

@@ -43,7 +43,7 @@ def look(primitive: core.Primitive, avals: Sequence[Any], params: dict[str, Any]
 
 
 def _possible() -> bool:
-    """Whether this process times kernels: alone, on a GPU, with a compiler, into a file that it may write."""
+    """Returns True if this process times kernels: alone, on a GPU, with a compiler, into a file that it may write."""
     if not lowering.on_cuda() or compiler.compiler_missing():
         return False
     if jax.process_count() > 1:

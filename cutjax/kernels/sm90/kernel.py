@@ -149,7 +149,7 @@ def prices(
 def _checks(
     asked: Problem, facts: Facts, config: Sizes, tile: Footprint, of: Phases | None
 ) -> Iterator[tuple[Any, Callable[[], str]]]:
-    """Yields what is true of a config, or a column of that, where it cannot serve the problem, and says why not."""
+    """Yields truth values, or columns of them, of why a config cannot serve the problem, each with its reason."""
     problem = facts.problem
     products, phases = problem.products, of.count if of else 1
     columns = config.bn * problem.beside[1]
