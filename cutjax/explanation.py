@@ -16,6 +16,7 @@ from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.device import named, reference
 from cutjax.primitives import derivative
 from cutjax.runtime import architectures
+from cutjax.runtime.choice import Choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Row:
     runs: str
     why: str
     kernel: str
-    choice: lowering.Choice
+    choice: Choice[Any, Any]
     count: int
     exact: bool
     backend: str

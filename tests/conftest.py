@@ -97,13 +97,14 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
 
 
 @pytest.fixture(autouse=True)
-def compile_nothing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def compile_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     """Lowering for CUDA names kernels and compiles none, but where a test is marked ``compiles`` or ``gpu``.
 
     NVRTC takes half a second for each, and nothing looks at what it makes. Tests of kernels compile and check them by
     themselves.
     """
     if any(request.node.get_closest_marker(name) for name in ("compiles", "gpu")):
+        yield
         return
     from cutjax.kernels import base, gather
     from cutjax.kernels.direct import entries
@@ -112,8 +113,10 @@ def compile_nothing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
     # Without resources: a test that reads them has to be marked.
     cubin = compiler.Cubin(b"cubin", None, "", 0.0, False)  # pyright: ignore[reportArgumentType]
-    for module in (base, gather, entries, network):
-        monkeypatch.setattr(module, "compile_kernel", lambda *args, **kwargs: cubin)
+    with pytest.MonkeyPatch.context() as patch:  # not the fixture, which would then end after a test's own
+        for module in (base, gather, entries, network):
+            patch.setattr(module, "compile_kernel", lambda *args, **kwargs: cubin)
+        yield
 
 
 @pytest.fixture

@@ -107,7 +107,8 @@ def _of_blocks(q, s, z=0):
 
 
 def _normed(a, s, c):
-    return jax.nn.silu(a * s) * c
+    c = jnp.expand_dims(c, tuple(range(a.ndim - c.ndim)))
+    return jax.nn.silu(a * s.astype(a.dtype)) * c.astype(a.dtype)
 
 
 def _odd_rows(a, q):

@@ -12,6 +12,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from cutjax.binding import lowering, partition, rules
+from cutjax.runtime.choice import Choice
 
 
 def define(
@@ -20,7 +21,7 @@ def define(
     abstract: Callable[..., Any],
     reference: Callable[..., Any],
     batch: Callable[..., Any],
-    choose: Callable[..., lowering.Choice] | None = None,
+    choose: Callable[..., Choice[Any, Any]] | None = None,
     required: bool = True,
     jvp: Callable[..., Any] | None = None,
     transpose: Callable[..., Any] | None = None,
@@ -39,7 +40,7 @@ def define(
       abstract: ``(*avals, **params) -> aval(s)``.
       reference: ``(*arrays, on_cuda, **params) -> array(s)``, the operation in plain JAX; runs wherever no kernel does.
       batch: ``(args, dims, **params) -> (result(s), dim(s))``.
-      choose: ``(*avals, target, **params) -> lowering.Choice``, the kernel for CUDA, or why there is none. An operation
+      choose: ``(*avals, target, **params) -> Choice``, the kernel for CUDA, or why there is none. An operation
         without is its reference on every platform: a composition of others.
       required: whether it is an error that no kernel serves under the backend "cuda"; else XLA runs then.
       jvp: ``(primals, tangents, **params) -> (result(s), tangent(s))``.

@@ -8,7 +8,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.ffi
@@ -20,6 +20,7 @@ from jax.interpreters import mlir
 from cutjax.binding import partition
 from cutjax.binding.rules import leaves_axes, symbolic
 from cutjax.runtime import architectures, compiler
+from cutjax.runtime.choice import Choice
 from cutjax.runtime.launch import TARGET, Call
 from cutjax.runtime.settings import settings
 
@@ -27,39 +28,8 @@ PARTITIONED = (
     "the program is divided over devices, and XLA cannot divide a kernel here: jax.shard_map over all mesh axes can"
 )
 
-
-class Choice(Protocol):
-    """The kernel that CUDA has for a problem, or why it has none.
-
-    Attributes:
-      problem: what was asked; printed in errors, and ``flops`` is 0 where there is nothing to compute.
-      reasons: why XLA runs, or how the kernel came to be.
-      served: whether there is a kernel.
-      kernel: its name.
-      time_us: its predicted time in microseconds, where known.
-      roofline: predicted share of the roofline, 0 to 1, where known.
-    """
-
-    @property
-    def problem(self) -> Any: ...
-    @property
-    def reasons(self) -> tuple[str, ...]: ...
-    @property
-    def served(self) -> bool: ...
-    @property
-    def kernel(self) -> str: ...
-    @property
-    def time_us(self) -> float | None: ...
-    @property
-    def roofline(self) -> float | None: ...
-
-    def call(self) -> Call:
-        """Compiles the kernel; returns what is launched."""
-        ...
-
-
 # The kernel CUDA has, or why none, for each primitive: (*avals, target, **params) -> Choice.
-choosers: dict[core.Primitive, Callable[..., Choice]] = {}
+choosers: dict[core.Primitive, Callable[..., Choice[Any, Any]]] = {}
 # The primitives that XLA runs where no kernel does, under the backend "cuda" too: what multiplies nothing.
 optional: set[core.Primitive] = set()
 # Called with a primitive, avals and params before a product's kernel is chosen, in programs of one device.
@@ -90,7 +60,7 @@ class Decision:
 
     runs: str
     why: str
-    choice: Choice | None = None
+    choice: Choice[Any, Any] | None = None
     warns: bool = False
 
 

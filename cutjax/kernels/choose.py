@@ -17,6 +17,7 @@ from cutjax.kernels.families import concerned, config_of, fastest, ranked, resol
 from cutjax.kernels.family import Kernel
 from cutjax.kernels.prepared import applied, converted_us, moved_us, wide, widened
 from cutjax.kernels.problem import Problem
+from cutjax.runtime import choice
 from cutjax.runtime.launch import Call
 
 # How many times as fast as XLA's product a kernel must be predicted to be, to run under "auto"; measured ones must lead
@@ -27,38 +28,21 @@ LEAD = tuned.SURE
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """The kernel of a problem, or XLA, and why.
+class Choice(choice.Choice[Problem, Kernel]):
+    """The kernel of a product, or XLA, and why.
 
     Attributes:
-      problem: what was asked.
-      config: the kernel's config; None when XLA runs.
-      reasons: why XLA runs, or how the config came to be.
-      time_us: predicted time in microseconds, the measured one where the config is tuned; None when XLA runs.
-      roofline: share of the roofline at that time, 0 to 1; None when XLA runs.
-      resolved: the kernel; None when XLA runs.
       xla_us: predicted time of XLA's own product in microseconds; None where nobody asked, or none is known.
       of_matrices: whether the operation's arrays are matrices of other shapes, in the same order, to the kernel.
     """
 
-    problem: Problem
-    config: Any
-    reasons: tuple[str, ...]
-    time_us: float | None = None
-    roofline: float | None = None
-    resolved: Kernel | None = dataclasses.field(default=None, repr=False, compare=False)
     xla_us: float | None = None
     of_matrices: bool = False
 
     @property
-    def served(self) -> bool:
-        """True if a kernel runs."""
-        return self.resolved is not None
-
-    @property
-    def kernel(self) -> str:
-        """Name of what runs: the kernel's, or "XLA"."""
-        return "XLA" if self.resolved is None else self.resolved.name
+    def config(self) -> Any:
+        """Config of the kernel; None when XLA runs."""
+        return None if self.resolved is None else self.resolved.config
 
     def call(self) -> Call:
         """Returns the compiled kernel and the plan of its launch.
@@ -66,9 +50,7 @@ class Choice:
         Raises:
           ValueError: XLA runs.
         """
-        if self.resolved is None:
-            raise ValueError(f"no kernel for {self.problem}: {'; '.join(self.reasons)}")
-        call = self.resolved.call()
+        call = super().call()
         if not self.of_matrices or (call.prepare is None and call.finish is None):
             return call
         prepare, finish, as_matrices = call.prepare, call.finish, functools.partial(convolution.as_read, self.problem)
@@ -103,7 +85,7 @@ def in_precision(problem: Problem, precision: Canonical) -> Problem | Choice:
     into = wide(into) or into  # a narrow a is multiplied as b is
     way = dot_precision.math(precision, into.a.dtype, problem.accumulator, problem.device.tf32, both)
     if isinstance(way, tuple):
-        return Choice(problem, None, (*_problem_reasons(problem), *way))
+        return Choice(problem, (*_problem_reasons(problem), *way))
     return problem if way == problem.math else dataclasses.replace(problem, math=way)
 
 
@@ -125,7 +107,7 @@ def choose(
     not measured: the backend "cuda" takes them, and so do a pinned config and a tuned one.
     """
     if platform != "cuda":
-        return Choice(problem, None, (f"platform {platform}: the kernels are for cuda",))
+        return Choice(problem, (f"platform {platform}: the kernels are for cuda",))
     if (into := applied(problem)) is not None:
         after = _after(problem, into, choose(into, config, platform, backend, lead, moved))
         return _within(problem, config, after if backend == "cuda" else None) or after
@@ -189,7 +171,7 @@ def _choose(
     if config is not None:
         kernel = resolve(problem, config)
         if isinstance(kernel, tuple):
-            return Choice(problem, None, kernel)
+            return Choice(problem, kernel)
         return _chosen(problem, kernel, kernel.time_us(problem.device), "pinned by config=")
     for entry in entries:
         if choice := _tuned(problem, entry, lead, more_us):
@@ -201,11 +183,11 @@ def _choose(
             more = f", and {more_us:.1f} us of transposes" if more_us else ""
             why = f"predicted: XLA {of_xla:.1f} us, the fastest of {count} kernels {time_us:.1f} us{more}"
             why = why, *_of_lead(lead), *_dequantized(problem), *_unmeasured(problem, kernel)
-            return Choice(problem, None, why, xla_us=of_xla)
+            return Choice(problem, why, xla_us=of_xla)
         found = _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs", of_xla)
         return dataclasses.replace(found, reasons=(*found.reasons, *_unmeasured(problem, kernel)))
     why = _unmeasured(problem) or _config_reasons(problem)
-    return Choice(problem, None, (*why, *_dequantized(problem)))
+    return Choice(problem, (*why, *_dequantized(problem)))
 
 
 def _unmeasured(problem: Problem, chosen: Kernel | None = None) -> tuple[str, ...]:
@@ -225,7 +207,7 @@ def _dequantized(problem: Problem) -> tuple[str, ...]:
 def _chosen(problem: Problem, kernel: Kernel, time_us: float, why: str, xla_us: float | None = None) -> Choice:
     share = min(1.0, floor_us(problem) / time_us)
     new = (f"{kernel.unmeasured}: that has not run on a device yet",) * bool(kernel.unmeasured)
-    return Choice(problem, kernel.config, (why, *kernel.notes, *new), time_us, share, kernel, xla_us)
+    return Choice(problem, (why, *kernel.notes, *new), kernel, time_us, share, xla_us)
 
 
 def leads(time_us: float, xla_us: float | None, lead: float) -> bool:
@@ -254,10 +236,10 @@ def _tuned(problem: Problem, entry: tuned.Entry, lead: float, more_us: float) ->
         if kernel is None or isinstance(kernel, tuple):
             return None
     if lead and entry.xla_wins:
-        return Choice(problem, None, (entry.why,))
+        return Choice(problem, (entry.why,))
     asks = lead > LEAD or (lead and more_us)
     if asks and entry.time_us and not leads(entry.time_us + more_us, entry.xla_us, lead):
-        return Choice(problem, None, (entry.why, *_of_lead(lead)))
+        return Choice(problem, (entry.why, *_of_lead(lead)))
     return None if kernel is None or entry.time_us is None else _chosen(problem, kernel, entry.time_us, entry.why)
 
 

@@ -15,6 +15,7 @@ from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.choose import LEAD
 from cutjax.kernels.device import Device
 from cutjax.runtime import sources
+from cutjax.runtime.choice import Choice
 from cutjax.runtime.compiler import Cubin, compile_kernel
 from cutjax.runtime.launch import Call, Int64, Launch, Pointer
 
@@ -209,45 +210,19 @@ class Kernel:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """The kernel of a problem, or the reasons why XLA runs: a ``cutjax.binding.lowering.Choice``."""
-
-    problem: Problem
-    resolved: Kernel | None
-    reasons: tuple[str, ...]
-    time_us: float | None = None
-    roofline: float | None = None
-
-    @property
-    def served(self) -> bool:
-        """True if the kernel runs, not XLA."""
-        return self.resolved is not None
-
-    @property
-    def kernel(self) -> str:
-        """Name of what runs."""
-        return self.resolved.name if self.resolved else "XLA"
-
-    def call(self) -> Call:
-        """Compiles the kernel and returns what is launched."""
-        assert self.resolved is not None
-        return self.resolved.call()
-
-
 @functools.lru_cache(maxsize=1024)
-def choose(problem: Problem, backend: str) -> Choice:
+def choose(problem: Problem, backend: str) -> Choice[Problem, Kernel]:
     """Returns the kernel that runs under a backend, or the reasons why XLA does."""
     if against := why_not(problem):
-        return Choice(problem, None, tuple(against))
+        return Choice(problem, tuple(against))
     kernel = shipped(problem)
     least_us = 1e6 * problem.bytes / problem.device.bytes_per_second
     stores = problem.size * problem.tokens * kernel.pieces * problem.k
     us = LAUNCH_US + max(least_us / SHARE, STORE_US * stores / problem.device.sms)
     if backend != "cuda" and problem.xla_us < LEAD * us:
         why = f"XLA's gather is predicted to take {problem.xla_us:.1f} us, bulk copies {us:.1f}"
-        return Choice(problem, None, (why,))
-    return Choice(problem, kernel, ("bulk copies",), us, least_us / us)
+        return Choice(problem, (why,))
+    return Choice(problem, ("bulk copies",), kernel, us, least_us / us)
 
 
 def shipped(problem: Problem) -> Kernel:

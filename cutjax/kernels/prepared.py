@@ -64,34 +64,19 @@ class Step(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Convert:
-    """Elements of another dtype."""
+    """Elements of another dtype, times the scales of their blocks where they have some."""
 
     dtype: np.dtype
+    scaled: bool = False
 
     @property
     def note(self) -> str:
-        """The word of explain for it."""
-        return f"converted to {short(self.dtype.name)}"
-
-    def made(self, x: jax.Array, *_: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the array in that dtype."""
-        return (x.astype(self.dtype),)
-
-
-@dataclasses.dataclass(frozen=True)
-class Dequantize:
-    """Elements of another dtype, times the scales of their blocks."""
-
-    dtype: np.dtype
-
-    @property
-    def note(self) -> str:
-        """The word of explain for it."""
-        return f"dequantized to {short(self.dtype.name)}"
+        """The words of explain for it."""
+        return f"{'dequantized' if self.scaled else 'converted'} to {short(self.dtype.name)}"
 
     def made(self, x: jax.Array, *scales: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the array in that dtype."""
-        return (dequantized(x, scales, self.dtype),)
+        return (dequantized(x, scales if self.scaled else (), self.dtype),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,7 +310,7 @@ def widened(problem: Problem, into: Problem) -> tuple[Prepared, ...]:
     of_all = zip(given, (into.a, *into.bs), problem.matrices, lengths, strict=True)
     for i, (operand, made, matrices, length) in enumerate(of_all):
         if operand != made:
-            steps: tuple[Step, ...] = (Convert(made.dtype) if operand.scale is None else Dequantize(made.dtype),)
+            steps: tuple[Step, ...] = (Convert(made.dtype, operand.scale is not None),)
             if operand.prologue:
                 steps = (Prologue(operand.prologue), *steps * (operand.made.dtype != made.dtype))
             read, written = (matrices * x.bytes(length * problem.k) for x in (operand, made))

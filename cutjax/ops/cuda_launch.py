@@ -17,6 +17,7 @@ import numpy as np
 from cutjax.dtypes import short
 from cutjax.ops.cuda_buffer import Buffer
 from cutjax.runtime import compiler, cubin, sources
+from cutjax.runtime.choice import Choice
 from cutjax.runtime.launch import Call, Float32, Float64, Int32, Int64, Launch, Param, TensorMap
 
 # The device headers on offer, and those that each needs before it.
@@ -144,35 +145,23 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Choice:
-    """The launches of a call of a user's kernel, or the reasons why XLA runs.
+class Launches:
+    """The launches of a call of a user's kernel.
 
     Attributes:
-      problem: the arrays.
       text: the kernel's own.
-      launches: each with its constants and without its code; none where XLA runs.
-      reasons: why XLA runs.
+      launches: each with its constants and without its code.
       arch: the architecture to compile for.
-      time_us, roofline: not known.
     """
 
-    problem: Problem
     text: Kernel
     launches: tuple[tuple[Launch, tuple[tuple[str, int], ...]], ...]
-    reasons: tuple[str, ...]
     arch: str
-    time_us: None = None
-    roofline: None = None
 
     @property
-    def served(self) -> bool:
-        """True if the kernel runs, not XLA."""
-        return bool(self.launches)
-
-    @property
-    def kernel(self) -> str:
-        """Name of what runs."""
-        return self.text.name if self.launches else "XLA"
+    def name(self) -> str:
+        """Name of the kernel."""
+        return self.text.name
 
     def call(self) -> Call:
         """Compiles the text, or finds it compiled, and returns the call."""
@@ -208,7 +197,7 @@ def choose(
     static: tuple[Any, ...],
     batch: int | None,
     arch: str,
-) -> Choice:
+) -> Choice[Problem, Launches]:
     """Returns the choice for operands on CUDA: the launches that the user described, or the reasons why there are none.
 
     Args:
@@ -234,24 +223,24 @@ def choose(
         count = 1 if alone or batch is None else batch
         buffers.append(Buffer(x.shape, np.dtype(x.dtype), len(buffers), count, stride, kernel.vmap == "grid"))
     if problem.flops == 0:
-        return Choice(problem, kernel, (), ("the results are empty",), arch)
+        return Choice(problem, ("the results are empty",))
     if batch is not None and kernel.vmap == "reference":
-        return Choice(problem, kernel, (), ("vmap='reference': the reference runs under jax.vmap",), arch)
+        return Choice(problem, ("vmap='reference': the reference runs under jax.vmap",))
     if batch is not None and batch > _MAX_GRID_Z:
         reason = f"vmap of {batch} examples: the z axis of a grid has at most {_MAX_GRID_Z}"
-        return Choice(problem, kernel, (), (reason,), arch)
+        return Choice(problem, (reason,))
     try:
         described = kernel.launch(*buffers, **keywords(static))
         several = described if isinstance(described, tuple | list) else (described,)
         launches = tuple(_launch(kernel, x, buffers, batch or 1) for x in several)
         Call(tuple(launch for launch, _ in launches))
     except NotImplementedError as error:
-        return Choice(problem, kernel, (), (str(error) or "launch raises NotImplementedError",), arch)
+        return Choice(problem, (str(error) or "launch raises NotImplementedError",))
     except ValueError as error:
         if not str(error).startswith("launch: "):
             raise
         raise ValueError(f"{kernel.name}: {error}") from None
-    return Choice(problem, kernel, launches, ("launched as described",), arch)
+    return Choice(problem, ("launched as described",), Launches(kernel, launches, arch))
 
 
 def keywords(static: tuple[Any, ...]) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def gemm(
       >>> bias = jnp.ones(32)
       >>> cutjax.gemm(x, w, layout="nt", epilogue=lambda acc, b: jax.nn.gelu(acc + b), operands=(bias,)).dtype
       dtype(bfloat16)
-      >>> scale = jnp.ones((8, 1))
+      >>> scale = jnp.ones((8, 1), jnp.bfloat16)
       >>> cutjax.gemm(x, w, layout="nt", prologue=lambda a, r: a * r, prologue_operands=(scale,)).dtype
       dtype(bfloat16)
     """

@@ -31,6 +31,7 @@ from cutjax.primitives import derivative
 from cutjax.primitives import product as products
 from cutjax.primitives.convolution import Convolution
 from cutjax.primitives.factors import Factors
+from cutjax.runtime.choice import Choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +225,7 @@ def _choose(
     wide: bool,
     target: Target,
     **_: Any,
-) -> causal.Choice:
+) -> Choice[causal.Gradients, causal.Kernel]:
     x, w, *bias, g = avals
     gradient = gradient_before(activation, dtype)
     sums = tuple(ACC if wide else aval.dtype for aval in (w, *bias))
@@ -233,7 +234,7 @@ def _choose(
     device = device_of(target)
     problem = causal.Gradients(images, length, channels, w.shape[0], x.dtype, of_bias, sums, gradient, device)
     if {x.dtype, w.dtype} != {g.dtype}:
-        return causal.Choice(problem, (f"x in {x.dtype}, w in {w.dtype}, the gradient in {g.dtype}",), None)
+        return Choice(problem, (f"x in {x.dtype}, w in {w.dtype}, the gradient in {g.dtype}",))
     return causal.choose(problem)
 
 

@@ -24,12 +24,14 @@ from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import ACC
 from cutjax.kernels.device import device_of
 from cutjax.kernels.network import derivative
-from cutjax.kernels.network.choose import Choice, choose
+from cutjax.kernels.network.choose import choose
+from cutjax.kernels.network.kernel import Kernel
 from cutjax.kernels.network.problem import Problem
 from cutjax.kernels.network.program import Affine, Map, Outer, Program
 from cutjax.primitives import product as products
 from cutjax.primitives.dense import Dense
 from cutjax.primitives.factors import Factors
+from cutjax.runtime.choice import Choice
 
 UNROLLED = 4  # tangents, or cotangents, of the same rows that one kernel propagates side by side; of more, rows repeat
 
@@ -162,7 +164,7 @@ def _choose(
     precision: Canonical,
     target: Target,
     **_: Any,
-) -> Choice:
+) -> Choice[Problem, Kernel]:
     rows = next(x.shape[1] for x, kind in zip(avals, program.inputs, strict=True) if kind.name == "rows")
     networks = max(x.shape[0] for x in avals)
     given = tuple((np.dtype(x.dtype).name, x.shape[0] > 1) for x in avals)

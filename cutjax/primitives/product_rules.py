@@ -114,17 +114,15 @@ def _choose(
     out_dtype = next((out.dtype for out in epilogue.outputs if out.reduce is None), dtype)
     problem = product.problem(*factors.each[0], out_dtype=out_dtype, device=hints.device(device_of(target)))
     if why := product.why_not():
-        return Choice(problem, None, (why,))
+        return Choice(problem, (why,))
     if len({b.shape for b in factors.bs}) > 1:
-        return Choice(problem, None, ("the matrices that share one differ in their batch axes",))
+        return Choice(problem, ("the matrices that share one differ in their batch axes",))
     if not epilogue.plain:
         full = product.tile(*factors.arrays).shape  # one that is broadcast over the batch has other memory
         in_place = tuple((i, j) for i, j in in_place if operands[i].shape == full)
         of_rows = merged(epilogue, product.rows - 1)
         if of_rows is None or any(_partial(spec, product.rows) for spec in epilogue.operands):
-            return Choice(
-                problem, None, ("its epilogue depends on single axes of the rows, which a kernel has as one",)
-            )
+            return Choice(problem, ("its epilogue depends on single axes of the rows, which a kernel has as one",))
         problem = problem.fused(of_rows, in_place)
     problem = in_precision(product.in_order(problem), precision)
     if isinstance(problem, Choice):

@@ -22,6 +22,7 @@ from cutjax.kernels.device import device_of
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.arrays import matrix
 from cutjax.runtime import backends
+from cutjax.runtime.choice import Choice
 
 ROUTING = "cutjax_routing"  # the name jax.checkpoint policies see
 
@@ -164,7 +165,9 @@ def _combine(rows: jax.Array, permutation: jax.Array, inverse: jax.Array, *, fil
     return functools.reduce(lax.add, terms).astype(rows.dtype)
 
 
-def _choose(x: Any, permutation: Any, inverse: Any, *, backend: str, target: Target, **_: Any) -> gather.Choice:
+def _choose(
+    x: Any, permutation: Any, inverse: Any, *, backend: str, target: Target, **_: Any
+) -> Choice[gather.Problem, gather.Kernel]:
     return gather.choose(gather.Problem.of(x, permutation, inverse, device_of(target)), backend)
 
 

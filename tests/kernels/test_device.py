@@ -204,6 +204,7 @@ class SimpleKernel:
     name: str = "simplest_kernel"
     notes: tuple[str, ...] = ()
     family: str = "simplest"
+    unmeasured: str = ""
 
     def time_us(self, device):
         return float(self.config.width)

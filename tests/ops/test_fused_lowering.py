@@ -13,7 +13,6 @@ import strategies
 import cutjax
 from benchmarks.ops import fused
 from benchmarks.ops import fused as cases
-from cutjax.kernels.sm90 import kernel as sm90
 
 H = jnp.bfloat16
 RANDOM = 4  # after a change of what an epilogue becomes: 60
@@ -30,7 +29,7 @@ def kernels(text: str) -> list[str]:
 
 
 def spills(choice) -> int:
-    found = sm90.resolved(choice.problem, choice.config).compile().resources
+    found = choice.resolved.compile().resources
     return (found.spill_store_bytes or 0) + (found.spill_load_bytes or 0)
 
 

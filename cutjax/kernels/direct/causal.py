@@ -24,6 +24,7 @@ from cutjax.kernels.direct.entries import SUM_THREADS, Entry, slices_of
 from cutjax.kernels.direct.text import source
 from cutjax.kernels.staging import instructions
 from cutjax.runtime.architectures import number
+from cutjax.runtime.choice import Choice, fastest
 from cutjax.runtime.launch import Call, Pointer
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -305,48 +306,6 @@ DEVICE void finish(const Extras& extras, const Done done, int row, int column) {
         return Call(launches, results=self.results, finish=lambda written, _: list(written[:-1]))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Choice:
-    """The kernel of the gradients, or the reasons why they are products of their own.
-
-    Attributes:
-      problem: what was asked.
-      reasons: why there is no kernel, or how it was chosen.
-      resolved: the kernel.
-    """
-
-    problem: Gradients
-    reasons: tuple[str, ...]
-    resolved: Kernel | None
-
-    @property
-    def served(self) -> bool:
-        """True if a kernel runs."""
-        return self.resolved is not None
-
-    @property
-    def kernel(self) -> str:
-        """Name of what runs."""
-        return "XLA" if self.resolved is None else self.resolved.name
-
-    @property
-    def time_us(self) -> float | None:
-        """Predicted time of a call."""
-        return None if self.resolved is None else self.resolved.time_us
-
-    @property
-    def roofline(self) -> float | None:
-        """Share of what reading and writing each array once would take."""
-        p, us = self.problem, self.time_us
-        return None if us is None or not math.isfinite(us) else 1e6 * p.bytes / p.device.bytes_per_second / us
-
-    def call(self) -> Call:
-        """Compiles the kernel; returns what is launched."""
-        if self.resolved is None:
-            raise ValueError(f"no kernel for {self.problem}: {'; '.join(self.reasons)}")
-        return self.resolved.call()
-
-
 def configs(problem: Gradients) -> Iterator[Config]:
     """Yields the ways to divide a problem among threads: as many blocks on an SM as its registers let."""
     device, threads, halo = problem.device, 128, problem.width - 1
@@ -372,12 +331,9 @@ def resolve(problem: Gradients, config: Config) -> Kernel | tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(problem: Gradients) -> Choice:
+def choose(problem: Gradients) -> Choice[Gradients, Kernel]:
     """Returns the kernel that is predicted to be the fastest, or the reasons why there is none."""
     if found := problem.reasons():
-        return Choice(problem, tuple(found), None)
-    each = [resolve(problem, config) for config in configs(problem)]
-    kernels = [one for one in each if isinstance(one, Kernel)]
-    if not kernels:
-        return Choice(problem, tuple(next(one for one in each if isinstance(one, tuple))), None)
-    return Choice(problem, ("one pass over memory",), min(kernels, key=lambda one: one.time_us))
+        return Choice(problem, tuple(found))
+    each = (resolve(problem, config) for config in configs(problem))
+    return fastest(problem, each, "one pass over memory", 1e6 * problem.bytes / problem.device.bytes_per_second)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 
 from cutjax.dtypes import short
@@ -15,56 +13,10 @@ from cutjax.kernels.network.problem import Problem
 from cutjax.kernels.network.program import Map
 from cutjax.kernels.network.resolved import Config
 from cutjax.runtime.architectures import number
-from cutjax.runtime.launch import Call
+from cutjax.runtime.choice import Choice, fastest
 
 DTYPES = ("bfloat16", "float16", "float32")
 WIDEST = 256
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Choice:
-    """The kernel of a network, or the reasons why it runs as products.
-
-    Attributes:
-      problem: what was asked.
-      reasons: why there is no kernel, or how it was chosen.
-      resolved: the kernel.
-    """
-
-    problem: Problem
-    reasons: tuple[str, ...]
-    resolved: Kernel | None
-
-    @property
-    def served(self) -> bool:
-        """True if a kernel runs."""
-        return self.resolved is not None
-
-    @property
-    def kernel(self) -> str:
-        """Name of what runs."""
-        return "XLA" if self.resolved is None else self.resolved.name
-
-    @property
-    def time_us(self) -> float | None:
-        """Predicted time of a call."""
-        return None if self.resolved is None else self.resolved.time_us
-
-    @property
-    def roofline(self) -> float | None:
-        """Share of what reading and writing each row once would take, or multiplying at the device's rate."""
-        p, us = self.problem, self.time_us
-        if us is None or not math.isfinite(us):
-            return None
-        flops = p.device.peak(p.dtype, p.math if isinstance(p.math, str) else "")
-        least = max(p.bytes / p.device.bytes_per_second, p.flops / flops if flops else 0.0)
-        return 1e6 * least / us
-
-    def call(self) -> Call:
-        """Compiles the kernel; returns what is launched."""
-        if self.resolved is None:
-            raise ValueError(f"no kernel for {self.problem}: {'; '.join(self.reasons)}")
-        return self.resolved.call()
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -119,12 +71,16 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(problem: Problem) -> Choice:
+def choose(problem: Problem) -> Choice[Problem, Kernel]:
     """Returns the kernel that is predicted to be the fastest, or the reasons why there is none."""
     if found := why_not(problem):
-        return Choice(problem, tuple(found), None)
-    each = [resolve(problem, config) for config in configs(problem)]
-    kernels = [one for one in each if isinstance(one, Kernel)]
-    if not kernels:
-        return Choice(problem, tuple(next(one for one in reversed(each) if isinstance(one, tuple))), None)
-    return Choice(problem, ("one kernel, not measured",), min(kernels, key=lambda one: one.time_us))
+        return Choice(problem, tuple(found))
+    each = (resolve(problem, config) for config in configs(problem))
+    return fastest(problem, each, "one kernel, not measured", floor_us(problem))
+
+
+def floor_us(problem: Problem) -> float:
+    """Returns the microseconds of moving each row once, or of multiplying at the device's rate."""
+    flops = problem.device.peak(problem.dtype, problem.math if isinstance(problem.math, str) else "")
+    multiplied = problem.flops / flops if flops else 0.0
+    return 1e6 * max(problem.bytes / problem.device.bytes_per_second, multiplied)
