@@ -83,15 +83,21 @@ def test_transformations(recipe):
     np.testing.assert_array_equal(dot(xs, jnp.stack([w] * 3), (((2,), (1,)), ((0,), (0,)))), each)
 
     def loss(x, w):
-        return jnp.sum(jnp.sin(f(x, w).astype(jnp.float32)))
+        return jnp.sum(jnp.sin(0.01 * f(x, w).astype(jnp.float32)))
 
     grad = jax.jit(jax.grad(loss, (0, 1)))
     wanted = grad(xs[0], w)
-    np.testing.assert_array_equal(jax.jit(jax.grad(jax.checkpoint(loss), (0, 1)))(xs[0], w)[1], wanted[1])
+
+    # What XLA keeps wider than bf16 in one program, or adds in another order, may be rounded otherwise to float8.
+    def near(got, wanted):
+        got, wanted = (np.asarray(x, np.float32) for x in (got, wanted))
+        assert np.linalg.norm(got - wanted) < 2**-5 * np.linalg.norm(wanted)
+
+    near(jax.jit(jax.grad(jax.checkpoint(loss), (0, 1)))(xs[0], w)[1], wanted[1])
     _, scanned = jax.jit(lambda xs, w: jax.lax.scan(lambda _, x: (None, jax.grad(loss, 1)(x, w)), None, xs))(xs[:1], w)
-    np.testing.assert_array_equal(scanned[0], wanted[1])
+    near(scanned[0], wanted[1])
     of_mapped = jax.jit(jax.grad(lambda w: jax.vmap(loss, (0, None))(xs[:1], w).sum()))(w)
-    np.testing.assert_array_equal(of_mapped, wanted[1])
+    near(of_mapped, wanted[1])
 
     # The tangent is a product of the quantized tangent, so is that of a gradient, which second order is made of.
     y, tangent = jax.jvp(f, (xs[0], w), (xs[1], jnp.zeros_like(w)))
