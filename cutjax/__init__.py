@@ -34,7 +34,7 @@ from cutjax.ops.ragged_dot import ragged_dot, ragged_dot_general
 from cutjax.ops.routing import load_balance_loss, route, router_z_loss
 from cutjax.ops.syrk import syrk
 from cutjax.primitives.routing import Routing
-from cutjax.runtime.backends import use_backend, use_partial_sums
+from cutjax.runtime.backends import use_backend, use_highest, use_partial_sums
 from cutjax.tuning import first_sight as _first_sight
 from cutjax.tuning.autotune import autotune
 
@@ -86,6 +86,7 @@ __all__ = [
     "syrk",
     "tensordot",
     "use_backend",
+    "use_highest",
     "use_partial_sums",
     "use_tuning",
 ]

@@ -98,10 +98,9 @@ def math(
       tf32: whether the device has TF32, from sm_80 on.
     """
     if precision is None or precision is lax.DotAlgorithmPreset.DEFAULT or type(precision) is tuple:
-        highest = type(precision) is tuple and lax.Precision.HIGHEST in precision
         if both and dtype == jnp.float8_e5m2:  # of float8_e4m3fn XLA has the same instruction
             return ("XLA adds up products of float8_e5m2 in float32, kernels only by a preset's name, in fewer bits",)
-        rounded = dtype in _TF32 and accumulator == dtype and tf32 and not highest
+        rounded = dtype in _TF32 and accumulator == dtype and tf32 and not highest(precision)
         return "tf32" if rounded else ""
     algorithm = _preset(precision) if isinstance(precision, lax.DotAlgorithm) else precision
     name = algorithm.name if isinstance(algorithm, lax.DotAlgorithmPreset) else ""
@@ -111,6 +110,11 @@ def math(
     if found is None:
         return (f"precision {precision}: kernels have no such products of {dtype.name}, added up in {accumulator}",)
     return found
+
+
+def highest(precision: Canonical) -> bool:
+    """True if a canonical precision is "highest", of either operand."""
+    return type(precision) is tuple and lax.Precision.HIGHEST in precision
 
 
 # The names of what XLA does with operands of a dtype, other than to round them to 16 bits first.

@@ -10,6 +10,8 @@ import functools
 import itertools
 from typing import Any
 
+import numpy as np
+
 from cutjax import dot_precision
 from cutjax.dot_precision import Canonical
 from cutjax.kernels import convolution, tuned, xla
@@ -114,6 +116,29 @@ def choose(
     entries = tuned.find(problem) if config is None else ()
     more_us = moved_us(moved, problem.device)
     return _choose(problem, config, 0.0 if backend == "cuda" else lead, entries, more_us)
+
+
+def in_parts(choice: Choice, way: str, config: Any, backend: str, lead: float, moved: int) -> Choice:
+    """Returns the choice of a kernel that multiplies float32 by parts, where it leads that for IEEE products.
+
+    Args:
+      choice: for IEEE products.
+      way: "bf16x9" or "bf16x6".
+      config: as ``choose`` has it, as ``backend``, ``lead`` and ``moved``.
+    """
+    problem = choice.problem
+    dtypes = {problem.accumulator, *(x.made.dtype for x in (problem.a, *problem.bs))}
+    if problem.math or dtypes != {np.dtype(np.float32)}:
+        return choice
+    parts = choose(dataclasses.replace(problem, math=way), config, "cuda", "cuda", lead, moved)
+    if parts.resolved is None or (parts.resolved.unmeasured and backend != "cuda"):
+        return choice
+    assert parts.time_us is not None
+    ieee_us = choice.time_us if choice.served else xla.time_us(problem)
+    if not leads(parts.time_us + moved_us(moved, problem.device) * (not choice.served), ieee_us, lead):
+        return choice
+    instead = f"IEEE products take {ieee_us:.1f} us" if ieee_us else "nobody knows what IEEE products take"
+    return dataclasses.replace(parts, reasons=(*parts.reasons, f'use_highest("{way}"): {instead}'))
 
 
 def _within(problem: Problem, config: Any, insisted: Choice | None) -> Choice | None:

@@ -18,7 +18,7 @@ from cutjax.binding.rules import batch_axis, is_linear, is_zero, none_if_zero, w
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, Node, OperandSpec, normal
 from cutjax.epilogue.merge import merged
-from cutjax.kernels.choose import Choice, choose, in_precision
+from cutjax.kernels.choose import Choice, choose, in_parts, in_precision
 from cutjax.kernels.device import device_of
 from cutjax.primitives import derivative, partition
 from cutjax.primitives.accumulators import accumulator
@@ -26,6 +26,7 @@ from cutjax.primitives.factors import sum_to
 from cutjax.primitives.hints import Hints
 from cutjax.primitives.product import Arithmetic, Product, bind_as_is, multiply, plain_products
 from cutjax.primitives.tracing import abstract_accumulator
+from cutjax.runtime.backends import highest
 
 P = TypeVar("P", bound=type[Product])
 
@@ -129,6 +130,8 @@ def _choose(
         choice = problem
     else:
         choice = choose(problem, config, backend=backend, lead=hints.lead, moved=hints.moved)
+        if (way := highest()) != "ieee" and dot_precision.highest(precision):
+            choice = in_parts(choice, way, config, backend, hints.lead, hints.moved)
     choice = dataclasses.replace(choice, of_matrices=True) if product.rows > 1 else choice
     return dataclasses.replace(choice, reasons=(*choice.reasons, *hints.notes)) if hints.notes else choice
 

@@ -448,3 +448,36 @@ def test_the_problem_says_the_math():
     assert (problem.math, problem.accumulator) == ("", np.int32)
     with pytest.raises(ValueError, match="unknown math 'bf17', expected one of"):
         cutjax.Problem.of(8, 8, 8, math="bf17")
+
+
+def test_highest_by_parts_where_that_is_faster():
+    """In values, gradients and convolutions; where it is not, and for what has another precision, IEEE's."""
+    x, w, small = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 4096), (4096, 4096), (64, 64)))
+    image, taps = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 64, 64, 128), (3, 3, 128, 256)))
+
+    def maths(fn, *args):
+        rows = cutjax.explain(fn, platform="cuda")(*args).rows
+        return [row.choice.problem.math if row.runs != "XLA" else "XLA" for row in rows]
+
+    product = functools.partial(cutjax.gemm, precision="highest")
+    gradient = jax.grad(lambda x, w: product(x, w).sum(), (0, 1))
+    cases = [
+        (product, x, w),
+        (gradient, x, w),
+        (functools.partial(cutjax.conv, precision="highest"), image, taps),
+    ]
+    for fn, *args in cases:
+        with cutjax.use_highest("bf16x9"):
+            assert set(maths(fn, *args)) == {"bf16x9"}
+        assert "bf16x9" not in maths(fn, *args)  # nor is the program of the scope reused
+    with cutjax.use_highest("bf16x6"):
+        assert maths(product, x, w) == ["bf16x6"]
+        assert maths(product, small, small) != ["bf16x6"]
+        assert "bf16x6" not in maths(cutjax.gemm, x, w)
+        assert "bf16x6" not in maths(functools.partial(cutjax.gemm, precision=lax.DotAlgorithmPreset.F32_F32_F32), x, w)
+        (row,) = cutjax.explain(product, platform="cuda")(x, w).rows
+        assert "IEEE products take" in row.why
+        with cutjax.use_highest("ieee"):
+            assert maths(product, x, w) != ["bf16x6"]
+    with pytest.raises(ValueError, match="use_highest: unknown way 'tf32', expected one of"):
+        cutjax.use_highest("tf32")
