@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
@@ -81,6 +82,16 @@ def _donated(args: Sequence[Any], argnums: Sequence[int], name: str) -> set[int]
     return {i % count for i in argnums}
 
 
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Adds the name of the function to what tracing it raises."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while cutjax.fuse traced {name}")
+        raise
+
+
 def _looks_for_nan() -> bool:
     """True if JAX runs a jitted function without jit, to find the operation that made a NaN."""
     config: Any = jax.config
@@ -148,29 +159,22 @@ def fuse(
     if not all(isinstance(i, int) for i in argnums):
         raise TypeError(f"fuse: donate_argnums are positions of arguments, got {donate_argnums!r}")
 
+    def flat(static: tuple[_Static | bool, ...], tree: Any, *arrays: Any) -> R:
+        leaves = iter(arrays)
+        args, kwargs = jax.tree.unflatten(tree, [x.value if isinstance(x, _Static) else next(leaves) for x in static])
+        return called(*args, **kwargs)
+
+    flat.__name__ = name
+    original = jax.jit(flat, static_argnums=(0, 1))
+
     def run(donated: list[Any], kept: list[Any], static: tuple[_Static | bool, ...], tree: Any) -> Any:
-        structure, mine = None, (iter(kept), iter(donated))
-        flags = [x for x in static if isinstance(x, bool)]
+        mine, flags = (iter(kept), iter(donated)), [x for x in static if isinstance(x, bool)]
         arrays = [next(mine[x]) for x in flags]
-
-        def flat(*given: Any) -> list[Any]:
-            nonlocal structure
-            leaves = iter(given)
-            args, kwargs = jax.tree.unflatten(
-                tree, [x.value if isinstance(x, _Static) else next(leaves) for x in static]
-            )
-            out, structure = jax.tree.flatten(called(*args, **kwargs))
-            return out
-
         if _looks_for_nan():
-            out = flat(*arrays)
-            return jax.tree.unflatten(structure, out)
-        flat.__name__ = name
-        try:
-            closed = jax.make_jaxpr(jax.jit(flat))(*arrays)
-        except Exception as error:
-            error.add_note(f"while cutjax.fuse traced {name}")
-            raise
+            return flat(static, tree, *arrays)
+        traced = jax.make_jaxpr(original, static_argnums=(0, 1), return_shape=True)
+        with _naming(name):
+            closed, out = traced(static, tree, *arrays)
         env = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*closed.consts, *arrays), strict=True))
         own = {x for x, flag in zip(closed.jaxpr.invars, flags, strict=True) if flag}
         for eqn in closed.eqns:  # the call of flat, and nothing else
@@ -180,7 +184,8 @@ def fuse(
             tell(rewriter.reports)
             eqn = eqn.replace(params={**eqn.params, "jaxpr": program})
             env.update(zip(eqn.outvars, bind_equation(eqn, [env[x] for x in eqn.invars]), strict=True))
-        return jax.tree.unflatten(structure, [x.val if is_literal(x) else env[x] for x in closed.jaxpr.outvars])
+        found = [x.val if is_literal(x) else env[x] for x in closed.jaxpr.outvars]
+        return jax.tree.unflatten(jax.tree.structure(out), found)
 
     jitted = jax.jit(run, static_argnums=(2, 3), donate_argnums=0, inline=True)
 
@@ -195,6 +200,10 @@ def fuse(
         static = tuple(flags[i] if _is_array(x) else _static(x, i, args, kwargs, name) for i, x in enumerate(leaves))
         donated = [x for x, flag in zip(leaves, static, strict=True) if flag is True]
         kept = [x for x, flag in zip(leaves, static, strict=True) if flag is False]
+        if any(isinstance(x, Tracer) for x in leaves) and not _looks_for_nan():
+            # Found again by `run`, with less on the stack here: JAX keeps that of each operation, which takes longest.
+            with _naming(name):
+                original.trace(static, tree, *(x for x, y in zip(leaves, static, strict=True) if isinstance(y, bool)))
         return jitted(donated, kept, static, tree)
 
     return fused

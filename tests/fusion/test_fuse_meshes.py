@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import jax
@@ -228,3 +229,50 @@ def test_random_layouts(seed):
     weights = [random_spec(rng, 2) if rng.integers(2) else P() for _ in range(2)]
     layout = random_spec(rng, 3), *weights, random_spec(rng, 1) if rng.integers(2) else P()
     check(PROGRAMS[rng.integers(len(PROGRAMS))], mesh, put(mesh, layout), gradients=seed % 2 == 0)
+
+
+def _traced_by(use):
+    """The number of times that a function is traced where its fused form is used so."""
+    count = 0
+
+    def fn(x, w):
+        nonlocal count
+        count += 1
+        return jax.nn.relu(x @ w)
+
+    use(cutjax.fuse(fn))
+    return count
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT, None], ids=str)
+def test_a_function_is_traced_once(kind):
+    x, w = jnp.ones((8, 16)), jnp.ones((16, 8))
+    captured = np.ones((8, 8), np.float32)
+
+    def grad(f):
+        return jax.grad(lambda x, w: (f(x, w) + captured).sum(), (0, 1))
+
+    def scanned(f):
+        return lambda x, w: jax.lax.scan(lambda c, _: (f(c, w), None), x[:, :8], None, length=2)[0]
+
+    uses = {
+        "eager": lambda f: f(x, w),
+        "jit": lambda f: jax.jit(f)(x, w),
+        "twice in jit": lambda f: jax.jit(lambda x, w: f(x, w) + f(2 * x, w))(x, w),
+        "gradient in jit": lambda f: jax.jit(grad(f))(x, w),
+        "gradient": lambda f: grad(f)(x, w),
+        "vmap": lambda f: jax.vmap(f, (0, None))(jnp.stack([x, x]), w),
+        "vmap in jit": lambda f: jax.jit(jax.vmap(f, (0, None)))(jnp.stack([x, x]), w),
+        "checkpoint": lambda f: jax.jit(grad(jax.checkpoint(f)))(x, w),
+        "scan": lambda f: jax.jit(scanned(f))(x, w[:8]),
+    }
+    if kind is not None:
+        mesh = mesh_of(kind, kind)
+        x, w = (jax.device_put(a, jax.NamedSharding(mesh, spec)) for a, spec in ((x, P("d")), (w, P(None, "m"))))
+        uses = {name: use for name, use in uses.items() if name not in ("scan", "vmap", "vmap in jit")}
+        specs, whole = {"mesh": mesh, "in_specs": (P("d"), P()), "out_specs": P("d")}, jnp.ones(w.shape)
+        uses["shard_map"] = lambda f: jax.jit(jax.shard_map(f, **specs))(x, whole)
+    with jax.set_mesh(mesh) if kind is not None else contextlib.nullcontext():
+        counts = {name: _traced_by(use) for name, use in uses.items()}
+    assert set(counts.values()) == {1}, counts
