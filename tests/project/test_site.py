@@ -62,7 +62,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest) -> pathlib.Path:
     """The folder of the built site."""
-    site = pathlib.Path(request.config.getoption("--site"))
+    site = pathlib.Path(str(request.config.getoption("--site")))
     if not (site / "index.html").exists():
         pytest.skip(f"no site is built in {site}: make docs-browser builds one")
     return site
