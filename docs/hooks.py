@@ -13,8 +13,8 @@ import sys
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # mkdocs may be run from anywhere
 
-import notebook  # noqa: E402
 import pictures  # noqa: E402
+import tutorial  # noqa: E402
 import what_runs_where  # noqa: E402
 
 from benchmarks import report, tables  # noqa: E402
@@ -46,7 +46,7 @@ def on_files(files, config):
 
     for plot in sorted(report.RESULTS.glob("*.png")):
         files.append(File.generated(config, f"plots/{plot.name}", abs_src_path=str(plot)))
-    files.append(File.generated(config, "tutorial.md", content=notebook.page(ROOT / "examples" / "tutorial.ipynb")))
+    files.append(File.generated(config, "tutorial.md", content=tutorial.page(ROOT / "examples" / "tutorial.ipynb")))
     return files
 
 

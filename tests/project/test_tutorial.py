@@ -14,14 +14,14 @@ ROOT = pathlib.Path(__file__).parents[2]
 TUTORIAL = ROOT / "examples" / "tutorial.ipynb"
 sys.path.append(str(ROOT / "docs"))
 
-import notebook  # noqa: E402
+import tutorial  # noqa: E402
 
 
 def test_the_tutorial_runs():
     """Its own assertions hold each step to plain JAX; the speeds that it prints are those of the recorded run."""
     pytest.importorskip("flax")
     with jax.numpy_dtype_promotion("standard"):
-        page = notebook.page(TUTORIAL)
+        page = tutorial.page(TUTORIAL)
     assert page.count("gradients are those of plain JAX\n") >= 5
     run = json.loads((ROOT / "benchmarks" / "results" / "programs-h200.json").read_text())
     ratios = {row["product"]: row["ratios"].get("jax") for row in run["rows"] if row["case"] == "llama block"}
@@ -39,7 +39,7 @@ def test_a_cell_that_fails_fails_the_page(tmp_path):
     cells = [{"cell_type": "markdown", "source": ["# See [fuse](../docs/fuse.md)"]}]
     cells += [{"cell_type": "code", "source": ["x = 1\n", "print(x)"]}, {"cell_type": "code", "source": ["x / 0"]}]
     path.write_text(json.dumps({"cells": cells[:2]}))
-    assert notebook.page(path) == "# See [fuse](fuse.md)\n\n```python\nx = 1\nprint(x)\n```\n\n```text\n1\n```\n"
+    assert tutorial.page(path) == "# See [fuse](fuse.md)\n\n```python\nx = 1\nprint(x)\n```\n\n```text\n1\n```\n"
     path.write_text(json.dumps({"cells": cells}))
     with pytest.raises(ZeroDivisionError):
-        notebook.page(path)
+        tutorial.page(path)
