@@ -3,7 +3,7 @@
 #   make demo     train a small transformer on plain JAX, the drop-ins, fuse and cutjax.flax, on whatever device is there
 #   make test     the CPU tests and, on a machine with an NVIDIA GPU, the GPU tests
 #   make lint     ruff, pyright, clang-format        make format   let ruff and clang-format rewrite
-#   make docs     the documentation, into build/site
+#   make docs     the documentation, into build/site       make docs-browser  the same, and a look at every page in Chromium
 #   make upstream the tests of products in JAX and Flax with cutjax's drop-ins (clones both)
 #   make compile-all  every kernel for every architecture through NVRTC; ARCH="sm_80 sm_90a" takes some of them
 #   make bench    a short benchmark (needs a GPU)
@@ -32,7 +32,7 @@ GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 CUDA := $(if $(GPU),$(COMMA)cuda13)
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-cpu test-gpu upstream lint format docs bench compile-all clean
+.PHONY: demo test test-cpu test-gpu upstream lint format docs docs-browser bench compile-all clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/transformer.py --with all --steps 200 $(DEMO_ARGS)
@@ -40,7 +40,7 @@ demo: $(VENV)/.installed-demo
 test: test-cpu $(if $(GPU),test-gpu)
 
 test-cpu: $(VENV)/.installed-test
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not gpu" $(PYTEST_ARGS)
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not gpu and not browser" $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
@@ -62,6 +62,9 @@ format: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/python -m mkdocs build --strict --site-dir $(abspath $(SITE))
+
+docs-browser: docs $(VENV)/.installed-test
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m "browser and not gpu" -rs tests/project/test_site.py --site $(abspath $(SITE))
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks run $(BENCH_ARGS)

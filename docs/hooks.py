@@ -1,22 +1,26 @@
-"""Writes the tables of pages when they are built, and carries the plots of recorded runs into the site.
+"""Writes tables and pictures into pages when they are built, and carries plots of recorded runs and the tutorial there.
 
-Those of results.md are made of benchmarks/results/*.json, "What runs where" of what the families of kernels say.
+The tables of results.md are made of benchmarks/results/*.json, "What runs where" of what the families of kernels say.
 """
 
 from __future__ import annotations
 
 import json
 import pathlib
+import re
 import sys
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # mkdocs may be run from anywhere
 
+import pictures  # noqa: E402
+import tutorial  # noqa: E402
 import what_runs_where  # noqa: E402
 
 from benchmarks import report, tables  # noqa: E402
 
 MARK = "<!-- results -->"
+PICTURE = re.compile(r"!\[([^]]+)\]\(pictures/(\w+)\.svg\)")
 TITLES = {  # of runs, by the first word of their files' names
     "attention": "Products of attention",
     "calls": "Epilogues called and inlined",
@@ -42,6 +46,7 @@ def on_files(files, config):
 
     for plot in sorted(report.RESULTS.glob("*.png")):
         files.append(File.generated(config, f"plots/{plot.name}", abs_src_path=str(plot)))
+    files.append(File.generated(config, "tutorial.md", content=tutorial.page(ROOT / "examples" / "tutorial.ipynb")))
     return files
 
 
@@ -52,7 +57,12 @@ def on_page_markdown(markdown, page, config, files):
     for mark, made in tables_of.items():
         if mark in markdown:
             markdown = markdown.replace(mark, made())
-    return markdown
+    return PICTURE.sub(_picture, markdown)
+
+
+def _picture(found: re.Match[str]) -> str:
+    """Returns a picture as HTML: in the page itself, where it has the page's colours."""
+    return f'<figure class="picture" data-search-exclude>{pictures.PICTURES[found[2]]().svg(found[1])}</figure>'
 
 
 def results() -> str:

@@ -38,6 +38,7 @@ hypothesis.settings.load_profile("cutjax")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--by-file", action="store_true", help="print the processor seconds of each file")
+    parser.addoption("--site", default="build/site", help="the built documentation, for the tests marked browser")
 
 
 def _processor_s() -> float:

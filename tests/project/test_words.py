@@ -38,6 +38,7 @@ SOURCES = ("cutjax", "ffi", "benchmarks", "tests", "examples", "docs", ".github"
 # What commands write, files of a user's own and of others, as they are named in prose; "X.json" is any.
 ELSEWHERE = re.compile(
     r"(build/|[A-Z]+\.)|(configs|cutjax-report|tuned|stress)\.json|(loss|transformer|tuning)\.png|floors\.svg|cuda\.h"
+    r"|pictures/|tutorial\.md"
     r"|(program|block)\.py"
 )
 POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable")
