@@ -44,6 +44,8 @@ def configs(problem: Problem) -> Iterator[Config]:
     for bn in sorted({min(width, bn) for bn in COLUMNS}):
         for consumers in (2, 3, 4):
             for how in ALONG[axes]:
+                if isinstance(resolve(problem, Config(bn, consumers, STAGES[-1], how)), tuple):
+                    continue  # nor do more stages fit
                 deepest = (Config(bn, consumers, stages, how) for stages in STAGES)
                 fitting = (config for config in deepest if not isinstance(resolve(problem, config), tuple))
                 if config := next(fitting, None):
