@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
 from cutjax.binding.explicit import automatic, rows_by_columns
-from cutjax.binding.rules import match_varying, with_rank
-from cutjax.dtypes import are_narrow
+from cutjax.binding.rules import with_rank
 from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.ops.arguments import (
     broadcasting,
@@ -28,21 +25,17 @@ from cutjax.ops.arguments import (
     result_of,
     travel_dtype,
 )
+from cutjax.ops.chained import arrays_of, chained, factors_of_layer, hidden_function, scales_of_hidden, scales_of_layer
 from cutjax.ops.fp8 import Float8Recipe, in_float8
 from cutjax.ops.prologue import applied, check_prologue, multiplied
 from cutjax.ops.quantized import Weights, as_quantized, is_quantized, values_of
-from cutjax.ops.scales import Scales, promote_values, scales_of, times
 from cutjax.parallel.fused import divided_mlp
 from cutjax.parallel.ring import ring_of
-from cutjax.primitives import derivative
-from cutjax.primitives.accumulators import accumulator, converted
+from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.arrays import matrix, unwrapped
-from cutjax.primitives.chain import Chain, apart, block
 from cutjax.primitives.dense import Dense
-from cutjax.primitives.factors import Factors
 from cutjax.primitives.product import Product
 from cutjax.primitives.ragged import Rows
-from cutjax.primitives.tracing import abstract_accumulator, trace_with_dtype
 from cutjax.runtime import backends
 
 
@@ -127,9 +120,9 @@ def mlp(
     check_prologue(x, prologue, prologue_operands, "mlp", "x")
     if axis_name is not None and is_quantized((x, w1, w2, gate)):
         raise ValueError("mlp: what an axis_name divides are arrays, got cutjax.Quantized: dequantize them")
-    both = _scales(x, w1, w2, gate, layout, "mlp")
+    both = scales_of_layer(x, w1, w2, gate, layout, "mlp")
     given = matrix(values_of(x), "x", "mlp")
-    a, ws, v, dtype = _arrays("mlp", x, w1, w2, gate, both, layout, save, axis_name is None)
+    a, ws, v, dtype = arrays_of("mlp", x, w1, w2, gate, both, layout, save, axis_name is None)
     shapes = f"x is {a.shape}, w1 is {ws[0].shape}, w2 is {v.shape}"
     batch = check_batch("mlp", shapes, a.shape[:-2], ws[0].shape[:-2], v.shape[:-2])
 
@@ -143,8 +136,8 @@ def mlp(
         if b is not None
     }
     last = [with_rank(biases.pop("b2"), len(batch) + 2)] if b2 is not None else []
-    biases |= _of_hidden(both[0])
-    hidden = _hidden("mlp", activation, gate is not None)
+    biases |= scales_of_hidden(both[0])
+    hidden = hidden_function("mlp", activation, gate is not None)
     out = dtype if out_dtype is None else result_of(out_dtype, "mlp", dtype)
     precision = dot_precision.accumulated(precision, accumulate, a.dtype, ws[0].dtype)
     params = {"dtype": dtype, "out_dtype": out, "precision": precision, "backend": backend, "save": save}
@@ -156,15 +149,9 @@ def mlp(
         raise ValueError("mlp: reduce_dtype without an axis_name: nothing is added up over devices")
     product: Product = Dense(layout)
     if not is_quantized((x, w1, w2, gate)):
-        product = in_float8(fp8, product, _pairs(a, ws[0], v, dtype, layout), 0, precision, backend, "mlp")
+        product = in_float8(fp8, product, factors_of_layer(a, ws[0], v, dtype, layout), 0, precision, backend, "mlp")
     of_x = functools.partial(multiplied, "mlp", prologue, prologue_operands, given)
-    return _chained("mlp", product, hidden, a, ws, v, (), biases, last, both, of_x, **params)
-
-
-def _pairs(a: Any, w: Any, v: Any, dtype: np.dtype, layout: str) -> list[tuple[Any, Any]]:
-    """Returns the factors of both products of a layer, of what lies between them its shape and dtype."""
-    h = jax.ShapeDtypeStruct((*a.shape[:-1], contracted(w, layout[1] == "n")), dtype)
-    return [(a, w), (h, v)]
+    return chained("mlp", product, hidden, a, ws, v, (), biases, last, both, of_x, **params)
 
 
 @automatic(lambda x, w2, layout="nn", **_: rows_by_columns(x, w2, layout), on_automatic_axes)
@@ -236,10 +223,10 @@ def grouped_mlp(
     sizes = group_sizes_of(group_sizes, where)
     ranks = (np.ndim(unwrapped(w)) for w in values_of((w1, w2)))
     rank = max(sizes.ndim + 1, np.ndim(unwrapped(values_of(x))), *(rank - 1 for rank in ranks))
-    both = _scales(x, w1, w2, gate, layout, where, rank)
+    both = scales_of_layer(x, w1, w2, gate, layout, where, rank)
     check_prologue(x, prologue, prologue_operands, where, "x")
     given = matrix(values_of(x), "x", where)
-    a, ws, v, dtype = _arrays(where, x, w1, w2, gate, both, layout, save)
+    a, ws, v, dtype = arrays_of(where, x, w1, w2, gate, both, layout, save)
     shapes = f"x is {a.shape}, w1 is {ws[-1].shape}, w2 is {v.shape}"
     if min(v.ndim, ws[0].ndim) < 3 or v.shape[-3] != ws[0].shape[-3]:
         raise ValueError(f"{where}: w1 and w2 must be of as many groups, [..., g, k, h] and [..., g, h, n]: {shapes}")
@@ -256,148 +243,15 @@ def grouped_mlp(
     if row_scale is not None:
         shape = (*lax.broadcast_shapes(*batches), a.shape[-2], 1)
         scale["row_scale"] = broadcasting(where, row_scale, "row_scale", shape)
-    scale |= _of_hidden(both[0])
-    hidden = _hidden(where, activation, gate is not None)
+    scale |= scales_of_hidden(both[0])
+    hidden = hidden_function(where, activation, gate is not None)
     out = dtype if out_dtype is None else result_of(out_dtype, where, dtype)
     precision = dot_precision.accumulated(precision, accumulate, a.dtype, ws[0].dtype)
     params = {"dtype": dtype, "out_dtype": out, "precision": precision, "backend": backend, "save": save}
     product: Product = Rows(leading, layout)
     if not is_quantized((x, w1, w2, gate)):
-        product = in_float8(fp8, product, _pairs(a, ws[0], v, dtype, layout), groups, precision, backend, where)
-    of_x = functools.partial(multiplied, where, prologue, prologue_operands, given)
-    return _chained(where, product, hidden, a, ws, v, (sizes,), scale, [], both, of_x, **params)
-
-
-def _chained(
-    where: str,
-    product: Product,
-    hidden: Callable[..., jax.Array],
-    a: jax.Array,
-    ws: Sequence[jax.Array],
-    v: jax.Array,
-    context: Sequence[jax.Array],
-    given: dict[str, jax.Array],
-    last: Sequence[jax.Array],
-    both: tuple[Scales, Scales],
-    of_x: Callable[..., jax.Array],
-    *,
-    dtype: np.dtype,
-    out_dtype: np.dtype,
-    precision: Any,
-    backend: str,
-    save: str,
-) -> jax.Array:
-    """Returns ``hidden(x @ w, ..., given) @ v``, with ``last`` added, an array or none, told all scales.
-
-    What runs a product ``of_x`` has its prologue.
-    """
-    first, second = both
-    scales = [scale for scale in second.columns if scale is not None]
-    factors = product.aligned(Factors(a, [*ws, v], context))
-    factors, given, scales, last = match_varying(factors, given, scales, last)
-    *ws, v = factors.bs
-    factors = dataclasses.replace(factors, bs=ws)
-    scaled, of_first = first.factored(product, a, ws, context)
-    acc = abstract_accumulator(scaled.multiplied(a.dtype), product.tile(*map(jax.typeof, factors.arrays)))
-    traced = trace_with_dtype(where, hidden, [acc] * len(ws), (given,), (dtype,), product.groups(ws))
-    chain = Chain(product, traced.epilogue, out_dtype, precision, backend, save)
-    if traced.outside is not None or traced.names or scales or first.blocks or second.blocks:
-
-        def of_second(h: jax.Array) -> tuple[Product, Factors]:
-            return dataclasses.replace(second, dtype=h.dtype).factored(product, h, [v], context)
-
-        def run_apart(product: Product, factors: Factors) -> jax.Array:
-            return apart(chain, (product, factors), of_second, hidden, given, last, scales)
-
-        return of_x(scaled, of_first, run_apart, precision=precision, backend=backend)
-
-    def run(first: Product, factors: Factors) -> jax.Array:
-        factors, w2, b2, operands = match_varying(first.aligned(factors), v, last, list(traced.operands))
-        both = dataclasses.replace(
-            factors, bs=[*factors.bs, w2], scales=[*factors.scales, ()] if factors.scales else ()
+        product = in_float8(
+            fp8, product, factors_of_layer(a, ws[0], v, dtype, layout), groups, precision, backend, where
         )
-        folded = first.fold(chain.hidden, both, [*b2, *operands])
-        if folded is None:
-            return block(dataclasses.replace(chain, first=first), factors, w2, operands, b2)
-        *ws, w2 = folded.factors.bs
-        own = dataclasses.replace(folded.factors, bs=ws, scales=folded.factors.scales[:-1])
-        b2, operands = folded.operands[: len(b2)], folded.operands[len(b2) :]
-        of_rows = dataclasses.replace(chain, hidden=folded.epilogue, first=folded.product)
-        return folded.unfold(block(of_rows, own, w2, operands, b2))
-
-    return of_x(product, factors, run, precision=precision, backend=backend)
-
-
-def _arrays(
-    where: str,
-    x: Any,
-    w1: Any,
-    w2: Any,
-    gate: Any,
-    both: tuple[Scales, Scales],
-    layout: str,
-    save: str,
-    narrow: bool = True,
-) -> tuple[jax.Array, list[jax.Array], jax.Array, np.dtype]:
-    """Returns x, the weights of the first product, the gate's first, those of the second, and the products' dtype."""
-    if layout not in ("nn", "nt"):
-        raise ValueError(f"{where}: unknown layout {layout!r}, expected 'nn' or 'nt'")
-    if save not in derivative.SAVE:
-        raise ValueError(f"{where}: unknown save {save!r}, expected one of {derivative.SAVE}")
-    a, v = matrix(values_of(x), "x", where), matrix(values_of(w2), "w2", where)
-    ws = [] if gate is None else [matrix(values_of(gate), "gate", where)]
-    ws.append(matrix(values_of(w1), "w1", where))
-    if ws[0].shape != ws[-1].shape or ws[0].dtype != ws[-1].dtype:
-        raise ValueError(f"{where}: gate is {jax.typeof(ws[0]).str_short()}, but w1 is {jax.typeof(ws[1]).str_short()}")
-    given = (x, gate, w1, w2) if is_quantized((x, gate, w1)) else ()
-    first, second = both
-    a, *ws, dtype, _ = promote_values(given, first, a, ws, None, where, narrow)
-    if is_quantized(w2) and not second.blocks and not are_narrow(dtype, v.dtype):
-        v = converted(v, dtype)
-    if v.dtype != dtype and not second.blocks and not (narrow and are_narrow(dtype, v.dtype)):
-        raise TypeError(f"{where}: w2 is {v.dtype}, but the product of x and w1 is {dtype}: cast one of them")
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        raise TypeError(f"{where}: x and the weights must be floating-point numbers, got {dtype}")
-    if contracted(a, True) != contracted(ws[0], layout[1] == "t"):
-        raise ValueError(f"{where}: x is {a.shape}, w1 is {ws[0].shape}, layout {layout!r}: k differs")
-    if contracted(ws[0], layout[1] == "n") != contracted(v, layout[1] == "t"):
-        raise ValueError(f"{where}: w1 is {ws[0].shape}, w2 is {v.shape}, layout {layout!r}: h differs")
-    return a, ws, v, dtype
-
-
-def _scales(x: Any, w1: Any, w2: Any, gate: Any, layout: str, where: str, rank: int = 0) -> tuple[Scales, Scales]:
-    """Returns the scales of the first product, whose weights are the gate, if any, and w1; and those of the second."""
-    names, ws = (("gate", "w1"), (gate, w1)) if gate is not None else (("w1",), w1)
-    return scales_of(x, ws, layout, where, ("x", *names), rank), scales_of(None, w2, layout, where, ("x", "w2"), rank)
-
-
-def _of_hidden(first: Scales) -> dict[str, jax.Array]:
-    """Returns the scales of rows and columns of the first product, as inputs of the function between the products."""
-    *of_gate, columns = first.columns
-    found = {"x_scale": first.rows, "scale": columns, "gate_scale": of_gate[0] if of_gate else None}
-    return {name: scale for name, scale in found.items() if scale is not None}
-
-
-def _hidden(where: str, activation: Callable[[jax.Array], jax.Array], gated: bool) -> Callable[..., jax.Array]:
-    """Returns the function between the products: of the first one's accumulators, the gate's first, and of operands."""
-    check_activation(where, activation)
-
-    def hidden(*args: Any) -> jax.Array:
-        *accs, given = args
-        given = {name: with_rank(x, accs[0].ndim) for name, x in given.items()}
-        rows = given.get("x_scale")
-        first, last = times(accs[0], rows, given.get("gate_scale")), times(accs[-1], rows, given.get("scale"))
-        z = last + given["b1"].astype(last.dtype) if "b1" in given else last
-        h = activation(first if gated else z)
-        if not isinstance(h, jax.Array) or h.shape != z.shape:
-            raise ValueError(f"{where}: the activation must return one array of its argument's shape")
-        h = h * z if gated else h
-        return h * given["row_scale"].astype(h.dtype) if "row_scale" in given else h
-
-    return hidden
-
-
-def check_activation(where: str, activation: Any) -> None:
-    """Raises if it is none."""
-    if not callable(activation):
-        raise TypeError(f"{where}: activation must be a function, such as jax.nn.silu, got {activation!r}")
+    of_x = functools.partial(multiplied, where, prologue, prologue_operands, given)
+    return chained(where, product, hidden, a, ws, v, (sizes,), scale, [], both, of_x, **params)

@@ -20,8 +20,9 @@ from cutjax.binding.rules import match_varying
 from cutjax.dtypes import are_narrow
 from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.ops.arguments import check_accumulate, contracted, integer
+from cutjax.ops.chained import check_activation
 from cutjax.ops.fp8 import Float8Recipe
-from cutjax.ops.mlp import check_activation, grouped_mlp
+from cutjax.ops.mlp import grouped_mlp
 from cutjax.ops.quantized import Weights, as_quantized, values_of
 from cutjax.ops.routing import broadcastable, routed
 from cutjax.parallel.exchange import FORMS, ROOM, ROWS, Sizes, everywhere, exchanged
