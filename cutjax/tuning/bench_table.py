@@ -65,7 +65,7 @@ def _heading(content: Mapping[str, Any], copy: Mapping[str, Any]) -> Iterator[st
 def _ruler() -> str:
     """Returns the head of the table."""
     marks = "".join(f"{2.0**power:<{STEPS}g}" for power in range(LOW, HIGH + 1)).rstrip()
-    return _cells("", "us", "XLA us", "XLA/us", marks, "H200", "default")
+    return _cells("", "us", "XLA us", "ratio", marks, "H200", "default")
 
 
 def _line(name: str, row: Mapping[str, Any]) -> str:

@@ -263,19 +263,19 @@ ROWS = [
     _row("2048x2048x2048:bfloat16", [50.0], 25.0),
 ]
 CONTENT = {
-    "device": "NVIDIA A100-SXM4-40GB",
+    "device": "NVIDIA Example",
     "arch": "sm_80",
     "sms": 108,
-    "driver": "580.1",
+    "driver": "1.2.3",
     "versions": {"cutjax": "0.1.0", "jax": "0.11.2", "python": "3.12.3", "compiler": "NVRTC 13.0"},
     "commit": "0123456789abcdef-dirty",
-    "date": "2026-11-24",
+    "date": "2000-01-01",
     "rows": ROWS,
 }
 SCREEN = """\
-NVIDIA A100-SXM4-40GB, sm_80, 108 SMs, driver 580.1, copies 1.79 TB/s
-cutjax 0.1.0 at 012345678-dirty, jax 0.11.2, NVRTC 13.0, 2026-11-24
-                                        us   XLA us XLA/us 0.5     1       2       4  H200  default
+NVIDIA Example, sm_80, 108 SMs, driver 1.2.3, copies 1.79 TB/s
+cutjax 0.1.0 at 012345678-dirty, jax 0.11.2, NVRTC 13.0, 2000-01-01
+                                        us   XLA us  ratio 0.5     1       2       4  H200  default
 product
  8192x8192x8192:bfloat16            2000.0   2000.0   1.00         |                     -  XLA
  16x8192x8192:bfloat16                90.0     60.0   0.67 o  #####|                  0.40  XLA
