@@ -20,6 +20,7 @@ COMMANDS = (
     "convolutions",
     "fit_convolutions",
     "performance",
+    "recorded",
     "numerics",
     "scale",
     "reference",

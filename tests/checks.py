@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,13 +104,6 @@ def saved(capsys: Any, fn: Callable[..., Any], *args: Any) -> list[str]:
 
 def types(lines: Sequence[str]) -> list[str]:
     return [line.split()[0] for line in lines]
-
-
-def run_docstring(function: Any, name: str) -> None:
-    (example,) = doctest.DocTestFinder(recurse=False).find(function, name)
-    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    assert runner.run(example).failed == 0
-    assert runner.tries
 
 
 def problems(fn: Callable[..., Any], *args: Any) -> list[tuple[Any, ...]]:

@@ -15,6 +15,7 @@ import numpy as np
 
 import cutjax
 from cutjax.runtime import launch, sources
+from cutjax.tuning import bench_table
 
 
 def main() -> None:
@@ -32,6 +33,7 @@ def main() -> None:
     problem = cutjax.Problem.of(4096, 4096, 4096)
     assert cutjax.reasons(cutjax.candidates(problem)[0], problem) == ()
     assert (sources.DEVICE / "sm90" / "gemm.cuh").exists()
+    assert bench_table.recorded()["8192x8192x8192:bfloat16"]["us"] > 0
     one = launch.Launch("kernel", b"cubin", (1, 1, 1), (32, 1, 1), params=(launch.Pointer(0),))
     plan = launch._ffi.check_plan(**launch.Call((one,)).attributes())
     assert plan.startswith("kernel cubin=0+5 grid=1x1x1")

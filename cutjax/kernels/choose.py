@@ -64,15 +64,39 @@ class Choice(choice.Choice[Problem, Kernel]):
 
 
 def reasons(config: Any, problem: Problem) -> tuple[str, ...]:
-    """Returns every reason why ``config`` cannot serve ``problem``; empty when it can."""
+    """Returns every reason why a config cannot serve a problem.
+
+    Args:
+      config: of any family: ``cutjax.Config``, ``MmaConfig``, ``DirectConfig`` or ``HaloConfig``.
+      problem: the product.
+
+    Returns:
+      The reasons, each a sentence; empty where the config serves the problem.
+
+    Example:
+      >>> import cutjax
+      >>> cutjax.reasons(cutjax.Config(bm=128, bn=256), cutjax.Problem.of(4096, 4096, 4096))
+      ()
+    """
     found = resolve(problem, config)
     return found if isinstance(found, tuple) else ()
 
 
 def candidates(problem: Problem) -> tuple[Any, ...]:
-    """Returns all shipped configs that serve ``problem``, the predicted fastest first; empty when no kernel does.
+    """Returns all shipped configs that serve a problem, the predicted fastest first.
 
     Those of kernels that have not run on a device yet are left out.
+
+    Args:
+      problem: the product.
+
+    Returns:
+      The configs, each for ``config=`` of the operation; empty where no kernel serves the problem.
+
+    Example:
+      >>> import cutjax
+      >>> cutjax.candidates(cutjax.Problem.of(4096, 4096, 4096))[0].bm
+      128
     """
     into = applied(problem)
     own = (offer.prices.config(i) for offer, i in ranked(problem))

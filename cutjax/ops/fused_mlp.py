@@ -41,6 +41,8 @@ def fused_mlp(
 ) -> jax.Array:
     """A network of small layers: ``h = activation(h @ w + b)`` of each but the last, and ``h @ w + b`` of that.
 
+    Experimental: its kernels have not run on a device yet.
+
     The layers are one kernel: weights stay in shared memory, and what lies between layers in registers, where a row of
     x and of the result is all that plain layers would have to move. So are derivatives of any order: a gradient makes
     the layers again, and sums those of weights over its rows; ``jax.jvp``, and the Laplacian of a network that solves

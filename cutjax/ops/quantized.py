@@ -124,8 +124,8 @@ def quantize(
       >>> import cutjax, jax, jax.numpy as jnp
       >>> w = jax.random.normal(jax.random.key(0), (256, 128))
       >>> q = cutjax.quantize(w, jnp.uint4, block=(64, 1), zero_point=True)
-      >>> q.scale.shape, q.zero_point.dtype, q.dequantize(jnp.bfloat16).shape
-      ((4, 128), dtype('uint4'), (256, 128))
+      >>> q.scale.shape, q.zero_point.dtype.name, q.dequantize(jnp.bfloat16).shape
+      ((4, 128), 'uint4', (256, 128))
     """
     where = "quantize"
     x, dtype, scale_dtype = matrix(x, "x", where), np.dtype(dtype), np.dtype(scale_dtype)

@@ -163,7 +163,11 @@ class Task:
         orders = self._orders(avals)
         for i in range(len(avals)):
             aval, shape = avals[i], [avals[i].shape[axis] for axis in orders[i]]
-            arrays.append(self._sizes(aval) if i in factors.context else _random(keys[i], shape, aval.dtype, integers))
+            arrays.append(
+                self._sizes(aval)
+                if i in factors.context
+                else measure.random_array(keys[i], shape, aval.dtype, integers)
+            )
         return arrays
 
     def _sizes(self, aval: Any) -> jax.Array:
@@ -172,18 +176,6 @@ class Task:
         rows, count = getattr(self.problem, groups.axis), groups.count
         sizes = [0] * groups.leading + [rows // count + (i < rows % count) for i in range(count)]
         return jnp.broadcast_to(jnp.array(sizes, aval.dtype), aval.shape)
-
-
-def _random(key: jax.Array, shape: Sequence[int], dtype: Any, integers: bool) -> jax.Array:
-    if dtype == np.bool_:
-        return jax.random.bernoulli(key, shape=shape)
-    if dtype.name == "float8_e8m0fnu":  # powers of two alone
-        return jnp.exp2(jax.random.randint(key, shape, -2, 3, np.int8).astype(np.float32)).astype(dtype)
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jax.random.randint(key, shape, 0, 4, np.uint8).astype(dtype)
-    if integers:
-        return jax.random.randint(key, shape, -2, 3, np.int8).astype(dtype)
-    return jax.random.normal(key, shape, jnp.bfloat16 if dtype.itemsize <= 2 else dtype).astype(dtype)
 
 
 def tasks(found: Iterable[walk.Found], most: int) -> tuple[list[Task], list[Skipped]]:
@@ -278,10 +270,11 @@ def compile_all(todo: Sequence[Task], shown: Progress) -> None:
 
 def timed(task: Task, seconds: float = math.inf) -> measure.Times:
     """Times the candidates of a task on this device, for about so many seconds."""
-    inputs = measure.Inputs(task.inputs, task.problem.device.l2_bytes)
+    inputs = measure.Inputs(task.inputs, task.problem.device.l2_bytes, measure.enough_calls(floor_us(task.problem)))
     keep = [XLA, *([] if task.before.config is None else [task.before.config])]
     # XLA may add up parts in 16 bits: a product that users have anyway, and not exact.
-    return measure.times(task.functions, inputs, task.reference, task.problem.plain, keep, (XLA,), seconds)
+    right = measure.equal if task.problem.plain else measure.close
+    return measure.times(task.functions, inputs, task.reference, right, keep, (XLA,), seconds)
 
 
 def _row(task: Task, times: measure.Times) -> tuple[Row, tuned.Entry | None]:

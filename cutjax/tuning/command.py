@@ -21,7 +21,7 @@ from cutjax.kernels.device import Device, device_of, named, reference
 from cutjax.kernels.problem import LAYOUTS
 from cutjax.ops.gemm import gemm
 from cutjax.runtime import architectures, compiler, tuning_file
-from cutjax.tuning import autotune, device_report
+from cutjax.tuning import autotune, bench, bench_table, device_report
 from cutjax.tuning.report import Report, number, table
 
 PRODUCT = "[BATCHx]MxNxK[:LAYOUT[:DTYPE]]"
@@ -72,6 +72,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not 0 < minutes < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes above 0")
+    return minutes
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns 0, or 1 where it cannot run here (argparse exits with 2 on what it cannot parse)."""
     parser = argparse.ArgumentParser(prog="python -m cutjax", description="GEMM kernels for JAX")
@@ -86,17 +96,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     program.add_argument("program", help="a file of Python, or a module")
     program.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
     tune = commands.add_parser("tune", help="measure kernels for products, and keep the fastest")
-    bench = commands.add_parser("bench", help="time what runs for products, and XLA; keeps nothing")
-    for command, count in ((tune, "+"), (bench, "*")):
+    timed = commands.add_parser("bench", help="time what runs for products, and XLA; by default a report of the GPU")
+    for command, count in ((tune, "+"), (timed, "*")):
         command.add_argument("products", nargs=count, type=product, metavar=PRODUCT)
         command.add_argument("--quiet", action="store_true", help="no progress on stderr")
     tune.add_argument("--candidates", type=_positive, default=16, help="kernels measured for a product (16)")
     tune.add_argument("--path", type=pathlib.Path, help="file of tuned kernels (the user's)")
-    text = f"measures a sample of products, and writes a file to send ({device_report.FILE})"
-    bench.add_argument("--report", nargs="?", type=pathlib.Path, const=pathlib.Path(device_report.FILE), help=text)
+    timed.add_argument("--minutes", type=_minutes, help=f"after which no case of the report begins ({bench.MINUTES:g})")
+    timed.add_argument(
+        "--report", type=pathlib.Path, help=f"the report's file, to go on with and to send ({bench.FILE})"
+    )
     given = parser.parse_args(arguments)
-    if given.command == "bench" and bool(given.products) == (given.report is not None):
-        bench.error("expected products, or --report for those of the sample")
+    if given.command == "bench" and given.products and (given.minutes or given.report):
+        timed.error("--minutes and --report are of the report, which names its products itself")
     if given.command == "run":
         if not given.module and not pathlib.Path(given.program).exists():
             program.error(f"no such file: {given.program}")
@@ -145,8 +157,10 @@ def _elsewhere(device: Device) -> str:
 
 def _measured(given: argparse.Namespace) -> object:
     autotune.require_device()
-    if given.command == "bench" and given.report:
-        return device_report.summary(device_report.run(given.report, not given.quiet), given.report)
+    if given.command == "bench" and not given.products:
+        path = given.report or pathlib.Path(bench.FILE)
+        content = bench.run(path, given.minutes or bench.MINUTES, not given.quiet)
+        return f"{bench_table.text(content, bench.left(content))}\nwritten to {path}: {bench.where_to_send()}"
     path = None
     if given.command == "tune":
         path = (given.path or tuning_file.user_path()).expanduser().absolute()

@@ -12,7 +12,7 @@ import pytest
 import cutjax
 from cutjax.kernels import tuned
 from cutjax.runtime import settings
-from cutjax.tuning import autotune, command, measure
+from cutjax.tuning import autotune, bench, bench_table, cases, command, device_report, measure
 
 pytestmark = pytest.mark.gpu
 
@@ -144,3 +144,20 @@ def test_bench(capsys):
     print(out)
     assert "256x512x1024 nt bf16 x bf16 -> bf16" in out
     assert "dropped" not in out
+
+
+@pytest.mark.parametrize("case", cases.CASES[: len(cases.KINDS)], ids=lambda case: case.kind)
+def test_bench_has_a_row_of_each_kind(case):
+    row = bench._row(case)
+    assert "error" not in row, row
+    assert row["dropped"] == {}
+    assert bench_table.ratio_of(row) or "missing" in row or row["runs"] == autotune.XLA
+
+
+def test_bench_goes_on(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    assert command.main(["bench", "--report", str(path), "--minutes", "0.001", "--quiet"]) == 0
+    assert "cases are left" in capsys.readouterr().out
+    first = device_report.read(path)
+    again = bench.run(path, minutes=0.001, progress=False)
+    assert {**again, "rows": again["rows"][: len(first["rows"])]} == first

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import close, normal, run_docstring
+from checks import close, normal
 from flax import linen as nn
 from flax_cases import DTYPES, EINSUMS, same_numbers, whole
 
@@ -283,8 +283,3 @@ def test_a_dot_general_of_the_user(kind):
 def test_bad_arguments(error, match, call):
     with pytest.raises(error, match=match):
         call()
-
-
-@pytest.mark.parametrize("name", sorted(ours.__all__))
-def test_docstrings(name):
-    run_docstring(getattr(ours, name), name)

@@ -8,7 +8,7 @@ import flax_cases
 import jax
 import jax.numpy as jnp
 import pytest
-from checks import close, mesh_of, normal, run_docstring
+from checks import close, mesh_of, normal
 from flax import nnx
 from flax_cases import DTYPES, EINSUMS, same_numbers, whole
 
@@ -352,8 +352,3 @@ def test_bad_arguments():
 def test_bad_sizes(match, call):
     with pytest.raises(ValueError, match=match):
         call()
-
-
-@pytest.mark.parametrize("name", sorted(set(ours.__all__) - {"SelectionBias"}))
-def test_docstrings(name):
-    run_docstring(getattr(ours, name), name)

@@ -7,7 +7,6 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import run_docstring
 
 import cutjax
 from cutjax.primitives.dense import reference
@@ -172,8 +171,3 @@ def test_batched_16_bit_products_run_on_a_cpu(dtype):
     """XLA's CPU backend in jax 0.12 has no kernel for this one with a wider result."""
     a, b = jnp.ones((1, 3200, 8), dtype), jnp.ones((5, 72, 3200), dtype)
     np.testing.assert_array_equal(np.asarray(cutjax.gemm(a, b, layout="tt"), np.float32), np.full((5, 8, 72), 3200.0))
-
-
-@pytest.mark.parametrize("function", [cutjax.gemm, cutjax.explain, cutjax.use_backend])
-def test_docstring_examples(function):
-    run_docstring(function, function.__name__)

@@ -7,7 +7,6 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import run_docstring
 
 import cutjax
 
@@ -136,11 +135,3 @@ def test_weak_types():
     assert (got.dtype, got.weak_type) == (H, False)
     grads = jax.grad(lambda x, w: cutjax.grouped_gemm(cutjax.grouped_gemm(x, w, sizes[:1]), w, sizes[:1]).sum(), (0, 1))
     assert [g.shape for g in grads(weak, weak[None])] == [(2, 2), (1, 2, 2)]
-
-
-FUNCTIONS = [cutjax.grouped_gemm, cutjax.grouped_outer, cutjax.ragged_dot, cutjax.ragged_dot_general]
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_docstring_examples(function):
-    run_docstring(function, function.__name__)

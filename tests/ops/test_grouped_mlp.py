@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import close, compare, mesh_of, problems, run_docstring, saved, scaled, squares, types
+from checks import close, compare, mesh_of, problems, saved, scaled, squares, types
 from oracles import grouped_mlp as plain
 
 import cutjax
@@ -198,7 +198,3 @@ REFUSED = [
 def test_refused(error, match, options):
     with pytest.raises(error, match=match):
         cutjax.grouped_mlp(**({"x": X, "w1": W1, "w2": W2, "group_sizes": SIZES} | options))
-
-
-def test_docstring_example():
-    run_docstring(cutjax.grouped_mlp, "grouped_mlp")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import close, compare, mesh_of, normal, problems, run_docstring, saved, scaled, squares, types
+from checks import close, compare, mesh_of, normal, problems, saved, scaled, squares, types
 from jax.extend.core import Literal
 
 import cutjax
@@ -234,7 +234,3 @@ REFUSED = [
 def test_refused(error, match, options):
     with pytest.raises(error, match=match):
         cutjax.mlp(**({"x": X, "w1": W1, "w2": W2} | options))
-
-
-def test_docstring_example():
-    run_docstring(cutjax.mlp, "mlp")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import close, compare, mesh_of, run_docstring, scaled, squares, types
+from checks import close, compare, mesh_of, scaled, squares, types
 from checks import saved as residuals
 from jax import lax
 from oracles import moe as dense
@@ -292,7 +292,3 @@ def test_refused(error, match, options):
     names = ("x", "router_logits", "w_gate", "w_up", "w_down")
     with pytest.raises(error, match=match):
         cutjax.moe(**(dict(zip(names, ARGS, strict=True)) | options))
-
-
-def test_docstring_example():
-    run_docstring(cutjax.moe, "moe")

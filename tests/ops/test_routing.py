@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import compare, mesh_of, run_docstring
+from checks import compare, mesh_of
 from checks import normal as random
 from oracles import load_balance_loss as plain_loss
 from oracles import route as weights_of
@@ -284,11 +284,6 @@ REFUSED = [
 def test_refused(error, match, call):
     with pytest.raises(error, match=match):
         call()
-
-
-@pytest.mark.parametrize("name", ["Routing", "route", "load_balance_loss", "router_z_loss"])
-def test_docstring_examples(name):
-    run_docstring(getattr(cutjax, name), name)
 
 
 def test_the_choice_is_that_of_top_k():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import functools
 import re
 from collections.abc import Callable
@@ -179,10 +178,3 @@ def test_refused(error, match, a, options):
     for g in (f, jax.jit(f)) if isinstance(a, jax.Array) else (f,):
         with pytest.raises(error, match=match):
             g(a)
-
-
-def test_docstring():
-    (example,) = doctest.DocTestFinder(recurse=False).find(cutjax.syrk, "syrk")
-    runner = doctest.DocTestRunner()
-    assert runner.run(example).failed == 0
-    assert runner.tries

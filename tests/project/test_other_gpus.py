@@ -10,7 +10,8 @@ import pytest
 
 from cutjax.kernels import device
 from cutjax.kernels.device import Device
-from cutjax.tuning.device_report import KINDS, family_of
+from cutjax.tuning.cases import WAYS
+from cutjax.tuning.device_report import family_of
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "other-gpus.md"
@@ -65,7 +66,7 @@ def test_what_runs_where_is_what_is_chosen(what_runs_where, arch):
     kinds = what_runs_where.KINDS
     told = {(kind.a, kind.b, str(kind.precision or "")): what_runs_where.runs(kind, arch) for kind in kinds}
     gpu, compared = device.reference(arch), 0
-    for case in KINDS:
+    for case in WAYS:
         # TF32, which XLA has by default where there is such a thing, is named in one of them.
         precision = "" if case.rate == "tf32" and gpu.tf32 else str(case.precision or "")
         if names := told.get((case.dtype, case.dtype, precision)):
@@ -89,7 +90,7 @@ def test_rows():
     assert row(device.named("NVIDIA H200")).startswith("| **NVIDIA H200** | sm_90a | 132 | 830 | 415 | ")
     assert row(device.named("Tesla T4")).split(" | ")[3:5] == ["-", "-"]
     assert len(devices().splitlines()) == 2 + len(device.DEVICES)
-    assert {case.dtype for case in KINDS} >= {jnp.dtype(x).name for x in ("bfloat16", "float64", "complex64", "uint8")}
+    assert {case.dtype for case in WAYS} >= {jnp.dtype(x).name for x in ("bfloat16", "float64", "complex64", "uint8")}
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Clock:
 def test_times_and_reasons(monkeypatch):
     Clock(monkeypatch, {"fast": 3.0, "slow": 5.0, "wrong": 1.0})
     functions = {"fast": right, "slow": slow, "wrong": wrong_in_one_element, "none": failing_to_trace}
-    found = measure.times(functions, INPUTS, right, exact=True)
+    found = measure.times(functions, INPUTS, right, measure.equal)
     assert found.us == {"fast": pytest.approx(3.0), "slow": pytest.approx(5.0)}
     assert found.dropped == {"wrong": "ArithmeticError: its result is wrong", "none": "ValueError: no kernel"}
 
@@ -72,7 +72,7 @@ def test_times_and_reasons(monkeypatch):
 def test_what_is_trusted_is_not_dropped(monkeypatch):
     Clock(monkeypatch, {"right": 3.0, "trusted": 1.0})
     functions = {"right": right, "trusted": wrong_in_one_element}
-    found = measure.times(functions, INPUTS, right, exact=True, trusted=("trusted",))
+    found = measure.times(functions, INPUTS, right, measure.equal, trusted=("trusted",))
     assert (set(found.us), found.dropped) == ({"right", "trusted"}, {})
 
 
@@ -80,7 +80,7 @@ def test_last_rounds_are_of_the_fastest_and_of_those_kept(monkeypatch):
     names = {f"f{i}": 1.0 + i for i in range(8)}
     Clock(monkeypatch, names)
     functions = {name: (lambda a, b: [a @ b]) for name in names}
-    found = measure.times(functions, INPUTS, right, exact=True, keep=["f7", "absent"])
+    found = measure.times(functions, INPUTS, right, measure.equal, keep=["f7", "absent"])
     assert set(found.us) == {"f0", "f1", "f2", "f3", "f7"}
     assert min(found.us, key=found.us.__getitem__) == "f0"
 
@@ -103,7 +103,7 @@ def test_a_program_that_fails_later_is_dropped(monkeypatch):
 
     monkeypatch.setattr(measure, "_compiled", breaking)
     monkeypatch.setattr(measure, "MOST_RUNS", 1)
-    found = measure.times({"a": right, "b": right}, INPUTS, right, exact=True)
+    found = measure.times({"a": right, "b": right}, INPUTS, right, measure.equal)
     assert set(found.us) == {"b"}
     assert found.dropped == {"a": "RuntimeError: launch failed"}
 
@@ -127,7 +127,13 @@ def test_calls_are_not_merged():
     ],
 )
 def test_memory_bounds_sets_and_calls(in_bytes, out_bytes, free, expected):
-    assert measure._counts(in_bytes, out_bytes, 50 << 20, free) == expected
+    assert measure._counts(in_bytes, out_bytes, measure.Inputs(make, 50 << 20), free) == expected
+
+
+def test_slow_calls_make_short_programs():
+    assert [measure.enough_calls(us) for us in (0.0, 1.0, 1000.0, 4000.0, 1e9)] == [32, 32, 10, 3, 1]
+    assert measure._counts(60 << 20, 1, measure.Inputs(make, 50 << 20, calls=1), 80 * GIB) == (3, 3)
+    assert measure._counts(60 << 20, 1, measure.Inputs(make, 50 << 20, calls=10), 80 * GIB) == (3, 9)
 
 
 def test_runs_are_bound_by_time_and_memory(monkeypatch):
@@ -139,27 +145,32 @@ def test_runs_are_bound_by_time_and_memory(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("got", "expected", "exact", "verdict"),
+    ("got", "expected", "right", "verdict"),
     [
-        ([1.0, 2.0], [1.0, 2.0], True, True),
-        ([1.0, 2.0], [1.0, 2.0001], True, False),
-        ([100.0, 200.0], [100.0, 200.1], False, True),  # a rounding of 16 bits
-        ([100.0, 200.0], [100.0, 216.0], False, False),
-        ([np.nan, np.inf], [np.nan, np.inf], True, True),
-        ([np.nan, np.inf], [np.nan, np.inf], False, True),
-        ([np.nan, 1.0], [1.0, 1.0], False, False),
-        ([np.inf, 1.0], [1.0, 1.0], False, False),
-        ([1.0, 1.0], [np.inf, 1.0], False, False),
+        ([1.0, 2.0], [1.0, 2.0], measure.equal, True),
+        ([1.0, 2.0], [1.0, 2.0001], measure.equal, False),
+        ([100.0, 200.0], [100.0, 200.1], measure.close, True),  # a rounding of 16 bits
+        ([100.0, 200.0], [100.0, 216.0], measure.close, False),
+        ([np.nan, np.inf], [np.nan, np.inf], measure.equal, True),
+        ([np.nan, np.inf], [np.nan, np.inf], measure.close, True),
+        ([np.nan, 1.0], [1.0, 1.0], measure.close, False),
+        ([np.inf, 1.0], [1.0, 1.0], measure.close, False),
+        ([100.0, 1.0], [100.0, 5.0], measure.near, True),  # 4 of a norm of 100
+        ([100.0, 1.0], [100.0, 7.0], measure.near, False),
+        ([np.nan, 1.0], [1.0, 1.0], measure.near, False),
+        ([0.0, 0.0], [0.0, 0.0], measure.near, True),
+        ([1.0, 1.0], [np.inf, 1.0], measure.close, False),
     ],
 )
-def test_agree(got, expected, exact, verdict):
-    assert bool(measure.agree([jnp.array(got)], [jnp.array(expected)], exact)) == verdict
+def test_what_is_right(got, expected, right, verdict):
+    assert bool(right([jnp.array(got)], [jnp.array(expected)])) == verdict
 
 
-def test_agree_of_integers_is_exact():
-    assert not measure.agree([jnp.array([1000, 7])], [jnp.array([1001, 7])], exact=False)
+def test_integers_that_are_close_are_equal():
+    assert not measure.close([jnp.array([1000, 7])], [jnp.array([1001, 7])])
 
 
-def test_agree_looks_at_every_result():
+@pytest.mark.parametrize("right", [measure.equal, measure.close, measure.near])
+def test_every_result_is_looked_at(right):
     one, two = jnp.ones(4), jnp.full(4, 2.0)
-    assert not measure.agree([one, two], [one, one], exact=False)
+    assert not right([one, two], [one, one])
