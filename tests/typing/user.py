@@ -142,6 +142,7 @@ def over_devices(x: Array, w: Array, mesh: jax.sharding.Mesh) -> Array:
     y: Array = cutjax.gemm_reduce_scatter(x, w, axis_name="model", reduce_dtype=jnp.float32)
     with (
         cutjax.use_backend("xla"),
+        cutjax.use_highest("bf16x9"),
         cutjax.use_partial_sums("float32"),
         cutjax.use_highest("bf16x9"),
         cutjax.use_tuning(None),
