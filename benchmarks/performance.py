@@ -21,6 +21,7 @@ from benchmarks.record import Row
 README = report.RESULTS.parent.parent / "README.md"
 PAGE = README.parent / "docs" / "performance.md"
 SPEED = "speed.png"  # beside the results; README.md shows it
+MOST = 4  # the largest ratio that it shows as it is
 BEGIN, END = "<!-- written by python -m benchmarks performance -->", "<!-- end -->"
 KINDS = {
     "few tokens": "#d95f02",
@@ -233,18 +234,23 @@ def draw_speed(folder: pathlib.Path, path: pathlib.Path) -> None:
         spread = (np.arange(len(ratios)) * 0.382 % 1 - 0.5) * 0.55  # so that points do not hide each other
         own = np.array([answer.own(row) for row in rows])
         color = np.where(ratios < answers.LEVEL, _LOSES, np.where(own, _UNTUNED, _XLA))
-        axis.scatter(ratios, y + spread, 12, color, alpha=0.55, linewidths=0)
+        for far, marker in ((False, "o"), (True, ">")):
+            at = (ratios > MOST) == far
+            axis.scatter(
+                np.minimum(ratios, MOST)[at], (y + spread)[at], 12, color[at], marker, alpha=0.55, linewidths=0
+            )
         mean = report.geometric_mean(ratios)
         axis.plot([mean] * 2, [y - 0.36, y + 0.36], color="black", linewidth=1.8)
         axis.annotate(f"{mean:.2f}", (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=9)
     axis.set_yticks(range(len(shown)), [f"{x.label} ({len(x.rows(folder))})" for x in shown], fontsize=9)
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_xscale("log")
-    axis.set_xticks(ticks := [0.8, 0.9, 1, 1.2, 1.5, 2], list(map(str, ticks)))
+    axis.set_xticks(ticks := [0.8, 0.9, 1, 1.2, 1.5, 2, 3, MOST], list(map(str, ticks)))
     axis.minorticks_off()
     axis.set_xlabel(
         "XLA's (or torch's) time / cutjax's. A point is a product: green where cutjax is faster, orange where it is\n"
-        "slower, grey where it leaves the product to XLA. Bar and number: the geometric mean of all.",
+        f"slower, grey where it leaves the product to XLA; a triangle is one above {MOST}.\n"
+        "Bar and number: the geometric mean of all.",
         fontsize=8,
     )
     figure.savefig(path, dpi=130)
