@@ -237,7 +237,7 @@ def draw_speed(folder: pathlib.Path, path: pathlib.Path) -> None:
         for far, marker in ((False, "o"), (True, ">")):
             at = (ratios > MOST) == far
             axis.scatter(
-                np.minimum(ratios, MOST)[at], (y + spread)[at], 12, color[at], marker, alpha=0.55, linewidths=0
+                np.minimum(ratios, MOST)[at], (y + spread)[at], 12, color[at], marker=marker, alpha=0.55, linewidths=0
             )
         mean = report.geometric_mean(ratios)
         axis.plot([mean] * 2, [y - 0.36, y + 0.36], color="black", linewidth=1.8)
