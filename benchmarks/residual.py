@@ -51,7 +51,7 @@ SHARPNESS = 0.03  # in log time: configs predicted closer than this share a pick
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """What a network is trained on: a row for each measured config, those of a product one after the other.
+    """The measured configs that a network is trained on, a row each, those of a product one after the other.
 
     Attributes:
       inputs: of the network, [rows, inputs].
@@ -229,7 +229,7 @@ def fused(path: pathlib.Path) -> fit.Rows:
 
 
 def figures(data: Samples, us: np.ndarray) -> dict[str, float]:
-    """Returns what picks by predicted times cost over the best measured, and the best of three."""
+    """Returns the times of picks over those of the best measured, and of the best of three."""
     ends = [*data.starts[1:], len(us)]
     orders = [a + np.argsort(us[a:b], kind="stable") for a, b in zip(data.starts, ends, strict=True)]
     best = np.minimum.reduceat(data.us, data.starts)
@@ -299,14 +299,14 @@ def _ends(parts: Mapping[pathlib.Path, Samples]) -> list[int]:
 
 
 def _about(path: pathlib.Path) -> dict[str, Any]:
-    """Returns where a sweep's times are from."""
+    """Returns the machine and the software of a sweep, and its commit."""
     content = json.loads(path.read_text())
     about = {name: content.get(name) for name in ("device", "versions", "date")}
     return {**about, "commit": content.get("commit") or report.commit_of(path)}
 
 
 def formula_alone(of: Callable[[], Any]) -> Any:
-    """Returns what a function returns where choices are made by the formula alone."""
+    """Returns a function's result where choices are made by the formula alone."""
     caches = families.offers, families.fastest, choose._choose
     with mock.patch.object(residual, "serves", return_value=False):
         for cached in caches:

@@ -323,13 +323,15 @@ def test_the_model_picks_well_for_gated_groups():
         assert regret(problem, recorded_configs(row["us"])) < 1.08, row["case"]
 
 
-# The model was fitted to the first two. As shipped 1.033 and 1.12, 1.033 and 1.12, 1.032 and 1.12.
+# The formula was fitted to the first two, the network to the first and the last. As shipped 1.012 and 1.05, 1.023 and
+# 1.09, 1.019 and 1.08, 1.012 and 1.05.
 @pytest.mark.parametrize(
     ("name", "least", "mean", "worst_of_20"),
     [
-        ("products-h200", 600, 1.036, 1.14),
-        ("products-h100", 110, 1.036, 1.14),
-        ("products-held-h200", 360, 1.036, 1.14),
+        ("products-h200", 600, 1.014, 1.07),
+        ("products-h100", 110, 1.026, 1.1),
+        ("products-held-h200", 360, 1.021, 1.09),
+        ("attention-h200", 300, 1.014, 1.07),
     ],
 )
 def test_the_model_picks_well_among_recorded_times(name, least, mean, worst_of_20):
@@ -344,7 +346,7 @@ def test_the_model_picks_well_among_recorded_times(name, least, mean, worst_of_2
 
 
 def test_the_model_picks_well_among_fused_products():
-    """As shipped 1.032 and 1.10; the worst have few tokens, where k may be divided in many ways."""
+    """As shipped 1.010 and 1.05 of all, to which the network was fitted."""
     recorded = json.loads((RESULTS / "experiments" / "fused-sweep-h200.json").read_text())
     regrets = []
     for row in recorded["rows"][::4]:  # all of them are worth it after a change of the model
@@ -356,8 +358,8 @@ def test_the_model_picks_well_among_fused_products():
         predicted = {x: ranked_us(x, problem) for x, k in resolved.items() if isinstance(k, sm90.Kernel)}
         regrets.append(times[min(predicted, key=predicted.__getitem__)] / min(times[x] for x in predicted))
     assert len(regrets) == 40
-    assert np.exp(np.mean(np.log(regrets))) < 1.037
-    assert np.percentile(regrets, 95) < 1.11
+    assert np.exp(np.mean(np.log(regrets))) < 1.015
+    assert np.percentile(regrets, 95) < 1.07
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def _instructions(p: Problem, staged: staging.Staging) -> float:
 
 
 class Terms(NamedTuple):
-    """What a predicted time is made of, in microseconds but for the number of waves.
+    """The parts of a predicted time, in microseconds, and its number of waves.
 
     Attributes:
       multiply, load, refill: of a k block of a tile: multiplying it, loading it, and waiting for a load.

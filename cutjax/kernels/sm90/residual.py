@@ -41,11 +41,15 @@ class Network:
     layers: tuple[tuple[np.ndarray, np.ndarray], ...]
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        """Returns what is added to 1, of each column of inputs."""
-        x = np.rint(np.clip((x - self.mean) * self.scale, -SPREAD * UNIT, SPREAD * UNIT))
+        """Returns the share of its time that each kernel takes more, or less, told a column of inputs for each."""
+        x = (x - self.mean) * self.scale
+        np.rint(np.clip(x, -SPREAD * UNIT, SPREAD * UNIT, out=x), out=x)
         *hidden, (weights, bias) = self.layers
         for w, b in hidden:
-            x = np.floor(np.maximum(w @ x + b, 0) / UNIT)
+            x = w @ x
+            x += b
+            x *= 1 / UNIT  # a power of two: exact
+            np.floor(np.maximum(x, 0, out=x), out=x)
         return np.clip((weights @ x + bias)[0] / UNIT**2, -MOST, MOST)
 
 
@@ -127,6 +131,6 @@ def inputs(kernel: Resolved, f: Features, t: Terms) -> np.ndarray:
 
 
 def factor(kernel: Resolved, f: Features, t: Terms) -> Any:
-    """Returns by what the formula's time is multiplied: a number, or a column of them."""
+    """Returns the factor of the formula's time, or a column of factors."""
     found = 1 + network()(inputs(kernel, f, t))
     return found if isinstance(kernel.config.bm, np.ndarray) else float(found[0])
