@@ -96,9 +96,9 @@ def samples(rows: fit.Rows) -> Samples:
     inputs, formula = [], []
     for kernel, device in zip(rows.kernels, rows.devices, strict=True):
         features = dense_cost.features(kernel, device)
-        terms = dense_cost.terms(features, CONSTANTS)
-        inputs.append(residual.inputs(kernel, features, terms)[:, 0])
-        formula.append(terms.whole)
+        costs = dense_cost.costs(features, CONSTANTS)
+        inputs.append(residual.inputs(kernel, features, costs)[:, 0])
+        formula.append(costs.whole)
     return Samples(np.array(inputs), np.array(formula), rows.us, rows.product)
 
 

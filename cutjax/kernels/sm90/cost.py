@@ -156,8 +156,8 @@ def both(kernel: Resolved, device: Device) -> tuple[Any, Any]:
     if not residual.serves(kernel, device):
         return (us := predict(kernel, device)), us
     features = dense_cost.features(kernel, device)
-    terms = dense_cost.terms(features, CONSTANTS)
-    return terms.whole, terms.whole * residual.factor(kernel, features, terms)
+    costs = dense_cost.costs(features, CONSTANTS)
+    return costs.whole, costs.whole * residual.factor(kernel, features, costs)
 
 
 def _short_rows(kernel: Resolved) -> tuple[int, Any]:

@@ -201,7 +201,7 @@ def _instructions(p: Problem, staged: staging.Staging) -> float:
     return (1 + computed + 5 * loaded + 3 * max(stored - 1, 0)) / p.products
 
 
-class Terms(NamedTuple):
+class Costs(NamedTuple):
     """The parts of a predicted time, in microseconds, and its number of waves.
 
     Attributes:
@@ -230,11 +230,11 @@ class Terms(NamedTuple):
 
 def time_us(f: Features, c: Constants) -> Any:
     """Returns the predicted microseconds of one call."""
-    return terms(f, c).whole
+    return costs(f, c).whole
 
 
-def terms(f: Features, c: Constants) -> Terms:
-    """Returns the terms of the predicted time of one call."""
+def costs(f: Features, c: Constants) -> Costs:
+    """Returns the parts of the predicted time of one call."""
     # One k block of one tile: multiplying, loading, or waiting for a load.
     sharing = maximum(1.0, f.resident * (f.items * f.cluster > f.sms))  # blocks that really share an SM
     flops = 2 * f.bm * f.bn * f.bk / f.flop_us * (1 + c.hot * f.ideal / (f.ideal + 800))
@@ -278,4 +278,4 @@ def terms(f: Features, c: Constants) -> Terms:
     added = (f.splits > 1) * (c.sum + (f.splits * f.result + f.asked) / (c.summed * 1e6 * f.speed))
     copied = f.copied / (COPIED_BYTES_PER_US * f.speed) + f.copies  # each in a launch of its own
     whole = us + added + copied
-    return Terms(multiply, load, refill, mainloop, epilogue, waves, exchange, compute, memory, l2, added, whole)
+    return Costs(multiply, load, refill, mainloop, epilogue, waves, exchange, compute, memory, l2, added, whole)

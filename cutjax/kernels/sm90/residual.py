@@ -1,6 +1,6 @@
 """A small network beside the formula of dense products: its part of their times, by which their kernels are ranked.
 
-It reads what a kernel is and the formula's terms, and was trained on the sweeps that the constants were fitted to
+It reads what a kernel is and what the formula adds up, and was trained on the sweeps that the constants were fitted to
 (``python -m benchmarks residual``). Its numbers are whole, as all sums of them are, below 2^53: so they are exact, and
 the ranking is the same in any order of additions, on any machine.
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from cutjax.kernels.columns import ceil
 from cutjax.kernels.device import Device
-from cutjax.kernels.sm90.dense_cost import FITTED_ON, Features, Terms
+from cutjax.kernels.sm90.dense_cost import FITTED_ON, Costs, Features
 from cutjax.kernels.sm90.resolved import Resolved
 
 FILE = pathlib.Path(__file__).with_name("residual.json")
@@ -74,7 +74,7 @@ def serves(kernel: Resolved, device: Device) -> bool:
     return plain and like and not (p.groups or p.symmetric)
 
 
-def inputs(kernel: Resolved, f: Features, t: Terms) -> np.ndarray:
+def inputs(kernel: Resolved, f: Features, t: Costs) -> np.ndarray:
     """Returns the network's inputs, [inputs, kernels], of one kernel or of columns of those of many."""
     c, p, us = kernel.config, kernel.multiplied, t.whole
     asked = p.m * p.n * p.batch_size * p.products  # accumulators, of which whole tiles have more
@@ -130,7 +130,7 @@ def inputs(kernel: Resolved, f: Features, t: Terms) -> np.ndarray:
     return x
 
 
-def factor(kernel: Resolved, f: Features, t: Terms) -> Any:
+def factor(kernel: Resolved, f: Features, t: Costs) -> Any:
     """Returns the factor of the formula's time, or a column of factors."""
     found = 1 + network()(inputs(kernel, f, t))
     return found if isinstance(kernel.config.bm, np.ndarray) else float(found[0])
