@@ -26,6 +26,7 @@ COMMANDS = (
     "reference",
     "trace_overhead",
     "choosing",
+    "residual",
 )
 STARTED = ("direct_worker", "conv_worker", "children")  # by others, in processes of their own
 

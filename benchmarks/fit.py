@@ -1,9 +1,11 @@
-"""Judges the cost model by rows of benchmarks/direct.py, and fits constants: ``python -m benchmarks fit X.jsonl``."""
+"""Judges the cost model by rows of benchmarks/direct.py, or recorded sweeps: ``python -m benchmarks fit X.jsonl``."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
+import json
 import math
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
@@ -28,9 +30,26 @@ KINDS: dict[str, Callable[[dict[str, Any]], bool]] = {
 SHARPNESS = 0.02  # in log time: configs predicted closer than this share a pick, so that the loss has a slope
 
 
+def recorded(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the lines of a sweep as benchmarks/results/sweeps has it, where configs are places in a table."""
+    content = json.loads(path.read_text())
+    device, table = device_of_kind(content["device"], "sm_90a"), content["configs"]
+    return [
+        {
+            **line,
+            "case": Dense.of_fields(line).name,
+            "device": device.name,
+            "sms": device.sms,
+            "configs": [{**table[i], "us": us} for i, us in line["times"]],
+        }
+        for line in content["products"]
+    ]
+
+
 def load(paths: Iterable[pathlib.Path]) -> list[dict[str, Any]]:
     """Returns the lines of products that have times of configs; of a product measured twice on a device, the last."""
-    lines = [line for path in paths for line in sweep.lines(path) if line.get("configs")]
+    every = itertools.chain(*(recorded(path) if path.suffix == ".json" else sweep.lines(path) for path in paths))
+    lines = [line for line in every if line.get("configs")]
     return list({(line["case"], line["device"], line["sms"]): line for line in lines}.values())
 
 
@@ -223,7 +242,9 @@ def fit(
 def main(argv: Sequence[str]) -> int:
     """The command line: judges the shipped model."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks fit", description="Judges the cost model.")
-    parser.add_argument("paths", type=pathlib.Path, nargs="+", help="JSON lines of benchmarks direct")
+    parser.add_argument(
+        "paths", type=pathlib.Path, nargs="+", help="JSON lines of benchmarks direct, or JSON of a recorded sweep"
+    )
     parser.add_argument("--worst", type=int, default=10, help="so many of the picks that lose most are listed")
     args = parser.parse_args(argv)
     rows = flatten(load(args.paths))

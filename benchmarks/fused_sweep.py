@@ -122,10 +122,15 @@ def xla(layout: str, name: str) -> Callable[..., Any]:
     return run
 
 
+def problem_of(shape: Shape, name: str) -> cutjax.Problem:
+    """Returns the problem that a product with its epilogue is."""
+    (row,) = cutjax.explain(ours(shape[3], name, None), platform="cpu")(avals(shape, name)).rows
+    return row.choice.problem
+
+
 def kernels(shape: Shape, name: str, most: int) -> list[Kernel]:
     """Returns the kernels to time: those predicted fastest, three of a kind of tile at most, and of other kinds one."""
-    (row,) = cutjax.explain(ours(shape[3], name, None), platform="cuda")(avals(shape, name)).rows
-    problem = row.choice.problem
+    problem = problem_of(shape, name)
     found = [kernel for x in family.configs(problem) if isinstance(kernel := resolve(problem, x), Kernel)]
     found.sort(key=lambda kernel: kernel.time_us(problem.device))
     limit = 1.6 * found[0].time_us(problem.device)

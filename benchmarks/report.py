@@ -44,6 +44,11 @@ def _output(*command: str) -> str:
         return "unknown"
 
 
+def commit_of(path: pathlib.Path | None = None) -> str:
+    """The commit of this tree; of a file in it, the one that changed it last."""
+    return _output("git", "log", "-1", "--format=%H", *(() if path is None else ("--", str(path))))
+
+
 def environment(commit: str | None = None) -> dict[str, Any]:
     """Device, driver, versions, commit and date; starts JAX's backend.
 
@@ -63,7 +68,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
             "nvrtc": version("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
             "cublas": version("nvidia-cublas", "nvidia-cublas-cu12"),
         },
-        "commit": commit or os.environ.get("CUTJAX_COMMIT") or _output("git", "rev-parse", "HEAD"),
+        "commit": commit or os.environ.get("CUTJAX_COMMIT") or commit_of(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

@@ -23,8 +23,8 @@ from cutjax.runtime import choice
 from cutjax.runtime.launch import Call
 
 # How many times as fast as XLA's product a kernel must be predicted to be, to run under "auto"; measured ones must lead
-# by as much. Of 374 products that the model was not fitted to, kernels run in 65, of which one is under 0.97 of XLA
-# (0.94), at a mean of 1.051; at 1 / 1.03 in 104, 11 (0.87) and 1.063, at 1.05 in 43, none and 1.035. Of 304 of
+# by as much. Of 374 products that the model was not fitted to, kernels run in 63, of which none is under 0.97 of XLA,
+# at a mean of 1.050. Before a network ranked them 65, one and 1.051; at 1 / 1.03 104, 11 and 1.063. Of 304 of
 # attention, in batches, 7 of 31 are under 0.97; at 1 it were 13 of 58.
 LEAD = tuned.SURE
 

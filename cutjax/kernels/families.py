@@ -77,7 +77,7 @@ class Offer:
     @property
     def serves(self) -> bool:
         """True if some kernel can be launched: that of the fastest, or of the first, which is told least."""
-        us = self.prices.us
+        us = self.prices.ranked_us
         return any(self.kernel(i)[1] for i in ([int(us.argmin()), 0] if len(us) else ()))
 
     def time_us(self, i: int) -> float:
@@ -116,7 +116,7 @@ def ranked(problem: Problem, unmeasured: bool = False) -> Iterator[tuple[Offer, 
     """
     if not (found := offers(problem)):
         return
-    us = np.concatenate([offer.prices.us for offer in found])
+    us = np.concatenate([offer.prices.ranked_us for offer in found])
     if not unmeasured:
         us[np.concatenate([offer.prices.new for offer in found])] = np.inf
     firsts = np.cumsum([0, *(len(offer.prices.us) for offer in found)])

@@ -17,12 +17,15 @@ class Prices:
 
     Attributes:
       us: in microseconds.
+      ranked_us: the same, by which they are ranked: what was recorded of others like them says more of which is the
+        fastest than of the time it takes.
       config: makes the i-th of them.
       rows: makes what tells them apart, of each: that of a config is the same in another problem of the same sizes.
       new: whether each has parts that have not run on a device yet.
     """
 
     us: np.ndarray
+    ranked_us: np.ndarray
     config: Callable[[int], Any]
     rows: Callable[[], Sequence[Hashable]]
     new: np.ndarray
@@ -33,11 +36,17 @@ class Prices:
             return self
         own = self.rows()
         kept = [i for i, row in enumerate(own) if row not in rows]
-        return Prices(self.us[kept], lambda i: self.config(kept[i]), lambda: [own[i] for i in kept], self.new[kept])
+        return Prices(
+            self.us[kept],
+            self.ranked_us[kept],
+            lambda i: self.config(kept[i]),
+            lambda: [own[i] for i in kept],
+            self.new[kept],
+        )
 
     def after(self, us: float) -> Prices:
         """Returns those of kernels before which others take so long."""
-        return dataclasses.replace(self, us=self.us + us)
+        return dataclasses.replace(self, us=self.us + us, ranked_us=self.ranked_us + us)
 
 
 def one_by_one(problem: Problem, configs: Iterable[Any], resolve: Callable[[Problem, Any], Any]) -> Prices:
@@ -47,4 +56,4 @@ def one_by_one(problem: Problem, configs: Iterable[Any], resolve: Callable[[Prob
     served = [config for config, _ in kernels]
     us = np.array([kernel.time_us(problem.device) for _, kernel in kernels], float)
     new = np.array([bool(kernel.unmeasured) for _, kernel in kernels], bool)
-    return Prices(us, served.__getitem__, lambda: served, new)
+    return Prices(us, us, served.__getitem__, lambda: served, new)

@@ -13,22 +13,22 @@ import pytest
 
 import cutjax
 from benchmarks import fused_sweep
-from cutjax.kernels.sm90 import family
+from cutjax.kernels.sm90 import cost, family
 
 RECORDED = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "experiments" / "fused-sweep-h200.json"
 
 
 def measured_us(row, avals):
-    """Returns the recorded time of the config that is predicted fastest of those recorded."""
+    """Returns the recorded time of the config that is ranked first of those recorded."""
     ours = fused_sweep.ours(row["layout"], row["epilogue"], None)
     problem = cutjax.explain(ours, platform="cuda")(avals).rows[0].choice.problem
     resolved = [(family.resolve(problem, cutjax.Config(**fields)), us) for fields, us in row["configs"]]
-    times = [(found.time_us(problem.device), us) for found, us in resolved if not isinstance(found, tuple)]
+    times = [(cost.both(found, problem.device)[1], us) for found, us in resolved if not isinstance(found, tuple)]
     return min(times)[1]
 
 
 def test_what_is_fused_was_faster():
-    """As shipped 1.138 over XLA in all, 7 slower, the worst 0.958; gates 1.173, of which one stays XLA's."""
+    """As shipped 1.143 over XLA in all, 1 slower, the worst 0.990; gates 1.191, of which three stay XLA's."""
     ratios = collections.defaultdict(list)
     for row in json.loads(RECORDED.read_text())["rows"]:
         if row["epilogue"] == "plain":
@@ -40,12 +40,12 @@ def test_what_is_fused_was_faster():
         ratios[row["epilogue"]].append(row["xla_us"] / measured_us(row, avals) if fused else 1.0)
     all_of_them = np.concatenate([*ratios.values()])
     assert len(all_of_them) == 144
-    assert np.exp(np.mean(np.log(all_of_them))) > 1.13
-    assert np.min(all_of_them) > 0.95
-    assert np.sum(all_of_them < 0.995) <= 8
+    assert np.exp(np.mean(np.log(all_of_them))) > 1.135
+    assert np.min(all_of_them) > 0.97
+    assert np.sum(all_of_them < 0.995) <= 3
     assert len(ratios["gate"]) == 17
-    assert np.sum(np.array(ratios["gate"]) == 1.0) <= 1
-    assert np.exp(np.mean(np.log(ratios["gate"]))) > 1.16
+    assert np.sum(np.array(ratios["gate"]) == 1.0) <= 3
+    assert np.exp(np.mean(np.log(ratios["gate"]))) > 1.18
 
 
 def added(*terms):

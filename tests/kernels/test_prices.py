@@ -19,7 +19,7 @@ from cutjax.kernels.columns import each, where
 from cutjax.kernels.device import reference
 from cutjax.kernels.operand import Operand, Scale
 from cutjax.kernels.prices import one_by_one
-from cutjax.kernels.sm90 import family
+from cutjax.kernels.sm90 import cost, family, kernel
 
 BF16, F8, F32 = (np.dtype(d) for d in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32))
 
@@ -98,11 +98,14 @@ def test_prices_are_those_of_kernels_one_by_one(kind):
         found, expected = family.prices(problem), one_by_one(problem, family.configs(problem), family.resolve)
         assert [found.config(i) for i in range(len(found.us))] == expected.rows()
         np.testing.assert_allclose(found.us, expected.us, rtol=1e-12)
+        kernels = [kernel.resolved(problem, config) for config in expected.rows()]
+        ranked_us = [cost.both(x, problem.device)[1] for x in kernels]
+        np.testing.assert_allclose(found.ranked_us, ranked_us, rtol=1e-12)
         served += len(found.us)
         if len(found.us):
             fastest = families.fastest(problem)
             assert fastest is not None
-            least = int(np.argmin(expected.us))
+            least = int(np.argmin(found.ranked_us))
             if families.offers(problem)[0].problem is problem and len(families.offers(problem)) == 1:
                 assert fastest[1:] == (expected.us[least], len(expected.us))
                 assert fastest[0].config == expected.config(least)

@@ -20,6 +20,7 @@ from cutjax.epilogue.trace import trace
 from cutjax.kernels import choose, tuned
 from cutjax.kernels.arguments import batch_steps
 from cutjax.kernels.device import device_of_kind
+from cutjax.kernels.sm90 import cost
 from cutjax.kernels.sm90 import kernel as sm90
 from cutjax.runtime.launch import Int32, TensorMap
 
@@ -29,6 +30,10 @@ E4, E5 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 
 def time_us(config, p):
     return sm90.resolved(p, config).time_us(p.device)
+
+
+def ranked_us(config, p):
+    return cost.both(sm90.resolved(p, config), p.device)[1]
 
 
 def test_problem_counts():
@@ -158,7 +163,7 @@ def test_candidates_are_distinct_valid_and_sorted(layout, out):
     configs = cutjax.candidates(p)
     assert len(set(configs)) == len(configs) > 50
     assert all(cutjax.reasons(c, p) == () for c in configs)
-    times = [time_us(c, p) for c in configs]
+    times = [ranked_us(c, p) for c in configs]
     assert times == sorted(times)
     assert {c.cluster for c in configs} == {1, 2}
     assert {c.bm for c in configs} == {64, 128, 256}
@@ -318,20 +323,22 @@ def test_the_model_picks_well_for_gated_groups():
         assert regret(problem, recorded_configs(row["us"])) < 1.08, row["case"]
 
 
-# The model was fitted to the first two. As shipped 1.033 and 1.12, 1.033 and 1.12, 1.032 and 1.12.
+# The formula was fitted to the first two, the network to the first and the last. As shipped 1.012 and 1.05, 1.023 and
+# 1.09, 1.019 and 1.08, 1.012 and 1.05.
 @pytest.mark.parametrize(
     ("name", "least", "mean", "worst_of_20"),
     [
-        ("products-h200", 600, 1.036, 1.14),
-        ("products-h100", 110, 1.036, 1.14),
-        ("products-held-h200", 360, 1.036, 1.14),
+        ("products-h200", 600, 1.014, 1.07),
+        ("products-h100", 110, 1.026, 1.1),
+        ("products-held-h200", 360, 1.021, 1.09),
+        ("attention-h200", 300, 1.014, 1.07),
     ],
 )
 def test_the_model_picks_well_among_recorded_times(name, least, mean, worst_of_20):
     """Not a benchmark: the times are data."""
     regrets = []
     for problem, times, _ in recorded_products(name):
-        predicted = {config: sm90.resolved(problem, config).time_us(problem.device) for config in times}
+        predicted = {config: ranked_us(config, problem) for config in times}
         regrets.append(times[min(predicted, key=predicted.__getitem__)] / min(times.values()))
     assert len(regrets) > least
     assert np.exp(np.mean(np.log(regrets))) < mean
@@ -339,7 +346,7 @@ def test_the_model_picks_well_among_recorded_times(name, least, mean, worst_of_2
 
 
 def test_the_model_picks_well_among_fused_products():
-    """As shipped 1.032 and 1.10; the worst have few tokens, where k may be divided in many ways."""
+    """As shipped 1.010 and 1.05 of all, to which the network was fitted."""
     recorded = json.loads((RESULTS / "experiments" / "fused-sweep-h200.json").read_text())
     regrets = []
     for row in recorded["rows"][::4]:  # all of them are worth it after a change of the model
@@ -348,11 +355,11 @@ def test_the_model_picks_well_among_fused_products():
         problem = cutjax.explain(function, platform="cpu")(fused_sweep.avals(shape, name)).rows[0].choice.problem
         times = {cutjax.Config(**fields): us for fields, us in row["configs"]}
         resolved = {config: sm90.resolve(problem, config) for config in times}
-        predicted = {x: k.time_us(problem.device) for x, k in resolved.items() if isinstance(k, sm90.Kernel)}
+        predicted = {x: ranked_us(x, problem) for x, k in resolved.items() if isinstance(k, sm90.Kernel)}
         regrets.append(times[min(predicted, key=predicted.__getitem__)] / min(times[x] for x in predicted))
     assert len(regrets) == 40
-    assert np.exp(np.mean(np.log(regrets))) < 1.037
-    assert np.percentile(regrets, 95) < 1.11
+    assert np.exp(np.mean(np.log(regrets))) < 1.015
+    assert np.percentile(regrets, 95) < 1.07
 
 
 @pytest.mark.parametrize(

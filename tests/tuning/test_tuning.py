@@ -395,7 +395,8 @@ def test_frozen(on_gpu, tmp_path):
     others = cutjax.candidates(PROBLEM)[2:4]
     write(user_file(), others[0], 1.0, 9.0)
     other = cutjax.Problem.of(256, 256, 512)
-    model = choose.choose(other).kernel
+    with cutjax.use_tuning(None):
+        model = choose.choose(other).kernel
     write(user_file(), cutjax.candidates(other)[3], 1.0, 9.0, other)
     with cutjax.use_tuning(write(tmp_path / "b.json", others[1], 1.0, 9.0), measure=3):
         with cutjax.use_tuning(frozen=path):

@@ -12,7 +12,8 @@ from typing import Any
 
 from cutjax.kernels.columns import ceil, hypot, log2, maximum, minimum, where
 from cutjax.kernels.device import Device
-from cutjax.kernels.sm90 import dense_cost, windows, windows_cost
+from cutjax.kernels.sm90 import dense_cost, residual, windows, windows_cost
+from cutjax.kernels.sm90.constants import CONSTANTS
 from cutjax.kernels.sm90.operands import row_bytes
 from cutjax.kernels.sm90.resolved import Resolved
 
@@ -80,7 +81,7 @@ def predict(kernel: Resolved, device: Device) -> Any:
     """
     c, p = kernel.config, kernel.multiplied
     if not (p.groups or p.symmetric) or p.divided == "n":
-        us = dense_cost.time_us(dense_cost.features(kernel, device), dense_cost.CONSTANTS)
+        us = dense_cost.time_us(dense_cost.features(kernel, device), CONSTANTS)
         if windows.view_of(kernel.asked) is None:
             return us
         us *= windows_cost.over(kernel)
@@ -148,6 +149,15 @@ def predict(kernel: Resolved, device: Device) -> Any:
     outside = kernel.asked.bytes - kernel.problem.bytes + p.result_bytes  # what XLA moves, beside the parts
     added = 3 + (c.splits * p.result_bytes + outside) / (ADDED_BYTES_PER_US * speed)
     return time_us + (c.splits > 1) * added
+
+
+def both(kernel: Resolved, device: Device) -> tuple[Any, Any]:
+    """Returns the predicted microseconds of one call, or a column of them, and those by which kernels are ranked."""
+    if not residual.serves(kernel, device):
+        return (us := predict(kernel, device)), us
+    features = dense_cost.features(kernel, device)
+    costs = dense_cost.costs(features, CONSTANTS)
+    return costs.whole, costs.whole * residual.factor(kernel, features, costs)
 
 
 def _short_rows(kernel: Resolved) -> tuple[int, Any]:

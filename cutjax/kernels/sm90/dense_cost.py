@@ -6,7 +6,6 @@ Both take one kernel's numbers or columns of those of many, so that a choice is 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -20,154 +19,11 @@ from cutjax.kernels.prepared import COPIED_BYTES_PER_US, Prepared
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import windows
 from cutjax.kernels.sm90.arguments import matrices_of
+from cutjax.kernels.sm90.constants import Constants
 from cutjax.kernels.sm90.operands import Way, decoded
 from cutjax.kernels.sm90.resolved import Resolved
 
 FITTED_ON = reference("sm_90a")  # an H200: bandwidths of memory scale from there, those within an SM do not
-
-
-@dataclasses.dataclass(frozen=True)
-class Constants:
-    """The fitted constants. Each means what is written here only roughly: they are good for ranking.
-
-    Attributes:
-      multiply: the time of wgmma over what its flops take.
-      shared: over the time that its operands take through shared memory.
-      k_block: microseconds of each k block beside that.
-      least: microseconds of a k block at least: its barriers and the latency of wgmma.
-      coop, narrow, uneven, deep, multicast: what a cooperative schedule, chunks narrower than a swizzle, widths that
-        are no multiple of 64, stages of 128 (but of decoded weights) and a cluster add to the time of wgmma.
-      along: what a cluster along k adds.
-      hot: what long products add, in which the card is limited by power.
-      load: bytes a nanosecond that enter one SM.
-      saved: how much of what a cluster multicasts is saved.
-      off, short: what rows off the lines of memory, and rows of less than a line, add to their bytes.
-      latency, turn: of a load in microseconds, and the part of a stage's multiplication until its memory is free.
-      start, element: microseconds of an epilogue, and of each 32768 accumulators.
-      fused: what the latter takes more for each instruction of an epilogue.
-      turned: the part of that which a kernel of the transposed result does not take.
-      fetch: microseconds of each chunk of the last tile that has operands, at least.
-      few_rows: what a product of few rows adds to all but the launch.
-      step, fragment: microseconds of decoding: of each step of a warpgroup, and of each 64 x 16 elements of a block.
-      unpacked: what weights of 4 bits, and their scales, add to the latter.
-      beside: the exponent with which two warpgroups' decoding and multiplying add up; those of one do.
-      exposed, twin, last: the parts of an epilogue that ping-pong, and two blocks on an SM, do not hide, and that the
-        last tile costs where two warpgroups share it.
-      threads, transposed: what stores without TMA, and transposed ones, add to it.
-      even: how much of what is left of a last wave costs its time.
-      cluster: microseconds that a cluster costs.
-      l2, read, write: bytes a nanosecond of L2, and in 1000 of memory.
-      ragged, pitch: what rows of a tile, and of the result, off the lines of memory add to the bytes written.
-      power: the exponent with which computing, L2 and memory add up.
-      launch: microseconds of a launch.
-      exchange, exchanged: microseconds, and bytes a nanosecond, of accumulators through distributed shared memory; of a
-        product of few rows for each 128 rows of a tile.
-      join, joined: the same of tiles in parts through memory.
-      apart: how much of what tiles in parts load comes from memory, as their neighbours are elsewhere in k.
-      sum, summed: microseconds, and bytes in 1000 a nanosecond, of adding up splits.
-    """
-
-    multiply: float
-    shared: float
-    k_block: float
-    least: float
-    coop: float
-    narrow: float
-    uneven: float
-    deep: float
-    multicast: float
-    along: float
-    hot: float
-    load: float
-    saved: float
-    off: float
-    short: float
-    latency: float
-    turn: float
-    start: float
-    element: float
-    exposed: float
-    twin: float
-    last: float
-    threads: float
-    transposed: float
-    even: float
-    cluster: float
-    l2: float
-    read: float
-    write: float
-    ragged: float
-    pitch: float
-    power: float
-    launch: float
-    exchange: float
-    exchanged: float
-    join: float
-    joined: float
-    apart: float
-    sum: float
-    summed: float
-    fused: float
-    turned: float
-    fetch: float
-    few_rows: float
-    step: float
-    fragment: float
-    unpacked: float
-    beside: float
-
-
-# On an H200: benchmarks/results/sweeps/products-h200.json.
-CONSTANTS = Constants(
-    multiply=0.4556,
-    shared=0.05653,
-    k_block=0.0417,
-    least=0.06823,
-    coop=0.09051,
-    narrow=1.127,
-    uneven=0.01411,
-    deep=0.1326,
-    multicast=0.1314,
-    along=0.02051,
-    hot=0.7961,
-    load=189.0,
-    saved=0.6713,
-    off=0.863,
-    short=0.2089,
-    latency=0.01247,
-    turn=3.206,
-    start=0.01872,
-    element=1.654,
-    exposed=0.1003,
-    twin=0.4692,
-    last=1.073,
-    threads=6.577,
-    transposed=0.3249,
-    even=1.12,
-    cluster=0.7289,
-    l2=22570.0,
-    read=5.452,
-    write=6.452,
-    ragged=0.6102,
-    pitch=0.08571,
-    power=1.469,
-    launch=2.557,
-    exchange=1.085,
-    exchanged=12.5,
-    join=5.092,
-    joined=31.51,
-    apart=0.285,
-    sum=1.727,
-    summed=11.61,
-    fused=0.311,  # this and the next: 143 fused products, benchmarks/results/experiments/fused-sweep-h200.json
-    turned=0.326,
-    fetch=0.7,
-    step=0.0051,  # this and the next three: 64 kernels of weights of 8 and 4 bits, to 7%, the faster ones the more
-    fragment=0.00437,
-    unpacked=1.5,
-    beside=1.105,
-    few_rows=0.07,  # this and XLA's time of them: 125 products of salts report12 to report20
-)
 
 
 class Features(NamedTuple):
@@ -191,7 +47,7 @@ class Features(NamedTuple):
       packed: bytes of an element of a over those of one of b: less than 1 where it is decoded.
       b_columns: loaded of b, of all products.
       b_short: how many more times than 1 its rows in shared memory are shorter than 64 elements.
-      ragged, pitch, threads, swap: of the result.
+      ragged, threads, swap: of the result.
       fused: instructions of the epilogue, an accumulator; 0 of the identity.
       few_rows: it is a product of up to 64 rows.
       steps: in which a warpgroup decodes a k block; 0 where it decodes none.
@@ -228,11 +84,9 @@ class Features(NamedTuple):
     b_columns: Any
     b_short: Any
     ragged: Any
-    pitch: Any
     threads: Any
     swap: Any
     fused: Any
-    fetches: Any
     few_rows: Any
     steps: Any
     reads: Any
@@ -278,7 +132,6 @@ def features(kernel: Resolved, device: Device) -> Features:
         b_short=128 // b.bytes(c.chunk(b, of_b)) - 1,
         ragged=(c.bm if c.swap else c.bn) * p.out_dtype.itemsize % 128 != 0,
         swap=c.swap,
-        fetches=c.m_blocks * c.epilogue_columns // kernel.chunk if staged.operands else 0,
     )
 
 
@@ -316,7 +169,6 @@ def _of_problem(
         "a_off": off(multiplied.a, multiplied.m),
         "packed": multiplied.a.bits / multiplied.bs[0].bits,
         "b_off": off(multiplied.bs[0], multiplied.n),
-        "pitch": result_row % 128 != 0,
         "threads": 0 if result_row % 16 == 0 else 1 if result_row % 4 == 0 else PAIRLESS,
         "fused": _instructions(multiplied, staged),
         "few_rows": asked.few_rows,
@@ -349,13 +201,45 @@ def _instructions(p: Problem, staged: staging.Staging) -> float:
     return (1 + computed + 5 * loaded + 3 * max(stored - 1, 0)) / p.products
 
 
+class Costs(NamedTuple):
+    """The parts of a predicted time, in microseconds, and its number of waves.
+
+    Attributes:
+      multiply, load, refill: of a k block of a tile: multiplying it, loading it, and waiting for a load.
+      mainloop, epilogue: of a tile.
+      waves: of tiles, the last one as a part.
+      exchange: of accumulators through distributed shared memory, of all waves.
+      compute, memory, l2: of all tiles, and what the bytes take beside that.
+      sum: of adding up splits.
+      whole: one call, and all that is launched for it.
+    """
+
+    multiply: Any
+    load: Any
+    refill: Any
+    mainloop: Any
+    epilogue: Any
+    waves: Any
+    exchange: Any
+    compute: Any
+    memory: Any
+    l2: Any
+    sum: Any
+    whole: Any
+
+
 def time_us(f: Features, c: Constants) -> Any:
     """Returns the predicted microseconds of one call."""
+    return costs(f, c).whole
+
+
+def costs(f: Features, c: Constants) -> Costs:
+    """Returns the parts of the predicted time of one call."""
     # One k block of one tile: multiplying, loading, or waiting for a load.
     sharing = maximum(1.0, f.resident * (f.items * f.cluster > f.sms))  # blocks that really share an SM
     flops = 2 * f.bm * f.bn * f.bk / f.flop_us * (1 + c.hot * f.ideal / (f.ideal + 800))
     slower = c.coop * (1 - f.pingpong) + c.deep * (f.bk == 128) * (f.steps == 0) + c.narrow * (f.b_short > 0)
-    slower = slower + c.uneven * (f.bn % 64 > 0) + c.multicast * f.multicasts + c.along * (f.cluster_k > 1)
+    slower = slower + c.multicast * f.multicasts
     operands = f.stage_bytes + (f.bm + f.bm / 64 * f.bn) * f.bk * 2  # written, and read: b once for each 64 rows of a
     multiply = sharing * (c.multiply * flops * (1 + slower) + c.shared * operands / 225e3 + c.k_block)
     decode = c.step * f.steps + c.fragment * f.bm * f.bk / 1024 * (f.steps > 0) * (1 + c.unpacked * (f.packed < 0.5))
@@ -365,35 +249,33 @@ def time_us(f: Features, c: Constants) -> Any:
     b_rows = f.b_columns * (1 + c.off * f.b_off) * (1 + c.short * f.b_short)
     loaded = (a_rows + b_rows * (1 - c.saved * (f.cluster_m - 1) / f.cluster_m)) * f.bk * 2
     load = sharing * loaded / (c.load * 1e3)
-    refill = (c.latency + c.turn * multiply) / f.stages
+    refill = c.turn * multiply / f.stages
     mainloop = f.k_blocks * maximum(maximum(maximum(multiply, load), refill), c.least)
 
     # A tile, a wave of them, all waves.
     stored = f.bm * f.bn * f.own / 32768
-    fused = c.fused * f.fused * (1 - c.turned * f.swap)
-    epilogue = c.element * stored * (1 + fused + c.threads * f.threads + c.transposed * f.swap)
+    epilogue = c.element * stored * (1 + c.fused * f.fused + c.threads * f.threads + c.transposed * f.swap)
     epilogue = sharing * (c.start + epilogue)
-    hidden = maximum(mainloop + c.exposed * epilogue, (mainloop + epilogue) / 2)
+    hidden = maximum(mainloop, (mainloop + epilogue) / 2)
     waiting = mainloop + epilogue * (1 + (c.twin - 1) * (f.resident == 2))
     wave = f.pingpong * hidden + (1 - f.pingpong) * waiting
-    last = maximum(epilogue * (1 + (c.last - 1) * f.halves), c.fetch * f.fetches)
     waves = f.items / f.in_flight
-    all_waves = waves + (ceil(waves) - waves) * c.even
-    whole = maximum(all_waves - 1, 0.0) * wave + mainloop + last
-    in_parts = waves * wave + last + c.join + 8 * f.bm * f.bn / (c.joined * 1e3)
-    exchange = c.exchange * (1 + f.few_rows * (f.bm / 128 - 1)) + (f.cluster_k - 1) / f.cluster_k * 4 * f.bm * f.bn / (
-        c.exchanged * 1e3
-    )
-    compute = (1 - f.stream) * whole + f.stream * in_parts + c.cluster * f.multicasts
-    compute = compute + (f.cluster_k > 1) * ceil(waves) * exchange
+    in_turn = (ceil(waves) - 1) * wave + mainloop + epilogue
+    in_parts = waves * wave + epilogue + c.join + 8 * f.bm * f.bn / (c.joined * 1e3)
+    others = (f.cluster_k - 1) / f.cluster_k * 4 * f.bm * f.bn  # bytes
+    exchange = c.exchange * (1 + f.few_rows * (f.bm / 128 - 1)) + others / (c.exchanged * 1e3)
+    exchange = (f.cluster_k > 1) * ceil(waves) * exchange
+    compute = (1 - f.stream) * in_turn + f.stream * in_parts + c.cluster * f.multicasts + exchange
 
     # Beside that, L2 and memory.
     all_loaded = f.items * f.cluster * f.k_blocks * loaded
-    reads, writes = f.reads / c.read, f.splits * f.result / c.write * (1 + c.ragged * f.ragged + c.pitch * f.pitch)
+    reads, writes = f.reads / c.read, f.splits * f.result / c.write * (1 + c.ragged * f.ragged)
     streamed = (waves - maximum(waves // 1 - 1, 0.0)) / waves  # the part of the tiles
     memory = (reads + writes + f.stream * c.apart * streamed * all_loaded / 4.3) / (1e6 * f.speed)
     l2 = all_loaded / (c.l2 * 1e3)
     us = (compute**c.power + memory**c.power + l2**c.power) ** (1 / c.power)
     us = c.launch + us * (1 + c.few_rows * f.few_rows)
-    us = us + (f.splits > 1) * (c.sum + (f.splits * f.result + f.asked) / (c.summed * 1e6 * f.speed))
-    return us + (f.copied / (COPIED_BYTES_PER_US * f.speed) + f.copies)  # each in a launch of its own
+    added = (f.splits > 1) * (c.sum + (f.splits * f.result + f.asked) / (c.summed * 1e6 * f.speed))
+    copied = f.copied / (COPIED_BYTES_PER_US * f.speed) + f.copies  # each in a launch of its own
+    whole = us + added + copied
+    return Costs(multiply, load, refill, mainloop, epilogue, waves, exchange, compute, memory, l2, added, whole)

@@ -109,9 +109,11 @@ def prices(problem: Problem) -> Prices:
         return one_by_one(problem, configs(problem), resolve)
     tables = _tables(problem)
     given = parts(problem) if _parts(problem) else (problem, None, ())
-    us = [kernel.prices(*given, table, problem) for _, table in tables]
-    found = [np.flatnonzero(times < np.inf) for times in us]
-    times = np.concatenate([times[rows] for times, rows in zip(us, found, strict=True)])
+    priced = [kernel.prices(*given, table, problem) for _, table in tables]
+    found = [np.flatnonzero(us < np.inf) for us, _ in priced]
+    us, ranked_us = (
+        np.concatenate([times[side][rows] for times, rows in zip(priced, found, strict=True)]) for side in (0, 1)
+    )
 
     def config(i: int) -> Config:
         for side, served in zip(tables, found, strict=True):
@@ -124,7 +126,7 @@ def prices(problem: Problem) -> Prices:
         return [row for (_, table), served in zip(tables, found, strict=True) for row in table.rows(served)]
 
     new = [bool(kernel.unmeasured(facts.problem)) for facts, _ in tables]
-    return Prices(times, config, rows, np.repeat(new, [len(served) for served in found]))
+    return Prices(us, ranked_us, config, rows, np.repeat(new, [len(served) for served in found]))
 
 
 def _made(facts: Facts, table: Configs, row: int) -> Config:

@@ -1,0 +1,136 @@
+"""A small network beside the formula of dense products: its part of their times, by which their kernels are ranked.
+
+It reads what a kernel is and what the formula adds up, and was trained on the sweeps that the constants were fitted to
+(``python -m benchmarks residual``). Its numbers are whole, as all sums of them are, below 2^53: so they are exact, and
+the ranking is the same in any order of additions, on any machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from cutjax.kernels.columns import ceil
+from cutjax.kernels.device import Device
+from cutjax.kernels.sm90.dense_cost import FITTED_ON, Costs, Features
+from cutjax.kernels.sm90.resolved import Resolved
+
+FILE = pathlib.Path(__file__).with_name("residual.json")
+UNIT = 256  # of the network's numbers: 1 is so many
+SPREAD = 4  # an input is at most so many standard deviations from its mean
+MOST = 0.1  # of the formula's time
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Network:
+    """Layers of a network, each followed by max(x, 0) but the last.
+
+    Attributes:
+      mean: of each input where it was trained, [inputs, 1].
+      scale: units of a standard deviation of each.
+      layers: weights [outputs, inputs] and biases [outputs, 1]: whole numbers in float64.
+    """
+
+    mean: np.ndarray
+    scale: np.ndarray
+    layers: tuple[tuple[np.ndarray, np.ndarray], ...]
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """Returns the share of its time that each kernel takes more, or less, told a column of inputs for each."""
+        x = (x - self.mean) * self.scale
+        np.rint(np.clip(x, -SPREAD * UNIT, SPREAD * UNIT, out=x), out=x)
+        *hidden, (weights, bias) = self.layers
+        for w, b in hidden:
+            x = w @ x
+            x += b
+            x *= 1 / UNIT  # a power of two: exact
+            np.floor(np.maximum(x, 0, out=x), out=x)
+        return np.clip((weights @ x + bias)[0] / UNIT**2, -MOST, MOST)
+
+
+@functools.cache
+def network() -> Network:
+    """Returns the network that ships."""
+    return decoded(json.loads(FILE.read_text()))
+
+
+def decoded(content: dict[str, Any]) -> Network:
+    """Returns the network of a file's content."""
+    mean, deviation = (np.array(content[name], float)[:, None] for name in ("mean", "deviation"))
+    layers = ((np.array(x["weights"], float), np.array(x["bias"], float)[:, None]) for x in content["layers"])
+    return Network(mean, UNIT / deviation, tuple(layers))
+
+
+def serves(kernel: Resolved, device: Device) -> bool:
+    """True of products as those it was trained on: dense, of 16 bits, on SMs as many and as fast as an H200's."""
+    p = kernel.asked
+    plain = all(x.bits == 16 and x.view is None and x.scale is None for x in (p.a, *p.bs))
+    like = device.sms == FITTED_ON.sms and device.peak(p.a.dtype) == FITTED_ON.peak(p.a.dtype)
+    return plain and like and not (p.groups or p.symmetric)
+
+
+def inputs(kernel: Resolved, f: Features, t: Costs) -> np.ndarray:
+    """Returns the network's inputs, [inputs, kernels], of one kernel or of columns of those of many."""
+    c, p, us = kernel.config, kernel.multiplied, t.whole
+    asked = p.m * p.n * p.batch_size * p.products  # accumulators, of which whole tiles have more
+    logarithms = (
+        us,
+        t.compute / us,
+        t.memory / us,
+        t.l2 / us,
+        1 + f.splits * f.result / us,
+        f.ideal / us,
+        t.load / t.multiply,
+        t.refill / t.multiply,
+        t.epilogue / t.mainloop,
+        t.mainloop / f.k_blocks,
+        t.waves,
+        f.k_blocks,
+        f.stages,
+        f.bm,
+        f.bn,
+        f.cluster_k,
+        f.splits,
+        f.stages * f.stage_bytes * f.resident,
+        p.m,
+        p.n,
+        p.k,
+        p.batch_size,
+        1 + f.fused,
+        f.items * f.cluster * f.bm * f.bn / (f.splits * f.cluster_k * asked),
+    )
+    others = (
+        ceil(t.waves) - t.waves,
+        t.exchange / us,
+        t.sum / us,
+        f.pingpong,
+        f.halves,
+        f.cluster_m,
+        f.cluster_n,
+        f.resident,
+        f.stream,
+        f.swap,
+        f.bn % 64 > 0,
+        f.ragged,
+        f.a_off,
+        f.b_off,
+        p.a.contiguous == "k",
+        p.bs[0].contiguous == "k",
+    )
+    count = len(c.bm) if isinstance(c.bm, np.ndarray) else 1
+    x = np.empty((len(logarithms) + len(others), count))
+    for row, column in zip(x, (*logarithms, *others), strict=True):
+        row[:] = column
+    np.log2(x[: len(logarithms)], out=x[: len(logarithms)])
+    return x
+
+
+def factor(kernel: Resolved, f: Features, t: Costs) -> Any:
+    """Returns the factor of the formula's time, or a column of factors."""
+    found = 1 + network()(inputs(kernel, f, t))
+    return found if isinstance(kernel.config.bm, np.ndarray) else float(found[0])
