@@ -72,8 +72,9 @@ def multiplied(
         operands = _of_rows(product, dataclasses.replace(factors, a=x), operands, params)
     x = with_rank(x, factors.a.ndim)
     function = _returning(where, prologue, dtype)
-    leaves = jax.tree.leaves(operands)
-    if any_divided(x, *leaves):  # what it makes may be divided further than x
+    if any_divided(
+        x, *(y for y in jax.tree.leaves(operands) if isinstance(y, jax.Array))
+    ):  # what it makes may be divided further than x
         x = lying_as(x, jax.eval_shape(function, x, *operands))
     traced = _traced(where, function, x, operands)
     composed = isinstance(product, Wrapped) and not isinstance(product, Scaled)  # in float8: quantized as it is
