@@ -151,7 +151,12 @@ def weighted_loss(
     head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array], labels: jax.Array, weights: jax.Array
 ) -> jax.Array:
     """Returns the sum of the rows' losses, each times a weight, which has no derivative."""
-    return (weights * token_losses(head, x, w, b, labels)).sum()
+    return _weighted(token_losses(head, x, w, b, labels), weights)
+
+
+def _weighted(losses: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns the weighted sum of losses, of which those without a weight may be infinite or NaN."""
+    return jnp.where(weights == 0, 0, weights * losses).sum()
 
 
 def _weighted_loss_jvp(head: Head, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
@@ -161,7 +166,7 @@ def _weighted_loss_jvp(head: Head, primals: Any, tangents: Any) -> tuple[jax.Arr
     losses, *found = gradients(head, wanted, x, w, b, labels, weights)
     moved = [dot for dot in dots if not isinstance(dot, SymbolicZero)]
     terms = [(g.astype(losses.dtype) * dot.astype(losses.dtype)).sum() for g, dot in zip(found, moved, strict=True)]
-    total = (weights * losses).sum()
+    total = _weighted(losses, weights)
     return total, head.over(lax.psum, sum(terms)) if terms else jnp.zeros_like(total)
 
 

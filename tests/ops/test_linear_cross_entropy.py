@@ -143,6 +143,25 @@ def test_columns_that_are_masked_by_the_bias():
     assert (np.asarray(got[1][1])[:, :257] == 0).all()
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+def test_tokens_that_do_not_count_may_have_labels_that_the_bias_masks(options):
+    """As padding is, by the label of a token that is never to be said."""
+    x, w, b, y = inputs()
+    b, where = b.at[:2].set(-jnp.inf), np.arange(T) % 3 > 0
+    y = jnp.where(where, y.clip(2), 0)
+    options = {"reduction": "mean", **OPTIONS[options], "label_smoothing": 0.0}
+
+    def total(f, x, w, b):
+        return f(x, w, y, bias=b, where=where, **options).sum()
+
+    ours, plain = (
+        both(functools.partial(total, f), x, w, b) for f in (cutjax.linear_cross_entropy, oracles.linear_cross_entropy)
+    )
+    assert np.isfinite(ours[0])
+    close(ours[0], plain[0], 1e-5)
+    assert all(np.isfinite(g).all() for g in ours[1])
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
 def test_sixteen_bits(dtype, small_chunks):
     """The loss is that of the product in float32; gradients err as much as a rounding or two of each element."""
