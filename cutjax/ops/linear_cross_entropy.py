@@ -130,7 +130,7 @@ def linear_cross_entropy(
     flat = a.reshape(math.prod(tokens), a.shape[-1])
     flat, v, b, y, _ = match_varying(flat, v, b, y.reshape(-1), [] if axis_name is None else lax.axis_index(axis_name))
     if reduction == "none" or not head.keeps(dtype):
-        losses = token_losses(head, flat, v, b, y).reshape(tokens)
+        losses = token_losses(flat, v, *b, y, head=head).reshape(tokens)
         losses = losses if counted is None else jnp.where(counted, losses, 0)
         if reduction == "none":
             return losses.astype(out)
@@ -138,7 +138,7 @@ def linear_cross_entropy(
         return (total if reduction == "sum" else total / _count(counted, tokens, wide)).astype(out)
     count = _count(counted, tokens, wide) if reduction == "mean" else jnp.ones((), wide)
     weights = jnp.where(jnp.ones(tokens, bool) if counted is None else counted, 1 / count, 0)
-    loss = weighted_loss(head, flat, v, b, y, weights.reshape(math.prod(tokens)))
+    loss = weighted_loss(flat, v, *b, y, weights.reshape(math.prod(tokens)), head=head)
     return (loss + 0 / count).astype(out)  # the mean of no token is NaN, as jnp.mean's, and its gradients are zeros
 
 

@@ -144,6 +144,42 @@ def test_columns_that_are_masked_by_the_bias():
 
 
 @pytest.mark.parametrize("options", OPTIONS)
+def test_second_derivatives_in_a_loop(options):
+    """JAX divides a scan into what depends on its carry and what does not, and differentiates each again."""
+    x, w, b, y = inputs()
+    x, w, b, y = x[:12], w[:, :12], b[:12], y[:12] % 12
+
+    def derivatives(f, x, w, b):
+        def total(x, w, scale):
+            def step(sums, t):
+                found = f(jnp.tanh(x) * t, w, y, bias=b, **OPTIONS[options])
+                return sums + scale * found.sum(), None
+
+            return jax.lax.scan(step, 0.0, jnp.arange(1.0, 3.0))[0]
+
+        twice = jax.grad(lambda x: jnp.sin(jax.grad(total)(x, w, 1.0)).sum())(x)
+        beside = jax.grad(lambda w: jax.grad(total, 2)(x, w, 1.0))(w)
+        return twice, beside, jax.jvp(jax.grad(lambda x: total(x, w, 1.0)), (x,), (x,))[1]
+
+    ours, plain = (
+        jax.jit(functools.partial(derivatives, f))(x, w, b)
+        for f in (cutjax.linear_cross_entropy, oracles.linear_cross_entropy)
+    )
+    close(ours, plain, 1e-4)
+
+
+@pytest.mark.parametrize("lse", [-1.0, -1.0 - 2**-23, -0.99999, -1.01])
+def test_z_loss_whose_slope_ends_that_of_the_loss(lse):
+    """Where 1 + 2 z log(sum) is zero or near, the gradient of the logits is all at the label."""
+    x, w, y = jnp.ones((3, 1)), jnp.full((1, 4), lse - math.log(4), jnp.float32), jnp.arange(3)
+
+    def gradients(f):
+        return jax.jit(jax.grad(lambda x, w: f(x, w, y, z_loss=0.5, reduction="sum"), (0, 1)))(x, w)
+
+    close(gradients(cutjax.linear_cross_entropy), gradients(oracles.linear_cross_entropy), 1e-5)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 def test_tokens_that_do_not_count_may_have_labels_that_the_bias_masks(options):
     """As padding is, by the label of a token that is never to be said."""
     x, w, b, y = inputs()
