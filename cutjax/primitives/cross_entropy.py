@@ -26,6 +26,7 @@ from cutjax.primitives.dense import FLIP, Dense
 from cutjax.primitives.vocabulary import LOG2_E, Head, Rows, in_chunks, known, picked_at, rows_with_shift
 
 LEAST = 2.0**-24  # of a factor of probabilities that are added up in float32
+Mapped = tuple[tuple[int | None, ...], ...]  # of each vmap, the innermost first: whether it maps the first axis of each
 
 
 def _differentiable(
@@ -44,14 +45,34 @@ def _differentiable(
       several: whether the results are a list.
     """
 
-    def batch(args: Any, dims: Any, **params: Any) -> Any:
-        out = jax.vmap(functools.partial(fn, **params), dims)(*args)
+    def reference(*values: jax.Array, mapped: Mapped, **params: Any) -> Any:
+        return _mapped(functools.partial(fn, **params), mapped)(*values)
+
+    def batch(args: Any, dims: Any, mapped: Mapped, **params: Any) -> Any:
+        args = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(args, dims, strict=True)]
+        mapped = (*mapped, tuple(None if dim is None else 0 for dim in dims))
+        out = primitive.bind(*args, mapped=mapped, **params, mark=mark_of(params["head"].backend))
         return (out, [0] * len(out)) if several else (out, 0)
 
-    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-        return rule(primals, none_if_zero(tangents), **params)
+    def jvp(primals: Any, tangents: Any, mapped: Mapped, **params: Any) -> Any:
+        places = [i for i, dot in enumerate(tangents) if not is_zero(dot)]
 
-    primitive = define(name, abstract=abstract, reference=fn, batch=batch, jvp=jvp, multiple_results=several)
+        def of_one(*args: Any) -> Any:
+            dots = dict(zip(places, args[len(primals) :], strict=True))
+            return rule(args[: len(primals)], [dots.get(i) for i in range(len(primals))], **params)
+
+        mapped = tuple((*dims, *(dims[i] for i in places)) for dims in mapped)
+        return _mapped(of_one, mapped)(*primals, *(tangents[i] for i in places))
+
+    def of_avals(*avals: Any, mapped: Mapped, **params: Any) -> Any:
+        sizes = []
+        for dims in reversed(mapped):
+            sizes += {x.shape[0] for x, dim in zip(avals, dims, strict=True) if dim is not None}
+            avals = tuple(x if dim is None else _with_shape(x, x.shape[1:]) for x, dim in zip(avals, dims, strict=True))
+        out = abstract(*avals, **params)
+        return jax.tree.map(lambda x: _with_shape(x, (*sizes, *x.shape)), out)
+
+    primitive = define(name, abstract=of_avals, reference=reference, batch=batch, jvp=jvp, multiple_results=several)
 
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
     def over_axis(params: tuple[tuple[str, Any], ...], *values: jax.Array) -> Any:
@@ -65,9 +86,19 @@ def _differentiable(
     def call(*values: jax.Array, **params: Any) -> Any:
         if params["head"].axis_name is not None:
             return over_axis(tuple(params.items()), *values)
-        return primitive.bind(*values, **params, mark=mark_of(params["head"].backend))
+        return primitive.bind(*values, mapped=(), **params, mark=mark_of(params["head"].backend))
 
     return call
+
+
+def _mapped(fn: Callable[..., Any], mapped: Mapped) -> Callable[..., Any]:
+    """Returns a function of arrays with the axes that are mapped, those of the last first."""
+    return functools.reduce(jax.vmap, mapped, fn)
+
+
+def _with_shape(x: Any, shape: Sequence[int]) -> Any:
+    """Returns an aval with another shape, of axes that are not divided."""
+    return x.update(shape=tuple(shape), sharding=x.sharding.update(spec=jax.P(*[None] * len(shape))))
 
 
 # The losses of rows, and their derivative in plain JAX on products. Arrays are x, w, the bias or none, and labels.
@@ -198,9 +229,7 @@ def _weighted(losses: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _weighted_loss_abstract(x: Any, *rest: Any, head: Head) -> Any:
-    labels = rest[-2]
-    sharding = labels.sharding.update(spec=jax.P())
-    return labels.update(shape=(), dtype=accumulator(x.dtype), weak_type=False, sharding=sharding)
+    return _with_shape(rest[-2].update(dtype=accumulator(x.dtype), weak_type=False), ())
 
 
 def _weighted_loss_jvp(primals: Any, tangents: Any, head: Head) -> tuple[jax.Array, jax.Array]:
