@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from cutjax.binding.define import define
 from cutjax.binding.partition import mark_of
-from cutjax.binding.rules import is_linear, is_zero, none_if_zero
+from cutjax.binding.rules import is_linear, is_zero, match_varying, none_if_zero
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.dense import FLIP, Dense
@@ -284,7 +284,8 @@ def _gradients_jvp(primals: Any, tangents: Any, head: Head, wanted: tuple[bool, 
             return _recomputed(head, x, w, b, labels)
 
         losses, pull = jax.vjp(of, *(given[i] for i in places))
-        return [losses, *pull(weights)]
+        _, weights = match_varying(losses, weights)
+        return [losses, *pull(head.shared(weights))]
 
     return _along(again, (*given, weights), (*dots, of_weights))
 
