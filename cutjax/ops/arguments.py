@@ -62,6 +62,17 @@ def check_epilogue(
         raise TypeError(f"{where}: out_dtype is a tuple, but without an epilogue there is one result")
 
 
+def elementwise_of(x: jax.Array, y: Any, dtype: np.dtype, where: str, name: str) -> jax.Array:
+    """Returns what a function of that name made of x; raises unless it is one array like it, of numbers for a dtype."""
+    is_array = isinstance(y, jax.Array | np.ndarray | np.generic)
+    if not is_array or y.shape != x.shape:
+        came = f"shape {y.shape}" if is_array else type(y).__name__
+        raise ValueError(f"{where}: {name} must return one array of its argument's shape {x.shape}, got {came}")
+    if jnp.iscomplexobj(y) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(f"{where}: {name} returns {y.dtype}, but the product is of {dtype}")
+    return jnp.asarray(y)
+
+
 def weights(b: Any, name: str, where: str = "gemm") -> list[jax.Array]:
     """Returns the matrices that multiply the first operand: one, or those of a tuple."""
     if not isinstance(b, tuple):

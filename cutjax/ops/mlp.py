@@ -23,6 +23,7 @@ from cutjax.ops.arguments import (
     check_accumulate,
     check_batch,
     contracted,
+    elementwise_of,
     group_sizes_of,
     local_sizes,
     result_of,
@@ -388,9 +389,8 @@ def _hidden(where: str, activation: Callable[[jax.Array], jax.Array], gated: boo
         rows = given.get("x_scale")
         first, last = times(accs[0], rows, given.get("gate_scale")), times(accs[-1], rows, given.get("scale"))
         z = last + given["b1"].astype(last.dtype) if "b1" in given else last
-        h = activation(first if gated else z)
-        if not isinstance(h, jax.Array) or h.shape != z.shape:
-            raise ValueError(f"{where}: the activation must return one array of its argument's shape")
+        taken = first if gated else z
+        h = elementwise_of(taken, activation(taken), z.dtype, where, "the activation")
         h = h * z if gated else h
         return h * given["row_scale"].astype(h.dtype) if "row_scale" in given else h
 

@@ -130,6 +130,15 @@ def test_an_activation_with_parameters_is_made_of_products():
     close(of(ours)(beta), of(plain)(beta), 1e-5)
 
 
+def test_an_activation_with_parameters_of_each_column():
+    ws, slopes, x = normal(0, (3, 8, 8)) / 3, normal(2, (8,)), normal(1, (5, 8))
+
+    def of(u):
+        return jax.grad(lambda slopes: u(x, list(ws), [None] * 3, lambda t: jnp.where(t > 0, t, slopes * t)).sum())
+
+    close(of(ours)(slopes), of(plain)(slopes), 1e-5)
+
+
 def test_narrow_dtypes_round_as_plain_layers_do():
     x, (ws, bs) = normal(20, (64, 2)), parameters()
     x, ws, bs = jax.tree.map(lambda t: t.astype(jnp.bfloat16), (x, ws, bs))
@@ -170,6 +179,12 @@ def _equations(jaxpr):
         ({"biases": [np.ones(3, np.float32)]}, ValueError, "as many as weights, 3, got 1"),
         ({"activation": 3}, TypeError, "activation must be a function, got int"),
         ({"activation": lambda x: x[:1]}, ValueError, "activation must return one array"),
+        (
+            {"activation": lambda x: jax.lax.complex(x, x)},
+            TypeError,
+            "activation returns complex64, but the product is of float32",
+        ),
+        ({"biases": [np.ones(8, np.complex64)] * 2 + [None]}, TypeError, r"biases\[0\] must be real numbers"),
         ({"x": np.float32(1)}, TypeError, "x must be an array"),
         ({"x": np.ones((2, 2), np.complex64), "weights": [np.ones((2, 1), np.complex64)]}, TypeError, "floating-point"),
         ({"weights": [np.ones((2, 1), np.float32), np.ones((1, 1), jnp.bfloat16)]}, TypeError, "in one dtype"),
