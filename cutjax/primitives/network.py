@@ -55,8 +55,8 @@ def bind(
     given = match_varying(*arrays)
     named = tuple(np.dtype(x).name for x in dtypes)
     params: dict[str, Any] = {"dtypes": named, "dtype": dtype, "precision": precision, "backend": backend}
-    # Kernels have not been measured, and products keep what their derivatives read; of what vmap maps over explicit mesh
-    # axes, products alone say how it lies.
+    # Kernels have not been measured, and products keep what their derivatives read; of what vmap maps over explicit
+    # mesh axes, products alone say how it lies.
     if backend != "cuda" or any_divided(*given):
         return _reference(*given, program=program, **params)
     return network_p.bind(*given, program=program, **params, mark=mark_of(backend))

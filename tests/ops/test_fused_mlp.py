@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import close, normal
+from checks import close, mesh_of, normal
 
 import cutjax
 from cutjax.ops import fused_mlp as module
@@ -94,6 +94,22 @@ def test_ensembles(axes):
     with cutjax.use_backend("cuda"):
         found = twice(normal(21, (2, 6, 2)), ws, bs)
     close(found, jax.vmap(jax.vmap(plain, (0, None, None)), (None, 0, 0))(normal(21, (2, 6, 2)), ws, bs), 2e-5)
+
+
+@pytest.mark.parametrize("backend", ["auto", "cuda"])
+def test_an_ensemble_on_explicit_mesh_axes(backend):
+    """Results and gradients lie as the networks do."""
+    mesh = mesh_of(jax.sharding.AxisType.Explicit, i=2)
+    ws = [normal(i, (2, *w.shape)) for i, w in enumerate(parameters()[0])]
+    x = normal(9, (5, 2))
+
+    def gradient(u, ws):
+        return jax.grad(lambda ws: jnp.sin(jax.vmap(lambda w: u(x, w, [None] * 3))(ws)).sum())(ws)
+
+    with jax.set_mesh(mesh), cutjax.use_backend(backend):
+        found = jax.jit(functools.partial(gradient, ours))(jax.device_put(ws, jax.P("i")))
+    assert all(jax.typeof(g).sharding.spec[0] == "i" for g in found)
+    jax.tree.map(lambda a, b: close(a, b, 2e-5), found, gradient(plain, ws))
 
 
 @pytest.mark.parametrize("shape", [(2,), (0, 2), (3, 4, 2)])
