@@ -160,7 +160,7 @@ def rows_with_shift(
         shift = largest(head, once, w, b)
         return state[0] & ~state[0], shift, multiplied(once, shift)
 
-    n = min(SAMPLE, head.vocabulary(w))
+    n = 1 if symbolic(w) else min(SAMPLE, head.vocabulary(w))
     some = w[:, :n] if head.layout[1] == "n" else w[:n]
     shift = largest(head, x, some, [v[:, :n] for v in b]) + ABOVE
     rows = multiplied(x, shift)

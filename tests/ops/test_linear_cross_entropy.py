@@ -7,6 +7,7 @@ import math
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -196,6 +197,22 @@ def test_tokens_that_do_not_count_may_have_labels_that_the_bias_masks(options):
     assert np.isfinite(ours[0])
     close(ours[0], plain[0], 1e-5)
     assert all(np.isfinite(g).all() for g in ours[1])
+
+
+def test_vocabularies_of_any_size():
+    """Of a size that is known when the program runs; not one that labels cannot count."""
+    x, w, _, y = inputs()
+    fn = jax.jit(jax.value_and_grad(lambda x, w, y: cutjax.linear_cross_entropy(x, w, y, z_loss=0.1), (0, 1)))
+    (v,) = jax.export.symbolic_shape("v")
+    y = y.astype(jnp.uint8)[:8] % 90
+    avals = jax.ShapeDtypeStruct((8, D), x.dtype), jax.ShapeDtypeStruct((D, v), w.dtype), y
+    exported = jax.export.export(fn)(*avals)
+    for size in (90, 260):
+        args = x[:8], w[:, :size], y
+        close(exported.call(*args), fn(*args), 1e-6)
+    avals = avals[0], jax.ShapeDtypeStruct((D, 2**31), w.dtype), y
+    with pytest.raises(ValueError, match="linear_cross_entropy: 2,147,483,648 columns of the logits"):
+        jax.eval_shape(fn, *avals)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
