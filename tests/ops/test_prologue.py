@@ -211,6 +211,18 @@ def test_operands_that_are_numbers(number):
     close(h, cutjax.mlp((x * number).astype(BF16), w, w.T), 2**-6)
 
 
+@pytest.mark.parametrize("save", [None, "default"], ids=["plain", "epilogue"])
+def test_products_of_integers_have_no_derivative(save):
+    x, w = (y.astype(jnp.int8) for y in (X, W))
+    how = {} if save is None else {"epilogue": lambda acc: acc * 2, "save": save}
+
+    def loss(r):
+        return cutjax.gemm(x, w, prologue=lambda a, r: a * r, prologue_operands=(r,), **how).astype(F32).sum() * r.sum()
+
+    value, gradient = jax.value_and_grad(loss)(R)
+    close(gradient, jnp.full(R.shape, value / R.sum()), 1e-5)
+
+
 def test_divided_over_devices():
     """Rows, or the contraction; positions are those in the whole array."""
     mesh = mesh_of(p=2, q=2)
