@@ -63,7 +63,7 @@ def check_epilogue(
 
 
 def elementwise_of(x: jax.Array, y: Any, dtype: np.dtype, where: str, name: str) -> jax.Array:
-    """Returns what a function of that name made of x; raises unless it is one array like it, of numbers for a dtype."""
+    """Returns the result of a function of x, of that name; raises unless it is one array like it, for a dtype."""
     is_array = isinstance(y, jax.Array | np.ndarray | np.generic)
     if not is_array or y.shape != x.shape:
         came = f"shape {y.shape}" if is_array else type(y).__name__

@@ -295,7 +295,7 @@ gradients = _differentiable("cutjax_token_losses_gradients", _gradients, _gradie
 
 
 def _scale(head: Head, lse: jax.Array, sums: jax.Array) -> jax.Array:
-    """Returns what the powers of a row are to be multiplied by, never zero: labels are divided by it."""
+    """Returns the factor of each row's powers, never zero: labels are divided by it."""
     if not head.z_loss:
         return 1 / sums
     slope = 1 + 2 * head.z_loss * lse
