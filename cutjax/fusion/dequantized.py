@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cutjax.dtypes import NARROW
+from cutjax.dtypes import NARROW, holds
 from cutjax.fusion.contraction import is_sharded
 from cutjax.fusion.jaxprs import is_literal, opened, with_equations
 from cutjax.fusion.narrow import in_place_of
@@ -170,13 +170,15 @@ class _Search:
         return None
 
     def _maker(self, x: Any, name: str) -> Any:
-        eqn = self.makers.get(x)
-        return eqn if eqn is not None and eqn.primitive.name == name and self.readers[x] == 1 else None
+        eqn, dtype = self.makers.get(x), x.aval.dtype
+        exact = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.signedinteger)  # others wrap around
+        known = eqn is not None and eqn.primitive.name == name and self.readers[x] == 1
+        return eqn if known and exact and dtype.name not in NARROW else None
 
     def _through(self, x: Any, names: Sequence[str]) -> Any:
         """Returns the variable behind equations of some names, as long as nothing else reads their results."""
         while (eqn := self.makers.get(x)) is not None and eqn.primitive.name in names and self.readers[x] == 1:
-            if eqn.params.get("dimensions") is not None or x.aval.dtype.name in NARROW:
+            if eqn.params.get("dimensions") is not None or not _rounds(eqn.invars[0].aval.dtype, x.aval.dtype):
                 break
             x = eqn.invars[0]
         return x
@@ -203,7 +205,7 @@ class _Search:
                 if [own[axis] for axis in kept] != [its[j] for j in left]:
                     break
                 back = dict(zip(kept, left, strict=True))
-            elif name == _CONVERT and operand.aval.dtype.itemsize <= x.aval.dtype.itemsize:
+            elif name == _CONVERT and _widens(operand.aval.dtype, x.aval.dtype):
                 back = {axis: axis for axis in range(len(own))}
             else:
                 break
@@ -211,6 +213,7 @@ class _Search:
             x = operand
         if is_literal(x):
             return None
+        places = places if x.aval.shape else [None] * len(places)  # a number for all may stand beside arrays as it is
         kept = [axis for axis in places if axis is not None and x.aval.shape[axis] != 1]
         sizes = [1 if axis is None else x.aval.shape[axis] for axis in places]
         if kept != sorted(kept) or math.prod(sizes) != x.aval.size or math.prod(sizes) == math.prod(shape):
@@ -226,3 +229,13 @@ class _Search:
             else:
                 return None
         return x, tuple(counts)
+
+
+def _rounds(dtype: Any, to: Any) -> bool:
+    """True if a conversion does no more than round floats, to 16 bits at the least."""
+    return to.name not in NARROW and (holds(to, dtype) or jnp.issubdtype(to, jnp.floating))
+
+
+def _widens(dtype: Any, to: Any) -> bool:
+    """True if a conversion does no more than that, of what has as many bits or fewer."""
+    return dtype.itemsize <= to.itemsize and _rounds(dtype, to)

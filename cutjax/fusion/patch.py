@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 
 from cutjax.fusion.fuse import fuse
 from cutjax.fusion.report import collected
@@ -151,9 +152,18 @@ def _fused(fn: Callable[..., Any], donated: tuple[int, ...]) -> tuple[Callable[.
     def traced(*args: Any, **kwargs: Any) -> Any:
         if _inside.value:
             return fn(*args, **kwargs)
-        argnums = [i for i in donated if -len(args) <= i < len(args)]  # the rest came by name, or not at all
+        places = [i for i, x in enumerate(args) if _is_traced(x)]
+        named = {name: x for name, x in kwargs.items() if _is_traced(x)}
+
+        @functools.wraps(fn, updated=())
+        def of_traced(*given: Any, **named: Any) -> Any:  # what is static for jit is as it is, numpy's numbers too
+            whole = dict(enumerate(args)) | dict(zip(places, given, strict=True))
+            return fn(*whole.values(), **{**kwargs, **named})
+
+        of_args = {i % len(args) for i in donated if -len(args) <= i < len(args)}  # others came by name, or not at all
+        argnums = [at for at, i in enumerate(places) if i in of_args]
         with _inside(True), collected() as reports:
-            out = fuse(fn, donate_argnums=argnums)(*args, **kwargs)
+            out = fuse(of_traced, donate_argnums=argnums)(*(args[i] for i in places), **named)
         if reports:
             kernels = sum(report.runs != "XLA" for report in reports)
             programs.append(Program(getattr(fn, "__name__", type(fn).__name__), len(reports), kernels))
@@ -161,3 +171,8 @@ def _fused(fn: Callable[..., Any], donated: tuple[int, ...]) -> tuple[Callable[.
 
     kept[donated] = traced, programs
     return kept[donated]
+
+
+def _is_traced(x: Any) -> bool:
+    """True of an argument that jax.jit traces, which has a tracer for each array."""
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x))

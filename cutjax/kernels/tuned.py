@@ -150,34 +150,32 @@ def use_tuning(
     if frozen is not None:
         if named or measure is not None:
             raise TypeError("use_tuning: frozen= names the file that alone counts, without path and measure=")
-        return _scopes(_scope((None, _existing(frozen))), _measured(0))
+        return _scopes((None, _existing(frozen)), 0)
     if not named and measure is None:
         raise TypeError("use_tuning: expected a file (None hides all), measure= or frozen=")
     if path is None and measure:
         raise TypeError("use_tuning: path=None hides what was measured, also by measure=")
-    found = []
+    if measure is not None and (isinstance(measure, bool) or not isinstance(measure, int) or measure < 0):
+        raise ValueError(f"use_tuning: measure must be a number of kernels, 0 or more, got {measure!r}")
     if path is None:
-        found += [_scope((None,)), _measured(0)]
-    elif named:
-        found.append(_scope((*_scope.value, _existing(path))))
-    if measure is not None:
-        if isinstance(measure, bool) or not isinstance(measure, int) or measure < 0:
-            raise ValueError(f"use_tuning: measure must be a number of kernels, 0 or more, got {measure!r}")
-        found.append(_measured(measure))
-    return _scopes(*found)
+        return _scopes((None,), 0)
+    return _scopes((_existing(path),) if named else (), measure)
 
 
 @contextlib.contextmanager
-def _scopes(*found: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+def _scopes(added: tuple[Table | None, ...], measure: int | None) -> Iterator[None]:
+    """Adds tables to those of the scopes around, None among them to hide these, and says how many kernels are timed."""
     with contextlib.ExitStack() as stack:
-        for scope in found:
-            stack.enter_context(scope)
+        if added:
+            stack.enter_context(_scope(added if None in added else (*_scope.value, *added)))
+        if measure is not None:
+            stack.enter_context(_measured(measure))
         yield
 
 
 def _existing(path: str | os.PathLike[str]) -> Table:
     file = pathlib.Path(path).expanduser().absolute()
-    if not file.exists():
+    if not file.is_file():
         raise FileNotFoundError(f"use_tuning: expected a file that cutjax.autotune(fn, path=...) wrote, {file} is none")
     return table(file)
 

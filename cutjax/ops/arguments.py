@@ -62,6 +62,17 @@ def check_epilogue(
         raise TypeError(f"{where}: out_dtype is a tuple, but without an epilogue there is one result")
 
 
+def elementwise_of(x: jax.Array, y: Any, dtype: np.dtype, where: str, name: str) -> jax.Array:
+    """Returns the result of a function of x, of that name; raises unless it is one array like it, for a dtype."""
+    is_array = isinstance(y, jax.Array | np.ndarray | np.generic)
+    if not is_array or y.shape != x.shape:
+        came = f"shape {y.shape}" if is_array else type(y).__name__
+        raise ValueError(f"{where}: {name} must return one array of its argument's shape {x.shape}, got {came}")
+    if jnp.iscomplexobj(y) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(f"{where}: {name} returns {y.dtype}, but the product is of {dtype}")
+    return jnp.asarray(y)
+
+
 def weights(b: Any, name: str, where: str = "gemm") -> list[jax.Array]:
     """Returns the matrices that multiply the first operand: one, or those of a tuple."""
     if not isinstance(b, tuple):
@@ -200,7 +211,7 @@ def group_sizes_of(sizes: Any, where: str) -> jax.Array:
         raise TypeError(f"{where}: group_sizes must be an array of integers, got {type(sizes).__name__}")
     if not jnp.issubdtype(sizes.dtype, jnp.integer) or sizes.ndim < 1:
         raise TypeError(f"{where}: group_sizes must be integers [..., g], got {sizes.dtype}{list(sizes.shape)}")
-    return _to_int32(sizes)
+    return to_int32(sizes)
 
 
 def check_rows(rows: int, where: str, what: str = "rows") -> None:
@@ -220,7 +231,7 @@ def local_sizes(sizes: jax.Array, offset: ArrayLike | None, groups: int, m: int,
     if not jnp.issubdtype(start.dtype, jnp.integer) or start.shape not in ((), (1,)):
         raise TypeError(f"{where}: group_offset must be one integer, got {start.dtype}{list(start.shape)}")
     count = sizes.shape[-1]
-    first = jnp.clip(_to_int32(start.reshape(())), -groups, count)
+    first = jnp.clip(to_int32(start.reshape(())), -groups, count)
     padded = jnp.pad(sizes, [(0, 0)] * (sizes.ndim - 1) + [(1, 1)])  # a group that is not there has no row
     mine = jnp.take(padded, jnp.clip(first + jnp.arange(1, groups + 1, dtype=jnp.int32), 0, count + 1), -1, mode="clip")
     ends = rows_of_groups(padded, m, False)[1]
@@ -235,7 +246,7 @@ def check_batch(where: str, shapes: str, *batches: tuple[int, ...]) -> tuple[int
         raise ValueError(f"{where}: batch axes do not broadcast: {shapes}") from None
 
 
-def _to_int32(x: jax.Array | np.ndarray) -> jax.Array:
+def to_int32(x: jax.Array | np.ndarray) -> jax.Array:
     """Returns integers of any dtype as int32; one that it does not hold as its largest or smallest."""
     held, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
     x = x.clip(max(held.min, wanted.min), wanted.max) if held.max > wanted.max else x

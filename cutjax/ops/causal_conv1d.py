@@ -18,7 +18,7 @@ from cutjax.binding.rules import match_varying
 from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.epilogue.trace import Traced, trace
 from cutjax.kernels.families import AnyConfig
-from cutjax.ops.arguments import check_config, promote
+from cutjax.ops.arguments import check_config, elementwise_of, promote
 from cutjax.ops.conv import conv
 from cutjax.primitives import causal
 from cutjax.primitives.arrays import matrix, unwrapped
@@ -213,14 +213,8 @@ def _elementwise(
     """
 
     def function(acc: jax.Array) -> jax.Array:
-        y = activation(acc)
-        is_array = isinstance(y, jax.Array | np.ndarray | np.generic)
-        if not is_array or y.shape != acc.shape:
-            came = f"shape {y.shape}" if is_array else type(y).__name__
-            raise ValueError(
-                f"{where}: activation must return one array of its argument's shape {acc.shape}, got {came}"
-            )
-        return jnp.asarray(y, acc.dtype if jnp.issubdtype(acc.dtype, jnp.floating) else None)
+        y = elementwise_of(acc, activation(acc), acc.dtype, where, "activation")
+        return y.astype(acc.dtype) if jnp.issubdtype(acc.dtype, jnp.floating) else y
 
     try:
         traced = trace(function, [acc])

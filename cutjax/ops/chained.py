@@ -12,7 +12,7 @@ import numpy as np
 
 from cutjax.binding.rules import match_varying, with_rank
 from cutjax.dtypes import are_narrow
-from cutjax.ops.arguments import contracted
+from cutjax.ops.arguments import contracted, elementwise_of
 from cutjax.ops.quantized import is_quantized, values_of
 from cutjax.ops.scales import Scales, promote_values, scales_of, times
 from cutjax.primitives import derivative
@@ -152,9 +152,8 @@ def hidden_function(where: str, activation: Callable[[jax.Array], jax.Array], ga
         rows = given.get("x_scale")
         first, last = times(accs[0], rows, given.get("gate_scale")), times(accs[-1], rows, given.get("scale"))
         z = last + given["b1"].astype(last.dtype) if "b1" in given else last
-        h = activation(first if gated else z)
-        if not isinstance(h, jax.Array) or h.shape != z.shape:
-            raise ValueError(f"{where}: the activation must return one array of its argument's shape")
+        taken = first if gated else z
+        h = elementwise_of(taken, activation(taken), z.dtype, where, "the activation")
         h = h * z if gated else h
         return h * given["row_scale"].astype(h.dtype) if "row_scale" in given else h
 

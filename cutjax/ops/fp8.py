@@ -90,8 +90,8 @@ class Fp8DotGeneral:
             return f"precision {precision} asks for more than float8 has"
         if any(symbolic(x) or 0 in x.shape for x in (a, b)):
             return f"it needs known sizes above 0, got {a.shape}, {b.shape}"
-        shaped = ((tuple(x.shape), np.dtype(x.dtype)) for x in (a, b))
-        why = why_wide(self.recipe, roles, product, groups, *shaped, backend)
+        of_a, of_b = ((tuple(x.shape), np.dtype(x.dtype)) for x in (a, b))
+        why = why_wide(self.recipe, roles, product, groups, of_a, of_b, backend)
         return why or Float8(product, self.recipe, roles, backend, groups)
 
     def why_not(self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any, out: Any, roles: Roles) -> str:

@@ -193,7 +193,6 @@ def layout_of(product: Product) -> str:
 Shaped = tuple[tuple[int, ...], np.dtype]
 
 
-@functools.lru_cache(maxsize=4096)
 def why_wide(recipe: Recipe, roles: Roles, product: Product, groups: int, a: Shaped, b: Shaped, backend: str) -> str:
     """Returns the reason why a product is not predicted to be faster in float8, or "".
 
@@ -213,6 +212,7 @@ def why_wide(recipe: Recipe, roles: Roles, product: Product, groups: int, a: Sha
     return _why_wide(recipe, roles, product, groups, a, b, device_of(lowering.target()))
 
 
+@functools.lru_cache(maxsize=4096)
 def _why_wide(recipe: Recipe, roles: Roles, product: Product, groups: int, a: Shaped, b: Shaped, device: Device) -> str:
     layout, (a, b) = layout_of(product), _aligned(product, a, b)
     sizes = [jax.ShapeDtypeStruct((*(1 for _ in a[0][:-2]), groups + product.leading), np.int32)] if groups else []  # pyright: ignore[reportAttributeAccessIssue]

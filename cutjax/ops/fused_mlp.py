@@ -18,7 +18,7 @@ from cutjax.binding.explicit import automatic, axes
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.kernels.network.program import Affine, Builder, Kind, Map, NotElementwise, Program, Term, elementwise
-from cutjax.ops.arguments import promote
+from cutjax.ops.arguments import elementwise_of, promote
 from cutjax.ops.gemm import gemm
 from cutjax.primitives import network
 from cutjax.primitives.arrays import matrix, unwrapped
@@ -139,7 +139,7 @@ def _program(
     """Returns the program of the layers; None where an activation is of captured arrays, or more than a kernel has."""
     try:
         functions = [elementwise(lambda x, f=f: [f(x)], 1)[0] if f else None for f in (activation, last)]
-    except NotElementwise:
+    except (NotElementwise, TypeError, ValueError):  # one that captures an array may be of its width alone
         return None
     kinds = [Kind("matrix", shape) for shape in shapes]
     of_biases = [Kind("vector", shape[1:]) for shape, has in zip(shapes, biased, strict=True) if has]
@@ -180,12 +180,7 @@ def _checked(function: Function, name: str) -> Function:
 
     @functools.wraps(function)
     def call(x: jax.Array) -> jax.Array:
-        y = function(x)
-        is_array = isinstance(y, jax.Array | np.ndarray | np.generic)
-        if not is_array or y.shape != x.shape:
-            came = f"shape {y.shape}" if is_array else type(y).__name__
-            raise ValueError(f"{_WHERE}: {name} must return one array of its argument's shape {x.shape}, got {came}")
-        return jnp.asarray(y, x.dtype)
+        return elementwise_of(x, function(x), x.dtype, _WHERE, name).astype(x.dtype)
 
     return call
 
@@ -214,7 +209,11 @@ def _layers(weights: Any, biases: Any) -> tuple[list[jax.Array], list[jax.Array 
     if not isinstance(biases, list | tuple) or len(biases) != len(ws):
         came = f"{len(biases)}" if isinstance(biases, list | tuple) else type(biases).__name__
         raise ValueError(f"{_WHERE}: biases must be as many as weights, {len(ws)}, got {came}")
-    return ws, [None if b is None else _array(b, f"biases[{i}]") for i, b in enumerate(biases)]
+    bs = [None if b is None else _array(b, f"biases[{i}]") for i, b in enumerate(biases)]
+    for i, b in enumerate(bs):
+        if b is not None and not (jnp.issubdtype(b.dtype, jnp.number) and jnp.isrealobj(b)) and b.dtype != bool:
+            raise TypeError(f"{_WHERE}: biases[{i}] must be real numbers, got {b.dtype}")
+    return ws, bs
 
 
 def _array(x: Any, name: str) -> jax.Array:

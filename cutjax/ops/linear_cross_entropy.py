@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from cutjax import dot_precision
 from cutjax.binding.explicit import automatic, axes
 from cutjax.binding.rules import match_varying
-from cutjax.ops.arguments import check_shapes, promote, result_dtype
+from cutjax.ops.arguments import check_rows, check_shapes, promote, result_dtype, to_int32
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.cross_entropy import token_losses, weighted_loss
@@ -122,6 +122,7 @@ def linear_cross_entropy(
     size = head.size(v)
     if head.vocabulary(v) == 0:
         raise ValueError(f"{_WHERE}: w is {v.shape}: expected a vocabulary of 1 or more")
+    check_rows(size, _WHERE, "columns of the logits")
     y = _labels(labels, tokens, size)
     b = [] if bias is None else [_bias(bias, head.vocabulary(v), axis_name)]
     counted = None if where is None else _counted(where, tokens)
@@ -130,7 +131,7 @@ def linear_cross_entropy(
     flat = a.reshape(math.prod(tokens), a.shape[-1])
     flat, v, b, y, _ = match_varying(flat, v, b, y.reshape(-1), [] if axis_name is None else lax.axis_index(axis_name))
     if reduction == "none" or not head.keeps(dtype):
-        losses = token_losses(head, flat, v, b, y).reshape(tokens)
+        losses = token_losses(flat, v, *b, y, head=head).reshape(tokens)
         losses = losses if counted is None else jnp.where(counted, losses, 0)
         if reduction == "none":
             return losses.astype(out)
@@ -138,7 +139,7 @@ def linear_cross_entropy(
         return (total if reduction == "sum" else total / _count(counted, tokens, wide)).astype(out)
     count = _count(counted, tokens, wide) if reduction == "mean" else jnp.ones((), wide)
     weights = jnp.where(jnp.ones(tokens, bool) if counted is None else counted, 1 / count, 0)
-    loss = weighted_loss(head, flat, v, b, y, weights.reshape(math.prod(tokens)))
+    loss = weighted_loss(flat, v, *b, y, weights.reshape(math.prod(tokens)), head=head)
     return (loss + 0 / count).astype(out)  # the mean of no token is NaN, as jnp.mean's, and its gradients are zeros
 
 
@@ -173,11 +174,8 @@ def _labels(labels: Any, tokens: tuple[int, ...], size: int) -> jax.Array:
         raise TypeError(f"{_WHERE}: labels must be integers, got {y.dtype}{list(y.shape)}")
     if y.shape != tokens:
         raise ValueError(f"{_WHERE}: labels must be {tokens}, one for each token of x, got {y.shape}")
-    known = y < size if jnp.iinfo(y.dtype).max >= size else jnp.ones_like(y, bool)
-    if jnp.issubdtype(y.dtype, jnp.signedinteger):
-        known &= y >= -size if jnp.iinfo(y.dtype).min <= -size else True
-    y = jnp.where(known, y, 0).astype(jnp.int32)
-    return jnp.where(known, jnp.where(y < 0, y + size, y), -1)
+    y = to_int32(y)
+    return jnp.where((y >= -size) & (y < size), jnp.where(y < 0, y + size, y), -1)
 
 
 def _bias(bias: Any, size: int, axis_name: str | None) -> jax.Array:

@@ -13,6 +13,7 @@ import numpy as np
 
 from cutjax.binding.rules import any_divided, lying_as, with_rank
 from cutjax.epilogue.trace import Traced, trace
+from cutjax.ops.arguments import elementwise_of
 from cutjax.ops.quantized import is_quantized
 from cutjax.primitives.arrays import unwrapped
 from cutjax.primitives.factors import Factors
@@ -72,8 +73,9 @@ def multiplied(
         operands = _of_rows(product, dataclasses.replace(factors, a=x), operands, params)
     x = with_rank(x, factors.a.ndim)
     function = _returning(where, prologue, dtype)
-    leaves = jax.tree.leaves(operands)
-    if any_divided(x, *leaves):  # what it makes may be divided further than x
+    if any_divided(
+        x, *(y for y in jax.tree.leaves(operands) if isinstance(y, jax.Array))
+    ):  # what it makes may be divided further than x
         x = lying_as(x, jax.eval_shape(function, x, *operands))
     traced = _traced(where, function, x, operands)
     composed = isinstance(product, Wrapped) and not isinstance(product, Scaled)  # in float8: quantized as it is
@@ -95,14 +97,7 @@ def _returning(where: str, fn: Callable[..., Any], dtype: np.dtype) -> Callable[
 
     @functools.wraps(fn)
     def returning(a: jax.Array, *operands: Any) -> jax.Array:
-        out = fn(a, *operands)
-        is_array = isinstance(out, jax.Array | np.ndarray | np.generic)
-        if not is_array or out.shape != a.shape:
-            came = f"shape {out.shape}" if is_array else type(out).__name__
-            raise ValueError(f"{where}: prologue must return one array of its argument's shape {a.shape}, got {came}")
-        if jnp.issubdtype(out.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
-            raise TypeError(f"{where}: prologue returns {out.dtype}, but the product is of {dtype}")
-        return jnp.asarray(out).astype(dtype)
+        return elementwise_of(a, fn(a, *operands), dtype, where, "prologue").astype(dtype)
 
     return returning
 

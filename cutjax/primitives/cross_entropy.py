@@ -18,18 +18,94 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from cutjax.binding.define import define
-from cutjax.binding.rules import is_linear, is_zero
+from cutjax.binding.partition import mark_of
+from cutjax.binding.rules import is_linear, is_zero, match_varying, none_if_zero
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.dense import FLIP, Dense
 from cutjax.primitives.vocabulary import LOG2_E, Head, Rows, in_chunks, known, picked_at, rows_with_shift
 
-# The losses of rows, and their derivative in plain JAX on products.
+LEAST = 2.0**-24  # of a factor of probabilities that are added up in float32
+Mapped = tuple[tuple[int | None, ...], ...]  # of each vmap, the innermost first: whether it maps the first axis of each
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def token_losses(head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array], labels: jax.Array) -> jax.Array:
-    """Returns the loss of each row of x; labels outside of the vocabulary give NaN."""
+def _differentiable(
+    name: str, fn: Callable[..., Any], abstract: Callable[..., Any], rule: Callable[..., Any], several: bool = False
+) -> Callable[..., Any]:
+    """Returns a function of arrays and parameters, the head among them, with a derivative of its own.
+
+    It is a primitive: what JAX knows of custom_jvp alone it forgets where it divides a scan into parts. Over a mesh
+    axis by name it is not, since the axis has a name only where the function is traced.
+
+    Args:
+      name: the primitive's.
+      fn: ``(*arrays, **parameters) -> array(s)``.
+      abstract: ``(*avals, **parameters) -> aval(s)``.
+      rule: ``(primals, tangents, **parameters) -> array(s), tangent(s)``, told None for tangents that are zero.
+      several: whether the results are a list.
+    """
+
+    def reference(*values: jax.Array, mapped: Mapped, **params: Any) -> Any:
+        return _mapped(functools.partial(fn, **params), mapped)(*values)
+
+    def batch(args: Any, dims: Any, mapped: Mapped, **params: Any) -> Any:
+        args = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(args, dims, strict=True)]
+        mapped = (*mapped, tuple(None if dim is None else 0 for dim in dims))
+        out = primitive.bind(*args, mapped=mapped, **params, mark=mark_of(params["head"].backend))
+        return (out, [0] * len(out)) if several else (out, 0)
+
+    def jvp(primals: Any, tangents: Any, mapped: Mapped, **params: Any) -> Any:
+        places = [i for i, dot in enumerate(tangents) if not is_zero(dot)]
+
+        def of_one(*args: Any) -> Any:
+            dots = dict(zip(places, args[len(primals) :], strict=True))
+            return rule(args[: len(primals)], [dots.get(i) for i in range(len(primals))], **params)
+
+        mapped = tuple((*dims, *(dims[i] for i in places)) for dims in mapped)
+        return _mapped(of_one, mapped)(*primals, *(tangents[i] for i in places))
+
+    def of_avals(*avals: Any, mapped: Mapped, **params: Any) -> Any:
+        sizes = []
+        for dims in reversed(mapped):
+            sizes += {x.shape[0] for x, dim in zip(avals, dims, strict=True) if dim is not None}
+            avals = tuple(x if dim is None else _with_shape(x, x.shape[1:]) for x, dim in zip(avals, dims, strict=True))
+        out = abstract(*avals, **params)
+        return jax.tree.map(lambda x: _with_shape(x, (*sizes, *x.shape)), out)
+
+    primitive = define(name, abstract=of_avals, reference=reference, batch=batch, jvp=jvp, multiple_results=several)
+
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+    def over_axis(params: tuple[tuple[str, Any], ...], *values: jax.Array) -> Any:
+        return fn(*values, **dict(params))
+
+    def over_axis_jvp(params: tuple[tuple[str, Any], ...], primals: Any, tangents: Any) -> Any:
+        return rule(primals, [None if isinstance(dot, SymbolicZero) else dot for dot in tangents], **dict(params))
+
+    over_axis.defjvp(over_axis_jvp, symbolic_zeros=True)
+
+    def call(*values: jax.Array, **params: Any) -> Any:
+        if params["head"].axis_name is not None:
+            return over_axis(tuple(params.items()), *values)
+        return primitive.bind(*values, mapped=(), **params, mark=mark_of(params["head"].backend))
+
+    return call
+
+
+def _mapped(fn: Callable[..., Any], mapped: Mapped) -> Callable[..., Any]:
+    """Returns a function of arrays with the axes that are mapped, those of the last first."""
+    return functools.reduce(jax.vmap, mapped, fn)
+
+
+def _with_shape(x: Any, shape: Sequence[int]) -> Any:
+    """Returns an aval with another shape, of axes that are not divided."""
+    return x.update(shape=tuple(shape), sharding=x.sharding.update(spec=jax.P(*[None] * len(shape))))
+
+
+# The losses of rows, and their derivative in plain JAX on products. Arrays are x, w, the bias or none, and labels.
+
+
+def _losses(*values: jax.Array, head: Head) -> jax.Array:
+    x, w, *b, labels = values
 
     def step(_: None, chunk: Sequence[jax.Array]) -> tuple[None, jax.Array]:
         shift, rows = rows_with_shift(head, chunk[0], w, b, chunk[1], keep=False)
@@ -38,20 +114,25 @@ def token_losses(head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array], lab
     return in_chunks(step, head, w, x.dtype.itemsize, x, labels)[1]
 
 
-def _token_losses_jvp(head: Head, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    x, w, b, labels = primals
-    if head.axis_name is not None or not head.keeps(x.dtype):
-        return _along(lambda x, w, b: _recomputed(head, x, w, b, labels), (x, w, b), tangents[:3])
-    dots = jax.tree.leaves(list(tangents[:3]), is_leaf=lambda x: isinstance(x, SymbolicZero))
-    present = tuple(not isinstance(dot, SymbolicZero) for dot in dots)
-    moved = [dot for dot, given in zip(dots, present, strict=True) if given]
-    return token_losses(head, x, w, b, labels), dot_p.bind(x, w, *b, labels, *moved, head=head, present=present)
+def _losses_abstract(x: Any, *rest: Any, head: Head) -> Any:
+    return rest[-1].update(dtype=accumulator(x.dtype), weak_type=False)
 
 
-token_losses.defjvp(_token_losses_jvp, symbolic_zeros=True)
+def _losses_jvp(primals: Any, tangents: Any, head: Head) -> tuple[jax.Array, jax.Array]:
+    *given, labels = primals
+    dots = tangents[:-1]
+    if head.axis_name is not None or not head.keeps(given[0].dtype):
+        return _along(lambda x, w, *b: _recomputed(head, x, w, b, labels), given, dots)
+    present, moved = tuple(dot is not None for dot in dots), [dot for dot in dots if dot is not None]
+    tangent = dot_p.bind(*primals, *moved, head=head, present=present, mark=mark_of(head.backend))
+    return token_losses(*primals, head=head), tangent
 
 
-def _recomputed(head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array], labels: jax.Array) -> jax.Array:
+token_losses = _differentiable("cutjax_token_losses", _losses, _losses_abstract, _losses_jvp)
+"""Returns the loss of each row of x; labels outside of the vocabulary give NaN."""
+
+
+def _recomputed(head: Head, x: jax.Array, w: jax.Array, b: Sequence[jax.Array], labels: jax.Array) -> jax.Array:
     """Returns the losses by logits in memory, which a derivative makes again chunk by chunk."""
     wide = accumulator(x.dtype)
 
@@ -70,22 +151,20 @@ def _recomputed(head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array], labe
         return head.loss(lse, known(head, picked, labels, w), total, head.size(w))
 
     def step(_: None, chunk: Sequence[jax.Array]) -> tuple[None, jax.Array]:
-        return None, losses(chunk[0], w, b, chunk[1])
+        return None, losses(chunk[0], w, list(b), chunk[1])
 
     return in_chunks(step, head, w, wide.itemsize, x, labels)[1]
 
 
 def _along(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    """Returns the results of a function and their tangents, along those of its arguments that are not zero."""
-    leaves, tree = jax.tree.flatten(list(primals))
-    dots = jax.tree.leaves(list(tangents), is_leaf=lambda x: isinstance(x, SymbolicZero))
-    moved = [i for i, dot in enumerate(dots) if not isinstance(dot, SymbolicZero)]
+    """Returns the results of a function and their tangents, along those of its arguments that are not None."""
+    moved = [i for i, dot in enumerate(tangents) if dot is not None]
 
     def along(*values: jax.Array) -> Any:
         given: dict[int, Any] = dict(zip(moved, values, strict=True))
-        return fn(*tree.unflatten(given.get(i, x) for i, x in enumerate(leaves)))
+        return fn(*(given.get(i, x) for i, x in enumerate(primals)))
 
-    return jax.jvp(along, tuple(leaves[i] for i in moved), tuple(dots[i] for i in moved))
+    return jax.jvp(along, tuple(primals[i] for i in moved), tuple(tangents[i] for i in moved))
 
 
 # The tangent of the losses, along those of x, w and the bias that are ``present``: linear, and its transpose is the
@@ -113,23 +192,16 @@ def _dot_batch(args: Any, dims: Any, **params: Any) -> tuple[jax.Array, int]:
 
 
 def _dot_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, jax.Array]:
-    places = [i for i, dot in enumerate(tangents) if not is_zero(dot)]
-
-    def along(*values: jax.Array) -> jax.Array:
-        given: dict[int, Any] = dict(zip(places, values, strict=True))
-        return _dot(*(given.get(i, x) for i, x in enumerate(primals)), **params)
-
-    return jax.jvp(along, tuple(primals[i] for i in places), tuple(tangents[i] for i in places))
+    return _along(functools.partial(_dot, **params), primals, none_if_zero(tangents))
 
 
 def _dot_transpose(g: Any, *values: Any, head: Head, present: tuple[bool, ...]) -> list[Any]:
     n = len(present)
     if is_zero(g):
         return [None] * len(values)
-    x, w, *b = values[:n]
     linear = iter([is_linear(dot) for dot in values[n + 1 :]])
     wanted = tuple(given and next(linear) for given in present)
-    found = iter(gradients(head, wanted, x, w, b, values[n], g)[1:])
+    found = iter(gradients(*values[: n + 1], g, head=head, wanted=wanted)[1:])
     return [None] * (n + 1) + [next(found) if is_linear(dot) else None for dot in values[n + 1 :]]
 
 
@@ -146,45 +218,41 @@ dot_p = define(
 # A weighted sum of losses, whose gradients are made beside it, by three products in all.
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def weighted_loss(
-    head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array], labels: jax.Array, weights: jax.Array
-) -> jax.Array:
-    """Returns the sum of the rows' losses, each times a weight, which has no derivative."""
-    return (weights * token_losses(head, x, w, b, labels)).sum()
+def _weighted_loss(*values: jax.Array, head: Head) -> jax.Array:
+    *given, weights = values
+    return _weighted(token_losses(*given, head=head), weights)
 
 
-def _weighted_loss_jvp(head: Head, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    x, w, b, labels, weights = primals
-    dots = jax.tree.leaves(list(tangents[:3]), is_leaf=lambda x: isinstance(x, SymbolicZero))
-    wanted = tuple(not isinstance(dot, SymbolicZero) for dot in dots)
-    losses, *found = gradients(head, wanted, x, w, b, labels, weights)
-    moved = [dot for dot in dots if not isinstance(dot, SymbolicZero)]
+def _weighted(losses: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns the weighted sum of losses, of which those without a weight may be infinite or NaN."""
+    return jnp.where(weights == 0, 0, weights * losses).sum()
+
+
+def _weighted_loss_abstract(x: Any, *rest: Any, head: Head) -> Any:
+    return _with_shape(rest[-2].update(dtype=accumulator(x.dtype), weak_type=False), ())
+
+
+def _weighted_loss_jvp(primals: Any, tangents: Any, head: Head) -> tuple[jax.Array, jax.Array]:
+    dots = tangents[:-2]
+    losses, *found = gradients(*primals, head=head, wanted=tuple(dot is not None for dot in dots))
+    moved = [dot for dot in dots if dot is not None]
     terms = [(g.astype(losses.dtype) * dot.astype(losses.dtype)).sum() for g, dot in zip(found, moved, strict=True)]
-    total = (weights * losses).sum()
+    total = _weighted(losses, primals[-1])
     return total, head.over(lax.psum, sum(terms)) if terms else jnp.zeros_like(total)
 
 
-weighted_loss.defjvp(_weighted_loss_jvp, symbolic_zeros=True)
+weighted_loss = _differentiable("cutjax_weighted_loss", _weighted_loss, _weighted_loss_abstract, _weighted_loss_jvp)
+"""Returns the sum of the rows' losses, each times a weight, the last array, which has no derivative."""
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def gradients(
-    head: Head,
-    wanted: tuple[bool, ...],
-    x: jax.Array,
-    w: jax.Array,
-    b: list[jax.Array],
-    labels: jax.Array,
-    weights: jax.Array,
-) -> list[jax.Array]:
-    """Returns the rows' losses, and the gradients of their weighted sum: those wanted of x, w and b, on this device."""
+def _gradients(*values: jax.Array, head: Head, wanted: tuple[bool, ...]) -> list[jax.Array]:
+    x, w, *b, labels, weights = values
 
     def step(sums: Any, chunk: Sequence[jax.Array]) -> tuple[Any, Any]:
         x, labels, weights = chunk
         shift, rows = rows_with_shift(head, x, w, b, labels, keep=True)
         lse = rows.lse(shift)
-        scale = (1 + 2 * head.z_loss * lse) / rows.sums
+        scale = _scale(head, lse, rows.sums)
         kept = _at_labels(head, w, labels, rows, shift, scale)
         scale = (weights * scale)[:, None]
         of_x = _of_x(head, kept, w, scale) if wanted[0] else None
@@ -197,25 +265,42 @@ def gradients(
     return [losses, *(g for g in found if g is not None)]
 
 
-def _gradients_jvp(head: Head, wanted: tuple[bool, ...], primals: Any, tangents: Any) -> tuple[Any, Any]:
-    x, w, b, labels, weights = primals
+def _gradients_abstract(*avals: Any, head: Head, wanted: tuple[bool, ...]) -> list[Any]:
+    losses = _losses_abstract(*avals[:-1], head=head)
+    return [losses, *(x.update(weak_type=False) for x, asked in zip(avals, wanted, strict=False) if asked)]
 
-    def again(x: jax.Array, w: jax.Array, b: list[jax.Array], weights: jax.Array) -> list[jax.Array]:
-        leaves, tree = jax.tree.flatten([x, w, b])
-        places = [i for i, asked in enumerate(wanted) if asked]
 
-        def of(*values: jax.Array) -> jax.Array:
-            given: dict[int, Any] = dict(zip(places, values, strict=True))
-            x, w, b = tree.unflatten(given.get(i, x) for i, x in enumerate(leaves))
+def _gradients_jvp(primals: Any, tangents: Any, head: Head, wanted: tuple[bool, ...]) -> tuple[Any, Any]:
+    *given, labels, weights = primals
+    *dots, _, of_weights = tangents
+    places = [i for i, asked in enumerate(wanted) if asked]
+
+    def again(*values: jax.Array) -> list[jax.Array]:
+        *given, weights = values
+
+        def of(*moving: jax.Array) -> jax.Array:
+            found: dict[int, Any] = dict(zip(places, moving, strict=True))
+            x, w, *b = (found.get(i, v) for i, v in enumerate(given))
             return _recomputed(head, x, w, b, labels)
 
-        losses, pull = jax.vjp(of, *(leaves[i] for i in places))
-        return [losses, *pull(weights)]
+        losses, pull = jax.vjp(of, *(given[i] for i in places))
+        _, weights = match_varying(losses, weights)
+        return [losses, *pull(head.shared(weights))]
 
-    return _along(again, (x, w, b, weights), (*tangents[:3], tangents[4]))
+    return _along(again, (*given, weights), (*dots, of_weights))
 
 
-gradients.defjvp(_gradients_jvp, symbolic_zeros=True)
+gradients = _differentiable("cutjax_token_losses_gradients", _gradients, _gradients_abstract, _gradients_jvp, True)
+"""Returns the rows' losses, and the gradients of their weighted sum: those ``wanted`` of x, w and b, on this device."""
+
+
+def _scale(head: Head, lse: jax.Array, sums: jax.Array) -> jax.Array:
+    """Returns the factor of each row's powers, never zero: labels are divided by it."""
+    if not head.z_loss:
+        return 1 / sums
+    slope = 1 + 2 * head.z_loss * lse
+    slope = jnp.where(jnp.abs(slope) < LEAST, LEAST, slope)
+    return lax.optimization_barrier(slope / sums)  # one value for all that read it, where it is a small difference
 
 
 def _at_labels(

@@ -19,7 +19,7 @@ from cutjax.binding.define import define
 from cutjax.binding.lowering import Target
 from cutjax.binding.partition import Rules, mark_of
 from cutjax.binding.placement import Labels, Placement, Rule
-from cutjax.binding.rules import is_linear, is_zero, match_varying, zero_tangent
+from cutjax.binding.rules import any_divided, is_linear, is_zero, match_varying, zero_tangent
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import ACC
 from cutjax.kernels.device import device_of
@@ -57,7 +57,9 @@ def bind(
     given = match_varying(*arrays)
     named = tuple(np.dtype(x).name for x in dtypes)
     params: dict[str, Any] = {"dtypes": named, "dtype": dtype, "precision": precision, "backend": backend}
-    if backend != "cuda":  # kernels have not been measured; products keep what their derivatives read
+    # Kernels have not been measured, and products keep what their derivatives read; of what vmap maps over explicit
+    # mesh axes, products alone say how it lies.
+    if backend != "cuda" or any_divided(*given):
         return _reference(*given, program=program, **params)
     return network_p.bind(*given, program=program, **params, mark=mark_of(backend))
 

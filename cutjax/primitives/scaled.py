@@ -248,6 +248,8 @@ class Scaled(Wrapped):
         self, i: int, values: Any, arrays: Sequence[Any], dot: Any, dots: Sequence[Any], context: Sequence[Any]
     ) -> jax.Array | None:
         """Returns the tangent of a (i = 0) or b (1) as it is multiplied, in that dtype; None is zero."""
+        if not jnp.issubdtype(self.dtype, jnp.inexact):  # of integers, whatever they are made of
+            return None
         given, moved = (values, *arrays), (dot, *dots)
         places = [i for i, x in enumerate(moved) if x is not None]
         if not places or (not arrays and self.prologues[i] is None):

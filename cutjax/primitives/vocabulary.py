@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from cutjax import dot_precision
-from cutjax.binding.rules import on_devices, symbolic
+from cutjax.binding.rules import on_devices, symbolic, varying_axes
 from cutjax.dot_precision import Canonical
 from cutjax.primitives import product as products
 from cutjax.primitives.dense import Dense
@@ -77,6 +77,15 @@ class Head:
     def over(self, reduce: Callable[..., Any], x: Any) -> Any:
         """Returns a sum or maximum over the devices that share the vocabulary."""
         return x if self.axis_name is None else reduce(x, self.axis_name)
+
+    def shared(self, g: jax.Array) -> jax.Array:
+        """Returns the cotangent of what all devices that share the vocabulary have, to be transposed on each of them.
+
+        Without check_vma the transpose of a sum over devices adds up all of theirs.
+        """
+        if self.axis_name is None or varying_axes(jax.typeof(lax.axis_index(self.axis_name))):
+            return g
+        return g / lax.axis_size(self.axis_name)
 
     def local(self, labels: jax.Array, w: Any) -> tuple[jax.Array, jax.Array]:
         """Returns the columns of labels on this device, and for each label whether it is among them."""
@@ -151,7 +160,7 @@ def rows_with_shift(
         shift = largest(head, once, w, b)
         return state[0] & ~state[0], shift, multiplied(once, shift)
 
-    n = min(SAMPLE, head.vocabulary(w))
+    n = 1 if symbolic(w) else min(SAMPLE, head.vocabulary(w))
     some = w[:, :n] if head.layout[1] == "n" else w[:n]
     shift = largest(head, x, some, [v[:, :n] for v in b]) + ABOVE
     rows = multiplied(x, shift)

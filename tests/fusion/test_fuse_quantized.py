@@ -113,3 +113,55 @@ def test_gradients_of_what_is_fused():
     ours, plain = (jax.jit(jax.grad(lambda x, f=f: loss(f, x)))(X) for f in (cutjax.fuse(layer), layer))
     ours, plain = ours.astype(F32), plain.astype(F32)
     assert jnp.linalg.norm(ours - plain) / jnp.linalg.norm(plain) < 0.02
+
+
+def _of_blocks(dequantized):
+    """A product of what a function makes of values, scales and zero points, each with an axis of blocks."""
+
+    def fn(x, values, scale, zero):
+        w = dequantized(values.reshape(K // 16, 16, N), scale[:, None], zero[:, None])
+        return x @ w.reshape(K, N).astype(BF16)
+
+    return jax.jit(fn)
+
+
+# What a program computes that is not (values - zero) * scale: wrapped around, cut off or rounded on the way.
+CHANGED = {
+    "int8 less int8": ("int8", "int8", lambda v, s, z: (v - z).astype(F32) * s),
+    "uint8 less uint8": ("uint8", "uint8", lambda v, s, z: (v - z).astype(F32) * s),
+    "uint4 less uint4": ("uint4", "uint4", lambda v, s, z: (v - z).astype(F32) * s),
+    "then of a sign": ("uint4", "uint4", lambda v, s, z: (v - z).astype(jnp.int4).astype(F32) * s),
+    "without a sign": ("uint8", "uint8", lambda v, s, z: (v.astype("uint32") - z.astype("uint32")).astype(F32) * s),
+    "values without a sign": ("int8", "int8", lambda v, s, z: (v.astype("uint32").astype(F32) - z.astype(F32)) * s),
+    "values of bool": ("int8", "int8", lambda v, s, z: (v.astype(bool).astype(F32) - z.astype(F32)) * s),
+    "zero cut off": ("int8", "float32", lambda v, s, z: (v.astype("int32") - z.astype("int32")).astype(F32) * s),
+    "zero without a sign": ("int8", "int8", lambda v, s, z: (v.astype("int16") - z.astype("uint8")).astype(F32) * s),
+    "scale cut off": ("int8", "int8", lambda v, s, z: (v.astype("int32") * s.astype("int32")).astype(F32) + z * 0.0),
+    "result cut off": ("int8", "int8", lambda v, s, z: (v.astype(F32) * s).astype("int32").astype(F32)),
+    "in float8": ("float8_e4m3fn", "int8", lambda v, s, z: (v * s.astype(v.dtype)).astype(F32)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_conversions_that_change_numbers(name):
+    """The program's numbers count, odd as they may be."""
+    dtype, of_zero, dequantized = CHANGED[name]
+    random = np.random.default_rng(0)
+    values = jnp.asarray(random.integers(-128, 128, (K, N))).astype("int8").astype(dtype)
+    zero = jnp.asarray(random.uniform(-99, 99, (K // 16, N))).astype("float32" if of_zero == "float32" else "int8")
+    args = X, values, jnp.asarray(random.uniform(0.5, 3, (K // 16, N)), F32), zero.astype(of_zero)
+    fn = _of_blocks(dequantized)
+    expected, got = (np.asarray(f(*args), np.float32) for f in (fn, cutjax.fuse(fn, policy="always")))
+    np.testing.assert_allclose(got, expected, atol=2**-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (N,)], ids=str)
+def test_one_scale_of_any_rank(shape):
+    q = cutjax.quantize(scaled(1, (K, N)), "int8")
+    scale = jnp.broadcast_to(q.scale[0, 0], shape)
+
+    def fn(x, values, scale):
+        return x @ (values.astype(BF16) * scale.astype(BF16))
+
+    expected, got = (np.asarray(f(X, q.values, scale), np.float32) for f in (fn, cutjax.fuse(fn)))
+    np.testing.assert_allclose(got, expected, atol=2**-6 * np.abs(expected).max())

@@ -13,6 +13,7 @@ import weakref
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from checks import close
 from jax import lax
@@ -189,6 +190,42 @@ def test_arguments_of_jit():
     assert (named.__name__, named.__module__) == ("named", __name__)
     donated = named.lower(x, w, scale=2).args_info
     assert [leaf.donated for leaf in jax.tree.leaves(donated)] == [False, True]
+
+
+@jax.tree_util.register_pytree_node_class
+class Tree:
+    """A static argument that is a pytree, of what has no hash, or of arrays."""
+
+    def __init__(self, *leaves):
+        self.leaves = leaves
+
+    def tree_flatten(self):
+        return self.leaves, None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+STATIC = [3, True, None, "a", np.int64(3), np.float32(0.5), np.str_("a"), np.dtype("int8"), (3, np.int32(2)), Tree({3})]
+STATIC += [jnp.tanh, Tree([2.0]), Tree(X), lambda x: x]
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("value", STATIC, ids=lambda x: type(x).__name__)
+def test_static_arguments_are_what_they_are(value):
+    """In whatever place, beside a donated one, by number and by name."""
+    seen = []
+
+    def fn(static, w, *, named):
+        seen.extend((static, named))
+        return w + w.T @ w
+
+    with cutjax.patch():
+        jitted = jax.jit(fn, static_argnums=0, static_argnames="named", donate_argnums=1)
+    close(jitted(value, jnp.ones((128, 128)), named=value), jnp.full((128, 128), 129.0), 1e-6)
+    assert len(seen) == 2
+    assert all(x is value for x in seen)
 
 
 def test_errors_are_those_of_jax():

@@ -237,6 +237,14 @@ def test_fuse():
     assert "that quantize" in auto
 
 
+def test_the_choice_is_of_the_device():
+    """Whatever was chosen for another one before."""
+    x, w = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((16384, 8192), (8192, 8192)))
+    for device, wide in (("NVIDIA A100-SXM4-80GB", True), ("NVIDIA H200", False)):
+        shown = str(cutjax.explain(cutjax.fuse(jnp.matmul, fp8="tensor"), device=device)(x, w))
+        assert ("not float8: architecture sm_80" in shown) == wide
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_kernels_of_a_llama_layer(recipe):
     """All three products of 4096 tokens have kernels of float8, in the layout that wgmma reads."""

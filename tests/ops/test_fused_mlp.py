@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import close, normal
+from checks import close, mesh_of, normal
 
 import cutjax
 from cutjax.ops import fused_mlp as module
@@ -96,6 +96,22 @@ def test_ensembles(axes):
     close(found, jax.vmap(jax.vmap(plain, (0, None, None)), (None, 0, 0))(normal(21, (2, 6, 2)), ws, bs), 2e-5)
 
 
+@pytest.mark.parametrize("backend", ["auto", "cuda"])
+def test_an_ensemble_on_explicit_mesh_axes(backend):
+    """Results and gradients lie as the networks do."""
+    mesh = mesh_of(jax.sharding.AxisType.Explicit, i=2)
+    ws = [normal(i, (2, *w.shape)) for i, w in enumerate(parameters()[0])]
+    x = normal(9, (5, 2))
+
+    def gradient(u, ws):
+        return jax.grad(lambda ws: jnp.sin(jax.vmap(lambda w: u(x, w, [None] * 3))(ws)).sum())(ws)
+
+    with jax.set_mesh(mesh), cutjax.use_backend(backend):
+        found = jax.jit(functools.partial(gradient, ours))(jax.device_put(ws, jax.P("i")))
+    assert all(jax.typeof(g).sharding.spec[0] == "i" for g in found)
+    jax.tree.map(lambda a, b: close(a, b, 2e-5), found, gradient(plain, ws))
+
+
 @pytest.mark.parametrize("shape", [(2,), (0, 2), (3, 4, 2)])
 def test_any_number_of_axes(shape):
     ws, bs = parameters()
@@ -128,6 +144,15 @@ def test_an_activation_with_parameters_is_made_of_products():
     (x, ws, bs), beta = (normal(20, (6, 2)), *parameters()), jnp.float32(1.3)
     of = lambda u: jax.grad(lambda beta: (u(x, ws, bs, lambda t: t * jax.nn.sigmoid(beta * t)) ** 2).sum())  # noqa: E731
     close(of(ours)(beta), of(plain)(beta), 1e-5)
+
+
+def test_an_activation_with_parameters_of_each_column():
+    ws, slopes, x = normal(0, (3, 8, 8)) / 3, normal(2, (8,)), normal(1, (5, 8))
+
+    def of(u):
+        return jax.grad(lambda slopes: u(x, list(ws), [None] * 3, lambda t: jnp.where(t > 0, t, slopes * t)).sum())
+
+    close(of(ours)(slopes), of(plain)(slopes), 1e-5)
 
 
 def test_narrow_dtypes_round_as_plain_layers_do():
@@ -170,6 +195,12 @@ def _equations(jaxpr):
         ({"biases": [np.ones(3, np.float32)]}, ValueError, "as many as weights, 3, got 1"),
         ({"activation": 3}, TypeError, "activation must be a function, got int"),
         ({"activation": lambda x: x[:1]}, ValueError, "activation must return one array"),
+        (
+            {"activation": lambda x: jax.lax.complex(x, x)},
+            TypeError,
+            "activation returns complex64, but the product is of float32",
+        ),
+        ({"biases": [np.ones(8, np.complex64)] * 2 + [None]}, TypeError, r"biases\[0\] must be real numbers"),
         ({"x": np.float32(1)}, TypeError, "x must be an array"),
         ({"x": np.ones((2, 2), np.complex64), "weights": [np.ones((2, 1), np.complex64)]}, TypeError, "floating-point"),
         ({"weights": [np.ones((2, 1), np.float32), np.ones((1, 1), jnp.bfloat16)]}, TypeError, "in one dtype"),

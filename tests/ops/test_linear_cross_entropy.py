@@ -7,6 +7,7 @@ import math
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -143,6 +144,77 @@ def test_columns_that_are_masked_by_the_bias():
     assert (np.asarray(got[1][1])[:, :257] == 0).all()
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+def test_second_derivatives_in_a_loop(options):
+    """JAX divides a scan into what depends on its carry and what does not, and differentiates each again."""
+    x, w, b, y = inputs()
+    x, w, b, y = x[:12], w[:, :12], b[:12], y[:12] % 12
+
+    def derivatives(f, x, w, b):
+        def total(x, w, scale):
+            def step(sums, t):
+                found = f(jnp.tanh(x) * t, w, y, bias=b, **OPTIONS[options])
+                return sums + scale * found.sum(), None
+
+            return jax.lax.scan(step, 0.0, jnp.arange(1.0, 3.0))[0]
+
+        twice = jax.grad(lambda x: jnp.sin(jax.grad(total)(x, w, 1.0)).sum())(x)
+        beside = jax.grad(lambda w: jax.grad(total, 2)(x, w, 1.0))(w)
+        return twice, beside, jax.jvp(jax.grad(lambda x: total(x, w, 1.0)), (x,), (x,))[1]
+
+    ours, plain = (
+        jax.jit(functools.partial(derivatives, f))(x, w, b)
+        for f in (cutjax.linear_cross_entropy, oracles.linear_cross_entropy)
+    )
+    close(ours, plain, 1e-4)
+
+
+@pytest.mark.parametrize("lse", [-1.0, -1.0 - 2**-23, -0.99999, -1.01])
+def test_z_loss_whose_slope_ends_that_of_the_loss(lse):
+    """Where 1 + 2 z log(sum) is zero or near, the gradient of the logits is all at the label."""
+    x, w, y = jnp.ones((3, 1)), jnp.full((1, 4), lse - math.log(4), jnp.float32), jnp.arange(3)
+
+    def gradients(f):
+        return jax.jit(jax.grad(lambda x, w: f(x, w, y, z_loss=0.5, reduction="sum"), (0, 1)))(x, w)
+
+    close(gradients(cutjax.linear_cross_entropy), gradients(oracles.linear_cross_entropy), 1e-5)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_tokens_that_do_not_count_may_have_labels_that_the_bias_masks(options):
+    """As padding is, by the label of a token that is never to be said."""
+    x, w, b, y = inputs()
+    b, where = b.at[:2].set(-jnp.inf), np.arange(T) % 3 > 0
+    y = jnp.where(where, y.clip(2), 0)
+    options = {"reduction": "mean", **OPTIONS[options], "label_smoothing": 0.0}
+
+    def total(f, x, w, b):
+        return f(x, w, y, bias=b, where=where, **options).sum()
+
+    ours, plain = (
+        both(functools.partial(total, f), x, w, b) for f in (cutjax.linear_cross_entropy, oracles.linear_cross_entropy)
+    )
+    assert np.isfinite(ours[0])
+    close(ours[0], plain[0], 1e-5)
+    assert all(np.isfinite(g).all() for g in ours[1])
+
+
+def test_vocabularies_of_any_size():
+    """Of a size that is known when the program runs; not one that labels cannot count."""
+    x, w, _, y = inputs()
+    fn = jax.jit(jax.value_and_grad(lambda x, w, y: cutjax.linear_cross_entropy(x, w, y, z_loss=0.1), (0, 1)))
+    (v,) = jax.export.symbolic_shape("v")
+    y = y.astype(jnp.uint8)[:8] % 90
+    avals = jax.ShapeDtypeStruct((8, D), x.dtype), jax.ShapeDtypeStruct((D, v), w.dtype), y
+    exported = jax.export.export(fn)(*avals)
+    for size in (90, 260):
+        args = x[:8], w[:, :size], y
+        close(exported.call(*args), fn(*args), 1e-6)
+    avals = avals[0], jax.ShapeDtypeStruct((D, 2**31), w.dtype), y
+    with pytest.raises(ValueError, match="linear_cross_entropy: 2,147,483,648 columns of the logits"):
+        jax.eval_shape(fn, *avals)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
 def test_sixteen_bits(dtype, small_chunks):
     """The loss is that of the product in float32; gradients err as much as a rounding or two of each element."""
@@ -218,8 +290,15 @@ def test_vocabulary_over_an_axis(options, check_vma, small_chunks):
         total = cutjax.linear_cross_entropy(x, w, y, bias=b, axis_name="v", **OPTIONS[options])
         return jax.lax.pmean(total, "i")
 
-    ours = both(lambda x, w, b: divided(x, w, b, y), x, w, b)
-    close(ours, both(lambda x, w, b: oracles.linear_cross_entropy(x, w, y, b, **OPTIONS[options]), x, w, b), 1e-5)
+    def derivatives(f):
+        """Of first and second order, the latter along x, w and b themselves, and transposed."""
+        first = jax.grad(f, (0, 1, 2))
+        along = jax.jvp(first, (x, w, b), (x, w, b))
+        return f(x, w, b), along, jax.vjp(first, x, w, b)[1]((x, w, b))
+
+    ours = jax.jit(functools.partial(derivatives, lambda x, w, b: divided(x, w, b, y)))()
+    plain = functools.partial(oracles.linear_cross_entropy, **OPTIONS[options])
+    close(ours, jax.jit(functools.partial(derivatives, lambda x, w, b: plain(x, w, y, b)))(), 1e-5)
 
 
 @pytest.mark.parametrize("spec", [(P("i"), P()), (P(), P(None, "i")), (P("i"), P(None, "j"))], ids=str)

@@ -203,6 +203,11 @@ def test_dtypes():
 
 
 REFUSED = [
+    (
+        TypeError,
+        "mlp: the activation returns complex64, but the product is of float32",
+        {"activation": lambda h: jax.lax.complex(h, h)},
+    ),
     (ValueError, "mlp: unknown layout 'tn'", {"layout": "tn"}),
     (ValueError, "mlp: unknown save 'all'", {"save": "all"}),
     (ValueError, "mlp: unknown backend 'gpu'", {"backend": "gpu"}),

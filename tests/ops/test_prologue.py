@@ -199,6 +199,30 @@ def test_captured_arrays_and_positions():
     close(cutjax.gemm(X, W, prologue=keyed, prologue_operands=(key,)), keyed(X, key) @ W, 1e-5)
 
 
+@pytest.mark.parametrize(
+    "number", [2, 2.5, True, np.float64(2.5), np.float32(2.5), np.array(2.5), np.full(K, 2.5)], ids=repr
+)
+def test_operands_that_are_numbers(number):
+    """Of Python and of numpy, with the promotion that they have in plain JAX."""
+    x, w = X.astype(BF16), W.astype(BF16)
+    got = cutjax.gemm(x, w, prologue=jnp.multiply, prologue_operands=(number,))
+    close(got, jnp.multiply(x, number).astype(BF16) @ w, 2**-6)
+    h = cutjax.mlp(x, w, w.T, prologue=lambda a, s: a * s["s"], prologue_operands=({"s": number},))
+    close(h, cutjax.mlp((x * number).astype(BF16), w, w.T), 2**-6)
+
+
+@pytest.mark.parametrize("save", [None, "default"], ids=["plain", "epilogue"])
+def test_products_of_integers_have_no_derivative(save):
+    x, w = (y.astype(jnp.int8) for y in (X, W))
+    how = {} if save is None else {"epilogue": lambda acc: acc * 2, "save": save}
+
+    def loss(r):
+        return cutjax.gemm(x, w, prologue=lambda a, r: a * r, prologue_operands=(r,), **how).astype(F32).sum() * r.sum()
+
+    value, gradient = jax.value_and_grad(loss)(R)
+    close(gradient, jnp.full(R.shape, value / R.sum()), 1e-5)
+
+
 def test_divided_over_devices():
     """Rows, or the contraction; positions are those in the whole array."""
     mesh = mesh_of(p=2, q=2)

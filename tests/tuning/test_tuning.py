@@ -406,10 +406,25 @@ def test_frozen(on_gpu, tmp_path):
     assert not on_gpu.tasks
 
 
+def test_a_scope_counts_where_it_is_entered(tmp_path):
+    """Not where it was made; the file is read there."""
+    path, third = write(tmp_path / "a.json", SECOND, 7.0, 9.0), cutjax.candidates(PROBLEM)[2]
+    other = write(tmp_path / "b.json", third, 7.0, 9.0)
+    before = cutjax.use_tuning(path)
+    with cutjax.use_tuning(other):
+        within = cutjax.use_tuning(measure=0)
+    with cutjax.use_tuning(None), before:
+        assert [x.path for x in tuned.tables()] == [path]
+        assert choose.choose(PROBLEM).config == SECOND
+    with within:
+        assert other not in [x.path for x in tuned.tables()]
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
         ({}, TypeError, "expected a file"),
+        ({"frozen": "/"}, FileNotFoundError, "/ is none"),
         ({"path": None, "measure": 3}, TypeError, "hides what was measured"),
         ({"frozen": "a", "measure": 3}, TypeError, "without path and measure="),
         ({"measure": -1}, ValueError, "a number of kernels, 0 or more, got -1"),
