@@ -199,6 +199,13 @@ def test_tokens_that_do_not_count_may_have_labels_that_the_bias_masks(options):
     assert all(np.isfinite(g).all() for g in ours[1])
 
 
+def test_fuse_leaves_its_logits_in_their_dtype():
+    x, w, _, y = inputs(jnp.bfloat16)
+    step = jax.value_and_grad(lambda x, w: cutjax.linear_cross_entropy(x, w, y), (0, 1))
+    fused = cutjax.fuse(step, fp8=cutjax.fp8_dot_general("row", policy="always"))
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(fused)(x, w), jax.jit(step)(x, w))
+
+
 def test_vocabularies_of_any_size():
     """Of a size that is known when the program runs; not one that labels cannot count."""
     x, w, _, y = inputs()
