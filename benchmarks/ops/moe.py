@@ -35,6 +35,7 @@ class Moe:
     Attributes:
       name: a short unique name.
       target: the least ratio to XLA asked for of the forward and backward pass, or None.
+      asked_us: the times asked for of each pass, or none.
     """
 
     name: str
@@ -44,11 +45,12 @@ class Moe:
     h: int
     k: int
     target: float | None = None
+    asked_us: tuple[int, ...] = ()
 
     @property
-    def tags(self) -> tuple[str]:
-        """The name."""
-        return (self.name,)
+    def tags(self) -> tuple[str, ...]:
+        """The name, and "fine" where times are asked for."""
+        return self.name, *["fine"] * bool(self.asked_us)
 
     @property
     def flops(self) -> int:
@@ -58,6 +60,10 @@ class Moe:
 
 # The smaller first, as the device's peak only rises.
 MOE = (
+    Moe("8 x 3072", 8, 8192, 2048, 3072, 2, asked_us=(900, 2650)),
+    Moe("64 x 1280", 64, 16384, 2560, 1280, 4, asked_us=(2050, 6000)),
+    Moe("128 x 1024", 128, 24576, 2048, 1024, 8, asked_us=(4000, 11400)),
+    Moe("128 x 256", 128, 32768, 1536, 256, 8, asked_us=(1600, 4100)),
     Moe("mixtral", 8, 4096, 4096, 14336, 2, target=3.0),
     Moe("deepseek", 256, 16384, 7168, 2048, 8, target=3.0),
 )
@@ -190,7 +196,8 @@ def measure_case(case: Moe, run: Run) -> list[Row]:
     rows = []
     for name in run.products or PASSES:
         targets = {"xla": case.target} if case.target and name == "fwd+bwd" else {}
-        figures = {"tokens": case.tokens, "xla_tokens": few}
+        figures: dict[str, Any] = {"tokens": case.tokens, "xla_tokens": few}
+        figures |= {"asked_us": case.asked_us[PASSES.index(name)]} if case.asked_us else {}
         row = Row(case.name, name, targets=targets, figures=figures)
         try:
             mine, theirs = passes(ours(case))[name], passes(plain(case))[name]
