@@ -86,7 +86,7 @@ def _reference(
     on_cuda: bool = False,
 ) -> list[jax.Array]:
     """Computes the program by products of cutjax, each with the function that alone reads it as its epilogue."""
-    params: dict[str, Any] = {"precision": precision, "backend": "auto" if backend == "auto" else "xla"}
+    params: dict[str, Any] = {"precision": precision, "backend": "xla" if backend == "xla" else "auto"}
     readers = collections.Counter(x for step in program.steps for x in step.reads) + collections.Counter(
         program.outputs
     )

@@ -31,7 +31,8 @@ def on_kernels(precision=None, f=jnp.tanh):
 
 
 def gradients(u):
-    return jax.grad(lambda *args: (u(*args).astype(jnp.float32) ** 2).mean(), (0, 1, 2))
+    """Of a sum of squares by the root of the rows: a mean's would be below what float16 holds with 11 bits."""
+    return jax.grad(lambda x, *args: (u(x, *args).astype(jnp.float32) ** 2).sum() / x.shape[0] ** 0.5, (0, 1, 2))
 
 
 def laplacian(u):
@@ -75,9 +76,12 @@ def test_random_numbers(form, dtype_precision, widths, rows):
     narrow = jax.tree.map(lambda x: jnp.asarray(x, dtype), args)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), narrow)
     wanted = jax.jit(FORMS[form](plain))(*wide)
-    found = jax.jit(FORMS[form](on_kernels(precision)))(*narrow)
-    close(found, wanted, ERRORS[dtype_precision] * (4 if form == "laplacian" else 1))
-    again = jax.jit(FORMS[form](on_kernels(precision)))(*narrow)
+    ours = FORMS[form](on_kernels(precision))
+    found = jax.jit(ours)(*narrow)
+    alone = all(row.kernel.startswith("network") for row in cutjax.explain(ours)(*narrow).rows)
+    error = ERRORS[dtype_precision if alone else (dtype, None)]  # of what XLA multiplies, parts are one TF32 product
+    close(found, wanted, error * (4 if form == "laplacian" else 1))
+    again = jax.jit(ours)(*narrow)
     jax.tree.map(np.testing.assert_array_equal, found, again)  # sums are added in one order
 
 
