@@ -24,6 +24,7 @@ RATE = 1e-3
 P = jax.P
 RESULT = "cutjax, sums in the result's dtype"
 WAYS = ("jax", "cutjax", RESULT)
+OF_BLOCKS = {"jax": 1.0, "dropin": 0.99, "fuse": 1.03}  # ways, and the least ratios asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +34,10 @@ class Layer:
     Attributes:
       name: a short unique name.
       tags: "suite" for the sizes that are reported, "tiny" for small ones.
-      kind: "mlp", or "attention" for its projections.
-      how: "tensor": columns of the first weights and rows of the last on each device; "data": tokens.
-      tokens: of each device under "data", of all under "tensor".
+      kind: "mlp", or "attention" for its projections; "block": both, with residuals, as existing code.
+      how: "tensor": columns of the first weights and rows of the last on each device; "data": tokens; "full": tokens,
+        and rows of all weights, which are gathered before they are multiplied.
+      tokens: of each device under "data", of all under the others and of a block.
       width, hidden: of the layer; the hidden width of attention is that of queries, keys and values together.
       target: the least ratio of plain JAX's time to ours.
     """
@@ -52,14 +54,23 @@ class Layer:
     def shapes(self) -> list[tuple[int, int]]:
         """Returns the shapes of the weights, the last of which has its hidden axis first."""
         first = (self.width, self.hidden)
-        return [first, first, first[::-1]] if self.kind == "mlp" else [first, (self.width, self.width)]
+        mlp, out = [first, first, first[::-1]], (self.width, self.width)
+        return {"mlp": mlp, "attention": [first, out], "block": [(self.width, 3 * self.width), out, *mlp]}[self.kind]
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The ways to run it."""
+        return tuple(OF_BLOCKS) if self.kind == "block" else WAYS
 
     def specs(self) -> tuple[jax.P, list[jax.P]]:
         """Returns the shardings of tokens [batch, sequence, width] and of the weights on the mesh axis "x"."""
         count = len(self.shapes())
-        if self.how == "data":
-            return P("x"), [P()] * count
-        return P(), [P(None, "x")] * (count - 1) + [P("x", None)]
+        if self.how != "tensor":
+            return P("x"), [P() if self.how == "data" else P("x")] * count
+        columns, rows = P(None, "x"), P("x", None)
+        return P(), [columns, rows, columns, columns, rows] if self.kind == "block" else [columns] * (count - 1) + [
+            rows
+        ]
 
     def loss(self, way: str) -> Callable[..., jax.Array]:
         """Returns the mean square of the layer's results, a function of the weights and tokens."""
@@ -75,12 +86,19 @@ class Layer:
             product = cutjax.gemm if ours else jnp.matmul
             return product(product(x, ws[0])[..., : self.width], ws[1])
 
-        layer = mlp if self.kind == "mlp" else attention
+        def block(ws: Any, x: jax.Array) -> jax.Array:
+            product = cutjax.matmul if way == "dropin" else jnp.matmul
+            qkv, out, gate, up, down = ws
+            x = x + product(product(x, qkv)[..., : self.width], out)
+            return x + product(jax.nn.silu(product(x, gate)) * product(x, up), down)
+
+        layer = {"mlp": mlp, "attention": attention, "block": block}[self.kind]
         return lambda ws, x: (layer(ws, x).astype(jnp.float32) ** 2).mean()
 
     def step(self, way: str) -> Callable[[Any, jax.Array], tuple[Any, jax.Array]]:
         """Returns the function ``(weights, tokens) -> (weights, loss)``."""
         gradient = jax.value_and_grad(self.loss(way))
+        gradient = cutjax.fuse(gradient) if way == "fuse" else gradient
 
         def step(ws: Any, x: jax.Array) -> tuple[Any, jax.Array]:
             value, grads = gradient(ws, x)
@@ -97,26 +115,31 @@ class _Step(Running):
         return jax.block_until_ready(loss) if jax.default_backend() == "cpu" else loss
 
 
-def _layers(kind: str, tokens: int, width: int, hidden: int, tag: str) -> list[Layer]:
+def _layers(
+    kind: str, tokens: int, width: int, hidden: int, tag: str, ways: tuple[str, ...] = ("tensor", "data")
+) -> list[Layer]:
     return [
-        Layer(f"{'' if tag == 'suite' else tag + ' '}{kind}, {how}", (tag,), kind, how, tokens, width, hidden)
-        for how in ("tensor", "data")
+        Layer(f"{tag + ' ' if tag == 'tiny' else ''}{kind}, {how}", (tag,), kind, how, tokens, width, hidden)
+        for how in ways
     ]
 
 
 LAYERS = (  # Llama 70B's: 64 heads of queries, 8 of keys and of values, of 128 elements
     *_layers("mlp", 8192, 8192, 28672, "suite"),
     *_layers("attention", 8192, 8192, 10240, "suite"),
+    *_layers("block", 16384, 4096, 14336, "block", ("data", "full", "tensor")),
     *_layers("mlp", 64, 64, 128, "tiny"),
     *_layers("attention", 64, 64, 128, "tiny"),
+    *_layers("block", 64, 64, 128, "tiny", ("data", "full", "tensor")),
 )
 
 
 def make(layer: Layer, mesh: jax.sharding.Mesh) -> tuple[list[jax.Array], jax.Array]:
     """Returns the weights and the tokens, on the devices."""
     of_x, of_ws = layer.specs()
-    batch = mesh.size if layer.how == "data" else 1
-    shapes = [(batch, layer.tokens, layer.width), *layer.shapes()]
+    batch = mesh.size if layer.how != "tensor" else 1
+    tokens = layer.tokens // batch if layer.kind == "block" else layer.tokens
+    shapes = [(batch, tokens, layer.width), *layer.shapes()]
     shardings = [jax.NamedSharding(mesh, spec) for spec in (of_x, *of_ws)]
 
     def arrays() -> list[jax.Array]:
@@ -134,12 +157,12 @@ def measure_case(layer: Layer, run: Run) -> list[Row]:
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, running = {}, {}
     expected: list[float] = []
-    for name in WAYS:
+    for name in layer.ways:
         rows[name] = Row(layer.name, name)
         try:
             ws, x = make(layer, mesh)
             shardings = [w.sharding for w in ws], jax.NamedSharding(mesh, P())
-            with cutjax.use_partial_sums("result" if name == RESULT else "float32"):
+            with cutjax.use_partial_sums("float32" if name == "cutjax" else "result"):
                 compiled = jax.jit(layer.step(name), donate_argnums=0, out_shardings=shardings).lower(ws, x).compile()
             step = _Step(compiled, ws, x)
             losses = [float(step()) for _ in range(CHECKED)]
@@ -154,7 +177,7 @@ def measure_case(layer: Layer, run: Run) -> list[Row]:
             rows[name], error=error, failure=wrong, peak_mib=peak_mib(compiled), figures=figures
         )
         running[name] = step
-    return list(_timed(layer, rows, times(running) if len(running) == len(WAYS) else {}).values())
+    return list(_timed(layer, rows, times(running) if len(running) == len(rows) else {}).values())
 
 
 def _timed(layer: Layer, rows: Mapping[str, Row], taken: Mapping[str, list[float]]) -> dict[str, Row]:
@@ -164,7 +187,7 @@ def _timed(layer: Layer, rows: Mapping[str, Row], taken: Mapping[str, list[float
         low, high = np.percentile(samples, (25, 75))
         found[name] = dataclasses.replace(rows[name], us=medians[name], iqr_us=float(high - low))
         if name != "jax":
-            ratios, targets = {"jax": medians["jax"] / medians[name]}, {"jax": layer.target}
+            ratios, targets = {"jax": medians["jax"] / medians[name]}, {"jax": OF_BLOCKS.get(name, layer.target)}
             found[name] = dataclasses.replace(found[name], ratios=ratios, targets=targets)
     return found
 
