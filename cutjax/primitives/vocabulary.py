@@ -26,7 +26,7 @@ from cutjax.primitives import product as products
 from cutjax.primitives.dense import Dense
 from cutjax.primitives.factors import Factors
 
-CHUNK_BYTES = 320 * 2**20  # of what is kept of a chunk of rows
+CHUNK_BYTES = 376 * 2**20  # of what is kept of a chunk of rows
 LOG2_E = math.log2(math.e)
 SAMPLE = 256  # columns, of which the largest logit is taken for a shift
 ABOVE = 24.0  # how far the shift is above it, in units of log(2): no row's largest logit is below that of the sample
@@ -178,23 +178,20 @@ def largest(head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array]) -> jax.A
 def in_chunks(step: Callable[..., Any], head: Head, w: jax.Array, itemsize: int, *arrays: jax.Array) -> tuple[Any, Any]:
     """Returns ``step(sums, chunk)`` of all rows: sums that go from chunk to chunk, and what each row has.
 
-    The first chunk's sums are None, so that nothing is zeroed for it.
+    The first chunk's sums are None, so that nothing is zeroed for it; it may have fewer rows than the others.
     """
     rows = arrays[0].shape[0]
     each = rows_of_chunk(rows, head.vocabulary(w), itemsize, arrays[0], w)
     if each == rows:
         return step(None, arrays)
-    count = -(-rows // each)
-    padded = [jnp.pad(x, [(0, count * each - rows)] + [(0, 0)] * (x.ndim - 1)) for x in arrays]
-    chunks = [x.reshape(count, each, *x.shape[1:]) for x in padded]
-    sums, first = step(None, [x[0] for x in chunks])
-    sums, others = lax.scan(step, sums, [x[1:] for x in chunks])
+    first = rows - (-(-rows // each) - 1) * each  # what is over is in the first chunk: none is padded
+    sums, found = step(None, [x[:first] for x in arrays])
+    sums, others = lax.scan(step, sums, [x[first:].reshape(-1, each, *x.shape[1:]) for x in arrays])
 
     def joined(first: jax.Array, others: jax.Array) -> jax.Array:
-        whole = jnp.concatenate([first[None], others])
-        return whole.reshape(count * each, *first.shape[1:])[:rows]
+        return jnp.concatenate([first, others.reshape(-1, *first.shape[1:])])
 
-    return sums, jax.tree.map(joined, first, others)
+    return sums, jax.tree.map(joined, found, others)
 
 
 def rows_of_chunk(rows: int, columns: int, itemsize: int, *arrays: jax.Array) -> int:
