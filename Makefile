@@ -10,12 +10,14 @@
 #   make clean    remove the virtual environment and everything built
 #
 # Variables: PYTHON=python3.13 (3.11 or newer), VENV=folder, JAX="jax==0.10.0" (what pip is asked for), JOBS=2 (pytest
-# workers), PYTEST_ARGS="-k name", DEMO_ARGS="--steps 50", BENCH_ARGS, SITE.
+# workers), SHARE=1 (all parameter sets of each test; by default a fourth, others in another tree), PYTEST_ARGS="-k name",
+# DEMO_ARGS="--steps 50", BENCH_ARGS, SITE.
 
 PYTHON ?= python3
 VENV ?= .venv
 JAX ?= jax
 JOBS ?= 2
+SHARE ?= 4
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 SITE ?= build/site
@@ -40,7 +42,7 @@ demo: $(VENV)/.installed-demo
 test: test-cpu $(if $(GPU),test-gpu)
 
 test-cpu: $(VENV)/.installed-test
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not gpu and not browser" $(PYTEST_ARGS)
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --share $(SHARE) -m "not gpu and not browser" $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import collections
 import gc
+import hashlib
+import math
 import os
 import pathlib
 import tempfile
@@ -28,6 +30,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+FEW = 2  # parameter sets of a test that always run
 _START = pytest.StashKey[float]()
 _file: pathlib.Path | None = None
 
@@ -38,6 +41,7 @@ hypothesis.settings.load_profile("cutjax")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--by-file", action="store_true", help="print the processor seconds of each file")
+    parser.addoption("--share", type=int, default=1, help="run one in so many of a test's parameter sets, FEW at least")
     parser.addoption("--site", default="build/site", help="the built documentation, for the tests marked browser")
 
 
@@ -89,6 +93,36 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
         # Traces are many small objects that stay: looking for cycles among them took a sixth of all time.
         gc.set_threshold(500_000, 20, 50)
+
+
+def _tree() -> bytes:
+    """What tells this tree from another: a digest of the package's and the tests' sources."""
+    root, digest = pathlib.Path(__file__).parent.parent, hashlib.sha256()
+    for folder in ("cutjax", "ffi", "tests"):
+        for path in sorted((root / folder).rglob("*.*")):
+            if path.suffix in (".py", ".cuh", ".cc", ".h"):
+                digest.update(path.read_bytes())
+    return digest.digest()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out most parameter sets of each test, which others take their turn of in another tree.
+
+    What fails is repeated by its name; in one tree it is always the same that run.
+    """
+    share = config.getoption("--share")
+    if share <= 1:
+        return
+    tree, of_test = _tree(), collections.defaultdict(list)
+    for item in items:
+        of_test[item.nodeid.partition("[")[0]].append(item)
+    chosen = set()
+    for sets in of_test.values():
+        drawn = sorted(sets, key=lambda item: hashlib.sha256(tree + item.nodeid.encode()).digest())
+        chosen.update(drawn[: max(FEW, math.ceil(len(sets) / share))])
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
