@@ -24,6 +24,7 @@ from cutjax.runtime.launch import Call, Int64, Pointer
 LOGITS = ("bfloat16", "float16", "float32")
 MOST_CHOICES = 32
 MOST_COUNTED = 2**16 - 1  # tokens of a block, whose counts have 16 bits
+MOST_UNROLLED = 2048
 PLACING = 512  # threads of a block of the second kernel
 # Of the cost model, which is arithmetic: nobody has measured these kernels. Set UNMEASURED to "" where somebody has.
 UNMEASURED = "kernels of routing"
@@ -152,13 +153,27 @@ class Kernel:
     @property
     def list(self) -> int:
         """The keys that a lane keeps."""
-        p, step = self.problem, self.vector * self.config.lanes
-        return min(p.k, -(-p.experts // step) * self.vector)
+        return min(self.problem.k, self.pieces * self.vector)
 
     @property
     def words(self) -> int:
         """The words of a key."""
         return 1 if self.problem.dtype.itemsize == 2 and self.problem.bias is None else 2
+
+    @property
+    def pieces(self) -> int:
+        """The loads of a lane."""
+        return -(-self.problem.experts // (self.vector * self.config.lanes))
+
+    @property
+    def sorting(self) -> int:
+        """The instructions that put a key in its place in a list, for each of the list's."""
+        return 2 if self.words == 1 else 6
+
+    @property
+    def ahead(self) -> int:
+        """The pieces that a lane loads at once, and whose code is written out."""
+        return max(1, min(4, self.pieces, 512 // (self.vector * self.list * self.sorting)))
 
     @property
     def at_once(self) -> int:
@@ -184,7 +199,7 @@ class Kernel:
     def registers(self) -> int:
         """About what a thread takes."""
         held = -(-self.problem.k // self.config.lanes)
-        return 28 + self.words * self.list + 16 + 2 * held
+        return 34 + self.words * self.list + 4 * self.ahead + 3 * held
 
     def reasons(self) -> list[str]:
         """Returns the reasons against the config."""
@@ -195,6 +210,9 @@ class Kernel:
         most = p.device.registers_per_sm // c.threads
         if self.registers > most:
             found.append(f"about {self.registers} registers a thread, at most {most}")
+        unrolled = self.ahead * self.vector * (self.sorting * self.list + 8) + (1 + bool(c.lanes > 1)) * p.k * self.list
+        if unrolled > MOST_UNROLLED:
+            found.append(f"about {unrolled} instructions of its loops, at most {MOST_UNROLLED}: it would compile for long")
         if self.chunk > MOST_COUNTED:
             found.append(f"{self.chunk} tokens of a block, at most {MOST_COUNTED}")
         return found
@@ -211,6 +229,7 @@ class Kernel:
             "THREADS": c.threads,
             "LANES": c.lanes,
             "VECTOR": self.vector,
+            "AHEAD": self.ahead,
             "BIASED": p.bias is not None,
             "SOFTMAX": p.scoring == "softmax",
             "RENORMALIZE": p.renormalize,
@@ -297,17 +316,16 @@ class Kernel:
         p, c, device = self.problem, self.config, self.problem.device
         if not device.sms:
             return math.inf
-        step = 2 if self.words == 1 else 6  # instructions that keep a list sorted, for each of its keys
         passes = 1 + 2 * (p.scoring == "softmax" and (p.bias is not None or not p.renormalize))
-        looked_at = -(-p.experts // (self.vector * c.lanes)) * self.vector
+        looked_at = self.pieces * self.vector
         often = 32 * self.list  # keys by when no lane of a warp has a greater one any more
         if looked_at > often:
             kept = often * (1 + math.log(looked_at / often))
         else:
             kept = looked_at
-        taken = p.k * (step * math.log2(c.lanes) + self.words * self.list + 3)
+        taken = p.k * (self.sorting * math.log2(c.lanes) + self.words * self.list + 3)
         held = -(-p.k // c.lanes)
-        instructions = kept * step * self.list + looked_at * (8 * self.words + 12 * (passes - 1)) + taken + 60 * held + 120
+        instructions = kept * self.sorting * self.list + looked_at * (8 * self.words + 12 * (passes - 1)) + taken + 60 * held + 120
         steps, warps = -(-self.chunk // self.at_once), c.threads / 32
         resident = -(-p.size * c.blocks // device.sms)  # blocks that an SM has, at once or one after the other
         cycles = steps * (instructions * max(LATENCY, warps * resident / RATE) + 400)

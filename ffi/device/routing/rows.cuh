@@ -1,7 +1,7 @@
-// A token's row of logits, which LANES lanes read together: each a piece of VECTOR elements of every LANES pieces.
+// A token's row of logits, which LANES lanes read together: each a piece of VECTOR elements of every LANES pieces. AHEAD
+// pieces are loaded before one is looked at.
 
 constexpr int PIECES = (EXPERTS + LANES * VECTOR - 1) / (LANES * VECTOR);  // of a lane
-constexpr int AHEAD = PIECES < 4 ? PIECES : 4;                             // that are loaded before one is looked at
 constexpr bool HALVES = LOGITS == Dtype::bf16 || LOGITS == Dtype::f16;
 
 struct Piece {
