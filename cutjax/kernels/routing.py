@@ -212,7 +212,9 @@ class Kernel:
             found.append(f"about {self.registers} registers a thread, at most {most}")
         unrolled = self.ahead * self.vector * (self.sorting * self.list + 8) + (1 + bool(c.lanes > 1)) * p.k * self.list
         if unrolled > MOST_UNROLLED:
-            found.append(f"about {unrolled} instructions of its loops, at most {MOST_UNROLLED}: it would compile for long")
+            found.append(
+                f"about {unrolled} instructions of its loops, at most {MOST_UNROLLED}: it would compile for long"
+            )
         if self.chunk > MOST_COUNTED:
             found.append(f"{self.chunk} tokens of a block, at most {MOST_COUNTED}")
         return found
@@ -325,7 +327,9 @@ class Kernel:
             kept = looked_at
         taken = p.k * (self.sorting * math.log2(c.lanes) + self.words * self.list + 3)
         held = -(-p.k // c.lanes)
-        instructions = kept * self.sorting * self.list + looked_at * (8 * self.words + 12 * (passes - 1)) + taken + 60 * held + 120
+        instructions = (
+            kept * self.sorting * self.list + looked_at * (8 * self.words + 12 * (passes - 1)) + taken + 60 * held + 120
+        )
         steps, warps = -(-self.chunk // self.at_once), c.threads / 32
         resident = -(-p.size * c.blocks // device.sms)  # blocks that an SM has, at once or one after the other
         cycles = steps * (instructions * max(LATENCY, warps * resident / RATE) + 400)

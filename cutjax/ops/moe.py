@@ -143,7 +143,9 @@ def moe(
     loads = _gathers_in_loads(gather, gate, fp8 is not None or is_quantized(given))
     if selection_bias is not None:
         bias = broadcastable(selection_bias, logits.shape, "moe")
-        selection_bias = jnp.broadcast_to(bias, logits.shape).reshape(count, experts)
+        alike = expert_axis is None and all(size == 1 for size in bias.shape[:-1])  # for all tokens
+        bias = bias if alike else jnp.broadcast_to(bias, logits.shape)
+        selection_bias = bias.reshape(1 if alike else count, bias.shape[-1])
 
     # Each token is routed for itself, so the batch axes are more tokens.
     x, logits, shape = x.reshape(count, x.shape[-1]), logits.reshape(count, experts), x.shape[:-1]
@@ -158,9 +160,7 @@ def moe(
         scale = routing.row_weights()
         sizes = routing.group_sizes
         gate, up, down = given
-        return experts_of(
-            rows, up, down, sizes, gate, scale, routing=gathers, group_offset=group_offset, **params
-        )
+        return experts_of(rows, up, down, sizes, gate, scale, routing=gathers, group_offset=group_offset, **params)
 
     def layer(x: jax.Array, logits: jax.Array, bias: Any, group_offset: Any = group_offset) -> jax.Array:
         routing = route(logits, bias=bias)

@@ -92,7 +92,9 @@ def _reference(
     epilogue = epilogue.primal
     if product.remade:
         made, factors = product.unmade(factors)
-        return bind_as_is(made, epilogue, factors, operands, precision=precision, backend=backend, hints=params["hints"])
+        return bind_as_is(
+            made, epilogue, factors, operands, precision=precision, backend=backend, hints=params["hints"]
+        )
     if epilogue.plain:
         dtype = np.dtype(epilogue.outputs[0].dtype)
     else:

@@ -34,7 +34,7 @@ CASES = {
 
 
 def logits_of(rng, shape, special):
-    """Some tokens of few values, of zeros of either sign, of NaN of either sign and infinities, and without a choice."""
+    """Some tokens of few values, of zeros and NaN of either sign and infinities, and without a choice."""
     x = rng.standard_normal(shape).astype(np.float32)
     if special:
         places = rng.random(shape)
@@ -60,7 +60,9 @@ def test_the_choice_is_that_of_top_k(name):
     with device.emulated():
         call = kernel.call()
     machine = device.Machine(seed=1, eagerness=3)
-    got = machine.execute(call, list(map(np.asarray, arrays)), [device.poison(x.shape, x.dtype) for x in kernel.results])
+    got = machine.execute(
+        call, list(map(np.asarray, arrays)), [device.poison(x.shape, x.dtype) for x in kernel.results]
+    )
     expected = jax.jit(lambda *xs: route_p.bind(*xs, **params, backend="xla"))(*arrays)
     for i, (x, y) in enumerate(zip(got, expected, strict=False)):
         if i == 1:

@@ -15,6 +15,7 @@ from jax import lax
 from oracles import moe as dense
 
 import cutjax
+from cutjax.kernels.operand import Gathered
 
 T, D, H, N, E = 10, 8, 12, 6, 4
 P = jax.P
@@ -160,6 +161,37 @@ def test_every_product_has_a_kernel():
     )
 
 
+def test_rows_that_are_read_where_they_are():
+    """The first product and the weights' gradients gather; where no kernel does, the rows are copied."""
+    tokens, d, h, experts = 64, 128, 256, 8
+    shapes = ((tokens, d), (tokens, experts), *[(experts, d, h)] * 2, (experts, h, d))
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+    def problems(**how):
+        fn = gradient(lambda *args: cutjax.moe(*args, gather="loads", **how).astype(jnp.float32))
+        return multiplied(cutjax.explain(fn, platform="cuda")(*args).rows)
+
+    found = [(row.choice.problem, row.count) for row in problems(backend="cuda") if row.choice.problem.a.gathered]
+    assert [(p.divided, p.m, p.n, p.k, p.products, count) for p, count in found] == [
+        ("m", 2 * tokens, h, d, 2, 1),
+        ("k", d, h, 2 * tokens, 1, 2),
+    ]
+    assert {p.a.view for p, _ in found} == {Gathered(tokens, 2)}
+    assert all(row.runs.startswith("sm90_") for row in problems(backend="cuda"))
+    copied = [row for row in problems() if row.choice.problem.a.gathered]
+    assert {(row.runs, row.why.split("; ")[-1]) for row in copied} == {("XLA", "its rows are copied first")}
+    fn = jax.jit(gradient(lambda *args: cutjax.moe(*args, gather="loads", backend="cuda").astype(jnp.float32)))
+    text = fn.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("_gathered") == 3
+
+
+def test_a_bias_of_experts_is_not_spread_to_tokens():
+    args = *ARGS[:2], *ARGS[2:], scaled(5, (E,))
+    jaxpr = jax.make_jaxpr(lambda *args: cutjax.moe(*args[:-1], selection_bias=args[-1]))(*args)
+    (route,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cutjax_route")
+    assert [x.aval.shape for x in route.invars] == [(T, E), (1, E)]
+
+
 def saved(capsys, fn, *args) -> list[str]:
     """Types of the residuals that are neither weights nor indices."""
     return [x for x in types(residuals(capsys, fn, *args)) if x.startswith("bf16") and "," in x]
@@ -170,6 +202,9 @@ def test_what_is_saved(capsys):
     rows, hidden = f"bf16[{2 * T},{D}]", f"bf16[{2 * T},{H}]"  # the rows; both accumulators, and the last one's operand
     assert saved(capsys, cutjax.moe, *args) == sorted([rows, *[hidden] * 3])
     assert saved(capsys, functools.partial(cutjax.moe, save="recompute"), *args) == [rows]
+    loads = functools.partial(cutjax.moe, gather="loads")
+    assert saved(capsys, loads, *args) == sorted([hidden] * 3)
+    assert saved(capsys, functools.partial(loads, save="recompute"), *args) == []
     assert saved(capsys, jax.checkpoint(cutjax.moe), *args) == []
     names = "cutjax_routing", "cutjax_preactivation", "cutjax_hidden"
     without_rows = jax.checkpoint(cutjax.moe, policy=jax.checkpoint_policies.save_only_these_names(*names))
@@ -257,6 +292,8 @@ def test_experts_of_no_device():
 REFUSED = [
     (ValueError, "moe: unknown layout 'tn'", {"layout": "tn"}),
     (ValueError, "moe: unknown save 'all'", {"save": "all"}),
+    (ValueError, "moe: unknown gather 'none'", {"gather": "none"}),
+    (ValueError, "moe: gather='loads' with fp8", {"gather": "loads", "fp8": "current"}),
     (ValueError, "moe: unknown backend 'gpu'", {"backend": "gpu"}),
     (ValueError, "moe: unknown scoring 'tanh'", {"scoring": "tanh"}),
     (ValueError, r"moe: k is 5, but router_logits \(10, 4\) are for 4 experts", {"k": 5}),
