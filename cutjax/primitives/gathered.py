@@ -57,7 +57,8 @@ class Gathered(Wrapped):
 
     def _copied(self, a: jax.Array, context: Sequence[jax.Array]) -> jax.Array:
         """Returns the gathered rows."""
-        return dispatched(a, *context[-2:], self.backend)
+        permutation, inverse = context[-2:]
+        return dispatched(a, permutation, inverse, self.backend)
 
     def tile(self, a: Any, *rest: Any) -> Any:
         return self.product.tile(self._rows(a, rest), *rest[:-2])

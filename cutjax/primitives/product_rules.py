@@ -44,6 +44,7 @@ def define_product(name: str, *, composed: bool = False) -> Callable[[P], P]:
             reference=_composed if composed else _reference,
             choose=None if composed else _choose,
             required=not product.remade,
+            remade=product.remade,
             batch=_batch,
             jvp=_jvp,
             transpose=_transpose,
