@@ -171,7 +171,7 @@ def _walk(jaxpr: core.Jaxpr, platform: str, count: int, exact: bool, divided: bo
 
 
 def _decided(found: Found) -> lowering.Decision:
-    """Returns what a product is lowered to on CUDA."""
+    """Returns the decision for CUDA."""
     eqn = found.eqn
     return lowering.decide(eqn.primitive, found.avals, eqn.params, platform="cuda", divided=found.divided)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -88,6 +88,11 @@ class Problem:
         return self.device.arch
 
     @property
+    def vector(self) -> int:
+        """The elements that fit 16 bytes, of a power of two that divides a row."""
+        return math.gcd(self.experts, 16 // self.dtype.itemsize)
+
+    @property
     def size(self) -> int:
         """The number of examples in the batch."""
         return math.prod(self.batch)
@@ -141,14 +146,13 @@ class Kernel:
 
     @property
     def alone(self) -> bool:
-        """Whether one block has all tokens."""
+        """True if one block has all tokens."""
         return self.config.blocks == 1
 
     @property
     def vector(self) -> int:
         """The elements that a lane loads at once."""
-        most = 16 // self.problem.dtype.itemsize
-        return math.gcd(self.problem.experts, most)
+        return self.problem.vector
 
     @property
     def list(self) -> int:
@@ -227,7 +231,7 @@ class Kernel:
     @property
     def _choosing(self) -> Entry:
         p, c = self.problem, self.config
-        constants = self._constants | {
+        constants = {
             "THREADS": c.threads,
             "LANES": c.lanes,
             "VECTOR": self.vector,
@@ -243,14 +247,9 @@ class Kernel:
     @property
     def _placing(self) -> Entry:
         name = f"route_{self.problem.experts}k{self.problem.k}_place"
-        results = {f"{kind} {name}": i for i, (kind, name) in enumerate(_RESULTS) if name != "weights"}
+        results = [(i, x) for i, x in enumerate(_RESULTS) if "weights" not in x]
         arguments = (*self._pointers(results), *self._sizes())
-        constants = self._constants | {"THREADS": PLACING}
-        return self._entry(name, constants, arguments, ("place", "scan"), PLACING, 8 * self.pitch)
-
-    @property
-    def _constants(self) -> dict[str, int]:
-        return {"EXPERTS": self.problem.experts, "K": self.problem.k}
+        return self._entry(name, {"THREADS": PLACING}, arguments, ("place", "scan"), PLACING, 8 * self.pitch)
 
     def _entry(
         self,
@@ -264,14 +263,15 @@ class Kernel:
         logits = f"constexpr Dtype LOGITS = Dtype::{DTYPES[self.problem.dtype.name].stored};\n"
         parameters = f"#define PARAMETERS {', '.join(argument.declaration for argument in arguments)}\n"
         parts = (*FILES, logits, parameters, *(f"routing/{file}.cuh" for file in files))
+        constants = {"EXPERTS": self.problem.experts, "K": self.problem.k} | constants
         blocks = self.problem.size * self.config.blocks
         return Entry(
             self.problem, name, sources.source(name, constants, parts), arguments, blocks, threads, shared_bytes
         )
 
-    def _pointers(self, results: dict[str, int]) -> Iterator[Argument]:
+    def _pointers(self, results: Sequence[tuple[int, str]]) -> Iterator[Argument]:
         first = 1 + (self.problem.bias is not None)
-        for declaration, i in results.items():
+        for i, declaration in results:
             yield Argument(declaration, Pointer(first + i))
 
     def _sizes(self) -> Iterator[Argument]:
@@ -283,7 +283,7 @@ class Kernel:
         p = self.problem
         yield Argument("const char* logits", Pointer(0))
         yield Argument("const float* bias", Pointer(int(p.bias is not None)))
-        yield from self._pointers({f"{kind} {name}": i for i, (kind, name) in enumerate(_RESULTS[: 6 - self.alone])})
+        yield from self._pointers(list(enumerate(_RESULTS[: 6 - self.alone])))
         if self.alone:
             yield Argument("u16* counts", Pointer(0))
         yield from self._sizes()
@@ -320,11 +320,8 @@ class Kernel:
             return math.inf
         passes = 1 + 2 * (p.scoring == "softmax" and (p.bias is not None or not p.renormalize))
         looked_at = self.pieces * self.vector
-        often = 32 * self.list  # keys by when no lane of a warp has a greater one any more
-        if looked_at > often:
-            kept = often * (1 + math.log(looked_at / often))
-        else:
-            kept = looked_at
+        often = 32 * self.list  # keys until which some lane of a warp has a greater one each time
+        kept = looked_at if looked_at <= often else often * (1 + math.log(looked_at / often))
         taken = p.k * (self.sorting * math.log2(c.lanes) + self.words * self.list + 3)
         held = -(-p.k // c.lanes)
         instructions = (
@@ -340,19 +337,12 @@ class Kernel:
         return us + LAUNCH_US + 2 * LOAD_US + max(counted, 1e6 * 12 * p.size * p.pairs / device.bytes_per_second)
 
 
-_RESULTS = (
-    ("int*", "indices"),
-    ("float*", "weights"),
-    ("int*", "permutation"),
-    ("int*", "inverse"),
-    ("int*", "group_sizes"),
-    ("u16*", "counts"),
-)
+_RESULTS = "int* indices", "float* weights", "int* permutation", "int* inverse", "int* group_sizes", "u16* counts"
 
 
 def configs(problem: Problem) -> Iterator[Config]:
     """Yields the ways to divide the tokens."""
-    pieces = -(-problem.experts // math.gcd(problem.experts, 16 // problem.dtype.itemsize))
+    pieces = problem.experts // problem.vector
     for threads in (1024, 512, 256, 128):
         lanes = 1
         while lanes <= min(32, 2 * pieces - 1):

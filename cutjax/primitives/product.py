@@ -302,10 +302,7 @@ class Arithmetic(NamedTuple):
 
 
 def multiply(product: Product, *arrays: Any, out_dtype: np.dtype, **params: Any) -> jax.Array:
-    """Binds the plain product of a, b and the context, rounded to a dtype; batch axes broadcast.
-
-    The context may be that of a product that gathers, which is more.
-    """
+    """Binds the plain product of a, b and the context, or a longer one, rounded to a dtype; batch axes broadcast."""
     epilogue = identity(out_dtype, accumulator(product.multiplied(arrays[0].dtype), out_dtype))
     factors, _ = product.unpack(arrays, epilogue)
     return bind(product, epilogue, product.aligned(factors), (), **params)[0]

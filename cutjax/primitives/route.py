@@ -69,6 +69,13 @@ def _picked(scores: jax.Array, indices: jax.Array) -> jax.Array:
     return jnp.where(is_expert(indices, scores.shape[-1]), scores[..., None, :], 0).sum(-1)
 
 
+def _picked_one_by_one(scores: jax.Array, indices: jax.Array) -> jax.Array:
+    """Computes the same, whose transpose adds up k masked terms: elementwise, where it would be a reduction."""
+    experts = lax.broadcasted_iota(indices.dtype, (*(1 for _ in scores.shape[:-1]), scores.shape[-1]), scores.ndim - 1)
+    chosen = (indices[..., i, None] == experts for i in range(indices.shape[-1]))
+    return jnp.stack([jnp.where(mask, scores, 0).sum(-1) for mask in chosen], -1)
+
+
 def _choose(
     *avals: Any, k: int, scoring: str, renormalize: bool, backend: str, target: Target
 ) -> Choice[routing.Problem, routing.Kernel]:
@@ -98,7 +105,7 @@ def _pushed(
     logits, dot = logits.astype(np.float32), dot.astype(np.float32)
     if scoring == "sigmoid":
         dot = dot * jax.nn.sigmoid(-logits)  # that of the scores' logarithms
-    moved = _picked(dot, indices)
+    moved = _picked_one_by_one(dot, indices)
     if renormalize:
         moved = moved - (weights * moved).sum(-1, keepdims=True)
     elif scoring == "softmax":
