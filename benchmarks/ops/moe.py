@@ -220,7 +220,9 @@ def _ours(case: Moe, row: Row, compiled: Any, i: Inputs, method: str) -> Row:
     parts = sorted(zip(took.kernels, took.kernel_us, strict=False), key=lambda part: -part[1])
     # What are not products: routing, gathers, sums.
     rest_us = (
-        sum(us for kernel, us in parts if not kernel.startswith("sm90_") or "gather" in kernel) if parts else math.nan
+        sum(us for kernel, us in parts if not kernel.startswith("sm90_") or kernel.startswith("sm90_gather"))
+        if parts
+        else math.nan
     )
     return dataclasses.replace(
         row,

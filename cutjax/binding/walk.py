@@ -150,7 +150,7 @@ def _walk(jaxpr: core.Jaxpr, platform: str, count: int, exact: bool, divided: bo
         inner = divided
         if eqn.primitive in lowering.choosers:
             yield (found := Found(eqn, count, exact, divided))
-            if eqn.primitive in lowering.remade and _decided(found).runs == "XLA":
+            if eqn.primitive in lowering.remade and not _divisible(found) and _decided(found).runs == "XLA":
                 yield from _walk(_traced(lowering.remade[eqn.primitive], eqn), platform, count, exact, divided)
             continue
         if eqn.primitive in lowering.compositions:

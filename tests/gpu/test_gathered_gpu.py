@@ -1,4 +1,4 @@
-"""Products that read rows by index, of rows and of contractions in groups: exact on integers, near float64 on others."""
+"""Products that read rows by index, of rows and of contractions in groups: exact on integers, near float64 else."""
 
 from __future__ import annotations
 

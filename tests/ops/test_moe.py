@@ -225,8 +225,12 @@ def divided(x, logits, gate, up, down, **options):
     return lax.psum(cutjax.moe(x, logits, gate, up, down, group_offset=offset, **options), "experts")
 
 
-@pytest.mark.parametrize(("shape", "order"), [((1, 8), "grad inside"), ((2, 4), "grad outside")], ids=str)
-def test_expert_parallelism(shape, order):
+@pytest.mark.parametrize(
+    ("shape", "order", "gather"),
+    [((1, 8), "grad inside", "copy"), ((2, 4), "grad outside", "copy"), ((2, 4), "grad inside", "loads")],
+    ids=str,
+)
+def test_expert_parallelism(shape, order, gather):
     x, logits = (
         scaled(0, (16, D)),
         4 * scaled(1, (16, 8)),
@@ -241,12 +245,13 @@ def test_expert_parallelism(shape, order):
     mesh = mesh_of(tokens=shape[0], experts=shape[1])
     specs = P("tokens"), P("tokens"), P("experts"), P("experts"), P("experts")
     expected = jax.jit(lambda *args: (dense(*args), gradient(dense)(*args)))(*args)
+    of = functools.partial(divided, gather=gather)
     if order == "grad outside":
-        f = jax.shard_map(divided, mesh=mesh, in_specs=specs, out_specs=P("tokens"))
+        f = jax.shard_map(of, mesh=mesh, in_specs=specs, out_specs=P("tokens"))
         got = jax.jit(lambda *args: (f(*args), gradient(f)(*args)))(*args)
     else:
         inside = jax.shard_map(
-            lambda *args: (divided(*args), gradient(divided)(*args)),
+            lambda *args: (of(*args), gradient(of)(*args)),
             mesh=mesh,
             in_specs=specs,
             out_specs=(P("tokens"), specs),

@@ -1,9 +1,9 @@
 // The K experts of the largest scores of a token, the best first; of equal ones the first.
 //
 // Keys are unsigned integers in the order of the scores. Their low bits are the complement of the expert's number, so
-// of equal scores the first expert has the greater key, and no two are equal. Zeros of either sign differ, as they do to
-// XLA's sort, and a NaN counts as infinity. A lane keeps the greatest keys of what it reads, sorted; then the greatest
-// of all lanes is taken K times, and the choices are dealt out: lane i has the choices i, i + LANES, ...
+// of equal scores the first expert has the greater key, and no two are equal. Zeros of either sign differ, as they do
+// to XLA's sort, and a NaN counts as infinity. A lane keeps the greatest keys of what it reads, sorted; then the
+// greatest of all lanes is taken K times, and the choices are dealt out: lane i has the choices i, i + LANES, ...
 
 constexpr bool SHORT = HALVES && !BIASED;  // scores of 16 bits
 constexpr int LIST = K < PIECES * VECTOR ? K : PIECES * VECTOR;

@@ -1,8 +1,9 @@
-// The first kernel of a routing: each token's experts and weights, and the place of each of its pairs among those of the
-// same expert that this block has. A block takes the tokens of a range, TOKENS at a step; if it is ALONE it has all.
+// The first kernel of a routing: each token's experts and weights, and the place of each of its pairs among those of
+// the same expert that this block has. A block takes the tokens of a range, TOKENS at a step; if it is ALONE it has
+// all.
 //
-// A bit for each expert and token of a step says who chose whom. Bits before a token's are counted, so places are in the
-// order of the tokens, whatever the order of the threads.
+// A bit for each expert and token of a step says who chose whom. Bits before a token's are counted, so places are in
+// the order of the tokens, whatever the order of the threads.
 
 constexpr int TOKENS = THREADS / LANES;
 constexpr int MASKS = (TOKENS + 31) / 32;

@@ -1,5 +1,5 @@
-// A token's row of logits, which LANES lanes read together: each a piece of VECTOR elements of every LANES pieces. AHEAD
-// pieces are loaded before one is looked at.
+// A token's row of logits, which LANES lanes read together: each a piece of VECTOR elements of every LANES pieces.
+// AHEAD pieces are loaded before one is looked at.
 
 constexpr int PIECES = (EXPERTS + LANES * VECTOR - 1) / (LANES * VECTOR);  // of a lane
 constexpr bool HALVES = LOGITS == Dtype::bf16 || LOGITS == Dtype::f16;
