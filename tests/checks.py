@@ -11,7 +11,7 @@ import numpy as np
 from jax.ad_checkpoint import print_saved_residuals
 
 import cutjax
-from cutjax.kernels import gather, keys
+from cutjax.kernels import gather, keys, routing
 from cutjax.kernels.network import problem as network
 from cutjax.kernels.problem import Problem
 
@@ -116,8 +116,9 @@ def problems(fn: Callable[..., Any], *args: Any) -> list[tuple[Any, ...]]:
 
 
 def multiplied(rows: Sequence[Any]) -> list[Any]:
-    """The rows of products: not of gathers and networks, which XLA runs where no kernel does, whatever the backend."""
-    return [row for row in rows if not isinstance(row.choice.problem, gather.Problem | network.Problem)]
+    """The rows of products: not of routing, gathers and networks, which XLA runs where no kernel does."""
+    others = gather.Problem | routing.Problem | network.Problem
+    return [row for row in rows if not isinstance(row.choice.problem, others)]
 
 
 def changed(problem: Problem, **fields: Any) -> Problem:

@@ -429,6 +429,14 @@ OPERATIONS: dict[str, Operation] = {
         lambda x, logits, g, u, d, bias: oracles.moe(x, logits, g, u, d, 3, renormalize=False, selection_bias=bias),
         dtypes=NARROW,
     ),
+    "moe, loads": Operation(
+        lambda x, logits, g, u, d, layout="nn": cutjax.moe(x, logits, g, u, d, layout=layout, gather="loads"),
+        "x logits g u d",
+        oracles.moe,
+        {"nn": "", "nt": "g u d"},
+        linear="d",
+        dtypes=NARROW,
+    ),
     "load_balance_loss": Operation(cutjax.load_balance_loss, "logits", oracles.load_balance_loss, dtypes=()),
     "load_balance_loss, all": Operation(
         lambda logits, bias: cutjax.load_balance_loss(logits, 3, scoring="sigmoid", selection_bias=bias),

@@ -32,6 +32,8 @@ PARTITIONED = (
 choosers: dict[core.Primitive, Callable[..., Choice[Any, Any]]] = {}
 # The primitives that XLA runs where no kernel does, under the backend "cuda" too: what multiplies nothing.
 optional: set[core.Primitive] = set()
+# The references of those that are made of other primitives where no kernel serves: (*arrays, **params) -> results.
+remade: dict[core.Primitive, Callable[..., Any]] = {}
 # Called with a primitive, avals and params before a product's kernel is chosen, in programs of one device.
 before_choice: list[Callable[[core.Primitive, Sequence[Any], dict[str, Any]], None]] = []
 # How a primitive is divided over devices, where it can be.

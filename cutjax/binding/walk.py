@@ -149,12 +149,12 @@ def _walk(jaxpr: core.Jaxpr, platform: str, count: int, exact: bool, divided: bo
         name, params = eqn.primitive.name, eqn.params
         inner = divided
         if eqn.primitive in lowering.choosers:
-            yield Found(eqn, count, exact, divided)
+            yield (found := Found(eqn, count, exact, divided))
+            if eqn.primitive in lowering.remade and not _divisible(found) and _decided(found).runs == "XLA":
+                yield from _walk(_traced(lowering.remade[eqn.primitive], eqn), platform, count, exact, divided)
             continue
         if eqn.primitive in lowering.compositions:
-            inside = functools.partial(lowering.compositions[eqn.primitive], **params)
-            avals: list[Any] = [x.aval for x in eqn.invars]
-            subs = [jax.make_jaxpr(inside)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)).jaxpr]
+            subs = [_traced(lowering.compositions[eqn.primitive], eqn)]
         elif name == "cond" and params.get("branches_platforms"):  # lax.platform_dependent: one branch is lowered
             places = params["branches_platforms"]
             taken = next(i for i, names in enumerate(places) if names is None or platform in names)
@@ -168,6 +168,19 @@ def _walk(jaxpr: core.Jaxpr, platform: str, count: int, exact: bool, divided: bo
         for sub in subs:
             times = params["length"] if name == "scan" else 1
             yield from _walk(sub, platform, count * times, exact and name not in ("while", "cond"), inner)
+
+
+def _decided(found: Found) -> lowering.Decision:
+    """Returns the decision for CUDA."""
+    eqn = found.eqn
+    return lowering.decide(eqn.primitive, found.avals, eqn.params, platform="cuda", divided=found.divided)
+
+
+def _traced(function: Callable[..., Any], eqn: Any) -> core.Jaxpr:
+    """Returns the program that a primitive is in disguise."""
+    avals: list[Any] = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
+    params = {name: value for name, value in eqn.params.items() if name != "mark"}
+    return rules.live(jax.make_jaxpr(functools.partial(function, **params))(*avals).jaxpr)
 
 
 def opened(jaxpr: Any) -> Any:

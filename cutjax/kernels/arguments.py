@@ -165,10 +165,12 @@ def groups(problem: Problem) -> Iterator[Argument]:
 
 
 def gathered(problem: Problem) -> Iterator[Argument]:
-    """Yields the indices of the rows of a, and how many rows there are, where they are gathered."""
-    if isinstance(problem.a.view, Gathered):
-        yield Argument("const int* index_a", Pointer(problem.told - 1), "a")
-        yield integer("rows_a", problem.a.view.rows, "a")
+    """Yields the indices of the rows of a, and the numbers of both, where they are gathered."""
+    if isinstance(view := problem.a.view, Gathered):
+        yield Argument("const int* index_a", Pointer(problem.told - view.arrays), "a")
+        yield integer("count_a", problem.m if problem.a.contiguous == "k" else problem.k, "a")
+        yield integer("rows_a", view.rows, "a")
+        yield integer("each_a", max(1, view.pairs), "a")
 
 
 def scale_buffers(problem: Problem, swap: bool = False) -> dict[int, tuple[int, ...]]:

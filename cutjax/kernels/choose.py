@@ -14,7 +14,7 @@ import numpy as np
 
 from cutjax import dot_precision
 from cutjax.dot_precision import Canonical
-from cutjax.kernels import convolution, tuned, xla
+from cutjax.kernels import convolution, gather, tuned, xla
 from cutjax.kernels.families import concerned, config_of, fastest, ranked, resolve
 from cutjax.kernels.family import Kernel
 from cutjax.kernels.prepared import applied, converted_us, moved_us, wide, widened
@@ -163,6 +163,20 @@ def in_parts(choice: Choice, way: str, config: Any, backend: str, lead: float, m
         return choice
     instead = f"IEEE products take {ieee_us:.1f} us" if ieee_us else "nobody knows what IEEE products take"
     return dataclasses.replace(parts, reasons=(*parts.reasons, f'use_highest("{way}"): {instead}'))
+
+
+def unless_copied(choice: Choice) -> Choice:
+    """Returns the choice for a product of gathered rows, or of none where copying them first is predicted faster."""
+    problem, a = choice.problem, choice.problem.a
+    if not a.gathered or choice.time_us is None:
+        return choice
+    copied = choose(dataclasses.replace(problem, a=dataclasses.replace(a, view=None)))
+    rows, columns = problem.shapes[0]
+    copy_us = gather.copied_us(rows, a.bytes(columns), problem.device)
+    if copied.time_us is None or choice.time_us <= copied.time_us + copy_us:
+        return choice
+    why = f"predicted: {choice.time_us:.1f} us, of copied rows {copied.time_us:.1f} and their copy {copy_us:.1f}"
+    return Choice(problem, (why,))
 
 
 def _within(problem: Problem, config: Any, insisted: Choice | None) -> Choice | None:

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from cutjax.dtypes import DTYPES, bits_of, short
-from cutjax.kernels import reasons
+from cutjax.kernels import reasons, tuned
 from cutjax.kernels.arguments import Argument, integer
-from cutjax.kernels.choose import LEAD
 from cutjax.kernels.device import Device
 from cutjax.runtime import sources
 from cutjax.runtime.choice import Choice
@@ -219,10 +218,16 @@ def choose(problem: Problem, backend: str) -> Choice[Problem, Kernel]:
     least_us = 1e6 * problem.bytes / problem.device.bytes_per_second
     stores = problem.size * problem.tokens * kernel.pieces * problem.k
     us = LAUNCH_US + max(least_us / SHARE, STORE_US * stores / problem.device.sms)
-    if backend != "cuda" and problem.xla_us < LEAD * us:
+    if backend != "cuda" and problem.xla_us < tuned.SURE * us:
         why = f"XLA's gather is predicted to take {problem.xla_us:.1f} us, bulk copies {us:.1f}"
         return Choice(problem, (why,))
     return Choice(problem, ("bulk copies",), kernel, us, least_us / us)
+
+
+def copied_us(rows: int, row_bytes: int, device: Device) -> float:
+    """Returns the predicted time of copying so many rows of few tokens."""
+    share = SHARE if device.arch == ARCH else XLA_SHARE / 2  # XLA reads a row for each that it writes
+    return LAUNCH_US + 1e6 * rows * row_bytes / (share * device.bytes_per_second)
 
 
 def shipped(problem: Problem) -> Kernel:

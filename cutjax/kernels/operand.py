@@ -49,15 +49,25 @@ class Scale:
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """Rows of the array in an order that is data: ``int32[m]``, an index of the array for each row of the matrix.
+    """Rows of the array in an order that is data: an index, of int32, for each row of the matrix.
 
-    An index that is no row's, such as -1, makes a row of zeros.
+    They are rows of a, along m, or, where its layout is "t", along the contraction. An index that is no row's, such as
+    -1, makes a row of zeros.
 
     Attributes:
       rows: of the array.
+      pairs: 0 where an index is a row's. Else indices are those of pairs, so many of each row in sequence, as those of
+        tokens and their experts are; and what an array of pairs has of their places in the matrix is one more array
+        behind the indices, which kernels do not read.
     """
 
     rows: int
+    pairs: int = 0
+
+    @property
+    def arrays(self) -> int:
+        """Number of arrays beside the array of rows."""
+        return 2 if self.pairs else 1
 
     def text(self, name: str) -> str:
         """Returns the words for the operand of that name."""
@@ -237,7 +247,7 @@ class Operand:
         """Returns the rows, and the elements of each, of the array of a matrix whose m or n axis is so long."""
         view = self.view
         if isinstance(view, Gathered):
-            return view.rows, k
+            return view.rows, k if self.contiguous == "k" else length
         if isinstance(view, Im2col):
             return view.images * math.prod(view.image), view.groups * view.channels
         if isinstance(view, Taps):

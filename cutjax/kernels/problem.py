@@ -15,7 +15,7 @@ from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue, Node, Output, identity
 from cutjax.kernels.columns import each, minimum
 from cutjax.kernels.device import Device, reference
-from cutjax.kernels.operand import Groups, Operand, Order, floors, merged, strides
+from cutjax.kernels.operand import Gathered, Groups, Operand, Order, floors, merged, strides
 from cutjax.kernels.work import Work
 from cutjax.runtime.architectures import DEFAULT
 
@@ -347,7 +347,8 @@ class Problem(Work):
     @property
     def told(self) -> int:
         """Number of arrays that are multiplied, or told beside them: sizes of groups, the indices of rows."""
-        return 1 + (0 if self.symmetric else self.products) + bool(self.groups) + self.a.gathered
+        gathered = self.a.view.arrays if isinstance(self.a.view, Gathered) else 0
+        return 1 + (0 if self.symmetric else self.products) + bool(self.groups) + gathered
 
     @functools.cached_property
     def batch_groups(self) -> tuple[tuple[int, ...], ...]:

@@ -99,7 +99,12 @@ def of_swap(problem: Problem) -> list[str]:
 
 
 def of_operands(
-    problem: Problem, a: tuple[type, ...], b: tuple[type, ...] = (), blocks: bool = False, prologues: bool = False
+    problem: Problem,
+    a: tuple[type, ...],
+    b: tuple[type, ...] = (),
+    blocks: bool = False,
+    prologues: bool = False,
+    across: bool = False,
 ) -> list[str]:
     """Returns the reasons against loading the operands as they are: kernels read whole elements, all b alike.
 
@@ -109,6 +114,7 @@ def of_operands(
         matrix.
       blocks: whether the family says itself which elements of 4 bits, and which scales, its kernels read.
       prologues: whether it says itself which prologues of a they compute.
+      across: whether they gather rows of a that lie across the contraction.
     """
     found = []
     for name, operand, views in (("a", problem.a, a), *(("b", x, b) for x in problem.bs)):
@@ -121,10 +127,12 @@ def of_operands(
             found.append(f"{name} with a prologue: kernels multiply elements as they are")
         if operand.view is not None and not isinstance(operand.view, views):
             found.append(f"{name} as {type(operand.view).__name__.lower()}: kernels load rows of the array")
-    if problem.a.gathered and problem.a.contiguous != "k":
+    if problem.a.gathered and problem.a.contiguous != "k" and not across:
         found.append(f"gathered rows of a in layout {problem.layout}: they lie along k")
-    if problem.a.gathered and (problem.batch or problem.divided == "k" or problem.symmetric or problem.strided):
-        found.append("gathered rows of a in a batch, groups of k, a symmetric product or an order of their own")
+    if problem.a.gathered and (problem.batch or problem.symmetric or problem.strided):
+        found.append("gathered rows of a in a batch, a symmetric product or an order of their own")
+    if problem.a.gathered and problem.divided == "k" and problem.a.contiguous == "k":
+        found.append("gathered rows of a, which lie along k, in groups of k")
     of_images = isinstance(problem.a.view, Im2col)
     if of_images and (problem.batch or problem.groups or problem.symmetric or problem.strided):
         found.append("windows of images in a batch, groups, a symmetric product or an order of their own")

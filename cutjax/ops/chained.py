@@ -20,6 +20,7 @@ from cutjax.primitives.accumulators import converted
 from cutjax.primitives.arrays import matrix
 from cutjax.primitives.chain import Chain, apart, block
 from cutjax.primitives.factors import Factors
+from cutjax.primitives.gathered import Gathered
 from cutjax.primitives.product import Product
 from cutjax.primitives.tracing import abstract_accumulator, trace_with_dtype
 
@@ -42,6 +43,7 @@ def chained(
     last: Sequence[jax.Array],
     both: tuple[Scales, Scales],
     of_x: Callable[..., jax.Array],
+    gathers: Sequence[jax.Array] = (),
     *,
     dtype: np.dtype,
     out_dtype: np.dtype,
@@ -51,16 +53,18 @@ def chained(
 ) -> jax.Array:
     """Returns ``hidden(x @ w, ..., given) @ v``, with ``last`` added, an array or none, told all scales.
 
-    What runs a product ``of_x`` has its prologue.
+    What runs a product ``of_x`` has its prologue. Where the first product ``gathers`` its rows, by a permutation and
+    its inverse, there are neither scales nor a prologue.
     """
     first, second = both
     scales = [scale for scale in second.columns if scale is not None]
-    factors = product.aligned(Factors(a, [*ws, v], context))
+    of_rows: Product = Gathered(product, backend) if gathers else product
+    factors = of_rows.aligned(Factors(a, [*ws, v], (*context, *gathers)))
     factors, given, scales, last = match_varying(factors, given, scales, last)
     *ws, v = factors.bs
     factors = dataclasses.replace(factors, bs=ws)
-    scaled, of_first = first.factored(product, a, ws, context)
-    acc = abstract_accumulator(scaled.multiplied(a.dtype), product.tile(*map(jax.typeof, factors.arrays)))
+    scaled, of_first = (of_rows, factors) if gathers else first.factored(product, a, ws, context)
+    acc = abstract_accumulator(scaled.multiplied(a.dtype), of_rows.tile(*map(jax.typeof, factors.arrays)))
     traced = trace_with_dtype(where, hidden, [acc] * len(ws), (given,), (dtype,), product.groups(ws))
     chain = Chain(product, traced.epilogue, out_dtype, precision, backend, save)
     if traced.outside is not None or traced.names or scales or first.blocks or second.blocks:
@@ -87,7 +91,7 @@ def chained(
         of_rows = dataclasses.replace(chain, hidden=folded.epilogue, first=folded.product)
         return folded.unfold(block(of_rows, own, w2, operands, b2))
 
-    return of_x(product, factors, run, precision=precision, backend=backend)
+    return of_x(of_rows, factors, run, precision=precision, backend=backend)
 
 
 def arrays_of(

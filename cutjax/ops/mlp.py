@@ -36,6 +36,7 @@ from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.dense import Dense
 from cutjax.primitives.product import Product
 from cutjax.primitives.ragged import Rows
+from cutjax.primitives.routing import Routing
 from cutjax.runtime import backends
 
 
@@ -215,6 +216,33 @@ def grouped_mlp(
       >>> cutjax.grouped_mlp(x, w, v, jnp.array([2, 0, 3]), gate=w, activation=jax.nn.silu).shape
       (6, 16)
     """
+    params = {"activation": activation, "layout": layout, "out_dtype": out_dtype, "precision": precision}
+    params |= {"accumulate": accumulate, "fp8": fp8, "group_offset": group_offset, "backend": backend, "save": save}
+    return experts(x, w1, w2, group_sizes, gate, row_scale, prologue, prologue_operands, **params)
+
+
+def experts(
+    x: Any,
+    w1: Any,
+    w2: Any,
+    group_sizes: Any,
+    gate: Any = None,
+    row_scale: Any = None,
+    prologue: Any = None,
+    prologue_operands: Any = (),
+    routing: Routing | None = None,
+    *,
+    activation: Any,
+    layout: str,
+    out_dtype: Any = None,
+    precision: Any,
+    accumulate: str,
+    fp8: Any,
+    group_offset: Any,
+    backend: str | None,
+    save: str,
+) -> jax.Array:
+    """Computes ``grouped_mlp``; with a routing, of rows of x that the first product gathers."""
     where = "grouped_mlp"
     backend = backends.resolve(backend, where)
     check_accumulate(accumulate, where)
@@ -238,10 +266,11 @@ def grouped_mlp(
         )
     batches = (a.shape[:-2], ws[0].shape[:-3], v.shape[:-3], sizes.shape[:-1])
     check_batch(where, f"{shapes}, group_sizes is {sizes.shape}", *batches)
-    sizes, leading = local_sizes(sizes, group_offset, groups, a.shape[-2], where)
+    rows = a.shape[-2] if routing is None else routing.permutation.shape[-1]
+    sizes, leading = local_sizes(sizes, group_offset, groups, rows, where)
     scale = {}
     if row_scale is not None:
-        shape = (*lax.broadcast_shapes(*batches), a.shape[-2], 1)
+        shape = (*lax.broadcast_shapes(*batches), rows, 1)
         scale["row_scale"] = broadcasting(where, row_scale, "row_scale", shape)
     scale |= scales_of_hidden(both[0])
     hidden = hidden_function(where, activation, gate is not None)
@@ -254,4 +283,5 @@ def grouped_mlp(
             fp8, product, factors_of_layer(a, ws[0], v, dtype, layout), groups, precision, backend, where
         )
     of_x = functools.partial(multiplied, where, prologue, prologue_operands, given)
-    return chained(where, product, hidden, a, ws, v, (sizes,), scale, [], both, of_x, **params)
+    gathers = () if routing is None else (routing.permutation, routing.inverse)
+    return chained(where, product, hidden, a, ws, v, (sizes,), scale, [], both, of_x, gathers, **params)

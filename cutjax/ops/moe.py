@@ -22,8 +22,8 @@ from cutjax.epilogue.captured import on_automatic_axes
 from cutjax.ops.arguments import check_accumulate, contracted, integer
 from cutjax.ops.chained import check_activation
 from cutjax.ops.fp8 import Float8Recipe
-from cutjax.ops.mlp import grouped_mlp
-from cutjax.ops.quantized import Weights, as_quantized, values_of
+from cutjax.ops.mlp import experts as experts_of
+from cutjax.ops.quantized import Weights, as_quantized, is_quantized, values_of
 from cutjax.ops.routing import broadcastable, routed
 from cutjax.parallel.exchange import FORMS, ROOM, ROWS, Sizes, everywhere, exchanged
 from cutjax.parallel.ring import ROUTES, ring_of
@@ -31,6 +31,11 @@ from cutjax.primitives import derivative
 from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.routing import Routing
 from cutjax.runtime import backends
+
+GATHERS = ("auto", "copy", "loads")
+# The hidden width up to which rows are gathered in loads by themselves: of none, until it is measured. By prediction it
+# pays up to about 2500, where products are then a twelfth slower.
+WIDEST_IN_LOADS = 0
 
 
 @automatic(lambda x, **_: lambda out: [axes(x, i - out.ndim) for i in range(out.ndim)], on_automatic_axes)
@@ -55,6 +60,7 @@ def moe(
     form: str = "auto",
     parts: int = 2,
     room: float = ROOM,
+    gather: str = "auto",
     backend: str | None = None,
     save: str = "default",
 ) -> jax.Array:
@@ -96,8 +102,12 @@ def moe(
       room: how many rows a device receives at once when they are exchanged, in multiples of those it sends, and from
         each device an even share of so many. More come
         in further rounds, where any device has them to receive; the backward pass then computes the layer again.
+      gather: "copy": the rows of x are copied, sorted by expert, and kept for the backward pass; "loads": products with
+        w_gate and w_up, and in the layout "nn" their gradients, read each row where x has it, where a kernel can, and
+        nothing is kept but x. Rows that travel to other devices are copied. "auto" is the one that is predicted to be
+        faster: "copy", until somebody has measured the other.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
-      save: what is kept for the backward pass, besides the gathered rows, named "cutjax_rows" for ``jax.checkpoint``
+      save: what is kept for the backward pass, besides the copied rows, named "cutjax_rows" for ``jax.checkpoint``
         policies: see ``cutjax.mlp``.
 
     Returns:
@@ -130,9 +140,12 @@ def moe(
     count, experts = math.prod(x.shape[:-1]), logits.shape[-1]
     devices = _devices(expert_axis, group_offset, form, parts, room)
     _check_shapes(x, experts, gate, up, down, layout, group_offset is None, devices)
+    loads = _gathers_in_loads(gather, gate, fp8 is not None or is_quantized(given))
     if selection_bias is not None:
         bias = broadcastable(selection_bias, logits.shape, "moe")
-        selection_bias = jnp.broadcast_to(bias, logits.shape).reshape(count, experts)
+        alike = expert_axis is None and all(size == 1 for size in bias.shape[:-1])  # for all tokens
+        bias = bias if alike else jnp.broadcast_to(bias, logits.shape)
+        selection_bias = bias.reshape(1 if alike else count, bias.shape[-1])
 
     # Each token is routed for itself, so the batch axes are more tokens.
     x, logits, shape = x.reshape(count, x.shape[-1]), logits.reshape(count, experts), x.shape[:-1]
@@ -140,18 +153,22 @@ def moe(
     params = {"activation": activation, "layout": layout, "precision": precision, "backend": backend, "save": save}
     params |= {"accumulate": accumulate, "fp8": fp8}
 
-    def local(rows: jax.Array, routing: Routing, group_offset: Any = None, given: Any = given) -> jax.Array:
-        """Applies the experts of this device to rows sorted by expert."""
+    def local(
+        rows: jax.Array, routing: Routing, group_offset: Any = None, given: Any = given, gathers: Routing | None = None
+    ) -> jax.Array:
+        """Applies the experts of this device to rows sorted by expert, or those that ``gathers`` says of tokens."""
         scale = routing.row_weights()
         sizes = routing.group_sizes
         gate, up, down = given
-        return grouped_mlp(rows, up, down, sizes, gate=gate, row_scale=scale, group_offset=group_offset, **params)
+        return experts_of(rows, up, down, sizes, gate, scale, routing=gathers, group_offset=group_offset, **params)
 
     def layer(x: jax.Array, logits: jax.Array, bias: Any, group_offset: Any = group_offset) -> jax.Array:
         routing = route(logits, bias=bias)
         # Before the rows are gathered: what shard_map adds up over devices is then the gradient of x, not of each row.
         tokens, weights, *_ = match_varying(x, routing.weights, gate, up, down)
         routing = routing._replace(weights=weights)
+        if loads:
+            return routing.combine(local(tokens, routing, group_offset, gathers=routing))
         rows = checkpoint_name(routing.dispatch(tokens), ROWS)
         return routing.combine(local(rows, routing, group_offset))
 
@@ -181,6 +198,16 @@ def moe(
 
 def out_width(down: jax.Array, layout: str) -> int:
     return contracted(down, layout[1] == "n")
+
+
+def _gathers_in_loads(gather: str, gate: jax.Array, scaled: bool) -> bool:
+    """True if products read the rows of x where it has them; raises an error if they cannot."""
+    if gather not in GATHERS:
+        raise ValueError(f"moe: unknown gather {gather!r}, expected one of {GATHERS}")
+    if scaled and gather == "loads":
+        raise ValueError("moe: gather='loads' with fp8 or cutjax.Quantized: their kernels read rows in their order")
+    # The copy takes as long however wide the experts are, and what products lose by copying themselves rises with that.
+    return gather == "loads" or (gather == "auto" and not scaled and min(gate.shape[1:]) <= WIDEST_IN_LOADS)
 
 
 def _slices(count: int, parts: int) -> list[slice]:

@@ -7,15 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from cutjax.binding.explicit import automatic, axes
 from cutjax.binding.rules import with_rank
 from cutjax.ops.arguments import check_rows, integer
 from cutjax.primitives.arrays import matrix, unwrapped
-from cutjax.primitives.routing import ROUTING, Routing, histogram, is_expert, sorted_pairs
+from cutjax.primitives.route import route as of_tokens
+from cutjax.primitives.routing import Routing
 
 SCORING = ("softmax", "sigmoid")
 
@@ -74,43 +73,22 @@ def route(
 
 def routed(logits: Any, k: Any, scoring: str, renormalize: bool, bias: Any, where: str) -> Routing:
     """Computes ``route``, for the operation that an error is to name."""
-    logits, indices = _chosen(logits, k, scoring, bias, where)
-    logs = logits if scoring == "softmax" else jax.nn.log_sigmoid(logits)
-    picked = jax.checkpoint(_picked, prevent_cse=False)(logs, indices)  # or the mask [tokens, k, experts] would be kept
-    if renormalize:
-        weights = jax.nn.softmax(picked)  # of logarithms: no sum to divide by that may be zero
-    elif scoring == "softmax":
-        weights = jnp.exp(picked - jax.nn.logsumexp(logs, -1, keepdims=True))
-    else:
-        weights = jnp.exp(picked)
-    permutation, inverse, sizes = sorted_pairs(indices, logits.shape[-1])
-    return Routing(indices, *(checkpoint_name(x, ROUTING) for x in (weights, permutation, inverse, sizes)))
-
-
-def _chosen(logits: Any, k: Any, scoring: str, bias: Any, where: str) -> tuple[jax.Array, jax.Array]:
-    """Returns the logits in float32, and each token's experts."""
-    logits = _logits(logits, where)
-    k = integer(k, "k", where)
+    logits, k = _logits(logits, where), integer(k, "k", where)
     if not 1 <= k <= logits.shape[-1]:
         raise ValueError(f"{where}: k is {k}, but router_logits {logits.shape} are for {logits.shape[-1]} experts")
     check_rows(logits.shape[-2] * k, where, "pairs of a token and an expert")
     if scoring not in SCORING:
         raise ValueError(f"{where}: unknown scoring {scoring!r}, expected one of {SCORING}")
-    scores = lax.stop_gradient(logits)
-    if bias is not None:
-        scores = jax.nn.softmax(scores) if scoring == "softmax" else jax.nn.sigmoid(scores)
-        scores += lax.stop_gradient(broadcastable(bias, logits.shape, where)).astype(scores.dtype)
-    # A NaN is chosen first, on every platform, and so shows in the token's result.
-    scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
-    return logits, checkpoint_name(lax.top_k(scores, k)[1], ROUTING)
+    bias = None if bias is None else broadcastable(bias, logits.shape, where)
+    return of_tokens(logits, bias, k, scoring, renormalize)
 
 
 def _logits(x: Any, where: str) -> jax.Array:
-    """Returns the logits in float32; raises an error that says what came."""
+    """Returns the logits; raises an error that says what came."""
     x = matrix(x, "router_logits", where)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{where}: router_logits must be floating-point numbers, got {x.dtype}")
-    return x.astype(jnp.float32)
+    return x
 
 
 def broadcastable(bias: Any, shape: tuple[int, ...], where: str) -> jax.Array:
@@ -121,11 +99,6 @@ def broadcastable(bias: Any, shape: tuple[int, ...], where: str) -> jax.Array:
     ):
         raise ValueError(f"{where}: selection_bias is {bias.shape}, which does not broadcast against {shape}")
     return with_rank(bias, len(shape))
-
-
-def _picked(scores: jax.Array, indices: jax.Array) -> jax.Array:
-    """Computes the scores of the chosen: a masked sum and not a gather, whose transpose would be a scatter-add."""
-    return jnp.where(is_expert(indices, scores.shape[-1]), scores[..., None, :], 0).sum(-1)
 
 
 # The losses.
@@ -165,11 +138,12 @@ def load_balance_loss(
       >>> float(cutjax.load_balance_loss(jnp.zeros((8, 4)), k=4))
       1.0
     """
-    logits, indices = _chosen(router_logits, k, scoring, selection_bias, "load_balance_loss")
-    check_rows(indices.size, "load_balance_loss", "pairs of a token and an expert")
+    routing = routed(router_logits, k, scoring, True, selection_bias, "load_balance_loss")
+    pairs, experts = routing.indices.size, routing.group_sizes.shape[-1]
+    check_rows(pairs, "load_balance_loss", "pairs of a token and an expert")
+    logits = _logits(router_logits, "load_balance_loss").astype(jnp.float32)
     logs = logits if scoring == "softmax" else jax.nn.log_sigmoid(logits)
-    experts = logits.shape[-1]
-    share = histogram(indices.reshape(-1), experts).astype(jnp.float32) / indices.size
+    share = routing.group_sizes.reshape(-1, experts).sum(0).astype(jnp.float32) / pairs
     score = jax.nn.softmax(logs).reshape(-1, experts).mean(0)
     return experts * (share * score).sum()
 
@@ -195,5 +169,5 @@ def router_z_loss(router_logits: ArrayLike) -> jax.Array:
       >>> round(float(cutjax.router_z_loss(jnp.zeros((8, 1)))), 3)
       0.0
     """
-    logits = _logits(router_logits, "router_z_loss")
+    logits = _logits(router_logits, "router_z_loss").astype(jnp.float32)
     return (jax.nn.logsumexp(logits, -1) ** 2).mean()

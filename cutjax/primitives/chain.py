@@ -84,6 +84,10 @@ class Chain:
         """The dtype of the second product, and its parameters."""
         return Arithmetic(self.dtype, self.of_second["precision"], self.backend)
 
+    def context(self, factors: Factors) -> Sequence[Any]:
+        """Returns the context of the second product: the first one's, but for what of that gathers rows."""
+        return factors.context[: len(self.product.axes) - 2]
+
     def second(self, h: jax.Array, w2: jax.Array, context: Sequence[jax.Array]) -> jax.Array:
         """Returns the second product, or one like it."""
         return products.multiply(self.product, h, w2, *context, out_dtype=self.out_dtype, **self.of_second)
@@ -93,7 +97,7 @@ class Chain:
 def block(chain: Chain, factors: Factors, w2: Any, operands: Any, b2: Any) -> jax.Array:
     """Returns the result, told the factors of the first product; b2 is a list of one array or none."""
     (h,) = products.bind(chain.of_hidden, chain.hidden, factors, operands, save=chain.save, **chain.params)
-    return _second(chain, factors.context, h, w2, b2)
+    return _second(chain, chain.context(factors), h, w2, b2)
 
 
 def apart(
@@ -144,12 +148,12 @@ def _block_jvp(chain: Chain, primals: Any, tangents: Any) -> tuple[jax.Array, ja
     dots, w2_dot, operand_dots, b2_dot = jax.tree.map(
         _none_if_zero, tangents, is_leaf=lambda t: isinstance(t, SymbolicZero)
     )
-    product, hidden, context = chain.of_hidden, chain.hidden, factors.context
+    product, hidden, context = chain.of_hidden, chain.hidden, chain.context(factors)
     of_factors = product.multiplied(factors.a.dtype)
     dtype = derivative.saved_dtype(hidden, of_factors)
 
     def multiply(of: Product, a: jax.Array, b: jax.Array, *scales: jax.Array) -> jax.Array:
-        return products.multiply(of, a, b, *context, *scales, out_dtype=dtype, **chain.params)
+        return products.multiply(of, a, b, *factors.context, *scales, out_dtype=dtype, **chain.params)
 
     acc_dots = product.tangents(multiply, factors, dots)
     moves = derivative.moving(acc_dots), derivative.moving(operand_dots)

@@ -41,6 +41,7 @@ class Product:
     Attributes:
       where: the operation, as errors name it.
       unary: whether the product is of a alone, and there is no b.
+      remade: whether, where no kernel serves it, it is computed as ``unmade`` has it, by products that have kernels.
       axes: how many axes of its own a has, b has unless the product is unary, and each array of the context.
       rows: how many axes before the last of the accumulators are their rows; the outer ones are batch axes to an
         epilogue, but that it may reduce over them. A kernel has them as one.
@@ -49,6 +50,7 @@ class Product:
 
     where: Any
     unary: ClassVar[bool] = False
+    remade: ClassVar[bool] = False
     axes: Any
     rows: Any = 1
     primitive: ClassVar[core.Primitive]
@@ -300,7 +302,7 @@ class Arithmetic(NamedTuple):
 
 
 def multiply(product: Product, *arrays: Any, out_dtype: np.dtype, **params: Any) -> jax.Array:
-    """Binds the plain product of a, b and the context, rounded to a dtype; batch axes broadcast."""
+    """Binds the plain product of a, b and the context, or a longer one, rounded to a dtype; batch axes broadcast."""
     epilogue = identity(out_dtype, accumulator(product.multiplied(arrays[0].dtype), out_dtype))
     factors, _ = product.unpack(arrays, epilogue)
     return bind(product, epilogue, product.aligned(factors), (), **params)[0]

@@ -18,7 +18,7 @@ from cutjax.binding.rules import batch_axis, is_linear, is_zero, none_if_zero, w
 from cutjax.dot_precision import Canonical
 from cutjax.epilogue.expression import Epilogue, Node, OperandSpec, normal
 from cutjax.epilogue.merge import merged
-from cutjax.kernels.choose import Choice, choose, in_parts, in_precision
+from cutjax.kernels.choose import Choice, choose, in_parts, in_precision, unless_copied
 from cutjax.kernels.device import device_of
 from cutjax.primitives import derivative, partition
 from cutjax.primitives.accumulators import accumulator
@@ -32,7 +32,10 @@ P = TypeVar("P", bound=type[Product])
 
 
 def define_product(name: str, *, composed: bool = False) -> Callable[[P], P]:
-    """Gives a class of products its primitive, with every rule; of one ``composed`` of others, that has no kernel."""
+    """Gives a class of products its primitive, with every rule; of one ``composed`` of others, that has no kernel.
+
+    One that is ``remade`` where no kernel serves it is no error there.
+    """
 
     def decorated(product: P) -> P:
         product.primitive = define(
@@ -40,6 +43,8 @@ def define_product(name: str, *, composed: bool = False) -> Callable[[P], P]:
             abstract=_abstract,
             reference=_composed if composed else _reference,
             choose=None if composed else _choose,
+            required=not product.remade,
+            remade=product.remade,
             batch=_batch,
             jvp=_jvp,
             transpose=_transpose,
@@ -76,16 +81,28 @@ def _abstract(*avals: Any, product: Product, epilogue: Epilogue, **_: Any) -> li
 
 
 def _reference(
-    *args: jax.Array, product: Product, epilogue: Epilogue, precision: Canonical, backend: str, on_cuda: bool, **_: Any
+    *args: jax.Array,
+    product: Product,
+    epilogue: Epilogue,
+    precision: Canonical,
+    backend: str,
+    on_cuda: bool,
+    **params: Any,
 ) -> Sequence[jax.Array]:
     factors, operands = product.unpack(args, epilogue)
     epilogue = epilogue.primal
+    if product.remade:
+        made, factors = product.unmade(factors)
+        return bind_as_is(
+            made, epilogue, factors, operands, precision=precision, backend=backend, hints=params["hints"]
+        )
     if epilogue.plain:
         dtype = np.dtype(epilogue.outputs[0].dtype)
     else:
         dtype = product.written(epilogue.accumulator, product.multiplied(factors.a.dtype), on_cuda)
-    params: dict[str, Any] = {"out_dtype": dtype, "precision": precision, "on_cuda": on_cuda}
-    accs = [product.reference(*arrays, **params) for arrays in factors.each]
+    accs = [
+        product.reference(*arrays, out_dtype=dtype, precision=precision, on_cuda=on_cuda) for arrays in factors.each
+    ]
     if epilogue.plain:
         return accs
     arithmetic = Arithmetic(product.multiplied(factors.a.dtype), precision, backend)
@@ -132,6 +149,9 @@ def _choose(
         choice = choose(problem, config, backend=backend, lead=hints.lead, moved=hints.moved)
         if (way := highest()) != "ieee" and dot_precision.highest(precision):
             choice = in_parts(choice, way, config, backend, hints.lead, hints.moved)
+        choice = unless_copied(choice) if config is None and backend != "cuda" else choice
+    if product.remade and not choice.served:
+        choice = dataclasses.replace(choice, reasons=(*choice.reasons, "its rows are copied first"))
     choice = dataclasses.replace(choice, of_matrices=True) if product.rows > 1 else choice
     return dataclasses.replace(choice, reasons=(*choice.reasons, *hints.notes)) if hints.notes else choice
 

@@ -135,6 +135,11 @@ def from_slots(rows: jax.Array, pairs: jax.Array, slots: jax.Array) -> jax.Array
     return combine_p.bind(*match_varying(rows, pairs, slots), fill=True, backend=backends.resolve(None, "combine"))
 
 
+def dispatched(x: jax.Array, permutation: jax.Array, inverse: jax.Array, backend: str) -> jax.Array:
+    """Returns the row of each pair: ``Routing.dispatch`` of arrays of equal rank."""
+    return dispatch_p.bind(*match_varying(x, permutation, inverse), fill=False, backend=backend)
+
+
 # Dispatch and combine: linear in their rows, and each the transpose of the other. JAX's own transpose of a gather is a
 # scatter-add, which on a GPU adds with float atomics, in any order. Operands: rows, permutation [*B, rows], inverse
 # [*B, tokens, k], of equal rank and with batch axes equal or 1. With fill, an index past the end means zeros. Dispatch

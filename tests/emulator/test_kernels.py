@@ -6,13 +6,14 @@ After a change of kernels, ``python -m emulator.sweep`` draws as many as one lik
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import launches
 import numpy as np
 import pytest
 from products import Item
 
-from cutjax import Config
+from cutjax import Config, Problem
 from cutjax.kernels import families
 from cutjax.kernels.operand import Gathered
 from emulator import device
@@ -71,6 +72,30 @@ def test_rows_by_index():
     rows = np.where(((index >= 0) & (index < 37))[:, None], x.astype(np.float64)[np.clip(index, 0, 36)], 0)
     kernel = families.resolve(problem, Config(64, 64, 64, 3, schedule="pingpong"))
     check(problem, kernel, ([x, b, index], [rows @ b.astype(np.float64)]), [(0, 0), (1, 3)])
+
+
+@pytest.mark.parametrize(
+    "config", [Config(64, 64, 64, 3), Config(128, 64, 64, 4, schedule="pingpong"), Config(256, 64, 64, 3)], ids=str
+)
+@pytest.mark.parametrize("m", [72, 200])
+def test_rows_by_index_across_the_contraction(config, m):
+    """The weight gradient of a mixture of experts: of pairs, whose inverse no kernel reads. NaN is of no group."""
+    rng, tokens, rows, n = np.random.default_rng(0), 37, 150, 40
+    problem = Problem.of(m, n, rows, "tn", out_dtype="float32", groups=4, ragged="k", leading=True)
+    problem = dataclasses.replace(problem, a=dataclasses.replace(problem.a, view=Gathered(tokens, pairs=4)))
+    x, g = (rng.integers(-2, 3, shape).astype(problem.a.dtype) for shape in ((tokens, m), (rows, n)))
+    sizes, pairs = np.array([3, 70, 0, 5, 64], np.int32), rng.integers(0, 4 * tokens, rows).astype(np.int32)
+    starts = np.cumsum(sizes)
+    pairs[[10, 60, 149]] = -1, 4 * tokens, np.iinfo(np.int32).min
+    g[:3] = g[142:] = np.nan
+    x[36] = np.nan
+    pairs[3:142][pairs[3:142] // 4 == 36] = 0
+    pairs[[0, 143]] = 144
+    there = (pairs >= 0) & (pairs // 4 < tokens)
+    wide = np.where(there[:, None], x.astype(np.float64)[np.where(there, pairs // 4, 0)], 0)
+    expected = np.stack([wide[a:b].T @ g.astype(np.float64)[a:b] for a, b in itertools.pairwise(starts)])
+    arrays = x, g, sizes, pairs, np.full((tokens, 4), -7, np.int32)
+    check(problem, families.resolve(problem, config), (arrays, [expected]), [(0, 0), (1, 3)])
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -59,13 +59,14 @@ def wide(tree):
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
+@pytest.mark.parametrize("gather", ["copy", "loads"])
 @pytest.mark.parametrize("save", ["default", "recompute"])
 @pytest.mark.parametrize("layout", ["nn", "nt"])
-def test_values_and_gradients(layout, save):
+def test_values_and_gradients(layout, save, gather):
     args, g = arguments(layout), jnp.asarray(np.random.default_rng(2).standard_normal((TOKENS, D)), H)
 
     def fused(*args):
-        return cutjax.moe(*args, k=K, layout=layout, save=save, backend=BACKEND)
+        return cutjax.moe(*args, k=K, layout=layout, save=save, gather=gather, backend=BACKEND)
 
     @jax.jit
     def pulled(args, g):
@@ -81,6 +82,7 @@ def test_values_and_gradients(layout, save):
     text = pulled.lower(args, g).as_text()
     assert "dot_general" not in text
     assert text.count(CALL) >= 2 + 2 + 3  # the forward products, what flows back through them, the weights' gradients
+    assert ("_gathered" in text) == (gather == "loads")
 
 
 def test_an_expert_without_tokens_has_no_gradient():
@@ -107,9 +109,10 @@ def test_nan_of_a_token_stays_in_it():
     np.testing.assert_array_equal(np.delete(out, 7, 0), np.delete(right, 7, 0))
 
 
-def test_the_same_bits_every_time():
-    args = arguments()
-    function = jax.jit(jax.grad(lambda *args: cutjax.moe(*args, k=K).astype(jnp.float32).sum(), (0, 1, 2, 3, 4)))
+@pytest.mark.parametrize("gather", ["copy", "loads"])
+def test_the_same_bits_every_time(gather):
+    args, how = arguments(), {"k": K, "gather": gather, "backend": BACKEND}
+    function = jax.jit(jax.grad(lambda *args: cutjax.moe(*args, **how).astype(jnp.float32).sum(), (0, 1, 2, 3, 4)))
     first = function(*args)
     for _ in range(10):
         jax.tree.map(np.testing.assert_array_equal, function(*args), first)

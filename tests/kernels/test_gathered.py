@@ -101,10 +101,12 @@ def test_b_is_not_gathered():
     assert any(reason.startswith("b as gathered") for reason in choose.choose(asked).reasons)
 
 
-def test_sm90_is_pinned_alone():
-    """It has run on no device yet, in the emulator alone."""
+def test_what_has_not_run_on_a_device():
+    """Of sm90, in the emulator alone: the backend "cuda" takes it, and who pins it."""
     asked = gathered(BF16, 900)
-    assert {type(config) for config in choose.candidates(asked)} == {Config}
+    assert choose.candidates(asked) == ()
+    assert "rows gathered by cp.async: that has not run on a device yet" in choose.choose(asked).reasons[0]
+    assert choose.choose(asked, backend="cuda").kernel.endswith("_gathered")
     assert choose.choose(asked, cutjax.Config(128, 128)).kernel == "sm90_bf16_nt_128x128x64_s4_c1x1_coop_gathered"
 
 

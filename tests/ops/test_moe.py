@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import close, compare, mesh_of, scaled, squares, types
+from checks import close, compare, mesh_of, multiplied, scaled, squares, types
 from checks import saved as residuals
 from jax import lax
 from oracles import moe as dense
 
 import cutjax
-from cutjax.kernels import gather
+from cutjax.kernels.operand import Gathered
 
 T, D, H, N, E = 10, 8, 12, 6, 4
 P = jax.P
@@ -145,10 +145,8 @@ def test_every_product_has_a_kernel():
     args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     fn = gradient(lambda *args: cutjax.moe(*args).astype(jnp.float32))
     found = []
-    for row in cutjax.explain(fn)(*args).rows:
+    for row in multiplied(cutjax.explain(fn)(*args).rows):
         p = row.choice.problem
-        if isinstance(p, gather.Problem):  # of rows, which are not multiplied
-            continue
         assert row.choice.config is not None, row.choice.reasons
         found += [(p.divided, p.m, p.n, p.k, p.layout, len(row.outputs))] * row.count
     assert sorted(found) == sorted(
@@ -163,6 +161,37 @@ def test_every_product_has_a_kernel():
     )
 
 
+def test_rows_that_are_read_where_they_are():
+    """The first product and the weights' gradients gather; where no kernel does, the rows are copied."""
+    tokens, d, h, experts = 64, 128, 256, 8
+    shapes = ((tokens, d), (tokens, experts), *[(experts, d, h)] * 2, (experts, h, d))
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+    def problems(**how):
+        fn = gradient(lambda *args: cutjax.moe(*args, gather="loads", **how).astype(jnp.float32))
+        return multiplied(cutjax.explain(fn, platform="cuda")(*args).rows)
+
+    found = [(row.choice.problem, row.count) for row in problems(backend="cuda") if row.choice.problem.a.gathered]
+    assert [(p.divided, p.m, p.n, p.k, p.products, count) for p, count in found] == [
+        ("m", 2 * tokens, h, d, 2, 1),
+        ("k", d, h, 2 * tokens, 1, 2),
+    ]
+    assert {p.a.view for p, _ in found} == {Gathered(tokens, 2)}
+    assert all(row.runs.startswith("sm90_") for row in problems(backend="cuda"))
+    copied = [row for row in problems() if row.choice.problem.a.gathered]
+    assert {(row.runs, row.why.split("; ")[-1]) for row in copied} == {("XLA", "its rows are copied first")}
+    fn = jax.jit(gradient(lambda *args: cutjax.moe(*args, gather="loads", backend="cuda").astype(jnp.float32)))
+    text = fn.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("_gathered") == 3
+
+
+def test_a_bias_of_experts_is_not_spread_to_tokens():
+    args = *ARGS[:2], *ARGS[2:], scaled(5, (E,))
+    jaxpr = jax.make_jaxpr(lambda *args: cutjax.moe(*args[:-1], selection_bias=args[-1]))(*args)
+    (route,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cutjax_route")
+    assert [x.aval.shape for x in route.invars] == [(T, E), (1, E)]
+
+
 def saved(capsys, fn, *args) -> list[str]:
     """Types of the residuals that are neither weights nor indices."""
     return [x for x in types(residuals(capsys, fn, *args)) if x.startswith("bf16") and "," in x]
@@ -173,12 +202,15 @@ def test_what_is_saved(capsys):
     rows, hidden = f"bf16[{2 * T},{D}]", f"bf16[{2 * T},{H}]"  # the rows; both accumulators, and the last one's operand
     assert saved(capsys, cutjax.moe, *args) == sorted([rows, *[hidden] * 3])
     assert saved(capsys, functools.partial(cutjax.moe, save="recompute"), *args) == [rows]
+    loads = functools.partial(cutjax.moe, gather="loads")
+    assert saved(capsys, loads, *args) == sorted([hidden] * 3)
+    assert saved(capsys, functools.partial(loads, save="recompute"), *args) == []
     assert saved(capsys, jax.checkpoint(cutjax.moe), *args) == []
     names = "cutjax_routing", "cutjax_preactivation", "cutjax_hidden"
     without_rows = jax.checkpoint(cutjax.moe, policy=jax.checkpoint_policies.save_only_these_names(*names))
     assert saved(capsys, without_rows, *args) == [hidden] * 3
     text = str(jax.make_jaxpr(gradient(without_rows))(*ARGS))
-    counts = {"top_k": 1, "sort": 1, "cutjax_dispatch": 3 + 2}
+    counts = {"cutjax_route": 1, "cutjax_dispatch": 3 + 2}
     assert {name: len(re.findall(rf"\b{name}\b", text)) for name in counts} == counts
     assert len(re.findall(r"cutjax_grouped_gemm\[\s+backend=auto\s+config=None\s+epilogue=(?!acc\n)", text)) == 2
     compare(gradient, (without_rows, dense), ARGS, 1e-5)
@@ -193,8 +225,12 @@ def divided(x, logits, gate, up, down, **options):
     return lax.psum(cutjax.moe(x, logits, gate, up, down, group_offset=offset, **options), "experts")
 
 
-@pytest.mark.parametrize(("shape", "order"), [((1, 8), "grad inside"), ((2, 4), "grad outside")], ids=str)
-def test_expert_parallelism(shape, order):
+@pytest.mark.parametrize(
+    ("shape", "order", "gather"),
+    [((1, 8), "grad inside", "copy"), ((2, 4), "grad outside", "copy"), ((2, 4), "grad inside", "loads")],
+    ids=str,
+)
+def test_expert_parallelism(shape, order, gather):
     x, logits = (
         scaled(0, (16, D)),
         4 * scaled(1, (16, 8)),
@@ -209,12 +245,13 @@ def test_expert_parallelism(shape, order):
     mesh = mesh_of(tokens=shape[0], experts=shape[1])
     specs = P("tokens"), P("tokens"), P("experts"), P("experts"), P("experts")
     expected = jax.jit(lambda *args: (dense(*args), gradient(dense)(*args)))(*args)
+    of = functools.partial(divided, gather=gather)
     if order == "grad outside":
-        f = jax.shard_map(divided, mesh=mesh, in_specs=specs, out_specs=P("tokens"))
+        f = jax.shard_map(of, mesh=mesh, in_specs=specs, out_specs=P("tokens"))
         got = jax.jit(lambda *args: (f(*args), gradient(f)(*args)))(*args)
     else:
         inside = jax.shard_map(
-            lambda *args: (divided(*args), gradient(divided)(*args)),
+            lambda *args: (of(*args), gradient(of)(*args)),
             mesh=mesh,
             in_specs=specs,
             out_specs=(P("tokens"), specs),
@@ -260,6 +297,8 @@ def test_experts_of_no_device():
 REFUSED = [
     (ValueError, "moe: unknown layout 'tn'", {"layout": "tn"}),
     (ValueError, "moe: unknown save 'all'", {"save": "all"}),
+    (ValueError, "moe: unknown gather 'none'", {"gather": "none"}),
+    (ValueError, "moe: gather='loads' with fp8", {"gather": "loads", "fp8": "current"}),
     (ValueError, "moe: unknown backend 'gpu'", {"backend": "gpu"}),
     (ValueError, "moe: unknown scoring 'tanh'", {"scoring": "tanh"}),
     (ValueError, r"moe: k is 5, but router_logits \(10, 4\) are for 4 experts", {"k": 5}),

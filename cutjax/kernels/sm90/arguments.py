@@ -69,7 +69,7 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
     if p.a.gathered:
         yield Argument("const char* base_a", Pointer(int(c.swap)), "a")
         yield Argument("i64 a_row_bytes", Int64(of_a.row_bytes), "a")
-        yield integer("a_valid_bytes", p.a.bytes(p.k), "a")
+        yield integer("a_valid_bytes", p.a.bytes(p.k if p.a.contiguous == "k" else p.m), "a")
         yield from gathered(p)
     view = windows.view_of(p)
     for i, (term, a) in enumerate((term, a) for term in range(terms) for a in range(beside_a)):

@@ -130,7 +130,8 @@ def facts_of(problem: Problem, swap: bool = False, pixels: bool = False) -> Fact
 
     Its rows may be pixels apart in the images of the result.
     """
-    why = [*shared.of_operands(problem, (Gathered, Im2col), (Taps,), blocks=True), *operands.reasons(problem)]
+    why = shared.of_operands(problem, (Gathered, Im2col), (Taps,), blocks=True, across=True)
+    why += operands.reasons(problem)
     why += scales.reasons(problem)
     narrow = operands.decoded(problem.bs[0], problem.a)
     why += decode.reasons(problem, problem.bs[0]) if narrow else []

@@ -68,12 +68,11 @@ _config = functools.lru_cache(maxsize=None)(Config)
 
 def reasons(problem: Problem) -> tuple[str, ...]:
     """Returns the reasons against every kernel of this family for a problem; empty when one can serve it."""
-    unmeasured = ("gathered rows by cp.async are not measured yet: a kernel is pinned by config=",)
     if part := _parts(problem):
         return part.reasons
     if operands.decoded(problem.bs[0], problem.a):
         return facts_of(problem, True).reasons
-    return facts_of(problem).reasons + unmeasured * problem.a.gathered
+    return facts_of(problem).reasons
 
 
 def _parts(problem: Problem) -> Facts | None:

@@ -93,7 +93,7 @@ def unmeasured(p: Problem) -> str:
     """Returns the words for what of a problem, as it is multiplied, has not run on a device yet; "" where all has."""
     in_groups = "groups with operands swapped" * (p.divided == "n")
     in_groups += f"{short(p.a.dtype.name)} in groups of k" * (p.divided == "k" and p.a.contiguous == "k")
-    return decode.unmeasured(p) or in_groups
+    return decode.unmeasured(p) or in_groups or "rows gathered by cp.async" * p.a.gathered
 
 
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
@@ -285,7 +285,8 @@ def _counters(facts: Facts, config: Sizes, tiles: Any) -> dict[str, Any]:
     of_waves = minimum(tiles, 4 * p.device.sms) * (-(-p.k // depth) + 1)
     more = {"k_blocks_of_two_waves": where(config.stream_k, of_waves, 0)}
     if p.a.gathered:
-        more["bytes_of_rows"] = p.a.bytes(p.k + (config.parts + 1) * depth)
+        along = p.k + (config.parts + 1) * depth if p.a.contiguous == "k" else p.m + 2 * config.bm
+        more["bytes_of_rows"] = p.a.bytes(along)
     tile = *cluster_tile(config), depth
     counted = {"tiles": tiles * config.splits, "raster": config.raster, "parts": config.parts}
     return shared.counters(p, tile, **counted, **more)

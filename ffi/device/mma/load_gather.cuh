@@ -11,7 +11,8 @@ struct Gathered {
     int pitch;
     i64 apart;
     const int* index;
-    int rows;  // of the array
+    int count;       // of indices
+    int rows, each;  // of the array, and how many indices in sequence are of one of them
 
     template <int SIZE>
     DEVICE const char* matrix(int product, int number) const {
@@ -34,9 +35,9 @@ struct Gathered {
       moved = byte, found = 0;
 #pragma unroll
       for (int i = 0; i < COUNT; ++i) {
-        int place = line + line_of(i), row = place < lines ? ld_global(source.index + place) : -1;
-        bool there = static_cast<u32>(row) < static_cast<u32>(source.rows);
-        first[i] = matrix + (there ? row : 0) * static_cast<i64>(source.pitch) * SIZE;
+        int place = line + line_of(i), index = place < lines ? ld_global(source.index + place) : -1;
+        bool there = index >= 0 && index / source.each < source.rows;
+        first[i] = matrix + (there ? index / source.each : 0) * static_cast<i64>(source.pitch) * SIZE;
         found |= static_cast<u32>(there) << i;
       }
     }

@@ -134,6 +134,10 @@ Step insert(Warp& w, const Instruction& i, u32 mask) {
 
 float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.f, x) : x; }
 double exact(float x) { return x; }
+float toward_zero(double x) {
+  float y = static_cast<float>(x);
+  return std::fabs(y) > std::fabs(x) ? std::nextafter(y, 0.f) : y;
+}
 
 #define COMPARE_INTEGERS(T, type)                                                                                  \
   COMPARED("setp.eq." type, T, a == b), COMPARED("setp.ne." type, T, a != b), COMPARED("setp.lt." type, T, a < b), \
@@ -245,6 +249,7 @@ void add_integers(Table& table) {
     UNARY("rsqrt.approx.ftz.f64", double, 1 / std::sqrt(std::bit_cast<double>(std::bit_cast<u64>(a) >> 32 << 32)));
     BINARY("div.full.f32", float, exact(a) / b), BINARY("div.approx.f32", float, exact(a) / b);
     TERNARY("fma.rn.sat.f32", float, std::fmin(1.f, std::fmax(0.f, std::fma(a, b, c))));
+    BINARY("add.rz.f32", float, toward_zero(exact(a) + exact(b)));  // as the logarithm's argument is reduced
     TERNARY("fma.rm.f32", float, std::floor(std::fma(exact(a), exact(b), exact(c))));  // as exp2's argument is reduced
     BINARY("add.sat.f32", float, std::fmin(1.f, std::fmax(0.f, a + b)));
   }
