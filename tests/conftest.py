@@ -96,7 +96,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _tree() -> bytes:
-    """What tells this tree from another: a digest of the package's and the tests' sources."""
+    """A digest of the sources of the package and its tests, which tells one tree from another."""
     root, digest = pathlib.Path(__file__).parent.parent, hashlib.sha256()
     for folder in ("cutjax", "ffi", "tests"):
         for path in sorted((root / folder).rglob("*.*")):
@@ -107,7 +107,7 @@ def _tree() -> bytes:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out most parameter sets of each test, which others take their turn of in another tree.
+    """Leaves out most parameter sets of each test: another tree has others.
 
     What fails is repeated by its name; in one tree it is always the same that run.
     """
