@@ -44,7 +44,7 @@ def test_auto_and_cuda_launch_a_kernel_and_xla_does_not():
 @pytest.mark.compiles
 @pytest.mark.skipif(compiler.compiler_missing() is not None, reason="needs NVRTC")
 def test_lowering_compiles_the_kernels():
-    """Of products, the gather, and direct convolutions: their code is in the program."""
+    """Of products, routes and their gathers, and direct convolutions: their code is in the program."""
     logits, images, taps = jnp.ones((128, 4)), jnp.ones((2, 16, 64), jnp.bfloat16), jnp.ones((3, 1, 64), jnp.bfloat16)
 
     def fn(x, logits, images, taps):
@@ -54,8 +54,8 @@ def test_lowering_compiles_the_kernels():
     with cutjax.use_backend("cuda"):
         text = lowered(fn, X, logits, images, taps)
     kernels = re.findall(r'kernel = "([a-z0-9]+_[a-z0-9]+)', text)
-    assert sorted(kernels) == ["direct_bf16", "sm90_bf16", "sm90_gather"]
-    assert text.count(r"\7FELF") == 3
+    assert sorted(kernels) == ["direct_bf16", "route_f32", "sm90_bf16", "sm90_gather"]
+    assert text.count(r"\7FELF") == 4
 
 
 def test_scope_nests_and_the_argument_wins():
