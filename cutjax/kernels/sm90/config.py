@@ -30,13 +30,15 @@ class Sums:
       columns: parts of the tile's columns. Blocks of 64 rows are parts of their own.
       buffers: parts whose sums are kept at a time: 2 where one is added while the next is multiplied.
       registers: that the sums take, of a thread.
-      group: blocks of k that are promoted beside each other, and whose scales are copied at once.
+      group: blocks of k that are promoted beside each other.
+      turns: slices of k that a warpgroup still multiplies when it is the other's turn; 0 where none waits for another.
     """
 
     columns: Any
     buffers: Any
     registers: Any
     group: Any = 1
+    turns: Any = 0
 
 
 class Sizes:
@@ -78,18 +80,22 @@ class Sizes:
     def sums(self, problem: Problem) -> Sums:
         """Returns the parts in which sums of float8 are promoted, for a problem as it is multiplied.
 
-        Two buffers where they fit, else one, of half a tile, so that the widest tiles fit. Parts of less than 64
-        columns take longer to read than to multiply: they are made where no other warpgroup multiplies beside.
+        Where two warpgroups share a tile, one adds up while the other multiplies. Their parts are as wide as fit beside
+        the accumulators: each reads its rows of a again, and shared memory is nearly as busy as the tensor cores. One
+        that multiplies alone has two buffers, if they fit.
         """
         width, accumulators = self.bn * problem.products, self.accumulator_registers * problem.products
-        alone = (self.coop == 0) | (self.consumers == 1)
-        columns = where((self.m_blocks == 1) & (width % 16 == 0) & ((width >= 128) | alone), 2, 1)
+        decodes = operands.in_bytes(problem.a, problem.bs[0])
+        turns = self.coop & (self.consumers == 2) & (not decodes)
+        wide = 2 * accumulators > MAX_ACCUMULATORS
+        columns = where((self.m_blocks == 1) & (width % 16 == 0) & (wide | ~turns), 2, 1)
         parts = self.m_blocks * columns
-        buffers = where((parts > 1) & (2 * accumulators <= MAX_ACCUMULATORS), 2, 1)
-        # With one buffer, scales of fewer blocks leave room for a stage more. Blocks that are decoded are longer text.
-        most = 2 if operands.in_bytes(problem.a, problem.bs[0]) else 4
-        group = where(buffers == 2, most, 2 // self.m_blocks)
-        return Sums(columns, buffers, buffers * accumulators // parts, group)
+        buffers = where((parts > 1) & ~wide & ~turns, 2, 1)
+        # Blocks that are decoded are longer text; those whose columns have scales of their own spill.
+        scale = problem.bs[0].scale
+        most = 2 if decodes else 1 if scale and scale.mn % 8 else 4
+        group = where(buffers == 2, most, 1)
+        return Sums(columns, buffers, buffers * accumulators // parts, group, where(turns, TURNS, 0))
 
     @property
     def cluster(self) -> Any:
@@ -329,6 +335,7 @@ def _digest(epilogue: Epilogue) -> str:
     return hashlib.sha256(repr(epilogue).encode()).hexdigest()[:8]
 
 
+TURNS = 1  # of 4 slices of k
 # 232 registers a consumer thread; what the mainloop and epilogue need beside the accumulators was read off the
 # compiler's report: every config up to here compiles without a spill (tests/kernels/test_kernels.py compiles them all).
 MAX_ACCUMULATORS = 192

@@ -85,9 +85,6 @@ class Facts:
         wide = sum(dtype.itemsize for dtype in self.staging.result_dtypes) > 2
         beside = problem.symmetric & ((config.coop == 0) | wide)
         widest = where(beside, 160, 160 if self.addressed else MAX_ACCUMULATORS)
-        if problem.bs[0].scale:  # 128x192 spills in a cluster
-            tight = scales.by_column(problem, config) & config.coop & (self.sums(config).buffers == 2)
-            widest = where(tight, minimum(widest, 176), widest)
         most = self._beside_epilogue(config, widest)
         if windows.view_of(problem):
             most = where(config.stream_k, 128, most)  # of 192, some spill
@@ -205,7 +202,7 @@ class Footprint:
       whole_result: staging buffers that hold all that a warpgroup stores of a tile.
       most: bytes that one block may take.
       half: bytes that each of two blocks on an SM may take; 0 where registers do not fit two.
-      scale_bytes: scales of the operands.
+      scale_bytes: scales of the operands, of a stage.
     """
 
     chunk: Any
@@ -219,7 +216,7 @@ class Footprint:
 
     def bytes(self, stages: Any, buffers: Any = 2) -> Any:
         """Returns the shared memory of so many stages and staging buffers a warpgroup."""
-        return stages * (self.stage_bytes + 16) + buffers * self.staging_bytes + self.scale_bytes
+        return stages * (self.stage_bytes + self.scale_bytes + 16) + buffers * self.staging_bytes
 
     def limit(self, stages: Any) -> Any:
         """Returns the shared memory a block may take: half an SM's where two fit, each with two staging buffers."""
@@ -227,7 +224,7 @@ class Footprint:
 
     def deepest(self, buffers: Any = 2) -> Any:
         """Returns the most stages beside so many staging buffers a warpgroup."""
-        return 2 + (self.limit(2) - self.bytes(2, buffers)) // (self.stage_bytes + 16)
+        return 2 + (self.limit(2) - self.bytes(2, buffers)) // (self.stage_bytes + self.scale_bytes + 16)
 
 
 def footprint(facts: Facts, config: Sizes) -> Footprint:

@@ -16,9 +16,11 @@ constexpr int CONSUMERS_PER_TILE = BM / ROWS_PER_CONSUMER;
 constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
 
 // Named barriers: 0 is __syncthreads, then one for each consumer's epilogue, then whose turn the mainloop is
-// (ping-pong), that it is over (CLUSTER_K), or that all consumers have cleared their part of a stage (RAGGED_K).
+// (ping-pong), that it is over (CLUSTER_K), or that all consumers have cleared their part of a stage (RAGGED_K); then
+// whose turn a part is (TURNS).
 constexpr int EPILOGUE_BARRIER = 1;
 constexpr int TURN_BARRIER = 1 + CONSUMERS;
+constexpr int FIRST_TURN = TURN_BARRIER + 2;
 
 // Of a warpgroup.
 using Accumulators = Acc[M_BLOCKS][PRODUCTS * BN / 2];
@@ -33,7 +35,8 @@ struct Pipeline {
   u32 phase;
 
   DEVICE u32 full_barrier() const { return full + stage * 8; }
-  DEVICE u32 empty_barrier() const { return empty + stage * 8; }
+  DEVICE u32 empty_barrier() const { return empty_barrier(stage); }
+  DEVICE u32 empty_barrier(int of) const { return empty + of * 8; }
 
   DEVICE void advance() {
     if (++stage == STAGES) {
@@ -90,13 +93,20 @@ struct SharedTiles {
   u32 base;  // [STAGES] of A, then [STAGES] of B
   DEVICE u32 a(int stage) const { return base + stage * A_STAGE_BYTES; }
   DEVICE u32 b(int stage) const { return base + STAGES * A_STAGE_BYTES + stage * OperandB::BYTES; }
+
+  // What else of so many bytes a stage has: behind the staging buffers, which are aligned.
+  DEVICE u32 slot(int stage, u32 bytes) const {
+    return base + STAGES * STAGE_BYTES + CONSUMERS * STORE_BUFFERS * D_BUFFER_BYTES + stage * bytes;
+  }
 };
 
-// One warpgroup tells every CTA that writes this stage that it has read it.
+// One warpgroup tells every CTA that writes this stage that it has read it: one thread does, as all of them have waited
+// for wgmma, or one of each warp, where threads have read it too.
 DEVICE void release(u32 empty_barrier, int thread) {
+  int place = RELEASING_WARPS == 1 ? thread : thread % 32;
   if constexpr (CLUSTER_M * CLUSTER_N == 1) {
-    if (thread == 0) mbarrier_arrive(empty_barrier);
+    if (place == 0) mbarrier_arrive(empty_barrier);
   } else {
-    if (thread < CLUSTER_M * CLUSTER_N) mbarrier_arrive_cluster(empty_barrier, thread);
+    if (place < CLUSTER_M * CLUSTER_N) mbarrier_arrive_cluster(empty_barrier, place);
   }
 }
