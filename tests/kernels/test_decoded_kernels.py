@@ -41,6 +41,13 @@ void wgmma_wait_group() {}
 template <typename T>
 void wgmma_done(T&) {}
 static void mbarrier_arrive_cluster(u32, u32) {}
+static void bar_sync(int, int) {}
+static void bar_arrive(int, int) {}
+static u32 word_of(float x) { return __float_as_uint(x); }
+template <typename T>
+T of_word(u32 x) {
+  return __uint_as_float(x);
+}
 static float wide(u32 half) { return WIDE == Dtype::bf16 ? __uint_as_float(half << 16) : f16_to_f32(half); }
 template <int COUNT>
 void wgmma(float (&d)[COUNT], const u32 (&a)[4], u32 b, int) {
@@ -94,7 +101,7 @@ extern "C" void run(const void* tiles, float* to) {
 }
 """
 _KEPT = ("common/math", "common/elements", "narrow", "sm90/halves", "sm90/decode", "sm90/factor", "sm90/zero")
-_KEPT += ("sm90/tiles", "sm90/row_order", "sm90/multiply_registers")
+_KEPT += ("sm90/tiles", "sm90/sliced", "sm90/row_order", "sm90/multiply_registers")
 F32, E4M3 = np.dtype(np.float32), np.dtype(jnp.float8_e4m3fn)
 _ACCS = tuple(Node("acc", (), "float32", (i,)) for i in range(2))
 PAIR = Epilogue(2, (), _ACCS, (Output(0, "float32"), Output(1, "float32")))  # two products as they are

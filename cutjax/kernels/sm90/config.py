@@ -14,12 +14,12 @@ import numpy as np
 
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue
-from cutjax.kernels.columns import minimum, where
+from cutjax.kernels.columns import maximum, minimum, where
 from cutjax.kernels.operand import Operand
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import operands, windows
 
-SCHEDULES = ("coop", "pingpong")
+SCHEDULES = ("coop", "pingpong", "sliced")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,18 +59,33 @@ class Sizes:
 
     @functools.cached_property
     def coop(self) -> Any:
-        """True of the cooperative schedule."""
-        return self.schedule == "coop"
+        """True where warpgroups share each tile."""
+        return self.schedule != "pingpong"
+
+    @functools.cached_property
+    def sliced(self) -> Any:
+        """True where warpgroups share a tile's k blocks."""
+        return self.schedule == "sliced"
 
     @functools.cached_property
     def consumers(self) -> Any:
         """Warpgroups that multiply."""
-        return 2 - (self.coop & (self.bm == 64))
+        return where(self.sliced, 4, 2 - (self.coop & (self.bm == 64)))
+
+    @functools.cached_property
+    def storers(self) -> Any:
+        """Warpgroups that store: those beside each other in a tile, or all that have tiles of their own."""
+        return where(self.sliced, maximum(self.bm // 128, 1), self.consumers)
+
+    @functools.cached_property
+    def slice_groups(self) -> Any:
+        """Warpgroups that multiply the same rows, of other k blocks."""
+        return self.consumers // self.storers
 
     @functools.cached_property
     def m_blocks(self) -> Any:
         """64-row blocks of the tile that one warpgroup holds."""
-        return self.bm // 64 // where(self.coop, self.consumers, 1)
+        return self.bm // 64 // where(self.coop, self.storers, 1)
 
     @property
     def accumulator_registers(self) -> Any:
@@ -86,14 +101,14 @@ class Sizes:
         """
         width, accumulators = self.bn * problem.products, self.accumulator_registers * problem.products
         decodes = operands.in_bytes(problem.a, problem.bs[0])
-        turns = self.coop & (self.consumers == 2) & (not decodes)
+        turns = self.coop & (self.storers == 2) & (not decodes)
         wide = 2 * accumulators > MAX_ACCUMULATORS
-        columns = where((self.m_blocks == 1) & (width % 16 == 0) & (wide | ~turns), 2, 1)
+        columns = where((self.m_blocks == 1) & (width % 16 == 0) & (wide | (turns == 0)), 2, 1)
         parts = self.m_blocks * columns
-        buffers = where((parts > 1) & ~wide & ~turns, 2, 1)
+        buffers = where((parts > 1) & (2 * accumulators <= MAX_ACCUMULATORS) & (turns == 0), 2, 1)
         # Blocks that are decoded are longer text; those whose columns have scales of their own spill.
         scale = problem.bs[0].scale
-        most = 2 if decodes else 1 if scale and scale.mn % 8 else 4
+        most = 1 if scale and scale.mn % 8 else 2 if decodes else 4
         group = where(buffers == 2, most, 1)
         return Sums(columns, buffers, buffers * accumulators // parts, group, where(turns, TURNS, 0))
 
@@ -133,7 +148,7 @@ class Sizes:
         if not operands.decoded(problem.a, problem.bs[0]):
             return 0
         scale = operands.factors(problem)
-        deep = (self.bk == 128) & (scale is None or scale.k % 64 == 0)
+        deep = (self.bk == 128) & (scale is None or scale.k % 64 == 0) & (self.sliced == 0)
         return where(deep & ((self.m_blocks == 1) | (self.bn <= FEW)), 4, 2)
 
     def chunk(self, b: Operand, products: int = 1) -> Any:
@@ -162,8 +177,9 @@ class Config(Sizes):
         others as many as take as many bytes.
       stages: tiles of a and b kept in flight in shared memory.
       cluster_m, cluster_n: CTAs of a cluster along m and n, which multicast what they share; their product is 1 or 2.
-      schedule: "coop" (two warpgroups split each tile; one when bm is 64) or "pingpong" (two warpgroups take
-        whole tiles in turn, so that one's epilogue runs beside the other's mainloop).
+      schedule: "coop" (two warpgroups split each tile; one when bm is 64), "pingpong" (two warpgroups take
+        whole tiles in turn, so that one's epilogue runs beside the other's mainloop) or "sliced" (four warpgroups, each
+        with up to 128 rows of the tile and every second or fourth of its k blocks: of weights that are decoded).
       raster: tile order. Positive: bands of that many rows of tiles, walked column by column. Negative: bands of
         columns, walked row by row.
       swap: whether the operands are swapped: the kernel computes ``d^T = b^T a^T`` and stores it transposed. All of the
@@ -229,8 +245,8 @@ class Config(Sizes):
             reasons.append("raster=0: a band has at least one row (positive) or column (negative) of tiles")
         if not 1 <= self.cluster_k <= 8:
             reasons.append(f"cluster_k={self.cluster_k}: a cluster has 1 to 8 CTAs")
-        if self.cluster_k != 1 and (self.schedule != "coop" or (self.cluster_m, self.cluster_n) != (1, 1)):
-            reasons.append(f"cluster_k={self.cluster_k}: CTAs share one tile, in a cluster 1x1 and the schedule coop")
+        if self.cluster_k != 1 and (self.schedule == "pingpong" or (self.cluster_m, self.cluster_n) != (1, 1)):
+            reasons.append(f"cluster_k={self.cluster_k}: CTAs share one tile, in a cluster 1x1, and warpgroups too")
         if self.parts > 1 and self.stream_k:
             reasons.append(f"stream_k with cluster_k={self.cluster_k}, splits={self.splits}: k is divided in one way")
         if not 1 <= self.splits <= 128:

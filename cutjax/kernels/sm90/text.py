@@ -17,15 +17,17 @@ from cutjax.runtime import sources
 
 # Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168. A producer that copies rows has
 # indices and addresses of 16 of them.
+SLICED_REGISTERS = (32, 112)  # p + 4 c fit 5 warpgroups of 96
 LOADED = True
-REGISTERS, COPIER_REGISTERS = (56, 224), (72, 216)
+REGISTERS, COPIER_REGISTERS = (40, 232), (72, 216)
 
 
 def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     """Returns the device text of a kernel, complete: constants, the generated epilogue, and the files of ffi/device."""
     problem, config = kernel.multiplied, kernel.config
     a_k_major, b_k_major = problem.a.contiguous == "k", problem.bs[0].contiguous == "k"
-    producer, consumer = COPIER_REGISTERS if problem.a.gathered else (56, 224) if scales.scaled(problem) else REGISTERS
+    few = SLICED_REGISTERS if config.schedule == "sliced" else REGISTERS
+    producer, consumer = COPIER_REGISTERS if problem.a.gathered else (56, 224) if scales.scaled(problem) else few
     way, acc = kernel.way, DTYPES[problem.accumulator.name].carrier
     view, taps = windows.view_of(problem), isinstance(problem.bs[0].view, Taps)
     of_windows = windows.chunk(problem) if view else 0
@@ -125,6 +127,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             ),
             "sm90/tiles.cuh",
             "sm90/clear.cuh",
+            "sm90/sliced.cuh",
             "sm90/load_plain.cuh",
             *(["sm90/load_scaled.cuh"] if operands.factors(problem) else []),
             *(["sm90/load_gather.cuh"] if problem.a.gathered else []),

@@ -4,6 +4,7 @@
 //
 // One producer warpgroup (producer.cuh: one thread of it issues TMA) and CONSUMERS warpgroups that multiply.
 //   cooperative: all consumers share each tile, BM / CONSUMERS rows each.
+//   sliced:      the same of two pairs of consumers, or four, each of which takes other k blocks (sliced.cuh).
 //   ping-pong:   two consumers take whole tiles in turn, so that one's epilogue runs beside the other's mainloop.
 // A cluster of CLUSTER_M x CLUSTER_N CTAs computes neighbouring tiles and multicasts the operand tile they share.
 // STREAM_K: tiles of what would be an unfilled last wave are computed in parts (stream_scheduler.cuh).
@@ -44,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       mbarrier_init(pipe.empty + stage * 8, CONSUMERS_PER_TILE * CLUSTER * RELEASING_WARPS);
     }
     if constexpr (EXTRAS_BYTES > 0)
-      for (int buffer = 0; buffer < CONSUMERS * STORE_BUFFERS; ++buffer)
+      for (int buffer = 0; buffer < STORERS * STORE_BUFFERS; ++buffer)
         mbarrier_init(operand_barriers + buffer * 8, 1);
     fence_mbarrier_init();
   }
@@ -62,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   };
 
   if (warpgroup == 0) {
-    if constexpr (CONSUMERS == 2) setmaxnreg_dec<PRODUCER_REGISTERS>();
+    if constexpr (CONSUMERS > 1) setmaxnreg_dec<PRODUCER_REGISTERS>();
     auto each_tile = [&](auto fill_tile) {
       Scheduler scheduler(m, n, k, raster, batch, SPLITS, batch1, batch2 SCHEDULER_ARGUMENTS);
       for (int index = blockIdx.x / CTAS; scheduler.has(index); index += step) {
@@ -86,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     }
     if constexpr (CLUSTER_K > 1) share_nothing();
   } else {
-    if constexpr (CONSUMERS == 2) setmaxnreg_inc<CONSUMER_REGISTERS>();
+    if constexpr (CONSUMERS > 1) setmaxnreg_inc<CONSUMER_REGISTERS>();
     int consumer = warpgroup - 1;
     Scheduler late(m, n, k, raster, batch, SPLITS, batch1, batch2 SCHEDULER_ARGUMENTS);
     Scheduler scheduler = STREAM_K ? late : early;
@@ -97,9 +98,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     Rows rows_d{m, n ROWS_ARGUMENTS};
     Promotion promotion{PROMOTION_ARGUMENTS};
     Accumulators accumulators;
-    int first_row = PING_PONG ? 0 : consumer * ROWS_PER_CONSUMER;
+    int first_row = PING_PONG ? 0 : consumer % STORERS * ROWS_PER_CONSUMER;
     int index = blockIdx.x / CTAS, turn = 0;
     if (TURNS > 0 && consumer == 1) bar_arrive(FIRST_TURN, 256);
+    if (SLICED > 1 && consumer < STORERS) bar_arrive(SUMS_BARRIER + 1, CONSUMERS * 128);
     if constexpr (PING_PONG) {
       // A parity wait cannot tell a stage two wraps away from now, so the mainloops take turns explicitly.
       if (consumer == 1) bar_arrive(TURN_BARRIER, 256);
@@ -122,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       int rows = work.rows - first_row;  // this warpgroup's, which may be none
       bool none = (RAGGED_M || RAGGED_N) && (work.k_blocks == 0 || (RAGGED_M ? rows : work.columns) <= 0);
       if constexpr (PING_PONG) bar_sync(TURN_BARRIER + consumer, 256);
-      bool stores = CLUSTER_K == 1 || rank < OWNERS;
+      bool stores = (CLUSTER_K == 1 || rank < OWNERS) && consumer < STORERS;
       int column = work.n + (CLUSTER_K > 1 ? rank * EPILOGUE_COLUMNS : 0);
       auto begin = [&] { epilogue.begin(extras, work.m + first_row, column, work.rows - first_row, i); };
       auto begun = [&] {
@@ -135,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       if (none) {
         skip(pipe, work, thread, epilogue.barrier);
         issued();
-        if (work.k_blocks == 0 && rows > 0)  // of no group: zero, whatever the epilogue
+        if (work.k_blocks == 0 && rows > 0 && stores)  // of no group: zero, whatever the epilogue
           rows_d.clear(work.n, work.m + first_row, work.result, min(rows, ROWS_PER_CONSUMER), thread);
         continue;
       }
@@ -149,6 +151,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       if (STREAM_K && work.parts > 1) {
         if (!join(accumulators, scheduler, work, rank, first_row, thread, epilogue.barrier)) continue;
         begin();
+      }
+      if (SLICED > 1 && consumer >= STORERS) {
+        if constexpr (CLUSTER_K == 1) continue;
+        share_nothing();
+        break;
       }
       Acc sums[M_BLOCKS][PRODUCTS * EPILOGUE_COLUMNS / 2];
       const auto& values = share(accumulators, sums, shared.base, rank, TURN_BARRIER);

@@ -151,8 +151,10 @@ DEVICE void drain(Accumulators& accumulators, Promotes& promotion, Pipeline& pip
 // One warpgroup none of whose rows belong to the tile.
 DEVICE void skip(Pipeline& pipe, const Work& work, int thread, int barrier) {
   for (int k = 0; k < PAIRS * work.k_blocks; ++k) {
-    mbarrier_wait(pipe.full_barrier(), pipe.phase);
-    release(pipe.empty_barrier(), thread);
+    if (pipe.stage % SLICED == slice_group()) {
+      mbarrier_wait(pipe.full_barrier(), pipe.phase);
+      release(pipe.empty_barrier(), thread);
+    }
     pipe.advance();
     pass_turns<M_BLOCKS * COLUMN_PARTS>(barrier);
   }
