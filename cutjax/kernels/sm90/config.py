@@ -32,6 +32,7 @@ class Sums:
       registers: that the sums take, of a thread.
       group: blocks of k that are promoted beside each other.
       turns: slices of k that a warpgroup still multiplies when it is the other's turn; 0 where none waits for another.
+      loaded: whether all parts of the tile's columns have their rows of a from registers.
     """
 
     columns: Any
@@ -39,6 +40,7 @@ class Sums:
     registers: Any
     group: Any = 1
     turns: Any = 0
+    loaded: Any = False
 
 
 class Sizes:
@@ -110,7 +112,8 @@ class Sizes:
         scale = problem.bs[0].scale
         most = 1 if scale and scale.mn % 8 else 2 if decodes else 4
         group = where(buffers == 2, most, 1)
-        return Sums(columns, buffers, buffers * accumulators // parts, group, where(turns, TURNS, 0))
+        loaded = (columns == 2) & (buffers == 1) & LOADED & (not decodes and problem.a.view is None)
+        return Sums(columns, buffers, buffers * accumulators // parts, group, where(turns, TURNS, 0), loaded)
 
     @property
     def cluster(self) -> Any:
@@ -352,6 +355,7 @@ def _digest(epilogue: Epilogue) -> str:
 
 
 TURNS = 1  # of 4 slices of k
+LOADED = True  # a of parts from registers
 # 232 registers a consumer thread; what the mainloop and epilogue need beside the accumulators was read off the
 # compiler's report: every config up to here compiles without a spill (tests/kernels/test_kernels.py compiles them all).
 MAX_ACCUMULATORS = 192

@@ -199,7 +199,8 @@ def _divided(problem: Problem, whole: Configs) -> Configs:
     waves = tiles / sms
     idle = 1 - waves / ceil(waves)  # of all SMs' time, in the last wave
     streams = deep & (idle > LEAST_IDLE) & (waves > 0.3) & (k_blocks >= 16)
-    streams &= not (problem.groups or device.shared)
+    # Of decoded weights parts through memory took 1.1 to 1.3 times as long as whole tiles, or clusters that share k.
+    streams &= not (problem.groups or device.shared or operands.decoded(problem.a, problem.bs[0]))
     # From here on a column of configs beside a row of ways.
     deep, alone, shared, tiles = (x[:, None] for x in (deep, whole.cluster == 1, whole.coop, tiles))
     most = k_blocks[:, None] // LEAST_K_BLOCKS

@@ -18,7 +18,6 @@ from cutjax.runtime import sources
 # Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168. A producer that copies rows has
 # indices and addresses of 16 of them.
 SLICED_REGISTERS = (32, 112)  # p + 4 c fit 5 warpgroups of 96
-LOADED = True
 REGISTERS, COPIER_REGISTERS = (40, 232), (72, 216)
 
 
@@ -33,7 +32,6 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     of_windows = windows.chunk(problem) if view else 0
     decoded = operands.decoded(problem.a, problem.bs[0])
     parts, scaled = kernel.sums, scales.scaled(problem)
-    loaded = way.each and not decoded and LOADED and parts.columns == 2 and parts.buffers == 1
     each = "sm90/promote_scaled.cuh" if scaled else "sm90/promote_each.cuh"
     constants = {
         "BM": config.bm,
@@ -123,7 +121,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
                 problem.bs[0].dtype,
                 a_k_major,
                 b_k_major,
-                decoded or loaded,
+                decoded or parts.loaded,
             ),
             "sm90/tiles.cuh",
             "sm90/clear.cuh",
@@ -136,7 +134,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             _views(problem),
             "sm90/producer.cuh",
             each if way.each else "sm90/promote_blocks.cuh" if way.promoted else "sm90/promote_never.cuh",
-            *(["sm90/row_order.cuh", decode.multiply(problem)] if decoded else [f"sm90/multiply{'_loaded' * loaded}.cuh"]),
+            *(["sm90/row_order.cuh", decode.multiply(problem)] if decoded else [f"sm90/multiply{'_loaded' * parts.loaded}.cuh"]),
             "sm90/mainloop.cuh",
             "sm90/stream.cuh",
             epilogue_text(kernel.staging, arguments, problem.divided),
