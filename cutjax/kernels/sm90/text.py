@@ -17,6 +17,7 @@ from cutjax.runtime import sources
 
 # Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168. A producer that copies rows has
 # indices and addresses of 16 of them.
+EVERY = 1
 SLICED_REGISTERS = (32, 112)  # p + 4 c fit 5 warpgroups of 96
 REGISTERS, COPIER_REGISTERS = (40, 232), (72, 216)
 
@@ -51,6 +52,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "SUM_BUFFERS": parts.buffers,
         "GROUP": parts.group,
         "TURNS": parts.turns,
+        "EVERY": EVERY if parts.buffers == 1 and parts.columns * config.m_blocks == 1 and not scaled else 1,
         "RELEASING_WARPS": 4 if scaled else 1,
         "STAGES": config.stages,
         "CLUSTER_M": config.cluster_m,

@@ -52,7 +52,7 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
 #pragma unroll
     for (int i = 0; i < PRODUCTS * BN / 2; ++i) accumulators[block][i] = 0;
   StageOfA a(row, thread);
-  auto issue = [&](auto part) {
+  auto issue = [&](auto part, bool more) {  // more of the same sums
     constexpr int PART = decltype(part)::value, BLOCK = PART / COLUMN_PARTS;
     if constexpr (PART % COLUMN_PARTS == 0) a.template begin<BLOCK>(shared.a(pipe.stage));
     OperandB::Descriptor b(shared.b(pipe.stage));
@@ -61,13 +61,13 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
 #pragma unroll
     for (int slice = 0; slice < SLICES_OF_STAGE; ++slice) {
       wgmma(sums[PART % BUFFERS], a.template at<BLOCK>(slice),
-            b.at(OperandB::slice_offset(slice) + OperandB::row_offset(PART % COLUMN_PARTS * PART_COLUMNS)), slice != 0);
+            b.at(OperandB::slice_offset(slice) + OperandB::row_offset(PART % COLUMN_PARTS * PART_COLUMNS)), slice != 0 || more);
       if (slice == SLICES_OF_STAGE - 1 - TURNS) wgmma_commit_group();
     }
     if constexpr (TURNS > 0) wgmma_commit_group();
   };
   // A part of a block in a stage, when at most PENDING later ones are being multiplied.
-  auto add = [&](auto part, auto pending, int stage) {
+  auto add = [&](auto part, auto pending, int stage, bool whole) {
     constexpr int PART = decltype(part)::value, COLUMNS = PART % COLUMN_PARTS;
     u32 slot = shared.slot(stage, Promotes::BYTES);
     auto factors = promotion.template factors<PART / COLUMN_PARTS, COLUMNS>(slot);
@@ -78,7 +78,7 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
     wgmma_wait_group<decltype(pending)::value>();
     wgmma_done(sums[PART % BUFFERS]);
     if constexpr (PART == PARTS - 1 && !Promotes::BY_COLUMN) release(pipe.empty_barrier(stage), thread);
-    promotion.template add<COLUMNS>(accumulators[PART / COLUMN_PARTS], sums[PART % BUFFERS], factors, slot);
+    if (whole) promotion.template add<COLUMNS>(accumulators[PART / COLUMN_PARTS], sums[PART % BUFFERS], factors, slot);
     if constexpr (PART == PARTS - 1 && Promotes::BY_COLUMN) release(pipe.empty_barrier(stage), thread);
   };
   auto run = [&](auto blocks, int k) {  // so many, from k on
@@ -91,17 +91,18 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
         if constexpr (RAGGED_K) clear_block(shared, pipe.stage, row, work, k + STEP / PARTS, thread, barrier);
         if constexpr (COPIERS > 0) fence_proxy_async();
       }
-      issue(Constant<PART>());
+      issue(Constant<PART>(), EVERY > 1 && k % EVERY != 0);
       if (STEP == STEPS - 1 && k + decltype(blocks)::value == work.k_blocks) issued();
       if constexpr (STEP >= BUFFERS - 1)
-        add(Constant<(STEP + 1 - BUFFERS) % PARTS>(), Constant<BUFFERS - 1>(), BUFFERS == 1 || PART > 0 ? pipe.stage : before);
+        add(Constant<(STEP + 1 - BUFFERS) % PARTS>(), Constant<BUFFERS - 1>(), BUFFERS == 1 || PART > 0 ? pipe.stage : before,
+            EVERY == 1 || k % EVERY == EVERY - 1 || k + 1 == work.k_blocks);
       if constexpr (PART == PARTS - 1) {
         before = pipe.stage;
         pipe.advance();
         pass_turns<M_BLOCKS * COLUMN_PARTS - PARTS>(barrier);
       }
     });
-    if constexpr (BUFFERS == 2) add(Constant<PARTS - 1>(), Constant<0>(), before);
+    if constexpr (BUFFERS == 2) add(Constant<PARTS - 1>(), Constant<0>(), before, true);
     if (k == 0) begun();
   };
   // A loop at whose end a part were still being multiplied would make the compiler wait for each wgmma.
