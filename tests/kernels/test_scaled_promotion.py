@@ -1,4 +1,4 @@
-"""Promotion by the scales of blocks: what a warp copies, and a warpgroup reads and adds, on the host; its kernels, compiled."""
+"""Promotion by the scales of blocks: what a warp copies and a warpgroup adds, on the host; its kernels, compiled."""
 
 import ctypes
 import dataclasses

@@ -28,7 +28,7 @@ class Constants:
       unpacked: what weights of 4 bits, and their scales, add to the latter.
       beside: the exponent with which two warpgroups' decoding and multiplying add up; those of one do.
       sliced: the latter where four warpgroups decode, over what it takes where two do.
-      promoted, scaled: what adding up the sums of each k block apart, and doing so by scales, adds to the time of wgmma.
+      promoted, scaled: what adding up the sums of each k block apart adds to the time of wgmma, and their scales.
       paired: what a cluster adds to it there, in place of multicast.
       twin: the part of an epilogue that two blocks on an SM do not hide.
       threads, transposed: what stores without TMA, and transposed ones, add to it.

@@ -252,7 +252,8 @@ def costs(f: Features, c: Constants) -> Costs:
     slower = c.coop * (1 - f.pingpong) + c.deep * (f.bk == 128) * (f.steps == 0) + c.narrow * (f.b_short > 0)
     slower = slower + (c.multicast + (c.paired - c.multicast) * f.promoted) * f.multicasts
     slower = slower + c.promoted * f.promoted + c.scaled * f.scaled
-    operands = f.stage_bytes + (f.bm * f.a_reads + f.bm / 64 * f.bn) * f.bk * 2  # written, and read: b once for each 64 rows of a
+    # Written, and read: b once for each 64 rows of a.
+    operands = f.stage_bytes + (f.bm * f.a_reads + f.bm / 64 * f.bn) * f.bk * 2
     multiply = sharing * (c.multiply * flops * (1 + slower) + c.shared * operands / 225e3 + c.k_block)
     fragments = f.bm * f.bk / 1024 * (f.steps > 0) * (1 + c.unpacked * (f.packed < 0.5))
     decode = (c.step * f.steps + c.fragment * fragments) * (1 - (1 - c.sliced) * f.sliced)

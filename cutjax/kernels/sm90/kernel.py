@@ -216,7 +216,10 @@ def _checks(
     )
     yield (
         config.sliced & ((config.stages % config.slice_groups != 0) | (config.stages < 2 * config.slice_groups)),
-        lambda: f"{config.stages} stages of {config.slice_groups} groups of warpgroups: each has two or more of its own",
+        lambda: (
+            f"{config.stages} stages of {config.slice_groups} groups of warpgroups: each has as many of its own, at "
+            "least two"
+        ),
     )
     if problem.a.bits == 4:
         yield (

@@ -15,25 +15,27 @@ from cutjax.kernels.sm90 import decode, operands, scales, windows
 from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.runtime import sources
 
-# Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168. A producer that copies rows has
-# indices and addresses of 16 of them.
+# Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168, and p + 4 c fit 5 of 96. A
+# producer that copies scales has their addresses, one that copies rows indices and addresses of 16 of them.
+REGISTERS, OF_SLICES, OF_SCALES, OF_ROWS = (40, 232), (32, 112), (56, 224), (72, 216)
+# Of float8, k blocks whose sums in 14 bits are added up in float32 at once.
 EVERY = 1
-SLICED_REGISTERS = (32, 112)  # p + 4 c fit 5 warpgroups of 96
-REGISTERS, COPIER_REGISTERS = (40, 232), (72, 216)
 
 
 def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     """Returns the device text of a kernel, complete: constants, the generated epilogue, and the files of ffi/device."""
     problem, config = kernel.multiplied, kernel.config
     a_k_major, b_k_major = problem.a.contiguous == "k", problem.bs[0].contiguous == "k"
-    few = SLICED_REGISTERS if config.schedule == "sliced" else REGISTERS
-    producer, consumer = COPIER_REGISTERS if problem.a.gathered else (56, 224) if scales.scaled(problem) else few
     way, acc = kernel.way, DTYPES[problem.accumulator.name].carrier
     view, taps = windows.view_of(problem), isinstance(problem.bs[0].view, Taps)
     of_windows = windows.chunk(problem) if view else 0
     decoded = operands.decoded(problem.a, problem.bs[0])
     parts, scaled = kernel.sums, scales.scaled(problem)
+    loaded = "_loaded" * parts.loaded
     each = "sm90/promote_scaled.cuh" if scaled else "sm90/promote_each.cuh"
+    producer, consumer = OF_SLICES if config.sliced else OF_SCALES if scaled else REGISTERS
+    if problem.a.gathered:
+        producer, consumer = OF_ROWS
     constants = {
         "BM": config.bm,
         "BN": config.bn,
@@ -136,7 +138,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             _views(problem),
             "sm90/producer.cuh",
             each if way.each else "sm90/promote_blocks.cuh" if way.promoted else "sm90/promote_never.cuh",
-            *(["sm90/row_order.cuh", decode.multiply(problem)] if decoded else [f"sm90/multiply{'_loaded' * parts.loaded}.cuh"]),
+            *(["sm90/row_order.cuh", decode.multiply(problem)] if decoded else [f"sm90/multiply{loaded}.cuh"]),
             "sm90/mainloop.cuh",
             "sm90/stream.cuh",
             epilogue_text(kernel.staging, arguments, problem.divided),

@@ -45,8 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       mbarrier_init(pipe.empty + stage * 8, CONSUMERS_PER_TILE * CLUSTER * RELEASING_WARPS);
     }
     if constexpr (EXTRAS_BYTES > 0)
-      for (int buffer = 0; buffer < STORERS * STORE_BUFFERS; ++buffer)
-        mbarrier_init(operand_barriers + buffer * 8, 1);
+      for (int buffer = 0; buffer < STORERS * STORE_BUFFERS; ++buffer) mbarrier_init(operand_barriers + buffer * 8, 1);
     fence_mbarrier_init();
   }
   __syncthreads();

@@ -61,7 +61,8 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
 #pragma unroll
     for (int slice = 0; slice < SLICES_OF_STAGE; ++slice) {
       wgmma(sums[PART % BUFFERS], a.template at<BLOCK>(slice),
-            b.at(OperandB::slice_offset(slice) + OperandB::row_offset(PART % COLUMN_PARTS * PART_COLUMNS)), slice != 0 || more);
+            b.at(OperandB::slice_offset(slice) + OperandB::row_offset(PART % COLUMN_PARTS * PART_COLUMNS)),
+            slice != 0 || more);
       if (slice == SLICES_OF_STAGE - 1 - TURNS) wgmma_commit_group();
     }
     if constexpr (TURNS > 0) wgmma_commit_group();
@@ -94,7 +95,8 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
       issue(Constant<PART>(), EVERY > 1 && k % EVERY != 0);
       if (STEP == STEPS - 1 && k + decltype(blocks)::value == work.k_blocks) issued();
       if constexpr (STEP >= BUFFERS - 1)
-        add(Constant<(STEP + 1 - BUFFERS) % PARTS>(), Constant<BUFFERS - 1>(), BUFFERS == 1 || PART > 0 ? pipe.stage : before,
+        add(Constant<(STEP + 1 - BUFFERS) % PARTS>(), Constant<BUFFERS - 1>(),
+            BUFFERS == 1 || PART > 0 ? pipe.stage : before,
             EVERY == 1 || k % EVERY == EVERY - 1 || k + 1 == work.k_blocks);
       if constexpr (PART == PARTS - 1) {
         before = pipe.stage;

@@ -1,5 +1,5 @@
-// What drain_each (mainloop.cuh) multiplies of A: elements of 8 bits, in registers. Where a stage is multiplied in parts,
-// each would read the rows of A in shared memory again, which is as busy as the tensor cores.
+// What drain_each (mainloop.cuh) multiplies of A: elements of 8 bits, in registers. Where a stage is multiplied in
+// parts, each would read the rows of A in shared memory again, which is as busy as the tensor cores.
 
 static_assert(A_BITS == 8 && A_K_MAJOR && OperandA::SPAN == 128 && BK == 128 && M_BLOCKS == 1 && A_MATRICES == 1);
 

@@ -52,7 +52,8 @@ DEVICE void fill(Pipeline& pipe, SharedTiles shared, const SourceA& source_a, co
 
 // One warp beside: what a promotion has of each stage, copied by threads; the arguments say of which tile.
 template <typename Promotes, typename... Arguments>
-DEVICE void fill_slots(Pipeline& pipe, SharedTiles shared, Promotes& promotion, const Work& work, Arguments... arguments) {
+DEVICE void fill_slots(Pipeline& pipe, SharedTiles shared, Promotes& promotion, const Work& work,
+                       Arguments... arguments) {
   if constexpr (Promotes::BYTES > 0) {
     promotion.begin_copies(work, arguments...);
 #pragma unroll 1

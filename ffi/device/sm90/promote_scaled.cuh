@@ -1,8 +1,8 @@
 // Promotion (promote_never.cuh) of the sums of each block of k, times the scale of their rows of a and of their columns
 // of b: arrays in device memory that have one for SCALE_MN rows or columns, and for the block of k.
 //
-// A stage has a slot for the scales of its block of k: those of the tile's rows, then those of its columns. A warp of the
-// producer's copies them while TMA loads the stage, and arrives on its full barrier too.
+// A stage has a slot for the scales of its block of k: those of the tile's rows, then those of its columns. A warp of
+// the producer's copies them while TMA loads the stage, and arrives on its full barrier too.
 
 DEVICE constexpr int gcd(int x, int y) { return y ? gcd(y, x % y) : x; }
 
@@ -117,7 +117,8 @@ struct Promotion {
 
   // Where columns have entries of their own, a slot is read here.
   template <int PART>
-  DEVICE void add(Acc (&accumulators)[PRODUCTS * BN / 2], const PartSums& sums, const Factors& factors, u32 slot) const {
+  DEVICE void add(Acc (&accumulators)[PRODUCTS * BN / 2], const PartSums& sums, const Factors& factors,
+                  u32 slot) const {
     constexpr int BEGIN = PART * PART_COLUMNS;
 #pragma unroll
     for (int j = 0; j < PART_COLUMNS / 8; ++j) {
