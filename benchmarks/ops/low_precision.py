@@ -130,7 +130,7 @@ def _wide(x: Any, dtype: Any) -> jax.Array:
 
 
 def _by_xla(case: Narrow) -> Function:
-    """Returns what a user has: float8 and integers as they are where scales are of rows and columns, else in bf16."""
+    """Returns a user's function: float8 and integers as they are with scales of rows and columns, else in bf16."""
     direct = case.a == case.b and not case.groups
 
     def run(a: Any, b: Any, *stored: jax.Array) -> jax.Array:

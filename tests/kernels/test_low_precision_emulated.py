@@ -45,7 +45,6 @@ ROWS = {
     "in turns, along k": (Weights("int8", "float16", layout="nt"), {"bm": 128, "schedule": "pingpong", "bn": 8}),
     "in a cluster": (Weights("float8_e4m3fn"), {"bm": 128, "bn": 8, "cluster_n": 2}),
     "of 16 bits": (Weights("bfloat16"), {"bm": 128, "bn": 8}),
-    "sliced": (Weights("int4", scale="bfloat16"), {"bm": 128, "stages": 8, "schedule": "sliced", "sms": 2}),
 }
 
 

@@ -215,6 +215,10 @@ def _checks(
         lambda: 'schedule="sliced": it hides the latencies of decoding weights to 16 bits',
     )
     yield (
+        config.sliced & (products > 1 or problem.groups is not None),
+        lambda: 'schedule="sliced" of groups, or of several products: warpgroups have too few registers',
+    )
+    yield (
         config.sliced & ((config.stages % config.slice_groups != 0) | (config.stages < 2 * config.slice_groups)),
         lambda: (
             f"{config.stages} stages of {config.slice_groups} groups of warpgroups: each has as many of its own, at "
