@@ -20,7 +20,7 @@ CASES = {
     "below": ("nt", (1000, 1280, 1408), 1, 128, Config(128, 192, cluster_m=2, sms=8)),
     "beside": ("nt", (1000, 1280, 896), 1, 128, Config(128, 176, cluster_n=2, sms=8)),
     "one buffer": ("nt", (1000, 1280, 1408), 1, 128, Config(128, 256, cluster_m=2, sms=8)),
-    "one buffer, two blocks": ("nt", (1000, 1280, 1408), 1, 128, Config(256, 128, cluster_n=2, sms=8)),
+    "one buffer, two blocks": ("nt", (1000, 1280, 1408), 1, 128, Config(256, 128, stages=3, cluster_n=2, sms=8)),
     "two blocks": ("nt", (1000, 1280, 384), 1, 128, Config(256, 96, sms=4)),
     "pingpong": ("nt", (1000, 1280, 1408), 1, 128, Config(64, 192, sms=4, **PINGPONG)),
     "short": ("nt", (1000, 1280, 256), 1, 128, Config(128, 96, cluster_m=2, sms=8, **PINGPONG)),

@@ -41,6 +41,13 @@ void wgmma_wait_group() {}
 template <typename T>
 void wgmma_done(T&) {}
 static void mbarrier_arrive_cluster(u32, u32) {}
+static void bar_sync(int, int) {}
+static void bar_arrive(int, int) {}
+static u32 word_of(float x) { return __float_as_uint(x); }
+template <typename T>
+T of_word(u32 x) {
+  return __uint_as_float(x);
+}
 static float wide(u32 half) { return WIDE == Dtype::bf16 ? __uint_as_float(half << 16) : f16_to_f32(half); }
 template <int COUNT>
 void wgmma(float (&d)[COUNT], const u32 (&a)[4], u32 b, int) {
@@ -94,7 +101,7 @@ extern "C" void run(const void* tiles, float* to) {
 }
 """
 _KEPT = ("common/math", "common/elements", "narrow", "sm90/halves", "sm90/decode", "sm90/factor", "sm90/zero")
-_KEPT += ("sm90/tiles", "sm90/row_order", "sm90/multiply_registers")
+_KEPT += ("sm90/tiles", "sm90/sliced", "sm90/row_order", "sm90/multiply_registers")
 F32, E4M3 = np.dtype(np.float32), np.dtype(jnp.float8_e4m3fn)
 _ACCS = tuple(Node("acc", (), "float32", (i,)) for i in range(2))
 PAIR = Epilogue(2, (), _ACCS, (Output(0, "float32"), Output(1, "float32")))  # two products as they are
@@ -279,6 +286,9 @@ def test_a_tile_with_factors_is_rounded_once(narrow, wide, scale, fields, tmp_pa
         ("uint4", "nn", ("bfloat16", 128), {"bm": 256, "bn": 32, "stages": 5, "zeros": True, "groups": 8}),
         ("float4_e2m1fn", "nn", ("float8_e8m0fnu", 32), {"bm": 256, "bn": 16, "products": 2, "groups": 8, "stages": 4}),
         ("int8", "nt", None, {"bn": 64, "stages": 3, "groups": 8, "cluster_m": 2, "products": 2}),
+        ("uint4", "nn", ("float32", 128), {"bm": 256, "schedule": "sliced", "stages": 8, "zeros": True}),
+        ("int8", "nt", None, {"schedule": "sliced", "stages": 8, "cluster_k": 2}),
+        ("int4", "nn", ("bfloat16", 128), {"bn": 32, "schedule": "sliced", "stages": 8}),
     ],
     ids=str,
 )
@@ -319,6 +329,13 @@ def test_what_is_refused():
     assert "rows along n" in why("int8", "nt", ("float32", 1, 128))
     assert "whole units of 16 bytes" in why("int4", sizes=(16, 528, 1024))
     assert "a warpgroup holds 128 rows" in why("int4", bm=128)
+    assert "each has as many of its own" in why("int4", schedule="sliced", stages=5)
+    assert "4 stages of 4 groups" in why("int8", bm=64, schedule="sliced", stages=4)
+    assert "decoding weights to 16 bits" in why("bfloat16", schedule="sliced", stages=4)
+    config = Config(128, 8, 64, 8, schedule="sliced", swap=True)
+    assert "too few registers" in "; ".join(
+        sm90.resolve(problem_of("int8", "nn", "bfloat16", None, (16, 64, 64), groups=2), config)
+    )
     assert "scales of 1 x 96" in why("int4", scale=("float32", 1, 96), sizes=(16, 512, 960))
     assert "scales of 2 x 128" in why("int4", scale=("float32", 2, 128))
     assert "zero points" in why("uint4", scale=("float32", 1, 128), zero=np.dtype(np.float32))

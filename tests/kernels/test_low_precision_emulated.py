@@ -65,6 +65,28 @@ def test_groups_of_rows(name):
     np.testing.assert_array_equal(got, cases.in_groups(x, sizes, wide))
 
 
+SLICED = {
+    "pairs": ("uint4", {"bm": 256, "stages": 4, "cluster_k": 2}),
+    "pairs, several tiles": ("int4", {"bm": 256, "stages": 4, "sms": 1}),
+    "four": ("int4", {"bm": 128, "bk": 128}),
+    "four, several tiles": ("int8", {"bm": 64, "bn": 8, "sms": 1}),
+    "in parts": ("int8", {"bm": 128, "splits": 2}),
+}
+
+
+@pytest.mark.parametrize("name", SLICED)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_warpgroups_that_share_k_blocks(name, seed):
+    """Contractions of 9 or 5 blocks, which no number of groups divides, and results of the order of blocks."""
+    narrow, config = SLICED[name]
+    rng, (m, n, k) = np.random.default_rng(seed), (13, 288, 576)
+    w, wide = Weights(narrow, scale="float32" if narrow == "int8" else "bfloat16", group=64).drawn(rng, 1, k, n)
+    x = rng.integers(-2, 3, (m, k)).astype(jnp.bfloat16)
+    config = SWAPPED | {"schedule": "sliced", "stages": 8} | config
+    got = run(cutjax.gemm, x, jax.tree.map(lambda x: x[0], w), config=config, out_dtype=jnp.float32)
+    np.testing.assert_array_equal(got, x.astype(np.float32) @ wide[0])
+
+
 def test_an_epilogue_of_groups():
     """Operands of groups, of rows and of full size beside two products; groups from the second on."""
     rng, sizes, g, m, k, n = np.random.default_rng(1), np.array([2, 5, 0, 7, 3], np.int32), 3, 20, 64, 96
@@ -146,6 +168,21 @@ def test_groups_of_k(name):
     with device.emulated():
         got = jax.jit(functools.partial(fn, config=config))(a, b, np.array(sizes))
     np.testing.assert_array_equal(np.asarray(got), cases.outer(sizes, wide_a, wide_b))
+
+
+@pytest.mark.parametrize("tile", [(128, 64), (256, 64), (128, 256), (64, 64)], ids=str)
+def test_rows_of_groups_by_scales(tile):
+    """Of a group's last tile one of two warpgroups may have no rows, or none in a block of 64: it passes its turns."""
+    rng, sizes, (n, k) = np.random.default_rng(6), (5, 0, 70, 190), (256, 384)
+    x, wide_x = cases.scaled_rows(rng, sum(sizes) + cases.REST, k, 128)
+    w = rng.integers(-2, 3, (len(sizes), n, k)).astype(np.float32)
+    scale = 2.0 ** rng.integers(-2, 3, (len(sizes), n // 128, k // 128))
+    wide = w * scale.repeat(128, 1).repeat(128, 2)
+    w = Quantized(jnp.asarray(w, F8), jnp.asarray(scale, jnp.float32))
+    fn = functools.partial(cutjax.grouped_gemm, layout="nt", out_dtype=jnp.float32, backend="cuda")
+    with device.emulated():
+        got = np.asarray(jax.jit(functools.partial(fn, config=Config(*tile, stages=3)))(x, w, np.array(sizes)))
+    np.testing.assert_array_equal(got, cases.in_groups(wide_x, sizes, wide.swapaxes(1, 2)))
 
 
 def test_a_layer_of_experts():

@@ -1,4 +1,4 @@
-"""Promotion by the scales of blocks: what a warpgroup copies, reads and adds, on the host; its kernels, compiled."""
+"""Promotion by the scales of blocks: what a warp copies and a warpgroup adds, on the host; its kernels, compiled."""
 
 import ctypes
 import dataclasses
@@ -32,18 +32,18 @@ def problem(m, n, k, layout="nt", of_a=1, of_b=128, a=E4M3, b=E4M3, **more):
 
 _RUN = """
 template <int... PART>
-static void add_all(Promotion& promotion, Accumulators& accumulators, const float* sums, int k,
+static void add_all(Promotion& promotion, Accumulators& accumulators, const float* sums,
                     std::integer_sequence<int, PART...>) {
   ([&] {
     constexpr int BLOCK = PART / COLUMN_PARTS, COLUMNS = PART % COLUMN_PARTS;
-    auto factors = promotion.template factors<BLOCK, COLUMNS>(k);
+    auto factors = promotion.template factors<BLOCK, COLUMNS>(0);
     PartSums part;
     for (int i = 0; i < PART_COLUMNS / 2; ++i) {
       int row = BLOCK * 64 + promotion.thread / 32 * 16 + promotion.thread % 32 / 4 + i / 2 % 2 * 8;
       int column = COLUMNS * PART_COLUMNS + i / 4 * 8 + promotion.thread % 4 * 2 + i % 2;
       part[i] = sums[row * (PRODUCTS * BN) + column];
     }
-    promotion.template add<COLUMNS>(accumulators[BLOCK], part, factors, k);
+    promotion.template add<COLUMNS>(accumulators[BLOCK], part, factors, 0);
   }(), ...);
 }
 
@@ -52,16 +52,17 @@ extern "C" void run(const char* const* buffers, const int* numbers, const float*
   auto [m, n, k_end, tile_m, tile_n, k, k_blocks, row, matrix_a, matrix_b] =
       *reinterpret_cast<const std::array<int, 10>*>(numbers);
   Work work{tile_m, tile_n, BM, k, k_end, k_blocks, 0, 0};
-  shared_memory.assign(Promotion::BYTES, 0xff);  // NaN
   std::vector<Promotion> threads(128, Promotion{PROMOTION_ARGUMENTS});
+  Promotion copier{PROMOTION_ARGUMENTS};
+  copier.begin_copies(work, m, n, matrix_a, matrix_b);
   static Accumulators accumulators[128];
   memset(accumulators, 0, sizeof accumulators);
-  for (int t = 0; t < 128; ++t) threads[t].begin(work, m, n, row, matrix_a, matrix_b, 0, t);
+  for (int t = 0; t < 128; ++t) threads[t].begin(work, row, t);
   for (int block = 0; block < k_blocks; ++block) {
-    if (block % GROUP == 0)
-      for (auto& x : threads) x.begin_group(block, k_blocks, 0);
+    shared_memory.assign(Promotion::BYTES, 0xff);  // NaN
+    for (threadIdx.x = 0; threadIdx.x < 32; ++threadIdx.x) copier.copy(0, block);
     for (int t = 0; t < 128; ++t)
-      add_all(threads[t], accumulators[t], sums + block * ROWS_PER_CONSUMER * PRODUCTS * BN, block,
+      add_all(threads[t], accumulators[t], sums + block * ROWS_PER_CONSUMER * PRODUCTS * BN,
               std::make_integer_sequence<int, M_BLOCKS * COLUMN_PARTS>());
   }
   for (int t = 0; t < 128; ++t)

@@ -65,7 +65,7 @@ def test_fused_kernels_compile_lean(name):
         ({"cluster_k": 0}, "cluster_k=0: a cluster has 1 to 8 CTAs"),
         ({"cluster_k": 9}, "cluster_k=9"),
         ({"cluster_k": 2, "cluster_m": 2}, "share one tile, in a cluster 1x1"),
-        ({"cluster_k": 2, "bn": 128, "schedule": "pingpong"}, "the schedule coop"),
+        ({"cluster_k": 2, "bn": 128, "schedule": "pingpong"}, "and warpgroups too"),
         ({"splits": 0}, "splits=0"),
         ({"splits": 129}, "1 to 128 parts"),
         ({"splits": 2.0}, "expected an int"),

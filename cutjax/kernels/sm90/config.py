@@ -14,12 +14,12 @@ import numpy as np
 
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue
-from cutjax.kernels.columns import minimum, where
+from cutjax.kernels.columns import maximum, minimum, where
 from cutjax.kernels.operand import Operand
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import operands, windows
 
-SCHEDULES = ("coop", "pingpong")
+SCHEDULES = ("coop", "pingpong", "sliced")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +30,17 @@ class Sums:
       columns: parts of the tile's columns. Blocks of 64 rows are parts of their own.
       buffers: parts whose sums are kept at a time: 2 where one is added while the next is multiplied.
       registers: that the sums take, of a thread.
-      group: blocks of k that are promoted beside each other, and whose scales are copied at once.
+      group: blocks of k that are promoted beside each other.
+      turns: slices of k that a warpgroup still multiplies when it is the other's turn; 0 where none waits for another.
+      loaded: whether all parts of the tile's columns have their rows of a from registers.
     """
 
     columns: Any
     buffers: Any
     registers: Any
     group: Any = 1
+    turns: Any = 0
+    loaded: Any = False
 
 
 class Sizes:
@@ -57,18 +61,33 @@ class Sizes:
 
     @functools.cached_property
     def coop(self) -> Any:
-        """True of the cooperative schedule."""
-        return self.schedule == "coop"
+        """True where warpgroups share each tile."""
+        return self.schedule != "pingpong"
+
+    @functools.cached_property
+    def sliced(self) -> Any:
+        """True where warpgroups share a tile's k blocks."""
+        return self.schedule == "sliced"
 
     @functools.cached_property
     def consumers(self) -> Any:
         """Warpgroups that multiply."""
-        return 2 - (self.coop & (self.bm == 64))
+        return where(self.sliced, 4, 2 - (self.coop & (self.bm == 64)))
+
+    @functools.cached_property
+    def storers(self) -> Any:
+        """Warpgroups that store: those beside each other in a tile, or all that have tiles of their own."""
+        return where(self.sliced, maximum(self.bm // 128, 1), self.consumers)
+
+    @functools.cached_property
+    def slice_groups(self) -> Any:
+        """Warpgroups that multiply the same rows, of other k blocks."""
+        return self.consumers // self.storers
 
     @functools.cached_property
     def m_blocks(self) -> Any:
         """64-row blocks of the tile that one warpgroup holds."""
-        return self.bm // 64 // where(self.coop, self.consumers, 1)
+        return self.bm // 64 // where(self.coop, self.storers, 1)
 
     @property
     def accumulator_registers(self) -> Any:
@@ -78,18 +97,23 @@ class Sizes:
     def sums(self, problem: Problem) -> Sums:
         """Returns the parts in which sums of float8 are promoted, for a problem as it is multiplied.
 
-        Two buffers where they fit, else one, of half a tile, so that the widest tiles fit. Parts of less than 64
-        columns take longer to read than to multiply: they are made where no other warpgroup multiplies beside.
+        Where two warpgroups share a tile, one adds up while the other multiplies. Their parts are as wide as fit beside
+        the accumulators: each reads its rows of a again, and shared memory is nearly as busy as the tensor cores. One
+        that multiplies alone has two buffers, if they fit.
         """
         width, accumulators = self.bn * problem.products, self.accumulator_registers * problem.products
-        alone = (self.coop == 0) | (self.consumers == 1)
-        columns = where((self.m_blocks == 1) & (width % 16 == 0) & ((width >= 128) | alone), 2, 1)
+        decodes = operands.in_bytes(problem.a, problem.bs[0])
+        turns = self.coop & (self.storers == 2) & (not decodes)
+        wide = 2 * accumulators > MAX_ACCUMULATORS
+        columns = where((self.m_blocks == 1) & (width % 16 == 0) & (wide | (turns == 0)), 2, 1)
         parts = self.m_blocks * columns
-        buffers = where((parts > 1) & (2 * accumulators <= MAX_ACCUMULATORS), 2, 1)
-        # With one buffer, scales of fewer blocks leave room for a stage more. Blocks that are decoded are longer text.
-        most = 2 if operands.in_bytes(problem.a, problem.bs[0]) else 4
-        group = where(buffers == 2, most, 2 // self.m_blocks)
-        return Sums(columns, buffers, buffers * accumulators // parts, group)
+        buffers = where((parts > 1) & (2 * accumulators <= MAX_ACCUMULATORS) & (turns == 0), 2, 1)
+        # Blocks that are decoded are longer text; those whose columns have scales of their own spill.
+        scale = problem.bs[0].scale
+        most = 1 if scale and scale.mn % 8 else 2 if decodes else 4
+        group = where(buffers == 2, most, 1)
+        loaded = (columns == 2) & (buffers == 1) & LOADED & (not decodes and problem.a.view is None)
+        return Sums(columns, buffers, buffers * accumulators // parts, group, where(turns, TURNS, 0), loaded)
 
     @property
     def cluster(self) -> Any:
@@ -127,7 +151,7 @@ class Sizes:
         if not operands.decoded(problem.a, problem.bs[0]):
             return 0
         scale = operands.factors(problem)
-        deep = (self.bk == 128) & (scale is None or scale.k % 64 == 0)
+        deep = (self.bk == 128) & (scale is None or scale.k % 64 == 0) & (self.sliced == 0)
         return where(deep & ((self.m_blocks == 1) | (self.bn <= FEW)), 4, 2)
 
     def chunk(self, b: Operand, products: int = 1) -> Any:
@@ -156,8 +180,9 @@ class Config(Sizes):
         others as many as take as many bytes.
       stages: tiles of a and b kept in flight in shared memory.
       cluster_m, cluster_n: CTAs of a cluster along m and n, which multicast what they share; their product is 1 or 2.
-      schedule: "coop" (two warpgroups split each tile; one when bm is 64) or "pingpong" (two warpgroups take
-        whole tiles in turn, so that one's epilogue runs beside the other's mainloop).
+      schedule: "coop" (two warpgroups split each tile; one when bm is 64), "pingpong" (two warpgroups take
+        whole tiles in turn, so that one's epilogue runs beside the other's mainloop) or "sliced" (four warpgroups, each
+        with up to 128 rows of the tile and every second or fourth of its k blocks: of weights that are decoded).
       raster: tile order. Positive: bands of that many rows of tiles, walked column by column. Negative: bands of
         columns, walked row by row.
       swap: whether the operands are swapped: the kernel computes ``d^T = b^T a^T`` and stores it transposed. All of the
@@ -223,8 +248,8 @@ class Config(Sizes):
             reasons.append("raster=0: a band has at least one row (positive) or column (negative) of tiles")
         if not 1 <= self.cluster_k <= 8:
             reasons.append(f"cluster_k={self.cluster_k}: a cluster has 1 to 8 CTAs")
-        if self.cluster_k != 1 and (self.schedule != "coop" or (self.cluster_m, self.cluster_n) != (1, 1)):
-            reasons.append(f"cluster_k={self.cluster_k}: CTAs share one tile, in a cluster 1x1 and the schedule coop")
+        if self.cluster_k != 1 and (self.schedule == "pingpong" or (self.cluster_m, self.cluster_n) != (1, 1)):
+            reasons.append(f"cluster_k={self.cluster_k}: CTAs share one tile, in a cluster 1x1, and warpgroups too")
         if self.parts > 1 and self.stream_k:
             reasons.append(f"stream_k with cluster_k={self.cluster_k}, splits={self.splits}: k is divided in one way")
         if not 1 <= self.splits <= 128:
@@ -329,6 +354,8 @@ def _digest(epilogue: Epilogue) -> str:
     return hashlib.sha256(repr(epilogue).encode()).hexdigest()[:8]
 
 
+TURNS = 1  # of 4 slices of k
+LOADED = True  # a of parts from registers
 # 232 registers a consumer thread; what the mainloop and epilogue need beside the accumulators was read off the
 # compiler's report: every config up to here compiles without a spill (tests/kernels/test_kernels.py compiles them all).
 MAX_ACCUMULATORS = 192

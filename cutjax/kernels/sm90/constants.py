@@ -27,6 +27,9 @@ class Constants:
       step, fragment: microseconds of decoding: of each step of a warpgroup, and of each 64 x 16 elements of a block.
       unpacked: what weights of 4 bits, and their scales, add to the latter.
       beside: the exponent with which two warpgroups' decoding and multiplying add up; those of one do.
+      sliced: the latter where four warpgroups decode, over what it takes where two do.
+      promoted, scaled: what adding up the sums of each k block apart adds to the time of wgmma, and their scales.
+      paired: what a cluster adds to it there, in place of multicast.
       twin: the part of an epilogue that two blocks on an SM do not hide.
       threads, transposed: what stores without TMA, and transposed ones, add to it.
       cluster: microseconds that a cluster costs.
@@ -80,6 +83,10 @@ class Constants:
     fragment: float
     unpacked: float
     beside: float
+    sliced: float
+    promoted: float
+    scaled: float
+    paired: float
 
 
 # On an H200: benchmarks/results/sweeps/products-h200.json.
@@ -122,5 +129,9 @@ CONSTANTS = Constants(
     fragment=0.00437,
     unpacked=1.5,
     beside=1.105,
+    sliced=0.7,  # not measured
+    promoted=0.0,
+    scaled=0.0,
+    paired=0.1314,
     few_rows=0.07,  # this and XLA's time of them: 125 products of salts report12 to report20
 )

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cutjax.kernels import staging
-from cutjax.kernels.columns import ceil, each, maximum
+from cutjax.kernels.columns import ceil, each, maximum, where
 from cutjax.kernels.device import Device, reference
 from cutjax.kernels.operand import Operand
 from cutjax.kernels.prepared import COPIED_BYTES_PER_US, Prepared
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import windows
+from cutjax.kernels.sm90 import scales, windows
 from cutjax.kernels.sm90.arguments import matrices_of
 from cutjax.kernels.sm90.constants import Constants
 from cutjax.kernels.sm90.operands import Way, decoded
@@ -39,7 +39,7 @@ class Features(NamedTuple):
       multicasts: the cluster is one that multicasts.
       cluster, cluster_m, cluster_n, cluster_k, splits, stream: of the config.
       bm, bn, bk, stages, pingpong, halves: of the config; bn of all products (bm where operands are swapped), `halves`
-        where two warpgroups share one.
+        where warpgroups share one.
       k_blocks: of a part; of each pair of terms of the operands as many.
       stage_bytes: of one stage.
       own: the part of a tile's columns that one CTA stores.
@@ -51,6 +51,9 @@ class Features(NamedTuple):
       fused: instructions of the epilogue, an accumulator; 0 of the identity.
       few_rows: it is a product of up to 64 rows.
       steps: in which a warpgroup decodes a k block; 0 where it decodes none.
+      sliced: four warpgroups decode, and share k blocks.
+      promoted, scaled: the sums of each k block are added up apart; times scales.
+      a_reads: how often a is read from shared memory, once for each part of the columns.
       reads, result, asked: bytes of the operands, of the results the kernel writes, and of those asked.
       copied, copies: bytes read and written, and number, of operands copied before the launch.
     """
@@ -89,6 +92,10 @@ class Features(NamedTuple):
     fused: Any
     few_rows: Any
     steps: Any
+    sliced: Any
+    promoted: Any
+    scaled: Any
+    a_reads: Any
     reads: Any
     result: Any
     asked: Any
@@ -123,8 +130,12 @@ def features(kernel: Resolved, device: Device) -> Features:
         bk=c.bk,
         stages=c.stages,
         steps=c.bk // 16 // c.slices(p) if decoded(p.a, b) else 0,
+        sliced=c.sliced,
+        promoted=kernel.way.each,
+        scaled=kernel.way.each and scales.scaled(p),
+        a_reads=where(kernel.sums.loaded, 1, kernel.sums.columns),
         pingpong=1 - c.coop,
-        halves=c.coop & (c.consumers == 2),
+        halves=c.coop & (c.consumers > 1),
         k_blocks=ceil(kernel.k_blocks / c.parts),
         stage_bytes=kernel.stage_bytes,
         own=c.epilogue_columns / c.bn,
@@ -239,10 +250,13 @@ def costs(f: Features, c: Constants) -> Costs:
     sharing = maximum(1.0, f.resident * (f.items * f.cluster > f.sms))  # blocks that really share an SM
     flops = 2 * f.bm * f.bn * f.bk / f.flop_us * (1 + c.hot * f.ideal / (f.ideal + 800))
     slower = c.coop * (1 - f.pingpong) + c.deep * (f.bk == 128) * (f.steps == 0) + c.narrow * (f.b_short > 0)
-    slower = slower + c.multicast * f.multicasts
-    operands = f.stage_bytes + (f.bm + f.bm / 64 * f.bn) * f.bk * 2  # written, and read: b once for each 64 rows of a
+    slower = slower + (c.multicast + (c.paired - c.multicast) * f.promoted) * f.multicasts
+    slower = slower + c.promoted * f.promoted + c.scaled * f.scaled
+    # Written, and read: b once for each 64 rows of a.
+    operands = f.stage_bytes + (f.bm * f.a_reads + f.bm / 64 * f.bn) * f.bk * 2
     multiply = sharing * (c.multiply * flops * (1 + slower) + c.shared * operands / 225e3 + c.k_block)
-    decode = c.step * f.steps + c.fragment * f.bm * f.bk / 1024 * (f.steps > 0) * (1 + c.unpacked * (f.packed < 0.5))
+    fragments = f.bm * f.bk / 1024 * (f.steps > 0) * (1 + c.unpacked * (f.packed < 0.5))
+    decode = (c.step * f.steps + c.fragment * fragments) * (1 - (1 - c.sliced) * f.sliced)
     power = 1 + (c.beside - 1) * f.halves
     multiply = multiply * (1 + (decode / multiply) ** power) ** (1 / power)
     a_rows = f.packed * f.bm * (1 + c.off * f.a_off) * (1 - c.saved * (f.cluster_n - 1) / f.cluster_n)

@@ -76,19 +76,24 @@ class Facts:
         """
         problem = self.problem
         if operands.decoded(problem.a, problem.bs[0]):
-            return 64 if self.heavy else 128  # beside two sets of fragments
+            most = 64 if self.heavy else 128  # beside two sets of fragments
+            zeros = problem.a.scale is not None and problem.a.scale.zero is not None
+            of_slices = 32 if problem.a.dtype.name.endswith("int4") and not zeros else 16
+            if problem.a.bits == 8:
+                of_slices = where(config.bm == 256, 0, of_slices)
+            return where(config.sliced, of_slices, most)
         if problem.a.gathered:
             return 128  # fewer registers are left beside a producer that copies
-        if problem.divided == "k" and self.way.each:  # blocks are cleared between wgmmas
-            return 128 if scales.scaled(problem) else 160
         # The addresses of transposes take registers too.
         wide = sum(dtype.itemsize for dtype in self.staging.result_dtypes) > 2
         beside = problem.symmetric & ((config.coop == 0) | wide)
         widest = where(beside, 160, 160 if self.addressed else MAX_ACCUMULATORS)
-        if problem.bs[0].scale:  # 128x192 spills in a cluster
-            tight = scales.by_column(problem, config) & config.coop & (self.sums(config).buffers == 2)
-            widest = where(tight, minimum(widest, 176), widest)
+        if problem.divided == "k" and self.way.each:  # two buffers, and blocks that are cleared between wgmmas
+            widest = where(config.coop, widest, 128)
         most = self._beside_epilogue(config, widest)
+        few = config.accumulator_registers * problem.products <= 96
+        if self.way.each and not problem.groups:  # an epilogue begins when all sums are added up
+            most = where(few, minimum(widest, most + self.sums(config).registers), most)
         if windows.view_of(problem):
             most = where(config.stream_k, 128, most)  # of 192, some spill
         return most
@@ -98,6 +103,8 @@ class Facts:
         problem, epilogue = self.problem, self.problem.epilogue
         if problem.plain:
             alone = (config.coop == 0) & (config.cluster == 1)
+            if self.way.each:
+                return widest
             return 160 if problem.divided == "m" else where(alone, widest, 160) if problem.groups else widest
         # Where TMA cannot load an operand, its elements have addresses of their own.
         apart = any(spec.row and spec.col and not self.staging.by_tma(spec) for spec in epilogue.operands)
@@ -206,7 +213,8 @@ class Footprint:
       whole_result: staging buffers that hold all that a warpgroup stores of a tile.
       most: bytes that one block may take.
       half: bytes that each of two blocks on an SM may take; 0 where registers do not fit two.
-      scale_bytes: scales of the operands.
+      scale_bytes: scales of the operands, of a stage.
+      sums_bytes: accumulators of warpgroups that share a tile's k blocks.
     """
 
     chunk: Any
@@ -217,10 +225,11 @@ class Footprint:
     most: int
     half: Any
     scale_bytes: Any = 0
+    sums_bytes: Any = 0
 
     def bytes(self, stages: Any, buffers: Any = 2) -> Any:
         """Returns the shared memory of so many stages and staging buffers a warpgroup."""
-        return stages * (self.stage_bytes + 16) + buffers * self.staging_bytes + self.scale_bytes
+        return stages * (self.stage_bytes + self.scale_bytes + 16) + buffers * self.staging_bytes + self.sums_bytes
 
     def limit(self, stages: Any) -> Any:
         """Returns the shared memory a block may take: half an SM's where two fit, each with two staging buffers."""
@@ -228,7 +237,7 @@ class Footprint:
 
     def deepest(self, buffers: Any = 2) -> Any:
         """Returns the most stages beside so many staging buffers a warpgroup."""
-        return 2 + (self.limit(2) - self.bytes(2, buffers)) // (self.stage_bytes + 16)
+        return 2 + (self.limit(2) - self.bytes(2, buffers)) // (self.stage_bytes + self.scale_bytes + 16)
 
 
 def footprint(facts: Facts, config: Sizes) -> Footprint:
@@ -247,9 +256,10 @@ def footprint(facts: Facts, config: Sizes) -> Footprint:
         + decode.factor_bytes(config, problem)
         + problem.bs[0].bytes(loaded * depth),
         buffer_bytes=buffer_bytes,
-        staging_bytes=config.consumers * (buffer_bytes + (8 if staging.operands else 0)),
+        staging_bytes=config.storers * (buffer_bytes + (8 if staging.operands else 0)),
         whole_result=config.m_blocks * config.epilogue_columns // chunk,
         most=problem.device.shared_bytes,
         half=where(two, problem.device.shared_bytes_per_sm // 2 - 1024, 0),
         scale_bytes=scales.bytes_of(problem, config),
+        sums_bytes=(config.slice_groups > 1) * config.slice_groups * 4 * config.bm * config.bn * problem.products,
     )

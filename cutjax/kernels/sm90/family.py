@@ -50,6 +50,9 @@ SWAPPED_TILES = {
     ("coop", 128): (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256),
     ("coop", 256): (64, 80, 96, 112, 128, 144, 160, 176, 192),
 }
+# Of weights that are decoded beside few rows, by four warpgroups: such as ("sliced", 128): (8, 16, 32), which nobody
+# has timed.
+SLICED_TILES: dict[tuple[str, int], tuple[int, ...]] = {}
 TILES_BY_NAME = {"plain": TILES, "symmetric": SYMMETRIC_TILES, "promoted": PROMOTED_TILES, "swapped": SWAPPED_TILES}
 FEW_COLUMNS = 512  # of the transposed result: up to here, widths that divide them evenly take the place of those above
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
@@ -155,14 +158,14 @@ def _configs(facts: Facts, swap: bool) -> Configs:
     few = _even_widths(columns) if swap and any_width and columns <= FEW_COLUMNS else ()
     whole = _whole(name, swap, any_width, decoded, problem.device.shared, few)
     stages = _stages(facts, footprint(facts, whole), whole.depth(problem))
-    return _divided(problem, dataclasses.replace(whole, stages=stages))
+    return _divided(problem, dataclasses.replace(whole, stages=stages - stages % whole.slice_groups))
 
 
 @functools.lru_cache(maxsize=256)
 def _whole(name: str, swap: bool, any_width: bool, decoded: bool, shared: bool, few: tuple[int, ...]) -> Configs:
     """Returns the tiles of that name in clusters, of two stages, whose contraction is whole."""
     rows = []
-    for (schedule, bm), widths in TILES_BY_NAME[name].items():
+    for (schedule, bm), widths in (TILES_BY_NAME[name] | (SLICED_TILES if decoded else {})).items():
         # With ping-pong, of a block's one tile there is nothing for the other warpgroup.
         # Of weights that are decoded, one warpgroup's at a time, it took 1.09 to 1.4 times as long wherever measured.
         if schedule == "pingpong" and (shared or decoded):
@@ -198,7 +201,8 @@ def _divided(problem: Problem, whole: Configs) -> Configs:
     waves = tiles / sms
     idle = 1 - waves / ceil(waves)  # of all SMs' time, in the last wave
     streams = deep & (idle > LEAST_IDLE) & (waves > 0.3) & (k_blocks >= 16)
-    streams &= not (problem.groups or device.shared)
+    # Of decoded weights parts through memory took 1.1 to 1.3 times as long as whole tiles, or clusters that share k.
+    streams &= not (problem.groups or device.shared or operands.decoded(problem.a, problem.bs[0]))
     # From here on a column of configs beside a row of ways.
     deep, alone, shared, tiles = (x[:, None] for x in (deep, whole.cluster == 1, whole.coop, tiles))
     most = k_blocks[:, None] // LEAST_K_BLOCKS

@@ -60,18 +60,17 @@ def _sharing(config: Sizes, scale: Scale) -> Any:
 
 
 def bytes_of(problem: Problem, config: Sizes) -> Any:
-    """Returns the shared memory that the scales of a tile take, for a problem as it is multiplied."""
+    """Returns the shared memory that the scales of a stage take, for a problem as it is multiplied."""
     if not scaled(problem):
         return 0
     entries = 0
     if problem.a.scale:
-        entries = 64 * config.m_blocks
+        entries = config.bm
     if scale := problem.bs[0].scale:
         mn, bn = scale.mn, config.bn
         few = (bn + mn - 2 * _sharing(config, scale)) // mn + 1
         entries = entries + problem.products * where(by_column(problem, config), bn, few)
-    slot = (entries + 1) // 2 * 8
-    return config.consumers * (-(-2 * config.sums(problem).group * slot // 16) * 16)
+    return (entries + 3) // 4 * 16
 
 
 def constants(given: Problem) -> dict[str, int]:

@@ -15,22 +15,27 @@ from cutjax.kernels.sm90 import decode, operands, scales, windows
 from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.runtime import sources
 
-# Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168. A producer that copies rows has
-# indices and addresses of 16 of them.
-REGISTERS, COPIER_REGISTERS = (40, 232), (72, 216)
+# Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168, and p + 4 c fit 5 of 96. A
+# producer that copies scales has their addresses, one that copies rows indices and addresses of 16 of them.
+REGISTERS, OF_SLICES, OF_SCALES, OF_ROWS = (40, 232), (32, 112), (56, 224), (72, 216)
+# Of float8, k blocks whose sums in 14 bits are added up in float32 at once.
+EVERY = 1
 
 
 def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
     """Returns the device text of a kernel, complete: constants, the generated epilogue, and the files of ffi/device."""
     problem, config = kernel.multiplied, kernel.config
     a_k_major, b_k_major = problem.a.contiguous == "k", problem.bs[0].contiguous == "k"
-    producer, consumer = COPIER_REGISTERS if problem.a.gathered else REGISTERS
     way, acc = kernel.way, DTYPES[problem.accumulator.name].carrier
     view, taps = windows.view_of(problem), isinstance(problem.bs[0].view, Taps)
     of_windows = windows.chunk(problem) if view else 0
     decoded = operands.decoded(problem.a, problem.bs[0])
     parts, scaled = kernel.sums, scales.scaled(problem)
+    loaded = "_loaded" * parts.loaded
     each = "sm90/promote_scaled.cuh" if scaled else "sm90/promote_each.cuh"
+    producer, consumer = OF_SLICES if config.sliced else OF_SCALES if scaled else REGISTERS
+    if problem.a.gathered:
+        producer, consumer = OF_ROWS
     constants = {
         "BM": config.bm,
         "BN": config.bn,
@@ -48,6 +53,9 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "COLUMN_PARTS": parts.columns,
         "SUM_BUFFERS": parts.buffers,
         "GROUP": parts.group,
+        "TURNS": parts.turns,
+        "EVERY": EVERY if parts.buffers == 1 and parts.columns * config.m_blocks == 1 and not scaled else 1,
+        "RELEASING_WARPS": 4 if scaled else 1,
         "STAGES": config.stages,
         "CLUSTER_M": config.cluster_m,
         "CLUSTER_N": config.cluster_n,
@@ -113,14 +121,15 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             f"{scheduler}_scheduler.cuh",
             wgmma(
                 config.bn * problem.beside[1] // parts.columns,
-                problem.a.dtype,
+                problem.bs[0].dtype if decoded else problem.a.dtype,
                 problem.bs[0].dtype,
                 a_k_major,
                 b_k_major,
-                decoded,
+                decoded or parts.loaded,
             ),
             "sm90/tiles.cuh",
             "sm90/clear.cuh",
+            "sm90/sliced.cuh",
             "sm90/load_plain.cuh",
             *(["sm90/load_scaled.cuh"] if operands.factors(problem) else []),
             *(["sm90/load_gather.cuh"] if problem.a.gathered else []),
@@ -129,7 +138,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             _views(problem),
             "sm90/producer.cuh",
             each if way.each else "sm90/promote_blocks.cuh" if way.promoted else "sm90/promote_never.cuh",
-            *(["sm90/row_order.cuh", decode.multiply(problem)] if decoded else ["sm90/multiply.cuh"]),
+            *(["sm90/row_order.cuh", decode.multiply(problem)] if decoded else [f"sm90/multiply{loaded}.cuh"]),
             "sm90/mainloop.cuh",
             "sm90/stream.cuh",
             epilogue_text(kernel.staging, arguments, problem.divided),
@@ -157,24 +166,22 @@ def _packed(terms: Iterable[int]) -> int:
     return sum(term << 2 * i for i, term in enumerate(terms))
 
 
-def wgmma(n: int, a: np.dtype, b: np.dtype, a_k_major: bool, b_k_major: bool, decoded: bool = False) -> str:
+def wgmma(n: int, a: np.dtype, b: np.dtype, a_k_major: bool, b_k_major: bool, of_registers: bool = False) -> str:
     """Returns ``wgmma.mma_async`` of 64 x n and 32 bytes of k, with both operands in shared memory, or a in registers.
 
-    It accumulates in f32, or integers in 32 bits. An a that is decoded is of b's dtype then, in four registers.
+    It accumulates in f32, or integers in 32 bits.
     """
-    if decoded:
-        a = b
     count, k, integers = n // 2, 32 // a.itemsize, a.name in operands.INT8
     registers = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+{"r" if integers else "f"}"(d[{i}])' for i in range(count))
     types = f"{'s32' if integers else 'f32'}.{operands.instruction(a)}.{operands.instruction(b)}"
     modes = "" if integers else ", 1, 1"  # signs
-    modes += "" if operands.k_major(a) else f", {int(not a_k_major)}" * (not decoded) + f", {int(not b_k_major)}"
+    modes += "" if operands.k_major(a) else f", {int(not a_k_major)}" * (not of_registers) + f", {int(not b_k_major)}"
     of_a, first, inputs = "u64 a", f"%{count}", '"l"(a)'
-    if decoded:
+    if of_registers:
         of_a, inputs = "const u32 (&a)[4]", ", ".join(f'"r"(a[{i}])' for i in range(4))
         first = f"{{{', '.join(f'%{count + i}' for i in range(4))}}}"
-    last = count + (4 if decoded else 1)
+    last = count + (4 if of_registers else 1)
     return f"""#line 1 "wgmma (generated)"
 DEVICE void wgmma(Acc (&d)[{count}], {of_a}, u64 b, int accumulate) {{
   asm volatile(

@@ -13,6 +13,14 @@ struct Staging {
     return tile + byte / SPAN * (STAGING_ROWS * SPAN) + swizzle<SPAN>(row * SPAN + byte % SPAN + more);
   }
 
+  // Of 4 bytes, rows 2 i and 2 i + 1 of 8 columns lie in the same banks: the odd ones have the columns beside them
+  // first.
+  static constexpr bool IN_TURN = SIZE<D> == 4 && SPAN == 128 && PIECE == 16;
+
+  static DEVICE u32 in_turn(u32 tile, int row, int piece, int lane, int later) {
+    return tile + (at(0, row, piece * 64, lane % 4 * 8) ^ (lane / 4 % 2 ^ later) * 32);
+  }
+
   // PIECE columns from PIECE * piece on: value 4 j + 2 h + e is of column 8 j + 2 (lane % 4) + e and of the warp's row
   // lane / 4 + 8 h.
   template <typename Carrier>
@@ -22,6 +30,20 @@ struct Staging {
       // stmatrix: lane l addresses row l % 16, columns 8 (l / 16) on
       u32 address = at(tile, warp * 16 + lane % 16, piece * 32, lane / 16 * 16);
       stmatrix_x4(address, pack<D>(v[0], v[1]), pack<D>(v[2], v[3]), pack<D>(v[4], v[5]), pack<D>(v[6], v[7]));
+    } else if constexpr (IN_TURN) {
+      bool odd = lane / 4 % 2;
+#pragma unroll
+      for (int i = 0; i < 8; i += 2) {
+        int h = i / 4, later = i / 2 % 2;
+        u32 first[2], second[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          unpack<D>(reinterpret_cast<u32(&)[1]>(first[e]), v[4 * later + 2 * h + e]);
+          unpack<D>(reinterpret_cast<u32(&)[1]>(second[e]), v[4 * (1 - later) + 2 * h + e]);
+        }
+        st_shared_v2(in_turn(tile, warp * 16 + lane / 4 + 8 * h, piece, lane, later), odd ? second[0] : first[0],
+                     odd ? second[1] : first[1]);
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < PIECE / 2; i += 2) {
@@ -63,6 +85,19 @@ struct Staging {
     if constexpr (SIZE<D> == 2) {
       u32 address = at(tile, warp * 16 + lane % 16, piece * 32, lane / 16 * 16);
       ldmatrix_x4(address, x[0][0].bits[0], x[0][1].bits[0], x[1][0].bits[0], x[1][1].bits[0]);
+    } else if constexpr (IN_TURN) {
+      bool odd = lane / 4 % 2;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        u32 first[2], second[2];
+        ld_shared_v2(in_turn(tile, warp * 16 + lane / 4 + 8 * h, piece, lane, 0), first[0], first[1]);
+        ld_shared_v2(in_turn(tile, warp * 16 + lane / 4 + 8 * h, piece, lane, 1), second[0], second[1]);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          x[0][h].bits[e] = odd ? second[e] : first[e];
+          x[1][h].bits[e] = odd ? first[e] : second[e];
+        }
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < PIECE / 4; ++i) {
@@ -118,7 +153,7 @@ struct Staging {
       if (x + column >= n || row >= rows) continue;
       char* to = matrix + ((x + column) * static_cast<i64>(pitch) + y + row) * SIZE<D>;
       auto of = [&](int r) { return at(tile, row + r, column * SIZE<D>, 0); };
-      if constexpr (SIZE<D> > 4) {
+      if constexpr (SIZE < D >> 4) {
 #pragma unroll
         for (int r = 0; r < UNIT; ++r) copy_to_global<SIZE<D>>(to + r * SIZE<D>, of(r));
       } else {

@@ -94,6 +94,11 @@ DEVICE void cp_async_word(u32 destination, const void* p, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(p), "r"(bytes) : "memory");
 }
 
+// Arrives when all that this thread has copied so far has landed; the barrier expects it.
+DEVICE void cp_async_mbarrier_arrive_noinc(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Until all that this thread has copied has landed.
 DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

@@ -35,10 +35,10 @@ DEVICE const auto& share(const Acc (&accumulators)[M_BLOCKS][PRODUCTS * BN / 2],
   if constexpr (CLUSTER_K == 1) {
     return accumulators;
   } else {
-    constexpr int PITCH = CONSUMERS * 128 * 16, GROUPS = PRODUCTS * BN / 8, OWN = EPILOGUE_COLUMNS / 8;
+    constexpr int PITCH = STORERS * 128 * 16, GROUPS = PRODUCTS * BN / 8, OWN = EPILOGUE_COLUMNS / 8;
     static_assert(CLUSTER_K == 1 || M_BLOCKS * GROUPS * PITCH <= STAGES * STAGE_BYTES, "they take their place");
     u32 own = stages + (threadIdx.x - 128) * 16;
-    bar_sync(barrier, CONSUMERS * 128);  // others may still multiply what is there
+    bar_sync(barrier, STORERS * 128);  // others may still multiply what is there
 #pragma unroll
     for (int i = 0; i < M_BLOCKS * GROUPS; ++i) {
       u32 x[4];

@@ -4,6 +4,7 @@
 //
 // One producer warpgroup (producer.cuh: one thread of it issues TMA) and CONSUMERS warpgroups that multiply.
 //   cooperative: all consumers share each tile, BM / CONSUMERS rows each.
+//   sliced:      the same of two pairs of consumers, or four, each of which takes other k blocks (sliced.cuh).
 //   ping-pong:   two consumers take whole tiles in turn, so that one's epilogue runs beside the other's mainloop.
 // A cluster of CLUSTER_M x CLUSTER_N CTAs computes neighbouring tiles and multicasts the operand tile they share.
 // STREAM_K: tiles of what would be an unfilled last wave are computed in parts (stream_scheduler.cuh).
@@ -18,6 +19,7 @@
 
 constexpr int THREADS = 128 * (1 + CONSUMERS);
 constexpr int CTAS = CLUSTER * CLUSTER_K;  // of a cluster; CLUSTER is those that load for each other
+constexpr int SLOT_COPIERS = Promotion::BYTES > 0 ? 32 : 0;
 constexpr bool EVEN_DEPTH = !GROUPED && !STREAM_K && !PHASED;  // all work items have as many k blocks
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARAMETERS) {
@@ -27,8 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   SharedTiles shared{pinned(shared_address(shared_memory))};
   u32 staging = shared.base + STAGES * STAGE_BYTES;
-  u32 scales = staging + CONSUMERS * STORE_BUFFERS * D_BUFFER_BYTES;
-  u32 barriers = scales + CONSUMERS * Promotion::BYTES, operand_barriers = barriers + STAGES * 16;
+  u32 barriers = shared.slot(STAGES, Promotion::BYTES), operand_barriers = barriers + STAGES * 16;
   Pipeline pipe{barriers, barriers + STAGES * 8, 0, 0};
 
   int warpgroup = uniform(threadIdx.x / 128), thread = threadIdx.x % 128;
@@ -40,12 +41,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     for (const TensorMap* map : map_d)
       if (map != nullptr) prefetch_tensormap(map);
     for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(pipe.full + stage * 8, FULL_ARRIVALS);
-      mbarrier_init(pipe.empty + stage * 8, CONSUMERS_PER_TILE * CLUSTER);
+      mbarrier_init(pipe.full + stage * 8, FULL_ARRIVALS + SLOT_COPIERS);
+      mbarrier_init(pipe.empty + stage * 8, CONSUMERS_PER_TILE * CLUSTER * RELEASING_WARPS);
     }
     if constexpr (EXTRAS_BYTES > 0)
-      for (int buffer = 0; buffer < CONSUMERS * STORE_BUFFERS; ++buffer)
-        mbarrier_init(operand_barriers + buffer * 8, 1);
+      for (int buffer = 0; buffer < STORERS * STORE_BUFFERS; ++buffer) mbarrier_init(operand_barriers + buffer * 8, 1);
     fence_mbarrier_init();
   }
   __syncthreads();
@@ -62,21 +62,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
   };
 
   if (warpgroup == 0) {
-    if constexpr (CONSUMERS == 2) setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (thread < PRODUCERS) {
+    if constexpr (CONSUMERS > 1) setmaxnreg_dec<PRODUCER_REGISTERS>();
+    auto each_tile = [&](auto fill_tile) {
       Scheduler scheduler(m, n, k, raster, batch, SPLITS, batch1, batch2 SCHEDULER_ARGUMENTS);
       for (int index = blockIdx.x / CTAS; scheduler.has(index); index += step) {
         Work work = work_of(scheduler, index);
         BatchIndex i(work.batch, batch1, batch2);
-        fill(pipe, shared, source_a, source_b, work, m, i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2),
-             rank_m, rank_n);
+        fill_tile(work, i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2));
       }
+    };
+    if (thread < PRODUCERS) {
+      each_tile([&](const Work& work, int matrix_a, int matrix_b) {
+        fill(pipe, shared, source_a, source_b, work, m, matrix_a, matrix_b, rank_m, rank_n);
+      });
       LoaderA::end();
       if constexpr (CLUSTER > 1) wait_for_readers(pipe);
+    } else if (thread < PRODUCERS + SLOT_COPIERS) {
+      Promotion promotion{PROMOTION_ARGUMENTS};
+      each_tile([&](const Work& work, int matrix_a, int matrix_b) {
+        fill_slots(pipe, shared, promotion, work, m, n, matrix_a, matrix_b);
+      });
+      cp_async_wait_all();
     }
     if constexpr (CLUSTER_K > 1) share_nothing();
   } else {
-    if constexpr (CONSUMERS == 2) setmaxnreg_inc<CONSUMER_REGISTERS>();
+    if constexpr (CONSUMERS > 1) setmaxnreg_inc<CONSUMER_REGISTERS>();
     int consumer = warpgroup - 1;
     Scheduler late(m, n, k, raster, batch, SPLITS, batch1, batch2 SCHEDULER_ARGUMENTS);
     Scheduler scheduler = STREAM_K ? late : early;
@@ -87,8 +97,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     Rows rows_d{m, n ROWS_ARGUMENTS};
     Promotion promotion{PROMOTION_ARGUMENTS};
     Accumulators accumulators;
-    int first_row = PING_PONG ? 0 : consumer * ROWS_PER_CONSUMER;
+    int first_row = PING_PONG ? 0 : consumer % STORERS * ROWS_PER_CONSUMER;
     int index = blockIdx.x / CTAS, turn = 0;
+    if (TURNS > 0 && consumer == 1) bar_arrive(FIRST_TURN, 256);
+    if (SLICED > 1 && consumer < STORERS) bar_arrive(SUMS_BARRIER + 1, CONSUMERS * 128);
     if constexpr (PING_PONG) {
       // A parity wait cannot tell a stage two wraps away from now, so the mainloops take turns explicitly.
       if (consumer == 1) bar_arrive(TURN_BARRIER, 256);
@@ -110,11 +122,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       BatchIndex i(work.batch, batch1, batch2);
       int rows = work.rows - first_row;  // this warpgroup's, which may be none
       bool none = (RAGGED_M || RAGGED_N) && (work.k_blocks == 0 || (RAGGED_M ? rows : work.columns) <= 0);
-      if (Promotion::BYTES > 0 && !none)
-        promotion.begin(work, m, n, first_row, i(a_step0, a_step1, a_step2), i(b_step0, b_step1, b_step2),
-                        scales + consumer * Promotion::BYTES, thread);
       if constexpr (PING_PONG) bar_sync(TURN_BARRIER + consumer, 256);
-      bool stores = CLUSTER_K == 1 || rank < OWNERS;
+      bool stores = (CLUSTER_K == 1 || rank < OWNERS) && consumer < STORERS;
       int column = work.n + (CLUSTER_K > 1 ? rank * EPILOGUE_COLUMNS : 0);
       auto begin = [&] { epilogue.begin(extras, work.m + first_row, column, work.rows - first_row, i); };
       auto begun = [&] {
@@ -125,9 +134,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       };
       if constexpr (RAGGED_N) rows_d.end = min(n, work.n + work.columns);
       if (none) {
-        skip(pipe, work, thread);
+        skip(pipe, work, thread, epilogue.barrier);
         issued();
-        if (work.k_blocks == 0 && rows > 0)  // of no group: zero, whatever the epilogue
+        if (work.k_blocks == 0 && rows > 0 && stores)  // of no group: zero, whatever the epilogue
           rows_d.clear(work.n, work.m + first_row, work.result, min(rows, ROWS_PER_CONSUMER), thread);
         continue;
       }
@@ -141,6 +150,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       if (STREAM_K && work.parts > 1) {
         if (!join(accumulators, scheduler, work, rank, first_row, thread, epilogue.barrier)) continue;
         begin();
+      }
+      if (SLICED > 1 && consumer >= STORERS) {
+        if constexpr (CLUSTER_K == 1) continue;
+        share_nothing();
+        break;
       }
       Acc sums[M_BLOCKS][PRODUCTS * EPILOGUE_COLUMNS / 2];
       const auto& values = share(accumulators, sums, shared.base, rank, TURN_BARRIER);

@@ -10,11 +10,6 @@ DEVICE void cp_async(u32 destination, const char* p, int bytes) {
                : "memory");
 }
 
-// Arrives when all that this thread has copied so far has landed; the barrier expects it.
-DEVICE void cp_async_mbarrier_arrive_noinc(u32 barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 struct Gathered {
   template <int COUNT>
   struct Source {

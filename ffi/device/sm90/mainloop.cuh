@@ -14,43 +14,77 @@ DEVICE void each(F f) {
   }
 }
 
+// Of two warpgroups that share tiles, each has a barrier that says that it is its turn; the first one's is first.
+DEVICE void begin_turn(int barrier) {
+  if constexpr (TURNS > 0) bar_sync(barrier + FIRST_TURN - EPILOGUE_BARRIER, 256);
+}
+
+DEVICE void end_turn(int barrier) {
+  if constexpr (TURNS > 0) bar_arrive((barrier - EPILOGUE_BARRIER ^ 1) + FIRST_TURN, 256);
+}
+
+// Of what it does not multiply.
+template <int COUNT>
+DEVICE void pass_turns(int barrier) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    begin_turn(barrier);
+    end_turn(barrier);
+  }
+}
+
 // One warpgroup: accumulators, over all k blocks, the sums of each of which are promoted. They are made in parts, of 64
 // rows and PART_COLUMNS, one after the other. With two SUM_BUFFERS a part is added while the next is multiplied; with
 // one, while another warpgroup multiplies, and tiles may be larger.
+//
+// Two that multiply a part at the same time would be done at the same time, and add while nobody multiplies. So they
+// take TURNS: one begins when the other has TURNS slices left, which is as long as its first instruction takes.
 template <int BLOCKS, typename Promotes, typename Begun, typename Issued>
 DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pipeline& pipe, SharedTiles shared,
                        int row, const Work& work, int thread, int barrier, Begun begun, Issued issued) {
   constexpr int PARTS = BLOCKS * COLUMN_PARTS, BUFFERS = PARTS < SUM_BUFFERS ? PARTS : SUM_BUFFERS;
+  constexpr int SLICES_OF_STAGE = BK * B_BITS / 256;
   static_assert(BUFFERS <= 2 && PARTS % BUFFERS == 0 && PAIRS == 1);
+  static_assert(TURNS == 0 || (BUFFERS == 1 && CONSUMERS == 2 && !PING_PONG && TURNS < SLICES_OF_STAGE));
   PartSums sums[BUFFERS] = {};
 #pragma unroll
   for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
     for (int i = 0; i < PRODUCTS * BN / 2; ++i) accumulators[block][i] = 0;
   StageOfA a(row, thread);
-  auto issue = [&](auto part) {
+  auto issue = [&](auto part, bool more) {  // more of the same sums
     constexpr int PART = decltype(part)::value, BLOCK = PART / COLUMN_PARTS;
     if constexpr (PART % COLUMN_PARTS == 0) a.template begin<BLOCK>(shared.a(pipe.stage));
     OperandB::Descriptor b(shared.b(pipe.stage));
+    begin_turn(barrier);
     wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < BK * B_BITS / 256; ++slice)
+    for (int slice = 0; slice < SLICES_OF_STAGE; ++slice) {
       wgmma(sums[PART % BUFFERS], a.template at<BLOCK>(slice),
-            b.at(OperandB::slice_offset(slice) + OperandB::row_offset(PART % COLUMN_PARTS * PART_COLUMNS)), slice != 0);
-    wgmma_commit_group();
+            b.at(OperandB::slice_offset(slice) + OperandB::row_offset(PART % COLUMN_PARTS * PART_COLUMNS)),
+            slice != 0 || more);
+      if (slice == SLICES_OF_STAGE - 1 - TURNS) wgmma_commit_group();
+    }
+    if constexpr (TURNS > 0) wgmma_commit_group();
   };
-  // A part of block k, whose stage's empty barrier is given, when at most PENDING later ones are being multiplied.
-  auto add = [&](auto part, auto pending, int k, u32 empty_barrier) {
+  // A part of a block in a stage, when at most PENDING later ones are being multiplied.
+  auto add = [&](auto part, auto pending, int stage, bool whole) {
     constexpr int PART = decltype(part)::value, COLUMNS = PART % COLUMN_PARTS;
-    auto factors = promotion.template factors<PART / COLUMN_PARTS, COLUMNS>(k);
+    u32 slot = shared.slot(stage, Promotes::BYTES);
+    auto factors = promotion.template factors<PART / COLUMN_PARTS, COLUMNS>(slot);
+    if constexpr (TURNS > 0) {
+      wgmma_wait_group<1>();
+      end_turn(barrier);
+    }
     wgmma_wait_group<decltype(pending)::value>();
     wgmma_done(sums[PART % BUFFERS]);
-    if constexpr (PART == PARTS - 1) release(empty_barrier, thread);
-    promotion.template add<COLUMNS>(accumulators[PART / COLUMN_PARTS], sums[PART % BUFFERS], factors, k);
+    if constexpr (PART == PARTS - 1 && !Promotes::BY_COLUMN) release(pipe.empty_barrier(stage), thread);
+    if (whole) promotion.template add<COLUMNS>(accumulators[PART / COLUMN_PARTS], sums[PART % BUFFERS], factors, slot);
+    if constexpr (PART == PARTS - 1 && Promotes::BY_COLUMN) release(pipe.empty_barrier(stage), thread);
   };
   auto run = [&](auto blocks, int k) {  // so many, from k on
     constexpr int STEPS = decltype(blocks)::value * PARTS;
-    u32 empty_barrier = 0;
+    int before = 0;  // the stage
     each<STEPS>([&](auto step) {
       constexpr int STEP = decltype(step)::value, PART = STEP % PARTS;
       if constexpr (PART == 0) {
@@ -58,19 +92,19 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
         if constexpr (RAGGED_K) clear_block(shared, pipe.stage, row, work, k + STEP / PARTS, thread, barrier);
         if constexpr (COPIERS > 0) fence_proxy_async();
       }
-      issue(Constant<PART>());
+      issue(Constant<PART>(), EVERY > 1 && k % EVERY != 0);
       if (STEP == STEPS - 1 && k + decltype(blocks)::value == work.k_blocks) issued();
-      if (STEP == BUFFERS - 1 && k % GROUP == 0) promotion.begin_group(k, work.k_blocks, barrier);
       if constexpr (STEP >= BUFFERS - 1)
-        add(Constant<(STEP + 1 - BUFFERS) % PARTS>(), Constant<BUFFERS - 1>(), k + (STEP + 1 - BUFFERS) / PARTS,
-            BUFFERS == 1 ? pipe.empty_barrier() : empty_barrier);
+        add(Constant<(STEP + 1 - BUFFERS) % PARTS>(), Constant<BUFFERS - 1>(),
+            BUFFERS == 1 || PART > 0 ? pipe.stage : before,
+            EVERY == 1 || k % EVERY == EVERY - 1 || k + 1 == work.k_blocks);
       if constexpr (PART == PARTS - 1) {
-        empty_barrier = pipe.empty_barrier();
+        before = pipe.stage;
         pipe.advance();
+        pass_turns<M_BLOCKS * COLUMN_PARTS - PARTS>(barrier);
       }
     });
-    if constexpr (BUFFERS == 2)
-      add(Constant<PARTS - 1>(), Constant<0>(), k + decltype(blocks)::value - 1, empty_barrier);
+    if constexpr (BUFFERS == 2) add(Constant<PARTS - 1>(), Constant<0>(), before, true);
     if (k == 0) begun();
   };
   // A loop at whose end a part were still being multiplied would make the compiler wait for each wgmma.
@@ -89,6 +123,7 @@ template <int BLOCKS, typename Promotes, typename Begun, typename Issued>
 DEVICE void drain(Accumulators& accumulators, Promotes& promotion, Pipeline& pipe, SharedTiles shared, int row,
                   const Work& work, int thread, int barrier, Begun begun, Issued issued) {
   static_assert(Promotes::EVER || PAIRS == 1);
+  if constexpr (Promotes::BYTES > 0) promotion.begin(work, row, thread);
   if constexpr (Promotes::EACH) {
     drain_each<BLOCKS>(accumulators, promotion, pipe, shared, row, work, thread, barrier, begun, issued);
   } else if constexpr (!Promotes::EVER) {
@@ -117,10 +152,13 @@ DEVICE void drain(Accumulators& accumulators, Promotes& promotion, Pipeline& pip
 }
 
 // One warpgroup none of whose rows belong to the tile.
-DEVICE void skip(Pipeline& pipe, const Work& work, int thread) {
+DEVICE void skip(Pipeline& pipe, const Work& work, int thread, int barrier) {
   for (int k = 0; k < PAIRS * work.k_blocks; ++k) {
-    mbarrier_wait(pipe.full_barrier(), pipe.phase);
-    release(pipe.empty_barrier(), thread);
+    if (pipe.stage % SLICED == slice_group()) {
+      mbarrier_wait(pipe.full_barrier(), pipe.phase);
+      release(pipe.empty_barrier(), thread);
+    }
     pipe.advance();
+    pass_turns<M_BLOCKS * COLUMN_PARTS>(barrier);
   }
 }

@@ -120,9 +120,9 @@ struct Weights<false> {
   }
 };
 
-// One warpgroup: what multiply in multiply.cuh computes.
+// One warpgroup: what multiply in multiply.cuh computes, of the k blocks of its group (sliced.cuh).
 template <int BLOCKS, typename Begun, typename Issued>
-DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int row, const Work&, int, int count,
+DEVICE void multiply(Accumulators& sums, Pipeline& all, SharedTiles shared, int row, const Work&, int, int k_blocks,
                      int thread, int, Begun begun, Issued issued) {
   Weights<A_K_MAJOR> weights(row, thread);
   Words words;
@@ -139,14 +139,23 @@ DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int
   for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
     for (int i = 0; i < PRODUCTS * BN / 2; ++i) sums[block][i] = 0;  // undefined, wgmmas would wait for each other
-  mbarrier_wait(pipe.full_barrier(), pipe.phase);
-  load(shared.a(pipe.stage), 0);
-  weights.get(fragments, words, factors[0]);
+  Pipeline pipe = all;
+  int first = first_slice(slice_group(), all.stage), count = k_blocks;
+  if constexpr (SLICED > 1) {
+    pipe.advance(first);
+    all.advance(k_blocks);
+    count = max(0, (k_blocks - first + SLICED - 1) / SLICED);
+  }
+  if (SLICED == 1 || count > 0) {
+    mbarrier_wait(pipe.full_barrier(), pipe.phase);
+    load(shared.a(pipe.stage), 0);
+    weights.get(fragments, words, factors[0]);
+  }
 #pragma unroll 1
   for (int k = 0; k < count; ++k) {
     u32 tile = shared.a(pipe.stage), empty = pipe.empty_barrier();
     OperandB::Descriptor b(shared.b(pipe.stage));
-    pipe.advance();
+    pipe.advance_by<SLICED>();
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       wgmma_fence();
@@ -175,6 +184,8 @@ DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int
   wgmma_wait_group<0>();
 #pragma unroll
   for (int block = 0; block < BLOCKS; ++block) wgmma_done(sums[block]);
-  release(previous, thread);
-  if constexpr (!A_K_MAJOR) put_in_order(sums);
+  if (SLICED == 1 || count > 0) release(previous, thread);
+  if constexpr (SLICED == 1) all = pipe;
+  bool whole = add_slices(sums, shared, first);
+  if (!A_K_MAJOR && whole) put_in_order(sums);
 }

@@ -50,6 +50,22 @@ DEVICE void fill(Pipeline& pipe, SharedTiles shared, const SourceA& source_a, co
   }
 }
 
+// One warp beside: what a promotion has of each stage, copied by threads; the arguments say of which tile.
+template <typename Promotes, typename... Arguments>
+DEVICE void fill_slots(Pipeline& pipe, SharedTiles shared, Promotes& promotion, const Work& work,
+                       Arguments... arguments) {
+  if constexpr (Promotes::BYTES > 0) {
+    promotion.begin_copies(work, arguments...);
+#pragma unroll 1
+    for (int i = 0; i < work.k_blocks; ++i) {
+      mbarrier_wait(pipe.empty_barrier(), pipe.phase ^ 1);
+      promotion.copy(shared.slot(pipe.stage, Promotes::BYTES), i);
+      cp_async_mbarrier_arrive_noinc(pipe.full_barrier());
+      pipe.advance();
+    }
+  }
+}
+
 // Waits until no CTA of the cluster will signal a stage of this one any more, so that it may leave. All that they load
 // into it has landed by then, since they have read it.
 DEVICE void wait_for_readers(Pipeline& pipe) {

@@ -4,8 +4,6 @@
 struct Promotion {
   static constexpr bool EVER = true, EACH = false;
   static constexpr u32 BYTES = 0;
-
-  DEVICE void begin(const Work&, int m, int n, int row, int matrix_a, int matrix_b, u32 memory, int thread) {}
   static_assert(PROMOTED_BLOCKS > 0);
 
   // How many of the first k blocks are summed before they are added, of `blocks` in all pairs, `of_pair` in each.

@@ -7,6 +7,4 @@
 struct Promotion {
   static constexpr bool EVER = false, EACH = false;
   static constexpr u32 BYTES = 0;
-
-  DEVICE void begin(const Work&, int m, int n, int row, int matrix_a, int matrix_b, u32 memory, int thread) {}
 };

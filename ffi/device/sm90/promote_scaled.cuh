@@ -1,7 +1,8 @@
 // Promotion (promote_never.cuh) of the sums of each block of k, times the scale of their rows of a and of their columns
 // of b: arrays in device memory that have one for SCALE_MN rows or columns, and for the block of k.
 //
-// A warpgroup copies those of its tile to shared memory, for GROUP blocks of k while it multiplies the GROUP before.
+// A stage has a slot for the scales of its block of k: those of the tile's rows, then those of its columns. A warp of
+// the producer's copies them while TMA loads the stage, and arrives on its full barrier too.
 
 DEVICE constexpr int gcd(int x, int y) { return y ? gcd(y, x % y) : x; }
 
@@ -13,9 +14,8 @@ struct Promotion {
   static constexpr bool BY_COLUMN = OF_B && SHARING % 8 != 0;
   static constexpr int B_EACH = BY_COLUMN ? BN : (BN - SHARING + MN - SHARING) / MN + 1;  // entries of a product
   static constexpr int COLUMNS = B_EACH == 1 ? BN : SHARING;                              // of a run that has one scale
-  static constexpr int A_ENTRIES = OF_A ? ROWS_PER_CONSUMER : 0, B_ENTRIES = OF_B ? PRODUCTS * B_EACH : 0;
-  static constexpr u32 SLOT = (A_ENTRIES + B_ENTRIES + 1) / 2 * 8;                        // bytes of one block of k
-  static constexpr u32 BYTES = (2 * GROUP * SLOT + 15) / 16 * 16;                         // of a warpgroup
+  static constexpr int A_ENTRIES = OF_A ? BM : 0, B_ENTRIES = OF_B ? PRODUCTS * B_EACH : 0;
+  static constexpr u32 BYTES = (A_ENTRIES + B_ENTRIES + 3) / 4 * 16;                      // of a slot
   static constexpr int RUNS = BY_COLUMN || !OF_B ? 1 : (PART_COLUMNS - 1) / COLUMNS + 2;  // in a part, at most
 
   struct Scales {
@@ -23,29 +23,25 @@ struct Promotion {
     int row, matrix;  // elements between rows, and between matrices
   } of[OF_A + OF_B * PRODUCTS];
 
-  u32 memory;
-  int thread;
-  const float *a, *b[PRODUCTS];          // of the tile's matrix
-  int first_row, last_row, first, last;  // rows, and columns
-  int block, last_block;                 // of k
-  bool empty;                            // nothing is multiplied, and no scale that is another group's may be NaN
-
   struct Factors {
     float a[2], b[RUNS];
   };
+
+  // ---- of a thread that copies ----
+
+  const float *a, *b[PRODUCTS];  // of the tile's matrix
+  int last_row, last;            // rows, and columns
+  int m, n;                      // the tile's first
+  int block, last_block;         // of k
+  bool empty;                    // nothing is multiplied, and no scale that is another group's may be NaN
 
   DEVICE static const float* matrix_of(const Scales& scales, int matrix) {
     return reinterpret_cast<const float*>(scales.base) + static_cast<i64>(matrix) * scales.matrix;
   }
 
-  // Rows from `row` on of the tile are this warpgroup's.
-  DEVICE void begin(const Work& work, int m, int n, int row, int matrix_a, int matrix_b, u32 at, int thread_) {
-    memory = at;
-    thread = thread_;
-    first_row = work.m + row;
-    last_row = m - 1;
-    first = work.n;
-    last = n - 1;
+  DEVICE void begin_copies(const Work& work, int rows, int columns, int matrix_a, int matrix_b) {
+    m = work.m, n = work.n;
+    last_row = rows - 1, last = columns - 1;
     block = work.k / BK;
     last_block = (work.k_end - 1) / BK;
     empty = RAGGED_K && work.k_end - work.k <= work.head;
@@ -53,91 +49,90 @@ struct Promotion {
 #pragma unroll
     for (int p = 0; p < PRODUCTS; ++p)
       if constexpr (OF_B) b[p] = matrix_of(of[OF_A + p], matrix_b);
-    copy(0);
   }
 
-  // The scales of `COUNT` entries, the `of_entry`-th in `mn`, of GROUP blocks of k from `k` on.
+  // A warp: COUNT entries of block `y` of k, of which `index` says the place along m or n.
   template <bool K_MAJOR, int COUNT, typename Index>
-  DEVICE void copy_entries(u32 to, const float* from, int row, int k, Index index) const {
-#pragma unroll
-    for (int i = 0; i < COUNT * GROUP; i += 128) {
-      int x = i + thread;
-      if (COUNT * GROUP % 128 != 0 && x >= COUNT * GROUP) break;
-      int entry = K_MAJOR ? x / GROUP : x % COUNT, q = K_MAJOR ? x % GROUP : x / COUNT;
-      int y = min(block + k + q, last_block), mn = index(entry);
-      i64 place = K_MAJOR ? static_cast<i64>(mn) * row + y : static_cast<i64>(y) * row + mn;
+  DEVICE void copy_entries(u32 to, const float* from, int row, int y, Index index) const {
+#pragma unroll 1  // unrolled, it needs more registers than a producer has
+    for (int entry = threadIdx.x % 32; entry < COUNT; entry += 32) {
+      i64 of_entry = K_MAJOR ? index(entry) : y, beside = K_MAJOR ? y : index(entry);
+      const float* x = from + of_entry * row + beside;
       if constexpr (RAGGED_K) {
-        cp_async_word(to + q * SLOT + entry * 4, from + place, empty ? 0 : 4);
+        cp_async_word(to + entry * 4, x, empty ? 0 : 4);
       } else {
-        cp_async_word(to + q * SLOT + entry * 4, from + place);
+        cp_async_word(to + entry * 4, x);
       }
     }
   }
 
-  DEVICE void copy(int k) const {
-    u32 to = memory + k / GROUP % 2 * (GROUP * SLOT);
+  // The scales of the tile's block k, to a slot.
+  DEVICE void copy(u32 slot, int k) const {
+    int y = min(block + k, last_block);
     if constexpr (OF_A)
-      copy_entries<A_SCALE_K_MAJOR, A_ENTRIES>(
-          to, a, of[0].row, k, [&](int entry) { return min(first_row + entry, last_row) / A_SCALE_MN; });
+      copy_entries<A_SCALE_K_MAJOR, A_ENTRIES>(slot, a, of[0].row, y,
+                                               [&](int entry) { return min(m + entry, last_row) / A_SCALE_MN; });
     if constexpr (OF_B)
 #pragma unroll
       for (int p = 0; p < PRODUCTS; ++p)
         copy_entries<B_SCALE_K_MAJOR, B_EACH>(
-            to + (A_ENTRIES + p * B_EACH) * 4, b[p], of[OF_A + p].row, k,
-            [&](int entry) { return BY_COLUMN ? min(first + entry, last) / MN : min(first / MN + entry, last / MN); });
+            slot + (A_ENTRIES + p * B_EACH) * 4, b[p], of[OF_A + p].row, y,
+            [&](int entry) { return BY_COLUMN ? min(n + entry, last) / MN : min(n / MN + entry, last / MN); });
   }
 
-  // Before the first sums of a GROUP, from block `k` of `count` on, are added.
-  DEVICE void begin_group(int k, int count, int barrier) const {
-    cp_async_wait_all();
-    bar_sync(barrier, 128);  // all have copied theirs, and read those that come next over them
-    if (k + GROUP < count) copy(k + GROUP);
+  // ---- of a thread that multiplies ----
+
+  u32 place;   // in a slot, of the lane's first row
+  int column;  // of the tile's first run, which others of the run are before
+  int thread;  // of the warpgroup
+
+  // Rows from `row` on of the tile are this warpgroup's. Of 32 rows of two blocks beside each other (WARP_ROWS) a lane
+  // has four neighbours.
+  DEVICE void begin(const Work& work, int row, int thread_) {
+    thread = thread_;
+    place = (row + thread / 32 * WARP_ROWS + thread % 32 / 4 * (WARP_ROWS == 32 ? 4 : 1)) * 4;
+    asm volatile("" : "+r"(place));  // or it would be computed again in front of each wgmma
+    column = work.n % MN;
   }
 
-  DEVICE u32 slot(int k) const { return memory + k % (2 * GROUP) * SLOT; }
-
-  // A lane's h-th row of a block; of 32 rows of both beside each other (WARP_ROWS) it has four neighbours.
-  template <int BLOCK>
-  DEVICE int row(int h) const {
-    int warp = thread / 32, line = thread % 32 / 4;
-    return WARP_ROWS == 32 ? warp * 32 + line * 4 + BLOCK * 2 + h : BLOCK * 64 + warp * 16 + line + 8 * h;
-  }
-
-  // Of rows BLOCK and columns PART, in block `k`.
+  // Of rows BLOCK and columns PART.
   template <int BLOCK, int PART>
-  DEVICE Factors factors(int k) const {
+  DEVICE Factors factors(u32 slot) const {
+    constexpr int FIRST = BLOCK * (WARP_ROWS == 32 ? 2 : 64), NEXT = WARP_ROWS == 32 ? 1 : 8;  // rows
     Factors found;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) found.a[h] = OF_A ? ld_shared_f32(slot(k) + row<BLOCK>(h) * 4) : 1;
+    for (int h = 0; h < 2; ++h) found.a[h] = OF_A ? ld_shared_f32(slot + place + (FIRST + h * NEXT) * 4) : 1;
     constexpr int BEGIN = PART * PART_COLUMNS, END = BEGIN + PART_COLUMNS;
 #pragma unroll
     for (int run = 0; run < RUNS; ++run) {
-      int column = (BEGIN / COLUMNS + run) * COLUMNS;
+      int first = (BEGIN / COLUMNS + run) * COLUMNS;
       found.b[run] = 1;
-      if (OF_B && !BY_COLUMN && column < END) {
-        int p = column / BN, at = (column % BN + (B_EACH == 1 ? 0 : first % MN)) / (B_EACH == 1 ? BN : MN);
-        found.b[run] = ld_shared_f32(slot(k) + (A_ENTRIES + p * B_EACH + at) * 4);
+      if (OF_B && !BY_COLUMN && first < END) {
+        int p = first / BN, at = (first % BN + (B_EACH == 1 ? 0 : column)) / (B_EACH == 1 ? BN : MN);
+        found.b[run] = ld_shared_f32(slot + (A_ENTRIES + p * B_EACH + at) * 4);
       }
     }
     return found;
   }
 
+  // Where columns have entries of their own, a slot is read here.
   template <int PART>
-  DEVICE void add(Acc (&accumulators)[PRODUCTS * BN / 2], const PartSums& sums, const Factors& factors, int k) const {
+  DEVICE void add(Acc (&accumulators)[PRODUCTS * BN / 2], const PartSums& sums, const Factors& factors,
+                  u32 slot) const {
     constexpr int BEGIN = PART * PART_COLUMNS;
 #pragma unroll
     for (int j = 0; j < PART_COLUMNS / 8; ++j) {
-      int column = BEGIN + 8 * j, run = BY_COLUMN || !OF_B ? 0 : column / COLUMNS - BEGIN / COLUMNS;
+      int first = BEGIN + 8 * j, run = BY_COLUMN || !OF_B ? 0 : first / COLUMNS - BEGIN / COLUMNS;
       float of_columns[2] = {factors.b[run], factors.b[run]};
       if constexpr (BY_COLUMN) {
         u32 x, y;
-        ld_shared_v2(slot(k) + (A_ENTRIES + column + thread % 4 * 2) * 4, x, y);
+        ld_shared_v2(slot + (A_ENTRIES + first + thread % 4 * 2) * 4, x, y);
         of_columns[0] = __uint_as_float(x);
         of_columns[1] = __uint_as_float(y);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        Acc& sum = accumulators[column / 2 + i];
+        Acc& sum = accumulators[first / 2 + i];
         sum = __fmaf_rn(sums[4 * j + i], factors.a[i / 2] * of_columns[i % 2], sum);
       }
     }

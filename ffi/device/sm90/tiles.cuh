@@ -13,12 +13,17 @@ static_assert(A_MATRICES * B_MATRICES == PRODUCTS);
 
 constexpr int ROWS_PER_CONSUMER = M_BLOCKS * 64;
 constexpr int CONSUMERS_PER_TILE = BM / ROWS_PER_CONSUMER;
+// Consumers in groups of so many that multiply all rows: each of SLICED groups takes every so-manieth k block.
+constexpr int SLICED = PING_PONG ? 1 : CONSUMERS / CONSUMERS_PER_TILE;
+constexpr int STORERS = CONSUMERS / SLICED;
 constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
 
 // Named barriers: 0 is __syncthreads, then one for each consumer's epilogue, then whose turn the mainloop is
-// (ping-pong), that it is over (CLUSTER_K), or that all consumers have cleared their part of a stage (RAGGED_K).
+// (ping-pong), that it is over (CLUSTER_K), or that all consumers have cleared their part of a stage (RAGGED_K); then
+// whose turn a part is (TURNS), or that sums of others lie there, and have been read (SLICED).
 constexpr int EPILOGUE_BARRIER = 1;
 constexpr int TURN_BARRIER = 1 + CONSUMERS;
+constexpr int FIRST_TURN = TURN_BARRIER + 2, SUMS_BARRIER = FIRST_TURN;
 
 // Of a warpgroup.
 using Accumulators = Acc[M_BLOCKS][PRODUCTS * BN / 2];
@@ -33,11 +38,22 @@ struct Pipeline {
   u32 phase;
 
   DEVICE u32 full_barrier() const { return full + stage * 8; }
-  DEVICE u32 empty_barrier() const { return empty + stage * 8; }
+  DEVICE u32 empty_barrier() const { return empty_barrier(stage); }
+  DEVICE u32 empty_barrier(int of) const { return empty + of * 8; }
 
   DEVICE void advance() {
     if (++stage == STAGES) {
       stage = 0;
+      phase ^= 1;
+    }
+  }
+
+  // By fewer than there are stages.
+  template <int COUNT>
+  DEVICE void advance_by() {
+    static_assert(COUNT <= STAGES);
+    if ((stage += COUNT) >= STAGES) {
+      stage -= STAGES;
       phase ^= 1;
     }
   }
@@ -86,17 +102,30 @@ using OperandB = Operand<B_MATRICES * BN, B_BITS, B_MATRICES, B_K_MAJOR, B_CHUNK
 // Behind each tile of A lie the factors of its elements, where it has some.
 constexpr int A_STAGE_BYTES = OperandA::BYTES + FACTOR_BYTES, STAGE_BYTES = A_STAGE_BYTES + OperandB::BYTES;
 
+constexpr int SUMS_BYTES = BM * PRODUCTS * BN * 4;
+
 struct SharedTiles {
   u32 base;  // [STAGES] of A, then [STAGES] of B
   DEVICE u32 a(int stage) const { return base + stage * A_STAGE_BYTES; }
   DEVICE u32 b(int stage) const { return base + STAGES * A_STAGE_BYTES + stage * OperandB::BYTES; }
+
+  // Behind the staging buffers, which are aligned: where consumers are sliced, the sums of each group that does not
+  // store, 16 bytes of each thread beside each other.
+  DEVICE u32 sums(int slice) const {
+    return base + STAGES * STAGE_BYTES + STORERS * STORE_BUFFERS * D_BUFFER_BYTES + slice * SUMS_BYTES;
+  }
+
+  // What else of so many bytes a stage has.
+  DEVICE u32 slot(int stage, u32 bytes) const { return sums(SLICED > 1 ? SLICED : 0) + stage * bytes; }
 };
 
-// One warpgroup tells every CTA that writes this stage that it has read it.
+// One warpgroup tells every CTA that writes this stage that it has read it: one thread does, as all of them have waited
+// for wgmma, or one of each warp, where threads have read it too.
 DEVICE void release(u32 empty_barrier, int thread) {
+  int place = RELEASING_WARPS == 1 ? thread : thread % 32;
   if constexpr (CLUSTER_M * CLUSTER_N == 1) {
-    if (thread == 0) mbarrier_arrive(empty_barrier);
+    if (place == 0) mbarrier_arrive(empty_barrier);
   } else {
-    if (thread < CLUSTER_M * CLUSTER_N) mbarrier_arrive_cluster(empty_barrier, thread);
+    if (place < CLUSTER_M * CLUSTER_N) mbarrier_arrive_cluster(empty_barrier, place);
   }
 }
