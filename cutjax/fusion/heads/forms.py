@@ -29,6 +29,7 @@ from cutjax.fusion.heads.values import (
     is_full,
     is_made,
     is_number,
+    leaves,
     minus,
     over,
     plus,
@@ -181,7 +182,8 @@ def applied(eqn: Any, args: Sequence[Value | Form]) -> Value | Form:
             if index and isinstance(y, Leaf | Expr) and not is_full(y) and not is_made(y):
                 basis = ("label", Label(y, False))
                 return Form({basis: 1.0} if name == "eq" else {ONE: 1.0, basis: -1.0})
-    alone = not any(isinstance(x, Form) for x in args)
+    powers = name == "exp" and any(x.kind == "product" for x in leaves(args))
+    alone = not powers and not any(isinstance(x, Form) for x in args)
     if alone and not (any(map(is_full, args)) and any(map(is_made, args))):
         if name == "convert_element_type" and isinstance(args[0], Leaf) and args[0].kind == "index":
             return args[0]
