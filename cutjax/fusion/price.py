@@ -34,7 +34,7 @@ _PASS_US = 1.0  # of a launch of XLA's
 # reach (0.55 to 0.9; the less the more they compute), and XLA's own products over their predicted time, which is low on
 # purpose: a kernel alone must beat the fastest that XLA may be.
 _PASS_BANDWIDTH = 0.7
-_EXPECTED = 1.09
+EXPECTED = 1.09
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +191,7 @@ def of_region(plain: Price, eqn: Any, passes: int, moved: int, copied: int) -> P
     if plain.xla_us is not None:
         windows = eqn.params["product"] if isinstance(eqn.params["product"], Convolution) else None
         by_library = problem.products == 1 and library_has(epilogue, windows.form if windows else "")
-        xla_us = problem.products * plain.xla_us * (1.0 if plain.measured_xla or windows else _EXPECTED)
+        xla_us = problem.products * plain.xla_us * (1.0 if plain.measured_xla or windows else EXPECTED)
         xla_us += 1e6 * read / problem.device.bytes_per_second if by_library else passes_us
     alone = "kernel" if choose.leads(plain_us, xla_us, LEAD) else "XLA"
     if not choice.served or choice.time_us is None:

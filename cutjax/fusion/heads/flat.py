@@ -7,13 +7,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from cutjax.epilogue.jaxpr import any_equation, bind_equation, callee, is_open, needed_equations
+from cutjax.epilogue.expression import OPS
+from cutjax.epilogue.jaxpr import IDENTITIES, UNIT_MOVES, any_equation, bind_equation, callee, is_open, needed_equations
 from cutjax.fusion.contraction import is_product
 from cutjax.fusion.jaxprs import Graph, is_literal, is_marked, new_var, renamed
 
 _OPENED = frozenset(
     ["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"]
 )
+_FOLDED = OPS | {"broadcast_in_dim", *UNIT_MOVES}
 _MOST_FOLDED = 16  # elements of an array that is known while a program is traced
 
 
@@ -62,9 +64,12 @@ class Flat:
             return np.asarray(x.val, x.aval.dtype)
         if x not in self._known:
             eqn, found = self.maker(x), None
-            if eqn is not None and x.aval.size <= _MOST_FOLDED and not eqn.effects and eqn.invars:
+            name = eqn.primitive.name if eqn is not None and x.aval.size <= _MOST_FOLDED else ""
+            if eqn is not None and (name in IDENTITIES or name in _FOLDED):
                 args = list(map(self.known, eqn.invars))
-                if all(arg is not None for arg in args):
+                if name in IDENTITIES:
+                    found = args[0]
+                elif all(arg is not None for arg in args):
                     with jax.ensure_compile_time_eval():
                         found = np.asarray(bind_equation(eqn, args)[list(eqn.outvars).index(x)])
             self._known[x] = found

@@ -25,6 +25,7 @@ from cutjax.fusion.heads.head import Head, Operand
 from cutjax.fusion.heads.rows import Rows, Stats
 from cutjax.fusion.heads.values import Leaf, Value, evaluate, is_full, is_number, leaves
 from cutjax.fusion.jaxprs import is_literal
+from cutjax.fusion.tail import wide
 from cutjax.primitives import vocabulary
 from cutjax.primitives.dense import FLIP
 from cutjax.primitives.vocabulary import LOG2_E, in_chunks, picked_at, with_shift
@@ -49,7 +50,7 @@ def tile(value: Value, acc: jax.Array, given: Mapping[Leaf, jax.Array], memo: di
     def read(leaf: Leaf) -> jax.Array:
         if leaf.kind == "product":
             return acc
-        return lax.broadcasted_iota(jnp.int32, acc.shape, 1) if leaf.kind == "index" else given[leaf]
+        return lax.broadcasted_iota(jnp.int32, acc.shape, 1) if leaf.kind == "index" else wide(given[leaf])
 
     found = jnp.asarray(evaluate(value, read, memo))
     return jnp.broadcast_to(found.astype(acc.dtype), acc.shape)
@@ -70,7 +71,7 @@ class Program:
         options = {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "axis_name": None}
         tiles = {"value": head.logits, "tiles": self._tiles}
         self._traced = Traced(layout, **options, precision=precision, backend="auto", **tiles)
-        self._numbers: dict[Leaf, Any] = {leaf: self.read(leaf.of[0]).reshape(()) for leaf in head.scalars}
+        self._numbers: dict[Leaf, Any] = {leaf: self._number(leaf) for leaf in head.scalars}
         self._numbers |= {leaf: self.read(leaf.of[0]).reshape(1, -1) for leaf in head.columns}
         self._rows = {leaf: self._lifted(leaf) for leaf in head.rows}
         self._gradient = Gradient(head, self._traced, [x and self._matrix(x) for x in head.others])
@@ -101,13 +102,16 @@ class Program:
             value = value.reshape(made.shape).sum(made.summed)
         return value.astype(aval.dtype).reshape(aval.shape)
 
+    def _number(self, leaf: Leaf) -> jax.Array:
+        return wide(jnp.reshape(self.read(leaf.of[0]), ()))
+
     def _lifted(self, leaf: Leaf) -> jax.Array:
         """Returns a leaf of rows as an array of all tokens."""
         if leaf.kind == "inside":
             return jnp.asarray(leaf.of[0].inside())
         x, lies, tokens, grid = leaf.of
         array = jnp.broadcast_to(jnp.reshape(self.read(x), lies), tokens)
-        return grid.lift(array.reshape(grid.size))
+        return grid.lift(wide(array.reshape(grid.size)))
 
     def _run(self) -> None:
         head, gradient = self.head, self._gradient
@@ -171,7 +175,7 @@ class Program:
         """Returns the ends by logits that are made again, once the rows of all tokens are known."""
         head, rows = self.head, self._all
         for leaf in head.late:
-            rows.known[leaf] = self._lifted(leaf) if leaf.kind == "row" else self.read(leaf.of[0]).reshape(())
+            rows.known[leaf] = self._lifted(leaf) if leaf.kind == "row" else self._number(leaf)
         tiles = [leaf for leaf in self._rows if leaf in self._tiles]
         labels = [rows.column(basis[1])[0] for basis in head.terms if basis[0] == "label"]
         values = [x for basis, c in head.terms.items() for x in (c, *basis[2:])]

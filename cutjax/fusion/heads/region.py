@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,11 +12,13 @@ from cutjax.epilogue.jaxpr import any_equation, bind_equation, reverse_only
 from cutjax.fusion.contraction import is_product
 from cutjax.fusion.heads.flat import Flat
 from cutjax.fusion.heads.head import Head, planned
+from cutjax.fusion.heads.key import key
 from cutjax.fusion.heads.parts import Dot, Full, dots
 from cutjax.fusion.heads.program import Program
 from cutjax.fusion.heads.search import Search
 from cutjax.fusion.heads.values import Escape
 from cutjax.fusion.jaxprs import Graph, is_literal
+from cutjax.fusion.keys import Keys
 from cutjax.fusion.region import Region
 from cutjax.primitives import vocabulary
 from cutjax.primitives.derivative import outside
@@ -29,11 +31,13 @@ class Found(NamedTuple):
       region: its equations.
       head: how it is computed.
       function: makes the function that takes their place, of the region's inputs.
+      key: equal where functions are, told keys of equations.
     """
 
     region: Region
     head: Head
     function: Callable[[], Callable[..., list[Any]]]
+    key: Callable[[Keys], Hashable]
 
 
 def found(graph: Graph, wanted: Callable[[Dot], bool]) -> Iterator[Found]:
@@ -82,7 +86,8 @@ def _found(graph: Graph, flat: Flat, search: Search, head: Head) -> Found:
     region = Region((head.dot.at,), set(), found, (), members, inputs, results, [])
     names = [flat.name(x) for x in inputs], [flat.name(x) for x in results]
     eqns = [graph.eqns[i] for i in members]
-    return Found(region, head, functools.partial(_function, head, makers, names, eqns, inputs, results))
+    function = functools.partial(_function, head, makers, names, eqns, inputs, results)
+    return Found(region, head, function, functools.partial(key, head, makers, *names))
 
 
 def _between(graph: Graph, core: set[int]) -> set[int]:

@@ -18,12 +18,14 @@ from cutjax.fusion.jaxprs import Graph, byte_count, opened, with_equations
 from cutjax.fusion.keys import Keys
 from cutjax.fusion.region import Region
 from cutjax.fusion.report import Report
+from cutjax.kernels import xla
 from cutjax.kernels.device import device_of
 from cutjax.primitives import vocabulary
 from cutjax.runtime import backends
 
 # Of products that may be a head's: smaller ones gain less than a search for their losses takes.
 _LEAST_COLUMNS, _LEAST_BYTES = 2048, 1 << 25
+_WORTH = 1.03  # of XLA's time, which the memory of the logits is worth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +79,7 @@ def headed(
     for one in found(graph, wanted):
         region = one.region
         try:
-            made = template((keys.region(graph, region), "head"), one.function, region.inputs)
+            made = template((keys.region(graph, region), one.key(keys)), one.function, region.inputs)
         except NotImplementedError:
             continue
         if not _fits(made, region):
@@ -108,7 +110,7 @@ def _saved(head: Head) -> int:
 
 
 def _price(graph: Graph, one: Found, made: Template) -> Price:
-    """Returns the predicted times of a head, as it stands and in chunks: as fast is enough, for the memory."""
+    """Returns the predicted times of a head, as it stands and in chunks."""
     head, device = one.head, device_of(lowering.target())
     dot, size = head.dot, head.dot.out.aval.size
     of_logits, of_gradient = dot.out.aval.dtype.itemsize, dot.x.aval.dtype.itemsize
@@ -117,7 +119,7 @@ def _price(graph: Graph, one: Found, made: Template) -> Price:
     for eqn in (graph.eqns[i] for i in one.region.members):
         if eqn.primitive.name == "dot_general":
             us = _xla_us(eqn)
-            xla_us = None if us is None or xla_us is None else xla_us + us
+            xla_us = None if us is None or xla_us is None else xla_us + price.EXPECTED * us
     # Beside the products: rows of x that are scaled, read and written, and sums for the gradient of a bias.
     read = 2 * byte_count(dot.x) if head.ends else 0
     read += sum(size * of_gradient for end in head.ends if end.kind == "sum")
@@ -128,11 +130,12 @@ def _price(graph: Graph, one: Found, made: Template) -> Price:
         choice = lowering.choosers[product.eqn.primitive](
             *product.avals, target=lowering.target(), **product.eqn.params
         )
-        if not choice.served or choice.time_us is None:
+        us = choice.time_us if choice.served else xla.time_us(choice.problem)
+        if us is None:
             why = f"no kernel for {choice.problem}: {'; '.join(choice.reasons)}"
             return Price("XLA", xla_us, None, head.products, _saved(head), why)
-        fused_us += product.count * choice.time_us
-    runs = "fused" if xla_us is not None and fused_us <= xla_us else "XLA"
+        fused_us += product.count * us
+    runs = "fused" if xla_us is not None and fused_us <= _WORTH * xla_us else "XLA"
     return Price(runs, xla_us, fused_us, head.products, _saved(head))
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from cutjax.fusion.heads.head import Head
 from cutjax.fusion.heads.values import Label, Leaf, Value, evaluate
+from cutjax.fusion.tail import wide
 from cutjax.ops.arguments import to_int32
 from cutjax.primitives.vocabulary import LOG2_E
 
@@ -79,7 +80,7 @@ class Rows:
                 return stats.products[head.labels.index(label)]
             if inner.kind == "index":
                 return at
-            return self.known[inner].reshape(-1)[at] if inner.kind == "column" else self._read(inner)
+            return wide(self.known[inner].reshape(-1)[at]) if inner.kind == "column" else self._read(inner)
 
         return evaluate(value, read, self._at.setdefault(label, {}))
 

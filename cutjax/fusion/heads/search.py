@@ -49,9 +49,10 @@ class Search(Operands):
     # Equations that read values of the logits' size.
 
     def _full(self, eqn: Any, given: list[Full]) -> None:
-        name, out, first = eqn.primitive.name, eqn.outvars[0], given[0]
-        if eqn.effects or is_marked(eqn):
+        name, first = eqn.primitive.name, given[0]
+        if eqn.effects or is_marked(eqn) or len(eqn.outvars) != 1:
             raise Escape(f"{name}, which is to run as it is")
+        (out,) = eqn.outvars
         if any((x.axis, x.grid) != (first.axis, first.grid) for x in given):
             raise Escape(f"{name} of values that lie otherwise")
         if name == "dot_general":
