@@ -122,7 +122,11 @@ def test_losses_of_tokens_and_metrics_are_results():
         lse = jax.nn.logsumexp(logits, -1)
         losses = lse - picked(logits, y)
         sharpest = jnp.exp(logits.max(-1) - lse).max()
-        return (losses * jnp.arange(TOKENS, dtype=jnp.float32).reshape(y.shape)).sum(), (losses, jnp.exp(losses.mean()), sharpest)
+        return (losses * jnp.arange(TOKENS, dtype=jnp.float32).reshape(y.shape)).sum(), (
+            losses,
+            jnp.exp(losses.mean()),
+            sharpest,
+        )
 
     gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)
     assert products(gradient, x, w) == {3}

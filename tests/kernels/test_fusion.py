@@ -92,7 +92,13 @@ CASES = {
     "powers, reductions alone": (lambda *args: powers(*args)[1:], 1, (((M, 1), jnp.int32), ROW)),
     "powers and the largest": (powers_and_largest, 1, (((M, 1), jnp.int32), ROW)),
 }
-SPILLED = {"gelu": 16, "gelu and its argument": 16, "powers": 16, "powers, reductions alone": 16, "powers and the largest": 16}
+SPILLED = {
+    "gelu": 16,
+    "gelu and its argument": 16,
+    "powers": 16,
+    "powers, reductions alone": 16,
+    "powers and the largest": 16,
+}
 
 
 @needs_nvrtc
