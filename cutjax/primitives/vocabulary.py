@@ -113,7 +113,7 @@ class Head:
 
 
 class Summed(Protocol):
-    """What a product finds of rows, the sums of their powers among it."""
+    """Findings of a product by row, the sums of powers among them."""
 
     @property
     def sums(self) -> jax.Array: ...

@@ -1,4 +1,4 @@
-"""A program's equations with those of the calls in it, as one list: what jitted functions and custom rules run."""
+"""The equations of a program as one list, with those of jitted functions and of custom rules in the calls' places."""
 
 from __future__ import annotations
 

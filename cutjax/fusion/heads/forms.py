@@ -50,11 +50,11 @@ class Form:
     phi: Value = 1.0
 
     def scaled(self, by: Value) -> Form:
-        """Returns it times a value of rows; the terms are the same object."""
+        """Returns the form times a value of rows; the terms are the same object."""
         return self if is_number(by, 1.0) else Form(self.terms, times(self.factor, by), self.phi)
 
     def shaped(self, by: Value) -> Form:
-        """Returns it times a value of the product."""
+        """Returns the form times a value of the product."""
         return Form(self.terms, self.factor, times(self.phi, by))
 
     @property
@@ -168,7 +168,7 @@ def _selected(condition: Value | Form, no: Value | Form, yes: Value | Form) -> F
 
 
 def applied(eqn: Any, args: Sequence[Value | Form]) -> Value | Form:
-    """Returns what an elementwise equation makes of values of the logits' size, of rows or of columns.
+    """Returns the result of an elementwise equation on values of the logits' size, of rows or of columns.
 
     Raises:
       Escape: if that is no sum of terms.

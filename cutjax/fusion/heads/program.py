@@ -149,7 +149,7 @@ class Program:
         return [known[x] if x.kind == "column" else known[x].reshape(-1, 1) for x in self._tiles]
 
     def _of(self, acc: jax.Array, b: Sequence[jax.Array]) -> Callable[[Value], jax.Array]:
-        """Returns what computes values of the product in an epilogue, told its operands."""
+        """Returns the function that computes values of the product in an epilogue, told its operands."""
         given: dict[Leaf, jax.Array] = dict(zip(self._tiles, b, strict=True))
         return functools.partial(tile, acc=acc, given=given, memo={})
 

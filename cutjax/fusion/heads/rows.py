@@ -16,7 +16,7 @@ from cutjax.primitives.vocabulary import LOG2_E
 
 
 class Stats(NamedTuple):
-    """What the first product finds of rows, and the powers that it keeps.
+    """The sums of rows that the first product finds, and the powers that it keeps.
 
     Attributes:
       sums: of ``2^(l log2(e) - shift)``.

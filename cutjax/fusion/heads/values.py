@@ -139,7 +139,7 @@ def _where(condition: Any, x: Any, y: Any) -> Any:
 
 
 def as_number(x: Value) -> Value:
-    """Returns 1 where a condition holds, else 0."""
+    """Returns a condition as a number: 1 where it holds, else 0."""
     return expression(_as_number, x)
 
 
@@ -148,7 +148,7 @@ def _as_number(x: Any) -> Any:
 
 
 def bound(eqn: Any, args: Sequence[Value]) -> Expr:
-    """Returns what an elementwise equation makes of values."""
+    """Returns the result of an elementwise equation on values."""
     return expression(Bound(eqn), *args)
 
 
