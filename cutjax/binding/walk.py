@@ -74,6 +74,11 @@ def products(
     return list(_sharded(traced, found, where)), where
 
 
+def within(jaxpr: Any) -> Iterator[Found]:
+    """Yields the products of a program, as for CUDA on one device."""
+    return _walk(opened(jaxpr), "cuda", 1, True, False)
+
+
 def _of_arrays(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Any], dict[str, Any]]:
     """Returns a function of the arrays among some arguments, jitted, and these; all else stays as it is."""
     leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))

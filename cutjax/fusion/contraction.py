@@ -151,7 +151,7 @@ def _dense(eqn: Any) -> Contraction | str:
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     left, right = (x.aval for x in eqn.invars)
     batch = len(lb)
-    several = _are_divided(left, right) and left.ndim - batch - len(lc) > 1
+    several = are_divided(left, right) and left.ndim - batch - len(lc) > 1
     if several or tuple(lb) != tuple(range(batch)) or tuple(rb) != tuple(range(batch)):
         return planned(eqn)
     pairs = sorted(zip(lc, rc, strict=True))
@@ -183,7 +183,7 @@ def planned(eqn: Any, permutation: Sequence[int] | None = None) -> Contraction |
     itemsizes = tuple(x.dtype.itemsize for x in (left, right, out))
     dims = tuple(tuple(map(tuple, pair)) for pair in params["dimension_numbers"])
     order = None if permutation is None else tuple(permutation)
-    apart = _are_divided(left, right)
+    apart = are_divided(left, right)
     plan = contraction_plan(left.shape, right.shape, dims, order, itemsizes=itemsizes, apart=apart)
     if any(plan.copies):
         return "; ".join(filter(None, plan.copies))
@@ -196,7 +196,7 @@ def planned(eqn: Any, permutation: Sequence[int] | None = None) -> Contraction |
     return Contraction(plan.a.shape, plan.b.shape, shape, precision, plan.layout, plan, swapped=plan.swapped)
 
 
-def _are_divided(*avals: Any) -> bool:
+def are_divided(*avals: Any) -> bool:
     """True if arrays are known to lie on a mesh over which XLA divides: of merged rows it divides one axis alone."""
     meshes = [x.sharding.mesh for x in avals]
     return any(not mesh.empty and leaves_axes(mesh) for mesh in meshes)

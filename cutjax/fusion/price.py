@@ -34,7 +34,7 @@ _PASS_US = 1.0  # of a launch of XLA's
 # reach (0.55 to 0.9; the less the more they compute), and XLA's own products over their predicted time, which is low on
 # purpose: a kernel alone must beat the fastest that XLA may be.
 _PASS_BANDWIDTH = 0.7
-_EXPECTED = 1.09
+EXPECTED = 1.09
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ def of_product(found: Form, eqn: Any) -> Price:
     if isinstance(chosen, choose.Choice):
         return _by_xla(chosen)
     price = _of_problem(chosen, tuned.find(chosen))
-    return price.after(_pass_us(2 * found.moved, chosen.device)) if found.moved else price
+    return price.after(pass_us(2 * found.moved, chosen.device)) if found.moved else price
 
 
 @functools.lru_cache(maxsize=4096)
@@ -185,14 +185,14 @@ def of_region(plain: Price, eqn: Any, passes: int, moved: int, copied: int) -> P
     choice = _choice(eqn)
     problem, epilogue = choice.problem, eqn.params["epilogue"].primal
     read = sum(map(byte_count, eqn.invars[len(eqn.invars) - len(epilogue.operands) :]))
-    pass_us = _pass_us(moved + read, problem.device) + passes * _PASS_US
-    plain_us = problem.products * plain.plain_us + pass_us
+    passes_us = pass_us(moved + read, problem.device) + passes * _PASS_US
+    plain_us = problem.products * plain.plain_us + passes_us
     xla_us = None
     if plain.xla_us is not None:
         windows = eqn.params["product"] if isinstance(eqn.params["product"], Convolution) else None
         by_library = problem.products == 1 and library_has(epilogue, windows.form if windows else "")
-        xla_us = problem.products * plain.xla_us * (1.0 if plain.measured_xla or windows else _EXPECTED)
-        xla_us += 1e6 * read / problem.device.bytes_per_second if by_library else pass_us
+        xla_us = problem.products * plain.xla_us * (1.0 if plain.measured_xla or windows else EXPECTED)
+        xla_us += 1e6 * read / problem.device.bytes_per_second if by_library else passes_us
     alone = "kernel" if choose.leads(plain_us, xla_us, LEAD) else "XLA"
     if not choice.served or choice.time_us is None:
         why = f"no kernel has its tail: {'; '.join(choice.reasons)}"
@@ -201,7 +201,7 @@ def of_region(plain: Price, eqn: Any, passes: int, moved: int, copied: int) -> P
     # that was faster may not be the one that the tail gets. Nor is that of several products: over 17 recorded gates the
     # fastest takes 0.98 of what is predicted, give or take 6%.
     fused_us = choice.time_us * (max(plain.measured, 1.0) if problem.products == 1 else 1.0)
-    fused_us += _pass_us(copied, problem.device)
+    fused_us += pass_us(copied, problem.device)
     fused = choose.leads(fused_us, xla_us, GAIN) and (alone == "XLA" or fused_us <= plain_us)
     return Price("fused" if fused else alone, xla_us, plain_us, fused_us, merged=plain.merged)
 
@@ -221,6 +221,6 @@ def of_several(alone: Sequence[Price], eqn: Any) -> Price:
     return Price(runs, xla_us, plain_us, fused_us, merged=alone[0].merged)
 
 
-def _pass_us(nbytes: int, device: Device) -> float:
+def pass_us(nbytes: int, device: Device) -> float:
     """Returns the time in which a pass of XLA's moves so many bytes."""
     return 1e6 * nbytes / (device.bytes_per_second * _PASS_BANDWIDTH)

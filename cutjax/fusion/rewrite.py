@@ -19,6 +19,7 @@ from cutjax.fusion.flips import flip
 from cutjax.fusion.form import Form
 from cutjax.fusion.fp8 import Recipes, may_be_float8, quantized
 from cutjax.fusion.growth import MOST_PRODUCTS, NOTHING, Finder
+from cutjax.fusion.heads.rewrite import headed
 from cutjax.fusion.inline import inlined
 from cutjax.fusion.jaxprs import BODIES, MOVES, Graph, bodies, is_literal, opened, with_bodies, with_equations
 from cutjax.fusion.keys import Keys, argument
@@ -94,6 +95,8 @@ class Rewriter:
                 self.reports += (Report(eqn, "XLA", why) for eqn in products if eqn.primitive.name not in OWN)
                 return jaxpr
             jaxpr = narrowed(requantized(cancelled(jaxpr)))
+            jaxpr, heads = headed(jaxpr, self.policy == "always", self._keys, self._template)
+            self.reports += heads
             if self.fp8 is not None:
                 jaxpr, reports, wide = quantized(jaxpr, self.fp8, self._scope)
                 self.reports += reports

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from cutjax.primitives import product as products
 from cutjax.primitives.dense import Dense
 from cutjax.primitives.factors import Factors
 
+MEASURED = False  # whether these products have been timed on a device with their kernels: "auto" takes them only then
 CHUNK_BYTES = 376 * 2**20  # of what is kept of a chunk of rows
 LOG2_E = math.log2(math.e)
 SAMPLE = 256  # columns, of which the largest logit is taken for a shift
@@ -111,6 +112,16 @@ class Head:
         return dataclasses.replace(self, precision=precision)
 
 
+class Summed(Protocol):
+    """Findings of a product by row, the sums of powers among them."""
+
+    @property
+    def sums(self) -> jax.Array: ...
+
+
+Found = TypeVar("Found", bound=Summed)
+
+
 class Rows(NamedTuple):
     """The sums over rows of the logits that a product makes, and the powers that it keeps.
 
@@ -150,7 +161,21 @@ def rows_with_shift(
         total = None if rows.total is None else head.over(lax.psum, rows.total)
         return Rows(sums, known(head, picked, labels, w), total, rows.kept)
 
-    def far(rows: Rows) -> jax.Array:
+    return with_shift(head, x, w, b, multiplied)
+
+
+def with_shift(
+    head: Head, x: jax.Array, w: jax.Array, b: list[jax.Array], multiplied: Callable[[jax.Array, jax.Array], Found]
+) -> tuple[jax.Array, Found]:
+    """Returns the shift of each row, in units of log(2), and what a product finds with it.
+
+    Args:
+      head: whose logits are meant.
+      x, w, b: the operands, and what the logits are made of beside the product, of which columns of w have their own.
+      multiplied: of x and a shift, what the product finds; its ``sums`` are those of powers.
+    """
+
+    def far(rows: Found) -> jax.Array:
         return jnp.any((rows.sums < 2.0**-REACH) | (rows.sums > 2.0**REACH))
 
     def again(state: Any) -> Any:

@@ -127,7 +127,7 @@ class Facts:
     def _few_sums_of_rows(self) -> bool:
         """True if a lane keeps no more for reductions than a value or two for each of its rows."""
         staging, operands = self.staging, self.problem.epilogue.operands
-        few = len(staging.reductions) <= 2 and len(staging.results) <= 1 and staging.even and not staging.called
+        few = len(staging.reductions) <= 3 and len(staging.results) <= 1 and staging.even and not staging.called
         return few and all(out.axes == ("col",) for _, out in staging.reductions) and not any(x.col for x in operands)
 
 
