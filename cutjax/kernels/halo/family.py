@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 
 from cutjax.kernels.halo.config import ALONG, Config
-from cutjax.kernels.halo.geometry import Geometry, view_of
+from cutjax.kernels.halo.geometry import Geometry
 from cutjax.kernels.halo.kernel import ARCH, reasons, resolve
+from cutjax.kernels.halo.operands import taken
 from cutjax.kernels.prices import Prices, one_by_one
 from cutjax.kernels.problem import Problem
 
@@ -39,8 +40,8 @@ def configs(problem: Problem) -> Iterator[Config]:
     """Yields the shipped tiles, each with as many stages as fit."""
     if reasons(problem):
         return
-    view = view_of(problem)
-    axes, width = len(view.window), -(-problem.n // 16) * 16
+    view = taken(problem)
+    axes, width = len(view.window), -(-(problem.n // view.groups) // 16) * 16
     for bn in sorted({min(width, bn) for bn in COLUMNS}):
         for consumers in (2, 3, 4):
             for how in ALONG[axes]:
