@@ -36,7 +36,7 @@ def predict(kernel: Resolved, device: Device) -> float:
     loaded = of.pieces * of.box_bytes / L2
     # Of a step, warpgroups share the tensor cores and what is loaded, and each waits for what it does itself.
     waited = (multiplied + BETWEEN * len(kernel.staging.result_dtypes)) / c.consumers
-    step = _together(max(multiplied, loaded), waited)
+    step = together(max(multiplied, loaded), waited)
     blocks = max(1, min(device.sms // of.columns, of.runs))
     rounds = -(-of.runs // (blocks * c.consumers))
     steps = min(c.steps, -(-of.view.grid[0] // of.step)) + of.stacked - 1
@@ -46,10 +46,11 @@ def predict(kernel: Resolved, device: Device) -> float:
     moved = read + sum(p.m * p.n * dtype.itemsize for dtype in kernel.staging.result_dtypes)
     moved_us = moved / (MEMORY * device.bytes_per_second) * 1e6
     first_us = LAUNCH_US + copies_us(kernel.prepared, device) + of.weight_bytes / L2 * cycle(device)
-    return first_us + _together(us, moved_us)
+    return first_us + together(us, moved_us)
 
 
-def _together(*times: float) -> float:
+def together(*times: float) -> float:
+    """Returns the time of what runs at the same time."""
     return sum(time**POWER for time in times) ** (1 / POWER)
 
 

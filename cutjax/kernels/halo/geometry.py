@@ -20,8 +20,8 @@ BOX = 256  # pixels of a TMA box along an axis
 class Geometry:
     """The steps of a config, of one problem. Axes are counted from the innermost one on.
 
-    A row of a box is a pixel's piece of channels. Of packed windows, those of few channels, it is a row of memory, and a
-    window begins every 16 bytes of it: those of neighbours share the rest of theirs.
+    A row of a box is a pixel's piece of channels. Of packed windows, those of few channels, it is a row of memory, of
+    which a window begins every 16 bytes: those of neighbours share the rest of theirs.
 
     Attributes:
       problem, config: which.

@@ -53,7 +53,7 @@ def taps_of(problem: Problem) -> Taps:
 
 @functools.lru_cache(maxsize=1024)
 def prepared(problem: Problem) -> tuple[Prepared, ...]:
-    """Returns the operands of which a kernel reads copies: images and weights of few channels, joined or odd weights."""
+    """Returns the operands of which a kernel reads copies: of few channels both, weights of groups or odd columns."""
     packing, of, b, found = packing_of(problem), taken(problem), problem.bs[0], []
     view, steps = view_of(problem), list[Step]()
     if packing:

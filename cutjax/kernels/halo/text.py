@@ -58,6 +58,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "common/staging.cuh",
             "common/scheduler.cuh",
             wgmma(of.stacked * config.bn, a.dtype, b.dtype, True, not of.of_columns),
+            "halo/pipeline.cuh",
             "halo/tile.cuh",
             "halo/atoms.cuh",
             "halo/load.cuh",
