@@ -14,6 +14,11 @@ from benchmarks.models.layers import Maker
 Array = jax.Array
 
 
+# Of a residual branch's last norm, as it begins: many recipes have 0. At 1 rounding grows from block to block, and the
+# gradients of ResNet-50 in bfloat16 are noise: on a CPU 1.2 of their norm from those in float32, at 0.2 0.3 of it.
+LAST_SCALE = 0.2
+
+
 class Bottleneck(nnx.Module):
     """A residual block of ResNet: 1x1, 3x3 with the stride, and 1x1 to four times the width."""
 
@@ -21,7 +26,8 @@ class Bottleneck(nnx.Module):
         cout = 4 * width
         sizes = (cin, width, 1, 1), (width, width, 3, stride), (width, cout, 1, 1)
         self.convs = nnx.List([make.conv(*size, use_bias=False) for size in sizes])
-        self.norms = nnx.List([make.batch_norm(size[1]) for size in sizes])
+        scales = 1.0, 1.0, LAST_SCALE
+        self.norms = nnx.List([make.batch_norm(size[1], scale) for size, scale in zip(sizes, scales, strict=True)])
         same = stride == 1 and cin == cout
         self.shortcut = nnx.data(None if same else make.conv(cin, cout, 1, stride, use_bias=False))
         self.shortcut_norm = nnx.data(None if same else make.batch_norm(cout))

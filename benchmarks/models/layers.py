@@ -110,9 +110,10 @@ class Maker(NamedTuple):
         how = {"strides": (stride,) * self.rank, "dtype": self.dtype, "rngs": self.rngs, **how}
         return self.layers.conv_transpose(cin, cout, (size,) * self.rank, **how)
 
-    def batch_norm(self, channels: int) -> nnx.BatchNorm:
-        """Returns the norm of each channel over a batch."""
-        return nnx.BatchNorm(channels, use_running_average=False, dtype=self.dtype, rngs=self.rngs)
+    def batch_norm(self, channels: int, scale: float = 1.0) -> nnx.BatchNorm:
+        """Returns the norm of each channel over a batch, whose scale begins at a number."""
+        init = nnx.initializers.constant(scale)
+        return nnx.BatchNorm(channels, use_running_average=False, dtype=self.dtype, scale_init=init, rngs=self.rngs)
 
     def group_norm(self, channels: int, groups: int = 32) -> nnx.GroupNorm:
         """Returns the norm of groups of an image's channels."""

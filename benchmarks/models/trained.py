@@ -194,7 +194,7 @@ def _of_nnx(
     """Returns a model of NNX. The running averages of its norms are not kept from step to step."""
 
     def built(found: Any, key: jax.Array) -> nnx.Module:
-        return build(Maker(found.layers, nnx.Rngs(key), rank))
+        return build(Maker(found.layers, nnx.Rngs(key), rank, found.dtype))
 
     def init(key: jax.Array) -> tuple[Any, Any]:
         of_params, of_inputs = jax.random.split(key)

@@ -23,7 +23,8 @@ Array = jax.Array
 class Way(NamedTuple):
     """Name, Linen's modules by role, products outside of modules, layers of NNX, and the transformations around.
 
-    Those are of the differentiated function, and of the whole step, which overwrites its first argument.
+    Those are of the differentiated function, and of the whole step, which overwrites its first argument. The dtype is
+    that in which layers of NNX compute.
     """
 
     name: str
@@ -36,14 +37,17 @@ class Way(NamedTuple):
     layers: Layers
     transform: Callable[[Callable], Callable] = lambda function: function
     of_step: Callable[[Callable], Callable] = lambda function: function
+    dtype: Any = jnp.bfloat16
 
 
 def way(name: str) -> Way:
-    """Returns the way of that name; "onehot" is "jax" with every expert for every token."""
+    """Returns the way of that name; "onehot" is "jax" with every expert for every token, "float32" in that dtype."""
     if name == "jax":
         return Way(name, Dense, nn.DenseGeneral, GatedMLP, MoE, jax.lax.dot_general, jnp.einsum, plain())
     if name == "onehot":
         return way("jax")._replace(name=name, moe=EveryExpert)
+    if name == "float32":
+        return way("jax")._replace(name=name, transform=exactly, dtype=jnp.float32)
     if name == "dropin":
         dense = functools.partial(Dense, dot_general=cutjax.dot_general)
         return Way(
@@ -66,6 +70,16 @@ def way(name: str) -> Way:
         modules = linen.Dense, linen.DenseGeneral, linen.GatedMLP, linen.MoE
         return Way(name, *modules, cutjax.dot_general, cutjax.einsum, ours())
     raise ValueError(f"unknown way {name!r}, expected one of {WAYS}")
+
+
+def exactly(function: Callable) -> Callable:
+    """Returns the function with products of float32 that round operands nowhere."""
+
+    def found(*args: Any) -> Any:
+        with jax.default_matmul_precision("highest"):
+            return function(*args)
+
+    return found
 
 
 class Dense(nn.Dense):

@@ -22,7 +22,6 @@ TINY = {
     "tiny deepseek block": ("fuse",),
     "tiny gpt2 medium": ("step",),
     "tiny resnet50": ("flax",),
-    "tiny hifi-gan": ("dropin",),
 }
 TRACED = ("tiny vit b16", "tiny convnext-t", "tiny diffusion u-net", "tiny 3-d u-net", "tiny efficientnet-b0")
 RUN = suite.Run("host", Roofline(math.nan, math.nan))
@@ -87,6 +86,29 @@ def test_a_way_that_is_wrong_or_fails_is_told(quick, monkeypatch):
     assert rows["dropin"].failure.startswith("wrong: losses differ by")
     assert rows["flax"].failure == "RuntimeError: no such thing"
     assert not rows["jax"].failure
+
+
+def test_gradients_of_a_network_with_norms_are_compared_with_float32(quick, monkeypatch):
+    right = ways.way
+
+    def wrong(name):
+        def halved(gradient):
+            def found(*args):
+                value, grads = gradient(*args)
+                return value, jax.tree.map(lambda x: x / 2, grads)
+
+            return found
+
+        return right("jax")._replace(name=name, transform=halved) if name == "step" else right(name)
+
+    monkeypatch.setattr(ways, "way", wrong)
+    asked = suite.Run("host", RUN.roofline, peers=("dropin", "step"))
+    rows = {row.product: row for row in programs.measure_case(PROGRAMS["tiny hifi-gan"], asked)}
+    assert 0 < rows["jax"].figures["gradients"] < 0.1
+    assert not rows["jax"].failure
+    assert not rows["dropin"].failure
+    assert rows["step"].figures["gradients"] > 0.4
+    assert rows["step"].failure.startswith("wrong")
 
 
 def test_the_command_line(quick, tmp_path):

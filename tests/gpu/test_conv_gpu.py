@@ -62,6 +62,16 @@ SPREAD = {
     "3d up 2": view(2, (5, 6, 4), (3, 3, 3), 32, low=(2, 1, 2), high=(1, 2, 1), spread=(2, 2, 2)),
     "3d up 2 to odd sizes": view(2, (5, 6, 4), (3, 3, 3), 32, low=(2, 2, 2), high=(2, 2, 2), spread=(2, 2, 2)),
 }
+HALOS_OF = {
+    "2d stem": view(2, (74, 141), (7, 7), 3, (2, 2), low=(3, 3), high=(3, 3)),
+    "2d of 4 channels": view(9, (10, 9), (3, 3), 4, low=(1, 1), high=(1, 1)),
+    "1d of a channel": view(3, (5000,), (7,), 1, low=(3,), high=(3,)),
+    "3d /2 of 3 channels": view(1, (9, 10, 19), (3, 3, 3), 3, (2, 2, 2), low=(1, 1, 1), high=(1, 1, 1)),
+    "32 groups of 4": view(3, (28, 70), (3, 3), 4, low=(1, 1), high=(1, 1), groups=32),
+    "4 groups of 64": view(9, (14, 14), (3, 3), 64, low=(1, 1), high=(1, 1), groups=4),
+    "1d to few columns": view(3, (5000,), (7,), 64, low=(3,), high=(3,)),
+    "2d to few columns": view(3, (40, 70), (3, 3), 72, low=(1, 1), high=(1, 1)),
+}
 CONFIGS = [
     Config(64, 64, 64, 6),
     Config(128, 128, 64, 4),
@@ -219,16 +229,17 @@ def _groups() -> list[Item]:
 def _halos() -> list[Item]:
     """The halo kernels of every number of warpgroups, of whole runs and short ones."""
     found = []
-    for i, (name, of) in enumerate(GEOMETRIES.items()):
-        for j, kind in enumerate((*KINDS[:3], "backwards")):
-            dtype = (H, np.dtype(np.float16))[(i + j) % 2]
-            problem = asked(of, (32, 72, 136, 24)[(i + j) % 4], kind, dtype=dtype, out_dtype=(dtype, F32)[i % 2])
-            served = [config for config in cutjax.candidates(problem) if isinstance(config, halo.Config)]
-            shapes = {(config.bn, config.consumers, config.along): config for config in reversed(served)}
-            for config in [*shapes.values()][(i + j) % 3 :: 3]:
-                found.append(Item(problem, config, f"{kind}: {name} {config}", 1 + j % 3))
-                short = dataclasses.replace(config, steps=2, stages=2)
-                found.append(Item(problem, short, f"{kind}: {name} {short}", 1 + i % 3))
+    for i, (name, of) in enumerate((GEOMETRIES | HALOS_OF).items()):
+        for j, kind in enumerate((*KINDS[:3], "backwards", "weights")):
+            dtype, n = (H, np.dtype(np.float16))[(i + j) % 2], (32, 72, 136, 24)[(i + j) % 4]
+            n = 2 * of.channels * of.groups if of.groups > 1 else 3 if "to few" in name else n
+            problem = asked(of, n, kind, dtype=dtype, out_dtype=(dtype, F32)[i % 2])
+            served = reversed([*halo.configs(problem)])
+            shapes = {(config.bn, config.consumers, config.along, config.taps): config for config in served}
+            for place, config in enumerate([*shapes.values()][(i + j) % 4 :: 4]):
+                if (place + j) % 2:
+                    config = dataclasses.replace(config, steps=2, stages=2, splits=1)
+                found.append(Item(problem, config, f"{kind}: {name} {config}", 1 + (i + j) % 3))
     return found
 
 

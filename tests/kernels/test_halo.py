@@ -13,11 +13,11 @@ import pytest
 import windows
 
 from cutjax.epilogue.trace import trace
-from cutjax.kernels import convolution
+from cutjax.kernels import convolution, prepared
 from cutjax.kernels.families import CONFIGS, config_of, fields_of
 from cutjax.kernels.halo import family, kernel
 from cutjax.kernels.halo.config import Config
-from cutjax.kernels.halo.geometry import view_of
+from cutjax.kernels.halo.operands import packing_of, taken, view_of
 from cutjax.kernels.operand import Taps
 from cutjax.runtime import compiler
 from cutjax.runtime.launch import Int32
@@ -25,9 +25,10 @@ from cutjax.runtime.launch import Int32
 needs_gxx = pytest.mark.skipif(not kernel_host.installed(), reason="needs g++")
 needs_nvrtc = pytest.mark.skipif(compiler.compiler_missing() is not None, reason=str(compiler.compiler_missing()))
 
-GEOMETRIES = 4  # random ones; 60 are worth it after a change of the device text
+GEOMETRIES = 8  # random ones; 120 are worth it after a change of the device text
 DTYPES = np.dtype(jnp.bfloat16), np.dtype(np.float16)
 ALONG = {1: ("row",), 2: ("row", "images"), 3: ("grid",)}
+WAYS = ("", "few channels", "groups", "odd columns")
 
 
 def run(found, arrays, folder):
@@ -46,17 +47,27 @@ def random_case(seed):
     window = tuple(rng.integers(1, 4, rank).tolist())
     dilation = tuple(rng.choice([1, 1, 2, 3], rank).tolist())
     low, high = (tuple(rng.integers(-1, 4, rank).tolist()) for _ in range(2))
-    high = tuple(
-        max(h, (k - 1) * d + 1 - n - lo) for h, k, d, n, lo in zip(high, window, dilation, image, low, strict=True)
-    )
-    channels = int(rng.choice([8, 16, 32, 72, 96]))
-    of = windows.view(int(rng.integers(1, 10)), image, window, channels, None, dilation, low, high)
-    n = int(rng.choice([8, 16, 24, 40]))
-    problem = windows.asked(of, n, ("in order", "backwards", "flipped", "some taps")[rng.integers(4)])
-    config = Config(
-        int(rng.choice([16, 32])), 2, 2, str(rng.choice(ALONG[len(view_of(problem).window)])), int(rng.integers(1, 40))
-    )
-    return problem, config, rng
+    way, kind = WAYS[seed % 4], ("in order", "backwards", "flipped", "some taps")[rng.integers(4)]
+    channels, n, groups, strides = int(rng.choice([8, 16, 32, 72, 96])), int(rng.choice([8, 16, 24, 40])), 1, None
+    if way == "few channels":
+        of_all, of_last = tuple(rng.integers(1, 4, rank - 1).tolist()), int(rng.choice([1, 2]))
+        channels, strides, dilation = int(rng.integers(1, 8 // of_last + 1)), (*of_all, of_last), (*dilation[:-1], 1)
+        window, kind = (*window[:-1], int(rng.integers(3, 8))), ("in order", "backwards")[rng.integers(2)]
+    elif way == "groups":
+        channels, groups = int(rng.choice([4, 8, 16, 32])), int(rng.choice([2, 4]))
+        n = groups * int(rng.choice([1, 2])) * channels
+    elif way == "odd columns":
+        n = int(rng.integers(1, 8))
+    along = zip(high, window, dilation, image, low, strict=True)
+    high = tuple(max(h, (k - 1) * d + 1 - size - lo) for h, k, d, size, lo in along)
+    of = windows.view(int(rng.integers(1, 10)), image, window, channels, strides, dilation, low, high, groups)
+    problem = windows.asked(of, n, kind)
+    if way == "few channels" and not packing_of(problem):
+        return random_case(seed + 1000)
+    columns = n // taken(problem).groups
+    bn = int(rng.choice([x for x in (16, 32) if taken(problem).groups == 1 or columns % x == 0]))
+    how = str(rng.choice(ALONG[len(view_of(problem).window)]))
+    return problem, Config(bn, 2, 2, how, int(rng.integers(1, 40))), rng
 
 
 @needs_gxx
@@ -67,7 +78,9 @@ def test_small_integers_are_exact(seed, tmp_path):
     assert not isinstance(found, tuple), found
     x, w = (rng.integers(-2, 3, shape).astype(problem.a.dtype) for shape in windows.shapes(problem))
     expected = windows.product(problem, x, w)
-    np.testing.assert_array_equal(run(found, (x, w), tmp_path), expected.astype(problem.out_dtype))
+    given, _ = prepared.make(found.prepared, [jnp.asarray(x), jnp.asarray(w)])
+    given = [np.asarray(x) for x in given]
+    np.testing.assert_array_equal(run(found, given, tmp_path), expected.astype(problem.out_dtype))
 
 
 def of(images=2, image=(16, 16), window=(3, 3), channels=32, **more):
@@ -79,7 +92,6 @@ def of(images=2, image=(16, 16), window=(3, 3), channels=32, **more):
 REFUSED = {
     "stride": convolution.forward(of(strides=(2, 2)), 32),
     "zeros between": convolution.forward(of(spread=(2, 2)), 32),
-    "groups": convolution.forward(of(channels=16, groups=2), 32),
     "gradient of weights": convolution.weight_gradient(of(), 32),
     "16 bytes": convolution.forward(of(channels=12), 32),
     "halos are of bf16": convolution.forward(of(), 32, dtype=np.float32),
@@ -138,6 +150,28 @@ def test_kernels_have_no_spills(rank, kind):
                     assert not isinstance(found, tuple), found
                 if not isinstance(found, tuple):
                     lean(found)
+
+
+OTHERS = {
+    "stem": (windows.view(8, (20, 20), (7, 7), 3, (2, 2), None, (3, 3), (2, 2)), 64, 3, "row"),
+    "few channels": (of(channels=4), 64, 2, "images"),
+    "signals": (of(image=(400,), window=(7,), channels=1), 32, 4, "row"),
+    "groups": (of(channels=4, groups=16), 64, 3, "row"),
+    "groups of volumes": (of(image=(20, 20, 20), window=(3, 3, 3), channels=64, groups=2), 128, 2, "grid"),
+    "odd columns": (of(), 3, 4, "row"),
+}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_windows_have_no_spills(name):
+    view, n, consumers, how = OTHERS[name]
+    for kind in ("in order", "backwards"):
+        problem = windows.asked(view, n, kind, dtype=jnp.bfloat16, out_dtype=jnp.bfloat16)
+        found = kernel.resolve(problem, Config(min(32 if view.groups > 1 else 64, -(-n // 16) * 16), consumers, 2, how))
+        assert not isinstance(found, tuple), found
+        assert found.unmeasured == ("" if (name, kind) == ("odd columns", "backwards") else found.unmeasured)
+        lean(found)
 
 
 def test_all_taps_are_read_backwards_too():

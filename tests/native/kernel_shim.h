@@ -278,7 +278,8 @@ void cp_async_wait_group() {}
 
 // ---- mbarriers and TMA ----
 
-// Of sizes, strides and boxes the innermost first; an element has `bytes`, a row of the box at most `span`.
+// Of sizes, strides and boxes the innermost first; an element has `bytes`, a row of the box at most `span`, or any where
+// that is 0, and nothing swizzled.
 struct TensorMap {
   const char* base;
   long long dims[5], strides[4];
@@ -359,7 +360,7 @@ static void cp_async_bulk_load(u32 address, const void* p, u32 bytes, u32 barrie
 
 template <int RANK>
 void tma_load(u32 destination, const TensorMap* map, u32 barrier, const long long (&from)[RANK]) {
-  if (destination % (8 * map->span)) fail("a box that does not begin where its swizzle does");
+  if (destination % std::max(128, 8 * map->span)) fail("a box that does not begin where its swizzle does");
   int row = map->box[0] * map->bytes, lines = 1;
   for (int d = 1; d < RANK; ++d) lines *= map->box[d];
   for (int line = 0; line < lines; ++line)
@@ -382,7 +383,7 @@ void tma_load(u32 destination, const TensorMap* map, u32 barrier, const long lon
         }
       }
       u32 offset = destination + line * row + i * map->bytes;
-      offset ^= (offset >> 7 & (map->span / 16 - 1)) << 4;
+      if (map->span) offset ^= (offset >> 7 & (map->span / 16 - 1)) << 4;
       std::memcpy(shared_memory + offset, element, map->bytes);
     }
   mbarriers.at(barrier).update(0, -row * lines);

@@ -26,16 +26,21 @@ struct WgmmaDescriptor {
   u64 at(u32 bytes) const { return HIGH << 32 | (low + (bytes >> 4)); }
 };
 
+static float wide(u32 at) {
+  u32 bits = load_shared<u16>(at);
+  return F16 ? f16_to_f32(bits) : __uint_as_float(bits << 16);
+}
+
 // Element k of a row, or of a column, of the matrix that a descriptor says.
 static float element_of(u64 descriptor, bool k_major, int row, int k) {
   u32 first = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
-  u32 stride = (descriptor >> 32 & 0x3fff) << 4, span = 256 >> (descriptor >> 62);
+  u32 stride = (descriptor >> 32 & 0x3fff) << 4, mode = descriptor >> 62, span = mode ? 256 >> mode : 16;
+  if (mode == 0 && k_major) return wide(first + row / 8 * stride + row % 8 * 16 + k / 8 * leading + k % 8 * 2);
   int chunk = span / 2;
   u32 at = k_major ? first + row / 8 * stride + row % 8 * span + k * 2
                    : first + row / chunk * leading + k / 8 * stride + k % 8 * span + row % chunk * 2;
   at ^= (at >> 7 & (span / 16 - 1)) << 4;
-  u32 bits = load_shared<u16>(at);
-  return F16 ? f16_to_f32(bits) : __uint_as_float(bits << 16);
+  return wide(at);
 }
 
 template <int COUNT>

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cutjax.kernels.arguments import Argument, extras, integer, partials
-from cutjax.kernels.halo.geometry import Geometry, taps_of
+from cutjax.kernels.halo.geometry import Geometry
+from cutjax.kernels.halo.operands import taps_of
 from cutjax.kernels.halo.resolved import Resolved
+from cutjax.kernels.sm90.packed import padded_to
 from cutjax.runtime.launch import Pointer, TensorMap
 
 
@@ -51,6 +53,11 @@ def _of_images(of: Geometry) -> Iterator[tuple[str, int]]:
     yield "step", of.step
     yield "apart", of.apart
     yield "steps", of.config.steps
+    if of.packing or view.groups > 1:  # what others do not read
+        yield "group_channels", view.channels
+        yield "group_columns", of.problem.n // view.groups
+    for i, stride in enumerate(view.strides[::-1] if of.packing else ()):
+        yield f"strides{i}", stride
 
 
 def _of_weights(of: Geometry) -> Iterator[tuple[str, int]]:
@@ -60,27 +67,28 @@ def _of_weights(of: Geometry) -> Iterator[tuple[str, int]]:
         steps.append(step * inner)
         inner *= stored
     yield "first", place
-    stacked = steps[-1]
-    if of.axes > 1:
-        steps[-1] = 0
     for i, step in enumerate([*steps, *[0] * (3 - of.axes)]):
         yield f"step{i}", step
-    yield "stacked", stacked
+    yield "stacked", steps[-1]
 
 
 def images_map(of: Geometry) -> TensorMap:
     """Returns the tensor map of images, of which a load takes the box of a step."""
-    view, a = of.view, of.problem.a
-    strides = [a.bytes(view.channels)]
-    for size in view.image[::-1]:
-        strides.append(strides[-1] * size)
+    view, a, packing = of.view, of.problem.a, of.packing
+    if packing:
+        _, *strides = packing.strides(a.bytes(1))
+        dims, strides = (of.row, strides[0] // a.bytes(of.row), *view.image[-2::-1]), [a.bytes(of.row), *strides]
+    else:
+        dims, strides = (view.groups * view.channels, *view.image[::-1]), [a.bytes(view.groups * view.channels)]
+        for size in view.image[::-1]:
+            strides.append(strides[-1] * size)
     return TensorMap(
         buffer=0,
         dtype=a.dtype,
-        dims=(view.channels, *view.image[::-1], view.images),
+        dims=(*dims, view.images),
         strides=tuple(strides),
-        box=(of.chunk, *of.box),
-        swizzle=of.span,
+        box=(of.row, *of.box),
+        swizzle=0 if packing else of.span,
         l2_bytes=256 if strides[0] % 128 == 0 else 128,
     )
 
@@ -88,17 +96,16 @@ def images_map(of: Geometry) -> TensorMap:
 def weights_map(of: Geometry) -> TensorMap:
     """Returns the tensor map of the weights of a tap."""
     p, view, b = of.problem, of.view, of.problem.bs[0]
-    taps, along_k = taps_of(p), b.contiguous == "k"
-    dims = (view.channels, p.n) if along_k else (p.n, view.channels)
-    count, pitch = 1, b.bytes(dims[0])
-    for size in taps.stored:
+    dims = (p.n, view.channels) if of.of_columns else (view.groups * view.channels, p.n // view.groups)
+    count, pitch = 1, b.bytes(padded_to(dims[0], 8))
+    for size in taps_of(p).stored:
         count *= size
     return TensorMap(
         buffer=1,
         dtype=b.dtype,
         dims=(*dims, count),
         strides=(pitch, pitch * dims[1]),
-        box=(of.chunk, of.config.bn, 1) if along_k else (of.n_chunk, of.chunk, 1),
-        swizzle=of.span if along_k else b.bytes(of.n_chunk),
+        box=(of.n_chunk, of.chunk, 1) if of.of_columns else (of.chunk, of.config.bn, 1),
+        swizzle=b.bytes(of.n_chunk) if of.of_columns else of.span,
         l2_bytes=128,
     )

@@ -5,6 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+# Parts of kernels that have not run on a device yet; "auto" takes none that has one.
+UNMEASURED = (
+    "groups of channels",
+    "windows of few channels",
+    "columns that are no whole units of 16 bytes",
+    "gradients of weights",
+)
 ALONG = {1: ("row",), 2: ("row", "images"), 3: ("grid",)}  # by the axes of an image
 # Of sums in a thread's registers, by the warpgroups that multiply, and of columns where operands vary along rows and
 # columns. Calibrated on the compiler's report: no spill below (tests/kernels/test_halo.py).
@@ -18,11 +25,13 @@ class Config:
 
     Attributes:
       bn: columns of a block.
-      consumers: warpgroups of a block that multiply, each for itself.
-      stages: boxes of pixels in shared memory for each of them.
+      consumers: warpgroups of a block that multiply: each for itself, or, of a gradient of weights, each some taps.
+      stages: boxes of pixels in shared memory, for each of them or for all.
       along: the axis along which the 8 groups of 8 pixels lie that a warpgroup multiplies: "row" the innermost, "grid"
         the next one, "images" that of images.
       steps: of a run along the outermost axis, at most.
+      taps: of a gradient of weights, those along the innermost axis that are columns of one wgmma; 0 for none such.
+      splits: of its pixels, which XLA adds up.
 
     Raises:
       ValueError: a field is outside its range; lists every reason.
@@ -33,10 +42,10 @@ class Config:
     stages: int = 4
     along: str = "row"
     steps: int = 64
+    taps: int = 0
+    splits: int = 1
 
-    # What kernels of other families may have.
-    swap: ClassVar[bool] = False
-    splits: ClassVar[int] = 1
+    swap: ClassVar[bool] = False  # what kernels of other families may have
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -47,13 +56,14 @@ class Config:
         found = []
         if self.bn not in range(8, 257, 8):
             found.append(f"bn={self.bn}: wgmma takes multiples of 8 columns, at most 256")
-        if not 2 <= self.consumers <= 4:
-            found.append(f"consumers={self.consumers}, expected 2 to 4")
+        if not 1 <= self.consumers <= 4:
+            found.append(f"consumers={self.consumers}, expected 1 to 4")
         if not 2 <= self.stages <= 16:
             found.append(f"stages={self.stages}: loading one box while another is read takes 2, at most 16")
         if self.along not in (known := {how for hows in ALONG.values() for how in hows}):
             found.append(f"along={self.along!r}, expected one of {sorted(known)}")
-        if self.steps < 1:
-            found.append(f"steps={self.steps}, expected at least 1")
+        for name, least in {"steps": 1, "taps": 0, "splits": 1}.items():
+            if getattr(self, name) < least:
+                found.append(f"{name}={getattr(self, name)}, expected at least {least}")
         if found:
             raise ValueError(f"HaloConfig: {'; '.join(found)}")

@@ -6,6 +6,7 @@ import math
 
 from cutjax.kernels.device import Device
 from cutjax.kernels.halo.resolved import Resolved
+from cutjax.kernels.prepared import copies_us
 
 # Fitted to 73 kernels of 11 convolutions on an H200: those predicted fastest were at most 2% slower than the fastest of
 # their convolution, but 9% of one that memory bounds. A third warpgroup hides what two do not.
@@ -35,18 +36,21 @@ def predict(kernel: Resolved, device: Device) -> float:
     loaded = of.pieces * of.box_bytes / L2
     # Of a step, warpgroups share the tensor cores and what is loaded, and each waits for what it does itself.
     waited = (multiplied + BETWEEN * len(kernel.staging.result_dtypes)) / c.consumers
-    step = _together(max(multiplied, loaded), waited)
+    step = together(max(multiplied, loaded), waited)
     blocks = max(1, min(device.sms // of.columns, of.runs))
     rounds = -(-of.runs // (blocks * c.consumers))
     steps = min(c.steps, -(-of.view.grid[0] // of.step)) + of.stacked - 1
     us = rounds * (c.consumers * steps * step + RUN) * cycle(device)
-    read = p.a.bytes(of.view.elements) * (1 + AGAIN * (of.columns - 1))
+    pixels = next((x.written for x in kernel.prepared if x.name == "a"), p.a.bytes(of.view.elements))
+    read = pixels * (1 + AGAIN * (of.columns // of.view.groups - 1))
     moved = read + sum(p.m * p.n * dtype.itemsize for dtype in kernel.staging.result_dtypes)
     moved_us = moved / (MEMORY * device.bytes_per_second) * 1e6
-    return LAUNCH_US + of.weight_bytes / L2 * cycle(device) + _together(us, moved_us)
+    first_us = LAUNCH_US + copies_us(kernel.prepared, device) + of.weight_bytes / L2 * cycle(device)
+    return first_us + together(us, moved_us)
 
 
-def _together(*times: float) -> float:
+def together(*times: float) -> float:
+    """Returns the time of what runs at the same time."""
     return sum(time**POWER for time in times) ** (1 / POWER)
 
 

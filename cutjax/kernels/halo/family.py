@@ -1,19 +1,22 @@
-"""The halo family: convolutions of stride 1 of few channels, whose images are loaded once for all taps, on sm_90a."""
+"""The halo family: convolutions of few channels, whose images are loaded once for all taps, on sm_90a."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
 
+from cutjax.kernels.base import Kernel
+from cutjax.kernels.halo import kernel, weights_kernel
 from cutjax.kernels.halo.config import ALONG, Config
-from cutjax.kernels.halo.geometry import Geometry, view_of
-from cutjax.kernels.halo.kernel import ARCH, reasons, resolve
+from cutjax.kernels.halo.geometry import Geometry
+from cutjax.kernels.halo.operands import taken
 from cutjax.kernels.prices import Prices, one_by_one
 from cutjax.kernels.problem import Problem
 
 __all__ = ["Config", "competes", "configs", "name", "prices", "reasons", "resolve", "stores_in_order"]
 
 name = "halo"
+reasons = kernel.reasons
 
 COLUMNS = (16, 32, 48, 64, 96, 128)
 STAGES = (8, 6, 4, 3, 2)
@@ -27,7 +30,14 @@ def competes(problem: Problem) -> bool:
 
 def stores_in_order(problem: Problem) -> bool:
     """True of what it does not serve: results of convolutions are row-major."""
-    return problem.arch != ARCH or bool(reasons(problem))
+    return problem.arch != kernel.ARCH or bool(reasons(problem))
+
+
+def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
+    """Returns the kernel, or every reason why the config cannot serve the problem."""
+    if found := reasons(problem):
+        return found
+    return (kernel if problem.a.contiguous == "k" else weights_kernel).resolve(problem, config)
 
 
 def prices(problem: Problem) -> Prices:
@@ -39,8 +49,11 @@ def configs(problem: Problem) -> Iterator[Config]:
     """Yields the shipped tiles, each with as many stages as fit."""
     if reasons(problem):
         return
-    view = view_of(problem)
-    axes, width = len(view.window), -(-problem.n // 16) * 16
+    if problem.a.contiguous != "k":
+        yield from weights_kernel.configs(problem)
+        return
+    view = taken(problem)
+    axes, width = len(view.window), -(-(problem.n // view.groups) // 16) * 16
     for bn in sorted({min(width, bn) for bn in COLUMNS}):
         for consumers in (2, 3, 4):
             for how in ALONG[axes]:

@@ -1,4 +1,4 @@
-"""Steps of a convolution of stride 1, and the boxes of pixels that they are computed of."""
+"""Steps of a convolution, and the boxes of pixels that they are computed of."""
 
 from __future__ import annotations
 
@@ -7,30 +7,21 @@ import functools
 import math
 
 from cutjax.kernels.halo.config import Config
-from cutjax.kernels.operand import Im2col, Taps
+from cutjax.kernels.halo.operands import PLACE, ROW, packing_of, taken
+from cutjax.kernels.operand import Im2col
 from cutjax.kernels.problem import Problem
+from cutjax.kernels.sm90.packed import Packing, padded_to
 
 SPANS = (128, 64, 32)  # bytes of a pixel in shared memory
 BOX = 256  # pixels of a TMA box along an axis
 
 
-def view_of(problem: Problem) -> Im2col:
-    """Returns the windows of a problem that has such."""
-    assert isinstance(problem.a.view, Im2col)
-    return problem.a.view
-
-
-def taps_of(problem: Problem) -> Taps:
-    """Returns the taps of its weights, in order where nothing else is said."""
-    view, b = view_of(problem), problem.bs[0]
-    axes = len(view.window)
-    in_order = Taps(view.window, view.window, (0,) * axes, (1,) * axes, view.groups)
-    return b.view if isinstance(b.view, Taps) else in_order
-
-
 @dataclasses.dataclass(frozen=True)
 class Geometry:
     """The steps of a config, of one problem. Axes are counted from the innermost one on.
+
+    A row of a box is a pixel's piece of channels. Of packed windows, those of few channels, it is a row of memory, of
+    which a window begins every 16 bytes: those of neighbours share the rest of theirs.
 
     Attributes:
       problem, config: which.
@@ -41,8 +32,18 @@ class Geometry:
 
     @functools.cached_property
     def view(self) -> Im2col:
-        """The windows."""
-        return view_of(self.problem)
+        """The windows as they are multiplied."""
+        return taken(self.problem)
+
+    @property
+    def packing(self) -> Packing | None:
+        """The packing of windows of few channels."""
+        return packing_of(self.problem)
+
+    @property
+    def of_columns(self) -> bool:
+        """True if weights lie along their columns."""
+        return self.packing is not None or self.problem.bs[0].contiguous == "mn"
 
     @property
     def axes(self) -> int:
@@ -52,8 +53,11 @@ class Geometry:
     @functools.cached_property
     def chunk(self) -> int:
         """Channels of a piece: as many as make the fewest bytes."""
-        size = self.problem.a.bytes(1)
-        return min((span // size for span in SPANS), key=lambda length: -(-self.view.channels // length) * length)
+        size, channels = self.problem.a.bytes(1), self.view.channels
+        if self.packing:
+            return padded_to(channels, 32 // size)
+        lengths = (span // size for span in SPANS if self.view.groups == 1 or channels * size % span == 0)
+        return min(lengths, key=lambda length: padded_to(channels, length))
 
     @property
     def pieces(self) -> int:
@@ -62,8 +66,8 @@ class Geometry:
 
     @property
     def span(self) -> int:
-        """Bytes of a pixel's piece."""
-        return self.chunk * self.problem.a.bytes(1)
+        """Bytes from a window to the next one along the innermost axis."""
+        return PLACE if self.packing else self.chunk * self.problem.a.bytes(1)
 
     @property
     def n_chunk(self) -> int:
@@ -78,12 +82,14 @@ class Geometry:
     @property
     def stacked(self) -> int:
         """Taps along the outermost axis that are columns of one wgmma."""
-        return self.view.window[0] if self.axes > 1 else 1
+        return self.view.window[0] if self.axes > 1 and self.view.strides[0] == 1 else 1
 
     @property
     def step(self) -> int:
         """Pixels from a step along the outermost axis to the next."""
-        return self.view.dilation[0] if self.axes > 1 else 64
+        if self.axes == 1:
+            return 64
+        return self.view.dilation[0] if self.view.strides[0] == 1 else 1
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -94,9 +100,18 @@ class Geometry:
 
     @functools.cached_property
     def box(self) -> tuple[int, ...]:
-        """Pixels of the image that a step needs along each axis, and images."""
-        along = zip(self.sizes, self.taps, self.view.dilation[::-1], strict=False)
-        return (*(size + (taps - 1) * dilation for size, taps, dilation in along), self.sizes[-1])
+        """Rows of the image that a step needs along each axis, and images."""
+        along = zip(self.sizes, self.taps, self.view.strides[::-1], self.view.dilation[::-1], strict=False)
+        found = [(size - 1) * stride + (taps - 1) * dilation + 1 for size, taps, stride, dilation in along]
+        if self.packing:
+            size = self.problem.a.bytes(1)
+            found[0] = -(-(PLACE * (self.sizes[0] - 1) + self.chunk * size) // (ROW * size))
+        return (*found, self.sizes[-1])
+
+    @property
+    def row(self) -> int:
+        """Elements of a row of a box."""
+        return ROW if self.packing else self.chunk
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -106,18 +121,20 @@ class Geometry:
 
     @property
     def pitches(self) -> list[int]:
-        """Bytes of a box from pixel to pixel along each axis, and from image to image."""
-        return [self.span * math.prod(self.box[:axis]) for axis in range(self.axes + 1)]
+        """Bytes of a box from window to window along each axis, and from image to image."""
+        row = self.problem.a.bytes(self.row)
+        return [row * math.prod(self.box[:axis]) if axis else self.span for axis in range(self.axes + 1)]
 
     @property
     def group_bytes(self) -> int:
         """Bytes from a group of 8 pixels to the next."""
-        return self.pitches[self.group_axis] * (8 if self.group_axis == 0 else 1)
+        axis = self.group_axis
+        return self.pitches[axis] * (8 if axis == 0 else self.view.strides[::-1][axis] if axis < self.axes else 1)
 
     @property
     def box_bytes(self) -> int:
         """Bytes that are loaded for a step and a piece."""
-        return self.span * math.prod(self.box)
+        return self.problem.a.bytes(self.row) * math.prod(self.box)
 
     @property
     def stage_bytes(self) -> int:
@@ -149,5 +166,5 @@ class Geometry:
     @property
     def weight_bytes(self) -> int:
         """Shared memory of the weights of a block's columns."""
-        size = self.view.taps * self.pieces * self.config.bn * self.span
+        size = self.view.taps * self.pieces * self.problem.a.bytes(self.config.bn * self.chunk)
         return -(-size // 1024) * 1024

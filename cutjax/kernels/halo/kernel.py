@@ -12,9 +12,11 @@ from cutjax.kernels.arguments import Argument
 from cutjax.kernels.device import Device
 from cutjax.kernels.halo import cost, text
 from cutjax.kernels.halo.arguments import arguments
-from cutjax.kernels.halo.config import ALONG, MOST_COLUMNS, MOST_SUMS, Config
-from cutjax.kernels.halo.geometry import BOX, Geometry, view_of
+from cutjax.kernels.halo.config import ALONG, MOST_COLUMNS, MOST_SUMS, UNMEASURED, Config
+from cutjax.kernels.halo.geometry import BOX, Geometry
+from cutjax.kernels.halo.operands import packing_of, prepared, view_of
 from cutjax.kernels.halo.resolved import Resolved
+from cutjax.kernels.halo.weights import turned
 from cutjax.kernels.operand import Im2col, Taps
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import STORED, Staging, plan_staging
@@ -37,14 +39,11 @@ def reasons(problem: Problem) -> tuple[str, ...]:
         return (f"architecture {problem.arch}: the kernels are for {ARCH}",)
     if not isinstance(problem.a.view, Im2col):
         return ("no convolution: halos are of windows of images",)
-    view, b, staging = view_of(problem), problem.bs[0], staging_of(problem)
-    found = shared.of_operands(problem, (Im2col,), (Taps,))
-    if problem.a.contiguous != "k":
-        found.append("a gradient of weights: halos are of windows along the contraction")
-    if {*view.strides, *view.spread} != {1}:
-        found.append("strides or zeros between elements: halos are of windows of stride 1")
-    if view.groups > 1:
-        found.append(f"{view.groups} groups of channels")
+    found, b, of_weights = shared.of_operands(problem, (Im2col,), (Taps,)), problem.bs[0], problem.a.contiguous != "k"
+    read = (turned(problem) if of_weights else None) or problem
+    view, packing = view_of(read), packing_of(read)
+    if {*view.spread, *(() if packing else view.strides)} != {1}:
+        found.append("strides or zeros between elements: halos are of windows of stride 1, or of few channels")
     if problem.a.dtype.name not in DTYPES or problem.a.dtype != b.dtype or problem.math:
         a, by = short(problem.a.dtype.name), f" as {problem.math}" * bool(problem.math)
         found.append(f"{a} x {short(b.dtype.name)}{by}: halos are of {', '.join(map(short, DTYPES))}")
@@ -52,8 +51,13 @@ def reasons(problem: Problem) -> tuple[str, ...]:
         found.append(f"{short(problem.a.dtype.name)} added up in {short(problem.accumulator.name)}, not in float32")
     if problem.products > 1:
         found.append(f"{problem.products} products: halos are of one")
-    if view.channels % 8 or (b.contiguous == "mn" and problem.n % 8):
-        found.append(f"{view.channels} channels to {problem.n}: TMA loads whole units of 16 bytes")
+    if not packing and (pixel := view.groups * view.channels) % 8:
+        found.append(f"{pixel} channels: TMA loads whole units of 16 bytes")
+    if of_weights:
+        if read.n % 8:
+            found.append(f"{read.n} columns of a gradient: TMA loads whole units of 16 bytes")
+        return (*found, *shared.of_sizes(problem))
+    staging = staging_of(problem)
     if problem.plain and staging.reasons:
         names = ", ".join(map(short, STORED))
         found.append(f"result {short(problem.out_dtype.name)}: one of {names}")
@@ -66,6 +70,17 @@ class Kernel(Resolved, base.Kernel):
     """One config resolved for one problem."""
 
     family = "halo"
+
+    @property
+    def unmeasured(self) -> str:
+        """The part of it that has not run on a device, so that it is for backend="cuda" alone; "" where all has."""
+        p, of = self.problem, self.geometry
+        parts = {
+            "groups of channels": view_of(p).groups > 1,
+            "windows of few channels": of.packing is not None,
+            "columns that are no whole units of 16 bytes": of.of_columns and p.n % 8 > 0,
+        }
+        return next((f"halos of {part}" for part, has in parts.items() if has and part in UNMEASURED), "")
 
     @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:
@@ -93,8 +108,13 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
     if found:
         return tuple(found)
     of, staging = Geometry(problem, config), staging_of(problem)
-    if problem.bs[0].contiguous == "mn" and config.bn % 16:
+    if of.of_columns and config.bn % 16:
         found.append(f"bn={config.bn} where rows in memory lie along it: the narrowest swizzle spans 16 elements")
+    if of.view.groups > 1 and (columns := problem.n // of.view.groups) % config.bn:
+        found.append(f"bn={config.bn} of groups of {columns} columns: blocks are of one group")
+    if config.consumers not in MOST_SUMS:
+        found.append(f"consumers={config.consumers}: a warpgroup that stores leaves the tensor cores to another")
+        return tuple(found)
     if config.along not in ALONG[of.axes]:
         found.append(f"along={config.along!r} of images of {of.axes} axes, expected one of {ALONG[of.axes]}")
     if of.stacked * config.bn > 256:
@@ -133,7 +153,7 @@ def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
         asked=problem,
         multiplied=problem,
         staging=staging,
-        prepared=(),
+        prepared=prepared(problem),
         chunk=chunk,
         stage_bytes=of.stage_bytes,
         buffer_bytes=buffer_bytes,

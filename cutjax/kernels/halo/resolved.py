@@ -30,6 +30,7 @@ class Resolved(base.Resolved):
         if p.plain and p.out_dtype != p.a.dtype:
             name += short(p.out_dtype.name)
         name += f"_{p.layout}_{g.axes}d_c{g.chunk}_{c.consumers}x{c.bn}_t{g.stacked}_s{c.stages}_{c.along}"
+        name += "_packed" * (g.packing is not None) + "_grouped" * (g.view.groups > 1)
         if not p.plain:
             name += f"_e{hashlib.sha256(repr(p.epilogue).encode()).hexdigest()[:8]}"
         return name + f"_pitch{self.staging.pitch}" * (self.staging.pitch < 16)

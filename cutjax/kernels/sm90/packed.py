@@ -166,6 +166,21 @@ def packed(problem: Problem) -> Packing | None:
     return found if elements[0] <= _PACKED * elements[1] else None
 
 
+def apart(view: Im2col, of: Im2col, packing: Packing | None, x: jax.Array) -> jax.Array:
+    """Returns the gradient of a view's weights, of that of the windows that are taken for it, in whole pieces."""
+    n = x.shape[-1]
+    if x.shape[-2] == view.columns and of.groups == view.groups:
+        return x
+    x = x.reshape(of.taps, -1, n)[:, : of.channels]
+    if packing:
+        x = x.reshape(view.taps, packing.channels, n)[:, : view.channels]
+    if view.groups > 1:
+        count, columns = view.groups // of.groups, n // view.groups
+        x = x.reshape(view.taps, count, view.channels, of.groups, count, columns)
+        x = jnp.moveaxis(jnp.diagonal(x, axis1=1, axis2=4), -1, 3)  # [taps, channels, groups, count, columns]
+    return x.reshape(view.columns, n)
+
+
 @dataclasses.dataclass(frozen=True)
 class PadImages:
     """Pixels around the rows of images, and channels of zeros."""

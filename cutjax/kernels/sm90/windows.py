@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 
 from cutjax.kernels import reasons as shared
 from cutjax.kernels.arguments import Argument, integer
@@ -18,6 +17,7 @@ from cutjax.kernels.sm90.packed import (
     Join,
     PackWeights,
     PadImages,
+    apart,
     chunk_of,
     in_order,
     packed,
@@ -104,16 +104,7 @@ def steps(problem: Problem, name: str) -> list[Step]:
 def weights(problem: Problem, x: jax.Array) -> jax.Array:
     """Returns the gradient of weights, of the sums that a kernel makes for it."""
     view, of = view_of(problem), taken(problem)
-    if view is None or of is None or x.shape[-2] == problem.m:
-        return x
-    x = x.reshape(of.taps, -1, problem.n)[:, : of.channels]
-    if packing := packed(problem):
-        x = x.reshape(view.taps, packing.channels, problem.n)[:, : view.channels]
-    if view.groups > 1:
-        count, columns = view.groups // of.groups, problem.n // view.groups
-        x = x.reshape(view.taps, count, view.channels, of.groups, count, columns)
-        x = jnp.moveaxis(jnp.diagonal(x, axis1=1, axis2=4), -1, 3)  # [taps, channels, groups, count, columns]
-    return x.reshape(problem.m, problem.n)
+    return x if view is None or of is None else apart(view, of, packed(problem), x)
 
 
 def name(problem: Problem) -> str:

@@ -1,4 +1,4 @@
-// A convolution of stride 1 on sm_90a (tile.cuh): d = epilogue(windows of images @ weights; operands), f32 sums.
+// A convolution on sm_90a (tile.cuh): d = epilogue(windows of images @ weights; operands), f32 sums.
 //
 // Each block keeps the weights of its columns, all taps of them, in shared memory. CONSUMERS warpgroups have runs of
 // their own, each with boxes that a thread of its own loads.
@@ -11,7 +11,7 @@ using Finished = Acc[BN / 2];
 
 // One warpgroup: adds what a box is part of.
 DEVICE void multiply(Accumulators& sums, const Images& images, u32 box, u32 weights) {
-  constexpr u32 MODE = SPAN == 128 ? 1 : SPAN == 64 ? 2 : 3;
+  constexpr u32 MODE = SPAN == 128 ? 1 : SPAN == 64 ? 2 : SPAN == 32 ? 3 : 0;
   u64 high = static_cast<u64>(static_cast<u32>(images.group_bytes) >> 4 | MODE << 30) << 32;
   u32 a2 = (box & 0x3FFFF) >> 4 | 1 << 16;
   WgmmaDescriptor<B_K_MAJOR ? SPAN : N_SPAN, B_K_MAJOR ? 16 : CHUNK * N_SPAN, 8 * (B_K_MAJOR ? SPAN : N_SPAN)> b(
@@ -92,9 +92,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(PARAMETERS) {
   Pipeline pipe{boxes + consumer * STAGES * images.stage_bytes, of_consumer, of_consumer + STAGES * 8};
   if (warpgroup == 0) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (warp == 0 && elect()) load_weights(weights, images, kept, weights_barrier, column);
+    int group = images.group_of(column);
+    if (warp == 0 && elect()) load_weights(weights, images, kept, weights_barrier, column, group);
     if (warp < CONSUMERS && elect())
-      for (int index = first; index < runs; index += step) load_boxes(images, Run(images, index), pipe);
+      for (int index = first; index < runs; index += step) load_boxes(images, Run(images, index), group, pipe);
     return;
   }
   setmaxnreg_inc<CONSUMER_REGISTERS>();

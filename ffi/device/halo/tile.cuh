@@ -1,4 +1,4 @@
-// Convolutions of stride 1 by halos. A warpgroup goes along the outermost axis of the images, step by step, with 64
+// Convolutions by halos. A warpgroup goes along the outermost axis of the images, step by step, with 64
 // pixels of the other axes beside each other: of each step TMA loads the box of the image's pixels that all of its taps
 // in those axes need, once, for CHUNK channels.
 //
@@ -10,9 +10,16 @@
 // columns of one wgmma. A wgmma of 64 x N x 16 reads 2 KB of the image and N * 32 bytes of weights in N / 2 cycles, and
 // shared memory gives 128 bytes in each: of N = 32 it takes 24 cycles, of N = 96 no more than its 48.
 //
-// Images of one axis have steps of 64 pixels, and taps within the box: TAPS is 1.
+// Images of one axis have steps of 64 pixels, and taps within the box: TAPS is 1. So it is where windows have strides
+// along the axis of steps.
+//
+// PACKED: windows are of few channels. A row of the box is memory as it lies, 64 elements of it, and a window's row of
+// CHUNK elements begins every 16 bytes: as 8 x 16 bytes without a swizzle are 128 bytes in a row, that is an operand
+// too, whose next 16 bytes along k are those of the next window.
+//
+// GROUPED: a block's columns are of one group of channels.
 
-constexpr int SPAN = CHUNK * 2, SLICES = SPAN / 32;
+constexpr int SPAN = PACKED ? 16 : CHUNK * 2, SLICES = CHUNK / 16;
 constexpr int N_SPAN = N_CHUNK * 2;          // of weights that lie along columns
 constexpr int BLOCK_BYTES = BN * CHUNK * 2;  // of the weights of a tap, of CHUNK channels
 constexpr int THREADS = 128 * (1 + CONSUMERS);
@@ -28,15 +35,25 @@ struct Images {
   int grid[AXES], tiles[AXES];  // of the result: pixels, and tiles of them, along the axis of steps runs of `steps`
   int low[AXES];
   int images;
-  int step, apart;  // pixels from a step to the next, and runs beside each other that this makes
-  int steps;        // of the result in a run, at most
+  int step, apart;                    // pixels from a step to the next, and runs beside each other that this makes
+  int steps;                          // of the result in a run, at most
+  int group_channels, group_columns;  // where there are groups
+  int strides[AXES];                  // of windows that are packed
+
+  // Rows of a box that so many places of the result along an axis are apart.
+  DEVICE int in_box(int axis, int places) const {
+    if constexpr (PACKED) return axis == 0 ? places / 8 : places * strides[axis];
+    return places;
+  }
+
+  DEVICE int group_of(int column) const { return GROUPED ? column / group_columns : 0; }
 };
 
 struct Weights {
   const TensorMap* map;
   int first;    // the place of the first tap
-  int step[3];  // from a tap to the next along each axis, 0 along that of TAPS
-  int stacked;  // the same along that
+  int step[3];  // from a tap to the next along each axis
+  int stacked;  // the same along that of TAPS
 };
 
 // Pixels of a step along an axis, AXES being that of images.
@@ -92,22 +109,5 @@ struct Pixels {
       pixel = pixel * grid[i] + place;
     }
     return inside ? pixel : -1;
-  }
-};
-
-// Boxes of one warpgroup: each has a full barrier and an empty one.
-struct Pipeline {
-  u32 boxes, full, empty;  // addresses of the first ones
-  int stage = 0;
-  u32 phase = 0;
-
-  DEVICE u32 full_barrier() const { return full + stage * 8; }
-  DEVICE u32 empty_barrier() const { return empty + stage * 8; }
-
-  DEVICE void advance() {
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
   }
 };
