@@ -23,6 +23,14 @@ CASES = {
         Config(64, 64, 64, 3, schedule="pingpong"),
     ),
     "multicast": (Item("f16", "dense", "tn", 200, 72, 72, "operands"), Config(64, 64, 64, 4, cluster_m=2)),
+    "256x192 in a pair, evicted": (
+        Item("bf16", "dense", "nt", 264, 392, 136),
+        Config(256, 192, 64, 3, cluster_n=2, evict_first="bd"),
+    ),
+    "swapped, evicted": (
+        Item("f16", "dense", "nn", 72, 136, 72),
+        Config(64, 64, 64, 4, swap=True, evict_first="abd", schedule="pingpong"),
+    ),
     "cluster k": (Item("bf16", "dense", "nt", 64, 64, 200, out="float32"), Config(64, 64, 64, 4, cluster_k=2)),
     "stream k": (Item("f16", "dense", "nn", 200, 128, 264), Config(64, 64, 64, 4, stream_k=True)),
     "groups of rows": (Item("bf16", "rows", "nn", 136, 64, 72, "residual"), Config(64, 64, 64, 4, schedule="pingpong")),

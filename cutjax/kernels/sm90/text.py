@@ -49,6 +49,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "SUM_BUFFERS": parts.buffers,
         "GROUP": parts.group,
         "STAGES": config.stages,
+        **{f"{name.upper()}_FIRST": name in config.evict_first for name in "abd"},
         "CLUSTER_M": config.cluster_m,
         "CLUSTER_N": config.cluster_n,
         "CLUSTER_K": config.cluster_k,
