@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from products import Item
 
-from cutjax import Config
+from cutjax import Config, MmaConfig
 from cutjax.kernels import families
 from cutjax.kernels.operand import Gathered
 from emulator import device
@@ -49,6 +49,17 @@ PLAIN = {
 }
 
 
+# By FMA, whose lanes pass accumulators on; DMMA of as much of k as there are registers for.
+TILES = {
+    "f32": (Item("f32", "dense", "nt", 72, 72, 19, "operands", arch="sm_90a"), MmaConfig(64, 64, 8, 64, 64, stages=3)),
+    "f32 sliced": (Item("f32", "dense", "tn", 33, 40, 40, arch="sm_80"), MmaConfig(32, 32, 16, 16, 32, 2, stages=2)),
+    "c64": (Item("c64", "dense", "nn", 40, 24, 20, arch="sm_90a"), MmaConfig(32, 32, 8, 32, 32, stages=3)),
+    "s64": (Item("s64", "rows", "nt", 40, 24, 20, arch="sm_75"), MmaConfig(32, 32, 8, 16, 32, stages=2)),
+    "f64 64x32": (Item("f64", "dense", "nn", 72, 40, 40, "sum"), MmaConfig(64, 64, 16, 64, 32, stages=3)),
+    "f64 32x64": (Item("f64", "dense", "tt", 40, 72, 37), MmaConfig(32, 64, 32, 32, 64, stages=2)),
+}
+
+
 def check(problem, kernel, data, seeds):
     """That a kernel's results are exact, whatever order its threads have."""
     assert not isinstance(kernel, tuple), kernel
@@ -79,6 +90,12 @@ def test_rows_by_index():
     rows = np.where(((index >= 0) & (index < 37))[:, None], x.astype(np.float64)[np.clip(index, 0, 36)], 0)
     kernel = families.resolve(problem, Config(64, 64, 64, 3, schedule="pingpong"))
     check(problem, kernel, ([x, b, index], [rows @ b.astype(np.float64)]), [(0, 0), (1, 3)])
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_tiles_of_mma(name):
+    item, config = TILES[name]
+    check(item.problem, families.resolve(item.problem, config), item.data(), [(0, 0), (1, 3)])
 
 
 @pytest.mark.parametrize("name", PLAIN)

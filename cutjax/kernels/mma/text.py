@@ -47,7 +47,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "N_FRAGMENTS": config.wn // 8,
         "STAGES": config.stages,
         "SLIM": config.slim,
-        "SLICE": way.slice(config.bk // config.sliced_k, problem.arch),
+        "SLICE": way.slice(config, problem.arch),
         "LOAD_TURNS": kernel.load_turns,
         "SLICES_AT_ONCE": kernel.slices_at_once,
         "INTERLEAVED": INTERLEAVED,
