@@ -18,6 +18,9 @@ from cutjax.runtime import sources
 # Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168. A producer that copies rows has
 # indices and addresses of 16 of them.
 REGISTERS, COPIER_REGISTERS = (40, 232), (72, 216)
+# Accumulators beside which threads stage pairs of 4 bytes element by element, in an order in which all banks are served
+# at once; as pairs, those of two rows meet in a bank. More leave too few registers for its addresses. -1: never.
+TURNS_BESIDE = 128
 
 
 def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
@@ -80,6 +83,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "D_CHUNK": kernel.chunk,
         "PIECE": 8 if kernel.chunk % 16 else 16,
         "D_BUFFER_BYTES": kernel.buffer_bytes,
+        "TAKE_TURNS": _accumulators(kernel) <= TURNS_BESIDE,
         "STAGING_ROWS": 64,
         "STAGING_THREADS": 128,
     }
@@ -140,6 +144,12 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "sm90/gemm.cuh",
         ],
     )
+
+
+def _accumulators(kernel: Resolved) -> int:
+    """Returns the accumulator registers of a thread, and those they are promoted to."""
+    own = kernel.config.accumulator_registers * kernel.multiplied.products
+    return own + kernel.sums.registers * bool(kernel.way.promoted)
 
 
 def _views(problem: Problem) -> str:

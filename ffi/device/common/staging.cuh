@@ -30,7 +30,11 @@ struct Staging {
           u32 x[WORDS<D>], y[WORDS<D>];
           unpack<D>(x, v[i]);
           unpack<D>(y, v[i + 1]);
-          if constexpr (SIZE<D> == 4) {
+          if constexpr (SIZE<D> == 4 && TAKE_TURNS) {
+            u32 first = at(tile, row, byte, lane % 4 * 8) + right_first(lane) * 4;
+            st_shared_u32(first, right_first(lane) ? y[0] : x[0]);
+            st_shared_u32(first ^ 4, right_first(lane) ? x[0] : y[0]);
+          } else if constexpr (SIZE<D> == 4) {
             st_shared_v2(at(tile, row, byte, lane % 4 * 8), x[0], y[0]);
           } else if constexpr (SIZE<D> == 8) {
             st_shared_v4(pair(tile, row, byte, lane), x[0], x[1], y[0], y[1]);
@@ -50,6 +54,10 @@ struct Staging {
     }
   }
 
+  // Of pairs of elements of 4 bytes, eight rows of which go at once, every other row's lie in the same banks as the row's
+  // before (of rows of less than 128 bytes, every other two's or four's): in those the right ones go first.
+  static DEVICE bool right_first(int lane) { return lane / 4 / (128 / SPAN) % 2; }
+
   // The address of 16 bytes of a lane's two elements of 8 or 16 bytes, of those of four lanes beside each other.
   static DEVICE u32 pair(u32 tile, int row, int byte, int lane) {
     int of_row = byte + lane % 4 * 2 * SIZE<D>;
@@ -68,7 +76,12 @@ struct Staging {
       for (int i = 0; i < PIECE / 4; ++i) {
         int row = warp * 16 + lane / 4 + i % 2 * 8;
         u32 address = at(tile, row, (piece * PIECE + i / 2 * 8) * SIZE<D>, lane % 4 * 2 * SIZE<D>);
-        if constexpr (SIZE<D> == 4) {
+        if constexpr (SIZE<D> == 4 && TAKE_TURNS) {
+          u32 first = ld_shared_u32(address + right_first(lane) * 4);
+          u32 second = ld_shared_u32((address + right_first(lane) * 4) ^ 4);
+          x[i / 2][i % 2].bits[0] = right_first(lane) ? second : first;
+          x[i / 2][i % 2].bits[1] = right_first(lane) ? first : second;
+        } else if constexpr (SIZE<D> == 4) {
           ld_shared_v2(address, x[i / 2][i % 2].bits[0], x[i / 2][i % 2].bits[1]);
         } else {
           x[i / 2][i % 2].bits[0] = ld_shared_u16(address);
