@@ -20,6 +20,7 @@ from benchmarks import cases, oracle, peers, report, run, suite, tables, timing
 from benchmarks.ops import (
     calls,
     compile_cost,
+    contractions,
     cross_entropy,
     fused,
     gather,
@@ -244,6 +245,9 @@ SMALL_CASES: dict[str, Any] = {
     "syrk": (syrk.Symmetric(48, 32, (2,), target=1.3), syrk.Symmetric(64, 16)),
     "cross_entropy": (cross_entropy.Head(64, 16, 48, 1.1),),
     "networks": (networks.Network(16, 2, 32, "float32", (1.1, 1.1, 1.1)),),
+    "contractions": (
+        contractions.Case("siA,sjB->ijAB", (("s", 8), ("i", 4), ("A", 8), ("j", 4), ("B", 8)), "float32", "", ()),
+    ),
     "models": (cases.Dense(24, 16, 32, "tn", of="a model"),),
     "compile": (compile_cost.Epilogue("dropout", "bfloat16"),),
 }
@@ -256,6 +260,7 @@ NAMES = {
     "syrk": ["2x48x32", "64x16"],
     "cross_entropy": ["64x16x48 fwd+bwd"],
     "networks": [f"2x16 of 32 float32 {form}" for form in networks.FORMS],
+    "contractions": ["siA,sjB->ijAB s8,i4,A8,j4,B8 float32"],
     "models": ["24x16x32 tn"],
     "compile": ["dropout bfloat16", "dropout bfloat16"],
 }
