@@ -197,7 +197,7 @@ def config_of(row: Fields) -> cutjax.Config:
 
 
 def read(rows: Sequence[dict[str, Any]], device: Device) -> Iterator[str]:
-    """Yields what windows say of the choice: of lines that leave L2 first, orders of tiles, pairs, and of ranking."""
+    """Yields the effect of lines that leave L2 first, of orders of tiles, and of ranking by bytes through L2."""
     geomean = lambda xs: math.exp(sum(map(math.log, xs)) / len(xs)) if xs else math.nan  # noqa: E731
     for stores in (False, True):
         some = [row for row in rows if row["stores"] == stores and row["configs"]]
@@ -234,7 +234,7 @@ def read(rows: Sequence[dict[str, Any]], device: Device) -> Iterator[str]:
 
 
 def _lost(row: dict[str, Any], device: Device, share: float) -> float:
-    """Returns what the pick takes over the best, of plain configs, where those near to the first go by L2."""
+    """Returns the time of the pick over the best, of plain configs, where those near to the first go by L2."""
     kernels = []
     for x in row["configs"]:
         config = config_of(x)
