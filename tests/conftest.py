@@ -27,6 +27,10 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from cutjax.kernels import remembered  # noqa: E402
+
+remembered.ON = False  # tests change what predicts
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 _START = pytest.StashKey[float]()
 _file: pathlib.Path | None = None
