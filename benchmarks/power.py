@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -29,7 +30,7 @@ import cutjax
 from benchmarks import report, timing
 from benchmarks.cases import Dense
 from benchmarks.direct import SAMPLES, Board, problem_of, products, say
-from benchmarks.direct_bench import Bench, Entry, compile_programs, padded
+from benchmarks.direct_bench import Bench, Entry, Programs, compile_programs, padded
 from benchmarks.driver import Driver
 from benchmarks.sustained import window_us
 from cutjax.kernels import xla
@@ -116,10 +117,11 @@ def _clock() -> Callable[[], int]:
     return lambda: 0 if nvml.nvmlDeviceGetClockInfo(handle, ctypes.c_int(1), ctypes.byref(mhz)) else mhz.value
 
 
-def measure(bench: Bench, case: Dense, configs: Sequence[cutjax.Config], args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    bench: Bench, case: Dense, programs: Programs, configs: Sequence[cutjax.Config], args: argparse.Namespace
+) -> dict[str, Any]:
     """Returns the row of a product."""
     problem, driver = problem_of(case, bench.device), bench.driver
-    programs = compile_programs(case)
     sets = timing.input_sets(lambda seed: programs.make(jnp.uint32(seed)))
     expected = jax.block_until_ready(programs.xla(*sets[0]))
     entries: list[tuple[Entry, cutjax.Config]] = []
@@ -266,6 +268,18 @@ def _kernel(row: dict[str, Any], config: cutjax.Config, device: Device) -> Kerne
     return kernel
 
 
+def _compiled(case: Dense) -> Programs | Exception:
+    try:
+        return compile_programs(case)
+    except Exception as error:
+        return error
+
+
+def _compiled_kernel(kernel: Kernel) -> None:
+    with contextlib.suppress(Exception):  # who asks for it again gets its error again
+        kernel.call()
+
+
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks power", description=__doc__.splitlines()[0])
@@ -307,14 +321,17 @@ def main(argv: Sequence[str]) -> int:
         kernels = [resolve(problem_of(case, device), x) for case, xs in zip(cases, configs, strict=True) for x in xs]
         sources = {x.source: x for x in kernels if isinstance(x, Kernel)}
         say(f"{len(cases)} products, {len(kernels)} configs, {len(sources)} kernels")
-        for kernel in sources.values():
-            pool.submit(kernel.call)
-        for case, xs in zip(cases, configs, strict=True):
+        programs = list(pool.map(_compiled, cases))  # before the rest: XLA tunes on the device
+        list(pool.map(_compiled_kernel, sources.values()))
+        say("compiled")
+        for case, of_xla, xs in zip(cases, programs, configs, strict=True):
             if time.monotonic() > end:
                 say("time is up")
                 break
             try:
-                row = measure(bench, case, xs, args)
+                if isinstance(of_xla, Exception):
+                    raise of_xla
+                row = measure(bench, case, of_xla, xs, args)
             except Exception as error:
                 if "CUDA_ERROR" in str(error):
                     raise
