@@ -12,6 +12,7 @@ COMMANDS = (
     "run",
     "show",
     "direct",
+    "power",
     "final",
     "ship",
     "fit",

@@ -12,6 +12,7 @@ import json
 import pathlib
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 
@@ -23,8 +24,9 @@ import cutjax
 from benchmarks.ops.compile_cost import processor
 from cutjax.epilogue.expression import Epilogue, identity
 from cutjax.epilogue.trace import trace
-from cutjax.kernels import choose
+from cutjax.kernels import choose, families, keys, remembered
 from cutjax.kernels.operand import Operand
+from cutjax.runtime import settings
 
 LAYOUTS = ("nn", "nt", "tn")
 
@@ -69,6 +71,21 @@ def milliseconds(make: Callable[[random.Random], cutjax.Problem], seed: str, cou
     return statistics.median(found)
 
 
+def remembered_ms(make: Callable[[random.Random], cutjax.Problem], seed: str, count: int) -> float:
+    """The median over problems whose choice a process before this one made."""
+    draw, found = random.Random(seed), []
+    problems = [make(draw) for _ in range(count)]
+    with tempfile.TemporaryDirectory() as folder, settings.override(cache_dir=pathlib.Path(folder)):
+        for kept in (False, True):
+            for cached in (choose._choose, families._fastest, families.offers, keys.key):
+                cached.cache_clear()
+            for problem in problems:
+                start = time.process_time()
+                choose.choose(problem)
+                found += [1e3 * (time.process_time() - start)] * kept
+    return statistics.median(found)
+
+
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks choosing", description=(__doc__ or "").splitlines()[0])
@@ -77,16 +94,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file to write")
     options = parser.parse_args(argv)
     makers = kinds()
+    remembered.ON = False
     for name, make in makers.items():
         milliseconds(make, f"{name} warm", 5)
     found: dict[str, list[float]] = {name: [] for name in makers}
+    kept: dict[str, list[float]] = {name: [] for name in makers}
     for i in range(options.rounds):
         for name, make in makers.items():
+            remembered.ON = False
             found[name].append(round(milliseconds(make, f"{name} {i}", options.count), 2))
+            remembered.ON = True
+            kept[name].append(round(remembered_ms(make, f"{name} {i}", options.count), 2))
     for name, ms in found.items():
-        print(f"{name:16} {min(ms):6.2f} ms a problem")
+        print(f"{name:16} {min(ms):6.2f} ms a problem, {min(kept[name]):6.2f} if a process before chose")
     if options.out:
         versions = {name: importlib.metadata.version(name) for name in ("jax", "numpy")}
-        content = {"device": processor(), "versions": versions, "milliseconds": found}
+        content = {"device": processor(), "versions": versions, "milliseconds": found, "remembered": kept}
         options.out.write_text(json.dumps(content, indent=1) + "\n")
     return 0

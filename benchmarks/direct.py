@@ -42,6 +42,7 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import family
 from cutjax.kernels.sm90.kernel import Kernel, resolve, resolved
 from cutjax.runtime.compiler import compile_kernel
+from cutjax.tuning import autotune
 
 START, COMPILE, INPUTS, CHECK, TIME = range(5)  # what a worker is at
 SILENCE_S = {START: 120, COMPILE: 180, INPUTS: 60, CHECK: 15, TIME: 15}
@@ -140,7 +141,7 @@ def plan_final(case: Dense, device: Device, most: int) -> Job:
     problem = problem_of(case, device)
     with tuned.use_tuning(None):
         choice = choose(problem)
-    configs = list(cutjax.candidates(problem)[:most])
+    configs = autotune.configs_of(problem, most)
     if choice.config is not None and choice.config not in configs:
         configs.append(choice.config)
     place = -1 if choice.config is None else configs.index(choice.config)

@@ -147,6 +147,11 @@ class Bench:
 
     def launch(self, entry: Entry, arrays: Sequence[jax.Array], results: Sequence[int]) -> None:
         """Runs a call's kernels and waits for them."""
+        self.start(entry, arrays, results)
+        self.driver.synchronize()
+
+    def start(self, entry: Entry, arrays: Sequence[jax.Array], results: Sequence[int]) -> None:
+        """Launches a call's kernels."""
         addresses = [x.unsafe_buffer_pointer() for x in arrays]
         if entry.zeroed >= 0:
             addresses.append(results[entry.zeroed])
@@ -154,7 +159,6 @@ class Bench:
         addresses += results
         for prepared in entry.launches:
             prepared(addresses)
-        self.driver.synchronize()
 
     def check(self, entry: Entry, case: Dense, arrays: Sequence[jax.Array], expected: jax.Array) -> str:
         """Returns the error of a config's result in words, or ""."""

@@ -53,11 +53,12 @@ def row_of(line: Mapping[str, Any], sustained: Mapping[str, Any] | None, device:
         "bound": max(floor, key=floor.__getitem__),
     }
     figures |= {"untuned": untuned, "tuned": final["tuned"], "kernel": final["kernel"], "sustained": {}}
-    us = {"xla": xla["us"], "xla, tuned": xla["us"]}
-    ours = {"xla": untuned["us"], "xla, tuned": final["tuned"]["us"]}
+    us = dict.fromkeys(("xla", "xla, tuned", "xla, first"), xla["us"])
+    ours = {"xla": untuned["us"], "xla, tuned": final["tuned"]["us"], "xla, first": final.get("first", untuned)["us"]}
     if sustained and "error" not in sustained:
-        figures["sustained"] = {name: sustained.get(f"{name}_us") for name in ("xla", "untuned", "tuned")}
-        for name, key in (("untuned", "sustained"), ("tuned", "sustained, tuned")):
+        figures["sustained"] = {name: sustained.get(f"{name}_us") for name in ("xla", "untuned", "tuned", "first")}
+        names = (("untuned", "sustained"), ("tuned", "sustained, tuned"), ("first", "sustained, first"))
+        for name, key in names:
             us[key], ours[key] = figures["sustained"]["xla"], figures["sustained"][name]
     failed = [f"{x['why']}" for x in line["failed"] if x["config"] == untuned["config"]]
     time_us = math.nan if untuned["us"] is None else untuned["us"]
@@ -192,10 +193,33 @@ def summary(rows: Sequence[Row], asked: bool = True) -> Iterator[str]:
     if rows:
         cells = [str(on_xla(rows, "untuned")), "", str(on_xla(rows, "tuned")), ""]
         yield f"| run by XLA | {len(rows)} | {' | '.join(cells if asked else cells[::2])} |"
+    yield from _engine(rows)
     if failed:
         yield ""
     for row in failed:
         yield f"- failed: {row.name}: {row.failure}"
+
+
+def _engine(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields lines of a second table: of kernels wherever there is one, and of those that win over 100 us."""
+    if not any("xla, first" in row.ratios for row in rows):
+        return
+    yield from ("", "| beside XLA | products | geometric mean | worst |", "|---|--:|--:|--:|")
+    long = [row for row in rows if row.peers["xla"].us > LONG_US]
+    for name, key, some in (
+        ("our kernels alone", "xla, first", rows),
+        ("our kernels alone, over 100 us", "xla, first", long),
+        ("our kernels alone, sustained", "sustained, first", long),
+        ("untuned, sustained", "sustained", long),
+        ("tuned, sustained", "sustained, tuned", long),
+    ):
+        found = np.array([row.ratios[key] for row in some if key in row.ratios])
+        if len(found):
+            yield f"| {name} | {len(found)} | {_mean(found):.3f} | {found.min():.3f} |"
+    for choice, key in (("untuned", "xla"), ("tuned", "xla, tuned")):
+        wins = [row for row in long if row.figures[choice]["config"] != "XLA" and row.ratios.get(key, 0) >= 1.01]
+        if long:
+            yield f"| {choice}, over 100 us: kernels win by 1% | {len(wins)} of {len(long)} | | |"
 
 
 def main(argv: Sequence[str]) -> int:

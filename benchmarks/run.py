@@ -17,9 +17,11 @@ from benchmarks.ops import (
     calls,
     collective,
     compile_cost,
+    contractions,
     conv,
     cross_entropy,
     dtypes,
+    expert_products,
     fused,
     gather,
     gemm,
@@ -45,6 +47,7 @@ _MODULES = (
     low_precision,
     fused,
     grouped,
+    expert_products,
     moe,
     gather,
     syrk,
@@ -53,6 +56,7 @@ _MODULES = (
     cross_entropy,
     networks,
     prologues,
+    contractions,
     programs,
     sharded,
     collective,
@@ -154,7 +158,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--method", choices=["cupti", "host"], help="default: kernel times where they can be read")
     parser.add_argument("--peers", help='only these, joined by commas: xla, pallas, tokamax, torch; none: ""')
     parser.add_argument("--commit", help="commit measured, where git cannot tell")
-    parser.add_argument("--salt", default=models.SALT, help="of --op models and conv: draws the sample of shapes")
-    parser.add_argument("--count", type=int, default=models.COUNT, help="of --op models and conv: how many shapes")
+    parser.add_argument(
+        "--salt", default=models.SALT, help="of --op models, experts and conv: draws the sample of shapes"
+    )
+    parser.add_argument(
+        "--count", type=int, default=models.COUNT, help="of --op models, experts and conv: how many shapes"
+    )
     args = parser.parse_args(argv)
     return run_suite(SUITES[args.op], args)

@@ -26,7 +26,7 @@ from benchmarks.direct_bench import Programs, compile_programs
 LEAST_US = 100.0  # by XLA: of shorter calls the host sets the pace
 WINDOW_S, HEAT_S = 0.5, 0.2  # of each, and of XLA before them
 QUEUED, QUEUED_BYTES = 32, 2 << 30  # calls that wait, at most, and their results
-NAMES = ("xla", "untuned", "tuned")
+NAMES = ("xla", "untuned", "tuned", "first")
 Function = Callable[..., jax.Array]
 _NONE = {"xla": {"us": 0.0}}
 

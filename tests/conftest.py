@@ -29,6 +29,10 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from cutjax.kernels import remembered  # noqa: E402
+
+remembered.ON = False  # tests change what predicts
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 FEW = 2  # parameter sets of a test that always run
 _START = pytest.StashKey[float]()

@@ -5,6 +5,7 @@ Code that takes either has no ``if``, ``and`` or ``not`` on what may be a column
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -51,8 +52,6 @@ def each(function: Callable[..., Any], *numbers: Any) -> Any:
     """Returns the results of a function of each row of columns, which is called once for equal rows."""
     if not any(isinstance(x, np.ndarray) for x in numbers):
         return function(*numbers)
-    columns = np.broadcast_arrays(*numbers)
-    sizes = [int(column.max()) + 1 for column in columns]
-    distinct, places = np.unique(np.ravel_multi_index(columns, sizes), return_inverse=True)
-    rows = np.stack(np.unravel_index(distinct, sizes), -1)
-    return np.array([function(*row) for row in rows.tolist()])[places]
+    rows = list(zip(*(x.tolist() if isinstance(x, np.ndarray) else itertools.repeat(x) for x in numbers), strict=False))
+    found = {row: function(*row) for row in dict.fromkeys(rows)}
+    return np.array([found[row] for row in rows])

@@ -162,8 +162,8 @@ def contraction(
 ) -> Contraction:
     """Returns the plan of ``lax.transpose(lax.dot_general(lhs, rhs, dimension_numbers), permutation)``.
 
-    A pure function of shapes. Of plans without copies it is the one with the fewest matrices, hence the largest, then
-    of the fewest memory orders that are not row-major.
+    A pure function of shapes: the first of `contractions`. Of plans without copies it is the one with the fewest
+    matrices, hence the largest, then of the fewest memory orders that are not row-major.
 
     Args:
       lhs, rhs: shapes; no size is 0 or symbolic.
@@ -171,6 +171,23 @@ def contraction(
       permutation: of the result; None leaves it as it is.
       itemsizes: bytes of an element of lhs, rhs and the result.
       apart: whether rows are one axis alone, and further ones batch axes: where each may be divided over devices.
+    """
+    return contractions(lhs, rhs, dimension_numbers, permutation, itemsizes=itemsizes, apart=apart)[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def contractions(
+    lhs: Axes,
+    rhs: Axes,
+    dimension_numbers: Any,
+    permutation: Axes | None = None,
+    *,
+    itemsizes: tuple[int, int, int] = (2, 2, 2),
+    apart: bool = False,
+) -> tuple[Contraction, ...]:
+    """Returns the plans of a product, told as `contraction` is: each copies more than the last, for fewer matrices.
+
+    Many small matrices read the same rows many times, which may take longer than to copy what lies apart.
     """
     (l_contract, r_contract), (l_batch, r_batch) = dimension_numbers
     l_free = [i for i in range(len(lhs)) if i not in (*l_contract, *l_batch)]
@@ -189,16 +206,19 @@ def contraction(
     bytes_of = [math.prod(sizes[x] for x in seq) * size for seq, size in zip(seqs, itemsizes, strict=True)]
 
     subsets = [c for count in range(4) for c in itertools.combinations(range(3), count)]
-    best: tuple[Any, Any] | None = None
+    least = math.prod(sizes[x] for x in {*seqs[0]} & {*seqs[1]} & {*seqs[2]})  # matrices, of any plan
+    found: list[tuple[Any, Contraction]] = []
     for copied in sorted(subsets, key=lambda c: sum(bytes_of[i] for i in c)):
-        if best is not None and sum(bytes_of[i] for i in copied) > best[0][0]:
+        if found and sum(bytes_of[i] for i in copied) > found[-1][0][0] and found[-1][0][1] == least:
             break
-        search = _Search(seqs, sizes, copied, bytes_of, final, apart)
-        for score, found in search.plans():
-            if best is None or score < best[0]:
-                best = score, found
-    assert best is not None  # with all three copied there is always one
-    return dataclasses.replace(best[1], copies=_reasons(best[1], seqs))
+        plans = _Search(seqs, sizes, copied, bytes_of, final, apart).plans()
+        best = min(plans, key=lambda plan: plan[0], default=None)
+        if best and found and best[0][0] == found[-1][0][0]:
+            found[-1] = min(found[-1], best, key=lambda plan: plan[0])
+        elif best and (not found or best[0][1] < found[-1][0][1]):
+            found.append(best)
+    assert found  # with all three copied there is always one
+    return tuple(dataclasses.replace(plan, copies=_reasons(plan, seqs)) for _, plan in found)
 
 
 class _Search:

@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 from cutjax import dot_precision
 from cutjax.binding.rules import any_divided, any_reduced, on_devices
 from cutjax.dtypes import are_alike, are_narrow
-from cutjax.ops.contraction import Contraction, Move, contraction
+from cutjax.ops.contraction import Contraction, Move, contraction, contractions
+from cutjax.ops.contraction_price import fastest
 from cutjax.ops.gemm import gemm
 from cutjax.ops.quantized import Quantized, Weights, as_quantized, blocked, values_of
 from cutjax.primitives.accumulators import converted, widened
@@ -106,8 +107,9 @@ def permuted(
     if reason is None:
         (contract, batch), itemsizes = dimension_numbers, tuple(x.dtype.itemsize for x in (lhs, rhs, out))
         dims = tuple(map(tuple, contract)), tuple(map(tuple, batch))
-        plan = contraction(lhs.shape, rhs.shape, dims, permutation, itemsizes=itemsizes, apart=on_devices(lhs, rhs))
-        explicit = any_divided(lhs, rhs, out)
+        divided = on_devices(lhs, rhs)
+        plans = contractions(lhs.shape, rhs.shape, dims, permutation, itemsizes=itemsizes, apart=divided)
+        plan, explicit = plans[0], any_divided(lhs, rhs, out)
         merges = plan.merges or sum(lhs.shape[i] != 1 for i in contract[0]) > 1
         if explicit and any_reduced(lhs, rhs, out):
             reason = "operands and results that are reduced, or not yet, over mesh axes are jax.lax's"
@@ -118,6 +120,11 @@ def permuted(
             raise NotImplementedError(f"dot_general: backend 'cuda' has no kernel: {reason}")
         return of_lax(lhs, rhs)
     precision = dot_precision.canonical(precision, "dot_general")
+    if not divided:
+        found = fastest(plans, lhs, rhs, out.dtype, precision, backend, LEAD)
+        if found is None:
+            return of_lax(lhs, rhs)
+        plan = found
     (a, b), copies = plan.operands(lhs, rhs), plan.copies
     if are_narrow(b.dtype, a.dtype):
         why = f"{'rhs' if plan.swapped else 'lhs'} is converted to {b.dtype}: kernels read narrow columns, not rows"

@@ -10,7 +10,6 @@ import hashlib
 import importlib
 import math
 import os
-import pathlib
 import re
 import threading
 import time
@@ -203,7 +202,7 @@ def _key(*parts: str) -> str:
 
 
 def _find_or_compile(compiler: _Compiler, key: str, source: str, name: str, arch: str) -> Cubin:
-    disk = _disk()
+    disk = disk_cache.of_settings()
     cubin: Cubin | None = disk.read(key, _of_entry) if disk else None
     if cubin is None:
         try:
@@ -244,28 +243,12 @@ def _of_entry(metadata: Any, image: bytes) -> Cubin | None:
     return Cubin(image, Resources(**resources), log, seconds, cached=True)
 
 
-def _disk() -> disk_cache.DiskCache | None:
-    limit_bytes = settings().cache_bytes
-    return _disk_at(settings().cache_dir, limit_bytes) if limit_bytes else None
-
-
-@functools.lru_cache(maxsize=8)
-def _disk_at(folder: pathlib.Path | None, limit_bytes: int) -> disk_cache.DiskCache:
-    return disk_cache.DiskCache(folder or _user_folder(), limit_bytes)
-
-
-def _user_folder() -> pathlib.Path:
-    import platformdirs  # only now: `import cutjax` must stay fast
-
-    return pathlib.Path(platformdirs.user_cache_dir("cutjax", appauthor=False))
-
-
 def description() -> str:
     """Returns the compiler and its cache folder, or why there is no compiler, for a person to read."""
     compiler = _compiler()
     if isinstance(compiler, str):
         return compiler
-    cache = settings().cache_dir or _user_folder() if settings().cache_bytes else "off"
+    cache = settings().cache_dir or disk_cache.user_folder() if settings().cache_bytes else "off"
     return f"NVRTC {compiler.version.partition('-')[0]}, kernel cache {cache}"
 
 

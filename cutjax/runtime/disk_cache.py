@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -20,6 +21,8 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+
+from cutjax.runtime.settings import settings
 
 _MAGIC = b"cutjax-entry-1\n"
 _HEADER = struct.Struct("<32s64sI")  # sha256 of what follows it, key, bytes of metadata
@@ -219,3 +222,21 @@ def _write_file(folder: int, name: str, data: bytes) -> None:
 def _unlink(folder: int, name: str) -> None:
     with contextlib.suppress(OSError):
         os.unlink(name, dir_fd=folder)
+
+
+def of_settings() -> DiskCache | None:
+    """Returns the cache in the folder that the settings name; None where it is turned off."""
+    limit_bytes = settings().cache_bytes
+    return _at(settings().cache_dir, limit_bytes) if limit_bytes else None
+
+
+@functools.lru_cache(maxsize=8)
+def _at(folder: pathlib.Path | None, limit_bytes: int) -> DiskCache:
+    return DiskCache(folder or user_folder(), limit_bytes)
+
+
+def user_folder() -> pathlib.Path:
+    """Returns the user's cache folder."""
+    import platformdirs  # only now: `import cutjax` must stay fast
+
+    return pathlib.Path(platformdirs.user_cache_dir("cutjax", appauthor=False))

@@ -6,6 +6,7 @@ it takes to launch them is hidden behind the device's work. Inputs are rotated, 
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import math
@@ -26,6 +27,9 @@ MOST_RUNS = 16  # of the program, in one sample
 MOST_SETS = 32
 NEAR = 5e-2  # of a norm: as far as plain JAX's gradients in 16 bits are from those of a program that rounds elsewhere
 FIRST_ROUNDS, LAST_ROUNDS, FINALISTS = 3, 9, 4
+# Of calls longer than these microseconds power limits the clock: each function is timed in a window of its own, with no
+# gap, since in turns all have the clock that their mean takes. Where time is short, fewer functions, once.
+LONG_US, WINDOW_SECONDS, WINDOWS, FEW = 100.0, 0.1, 2, 2
 _MEMORY_WITHOUT_STATISTICS = 8 << 30
 
 Function = Callable[..., Sequence[jax.Array]]
@@ -69,7 +73,7 @@ def times(
     trusted: Collection[Hashable] = (),
     seconds: float = math.inf,
 ) -> Times:
-    """Times functions in turns; all in a few rounds, then the fastest in more.
+    """Times functions in turns; all in a few rounds, then the fastest in more, or in windows where they take long.
 
     Args:
       functions: each takes the arrays of ``inputs``.
@@ -78,7 +82,7 @@ def times(
       right: tells whether they are right: `equal`, `close` or `near`.
       keep: functions that are in the last rounds however fast they are.
       trusted: functions whose results are right whatever they are.
-      seconds: after which no further round begins, once each function has been timed.
+      seconds: after which no further round begins, once each function has been timed; windows come on top.
     """
     keys = iter(jax.random.split(jax.random.key(0), MOST_SETS + 1))
     make = jax.jit(inputs.make, static_argnums=1)
@@ -92,6 +96,7 @@ def times(
     jax.block_until_ready((chosen, known))
     found = Times({}, {})
     programs: dict[Hashable, Any] = {}
+    least_us = math.inf
     expected, check = jax.jit(reference)(*known), jax.jit(right)
     for name, program in _compiled(functions, chosen).items():
         try:
@@ -103,14 +108,22 @@ def times(
             del first
             start = time.perf_counter()
             jax.block_until_ready(program(chosen))
-            programs[name] = program, _runs(time.perf_counter() - start, calls * out_bytes)
+            took = time.perf_counter() - start
+            least_us = min(least_us, 1e6 * took / calls)
+            programs[name] = program, _runs(took, calls * out_bytes)
         except Exception as error:
             found.dropped[name] = reason(error)
     del expected
     rounds = _Rounds(programs, chosen, calls, found, time.monotonic() + seconds)
-    rounds.play(list(programs), FIRST_ROUNDS)
-    last = {*sorted(rounds.samples, key=rounds.us)[:FINALISTS], *keep}
-    rounds.play([name for name in rounds.samples if name in last], LAST_ROUNDS)
+    long, short = programs and least_us > LONG_US, seconds < math.inf
+    rounds.play(list(programs), 1 if long and short else FIRST_ROUNDS)
+    fastest = sorted(rounds.samples, key=rounds.us)
+    last = {*fastest[: FEW if long and short else FINALISTS], *keep}
+    names = [name for name in fastest if name in last]
+    if long:
+        rounds.hold(names, 1 if short else WINDOWS)
+    else:
+        rounds.play(names, LAST_ROUNDS)
     found.us = {name: rounds.us(name) for name in rounds.samples if name in last}
     return found
 
@@ -166,14 +179,28 @@ class _Rounds:
                 if name in self.samples:
                     self._sample(name)
 
-    def _sample(self, name: Hashable) -> None:
+    def hold(self, names: Sequence[Hashable], windows: int) -> None:
+        """Takes samples of so many windows of each program, in the one order and the other."""
+        for name in names:
+            self.samples[name].clear()
+        for window in range(windows):
+            for name in names[:: -1 if window % 2 else 1]:
+                if name in self.samples:
+                    self._sample(name, WINDOW_SECONDS)
+
+    def _sample(self, name: Hashable, seconds: float = 0.0) -> None:
+        """Takes a sample of some runs, or of as many as take so many seconds: two at a time are on their way then."""
         program, runs = self._programs[name]
         try:
-            out, start = None, time.perf_counter()
-            for _ in range(runs):
-                out = program(self._chosen)  # one stream: the last result is ready when all are
-            jax.block_until_ready(out)
-            self.samples[name].append(1e6 * (time.perf_counter() - start) / (runs * self._calls))
+            waiting: collections.deque[Any] = collections.deque(maxlen=2)  # an older one is let go
+            done, start = 0, time.perf_counter()
+            while done < runs or time.perf_counter() - start < seconds:
+                if seconds and len(waiting) == 2:
+                    jax.block_until_ready(waiting.popleft())
+                waiting.append(program(self._chosen))  # one stream: the last result is ready when all are
+                done += 1
+            jax.block_until_ready(waiting.pop())
+            self.samples[name].append(1e6 * (time.perf_counter() - start) / (done * self._calls))
         except Exception as error:
             del self.samples[name]
             self._found.dropped[name] = reason(error)

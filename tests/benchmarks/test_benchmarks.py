@@ -20,7 +20,9 @@ from benchmarks import cases, oracle, peers, report, run, suite, tables, timing
 from benchmarks.ops import (
     calls,
     compile_cost,
+    contractions,
     cross_entropy,
+    expert_products,
     fused,
     gather,
     gemm,
@@ -244,6 +246,9 @@ SMALL_CASES: dict[str, Any] = {
     "syrk": (syrk.Symmetric(48, 32, (2,), target=1.3), syrk.Symmetric(64, 16)),
     "cross_entropy": (cross_entropy.Head(64, 16, 48, 1.1),),
     "networks": (networks.Network(16, 2, 32, "float32", (1.1, 1.1, 1.1)),),
+    "contractions": (
+        contractions.Case("siA,sjB->ijAB", (("s", 8), ("i", 4), ("A", 8), ("j", 4), ("B", 8)), "float32", "", ()),
+    ),
     "models": (cases.Dense(24, 16, 32, "tn", of="a model"),),
     "compile": (compile_cost.Epilogue("dropout", "bfloat16"),),
 }
@@ -256,6 +261,7 @@ NAMES = {
     "syrk": ["2x48x32", "64x16"],
     "cross_entropy": ["64x16x48 fwd+bwd"],
     "networks": [f"2x16 of 32 float32 {form}" for form in networks.FORMS],
+    "contractions": ["siA,sjB->ijAB s8,i4,A8,j4,B8 float32"],
     "models": ["24x16x32 tn"],
     "compile": ["dropout bfloat16", "dropout bfloat16"],
 }
@@ -266,7 +272,7 @@ def test_the_command(op, on_xla, monkeypatch, tmp_path, capsys, request):
     if op == "compile" and (missing := compiler.compiler_missing()):
         pytest.skip(missing)
     with_peers = request.getfixturevalue("other_libraries") if op == "grouped" else ["--peers", "xla"]
-    small = dataclasses.replace(run.SUITES[op], cases=SMALL_CASES[op])
+    small = dataclasses.replace(run.SUITES[op], cases=SMALL_CASES[op], x64=False)  # of the whole process
     monkeypatch.setitem(run.SUITES, op, dataclasses.replace(small, draw=small.draw and (lambda *_: small.cases)))
     path = tmp_path / "out.json"
     arguments = ["--op", op, "--out", str(path), "--commit", "c", "--method", "cupti", *with_peers]
@@ -393,3 +399,22 @@ def test_pallas_configs_divide_every_case():
             for config in configs:
                 assert columns % (config["block_n"] * config["grid_block_n"]) == 0
                 assert product != "dw" or rows % config["block_m"] == 0
+
+
+def test_contractions_are_what_einsum_takes_and_have_plans():
+    assert len(contractions.CASES) == 60
+    for case in contractions.CASES:
+        avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in case.shapes[:2]]
+        out = jax.eval_shape(lambda x, y, case=case: jnp.einsum(case.equation, x, y), *avals)
+        assert out.shape == case.shapes[2]
+        assert case.bytes < 1.5e9
+        plans, _ = contractions.plan_of(case)
+        assert all(plan.d.shape == out.shape for plan in plans), case.name
+    assert len({case.of for case in contractions.CASES}) > 50
+
+
+def test_products_of_experts_are_drawn_by_a_salt():
+    one, other = (expert_products.sample(20, salt) for salt in ("one", "other"))
+    assert one == expert_products.sample(20, "one") != other
+    assert len({case.name for case in one}) == 20
+    assert all(case.sizes.sum() == case.m for case in one)

@@ -214,6 +214,11 @@ def test_final_measurements_time_what_was_chosen_again(worker, monkeypatch, tmp_
     monkeypatch.setattr(sustained, "LEAST_US", 6.0)
     monkeypatch.setattr(sustained, "WINDOW_S", 0.01)
     monkeypatch.setattr(sustained, "HEAT_S", 0.01)
+    monkeypatch.setattr(direct_worker, "LONG_US", 6.0)
+    monkeypatch.setattr(direct_worker, "WINDOW_SECONDS", 0.001)
+    held: list[dict] = []
+    of_windows = direct_worker._held
+    monkeypatch.setattr(direct_worker, "_held", lambda *args: (held.append(args[-1]), of_windows(*args), args[-1])[2])
     configs = []
 
     def ours(layout, config):
@@ -237,7 +242,8 @@ def test_final_measurements_time_what_was_chosen_again(worker, monkeypatch, tmp_
     assert [row.ratios.get("xla") for row in rows] == [1.4, 1.0, None]
     assert [row.failure for row in rows] == ["", "", "hang: nothing for 15 s"]
     assert (rows[1].kernel, rows[1].figures["untuned"]["predicted_xla_us"]) == ("XLA", 4.0)
-    assert set(rows[0].figures["sustained"]) == {"xla", "untuned", "tuned"}
+    assert set(rows[0].figures["sustained"]) == set(sustained.NAMES)
+    assert any(line.startswith("| our kernels alone | 2 | 1.400 |") for line in final.summary(rows))
     content, read = report.read(tmp_path / "final.json")
     assert (content["op"], content["commit"], content["salts"], read[0].ratios) == (
         "products",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from products import Item
 
-from cutjax import Config, Problem
+from cutjax import Config, MmaConfig, Problem
 from cutjax.kernels import families
 from cutjax.kernels.operand import Gathered
 from emulator import device
@@ -24,6 +24,14 @@ CASES = {
         Config(64, 64, 64, 3, schedule="pingpong"),
     ),
     "multicast": (Item("f16", "dense", "tn", 200, 72, 72, "operands"), Config(64, 64, 64, 4, cluster_m=2)),
+    "256x192 in a pair, evicted": (
+        Item("bf16", "dense", "nt", 264, 392, 136),
+        Config(256, 192, 64, 3, cluster_n=2, evict_first="bd"),
+    ),
+    "swapped, evicted": (
+        Item("f16", "dense", "nn", 72, 136, 72),
+        Config(64, 64, 64, 4, swap=True, evict_first="abd", schedule="pingpong"),
+    ),
     "cluster k": (Item("bf16", "dense", "nt", 64, 64, 200, out="float32"), Config(64, 64, 64, 4, cluster_k=2)),
     "stream k": (Item("f16", "dense", "nn", 200, 128, 264), Config(64, 64, 64, 4, stream_k=True)),
     "groups of rows": (Item("bf16", "rows", "nn", 136, 64, 72, "residual"), Config(64, 64, 64, 4, schedule="pingpong")),
@@ -39,6 +47,17 @@ PLAIN = {
     "s8": Item("s8", "rows", "nt", 72, 64, 64, arch="sm_80"),
     "f16": Item("f16", "dense", "tn", 64, 64, 72, arch="sm_75"),
     "tf32x3": Item("f32tf32x3", "symmetric", "nt", 40, 40, 40, "sum", arch="sm_80"),
+}
+
+
+# By FMA, whose lanes pass accumulators on; DMMA of as much of k as there are registers for.
+TILES = {
+    "f32": (Item("f32", "dense", "nt", 72, 72, 19, "operands", arch="sm_90a"), MmaConfig(64, 64, 8, 64, 64, stages=3)),
+    "f32 sliced": (Item("f32", "dense", "tn", 33, 40, 40, arch="sm_80"), MmaConfig(32, 32, 16, 16, 32, 2, stages=2)),
+    "c64": (Item("c64", "dense", "nn", 40, 24, 20, arch="sm_90a"), MmaConfig(32, 32, 8, 32, 32, stages=3)),
+    "s64": (Item("s64", "rows", "nt", 40, 24, 20, arch="sm_75"), MmaConfig(32, 32, 8, 16, 32, stages=2)),
+    "f64 64x32": (Item("f64", "dense", "nn", 72, 40, 40, "sum"), MmaConfig(64, 64, 16, 64, 32, stages=3)),
+    "f64 32x64": (Item("f64", "dense", "tt", 40, 72, 37), MmaConfig(32, 64, 32, 32, 64, stages=2)),
 }
 
 
@@ -96,6 +115,12 @@ def test_rows_by_index_across_the_contraction(config, m):
     expected = np.stack([wide[a:b].T @ g.astype(np.float64)[a:b] for a, b in itertools.pairwise(starts)])
     arrays = x, g, sizes, pairs, np.full((tokens, 4), -7, np.int32)
     check(problem, families.resolve(problem, config), (arrays, [expected]), [(0, 0), (1, 3)])
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_tiles_of_mma(name):
+    item, config = TILES[name]
+    check(item.problem, families.resolve(item.problem, config), item.data(), [(0, 0), (1, 3)])
 
 
 @pytest.mark.parametrize("name", PLAIN)

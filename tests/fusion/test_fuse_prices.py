@@ -23,7 +23,7 @@ def measured_us(row, avals):
     ours = fused_sweep.ours(row["layout"], row["epilogue"], None)
     problem = cutjax.explain(ours, platform="cuda")(avals).rows[0].choice.problem
     resolved = [(family.resolve(problem, cutjax.Config(**fields)), us) for fields, us in row["configs"]]
-    times = [(cost.both(found, problem.device)[1], us) for found, us in resolved if not isinstance(found, tuple)]
+    times = [(cost.times(found, problem.device)[1], us) for found, us in resolved if not isinstance(found, tuple)]
     return min(times)[1]
 
 

@@ -99,8 +99,8 @@ def test_prices_are_those_of_kernels_one_by_one(kind):
         assert [found.config(i) for i in range(len(found.us))] == expected.rows()
         np.testing.assert_allclose(found.us, expected.us, rtol=1e-12)
         kernels = [kernel.resolved(problem, config) for config in expected.rows()]
-        ranked_us = [cost.both(x, problem.device)[1] for x in kernels]
-        np.testing.assert_allclose(found.ranked_us, ranked_us, rtol=1e-12)
+        ranked = np.array([cost.times(x, problem.device)[1:] for x in kernels]).reshape(-1, 2)
+        np.testing.assert_allclose(found.ranked_us, family._least_l2(*ranked.T), rtol=1e-12)
         served += len(found.us)
         if len(found.us):
             fastest = families.fastest(problem)
@@ -110,6 +110,14 @@ def test_prices_are_those_of_kernels_one_by_one(kind):
                 assert fastest[1:] == (expected.us[least], len(expected.us))
                 assert fastest[0].config == expected.config(least)
     assert served
+
+
+def test_long_kernels_are_ranked_by_bytes_through_l2_where_they_are_near():
+    us, l2_us = np.array([200.0, 201.0, 201.9, 203.0, 199.5]), np.array([90.0, 60.0, 70.0, 10.0, 100.0])
+    ranked = family._least_l2(us, l2_us)
+    assert ranked.argmin() == 1
+    assert ranked[2:4].tolist() == [201.9, 203.0]  # more than 1% slower
+    np.testing.assert_array_equal(family._least_l2(us / 4, l2_us), us / 4)
 
 
 @pytest.mark.parametrize("sizes", [(1 << 27, 1 << 16, 64), (1 << 28, 64, 64), (1 << 30, 1 << 30, 64)])

@@ -35,13 +35,14 @@ CONFIGS = [
     cutjax.Config(128, 256, cluster_m=2),
     cutjax.Config(256, 128, cluster_n=2),
     cutjax.Config(64, 256),
+    cutjax.Config(256, 192, stages=3, cluster_n=2, evict_first="bd"),
 ]
 
 
 @needs_tools
 @pytest.mark.parametrize(
     ("config", "layout"),
-    list(zip(CONFIGS, ("nt", "nn", "tn", "tt", "nn"), strict=True)),
+    list(zip(CONFIGS, ("nt", "nn", "tn", "tt", "nn", "nn"), strict=True)),
     ids=lambda x: x if isinstance(x, str) else x.name(cutjax.Problem.of(64, 64, 64)),
 )
 def test_the_mainloop_is_uniform(config, layout):

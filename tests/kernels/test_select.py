@@ -33,7 +33,7 @@ def time_us(config, p):
 
 
 def ranked_us(config, p):
-    return cost.both(sm90.resolved(p, config), p.device)[1]
+    return cost.times(sm90.resolved(p, config), p.device)[1]
 
 
 def test_problem_counts():
@@ -113,6 +113,7 @@ def test_bad_problem(fields, match):
         ({"bm": 256, "bn": 128, "schedule": "pingpong"}, "bm is 64 or 128"),
         ({"bm": 256, "bn": 256}, "256 accumulator registers"),
         ({"raster": 0}, "raster=0"),
+        ({"evict_first": "db"}, "evict_first='db', expected one of"),
         ({"bm": 128.0}, "expected an int"),
         ({"bm": 96, "bk": 32}, "bm=96.*bk=32"),  # all reasons, not the first
     ],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from contractions import equation, random_contraction
 from jax import lax
 
-from cutjax.ops.contraction import contraction
+from cutjax.ops.contraction import contraction, contractions
 
 
 def moved(move, x):
@@ -46,22 +48,24 @@ def test_every_plan_is_dot_general_permuted_and_moves_what_it_says():
         want = reference(x, y, dims)
         permutation = tuple(int(p) for p in rng.permutation(want.ndim)) if i % 2 else None
         want = want.transpose(permutation) if permutation else want
-        plan = contraction(lhs, rhs, to_tuples(dims), permutation)
-        got, d_shape = multiplied(plan, x, y)
-        assert got.shape == want.shape, (lhs, rhs, dims, permutation)
-        assert (got == want).all(), (lhs, rhs, dims, permutation)
-        of_a, of_b = (y, x) if plan.swapped else (x, y)
-        for move, of in ((plan.a, of_a), (plan.b, of_b)):
-            assert move.copied == (2 * of.size if move.copied else 0)
-            places = np.arange(of.size)
-            assert move.copied or (in_memory(moved(move, places.reshape(of.shape)), move.order) == places).all()
-        d = np.arange(want.size).reshape(d_shape)
-        assert plan.d.copied or (moved(plan.d, d).ravel() == in_memory(d, plan.d.order)).all()
-        assert sum(map(bool, plan.copies)) == sum(bool(move.copied) for move in (plan.a, plan.b, plan.d))
-        copies, orders = copies + bool(plan.copied), orders + any(plan.orders)
-        # Every axis of the product is the axes of the result that it is said to merge.
-        full = want.shape if permutation is None else np.empty(want.shape).transpose(np.argsort(permutation)).shape
-        assert d_shape == tuple(int(np.prod([full[j] for j in axes], initial=1)) for axes in plan.axes)
+        plans = contractions(lhs, rhs, to_tuples(dims), permutation)
+        assert plans[0] == contraction(lhs, rhs, to_tuples(dims), permutation)
+        for plan in plans[:: 1 if i % 4 == 0 else len(plans)]:
+            got, d_shape = multiplied(plan, x, y)
+            assert got.shape == want.shape, (lhs, rhs, dims, permutation)
+            assert (got == want).all(), (lhs, rhs, dims, permutation)
+            of_a, of_b = (y, x) if plan.swapped else (x, y)
+            for move, of in ((plan.a, of_a), (plan.b, of_b)):
+                assert move.copied == (2 * of.size if move.copied else 0)
+                places = np.arange(of.size)
+                assert move.copied or (in_memory(moved(move, places.reshape(of.shape)), move.order) == places).all()
+            d = np.arange(want.size).reshape(d_shape)
+            assert plan.d.copied or (moved(plan.d, d).ravel() == in_memory(d, plan.d.order)).all()
+            assert sum(map(bool, plan.copies)) == sum(bool(move.copied) for move in (plan.a, plan.b, plan.d))
+            copies, orders = copies + bool(plan.copied), orders + any(plan.orders)
+            # Every axis of the product is the axes of the result that it is said to merge.
+            full = want.shape if permutation is None else np.empty(want.shape).transpose(np.argsort(permutation)).shape
+            assert d_shape == tuple(int(np.prod([full[j] for j in axes], initial=1)) for axes in plan.axes)
     assert 100 < copies < 1400, copies  # the generator makes both
     assert 100 < orders < 1400, orders
 
@@ -130,6 +134,18 @@ def test_heads_in_groups_are_a_batch_axis_along_which_b_broadcasts():
     assert plan.copied == 0
     assert (plan.a.shape, plan.b.shape) == ((4, 8, 2, 96, 64), (4, 8, 1, 80, 64))
     assert plan.axes == ((0,), (1,), (3,), (2,), (4,))
+
+
+def test_plans_copy_more_for_fewer_matrices():
+    """The outer product of AlphaFold: by strides a matrix of 32 x 32 for each pair, by copies one product."""
+    shapes, dims = ((1, 512, 128, 32), (1, 512, 128, 32)), (((1,), (1,)), ((0,), (0,)))
+    found = contractions(*shapes, dims, (0, 1, 3, 2, 4))
+    assert [plan.copied for plan in found] == sorted({plan.copied for plan in found})
+    matrices = [math.prod(plan.a.shape[:-2]) * math.prod(plan.b.shape[:-2]) for plan in found]
+    assert matrices == sorted({*matrices}, reverse=True)
+    assert (found[0].copied, matrices[-1]) == (0, 1)
+    few = contractions((2, 3, 4), (2, 4, 5), (((2,), (1,)), ((0,), (0,))))
+    assert len(few) == 1  # nothing has fewer matrices than the batch
 
 
 def test_the_smaller_operand_is_copied_and_the_reason_names_it():

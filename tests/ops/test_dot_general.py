@@ -57,7 +57,7 @@ def test_random_contractions_are_of_every_kind():
         found.update({"ours": "cutjax_gemm" in text, "orders": "orders=((), (), ())" not in text and "orders" in text})
         found.update({"batch": len(case.dims[1][0]) > 0, "two": len(case.dims[0][0]) == 2, "weak": any(case.weak)})
         found.update(dict.fromkeys(case.dtypes, 1))
-    assert found["ours"] > 45
+    assert found["ours"] > 30  # of others whose copies take longer XLA multiplies as it likes
     assert min(found[kind] for kind in ("orders", "batch", "two", "weak")) > 4
     assert min(found[dtype] for dtype in ("bfloat16", "float16", "float32", "float64", "complex64", "bool", "int8")) > 0
     assert found["float8_e4m3fn"] > 0

@@ -149,3 +149,20 @@ def test_no_module_is_shadowed_by_a_public_name():
     files = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or path.is_dir()}
     public = {name for name in cutjax.__all__ if callable(getattr(cutjax, name))}
     assert not files & public
+
+
+def test_the_package_brings_little_until_it_is_used():
+    code = "import cutjax, sys; print(*(x for x in sys.modules if x.startswith('cutjax.')))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert len(found) < 30
+    assert "cutjax.runtime.launch" in found  # exported programs find the handler of their custom calls
+    assert not [name for name in found if name.startswith(("cutjax.kernels", "cutjax.ops", "cutjax.fusion"))]
+
+
+def test_public_names_come_from_where_type_checkers_find_them():
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    (checked,) = (node for node in tree.body if isinstance(node, ast.If))
+    told = {alias.asname or alias.name: node.module for node in checked.body for alias in node.names}
+    assert told == {name: f"cutjax.{home}".rstrip(".") for name, home in cutjax._HOME.items()}
+    assert told.keys() == set(cutjax.__all__)
+    assert all(getattr(cutjax, name) is not None for name in told)

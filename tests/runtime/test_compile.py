@@ -219,11 +219,11 @@ def test_size_zero_turns_the_disk_cache_off(folder):
 
 def test_default_folder_is_the_users(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    compiler._disk_at.cache_clear()
+    disk_cache._at.cache_clear()
     with settings.override(cache_dir=None):
         build()
     assert len(list((tmp_path / "xdg" / "cutjax").iterdir())) == 1
-    compiler._disk_at.cache_clear()
+    disk_cache._at.cache_clear()
 
 
 def test_memory_is_bounded(runs, monkeypatch):

@@ -629,3 +629,10 @@ def test_measured_on_this_machine(monkeypatch):
     assert all("needs an NVIDIA GPU" in why for _, why in row.dropped)
     assert row.xla_us > 0
     assert choose.choose(row.problem).reasons[0].startswith("tuned: XLA")
+
+
+@pytest.mark.parametrize(("problem", "most", "count"), [((8192, 8192, 8192), 3, 4), ((512, 512, 512), 3, 3)])
+def test_of_long_products_a_cluster_of_two_is_timed(problem, most, count):
+    configs = autotune.configs_of(cutjax.Problem.of(*problem), most)
+    assert configs[:most] == list(cutjax.candidates(cutjax.Problem.of(*problem))[:most])
+    assert len(configs) == count == most + any(config.cluster_m * config.cluster_n == 2 for config in configs)

@@ -85,6 +85,20 @@ def test_last_rounds_are_of_the_fastest_and_of_those_kept(monkeypatch):
     assert min(found.us, key=found.us.__getitem__) == "f0"
 
 
+@pytest.mark.parametrize(("seconds", "finalists", "windows"), [(np.inf, measure.FINALISTS, measure.WINDOWS), (1, 2, 1)])
+def test_long_calls_are_timed_in_windows(monkeypatch, seconds, finalists, windows):
+    microseconds = {f"f{i}": 500.0 + i for i in range(6)}
+    clock, runs = Clock(monkeypatch, microseconds), []
+    wrap = clock.wrap
+    monkeypatch.setattr(clock, "wrap", lambda name, f: lambda sets: (runs.append(name), wrap(name, f)(sets))[1])
+    found = measure.times(dict.fromkeys(microseconds, right), INPUTS, right, measure.equal, ["f5"], seconds=seconds)
+    last = {f"f{i}" for i in (*range(finalists), 5)}
+    assert found.us == {name: pytest.approx(microseconds[name]) for name in last}
+    for name, us in microseconds.items():
+        held_s = runs.count(name) * us * measure.MOST_CALLS / 1e6
+        assert (held_s >= windows * measure.WINDOW_SECONDS) == (name in last)
+
+
 def test_a_program_that_fails_later_is_dropped(monkeypatch):
     Clock(monkeypatch, {"a": 1.0, "b": 2.0})
     compiled, calls = measure._compiled, []

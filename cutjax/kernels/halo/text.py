@@ -42,6 +42,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "PIECE": 8 if kernel.chunk % 16 else 16,
         "D_BUFFER_BYTES": kernel.buffer_bytes,
         "OUTPUTS": len(kernel.staging.results),
+        "TAKE_TURNS": False,
         "STAGING_ROWS": 16,
         "STAGING_THREADS": 32,
     }

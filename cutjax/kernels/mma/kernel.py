@@ -17,7 +17,7 @@ from cutjax.kernels.device import Device
 from cutjax.kernels.mma import cost, prologue, slim, text, views
 from cutjax.kernels.mma.arguments import arguments, operands_of, unit
 from cutjax.kernels.mma.config import Config
-from cutjax.kernels.mma.math import Math, math_of
+from cutjax.kernels.mma.math import Math, halved, math_of
 from cutjax.kernels.mma.resolved import Resolved
 from cutjax.kernels.operand import Gathered, Im2col, Pixels, Taps
 from cutjax.kernels.prepared import Prepared, Transpose
@@ -92,6 +92,8 @@ class Kernel(Resolved, base.Kernel):
     @property
     def unmeasured(self) -> str:
         """The part of it that has not run on a device yet; "" where all has."""
+        if self.way.name == "dmma" and self.way.accumulator == "float64" and halved(self.config):
+            return "warp tiles of 64 x 32 of float64 that threads load"
         return "a prologue in the loads" * (self.multiplied.a.prologue is not None)
 
     @property
@@ -136,7 +138,7 @@ def registers(problem: Problem, config: Config, way: Math, units: tuple[int, int
     """Estimates the registers of a thread."""
     tile = config.wm // 16 * (config.wn // 8)
     fragments = way.read[0] * (config.wm // 16) + way.read[1] * problem.products * (config.wn // 8)
-    fragments *= way.slice(config.bk // config.sliced_k, problem.arch) // way.k
+    fragments = fragments * way.slice(config, problem.arch) // way.k
     of_a, of_b = problem.a.bytes(config.bm), problem.bs[0].bytes(problem.products * config.bn)
     loads = [row * config.bk // 16 // config.threads for row in (of_a, of_b)]
     held = sum(5 * count + 8 for count, unit in zip(loads, units, strict=True) if unit < 4)

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Container
 
 from cutjax.kernels.device import DMMA
+from cutjax.kernels.mma.config import Config
 from cutjax.kernels.problem import Problem
 from cutjax.runtime.architectures import number
 
@@ -43,17 +44,25 @@ class Math:
     along_k: bool = False
     beside: int = 0
 
-    def slice(self, depth: int, arch: str) -> int:
-        """Returns the elements of k that one slice takes, of so many of a stage that a warp multiplies."""
+    def slice(self, config: Config, arch: str) -> int:
+        """Returns the elements of k that one slice takes, of those of a stage that a warp multiplies."""
+        if self.accumulator != "float64" or self.fragments != "double":
+            return self.k
+        if halved(config):
+            return self.k // 2
         # From sm_90 on, DMMA may be deeper: it reads and writes accumulators less often.
-        deep = self.accumulator == "float64" and self.fragments == "double" and number(arch) >= 90
-        return 16 if deep and depth >= 32 else self.k
+        return 16 if number(arch) >= 90 and config.bk // config.sliced_k >= 32 else self.k
 
     def stage_bytes(self, bm: int, bn: int, bk: int, products: int, size: int) -> int:
         """Returns the shared memory of one stage, of elements of so many bytes."""
         padding = 16 // size if self.fragments == "fma" else 0
         of_b = 1 if self.fragments == "decode" else size
         return ((bm + padding) * size + products * (bn + padding) * of_b) * bk
+
+
+def halved(config: Config) -> bool:
+    """True of warp tiles of float64 beside whose accumulators, and addresses, there is room for half as much of k."""
+    return config.wm * config.wn >= 2048 and not config.tma
 
 
 _ALL, _AMPERE, _ADA = range(75, 1000), range(80, 1000), range(89, 1000)

@@ -54,7 +54,7 @@ class Resolved(base.Resolved):
     def slices(self) -> int:
         """Slices of a stage that one warp multiplies."""
         depth = self.config.bk // self.config.sliced_k
-        return depth // self.way.slice(depth, self.problem.arch)
+        return depth // self.way.slice(self.config, self.problem.arch)
 
     @property
     def load_turns(self) -> int:

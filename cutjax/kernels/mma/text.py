@@ -22,6 +22,9 @@ FRAGMENTS = {
     "decode": (*_LANES, "mma/narrow.cuh", "mma/decode_bytes.cuh", "mma/tensor.cuh"),
 }
 
+# Whether lanes that multiply by FMA read a and b in an order of which shared memory serves twice as many at once.
+INTERLEAVED = True
+
 _FILES = {Gathered: "gather", Im2col: "im2col", Taps: "taps"}  # of the views that are not plain
 
 
@@ -44,9 +47,10 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "N_FRAGMENTS": config.wn // 8,
         "STAGES": config.stages,
         "SLIM": config.slim,
-        "SLICE": way.slice(config.bk // config.sliced_k, problem.arch),
+        "SLICE": way.slice(config, problem.arch),
         "LOAD_TURNS": kernel.load_turns,
         "SLICES_AT_ONCE": kernel.slices_at_once,
+        "INTERLEAVED": INTERLEAVED,
         "ELEMENT": problem.a.bytes(1),
         "ELEMENT_B": problem.bs[0].bytes(1),
         "A_K_MAJOR": problem.a.contiguous == "k",
@@ -72,6 +76,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "PIECE": 8 if kernel.chunk % 16 else 16,
         "D_BUFFER_BYTES": kernel.buffer_bytes,
         "OUTPUTS": len(kernel.staging.results),
+        "TAKE_TURNS": False,
         "STAGING_ROWS": 16,
         "STAGING_THREADS": 32,
     }

@@ -20,6 +20,7 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import operands, windows
 
 SCHEDULES = ("coop", "pingpong", "sliced")
+EVICTED = ("", "a", "b", "d", "ab", "ad", "bd", "abd")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +197,8 @@ class Config(Sizes):
         in order, and computes the epilogue. At most 128.
       sms: on how many SMs the kernel runs at most, and leaves the others to what runs beside it, such as transfers
         between devices; 0 is all of them.
+      evict_first: of a, b and the results ("d"), whose lines leave L2 before others: some of the letters of "abd". What
+        is read, or written, once leaves room so for what many tiles read.
 
     Raises:
       ValueError: a field is outside its range, or the accumulators do not fit the registers; lists every reason.
@@ -214,6 +217,7 @@ class Config(Sizes):
     cluster_k: int = 1
     splits: int = 1
     sms: int = 0
+    evict_first: str = ""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -221,6 +225,9 @@ class Config(Sizes):
             if field.name == "schedule":
                 if value not in SCHEDULES:
                     raise ValueError(f"Config: schedule={value!r}, expected one of {SCHEDULES}")
+            elif field.name == "evict_first":
+                if value not in EVICTED:
+                    raise ValueError(f"Config: evict_first={value!r}, expected one of {EVICTED}")
             elif isinstance(field.default, bool):
                 if not isinstance(value, (bool, np.bool_)):
                     raise ValueError(f"Config: {field.name}={value!r}, expected a bool")
@@ -284,6 +291,7 @@ class Config(Sizes):
         tile += "_swap" if self.swap else ""
         tile += "_stream" if self.stream_k else ""
         tile += f"_k{self.cluster_k}" * (self.cluster_k > 1) + "_parts" * (self.splits > 1)
+        tile += f"_first_{self.evict_first}" if self.evict_first else ""
         ragged = f"_groups_{problem.divided}" if problem.divided else ""
         symmetric = "_symmetric" if problem.symmetric else ""
         strided = "_strided" if problem.order else ""  # other text
@@ -322,6 +330,7 @@ class Configs(Sizes):
     splits: np.ndarray
     raster: ClassVar[int] = 1
     sms: ClassVar[int] = 0
+    evict_first: ClassVar[str] = ""
 
     @classmethod
     def of(cls, rows: Sequence[tuple[Any, ...]], swap: bool) -> Configs:

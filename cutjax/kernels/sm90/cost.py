@@ -151,13 +151,16 @@ def predict(kernel: Resolved, device: Device) -> Any:
     return time_us + (c.splits > 1) * added
 
 
-def both(kernel: Resolved, device: Device) -> tuple[Any, Any]:
-    """Returns the predicted microseconds of one call, or a column of them, and those by which kernels are ranked."""
+def times(kernel: Resolved, device: Device) -> tuple[Any, Any, Any]:
+    """Returns the predicted microseconds of one call, or a column of them, and what else kernels are ranked by.
+
+    That is their corrected times, and what their bytes take through L2 alone, which is 0 where nothing is corrected.
+    """
     if not residual.serves(kernel, device):
-        return (us := predict(kernel, device)), us
+        return (us := predict(kernel, device)), us, 0 * us
     features = dense_cost.features(kernel, device)
     costs = dense_cost.costs(features, CONSTANTS)
-    return costs.whole, costs.whole * residual.factor(kernel, features, costs)
+    return costs.whole, costs.whole * residual.factor(kernel, features, costs), costs.l2
 
 
 def _short_rows(kernel: Resolved) -> tuple[int, Any]:

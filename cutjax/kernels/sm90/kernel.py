@@ -129,11 +129,11 @@ def _resolve(
 def prices(
     problem: Problem, of: Phases | None, weights: tuple[Prepared, ...], configs: Configs, asked: Problem
 ) -> np.ndarray:
-    """Returns the predicted microseconds of many configs, told as `_resolve` is, and those by which they are ranked.
+    """Returns the predicted microseconds of many configs, told as `_resolve` is, as `cost.times` has them.
 
-    They are [2, configs], and infinite where one cannot serve.
+    They are [3, configs], and infinite where one cannot serve.
     """
-    us = np.full((2, len(configs)), np.inf)
+    us = np.full((3, len(configs)), np.inf)
     for divided in (False, True):  # parts of k are added up by XLA, which computes the epilogue
         rows = np.flatnonzero((configs.splits > 1) == divided)
         if problem.a.dtype == operands.C64:
@@ -145,7 +145,7 @@ def prices(
         tile = footprint(facts, some)
         refused = functools.reduce(operator.or_, (found for found, _ in _checks(bare, facts, some, tile, of)))
         fields = _fields(bare, facts, some, tile, of, weights, asked)
-        us[:, rows] = np.where(refused, np.inf, cost.both(Resolved(**fields), problem.device))
+        us[:, rows] = np.where(refused, np.inf, cost.times(Resolved(**fields), problem.device))
     return us
 
 

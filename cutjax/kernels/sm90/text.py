@@ -20,6 +20,9 @@ from cutjax.runtime import sources
 REGISTERS, OF_SLICES, OF_SCALES, OF_ROWS = (40, 232), (32, 112), (56, 224), (72, 216)
 # Of float8, k blocks whose sums in 14 bits are added up in float32 at once.
 EVERY = 1
+# Accumulators beside which threads stage pairs of 4 bytes element by element, in an order in which all banks are served
+# at once; as pairs, those of two rows meet in a bank. More leave too few registers for its addresses. -1: never.
+TURNS_BESIDE = 128
 
 
 def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
@@ -57,6 +60,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "EVERY": EVERY if parts.buffers == 1 and parts.columns * config.m_blocks == 1 and not scaled else 1,
         "RELEASING_WARPS": 4 if scaled else 1,
         "STAGES": config.stages,
+        **{f"{name.upper()}_FIRST": name in config.evict_first for name in "abd"},
         "CLUSTER_M": config.cluster_m,
         "CLUSTER_N": config.cluster_n,
         "CLUSTER_K": config.cluster_k,
@@ -87,6 +91,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "D_CHUNK": kernel.chunk,
         "PIECE": 8 if kernel.chunk % 16 else 16,
         "D_BUFFER_BYTES": kernel.buffer_bytes,
+        "TAKE_TURNS": _accumulators(kernel) <= TURNS_BESIDE,
         "STAGING_ROWS": 64,
         "STAGING_THREADS": 128,
     }
@@ -148,6 +153,12 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             "sm90/gemm.cuh",
         ],
     )
+
+
+def _accumulators(kernel: Resolved) -> int:
+    """Returns the accumulator registers of a thread, and those they are promoted to."""
+    own = kernel.config.accumulator_registers * kernel.multiplied.products
+    return own + kernel.sums.registers * bool(kernel.way.promoted)
 
 
 def _views(problem: Problem) -> str:

@@ -13,14 +13,6 @@ struct Staging {
     return tile + byte / SPAN * (STAGING_ROWS * SPAN) + swizzle<SPAN>(row * SPAN + byte % SPAN + more);
   }
 
-  // Of 4 bytes, rows 2 i and 2 i + 1 of 8 columns lie in the same banks: the odd ones have the columns beside them
-  // first.
-  static constexpr bool IN_TURN = SIZE<D> == 4 && SPAN == 128 && PIECE == 16;
-
-  static DEVICE u32 in_turn(u32 tile, int row, int piece, int lane, int later) {
-    return tile + (at(0, row, piece * 64, lane % 4 * 8) ^ (lane / 4 % 2 ^ later) * 32);
-  }
-
   // PIECE columns from PIECE * piece on: value 4 j + 2 h + e is of column 8 j + 2 (lane % 4) + e and of the warp's row
   // lane / 4 + 8 h.
   template <typename Carrier>
@@ -30,20 +22,6 @@ struct Staging {
       // stmatrix: lane l addresses row l % 16, columns 8 (l / 16) on
       u32 address = at(tile, warp * 16 + lane % 16, piece * 32, lane / 16 * 16);
       stmatrix_x4(address, pack<D>(v[0], v[1]), pack<D>(v[2], v[3]), pack<D>(v[4], v[5]), pack<D>(v[6], v[7]));
-    } else if constexpr (IN_TURN) {
-      bool odd = lane / 4 % 2;
-#pragma unroll
-      for (int i = 0; i < 8; i += 2) {
-        int h = i / 4, later = i / 2 % 2;
-        u32 first[2], second[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          unpack<D>(reinterpret_cast<u32(&)[1]>(first[e]), v[4 * later + 2 * h + e]);
-          unpack<D>(reinterpret_cast<u32(&)[1]>(second[e]), v[4 * (1 - later) + 2 * h + e]);
-        }
-        st_shared_v2(in_turn(tile, warp * 16 + lane / 4 + 8 * h, piece, lane, later), odd ? second[0] : first[0],
-                     odd ? second[1] : first[1]);
-      }
     } else {
 #pragma unroll
       for (int i = 0; i < PIECE / 2; i += 2) {
@@ -52,7 +30,11 @@ struct Staging {
           u32 x[WORDS<D>], y[WORDS<D>];
           unpack<D>(x, v[i]);
           unpack<D>(y, v[i + 1]);
-          if constexpr (SIZE<D> == 4) {
+          if constexpr (SIZE<D> == 4 && TAKE_TURNS) {
+            u32 first = at(tile, row, byte, lane % 4 * 8) + right_first(lane) * 4;
+            st_shared_u32(first, right_first(lane) ? y[0] : x[0]);
+            st_shared_u32(first ^ 4, right_first(lane) ? x[0] : y[0]);
+          } else if constexpr (SIZE<D> == 4) {
             st_shared_v2(at(tile, row, byte, lane % 4 * 8), x[0], y[0]);
           } else if constexpr (SIZE<D> == 8) {
             st_shared_v4(pair(tile, row, byte, lane), x[0], x[1], y[0], y[1]);
@@ -72,6 +54,10 @@ struct Staging {
     }
   }
 
+  // Of pairs of elements of 4 bytes, eight rows of which go at once, every other row's lie in the same banks as the row's
+  // before (of rows of less than 128 bytes, every other two's or four's): in those the right ones go first.
+  static DEVICE bool right_first(int lane) { return lane / 4 / (128 / SPAN) % 2; }
+
   // The address of 16 bytes of a lane's two elements of 8 or 16 bytes, of those of four lanes beside each other.
   static DEVICE u32 pair(u32 tile, int row, int byte, int lane) {
     int of_row = byte + lane % 4 * 2 * SIZE<D>;
@@ -85,25 +71,17 @@ struct Staging {
     if constexpr (SIZE<D> == 2) {
       u32 address = at(tile, warp * 16 + lane % 16, piece * 32, lane / 16 * 16);
       ldmatrix_x4(address, x[0][0].bits[0], x[0][1].bits[0], x[1][0].bits[0], x[1][1].bits[0]);
-    } else if constexpr (IN_TURN) {
-      bool odd = lane / 4 % 2;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        u32 first[2], second[2];
-        ld_shared_v2(in_turn(tile, warp * 16 + lane / 4 + 8 * h, piece, lane, 0), first[0], first[1]);
-        ld_shared_v2(in_turn(tile, warp * 16 + lane / 4 + 8 * h, piece, lane, 1), second[0], second[1]);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          x[0][h].bits[e] = odd ? second[e] : first[e];
-          x[1][h].bits[e] = odd ? first[e] : second[e];
-        }
-      }
     } else {
 #pragma unroll
       for (int i = 0; i < PIECE / 4; ++i) {
         int row = warp * 16 + lane / 4 + i % 2 * 8;
         u32 address = at(tile, row, (piece * PIECE + i / 2 * 8) * SIZE<D>, lane % 4 * 2 * SIZE<D>);
-        if constexpr (SIZE<D> == 4) {
+        if constexpr (SIZE<D> == 4 && TAKE_TURNS) {
+          u32 first = ld_shared_u32(address + right_first(lane) * 4);
+          u32 second = ld_shared_u32((address + right_first(lane) * 4) ^ 4);
+          x[i / 2][i % 2].bits[0] = right_first(lane) ? second : first;
+          x[i / 2][i % 2].bits[1] = right_first(lane) ? first : second;
+        } else if constexpr (SIZE<D> == 4) {
           ld_shared_v2(address, x[i / 2][i % 2].bits[0], x[i / 2][i % 2].bits[1]);
         } else {
           x[i / 2][i % 2].bits[0] = ld_shared_u16(address);
@@ -153,7 +131,7 @@ struct Staging {
       if (x + column >= n || row >= rows) continue;
       char* to = matrix + ((x + column) * static_cast<i64>(pitch) + y + row) * SIZE<D>;
       auto of = [&](int r) { return at(tile, row + r, column * SIZE<D>, 0); };
-      if constexpr (SIZE < D >> 4) {
+      if constexpr (SIZE<D> > 4) {
 #pragma unroll
         for (int r = 0; r < UNIT; ++r) copy_to_global<SIZE<D>>(to + r * SIZE<D>, of(r));
       } else {

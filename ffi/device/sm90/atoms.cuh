@@ -37,19 +37,37 @@ DEVICE void mbarrier_arrive_cluster(u32 barrier, u32 rank) {
 }
 
 // Writes the box to the same address, and signals the barrier at the same address, in every CTA of `mask`.
+template <bool FIRST>
 DEVICE void tma_load_multicast(u32 destination, const TensorMap* map, u32 barrier, int x, int y, int z, u16 mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(destination),
-      "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(mask)
-      : "memory");
+  if constexpr (FIRST) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+        "[%0], [%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(destination),
+        "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(mask), "l"(evict_first())
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(destination),
+        "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(mask)
+        : "memory");
+  }
 }
 
+template <bool FIRST>
 DEVICE void tma_store(const TensorMap* map, u32 source, int x, int y, int z) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
-                   reinterpret_cast<u64>(map)),
-               "r"(source), "r"(x), "r"(y), "r"(z)
-               : "memory");
+  if constexpr (FIRST) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4}], [%1], %5;" ::"l"(
+            reinterpret_cast<u64>(map)),
+        "r"(source), "r"(x), "r"(y), "r"(z), "l"(evict_first())
+        : "memory");
+  } else {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
+                     reinterpret_cast<u64>(map)),
+                 "r"(source), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+  }
 }
 
 // Bytes as they are, without a tensor map: addresses and sizes are multiples of 16.

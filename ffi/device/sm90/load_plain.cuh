@@ -24,13 +24,13 @@ struct Maps {
   }
 };
 
-// A box, which SHARE CTAs of the cluster get.
-template <int SHARE>
+// A box of an operand, which SHARE CTAs of the cluster get.
+template <typename Operand>
 DEVICE void tma_box(u32 destination, const TensorMap* map, u32 barrier, int x, int y, int z) {
-  if constexpr (SHARE > 1) {
-    tma_load_multicast(destination, map, barrier, x, y, z, (1 << SHARE) - 1);
+  if constexpr (Operand::SHARE > 1) {
+    tma_load_multicast<Operand::FIRST>(destination, map, barrier, x, y, z, (1 << Operand::SHARE) - 1);
   } else {
-    tma_load(destination, map, barrier, x, y, z);
+    tma_load<Operand::FIRST>(destination, map, barrier, x, y, z);
   }
 }
 
@@ -71,12 +71,12 @@ struct Plain {
       if constexpr (Operand::K_MAJOR) {
         int first = share * (EACH / SHARE);
         for (int panel = 0; panel < BK / CHUNK; ++panel)
-          tma_box<SHARE>(tile + (panel * Operand::ROWS + product * EACH + first) * SPAN, map, barrier,
+          tma_box<Operand>(tile + (panel * Operand::ROWS + product * EACH + first) * SPAN, map, barrier,
                          (walk.k + panel * CHUNK) / Operand::PACKED, row + first, matrix);
       } else {
         int first = Operand::first_chunk(share), depth = Operand::first_depth(share);
         for (int chunk = first; chunk < first + Operand::CHUNKS_LOADED; ++chunk)
-          tma_box<SHARE>(tile + ((product * Operand::CHUNKS_EACH + chunk) * BK + depth) * SPAN, map, barrier,
+          tma_box<Operand>(tile + ((product * Operand::CHUNKS_EACH + chunk) * BK + depth) * SPAN, map, barrier,
                          (row + chunk * CHUNK) / Operand::PACKED, walk.k + depth, matrix);
       }
     }

@@ -66,10 +66,11 @@ struct Pipeline {
 };
 
 // One operand: HEIGHT of its m or n axis per tile, of which each of MATRICES has an equal number, needed by SHARED CTAs
-// of the cluster, each of which may load 1/SHARED of every matrix for all. Elements have BITS.
-template <int HEIGHT, int BITS, int MATRICES, bool ALONG_K, int WIDTH, int SHARED>
+// of the cluster, each of which may load 1/SHARED of every matrix for all. Elements have BITS. Whether its lines leave
+// L2 FIRST, a config says.
+template <int HEIGHT, int BITS, int MATRICES, bool ALONG_K, int WIDTH, int SHARED, bool EVICTED>
 struct Operand {
-  static constexpr bool K_MAJOR = ALONG_K;
+  static constexpr bool K_MAJOR = ALONG_K, FIRST = EVICTED;
   static constexpr int ROWS = HEIGHT, CHUNK = WIDTH, ELEMENT = BITS / 8, SHARE = SHARED;
   static constexpr int ROWS_EACH = ROWS / MATRICES;
   static constexpr int CHUNKS_EACH = (ROWS_EACH + CHUNK - 1) / CHUNK;
@@ -96,8 +97,8 @@ struct Operand {
   }
 };
 
-using OperandA = Operand<A_MATRICES * BM, A_BITS, A_MATRICES, A_K_MAJOR, A_CHUNK, CLUSTER_N>;
-using OperandB = Operand<B_MATRICES * BN, B_BITS, B_MATRICES, B_K_MAJOR, B_CHUNK, CLUSTER_M>;
+using OperandA = Operand<A_MATRICES * BM, A_BITS, A_MATRICES, A_K_MAJOR, A_CHUNK, CLUSTER_N, A_FIRST>;
+using OperandB = Operand<B_MATRICES * BN, B_BITS, B_MATRICES, B_K_MAJOR, B_CHUNK, CLUSTER_M, B_FIRST>;
 
 // Behind each tile of A lie the factors of its elements, where it has some.
 constexpr int A_STAGE_BYTES = OperandA::BYTES + FACTOR_BYTES, STAGE_BYTES = A_STAGE_BYTES + OperandB::BYTES;

@@ -106,7 +106,7 @@ struct Transposed {
   // The transpose of the chunk at column x and row y: to, and from, row x and column y of what the map describes.
   static DEVICE void store(const TensorMap* map, u32 tile, int x, int y, int z) {
 #pragma unroll
-    for (int i = 0; i < 64 / COLUMNS; ++i) tma_store(map, tile + i * SUBTILE_BYTES, y + i * COLUMNS, x, z);
+    for (int i = 0; i < 64 / COLUMNS; ++i) tma_store<D_FIRST>(map, tile + i * SUBTILE_BYTES, y + i * COLUMNS, x, z);
   }
 
   static DEVICE void load(const TensorMap* map, u32 tile, u32 barrier, int x, int y, int z) {
