@@ -17,7 +17,7 @@ from cutjax.kernels.device import Device, reference
 from cutjax.kernels.operand import Operand
 from cutjax.kernels.prepared import COPIED_BYTES_PER_US, Prepared
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import windows
+from cutjax.kernels.sm90 import prologue, windows
 from cutjax.kernels.sm90.arguments import matrices_of
 from cutjax.kernels.sm90.constants import Constants
 from cutjax.kernels.sm90.operands import Way, decoded
@@ -51,6 +51,7 @@ class Features(NamedTuple):
       fused: instructions of the epilogue, an accumulator; 0 of the identity.
       few_rows: it is a product of up to 64 rows.
       steps: in which a warpgroup decodes a k block; 0 where it decodes none.
+      change: microseconds in which one changes a k block's columns by a prologue.
       reads, result, asked: bytes of the operands, of the results the kernel writes, and of those asked.
       copied, copies: bytes read and written, and number, of operands copied before the launch.
     """
@@ -89,6 +90,7 @@ class Features(NamedTuple):
     fused: Any
     few_rows: Any
     steps: Any
+    change: Any
     reads: Any
     result: Any
     asked: Any
@@ -123,6 +125,7 @@ def features(kernel: Resolved, device: Device) -> Features:
         bk=c.bk,
         stages=c.stages,
         steps=c.bk // 16 // c.slices(p) if decoded(p.a, b) else 0,
+        change=prologue.change_us(c, p, kernel.blocks_per_sm),
         pingpong=1 - c.coop,
         halves=c.coop & (c.consumers == 2),
         k_blocks=ceil(kernel.k_blocks / c.parts),
@@ -250,7 +253,7 @@ def costs(f: Features, c: Constants) -> Costs:
     loaded = (a_rows + b_rows * (1 - c.saved * (f.cluster_m - 1) / f.cluster_m)) * f.bk * 2
     load = sharing * loaded / (c.load * 1e3)
     refill = c.turn * multiply / f.stages
-    mainloop = f.k_blocks * maximum(maximum(maximum(multiply, load), refill), c.least)
+    mainloop = f.k_blocks * maximum(maximum(maximum(multiply, load), refill), maximum(c.least, f.change))
 
     # A tile, a wave of them, all waves.
     stored = f.bm * f.bn * f.own / 32768

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cutjax.dtypes import short
+from cutjax.kernels import prologue as prologues
 from cutjax.kernels import reasons as shared
 from cutjax.kernels.columns import each, minimum, where
 from cutjax.kernels.operand import Gathered, Im2col, Taps
@@ -130,13 +131,16 @@ def facts_of(problem: Problem, swap: bool = False, pixels: bool = False) -> Fact
 
     Its rows may be pixels apart in the images of the result.
     """
-    why = [*shared.of_operands(problem, (Gathered, Im2col), (Taps,), blocks=True), *operands.reasons(problem)]
+    why = [*shared.of_operands(problem, (Gathered, Im2col), (Taps,), blocks=True, prologues=True)]
+    why += [*operands.reasons(problem), *prologues.reasons(problem)]
     why += scales.reasons(problem)
     narrow = operands.decoded(problem.bs[0], problem.a)
     why += decode.reasons(problem, problem.bs[0]) if narrow else []
     unswappable = shared.of_swap(problem) if swap else []
-    if swap and problem.products > 1 and not narrow:
-        unswappable.append(f"swap with {problem.products} products: several b are the operand of the columns")
+    if swap and problem.products > 1 and not narrow and (problem.a.bits != 16 or operands.way(problem).promoted):
+        unswappable.append(f"swap with {problem.products} products, but of 16 bits as they are")
+    if problem.a.prologue is not None and not swap:
+        unswappable.append("a prologue of a: it is computed of the operand of the columns, where operands are swapped")
     unswappable += ["swap with windows of images: they are the rows"] * (swap and windows.view_of(problem) is not None)
     if narrow and not swap:
         name = short(problem.bs[0].dtype.name)

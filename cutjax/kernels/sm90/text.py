@@ -11,7 +11,7 @@ from cutjax.kernels.arguments import Argument
 from cutjax.kernels.epilogue_text import epilogue_text
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import decode, operands, scales, windows
+from cutjax.kernels.sm90 import decode, operands, prologue, scales, windows
 from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.runtime import sources
 
@@ -128,6 +128,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             *(["sm90/load_taps.cuh"] if taps else []),
             _views(problem),
             "sm90/producer.cuh",
+            *(["sm90/eight.cuh", prologue.text(problem), "sm90/change.cuh"] if prologue.is_in(problem) else ["sm90/change_none.cuh"]),
             each if way.each else "sm90/promote_blocks.cuh" if way.promoted else "sm90/promote_never.cuh",
             *(["sm90/row_order.cuh", decode.multiply(problem)] if decoded else ["sm90/multiply.cuh"]),
             "sm90/mainloop.cuh",

@@ -122,8 +122,8 @@ struct Weights<false> {
 
 // One warpgroup: what multiply in multiply.cuh computes.
 template <int BLOCKS, typename Begun, typename Issued>
-DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int row, const Work&, int, int count,
-                     int thread, int, Begun begun, Issued issued) {
+DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& pipe, SharedTiles shared, int row, const Work&, int,
+                     int count, int thread, int barrier, Begun begun, Issued issued) {
   Weights<A_K_MAJOR> weights(row, thread);
   Words words;
   Factors factors[A_MATRICES];
@@ -141,6 +141,7 @@ DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int
     for (int i = 0; i < PRODUCTS * BN / 2; ++i) sums[block][i] = 0;  // undefined, wgmmas would wait for each other
   mbarrier_wait(pipe.full_barrier(), pipe.phase);
   load(shared.a(pipe.stage), 0);
+  if constexpr (Changes::EVER) changes.block(shared.b(pipe.stage), barrier);
   weights.get(fragments, words, factors[0]);
 #pragma unroll 1
   for (int k = 0; k < count; ++k) {
@@ -162,6 +163,7 @@ DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int
       } else if (k + 1 < count) {
         mbarrier_wait(pipe.full_barrier(), pipe.phase);
         load(shared.a(pipe.stage), 0);
+        if constexpr (Changes::EVER) changes.block(shared.b(pipe.stage), barrier);
       }
       wgmma_wait_group<1>();  // the registers of the step before are free
       if (step == 0 && k > 0) release(previous, thread);
