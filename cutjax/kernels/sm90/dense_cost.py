@@ -26,6 +26,11 @@ from cutjax.kernels.sm90.resolved import Resolved
 FITTED_ON = reference("sm_90a")  # an H200: bandwidths of memory scale from there, those within an SM do not
 
 
+# Of a change of a k block beside its instructions, one after the other: the end of a wait, a load, a store, a fence, a
+# barrier and the first wgmma. Some 200 cycles, counted and not measured.
+CHANGE_US = 0.114
+
+
 class Features(NamedTuple):
     """Everything that the model reads of a kernel, as numbers; truths are 0 or 1.
 
@@ -51,7 +56,7 @@ class Features(NamedTuple):
       fused: instructions of the epilogue, an accumulator; 0 of the identity.
       few_rows: it is a product of up to 64 rows.
       steps: in which a warpgroup decodes a k block; 0 where it decodes none.
-      change: microseconds in which one changes a k block's columns by a prologue.
+      change: microseconds in which a block's threads change the columns of a k block by a prologue.
       reads, result, asked: bytes of the operands, of the results the kernel writes, and of those asked.
       copied, copies: bytes read and written, and number, of operands copied before the launch.
     """
@@ -125,7 +130,7 @@ def features(kernel: Resolved, device: Device) -> Features:
         bk=c.bk,
         stages=c.stages,
         steps=c.bk // 16 // c.slices(p) if decoded(p.a, b) else 0,
-        change=prologue.change_us(c, p, kernel.blocks_per_sm),
+        change=prologue.change_us(c, p),
         pingpong=1 - c.coop,
         halves=c.coop & (c.consumers == 2),
         k_blocks=ceil(kernel.k_blocks / c.parts),
@@ -253,7 +258,8 @@ def costs(f: Features, c: Constants) -> Costs:
     loaded = (a_rows + b_rows * (1 - c.saved * (f.cluster_m - 1) / f.cluster_m)) * f.bk * 2
     load = sharing * loaded / (c.load * 1e3)
     refill = c.turn * multiply / f.stages
-    mainloop = f.k_blocks * maximum(maximum(maximum(multiply, load), refill), maximum(c.least, f.change))
+    change = (f.change > 0) * CHANGE_US + sharing * f.change  # beside which the block before is multiplied
+    mainloop = f.k_blocks * maximum(maximum(maximum(multiply, load), refill), maximum(c.least, change))
 
     # A tile, a wave of them, all waves.
     stored = f.bm * f.bn * f.own / 32768

@@ -19,6 +19,7 @@ from cutjax.kernels.staging import instructions
 
 MOST_UNITS = 8  # of 16 bytes that a thread changes of a block, each in text of its own
 MOST_REGISTERS = 40  # of operands that a thread holds
+CYCLES_A_US = 1755
 
 
 def is_in(problem: Problem) -> bool:
@@ -48,19 +49,16 @@ def _registers(spec: OperandSpec, lines: Any, parts: Any) -> Any:
     return of_pair * (4 * parts if spec.col else 1) * (lines if spec.row else 1)
 
 
-def change_us(config: Sizes, problem: Problem, resident: Any) -> Any:
-    """Returns the microseconds of a block's change, beside which the block before is multiplied.
+def change_us(config: Sizes, problem: Problem) -> Any:
+    """Returns the microseconds in which a block of threads computes a k block's change; 0 where there is none.
 
-    Counted, not measured: some 200 cycles of a barrier's wait, a load, a store, a fence and a barrier, one after the
-    other, and the instructions, of which each of an SM's four schedulers issues one a cycle for a warpgroup's warp.
+    Counted, not measured: each of an SM's four schedulers issues one instruction a cycle, for a warp of each warpgroup.
     """
     prologue = problem.bs[0].prologue
     if prologue is None:
         return 0.0
     lines, parts = units(config, problem)
-    of_unit = 8 * (instructions(prologue) + 1.5) + 6
-    together = resident * config.consumers
-    return (200 + together * lines * parts * of_unit) / 1755
+    return config.consumers * lines * parts * (8 * (instructions(prologue) + 1.5) + 6) / CYCLES_A_US
 
 
 def text(problem: Problem) -> str:

@@ -60,7 +60,7 @@ struct Changes {
     }
     (K_MAJOR ? element : line) += BK;
     fence_proxy_async();
-    beside.fetch(told, *this);
     bar_sync(CONSUMERS_PER_TILE > 1 ? TURN_BARRIER : barrier, 128 * CONSUMERS_PER_TILE);
+    beside.fetch(told, *this);
   }
 };

@@ -1,6 +1,7 @@
 // Operands of a prologue, in registers.
 
 // Eight neighbours of a line from `element` on. Past its end they are any: what they change is not there.
+// By plain loads: those of constants move ahead of the fence before them in the text, which may then wait for them.
 template <int UNIT, Dtype D>
 DEVICE void load_eight(Pair<D> (&x)[4], const char* line, int element, int columns) {
   constexpr int SIZE_OF = SIZE<D>;
@@ -8,7 +9,7 @@ DEVICE void load_eight(Pair<D> (&x)[4], const char* line, int element, int colum
     const char* p = line + min(element, columns - 8) * static_cast<i64>(SIZE_OF);
     if constexpr (SIZE_OF == 1) {
       u32 word[2];
-      asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(word[0]), "=r"(word[1]) : "l"(p));
+      asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(word[0]), "=r"(word[1]) : "l"(p) : "memory");
 #pragma unroll
       for (int j = 0; j < 4; ++j) x[j].bits[0] = word[j / 2] >> j % 2 * 16 & 0xffff;
     } else {
@@ -16,9 +17,10 @@ DEVICE void load_eight(Pair<D> (&x)[4], const char* line, int element, int colum
 #pragma unroll
       for (int i = 0; i < SIZE_OF / 2; ++i) {
         u32 word[4];
-        asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-                     : "l"(p + 16 * i));
+                     : "l"(p + 16 * i)
+                     : "memory");
 #pragma unroll
         for (int w = 0; w < 4; ++w) x[(4 * i + w) / OF_PAIR].bits[(4 * i + w) % OF_PAIR] = word[w];
       }
