@@ -16,7 +16,7 @@ from cutjax.kernels.columns import each, minimum, where
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import decode, operands, scales, windows
+from cutjax.kernels.sm90 import decode, operands, prologue, scales, windows
 from cutjax.kernels.sm90.arguments import matrices_of, result_matrices
 from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Sizes, Sums
 from cutjax.kernels.staging import STORED_BY_TMA, Staging, plan_staging
@@ -92,6 +92,8 @@ class Facts:
         most = self._beside_epilogue(config, widest)
         if windows.view_of(problem):
             most = where(config.stream_k, 128, most)  # of 192, some spill
+        if prologue.is_in(problem):
+            most = minimum(most, 176 - prologue.registers(config, problem))
         return most
 
     def _beside_epilogue(self, config: Sizes, widest: Any) -> Any:
