@@ -27,7 +27,7 @@ FITTED_ON = reference("sm_90a")  # an H200: bandwidths of memory scale from ther
 
 
 # Of a change of a k block beside its instructions, one after the other: the end of a wait, a load, a store, a fence, a
-# barrier and the first wgmma. Some 200 cycles, counted and not measured.
+# barrier and the first wgmma. Some 200 cycles, counted and not measured. It adds up with multiplying as decoding does.
 CHANGE_US = 0.114
 
 
@@ -251,6 +251,7 @@ def costs(f: Features, c: Constants) -> Costs:
     operands = f.stage_bytes + (f.bm + f.bm / 64 * f.bn) * f.bk * 2  # written, and read: b once for each 64 rows of a
     multiply = sharing * (c.multiply * flops * (1 + slower) + c.shared * operands / 225e3 + c.k_block)
     decode = c.step * f.steps + c.fragment * f.bm * f.bk / 1024 * (f.steps > 0) * (1 + c.unpacked * (f.packed < 0.5))
+    decode = decode + (f.change > 0) * CHANGE_US + sharing * f.change
     power = 1 + (c.beside - 1) * f.halves
     multiply = multiply * (1 + (decode / multiply) ** power) ** (1 / power)
     a_rows = f.packed * f.bm * (1 + c.off * f.a_off) * (1 - c.saved * (f.cluster_n - 1) / f.cluster_n)
@@ -258,8 +259,7 @@ def costs(f: Features, c: Constants) -> Costs:
     loaded = (a_rows + b_rows * (1 - c.saved * (f.cluster_m - 1) / f.cluster_m)) * f.bk * 2
     load = sharing * loaded / (c.load * 1e3)
     refill = c.turn * multiply / f.stages
-    change = (f.change > 0) * CHANGE_US + sharing * f.change  # beside which the block before is multiplied
-    mainloop = f.k_blocks * maximum(maximum(maximum(multiply, load), refill), maximum(c.least, change))
+    mainloop = f.k_blocks * maximum(maximum(maximum(multiply, load), refill), c.least)
 
     # A tile, a wave of them, all waves.
     stored = f.bm * f.bn * f.own / 32768
