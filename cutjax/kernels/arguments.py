@@ -24,8 +24,8 @@ class Argument:
       declaration: as the signature has it.
       value: what a launch passes.
       to: which part of the kernel takes it: "" the kernel itself, "a" and "b" what loads those operands, "d" the list
-        of its tensor maps, "splits" what counts those, or a constructor, "extras", "partials", "scheduler", "rows" or
-        "promotion"; or two of these.
+        of its tensor maps, "splits" what counts those, or a constructor, "extras", "partials", "scheduler", "rows",
+        "promotion" or "changes"; or two of these.
     """
 
     declaration: str

@@ -129,14 +129,16 @@ def choose(
     runs, but for the backend "cuda". A larger lead than `LEAD` is asked of what was measured, too. So many bytes are
     moved beside a kernel, and not by XLA's product.
 
-    A prologue runs in JAX before the kernel that is chosen for what it makes. Kernels that compute it themselves were
-    not measured: the backend "cuda" takes them, and so do a pinned config and a tuned one.
+    A prologue runs in JAX before what is chosen for what it makes, or in a kernel that computes it itself, whichever is
+    predicted to be faster; XLA's pass before XLA's product counts as both. Of kernels that were not measured that is
+    for the backend "cuda", a pinned config and a tuned one.
     """
     if platform != "cuda":
         return Choice(problem, (f"platform {platform}: the kernels are for cuda",))
     if (into := applied(problem)) is not None:
         after = _after(problem, into, choose(into, config, platform, backend, lead, moved))
-        return _within(problem, config, after if backend == "cuda" else None) or after
+        least = 0.0 if backend == "cuda" else lead
+        return _within(problem, config, after, least, moved_us(moved, problem.device)) or after
     entries = tuned.find(problem) if config is None else ()
     more_us = moved_us(moved, problem.device)
     return _choose(problem, config, 0.0 if backend == "cuda" else lead, entries, more_us)
@@ -179,10 +181,15 @@ def unless_copied(choice: Choice) -> Choice:
     return Choice(problem, (why,))
 
 
-def _within(problem: Problem, config: Any, insisted: Choice | None) -> Choice | None:
-    """Returns the choice of a kernel that computes prologues itself; None where there is none, or it is not asked for.
+def _within(problem: Problem, config: Any, after: Choice, lead: float, more_us: float) -> Choice | None:
+    """Returns the choice of a kernel that computes prologues itself; None where there is none, or it is not faster.
 
-    Where a kernel is insisted on, that is the choice of one that does not.
+    Args:
+      problem: with its prologues.
+      config: pinned, or None.
+      after: the choice with the prologues before it.
+      lead: as in ``choose``, but for 0 where kernels that were not measured run too, and XLA is out of the question.
+      more_us: of what is moved beside a kernel.
     """
     if config is not None:
         kernel = resolve(problem, config)
@@ -190,14 +197,17 @@ def _within(problem: Problem, config: Any, insisted: Choice | None) -> Choice | 
             return None
         return _chosen(problem, kernel, kernel.time_us(problem.device), f"pinned by config=, {_saved(problem)}")
     for entry in tuned.find(problem):
-        if choice := _tuned(problem, entry, LEAD if insisted is None else 0.0, 0.0):
+        if choice := _tuned(problem, entry, lead and LEAD, 0.0):
             return choice
-    if insisted and (found := fastest(problem, unmeasured=True)):
-        kernel, time_us, count = found
-        if insisted.time_us is not None and insisted.time_us < time_us:
-            return None
-        return _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs, {_saved(problem)}")
-    return None
+    found = fastest(problem, unmeasured=not lead)
+    if found is None:
+        return None
+    kernel, time_us, count = found
+    of_xla = xla.time_us(problem)
+    faster = after.time_us is None or time_us <= after.time_us
+    if not faster or (lead and not leads(time_us + more_us, of_xla, lead)):
+        return None
+    return _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs, {_saved(problem)}", of_xla)
 
 
 def _saved(problem: Problem) -> str:

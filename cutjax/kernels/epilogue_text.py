@@ -46,6 +46,7 @@ def _signature(staging: Staging, arguments: Sequence[Argument]) -> str:
 #define SCHEDULER_ARGUMENTS {passed("scheduler")}
 #define ROWS_ARGUMENTS {passed("rows")}
 #define PROMOTION_ARGUMENTS {passed("promotion")[2:]}
+#define CHANGES_ARGUMENTS {passed("changes")[2:]}
 #define RESULT {result}
 #define PIXELS {int(staging.pixels)}
 """

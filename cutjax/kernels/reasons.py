@@ -90,7 +90,6 @@ def of_swap(problem: Problem) -> list[str]:
     """Returns the reasons against swapping the operands."""
     found = ["swap with gathered rows: they are those of the first operand"] * problem.a.gathered
     found += ["swap with windows of images: they are those of the first operand"] * isinstance(problem.a.view, Im2col)
-    found += ["swap with a prologue of a: it is that of the first operand"] * (problem.a.prologue is not None)
     if problem.divided == "k":
         found.append("swap with groups of k: kernels divide the contraction of operands as they are")
     if problem.symmetric:

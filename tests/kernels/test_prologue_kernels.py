@@ -12,11 +12,12 @@ from emulator import device
 
 import cutjax
 from cutjax.epilogue.trace import trace
-from cutjax.kernels import choose, keys
+from cutjax.kernels import choose, families, keys
 from cutjax.kernels.mma import family
 from cutjax.kernels.mma import kernel as mma
 from cutjax.kernels.mma.config import Config
 from cutjax.kernels.problem import Problem
+from cutjax.kernels.sm90 import kernel as sm90
 from cutjax.runtime import compiler
 from cutjax.runtime.launch import Int32, Pointer
 
@@ -162,9 +163,12 @@ def test_refusals(words):
     assert any(words in reason for reason in mma.reasons(problem(64, 64, 64, **REFUSED[words])))
 
 
-def test_other_families_and_loads_refuse_it():
+def test_other_loads_refuse_it():
     asked = problem(64, 64, 64, arch="sm_90a")
-    assert any("kernels multiply elements as they are" in reason for reason in choose._problem_reasons(asked))
+    assert any("where operands are swapped" in reason for reason in choose.reasons(cutjax.Config(64, 64, 64, 4), asked))
+    assert not choose.reasons(cutjax.Config(64, 64, 64, 4, swap=True), asked)
+    (why,) = choose.reasons(cutjax.Config(64, 256, 64, 2, swap=True), dataclasses.replace(asked, m=256))
+    assert "a thread changes (16, 1) lines and units of 16 bytes, at most 8" in why
     found = mma.resolve(asked, Config(64, 64, 64, 32, 32, 1, 3, tma=True))
     assert isinstance(found, tuple)
     assert "tma with a prologue: threads change what they copied themselves" in found
@@ -194,9 +198,28 @@ def test_auto_is_what_runs_for_the_plain_product():
     assert ("the prologue runs before it" if alone.runs == "XLA" else "a made by its prologue") in fused.why
 
 
+def test_auto_takes_one_that_is_measured_and_faster(monkeypatch):
+    """The switch is one line: kernels with prologues compete with XLA's pass and product by their predicted times."""
+    asked = problem(16, 6144, 4096, arch="sm_90a", out_dtype=BF16)
+    monkeypatch.setattr(choose.xla, "time_us", lambda problem: 25.0)
+    assert choose.choose(asked).resolved.converted  # another kernel, behind the prologue
+    monkeypatch.setattr(sm90, "PROLOGUES", "")
+    families.offers.cache_clear()
+    families.fastest.cache_clear()
+    try:
+        chosen = choose.choose(asked)
+        assert chosen.config.swap
+        assert "with the prologue in its loads" in chosen.reasons[0]
+        many = problem(8192, 4096, 4096, arch="sm_90a", out_dtype=BF16)
+        assert "in its loads" not in " ".join(choose.choose(many).reasons)
+    finally:
+        families.offers.cache_clear()
+        families.fastest.cache_clear()
+
+
 def test_cuda_and_a_pinned_config_compute_it_in_the_kernel():
     _, fused = rows(backend="cuda")
-    assert re.match("mma_bf16.*_nn_.*_p", fused.runs)
+    assert re.match("sm90_bf16.*_nn_.*_swap.*_p[0-9a-f]{8}", fused.runs)
     assert "with the prologue in its loads: 0.262 MB less are moved" in fused.why
     _, pinned = rows(config=Config(16, 64, 64, 16, 16, 1, 4))
     assert re.match("mma_bf16_nn_16x64x64_.*_p", pinned.runs)

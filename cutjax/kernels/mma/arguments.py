@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cutjax.kernels import prologue
 from cutjax.kernels.arguments import (
     Argument,
     Matrices,
@@ -22,7 +23,7 @@ from cutjax.kernels.arguments import (
     matrix_map,
     partials,
 )
-from cutjax.kernels.mma import prologue, views
+from cutjax.kernels.mma import views
 from cutjax.kernels.mma.resolved import Resolved
 from cutjax.kernels.operand import Operand
 from cutjax.kernels.problem import Problem
@@ -97,7 +98,7 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
     for name, of, operand in (("a", of_a, p.a), ("b", of_b, p.bs[0])) if not c.tma else ():
         yield Argument(f"i64 {name}_apart", Int64(operand.elements(of.bytes)), name)
     yield from gathered(p)
-    yield from prologue.arguments(p)
+    yield from prologue.arguments(p, "a")
     for name, operand in (("a", p.a), ("b", p.bs[0])):
         yield from views.arguments(p, operand, name, c.bk)
     yield from views.pixels(kernel.pixels)

@@ -11,6 +11,7 @@ import numpy as np
 
 from cutjax.dtypes import short
 from cutjax.kernels import base
+from cutjax.kernels import prologue as prologues
 from cutjax.kernels import reasons as shared
 from cutjax.kernels.arguments import Argument, Matrices
 from cutjax.kernels.device import Device
@@ -52,7 +53,7 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     if number(problem.arch) < 75:
         return (f"architecture {problem.arch}: the kernels are for sm_75 and later",)
     found += shared.of_operands(problem, (Gathered, Im2col), (Taps,), prologues=True)
-    found += prologue.reasons(problem)
+    found += prologues.reasons(problem)
     way = math_of(problem)
     found += views.reasons(problem, way)
     if way is None:

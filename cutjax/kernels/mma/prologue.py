@@ -1,4 +1,4 @@
-"""Prologues that kernels of the family compute themselves: reasons against one, its arguments and its device text.
+"""Prologues that kernels of the family compute themselves: what they take of a thread, and their device text.
 
 A thread changes what it copied to shared memory before anybody reads it (ffi/device/mma/load_changed.cuh), and in a
 slim kernel what it holds of a in registers.
@@ -6,43 +6,15 @@ slim kernel what it holds of a in registers.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-
 import numpy as np
 
-from cutjax.dtypes import DTYPES, short
+from cutjax.dtypes import DTYPES
 from cutjax.epilogue import emit
 from cutjax.epilogue.expression import Epilogue
-from cutjax.kernels.arguments import Argument, integer, scale_buffers
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.staging import MOST_INLINED, instructions
-from cutjax.runtime.launch import Pointer
+from cutjax.kernels.prologue import told
 
 REGISTERS = 24  # of a thread, calibrated on the compiler's report
-
-
-def reasons(problem: Problem) -> list[str]:
-    """Returns the reasons against computing the prologue of a in a kernel; none where it has none."""
-    prologue, a = problem.a.prologue, problem.a
-    if prologue is None:
-        return []
-    if why := emit.reasons(prologue):
-        return [f"prologue: {each}" for each in why]
-    found, out = [], prologue.outputs[0].dtype
-    if a.dtype.name != out or out not in ("bfloat16", "float16"):
-        found.append(f"a prologue from {short(a.dtype.name)} to {short(out)}: kernels change bf16 or f16 in place")
-    if a.view is not None or problem.strided:
-        found.append("a prologue of rows that are gathered, windows, or in an order of their own")
-    if math.prod(a.batch) > 1:
-        found.append(f"a prologue of {math.prod(a.batch)} matrices a: its operands are of one")
-    if problem.divided == "k" or problem.symmetric:
-        found.append("a prologue in groups of k, or of a symmetric product")
-    if emit.places(prologue):
-        found.append("a prologue that counts rows or columns through a batch")
-    if (most := instructions(prologue)) > MOST_INLINED:
-        found.append(f"a prologue of about {most} instructions an element: more than {MOST_INLINED} are not inlined")
-    return found
 
 
 def slim_reasons(problem: Problem) -> list[str]:
@@ -57,17 +29,6 @@ def slim_registers(problem: Problem) -> int:
     return 8 * (sum(spec.col for spec in specs) > 1)
 
 
-def arguments(problem: Problem) -> Iterator[Argument]:
-    """Yields the sizes of a's array and the operands of its prologue, in the order of ``Told``."""
-    if problem.a.prologue is None:
-        return
-    rows, columns = problem.a.array(problem.m, problem.k)
-    yield integer("prologue_rows", rows, "a")
-    yield integer("prologue_columns", columns, "a")
-    for i, buffer in enumerate(scale_buffers(problem)[0] if problem.a.arrays else ()):
-        yield Argument(f"const char* prologue{i}", Pointer(buffer), "a")
-
-
 def text(problem: Problem) -> str:
     """Returns the text of ``Told``, what a prologue is told, and ``Change``, which computes it of 8 elements."""
     prologue = problem.a.prologue
@@ -75,14 +36,10 @@ def text(problem: Problem) -> str:
     _, columns = problem.a.array(problem.m, problem.k)
     even = columns % 2 == 0
     stored = DTYPES[problem.a.dtype.name].stored
-    fields = "".join(f"\n  const char* x{i};" for i in range(len(prologue.operands)))
     before, each, values = _loads(prologue, even)
     c, c1 = ("min(c, told.columns - 2)", "") if even else ("min(c, told.columns - 1)", "min(c + 1, told.columns - 1)")
     return f"""{emit.emit(prologue, "prologue")}#line 1 "change (generated)"
-struct Told {{
-  int rows, columns;{fields}
-}};
-struct Change {{
+{told(prologue)}struct Change {{
   Told told;
 
   template <typename Source>

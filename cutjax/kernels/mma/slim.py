@@ -55,6 +55,7 @@ def reasons(problem: Problem, config: Config, way: Math, staging: Staging) -> li
 def swap_reasons(problem: Problem) -> list[str]:
     """Returns the reasons against swapping the operands."""
     found = of_swap(problem)
+    found += ["swap with a prologue of a: it is that of the first operand"] * (problem.a.prologue is not None)
     if problem.products > 1 or problem.groups:
         found.append("swap with several products, or in groups: slim kernels multiply one b, of all rows")
     if problem.bs[0].narrow_beside(problem.a):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cutjax.kernels import prologue
 from cutjax.kernels.arguments import (
     Argument,
     Matrices,
@@ -121,6 +122,7 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
     if c.splits > 1:
         yield integer("splits", c.splits, "splits")
     yield from scales.of_scales(kernel.given, c.swap)
+    yield from prologue.arguments(kernel.problem, "changes")
     yield from extras(p, loaded=dict(staging.operands))
     yield from partials(staging, first_result)
     if c.stream_k:  # after the results

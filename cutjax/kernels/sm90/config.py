@@ -298,6 +298,7 @@ class Config(Sizes):
         scales = [str(x.scale.mn if x.scale else 0) for x in (problem.a, problem.bs[0])]
         strided += f"_scaled_{'x'.join(scales)}" if scales != ["0", "0"] and not halves else ""
         strided += "_gathered" * problem.a.gathered + windows.name(problem)
+        strided += f"_p{_digest(problem.a.prologue)}" if problem.a.prologue else ""
         name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}{symmetric}{strided}"
         if not problem.plain:
             name += f"_e{_digest(problem.epilogue)}"

@@ -96,7 +96,8 @@ def arguments(config: Config, problem: Problem) -> Iterator[Argument]:
     """Yields the tensor maps of the factors of each matrix a, as Scaled in load_scaled.cuh loads them."""
     if (scale := factors(problem)) is None:
         return
-    rows, of_stage, buffer = -(-problem.k // scale.k), factor_rows(config, problem), problem.told
+    rows, of_stage = -(-problem.k // scale.k), factor_rows(config, problem)
+    buffer = problem.told + problem.bs[0].arrays  # behind the operands of a prologue of x
     for i in range(problem.beside[0]):
         for name, dtype in zip(("factors", "zeros"), scale.arrays, strict=False):
             packed, kind = (2, np.dtype(np.uint8)) if bits_of(dtype) == 4 else (1, dtype)  # 4 bits as bytes

@@ -17,13 +17,18 @@ from cutjax.kernels.device import Device, reference
 from cutjax.kernels.operand import Operand
 from cutjax.kernels.prepared import COPIED_BYTES_PER_US, Prepared
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import scales, windows
+from cutjax.kernels.sm90 import prologue, scales, windows
 from cutjax.kernels.sm90.arguments import matrices_of
 from cutjax.kernels.sm90.constants import Constants
 from cutjax.kernels.sm90.operands import Way, decoded
 from cutjax.kernels.sm90.resolved import Resolved
 
 FITTED_ON = reference("sm_90a")  # an H200: bandwidths of memory scale from there, those within an SM do not
+
+
+# Of a change of a k block beside its instructions, one after the other: the end of a wait, a load, a store, a fence, a
+# barrier and the first wgmma. Some 200 cycles, counted and not measured. It adds up with multiplying as decoding does.
+CHANGE_US = 0.114
 
 
 class Features(NamedTuple):
@@ -54,6 +59,7 @@ class Features(NamedTuple):
       sliced: four warpgroups decode, and share k blocks.
       promoted, scaled: the sums of each k block are added up apart; times scales.
       a_reads: how often a is read from shared memory, once for each part of the columns.
+      change: microseconds in which a block's threads change the columns of a k block by a prologue.
       reads, result, asked: bytes of the operands, of the results the kernel writes, and of those asked.
       copied, copies: bytes read and written, and number, of operands copied before the launch.
     """
@@ -96,6 +102,7 @@ class Features(NamedTuple):
     promoted: Any
     scaled: Any
     a_reads: Any
+    change: Any
     reads: Any
     result: Any
     asked: Any
@@ -134,6 +141,7 @@ def features(kernel: Resolved, device: Device) -> Features:
         promoted=kernel.way.each,
         scaled=kernel.way.each and scales.scaled(p),
         a_reads=where(kernel.sums.loaded, 1, kernel.sums.columns),
+        change=prologue.change_us(c, p),
         pingpong=1 - c.coop,
         halves=c.coop & (c.consumers > 1),
         k_blocks=ceil(kernel.k_blocks / c.parts),
@@ -257,6 +265,7 @@ def costs(f: Features, c: Constants) -> Costs:
     multiply = sharing * (c.multiply * flops * (1 + slower) + c.shared * operands / 225e3 + c.k_block)
     fragments = f.bm * f.bk / 1024 * (f.steps > 0) * (1 + c.unpacked * (f.packed < 0.5))
     decode = (c.step * f.steps + c.fragment * fragments) * (1 - (1 - c.sliced) * f.sliced)
+    decode = decode + (f.change > 0) * CHANGE_US + sharing * f.change
     power = 1 + (c.beside - 1) * f.halves
     multiply = multiply * (1 + (decode / multiply) ** power) ** (1 / power)
     a_rows = f.packed * f.bm * (1 + c.off * f.a_off) * (1 - c.saved * (f.cluster_n - 1) / f.cluster_n)

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from cutjax.dtypes import short
+from cutjax.kernels import prologue as prologues
 from cutjax.kernels import reasons as shared
 from cutjax.kernels.columns import each, minimum, where
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import decode, operands, scales, windows
+from cutjax.kernels.sm90 import decode, operands, prologue, scales, windows
 from cutjax.kernels.sm90.arguments import matrices_of, result_matrices
 from cutjax.kernels.sm90.config import MAX_ACCUMULATORS, Sizes, Sums
 from cutjax.kernels.staging import STORED_BY_TMA, Staging, plan_staging
@@ -96,6 +97,8 @@ class Facts:
             most = where(few, minimum(widest, most + self.sums(config).registers), most)
         if windows.view_of(problem):
             most = where(config.stream_k, 128, most)  # of 192, some spill
+        if prologue.is_in(problem):
+            most = minimum(most, 176 - prologue.registers(config, problem))
         return most
 
     def _beside_epilogue(self, config: Sizes, widest: Any) -> Any:
@@ -137,14 +140,16 @@ def facts_of(problem: Problem, swap: bool = False, pixels: bool = False) -> Fact
 
     Its rows may be pixels apart in the images of the result.
     """
-    why = shared.of_operands(problem, (Gathered, Im2col), (Taps,), blocks=True, across=True)
-    why += operands.reasons(problem)
+    why = [*shared.of_operands(problem, (Gathered, Im2col), (Taps,), blocks=True, prologues=True, across=True)]
+    why += [*operands.reasons(problem), *prologues.reasons(problem)]
     why += scales.reasons(problem)
     narrow = operands.decoded(problem.bs[0], problem.a)
     why += decode.reasons(problem, problem.bs[0]) if narrow else []
     unswappable = shared.of_swap(problem) if swap else []
-    if swap and problem.products > 1 and not narrow:
-        unswappable.append(f"swap with {problem.products} products: several b are the operand of the columns")
+    if swap and problem.products > 1 and not narrow and (problem.a.bits != 16 or operands.way(problem).promoted):
+        unswappable.append(f"swap with {problem.products} products, but of 16 bits as they are")
+    if problem.a.prologue is not None and not swap:
+        unswappable.append("a prologue of a: it is computed of the operand of the columns, where operands are swapped")
     unswappable += ["swap with windows of images: they are the rows"] * (swap and windows.view_of(problem) is not None)
     if narrow and not swap:
         name = short(problem.bs[0].dtype.name)

@@ -78,7 +78,7 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     """Returns the reasons against every kernel of this family for a problem; empty when one can serve it."""
     if part := _parts(problem):
         return part.reasons
-    if operands.decoded(problem.bs[0], problem.a):
+    if operands.decoded(problem.bs[0], problem.a) or problem.a.prologue is not None:
         return facts_of(problem, True).reasons
     return facts_of(problem).reasons
 
@@ -155,8 +155,9 @@ def _tables(problem: Problem) -> list[tuple[Facts, Configs]]:
     if part := _parts(problem):
         table = _configs(part, swap=False)
         return [(part, table.take((table.splits == 1) & ~table.stream_k))]
-    # Nobody has timed groups with operands swapped, but of weights that are decoded.
-    swaps = (False, True) if not problem.groups or operands.decoded(problem.bs[0], problem.a) else (False,)
+    # Nobody has timed groups with operands swapped, but of weights that are decoded. A prologue is computed so alone.
+    alone = problem.a.prologue is not None or operands.decoded(problem.bs[0], problem.a)
+    swaps = (False, True) if not problem.groups or alone else (False,)
     sides = [(facts_of(problem, swap), swap) for swap in swaps]
     return [(facts, _configs(facts, swap)) for facts, swap in sides if not facts.reasons]
 

@@ -17,7 +17,7 @@ from cutjax.kernels.columns import maximum, minimum, where
 from cutjax.kernels.device import Device
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import cost, decode, operands, text, windows
+from cutjax.kernels.sm90 import cost, decode, operands, prologue, text, windows
 from cutjax.kernels.sm90.arguments import Argument, arguments
 from cutjax.kernels.sm90.config import Config, Configs, Sizes
 from cutjax.kernels.sm90.facts import ARCH, Facts, Footprint, facts_of, footprint
@@ -89,11 +89,17 @@ class Kernel(Resolved, base.Kernel):
         return jax.ShapeDtypeStruct(shape, p.accumulator), jax.ShapeDtypeStruct((tickets,), np.dtype(np.int32))
 
 
+PROLOGUES = "a prologue in shared memory"  # "" once they are measured
+
+
 def unmeasured(p: Problem) -> str:
     """Returns the words for what of a problem, as it is multiplied, has not run on a device yet; "" where all has."""
     in_groups = "groups with operands swapped" * (p.divided == "n")
     in_groups += f"{short(p.a.dtype.name)} in groups of k" * (p.divided == "k" and p.a.contiguous == "k")
-    return decode.unmeasured(p) or in_groups or "rows gathered by cp.async" * p.a.gathered
+    several = p.turned and p.products > 1 and not operands.decoded(p.a, p.bs[0])
+    swapped = "several products with operands swapped" * several
+    gathered = "rows gathered by cp.async" * p.a.gathered
+    return PROLOGUES * prologue.is_in(p) or decode.unmeasured(p) or in_groups or swapped or gathered
 
 
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
@@ -196,6 +202,15 @@ def _checks(
         columns > 256,
         lambda: f"{products} products of {config.bn} columns: wgmma multiplies at most 256 at once",
     )
+    if prologue.is_in(problem):
+        yield (
+            prologue.refused(config, problem)[0],
+            lambda: (
+                f"a prologue of tiles of {config.bn} columns: a thread changes {prologue.units(config, problem)} lines "
+                f"and units of 16 bytes, at most {prologue.MOST_UNITS} together, and holds "
+                f"{prologue.refused(config, problem)[1]} registers of operands, at most {prologue.MOST_REGISTERS}"
+            ),
+        )
     if facts.integers:
         yield (
             (columns > 24) & (columns % 16 != 0),
@@ -215,8 +230,10 @@ def _checks(
         lambda: 'schedule="sliced": it hides the latencies of decoding weights to 16 bits',
     )
     yield (
-        config.sliced & (products > 1 or problem.groups is not None),
-        lambda: 'schedule="sliced" of groups, or of several products: warpgroups have too few registers',
+        config.sliced & (products > 1 or problem.groups is not None or prologue.is_in(problem)),
+        lambda: (
+            'schedule="sliced" of groups, of several products, or with a prologue: warpgroups have too few registers'
+        ),
     )
     yield (
         config.sliced & ((config.stages % config.slice_groups != 0) | (config.stages < 2 * config.slice_groups)),

@@ -11,7 +11,7 @@ from cutjax.kernels.arguments import Argument
 from cutjax.kernels.epilogue_text import epilogue_text
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.problem import Problem
-from cutjax.kernels.sm90 import decode, operands, scales, windows
+from cutjax.kernels.sm90 import decode, operands, prologue, scales, windows
 from cutjax.kernels.sm90.resolved import Resolved
 from cutjax.runtime import sources
 
@@ -142,6 +142,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             *(["sm90/load_taps.cuh"] if taps else []),
             _views(problem),
             "sm90/producer.cuh",
+            *_change(problem),
             each if way.each else "sm90/promote_blocks.cuh" if way.promoted else "sm90/promote_never.cuh",
             *(["sm90/row_order.cuh", decode.multiply(problem)] if decoded else [f"sm90/multiply{loaded}.cuh"]),
             "sm90/mainloop.cuh",
@@ -170,6 +171,13 @@ def _views(problem: Problem) -> str:
     steps = ", ".join(f"{x}_step{i} = 0" for x in "ab" for i in range(3))
     still = f"constexpr int {steps};  // no batch\n" if a == "Im2col" else ""
     return f"using ViewA = {a};\nusing ViewB = {b};\nusing Walk = {walk};\n{still}"
+
+
+def _change(problem: Problem) -> list[str]:
+    """Returns the text that changes the columns' operand by a prologue, or does not."""
+    if not prologue.is_in(problem):
+        return ["sm90/change_none.cuh"]
+    return ["sm90/eight.cuh", prologue.text(problem), "sm90/change.cuh"]
 
 
 def _packed(terms: Iterable[int]) -> int:

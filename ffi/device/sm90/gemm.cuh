@@ -96,6 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
     Partials partials(m, n PARTIALS_ARGUMENTS);
     Rows rows_d{m, n ROWS_ARGUMENTS};
     Promotion promotion{PROMOTION_ARGUMENTS};
+    Changes changes{Told{CHANGES_ARGUMENTS}};
     Accumulators accumulators;
     int first_row = PING_PONG ? 0 : consumer % STORERS * ROWS_PER_CONSUMER;
     int index = blockIdx.x / CTAS, turn = 0;
@@ -122,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
       BatchIndex i(work.batch, batch1, batch2);
       int rows = work.rows - first_row;  // this warpgroup's, which may be none
       bool none = (RAGGED_M || RAGGED_N) && (work.k_blocks == 0 || (RAGGED_M ? rows : work.columns) <= 0);
+      if (!none) changes.begin(work, first_row, thread);
       if constexpr (PING_PONG) bar_sync(TURN_BARRIER + consumer, 256);
       bool stores = (CLUSTER_K == 1 || rank < OWNERS) && consumer < STORERS;
       int column = work.n + (CLUSTER_K > 1 ? rank * EPILOGUE_COLUMNS : 0);
@@ -141,9 +143,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(PARA
         continue;
       }
       if (RAGGED_M && M_BLOCKS > 1 && rows <= 64) {
-        drain<1>(accumulators, promotion, pipe, shared, first_row, work, thread, epilogue.barrier, begun, issued);
+        drain<1>(accumulators, promotion, changes, pipe, shared, first_row, work, thread, epilogue.barrier, begun, issued);
       } else {
-        drain<M_BLOCKS>(accumulators, promotion, pipe, shared, first_row, work, thread, epilogue.barrier, begun,
+        drain<M_BLOCKS>(accumulators, promotion, changes, pipe, shared, first_row, work, thread, epilogue.barrier, begun,
                         issued);
       }
       if constexpr (PING_PONG && EVEN_DEPTH) pipe.advance(k_blocks);

@@ -120,14 +120,15 @@ DEVICE void drain_each(Accumulators& accumulators, const Promotes& promotion, Pi
 // One warpgroup: accumulators, over all k blocks and pairs of terms. Where sums are promoted, accumulators are sums of
 // sums.
 template <int BLOCKS, typename Promotes, typename Begun, typename Issued>
-DEVICE void drain(Accumulators& accumulators, Promotes& promotion, Pipeline& pipe, SharedTiles shared, int row,
+DEVICE void drain(Accumulators& accumulators, Promotes& promotion, Changes& changes, Pipeline& pipe, SharedTiles shared, int row,
                   const Work& work, int thread, int barrier, Begun begun, Issued issued) {
   static_assert(Promotes::EVER || PAIRS == 1);
   if constexpr (Promotes::BYTES > 0) promotion.begin(work, row, thread);
+  static_assert(!Changes::EVER || !Promotes::EVER);
   if constexpr (Promotes::EACH) {
     drain_each<BLOCKS>(accumulators, promotion, pipe, shared, row, work, thread, barrier, begun, issued);
   } else if constexpr (!Promotes::EVER) {
-    multiply<BLOCKS>(accumulators, pipe, shared, row, work, 0, work.k_blocks, thread, barrier, begun, issued);
+    multiply<BLOCKS>(accumulators, changes, pipe, shared, row, work, 0, work.k_blocks, thread, barrier, begun, issued);
   } else {
     Accumulators sums = {};  // undefined, few of them would be moved between wgmmas, which then wait for each other
 #pragma unroll
@@ -145,7 +146,7 @@ DEVICE void drain(Accumulators& accumulators, Promotes& promotion, Pipeline& pip
       auto issued_once = [&] {
         if (k + count == k_blocks) issued();
       };
-      multiply<BLOCKS>(sums, pipe, shared, row, work, k, count, thread, barrier, begun_once, issued_once);
+      multiply<BLOCKS>(sums, changes, pipe, shared, row, work, k, count, thread, barrier, begun_once, issued_once);
       promotion.template add<BLOCKS>(accumulators, sums, k);
     }
   }

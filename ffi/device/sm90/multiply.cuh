@@ -1,6 +1,8 @@
 // Multiplies what the pipeline (tiles.cuh) holds by wgmma, both operands in shared memory.
 
-static_assert(A_MATRICES == 1);
+static_assert(A_MATRICES == 1 || B_MATRICES == 1);
+
+using ProductSums = Acc[B_MATRICES * BN / 2];  // of a block of 64 rows, by one A
 
 // The same of what drain_each (mainloop.cuh) multiplies of A.
 struct StageOfA {
@@ -26,7 +28,7 @@ struct StageOfA {
 // over `count` of its k blocks, from `first` on; of none, which a phase without taps has, sums are undefined. `begun`
 // is called early, beside the first of them, `issued` when all of them are multiplying.
 template <int BLOCKS, typename Begun, typename Issued>
-DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int row, const Work& work, int first,
+DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& pipe, SharedTiles shared, int row, const Work& work, int first,
                      int count, int thread, int barrier, Begun begun, Issued issued) {
   u32 previous = 0, offset = OperandA::row_offset(row);
   for (int k = 0; k < count; ++k) {
@@ -34,6 +36,7 @@ DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int
     if constexpr (RAGGED_K)
       clear_block(shared, pipe.stage, row, work, PAIRS > 1 ? (first + k) % work.k_blocks : first + k, thread, barrier);
     if constexpr (COPIERS > 0) fence_proxy_async();
+    if constexpr (Changes::EVER) changes.block(shared.b(pipe.stage), barrier);
     OperandA::Descriptor a(shared.a(pipe.stage) + offset);
     OperandB::Descriptor b(shared.b(pipe.stage));
     wgmma_fence();
@@ -41,8 +44,11 @@ DEVICE void multiply(Accumulators& sums, Pipeline& pipe, SharedTiles shared, int
     for (int slice = 0; slice < BK * A_BITS / 256; ++slice) {
 #pragma unroll
       for (int block = 0; block < BLOCKS; ++block)
-        wgmma(sums[block], a.at(OperandA::slice_offset(slice) + OperandA::row_offset(block * 64)),
-              b.at(OperandB::slice_offset(slice)), (k | slice) != 0);
+#pragma unroll
+        for (int matrix = 0; matrix < A_MATRICES; ++matrix)
+          wgmma(reinterpret_cast<ProductSums&>(sums[block][matrix * (B_MATRICES * BN / 2)]),
+                a.at(OperandA::slice_offset(slice) + OperandA::row_offset(matrix * BM + block * 64)),
+                b.at(OperandB::slice_offset(slice)), (k | slice) != 0);
     }
     wgmma_commit_group();
     if (k > 0) {  // the group before this one is done, so its stage is free

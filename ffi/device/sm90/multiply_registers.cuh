@@ -122,8 +122,9 @@ struct Weights<false> {
 
 // One warpgroup: what multiply in multiply.cuh computes, of the k blocks of its group (sliced.cuh).
 template <int BLOCKS, typename Begun, typename Issued>
-DEVICE void multiply(Accumulators& sums, Pipeline& all, SharedTiles shared, int row, const Work&, int, int k_blocks,
-                     int thread, int, Begun begun, Issued issued) {
+DEVICE void multiply(Accumulators& sums, Changes& changes, Pipeline& all, SharedTiles shared, int row, const Work&, int,
+                     int k_blocks, int thread, int barrier, Begun begun, Issued issued) {
+  static_assert(SLICED == 1 || !Changes::EVER);
   Weights<A_K_MAJOR> weights(row, thread);
   Words words;
   Factors factors[A_MATRICES];
@@ -149,6 +150,7 @@ DEVICE void multiply(Accumulators& sums, Pipeline& all, SharedTiles shared, int 
   if (SLICED == 1 || count > 0) {
     mbarrier_wait(pipe.full_barrier(), pipe.phase);
     load(shared.a(pipe.stage), 0);
+    if constexpr (Changes::EVER) changes.block(shared.b(pipe.stage), barrier);
     weights.get(fragments, words, factors[0]);
   }
 #pragma unroll 1
@@ -171,6 +173,7 @@ DEVICE void multiply(Accumulators& sums, Pipeline& all, SharedTiles shared, int 
       } else if (k + 1 < count) {
         mbarrier_wait(pipe.full_barrier(), pipe.phase);
         load(shared.a(pipe.stage), 0);
+        if constexpr (Changes::EVER) changes.block(shared.b(pipe.stage), barrier);
       }
       wgmma_wait_group<1>();  // the registers of the step before are free
       if (step == 0 && k > 0) release(previous, thread);
