@@ -11,7 +11,9 @@ import numpy as np
 
 from cutjax.dtypes import short
 from cutjax.kernels import reasons as shared
+from cutjax.kernels import sums
 from cutjax.kernels.columns import each, minimum, where
+from cutjax.kernels.joined import Joined
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
@@ -130,8 +132,8 @@ def facts_of(problem: Problem, swap: bool = False, pixels: bool = False) -> Fact
 
     Its rows may be pixels apart in the images of the result.
     """
-    why = [*shared.of_operands(problem, (Gathered, Im2col), (Taps,), blocks=True), *operands.reasons(problem)]
-    why += scales.reasons(problem)
+    why = shared.of_operands(problem, (Gathered, Im2col, Joined), (Taps, Joined), blocks=True)
+    why += [*sums.reasons(problem), *operands.reasons(problem), *scales.reasons(problem)]
     narrow = operands.decoded(problem.bs[0], problem.a)
     why += decode.reasons(problem, problem.bs[0]) if narrow else []
     unswappable = shared.of_swap(problem) if swap else []

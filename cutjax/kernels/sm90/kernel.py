@@ -13,6 +13,7 @@ import numpy as np
 from cutjax.dtypes import short
 from cutjax.kernels import base
 from cutjax.kernels import reasons as shared
+from cutjax.kernels import sums
 from cutjax.kernels.columns import maximum, minimum, where
 from cutjax.kernels.device import Device
 from cutjax.kernels.prepared import Prepared
@@ -93,7 +94,7 @@ def unmeasured(p: Problem) -> str:
     """Returns the words for what of a problem, as it is multiplied, has not run on a device yet; "" where all has."""
     in_groups = "groups with operands swapped" * (p.divided == "n")
     in_groups += f"{short(p.a.dtype.name)} in groups of k" * (p.divided == "k" and p.a.contiguous == "k")
-    return decode.unmeasured(p) or in_groups
+    return decode.unmeasured(p) or in_groups or sums.unmeasured(p)
 
 
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
@@ -282,7 +283,7 @@ def _counters(facts: Facts, config: Sizes, tiles: Any) -> dict[str, Any]:
     """Returns the most that a kernel counts in 32 bits, by name."""
     p, depth = facts.problem, config.depth(facts.problem)
     # Of the tiles that are computed in parts, two waves at most.
-    of_waves = minimum(tiles, 4 * p.device.sms) * (-(-p.k // depth) + 1)
+    of_waves = minimum(tiles, 4 * p.device.sms) * (sums.blocks(p, depth) + 1)
     more = {"k_blocks_of_two_waves": where(config.stream_k, of_waves, 0)}
     if p.a.gathered:
         more["bytes_of_rows"] = p.a.bytes(p.k + (config.parts + 1) * depth)
