@@ -19,6 +19,7 @@ from cutjax.kernels.families import concerned, config_of, fastest, ranked, resol
 from cutjax.kernels.family import Kernel
 from cutjax.kernels.prepared import applied, converted_us, moved_us, wide, widened
 from cutjax.kernels.problem import Problem
+from cutjax.kernels.sums import alone
 from cutjax.runtime import choice
 from cutjax.runtime.launch import Call
 
@@ -230,7 +231,8 @@ def _choose(
         of_xla = xla.time_us(problem)
         if not leads(time_us + more_us, of_xla, lead):
             more = f", and {more_us:.1f} us of transposes" if more_us else ""
-            why = f"predicted: XLA {of_xla:.1f} us, the fastest of {count} kernels {time_us:.1f} us{more}"
+            other = "its products one by one" if alone(problem) else "XLA"
+            why = f"predicted: {other} {of_xla:.1f} us, the fastest of {count} kernels {time_us:.1f} us{more}"
             why = why, *_of_lead(lead), *_dequantized(problem), *_unmeasured(problem, kernel)
             return Choice(problem, why, xla_us=of_xla)
         found = _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs", of_xla)

@@ -58,5 +58,6 @@ def reasons(problem: Problem) -> list[str]:
 
 def unmeasured(problem: Problem) -> str:
     """Returns the words for what of a problem has not run on a device yet; "" where all has."""
-    beside = problem.products > 1 and problem.epilogue.identities and problem.a.contiguous == "mn"
-    return "a sum of products" * (len(summands(problem)) > 1) or "the rows of one a by several b" * beside
+    gradients = problem.epilogue.identities and problem.a.contiguous == "mn"  # of weights: several that share rows
+    several = problem.products > 1 and (gradients or problem.divided == "k")
+    return "a sum of products" * (len(summands(problem)) > 1) or "several b that are multiplied along rows" * several

@@ -95,7 +95,7 @@ class Kernel(Resolved, base.Kernel):
     @property
     def unmeasured(self) -> str:
         """The part of it that has not run on a device yet; "" where all has."""
-        return "a prologue in the loads" * (self.multiplied.a.prologue is not None) or sums.unmeasured(self.multiplied)
+        return "a prologue in the loads" * (self.multiplied.a.prologue is not None) or sums.unmeasured(self.asked)
 
     @property
     def source(self) -> str:

@@ -126,7 +126,7 @@ def predict(kernel: Resolved, device: Device) -> Any:
     refill = (fit.latency + multiply) / c.stages  # a stage's load, and its turn to be read
     mainloop = k_blocks * maximum(both, refill)
 
-    tile_us = fit.tile + (0.0 if p.plain else 4.0)
+    tile_us = fit.tile + (0.0 if p.plain or (p.divided == "k" and p.epilogue.identities) else 4.0)
     epilogue = sharing * (0.22 + tile_us * c.bm * columns * c.epilogue_columns / c.bn / 32768)
     hidden = 0.83 * epilogue
     waiting = mainloop + epilogue - where(resident == 2, hidden, 0)

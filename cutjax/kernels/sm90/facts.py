@@ -98,7 +98,7 @@ class Facts:
     def _beside_epilogue(self, config: Sizes, widest: Any) -> Any:
         """Returns the accumulator registers beside an epilogue, of so many that there may be beside none."""
         problem, epilogue = self.problem, self.problem.epilogue
-        if problem.plain:
+        if problem.plain or (problem.divided == "k" and epilogue.identities):
             alone = (config.coop == 0) & (config.cluster == 1)
             return 160 if problem.divided == "m" else where(alone, widest, 160) if problem.groups else widest
         # Where TMA cannot load an operand, its elements have addresses of their own.

@@ -51,7 +51,7 @@ class Kernel(Resolved, base.Kernel):
     @property
     def unmeasured(self) -> str:
         """The part of it that has not run on a device yet; "" where all has."""
-        return unmeasured(self.multiplied)
+        return unmeasured(self.multiplied, self.asked)
 
     def launch_us(self, device: Device) -> float:
         """Returns the predicted time of one launch, and of preparing its operands."""
@@ -90,11 +90,11 @@ class Kernel(Resolved, base.Kernel):
         return jax.ShapeDtypeStruct(shape, p.accumulator), jax.ShapeDtypeStruct((tickets,), np.dtype(np.int32))
 
 
-def unmeasured(p: Problem) -> str:
+def unmeasured(p: Problem, asked: Problem) -> str:
     """Returns the words for what of a problem, as it is multiplied, has not run on a device yet; "" where all has."""
     in_groups = "groups with operands swapped" * (p.divided == "n")
     in_groups += f"{short(p.a.dtype.name)} in groups of k" * (p.divided == "k" and p.a.contiguous == "k")
-    return decode.unmeasured(p) or in_groups or sums.unmeasured(p)
+    return decode.unmeasured(p) or in_groups or sums.unmeasured(asked)
 
 
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
