@@ -148,7 +148,7 @@ def _walk(jaxpr: core.Jaxpr, platform: str, count: int, exact: bool, divided: bo
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
         inner = divided
-        if eqn.primitive in lowering.choosers:
+        if eqn.primitive in lowering.choosers and not _composed(eqn, divided):
             yield Found(eqn, count, exact, divided)
             continue
         if eqn.primitive in lowering.compositions:
@@ -168,6 +168,14 @@ def _walk(jaxpr: core.Jaxpr, platform: str, count: int, exact: bool, divided: bo
         for sub in subs:
             times = params["length"] if name == "scan" else 1
             yield from _walk(sub, platform, count * times, exact and name not in ("while", "cond"), inner)
+
+
+def _composed(eqn: Any, divided: bool) -> bool:
+    """True if CUDA has no kernel for a product that is others in disguise then."""
+    if not lowering.is_apart(eqn.primitive, eqn.params):
+        return False
+    avals = [x.aval for x in eqn.invars]
+    return lowering.decide(eqn.primitive, avals, eqn.params, platform="cuda", divided=divided).runs == "XLA"
 
 
 def opened(jaxpr: Any) -> Any:

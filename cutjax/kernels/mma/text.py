@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from cutjax.dtypes import DTYPES
 from cutjax.kernels.arguments import Argument
 from cutjax.kernels.epilogue_text import epilogue_text
+from cutjax.kernels.joined import Joined
 from cutjax.kernels.mma import prologue, views
 from cutjax.kernels.mma.resolved import Resolved
-from cutjax.kernels.joined import Joined
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.sums import summands
 from cutjax.runtime import sources

@@ -11,9 +11,8 @@ import jax
 import numpy as np
 
 from cutjax.dtypes import short
-from cutjax.kernels import base
+from cutjax.kernels import base, sums
 from cutjax.kernels import reasons as shared
-from cutjax.kernels import sums
 from cutjax.kernels.columns import maximum, minimum, where
 from cutjax.kernels.device import Device
 from cutjax.kernels.prepared import Prepared
