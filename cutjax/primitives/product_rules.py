@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cutjax import dot_precision
@@ -91,9 +92,11 @@ def _reference(
         shared: dict[str, Any] = {"precision": precision, "backend": backend, "hints": hints}
         if product.further:
             return product.composed(epilogue, factors, operands, on_cuda=on_cuda, **shared)
+        full = product.tile(*map(jax.typeof, factors.arrays)).shape  # of each, whatever batch its own b has
         dtypes = (np.dtype(out.dtype) for out in epilogue.outputs)
         of_each = zip(factors.each, dtypes, strict=True)
-        return [multiply(product, *arrays, out_dtype=dtype, **shared) for arrays, dtype in of_each]
+        found = (multiply(product, *arrays, out_dtype=dtype, **shared) for arrays, dtype in of_each)
+        return [x if x.shape == full else jnp.broadcast_to(x, full) for x in found]
     if epilogue.plain:
         dtype = np.dtype(epilogue.outputs[0].dtype)
     else:
