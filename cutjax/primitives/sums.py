@@ -96,19 +96,21 @@ class Sum(Beside):
     ) -> Sequence[jax.Array]:
         """Computes the results by a kernel, or by XLA, for each product.
 
-        Those of groups are added in the last one's epilogue, where XLA can add in no product. Of dense ones it can.
+        Those of groups are added in the next one's epilogue, where XLA can add in no product. Of dense ones it can.
         """
-        *others, last = self._products(factors)
-        dtype = np.dtype(epilogue.outputs[0].dtype) if on_cuda and epilogue.plain else epilogue.accumulator
-        terms = [multiply(self.product, *x, out_dtype=dtype, **params) for of in others for x in of.each]
-        if epilogue.plain and (self.product.groups(last.bs) is None or params["backend"] == "xla"):
-            (arrays,) = last.each
-            terms.append(multiply(self.product, *arrays, out_dtype=dtype, **params))
-            return [functools.reduce(lax.add, terms).astype(epilogue.outputs[0].dtype)]
-        specs = self.product.specs(last.a, terms)
-        in_place = ((len(operands), 0),) if epilogue.plain and dtype == epilogue.outputs[0].dtype else ()
-        added = with_terms(epilogue, specs)
-        return bind(self.product, added, last, [*operands, *terms], in_place=in_place, **params)
+        first, *others = self._products(factors)
+        acc, short = epilogue.accumulator, epilogue.plain and on_cuda and len(others) == 1
+        dtype = np.dtype(epilogue.outputs[0].dtype) if short else acc
+        sums = [multiply(self.product, *arrays, out_dtype=dtype, **params) for arrays in first.each]
+        if epilogue.plain and (self.product.groups(first.bs) is None or params["backend"] == "xla"):
+            terms = [multiply(self.product, *arrays, out_dtype=dtype, **params) for of in others for arrays in of.each]
+            return [functools.reduce(lax.add, [*sums, *terms]).astype(epilogue.outputs[0].dtype)]
+        specs, plain = self.product.specs(first.a, sums), identity(dtype, acc, len(sums))
+        for of in others[:-1]:
+            sums = bind(self.product, with_terms(plain, specs), of, sums, **params)
+        in_place = ((0, 0),) if epilogue.plain and dtype == epilogue.outputs[0].dtype else ()
+        given = [*operands, *sums]
+        return bind(self.product, with_terms(epilogue, specs), others[-1], given, in_place=in_place, **params)
 
     # Its derivatives: those of its products, and sums of such.
 
