@@ -75,8 +75,8 @@ def time_us(problem: Problem) -> float | None:
     if made := applied(problem):
         us = time_us(made)
         return us and us + converted_us(widened(problem, made), device)
-    if products := alone(problem):
-        return _alone_us(problem, products)
+    if alone(problem):
+        return alone_us(problem)
     found = fastest(problem)
     if found is None:
         return None
@@ -92,14 +92,15 @@ def time_us(problem: Problem) -> float | None:
     return _of_rates(problem, device)
 
 
-def _alone_us(p: Problem, products: Sequence[Problem]) -> float | None:
-    """Returns the time of products one by one, each a kernel's or XLA's; each but the first of a sum reads the others'.
+def alone_us(p: Problem, kernels: bool = False) -> float | None:
+    """Returns the time of the products of a problem one by one, each a kernel's or XLA's, or all kernels'.
 
-    None where one of them has neither.
+    Each but the first of a sum reads what those before it wrote. None where one of them has neither.
     """
+    products = alone(p)
     total = (len(products) - 1) * 1e6 * p.result_bytes / p.device.bytes_per_second * (len(summands(p)) > 1)
     for product in products:
-        kernel, xla_us = fastest(product), time_us(product)
+        kernel, xla_us = fastest(product, unmeasured=kernels), None if kernels else time_us(product)
         known = [us for us in (kernel and kernel[1], xla_us) if us is not None]
         if not known:
             return None

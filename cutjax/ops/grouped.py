@@ -226,7 +226,7 @@ def grouped_outer(
     groups: int | None = None,
     backend: str | None = None,
     config: AnyConfig | None = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Multiplies each group's rows of x by those of dy: ``d[i] = x[rows of group i].T @ dy[rows of group i]``.
 
     The gradient of ``grouped_gemm`` in w, and like it in all that is said of sizes, derivatives and batch axes there.
