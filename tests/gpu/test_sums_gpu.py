@@ -44,7 +44,7 @@ PINNED = [
         Config(128, 128, stages=4, splits=3),
         Config(128, 64, stages=6, swap=True, schedule="pingpong"),
         MmaConfig(64, 64, 32, 32, 32, splits=2),
-        MmaConfig(64, 64, 32, 32, 32, sliced_k=2, stages=3),
+        MmaConfig(64, 64, 64, 32, 32, 2, 3),
     )
 ]
 
