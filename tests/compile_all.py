@@ -111,6 +111,19 @@ def cases() -> Iterator[tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]]:
             yield functools.partial(cutjax.grouped_gemm, **how), [a, groups, sizes]
             yield functools.partial(cutjax.grouped_outer, **how), [a, aval((m, n), dtype), sizes]
             yield functools.partial(cutjax.syrk, **how), [a]
+
+            def added(a, b, how=how):
+                return cutjax.gemm((a, a), (b, b), backend="cuda", **how)
+
+            def added_in_groups(a, b, sizes, how=how):
+                return cutjax.grouped_gemm((a, a), (b, b), sizes, backend="cuda", **how)
+
+            def several(a, b, sizes, how=how):
+                return cutjax.grouped_outer(a, (b, b), sizes, backend="cuda", **how)
+
+            yield added, [a, b]
+            yield added_in_groups, [a, groups, sizes]
+            yield several, [a, aval((m, n), dtype), sizes]
     for dtype, of_b in NARROW:
         for m, n, k in SIZES.values():
             for layout in LAYOUTS[:3]:

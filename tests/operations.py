@@ -208,6 +208,23 @@ OPERATIONS: dict[str, Operation] = {
         "x w g",
         lambda x, w, g: jax.nn.silu(x @ w) * (x @ g[0]),
     ),
+    "gemm, several products": Operation(
+        lambda x, w, g: cutjax.gemm(x, (w, g[0]), epilogue=lambda *accs: accs),
+        "x w g",
+        lambda x, w, g: (x @ w, x @ g[0]),
+        linear="x",
+    ),
+    "gemm, sum": Operation(  # of contractions of different lengths
+        lambda x, w, s, of_groups, **how: cutjax.gemm((x, s), (w, of_groups[0]), **how),
+        "x w s of_groups",
+        lambda x, w, s, of_groups: x @ w + s @ of_groups[0],
+        {"nn": "", "nt": "w of_groups", "tn": "x s"},
+    ),
+    "gemm, sum and epilogue": Operation(
+        lambda x, w, g, b: cutjax.gemm((x, x, x), (w, g[0], g[1]), epilogue=_biased, operands=(b,)),
+        "x w g b",
+        lambda x, w, g, b: _biased(x @ (w + g[0] + g[1]), b),
+    ),
     "gemm, reductions": Operation(
         lambda x, w, s: cutjax.gemm(x, w, epilogue=lambda a, s: (a * s, a.sum(0), a.max(1)), operands=(s,)),
         "x w s",
@@ -282,6 +299,14 @@ OPERATIONS: dict[str, Operation] = {
         {"nn": "", "nt": "g"},
         dtypes=("float64",),
     ),
+    "grouped_gemm, sum": Operation(
+        lambda x, g, s, of_groups, sizes, **how: cutjax.grouped_gemm((x, s), (g, of_groups), sizes, **how),
+        "x g s of_groups sizes",
+        lambda x, g, s, of_groups, sizes: (
+            oracles.masked_multiply(x, g, sizes) + oracles.masked_multiply(s, of_groups, sizes)
+        ),
+        {"nn": "", "nt": "g of_groups"},
+    ),
     "grouped_gemm, recompute": Operation(
         lambda x, g, sizes, s, of_groups: cutjax.grouped_gemm(
             x, g, sizes, epilogue=_scaled, operands=(s, of_groups), save="recompute"
@@ -315,6 +340,11 @@ OPERATIONS: dict[str, Operation] = {
         lambda x, dy, sizes, to: cutjax.grouped_outer(x, dy, sizes, accumulate=to),
         "x dy sizes to",
         lambda x, dy, sizes, to: to + oracles.masked_outer(x, dy, sizes),
+    ),
+    "grouped_outer, several": Operation(
+        lambda x, dy, sizes, to, g: cutjax.grouped_outer(x, (dy, dy), sizes, accumulate=(to, g)),
+        "x dy sizes to g",
+        lambda x, dy, sizes, *added: tuple(y + oracles.masked_outer(x, dy, sizes) for y in added),
     ),
     "grouped_mlp": Operation(
         lambda x, g, u, d, sizes, s, **how: cutjax.grouped_mlp(x, g, d, sizes, gate=u, row_scale=s, **how),

@@ -23,7 +23,7 @@ def define(
     batch: Callable[..., Any],
     choose: Callable[..., Choice[Any, Any]] | None = None,
     required: bool = True,
-    remade: bool = False,
+    apart: Callable[..., bool] | None = None,
     jvp: Callable[..., Any] | None = None,
     transpose: Callable[..., Any] | None = None,
     dce: Callable[..., Any] | None = None,
@@ -43,8 +43,8 @@ def define(
       batch: ``(args, dims, **params) -> (result(s), dim(s))``.
       choose: ``(*avals, target, **params) -> Choice``, the kernel for CUDA, or why there is none. An operation
         without is its reference on every platform: a composition of others.
+      apart: ``(**params) -> bool``, whether the reference is a composition of others, so that no kernel is required.
       required: whether it is an error that no kernel serves under the backend "cuda"; else XLA runs then.
-      remade: whether the reference is made of other operations with kernels, which ``explain`` shows then.
       jvp: ``(primals, tangents, **params) -> (result(s), tangent(s))``.
       transpose: ``(cotangent(s), *args, **params) -> cotangents`` of an operation that is linear in some operands:
         those of which only the aval is known.
@@ -110,8 +110,9 @@ def define(
     lowering.choosers[primitive] = choose
     if not required:
         lowering.optional.add(primitive)
-    if remade:
-        lowering.remade[primitive] = functools.partial(reference, on_cuda=True)
+    if apart is not None:
+        lowering.apart[primitive] = apart
+        lowering.compositions[primitive] = functools.partial(reference, on_cuda=True)
     if divided is not None:
         lowering.partitions[primitive] = divided
     return primitive

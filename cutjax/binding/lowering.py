@@ -32,13 +32,13 @@ PARTITIONED = (
 choosers: dict[core.Primitive, Callable[..., Choice[Any, Any]]] = {}
 # The primitives that XLA runs where no kernel does, under the backend "cuda" too: what multiplies nothing.
 optional: set[core.Primitive] = set()
-# The references of those that are made of other primitives where no kernel serves: (*arrays, **params) -> results.
-remade: dict[core.Primitive, Callable[..., Any]] = {}
+# Of some primitives, (**params) -> bool: whether they are others in disguise where no kernel serves them.
+apart: dict[core.Primitive, Callable[..., bool]] = {}
 # Called with a primitive, avals and params before a product's kernel is chosen, in programs of one device.
 before_choice: list[Callable[[core.Primitive, Sequence[Any], dict[str, Any]], None]] = []
 # How a primitive is divided over devices, where it can be.
 partitions: dict[core.Primitive, partition.Rules] = {}
-# The primitives that are others in disguise: (*arrays, **params) -> result(s).
+# The primitives that are others in disguise, or may be: (*arrays, **params) -> result(s).
 compositions: dict[core.Primitive, Callable[..., Any]] = {}
 # Another device than this process's, for ``explain``. A user context too: what is traced may depend on it.
 _asked_target = jax.make_user_context(None)
@@ -79,7 +79,7 @@ def decide(
       divided: whether XLA's partitioner divides the program at this place over several devices.
     """
     backend, config = params["backend"], params.get("config")
-    insists = backend == "cuda" and primitive not in optional
+    insists = backend == "cuda" and primitive not in optional and not is_apart(primitive, params)
     if platform != "cuda":
         if not insists:
             return Decision("XLA", f"platform {platform}")
@@ -103,6 +103,11 @@ def decide(
     if missing := compiler.compiler_missing():
         return Decision("error" if strict else "XLA", f"cannot compile a kernel: {missing}", choice, warns=not strict)
     return Decision(choice.kernel, why, choice)
+
+
+def is_apart(primitive: core.Primitive, params: dict[str, Any]) -> bool:
+    """True if a primitive with such parameters is others in disguise where no kernel serves it."""
+    return primitive in apart and apart[primitive](**params)
 
 
 def rule(primitive: core.Primitive, reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -153,10 +153,10 @@ def _walk(jaxpr: core.Jaxpr, platform: str, count: int, exact: bool, divided: bo
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
         inner = divided
-        if eqn.primitive in lowering.choosers:
-            yield (found := Found(eqn, count, exact, divided))
-            if eqn.primitive in lowering.remade and not _divisible(found) and _decided(found).runs == "XLA":
-                yield from _walk(_traced(lowering.remade[eqn.primitive], eqn), platform, count, exact, divided)
+        composed = eqn.primitive in lowering.choosers and _composed(eqn, divided)
+        if eqn.primitive in lowering.choosers and (not composed or eqn.primitive in lowering.optional):
+            yield Found(eqn, count, exact, divided)
+        if eqn.primitive in lowering.choosers and not composed:
             continue
         if eqn.primitive in lowering.compositions:
             subs = [_traced(lowering.compositions[eqn.primitive], eqn)]
@@ -175,10 +175,12 @@ def _walk(jaxpr: core.Jaxpr, platform: str, count: int, exact: bool, divided: bo
             yield from _walk(sub, platform, count * times, exact and name not in ("while", "cond"), inner)
 
 
-def _decided(found: Found) -> lowering.Decision:
-    """Returns the decision for CUDA."""
-    eqn = found.eqn
-    return lowering.decide(eqn.primitive, found.avals, eqn.params, platform="cuda", divided=found.divided)
+def _composed(eqn: Any, divided: bool) -> bool:
+    """True if CUDA has no kernel for a product that is others in disguise then."""
+    if not lowering.is_apart(eqn.primitive, eqn.params):
+        return False
+    avals = [x.aval for x in eqn.invars]
+    return lowering.decide(eqn.primitive, avals, eqn.params, platform="cuda", divided=divided).runs == "XLA"
 
 
 def _traced(function: Callable[..., Any], eqn: Any) -> core.Jaxpr:

@@ -92,6 +92,15 @@ class Epilogue:
         return alone and self.nodes[0].op == "acc" and not self.outputs[0].reduce
 
     @functools.cached_property
+    def identities(self) -> bool:
+        """True if its results are the products as they are, one each and in their order: it is plain, or of several."""
+        alone = len(self.nodes) == len(self.outputs) == self.products and not self.operands
+        return alone and all(
+            node.op == "acc" and node.params == (i,) and (out.node, out.reduce) == (i, None)
+            for i, (node, out) in enumerate(zip(self.nodes, self.outputs, strict=True))
+        )
+
+    @functools.cached_property
     def accumulator(self) -> np.dtype:
         """Returns the dtype of the accumulators."""
         return np.dtype(next((node.dtype for node in self.nodes if node.op == "acc"), ACC))
@@ -158,9 +167,10 @@ def normal(
 
 
 @functools.cache
-def identity(dtype: np.dtype, accumulator: np.dtype = ACC) -> Epilogue:
-    """Returns the epilogue of a plain product: the accumulator, in a dtype."""
-    return Epilogue(1, (), (Node("acc", dtype=accumulator.name, params=(0,)),), (Output(0, dtype.name),))
+def identity(dtype: np.dtype, accumulator: np.dtype = ACC, products: int = 1) -> Epilogue:
+    """Returns the epilogue of a plain product: the accumulator, in a dtype; or of several, those of all."""
+    nodes = tuple(Node("acc", dtype=accumulator.name, params=(i,)) for i in range(products))
+    return Epilogue(products, (), nodes, tuple(Output(i, dtype.name) for i in range(products)))
 
 
 def const(value: Any, dtype: Any) -> Node:

@@ -19,6 +19,7 @@ from cutjax.kernels.families import concerned, config_of, fastest, ranked, resol
 from cutjax.kernels.family import Kernel
 from cutjax.kernels.prepared import applied, converted_us, moved_us, wide, widened
 from cutjax.kernels.problem import Problem
+from cutjax.kernels.sums import alone
 from cutjax.runtime import choice
 from cutjax.runtime.launch import Call
 
@@ -251,10 +252,12 @@ def _choose(
             return choice
     if found := fastest(problem, unmeasured=not lead):
         kernel, time_us, count = found
-        of_xla = xla.time_us(problem)
-        if not leads(time_us + more_us, of_xla, lead):
+        one_by_one = bool(alone(problem))  # products of which each has a kernel, too
+        of_xla = xla.alone_us(problem, kernels=not lead) if one_by_one else xla.time_us(problem)
+        if not leads(time_us + more_us, of_xla, lead or float(one_by_one)):
             more = f", and {more_us:.1f} us of transposes" if more_us else ""
-            why = f"predicted: XLA {of_xla:.1f} us, the fastest of {count} kernels {time_us:.1f} us{more}"
+            other = "its products one by one" if one_by_one else "XLA"
+            why = f"predicted: {other} {of_xla:.1f} us, the fastest of {count} kernels {time_us:.1f} us{more}"
             why = why, *_of_lead(lead), *_dequantized(problem), *_unmeasured(problem, kernel)
             return Choice(problem, why, xla_us=of_xla)
         found = _chosen(problem, kernel, time_us, f"predicted fastest of {count} configs", of_xla)

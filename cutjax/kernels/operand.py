@@ -12,6 +12,7 @@ import numpy as np
 
 from cutjax.dtypes import are_narrow, bits_of, short
 from cutjax.epilogue.expression import Epilogue
+from cutjax.kernels.joined import Joined
 
 Order = tuple[int, ...]  # an array's axes as they lie in memory, the slowest first; () is row-major
 
@@ -221,7 +222,7 @@ class Operand:
     order: Order = ()
     bits: int = 0
     scale: Scale | None = None
-    view: Gathered | Im2col | Taps | None = None
+    view: Gathered | Im2col | Taps | Joined | None = None
     prologue: Epilogue | None = None
 
     def __post_init__(self):
@@ -273,7 +274,9 @@ class Operand:
 
     @property
     def arrays(self) -> int:
-        """Number of arrays beside the elements: a scale and zero points, or a prologue's operands."""
+        """Number of arrays beside the first: others along k, a scale and zero points, or a prologue's operands."""
+        if isinstance(self.view, Joined):
+            return len(self.view.ks) - 1
         return len(self.prologue.operands) if self.prologue else len(self.scale.arrays) if self.scale else 0
 
     def text(self, name: str) -> str:

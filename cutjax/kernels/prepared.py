@@ -16,6 +16,7 @@ from cutjax.dtypes import are_narrow, promoted, short
 from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.arguments import scale_buffers
 from cutjax.kernels.device import Device, reference
+from cutjax.kernels.joined import Joined
 from cutjax.kernels.problem import Problem
 
 COPIED_BYTES_PER_US = 3e6  # read and written, of an H200: other devices' speed is in proportion to their memory's
@@ -284,7 +285,7 @@ def applied(problem: Problem) -> Problem | None:
 def wide(problem: Problem) -> Problem | None:
     """Returns the problem of operands in the dtype of 16 bits that one of them has, without scales; None of another."""
     operands = problem.a, problem.bs[0]
-    if applied(problem) is not None:  # of what that is
+    if applied(problem) is not None or isinstance(operands[0].view, Joined):  # of what that is; of all its arrays
         return None
     half = (x.dtype for x in operands if x.scale is None and x.dtype.name in ("bfloat16", "float16"))
     dtype = next(half, None)

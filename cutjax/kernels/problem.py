@@ -15,6 +15,7 @@ from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue, Node, Output, identity
 from cutjax.kernels.columns import each, minimum
 from cutjax.kernels.device import Device, reference
+from cutjax.kernels.joined import Joined
 from cutjax.kernels.operand import Gathered, Groups, Operand, Order, floors, merged, strides
 from cutjax.kernels.work import Work
 from cutjax.runtime.architectures import DEFAULT
@@ -89,6 +90,9 @@ class Problem(Work):
             self._check_orders()
         if self.symmetric and (self.m != self.n or self.bs != (self.a,) or self.groups):
             raise ValueError(f"Problem: {self} is no product of a matrix and its transpose")
+        views = [x.view for x in (self.a, *self.bs)]
+        if isinstance(views[0], Joined) and (len(set(views)) > 1 or sum(views[0].ks) != self.k):
+            raise ValueError(f"Problem: operands {views} of a sum of products, whose parts of k={self.k} differ")
         if self.math and self.math not in MATHS:
             raise ValueError(f"Problem: unknown math {self.math!r}, expected one of {('', *MATHS)}")
         for operand, result in self.in_place:

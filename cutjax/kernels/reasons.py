@@ -12,6 +12,7 @@ from cutjax.kernels.columns import maximum
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.staging import Staging
+from cutjax.kernels.sums import extent
 
 
 def of_groups(problem: Problem, staging: Staging) -> list[str]:
@@ -58,7 +59,7 @@ def counters(
     return {
         "rows": p.m + 2 * height,
         "columns": p.n + 2 * width,
-        "depth": p.k + (parts + 1) * depth,
+        "depth": extent(p, depth) + (parts + 1) * depth,
         "tiles": 4 * tiles,  # one that all blocks in flight have gone past, in turns of two
         "tiles of a band": abs(raster) * maximum(-(-p.m // height), -(-p.n // width)),
         "matrices": parts * p.batch_size * (p.groups.count + 64 if p.groups else 1),  # 32 are looked at at once

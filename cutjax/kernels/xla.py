@@ -18,6 +18,7 @@ from cutjax.kernels.families import fastest
 from cutjax.kernels.operand import Im2col
 from cutjax.kernels.prepared import Prepared, applied, converted_us, copies_us, wide, widened, widest
 from cutjax.kernels.problem import Problem
+from cutjax.kernels.sums import alone, summands
 from cutjax.runtime.architectures import number
 
 OURS = "sm90"  # the family of wgmma, as cuBLAS's kernels on Hopper are
@@ -74,6 +75,8 @@ def time_us(problem: Problem) -> float | None:
     if made := applied(problem):
         us = time_us(made)
         return us and us + converted_us(widened(problem, made), device)
+    if alone(problem):
+        return alone_us(problem)
     found = fastest(problem)
     if found is None:
         return None
@@ -87,6 +90,22 @@ def time_us(problem: Problem) -> float | None:
     if kernel.family == OURS:
         return _of_ours(problem, device, ours, kernel.prepared)
     return _of_rates(problem, device)
+
+
+def alone_us(p: Problem, kernels: bool = False) -> float | None:
+    """Returns the time of the products of a problem one by one, each a kernel's or XLA's, or all kernels'.
+
+    Each but the first of a sum reads what those before it wrote. None where one of them has neither.
+    """
+    products = alone(p)
+    total = (len(products) - 1) * 1e6 * p.result_bytes / p.device.bytes_per_second * (len(summands(p)) > 1)
+    for product in products:
+        kernel, xla_us = fastest(product, unmeasured=kernels), None if kernels else time_us(product)
+        known = [us for us in (kernel and kernel[1], xla_us) if us is not None]
+        if not known:
+            return None
+        total += min(known)
+    return total
 
 
 def _of_rates(p: Problem, device: Device) -> float | None:

@@ -142,14 +142,18 @@ class Float8(Wrapped):
 
     # Its derivatives: rounding has the derivative 1.
 
-    def tangents(self, multiply: Callable[..., jax.Array], factors: Factors, dots: Factors) -> list[jax.Array | None]:
+    def tangents(
+        self, multiply: Callable[..., list[jax.Array]], factors: Factors, dots: Factors
+    ) -> list[jax.Array | None]:
         found = []
         for b, b_dot in zip(factors.bs, dots.bs, strict=True):
             terms = []
             if dots.a is not None:
-                terms.append(multiply(*self._of(self.product, (GRADIENTS, self.roles[1]), dots.a, b)))
+                product, a_dot, other = self._of(self.product, (GRADIENTS, self.roles[1]), dots.a, b)
+                terms += multiply(product, a_dot, [other])
             if b_dot is not None:
-                terms.append(multiply(*self._of(self.product, (self.roles[0], GRADIENTS), factors.a, b_dot)))
+                product, a, b_dot = self._of(self.product, (self.roles[0], GRADIENTS), factors.a, b_dot)
+                terms += multiply(product, a, [b_dot])
             found.append(functools.reduce(lax.add, terms) if terms else None)
         return found
 

@@ -9,7 +9,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from cutjax import dot_precision
 from cutjax.binding.explicit import as_matmul
@@ -20,6 +20,7 @@ from cutjax.ops.arguments import check_accumulate, check_config, check_epilogue,
 from cutjax.ops.prologue import check_prologue, multiplied
 from cutjax.ops.quantized import Weights, as_quantized, is_quantized, values_of
 from cutjax.ops.scales import TURNED, converted_rows, few_columns, promote_values, scales_of
+from cutjax.ops.sums import pairs_of, sum_of
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import converted
 from cutjax.primitives.arrays import matrix, unwrapped
@@ -30,7 +31,7 @@ from cutjax.runtime import backends
 
 
 def gemm(
-    a: Weights,
+    a: Weights | tuple[ArrayLike, ...],
     b: Weights | tuple[Weights, ...],
     *,
     epilogue: Callable[..., Any] | None = None,
@@ -61,8 +62,12 @@ def gemm(
     dtype whose result is rounded to the dtype in which ``gemm(a, b)`` would multiply: that of a, or the wider one of a
     and b. Its derivative keeps a and the operands, not what it makes of them.
 
+    A tuple of a and one of as many b is a sum of products, added up in one kernel where there is one: ``a[0] @ b[0] +
+    a[1] @ b[1] + ...``. Each may have a contraction of its own length. An epilogue takes the one sum.
+
     Args:
-      a: ``[..., m, k]``, or ``[..., k, m]`` where ``layout[0]`` is "t"; or `cutjax.Quantized`, a scale for each row.
+      a: ``[..., m, k]``, or ``[..., k, m]`` where ``layout[0]`` is "t"; or `cutjax.Quantized`, a scale for each row; or
+        a tuple of arrays.
       b: ``[..., k, n]``, or ``[..., n, k]`` where ``layout[1]`` is "t". Batch axes broadcast and dtypes promote as in
         ``jnp.matmul``, but bfloat16 with float16 is refused, and beside those a kernel reads 8-bit integers and
         float8 as they are, and multiplies them exactly; or `cutjax.Quantized`. With an epilogue also a tuple of two or
@@ -119,6 +124,13 @@ def gemm(
     out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
     params: dict[str, Any] = {"backend": backend, "config": config}
     params["precision"] = dot_precision.canonical(precision, "gemm")
+    if isinstance(a, tuple):
+        pairs = pairs_of(a, b, "gemm", prologue=prologue, out_sharding=out_sharding)
+        for x, y in pairs:
+            check_shapes(x, y, layout, "gemm")
+        params |= {"epilogue": epilogue, "operands": operands, "out_dtype": out_dtype, "save": save}
+        product = Dense(layout, lies=as_matmul(*pairs[0][:1], pairs[0][1:], layout, None, "gemm"))
+        return sum_of(product, pairs, (), where="gemm", accumulate=accumulate, **params)
     check_epilogue(b, epilogue, operands, out_dtype, save)
     check_prologue(a, prologue, prologue_operands, "gemm")
     a, b = as_quantized(a), as_quantized(b)

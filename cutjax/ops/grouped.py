@@ -23,18 +23,21 @@ from cutjax.ops.arguments import (
     group_sizes_of,
     integer,
     local_sizes,
+    promote,
     weights,
 )
 from cutjax.ops.fp8 import Float8Recipe, in_float8
 from cutjax.ops.prologue import check_prologue, multiplied
 from cutjax.ops.quantized import Weights, as_quantized, is_quantized, values_of
 from cutjax.ops.scales import promote_values, scales_of
+from cutjax.ops.sums import pairs_of, sum_of
 from cutjax.primitives import product as products
 from cutjax.primitives.accumulators import accumulator
 from cutjax.primitives.arrays import matrix, unwrapped
 from cutjax.primitives.factors import Factors
 from cutjax.primitives.product import Product
 from cutjax.primitives.ragged import Depth, Rows
+from cutjax.primitives.together import multiply_each
 from cutjax.runtime import backends
 
 LAYOUTS = ("nn", "nt")
@@ -42,7 +45,7 @@ LAYOUTS = ("nn", "nt")
 
 @automatic(lambda x, w, layout="nn", **_: rows_by_columns(x, w, layout), on_automatic_axes)
 def grouped_gemm(
-    x: Weights,
+    x: Weights | tuple[ArrayLike, ...],
     w: Weights | tuple[Weights, ...],
     group_sizes: ArrayLike,
     *,
@@ -73,8 +76,11 @@ def grouped_gemm(
     zero all the same, and are left out of its reductions. With a prologue it is of ``prologue(x, *prologue_operands)``,
     as there too; rows of no group reach no derivative of it.
 
+    A tuple of x and one of as many w is a sum of products, as in ``cutjax.gemm``.
+
     Args:
-      x: ``[..., m, k]``, or `cutjax.Quantized`. Batch axes broadcast and dtypes promote as in ``cutjax.gemm``.
+      x: ``[..., m, k]``, or `cutjax.Quantized`. Batch axes broadcast and dtypes promote as in ``cutjax.gemm``. Or a
+        tuple of arrays.
       w: ``[..., g, k, n]``, or ``[..., g, n, k]`` where layout is "nt", or `cutjax.Quantized`. With an epilogue also a
         tuple of two or three.
       group_sizes: ``[..., g]``, of any integer dtype.
@@ -122,29 +128,40 @@ def grouped_gemm(
     backend = _resolve(backend, config, where)
     check_accumulate(accumulate, where)
     out_dtype = tuple(out_dtype) if isinstance(out_dtype, list) else out_dtype
-    check_epilogue(w, epilogue, operands, out_dtype, save, where, "w")
-    check_prologue(x, prologue, prologue_operands, where, "x")
-    x, w = as_quantized(x), as_quantized(w)
-    rows, ws = matrix(values_of(x), "x", where), weights(values_of(w), "w", where)
-    shape = ws[0].shape
-    if len(shape) < 3:
-        raise ValueError(f"{where}: w must have rank 3 or more, got shape {shape}; [..., g, k, n] is expected")
-    shapes = f"x is {rows.shape}, w is {shape}"
-    if rows.shape[-1] != contracted(ws[0], layout[1] == "t"):
-        raise ValueError(f"{where}: contracting dimensions differ: {shapes}, layout {layout!r}")
-    sizes, groups = group_sizes_of(group_sizes, where), shape[-3]
-    if group_offset is None and sizes.shape[-1] != groups:
-        raise ValueError(
-            f"{where}: the numbers of groups differ: group_sizes is {sizes.shape}, w is {shape}; "
-            "group_offset= says which of them w has"
-        )
-    check_batch(where, f"{shapes}, group_sizes is {sizes.shape}", rows.shape[:-2], shape[:-3], sizes.shape[:-1])
-    sizes, leading = local_sizes(sizes, group_offset, groups, rows.shape[-2], where)
-    params: dict[str, Any] = {"backend": backend, "config": config, "accumulate": accumulate, "fp8": fp8}
+    if isinstance(x, tuple):
+        pairs = pairs_of(x, w, where, ("x", "w"), prologue=prologue, fp8=fp8)
+    else:
+        check_epilogue(w, epilogue, operands, out_dtype, save, where, "w")
+        check_prologue(x, prologue, prologue_operands, where, "x")
+        x, w = as_quantized(x), as_quantized(w)
+        pairs = [(matrix(values_of(x), "x", where), weights(values_of(w), "w", where)[0])]
+    given = group_sizes_of(group_sizes, where)
+    (sizes, leading), *_ = (_sizes(where, *pair, given, layout, group_offset) for pair in pairs)
+    params: dict[str, Any] = {"backend": backend, "config": config, "accumulate": accumulate}
     params["precision"] = dot_precision.canonical(precision, where)
     params |= {"epilogue": epilogue, "operands": operands, "save": save, "out_dtype": out_dtype}
-    params |= {"prologue": prologue, "prologue_operands": prologue_operands}
+    if isinstance(x, tuple):
+        return sum_of(Rows(leading, layout), pairs, (sizes,), where=where, **params)
+    params |= {"prologue": prologue, "prologue_operands": prologue_operands, "fp8": fp8}
     return rows_product(Rows(leading, layout), x, w, sizes, where=where, **params)
+
+
+def _sizes(
+    where: str, rows: jax.Array, w: jax.Array, sizes: jax.Array, layout: str, group_offset: ArrayLike | None
+) -> tuple[jax.Array, bool]:
+    """Returns the sizes of w's groups, as ``local_sizes`` does; raises unless rows and w fit them and each other."""
+    if w.ndim < 3:
+        raise ValueError(f"{where}: w must have rank 3 or more, got shape {w.shape}; [..., g, k, n] is expected")
+    shapes = f"x is {rows.shape}, w is {w.shape}"
+    if rows.shape[-1] != contracted(w, layout[1] == "t"):
+        raise ValueError(f"{where}: contracting dimensions differ: {shapes}, layout {layout!r}")
+    if group_offset is None and sizes.shape[-1] != w.shape[-3]:
+        raise ValueError(
+            f"{where}: the numbers of groups differ: group_sizes is {sizes.shape}, w is {w.shape}; "
+            "group_offset= says which of them w has"
+        )
+    check_batch(where, f"{shapes}, group_sizes is {sizes.shape}", rows.shape[:-2], w.shape[:-3], sizes.shape[:-1])
+    return local_sizes(sizes, group_offset, w.shape[-3], rows.shape[-2], where)
 
 
 def rows_product(
@@ -190,40 +207,48 @@ def rows_product(
     return multiplied(where, prologue, prologue_operands, given, found, factors, run, **params)
 
 
-@automatic(lambda x, dy, **_: lambda out: [*[None] * (out.ndim - 2), axes(x, -1), axes(dy, -1)])
+def _columns(x: Any, dy: Any, **_: Any) -> Callable[[Any], list[Any]]:
+    """Returns the sharding of ``[..., g, k, n]``: columns of x by those of dy."""
+    of = dy[0] if isinstance(dy, tuple) and not is_quantized(dy) else dy
+    return lambda out: [*[None] * (out.ndim - 2), axes(x, -1), axes(of, -1)]
+
+
+@automatic(_columns)
 def grouped_outer(
     x: Weights,
-    dy: Weights,
+    dy: Weights | tuple[ArrayLike, ...],
     group_sizes: ArrayLike,
     *,
     out_dtype: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
-    accumulate: ArrayLike | None = None,
+    accumulate: ArrayLike | tuple[ArrayLike, ...] | None = None,
     group_offset: ArrayLike | None = None,
     groups: int | None = None,
     backend: str | None = None,
     config: AnyConfig | None = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Multiplies each group's rows of x by those of dy: ``d[i] = x[rows of group i].T @ dy[rows of group i]``.
 
     The gradient of ``grouped_gemm`` in w, and like it in all that is said of sizes, derivatives and batch axes there.
 
     Args:
       x: ``[..., m, k]``, rows sorted by group; or `cutjax.Quantized`, as dy.
-      dy: ``[..., m, n]``. Batch axes broadcast and dtypes promote as in ``cutjax.gemm``.
+      dy: ``[..., m, n]``. Batch axes broadcast and dtypes promote as in ``cutjax.gemm``. Or a tuple of two or three
+        arrays of one shape and dtype, of which the result is a tuple: one kernel reads x once for all, where there is
+        one that is predicted to be faster.
       group_sizes: ``[..., g]``, of any integer dtype.
       out_dtype: dtype of the result; the dtype of x and dy by default.
       precision: as in ``cutjax.gemm``.
       accumulate: an array of the result's shape, often float32, to which the products are added. The result is the sum,
         rounded once to its dtype, and is written to its memory where that is not needed any more (a donated argument,
-        the carry of a loop).
+        the carry of a loop). Of several dy a tuple of as many.
       group_offset: a scalar or ``[1]``, data too: the group that the first matrix of the result is of.
       groups: with ``group_offset``, how many matrices the result has; as many as ``group_sizes`` by default.
       backend: "auto", "cuda" or "xla", see ``cutjax.use_backend``, which sets the default.
       config: pins the kernel of this product.
 
     Returns:
-      ``[..., groups, k, n]``; zeros where a group has no row.
+      ``[..., groups, k, n]``, or a tuple of them; zeros where a group has no row.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as ``grouped_gemm``.
@@ -236,12 +261,17 @@ def grouped_outer(
     """
     where = "grouped_outer"
     backend = _resolve(backend, config, where)
-    to = None if accumulate is None else matrix(accumulate, "accumulate", where)
-    if to is not None and out_dtype is not None:
+    tos = [] if accumulate is None else weights(accumulate, "accumulate", where)
+    if tos and out_dtype is not None:
         raise ValueError(f"{where}: out_dtype and accumulate, whose dtype is the result's: leave out_dtype")
-    out_dtype = out_dtype if to is None else to.dtype
+    out_dtype = tos[0].dtype if tos else out_dtype
     x, dy = as_quantized(x), as_quantized(dy)
-    a, b = matrix(values_of(x), "x", where), matrix(values_of(dy), "dy", where)
+    if (several := isinstance(dy, tuple)) and is_quantized((x, dy)):
+        raise TypeError(f"{where}: a tuple of dy is of arrays, got cutjax.Quantized: dequantize them")
+    a, bs = matrix(values_of(x), "x", where), weights(values_of(dy), "dy", where)
+    if (tos and isinstance(accumulate, tuple) != several) or len(tos) not in (0, len(bs)):
+        raise ValueError(f"{where}: accumulate must be as many arrays as dy, got {len(tos)} for {len(bs)}")
+    b = bs[0]
     shapes = f"x is {a.shape}, dy is {b.shape}"
     if a.shape[-2] != b.shape[-2]:
         raise ValueError(f"{where}: the numbers of rows differ: {shapes}")
@@ -256,11 +286,38 @@ def grouped_outer(
     batch = check_batch(where, shapes, a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
     sizes, leading = local_sizes(sizes, group_offset, groups, a.shape[-2], where)
     expected = (*batch, groups, a.shape[-1], b.shape[-1])
-    if to is not None and to.shape != expected:
-        raise ValueError(f"{where}: accumulate must be {expected}, like the result, got {to.shape}: {shapes}")
+    if tos and tos[0].shape != expected:
+        raise ValueError(f"{where}: accumulate must be {expected}, like the result, got {tos[0].shape}: {shapes}")
     precision = dot_precision.canonical(precision, where)
     how: dict[str, Any] = {"out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config}
-    return depth_product(Depth(leading), x, dy, sizes, where=where, to=to, **how)
+    if several:
+        return _several(Depth(leading), a, bs, sizes, tos, where=where, **how)
+    return depth_product(Depth(leading), x, dy, sizes, where=where, to=tos[0] if tos else None, **how)
+
+
+def _several(
+    product: Depth,
+    a: jax.Array,
+    bs: Sequence[jax.Array],
+    sizes: jax.Array,
+    tos: Sequence[jax.Array],
+    *,
+    where: str,
+    out_dtype: Any,
+    **params: Any,
+) -> tuple[jax.Array, ...]:
+    """Returns the products of a and each b, added to an array each or not."""
+    a, *bs, dtype, _ = promote(a, bs, out_dtype, where)
+    if not tos:
+        return tuple(multiply_each(product, a, bs, sizes, out_dtype=dtype, **params))
+
+    def add(*args: Any) -> tuple[jax.Array, ...]:
+        *accs, tos = args
+        return tuple(map(_added, accs, tos))
+
+    in_place, dtypes = tuple((i, i) for i in range(len(bs))), tuple(to.dtype for to in tos)
+    factors = Factors(a, bs, (sizes,))
+    return products.call(product, add, factors, (tuple(tos),), out_dtype=dtypes, in_place=in_place, **params)
 
 
 def depth_product(
@@ -287,16 +344,17 @@ def depth_product(
             return products.multiply(found, *factors.arrays, out_dtype=dtype, **params)
         return products.call(found, epilogue, factors, operands, out_dtype=out, **params)
 
-    def add(acc: jax.Array, to: jax.Array) -> jax.Array:
-        wide = accumulator(to.dtype, acc.dtype)
-        total = acc.astype(wide) + to.astype(wide)
-        return total if wide == acc.dtype else total.astype(to.dtype)  # one in acc's dtype is rounded by out_dtype
-
     # Each tile of what is added to is read just before it is written.
-    epilogue, operands, out = before(add, (to,), out_dtype=to.dtype)
+    epilogue, operands, out = before(_added, (to,), out_dtype=to.dtype)
     assert epilogue is not None
     in_place = ((len(jax.tree.leaves(operands)) - 1, 0),)
     return products.call(found, epilogue, factors, operands, out_dtype=out, in_place=in_place, **params)
+
+
+def _added(acc: jax.Array, to: jax.Array) -> jax.Array:
+    wide = accumulator(to.dtype, acc.dtype)
+    total = acc.astype(wide) + to.astype(wide)
+    return total if wide == acc.dtype else total.astype(to.dtype)  # one in acc's dtype is rounded by out_dtype
 
 
 def _resolve(backend: str | None, config: Any, where: str) -> str:

@@ -31,6 +31,7 @@ from cutjax.primitives.accumulators import accumulator, with_cotangent
 from cutjax.primitives.factors import Factors
 from cutjax.primitives.hints import NO_HINTS, Hints
 from cutjax.primitives.product import Arithmetic, Product
+from cutjax.primitives.together import multiply_each
 from cutjax.primitives.tracing import abstract_accumulator
 
 HIDDEN = "cutjax_hidden"  # the name jax.checkpoint policies see, of what the second product reads
@@ -152,8 +153,8 @@ def _block_jvp(chain: Chain, primals: Any, tangents: Any) -> tuple[jax.Array, ja
     of_factors = product.multiplied(factors.a.dtype)
     dtype = derivative.saved_dtype(hidden, of_factors)
 
-    def multiply(of: Product, a: jax.Array, b: jax.Array, *scales: jax.Array) -> jax.Array:
-        return products.multiply(of, a, b, *factors.context, *scales, out_dtype=dtype, **chain.params)
+    def multiply(of: Product, a: jax.Array, bs: Sequence[jax.Array], *scales: jax.Array) -> list[jax.Array]:
+        return multiply_each(of, a, bs, *factors.context, *scales, out_dtype=dtype, **chain.params)
 
     acc_dots = product.tangents(multiply, factors, dots)
     moves = derivative.moving(acc_dots), derivative.moving(operand_dots)

@@ -24,6 +24,7 @@ from cutjax.primitives.accumulators import accumulator, as_wide, is_half
 from cutjax.primitives.factors import Factors
 from cutjax.primitives.product import Folded, Product
 from cutjax.primitives.product_rules import define_product
+from cutjax.primitives.sums import summed
 
 FLIP = {"n": "t", "t": "n"}
 
@@ -139,6 +140,9 @@ class Dense(Product):
 
     def why_not(self) -> str:
         return "products of a batch are added up" if self.added else ""
+
+    def sum_of(self, count: int) -> Product | None:
+        return None if self.added or any(self.orders) else summed(self, count)
 
     def in_order(self, problem: Problem) -> Problem:
         return in_order(problem, self.orders) if any(self.orders) else problem

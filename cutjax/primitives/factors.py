@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
+from cutjax.epilogue.expression import Epilogue
 from cutjax.primitives.accumulators import converted
 
 
@@ -20,8 +21,8 @@ class Factors:
       a: the first factor.
       bs: the second factor of each of the products that an epilogue takes; none of a unary product.
       context: what the product is told beside them.
-      scales: of a, and then of each b, the scales of its blocks and their zero points, as far as it has them; () where
-        none has any.
+      scales: of a, and then of each b, what lies beside it: the scales of its blocks and their zero points, operands of
+        its prologue, or further arrays; () where there is nothing.
     """
 
     a: Any
@@ -52,6 +53,16 @@ class Factors:
         it = iter(rest)
         bs, context, *scales = (tuple(next(it) for _ in of) for of in (self.bs, self.context, *self.scales))
         return Factors(of_a, bs, context, tuple(scales))
+
+
+class Folded(NamedTuple):
+    """A product with batch axes merged into rows, or into the contracted axis; ``unfold`` takes its results back."""
+
+    product: Any
+    epilogue: Epilogue
+    factors: Factors
+    operands: list[jax.Array]
+    unfold: Callable[[jax.Array], jax.Array]
 
 
 def batch_axes(a: Any, b: Any, own: int = 2) -> tuple[int, ...]:

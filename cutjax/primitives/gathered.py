@@ -8,7 +8,6 @@ kernel multiplies them.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -112,17 +111,12 @@ class Gathered(Wrapped):
 
     # Its derivatives: the tangent of rows is that of the array, gathered, whose transpose is a sum.
 
-    def tangents(self, multiply: Callable[..., jax.Array], factors: Factors, dots: Factors) -> list[jax.Array | None]:
-        found = []
-        for b, b_dot in zip(factors.bs, dots.bs, strict=True):
-            terms = []
-            if dots.a is not None:
-                terms.append(multiply(self.product, self._copied(dots.a, factors.context), b))
-            if b_dot is not None:
-                of, factors_of = (self, factors) if self._gathers_back else self.unmade(factors)
-                terms.append(multiply(of, factors_of.a, b_dot))
-            found.append(functools.reduce(lax.add, terms) if terms else None)
-        return found
+    def tangents(
+        self, multiply: Callable[..., list[jax.Array]], factors: Factors, dots: Factors
+    ) -> list[jax.Array | None]:
+        a_dot = None if dots.a is None else self._copied(dots.a, factors.context)
+        of, rows = (self, factors) if self._gathers_back else self.unmade(factors)
+        return self._tangents(multiply, (self.product, a_dot), (of, rows.a), factors.bs, dots.bs)
 
     @property
     def _gathers_back(self) -> bool:

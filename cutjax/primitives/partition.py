@@ -33,7 +33,7 @@ def _rule(*avals: Any, product: Product, epilogue: Epilogue, **_: Any) -> Rule:
     for out in epilogue.outputs:
         gone = out.places(len(tile))
         results.append(tuple(label for i, label in enumerate(tile) if i not in gone))
-    following = sum(map(len, factors.scales))
+    following = 0 if product.further else sum(map(len, factors.scales))
     return Rule((*own, *others), tuple(results), len(own), product.summed, product.late, product.gathered, following)
 
 

@@ -27,6 +27,7 @@ from cutjax.kernels.problem import Problem
 from cutjax.primitives import derivative
 from cutjax.primitives.accumulators import accumulator, widened, with_cotangent
 from cutjax.primitives.factors import Factors
+from cutjax.primitives.factors import Folded as Folded
 from cutjax.primitives.hints import NO_HINTS, Hints
 from cutjax.primitives.tracing import abstract_accumulator, trace_with_dtype, with_result_dtype
 
@@ -45,6 +46,7 @@ class Product:
       axes: how many axes of its own a has, b has unless the product is unary, and each array of the context.
       rows: how many axes before the last of the accumulators are their rows; the outer ones are batch axes to an
         epilogue, but that it may reduce over them. A kernel has them as one.
+      further: whether what lies beside factors are further ones, whose products are added up.
       primitive: the primitive that ``define_product`` made.
     """
 
@@ -53,6 +55,7 @@ class Product:
     remade: ClassVar[bool] = False
     axes: Any
     rows: Any = 1
+    further: ClassVar[bool] = False
     primitive: ClassVar[core.Primitive]
 
     # What each product says.
@@ -120,17 +123,32 @@ class Product:
 
     # Its derivatives.
 
-    def tangents(self, multiply: Callable[..., jax.Array], factors: Factors, dots: Factors) -> list[jax.Array | None]:
+    def tangents(
+        self, multiply: Callable[..., list[jax.Array]], factors: Factors, dots: Factors
+    ) -> list[jax.Array | None]:
         """Returns tangents of the products; None is zero, here as among those of the factors.
 
-        ``multiply`` is ``(product, a, b, *scales) -> d``, with the context of this one.
+        ``multiply`` is ``(product, a, bs, *scales) -> ds``, with the context of this one.
         """
-        found = []
-        for b, b_dot in zip(factors.bs, dots.bs, strict=True):
-            terms = [] if dots.a is None else [multiply(self, dots.a, b)]
-            terms += [] if b_dot is None else [multiply(self, factors.a, b_dot)]
-            found.append(functools.reduce(lax.add, terms) if terms else None)
-        return found
+        return self._tangents(multiply, (self, dots.a), (self, factors.a), factors.bs, dots.bs)
+
+    @staticmethod
+    def _tangents(
+        multiply: Callable[..., list[jax.Array]], by_a: Any, by_bs: Any, bs: Sequence[Any], b_dots: Sequence[Any]
+    ) -> list[jax.Array | None]:
+        """Returns tangents of products of a and each b, told the product, and its a, that each kind of them is."""
+        (of_a, a_dot), (of_b, a) = by_a, by_bs
+        moving = [i for i, dot in enumerate(b_dots) if dot is not None]
+        of_a = [] if a_dot is None else enumerate(multiply(of_a, a_dot, bs))
+        of_bs = zip(moving, multiply(of_b, a, [b_dots[i] for i in moving]) if moving else (), strict=True)
+        terms: list[list[jax.Array]] = [[] for _ in bs]
+        for i, d in (*of_a, *of_bs):
+            terms[i].append(d)
+        return [functools.reduce(lax.add, of) if of else None for of in terms]
+
+    def sum_of(self, count: int) -> Product | None:
+        """Returns the sum of so many products like it, of which several b may be multiplied as one; None of none."""
+        return None
 
     def adding(self, to: Sequence[int], *avals: Any) -> Product:
         """Returns the product of two operands whose result is to be added up to a shape: itself, or one that adds."""
@@ -273,16 +291,6 @@ class Product:
         if len({*ranks}) == 1:
             return factors
         return factors.like([with_rank(x, max(ranks) + n) for x, n in zip(factors.arrays, own, strict=True)])
-
-
-class Folded(NamedTuple):
-    """A product with batch axes merged into rows, or into the contracted axis; ``unfold`` takes its results back."""
-
-    product: Product
-    epilogue: Epilogue
-    factors: Factors
-    operands: list[jax.Array]
-    unfold: Callable[[jax.Array], jax.Array]
 
 
 class Arithmetic(NamedTuple):

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cutjax import dot_precision
 from cutjax.binding.define import define
 from cutjax.binding.lowering import Target
-from cutjax.binding.rules import batch_axis, is_linear, is_zero, none_if_zero, with_rank, zero_tangent
+from cutjax.binding.rules import batch_axis, none_if_zero, with_rank, zero_tangent
 from cutjax.dot_precision import Canonical
-from cutjax.epilogue.expression import Epilogue, Node, OperandSpec, normal
+from cutjax.epilogue.expression import Epilogue, Node, OperandSpec, Output, identity, normal
 from cutjax.epilogue.merge import merged
 from cutjax.kernels.choose import Choice, choose, in_parts, in_precision, unless_copied
 from cutjax.kernels.device import device_of
 from cutjax.primitives import derivative, partition
-from cutjax.primitives.accumulators import accumulator
-from cutjax.primitives.factors import sum_to
+from cutjax.primitives.cotangents import transpose
 from cutjax.primitives.hints import Hints
 from cutjax.primitives.product import Arithmetic, Product, bind_as_is, multiply, plain_products
+from cutjax.primitives.together import multiply_each
 from cutjax.primitives.tracing import abstract_accumulator
 from cutjax.runtime.backends import highest
 
@@ -42,12 +42,12 @@ def define_product(name: str, *, composed: bool = False) -> Callable[[P], P]:
             name,
             abstract=_abstract,
             reference=_composed if composed else _reference,
+            apart=None if composed else _apart,
             choose=None if composed else _choose,
             required=not product.remade,
-            remade=product.remade,
             batch=_batch,
             jvp=_jvp,
-            transpose=_transpose,
+            transpose=transpose,
             dce=_dce,
             divided=None if composed else partition.RULES,
             evaluated=_evaluated,
@@ -87,15 +87,23 @@ def _reference(
     precision: Canonical,
     backend: str,
     on_cuda: bool,
-    **params: Any,
+    hints: Hints,
+    **_: Any,
 ) -> Sequence[jax.Array]:
     factors, operands = product.unpack(args, epilogue)
     epilogue = epilogue.primal
-    if product.remade:
-        made, factors = product.unmade(factors)
-        return bind_as_is(
-            made, epilogue, factors, operands, precision=precision, backend=backend, hints=params["hints"]
-        )
+    if _apart(product, epilogue):
+        shared: dict[str, Any] = {"precision": precision, "backend": backend, "hints": hints}
+        if product.remade:
+            made, factors = product.unmade(factors)
+            return bind_as_is(made, epilogue, factors, operands, **shared)
+        if product.further:
+            return product.composed(epilogue, factors, operands, on_cuda=on_cuda, **shared)
+        full = product.tile(*map(jax.typeof, factors.arrays)).shape  # of each, whatever batch its own b has
+        dtypes = (np.dtype(out.dtype) for out in epilogue.outputs)
+        of_each = zip(factors.each, dtypes, strict=True)
+        found = (multiply(product, *arrays, out_dtype=dtype, **shared) for arrays, dtype in of_each)
+        return [x if x.shape == full else jnp.broadcast_to(x, full) for x in found]
     if epilogue.plain:
         dtype = np.dtype(epilogue.outputs[0].dtype)
     else:
@@ -107,6 +115,16 @@ def _reference(
         return accs
     arithmetic = Arithmetic(product.multiplied(factors.a.dtype), precision, backend)
     return product.applied(epilogue, factors.context, arithmetic).apply(accs, operands)
+
+
+def _apart(product: Product, epilogue: Epilogue, **_: Any) -> bool:
+    """True of what is other products where no kernel computes it: a sum, several as they are, and gathered rows."""
+    return product.remade or product.further or _several(product, epilogue)
+
+
+def _several(product: Product, epilogue: Epilogue) -> bool:
+    """True of several products as they are."""
+    return epilogue.products > 1 and epilogue.identities and product.sum_of(2) is not None
 
 
 def _composed(*args: jax.Array, product: Product, epilogue: Epilogue, **params: Any) -> Sequence[jax.Array]:
@@ -202,9 +220,10 @@ def _jvp(primals: Any, tangents: Any, *, product: Product, epilogue: Epilogue, s
     if epilogue.plain:
         outs = bind_as_is(valued, epilogue, values, operands, save=save, **params)
 
-        def alike(of: Product, a: Any, b: Any, *scales: Any) -> jax.Array:
+        def alike(of: Product, a: Any, bs: Any, *scales: Any) -> list[jax.Array]:
             config = params["config"] if of is product else None  # a pinned kernel is for the product it was pinned to
-            return multiply(of, a, b, *factors.context, *scales, out_dtype=outs[0].dtype, config=config, **shared)
+            beside = (*factors.context, *scales)
+            return multiply_each(of, a, bs, *beside, out_dtype=outs[0].dtype, config=config, **shared)
 
         found = product.tangents(alike, factors, dots)
         return outs, [zero_tangent(out) if dot is None else dot for out, dot in zip(outs, found, strict=True)]
@@ -217,8 +236,8 @@ def _jvp(primals: Any, tangents: Any, *, product: Product, epilogue: Epilogue, s
         return bind_as_is(valued, like, values, operands, **{**params, "save": save, "in_place": in_place})
 
     def dots_in(dtype: np.dtype) -> list[jax.Array | None]:
-        def plain(of: Product, a: Any, b: Any, *scales: Any) -> jax.Array:
-            return multiply(of, a, b, *factors.context, *scales, out_dtype=dtype, **shared)
+        def plain(of: Product, a: Any, bs: Any, *scales: Any) -> list[jax.Array]:
+            return multiply_each(of, a, bs, *factors.context, *scales, out_dtype=dtype, **shared)
 
         return product.tangents(plain, factors, dots)
 
@@ -244,75 +263,17 @@ def _shared(params: dict[str, Any]) -> dict[str, Any]:
     return {name: params[name] for name in ("precision", "backend", "hints")}
 
 
-def _transpose(cotangents: Any, *args: Any, product: Product, epilogue: Epilogue, **params: Any) -> list[Any]:
-    places = [i for i, x in enumerate(args) if is_linear(x) and x.aval.dtype != jax.dtypes.float0]
-    found: list[Any] = [None] * len(args)
-    if not places or all(map(is_zero, cotangents)):
-        return found
-    shared = _shared(params)
-    if epilogue.plain and places in ([0], [1]) and not product.unary and product.as_given(places[0]):
-        found[places[0]] = _cotangent(cotangents[0], args, places[0], product, **shared)
-        return found
-    # What is linear in products and operands, in plain JAX: of that a product alone is transposed as above.
-    outputs = [out for out, g in zip(epilogue.outputs, cotangents, strict=True) if not is_zero(g)]
-    live = normal(epilogue.products, epilogue.operands, epilogue.nodes, outputs)
-
-    def function(*linear: jax.Array) -> list[jax.Array]:
-        given = iter(linear)
-        full = [next(given) if is_linear(x) else x for x in args]
-        factors, operands = product.unpack(full, epilogue)
-        plain, factors = product.unmade(factors)
-        accs = plain_products(plain, factors, epilogue.accumulator, **shared)
-        applied = product.applied(live, factors.context, Arithmetic.of(product, factors, shared))
-        return list(applied.apply(accs, operands))
-
-    try:
-        made = not all(map(product.as_given, range(2)))
-        if (epilogue.plain and not made) or (product.unary and 0 in places):
-            raise NotImplementedError("a product of two of them is not linear")
-        transpose = jax.linear_transpose(function, *(_struct(args[i].aval) for i in places))
-        linear = transpose([g for g in cotangents if not is_zero(g)])
-    except (NotImplementedError, AssertionError) as error:
-        names = ", ".join(f"argument {i}" for i in places)
-        raise NotImplementedError(
-            f"{product.where}: no transpose, for it is not linear in {names}: {epilogue}; use jax.vjp"
-        ) from error
-    for i, g in zip(places, linear, strict=True):
-        found[i] = g
-    return found
-
-
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, sharding=aval.sharding, weak_type=aval.weak_type, manual_axis_type=aval.mat
-    )
-
-
-def _cotangent(
-    g: Any, args: Sequence[Any], i: int, product: Product, *, precision: Canonical, backend: str, hints: Hints
-) -> jax.Array:
-    """Computes the cotangent of a (i = 0) or b (1) of a plain product."""
-    a, b, *rest = args  # the context, and the scales of the other factor: what is linear has none
-    to, other = (a.aval, b) if i == 0 else (b.aval, a)
-    g, other = product.with_cotangent(g, other, product.multiplied(to.dtype if i == 0 else other.dtype))
-    precision = dot_precision.of_cotangents(precision, g.dtype, product.where)
-    back, factors, precision = product.cotangent(i, g, other, precision)
-    hints = hints.of_cotangent(i, factors[0] is g)
-    factors = back.widened(*factors)
-    back = back.adding(to.shape, *factors).laid(to, *map(jax.typeof, factors))
-    # Terms narrower than 32 bits are added in f32, and rounded once. One of 8 bits is made of f32 that a kernel writes.
-    full = back.tile(*map(jax.typeof, (*factors, *rest)))
-    alone = math.prod(full.shape) == math.prod(to.shape)
-    dtype = to.dtype if alone and to.dtype.itemsize > 1 else accumulator(to.dtype)
-    # No config: a pinned kernel is for the product it was pinned to.
-    d = multiply(back, *factors, *rest, out_dtype=dtype, precision=precision, backend=backend, hints=hints)
-    return sum_to(product.restored(i, d), to)
-
-
 def _dce(
     used: Sequence[bool], *, product: Product, epilogue: Epilogue, in_place: tuple[tuple[int, int], ...], **params: Any
 ) -> tuple[list[bool], dict[str, Any]]:
     reading = [True] * len(product.own_axes(epilogue.products))
+    if _several(product, epilogue):  # of several products, those that nothing uses
+        reading[1 : 1 + epilogue.products] = used
+        outs = [np.dtype(out.dtype) for out, use in zip(epilogue.outputs, used, strict=True) if use]
+        outputs = tuple(Output(i, dtype.name) for i, dtype in enumerate(outs))
+        alone = identity(outs[0], epilogue.accumulator, len(outs))
+        epilogue = dataclasses.replace(alone, outputs=outputs)
+        return reading, {"product": product, "epilogue": epilogue, "in_place": in_place, **params}
     epilogue, kept = without(used, epilogue)
     in_place = tuple((sum(kept[:i]), sum(used[:j])) for i, j in in_place if kept[i] and used[j])
     return reading + kept, {"product": product, "epilogue": epilogue, "in_place": in_place, **params}

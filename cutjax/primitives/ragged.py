@@ -35,6 +35,7 @@ from cutjax.primitives.factors import Factors, sum_to
 from cutjax.primitives.groups import group_of_row, in_some_group, rows_of_groups
 from cutjax.primitives.product import Arithmetic, Product, multiply
 from cutjax.primitives.product_rules import define_product
+from cutjax.primitives.sums import summed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,9 @@ class _InGroups(Product):
         """Returns the result of a prologue of rows; those of no group, where it may have no derivative, are zero."""
         rows = functools.partial(in_some_group, sizes=context[0], m=x.shape[-2], leading=self.leading)
         return rows(prologue.apply([rows(x)], [rows(operand) for operand in operands])[0])
+
+    def sum_of(self, count: int) -> Product | None:
+        return summed(self, count)
 
     def shard(self, placement: Placement, factors: Factors) -> tuple[Product, Factors]:
         leading, sizes = self.window(placement, factors.context[0], factors.a.shape[-2])
@@ -201,7 +205,7 @@ class Rows(_InGroups):
 @define_product("cutjax_grouped_outer")
 @dataclasses.dataclass(frozen=True)
 class Depth(_InGroups):
-    """The rows of each group of a, transposed, by those of b. Operands of an epilogue are of the result's groups."""
+    """The rows of each group of a, transposed, by those of a b. Operands of an epilogue are of the result's groups."""
 
     where = "grouped_outer"
     axes = (2, 2, 1)
@@ -211,14 +215,15 @@ class Depth(_InGroups):
         return ("m",)
 
     def tile(self, a: Any, *rest: Any) -> Any:
-        b, sizes = rest
-        batch: Any = lax.broadcast_shapes(a.shape[:-2], b.shape[:-2], sizes.shape[:-1])
-        return _tile(a, (*batch, sizes.shape[-1] - self.leading, a.shape[-1], b.shape[-1]), *rest)
+        *bs, sizes = rest
+        batch: Any = lax.broadcast_shapes(a.shape[:-2], *(b.shape[:-2] for b in bs), sizes.shape[:-1])
+        return _tile(a, (*batch, sizes.shape[-1] - self.leading, a.shape[-1], bs[0].shape[-1]), *rest)
 
     def labels(self, a: Any, *rest: Any) -> tuple[list[Labels], Labels]:
-        b, sizes = rest
+        *bs, sizes = rest
         full = self.tile(a, *rest).shape
-        shapes, matrices = (a.shape[:-2], b.shape[:-2], sizes.shape[:-1]), (("m", "k"), ("m", "n"), (None,))
+        shapes = a.shape[:-2], *(b.shape[:-2] for b in bs), sizes.shape[:-1]
+        matrices = ("m", "k"), *[("m", "n")] * len(bs), (None,)
         own: list[Labels] = [(*batch_labels(x, full), *y) for x, y in zip(shapes, matrices, strict=True)]
         return own, (*batch_labels(full[:-3], full), "g", "k", "n")
 

@@ -30,7 +30,7 @@ from cutjax.primitives.product import Folded, Product
 from cutjax.primitives.product_rules import define_product
 from cutjax.primitives.prologues import in_dtype, into_rows, operand_with, specs_of
 from cutjax.primitives.tracing import abstract
-from cutjax.primitives.wrapped import Wrapped
+from cutjax.primitives.wrapped import Beside
 
 
 def scaled(
@@ -57,7 +57,7 @@ def with_prologue(
 
 @define_product("cutjax_scaled")
 @dataclasses.dataclass(frozen=True)
-class Scaled(Wrapped):
+class Scaled(Beside):
     """Another product, of which a, or each b, has a scale for each of its blocks.
 
     The arrays are those of the other product, then the scales and the zero points of a, and those of each b.
@@ -71,7 +71,6 @@ class Scaled(Wrapped):
         multiply the sums of each block by scales instead, which rounds less.
     """
 
-    counts: tuple[int, int]
     dtype: np.dtype
     prologues: tuple[Epilogue | None, Epilogue | None] = (None, None)
 
@@ -127,25 +126,6 @@ class Scaled(Wrapped):
         product = dataclasses.replace(self, prologues=tuple(prologues), counts=tuple(counts))
         return product, dataclasses.replace(factors, scales=tuple(scales))
 
-    def own_axes(self, products: int) -> list[int]:
-        own, (of_a, of_b) = self.product.own_axes(products), self.counts
-        return [*own, *own[:1] * of_a, *own[1:2] * (products * of_b)]
-
-    def unpack(self, args: Sequence[Any], epilogue: Epilogue) -> tuple[Factors, tuple[Any, ...]]:
-        return self._unpack(args, epilogue.products)
-
-    def _unpack(self, args: Sequence[Any], products: int) -> tuple[Factors, tuple[Any, ...]]:
-        of_a, of_b = self.counts
-        own, it = len(self.product.own_axes(products)), iter(args)
-        a, *rest = (next(it) for _ in range(own))
-        scales = [tuple(next(it) for _ in range(count)) for count in (of_a, *[of_b] * products)]
-        return Factors(a, tuple(rest[:products]), tuple(rest[products:]), tuple(scales)), tuple(it)
-
-    def _factors(self, arrays: Sequence[Any]) -> Factors:
-        """Returns the factors of all arrays in order."""
-        context, (of_a, of_b) = len(self.product.axes) - 2, self.counts
-        return self._unpack(arrays, (len(arrays) - 1 - context - of_a) // (1 + of_b))[0]
-
     def multiplied(self, a: np.dtype) -> np.dtype:
         return self.dtype
 
@@ -186,16 +166,6 @@ class Scaled(Wrapped):
         product, found = self.product.shard(placement, factors.unscaled)
         return self._of(product), dataclasses.replace(found, scales=factors.scales)
 
-    def matched(self, factors: Factors) -> Factors:
-        """Returns factors of as many matrices of values as of scales."""
-        values, scales = [], []
-        for x, of in zip((factors.a, *factors.bs), factors.scales, strict=True):
-            batch = jax.lax.broadcast_shapes(*(y.shape[:-2] for y in (x, *of)))
-            x, *of = (jnp.broadcast_to(y, (*batch, *y.shape[-2:])) for y in (x, *of))
-            values.append(x)
-            scales.append(tuple(of))
-        return dataclasses.replace(factors, a=values[0], bs=tuple(values[1:]), scales=tuple(scales))
-
     def fold(self, epilogue: Epilogue, factors: Factors, operands: Sequence[jax.Array]) -> Folded | None:
         of_a, *of_bs = factors.scales
         if of_a and self.prologues[0] is None:
@@ -229,7 +199,9 @@ class Scaled(Wrapped):
     # Its derivatives: in scales, and in values and zero points of floats, they are those of ``dequantized``; in what a
     # prologue takes, its own. Kept for them are the arrays, not what is made of them.
 
-    def tangents(self, multiply: Callable[..., jax.Array], factors: Factors, dots: Factors) -> list[jax.Array | None]:
+    def tangents(
+        self, multiply: Callable[..., list[jax.Array]], factors: Factors, dots: Factors
+    ) -> list[jax.Array | None]:
         (own, *of_bs), (own_dots, *of_dots), context = factors.scales, dots.scales, factors.context
         a_dot = self._dot(0, factors.a, own, dots.a, own_dots, context)
         product, values = self.beside(factors, dots)
@@ -238,9 +210,9 @@ class Scaled(Wrapped):
         for b, scales, dot, scale_dots, beside in zip(factors.bs, of_bs, dots.bs, of_dots, beside_bs, strict=True):
             terms = []
             if a_dot is not None:
-                terms.append(multiply(product._of(self.product, a=False), a_dot, b, *beside))
+                terms += multiply(product._of(self.product, a=False), a_dot, [b], *beside)
             if (b_dot := self._dot(1, b, scales, dot, scale_dots, context)) is not None:
-                terms.append(multiply(product._of(self.product, b=False), factors.a, b_dot, *beside_a))
+                terms += multiply(product._of(self.product, b=False), factors.a, [b_dot], *beside_a)
             found.append(functools.reduce(jax.lax.add, terms) if terms else None)
         return found
 

@@ -87,9 +87,11 @@ class Symmetric(Product):
         problem = self.full.problem(*avals, *avals, out_dtype=out_dtype, device=device)
         return dataclasses.replace(problem, symmetric=True)
 
-    def tangents(self, multiply: Callable[..., jax.Array], factors: Factors, dots: Factors) -> list[jax.Array | None]:
+    def tangents(
+        self, multiply: Callable[..., list[jax.Array]], factors: Factors, dots: Factors
+    ) -> list[jax.Array | None]:
         """Returns a' a^T plus its transpose, so that the gradient is one product with g + g^T."""
-        return [None if dots.a is None else _symmetrized(multiply(self.full, dots.a, factors.a))]
+        return [None] if dots.a is None else list(map(_symmetrized, multiply(self.full, dots.a, [factors.a])))
 
 
 def _symmetrized(dot: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A product that is another one but for what becomes of its factors."""
+"""Products that are another one but for what becomes of their factors, or what is beside them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cutjax.binding.placement import Labels, Placement
@@ -110,3 +111,43 @@ class Wrapped(Product):
 
     def laid(self, like: Any, *avals: Any) -> Product:
         return dataclasses.replace(self, product=self.product.laid(like, *avals))
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside(Wrapped):
+    """Another product whose factors have arrays beside them: all of its arrays, then those of a, and those of each b.
+
+    Attributes:
+      counts: of the arrays beside a, and beside each b.
+    """
+
+    counts: tuple[int, int]
+
+    def own_axes(self, products: int) -> list[int]:
+        own, (of_a, of_b) = self.product.own_axes(products), self.counts
+        return [*own, *own[:1] * of_a, *own[1:2] * (products * of_b)]
+
+    def unpack(self, args: Sequence[Any], epilogue: Epilogue) -> tuple[Factors, tuple[Any, ...]]:
+        return self._unpack(args, epilogue.products)
+
+    def _unpack(self, args: Sequence[Any], products: int) -> tuple[Factors, tuple[Any, ...]]:
+        of_a, of_b = self.counts
+        own, it = len(self.product.own_axes(products)), iter(args)
+        a, *rest = (next(it) for _ in range(own))
+        scales = [tuple(next(it) for _ in range(count)) for count in (of_a, *[of_b] * products)]
+        return Factors(a, tuple(rest[:products]), tuple(rest[products:]), tuple(scales)), tuple(it)
+
+    def _factors(self, arrays: Sequence[Any]) -> Factors:
+        """Returns the factors of all arrays in order."""
+        context, (of_a, of_b) = len(self.product.axes) - 2, self.counts
+        return self._unpack(arrays, (len(arrays) - 1 - context - of_a) // (1 + of_b))[0]
+
+    def matched(self, factors: Factors) -> Factors:
+        """Returns factors of as many matrices as what is beside them."""
+        values, scales = [], []
+        for x, of in zip((factors.a, *factors.bs), factors.scales, strict=True):
+            batch = jax.lax.broadcast_shapes(*(y.shape[:-2] for y in (x, *of)))
+            x, *of = (jnp.broadcast_to(y, (*batch, *y.shape[-2:])) for y in (x, *of))
+            values.append(x)
+            scales.append(tuple(of))
+        return dataclasses.replace(factors, a=values[0], bs=tuple(values[1:]), scales=tuple(scales))

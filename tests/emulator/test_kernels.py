@@ -40,6 +40,20 @@ CASES = {
     "float8": (Item("f8_e4m3fn", "dense", "nt", 72, 64, 144, "sums"), Config(64, 64, 64, 3)),
     "int8": (Item("s8", "dense", "nt", 72, 64, 80), Config(64, 64, 64, 3)),
     "tf32": (Item("f32tf32", "dense", "tn", 64, 72, 72), Config(64, 32, 64, 3)),
+    "sum": (
+        Item("bf16", "dense", "nt", 136, 72, 72, "operands", batches=((2,), (1,)), more=(33, 64)),
+        Config(64, 64, 64, 3, schedule="pingpong"),
+    ),
+    "sum, multicast": (Item("f16", "dense", "tn", 200, 72, 72, more=(8,)), Config(64, 64, 64, 4, cluster_m=2)),
+    "sum, stream k": (Item("f16", "dense", "nn", 200, 128, 136, more=(200,)), Config(64, 64, 64, 4, stream_k=True)),
+    "sum, splits": (Item("bf16", "dense", "nt", 72, 136, 264, more=(200,)), Config(64, 64, 64, 4, splits=2)),
+    "sum, swapped": (Item("bf16", "dense", "nn", 72, 136, 72, more=(136,)), Config(64, 72, 64, 4, swap=True)),
+    "sum of rows": (
+        Item("bf16", "rows", "nt", 136, 64, 72, "residual", more=(72,)),
+        Config(64, 64, 64, 4, schedule="pingpong"),
+    ),
+    "sum of float8": (Item("f8_e4m3fn", "dense", "nt", 72, 64, 144, more=(128,)), Config(64, 64, 64, 3)),
+    "several in groups of k": (Item("bf16", "k", "tn", 136, 72, 136, "several"), Config(128, 64, 64, 3)),
 }
 PLAIN = {
     "bf16": Item("bf16", "dense", "nt", 72, 72, 72, "extremes", arch="sm_80"),
@@ -47,6 +61,10 @@ PLAIN = {
     "s8": Item("s8", "rows", "nt", 72, 64, 64, arch="sm_80"),
     "f16": Item("f16", "dense", "tn", 64, 64, 72, arch="sm_75"),
     "tf32x3": Item("f32tf32x3", "symmetric", "nt", 40, 40, 40, "sum", arch="sm_80"),
+    "sum": Item("bf16", "dense", "nn", 72, 64, 33, "sum", arch="sm_80", more=(64, 8)),
+    "sum of rows": Item("f16", "rows", "nt", 72, 64, 72, arch="sm_75", more=(33,)),
+    "sum by fma": Item("f64", "dense", "tn", 33, 24, 20, arch="sm_80", more=(12,)),
+    "several in groups of k": Item("bf16", "k", "tn", 72, 64, 72, "several", arch="sm_80"),
 }
 
 

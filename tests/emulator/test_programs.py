@@ -88,6 +88,24 @@ def test_a_layer_of_experts(gather):
         assert np.linalg.norm(x - exact) <= 8e-3 * np.linalg.norm(exact)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_gradients_of_several_products_of_one_x(grouped):
+    """The one in x is a sum, those in the weights are of one x: small integers, so equal bit for bit."""
+    rng = np.random.default_rng(0)
+    lead, sizes = ((3,), jnp.array([30, 0, 37], jnp.int32)) if grouped else ((), ())
+    x, w, v = integers(rng, (72, 40)), integers(rng, (*lead, 40, 64)), integers(rng, (*lead, 40, 64))
+
+    def loss(x, w, v):
+        multiply = cutjax.grouped_gemm if grouped else cutjax.gemm
+        given = (sizes,) if grouped else ()
+        return multiply(x, (w, v), *given, epilogue=lambda p, q: p + 2 * q, out_dtype=F32).sum()
+
+    names = ["_sum2", *["_groups_k"] * grouped]
+    got = on_kernels(jax.grad(loss, (0, 1, 2)), x, w, v, names=names)
+    for found, expected in zip(got, jax.grad(loss, (0, 1, 2))(x, w, v), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 TEXT = """
 extern "C" __global__ void reverse(const float* x, float* y, int n) {
   __shared__ float s[64];

@@ -19,6 +19,7 @@ from cutjax import dot_precision
 from cutjax.dtypes import EIGHT_BITS, short
 from cutjax.epilogue.expression import identity
 from cutjax.epilogue.trace import Traced, trace
+from cutjax.kernels.joined import Joined
 from cutjax.kernels.mma.math import MATHS, MIXED
 
 H, F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
@@ -38,6 +39,7 @@ EPILOGUES: dict[str, tuple[Callable[..., Any], int, tuple[str, ...]]] = {
     "residual": (lambda acc, f: (acc + f.astype(acc.dtype)).astype(H), 1, ("mnh",)),
     "sum": (lambda acc, s, f: acc * s + f, 1, ("11", "mn")),
     "products": (lambda x, y, c: (x * c + y, y), 2, ("1n",)),
+    "several": (lambda x, y: (x, y), 2, ()),
     "sums": (lambda acc, f: ((y := acc + f), y.sum(-2), y.sum(-1)), 1, ("mn",)),
     "extremes": (lambda acc, c: (acc, (acc + c).max(-1), acc.min(-2), acc.max((-2, -1))), 1, ("1n",)),
     "group bias": (lambda acc, b: acc + b, 1, ("g1n",)),
@@ -50,8 +52,8 @@ def epilogues(way: str, kind: str) -> list[str]:
     if kind == "symmetric":
         return ["plain", "sum"]
     if kind == "k":
-        return ["plain", "sum", "residual"] if accumulator == F32 else ["plain", "sum"]
-    names = ["plain", "operands", "sum", "products"]
+        return ["plain", "sum", "several", *["residual"] * (accumulator == F32)]
+    names = ["plain", "operands", "sum", "products", "several"]
     names += ["residual"] * (accumulator == F32) + ["group bias"] * (kind == "rows")
     names += ["sums"] * (kind != "rows") + ["extremes"] * (kind != "rows" and accumulator.kind != "c")
     return names
@@ -75,6 +77,7 @@ class Item:
       arch: the architecture; "" is sm_90a.
       seed: of the data.
       hostile: of groups, one of grouped_problems.KINDS.
+      more: contractions of further products that are added to the first.
     """
 
     way: str
@@ -89,6 +92,7 @@ class Item:
     arch: str = ""
     seed: int = 0
     hostile: str = "short"
+    more: tuple[int, ...] = ()
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -123,6 +127,16 @@ class Item:
 
     @functools.cached_property
     def problem(self) -> cutjax.Problem:
+        problem = self._first
+        if not self.more:
+            return problem
+        view = Joined((self.k, *self.more))
+        a, *bs = (dataclasses.replace(x, view=view) for x in (problem.a, *problem.bs))
+        return dataclasses.replace(problem, k=sum(view.ks), a=a, bs=tuple(bs))
+
+    @functools.cached_property
+    def _first(self) -> cutjax.Problem:
+        """The problem of the first product alone."""
         a, b, math = WAYS[self.way]
         accumulator = accumulator_of(self.way)
         out = np.dtype(self.out or accumulator)
@@ -150,24 +164,29 @@ class Item:
 
     def data(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """The arrays of a launch, NaN where nothing may read, and the results."""
-        rng, p = np.random.default_rng([self.seed, 2]), self.problem
-        shape_a, shape_b = (grouped.shapes if p.groups else problems.shapes)(p)[:2]
-        a = self._integers(rng, shape_a, p.a.dtype)
-        bs = [self._integers(rng, shape_b, p.bs[0].dtype) for _ in range(p.products)]
+        rng, p = np.random.default_rng([self.seed, 2]), self._first
         fn, accumulators = EPILOGUES[self.epilogue][0], np.complex128 if p.accumulator.kind == "c" else np.float64
+        of_each = [dataclasses.replace(p, k=k) for k in (self.k, *self.more)]
+        each = []
+        for of in of_each:
+            shape_a, shape_b = (grouped.shapes if p.groups else problems.shapes)(of)[:2]
+            a = self._integers(rng, shape_a, p.a.dtype)
+            each.append((a, [self._integers(rng, shape_b, p.bs[0].dtype) for _ in range(p.products)]))
         with launches.wide([p.accumulator]):
             operands = [np.asarray(x) for x in self.traced.operands]
         values = [x.astype(accumulators) for x in self.operands]
         if not p.groups:
-            bs = [a] if p.symmetric else bs
-            accs = [problems.reference(a, b, p.layout, accumulators) for b in bs]
-            found = fn(*accs, *values)
-            arrays = [a] if p.symmetric else [a, *bs]
-            return [*arrays, *operands], [*found] if isinstance(found, tuple) else [found]
+            each = [(a, [a] if p.symmetric else bs) for a, bs in each]
+            sums = [[problems.reference(a, b, p.layout, accumulators) for b in bs] for a, bs in each]
+            given = [(a, []) for a, _ in each] if p.symmetric else each
+            return _in_order(given, [], operands), _listed(fn(*_added(sums), *values))
         sizes = np.empty((*p.groups.batch, GROUPS), np.int32)
         for index in np.ndindex(p.groups.batch):
             sizes[index] = grouped.draw_sizes(rng, self.hostile, grouped.rows(p), GROUPS)
-        accs = [grouped.reference(p, a, b, sizes, accumulators) for b in bs]
+        sums = [
+            [grouped.reference(of, a, b, sizes, accumulators) for b in bs]
+            for of, (a, bs) in zip(of_each, each, strict=True)
+        ]
         group = np.full((*p.batch, grouped.rows(p)), -1)
         for index, _, _, at in grouped.entries(p):
             for i, (start, end) in enumerate(grouped.spans(sizes[at], grouped.rows(p))):
@@ -175,14 +194,14 @@ class Item:
         if self.epilogue == "group bias":
             (bias,) = values
             values = [bias.reshape(GROUPS, self.n)[group]]
-        found = fn(*accs, *values)
-        found = [*found] if isinstance(found, tuple) else [found]
+        found = _listed(fn(*_added(sums), *values))
         if p.divided == "m":
             found = [np.where(group[..., None] >= 0, x, x.dtype.type(0)) for x in found]
         if jnp.issubdtype(p.a.dtype, jnp.inexact) and jnp.issubdtype(p.bs[0].dtype, jnp.inexact):
-            pairs = [grouped.with_nan(p, a, b, sizes) for b in bs]
-            a, bs = pairs[0][0], [b for _, b in pairs]
-        return [a, *bs, sizes, *operands], found
+            for i, (of, (a, bs)) in enumerate(zip(of_each, each, strict=True)):
+                pairs = [grouped.with_nan(of, a, b, sizes) for b in bs]
+                each[i] = pairs[0][0], [b for _, b in pairs]
+        return _in_order(each, [sizes], operands), found
 
     def _integers(self, rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> np.ndarray:
         """Random integers whose products and sums every accumulator holds: of float16 -1 to 1."""
@@ -191,3 +210,19 @@ class Item:
         if np.dtype(dtype).kind == "c":
             x = x + 1j * rng.integers(low, high, shape)
         return x.astype(dtype)
+
+
+def _added(sums: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+    """The accumulators of each product, told those of what each is the sum of."""
+    return [functools.reduce(np.add, terms) for terms in zip(*sums, strict=True)]
+
+
+def _in_order(each: Any, context: Sequence[np.ndarray], operands: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The arrays of a launch: a and the bs, what is told beside them, further arrays of a and of each b, operands."""
+    (a, bs), *more = each
+    further = [a for a, _ in more] + [b for of_each in zip(*(bs for _, bs in more), strict=True) for b in of_each]
+    return [a, *bs, *context, *further, *operands]
+
+
+def _listed(found: Any) -> list[np.ndarray]:
+    return [*found] if isinstance(found, tuple) else [found]

@@ -61,4 +61,5 @@ def test_samples():
 
 def test_every_kind_of_product_is_there():
     names = {getattr(function, "func", function).__name__ for function, _ in cases()}
-    assert names == {"gemm", "fused", "quantized", "grouped_gemm", "grouped_outer", "syrk"}
+    own = {"fused", "quantized", "added", "added_in_groups", "several"}
+    assert names == {"gemm", "grouped_gemm", "grouped_outer", "syrk", *own}

@@ -129,12 +129,26 @@ def test_backward_runs_the_derivative_of_the_activation_in_a_kernel():
         (256, 32, 64, "tn", ()),  # of w2
         (64, 256, 32, "nt", (BETWEEN,) * 3),  # of both preactivations, and what adds up to that of the scale
         *[(128, 256, 64, "tn", ())] * 2,
-        *[(64, 128, 256, "nt", ())] * 2,
+        (64, 128, 256, "nt", ()),
+        (64, 128, 256, "nt", ("bf16[64,128]",)),  # to which the product before is added
     ]
     assert problems(gradient(layer), *HARGS) == sorted(products)
     products[3] = (64, 256, 32, "nt", (BETWEEN,) * 2)
     assert problems(jax.value_and_grad(squares(layer), range(4)), *HARGS) == sorted(products)
     assert problems(layer, *HARGS) == [(64, 32, 256, "nn", ()), (64, 256, 128, "nn", (BETWEEN,))]
+
+
+def test_backward_is_one_product_where_it_was_several():
+    """The gradient in x is a sum of two products, those in both weights are two of one x."""
+    products = [
+        (64, 256, 128, "nn", (BETWEEN,) * 3),
+        (64, 32, 256, "nn", ()),
+        (256, 32, 64, "tn", ()),
+        (64, 256, 32, "nt", (BETWEEN,) * 3),
+        (128, 256, 64, "tn", ("bf16[4,128,256]",) * 2),
+        (64, 128, 2 * 256, "nt", ()),
+    ]
+    assert problems(gradient(functools.partial(layer, backend="cuda")), *HARGS) == sorted(products)
 
 
 def test_nothing_elementwise_is_left_between_the_products():
@@ -143,13 +157,13 @@ def test_nothing_elementwise_is_left_between_the_products():
     touched = {
         eqn.primitive.name for eqn in jaxpr.eqns for x in (*eqn.invars, *eqn.outvars) if x.aval.shape == (64, 256)
     }
-    assert touched == {"cutjax_grouped_gemm", "cutjax_grouped_outer", "name"}
+    assert touched == {"cutjax_grouped_gemm", "cutjax_grouped_outer", "cutjax_sum", "name"}
 
 
 def test_forward_mode_is_plain_products():
     found = problems(lambda *args: jax.jvp(layer, args, args), *HARGS)
-    assert [p[-1] for p in found if p[-1]] == [(BETWEEN,) * 3]
-    assert len(found) == 1 + 1 + 2 + 4  # between; y; the tangents; those of both preactivations
+    assert [p[-1] for p in found if p[-1]] == [(BETWEEN,) * 2, (BETWEEN,) * 2, (BETWEEN,) * 3]
+    assert len(found) == 1 + 1 + 2 + 2  # between; y; the tangents; those of both preactivations in x, and in weights
 
 
 def between(capsys, fn):

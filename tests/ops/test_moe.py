@@ -154,7 +154,8 @@ def test_every_product_has_a_kernel():
             ("m", rows, h, d, "nn", 3),  # what the last product reads, and both accumulators
             ("m", rows, d, h, "nn", 0),
             ("m", rows, h, d, "nt", 3),  # the gradients of both accumulators, and of the rows' weights
-            *[("m", rows, d, h, "nt", 0)] * 2,
+            ("m", rows, d, h, "nt", 0),
+            ("m", rows, d, h, "nt", 1),  # to which the one before is added
             ("k", h, d, rows, "tn", 0),
             *[("k", d, h, rows, "tn", 0)] * 2,
         ]

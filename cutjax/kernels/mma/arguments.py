@@ -22,11 +22,13 @@ from cutjax.kernels.arguments import (
     matrices,
     matrix_map,
     partials,
+    scale_buffers,
 )
 from cutjax.kernels.mma import views
 from cutjax.kernels.mma.resolved import Resolved
 from cutjax.kernels.operand import Operand
 from cutjax.kernels.problem import Problem
+from cutjax.kernels.sums import extent, summands
 from cutjax.runtime.launch import Int64, Pointer, TensorMap
 
 
@@ -80,22 +82,25 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
         yield _map("map_a", _operand_map(kernel, buffers[0], p.a, p.m, of_a, c.bm), "a")
         for i, buffer in enumerate(buffers[1:]):
             yield _map(f"map_b{i}", _operand_map(kernel, buffer, p.bs[i], p.n, of_b, c.bn), "b")
+    elif len(summands(p)) > 1:
+        yield from _joined(p, c.swap)
     else:
         yield Argument("const char* base_a", Pointer(buffers[0]), "a")
         for i, buffer in enumerate(buffers[1:]):
             yield Argument(f"const char* base_b{i}", Pointer(buffer, views.first_byte(p, p.bs[i])), "b")
     column_groups = views.groups(p)
-    scalars = {"m": p.m, "n": p.n, "k": p.k, "raster": c.raster, "batch": p.batch_size * column_groups}
+    plain = not c.tma and len(summands(p)) == 1
+    scalars = {"m": p.m, "n": p.n, "k": extent(p, c.bk), "raster": c.raster, "batch": p.batch_size * column_groups}
     scalars |= {"batch1": sizes[1], "batch2": sizes[2] * column_groups}
     for name, of, operand in (("a", of_a, p.a), ("b", of_b, p.bs[0])):
         scalars |= {f"{name}_step{j}": step for j, step in enumerate(of.steps)}
-        if not c.tma:
+        if plain:
             scalars[f"{name}_pitch"] = operand.elements(of.row_bytes)
     for name in views.constants(p):
         del scalars[name]
     for name, value in scalars.items():
         yield integer(name, value, {"a_pitch": "a", "b_pitch": "b"}.get(name, ""))
-    for name, of, operand in (("a", of_a, p.a), ("b", of_b, p.bs[0])) if not c.tma else ():
+    for name, of, operand in (("a", of_a, p.a), ("b", of_b, p.bs[0])) if plain else ():
         yield Argument(f"i64 {name}_apart", Int64(operand.elements(of.bytes)), name)
     yield from gathered(p)
     yield from prologue.arguments(p, "a")
@@ -119,6 +124,20 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
     yield from groups(p)
     for place, (i, _) in enumerate(staging.results):
         yield Argument(f"char* d{place}", Pointer(first_result + i), "rows")
+
+
+def _joined(p: Problem, swap: bool) -> Iterator[Argument]:
+    """Yields the arguments of operands that are several arrays each, in the order of ``Source`` in load_joined.cuh."""
+    further, of_each = scale_buffers(p, swap), [(of, operands_of(of)) for of in summands(p)]
+    for i, (name, operand) in enumerate((("a", p.a), ("b", p.bs[0]))):
+        for j, buffer in enumerate((i ^ swap, *further[i])):
+            yield Argument(f"const char* base_{name}{j}", Pointer(buffer), name)
+        for j, (_, of) in enumerate(of_each):
+            yield integer(f"{name}_pitch{j}", operand.elements(of[i].row_bytes), name)
+        for j, (_, of) in enumerate(of_each):
+            yield Argument(f"i64 {name}_apart{j}", Int64(operand.elements(of[i].bytes)), name)
+        for j, (of, _) in enumerate(of_each):
+            yield integer(f"{name}_depth{j}", of.k, name)
 
 
 def _map(name: str, value: TensorMap, to: str) -> Argument:

@@ -12,6 +12,7 @@ import numpy as np
 
 from cutjax.dtypes import short
 from cutjax.epilogue.expression import Epilogue
+from cutjax.kernels.joined import Joined
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.problem import Problem
 
@@ -144,6 +145,8 @@ def _views(problem: Problem) -> Iterator[str]:
     view = problem.a.view
     if problem.a.prologue is not None:
         yield f"p{_digest(problem.a.prologue)}"
+    if isinstance(view, Joined):
+        yield f"sum{len(view.ks)}"
     if isinstance(view, Gathered):
         yield "gathered"
     if isinstance(view, Im2col):

@@ -10,11 +10,12 @@ from collections.abc import Callable
 import numpy as np
 
 from cutjax.dtypes import short
-from cutjax.kernels import base
+from cutjax.kernels import base, sums
 from cutjax.kernels import prologue as prologues
 from cutjax.kernels import reasons as shared
-from cutjax.kernels.arguments import Argument, Matrices
+from cutjax.kernels.arguments import Argument, Matrices, scale_buffers
 from cutjax.kernels.device import Device
+from cutjax.kernels.joined import Joined
 from cutjax.kernels.mma import cost, prologue, slim, text, views
 from cutjax.kernels.mma.arguments import arguments, operands_of, unit
 from cutjax.kernels.mma.config import Config
@@ -52,8 +53,10 @@ def reasons(problem: Problem) -> tuple[str, ...]:
     found += staging.pixel_reasons if staging.pixels else ()
     if number(problem.arch) < 75:
         return (f"architecture {problem.arch}: the kernels are for sm_75 and later",)
-    found += shared.of_operands(problem, (Gathered, Im2col), (Taps,), prologues=True)
-    found += prologues.reasons(problem)
+    found += shared.of_operands(problem, (Gathered, Im2col, Joined), (Taps, Joined), prologues=True)
+    found += [*sums.reasons(problem), *prologues.reasons(problem)]
+    if len(sums.summands(problem)) > 1 and problem.products > 1:
+        found.append("sums of products by several b: kernels go from one array of a single b to the next")
     way = math_of(problem)
     found += views.reasons(problem, way)
     if way is None:
@@ -95,7 +98,7 @@ class Kernel(Resolved, base.Kernel):
         """The part of it that has not run on a device yet; "" where all has."""
         if self.way.name == "dmma" and self.way.accumulator == "float64" and halved(self.config):
             return "warp tiles of 64 x 32 of float64 that threads load"
-        return "a prologue in the loads" * (self.multiplied.a.prologue is not None)
+        return "a prologue in the loads" * (self.multiplied.a.prologue is not None) or sums.unmeasured(self.asked)
 
     @property
     def source(self) -> str:
@@ -120,14 +123,15 @@ class Kernel(Resolved, base.Kernel):
 
 def prepared(asked: Problem, taken: Problem) -> tuple[Prepared, ...]:
     """Returns the operands that are transposed before the launch, as they lie otherwise than a kernel takes them."""
-    matrices = asked.matrices[1]
-    arrays = [("a", asked.a, taken.a, asked.m, asked.matrices[0])]
-    if not asked.symmetric:
-        arrays += [("b", b, of, asked.n, matrices) for b, of in zip(asked.bs, taken.bs, strict=True)]
+    matrices, further, arrays = asked.matrices[1], scale_buffers(asked), {}
+    for i, (before, of) in enumerate(zip(sums.summands(asked), sums.summands(taken), strict=True)):
+        arrays[further[0][i - 1] if i else 0] = ("a", before.a, of.a, asked.m, asked.matrices[0], of.k)
+        for j, (given, b) in enumerate(zip(before.bs, of.bs, strict=True), 1) if not asked.symmetric else ():
+            arrays[further[j][i - 1] if i else j] = ("b", given, b, asked.n, matrices, of.k)
     found = []
-    for i, (name, given, of, length, count) in enumerate(arrays):
+    for i, (name, given, of, length, count, k) in arrays.items():
         if given != of:
-            rows, columns = given.array(length, asked.k)
+            rows, columns = given.array(length, k)
             size = given.bytes(count * rows * columns)
             taps = math.prod(given.view.stored) if isinstance(given.view, Taps) else 1
             shape = (taps, -1, columns) if views.axes(asked) else ()
@@ -165,6 +169,7 @@ def registers(problem: Problem, config: Config, way: Math, units: tuple[int, int
     if config.tma and (way.name, way.accumulator) in (("dmma", "float64"), ("tf32", "float32")):
         beside = BESIDE_TMA
     apart += views.registers(problem, config, way, units)
+    apart += 24 * (len(sums.summands(problem)) > 1)  # calibrated too
     apart += prologue.REGISTERS * (problem.a.prologue is not None)
     return problem.products * tile * way.words + 2 * fragments + held + beside + apart
 
@@ -184,6 +189,8 @@ def tma_reasons(problem: Problem, way: Math, units: tuple[int, int] = (16, 16)) 
         found.append("tma of gathered rows: its boxes are of rows that follow each other")
     if views.axes(problem):
         found.append("tma of windows of images: their addresses are computed by all threads")
+    if len(sums.summands(problem)) > 1:
+        found.append("tma with a sum of products: all threads go from one array to the next")
     if problem.divided == "k":
         found.append("tma with groups of k: it clears what is past the array, not what is past a group")
     if way.fragments != "fma" and a.bits == 32 and a.contiguous != b.contiguous:
@@ -250,7 +257,8 @@ def _facts(asked: Problem, divided: bool, slim: bool, swap: bool, pixels: bool) 
     problem = problem.bare if divided else problem
     p = problem.transposed if swap else problem
     of_a, of_b = operands_of(p)
-    units = unit(p, p.a, p.m, of_a), unit(p, p.bs[0], p.n, of_b)
+    each = [(of, *operands_of(of)) for of in sums.summands(p)]
+    units = min(unit(of, of.a, of.m, x) for of, x, _ in each), min(unit(of, of.bs[0], of.n, y) for of, _, y in each)
     copies = prepared(asked, problem) if way.along_k else ()
     return Facts(problem, p, way, staging_of(problem, swap, pixels), (of_a, of_b), units, copies)
 

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from cutjax.dtypes import DTYPES
 from cutjax.kernels.arguments import Argument
 from cutjax.kernels.epilogue_text import epilogue_text
+from cutjax.kernels.joined import Joined
 from cutjax.kernels.mma import prologue, views
 from cutjax.kernels.mma.resolved import Resolved
 from cutjax.kernels.operand import Gathered, Im2col, Taps
+from cutjax.kernels.sums import summands
 from cutjax.runtime import sources
 
 # The files of each way to read fragments and multiply them, behind those of tiles.
@@ -25,7 +27,7 @@ FRAGMENTS = {
 # Whether lanes that multiply by FMA read a and b in an order of which shared memory serves twice as many at once.
 INTERLEAVED = True
 
-_FILES = {Gathered: "gather", Im2col: "im2col", Taps: "taps"}  # of the views that are not plain
+_FILES = {Gathered: "gather", Im2col: "im2col", Taps: "taps", Joined: "joined"}  # of the views that are not plain
 
 
 def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
@@ -80,6 +82,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         "STAGING_ROWS": 16,
         "STAGING_THREADS": 32,
     }
+    if len(summands(problem)) > 1:
+        constants |= {"SUMMANDS": len(summands(problem))}
     scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
     carrier = DTYPES[way.accumulator].carrier
     accumulator = f"#define F16_ACCUMULATORS {int(way.name == 'f16_f16')}\n#define ACCUMULATOR {carrier}\n"
@@ -127,7 +131,8 @@ def _multiply(kernel: Resolved) -> list[str]:
         return [constant, *_views(kernel), *slim]
     tma = kernel.config.tma
     tiles = [] if fragments == "fma" else ["mma/layout.cuh", "mma/boxes.cuh" if tma else "mma/tile.cuh"]
-    feed = ["mma/tma_feed.cuh"] if tma else ["mma/operands.cuh", "mma/feed.cuh"]
+    operands = f"mma/operands{'_joined' * (len(summands(problem)) > 1)}.cuh"
+    feed = ["mma/tma_feed.cuh"] if tma else [operands, "mma/feed.cuh"]
     multiply = [*FRAGMENTS[fragments], *feed, "mma/promote_never.cuh", "mma/mainloop.cuh"]
     return [constant, *_views(kernel), *tiles, *multiply]
 
@@ -137,7 +142,7 @@ def _views(kernel: Resolved) -> list[str]:
     plain = f"mma/load_plain{'_tma' * kernel.config.tma}.cuh"
     found = [type(operand.view) for operand in (kernel.multiplied.a, kernel.multiplied.bs[0])]
     files = ["mma/digits.cuh"] if views.axes(kernel.multiplied) else []
-    files += [f"mma/load_{_FILES[view]}.cuh" for view in found if view in _FILES]
+    files += [f"mma/load_{_FILES[view]}.cuh" for view in dict.fromkeys(found) if view in _FILES]
     names = [view.__name__ if view in _FILES else "Plain" for view in found]
     if kernel.multiplied.a.prologue is not None:
         files += [prologue.text(kernel.multiplied), "mma/load_changed.cuh"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from cutjax.kernels.arguments import (
     matrices,
     matrix_map,
     partials,
+    scale_buffers,
 )
 from cutjax.kernels.operand import Operand, Taps
 from cutjax.kernels.problem import Problem
@@ -29,6 +30,7 @@ from cutjax.kernels.sm90 import decode, scales, windows
 from cutjax.kernels.sm90.config import Config
 from cutjax.kernels.sm90.operands import decoded, row_bytes
 from cutjax.kernels.sm90.resolved import Resolved
+from cutjax.kernels.sums import blocks, extent, summands
 from cutjax.runtime.launch import Int64, Pointer, TensorMap
 
 
@@ -60,41 +62,37 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
     epilogue = p.epilogue
     (sizes, moves), steps = batch_moves(p), array_steps(p)
     more, terms = sum(operand.copies - 1 for operand in kernel.prepared), kernel.way.terms
-    beside_a, beside_b = p.beside
     first_more = p.arrays + len(epilogue.operands)
     first_result = first_more + more + c.stream_k  # tickets are an argument too
     results = [(first_result + i, out) for i, out in staging.results]
     maps = [(place, buffer, np.dtype(out.dtype)) for place, (buffer, out) in enumerate(results) if staging.by_tma(out)]
 
-    of_a = matrices_of(p, p.a, p.m, p.matrices[0], tuple(steps[0]))
+    of_a, of_b = (_matrices(summands(p)[0], i, steps) for i in (0, 1))
     if p.a.gathered:
         yield Argument("const char* base_a", Pointer(int(c.swap)), "a")
         yield Argument("i64 a_row_bytes", Int64(of_a.row_bytes), "a")
         yield integer("a_valid_bytes", p.a.bytes(p.k if p.a.contiguous == "k" else p.m), "a")
         yield from gathered(p)
     view = windows.view_of(p)
-    for i, (term, a) in enumerate((term, a) for term in range(terms) for a in range(beside_a)):
-        if p.a.gathered:
-            break
-        buffer = _buffer_of(c.swap + a, term, terms, first_more)
+    given = () if p.a.gathered else _buffers(p, 0, c.swap, terms, first_more)
+    for i, (of, buffer) in enumerate(given):
         if view:
             value = _windows_map(buffer, kernel)
         else:
             chunk = c.decoded_chunk(p) if decoded(p.a, p.bs[0]) else p.a.elements(128)
-            value = _operand_map(buffer, p.a, p.m, p, of_a, c.bm, chunk, c, c.cluster_n)
+            value = _operand_map(buffer, of.a, p.m, of, _matrices(of, 0, steps), c.bm, chunk, c, c.cluster_n)
         yield _map(f"map_a{i}" if i else "map_a", value, "a")
+    for i, of in enumerate(summands(p)[:-1]):
+        yield integer(f"depth{i}", blocks(of, c.depth(p)) * c.depth(p), "a")
     yield from decode.arguments(c, p)
     if view:
         yield from windows.of_windows(p, c.depth(p), kernel.phases)
-    b_matrices = p.matrices[1]
-    of_b = matrices_of(p, p.bs[0], p.n, b_matrices, tuple(steps[1]))
-    for i, (term, b) in enumerate((term, i) for term in range(terms) for i in range(beside_b)):
-        buffer = _buffer_of(0 if p.symmetric or c.swap else 1 + b, term, terms, first_more)
+    for i, (of, buffer) in enumerate(_buffers(p, 1, c.swap, terms, first_more)):
         if isinstance(p.bs[0].view, Taps):
             value = _taps_map(buffer, kernel)
         else:
-            chunk = c.chunk(p.bs[0], beside_b)
-            value = _operand_map(buffer, p.bs[0], p.n, p, of_b, c.bn, chunk, c, c.cluster_m)
+            chunk = c.chunk(p.bs[0], p.beside[1])
+            value = _operand_map(buffer, of.bs[0], p.n, of, _matrices(of, 1, steps), c.bn, chunk, c, c.cluster_m)
         yield _map(f"map_b{i}", value, "b")
     if isinstance(p.bs[0].view, Taps):
         yield from windows.of_taps(p)
@@ -109,7 +107,7 @@ def _arguments(kernel: Resolved) -> Iterator[Argument]:
         count = math.prod(size for size, move in zip(sizes, moves[2 + i], strict=True) if move)
         yield _map(f"map_x{i}", _tile_map(p.arrays + i, np.dtype(spec.dtype), kernel, count, c.swap), "extras")
 
-    scalars = {"m": p.m, "n": p.n, "k": p.k, "raster": c.raster, "batch": p.batch_size}
+    scalars = {"m": p.m, "n": p.n, "k": extent(p, c.depth(p)), "raster": c.raster, "batch": p.batch_size}
     scalars |= {"batch1": sizes[1], "batch2": sizes[2]}
     if kernel.phases:
         scalars |= {"batch": kernel.matrices, "batch2": kernel.matrices}
@@ -138,9 +136,25 @@ def _map(name: str, value: TensorMap, to: str = "") -> Argument:
     return Argument(f"const __grid_constant__ TensorMap {name}", value, to)
 
 
-def _buffer_of(buffer: int, term: int, terms: int, first_more: int) -> int:
-    """Returns the buffer of a term of the array that is an argument of the kernel: the first, or one of the others."""
-    return buffer if term == 0 else first_more + buffer * (terms - 1) + term - 1
+def _matrices(p: Problem, i: int, steps: Sequence[Sequence[int]]) -> Matrices:
+    """Returns the matrices of a (i = 0) or of each b (1), told the steps of both."""
+    return matrices_of(p, (p.a, *p.bs)[i], (p.m, p.n)[i], p.matrices[i], tuple(steps[i]))
+
+
+def _buffers(p: Problem, i: int, swap: bool, terms: int, first_more: int) -> Iterator[tuple[Problem, int]]:
+    """Yields the arrays of a (i = 0) or of the bs (1): of each its product and its buffer.
+
+    Of terms, the first of each array is an argument of the kernel, and the others follow; those of the first product
+    of a sum come before the others.
+    """
+    first = int(swap) if i == 0 else int(not (p.symmetric or swap))
+    for term in range(terms):
+        for buffer in range(first, first + p.beside[i]):
+            yield summands(p)[0], buffer if term == 0 else first_more + buffer * (terms - 1) + term - 1
+    further = scale_buffers(p, swap)
+    for j, of in enumerate(summands(p)[1:]):
+        for place in range(p.beside[i]):
+            yield of, further[i * p.beside[0] + place][j]
 
 
 def _operand_map(

@@ -18,6 +18,7 @@ from cutjax.kernels.columns import maximum, minimum, where
 from cutjax.kernels.operand import Operand
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import operands, windows
+from cutjax.kernels.sums import summands
 
 SCHEDULES = ("coop", "pingpong", "sliced")
 EVICTED = ("", "a", "b", "d", "ab", "ad", "bd", "abd")
@@ -299,6 +300,7 @@ class Config(Sizes):
         strided += f"_scaled_{'x'.join(scales)}" if scales != ["0", "0"] and not halves else ""
         strided += "_gathered" * problem.a.gathered + windows.name(problem)
         strided += f"_p{_digest(problem.a.prologue)}" if problem.a.prologue else ""
+        strided += f"_sum{len(summands(problem))}" * (len(summands(problem)) > 1)
         name = f"sm90_{dtypes}_{problem.layout}_{tile}{ragged}{symmetric}{strided}"
         if not problem.plain:
             name += f"_e{_digest(problem.epilogue)}"

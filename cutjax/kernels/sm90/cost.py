@@ -16,6 +16,7 @@ from cutjax.kernels.sm90 import dense_cost, residual, windows, windows_cost
 from cutjax.kernels.sm90.constants import CONSTANTS
 from cutjax.kernels.sm90.operands import row_bytes
 from cutjax.kernels.sm90.resolved import Resolved
+from cutjax.kernels.sums import summands
 
 READ_BYTES_PER_US, WRITTEN_BYTES_PER_US = 5.0e6, 3.8e6  # reads partly of L2
 # Not fitted yet: of an SM, through distributed shared memory; of XLA, which adds up what splits leave.
@@ -125,7 +126,7 @@ def predict(kernel: Resolved, device: Device) -> Any:
     refill = (fit.latency + multiply) / c.stages  # a stage's load, and its turn to be read
     mainloop = k_blocks * maximum(both, refill)
 
-    tile_us = fit.tile + (0.0 if p.plain else 4.0)
+    tile_us = fit.tile + (0.0 if p.plain or (p.divided == "k" and p.epilogue.identities) else 4.0)
     epilogue = sharing * (0.22 + tile_us * c.bm * columns * c.epilogue_columns / c.bn / 32768)
     hidden = 0.83 * epilogue
     waiting = mainloop + epilogue - where(resident == 2, hidden, 0)
@@ -166,6 +167,6 @@ def times(kernel: Resolved, device: Device) -> tuple[Any, Any, Any]:
 def _short_rows(kernel: Resolved) -> tuple[int, Any]:
     """Returns the rows of 128 bytes that the loads of a and of b take for each that they bring."""
     problem = kernel.multiplied
-    lines = 1 if row_bytes(problem.a, problem.m, problem.k) % 128 == 0 else 2
+    lines = 1 if all(row_bytes(of.a, of.m, of.k) % 128 == 0 for of in summands(problem)) else 2
     chunk = kernel.config.chunk(problem.bs[0], problem.products)
     return lines, lines * 128 // problem.bs[0].bytes(chunk)

@@ -14,7 +14,6 @@ import numpy as np
 from cutjax.kernels import staging
 from cutjax.kernels.columns import ceil, each, maximum, where
 from cutjax.kernels.device import Device, reference
-from cutjax.kernels.operand import Operand
 from cutjax.kernels.prepared import COPIED_BYTES_PER_US, Prepared
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import prologue, scales, windows
@@ -22,6 +21,7 @@ from cutjax.kernels.sm90.arguments import matrices_of
 from cutjax.kernels.sm90.constants import Constants
 from cutjax.kernels.sm90.operands import Way, decoded
 from cutjax.kernels.sm90.resolved import Resolved
+from cutjax.kernels.sums import summands
 
 FITTED_ON = reference("sm_90a")  # an H200: bandwidths of memory scale from there, those within an SM do not
 
@@ -173,8 +173,9 @@ def _of_problem(
 ) -> dict[str, Any]:
     """Returns those features that all kernels of a problem have in common; some hundred are predicted in a row."""
 
-    def off(operand: Operand, rows: int) -> int:
-        return not matrices_of(multiplied, operand, rows).on_lines
+    def off(i: int, rows: int) -> bool:
+        operands = ((of, (of.a, *of.bs)[i]) for of in summands(multiplied))
+        return not all(matrices_of(of, operand, rows).on_lines for of, operand in operands)
 
     result_row = stored.n * multiplied.out_dtype.itemsize
     phased = (view := windows.view_of(asked)) is not None and windows.spread(view)
@@ -185,9 +186,9 @@ def _of_problem(
         "flop_us": flop_us(multiplied, stored, way, device),
         "speed": device.bytes_per_second / FITTED_ON.bytes_per_second,
         "sms": device.sms,
-        "a_off": off(multiplied.a, multiplied.m),
+        "a_off": off(0, multiplied.m),
         "packed": multiplied.a.bits / multiplied.bs[0].bits,
-        "b_off": off(multiplied.bs[0], multiplied.n),
+        "b_off": off(1, multiplied.n),
         "threads": 0 if result_row % 16 == 0 else 1 if result_row % 4 == 0 else PAIRLESS,
         "fused": _instructions(multiplied, staged),
         "few_rows": asked.few_rows,

@@ -12,7 +12,9 @@ import numpy as np
 from cutjax.dtypes import short
 from cutjax.kernels import prologue as prologues
 from cutjax.kernels import reasons as shared
+from cutjax.kernels import sums
 from cutjax.kernels.columns import each, minimum, where
+from cutjax.kernels.joined import Joined
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.prepared import Prepared
 from cutjax.kernels.problem import Problem
@@ -104,7 +106,7 @@ class Facts:
     def _beside_epilogue(self, config: Sizes, widest: Any) -> Any:
         """Returns the accumulator registers beside an epilogue, of so many that there may be beside none."""
         problem, epilogue = self.problem, self.problem.epilogue
-        if problem.plain:
+        if problem.plain or (problem.divided == "k" and epilogue.identities):
             alone = (config.coop == 0) & (config.cluster == 1)
             if self.way.each:
                 return widest
@@ -140,9 +142,9 @@ def facts_of(problem: Problem, swap: bool = False, pixels: bool = False) -> Fact
 
     Its rows may be pixels apart in the images of the result.
     """
-    why = [*shared.of_operands(problem, (Gathered, Im2col), (Taps,), blocks=True, prologues=True, across=True)]
-    why += [*operands.reasons(problem), *prologues.reasons(problem)]
-    why += scales.reasons(problem)
+    views = (Gathered, Im2col, Joined), (Taps, Joined)
+    why = [*shared.of_operands(problem, *views, blocks=True, prologues=True, across=True), *sums.reasons(problem)]
+    why += [*operands.reasons(problem), *prologues.reasons(problem), *scales.reasons(problem)]
     narrow = operands.decoded(problem.bs[0], problem.a)
     why += decode.reasons(problem, problem.bs[0]) if narrow else []
     unswappable = shared.of_swap(problem) if swap else []

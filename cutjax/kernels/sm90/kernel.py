@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from cutjax.dtypes import short
-from cutjax.kernels import base
+from cutjax.kernels import base, sums
 from cutjax.kernels import reasons as shared
 from cutjax.kernels.columns import maximum, minimum, where
 from cutjax.kernels.device import Device
@@ -50,7 +50,7 @@ class Kernel(Resolved, base.Kernel):
     @property
     def unmeasured(self) -> str:
         """The part of it that has not run on a device yet; "" where all has."""
-        return unmeasured(self.multiplied)
+        return unmeasured(self.multiplied, self.asked)
 
     def launch_us(self, device: Device) -> float:
         """Returns the predicted time of one launch, and of preparing its operands."""
@@ -92,14 +92,21 @@ class Kernel(Resolved, base.Kernel):
 PROLOGUES = "a prologue in shared memory"  # "" once they are measured
 
 
-def unmeasured(p: Problem) -> str:
+def unmeasured(p: Problem, asked: Problem) -> str:
     """Returns the words for what of a problem, as it is multiplied, has not run on a device yet; "" where all has."""
     in_groups = "groups with operands swapped" * (p.divided == "n")
     in_groups += f"{short(p.a.dtype.name)} in groups of k" * (p.divided == "k" and p.a.contiguous == "k")
     several = p.turned and p.products > 1 and not operands.decoded(p.a, p.bs[0])
     swapped = "several products with operands swapped" * several
     gathered = "rows gathered by cp.async" * p.a.gathered
-    return PROLOGUES * prologue.is_in(p) or decode.unmeasured(p) or in_groups or swapped or gathered
+    return (
+        PROLOGUES * prologue.is_in(p)
+        or decode.unmeasured(p)
+        or in_groups
+        or swapped
+        or gathered
+        or sums.unmeasured(asked)
+    )
 
 
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
@@ -314,7 +321,7 @@ def _counters(facts: Facts, config: Sizes, tiles: Any) -> dict[str, Any]:
     """Returns the most that a kernel counts in 32 bits, by name."""
     p, depth = facts.problem, config.depth(facts.problem)
     # Of the tiles that are computed in parts, two waves at most.
-    of_waves = minimum(tiles, 4 * p.device.sms) * (-(-p.k // depth) + 1)
+    of_waves = minimum(tiles, 4 * p.device.sms) * (sums.blocks(p, depth) + 1)
     more = {"k_blocks_of_two_waves": where(config.stream_k, of_waves, 0)}
     if p.a.gathered:
         along = p.k + (config.parts + 1) * depth if p.a.contiguous == "k" else p.m + 2 * config.bm

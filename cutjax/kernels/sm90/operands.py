@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import numpy as np
 
 from cutjax.dtypes import DTYPES, FLOAT8, FOUR_BITS, are_narrow, short
 from cutjax.epilogue.expression import identity
+from cutjax.kernels.arguments import scale_buffers
 from cutjax.kernels.operand import Operand, Scale
 from cutjax.kernels.prepared import Pad, Pairs, Prepared, Step, Terms, Transpose
 from cutjax.kernels.problem import BF16, Problem
 from cutjax.kernels.sm90 import windows
+from cutjax.kernels.sums import summands
 
 F32, C64 = np.dtype(np.float32), np.dtype(np.complex64)
 INT8 = ("int8", "uint8")
@@ -105,7 +108,7 @@ def reasons(problem: Problem) -> list[str]:
     a, b, acc = problem.a.dtype.name, problem.bs[0].dtype.name, problem.accumulator
     both = f"{short(a)} x {short(b)}"
     if a == b == "complex64" and problem.math == "tf32":
-        if not problem.plain or problem.groups or problem.symmetric or problem.strided:
+        if not problem.plain or problem.groups or problem.symmetric or problem.strided or len(summands(problem)) > 1:
             return [f"{both} by tf32: wgmma multiplies their parts, in dense products without an epilogue"]
         return []
     if a == b == "float32":
@@ -120,6 +123,8 @@ def reasons(problem: Problem) -> list[str]:
     of_integers = acc.name in ("int32", "uint32")
     if (a in INT8) != of_integers and (of_integers or a in INT8):
         return [f"{both} added up in {short(acc.name)}: wgmma adds up integers in 32 bits, and floats in f32"]
+    if len(summands(problem)) > 1 and way(problem).terms > 1:
+        return [f"{both} by {problem.math} in a sum of products: kernels multiply pairs of terms, or of arrays"]
     if problem.a.gathered and (way(problem).dtype or problem.a.bits > 16):
         return [f"gathered rows of {both}: threads copy elements as they are, of 8 and 16 bits"]
     if windows.view_of(problem) and problem.a.contiguous == "mn" and k_major(way(problem).dtype or problem.a.dtype):
@@ -157,10 +162,8 @@ def as_multiplied(problem: Problem) -> Problem:
 def prepared(problem: Problem) -> tuple[Prepared, ...]:
     """Returns the operands of which kernels read copies: other numbers, rows along k, rows that TMA walks."""
     p, taken, found = as_multiplied(problem), way(problem), []
-    b_matrices, view, k = p.matrices[1], windows.view_of(p), windows.depth(p)
-    arrays = [("a", p.a, problem.a, p.m, p.matrices[0])]
-    arrays += [("b", b, given, p.n, b_matrices) for b, given in zip(p.bs, problem.bs, strict=True)]
-    for buffer, (name, operand, given, length, matrices) in enumerate(arrays[:1] if p.symmetric else arrays):
+    view = windows.view_of(p)
+    for buffer, (name, operand, given, length, matrices, k) in _arrays(problem, p):
         own = windows.steps(problem, name)
         if own and name == "a":  # of images, which are larger then
             found.append(_images(problem, taken))
@@ -181,6 +184,16 @@ def prepared(problem: Problem) -> tuple[Prepared, ...]:
             read = given.bytes(size * rows) // pairs if whole else rows * pitch
             found.append(Prepared(name, buffer, tuple(steps), read, taken.terms * rows * pitch, taken.terms))
     return tuple(found)
+
+
+def _arrays(given: Problem, p: Problem) -> Iterator[tuple[int, tuple[str, Operand, Operand, int, int, int]]]:
+    """Yields the arrays of a problem that is multiplied as another, by their buffers: of a sum all, each with its k."""
+    further = scale_buffers(given)
+    for i, (of, before) in enumerate(zip(summands(p), summands(given), strict=True)):
+        found = [("a", of.a, before.a, p.m, p.matrices[0], windows.depth(of))]
+        found += [("b", x, y, p.n, p.matrices[1], windows.depth(of)) for x, y in zip(of.bs, before.bs, strict=True)]
+        for j, array in enumerate(found[:1] if p.symmetric else found):
+            yield further[j][i - 1] if i else j, array
 
 
 def _images(problem: Problem, way: Way) -> Prepared:

@@ -19,6 +19,7 @@ from cutjax.kernels.columns import ceil
 from cutjax.kernels.device import Device
 from cutjax.kernels.sm90.dense_cost import FITTED_ON, Costs, Features
 from cutjax.kernels.sm90.resolved import Resolved
+from cutjax.kernels.sums import summands
 
 FILE = pathlib.Path(__file__).with_name("residual.json")
 UNIT = 256  # of the network's numbers: 1 is so many
@@ -73,7 +74,7 @@ def decoded(content: dict[str, Any]) -> Network:
 def serves(kernel: Resolved, device: Device) -> bool:
     """True of products as those it was trained on: dense, of 16 bits, on SMs as many and as fast as an H200's."""
     p = kernel.asked
-    plain = all(x.bits == 16 and x.view is None and x.scale is None for x in (p.a, *p.bs))
+    plain = all(x.bits == 16 and x.view is None and x.scale is None for of in summands(p) for x in (of.a, *of.bs))
     like = device.sms == FITTED_ON.sms and device.peak(p.a.dtype) == FITTED_ON.peak(p.a.dtype)
     return plain and like and not (p.groups or p.symmetric)
 

@@ -11,6 +11,7 @@ from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import operands, windows
 from cutjax.kernels.sm90.config import Sizes, Sums
 from cutjax.kernels.sm90.phases import Phases
+from cutjax.kernels.sums import blocks
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -62,7 +63,7 @@ class Resolved(base.Resolved):
     def k_blocks(self) -> Any:
         """Stages that a tile of the whole contraction takes; of phases, on average."""
         depth = self.config.depth(self.multiplied)
-        return each(self._mean_pieces, depth) if self.phases else -(-self.multiplied.k // depth) * len(self.way.pairs)
+        return each(self._mean_pieces, depth) if self.phases else blocks(self.multiplied, depth) * len(self.way.pairs)
 
     def _mean_pieces(self, depth: int) -> int:
         p = self.multiplied

@@ -9,10 +9,12 @@ import numpy as np
 from cutjax.dtypes import DTYPES
 from cutjax.kernels.arguments import Argument
 from cutjax.kernels.epilogue_text import epilogue_text
+from cutjax.kernels.joined import Joined
 from cutjax.kernels.operand import Gathered, Im2col, Taps
 from cutjax.kernels.problem import Problem
 from cutjax.kernels.sm90 import decode, operands, prologue, scales, windows
 from cutjax.kernels.sm90.resolved import Resolved
+from cutjax.kernels.sums import summands
 from cutjax.runtime import sources
 
 # Registers of a producer's and a consumer's thread: p + 2 c fit 3 warpgroups of 168, and p + 4 c fit 5 of 96. A
@@ -100,6 +102,8 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
         constants |= {f"PHASES{i}": count for i, count in enumerate([*counts, 1, 1, 1][:3])}
         constants |= {"PIXEL_RUNS": kernel.phases.runs} if kernel.phases else {}
         constants |= {"IMAGE_AXES": len(view.image), "IMAGE_GROUPS": view.groups > 1, "WINDOW_CHUNK": of_windows}
+    if joined := len(summands(problem)) > 1:
+        constants |= {"SUMMANDS": len(summands(problem))}
     if scaled:
         constants |= scales.constants(kernel.given)
     scheduler = "group" if problem.groups else "triangle" if problem.symmetric else "dense"
@@ -140,6 +144,7 @@ def source(kernel: Resolved, arguments: Sequence[Argument]) -> str:
             *(["sm90/load_gather.cuh"] if problem.a.gathered else []),
             *(["sm90/load_im2col.cuh"] if view else []),
             *(["sm90/load_taps.cuh"] if taps else []),
+            *(["sm90/load_joined.cuh"] if joined else []),
             _views(problem),
             "sm90/producer.cuh",
             *_change(problem),
@@ -164,10 +169,11 @@ def _accumulators(kernel: Resolved) -> int:
 
 def _views(problem: Problem) -> str:
     """Returns the names of the views that operands are loaded by, and of how k is walked."""
-    views = {Gathered: "Gathered", Im2col: "Im2col", Taps: "Taps"}
+    views = {Gathered: "Gathered", Im2col: "Im2col", Taps: "Taps", Joined: "Joined"}
     a, b = (views.get(type(x.view), "Plain") for x in (problem.a, problem.bs[0]))
     a = "Scaled" if operands.factors(problem) else a
-    walk = "Depth" if a != "Im2col" else "Im2col::Elements" if problem.a.contiguous == "k" else "Im2col::Columns"
+    walks = {"Im2col": f"Im2col::{'Elements' if problem.a.contiguous == 'k' else 'Columns'}", "Joined": "Joined::Walk"}
+    walk = walks.get(a, "Depth")
     steps = ", ".join(f"{x}_step{i} = 0" for x in "ab" for i in range(3))
     still = f"constexpr int {steps};  // no batch\n" if a == "Im2col" else ""
     return f"using ViewA = {a};\nusing ViewB = {b};\nusing Walk = {walk};\n{still}"
