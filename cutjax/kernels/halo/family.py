@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from cutjax.kernels.base import Kernel
+from cutjax.kernels.family import Kernel
 from cutjax.kernels.halo import kernel, weights_kernel
 from cutjax.kernels.halo.config import ALONG, Config
 from cutjax.kernels.halo.geometry import Geometry
