@@ -41,7 +41,7 @@ class Entry:
 
 
 def read(problem: Problem) -> tuple[Entry | None, Entry | None] | None:
-    """Returns what `write` was told; None where nobody has priced the problem, or nothing is kept."""
+    """Returns the entries that `write` was told; None where nobody has priced the problem, or nothing is kept."""
     cache = disk_cache.of_settings() if ON else None
     return cache.read(_name(problem), _parsed) if cache else None
 

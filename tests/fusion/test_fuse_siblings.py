@@ -13,6 +13,7 @@ from jax import lax
 
 import cutjax
 from cutjax.fusion import price
+from cutjax.kernels import choose, xla
 
 BF16 = jnp.bfloat16
 
@@ -73,6 +74,10 @@ def xla_is_slow(monkeypatch):
     slow = lambda *args: of_problem(*args).of_xla(100.0, 1)  # noqa: E731
     monkeypatch.setattr(price, "_of_problem", slow)
     monkeypatch.setattr(price, "GAIN", 0.0)
+    monkeypatch.setattr(xla, "alone_us", lambda *_, **__: 100.0)
+    choose._choose.cache_clear()
+    yield
+    choose._choose.cache_clear()
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])

@@ -72,7 +72,8 @@ static void thread() {
   for (auto& block : sums) std::fill(block, block + PRODUCTS * BN / 2, NAN);
   Pipeline pipe{STAGES * STAGE_BYTES, STAGES * STAGE_BYTES + STAGES * 8, 0, 0};
   int warpgroup = threadIdx.x / 128, row = warpgroup * ROWS_PER_CONSUMER, t = threadIdx.x % 128;
-  multiply<M_BLOCKS>(sums, pipe, SharedTiles{0}, row, Work{}, 0, STAGES, t, 0, [] {}, [] {});
+  Changes changes{Told{}};
+  multiply<M_BLOCKS>(sums, changes, pipe, SharedTiles{0}, row, Work{}, 0, STAGES, t, 0, [] {}, [] {});
   constexpr int COLUMNS = PRODUCTS * BN;
   for (int i = 0; i < M_BLOCKS * COLUMNS / 2; ++i) {
     int j = i % (COLUMNS / 2), at = row + i / (COLUMNS / 2) * 64 + t / 32 * 16 + t % 32 / 4 + j / 2 % 2 * 8;
@@ -101,7 +102,7 @@ extern "C" void run(const void* tiles, float* to) {
 }
 """
 _KEPT = ("common/math", "common/elements", "narrow", "sm90/halves", "sm90/decode", "sm90/factor", "sm90/zero")
-_KEPT += ("sm90/tiles", "sm90/sliced", "sm90/row_order", "sm90/multiply_registers")
+_KEPT += ("sm90/change_none", "sm90/tiles", "sm90/sliced", "sm90/row_order", "sm90/multiply_registers")
 F32, E4M3 = np.dtype(np.float32), np.dtype(jnp.float8_e4m3fn)
 _ACCS = tuple(Node("acc", (), "float32", (i,)) for i in range(2))
 PAIR = Epilogue(2, (), _ACCS, (Output(0, "float32"), Output(1, "float32")))  # two products as they are

@@ -204,6 +204,7 @@ class SimpleKernel:
     name: str = "simplest_kernel"
     notes: tuple[str, ...] = ()
     family: str = "simplest"
+    converted: tuple = ()
     unmeasured: str = ""
 
     def time_us(self, device):

@@ -92,7 +92,6 @@ def of(images=2, image=(16, 16), window=(3, 3), channels=32, **more):
 REFUSED = {
     "stride": convolution.forward(of(strides=(2, 2)), 32),
     "zeros between": convolution.forward(of(spread=(2, 2)), 32),
-    "gradient of weights": convolution.weight_gradient(of(), 32),
     "16 bytes": convolution.forward(of(channels=12), 32),
     "halos are of bf16": convolution.forward(of(), 32, dtype=np.float32),
 }

@@ -205,7 +205,7 @@ def test_auto_takes_one_that_is_measured_and_faster(monkeypatch):
     assert choose.choose(asked).resolved.converted  # another kernel, behind the prologue
     monkeypatch.setattr(sm90, "PROLOGUES", "")
     families.offers.cache_clear()
-    families.fastest.cache_clear()
+    families._fastest.cache_clear()
     try:
         chosen = choose.choose(asked)
         assert chosen.config.swap
@@ -214,7 +214,7 @@ def test_auto_takes_one_that_is_measured_and_faster(monkeypatch):
         assert "in its loads" not in " ".join(choose.choose(many).reasons)
     finally:
         families.offers.cache_clear()
-        families.fastest.cache_clear()
+        families._fastest.cache_clear()
 
 
 def test_cuda_and_a_pinned_config_compute_it_in_the_kernel():

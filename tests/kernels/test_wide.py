@@ -233,7 +233,7 @@ def test_kernels_with_epilogues_compile_lean():
 
 
 OPCODES = {"tf32": "HGMMA.64x128x8.F32.TF32", "bf16x6": "HGMMA.64x128x16.F32.BF16", "s8": "IGMMA.64x128x32.S8.S8"}
-OPCODES |= {"s8xu8": "IGMMA.64x128x32.S8.U8", "e4m3xe5m2": "QGMMA.64x64x32.F32.E4M3.E5M2"}
+OPCODES |= {"s8xu8": "IGMMA.64x128x32.S8.U8", "e4m3xe5m2": "QGMMA.64x128x32.F32.E4M3.E5M2"}
 
 
 @needs_tools

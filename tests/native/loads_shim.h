@@ -77,7 +77,10 @@ inline void row(const TensorMap& map, u32 destination, u32 barrier, int count, c
   }
 }
 
-inline void tma_load_multicast(u32 destination, const TensorMap* map, u32 barrier, int x, int y, int z, u16 mask) {
+inline void cp_async_mbarrier_arrive_noinc(u32) { fail("threads copy"); }
+
+template <bool FIRST = false>
+void tma_load_multicast(u32 destination, const TensorMap* map, u32 barrier, int x, int y, int z, u16 mask) {
   if (map->im2col || map->rank != 3) fail("a box of a map of columns");
   for (int k = 0; k < map->box[2]; ++k)
     for (int j = 0; j < map->box[1]; ++j) {
@@ -86,7 +89,8 @@ inline void tma_load_multicast(u32 destination, const TensorMap* map, u32 barrie
     }
 }
 
-inline void tma_load(u32 destination, const TensorMap* map, u32 barrier, int x, int y, int z) {
+template <bool FIRST = false>
+void tma_load(u32 destination, const TensorMap* map, u32 barrier, int x, int y, int z) {
   tma_load_multicast(destination, map, barrier, x, y, z, 1 << current);
 }
 

@@ -57,7 +57,7 @@ class Tiles(Geometry):
 
     @property
     def copies(self) -> int:
-        """How often columns are rows of a wgmma, with other taps each time."""
+        """The number of times that columns are rows of a wgmma, with other taps each time."""
         return ROWS // self.config.bn if self.config.taps < self.view.window[-1] else 1
 
     @property
@@ -108,7 +108,7 @@ class Tiles(Geometry):
 
     @property
     def offset(self) -> int:
-        """Where the gradient's box is in a stage."""
+        """The place of the gradient's box in a stage, in bytes."""
         return -(-self.box_bytes // 1024) * 1024
 
     @property

@@ -117,7 +117,7 @@ struct Beside {{{fields}
 
 
 def refused(config: Sizes, problem: Problem) -> tuple[Any, Any]:
-    """Returns whether a thread would change more units, or hold more of operands, than it may; and the latter."""
+    """Returns truth, where a thread would change more units or hold more registers than it may; and these registers."""
     lines, parts = units(config, problem)
     held = registers(config, problem)
     return (lines * parts > MOST_UNITS) | (held > MOST_REGISTERS), held

@@ -102,9 +102,9 @@ def steps(problem: Problem, name: str) -> list[Step]:
 
 
 def weights(problem: Problem, x: jax.Array) -> jax.Array:
-    """Returns the gradient of weights, of the sums that a kernel makes for it."""
+    """Returns the gradient of weights, of the sums that a kernel makes for it; of other products these as they are."""
     view, of = view_of(problem), taken(problem)
-    return x if view is None or of is None else apart(view, of, packed(problem), x)
+    return x if view is None or of is None or problem.a.contiguous == "k" else apart(view, of, packed(problem), x)
 
 
 def name(problem: Problem) -> str:
