@@ -7,6 +7,7 @@ Arrays have one axis in front, of networks: rows ``[networks, rows, width]``, ma
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cutjax.binding import lowering
 from cutjax.binding.define import define
 from cutjax.binding.lowering import Target
 from cutjax.binding.partition import Rules, mark_of
@@ -33,6 +35,9 @@ from cutjax.primitives.dense import Dense
 from cutjax.primitives.factors import Factors
 from cutjax.runtime.choice import Choice
 
+# Under "auto" (benchmarks/results/networks-h200.json): the widest layers by dtype, and the fewest rows.
+WIDEST: dict[str, int] = {}
+LEAST_ROWS = 1 << 14
 UNROLLED = 4  # tangents, or cotangents, of the same rows that one kernel propagates side by side; of more, rows repeat
 
 
@@ -44,7 +49,7 @@ def bind(
     precision: Canonical,
     backend: str,
 ) -> list[jax.Array]:
-    """Binds the primitive, or, unless the backend is "cuda", computes its products one by one.
+    """Binds the primitive, or computes its products one by one where "auto" takes no kernels.
 
     Args:
       program: what is computed.
@@ -52,16 +57,26 @@ def bind(
       dtypes: of the results.
       dtype: to which rows are rounded before they are multiplied, that of the matrices.
       precision: of the products.
-      backend: "cuda" for the kernels, else products of cutjax.
+      backend: "cuda" for the kernels, "xla" for products of cutjax, "auto" for what was measured to be faster.
     """
     given = match_varying(*arrays)
     named = tuple(np.dtype(x).name for x in dtypes)
     params: dict[str, Any] = {"dtypes": named, "dtype": dtype, "precision": precision, "backend": backend}
-    # Kernels have not been measured, and products keep what their derivatives read; of what vmap maps over explicit
-    # mesh axes, products alone say how it lies.
-    if backend != "cuda" or any_divided(*given):
+    # Of what vmap maps over explicit mesh axes, products alone say how it lies.
+    by_kernels = backend == "cuda" or (backend == "auto" and _wins(program, given, dtype))
+    if not by_kernels or any_divided(*given):
         return _reference(*given, program=program, **params)
     return network_p.bind(*given, program=program, **params, mark=mark_of(backend))
+
+
+def _wins(program: Program, arrays: Sequence[jax.Array], dtype: np.dtype) -> bool:
+    """True if kernels were measured to be faster than products, for such a network and its derivatives alike.
+
+    Products keep what their derivatives read, kernels compute it again: so one answer holds for all of a network's.
+    """
+    widest = max(x for kind in program.kinds for x in kind.sizes)
+    rows = next(math.prod(x.shape[:2]) for x, kind in zip(arrays, program.inputs, strict=True) if kind.name == "rows")
+    return lowering.on_cuda() and widest <= WIDEST.get(dtype.name, 0) and rows >= LEAST_ROWS
 
 
 def _abstract(*avals: Any, program: Program, dtypes: tuple[str, ...], **_: Any) -> list[Any]:

@@ -240,3 +240,15 @@ def test_no_spills(arch):
     assert choice.resolved is not None
     resources = choice.resolved.compile().resources
     assert resources.spill_store_bytes == resources.spill_load_bytes == 0
+
+
+def test_functions_are_as_exact_as_what_reads_them():
+    """What is only multiplied in bf16 is rounded there; a result, and what a function reads again, is not."""
+    for dtype, coarse in (("bfloat16", True), ("float16", False), ("float32", False)):
+        kernel = choose(problem(layers(16, 32, 32, 16), dtype, X3 if dtype == "float32" else None)).resolved
+        assert ("= tanh_approx(acc" in kernel.source) == coarse
+    b = Builder([Kind("rows", (16,)), Kind("matrix", (16, 16))])
+    (y,) = b.add(Affine((Term(0, 1),), ()))
+    (z,) = b.add(Map(elementwise(lambda x: [jnp.tanh(x)], 1)[0], (y,)))
+    kernel = choose(problem(b.build([z]))).resolved
+    assert "= tanhf(acc" in kernel.source

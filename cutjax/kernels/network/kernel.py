@@ -14,7 +14,7 @@ from cutjax.dtypes import short
 from cutjax.kernels import reasons
 from cutjax.kernels.network import text
 from cutjax.kernels.network.program import Affine, Outer
-from cutjax.kernels.network.resolved import PRODUCTS, Resolved
+from cutjax.kernels.network.resolved import PRODUCTS, SMS, Resolved
 from cutjax.kernels.network.schedule import padded
 from cutjax.runtime import sources
 from cutjax.runtime.compiler import Cubin, compile_kernel
@@ -30,8 +30,10 @@ FILES = (
 )
 OWN = ("network/fragments.cuh", "network/sums.cuh")
 LAUNCH_US = 3.0
+MHZ = 1755.0
 # Of a kernel, which then compiles for some seconds; and of one whose rows are chained, which is the longer.
 MOST_INSTRUCTIONS, MOST_CHAINED = 9_000, 12_000
+ISSUE = 1.4  # of the time in which an SM issues the instructions of a kernel, as measured
 SHARE = 0.5  # of the rate of tensor cores that a warp's products reach where operands come from shared memory
 L2_SPEED = 1.5  # of a copy's rate, at which the stash moves where it is in memory
 
@@ -132,6 +134,8 @@ class Kernel(Resolved):
         resident = min(1.0, c.warps * c.blocks / 12)  # warps of an SM that hide each other's waits
         reuse = 1.0 if c.tiles > 1 else 0.7  # of what is read of matrices in shared memory
         us = 1e6 * 2.0 * rows * elements * PRODUCTS.get(self.math, 1) / (rate * SHARE * resident**0.5 * reuse)
+        tiles = self.tiles * c.warps * p.networks
+        us = max(us, ISSUE * self.issued * tiles / (4 * (device.sms or SMS) * MHZ * resident**0.5))
         moved = float(p.bytes)
         if c.memory:
             moved += 2.0 * self.stash_bytes * self.tiles * p.networks / L2_SPEED

@@ -8,15 +8,17 @@ import functools
 import jax
 import numpy as np
 
+from cutjax.epilogue.expression import Epilogue
 from cutjax.kernels.arguments import Argument, integer
 from cutjax.kernels.network.problem import Problem
+from cutjax.kernels.network.program import Map
 from cutjax.kernels.network.schedule import OuterPhase, Schedule, Stage, padded
 from cutjax.kernels.staging import instructions
 from cutjax.runtime.launch import Pointer
 
 PARTS = {"bf16x3": 2, "bf16x6": 3, "bf16x9": 3}
 PRODUCTS = {"bf16x3": 3, "bf16x6": 6, "bf16x9": 9}
-OUTER_INSTRUCTIONS = 300  # of a pair of outer products
+OUTER_INSTRUCTIONS, OUTER_ISSUED = 300, 700  # of a pair of outer products: of text, and in its loops
 # Registers of a thread beside fragments and accumulators, and more of them.
 BESIDE, BESIDE_MEMORY, BESIDE_PARTS = 60, 72, 32
 MOST_AHEAD = 128  # registers of fragments that are loaded before the columns of a stage, not for each 16 of them again
@@ -64,6 +66,16 @@ class Resolved:
         return {"": {"bfloat16": "bf16", "float16": "f16"}.get(self.problem.dtype.name, ""), "bf16": "bf16"}.get(
             found, found
         )
+
+    def function(self, step: Map, values: tuple[int, ...]) -> Epilogue:
+        """Returns the function of a step as it is computed: as exactly as what reads its results asks for.
+
+        Products round them, and sums add up what plain JAX rounds.
+        """
+        if self.parts > 1 or self.element_bytes > 2 or self.schedule.read_exactly.intersection(values):
+            return step.function
+        outputs = tuple(dataclasses.replace(out, dtype=self.problem.dtype.name) for out in step.function.outputs)
+        return dataclasses.replace(step.function, outputs=outputs)
 
     @property
     def parts(self) -> int:
@@ -202,21 +214,30 @@ class Resolved:
         tiles = [padded(a) * padded(b) // 256 for a, b in (kinds[x].sizes for x in self.schedule.outers)]
         return sum(8 * -(-x // self.config.warps) for x in tiles)
 
-    @functools.cached_property
+    @property
     def instructions(self) -> int:
         """Instructions of a thread's text, about: of what is written out."""
+        return self._instructions(self.config.chained, OUTER_INSTRUCTIONS)
+
+    @property
+    def issued(self) -> int:
+        """Instructions that a thread issues for a tile, about."""
+        return self._instructions(True, OUTER_ISSUED)
+
+    def _instructions(self, whole: bool, of_outer: int) -> int:
+        """Returns those of all columns of each stage, or of 16, and of pairs of outer products."""
         schedule, tiles, found = self.schedule, self.config.tiles, 0
         for stage in schedule.stages:
-            columns = padded(stage.width) // 16 if self.config.chained else 1
+            columns = padded(stage.width) // 16 if whole else 1
             k = sum(
                 (2 + 2 * len(pairs) * tiles * PRODUCTS.get(self.math, 2 if self.math == "tf32" else 1) * 1.5)
                 * (padded(self.problem.program.kinds[matrix].sizes[int(transposed)]) // 16)
                 for (matrix, transposed), pairs in schedule.terms(stage).items()
             )
             function = schedule.function(stage)
-            of_map = 0 if function is None else instructions(function[0].function)
+            of_map = 0 if function is None else instructions(self.function(*function))
             found += columns * (int(k) + 8 * tiles * of_map + 60)
-        return found + OUTER_INSTRUCTIONS * (len(schedule.phases) - len(schedule.stages))
+        return found + of_outer * (len(schedule.phases) - len(schedule.stages))
 
     # Arguments and results.
 

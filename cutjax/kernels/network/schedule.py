@@ -128,6 +128,12 @@ class Schedule:
         return merged(stage.maps, [*read, *self.program.outputs]) if stage.maps else None
 
     @functools.cached_property
+    def read_exactly(self) -> frozenset[int]:
+        """The numbers of values that functions read, or that are results: no product rounds those."""
+        read = [x for step, _ in self.program.numbered if isinstance(step, Map) for x in step.reads]
+        return frozenset((*read, *self.program.outputs))
+
+    @functools.cached_property
     def handed(self) -> frozenset[tuple[int, int]]:
         """Values that go in registers to the next stage: pairs of that stage's place and a number."""
         if not self.chained:

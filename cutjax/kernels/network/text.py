@@ -23,8 +23,8 @@ def functions(of: Resolved) -> str:
 def numbers(of: Resolved) -> dict[Epilogue, int]:
     """Returns the number of each elementwise function."""
     found = [of.schedule.function(stage) for stage in of.schedule.stages]
-    again = [of.schedule.makers[x][0] for x in of.schedule.made_again]
-    used = [x[0].function for x in found if x] + [x.function for x in again if isinstance(x, Map)]
+    again = [of.schedule.makers[x] for x in of.schedule.made_again]
+    used = [of.function(*x) for x in (*found, *again) if x and isinstance(x[0], Map)]
     return {function: i for i, function in enumerate(dict.fromkeys(used))}
 
 
@@ -138,7 +138,7 @@ class Body:
         made = ", ".join(f"c{x}.x[i][h][e]" for x in values)
         yield "EACH_ELEMENT {"
         yield f"  const float value[{len(step.values)}] = {{{given}}};"
-        yield f"  function{self.functions[step.function]}(value, 0, 0, {made});"
+        yield f"  function{self.functions[self.of.function(step, values)]}(value, 0, 0, {made});"
         yield "}"
 
     def _stage(self, stage: Stage) -> Iterator[str]:
