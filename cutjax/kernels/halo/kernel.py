@@ -98,8 +98,12 @@ class Kernel(Resolved, base.Kernel):
 
     @property
     def grid(self) -> base.Grid:
-        """The blocks of its launch: as many as run at one time, or as there are tiles."""
-        return base.Grid(self.tiles, 128 * (1 + self.config.consumers), 1, 1)
+        """The blocks of its launch: as many as run at one time, or as there are tiles; of every column equally many.
+
+        All of them are launched, on a device of fewer SMs too: a block keeps the weights of its columns.
+        """
+        rows = min(self.rows, self.problem.device.sms // self.columns)
+        return base.Grid(rows * self.columns, 128 * (1 + self.config.consumers), 1, 0)
 
 
 def resolve(problem: Problem, config: Config) -> Kernel | tuple[str, ...]:
