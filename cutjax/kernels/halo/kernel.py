@@ -12,7 +12,7 @@ from cutjax.kernels.arguments import Argument
 from cutjax.kernels.device import Device
 from cutjax.kernels.halo import cost, text
 from cutjax.kernels.halo.arguments import arguments
-from cutjax.kernels.halo.config import ALONG, MOST_COLUMNS, MOST_SUMS, UNMEASURED, Config
+from cutjax.kernels.halo.config import ALONG, MOST_COLUMNS, MOST_SUMS, Config
 from cutjax.kernels.halo.geometry import BOX, Geometry
 from cutjax.kernels.halo.operands import packing_of, prepared, view_of
 from cutjax.kernels.halo.resolved import Resolved
@@ -70,17 +70,6 @@ class Kernel(Resolved, base.Kernel):
     """One config resolved for one problem."""
 
     family = "halo"
-
-    @property
-    def unmeasured(self) -> str:
-        """The part of it that has not run on a device, so that it is for backend="cuda" alone; "" where all has."""
-        p, of = self.problem, self.geometry
-        parts = {
-            "groups of channels": view_of(p).groups > 1,
-            "windows of few channels": of.packing is not None,
-            "columns that are no whole units of 16 bytes": of.of_columns and p.n % 8 > 0,
-        }
-        return next((f"halos of {part}" for part, has in parts.items() if has and part in UNMEASURED), "")
 
     @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:
