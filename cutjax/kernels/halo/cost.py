@@ -8,9 +8,9 @@ from cutjax.kernels.device import Device
 from cutjax.kernels.halo.resolved import Resolved
 from cutjax.kernels.prepared import copies_us
 
-# Fitted to 73 kernels of 11 convolutions on an H200, and STORED and MEMORY to 44 of 34 (conv-report-2 and
-# experiments/halos in benchmarks/results): 80% of the ratios of predicted to measured times are 0.86 to 1.13. A third
-# warpgroup hides what two do not, but not what an SM stores.
+# Fitted to 73 kernels of 11 convolutions on an H200; STORED, MEMORY and LONGER to 44 of 34 (conv-report-2-h200.json and
+# experiments/halos-h200.json in benchmarks/results): 80% of the predicted times are 0.92 to 1.13 of those measured. A
+# third warpgroup hides what two do not, but not what an SM stores.
 LAUNCH_US = 4.9  # with the loads of weights and first boxes
 FLOPS = 4096  # of an SM's tensor cores in a cycle, of 16 bits
 SHARED = 128  # bytes of shared memory in a cycle
@@ -20,6 +20,7 @@ BETWEEN = 610  # cycles from a step's last wgmma to the next step's first, of on
 RUN = 300  # cycles from a run to the next
 MEMORY = 0.95  # of the rate of memory
 AGAIN = 0.27  # of images, what each further block of columns reads from memory
+LONG_US, LONGER = 100, 0.045  # what takes longer is slowed by so much for each doubling: clocks fall
 POWER = 4  # with which what runs at the same time adds up
 
 
@@ -50,7 +51,12 @@ def predict(kernel: Resolved, device: Device) -> float:
     moved = read + sum(p.m * p.n * dtype.itemsize for dtype in results)
     moved_us = moved / (MEMORY * device.bytes_per_second) * 1e6
     first_us = LAUNCH_US + copies_us(kernel.prepared, device) + of.weight_bytes / L2 * cycle(device)
-    return first_us + together(us, moved_us)
+    return first_us + together(slowed(us), moved_us)
+
+
+def slowed(us: float) -> float:
+    """Returns the microseconds that the SMs take for what is so long at the clock of short products."""
+    return us * (1 + LONGER * math.log2(max(1, us / LONG_US)))
 
 
 def together(*times: float) -> float:
@@ -59,5 +65,5 @@ def together(*times: float) -> float:
 
 
 def cycle(device: Device) -> float:
-    """Returns the microseconds of a cycle, at the clock of sustained products."""
+    """Returns the microseconds of a cycle."""
     return FLOPS * device.sms / dict(device.flops)["bfloat16"] * 1e6

@@ -49,6 +49,8 @@ def reasons(problem: Problem) -> tuple[str, ...]:
         found.append(f"{a} x {short(b.dtype.name)}{by}: halos are of {', '.join(map(short, DTYPES))}")
     elif problem.accumulator.name != "float32":
         found.append(f"{short(problem.a.dtype.name)} added up in {short(problem.accumulator.name)}, not in float32")
+    if view_of(problem).groups > 1 and view_of(problem).channels == 1:
+        found.append("each channel by itself: halos are of wider groups")
     if problem.products > 1:
         found.append(f"{problem.products} products: halos are of one")
     if not packing and (pixel := view.groups * view.channels) % 8:

@@ -122,7 +122,7 @@ class Kernel(base.Kernel):
         parts = 2 * 4 * c.splits * g.rows * p.n
         after_us = 1e6 * parts / (ADDED * device.bytes_per_second)
         first_us = cost.LAUNCH_US + copies_us(self.prepared, device)
-        return first_us + cost.together(us, moved_us) + after_us
+        return first_us + cost.together(cost.slowed(us), moved_us) + after_us
 
     @property
     def grid(self) -> base.Grid:
